@@ -1,0 +1,164 @@
+"""Grouped and dense GEMM on the CPU, slow, obvious and exact where it can be: what the kernels are judged by.
+
+Shares nothing with what it judges: it decodes the operands and works out the groups by itself.
+
+Two accumulations:
+
+"fp8_block"  what the kernels do in exact arithmetic per block. For each K block kb in order
+             acc = fma(partial, fl32(sfa * sfb), acc), all three float32, where partial is the block's sum of code
+             products, computed without error and rounded once to float32.
+"float64"    every product and sum in float64 (products of codes and scales are exact there).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from padless.formats import BlockScaledTensor
+
+ACCUMULATIONS = ("fp8_block", "float64")
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def group_rows(offs: torch.Tensor, num_rows: int) -> list[tuple[int, int]]:
+    """[start, end) of each group's rows from cumulative END offsets, safe for any values in offs.
+
+    An end is the running maximum of offs so far, clamped into [0, num_rows]; a group starts where the last one ended.
+    Example: offs [3, 2, 9], 7 rows -> [(0, 3), (3, 3), (3, 7)].
+    """
+    rows, start = [], 0
+    for end in offs.tolist():
+        end = min(max(end, start), num_rows)
+        rows.append((start, end))
+        start = end
+    return rows
+
+
+def grouped_gemm_reference(
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: str = "fp8_block",
+) -> torch.Tensor:
+    """out[m, n] = sum over k of a[m, k] * b[g, n, k] for the rows m of each group g; (M, N).
+
+    a: (M, K) activations; b: (G, N, K) weights; offs: (G,) int32 cumulative END offsets. Rows in no group are left as
+    they are in `out`; in a fresh result they are NaN. Rounds to nearest even. out_dtype is ignored when out is given.
+    """
+    if b.data.dim() != 3 or offs.shape != (b.shape[0],):
+        raise ValueError(
+            f"offs must have one end per group of b {tuple(b.shape)}, got shape {tuple(offs.shape)}"
+        )
+    out = _prepare_out(a, b, out, out_dtype, accumulate)
+    for group, (start, end) in enumerate(group_rows(offs, a.shape[0])):
+        if start < end:
+            out[start:end] = _multiply(a, b, slice(start, end), group, accumulate, out.dtype).to(out.device)
+    return out
+
+
+def gemm_reference(
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: str = "fp8_block",
+) -> torch.Tensor:
+    """out[m, n] = sum over k of a[m, k] * b[n, k]; a: (M, K) activations, b: (N, K) weights; (M, N)."""
+    if b.data.dim() != 2:
+        raise ValueError(f"b must be (N, K), got shape {tuple(b.shape)}")
+    out = _prepare_out(a, b, out, out_dtype, accumulate)
+    if a.shape[0] > 0:
+        out.copy_(_multiply(a, b, slice(None), None, accumulate, out.dtype))
+    return out
+
+
+def _prepare_out(
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> torch.Tensor:
+    if accumulate not in ACCUMULATIONS:
+        raise ValueError(f"accumulate must be one of {ACCUMULATIONS}, got {accumulate!r}")
+    if a.data.dim() != 2 or a.logical_shape[-1] != b.logical_shape[-1]:
+        raise ValueError(
+            f"a (M, K) and b (.., N, K) must share K, got {a.logical_shape} and {b.logical_shape}"
+        )
+    if not a.is_activation or not b.is_weight:
+        raise ValueError("a must be quantized as an activation and b as a weight")
+    shape = (a.shape[0], b.shape[-2])
+    if out is None:
+        out = torch.full(shape, float("nan"), dtype=out_dtype, device=a.device)
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
+    if out.dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {out.dtype}")
+    return out
+
+
+def _multiply(
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    rows: slice,
+    group: int | None,
+    accumulate: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Rows `rows` of a times group `group` of b (or all of a 2-D b), rounded to out_dtype."""
+    pick = (lambda t: t) if group is None else (lambda t: t[group])
+    a_data, a_scale = a.data[rows].cpu(), a.scale[rows].cpu()
+    b_data, b_scale = pick(b.data).cpu(), pick(b.scale).cpu()
+    k, n = a_data.shape[1], b_data.shape[0]
+    block_k, block_n = a.format.block_k, b.format.weight_block[0]
+    compute_dtype = torch.float64 if accumulate == "float64" else torch.float32
+    acc = torch.zeros((a_data.shape[0], n), dtype=compute_dtype)
+    for kb in range(a_scale.shape[1]):
+        columns = slice(kb * block_k, min((kb + 1) * block_k, k))
+        # Exact: every code product is a multiple of 2^-18 and 128 of them stay below 2^25, so float64 never rounds.
+        partial = a_data[:, columns].to(torch.float64) @ b_data[:, columns].to(torch.float64).t()
+        sfb = b_scale[:, kb].to(compute_dtype).repeat_interleave(block_n)[:n]
+        scale = a_scale[:, kb, None].to(compute_dtype) * sfb[None, :]
+        if accumulate == "float64":
+            acc += partial * scale
+        else:
+            acc = fma_float32(partial.to(torch.float32), scale, acc)
+    return round_to(acc, out_dtype)
+
+
+def fma_float32(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """x * y + z of float32 tensors with a single rounding, as the hardware's fused multiply-add.
+
+    The product is exact in float64 but its sum with z is not: rounding to float64 and then to float32 rounds twice and
+    differs from fma when the first rounding lands on a float32 tie. So the float64 sum is rounded to odd, which keeps
+    the lost part visible to the second rounding (53 bits >= 24 + 2; Boldo and Melquiond, "Emulation of FMA and
+    correctly rounded sums: proved algorithms using rounding to odd", 2008).
+    """
+    product = x.to(torch.float64) * y.to(torch.float64)
+    addend = z.to(torch.float64)
+    total = product + addend
+    # TwoSum: total + lost is the exact sum.
+    virtual = total - product
+    lost = (product - (total - virtual)) + (addend - virtual)
+    return _step_to_odd(total, lost).to(torch.float32)
+
+
+def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x rounded once, to nearest even. torch narrows float64 to 16 bits through float32, which would round twice."""
+    if x.dtype == torch.float64 and dtype in (torch.bfloat16, torch.float16):
+        nearest = x.to(torch.float32)
+        lost = x - nearest.to(torch.float64)  # exact: they are neighbours
+        x = _step_to_odd(nearest, lost)
+    return x.to(dtype)
+
+
+def _step_to_odd(rounded: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
+    """The odd one of the two floats around rounded + lost, where rounded is the nearest; exact values stay."""
+    mantissa = rounded.view(torch.int64 if rounded.dtype == torch.float64 else torch.int32)
+    inexact = rounded.isfinite() & lost.isfinite() & (lost != 0)
+    neighbour = torch.nextafter(
+        rounded, torch.copysign(torch.full_like(rounded, float("inf")), lost.to(rounded.dtype))
+    )
+    return torch.where(inexact & (mantissa & 1 == 0), neighbour, rounded)
