@@ -119,9 +119,10 @@ def ragged_case(request: pytest.FixtureRequest) -> RaggedCase:
 
 # --- fenced outputs --------------------------------------------------------------------------------------
 
-GUARD_ROWS = (
-    256  # more than the tallest tile, so that a whole tile stored at a wrong row still hits the fence
-)
+# NaNs that no arithmetic makes, by element size: a computed NaN stored where nothing belongs has other bits.
+POISON = {2: (torch.int16, 0x7FD5), 4: (torch.int32, 0x7FC0DEAD), 8: (torch.int64, 0x7FF8DEADDEADDEAD)}
+# More than the tallest tile, so that a whole tile stored at a wrong row still hits the fence.
+GUARD_ROWS = 256
 
 
 class GuardedOutput:
