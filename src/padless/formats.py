@@ -1,8 +1,9 @@
 """Block-scaled number formats and the tensor that carries one: what a code, a scale and a block are.
 
-A block-scaled tensor stores small codes and, for every block of them, one decode scale: value = code * scale (times a
-global scale where the format has one). `BlockScaledFormat` is the description, `BlockScaledTensor` the data with it.
-The rules that turn values into codes and scales are in `padless.quantize`; docs/formats.md has both in tables.
+A block-scaled tensor stores small codes and, for every block of them, one decode scale: value = code * scale
+(times a global scale where the format has one). `BlockScaledFormat` is the description, `BlockScaledTensor`
+the data with it. The rules that turn values into codes and scales are in `padless.quantize`; docs/formats.md
+has both.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class BlockScaledFormat:
     activation_block, weight_block: (rows, columns along K) that share a scale.
     max_value: largest finite magnitude of a code.
     codes_per_byte: 1, or 2 when two FP4 codes share a byte along K (then a data row has K / 2 elements).
-    has_global_scale: whether a float32 scale of the whole tensor (or one per group) multiplies the block scales.
+    has_global_scale: whether a float32 scale per tensor (or per group) multiplies the block scales.
     """
 
     name: str
@@ -88,11 +89,11 @@ def is_mn_major(scale: torch.Tensor) -> bool:
 class BlockScaledTensor:
     """Codes with their decode scales: value = code * scale (* global_scale).
 
-    data: (M, K) activations, (N, K) or (G, N, K) weights, dtype format.data_dtype; with two codes a byte the last size
-        is K / 2.
-    scale: dtype format.scale_dtype. Activations: (M, ceil(K / block_k)), either row-major (contiguous) or MN-major
-        (strides (1, ld), ld = M rounded up to 4, at least 4). Weights: (.., ceil(N / block_n), ceil(K / block_k)),
-        contiguous.
+    data: (M, K) activations, (N, K) or (G, N, K) weights, dtype format.data_dtype; with two codes a byte the
+        last size is K / 2.
+    scale: dtype format.scale_dtype. Activations: (M, ceil(K / block_k)), either row-major (contiguous) or
+        MN-major (strides (1, ld), ld = M rounded up to 4, at least 4). Weights: (.., ceil(N / block_n),
+        ceil(K / block_k)), contiguous.
     global_scale: float32, for formats that have one.
 
     A tensor of one row has the same scale shape as an activation and as a weight, and can be used as either.

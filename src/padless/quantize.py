@@ -1,7 +1,7 @@
 """Values to block-scaled codes and back.
 
-The torch implementation here is the definition; `padless.quantize_triton` is the same arithmetic for a GPU and equal to
-it bit for bit.
+The torch implementation here is the definition; `padless.quantize_triton` is the same arithmetic for a GPU
+and equal to it bit for bit.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ def quantize(
 ) -> BlockScaledTensor:
     """Codes and decode scales of x, all arithmetic in float32.
 
-    x: (M, K) for kind "activation"; (N, K) or (G, N, K) for "weight"; bf16, fp16 or fp32; any strides. Blocks at the
-        end of K (and of N, for weights) are short when the sizes are not multiples of the block.
-    scale_major: layout of activations' scales, "mn" (MN-major, ld rounded up to 4; padding is zero) or "k" (row-major).
+    x: (M, K) for kind "activation"; (N, K) or (G, N, K) for "weight"; bf16, fp16 or fp32; any strides.
+        Blocks at the end of K (and of N, for weights) are short when the sizes are not multiples of theirs.
+    scale_major: layout of activations' scales, "mn" (MN-major, ld rounded up to 4; padding is zero) or "k"
+        (row-major).
 
-    FP8_BLOCK: scale = max(amax, 1e-4) / 448 and code = e4m3(clamp(x * (1 / scale), -448, 448)), to nearest even. A block
-    with a NaN has scale NaN and codes 0x7F; one with an Inf and no NaN has scale Inf and codes +-0 (0x7F for the Inf),
-    so it decodes to NaN: non-finite values never turn into finite ones.
+    FP8_BLOCK: scale = max(amax, 1e-4) / 448 and code = e4m3(clamp(x * (1 / scale), -448, 448)), to nearest
+    even. A block with a NaN has scale NaN and codes 0x7F; one with an Inf and no NaN has scale Inf and codes
+    +-0 (0x7F for the Inf), so it decodes to NaN: non-finite values never turn into finite ones.
     """
     _check(x, format, kind, scale_major)
     return _fp8_block_torch(x, format, kind, scale_major)
@@ -51,7 +52,7 @@ def dequantize(t: BlockScaledTensor, dtype: torch.dtype = torch.float32) -> torc
 
 
 def expand_blocks(scale: torch.Tensor, block_rows: int, block_k: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Block scales (.., row blocks, column blocks) repeated to one per element of shape (.., rows, columns)."""
+    """Block scales (.., row blocks, column blocks), one per block, as one per element of `shape`."""
     if block_rows > 1:
         scale = scale.repeat_interleave(block_rows, dim=-2)
     return scale.repeat_interleave(block_k, dim=-1)[..., : shape[-2], : shape[-1]]
@@ -83,7 +84,7 @@ def _fp8_block_torch(
 ) -> BlockScaledTensor:
     block_rows, block_k = format.block(kind)
     values = x.to(torch.float32)
-    # Tensors and not Python numbers: torch on CUDA turns a division by a number into a multiplication by its reciprocal.
+    # Tensors and not Python numbers: torch on CUDA divides by a number by multiplying with its reciprocal.
     max_value = torch.full((), format.max_value, device=x.device)
     one = torch.ones((), device=x.device)
     scale = block_amax(values, block_rows, block_k).clamp(min=AMAX_FLOOR) / max_value
@@ -96,7 +97,7 @@ def _fp8_block_torch(
 
 
 def block_amax(values: torch.Tensor, block_rows: int, block_k: int) -> torch.Tensor:
-    """max |value| of each block, (.., ceil(rows / block_rows), ceil(columns / block_k)); NaN if the block has one."""
+    """max |value| of each block, (.., row blocks, column blocks); NaN where the block has one."""
     *batch, rows, columns = values.shape
     row_blocks, column_blocks = ceil_div(rows, block_rows), ceil_div(columns, block_k)
     padding = (0, column_blocks * block_k - columns, 0, row_blocks * block_rows - rows)

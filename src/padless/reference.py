@@ -4,9 +4,9 @@ Shares nothing with what it judges: it decodes the operands and works out the gr
 
 Two accumulations:
 
-"fp8_block"  what the kernels do in exact arithmetic per block. For each K block kb in order
-             acc = fma(partial, fl32(sfa * sfb), acc), all three float32, where partial is the block's sum of code
-             products, computed without error and rounded once to float32.
+"fp8_block"  what the kernels do, with exact arithmetic inside a block. For each K block kb in order
+             acc = fma(partial, fl32(sfa * sfb), acc), all three float32, where partial is the block's sum of
+             code products, computed without error and rounded once to float32.
 "float64"    every product and sum in float64 (products of codes and scales are exact there).
 """
 
@@ -23,7 +23,8 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def group_rows(offs: torch.Tensor, num_rows: int) -> list[tuple[int, int]]:
     """[start, end) of each group's rows from cumulative END offsets, safe for any values in offs.
 
-    An end is the running maximum of offs so far, clamped into [0, num_rows]; a group starts where the last one ended.
+    An end is the running maximum of offs so far, clamped into [0, num_rows]; a group starts where the last
+    one ended.
     Example: offs [3, 2, 9], 7 rows -> [(0, 3), (3, 3), (3, 7)].
     """
     rows, start = [], 0
@@ -44,8 +45,9 @@ def grouped_gemm_reference(
 ) -> torch.Tensor:
     """out[m, n] = sum over k of a[m, k] * b[g, n, k] for the rows m of each group g; (M, N).
 
-    a: (M, K) activations; b: (G, N, K) weights; offs: (G,) int32 cumulative END offsets. Rows in no group are left as
-    they are in `out`; in a fresh result they are NaN. Rounds to nearest even. out_dtype is ignored when out is given.
+    a: (M, K) activations; b: (G, N, K) weights; offs: (G,) int32 cumulative END offsets. Rows in no group are
+    left as they are in `out`; in a fresh result they are NaN. Rounds to nearest even. out_dtype is ignored
+    when out is given.
     """
     if b.data.dim() != 3 or offs.shape != (b.shape[0],):
         raise ValueError(
@@ -117,7 +119,7 @@ def _multiply(
     acc = torch.zeros((a_data.shape[0], n), dtype=compute_dtype)
     for kb in range(a_scale.shape[1]):
         columns = slice(kb * block_k, min((kb + 1) * block_k, k))
-        # Exact: every code product is a multiple of 2^-18 and 128 of them stay below 2^25, so float64 never rounds.
+        # Exact: a code product is a multiple of 2^-18 and 128 of them stay below 2^25; float64 never rounds.
         partial = a_data[:, columns].to(torch.float64) @ b_data[:, columns].to(torch.float64).t()
         sfb = b_scale[:, kb].to(compute_dtype).repeat_interleave(block_n)[:n]
         scale = a_scale[:, kb, None].to(compute_dtype) * sfb[None, :]
@@ -131,10 +133,10 @@ def _multiply(
 def fma_float32(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """x * y + z of float32 tensors with a single rounding, as the hardware's fused multiply-add.
 
-    The product is exact in float64 but its sum with z is not: rounding to float64 and then to float32 rounds twice and
-    differs from fma when the first rounding lands on a float32 tie. So the float64 sum is rounded to odd, which keeps
-    the lost part visible to the second rounding (53 bits >= 24 + 2; Boldo and Melquiond, "Emulation of FMA and
-    correctly rounded sums: proved algorithms using rounding to odd", 2008).
+    The product is exact in float64 but its sum with z is not: rounding to float64 and then to float32 rounds
+    twice and differs from fma when the first rounding lands on a float32 tie. So the float64 sum is rounded
+    to odd, which keeps the lost part visible to the second rounding (53 bits >= 24 + 2; Boldo and Melquiond,
+    "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
     """
     product = x.to(torch.float64) * y.to(torch.float64)
     addend = z.to(torch.float64)
@@ -146,7 +148,10 @@ def fma_float32(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tens
 
 
 def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x rounded once, to nearest even. torch narrows float64 to 16 bits through float32, which would round twice."""
+    """x rounded once, to nearest even.
+
+    torch narrows float64 to 16 bits through float32, which would round twice.
+    """
     if x.dtype == torch.float64 and dtype in (torch.bfloat16, torch.float16):
         nearest = x.to(torch.float32)
         lost = x - nearest.to(torch.float64)  # exact: they are neighbours
@@ -155,7 +160,7 @@ def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _step_to_odd(rounded: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
-    """The odd one of the two floats around rounded + lost, where rounded is the nearest; exact values stay."""
+    """The odd one of the two floats around rounded + lost, rounded being the nearest; exact values stay."""
     mantissa = rounded.view(torch.int64 if rounded.dtype == torch.float64 else torch.int32)
     inexact = rounded.isfinite() & lost.isfinite() & (lost != 0)
     neighbour = torch.nextafter(
