@@ -1,0 +1,117 @@
+"""What a kernel is compiled for, and which one a problem gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+OUT_DTYPES: dict[torch.dtype, str] = {
+    torch.bfloat16: "OUT_BF16",
+    torch.float16: "OUT_F16",
+    torch.float32: "OUT_F32",
+}
+STORES = ("ragged", "pool")
+SCALE_MAJORS = ("mn", "k")
+
+_FEW_GROUPS = 256  # the table of groups in shared memory comes in these sizes
+_MANY_GROUPS = 1024
+MAX_GROUPS = _MANY_GROUPS
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """One compiled kernel. Each field becomes a constant of the same name in the device code.
+
+    M is not here, and must never be: a server meets a new M at every call.
+
+    Attributes:
+        block_m: rows of the output tile, 64 or 128; 64 rows to a consumer warpgroup.
+        block_n: columns of the output tile, a multiple of 64 up to 192.
+        num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
+        cluster_n: CTAs that share (multicast) the rows of A, side by side along N: 1 or 2.
+        raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
+        store: how the write of D is bounded, "ragged" (one descriptor that clips) or "pool" (boxes of 1, 2, 4 .. 64
+            rows, two overlapping stores to a tail; Su et al., "TMA-Adaptive FP8 Grouped GEMM").
+        scales: layout of the activation scales that the kernel reads, "mn" or "k" (row-major).
+        scale_window_k_blocks: with scales = "k", the most K blocks that the window of scales has room for.
+        max_groups: room in the table of groups.
+        out_dtype: bfloat16, float16 or float32.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    num_stages: int = 0
+    cluster_n: int = 1
+    raster_m: int = 8
+    store: str = "ragged"
+    scales: str = "mn"
+    scale_window_k_blocks: int = 0
+    max_groups: int = _FEW_GROUPS
+    out_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, field: str, allowed: str) -> None:
+            if not ok:
+                raise ValueError(f"GemmConfig.{field} is {getattr(self, field)!r}; allowed: {allowed}")
+
+        require(self.block_m in (64, 128), "block_m", "64 or 128")
+        require(self.block_n in (64, 128, 192), "block_n", "64, 128 or 192")
+        require(self.num_stages == 0 or 2 <= self.num_stages <= 12, "num_stages", "0 (as many as fit) or 2 to 12")
+        require(self.cluster_n in (1, 2), "cluster_n", "1 or 2")
+        require(self.raster_m >= 1, "raster_m", "1 or more")
+        require(self.store in STORES, "store", " or ".join(STORES))
+        require(self.scales in SCALE_MAJORS, "scales", " or ".join(SCALE_MAJORS))
+        require(1 <= self.max_groups <= MAX_GROUPS, "max_groups", f"1 to {MAX_GROUPS}")
+        require(self.out_dtype in OUT_DTYPES, "out_dtype", "torch.bfloat16, torch.float16 or torch.float32")
+        if self.scales == "k":
+            require(self.scale_window_k_blocks >= 1, "scale_window_k_blocks", "1 or more when scales='k'")
+
+    def prelude(self) -> str:
+        """The C++ constants that the kernel source is compiled behind."""
+        constants = {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "NUM_STAGES": self.num_stages,
+            "CLUSTER_N": self.cluster_n,
+            "RASTER_M": self.raster_m,
+            "MAX_GROUPS": self.max_groups,
+            "SCALE_WINDOW_K_BLOCKS": self.scale_window_k_blocks,
+        }
+        lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
+        lines += [
+            f"#define STORE_IS_POOL {int(self.store == 'pool')}",
+            f"#define SCALES_ARE_K_MAJOR {int(self.scales == 'k')}",
+            f"#define OUT_TYPE {OUT_DTYPES[self.out_dtype]}",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What ``select_config`` may look at. The rows of each group stay on the device, so they are not here."""
+
+    m: int
+    n: int
+    k: int
+    num_groups: int
+    out_dtype: torch.dtype
+    scales: str  # "mn" or "k": how the caller's activation scales are laid out
+
+
+def window_k_blocks(k: int) -> int:
+    """Room for the K blocks of ``k``, in steps of 8 so that few kernels serve every K."""
+    blocks = -(-k // 128)
+    return -(-blocks // 8) * 8
+
+
+def select_config(problem: Problem) -> GemmConfig:
+    """The kernel for a problem: a pure function of M, N, K, G, the output dtype and the scale layout."""
+    wide = problem.out_dtype != torch.float32 and problem.n % 192 == 0 and problem.scales == "mn"
+    return GemmConfig(
+        block_n=192 if wide else 128,
+        scales=problem.scales,
+        scale_window_k_blocks=window_k_blocks(problem.k) if problem.scales == "k" else 0,
+        max_groups=_FEW_GROUPS if problem.num_groups <= _FEW_GROUPS else _MANY_GROUPS,
+        out_dtype=problem.out_dtype,
+    )

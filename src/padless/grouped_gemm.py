@@ -1,0 +1,331 @@
+"""The public calls. One call, top to bottom: check, choose a kernel, compile, encode tensor maps, launch.
+
+The walk is described in docs/walkthrough.md; the kernel it ends in is kernels/sm90_fp8_grouped_gemm.cu.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from padless import tensor_map
+from padless.backends import NAMES, backends
+from padless.config import MAX_GROUPS, OUT_DTYPES, GemmConfig, Problem, select_config
+from padless.driver import Argument, Driver, LaunchShape, PreparedLaunch, cuda_driver
+from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.jit import CompiledKernel, compile_kernel
+from padless.layouts import to_mn_major
+from padless.reference import grouped_gemm_reference
+
+KERNEL = "sm90_fp8_grouped_gemm.cu"
+_MAX_WINDOW_K_BLOCKS = 128  # K = 16384: more row-major scales than this do not fit beside three stages
+
+
+def group_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """Cumulative end rows of groups of the given sizes: int32, on the device of ``sizes`` (the CPU for a list).
+
+    Example: sizes [3, 0, 2] give [3, 3, 5].
+    """
+    sizes = torch.as_tensor(sizes)
+    if sizes.dim() != 1 or sizes.is_floating_point():
+        raise ValueError(f"sizes must be a 1-D list or tensor of integers, got {sizes.dim()}-D {sizes.dtype}")
+    return sizes.cumsum(0).to(torch.int32)
+
+
+def grouped_gemm(
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+    check_offs: bool = False,
+    config: GemmConfig | None = None,
+) -> torch.Tensor:
+    """Multiplies every group's rows by that group's weights: out[rows of g] = a[rows of g] @ b[g].T.
+
+    Args:
+        a: activations, FP8_BLOCK, data (M, K), scales row-major or MN-major. M may be 0; K is a multiple of 16.
+        b: weights, FP8_BLOCK, data (G, N, K). N is a multiple of 8 (of 4 for float32 output).
+        offs: (G,) int32 on a's device, cumulative END row of each group; equal neighbours are an empty group.
+        out: (M, N) to write into, or None for a new tensor. Rows at or past offs[-1] are left as they are, so in a
+            new tensor they hold whatever was in memory.
+        out_dtype: torch.bfloat16, float16 or float32, when ``out`` is None.
+        backend: "cuda", "reference", "emulator", or None: the GPU's kernel for tensors on a GPU, else the reference.
+        check_offs: look at the values of offs first (this synchronises with the device). Without it a decreasing,
+            negative or too large value gives a wrong result, but never an access outside the tensors.
+        config: the kernel to use in place of the one select_config picks; its out_dtype, scale layout and group
+            room are taken from the operands.
+
+    Returns:
+        ``out``, (M, N).
+
+    Arithmetic: for each 128 of K in order, the tensor core's sum of products times (scale of a * scale of b) is added
+    in float32 by a fused multiply-add. One kernel launch, no synchronisation; safe in CUDA graphs, streams, threads.
+
+    Raises:
+        ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
+    """
+    out = _check(a, b, offs, out, out_dtype)
+    if check_offs:
+        _check_offs_values(offs, a.data.shape[0])
+    return _run(a, b, offs, out, backend, config)
+
+
+def gemm(
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+    config: GemmConfig | None = None,
+) -> torch.Tensor:
+    """The dense product a @ b.T: a (M, K), b (N, K), out (M, N). Otherwise as grouped_gemm with one group."""
+    if not isinstance(b, BlockScaledTensor) or b.data.dim() != 2:
+        raise ValueError(f"b must be a BlockScaledTensor of rank 2, (N, K), got {_describe(b)}")
+    b = BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale)
+    out = _check(a, b, None, out, out_dtype)
+    return _run(a, b, None, out, backend, config)
+
+
+# --------------------------------------------------------------------------------------------------- checks
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, BlockScaledTensor):
+        value = value.data
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype} on {value.device}"
+    return type(value).__name__
+
+
+def _check(
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Raises ValueError for what can be seen without looking at values; returns the output tensor."""
+    for name, t, rank, shape in (("a", a, 2, "(M, K)"), ("b", b, 3, "(G, N, K)")):
+        if not isinstance(t, BlockScaledTensor):
+            raise ValueError(f"{name} must be a BlockScaledTensor (see padless.quantize), got {_describe(t)}")
+        if t.format is not FP8_BLOCK and t.format != FP8_BLOCK:
+            raise ValueError(f"{name} has format {t.format.name}; supported: FP8_BLOCK x FP8_BLOCK")
+        if t.data.dim() != rank:
+            raise ValueError(f"{name} must have rank {rank}, {shape}, got {_describe(t)}")
+    (m, k), (num_groups, n, b_k) = a.data.shape, b.data.shape
+    if k != b_k:
+        raise ValueError(f"a is (M, K) = {(m, k)} and b is (G, N, K) = {(num_groups, n, b_k)}: K must be the same")
+    if k == 0 or k % 16 != 0:
+        raise ValueError(f"K is {k}; it must be a positive multiple of 16 (quantize a zero-filled tail)")
+    if not a.is_activation:
+        raise ValueError(f"a has scales of shape {tuple(a.scale.shape)}; quantize it with kind='activation'")
+    if not b.is_weight:
+        raise ValueError(f"b has scales of shape {tuple(b.scale.shape)}; quantize it with kind='weight'")
+    if b.device != a.device:
+        raise ValueError(f"b is on {b.device} and a on {a.device}; they must be on one device")
+    if num_groups > MAX_GROUPS:
+        raise ValueError(f"b has {num_groups} groups; at most {MAX_GROUPS} are supported")
+    if offs is not None:
+        if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
+            raise ValueError(f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {_describe(offs)}")
+        if offs.shape[0] != num_groups:
+            raise ValueError(f"offs has {offs.shape[0]} entries and b {num_groups} groups; they must be as many")
+        if offs.device != a.device:
+            raise ValueError(f"offs is on {offs.device} and a on {a.device}; they must be on one device")
+        if not offs.is_contiguous():
+            raise ValueError(f"offs must be contiguous, got stride {offs.stride(0)}; call .contiguous()")
+    if out is None:
+        if out_dtype not in OUT_DTYPES:
+            raise ValueError(f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
+        out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    else:
+        if not isinstance(out, torch.Tensor) or out.dtype not in OUT_DTYPES:
+            raise ValueError(f"out must be a bfloat16, float16 or float32 tensor, got {_describe(out)}")
+        if tuple(out.shape) != (m, n) or out.device != a.device:
+            raise ValueError(f"out must be (M, N) = {(m, n)} on {a.device}, got {_describe(out)}")
+    alignment = 16 // out.element_size()
+    if n % alignment != 0:
+        raise ValueError(f"N is {n}; it must be a multiple of {alignment} for {out.dtype} output")
+    _check_layout("a.data", a.data)
+    _check_layout("b.data", b.data)
+    _check_layout("out", out)
+    for name, scale in (("a.scale", a.scale), ("b.scale", b.scale)):
+        if scale.data_ptr() % 16 != 0:
+            raise ValueError(f"{name} is at address {scale.data_ptr():#x}; it must be 16-byte aligned")
+    if a.scale.numel() >= 2**31 - 2**20 or m >= 2**30:
+        raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * ceil(K / 128) below 2^31")
+    return out
+
+
+def _check_layout(name: str, tensor: torch.Tensor) -> None:
+    size = tensor.element_size()
+    if tensor.numel() == 0:
+        return
+    rows_overlap = tensor.shape[-2] > 1 and tensor.stride(-2) < tensor.shape[-1]
+    if tensor.stride(-1) != 1 or any(s * size % 16 for s in tensor.stride()[:-1]) or rows_overlap:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()} elements; the last must be 1 and the others multiples of 16 bytes; "
+            "call .contiguous()"
+        )
+    if tensor.data_ptr() % 16 != 0:
+        raise ValueError(f"{name} is at address {tensor.data_ptr():#x}; it must be 16-byte aligned; clone() it")
+
+
+def _check_offs_values(offs: torch.Tensor, m: int) -> None:
+    ends = [0, *offs.tolist()]
+    for g, (before, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        if end < before or end > m:
+            raise ValueError(
+                f"offs[{g}] is {end}; offs must not be negative nor decrease (the entry before is {before}) "
+                f"nor pass M = {m}"
+            )
+
+
+# -------------------------------------------------------------------------------------------------- running
+
+
+def _run(
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    out: torch.Tensor,
+    backend: str | None,
+    config: GemmConfig | None,
+) -> torch.Tensor:
+    if backend is None:
+        backend = "cuda" if out.is_cuda else "reference"
+    if backend == "reference":
+        ends = torch.tensor([a.data.shape[0]], dtype=torch.int32) if offs is None else offs
+        return grouped_gemm_reference(a, b, ends, out=out)
+    driver = _driver(backend, out)
+    if out.numel() == 0 or b.data.shape[0] == 0:
+        return out
+    if a.scale_major == "k" and a.scale.shape[1] > _MAX_WINDOW_K_BLOCKS:
+        a = BlockScaledTensor(a.data, to_mn_major(a.scale), a.format)
+    launch = _prepared(driver, a, b, offs, out, config)
+    launch(torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0)
+    return out
+
+
+_PREPARED: dict[tuple[object, ...], PreparedLaunch] = {}
+_PREPARED_LIMIT = 4096
+
+
+def _prepared(
+    driver: Driver,
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    out: torch.Tensor,
+    config: GemmConfig | None,
+) -> PreparedLaunch:
+    """The packed launch for these operands. A packed launch depends on addresses, shapes and strides alone, so a
+    caller that keeps its buffers pays for the encoding once."""
+    key = (
+        driver.arch,
+        config,
+        out.device.index,
+        out.dtype,
+        out.data_ptr(),
+        out.stride(0),
+        a.data.data_ptr(),
+        a.data.shape,
+        a.data.stride(0),
+        a.scale.data_ptr(),
+        a.scale.stride(),
+        b.data.data_ptr(),
+        b.data.shape,
+        b.data.stride(),
+        b.scale.data_ptr(),
+        None if offs is None else offs.data_ptr(),
+    )
+    if (launch := _PREPARED.get(key)) is None:
+        launch = _prepare(driver, a, b, offs, out, config)
+        if out.is_cuda:
+            if len(_PREPARED) >= _PREPARED_LIMIT:
+                _PREPARED.clear()
+            _PREPARED[key] = launch
+    return launch
+
+
+def _driver(backend: str, out: torch.Tensor) -> Driver:
+    if backend == "cuda" and out.is_cuda and _cuda_is_available():
+        return cuda_driver()
+    if backend not in NAMES:
+        raise ValueError(f"backend is {backend!r}; allowed: None, {', '.join(map(repr, NAMES))}")
+    found = backends()[backend]
+    if not found.available:
+        raise ValueError(f"backend {backend!r} is not available here: {found.reason}")
+    if (backend == "cuda") != out.is_cuda:
+        raise ValueError(f"backend is {backend!r} and the tensors are on {out.device}; move them or leave it None")
+    from padless.emulator.fake_driver import emulated_driver
+
+    return emulated_driver()
+
+
+@lru_cache(maxsize=1)
+def _cuda_is_available() -> bool:
+    return backends()["cuda"].available
+
+
+def _prepare(
+    driver: Driver,
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    out: torch.Tensor,
+    config: GemmConfig | None,
+) -> PreparedLaunch:
+    (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
+    problem = Problem(m, n, k, num_groups, out.dtype, a.scale_major)
+    chosen = select_config(problem)
+    if config is not None:  # the tile is the caller's choice; the rest follows from the operands
+        chosen = dataclasses.replace(
+            config,
+            out_dtype=chosen.out_dtype,
+            max_groups=chosen.max_groups,
+            scales=chosen.scales,
+            scale_window_k_blocks=chosen.scale_window_k_blocks,
+        )
+    device = out.device.index or 0
+    kernel, function = _load(driver, chosen, device)
+    maps = _tensor_maps(a, b, out, chosen)
+    # As many CTAs as multiprocessors: a tile costs far more than finding the next one. No more than there can be tiles.
+    most_tiles = (-(-m // chosen.block_m) + num_groups) * -(-n // (chosen.block_n * chosen.cluster_n))
+    grid = min(driver.num_sms(device) // chosen.cluster_n, most_tiles) * chosen.cluster_n
+    arguments: list[Argument] = [b"".join(driver.encode(spec) for spec in specs) for specs in maps]
+    arguments += [(b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
+    arguments += [(value, 4) for value in (m, n, k, num_groups)]
+    tensors = [a.data, a.scale, b.data, b.scale, out] + ([] if offs is None else [offs])
+    shape = LaunchShape(grid, kernel.num_threads, chosen.cluster_n)
+    return driver.prepare(function, kernel, shape, arguments, tensors)
+
+
+@lru_cache(maxsize=256)
+def _load(driver: Driver, config: GemmConfig, device: int) -> tuple[CompiledKernel, Any]:
+    kernel = compile_kernel(KERNEL, config.prelude(), driver.arch, driver.kind)
+    return kernel, driver.load(kernel, device)
+
+
+def _tensor_maps(
+    a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, config: GemmConfig
+) -> list[tuple[tensor_map.TensorMapSpec, ...]]:
+    """The kernel's four tensor-map arguments, in its order: A, B, scales of A, D."""
+    if config.scales == "mn":
+        scales = tensor_map.mn_major_scales(a.scale, config.block_m + 4)
+    else:
+        scales = tensor_map.flat(a.scale, 256)
+    return [
+        (tensor_map.operand(a.data, config.block_m // config.cluster_n),),
+        (tensor_map.operand(b.data, config.block_n),),
+        (scales,),
+        tensor_map.output_pool(out, 64) if config.store == "pool" else (tensor_map.output_ragged(out, 64),),
+    ]

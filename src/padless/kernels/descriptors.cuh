@@ -1,0 +1,26 @@
+// The 64-bit shared-memory operand descriptor of wgmma (PTX ISA, "Matrix descriptor", sm_90a layout).
+#pragma once
+
+//   bits  0-13  start address / 16
+//   bits 16-29  leading byte offset / 16: not used by a swizzled K-major operand
+//   bits 32-45  stride byte offset / 16: from one group of 8 rows to the next
+//   bits 49-51  base offset: 0, every tile starts on a 1024-byte boundary
+//   bits 62-63  1 = 128-byte swizzle
+//
+// For a K-major tile whose rows are 128 bytes (128 e4m3 values): 8 rows are 1024 bytes, so the stride is 1024.
+// Example: a tile at 0x2400 gives 0x4000'0040'0000'0240.
+__device__ __forceinline__ uint64_t k_major_128b_descriptor(uint32_t tile_address) {
+    constexpr uint64_t LAYOUT = (uint64_t(1) << 62) | (uint64_t(1024 >> 4) << 32);
+    return LAYOUT | ((tile_address & 0x3FFFF) >> 4);
+}
+
+// Steps `bytes` along K inside the 128-byte rows (the swizzle takes its phase from the address bits above).
+__device__ __forceinline__ uint64_t advance_along_k(uint64_t descriptor, uint32_t bytes) {
+    return descriptor + (bytes >> 4);
+}
+
+// Byte offset of 16-byte chunk `chunk` of row `row` in a 1024-byte aligned tile with 128-byte rows and the
+// 128-byte swizzle: address bits 4-6 are XORed with bits 7-9. Example: row 3, chunk 5 -> 3 * 128 + (5 ^ 3) * 16 = 480.
+__device__ __forceinline__ uint32_t swizzle_128b(uint32_t row, uint32_t chunk) {
+    return row * 128 + ((chunk ^ (row & 7)) << 4);
+}

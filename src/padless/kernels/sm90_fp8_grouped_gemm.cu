@@ -1,0 +1,393 @@
+// Grouped GEMM on Hopper, FP8 (e4m3) with block scales: D[rows of g] = A[rows of g] * B[g]^T for every group g, with
+// the groups' rows one after the other in A and D and no padding between them.
+//
+//   A    (M, K) e4m3, sfa (M, ceil(K / 128)) float32, one decode scale per 1 x 128
+//   B    (G, N, K) e4m3, sfb (G, ceil(N / 128), ceil(K / 128)) float32, one decode scale per 128 x 128
+//   offs (G) int32, cumulative end rows
+//   D    (M, N) bf16, fp16 or float32
+//
+// Arithmetic, per output element and in this order: for each 128 of K, the tensor core sums the products (its FP8
+// path keeps 13 fractional bits of the largest term), then d = fma(sum, sfa * sfb, d) in float32.
+//
+// Roles. One producer warpgroup, in which one thread drives the copy engine; NUM_MMA_WARPGROUPS consumer warpgroups,
+// each with 64 rows of the tile in registers. CTAs are persistent and walk the tiles of scheduler.cuh.
+//
+//      producer                                     consumer warpgroup
+//      --------                                     ------------------
+//      wait empty[s]  <------- arrive empty[s] ---  ... after the products of stage s are done
+//      load A, B, sfa --> full[s] (bytes) ------->  wait full[s]; wgmma; promote
+//      wait window_empty <---- arrive ------------  ... after the last scale of the tile is read   } row-major
+//      load scale window --> window_full --------->  wait window_full                             } scales only
+//
+// Padding-free rule: loads may run past the end of a group (those rows are computed and dropped, and rows past M
+// read as zero); the store alone is bounded, by one of the two ways of epilogue.cuh. No row of another group and no
+// row past offs[G - 1] is ever written.
+
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+#include "descriptors.cuh"
+#include "epilogue.cuh"
+#include "group_table.cuh"
+#include "pipeline.cuh"
+#include "scheduler.cuh"
+
+// The host defines, from GemmConfig: BLOCK_M, BLOCK_N, NUM_STAGES (0 = as many as fit), CLUSTER_N, RASTER_M,
+// MAX_GROUPS, SCALE_WINDOW_K_BLOCKS, STORE_IS_POOL, SCALES_ARE_K_MAJOR, OUT_TYPE.
+constexpr bool SCALES_K_MAJOR = SCALES_ARE_K_MAJOR;
+
+constexpr int BLOCK_K = 128;  // bytes, elements, and the length of a scale block
+constexpr int WGMMA_M = 64, WGMMA_K = 32;
+constexpr int NUM_MMA_WARPGROUPS = BLOCK_M / WGMMA_M;
+constexpr int NUM_THREADS = 128 * (1 + NUM_MMA_WARPGROUPS);
+constexpr int CONSUMER_REGISTERS = NUM_MMA_WARPGROUPS == 1 ? 248 : 232;
+constexpr int PRODUCER_REGISTERS = 40;
+
+constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
+constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
+constexpr int NUM_SLABS = BLOCK_N / SLAB_COLUMNS;
+constexpr int SLAB_BYTES = WGMMA_M * 128;
+// A tile may start in the second half of a 128-column scale block unless its width is a multiple of 128.
+constexpr bool CAN_START_ODD = BLOCK_N % 128 != 0;
+constexpr int NUM_SFB = CAN_START_ODD ? (BLOCK_N + 64 + 127) / 128 : BLOCK_N / 128;  // scale blocks a tile can touch
+static_assert(BLOCK_M == 64 || BLOCK_M == 128, "a consumer warpgroup holds 64 rows");
+static_assert(BLOCK_N % 64 == 0 && BLOCK_N <= 256, "scales are selected by 64 columns");
+
+// MN-major scales travel with the stage: BLOCK_M floats and 4 more, since the copy must start at a multiple of 4.
+// Row-major scales travel once per tile, as the contiguous window of all K blocks of the tile's rows, in copies of 256
+// floats that start at a multiple of 4.
+constexpr int SFA_STAGE_FLOATS = !SCALES_K_MAJOR ? BLOCK_M + 4 : 0;
+constexpr int SFA_STAGE_SLOT = (SFA_STAGE_FLOATS + 31) / 32 * 32;
+constexpr int WINDOW_COPY_FLOATS = 256;
+constexpr int WINDOW_FLOATS =
+    SCALES_K_MAJOR
+        ? (BLOCK_M * SCALE_WINDOW_K_BLOCKS + 3 + WINDOW_COPY_FLOATS - 1) / WINDOW_COPY_FLOATS * WINDOW_COPY_FLOATS
+        : 0;
+
+constexpr int A_BYTES = BLOCK_M * BLOCK_K;
+constexpr int B_BYTES = BLOCK_N * BLOCK_K;
+constexpr int STAGE_BYTES = A_BYTES + B_BYTES + SFA_STAGE_FLOATS * 4;
+
+template <int STAGES>
+struct alignas(1024) SharedStorageOf {
+    uint8_t a[STAGES][A_BYTES];
+    uint8_t b[STAGES][B_BYTES];
+    uint8_t d[NUM_MMA_WARPGROUPS][NUM_SLABS * SLAB_BYTES];
+    alignas(128) float sfa[SFA_STAGE_SLOT == 0 ? 1 : STAGES][SFA_STAGE_SLOT == 0 ? 32 : SFA_STAGE_SLOT];
+    alignas(128) float sfa_window[WINDOW_FLOATS == 0 ? 32 : WINDOW_FLOATS];
+    uint64_t full[STAGES], empty[STAGES];
+    uint64_t window_full, window_empty;
+    int group_ends[MAX_GROUPS], tile_ends[MAX_GROUPS];
+};
+
+constexpr int SHARED_LIMIT = 227 * 1024;
+
+template <int STAGES>
+constexpr int stages_that_fit() {
+    if constexpr (sizeof(SharedStorageOf<STAGES + 1>) <= SHARED_LIMIT && STAGES < 12)
+        return stages_that_fit<STAGES + 1>();
+    else
+        return STAGES;
+}
+
+constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<1>() : NUM_STAGES;
+using SharedStorage = SharedStorageOf<STAGES>;
+static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
+
+// The host reads these back from the compiled module.
+extern "C" __device__ const int padless_shared_bytes = sizeof(SharedStorage);
+extern "C" __device__ const int padless_num_threads = NUM_THREADS;
+extern "C" __device__ const int padless_num_stages = STAGES;
+
+using Scheduler = TileScheduler<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M>;
+
+struct Problem {
+    const float* sfb;
+    const int* offs;
+    int m, n, k, num_groups;
+
+    __device__ __forceinline__ int k_blocks() const { return (k + BLOCK_K - 1) / BLOCK_K; }
+    __device__ __forceinline__ int sfb_rows() const { return (n + 127) / 128; }
+};
+
+// First column of this CTA's part of the tile.
+__device__ __forceinline__ int cta_column(const Tile& tile) {
+    return CLUSTER_N == 1 ? tile.column : tile.column + static_cast<int>(cluster_cta_rank()) * BLOCK_N;
+}
+
+// Producer, one thread.
+__device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem, const TensorMap& map_a,
+                                           const TensorMap& map_b, const TensorMap& map_sfa, Scheduler scheduler) {
+    Pipeline<STAGES> pipeline;
+    uint32_t window_phase = 0;
+    const int k_blocks = problem.k_blocks();
+    Tile tile;
+    while (scheduler.next_tile(tile)) {
+        const int column = cta_column(tile);
+        for (int kb = 0; kb < k_blocks; ++kb) {
+            const int stage = pipeline.stage;
+            const uint32_t full = shared_address(&shared.full[stage]);
+            if constexpr (CLUSTER_N == 1)
+                mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
+            else
+                mbarrier_wait_cluster(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
+            mbarrier_arrive_expect_tx(full, STAGE_BYTES);
+            if constexpr (CLUSTER_N == 1) {
+                tma_load_2d(map_a, shared_address(shared.a[stage]), full, kb * BLOCK_K, tile.row);
+            } else {  // each CTA fetches half of the rows of A and gives them to both
+                constexpr int ROWS = BLOCK_M / CLUSTER_N;
+                const int half = static_cast<int>(cluster_cta_rank()) * ROWS;
+                tma_load_2d_multicast(map_a, shared_address(shared.a[stage] + half * BLOCK_K), full, kb * BLOCK_K,
+                                      tile.row + half, (1 << CLUSTER_N) - 1);
+            }
+            tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, column, tile.group);
+            if constexpr (!SCALES_K_MAJOR)
+                tma_load_2d(map_sfa, shared_address(shared.sfa[stage]), full, tile.row & ~3, kb);
+            pipeline.advance();
+
+            // The window of this tile may be fetched once the last tile's has been read: not before this tile's first
+            // stages are on their way, or they would wait for it too.
+            if constexpr (SCALES_K_MAJOR) {
+                const int after = STAGES - 1 < k_blocks ? STAGES - 2 : k_blocks - 1;
+                if (kb == after) {
+                    const uint32_t window_full = shared_address(&shared.window_full);
+                    const int first = tile.row * k_blocks & ~3;
+                    const int last = (tile.row + tile.rows) * k_blocks;  // one past
+                    const int copies = (last - first + WINDOW_COPY_FLOATS - 1) / WINDOW_COPY_FLOATS;
+                    mbarrier_wait(shared_address(&shared.window_empty), window_phase ^ 1);
+                    mbarrier_arrive_expect_tx(window_full, copies * WINDOW_COPY_FLOATS * 4);
+                    for (int i = 0; i < copies; ++i)
+                        tma_load_1d(map_sfa, shared_address(shared.sfa_window + i * WINDOW_COPY_FLOATS), window_full,
+                                    first + i * WINDOW_COPY_FLOATS);
+                    window_phase ^= 1;
+                }
+            }
+        }
+    }
+}
+
+// Lane l holds the scales of K block `first + l` of the tile's NUM_SFB column blocks.
+__device__ __forceinline__ void load_sfb(float (&sfb)[NUM_SFB], const float* const (&rows)[NUM_SFB], int kb,
+                                         int k_blocks) {
+#pragma unroll
+    for (int j = 0; j < NUM_SFB; ++j) sfb[j] = kb < k_blocks ? __ldg(rows[j] + kb) : 0.0f;
+}
+
+// One arrival a warp, in every CTA that loads into this one's stage.
+__device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, int lane) {
+    const uint32_t empty = shared_address(&shared.empty[stage]);
+    if constexpr (CLUSTER_N == 1) {
+        if (lane == 0) mbarrier_arrive(empty);
+    } else {
+        if (lane < CLUSTER_N) mbarrier_arrive_cluster(empty, lane);
+    }
+}
+
+// Consumer with no row in this tile: keeps step with the pipeline. A tail of up to 64 rows so costs half the products.
+__device__ __forceinline__ void skip_tile(SharedStorage& shared, const Problem& problem, int lane,
+                                          Pipeline<STAGES>& pipeline) {
+    for (int kb = 0; kb < problem.k_blocks(); ++kb) {
+        mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+        release_stage(shared, pipeline.stage, lane);
+        pipeline.advance();
+    }
+}
+
+// Consumer: d = the 64 x BLOCK_N part of the tile that belongs to this warpgroup. Registers as in wgmma.cuh.
+// `row` is this thread's first row inside the tile; its other row is row + 8.
+__device__ __forceinline__ void multiply_tile(float (&d)[BLOCK_N / 2], SharedStorage& shared, const Problem& problem,
+                                              const Tile& tile, int column, int warpgroup, int row, int lane,
+                                              Pipeline<STAGES>& pipeline) {
+    const int k_blocks = problem.k_blocks();
+    const float* sfb_rows[NUM_SFB];
+#pragma unroll
+    for (int j = 0; j < NUM_SFB; ++j) {
+        const int last = problem.sfb_rows() - 1;
+        const int block = column / 128 + j < last ? column / 128 + j : last;
+        sfb_rows[j] = problem.sfb + (static_cast<long long>(tile.group) * (last + 1) + block) * k_blocks;
+    }
+    float sfb[NUM_SFB], sfb_ahead[NUM_SFB];
+    load_sfb(sfb, sfb_rows, lane, k_blocks);
+    load_sfb(sfb_ahead, sfb_rows, lane + 32, k_blocks);
+
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; ++i) d[i] = 0.0f;
+
+    const bool odd_half = CAN_START_ODD && column % 128 != 0;
+
+    mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+    for (int kb = 0; kb < k_blocks; ++kb) {
+        const int stage = pipeline.stage;
+
+        float p[BLOCK_N / 2];
+        const uint64_t a = k_major_128b_descriptor(shared_address(shared.a[stage] + warpgroup * WGMMA_M * BLOCK_K));
+        const uint64_t b = k_major_128b_descriptor(shared_address(shared.b[stage]));
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BLOCK_K; k += WGMMA_K)
+            wgmma_m64k32_e4m3<BLOCK_N>(p, advance_along_k(a, k), advance_along_k(b, k), k != 0);
+        wgmma_commit_group();
+
+        // While the products are on their way: the scales, and the next stage's barrier. Waiting for the next stage
+        // here and not after the products keeps the tensor core fed.
+        float sfa[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if constexpr (!SCALES_K_MAJOR) {
+                sfa[r] = ld_shared_f32(shared_address(&shared.sfa[stage][(tile.row & 3) + row + 8 * r]));
+            } else {  // a row past the end has no scales in the window
+                const int existing = row + 8 * r < tile.rows ? row + 8 * r : tile.rows - 1;
+                const int shift = tile.row * k_blocks & 3;
+                sfa[r] = ld_shared_f32(shared_address(&shared.sfa_window[shift + existing * k_blocks + kb]));
+            }
+        }
+        float of_block[NUM_SFB];
+#pragma unroll
+        for (int j = 0; j < NUM_SFB; ++j) of_block[j] = __shfl_sync(0xffffffff, sfb[j], kb & 31);
+        float scale[2][BLOCK_N / 64];
+#pragma unroll
+        for (int c = 0; c < BLOCK_N / 64; ++c) {
+            const float of_columns = odd_half ? of_block[(c + 1) / 2] : of_block[c / 2];
+            scale[0][c] = sfa[0] * of_columns;
+            scale[1][c] = sfa[1] * of_columns;
+        }
+        if ((kb & 31) == 31) {
+#pragma unroll
+            for (int j = 0; j < NUM_SFB; ++j) sfb[j] = sfb_ahead[j];
+            load_sfb(sfb_ahead, sfb_rows, kb + 33 + lane, k_blocks);
+        }
+        pipeline.advance();
+        if (kb + 1 < k_blocks) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
+        wgmma_wait_group<0>();
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
+        release_stage(shared, stage, lane);
+
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 8; ++i) {
+            d[4 * i + 0] = fmaf(p[4 * i + 0], scale[0][i / 8], d[4 * i + 0]);
+            d[4 * i + 1] = fmaf(p[4 * i + 1], scale[0][i / 8], d[4 * i + 1]);
+            d[4 * i + 2] = fmaf(p[4 * i + 2], scale[1][i / 8], d[4 * i + 2]);
+            d[4 * i + 3] = fmaf(p[4 * i + 3], scale[1][i / 8], d[4 * i + 3]);
+        }
+    }
+}
+
+#if STORE_IS_POOL
+using StoreMaps = DescriptorPool;
+#else
+using StoreMaps = TensorMap;
+#endif
+
+// Consumer: converts and writes the rows of d that exist. `rows` of them belong to this warpgroup.
+__device__ __forceinline__ void store_tile(const float (&d)[BLOCK_N / 2], uint8_t* staging, const Problem& problem,
+                                           const StoreMaps& maps, int column, int row, int rows, int group_end,
+                                           int warpgroup, int warp, int lane) {
+    const bool issuer = warp == 0 && lane == 0;
+    const uint32_t slabs = shared_address(staging);
+    if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
+    bar_sync(1 + warpgroup, 128);
+    stage_tile<BLOCK_N, OUT_TYPE>(d, slabs, warp, lane);
+    fence_proxy_async_shared();
+    bar_sync(1 + warpgroup, 128);
+    if (issuer) {
+        for (int s = 0; s < NUM_SLABS && column + s * SLAB_COLUMNS < problem.n; ++s) {
+#if STORE_IS_POOL
+            store_slab_pool(maps, slabs + s * SLAB_BYTES, column + s * SLAB_COLUMNS, row, rows);
+#else
+            store_slab_ragged(maps, slabs + s * SLAB_BYTES, column + s * SLAB_COLUMNS, row, group_end);
+#endif
+        }
+        cp_async_bulk_commit_group();
+    }
+}
+
+__device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem, const StoreMaps& store_maps,
+                                              Scheduler scheduler, int warpgroup, int warp, int lane) {
+    Pipeline<STAGES> pipeline;
+    uint32_t window_phase = 0;
+    Tile tile;
+    while (scheduler.next_tile(tile)) {
+        const int column = cta_column(tile);
+        const int first_row = warpgroup * WGMMA_M;  // inside the tile
+        const int left = tile.rows - first_row;
+        const int rows = left < WGMMA_M ? left : WGMMA_M;
+        if constexpr (SCALES_K_MAJOR) mbarrier_wait(shared_address(&shared.window_full), window_phase);
+        if (rows > 0) {
+            float d[BLOCK_N / 2];
+            multiply_tile(d, shared, problem, tile, column, warpgroup, first_row + warp * 16 + lane / 4, lane, pipeline);
+            store_tile(d, shared.d[warpgroup], problem, store_maps, column, tile.row + first_row, rows, tile.group_end,
+                       warpgroup, warp, lane);
+        } else {
+            skip_tile(shared, problem, lane, pipeline);
+        }
+        if constexpr (SCALES_K_MAJOR) {
+            if (lane == 0) mbarrier_arrive(shared_address(&shared.window_empty));
+            window_phase ^= 1;
+        }
+    }
+    if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
+    padless_grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+                         const __grid_constant__ TensorMap map_sfa, const __grid_constant__ StoreMaps store_maps,
+                         const float* sfb, const int* offs, int m, int n, int k, int num_groups) {
+    extern __shared__ __align__(1024) uint8_t shared_bytes[];
+    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+    const Problem problem{sfb, offs, m, n, k, num_groups};
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
+    const int lane = threadIdx.x % 32;
+
+    if (warp == 0) {
+        if (elect_one()) {
+            prefetch_tensormap(map_a);
+            prefetch_tensormap(map_b);
+            prefetch_tensormap(map_sfa);
+            for (int s = 0; s < STAGES; ++s) {
+                mbarrier_init(shared_address(&shared.full[s]), 1);
+                mbarrier_init(shared_address(&shared.empty[s]), CLUSTER_N * NUM_MMA_WARPGROUPS * 4);
+            }
+            mbarrier_init(shared_address(&shared.window_full), 1);
+            mbarrier_init(shared_address(&shared.window_empty), NUM_MMA_WARPGROUPS * 4);
+            fence_mbarrier_init();
+        }
+        __syncwarp();
+    } else if (warp == 1) {
+        build_group_table<BLOCK_M>(offs, num_groups, m, shared.group_ends, shared.tile_ends, lane);
+    }
+    __syncthreads();
+    if constexpr (CLUSTER_N > 1) {  // nobody may signal a barrier of a CTA that has not made it yet
+        barrier_cluster_arrive();
+        barrier_cluster_wait();
+    }
+
+    Scheduler scheduler(shared.group_ends, shared.tile_ends, num_groups, n, blockIdx.x / CLUSTER_N,
+                        gridDim.x / CLUSTER_N);
+    if (warp >= NUM_MMA_WARPGROUPS * 4) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp == NUM_MMA_WARPGROUPS * 4 && elect_one())
+            load_tiles(shared, problem, map_a, map_b, map_sfa, scheduler);
+        __syncwarp();
+    } else {
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
+        consume_tiles(shared, problem, store_maps, scheduler, warp / 4, warp % 4, lane);
+        __syncwarp();
+    }
+    if constexpr (CLUSTER_N > 1) {  // nor leave while the other may still signal or fill it
+        barrier_cluster_arrive();
+        barrier_cluster_wait();
+    }
+}
