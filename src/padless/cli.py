@@ -1,0 +1,137 @@
+"""The `padless` command. Every sub-command imports what it needs itself, so that --help answers at once."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import padless
+
+app = typer.Typer(
+    name="padless",
+    help="Block-scaled grouped GEMM for Mixture-of-Experts, with no padding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure; prints a table, writes JSON lines and pictures.")
+app.add_typer(bench, name="bench")
+
+OutDir = Annotated[Path, typer.Option("--out", help="Folder for what is written.")]
+Full = Annotated[
+    bool, typer.Option("--full/--quick", help="The whole grid, or a subset in about two minutes.")
+]
+Peers = Annotated[
+    Path | None,
+    typer.Option("--peers", help="Folder of other libraries to compare with, if importable from there."),
+]
+DEFAULT_OUT = Path("padless-out")
+
+
+def main() -> None:
+    """Entry point. A ValueError is the user's to mend: one sentence and exit code 2, no traceback."""
+    try:
+        app()
+    except ValueError as error:
+        print(f"padless: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(padless.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="Random data; needs no model.")] = False,
+    out: OutDir = DEFAULT_OUT,
+) -> None:
+    """Route a real text through a real encoder's experts and show what padding would have cost."""
+    from padless.demo import run_demo
+
+    run_demo(synthetic=synthetic, out=out)
+
+
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+    """Print versions, devices, backends (and why one is missing) and the kernel cache."""
+    from rich.console import Console
+
+    from padless.info import print_info
+
+    print_info(Console(), as_json=as_json)
+
+
+@app.command()
+def verify(
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the record of the run.")] = None,
+    sanitizer: Annotated[bool, typer.Option(help="Run compute-sanitizer where it is installed.")] = True,
+) -> None:
+    """Run every check that needs a GPU, compute-sanitizer included, and record the result."""
+    _call("padless.verify", "run_verify", out=out, sanitizer=sanitizer)
+
+
+@bench.command()
+def paper(full: Full = False, peers: Peers = None, out: OutDir = DEFAULT_OUT) -> None:
+    """The paper's grid: against padding plus the same GEMM, time, memory saved and equality of valid rows."""
+    _call("padless.bench", "run_paper", full=full, peers=peers, out=out)
+
+
+@bench.command()
+def dense(full: Full = False, peers: Peers = None, out: OutDir = DEFAULT_OUT) -> None:
+    """One group: the dense product."""
+    _call("padless.bench", "run_dense", full=full, peers=peers, out=out)
+
+
+@bench.command()
+def decode(full: Full = False, peers: Peers = None, out: OutDir = DEFAULT_OUT) -> None:
+    """A few rows per group, as when generating token by token."""
+    _call("padless.bench", "run_decode", full=full, peers=peers, out=out)
+
+
+@bench.command()
+def quantize(full: Full = False, peers: Peers = None, out: OutDir = DEFAULT_OUT) -> None:
+    """The quantizers, against a device copy of the same bytes."""
+    _call("padless.bench", "run_quantize", full=full, peers=peers, out=out)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def emulate(context: typer.Context) -> None:
+    """Run a kernel's PTX on the CPU and look for races (padless emulate --help says more)."""
+    command = _load("padless.emulator.cli", "app")
+    command(args=context.args, prog_name="padless emulate")
+
+
+def _load(module: str, name: str) -> Any:
+    """module.name, with a missing third-party package as a ValueError that says which."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"this command needs {error.name}, which is not installed here") from None
+
+
+def _call(module: str, name: str, **arguments: Any) -> None:
+    """Call module.name; what it returns, if an integer, is the exit code."""
+    function: Callable[..., Any] = _load(module, name)
+    result = function(**arguments)
+    if isinstance(result, int) and result:
+        raise typer.Exit(result)
