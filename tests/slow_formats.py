@@ -70,9 +70,7 @@ class Element:
         return -value if code & self.sign_bit else value
 
     def encode(self, value: Fraction, negative: bool | None = None) -> int:
-        """Code nearest to value, ties to even, magnitudes above the largest saturate; `negative` for zeros.
-        
-        """
+        """Code nearest to value, ties to even, saturating; `negative` for zeros."""
         negative = value < 0 if negative is None else negative
         rounded = round_binary(abs(value), self.mantissa_bits + 1, 1 - self.bias)
         rounded = min(rounded, self.max_value)

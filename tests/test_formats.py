@@ -61,7 +61,8 @@ def test_mn_major_and_row_major_scales_are_told_apart(rows: int, columns: int) -
     in_k = BlockScaledTensor(data, scales(rows, columns), FP8_BLOCK)
     assert in_mn.scale_major == "mn"
     assert in_k.scale_major == "k"
-    assert in_mn.is_activation and in_k.is_activation
+    assert in_mn.is_activation
+    assert in_k.is_activation
 
 
 def test_attributes_are_those_of_data() -> None:
@@ -69,15 +70,18 @@ def test_attributes_are_those_of_data() -> None:
     assert t.shape == (2, 256, 384) == t.logical_shape
     assert t.dtype == torch.float8_e4m3fn
     assert t.device == torch.device("cpu")
-    assert t.is_weight and not t.is_activation
+    assert t.is_weight
+    assert not t.is_activation
 
 
 def test_one_row_serves_as_activation_and_as_weight() -> None:
     t = BlockScaledTensor(fp8(1, 256), scales(1, 2), FP8_BLOCK)
-    assert t.is_activation and t.is_weight
+    assert t.is_activation
+    assert t.is_weight
     # MN-major scales of one row have a stride that weights do not allow.
     t = BlockScaledTensor(fp8(1, 256), mn_major(1, 2, 4), FP8_BLOCK)
-    assert t.is_activation and not t.is_weight
+    assert t.is_activation
+    assert not t.is_weight
 
 
 def test_mn_major_needs_the_rounded_leading_dimension() -> None:
@@ -108,8 +112,8 @@ BAD_PARTS = {
     ),
     "scale shape": (
         lambda: (fp8(200, 256), scales(200, 1), FP8_BLOCK),
-        "scale must have shape (200, 2) (activation) or (2, 2) (weight) for FP8_BLOCK data of shape (200, 256), "
-        "got (200, 1)",
+        "scale must have shape (200, 2) (activation) or (2, 2) (weight) for FP8_BLOCK data of "
+        "shape (200, 256), got (200, 1)",
     ),
     "scale shape in 3-D": (
         lambda: (fp8(2, 200, 256), scales(2, 200, 2), FP8_BLOCK),

@@ -92,12 +92,13 @@ def _prepare_out(
     if not a.is_activation or not b.is_weight:
         raise ValueError("a must be quantized as an activation and b as a weight")
     shape = (a.shape[0], b.shape[-2])
+    dtype = out_dtype if out is None else out.dtype
+    if dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {dtype}")
     if out is None:
-        out = torch.full(shape, float("nan"), dtype=out_dtype, device=a.device)
+        return torch.full(shape, float("nan"), dtype=dtype, device=a.device)
     if tuple(out.shape) != shape:
         raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
-    if out.dtype not in OUT_DTYPES:
-        raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {out.dtype}")
     return out
 
 
