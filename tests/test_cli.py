@@ -1,0 +1,159 @@
+"""The padless command: quick to answer, one sentence for a user's mistake, the right function called."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import padless
+from padless import cli
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A new interpreter that finds this padless, installed or not."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(padless.__file__).parents[1])},
+    )
+
+
+def test_help_imports_nothing_heavy():
+    """The command's own module, in a package whose __init__ does nothing: what --help makes it import."""
+    folder = Path(padless.__file__).parent
+    script = f"""
+import sys, types
+package = types.ModuleType("padless")
+package.__path__, package.__version__ = [{str(folder)!r}], "0"
+sys.modules["padless"] = package
+from padless.cli import app
+try:
+    app(["--help"])
+except SystemExit as stop:
+    assert stop.code == 0, stop.code
+heavy = {{"torch", "numpy", "triton", "cuda", "matplotlib"}} & set(sys.modules)
+assert not heavy, heavy
+assert {{m for m in sys.modules if m.startswith("padless")}} == {{"padless", "padless.cli"}}
+"""
+    found = run_python("-c", script)
+    assert found.returncode == 0, found.stderr
+    for command in ("demo", "info", "verify", "bench", "emulate"):
+        assert command in found.stdout
+
+
+def test_version():
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.strip() == padless.__version__
+
+
+def test_python_dash_m_is_the_command():
+    found = run_python("-m", "padless", "--version")
+    assert (found.returncode, found.stdout.strip()) == (0, padless.__version__)
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """main("demo", "--synthetic") -> (exit code, stdout, stderr) of the entry point, in this process."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["padless", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        output = capsys.readouterr()
+        code = stop.value.code
+        return (0 if code is None else int(code)), output.out, output.err
+
+    return run
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """recorded(module, function) puts a function there that notes its arguments in the returned list."""
+
+    def install(module: str, function: str, returns: object = None) -> list[dict[str, object]]:
+        calls: list[dict[str, object]] = []
+
+        def note(**arguments: object) -> object:
+            calls.append(arguments)
+            return returns
+
+        stub = types.ModuleType(module)
+        setattr(stub, function, note)
+        monkeypatch.setitem(sys.modules, module, stub)
+        return calls
+
+    return install
+
+
+def test_a_value_error_is_one_sentence_and_exit_code_2(main, monkeypatch):
+    def fail(**_: object) -> None:
+        raise ValueError("K is 17; it must be a multiple of 16")
+
+    stub = types.ModuleType("padless.verify")
+    stub.run_verify = fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "padless.verify", stub)
+    code, out, err = main("verify")
+    assert code == 2
+    assert out == ""
+    assert err == "padless: K is 17; it must be a multiple of 16\n"
+
+
+def test_other_errors_keep_their_traceback(main, monkeypatch):
+    def fail(**_: object) -> None:
+        raise RuntimeError("a defect")
+
+    stub = types.ModuleType("padless.verify")
+    stub.run_verify = fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "padless.verify", stub)
+    with pytest.raises(RuntimeError, match="a defect"):
+        main("verify")
+
+
+def test_an_absent_package_is_named(main, monkeypatch):
+    monkeypatch.setitem(sys.modules, "padless.verify", None)
+    code, _, err = main("verify")
+    assert code == 2
+    assert "padless.verify" in err
+    assert "Traceback" not in err
+
+
+def test_a_wrong_option_is_a_usage_error(main):
+    code, _, err = main("bench", "paper", "--quickly")
+    assert code == 2
+    assert "--quickly" in err
+
+
+@pytest.mark.parametrize("name", ["paper", "dense", "decode", "quantize"])
+def test_bench_passes_its_options_on(main, recorded, name, tmp_path):
+    calls = recorded("padless.bench", f"run_{name}")
+    assert main("bench", name)[0] == 0
+    assert main("bench", name, "--full", "--peers", str(tmp_path), "--out", "there")[0] == 0
+    assert calls == [
+        {"full": False, "peers": None, "out": Path("padless-out")},
+        {"full": True, "peers": tmp_path, "out": Path("there")},
+    ]
+
+
+def test_verify_passes_its_options_on_and_its_exit_code_back(main, recorded):
+    calls = recorded("padless.verify", "run_verify", returns=3)
+    assert main("verify", "--out", "there", "--no-sanitizer")[0] == 3
+    assert calls == [{"out": Path("there"), "sanitizer": False}]
+
+
+def test_emulate_hands_everything_over(main, monkeypatch):
+    seen = []
+    stub = types.ModuleType("padless.emulator.cli")
+    stub.app = lambda args, prog_name: seen.append((args, prog_name))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "padless.emulator.cli", stub)
+    assert main("emulate", "run", "--races", "--help")[0] == 0
+    assert seen == [(["run", "--races", "--help"], "padless emulate")]

@@ -1,0 +1,95 @@
+"""padless info: what it says must be what the machine is."""
+
+from __future__ import annotations
+
+import io
+import json
+import platform
+
+import numpy
+import pytest
+import torch
+from rich.console import Console
+
+import padless
+from padless import info
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "kernels"
+    monkeypatch.setenv("PADLESS_CACHE_DIR", str(folder))
+    return folder
+
+
+def printed(**options: bool) -> str:
+    buffer = io.StringIO()
+    info.print_info(Console(file=buffer, width=200), **options)
+    return buffer.getvalue()
+
+
+def test_versions_are_those_imported(cache):
+    found = info.collect()
+    assert found["padless"] == padless.__version__
+    assert found["python"] == platform.python_version()
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["packages"]["numpy"] == numpy.__version__
+    assert found["nvrtc"].startswith("13.0")
+
+
+def test_an_absent_package_is_none(cache, monkeypatch):
+    monkeypatch.setattr(info, "PACKAGES", ("torch", "no-such-package-anywhere"))
+    assert info.collect()["packages"]["no-such-package-anywhere"] is None
+    assert "not installed" in printed()
+
+
+def test_devices_and_backends_agree_with_torch(cache):
+    found = info.collect()
+    assert len(found["devices"]) == torch.cuda.device_count()
+    assert set(found["backends"]) == set(padless.backends())
+    assert found["backends"]["reference"]["available"] is True
+    if not torch.cuda.is_available():
+        assert found["backends"]["cuda"] == {"available": False, "reason": "torch sees no CUDA GPU"}
+        assert "no CUDA GPU" in printed()
+
+
+def test_the_cache_is_counted(cache):
+    assert info.collect()["cache"] == {"directory": str(cache), "entries": 0, "bytes": 0}
+    assert not cache.exists(), "asking must not create it"
+    cache.mkdir()
+    (cache / "one.cubin").write_bytes(b"x" * 1000)
+    (cache / "one.json").write_bytes(b"x" * 24)
+    (cache / "two.ptx").write_bytes(b"x" * 500)
+    assert info.collect()["cache"] == {"directory": str(cache), "entries": 2, "bytes": 1524}
+    assert f"2 kernels, 0.0 MB in {cache}" in printed()
+
+
+def test_json_is_what_collect_says(cache):
+    assert json.loads(printed(as_json=True)) == info.collect()
+
+
+def test_tables_name_every_backend_and_its_reason(cache):
+    text = printed()
+    for name, backend in padless.backends().items():
+        assert name in text
+        assert backend.reason[:60] in text
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025\n",
+            "580.95.05",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.12  Release Build\n", "570.12"),
+        ("nothing to see\n", None),
+    ],
+)
+def test_driver_version_is_read(tmp_path, monkeypatch, text, version):
+    path = tmp_path / "version"
+    path.write_text(text)
+    monkeypatch.setattr(info, "_DRIVER_VERSION", path)
+    assert info.collect()["driver"] == version
+    path.unlink()
+    assert info.collect()["driver"] is None
