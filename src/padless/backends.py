@@ -40,14 +40,18 @@ def _cuda() -> Backend:
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
         name = torch.cuda.get_device_name()
-        return Backend("cuda", False, f"{name} has compute capability {capability}; the kernels need 9.0 (Hopper)")
+        return Backend(
+            "cuda", False, f"{name} has compute capability {capability}; the kernels need 9.0 (Hopper)"
+        )
     try:
         driver.cuda_driver()
     except driver.DriverError as error:
         return Backend("cuda", False, str(error))
     if missing := _compiler_missing():
         return Backend("cuda", False, missing)
-    return Backend("cuda", True, f"{torch.cuda.get_device_name()}, kernels compiled with NVRTC {jit.nvrtc_version()}")
+    return Backend(
+        "cuda", True, f"{torch.cuda.get_device_name()}, kernels compiled with NVRTC {jit.nvrtc_version()}"
+    )
 
 
 def _emulator() -> Backend:

@@ -57,7 +57,9 @@ class GemmConfig:
 
         require(self.block_m in (64, 128), "block_m", "64 or 128")
         require(self.block_n in (64, 128, 192), "block_n", "64, 128 or 192")
-        require(self.num_stages == 0 or 2 <= self.num_stages <= 12, "num_stages", "0 (as many as fit) or 2 to 12")
+        require(
+            self.num_stages == 0 or 2 <= self.num_stages <= 12, "num_stages", "0 (as many as fit) or 2 to 12"
+        )
         require(self.cluster_n in (1, 2), "cluster_n", "1 or 2")
         require(self.raster_m >= 1, "raster_m", "1 or more")
         require(self.store in STORES, "store", " or ".join(STORES))

@@ -185,7 +185,9 @@ class CudaDriver:
         tensors: Sequence[torch.Tensor],
     ) -> PreparedLaunch:
         """Packs a launch. ``arguments`` in the kernel's order; ``tensors`` is for drivers that track memory."""
-        return _CudaLaunch(self, function, kernel.shared_bytes, shape, arguments, tensors[0].device.index or 0)
+        return _CudaLaunch(
+            self, function, kernel.shared_bytes, shape, arguments, tensors[0].device.index or 0
+        )
 
 
 class _CudaLaunch:

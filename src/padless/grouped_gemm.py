@@ -122,7 +122,9 @@ def _check(
             raise ValueError(f"{name} must have rank {rank}, {shape}, got {_describe(t)}")
     (m, k), (num_groups, n, b_k) = a.data.shape, b.data.shape
     if k != b_k:
-        raise ValueError(f"a is (M, K) = {(m, k)} and b is (G, N, K) = {(num_groups, n, b_k)}: K must be the same")
+        raise ValueError(
+            f"a is (M, K) = {(m, k)} and b is (G, N, K) = {(num_groups, n, b_k)}: K must be the same"
+        )
     if k == 0 or k % 16 != 0:
         raise ValueError(f"K is {k}; it must be a positive multiple of 16 (quantize a zero-filled tail)")
     if not a.is_activation:
@@ -135,16 +137,22 @@ def _check(
         raise ValueError(f"b has {num_groups} groups; at most {MAX_GROUPS} are supported")
     if offs is not None:
         if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
-            raise ValueError(f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {_describe(offs)}")
+            raise ValueError(
+                f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {_describe(offs)}"
+            )
         if offs.shape[0] != num_groups:
-            raise ValueError(f"offs has {offs.shape[0]} entries and b {num_groups} groups; they must be as many")
+            raise ValueError(
+                f"offs has {offs.shape[0]} entries and b {num_groups} groups; they must be as many"
+            )
         if offs.device != a.device:
             raise ValueError(f"offs is on {offs.device} and a on {a.device}; they must be on one device")
         if not offs.is_contiguous():
             raise ValueError(f"offs must be contiguous, got stride {offs.stride(0)}; call .contiguous()")
     if out is None:
         if out_dtype not in OUT_DTYPES:
-            raise ValueError(f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
+            raise ValueError(
+                f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32"
+            )
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     else:
         if not isinstance(out, torch.Tensor) or out.dtype not in OUT_DTYPES:
@@ -176,7 +184,9 @@ def _check_layout(name: str, tensor: torch.Tensor) -> None:
             "call .contiguous()"
         )
     if tensor.data_ptr() % 16 != 0:
-        raise ValueError(f"{name} is at address {tensor.data_ptr():#x}; it must be 16-byte aligned; clone() it")
+        raise ValueError(
+            f"{name} is at address {tensor.data_ptr():#x}; it must be 16-byte aligned; clone() it"
+        )
 
 
 def _check_offs_values(offs: torch.Tensor, m: int) -> None:
@@ -265,7 +275,9 @@ def _driver(backend: str, out: torch.Tensor) -> Driver:
     if not found.available:
         raise ValueError(f"backend {backend!r} is not available here: {found.reason}")
     if (backend == "cuda") != out.is_cuda:
-        raise ValueError(f"backend is {backend!r} and the tensors are on {out.device}; move them or leave it None")
+        raise ValueError(
+            f"backend is {backend!r} and the tensors are on {out.device}; move them or leave it None"
+        )
     from padless.emulator.fake_driver import emulated_driver
 
     return emulated_driver()

@@ -6,6 +6,9 @@ and equal to it bit for bit.
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cache
+
 import torch
 
 from padless import layouts
@@ -38,7 +41,17 @@ def quantize(
     +-0 (0x7F for the Inf), so it decodes to NaN: non-finite values never turn into finite ones.
     """
     _check(x, format, kind, scale_major)
+    if x.is_cuda and has_triton():
+        from padless import quantize_triton
+
+        return quantize_triton.fp8_block(x, kind, scale_major)
     return _fp8_block_torch(x, format, kind, scale_major)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported; it is a dependency of torch's CUDA builds only."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def dequantize(t: BlockScaledTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

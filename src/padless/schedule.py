@@ -30,7 +30,14 @@ def clean_offs(offs: Sequence[int], m: int) -> list[int]:
 
 
 def tiles(
-    offs: Sequence[int], m: int, n: int, block_m: int, block_n: int, raster_m: int, worker: int = 0, workers: int = 1
+    offs: Sequence[int],
+    m: int,
+    n: int,
+    block_m: int,
+    block_n: int,
+    raster_m: int,
+    worker: int = 0,
+    workers: int = 1,
 ) -> Iterator[Tile]:
     """The tiles of one worker of ``workers``, in order. ``block_n`` counts the columns of a whole cluster."""
     n_tiles = -(-n // block_n)

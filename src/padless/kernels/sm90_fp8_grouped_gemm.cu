@@ -134,10 +134,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
         for (int kb = 0; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage;
             const uint32_t full = shared_address(&shared.full[stage]);
-            if constexpr (CLUSTER_N == 1)
-                mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
-            else
-                mbarrier_wait_cluster(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
+            mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
             mbarrier_arrive_expect_tx(full, STAGE_BYTES);
             if constexpr (CLUSTER_N == 1) {
                 tma_load_2d(map_a, shared_address(shared.a[stage]), full, kb * BLOCK_K, tile.row);

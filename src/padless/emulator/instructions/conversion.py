@@ -1,0 +1,259 @@
+"""cvt and cvta."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..ast import Operand
+from . import floating
+from .registry import helper, instruction
+
+if TYPE_CHECKING:
+    from ..program import Emitter
+
+Array = np.ndarray[Any, Any]
+SHARED_WINDOW = 1 << 60  # generic address of shared::cluster address 0
+LOCAL_WINDOW = 1 << 61
+PARAM_WINDOW = 1 << 62
+WINDOW_OF = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW, "param": PARAM_WINDOW, "global": 0, "const": 0}
+INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
+SMALL = {"e4m3", "e5m2", "e2m1", "e2m3", "e3m2", "ue8m0"}
+
+
+def wide_source(e: Emitter, operand: Operand, view: str) -> str:
+    """A source whose register may be wider than its type: the low bytes count."""
+    from ..program import VIEW_SIZE
+
+    width = e.width(operand)
+    if width in (-1, VIEW_SIZE[view]):
+        return e.source(operand, view)
+    if width < VIEW_SIZE[view]:
+        e.unsupported(f"{operand} is narrower than .{view}")
+    natural = e.source(operand, e.natural_view(operand))
+    return f"{natural}.astype(np.{_name(view)})"
+
+
+def wide_assign(e: Emitter, operand: Operand, value: str, view: str) -> None:
+    """Assign to a register that may be wider than the type: integers are extended by their sign."""
+    from ..program import VIEW_SIZE
+
+    width = e.width(operand)
+    if width == VIEW_SIZE[view]:
+        e.assign(e.destination(operand, view), value)
+        return
+    natural = e.natural_view(operand, "s" if view[0] == "s" else "u")
+    kind = view if view[0] in "su" else "u" + view[1:]
+    e.assign(e.destination(operand, natural), f"np.asarray({value}).astype(np.{_name(kind)})")
+
+
+def _name(view: str) -> str:
+    return {"u": "uint", "s": "int", "f": "float"}[view[0]] + view[1:]
+
+
+@instruction("cvt")
+def convert(e: Emitter) -> None:
+    e.only(
+        *floating.ROUNDINGS, *INTEGER_ROUNDINGS, "ftz", "sat", "satfinite", "relu", "rna", "rs", "pack", "scaled::n2::ue8m0"
+    )
+    if len(e.types) < 2:
+        e.unsupported()
+    to, source = e.types[0], e.types[1]
+    if e.has("pack"):
+        pack_integers(e)
+        return
+    if to.removesuffix("x2").removesuffix("x4") in SMALL or source.removesuffix("x2").removesuffix("x4") in SMALL:
+        small_formats(e, to, source)
+        return
+    if to in ("f16x2", "bf16x2"):
+        d, high, low = e.operands
+        base = to.removesuffix("x2")
+        parts = [to_sixteen(e, f"{e.source(o, 'f32')}", base) for o in (low, high)]
+        e.assign(e.destination(d, "u32"), f"({parts[0]} | ({parts[1]}.astype(np.uint32) << 16))")
+        return
+    d, a = e.operands
+    if to == "tf32":
+        e.assign(e.destination(d, "u32"), f"to_tf32({e.source(a, 'f32')}, {e.has('rna')})")
+        return
+    from_float = source[0] == "f" or source == "bf16"
+    to_float = to[0] == "f" or to == "bf16"
+    if source in ("f16", "bf16"):
+        value = floating.widen(e, a, source)
+    else:
+        value = wide_source(e, a, source if source[0] != "b" else "u" + source[1:])
+    if to_float:
+        integer_rounding = next((m for m in e.instruction.modifiers if m in INTEGER_ROUNDINGS), "")
+        if integer_rounding:
+            value = f"round_integral({value}, {integer_rounding!r})"
+        if to in ("f16", "bf16"):
+            wide_assign(e, d, to_sixteen(e, value, to), "u16")
+            return
+        mode = floating.rounding(e)
+        if to == "f32" and mode != "rn":
+            value = f"directed({value}, {mode!r})"
+        elif to == "f32" and source in ("s64", "u64"):
+            value = f"{value}.astype(np.float32)"
+        else:
+            value = f"{value}.astype(np.float{to[1:]})"
+        floating.finish(e, d, value, to)
+        return
+    if from_float:
+        mode = next((m for m in e.instruction.modifiers if m in INTEGER_ROUNDINGS), "rzi")
+        if e.has("ftz") and source == "f32":
+            value = f"flush({value})"
+        wide_assign(e, d, f"float_to_integer({value}, {mode!r}, np.{_name(to)})", to)
+        return
+    if e.has("sat"):
+        value = f"saturate_integer({value}, np.{_name(to)})"
+    else:
+        value = f"{value}.astype(np.{_name(to)})"
+    wide_assign(e, d, value, to)
+
+
+def to_sixteen(e: Emitter, value: str, base: str) -> str:
+    mode = floating.rounding(e)
+    if e.has("relu"):
+        value = f"np.where({value} < 0, 0, {value})"
+    return f"round_sixteen({value}, {base!r}, {mode!r}, {e.has('satfinite')})"
+
+
+@helper
+def round_sixteen(value: Array, base: str, mode: str, saturate: bool) -> Array:
+    """float to the bits of f16 or bf16, nearest even or toward zero."""
+    wide = np.asarray(value, np.float64)
+    if mode == "rn":
+        bits = floating.narrow_f16(wide) if base == "f16" else floating.narrow_bf16(wide)
+    elif mode == "rz":
+        if base == "bf16":
+            bits = (floating.round_directed(wide, "rz").view(np.uint32) >> 16).astype(np.uint16)
+        else:
+            near = wide.astype(np.float16)
+            over = np.abs(near.astype(np.float64)) > np.abs(wide)
+            bits = np.where(over, np.nextafter(near, np.float16(0)), near).view(np.uint16)
+        bits = np.where(np.isnan(wide), 0x7FFF, bits).astype(np.uint16)
+    else:
+        raise NotImplementedError(mode)
+    if saturate:
+        largest = 0x7BFF if base == "f16" else 0x7F7F
+        magnitude = bits & 0x7FFF
+        infinite = magnitude == largest + 1
+        bits = np.where(infinite, (bits & 0x8000) | largest, bits).astype(np.uint16)
+    return bits
+
+
+@helper
+def to_tf32(value: Array, away: bool) -> Array:
+    bits = value.view(np.uint32)
+    extra = np.uint32(0x1000) if away else (np.uint32(0x0FFF) + ((bits >> 13) & 1))
+    return np.where(np.isfinite(value), (bits + extra) & np.uint32(0xFFFFE000), bits)
+
+
+@helper
+def directed(value: Array, mode: str) -> Array:
+    return floating.round_directed(np.asarray(value, np.float64), mode)
+
+
+@helper
+def round_integral(value: Array, mode: str) -> Array:
+    return {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode](value)
+
+
+@helper
+def float_to_integer(value: Array, mode: str, kind: Any) -> Array:
+    """Clamped to the range of the type; NaN gives 0 (the top bit alone for 64-bit results)."""
+    info = np.iinfo(kind)
+    rounded = round_integral(np.asarray(value, np.float64), mode)
+    low, high = float(info.min), float(info.max)
+    inside = np.where((rounded > low) & (rounded < high), rounded, 0).astype(kind)
+    out = np.where(rounded >= high, info.max, np.where(rounded <= low, info.min, inside))
+    return np.where(np.isnan(rounded), 0 if info.bits < 64 else -(1 << 63) if info.min else 1 << 63, out).astype(kind)
+
+
+@helper
+def saturate_integer(value: Array, kind: Any) -> Array:
+    info, have = np.iinfo(kind), np.iinfo(value.dtype)
+    return np.clip(value, max(info.min, have.min), min(info.max, have.max)).astype(kind)
+
+
+def pack_integers(e: Emitter) -> None:
+    """cvt.pack.sat: two s32 saturated to 16 (or 8) bits, a high and b low; c fills what is left."""
+    kind = next(t for t in e.types if t[1:] in ("16", "8"))
+    d, a, b, *c = e.operands
+    n = int(kind[1:])
+    parts = [f"saturate_integer({e.source(o, 's32')}, np.{_name(kind)}).astype(np.uint{n}).astype(np.uint32)" for o in (a, b)]
+    value = f"(({parts[0]} << {n}) | {parts[1]})"
+    if c:
+        value = f"({value} | ({e.source(c[0], 'u32')} << {2 * n}))"
+    e.assign(e.destination(d, "u32"), value)
+
+
+def small_formats(e: Emitter, to: str, source: str) -> None:
+    """fp8, fp6, fp4 and ue8m0 pairs: operand a goes to the high part."""
+    small = to.removesuffix("x2").removesuffix("x4")
+    if small in SMALL:
+        if to.endswith("x4") or e.has("rs"):
+            e.unsupported("four-element form")
+        mode = floating.rounding(e)
+        saturate = e.has("satfinite")
+        if source == "f32":
+            d, high, low = e.operands
+            values = [f"{e.source(o, 'f32')}.astype(np.float64)" for o in (low, high)]
+        else:
+            d, packed = e.operands
+            wide = floating.widen(e, packed, source)
+            values = [f"{wide}[0::2]", f"{wide}[1::2]"]
+        if e.has("relu"):
+            values = [f"np.maximum({x}, 0)" for x in values]
+        value = f"encode_pair({values[0]}, {values[1]}, {small!r}, {mode!r}, {saturate})"
+        wide_assign(e, d, value, "u8" if small == "e2m1" else "u16")
+        return
+    small = source.removesuffix("x2").removesuffix("x4")
+    d, a = e.operands
+    bits = wide_source(e, a, "u8" if small == "e2m1" else "u16")
+    e.assign(e.destination(d, "u32"), f"decode_pair({bits}, {small!r}, {to!r}, {e.has('relu')})")
+
+
+@helper
+def encode_pair(low: Array, high: Array, name: str, mode: str, saturate: bool) -> Array:
+    from ..units import number_formats
+
+    codes = [number_formats.encode(x, name, rounding=mode, saturate=saturate).astype(np.uint16) for x in (low, high)]
+    return codes[0] | (codes[1] << (4 if name == "e2m1" else 8))
+
+
+@helper
+def decode_pair(bits: Array, name: str, to: str, relu: bool) -> Array:
+    from ..units import number_formats
+
+    shift = 4 if name == "e2m1" else 8
+    mask = (1 << shift) - 1
+    halves = [np.asarray(number_formats.decode(part, name), np.float64) for part in (bits & mask, (bits >> shift) & mask)]
+    if relu:
+        halves = [np.maximum(h, 0) for h in halves]
+    out = [round_sixteen(h, to.removesuffix("x2"), "rn", False).astype(np.uint32) for h in halves]
+    return out[0] | (out[1] << 16)
+
+
+@instruction("cvta")
+def convert_address(e: Emitter) -> None:
+    """Generic addresses: each state space is a window; `to` subtracts its base."""
+    space = next((m.split("::")[0] for m in e.instruction.modifiers if m.split("::")[0] in WINDOW_OF), "")
+    if not space:
+        e.unsupported()
+    d, a = e.operands
+    view = e.view
+    base = WINDOW_OF[space] if view == "u64" else 0
+    sign = "-" if e.has("to") else "+"
+    e.assign(e.destination(d, view), f"({e.source(a, view)} {sign} np.{_name(view)}({base}))")
+
+
+@instruction("isspacep")
+def is_space(e: Emitter) -> None:
+    space = next((m.split("::")[0] for m in e.instruction.modifiers if m.split("::")[0] in WINDOW_OF), "")
+    d, a = e.operands
+    x = e.source(a, "u64")
+    if space in ("global", "const"):
+        e.assign(e.destination(d, "pred"), f"({x} < np.uint64({SHARED_WINDOW}))")
+    else:
+        e.assign(e.destination(d, "pred"), f"(({x} >> np.uint64(60)) == np.uint64({WINDOW_OF[space] >> 60}))")

@@ -1,0 +1,237 @@
+"""Moving data: mov, ld, st, atom, red, prefetches and address-free no-ops."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..ast import Address, Register, Sink, Symbol, Vector
+from .conversion import wide_source
+from .registry import HELPERS, helper, instruction
+
+if TYPE_CHECKING:
+    from ..program import Emitter
+
+Array = np.ndarray[Any, Any]
+DYNAMIC = {"%clock": "u32", "%clock_hi": "u32", "%clock64": "u64", "%globaltimer": "u64", "%globaltimer_lo": "u32",
+           "%globaltimer_hi": "u32"}  # fmt: skip
+# Qualifiers that steer caches or evictions and change no value.
+CACHE = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "unified"}
+SEMANTICS = {"weak", "relaxed", "acquire", "release", "acq_rel", "volatile", "mmio", "cta", "cluster", "gpu", "sys"}
+
+
+def cache_qualifier(modifier: str) -> bool:
+    return modifier in CACHE or modifier.startswith(("L1::", "L2::"))
+
+
+@instruction("mov")
+def move(e: Emitter) -> None:
+    d, a = e.operands
+    if isinstance(d, Register) and isinstance(a, Register) and a.name in DYNAMIC:
+        e.assign(e.destination(d, DYNAMIC[a.name]), f"w.cta.machine.clock({a.name!r})")
+        return
+    if isinstance(a, Vector):
+        total = sum(e.width(i) for i in a.items)
+        if e.type == "b128":
+            for k, item in enumerate(a.items):
+                e.assign(_half(e, d, k), e.source(item, "u64"))
+            return
+        each = total // len(a.items)
+        parts = ", ".join(e.source(i, f"u{8 * each}") for i in a.items)
+        e.assign(e.destination(d, f"u{8 * total}"), f"np.stack(({parts},), 1).view(np.uint{8 * total})[:, 0]")
+        return
+    if isinstance(d, Vector):
+        widths = [e.width(i) for i in d.items if isinstance(i, Register)]
+        each = max(widths)
+        if e.type == "b128":
+            for k, item in enumerate(d.items):
+                e.assign(e.destination(item, "u64"), _half(e, a, k, write=False))
+            return
+        total = each * len(d.items)
+        temporary = f"t{e.instruction.index}"
+        e.emit(f"{temporary} = {e.source(a, f'u{8 * total}')}.view(np.uint{8 * each}).reshape(32, -1).copy()")
+        for k, item in enumerate(d.items):
+            if not isinstance(item, Sink):
+                e.assign(e.destination(item, f"u{8 * each}"), f"{temporary}[:, {k}]")
+        return
+    view = e.view if e.type != "b128" else "u64"
+    if view in ("u8", "s8"):
+        e.unsupported()
+    e.assign(e.destination(d, view), e.source(a, view))
+    if isinstance(a, Symbol):
+        e.preparation.uses.add("symbols")
+
+
+def _half(e: Emitter, operand: Any, k: int, write: bool = True) -> str:
+    cls, row = e.preparation.row(operand.name)
+    (e.writes if write else e.reads).append(operand.name)
+    return f"v[{e.preparation.slot(cls, row + k, 'u64')}]"
+
+
+class MemoryAccess:
+    """A load or a store as decoded when the kernel is prepared."""
+
+    def __init__(self, e: Emitter, space: str, address: Any, view: str, slots: list[int]) -> None:
+        self.instruction = e.instruction
+        self.space = space
+        self.base, self.offset = e.address(address)
+        self.view = view
+        self.size = int(view[1:]) // 8
+        self.slots = slots  # one register slot per vector element, -1 for `_`
+        self.symbol = address.base.name if isinstance(address.base, Symbol) else ""
+        modifiers = set(e.instruction.modifiers)
+        self.acquire = bool(modifiers & {"acquire", "acq_rel"})
+        self.release = bool(modifiers & {"release", "acq_rel"})
+        self.strong = bool(modifiers & {"relaxed", "volatile", "mmio", "acquire", "release", "acq_rel"})
+        self.unextended: list[tuple[int, str, str]] = []
+
+    @property
+    def bytes(self) -> int:
+        return self.size * len(self.slots)
+
+
+def space_of(e: Emitter) -> str:
+    for modifier in e.instruction.modifiers:
+        name = modifier.split("::")[0]
+        if name in ("global", "shared", "local", "param", "const"):
+            return name
+    return "generic"
+
+
+def access(e: Emitter, address: Any, value: Any, store: bool) -> MemoryAccess:
+    """Decode the address and register list; registers wider than the access are extended after a load."""
+    for modifier in e.modifiers:
+        if not (
+            cache_qualifier(modifier)
+            or modifier in SEMANTICS
+            or modifier.split("::")[0] in ("global", "shared", "local", "param", "const")
+            or modifier in ("v2", "v4", "v8", *e.types)
+        ):
+            e.unsupported(f"modifier .{modifier}")
+    space = space_of(e)
+    items = value.items if isinstance(value, Vector) else (value,)
+    kind = e.type
+    if kind == "b128":
+        view = "u64"
+        slots = []
+        for item in items:
+            for k in range(2):
+                cls, row = e.preparation.row(item.name)
+                slots.append(e.preparation.slot(cls, row + k, "u64"))
+            (e.reads if store else e.writes).append(item.name)
+        result = MemoryAccess(e, space, address, view, slots)
+        return result
+    view = e.view
+    size = int(view[1:]) // 8
+    slots = []
+    after: list[tuple[int, str, str]] = []
+    for item in items:
+        if isinstance(item, Sink):
+            slots.append(-1)
+            continue
+        width = e.width(item)
+        if width in (-1, size):
+            slots.append(e.source_slot(item, view) if store else e.destination_slot(item, view))
+        elif width < size:
+            e.unsupported(f"{item} is narrower than the access")
+        elif store:
+            slots.append(e.source_slot(item, f"u{8 * width}"))
+        else:
+            slots.append(e.destination_slot(item, f"{'s' if view[0] == 's' else 'u'}{8 * width}"))
+    result = MemoryAccess(e, space, address, view, slots)
+    result.unextended = after
+    if space in ("shared", "generic"):
+        e.preparation.granule = min(e.preparation.granule, size)
+    return result
+
+
+@instruction("ld", "ldu")
+def load(e: Emitter) -> None:
+    from .. import memory
+
+    d, address = e.operands[:2]
+    a = access(e, address, d, store=False)
+    parameter = a.space == "param" or (isinstance(address, Address) and isinstance(address.base, Symbol) and a.space == "generic")
+    run = memory.load_parameter(e, a, address) if parameter else memory.LOADS[a.space](a)
+    e.call(run)
+
+
+@instruction("st")
+def store(e: Emitter) -> None:
+    from .. import memory
+
+    address, s = e.operands[:2]
+    a = access(e, address, s, store=True)
+    e.call(memory.store_parameter(e, a, address) if a.space == "param" else memory.STORES[a.space](a))
+
+
+@instruction("atom", "red")
+def atomic(e: Emitter) -> None:
+    """Read-modify-write, lane after lane. red has no destination."""
+    from .. import memory
+
+    operations = ("add", "min", "max", "inc", "dec", "and", "or", "xor", "exch", "cas")
+    operation = next((m for m in e.instruction.modifiers if m in operations), "")
+    for modifier in e.modifiers:
+        if not (
+            modifier in operations or modifier in SEMANTICS or cache_qualifier(modifier) or modifier in e.types
+            or modifier.split("::")[0] in ("global", "shared") or modifier in ("noftz", "v2", "v4")
+        ):  # fmt: skip
+            e.unsupported(f"modifier .{modifier}")
+    if not operation or e.type == "b128":
+        e.unsupported()
+    operands = list(e.operands)
+    destination = operands.pop(0) if e.opcode == "atom" else Sink()
+    address, *values = operands
+    kind = e.type
+    view = e.view
+    if isinstance(values[0], Vector):
+        e.unsupported("vector atomics")
+    sources = [e.source_slot(o, view) for o in values if not (isinstance(o, Register) and o.name.startswith("policy"))]
+    slot = -1 if isinstance(destination, Sink) else e.destination_slot(destination, view)
+    a = MemoryAccess(e, space_of(e), address, view, [slot])
+    if a.space in ("shared", "generic"):
+        e.preparation.granule = min(e.preparation.granule, a.size)
+    needed = 2 if operation == "cas" else 1
+    e.call(memory.atomic(a, operation, kind, sources[:needed]))
+
+
+@instruction("prefetch", "prefetchu", "discard", "applypriority")
+def prefetch(e: Emitter) -> None:
+    """No functional effect."""
+
+
+@instruction("createpolicy")
+def create_policy(e: Emitter) -> None:
+    """A cache policy is opaque: zero."""
+    e.assign(e.destination(e.operands[0], "u64"), "0")
+
+
+@instruction("nanosleep", "pmevent", "nop")
+def sleep(e: Emitter) -> None:
+    """Time does not pass in the emulator."""
+
+
+@instruction("call.external")
+def external(e: Emitter) -> None:
+    """vprintf prints nothing; __assertfail stops the kernel."""
+    name = str(e.operands[0])
+    if name == "__assertfail":
+        e.call(assertion_failed, e.name(e.instruction, "i"))
+    elif name != "vprintf":
+        e.unsupported(f"external function {name}")
+
+
+def assertion_failed(w: Any, v: Any, m: Any, instruction: Any) -> None:
+    if m is True or np.any(m):
+        w.cta.machine.fault(w, instruction, "device-side assert", m)
+
+
+@instruction("alloca", "stacksave", "stackrestore")
+def stack(e: Emitter) -> None:
+    e.unsupported("dynamic stack")
+
+
+HELPERS["wide_source"] = wide_source
+_ = helper

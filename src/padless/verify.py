@@ -1,0 +1,135 @@
+"""``padless verify``: everything that must hold on this GPU, with a record of the run."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from padless import __version__
+from padless.backends import backends
+from padless.verify_checks import CHECKS
+
+SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+_SANITIZER_SECONDS = 240
+
+
+def run_verify(
+    out: Path | None = None,
+    *,
+    sanitizer: bool = True,
+    checks: list[str] | None = None,
+    console: Console | None = None,
+) -> int:
+    """Runs every check on the GPU, then a few small launches under compute-sanitizer.
+
+    Args:
+        out: folder for ``verify.json`` and ``verify.md``, or None to print only.
+        sanitizer: run compute-sanitizer's tools too, where it is installed.
+        checks: names out of ``verify_checks.CHECKS``; all of them when None.
+
+    Returns:
+        0 when all passed, else 1. Raises ValueError when this machine cannot run the kernels.
+    """
+    found = backends()["cuda"]
+    if not found.available:
+        raise ValueError(f"padless verify runs the kernels on a GPU, and cannot here: {found.reason}")
+    console = console or Console()
+    names = list(CHECKS) if checks is None else checks
+    tools = SANITIZER_TOOLS if sanitizer and _sanitizer() else ()
+    records: list[dict[str, Any]] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("verify", total=len(names) + len(tools))
+        for name in names:
+            progress.update(task, description=name)
+            records.append(_record(console, name, CHECKS[name]))
+            progress.advance(task)
+        for tool in tools:
+            progress.update(task, description=f"compute-sanitizer {tool}")
+            records.append(_record(console, f"compute-sanitizer {tool}", lambda tool=tool: _sanitize(tool)))
+            progress.advance(task)
+    if sanitizer and not tools:
+        console.print(
+            "compute-sanitizer is not installed (it comes with the CUDA toolkit); those checks were not run"
+        )
+    passed = sum(r["passed"] for r in records)
+    console.print(f"{passed} passed, {len(records) - passed} failed")
+    if out is not None:
+        _write(out, records)
+        console.print(f"recorded in {out / 'verify.md'}")
+    return 0 if passed == len(records) else 1
+
+
+def _record(console: Console, name: str, check: Any) -> dict[str, Any]:
+    start = time.perf_counter()
+    try:
+        detail, passed = check(), True
+    except Exception as error:  # a check may fail in any way; the others still run
+        detail, passed = f"{type(error).__name__}: {error}", False
+        console.print(traceback.format_exc(), style="red", markup=False)
+    seconds = round(time.perf_counter() - start, 2)
+    console.print(f"{'pass' if passed else 'FAIL'}  {name}: {detail} ({seconds} s)", markup=False)
+    return {"check": name, "passed": passed, "detail": detail, "seconds": seconds}
+
+
+def _sanitizer() -> str | None:
+    default = Path("/usr/local/cuda/bin/compute-sanitizer")
+    return shutil.which("compute-sanitizer") or (str(default) if default.exists() else None)
+
+
+def _sanitize(tool: str) -> str:
+    command = [str(_sanitizer()), "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kns=padless"]
+    if tool == "initcheck":
+        command += ["--track-unused-memory", "no"]
+    command += [sys.executable, "-m", "padless.verify_checks"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=_SANITIZER_SECONDS, check=False)
+    text = result.stdout + result.stderr
+    assert "small problems done" in text, f"did not finish: {text[-2000:]}"
+    summary = [line for line in text.splitlines() if "SUMMARY" in line]
+    assert result.returncode == 0, f"exit code {result.returncode}: {text[-3000:]}"
+    return summary[-1].strip("= ") if summary else "clean"
+
+
+def machine() -> dict[str, str]:
+    """What a record has to say about where it was made."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
+    try:
+        gpu = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        gpu = torch.cuda.get_device_name()
+    import triton
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "gpu, driver, power limit": gpu.splitlines()[0] if gpu else torch.cuda.get_device_name(),
+        "padless": __version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        "command": "padless " + " ".join(sys.argv[1:]),
+    }
+
+
+def _write(out: Path, records: list[dict[str, Any]]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    about = machine()
+    (out / "verify.json").write_text(json.dumps({"machine": about, "checks": records}, indent=1) + "\n")
+    lines = ["# padless verify", "", *(f"- {k}: {v}" for k, v in about.items()), ""]
+    lines += ["| check | result | detail | seconds |", "|---|---|---|---|"]
+    for r in records:
+        detail = str(r["detail"]).replace("|", "\\|").replace("\n", " ")[:300]
+        lines.append(f"| {r['check']} | {'pass' if r['passed'] else 'FAIL'} | {detail} | {r['seconds']} |")
+    (out / "verify.md").write_text("\n".join(lines) + "\n")
