@@ -17,7 +17,9 @@ def empty_mn_major(rows: int, columns: int, device: torch.device) -> torch.Tenso
 
 
 def to_mn_major(scale: torch.Tensor) -> torch.Tensor:
-    """The (rows, columns) float32 scales in MN-major layout, padding zero; as they are if they already have it."""
+    """The (rows, columns) float32 scales in MN-major layout, padding zero; as they are if they already have
+    it.
+    """
     if is_mn_major(scale):
         return scale
     rows, columns = scale.shape

@@ -1,14 +1,15 @@
 """The quantisers as Triton kernels: one read of the values, one write of codes and scales.
 
-Same arithmetic as the torch definitions in `padless.quantize`, bit for bit, which rules out what Triton offers by
-default: `/` is an approximate division (so `div_rn`), `tl.max` drops NaN (so maxima are taken over the bit patterns,
-which order as the magnitudes do, with NaN on top), and the interpreter's float8 cast does not round to nearest even
-(so there is a cast in integers, which also serves GPUs without the instruction).
+Same arithmetic as the torch definitions in `padless.quantize`, bit for bit, which rules out what Triton
+offers by default: `/` is an approximate division (so `div_rn`), `tl.max` drops NaN (so maxima are taken over
+the bit patterns, which order as the magnitudes do, with NaN on top), and the interpreter's float8 cast does
+not round to nearest even (so there is a cast in integers, which also serves GPUs without the instruction).
 
-A tile is 128 columns wide, one block along K. Activations take BLOCK_M rows of it: 64 rows of bf16 are 16 KiB in
-flight for a program, in 16-byte loads.
+A tile is 128 columns wide, one block along K. Activations take BLOCK_M rows of it: 64 rows of bf16 are 16 KiB
+in flight for a program, in 16-byte loads.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from functools import lru_cache
@@ -29,7 +30,7 @@ _NAN_BITS = tl.constexpr(0x7FC00000)
 
 
 def fp8_block(x: torch.Tensor, kind: str, scale_major: str) -> BlockScaledTensor:
-    """`padless.quantize(x, FP8_BLOCK, ...)` for checked arguments, on the GPU (or in Triton's interpreter)."""
+    """`padless.quantize(x, FP8_BLOCK, ...)` of checked arguments, on the GPU or in Triton's interpreter."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = _empty_scale(x, kind, scale_major)
@@ -42,7 +43,7 @@ def fp8_block(x: torch.Tensor, kind: str, scale_major: str) -> BlockScaledTensor
 def _empty_scale(x: torch.Tensor, kind: str, scale_major: str) -> torch.Tensor:
     shape = FP8_BLOCK.scale_shape(tuple(x.shape), kind)
     if kind == "activation" and scale_major == "mn":
-        return empty_mn_major(*shape, x.device)
+        return empty_mn_major(shape[0], shape[1], x.device)
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
@@ -52,7 +53,9 @@ def _casts_in_hardware(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _launch_activation(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, hardware_cast: bool) -> None:
+def _launch_activation(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, hardware_cast: bool
+) -> None:
     rows, columns = x.shape
     # 64 values a thread, half of it in float32 input so that the registers stay the same.
     block_m = min(64 if x.element_size() == 2 else 32, max(4, triton.next_power_of_2(rows)))
@@ -174,7 +177,8 @@ def _to_e4m3(y, HARDWARE_CAST: tl.constexpr):
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = y.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Above 2^-6: keep 3 mantissa bits (half of the last one, less one if it is even, then cut), rebase the exponent.
+    # Above 2^-6: keep 3 mantissa bits (half of the last one, less one if it is even, then cut), rebase the
+    # exponent.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     # Below: adding 2^14, whose last bit is 2^-9, leaves the multiple of 2^-9 in the low bits.
     shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
