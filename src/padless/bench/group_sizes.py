@@ -1,7 +1,8 @@
-"""The problems the benchmarks measure: the paper's grid and its random group sizes, decode sizes, dense shapes.
+"""The problems the benchmarks measure: the paper's grid and its random group sizes, decode sizes, dense
+shapes.
 
-The paper is "TMA-Adaptive FP8 Grouped GEMM" (arXiv 2508.16584). Its grid is 4 M x 6 N x 6 K x 4 group counts = 576
-points; group sizes follow its Appendix C.1 as its published test draws them.
+The paper is "TMA-Adaptive FP8 Grouped GEMM" (arXiv 2508.16584). Its grid is 4 M x 6 N x 6 K x 4 group counts
+= 576 points; group sizes follow its Appendix C.1 as its published test draws them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Point:
 
 @dataclass(frozen=True)
 class DecodePoint:
-    """A grouped problem of decoding: every group draws 1 to `rows` rows, so the weights dominate the traffic."""
+    """A grouped problem of decoding: every group draws 1 to `rows` rows, so weights dominate the traffic."""
 
     groups: int
     rows: int
@@ -88,8 +89,8 @@ DENSE_SHAPES = (
     DenseShape(4096, 7168, 16384),
 )
 
-# The quick subset: every value of every axis, the cheapest and the dearest corner, and the shapes whose padding waste
-# is largest (32 groups of 256 rows on average) and smallest (4 groups).
+# The quick subset: every value of every axis, the cheapest and the dearest corner, and the shapes whose
+# padding waste is largest (32 groups of 256 rows on average) and smallest (4 groups).
 QUICK_POINTS = (
     Point(8192, 3072, 3072, 4),
     Point(8192, 3072, 8192, 32),
@@ -111,9 +112,9 @@ QUICK_POINTS = (
 def draw_group_sizes(groups: int, total: int, rng: random.Random) -> list[int]:
     """Rows of each group by the paper's Appendix C.1, as its test draws them.
 
-    Draws v_i uniformly in [0, 2 * floor(total / groups)], both ends included; scales each to int(v_i * (total / sum));
-    gives what rounding lost to the last group. Sizes of zero occur. The authors' code divides by zero when every draw
-    is 0; this one draws again, which changes nothing else.
+    Draws v_i uniformly in [0, 2 * floor(total / groups)], both ends included; scales each to int(v_i * (total
+    / sum)); gives what rounding lost to the last group. Sizes of zero occur. The authors' code divides by
+    zero when every draw is 0; this one draws again, which changes nothing else.
     """
     if groups < 1:
         raise ValueError(f"groups must be at least 1, got {groups}")
@@ -142,7 +143,9 @@ def group_sizes(point: Point, seed: int = 0) -> list[int]:
 
 
 def decode_sizes(point: DecodePoint, seed: int = 0) -> list[int]:
-    """Group sizes of a decode point: each group 1 to `point.rows` rows, at least one group with all `point.rows`."""
+    """Group sizes of a decode point: each group 1 to `point.rows` rows, at least one group with all
+    `point.rows`.
+    """
     rng = point_rng(point, seed)
     sizes = [rng.randint(1, point.rows) for _ in range(point.groups)]
     sizes[rng.randrange(point.groups)] = point.rows

@@ -1,7 +1,8 @@
+# mypy: disable-error-code="no-untyped-def"
 """The Triton kernels behind `padless.bench.pad`.
 
-Every program finds its group from the offsets itself (a cumulative sum over at most a few hundred groups that stay in
-L2), so there is nothing to prepare on the host or in another launch.
+Every program finds its group from the offsets itself (a cumulative sum over at most a few hundred groups that
+stay in L2), so there is nothing to prepare on the host or in another launch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import triton.language as tl
 
 @triton.jit
 def _find_group(offs_ptr, num_groups, row, BLOCK_GROUPS: tl.constexpr, MULTIPLE: tl.constexpr):
-    """Group of padded row `row` (num_groups or more past the end), where it starts before and after padding, its size."""
+    """Group of padded row `row` (num_groups or more past the end), where it starts before and after padding,
+    its size.
+    """
     g = tl.arange(0, BLOCK_GROUPS)
     exists = g < num_groups
     ends = tl.load(offs_ptr + g, mask=exists, other=0)
@@ -53,7 +56,9 @@ def pad_kernel(
     ROW_MAJOR: tl.constexpr,
     WITH_INDEX: tl.constexpr,
 ):
-    """Programs below scale_programs move the scales (and index) of MULTIPLE padded rows, the others a tile of codes."""
+    """Programs below scale_programs move the scales (and index) of MULTIPLE padded rows, the others a tile of
+    codes.
+    """
     pid = tl.program_id(0)
     if pid < scale_programs:
         first = pid * MULTIPLE

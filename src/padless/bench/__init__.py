@@ -1,0 +1,1 @@
+"""Benchmarks: the paper's comparison, dense and decode sizes, the memory-bound kernels."""
