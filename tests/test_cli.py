@@ -147,7 +147,11 @@ def test_bench_passes_its_options_on(main, recorded, name, tmp_path):
 def test_verify_passes_its_options_on_and_its_exit_code_back(main, recorded):
     calls = recorded("padless.verify", "run_verify", returns=3)
     assert main("verify", "--out", "there", "--no-sanitizer")[0] == 3
-    assert calls == [{"out": Path("there"), "sanitizer": False}]
+    assert main("verify", "--check", "one", "--check", "two")[0] == 3
+    assert calls == [
+        {"out": Path("there"), "sanitizer": False, "checks": None},
+        {"out": None, "sanitizer": True, "checks": ["one", "two"]},
+    ]
 
 
 def test_emulate_hands_everything_over(main, monkeypatch):

@@ -82,9 +82,12 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="One JSON object."
 def verify(
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the record of the run.")] = None,
     sanitizer: Annotated[bool, typer.Option(help="Run compute-sanitizer where it is installed.")] = True,
+    checks: Annotated[
+        list[str] | None, typer.Option("--check", help="Only this check; can be repeated.")
+    ] = None,
 ) -> None:
     """Run every check that needs a GPU, compute-sanitizer included, and record the result."""
-    _call("padless.verify", "run_verify", out=out, sanitizer=sanitizer)
+    _call("padless.verify", "run_verify", out=out, sanitizer=sanitizer, checks=checks or None)
 
 
 @bench.command()
