@@ -25,7 +25,7 @@ from padless.reference import group_rows
 from padless.schedule import Tile, clean_offs, tiles
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
-BLOCKS_M = (64, 128)
+BLOCKS_M = (64, 128, 256)
 BLOCKS_N = (64, 128, 192, 384)  # 384: a cluster of two CTAs of 192 columns
 RASTERS = (1, 2, 3, 8)
 ROOM = 20_000  # tiles that one walk may give
@@ -89,7 +89,9 @@ extern "C" void build_table(int block_m, const int* offs, int num_groups, int m,
         warp::lanes[l].uc_stack.ss_sp = warp::stacks[l];
         warp::lanes[l].uc_stack.ss_size = sizeof(warp::stacks[l]);
         warp::lanes[l].uc_link = nullptr;
-        makecontext(&warp::lanes[l], block_m == 64 ? run_lane<64> : run_lane<128>, 0);
+        makecontext(&warp::lanes[l], block_m == 64    ? run_lane<64>
+                                      : block_m == 128 ? run_lane<128>
+                                                       : run_lane<256>, 0);
     }
     getcontext(&warp::caller);
     if (!done) {

@@ -1,0 +1,176 @@
+"""GemmConfig and select_config: what a kernel is compiled for, and that M never is."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from padless.config import (
+    MAX_GROUPS,
+    OUT_DTYPES,
+    SCALE_MAJORS,
+    STORES,
+    GemmConfig,
+    Problem,
+    select_config,
+    window_k_blocks,
+)
+
+PROBLEMS = st.builds(
+    Problem,
+    m=st.integers(0, 2**30 - 1),
+    n=st.integers(1, 4096).map(lambda x: 8 * x),
+    k=st.integers(1, 1024).map(lambda x: 16 * x),
+    num_groups=st.integers(1, MAX_GROUPS),
+    out_dtype=st.sampled_from(list(OUT_DTYPES)),
+    scales=st.sampled_from(SCALE_MAJORS),
+)
+
+# A legal value other than the default, for every field.
+OTHER_VALUES: dict[str, object] = {
+    "block_m": 64,
+    "block_n": 192,
+    "num_stages": 3,
+    "cluster_n": 2,
+    "raster_m": 5,
+    "store": "pool",
+    "scales": "k",
+    "scale_window_k_blocks": 16,
+    "max_groups": 77,
+    "out_dtype": torch.float16,
+}
+
+
+def test_every_field_is_tried() -> None:
+    assert set(OTHER_VALUES) == {field.name for field in dataclasses.fields(GemmConfig)}
+
+
+def test_m_is_no_part_of_a_kernel() -> None:
+    names = {field.name for field in dataclasses.fields(GemmConfig)}
+    assert not names & {"m", "M", "rows", "offs"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_m", 0),
+        ("block_m", 96),
+        ("block_m", 512),
+        ("block_n", 32),
+        ("block_n", 256),  # spills: see test_kernels_compile.py
+        ("num_stages", 1),
+        ("num_stages", -1),
+        ("num_stages", 13),
+        ("cluster_n", 0),
+        ("cluster_n", 4),
+        ("raster_m", 0),
+        ("store", "tma"),
+        ("scales", "m"),
+        ("max_groups", 0),
+        ("max_groups", MAX_GROUPS + 1),
+        ("out_dtype", torch.float64),
+        ("out_dtype", torch.float8_e4m3fn),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match="allowed") as error:
+        GemmConfig(**{field: value})
+    assert f"GemmConfig.{field} is {value!r}" in str(error.value)
+
+
+def test_row_major_scales_need_a_window() -> None:
+    with pytest.raises(ValueError, match=r"scale_window_k_blocks is 0; allowed: 1 or more when scales='k'"):
+        GemmConfig(scales="k")
+
+
+def test_a_config_is_frozen_and_hashable() -> None:
+    config = GemmConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.block_m = 64  # type: ignore[misc]
+    assert {config: 1}[GemmConfig()] == 1
+
+
+@pytest.mark.parametrize("field", OTHER_VALUES)
+def test_every_field_reaches_the_device_code(field: str) -> None:
+    base = (
+        GemmConfig(scales="k", scale_window_k_blocks=8) if field == "scale_window_k_blocks" else GemmConfig()
+    )
+    change = {field: OTHER_VALUES[field]}
+    if field == "scales":
+        base = dataclasses.replace(base, scale_window_k_blocks=8)
+    assert dataclasses.replace(base, **change).prelude() != base.prelude()
+
+
+def test_the_constants_have_the_fields_values() -> None:
+    config = GemmConfig(**OTHER_VALUES)
+    prelude = config.prelude()
+    for field in ("block_m", "block_n", "num_stages", "cluster_n", "raster_m", "max_groups"):
+        assert f"constexpr int {field.upper()} = {getattr(config, field)};" in prelude
+    assert "SCALE_WINDOW_K_BLOCKS = 16;" in prelude
+    assert "#define STORE_IS_POOL 1" in prelude
+    assert "#define SCALES_ARE_K_MAJOR 1" in prelude
+    assert "#define OUT_TYPE OUT_F16" in prelude
+    other = GemmConfig(store="ragged", scales="mn", out_dtype=torch.float32).prelude()
+    assert "#define STORE_IS_POOL 0" in other
+    assert "#define SCALES_ARE_K_MAJOR 0" in other
+    assert "#define OUT_TYPE OUT_F32" in other
+
+
+def test_the_constants_are_those_the_kernel_asks_for() -> None:
+    """No constant that the device code never reads."""
+    from padless.jit import sources
+
+    text = "\n".join(sources().values())
+    for name in re.findall(r"(?:constexpr int|#define) (\w+)", GemmConfig().prelude()):
+        assert re.search(rf"\b{name}\b", text), name
+
+
+# --- select_config -----------------------------------------------------------------------------------------
+
+
+@given(problem=PROBLEMS)
+def test_the_chosen_kernel_serves_the_problem(problem: Problem) -> None:
+    config = select_config(problem)
+    assert config.out_dtype == problem.out_dtype
+    assert config.scales == problem.scales
+    assert config.max_groups >= problem.num_groups
+    assert config.store in STORES
+    if problem.scales == "k":
+        assert config.scale_window_k_blocks * 128 >= problem.k
+
+
+@given(problem=PROBLEMS, m=st.integers(0, 2**30 - 1))
+def test_the_choice_is_a_function_of_the_problem(problem: Problem, m: int) -> None:
+    assert select_config(problem) == select_config(dataclasses.replace(problem))
+    # M may move the choice among the kernels there are, but no kernel may be made for one M.
+    kernels = {select_config(dataclasses.replace(problem, m=rows)) for rows in (0, 1, 64, 4096, 10**6, m)}
+    assert len(kernels) <= 3
+
+
+def test_few_kernels_serve_every_problem() -> None:
+    """A server must not compile at every request: over all N, K, M and G there are not many kernels."""
+    shapes = list(
+        itertools.product((0, 1, 129, 8192, 65536), range(8, 8200, 88), (16, 400, 4096, 7168), (1, 8, 300))
+    )
+    for dtype, scales in itertools.product(OUT_DTYPES, SCALE_MAJORS):
+        chosen = {select_config(Problem(m, n, k, g, dtype, scales)) for m, n, k, g in shapes}
+        assert len(chosen) <= 24
+
+
+def test_select_config_looks_at_nothing_else() -> None:
+    assert list(inspect.signature(select_config).parameters) == ["problem"]
+
+
+@given(k=st.integers(1, 2**17))
+def test_the_window_has_room_for_every_k_block(k: int) -> None:
+    room = window_k_blocks(k)
+    assert room * 128 >= k
+    assert room % 8 == 0
+    assert (room - 8) * 128 < k

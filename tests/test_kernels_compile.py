@@ -1,0 +1,307 @@
+"""Every kernel that can be asked for compiles for sm_90a, without spills and into the right instructions."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from padless import jit
+from padless.config import OUT_DTYPES, SCALE_MAJORS, STORES, GemmConfig, Problem, select_config
+from padless.grouped_gemm import KERNEL
+
+ARCH = "sm_90a"
+SHARED_LIMIT = 232_448  # bytes a CTA of compute capability 9.0 can have (227 KiB)
+REGISTER_FILE = 65_536  # registers of a multiprocessor
+
+# NVRTC has to be there: it is a dependency, not an extra, and compiling needs no GPU.
+
+
+def selectable() -> dict[GemmConfig, bool]:
+    """Every config select_config gives, and whether it is one of the few that are always compiled.
+
+    What differs in the size of the window of row-major scales alone differs in shared memory and nothing
+    else: three sizes stand for the sixteen, unless slow tests are asked for.
+    """
+    found: dict[GemmConfig, bool] = {}
+    for dtype, scales, groups in itertools.product(OUT_DTYPES, SCALE_MAJORS, (1, 8, 256, 257, 1024)):
+        for n, m in itertools.product(
+            (8, 64, 72, 128, 192, 256, 384, 3072, 4096, 7168), (0, 1, 256, 8192, 10**6)
+        ):
+            for k in (16, 128, *range(1024, 16385, 1024), 7168):
+                config = select_config(Problem(m, n, k, groups, dtype, scales))
+                always = scales == "mn" or k in (128, 7168, 16384)
+                found[config] = found.get(config, False) or always
+    return found
+
+
+def allowed(**fields: object) -> bool:
+    try:
+        GemmConfig(**fields)
+    except ValueError:
+        return False
+    return True
+
+
+def alternatives() -> list[GemmConfig]:
+    """What a caller can ask for with ``config=``, besides."""
+    sizes = [
+        (m, n)
+        for m, n in itertools.product((64, 128, 192, 256), (64, 128, 192, 256))
+        if allowed(block_m=m, block_n=n)
+    ]
+    tiles = [
+        GemmConfig(block_m=m, block_n=n, cluster_n=c, store=s)
+        for (m, n), c, s in itertools.product(sizes, (1, 2), STORES)
+    ]
+    outputs = [
+        GemmConfig(block_n=n, store=s, scales=r, scale_window_k_blocks=8 if r == "k" else 0, out_dtype=d)
+        for n, s, r, d in itertools.product((64, 128, 192), STORES, SCALE_MAJORS, OUT_DTYPES)
+    ]
+    others = [
+        GemmConfig(num_stages=2),
+        GemmConfig(num_stages=5, raster_m=1),
+        GemmConfig(block_m=64, block_n=64, num_stages=12),
+        GemmConfig(cluster_n=2, scales="k", scale_window_k_blocks=56, store="pool"),
+        GemmConfig(block_m=64, scales="k", scale_window_k_blocks=128, out_dtype=torch.float32),
+    ]
+    return [*tiles, *outputs, *others]
+
+
+def name_of(config: GemmConfig) -> str:
+    window = f"{config.scale_window_k_blocks}" if config.scales == "k" else ""
+    stages = f"-{config.num_stages}_stages" if config.num_stages else ""
+    dtype = str(config.out_dtype).removeprefix("torch.")
+    return (
+        f"{config.block_m}x{config.block_n}x{config.cluster_n}-{config.store}-{config.scales}{window}-{dtype}"
+        f"-{config.max_groups}_groups{stages}"
+    )
+
+
+def cases() -> list[object]:
+    found = selectable()
+    for config in alternatives():
+        found.setdefault(config, True)
+    return [
+        pytest.param(config, id=name_of(config), marks=() if always else pytest.mark.slow)
+        for config, always in sorted(found.items(), key=lambda item: name_of(item[0]))
+    ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of this run's own: what is judged was compiled here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PADLESS_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
+def complaints(kernel: jit.CompiledKernel) -> list[str]:
+    """What is wrong with a kernel as the compiler describes it."""
+    found = []
+    if kernel.spill_bytes:
+        found.append(f"{kernel.spill_bytes} bytes spilled")
+    if kernel.stack_bytes:
+        found.append(f"{kernel.stack_bytes} bytes of stack")
+    if not 0 < kernel.registers <= 255:
+        found.append(f"{kernel.registers} registers")
+    if kernel.registers * kernel.num_threads > REGISTER_FILE:
+        found.append(f"{kernel.registers} registers x {kernel.num_threads} threads do not fit")
+    if not 0 < kernel.shared_bytes <= SHARED_LIMIT:
+        found.append(f"{kernel.shared_bytes} bytes of shared memory")
+    if kernel.num_stages < 2:
+        found.append(f"{kernel.num_stages} stages")
+    # Whatever ptxas numbers is unwelcome. C7510 and C7511: products serialised; C7508: setmaxnreg ignored;
+    # C7517 and C7519: a wait or a fence put in where one was missing.
+    found += [line for line in kernel.log.splitlines() if re.search(r"warning|error|\(C\d{4}\)", line)]
+    return found
+
+
+# --- the compiler's own words ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", cases())
+def test_a_kernel_compiles_without_spills_and_warnings(config: GemmConfig) -> None:
+    kernel = jit.compile_kernel(KERNEL, config.prelude(), ARCH)
+    assert complaints(kernel) == []
+    assert "ptxas info" in kernel.log, "the compiler's log is what tells of spills"
+    assert kernel.num_threads % 128 == 0
+    assert 256 <= kernel.num_threads <= 1024
+    assert config.num_stages in (0, kernel.num_stages)
+
+
+def test_as_many_stages_as_fit() -> None:
+    """With num_stages = 0 one stage more, tiles of A and B with their scales, would not fit."""
+    config = GemmConfig(block_n=192)
+    kernel = jit.compile_kernel(KERNEL, config.prelude(), ARCH)
+    smaller = jit.compile_kernel(
+        KERNEL, dataclasses.replace(config, num_stages=kernel.num_stages - 1).prelude(), ARCH
+    )
+    stage = kernel.shared_bytes - smaller.shared_bytes
+    assert stage >= (128 + 192) * 128
+    assert kernel.shared_bytes <= SHARED_LIMIT < kernel.shared_bytes + stage
+    too_many = dataclasses.replace(config, num_stages=kernel.num_stages + 1)
+    with pytest.raises(jit.CompileError, match="does not fit in shared memory"):
+        jit.compile_kernel(KERNEL, too_many.prelude(), ARCH)
+
+
+# --- planted: the same checks on kernels that are wrong ----------------------------------------------------
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, pattern: str, replacement: str) -> jit.CompiledKernel:
+    """The default kernel with its source changed."""
+    sources = dict(jit.sources())
+    sources[KERNEL], count = re.subn(pattern, replacement, sources[KERNEL])
+    assert count > 0, f"the kernel has nothing like {pattern!r} any more: plant another fault"
+    monkeypatch.setattr(jit, "sources", lambda: sources)
+    prelude = f"// planted: {pattern} -> {replacement}\n"  # another text, so that no kept kernel is found
+    return jit.compile_kernel(KERNEL, prelude + GemmConfig().prelude(), ARCH)
+
+
+def test_a_tile_too_wide_for_the_registers_is_seen() -> None:
+    """256 columns are 128 sums and 128 promoted sums to a thread; GemmConfig refuses them for this reason."""
+    prelude = re.sub(r"BLOCK_N = \d+", "BLOCK_N = 256", GemmConfig().prelude())
+    found = complaints(jit.compile_kernel(KERNEL, prelude, ARCH))
+    assert any("spilled" in complaint for complaint in found)
+    assert any("stack" in complaint for complaint in found)
+
+
+PLANTED = {
+    # The sums are written while products are on their way.
+    "serialized": (r"(wgmma_m64k32_e4m3<BLOCK_N>\((\w+))", r"\2[0] = problem.sfb[0], \1"),
+    "warpgroup.wait is injected": (r"(?m)^(?!.*void).*wgmma_wait_group<\d>\(\);", ""),
+    "'setmaxnreg' ignored": (r"__launch_bounds__\([^)]*\)", ""),
+}
+
+
+@pytest.mark.parametrize("complaint", PLANTED)
+def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch, complaint: str) -> None:
+    found = complaints(planted(monkeypatch, *PLANTED[complaint]))
+    assert any(complaint in line for line in found), found
+
+
+# --- the machine code --------------------------------------------------------------------------------------
+
+
+def cuobjdump() -> Path:
+    """The disassembler of the nvidia-cuda-cuobjdump package; nvdisasm has to lie beside it."""
+    spec = importlib.util.find_spec("nvidia")
+    for location in spec.submodule_search_locations or [] if spec else []:
+        tool = Path(location) / "cu13" / "bin" / "cuobjdump"
+        if tool.exists() and (tool.parent / "nvdisasm").exists():
+            return tool
+    pytest.skip("needs the nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm packages (the dev extra)")
+
+
+def instructions(kernel: jit.CompiledKernel, folder: Path) -> list[str]:
+    """The kernel's SASS, one "OPCODE operands" a line, without predicates, addresses and encodings."""
+    tool = cuobjdump()
+    image = folder / "kernel.cubin"
+    image.write_bytes(kernel.image)
+    path = f"{tool.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    done = subprocess.run(
+        [str(tool), "-sass", str(image)], capture_output=True, env={**os.environ, "PATH": path}
+    )
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    text = done.stdout.decode(errors="replace")
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", text)
+
+
+def code_complaints(sass: list[str], config: GemmConfig, kernel: jit.CompiledKernel) -> list[str]:
+    """What is wrong with the instructions."""
+    opcodes = {line.split()[0] for line in sass}
+    found = [f"{o} (local memory)" for o in opcodes if re.match(r"(LDL|STL)\b", o)]
+    found += [f"{o} (not FP8)" for o in opcodes if re.match(r"(HMMA|HGMMA|IGMMA|IMMA)\b", o)]
+
+    shape = f"QGMMA.64x{config.block_n}x32.F32.E4M3.E4M3"
+    products = [line for line in sass if line.startswith("QGMMA")]
+    if len(products) < 4 or any(not line.startswith(shape) for line in products):
+        found.append(f"{len(products)} products, not all {shape}")
+    if sum(line.startswith("FFMA") for line in sass) < config.block_n // 2:
+        found.append("fewer FFMAs than sums to promote")
+
+    loads = {"UTMALDG.3D", "UTMALDG.2D.MULTICAST" if config.cluster_n == 2 else "UTMALDG.2D"}
+    loads.add("UTMALDG.2D" if config.scales == "mn" else "UTMALDG.1D")
+    found += [f"loads {o}" for o in opcodes ^ loads if o.startswith("UTMALDG")]
+    stores = {"UTMASTG.2D" if config.store == "pool" else "UTMASTG.4D"}
+    found += [f"stores {o}" for o in opcodes ^ stores if o.startswith("UTMASTG")]
+
+    packed = {torch.bfloat16: "F2FP.BF16", torch.float16: "F2FP.F16", torch.float32: None}[config.out_dtype]
+    if packed is not None and not any(o.startswith(packed) for o in opcodes):
+        found.append(f"no {packed}")
+    if (packed is not None) != any(o.startswith("STSM") for o in opcodes):
+        found.append("stmatrix is for 16-bit output")
+
+    # Registers that the consumers ask for must have been given up by the others, or they wait for ever.
+    asked = {int(line.split(",")[-1], 16) for line in sass if line.startswith("USETMAXREG.TRY_ALLOC")}
+    kept = {int(line.split()[-1], 16) for line in sass if line.startswith("USETMAXREG.DEALLOC")}
+    if len(asked) != 1 or len(kept) != 1:
+        found.append(f"setmaxnreg asks for {asked} and keeps {kept}")
+    else:
+        consumers = kernel.num_threads - 128
+        pool = kernel.registers * kernel.num_threads
+        if asked.pop() * consumers + kept.pop() * 128 > pool:
+            found.append(f"setmaxnreg asks for more than the {pool} registers of the CTA")
+    return found
+
+
+CODE_CASES = [
+    GemmConfig(),
+    GemmConfig(block_n=192),
+    GemmConfig(block_n=192, cluster_n=2),
+    GemmConfig(block_m=64, block_n=64),
+    GemmConfig(block_m=64, block_n=192, cluster_n=2, store="pool"),
+    GemmConfig(store="pool", out_dtype=torch.float16),
+    GemmConfig(scales="k", scale_window_k_blocks=56),
+    GemmConfig(scales="k", scale_window_k_blocks=56, store="pool", cluster_n=2, out_dtype=torch.float32),
+    GemmConfig(out_dtype=torch.float32, max_groups=1024),
+]
+
+
+@pytest.mark.parametrize("config", CODE_CASES, ids=name_of)
+def test_the_machine_code_is_what_it_should_be(config: GemmConfig, tmp_path: Path) -> None:
+    kernel = jit.compile_kernel(KERNEL, config.prelude(), ARCH)
+    sass = instructions(kernel, tmp_path)
+    assert len(sass) > 300
+    assert code_complaints(sass, config, kernel) == []
+
+
+def test_every_selectable_tile_is_disassembled() -> None:
+    """CODE_CASES covers each tile width, store and scale layout that select_config can choose."""
+    covered = {(c.block_n, c.store, c.scales) for c in CODE_CASES}
+    assert {(c.block_n, c.store, c.scales) for c in selectable()} <= covered
+
+
+def test_spills_show_in_the_machine_code(tmp_path: Path) -> None:
+    prelude = re.sub(r"BLOCK_N = \d+", "BLOCK_N = 256", GemmConfig().prelude())
+    kernel = jit.compile_kernel(KERNEL, prelude, ARCH)
+    found = code_complaints(instructions(kernel, tmp_path), GemmConfig(), kernel)
+    assert any("LDL" in complaint for complaint in found)
+    assert any("STL" in complaint for complaint in found)
+    assert any("products" in complaint for complaint in found)  # n256, where n128 was asked for
+
+
+@pytest.mark.parametrize(
+    ("compiled", "expected", "complaint"),
+    [
+        (GemmConfig(store="pool"), GemmConfig(), "stores"),
+        (GemmConfig(cluster_n=2), GemmConfig(), "loads UTMALDG.2D.MULTICAST"),
+        (GemmConfig(scales="k", scale_window_k_blocks=8), GemmConfig(), "loads UTMALDG.1D"),
+        (GemmConfig(out_dtype=torch.float16), GemmConfig(), "no F2FP.BF16"),
+    ],
+    ids=["store", "cluster", "scales", "dtype"],
+)
+def test_another_kernels_code_is_seen(
+    tmp_path: Path, compiled: GemmConfig, expected: GemmConfig, complaint: str
+) -> None:
+    kernel = jit.compile_kernel(KERNEL, compiled.prelude(), ARCH)
+    found = code_complaints(instructions(kernel, tmp_path), expected, kernel)
+    assert any(text.startswith(complaint) for text in found), found
