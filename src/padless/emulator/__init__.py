@@ -1,0 +1,30 @@
+"""Run PTX on the CPU: a SIMT emulator with asynchronous copies and tensor cores, and a race detector.
+
+    emulator = Emulator(ptx, seed=3)
+    a = emulator.memory.register(numpy_array)
+    result = emulator.launch("kernel", grid=(2, 1, 1), block=(128, 1, 1), args=[a, 7], shared_bytes=4096)
+    for report in result.reports: print(report)
+"""
+
+from __future__ import annotations
+
+from .checks import KINDS, Report
+from .emulator import Emulator, LaunchResult
+from .errors import EmulatorError, KernelFault, LaunchError, PtxSyntaxError, UnsupportedInstruction
+from .machine import Schedule, Statistics
+from .memory import DeviceMemory
+
+__all__ = [
+    "KINDS",
+    "DeviceMemory",
+    "Emulator",
+    "EmulatorError",
+    "KernelFault",
+    "LaunchError",
+    "LaunchResult",
+    "PtxSyntaxError",
+    "Report",
+    "Schedule",
+    "Statistics",
+    "UnsupportedInstruction",
+]

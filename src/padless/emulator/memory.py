@@ -14,13 +14,12 @@ import numpy as np
 
 from .ast import Address, Symbol
 from .errors import EmulatorError, KernelFault
-from .instructions.conversion import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
+from .spaces import LOCAL_WINDOW, OFFSET_MASK, PARAM_WINDOW, SHARED_WINDOW
 
 if TYPE_CHECKING:
     from .instructions.data import MemoryAccess
 
 Array = np.ndarray[Any, Any]
-OFFSET_MASK = (1 << 24) - 1
 ALL_LANES = np.arange(32)
 NUMPY = {
     "u8": np.uint8, "s8": np.int8, "u16": np.uint16, "s16": np.int16, "u32": np.uint32, "s32": np.int32,

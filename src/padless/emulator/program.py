@@ -20,15 +20,8 @@ from .ast import Address, Call, Function, Immediate, Instruction, Label, Module,
 from .ast import Not, Pair, Variable
 from .errors import EmulatorError, UnsupportedInstruction
 from .parser import type_size
+from .spaces import CLASS_OF_SIZE, STORAGE, VIEW_SIZE, VIEWS
 
-# PTX width in bytes -> (register class, numpy type of the storage)
-STORAGE = {"p": np.bool_, "b": np.uint8, "h": np.uint16, "w": np.uint32, "d": np.uint64}
-CLASS_OF_SIZE = {0: "p", 1: "b", 2: "h", 4: "w", 8: "d", 16: "d"}
-VIEWS: dict[str, Any] = {
-    "pred": np.bool_, "u8": np.uint8, "s8": np.int8, "u16": np.uint16, "s16": np.int16, "f16": np.float16,
-    "u32": np.uint32, "s32": np.int32, "f32": np.float32, "u64": np.uint64, "s64": np.int64, "f64": np.float64,
-}  # fmt: skip
-VIEW_SIZE = {name: (0 if name == "pred" else np.dtype(t).itemsize) for name, t in VIEWS.items()}
 TERMINATORS = {"bra", "brx", "exit", "ret", "trap"}
 
 FALL, BRANCH, EXIT, INDEXED, SYNC, TRAP = range(6)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..ast import Operand
+from ..spaces import SHARED_WINDOW, VIEW_SIZE, WINDOW_OF
 from . import floating
 from .registry import helper, instruction
 
@@ -14,18 +15,12 @@ if TYPE_CHECKING:
     from ..program import Emitter
 
 Array = np.ndarray[Any, Any]
-SHARED_WINDOW = 1 << 60  # generic address of shared::cluster address 0
-LOCAL_WINDOW = 1 << 61
-PARAM_WINDOW = 1 << 62
-WINDOW_OF = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW, "param": PARAM_WINDOW, "global": 0, "const": 0}
 INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
 SMALL = {"e4m3", "e5m2", "e2m1", "e2m3", "e3m2", "ue8m0"}
 
 
 def wide_source(e: Emitter, operand: Operand, view: str) -> str:
     """A source whose register may be wider than its type: the low bytes count."""
-    from ..program import VIEW_SIZE
-
     width = e.width(operand)
     if width in (-1, VIEW_SIZE[view]):
         return e.source(operand, view)
@@ -37,8 +32,6 @@ def wide_source(e: Emitter, operand: Operand, view: str) -> str:
 
 def wide_assign(e: Emitter, operand: Operand, value: str, view: str) -> None:
     """Assign to a register that may be wider than the type: integers are extended by their sign."""
-    from ..program import VIEW_SIZE
-
     width = e.width(operand)
     if width == VIEW_SIZE[view]:
         e.assign(e.destination(operand, view), value)

@@ -1,0 +1,154 @@
+"""The public face of the emulator: load a module, launch an entry, look at what was found."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .checks import Report
+from .errors import LaunchError
+from .machine import Machine, Statistics
+from .memory import DeviceMemory
+from .parser import parse
+from .program import Program, prepare
+
+ARITHMETICS = ("truncate", "exact", "separate_add", "fast")
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """What a launch found and counted."""
+
+    reports: tuple[Report, ...]
+    statistics: Statistics
+
+    def raise_on_reports(self) -> LaunchResult:
+        """Raise LaunchError with every report, if there is one."""
+        if self.reports:
+            raise LaunchError(f"{len(self.reports)} reports:\n" + "\n".join(map(str, self.reports)))
+        return self
+
+
+class Emulator:
+    """One PTX module on one emulated device.
+
+    ptx: the module's text. seed: of the schedule; the same seed gives the same run. arithmetic: how the tensor cores
+    round: "truncate" (bit for bit what Hopper does, and the published model of Blackwell), "exact" (one rounding a
+    step), "separate_add" (the products' sum rounded, then added), "fast" (float32 matrix products). checks: look for
+    races and misuse. trace: called with one line per instruction. memory: shared with other modules if given.
+    """
+
+    def __init__(
+        self,
+        ptx: str | bytes,
+        *,
+        seed: int = 0,
+        arithmetic: str = "truncate",
+        checks: bool = True,
+        trace: Callable[[str], None] | None = None,
+        memory: DeviceMemory | None = None,
+        name: str = "<ptx>",
+    ) -> None:
+        if arithmetic not in ARITHMETICS:
+            raise LaunchError(f"arithmetic is {arithmetic!r}, allowed are {', '.join(ARITHMETICS)}")
+        self.module = parse(ptx, name)
+        self.seed = seed
+        self.arithmetic = arithmetic
+        self.checks = checks
+        self.trace = trace
+        self.memory = memory if memory is not None else DeviceMemory()
+        self._programs: dict[str, Program] = {}
+        self.symbols: dict[str, int] = {}
+        self._arrays: list[Any] = []
+        self._place_variables()
+
+    def _place_variables(self) -> None:
+        variables = [v for v in self.module.variables.values() if v.space in ("global", "const")]
+        for variable in variables:
+            data = np.zeros(-(-max(variable.size, 1) // 16) * 16, np.uint8)
+            if variable.initial:
+                data[: len(variable.initial)] = np.frombuffer(variable.initial, np.uint8)
+            self._arrays.append(data)
+            self.symbols[variable.name] = self.memory.register(data, name=variable.name)
+        for variable, data in zip(variables, self._arrays, strict=True):
+            for offset, symbol, addend in variable.relocations:
+                value = self.symbols.get(symbol, 0) + addend
+                data[offset : offset + 8] = np.frombuffer(struct.pack("<Q", value), np.uint8)
+
+    def program(self, entry: str) -> Program:
+        """The prepared entry; raises UnsupportedInstruction if it uses what is not modelled."""
+        if entry not in self._programs:
+            self._programs[entry] = prepare(self.module, entry)
+        return self._programs[entry]
+
+    def launch(
+        self,
+        entry: str,
+        grid: Sequence[int] | int,
+        block: Sequence[int] | int,
+        args: Sequence[Any],
+        *,
+        cluster: Sequence[int] | int = (1, 1, 1),
+        shared_bytes: int = 0,
+        seed: int | None = None,
+    ) -> LaunchResult:
+        """Run one kernel to its end.
+
+        args: one per parameter: int, float, bytes (a struct, a tensor map), or a numpy scalar; addresses are ints from
+        `memory.register`. shared_bytes: dynamic shared memory. Raises LaunchError if they do not fit the entry.
+        What goes wrong in the kernel is in the reports, faults and deadlocks included.
+        """
+        program = self.program(entry)
+        dims = [_three(x, name) for x, name in ((grid, "grid"), (block, "block"), (cluster, "cluster"))]
+        if tuple(dims[2]) == (1, 1, 1) and program.function.cluster is not None:
+            dims[2] = program.function.cluster
+        if any(g % c for g, c in zip(dims[0], dims[2], strict=True)):
+            raise LaunchError(f"grid {dims[0]} is not a multiple of cluster {dims[2]}")
+        threads = dims[1][0] * dims[1][1] * dims[1][2]
+        if not 1 <= threads <= 1024:
+            raise LaunchError(f"block {dims[1]} has {threads} threads, allowed are 1 to 1024")
+        limit = program.function.max_threads
+        if limit is not None and threads > limit[0] * limit[1] * limit[2]:
+            raise LaunchError(f"block {dims[1]} has {threads} threads, {entry} was compiled for at most {limit}")
+        machine = Machine(
+            program, self.memory, self.symbols, pack_parameters(program, args), dims[0], dims[1], dims[2], shared_bytes,
+            self.seed if seed is None else seed, self.arithmetic, self.checks, self.trace,
+        )  # fmt: skip
+        machine.run()
+        return LaunchResult(tuple(machine.collector.reports), machine.statistics)
+
+
+def _three(value: Sequence[int] | int, name: str) -> tuple[int, int, int]:
+    values = [value] if isinstance(value, int) else [int(x) for x in value]
+    values += [1] * (3 - len(values))
+    if len(values) != 3 or any(x < 1 for x in values):
+        raise LaunchError(f"{name} is {value!r}, it must be one to three positive integers")
+    return values[0], values[1], values[2]
+
+
+def pack_parameters(program: Program, args: Sequence[Any]) -> bytes:
+    """The parameter block of a launch."""
+    parameters = program.function.parameters
+    if len(args) != len(parameters):
+        raise LaunchError(f"{program.name} takes {len(parameters)} parameters, got {len(args)}")
+    block = bytearray(max(program.parameter_bytes, 16))
+    for argument, parameter in zip(args, parameters, strict=True):
+        offset, size = program.parameters[parameter.name]
+        if isinstance(argument, bytes | bytearray):
+            raw = bytes(argument)
+        elif isinstance(argument, np.generic):
+            raw = argument.tobytes()
+        elif isinstance(argument, bool | int):
+            raw = (int(argument) % (1 << 8 * size)).to_bytes(size, "little")
+        elif isinstance(argument, float):
+            raw = struct.pack("<f" if size == 4 else "<d", argument)
+        else:
+            raise LaunchError(f"parameter {parameter.name}: cannot pass a {type(argument).__name__}")
+        if len(raw) != size:
+            raise LaunchError(f"parameter {parameter.name} is {size} bytes, got {len(raw)}")
+        block[offset : offset + size] = raw
+    return bytes(block)

@@ -1,0 +1,211 @@
+"""Instructions in which the lanes of a warp exchange values: shfl, vote, match, redux, elect, activemask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..ast import Not, Operand, Pair, Sink
+from ..warp_sync import gather_members
+from .registry import instruction
+
+if TYPE_CHECKING:
+    from ..program import Emitter
+    from ..warp import Fragment, Wait
+
+Array = np.ndarray[Any, Any]
+LANE = np.arange(32)
+
+
+def active_lanes(f: Fragment, m: Any) -> Array:
+    return f.mask.copy() if m is True else np.asarray(m)
+
+
+def write(v: Any, slot: int, values: Any, lanes: Array) -> None:
+    if slot >= 0:
+        np.copyto(v[slot], values, where=lanes, casting="unsafe")
+
+
+def predicate_source(e: Emitter, operand: Operand) -> tuple[int, bool]:
+    if isinstance(operand, Not):
+        return e.source_slot(operand.operand, "pred"), True
+    return e.source_slot(operand, "pred"), False
+
+
+@instruction("shfl")
+def shuffle(e: Emitter) -> None:
+    e.only("sync", "up", "down", "bfly", "idx")
+    if not e.has("sync"):
+        e.unsupported("shfl without .sync")
+    d, a, b, c, members = e.operands
+    first, second = (d.first, d.second) if isinstance(d, Pair) else (d, Sink())
+    mode = next(m for m in e.instruction.modifiers if m in ("up", "down", "bfly", "idx"))
+    source, lane_slot, control = e.source_slot(a, "u32"), e.source_slot(b, "u32"), e.source_slot(c, "u32")
+    member_slot = e.source_slot(members, "u32")
+    out = -1 if isinstance(first, Sink) else e.destination_slot(first, "u32")
+    flag = -1 if isinstance(second, Sink) else e.destination_slot(second, "pred")
+    ins = e.instruction
+
+    def shfl(f: Fragment, m: Any) -> Wait | None:
+        wait = gather_members(f, m, member_slot, shfl, ins)
+        if wait is not None:
+            return wait
+        v = f.warp.v
+        lanes = active_lanes(f, m if m is True else f.mask)
+        b_, c_ = (v[lane_slot] & 31).astype(int), v[control].astype(int)
+        segment, clamp = (c_ >> 8) & 31, c_ & 31
+        top = (LANE & segment) | (clamp & ~segment)
+        low = LANE & segment
+        if mode == "up":
+            j, ok = LANE - b_, LANE - b_ >= top
+        elif mode == "down":
+            j, ok = LANE + b_, LANE + b_ <= top
+        elif mode == "bfly":
+            j, ok = LANE ^ b_, (LANE ^ b_) <= top
+        else:
+            j = low | (b_ & ~segment)
+            ok = j <= top
+        j = np.where(ok, j, LANE)
+        silent = lanes & ~lanes[j & 31]
+        if silent.any():
+            lane = int(np.argmax(silent))
+            f.warp.cta.machine.report(
+                "divergence", f"lane {lane} reads lane {int(j[lane])}, which does not take part", ins, f.warp, lane
+            )
+        values = v[source][j & 31]
+        write(v, out, values, lanes)
+        write(v, flag, ok, lanes)
+        return None
+
+    e.synchronise(shfl)
+
+
+@instruction("vote")
+def vote(e: Emitter) -> None:
+    e.only("sync", "all", "any", "uni", "ballot")
+    d, a, members = e.operands
+    source, negated = predicate_source(e, a)
+    member_slot = e.source_slot(members, "u32")
+    mode = next(m for m in e.instruction.modifiers if m in ("all", "any", "uni", "ballot"))
+    out = e.destination_slot(d, "u32" if mode == "ballot" else "pred")
+    ins = e.instruction
+
+    def vote_sync(f: Fragment, m: Any) -> Wait | None:
+        wait = gather_members(f, m, member_slot, vote_sync, ins)
+        if wait is not None:
+            return wait
+        v = f.warp.v
+        lanes = active_lanes(f, f.mask)
+        p = ~v[source] if negated else v[source]
+        held = p[lanes]
+        result: Any
+        if mode == "ballot":
+            result = int(sum(1 << int(i) for i in np.flatnonzero(p & lanes)))
+        else:
+            result = {"all": held.all(), "any": held.any(), "uni": held.all() or not held.any()}[mode]
+        write(v, out, result, lanes)
+        return None
+
+    e.synchronise(vote_sync)
+
+
+@instruction("match")
+def match(e: Emitter) -> None:
+    e.only("sync", "any", "all")
+    d, a, members = e.operands
+    source = e.source_slot(a, e.view)
+    member_slot = e.source_slot(members, "u32")
+    first, second = (d.first, d.second) if isinstance(d, Pair) else (d, Sink())
+    out = -1 if isinstance(first, Sink) else e.destination_slot(first, "u32")
+    flag = -1 if isinstance(second, Sink) else e.destination_slot(second, "pred")
+    every = e.has("all")
+    ins = e.instruction
+
+    def match_sync(f: Fragment, m: Any) -> Wait | None:
+        wait = gather_members(f, m, member_slot, match_sync, ins)
+        if wait is not None:
+            return wait
+        v = f.warp.v
+        lanes = active_lanes(f, f.mask)
+        values = v[source]
+        bits = np.array([sum(1 << int(j) for j in np.flatnonzero(lanes & (values == values[i]))) for i in range(32)])
+        if every:
+            same = len(np.unique(values[lanes])) == 1
+            bits = bits if same else np.zeros(32, int)
+            write(v, flag, same, lanes)
+        write(v, out, bits, lanes)
+        return None
+
+    e.synchronise(match_sync)
+
+
+@instruction("redux")
+def redux(e: Emitter) -> None:
+    operations: dict[str, Any] = {
+        "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }  # fmt: skip
+    e.only("sync", "NaN", "abs", *operations)
+    if e.has("abs"):
+        e.unsupported()
+    d, a, members = e.operands
+    operation = next(operations[m] for m in e.instruction.modifiers if m in operations)
+    source, member_slot = e.source_slot(a, e.view), e.source_slot(members, "u32")
+    out = e.destination_slot(d, e.view)
+    ins = e.instruction
+    if e.type == "f32" and not e.has("NaN"):
+        operation = np.fmin if e.has("min") else np.fmax
+
+    def redux_sync(f: Fragment, m: Any) -> Wait | None:
+        wait = gather_members(f, m, member_slot, redux_sync, ins)
+        if wait is not None:
+            return wait
+        lanes = active_lanes(f, f.mask)
+        values = f.warp.v[source][lanes]
+        write(f.warp.v, out, operation.reduce(values).astype(values.dtype), lanes)
+        return None
+
+    e.synchronise(redux_sync)
+
+
+@instruction("elect")
+def elect(e: Emitter) -> None:
+    """One leader among the members; the schedule says which, since the ISA does not."""
+    e.only("sync")
+    d, members = e.operands
+    first, second = (d.first, d.second) if isinstance(d, Pair) else (d, Sink())
+    member_slot = e.source_slot(members, "u32")
+    out = -1 if isinstance(first, Sink) else e.destination_slot(first, "u32")
+    flag = -1 if isinstance(second, Sink) else e.destination_slot(second, "pred")
+    ins = e.instruction
+
+    def elect_sync(f: Fragment, m: Any) -> Wait | None:
+        wait = gather_members(f, m, member_slot, elect_sync, ins)
+        if wait is not None:
+            return wait
+        machine = f.warp.cta.machine
+        lanes = active_lanes(f, f.mask)
+        ids = np.flatnonzero(lanes)
+        how = machine.schedule.elect
+        if how == "random":  # the same lane each time for one mask, as the ISA asks
+            leader = int(ids[(machine.seed * 2654435761 + int(ids.sum())) % len(ids)])
+        else:
+            leader = int(ids[0] if how == "lowest" else ids[-1])
+        write(f.warp.v, out, leader, lanes)
+        write(f.warp.v, flag, leader == LANE, lanes)
+        return None
+
+    e.synchronise(elect_sync)
+
+
+@instruction("activemask")
+def active_mask(e: Emitter) -> None:
+    e.call(set_active_mask, e.destination(e.operands[0], "u32"))
+
+
+def set_active_mask(w: Any, v: Any, m: Any, d: Array) -> None:
+    lanes = np.arange(32) if m is True else np.flatnonzero(m)
+    np.copyto(d, sum(1 << int(i) for i in lanes), where=m, casting="unsafe")
+
+
