@@ -1,11 +1,19 @@
 """Block-scaled grouped GEMM for Mixture-of-Experts on NVIDIA GPUs, with no padding."""
 
-from padless.backends import backends
-from padless.config import GemmConfig
-from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
-from padless.grouped_gemm import gemm, group_offsets, grouped_gemm
-from padless.quantize import dequantize, quantize
-from padless.torch_api import scaled_grouped_mm
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from padless.backends import backends
+    from padless.config import GemmConfig
+    from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+    from padless.grouped_gemm import gemm, group_offsets, grouped_gemm
+    from padless.quantize import dequantize, quantize
+    from padless.torch_api import scaled_grouped_mm
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,3 +29,37 @@ __all__ = [
     "quantize",
     "scaled_grouped_mm",
 ]
+
+_HOMES = {
+    "FP8_BLOCK": "formats",
+    "BlockScaledFormat": "formats",
+    "BlockScaledTensor": "formats",
+    "GemmConfig": "config",
+    "backends": "backends",
+    "dequantize": "quantize",
+    "gemm": "grouped_gemm",
+    "group_offsets": "grouped_gemm",
+    "grouped_gemm": "grouped_gemm",
+    "quantize": "quantize",
+    "scaled_grouped_mm": "torch_api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first asked for, so that ``padless --help`` does not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'padless' has no attribute {name!r}")
+    value = getattr(import_module(f"padless.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+class _Package(ModuleType):
+    """Importing a submodule stores it under its name here; where a function has that name, the function stays."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

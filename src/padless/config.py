@@ -26,7 +26,7 @@ class GemmConfig:
     M is not here, and must never be: a server meets a new M at every call.
 
     Attributes:
-        block_m: rows of the output tile, 64 or 128; 64 rows to a consumer warpgroup.
+        block_m: rows of the output tile, 64, 128 or 256, shared out to the consumer warpgroups 64 at a time.
         block_n: columns of the output tile, a multiple of 64 up to 192.
         num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
         cluster_n: CTAs that share (multicast) the rows of A, side by side along N: 1 or 2.
@@ -55,7 +55,8 @@ class GemmConfig:
             if not ok:
                 raise ValueError(f"GemmConfig.{field} is {getattr(self, field)!r}; allowed: {allowed}")
 
-        require(self.block_m in (64, 128), "block_m", "64 or 128")
+        require(self.block_m in (64, 128, 256), "block_m", "64, 128 or 256")
+        require(self.block_m * self.block_n <= 256 * 128, "block_n", "at most 128 when block_m is 256")
         require(self.block_n in (64, 128, 192), "block_n", "64, 128 or 192")
         require(
             self.num_stages == 0 or 2 <= self.num_stages <= 12, "num_stages", "0 (as many as fit) or 2 to 12"

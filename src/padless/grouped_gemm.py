@@ -332,11 +332,11 @@ def _tensor_maps(
 ) -> list[tuple[tensor_map.TensorMapSpec, ...]]:
     """The kernel's four tensor-map arguments, in its order: A, B, scales of A, D."""
     if config.scales == "mn":
-        scales = tensor_map.mn_major_scales(a.scale, config.block_m + 4)
+        scales = tensor_map.mn_major_scales(a.scale, 96 if config.block_m == 256 else config.block_m + 4)
     else:
         scales = tensor_map.flat(a.scale, 256)
     return [
-        (tensor_map.operand(a.data, config.block_m // config.cluster_n),),
+        (tensor_map.operand(a.data, 64),),
         (tensor_map.operand(b.data, config.block_n),),
         (scales,),
         tensor_map.output_pool(out, 64) if config.store == "pool" else (tensor_map.output_ragged(out, 64),),

@@ -8,15 +8,16 @@
 //   bits 62-63  1 = 128-byte swizzle
 //
 // For a K-major tile whose rows are 128 bytes (128 e4m3 values): 8 rows are 1024 bytes, so the stride is 1024.
-// Example: a tile at 0x2400 gives 0x4000'0040'0000'0240.
-__device__ __forceinline__ uint64_t k_major_128b_descriptor(uint32_t tile_address) {
-    constexpr uint64_t LAYOUT = (uint64_t(1) << 62) | (uint64_t(1024 >> 4) << 32);
-    return LAYOUT | ((tile_address & 0x3FFFF) >> 4);
-}
+// Example: a tile at 0x2400 has the low word 0x240 and the descriptor 0x4000'0040'0000'0240.
+//
+// Only the low word moves: adding bytes / 16 to it names another stage, another unit of rows, or a step of 32 bytes
+// along K inside the rows (the swizzle takes its phase from address bits that such a step leaves alone). Shared memory
+// ends below 2^18, so the address field never carries out.
+__device__ __forceinline__ uint32_t descriptor_low(uint32_t tile_address) { return (tile_address & 0x3FFFF) >> 4; }
 
-// Steps `bytes` along K inside the 128-byte rows (the swizzle takes its phase from the address bits above).
-__device__ __forceinline__ uint64_t advance_along_k(uint64_t descriptor, uint32_t bytes) {
-    return descriptor + (bytes >> 4);
+__device__ __forceinline__ uint64_t k_major_128b_descriptor(uint32_t low) {
+    constexpr uint64_t LAYOUT = (uint64_t(1) << 62) | (uint64_t(1024 >> 4) << 32);
+    return LAYOUT | low;
 }
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a 1024-byte aligned tile with 128-byte rows and the

@@ -45,7 +45,8 @@ constexpr bool SCALES_K_MAJOR = SCALES_ARE_K_MAJOR;
 
 constexpr int BLOCK_K = 128;  // bytes, elements, and the length of a scale block
 constexpr int WGMMA_M = 64, WGMMA_K = 32;
-constexpr int NUM_MMA_WARPGROUPS = BLOCK_M / WGMMA_M;
+constexpr int NUM_MMA_WARPGROUPS = BLOCK_M == 64 ? 1 : 2;
+constexpr int WAVES = BLOCK_M / WGMMA_M / NUM_MMA_WARPGROUPS;  // of 64 rows that a consumer warpgroup holds
 constexpr int NUM_THREADS = 128 * (1 + NUM_MMA_WARPGROUPS);
 constexpr int CONSUMER_REGISTERS = NUM_MMA_WARPGROUPS == 1 ? 248 : 232;
 constexpr int PRODUCER_REGISTERS = 40;
@@ -57,30 +58,35 @@ constexpr int SLAB_BYTES = WGMMA_M * 128;
 // A tile may start in the second half of a 128-column scale block unless its width is a multiple of 128.
 constexpr bool CAN_START_ODD = BLOCK_N % 128 != 0;
 constexpr int NUM_SFB = CAN_START_ODD ? (BLOCK_N + 64 + 127) / 128 : BLOCK_N / 128;  // scale blocks a tile can touch
-static_assert(BLOCK_M == 64 || BLOCK_M == 128, "a consumer warpgroup holds 64 rows");
-static_assert(BLOCK_N % 64 == 0 && BLOCK_N <= 256, "scales are selected by 64 columns");
+static_assert(BLOCK_M == 64 || BLOCK_M == 128 || BLOCK_M == 256, "one or two warpgroups of one or two waves");
+static_assert(BLOCK_N % 64 == 0, "scales are selected by 64 columns");
 
-// MN-major scales travel with the stage: BLOCK_M floats and 4 more, since the copy must start at a multiple of 4.
+// Rows come in units of 64: unit u belongs to warpgroup u % NUM_MMA_WARPGROUPS as its wave u / NUM_MMA_WARPGROUPS. A
+// tile with fewer rows than BLOCK_M has fewer units, and no other unit is loaded or multiplied.
+__device__ __forceinline__ int units_of(int rows) { return (rows + WGMMA_M - 1) / WGMMA_M; }
+
+// MN-major scales travel with the stage: the tile's rows and up to 3 before them, since a copy must start at a multiple
+// of 4. A box has at most 256 elements and lands on a 128-byte boundary: 256 rows take three copies, end to end.
 // Row-major scales travel once per tile, as the contiguous window of all K blocks of the tile's rows, in copies of 256
 // floats that start at a multiple of 4.
-constexpr int SFA_STAGE_FLOATS = !SCALES_K_MAJOR ? BLOCK_M + 4 : 0;
-constexpr int SFA_STAGE_SLOT = (SFA_STAGE_FLOATS + 31) / 32 * 32;
+constexpr int SFA_COPY_FLOATS = BLOCK_M == 256 ? 96 : BLOCK_M + 4;
+constexpr int SFA_STAGE_FLOATS = SCALES_K_MAJOR ? 0 : BLOCK_M == 256 ? 3 * 96 : (BLOCK_M + 4 + 31) / 32 * 32;
 constexpr int WINDOW_COPY_FLOATS = 256;
 constexpr int WINDOW_FLOATS =
     SCALES_K_MAJOR
         ? (BLOCK_M * SCALE_WINDOW_K_BLOCKS + 3 + WINDOW_COPY_FLOATS - 1) / WINDOW_COPY_FLOATS * WINDOW_COPY_FLOATS
         : 0;
 
+constexpr int UNIT_BYTES = WGMMA_M * BLOCK_K;
 constexpr int A_BYTES = BLOCK_M * BLOCK_K;
 constexpr int B_BYTES = BLOCK_N * BLOCK_K;
-constexpr int STAGE_BYTES = A_BYTES + B_BYTES + SFA_STAGE_FLOATS * 4;
 
 template <int STAGES>
 struct alignas(1024) SharedStorageOf {
     uint8_t a[STAGES][A_BYTES];
     uint8_t b[STAGES][B_BYTES];
-    uint8_t d[NUM_MMA_WARPGROUPS][NUM_SLABS * SLAB_BYTES];
-    alignas(128) float sfa[SFA_STAGE_SLOT == 0 ? 1 : STAGES][SFA_STAGE_SLOT == 0 ? 32 : SFA_STAGE_SLOT];
+    uint8_t d[BLOCK_M / WGMMA_M][NUM_SLABS * SLAB_BYTES];
+    alignas(128) float sfa[STAGES][SFA_STAGE_FLOATS == 0 ? 32 : SFA_STAGE_FLOATS];
     alignas(128) float sfa_window[WINDOW_FLOATS == 0 ? 32 : WINDOW_FLOATS];
     uint64_t full[STAGES], empty[STAGES];
     uint64_t window_full, window_empty;
@@ -131,22 +137,27 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     Tile tile;
     while (scheduler.next_tile(tile)) {
         const int column = cta_column(tile);
+        const int units = units_of(tile.rows);
+        const int sfa_copies = SCALES_K_MAJOR ? 0 : (tile.rows + 3 + SFA_COPY_FLOATS - 1) / SFA_COPY_FLOATS;
+        const uint32_t stage_bytes = units * UNIT_BYTES + B_BYTES + sfa_copies * SFA_COPY_FLOATS * 4;
         for (int kb = 0; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage;
             const uint32_t full = shared_address(&shared.full[stage]);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
-            mbarrier_arrive_expect_tx(full, STAGE_BYTES);
+            mbarrier_arrive_expect_tx(full, stage_bytes);
             if constexpr (CLUSTER_N == 1) {
-                tma_load_2d(map_a, shared_address(shared.a[stage]), full, kb * BLOCK_K, tile.row);
-            } else {  // each CTA fetches half of the rows of A and gives them to both
-                constexpr int ROWS = BLOCK_M / CLUSTER_N;
-                const int half = static_cast<int>(cluster_cta_rank()) * ROWS;
-                tma_load_2d_multicast(map_a, shared_address(shared.a[stage] + half * BLOCK_K), full, kb * BLOCK_K,
-                                      tile.row + half, (1 << CLUSTER_N) - 1);
+                for (int u = 0; u < units; ++u)
+                    tma_load_2d(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full, kb * BLOCK_K,
+                                tile.row + u * WGMMA_M);
+            } else {  // the CTAs of the cluster take turns at fetching a unit and give it to both
+                for (int u = cluster_cta_rank(); u < units; u += CLUSTER_N)
+                    tma_load_2d_multicast(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full, kb * BLOCK_K,
+                                          tile.row + u * WGMMA_M, (1 << CLUSTER_N) - 1);
             }
             tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, column, tile.group);
-            if constexpr (!SCALES_K_MAJOR)
-                tma_load_2d(map_sfa, shared_address(shared.sfa[stage]), full, tile.row & ~3, kb);
+            for (int i = 0; i < sfa_copies; ++i)
+                tma_load_2d(map_sfa, shared_address(shared.sfa[stage] + i * SFA_COPY_FLOATS), full,
+                            (tile.row & ~3) + i * SFA_COPY_FLOATS, kb);
             pipeline.advance();
 
             // The window of this tile may be fetched once the last tile's has been read: not before this tile's first
@@ -197,11 +208,22 @@ __device__ __forceinline__ void skip_tile(SharedStorage& shared, const Problem& 
     }
 }
 
-// Consumer: d = the 64 x BLOCK_N part of the tile that belongs to this warpgroup. Registers as in wgmma.cuh.
-// `row` is this thread's first row inside the tile; its other row is row + 8.
-__device__ __forceinline__ void multiply_tile(float (&d)[BLOCK_N / 2], SharedStorage& shared, const Problem& problem,
-                                              const Tile& tile, int column, int warpgroup, int row, int lane,
-                                              Pipeline<STAGES>& pipeline) {
+// Address of the scale of row `row` of the tile: in stage 0, or of K block 0 in the window.
+__device__ __forceinline__ uint32_t sfa_address(const SharedStorage& shared, const Tile& tile, int row, int k_blocks) {
+    if constexpr (SCALES_K_MAJOR) {  // a row past the end has no scales in the window
+        const int existing = row < tile.rows ? row : tile.rows - 1;
+        return shared_address(&shared.sfa_window[(tile.row * k_blocks & 3) + existing * k_blocks]);
+    } else {
+        return shared_address(&shared.sfa[0][(tile.row & 3) + row]);
+    }
+}
+
+// Consumer: d = NUM_WAVES units of this warpgroup's part of the tile. Registers as in wgmma.cuh. `row` is this
+// thread's first row inside the tile; it also has row + 8, and both again in the next unit of the warpgroup.
+template <int NUM_WAVES>
+__device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], SharedStorage& shared,
+                                              const Problem& problem, const Tile& tile, int column, int warpgroup,
+                                              int row, int lane, Pipeline<STAGES>& pipeline) {
     const int k_blocks = problem.k_blocks();
     const float* sfb_rows[NUM_SFB];
 #pragma unroll
@@ -214,70 +236,85 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCK_N / 2], SharedSto
     load_sfb(sfb, sfb_rows, lane, k_blocks);
     load_sfb(sfb_ahead, sfb_rows, lane + 32, k_blocks);
 
+    constexpr int WAVE_ROWS = NUM_MMA_WARPGROUPS * WGMMA_M;  // from one unit of a warpgroup to its next
+    constexpr int NUM_SFA_AT = SCALES_K_MAJOR ? 2 * NUM_WAVES : 1;  // in a stage, all rows are at constant distances
+    uint32_t sfa_at[NUM_SFA_AT];
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; ++i) d[i] = 0.0f;
+    for (int i = 0; i < NUM_SFA_AT; ++i) {
+        sfa_at[i] = sfa_address(shared, tile, row + (i / 2) * WAVE_ROWS + (i % 2) * 8, k_blocks);
+        pin_register(sfa_at[i]);
+    }
+    // The shuffles tell the compiler that all lanes agree, so that the descriptors live in uniform registers.
+    const uint32_t a_stage_0 = __shfl_sync(
+        0xffffffff, descriptor_low(shared_address(shared.a[0] + warpgroup * UNIT_BYTES)), 0);
+    const uint32_t b_stage_0 = __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.b[0])), 0);
 
+#pragma unroll
+    for (int w = 0; w < NUM_WAVES; ++w) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) d[w][i] = 0.0f;
+    }
     const bool odd_half = CAN_START_ODD && column % 128 != 0;
 
     mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
     for (int kb = 0; kb < k_blocks; ++kb) {
         const int stage = pipeline.stage;
-
-        float p[BLOCK_N / 2];
-        const uint64_t a = k_major_128b_descriptor(shared_address(shared.a[stage] + warpgroup * WGMMA_M * BLOCK_K));
-        const uint64_t b = k_major_128b_descriptor(shared_address(shared.b[stage]));
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < BLOCK_K; k += WGMMA_K)
-            wgmma_m64k32_e4m3<BLOCK_N>(p, advance_along_k(a, k), advance_along_k(b, k), k != 0);
-        wgmma_commit_group();
-
-        // While the products are on their way: the scales, and the next stage's barrier. Waiting for the next stage
-        // here and not after the products keeps the tensor core fed.
-        float sfa[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if constexpr (!SCALES_K_MAJOR) {
-                sfa[r] = ld_shared_f32(shared_address(&shared.sfa[stage][(tile.row & 3) + row + 8 * r]));
-            } else {  // a row past the end has no scales in the window
-                const int existing = row + 8 * r < tile.rows ? row + 8 * r : tile.rows - 1;
-                const int shift = tile.row * k_blocks & 3;
-                sfa[r] = ld_shared_f32(shared_address(&shared.sfa_window[shift + existing * k_blocks + kb]));
-            }
-        }
+        const uint32_t b = b_stage_0 + stage * (B_BYTES / 16);
         float of_block[NUM_SFB];
 #pragma unroll
-        for (int j = 0; j < NUM_SFB; ++j) of_block[j] = __shfl_sync(0xffffffff, sfb[j], kb & 31);
-        float scale[2][BLOCK_N / 64];
+        for (int w = 0; w < NUM_WAVES; ++w) {
+            const uint32_t a = a_stage_0 + stage * (A_BYTES / 16) + w * (WAVE_ROWS * BLOCK_K / 16);
+            float p[BLOCK_N / 2];
 #pragma unroll
-        for (int c = 0; c < BLOCK_N / 64; ++c) {
-            const float of_columns = odd_half ? of_block[(c + 1) / 2] : of_block[c / 2];
-            scale[0][c] = sfa[0] * of_columns;
-            scale[1][c] = sfa[1] * of_columns;
-        }
-        if ((kb & 31) == 31) {
+            for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
+            wgmma_fence();
 #pragma unroll
-            for (int j = 0; j < NUM_SFB; ++j) sfb[j] = sfb_ahead[j];
-            load_sfb(sfb_ahead, sfb_rows, kb + 33 + lane, k_blocks);
-        }
-        pipeline.advance();
-        if (kb + 1 < k_blocks) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+            for (int k = 0; k < BLOCK_K; k += WGMMA_K)
+                wgmma_m64k32_e4m3<BLOCK_N>(p, k_major_128b_descriptor(a + k / 16), k_major_128b_descriptor(b + k / 16),
+                                           k != 0);
+            wgmma_commit_group();
+
+            // While the products are on their way: the scales, and the next stage's barrier. Waiting for the next
+            // stage here and not after the products keeps the tensor core fed.
+            if (w == 0) {
+#pragma unroll
+                for (int j = 0; j < NUM_SFB; ++j) of_block[j] = __shfl_sync(0xffffffff, sfb[j], kb & 31);
+                if ((kb & 31) == 31) {
+#pragma unroll
+                    for (int j = 0; j < NUM_SFB; ++j) sfb[j] = sfb_ahead[j];
+                    load_sfb(sfb_ahead, sfb_rows, kb + 33 + lane, k_blocks);
+                }
+            }
+            float scale[2][BLOCK_N / 64];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const uint32_t at = SCALES_K_MAJOR
+                                        ? sfa_at[SCALES_K_MAJOR ? 2 * w + r : 0] + kb * 4
+                                        : sfa_at[0] + stage * (SFA_STAGE_FLOATS * 4) + (w * WAVE_ROWS + r * 8) * 4;
+                const float sfa = ld_shared_f32(at);
+#pragma unroll
+                for (int c = 0; c < BLOCK_N / 64; ++c)
+                    scale[r][c] = sfa * (odd_half ? of_block[(c + 1) / 2] : of_block[c / 2]);
+            }
+            if (w == NUM_WAVES - 1) {
+                pipeline.advance();
+                if (kb + 1 < k_blocks) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+            }
 
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
-        wgmma_wait_group<0>();
+            for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
+            wgmma_wait_group<0>();
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
-        release_stage(shared, stage, lane);
+            for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
+            if (w == NUM_WAVES - 1) release_stage(shared, stage, lane);
 
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 8; ++i) {
-            d[4 * i + 0] = fmaf(p[4 * i + 0], scale[0][i / 8], d[4 * i + 0]);
-            d[4 * i + 1] = fmaf(p[4 * i + 1], scale[0][i / 8], d[4 * i + 1]);
-            d[4 * i + 2] = fmaf(p[4 * i + 2], scale[1][i / 8], d[4 * i + 2]);
-            d[4 * i + 3] = fmaf(p[4 * i + 3], scale[1][i / 8], d[4 * i + 3]);
+            for (int i = 0; i < BLOCK_N / 8; ++i) {
+                d[w][4 * i + 0] = fmaf(p[4 * i + 0], scale[0][i / 8], d[w][4 * i + 0]);
+                d[w][4 * i + 1] = fmaf(p[4 * i + 1], scale[0][i / 8], d[w][4 * i + 1]);
+                d[w][4 * i + 2] = fmaf(p[4 * i + 2], scale[1][i / 8], d[w][4 * i + 2]);
+                d[w][4 * i + 3] = fmaf(p[4 * i + 3], scale[1][i / 8], d[w][4 * i + 3]);
+            }
         }
     }
 }
@@ -288,27 +325,49 @@ using StoreMaps = DescriptorPool;
 using StoreMaps = TensorMap;
 #endif
 
-// Consumer: converts and writes the rows of d that exist. `rows` of them belong to this warpgroup.
-__device__ __forceinline__ void store_tile(const float (&d)[BLOCK_N / 2], uint8_t* staging, const Problem& problem,
-                                           const StoreMaps& maps, int column, int row, int rows, int group_end,
+// Consumer: converts and writes the rows of d that exist.
+template <int NUM_WAVES>
+__device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2], SharedStorage& shared,
+                                           const Problem& problem, const StoreMaps& maps, const Tile& tile, int column,
                                            int warpgroup, int warp, int lane) {
     const bool issuer = warp == 0 && lane == 0;
-    const uint32_t slabs = shared_address(staging);
     if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
     bar_sync(1 + warpgroup, 128);
-    stage_tile<BLOCK_N, OUT_TYPE>(d, slabs, warp, lane);
+#pragma unroll
+    for (int w = 0; w < NUM_WAVES; ++w)
+        stage_tile<BLOCK_N, OUT_TYPE>(d[w], shared_address(shared.d[w * NUM_MMA_WARPGROUPS + warpgroup]), warp, lane);
     fence_proxy_async_shared();
     bar_sync(1 + warpgroup, 128);
     if (issuer) {
-        for (int s = 0; s < NUM_SLABS && column + s * SLAB_COLUMNS < problem.n; ++s) {
+#pragma unroll
+        for (int w = 0; w < NUM_WAVES; ++w) {
+            const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
+            const int left = tile.rows - unit * WGMMA_M;
+            const int rows = left < WGMMA_M ? left : WGMMA_M;
+            const int row = tile.row + unit * WGMMA_M;
+            for (int s = 0; s < NUM_SLABS && column + s * SLAB_COLUMNS < problem.n; ++s) {
+                const uint32_t slab = shared_address(shared.d[unit] + s * SLAB_BYTES);
 #if STORE_IS_POOL
-            store_slab_pool(maps, slabs + s * SLAB_BYTES, column + s * SLAB_COLUMNS, row, rows);
+                store_slab_pool(maps, slab, column + s * SLAB_COLUMNS, row, rows);
 #else
-            store_slab_ragged(maps, slabs + s * SLAB_BYTES, column + s * SLAB_COLUMNS, row, group_end);
+                store_slab_ragged(maps, slab, column + s * SLAB_COLUMNS, row, row + rows);
 #endif
+            }
         }
         cp_async_bulk_commit_group();
     }
+}
+
+// Consumer: one tile of which NUM_WAVES units belong to this warpgroup.
+template <int NUM_WAVES>
+__device__ __forceinline__ void consume_tile(SharedStorage& shared, const Problem& problem, const StoreMaps& store_maps,
+                                             const Tile& tile, int warpgroup, int warp, int lane,
+                                             Pipeline<STAGES>& pipeline) {
+    const int column = cta_column(tile);
+    const int row = warpgroup * WGMMA_M + warp * 16 + lane / 4;
+    float d[WAVES][BLOCK_N / 2];
+    multiply_tile<NUM_WAVES>(d, shared, problem, tile, column, warpgroup, row, lane, pipeline);
+    store_tile<NUM_WAVES>(d, shared, problem, store_maps, tile, column, warpgroup, warp, lane);
 }
 
 __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem, const StoreMaps& store_maps,
@@ -317,19 +376,14 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     uint32_t window_phase = 0;
     Tile tile;
     while (scheduler.next_tile(tile)) {
-        const int column = cta_column(tile);
-        const int first_row = warpgroup * WGMMA_M;  // inside the tile
-        const int left = tile.rows - first_row;
-        const int rows = left < WGMMA_M ? left : WGMMA_M;
         if constexpr (SCALES_K_MAJOR) mbarrier_wait(shared_address(&shared.window_full), window_phase);
-        if (rows > 0) {
-            float d[BLOCK_N / 2];
-            multiply_tile(d, shared, problem, tile, column, warpgroup, first_row + warp * 16 + lane / 4, lane, pipeline);
-            store_tile(d, shared.d[warpgroup], problem, store_maps, column, tile.row + first_row, rows, tile.group_end,
-                       warpgroup, warp, lane);
-        } else {
+        const int units = units_of(tile.rows);
+        if (WAVES == 2 && warpgroup + NUM_MMA_WARPGROUPS < units)
+            consume_tile<WAVES>(shared, problem, store_maps, tile, warpgroup, warp, lane, pipeline);
+        else if (warpgroup < units)
+            consume_tile<1>(shared, problem, store_maps, tile, warpgroup, warp, lane, pipeline);
+        else
             skip_tile(shared, problem, lane, pipeline);
-        }
         if constexpr (SCALES_K_MAJOR) {
             if (lane == 0) mbarrier_arrive(shared_address(&shared.window_empty));
             window_phase ^= 1;

@@ -15,6 +15,9 @@ __device__ __forceinline__ void wgmma_wait_group() {
 // Keeps the compiler from moving an accumulator across a fence or a wait.
 __device__ __forceinline__ void pin_register(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 
+// Keeps the compiler from computing an integer again where it is used.
+__device__ __forceinline__ void pin_register(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
 // clang-format off
 #define PADLESS_NAMES_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define PADLESS_NAMES_1 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
