@@ -127,8 +127,8 @@ def test_largest_memory_saving_is_near_the_papers() -> None:
 
 
 def test_acceleration_is_the_papers_formula() -> None:
-    assert gs.acceleration_percent(10.0, 90.0, 100.0) == pytest.approx(0.0)
-    assert gs.acceleration_percent(30.0, 90.0, 100.0) == pytest.approx(20.0)
+    assert gs.acceleration_percent(100.0, 100.0) == pytest.approx(0.0)
+    assert gs.acceleration_percent(30.0 + 90.0, 100.0) == pytest.approx(20.0)
 
 
 def test_counted_bytes_and_flops() -> None:

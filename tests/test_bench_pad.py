@@ -57,7 +57,7 @@ def make(
 def poisoned(
     a: BlockScaledTensor, offs: torch.Tensor, rows: int
 ) -> tuple[pad.PaddedGroups, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Buffers of `rows` rows full of poison inside larger poisoned storage, and that storage to be checked."""
+    """Buffers of `rows` poisoned rows inside larger poisoned storage, and that storage to be checked."""
     bytes_ = torch.full((rows + 2 * GUARD, a.shape[1]), POISON_BYTE, dtype=torch.uint8, device=a.device)
     columns = a.scale.shape[1]
     floats = torch.full(((rows + 2 * GUARD) * columns,), POISON_FLOAT, device=a.device)

@@ -1,1 +1,16 @@
-"""Benchmarks: the paper's comparison, dense and decode sizes, the memory-bound kernels."""
+"""Benchmarks: the paper's comparison, decode and dense sizes, the memory-bound kernels, the host's share."""
+
+from padless.bench.paper import BenchResult, report_paper, run_paper
+from padless.bench.session import RunSettings
+from padless.bench.sizes import run_decode, run_dense, run_host, run_quantize
+
+__all__ = [
+    "BenchResult",
+    "RunSettings",
+    "report_paper",
+    "run_decode",
+    "run_dense",
+    "run_host",
+    "run_paper",
+    "run_quantize",
+]

@@ -1,0 +1,75 @@
+"""The paper's Figure 2 from benchmark records: acceleration and memory saving over the grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from padless.bench.results import Record, accelerations, baseline_of, memory_savings
+
+_BASELINE_TITLES = {
+    "pad_then_deepgemm": "padding + DeepGEMM",
+    "pad_then_padless": "padding + the same GEMM",
+}
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+def draw_figure2(records: Sequence[Record], path: str | Path, baseline: str | None = None) -> Path:
+    """Writes both panels as a PNG: (a) acceleration over padding and a padded GEMM, (b) memory saved, in
+    percent.
+
+    records: of `run_paper`, at least one. baseline: which padded contender, by default the one in all
+        records. Every point is drawn; a line joins the means over K (a) and over N and K (b).
+    """
+    if not records:
+        raise ValueError("records must hold at least one measured point to draw, got none")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    baseline = baseline_of(records) if baseline is None else baseline
+    figure = Figure(figsize=(12.0, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    _panel(left, records, accelerations(records, baseline), "N", "M")
+    left.set_title(f"(a) acceleration over {_BASELINE_TITLES.get(baseline, baseline)}")
+    left.set_ylabel("acceleration (%)")
+    _panel(right, records, memory_savings(records), "M", "groups")
+    right.set_xscale("log", base=2)
+    right.set_title("(b) memory saved by not padding groups to 128 rows")
+    right.set_ylabel("rows not stored (%)")
+    for axis in (left, right):
+        axis.axhline(0.0, color="0.6", linewidth=0.8)
+        axis.grid(alpha=0.3)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _panel(axis: Any, records: Sequence[Record], values: Sequence[float], x: str, series: str) -> None:
+    """Values against point field `x`, one colour and marker per value of point field `series`."""
+    kinds = sorted({record["point"][series] for record in records})
+    for index, kind in enumerate(kinds):
+        pairs = [
+            (record["point"][x], value)
+            for record, value in zip(records, values, strict=True)
+            if record["point"][series] == kind and math.isfinite(value)
+        ]
+        if not pairs:
+            continue
+        colour, marker = f"C{index}", _MARKERS[index % len(_MARKERS)]
+        axis.scatter(*zip(*pairs, strict=True), s=12, alpha=0.45, color=colour, marker=marker)
+        ticks = sorted({at for at, _ in pairs})
+        means = [_mean([value for at, value in pairs if at == tick]) for tick in ticks]
+        axis.plot(ticks, means, color=colour, marker=marker, label=f"{series} = {kind}")
+    ticks = sorted({record["point"][x] for record in records})
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.minorticks_off()
+    axis.set_xlabel(x)
+    axis.legend(fontsize="small")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

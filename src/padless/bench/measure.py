@@ -1,0 +1,191 @@
+"""One point, all contenders: check the results, time them, write it down as a record.
+
+A contender that raises, or whose result is wrong, is named in the record and not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from padless.bench import machine
+from padless.bench.group_sizes import memory_saving_percent
+from padless.bench.pad import pad_groups, unpad_rows
+from padless.bench.peers import Contender, Peer
+from padless.bench.problem import (
+    DenseProblem,
+    GroupedProblem,
+    SampledReference,
+    same_bits,
+    sample_reference,
+)
+from padless.bench.results import Record, finite
+from padless.bench.timing import Timer
+
+
+def own_contenders(problem: GroupedProblem) -> list[Contender]:
+    """padless on the groups as they are; padding; the same GEMM on padded groups; padding and that GEMM
+    together.
+    """
+    from padless.grouped_gemm import grouped_gemm
+
+    out = problem.empty_out()
+    padded = problem.padded
+    padded_out = problem.empty_out(problem.padded_rows)
+    valid = problem.empty_out()
+    buffers = problem.empty_padded(row_major=False)
+
+    def pad() -> None:
+        pad_groups(problem.a, problem.offs, rows=problem.padded_rows, out=buffers)
+
+    def pad_then_gemm() -> None:
+        pad()
+        grouped_gemm(buffers.a, problem.b, buffers.offs, out=padded_out)
+
+    def unpadded() -> torch.Tensor:
+        return unpad_rows(padded_out, problem.offs, valid)
+
+    return [
+        Contender("padless", lambda: grouped_gemm(problem.a, problem.b, problem.offs, out=out), lambda: out),
+        Contender(
+            "padless_on_padded",
+            lambda: grouped_gemm(padded.a, problem.b, padded.offs, out=padded_out),
+            unpadded,
+            whole=False,
+        ),
+        Contender("pad", pad, whole=False),
+        Contender("pad_then_padless", pad_then_gemm, unpadded),
+    ]
+
+
+def own_decode_contender(problem: GroupedProblem) -> list[Contender]:
+    """padless on groups of few rows."""
+    from padless.grouped_gemm import grouped_gemm
+
+    out = problem.empty_out()
+    return [
+        Contender("padless", lambda: grouped_gemm(problem.a, problem.b, problem.offs, out=out), lambda: out)
+    ]
+
+
+def own_dense_contender(problem: DenseProblem) -> list[Contender]:
+    """padless on a dense product."""
+    from padless.grouped_gemm import gemm
+
+    out = problem.empty_out()
+    return [Contender("padless", lambda: gemm(problem.a, problem.b, out=out), lambda: out)]
+
+
+def gather(
+    own: list[Contender], peers: Sequence[Peer], contenders_of: Callable[[Peer], list[Contender]]
+) -> tuple[list[Contender], dict[str, str]]:
+    """Own contenders and those of every peer; peers that raise are reported by name."""
+    contenders, errors = list(own), {}
+    for peer in peers:
+        try:
+            contenders += contenders_of(peer)
+        except Exception as error:
+            errors[peer.name] = _describe(error)
+    return contenders, errors
+
+
+def check(
+    contenders: list[Contender], reference: SampledReference, errors: dict[str, str]
+) -> tuple[list[Contender], Record]:
+    """Calls every contender once and compares its rows with float64.
+
+    Returns those that ran and are right, and the record's fields row_error, wrong and errors.
+    """
+    right, row_error, wrong = [], {}, {}
+    for contender in contenders:
+        try:
+            contender.call()
+            if contender.output is not None:
+                error = reference.row_error(contender.output())
+                row_error[contender.name] = finite(error)
+                if not error <= contender.tolerance:
+                    limit = contender.tolerance
+                    wrong[contender.name] = (
+                        f"is wrong: a row's relative error is {error:.3g}, allowed {limit}"
+                    )
+                    continue
+            _synchronize()
+        except Exception as problem:
+            errors[contender.name] = _describe(problem)
+            continue
+        right.append(contender)
+    return right, {"row_error": row_error, "wrong": wrong, "errors": errors}
+
+
+def bitwise_identical(contenders: Sequence[Contender]) -> bool | None:
+    """Whether padless and pad + padless gave the same bits in every valid row; None if one of them did not
+    run.
+    """
+    by_name = {contender.name: contender for contender in contenders}
+    if "padless" not in by_name or "pad_then_padless" not in by_name:
+        return None
+    outputs = []
+    for name in ("padless", "pad_then_padless"):
+        output = by_name[name].output
+        assert output is not None
+        outputs.append(output())
+    return same_bits(*outputs)
+
+
+def measure_grouped(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:
+    """Record of one point of the paper's grid: checks, GPU and end-to-end times of every contender."""
+    contenders, errors = gather(own_contenders(problem), peers, lambda peer: peer.grouped(problem))
+    contenders, record = check(contenders, sample_reference(problem), errors)
+    same = bitwise_identical(contenders)
+    if same is not None:
+        record["bitwise_identical"] = same
+    record |= {
+        "padded_rows": problem.padded_rows,
+        "memory_saving_percent": memory_saving_percent(problem.sizes),
+    }
+    return record | _facts(problem) | _times(contenders, timer)
+
+
+def measure_decode(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:
+    """Record of one decode point."""
+    contenders, errors = gather(own_decode_contender(problem), peers, lambda peer: peer.decode(problem))
+    contenders, record = check(contenders, sample_reference(problem), errors)
+    return record | _facts(problem) | _times(contenders, timer)
+
+
+def measure_dense(problem: DenseProblem, peers: Sequence[Peer], timer: Timer) -> Record:
+    """Record of one dense shape."""
+    contenders, errors = gather(own_dense_contender(problem), peers, lambda peer: peer.dense(problem))
+    contenders, record = check(contenders, sample_reference(problem), errors)
+    return record | {"flops": problem.shape.flops} | _times(contenders, timer)
+
+
+def _facts(problem: GroupedProblem) -> Record:
+    return {"sizes": problem.sizes, "flops": problem.point.flops, "bytes": problem.point.bytes}
+
+
+def _times(contenders: Sequence[Contender], timer: Timer) -> Record:
+    gpu = timer.gpu({contender.name: contender.call for contender in contenders})
+    whole = timer.end_to_end({c.name: c.call for c in contenders if c.whole})
+    return {
+        "gpu": {name: timing.as_dict() for name, timing in gpu.items()},
+        "end_to_end": {name: timing.as_dict() for name, timing in whole.items()},
+        "clocks": machine.clocks(),
+    }
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what a kernel did wrong is found here and blamed on the right contender
+
+
+def _describe(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def facts_of(point: Any) -> dict[str, Any]:
+    """The fields of a point, for its record."""
+    return {name: getattr(point, name) for name in point.__dataclass_fields__}

@@ -1,0 +1,126 @@
+"""Other people's GEMMs, measured when they can be imported and skipped, with the reason, when they cannot.
+
+Each library lies in a sub-folder of one folder (`padless bench --peers DIR`, by default ./.peers):
+
+    deepgemm/       the folder that contains the package deep_gemm (DeepGEMM 2.x, its extension built)
+    tma_adaptive/   the paper's published code; its package is called deep_gemm too and is loaded under
+    another name mslk/           the folder that contains the package mslk
+
+What is installed in the environment is found without a folder. torch's own products are always there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from padless.bench.problem import DenseProblem, GroupedProblem
+
+DEFAULT_FOLDER = Path(".peers")
+
+
+class Availability(NamedTuple):
+    """Whether a peer can be used here; if not, why."""
+
+    usable: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to be timed.
+
+    name: how tables and records call it.
+    call: does the work on the current stream.
+    output: the (M, N) result of the last call, for checking; None for parts of a product, which have none.
+    tolerance: largest relative error of a row against the float64 product of the block-scaled operands. Wider
+        for contenders that use another scaling or none: their operands differ.
+    whole: whether it is all of a user's work (then it is timed end to end too) or only a part.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    output: Callable[[], torch.Tensor] | None = None
+    tolerance: float = 0.01
+    whole: bool = True
+
+
+class Peer(Protocol):
+    """One library."""
+
+    name: str
+    compiles_at_run_time: bool
+
+    def available(self) -> Availability:
+        """Whether it can be used here; imports it, never raises."""
+
+    def version(self) -> str:
+        """Its version, once available."""
+
+    def grouped(self, problem: GroupedProblem) -> list[Contender]:
+        """Its contenders on ragged groups."""
+
+    def decode(self, problem: GroupedProblem) -> list[Contender]:
+        """Its contenders on groups of few rows."""
+
+    def dense(self, problem: DenseProblem) -> list[Contender]:
+        """Its contenders on a dense product."""
+
+
+def find_peers(folder: str | Path | None = None, names: Sequence[str] | None = None) -> list[Peer]:
+    """Every known peer, or those named; `folder` as described above (None: ./.peers if it exists)."""
+    from padless.bench.peers.deepgemm import DeepGemm
+    from padless.bench.peers.mslk import Mslk
+    from padless.bench.peers.tma_adaptive import TmaAdaptive
+    from padless.bench.peers.torch_ops import TorchOps
+
+    where = resolve_folder(folder)
+    known: list[Peer] = [DeepGemm(where), TmaAdaptive(where), Mslk(where), TorchOps()]
+    if names is None:
+        return known
+    unknown = set(names) - {peer.name for peer in known}
+    if unknown:
+        raise ValueError(f"peers must be among {[peer.name for peer in known]}, got {sorted(unknown)}")
+    return [peer for peer in known if peer.name in names]
+
+
+def resolve_folder(folder: str | Path | None) -> Path | None:
+    """The folder of peers as an absolute path, or None where there is none."""
+    if folder is None:
+        return DEFAULT_FOLDER.resolve() if DEFAULT_FOLDER.is_dir() else None
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"peers folder must be an existing folder, got {str(folder)!r}")
+    return path.resolve()
+
+
+def hopper_or_reason() -> str:
+    """Why the Hopper-only peers cannot run on the current device; empty where they can."""
+    if not torch.cuda.is_available():
+        return "needs a CUDA GPU"
+    major, minor = torch.cuda.get_device_capability()
+    return "" if (major, minor) == (9, 0) else f"needs compute capability 9.0, this GPU has {major}.{minor}"
+
+
+def point_at_cuda_toolkit() -> str:
+    """Sets CUDA_HOME for peers that call nvcc, unless it is set; returns why that is impossible, or nothing.
+
+    They take it from the environment or from where `nvcc` is, which fails when that is a wrapper script.
+    """
+    if os.environ.get("CUDA_HOME"):
+        return ""
+    candidates = [Path("/usr/local/cuda")]
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        candidates.insert(0, Path(nvcc).resolve().parent.parent)
+    for home in candidates:
+        if (home / "bin" / "nvcc").exists() and (home / "include" / "cuda_runtime.h").exists():
+            os.environ["CUDA_HOME"] = str(home)
+            return ""
+    return "needs the CUDA toolkit's nvcc, none found"

@@ -1,0 +1,110 @@
+"""DeepGEMM (github.com/deepseek-ai/DeepGEMM, 2.x): grouped GEMM on groups padded to 128 rows, masked GEMM,
+dense GEMM.
+
+The padded contiguous layout takes the group of every row, -1 for padding, and skips a 64-row half tile that
+begins in padding. It is given the exact number of padded rows, which a caller without a host synchronisation
+does not know.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from padless.bench.pad import pad_groups, unpad_rows
+from padless.bench.peers import Availability, Contender, hopper_or_reason, point_at_cuda_toolkit
+from padless.bench.problem import DenseProblem, GroupedProblem, masked_operand
+from padless.formats import ceil_div, round_up
+
+_FUNCTIONS = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked", "fp8_gemm_nt")
+# The masked kernel stores whole tiles of up to 128 rows.
+_MASKED_ROWS_MULTIPLE = 128
+
+
+class DeepGemm:
+    """The adapter; `folder`/deepgemm is searched before the environment."""
+
+    name = "deepgemm"
+    compiles_at_run_time = True
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._library: Any = None
+
+    def available(self) -> Availability:
+        if self._library is not None:
+            return Availability(True)
+        reason = hopper_or_reason() or point_at_cuda_toolkit()
+        if reason:
+            return Availability(False, reason)
+        path = self._folder / "deepgemm" if self._folder is not None else None
+        if path is not None and path.is_dir() and str(path) not in sys.path:
+            sys.path.insert(0, str(path))
+        try:
+            import deep_gemm
+        except Exception as error:  # a missing extension raises ImportError, a broken one anything
+            return Availability(False, f"import deep_gemm: {type(error).__name__}: {error}")
+        missing = [name for name in _FUNCTIONS if not hasattr(deep_gemm, name)]
+        if missing:
+            return Availability(False, f"this deep_gemm has no {', '.join(missing)}")
+        self._library = deep_gemm
+        return Availability(True)
+
+    def version(self) -> str:
+        return str(getattr(self._library, "__version__", "unknown"))
+
+    def grouped(self, problem: GroupedProblem) -> list[Contender]:
+        gemm = self._library.m_grouped_fp8_gemm_nt_contiguous
+        b = (problem.b.data, problem.b.scale)
+        padded = problem.padded
+        out = problem.empty_out(problem.padded_rows)
+        a_row_major = problem.a_row_major
+        buffers = problem.empty_padded(row_major=True)
+        valid = problem.empty_out()
+
+        def on_padded() -> None:
+            # MN-major scales as it wants them: no transpose
+            gemm((padded.a.data, padded.a.scale), b, out, padded.group_index, disable_ue8m0_cast=True)
+
+        def with_padding() -> None:
+            pad_groups(a_row_major, problem.offs, rows=problem.padded_rows, out=buffers)
+            gemm((buffers.a.data, buffers.a.scale), b, out, buffers.group_index, disable_ue8m0_cast=True)
+
+        def unpadded() -> torch.Tensor:
+            return unpad_rows(out, problem.offs, valid)
+
+        return [
+            Contender("pad_then_deepgemm", with_padding, unpadded),
+            Contender("deepgemm_on_padded", on_padded, unpadded, whole=False),
+        ]
+
+    def decode(self, problem: GroupedProblem) -> list[Contender]:
+        rows = round_up(max(problem.sizes), _MASKED_ROWS_MULTIPLE)
+        data, scale = masked_operand(problem, rows)
+        b = (problem.b.data, problem.b.scale)
+        shape = (problem.point.groups, rows, problem.point.N)
+        out = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=problem.device)
+        masked_m = torch.tensor(problem.sizes, dtype=torch.int32, device=problem.device)
+        expected_m = ceil_div(problem.point.M, problem.point.groups)
+
+        def masked() -> None:
+            self._library.m_grouped_fp8_gemm_nt_masked(
+                (data, scale), b, out, masked_m, expected_m, disable_ue8m0_cast=True
+            )
+
+        def valid() -> torch.Tensor:
+            return torch.cat([out[group, :size] for group, size in enumerate(problem.sizes)])
+
+        return [Contender("deepgemm_masked", masked, valid)]
+
+    def dense(self, problem: DenseProblem) -> list[Contender]:
+        out = problem.empty_out()
+        a, b = (problem.a.data, problem.a.scale), (problem.b.data, problem.b.scale)
+
+        def dense() -> None:
+            self._library.fp8_gemm_nt(a, b, out, disable_ue8m0_cast=True)
+
+        return [Contender("deepgemm", dense, lambda: out)]

@@ -1,0 +1,78 @@
+"""MSLK (github.com/pytorch/MSLK): CUTLASS grouped GEMM with 1x128 / 128x128 scales, padding-free, built ahead
+of time.
+
+Its scales are laid out group by group: the (rows, K / 128) scales of each group MN-major, one group after the
+other; weights' scales (K / 128, N / 128) per group.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from padless.bench.peers import Availability, Contender, hopper_or_reason
+from padless.bench.problem import DenseProblem, GroupedProblem
+
+_OPERATOR = "f8f8bf16_groupwise_grouped"
+
+
+class Mslk:
+    """The adapter; `folder`/mslk is searched before the environment."""
+
+    name = "mslk"
+    compiles_at_run_time = False
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._library: Any = None
+
+    def available(self) -> Availability:
+        if self._library is not None:
+            return Availability(True)
+        reason = hopper_or_reason()
+        if reason:
+            return Availability(False, reason)
+        path = self._folder / "mslk" if self._folder is not None else None
+        if path is not None and path.is_dir() and str(path) not in sys.path:
+            sys.path.insert(0, str(path))
+        try:
+            import mslk
+
+            getattr(torch.ops.mslk, _OPERATOR)  # raises where the library did not register it
+        except Exception as error:
+            return Availability(False, f"import mslk: {type(error).__name__}: {error}")
+        self._library = mslk
+        return Availability(True)
+
+    def version(self) -> str:
+        return str(getattr(self._library, "__version__", "unknown"))
+
+    def grouped(self, problem: GroupedProblem) -> list[Contender]:
+        scale = grouped_mn_major(problem.a.scale, problem.sizes)
+        weight_scale = problem.b.scale.transpose(1, 2).contiguous()
+        sizes = torch.tensor(problem.sizes, dtype=torch.int64, device=problem.device)
+        operator = getattr(torch.ops.mslk, _OPERATOR)
+        result: list[torch.Tensor] = []
+
+        def call() -> None:
+            result[:] = [operator(problem.a.data, problem.b.data, scale, weight_scale, sizes)]
+
+        return [Contender("mslk", call, lambda: result[0])]
+
+    def decode(self, problem: GroupedProblem) -> list[Contender]:
+        return self.grouped(problem)
+
+    def dense(self, problem: DenseProblem) -> list[Contender]:
+        return []
+
+
+def grouped_mn_major(scale: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """(M, k_blocks) scales as one buffer of that shape that holds, group after group, the transposed scales.
+
+    Example: sizes (2, 1), scales of rows 0, 1, 2 = (a, b), (c, d), (e, f): the buffer is a c b d e f.
+    """
+    parts = [part.t().reshape(-1) for part in scale.split(sizes)]
+    return torch.cat(parts).view(scale.shape)

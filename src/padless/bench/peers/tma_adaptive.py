@@ -1,0 +1,125 @@
+"""The code published with the paper (github.com/sukoncon/TMA-Adaptive-FP8-Grouped-GEMM): padding-free, eight
+descriptors.
+
+Its package calls itself deep_gemm, so it is loaded from its folder under another name. The public function
+computes helper tensors with about a dozen small kernels before its GEMM; the GEMM alone is measured by
+replaying the launch that the public function made, with the very same arguments.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from padless.bench.peers import Availability, Contender, hopper_or_reason, point_at_cuda_toolkit
+from padless.bench.problem import DenseProblem, GroupedProblem
+
+_ALIAS = "padless_peer_tma_adaptive"
+_FUNCTION = "m_grouped_TMA_adaptive_gemm_fp8_fp8_bf16_nt_contiguous"
+_MODULE = "jit_kernels.m_grouped_gemm_TMA_adaptive"
+_OUT_ARGUMENT = 4  # of the kernel launcher: lhs, lhs_scales, rhs, rhs_scales, out, ...
+
+
+class LaunchRecorder:
+    """Stands in for the library's tuner for one call, and keeps the launch that the call made."""
+
+    def __init__(self, tuner: Any) -> None:
+        self._tuner = tuner
+        self.runtime: Any = None
+        self.arguments: tuple[Any, ...] = ()
+
+    def compile_and_tune(self, *args: Any, **kwargs: Any) -> Any:
+        self.runtime = self._tuner.compile_and_tune(*args, **kwargs)
+        self.arguments = tuple(kwargs["args"])
+        return self.runtime
+
+    def replay(self) -> None:
+        self.runtime(*self.arguments)
+
+    def output(self) -> torch.Tensor:
+        out = self.arguments[_OUT_ARGUMENT]
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+class TmaAdaptive:
+    """The adapter; the code lies in `folder`/tma_adaptive, with the CUTLASS headers in deep_gemm/include."""
+
+    name = "tma_adaptive"
+    compiles_at_run_time = True
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._library: Any = None
+
+    def available(self) -> Availability:
+        if self._library is not None:
+            return Availability(True)
+        reason = hopper_or_reason() or point_at_cuda_toolkit()
+        if reason:
+            return Availability(False, reason)
+        if self._folder is None or not (self._folder / "tma_adaptive" / "deep_gemm" / "__init__.py").exists():
+            return Availability(False, "no folder tma_adaptive/deep_gemm among the peers")
+        try:
+            library = load_renamed(self._folder / "tma_adaptive" / "deep_gemm", _ALIAS)
+        except Exception as error:
+            return Availability(False, f"loading it: {type(error).__name__}: {error}")
+        if not hasattr(library, _FUNCTION):
+            return Availability(False, f"it has no {_FUNCTION}")
+        self._library = library
+        return Availability(True)
+
+    def version(self) -> str:
+        return "arXiv 2508.16584"
+
+    def grouped(self, problem: GroupedProblem) -> list[Contender]:
+        function = getattr(self._library, _FUNCTION)
+        sizes = torch.tensor(problem.sizes, dtype=torch.int64, device=problem.device)
+        a, b = (problem.a.data, problem.a.scale), (problem.b.data, problem.b.scale)
+        result: list[torch.Tensor] = []
+
+        def public() -> None:
+            result[:] = [function(a, b, sizes)]
+
+        module = sys.modules[f"{_ALIAS}.{_MODULE}"]
+        recorder = LaunchRecorder(module.jit_tuner)  # type: ignore[attr-defined]
+        module.jit_tuner = recorder  # type: ignore[attr-defined]
+        try:
+            public()
+        finally:
+            module.jit_tuner = recorder._tuner  # type: ignore[attr-defined]
+        return [
+            Contender("tma_adaptive", public, lambda: result[0]),
+            Contender("tma_adaptive_kernel", recorder.replay, recorder.output, whole=False),
+        ]
+
+    def decode(self, problem: GroupedProblem) -> list[Contender]:
+        return []
+
+    def dense(self, problem: DenseProblem) -> list[Contender]:
+        return []
+
+
+def load_renamed(package: Path, alias: str) -> ModuleType:
+    """The package in folder `package`, imported under the name `alias`; its own imports must be relative."""
+    if alias in sys.modules:
+        return sys.modules[alias]
+    spec = importlib.util.spec_from_file_location(
+        alias, package / "__init__.py", submodule_search_locations=[str(package)]
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no package at {package}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[alias] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        for name in [name for name in sys.modules if name == alias or name.startswith(alias + ".")]:
+            del sys.modules[name]
+        raise
+    return module

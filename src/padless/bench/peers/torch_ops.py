@@ -1,0 +1,113 @@
+"""torch's own products: grouped FP8 with one scale per row, grouped bf16, and cuBLASLt's dense block-scaled
+FP8.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from padless.bench.peers import Availability, Contender
+from padless.bench.problem import DenseProblem, GroupedProblem
+from padless.formats import round_up
+
+_ROW_SCALED_TOLERANCE = 0.1  # other codes of the same values: each operand is 2 to 3% from its values
+
+
+class TorchOps:
+    """The adapter."""
+
+    name = "torch"
+    compiles_at_run_time = False
+
+    def available(self) -> Availability:
+        return Availability(True) if torch.cuda.is_available() else Availability(False, "needs a CUDA GPU")
+
+    def version(self) -> str:
+        return torch.__version__
+
+    def grouped(self, problem: GroupedProblem) -> list[Contender]:
+        """torch_rowwise: FP8 with one scale per row of a and per row of each weight. torch_bf16: no
+        quantisation.
+        """
+        x, w = problem.values()
+        x8, x_scale = rowwise(x)
+        w8, w_scale = rowwise(w)
+        results: dict[str, torch.Tensor] = {}
+
+        def fp8() -> None:
+            results["fp8"] = torch._scaled_grouped_mm(
+                x8,
+                w8.transpose(-2, -1),
+                x_scale,
+                w_scale,
+                offs=problem.offs,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,
+            )
+
+        def bf16() -> None:
+            results["bf16"] = torch._grouped_mm(
+                x, w.transpose(-2, -1), offs=problem.offs, out_dtype=torch.bfloat16
+            )
+
+        return [
+            Contender("torch_rowwise", fp8, lambda: results["fp8"], _ROW_SCALED_TOLERANCE),
+            Contender("torch_bf16", bf16, lambda: results["bf16"], _ROW_SCALED_TOLERANCE),
+        ]
+
+    def decode(self, problem: GroupedProblem) -> list[Contender]:
+        return []
+
+    def dense(self, problem: DenseProblem) -> list[Contender]:
+        """cublaslt_block: the scales padless uses. cublaslt_tensor: one scale per tensor, an upper bound."""
+        results: dict[str, torch.Tensor] = {}
+        a, b = problem.a.data, problem.b.data.t()
+        scale_b = cublaslt_weight_scale(problem.b.scale)
+        one = torch.ones((), device=problem.device)
+
+        def block() -> None:
+            results["block"] = F.scaled_mm(
+                a,
+                b,
+                problem.a.scale,
+                F.ScalingType.BlockWise1x128,
+                scale_b,
+                F.ScalingType.BlockWise128x128,
+                swizzle_a=F.SwizzleType.NO_SWIZZLE,
+                swizzle_b=F.SwizzleType.NO_SWIZZLE,
+                output_dtype=torch.bfloat16,
+            )
+
+        def tensor() -> None:
+            results["tensor"] = torch._scaled_mm(
+                a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+
+        return [
+            Contender("cublaslt_block", block, lambda: results["block"]),
+            Contender("cublaslt_tensor", tensor, whole=False),
+        ]
+
+
+def rowwise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 codes of (.., rows, K) with one decode scale per row, (.., rows) float32."""
+    codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
+    scale = torch.empty(values.shape[:-1], dtype=torch.float32, device=values.device)
+    batches = values if values.dim() == 3 else values[None]
+    for index in range(batches.shape[0]):  # one group at a time: float32 copies of all weights would be large
+        x = batches[index].to(torch.float32)
+        s = x.abs().amax(dim=-1).clamp(min=1e-4) / 448.0
+        code = (x / s[:, None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        (codes if values.dim() == 2 else codes[index]).copy_(code)
+        (scale if values.dim() == 2 else scale[index]).copy_(s)
+    return codes, scale
+
+
+def cublaslt_weight_scale(scale: torch.Tensor) -> torch.Tensor:
+    """128x128 scales (N / 128, k_blocks) as cuBLASLt takes them: (k_blocks rounded up to 4, N / 128),
+    K-major.
+    """
+    k_blocks = scale.shape[1]
+    padded = F.pad(scale, (0, round_up(k_blocks, 4) - k_blocks))
+    return padded.t()

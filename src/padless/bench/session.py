@@ -1,0 +1,208 @@
+"""What all benchmark runs share: where results go, the session record with the ceilings, the loop with its
+progress bar.
+
+A run is one process that measures many points. It can be cut at any moment (time_limit_s cuts it in an
+orderly way); run again with the same out_dir, it measures only what is missing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from padless.bench import machine
+from padless.bench.group_sizes import DenseShape
+from padless.bench.measure import facts_of, measure_dense
+from padless.bench.peers import Peer
+from padless.bench.problem import make_dense
+from padless.bench.results import Record, ResultFile, of_kind, point_key, time_us
+from padless.bench.timing import REPEATS, GpuTimer, Timer, copy_bytes_per_second
+
+DEFAULT_OUT_DIR = Path("padless-out/bench")
+PAUSE_S = 0.01
+CEILING_SHAPE = DenseShape(8192, 8192, 8192)
+# One scale per tensor is another product: it is recorded as an upper bound and is no ceiling.
+_NO_CEILING = ("cublaslt_tensor",)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a benchmark run measures and where it looks.
+
+    peers_dir: folder of the peers' libraries; None for ./.peers if it exists.
+    seed: of group sizes and values.
+    repeats: timed calls of each contender at each point.
+    pause_s: idle seconds before each round of calls, against heat.
+    time_limit_s: stop before a point that would end later than this after the start; None for no limit.
+    console, progress: where tables go, and whether a progress bar is shown.
+    """
+
+    peers_dir: str | Path | None = None
+    seed: int = 0
+    repeats: int = REPEATS
+    pause_s: float = PAUSE_S
+    time_limit_s: float | None = None
+    console: Console = field(default_factory=Console)
+    progress: bool = True
+
+
+DEFAULT_SETTINGS = RunSettings()
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this GPU reaches in this run.
+
+    copy_bytes_per_s: a device-to-device copy, bytes read plus written.
+    dense_flops_per_s: the fastest dense 1x128 / 128x128 product at 8192^3, of any contender.
+    """
+
+    copy_bytes_per_s: float
+    dense_flops_per_s: float | None
+    dense: Record
+
+    def as_dict(self) -> Record:
+        return {
+            "copy_gb_per_s": self.copy_bytes_per_s / 1e9,
+            "dense_tflops": None if self.dense_flops_per_s is None else self.dense_flops_per_s / 1e12,
+            "dense_contenders_us": {name: timing["us"] for name, timing in self.dense.get("gpu", {}).items()},
+            "dense_errors": self.dense.get("errors", {}),
+        }
+
+
+def measure_ceilings(peers: Sequence[Peer], timer: Timer, seed: int = 0) -> Ceilings:
+    """Copy bandwidth, and padless's and every peer's dense product at 8192^3."""
+    copy = copy_bytes_per_second(timer)
+    dense = measure_dense(make_dense(CEILING_SHAPE, seed, "cuda"), peers, timer)
+    times = [time_us(dense, "gpu", name) for name in dense["gpu"] if name not in _NO_CEILING]
+    rates = [CEILING_SHAPE.flops / (1e-6 * us) for us in times if us]
+    torch.cuda.empty_cache()
+    return Ceilings(copy, max(rates, default=None), dense)
+
+
+@dataclass
+class Session:
+    """One run: its result file, the usable peers, the timer, the ceilings and the settings."""
+
+    file: ResultFile
+    peers: list[Peer]
+    timer: Timer
+    ceilings: Ceilings
+    settings: RunSettings
+    id: str
+    started: float
+
+    @property
+    def console(self) -> Console:
+        return self.settings.console
+
+    def out_of_time(self, next_s: float) -> bool:
+        """Whether work of about `next_s` seconds would end past the time limit."""
+        limit = self.settings.time_limit_s
+        return limit is not None and time.monotonic() + next_s > self.started + limit
+
+    def floor_us(self, flops: int, bytes_: int) -> float | None:
+        """The time the ceilings allow: the larger of arithmetic and traffic; None without a dense ceiling."""
+        rate = self.ceilings.dense_flops_per_s
+        return None if rate is None else floor_us(flops, bytes_, rate, self.ceilings.copy_bytes_per_s)
+
+
+def floor_us(flops: int, bytes_: int, flops_per_s: float, bytes_per_s: float) -> float:
+    """Microseconds that `flops` operations or `bytes_` bytes of traffic take at these rates, whichever is
+    more.
+    """
+    return 1e6 * max(flops / flops_per_s, bytes_ / bytes_per_s)
+
+
+def open_session(
+    what: str,
+    out_dir: str | Path,
+    peers: Sequence[Peer],
+    settings: RunSettings,
+    compile_ahead: Callable[[ResultFile, list[Peer]], None] | None = None,
+) -> Session:
+    """Checks that there is a GPU, opens `out_dir`/`what`.jsonl, measures the ceilings, writes the session
+    record.
+
+    compile_ahead: called with the result file and the usable peers before anything is timed.
+    """
+    machine.require_gpu(f"padless bench {what}")
+    started = time.monotonic()
+    console = settings.console
+    file = ResultFile(Path(out_dir) / f"{what}.jsonl")
+    usable, described = [], {}
+    for peer in peers:
+        answer = peer.available()
+        if answer.usable:
+            usable.append(peer)
+        described[peer.name] = {"version": peer.version()} if answer.usable else {"missing": answer.reason}
+        found = peer.version() if answer.usable else f"not used: {answer.reason}"
+        console.print(f"{peer.name}: {found}", highlight=False, markup=False)
+    if compile_ahead is not None:
+        with console.status("compiling kernels"):
+            compile_ahead(file, usable)
+    timer = GpuTimer(repeats=settings.repeats, pause_s=settings.pause_s)
+    with console.status("measuring the ceilings"):
+        ceilings = measure_ceilings(usable, timer, settings.seed)
+    facts = machine.describe()
+    session = Session(file, usable, timer, ceilings, settings, facts["date"], started)
+    file.append(
+        {
+            "kind": "session",
+            "id": session.id,
+            "what": what,
+            "machine": facts,
+            "peers": described,
+            "ceilings": ceilings.as_dict(),
+            "repeats": settings.repeats,
+            "pause_s": settings.pause_s,
+            "ready_after_s": round(time.monotonic() - started, 1),
+        }
+    )
+    return session
+
+
+def missing_points(file: ResultFile, kind: str, points: Sequence[Any], seed: int) -> list[Any]:
+    """The points that the result file does not hold."""
+    done = file.measured(kind, seed)
+    return [point for point in points if point_key(facts_of(point)) not in done]
+
+
+def run_points(
+    session: Session, kind: str, points: Sequence[Any], measure: Callable[[Any], Record]
+) -> list[Record]:
+    """Measures every point that the result file lacks; returns the records of all these points, old ones too.
+    """
+    seed = session.settings.seed
+    missing = missing_points(session.file, kind, points, seed)
+    if len(missing) < len(points):
+        session.console.print(f"{len(points) - len(missing)} of {len(points)} points are there already")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    slowest = 0.0
+    with Progress(*columns, console=session.console, disable=not session.settings.progress) as bar:
+        task = bar.add_task(kind, total=len(missing))
+        for point in missing:
+            if session.out_of_time(slowest):
+                bar.console.print("the time limit is near: run again with the same folder for the rest")
+                break
+            start = time.monotonic()
+            record = {"kind": kind, "session": session.id, "seed": seed, "point": facts_of(point)}
+            record |= measure(point)
+            record["took_s"] = round(time.monotonic() - start, 2)
+            session.file.append(record)
+            slowest = max(slowest, record["took_s"])
+            bar.advance(task)
+            torch.cuda.empty_cache()
+    wanted = {point_key(facts_of(point)) for point in points}
+    return [
+        record
+        for record in of_kind(session.file.records, kind)
+        if record["seed"] == seed and point_key(record["point"]) in wanted
+    ]

@@ -1,0 +1,195 @@
+"""Benchmarks beside the paper's grid: decode sizes, dense products, memory-bound kernels, the host's share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from padless.bench import machine, tables
+from padless.bench.group_sizes import (
+    DENSE_SHAPES,
+    DecodePoint,
+    DenseShape,
+    Point,
+    decode_grid,
+    decode_sizes,
+    group_sizes,
+)
+from padless.bench.measure import measure_decode, measure_dense
+from padless.bench.pad import pad_bytes, pad_groups, unpad_rows
+from padless.bench.paper import BenchResult, resolve_peers
+from padless.bench.peers import Peer, resolve_folder
+from padless.bench.problem import make_dense, make_grouped
+from padless.bench.results import Record, ResultFile
+from padless.bench.session import (
+    DEFAULT_OUT_DIR,
+    DEFAULT_SETTINGS,
+    RunSettings,
+    missing_points,
+    open_session,
+    run_points,
+)
+from padless.bench.timing import REPEATS, Call, GpuTimer, capture, host_us_per_call
+from padless.bench.warm_up import warm_up
+from padless.formats import FP8_BLOCK, ceil_div
+
+# Rows x K of the memory-bound kernels: the paper's smallest and largest activations and two between.
+QUANTIZE_SHAPES = ((8192, 3072), (8192, 8192), (32768, 7168), (65536, 8192))
+HOST_POINT = Point(8192, 3072, 8192, 32)
+_PADDED_GROUPS = 32
+_WEIGHT_GROUPS = 8
+
+
+def run_decode(
+    points: str | Sequence[DecodePoint] = "quick",
+    peers: Sequence[Peer] | Sequence[str] | None = None,
+    out_dir: str | Path = DEFAULT_OUT_DIR,
+    settings: RunSettings = DEFAULT_SETTINGS,
+) -> BenchResult:
+    """Groups of few rows: padless against DeepGEMM's masked GEMM, MSLK and the memory floor.
+
+    points: "quick" (12), "full" (180) or a list. Writes decode.jsonl; the other arguments are those of
+        run_paper.
+    """
+    if isinstance(points, str) and points not in ("quick", "full"):
+        raise ValueError(f"points must be 'quick', 'full' or a list of points, got {points!r}")
+    grid = decode_grid(quick=points == "quick") if isinstance(points, str) else list(points)
+    seed = settings.seed
+
+    def compile_ahead(file: ResultFile, usable: list[Peer]) -> None:
+        names = [peer.name for peer in usable if peer.compiles_at_run_time]
+        missing = missing_points(file, "decode", grid, seed)
+        warm_up("decode", missing, resolve_folder(settings.peers_dir), names, seed)
+
+    chosen = resolve_peers(peers, settings.peers_dir)
+    session = open_session("decode", out_dir, chosen, settings, compile_ahead)
+
+    def measure(decode: DecodePoint) -> Record:
+        sizes = decode_sizes(decode, seed)
+        point = Point(sum(sizes), decode.N, decode.K, decode.groups)
+        problem = make_grouped(point, sizes, seed, "cuda")
+        record = measure_decode(problem, session.peers, session.timer)
+        return record | {"floor_us": session.floor_us(point.flops, point.bytes)}
+
+    records = run_points(session, "decode", grid, measure)
+    names = ("padless", "deepgemm_masked", "mslk", "floor")
+    tables.print_points(session.console, "Decode sizes (GPU time)", records, names)
+    return BenchResult(records, session.file.path)
+
+
+def run_dense(
+    shapes: Sequence[DenseShape] = DENSE_SHAPES,
+    peers: Sequence[Peer] | Sequence[str] | None = None,
+    out_dir: str | Path = DEFAULT_OUT_DIR,
+    settings: RunSettings = DEFAULT_SETTINGS,
+) -> BenchResult:
+    """Dense products: padless against DeepGEMM and cuBLASLt with the same scales.
+
+    Writes dense.jsonl; otherwise as run_paper.
+    """
+    session = open_session("dense", out_dir, resolve_peers(peers, settings.peers_dir), settings)
+    seed = settings.seed
+
+    def measure(shape: DenseShape) -> Record:
+        point = Point(shape.M, shape.N, shape.K, 1)
+        record = measure_dense(make_dense(shape, seed, "cuda"), session.peers, session.timer)
+        floor = session.floor_us(point.flops, point.bytes)
+        return record | {"bytes": point.bytes, "floor_us": floor}
+
+    records = run_points(session, "dense", list(shapes), measure)
+    names = ("padless", "deepgemm", "cublaslt_block", "cublaslt_tensor", "floor")
+    tables.print_points(session.console, "Dense products (GPU time)", records, names)
+    return BenchResult(records, session.file.path)
+
+
+def run_quantize(
+    shapes: Sequence[tuple[int, int]] = QUANTIZE_SHAPES,
+    out_dir: str | Path = DEFAULT_OUT_DIR,
+    settings: RunSettings = DEFAULT_SETTINGS,
+) -> BenchResult:
+    """The memory-bound kernels, quantising and padding, against a device-to-device copy of this run.
+
+    shapes: (M, K). Writes quantize.jsonl.
+    """
+    session = open_session("quantize", out_dir, (), settings)
+    points = [Point(m, k, k, _PADDED_GROUPS) for m, k in shapes]
+
+    def measure(point: Point) -> Record:
+        calls, moved = memory_bound_calls(point, settings.seed)
+        timings = session.timer.gpu(calls)
+        return {
+            "gpu": {name: timing.as_dict() for name, timing in timings.items()},
+            "bytes": moved,
+            "copy_gb_per_s": session.ceilings.copy_bytes_per_s / 1e9,
+            "clocks": machine.clocks(),
+        }
+
+    records = run_points(session, "quantize", points, measure)
+    tables.print_bandwidth(session.console, "Memory-bound kernels", records)
+    return BenchResult(records, session.file.path)
+
+
+def memory_bound_calls(
+    point: Point, seed: int, device: str = "cuda"
+) -> tuple[dict[str, Call], dict[str, int]]:
+    """The kernels of run_quantize at one size: calls, and the fewest bytes each must move."""
+    from padless.quantize import quantize
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    x = torch.randn(point.M, point.K, dtype=torch.bfloat16, device=device, generator=generator)
+    shape = (_WEIGHT_GROUPS, point.K, point.K)
+    w = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+    problem = make_grouped(Point(point.M, 128, point.K, point.groups), group_sizes(point, seed), seed, device)
+    rows = problem.padded_rows
+    mn_major, row_major = problem.empty_padded(row_major=False), problem.empty_padded(row_major=True)
+    a_row_major = problem.a_row_major
+    padded_out = torch.zeros(rows, point.K, dtype=torch.bfloat16, device=device)
+    out = torch.empty(point.M, point.K, dtype=torch.bfloat16, device=device)
+    calls: dict[str, Call] = {
+        "quantize activations, MN-major": lambda: quantize(x, FP8_BLOCK, scale_major="mn"),
+        "quantize activations, row-major": lambda: quantize(x, FP8_BLOCK, scale_major="k"),
+        "quantize weights": lambda: quantize(w, FP8_BLOCK, kind="weight"),
+        "pad, MN-major": lambda: pad_groups(problem.a, problem.offs, rows=rows, out=mn_major),
+        "pad, row-major": lambda: pad_groups(a_row_major, problem.offs, rows=rows, out=row_major),
+        "unpad bf16": lambda: unpad_rows(padded_out, problem.offs, out),
+    }
+    k_blocks = ceil_div(point.K, 128)
+    activations = point.M * (2 * point.K + point.K + 4 * k_blocks)
+    padding = pad_bytes(point.M, rows, point.K)
+    moved = {
+        "quantize activations, MN-major": activations,
+        "quantize activations, row-major": activations,
+        "quantize weights": _WEIGHT_GROUPS * (3 * point.K * point.K + 4 * k_blocks * k_blocks),
+        "pad, MN-major": padding,
+        "pad, row-major": padding,
+        "unpad bf16": 2 * 2 * point.M * point.K,
+    }
+    return calls, moved
+
+
+def run_host(point: Point = HOST_POINT, *, seed: int = 0, repeats: int = REPEATS) -> dict[str, float]:
+    """What the host adds to a grouped GEMM whose `out` is given: microseconds.
+
+    host_us: Python time of an eager call. kernel_us: GPU time of an eager call. graph_us: GPU time of a graph
+        replay.
+    """
+    from padless.grouped_gemm import grouped_gemm
+
+    machine.require_gpu("padless bench host")
+    problem = make_grouped(point, group_sizes(point, seed), seed, "cuda")
+    out = problem.empty_out()
+
+    def call() -> Any:
+        return grouped_gemm(problem.a, problem.b, problem.offs, out=out)
+
+    graph = capture(call)
+    timings = GpuTimer(repeats=repeats).gpu({"kernel": call, "graph": graph.replay})
+    return {
+        "host_us": host_us_per_call(call),
+        "kernel_us": timings["kernel"].median_us,
+        "graph_us": timings["graph"].median_us,
+    }

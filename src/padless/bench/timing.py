@@ -1,0 +1,183 @@
+"""Timing contenders fairly on one GPU.
+
+Contenders take turns (A B A B ...), so that heat and clock changes meet all of them alike; 512 MB are written
+before every call, so that none finds its operands in L2; medians are reported with their spread. Two clocks:
+
+* GPU time: CUDA events around the call, everything it launches included. The stream sleeps in front of the
+first
+  event for as long as the host needs to issue the call, so gaps in issuing do not count.
+* end-to-end time: from the Python call to the finished result, the host included.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+FLUSH_BYTES = 512 << 20
+REPEATS = 10
+WARM_UP_CALLS = 2
+
+# torch.cuda._sleep counts clock cycles; at less than this rate it sleeps longer, which is harmless.
+_SLEEP_CYCLES_PER_US = 2000
+_SLEEP_MARGIN_US = 30.0
+_SLEEP_MAX_US = 5000.0
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one contender in microseconds."""
+
+    samples_us: tuple[float, ...]
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.samples_us)
+
+    @property
+    def spread_percent(self) -> float:
+        """Distance between the first and the third quartile, in percent of the median."""
+        if len(self.samples_us) < 2:
+            return 0.0
+        first, _, third = statistics.quantiles(self.samples_us, n=4, method="inclusive")
+        return 100.0 * (third - first) / self.median_us if self.median_us else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "us": round(self.median_us, 2),
+            "spread_percent": round(self.spread_percent, 2),
+            "samples_us": [round(sample, 2) for sample in self.samples_us],
+        }
+
+
+class Timer(Protocol):
+    """What the benchmarks need of a clock: `GpuTimer`, or a stand-in for tests."""
+
+    def gpu(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
+        """GPU time of each call, interleaved."""
+
+    def end_to_end(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
+        """Time from each Python call to its finished result, interleaved."""
+
+
+class GpuTimer:
+    """Times calls on the current CUDA device and stream.
+
+    repeats: timed calls of each contender.
+    pause_s: idle time before each round, against heat.
+    """
+
+    def __init__(self, repeats: int = REPEATS, pause_s: float = 0.0, flush_bytes: int = FLUSH_BYTES) -> None:
+        if repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {repeats}")
+        self.repeats = repeats
+        self.pause_s = pause_s
+        self._flush_buffer = torch.empty(flush_bytes, dtype=torch.uint8, device="cuda")
+
+    def _flush(self) -> None:
+        self._flush_buffer.zero_()
+
+    def _host_us(self, call: Call) -> float:
+        """How long the host takes to issue a call (warmed up, in a busy stream)."""
+        for _ in range(WARM_UP_CALLS):
+            call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        elapsed = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return 1e6 * elapsed
+
+    def gpu(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
+        host_us = {name: self._host_us(call) for name, call in calls.items()}
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(self.repeats):
+            self._pause()
+            events = {}
+            for name, call in calls.items():
+                self._flush()
+                sleep_us = min(1.5 * host_us[name] + _SLEEP_MARGIN_US, _SLEEP_MAX_US)
+                torch.cuda._sleep(int(sleep_us * _SLEEP_CYCLES_PER_US))
+                events[name] = _event_pair()
+                events[name][0].record()
+                call()
+                events[name][1].record()
+            torch.cuda.synchronize()
+            for name, (start, end) in events.items():
+                samples[name].append(1e3 * start.elapsed_time(end))
+        return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+    def end_to_end(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for name in calls:
+            calls[name]()
+        for _ in range(self.repeats):
+            self._pause()
+            for name, call in calls.items():
+                self._flush()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                call()
+                torch.cuda.synchronize()
+                samples[name].append(1e6 * (time.perf_counter() - start))
+        return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+    def _pause(self) -> None:
+        torch.cuda.synchronize()
+        if self.pause_s:
+            time.sleep(self.pause_s)
+
+
+def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def host_us_per_call(call: Call, calls: int = 200) -> float:
+    """Python time of one eager call, in microseconds: the GPU is kept busy behind a sleep, so nothing waits
+    for it.
+
+    Median of blocks of ten calls; few enough that the launch queue (about a thousand entries) never fills.
+    """
+    for _ in range(10):
+        call()
+    torch.cuda.synchronize()
+    blocks = []
+    for _ in range(max(calls // 10, 1)):
+        torch.cuda._sleep(int(1000 * _SLEEP_CYCLES_PER_US))
+        start = time.perf_counter()
+        for _ in range(10):
+            call()
+        blocks.append(1e5 * (time.perf_counter() - start))
+        torch.cuda.synchronize()
+    return statistics.median(blocks)
+
+
+def capture(call: Call) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of one call."""
+    for _ in range(WARM_UP_CALLS):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def copy_bytes_per_second(timer: Timer, buffer_bytes: int = 1 << 30) -> float:
+    """The copy ceiling: bytes read plus bytes written per second by a device-to-device copy."""
+    source = torch.randint(0, 256, (buffer_bytes,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    timing = timer.gpu({"copy": lambda: target.copy_(source)})["copy"]
+    return 2 * buffer_bytes / (1e-6 * timing.median_us)
+
+
+def geomean(values: Sequence[float]) -> float:
+    """Geometric mean; NaN of nothing."""
+    return statistics.geometric_mean(values) if values else float("nan")

@@ -1,0 +1,45 @@
+"""One process of `padless.bench.warm_up`: reads a job from standard input and calls its contenders once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
+from padless.bench.measure import gather, own_contenders, own_decode_contender
+from padless.bench.peers import Contender, Peer, find_peers
+from padless.bench.problem import make_grouped
+
+
+def _contenders(kind: str, fields: dict[str, int], peers: Sequence[Peer], seed: int) -> list[Contender]:
+    """All contenders of one point, on uninitialised operands."""
+    if kind == "paper":
+        point = Point(**fields)
+        problem = make_grouped(point, group_sizes(point, seed), None, "cuda")
+        return gather(own_contenders(problem), peers, lambda peer: peer.grouped(problem))[0]
+    decode = DecodePoint(**fields)
+    sizes = decode_sizes(decode, seed)
+    point = Point(sum(sizes), decode.N, decode.K, decode.groups)
+    problem = make_grouped(point, sizes, None, "cuda")
+    return gather(own_decode_contender(problem), peers, lambda peer: peer.decode(problem))[0]
+
+
+def main() -> None:
+    """A worker: reads its job from standard input."""
+    job = json.load(sys.stdin)
+    peers = [peer for peer in find_peers(job["folder"], job["names"]) if peer.available().usable]
+    for fields in job["points"]:
+        try:
+            for contender in _contenders(job["kind"], fields, peers, job["seed"]):
+                contender.call()
+            torch.cuda.synchronize()
+        except Exception as error:
+            print(f"{fields}: {type(error).__name__}: {error}", file=sys.stderr)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
