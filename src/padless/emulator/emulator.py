@@ -79,6 +79,14 @@ class Emulator:
                 value = self.symbols.get(symbol, 0) + addend
                 data[offset : offset + 8] = np.frombuffer(struct.pack("<Q", value), np.uint8)
 
+    def with_memory(self, memory: DeviceMemory) -> Emulator:
+        """The same prepared module on another device memory, its variables as the module initialises them."""
+        other = object.__new__(Emulator)
+        other.__dict__.update(self.__dict__)
+        other.memory, other.symbols, other._arrays = memory, {}, []
+        other._place_variables()
+        return other
+
     def program(self, entry: str) -> Program:
         """The prepared entry; raises UnsupportedInstruction if it uses what is not modelled."""
         if entry not in self._programs:

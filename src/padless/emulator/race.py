@@ -4,7 +4,9 @@ Clocks. `Clocks.time` has three planes of one row per lane of the cluster and on
 asynchronous agent (an mbarrier that copies complete on, a thread's bulk groups, a warpgroup's wgmma groups, a tcgen05
 pipe). Entry [0, l, c] is the latest event of column c that lane l is ordered after. Plane 1 counts only what is ordered
 with a fence.proxy.async on the way: it is set to plane 0 by that fence and travels with plane 0 through every barrier.
-Plane 2 counts what a tcgen05.fence::after_thread_sync of the lane itself has ordered for tensor memory.
+Plane 2 is plane 0 plus the reads of the warp's own lanes before the last instruction that the warp executed
+together: a warp issues in order, so those reads have been served, while its writes need bar.warp.sync to be ordered.
+Plane 3 counts what a tcgen05.fence::after_thread_sync of the lane itself has ordered for tensor memory.
 
 Shadow. Each granule of shared memory (each cell of tensor memory) remembers a stamp of its last write and up to eight
 stamps of reads since: column, event number, and whether the access was through the async proxy. An access is ordered
@@ -22,6 +24,7 @@ import numpy as np
 from .checks import Collector
 
 Array = np.ndarray[Any, Any]
+BASE, PROXY, READS, TENSOR = range(4)  # planes
 IN_FLIGHT = 0xFFFFFFFF
 ASYNC = 1 << 32
 STRONG = 1 << 33
@@ -44,40 +47,47 @@ class Clocks:
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
         self.columns = lanes
-        self.time = np.zeros((3, lanes, lanes + 64), np.uint32)
+        self.time = np.zeros((4, lanes, lanes + 64), np.uint32)
         diagonal = np.arange(lanes)
         self.time[0, diagonal, diagonal] = 1
+        self.time[2] = self.time[0]
 
     def new_column(self) -> int:
         if self.columns == self.time.shape[2]:
-            wider = np.zeros((3, self.lanes, 2 * self.columns), np.uint32)
+            wider = np.zeros((4, self.lanes, 2 * self.columns), np.uint32)
             wider[:, :, : self.columns] = self.time
             self.time = wider
         self.columns += 1
         return self.columns - 1
 
     def join(self, rows: Any) -> Array:
-        """What a release by these lanes publishes: planes 0 and 1, the greatest over the lanes."""
-        return self.time[:2, rows].max(axis=1)
+        """What a release by these lanes publishes: planes 0, 1 and 2, the greatest over the lanes."""
+        return self.time[:3, rows].max(axis=1)
 
     def meet(self, rows: Any) -> Array:
-        """What all of these lanes are ordered after: planes 0, 1 and 2."""
+        """What all of these lanes are ordered after: all four planes."""
         return self.time[:, rows].min(axis=1)
 
     def tick(self, rows: Any) -> None:
-        """Start a new event of each lane. Planes 1 and 2 have not seen it: later writes need a later fence."""
+        """Start a new event of each lane. Planes 1 and 3 have not seen it: later writes need a later fence."""
         if isinstance(rows, slice):
             rows = np.arange(rows.start, rows.stop)
         self.time[0, rows, rows] += 1
+        self.time[2, rows, rows] = self.time[0, rows, rows]
 
     def acquire(self, rows: Any, clock: Array) -> None:
         width = clock.shape[1]
-        part = self.time[:2, rows, :width]
-        self.time[:2, rows, :width] = np.maximum(part, clock[:, None, :])
+        part = self.time[:3, rows, :width]
+        self.time[:3, rows, :width] = np.maximum(part, clock[:, None, :])
 
     def observe(self, rows: Any, column: int, event: int) -> None:
         """These lanes now know that an asynchronous agent has reached an event."""
-        self.time[:2, rows, column] = np.maximum(self.time[:2, rows, column], event)
+        self.time[:3, rows, column] = np.maximum(self.time[:3, rows, column], event)
+
+    def order_reads(self, rows: Any) -> None:
+        """The lanes have executed an instruction together: their earlier reads are done."""
+        self.time[2, rows] = np.maximum(self.time[2, rows], self.time[0, rows]).max(axis=0)
+        self.tick(rows)
 
     def fence_proxy(self, rows: Any) -> None:
         self.time[1, rows] = np.maximum(self.time[1, rows], self.time[0, rows])
@@ -131,7 +141,7 @@ class Shadow:
             for slot in range(READER_SLOTS):
                 if slots >> slot & 1:
                     self._check_rows(
-                        self.read[slot][cells], rows, time, self.read_site[slot], cells, instruction, warp, lanes, "read",
+                        self.read[slot][cells], rows, self.clocks.time[2] if plane == 0 else time, self.read_site[slot], cells, instruction, warp, lanes, "read",
                         strong,
                     )  # fmt: skip
         stamp = pack(rows, self.clocks.time[0, rows, rows], STRONG if strong else 0)[:, None]
@@ -233,8 +243,8 @@ class Shadow:
             for slot in range(READER_SLOTS):
                 if slots >> slot & 1:
                     self._check_bulk(
-                        self.read[slot][cells], cells, clock, self.read_site[slot], instruction, warp, lane, "read", 0,
-                        async_plane,
+                        self.read[slot][cells], cells, clock, self.read_site[slot], instruction, warp, lane, "read",
+                        2 if generic_plane != 3 else 3, async_plane,
                     )  # fmt: skip
             self.written[cells] = stamp
             self.write_site[cells] = instruction.index
@@ -285,7 +295,7 @@ class Shadow:
         cell = cells.start + position if isinstance(cells, slice) else int(np.asarray(cells).reshape(-1)[position])
         kind = "race"
         if known[pick] >= events[pick]:
-            kind = "missing-tcgen05-fence" if (async_plane == 2 or generic_plane == 2) else "missing-proxy-fence"
+            kind = "missing-tcgen05-fence" if (async_plane == 3 or generic_plane == 3) else "missing-proxy-fence"
         self.conflict(stamp, int(sites[cell]), cell, instruction, warp, lane, did, kind)
 
     def restamp(self, cells: Any, old: Any, new: Any) -> None:

@@ -15,6 +15,7 @@ _ALL = np.ones(32, bool)
 def gather_members(fragment: Fragment, m: Any, slot: int, again: Any, instruction: Any) -> Wait | None:
     """Wait until all live lanes of the membermask (a register, the same in all lanes) are here."""
     if fragment.full:
+        together(fragment)
         return None
     lanes = np.flatnonzero(fragment.mask)
     members = int(fragment.warp.v[slot][lanes[0]])
@@ -24,11 +25,25 @@ def gather_members(fragment: Fragment, m: Any, slot: int, again: Any, instructio
             "divergence", f"lane {int(lanes[~needed[lanes]][0])} is not in membermask {members:#010x}", instruction,
             fragment.warp, int(lanes[0]),
         )  # fmt: skip
-    return gather(fragment, needed, again)
+    wait = gather(fragment, needed, again)
+    if wait is None:
+        together(fragment)
+    return wait
 
 
 def gather_warp(fragment: Fragment, again: Any) -> Wait | None:
     """Wait until all live lanes of the warp are here (.aligned)."""
     if fragment.full:
+        together(fragment)
         return None
-    return gather(fragment, _ALL, again)
+    wait = gather(fragment, _ALL, again)
+    if wait is None:
+        together(fragment)
+    return wait
+
+
+def together(fragment: Fragment) -> None:
+    """The lanes of the fragment execute one instruction at once."""
+    clocks = fragment.warp.cta.cluster.clocks
+    if clocks is not None:
+        clocks.order_reads(fragment.warp.rows if fragment.full else fragment.warp.first_row + np.flatnonzero(fragment.mask))

@@ -1,0 +1,151 @@
+"""The emulator behind the driver's interface: `grouped_gemm(..., backend="emulator")` ends here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .emulator import Emulator, LaunchResult
+from .memory import DeviceMemory
+
+if TYPE_CHECKING:
+    from padless.driver import Argument, LaunchShape
+    from padless.jit import CompiledKernel
+    from padless.tensor_map import TensorMapSpec
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How launches run. `num_sms` is what the device claims, so how many CTAs a persistent kernel gets; `raise_on_reports`
+    turns findings into a LaunchError, else they are left in `EmulatedDriver.last_result`."""
+
+    seed: int = 0
+    arithmetic: str = "truncate"
+    checks: bool = True
+    num_sms: int = 2
+    raise_on_reports: bool = True
+
+
+class EmulatedDriver:
+    """A device without a GPU: same methods as padless.driver.CudaDriver, memory is the CPU tensors themselves."""
+
+    kind = "ptx"
+
+    def __init__(self, arch: str = "sm_90a") -> None:
+        self.arch = arch
+        self._local = threading.local()
+
+    @property
+    def settings(self) -> Settings:
+        return getattr(self._local, "settings", Settings())
+
+    @contextmanager
+    def configured(self, **changes: Any) -> Iterator[EmulatedDriver]:
+        """Launches inside the block run with other settings: `with driver.configured(seed=3): ...`."""
+        before = self.settings
+        self._local.settings = replace(before, **changes)
+        try:
+            yield self
+        finally:
+            self._local.settings = before
+
+    @property
+    def last_result(self) -> LaunchResult | None:
+        """What the last launch of this thread found and counted."""
+        return getattr(self._local, "last_result", None)
+
+    def num_sms(self, device: int) -> int:
+        return self.settings.num_sms
+
+    def load(self, kernel: CompiledKernel, device: int) -> Emulator:
+        """Parses and prepares the kernel; raises UnsupportedInstruction here and not in the middle of a launch."""
+        emulator = Emulator(kernel.image, name=f"{kernel.entry}.ptx")
+        emulator.program(kernel.entry)
+        return emulator
+
+    def encode(self, spec: TensorMapSpec) -> bytes:
+        """The 128 bytes of a tensor map, in the emulator's own encoding. Raises ValueError as the driver would refuse."""
+        from .units import tensor_map
+
+        return tensor_map.encode_tiled(
+            spec.data_type, spec.address, spec.dims, spec.strides, spec.box, swizzle=spec.swizzle,
+            l2_promotion=spec.l2_promotion,
+        )  # fmt: skip
+
+    def prepare(
+        self,
+        function: Emulator,
+        kernel: CompiledKernel,
+        shape: LaunchShape,
+        arguments: Sequence[Argument],
+        tensors: Sequence[torch.Tensor],
+    ) -> EmulatedLaunch:
+        return EmulatedLaunch(self, function, kernel, shape, arguments, tensors)
+
+
+class EmulatedLaunch:
+    """A launch with everything bound; calling it runs the kernel to its end."""
+
+    def __init__(
+        self,
+        driver: EmulatedDriver,
+        emulator: Emulator,
+        kernel: CompiledKernel,
+        shape: LaunchShape,
+        arguments: Sequence[Argument],
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        self._driver = driver
+        self._emulator = emulator
+        self._kernel = kernel
+        self._shape = shape
+        self._arguments = [a if isinstance(a, bytes) else a[0] for a in arguments]
+        self._tensors = list(tensors)
+
+    def __call__(self, stream: int = 0) -> None:
+        settings = self._driver.settings
+        emulator = self._emulator.with_memory(memory_of(self._tensors))
+        emulator.arithmetic, emulator.checks = settings.arithmetic, settings.checks
+        result = emulator.launch(
+            self._kernel.entry, self._shape.grid, self._shape.block, self._arguments, cluster=self._shape.cluster,
+            shared_bytes=self._kernel.shared_bytes, seed=settings.seed,
+        )  # fmt: skip
+        self._driver._local.last_result = result
+        if settings.raise_on_reports:
+            result.raise_on_reports()
+
+
+def memory_of(tensors: Sequence[torch.Tensor]) -> DeviceMemory:
+    """Exactly the bytes that these CPU tensors reach, so that one step past an end is out of bounds."""
+    spans: list[list[Any]] = []
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        start = tensor.data_ptr()
+        spans.append([start, start + reach * tensor.element_size(), tensor.untyped_storage()])
+    spans.sort(key=lambda s: s[0])
+    memory = DeviceMemory()
+    merged: list[list[Any]] = []
+    for span in spans:
+        if merged and span[0] < merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], span[1])
+        else:
+            merged.append(span)
+    for start, end, storage in merged:
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+        at = start - storage.data_ptr()
+        memory.register(whole[at : at + end - start].numpy(), address=start)
+    return memory
+
+
+@lru_cache(maxsize=4)
+def emulated_driver(arch: str = "sm_90a") -> EmulatedDriver:
+    """The one emulated device of an architecture in this process."""
+    return EmulatedDriver(arch)
