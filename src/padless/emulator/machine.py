@@ -14,7 +14,9 @@ import numpy as np
 from .ast import Instruction
 from .checks import Collector
 from .errors import KernelFault, LaunchError
+from .exit_checks import check_exit
 from .asynchronous import AsyncOperation
+from .instructions import barriers
 from .memory import DeviceMemory, shared_cells
 from .program import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block, Program
 from .warp import Cluster, Cta, Fragment, Token, Warp
@@ -431,6 +433,8 @@ class Machine:
             f.mask = f.mask & ~gone
             f.full = False
             self.progress += 1
+            if not w.live.any():
+                barriers.cluster_barrier_check(w.cta.cluster)
             for token in list(f.tokens):
                 w.settle(token)
             for other in list(w.fragments):
@@ -450,16 +454,12 @@ class Machine:
                 if not cta.exited and not any(w.live.any() for w in cta.warps):
                     cta.exited = True
                     self.progress += 1
-                    from .instructions import synchronisation, tensor_memory
-
-                    synchronisation.cluster_member_left(cluster)
-                    tensor_memory.check_exit(cta)
+                    check_exit(cta)
             done |= cluster.finished()
         if done:
             for cluster in [c for c in self.clusters if c.finished()]:
-                # What its asynchronous operations still do happens before the memory goes.
-                while self.queues and any(True for _ in self.queues):
-                    self.step_async()
+                while self.step_async():  # what is still on its way lands before the memory goes
+                    pass
                 self.clusters.remove(cluster)
             if not self.checks:
                 self.global_clocks.clear()

@@ -249,6 +249,11 @@ def shared_groups(a: Any, w: Any, where: Array, lanes: Array, size: int) -> list
             w.cta.machine.fault(w, a, f"misaligned shared address {int(part[0]):#x}, {size} bytes", True)
         if cta is not w.cta and cta.exited:
             w.cta.machine.report("exit", f"accesses shared memory of CTA {cta.index}, which has exited", a, w, int(who[0]))
+        if cta is not w.cta and cta.checks:
+            time = cluster.clocks.time
+            for lane in who.tolist():
+                row = w.first_row + lane
+                cta.remote[row] = (int(time[0, row, row]), a, w)
         groups.append((cta, part, who))
     return groups
 

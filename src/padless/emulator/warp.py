@@ -241,6 +241,7 @@ class Cta:
         self.mbarriers: dict[int, Mbarrier] = {}
         self.barriers = [NamedBarrier() for _ in range(16)]
         self.tensor_memory: Any = None
+        self.remote: dict[int, Any] = {}  # clock row of another CTA's lane -> its last use of our memory
         self.warps: list[Warp] = []
         for i in range(count):
             self.warps.append(Warp(self, i, min(32, self.threads - 32 * i)))

@@ -22,9 +22,10 @@ Array = np.ndarray[Any, Any]
 class Transfer:
     """One store in flight: has it read its source, has it written its destination."""
 
-    __slots__ = ("after", "read", "written")
+    __slots__ = ("after", "instruction", "read", "written")
 
-    def __init__(self) -> None:
+    def __init__(self, instruction: Instruction) -> None:
+        self.instruction = instruction
         self.read = False
         self.written = False
         self.after: list[Any] = []
@@ -196,7 +197,7 @@ def begin_read(w: Warp, lane: int, ins: Instruction, cta: Cta, where: Array, gra
         stamp = int(pack(groups.column, len(groups.groups) + 1, ASYNC))
         row = np.array([w.first_row + lane])
         cta.shared.shadow.bulk(cells, clocks.meet(row), stamp, ins, w, lane, write=False)
-    transfer = Transfer()
+    transfer = Transfer(ins)
     groups.open.append(transfer)
     return transfer
 
@@ -313,7 +314,7 @@ def small_load(
         cta, offset = locate(w, to, ins, lane)
         if offset % size or source % size:
             machine.fault(w, ins, f"cp.async of {size} bytes from {source:#x} to {to:#x}: misaligned", np.arange(32) == lane)
-        transfer = Transfer()
+        transfer = Transfer(ins)
         state.open[lane].append(transfer)
         stamp = cells = None
         if clocks is not None:

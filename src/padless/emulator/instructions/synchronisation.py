@@ -11,7 +11,6 @@ from ..mbarrier import Mbarrier
 from ..spaces import OFFSET_MASK
 from ..race import STRONG, pack
 from ..warp import Wait
-from .barriers import cluster_barrier_check
 from ..spaces import SHARED_WINDOW
 from .registry import instruction
 
@@ -68,6 +67,8 @@ def find_mbarrier(
             report("exit", f"signals {bar.name} after that CTA has exited", instruction, w, lane)
     clocks = w.cta.cluster.clocks
     if clocks is not None:
+        if cta is not w.cta:
+            touch_remote(w, cta, lane, instruction)
         column, event = bar.init_stamp
         row = w.first_row + lane
         if clocks.time[0, row, column] < event:
@@ -83,6 +84,12 @@ def find_mbarrier(
                 instruction, w, lane, bar.instruction,
             )  # fmt: skip
     return bar
+
+
+def touch_remote(w: Warp, cta: Cta, lane: int, instruction: Instruction) -> None:
+    """Remember that a lane of another CTA has used this one's shared memory: it must not exit before."""
+    row = w.first_row + lane
+    cta.remote[row] = (int(w.cta.cluster.clocks.time[0, row, row]), instruction, w)
 
 
 def published(w: Warp, rows: Any) -> Any:
@@ -311,11 +318,6 @@ def wait(e: Emitter) -> None:
         return waiting
 
     e.synchronise(mbarrier_wait)
-
-
-def cluster_member_left(cluster: Any) -> None:
-    """A CTA has ended: its threads count as arrived at the cluster barrier."""
-    cluster_barrier_check(cluster)
 
 
 @instruction("mapa")

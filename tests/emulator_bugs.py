@@ -1,0 +1,263 @@
+"""The planted bugs: each an edit of the real Hopper kernel's source, and what must be found when it runs.
+
+A bug counts as detected on a seed if the run ends with a report, or with a wrong or missing value in the output.
+`kinds` are the reports that name the fault itself, rather than a consequence; at least one of them must appear, unless
+the bug is one of arithmetic alone, which only the output can show (`kinds` empty).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from padless import jit
+from padless.config import GemmConfig
+from padless.emulator import Emulator
+from padless.emulator.fake_driver import EmulatedDriver
+from padless.formats import FP8_BLOCK
+from padless.quantize import quantize
+from padless.reference import grouped_gemm_reference
+
+grouped_gemm_module = importlib.import_module("padless.grouped_gemm")
+
+MAIN = "sm90_fp8_grouped_gemm.cu"
+EPILOGUE = "epilogue.cuh"
+TMA = "ptx/tma.cuh"
+WGMMA = "ptx/wgmma.cuh"
+MBARRIER = "ptx/mbarrier.cuh"
+MEMORY = "ptx/memory.cuh"
+BASE = GemmConfig(block_m=128, block_n=128, num_stages=3)
+CLUSTER = dataclasses.replace(BASE, cluster_n=2)
+ROW_MAJOR = dataclasses.replace(BASE, scales="k", scale_window_k_blocks=8)
+FLOAT_OUT = dataclasses.replace(BASE, out_dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    kinds: tuple[str, ...]
+    edits: tuple[tuple[str, str, str], ...]
+    config: GemmConfig = BASE
+    sizes: tuple[int, ...] = (70, 0, 129, 3)
+    n: int = 256
+    k: int = 640
+    seeds: int = 4  # within which it must be found
+    nth: int = 0  # which occurrence of the edited text
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
+WAIT_FULL_FIRST = "mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);\n    for (int kb"
+WAIT_FULL_NEXT = (
+    "if (kb + 1 < k_blocks) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);"
+)
+RELEASE = "if (w == NUM_WAVES - 1) release_stage(shared, stage, lane);"
+CLUSTER_SYNC = "barrier_cluster_arrive();\n        barrier_cluster_wait();"
+
+BUGS: tuple[Bug, ...] = (
+    # ---- fences
+    Bug("no proxy fence before the store", ("missing-proxy-fence",), ((MAIN, "fence_proxy_async_shared();", ""),)),
+    Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
+    Bug("no wgmma.fence", ("missing-wgmma-fence",), ((MAIN, "wgmma_fence();", ""),)),
+    Bug(
+        "proxy fence after the barrier, by the issuer only after its stores",
+        ("missing-proxy-fence",),
+        (
+            (MAIN, "fence_proxy_async_shared();", ""),
+            (MAIN, "cp_async_bulk_commit_group();", "fence_proxy_async_shared(); cp_async_bulk_commit_group();"),
+        ),
+    ),
+    # ---- waits
+    Bug("products not waited for", ("register-in-flight",), ((MAIN, "wgmma_wait_group<0>();", ""),)),
+    Bug(
+        "one product group too few waited for", ("register-in-flight",), ((MAIN, "wgmma_wait_group<0>", "wgmma_wait_group<1>"),)
+    ),
+    Bug("products not committed", ("register-in-flight", "deadlock"), ((MAIN, "wgmma_commit_group();", ""),)),
+    Bug("first full barrier not waited for", ("race",), ((MAIN, WAIT_FULL_FIRST, "for (int kb"),)),
+    Bug("later full barriers not waited for", ("race",), ((MAIN, WAIT_FULL_NEXT, ""),)),
+    Bug("empty barrier not waited for", ("race", "mbarrier"), ((MAIN, WAIT_EMPTY, ""),)),
+    Bug(
+        "store's shared memory reused before it was read",
+        ("race",),
+        ((MAIN, "if (issuer) cp_async_bulk_wait_group_read_all();", ""),),
+    ),
+    Bug(
+        "CTA ends before its stores have read",
+        ("exit",),
+        ((MAIN, "if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();", ""),),
+    ),
+    Bug("store not committed", ("race", "exit"), ((MAIN, "        cp_async_bulk_commit_group();\n", ""),)),
+    # ---- phases and stages
+    Bug("producer's parity flipped", ("deadlock", "race", "mbarrier"), ((MAIN, "pipeline.phase ^ 1", "pipeline.phase"),)),
+    Bug(
+        "consumer's parity flipped on the first wait",
+        ("race", "deadlock"),
+        ((MAIN, WAIT_FULL_FIRST, WAIT_FULL_FIRST.replace("pipeline.phase)", "pipeline.phase ^ 1)")),),
+    ),
+    Bug("phase never toggles", ("deadlock", "race", "mbarrier"), (("pipeline.cuh", "phase ^= 1;", ""),)),
+    Bug(
+        "consumer waits on the stage before",
+        ("race", "deadlock"),
+        ((MAIN, WAIT_FULL_NEXT, WAIT_FULL_NEXT.replace("[pipeline.stage]", "[stage]")),),
+    ),
+    Bug(
+        "ring one stage longer than the memory",
+        ("race", "mbarrier", "deadlock", "out-of-bounds"),
+        (("pipeline.cuh", "if (++stage == STAGES)", "if (++stage == STAGES + 1)"),),
+    ),
+    # ---- arrivals and counts
+    Bug("stage never released", ("deadlock",), ((MAIN, RELEASE, ""),)),
+    Bug("stage released twice", ("mbarrier", "race"), ((MAIN, RELEASE, RELEASE + RELEASE),)),
+    Bug(
+        "stage released before the products are done",
+        ("race",),
+        ((MAIN, RELEASE, ""), (MAIN, "wgmma_wait_group<0>();", RELEASE + "\n            wgmma_wait_group<0>();")),
+    ),
+    Bug(
+        "every lane releases", ("mbarrier",), ((MAIN, "if (lane == 0) mbarrier_arrive(empty);", "mbarrier_arrive(empty);"),)
+    ),
+    Bug(
+        "empty barrier expects one arrival too many",
+        ("deadlock",),
+        ((MAIN, "CLUSTER_N * NUM_MMA_WARPGROUPS * 4);", "CLUSTER_N * NUM_MMA_WARPGROUPS * 4 + 1);"),),
+    ),
+    Bug(
+        "empty barrier expects one arrival too few",
+        ("race", "mbarrier"),
+        ((MAIN, "CLUSTER_N * NUM_MMA_WARPGROUPS * 4);", "CLUSTER_N * NUM_MMA_WARPGROUPS * 4 - 1);"),),
+    ),
+    Bug(
+        "full barrier expects two arrivals",
+        ("deadlock",),
+        ((MAIN, "mbarrier_init(shared_address(&shared.full[s]), 1)", "mbarrier_init(shared_address(&shared.full[s]), 2)"),),
+    ),
+    Bug("expect_tx 16 bytes too many", ("deadlock",), ((MAIN, "(full, stage_bytes);", "(full, stage_bytes + 16);"),)),
+    Bug(
+        "expect_tx 16 bytes too few", ("race", "mbarrier", "deadlock"), ((MAIN, "(full, stage_bytes);", "(full, stage_bytes - 16);"),)
+    ),
+    Bug(
+        "expect_tx forgets the scales",
+        ("race", "mbarrier", "deadlock"),
+        ((MAIN, " + sfa_copies * SFA_COPY_FLOATS * 4;", ";"),),
+    ),
+    Bug("barrier initialised twice", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", "mbarrier_init(shared_address(&shared.full[0]), 1); fence_mbarrier_init();"),)),
+    Bug("barriers not initialised", ("mbarrier",), ((MAIN, "mbarrier_init(shared_address(&shared.window_full), 1);", ""), (MAIN, "mbarrier_init(shared_address(&shared.full[s]), 1);", ""))),
+    # ---- CTA barriers and lanes
+    Bug("no __syncthreads after the set-up", ("mbarrier", "race"), ((MAIN, "    __syncthreads();\n", ""),)),
+    Bug(
+        "no barrier between staging and store",
+        ("race",),
+        ((MAIN, "fence_proxy_async_shared();\n    bar_sync(1 + warpgroup, 128);", "fence_proxy_async_shared();"),),
+    ),
+    Bug(
+        "no barrier between the last store's wait and staging",
+        ("race",),
+        ((MAIN, "    bar_sync(1 + warpgroup, 128);\n#pragma unroll\n    for (int w", "#pragma unroll\n    for (int w"),),
+    ),
+    Bug("store barrier counts one warp too many", ("barrier", "deadlock"), ((MAIN, "bar_sync(1 + warpgroup, 128)", "bar_sync(1 + warpgroup, 160)"),)),
+    Bug("all lanes of the producer warp load", ("mbarrier", "race"), ((MAIN, "warp == NUM_MMA_WARPGROUPS * 4 && elect_one()", "warp == NUM_MMA_WARPGROUPS * 4"),)),
+    Bug("both warpgroups share one store barrier", ("barrier", "race", "deadlock"), ((MAIN, "bar_sync(1 + warpgroup, 128)", "bar_sync(1, 128)"),), seeds=8),
+    # ---- resources and addresses
+    Bug("registers beyond the SM", ("deadlock", "registers"), ((MAIN, "NUM_MMA_WARPGROUPS == 1 ? 248 : 232", "NUM_MMA_WARPGROUPS == 1 ? 248 : 256"),)),
+    Bug("scales read past their end", ("out-of-bounds",), ((MAIN, "kb < k_blocks ? __ldg(rows[j] + kb) : 0.0f", "__ldg(rows[j] + kb)"),)),
+    Bug("scale copy starts off a 16-byte boundary", ("tma",), ((MAIN, "(tile.row & ~3) + i * SFA", "tile.row + 1 + i * SFA"),)),
+    Bug("rows of the next group overwritten", (), ((MAIN, "const int rows = left < WGMMA_M ? left : WGMMA_M;", "const int rows = WGMMA_M;"),)),
+    # ---- wrong values only
+    Bug("swizzle bit wrong in the epilogue", (), ((EPILOGUE, "const uint32_t chunk = i % 8 + lane / 16;", "const uint32_t chunk = (i % 8 + lane / 16) ^ 1;"),)),
+    Bug("K step of a descriptor wrong", (), ((MAIN, "advance_descriptor(b, k), k != 0)", "advance_descriptor(b, k & 64), k != 0)"),)),
+    Bug("accumulators not cleared", ("uninitialised-register",), ((MAIN, "advance_descriptor(b, k), k != 0)", "advance_descriptor(b, k), 1)"),)),
+    Bug("weight scale of the wrong K block", (), ((MAIN, "kb & 31)", "(kb + 1) & 31)"),)),
+    # ---- clusters
+    Bug("no cluster barrier after the set-up", ("mbarrier",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTER, n=512),
+    Bug("no cluster barrier before the end", ("exit",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTER, n=512, nth=1),
+    Bug("multicast to itself only", ("deadlock",), ((MAIN, "(1 << CLUSTER_N) - 1", "1 << cluster_cta_rank()"),), CLUSTER, n=512),
+    Bug("stage released in the own CTA only", ("deadlock",), ((MAIN, "if (lane < CLUSTER_N) mbarrier_arrive_cluster(empty, lane);", "if (lane == cluster_cta_rank()) mbarrier_arrive_cluster(empty, lane);"),), CLUSTER, n=512),
+    Bug("empty barrier counts one CTA of the cluster", ("mbarrier", "race"), ((MAIN, "CLUSTER_N * NUM_MMA_WARPGROUPS * 4);", "NUM_MMA_WARPGROUPS * 4);"),), CLUSTER, n=512),
+    # ---- row-major scales
+    Bug("scale window overwritten early", ("race", "mbarrier"), ((MAIN, "mbarrier_wait(shared_address(&shared.window_empty), window_phase ^ 1);", ""),), ROW_MAJOR),
+    Bug("scale window not waited for", ("race",), ((MAIN, "if constexpr (SCALES_K_MAJOR) mbarrier_wait(shared_address(&shared.window_full), window_phase);", ""),), ROW_MAJOR),
+    Bug("scale window never released", ("deadlock",), ((MAIN, "if (lane == 0) mbarrier_arrive(shared_address(&shared.window_empty));", ""),), ROW_MAJOR),
+)  # fmt: skip
+
+
+class Variant(EmulatedDriver):
+    """An emulated device that compiles an edited copy of the kernel's sources in place of the kernel."""
+
+    def __init__(self, edits: tuple[tuple[str, str, str], ...], config: GemmConfig, nth: int = 0) -> None:
+        super().__init__()
+        texts = dict(jit.sources())
+        for file, old, new in edits:
+            parts = texts[file].split(old)
+            assert len(parts) > nth + 1, f"{file} has no occurrence {nth} of {old!r}: the planted bug needs a new anchor"
+            at = nth if len(parts) > 2 and nth else 0
+            texts[file] = old.join(parts[: at + 1]) + new + old.join(parts[at + 1 :])
+        self.texts = texts
+        self.config = config
+
+    def load(self, kernel: Any, device: int) -> Emulator:
+        image = compile_ptx(self.texts[MAIN], self.config.prelude(), self.texts)
+        emulator = Emulator(image, name=MAIN)
+        emulator.program(kernel.entry)
+        return emulator
+
+
+def compile_ptx(source: str, prelude: str, texts: dict[str, str]) -> bytes:
+    from cuda.bindings import nvrtc
+
+    headers = [(k, v) for k, v in texts.items() if k.endswith(".cuh")]
+    result, program = nvrtc.nvrtcCreateProgram(
+        (prelude + source).encode(), MAIN.encode(), len(headers), [v.encode() for _, v in headers],
+        [k.encode() for k, _ in headers],
+    )  # fmt: skip
+    assert int(result) == 0
+    options = [b"--gpu-architecture=compute_90a", b"--std=c++17", b"-lineinfo", b"--device-as-default-execution-space"]
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(result):
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise AssertionError(log.decode())
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    image = b" " * size
+    nvrtc.nvrtcGetPTX(program, image)
+    return image
+
+
+@dataclass
+class Case:
+    """Operands of one problem, its exact answer, and an output with guard rows on both sides."""
+
+    a: Any
+    b: Any
+    offs: torch.Tensor
+    reference: torch.Tensor
+    magnitude: torch.Tensor
+    rows: int
+
+
+GUARD = 4
+
+
+def make_case(sizes: tuple[int, ...], n: int, k: int, scales: str, seed: int = 0) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(sizes)
+    a = quantize(torch.randn(rows, k, generator=generator), FP8_BLOCK, kind="activation", scale_major=scales)
+    b = quantize(torch.randn(len(sizes), n, k, generator=generator), FP8_BLOCK, kind="weight")
+    offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    reference = grouped_gemm_reference(a, b, offs, out_dtype=torch.float32, accumulate="float64").double()
+    return Case(a, b, offs, reference, reference.abs().amax(1, keepdim=True), rows)
+
+
+def run_case(driver: EmulatedDriver, case: Case, config: GemmConfig) -> tuple[bool, Any]:
+    """(right, launch result): right if every value is close to the exact answer and no guard row was touched."""
+    whole = torch.full((case.rows + 2 * GUARD, case.reference.shape[1]), float("nan"), dtype=config.out_dtype)
+    out = whole[GUARD : GUARD + case.rows]
+    launch = grouped_gemm_module._prepare(driver, case.a, case.b, case.offs, out, config)
+    launch(0)
+    guards = torch.cat([whole[:GUARD], whole[GUARD + case.rows :]])
+    close = (out.double() - case.reference).abs() <= 0.01 * case.magnitude
+    return bool(close.all()) and bool(guards.isnan().all()), driver.last_result
