@@ -12,6 +12,7 @@ The aligned terms are integers below 2^53, so float64 does it exactly: term = tr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -56,11 +57,13 @@ class Operand:
         values: float64 (rows, K); NaN and Inf as they are.
         exponents: int16 (rows, K), the exponent that aligns; NO_EXPONENT for zeros.
         special: whether a value is NaN or Inf.
+        narrow: whether the format has 8 bits or fewer and no scale was applied.
     """
 
     values: Array
     exponents: Array
     special: bool
+    narrow: bool
 
     def negated(self) -> Operand:
         return replace(self, values=-self.values)
@@ -77,14 +80,24 @@ class Operand:
         if nan.any():
             values = np.where(nan, np.nan, values)
         exponents = np.where(self.exponents == NO_EXPONENT, NO_EXPONENT, self.exponents + shift)
-        return Operand(values, exponents.astype(np.int16), self.special or bool(nan.any()))
+        return Operand(values, exponents.astype(np.int16), self.special or bool(nan.any()), False)
 
 
 def decode_operand(codes: Array, name: str) -> Operand:
     """Codes (rows, K) of a number format to an Operand."""
+    f = number_formats.number_format(name)
     values = number_formats.decode(codes, name)
-    special = number_formats.number_format(name).specials != "none" and not np.isfinite(values).all()
-    return Operand(values, _exponents(values, number_formats.number_format(name).emin), bool(special))
+    special = f.specials != "none" and not np.isfinite(values).all()
+    if f.bits <= 16:
+        exponents = _exponent_table(f.name)[np.asarray(codes).astype(np.int64) & (0xFF if f.bits <= 8 else 0xFFFF)]
+    else:
+        exponents = _exponents(values, f.emin)
+    return Operand(values, exponents, bool(special), f.bits <= 8)
+
+
+@lru_cache(maxsize=None)
+def _exponent_table(name: str) -> Array:
+    return _exponents(number_formats.table(name), number_formats.number_format(name).emin)
 
 
 def _exponents(values: Array, emin: int) -> Array:
@@ -137,7 +150,7 @@ def dot_product_add(
     with np.errstate(all="ignore"):
         for first in range(0, m, step):
             rows = slice(first, first + step)
-            part = Operand(a.values[rows], a.exponents[rows], a.special)
+            part = Operand(a.values[rows], a.exponents[rows], a.special, a.narrow)
             c_rows = None if c is None else np.asarray(c[rows], np.float64)
             terms = _Groups(part, b, scales[0].rows(rows), scales[1]) if scales else _Products(part, b)
             out[rows] = _finish(terms, c_rows, rule, mode, result)
@@ -214,7 +227,7 @@ class _Products:
             np.maximum(largest, _exponents(c, -126), out=largest)
         largest = np.where(largest < NO_EXPONENT // 2, 0, largest).astype(np.int32)
         # The 8-bit formats fit float32: products have 8 bits and a sum of 33 terms of F = 13 has 21.
-        small = fraction_bits <= 13 and len(self.a) <= 64 and all(_fits_eight_bits(x) for x in self.operands)
+        small = fraction_bits <= 13 and len(self.a) <= 64 and all(x.narrow for x in self.operands)
         kind = np.float32 if small else np.float64
         factor = np.ldexp(np.ones(self.shape, kind), fraction_bits - largest)
         a, b = self.a.astype(kind), self.b.astype(kind)
@@ -258,12 +271,6 @@ class _Products:
 
 def _finite(x: Operand) -> Array:
     return np.where(np.isfinite(x.values), x.values, 0.0) if x.special else x.values
-
-
-def _fits_eight_bits(x: Operand) -> bool:
-    return bool((np.abs(x.exponents[x.exponents != NO_EXPONENT]) <= 24).all()) and not np.any(
-        np.ldexp(_finite(x), 20) % 1
-    )
 
 
 class _Scales:
@@ -332,4 +339,4 @@ def integer_dot_add(a: Array, b: Array, c: Array | None, *, saturate: bool = Fal
         total = total + c
     if saturate:
         total = np.clip(total, -(1 << 31), (1 << 31) - 1)
-    return total.astype(np.uint32).view(np.int32) if total.dtype != np.int64 else total.astype(np.int32)
+    return total.astype(np.int32)  # keeps the low 32 bits
