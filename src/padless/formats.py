@@ -14,6 +14,15 @@ import torch
 
 KINDS = ("activation", "weight")
 
+# How scales can lie in memory: as their logical shape says, or in the 32x4x4 tiles of padless.layouts, for
+# all rows at once or starting on a fresh tile of 128 rows for every group of rows.
+SCALE_LAYOUTS = ("plain", "blocked", "blocked_groups")
+
+# One 32x4x4 tile: 128 rows of 4 scales.
+TILE_ROWS = 128
+TILE_COLUMNS = 4
+TILE_BYTES = TILE_ROWS * TILE_COLUMNS
+
 # MN-major scales start every column on a 16-byte boundary: four float32.
 MN_MAJOR_ALIGNMENT = 4
 
@@ -75,6 +84,46 @@ FP8_BLOCK = BlockScaledFormat(
     max_value=448.0,
 )
 
+# OCP microscaling: one power-of-two scale (E8M0) per 32 along K.
+MXFP8 = BlockScaledFormat(
+    name="MXFP8",
+    data_dtype=torch.float8_e4m3fn,
+    scale_dtype=torch.float8_e8m0fnu,
+    activation_block=(1, 32),
+    weight_block=(1, 32),
+    max_value=448.0,
+)
+MXFP8_E5M2 = BlockScaledFormat(
+    name="MXFP8_E5M2",
+    data_dtype=torch.float8_e5m2,
+    scale_dtype=torch.float8_e8m0fnu,
+    activation_block=(1, 32),
+    weight_block=(1, 32),
+    max_value=57344.0,
+)
+MXFP4 = BlockScaledFormat(
+    name="MXFP4",
+    data_dtype=torch.float4_e2m1fn_x2,
+    scale_dtype=torch.float8_e8m0fnu,
+    activation_block=(1, 32),
+    weight_block=(1, 32),
+    max_value=6.0,
+    codes_per_byte=2,
+)
+# An e4m3 scale per 16 along K and a float32 global scale (None is 1).
+NVFP4 = BlockScaledFormat(
+    name="NVFP4",
+    data_dtype=torch.float4_e2m1fn_x2,
+    scale_dtype=torch.float8_e4m3fn,
+    activation_block=(1, 16),
+    weight_block=(1, 16),
+    max_value=6.0,
+    codes_per_byte=2,
+    has_global_scale=True,
+)
+
+FORMATS = (FP8_BLOCK, MXFP8, MXFP8_E5M2, MXFP4, NVFP4)
+
 
 def is_mn_major(scale: torch.Tensor) -> bool:
     """Whether a (rows, columns) scale has strides (1, ld), ld = rows rounded up to 4 and at least 4."""
@@ -85,25 +134,35 @@ def is_mn_major(scale: torch.Tensor) -> bool:
     return (rows <= 1 or scale.stride(0) == 1) and scale.stride(1) == ld and columns > 0
 
 
+def blocked_size(rows: int, columns: int) -> int:
+    """Bytes of a (rows, columns) scale in 32x4x4 tiles: 512 for every started 128 rows x 4 columns."""
+    return TILE_BYTES * ceil_div(rows, TILE_ROWS) * ceil_div(columns, TILE_COLUMNS)
+
+
 @dataclass(frozen=True, eq=False)
 class BlockScaledTensor:
     """Codes with their decode scales: value = code * scale (* global_scale).
 
     data: (M, K) activations, (N, K) or (G, N, K) weights, dtype format.data_dtype; with two codes a byte the
-        last size is K / 2.
-    scale: dtype format.scale_dtype. Activations: (M, ceil(K / block_k)), either row-major (contiguous) or
-        MN-major (strides (1, ld), ld = M rounded up to 4, at least 4). Weights: (.., ceil(N / block_n),
+        last size is K / 2, code 2i in the low and code 2i + 1 in the high half of byte i.
+    scale: dtype format.scale_dtype. Activations: (M, ceil(K / block_k)), contiguous or, if float32, MN-major
+        (strides (1, ld), ld = M rounded up to 4, at least 4). Weights: (.., ceil(N / block_n),
         ceil(K / block_k)), contiguous.
-    global_scale: float32, for formats that have one.
+    global_scale: float32, for formats that have one: one value, or (G,) for G groups of rows or of weights.
+    scale_layout: "plain" for the shapes above. For one-byte scales of R rows and C columns also "blocked":
+        (blocked_size(R, C),), or (G, blocked_size(N, C)) for 3-D data; and, for activations,
+        "blocked_groups": (bytes,) with every group's rows starting on a tile of its own
+        (`padless.layouts.to_blocked_groups`).
 
-    A tensor of one row has the same scale shape as an activation and as a weight, and can be used as either.
-    Raises ValueError when the parts disagree.
+    Where activations and weights have the same block, and for a tensor of one row, the scales serve as
+    either. Raises ValueError when the parts disagree.
     """
 
     data: torch.Tensor
     scale: torch.Tensor
     format: BlockScaledFormat
     global_scale: torch.Tensor | None = None
+    scale_layout: str = "plain"
 
     def __post_init__(self) -> None:
         _check_parts(self)
@@ -130,17 +189,32 @@ class BlockScaledTensor:
     @property
     def is_activation(self) -> bool:
         """Whether the scales are those of activations (2-D data)."""
+        if self.scale_layout != "plain":
+            return self.data.dim() == 2
         return self._has_scale_shape("activation") and self.data.dim() == 2
 
     @property
     def is_weight(self) -> bool:
         """Whether the scales are those of weights, and contiguous as weights' must be."""
+        if self.scale_layout != "plain":
+            return self.scale_layout == "blocked"
         return self._has_scale_shape("weight") and self.scale.is_contiguous()
 
     @property
     def scale_major(self) -> str:
         """ "mn" for MN-major scales, "k" for row-major ones."""
         return "mn" if is_mn_major(self.scale) else "k"
+
+    @property
+    def scale_rows(self) -> int:
+        """Logical rows of the scales: of each matrix, for 3-D weights."""
+        kind = "activation" if self.is_activation else "weight"
+        return self.format.scale_shape(self.logical_shape, kind)[-2]
+
+    @property
+    def scale_columns(self) -> int:
+        """Logical columns of the scales: blocks along K."""
+        return ceil_div(self.logical_shape[-1], self.format.block_k)
 
     def _has_scale_shape(self, kind: str) -> bool:
         return tuple(self.scale.shape) == self.format.scale_shape(self.logical_shape, kind)
@@ -166,6 +240,11 @@ def _check_parts(t: BlockScaledTensor) -> None:
 
 
 def _check_scale_layout(t: BlockScaledTensor) -> None:
+    if t.scale_layout not in SCALE_LAYOUTS:
+        raise ValueError(f"scale_layout must be one of {SCALE_LAYOUTS}, got {t.scale_layout!r}")
+    if t.scale_layout != "plain":
+        _check_blocked_scale(t)
+        return
     kinds = KINDS if t.data.dim() == 2 else ("weight",)
     allowed = {kind: t.format.scale_shape(t.logical_shape, kind) for kind in kinds}
     if tuple(t.scale.shape) not in allowed.values():
@@ -174,26 +253,54 @@ def _check_scale_layout(t: BlockScaledTensor) -> None:
             f"scale must have shape {described} for {t.format.name} data of shape {tuple(t.data.shape)}, "
             f"got {tuple(t.scale.shape)}"
         )
-    if t.scale.is_contiguous() or (t.is_activation and is_mn_major(t.scale)):
+    may_be_mn_major = t.is_activation and t.scale.dtype == torch.float32
+    if t.scale.is_contiguous() or (may_be_mn_major and is_mn_major(t.scale)):
         return
-    if not t.is_activation:
-        raise ValueError(
-            f"scale of a weight must be contiguous, got strides {t.scale.stride()}: call .contiguous()"
-        )
+    if not may_be_mn_major:
+        raise ValueError(f"scale must be contiguous, got strides {t.scale.stride()}: call .contiguous()")
     raise ValueError(
         "scale of an activation must be contiguous or MN-major (strides (1, rows rounded up to "
         f"{MN_MAJOR_ALIGNMENT})), got shape {tuple(t.scale.shape)} with strides {t.scale.stride()}"
     )
 
 
+def _check_blocked_scale(t: BlockScaledTensor) -> None:
+    if t.format.scale_dtype.itemsize != 1 or t.format.weight_block[0] != 1:
+        raise ValueError(f"scale_layout must be 'plain' for {t.format.name}, got {t.scale_layout!r}")
+    if not t.scale.is_contiguous():
+        raise ValueError(f"scale must be contiguous, got strides {t.scale.stride()}: call .contiguous()")
+    rows, columns = t.data.shape[-2], t.scale_columns
+    if t.scale_layout == "blocked":
+        wanted = (*t.data.shape[:-2], blocked_size(rows, columns))
+        if tuple(t.scale.shape) != wanted:
+            raise ValueError(
+                f"scale must have shape {wanted}, 32x4x4 tiles of {rows} x {columns} scales, got {tuple(t.scale.shape)}"
+            )
+        return
+    if t.data.dim() != 2:
+        raise ValueError(f"scale_layout 'blocked_groups' needs 2-D data, got shape {tuple(t.data.shape)}")
+    tile_row = blocked_size(1, columns)
+    if t.scale.dim() != 1 or t.scale.numel() % tile_row != 0 or t.scale.numel() < blocked_size(rows, columns):
+        raise ValueError(
+            f"scale must be 1-D, a multiple of {tile_row} bytes (128 rows of {columns} scales in 32x4x4 tiles) and at "
+            f"least {blocked_size(rows, columns)}, got shape {tuple(t.scale.shape)}"
+        )
+
+
 def _check_global_scale(t: BlockScaledTensor) -> None:
-    if t.global_scale is None:
+    scale = t.global_scale
+    if scale is None:
         return
     if not t.format.has_global_scale:
-        raise ValueError(f"global_scale must be None for {t.format.name}, got {t.global_scale!r}")
-    if t.global_scale.dtype != torch.float32:
-        raise ValueError(f"global_scale must be torch.float32, got {t.global_scale.dtype}")
-    if t.global_scale.device != t.data.device:
+        raise ValueError(f"global_scale must be None for {t.format.name}, got {type(scale).__name__}")
+    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
+        got = scale.dtype if isinstance(scale, torch.Tensor) else type(scale).__name__
+        raise ValueError(f"global_scale must be a torch.float32 tensor, got {got}")
+    if scale.device != t.data.device:
+        raise ValueError(f"global_scale must be on data's device {t.data.device}, got {scale.device}")
+    groups = {1, t.data.shape[0]} if t.data.dim() == 3 else {scale.numel()}
+    if scale.dim() > 1 or scale.numel() not in groups:
         raise ValueError(
-            f"global_scale must be on data's device {t.data.device}, got {t.global_scale.device}"
+            f"global_scale must be one value or one per group, got shape {tuple(scale.shape)} "
+            f"for data of shape {tuple(t.data.shape)}"
         )

@@ -6,6 +6,7 @@ The walk is described in docs/walkthrough.md; the kernel it ends in is kernels/s
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -315,7 +316,7 @@ def _prepare(
     grid = min(driver.num_sms(device) // chosen.cluster_n, most_tiles) * chosen.cluster_n
     arguments: list[Argument] = [b"".join(driver.encode(spec) for spec in specs) for specs in maps]
     arguments += [(b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
-    arguments += [(value, 4) for value in (m, n, k, num_groups)]
+    arguments += [(value, 4) for value in (m, n, k, num_groups, _counter(chosen, device, out.data_ptr()))]
     tensors = [a.data, a.scale, b.data, b.scale, out] + ([] if offs is None else [offs])
     shape = LaunchShape(grid, kernel.num_threads, chosen.cluster_n)
     return driver.prepare(function, kernel, shape, arguments, tensors)
@@ -325,6 +326,25 @@ def _prepare(
 def _load(driver: Driver, config: GemmConfig, device: int) -> tuple[CompiledKernel, Any]:
     kernel = compile_kernel(KERNEL, config.prelude(), driver.arch, driver.kind)
     return kernel, driver.load(kernel, device)
+
+
+_NUM_COUNTERS = 1 << 15  # the same number as in kernels/tile_queue.cuh
+_COUNTERS: dict[tuple[GemmConfig, int], dict[int, int]] = {}
+_COUNTERS_GUARD = threading.Lock()
+
+
+def _counter(config: GemmConfig, device: int, out_address: int) -> int:
+    """The kernel's tile counter for launches that write to ``out_address``, or -1 when all are taken.
+
+    Launches that run at the same time need different counters. Those that write to one address cannot run at the same
+    time (the caller would lose one of the results), so the address decides. Once taken a counter is never given to
+    another address, since a CUDA graph may replay an old launch at any time.
+    """
+    with _COUNTERS_GUARD:
+        taken = _COUNTERS.setdefault((config, device), {})
+        if out_address not in taken and len(taken) == _NUM_COUNTERS:
+            return -1
+        return taken.setdefault(out_address, len(taken))
 
 
 def _tensor_maps(

@@ -1,10 +1,26 @@
-"""Where scales and packed codes lie in memory, in plain torch."""
+"""Where scales and packed codes lie in memory, in plain torch. Nothing here waits for the GPU.
+
+The 32x4x4 layout of one-byte scales, which Blackwell's tensor cores read: tiles of 128 rows x 4 columns, 512
+contiguous bytes each, row-major over the tiles; inside a tile row r, column c is byte (r % 32) * 16 + (r //
+32) * 4 + c.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from padless.formats import MN_MAJOR_ALIGNMENT, is_mn_major, round_up
+from padless.formats import (
+    MN_MAJOR_ALIGNMENT,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    BlockScaledTensor,
+    blocked_size,
+    ceil_div,
+    is_mn_major,
+    round_up,
+)
+
+# --- MN-major float32 scales -----------------------------------------------------------------------------
 
 
 def empty_mn_major(rows: int, columns: int, device: torch.device) -> torch.Tensor:
@@ -17,9 +33,7 @@ def empty_mn_major(rows: int, columns: int, device: torch.device) -> torch.Tenso
 
 
 def to_mn_major(scale: torch.Tensor) -> torch.Tensor:
-    """The (rows, columns) float32 scales in MN-major layout, padding zero; as they are if they already have
-    it.
-    """
+    """The (rows, columns) float32 scales, MN-major with zero padding; as they are if they already have it."""
     if is_mn_major(scale):
         return scale
     rows, columns = scale.shape
@@ -28,3 +42,174 @@ def to_mn_major(scale: torch.Tensor) -> torch.Tensor:
     torch.as_strided(out, (ld - rows, columns), (1, ld), rows).zero_()
     out.copy_(scale)
     return out
+
+
+# --- two FP4 codes a byte --------------------------------------------------------------------------------
+
+
+def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
+    """(.., K) uint8 codes 0..15 as (.., K / 2) float4_e2m1fn_x2: code 2i in bits 3:0, 2i + 1 in bits 7:4.
+
+    Example: codes [0x1, 0xF] -> byte 0xF1.
+    """
+    if codes.dtype != torch.uint8 or codes.shape[-1] % 2 != 0:
+        raise ValueError(
+            f"codes must be uint8 with an even last size, got {codes.dtype} {tuple(codes.shape)}"
+        )
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).view(torch.float4_e2m1fn_x2)
+
+
+def unpack_fp4(data: torch.Tensor) -> torch.Tensor:
+    """(.., K / 2) float4_e2m1fn_x2 or uint8 as (.., K) uint8 codes 0..15."""
+    packed = data.view(torch.uint8)
+    return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
+
+
+# --- 32x4x4 tiles ----------------------------------------------------------------------------------------
+
+
+def to_blocked(scale: torch.Tensor) -> torch.Tensor:
+    """One-byte scales (R, C) in 32x4x4 tiles, (blocked_size(R, C),); (G, R, C) to (G, blocked_size(R, C)).
+
+    Padding rows and columns are zero bytes. Example: R = 130, C = 5: element (129, 4) is in tile row 1, tile
+    column 1, at byte (1 * 2 + 1) * 512 + (1 % 32) * 16 + 0 * 4 + 0 = 1552.
+    """
+    _check_bytes(scale, "scale")
+    if scale.dim() not in (2, 3):
+        raise ValueError(f"scale must be (R, C) or (G, R, C), got shape {tuple(scale.shape)}")
+    *batch, rows, columns = scale.shape
+    padding = (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS)
+    padded = torch.nn.functional.pad(scale.view(torch.uint8), padding)
+    row_tiles, column_tiles = ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS)
+    split = padded.view(*batch, row_tiles, 4, 32, column_tiles, TILE_COLUMNS)
+    tiled = split.movedim((-2, -3, -4), (-4, -3, -2))  # -> row tile, column tile, 32, 4, 4
+    return tiled.reshape(*batch, blocked_size(rows, columns)).view(scale.dtype)
+
+
+def from_blocked(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The (rows, columns) scales in 32x4x4 tiles `blocked`, of any shape with their bytes in order.
+
+    A (G, blocked_size(rows, columns)) `blocked` gives (G, rows, columns).
+    """
+    _check_bytes(blocked, "blocked")
+    size = blocked_size(rows, columns)
+    batched = blocked.dim() == 2 and blocked.shape[-1] == size
+    if not batched and blocked.numel() != size:
+        raise ValueError(
+            f"blocked must hold the {size} bytes of {rows} x {columns} scales in 32x4x4 tiles, got {tuple(blocked.shape)}"
+        )
+    batch = blocked.shape[:1] if batched else ()
+    row_tiles, column_tiles = ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS)
+    tiled = blocked.contiguous().view(torch.uint8).view(*batch, row_tiles, column_tiles, 32, 4, TILE_COLUMNS)
+    split = tiled.movedim((-4, -3, -2), (-2, -3, -4))  # -> row tile, 4, 32, column tile, 4
+    padded = split.reshape(*batch, row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS)
+    return padded[..., :rows, :columns].contiguous().view(blocked.dtype)
+
+
+def cudnn_view(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The same bytes as cuDNN describes them: (32, 4, row tiles, 4, column tiles, L), no copy.
+
+    blocked: (blocked_size(rows, columns),), then L = 1, or (L, blocked_size(rows, columns)).
+    Element [r % 32, (r % 128) // 32, r // 128, c % 4, c // 4, l] is scale (r, c) of matrix l.
+    """
+    _check_bytes(blocked, "blocked")
+    size = blocked_size(rows, columns)
+    if blocked.dim() not in (1, 2) or blocked.shape[-1] != size or not blocked.is_contiguous():
+        raise ValueError(
+            f"blocked must be contiguous, ({size},) or (L, {size}), got shape {tuple(blocked.shape)}"
+        )
+    row_tiles, column_tiles = ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS)
+    return blocked.view(-1, row_tiles, column_tiles, 32, 4, TILE_COLUMNS).permute(3, 4, 1, 5, 2, 0)
+
+
+def from_cudnn_view(view: torch.Tensor) -> torch.Tensor:
+    """(L, bytes) of a (32, 4, row tiles, 4, column tiles, L) view; no copy if its strides are cudnn_view's."""
+    _check_bytes(view, "view")
+    if view.dim() != 6 or tuple(view.shape[i] for i in (0, 1, 3)) != (32, 4, TILE_COLUMNS):
+        raise ValueError(
+            f"view must be (32, 4, row tiles, 4, column tiles, L), got shape {tuple(view.shape)}"
+        )
+    return view.permute(5, 2, 4, 0, 1, 3).reshape(view.shape[5], -1)
+
+
+# --- groups of rows --------------------------------------------------------------------------------------
+
+
+def group_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:
+    """(rows,) int64 group of every row, len(offs) for rows past the last group.
+
+    offs: (G,) int32 cumulative END offsets; their running maximum counts, as for the GEMM.
+    """
+    ends = _group_ends(offs, rows)
+    return torch.bucketize(torch.arange(rows, device=offs.device), ends, right=True)
+
+
+def blocked_groups_rows(rows: int, num_groups: int) -> int:
+    """Rows that any split of `rows` into groups can need when every group is padded to 128."""
+    return (rows + (TILE_ROWS - 1) * num_groups) // TILE_ROWS * TILE_ROWS
+
+
+def padded_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:
+    """(rows,) int64: where each row's scales go when every group starts on a fresh tile of 128 rows.
+
+    Example: offs [2, 5] -> rows 0, 1 of group 0 stay, rows 2, 3, 4 go to 128, 129, 130. Rows past the last
+        group go to blocked_groups_rows(rows, len(offs)), one past all that is kept.
+    """
+    ends = _group_ends(offs, rows)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    tiles = (ends - starts + TILE_ROWS - 1) // TILE_ROWS
+    shift = (tiles.cumsum(0) - tiles) * TILE_ROWS - starts
+    outside = torch.full_like(ends[:1], blocked_groups_rows(rows, offs.shape[0]))
+    row = torch.arange(rows, device=offs.device)
+    group = torch.bucketize(row, ends, right=True)
+    inside = group < offs.shape[0]
+    return torch.where(inside, row + torch.cat([shift, outside])[group], outside)
+
+
+def to_blocked_groups(scale: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """(M, C) one-byte scales in 32x4x4 tiles with each group's rows on tiles of their own, (bytes,).
+
+    offs: (G,) int32 cumulative END offsets. Group g starts at tile row sum over i < g of ceil(M_i / 128);
+        empty groups take no tile. The result has room for any offs, blocked_size(blocked_groups_rows(M, G),
+        C) bytes, zero where no group lies. Rows past the last group are left out.
+    """
+    _check_bytes(scale, "scale")
+    if scale.dim() != 2:
+        raise ValueError(f"scale must be (M, C), got shape {tuple(scale.shape)}")
+    rows, columns = scale.shape
+    capacity = blocked_groups_rows(rows, offs.shape[0])
+    padded = torch.zeros((capacity + 1, columns), dtype=torch.uint8, device=scale.device)
+    padded[padded_rows(offs, rows)] = scale.view(torch.uint8)  # the last row collects what is in no group
+    return to_blocked(padded[:capacity]).view(scale.dtype)
+
+
+def from_blocked_groups(blocked: torch.Tensor, offs: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The (rows, columns) scales of to_blocked_groups; zero bytes for rows past the last group."""
+    _check_bytes(blocked, "blocked")
+    capacity = blocked.numel() // blocked_size(1, columns) * TILE_ROWS
+    padded = from_blocked(blocked, capacity, columns).view(torch.uint8)
+    padded = torch.nn.functional.pad(padded, (0, 0, 0, 1))
+    return padded[padded_rows(offs, rows).clamp(max=capacity)].view(blocked.dtype)
+
+
+def plain_scale(t: BlockScaledTensor, offs: torch.Tensor | None = None) -> torch.Tensor:
+    """The scales of t in their logical shape, whatever its scale_layout; "blocked_groups" needs offs."""
+    if t.scale_layout == "plain":
+        return t.scale
+    rows, columns = t.data.shape[-2], t.scale_columns
+    if t.scale_layout == "blocked":
+        return from_blocked(t.scale, rows, columns)
+    if offs is None:
+        raise ValueError("offs must be given for scales in layout 'blocked_groups', got None")
+    return from_blocked_groups(t.scale, offs, rows, columns)
+
+
+def _group_ends(offs: torch.Tensor, rows: int) -> torch.Tensor:
+    if offs.dim() != 1 or offs.shape[0] == 0 or offs.is_floating_point():
+        raise ValueError(f"offs must be a 1-D tensor of integers, got {tuple(offs.shape)} {offs.dtype}")
+    return offs.to(torch.int64).clamp(0, rows).cummax(0).values
+
+
+def _check_bytes(t: torch.Tensor, name: str) -> None:
+    if t.dtype.itemsize != 1:
+        raise ValueError(f"{name} must have a dtype of one byte, got {t.dtype}")

@@ -1,7 +1,7 @@
-"""Values to block-scaled codes and back.
+"""Values to block-scaled codes and back: `quantize` and `dequantize`.
 
-The torch implementation here is the definition; `padless.quantize_triton` is the same arithmetic for a GPU
-and equal to it bit for bit.
+What a code and a scale are is in `padless.quantize_rules`, in torch. On a GPU the same arithmetic runs in
+Triton kernels (`padless.quantize_triton`, `padless.quantize_triton_rows`), equal to it bit for bit.
 """
 
 from __future__ import annotations
@@ -11,15 +11,31 @@ from functools import cache
 
 import torch
 
-from padless import layouts
-from padless.formats import FP8_BLOCK, KINDS, BlockScaledFormat, BlockScaledTensor, ceil_div
+from padless import layouts, quantize_rules
+from padless.formats import (
+    FORMATS,
+    FP8_BLOCK,
+    KINDS,
+    MXFP4,
+    MXFP8,
+    MXFP8_E5M2,
+    NVFP4,
+    SCALE_LAYOUTS,
+    BlockScaledFormat,
+    BlockScaledTensor,
+)
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_MAJORS = ("mn", "k")
 
-# Smallest amax a block is scaled for, so that an all-zero block has a finite reciprocal.
-AMAX_FLOOR = 1e-4
-E4M3_NAN = 0x7F
+# The allowed values of scale_rule, the default first.
+SCALE_RULES: dict[BlockScaledFormat, tuple[str, ...]] = {
+    FP8_BLOCK: (),
+    MXFP8: ("rceil", "floor"),
+    MXFP8_E5M2: ("rceil", "floor"),
+    MXFP4: ("rceil", "floor"),
+    NVFP4: ("te", "torchao"),
+}
 
 
 def quantize(
@@ -27,25 +43,66 @@ def quantize(
     format: BlockScaledFormat,
     *,
     kind: str = "activation",
-    scale_major: str = "mn",
+    scale_major: str | None = None,
+    scale_rule: str | None = None,
+    scale_layout: str = "plain",
+    global_scale: torch.Tensor | float | None = None,
+    offs: torch.Tensor | None = None,
 ) -> BlockScaledTensor:
     """Codes and decode scales of x, all arithmetic in float32.
 
-    x: (M, K) for kind "activation"; (N, K) or (G, N, K) for "weight"; bf16, fp16 or fp32; any strides.
-        Blocks at the end of K (and of N, for weights) are short when the sizes are not multiples of theirs.
-    scale_major: layout of activations' scales, "mn" (MN-major, ld rounded up to 4; padding is zero) or "k"
-        (row-major).
+    x: (M, K) for kind "activation"; (N, K) or (G, N, K) for "weight"; bf16, fp16 or fp32; any strides. Blocks
+        at the end of K (and of N, for FP8_BLOCK weights) are short when the sizes are not multiples of
+        theirs. K must be even for the FP4 formats.
+    scale_major: layout of FP8_BLOCK activations' scales, "mn" (the default: MN-major, ld rounded up to 4,
+        zero padding) or "k" (row-major).
+    scale_rule: MX formats "rceil" (default) or "floor"; NVFP4 "te" (default) or "torchao".
+    scale_layout: "plain", or for one-byte scales "blocked", or for activations "blocked_groups" (with offs);
+        see BlockScaledTensor.
+    global_scale: NVFP4's decode scale where it is known; one number, or one per group (float32). None
+        computes amax / 2688 of x, of each weight of a (G, N, K) x, or of each group of rows where offs is
+        given.
+    offs: (G,) int32 cumulative END offsets of groups of rows, for "blocked_groups" and for NVFP4. Rows past
+        the last group take its global scale.
 
-    FP8_BLOCK: scale = max(amax, 1e-4) / 448 and code = e4m3(clamp(x * (1 / scale), -448, 448)), to nearest
-    even. A block with a NaN has scale NaN and codes 0x7F; one with an Inf and no NaN has scale Inf and codes
-    +-0 (0x7F for the Inf), so it decodes to NaN: non-finite values never turn into finite ones.
+    The rules, and what zeros, NaN, Inf and subnormals become, are in docs/formats.md. In short: a block with
+    a NaN or an Inf decodes to NaN, and no other block notices.
     """
-    _check(x, format, kind, scale_major)
-    if x.is_cuda and has_triton():
-        from padless import quantize_triton
+    _check_x(x, format, kind)
+    scale_major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
+    scale_rule = _check_scale_rule(format, scale_rule)
+    on_gpu = x.is_cuda and has_triton()
+    if format == FP8_BLOCK:
+        return _quantize_fp8_block(x, kind, scale_major, on_gpu)
+    global_scale, factors = (
+        _nvfp4_global(x, scale_rule, global_scale, offs, on_gpu) if format == NVFP4 else (None, None)
+    )
+    if on_gpu:
+        from padless import quantize_triton_rows
 
-        return quantize_triton.fp8_block(x, kind, scale_major)
-    return _fp8_block_torch(x, format, kind, scale_major)
+        data, scale = quantize_triton_rows.row_blocks(x, format, scale_rule, scale_layout, offs, factors)
+    else:
+        data, scale = _row_blocks_torch(x, format, scale_rule, scale_layout, offs, factors)
+    return BlockScaledTensor(data, scale, format, global_scale, scale_layout)
+
+
+def dequantize(
+    t: BlockScaledTensor, dtype: torch.dtype = torch.float32, *, offs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Values of t in its logical shape: code * scale (* global scale) in float32, then rounded to dtype.
+
+    offs: (G,) int32 cumulative END offsets, needed where t's scales or global scales are per group of rows.
+    """
+    if not isinstance(t, BlockScaledTensor):
+        raise ValueError(f"t must be a BlockScaledTensor, got {type(t).__name__}")
+    block_rows, block_k = t.format.block("activation" if t.is_activation else "weight")
+    scale = layouts.plain_scale(t, offs).to(torch.float32)
+    codes = layouts.unpack_fp4(t.data) if t.format.codes_per_byte == 2 else t.data
+    values = quantize_rules.from_e2m1(codes) if t.format.codes_per_byte == 2 else codes.to(torch.float32)
+    values = values * quantize_rules.expand_blocks(scale, block_rows, block_k, t.logical_shape)
+    if t.global_scale is not None:
+        values = values * _per_row(t.global_scale, t.logical_shape, offs)
+    return values.to(dtype)
 
 
 @cache
@@ -54,72 +111,154 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def dequantize(t: BlockScaledTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of t in its logical shape: code * scale in float32, then rounded to dtype."""
-    if not isinstance(t, BlockScaledTensor):
-        raise ValueError(f"t must be a BlockScaledTensor, got {type(t).__name__}")
-    kind = "activation" if t.is_activation else "weight"
-    block_rows, block_k = t.format.block(kind)
-    scale = expand_blocks(t.scale, block_rows, block_k, t.logical_shape)
-    return (t.data.to(torch.float32) * scale).to(dtype)
+# --- the two paths ---------------------------------------------------------------------------------------
 
 
-def expand_blocks(scale: torch.Tensor, block_rows: int, block_k: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Block scales (.., row blocks, column blocks), one per block, as one per element of `shape`."""
-    if block_rows > 1:
-        scale = scale.repeat_interleave(block_rows, dim=-2)
-    return scale.repeat_interleave(block_k, dim=-1)[..., : shape[-2], : shape[-1]]
+def _quantize_fp8_block(x: torch.Tensor, kind: str, scale_major: str, on_gpu: bool) -> BlockScaledTensor:
+    if on_gpu:
+        from padless import quantize_triton
+
+        return quantize_triton.fp8_block(x, kind, scale_major)
+    codes, scale = quantize_rules.fp8_block(x, kind)
+    if kind == "activation" and scale_major == "mn":
+        scale = layouts.to_mn_major(scale)
+    return BlockScaledTensor(codes.view(FP8_BLOCK.data_dtype), scale, FP8_BLOCK)
 
 
-def _check(x: torch.Tensor, format: BlockScaledFormat, kind: str, scale_major: str) -> None:
+def _row_blocks_torch(
+    x: torch.Tensor,
+    format: BlockScaledFormat,
+    scale_rule: str,
+    scale_layout: str,
+    offs: torch.Tensor | None,
+    factors: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(data, scale) of the formats whose blocks lie in one row; factors: NVFP4's, (2,) or (groups, 2)."""
+    if factors is None:
+        codes, scale = quantize_rules.mx(x, format, scale_rule)
+    else:
+        columns = [_per_row(factors[..., i], tuple(x.shape), offs) for i in range(2)]
+        codes, scale = quantize_rules.nvfp4(x, scale_rule, torch.stack(columns, dim=-1))
+    data = layouts.pack_fp4(codes) if format.codes_per_byte == 2 else codes.view(format.data_dtype)
+    if scale_layout == "blocked":
+        scale = layouts.to_blocked(scale)
+    elif scale_layout == "blocked_groups":
+        assert offs is not None
+        scale = layouts.to_blocked_groups(scale, offs)
+    return data, scale.view(format.scale_dtype)
+
+
+def _nvfp4_global(
+    x: torch.Tensor,
+    scale_rule: str,
+    global_scale: torch.Tensor | float | None,
+    offs: torch.Tensor | None,
+    on_gpu: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(decode scale () or (groups,), the factors derived from it (.., 2))."""
+    if global_scale is not None:
+        given = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device)
+        return given, quantize_rules.nvfp4_factors(scale_rule, given, None)
+    if on_gpu:
+        from padless import quantize_triton_rows
+
+        amax = quantize_triton_rows.group_amax(x, offs)
+    elif x.dim() == 3:
+        amax = quantize_rules.finite_amax(x, (1, 2))
+    elif offs is None:
+        amax = quantize_rules.finite_amax(x, (0, 1))
+    else:
+        amax = group_max(quantize_rules.finite_amax(x, (1,)), offs)
+    decode = quantize_rules.nvfp4_global_scale(amax)
+    return decode, quantize_rules.nvfp4_factors(scale_rule, decode, amax)
+
+
+def group_max(row_amax: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """(G,) largest of each group's non-negative float32 row_amax (M,); rows past the last group count for it."""
+    group = layouts.group_of_rows(offs, row_amax.shape[0]).clamp(max=offs.shape[0] - 1)
+    return row_amax.new_zeros(offs.shape[0]).scatter_reduce(0, group, row_amax, "amax")
+
+
+def _per_row(values: torch.Tensor, shape: tuple[int, ...], offs: torch.Tensor | None) -> torch.Tensor:
+    """One value, one per weight or one per group of rows, to broadcast against (.., rows, columns)."""
+    if values.numel() == 1:
+        return values.reshape(1, 1)
+    if len(shape) == 3:
+        return values.view(-1, 1, 1)
+    if offs is None or offs.shape[0] != values.shape[0]:
+        got = None if offs is None else tuple(offs.shape)
+        raise ValueError(f"offs must have {values.shape[0]} entries, one per global scale, got {got}")
+    return values[layouts.group_of_rows(offs, shape[0]).clamp(max=offs.shape[0] - 1)][:, None]
+
+
+# --- checks ----------------------------------------------------------------------------------------------
+
+
+def _check_x(x: torch.Tensor, format: BlockScaledFormat, kind: str) -> None:
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in INPUT_DTYPES:
         raise ValueError(f"x must be bfloat16, float16 or float32, got {x.dtype}")
     if not isinstance(format, BlockScaledFormat):
         raise ValueError(f"format must be a BlockScaledFormat such as padless.FP8_BLOCK, got {format!r}")
+    if format not in SCALE_RULES:
+        raise ValueError(f"format must be one of {[f.name for f in FORMATS]}, got {format}")
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
-    if scale_major not in SCALE_MAJORS:
-        raise ValueError(f"scale_major must be one of {SCALE_MAJORS}, got {scale_major!r}")
     ranks = (2,) if kind == "activation" else (2, 3)
     if x.dim() not in ranks:
         wanted = "(M, K)" if kind == "activation" else "(N, K) or (num_groups, N, K)"
         raise ValueError(f"x must be {wanted} for kind={kind!r}, got shape {tuple(x.shape)}")
-    if x.shape[-1] == 0:
-        raise ValueError(f"x must have K > 0, got shape {tuple(x.shape)}")
-    if format is not FP8_BLOCK:
-        raise ValueError(f"format must be FP8_BLOCK, got {format.name}")
+    if x.shape[-1] == 0 or x.shape[-1] % format.codes_per_byte != 0:
+        even = "" if format.codes_per_byte == 1 else f" and even for {format.name}"
+        raise ValueError(f"x must have K > 0{even}, got shape {tuple(x.shape)}")
 
 
-def _fp8_block_torch(
-    x: torch.Tensor, format: BlockScaledFormat, kind: str, scale_major: str
-) -> BlockScaledTensor:
-    block_rows, block_k = format.block(kind)
-    values = x.to(torch.float32)
-    # Tensors and not Python numbers: torch on CUDA divides by a number by multiplying with its reciprocal.
-    max_value = torch.full((), format.max_value, device=x.device)
-    one = torch.ones((), device=x.device)
-    scale = block_amax(values, block_rows, block_k).clamp(min=AMAX_FLOOR) / max_value
-    inverse = expand_blocks(one / scale, block_rows, block_k, tuple(x.shape))
-    codes = to_e4m3(values * inverse)
-    scale = torch.where(scale.isnan(), torch.full_like(scale, float("nan")), scale)  # one NaN bit pattern
-    if kind == "activation" and scale_major == "mn":
-        scale = layouts.to_mn_major(scale)
-    return BlockScaledTensor(codes, scale, format)
+def _check_options(
+    format: BlockScaledFormat,
+    kind: str,
+    scale_major: str | None,
+    scale_layout: str,
+    global_scale: torch.Tensor | float | None,
+    offs: torch.Tensor | None,
+) -> str:
+    """Raise ValueError for options that do not go together; the scale_major to use."""
+    if scale_major is None:
+        scale_major = "mn" if format == FP8_BLOCK else "k"
+    if scale_major not in SCALE_MAJORS:
+        raise ValueError(f"scale_major must be one of {SCALE_MAJORS}, got {scale_major!r}")
+    if scale_major == "mn" and format != FP8_BLOCK:
+        raise ValueError(f"scale_major must be 'k' for {format.name}, got 'mn'; see scale_layout")
+    if scale_layout not in SCALE_LAYOUTS:
+        raise ValueError(f"scale_layout must be one of {SCALE_LAYOUTS}, got {scale_layout!r}")
+    if format == FP8_BLOCK and scale_layout != "plain":
+        raise ValueError(f"scale_layout must be 'plain' for FP8_BLOCK, got {scale_layout!r}; see scale_major")
+    if global_scale is not None and not format.has_global_scale:
+        raise ValueError(f"global_scale must be None for {format.name}")
+    if scale_layout == "blocked_groups" and offs is None:
+        raise ValueError("offs must be given for scale_layout 'blocked_groups', got None")
+    if offs is not None:
+        if kind != "activation":
+            raise ValueError(f"offs must be None for kind={kind!r}: only activations have groups of rows")
+        if format != NVFP4 and scale_layout != "blocked_groups":
+            raise ValueError(f"offs must be None for {format.name} with scale_layout {scale_layout!r}")
+        if (
+            not isinstance(offs, torch.Tensor)
+            or offs.dtype != torch.int32
+            or offs.dim() != 1
+            or not len(offs)
+        ):
+            raise ValueError(
+                "offs must be a 1-D int32 tensor of at least one end offset (padless.group_offsets)"
+            )
+    return scale_major
 
 
-def block_amax(values: torch.Tensor, block_rows: int, block_k: int) -> torch.Tensor:
-    """max |value| of each block, (.., row blocks, column blocks); NaN where the block has one."""
-    *batch, rows, columns = values.shape
-    row_blocks, column_blocks = ceil_div(rows, block_rows), ceil_div(columns, block_k)
-    padding = (0, column_blocks * block_k - columns, 0, row_blocks * block_rows - rows)
-    padded = torch.nn.functional.pad(values.abs(), padding)
-    return padded.view(*batch, row_blocks, block_rows, column_blocks, block_k).amax(dim=(-3, -1))
-
-
-def to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """float32 to e4m3: nearest even, magnitudes above 448 (and Inf) to 448, every NaN to 0x7F."""
-    # Clamped first: a finite overflow becomes NaN in some torch versions and 448 in others.
-    codes = values.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    return codes.masked_fill(values.isnan(), E4M3_NAN).view(torch.float8_e4m3fn)
+def _check_scale_rule(format: BlockScaledFormat, scale_rule: str | None) -> str:
+    allowed = SCALE_RULES[format]
+    if scale_rule is None:
+        return allowed[0] if allowed else ""
+    if scale_rule not in allowed:
+        wanted = f"one of {allowed}" if allowed else "None"
+        raise ValueError(f"scale_rule must be {wanted} for {format.name}, got {scale_rule!r}")
+    return scale_rule

@@ -1,9 +1,8 @@
-"""The quantisers as Triton kernels: one read of the values, one write of codes and scales.
+"""FP8_BLOCK's quantisers as Triton kernels: one read of the values, one write of codes and scales.
 
-Same arithmetic as the torch definitions in `padless.quantize`, bit for bit, which rules out what Triton
-offers by default: `/` is an approximate division (so `div_rn`), `tl.max` drops NaN (so maxima are taken over
-the bit patterns, which order as the magnitudes do, with NaN on top), and the interpreter's float8 cast does
-not round to nearest even (so there is a cast in integers, which also serves GPUs without the instruction).
+The same arithmetic as `padless.quantize_rules.fp8_block`, bit for bit, which rules out two things that Triton
+does by
+default: `/` is an approximate division, and `tl.max` drops NaN, so maxima are taken over the bit patterns.
 
 A tile is 128 columns wide, one block along K. Activations take BLOCK_M rows of it: 64 rows of bf16 are 16 KiB
 in flight for a program, in 16-byte loads.
@@ -12,12 +11,11 @@ in flight for a program, in 16-byte loads.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
+from padless import triton_casts as casts
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div, is_mn_major
 from padless.layouts import empty_mn_major
 
@@ -25,8 +23,6 @@ from padless.layouts import empty_mn_major
 _BLOCK = tl.constexpr(128)
 _E4M3_MAX = tl.constexpr(448.0)
 _AMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)  # float32 nearest to 1e-4
-_INF_BITS = tl.constexpr(0x7F800000)
-_NAN_BITS = tl.constexpr(0x7FC00000)
 
 
 def fp8_block(x: torch.Tensor, kind: str, scale_major: str) -> BlockScaledTensor:
@@ -36,7 +32,7 @@ def fp8_block(x: torch.Tensor, kind: str, scale_major: str) -> BlockScaledTensor
     scale = _empty_scale(x, kind, scale_major)
     if x.numel() > 0:
         launch = _launch_activation if kind == "activation" else _launch_weight
-        launch(x, codes.view(torch.uint8), scale, _casts_in_hardware(x.device))
+        launch(x, codes.view(torch.uint8), scale, casts.casts_in_hardware(x.device))
     return BlockScaledTensor(codes, scale, FP8_BLOCK)
 
 
@@ -45,12 +41,6 @@ def _empty_scale(x: torch.Tensor, kind: str, scale_major: str) -> torch.Tensor:
     if kind == "activation" and scale_major == "mn":
         return empty_mn_major(shape[0], shape[1], x.device)
     return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-
-@lru_cache(maxsize=64)
-def _casts_in_hardware(device: torch.device) -> bool:
-    """Whether the device converts float32 to e4m3 in one instruction (to nearest even, saturating)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _launch_activation(
@@ -115,9 +105,9 @@ def _fp8_block_activation(
     inside = (row[:, None] < M) & (column[None, :] < K)
     row64 = row.to(tl.int64)
 
-    x = tl.load(x_ptr + row64[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    scale, inverse = _fp8_block_scale(tl.max(_magnitude_bits(x), axis=1))
-    codes = _to_e4m3(x * inverse[:, None], HARDWARE_CAST)
+    x = casts.to_float32(tl.load(x_ptr + row64[:, None] * x_stride + column[None, :], mask=inside, other=0.0))
+    scale, inverse = _fp8_block_scale(tl.max(casts.magnitude_bits(x), axis=1))
+    codes = casts.to_e4m3(x * inverse[:, None], HARDWARE_CAST)
     tl.store(codes_ptr + row64[:, None] * K + column[None, :], codes, mask=inside)
     scale = tl.where(row < M, scale, 0.0)
     scale_offset = row64 * scale_stride_m + k_block.to(tl.int64) * scale_stride_k
@@ -147,42 +137,18 @@ def _fp8_block_weight(
     row64 = row.to(tl.int64)
 
     x_offset = group * x_stride_g + row64[:, None] * x_stride_n + column[None, :]
-    x = tl.load(x_ptr + x_offset, mask=inside, other=0.0).to(tl.float32)
-    scale, inverse = _fp8_block_scale(tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0))
-    codes = _to_e4m3(x * inverse, HARDWARE_CAST)
+    x = casts.to_float32(tl.load(x_ptr + x_offset, mask=inside, other=0.0))
+    scale, inverse = _fp8_block_scale(tl.max(tl.max(casts.magnitude_bits(x), axis=1), axis=0))
+    codes = casts.to_e4m3(x * inverse, HARDWARE_CAST)
     tl.store(codes_ptr + (group * N + row64[:, None]) * K + column[None, :], codes, mask=inside)
     tl.store(scale_ptr + pid, scale)
-
-
-@triton.jit
-def _magnitude_bits(x):
-    """Bit pattern of |x|: as int32 these order as the magnitudes do, and every NaN is above Inf."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _fp8_block_scale(amax_bits):
     """(scale, 1 / scale) of FP8_BLOCK blocks from the bits of their amax."""
     floored = tl.maximum(amax_bits, _AMAX_FLOOR_BITS).to(tl.float32, bitcast=True)
-    scale = tl.math.div_rn(floored, tl.full(floored.shape, _E4M3_MAX, tl.float32))
-    inverse = tl.math.div_rn(tl.full(floored.shape, 1.0, tl.float32), scale)
-    one_nan = tl.full(amax_bits.shape, _NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
-    return tl.where(amax_bits > _INF_BITS, one_nan, scale), inverse
-
-
-@triton.jit
-def _to_e4m3(y, HARDWARE_CAST: tl.constexpr):
-    """float32 to e4m3 codes (uint8): nearest even, magnitudes above 448 to 448, NaN to 0x7F."""
-    if HARDWARE_CAST:
-        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = y.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # Above 2^-6: keep 3 mantissa bits (half of the last one, less one if it is even, then cut), rebase the
-    # exponent.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Below: adding 2^14, whose last bit is 2^-9, leaves the multiple of 2^-9 in the low bits.
-    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
-    subnormal = shifted.to(tl.int32, bitcast=True) & 0xF
-    code = tl.where(magnitude < 0x3C800000, subnormal, tl.minimum(normal, 0x7E))
-    code = code | ((bits >> 24) & 0x80)
-    return tl.where(magnitude > _INF_BITS, 0x7F, code).to(tl.uint8)
+    scale = casts.divided_by(floored, _E4M3_MAX)
+    inverse = casts.quotient(1.0, scale)
+    one_nan = tl.full(amax_bits.shape, casts.NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(amax_bits > casts.INF_BITS, one_nan, scale), inverse

@@ -1,6 +1,6 @@
-"""The Python twin of ``kernels/scheduler.cuh`` and ``kernels/group_table.cuh``: which worker gets which tile, when.
+"""The Python twin of ``kernels/scheduler.cuh``: the order in which the tiles of a ragged problem are handed out.
 
-Used by tests (the two are compared exhaustively), by the picture of the demo and to reason about balance.
+Used by tests (the two are compared exhaustively) and to reason about balance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ class Tile:
     """One unit of work: rows [row, row + rows) of D and columns from ``column``, all of one group."""
 
     group: int
-    group_end: int
     row: int
     rows: int
     column: int
@@ -29,27 +28,24 @@ def clean_offs(offs: Sequence[int], m: int) -> list[int]:
     return ends
 
 
-def tiles(
-    offs: Sequence[int],
-    m: int,
-    n: int,
-    block_m: int,
-    block_n: int,
-    raster_m: int,
-    worker: int = 0,
-    workers: int = 1,
-) -> Iterator[Tile]:
-    """The tiles of one worker of ``workers``, in order. ``block_n`` counts the columns of a whole cluster."""
+def walk_of_groups(offs: Sequence[int], m: int) -> list[tuple[int, int, int]]:
+    """(group, first row, end row) from the group with the most rows to the one with the fewest; ties by number."""
+    ends = clean_offs(offs, m)
+    starts = [0, *ends[:-1]]
+    groups = [(g, start, end) for g, (start, end) in enumerate(zip(starts, ends, strict=True))]
+    return sorted(groups, key=lambda group: (group[1] - group[2], group[0]))
+
+
+def tiles(offs: Sequence[int], m: int, n: int, block_m: int, block_n: int, raster_m: int) -> Iterator[Tile]:
+    """All tiles, in the order of their numbers. ``block_n`` counts the columns of a whole cluster.
+
+    Groups from large to small; in a group, bands of ``raster_m`` m-tiles; in a band, column after column.
+    """
     n_tiles = -(-n // block_n)
-    number = 0
-    start = 0
-    for group, end in enumerate(clean_offs(offs, m)):
+    for group, start, end in walk_of_groups(offs, m):
         m_tiles = -(-(end - start) // block_m)
         for band in range(0, m_tiles, raster_m):
             for n_tile in range(n_tiles):
                 for m_tile in range(band, min(band + raster_m, m_tiles)):
-                    if number % workers == worker:
-                        row = start + m_tile * block_m
-                        yield Tile(group, end, row, min(block_m, end - row), n_tile * block_n)
-                    number += 1
-        start = end
+                    row = start + m_tile * block_m
+                    yield Tile(group, row, min(block_m, end - row), n_tile * block_n)

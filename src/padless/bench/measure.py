@@ -18,6 +18,7 @@ from padless.bench.problem import (
     DenseProblem,
     GroupedProblem,
     SampledReference,
+    largest_row_difference,
     same_bits,
     sample_reference,
 )
@@ -94,27 +95,30 @@ def gather(
 def check(
     contenders: list[Contender], reference: SampledReference, errors: dict[str, str]
 ) -> tuple[list[Contender], Record]:
-    """Calls every contender once and compares its rows with float64.
+    """Calls every contender once; compares sampled rows with float64, all rows with the first right result.
 
     Returns those that ran and are right, and the record's fields row_error, wrong and errors.
     """
     right, row_error, wrong = [], {}, {}
+    anchor: torch.Tensor | None = None
     for contender in contenders:
         try:
             contender.call()
-            if contender.output is not None:
-                error = reference.row_error(contender.output())
-                row_error[contender.name] = finite(error)
-                if not error <= contender.tolerance:
-                    limit = contender.tolerance
-                    wrong[contender.name] = (
-                        f"is wrong: a row's relative error is {error:.3g}, allowed {limit}"
-                    )
-                    continue
+            out = None if contender.output is None else contender.output()
             _synchronize()
         except Exception as problem:
             errors[contender.name] = _describe(problem)
             continue
+        if out is not None:
+            error = reference.row_error(out)
+            if anchor is not None:
+                error = max(error, largest_row_difference(out, anchor))
+            row_error[contender.name] = finite(error)
+            if not error <= contender.tolerance:
+                limit = contender.tolerance
+                wrong[contender.name] = f"is wrong: relative error of a row {error:.3g}, allowed {limit}"
+                continue
+            anchor = out if anchor is None else anchor
         right.append(contender)
     return right, {"row_error": row_error, "wrong": wrong, "errors": errors}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ from padless.layouts import to_mn_major
 
 # Rows compared with float64 in each of at most three groups: the group's first and last, and some between.
 _CHECKED_ROWS = 16
+_ROWS_AT_ONCE = 8192
 
 
 @dataclass
@@ -152,7 +154,7 @@ class SampledReference:
             return 0.0
         got = out[self.rows].to(torch.float64)
         error = (got - self.values).norm(dim=1) / self.values.norm(dim=1)
-        worst = error.nan_to_num(nan=float("inf")).max()
+        worst = error.nan_to_num(nan=math.inf, posinf=math.inf).max()
         return float(worst)
 
 
@@ -190,6 +192,18 @@ def _expand(data: torch.Tensor, scale: torch.Tensor, block_rows: int) -> torch.T
     if block_rows > 1:
         wide = wide.repeat_interleave(block_rows, dim=0)[:rows]
     return data.to(torch.float32).to(torch.float64) * wide
+
+
+def largest_row_difference(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Largest |x - y| / |y| of a row (Euclidean norms) over all rows; inf for NaN, 0 where both are zero."""
+    worst = 0.0
+    for first in range(0, x.shape[0], _ROWS_AT_ONCE):  # in parts: float32 copies of all rows would be large
+        a = x[first : first + _ROWS_AT_ONCE].to(torch.float32)
+        b = y[first : first + _ROWS_AT_ONCE].to(torch.float32)
+        apart, size = (a - b).norm(dim=1), b.norm(dim=1)
+        relative = torch.where(apart == 0, apart, apart / size).nan_to_num(nan=math.inf, posinf=math.inf)
+        worst = max(worst, float(relative.max()))
+    return worst
 
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -178,8 +178,7 @@ def missing_points(file: ResultFile, kind: str, points: Sequence[Any], seed: int
 def run_points(
     session: Session, kind: str, points: Sequence[Any], measure: Callable[[Any], Record]
 ) -> list[Record]:
-    """Measures every point that the result file lacks; returns the records of all these points, old ones too.
-    """
+    """Measures every point that the result file lacks; returns the records of all points, old ones too."""
     seed = session.settings.seed
     missing = missing_points(session.file, kind, points, seed)
     if len(missing) < len(points):
@@ -193,11 +192,11 @@ def run_points(
                 bar.console.print("the time limit is near: run again with the same folder for the rest")
                 break
             start = time.monotonic()
-            record = {"kind": kind, "session": session.id, "seed": seed, "point": facts_of(point)}
+            record: Record = {"kind": kind, "session": session.id, "seed": seed, "point": facts_of(point)}
             record |= measure(point)
-            record["took_s"] = round(time.monotonic() - start, 2)
-            session.file.append(record)
-            slowest = max(slowest, record["took_s"])
+            took_s = time.monotonic() - start
+            session.file.append(record | {"took_s": round(took_s, 2)})
+            slowest = max(slowest, took_s)
             bar.advance(task)
             torch.cuda.empty_cache()
     wanted = {point_key(facts_of(point)) for point in points}

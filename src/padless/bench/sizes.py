@@ -1,5 +1,4 @@
-"""Benchmarks beside the paper's grid: decode sizes, dense products, memory-bound kernels, the host's share.
-"""
+"""Benchmarks beside the paper's grid: decode sizes, dense products, memory-bound kernels, host time."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from padless.bench.measure import facts_of
 
 _MAX_WORKERS = 16
 _MEMORY_SHARE = 0.6
+_LONGEST_S = 300.0
 _MASKED_ROWS = 128  # rows a group takes in the masked layout
 
 
@@ -65,12 +66,14 @@ def warm_up(
         worker.stdin.close()
         workers.append(worker)
     for worker in workers:
-        worker.wait()
+        try:
+            worker.wait(_LONGEST_S)
+        except subprocess.TimeoutExpired:
+            worker.kill()
 
 
 def share_out(points: Sequence[Any], workers: int) -> list[list[Any]]:
-    """Points for each worker: those with the same (N, K, groups) together, since they mostly share kernels.
-    """
+    """Points for each worker: those with the same (N, K, groups) together, they mostly share kernels."""
     families: dict[tuple[int, int, int], list[Any]] = {}
     for point in points:
         families.setdefault((point.N, point.K, point.groups), []).append(point)
@@ -81,8 +84,7 @@ def share_out(points: Sequence[Any], workers: int) -> list[list[Any]]:
 
 
 def working_set_bytes(M: int, N: int, K: int, groups: int) -> int:
-    """Rough device memory of one worker at a point: operands, padded copies, three results, the CUDA context.
-    """
+    """Rough device memory of a worker at a point: operands, padded copies, three results, CUDA context."""
     return 4 * M * K + groups * N * K + 8 * M * N + (1 << 30)
 
 

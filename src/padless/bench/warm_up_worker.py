@@ -32,12 +32,12 @@ def main() -> None:
     job = json.load(sys.stdin)
     peers = [peer for peer in find_peers(job["folder"], job["names"]) if peer.available().usable]
     for fields in job["points"]:
-        try:
-            for contender in _contenders(job["kind"], fields, peers, job["seed"]):
+        for contender in _contenders(job["kind"], fields, peers, job["seed"]):
+            try:
                 contender.call()
-            torch.cuda.synchronize()
-        except Exception as error:
-            print(f"{fields}: {type(error).__name__}: {error}", file=sys.stderr)
+            except Exception as error:
+                print(f"{fields} {contender.name}: {type(error).__name__}: {error}", file=sys.stderr)
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 

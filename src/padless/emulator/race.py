@@ -6,7 +6,8 @@ pipe). Entry [0, l, c] is the latest event of column c that lane l is ordered af
 with a fence.proxy.async on the way: it is set to plane 0 by that fence and travels with plane 0 through every barrier.
 Plane 2 is plane 0 plus the reads of the warp's own lanes before the last instruction that the warp executed
 together: a warp issues in order, so those reads have been served, while its writes need bar.warp.sync to be ordered.
-Plane 3 counts what a tcgen05.fence::after_thread_sync of the lane itself has ordered for tensor memory.
+Plane 3 counts what a tcgen05.fence::before_thread_sync has published on the way, and plane 4, which does not travel, what
+a tcgen05.fence::after_thread_sync of the lane itself has taken from it: the order that tensor-memory accesses need.
 
 Shadow. Each granule of shared memory (each cell of tensor memory) remembers a stamp of its last write and up to eight
 stamps of reads since: column, event number, and whether the access was through the async proxy. An access is ordered
@@ -24,7 +25,7 @@ import numpy as np
 from .checks import Collector
 
 Array = np.ndarray[Any, Any]
-BASE, PROXY, READS, TENSOR = range(4)  # planes
+BASE, PROXY, READS, BEFORE, TENSOR = range(5)  # planes; all but the last travel
 IN_FLIGHT = 0xFFFFFFFF
 ASYNC = 1 << 32
 STRONG = 1 << 33
@@ -47,38 +48,46 @@ class Clocks:
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
         self.columns = lanes
-        self.time = np.zeros((4, lanes, lanes + 64), np.uint32)
+        self.time = np.zeros((5, lanes, lanes + 64), np.uint32)
         diagonal = np.arange(lanes)
         self.time[0, diagonal, diagonal] = 1
         self.time[2] = self.time[0]
 
     def new_column(self) -> int:
         if self.columns == self.time.shape[2]:
-            wider = np.zeros((4, self.lanes, 2 * self.columns), np.uint32)
+            wider = np.zeros((5, self.lanes, 2 * self.columns), np.uint32)
             wider[:, :, : self.columns] = self.time
             self.time = wider
         self.columns += 1
         return self.columns - 1
 
     def join(self, rows: Any) -> Array:
-        """What a release by these lanes publishes: planes 0, 1 and 2, the greatest over the lanes."""
-        return self.time[:3, rows].max(axis=1)
+        """What a release by these lanes publishes: all planes but the last, the greatest over the lanes."""
+        return self.time[:TENSOR, rows].max(axis=1)
 
     def meet(self, rows: Any) -> Array:
-        """What all of these lanes are ordered after: all four planes."""
+        """What all of these lanes are ordered after: all five planes."""
         return self.time[:, rows].min(axis=1)
 
     def tick(self, rows: Any) -> None:
-        """Start a new event of each lane. Planes 1 and 3 have not seen it: later writes need a later fence."""
+        """Start a new event of each lane. The fenced planes have not seen it: later writes need a later fence."""
         if isinstance(rows, slice):
             rows = np.arange(rows.start, rows.stop)
         self.time[0, rows, rows] += 1
         self.time[2, rows, rows] = self.time[0, rows, rows]
 
+    def fence_before(self, rows: Any) -> None:
+        """tcgen05.fence::before_thread_sync."""
+        self.time[BEFORE, rows] = np.maximum(self.time[BEFORE, rows], self.time[BASE, rows])
+
+    def fence_after(self, rows: Any) -> None:
+        """tcgen05.fence::after_thread_sync."""
+        self.time[TENSOR, rows] = np.maximum(self.time[TENSOR, rows], self.time[BEFORE, rows])
+
     def acquire(self, rows: Any, clock: Array) -> None:
         width = clock.shape[1]
-        part = self.time[:3, rows, :width]
-        self.time[:3, rows, :width] = np.maximum(part, clock[:, None, :])
+        part = self.time[:TENSOR, rows, :width]
+        self.time[:TENSOR, rows, :width] = np.maximum(part, clock[:, None, :])
 
     def observe(self, rows: Any, column: int, event: int) -> None:
         """These lanes now know that an asynchronous agent has reached an event."""
@@ -214,7 +223,7 @@ class Shadow:
             return f"warp {column // 32} lane {column % 32} of the cluster"
         return "asynchronous operation"
 
-    # ---- bulk accesses, ordered by one clock of three planes
+    # ---- bulk accesses, ordered by one clock of five planes
     def bulk(
         self,
         cells: Any,
@@ -228,7 +237,7 @@ class Shadow:
         async_plane: int = 0,
         uninitialised: bool = True,
     ) -> None:
-        """An asynchronous access to `cells` (slice or index array) by an operation issued under `clock`.
+        """An asynchronous access to `cells` (slice or index array) by an operation issued under `clock` (five planes).
 
         Stamps of the generic proxy must be reached in `generic_plane`, those of the async proxy in `async_plane`.
         """
@@ -244,7 +253,7 @@ class Shadow:
                 if slots >> slot & 1:
                     self._check_bulk(
                         self.read[slot][cells], cells, clock, self.read_site[slot], instruction, warp, lane, "read",
-                        2 if generic_plane != 3 else 3, async_plane,
+                        READS if generic_plane != TENSOR else TENSOR, async_plane,
                     )  # fmt: skip
             self.written[cells] = stamp
             self.write_site[cells] = instruction.index
@@ -295,7 +304,7 @@ class Shadow:
         cell = cells.start + position if isinstance(cells, slice) else int(np.asarray(cells).reshape(-1)[position])
         kind = "race"
         if known[pick] >= events[pick]:
-            kind = "missing-tcgen05-fence" if (async_plane == 3 or generic_plane == 3) else "missing-proxy-fence"
+            kind = "missing-tcgen05-fence" if TENSOR in (async_plane, generic_plane) else "missing-proxy-fence"
         self.conflict(stamp, int(sites[cell]), cell, instruction, warp, lane, did, kind)
 
     def restamp(self, cells: Any, old: Any, new: Any) -> None:

@@ -1,8 +1,9 @@
-// Which output tile next: a static, persistent schedule over ragged groups.
+// Which output tile is number i: the order in which the tiles of a ragged problem are handed out.
 //
-// Tiles are numbered group after group. Inside a group the m-tiles are cut into bands of RASTER_M; a band is walked
-// column after column, so that the tiles in flight share both A rows and B columns in L2. Worker w of W (a CTA, or a
-// cluster of CTAs side by side along N) takes tiles w, w + W, w + 2 W, ...
+// The groups are walked from the one with the most rows to the one with the fewest, so that what is left at the end,
+// when some workers (CTAs, or clusters of CTAs side by side along N) run out of work, are small tiles. Inside a group
+// the m-tiles are cut into bands of RASTER_M; a band is walked column after column, so that the tiles in flight share
+// both A rows and B columns in L2.
 //
 // This header is plain C++ apart from the qualifiers: the tests compile it for the CPU and compare it with its Python
 // twin, schedule.py.
@@ -10,52 +11,63 @@
 
 struct Tile {
     int group;
-    int group_end;  // one past the last row of the group
-    int row;        // first row of the tile, counted from the start of A
-    int rows;       // rows that exist, 1 .. BLOCK_M
-    int column;     // first column; of the first CTA where a cluster shares the tile
+    int row;     // first row of the tile, counted from the start of A
+    int rows;    // rows that exist, 1 .. BLOCK_M; 0 says that there are no more tiles
+    int column;  // first column; of the first CTA where a cluster shares the tile
 };
 
-template <int BLOCK_M, int BLOCK_N_CLUSTER, int RASTER_M>
-struct TileScheduler {
-    const int* group_ends;  // [num_groups] cleaned offs: ascending, inside [0, m]
-    const int* tile_ends;   // [num_groups] m-tiles of groups 0 .. g together
+// The groups in the order in which they are walked.
+struct GroupTable {
+    const int* groups;     // [num_groups] number of the group
+    const int* starts;     // [num_groups] its first row
+    const int* ends;       // [num_groups] one past its last row
+    const int* tile_ends;  // [num_groups] m-tiles of this group and those before it
     int num_groups;
+};
+
+// Place of group g in the walk: how many groups have more rows, or as many and a smaller number.
+// `ends` are cleaned cumulative ends: ascending, the first group starts at 0.
+__device__ __forceinline__ int place_of_group(const int* ends, int num_groups, int g) {
+    const int rows = ends[g] - (g == 0 ? 0 : ends[g - 1]);
+    int place = 0;
+    int start = 0;
+    for (int h = 0; h < num_groups; ++h) {
+        const int other = ends[h] - start;
+        start = ends[h];
+        place += other > rows || (other == rows && h < g);
+    }
+    return place;
+}
+
+template <int BLOCK_M, int BLOCK_N_CLUSTER, int RASTER_M>
+struct TileOrder {
+    GroupTable table;
     int n_tiles;
-    int next;      // number of the tile that next_tile() will give
-    int step;      // workers
-    int group = 0;
-    int first_m_tile = 0;  // m-tiles before `group`
+    int at = 0;            // place of the current group
+    int first_m_tile = 0;  // m-tiles before it
 
-    __device__ __forceinline__ TileScheduler(const int* group_ends, const int* tile_ends, int num_groups, int n,
-                                             int worker, int workers)
-        : group_ends(group_ends),
-          tile_ends(tile_ends),
-          num_groups(num_groups),
-          n_tiles((n + BLOCK_N_CLUSTER - 1) / BLOCK_N_CLUSTER),
-          next(worker),
-          step(workers) {}
+    __device__ __forceinline__ TileOrder(const GroupTable& table, int n)
+        : table(table), n_tiles((n + BLOCK_N_CLUSTER - 1) / BLOCK_N_CLUSTER) {}
 
-    __device__ __forceinline__ bool next_tile(Tile& tile) {
-        while (group < num_groups && next >= tile_ends[group] * n_tiles) first_m_tile = tile_ends[group++];
-        if (group >= num_groups) return false;
+    // Tile number `number`, which may not be smaller than in the last call; rows = 0 past the last tile.
+    __device__ __forceinline__ Tile tile_at(int number) {
+        while (at < table.num_groups && number >= table.tile_ends[at] * n_tiles) first_m_tile = table.tile_ends[at++];
+        if (at >= table.num_groups) return Tile{0, 0, 0, 0};
 
-        const int index = next - first_m_tile * n_tiles;  // inside the group
-        const int m_tiles = tile_ends[group] - first_m_tile;
-        const int band = index / (RASTER_M * n_tiles);
+        const int in_group = number - first_m_tile * n_tiles;
+        const int m_tiles = table.tile_ends[at] - first_m_tile;
+        const int band = in_group / (RASTER_M * n_tiles);
         const int left = m_tiles - band * RASTER_M;
         const int height = left < RASTER_M ? left : RASTER_M;
-        const int in_band = index - band * RASTER_M * n_tiles;
+        const int in_band = in_group - band * RASTER_M * n_tiles;
         const int n_tile = in_band / height;
         const int m_tile = band * RASTER_M + (in_band - n_tile * height);
 
-        const int group_start = group == 0 ? 0 : group_ends[group - 1];
-        tile.group = group;
-        tile.group_end = group_ends[group];
-        tile.row = group_start + m_tile * BLOCK_M;
-        tile.rows = tile.group_end - tile.row < BLOCK_M ? tile.group_end - tile.row : BLOCK_M;
+        Tile tile;
+        tile.group = table.groups[at];
+        tile.row = table.starts[at] + m_tile * BLOCK_M;
+        tile.rows = table.ends[at] - tile.row < BLOCK_M ? table.ends[at] - tile.row : BLOCK_M;
         tile.column = n_tile * BLOCK_N_CLUSTER;
-        next += step;
-        return true;
+        return tile;
     }
 };

@@ -9,13 +9,15 @@
 // Arithmetic, per output element and in this order: for each 128 of K, the tensor core sums the products (its FP8
 // path keeps 13 fractional bits of the largest term), then d = fma(sum, sfa * sfb, d) in float32.
 //
-// Roles. One producer warpgroup, in which one thread drives the copy engine; NUM_MMA_WARPGROUPS consumer warpgroups,
-// each with 64 rows of the tile in registers. CTAs are persistent and walk the tiles of scheduler.cuh.
+// Roles. One producer warpgroup, in which one thread drives the copy engine and one the scheduler (tile_queue.cuh);
+// NUM_MMA_WARPGROUPS consumer warpgroups with the tile in registers, 64 rows to a wave. CTAs are persistent.
 //
 //      producer                                     consumer warpgroup
 //      --------                                     ------------------
+//      wait queue full[q]                           wait queue full[q]       (the scheduler thread fills the queue)
 //      wait empty[s]  <------- arrive empty[s] ---  ... after the products of stage s are done
 //      load A, B, sfa --> full[s] (bytes) ------->  wait full[s]; wgmma; promote
+//      arrive queue empty[q]                        arrive queue empty[q] at the end of the tile
 //      wait window_empty <---- arrive ------------  ... after the last scale of the tile is read   } row-major
 //      load scale window --> window_full --------->  wait window_full                             } scales only
 //
@@ -33,11 +35,13 @@ using uint64_t = unsigned long long;
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
+// In this order: later ones use earlier ones.
 #include "descriptors.cuh"
 #include "epilogue.cuh"
-#include "group_table.cuh"
 #include "pipeline.cuh"
 #include "scheduler.cuh"
+#include "group_table.cuh"
+#include "tile_queue.cuh"
 
 // The host defines, from GemmConfig: BLOCK_M, BLOCK_N, NUM_STAGES (0 = as many as fit), CLUSTER_N, RASTER_M,
 // MAX_GROUPS, SCALE_WINDOW_K_BLOCKS, STORE_IS_POOL, SCALES_ARE_K_MAJOR, OUT_TYPE.
@@ -90,7 +94,8 @@ struct alignas(1024) SharedStorageOf {
     alignas(128) float sfa_window[WINDOW_FLOATS == 0 ? 32 : WINDOW_FLOATS];
     uint64_t full[STAGES], empty[STAGES];
     uint64_t window_full, window_empty;
-    int group_ends[MAX_GROUPS], tile_ends[MAX_GROUPS];
+    TileQueueStorage queue;
+    GroupTableStorage<MAX_GROUPS> groups;
 };
 
 constexpr int SHARED_LIMIT = 227 * 1024;
@@ -112,11 +117,12 @@ extern "C" __device__ const int padless_shared_bytes = sizeof(SharedStorage);
 extern "C" __device__ const int padless_num_threads = NUM_THREADS;
 extern "C" __device__ const int padless_num_stages = STAGES;
 
-using Scheduler = TileScheduler<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M>;
+using Order = TileOrder<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M>;
+using Reader = TileReader<CLUSTER_N>;
+constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
 
 struct Problem {
     const float* sfb;
-    const int* offs;
     int m, n, k, num_groups;
 
     __device__ __forceinline__ int k_blocks() const { return (k + BLOCK_K - 1) / BLOCK_K; }
@@ -130,12 +136,13 @@ __device__ __forceinline__ int cta_column(const Tile& tile) {
 
 // Producer, one thread.
 __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem, const TensorMap& map_a,
-                                           const TensorMap& map_b, const TensorMap& map_sfa, Scheduler scheduler) {
+                                           const TensorMap& map_b, const TensorMap& map_sfa) {
+    Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     uint32_t window_phase = 0;
     const int k_blocks = problem.k_blocks();
     Tile tile;
-    while (scheduler.next_tile(tile)) {
+    while (reader.next(tile)) {
         const int column = cta_column(tile);
         const int units = units_of(tile.rows);
         const int sfa_copies = SCALES_K_MAJOR ? 0 : (tile.rows + 3 + SFA_COPY_FLOATS - 1) / SFA_COPY_FLOATS;
@@ -145,6 +152,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
             const uint32_t full = shared_address(&shared.full[stage]);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
             mbarrier_arrive_expect_tx(full, stage_bytes);
+            tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, column, tile.group);
             if constexpr (CLUSTER_N == 1) {
                 for (int u = 0; u < units; ++u)
                     tma_load_2d(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full, kb * BLOCK_K,
@@ -154,7 +162,6 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                     tma_load_2d_multicast(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full, kb * BLOCK_K,
                                           tile.row + u * WGMMA_M, (1 << CLUSTER_N) - 1);
             }
-            tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, column, tile.group);
             for (int i = 0; i < sfa_copies; ++i)
                 tma_load_2d(map_sfa, shared_address(shared.sfa[stage] + i * SFA_COPY_FLOATS), full,
                             (tile.row & ~3) + i * SFA_COPY_FLOATS, kb);
@@ -178,6 +185,8 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                 }
             }
         }
+        reader.release();
+        reader.advance();
     }
 }
 
@@ -200,12 +209,13 @@ __device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, 
 
 // Consumer with no row in this tile: keeps step with the pipeline. A tail of up to 64 rows so costs half the products.
 __device__ __forceinline__ void skip_tile(SharedStorage& shared, const Problem& problem, int lane,
-                                          Pipeline<STAGES>& pipeline) {
+                                          Pipeline<STAGES>& pipeline, Reader& reader) {
     for (int kb = 0; kb < problem.k_blocks(); ++kb) {
         mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
         release_stage(shared, pipeline.stage, lane);
         pipeline.advance();
     }
+    if (lane == 0) reader.release();
 }
 
 // Address of the scale of row `row` of the tile: in stage 0, or of K block 0 in the window.
@@ -362,28 +372,31 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
 template <int NUM_WAVES>
 __device__ __forceinline__ void consume_tile(SharedStorage& shared, const Problem& problem, const StoreMaps& store_maps,
                                              const Tile& tile, int warpgroup, int warp, int lane,
-                                             Pipeline<STAGES>& pipeline) {
+                                             Pipeline<STAGES>& pipeline, Reader& reader) {
     const int column = cta_column(tile);
     const int row = warpgroup * WGMMA_M + warp * 16 + lane / 4;
     float d[WAVES][BLOCK_N / 2];
     multiply_tile<NUM_WAVES>(d, shared, problem, tile, column, warpgroup, row, lane, pipeline);
+    if (lane == 0) reader.release();
     store_tile<NUM_WAVES>(d, shared, problem, store_maps, tile, column, warpgroup, warp, lane);
 }
 
 __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem, const StoreMaps& store_maps,
-                                              Scheduler scheduler, int warpgroup, int warp, int lane) {
+                                              int warpgroup, int warp, int lane) {
+    Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     uint32_t window_phase = 0;
     Tile tile;
-    while (scheduler.next_tile(tile)) {
+    while (reader.next(tile)) {
         if constexpr (SCALES_K_MAJOR) mbarrier_wait(shared_address(&shared.window_full), window_phase);
         const int units = units_of(tile.rows);
         if (WAVES == 2 && warpgroup + NUM_MMA_WARPGROUPS < units)
-            consume_tile<WAVES>(shared, problem, store_maps, tile, warpgroup, warp, lane, pipeline);
+            consume_tile<WAVES>(shared, problem, store_maps, tile, warpgroup, warp, lane, pipeline, reader);
         else if (warpgroup < units)
-            consume_tile<1>(shared, problem, store_maps, tile, warpgroup, warp, lane, pipeline);
+            consume_tile<1>(shared, problem, store_maps, tile, warpgroup, warp, lane, pipeline, reader);
         else
-            skip_tile(shared, problem, lane, pipeline);
+            skip_tile(shared, problem, lane, pipeline, reader);
+        reader.advance();
         if constexpr (SCALES_K_MAJOR) {
             if (lane == 0) mbarrier_arrive(shared_address(&shared.window_empty));
             window_phase ^= 1;
@@ -395,10 +408,10 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     padless_grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                          const __grid_constant__ TensorMap map_sfa, const __grid_constant__ StoreMaps store_maps,
-                         const float* sfb, const int* offs, int m, int n, int k, int num_groups) {
+                         const float* sfb, const int* offs, int m, int n, int k, int num_groups, int counter) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-    const Problem problem{sfb, offs, m, n, k, num_groups};
+    const Problem problem{sfb, m, n, k, num_groups};
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
     const int lane = threadIdx.x % 32;
 
@@ -409,32 +422,37 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             prefetch_tensormap(map_sfa);
             for (int s = 0; s < STAGES; ++s) {
                 mbarrier_init(shared_address(&shared.full[s]), 1);
-                mbarrier_init(shared_address(&shared.empty[s]), CLUSTER_N * NUM_MMA_WARPGROUPS * 4);
+                mbarrier_init(shared_address(&shared.empty[s]), CLUSTER_N * NUM_CONSUMER_WARPS);
             }
             mbarrier_init(shared_address(&shared.window_full), 1);
-            mbarrier_init(shared_address(&shared.window_empty), NUM_MMA_WARPGROUPS * 4);
+            mbarrier_init(shared_address(&shared.window_empty), NUM_CONSUMER_WARPS);
+            for (int s = 0; s < QUEUE_SLOTS; ++s) {
+                mbarrier_init(shared_address(&shared.queue.full[s]), 1);
+                mbarrier_init(shared_address(&shared.queue.empty[s]), CLUSTER_N * (NUM_CONSUMER_WARPS + 1));
+            }
             fence_mbarrier_init();
         }
         __syncwarp();
-    } else if (warp == 1) {
-        build_group_table<BLOCK_M>(offs, num_groups, m, shared.group_ends, shared.tile_ends, lane);
     }
-    __syncthreads();
+    build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
     if constexpr (CLUSTER_N > 1) {  // nobody may signal a barrier of a CTA that has not made it yet
         barrier_cluster_arrive();
         barrier_cluster_wait();
     }
 
-    Scheduler scheduler(shared.group_ends, shared.tile_ends, num_groups, n, blockIdx.x / CLUSTER_N,
-                        gridDim.x / CLUSTER_N);
-    if (warp >= NUM_MMA_WARPGROUPS * 4) {
+    if (warp >= NUM_CONSUMER_WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (warp == NUM_MMA_WARPGROUPS * 4 && elect_one())
-            load_tiles(shared, problem, map_a, map_b, map_sfa, scheduler);
+        if (warp == NUM_CONSUMER_WARPS) {
+            if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa);
+        } else if (warp == NUM_CONSUMER_WARPS + 1 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
+            if (elect_one())
+                hand_out_tiles<CLUSTER_N>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
+                                          blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N);
+        }
         __syncwarp();
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consume_tiles(shared, problem, store_maps, scheduler, warp / 4, warp % 4, lane);
+        consume_tiles(shared, problem, store_maps, warp / 4, warp % 4, lane);
         __syncwarp();
     }
     if constexpr (CLUSTER_N > 1) {  // nor leave while the other may still signal or fill it

@@ -397,7 +397,7 @@ def small_arrive(e: Emitter) -> None:
             def finish(bar: Any = bar, lane: int = lane, upto: int = upto, column: int = column) -> None:
                 clock = None
                 if clocks is not None:
-                    clock = np.zeros((3, clocks.columns), np.uint32)
+                    clock = np.zeros((4, clocks.columns), np.uint32)
                     clock[:, column] = upto
                 bar.arrive(1, clock, ins, w, lane)
 

@@ -49,3 +49,30 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
         "r"(parity)
         : "memory");
 }
+
+// The two that carry ordinary shared-memory writes from one CTA of a cluster to another. They cost a membar, and an
+// emptied L1 cache (CCTL.IVALL) at the waiter: once a tile, never in the main loop.
+__device__ __forceinline__ void mbarrier_arrive_release_cluster(uint32_t barrier, uint32_t cta_rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+        "}" ::"r"(barrier),
+        "r"(cta_rank)
+        : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra DONE;\n"
+        "bra WAIT;\n"
+        "DONE:\n"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}

@@ -1,0 +1,90 @@
+// Hands tiles to the CTAs: a scheduler thread draws numbers and leaves the tiles in a short queue in shared memory, from
+// which the producer and the consumers read. In a cluster the first CTA's scheduler serves all of them.
+//
+// A worker's first tile is the one with its own number; after that it draws from a counter in global memory, one tile
+// ahead of need. Which worker multiplies a tile changes nothing in the result. The counter is zero between launches: the
+// last worker to find no more tiles sets it back. Launches that may run at the same time need counters of their own;
+// without one (counter < 0) worker w of W takes tiles w, w + W, w + 2 W, ...
+#pragma once
+
+constexpr int QUEUE_SLOTS = 2;
+constexpr int NUM_COUNTERS = 1 << 15;
+
+struct TileCounter {
+    int drawn, finished;
+};
+
+__device__ TileCounter padless_counters[NUM_COUNTERS];
+
+struct TileQueueStorage {
+    alignas(16) Tile tiles[QUEUE_SLOTS];
+    uint64_t full[QUEUE_SLOTS];
+    uint64_t empty[QUEUE_SLOTS];  // of the first CTA: every reader of every CTA arrives here
+};
+
+// One thread of each worker.
+template <int CLUSTER, class Order>
+__device__ __forceinline__ void hand_out_tiles(TileQueueStorage& queue, Order order, int counter, int worker,
+                                               int workers) {
+    Pipeline<QUEUE_SLOTS> pipeline;
+    Tile tile;
+    int number = worker;
+    do {
+        tile = order.tile_at(number);
+        const int slot = pipeline.stage;
+        if constexpr (CLUSTER == 1) {
+            mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
+            queue.tiles[slot] = tile;
+            mbarrier_arrive(shared_address(&queue.full[slot]));
+        } else {
+            mbarrier_wait_cluster(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
+            for (int cta = 0; cta < CLUSTER; ++cta) {
+                st_cluster_v4(shared_address(&queue.tiles[slot]), cta, tile.group, tile.row, tile.rows, tile.column);
+                mbarrier_arrive_release_cluster(shared_address(&queue.full[slot]), cta);
+            }
+        }
+        pipeline.advance();
+        number = counter < 0 ? number + workers
+                             : tile.rows == 0 ? 0 : workers + atomicAdd(&padless_counters[counter].drawn, 1);
+    } while (tile.rows != 0);
+
+    if (counter >= 0) {
+        __threadfence();  // our last draw comes before our being counted as finished
+        if (atomicAdd(&padless_counters[counter].finished, 1) == workers - 1) {
+            padless_counters[counter].drawn = 0;
+            padless_counters[counter].finished = 0;
+        }
+    }
+}
+
+// A reader's walk through the queue. All lanes of a warp, or one thread.
+template <int CLUSTER>
+struct TileReader {
+    TileQueueStorage& queue;
+    Pipeline<QUEUE_SLOTS> pipeline;
+
+    __device__ __forceinline__ explicit TileReader(TileQueueStorage& queue) : queue(queue) {}
+
+    // The next tile; false when there is none. Its slot stays ours until release().
+    __device__ __forceinline__ bool next(Tile& tile) {
+        const uint32_t full = shared_address(&queue.full[pipeline.stage]);
+        if constexpr (CLUSTER == 1)
+            mbarrier_wait(full, pipeline.phase);
+        else
+            mbarrier_wait_cluster(full, pipeline.phase);
+        tile = queue.tiles[pipeline.stage];
+        return tile.rows != 0;
+    }
+
+    // One thread: gives the slot back. A tile's slot is given back when the tile is nearly done, so that the scheduler
+    // does not draw further ahead than it must.
+    __device__ __forceinline__ void release() {
+        const uint32_t empty = shared_address(&queue.empty[pipeline.stage]);
+        if constexpr (CLUSTER == 1)
+            mbarrier_arrive(empty);
+        else
+            mbarrier_arrive_cluster(empty, 0);
+    }
+
+    __device__ __forceinline__ void advance() { pipeline.advance(); }
+};

@@ -1,0 +1,304 @@
+"""MXFP8, MXFP4 and NVFP4 quantisers as Triton kernels: blocks of 32 or 16 along K inside one row.
+
+The same arithmetic as `padless.quantize_rules.mx` and `.nvfp4`, bit for bit. One kernel for all of them: a
+tile of rows x BLOCK_K values is read once, each block's scale is found and its codes (two a byte for FP4) and
+scale are written, the scale to where its layout wants it. Weights are the rows of all groups under each
+other.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from padless import layouts, quantize_rules
+from padless import triton_casts as casts
+from padless.formats import (
+    MXFP4,
+    MXFP8,
+    MXFP8_E5M2,
+    NVFP4,
+    TILE_ROWS,
+    BlockScaledFormat,
+    blocked_size,
+    ceil_div,
+    round_up,
+)
+
+WORD_INPUTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+ELEMENTS = {MXFP8: "e4m3", MXFP8_E5M2: "e5m2", MXFP4: "e2m1", NVFP4: "e2m1"}
+
+
+def row_blocks(
+    x: torch.Tensor,
+    format: BlockScaledFormat,
+    scale_rule: str,
+    scale_layout: str,
+    offs: torch.Tensor | None,
+    factors: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(data, scale) of checked arguments; factors: NVFP4's `quantize_rules.nvfp4_factors`, (2,) or (groups,
+    2).
+    """
+    K = x.shape[-1]
+    flat = _as_rows(x)
+    rows = flat.shape[0]
+    rows_per_group = x.shape[-2] if x.dim() == 3 else max(rows, 1)
+    columns = ceil_div(K, format.block_k)
+    data = torch.empty((*x.shape[:-1], K // format.codes_per_byte), dtype=torch.uint8, device=x.device)
+    scale, scale_row = _empty_scale(x, columns, scale_layout, offs)
+    group = None
+    if factors is not None and factors.numel() > 2 and x.dim() == 2:
+        assert offs is not None
+        group = layouts.group_of_rows(offs, rows).clamp(max=len(offs) - 1)
+    scale_rows = round_up(rows_per_group, TILE_ROWS)
+    if scale_layout == "blocked_groups":
+        scale_rows = scale.numel() // blocked_size(1, columns) * TILE_ROWS
+    if x.numel() > 0:
+        block_m = min(32 if x.element_size() == 4 else 64, max(4, triton.next_power_of_2(rows)))
+        grid = (ceil_div(K, 128) * ceil_div(rows, block_m),)
+        # Loaded as words of two, 16-bit values come 16 to a thread, a whole block of NVFP4; loaded one by one
+        # they come 8 to a thread, and two threads work out every scale.
+        by_words = format.codes_per_byte == 2 and _is_word_aligned(flat)
+        words = WORD_INPUTS.get(x.dtype, "none") if by_words else "none"
+        values = flat if words == "none" else flat.view(torch.int32)
+        _row_blocks[grid](
+            values,
+            data,
+            scale,
+            factors,
+            group,
+            scale_row,
+            rows,
+            K,
+            values.stride(0),
+            columns,
+            rows_per_group,
+            scale_rows,
+            ELEMENT=ELEMENTS[format],
+            BLOCK=format.block_k,
+            WORDS=words,
+            RULE=scale_rule,
+            EMAX=quantize_rules.ELEMENT_EMAX.get(format, 0),
+            MAX_VALUE=format.max_value,
+            FACTORS=_factors_by(factors, group),
+            SCALE_LAYOUT=scale_layout,
+            HARDWARE_CAST=casts.casts_in_hardware(x.device),
+            BLOCK_M=block_m,
+            BLOCK_K=128,
+            num_warps=4 if block_m >= 32 else 1,
+        )
+    return data.view(format.data_dtype), scale.view(format.scale_dtype)
+
+
+def group_amax(x: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
+    """Largest finite |x| of a 2-D x (), of each group of its rows or of each weight of a 3-D x (G,); float32."""
+    from padless.quantize import group_max
+
+    flat = _as_rows(x)
+    rows, K = flat.shape
+    # One number per row and chunk, reduced by torch: no atomics, so nothing depends on an order.
+    chunks = ceil_div(K, 1024)
+    amax = torch.empty((rows, chunks), dtype=torch.float32, device=x.device)
+    if x.numel() > 0:
+        block_m = min(8, triton.next_power_of_2(rows))
+        grid = (chunks * ceil_div(rows, block_m),)
+        _chunk_amax[grid](flat, amax, rows, K, flat.stride(0), BLOCK_M=block_m, BLOCK_K=1024, num_warps=4)
+    if x.dim() == 3:
+        return amax.view(x.shape[0], -1).amax(1) if amax.numel() > 0 else amax.new_zeros(x.shape[0])
+    if offs is not None:
+        return group_max(amax.amax(1), offs)
+    return amax.amax() if rows > 0 else amax.new_zeros(())
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x as (rows, K) with adjacent columns, copied only where it must be."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _factors_by(factors: torch.Tensor | None, group: torch.Tensor | None) -> str:
+    """How the kernel finds a row's factors."""
+    if group is not None:
+        return "row"
+    return "group" if factors is not None and factors.numel() > 2 else "one"
+
+
+def _is_word_aligned(x: torch.Tensor) -> bool:
+    """Whether every row of x starts on a 4-byte boundary."""
+    return x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0 and x.data_ptr() % 4 == 0
+
+
+def _empty_scale(
+    x: torch.Tensor, columns: int, scale_layout: str, offs: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scale bytes to be filled, zero where the layout pads, and for grouped tiles the tile row of every row."""
+    if scale_layout == "plain":
+        return torch.empty((*x.shape[:-1], columns), dtype=torch.uint8, device=x.device), None
+    if scale_layout == "blocked":
+        shape = (*x.shape[:-2], blocked_size(x.shape[-2], columns))
+        return torch.zeros(shape, dtype=torch.uint8, device=x.device), None
+    assert offs is not None
+    size = blocked_size(layouts.blocked_groups_rows(x.shape[0], offs.shape[0]), columns)
+    return torch.zeros(size, dtype=torch.uint8, device=x.device), layouts.padded_rows(offs, x.shape[0])
+
+
+@triton.jit
+def _row_blocks(
+    x_ptr,  # (rows, K) bf16, fp16 or fp32, strides (x_stride, 1)
+    codes_ptr,  # (rows, K) uint8, or (rows, K / 2) with two codes a byte, contiguous
+    scale_ptr,  # uint8, in SCALE_LAYOUT
+    factors_ptr,  # NVFP4: (groups, 2) float32
+    group_ptr,  # FACTORS "row": (rows,) int64
+    scale_row_ptr,  # SCALE_LAYOUT "blocked_groups": (rows,) int64
+    rows,
+    K,
+    x_stride,
+    scale_columns,  # ceil(K / BLOCK)
+    rows_per_group,  # N of weights
+    scale_rows_per_group,  # rows of tiles: of a group, or with "blocked_groups" of all
+    ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,  # "bf16", "fp16": x_ptr is two values in an int32, x_stride counts those; or "none"
+    RULE: tl.constexpr,
+    EMAX: tl.constexpr,
+    MAX_VALUE: tl.constexpr,
+    FACTORS: tl.constexpr,
+    SCALE_LAYOUT: tl.constexpr,
+    HARDWARE_CAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    num_chunks = tl.cdiv(K, BLOCK_K)
+    pid = tl.program_id(0)
+    chunk = pid % num_chunks  # neighbours in time are neighbours in memory
+    row = (pid // num_chunks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = (row[:, None] < rows) & (column[None, :] < K)
+    row64 = row.to(tl.int64)
+    BLOCKS: tl.constexpr = BLOCK_K // BLOCK
+    HALF: tl.constexpr = BLOCK_K // 2
+
+    if ELEMENT == "e2m1":
+        pair = chunk * HALF + tl.arange(0, HALF)
+        pairs_inside = (row[:, None] < rows) & (pair[None, :] < K // 2)
+        if WORDS == "none":
+            x = tl.load(x_ptr + row64[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+            low, high = tl.split(tl.reshape(casts.to_float32(x), (BLOCK_M, HALF, 2)))
+        else:
+            words = tl.load(x_ptr + row64[:, None] * x_stride + pair[None, :], mask=pairs_inside, other=0)
+            low, high = casts.unpack_words(words, WORDS)
+        bits = tl.maximum(casts.magnitude_bits(low), casts.magnitude_bits(high))
+        amax_bits = tl.max(tl.reshape(bits, (BLOCK_M, BLOCKS, BLOCK // 2)), axis=2)
+    else:
+        x = tl.load(x_ptr + row64[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+        x = tl.reshape(casts.to_float32(x), (BLOCK_M, BLOCKS, BLOCK))
+        amax_bits = tl.max(casts.magnitude_bits(x), axis=2)
+
+    if RULE == "te" or RULE == "torchao":
+        if FACTORS == "one":
+            first = tl.load(factors_ptr) + tl.zeros((BLOCK_M, 1), tl.float32)
+            second = tl.load(factors_ptr + 1) + tl.zeros((BLOCK_M, 1), tl.float32)
+        else:
+            if FACTORS == "row":
+                group = tl.load(group_ptr + row64, mask=row < rows, other=0)
+            else:
+                group = (row // rows_per_group).to(tl.int64)
+            first = tl.load(factors_ptr + group * 2, mask=row < rows, other=1.0)[:, None]
+            second = tl.load(factors_ptr + group * 2 + 1, mask=row < rows, other=1.0)[:, None]
+        scale, multiplier = _nvfp4_scale(amax_bits, first, second, RULE, HARDWARE_CAST)
+    else:
+        scale, multiplier = _mx_scale(amax_bits, RULE, EMAX, MAX_VALUE)
+
+    if ELEMENT == "e2m1":
+        multiplier = tl.broadcast_to(multiplier[:, :, None], (BLOCK_M, BLOCKS, BLOCK // 2))
+        multiplier = tl.reshape(multiplier, (BLOCK_M, HALF))
+        codes = casts.to_e2m1_pairs(low * multiplier, high * multiplier, HARDWARE_CAST)
+        tl.store(codes_ptr + row64[:, None] * (K // 2) + pair[None, :], codes, mask=pairs_inside)
+    else:
+        y = tl.reshape(x * multiplier[:, :, None], (BLOCK_M, BLOCK_K))
+        if ELEMENT == "e4m3":
+            codes = casts.to_e4m3(y, HARDWARE_CAST)
+        else:
+            codes = casts.to_e5m2(y, HARDWARE_CAST)
+        tl.store(codes_ptr + row64[:, None] * K + column[None, :], codes, mask=inside)
+
+    scale_column = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    if SCALE_LAYOUT == "plain":
+        offset = row64[:, None] * scale_columns + scale_column[None, :]
+    else:
+        if SCALE_LAYOUT == "blocked":
+            group_start = (row // rows_per_group).to(tl.int64) * scale_rows_per_group
+            tile_row = group_start + row % rows_per_group
+        else:
+            tile_row = tl.load(scale_row_ptr + row64, mask=row < rows, other=0)
+        tile = (tile_row // 128)[:, None] * tl.cdiv(scale_columns, 4) + (scale_column // 4)[None, :]
+        in_tile = (tile_row % 32 * 16 + tile_row % 128 // 32 * 4)[:, None] + (scale_column % 4)[None, :]
+        offset = tile * 512 + in_tile
+    scale_inside = (row[:, None] < rows) & (scale_column[None, :] < scale_columns)
+    if SCALE_LAYOUT == "blocked_groups":
+        scale_inside = scale_inside & (tile_row[:, None] < scale_rows_per_group)  # else in no group
+    tl.store(scale_ptr + offset, scale, mask=scale_inside)
+
+
+@triton.jit
+def _mx_scale(amax_bits, RULE: tl.constexpr, EMAX: tl.constexpr, MAX_VALUE: tl.constexpr):
+    """(E8M0 byte, 2^(127 - byte)) of blocks from the bits of their amax."""
+    if RULE == "floor":
+        byte = tl.maximum((amax_bits >> 23) - EMAX, 0)
+    else:
+        quotient = casts.divided_by(amax_bits.to(tl.float32, bitcast=True), MAX_VALUE)
+        bits = quotient.to(tl.int32, bitcast=True)
+        exponent = bits >> 23
+        # Byte 0 is 2^-127, as a float32 subnormal: mantissa 0x400000.
+        byte = exponent + ((bits & 0x7FFFFF) > tl.where(exponent == 0, 0x400000, 0)).to(tl.int32)
+    byte = tl.where(amax_bits >= casts.INF_BITS, 0xFF, byte)
+    multiplier = (0xFE - byte) << 23
+    multiplier = tl.where(byte == 0xFE, 0x400000, multiplier)
+    multiplier = tl.where(byte == 0xFF, casts.NAN_BITS, multiplier)
+    return byte.to(tl.uint8), multiplier.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nvfp4_scale(amax_bits, first, second, RULE: tl.constexpr, HARDWARE_CAST: tl.constexpr):
+    """(e4m3 byte, multiplier) of blocks; first, second: `quantize_rules.nvfp4_factors` of each row."""
+    broken = amax_bits >= casts.INF_BITS
+    amax = tl.where(broken, 0, amax_bits).to(tl.float32, bitcast=True)
+    first = tl.broadcast_to(first, amax.shape)
+    second = tl.broadcast_to(second, amax.shape)
+    if RULE == "te":
+        byte = casts.to_e4m3(tl.minimum(amax * first, casts.FLOAT32_MAX), HARDWARE_CAST)
+        multiplier = casts.quotient(1.0, casts.e4m3_to_float32(byte) * second)
+    else:
+        wanted = tl.math.div_rn(casts.divided_by(amax, 6.0), first)
+        byte = casts.to_e4m3(tl.minimum(tl.maximum(wanted, 0.015625), 448.0), HARDWARE_CAST)
+        multiplier = tl.math.div_rn(second, casts.e4m3_to_float32(byte))
+    multiplier = tl.minimum(multiplier, casts.FLOAT32_MAX)
+    nan = tl.full(amax_bits.shape, casts.NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(broken, 0x7F, byte).to(tl.uint8), tl.where(broken, nan, multiplier)
+
+
+@triton.jit
+def _chunk_amax(
+    x_ptr,  # (rows, K) bf16, fp16 or fp32, strides (x_stride, 1)
+    amax_ptr,  # (rows, ceil(K / BLOCK_K)) float32, contiguous
+    rows,
+    K,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Largest finite magnitude of every row in every chunk of BLOCK_K columns."""
+    num_chunks = tl.cdiv(K, BLOCK_K)
+    pid = tl.program_id(0)
+    chunk = pid % num_chunks
+    row = (pid // num_chunks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = (row[:, None] < rows) & (column[None, :] < K)
+    row64 = row.to(tl.int64)
+    x = tl.load(x_ptr + row64[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+    bits = casts.magnitude_bits(casts.to_float32(x))
+    largest = tl.max(tl.where(bits < casts.INF_BITS, bits, 0), axis=1)
+    tl.store(amax_ptr + row64 * num_chunks + chunk, largest.to(tl.float32, bitcast=True), mask=row < rows)

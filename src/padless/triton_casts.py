@@ -1,0 +1,168 @@
+"""Device functions shared by the Triton quantisers: bit patterns, and float32 to the small formats.
+
+Every cast exists twice. HARDWARE_CAST uses the conversion instructions of compute capability 8.9 and later,
+which round to nearest even and saturate. Without it the same rounding is done in integers: for older GPUs,
+and for Triton's interpreter, whose float8 conversion does not round to nearest even.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+INF_BITS = tl.constexpr(0x7F800000)
+NAN_BITS = tl.constexpr(0x7FC00000)
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+
+
+def _e2m1_asm() -> str:
+    """PTX that packs four low ($1..$4) and four high ($5..$8) float32 into $0; see to_e2m1_pairs."""
+    # Horner's rule from the last nibble: high 3, low 3, high 2, ..., low 0.
+    operands = [f"${1 + i + 4 * half}" for i in (3, 2, 1, 0) for half in (1, 0)]
+    lines = [".reg .f32 h, u, t;", ".reg .b32 c, y, codes, signs;", "mov.b32 codes, 0;", "mov.b32 signs, 0;"]
+    for operand in operands:
+        lines += [
+            f"abs.f32 h, {operand};",
+            "mul.rn.f32 h, h, 0f3F000000;",  # 0.5
+            "add.rn.sat.f32 u, h, 0f00000000;",
+            "fma.rn.f32 t, u, 0f40800000, 0f4B000000;",  # 4 u + 2^23
+            "add.rn.sat.f32 u, h, 0fBF800000;",  # - 1
+            "fma.rn.f32 t, u, 0f40000000, t;",  # 2 u + t
+            "add.rn.sat.f32 u, h, 0fC0000000;",  # - 2
+            "add.rn.f32 t, u, t;",
+            "mov.b32 c, t;",
+            "mad.lo.u32 codes, codes, 16, c;",
+            f"mov.b32 y, {operand};",
+            "shf.l.wrap.b32 signs, y, signs, 4;",  # the sign and three bits to be masked out
+        ]
+    lines += ["sub.u32 codes, codes, 0xFB000000;", "lop3.b32 $0, codes, signs, 0x88888888, 0xF8;"]
+    return "{" + "\n".join(lines) + "}"
+
+
+_E2M1_ASM = tl.constexpr(_e2m1_asm())
+
+
+@lru_cache(maxsize=64)
+def casts_in_hardware(device: torch.device) -> bool:
+    """Whether the device converts float32 to e4m3 and e5m2 in one instruction."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@triton.jit
+def to_float32(x):
+    """x as float32, exactly. bf16 goes by its bits: the interpreter's conversion is wrong for subnormals."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def unpack_words(words, DTYPE: tl.constexpr):
+    """(low, high) float32 of two "bf16" or "fp16" values in each int32, the first in the low half."""
+    if DTYPE == "bf16":
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    low = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bit pattern of |x|, float32: as int32 these order as the magnitudes do, and every NaN is above Inf."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def quotient(numerator: tl.constexpr, denominator):
+    """numerator / denominator, correctly rounded (Triton's `/` on float32 is not)."""
+    return tl.math.div_rn(tl.full(denominator.shape, numerator, tl.float32), denominator)
+
+
+@triton.jit
+def divided_by(numerator, denominator: tl.constexpr):
+    """numerator / denominator, correctly rounded."""
+    return tl.math.div_rn(numerator, tl.full(numerator.shape, denominator, tl.float32))
+
+
+@triton.jit
+def to_e4m3(y, HARDWARE_CAST: tl.constexpr):
+    """float32 to e4m3 codes (uint8): nearest even, magnitudes above 448 to 448, NaN to 0x7F."""
+    if HARDWARE_CAST:
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = y.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # From 2^-6: keep 3 mantissa bits (add half of the last, less one where it is even, and cut), rebase the
+    # exponent.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # Below: adding 2^14, whose last bit is 2^-9, leaves the multiple of 2^-9 in the low bits.
+    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = shifted.to(tl.int32, bitcast=True) & 0xF
+    code = tl.where(magnitude < 0x3C800000, subnormal, tl.minimum(normal, 0x7E)) | ((bits >> 24) & 0x80)
+    return tl.where(magnitude > INF_BITS, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def to_e5m2(y, HARDWARE_CAST: tl.constexpr):
+    """float32 to e5m2 codes (uint8): nearest even, magnitudes above 57344 to 57344, NaN to 0x7F."""
+    if HARDWARE_CAST:
+        return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    bits = y.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - ((127 - 15) << 2)
+    # Below 2^-14 the step is 2^-16, the last bit of 2^7.
+    shifted = magnitude.to(tl.float32, bitcast=True) + 128.0
+    subnormal = shifted.to(tl.int32, bitcast=True) & 0x7
+    code = tl.where(magnitude < 0x38800000, subnormal, tl.minimum(normal, 0x7B)) | ((bits >> 24) & 0x80)
+    return tl.where(magnitude > INF_BITS, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def e4m3_to_float32(code):
+    """float32 value of non-negative finite e4m3 codes (uint8)."""
+    wide = code.to(tl.int32)
+    normal = ((wide + ((127 - 7) << 3)) << 20).to(tl.float32, bitcast=True)
+    subnormal = wide.to(tl.float32) * 0.001953125  # 2^-9
+    return tl.where(wide < 8, subnormal, normal)
+
+
+@triton.jit
+def to_e2m1_pairs(low, high, HARDWARE_CAST: tl.constexpr):
+    """Bytes of two e2m1 codes, `low` in bits 3:0: nearest even, magnitudes above 5 to 6, NaN to 0.
+
+    There is no conversion instruction before Blackwell, so this one is counted in cycles: with h = |y| / 2,
+    the code is 4 sat(h) + 2 sat(h - 1) + sat(h - 2), each term rounded to an integer where it is added, sat
+    clamping to [0, 1] (and NaN to 0). That is seven operations on the multiply-add pipe, which is otherwise
+    idle here. Rounding to even codes is right because a term only counts once those before it are full, at 4
+    and at 6. The sums start from 2^23, so their last bits are the code, and eight of them are put together by
+    integer multiply-adds; the eight 0x4B000000 that come along add up to 0xFB000000.
+    """
+    if HARDWARE_CAST:
+        return tl.inline_asm_elementwise(
+            asm=_E2M1_ASM,
+            constraints="=r,f,f,f,f,f,f,f,f",
+            args=[low, high],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    return _e2m1_code(low) | (_e2m1_code(high) << 4)
+
+
+@triton.jit
+def _e2m1_code(y):
+    """e2m1 codes 0..15 (uint8), in integers."""
+    bits = y.to(tl.int32, bitcast=True)
+    v = tl.minimum(tl.abs(y), 6.0)
+    # p, the power of two at or below v (at least 1), times 2^22 has p / 2 as its last bit: the step of e2m1
+    # there.
+    power = tl.maximum(v.to(tl.int32, bitcast=True) & INF_BITS, 0x3F800000).to(tl.float32, bitcast=True)
+    rounded = (v + power * 4194304.0) - power * 4194304.0
+    # From 1: one mantissa bit below the exponent, rebased. Below: halves.
+    normal = (rounded.to(tl.int32, bitcast=True) >> 22) - ((127 - 1) << 1)
+    halves = (rounded * 2.0).to(tl.int32)
+    code = tl.where(rounded < 1.0, halves, normal) | ((bits >> 28) & 0x8)
+    return tl.where((bits & 0x7FFFFFFF) > INF_BITS, 0, code).to(tl.uint8)
