@@ -165,7 +165,9 @@ def round_magnitude(scaled: Array, negative: Array, rounding: str) -> Array:
     return low + ((rest > 0) & (negative == (rounding == "rm")))
 
 
-def encode(values: Array, name: str, *, rounding: str = "rn", saturate: bool = False, relu: bool = False) -> Array:
+def encode(
+    values: Array, name: str, *, rounding: str = "rn", saturate: bool = False, relu: bool = False
+) -> Array:
     """Codes of float64 values as cvt rounds them.
 
     Args:
@@ -231,7 +233,10 @@ def encode_pair(
     bf16x2 and f16x2 give uint32, the 8-bit types and the 6-bit ones (one byte each) uint16, e2m1x2 uint8.
     """
     f = number_format(name)
-    a, b = (encode(x, name, rounding=rounding, saturate=saturate, relu=relu).astype(np.uint32) for x in (high, low))
+    a, b = (
+        encode(x, name, rounding=rounding, saturate=saturate, relu=relu).astype(np.uint32)
+        for x in (high, low)
+    )
     width, kind = _pair_shape(f)
     return ((a << np.uint32(width)) | b).astype(kind)
 
