@@ -127,7 +127,7 @@ def test_repeats_are_checked() -> None:
 
 @pytest.mark.gpu(capability=None)
 def test_the_gpu_clock_agrees_with_known_work() -> None:
-    """Copies of one and of four buffers: four times the time, near a plausible bandwidth, host time left out."""
+    """Copies of one and of four buffers: four times the time, a plausible bandwidth, host time left out."""
     timer = timing.GpuTimer(repeats=7)
     source = torch.randint(0, 256, (256 << 20,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
