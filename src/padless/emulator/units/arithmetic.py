@@ -1,10 +1,10 @@
 """The tensor core's fused dot-product-add, bit for bit, over a whole M x N tile at once.
 
-One instruction adds its K products and the accumulator in one step: every term is shifted to the largest exponent,
-truncated toward zero to F fractional bits, the truncated terms are added exactly, and the sum is truncated to a
-float32 with R fractional bits. A product's exponent is the sum of its factors' exponents and is not renormalised;
-subnormals have their format's smallest exponent; zero products do not take part in the maximum. Model: MMA-Sim
-(arXiv 2511.10909); F = 13 and 25 of Hopper's wgmma were confirmed on an H200.
+One instruction adds its K products and the accumulator in one step: every term is shifted to the largest
+exponent, truncated toward zero to F fractional bits, the truncated terms are added exactly, and the sum is
+truncated to a float32 with R fractional bits. A product's exponent is the sum of its factors' exponents and
+is not renormalised; subnormals have their format's smallest exponent; zero products do not take part in the
+maximum. Model: MMA-Sim (arXiv 2511.10909); F = 13 and 25 of Hopper's wgmma were confirmed on an H200.
 
 The aligned terms are integers below 2^53, so float64 does it exactly: term = trunc(a * b * 2^(F - largest)).
 """
@@ -12,8 +12,7 @@ The aligned terms are integers below 2^53, so float64 does it exactly: term = tr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from functools import cache
 
 import numpy as np
 
@@ -33,9 +32,10 @@ class Rule:
 
     Attributes:
         fraction_bits: F, kept of each term below the largest exponent.
-        result_bits: R, fraction bits of the float32 result; unused for a float16 result, which is rounded to nearest.
-        group: 0, or products per exact group (16 for the FP4 kinds): a term is then a group's exact sum times its
-            scales' significands, and the scales' exponents alone align it.
+        result_bits: R, fraction bits of the float32 result; unused for a float16 result, which is rounded to
+            nearest.
+        group: 0, or products per exact group (16 for the FP4 kinds): a term is then a group's exact sum times
+            its scales' significands, and the scales' exponents alone align it.
     """
 
     name: str
@@ -69,7 +69,8 @@ class Operand:
         return replace(self, values=-self.values)
 
     def scaled(self, codes: Array) -> Operand:
-        """Apply ue8m0 scale codes, uint8 (rows, K / block): exact, as they only move the exponent. 0xFF is NaN."""
+        """Apply ue8m0 scale codes, uint8 (rows, K / block): exact, as they only move the exponent. 0xFF is
+        NaN."""
         codes = np.asarray(codes)
         block = self.values.shape[1] // codes.shape[1]
         if codes.shape[0] != self.values.shape[0] or block * codes.shape[1] != self.values.shape[1]:
@@ -97,7 +98,7 @@ def decode_operand(codes: Array, name: str) -> Operand:
     return Operand(values, exponents, bool(special), f.bits <= 8)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _exponent_table(name: str) -> Array:
     return _exponents(number_formats.table(name), number_formats.number_format(name).emin)
 
@@ -124,9 +125,9 @@ def dot_product_add(
     Args:
         a, b: operands of M x K and N x K, with any ue8m0 scales of a rule without groups already applied.
         c: float32 (float16 values as float32 where ``result`` is "f16") of M x N, or None for no accumulator.
-        mode: "truncate" is the published model of the hardware; "exact" sums with infinite precision and rounds once
-            to nearest; "separate_add" truncates the products' sum to float32, then does an ordinary float32 addition
-            of c; "fast" is a float64 matrix product rounded to float32.
+        mode: "truncate" is the published model of the hardware; "exact" sums with infinite precision and
+            rounds once to nearest; "separate_add" truncates the products' sum to float32, then does an
+            ordinary float32 addition of c; "fast" is a float64 matrix product rounded to float32.
         result: "f32", or "f16": rounded to nearest float16.
         scale_a, scale_b: codes (M, K / 16) and (N, K / 16), for a rule with groups only.
         scale_format: "ue8m0" or "ue4m3" of those codes.
@@ -146,7 +147,8 @@ def dot_product_add(
     step = max(1, _CHUNK // n)
     scales = None
     if rule.group:
-        assert scale_a is not None and scale_b is not None
+        assert scale_a is not None
+        assert scale_b is not None
         scales = _Scales(scale_a, scale_format), _Scales(scale_b, scale_format)
         special = special or scales[0].nan or scales[1].nan
     with np.errstate(all="ignore"):
@@ -246,7 +248,8 @@ class _Products:
         return np.ldexp(wide, largest - fraction_bits)
 
     def exact_parts(self) -> list[Array]:
-        """A few float64 arrays whose exact sum is the exact sum of the products: 40-bit slices of the aligned terms."""
+        """A few float64 arrays whose exact sum is the exact sum of the products: 40-bit slices of the aligned
+        terms."""
         width = 40
         largest = self.largest().astype(np.int32)
         largest = np.where(largest < NO_EXPONENT // 2, 0, largest)
@@ -302,8 +305,8 @@ class _Groups:
         groups = a.values.shape[1] // 16
         if sa.values.shape != (a.values.shape[0], groups) or sb.values.shape != (b.values.shape[0], groups):
             raise ValueError(
-                f"scale_a, scale_b: shapes {sa.values.shape}, {sb.values.shape} do not give one scale to each 16 of K "
-                f"in operands of {a.values.shape} and {b.values.shape}"
+                f"scale_a, scale_b: shapes {sa.values.shape}, {sb.values.shape} do not give one scale to each 16 "
+                f"of K in operands of {a.values.shape} and {b.values.shape}"
             )
         self.significands, self.exponents, self.values = [], [], []
         for g in range(groups):

@@ -1,14 +1,15 @@
 """The 64-bit descriptors by which wgmma (sm_90a) and tcgen05 (sm_100a) name operands in shared memory.
 
-Both hold a start address, a leading (LBO) and a stride (SBO) byte offset, all divided by 16; they differ in where the
-swizzle sits and in a constant:
+Both hold a start address, a leading (LBO) and a stride (SBO) byte offset, all divided by 16; they differ in
+where the swizzle sits and in a constant:
 
     bits 0-13 start   16-29 LBO   32-45 SBO   49-51 base offset
     wgmma:   62-63 swizzle: 0 none, 1 128B, 2 64B, 3 32B
-    tcgen05: 46-48 constant 1, 52 LBO mode, 61-63 swizzle: 0 none, 1 128B with 32-byte atoms, 2 128B, 4 64B, 6 32B
+    tcgen05: 46-48 constant 1, 52 LBO mode, 61-63 swizzle: 0 none, 1 128B with 32-byte atoms, 2 128B, 4 64B, 6
+    32B
 
-(PTX ISA, "Matrix descriptor format" of wgmma and "Shared memory descriptor" of tcgen05.) With x = byte along the
-contiguous dimension, r = index of the other, S = bytes of the swizzle:
+(PTX ISA, "Matrix descriptor format" of wgmma and "Shared memory descriptor" of tcgen05.) With x = byte along
+the contiguous dimension, r = index of the other, S = bytes of the swizzle:
 
     K-major  none      start + (r % 8) * 16 + (r // 8) * SBO + x % 16 + (x // 16) * LBO
     K-major  swizzled  swizzle(start + (r % 8) * S + (r // 8) * SBO + x)
@@ -63,7 +64,8 @@ def decode_wgmma(bits: int) -> MatrixDescriptor:
 
 @lru_cache(maxsize=8192)
 def decode_tcgen05(bits: int) -> MatrixDescriptor:
-    """The sm_100a descriptor. Example: 0x4000'4040'0001'0240 starts at 0x2400, SBO 1024, LBO 16, 128B swizzle."""
+    """The sm_100a descriptor. Example: 0x4000'4040'0001'0240 starts at 0x2400, SBO 1024, LBO 16, 128B
+    swizzle."""
     problems = _common_problems(bits, _TCGEN05_FIELDS)
     code = bits >> 61 & 7
     if bits >> 46 & 7 != 1:
@@ -106,7 +108,7 @@ def operand_problems(d: MatrixDescriptor, k_bytes: int, major: str) -> tuple[str
     span = SPAN[d.swizzle]
     if major == "k" and d.swizzle != "none" and d.start % span + k_bytes > span:
         return (
-            f"{k_bytes} bytes along K from byte {d.start % span} leave the {span}-byte row of swizzle {d.swizzle}",
+            f"{k_bytes} bytes along K from byte {d.start % span} leave the {span}-byte row of the swizzle",
         )
     if d.swizzle == "128B_32B" and major == "k":
         return ("the 128B swizzle with 32-byte atoms is for MN-major operands",)
@@ -157,7 +159,8 @@ _CODES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def gather(shared: Array, d: MatrixDescriptor, rows: int, k: int, element_bytes: int, major: str) -> Array:
-    """Codes (rows, k) of an operand, uint8, uint16 or uint32. Raises ValueError if it reaches past ``shared``."""
+    """Codes (rows, k) of an operand, uint8, uint16 or uint32. Raises ValueError if it reaches past
+    ``shared``."""
     phase, base = _split_start(d)
     if major == "k" and k * element_bytes % 16 == 0:
         # Whole 16-byte chunks stay together under every swizzle.

@@ -1,14 +1,14 @@
 """Number formats by their bit fields: codes to values, values to codes with every rounding PTX knows.
 
-A format is sign (0 or 1 bit), exponent and mantissa fields; subnormals have exponent ``emin`` and no hidden bit.
-Values travel as float64, which holds every format here exactly. Sources: OCP MX specification 1.0 (e4m3, e5m2, e2m1,
-e3m2, e2m3, e8m0), PTX ISA "cvt" (rounding, saturation, NaN).
+A format is sign (0 or 1 bit), exponent and mantissa fields; subnormals have exponent ``emin`` and no hidden
+bit. Values travel as float64, which holds every format here exactly. Sources: OCP MX specification 1.0 (e4m3,
+e5m2, e2m1, e3m2, e2m3, e8m0), PTX ISA "cvt" (rounding, saturation, NaN).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,8 @@ _INTEGERS = {f"{s}{b}": (s == "s", b) for s in "su" for b in (8, 16, 32, 64)}
 
 
 def number_format(name: str) -> NumberFormat:
-    """The format called ``name``; a trailing "x2" or "x4" and "fn" are dropped. Raises ValueError for others."""
+    """The format called ``name``; a trailing "x2" or "x4" and "fn" are dropped. Raises ValueError for
+    others."""
     plain = name.removesuffix("x4").removesuffix("x2").removesuffix("fn")
     if plain not in FORMATS:
         raise ValueError(f"name: {name!r} is not a number format; known are {', '.join(FORMATS)}")
@@ -95,10 +96,11 @@ def number_format(name: str) -> NumberFormat:
 
 
 def split(codes: Array, name: str) -> tuple[Array, Array, Array]:
-    """(sign, exponent, significand) of each code as int32; value = (-1)^sign * significand * 2^(exponent - mantissa bits).
+    """(sign, exponent, significand) of each code as int32; value = (-1)^sign * significand * 2^(exponent -
+    mantissa bits).
 
-    Subnormals have exponent ``emin`` and significand < 2^mantissa_bits. Inf and NaN are not told apart from numbers:
-    ask ``decode``. ue8m0 has significand 1 and exponents -127..127.
+    Subnormals have exponent ``emin`` and significand < 2^mantissa_bits. Inf and NaN are not told apart from
+    numbers: ask ``decode``. ue8m0 has significand 1 and exponents -127..127.
     """
     f = number_format(name)
     bits = np.asarray(codes).astype(np.int64) >> f.padding
@@ -127,7 +129,7 @@ def _decode(codes: Array, f: NumberFormat) -> Array:
     return np.where(sign == 1, -value, value)
 
 
-@lru_cache(maxsize=None)
+@cache
 def table(name: str) -> Array:
     """float64 value of every code of a format of at most 16 bits; index = code. Read-only."""
     f = number_format(name)
@@ -140,7 +142,8 @@ def table(name: str) -> Array:
 
 
 def decode(codes: Array, name: str) -> Array:
-    """float64 values of integer codes, any shape. Bits above the format's width are ignored; tf32 ignores its low 13."""
+    """float64 values of integer codes, any shape. Bits above the format's width are ignored; tf32 ignores its
+    low 13."""
     f = number_format(name)
     codes = np.asarray(codes)
     if f.bits <= 16:
@@ -172,12 +175,13 @@ def encode(
 
     Args:
         rounding: "rn" nearest even, "rna" nearest away, "rz" toward zero, "rp" up, "rm" down.
-        saturate: .satfinite: overflow and Inf give the largest finite value. Formats without Inf and NaN always do.
+        saturate: .satfinite: overflow and Inf give the largest finite value. Formats without Inf and NaN
+            always do.
         relu: negative values (and -0) give +0; NaN stays NaN.
 
     Returns:
-        uint8, uint16 or uint32 codes. NaN gives the positive all-ones pattern; in e2m1, e2m3, e3m2 the largest value;
-        ue8m0 ignores the sign, sends 0 to code 0 (2^-127) and takes "rp" or "rz" only.
+        uint8, uint16 or uint32 codes. NaN gives the positive all-ones pattern; in e2m1, e2m3, e3m2 the
+        largest value; ue8m0 ignores the sign, sends 0 to code 0 (2^-127) and takes "rp" or "rz" only.
     """
     f = number_format(name)
     values = np.asarray(values, np.float64)
@@ -197,8 +201,8 @@ def encode(
     exponent = np.maximum(np.frexp(safe)[1] - 1, f.emin)
     exponent = np.where(safe == 0, f.emin, exponent)
     whole = round_magnitude(np.ldexp(safe, f.mantissa_bits - exponent), negative, rounding)
-    # A carry out of the mantissa walks into the exponent field by itself; subnormals have no hidden bit to remove.
-    # Exponents far beyond the format are cut before the shift; they overflow either way.
+    # A carry out of the mantissa walks into the exponent field by itself; subnormals have no hidden bit to
+    # remove. Exponents far beyond the format are cut before the shift; they overflow either way.
     field = np.minimum(exponent + f.bias - 1, 1 << f.exponent_bits)
     code = (field.astype(np.int64) << f.mantissa_bits) + whole.astype(np.int64)
     stays = saturate | (rounding == "rz") | (~negative & (rounding == "rm")) | (negative & (rounding == "rp"))
@@ -257,7 +261,8 @@ def _pair_shape(f: NumberFormat) -> tuple[int, Any]:
 
 
 def float_to_int(values: Array, name: str, *, rounding: str = "rzi", source: str = "f32") -> Array:
-    """cvt.{rni,rzi,rmi,rpi} to "s8" .. "u64": out of range goes to the nearest end; returned as that numpy type.
+    """cvt.{rni,rzi,rmi,rpi} to "s8" .. "u64": out of range goes to the nearest end; returned as that numpy
+    type.
 
     NaN gives 0, but the top bit alone where ``source`` is "f64" or the destination has 64 bits.
     """
@@ -282,7 +287,8 @@ def float_to_int(values: Array, name: str, *, rounding: str = "rzi", source: str
 
 
 def int_to_float(values: Array, name: str, *, rounding: str = "rn") -> Array:
-    """Codes of integers (any numpy integer type) in a float format, correctly rounded; "f64" gives float64 values."""
+    """Codes of integers (any numpy integer type) in a float format, correctly rounded; "f64" gives float64
+    values."""
     values = np.asarray(values)
     negative = values < 0
     magnitude = values.astype(np.uint64)

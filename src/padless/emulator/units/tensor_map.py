@@ -1,7 +1,8 @@
-"""Tensor maps without a driver: an encoder that refuses what the driver refuses, and the decoder of its 128 bytes.
+"""Tensor maps without a driver: an encoder that refuses what the driver refuses, and the decoder of its 128
+bytes.
 
-Real tensor maps are opaque; this encoding is private. All of it sits in the first 64 bytes, since kernels that rewrite
-maps on the device copy only those:
+Real tensor maps are opaque; this encoding is private. All of it sits in the first 64 bytes, since kernels
+that rewrite maps on the device copy only those:
 
     bytes  0-3   "PTM1"            bytes 32-51  strides / 16, five bytes each, of dimensions 1 to 4
     bytes  4-11  address           bytes 52-56  box - 1
@@ -16,15 +17,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace as _replace
+from dataclasses import dataclass
+from dataclasses import replace as _replace
 from functools import lru_cache
+from typing import Any
 
 MAGIC = b"PTM1"
 BYTES = 128
 # CUtensorMapDataType -> (element name, bits in global memory)
 DATA_TYPES = (
-    ("u8", 8), ("u16", 16), ("u32", 32), ("s32", 32), ("u64", 64), ("s64", 64), ("f16", 16), ("f32", 32), ("f64", 64),
-    ("bf16", 16), ("f32", 32), ("tf32", 32), ("tf32", 32), ("b4x16", 4), ("b4x16_p64", 4), ("b6x16_p32", 6),
+    ("u8", 8), ("u16", 16), ("u32", 32), ("s32", 32), ("u64", 64), ("s64", 64), ("f16", 16), ("f32", 32),
+    ("f64", 64), ("bf16", 16), ("f32", 32), ("tf32", 32), ("tf32", 32), ("b4x16", 4), ("b4x16_p64", 4), ("b6x16_p32", 6),
 )  # fmt: skip
 _PTX_ELEMENTS = (
     0,
@@ -180,7 +183,8 @@ def encode_tiled(
         if len(value) != length:
             raise ValueError(f"{name}: {len(value)} entries for rank {rank}; {length} are needed")
     for name, code, count in (
-        ("interleave", interleave, 3), ("swizzle", swizzle, 7), ("l2_promotion", l2_promotion, 4), ("oob_fill", oob_fill, 2)
+        ("interleave", interleave, 3), ("swizzle", swizzle, 7), ("l2_promotion", l2_promotion, 4),
+        ("oob_fill", oob_fill, 2),
     ):  # fmt: skip
         if not 0 <= code < count:
             raise ValueError(f"{name}: {code} is outside 0..{count - 1}")
@@ -229,7 +233,7 @@ def decode(raw: bytes) -> TensorMap:
     raw = bytes(raw)
     if len(raw) < 64 or raw[:4] != MAGIC:
         raise ValueError(
-            f"raw: {len(raw)} bytes that begin with {raw[:4]!r} are not a tensor map of the emulator's encoder"
+            f"raw: {len(raw)} bytes that begin with {raw[:4]!r} are no tensor map of the emulator's encoder"
         )
     address, *dims = struct.unpack_from("<Q5I", raw, 4)
     fields = int.from_bytes(raw[59:62], "little")
@@ -252,9 +256,9 @@ def decode(raw: bytes) -> TensorMap:
 def replace(raw: bytes, field: str, value: int, ordinal: int = 0) -> bytes:
     """tensormap.replace.tile.<field>: one field of a map, with the instruction's codes. Returns 128 bytes.
 
-    ``rank`` takes rank - 1; ``global_stride`` ordinal i is the stride of dimension i + 1 in bytes. A map may pass
-    through states that no copy could use; ``problems`` says so when it is used. Raises ValueError for values that do not
-    fit the field and for layouts that are not modelled.
+    ``rank`` takes rank - 1; ``global_stride`` ordinal i is the stride of dimension i + 1 in bytes. A map may
+    pass through states that no copy could use; ``problems`` says so when it is used. Raises ValueError for
+    values that do not fit the field and for layouts that are not modelled.
     """
     m = decode(raw)
     tail = bytes(raw)[64:BYTES]
@@ -268,7 +272,8 @@ def replace(raw: bytes, field: str, value: int, ordinal: int = 0) -> bytes:
         if field == "global_stride" and value % 16:
             raise ValueError(f"global_stride: {value} bytes is not a multiple of 16")
         new = (*old[:ordinal], value, *old[ordinal + 1 :])
-        m = _replace(m, **{attribute: new})
+        changed: dict[str, Any] = {attribute: new}
+        m = _replace(m, **changed)
     elif field == "global_address":
         m = _replace(m, address=value & (1 << 64) - 1)
     elif field == "rank":

@@ -1,8 +1,9 @@
 """Tensor copies of the copy engine: which global bytes go to which shared bytes, and what fills the rest.
 
-A copy is planned as granules: pieces of at most 16 bytes that are contiguous on both sides and wholly inside or outside
-of the tensor. Box element (i0, i1, ..) is tensor element (c0 + i0, c1 + i1 * step1, ..) at ``address + sum(coordinate *
-stride)`` modulo 2^64; in shared memory elements are packed with i0 fastest and the swizzle permutes absolute addresses.
+A copy is planned as granules: pieces of at most 16 bytes that are contiguous on both sides and wholly inside
+or outside of the tensor. Box element (i0, i1, ..) is tensor element (c0 + i0, c1 + i1 * step1, ..) at
+``address + sum(coordinate * stride)`` modulo 2^64; in shared memory elements are packed with i0 fastest and
+the swizzle permutes absolute addresses.
 Rules: PTX ISA, "Tensors" and "cp.async.bulk.tensor".
 """
 
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import number_formats, tensor_map as maps
+from . import number_formats
+from . import tensor_map as maps
 from .number_formats import Array
 from .swizzle import swizzle
 from .tensor_map import TensorMap
@@ -32,8 +34,8 @@ class Transfer:
         global_address: uint64 (n,), of each piece; meaningless where not in bounds.
         shared_address: int64 (n,), swizzled byte offsets; n pieces cover the box, padding bytes excepted.
         in_bounds: bool (n,).
-        transaction_bytes: what a load counts on its mbarrier: the whole box, out-of-bounds elements included, padding
-            excluded.
+        transaction_bytes: what a load counts on its mbarrier: the whole box, out-of-bounds elements included,
+            padding excluded.
         problems: broken rules, one sentence each.
         fill: uint8 (granule,), what an out-of-bounds piece reads as.
     """
@@ -61,8 +63,8 @@ def plan(
     """Plan one copy.
 
     Args:
-        coordinates: signed 32-bit start of the box, innermost first; (c0, row0, row1, row2, row3) for "gather4" (loads)
-            and "scatter4" (stores), where each row is one box of one row.
+        coordinates: signed 32-bit start of the box, innermost first; (c0, row0, row1, row2, row3) for
+            "gather4" (loads) and "scatter4" (stores), where each row is one box of one row.
         shared_address: byte offset of the unswizzled box.
         store: from shared to global memory.
         mode: "tile", "gather4" or "scatter4".
@@ -131,8 +133,8 @@ def _check(
         problems.append(f"shared address {shared_address:#x} of a tensor copy is not a multiple of 128")
     if not store and coordinates[0] * m.element_bits % 128:
         problems.append(
-            f"innermost start coordinate {coordinates[0]} is {coordinates[0] * m.element_bits / 8:g} bytes into its row, "
-            "not a multiple of 16: an illegal instruction on hardware"
+            f"innermost start coordinate {coordinates[0]} is {coordinates[0] * m.element_bits / 8:g} bytes into its row, not "
+            "a multiple of 16: an illegal instruction on hardware"
         )
     if m.element in _PADDED:
         if coordinates[0] % 128:
@@ -154,7 +156,8 @@ def _fill(m: TensorMap, granule: int) -> Array:
 
 
 def load(transfer: Transfer, gather: Callable[[Array, int], Array], shared: Array) -> None:
-    """Global to shared memory. ``gather(addresses, granule)`` returns uint8 (n, granule) of the in-bounds pieces."""
+    """Global to shared memory. ``gather(addresses, granule)`` returns uint8 (n, granule) of the in-bounds
+    pieces."""
     data = np.broadcast_to(transfer.fill, (len(transfer.in_bounds), transfer.granule))
     if transfer.in_bounds.all():
         data = gather(transfer.global_address, transfer.granule)

@@ -1,9 +1,10 @@
-"""wgmma.mma_async: a warpgroup's D (64 x n) = A (64 x k) * B (k x n) [+ D], D in registers, B in shared memory.
+"""wgmma.mma_async: a warpgroup's D (64 x n) = A (64 x k) * B (k x n) [+ D], D in registers, B in shared
+memory.
 
-Fragments, for thread t of warp w of the warpgroup: A register i holds bytes 4 (t % 4) + 16 (i // 2) .. +3 of row
-16 w + t // 4 + 8 (i % 2); a 32-bit D register i holds row 16 w + t // 4 + 8 ((i % 4) // 2), column 8 (i // 4) +
-2 (t % 4) + i % 2; a float16 D register i holds two columns, 8 (i // 2) + 2 (t % 4) in the low half, of row 16 w +
-t // 4 + 8 (i % 2) (PTX ISA, "Register fragments and shared memory matrix layouts" of wgmma).
+Fragments, for thread t of warp w of the warpgroup: A register i holds bytes 4 (t % 4) + 16 (i // 2) .. +3 of
+row 16 w + t // 4 + 8 (i % 2); a 32-bit D register i holds row 16 w + t // 4 + 8 ((i % 4) // 2), column 8 (i
+// 4) + 2 (t % 4) + i % 2; a float16 D register i holds two columns, 8 (i // 2) + 2 (t % 4) in the low half,
+of row 16 w + t // 4 + 8 (i % 2) (PTX ISA, "Register fragments and shared memory matrix layouts" of wgmma).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import arithmetic, matrix_descriptor as descriptors, number_formats
+from . import arithmetic, number_formats
+from . import matrix_descriptor as descriptors
 from .number_formats import Array
 
 ELEMENT_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
@@ -95,7 +97,8 @@ class Wgmma:
 
         Args:
             shared: uint8 (bytes,) of the CTA.
-            d: (128, n / 2) of 32-bit elements, or (128, n / 4) for d_type f16: the accumulator registers by thread.
+            d: (128, n / 2) of 32-bit elements, or (128, n / 4) for d_type f16: the accumulator registers by
+                thread.
             a_registers: (128, 4) 32-bit, where A comes from registers.
             mode: of arithmetic.dot_product_add.
 
