@@ -1,9 +1,9 @@
 """Run PTX on the CPU: a SIMT emulator with asynchronous copies and tensor cores, and a race detector.
 
-    emulator = Emulator(ptx, seed=3)
-    a = emulator.memory.register(numpy_array)
-    result = emulator.launch("kernel", grid=(2, 1, 1), block=(128, 1, 1), args=[a, 7], shared_bytes=4096)
-    for report in result.reports: print(report)
+emulator = Emulator(ptx, seed=3)
+a = emulator.memory.register(numpy_array)
+result = emulator.launch("kernel", grid=(2, 1, 1), block=(128, 1, 1), args=[a, 7], shared_bytes=4096)
+for report in result.reports: print(report)
 """
 
 from __future__ import annotations

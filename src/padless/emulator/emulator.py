@@ -121,7 +121,9 @@ class Emulator:
             raise LaunchError(f"block {dims[1]} has {threads} threads, allowed are 1 to 1024")
         limit = program.function.max_threads
         if limit is not None and threads > limit[0] * limit[1] * limit[2]:
-            raise LaunchError(f"block {dims[1]} has {threads} threads, {entry} was compiled for at most {limit}")
+            raise LaunchError(
+                f"block {dims[1]} has {threads} threads, {entry} was compiled for at most {limit}"
+            )
         machine = Machine(
             program, self.memory, self.symbols, pack_parameters(program, args), dims[0], dims[1], dims[2], shared_bytes,
             self.seed if seed is None else seed, self.arithmetic, self.checks, self.trace,

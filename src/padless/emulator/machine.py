@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from .ast import Instruction
+from .asynchronous import AsyncOperation
 from .checks import Collector
 from .errors import KernelFault, LaunchError
 from .exit_checks import check_exit
-from .asynchronous import AsyncOperation
 from .instructions import barriers
 from .memory import DeviceMemory, shared_cells
 from .program import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block, Program
@@ -49,7 +49,9 @@ class Statistics:
 class Schedule:
     """How one seed runs the machine."""
 
-    policy: str  # "late": asynchronous work finishes only when nothing else can run; "eager": at once; "random"
+    policy: (
+        str  # "late": asynchronous work finishes only when nothing else can run; "eager": at once; "random"
+    )
     preempt: float  # chance to give way at a synchronising instruction
     complete: float  # chance, under "random", that an operation finishes between two turns
     resident: int  # clusters on the machine at once
@@ -126,14 +128,27 @@ class Machine:
 
     # ---- reports and faults
     def report(
-        self, kind: str, message: str, instruction: Any, warp: Any = None, lane: int = -1, other: Any = None, key: Any = None
+        self,
+        kind: str,
+        message: str,
+        instruction: Any,
+        warp: Any = None,
+        lane: int = -1,
+        other: Any = None,
+        key: Any = None,
     ) -> None:
         self.collector.add(kind, message, instruction, warp, lane, other, key)
 
     def fault(self, warp: Warp, instruction: Instruction, message: str, m: Any, kind: str = "fault") -> None:
         """What stops real hardware: reported, and the launch ends."""
         lane = 0 if m is True else int(np.argmax(m))
-        self.report(kind if kind != "fault" or "misaligned" not in message else "misaligned", message, instruction, warp, lane)
+        self.report(
+            kind if kind != "fault" or "misaligned" not in message else "misaligned",
+            message,
+            instruction,
+            warp,
+            lane,
+        )
         raise KernelFault(str(self.collector.reports[-1]) if self.collector.reports else message)
 
     def symbol_address(self, name: str) -> int:
@@ -146,7 +161,11 @@ class Machine:
     def clock(self, name: str) -> int:
         self.ticks += 37
         value = self.statistics.warp_instructions + self.ticks
-        return value >> 32 if name.endswith("_hi") else value & (0xFFFFFFFF if "64" not in name and name != "%globaltimer" else -1)
+        return (
+            value >> 32
+            if name.endswith("_hi")
+            else value & (0xFFFFFFFF if "64" not in name and name != "%globaltimer" else -1)
+        )
 
     # ---- checks shared by instructions
     def generic_shared(
@@ -161,7 +180,11 @@ class Machine:
             for offset in np.unique(offsets >> 3).tolist():
                 if 8 * offset in cta.mbarriers and cta.mbarriers[8 * offset].valid:
                     self.report(
-                        "mbarrier", f"writes into {cta.mbarriers[8 * offset].name}", access.instruction, w, int(lanes[0])
+                        "mbarrier",
+                        f"writes into {cta.mbarriers[8 * offset].name}",
+                        access.instruction,
+                        w,
+                        int(lanes[0]),
                     )
 
     def synchronise(self, w: Warp, lanes: Array, keys: list[Any], access: Any) -> None:
@@ -287,7 +310,12 @@ class Machine:
 
     def _pick(self) -> Fragment | None:
         fragments = [
-            f for cluster in self.clusters for cta in cluster.ctas if not cta.exited for w in cta.warps for f in w.fragments
+            f
+            for cluster in self.clusters
+            for cta in cluster.ctas
+            if not cta.exited
+            for w in cta.warps
+            for f in w.fragments
         ]
         if not fragments:
             return None
@@ -509,11 +537,18 @@ class Machine:
                 source = f"{at.source} " if at is not None and at.source else ""
                 line = f"PTX line {at.line}" if at is not None else "?"
                 lanes = int(np.count_nonzero(f.mask))
-                lines.append(f"CTA {f.warp.cta.index} warp {f.warp.index} ({lanes} lanes) at {source}({line}): {reason}")
+                lines.append(
+                    f"CTA {f.warp.cta.index} warp {f.warp.index} ({lanes} lanes) at {source}({line}): {reason}"
+                )
         if first is None:
             first = (None, None)
         at, f = first
-        self.report("deadlock", f"{what}:\n      " + "\n      ".join(lines[:40]), at, f.warp if f is not None else None)
+        self.report(
+            "deadlock",
+            f"{what}:\n      " + "\n      ".join(lines[:40]),
+            at,
+            f.warp if f is not None else None,
+        )
 
     # ---- register checks
     def _names(self, bits: int) -> str:
@@ -554,7 +589,11 @@ class Machine:
                     if instruction.opcode == "mov":
                         return  # copies of undefined values are what compilers emit for unused ones
                     self.report(
-                        "uninitialised-register", f"reads {name}, which nothing has written", instruction, w, 0
+                        "uninitialised-register",
+                        f"reads {name}, which nothing has written",
+                        instruction,
+                        w,
+                        0,
                     )
                     return
 

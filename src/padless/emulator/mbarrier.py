@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-
 from . import race
 
 if TYPE_CHECKING:
@@ -82,11 +81,13 @@ class Mbarrier:
         self.tx += size
         if abs(self.tx) > TX_LIMIT:
             self.cta.machine.report(
-                "mbarrier", f"the transaction count of {self.name} overflows: {self.tx}", instruction, warp, lane
+                "mbarrier",
+                f"the transaction count of {self.name} overflows: {self.tx}",
+                instruction,
+                warp,
+                lane,
             )
 
     def complete_tx(self, size: int, instruction: Instruction | None, warp: Any) -> None:
         self.expect(-size, instruction, warp, -1)
         self._maybe_flip(instruction, warp, -1)
-
-

@@ -64,13 +64,17 @@ class DeviceMemory:
             import torch
 
             if not array.is_contiguous():
-                raise EmulatorError(f"register: the tensor must be contiguous, its strides are {tuple(array.stride())}")
+                raise EmulatorError(
+                    f"register: the tensor must be contiguous, its strides are {tuple(array.stride())}"
+                )
             if address is None:
                 address = array.data_ptr()
             data = array.detach().reshape(-1).view(torch.uint8).numpy()
         else:
             if not (isinstance(array, np.ndarray) and array.flags.c_contiguous):
-                raise EmulatorError(f"register: array must be a C-contiguous numpy array or CPU tensor, got {type(array)}")
+                raise EmulatorError(
+                    f"register: array must be a C-contiguous numpy array or CPU tensor, got {type(array)}"
+                )
             data = array.reshape(-1).view(np.uint8)
         if address is None:
             address = self.next_address
@@ -81,7 +85,9 @@ class DeviceMemory:
         if (at and self.allocations[at - 1].end > address) or (
             at < len(self.starts) and self.starts[at] < address + data.size
         ):
-            raise EmulatorError(f"register: [{address:#x}, {address + data.size:#x}) overlaps an earlier registration")
+            raise EmulatorError(
+                f"register: [{address:#x}, {address + data.size:#x}) overlaps an earlier registration"
+            )
         self.starts.insert(at, address)
         self.allocations.insert(at, Allocation(address, data, name))
         return address
@@ -102,7 +108,9 @@ class DeviceMemory:
     def read_bytes(self, address: int, size: int) -> bytes:
         found = self.find(address)
         if found is None or address + size > found.end:
-            raise KernelFault(f"global address {address:#x} (+{size} bytes) is outside every registered array")
+            raise KernelFault(
+                f"global address {address:#x} (+{size} bytes) is outside every registered array"
+            )
         at = address - found.address
         return found.bytes[at : at + size].tobytes()
 
@@ -153,7 +161,9 @@ def global_index(a: MemoryAccess, w: Any, where: Array, lanes: Array) -> tuple[A
         inside = None  # type: ignore[assignment]
     offset = where - found.address
     if a.bytes > 1 and (where % min(a.bytes, 16)).any():
-        w.cta.machine.fault(w, a.instruction, f"misaligned global address {int(where[0]):#x}, {a.bytes} bytes", True)
+        w.cta.machine.fault(
+            w, a.instruction, f"misaligned global address {int(where[0]):#x}, {a.bytes} bytes", True
+        )
     return found.view(NUMPY[a.view]), offset // a.size, lanes, inside
 
 
@@ -248,7 +258,9 @@ def shared_groups(a: Any, w: Any, where: Array, lanes: Array, size: int) -> list
         if size > 1 and (part % min(size, 16)).any():
             w.cta.machine.fault(w, a, f"misaligned shared address {int(part[0]):#x}, {size} bytes", True)
         if cta is not w.cta and cta.exited:
-            w.cta.machine.report("exit", f"accesses shared memory of CTA {cta.index}, which has exited", a, w, int(who[0]))
+            w.cta.machine.report(
+                "exit", f"accesses shared memory of CTA {cta.index}, which has exited", a, w, int(who[0])
+            )
         if cta is not w.cta and cta.checks:
             time = cluster.clocks.time
             for lane in who.tolist():
@@ -325,7 +337,9 @@ def local_view(a: MemoryAccess, w: Any, where: Array, lanes: Array) -> tuple[Arr
     view = w.local.view(NUMPY[a.view])
     index = where // a.size
     if int(index.max()) + len(a.slots) > view.shape[1] or int(index.min()) < 0:
-        w.cta.machine.fault(w, a.instruction, f"local address {int(where.max())} is outside local memory", True)
+        w.cta.machine.fault(
+            w, a.instruction, f"local address {int(where.max())} is outside local memory", True
+        )
     return view, index
 
 
@@ -345,7 +359,9 @@ def store_local_at(a: MemoryAccess, w: Any, v: Any, lanes: Array, where: Array) 
 def load_parameter_at(a: MemoryAccess, w: Any, v: Any, lanes: Array, where: Array) -> None:
     block = w.cta.machine.parameters
     if int(where.max()) + a.bytes > len(block):
-        w.cta.machine.fault(w, a.instruction, f"parameter offset {int(where.max())} is past the parameters", True)
+        w.cta.machine.fault(
+            w, a.instruction, f"parameter offset {int(where.max())} is past the parameters", True
+        )
     for k, slot in enumerate(a.slots):
         if slot >= 0:
             values = np.array(
@@ -375,9 +391,13 @@ def generic(a: MemoryAccess, store: bool) -> Callable[..., None]:
             window, load, save = WINDOWS.get(space, (0, None, None))
             function = save if store else load
             if function is None:
-                w.cta.machine.fault(w, a.instruction, f"generic address {int(where[0]):#x} is in no memory space", m)
+                w.cta.machine.fault(
+                    w, a.instruction, f"generic address {int(where[0]):#x} is in no memory space", m
+                )
                 return
-            function(a, w, v, lanes[chosen] if not isinstance(chosen, slice) else lanes, where[chosen] - window)
+            function(
+                a, w, v, lanes[chosen] if not isinstance(chosen, slice) else lanes, where[chosen] - window
+            )
 
     return generic_access
 
@@ -454,7 +474,9 @@ def packed_sum(kind: str) -> Callable[[Any, Any], Any]:
     storage = np.uint32 if kind.endswith("x2") else np.uint16
 
     def add(old: Any, x: Any) -> Any:
-        total = widen(np.array([old], storage).view(np.uint16)) + widen(np.array([x], storage).view(np.uint16))
+        total = widen(np.array([old], storage).view(np.uint16)) + widen(
+            np.array([x], storage).view(np.uint16)
+        )
         return narrow(total).view(storage)[0]
 
     return add

@@ -114,7 +114,9 @@ class _Parser:
         return self.tokens[self.at][2]
 
     def next(self) -> str:
-        token = self.tokens[self.at][1]
+        kind, token, _ = self.tokens[self.at]
+        if kind == "end":
+            self.fail("unexpected end of the text")
         self.at += 1
         return token
 
@@ -198,7 +200,16 @@ class _Parser:
             token = self.next()
             if token == ".align":
                 alignment = int(self.next())
-            elif token in (".ptr", ".global", ".shared", ".const", ".local", ".managed", ".attribute", ".unified"):
+            elif token in (
+                ".ptr",
+                ".global",
+                ".shared",
+                ".const",
+                ".local",
+                ".managed",
+                ".attribute",
+                ".unified",
+            ):
                 if token == ".attribute":
                     while self.next() != ")":
                         pass
@@ -223,7 +234,9 @@ class _Parser:
             initial = initial.ljust(size, b"\0")
         if in_body or self.token == ";":
             self.expect(";")
-        return Variable(name, space, -1 if unsized else size, alignment or element, initial, tuple(relocations))
+        return Variable(
+            name, space, -1 if unsized else size, alignment or element, initial, tuple(relocations)
+        )
 
     def _initializer(self, element: int, type_name: str) -> tuple[bytes, list[tuple[int, str, int]]]:
         data, relocations = bytearray(), []

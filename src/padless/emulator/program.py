@@ -16,8 +16,22 @@ from typing import Any
 import numpy as np
 
 from . import instructions
-from .ast import Address, Call, Function, Immediate, Instruction, Label, Module, Operand, Register, Symbol, Vector
-from .ast import Not, Pair, Variable
+from .ast import (
+    Address,
+    Call,
+    Function,
+    Immediate,
+    Instruction,
+    Label,
+    Module,
+    Not,
+    Operand,
+    Pair,
+    Register,
+    Symbol,
+    Variable,
+    Vector,
+)
 from .errors import EmulatorError, UnsupportedInstruction
 from .parser import type_size
 from .spaces import CLASS_OF_SIZE, STORAGE, VIEW_SIZE, VIEWS
@@ -323,7 +337,9 @@ def prepare(module: Module, entry: str) -> Program:
     """Build the Program of one entry. Raises UnsupportedInstruction for the first instruction that is not modelled."""
     function = module.functions.get(entry)
     if function is None or not function.is_entry:
-        raise EmulatorError(f"{module.name}: no entry {entry!r}; it has {', '.join(module.entries()) or 'none'}")
+        raise EmulatorError(
+            f"{module.name}: no entry {entry!r}; it has {', '.join(module.entries()) or 'none'}"
+        )
     body, registers, variables, branch_targets = _inline(module, function)
     function = dataclasses.replace(
         function, body=body, registers=registers, variables=variables, branch_targets=branch_targets
@@ -443,11 +459,14 @@ def _inline(
                 callee = module.functions.get(call.target)
                 if callee is None or not callee.body:
                     operands = tuple(
-                        Symbol(names.get(a, a)) if not a.startswith("%") else Register(a + suffix) for a in call.arguments
+                        Symbol(names.get(a, a)) if not a.startswith("%") else Register(a + suffix)
+                        for a in call.arguments
                     )
                     body.append(
                         dataclasses.replace(
-                            call.instruction, opcode="call.external", operands=(Symbol(call.target), *operands)
+                            call.instruction,
+                            opcode="call.external",
+                            operands=(Symbol(call.target), *operands),
                         )
                     )
                     continue
@@ -457,8 +476,12 @@ def _inline(
                     )
                 count += 1
                 inner_suffix = f"~{count}"
-                inner = {p.name: names.get(a, a) for p, a in zip(callee.parameters, call.arguments, strict=False)}
-                inner.update({p.name: names.get(a, a) for p, a in zip(callee.results, call.results, strict=False)})
+                inner = {
+                    p.name: names.get(a, a) for p, a in zip(callee.parameters, call.arguments, strict=False)
+                }
+                inner.update(
+                    {p.name: names.get(a, a) for p, a in zip(callee.results, call.results, strict=False)}
+                )
                 for item in callee.body:
                     if isinstance(item, Label):
                         inner[item.name] = item.name + inner_suffix

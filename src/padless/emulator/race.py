@@ -37,8 +37,14 @@ _SHIFT = np.uint64(COLUMN_SHIFT)
 
 def pack(column: Any, event: Any, flags: int = 0) -> Any:
     """A stamp from its parts; scalars or arrays."""
-    return (np.uint64(column) << _SHIFT) | np.uint64(event) | np.uint64(flags) if np.isscalar(column) else (
-        (np.asarray(column).astype(np.uint64) << _SHIFT) | np.asarray(event).astype(np.uint64) | np.uint64(flags)
+    return (
+        (np.uint64(column) << _SHIFT) | np.uint64(event) | np.uint64(flags)
+        if np.isscalar(column)
+        else (
+            (np.asarray(column).astype(np.uint64) << _SHIFT)
+            | np.asarray(event).astype(np.uint64)
+            | np.uint64(flags)
+        )
     )
 
 
@@ -117,7 +123,9 @@ def merge(one: Array | None, two: Array) -> Array:
 class Shadow:
     """Stamps of one memory: shared memory of a CTA by granule, or tensor memory by cell."""
 
-    def __init__(self, size: int, clocks: Clocks, collector: Collector, instructions: list[Any], what: str) -> None:
+    def __init__(
+        self, size: int, clocks: Clocks, collector: Collector, instructions: list[Any], what: str
+    ) -> None:
         self.written = np.zeros(size, np.uint64)
         self.write_site = np.full(size, -1, np.int32)
         self.reader_slots = np.zeros(size, np.uint8)
@@ -127,23 +135,38 @@ class Shadow:
         self.collector = collector
         self.instructions = instructions
         self.what = what
-        self.kind_uninitialised = "uninitialised-shared" if what == "shared memory" else "uninitialised-tensor-memory"
+        self.kind_uninitialised = (
+            "uninitialised-shared" if what == "shared memory" else "uninitialised-tensor-memory"
+        )
         self.scale = 1
 
     # ---- ordinary accesses, one row of cells per lane
     def access(
-        self, warp: Any, lanes: Array, cells: Array, instruction: Any, write: bool, strong: bool = False, plane: int = 0
+        self,
+        warp: Any,
+        lanes: Array,
+        cells: Array,
+        instruction: Any,
+        write: bool,
+        strong: bool = False,
+        plane: int = 0,
     ) -> None:
         """`cells` has one row per lane. Checks against earlier stamps, then leaves its own."""
         rows = warp.first_row + lanes
         time = self.clocks.time[plane]
         stamps = self.written[cells]
-        self._check_rows(stamps, rows, time, self.write_site, cells, instruction, warp, lanes, "written", strong)
+        self._check_rows(
+            stamps, rows, time, self.write_site, cells, instruction, warp, lanes, "written", strong
+        )
         if not write:
             if not stamps.all():
                 lane = int(lanes[np.argmin(stamps.min(axis=1))])
                 self.collector.add(
-                    self.kind_uninitialised, f"reads {self.what} that nothing has written", instruction, warp, lane
+                    self.kind_uninitialised,
+                    f"reads {self.what} that nothing has written",
+                    instruction,
+                    warp,
+                    lane,
                 )
         else:
             slots = int(np.bitwise_or.reduce(self.reader_slots[cells], axis=None))
@@ -199,10 +222,26 @@ class Shadow:
             return
         which = np.argwhere(bad)[0]
         cell = cells[which[0], which[1]]
-        self.conflict(int(stamps[which[0], which[1]]), int(sites[cell]), int(cell), instruction, warp, int(lanes[which[0]]), did)
+        self.conflict(
+            int(stamps[which[0], which[1]]),
+            int(sites[cell]),
+            int(cell),
+            instruction,
+            warp,
+            int(lanes[which[0]]),
+            did,
+        )
 
     def conflict(
-        self, stamp: int, site: int, cell: int, instruction: Any, warp: Any, lane: int, did: str, kind: str = "race"
+        self,
+        stamp: int,
+        site: int,
+        cell: int,
+        instruction: Any,
+        warp: Any,
+        lane: int,
+        did: str,
+        kind: str = "race",
     ) -> None:
         other = self.instructions[site] if site >= 0 else None
         who = self.describe(stamp)
@@ -211,11 +250,17 @@ class Shadow:
         elif kind == "race":
             message = f"{self.what} at {self.position(cell)} was {did} by {who}, and nothing orders this access after it"
         else:
-            message = f"{self.what} at {self.position(cell)} was {did} by {who} with no {FENCE_OF[kind]} in between"
+            message = (
+                f"{self.what} at {self.position(cell)} was {did} by {who} with no {FENCE_OF[kind]} in between"
+            )
         self.collector.add(kind, message, instruction, warp, lane, other)
 
     def position(self, cell: int) -> str:
-        return f"byte {cell * self.scale}" if self.what == "shared memory" else f"lane {cell // 512}, column {cell % 512}"
+        return (
+            f"byte {cell * self.scale}"
+            if self.what == "shared memory"
+            else f"lane {cell // 512}, column {cell % 512}"
+        )
 
     def describe(self, stamp: int) -> str:
         column = stamp >> COLUMN_SHIFT
@@ -242,10 +287,25 @@ class Shadow:
         Stamps of the generic proxy must be reached in `generic_plane`, those of the async proxy in `async_plane`.
         """
         stamps = self.written[cells]
-        self._check_bulk(stamps, cells, clock, self.write_site, instruction, warp, lane, "written", generic_plane, async_plane)
+        self._check_bulk(
+            stamps,
+            cells,
+            clock,
+            self.write_site,
+            instruction,
+            warp,
+            lane,
+            "written",
+            generic_plane,
+            async_plane,
+        )
         if not write and uninitialised and not stamps.all():
             self.collector.add(
-                self.kind_uninitialised, f"reads {self.what} that nothing has written", instruction, warp, lane
+                self.kind_uninitialised,
+                f"reads {self.what} that nothing has written",
+                instruction,
+                warp,
+                lane,
             )
         if write:
             slots = int(np.bitwise_or.reduce(self.reader_slots[cells], axis=None))
@@ -301,10 +361,16 @@ class Shadow:
         pick = next((i for i in worst if known[i] < events[i]), worst[0])
         stamp = int(kinds[pick])
         position = int(np.flatnonzero(flat == kinds[pick])[0])
-        cell = cells.start + position if isinstance(cells, slice) else int(np.asarray(cells).reshape(-1)[position])
+        cell = (
+            cells.start + position
+            if isinstance(cells, slice)
+            else int(np.asarray(cells).reshape(-1)[position])
+        )
         kind = "race"
         if known[pick] >= events[pick]:
-            kind = "missing-tcgen05-fence" if TENSOR in (async_plane, generic_plane) else "missing-proxy-fence"
+            kind = (
+                "missing-tcgen05-fence" if TENSOR in (async_plane, generic_plane) else "missing-proxy-fence"
+            )
         self.conflict(stamp, int(sites[cell]), cell, instruction, warp, lane, did, kind)
 
     def restamp(self, cells: Any, old: Any, new: Any) -> None:

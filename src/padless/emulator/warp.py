@@ -73,7 +73,11 @@ class Warp:
         self.rows = slice(self.first_row, self.first_row + 32)
         self.live = np.arange(32) < threads
         self.arrays = {
-            cls: np.full((max(n, 1), 32), {"p": False}.get(cls, np.iinfo(STORAGE[cls]).max if cls != "p" else 0), STORAGE[cls])
+            cls: np.full(
+                (max(n, 1), 32),
+                {"p": False}.get(cls, np.iinfo(STORAGE[cls]).max if cls != "p" else 0),
+                STORAGE[cls],
+            )
             for cls, n in program.rows.items()
         }
         views = {(cls, view): self.arrays[cls].view(VIEWS[view]) for cls, _, view in set(program.slots)}

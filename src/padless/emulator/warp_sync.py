@@ -46,4 +46,6 @@ def together(fragment: Fragment) -> None:
     """The lanes of the fragment execute one instruction at once."""
     clocks = fragment.warp.cta.cluster.clocks
     if clocks is not None:
-        clocks.order_reads(fragment.warp.rows if fragment.full else fragment.warp.first_row + np.flatnonzero(fragment.mask))
+        clocks.order_reads(
+            fragment.warp.rows if fragment.full else fragment.warp.first_row + np.flatnonzero(fragment.mask)
+        )

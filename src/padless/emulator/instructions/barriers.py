@@ -86,7 +86,11 @@ def barrier(e: Emitter) -> None:
     predicate = None
     if e.has("red"):
         last = operands.pop()
-        predicate = (e.source_slot(last.operand, "pred"), True) if isinstance(last, Not) else (e.source_slot(last, "pred"), False)
+        predicate = (
+            (e.source_slot(last.operand, "pred"), True)
+            if isinstance(last, Not)
+            else (e.source_slot(last, "pred"), False)
+        )
     count_slot = e.source_slot(operands[1], "u32") if len(operands) > 1 else -1
     out = -1
     if destination is not None:
@@ -110,10 +114,16 @@ def barrier(e: Emitter) -> None:
         everybody = count_slot < 0
         count = 32 * cta.live_warps() if everybody else int(w.v[count_slot][lane])
         if count % 32 or count == 0:
-            cta.machine.fault(w, ins, f"barrier thread count {count} is not a positive multiple of 32", f.mask)
+            cta.machine.fault(
+                w, ins, f"barrier thread count {count} is not a positive multiple of 32", f.mask
+            )
         if bar.count and bar.expected != count and not everybody:
             cta.machine.report(
-                "barrier", f"barrier {number} with {count} threads while others use it with {bar.expected}", ins, w, lane
+                "barrier",
+                f"barrier {number} with {count} threads while others use it with {bar.expected}",
+                ins,
+                w,
+                lane,
             )
         bar.expected = count
         bar.count += 32 if aligned else int(np.count_nonzero(f.mask))
@@ -127,14 +137,20 @@ def barrier(e: Emitter) -> None:
             bar.value = (bar.value or []) + held.tolist()
         waiting = None
         if not arrive_only:
-            waiting = BarrierWait(f, lambda: f"barrier {number}: {bar.count} of {bar.expected} threads have arrived")
+            waiting = BarrierWait(
+                f, lambda: f"barrier {number}: {bar.count} of {bar.expected} threads have arrived"
+            )
             if operation:
                 waiting.after = lambda fragment, value: write(fragment.warp.v, out, value, fragment.mask)
             bar.waiting.append(waiting)
         if bar.count >= count:
             if bar.count > count:
                 cta.machine.report(
-                    "barrier", f"{bar.count} threads arrive at barrier {number}, which expects {count}", ins, w, lane
+                    "barrier",
+                    f"{bar.count} threads arrive at barrier {number}, which expects {count}",
+                    ins,
+                    w,
+                    lane,
                 )
             value = None
             if operation:
@@ -162,7 +178,9 @@ class WarpBarrierWait(Wait):
         warp = self.fragment.warp
         here = self.fragment.mask.copy()
         others = [
-            f for f in warp.fragments if isinstance(f.wait, WarpBarrierWait) and (f.wait.needed == self.needed).all()
+            f
+            for f in warp.fragments
+            if isinstance(f.wait, WarpBarrierWait) and (f.wait.needed == self.needed).all()
         ]
         for other in others:
             here |= other.mask
@@ -331,7 +349,9 @@ class RegisterWait(Wait):
         return None
 
     def describe(self) -> str:
-        return f"setmaxnreg {self.count}: the CTA would hold {self._need() * 32} of {REGISTERS_PER_SM} registers"
+        return (
+            f"setmaxnreg {self.count}: the CTA would hold {self._need() * 32} of {REGISTERS_PER_SM} registers"
+        )
 
 
 @instruction("setmaxnreg")
@@ -374,5 +394,3 @@ def set_registers(e: Emitter) -> None:
 @instruction("griddepcontrol")
 def grid_dependency(e: Emitter) -> None:
     """Orders kernels after each other; a launch here runs alone."""
-
-

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..ast import Address, Immediate, Operand
+from ..spaces import PARAM_WINDOW, SHARED_WINDOW
 from ..warp import Wait
 from . import bulk_transfer
-from ..spaces import PARAM_WINDOW, SHARED_WINDOW
 from .data import cache_qualifier
 from .registry import instruction
 from .synchronisation import SharedOperand, find_mbarrier, locate
@@ -143,7 +143,9 @@ def read_tensor_map(w: Warp, address: int, ins: Instruction, lane: int) -> Any:
 
     machine = w.cta.machine
     if address % 64:
-        machine.fault(w, ins, f"tensor map address {address:#x} is not a multiple of 64", np.arange(32) == lane)
+        machine.fault(
+            w, ins, f"tensor map address {address:#x} is not a multiple of 64", np.arange(32) == lane
+        )
     if address >> 60 == PARAM_WINDOW >> 60:
         at = address - PARAM_WINDOW
         raw = machine.parameters[at : at + 128].tobytes()
@@ -162,7 +164,7 @@ def read_tensor_map(w: Warp, address: int, ins: Instruction, lane: int) -> Any:
 
 
 def space_order(e: Emitter) -> str:
-    """"load" for shared <- global, "store" for global <- shared, "cluster" for shared::cluster <- shared::cta."""
+    """ "load" for shared <- global, "store" for global <- shared, "cluster" for shared::cluster <- shared::cta."""
     spaces = [m.split("::")[0] for m in e.instruction.modifiers if m.split("::")[0] in ("global", "shared")]
     if spaces[:2] == ["shared", "global"]:
         return "load"
@@ -181,7 +183,11 @@ COMMON = {"async", "bulk", "tensor", "reduce", "mbarrier::complete_tx::bytes", "
 
 def check_modifiers(e: Emitter) -> None:
     for modifier in e.modifiers:
-        if modifier not in COMMON and not cache_qualifier(modifier) and modifier not in (*REDUCTIONS, *e.types):
+        if (
+            modifier not in COMMON
+            and not cache_qualifier(modifier)
+            and modifier not in (*REDUCTIONS, *e.types)
+        ):
             e.unsupported(f"modifier .{modifier}")
     if e.has("im2col"):
         e.unsupported("im2col")
@@ -216,7 +222,9 @@ def tensor_copy(e: Emitter, operation: str) -> None:
             tensor_map = read_tensor_map(w, map_operand.one(w, lane), ins, lane)
             where = tuple(int(w.v[c][lane]) for c in coordinates)
             if tensor_map.rank != rank:
-                w.cta.machine.report("tma", f"a {rank}-d copy through a tensor map of rank {tensor_map.rank}", ins, w, lane)
+                w.cta.machine.report(
+                    "tma", f"a {rank}-d copy through a tensor map of rank {tensor_map.rank}", ins, w, lane
+                )
                 continue
             start = memory.one(w, lane)
             if direction == "load":
@@ -226,7 +234,9 @@ def tensor_copy(e: Emitter, operation: str) -> None:
                     w, lane, ins, tensor_map, where, start, barrier.one(w, lane), mask, pair, mode
                 )
             else:
-                bulk_transfer.tensor_store(w, lane, ins, tensor_map, where, start, operation, mode, bulk_groups(w, lane))
+                bulk_transfer.tensor_store(
+                    w, lane, ins, tensor_map, where, start, operation, mode, bulk_groups(w, lane)
+                )
         return None
 
     e.synchronise(bulk_tensor)
@@ -264,10 +274,14 @@ def plain_copy(e: Emitter, operation: str) -> None:
                 assert barrier is not None
                 bulk_transfer.plain_load(w, lane, ins, to, source_address, count, barrier.one(w, lane), mask)
             elif direction == "store":
-                bulk_transfer.plain_store(w, lane, ins, to, source_address, count, operation, kind, bulk_groups(w, lane))
+                bulk_transfer.plain_store(
+                    w, lane, ins, to, source_address, count, operation, kind, bulk_groups(w, lane)
+                )
             else:
                 assert barrier is not None
-                bulk_transfer.shared_to_shared(w, lane, ins, to, source_address, count, barrier.one(w, lane), operation, kind)
+                bulk_transfer.shared_to_shared(
+                    w, lane, ins, to, source_address, count, barrier.one(w, lane), operation, kind
+                )
         return None
 
     e.synchronise(bulk_copy)
@@ -345,7 +359,9 @@ def small_copy(e: Emitter) -> None:
         return
     destination, source, size, *rest = e.operands
     for modifier in e.modifiers:
-        if modifier not in ("async", "ca", "cg", "shared", "shared::cta", "global") and not cache_qualifier(modifier):
+        if modifier not in ("async", "ca", "cg", "shared", "shared::cta", "global") and not cache_qualifier(
+            modifier
+        ):
             e.unsupported(f"modifier .{modifier}")
     assert isinstance(size, Immediate)
     target, origin = SharedOperand(e, destination), GenericOperand(e, source)
@@ -448,7 +464,7 @@ def tensor_map_update(e: Emitter) -> None:
     def replace(w: Any, v: Any, m: Any) -> None:
         from ..units import tensor_map
 
-        for lane in (range(32) if m is True else np.flatnonzero(m).tolist()):
+        for lane in range(32) if m is True else np.flatnonzero(m).tolist():
             machine = w.cta.machine
             if in_shared:
                 cta, offset = locate(w, where.one(w, lane), ins, lane)
@@ -463,5 +479,3 @@ def tensor_map_update(e: Emitter) -> None:
             buffer[offset : offset + 128] = np.frombuffer(new, np.uint8)
 
     e.call(replace)
-
-

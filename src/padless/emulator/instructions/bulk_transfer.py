@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..asynchronous import AsyncOperation
-from ..spaces import OFFSET_MASK
 from ..race import ASYNC, IN_FLIGHT, pack
+from ..spaces import OFFSET_MASK
 from .synchronisation import find_mbarrier, locate
 
 if TYPE_CHECKING:
@@ -52,7 +52,11 @@ def gather(w: Warp, ins: Instruction, lane: int, addresses: Array, granule: int)
         found = memory.find(address)
         if found is None or address + granule > found.end:
             w.cta.machine.report(
-                "out-of-bounds", f"a bulk copy reads global address {address:#x}, outside every registered array", ins, w, lane
+                "out-of-bounds",
+                f"a bulk copy reads global address {address:#x}, outside every registered array",
+                ins,
+                w,
+                lane,
             )
             left[at] = False
             if found is None:
@@ -83,7 +87,11 @@ def scatter(w: Warp, ins: Instruction, lane: int, addresses: Array, data: Array)
         found = memory.find(address)
         if found is None or address + granule > found.end:
             w.cta.machine.report(
-                "out-of-bounds", f"a bulk copy writes global address {address:#x}, outside every registered array", ins, w, lane
+                "out-of-bounds",
+                f"a bulk copy writes global address {address:#x}, outside every registered array",
+                ins,
+                w,
+                lane,
             )
             left[at] = False
             continue
@@ -104,7 +112,9 @@ def destinations(
     bar_rank = barrier >> 24
     for rank in ranks:
         if rank >= len(cluster.ctas):
-            w.cta.machine.report("tma", f"multicast to CTA {rank} of a cluster of {len(cluster.ctas)}", ins, w, lane)
+            w.cta.machine.report(
+                "tma", f"multicast to CTA {rank} of a cluster of {len(cluster.ctas)}", ins, w, lane
+            )
             continue
         signalled = rank
         if pair:
@@ -118,7 +128,9 @@ def destinations(
         bar = find_mbarrier(w, (signalled << 24) | (barrier & OFFSET_MASK), ins, lane, asynchronous=True)
         target = cluster.ctas[rank]
         if target.exited:
-            w.cta.machine.report("exit", f"copies into shared memory of CTA {target.index}, which has exited", ins, w, lane)
+            w.cta.machine.report(
+                "exit", f"copies into shared memory of CTA {target.index}, which has exited", ins, w, lane
+            )
         if bar is not None:
             out.append((target, bar))
     return out
@@ -189,7 +201,9 @@ def plain_load(
         machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", land))
 
 
-def begin_read(w: Warp, lane: int, ins: Instruction, cta: Cta, where: Array, granule: int, groups: Any) -> Transfer:
+def begin_read(
+    w: Warp, lane: int, ins: Instruction, cta: Cta, where: Array, granule: int, groups: Any
+) -> Transfer:
     """Check a read of shared memory at issue and leave its stamp; the read ends with the thread's bulk group."""
     clocks = w.cta.cluster.clocks
     if clocks is not None:
@@ -237,7 +251,15 @@ def tensor_store(
 
 
 def plain_store(
-    w: Warp, lane: int, ins: Instruction, to: int, source: int, count: int, operation: str, kind: str, groups: Any
+    w: Warp,
+    lane: int,
+    ins: Instruction,
+    to: int,
+    source: int,
+    count: int,
+    operation: str,
+    kind: str,
+    groups: Any,
 ) -> None:
     machine = w.cta.machine
     cta, offset = locate(w, source, ins, lane)
@@ -271,7 +293,15 @@ def reduce_bytes(old: Array, new: Array, kind: str, operation: str) -> Array:
 
 
 def shared_to_shared(
-    w: Warp, lane: int, ins: Instruction, to: int, source: int, count: int, barrier: int, operation: str, kind: str
+    w: Warp,
+    lane: int,
+    ins: Instruction,
+    to: int,
+    source: int,
+    count: int,
+    barrier: int,
+    operation: str,
+    kind: str,
 ) -> None:
     """Distributed shared memory: own shared memory to another CTA's, completing on a barrier there."""
     machine = w.cta.machine
@@ -313,7 +343,12 @@ def small_load(
     for lane, (to, source, count) in zip(lanes, pieces, strict=True):
         cta, offset = locate(w, to, ins, lane)
         if offset % size or source % size:
-            machine.fault(w, ins, f"cp.async of {size} bytes from {source:#x} to {to:#x}: misaligned", np.arange(32) == lane)
+            machine.fault(
+                w,
+                ins,
+                f"cp.async of {size} bytes from {source:#x} to {to:#x}: misaligned",
+                np.arange(32) == lane,
+            )
         transfer = Transfer(ins)
         state.open[lane].append(transfer)
         stamp = cells = None

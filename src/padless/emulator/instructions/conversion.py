@@ -48,7 +48,16 @@ def _name(view: str) -> str:
 @instruction("cvt")
 def convert(e: Emitter) -> None:
     e.only(
-        *floating.ROUNDINGS, *INTEGER_ROUNDINGS, "ftz", "sat", "satfinite", "relu", "rna", "rs", "pack", "scaled::n2::ue8m0"
+        *floating.ROUNDINGS,
+        *INTEGER_ROUNDINGS,
+        "ftz",
+        "sat",
+        "satfinite",
+        "relu",
+        "rna",
+        "rs",
+        "pack",
+        "scaled::n2::ue8m0",
     )
     if len(e.types) < 2:
         e.unsupported()
@@ -56,7 +65,10 @@ def convert(e: Emitter) -> None:
     if e.has("pack"):
         pack_integers(e)
         return
-    if to.removesuffix("x2").removesuffix("x4") in SMALL or source.removesuffix("x2").removesuffix("x4") in SMALL:
+    if (
+        to.removesuffix("x2").removesuffix("x4") in SMALL
+        or source.removesuffix("x2").removesuffix("x4") in SMALL
+    ):
         small_formats(e, to, source)
         return
     if to in ("f16x2", "bf16x2"):
@@ -160,7 +172,9 @@ def float_to_integer(value: Array, mode: str, kind: Any) -> Array:
     low, high = float(info.min), float(info.max)
     inside = np.where((rounded > low) & (rounded < high), rounded, 0).astype(kind)
     out = np.where(rounded >= high, info.max, np.where(rounded <= low, info.min, inside))
-    return np.where(np.isnan(rounded), 0 if info.bits < 64 else -(1 << 63) if info.min else 1 << 63, out).astype(kind)
+    return np.where(
+        np.isnan(rounded), 0 if info.bits < 64 else -(1 << 63) if info.min else 1 << 63, out
+    ).astype(kind)
 
 
 @helper
@@ -174,7 +188,10 @@ def pack_integers(e: Emitter) -> None:
     kind = next(t for t in e.types if t[1:] in ("16", "8"))
     d, a, b, *c = e.operands
     n = int(kind[1:])
-    parts = [f"saturate_integer({e.source(o, 's32')}, np.{_name(kind)}).astype(np.uint{n}).astype(np.uint32)" for o in (a, b)]
+    parts = [
+        f"saturate_integer({e.source(o, 's32')}, np.{_name(kind)}).astype(np.uint{n}).astype(np.uint32)"
+        for o in (a, b)
+    ]
     value = f"(({parts[0]} << {n}) | {parts[1]})"
     if c:
         value = f"({value} | ({e.source(c[0], 'u32')} << {2 * n}))"
@@ -211,7 +228,10 @@ def small_formats(e: Emitter, to: str, source: str) -> None:
 def encode_pair(low: Array, high: Array, name: str, mode: str, saturate: bool) -> Array:
     from ..units import number_formats
 
-    codes = [number_formats.encode(x, name, rounding=mode, saturate=saturate).astype(np.uint16) for x in (low, high)]
+    codes = [
+        number_formats.encode(x, name, rounding=mode, saturate=saturate).astype(np.uint16)
+        for x in (low, high)
+    ]
     return codes[0] | (codes[1] << (4 if name == "e2m1" else 8))
 
 
@@ -221,7 +241,10 @@ def decode_pair(bits: Array, name: str, to: str, relu: bool) -> Array:
 
     shift = 4 if name == "e2m1" else 8
     mask = (1 << shift) - 1
-    halves = [np.asarray(number_formats.decode(part, name), np.float64) for part in (bits & mask, (bits >> shift) & mask)]
+    halves = [
+        np.asarray(number_formats.decode(part, name), np.float64)
+        for part in (bits & mask, (bits >> shift) & mask)
+    ]
     if relu:
         halves = [np.maximum(h, 0) for h in halves]
     out = [round_sixteen(h, to.removesuffix("x2"), "rn", False).astype(np.uint32) for h in halves]

@@ -18,7 +18,19 @@ DYNAMIC = {"%clock": "u32", "%clock_hi": "u32", "%clock64": "u64", "%globaltimer
            "%globaltimer_hi": "u32"}  # fmt: skip
 # Qualifiers that steer caches or evictions and change no value.
 CACHE = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "unified"}
-SEMANTICS = {"weak", "relaxed", "acquire", "release", "acq_rel", "volatile", "mmio", "cta", "cluster", "gpu", "sys"}
+SEMANTICS = {
+    "weak",
+    "relaxed",
+    "acquire",
+    "release",
+    "acq_rel",
+    "volatile",
+    "mmio",
+    "cta",
+    "cluster",
+    "gpu",
+    "sys",
+}
 
 
 def cache_qualifier(modifier: str) -> bool:
@@ -152,7 +164,9 @@ def load(e: Emitter) -> None:
 
     d, address = e.operands[:2]
     a = access(e, address, d, store=False)
-    parameter = a.space == "param" or (isinstance(address, Address) and isinstance(address.base, Symbol) and a.space == "generic")
+    parameter = a.space == "param" or (
+        isinstance(address, Address) and isinstance(address.base, Symbol) and a.space == "generic"
+    )
     run = memory.load_parameter(e, a, address) if parameter else memory.LOADS[a.space](a)
     e.call(run)
 
@@ -188,7 +202,11 @@ def atomic(e: Emitter) -> None:
     view = e.view
     if isinstance(values[0], Vector):
         e.unsupported("vector atomics")
-    sources = [e.source_slot(o, view) for o in values if not (isinstance(o, Register) and o.name.startswith("policy"))]
+    sources = [
+        e.source_slot(o, view)
+        for o in values
+        if not (isinstance(o, Register) and o.name.startswith("policy"))
+    ]
     slot = -1 if isinstance(destination, Sink) else e.destination_slot(destination, view)
     a = MemoryAccess(e, space_of(e), address, view, [slot])
     if a.space in ("shared", "generic"):

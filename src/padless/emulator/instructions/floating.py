@@ -38,7 +38,10 @@ def narrow(e: Emitter, destination: Operand, value: str, kind: str) -> None:
     packed = kind.endswith("x2")
     base = kind.removesuffix("x2")
     view = "u32" if packed else "u16"
-    e.assign(e.destination(destination, view), f"narrow_{base}({value}).view(np.{'uint32' if packed else 'uint16'})")
+    e.assign(
+        e.destination(destination, view),
+        f"narrow_{base}({value}).view(np.{'uint32' if packed else 'uint16'})",
+    )
 
 
 @helper
@@ -53,7 +56,9 @@ def widen_bf16(bits: Array) -> Array:
 
 @helper
 def narrow_f16(value: Array) -> Array:
-    return np.where(np.isnan(value), np.uint16(0x7FFF), value.astype(np.float16).view(np.uint16)).astype(np.uint16)
+    return np.where(np.isnan(value), np.uint16(0x7FFF), value.astype(np.float16).view(np.uint16)).astype(
+        np.uint16
+    )
 
 
 @helper
@@ -141,7 +146,9 @@ def fused(e: Emitter) -> None:
         finish(e, d, f"fused_multiply_add({x}, {y}, {z}, {rounding(e)!r})", "f32")
     elif kind == "f32x2":
         x, y, z = (f"{e.source(o, 'u64')}.view(np.float32)" for o in (a, b, c))
-        e.assign(e.destination(d, "u64"), f"fused_multiply_add({x}, {y}, {z}, {rounding(e)!r}).view(np.uint64)")
+        e.assign(
+            e.destination(d, "u64"), f"fused_multiply_add({x}, {y}, {z}, {rounding(e)!r}).view(np.uint64)"
+        )
     elif kind == "f64":
         x, y, z = (e.source(o, "f64") for o in (a, b, c))
         e.assign(e.destination(d, "f64"), f"fused_multiply_add_f64({x}, {y}, {z})")
@@ -265,7 +272,9 @@ def sign_operation(e: Emitter) -> None:
         return
     view, bits = ("u32", 0x80008000) if kind.endswith("x2") else ("u16", 0x8000)
     x = e.source(a, view)
-    expression = f"{x} & {bits ^ (0xFFFFFFFF if view == 'u32' else 0xFFFF)}" if e.opcode == "abs" else f"{x} ^ {bits}"
+    expression = (
+        f"{x} & {bits ^ (0xFFFFFFFF if view == 'u32' else 0xFFFF)}" if e.opcode == "abs" else f"{x} ^ {bits}"
+    )
     e.assign(e.destination(d, view), expression)
 
 

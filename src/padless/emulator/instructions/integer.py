@@ -34,14 +34,27 @@ def add_sub(e: Emitter) -> None:
         e.unsupported("integer .sat")
     view = e.view
     d, a, b = e.operands
-    e.ufunc("np.add" if e.opcode == "add" else "np.subtract", e.destination(d, view), e.source(a, view), e.source(b, view))
+    e.ufunc(
+        "np.add" if e.opcode == "add" else "np.subtract",
+        e.destination(d, view),
+        e.source(a, view),
+        e.source(b, view),
+    )
 
 
 def carry_out(e: Emitter) -> None:
     """add.cc / sub.cc: the carry (or borrow) goes to the warp's condition-code row."""
     view = "u" + e.view[1:]
     d, a, b = e.operands
-    e.call(add_carry, e.destination(d, view), e.source(a, view), e.source(b, view), "None", "True", str(e.opcode == "sub"))
+    e.call(
+        add_carry,
+        e.destination(d, view),
+        e.source(a, view),
+        e.source(b, view),
+        "None",
+        "True",
+        str(e.opcode == "sub"),
+    )
 
 
 @instruction("addc", "subc")
@@ -54,7 +67,9 @@ def add_with_carry(e: Emitter) -> None:
     )  # fmt: skip
 
 
-def add_carry(w: Any, v: Any, m: Any, d: Array, a: Array, b: Array, carry: Any, keep: bool, subtract: bool) -> None:
+def add_carry(
+    w: Any, v: Any, m: Any, d: Array, a: Array, b: Array, carry: Any, keep: bool, subtract: bool
+) -> None:
     one = np.zeros(32, d.dtype) if carry is None else carry.astype(d.dtype)
     if subtract:
         total = a - b - one
@@ -80,7 +95,13 @@ def mul(e: Emitter) -> None:
     size = int(view[1:])
     if e.has("wide"):
         wide = f"{view[0]}{2 * size}"
-        e.ufunc("np.multiply", e.destination(d, wide), e.source(a, view), e.source(b, view), dtype=f"np.{NAMES[wide]}")
+        e.ufunc(
+            "np.multiply",
+            e.destination(d, wide),
+            e.source(a, view),
+            e.source(b, view),
+            dtype=f"np.{NAMES[wide]}",
+        )
     elif e.has("hi"):
         e.assign(e.destination(d, view), f"multiply_high({e.source(a, view)}, {e.source(b, view)})")
     else:
@@ -97,7 +118,9 @@ def multiply_high(a: Array, b: Array) -> Array:
     if bits < 64:
         wide = np.int64 if a.dtype.kind == "i" else np.uint64
         return (a.astype(wide) * b.astype(wide)) >> wide(bits)
-    return np.array([(int(x) * int(y)) >> 64 for x, y in zip(a, b, strict=True)], dtype=object).astype(a.dtype)
+    return np.array([(int(x) * int(y)) >> 64 for x, y in zip(a, b, strict=True)], dtype=object).astype(
+        a.dtype
+    )
 
 
 @instruction("mad")
@@ -114,7 +137,8 @@ def mad(e: Emitter) -> None:
         wide = f"{view[0]}{2 * int(view[1:])}"
         kind = f"np.{NAMES[wide]}"
         e.assign(
-            e.destination(d, wide), f"np.multiply({e.source(a, view)}, {e.source(b, view)}, dtype={kind}) + {e.source(c, wide)}"
+            e.destination(d, wide),
+            f"np.multiply({e.source(a, view)}, {e.source(b, view)}, dtype={kind}) + {e.source(c, wide)}",
         )
     elif e.has("hi"):
         e.assign(
@@ -287,7 +311,10 @@ def permute(e: Emitter) -> None:
     if mode:
         e.unsupported(f"prmt mode .{mode}")
     d, a, b, c = e.operands
-    e.assign(e.destination(d, "u32"), f"permute_bytes({e.source(a, 'u32')}, {e.source(b, 'u32')}, {e.source(c, 'u32')})")
+    e.assign(
+        e.destination(d, "u32"),
+        f"permute_bytes({e.source(a, 'u32')}, {e.source(b, 'u32')}, {e.source(c, 'u32')})",
+    )
 
 
 @helper
@@ -323,7 +350,8 @@ def extract_field(e: Emitter) -> None:
     view = e.view
     d, a, b, c = e.operands
     e.assign(
-        e.destination(d, view), f"bit_field_extract({e.source(a, view)}, {e.source(b, 'u32')}, {e.source(c, 'u32')})"
+        e.destination(d, view),
+        f"bit_field_extract({e.source(a, view)}, {e.source(b, 'u32')}, {e.source(c, 'u32')})",
     )
 
 
@@ -360,7 +388,9 @@ def bit_field_insert(a: Array, b: Array, start: Array, length: Array) -> Array:
     bits = 8 * a.dtype.itemsize
     whole = (1 << bits) - 1
     out = []
-    for x, y, p, n in zip(a.tolist(), b.tolist(), (start & 0xFF).tolist(), (length & 0xFF).tolist(), strict=True):
+    for x, y, p, n in zip(
+        a.tolist(), b.tolist(), (start & 0xFF).tolist(), (length & 0xFF).tolist(), strict=True
+    ):
         mask = (((1 << n) - 1) << p) & whole
         out.append((y & ~mask) | ((x << p) & mask))
     return np.array(out, dtype=a.dtype)
@@ -428,7 +458,9 @@ def comparison(e: Emitter, a: Any, b: Any, kind: str) -> str:
     """A boolean expression of one comparison modifier."""
     from . import floating
 
-    relation = next((m for m in e.instruction.modifiers if m in COMPARE or m in UNORDERED or m in ("num", "nan")), "")
+    relation = next(
+        (m for m in e.instruction.modifiers if m in COMPARE or m in UNORDERED or m in ("num", "nan")), ""
+    )
     if kind in ("f16", "bf16"):
         x, y = (floating.widen(e, o, kind) for o in (a, b))
     elif kind.endswith("x2"):
@@ -490,7 +522,9 @@ def set_value(e: Emitter) -> None:
 def select(e: Emitter) -> None:
     view = e.view
     d, a, b, c = e.operands
-    e.assign(e.destination(d, view), f"np.where({e.source(c, 'pred')}, {e.source(a, view)}, {e.source(b, view)})")
+    e.assign(
+        e.destination(d, view), f"np.where({e.source(c, 'pred')}, {e.source(a, view)}, {e.source(b, view)})"
+    )
 
 
 @instruction("slct")
@@ -499,7 +533,9 @@ def select_sign(e: Emitter) -> None:
 
     view, by = view_of(e.types[0]), view_of(e.types[1])
     d, a, b, c = e.operands
-    e.assign(e.destination(d, view), f"np.where({e.source(c, by)} >= 0, {e.source(a, view)}, {e.source(b, view)})")
+    e.assign(
+        e.destination(d, view), f"np.where({e.source(c, by)} >= 0, {e.source(a, view)}, {e.source(b, view)})"
+    )
 
 
 @instruction("dp4a", "dp2a")
@@ -509,5 +545,8 @@ def dot_bytes(e: Emitter) -> None:
     d, a, b, c = e.operands
     kinds = [t for t in e.types]
     views = ["np.int8" if k[0] == "s" else "np.uint8" for k in kinds[:2]]
-    parts = [f"{e.source(o, 'u32')}.view({t}).reshape(32, 4).astype(np.int64)" for o, t in zip((a, b), views, strict=True)]
+    parts = [
+        f"{e.source(o, 'u32')}.view({t}).reshape(32, 4).astype(np.int64)"
+        for o, t in zip((a, b), views, strict=True)
+    ]
     e.assign(e.destination(d, "s32"), f"({parts[0]} * {parts[1]}).sum(1) + {e.source(c, 's32')}")

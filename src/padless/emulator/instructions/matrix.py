@@ -84,7 +84,9 @@ def matrix_move(e: Emitter) -> None:
         if load:
             for k, slot in enumerate(slots):
                 tile = halves[8 * k : 8 * k + 8]
-                v[slot][:] = np.ascontiguousarray(tile.T if transpose else tile).reshape(32, 2).view(np.uint32)[:, 0]
+                v[slot][:] = (
+                    np.ascontiguousarray(tile.T if transpose else tile).reshape(32, 2).view(np.uint32)[:, 0]
+                )
         return None
 
     e.synchronise(matrix_sync)
@@ -139,7 +141,13 @@ def mma(e: Emitter) -> None:
         v = f.warp.v
         machine = f.warp.cta.machine
         results = tensor_core.mma_sync(
-            [v[s] for s in sa], [v[s] for s in sb], [v[s] for s in sc], k, kinds, machine.arithmetic, machine.target
+            [v[s] for s in sa],
+            [v[s] for s in sb],
+            [v[s] for s in sc],
+            k,
+            kinds,
+            machine.arithmetic,
+            machine.target,
         )
         for slot, values in zip(sd, results, strict=True):
             v[slot][:] = values
@@ -248,7 +256,9 @@ class WgmmaWait(Wait):
         self.upto = upto
 
     def ready(self) -> bool:
-        return all(op.done for group in self.progress.groups[self.progress.finished : self.upto] for op in group)
+        return all(
+            op.done for group in self.progress.groups[self.progress.finished : self.upto] for op in group
+        )
 
     def finish(self, fragment: Fragment) -> Wait | None:
         w, progress = fragment.warp, self.progress
@@ -264,7 +274,10 @@ class WgmmaWait(Wait):
 
     def describe(self) -> str:
         missing = [
-            op for group in self.progress.groups[self.progress.finished : self.upto] for op in group if not op.done
+            op
+            for group in self.progress.groups[self.progress.finished : self.upto]
+            for op in group
+            if not op.done
         ]
         waiting = [x.index for x in missing[0].warps] if missing else []
         return f"wgmma.wait_group: {len(missing)} operations unfinished; warps {waiting} have issued the first of them"
@@ -336,7 +349,9 @@ def make_mma(e: Emitter) -> Any:
     transposes = (immediates[2:] + [0, 0])[:2]
     if a_slots and len(immediates) == 3:
         transposes = [0, immediates[2]]
-    spec = tensor_core.WgmmaShape(n, k, kinds[0], kinds[1], kinds[2], signs[0], signs[1], transposes[0], transposes[1])
+    spec = tensor_core.WgmmaShape(
+        n, k, kinds[0], kinds[1], kinds[2], signs[0], signs[1], transposes[0], transposes[1]
+    )
     if not spec.legal():
         e.unsupported("shape or types")
     preparation.uses.add("wgmma")
@@ -423,5 +438,3 @@ def launch_wgmma(
         op.done = True
 
     machine.enqueue(("wgmma", id(group)), AsyncOperation(str(op.instruction.name), execute))
-
-

@@ -8,10 +8,9 @@ import numpy as np
 
 from ..ast import Sink
 from ..mbarrier import Mbarrier
-from ..spaces import OFFSET_MASK
 from ..race import STRONG, pack
+from ..spaces import OFFSET_MASK, SHARED_WINDOW
 from ..warp import Wait
-from ..spaces import SHARED_WINDOW
 from .registry import instruction
 
 if TYPE_CHECKING:
@@ -44,12 +43,19 @@ def locate(w: Warp, address: int, instruction: Instruction, lane: int) -> tuple[
     rank, offset = address >> 24, address & OFFSET_MASK
     ctas = w.cta.cluster.ctas
     if not 0 <= rank < len(ctas) or offset >= ctas[rank].shared.size:
-        w.cta.machine.fault(w, instruction, f"shared address {address:#x} is in no CTA of the cluster", np.arange(32) == lane)
+        w.cta.machine.fault(
+            w, instruction, f"shared address {address:#x} is in no CTA of the cluster", np.arange(32) == lane
+        )
     return ctas[rank], offset
 
 
 def find_mbarrier(
-    w: Warp, address: int, instruction: Instruction, lane: int, remote: bool = True, asynchronous: bool = False
+    w: Warp,
+    address: int,
+    instruction: Instruction,
+    lane: int,
+    remote: bool = True,
+    asynchronous: bool = False,
 ) -> Mbarrier | None:
     """The barrier at an address, checked to be initialised, published and alive."""
     cta, offset = locate(w, address, instruction, lane)
@@ -57,7 +63,13 @@ def find_mbarrier(
     bar = cta.mbarriers.get(offset)
     if bar is None or not bar.valid:
         what = "was invalidated" if bar is not None else "was never initialised"
-        report("mbarrier", f"the mbarrier {cta.symbol_at(offset)} of CTA {cta.index} {what}", instruction, w, lane)
+        report(
+            "mbarrier",
+            f"the mbarrier {cta.symbol_at(offset)} of CTA {cta.index} {what}",
+            instruction,
+            w,
+            lane,
+        )
         return None
     if cta is not w.cta:
         if not remote:
@@ -76,7 +88,9 @@ def find_mbarrier(
                 "mbarrier", f"{bar.name} is used, but nothing orders its initialisation before", instruction, w, lane,
                 bar.instruction,
             )  # fmt: skip
-        elif (asynchronous or cta is not w.cta) and not bar.init_fenced and clocks.time[1, row, column] < event:
+        elif (
+            (asynchronous or cta is not w.cta) and not bar.init_fenced and clocks.time[1, row, column] < event
+        ):
             report(
                 "mbarrier",
                 f"{bar.name} is used by the async proxy or another CTA with no fence.mbarrier_init or fence.proxy.async "
@@ -135,17 +149,26 @@ def initialise(e: Emitter) -> None:
     ins = e.instruction
 
     def mbarrier_init(w: Any, v: Any, m: Any) -> None:
-        for lane in (range(32) if m is True else np.flatnonzero(m).tolist()):
+        for lane in range(32) if m is True else np.flatnonzero(m).tolist():
             cta, offset = locate(w, where.one(w, lane), ins, lane)
             count = int(v[count_slot][lane])
             if offset % 8:
-                w.cta.machine.fault(w, ins, f"mbarrier address {offset:#x} is not a multiple of 8", np.arange(32) == lane)
+                w.cta.machine.fault(
+                    w, ins, f"mbarrier address {offset:#x} is not a multiple of 8", np.arange(32) == lane
+                )
             if not 1 <= count < 1 << 20:
-                w.cta.machine.report("mbarrier", f"mbarrier.init with count {count}, allowed is 1 to 2^20-1", ins, w, lane)
+                w.cta.machine.report(
+                    "mbarrier", f"mbarrier.init with count {count}, allowed is 1 to 2^20-1", ins, w, lane
+                )
             old = cta.mbarriers.get(offset)
             if old is not None and old.valid:
                 w.cta.machine.report(
-                    "mbarrier", f"{old.name} is initialised again without mbarrier.inval", ins, w, lane, old.instruction
+                    "mbarrier",
+                    f"{old.name} is initialised again without mbarrier.inval",
+                    ins,
+                    w,
+                    lane,
+                    old.instruction,
                 )
             bar = Mbarrier(cta, offset, count, ins)
             cta.mbarriers[offset] = bar
@@ -156,7 +179,10 @@ def initialise(e: Emitter) -> None:
                 event = int(clocks.time[0, row, row])
                 bar.init_stamp = (row, event)
                 bar.column = clocks.new_column()
-                cells = slice(offset >> cta.granule_shift, max((offset + 8) >> cta.granule_shift, (offset >> cta.granule_shift) + 1))
+                cells = slice(
+                    offset >> cta.granule_shift,
+                    max((offset + 8) >> cta.granule_shift, (offset >> cta.granule_shift) + 1),
+                )
                 cta.shared.shadow.written[cells] = pack(row, event, STRONG)
                 cta.shared.shadow.write_site[cells] = ins.index
                 clocks.tick(np.array([row]))
@@ -170,7 +196,7 @@ def invalidate(e: Emitter) -> None:
     ins = e.instruction
 
     def mbarrier_inval(w: Any, v: Any, m: Any) -> None:
-        for lane in (range(32) if m is True else np.flatnonzero(m).tolist()):
+        for lane in range(32) if m is True else np.flatnonzero(m).tolist():
             bar = find_mbarrier(w, where.one(w, lane), ins, lane)
             if bar is not None:
                 bar.valid = False
@@ -223,7 +249,7 @@ def transaction(e: Emitter) -> None:
     ins = e.instruction
 
     def mbarrier_tx(w: Any, v: Any, m: Any) -> None:
-        for lane in (range(32) if m is True else np.flatnonzero(m).tolist()):
+        for lane in range(32) if m is True else np.flatnonzero(m).tolist():
             bar = find_mbarrier(w, where.one(w, lane), ins, lane)
             if bar is not None:
                 size = int(v[number][lane])
@@ -238,7 +264,9 @@ def transaction(e: Emitter) -> None:
 class MbarrierWait(Wait):
     """try_wait on one or more barriers, one per group of lanes."""
 
-    def __init__(self, fragment: Fragment, groups: list[tuple[Mbarrier, int, Array]], out: int, by_parity: bool) -> None:
+    def __init__(
+        self, fragment: Fragment, groups: list[tuple[Mbarrier, int, Array]], out: int, by_parity: bool
+    ) -> None:
         self.fragment = fragment
         self.groups = groups
         self.out = out
@@ -267,7 +295,11 @@ class MbarrierWait(Wait):
         texts = []
         for bar, value, _ in self.groups:
             kind = f"parity {value}" if self.by_parity else f"phase {value}"
-            last = f"; last arrival at {bar.last_arrival.source or bar.last_arrival.line}" if bar.last_arrival else ""
+            last = (
+                f"; last arrival at {bar.last_arrival.source or bar.last_arrival.line}"
+                if bar.last_arrival
+                else ""
+            )
             texts.append(f"waits for {kind} of {bar.name}, which is in {bar.state()}{last}")
         return "; ".join(texts)
 
@@ -305,7 +337,9 @@ def wait(e: Emitter) -> None:
                 w.v[out][group] = True
                 continue
             for value in np.unique(values[group]).tolist():
-                groups.append((bar, int(value) & 1 if by_parity else int(value), group[values[group] == value]))
+                groups.append(
+                    (bar, int(value) & 1 if by_parity else int(value), group[values[group] == value])
+                )
         waiting = MbarrierWait(f, groups, out, by_parity)
         machine = w.cta.machine
         if waiting.ready():
@@ -329,7 +363,10 @@ def map_address(e: Emitter) -> None:
     source, target = e.source(a, view), e.source(rank, "u32")
     kind = f"np.uint{view[1:]}"
     if e.has("shared::cluster"):
-        e.assign(e.destination(d, view), f"(({source} & {kind}(0xFFFFFF)) | ({target}.astype({kind}) << {kind}(24)))")
+        e.assign(
+            e.destination(d, view),
+            f"(({source} & {kind}(0xFFFFFF)) | ({target}.astype({kind}) << {kind}(24)))",
+        )
     else:
         e.assign(
             e.destination(d, view),
@@ -341,5 +378,3 @@ def map_address(e: Emitter) -> None:
 def cta_rank(e: Emitter) -> None:
     d, a = e.operands
     e.assign(e.destination(d, "u32"), f"(({e.source(a, e.view)} >> 24) & 0xFF)")
-
-

@@ -48,7 +48,11 @@ class TensorMemory:
         self.done = self.issued = -1
         if clocks is not None:
             self.shadow = Shadow(
-                LANES * COLUMNS, clocks, cta.machine.collector, cta.machine.program.instructions, "tensor memory"
+                LANES * COLUMNS,
+                clocks,
+                cta.machine.collector,
+                cta.machine.program.instructions,
+                "tensor memory",
             )
             self.done, self.issued = clocks.new_column(), clocks.new_column()
 
@@ -80,7 +84,10 @@ def check_exit(cta: Cta) -> None:
         return
     for start, (count, ins, warp) in memory.allocated.items():
         cta.machine.report(
-            "tensor-memory", f"columns {start} to {start + count - 1} are still allocated when the CTA ends", ins, warp
+            "tensor-memory",
+            f"columns {start} to {start + count - 1} are still allocated when the CTA ends",
+            ins,
+            warp,
         )
     if memory.shadow is not None and memory.sequence:
         known = 0
@@ -146,12 +153,24 @@ def allocate(e: Emitter) -> None:
         memory = tensor_memory(w.cta)
         report = w.cta.machine.report
         if count not in (32, 64, 128, 256, 512):
-            report("tensor-memory", f"tcgen05.alloc of {count} columns; allowed are 32, 64, 128, 256, 512", ins, w, lane)
+            report(
+                "tensor-memory",
+                f"tcgen05.alloc of {count} columns; allowed are 32, 64, 128, 256, 512",
+                ins,
+                w,
+                lane,
+            )
             return None
         if memory.relinquished:
             report("tensor-memory", "tcgen05.alloc after relinquish_alloc_permit", ins, w, lane)
         if count > memory.smallest:
-            report("tensor-memory", f"tcgen05.alloc of {count} columns after one of {memory.smallest}", ins, w, lane)
+            report(
+                "tensor-memory",
+                f"tcgen05.alloc of {count} columns after one of {memory.smallest}",
+                ins,
+                w,
+                lane,
+            )
         memory.smallest = min(memory.smallest, count)
 
         def finish(fragment: Fragment) -> None:
@@ -195,7 +214,9 @@ def deallocate(e: Emitter) -> None:
         found = memory.allocated.get(start)
         if found is None or found[0] != count:
             have = f"{found[0]} columns are allocated there" if found else "nothing is allocated there"
-            w.cta.machine.report("tensor-memory", f"tcgen05.dealloc of {count} columns at {start}: {have}", ins, w, lane)
+            w.cta.machine.report(
+                "tensor-memory", f"tcgen05.dealloc of {count} columns at {start}: {have}", ins, w, lane
+            )
             return None
         if memory.shadow is not None:
             clock = w.cta.cluster.clocks.meet(np.array([w.first_row + lane]))
@@ -259,7 +280,9 @@ def issue(w: Warp, lane: int, ins: Instruction, ctas: list[Cta], unit: Any, run:
                 return
         for low, high in ranges:
             if high > target.shared.size:
-                machine.fault(w, ins, f"a descriptor reaches byte {high} of {target.shared.size} of shared memory", True)
+                machine.fault(
+                    w, ins, f"a descriptor reaches byte {high} of {target.shared.size} of shared memory", True
+                )
     if clocks is not None:
         clock = clocks.meet(np.array([row]))
         # Of this pipe's operations it is enough that they were issued before: it runs in order.
@@ -275,11 +298,27 @@ def issue(w: Warp, lane: int, ins: Instruction, ctas: list[Cta], unit: Any, run:
                 target.shared.shadow.bulk(part, clock, stamp, ins, w, lane, write=False)
             for rectangle in reads:
                 memory.shadow.bulk(
-                    cells(rectangle), clock, stamp, ins, w, lane, write=False, generic_plane=TENSOR, async_plane=TENSOR
+                    cells(rectangle),
+                    clock,
+                    stamp,
+                    ins,
+                    w,
+                    lane,
+                    write=False,
+                    generic_plane=TENSOR,
+                    async_plane=TENSOR,
                 )
             for rectangle in writes:
                 memory.shadow.bulk(
-                    cells(rectangle), clock, stamp, ins, w, lane, write=True, generic_plane=TENSOR, async_plane=TENSOR
+                    cells(rectangle),
+                    clock,
+                    stamp,
+                    ins,
+                    w,
+                    lane,
+                    write=True,
+                    generic_plane=TENSOR,
+                    async_plane=TENSOR,
                 )
         clocks.time[[BASE, TENSOR], row, pipe.issued] = pipe.sequence
     pipe.pending += 1
@@ -296,7 +335,9 @@ def multiply(e: Emitter) -> None:
     ins = e.instruction
     known = {"mma", "cta_group::1", "cta_group::2", "block_scale"}
     for modifier in e.modifiers:
-        if modifier not in known and not modifier.startswith(("kind::", "collector::", "scale_vec::", "block16", "block32")):
+        if modifier not in known and not modifier.startswith(
+            ("kind::", "collector::", "scale_vec::", "block16", "block32")
+        ):
             e.unsupported(f"modifier .{modifier}")
     kind = next((m[6:] for m in ins.modifiers if m.startswith("kind::")), "")
     block = next((m for m in ins.modifiers if m in ("block16", "block32") or m.startswith("scale_vec::")), "")
@@ -331,7 +372,9 @@ def multiply(e: Emitter) -> None:
             mode = w.cta.machine.arithmetic
 
             def run(unit: Any = unit, ctas: Any = ctas, mode: Any = mode) -> Any:
-                return tensor_units.run_mma(unit, [c.shared.bytes for c in ctas], [c.tensor_memory.words for c in ctas], mode)
+                return tensor_units.run_mma(
+                    unit, [c.shared.bytes for c in ctas], [c.tensor_memory.words for c in ctas], mode
+                )
 
             issue(w, lane, ins, ctas, unit, run)
         return None
@@ -376,7 +419,12 @@ def copy(e: Emitter) -> None:
 
 def commit(e: Emitter) -> None:
     e.only(
-        "commit", "cta_group::1", "cta_group::2", "mbarrier::arrive::one", "shared::cluster", "multicast::cluster"
+        "commit",
+        "cta_group::1",
+        "cta_group::2",
+        "mbarrier::arrive::one",
+        "shared::cluster",
+        "multicast::cluster",
     )
     where = SharedOperand(e, e.operands[0])
     mask_slot = e.source_slot(e.operands[1], "u16") if len(e.operands) > 1 else -1
@@ -391,7 +439,11 @@ def commit(e: Emitter) -> None:
             row = w.first_row + lane
             if row not in pipe.issuers:
                 machine.report(
-                    "tensor-memory", "commit by a thread that has issued no tcgen05 operation: it covers none", ins, w, lane
+                    "tensor-memory",
+                    "commit by a thread that has issued no tcgen05 operation: it covers none",
+                    ins,
+                    w,
+                    lane,
                 )
             address = where.one(w, lane)
             addresses = [address]
@@ -515,7 +567,9 @@ def access(e: Emitter, is_load: bool) -> None:
             touched = np.unique(lanes * COLUMNS + columns)
             if w.busy & bits:
                 names = machine._names(w.busy & bits)
-                machine.report("register-in-flight", f"{names} are still in use by an unfinished operation", ins, w)
+                machine.report(
+                    "register-in-flight", f"{names} are still in use by an unfinished operation", ins, w
+                )
             memory.shadow.bulk(
                 touched, clock, stamp, ins, w, 0, write=not is_load, generic_plane=TENSOR, async_plane=TENSOR
             )

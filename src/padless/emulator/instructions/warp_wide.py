@@ -71,7 +71,11 @@ def shuffle(e: Emitter) -> None:
         if silent.any():
             lane = int(np.argmax(silent))
             f.warp.cta.machine.report(
-                "divergence", f"lane {lane} reads lane {int(j[lane])}, which does not take part", ins, f.warp, lane
+                "divergence",
+                f"lane {lane} reads lane {int(j[lane])}, which does not take part",
+                ins,
+                f.warp,
+                lane,
             )
         values = v[source][j & 31]
         write(v, out, values, lanes)
@@ -129,7 +133,9 @@ def match(e: Emitter) -> None:
         v = f.warp.v
         lanes = active_lanes(f, f.mask)
         values = v[source]
-        bits = np.array([sum(1 << int(j) for j in np.flatnonzero(lanes & (values == values[i]))) for i in range(32)])
+        bits = np.array(
+            [sum(1 << int(j) for j in np.flatnonzero(lanes & (values == values[i]))) for i in range(32)]
+        )
         if every:
             same = len(np.unique(values[lanes])) == 1
             bits = bits if same else np.zeros(32, int)
@@ -207,5 +213,3 @@ def active_mask(e: Emitter) -> None:
 def set_active_mask(w: Any, v: Any, m: Any, d: Array) -> None:
     lanes = np.arange(32) if m is True else np.flatnonzero(m)
     np.copyto(d, sum(1 << int(i) for i in lanes), where=m, casting="unsafe")
-
-
