@@ -328,3 +328,35 @@ def test_memory_bound_calls_run_and_count_their_bytes() -> None:
     assert moved["quantize activations, MN-major"] == 100 * (512 + 256 + 8)
     assert moved["unpad bf16"] == 2 * 100 * 512
     assert moved["quantize weights"] == 8 * (256 * 256 * 3 + 4 * 4)
+
+
+@pytest.mark.gpu
+def test_a_small_run_on_the_gpu(tmp_path: Path) -> None:
+    """Ceilings, two ragged points and the report, with torch's own product beside padless."""
+    from padless import bench
+
+    points = [Point(1030, 384, 512, 5), Point(515, 256, 1024, 3)]
+    settings = bench.RunSettings(repeats=2, progress=False)
+    result = bench.run_paper(points, ["torch"], tmp_path, settings)
+    assert result.failures == []
+    assert [record["bitwise_identical"] for record in result.records] == [True, True]
+    for record in result.records:
+        assert set(record["gpu"]) >= {"padless", "pad_then_padless", "torch_rowwise", "torch_bf16"}
+        assert record["floor_us"] > 0
+        assert all(timing["us"] > 0 for timing in record["gpu"].values())
+    again = bench.run_paper(points, ["torch"], tmp_path, settings)
+    assert [record["took_s"] for record in again.records] == [r["took_s"] for r in result.records]
+
+
+@pytest.mark.gpu(capability=None)
+@pytest.mark.slow
+def test_padding_runs_near_the_copy_ceiling() -> None:
+    from padless.bench.sizes import memory_bound_calls
+    from padless.bench.timing import GpuTimer, copy_bytes_per_second
+
+    timer = GpuTimer()
+    calls, moved = memory_bound_calls(Point(65536, 8192, 8192, 32), 0)
+    ceiling = copy_bytes_per_second(timer)
+    times = timer.gpu({name: call for name, call in calls.items() if "pad" in name})
+    for name, timing in times.items():
+        assert moved[name] / (1e-6 * timing.median_us) >= 0.85 * ceiling, name
