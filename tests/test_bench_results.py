@@ -19,9 +19,9 @@ from padless.bench.group_sizes import Point, quick_grid
 POINT = Point(8192, 3072, 8192, 32)
 
 
-def printed(show: Any, *args: Any) -> str:
+def printed(show: Any, *args: Any, width: int = 240) -> str:
     text = io.StringIO()
-    show(Console(file=text, width=240), *args)
+    show(Console(file=text, width=width), *args)
     return text.getvalue()
 
 
@@ -170,6 +170,19 @@ def test_the_quick_table_has_a_line_per_point() -> None:
     assert "Table 2" in text
     assert "Table 3" in text
     assert "DIFFER" not in text
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_times_are_whole_at_any_width(width: int) -> None:
+    extra = {
+        name: timing(1234.5) for name in ("tma_adaptive", "tma_adaptive_kernel", "torch_rowwise", "mslk")
+    }
+    records = [record(point) for point in quick_grid()]
+    for one in records:
+        one["gpu"] |= extra
+    text = printed(tables.print_grouped, records, width=width)
+    assert text.count("1234.5") == 4 * len(records)
+    assert "…" not in text
 
 
 def test_the_full_table_is_aggregated_and_failures_are_cut() -> None:

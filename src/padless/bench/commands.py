@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from padless.bench.group_sizes import DENSE_SHAPES
 from padless.bench.paper import BenchResult, report_paper, run_paper
-from padless.bench.session import DEFAULT_OUT_DIR, RunSettings
+from padless.bench.session import DEFAULT_OUT_DIR, RunSettings, wide_console
 from padless.bench.sizes import QUANTIZE_SHAPES, run_decode, run_dense, run_host, run_quantize
 from padless.bench.timing import REPEATS
 
@@ -79,7 +77,7 @@ def quantize(
 
 def host() -> int:
     """What the host adds to a call."""
-    console = Console()
+    console = wide_console()
     for name, value in run_host().items():
         console.print(f"{name:<10} {value:8.2f}", highlight=False)
     return 0
@@ -91,5 +89,5 @@ def report(*, file: Path, figure: Path | None = None) -> int:
 
 
 def _exit_code(result: BenchResult) -> int:
-    Console().print(f"records: {result.file}", highlight=False, markup=False)
+    wide_console().print(f"records: {result.file}", highlight=False, markup=False)
     return 1 if result.failures else 0

@@ -31,6 +31,7 @@ from padless.bench.session import (
     missing_points,
     open_session,
     run_points,
+    wide_console,
 )
 from padless.bench.warm_up import warm_up
 
@@ -104,7 +105,7 @@ def report_paper(
     """Tables and figure again from a result file; needs no GPU. figure: where to draw, default beside the
     file.
     """
-    console = Console() if console is None else console
+    console = wide_console() if console is None else console
     path = Path(file)
     records = of_kind(read_records(path), "paper")
     tables.print_grouped(console, records)

@@ -27,6 +27,7 @@ from padless.bench.timing import REPEATS, GpuTimer, Timer, copy_bytes_per_second
 
 DEFAULT_OUT_DIR = Path("padless-out/bench")
 PAUSE_S = 0.01
+_PIPE_WIDTH = 200
 CEILING_SHAPE = DenseShape(8192, 8192, 8192)
 # One scale per tensor is another product: it is recorded as an upper bound and is no ceiling.
 _NO_CEILING = ("cublaslt_tensor",)
@@ -49,8 +50,14 @@ class RunSettings:
     repeats: int = REPEATS
     pause_s: float = PAUSE_S
     time_limit_s: float | None = None
-    console: Console = field(default_factory=Console)
+    console: Console = field(default_factory=lambda: wide_console())
     progress: bool = True
+
+
+def wide_console() -> Console:
+    """The terminal; or, where the output goes to a file or a pipe, something wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
 
 
 DEFAULT_SETTINGS = RunSettings()

@@ -25,6 +25,9 @@ from padless.bench.timing import geomean
 # Above this many points, a grouped benchmark's table has one line per (M, groups) instead of one per point.
 _MAX_POINT_LINES = 40
 _SHOWN_FAILURES = 10
+# Characters that the columns M, N, K and groups take, and those of a contender's time.
+_AXES_WIDTH = 34
+_TIME_WIDTH = 12
 
 
 def print_grouped(console: Console, records: Sequence[Record]) -> None:
@@ -34,7 +37,8 @@ def print_grouped(console: Console, records: Sequence[Record]) -> None:
         return
     baseline = baseline_of(records)
     if len(records) <= _MAX_POINT_LINES:
-        console.print(_point_table(records, baseline))
+        for table in _point_tables(records, baseline, console.width):
+            console.print(table)
     else:
         console.print(_aggregate_table(records, baseline))
     console.print(_summary_table(records))
@@ -104,25 +108,36 @@ def print_failures(console: Console, records: Sequence[Record]) -> None:
         console.print(f"[red]and {len(found) - _SHOWN_FAILURES} more[/red]")
 
 
-def _point_table(records: Sequence[Record], baseline: str) -> Table:
-    table = Table(title="GPU time per point (us), valid rows")
-    names = sorted({name for record in records for name in record["gpu"]}, key=_column_order)
-    for axis in AXES:
-        table.add_column(axis, justify="right")
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
-    for column in ("TFLOP/s", "accel. %", "memory %", "bits"):
-        table.add_column(column, justify="right")
+def _point_tables(records: Sequence[Record], baseline: str, width: int) -> list[Table]:
+    """One line per point: results first, then the times of as many contenders a table as the width allows."""
+    result = Table(title="Points, valid rows")
+    for column in (*AXES, "padless us", "TFLOP/s", "accel. %", "memory %", "bits"):
+        result.add_column(column, justify="right")
     for record, gain in zip(records, accelerations(records, baseline), strict=True):
-        table.add_row(
-            *(str(record["point"][axis]) for axis in AXES),
-            *(_number(time_us(record, "gpu", name), 0) for name in names),
+        result.add_row(
+            *_axes(record),
+            _number(time_us(record, "gpu", "padless"), 1),
             _number(tflops(record), 0),
             _number(gain, 1),
             _number(record["memory_saving_percent"], 1),
             _bits(record),
         )
-    return table
+    names = sorted({name for record in records for name in record["gpu"]}, key=_column_order)
+    per_table = max(2, (width - _AXES_WIDTH) // _TIME_WIDTH)
+    tables = [result]
+    for first in range(0, len(names), per_table):
+        part = names[first : first + per_table]
+        table = Table(title="GPU time (us)")
+        for column in (*AXES, *(name.replace("_", " ") for name in part)):
+            table.add_column(column, justify="right")
+        for record in records:
+            table.add_row(*_axes(record), *(_number(time_us(record, "gpu", name), 1) for name in part))
+        tables.append(table)
+    return tables
+
+
+def _axes(record: Record) -> list[str]:
+    return [str(record["point"][axis]) for axis in AXES]
 
 
 def _aggregate_table(records: Sequence[Record], baseline: str) -> Table:
