@@ -204,14 +204,20 @@ def _value(code: int) -> float:
 
 def nearest_float32(x: Fraction) -> np.float32:
     """Correct rounding by bracketing: candidates next to a float64 guess, compared exactly, ties to even."""
-    guess = np.float32(float(x)) if abs(x) < Fraction(2) ** 127 else np.float32(np.sign(float(x / 2**64)) * 3.4e38)
+    guess = (
+        np.float32(float(x))
+        if abs(x) < Fraction(2) ** 127
+        else np.float32(np.sign(float(x / 2**64)) * 3.4e38)
+    )
     candidates = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
     finite = [v for v in candidates if np.isfinite(v)]
     best = min(finite, key=lambda v: (abs(Fraction(float(v)) - x), int(v.view(np.uint32)) & 1))
     return best + np.float32(0)
 
 
-@pytest.mark.parametrize(("name_a", "name_b", "k"), [("e4m3", "e4m3", 32), ("e5m2", "e5m2", 32), ("bf16", "bf16", 16)])
+@pytest.mark.parametrize(
+    ("name_a", "name_b", "k"), [("e4m3", "e4m3", 32), ("e5m2", "e5m2", 32), ("bf16", "bf16", 16)]
+)
 @pytest.mark.parametrize("accumulator", ["none", "normal", "binades", "subnormal"])
 def test_exact_mode_rounds_once(name_a: str, name_b: str, k: int, accumulator: str) -> None:
     rng = np.random.default_rng([k, len(accumulator)])
@@ -325,7 +331,9 @@ def test_nan_scales_and_nan_accumulators_are_canonical() -> None:
 def test_infinities() -> None:
     one, inf, zero = 0x3C, 0x7C, 0x00  # e5m2
     row = lambda *head: np.array([[*head] + [one] * (32 - len(head))])  # noqa: E731
-    out = lambda a, b: dot_product_add(decode_operand(a, "e5m2"), decode_operand(b, "e5m2"), None, HOPPER_FP8)[0, 0]  # noqa: E731
+    out = lambda a, b: dot_product_add(
+        decode_operand(a, "e5m2"), decode_operand(b, "e5m2"), None, HOPPER_FP8
+    )[0, 0]
     assert out(row(inf), row(one)) == np.inf
     assert out(row(inf | 0x80), row(one)) == -np.inf
     assert np.isnan(out(row(inf), row(zero)))

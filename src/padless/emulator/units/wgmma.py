@@ -121,7 +121,7 @@ class Wgmma:
         c = unpack_d(bits, self.n, self.d_type) if self.scale_d else None
         if self.d_type == "s32":
             result = arithmetic.integer_dot_add(
-                _integers(a, self.a_type), _integers(b, self.b_type), c, saturate=self.saturate
+                integers(a, self.a_type), integers(b, self.b_type), c, saturate=self.saturate
             )
         else:
             x, y = arithmetic.decode_operand(a, self.a_type), arithmetic.decode_operand(b, self.b_type)
@@ -131,7 +131,8 @@ class Wgmma:
         return pack_d(result, self.d_type).view(d.dtype)
 
 
-def _integers(codes: Array, name: str) -> Array:
+def integers(codes: Array, name: str) -> Array:
+    """uint8 codes as the integers of "s8" or "u8"."""
     return codes.view(np.int8) if name == "s8" else codes
 
 
