@@ -105,3 +105,66 @@ def fp8_block(values: Sequence[float]) -> tuple[float, list[int]]:
     inverse = fl32(1 / scale)
     codes = [E4M3.encode(fl32(Fraction(v) * inverse), is_negative(v)) for v in values]
     return float(scale), codes
+
+
+MX_ELEMENTS = {"MXFP8": (E4M3, 8), "MXFP8_E5M2": (E5M2, 15), "MXFP4": (E2M1, 2)}
+
+
+def mx_byte(amax: Fraction, name: str, rule: str) -> int:
+    """E8M0 byte of a block with a finite amax."""
+    element, emax = MX_ELEMENTS[name]
+    if rule == "floor":
+        exponent = floor_log2(amax) if amax >= Fraction(2) ** -126 else -127
+        return min(max(exponent - emax, -127), 127) + 127
+    quotient = fl32(amax / element.max_value)
+    byte = 0
+    while Fraction(2) ** (byte - 127) < quotient:
+        byte += 1
+    return byte
+
+
+def mx_block(values: Sequence[float], name: str, rule: str) -> tuple[int, list[int]]:
+    """(E8M0 byte, codes) of one block of finite float32 values."""
+    element, _ = MX_ELEMENTS[name]
+    byte = mx_byte(max(abs(Fraction(v)) for v in values), name, rule)
+    multiplier = Fraction(2) ** (127 - byte)
+    return byte, [element.encode(fl32(Fraction(v) * multiplier), is_negative(v)) for v in values]
+
+
+def fl32_capped(value: Fraction) -> Fraction:
+    """Rounded to float32, and no larger than its largest number."""
+    return min(round_binary(value, 24, -126), FLOAT32_MAX)
+
+
+def capped_quotient(numerator: Fraction | int, denominator: Fraction) -> Fraction:
+    """min(numerator / denominator, largest float32), in float32; a zero denominator counts as tiny."""
+    return FLOAT32_MAX if denominator == 0 else fl32_capped(Fraction(numerator) / denominator)
+
+
+def nvfp4_global(amax: Fraction) -> Fraction:
+    """Decode scale of a tensor with this finite amax."""
+    return max(fl32(amax / 2688), Fraction(2) ** -128) if amax else Fraction(1)
+
+
+def nvfp4_block(
+    values: Sequence[float], rule: str, global_scale: Fraction, amax: Fraction | None
+) -> tuple[int, list[int]]:
+    """(e4m3 byte, codes) of one block of finite values; amax: of the tensor, None where global_scale was
+    given.
+    """
+    block_max = max(abs(Fraction(v)) for v in values)
+    if rule == "te":
+        if amax is None:
+            encode = capped_quotient(1, global_scale)
+        else:
+            encode = capped_quotient(2688, amax) if amax else Fraction(1)
+        byte = E4M3.encode(fl32_capped(block_max * fl32(encode * fl32(Fraction(1, 6)))))
+        multiplier = capped_quotient(1, fl32(E4M3.decode(byte) * capped_quotient(1, encode)))
+    else:
+        wanted = fl32_capped(fl32(block_max / 6) / global_scale)
+        byte = E4M3.encode(min(max(wanted, Fraction(1, 64)), Fraction(448)))
+        multiplier = capped_quotient(capped_quotient(1, global_scale), E4M3.decode(byte))
+    # What overflows float32 saturates all the same.
+    return byte, [
+        E2M1.encode(round_binary(Fraction(v) * multiplier, 24, -126), is_negative(v)) for v in values
+    ]

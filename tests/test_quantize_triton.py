@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import triton_cases
@@ -43,38 +45,164 @@ def test_on_the_gpu(name: str) -> None:
 
 @pytest.mark.gpu
 def test_quantize_uses_triton_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from padless.formats import FP8_BLOCK
+    from padless import formats, quantize_triton, quantize_triton_rows
     from padless.quantize import quantize
 
     called = []
-    from padless import quantize_triton
 
-    original = quantize_triton.fp8_block
-    monkeypatch.setattr(quantize_triton, "fp8_block", lambda *args: called.append(args) or original(*args))
+    def spy(module: object, name: str) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: called.append(name) or original(*args))
+
+    spy(quantize_triton, "fp8_block")
+    spy(quantize_triton_rows, "row_blocks")
     x = torch.randn(33, 256, device="cuda")
-    triton_cases.assert_same(quantize(x, FP8_BLOCK), quantize(x.cpu(), FP8_BLOCK), x.cpu())
-    assert called
+    for fmt in formats.FORMATS:
+        triton_cases.assert_same(quantize(x, fmt), quantize(x.cpu(), fmt))
+    assert called == ["fp8_block"] + ["row_blocks"] * 4
 
 
 @pytest.mark.gpu
-def test_software_cast_is_the_hardware_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The integer cast that older GPUs and the interpreter use, on the GPU."""
-    from padless import quantize_triton
+def test_software_casts_are_the_hardware_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The integer casts that older GPUs and the interpreter use, on the GPU."""
+    from padless import triton_casts
 
-    monkeypatch.setattr(quantize_triton, "_casts_in_hardware", lambda device: False)
+    monkeypatch.setattr(triton_casts, "casts_in_hardware", lambda device: False)
     triton_cases.fp8_block_code_boundaries("cuda")
     triton_cases.fp8_block_weights("cuda")
+    triton_cases.mx_code_boundaries("cuda")
+    triton_cases.CASES["nvfp4_te"]("cuda")
+
+
+@pytest.mark.gpu
+def test_torch_definitions_are_the_same_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `quantize` does for CUDA tensors where Triton is missing."""
+    import sys
+
+    from padless import formats
+
+    module = sys.modules["padless.quantize"]
+    x = triton_cases.awkward((70, 160), torch.bfloat16, 3)
+    want = [module.quantize(x, fmt) for fmt in formats.FORMATS]
+    monkeypatch.setattr(module, "has_triton", lambda: False)
+    for fmt, expected in zip(formats.FORMATS, want, strict=True):
+        triton_cases.assert_same(module.quantize(x.cuda(), fmt), expected)
+
+
+# --- speed -----------------------------------------------------------------------------------------------
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Median time of `call` on the GPU, in a CUDA graph of 20 calls so that launching costs nothing."""
+    for _ in range(3):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            call()
+    times = []
+    for _ in range(15):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / 20)
+    return sorted(times)[7]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FP8_BLOCK", "FP8_BLOCK weight", "MXFP8", "MXFP4", "NVFP4"])
+def test_at_least_85_percent_of_a_copy(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes read and written a second, against torch's copy of as many bytes, larger than the L2 cache."""
+    from padless import formats
+    from padless.quantize import quantize
+
+    fmt = getattr(formats, name.split()[0])
+    kind = "weight" if name.endswith("weight") else "activation"
+    x = torch.randn(16384, 7168, device="cuda", dtype=torch.bfloat16)
+    options = {"global_scale": torch.ones((), device="cuda")} if name == "NVFP4" else {}
+    t = quantize(x, fmt, kind=kind, **options)
+    moved = x.nbytes + t.data.nbytes + t.scale.nbytes
+    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / microseconds(lambda: target.copy_(source))
+    quantized = moved / microseconds(lambda: quantize(x, fmt, kind=kind, **options))
+    with capsys.disabled():
+        print(
+            f"\n{name}: {quantized / 1e6:.2f} TB/s, {quantized / copy:.0%} of a copy ({copy / 1e6:.2f} TB/s)"
+        )
+    assert quantized >= 0.85 * copy
+
+
+# --- the packing of e2m1 codes, whose instructions no interpreter runs -----------------------------------
+
+
+def run_ptx(lines: list[str], operands: dict[str, np.ndarray]) -> np.ndarray:
+    """The few instructions of `_e2m1_asm` on arrays of 32-bit registers."""
+    registers = {k: v.astype(np.float32).view(np.uint32) for k, v in operands.items()}
+
+    def value(name: str) -> np.ndarray:
+        if name in registers:
+            return registers[name]
+        return np.uint32(int(name[2:], 16) if name.startswith("0f") else int(name, 0))
+
+    def number(name: str) -> np.ndarray:
+        return value(name).view(np.float32).astype(np.float64)
+
+    def bits(x: np.ndarray) -> np.ndarray:
+        return np.asarray(x, dtype=np.float64).astype(np.float32).view(np.uint32)
+
+    def saturated(x: np.ndarray) -> np.ndarray:
+        return np.clip(np.nan_to_num(x.astype(np.float32), nan=0.0), 0.0, 1.0)
+
+    # Sums and products here are exact in float64, so that converting to float32 is the one rounding.
+    meaning = {
+        "mov.b32": value,
+        "abs.f32": lambda a: bits(abs(number(a))),
+        "mul.rn.f32": lambda a, b: bits(number(a) * number(b)),
+        "add.rn.f32": lambda a, b: bits(number(a) + number(b)),
+        "add.rn.sat.f32": lambda a, b: bits(saturated(number(a) + number(b))),
+        "fma.rn.f32": lambda a, b, c: bits(number(a) * number(b) + number(c)),
+        "mad.lo.u32": lambda a, b, c: value(a) * value(b) + value(c),
+        "sub.u32": lambda a, b: value(a) - value(b),
+        "shf.l.wrap.b32": lambda a, b, c: (value(b) << value(c)) | (value(a) >> (np.uint32(32) - value(c))),
+        "lop3.b32": lambda a, b, c, table: value(a) | (value(b) & value(c)) if table == "0xF8" else None,
+    }
+    for line in lines:
+        operation, rest = line.rstrip(";").split(" ", 1)
+        if operation != ".reg":
+            target, *sources = [word.strip() for word in rest.split(",")]
+            registers[target] = np.asarray(meaning[operation](*sources), dtype=np.uint32)
+    return registers["$0"]
+
+
+def test_e2m1_instructions_round_and_pack() -> None:
+    """All decision points, their float32 neighbours, huge values and NaN, in each of the eight places."""
+    from padless import layouts, quantize_rules, triton_casts
+
+    values = triton_cases.around(torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]), 7.0)
+    generator = torch.Generator().manual_seed(1)
+    many = [values, torch.tensor([6.5, -1e38, float("inf"), 1e-45, -1e-45, float("nan")])]
+    many.append(torch.randn(20000, generator=generator) * 3)
+    values = torch.cat(many)
+    values = values[torch.randint(values.numel(), (8, 30000), generator=generator)]
+    lines = triton_casts._e2m1_asm().strip("{}").split("\n")
+    packed = run_ptx(lines, {f"${1 + i}": values[i].numpy() for i in range(8)})
+    # $1..$4 are the low nibbles of bytes 0..3, $5..$8 the high ones.
+    in_memory = values[[0, 4, 1, 5, 2, 6, 3, 7]].t().contiguous()
+    want = layouts.pack_fp4(quantize_rules.to_e2m1(in_memory)).view(torch.uint8)
+    assert packed.astype("<u4").view(np.uint8).reshape(-1, 4).tolist() == want.tolist()
 
 
 # --- what the compiler makes of them, without a GPU ------------------------------------------------------
 
-POINTERS = {"bf16": "*bf16", "fp32": "*fp32"}
-
 
 def compile_for_sm90(
     kernel: object, types: dict[str, str], constants: dict[str, object], num_warps: int
-) -> str:
-    """PTX of a kernel whose pointers and integers are multiples of 16."""
+) -> set[str]:
+    """Mnemonics in the PTX of a kernel whose pointers and integers are multiples of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -85,16 +213,23 @@ def compile_for_sm90(
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm[
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm[
         "ptx"
     ]
+    return set(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)", ptx, re.MULTILINE))
+
+
+def assert_ieee_and_wide(instructions: set[str]) -> None:
+    """Correctly rounded division, subnormals kept, 16-byte loads."""
+    assert "div.rn.f32" in instructions
+    assert not [i for i in instructions if ".ftz" in i or i.startswith(("div.full", "div.approx", "rcp"))]
+    assert "ld.global.v4.b32" in instructions
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("input_type", POINTERS)
+@pytest.mark.parametrize("input_type", ["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["activation", "weight"])
-def test_compiled_arithmetic_and_access_widths(kind: str, input_type: str) -> None:
-    """IEEE division, no fused multiply-add, no flushing of subnormals; 16-byte loads and stores."""
+def test_compiled_fp8_block(kind: str, input_type: str) -> None:
     from padless import quantize_triton
 
     if kind == "activation":
@@ -105,11 +240,56 @@ def test_compiled_arithmetic_and_access_widths(kind: str, input_type: str) -> No
         kernel = quantize_triton._fp8_block_weight
         types = dict.fromkeys(["N", "K", "x_stride_g", "x_stride_n"], "i32")
         constants = {"HARDWARE_CAST": True}
-    types |= {"x_ptr": POINTERS[input_type], "codes_ptr": "*u8", "scale_ptr": "*fp32"}
-    ptx = compile_for_sm90(kernel, types, constants, 4 if kind == "activation" else 8)
-    instructions = set(re.findall(r"^\s+(?:@!?%p\d+ )?([a-z][\w.:]*)", ptx, re.MULTILINE))
-    assert "div.rn.f32" in instructions
+    types |= {"x_ptr": f"*{input_type}", "codes_ptr": "*u8", "scale_ptr": "*fp32"}
+    instructions = compile_for_sm90(kernel, types, constants, 4 if kind == "activation" else 8)
+    assert_ieee_and_wide(instructions)
     assert "cvt.rn.satfinite.e4m3x2.f32" in instructions
-    assert not [i for i in instructions if ".ftz" in i or i.startswith(("fma", "div.full", "div.approx"))]
-    assert {i for i in instructions if i.startswith("ld.global")} == {"ld.global.v4.b32"}
     assert "st.global.v4.b32" in instructions
+    assert not [i for i in instructions if i.startswith("fma")]
+
+
+ROWS_TYPES = {
+    **dict.fromkeys(["codes_ptr", "scale_ptr"], "*u8"),
+    "factors_ptr": "*fp32",
+    **dict.fromkeys(["group_ptr", "scale_row_ptr"], "*i64"),
+    **dict.fromkeys(
+        ["rows", "K", "x_stride", "scale_columns", "rows_per_group", "scale_rows_per_group"],
+        "i32",
+    ),
+}
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(
+    ("element", "block", "rule", "words", "x_type", "cast"),
+    [
+        ("e4m3", 32, "rceil", "none", "*bf16", "cvt.rn.satfinite.e4m3x2.f32"),
+        ("e5m2", 32, "rceil", "none", "*fp32", "cvt.rn.satfinite.e5m2x2.f32"),
+        ("e2m1", 32, "rceil", "bf16", "*i32", "add.rn.sat.f32"),
+        ("e2m1", 16, "te", "bf16", "*i32", "add.rn.sat.f32"),
+        ("e2m1", 16, "torchao", "none", "*fp32", "add.rn.sat.f32"),
+    ],
+)
+def test_compiled_row_blocks(element: str, block: int, rule: str, words: str, x_type: str, cast: str) -> None:
+    from padless import quantize_triton_rows
+
+    constants = {
+        "ELEMENT": element,
+        "BLOCK": block,
+        "WORDS": words,
+        "RULE": rule,
+        "EMAX": 2,
+        "MAX_VALUE": 6.0,
+        "FACTORS": "one",
+        "SCALE_LAYOUT": "plain",
+        "HARDWARE_CAST": True,
+        "BLOCK_M": 32 if x_type == "*fp32" else 64,
+        "BLOCK_K": 128,
+    }
+    types = {"x_ptr": x_type, **ROWS_TYPES}
+    instructions = compile_for_sm90(quantize_triton_rows._row_blocks, types, constants, 4)
+    assert_ieee_and_wide(instructions)
+    assert cast in instructions
+    # Contracting value * multiplier into the next operation would round once where the definition rounds
+    # twice.
+    assert not [i for i in instructions if i.startswith("fma") and element != "e2m1"]

@@ -30,8 +30,8 @@ def bits(t: torch.Tensor) -> torch.Tensor:
     return out.copy_(t).view(torch.uint8)
 
 
-def assert_same(got: object, want: object, x: torch.Tensor) -> None:
-    """Two BlockScaledTensors of x agree in every bit of codes and scales, and in layout."""
+def assert_same(got: object, want: object) -> None:
+    """Two BlockScaledTensors agree in every bit of codes and scales, and in layout."""
     assert got.data.shape == want.data.shape
     assert got.data.dtype == want.data.dtype
     assert got.scale.stride() == want.scale.stride()
@@ -41,9 +41,7 @@ def assert_same(got: object, want: object, x: torch.Tensor) -> None:
     if wrong.numel() > 0:
         where = tuple(wrong[0].tolist())
         pair = bits(got.data)[where].item(), bits(want.data)[where].item()
-        raise AssertionError(
-            f"{len(wrong)} code bytes differ, the first at {where}: got, want {pair}; row {x[where[:-1]]}"
-        )
+        raise AssertionError(f"{len(wrong)} code bytes differ, the first at {where}: got, want {pair}")
 
 
 def awkward(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -63,17 +61,19 @@ def awkward(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
     return x.to(dtype)
 
 
-def code_boundaries(max_value: float, dtype: torch.dtype) -> torch.Tensor:
-    """Every code's value, every midpoint of neighbours and the float32 numbers next to them, of both signs.
-    
-    """
-    codes = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
-    values = codes[codes.isfinite() & (codes >= 0)].unique()
+def around(values: torch.Tensor, largest: float) -> torch.Tensor:
+    """Non-negative values, midpoints of neighbours and the float32 numbers beside all, both signs."""
     points = torch.cat([values, (values[1:] + values[:-1]) / 2])
     infinity = torch.full_like(points, float("inf"))
     points = torch.cat([points, torch.nextafter(points, infinity), torch.nextafter(points, -infinity)])
-    points = points[points <= max_value]
+    points = points[(points >= 0) & (points <= largest)]
     return torch.cat([points, -points])
+
+
+def code_boundaries(max_value: float, dtype: torch.dtype) -> torch.Tensor:
+    """`around` all the values of a float8 dtype."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
+    return around(codes[codes.isfinite() & (codes >= 0)].unique(), max_value)
 
 
 def in_rows(values: torch.Tensor, columns: int, first: float) -> torch.Tensor:
@@ -90,11 +90,8 @@ def fp8_block_pair(x: torch.Tensor, kind: str, scale_major: str, device: str) ->
     from padless.quantize import quantize
     from padless.quantize_triton import fp8_block
 
-    assert_same(
-        fp8_block(x.to(device), kind, scale_major),
-        quantize(x, FP8_BLOCK, kind=kind, scale_major=scale_major),
-        x,
-    )
+    want = quantize(x, FP8_BLOCK, kind=kind, scale_major=scale_major)
+    assert_same(fp8_block(x.to(device), kind, scale_major), want)
 
 
 @case
@@ -123,30 +120,128 @@ def fp8_block_code_boundaries(device: str) -> None:
 def fp8_block_amax_floor(device: str) -> None:
     """amax at and next to the floor, and next to the float32 limits."""
     floor = torch.tensor(1e-4)
-    amax = torch.stack(
-        [
-            floor,
-            torch.nextafter(floor, torch.tensor(1.0)),
-            torch.nextafter(floor, torch.tensor(0.0)),
-            torch.tensor(torch.finfo(torch.float32).max),
-            torch.tensor(1e-45),
-        ]
-    )
-    x = torch.linspace(-1, 1, 128) * amax[:, None]
-    fp8_block_pair(x, "activation", "mn", device)
+    above, below = (torch.nextafter(floor, torch.tensor(d)) for d in (1.0, 0.0))
+    largest = torch.tensor(torch.finfo(torch.float32).max)
+    amax = torch.stack([floor, above, below, largest, torch.tensor(1e-45)])
+    fp8_block_pair(torch.linspace(-1, 1, 128) * amax[:, None], "activation", "mn", device)
 
 
 @case
 def fp8_block_strides(device: str) -> None:
     """Rows further apart than K, and columns that are not adjacent (copied first)."""
+    from padless.formats import FP8_BLOCK
+    from padless.quantize import quantize
+    from padless.quantize_triton import fp8_block
+
     wide = awkward((9, 320), torch.bfloat16, 7).to(device)
     for x in (wide[:, :272], wide.t()[:256], wide[:, ::2]):
-        fp8_block_pair(x.cpu(), "activation", "mn", device)
-        from padless.formats import FP8_BLOCK
-        from padless.quantize import quantize
-        from padless.quantize_triton import fp8_block
+        assert_same(fp8_block(x, "activation", "mn"), quantize(x.cpu().contiguous(), FP8_BLOCK))
 
-        assert_same(fp8_block(x, "activation", "mn"), quantize(x.cpu().contiguous(), FP8_BLOCK), x.cpu())
+
+# --- the formats whose blocks lie in one row -------------------------------------------------------------
+
+ROW_FORMATS = ("MXFP8", "MXFP8_E5M2", "MXFP4", "NVFP4")
+
+
+def row_blocks_pair(x: torch.Tensor, name: str, scale_rule: str, device: str, **options: object) -> None:
+    """quantize through the Triton kernels, global scale and all, and on the CPU in torch."""
+    from padless import formats, quantize_triton_rows
+    from padless.quantize import _nvfp4_global, quantize
+
+    fmt = getattr(formats, name)
+    want = quantize(x.cpu(), fmt, scale_rule=scale_rule, **options)
+    x = x.to(device)
+    layout, offs = options.get("scale_layout", "plain"), options.get("offs")
+    offs = None if offs is None else offs.to(device)
+    global_scale, factors = None, None
+    if name == "NVFP4":
+        global_scale, factors = _nvfp4_global(x, scale_rule, options.get("global_scale"), offs, True)
+        assert torch.equal(bits(global_scale.view(-1)), bits(want.global_scale.view(-1))), "global scale"
+    data, scale = quantize_triton_rows.row_blocks(x, fmt, scale_rule, layout, offs, factors)
+    assert_same(formats.BlockScaledTensor(data, scale, fmt, global_scale, layout), want)
+
+
+def rules(name: str) -> tuple[str, ...]:
+    return ("te", "torchao") if name == "NVFP4" else ("rceil", "floor")
+
+
+def add_row_cases(name: str, rule: str) -> None:
+    """One case for each format and scale rule: shapes, dtypes and layouts."""
+
+    def shapes(device: str) -> None:
+        for seed, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
+            for shape in ((0, 32), (1, 2), (5, 16), (67, 162), (3, 1056)):
+                row_blocks_pair(awkward(shape, dtype, seed), name, rule, device)
+        for layout in ("plain", "blocked"):
+            x = awkward((2, 131, 84), torch.bfloat16, 11)
+            row_blocks_pair(x, name, rule, device, kind="weight", scale_layout=layout)
+            row_blocks_pair(x[0], name, rule, device, scale_layout=layout)
+        offs = torch.tensor([40, 40, 41, 129], dtype=torch.int32)
+        x = awkward((131, 160), torch.bfloat16, 12)
+        row_blocks_pair(x, name, rule, device, scale_layout="blocked_groups", offs=offs)
+
+    shapes.__name__ = f"{name.lower()}_{rule}"
+    case(shapes)
+
+
+for name_ in ROW_FORMATS:
+    for rule_ in rules(name_):
+        add_row_cases(name_, rule_)
+
+
+@case
+def mx_code_boundaries(device: str) -> None:
+    """A block with amax max_value has scale 1 under both rules: the casts at every rounding decision."""
+    e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    for name, largest, values in (
+        ("MXFP8", 448.0, code_boundaries(448.0, torch.float8_e4m3fn)),
+        ("MXFP8_E5M2", 57344.0, code_boundaries(57344.0, torch.float8_e5m2)),
+        ("MXFP4", 6.0, around(e2m1, 6.0)),
+    ):
+        for rule in ("rceil", "floor"):
+            row_blocks_pair(in_rows(values, 32, largest), name, rule, device)
+    # Beyond the largest code, where "floor" saturates.
+    for name, emax in (("MXFP8", 8), ("MXFP8_E5M2", 15), ("MXFP4", 2)):
+        values = torch.linspace(1.4, 1.9999, 620) * 2.0**emax
+        row_blocks_pair(in_rows(torch.cat([values, -values]), 32, values[-1].item()), name, "floor", device)
+
+
+@case
+def mx_scale_boundaries(device: str) -> None:
+    """amax at and next to powers of two and the largest code times them, down to subnormals."""
+    for name, largest in (("MXFP8", 448.0), ("MXFP8_E5M2", 57344.0), ("MXFP4", 6.0)):
+        powers = torch.tensor(2.0, dtype=torch.float64) ** torch.arange(-149, 128)
+        points = around(torch.cat([powers, powers * largest]).float(), torch.finfo(torch.float32).max)
+        x = torch.zeros(points.numel(), 32)
+        x[:, 3], x[:, 4] = points, points * 0.37
+        for rule in ("rceil", "floor"):
+            row_blocks_pair(x, name, rule, device)
+
+
+@case
+def nvfp4_global_scales(device: str) -> None:
+    """Given, per weight and per group of rows; tensors of tiny, huge and no magnitude."""
+    offs = torch.tensor([7, 7, 30], dtype=torch.int32)
+    for rule in ("te", "torchao"):
+        x = awkward((33, 64), torch.bfloat16, 13)
+        row_blocks_pair(x, "NVFP4", rule, device, offs=offs)
+        row_blocks_pair(x, "NVFP4", rule, device, global_scale=0.003)
+        weights = torch.stack([x * 0.01, x * 100, x * 0])
+        row_blocks_pair(weights, "NVFP4", rule, device, kind="weight")
+        for exponent in (-149, -140, -120, -30, 100, 120):
+            size = torch.tensor(2.0, dtype=torch.float64) ** exponent
+            x = (awkward((9, 48), torch.float32, 14).clamp(-4, 4) * size).float()
+            row_blocks_pair(x, "NVFP4", rule, device)
+
+
+@case
+def fp4_alignments(device: str) -> None:
+    """Rows that start on an odd 16-bit element, further apart than K, or whose columns are not adjacent."""
+    for dtype in (torch.bfloat16, torch.float16):
+        wide = awkward((9, 323), dtype, 15).to(device)
+        for x in (wide[:, :272], wide[:, 1:273], wide.t()[:256, :8], wide[:, :322:2][:, :160]):
+            for name, rule in (("MXFP4", "rceil"), ("NVFP4", "te")):
+                row_blocks_pair(x, name, rule, device)
 
 
 def run_all() -> dict[str, str | None]:

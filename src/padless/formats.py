@@ -274,7 +274,8 @@ def _check_blocked_scale(t: BlockScaledTensor) -> None:
         wanted = (*t.data.shape[:-2], blocked_size(rows, columns))
         if tuple(t.scale.shape) != wanted:
             raise ValueError(
-                f"scale must have shape {wanted}, 32x4x4 tiles of {rows} x {columns} scales, got {tuple(t.scale.shape)}"
+                f"scale must have shape {wanted}, 32x4x4 tiles of {rows} x {columns} scales, "
+                f"got {tuple(t.scale.shape)}"
             )
         return
     if t.data.dim() != 2:
@@ -282,8 +283,8 @@ def _check_blocked_scale(t: BlockScaledTensor) -> None:
     tile_row = blocked_size(1, columns)
     if t.scale.dim() != 1 or t.scale.numel() % tile_row != 0 or t.scale.numel() < blocked_size(rows, columns):
         raise ValueError(
-            f"scale must be 1-D, a multiple of {tile_row} bytes (128 rows of {columns} scales in 32x4x4 tiles) and at "
-            f"least {blocked_size(rows, columns)}, got shape {tuple(t.scale.shape)}"
+            f"scale must be 1-D, a multiple of {tile_row} bytes (128 rows x {columns} scales, tiled 32x4x4) "
+            f"and at least {blocked_size(rows, columns)}, got shape {tuple(t.scale.shape)}"
         )
 
 

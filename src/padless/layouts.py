@@ -96,7 +96,8 @@ def from_blocked(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor
     batched = blocked.dim() == 2 and blocked.shape[-1] == size
     if not batched and blocked.numel() != size:
         raise ValueError(
-            f"blocked must hold the {size} bytes of {rows} x {columns} scales in 32x4x4 tiles, got {tuple(blocked.shape)}"
+            f"blocked must hold the {size} bytes of {rows} x {columns} scales in 32x4x4 tiles, "
+            f"got {tuple(blocked.shape)}"
         )
     batch = blocked.shape[:1] if batched else ()
     row_tiles, column_tiles = ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS)
@@ -123,7 +124,7 @@ def cudnn_view(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def from_cudnn_view(view: torch.Tensor) -> torch.Tensor:
-    """(L, bytes) of a (32, 4, row tiles, 4, column tiles, L) view; no copy if its strides are cudnn_view's."""
+    """(L, bytes) of a (32, 4, row tiles, 4, column tiles, L) view; no copy of what cudnn_view made."""
     _check_bytes(view, "view")
     if view.dim() != 6 or tuple(view.shape[i] for i in (0, 1, 3)) != (32, 4, TILE_COLUMNS):
         raise ValueError(

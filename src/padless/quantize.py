@@ -174,7 +174,7 @@ def _nvfp4_global(
 
 
 def group_max(row_amax: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """(G,) largest of each group's non-negative float32 row_amax (M,); rows past the last group count for it."""
+    """(G,) largest of each group's row_amax (M,), none negative; rows past the last group join it."""
     group = layouts.group_of_rows(offs, row_amax.shape[0]).clamp(max=offs.shape[0] - 1)
     return row_amax.new_zeros(offs.shape[0]).scatter_reduce(0, group, row_amax, "amax")
 

@@ -51,7 +51,7 @@ def expand_blocks(scale: torch.Tensor, block_rows: int, block_k: int, shape: tup
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """float32 to e4m3 codes (uint8): nearest even, magnitudes above 448 (and Inf) to 448, every NaN to 0x7F."""
+    """float32 to e4m3 codes (uint8): nearest even, magnitudes above 448 to 448, every NaN to 0x7F."""
     # Clamped first: a finite overflow becomes NaN in some torch versions and 448 in others.
     codes = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.masked_fill(values.isnan(), FP8_NAN)
@@ -160,7 +160,7 @@ def finite_amax(x: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
 
 
 def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Decode scale amax / 2688 in float32, at least 2^-128 (where its reciprocal stays finite), 1 for amax 0."""
+    """Decode scale amax / 2688, at least 2^-128 so that its reciprocal is finite; 1 for amax 0."""
     scale = (amax / _number(NVFP4_FULL_SCALE, amax)).clamp(min=2.0**-128)
     return scale.masked_fill(amax == 0, 1.0)
 

@@ -94,7 +94,7 @@ def row_blocks(
 
 
 def group_amax(x: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
-    """Largest finite |x| of a 2-D x (), of each group of its rows or of each weight of a 3-D x (G,); float32."""
+    """Largest finite |x|, float32: of all of x (), of each group of its rows or of each weight (G,)."""
     from padless.quantize import group_max
 
     flat = _as_rows(x)
@@ -134,7 +134,7 @@ def _is_word_aligned(x: torch.Tensor) -> bool:
 def _empty_scale(
     x: torch.Tensor, columns: int, scale_layout: str, offs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scale bytes to be filled, zero where the layout pads, and for grouped tiles the tile row of every row."""
+    """Scale bytes to be filled, zero where the layout pads; for grouped tiles also every row's tile row."""
     if scale_layout == "plain":
         return torch.empty((*x.shape[:-1], columns), dtype=torch.uint8, device=x.device), None
     if scale_layout == "blocked":

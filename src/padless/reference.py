@@ -1,20 +1,26 @@
 """Grouped and dense GEMM on the CPU, slow, obvious and exact where it can be: what the kernels are judged by.
 
-Shares nothing with what it judges: it decodes the operands and works out the groups by itself.
+Shares nothing with what it judges: it decodes the operands and works out the groups by itself. Operands of
+any two formats, of the same K.
 
 Two accumulations:
 
 "fp8_block"  what the kernels do, with exact arithmetic inside a block. For each K block kb in order
              acc = fma(partial, fl32(sfa * sfb), acc), all three float32, where partial is the block's sum of
-             code products, computed without error and rounded once to float32.
+             code products, computed in float64 and rounded once to float32. A block is the largest run of K
+             that has one scale in both operands: 128 for FP8_BLOCK, 32 for MX, 16 for NVFP4. Global scales
+             are applied at the end: fl32(acc * fl32(global a * global b)).
 "float64"    every product and sum in float64 (products of codes and scales are exact there).
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from padless.formats import BlockScaledTensor
+from padless.formats import BlockScaledFormat, BlockScaledTensor
+from padless.layouts import plain_scale
 
 ACCUMULATIONS = ("fp8_block", "float64")
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -54,9 +60,16 @@ def grouped_gemm_reference(
             f"offs must have one end per group of b {tuple(b.shape)}, got shape {tuple(offs.shape)}"
         )
     out = _prepare_out(a, b, out, out_dtype, accumulate)
+    a_scale, b_scale = plain_scale(a, offs), plain_scale(b)
     for group, (start, end) in enumerate(group_rows(offs, a.shape[0])):
         if start < end:
-            out[start:end] = _multiply(a, b, slice(start, end), group, accumulate, out.dtype).to(out.device)
+            acc = _multiply(
+                (a.data[start:end], a_scale[start:end], a.format),
+                (b.data[group], b_scale[group], b.format),
+                (_of_group(a.global_scale, group), _of_group(b.global_scale, group)),
+                accumulate,
+            )
+            out[start:end] = round_to(acc, out.dtype).to(out.device)
     return out
 
 
@@ -72,7 +85,13 @@ def gemm_reference(
         raise ValueError(f"b must be (N, K), got shape {tuple(b.shape)}")
     out = _prepare_out(a, b, out, out_dtype, accumulate)
     if a.shape[0] > 0:
-        out.copy_(_multiply(a, b, slice(None), None, accumulate, out.dtype))
+        acc = _multiply(
+            (a.data, plain_scale(a), a.format),
+            (b.data, plain_scale(b), b.format),
+            (_of_group(a.global_scale, 0), _of_group(b.global_scale, 0)),
+            accumulate,
+        )
+        out.copy_(round_to(acc, out.dtype))
     return out
 
 
@@ -102,33 +121,52 @@ def _prepare_out(
     return out
 
 
-def _multiply(
-    a: BlockScaledTensor,
-    b: BlockScaledTensor,
-    rows: slice,
-    group: int | None,
-    accumulate: str,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Rows `rows` of a times group `group` of b (or all of a 2-D b), rounded to out_dtype."""
-    pick = (lambda t: t) if group is None else (lambda t: t[group])
-    a_data, a_scale = a.data[rows].cpu(), a.scale[rows].cpu()
-    b_data, b_scale = pick(b.data).cpu(), pick(b.scale).cpu()
-    k, n = a_data.shape[1], b_data.shape[0]
-    block_k, block_n = a.format.block_k, b.format.weight_block[0]
+Operand = tuple[torch.Tensor, torch.Tensor, BlockScaledFormat]  # (rows, K) codes, their plain scales, format
+
+
+def _multiply(a: Operand, b: Operand, global_scales: tuple[float, float], accumulate: str) -> torch.Tensor:
+    """a times b transposed, float32 for "fp8_block" and float64 for "float64"."""
+    a_codes, b_codes = _decode_codes(a[0], a[2]), _decode_codes(b[0], b[2])
+    # Every scale is a float32 number: exact in float64, whatever its format.
+    a_scale, b_scale = a[1].cpu().to(torch.float32), b[1].cpu().to(torch.float32)
+    b_rows = b[2].weight_block[0]
+    K, n = a_codes.shape[1], b_codes.shape[0]
+    step = math.gcd(a[2].block_k, b[2].block_k)
     compute_dtype = torch.float64 if accumulate == "float64" else torch.float32
-    acc = torch.zeros((a_data.shape[0], n), dtype=compute_dtype)
-    for kb in range(a_scale.shape[1]):
-        columns = slice(kb * block_k, min((kb + 1) * block_k, k))
-        # Exact: a code product is a multiple of 2^-18 and 128 of them stay below 2^25; float64 never rounds.
-        partial = a_data[:, columns].to(torch.float64) @ b_data[:, columns].to(torch.float64).t()
-        sfb = b_scale[:, kb].to(compute_dtype).repeat_interleave(block_n)[:n]
-        scale = a_scale[:, kb, None].to(compute_dtype) * sfb[None, :]
+    acc = torch.zeros((a_codes.shape[0], n), dtype=compute_dtype)
+    for k in range(0, K, step):
+        # Exact but for e5m2: an e4m3 code product is a multiple of 2^-18, 128 of them stay below 2^25, and
+        # float64 never rounds.
+        partial = a_codes[:, k : k + step] @ b_codes[:, k : k + step].t()
+        sfa = a_scale[:, k // a[2].block_k].to(compute_dtype)
+        sfb = b_scale[:, k // b[2].block_k].to(compute_dtype).repeat_interleave(b_rows)[:n]
+        scale = sfa[:, None] * sfb[None, :]
         if accumulate == "float64":
             acc += partial * scale
         else:
             acc = fma_float32(partial.to(torch.float32), scale, acc)
-    return round_to(acc, out_dtype)
+    for_both = torch.tensor(global_scales, dtype=compute_dtype).prod()
+    return acc * for_both
+
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _decode_codes(data: torch.Tensor, format: BlockScaledFormat) -> torch.Tensor:
+    """(rows, K) float64 values of codes, before scaling."""
+    data = data.cpu()
+    if format.codes_per_byte == 1:
+        return data.to(torch.float64)
+    packed = data.view(torch.uint8).long()
+    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float64)
+    return torch.stack([table[packed % 16], table[packed // 16]], dim=-1).flatten(-2)
+
+
+def _of_group(global_scale: torch.Tensor | None, group: int) -> float:
+    """The global scale of one group: 1 where there is none."""
+    if global_scale is None:
+        return 1.0
+    return global_scale.flatten()[group if global_scale.numel() > 1 else 0].item()
 
 
 def fma_float32(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
