@@ -12,7 +12,8 @@ from conftest import GuardedOutput, RaggedCase
 from hypothesis import given
 from hypothesis import strategies as st
 
-from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.quantize import quantize
 from padless.reference import (
     fma_float32,
     gemm_reference,
@@ -195,3 +196,87 @@ def test_wrong_arguments_are_named() -> None:
         grouped_gemm_reference(a, b, offs, out_dtype=torch.int32)
     with pytest.raises(ValueError, match="b must be"):
         gemm_reference(a, b)
+
+
+# --- formats other than FP8_BLOCK ------------------------------------------------------------------------
+
+ELEMENTS = {
+    "FP8_BLOCK": slow_formats.E4M3,
+    "MXFP8": slow_formats.E4M3,
+    "MXFP8_E5M2": slow_formats.E5M2,
+    "MXFP4": slow_formats.E2M1,
+    "NVFP4": slow_formats.E2M1,
+}
+
+
+def code(t: BlockScaledTensor, row: tuple[int, ...], k: int) -> Fraction:
+    """One code of t, decoded."""
+    data = t.data.view(torch.uint8)[row]
+    if t.format.codes_per_byte == 2:
+        return slow_formats.E2M1.decode((data[k // 2].item() >> (4 * (k % 2))) & 0xF)
+    return ELEMENTS[t.format.name].decode(data[k].item())
+
+
+def one_scale(t: BlockScaledTensor, row: tuple[int, ...], k: int) -> Fraction:
+    rows = (*row[:-1], row[-1] // (128 if t.format is FP8_BLOCK and t.data.dim() == 3 else 1))
+    return Fraction(t.scale[rows][k // t.format.block_k].item())
+
+
+@pytest.mark.parametrize(
+    ("a_format", "b_format", "step"),
+    [
+        (MXFP8, MXFP8, 32),
+        (MXFP8_E5M2, MXFP4, 32),
+        (NVFP4, NVFP4, 16),
+        (FP8_BLOCK, NVFP4, 16),
+        (MXFP8, FP8_BLOCK, 32),
+    ],
+    ids=lambda v: getattr(v, "name", str(v)),
+)
+def test_any_two_formats(a_format: BlockScaledFormat, b_format: BlockScaledFormat, step: int) -> None:
+    """Promotion block by block, and NVFP4's global scales per tensor and per weight at the end."""
+    generator = torch.Generator().manual_seed(21)
+    x, w = torch.randn(5, 144, generator=generator), torch.randn(2, 9, 144, generator=generator)
+    a = quantize(x, a_format)
+    b = quantize(w * torch.tensor([1.0, 30.0])[:, None, None], b_format, kind="weight")
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    got = grouped_gemm_reference(a, b, offs, out_dtype=torch.float32)
+    exact = grouped_gemm_reference(a, b, offs, out_dtype=torch.float64, accumulate="float64")
+    for m in range(5):
+        group = 0 if m < 2 else 1
+        for n in (0, 4, 8):
+            acc, total, size = Fraction(0), Fraction(0), Fraction(0)
+            for k in range(0, 144, step):
+                partial = sum(code(a, (m,), i) * code(b, (group, n), i) for i in range(k, min(k + step, 144)))
+                scales = one_scale(a, (m,), k) * one_scale(b, (group, n), k)
+                acc = slow_formats.fl32(slow_formats.fl32(partial) * slow_formats.fl32(scales) + acc)
+                total += partial * scales
+                size += abs(partial * scales)
+            a_global = Fraction(a.global_scale.item()) if a.global_scale is not None else Fraction(1)
+            b_global = Fraction(b.global_scale[group].item()) if b.global_scale is not None else Fraction(1)
+            want = slow_formats.fl32(acc * slow_formats.fl32(a_global * b_global))
+            assert got[m, n].item() == want, (m, n)
+            error = abs(Fraction(exact[m, n].item()) - total * a_global * b_global)
+            assert error <= size * a_global * b_global * Fraction(2) ** -50
+
+
+def test_scale_layouts_and_global_scales_per_group_give_the_same_product() -> None:
+    generator = torch.Generator().manual_seed(22)
+    x, w = torch.randn(140, 96, generator=generator), torch.randn(2, 16, 96, generator=generator)
+    offs = torch.tensor([5, 137], dtype=torch.int32)
+    plain = [quantize(x, NVFP4, offs=offs), quantize(w, NVFP4, kind="weight")]
+    blocked = [
+        quantize(x, NVFP4, offs=offs, scale_layout="blocked_groups"),
+        quantize(w, NVFP4, kind="weight", scale_layout="blocked"),
+    ]
+    want = grouped_gemm_reference(*plain, offs, out_dtype=torch.float32)
+    got = grouped_gemm_reference(*blocked, offs, out_dtype=torch.float32)
+    assert want[:137].isfinite().all()
+    assert torch.equal(got[:137], want[:137])
+    one = quantize(x[:5], NVFP4)
+    dense = gemm_reference(
+        one,
+        BlockScaledTensor(plain[1].data[0], plain[1].scale[0], NVFP4, plain[1].global_scale[0]),
+        out_dtype=torch.float32,
+    )
+    assert torch.equal(dense, want[:5])
