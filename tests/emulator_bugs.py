@@ -51,7 +51,9 @@ class Bug:
 
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
-WAIT_FULL_FIRST = "mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);\n    for (int kb"
+WAIT_FULL_FIRST = (
+    "mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);\n    for (int kb"
+)
 WAIT_FULL_NEXT = (
     "if (kb + 1 < k_blocks) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);"
 )
@@ -192,7 +194,9 @@ class Variant(EmulatedDriver):
         texts = dict(jit.sources())
         for file, old, new in edits:
             parts = texts[file].split(old)
-            assert len(parts) > nth + 1, f"{file} has no occurrence {nth} of {old!r}: the planted bug needs a new anchor"
+            assert len(parts) > nth + 1, (
+                f"{file} has no occurrence {nth} of {old!r}: the planted bug needs a new anchor"
+            )
             at = nth if len(parts) > 2 and nth else 0
             texts[file] = old.join(parts[: at + 1]) + new + old.join(parts[at + 1 :])
         self.texts = texts
@@ -214,7 +218,12 @@ def compile_ptx(source: str, prelude: str, texts: dict[str, str]) -> bytes:
         [k.encode() for k, _ in headers],
     )  # fmt: skip
     assert int(result) == 0
-    options = [b"--gpu-architecture=compute_90a", b"--std=c++17", b"-lineinfo", b"--device-as-default-execution-space"]
+    options = [
+        b"--gpu-architecture=compute_90a",
+        b"--std=c++17",
+        b"-lineinfo",
+        b"--device-as-default-execution-space",
+    ]
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(result):
         _, size = nvrtc.nvrtcGetProgramLogSize(program)

@@ -28,7 +28,9 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
     driver = Variant(bug.edits, bug.config, bug.nth)
     kinds: list[str] = []
     for seed in range(bug.seeds):
-        with driver.configured(seed=seed, raise_on_reports=False, num_sms=bug.config.cluster_n, arithmetic="fast"):
+        with driver.configured(
+            seed=seed, raise_on_reports=False, num_sms=bug.config.cluster_n, arithmetic="fast"
+        ):
             right, result = run_case(driver, case, bug.config)
         assert result is not None
         kinds += [r.kind for r in result.reports]
@@ -41,7 +43,9 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.name)
 def test_planted_bug_is_found(bug: Bug) -> None:
     seeds, kinds = detect(bug)
-    assert seeds is not None, f"{bug.name}: not found on {bug.seeds} seeds; reports seen: {sorted(set(kinds)) or 'none'}"
+    assert seeds is not None, (
+        f"{bug.name}: not found on {bug.seeds} seeds; reports seen: {sorted(set(kinds)) or 'none'}"
+    )
     assert set(bug.kinds) <= set(KINDS)
 
 
@@ -106,5 +110,3 @@ def test_reports_raise_from_the_backend() -> None:
     case = make_case((70, 3), 128, 256, "mn")
     with pytest.raises(ValueError, match="missing-wgmma-fence"):
         run_case(driver, case, bug.config)
-
-

@@ -24,7 +24,8 @@ from .warp import Cluster, Cta, Fragment, Token, Warp
 Array = np.ndarray[Any, Any]
 SHARED_BASE = 1024  # where a CTA's own shared memory starts; the first KiB is the system's
 SHARED_LIMIT = 227 * 1024
-QUANTUM = 400  # warp-instructions before a loop gives way
+QUANTUM = 400  # warp-instructions before a loop gives way, at most
+IDLE_LIMIT = 4000  # turns without any change before spinning counts as a deadlock
 
 
 @dataclass
@@ -286,7 +287,7 @@ class Machine:
                         slot += 1
                     elif idle > 256:
                         self._release_parked()
-                    if idle > 20000:
+                    if idle > IDLE_LIMIT:
                         self._deadlock("spinning with no progress")
                         return
                 self._retire()
@@ -344,7 +345,7 @@ class Machine:
         w, blocks = f.warp, self.blocks
         v = w.v
         checks, trace = self.checks, self.trace
-        budget = QUANTUM
+        budget = self.random.randrange(1, QUANTUM)
         m: Any = f.active
         executed = 0
         while True:
@@ -462,7 +463,7 @@ class Machine:
             f.full = False
             self.progress += 1
             if not w.live.any():
-                barriers.cluster_barrier_check(w.cta.cluster)
+                barriers.warp_ended(w)
             for token in list(f.tokens):
                 w.settle(token)
             for other in list(w.fragments):

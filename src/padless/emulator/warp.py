@@ -223,8 +223,9 @@ class NamedBarrier:
         self.expected = 0
         self.clock: Any = None
         self.waiting: list[Any] = []
-        self.arrivals: list[str] = []
         self.value: Any = None
+        self.everybody = False
+        self.operation = ""
 
 
 class Cta:

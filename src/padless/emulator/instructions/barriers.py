@@ -143,25 +143,36 @@ def barrier(e: Emitter) -> None:
             if operation:
                 waiting.after = lambda fragment, value: write(fragment.warp.v, out, value, fragment.mask)
             bar.waiting.append(waiting)
+        if bar.count > count:
+            cta.machine.report(
+                "barrier", f"{bar.count} threads arrive at barrier {number}, which expects {count}", ins, w, lane
+            )
+        bar.everybody, bar.operation = everybody, operation
         if bar.count >= count:
-            if bar.count > count:
-                cta.machine.report(
-                    "barrier",
-                    f"{bar.count} threads arrive at barrier {number}, which expects {count}",
-                    ins,
-                    w,
-                    lane,
-                )
-            value = None
-            if operation:
-                value = {"popc": sum(bar.value), "and": all(bar.value), "or": any(bar.value)}[operation]
-            for each in bar.waiting:
-                each.done, each.clock, each.value = True, bar.clock, value
-            bar.waiting, bar.count, bar.value = [], 0, None
-            cta.machine.progress += 1
+            complete_barrier(cta, bar)
         return waiting
 
     e.synchronise(cta_barrier)
+
+
+def complete_barrier(cta: Any, bar: Any) -> None:
+    """Let everybody go who waits at a CTA barrier."""
+    value = None
+    if bar.operation:
+        value = {"popc": sum, "and": all, "or": any}[bar.operation](bar.value)
+    clock = None if bar.clock is None else bar.clock.copy()  # later arrivals go on changing the barrier's own
+    for each in bar.waiting:
+        each.done, each.clock, each.value = True, clock, value
+    bar.waiting, bar.count, bar.value = [], 0, None
+    cta.machine.progress += 1
+
+
+def warp_ended(w: Any) -> None:
+    """Threads that have ended are no longer waited for at barriers of the whole CTA and of the cluster."""
+    for bar in w.cta.barriers:
+        if bar.count and bar.everybody and bar.count >= 32 * w.cta.live_warps():
+            complete_barrier(w.cta, bar)
+    cluster_barrier_check(w.cta.cluster)
 
 
 class WarpBarrierWait(Wait):

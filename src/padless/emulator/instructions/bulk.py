@@ -24,7 +24,13 @@ Array = np.ndarray[Any, Any]
 
 @instruction("cp")
 def copy(e: Emitter) -> None:
-    if e.has("async", "bulk"):
+    if e.has("reduce", "async", "bulk"):
+        operation = next((m for m in e.instruction.modifiers if m in REDUCTIONS), "")
+        if "tensor" in e.modifiers:
+            tensor_copy(e, operation)
+        else:
+            plain_copy(e, operation)
+    elif e.has("async", "bulk"):
         if e.has("commit_group"):
             e.synchronise(commit_group(e))
         elif e.has("wait_group"):
@@ -35,12 +41,6 @@ def copy(e: Emitter) -> None:
             tensor_copy(e, "")
         else:
             plain_copy(e, "")
-    elif e.has("reduce", "async", "bulk"):
-        operation = next((m for m in e.instruction.modifiers if m in REDUCTIONS), "")
-        if "tensor" in e.modifiers:
-            tensor_copy(e, operation)
-        else:
-            plain_copy(e, operation)
     elif e.has("async"):
         small_copy(e)
     else:
