@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,7 +34,8 @@ class GemmConfig:
         raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
         store: how the write of D is bounded, "ragged" (one descriptor that clips) or "pool" (boxes of 1, 2, 4 .. 64
             rows, two overlapping stores to a tail; Su et al., "TMA-Adaptive FP8 Grouped GEMM").
-        scales: layout of the activation scales that the kernel reads, "mn" or "k" (row-major).
+        scales: layout of the activation scales that the kernel reads, "mn" or "k" (row-major: over-fetched from a
+            16-byte boundary, after the same paper). Scales in the other layout are copied first.
         scale_window_k_blocks: with scales = "k", the most K blocks that the window of scales has room for.
         max_groups: room in the table of groups.
         out_dtype: bfloat16, float16 or float32.
@@ -67,8 +69,7 @@ class GemmConfig:
         require(self.scales in SCALE_MAJORS, "scales", " or ".join(SCALE_MAJORS))
         require(1 <= self.max_groups <= MAX_GROUPS, "max_groups", f"1 to {MAX_GROUPS}")
         require(self.out_dtype in OUT_DTYPES, "out_dtype", "torch.bfloat16, torch.float16 or torch.float32")
-        if self.scales == "k":
-            require(self.scale_window_k_blocks >= 1, "scale_window_k_blocks", "1 or more when scales='k'")
+        require(self.scale_window_k_blocks >= 0, "scale_window_k_blocks", "0 or more")
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
@@ -98,23 +99,72 @@ class Problem:
     n: int
     k: int
     num_groups: int
-    out_dtype: torch.dtype
-    scales: str  # "mn" or "k": how the caller's activation scales are laid out
+    out_dtype: torch.dtype = torch.bfloat16
+    num_sms: int = 132
 
 
-def window_k_blocks(k: int) -> int:
-    """Room for the K blocks of ``k``, in steps of 8 so that few kernels serve every K."""
-    blocks = -(-k // 128)
-    return -(-blocks // 8) * 8
+# (block_m, block_n, cluster_n, raster_m): clock cycles of a CTA for 128 of K, measured on an H200 with large operands
+# (docs/kernels/sm90_fp8_grouped_gemm.md says how).
+_TILE_CYCLES: dict[tuple[int, int, int, int], int] = {
+    (256, 128, 2, 8): 1180,
+    (128, 192, 1, 16): 900,
+    (128, 128, 1, 8): 660,
+    (128, 64, 1, 8): 430,
+}
+_TILE_OVERHEAD_CYCLES = 2000  # from the last product of a tile to the first of the next
 
 
 def select_config(problem: Problem) -> GemmConfig:
-    """The kernel for a problem: a pure function of M, N, K, G, the output dtype and the scale layout."""
-    wide = problem.out_dtype != torch.float32 and problem.n % 192 == 0 and problem.scales == "mn"
+    """The kernel for a problem: a pure function of M, N, K, G, the output dtype and the number of multiprocessors.
+
+    Takes the tile with the least estimated time. Every group is taken to end in half a tile on average, which costs as
+    much as a whole one; tiles of equal size leave part of the last round idle, unequal ones less than half a round.
+    """
+
+    def estimate(tile: tuple[int, int, int, int]) -> float:
+        block_m, block_n, cluster_n, _ = tile
+        groups = min(problem.num_groups, problem.m)
+        if problem.num_groups == 1:
+            m_tiles = float(-(-problem.m // block_m))
+        else:
+            m_tiles = max(problem.m / block_m + groups / 2, groups)
+        rounds = m_tiles * -(-problem.n // (block_n * cluster_n)) / (problem.num_sms // cluster_n)
+        rounds = math.ceil(rounds) if problem.num_groups == 1 else max(rounds + 0.4, 1.0)
+        return rounds * (-(-problem.k // 128) * _TILE_CYCLES[tile] + _TILE_OVERHEAD_CYCLES)
+
+    # A float32 tile takes twice the shared memory on its way out: the largest would leave two stages.
+    tiles = [t for t in _TILE_CYCLES if problem.out_dtype != torch.float32 or t[0] * t[1] <= 128 * 128]
+    block_m, block_n, cluster_n, raster_m = min(tiles, key=estimate)
     return GemmConfig(
-        block_n=192 if wide else 128,
-        scales=problem.scales,
-        scale_window_k_blocks=window_k_blocks(problem.k) if problem.scales == "k" else 0,
+        block_m=block_m,
+        block_n=block_n,
+        cluster_n=cluster_n,
+        raster_m=raster_m,
         max_groups=_FEW_GROUPS if problem.num_groups <= _FEW_GROUPS else _MANY_GROUPS,
         out_dtype=problem.out_dtype,
     )
+
+
+def fit_config(config: GemmConfig, problem: Problem) -> GemmConfig:
+    """``config`` with what has to follow from the operands: output dtype, room for groups and for scales."""
+    window_bytes = 4 * config.block_m * _window_k_blocks(problem.k)
+    if config.scales == "k" and window_bytes > _MAX_WINDOW_BYTES:
+        raise ValueError(
+            f"config has scales='k' and K is {problem.k}: the scales of {config.block_m} rows take {window_bytes} bytes "
+            f"of shared memory, at most {_MAX_WINDOW_BYTES} fit; use scales='mn' or a smaller block_m"
+        )
+    return replace(
+        config,
+        out_dtype=problem.out_dtype,
+        max_groups=_FEW_GROUPS if problem.num_groups <= _FEW_GROUPS else _MANY_GROUPS,
+        scale_window_k_blocks=_window_k_blocks(problem.k) if config.scales == "k" else 0,
+    )
+
+
+_MAX_WINDOW_BYTES = 64 * 1024  # leaves three stages of the 128 x 128 tile
+
+
+def _window_k_blocks(k: int) -> int:
+    """Room for the K blocks of ``k``, in steps of 8 so that few kernels serve every K."""
+    blocks = -(-k // 128)
+    return -(-blocks // 8) * 8

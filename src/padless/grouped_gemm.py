@@ -15,7 +15,7 @@ import torch
 
 from padless import tensor_map
 from padless.backends import NAMES, backends
-from padless.config import MAX_GROUPS, OUT_DTYPES, GemmConfig, Problem, select_config
+from padless.config import MAX_GROUPS, OUT_DTYPES, GemmConfig, Problem, fit_config, select_config
 from padless.driver import Argument, Driver, LaunchShape, PreparedLaunch, cuda_driver
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.jit import CompiledKernel, compile_kernel
@@ -23,7 +23,6 @@ from padless.layouts import to_mn_major
 from padless.reference import grouped_gemm_reference
 
 KERNEL = "sm90_fp8_grouped_gemm.cu"
-_MAX_WINDOW_K_BLOCKS = 128  # K = 16384: more row-major scales than this do not fit beside three stages
 
 
 def group_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
@@ -60,14 +59,15 @@ def grouped_gemm(
         backend: "cuda", "reference", "emulator", or None: the GPU's kernel for tensors on a GPU, else the reference.
         check_offs: look at the values of offs first (this synchronises with the device). Without it a decreasing,
             negative or too large value gives a wrong result, but never an access outside the tensors.
-        config: the kernel to use in place of the one select_config picks; its out_dtype, scale layout and group
-            room are taken from the operands.
+        config: the kernel to use in place of the one select_config picks; its out_dtype and group room are taken
+            from the operands.
 
     Returns:
         ``out``, (M, N).
 
     Arithmetic: for each 128 of K in order, the tensor core's sum of products times (scale of a * scale of b) is added
-    in float32 by a fused multiply-add. One kernel launch, no synchronisation; safe in CUDA graphs, streams, threads.
+    in float32 by a fused multiply-add. No synchronisation; safe in CUDA graphs, streams and threads. MN-major scales
+    make it one kernel launch; row-major ones are copied to MN-major first, which is faster than reading them in place.
 
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
@@ -219,11 +219,18 @@ def _run(
     driver = _driver(backend, out)
     if out.numel() == 0 or b.data.shape[0] == 0:
         return out
-    if a.scale_major == "k" and a.scale.shape[1] > _MAX_WINDOW_K_BLOCKS:
-        a = BlockScaledTensor(a.data, to_mn_major(a.scale), a.format)
+    (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
+    problem = Problem(m, n, k, num_groups, out.dtype, driver.num_sms(out.device.index or 0))
+    config = fit_config(config, problem) if config is not None else select_config(problem)
+    if a.scale_major != config.scales:
+        a = BlockScaledTensor(a.data, _as_major(a.scale, config.scales), a.format)
     launch = _prepared(driver, a, b, offs, out, config)
     launch(torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0)
     return out
+
+
+def _as_major(scale: torch.Tensor, major: str) -> torch.Tensor:
+    return to_mn_major(scale) if major == "mn" else scale.contiguous()
 
 
 _PREPARED: dict[tuple[object, ...], PreparedLaunch] = {}
@@ -236,7 +243,7 @@ def _prepared(
     b: BlockScaledTensor,
     offs: torch.Tensor | None,
     out: torch.Tensor,
-    config: GemmConfig | None,
+    config: GemmConfig,
 ) -> PreparedLaunch:
     """The packed launch for these operands. A packed launch depends on addresses, shapes and strides alone, so a
     caller that keeps its buffers pays for the encoding once."""
@@ -295,30 +302,20 @@ def _prepare(
     b: BlockScaledTensor,
     offs: torch.Tensor | None,
     out: torch.Tensor,
-    config: GemmConfig | None,
+    config: GemmConfig,
 ) -> PreparedLaunch:
     (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
-    problem = Problem(m, n, k, num_groups, out.dtype, a.scale_major)
-    chosen = select_config(problem)
-    if config is not None:  # the tile is the caller's choice; the rest follows from the operands
-        chosen = dataclasses.replace(
-            config,
-            out_dtype=chosen.out_dtype,
-            max_groups=chosen.max_groups,
-            scales=chosen.scales,
-            scale_window_k_blocks=chosen.scale_window_k_blocks,
-        )
     device = out.device.index or 0
-    kernel, function = _load(driver, chosen, device)
-    maps = _tensor_maps(a, b, out, chosen)
+    kernel, function = _load(driver, config, device)
+    maps = _tensor_maps(a, b, out, config)
     # As many CTAs as multiprocessors: a tile costs far more than finding the next one. No more than there can be tiles.
-    most_tiles = (-(-m // chosen.block_m) + num_groups) * -(-n // (chosen.block_n * chosen.cluster_n))
-    grid = min(driver.num_sms(device) // chosen.cluster_n, most_tiles) * chosen.cluster_n
+    most_tiles = (-(-m // config.block_m) + num_groups) * -(-n // (config.block_n * config.cluster_n))
+    grid = min(driver.num_sms(device) // config.cluster_n, most_tiles) * config.cluster_n
     arguments: list[Argument] = [b"".join(driver.encode(spec) for spec in specs) for specs in maps]
     arguments += [(b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
-    arguments += [(value, 4) for value in (m, n, k, num_groups, _counter(chosen, device, out.data_ptr()))]
+    arguments += [(value, 4) for value in (m, n, k, num_groups, _counter(config, device, out.data_ptr()))]
     tensors = [a.data, a.scale, b.data, b.scale, out] + ([] if offs is None else [offs])
-    shape = LaunchShape(grid, kernel.num_threads, chosen.cluster_n)
+    shape = LaunchShape(grid, kernel.num_threads, config.cluster_n)
     return driver.prepare(function, kernel, shape, arguments, tensors)
 
 
