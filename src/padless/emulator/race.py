@@ -281,10 +281,12 @@ class Shadow:
         generic_plane: int = 1,
         async_plane: int = 0,
         uninitialised: bool = True,
+        own: int = 0,
     ) -> None:
         """An asynchronous access to `cells` (slice or index array) by an operation issued under `clock` (five planes).
 
         Stamps of the generic proxy must be reached in `generic_plane`, those of the async proxy in `async_plane`.
+        `own` is a stamp to overlook: that of the same operation's other accesses.
         """
         stamps = self.written[cells]
         self._check_bulk(
@@ -313,7 +315,7 @@ class Shadow:
                 if slots >> slot & 1:
                     self._check_bulk(
                         self.read[slot][cells], cells, clock, self.read_site[slot], instruction, warp, lane, "read",
-                        READS if generic_plane != TENSOR else TENSOR, async_plane,
+                        READS if generic_plane != TENSOR else TENSOR, async_plane, own,
                     )  # fmt: skip
             self.written[cells] = stamp
             self.write_site[cells] = instruction.index
@@ -337,13 +339,14 @@ class Shadow:
         did: str,
         generic_plane: int,
         async_plane: int,
+        own: int = 0,
     ) -> None:
         flat = stamps.reshape(-1)
         if flat.size == 0:
             return
         first = flat[0]
         kinds = flat[:1] if (flat == first).all() else np.unique(flat)
-        kinds = kinds[kinds != 0]
+        kinds = kinds[(kinds != 0) & (kinds != np.uint64(own))]
         if kinds.size == 0:
             return
         columns = (kinds >> _SHIFT).astype(np.intp)

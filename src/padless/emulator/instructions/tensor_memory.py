@@ -14,7 +14,7 @@ import numpy as np
 from .. import tensor_units
 from ..ast import Address, Immediate, Register, Vector
 from ..asynchronous import AsyncOperation
-from ..race import ASYNC, BASE, BEFORE, TENSOR, Shadow, pack
+from ..race import ASYNC, BASE, BEFORE, READS, TENSOR, Shadow, pack
 from ..spaces import OFFSET_MASK
 from ..warp import Wait
 from ..warp_sync import gather_warp
@@ -310,16 +310,9 @@ def issue(w: Warp, lane: int, ins: Instruction, ctas: list[Cta], unit: Any, run:
                 )
             for rectangle in writes:
                 memory.shadow.bulk(
-                    cells(rectangle),
-                    clock,
-                    stamp,
-                    ins,
-                    w,
-                    lane,
-                    write=True,
-                    generic_plane=TENSOR,
-                    async_plane=TENSOR,
-                )
+                    cells(rectangle), clock, stamp, ins, w, lane, write=True, generic_plane=TENSOR, async_plane=TENSOR,
+                    own=stamp,
+                )  # fmt: skip
         clocks.time[[BASE, TENSOR], row, pipe.issued] = pipe.sequence
     pipe.pending += 1
 
@@ -453,17 +446,18 @@ def commit(e: Emitter) -> None:
             bars = [find_mbarrier(w, a, ins, lane, asynchronous=True) for a in addresses]
             upto = pipe.issuers.get(row, 0)
             clocks = cta.cluster.clocks
+            clock = None
+            if clocks is not None:
+                # The operations have finished, so the copies they were issued after have too; but nothing is said of
+                # the thread's ordinary accesses.
+                clock = clocks.join(np.array([row]))
+                clock[:, : clocks.lanes] = 0
+                clock[BASE, pipe.done] = clock[BEFORE, pipe.done] = clock[READS, pipe.done] = upto
 
-            def arrive(bars: Any = bars, upto: int = upto, lane: int = lane) -> None:
+            def arrive(bars: Any = bars, clock: Any = clock, lane: int = lane) -> None:
                 for bar in bars:
-                    if bar is None:
-                        continue
-                    clock = None
-                    if clocks is not None:
-                        clock = np.zeros((TENSOR, clocks.columns), np.uint32)
-                        clock[BASE, pipe.done] = clock[BEFORE, pipe.done] = upto
-                        clock[2, pipe.done] = upto
-                    bar.arrive(1, clock, ins, w, lane)
+                    if bar is not None:
+                        bar.arrive(1, clock, ins, w, lane)
 
             machine.enqueue(("tcgen05", id(pipe)), AsyncOperation(ins.name, arrive))
         return None
