@@ -13,7 +13,9 @@
 // Only the low word moves: adding bytes / 16 to it names another stage, another unit of rows, or a step of 32 bytes
 // along K inside the rows (the swizzle takes its phase from address bits that such a step leaves alone). Shared memory
 // ends below 2^18, so the address field never carries out.
-__device__ __forceinline__ uint32_t descriptor_low(uint32_t tile_address) { return (tile_address & 0x3FFFF) >> 4; }
+__device__ __forceinline__ uint32_t descriptor_low(uint32_t tile_address) {
+    return (tile_address & 0x3FFFF) >> 4;
+}
 
 __device__ __forceinline__ uint64_t k_major_128b_descriptor(uint32_t low) {
     constexpr uint64_t LAYOUT = (uint64_t(1) << 62) | (uint64_t(1024 >> 4) << 32);

@@ -6,14 +6,14 @@
 // (b) one ragged descriptor whose bounds check drops the rows past the end of the group. See docs/kernels/.
 #pragma once
 
-
 constexpr int OUT_BF16 = 0;
 constexpr int OUT_F16 = 1;
 constexpr int OUT_F32 = 2;
 
 // d: this thread's accumulators of a 64 x BLOCK_N tile; `slabs`: the warpgroup's shared memory.
 template <int BLOCK_N, int OUT>
-__device__ __forceinline__ void stage_tile(const float (&d)[BLOCK_N / 2], uint32_t slabs, int warp, int lane) {
+__device__ __forceinline__ void stage_tile(const float (&d)[BLOCK_N / 2], uint32_t slabs, int warp,
+                                           int lane) {
     if constexpr (OUT == OUT_F32) {
         // 32 columns to a slab; a thread writes two columns of two rows at a time.
         const uint32_t row = warp * 16 + lane / 4;
@@ -51,8 +51,8 @@ struct DescriptorPool {
     TensorMap box_1, box_2, box_4, box_8, box_16, box_32, box_64;
 };
 
-__device__ __forceinline__ void store_slab_pool(const DescriptorPool& pool, uint32_t slab, int column, int row,
-                                                int rows) {
+__device__ __forceinline__ void store_slab_pool(const DescriptorPool& pool, uint32_t slab, int column,
+                                                int row, int rows) {
     const int log2_rows = 31 - __clz(rows);
     const int box_rows = 1 << log2_rows;
     const TensorMap& map = (&pool.box_1)[log2_rows];

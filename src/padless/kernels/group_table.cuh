@@ -13,7 +13,8 @@ struct GroupTableStorage {
 
 // One warp: group_ends[g] = min(max(0, offs[0 .. g]), m). Whatever offs hold, the result is ascending and inside [0, m],
 // so that no wrong value can lead outside the tensors. A null `offs` is a dense problem: one group of m rows.
-__device__ __forceinline__ void clean_offs(const int* offs, int num_groups, int m, int* group_ends, int lane) {
+__device__ __forceinline__ void clean_offs(const int* offs, int num_groups, int m, int* group_ends,
+                                           int lane) {
     int highest = 0;
     for (int base = 0; base < num_groups; base += 32) {
         const int g = base + lane;
@@ -32,8 +33,8 @@ __device__ __forceinline__ void clean_offs(const int* offs, int num_groups, int 
 
 // One warp: tile_ends[i] = sum over j <= i of ceil(rows of the j-th group in the walk / BLOCK_M).
 template <int BLOCK_M>
-__device__ __forceinline__ void count_tiles(const int* starts, const int* ends, int num_groups, int* tile_ends,
-                                            int lane) {
+__device__ __forceinline__ void count_tiles(const int* starts, const int* ends, int num_groups,
+                                            int* tile_ends, int lane) {
     int before = 0;
     for (int base = 0; base < num_groups; base += 32) {
         const int i = base + lane;

@@ -51,7 +51,8 @@ struct TileOrder {
 
     // Tile number `number`, which may not be smaller than in the last call; rows = 0 past the last tile.
     __device__ __forceinline__ Tile tile_at(int number) {
-        while (at < table.num_groups && number >= table.tile_ends[at] * n_tiles) first_m_tile = table.tile_ends[at++];
+        while (at < table.num_groups && number >= table.tile_ends[at] * n_tiles)
+            first_m_tile = table.tile_ends[at++];
         if (at >= table.num_groups) return Tile{0, 0, 0, 0};
 
         const int in_group = number - first_m_tile * n_tiles;

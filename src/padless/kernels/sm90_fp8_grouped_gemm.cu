@@ -61,13 +61,16 @@ constexpr int NUM_SLABS = BLOCK_N / SLAB_COLUMNS;
 constexpr int SLAB_BYTES = WGMMA_M * 128;
 // A tile may start in the second half of a 128-column scale block unless its width is a multiple of 128.
 constexpr bool CAN_START_ODD = BLOCK_N % 128 != 0;
-constexpr int NUM_SFB = CAN_START_ODD ? (BLOCK_N + 64 + 127) / 128 : BLOCK_N / 128;  // scale blocks a tile can touch
+constexpr int NUM_SFB =
+    CAN_START_ODD ? (BLOCK_N + 64 + 127) / 128 : BLOCK_N / 128;  // scale blocks a tile can touch
 static_assert(BLOCK_M == 64 || BLOCK_M == 128 || BLOCK_M == 256, "one or two warpgroups of one or two waves");
 static_assert(BLOCK_N % 64 == 0, "scales are selected by 64 columns");
 
 // Rows come in units of 64: unit u belongs to warpgroup u % NUM_MMA_WARPGROUPS as its wave u / NUM_MMA_WARPGROUPS. A
 // tile with fewer rows than BLOCK_M has fewer units, and no other unit is loaded or multiplied.
-__device__ __forceinline__ int units_of(int rows) { return (rows + WGMMA_M - 1) / WGMMA_M; }
+__device__ __forceinline__ int units_of(int rows) {
+    return (rows + WGMMA_M - 1) / WGMMA_M;
+}
 
 // MN-major scales travel with the stage: the tile's rows and up to 3 before them, since a copy must start at a multiple
 // of 4. A box has at most 256 elements and lands on a 128-byte boundary: 256 rows take three copies, end to end.
@@ -76,10 +79,10 @@ __device__ __forceinline__ int units_of(int rows) { return (rows + WGMMA_M - 1) 
 constexpr int SFA_COPY_FLOATS = BLOCK_M == 256 ? 96 : BLOCK_M + 4;
 constexpr int SFA_STAGE_FLOATS = SCALES_K_MAJOR ? 0 : BLOCK_M == 256 ? 3 * 96 : (BLOCK_M + 4 + 31) / 32 * 32;
 constexpr int WINDOW_COPY_FLOATS = 256;
-constexpr int WINDOW_FLOATS =
-    SCALES_K_MAJOR
-        ? (BLOCK_M * SCALE_WINDOW_K_BLOCKS + 3 + WINDOW_COPY_FLOATS - 1) / WINDOW_COPY_FLOATS * WINDOW_COPY_FLOATS
-        : 0;
+constexpr int WINDOW_FLOATS = SCALES_K_MAJOR
+                                  ? (BLOCK_M * SCALE_WINDOW_K_BLOCKS + 3 + WINDOW_COPY_FLOATS - 1) /
+                                        WINDOW_COPY_FLOATS * WINDOW_COPY_FLOATS
+                                  : 0;
 
 constexpr int UNIT_BYTES = WGMMA_M * BLOCK_K;
 constexpr int A_BYTES = BLOCK_M * BLOCK_K;
@@ -135,8 +138,9 @@ __device__ __forceinline__ int cta_column(const Tile& tile) {
 }
 
 // Producer, one thread.
-__device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem, const TensorMap& map_a,
-                                           const TensorMap& map_b, const TensorMap& map_sfa) {
+__device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem,
+                                           const TensorMap& map_a, const TensorMap& map_b,
+                                           const TensorMap& map_sfa) {
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     uint32_t window_phase = 0;
@@ -145,7 +149,8 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     while (reader.next(tile)) {
         const int column = cta_column(tile);
         const int units = units_of(tile.rows);
-        const int sfa_copies = SCALES_K_MAJOR ? 0 : (tile.rows + 3 + SFA_COPY_FLOATS - 1) / SFA_COPY_FLOATS;
+        const int sfa_copies =
+            SCALES_K_MAJOR ? 0 : (units * WGMMA_M + 3 + SFA_COPY_FLOATS - 1) / SFA_COPY_FLOATS;
         const uint32_t stage_bytes = units * UNIT_BYTES + B_BYTES + sfa_copies * SFA_COPY_FLOATS * 4;
         for (int kb = 0; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage;
@@ -159,8 +164,8 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                                 tile.row + u * WGMMA_M);
             } else {  // the CTAs of the cluster take turns at fetching a unit and give it to both
                 for (int u = cluster_cta_rank(); u < units; u += CLUSTER_N)
-                    tma_load_2d_multicast(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full, kb * BLOCK_K,
-                                          tile.row + u * WGMMA_M, (1 << CLUSTER_N) - 1);
+                    tma_load_2d_multicast(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full,
+                                          kb * BLOCK_K, tile.row + u * WGMMA_M, (1 << CLUSTER_N) - 1);
             }
             for (int i = 0; i < sfa_copies; ++i)
                 tma_load_2d(map_sfa, shared_address(shared.sfa[stage] + i * SFA_COPY_FLOATS), full,
@@ -179,8 +184,8 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                     mbarrier_wait(shared_address(&shared.window_empty), window_phase ^ 1);
                     mbarrier_arrive_expect_tx(window_full, copies * WINDOW_COPY_FLOATS * 4);
                     for (int i = 0; i < copies; ++i)
-                        tma_load_1d(map_sfa, shared_address(shared.sfa_window + i * WINDOW_COPY_FLOATS), window_full,
-                                    first + i * WINDOW_COPY_FLOATS);
+                        tma_load_1d(map_sfa, shared_address(shared.sfa_window + i * WINDOW_COPY_FLOATS),
+                                    window_full, first + i * WINDOW_COPY_FLOATS);
                     window_phase ^= 1;
                 }
             }
@@ -215,11 +220,12 @@ __device__ __forceinline__ void skip_tile(SharedStorage& shared, const Problem& 
         release_stage(shared, pipeline.stage, lane);
         pipeline.advance();
     }
-    if (lane == 0) reader.release();
+    reader.release_by_warp(lane);
 }
 
 // Address of the scale of row `row` of the tile: in stage 0, or of K block 0 in the window.
-__device__ __forceinline__ uint32_t sfa_address(const SharedStorage& shared, const Tile& tile, int row, int k_blocks) {
+__device__ __forceinline__ uint32_t sfa_address(const SharedStorage& shared, const Tile& tile, int row,
+                                                int k_blocks) {
     if constexpr (SCALES_K_MAJOR) {  // a row past the end has no scales in the window
         const int existing = row < tile.rows ? row : tile.rows - 1;
         return shared_address(&shared.sfa_window[(tile.row * k_blocks & 3) + existing * k_blocks]);
@@ -232,8 +238,8 @@ __device__ __forceinline__ uint32_t sfa_address(const SharedStorage& shared, con
 // thread's first row inside the tile; it also has row + 8, and both again in the next unit of the warpgroup.
 template <int NUM_WAVES>
 __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], SharedStorage& shared,
-                                              const Problem& problem, const Tile& tile, int column, int warpgroup,
-                                              int row, int lane, Pipeline<STAGES>& pipeline) {
+                                              const Problem& problem, const Tile& tile, int column,
+                                              int warpgroup, int row, int lane, Pipeline<STAGES>& pipeline) {
     const int k_blocks = problem.k_blocks();
     const float* sfb_rows[NUM_SFB];
 #pragma unroll
@@ -247,7 +253,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
     load_sfb(sfb_ahead, sfb_rows, lane + 32, k_blocks);
 
     constexpr int WAVE_ROWS = NUM_MMA_WARPGROUPS * WGMMA_M;  // from one unit of a warpgroup to its next
-    constexpr int NUM_SFA_AT = SCALES_K_MAJOR ? 2 * NUM_WAVES : 1;  // in a stage, all rows are at constant distances
+    constexpr int NUM_SFA_AT =
+        SCALES_K_MAJOR ? 2 * NUM_WAVES : 1;  // in a stage, all rows are at constant distances
     uint32_t sfa_at[NUM_SFA_AT];
 #pragma unroll
     for (int i = 0; i < NUM_SFA_AT; ++i) {
@@ -255,8 +262,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
         pin_register(sfa_at[i]);
     }
     // The shuffles tell the compiler that all lanes agree, so that the descriptors live in uniform registers.
-    const uint32_t a_stage_0 = __shfl_sync(
-        0xffffffff, descriptor_low(shared_address(shared.a[0] + warpgroup * UNIT_BYTES)), 0);
+    const uint32_t a_stage_0 =
+        __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.a[0] + warpgroup * UNIT_BYTES)), 0);
     const uint32_t b_stage_0 = __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.b[0])), 0);
 
 #pragma unroll
@@ -280,8 +287,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < BLOCK_K; k += WGMMA_K)
-                wgmma_m64k32_e4m3<BLOCK_N>(p, k_major_128b_descriptor(a + k / 16), k_major_128b_descriptor(b + k / 16),
-                                           k != 0);
+                wgmma_m64k32_e4m3<BLOCK_N>(p, k_major_128b_descriptor(a + k / 16),
+                                           k_major_128b_descriptor(b + k / 16), k != 0);
             wgmma_commit_group();
 
             // While the products are on their way: the scales, and the next stage's barrier. Waiting for the next
@@ -298,9 +305,9 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
             float scale[2][BLOCK_N / 64];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const uint32_t at = SCALES_K_MAJOR
-                                        ? sfa_at[SCALES_K_MAJOR ? 2 * w + r : 0] + kb * 4
-                                        : sfa_at[0] + stage * (SFA_STAGE_FLOATS * 4) + (w * WAVE_ROWS + r * 8) * 4;
+                const uint32_t at =
+                    SCALES_K_MAJOR ? sfa_at[SCALES_K_MAJOR ? 2 * w + r : 0] + kb * 4
+                                   : sfa_at[0] + stage * (SFA_STAGE_FLOATS * 4) + (w * WAVE_ROWS + r * 8) * 4;
                 const float sfa = ld_shared_f32(at);
 #pragma unroll
                 for (int c = 0; c < BLOCK_N / 64; ++c)
@@ -308,7 +315,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
             }
             if (w == NUM_WAVES - 1) {
                 pipeline.advance();
-                if (kb + 1 < k_blocks) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+                if (kb + 1 < k_blocks)
+                    mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
             }
 
 #pragma unroll
@@ -338,14 +346,15 @@ using StoreMaps = TensorMap;
 // Consumer: converts and writes the rows of d that exist.
 template <int NUM_WAVES>
 __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2], SharedStorage& shared,
-                                           const Problem& problem, const StoreMaps& maps, const Tile& tile, int column,
-                                           int warpgroup, int warp, int lane) {
+                                           const Problem& problem, const StoreMaps& maps, const Tile& tile,
+                                           int column, int warpgroup, int warp, int lane) {
     const bool issuer = warp == 0 && lane == 0;
     if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
     bar_sync(1 + warpgroup, 128);
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w)
-        stage_tile<BLOCK_N, OUT_TYPE>(d[w], shared_address(shared.d[w * NUM_MMA_WARPGROUPS + warpgroup]), warp, lane);
+        stage_tile<BLOCK_N, OUT_TYPE>(d[w], shared_address(shared.d[w * NUM_MMA_WARPGROUPS + warpgroup]),
+                                      warp, lane);
     fence_proxy_async_shared();
     bar_sync(1 + warpgroup, 128);
     if (issuer) {
@@ -370,19 +379,20 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
 
 // Consumer: one tile of which NUM_WAVES units belong to this warpgroup.
 template <int NUM_WAVES>
-__device__ __forceinline__ void consume_tile(SharedStorage& shared, const Problem& problem, const StoreMaps& store_maps,
-                                             const Tile& tile, int warpgroup, int warp, int lane,
-                                             Pipeline<STAGES>& pipeline, Reader& reader) {
+__device__ __forceinline__ void consume_tile(SharedStorage& shared, const Problem& problem,
+                                             const StoreMaps& store_maps, const Tile& tile, int warpgroup,
+                                             int warp, int lane, Pipeline<STAGES>& pipeline, Reader& reader) {
     const int column = cta_column(tile);
     const int row = warpgroup * WGMMA_M + warp * 16 + lane / 4;
     float d[WAVES][BLOCK_N / 2];
     multiply_tile<NUM_WAVES>(d, shared, problem, tile, column, warpgroup, row, lane, pipeline);
-    if (lane == 0) reader.release();
+    reader.release_by_warp(lane);
     store_tile<NUM_WAVES>(d, shared, problem, store_maps, tile, column, warpgroup, warp, lane);
 }
 
-__device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem, const StoreMaps& store_maps,
-                                              int warpgroup, int warp, int lane) {
+__device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem,
+                                              const StoreMaps& store_maps, int warpgroup, int warp,
+                                              int lane) {
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     uint32_t window_phase = 0;
@@ -405,10 +415,10 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
-    padless_grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-                         const __grid_constant__ TensorMap map_sfa, const __grid_constant__ StoreMaps store_maps,
-                         const float* sfb, const int* offs, int m, int n, int k, int num_groups, int counter) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
+    const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+    const __grid_constant__ TensorMap map_sfa, const __grid_constant__ StoreMaps store_maps, const float* sfb,
+    const int* offs, int m, int n, int k, int num_groups, int counter) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const Problem problem{sfb, m, n, k, num_groups};

@@ -39,13 +39,15 @@ __device__ __forceinline__ void hand_out_tiles(TileQueueStorage& queue, Order or
         } else {
             mbarrier_wait_cluster(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
             for (int cta = 0; cta < CLUSTER; ++cta) {
-                st_cluster_v4(shared_address(&queue.tiles[slot]), cta, tile.group, tile.row, tile.rows, tile.column);
+                st_cluster_v4(shared_address(&queue.tiles[slot]), cta, tile.group, tile.row, tile.rows,
+                              tile.column);
                 mbarrier_arrive_release_cluster(shared_address(&queue.full[slot]), cta);
             }
         }
         pipeline.advance();
-        number = counter < 0 ? number + workers
-                             : tile.rows == 0 ? 0 : workers + atomicAdd(&padless_counters[counter].drawn, 1);
+        number = counter < 0      ? number + workers
+                 : tile.rows == 0 ? 0
+                                  : workers + atomicAdd(&padless_counters[counter].drawn, 1);
     } while (tile.rows != 0);
 
     if (counter >= 0) {
@@ -57,7 +59,7 @@ __device__ __forceinline__ void hand_out_tiles(TileQueueStorage& queue, Order or
     }
 }
 
-// A reader's walk through the queue. All lanes of a warp, or one thread.
+// A reader's walk through the queue: all lanes of a warp, or one thread (the producer).
 template <int CLUSTER>
 struct TileReader {
     TileQueueStorage& queue;
@@ -76,14 +78,19 @@ struct TileReader {
         return tile.rows != 0;
     }
 
-    // One thread: gives the slot back. A tile's slot is given back when the tile is nearly done, so that the scheduler
-    // does not draw further ahead than it must.
+    // Gives the slot back, when the tile is nearly done, so that the scheduler does not draw further ahead than it must.
     __device__ __forceinline__ void release() {
         const uint32_t empty = shared_address(&queue.empty[pipeline.stage]);
         if constexpr (CLUSTER == 1)
             mbarrier_arrive(empty);
         else
             mbarrier_arrive_cluster(empty, 0);
+    }
+
+    // The same for a warp: one arrival, after every lane has read the tile.
+    __device__ __forceinline__ void release_by_warp(int lane) {
+        __syncwarp();
+        if (lane == 0) release();
     }
 
     __device__ __forceinline__ void advance() { pipeline.advance(); }

@@ -16,7 +16,8 @@ __device__ __forceinline__ void st_shared_v2_f32(uint32_t address, float x, floa
 }
 
 // Writes four words at the same shared-memory offset in CTA `cta_rank` of the cluster.
-__device__ __forceinline__ void st_cluster_v4(uint32_t address, uint32_t cta_rank, int x, int y, int z, int w) {
+__device__ __forceinline__ void st_cluster_v4(uint32_t address, uint32_t cta_rank, int x, int y, int z,
+                                              int w) {
     asm volatile(
         "{\n"
         ".reg .b32 remote;\n"
@@ -28,9 +29,10 @@ __device__ __forceinline__ void st_cluster_v4(uint32_t address, uint32_t cta_ran
 }
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
-                 "r"(r2), "r"(r3)
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
+                                            uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0),
+                 "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
 }
 

@@ -11,16 +11,17 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-__device__ __forceinline__ void tma_load_1d(const TensorMap& map, uint32_t destination, uint32_t barrier, int c0) {
+__device__ __forceinline__ void tma_load_1d(const TensorMap& map, uint32_t destination, uint32_t barrier,
+                                            int c0) {
     asm volatile(
-        "cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3}], [%2];" ::"r"(
-            destination),
+        "cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3}], [%2];" ::
+            "r"(destination),
         "l"(&map), "r"(barrier), "r"(c0)
         : "memory");
 }
 
-__device__ __forceinline__ void tma_load_2d(const TensorMap& map, uint32_t destination, uint32_t barrier, int c0,
-                                            int c1) {
+__device__ __forceinline__ void tma_load_2d(const TensorMap& map, uint32_t destination, uint32_t barrier,
+                                            int c0, int c1) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
         "[%2];" ::"r"(destination),
@@ -28,8 +29,8 @@ __device__ __forceinline__ void tma_load_2d(const TensorMap& map, uint32_t desti
         : "memory");
 }
 
-__device__ __forceinline__ void tma_load_3d(const TensorMap& map, uint32_t destination, uint32_t barrier, int c0,
-                                            int c1, int c2) {
+__device__ __forceinline__ void tma_load_3d(const TensorMap& map, uint32_t destination, uint32_t barrier,
+                                            int c0, int c1, int c2) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
         "[%2];" ::"r"(destination),
@@ -39,8 +40,8 @@ __device__ __forceinline__ void tma_load_3d(const TensorMap& map, uint32_t desti
 
 // Writes the box to the same shared-memory offset of every CTA in `cta_mask`, and completes its bytes on the
 // barrier at the same offset in each of them.
-__device__ __forceinline__ void tma_load_2d_multicast(const TensorMap& map, uint32_t destination, uint32_t barrier,
-                                                      int c0, int c1, uint16_t cta_mask) {
+__device__ __forceinline__ void tma_load_2d_multicast(const TensorMap& map, uint32_t destination,
+                                                      uint32_t barrier, int c0, int c1, uint16_t cta_mask) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
         "[%1, {%3, %4}], [%2], %5;" ::"r"(destination),
@@ -49,15 +50,19 @@ __device__ __forceinline__ void tma_load_2d_multicast(const TensorMap& map, uint
 }
 
 __device__ __forceinline__ void tma_store_2d(const TensorMap& map, uint32_t source, int c0, int c1) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
-                 "r"(source), "r"(c0), "r"(c1)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+        "r"(source), "r"(c0), "r"(c1)
+        : "memory");
 }
 
-__device__ __forceinline__ void tma_store_4d(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-                 "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-                 : "memory");
+__device__ __forceinline__ void tma_store_4d(const TensorMap& map, uint32_t source, int c0, int c1, int c2,
+                                             int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+            &map),
+        "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
 }
 
 // Closes the bulk group of the stores this thread has issued.

@@ -3,9 +3,13 @@
 // column 8 * i + 2 * (lane % 4) + j % 2. They may not be touched between the instruction and wgmma_wait_group.
 #pragma once
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 
-__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait_group() {
@@ -13,10 +17,14 @@ __device__ __forceinline__ void wgmma_wait_group() {
 }
 
 // Keeps the compiler from moving an accumulator across a fence or a wait.
-__device__ __forceinline__ void pin_register(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+__device__ __forceinline__ void pin_register(float& value) {
+    asm volatile("" : "+f"(value)::"memory");
+}
 
 // Keeps the compiler from computing an integer again where it is used.
-__device__ __forceinline__ void pin_register(uint32_t& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void pin_register(uint32_t& value) {
+    asm volatile("" : "+r"(value));
+}
 
 // clang-format off
 #define PADLESS_NAMES_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
