@@ -1,0 +1,202 @@
+"""Tensor memory of sm_100a: 128 lanes x 512 columns of 32 bits, and what copies into it, reads and writes it.
+
+An address has the lane in bits 16-22 and the column in bits 0-8 (PTX ISA, "Tensor Memory Addressing").
+Regions are rectangles (first lane, end lane, first column, end column).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from . import matrix_descriptor as descriptors
+from .number_formats import Array
+
+LANES, COLUMNS = 128, 512
+Rectangle = tuple[int, int, int, int]
+
+# shape -> (source rows, bytes per row, lanes that get row i)
+_COPIES = {
+    ("32x128b", "warpx4"): (32, 16, lambda i: (i, i + 32, i + 64, i + 96)),
+    ("64x128b", "warpx2::02_13"): (64, 16, lambda i: (i, i + 64)),
+    ("64x128b", "warpx2::01_23"): (64, 16, lambda i: (i, i + 32) if i < 32 else (i + 32, i + 64)),
+    ("128x128b", ""): (128, 16, lambda i: (i,)),
+    ("128x256b", ""): (128, 32, lambda i: (i,)),
+}
+
+
+def split_address(address: int) -> tuple[int, int]:
+    """(lane, column) of an address; the bits above the lane are ignored."""
+    return address >> 16 & 0x7F, address & 0x1FF
+
+
+def rectangle_problems(name: str, rectangles: list[Rectangle]) -> list[str]:
+    """What lies outside of the 128 x 512 words."""
+    return [
+        f"{name}: lanes {a}..{b - 1}, columns {c}..{d - 1} leave the 128 x 512 words of tensor memory"
+        for a, b, c, d in rectangles
+        if b > LANES or d > COLUMNS
+    ]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """tcgen05.cp of one CTA, from shared memory to tensor memory; with cta_group::2 both CTAs do it.
+
+    Attributes:
+        shape: 32x128b, 64x128b, 128x128b or 128x256b.  multicast: warpx4, warpx2::02_13, warpx2::01_23 or "".
+        descriptor: 64 bits.  address: of the destination, lane 0.
+    """
+
+    shape: str
+    multicast: str
+    descriptor: int
+    address: int
+
+    def __post_init__(self) -> None:
+        if (self.shape, self.multicast) not in _COPIES:
+            known = ", ".join(f"{s}.{m}".rstrip(".") for s, m in _COPIES)
+            raise ValueError(f"shape: tcgen05.cp {self.shape}.{self.multicast} is not modelled; {known} are")
+
+    def problems(self) -> tuple[str, ...]:
+        """Broken rules of descriptor and address."""
+        d = descriptors.decode_tcgen05(self.descriptor)
+        found = [*d.problems, *descriptors.operand_problems(d, _COPIES[self.shape, self.multicast][1], "k")]
+        if self.address >> 16 & 0x7F:
+            found.append(f"tcgen05.cp to lane {self.address >> 16 & 0x7F}; it writes from lane 0")
+        return (*found, *rectangle_problems("tcgen05.cp", self.tmem_writes()))
+
+    def shared_ranges(self) -> list[tuple[int, int]]:
+        """Merged [first, end) byte ranges read."""
+        rows, width, _ = _COPIES[self.shape, self.multicast]
+        return descriptors.operand_ranges(descriptors.decode_tcgen05(self.descriptor), rows, width, 1, "k")
+
+    def tmem_writes(self) -> list[Rectangle]:
+        """All 128 lanes of 4 or 8 columns."""
+        column = self.address & 0x1FF
+        return [(0, LANES, column, column + _COPIES[self.shape, self.multicast][1] // 4)]
+
+    def execute(self, shared: Array, tmem: Array) -> None:
+        """Copy, in place. shared: uint8 (bytes,); tmem: uint32 (128, 512)."""
+        rows, width, lanes = _COPIES[self.shape, self.multicast]
+        d = descriptors.decode_tcgen05(self.descriptor)
+        words = descriptors.gather(shared, d, rows, width // 4, 4, "k")
+        column = self.address & 0x1FF
+        for copies in zip(*(lanes(i) for i in range(rows)), strict=True):
+            tmem[np.array(copies), column : column + width // 4] = words
+
+
+# shape -> registers for .x1, columns for .x1
+LOAD_SHAPES = {"32x32b": (1, 1), "16x64b": (1, 2), "16x128b": (2, 4), "16x256b": (4, 8), "16x32bx2": (1, 1)}
+
+
+@lru_cache(maxsize=512)
+def _relative_map(shape: str, repeat: int, split: int) -> tuple[Array, Array]:
+    if shape not in LOAD_SHAPES:
+        raise ValueError(f"shape: {shape!r} is not one of {', '.join(LOAD_SHAPES)}")
+    most = 128 // LOAD_SHAPES[shape][0]
+    if repeat < 1 or repeat > most or repeat & (repeat - 1):
+        raise ValueError(f"repeat: {shape}.x{repeat}; a power of two up to {most} is allowed")
+    t = np.arange(32)[:, None]
+    i = np.arange(repeat * LOAD_SHAPES[shape][0])[None, :]
+    if shape == "32x32b":
+        lanes, columns = t + 0 * i, i + 0 * t
+    elif shape == "16x64b":
+        lanes, columns = t // 4 + 8 * (t % 2) + 0 * i, t // 2 % 2 + 2 * i
+    elif shape == "16x128b":
+        lanes, columns = t // 4 + 8 * (i % 2), t % 4 + 4 * (i // 2)
+    elif shape == "16x256b":
+        lanes, columns = t // 4 + 8 * (i // 2 % 2), 2 * (t % 4) + i % 2 + 8 * (i // 4)
+    else:
+        lanes, columns = t % 16 + 0 * i, np.where(t < 16, i, i + split)
+    return lanes, columns
+
+
+def register_map(
+    shape: str, repeat: int, address: int, warp_quarter: int, split: int = 0
+) -> tuple[Array, Array]:
+    """Which word each thread's register holds in tcgen05.ld and .st.
+
+    Args:
+        shape: 32x32b, 16x64b, 16x128b, 16x256b, 16x32bx2.  repeat: N of .xN.
+        address: its lane may name the warp's own quarter or none; a 16-lane shape starts at lane 0 or 16 of
+            it.
+        warp_quarter: warp index modulo 4.
+        split: the immediate of 16x32bx2.
+
+    Returns:
+        (lanes, columns), int64 (32, registers), absolute.
+    """
+    lanes, columns = _relative_map(shape, repeat, split)
+    lane, column = split_address(address)
+    return lanes + 32 * warp_quarter + lane % 32, columns + column
+
+
+def access_problems(
+    shape: str, repeat: int, address: int, warp_quarter: int, split: int = 0, pack: bool = False
+) -> tuple[str, ...]:
+    """Broken rules of an ld or st: another warp's quarter, a start inside a lane group, columns past the
+    end."""
+    lane, column = split_address(address)
+    found = []
+    if lane // 32 not in (0, warp_quarter):
+        found.append(
+            f"lane {lane} belongs to quarter {lane // 32}, the warp may touch quarter {warp_quarter}"
+        )
+    if lane % 32 not in ((0,) if shape == "32x32b" else (0, 16)):
+        found.append(f"{shape} may not begin at lane {lane % 32} of a quarter")
+    _, columns = _relative_map(shape, repeat, split)
+    last = column + int(columns.max()) * (1 + pack) + pack
+    if last >= COLUMNS:
+        found.append(f"column {last} is past the {COLUMNS} of tensor memory")
+    return tuple(found)
+
+
+def load(
+    tmem: Array, shape: str, repeat: int, address: int, warp_quarter: int, split: int = 0, pack: bool = False
+) -> Array:
+    """tcgen05.ld: registers uint32 (32, r). ``pack``: the low halves of columns 2c and 2c + 1 in one
+    register."""
+    lanes, columns = register_map(shape, repeat, address, warp_quarter, split)
+    if not pack:
+        return tmem[lanes, columns]
+    base = address & 0x1FF
+    first = base + 2 * (columns - base)
+    return (tmem[lanes, first] & np.uint32(0xFFFF)) | (tmem[lanes, first + 1] << np.uint32(16))
+
+
+def store(
+    tmem: Array,
+    registers: Array,
+    shape: str,
+    repeat: int,
+    address: int,
+    warp_quarter: int,
+    split: int = 0,
+    unpack: bool = False,
+) -> None:
+    """tcgen05.st, in place. ``unpack``: the two halves of a register go to the low halves of columns 2c, 2c +
+    1."""
+    lanes, columns = register_map(shape, repeat, address, warp_quarter, split)
+    if not unpack:
+        tmem[lanes, columns] = registers
+        return
+    base = address & 0x1FF
+    first = base + 2 * (columns - base)
+    tmem[lanes, first] = registers & np.uint32(0xFFFF)
+    tmem[lanes, first + 1] = registers >> np.uint32(16)
+
+
+def touched(
+    shape: str, repeat: int, address: int, warp_quarter: int, split: int = 0, pack: bool = False
+) -> list[Rectangle]:
+    """The words an ld or st touches, as rectangles."""
+    lanes, columns = register_map(shape, repeat, address, warp_quarter, split)
+    base = address & 0x1FF
+    rows = (int(lanes.min()), int(lanes.max()) + 1)
+    wide = 1 + pack
+    if shape != "16x32bx2":
+        return [(*rows, base, base + wide * (int(columns.max()) - base + 1))]
+    return [(*rows, base + s, base + s + wide * repeat) for s in sorted({0, split})]
