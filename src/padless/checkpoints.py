@@ -1,0 +1,313 @@
+"""Quantised weights of other people's checkpoints as BlockScaledTensors. Nothing is requantised: codes and
+scales are taken as they are, and only their layout, their shape or the direction of a global scale changes.
+
+    with Checkpoint("model/") as checkpoint:            # a folder, a .safetensors file or a dictionary of
+    tensors
+        down = checkpoint.experts("model.layers.3.mlp.experts.{}.down_proj", 64)     # (64, N, K)
+
+What is recognised under a name, by the tensors that are there (all shapes are one weight's; a leading number
+of experts is allowed everywhere):
+
+DeepSeek            NAME.weight e4m3 (N, K), NAME.weight_scale_inv (ceil(N/128), ceil(K/128)); also NAME and
+                    NAME_scale_inv. The scales, float32, bf16 or e8m0, multiply the codes in spite of the
+                    name.
+compressed-tensors  NAME.weight_packed uint8 (N, K/2), NAME.weight_scale e4m3 (N, K/16) and
+                    NAME.weight_global_scale, which DIVIDES: the decode scale is its reciprocal. With uint8 or
+                    e8m0 scales (N, K/32) and no global scale it is MXFP4.
+ModelOpt, torch     NAME.weight uint8 or float4_e2m1fn_x2 (N, K/2), NAME.weight_scale e4m3, plain or in 32x4x4
+tiles,
+                    and NAME.weight_scale_2, which multiplies, or none.
+torchao             NAME._weight_qdata, NAME._weight_scale, NAME._weight_per_tensor_scale (multiplies), as
+                    torchao flattens an NVFP4Tensor or an MXTensor into a safetensors file; also
+                    PARENT._LEAF_qdata and so on for NAME = PARENT.LEAF.
+GPT-OSS             NAME_blocks uint8 (.., N, K/32, 16), NAME_scales uint8 (.., N, K/32): MXFP4.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from padless.formats import (
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8,
+    MXFP8_E5M2,
+    NVFP4,
+    BlockScaledFormat,
+    BlockScaledTensor,
+    blocked_size,
+    ceil_div,
+)
+from padless.layouts import from_blocked
+
+# --- one convention each ---------------------------------------------------------------------------------
+
+
+def from_deepseek(weight: torch.Tensor, scale_inv: torch.Tensor) -> BlockScaledTensor:
+    """FP8_BLOCK weights of e4m3 (.., N, K) and one decode scale per 128 x 128, float32, bf16 or e8m0."""
+    return BlockScaledTensor(weight.contiguous(), scale_inv.to(torch.float32).contiguous(), FP8_BLOCK)
+
+
+def from_compressed_tensors(
+    packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None = None
+) -> BlockScaledTensor:
+    """NVFP4 or MXFP4 weights of `weight_packed`, `weight_scale` and `weight_global_scale`.
+
+    The global scale is an encode scale, 2688 / amax; the decode scale kept is its float32 reciprocal.
+    """
+    if global_scale is None:
+        return _fp4(packed, scale, None)
+    return _fp4(packed, scale, 1.0 / global_scale.to(torch.float32))
+
+
+def from_torch(
+    data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None = None
+) -> BlockScaledTensor:
+    """Weights as torch's scaled matrix products, ModelOpt and torchao keep them.
+
+    data: FP4 as uint8 or float4_e2m1fn_x2 (.., N, K / 2), even elements in the low half of a byte, or float8
+        (.., N, K).
+    scale: e4m3 per 16 (NVFP4) or e8m0 per 32 (MXFP4, MXFP8, MXFP8_E5M2), plain or in 32x4x4 tiles.
+    global_scale: NVFP4's decode scale, one or one per weight.
+    """
+    if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        fmt = MXFP8 if data.dtype == torch.float8_e4m3fn else MXFP8_E5M2
+        return BlockScaledTensor(data.contiguous(), _plain(scale, data, fmt), fmt, global_scale)
+    return _fp4(data, scale, global_scale)
+
+
+def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> BlockScaledTensor:
+    """MXFP4 weights of uint8 blocks (.., N, K / 32, 16) and uint8 scales (.., N, K / 32)."""
+    if blocks.dtype != torch.uint8 or blocks.dim() < 3 or blocks.shape[-1] != 16:
+        raise ValueError(
+            f"blocks must be uint8 (.., N, K / 32, 16), got {blocks.dtype} {tuple(blocks.shape)}"
+        )
+    return _fp4(blocks.flatten(-2), scales, None)
+
+
+def _fp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None) -> BlockScaledTensor:
+    if packed.dtype not in (torch.uint8, torch.float4_e2m1fn_x2) or packed.dim() not in (2, 3):
+        raise ValueError(
+            "packed must be uint8 or float4_e2m1fn_x2, (N, K / 2) or (G, N, K / 2), "
+            f"got {packed.dtype} {tuple(packed.shape)}"
+        )
+    if scale.dtype not in (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8):
+        raise ValueError(f"scale must be float8_e4m3fn, float8_e8m0fnu or uint8, got {scale.dtype}")
+    fmt = NVFP4 if scale.dtype == torch.float8_e4m3fn else MXFP4
+    if global_scale is not None:
+        if fmt is MXFP4:
+            raise ValueError("global_scale must be None beside power-of-two scales, which make it MXFP4")
+        global_scale = global_scale.to(torch.float32).reshape(-1).contiguous()
+        if packed.dim() == 2:
+            global_scale = global_scale.reshape(())
+    data = packed.contiguous().view(torch.float4_e2m1fn_x2)
+    return BlockScaledTensor(data, _plain(scale, data, fmt).view(fmt.scale_dtype), fmt, global_scale)
+
+
+def _plain(scale: torch.Tensor, data: torch.Tensor, fmt: BlockScaledFormat) -> torch.Tensor:
+    """Scales in their logical shape; tiles are told by their shape, (32 a tile row, 16 a tile column) or
+    flat.
+    """
+    *batch, rows, stored = data.shape
+    columns = ceil_div(stored * fmt.codes_per_byte, fmt.block_k)
+    if tuple(scale.shape) == (*batch, rows, columns):
+        return scale.contiguous()
+    size = blocked_size(rows, columns)
+    groups = batch[0] if batch else 1
+    if scale.numel() != groups * size:
+        raise ValueError(
+            f"scale must have shape {(*batch, rows, columns)}, or the {groups * size} bytes of its 32x4x4 "
+            f"tiles, got {tuple(scale.shape)}"
+        )
+    tiles = scale.contiguous().view(groups, size)
+    return from_blocked(tiles, rows, columns).view(*batch, rows, columns)
+
+
+# --- weights put together --------------------------------------------------------------------------------
+
+
+def stack_experts(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
+    """Weights (N, K) of one format and shape as one (G, N, K); global scales become (G,)."""
+    first = _same_format(weights)
+    for g, t in enumerate(weights):
+        if t.data.dim() != 2 or t.shape != first.shape:
+            raise ValueError(f"weights must all be {tuple(first.shape)}, weights[{g}] is {tuple(t.shape)}")
+    return _join(weights, lambda parts: torch.stack(list(parts)))
+
+
+def concatenate_rows(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
+    """Weights (.., N_i, K) under each other, (.., sum N_i, K), such as a gate and an up projection.
+
+    FP8_BLOCK parts other than the last need N % 128 == 0, so that no block holds rows of two. Parts of NVFP4
+    must have the same global scales: scales that differ cannot be joined without requantising.
+    """
+    first = _same_format(weights)
+    for i, t in enumerate(weights):
+        if t.shape[:-2] != first.shape[:-2] or t.shape[-1] != first.shape[-1]:
+            raise ValueError(
+                f"weights must agree in K and in experts: {tuple(first.shape)}, {tuple(t.shape)}"
+            )
+        if i + 1 < len(weights) and t.shape[-2] % t.format.weight_block[0] != 0:
+            raise ValueError(
+                f"weights[{i}] has N = {t.shape[-2]}; before another one it must be a multiple of "
+                f"{t.format.weight_block[0]}"
+            )
+        if not _same_global_scale(t, first):
+            raise ValueError(f"weights[{i}] has another global_scale than weights[0]: keep them apart")
+    joined = _join(weights, lambda parts: torch.cat(list(parts), dim=-2), keep_global=True)
+    return BlockScaledTensor(joined.data, joined.scale, first.format, first.global_scale)
+
+
+def _same_format(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
+    if not weights:
+        raise ValueError("weights must not be empty")
+    for i, t in enumerate(weights):
+        if t.format != weights[0].format or t.scale_layout != "plain":
+            raise ValueError(
+                f"weights must be {weights[0].format.name} with plain scales, "
+                f"weights[{i}] is {t.format.name} with {t.scale_layout} ones"
+            )
+        if (t.global_scale is None) != (weights[0].global_scale is None):
+            raise ValueError(f"weights must all have a global_scale or none, weights[{i}] differs")
+    return weights[0]
+
+
+def _same_global_scale(a: BlockScaledTensor, b: BlockScaledTensor) -> bool:
+    if a.global_scale is None or b.global_scale is None:
+        return a.global_scale is b.global_scale
+    return torch.equal(a.global_scale, b.global_scale)
+
+
+def _join(
+    weights: Sequence[BlockScaledTensor],
+    how: Callable[[Any], torch.Tensor],
+    keep_global: bool = False,
+) -> BlockScaledTensor:
+    first = weights[0]
+    data = how([t.data.view(torch.uint8) for t in weights]).view(first.format.data_dtype)
+    scale = how([t.scale.view(torch.uint8) for t in weights]).view(first.format.scale_dtype)
+    global_scale = None
+    if first.global_scale is not None and not keep_global:
+        global_scale = torch.stack(
+            [t.global_scale.reshape(()) for t in weights if t.global_scale is not None]
+        )
+    return BlockScaledTensor(data, scale, first.format, global_scale)
+
+
+# --- files -----------------------------------------------------------------------------------------------
+
+
+class Checkpoint:
+    """Tensors by name, in a .safetensors file, a folder of them or a mapping; read when asked for.
+
+    `weight` and `experts` find out which of the conventions above holds for a name. Use it in a with
+    statement.
+    """
+
+    def __init__(
+        self, source: str | Path | Mapping[str, torch.Tensor], device: str | torch.device = "cpu"
+    ) -> None:
+        self._device = torch.device(device)
+        self._files: list[Any] = []
+        self._where: dict[str, Any] = {}
+        self._metadata: dict[str, str] = {}
+        if isinstance(source, Mapping):
+            self._where = dict(source)
+            return
+        for path in _safetensors_files(Path(source)):
+            file = _open(path, self._device)
+            self._files.append(file)
+            self._where.update(dict.fromkeys(file.keys(), file))
+            self._metadata.update(file.metadata() or {})
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files:
+            file.__exit__(kind, error, trace)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor called name, as it is stored."""
+        if name not in self._where:
+            raise ValueError(f"name must be a tensor of the checkpoint, which has no {name!r}")
+        found = self._where[name]
+        return found.to(self._device) if isinstance(found, torch.Tensor) else found.get_tensor(name)
+
+    def weight(self, name: str) -> BlockScaledTensor:
+        """The quantised weight of module (or stacked parameter) `name`."""
+        parent, _, leaf = name.rpartition(".")
+        conventions: tuple[tuple[Callable[..., BlockScaledTensor], tuple[str, ...]], ...] = (
+            (from_deepseek, (f"{name}.weight", f"{name}.weight_scale_inv")),
+            (from_deepseek, (name, f"{name}_scale_inv")),
+            (
+                from_compressed_tensors,
+                _keys(name, ".weight_packed", ".weight_scale", ".weight_global_scale?"),
+            ),
+            (from_gpt_oss, (f"{name}_blocks", f"{name}_scales")),
+            (from_torch, _keys(f"{name}._weight", "_qdata", "_scale", "_per_tensor_scale?")),
+            (from_torch, _keys(f"{parent}._{leaf}", "_qdata", "_scale", "_per_tensor_scale?")),
+            (from_torch, _keys(name, ".weight", ".weight_scale", ".weight_scale_2?")),
+        )
+        for convert, keys in conventions:
+            parts = self._find(keys)
+            if parts is not None:
+                self._check_torchao(name)
+                return convert(*parts)
+        near = [key for key in self._where if key.startswith(name)][:6]
+        raise ValueError(
+            f"name must be a quantised weight in a known convention; under {name!r} there is {near}"
+        )
+
+    def experts(self, pattern: str, num_experts: int) -> BlockScaledTensor:
+        """Weights pattern.format(0), .. pattern.format(num_experts - 1) as one (G, N, K)."""
+        return stack_experts([self.weight(pattern.format(g)) for g in range(num_experts)])
+
+    def _find(self, keys: Sequence[str]) -> list[torch.Tensor | None] | None:
+        """The tensors of all keys, or None; one that ends in a question mark may be absent, then None."""
+        needed = [key for key in keys if not key.endswith("?")]
+        if not all(key in self._where for key in needed):
+            return None
+        names = [key.rstrip("?") for key in keys]
+        return [self.tensor(name) if name in self._where else None for name in names]
+
+    def _check_torchao(self, name: str) -> None:
+        """torchao's metadata, where it is there, must say a kind of tensor that from_torch reads."""
+        described = self._metadata.get(f"{name}.weight", self._metadata.get(name))
+        if described is None:
+            return
+        kind = json.loads(described).get("_type")
+        if kind not in ("NVFP4Tensor", "MXTensor", "Tensor"):
+            raise ValueError(f"name must be an NVFP4Tensor or MXTensor of torchao, {name!r} is a {kind}")
+
+
+def _keys(stem: str, *endings: str) -> tuple[str, ...]:
+    return tuple(stem + ending for ending in endings)
+
+
+def _safetensors_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"source must be a .safetensors file or a folder of them, got {str(path)!r}")
+    return files
+
+
+def _open(path: Path, device: torch.device) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError("reading checkpoints needs safetensors: pip install safetensors") from error
+    return safe_open(str(path), framework="pt", device=str(device)).__enter__()
