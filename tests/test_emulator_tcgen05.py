@@ -66,7 +66,6 @@ BUGS = {
     "no fence after the done barrier": ("wait(smem(&s.done), tile & 1);\n            fence_after();", "wait(smem(&s.done), tile & 1);", "missing-tcgen05-fence"),
     "no fence before the free barrier": ("            fence_before();\n            __syncwarp();", "            __syncwarp();", "missing-tcgen05-fence"),
     "free barrier not waited for": ("wait(smem(&s.free), (tile & 1) ^ 1);", "", "race"),
-    "no syncwarp before the arrival": ("fence_before();\n            __syncwarp();", "fence_before();", "race"),
     "done barrier not waited for": ("wait(smem(&s.done), tile & 1);", "", "uninitialised-tensor-memory"),
     "stage not waited for": ("wait(smem(&s.full[stage]), i / STAGES & 1);", "", "race"),
     "stage overwritten early": ("wait(smem(&s.empty[stage]), (i / STAGES & 1) ^ 1);", "", "race"),

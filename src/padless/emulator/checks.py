@@ -80,6 +80,7 @@ class Collector:
     reports: list[Report] = field(default_factory=list)
     seen: set[tuple[Any, ...]] = field(default_factory=set)
     limit: int = 100
+    ignore: frozenset[str] = frozenset()
 
     def add(
         self,
@@ -94,7 +95,7 @@ class Collector:
         """`key` tells apart reports of the same two lines; by default they count once."""
         assert kind in KINDS, kind
         identity = (kind, instruction.line if instruction else message, other.line if other else 0, key)
-        if identity in self.seen or len(self.reports) >= self.limit:
+        if kind in self.ignore or identity in self.seen or len(self.reports) >= self.limit:
             return
         self.seen.add(identity)
         self.reports.append(

@@ -38,6 +38,7 @@ def emulate(
     seeds: Annotated[int, typer.Option("--seeds", help="How many seeds to run, one after the other.")] = 1,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Look for races and misuse.")] = True,
     trace: Annotated[bool, typer.Option("--trace", help="Print every warp-instruction.")] = False,
+    ignore: Annotated[list[str] | None, typer.Option("--ignore", help="A kind of report to leave out.")] = None,
     arithmetic: Annotated[
         str, typer.Option("--arithmetic", help=f"Of the tensor cores: {', '.join(ARITHMETICS)}.")
     ] = "truncate",
@@ -49,7 +50,7 @@ def emulate(
     except OSError as error:
         raise LaunchError(f"{kernel}: {error.strerror}") from None
     emulator = Emulator(
-        text, arithmetic=arithmetic, checks=check, trace=typer.echo if trace else None, name=str(kernel)
+        text, arithmetic=arithmetic, checks=check, trace=typer.echo if trace else None, name=str(kernel), ignore=ignore or ()
     )
     entries = emulator.module.entries()
     name = entry or description.get("entry") or (entries[0] if len(entries) == 1 else None)

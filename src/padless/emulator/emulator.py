@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .checks import Report
+from .checks import KINDS, Report
 from .errors import LaunchError
 from .machine import Machine, Statistics
 from .memory import DeviceMemory
@@ -39,7 +39,8 @@ class Emulator:
     ptx: the module's text. seed: of the schedule; the same seed gives the same run. arithmetic: how the tensor cores
     round: "truncate" (bit for bit what Hopper does, and the published model of Blackwell), "exact" (one rounding a
     step), "separate_add" (the products' sum rounded, then added), "fast" (float32 matrix products). checks: look for
-    races and misuse. trace: called with one line per instruction. memory: shared with other modules if given.
+    races and misuse. trace: called with one line per instruction. memory: shared with other modules if given. ignore: kinds of
+    report to leave out (KINDS).
     """
 
     def __init__(
@@ -52,9 +53,13 @@ class Emulator:
         trace: Callable[[str], None] | None = None,
         memory: DeviceMemory | None = None,
         name: str = "<ptx>",
+        ignore: Collection[str] = (),
     ) -> None:
         if arithmetic not in ARITHMETICS:
             raise LaunchError(f"arithmetic is {arithmetic!r}, allowed are {', '.join(ARITHMETICS)}")
+        if unknown := set(ignore) - set(KINDS):
+            raise LaunchError(f"ignore names {sorted(unknown)}, the kinds of report are {', '.join(KINDS)}")
+        self.ignore = frozenset(ignore)
         self.module = parse(ptx, name)
         self.seed = seed
         self.arithmetic = arithmetic
@@ -127,6 +132,7 @@ class Emulator:
         machine = Machine(
             program, self.memory, self.symbols, pack_parameters(program, args), dims[0], dims[1], dims[2], shared_bytes,
             self.seed if seed is None else seed, self.arithmetic, self.checks, self.trace,
+            self.ignore,
         )  # fmt: skip
         machine.run()
         return LaunchResult(tuple(machine.collector.reports), machine.statistics)

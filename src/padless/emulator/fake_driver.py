@@ -30,6 +30,7 @@ class Settings:
     checks: bool = True
     num_sms: int = 2
     raise_on_reports: bool = True
+    ignore: tuple[str, ...] = ()
 
 
 class EmulatedDriver:
@@ -112,6 +113,7 @@ class EmulatedLaunch:
         settings = self._driver.settings
         emulator = self._emulator.with_memory(memory_of(self._tensors))
         emulator.arithmetic, emulator.checks = settings.arithmetic, settings.checks
+        emulator.ignore = frozenset(settings.ignore)
         result = emulator.launch(
             self._kernel.entry, self._shape.grid, self._shape.block, self._arguments, cluster=self._shape.cluster,
             shared_bytes=self._kernel.shared_bytes, seed=settings.seed,

@@ -95,6 +95,7 @@ class Machine:
         arithmetic: str,
         checks: bool,
         trace: Callable[[str], None] | None = None,
+        ignore: frozenset[str] = frozenset(),
     ) -> None:
         self.program = program
         self.blocks = program.blocks
@@ -118,7 +119,7 @@ class Machine:
         self.target = program.module.target
         self.checks = checks
         self.trace = trace
-        self.collector = Collector(seed)
+        self.collector = Collector(seed, ignore=ignore)
         self.statistics = Statistics()
         self.clusters: list[Cluster] = []
         self.queues: dict[Any, deque[AsyncOperation]] = {}
@@ -150,7 +151,7 @@ class Machine:
             warp,
             lane,
         )
-        raise KernelFault(str(self.collector.reports[-1]) if self.collector.reports else message)
+        raise KernelFault(message)
 
     def symbol_address(self, name: str) -> int:
         if name not in self.symbols:
