@@ -90,28 +90,76 @@ def verify(
     _call("padless.verify", "run_verify", out=out, sanitizer=sanitizer, checks=checks or None)
 
 
+COMMANDS = "padless.bench.commands"
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", help="One of the other libraries, by name; may be repeated. Default: all."),
+]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option("--time-limit", help="Seconds after which no new point is begun; the next run goes on."),
+]
+
+
 @bench.command()
-def paper(full: Full = False, peers: Peers = None, out: OutDir = DEFAULT_OUT) -> None:
+def paper(
+    full: Full = False,
+    balanced: Annotated[
+        bool, typer.Option("--balanced", help="72 points, every value equally often.")
+    ] = False,
+    peers: Peers = None,
+    only: Only = None,
+    out: OutDir = DEFAULT_OUT,
+    time_limit: TimeLimit = None,
+) -> None:
     """The paper's grid: against padding plus the same GEMM, time, memory saved and equality of valid rows."""
-    _call("padless.bench", "run_paper", full=full, peers=peers, out=out)
+    options = {"peers": peers, "only": only, "out": out, "time_limit_s": time_limit}
+    _call(COMMANDS, "paper", full=full, balanced=balanced, **options)
 
 
 @bench.command()
-def dense(full: Full = False, peers: Peers = None, out: OutDir = DEFAULT_OUT) -> None:
+def dense(
+    full: Full = False,
+    peers: Peers = None,
+    only: Only = None,
+    out: OutDir = DEFAULT_OUT,
+    time_limit: TimeLimit = None,
+) -> None:
     """One group: the dense product."""
-    _call("padless.bench", "run_dense", full=full, peers=peers, out=out)
+    _call(COMMANDS, "dense", full=full, peers=peers, only=only, out=out, time_limit_s=time_limit)
 
 
 @bench.command()
-def decode(full: Full = False, peers: Peers = None, out: OutDir = DEFAULT_OUT) -> None:
+def decode(
+    full: Full = False,
+    peers: Peers = None,
+    only: Only = None,
+    out: OutDir = DEFAULT_OUT,
+    time_limit: TimeLimit = None,
+) -> None:
     """A few rows per group, as when generating token by token."""
-    _call("padless.bench", "run_decode", full=full, peers=peers, out=out)
+    _call(COMMANDS, "decode", full=full, peers=peers, only=only, out=out, time_limit_s=time_limit)
 
 
 @bench.command()
-def quantize(full: Full = False, peers: Peers = None, out: OutDir = DEFAULT_OUT) -> None:
-    """The quantizers, against a device copy of the same bytes."""
-    _call("padless.bench", "run_quantize", full=full, peers=peers, out=out)
+def quantize(full: Full = False, out: OutDir = DEFAULT_OUT) -> None:
+    """The quantizers and the padding kernel, against a device copy of the same bytes."""
+    _call(COMMANDS, "quantize", full=full, out=out)
+
+
+@bench.command()
+def host() -> None:
+    """What the host adds to a call."""
+    _call(COMMANDS, "host")
+
+
+@bench.command()
+def report(
+    file: Annotated[Path, typer.Argument(help="A paper.jsonl.")],
+    figure: Annotated[Path | None, typer.Option("--figure", help="Where to draw the figure.")] = None,
+) -> None:
+    """Tables and figure of an earlier run again; needs no GPU."""
+    _call(COMMANDS, "report", file=file, figure=figure)
 
 
 @app.command(

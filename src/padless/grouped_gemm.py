@@ -5,7 +5,7 @@ The walk is described in docs/walkthrough.md; the kernel it ends in is kernels/s
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -72,10 +72,10 @@ def grouped_gemm(
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
     """
-    out = _check(a, b, offs, out, out_dtype)
     if check_offs:
+        _check_operands(a, b, offs)
         _check_offs_values(offs, a.data.shape[0])
-    return _run(a, b, offs, out, backend, config)
+    return _run(a, b, offs, out, out_dtype, backend, config)
 
 
 def gemm(
@@ -91,8 +91,7 @@ def gemm(
     if not isinstance(b, BlockScaledTensor) or b.data.dim() != 2:
         raise ValueError(f"b must be a BlockScaledTensor of rank 2, (N, K), got {_describe(b)}")
     b = BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale)
-    out = _check(a, b, None, out, out_dtype)
-    return _run(a, b, None, out, backend, config)
+    return _run(a, b, None, out, out_dtype, backend, config)
 
 
 # --------------------------------------------------------------------------------------------------- checks
@@ -106,14 +105,8 @@ def _describe(value: object) -> str:
     return type(value).__name__
 
 
-def _check(
-    a: BlockScaledTensor,
-    b: BlockScaledTensor,
-    offs: torch.Tensor | None,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Raises ValueError for what can be seen without looking at values; returns the output tensor."""
+def _check_operands(a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor | None) -> None:
+    """Raises ValueError for what can be seen without looking at values."""
     for name, t, rank, shape in (("a", a, 2, "(M, K)"), ("b", b, 3, "(G, N, K)")):
         if not isinstance(t, BlockScaledTensor):
             raise ValueError(f"{name} must be a BlockScaledTensor (see padless.quantize), got {_describe(t)}")
@@ -149,6 +142,20 @@ def _check(
             raise ValueError(f"offs is on {offs.device} and a on {a.device}; they must be on one device")
         if not offs.is_contiguous():
             raise ValueError(f"offs must be contiguous, got stride {offs.stride(0)}; call .contiguous()")
+    _check_layout("a.data", a.data)
+    _check_layout("b.data", b.data)
+    for name, scale in (("a.scale", a.scale), ("b.scale", b.scale)):
+        if scale.data_ptr() % 16 != 0:
+            raise ValueError(f"{name} is at address {scale.data_ptr():#x}; it must be 16-byte aligned")
+    if a.scale.numel() >= 2**31 - 2**20 or m >= 2**30:
+        raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * ceil(K / 128) below 2^31")
+
+
+def _output(
+    a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``out`` if it will do, or a new tensor. Raises ValueError."""
+    m, n = a.data.shape[0], b.data.shape[1]
     if out is None:
         if out_dtype not in OUT_DTYPES:
             raise ValueError(
@@ -163,14 +170,7 @@ def _check(
     alignment = 16 // out.element_size()
     if n % alignment != 0:
         raise ValueError(f"N is {n}; it must be a multiple of {alignment} for {out.dtype} output")
-    _check_layout("a.data", a.data)
-    _check_layout("b.data", b.data)
     _check_layout("out", out)
-    for name, scale in (("a.scale", a.scale), ("b.scale", b.scale)):
-        if scale.data_ptr() % 16 != 0:
-            raise ValueError(f"{name} is at address {scale.data_ptr():#x}; it must be 16-byte aligned")
-    if a.scale.numel() >= 2**31 - 2**20 or m >= 2**30:
-        raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * ceil(K / 128) below 2^31")
     return out
 
 
@@ -192,7 +192,7 @@ def _check_layout(name: str, tensor: torch.Tensor) -> None:
 
 def _check_offs_values(offs: torch.Tensor, m: int) -> None:
     ends = [0, *offs.tolist()]
-    for g, (before, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for g, (before, end) in enumerate(itertools.pairwise(ends)):
         if end < before or end > m:
             raise ValueError(
                 f"offs[{g}] is {end}; offs must not be negative nor decrease (the entry before is {before}) "
@@ -207,10 +207,16 @@ def _run(
     a: BlockScaledTensor,
     b: BlockScaledTensor,
     offs: torch.Tensor | None,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
     backend: str | None,
     config: GemmConfig | None,
 ) -> torch.Tensor:
+    operands = _operands_key(a, b, offs)
+    if operands is None or operands not in _CHECKED:
+        _check_operands(a, b, offs)
+        _remember(_CHECKED, operands, True)
+    out = _output(a, b, out, out_dtype)
     if backend is None:
         backend = "cuda" if out.is_cuda else "reference"
     if backend == "reference":
@@ -219,59 +225,57 @@ def _run(
     driver = _driver(backend, out)
     if out.numel() == 0 or b.data.shape[0] == 0:
         return out
-    (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
-    problem = Problem(m, n, k, num_groups, out.dtype, driver.num_sms(out.device.index or 0))
-    config = fit_config(config, problem) if config is not None else select_config(problem)
-    if a.scale_major != config.scales:
-        a = BlockScaledTensor(a.data, _as_major(a.scale, config.scales), a.format)
-    launch = _prepared(driver, a, b, offs, out, config)
+    key = (operands, out.data_ptr(), out.dtype, out.stride(0), config) if out.is_cuda and operands else None
+    if (launch := _PREPARED.get(key)) is None:
+        chosen = _config(driver, a, b, out, config)
+        if a.scale_major == chosen.scales:
+            launch = _prepare(driver, a, b, offs, out, chosen)
+            _remember(_PREPARED, key, launch)
+        else:  # a copy has a new address every time, so there is nothing to remember
+            a = BlockScaledTensor(a.data, _as_major(a.scale, chosen.scales), a.format)
+            launch = _prepare(driver, a, b, offs, out, chosen)
     launch(torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0)
     return out
 
 
+# What is known of operands that came before: a check and a packed launch depend on addresses, shapes, strides, types
+# and devices alone, so a caller that keeps its buffers pays for them once.
+_CHECKED: dict[tuple[object, ...] | None, bool] = {}
+_PREPARED: dict[tuple[object, ...] | None, PreparedLaunch] = {}
+_REMEMBERED = 4096
+
+
+def _operands_key(
+    a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor | None
+) -> tuple[object, ...] | None:
+    """All that _check_operands and _prepare look at in the operands; None when it has to be looked at every time."""
+    if not (isinstance(a, BlockScaledTensor) and isinstance(b, BlockScaledTensor)):
+        return None
+    if not (a.format is FP8_BLOCK and b.format is FP8_BLOCK and a.data.is_cuda):
+        return None
+    tensors = (a.data, a.scale, b.data, b.scale) if offs is None else (a.data, a.scale, b.data, b.scale, offs)
+    if not isinstance(tensors[-1], torch.Tensor):
+        return None
+    return tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+
+
+def _remember(memory: dict[Any, Any], key: tuple[object, ...] | None, value: Any) -> None:
+    if key is not None:
+        if len(memory) >= _REMEMBERED:
+            memory.clear()
+        memory[key] = value
+
+
+def _config(
+    driver: Driver, a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, config: GemmConfig | None
+) -> GemmConfig:
+    (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
+    problem = Problem(m, n, k, num_groups, out.dtype, driver.num_sms(out.device.index or 0))
+    return select_config(problem) if config is None else fit_config(config, problem)
+
+
 def _as_major(scale: torch.Tensor, major: str) -> torch.Tensor:
     return to_mn_major(scale) if major == "mn" else scale.contiguous()
-
-
-_PREPARED: dict[tuple[object, ...], PreparedLaunch] = {}
-_PREPARED_LIMIT = 4096
-
-
-def _prepared(
-    driver: Driver,
-    a: BlockScaledTensor,
-    b: BlockScaledTensor,
-    offs: torch.Tensor | None,
-    out: torch.Tensor,
-    config: GemmConfig,
-) -> PreparedLaunch:
-    """The packed launch for these operands. A packed launch depends on addresses, shapes and strides alone, so a
-    caller that keeps its buffers pays for the encoding once."""
-    key = (
-        driver.arch,
-        config,
-        out.device.index,
-        out.dtype,
-        out.data_ptr(),
-        out.stride(0),
-        a.data.data_ptr(),
-        a.data.shape,
-        a.data.stride(0),
-        a.scale.data_ptr(),
-        a.scale.stride(),
-        b.data.data_ptr(),
-        b.data.shape,
-        b.data.stride(),
-        b.scale.data_ptr(),
-        None if offs is None else offs.data_ptr(),
-    )
-    if (launch := _PREPARED.get(key)) is None:
-        launch = _prepare(driver, a, b, offs, out, config)
-        if out.is_cuda:
-            if len(_PREPARED) >= _PREPARED_LIMIT:
-                _PREPARED.clear()
-            _PREPARED[key] = launch
-    return launch
 
 
 def _driver(backend: str, out: torch.Tensor) -> Driver:

@@ -180,7 +180,7 @@ def check_padding_changes_nothing() -> str:
         m, k = sum(padded_sizes), operands.a.data.shape[1]
         data = torch.zeros((m, k), dtype=torch.uint8, device="cuda")
         scale = torch.ones((m, operands.a.scale.shape[1]), device="cuda")
-        picks = []
+        picks: list[int] = []
         start = 0
         for s, size, padded in zip(ends, sizes, padded_sizes, strict=False):
             data[start : start + size] = operands.a.data.view(torch.uint8)[s : s + size]
