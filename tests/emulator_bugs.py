@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +63,11 @@ CLUSTER_SYNC = "barrier_cluster_arrive();\n        barrier_cluster_wait();"
 
 BUGS: tuple[Bug, ...] = (
     # ---- fences
-    Bug("no proxy fence before the store", ("missing-proxy-fence",), ((MAIN, "fence_proxy_async_shared();", ""),)),
+    Bug(
+        "no proxy fence before the store",
+        ("missing-proxy-fence",),
+        ((MAIN, "fence_proxy_async_shared();", ""),),
+    ),
     Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
     Bug("no wgmma.fence", ("missing-wgmma-fence",), ((MAIN, "wgmma_fence();", ""),)),
     Bug(
@@ -70,13 +75,19 @@ BUGS: tuple[Bug, ...] = (
         ("missing-proxy-fence",),
         (
             (MAIN, "fence_proxy_async_shared();", ""),
-            (MAIN, "cp_async_bulk_commit_group();", "fence_proxy_async_shared(); cp_async_bulk_commit_group();"),
+            (
+                MAIN,
+                "cp_async_bulk_commit_group();",
+                "fence_proxy_async_shared(); cp_async_bulk_commit_group();",
+            ),
         ),
     ),
     # ---- waits
     Bug("products not waited for", ("register-in-flight",), ((MAIN, "wgmma_wait_group<0>();", ""),)),
     Bug(
-        "one product group too few waited for", ("register-in-flight",), ((MAIN, "wgmma_wait_group<0>", "wgmma_wait_group<1>"),)
+        "one product group too few waited for",
+        ("register-in-flight",),
+        ((MAIN, "wgmma_wait_group<0>", "wgmma_wait_group<1>"),),
     ),
     Bug("products not committed", ("register-in-flight", "deadlock"), ((MAIN, "wgmma_commit_group();", ""),)),
     Bug("first full barrier not waited for", ("race",), ((MAIN, WAIT_FULL_FIRST, "for (int kb"),)),
@@ -94,7 +105,11 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug("store not committed", ("race", "exit"), ((MAIN, "        cp_async_bulk_commit_group();\n", ""),)),
     # ---- phases and stages
-    Bug("producer's parity flipped", ("deadlock", "race", "mbarrier"), ((MAIN, "pipeline.phase ^ 1", "pipeline.phase"),)),
+    Bug(
+        "producer's parity flipped",
+        ("deadlock", "race", "mbarrier"),
+        ((MAIN, "pipeline.phase ^ 1", "pipeline.phase"),),
+    ),
     Bug(
         "consumer's parity flipped on the first wait",
         ("race", "deadlock"),
@@ -117,73 +132,238 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "stage released before the products are done",
         ("race",),
-        ((MAIN, RELEASE, ""), (MAIN, "wgmma_wait_group<0>();", RELEASE + "\n            wgmma_wait_group<0>();")),
+        (
+            (MAIN, RELEASE, ""),
+            (MAIN, "wgmma_wait_group<0>();", RELEASE + "\n            wgmma_wait_group<0>();"),
+        ),
     ),
     Bug(
-        "every lane releases", ("mbarrier",), ((MAIN, "if (lane == 0) mbarrier_arrive(empty);", "mbarrier_arrive(empty);"),)
+        "every lane releases",
+        ("mbarrier",),
+        ((MAIN, "if (lane == 0) mbarrier_arrive(empty);", "mbarrier_arrive(empty);"),),
     ),
     Bug(
         "empty barrier expects one arrival too many",
         ("deadlock",),
-        ((MAIN, "CLUSTER_N * NUM_MMA_WARPGROUPS * 4);", "CLUSTER_N * NUM_MMA_WARPGROUPS * 4 + 1);"),),
+        ((MAIN, "CLUSTER_N * NUM_CONSUMER_WARPS);", "CLUSTER_N * NUM_CONSUMER_WARPS + 1);"),),
     ),
     Bug(
         "empty barrier expects one arrival too few",
         ("race", "mbarrier"),
-        ((MAIN, "CLUSTER_N * NUM_MMA_WARPGROUPS * 4);", "CLUSTER_N * NUM_MMA_WARPGROUPS * 4 - 1);"),),
+        ((MAIN, "CLUSTER_N * NUM_CONSUMER_WARPS);", "CLUSTER_N * NUM_CONSUMER_WARPS - 1);"),),
     ),
     Bug(
         "full barrier expects two arrivals",
         ("deadlock",),
-        ((MAIN, "mbarrier_init(shared_address(&shared.full[s]), 1)", "mbarrier_init(shared_address(&shared.full[s]), 2)"),),
+        (
+            (
+                MAIN,
+                "mbarrier_init(shared_address(&shared.full[s]), 1)",
+                "mbarrier_init(shared_address(&shared.full[s]), 2)",
+            ),
+        ),
     ),
-    Bug("expect_tx 16 bytes too many", ("deadlock",), ((MAIN, "(full, stage_bytes);", "(full, stage_bytes + 16);"),)),
     Bug(
-        "expect_tx 16 bytes too few", ("race", "mbarrier", "deadlock"), ((MAIN, "(full, stage_bytes);", "(full, stage_bytes - 16);"),)
+        "expect_tx 16 bytes too many",
+        ("deadlock",),
+        ((MAIN, "(full, stage_bytes);", "(full, stage_bytes + 16);"),),
+    ),
+    Bug(
+        "expect_tx 16 bytes too few",
+        ("race", "mbarrier", "deadlock"),
+        ((MAIN, "(full, stage_bytes);", "(full, stage_bytes - 16);"),),
     ),
     Bug(
         "expect_tx forgets the scales",
         ("race", "mbarrier", "deadlock"),
         ((MAIN, " + sfa_copies * SFA_COPY_FLOATS * 4;", ";"),),
     ),
-    Bug("barrier initialised twice", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", "mbarrier_init(shared_address(&shared.full[0]), 1); fence_mbarrier_init();"),)),
-    Bug("barriers not initialised", ("mbarrier",), ((MAIN, "mbarrier_init(shared_address(&shared.window_full), 1);", ""), (MAIN, "mbarrier_init(shared_address(&shared.full[s]), 1);", ""))),
+    Bug(
+        "barrier initialised twice",
+        ("mbarrier",),
+        (
+            (
+                MAIN,
+                "fence_mbarrier_init();",
+                "mbarrier_init(shared_address(&shared.full[0]), 1); fence_mbarrier_init();",
+            ),
+        ),
+    ),
+    Bug(
+        "barriers not initialised",
+        ("mbarrier",),
+        (
+            (MAIN, "mbarrier_init(shared_address(&shared.window_full), 1);", ""),
+            (MAIN, "mbarrier_init(shared_address(&shared.full[s]), 1);", ""),
+        ),
+    ),
     # ---- CTA barriers and lanes
-    Bug("no __syncthreads after the set-up", ("mbarrier", "race"), ((MAIN, "    __syncthreads();\n", ""),)),
+    Bug(
+        "no __syncthreads after the set-up",
+        ("mbarrier", "race"),
+        (("group_table.cuh", "__syncthreads();", ""),),
+        nth=2,
+    ),
     Bug(
         "no barrier between staging and store",
         ("race",),
-        ((MAIN, "fence_proxy_async_shared();\n    bar_sync(1 + warpgroup, 128);", "fence_proxy_async_shared();"),),
+        (
+            (
+                MAIN,
+                "fence_proxy_async_shared();\n    bar_sync(1 + warpgroup, 128);",
+                "fence_proxy_async_shared();",
+            ),
+        ),
     ),
     Bug(
         "no barrier between the last store's wait and staging",
         ("race",),
-        ((MAIN, "    bar_sync(1 + warpgroup, 128);\n#pragma unroll\n    for (int w", "#pragma unroll\n    for (int w"),),
+        (
+            (
+                MAIN,
+                "    bar_sync(1 + warpgroup, 128);\n#pragma unroll\n    for (int w",
+                "#pragma unroll\n    for (int w",
+            ),
+        ),
     ),
-    Bug("store barrier counts one warp too many", ("barrier", "deadlock"), ((MAIN, "bar_sync(1 + warpgroup, 128)", "bar_sync(1 + warpgroup, 160)"),)),
-    Bug("all lanes of the producer warp load", ("mbarrier", "race"), ((MAIN, "warp == NUM_MMA_WARPGROUPS * 4 && elect_one()", "warp == NUM_MMA_WARPGROUPS * 4"),)),
-    Bug("both warpgroups share one store barrier", ("barrier", "race", "deadlock"), ((MAIN, "bar_sync(1 + warpgroup, 128)", "bar_sync(1, 128)"),), seeds=8),
+    Bug(
+        "store barrier counts one warp too many",
+        ("barrier", "deadlock"),
+        ((MAIN, "bar_sync(1 + warpgroup, 128)", "bar_sync(1 + warpgroup, 160)"),),
+    ),
+    Bug(
+        "all lanes of the producer warp load",
+        ("mbarrier", "race"),
+        ((MAIN, "if (elect_one()) load_tiles", "load_tiles"),),
+    ),
+    Bug(
+        "both warpgroups share one store barrier",
+        ("barrier", "race", "deadlock"),
+        ((MAIN, "bar_sync(1 + warpgroup, 128)", "bar_sync(1, 128)"),),
+        seeds=8,
+    ),
     # ---- resources and addresses
-    Bug("registers beyond the SM", ("deadlock", "registers"), ((MAIN, "NUM_MMA_WARPGROUPS == 1 ? 248 : 232", "NUM_MMA_WARPGROUPS == 1 ? 248 : 256"),)),
-    Bug("scales read past their end", ("out-of-bounds",), ((MAIN, "kb < k_blocks ? __ldg(rows[j] + kb) : 0.0f", "__ldg(rows[j] + kb)"),)),
-    Bug("scale copy starts off a 16-byte boundary", ("tma",), ((MAIN, "(tile.row & ~3) + i * SFA", "tile.row + 1 + i * SFA"),)),
-    Bug("rows of the next group overwritten", (), ((MAIN, "const int rows = left < WGMMA_M ? left : WGMMA_M;", "const int rows = WGMMA_M;"),)),
+    Bug(
+        "registers beyond the SM",
+        ("deadlock", "registers"),
+        ((MAIN, "NUM_MMA_WARPGROUPS == 1 ? 248 : 232", "NUM_MMA_WARPGROUPS == 1 ? 248 : 256"),),
+    ),
+    Bug(
+        "scales read past their end",
+        ("out-of-bounds",),
+        ((MAIN, "kb < k_blocks ? __ldg(rows[j] + kb) : 0.0f", "__ldg(rows[j] + kb)"),),
+    ),
+    Bug(
+        "scale copy starts off a 16-byte boundary",
+        ("tma",),
+        ((MAIN, "(tile.row & ~3) + i * SFA", "tile.row + 1 + i * SFA"),),
+    ),
+    Bug(
+        "rows of the next group overwritten",
+        (),
+        ((MAIN, "const int rows = left < WGMMA_M ? left : WGMMA_M;", "const int rows = WGMMA_M;"),),
+    ),
     # ---- wrong values only
-    Bug("swizzle bit wrong in the epilogue", (), ((EPILOGUE, "const uint32_t chunk = i % 8 + lane / 16;", "const uint32_t chunk = (i % 8 + lane / 16) ^ 1;"),)),
-    Bug("K step of a descriptor wrong", (), ((MAIN, "advance_descriptor(b, k), k != 0)", "advance_descriptor(b, k & 64), k != 0)"),)),
-    Bug("accumulators not cleared", ("uninitialised-register",), ((MAIN, "advance_descriptor(b, k), k != 0)", "advance_descriptor(b, k), 1)"),)),
+    Bug(
+        "swizzle bit wrong in the epilogue",
+        (),
+        (
+            (
+                EPILOGUE,
+                "const uint32_t chunk = i % 8 + lane / 16;",
+                "const uint32_t chunk = (i % 8 + lane / 16) ^ 1;",
+            ),
+        ),
+    ),
+    Bug(
+        "K step of a descriptor wrong",
+        (),
+        (
+            (
+                MAIN,
+                "k_major_128b_descriptor(b + k / 16), k != 0)",
+                "k_major_128b_descriptor(b + (k & 64) / 16), k != 0)",
+            ),
+        ),
+    ),
+    Bug(
+        "accumulators not cleared",
+        ("uninitialised-register",),
+        ((MAIN, "k_major_128b_descriptor(b + k / 16), k != 0)", "k_major_128b_descriptor(b + k / 16), 1)"),),
+    ),
     Bug("weight scale of the wrong K block", (), ((MAIN, "kb & 31)", "(kb + 1) & 31)"),)),
+    # ---- the queue of tiles
+    Bug(
+        "queue slot given back before the warp has read it",
+        ("race",),
+        (("tile_queue.cuh", "__syncwarp();", ""),),
+    ),
+    Bug(
+        "queue slot not waited for",
+        ("race", "uninitialised-shared"),
+        (("tile_queue.cuh", "mbarrier_wait(full, pipeline.phase);", ""),),
+    ),
+    Bug(
+        "queue slot reused early",
+        ("race", "mbarrier"),
+        (("tile_queue.cuh", "mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);", ""),),
+    ),
     # ---- clusters
     Bug("no cluster barrier after the set-up", ("mbarrier",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTER, n=512),
     Bug("no cluster barrier before the end", ("exit",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTER, n=512, nth=1),
-    Bug("multicast to itself only", ("deadlock",), ((MAIN, "(1 << CLUSTER_N) - 1", "1 << cluster_cta_rank()"),), CLUSTER, n=512),
-    Bug("stage released in the own CTA only", ("deadlock",), ((MAIN, "if (lane < CLUSTER_N) mbarrier_arrive_cluster(empty, lane);", "if (lane == cluster_cta_rank()) mbarrier_arrive_cluster(empty, lane);"),), CLUSTER, n=512),
-    Bug("empty barrier counts one CTA of the cluster", ("mbarrier", "race"), ((MAIN, "CLUSTER_N * NUM_MMA_WARPGROUPS * 4);", "NUM_MMA_WARPGROUPS * 4);"),), CLUSTER, n=512),
+    Bug(
+        "multicast to itself only",
+        ("deadlock",),
+        ((MAIN, "(1 << CLUSTER_N) - 1", "1 << cluster_cta_rank()"),),
+        CLUSTER,
+        n=512,
+    ),
+    Bug(
+        "stage released in the own CTA only",
+        ("deadlock",),
+        (
+            (
+                MAIN,
+                "if (lane < CLUSTER_N) mbarrier_arrive_cluster(empty, lane);",
+                "if (lane == cluster_cta_rank()) mbarrier_arrive_cluster(empty, lane);",
+            ),
+        ),
+        CLUSTER,
+        n=512,
+    ),
+    Bug(
+        "empty barrier counts one CTA of the cluster",
+        ("mbarrier", "race"),
+        ((MAIN, "CLUSTER_N * NUM_CONSUMER_WARPS);", "NUM_CONSUMER_WARPS);"),),
+        CLUSTER,
+        n=512,
+    ),
     # ---- row-major scales
-    Bug("scale window overwritten early", ("race", "mbarrier"), ((MAIN, "mbarrier_wait(shared_address(&shared.window_empty), window_phase ^ 1);", ""),), ROW_MAJOR),
-    Bug("scale window not waited for", ("race",), ((MAIN, "if constexpr (SCALES_K_MAJOR) mbarrier_wait(shared_address(&shared.window_full), window_phase);", ""),), ROW_MAJOR),
-    Bug("scale window never released", ("deadlock",), ((MAIN, "if (lane == 0) mbarrier_arrive(shared_address(&shared.window_empty));", ""),), ROW_MAJOR),
-)  # fmt: skip
+    Bug(
+        "scale window overwritten early",
+        ("race", "mbarrier"),
+        ((MAIN, "mbarrier_wait(shared_address(&shared.window_empty), window_phase ^ 1);", ""),),
+        ROW_MAJOR,
+    ),
+    Bug(
+        "scale window not waited for",
+        ("race",),
+        (
+            (
+                MAIN,
+                "if constexpr (SCALES_K_MAJOR) mbarrier_wait(shared_address(&shared.window_full), window_phase);",
+                "",
+            ),
+        ),
+        ROW_MAJOR,
+    ),
+    Bug(
+        "scale window never released",
+        ("deadlock",),
+        ((MAIN, "if (lane == 0) mbarrier_arrive(shared_address(&shared.window_empty));", ""),),
+        ROW_MAJOR,
+    ),
+)
 
 
 class Variant(EmulatedDriver):
@@ -193,12 +373,7 @@ class Variant(EmulatedDriver):
         super().__init__()
         texts = dict(jit.sources())
         for file, old, new in edits:
-            parts = texts[file].split(old)
-            assert len(parts) > nth + 1, (
-                f"{file} has no occurrence {nth} of {old!r}: the planted bug needs a new anchor"
-            )
-            at = nth if len(parts) > 2 and nth else 0
-            texts[file] = old.join(parts[: at + 1]) + new + old.join(parts[at + 1 :])
+            texts[file] = replace_nth(texts[file], old, new, nth, file)
         self.texts = texts
         self.config = config
 
@@ -207,6 +382,14 @@ class Variant(EmulatedDriver):
         emulator = Emulator(image, name=MAIN)
         emulator.program(kernel.entry)
         return emulator
+
+
+def replace_nth(text: str, old: str, new: str, nth: int, file: str) -> str:
+    """Replace one occurrence; any run of spaces and line ends matches any other."""
+    pattern = re.sub(r"(?:\\?\s)+", lambda _: r"\s+", re.escape(old.strip()))
+    found = list(re.finditer(pattern, text))
+    assert len(found) > nth, f"{file} has no occurrence {nth} of {old!r}: the planted bug needs a new anchor"
+    return text[: found[nth].start()] + new + text[found[nth].end() :]
 
 
 def compile_ptx(source: str, prelude: str, texts: dict[str, str]) -> bytes:
