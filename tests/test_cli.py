@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -133,15 +135,37 @@ def test_a_wrong_option_is_a_usage_error(main):
     assert "--quickly" in err
 
 
-@pytest.mark.parametrize("name", ["paper", "dense", "decode", "quantize"])
+@pytest.mark.parametrize("name", ["paper", "dense", "decode"])
 def test_bench_passes_its_options_on(main, recorded, name, tmp_path):
-    calls = recorded("padless.bench", f"run_{name}")
+    calls = recorded("padless.bench.commands", name, returns=0)
     assert main("bench", name)[0] == 0
-    assert main("bench", name, "--full", "--peers", str(tmp_path), "--out", "there")[0] == 0
-    assert calls == [
-        {"full": False, "peers": None, "out": Path("padless-out")},
-        {"full": True, "peers": tmp_path, "out": Path("there")},
-    ]
+    options = ("--full", "--peers", str(tmp_path), "--out", "there", "--only", "x", "--time-limit", "9")
+    assert main("bench", name, *options)[0] == 0
+    balanced = {"balanced": False} if name == "paper" else {}
+    nothing = {"full": False, "peers": None, "only": None, "out": Path("padless-out"), "time_limit_s": None}
+    everything = {"full": True, "peers": tmp_path, "only": ["x"], "out": Path("there"), "time_limit_s": 9.0}
+    assert calls == [nothing | balanced, everything | balanced]
+
+
+def test_bench_quantize_host_and_report_pass_their_options_on(main, recorded, tmp_path):
+    quantize = recorded("padless.bench.commands", "quantize", returns=0)
+    assert main("bench", "quantize", "--full", "--out", "there")[0] == 0
+    assert quantize == [{"full": True, "out": Path("there")}]
+    host = recorded("padless.bench.commands", "host", returns=0)
+    assert main("bench", "host")[0] == 0
+    assert host == [{}]
+    report = recorded("padless.bench.commands", "report", returns=1)
+    assert main("bench", "report", str(tmp_path / "paper.jsonl"))[0] == 1
+    assert report == [{"file": tmp_path / "paper.jsonl", "figure": None}]
+
+
+def test_bench_options_are_those_the_benchmarks_take():
+    """The command line passes by keyword: a name that the other side does not know would only fail in use."""
+    commands = importlib.import_module("padless.bench.commands")
+    for name in ("paper", "dense", "decode", "quantize", "host", "report"):
+        given = set(inspect.signature(getattr(cli, name)).parameters)
+        taken = set(inspect.signature(getattr(commands, name)).parameters)
+        assert {"time_limit_s" if option == "time_limit" else option for option in given} <= taken, name
 
 
 def test_verify_passes_its_options_on_and_its_exit_code_back(main, recorded):

@@ -17,7 +17,7 @@ def test_check(name: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_it_says_so_in_a_sentence() -> None:
-    with pytest.raises(ValueError, match="on a GPU.*no CUDA GPU"):
+    with pytest.raises(ValueError, match=r"on a GPU.*no CUDA GPU"):
         run_verify()
 
 

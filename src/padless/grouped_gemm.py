@@ -245,17 +245,17 @@ _PREPARED: dict[tuple[object, ...] | None, PreparedLaunch] = {}
 _REMEMBERED = 4096
 
 
-def _operands_key(
-    a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor | None
-) -> tuple[object, ...] | None:
+def _operands_key(a: object, b: object, offs: object) -> tuple[object, ...] | None:
     """All that _check_operands and _prepare look at in the operands; None when it has to be looked at every time."""
     if not (isinstance(a, BlockScaledTensor) and isinstance(b, BlockScaledTensor)):
         return None
     if not (a.format is FP8_BLOCK and b.format is FP8_BLOCK and a.data.is_cuda):
         return None
-    tensors = (a.data, a.scale, b.data, b.scale) if offs is None else (a.data, a.scale, b.data, b.scale, offs)
-    if not isinstance(tensors[-1], torch.Tensor):
-        return None
+    tensors = [a.data, a.scale, b.data, b.scale]
+    if offs is not None:
+        if not isinstance(offs, torch.Tensor):
+            return None
+        tensors.append(offs)
     return tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors])
 
 

@@ -117,7 +117,7 @@ def float64_product(operands: Operands) -> torch.Tensor:
 
     a, b = values(operands.a, 1), values(operands.b, 128)
     ends = [0, *operands.offs.tolist()]
-    parts = [a[s:e] @ b[g].t() for g, (s, e) in enumerate(zip(ends, ends[1:], strict=False))]
+    parts = [a[s:e] @ b[g].t() for g, (s, e) in enumerate(itertools.pairwise(ends))]
     return torch.cat(parts)
 
 
@@ -175,7 +175,7 @@ def check_padding_changes_nothing() -> str:
     rows = 0
     for operands in _each_problem():
         ends = [0, *operands.offs.tolist()]
-        sizes = [e - s for s, e in zip(ends, ends[1:], strict=False)]
+        sizes = [e - s for s, e in itertools.pairwise(ends)]
         padded_sizes = [-(-size // 128) * 128 for size in sizes]
         m, k = sum(padded_sizes), operands.a.data.shape[1]
         data = torch.zeros((m, k), dtype=torch.uint8, device="cuda")
