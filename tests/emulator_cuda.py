@@ -1,5 +1,7 @@
 """Compiles small CUDA kernels to PTX for the emulator's tests, with one wrapper per instruction they use."""
 
+# ruff: noqa: E501  (lines of PTX and CUDA are kept whole)
+
 from __future__ import annotations
 
 from functools import lru_cache

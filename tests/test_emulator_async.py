@@ -1,5 +1,7 @@
 """Copies, barriers, clusters and matrix instructions: right results on every schedule, and a report for each misuse."""
 
+# ruff: noqa: E501  (lines of PTX and CUDA are kept whole)
+
 from __future__ import annotations
 
 import numpy as np
@@ -234,7 +236,9 @@ def test_tensor_copy_clips_and_fills_with_zeros(swizzle: int, x: int, y: int) ->
 
 def test_negative_start_reads_zeros_and_is_refused_for_stores() -> None:
     data, out = RNG.integers(1, 60000, (61, 104)).astype(np.uint16), np.full((16, 32), 7, np.uint16)
-    source = TENSOR.replace("BYTES", "1024").replace("STORE(out, smem(s), x, y)", "tma_store(out, smem(s), 0, 0)")
+    source = TENSOR.replace("BYTES", "1024").replace(
+        "STORE(out, smem(s), x, y)", "tma_store(out, smem(s), 0, 0)"
+    )
     arguments = [tiled(data, (32, 16)), tiled(out, (32, 16)), -8, -3]
     launch(source, arguments, block=32, shared_bytes=8192).raise_on_reports()
     expected = np.zeros((16, 32), np.uint16)
@@ -304,7 +308,11 @@ def test_multicast_and_distributed_shared_memory(seed: int) -> None:
 )
 def test_cluster_bugs(old: str, new: str, expected: str) -> None:
     assert old in CLUSTER
-    source = CLUSTER.replace(old, new).replace("END", "" if old == "READY" else "cluster_sync();").replace("READY", "")
+    source = (
+        CLUSTER.replace(old, new)
+        .replace("END", "" if old == "READY" else "cluster_sync();")
+        .replace("READY", "")
+    )
     found: set[str] = set()
     for seed in SEEDS:
         data, out = np.ones((1, 64), np.float32), np.zeros(128, np.float32)

@@ -34,7 +34,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Report:
-    """One finding. `ptx_line` is 1-based in the PTX text; `source` is file:line of the CUDA source where -lineinfo gave it."""
+    """One finding. `ptx_line` is 1-based in the PTX text; `source` is file:line of the CUDA source, from -lineinfo."""
 
     kind: str
     message: str

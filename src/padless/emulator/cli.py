@@ -17,9 +17,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help=(
-        "Run a kernel's PTX on the CPU and look for races. The launch description is JSON or TOML: grid, block, cluster, "
-        "shared_bytes, buffers (name -> dtype, shape, fill, save) and args (numbers, buffer names, {f32 = 1.5}, "
-        "{tensor_map = {...}}, {hex = '...'}); docs/emulator.md has an example."
+        "Run a kernel's PTX on the CPU and look for races. The launch description is JSON or TOML: grid, block, "
+        "cluster, shared_bytes, buffers (name -> dtype, shape, fill, save) and args (numbers, buffer names, "
+        "{f32 = 1.5}, {tensor_map = {...}}, {hex = '...'}); docs/emulator.md has an example."
     ),
 )
 SWIZZLES = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
@@ -38,7 +38,9 @@ def emulate(
     seeds: Annotated[int, typer.Option("--seeds", help="How many seeds to run, one after the other.")] = 1,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Look for races and misuse.")] = True,
     trace: Annotated[bool, typer.Option("--trace", help="Print every warp-instruction.")] = False,
-    ignore: Annotated[list[str] | None, typer.Option("--ignore", help="A kind of report to leave out.")] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option("--ignore", help="A kind of report to leave out.")
+    ] = None,
     arithmetic: Annotated[
         str, typer.Option("--arithmetic", help=f"Of the tensor cores: {', '.join(ARITHMETICS)}.")
     ] = "truncate",
@@ -50,7 +52,12 @@ def emulate(
     except OSError as error:
         raise LaunchError(f"{kernel}: {error.strerror}") from None
     emulator = Emulator(
-        text, arithmetic=arithmetic, checks=check, trace=typer.echo if trace else None, name=str(kernel), ignore=ignore or ()
+        text,
+        arithmetic=arithmetic,
+        checks=check,
+        trace=typer.echo if trace else None,
+        name=str(kernel),
+        ignore=ignore or (),
     )
     entries = emulator.module.entries()
     name = entry or description.get("entry") or (entries[0] if len(entries) == 1 else None)

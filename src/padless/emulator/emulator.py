@@ -39,8 +39,8 @@ class Emulator:
     ptx: the module's text. seed: of the schedule; the same seed gives the same run. arithmetic: how the tensor cores
     round: "truncate" (bit for bit what Hopper does, and the published model of Blackwell), "exact" (one rounding a
     step), "separate_add" (the products' sum rounded, then added), "fast" (float32 matrix products). checks: look for
-    races and misuse. trace: called with one line per instruction. memory: shared with other modules if given. ignore: kinds of
-    report to leave out (KINDS).
+    races and misuse. trace: called with one line per instruction. memory: shared with other modules if given. ignore:
+    kinds of report to leave out (KINDS).
     """
 
     def __init__(

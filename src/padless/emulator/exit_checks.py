@@ -42,7 +42,8 @@ def check_exit(cta: Cta) -> None:
     if len(flying):
         site = int(shadow.write_site[flying[0]])
         report(
-            "exit", f"the CTA ends while a copy into byte {int(flying[0]) * shadow.scale} of its shared memory is unfinished",
+            "exit",
+            f"the CTA ends while a copy into byte {int(flying[0]) * shadow.scale} of its memory is unfinished",
             cta.machine.program.instructions[site], cta.warps[0], 0,
         )  # fmt: skip
     rows = slice(cta.warps[0].first_row, cta.warps[-1].first_row + 32)

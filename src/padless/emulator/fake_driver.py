@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """How launches run. `num_sms` is what the device claims, so how many CTAs a persistent kernel gets; `raise_on_reports`
-    turns findings into a LaunchError, else they are left in `EmulatedDriver.last_result`."""
+    """How launches run. `num_sms` is what the device claims, so how many CTAs a persistent kernel gets.
+    `raise_on_reports` turns findings into a LaunchError, else they are left in `EmulatedDriver.last_result`; `ignore`
+    names kinds of report to leave out."""
 
     seed: int = 0
     arithmetic: str = "truncate"
@@ -71,7 +72,7 @@ class EmulatedDriver:
         return emulator
 
     def encode(self, spec: TensorMapSpec) -> bytes:
-        """The 128 bytes of a tensor map, in the emulator's own encoding. Raises ValueError as the driver would refuse."""
+        """The 128 bytes of a tensor map, in the emulator's own encoding. ValueError where the driver would refuse."""
         from .units import tensor_map
 
         return tensor_map.encode_tiled(

@@ -542,14 +542,12 @@ class Machine:
                 lines.append(
                     f"CTA {f.warp.cta.index} warp {f.warp.index} ({lanes} lanes) at {source}({line}): {reason}"
                 )
-        if first is None:
-            first = (None, None)
-        at, f = first
+        at, last = first if first is not None else (None, None)
         self.report(
             "deadlock",
             f"{what}:\n      " + "\n      ".join(lines[:40]),
             at,
-            f.warp if f is not None else None,
+            last.warp if last is not None else None,
         )
 
     # ---- register checks
@@ -562,9 +560,7 @@ class Machine:
         """A block touches registers of an unfinished asynchronous instruction: find which instruction does."""
         if b.kind == SYNC and b.instructions[0].opcode in ("wgmma", "tcgen05"):
             return  # these check their own operands
-        for instruction in b.instructions or [b.terminator]:
-            if instruction is None:
-                continue
+        for instruction in [*b.instructions, *([b.terminator] if b.terminator else [])]:
             text = str(instruction)
             hit = 0
             for i, name in enumerate(self.program.register_names):
@@ -574,7 +570,7 @@ class Machine:
                 owner = w.busy_owner.get((hit & -hit).bit_length() - 1)
                 self.report(
                     "register-in-flight",
-                    f"touches {self._names(hit)}, which an unfinished {owner.opcode if owner else 'instruction'} still uses",
+                    f"touches {self._names(hit)}, which an unfinished {owner.opcode if owner else 'operation'} uses",
                     instruction, w, 0, owner,
                 )  # fmt: skip
                 return

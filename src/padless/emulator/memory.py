@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .ast import Address, Symbol
+from .ast import Symbol
 from .errors import EmulatorError, KernelFault
 from .spaces import LOCAL_WINDOW, OFFSET_MASK, PARAM_WINDOW, SHARED_WINDOW
 
@@ -134,13 +134,13 @@ def addresses(a: MemoryAccess, v: Any, lanes: Array) -> Array:
 
 
 # ---- global
-def global_index(a: MemoryAccess, w: Any, where: Array, lanes: Array) -> tuple[Any, Array, Array, Array]:
-    """(view of the allocation, element indices, lanes, kept) of an access; lanes out of bounds are reported and dropped."""
+def global_index(a: MemoryAccess, w: Any, where: Array, lanes: Array) -> tuple[Any, Array, Array, Any]:
+    """(view of the allocation, element indices, lanes, kept) of an access; lanes out of bounds are reported, not kept."""
     low, high = int(where.min()), int(where.max())
     memory = w.cta.machine.memory
     found = memory.find(low)
     if found is None or high + a.bytes > found.end:
-        inside = np.zeros(len(lanes), bool)
+        inside: Any = np.zeros(len(lanes), bool)
         owner = None
         for i, address in enumerate(where.tolist()):
             this = memory.find(address)
@@ -148,7 +148,8 @@ def global_index(a: MemoryAccess, w: Any, where: Array, lanes: Array) -> tuple[A
                 nearest = memory.find(address - 1) or this
                 hint = f" (just past {nearest.name or hex(nearest.address)})" if nearest is not None else ""
                 w.cta.machine.report(
-                    "out-of-bounds", f"global address {address:#x}, {a.bytes} bytes, is outside every registered array{hint}",
+                    "out-of-bounds",
+                    f"global address {address:#x}, {a.bytes} bytes, is outside every registered array{hint}",
                     a.instruction, w, int(lanes[i]),
                 )  # fmt: skip
             else:
@@ -158,7 +159,7 @@ def global_index(a: MemoryAccess, w: Any, where: Array, lanes: Array) -> tuple[A
             return None, where[:0], lanes[:0], inside
         found, where, lanes = owner, where[inside], lanes[inside]
     else:
-        inside = None  # type: ignore[assignment]
+        inside = None
     offset = where - found.address
     if a.bytes > 1 and (where % min(a.bytes, 16)).any():
         w.cta.machine.fault(
@@ -230,8 +231,7 @@ class SharedMemory:
     def __init__(self, size: int) -> None:
         self.size = size
         self.bytes = np.full(-(-size // 16) * 16, 0xFF, np.uint8)
-        self.views = {kind: self.bytes.view(kind) for kind in (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32,
-                      np.float32, np.uint64, np.int64, np.float64)}  # fmt: skip
+        self.views = {kind: self.bytes.view(kind) for kind in set(NUMPY.values())}
         self.shadow: Any = None
 
 
@@ -251,7 +251,8 @@ def shared_groups(a: Any, w: Any, where: Array, lanes: Array, size: int) -> list
             bad = int(who[0])
             limit = cta.shared.size if cta is not None else 0
             w.cta.machine.report(
-                "out-of-bounds", f"shared address {int(where.max()):#x} is outside the CTA's {limit} bytes of shared memory",
+                "out-of-bounds",
+                f"shared address {int(where.max()):#x} is outside the CTA's {limit} bytes of shared memory",
                 a, w, bad,
             )  # fmt: skip
             continue
@@ -429,7 +430,7 @@ STORES: dict[str, Callable[..., Any]] = {
 }
 
 
-def load_parameter(e: Any, a: MemoryAccess, address: Address) -> Callable[..., None]:
+def load_parameter(e: Any, a: MemoryAccess, address: Any) -> Callable[..., None]:
     """ld.param: from the launch's parameter block, or from a call's parameter variable (kept in local memory)."""
     function = e.preparation.function
     if isinstance(address.base, Symbol) and any(p.name == address.base.name for p in function.parameters):
@@ -447,7 +448,7 @@ def load_parameter(e: Any, a: MemoryAccess, address: Address) -> Callable[..., N
     return local(load_parameter_at)(a)
 
 
-def store_parameter(e: Any, a: MemoryAccess, address: Address) -> Callable[..., None]:
+def store_parameter(e: Any, a: MemoryAccess, address: Any) -> Callable[..., None]:
     return local(store_local_at)(a)
 
 

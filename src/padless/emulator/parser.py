@@ -226,7 +226,8 @@ class _Parser:
                 continue
             size *= int(self.next(), 0)
             self.expect("]")
-        initial, relocations = None, ()
+        initial: bytes | None = None
+        relocations: list[tuple[int, str, int]] = []
         if self.accept("="):
             initial, relocations = self._initializer(element, type_name)
             if unsized:
@@ -297,7 +298,7 @@ class _Parser:
                 values = [int(self.next())]
                 while self.accept(","):
                     values.append(int(self.next()))
-                three = tuple((values + [1, 1])[:3])
+                three = tuple([*values, 1, 1][:3])
                 if directive == ".reqnctapercluster":
                     function.cluster = (three[0], three[1], three[2])
                 elif directive in (".maxntid", ".reqntid"):
@@ -524,7 +525,7 @@ class _Parser:
             if isinstance(operand, Symbol) and self.token in "+-" and self.kind == "punctuation":
                 operand = Symbol(operand.name, operand.offset + self._offset())
             return operand
-        self.fail(f"unexpected {token!r} in an operand")
+        return self.fail(f"unexpected {token!r} in an operand")
 
     def _offset(self) -> int:
         total = 0

@@ -288,15 +288,14 @@ class Emitter:
         self.emit(f"{self.name(function, function.__name__)}(w, v, {self.mask}{arguments})")
 
     def assign(self, destination: str, value: str) -> None:
-        where = "" if self.mask == "m" else ""
-        self.emit(f"np.copyto({destination}, {value}, where={self.mask}, casting='unsafe'{where})")
+        self.emit(f"np.copyto({destination}, {value}, where={self.mask}, casting='unsafe')")
 
     def ufunc(self, function: str, destination: str, *sources: str, dtype: str = "") -> None:
         extra = f", dtype={dtype}, casting='unsafe'" if dtype else ""
         self.emit(f"{function}({', '.join(sources)}, out={destination}, where={self.mask}{extra})")
 
     def synchronise(self, function: Callable[..., Any]) -> None:
-        """This instruction is a block of its own: `function(fragment, lanes)` returns None when done or what to wait for."""
+        """This instruction is a block of its own: `function(fragment, lanes)` returns None or what to wait for."""
         self.sync = function
 
     def address(self, operand: Operand) -> tuple[int, int]:

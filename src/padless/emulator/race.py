@@ -6,8 +6,8 @@ pipe). Entry [0, l, c] is the latest event of column c that lane l is ordered af
 with a fence.proxy.async on the way: it is set to plane 0 by that fence and travels with plane 0 through every barrier.
 Plane 2 is plane 0 plus the reads of the warp's own lanes before the last instruction that the warp executed
 together: a warp issues in order, so those reads have been served, while its writes need bar.warp.sync to be ordered.
-Plane 3 counts what a tcgen05.fence::before_thread_sync has published on the way, and plane 4, which does not travel, what
-a tcgen05.fence::after_thread_sync of the lane itself has taken from it: the order that tensor-memory accesses need.
+Plane 3 counts what a tcgen05.fence::before_thread_sync has published on the way, and plane 4, which does not travel,
+what a tcgen05.fence::after_thread_sync of the lane itself has taken: the order that tensor-memory accesses need.
 
 Shadow. Each granule of shared memory (each cell of tensor memory) remembers a stamp of its last write and up to eight
 stamps of reads since: column, event number, and whether the access was through the async proxy. An access is ordered
@@ -37,15 +37,10 @@ _SHIFT = np.uint64(COLUMN_SHIFT)
 
 def pack(column: Any, event: Any, flags: int = 0) -> Any:
     """A stamp from its parts; scalars or arrays."""
-    return (
-        (np.uint64(column) << _SHIFT) | np.uint64(event) | np.uint64(flags)
-        if np.isscalar(column)
-        else (
-            (np.asarray(column).astype(np.uint64) << _SHIFT)
-            | np.asarray(event).astype(np.uint64)
-            | np.uint64(flags)
-        )
-    )
+    if isinstance(column, int) and isinstance(event, int):
+        return np.uint64(column << COLUMN_SHIFT | event | flags)
+    shifted = np.asarray(column).astype(np.uint64) << _SHIFT
+    return shifted | np.asarray(event).astype(np.uint64) | np.uint64(flags)
 
 
 class Clocks:
@@ -173,8 +168,8 @@ class Shadow:
             for slot in range(READER_SLOTS):
                 if slots >> slot & 1:
                     self._check_rows(
-                        self.read[slot][cells], rows, self.clocks.time[2] if plane == 0 else time, self.read_site[slot], cells, instruction, warp, lanes, "read",
-                        strong,
+                        self.read[slot][cells], rows, self.clocks.time[READS] if plane == BASE else time,
+                        self.read_site[slot], cells, instruction, warp, lanes, "read", strong,
                     )  # fmt: skip
         stamp = pack(rows, self.clocks.time[0, rows, rows], STRONG if strong else 0)[:, None]
         if write:

@@ -145,7 +145,11 @@ def barrier(e: Emitter) -> None:
             bar.waiting.append(waiting)
         if bar.count > count:
             cta.machine.report(
-                "barrier", f"{bar.count} threads arrive at barrier {number}, which expects {count}", ins, w, lane
+                "barrier",
+                f"{bar.count} threads arrive at barrier {number}, which expects {count}",
+                ins,
+                w,
+                lane,
             )
         bar.everybody, bar.operation = everybody, operation
         if bar.count >= count:
@@ -159,7 +163,8 @@ def complete_barrier(cta: Any, bar: Any) -> None:
     """Let everybody go who waits at a CTA barrier."""
     value = None
     if bar.operation:
-        value = {"popc": sum, "and": all, "or": any}[bar.operation](bar.value)
+        operations: dict[str, Any] = {"popc": sum, "and": all, "or": any}
+        value = operations[bar.operation](bar.value)
     clock = None if bar.clock is None else bar.clock.copy()  # later arrivals go on changing the barrier's own
     for each in bar.waiting:
         each.done, each.clock, each.value = True, clock, value
@@ -316,7 +321,8 @@ def fence(e: Emitter) -> None:
     known = {
         "sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys", "gl", "level", "proxy", "async", "alias",
         "mbarrier_init", "async::global", "async::shared::cta", "async::shared::cluster", "tensormap::generic", "global",
-        "shared::cta", "shared::cluster", "async::generic", "sync_restrict::shared::cta", "sync_restrict::shared::cluster",
+        "shared::cta", "shared::cluster", "async::generic", "sync_restrict::shared::cta",
+        "sync_restrict::shared::cluster",
     }  # fmt: skip
     e.only(*known)
     if any(m.startswith("async") for m in e.modifiers) and e.has("proxy"):

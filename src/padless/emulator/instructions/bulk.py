@@ -266,7 +266,7 @@ def plain_copy(e: Emitter, operation: str) -> None:
             to, source_address = target.one(w, lane), origin.one(w, lane)
             if count % 16 or to % 16 or source_address % 16:
                 w.cta.machine.fault(
-                    w, ins, f"bulk copy of {count} bytes from {source_address:#x} to {to:#x}: all must be multiples of 16",
+                    w, ins, f"bulk copy of {count} bytes from {source_address:#x} to {to:#x}: not multiples of 16",
                     np.arange(32) == lane,
                 )  # fmt: skip
             mask = int(w.v[mask_slot][lane]) if mask_slot >= 0 else None
@@ -431,7 +431,7 @@ def tensor_map_update(e: Emitter) -> None:
     """tensormap.replace: one field of a map in shared or global memory. tensormap.cp_fenceproxy: copy and fence."""
     ins = e.instruction
     if e.has("cp_fenceproxy"):
-        destination, source, size = e.operands
+        destination, source, _ = e.operands
         target, origin = GenericOperand(e, destination), SharedOperand(e, source)
 
         def cp_fenceproxy(w: Any, v: Any, m: Any) -> None:

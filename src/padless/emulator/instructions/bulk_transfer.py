@@ -121,8 +121,9 @@ def destinations(
             signalled = (rank & ~1) | (bar_rank & 1)
         elif mask is None and bar_rank != rank:
             w.cta.machine.report(
-                "tma", f"data goes to CTA {rank} but the mbarrier is in CTA {bar_rank}; only .cta_group::2 allows it", ins, w,
-                lane,
+                "tma",
+                f"data goes to CTA {rank}, the mbarrier is in CTA {bar_rank}; only .cta_group::2 allows it",
+                ins, w, lane,
             )  # fmt: skip
             signalled = bar_rank
         bar = find_mbarrier(w, (signalled << 24) | (barrier & OFFSET_MASK), ins, lane, asynchronous=True)

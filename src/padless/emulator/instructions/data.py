@@ -96,7 +96,6 @@ class MemoryAccess:
         self.acquire = bool(modifiers & {"acquire", "acq_rel"})
         self.release = bool(modifiers & {"release", "acq_rel"})
         self.strong = bool(modifiers & {"relaxed", "volatile", "mmio", "acquire", "release", "acq_rel"})
-        self.unextended: list[tuple[int, str, str]] = []
 
     @property
     def bytes(self) -> int:
@@ -128,16 +127,15 @@ def access(e: Emitter, address: Any, value: Any, store: bool) -> MemoryAccess:
         view = "u64"
         slots = []
         for item in items:
+            assert isinstance(item, Register)
             for k in range(2):
                 cls, row = e.preparation.row(item.name)
                 slots.append(e.preparation.slot(cls, row + k, "u64"))
             (e.reads if store else e.writes).append(item.name)
-        result = MemoryAccess(e, space, address, view, slots)
-        return result
+        return MemoryAccess(e, space, address, view, slots)
     view = e.view
     size = int(view[1:]) // 8
     slots = []
-    after: list[tuple[int, str, str]] = []
     for item in items:
         if isinstance(item, Sink):
             slots.append(-1)
@@ -152,7 +150,6 @@ def access(e: Emitter, address: Any, value: Any, store: bool) -> MemoryAccess:
         else:
             slots.append(e.destination_slot(item, f"{'s' if view[0] == 's' else 'u'}{8 * width}"))
     result = MemoryAccess(e, space, address, view, slots)
-    result.unextended = after
     if space in ("shared", "generic"):
         e.preparation.granule = min(e.preparation.granule, size)
     return result

@@ -117,7 +117,8 @@ def multiply_high(a: Array, b: Array) -> Array:
     bits = 8 * a.dtype.itemsize
     if bits < 64:
         wide = np.int64 if a.dtype.kind == "i" else np.uint64
-        return (a.astype(wide) * b.astype(wide)) >> wide(bits)
+        high: Array = (a.astype(wide) * b.astype(wide)) >> wide(bits)
+        return high.astype(a.dtype)
     return np.array([(int(x) * int(y)) >> 64 for x, y in zip(a, b, strict=True)], dtype=object).astype(
         a.dtype
     )
@@ -143,7 +144,7 @@ def mad(e: Emitter) -> None:
     elif e.has("hi"):
         e.assign(
             e.destination(d, view),
-            f"multiply_high({e.source(a, view)}, {e.source(b, view)}).astype({e.source(c, view)}.dtype) + {e.source(c, view)}",
+            f"multiply_high({e.source(a, view)}, {e.source(b, view)}) + {e.source(c, view)}",
         )
     else:
         e.assign(e.destination(d, view), f"{e.source(a, view)} * {e.source(b, view)} + {e.source(c, view)}")
@@ -543,7 +544,7 @@ def dot_bytes(e: Emitter) -> None:
     if e.opcode == "dp2a":
         e.unsupported()
     d, a, b, c = e.operands
-    kinds = [t for t in e.types]
+    kinds = e.types
     views = ["np.int8" if k[0] == "s" else "np.uint8" for k in kinds[:2]]
     parts = [
         f"{e.source(o, 'u32')}.view({t}).reshape(32, 4).astype(np.int64)"

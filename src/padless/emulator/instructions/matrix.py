@@ -345,8 +345,8 @@ def make_mma(e: Emitter) -> Any:
     elif rest and isinstance(rest[0], Immediate):
         constant_scale = bool(rest[0].value)
     immediates = [o.value for o in rest[1:] if isinstance(o, Immediate)]
-    signs = (immediates + [1, 1])[:2] if immediates else [1, 1]
-    transposes = (immediates[2:] + [0, 0])[:2]
+    signs = [*immediates, 1, 1][:2]
+    transposes = [*immediates[2:], 0, 0][:2]
     if a_slots and len(immediates) == 3:
         transposes = [0, immediates[2]]
     spec = tensor_core.WgmmaShape(
@@ -380,7 +380,8 @@ def make_mma(e: Emitter) -> Any:
                 )  # fmt: skip
             if accumulate and d_bits & ~w.written:
                 cta.machine.report(
-                    "uninitialised-register", f"accumulates into {cta.machine._names(d_bits & ~w.written)}, never written",
+                    "uninitialised-register",
+                    f"accumulates into {cta.machine._names(d_bits & ~w.written)}, never written",
                     ins, w,
                 )  # fmt: skip
             w.written |= d_bits

@@ -336,10 +336,10 @@ def wait(e: Emitter) -> None:
             if bar is None:
                 w.v[out][group] = True
                 continue
-            for value in np.unique(values[group]).tolist():
-                groups.append(
-                    (bar, int(value) & 1 if by_parity else int(value), group[values[group] == value])
-                )
+            groups += [
+                (bar, int(value) & 1 if by_parity else int(value), group[values[group] == value])
+                for value in np.unique(values[group]).tolist()
+            ]
         waiting = MbarrierWait(f, groups, out, by_parity)
         machine = w.cta.machine
         if waiting.ready():

@@ -274,11 +274,12 @@ def issue(w: Warp, lane: int, ins: Instruction, ctas: list[Cta], unit: Any, run:
         for rectangle in (*reads, *writes):
             if not memory.owns(rectangle[2], rectangle[3]):
                 machine.report(
-                    "tensor-memory", f"columns {rectangle[2]} to {rectangle[3] - 1} are not allocated in CTA {target.index}",
+                    "tensor-memory",
+                    f"columns {rectangle[2]} to {rectangle[3] - 1} are not allocated in CTA {target.index}",
                     ins, w, lane,
                 )  # fmt: skip
                 return
-        for low, high in ranges:
+        for _, high in ranges:
             if high > target.shared.size:
                 machine.fault(
                     w, ins, f"a descriptor reaches byte {high} of {target.shared.size} of shared memory", True
@@ -543,8 +544,8 @@ def access(e: Emitter, is_load: bool) -> None:
         field = where >> 16 & 0x7F
         if field // 32 not in (0, quarter):
             machine.report(
-                "tensor-memory", f"warp {w.index} may touch lanes {32 * quarter} to {32 * quarter + 31}, the address names lane "
-                f"{field}", ins, w,
+                "tensor-memory",
+                f"warp {w.index} may touch lanes {32 * quarter} to {32 * quarter + 31}, not lane {field}", ins, w,
             )  # fmt: skip
         lanes, columns = tensor_units.register_map(shape, repeat, where, quarter, split, packed)
         if len(slots) != lanes.shape[1] // (2 if packed else 1):
@@ -577,7 +578,7 @@ def access(e: Emitter, is_load: bool) -> None:
 
         def execute() -> None:
             if is_load:
-                values = memory.words[lanes, columns]
+                values: Any = memory.words[lanes, columns]
                 if packed:
                     values = (values[:, 0::2] & 0xFFFF) | (values[:, 1::2] << 16)
                 for i, slot in enumerate(slots):
