@@ -135,7 +135,7 @@ def addresses(a: MemoryAccess, v: Any, lanes: Array) -> Array:
 
 # ---- global
 def global_index(a: MemoryAccess, w: Any, where: Array, lanes: Array) -> tuple[Any, Array, Array, Any]:
-    """(view of the allocation, element indices, lanes, kept) of an access; lanes out of bounds are reported, not kept."""
+    """(view of the allocation, element indices, lanes, kept); lanes out of bounds are reported and not kept."""
     low, high = int(where.min()), int(where.max())
     memory = w.cta.machine.memory
     found = memory.find(low)
