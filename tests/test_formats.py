@@ -4,6 +4,7 @@ together wrongly."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import slow_formats
@@ -66,6 +67,17 @@ def test_formats_agree_with_their_elements() -> None:
         assert fmt.max_value == elements[fmt.data_dtype].max_value
         assert fmt.codes_per_byte == (2 if fmt.data_dtype == torch.float4_e2m1fn_x2 else 1)
         assert fmt.block_k == fmt.activation_block[1] == fmt.weight_block[1]
+
+
+def test_the_table_in_the_documentation() -> None:
+    """Each format's row, made from its description."""
+    text = (Path(__file__).parent.parent / "docs" / "formats.md").read_text()
+    for f in FORMATS:
+        blocks = [" x ".join(map(str, block)) for block in (f.activation_block, f.weight_block)]
+        names = [str(d).removeprefix("torch.") for d in (f.data_dtype, f.scale_dtype)]
+        has_global = "yes" if f.has_global_scale else "no"
+        cells = [f.name, names[0], f"{f.max_value:g}", names[1], *blocks, str(f.codes_per_byte), has_global]
+        assert "| " + " | ".join(cells) + " |" in text
 
 
 def test_integer_helpers() -> None:

@@ -184,7 +184,11 @@ def test_there_is_room_for_any_split(rows: int, sizes: list[int]) -> None:
 
 @given(offs=st.lists(st.integers(-300, 900), min_size=1, max_size=6), rows=st.integers(0, 400))
 def test_wrong_offs_stay_inside(offs: list[int], rows: int) -> None:
+    """The running maximum counts, and two rows never share a place."""
     ends_ = torch.tensor(offs, dtype=torch.int32)
+    highest = [min(max(0, *offs[: g + 1]), rows) for g in range(len(offs))]
+    groups = [next((g for g, end in enumerate(highest) if r < end), len(offs)) for r in range(rows)]
+    assert layouts.group_of_rows(ends_, rows).tolist() == groups
     where = layouts.padded_rows(ends_, rows)
     capacity = layouts.blocked_groups_rows(rows, len(offs))
     assert ((where >= 0) & (where <= capacity)).all()

@@ -131,6 +131,16 @@ def test_rceil_is_the_smallest_scale_without_saturation(fmt: BlockScaledFormat, 
         assert byte == 0 or Fraction(amax) > bound / 2
 
 
+@every_format
+@every_rule
+def test_the_largest_float32_does_not_reach_byte_254(fmt: BlockScaledFormat, rule: str) -> None:
+    """Its multiplier would be subnormal; the quantisers have no case for it."""
+    x = torch.full((1, 32), torch.finfo(torch.float32).max)
+    t = quantize(x, fmt, scale_rule=rule)
+    assert bytes_of(t).item() <= 253
+    assert_is_the_definition(x, t, rule)
+
+
 def test_rceil_is_the_default() -> None:
     x = random_values((5, 64), torch.float32, seed=3)
     assert torch.equal(bytes_of(quantize(x, MXFP8)), bytes_of(quantize(x, MXFP8, scale_rule="rceil")))

@@ -97,6 +97,20 @@ def test_known_answer() -> None:
     assert torch.equal(dequantize(t), x)
 
 
+def test_te_multiplies_by_a_rounded_sixth() -> None:
+    """A block for which S / 6 and S * fl(1/6), which differ in the last bit, lie on two sides of an e4m3 tie."""
+    amax, block = float.fromhex("0x1.9442f8p+0"), float.fromhex("0x1.125202p-10")
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 16] = amax, block
+    t = quantize(x, NVFP4)
+    assert_is_the_definition(x, t, "te", slow_formats.nvfp4_global(Fraction(amax)), Fraction(amax))
+    assert t.scale.float()[0, 1] == 0.3125
+    encode = slow_formats.fl32(2688 / Fraction(amax))
+    assert slow_formats.fl32(Fraction(block) * slow_formats.fl32(encode / 6)) < Fraction(0.296875), (
+        "not a witness"
+    )
+
+
 def test_the_two_orders_differ_where_blocks_are_small() -> None:
     """torchao keeps a scale of 2^-6 where TransformerEngine's becomes subnormal or zero."""
     x = torch.zeros(1, 48)
@@ -203,5 +217,7 @@ def test_wrong_arguments_are_named() -> None:
         quantize(torch.ones(2, 16), NVFP4, scale_rule="floor")
     with pytest.raises(ValueError, match="even for NVFP4"):
         quantize(torch.ones(2, 15), NVFP4)
-    with pytest.raises(ValueError, match="offs must have 2 entries"):
+    with pytest.raises(ValueError, match="global_scale must be one number or one for each of 1 groups"):
         quantize(torch.ones(2, 16), NVFP4, global_scale=torch.ones(2))
+    with pytest.raises(ValueError, match="one for each of 3 groups, got shape \\(2,\\)"):
+        quantize(torch.ones(3, 2, 16), NVFP4, kind="weight", global_scale=torch.ones(2))

@@ -35,6 +35,11 @@ def assert_same(got: object, want: object) -> None:
     assert got.data.shape == want.data.shape
     assert got.data.dtype == want.data.dtype
     assert got.scale.stride() == want.scale.stride()
+    if got.scale_major == "mn":
+        rows, columns = got.scale.shape
+        size, strides = (got.scale.stride(1), columns), got.scale.stride()
+        padding = [bits(torch.as_strided(t.scale, size, strides)[rows:]) for t in (got, want)]
+        assert torch.equal(*padding), "padding of MN-major scales"
     wrong = torch.nonzero(bits(got.scale).view(-1) != bits(want.scale).view(-1))
     assert wrong.numel() == 0, f"{len(wrong)} scale bytes differ, the first at {wrong[0].item()}"
     wrong = torch.nonzero(bits(got.data) != bits(want.data))

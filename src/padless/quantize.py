@@ -7,6 +7,7 @@ Triton kernels (`padless.quantize_triton`, `padless.quantize_triton_rows`), equa
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -72,18 +73,33 @@ def quantize(
     scale_major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
     scale_rule = _check_scale_rule(format, scale_rule)
     on_gpu = x.is_cuda and has_triton()
+    with torch.cuda.device(x.device) if on_gpu else nullcontext():  # Triton launches on the current device
+        return _quantize(x, format, kind, scale_major, scale_rule, scale_layout, global_scale, offs, on_gpu)
+
+
+def _quantize(
+    x: torch.Tensor,
+    format: BlockScaledFormat,
+    kind: str,
+    scale_major: str,
+    scale_rule: str,
+    scale_layout: str,
+    global_scale: torch.Tensor | float | None,
+    offs: torch.Tensor | None,
+    on_gpu: bool,
+) -> BlockScaledTensor:
     if format == FP8_BLOCK:
         return _quantize_fp8_block(x, kind, scale_major, on_gpu)
-    global_scale, factors = (
-        _nvfp4_global(x, scale_rule, global_scale, offs, on_gpu) if format == NVFP4 else (None, None)
-    )
+    decode, factors = None, None
+    if format == NVFP4:
+        decode, factors = _nvfp4_global(x, scale_rule, global_scale, offs, on_gpu)
     if on_gpu:
         from padless import quantize_triton_rows
 
         data, scale = quantize_triton_rows.row_blocks(x, format, scale_rule, scale_layout, offs, factors)
     else:
         data, scale = _row_blocks_torch(x, format, scale_rule, scale_layout, offs, factors)
-    return BlockScaledTensor(data, scale, format, global_scale, scale_layout)
+    return BlockScaledTensor(data, scale, format, decode, scale_layout)
 
 
 def dequantize(
@@ -157,7 +173,17 @@ def _nvfp4_global(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(decode scale () or (groups,), the factors derived from it (.., 2))."""
     if global_scale is not None:
-        given = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device)
+        if isinstance(global_scale, torch.Tensor):
+            given = global_scale.to(dtype=torch.float32, device=x.device)
+        else:
+            given = torch.full(
+                (), global_scale, dtype=torch.float32, device=x.device
+            )  # no copy from the host
+        groups = x.shape[0] if x.dim() == 3 else len(offs) if offs is not None else 1
+        if given.dim() > 1 or given.numel() not in (1, groups):
+            raise ValueError(
+                f"global_scale must be one number or one for each of {groups} groups, got shape {tuple(given.shape)}"
+            )
         return given, quantize_rules.nvfp4_factors(scale_rule, given, None)
     if on_gpu:
         from padless import quantize_triton_rows

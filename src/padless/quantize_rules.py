@@ -136,9 +136,9 @@ def mx(x: torch.Tensor, format: BlockScaledFormat, scale_rule: str) -> tuple[tor
     """(codes uint8, one per element; scale bytes uint8): code = element(x * 2^(127 - byte)), saturating."""
     values = x.to(torch.float32)
     scale = MX_SCALE_RULES[scale_rule](block_amax(values, 1, format.block_k), format)
-    # 2^(127 - byte) as float32 bits; for byte 254 that is 2^-127, subnormal, and for 255 a NaN.
-    inverse = (0xFE - scale) << 23
-    inverse = inverse.masked_fill(scale == 0xFE, 0x400000).masked_fill(scale == E8M0_NAN, _NAN_BITS)
+    # 2^(127 - byte) as float32 bits. No finite amax has byte 254 (253 is the largest), whose 2^-127 is
+    # subnormal.
+    inverse = ((0xFE - scale) << 23).masked_fill(scale == E8M0_NAN, _NAN_BITS)
     scaled = values * expand_blocks(inverse.view(torch.float32), 1, format.block_k, tuple(x.shape))
     return TO_ELEMENT[format](scaled), scale.to(torch.uint8)
 

@@ -1,8 +1,8 @@
 """FP8_BLOCK's quantisers as Triton kernels: one read of the values, one write of codes and scales.
 
 The same arithmetic as `padless.quantize_rules.fp8_block`, bit for bit, which rules out two things that Triton
-does by
-default: `/` is an approximate division, and `tl.max` drops NaN, so maxima are taken over the bit patterns.
+does by default: `/` is an approximate division, and `tl.max` drops NaN, so maxima are taken over bit
+patterns.
 
 A tile is 128 columns wide, one block along K. Activations take BLOCK_M rows of it: 64 rows of bf16 are 16 KiB
 in flight for a program, in 16-byte loads.
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from padless import triton_casts as casts
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div, is_mn_major
-from padless.layouts import empty_mn_major
+from padless.layouts import empty_mn_major, to_mn_major
 
 # FP8_BLOCK's constants as the kernels use them.
 _BLOCK = tl.constexpr(128)
@@ -38,9 +38,11 @@ def fp8_block(x: torch.Tensor, kind: str, scale_major: str) -> BlockScaledTensor
 
 def _empty_scale(x: torch.Tensor, kind: str, scale_major: str) -> torch.Tensor:
     shape = FP8_BLOCK.scale_shape(tuple(x.shape), kind)
-    if kind == "activation" and scale_major == "mn":
+    if kind == "activation" and scale_major == "mn" and shape[0] > 0:
         return empty_mn_major(shape[0], shape[1], x.device)
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    # No kernel runs for no rows, so this zeroes what is then all padding.
+    return to_mn_major(scale) if kind == "activation" and scale_major == "mn" else scale
 
 
 def _launch_activation(

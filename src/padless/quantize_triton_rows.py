@@ -255,9 +255,7 @@ def _mx_scale(amax_bits, RULE: tl.constexpr, EMAX: tl.constexpr, MAX_VALUE: tl.c
         # Byte 0 is 2^-127, as a float32 subnormal: mantissa 0x400000.
         byte = exponent + ((bits & 0x7FFFFF) > tl.where(exponent == 0, 0x400000, 0)).to(tl.int32)
     byte = tl.where(amax_bits >= casts.INF_BITS, 0xFF, byte)
-    multiplier = (0xFE - byte) << 23
-    multiplier = tl.where(byte == 0xFE, 0x400000, multiplier)
-    multiplier = tl.where(byte == 0xFF, casts.NAN_BITS, multiplier)
+    multiplier = tl.where(byte == 0xFF, casts.NAN_BITS, (0xFE - byte) << 23)
     return byte.to(tl.uint8), multiplier.to(tl.float32, bitcast=True)
 
 
