@@ -63,8 +63,7 @@ def scalar_dot(a: list[int], b: list[int], c: int | None, name_a: str, name_b: s
     z = scalar(c, "f32") if c is not None else (Fraction(0), -126)
     if any(isinstance(v, float) for v in [*xs, *ys, z]):
         as_float = lambda v: v if isinstance(v, float) else float(v[0])  # noqa: E731
-        total = sum((as_float(x) * as_float(y) for x, y in zip(xs, ys, strict=True)), as_float(z))
-        return total
+        return sum((as_float(x) * as_float(y) for x, y in zip(xs, ys, strict=True)), as_float(z))
     terms = [(x[0] * y[0], x[1] + y[1]) for x, y in zip(xs, ys, strict=True) if x[0] * y[0] != 0]
     if z[0] != 0:
         terms.append(z)
@@ -331,9 +330,10 @@ def test_nan_scales_and_nan_accumulators_are_canonical() -> None:
 def test_infinities() -> None:
     one, inf, zero = 0x3C, 0x7C, 0x00  # e5m2
     row = lambda *head: np.array([[*head] + [one] * (32 - len(head))])  # noqa: E731
-    out = lambda a, b: dot_product_add(
-        decode_operand(a, "e5m2"), decode_operand(b, "e5m2"), None, HOPPER_FP8
-    )[0, 0]
+
+    def out(a: np.ndarray, b: np.ndarray) -> float:
+        return dot_product_add(decode_operand(a, "e5m2"), decode_operand(b, "e5m2"), None, HOPPER_FP8)[0, 0]
+
     assert out(row(inf), row(one)) == np.inf
     assert out(row(inf | 0x80), row(one)) == -np.inf
     assert np.isnan(out(row(inf), row(zero)))

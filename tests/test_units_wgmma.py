@@ -65,14 +65,11 @@ def fill_mn_major(shared: np.ndarray, values: np.ndarray, start: int, mode: str)
 
 def fragment_rows(n: int) -> list[tuple[int, int, int, int]]:
     """(thread, register, row, column) of every 32-bit element of D."""
-    out = []
-    for thread in range(128):
-        warp, t = divmod(thread, 32)
-        for i in range(n // 2):
-            out.append(
-                (thread, i, 16 * warp + t // 4 + 8 * ((i % 4) // 2), 8 * (i // 4) + 2 * (t % 4) + i % 2)
-            )
-    return out
+    return [
+        (thread, i, 16 * (thread // 32) + t // 4 + 8 * ((i % 4) // 2), 8 * (i // 4) + 2 * (t % 4) + i % 2)
+        for thread, t in ((thread, thread % 32) for thread in range(128))
+        for i in range(n // 2)
+    ]
 
 
 def test_descriptor_literals() -> None:
@@ -211,8 +208,8 @@ def test_sixteen_bit_operands_of_both_majors(a_major: str, b_major: str, swizzle
 
 @pytest.mark.parametrize(
     ("d_type", "a_type", "b_type"),
-    [("f32", "e5m2", "e4m3"), ("f32", "f16", "f16"), ("f32", "tf32", "tf32"), ("f16", "f16", "f16"), ("f16", "e4m3", "e5m2"),
-     ("s32", "s8", "u8"), ("s32", "u8", "s8")],
+    [("f32", "e5m2", "e4m3"), ("f32", "f16", "f16"), ("f32", "tf32", "tf32"), ("f16", "f16", "f16"),
+     ("f16", "e4m3", "e5m2"), ("s32", "s8", "u8"), ("s32", "u8", "s8")],
 )  # fmt: skip
 def test_a_from_registers_of_every_type(d_type: str, a_type: str, b_type: str) -> None:
     rng = np.random.default_rng(6)

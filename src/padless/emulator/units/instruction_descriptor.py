@@ -45,6 +45,7 @@ class InstructionDescriptor:
         sfa_id, sfb_id: the byte of a scale word that this instruction starts at.
         scale_format: "ue8m0", "ue4m3", or "" for kinds without scales.
         faults: what the bits alone get wrong.
+        meaningless: those that leave no operation to perform, or none that is modelled.
     """
 
     bits: int
@@ -64,9 +65,10 @@ class InstructionDescriptor:
     sfb_id: int = 0
     scale_format: str = ""
     faults: tuple[str, ...] = ()
+    meaningless: tuple[str, ...] = ()
 
     def problems(self, cta_group: int, block: int = 0, a_in_tmem: bool = False) -> tuple[str, ...]:
-        """Broken rules of bits, types, shape and ids, one sentence each.
+        """Broken rules of reserved bits, shape and ids, one sentence each; ``meaningless`` comes on top.
 
         Args:
             cta_group: 1 or 2.
@@ -115,31 +117,32 @@ def decode(bits: int, kind: str) -> InstructionDescriptor:
     four = kind in ("mxf4", "mxf4nvf4")
     scaled = kind in BLOCK_SCALED
     mask = _MX4_BITS if four else _MX8_BITS if scaled else _PLAIN_BITS
-    faults = []
+    faults: list[str] = []
+    meaningless: list[str] = []
     if bits & ~mask:
         faults.append(f"reserved bits {bits & ~mask:#x} are set")
     if bits >> 2 & 1:
-        faults.append("the sparse bit is set; sparsity is not modelled")
+        meaningless.append("the sparse bit is set; sparsity is not modelled")
     types = _TYPES[kind]
     codes = bits >> 7 & 7, bits >> 10 & (3 if four else 7)
     for name, code in zip("AB", codes, strict=True):
         if code not in types:
-            faults.append(f"{name} format {code} is none of {types}")
+            meaningless.append(f"{name} format {code} is none of {types}")
     a_type, b_type = (types.get(code, "?") for code in codes)
     d_type = "f32"
     if not scaled:
         d_type = _D_TYPES.get(bits >> 4 & 3, "?")
         fits = {"i8": ("s32",), "tf32": ("f32",)}.get(kind, ("f16", "f32"))
         if d_type not in fits or (d_type == "f16" and "bf16" in (a_type, b_type)):
-            faults.append(f"D format {bits >> 4 & 3} does not go with {kind} of {a_type}")
+            meaningless.append(f"D format {bits >> 4 & 3} does not go with {kind} of {a_type}")
         if bits >> 30:
-            faults.append(".ws shift is not modelled")
+            meaningless.append(".ws shift is not modelled")
         if bits & 3:
             faults.append("a sparsity selector is set on a dense instruction")
         if bits >> 3 & 1 and kind != "i8":
             faults.append("saturate is for i8 only")
     if four and bits >> 31:
-        faults.append("K = 96 exists on sm_103a only")
+        meaningless.append("K = 96 exists on sm_103a only")
     if kind == "mxf8f6f4" and not bits >> 23 & 1:
         faults.append("scale format 0; mxf8f6f4 takes 1 (ue8m0)")
     return InstructionDescriptor(
@@ -155,7 +158,7 @@ def decode(bits: int, kind: str) -> InstructionDescriptor:
         sfa_id=bits >> 29 & 3 if scaled else 0,
         sfb_id=bits >> 4 & 3 if scaled else 0,
         scale_format=("ue8m0" if bits >> 23 & 1 or kind == "mxf8f6f4" else "ue4m3") if scaled else "",
-        faults=tuple(faults),
+        faults=tuple(faults), meaningless=tuple(meaningless),
     )  # fmt: skip
 
 

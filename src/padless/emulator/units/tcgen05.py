@@ -107,31 +107,39 @@ class Mma:
     def problems(self) -> tuple[str, ...]:
         """Broken rules of both kinds of descriptor, shape, types and addresses, one sentence each."""
         f = self.fields
-        found = list(f.problems(self.cta_group, self.block, self.a_tmem is not None))
-        operands = [("B", self.b_descriptor, f.b_major, f.b_type)]
+        found = [*f.problems(self.cta_group, self.block, self.a_tmem is not None), *self.unsupported()]
+        operands = [("B", self.b_descriptor, f.b_major)]
         if self.a_descriptor is not None:
-            operands.append(("A", self.a_descriptor, f.a_major, f.a_type))
-        for name, bits, major, kind in operands:
+            operands.append(("A", self.a_descriptor, f.a_major))
+        for name, bits, major in operands:
             d = descriptors.decode_tcgen05(bits)
             found += [f"{name} {p}" for p in (*d.problems, *descriptors.operand_problems(d, 32, major))]
             if d.swizzle == "128B_32B" and self.kind != "tf32":
                 found.append(f"{name}: the 128B swizzle with 32-byte atoms is for tf32 only")
-            if major == "mn" and kind in ("e2m1", "e2m3", "e3m2"):
-                found.append(f"{name}: MN-major {kind} is not modelled")
         lane, _ = split_address(self.d)
         if lane not in ((0, 16) if f.m == 64 else (0,)):
             found.append(f"D begins at lane {lane}, which M = {f.m} does not allow")
-        if self.a_tmem is not None:
-            if f.m == 64 or self._split:
-                found.append("A in tensor memory is modelled for M = 128 by one CTA and M = 256 by a pair")
-            if f.a_type in ("e2m1", "e2m3", "e3m2") and self.kind not in ("mxf4", "mxf4nvf4"):
-                found.append(f"A in tensor memory of {f.a_type} is not modelled")
         if self.scale_d and self.kind not in ("f16", "tf32"):
             found.append(f"scale-input-d does not exist for {self.kind}")
         if self.disable_lanes and self.kind in BLOCK_SCALED:
             found.append("disable-output-lane does not exist for block-scaled kinds")
         for name, regions in {**self.tmem_reads(), "D": self.tmem_writes()}.items():
             found += rectangle_problems(name, regions)
+        return tuple(found)
+
+    def unsupported(self) -> tuple[str, ...]:
+        """What the emulator does not model, or cannot give a meaning: ``execute`` raises these."""
+        f = self.fields
+        found = [f"instruction descriptor {self.idesc:#010x}: {p}" for p in f.meaningless]
+        narrow = ("e2m1", "e2m3", "e3m2")
+        for name, kind, major in (("A", f.a_type, f.a_major), ("B", f.b_type, f.b_major)):
+            if major == "mn" and kind in narrow:
+                found.append(f"{name}: MN-major {kind} is not modelled")
+        if self.a_tmem is not None:
+            if f.m == 64 or self._split:
+                found.append("A in tensor memory is modelled for M = 128 by one CTA and M = 256 by a pair")
+            if f.a_type in narrow and self.kind not in ("mxf4", "mxf4nvf4"):
+                found.append(f"A in tensor memory of {f.a_type} is not modelled")
         return tuple(found)
 
     # ---- what is touched
@@ -189,14 +197,11 @@ class Mma:
             Reports: scale factors whose four copies differ.
 
         Raises:
-            ValueError: for what ``problems`` calls not modelled, and operands past the end of shared memory.
+            ValueError: for what ``unsupported`` names, and operands past the end of shared memory.
         """
         f = self.fields
-        blocked = [
-            p for p in self.problems() if "not modelled" in p or "is modelled for" in p or "is none of" in p
-        ]
-        if blocked:
-            raise ValueError("; ".join(blocked))
+        if self.unsupported():
+            raise ValueError("; ".join(self.unsupported()))
         b = np.concatenate(
             [self._shared_codes(s, self.b_descriptor, f.n // self.cta_group, "b") for s in shared]
         )

@@ -133,8 +133,8 @@ def _check(
         problems.append(f"shared address {shared_address:#x} of a tensor copy is not a multiple of 128")
     if not store and coordinates[0] * m.element_bits % 128:
         problems.append(
-            f"innermost start coordinate {coordinates[0]} is {coordinates[0] * m.element_bits / 8:g} bytes into its row, not "
-            "a multiple of 16: an illegal instruction on hardware"
+            f"innermost start coordinate {coordinates[0]} is {coordinates[0] * m.element_bits / 8:g} bytes into its "
+            "row, not a multiple of 16: an illegal instruction on hardware"
         )
     if m.element in _PADDED:
         if coordinates[0] % 128:
