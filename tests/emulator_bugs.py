@@ -301,7 +301,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "queue slot not waited for",
         ("race", "uninitialised-shared"),
-        (("tile_queue.cuh", "mbarrier_wait(full, pipeline.phase);", ""),),
+        (("tile_queue.cuh", "mbarrier_wait(full, pipeline.phase);", ";"),),
     ),
     Bug(
         "queue slot reused early",

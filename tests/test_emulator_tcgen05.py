@@ -111,3 +111,47 @@ def test_planted_bug_is_found(name: str) -> None:
         if expected in found:
             return
     raise AssertionError(f"{name}: expected {expected}, found {sorted(found)}")
+
+
+# ---- two CTAs as one
+PAIR = (Path(__file__).parent / "kernels" / "sm100_pair.cu").read_text()
+PAIR_DEFAULTS = {"WAIT_FULL": "wait(smem(&s.full), 0);", "COMMIT_MASK": "3", "END": "__syncthreads(); cluster_sync();"}
+
+
+def run_pair(seed: int, **changes: str) -> tuple[bool, LaunchResult]:
+    rng = np.random.default_rng(seed)
+    a, b = (rng.integers(-8, 9, (rows, 64)).astype(np.float16) for rows in (256, N))
+    out = np.full((256, N), np.nan, np.float32)
+    source = PAIR
+    for name, text in (PAIR_DEFAULTS | changes).items():
+        source = source.replace(name, text)
+    result = launch(
+        f"constexpr int N = {N};\n{source}", [tiled(a, (64, 128), 3), tiled(b, (64, N // 2), 3), out], arch="100a",
+        grid=2, block=128, shared_bytes=128 * 128 + N * 64 + 2048, seed=seed,
+    )  # fmt: skip
+    return bool((out == a.astype(np.float32) @ b.astype(np.float32).T).all()), result
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pair_of_ctas(seed: int) -> None:
+    right, result = run_pair(seed)
+    result.raise_on_reports()
+    assert right
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"WAIT_FULL": ""}, "race"),
+        ({"COMMIT_MASK": "1"}, "deadlock"),
+        ({"COMMIT_MASK": "2"}, "deadlock"),
+        ({"END": "__syncthreads();"}, "exit"),
+        ({"END": ""}, "race"),
+    ],
+    ids=str,
+)
+def test_pair_bugs(changes: dict[str, str], expected: str) -> None:
+    found: set[str] = set()
+    for seed in range(4):
+        found |= kinds(run_pair(seed, **changes)[1])
+    assert expected in found
