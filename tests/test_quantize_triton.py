@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -89,51 +88,12 @@ def test_torch_definitions_are_the_same_on_the_gpu(monkeypatch: pytest.MonkeyPat
         triton_cases.assert_same(module.quantize(x.cuda(), fmt), expected)
 
 
-# --- speed -----------------------------------------------------------------------------------------------
-
-
-def microseconds(call: Callable[[], object]) -> float:
-    """Median time of `call` on the GPU, in a CUDA graph of 20 calls so that launching costs nothing."""
-    for _ in range(3):
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(20):
-            call()
-    times = []
-    for _ in range(15):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / 20)
-    return sorted(times)[7]
-
-
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["FP8_BLOCK", "FP8_BLOCK weight", "MXFP8", "MXFP4", "NVFP4"])
-def test_at_least_85_percent_of_a_copy(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bytes read and written a second, against torch's copy of as many bytes, larger than the L2 cache."""
-    from padless import formats
-    from padless.quantize import quantize
-
-    fmt = getattr(formats, name.split()[0])
-    kind = "weight" if name.endswith("weight") else "activation"
-    x = torch.randn(16384, 7168, device="cuda", dtype=torch.bfloat16)
-    options = {"global_scale": torch.ones((), device="cuda")} if name == "NVFP4" else {}
-    t = quantize(x, fmt, kind=kind, **options)
-    moved = x.nbytes + t.data.nbytes + t.scale.nbytes
-    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy = 2 * source.nbytes / microseconds(lambda: target.copy_(source))
-    quantized = moved / microseconds(lambda: quantize(x, fmt, kind=kind, **options))
-    with capsys.disabled():
-        print(
-            f"\n{name}: {quantized / 1e6:.2f} TB/s, {quantized / copy:.0%} of a copy ({copy / 1e6:.2f} TB/s)"
-        )
-    assert quantized >= 0.85 * copy
+@pytest.mark.parametrize("name", triton_cases.SPEEDS)
+def test_at_least_85_percent_of_a_copy(name: str) -> None:
+    quantized, copied = triton_cases.bandwidth(name)
+    assert quantized >= 0.85 * copied, f"{quantized:.2f} TB/s, where a copy makes {copied:.2f}"
 
 
 # --- the packing of e2m1 codes, whose instructions no interpreter runs -----------------------------------

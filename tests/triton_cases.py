@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import traceback
 from collections.abc import Callable
 
@@ -249,19 +250,73 @@ def fp4_alignments(device: str) -> None:
                 row_blocks_pair(x, name, rule, device)
 
 
-def run_all() -> dict[str, str | None]:
-    """Every case in the interpreter: its traceback, or None."""
+# --- speed -----------------------------------------------------------------------------------------------
+
+SPEEDS = ("FP8_BLOCK", "FP8_BLOCK weight", "MXFP8", "MXFP4", "NVFP4")
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Median time of call() on the GPU, in a CUDA graph of 20 calls so that launching costs nothing."""
+    for _ in range(3):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            call()
+    times = []
+    for _ in range(15):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / 20)
+    return sorted(times)[7]
+
+
+def bandwidth(name: str, rows: int = 16384, K: int = 7168) -> tuple[float, float]:
+    """Bytes read and written a second by quantising bf16, and by torch's copy of as many; TB/s each.
+
+    NVFP4 is given its global scale: without it the input is read twice.
+    """
+    from padless import formats
+    from padless.quantize import quantize
+
+    fmt = getattr(formats, name.split()[0])
+    kind = "weight" if name.endswith("weight") else "activation"
+    x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
+    options = {"global_scale": torch.ones((), device="cuda")} if name == "NVFP4" else {}
+    t = quantize(x, fmt, kind=kind, **options)
+    moved = x.nbytes + t.data.nbytes + t.scale.nbytes
+    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    quantized = moved / microseconds(lambda: quantize(x, fmt, kind=kind, **options))
+    return quantized / 1e6, 2 * source.nbytes / microseconds(lambda: target.copy_(source)) / 1e6
+
+
+def run_all(device: str) -> dict[str, str | None]:
+    """Every case on a device: its traceback, or None."""
     results: dict[str, str | None] = {}
     for name, function in CASES.items():
         try:
-            function("cpu")
+            function(device)
             results[name] = None
         except Exception:
             results[name] = traceback.format_exc(limit=-3)
     return results
 
 
-if __name__ == "__main__":
-    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+def main() -> None:
+    """`python triton_cases.py` in the interpreter, `python triton_cases.py cuda` on a GPU, then with speeds."""
+    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    assert interpreted == (device == "cpu"), "set TRITON_INTERPRET=1 for the CPU, and only for it"
     torch.set_num_threads(1)
-    print(json.dumps(run_all()))
+    print(json.dumps(run_all(device), indent=2))
+    for name in SPEEDS if device != "cpu" else ():
+        quantized, copied = bandwidth(name)
+        print(f"{name}: {quantized:.2f} TB/s, {quantized / copied:.0%} of a copy at {copied:.2f} TB/s")
+
+
+if __name__ == "__main__":
+    main()
