@@ -64,6 +64,33 @@ def descriptor_matmul(a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.con
     tl.store(c_ptr + rm[:, None] * N + rn[None, :], acc)
 
 
+@triton.jit
+def tensor_map_matmul(a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    a_map = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK])
+    b_map = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BN, BK])
+    c_map = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BM, BN])
+    row, column = tl.program_id(0) * BM, tl.program_id(1) * BN
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, K, BK):
+        acc = tl.dot(a_map.load([row, k]), b_map.load([column, k]).T, acc)
+    c_map.store([row, column], acc.to(tl.float16))
+
+
+@triton.jit
+def scaled_matmul(
+    a_ptr, sa_ptr, b_ptr, sb_ptr, c_ptr, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    rm, rn, rk, rs = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BK // 32)
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, K, BK):
+        a = tl.load(a_ptr + rm[:, None] * K + k + rk[None, :])
+        b = tl.load(b_ptr + rn[None, :] * K + k + rk[:, None])
+        sa = tl.load(sa_ptr + rm[:, None] * (K // 32) + k // 32 + rs[None, :])
+        sb = tl.load(sb_ptr + rn[:, None] * (K // 32) + k // 32 + rs[None, :])
+        acc = tl.dot_scaled(a, sa, "e4m3", b, sb, "e4m3", acc)
+    tl.store(c_ptr + rm[:, None] * N + rn[None, :], acc)
+
+
 def compile_for(
     capability: int, function: Any, signature: dict[str, str], constants: dict[str, int], **options: int
 ) -> Any:
@@ -157,3 +184,40 @@ def test_softmax_and_atomics() -> None:
     values, out = np.random.default_rng(0).integers(0, 9, 700).astype(np.int32), np.zeros(9, np.int32)
     assert run(counter, (3,), [values, out, 700], 2) == set()
     assert (out == np.bincount(values, minlength=9)).all()
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_tensor_maps_made_on_the_device(capability: int) -> None:
+    """tensormap.replace from nothing, a copy to global memory, and tiled loads and stores through the result."""
+    signature = {"a_ptr": "*fp16", "b_ptr": "*fp16", "c_ptr": "*fp16", "M": "i32", "N": "i32", "K": "i32"}
+    kernel = compile_for(
+        capability, tensor_map_matmul, signature, {"BM": 64, "BN": 64, "BK": 64}, num_warps=4
+    )
+    assert "tensormap.replace" in kernel.asm["ptx"]
+    rng = np.random.default_rng(2)
+    m, n, k = 100, 72, 200
+    a, b = rng.standard_normal((m, k)).astype(np.float16), rng.standard_normal((n, k)).astype(np.float16)
+    exact = a.astype(np.float64) @ b.astype(np.float64).T
+    for seed in range(2):
+        c = np.full((m, n), np.nan, np.float16)
+        scratch = np.zeros(1 << 14, np.uint8)
+        assert run(kernel, (2, 2), [a, b, c, m, n, k, scratch], seed) == FOUND[capability]
+        assert (np.abs(c - exact) <= 2.0**-10 * np.abs(exact) + 1e-4).all()
+
+
+def test_scaled_matmul_is_exact() -> None:
+    """Triton writes the scale factors with tcgen05.st, so their place in tensor memory is its own, not ours."""
+    torch = pytest.importorskip("torch")
+    signature = {"a_ptr": "*fp8e4nv", "sa_ptr": "*u8", "b_ptr": "*fp8e4nv", "sb_ptr": "*u8", "c_ptr": "*fp32",
+                 "N": "i32", "K": "i32"}  # fmt: skip
+    kernel = compile_for(100, scaled_matmul, signature, {"BM": 128, "BN": 128, "BK": 128}, num_warps=4)
+    assert "block_scale" in kernel.asm["ptx"]
+    rng = np.random.default_rng(3)
+    k = 256
+    a, b = (rng.integers(-4, 5, (128, k)).astype(np.float32) for _ in "ab")
+    codes = [torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy() for x in (a, b)]
+    scales = [rng.integers(125, 130, (128, k // 32)).astype(np.uint8) for _ in "ab"]
+    wide = [x * np.repeat(2.0 ** (s.astype(float) - 127), 32, 1) for x, s in zip((a, b), scales, strict=True)]
+    c = np.full((128, 128), np.nan, np.float32)
+    assert run(kernel, (1,), [codes[0], scales[0], codes[1], scales[1], c, 128, k], 1) == FOUND[100]
+    assert (c == wide[0] @ wide[1].T).all()

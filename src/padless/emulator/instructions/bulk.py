@@ -426,6 +426,13 @@ def small_arrive(e: Emitter) -> None:
     e.synchronise(arrive)
 
 
+def blank_tensor_map() -> bytes:
+    """A legal map of rank 5 whose every field is about to be replaced."""
+    from ..units import tensor_map
+
+    return tensor_map.encode_tiled(0, 16, (16, 1, 1, 1, 1), (16,) * 4, (16, 1, 1, 1, 1))
+
+
 @instruction("tensormap")
 def tensor_map_update(e: Emitter) -> None:
     """tensormap.replace: one field of a map in shared or global memory. tensormap.cp_fenceproxy: copy and fence."""
@@ -475,7 +482,12 @@ def tensor_map_update(e: Emitter) -> None:
                     machine.fault(w, ins, "tensormap.replace at an unregistered address", m)
                 buffer, offset = found.bytes, where.one(w, lane) - found.address
             raw = buffer[offset : offset + 128].tobytes()
-            new = tensor_map.replace(raw, field, int(v[value_slot][lane]), ordinal)
+            if not any(raw):  # kernels may build a map from nothing, field by field
+                raw = blank_tensor_map()
+            try:
+                new = tensor_map.replace(raw, field, int(v[value_slot][lane]), ordinal)
+            except ValueError as error:
+                machine.fault(w, ins, f"tensormap.replace: {error}", np.arange(32) == lane)
             buffer[offset : offset + 128] = np.frombuffer(new, np.uint8)
 
     e.call(replace)

@@ -356,13 +356,16 @@ def multiply(e: Emitter) -> None:
         v = w.v
         for lane in f.lanes(m).tolist():
             ctas = targets_of(w, pair, ins)
-            unit = tensor_units.mma(
-                kind, 2 if pair else 1, int(v[i_slot][lane]), value(v, d_slot, lane),
-                None if a_tmem else int(v[a_slot[0]][lane]), value(v, a_slot, lane) if a_tmem else None,
-                int(v[b_slot][lane]), bool(v[enable_slot][lane]),
-                *(value(v, s, lane) for s in scales or ()),
-                block=block, scale_input=scale_input, disabled=tuple(int(v[s][lane]) for s in disable),
-            )  # fmt: skip
+            try:
+                unit = tensor_units.mma(
+                    kind, 2 if pair else 1, int(v[i_slot][lane]), value(v, d_slot, lane),
+                    None if a_tmem else int(v[a_slot[0]][lane]), value(v, a_slot, lane) if a_tmem else None,
+                    int(v[b_slot][lane]), bool(v[enable_slot][lane]),
+                    *(value(v, s, lane) for s in scales or ()),
+                    block=block, scale_input=scale_input, disabled=tuple(int(v[s][lane]) for s in disable),
+                )  # fmt: skip
+            except ValueError as error:
+                w.cta.machine.fault(w, ins, f"tcgen05.mma: {error}", np.arange(32) == lane)
             mode = w.cta.machine.arithmetic
 
             def run(unit: Any = unit, ctas: Any = ctas, mode: Any = mode) -> Any:
