@@ -90,10 +90,10 @@ def mma_sync(
     a: list[Array], b: list[Array], c: list[Array], k: int, kinds: list[str], mode: str, target: str
 ) -> list[Array]:
     """One warp's m16n8kK; fragments as register rows of 32 lanes. Returns D's registers."""
-    from .units import mma_sync as unit
+    from .units.mma_sync import mma
 
     stacked = [np.stack([x.view(np.uint32) for x in part], axis=1) for part in (a, b, c)]
-    result = np.asarray(unit.mma(16, 8, k, kinds[0], kinds[1], kinds[2], *stacked, mode=mode))
+    result = np.asarray(mma(16, 8, k, kinds[0], kinds[1], kinds[2], *stacked, mode=mode, target=target))
     result = result.view(np.uint32).reshape(32, -1)
     view = {"f32": np.float32, "s32": np.int32}.get(kinds[0], np.uint32)
     return [np.ascontiguousarray(result[:, i]).view(view) for i in range(result.shape[1])]

@@ -1,20 +1,15 @@
 """One place per PTX instruction. Each module registers emitters; an emitter turns one instruction into Python lines."""
 
-from . import (
-    barriers,
-    bulk,
-    conversion,
-    data,
-    floating,
-    integer,
-    matrix,
-    synchronisation,
-    tensor_memory,
-    warp_wide,
-)
+from __future__ import annotations
+
+from importlib import import_module
+
 from .registry import EMITTERS, HELPERS, SPECIAL_REGISTERS, TYPES
 
 __all__ = ["EMITTERS", "HELPERS", "SPECIAL_REGISTERS", "TYPES"]
-_ = (
-    barriers, bulk, conversion, data, floating, integer, matrix, synchronisation, tensor_memory, warp_wide,
-)  # fmt: skip
+
+for _name in (
+    "integer", "floating", "conversion", "data", "warp_wide", "barriers", "synchronisation", "bulk", "matrix",
+    "tensor_memory",
+):  # fmt: skip
+    import_module(f"{__name__}.{_name}")

@@ -447,7 +447,7 @@ def commit(e: Emitter) -> None:
             if mask_slot >= 0:
                 mask = int(w.v[mask_slot][lane])
                 addresses = [(r << 24) | (address & OFFSET_MASK) for r in range(16) if mask >> r & 1]
-            bars = [find_mbarrier(w, a, ins, lane, asynchronous=True) for a in addresses]
+            bars = [find_mbarrier(w, a, ins, lane) for a in addresses]  # a generic-proxy arrival (PTX ISA)
             upto = pipe.issuers.get(row, 0)
             clocks = cta.cluster.clocks
             clock = None
