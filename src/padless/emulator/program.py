@@ -187,6 +187,7 @@ class Emitter:
         self.sync: Callable[..., Any] | None = None
         self.reads: list[str] = []
         self.writes: list[str] = []
+        self.batch: tuple[str, Register, tuple[Any, ...]] | None = None
         self.mask = "m"
         if instruction.guard is not None:
             guard = self.source(instruction.guard, "pred")
@@ -293,6 +294,12 @@ class Emitter:
     def ufunc(self, function: str, destination: str, *sources: str, dtype: str = "") -> None:
         extra = f", dtype={dtype}, casting='unsafe'" if dtype else ""
         self.emit(f"{function}({', '.join(sources)}, out={destination}, where={self.mask}{extra})")
+
+    def batched(self, function: str, destination: Any, *sources: Any) -> None:
+        """This instruction is `destination = function(*sources)` on 32-bit registers as float32 rows: runs of the same
+        function are computed at once, on one array with a row per instruction."""
+        if self.instruction.guard is None and isinstance(destination, Register):
+            self.batch = (function, destination, sources)
 
     def synchronise(self, function: Callable[..., Any]) -> None:
         """This instruction is a block of its own: `function(fragment, lanes)` returns None or what to wait for."""
@@ -627,6 +634,52 @@ def _joins(blocks: list[Block]) -> None:
         block.join = -1 if join == end else join
 
 
+SHORTEST_BATCH = 3
+
+
+def _lines(emitters: list[Emitter], preparation: Preparation) -> list[str]:
+    """The code of a block, with runs of independent instructions of one kind merged into one array operation."""
+    lines: list[str] = []
+    at = 0
+    while at < len(emitters):
+        first = emitters[at].batch
+        run: list[tuple[str, Register, tuple[Any, ...]]] = []
+        written: set[str] = set()
+        while first is not None and at + len(run) < len(emitters):
+            item = emitters[at + len(run)].batch
+            if item is None or item[0] != first[0] or item[1].name in written:
+                break
+            if any(isinstance(o, Register) and o.name in written for o in item[2]):
+                break
+            written.add(item[1].name)
+            run.append(item)
+        if first is None or len(run) < SHORTEST_BATCH:
+            lines += emitters[at].lines
+            at += 1
+            continue
+        rows = [_rows_of(preparation, [item[1] for item in run])]
+        rows += [_rows_of(preparation, [item[2][k] for item in run]) for k in range(len(first[2]))]
+        names = []
+        for array in rows:
+            name = f"rows{len(preparation.names)}"
+            preparation.names[name] = array
+            names.append(name)
+        lines.append(f"batch(w, m, {first[0]}, {', '.join(names)})")
+        at += len(run)
+    return lines
+
+
+def _rows_of(preparation: Preparation, operands: list[Any]) -> Any:
+    rows = []
+    for operand in operands:
+        if isinstance(operand, Register):
+            rows.append(preparation.row(operand.name)[1])
+        else:
+            slot = preparation.constant(immediate_bits(operand, "f32" if operand.bits else "u32"), "u32")
+            rows.append(preparation.slots[slot][1])
+    return np.array(rows)
+
+
 def _compile(blocks: list[Block], emitted: dict[int, Emitter], preparation: Preparation) -> None:
     text: list[str] = []
     for block in blocks:
@@ -656,7 +709,7 @@ def _compile(blocks: list[Block], emitted: dict[int, Emitter], preparation: Prep
         if block.kind == SYNC:
             block.sync = emitted[block.instructions[0].index].sync
             continue
-        lines = [line for i in block.instructions for line in emitted[i.index].lines]
+        lines = _lines([emitted[i.index] for i in block.instructions], preparation)
         if lines:
             text.append(f"def block{block.index}(w, v, m):")
             text.extend("    " + line for line in lines)

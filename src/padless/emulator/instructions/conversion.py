@@ -76,6 +76,8 @@ def convert(e: Emitter) -> None:
         base = to.removesuffix("x2")
         parts = [to_sixteen(e, f"{e.source(o, 'f32')}", base) for o in (low, high)]
         e.assign(e.destination(d, "u32"), f"({parts[0]} | ({parts[1]}.astype(np.uint32) << 16))")
+        if floating.rounding(e) == "rn" and not e.has("relu") and not e.has("satfinite"):
+            e.batched(f"pack_{base}", d, high, low)
         return
     d, a = e.operands
     if to == "tf32":
@@ -114,6 +116,18 @@ def convert(e: Emitter) -> None:
     else:
         value = f"{value}.astype(np.{_name(to)})"
     wide_assign(e, d, value, to)
+
+
+@helper
+def pack_bf16(high: Array, low: Array) -> Array:
+    """Two float32 to the bits of a bf16x2, as float32 for a register row."""
+    return (floating.narrow_bf16(low) | (floating.narrow_bf16(high).astype(np.uint32) << 16)).view(np.float32)
+
+
+@helper
+def pack_f16(high: Array, low: Array) -> Array:
+    """Two float32 to the bits of an f16x2, as float32 for a register row."""
+    return (floating.narrow_f16(low) | (floating.narrow_f16(high).astype(np.uint32) << 16)).view(np.float32)
 
 
 def to_sixteen(e: Emitter, value: str, base: str) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..ast import Address, Register, Sink, Symbol, Vector
+from ..ast import Address, Immediate, Register, Sink, Symbol, Vector
 from .conversion import wide_source
 from .registry import HELPERS, helper, instruction
 
@@ -71,8 +71,23 @@ def move(e: Emitter) -> None:
     if view in ("u8", "s8"):
         e.unsupported()
     e.assign(e.destination(d, view), e.source(a, view))
+    if view in ("u32", "s32", "f32") and isinstance(a, Register | Immediate):
+        e.batched("same", d, a)
     if isinstance(a, Symbol):
         e.preparation.uses.add("symbols")
+
+
+@helper
+def same(values: Array) -> Array:
+    return values
+
+
+@helper
+def batch(w: Any, m: Any, function: Any, destinations: Array, *sources: Array) -> None:
+    """Run one function for many instructions: rows of 32-bit registers, as float32."""
+    rows = w.arrays["w"].view(np.float32)
+    values = function(*(rows[s] for s in sources))
+    rows[destinations] = values if m is True else np.where(m, values, rows[destinations])
 
 
 def _half(e: Emitter, operand: Any, k: int, write: bool = True) -> str:
@@ -249,4 +264,3 @@ def stack(e: Emitter) -> None:
 
 
 HELPERS["wide_source"] = wide_source
-_ = helper

@@ -94,6 +94,8 @@ def arithmetic(e: Emitter) -> None:
         if mode == "rn" and not e.has("ftz") and not e.has("sat"):
             name = {"add": "np.add", "sub": "np.subtract", "mul": "np.multiply"}[e.opcode]
             e.ufunc(name, e.destination(d, kind), x, y)
+            if kind == "f32":
+                e.batched(name, d, a, b)
             return
         if kind == "f64" and mode != "rn":
             e.unsupported("f64 with a rounding mode")
@@ -144,6 +146,8 @@ def fused(e: Emitter) -> None:
         if e.has("ftz"):
             x, y, z = f"flush({x})", f"flush({y})", f"flush({z})"
         finish(e, d, f"fused_multiply_add({x}, {y}, {z}, {rounding(e)!r})", "f32")
+        if rounding(e) == "rn" and not e.has("ftz") and not e.has("sat"):
+            e.batched("fused_multiply_add", d, a, b, c)
     elif kind == "f32x2":
         x, y, z = (f"{e.source(o, 'u64')}.view(np.float32)" for o in (a, b, c))
         e.assign(

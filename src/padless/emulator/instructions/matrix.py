@@ -339,6 +339,7 @@ def make_mma(e: Emitter) -> Any:
         a_descriptor = e.source_slot(a, "u64")
     b_descriptor = e.source_slot(b, "u64")
     all_bits = registers
+    owners = {i: ins for i in range(all_bits.bit_length()) if all_bits >> i & 1}
     scale_slot, constant_scale = -1, True
     if rest and isinstance(rest[0], Register):
         scale_slot = e.source_slot(rest[0], "pred")
@@ -386,9 +387,7 @@ def make_mma(e: Emitter) -> Any:
                 )  # fmt: skip
             w.written |= d_bits
             w.busy |= all_bits
-            for i in range(all_bits.bit_length()):
-                if all_bits >> i & 1:
-                    w.busy_owner[i] = ins
+            w.busy_owner.update(owners)
         if progress.issued == len(group.operations):
             group.operations.append(WgmmaOperation(ins, len(progress.groups)))
         op = group.operations[progress.issued]
