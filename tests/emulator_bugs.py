@@ -153,13 +153,13 @@ BUGS: tuple[Bug, ...] = (
         ((MAIN, "CLUSTER_N * NUM_CONSUMER_WARPS);", "CLUSTER_N * NUM_CONSUMER_WARPS - 1);"),),
     ),
     Bug(
-        "full barrier expects two arrivals",
+        "full barrier expects one arrival too many",
         ("deadlock",),
         (
             (
                 MAIN,
-                "mbarrier_init(shared_address(&shared.full[s]), 1)",
                 "mbarrier_init(shared_address(&shared.full[s]), 2)",
+                "mbarrier_init(shared_address(&shared.full[s]), 3)",
             ),
         ),
     ),
@@ -194,7 +194,7 @@ BUGS: tuple[Bug, ...] = (
         ("mbarrier",),
         (
             (MAIN, "mbarrier_init(shared_address(&shared.window_full), 1);", ""),
-            (MAIN, "mbarrier_init(shared_address(&shared.full[s]), 1);", ""),
+            (MAIN, "mbarrier_init(shared_address(&shared.full[s]), 2);", ""),
         ),
     ),
     # ---- CTA barriers and lanes
@@ -251,7 +251,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scales read past their end",
         ("out-of-bounds",),
-        ((MAIN, "kb < k_blocks ? __ldg(rows[j] + kb) : 0.0f", "__ldg(rows[j] + kb)"),),
+        ((MAIN, "lane < k_blocks ? __ldg(rows[j] + lane) : 0.0f", "__ldg(rows[j] + lane)"),),
     ),
     Bug(
         "scale copy starts off a 16-byte boundary",
@@ -291,7 +291,21 @@ BUGS: tuple[Bug, ...] = (
         ("uninitialised-register",),
         ((MAIN, "k_major_128b_descriptor(b + k / 16), k != 0)", "k_major_128b_descriptor(b + k / 16), 1)"),),
     ),
-    Bug("weight scale of the wrong K block", (), ((MAIN, "kb & 31)", "(kb + 1) & 31)"),)),
+    Bug(
+        "weight scale of the wrong K block",
+        (),
+        ((MAIN, "lane < k_blocks ? __ldg(rows[j] + lane) : 0.0f", "__ldg(rows[j] + (lane + 1) % k_blocks)"),),
+    ),
+    Bug(
+        "weight scales written into a stage in use",
+        ("race", "mbarrier"),
+        ((MAIN, "mbarrier_wait(shared_address(&shared.empty[pipeline.stage]), pipeline.phase ^ 1);", ""),),
+    ),
+    Bug(
+        "another lane arrives for the weight scales",
+        ("race",),
+        ((MAIN, "if (lane == kb % 32) mbarrier_arrive", "if (lane == 0) mbarrier_arrive"),),
+    ),
     # ---- the queue of tiles
     Bug(
         "queue slot given back before the warp has read it",
