@@ -49,8 +49,7 @@ def _launch_activation(
     x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, hardware_cast: bool
 ) -> None:
     rows, columns = x.shape
-    # 64 values a thread, half of it in float32 input so that the registers stay the same.
-    block_m = min(64 if x.element_size() == 2 else 32, max(4, triton.next_power_of_2(rows)))
+    block_m = casts.tile_rows(rows, x.dtype)
     grid = (ceil_div(columns, 128) * ceil_div(rows, block_m),)
     _fp8_block_activation[grid](
         x,
@@ -85,7 +84,8 @@ def _launch_weight(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, ha
     )
 
 
-@triton.jit
+# What M decides is not compiled in: a new number of rows must not mean a new kernel.
+@triton.jit(do_not_specialize=["M", "scale_rows", "scale_stride_k"])
 def _fp8_block_activation(
     x_ptr,  # (M, K) bf16, fp16 or fp32, strides (x_stride, 1)
     codes_ptr,  # (M, K) uint8, contiguous

@@ -57,7 +57,7 @@ def row_blocks(
     if scale_layout == "blocked_groups":
         scale_rows = scale.numel() // blocked_size(1, columns) * TILE_ROWS
     if x.numel() > 0:
-        block_m = min(32 if x.element_size() == 4 else 64, max(4, triton.next_power_of_2(rows)))
+        block_m = casts.tile_rows(rows, x.dtype)
         grid = (ceil_div(K, 128) * ceil_div(rows, block_m),)
         # Loaded as words of two, 16-bit values come 16 to a thread, a whole block of NVFP4; loaded one by one
         # they come 8 to a thread, and two threads work out every scale.
@@ -103,9 +103,8 @@ def group_amax(x: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
     chunks = ceil_div(K, 1024)
     amax = torch.empty((rows, chunks), dtype=torch.float32, device=x.device)
     if x.numel() > 0:
-        block_m = min(8, triton.next_power_of_2(rows))
-        grid = (chunks * ceil_div(rows, block_m),)
-        _chunk_amax[grid](flat, amax, rows, K, flat.stride(0), BLOCK_M=block_m, BLOCK_K=1024, num_warps=4)
+        grid = (chunks * ceil_div(rows, 8),)
+        _chunk_amax[grid](flat, amax, rows, K, flat.stride(0), BLOCK_M=8, BLOCK_K=1024, num_warps=4)
     if x.dim() == 3:
         return amax.view(x.shape[0], -1).amax(1) if amax.numel() > 0 else amax.new_zeros(x.shape[0])
     if offs is not None:
@@ -145,7 +144,8 @@ def _empty_scale(
     return torch.zeros(size, dtype=torch.uint8, device=x.device), layouts.padded_rows(offs, x.shape[0])
 
 
-@triton.jit
+# What M decides is not compiled in: a new number of rows must not mean a new kernel.
+@triton.jit(do_not_specialize=["rows", "rows_per_group", "scale_rows_per_group"])
 def _row_blocks(
     x_ptr,  # (rows, K) bf16, fp16 or fp32, strides (x_stride, 1)
     codes_ptr,  # (rows, K) uint8, or (rows, K / 2) with two codes a byte, contiguous
@@ -278,7 +278,7 @@ def _nvfp4_scale(amax_bits, first, second, RULE: tl.constexpr, HARDWARE_CAST: tl
     return tl.where(broken, 0x7F, byte).to(tl.uint8), tl.where(broken, nan, multiplier)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _chunk_amax(
     x_ptr,  # (rows, K) bf16, fp16 or fp32, strides (x_stride, 1)
     amax_ptr,  # (rows, ceil(K / BLOCK_K)) float32, contiguous

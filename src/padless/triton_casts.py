@@ -52,6 +52,14 @@ def casts_in_hardware(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def tile_rows(rows: int, dtype: torch.dtype) -> int:
+    """Rows of a tile of 128 columns: 64, or 32 of float32, so that four warps have 16 KiB in flight; fewer
+    for few.
+    """
+    full = 32 if dtype == torch.float32 else 64
+    return full if rows > 16 else 16 if rows > 4 else 4
+
+
 @triton.jit
 def to_float32(x):
     """x as float32, exactly. bf16 goes by its bits: the interpreter's conversion is wrong for subnormals."""
