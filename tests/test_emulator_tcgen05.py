@@ -115,7 +115,11 @@ def test_planted_bug_is_found(name: str) -> None:
 
 # ---- two CTAs as one
 PAIR = (Path(__file__).parent / "kernels" / "sm100_pair.cu").read_text()
-PAIR_DEFAULTS = {"WAIT_FULL": "wait(smem(&s.full), 0);", "COMMIT_MASK": "3", "END": "__syncthreads(); cluster_sync();"}
+PAIR_DEFAULTS = {
+    "WAIT_FULL": "wait(smem(&s.full), 0);",
+    "COMMIT_MASK": "3",
+    "END": "__syncthreads(); cluster_sync();",
+}
 
 
 def run_pair(seed: int, **changes: str) -> tuple[bool, LaunchResult]:

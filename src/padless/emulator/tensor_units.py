@@ -27,21 +27,18 @@ def mma(
 ) -> Any:  # fmt: skip
     from .units import tcgen05
 
-    extra: dict[str, Any] = {}
-    if scale_input:
-        extra["scale_input_d"] = scale_input
-    if any(disabled):
-        extra["disable_output_lane"] = disabled
+    size = {"": 32 if sfa is not None else 0, "block16": 16, "scale_vec::4X": 16}.get(block, 32)
     return tcgen05.Mma(
         kind=kind, cta_group=cta_group, idesc=idesc, d=d, a_descriptor=a_descriptor, a_tmem=a_tmem,
-        b_descriptor=b_descriptor, enable_d=enable_d, sfa=sfa, sfb=sfb, block=block or None, **extra,
+        b_descriptor=b_descriptor, enable_d=enable_d, sfa=sfa, sfb=sfb, block=size,
+        disable_lanes=disabled if any(disabled) else (), scale_d=scale_input,
     )  # fmt: skip
 
 
 def copy(shape: str, multicast: str, descriptor: int, address: int) -> Any:
-    from .units import tcgen05
+    from .units import tensor_memory
 
-    return tcgen05.Copy(shape, multicast, descriptor, address)
+    return tensor_memory.Copy(shape, multicast, descriptor, address)
 
 
 def run_mma(unit: Any, shared: list[Array], tensor: list[Array], mode: str) -> Any:
@@ -72,10 +69,17 @@ def tmem_writes(unit: Any) -> list[Any]:
 
 
 @lru_cache(maxsize=256)
-def register_map(shape: str, repeat: int, address: int, quarter: int, split: int, packed: bool) -> tuple[Array, Array]:
-    """(lanes, columns), each (32, registers), of the tensor-memory words a warp's registers stand for. Packed accesses
-    have two words a register."""
-    from .units import tcgen05
+def register_map(
+    shape: str, repeat: int, address: int, quarter: int, split: int, packed: bool
+) -> tuple[Array, Array]:
+    """(lanes, columns), each (32, words), of the tensor-memory words that a warp's registers stand for. A packed access
+    has two words a register, side by side."""
+    from .units import tensor_memory
 
-    lanes, columns = tcgen05.register_map(shape, repeat * (2 if packed else 1), address, quarter, split=split)
+    lanes, columns = tensor_memory.register_map(shape, repeat, address, quarter, split)
+    if packed:
+        base = address & 0x1FF
+        first = base + 2 * (columns - base)
+        columns = np.stack([first, first + 1], axis=2).reshape(32, -1)
+        lanes = np.repeat(lanes, 2, axis=1)
     return np.asarray(lanes), np.asarray(columns)
