@@ -239,8 +239,9 @@ __device__ __forceinline__ void load_sfb(SharedStorage& shared, const Problem& p
     }
 }
 
-// One arrival a warp, in every CTA that loads into this one's stage.
+// One arrival a warp, after all its lanes have read the stage, in every CTA that loads into this one's stage.
 __device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, int lane) {
+    __syncwarp();
     const uint32_t empty = shared_address(&shared.empty[stage]);
     if constexpr (CLUSTER_N == 1) {
         if (lane == 0) mbarrier_arrive(empty);
