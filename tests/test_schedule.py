@@ -1,7 +1,7 @@
-"""The scheduler and its table of groups, compiled for the CPU and compared with the Python twin tile by tile.
+"""The scheduler compiled for the CPU: the tiles and their order against the Python twin, the handing out exactly once.
 
-The headers run unchanged: a shim written here defines the CUDA qualifiers away and plays one warp with 32
-coroutines that stop at every shuffle.
+The headers run unchanged: schedule_shim.cpp defines the CUDA qualifiers away and plays the threads with coroutines that
+give way wherever they would wait.
 """
 
 from __future__ import annotations
@@ -22,183 +22,117 @@ from hypothesis import strategies as st
 
 from padless import jit
 from padless.reference import group_rows
-from padless.schedule import Tile, clean_offs, tiles
+from padless.schedule import Tile, clean_offs, tiles, walk_of_groups
+
+Shape = tuple[int, int, int]  # block_m, block_n (of a whole cluster), raster_m
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 BLOCKS_M = (64, 128, 256)
-BLOCKS_N = (64, 128, 192, 384)  # 384: a cluster of two CTAs of 192 columns
-RASTERS = (1, 2, 3, 8)
-ROOM = 20_000  # tiles that one walk may give
-ALL_SHAPES = tuple(itertools.product(BLOCKS_M, BLOCKS_N, RASTERS))
+BLOCKS_N = (128, 192, 256)
+RASTERS = (3, 8, 16)
+ALL_SHAPES: tuple[Shape, ...] = tuple(itertools.product(BLOCKS_M, BLOCKS_N, RASTERS))
+HEADERS = ("pipeline.cuh", "scheduler.cuh", "group_table.cuh", "tile_queue.cuh")
 
-SHIM = r"""
-#include <csetjmp>
-#include <csignal>
-#include <cstdint>
-#include <ucontext.h>
-
-#define __device__
-#define __forceinline__ inline
-
-// One warp: lane l runs until it shuffles, then lane l + 1, and so on round; two boxes, since lane 0 goes on
-// to the next shuffle before lane 31 has read this one.
-namespace warp {
-ucontext_t caller, lanes[32];
-alignas(16) char stacks[32][65536];
-int box[2][32], turn[32], lane;
-
-int exchange(int value, int source) {
-    const int me = lane, b = turn[me] ^= 1;
-    box[b][me] = value;
-    lane = (me + 1) % 32;
-    swapcontext(&lanes[me], &lanes[lane]);
-    lane = me;
-    return box[b][source];
-}
-}  // namespace warp
-
-static int __shfl_up_sync(unsigned, int value, int distance) {
-    return warp::exchange(value, warp::lane >= distance ? warp::lane - distance : warp::lane);
-}
-static int __shfl_sync(unsigned, int value, int source) { return warp::exchange(value, source); }
-
-#include "group_table.cuh"
-#include "scheduler.cuh"
-
-namespace {
-struct { const int* offs; int num_groups, m; int *group_ends, *tile_ends; } table;
-sigjmp_buf crashed;
-void on_crash(int) { siglongjmp(crashed, 1); }
-
-template <int BLOCK_M>
-void run_lane() {
-    build_group_table<BLOCK_M>(table.offs, table.num_groups, table.m, table.group_ends, table.tile_ends,
-                               warp::lane);
-    if (++warp::lane < 32) setcontext(&warp::lanes[warp::lane]);
-    setcontext(&warp::caller);
-}
-}  // namespace
-
-extern "C" void build_table(int block_m, const int* offs, int num_groups, int m, int* group_ends,
-                            int* tile_ends) {
-    table = {offs, num_groups, m, group_ends, tile_ends};
-    volatile bool done = false;
-    for (int l = 0; l < 32; ++l) {
-        warp::turn[l] = 0;
-        getcontext(&warp::lanes[l]);
-        warp::lanes[l].uc_stack.ss_sp = warp::stacks[l];
-        warp::lanes[l].uc_stack.ss_size = sizeof(warp::stacks[l]);
-        warp::lanes[l].uc_link = nullptr;
-        makecontext(&warp::lanes[l], block_m == 64    ? run_lane<64>
-                                      : block_m == 128 ? run_lane<128>
-                                                       : run_lane<256>, 0);
-    }
-    getcontext(&warp::caller);
-    if (!done) {
-        done = true;
-        warp::lane = 0;
-        setcontext(&warp::lanes[0]);
-    }
-}
-
-template <int BLOCK_M, int BLOCK_N, int RASTER_M>
-int walk_as(const int* group_ends, const int* tile_ends, int num_groups, int n, int worker, int workers,
-            int* out, int room) {
-    TileScheduler<BLOCK_M, BLOCK_N, RASTER_M> scheduler(group_ends, tile_ends, num_groups, n, worker,
-                                                        workers);
-    Tile tile;
-    int count = 0;
-    for (; count < room && scheduler.next_tile(tile); ++count) {
-        int* t = out + 5 * count;
-        t[0] = tile.group, t[1] = tile.group_end, t[2] = tile.row, t[3] = tile.rows, t[4] = tile.column;
-    }
-    return count;
-}
-
-// Number of tiles of a worker, at most `room`; -1 for a division by zero, -2 for a shape not compiled in.
-extern "C" int walk(int block_m, int block_n, int raster_m, const int* group_ends, const int* tile_ends,
-                    int num_groups, int n, int worker, int workers, int* out, int room) {
-    volatile int count = -2;
-    auto before = signal(SIGFPE, on_crash);
-    if (sigsetjmp(crashed, 1)) {
-        count = -1;
-    } else {
-#define SHAPE(M, N, R) \
-    if (block_m == M && block_n == N && raster_m == R) \
-        count = walk_as<M, N, R>(group_ends, tile_ends, num_groups, n, worker, workers, out, room);
-        SHAPES
-    }
-    signal(SIGFPE, before);
-    return count;
-}
-"""
+SHIM = Path(__file__).with_name("schedule_shim.cpp")
 
 
 @dataclass(frozen=True)
-class DeviceSchedule:
+class Table:
+    """Rows of group g end at cleaned[g]; entry i of the others is the i-th group of the walk."""
+
+    cleaned: list[int]
+    groups: list[int]
+    starts: list[int]
+    ends: list[int]
+    tile_ends: list[int]
+
+
+@dataclass(frozen=True)
+class Device:
     """The compiled headers."""
 
     library: ctypes.CDLL
-    out: ctypes.Array[ctypes.c_int]
 
-    def table(self, offs: list[int] | None, m: int, block_m: int) -> tuple[list[int], list[int]]:
-        """(group_ends, tile_ends); offs None is the dense problem, one group of m rows."""
+    def table(self, offs: list[int] | None, m: int, block_m: int) -> Table:
+        """What all threads of a CTA see; offs None is the dense problem, one group of m rows."""
         num_groups = 1 if offs is None else len(offs)
         array = ctypes.c_int * num_groups
-        ends, counts = array(), array()
-        given_offs = None if offs is None else array(*offs)
-        self.library.build_table(block_m, given_offs, num_groups, m, ends, counts)
-        return list(ends), list(counts)
+        columns = [array() for _ in range(5)]
+        self.library.build_table(block_m, None if offs is None else array(*offs), num_groups, m, *columns)
+        return Table(*map(list, columns))
 
-    def tiles(
+    def tiles_at(
+        self, offs: list[int] | None, m: int, n: int, shape: Shape, numbers: list[int]
+    ) -> list[Tile | None]:
+        """The tiles of ascending numbers; None past the last one."""
+        self.table(offs, m, shape[0])
+        out = (ctypes.c_int * (4 * len(numbers)))()
+        wanted = (ctypes.c_int * len(numbers))(*numbers)
+        status = self.library.tiles_at(*shape, n, wanted, len(numbers), out)
+        assert status != -2, f"shape {shape} is not compiled into the shim"
+        if status == -1:
+            raise ZeroDivisionError("tile_at divided by zero")
+        found = [Tile(*out[4 * i : 4 * i + 4]) for i in range(len(numbers))]
+        return [tile if tile.rows != 0 else None for tile in found]
+
+    def handed_out(
         self,
-        offs: list[int] | None,
+        offs: list[int],
         m: int,
         n: int,
-        shape: tuple[int, int, int],
-        worker: int = 0,
-        workers: int = 1,
-    ) -> list[Tile]:
-        """One worker's tiles as the device would give them; shape is (block_m, block_n, raster_m)."""
-        ends, counts = self.table(offs, m, shape[0])
-        array = ctypes.c_int * len(ends)
-        count = self.library.walk(
-            *shape, array(*ends), array(*counts), len(ends), n, worker, workers, self.out, ROOM
-        )
-        assert count != -2, f"shape {shape} is not compiled into the shim"
-        if count == -1:
-            raise ZeroDivisionError("next_tile divided by zero")
-        return [Tile(*self.out[5 * i : 5 * i + 5]) for i in range(count)]
+        shape: Shape,
+        *,
+        workers: int,
+        counter: int,
+        seed: int = 0,
+        cluster: int = 1,
+    ) -> list[tuple[int, Tile | None]]:
+        """(worker, tile) in the order of time; None tells a worker that there are no more tiles."""
+        self.table(offs, m, shape[0])
+        room = 20_000
+        out = (ctypes.c_int * (5 * room))()
+        count = self.library.hand_out(*shape, n, cluster, counter, workers, seed, out, room)
+        assert count != -3, "the counter is not zero after the launch"
+        assert 0 <= count < room
+        entries = [out[5 * i : 5 * i + 5] for i in range(count)]
+        return [(entry[0], Tile(*entry[1:]) if entry[3] != 0 else None) for entry in entries]
 
 
 def build(
-    folder: Path,
-    shapes: tuple[tuple[int, int, int], ...] = ALL_SHAPES,
-    planted: tuple[str, str, str] | None = None,
-) -> DeviceSchedule:
+    folder: Path, shapes: tuple[Shape, ...] = ALL_SHAPES, planted: tuple[str, str, str] | None = None
+) -> Device:
     """Compiles the headers, with a planted bug (header, text, replacement) if one is given."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler (g++ or c++ on the PATH)")
-    for header in ("group_table.cuh", "scheduler.cuh"):
+    for header in HEADERS:
         text = (jit.KERNELS / header).read_text()
         if planted is not None and planted[0] == header:
             assert text.count(planted[1]) == 1, f"{header} changed: plant another bug than {planted[1]!r}"
             text = text.replace(planted[1], planted[2])
         (folder / header).write_text(text)
     calls = " ".join(f"SHAPE({m}, {n}, {r})" for m, n, r in shapes)
-    (folder / "shim.cpp").write_text(SHIM.replace("SHAPES", calls))
     library = folder / "schedule.so"
-    command = [compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
-    done = subprocess.run(
-        [*command, "shim.cpp", "-o", str(library)], cwd=folder, capture_output=True, text=True
-    )
+    command = [
+        compiler,
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-fPIC",
+        "-shared",
+        f"-DSHAPES={calls}",
+        f"-I{folder}",
+        str(SHIM),
+        "-o",
+        str(library),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return DeviceSchedule(ctypes.CDLL(str(library)), (ctypes.c_int * (5 * ROOM))())
+    return Device(ctypes.CDLL(str(library)))
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> DeviceSchedule:
+def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
     return build(tmp_path_factory.mktemp("schedule"))
 
 
@@ -206,98 +140,83 @@ def ends_of(sizes: tuple[int, ...]) -> list[int]:
     return list(itertools.accumulate(sizes))
 
 
-def twin(
-    offs: list[int], m: int, n: int, shape: tuple[int, int, int], worker: int, workers: int
-) -> list[Tile]:
-    return list(tiles(offs, m, n, *shape, worker=worker, workers=workers))
+def twin(offs: list[int], m: int, n: int, shape: Shape) -> list[Tile]:
+    return list(tiles(offs, m, n, *shape))
 
 
-# Sizes around one and two tiles of 64 and of 128 rows, and more m-tiles than the highest band.
-SIZES = (0, 1, 63, 64, 65, 128, 129, 64 * 9 + 5)
-COLUMNS = (8, 192, 200, 1000)
+# Sizes around one and two tiles of every height, and more m-tiles than a band.
+SIZES = (0, 1, 63, 64, 65, 129, 256, 64 * 17 + 5)
+MANY_GROUPS = [
+    (0,),
+    (0, 0, 0, 0),
+    (0, 0, 1500, 0),
+    (1,) * 70,
+    (1, 0) * 40,
+    (129,) * 33,
+    tuple((37 * g) % 300 for g in range(130)),
+    (0,) * 31 + (5,) + (0,) * 31 + (6, 700),
+]
 
 
-def test_every_worker_gets_the_twins_tiles_in_the_twins_order(device: DeviceSchedule) -> None:
-    """Every pair of sizes, with every compiled shape; rows past the last group belong to nobody."""
+def test_every_tile_is_the_twins_and_at_its_place(device: Device) -> None:
+    """Every pair of sizes with every compiled shape; rows past the last group belong to nobody."""
     compared = 0
     for sizes in itertools.product(SIZES, repeat=2):
         offs = ends_of(sizes)
         m = offs[-1] + (7 if sum(sizes) % 2 else 0)
-        for shape, n in itertools.product(ALL_SHAPES, COLUMNS):
-            for workers in (1, 3):
-                for worker in range(workers):
-                    expected = twin(offs, m, n, shape, worker, workers)
-                    assert device.tiles(offs, m, n, shape, worker, workers) == expected
-                    compared += len(expected)
-    assert compared > 100_000
+        for shape, n in itertools.product(ALL_SHAPES, (8, 192, 200, 1000)):
+            expected = twin(offs, m, n, shape)
+            numbers = list(range(len(expected) + 2))
+            assert device.tiles_at(offs, m, n, shape, numbers) == [*expected, None, None]
+            compared += len(expected)
+    assert compared > 50_000
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (0,),
-        (0, 0, 0, 0),
-        (0, 0, 1500, 0),
-        (1,) * 70,
-        (1, 0) * 40,
-        (129,) * 33,
-        tuple((37 * g) % 300 for g in range(130)),
-        (0,) * 31 + (5,) + (0,) * 31 + (6, 700),
-    ],
-    ids=lambda sizes: f"{len(sizes)}_groups_{sum(sizes)}_rows",
-)
-def test_more_groups_than_lanes_and_groups_of_nothing(device: DeviceSchedule, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("sizes", MANY_GROUPS, ids=lambda sizes: f"{len(sizes)}_groups_{sum(sizes)}_rows")
+def test_more_groups_than_lanes_and_groups_of_nothing(device: Device, sizes: tuple[int, ...]) -> None:
     offs = ends_of(sizes)
-    for shape in ((64, 192, 8), (128, 128, 8), (128, 384, 2)):
-        for workers in (1, 2, 66, 132):
-            for worker in range(0, workers, max(1, workers // 5)):
-                expected = twin(offs, offs[-1], 520, shape, worker, workers)
-                assert device.tiles(offs, offs[-1], 520, shape, worker, workers) == expected
+    for shape in ((64, 192, 8), (128, 192, 16), (256, 256, 8)):
+        expected = twin(offs, offs[-1], 520, shape)
+        assert device.tiles_at(offs, offs[-1], 520, shape, list(range(len(expected)))) == expected
+        # A worker asks for some of the numbers only.
+        for first, step in ((0, 2), (1, 3), (5, 66), (131, 132)):
+            share = expected[first::step]
+            wanted = list(range(first, len(expected), step))
+            assert device.tiles_at(offs, offs[-1], 520, shape, [*wanted, len(expected) + 1]) == [*share, None]
 
 
-def test_many_workers_share_what_one_would_do(device: DeviceSchedule) -> None:
-    offs = ends_of((300, 0, 1, 129, 640))
-    alone = device.tiles(offs, offs[-1], 776, (128, 192, 3))
-    for workers in (1, 2, 5, 24, 200):
-        shares = [device.tiles(offs, offs[-1], 776, (128, 192, 3), w, workers) for w in range(workers)]
-        dealt = [tile for tile in itertools.chain(*itertools.zip_longest(*shares)) if tile is not None]
-        assert dealt == alone
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_without_offs_there_is_one_group_of_all_rows(device: DeviceSchedule) -> None:
+def test_without_offs_there_is_one_group_of_all_rows(device: Device) -> None:
     for m in (0, 1, 64, 128, 129, 5000):
         for block_m in BLOCKS_M:
-            assert device.table(None, m, block_m) == ([m], [-(-m // block_m)])
-        assert device.tiles(None, m, 200, (128, 128, 8)) == twin([m], m, 200, (128, 128, 8), 0, 1)
+            assert device.table(None, m, block_m) == Table([m], [0], [0], [m], [-(-m // block_m)])
+        expected = twin([m], m, 200, (128, 128, 8))
+        numbers = list(range(len(expected) + 1))
+        assert device.tiles_at(None, m, 200, (128, 128, 8), numbers) == [*expected, None]
 
 
 # --- what the twin itself must be --------------------------------------------------------------------------
 
 
 @given(
-    sizes=st.lists(st.sampled_from((0, 1, 2, 64, 127, 128, 129, 400)), max_size=7),
+    sizes=st.lists(st.sampled_from((0, 1, 2, 64, 127, 128, 129, 400)), min_size=1, max_size=7),
     rows_past_the_end=st.integers(0, 200),
     n=st.integers(1, 700),
     shape=st.sampled_from(ALL_SHAPES),
-    workers=st.integers(1, 9),
 )
 def test_each_element_of_each_group_is_in_exactly_one_tile(
-    sizes: list[int], rows_past_the_end: int, n: int, shape: tuple[int, int, int], workers: int
+    sizes: list[int], rows_past_the_end: int, n: int, shape: Shape
 ) -> None:
-    block_m, block_n, raster_m = shape
+    block_m, block_n, _ = shape
     offs = ends_of(tuple(sizes))
-    m = sum(sizes) + rows_past_the_end
     covered: Counter[tuple[int, int, int]] = Counter()
-    for worker in range(workers):
-        for tile in tiles(offs, m, n, block_m, block_n, raster_m, worker, workers):
-            start = offs[tile.group] - sizes[tile.group]
-            assert 1 <= tile.rows <= block_m
-            assert start <= tile.row < tile.row + tile.rows <= offs[tile.group] == tile.group_end
-            assert (tile.row - start) % block_m == 0
-            assert 0 <= tile.column < n
-            assert tile.column % block_n == 0
-            covered.update((tile.group, row, tile.column) for row in range(tile.row, tile.row + tile.rows))
+    for tile in twin(offs, sum(sizes) + rows_past_the_end, n, shape):
+        start = offs[tile.group] - sizes[tile.group]
+        assert 1 <= tile.rows <= block_m
+        assert start <= tile.row < tile.row + tile.rows <= offs[tile.group]
+        assert (tile.row - start) % block_m == 0
+        assert 0 <= tile.column < n
+        assert tile.column % block_n == 0
+        covered.update((tile.group, row, tile.column) for row in range(tile.row, tile.row + tile.rows))
     expected = Counter(
         (group, row, column)
         for group, end in enumerate(offs)
@@ -305,6 +224,27 @@ def test_each_element_of_each_group_is_in_exactly_one_tile(
         for column in range(0, n, block_n)
     )
     assert covered == expected
+
+
+@given(
+    sizes=st.lists(st.integers(0, 500), min_size=1, max_size=12),
+    n=st.integers(1, 700),
+    shape=st.sampled_from(ALL_SHAPES),
+)
+def test_large_groups_come_first(sizes: list[int], n: int, shape: Shape) -> None:
+    """What is left for the last workers should be small."""
+    order = [
+        group
+        for group, _ in itertools.groupby(tile.group for tile in twin(ends_of(tuple(sizes)), 10**5, n, shape))
+    ]
+    assert order == sorted((g for g, size in enumerate(sizes) if size), key=lambda g: (-sizes[g], g))
+
+
+@pytest.mark.xfail(
+    strict=True, raises=ValueError, reason="walk_of_groups zips [0] with no ends when there is no group"
+)
+def test_no_groups_have_no_tiles() -> None:
+    assert twin([], 10, 200, (128, 192, 8)) == []
 
 
 @given(offs=st.lists(INT32, max_size=40), m=st.integers(0, 2**30))
@@ -329,15 +269,66 @@ def test_clean_offs_leaves_right_offs_alone(sizes: list[int], past: int) -> None
     m=st.integers(0, 700),
     block_m=st.sampled_from(BLOCKS_M),
 )
-def test_the_device_cleans_offs_as_the_twin_does(
-    device: DeviceSchedule, offs: list[int], m: int, block_m: int
+def test_the_device_makes_the_same_of_wrong_offs(
+    device: Device, offs: list[int], m: int, block_m: int
 ) -> None:
-    ends, counts = device.table(offs, m, block_m)
-    assert ends == clean_offs(offs, m)
-    sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
-    assert counts == list(itertools.accumulate(-(-size // block_m) for size in sizes))
+    table = device.table(offs, m, block_m)
+    assert table.cleaned == clean_offs(offs, m)
+    assert list(zip(table.groups, table.starts, table.ends, strict=True)) == walk_of_groups(offs, m)
+    sizes = [end - start for start, end in zip(table.starts, table.ends, strict=True)]
+    assert table.tile_ends == list(itertools.accumulate(-(-size // block_m) for size in sizes))
     shape = (block_m, 192, 3)
-    assert device.tiles(offs, m, 400, shape, 1, 3) == twin(offs, m, 400, shape, 1, 3)
+    expected = twin(offs, m, 400, shape)
+    assert device.tiles_at(offs, m, 400, shape, list(range(len(expected) + 1))) == [*expected, None]
+
+
+# --- handing the tiles out ---------------------------------------------------------------------------------
+
+
+def check_handing_out(device: Device, seed: int, **launch: int) -> None:
+    """One launch, its threads interleaved as `seed` has it: every tile once, then an end to every worker."""
+    pick = random.Random(seed)
+    sizes = tuple(pick.choice((0, 1, 65, 300, 900)) for _ in range(pick.choice((1, 4, 40))))
+    offs, shape, n = ends_of(sizes), (64, 192, 3), pick.choice((8, 400, 1000))
+    expected = twin(offs, offs[-1], n, shape)
+    workers = pick.choice((1, 2, 7, 132))
+    entries = device.handed_out(offs, offs[-1], n, shape, workers=workers, seed=seed, **launch)
+    handed_out = [tile for _, tile in entries if tile is not None]
+    assert Counter(handed_out) == Counter(expected)
+    assert Counter(worker for worker, tile in entries if tile is None) == Counter(range(workers))
+    number = {tile: i for i, tile in enumerate(expected)}
+    for worker in range(workers):
+        mine = [tile for w, tile in entries if w == worker]
+        assert mine[-1] is None, "a worker goes on after the end"
+        numbers = [number[tile] for tile in mine[:-1] if tile is not None]
+        assert numbers == sorted(numbers), "tile_at needs ascending numbers"
+        assert numbers[:1] == [worker][: len(numbers)], "a worker's first tile is the one with its number"
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("seed", range(1, 25))
+def test_every_tile_is_handed_out_once(device: Device, seed: int, cluster: int) -> None:
+    """Launches follow one another on the same counter, so each has to leave it at zero."""
+    check_handing_out(device, seed, counter=3, cluster=cluster)
+    check_handing_out(device, seed + 1000, counter=3, cluster=cluster)
+    check_handing_out(device, seed, counter=-1, cluster=cluster)
+
+
+def test_without_a_counter_the_shares_are_fixed(device: Device) -> None:
+    offs, shape = ends_of((300, 0, 1, 129, 640)), (128, 192, 3)
+    expected = twin(offs, offs[-1], 776, shape)
+    entries = device.handed_out(offs, offs[-1], 776, shape, workers=5, counter=-1, seed=11)
+    for worker in range(5):
+        assert [tile for w, tile in entries if w == worker] == [*expected[worker::5], None]
+
+
+def test_a_fast_worker_gets_more(device: Device) -> None:
+    """The point of the counter: the shares follow the speeds and not the numbers."""
+    offs = ends_of((64,) * 200)
+    entries = device.handed_out(offs, offs[-1], 64, (64, 192, 3), workers=4, counter=0, seed=5)
+    shares = Counter(worker for worker, tile in entries if tile is not None)
+    assert sum(shares.values()) == 200
+    assert len(set(shares.values())) > 1
 
 
 # --- a planted bug must be seen ----------------------------------------------------------------------------
@@ -345,11 +336,17 @@ def test_the_device_cleans_offs_as_the_twin_does(
 PLANTED = {
     "band_start": ("scheduler.cuh", "band * RASTER_M + (in_band", "band + (in_band"),
     "last_band": ("scheduler.cuh", "in_band / height", "in_band / RASTER_M"),
-    "off_by_one": ("scheduler.cuh", "next >= tile_ends", "next > tile_ends"),
-    "tail_rows": ("scheduler.cuh", "? tile.group_end - tile.row : BLOCK_M", "? BLOCK_M : BLOCK_M"),
-    "step": ("scheduler.cuh", "next += step", "next += 1"),
-    "second_warp_of_groups": ("group_table.cuh", "tiles += previous_tiles", "tiles += 0"),
+    "off_by_one": ("scheduler.cuh", "number >= table.tile_ends", "number > table.tile_ends"),
+    "tail_rows": ("scheduler.cuh", "? table.ends[at] - tile.row : BLOCK_M", "? BLOCK_M : BLOCK_M"),
+    "equal_groups": ("scheduler.cuh", "other == rows && h < g", "other == rows && h <= g"),
+    "second_warp_of_groups": ("group_table.cuh", "tiles += before", "tiles += 0"),
     "past_m": ("group_table.cuh", "end = end > m ? m : end", "end = end"),
+}
+PLANTED_IN_THE_QUEUE = {
+    "first_tiles_again": ("tile_queue.cuh", ": workers + atomicAdd", ": atomicAdd"),
+    "counter_left": ("tile_queue.cuh", "padless_counters[counter].drawn = 0;", ""),
+    "early_reset": ("tile_queue.cuh", "== workers - 1", "== 0"),
+    "no_counter": ("tile_queue.cuh", "number + workers", "number + 1"),
 }
 
 
@@ -361,10 +358,25 @@ def test_a_planted_bug_is_detected(tmp_path: Path, planted: tuple[str, str, str]
     differ = False
     for _ in range(60):
         sizes = tuple(pick.choice(SIZES) for _ in range(pick.choice((1, 3, 40))))
-        offs, workers = ends_of(sizes), pick.choice((1, 4))
+        offs = ends_of(sizes)
         m = pick.choice((offs[-1], offs[-1] // 2))
+        expected = twin(offs, m, 400, shape)
         try:
-            differ |= device.tiles(offs, m, 400, shape, 0, workers) != twin(offs, m, 400, shape, 0, workers)
+            got = device.tiles_at(offs, m, 400, shape, list(range(len(expected) + 1)))
+            differ |= got != [*expected, None]
         except ZeroDivisionError:
             differ = True
     assert differ
+
+
+@pytest.mark.parametrize("planted", PLANTED_IN_THE_QUEUE.values(), ids=PLANTED_IN_THE_QUEUE.keys())
+def test_a_planted_bug_in_the_queue_is_detected(tmp_path: Path, planted: tuple[str, str, str]) -> None:
+    device = build(tmp_path, ((64, 192, 3),), planted)
+    counter = -1 if planted[1] == "number + workers" else 3
+
+    def launches() -> None:
+        for seed in range(1, 25):
+            check_handing_out(device, seed, counter=counter)
+
+    with pytest.raises(AssertionError):
+        launches()

@@ -1,0 +1,258 @@
+// Runs scheduler.cuh, group_table.cuh and tile_queue.cuh on the CPU for test_schedule.py, which compiles this file with
+// SHAPES defined as SHAPE(block_m, block_n, raster_m) for every shape to compile in.
+#include <csetjmp>
+#include <csignal>
+#include <cstdint>
+#include <cstdlib>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+
+// Threads are coroutines: one runs until it has to wait for others, and then another does.
+namespace threads {
+constexpr int MOST = 256;
+ucontext_t caller, contexts[MOST];
+alignas(16) char stacks[MOST][32768];
+bool done[MOST];
+int count, me;
+unsigned seed;  // 0: in turn; otherwise in an order drawn from it
+void (*body)();
+
+int another() {
+    for (int at = me;;) {
+        seed = seed * 1664525u + 1013904223u * (seed != 0);
+        at = seed ? int((seed >> 16) % count) : (at + 1) % count;
+        if (!done[at]) return at;
+    }
+}
+void give_way() {
+    const int mine = me, next = another();
+    if (next != mine) {
+        me = next;
+        swapcontext(&contexts[mine], &contexts[next]);
+        me = mine;
+    }
+}
+void run_one() {
+    body();
+    done[me] = true;
+    bool left = false;
+    for (int t = 0; t < count; ++t) left |= !done[t];
+    if (!left) setcontext(&caller);
+    me = another();
+    setcontext(&contexts[me]);
+}
+void run(int number, unsigned order, void (*function)()) {
+    count = number, seed = order, body = function, me = 0;
+    for (int t = 0; t < number; ++t) {
+        done[t] = false;
+        getcontext(&contexts[t]);
+        contexts[t].uc_stack.ss_sp = stacks[t];
+        contexts[t].uc_stack.ss_size = sizeof(stacks[t]);
+        contexts[t].uc_link = nullptr;
+        makecontext(&contexts[t], run_one, 0);
+    }
+    volatile bool started = false;
+    getcontext(&caller);
+    if (!started) {
+        started = true;
+        setcontext(&contexts[0]);
+    }
+}
+}  // namespace threads
+
+static struct ThreadIndex {
+    struct X {
+        operator int() const { return threads::me; }
+    } x;
+} threadIdx;
+
+// Two boxes: a lane may be at the next shuffle before the others have read this one, but no further.
+namespace together {
+int box[2][threads::MOST], shuffles[threads::MOST], barriers[threads::MOST];
+void wait_for(const int* counts, int first, int number, int mine) {
+    for (int t = first; t < first + number; ++t)
+        while (counts[t] < mine) threads::give_way();
+}
+int exchange(int value, int source) {
+    const int me = threads::me, mine = ++shuffles[me];
+    box[mine & 1][me] = value;
+    wait_for(shuffles, me / 32 * 32, 32, mine);
+    return box[mine & 1][me / 32 * 32 + source];
+}
+}  // namespace together
+
+static int __shfl_up_sync(unsigned, int value, int distance) {
+    const int lane = threads::me % 32;
+    return together::exchange(value, lane >= distance ? lane - distance : lane);
+}
+static int __shfl_sync(unsigned, int value, int source) {
+    return together::exchange(value, source);
+}
+static void __syncthreads() {
+    const int mine = ++together::barriers[threads::me];
+    together::wait_for(together::barriers, 0, threads::count, mine);
+}
+static void __syncwarp() {}
+static void __threadfence() {}
+
+#include "pipeline.cuh"
+#include "scheduler.cuh"
+#include "group_table.cuh"
+
+// The tile queue of each worker, whose readers take every tile at once. Only what is handed out is of interest here.
+static uint32_t shared_address(const void*);
+static void on_arrival(uint32_t address);
+static void mbarrier_wait(uint32_t, uint32_t) {
+    threads::give_way();
+}
+static void mbarrier_wait_cluster(uint32_t, uint32_t) {
+    threads::give_way();
+}
+static void mbarrier_arrive(uint32_t address) {
+    on_arrival(address);
+}
+static void mbarrier_arrive_cluster(uint32_t address, uint32_t) {
+    on_arrival(address);
+}
+static void mbarrier_arrive_release_cluster(uint32_t address, uint32_t cta) {
+    if (cta == 0) on_arrival(address);
+}
+static void st_cluster_v4(uint32_t address, uint32_t cta, int group, int row, int rows, int column);
+static int atomicAdd(int* address, int value) {
+    threads::give_way();
+    const int old = *address;
+    *address += value;
+    return old;
+}
+
+#include "tile_queue.cuh"
+
+namespace {
+constexpr int MOST_GROUPS = 256;
+constexpr int CTA = 64;  // two warps: the table's warp and one more
+struct {
+    int block_m;
+    const int* offs;
+    int num_groups, m;
+    GroupTableStorage<MOST_GROUPS> storage;
+} input;
+
+template <int BLOCK_M>
+void build_as() {
+    build_group_table<BLOCK_M, CTA>(input.storage, input.offs, input.num_groups, input.m, threads::me / 32,
+                                    threads::me % 32);
+}
+void build() {
+    input.block_m == 64 ? build_as<64>() : input.block_m == 128 ? build_as<128>() : build_as<256>();
+}
+void put(int* out, const Tile& tile) {
+    out[0] = tile.group, out[1] = tile.row, out[2] = tile.rows, out[3] = tile.column;
+}
+
+sigjmp_buf crashed;
+void on_crash(int) {
+    siglongjmp(crashed, 1);
+}
+
+struct {
+    TileQueueStorage queues[threads::MOST];
+    int counter, workers, *out, handed_out, room;
+} launch;
+
+template <int BLOCK_M, int BLOCK_N, int RASTER_M>
+struct Shape {
+    using Order = TileOrder<BLOCK_M, BLOCK_N, RASTER_M>;
+    static Order order(int n) { return Order(input.storage.table(input.num_groups), n); }
+    static int n_of_launch;
+
+    static void numbers(int n, const int* wanted, int count, int* out) {
+        Order tiles = order(n);
+        for (int i = 0; i < count; ++i) put(out + 4 * i, tiles.tile_at(wanted[i]));
+    }
+    static void worker() {
+        hand_out_tiles<1>(launch.queues[threads::me], order(n_of_launch), launch.counter, threads::me,
+                          launch.workers);
+    }
+    static void cluster_worker() {
+        hand_out_tiles<2>(launch.queues[threads::me], order(n_of_launch), launch.counter, threads::me,
+                          launch.workers);
+    }
+};
+template <int M, int N, int R>
+int Shape<M, N, R>::n_of_launch;
+}  // namespace
+
+static uint32_t shared_address(const void* pointer) {
+    return uint32_t(static_cast<const char*>(pointer) - reinterpret_cast<const char*>(launch.queues));
+}
+static void st_cluster_v4(uint32_t address, uint32_t cta, int group, int row, int rows, int column) {
+    if (cta == 0)
+        *reinterpret_cast<Tile*>(reinterpret_cast<char*>(launch.queues) + address) =
+            Tile{group, row, rows, column};
+}
+static void on_arrival(uint32_t address) {  // a worker's scheduler has filled a slot
+    TileQueueStorage& queue = launch.queues[threads::me];
+    for (int slot = 0; slot < QUEUE_SLOTS; ++slot)
+        if (address == shared_address(&queue.full[slot]) && launch.handed_out < launch.room) {
+            int* out = launch.out + 5 * launch.handed_out++;
+            out[0] = threads::me;
+            put(out + 1, queue.tiles[slot]);
+        }
+}
+
+// The table of groups; offs null is the dense problem. Each output has num_groups entries.
+extern "C" void build_table(int block_m, const int* offs, int num_groups, int m, int* cleaned, int* groups,
+                            int* starts, int* ends, int* tile_ends) {
+    input.block_m = block_m, input.offs = offs, input.num_groups = num_groups, input.m = m;
+    for (int t = 0; t < threads::MOST; ++t) together::shuffles[t] = together::barriers[t] = 0;
+    threads::run(CTA, 0, build);
+    for (int i = 0; i < num_groups; ++i) {
+        cleaned[i] = input.storage.group_ends[i], groups[i] = input.storage.groups[i];
+        starts[i] = input.storage.starts[i], ends[i] = input.storage.ends[i];
+        tile_ends[i] = input.storage.tile_ends[i];
+    }
+}
+
+// Both use the last table built. 0, or -1 for a division by zero, or -2 for a shape that is not compiled in.
+#define DISPATCH(CALL)                      \
+    volatile int result = -2;               \
+    auto before = signal(SIGFPE, on_crash); \
+    if (sigsetjmp(crashed, 1))              \
+        result = -1;                        \
+    else {                                  \
+        SHAPES                              \
+    }                                       \
+    signal(SIGFPE, before);                 \
+    return result;
+
+extern "C" int tiles_at(int block_m, int block_n, int raster_m, int n, const int* wanted, int count,
+                        int* out) {
+#define SHAPE(M, N, R)                                 \
+    if (block_m == M && block_n == N && raster_m == R) \
+        result = 0, Shape<M, N, R>::numbers(n, wanted, count, out);
+    DISPATCH()
+#undef SHAPE
+}
+
+// Runs the scheduler threads of a launch; out has (worker, tile) for everything handed out, in the order of time.
+// The number of entries, or -3 when the counter is not zero afterwards.
+extern "C" int hand_out(int block_m, int block_n, int raster_m, int n, int cluster, int counter, int workers,
+                        unsigned seed, int* out, int room) {
+    launch.counter = counter, launch.workers = workers, launch.out = out, launch.handed_out = 0,
+    launch.room = room;
+#define SHAPE(M, N, R)                                                                                       \
+    if (block_m == M && block_n == N && raster_m == R) {                                                     \
+        Shape<M, N, R>::n_of_launch = n;                                                                     \
+        threads::run(workers, seed, cluster == 1 ? Shape<M, N, R>::worker : Shape<M, N, R>::cluster_worker); \
+        result = launch.handed_out;                                                                          \
+    }
+    volatile int result = -2;
+    SHAPES
+    if (counter >= 0 && (padless_counters[counter].drawn != 0 || padless_counters[counter].finished != 0))
+        return -3;
+    return result;
+#undef SHAPE
+}
