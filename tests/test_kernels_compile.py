@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from padless import jit
-from padless.config import OUT_DTYPES, SCALE_MAJORS, STORES, GemmConfig, Problem, select_config
+from padless.config import OUT_DTYPES, SCALE_MAJORS, STORES, GemmConfig, Problem, fit_config, select_config
 from padless.grouped_gemm import KERNEL
 
 ARCH = "sm_90a"
@@ -25,22 +25,18 @@ REGISTER_FILE = 65_536  # registers of a multiprocessor
 # NVRTC has to be there: it is a dependency, not an extra, and compiling needs no GPU.
 
 
-def selectable() -> dict[GemmConfig, bool]:
-    """Every config select_config gives, and whether it is one of the few that are always compiled.
+SMS = (78, 132, 144)
 
-    What differs in the size of the window of row-major scales alone differs in shared memory and nothing
-    else: three sizes stand for the sixteen, unless slow tests are asked for.
-    """
-    found: dict[GemmConfig, bool] = {}
-    for dtype, scales, groups in itertools.product(OUT_DTYPES, SCALE_MAJORS, (1, 8, 256, 257, 1024)):
-        for n, m in itertools.product(
-            (8, 64, 72, 128, 192, 256, 384, 3072, 4096, 7168), (0, 1, 256, 8192, 10**6)
-        ):
-            for k in (16, 128, *range(1024, 16385, 1024), 7168):
-                config = select_config(Problem(m, n, k, groups, dtype, scales))
-                always = scales == "mn" or k in (128, 7168, 16384)
-                found[config] = found.get(config, False) or always
-    return found
+
+def selectable() -> set[GemmConfig]:
+    """Every config select_config gives, on a grid of problems much finer than its choices."""
+    columns = (8, 64, 72, 128, 192, 256, 384, 576, 1000, 3072, 4096, 7168, 8192)
+    rows = (0, 1, 64, 129, 256, 1000, 4096, 8192, 65536, 10**6)
+    return {
+        select_config(Problem(m, n, k, groups, dtype, sms))
+        for m, n, k in itertools.product(rows, columns, (16, 128, 1000 * 16, 2048, 7168))
+        for groups, dtype, sms in itertools.product((1, 8, 32, 256, 257, 1024), OUT_DTYPES, SMS)
+    }
 
 
 def allowed(**fields: object) -> bool:
@@ -66,14 +62,18 @@ def alternatives() -> list[GemmConfig]:
         GemmConfig(block_n=n, store=s, scales=r, scale_window_k_blocks=8 if r == "k" else 0, out_dtype=d)
         for n, s, r, d in itertools.product((64, 128, 192), STORES, SCALE_MAJORS, OUT_DTYPES)
     ]
+    # Every K that fit_config lets through, for the tile where it is tightest.
+    windows = [
+        fit_config(GemmConfig(block_m=m, scales="k", store="pool"), Problem(1, 8, 128 * blocks, 257, d))
+        for m, blocks, d in itertools.product((64, 128), (8, 56, 128), (torch.bfloat16, torch.float32))
+    ]
     others = [
         GemmConfig(num_stages=2),
-        GemmConfig(num_stages=5, raster_m=1),
+        GemmConfig(num_stages=4, raster_m=1),
         GemmConfig(block_m=64, block_n=64, num_stages=12),
         GemmConfig(cluster_n=2, scales="k", scale_window_k_blocks=56, store="pool"),
-        GemmConfig(block_m=64, scales="k", scale_window_k_blocks=128, out_dtype=torch.float32),
     ]
-    return [*tiles, *outputs, *others]
+    return [*tiles, *outputs, *windows, *others]
 
 
 def name_of(config: GemmConfig) -> str:
@@ -82,18 +82,11 @@ def name_of(config: GemmConfig) -> str:
     dtype = str(config.out_dtype).removeprefix("torch.")
     return (
         f"{config.block_m}x{config.block_n}x{config.cluster_n}-{config.store}-{config.scales}{window}-{dtype}"
-        f"-{config.max_groups}_groups{stages}"
+        f"-{config.max_groups}_groups-raster{config.raster_m}{stages}"
     )
 
 
-def cases() -> list[object]:
-    found = selectable()
-    for config in alternatives():
-        found.setdefault(config, True)
-    return [
-        pytest.param(config, id=name_of(config), marks=() if always else pytest.mark.slow)
-        for config, always in sorted(found.items(), key=lambda item: name_of(item[0]))
-    ]
+CASES = sorted(selectable() | set(alternatives()), key=name_of)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -128,7 +121,7 @@ def complaints(kernel: jit.CompiledKernel) -> list[str]:
 # --- the compiler's own words ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", cases())
+@pytest.mark.parametrize("config", CASES, ids=name_of)
 def test_a_kernel_compiles_without_spills_and_warnings(config: GemmConfig) -> None:
     kernel = jit.compile_kernel(KERNEL, config.prelude(), ARCH)
     assert complaints(kernel) == []
@@ -256,7 +249,8 @@ def code_complaints(sass: list[str], config: GemmConfig, kernel: jit.CompiledKer
 CODE_CASES = [
     GemmConfig(),
     GemmConfig(block_n=192),
-    GemmConfig(block_n=192, cluster_n=2),
+    GemmConfig(block_n=64),
+    GemmConfig(block_m=256, cluster_n=2),
     GemmConfig(block_m=64, block_n=64),
     GemmConfig(block_m=64, block_n=192, cluster_n=2, store="pool"),
     GemmConfig(store="pool", out_dtype=torch.float16),
@@ -275,9 +269,9 @@ def test_the_machine_code_is_what_it_should_be(config: GemmConfig, tmp_path: Pat
 
 
 def test_every_selectable_tile_is_disassembled() -> None:
-    """CODE_CASES covers each tile width, store and scale layout that select_config can choose."""
-    covered = {(c.block_n, c.store, c.scales) for c in CODE_CASES}
-    assert {(c.block_n, c.store, c.scales) for c in selectable()} <= covered
+    """CODE_CASES covers each tile, store and scale layout that select_config can choose."""
+    covered = {(c.block_m, c.block_n, c.cluster_n, c.store, c.scales) for c in CODE_CASES}
+    assert {(c.block_m, c.block_n, c.cluster_n, c.store, c.scales) for c in selectable()} <= covered
 
 
 def test_spills_show_in_the_machine_code(tmp_path: Path) -> None:

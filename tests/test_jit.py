@@ -1,0 +1,374 @@
+"""Compiling and the disk cache: once per configuration, whatever happens to the files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from padless import jit
+from padless.config import GemmConfig, Problem, select_config
+from padless.grouped_gemm import KERNEL
+
+ARCH = "sm_90a"
+PRELUDE = GemmConfig().prelude()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, on disk and in memory."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("PADLESS_CACHE_DIR", str(folder))
+    monkeypatch.setattr(jit, "_in_memory", {})
+    monkeypatch.setattr(jit, "_locks", {})
+    return folder
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What NVRTC was asked to compile from here on."""
+    from cuda.bindings import nvrtc
+
+    calls: list[str] = []
+    compile_program = nvrtc.nvrtcCompileProgram
+
+    def counted(program: object, count: int, options: list[bytes]) -> object:
+        calls.append(" ".join(option.decode() for option in options))
+        return compile_program(program, count, options)
+
+    monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", counted)
+    return calls
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a new process would find it: nothing in memory."""
+    monkeypatch.setattr(jit, "_in_memory", {})
+
+
+def files(cache: Path) -> set[str]:
+    return {path.name for path in cache.iterdir()}
+
+
+def same(one: jit.CompiledKernel, other: jit.CompiledKernel) -> bool:
+    """Equal in all but the log, which tells how long the compiler took."""
+    return dataclasses.replace(one, log="") == dataclasses.replace(other, log="")
+
+
+# --- what a kernel says of itself ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmConfig(),
+        GemmConfig(block_n=192, cluster_n=2),
+        GemmConfig(block_m=64, block_n=64, num_stages=3),
+        GemmConfig(scales="k", scale_window_k_blocks=56, out_dtype=torch.float32, max_groups=1024),
+    ],
+    ids=lambda config: f"{config.block_m}x{config.block_n}-{config.scales}",
+)
+def test_the_cubin_and_the_ptx_have_the_same_constants(cache: Path, config: GemmConfig) -> None:
+    """Two readers of two formats: the ELF symbol table and PTX text."""
+    cubin = jit.compile_kernel(KERNEL, config.prelude(), ARCH, "cubin")
+    ptx = jit.compile_kernel(KERNEL, config.prelude(), ARCH, "ptx")
+    assert cubin.image.startswith(b"\x7fELF")
+    assert f".target {ARCH}" in ptx.image.decode()
+    assert ".entry padless_grouped_gemm" in ptx.image.decode()
+    assert cubin.entry == ptx.entry == "padless_grouped_gemm"
+    for field in ("shared_bytes", "num_threads", "num_stages"):
+        assert getattr(cubin, field) == getattr(ptx, field) > 0, field
+    if config.num_stages:
+        assert cubin.num_stages == config.num_stages
+    assert 0 < cubin.registers <= 255
+    assert (cubin.kind, ptx.kind) == ("cubin", "ptx")
+
+
+def test_a_constant_that_is_not_there_is_an_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("cubin", "ptx"):
+        with monkeypatch.context() as patch:
+            sources = dict(jit.sources())
+            sources[KERNEL] = sources[KERNEL].replace("padless_num_stages", "renamed_num_stages")
+            patch.setattr(jit, "sources", lambda sources=sources: sources)
+            with pytest.raises(jit.CompileError, match="has no constant padless_num_stages"):
+                jit.compile_kernel(KERNEL, PRELUDE, ARCH, kind)
+
+
+def test_a_compile_error_carries_the_compilers_log(cache: Path) -> None:
+    with pytest.raises(jit.CompileError, match=r"does not compile for sm_90a(.|\n)*no_such_thing"):
+        jit.compile_kernel(KERNEL, PRELUDE + "constexpr int X = no_such_thing;\n", ARCH)
+    assert not cache.exists() or files(cache) == set()
+
+
+# --- once ------------------------------------------------------------------------------------------------
+
+
+def test_m_never_makes_another_kernel(cache: Path, compilations: list[str]) -> None:
+    """However many M there are, what is compiled are the few tiles to choose from."""
+    kernels, tiles = set(), set()
+    for m in (*range(300), *range(1000, 10**5, 1111), 10**6):
+        config = select_config(Problem(m, 4096, 7168, 8))
+        tiles.add((config.block_m, config.block_n, config.cluster_n))
+        kernels.add(id(jit.compile_kernel(KERNEL, config.prelude(), ARCH)))
+    assert len(kernels) == len(compilations) == len(tiles) <= 5
+
+
+def test_a_second_process_does_not_compile(
+    cache: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = jit.compile_kernel(KERNEL, PRELUDE, ARCH)
+    assert jit.compile_kernel(KERNEL, PRELUDE, ARCH) is first
+    assert len(compilations) == 1
+    forget(monkeypatch)
+    second = jit.compile_kernel(KERNEL, PRELUDE, ARCH)
+    assert second is not first
+    assert same(second, first)
+    assert len(compilations) == 1
+
+
+def test_another_configuration_source_target_or_compiler_is_compiled(
+    cache: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that can change the kernel changes its name on disk: each step below has to compile."""
+
+    def compiles(prelude: str = PRELUDE, arch: str = ARCH, kind: str = "cubin") -> None:
+        forget(monkeypatch)
+        before = len(compilations)
+        jit.compile_kernel(KERNEL, prelude, arch, kind)
+        assert len(compilations) == before + 1
+
+    compiles()
+    compiles(prelude=GemmConfig(raster_m=7).prelude())
+    compiles(kind="ptx")
+    compiles(arch="sm_90", kind="ptx")
+    for name in (KERNEL, "scheduler.cuh", "ptx/wgmma.cuh"):
+        with monkeypatch.context() as patch:
+            sources = dict(jit.sources())
+            sources[name] += "// changed\n"
+            patch.setattr(jit, "sources", lambda sources=sources: sources)
+            compiles()
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "nvrtc_version", lambda: "13.99")
+        compiles()
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "_OPTIONS", (*jit._OPTIONS, "-DNOTHING"))
+        compiles()
+    # And nothing was forgotten on the way.
+    forget(monkeypatch)
+    before = len(compilations)
+    jit.compile_kernel(KERNEL, PRELUDE, ARCH)
+    assert len(compilations) == before
+
+
+def test_threads_that_start_together_compile_once(cache: Path, compilations: list[str]) -> None:
+    start = threading.Barrier(8)
+    kernels: list[jit.CompiledKernel] = []
+
+    def ask() -> None:
+        start.wait()
+        kernels.append(jit.compile_kernel(KERNEL, PRELUDE, ARCH))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(kernels) == 8
+    assert len({id(kernel) for kernel in kernels}) == 1
+    assert len(compilations) == 1
+
+
+# --- files that are not what they should be --------------------------------------------------------------
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(bytes(range(256)) * 4)
+
+
+def another_kernels_image(path: Path) -> None:
+    other = jit.compile_kernel(KERNEL, GemmConfig(block_n=64).prelude(), ARCH)
+    path.write_bytes(other.image)
+
+
+def without_a_field(path: Path) -> None:
+    described = json.loads(path.read_text())
+    del described["shared_bytes"]
+    path.write_text(json.dumps(described))
+
+
+def with_an_unknown_field(path: Path) -> None:
+    described = json.loads(path.read_text())
+    described["from_the_future"] = 1
+    path.write_text(json.dumps(described))
+
+
+def a_list(path: Path) -> None:
+    path.write_text("[]")
+
+
+def null(path: Path) -> None:
+    path.write_text("null")
+
+
+WHOLE_JSON = pytest.mark.xfail(
+    strict=True,
+    raises=(TypeError, AttributeError),
+    reason="_read_cache takes any JSON for a description: JSON that is not a whole one ends in an exception",
+)
+DAMAGE = [
+    *(
+        (".cubin", damage)
+        for damage in (truncate, empty, flip_a_bit, garbage, another_kernels_image, Path.unlink)
+    ),
+    *((".json", damage) for damage in (truncate, empty, garbage, Path.unlink)),
+    *(
+        pytest.param(".json", damage, marks=WHOLE_JSON)
+        for damage in (without_a_field, with_an_unknown_field, a_list, null)
+    ),
+]
+
+
+@pytest.mark.parametrize(("suffix", "damage"), DAMAGE, ids=lambda value: getattr(value, "__name__", value))
+def test_a_damaged_file_is_compiled_again(
+    cache: Path,
+    compilations: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    suffix: str,
+    damage: Callable[[Path], None],
+) -> None:
+    good = jit.compile_kernel(KERNEL, PRELUDE, ARCH)
+    (path,) = cache.glob(f"*{suffix}")
+    damage(path)
+    forget(monkeypatch)
+    before = len(compilations)
+    again = jit.compile_kernel(KERNEL, PRELUDE, ARCH)
+    assert len(compilations) == before + 1
+    assert same(again, good)
+    # And the files are whole again.
+    forget(monkeypatch)
+    assert same(jit.compile_kernel(KERNEL, PRELUDE, ARCH), good)
+    assert len(compilations) == before + 1
+
+
+@pytest.mark.xfail(strict=True, reason="the checksum covers the image alone, not the numbers that go with it")
+def test_a_wrong_number_in_the_description_is_noticed(
+    cache: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch with too little shared memory would be the kernel's undoing."""
+    good = jit.compile_kernel(KERNEL, PRELUDE, ARCH)
+    (path,) = cache.glob("*.json")
+    described = json.loads(path.read_text())
+    described["shared_bytes"] -= 1024
+    path.write_text(json.dumps(described))
+    forget(monkeypatch)
+    assert jit.compile_kernel(KERNEL, PRELUDE, ARCH).shared_bytes == good.shared_bytes
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    tmp_path: Path, cache: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder would have to be made inside a file: that fails for everyone, for root as well."""
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("PADLESS_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    kernel = jit.compile_kernel(KERNEL, PRELUDE, ARCH)
+    assert kernel.shared_bytes > 0
+    assert jit.compile_kernel(KERNEL, PRELUDE, ARCH) is kernel  # from memory
+    assert len(compilations) == 1
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_cache_costs_time_only(cache: Path, compilations: list[str]) -> None:
+    cache.mkdir()
+    cache.chmod(0o500)
+    assert jit.compile_kernel(KERNEL, PRELUDE, ARCH).shared_bytes > 0
+    assert len(compilations) == 1
+    assert files(cache) == set()
+
+
+def test_a_full_disk_leaves_no_half_written_file(
+    cache: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        kernel = jit.compile_kernel(KERNEL, PRELUDE, ARCH)
+    assert files(cache) == set()
+    forget(monkeypatch)
+    assert same(jit.compile_kernel(KERNEL, PRELUDE, ARCH), kernel)
+    assert len(compilations) == 2
+    assert len(files(cache)) == 2
+
+
+# --- several processes -----------------------------------------------------------------------------------
+
+CHILD = """
+import hashlib, sys, time
+from padless import jit
+from padless.config import GemmConfig
+jit.sources()
+sys.stdout.write("ready\\n"); sys.stdout.flush()
+sys.stdin.readline()
+kernel = jit.compile_kernel("{kernel}", GemmConfig().prelude(), "{arch}")
+print(kernel.shared_bytes, kernel.num_threads, kernel.spill_bytes, hashlib.sha256(kernel.image).hexdigest())
+"""
+
+
+def test_processes_that_start_together_all_get_the_kernel(
+    cache: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = CHILD.format(kernel=KERNEL, arch=ARCH)
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(4)
+    ]
+    for child in children:  # all imported and waiting, so that they collide
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    answers = [child.communicate(timeout=120)[0] for child in children]
+    assert [child.returncode for child in children] == [0, 0, 0, 0]
+    assert len(set(answers)) == 1
+    assert {Path(name).suffix for name in files(cache)} == {".cubin", ".json"}
+    assert len(files(cache)) == 2, "temporary files were left behind"
+    kernel = jit.compile_kernel(KERNEL, PRELUDE, ARCH)
+    assert compilations == [], "what they left on disk was not used"
+    assert answers[0].split()[0] == str(kernel.shared_bytes)
+
+
+def test_a_name_for_every_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PADLESS_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert jit.cache_dir() == tmp_path / "own"
+    monkeypatch.delenv("PADLESS_CACHE_DIR")
+    assert jit.cache_dir() == tmp_path / "xdg" / "padless"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert jit.cache_dir() == Path.home() / ".cache" / "padless"
