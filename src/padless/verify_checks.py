@@ -323,9 +323,13 @@ CHECKS: dict[str, Callable[[], str]] = {
 }
 
 
+# Together they send every ring round more than once: 14 K blocks in one, and more than three tiles a CTA in the last.
+_SMALL = (((5, 0, 130, 1), 3, 136, 272), ((0, 64, 65), 7, 200, 1680), ((20,) * 30, 5, 2000, 64))
+
+
 def small_problems() -> None:
     """A few small launches of every store and scale path, for compute-sanitizer: ``python -m padless.verify_checks``."""
-    for sizes, past, n, k in (((5, 0, 130, 1), 3, 136, 272), ((0, 64, 65), 7, 200, 1680)):
+    for sizes, past, n, k in _SMALL:
         operands = random_operands(sizes, past, n, k)
         for config, major in itertools.product(CONFIGS, ("mn", "k")):
             _fenced_result(operands.with_scales(major), config, torch.bfloat16)

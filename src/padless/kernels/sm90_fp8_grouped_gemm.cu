@@ -9,8 +9,7 @@
 // Arithmetic, per output element and in this order: for each 128 of K, the tensor core sums the products (its FP8
 // path keeps 13 fractional bits of the largest term), then d = fma(sum, sfa * sfb, d) in float32.
 //
-// Roles. One producer warpgroup: a thread that drives the copy engine, a warp that fetches the scales of B, and a
-// thread that schedules (tile_queue.cuh);
+// Roles. One producer warpgroup, in which one thread drives the copy engine and one the scheduler (tile_queue.cuh);
 // NUM_MMA_WARPGROUPS consumer warpgroups with the tile in registers, 64 rows to a wave. CTAs are persistent.
 //
 //      producer                                     consumer warpgroup
@@ -95,7 +94,6 @@ struct alignas(1024) SharedStorageOf {
     uint8_t b[STAGES][B_BYTES];
     uint8_t d[BLOCK_M / WGMMA_M][NUM_SLABS * SLAB_BYTES];
     alignas(128) float sfa[STAGES][SFA_STAGE_FLOATS == 0 ? 32 : SFA_STAGE_FLOATS];
-    alignas(16) float sfb[STAGES][NUM_SFB];
     alignas(128) float sfa_window[WINDOW_FLOATS == 0 ? 32 : WINDOW_FLOATS];
     uint64_t full[STAGES], empty[STAGES];
     uint64_t window_full, window_empty;
@@ -197,46 +195,11 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     }
 }
 
-// Scale warp: puts the tile's scales of B beside each stage. They are too few and too badly aligned for the copy engine,
-// and a consumer that waited for global memory would hold up the tensor core. Lane l fetches K block l of every 32, one
-// round ahead.
-__device__ __forceinline__ void load_sfb(SharedStorage& shared, const Problem& problem, int lane) {
-    Reader reader(shared.queue);
-    Pipeline<STAGES> pipeline;
-    const int k_blocks = problem.k_blocks();
-    Tile tile;
-    while (reader.next(tile)) {
-        const int last = problem.sfb_rows() - 1;
-        const float* rows[NUM_SFB];
+// Lane l holds the scales of K block `first + l` of the tile's NUM_SFB column blocks.
+__device__ __forceinline__ void load_sfb(float (&sfb)[NUM_SFB], const float* const (&rows)[NUM_SFB], int kb,
+                                         int k_blocks) {
 #pragma unroll
-        for (int j = 0; j < NUM_SFB; ++j) {
-            const int block = cta_column(tile) / 128 + j;
-            rows[j] =
-                problem.sfb +
-                (static_cast<long long>(tile.group) * (last + 1) + (block < last ? block : last)) * k_blocks;
-        }
-        float sfb[NUM_SFB], ahead[NUM_SFB];
-#pragma unroll
-        for (int j = 0; j < NUM_SFB; ++j) ahead[j] = lane < k_blocks ? __ldg(rows[j] + lane) : 0.0f;
-        for (int kb = 0; kb < k_blocks; ++kb) {
-            if (kb % 32 == 0) {
-#pragma unroll
-                for (int j = 0; j < NUM_SFB; ++j) {
-                    sfb[j] = ahead[j];
-                    const int next = kb + 32 + lane;
-                    ahead[j] = next < k_blocks ? __ldg(rows[j] + next) : 0.0f;
-                }
-            }
-            mbarrier_wait(shared_address(&shared.empty[pipeline.stage]), pipeline.phase ^ 1);
-#pragma unroll
-            for (int j = 0; j < NUM_SFB; ++j)
-                if (lane == kb % 32) shared.sfb[pipeline.stage][j] = sfb[j];
-            if (lane == kb % 32) mbarrier_arrive(shared_address(&shared.full[pipeline.stage]));
-            pipeline.advance();
-        }
-        reader.release_by_warp(lane);
-        reader.advance();
-    }
+    for (int j = 0; j < NUM_SFB; ++j) sfb[j] = kb < k_blocks ? __ldg(rows[j] + kb) : 0.0f;
 }
 
 // One arrival a warp, after all its lanes have read the stage, in every CTA that loads into this one's stage.
@@ -279,6 +242,17 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
                                               const Problem& problem, const Tile& tile, int column,
                                               int warpgroup, int row, int lane, Pipeline<STAGES>& pipeline) {
     const int k_blocks = problem.k_blocks();
+    const float* sfb_rows[NUM_SFB];
+#pragma unroll
+    for (int j = 0; j < NUM_SFB; ++j) {
+        const int last = problem.sfb_rows() - 1;
+        const int block = column / 128 + j < last ? column / 128 + j : last;
+        sfb_rows[j] = problem.sfb + (static_cast<long long>(tile.group) * (last + 1) + block) * k_blocks;
+    }
+    float sfb[NUM_SFB], sfb_ahead[NUM_SFB];
+    load_sfb(sfb, sfb_rows, lane, k_blocks);
+    load_sfb(sfb_ahead, sfb_rows, lane + 32, k_blocks);
+
     constexpr int WAVE_ROWS = NUM_MMA_WARPGROUPS * WGMMA_M;  // from one unit of a warpgroup to its next
     constexpr int NUM_SFA_AT =
         SCALES_K_MAJOR ? 2 * NUM_WAVES : 1;  // in a stage, all rows are at constant distances
@@ -301,60 +275,67 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
     const bool odd_half = CAN_START_ODD && column % 128 != 0;
 
     mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
-    for (int kb = 0; kb < k_blocks; ++kb) {
-        const int stage = pipeline.stage;
-        const uint32_t b = b_stage_0 + stage * (B_BYTES / 16);
-        float of_block[NUM_SFB];
+    for (int chunk = 0; chunk < k_blocks; chunk += 32) {
+        const int chunk_end = chunk + 32 < k_blocks ? chunk + 32 : k_blocks;
+        if (chunk != 0) {
 #pragma unroll
-        for (int w = 0; w < NUM_WAVES; ++w) {
-            const uint32_t a = a_stage_0 + stage * (A_BYTES / 16) + w * (WAVE_ROWS * BLOCK_K / 16);
-            float p[BLOCK_N / 2];
+            for (int j = 0; j < NUM_SFB; ++j) sfb[j] = sfb_ahead[j];
+            load_sfb(sfb_ahead, sfb_rows, chunk + 32 + lane, k_blocks);
+        }
+        for (int kb = chunk; kb < chunk_end; ++kb) {
+            const int stage = pipeline.stage;
+            const uint32_t b = b_stage_0 + stage * (B_BYTES / 16);
+            float of_block[NUM_SFB];
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
-            wgmma_fence();
+            for (int w = 0; w < NUM_WAVES; ++w) {
+                const uint32_t a = a_stage_0 + stage * (A_BYTES / 16) + w * (WAVE_ROWS * BLOCK_K / 16);
+                float p[BLOCK_N / 2];
 #pragma unroll
-            for (int k = 0; k < BLOCK_K; k += WGMMA_K)
-                wgmma_m64k32_e4m3<BLOCK_N>(p, k_major_128b_descriptor(a + k / 16),
-                                           k_major_128b_descriptor(b + k / 16), k != 0);
-            wgmma_commit_group();
+                for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < BLOCK_K; k += WGMMA_K)
+                    wgmma_m64k32_e4m3<BLOCK_N>(p, k_major_128b_descriptor(a + k / 16),
+                                               k_major_128b_descriptor(b + k / 16), k != 0);
+                wgmma_commit_group();
 
-            // While the products are on their way: the scales, and the next stage's barrier. Waiting for the next
-            // stage here and not after the products keeps the tensor core fed.
-            if (w == 0) {
+                // While the products are on their way: the scales, and the next stage's barrier. Waiting for the next
+                // stage here and not after the products keeps the tensor core fed.
+                if (w == 0) {
 #pragma unroll
-                for (int j = 0; j < NUM_SFB; ++j)
-                    of_block[j] = ld_shared_f32(shared_address(&shared.sfb[stage][j]));
-            }
-            float scale[2][BLOCK_N / 64];
+                    for (int j = 0; j < NUM_SFB; ++j) of_block[j] = __shfl_sync(0xffffffff, sfb[j], kb & 31);
+                }
+                float scale[2][BLOCK_N / 64];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const uint32_t at =
-                    SCALES_K_MAJOR ? sfa_at[SCALES_K_MAJOR ? 2 * w + r : 0] + kb * 4
-                                   : sfa_at[0] + stage * (SFA_STAGE_FLOATS * 4) + (w * WAVE_ROWS + r * 8) * 4;
-                const float sfa = ld_shared_f32(at);
+                for (int r = 0; r < 2; ++r) {
+                    const uint32_t at = SCALES_K_MAJOR ? sfa_at[SCALES_K_MAJOR ? 2 * w + r : 0] + kb * 4
+                                                       : sfa_at[0] + stage * (SFA_STAGE_FLOATS * 4) +
+                                                             (w * WAVE_ROWS + r * 8) * 4;
+                    const float sfa = ld_shared_f32(at);
 #pragma unroll
-                for (int c = 0; c < BLOCK_N / 64; ++c)
-                    scale[r][c] = sfa * (odd_half ? of_block[(c + 1) / 2] : of_block[c / 2]);
-            }
-            if (w == NUM_WAVES - 1) {
-                pipeline.advance();
-                if (kb + 1 < k_blocks)
-                    mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
-            }
+                    for (int c = 0; c < BLOCK_N / 64; ++c)
+                        scale[r][c] = sfa * (odd_half ? of_block[(c + 1) / 2] : of_block[c / 2]);
+                }
+                if (w == NUM_WAVES - 1) {
+                    pipeline.advance();
+                    if (kb + 1 < k_blocks)
+                        mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+                }
 
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
-            wgmma_wait_group<0>();
+                for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
+                wgmma_wait_group<0>();
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
-            if (w == NUM_WAVES - 1) release_stage(shared, stage, lane);
+                for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
+                if (w == NUM_WAVES - 1) release_stage(shared, stage, lane);
 
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 8; ++i) {
-                d[w][4 * i + 0] = fmaf(p[4 * i + 0], scale[0][i / 8], d[w][4 * i + 0]);
-                d[w][4 * i + 1] = fmaf(p[4 * i + 1], scale[0][i / 8], d[w][4 * i + 1]);
-                d[w][4 * i + 2] = fmaf(p[4 * i + 2], scale[1][i / 8], d[w][4 * i + 2]);
-                d[w][4 * i + 3] = fmaf(p[4 * i + 3], scale[1][i / 8], d[w][4 * i + 3]);
+                for (int i = 0; i < BLOCK_N / 8; ++i) {
+                    d[w][4 * i + 0] = fmaf(p[4 * i + 0], scale[0][i / 8], d[w][4 * i + 0]);
+                    d[w][4 * i + 1] = fmaf(p[4 * i + 1], scale[0][i / 8], d[w][4 * i + 1]);
+                    d[w][4 * i + 2] = fmaf(p[4 * i + 2], scale[1][i / 8], d[w][4 * i + 2]);
+                    d[w][4 * i + 3] = fmaf(p[4 * i + 3], scale[1][i / 8], d[w][4 * i + 3]);
+                }
             }
         }
     }
@@ -454,14 +435,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             prefetch_tensormap(map_b);
             prefetch_tensormap(map_sfa);
             for (int s = 0; s < STAGES; ++s) {
-                mbarrier_init(shared_address(&shared.full[s]), 2);
+                mbarrier_init(shared_address(&shared.full[s]), 1);
                 mbarrier_init(shared_address(&shared.empty[s]), CLUSTER_N * NUM_CONSUMER_WARPS);
             }
             mbarrier_init(shared_address(&shared.window_full), 1);
             mbarrier_init(shared_address(&shared.window_empty), NUM_CONSUMER_WARPS);
             for (int s = 0; s < QUEUE_SLOTS; ++s) {
                 mbarrier_init(shared_address(&shared.queue.full[s]), 1);
-                mbarrier_init(shared_address(&shared.queue.empty[s]), CLUSTER_N * (NUM_CONSUMER_WARPS + 2));
+                mbarrier_init(shared_address(&shared.queue.empty[s]), CLUSTER_N * (NUM_CONSUMER_WARPS + 1));
             }
             fence_mbarrier_init();
         }
@@ -477,9 +458,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == NUM_CONSUMER_WARPS) {
             if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa);
-        } else if (warp == NUM_CONSUMER_WARPS + 1) {
-            load_sfb(shared, problem, lane);
-        } else if (warp == NUM_CONSUMER_WARPS + 2 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
+        } else if (warp == NUM_CONSUMER_WARPS + 1 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
             if (elect_one())
                 hand_out_tiles<CLUSTER_N>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
                                           blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N);
