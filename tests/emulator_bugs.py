@@ -53,7 +53,7 @@ class Bug:
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
 WAIT_FULL_FIRST = (
-    "mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);\n    for (int kb"
+    "mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);\n    for (int chunk"
 )
 WAIT_FULL_NEXT = (
     "if (kb + 1 < k_blocks) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);"
@@ -90,7 +90,7 @@ BUGS: tuple[Bug, ...] = (
         ((MAIN, "wgmma_wait_group<0>", "wgmma_wait_group<1>"),),
     ),
     Bug("products not committed", ("register-in-flight", "deadlock"), ((MAIN, "wgmma_commit_group();", ""),)),
-    Bug("first full barrier not waited for", ("race",), ((MAIN, WAIT_FULL_FIRST, "for (int kb"),)),
+    Bug("first full barrier not waited for", ("race",), ((MAIN, WAIT_FULL_FIRST, "for (int chunk"),)),
     Bug("later full barriers not waited for", ("race",), ((MAIN, WAIT_FULL_NEXT, ""),)),
     Bug("empty barrier not waited for", ("race", "mbarrier"), ((MAIN, WAIT_EMPTY, ""),)),
     Bug(
@@ -153,13 +153,13 @@ BUGS: tuple[Bug, ...] = (
         ((MAIN, "CLUSTER_N * NUM_CONSUMER_WARPS);", "CLUSTER_N * NUM_CONSUMER_WARPS - 1);"),),
     ),
     Bug(
-        "full barrier expects one arrival too many",
+        "full barrier expects two arrivals",
         ("deadlock",),
         (
             (
                 MAIN,
+                "mbarrier_init(shared_address(&shared.full[s]), 1)",
                 "mbarrier_init(shared_address(&shared.full[s]), 2)",
-                "mbarrier_init(shared_address(&shared.full[s]), 3)",
             ),
         ),
     ),
@@ -194,7 +194,7 @@ BUGS: tuple[Bug, ...] = (
         ("mbarrier",),
         (
             (MAIN, "mbarrier_init(shared_address(&shared.window_full), 1);", ""),
-            (MAIN, "mbarrier_init(shared_address(&shared.full[s]), 2);", ""),
+            (MAIN, "mbarrier_init(shared_address(&shared.full[s]), 1);", ""),
         ),
     ),
     # ---- CTA barriers and lanes
@@ -251,7 +251,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scales read past their end",
         ("out-of-bounds",),
-        ((MAIN, "lane < k_blocks ? __ldg(rows[j] + lane) : 0.0f", "__ldg(rows[j] + lane)"),),
+        ((MAIN, "kb < k_blocks ? __ldg(rows[j] + kb) : 0.0f", "__ldg(rows[j] + kb)"),),
     ),
     Bug(
         "scale copy starts off a 16-byte boundary",
@@ -291,26 +291,15 @@ BUGS: tuple[Bug, ...] = (
         ("uninitialised-register",),
         ((MAIN, "k_major_128b_descriptor(b + k / 16), k != 0)", "k_major_128b_descriptor(b + k / 16), 1)"),),
     ),
-    Bug(
-        "weight scale of the wrong K block",
-        (),
-        ((MAIN, "lane < k_blocks ? __ldg(rows[j] + lane) : 0.0f", "__ldg(rows[j] + (lane + 1) % k_blocks)"),),
-    ),
-    Bug(
-        "weight scales written into a stage in use",
-        ("race", "mbarrier"),
-        ((MAIN, "mbarrier_wait(shared_address(&shared.empty[pipeline.stage]), pipeline.phase ^ 1);", ""),),
-    ),
-    Bug(
-        "another lane arrives for the weight scales",
-        ("race",),
-        ((MAIN, "if (lane == kb % 32) mbarrier_arrive", "if (lane == 0) mbarrier_arrive"),),
-    ),
+    Bug("weight scale of the wrong K block", (), ((MAIN, "kb & 31)", "(kb + 1) & 31)"),)),
     # ---- the queue of tiles
     Bug(
         "queue slot given back before the warp has read it",
         ("race",),
-        (("tile_queue.cuh", "__syncwarp();", ""),),
+        (  # either of two orders the lanes' reads, since every tile has a stage to give back
+            ("tile_queue.cuh", "__syncwarp();", ""),
+            (MAIN, "__syncwarp();\n    const uint32_t empty", "const uint32_t empty"),
+        ),
     ),
     Bug(
         "queue slot not waited for",
