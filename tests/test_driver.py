@@ -386,9 +386,8 @@ def test_numbers_of_the_driver_api() -> None:
         assert number == getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_{name}")
         assert size == dtype.itemsize
     for kind in ("NONE", "32B", "64B", "128B"):
-        assert (
-            getattr(tensor_map, f"SWIZZLE_{kind}") == cuda.CUtensorMapSwizzle[f"CU_TENSOR_MAP_SWIZZLE_{kind}"]
-        )
+        declared = getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{kind}")
+        assert getattr(tensor_map, f"SWIZZLE_{kind}") == declared
     for kind in ("NONE", "64B", "128B", "256B"):
         promotion = "NONE" if kind == "NONE" else f"L2_{kind}"
         declared = getattr(cuda.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}")

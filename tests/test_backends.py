@@ -1,0 +1,121 @@
+"""What is said to be available, and why something is not."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+import padless
+from padless import driver, jit
+
+# `padless.backends` is the function; the module is what it was defined in.
+MODULE = importlib.import_module("padless.backends")
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine on which everything is there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA Pretended")
+    monkeypatch.setattr(driver, "cuda_driver", lambda: object())
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: "13.0")
+    return monkeypatch
+
+
+def test_three_are_known() -> None:
+    found = padless.backends()
+    assert list(found) == ["cuda", "emulator", "reference"] == list(MODULE.NAMES)
+    for name, backend in found.items():
+        assert backend.name == name
+        assert isinstance(backend.available, bool)
+        assert len(backend.reason) > 10
+
+
+def test_the_reference_is_always_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise ImportError("no NVRTC")
+
+    monkeypatch.setattr(jit, "nvrtc_version", missing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = padless.backends()
+    assert [name for name, backend in found.items() if backend.available] == ["reference"]
+    for name in ("cuda", "emulator"):
+        assert found[name].reason != ""
+    assert "NVRTC cannot be loaded (no NVRTC)" in found["emulator"].reason
+    assert "install nvidia-cuda-nvrtc" in found["emulator"].reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_this_machine_has_no_gpu() -> None:
+    assert padless.backends()["cuda"] == MODULE.Backend("cuda", False, "torch sees no CUDA GPU")
+
+
+def test_a_hopper_gpu_is_used(hopper: pytest.MonkeyPatch) -> None:
+    cuda = padless.backends()["cuda"]
+    assert cuda.available
+    assert cuda.reason == "NVIDIA Pretended, kernels compiled with NVRTC 13.0"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_another_architecture_is_named(hopper: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    hopper.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    cuda = padless.backends()["cuda"]
+    assert not cuda.available
+    assert cuda.reason == (
+        f"NVIDIA Pretended has compute capability {capability}; the kernels need 9.0 (Hopper)"
+    )
+
+
+def test_a_missing_driver_is_named(hopper: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise driver.DriverError("no CUDA driver on this machine (libcuda.so.1)")
+
+    hopper.setattr(driver, "cuda_driver", missing)
+    assert padless.backends()["cuda"] == MODULE.Backend(
+        "cuda", False, "no CUDA driver on this machine (libcuda.so.1)"
+    )
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("No module named 'cuda'"), RuntimeError("libnvrtc.so.13 is broken"), OSError("?")]
+)
+def test_a_missing_compiler_is_named(hopper: pytest.MonkeyPatch, error: Exception) -> None:
+    def missing() -> str:
+        raise error
+
+    hopper.setattr(jit, "nvrtc_version", missing)
+    for name in ("cuda", "emulator"):
+        backend = padless.backends()[name]
+        assert not backend.available
+        assert str(error) in backend.reason
+        assert "install" in backend.reason
+
+
+def test_an_emulator_that_cannot_be_imported_is_named(hopper: pytest.MonkeyPatch) -> None:
+    hopper.setitem(sys.modules, "padless.emulator", None)  # importing it raises ImportError
+    hopper.delitem(sys.modules, "padless.emulator.fake_driver", raising=False)
+    emulator = padless.backends()["emulator"]
+    assert not emulator.available
+    assert "cannot be imported" in emulator.reason
+
+
+def test_the_default_on_the_cpu_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the emulator, which would be very slow, and not an error."""
+    a = padless.quantize(torch.randn(4, 128), padless.FP8_BLOCK)
+    b = padless.quantize(torch.randn(1, 8, 128), padless.FP8_BLOCK, kind="weight")
+    offs = padless.group_offsets([4])
+    calls = []
+    module = importlib.import_module("padless.grouped_gemm")
+    product = module.grouped_gemm_reference
+    monkeypatch.setattr(
+        module,
+        "grouped_gemm_reference",
+        lambda *arguments, **named: (calls.append(1), product(*arguments, **named))[1],
+    )
+    by_default = padless.grouped_gemm(a, b, offs)
+    assert calls == [1]
+    assert torch.equal(by_default, padless.grouped_gemm(a, b, offs, backend="reference"))
