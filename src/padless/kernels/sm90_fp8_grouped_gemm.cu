@@ -221,7 +221,7 @@ __device__ __forceinline__ void skip_tile(SharedStorage& shared, const Problem& 
         release_stage(shared, pipeline.stage, lane);
         pipeline.advance();
     }
-    reader.release_by_warp(lane);
+    if (lane == 0) reader.release();
 }
 
 // Address of the scale of row `row` of the tile: in stage 0, or of K block 0 in the window.
@@ -390,7 +390,7 @@ __device__ __forceinline__ void consume_tile(SharedStorage& shared, const Proble
     const int row = warpgroup * WGMMA_M + warp * 16 + lane / 4;
     float d[WAVES][BLOCK_N / 2];
     multiply_tile<NUM_WAVES>(d, shared, problem, tile, column, warpgroup, row, lane, pipeline);
-    reader.release_by_warp(lane);
+    if (lane == 0) reader.release();
     store_tile<NUM_WAVES>(d, shared, problem, store_maps, tile, column, warpgroup, warp, lane);
 }
 
@@ -400,8 +400,8 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     uint32_t window_phase = 0;
-    Tile tile;
-    while (reader.next(tile)) {
+    Tile tile{};
+    while (reader.next(tile, lane)) {
         if constexpr (SCALES_K_MAJOR) mbarrier_wait(shared_address(&shared.window_full), window_phase);
         const int units = units_of(tile.rows);
         if (WAVES == 2 && warpgroup + NUM_MMA_WARPGROUPS < units)

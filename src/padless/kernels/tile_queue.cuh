@@ -59,7 +59,8 @@ __device__ __forceinline__ void hand_out_tiles(TileQueueStorage& queue, Order or
     }
 }
 
-// A reader's walk through the queue: all lanes of a warp, or one thread (the producer).
+// A reader's walk through the queue: a warp, or one thread (the producer). In a warp lane 0 alone reads the slot and
+// gives it back, so that one thread's own order is all there is to keep.
 template <int CLUSTER>
 struct TileReader {
     TileQueueStorage& queue;
@@ -67,18 +68,26 @@ struct TileReader {
 
     __device__ __forceinline__ explicit TileReader(TileQueueStorage& queue) : queue(queue) {}
 
-    // The next tile; false when there is none. Its slot stays ours until release().
+    // One thread: the next tile; false when there is none. Its slot stays ours until release().
     __device__ __forceinline__ bool next(Tile& tile) {
-        const uint32_t full = shared_address(&queue.full[pipeline.stage]);
-        if constexpr (CLUSTER == 1)
-            mbarrier_wait(full, pipeline.phase);
-        else
-            mbarrier_wait_cluster(full, pipeline.phase);
+        wait();
         tile = queue.tiles[pipeline.stage];
         return tile.rows != 0;
     }
 
-    // Gives the slot back, when the tile is nearly done, so that the scheduler does not draw further ahead than it must.
+    // The same for all lanes of a warp.
+    __device__ __forceinline__ bool next(Tile& tile, int lane) {
+        wait();
+        if (lane == 0) tile = queue.tiles[pipeline.stage];
+        tile.group = __shfl_sync(0xffffffff, tile.group, 0);
+        tile.row = __shfl_sync(0xffffffff, tile.row, 0);
+        tile.rows = __shfl_sync(0xffffffff, tile.rows, 0);
+        tile.column = __shfl_sync(0xffffffff, tile.column, 0);
+        return tile.rows != 0;
+    }
+
+    // The thread that read it: gives the slot back, when the tile is nearly done, so that the scheduler does not draw
+    // further ahead than it must.
     __device__ __forceinline__ void release() {
         const uint32_t empty = shared_address(&queue.empty[pipeline.stage]);
         if constexpr (CLUSTER == 1)
@@ -87,11 +96,14 @@ struct TileReader {
             mbarrier_arrive_cluster(empty, 0);
     }
 
-    // The same for a warp: one arrival, after every lane has read the tile.
-    __device__ __forceinline__ void release_by_warp(int lane) {
-        __syncwarp();
-        if (lane == 0) release();
-    }
-
     __device__ __forceinline__ void advance() { pipeline.advance(); }
+
+  private:
+    __device__ __forceinline__ void wait() {
+        const uint32_t full = shared_address(&queue.full[pipeline.stage]);
+        if constexpr (CLUSTER == 1)
+            mbarrier_wait(full, pipeline.phase);
+        else
+            mbarrier_wait_cluster(full, pipeline.phase);
+    }
 };
