@@ -172,9 +172,6 @@ def test_m_moves_the_choice_among_few_kernels() -> None:
     assert len(chosen) <= 5
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ZeroDivisionError, reason="a cluster of two is estimated on half a multiprocessor"
-)
 def test_one_multiprocessor_is_enough() -> None:
     """The emulator can be told to have one."""
     assert select_config(Problem(300, 256, 512, 3, num_sms=1)).cluster_n == 1

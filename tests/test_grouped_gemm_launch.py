@@ -216,11 +216,6 @@ def test_a_config_that_cannot_be_fitted_is_refused(device: RecordingDriver) -> N
     assert device.launches == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=jit.CompileError,
-    reason="a tile that does not fit in shared memory is found by the compiler",
-)
 def test_a_config_that_does_not_fit_in_shared_memory_is_refused(device: RecordingDriver) -> None:
     a, b = operands(8, 8, 128, 1)
     with pytest.raises(ValueError, match="num_stages"):

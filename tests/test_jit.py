@@ -231,21 +231,13 @@ def null(path: Path) -> None:
     path.write_text("null")
 
 
-WHOLE_JSON = pytest.mark.xfail(
-    strict=True,
-    raises=(TypeError, AttributeError),
-    reason="_read_cache takes any JSON for a description: JSON that is not a whole one ends in an exception",
-)
 DAMAGE = [
     *(
         (".cubin", damage)
         for damage in (truncate, empty, flip_a_bit, garbage, another_kernels_image, Path.unlink)
     ),
     *((".json", damage) for damage in (truncate, empty, garbage, Path.unlink)),
-    *(
-        pytest.param(".json", damage, marks=WHOLE_JSON)
-        for damage in (without_a_field, with_an_unknown_field, a_list, null)
-    ),
+    *((".json", damage) for damage in (without_a_field, with_an_unknown_field, a_list, null)),
 ]
 
 
@@ -271,7 +263,6 @@ def test_a_damaged_file_is_compiled_again(
     assert len(compilations) == before + 1
 
 
-@pytest.mark.xfail(strict=True, reason="the checksum covers the image alone, not the numbers that go with it")
 def test_a_wrong_number_in_the_description_is_noticed(
     cache: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -240,9 +240,6 @@ def test_large_groups_come_first(sizes: list[int], n: int, shape: Shape) -> None
     assert order == sorted((g for g, size in enumerate(sizes) if size), key=lambda g: (-sizes[g], g))
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="walk_of_groups zips [0] with no ends when there is no group"
-)
 def test_no_groups_have_no_tiles() -> None:
     assert twin([], 10, 200, (128, 192, 8)) == []
 

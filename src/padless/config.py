@@ -134,6 +134,7 @@ def select_config(problem: Problem) -> GemmConfig:
 
     # A float32 tile takes twice the shared memory on its way out: the largest would leave two stages.
     tiles = [t for t in _TILE_CYCLES if problem.out_dtype != torch.float32 or t[0] * t[1] <= 128 * 128]
+    tiles = [t for t in tiles if t[2] <= problem.num_sms]
     block_m, block_n, cluster_n, raster_m = min(tiles, key=estimate)
     return GemmConfig(
         block_m=block_m,

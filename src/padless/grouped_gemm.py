@@ -18,7 +18,7 @@ from padless.backends import NAMES, backends
 from padless.config import MAX_GROUPS, OUT_DTYPES, GemmConfig, Problem, fit_config, select_config
 from padless.driver import Argument, Driver, LaunchShape, PreparedLaunch, cuda_driver
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.jit import CompiledKernel, compile_kernel
+from padless.jit import CompiledKernel, CompileError, compile_kernel
 from padless.layouts import to_mn_major
 from padless.reference import grouped_gemm_reference
 
@@ -30,10 +30,15 @@ def group_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
 
     Example: sizes [3, 0, 2] give [3, 3, 5].
     """
-    sizes = torch.as_tensor(sizes)
+    if not isinstance(sizes, torch.Tensor):
+        sizes = torch.tensor(sizes, dtype=torch.int64 if sizes == [] else None)
     if sizes.dim() != 1 or sizes.is_floating_point():
         raise ValueError(f"sizes must be a 1-D list or tensor of integers, got {sizes.dim()}-D {sizes.dtype}")
-    return sizes.cumsum(0).to(torch.int32)
+    ends = sizes.cumsum(0)
+    on_host = not ends.is_cuda and ends.numel() > 0  # on a GPU a look at the values would wait for it
+    if on_host and (int(sizes.min()) < 0 or int(ends[-1]) >= 2**31):
+        raise ValueError(f"sizes must not be negative and sum to less than 2^31, got {sizes.tolist()}")
+    return ends.to(torch.int32)
 
 
 def grouped_gemm(
@@ -90,6 +95,8 @@ def gemm(
     """The dense product a @ b.T: a (M, K), b (N, K), out (M, N). Otherwise as grouped_gemm with one group."""
     if not isinstance(b, BlockScaledTensor) or b.data.dim() != 2:
         raise ValueError(f"b must be a BlockScaledTensor of rank 2, (N, K), got {_describe(b)}")
+    if not b.is_weight:
+        raise ValueError(f"b has scales of shape {tuple(b.scale.shape)}; quantize it with kind='weight'")
     b = BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale)
     return _run(a, b, None, out, out_dtype, backend, config)
 
@@ -144,9 +151,9 @@ def _check_operands(a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tens
             raise ValueError(f"offs must be contiguous, got stride {offs.stride(0)}; call .contiguous()")
     _check_layout("a.data", a.data)
     _check_layout("b.data", b.data)
-    for name, scale in (("a.scale", a.scale), ("b.scale", b.scale)):
-        if scale.data_ptr() % 16 != 0:
-            raise ValueError(f"{name} is at address {scale.data_ptr():#x}; it must be 16-byte aligned")
+    if a.scale.data_ptr() % 16 != 0:
+        address = a.scale.data_ptr()
+        raise ValueError(f"a.scale is at address {address:#x}; it must be 16-byte aligned; clone() it")
     if a.scale.numel() >= 2**31 - 2**20 or m >= 2**30:
         raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * ceil(K / 128) below 2^31")
 
@@ -179,7 +186,8 @@ def _check_layout(name: str, tensor: torch.Tensor) -> None:
     if tensor.numel() == 0:
         return
     rows_overlap = tensor.shape[-2] > 1 and tensor.stride(-2) < tensor.shape[-1]
-    if tensor.stride(-1) != 1 or any(s * size % 16 for s in tensor.stride()[:-1]) or rows_overlap:
+    outer = [s for s, length in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if length > 1]
+    if tensor.stride(-1) != 1 or any(s * size % 16 for s in outer) or rows_overlap:
         raise ValueError(
             f"{name} has strides {tensor.stride()} elements; the last must be 1 and the others multiples of 16 bytes; "
             "call .contiguous()"
@@ -325,7 +333,14 @@ def _prepare(
 
 @lru_cache(maxsize=256)
 def _load(driver: Driver, config: GemmConfig, device: int) -> tuple[CompiledKernel, Any]:
-    kernel = compile_kernel(KERNEL, config.prelude(), driver.arch, driver.kind)
+    try:
+        kernel = compile_kernel(KERNEL, config.prelude(), driver.arch, driver.kind)
+    except CompileError as error:
+        if "does not fit in shared memory" not in str(error):
+            raise
+        raise ValueError(
+            f"config does not fit in shared memory: {config}; lower num_stages (0 takes as many as fit) or the tile"
+        ) from None
     return kernel, driver.load(kernel, device)
 
 

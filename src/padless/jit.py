@@ -16,6 +16,7 @@ import threading
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 KERNELS = Path(__file__).parent / "kernels"
 _OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v", "--device-as-default-execution-space")
@@ -216,15 +217,21 @@ def _read_cache(stem: Path, kind: str) -> CompiledKernel | None:
         described = json.loads(stem.with_suffix(".json").read_text())
     except (OSError, ValueError):
         return None
-    if described.pop("image_sha256", None) != hashlib.sha256(image).hexdigest():
+    if not isinstance(described, dict):
+        return None
+    if described.pop("sha256", None) != _checksum(image, described):
         return None  # two halves of different writes, or damage: compile again
     return CompiledKernel(image=image, **described)
+
+
+def _checksum(image: bytes, described: dict[str, Any]) -> str:
+    return hashlib.sha256(image + json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def _write_cache(stem: Path, kernel: CompiledKernel) -> None:
     described = asdict(kernel)
     image = described.pop("image")
-    described["image_sha256"] = hashlib.sha256(image).hexdigest()
+    described["sha256"] = _checksum(image, described)
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
         _write_atomically(stem.with_suffix("." + kernel.kind), image)

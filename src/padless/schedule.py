@@ -31,7 +31,7 @@ def clean_offs(offs: Sequence[int], m: int) -> list[int]:
 def walk_of_groups(offs: Sequence[int], m: int) -> list[tuple[int, int, int]]:
     """(group, first row, end row) from the group with the most rows to the one with the fewest; ties by number."""
     ends = clean_offs(offs, m)
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][: len(ends)]
     groups = [(g, start, end) for g, (start, end) in enumerate(zip(starts, ends, strict=True))]
     return sorted(groups, key=lambda group: (group[1] - group[2], group[0]))
 

@@ -11,6 +11,7 @@ import torch
 
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.grouped_gemm import grouped_gemm
+from padless.layouts import to_mn_major
 
 
 def scaled_grouped_mm(
@@ -35,8 +36,9 @@ def scaled_grouped_mm(
         mat_b: (G, K, N) float8_e4m3fn, column-major: the transpose of a contiguous (G, N, K).
         scale_a: (M, ceil(K / 128)) float32 decode scales, row-major or MN-major, or a list of that one tensor.
         scale_recipe_a: ScalingType.BlockWise1x128, or a list of it.
-        scale_b: (G, ceil(K / 128), ceil(N / 128)) float32, the transpose of a contiguous (G, N / 128, K / 128) as
-            mat_b is; or (G, ceil(N / 128), ceil(K / 128)) contiguous where the two cannot be confused.
+        scale_b: (G, ceil(K / 128), ceil(N / 128)) float32, in any layout, the K blocks rounded up to 4 or not; best the
+            transpose of a contiguous (G, N blocks, K blocks), which needs no copy. Where the two numbers of blocks
+            differ, (G, N blocks, K blocks) itself is taken too.
         scale_recipe_b: ScalingType.BlockWise128x128, or a list of it.
         swizzle_a, swizzle_b: None or SwizzleType.NO_SWIZZLE.
         bias: must be None.
@@ -68,14 +70,30 @@ def scaled_grouped_mm(
             f"got shape {tuple(mat_b.shape)} with strides {mat_b.stride()}"
         )
     b = mat_b.transpose(-2, -1)
-    a = BlockScaledTensor(mat_a, _only("scale_a", scale_a), FP8_BLOCK)
-    scales = _only("scale_b", scale_b)
-    if scales.dim() == 3 and not scales.is_contiguous() and scales.transpose(-2, -1).is_contiguous():
-        scales = scales.transpose(-2, -1)
-    elif tuple(scales.shape) != FP8_BLOCK.scale_shape(tuple(b.shape), "weight"):
-        scales = scales.transpose(-2, -1).contiguous()
+    scale_of_a = _only("scale_a", scale_a)
+    if scale_of_a.dim() == 2 and not scale_of_a.is_contiguous():
+        scale_of_a = to_mn_major(
+            scale_of_a
+        )  # torch's (1, M) strides are MN-major only where M is a multiple of 4
+    a = BlockScaledTensor(mat_a, scale_of_a, FP8_BLOCK)
+    scale_of_b = _scale_of_b(_only("scale_b", scale_b), tuple(b.shape))
     return grouped_gemm(
-        a, BlockScaledTensor(b, scales, FP8_BLOCK), offs, out_dtype=output_dtype or torch.bfloat16
+        a, BlockScaledTensor(b, scale_of_b, FP8_BLOCK), offs, out_dtype=output_dtype or torch.bfloat16
+    )
+
+
+def _scale_of_b(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The scales as (G, N blocks, K blocks) contiguous, from torch's (G, K blocks, N blocks) or from just that."""
+    wanted = FP8_BLOCK.scale_shape(shape, "weight")
+    groups, n_blocks, k_blocks = wanted
+    if scale.dim() == 3:
+        if tuple(scale.shape) in ((groups, k_blocks, n_blocks), (groups, -(-k_blocks // 4) * 4, n_blocks)):
+            return scale.transpose(-2, -1)[..., :k_blocks].contiguous()
+        if tuple(scale.shape) == wanted:
+            return scale.contiguous()
+    raise ValueError(
+        f"scale_b has shape {tuple(scale.shape)}; allowed: (G, K blocks, N blocks) = {(groups, k_blocks, n_blocks)}, "
+        f"K blocks rounded up to 4 or not, or {wanted}"
     )
 
 
