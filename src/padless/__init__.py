@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from padless.backends import backends
     from padless.config import GemmConfig
-    from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+    from padless.formats import (
+        FP8_BLOCK,
+        MXFP4,
+        MXFP8,
+        MXFP8_E5M2,
+        NVFP4,
+        BlockScaledFormat,
+        BlockScaledTensor,
+    )
     from padless.grouped_gemm import gemm, group_offsets, grouped_gemm
     from padless.quantize import dequantize, quantize
     from padless.torch_api import scaled_grouped_mm
@@ -18,6 +26,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "FP8_BLOCK",
+    "MXFP4",
+    "MXFP8",
+    "MXFP8_E5M2",
+    "NVFP4",
     "BlockScaledFormat",
     "BlockScaledTensor",
     "GemmConfig",
@@ -32,6 +44,10 @@ __all__ = [
 
 _HOMES = {
     "FP8_BLOCK": "formats",
+    "MXFP4": "formats",
+    "MXFP8": "formats",
+    "MXFP8_E5M2": "formats",
+    "NVFP4": "formats",
     "BlockScaledFormat": "formats",
     "BlockScaledTensor": "formats",
     "GemmConfig": "config",
