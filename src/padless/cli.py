@@ -85,9 +85,14 @@ def verify(
     checks: Annotated[
         list[str] | None, typer.Option("--check", help="Only this check; can be repeated.")
     ] = None,
+    against_emulator: Annotated[
+        bool,
+        typer.Option("--against-emulator", help="Compare random problems with the emulator, bit for bit."),
+    ] = False,
 ) -> None:
     """Run every check that needs a GPU, compute-sanitizer included, and record the result."""
-    _call("padless.verify", "run_verify", out=out, sanitizer=sanitizer, checks=checks or None)
+    options = {"sanitizer": sanitizer, "against_emulator": against_emulator, "checks": checks or None}
+    _call("padless.verify", "run_verify", out=out, **options)
 
 
 COMMANDS = "padless.bench.commands"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from padless import __version__
 from padless.backends import backends
 from padless.verify_checks import CHECKS
+from padless.verify_emulator import check_against_emulator
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _SANITIZER_SECONDS = 240
@@ -29,6 +31,7 @@ def run_verify(
     out: Path | None = None,
     *,
     sanitizer: bool = True,
+    against_emulator: bool = False,
     checks: list[str] | None = None,
     console: Console | None = None,
 ) -> int:
@@ -37,6 +40,7 @@ def run_verify(
     Args:
         out: folder for ``verify.json`` and ``verify.md``, or None to print only.
         sanitizer: run compute-sanitizer's tools too, where it is installed.
+        against_emulator: also compare 200 random problems with the emulator, bit for bit (minutes, on the CPU).
         checks: names out of ``verify_checks.CHECKS``; all of them when None.
 
     Returns:
@@ -46,15 +50,19 @@ def run_verify(
     if not found.available:
         raise ValueError(f"padless verify runs the kernels on a GPU, and cannot here: {found.reason}")
     console = console or Console()
-    names = list(CHECKS) if checks is None else checks
+    jobs: dict[str, Callable[[], str]] = {
+        name: CHECKS[name] for name in (CHECKS if checks is None else checks)
+    }
+    if against_emulator:
+        jobs["emulator agrees"] = check_against_emulator
     tools = SANITIZER_TOOLS if sanitizer and _sanitizer() else ()
     records: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("verify", total=len(names) + len(tools))
-        for name in names:
+        task = progress.add_task("verify", total=len(jobs) + len(tools))
+        for name, check in jobs.items():
             progress.update(task, description=name)
-            records.append(_record(console, name, CHECKS[name]))
+            records.append(_record(console, name, check))
             progress.advance(task)
         for tool in tools:
             progress.update(task, description=f"compute-sanitizer {tool}")
