@@ -26,9 +26,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_three_are_known() -> None:
+def test_all_are_known() -> None:
     found = padless.backends()
-    assert list(found) == ["cuda", "emulator", "reference"] == list(MODULE.NAMES)
+    assert list(found) == ["cuda", "emulator", "emulator:sm_100a", "reference"] == list(MODULE.NAMES)
     for name, backend in found.items():
         assert backend.name == name
         assert isinstance(backend.available, bool)
@@ -43,7 +43,7 @@ def test_the_reference_is_always_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = padless.backends()
     assert [name for name, backend in found.items() if backend.available] == ["reference"]
-    for name in ("cuda", "emulator"):
+    for name in ("cuda", "emulator", "emulator:sm_100a"):
         assert found[name].reason != ""
     assert "NVRTC cannot be loaded (no NVRTC)" in found["emulator"].reason
     assert "install nvidia-cuda-nvrtc" in found["emulator"].reason
@@ -88,7 +88,7 @@ def test_a_missing_compiler_is_named(hopper: pytest.MonkeyPatch, error: Exceptio
         raise error
 
     hopper.setattr(jit, "nvrtc_version", missing)
-    for name in ("cuda", "emulator"):
+    for name in ("cuda", "emulator", "emulator:sm_100a"):
         backend = padless.backends()[name]
         assert not backend.available
         assert str(error) in backend.reason
@@ -98,9 +98,30 @@ def test_a_missing_compiler_is_named(hopper: pytest.MonkeyPatch, error: Exceptio
 def test_an_emulator_that_cannot_be_imported_is_named(hopper: pytest.MonkeyPatch) -> None:
     hopper.setitem(sys.modules, "padless.emulator", None)  # importing it raises ImportError
     hopper.delitem(sys.modules, "padless.emulator.fake_driver", raising=False)
-    emulator = padless.backends()["emulator"]
-    assert not emulator.available
-    assert "cannot be imported" in emulator.reason
+    for name in ("emulator", "emulator:sm_100a"):
+        emulator = padless.backends()[name]
+        assert (emulator.name, emulator.available) == (name, False)
+        assert "cannot be imported" in emulator.reason
+
+
+def test_every_emulator_says_what_it_emulates() -> None:
+    found = padless.backends()
+    assert "Hopper" in found["emulator"].reason
+    assert "Blackwell" in found["emulator:sm_100a"].reason
+
+
+def test_one_emulated_device_per_architecture() -> None:
+    """However it is asked for, so that settings made on it hold for the backend's launches."""
+    from padless.emulator.fake_driver import driver_of, emulated_driver
+
+    hopper, blackwell = driver_of("emulator"), driver_of("emulator:sm_100a")
+    assert hopper is emulated_driver() is emulated_driver("sm_90a")
+    assert blackwell is emulated_driver("sm_100a")
+    assert (hopper.arch, blackwell.arch) == ("sm_90a", "sm_100a")
+    with blackwell.configured(seed=5):
+        assert (hopper.settings.seed, blackwell.settings.seed) == (0, 5)
+    with pytest.raises(ValueError, match="arch is 'sm_80'; allowed: 'sm_90a', 'sm_100a'"):
+        emulated_driver("sm_80")
 
 
 def test_the_default_on_the_cpu_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

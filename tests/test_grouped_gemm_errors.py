@@ -222,7 +222,7 @@ BAD_CALLS = [
     Bad(
         "backend_unknown",
         lambda: {"backend": "gpu"},
-        ("backend is 'gpu'", "allowed: None, 'cuda', 'emulator', 'reference'"),
+        ("backend is 'gpu'", "allowed: None, 'cuda', 'emulator', 'emulator:sm_100a', 'reference'"),
     ),
 ]
 
@@ -291,7 +291,7 @@ def test_too_many_rows_for_the_kernels_arithmetic() -> None:
             padless.grouped_gemm(a, meta(weight(k=k)), OFFS.to("meta"))
 
 
-@pytest.mark.parametrize("backend", ["cuda", "emulator"])
+@pytest.mark.parametrize("backend", ["cuda", "emulator", "emulator:sm_100a"])
 def test_a_backend_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     found = dict(padless.backends())
     found[backend] = type(found[backend])(backend, False, "it was taken away")

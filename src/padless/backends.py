@@ -8,7 +8,7 @@ import torch
 
 from padless import driver, jit
 
-NAMES = ("cuda", "emulator", "reference")
+NAMES = ("cuda", "emulator", "emulator:sm_100a", "reference")
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,14 @@ class Backend:
 
 
 def backends() -> dict[str, Backend]:
-    """Every backend by name: "cuda" (the kernels), "emulator" (the same kernels on the CPU), "reference" (torch)."""
-    found = (_cuda(), _emulator(), Backend("reference", True, "exact and slow, in torch on the CPU"))
+    """Every backend by name: "cuda" (the kernels), "emulator" and "emulator:sm_100a" (the kernels for Hopper and for
+    Blackwell on the CPU), "reference" (torch)."""
+    found = (
+        _cuda(),
+        _emulator("emulator", "Hopper"),
+        _emulator("emulator:sm_100a", "Blackwell"),
+        Backend("reference", True, "exact and slow, in torch on the CPU"),
+    )
     return {backend.name: backend for backend in found}
 
 
@@ -54,11 +60,11 @@ def _cuda() -> Backend:
     )
 
 
-def _emulator() -> Backend:
+def _emulator(name: str, architecture: str) -> Backend:
     if missing := _compiler_missing():
-        return Backend("emulator", False, missing)
+        return Backend(name, False, missing)
     try:
         from padless.emulator import fake_driver  # noqa: F401
     except ImportError as error:
-        return Backend("emulator", False, f"the emulator cannot be imported ({error})")
-    return Backend("emulator", True, "the Hopper kernels' PTX, executed on the CPU: exact and very slow")
+        return Backend(name, False, f"the emulator cannot be imported ({error})")
+    return Backend(name, True, f"the {architecture} kernels' PTX, executed on the CPU: exact and very slow")

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,7 +149,16 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> DeviceMemory:
     return memory
 
 
-@lru_cache(maxsize=4)
+_DRIVERS = {arch: EmulatedDriver(arch) for arch in ("sm_90a", "sm_100a")}
+
+
 def emulated_driver(arch: str = "sm_90a") -> EmulatedDriver:
-    """The one emulated device of an architecture in this process."""
-    return EmulatedDriver(arch)
+    """The one emulated device of an architecture in this process: sm_90a (Hopper) or sm_100a (Blackwell)."""
+    if arch not in _DRIVERS:
+        raise ValueError(f"arch is {arch!r}; allowed: {', '.join(map(repr, _DRIVERS))}")
+    return _DRIVERS[arch]
+
+
+def driver_of(backend: str) -> EmulatedDriver:
+    """The device that a backend's name asks for: "emulator" is Hopper, "emulator:ARCH" is ARCH."""
+    return emulated_driver(*backend.split(":")[1:])
