@@ -18,6 +18,7 @@ from padless.driver import Argument, LaunchShape
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.jit import CompiledKernel
 from padless.layouts import to_mn_major
+from padless.paths import launching, sm90_fp8
 from padless.tensor_map import TensorMapSpec
 
 MODULE = importlib.import_module("padless.grouped_gemm")  # the function has the name of its module
@@ -75,7 +76,7 @@ class RecordingDriver:
 def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDriver:
     recording = RecordingDriver()
     monkeypatch.setattr(MODULE, "_driver", lambda backend, out: recording)
-    monkeypatch.setattr(MODULE, "_COUNTERS", {})
+    monkeypatch.setattr(launching, "_COUNTERS", {})
     return recording
 
 
@@ -201,7 +202,7 @@ def test_a_config_is_fitted_to_the_operands(device: RecordingDriver) -> None:
     config = GemmConfig(block_m=64, block_n=64, out_dtype=torch.float16, max_groups=1)
     padless.grouped_gemm(a, b, offs, out_dtype=torch.float32, backend="emulator", config=config)
     fitted = dataclasses.replace(config, out_dtype=torch.float32, max_groups=1024)
-    assert device.launches[0].kernel is jit.compile_kernel(MODULE.KERNEL, fitted.prelude(), "sm_90a", "ptx")
+    assert device.launches[0].kernel is jit.compile_kernel(sm90_fp8.KERNEL, fitted.prelude(), "sm_90a", "ptx")
 
 
 def test_a_config_that_cannot_be_fitted_is_refused(device: RecordingDriver) -> None:
@@ -248,9 +249,9 @@ def test_launches_that_can_run_together_have_different_counters(device: Recordin
 def test_when_all_counters_are_taken_the_shares_are_fixed(
     device: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MODULE, "_NUM_COUNTERS", 3)
+    monkeypatch.setattr(launching, "_NUM_COUNTERS", 3)
     config = GemmConfig()
-    assert [MODULE._counter(config, 0, address) for address in (16, 32, 48, 64, 32, 80)] == [
+    assert [launching.tile_counter(config, 0, address) for address in (16, 32, 48, 64, 32, 80)] == [
         0,
         1,
         2,
@@ -259,10 +260,10 @@ def test_when_all_counters_are_taken_the_shares_are_fixed(
         -1,
     ]
     # Another kernel or device has counters of its own.
-    assert MODULE._counter(GemmConfig(block_n=64), 0, 64) == 0
-    assert MODULE._counter(config, 1, 64) == 0
+    assert launching.tile_counter(GemmConfig(block_n=64), 0, 64) == 0
+    assert launching.tile_counter(config, 1, 64) == 0
 
 
 def test_the_host_and_the_kernel_have_as_many_counters() -> None:
     (exponent,) = re.findall(r"NUM_COUNTERS = 1 << (\d+);", jit.sources()["tile_queue.cuh"])
-    assert 1 << int(exponent) == MODULE._NUM_COUNTERS
+    assert 1 << int(exponent) == launching._NUM_COUNTERS

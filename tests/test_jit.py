@@ -16,7 +16,7 @@ import torch
 
 from padless import jit
 from padless.config import GemmConfig, Problem, select_config
-from padless.grouped_gemm import KERNEL
+from padless.paths.sm90_fp8 import KERNEL
 
 ARCH = "sm_90a"
 PRELUDE = GemmConfig().prelude()
@@ -160,7 +160,10 @@ def test_another_configuration_source_target_or_compiler_is_compiled(
     with monkeypatch.context() as patch:
         patch.setattr(jit, "_OPTIONS", (*jit._OPTIONS, "-DNOTHING"))
         compiles()
-    # And nothing was forgotten on the way.
+    # A file that the kernel does not include changes nothing, and nothing was forgotten on the way.
+    unrelated = {"another_kernel.cu": "// new\n", "another.cuh": "// new\n"}
+    with_others = {**jit.sources(), **unrelated}
+    monkeypatch.setattr(jit, "sources", lambda: with_others)
     forget(monkeypatch)
     before = len(compilations)
     jit.compile_kernel(KERNEL, PRELUDE, ARCH)

@@ -89,7 +89,7 @@ def compile_kernel(source: str, prelude: str, arch: str, kind: str = "cubin") ->
 def _load_or_compile(source: str, prelude: str, arch: str, kind: str) -> CompiledKernel:
     text = prelude + sources()[source]
     digest = hashlib.sha256()
-    for part in (nvrtc_version(), arch, kind, *_OPTIONS, prelude, source, *_all_sources()):
+    for part in (nvrtc_version(), arch, kind, *_OPTIONS, prelude, *_used_sources(source)):
         digest.update(part.encode())
         digest.update(b"\0")
     stem = cache_dir() / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}"
@@ -108,8 +108,18 @@ def sources() -> dict[str, str]:
     return {str(p.relative_to(KERNELS)): p.read_text() for p in files}
 
 
-def _all_sources() -> list[str]:
-    return [part for item in sources().items() for part in item]
+def _used_sources(source: str) -> list[str]:
+    """Name and text of ``source`` and of every header that it includes, directly or through another."""
+    texts, used, waiting = sources(), dict[str, str](), [source]
+    while waiting:
+        name = waiting.pop()
+        if name in used:
+            continue
+        used[name] = texts[name]
+        for included in re.findall(r'^\s*#include "([^"]+)"', texts[name], re.MULTILINE):
+            beside = str(Path(name).parent / included)
+            waiting.append(included if included in texts else beside)
+    return [part for item in sorted(used.items()) for part in item]
 
 
 @lru_cache(maxsize=1)
@@ -234,13 +244,14 @@ def _write_cache(stem: Path, kernel: CompiledKernel) -> None:
     described["sha256"] = _checksum(image, described)
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
-        _write_atomically(stem.with_suffix("." + kernel.kind), image)
-        _write_atomically(stem.with_suffix(".json"), json.dumps(described, indent=1).encode())
+        write_atomically(stem.with_suffix("." + kernel.kind), image)
+        write_atomically(stem.with_suffix(".json"), json.dumps(described, indent=1).encode())
     except OSError:
         return  # a cache that cannot be written costs time, not correctness
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes under another name and moves into place: a reader sees the old content or the new. Raises OSError."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -42,7 +42,7 @@ def group_rows(offs: torch.Tensor, num_rows: int) -> list[tuple[int, int]]:
 
 
 def grouped_gemm_reference(
-    a: BlockScaledTensor,
+    a: BlockScaledTensor | torch.Tensor,
     b: BlockScaledTensor,
     offs: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -51,14 +51,16 @@ def grouped_gemm_reference(
 ) -> torch.Tensor:
     """out[m, n] = sum over k of a[m, k] * b[g, n, k] for the rows m of each group g; (M, N).
 
-    a: (M, K) activations; b: (G, N, K) weights; offs: (G,) int32 cumulative END offsets. Rows in no group are
-    left as they are in `out`; in a fresh result they are NaN. Rounds to nearest even. out_dtype is ignored
-    when out is given.
+    a: (M, K) activations, or a plain bfloat16 tensor; b: (G, N, K) weights; offs: (G,) int32 cumulative END
+    offsets. Rows in no group are left as they are in `out`; in a fresh result they are NaN. Rounds to nearest
+    even. out_dtype is ignored when out is given.
     """
     if b.data.dim() != 3 or offs.shape != (b.shape[0],):
         raise ValueError(
             f"offs must have one end per group of b {tuple(b.shape)}, got shape {tuple(offs.shape)}"
         )
+    if isinstance(a, torch.Tensor):
+        a = _with_scales_of_one(a)
     out = _prepare_out(a, b, out, out_dtype, accumulate)
     a_scale, b_scale = plain_scale(a, offs), plain_scale(b)
     for group, (start, end) in enumerate(group_rows(offs, a.shape[0])):
@@ -71,6 +73,14 @@ def grouped_gemm_reference(
             )
             out[start:end] = round_to(acc, out.dtype).to(out.device)
     return out
+
+
+def _with_scales_of_one(a: torch.Tensor) -> BlockScaledTensor:
+    """A plain tensor as a block-scaled one: its values are the codes."""
+    plain = BlockScaledFormat("plain", a.dtype, torch.float32, (1, 128), (1, 128), float("inf"))
+    return BlockScaledTensor(
+        a, torch.ones(plain.scale_shape(tuple(a.shape), "activation"), device=a.device), plain
+    )
 
 
 def gemm_reference(

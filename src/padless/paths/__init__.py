@@ -1,0 +1,92 @@
+"""What runs where: for every operation, architecture and pair of formats, the kernel that does it.
+
+A path is a row of ``PATHS``. Its module, in this folder, is the host side of its kernel and has
+
+    Config                                        the class of the kernel's configuration
+    prepare(driver, a, b, offs, out, config)      checks what only this kernel needs, picks the configuration when
+                                                  ``config`` is None, compiles, encodes tensor maps and packs the
+                                                  launch; returns a ``launching.Prepared``
+
+docs/supported.md is generated from this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from padless.formats import BlockScaledTensor
+
+BF16 = "BF16"  # stands in the format column for plain bfloat16 activations
+
+
+@dataclass(frozen=True)
+class Path:
+    """One kernel for one pair of formats.
+
+    Attributes:
+        operation: "grouped_gemm" or "gemm".
+        arch: "sm_90a" (Hopper) or "sm_100a" (Blackwell).
+        a, b: names of the formats of activations and weights; ``BF16`` for a plain tensor.
+        module: the host side, a module of ``padless.paths``.
+        kernel: the device side, a file in ``kernels/``.
+        accumulation: how products are added up, in a sentence.
+    """
+
+    operation: str
+    arch: str
+    a: str
+    b: str
+    module: str
+    kernel: str
+    accumulation: str
+
+    def load(self) -> Any:
+        """The module of the host side."""
+        return import_module(f"padless.paths.{self.module}")
+
+
+_FP8_BLOCK = "FP8 tensor cores inside 128 of K (13 fractional bits), float32 across"
+
+# Where two rows differ in the module alone, the first is the default; a config of the other's class chooses the other.
+PATHS: tuple[Path, ...] = (
+    *(
+        Path(
+            operation, "sm_90a", "FP8_BLOCK", "FP8_BLOCK", "sm90_fp8", "sm90_fp8_grouped_gemm.cu", _FP8_BLOCK
+        )
+        for operation in ("grouped_gemm", "gemm")
+    ),
+)
+
+# Devices that run the code of another architecture's paths.
+_SAME_PATHS = {"sm_103a": "sm_100a"}
+
+
+def format_name(t: BlockScaledTensor | torch.Tensor) -> str:
+    """How ``PATHS`` calls the format of an operand."""
+    return t.format.name if isinstance(t, BlockScaledTensor) else BF16
+
+
+def find_path(operation: str, arch: str, a: str, b: str, config: object = None) -> Path:
+    """The path for formats ``a`` and ``b`` on ``arch``: the first one, or the one that takes ``config``.
+
+    Raises ValueError that says what is supported instead.
+    """
+    arch = _SAME_PATHS.get(arch, arch)
+    here = [path for path in PATHS if path.operation == operation and path.arch == arch]
+    found = [path for path in here if (path.a, path.b) == (a, b)]
+    if not found:
+        pairs = ", ".join(dict.fromkeys(f"{path.a} x {path.b}" for path in here)) or "nothing yet"
+        raise ValueError(f"{operation} of {a} x {b} has no kernel for {arch}; supported there: {pairs}")
+    if config is None:
+        return found[0]
+    for path in found:
+        if isinstance(config, path.load().Config):
+            return path
+    classes = " or ".join(dict.fromkeys(path.load().Config.__name__ for path in found))
+    raise ValueError(
+        f"config is a {type(config).__name__}; {operation} of {a} x {b} on {arch} takes a {classes}"
+    )
