@@ -71,7 +71,7 @@ CUresult cuGetErrorString(CUresult code, const char** text) {
     return *text ? 0 : 1;
 }
 CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
-    *value = attribute == 16 ? 132 + device : -1;
+    *value = attribute == 16 ? 132 + device : attribute == 75 ? 10 : attribute == 76 ? 3 : -1;
     return record("cuDeviceGetAttribute", "%d %d", attribute, device);
 }
 CUresult cuDevicePrimaryCtxRetain(void** context, int device) {
@@ -341,6 +341,10 @@ def test_an_error_without_words_keeps_its_number(stub: Stub) -> None:
         driver.num_sms(0)
 
 
+def test_kernels_are_compiled_for_the_devices_capability(stub: Stub) -> None:
+    assert CudaDriver().arch == "sm_103a"
+
+
 # --- NVIDIA's declarations ---------------------------------------------------------------------------------
 
 
@@ -374,6 +378,10 @@ def test_numbers_of_the_driver_api() -> None:
     function, device = cuda.CUfunction_attribute, cuda.CUdevice_attribute
     assert function.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES == driver_module._MAX_DYNAMIC_SHARED
     assert device.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT == driver_module._MULTIPROCESSOR_COUNT
+    assert driver_module._COMPUTE_CAPABILITY == (
+        device.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        device.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+    )
     assert cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT == 201
     types = cuda.CUtensorMapDataType
     for dtype, name in (

@@ -8,6 +8,7 @@ import torch
 
 from padless import driver, jit
 
+CAPABILITIES = {(9, 0): "Hopper", (10, 0): "Blackwell", (10, 3): "Blackwell"}
 NAMES = ("cuda", "emulator", "emulator:sm_100a", "reference")
 
 
@@ -44,10 +45,11 @@ def _cuda() -> Backend:
     if not torch.cuda.is_available():
         return Backend("cuda", False, "torch sees no CUDA GPU")
     capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
+    if capability not in CAPABILITIES:
         name = torch.cuda.get_device_name()
+        needed = ", ".join(f"{major}.{minor} ({name})" for (major, minor), name in CAPABILITIES.items())
         return Backend(
-            "cuda", False, f"{name} has compute capability {capability}; the kernels need 9.0 (Hopper)"
+            "cuda", False, f"{name} has compute capability {capability}; the kernels need one of {needed}"
         )
     try:
         driver.cuda_driver()

@@ -10,7 +10,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -96,13 +96,13 @@ class _LaunchConfig(ctypes.Structure):
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+_COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 
 
 class CudaDriver:
     """The GPU's driver, through ctypes on libcuda: a launch is one foreign call with everything packed before."""
 
     kind = "cubin"
-    arch = "sm_90a"
 
     def __init__(self) -> None:
         try:
@@ -121,10 +121,19 @@ class CudaDriver:
 
     def num_sms(self, device: int) -> int:
         """Multiprocessors of the device."""
+        return self._attribute(_MULTIPROCESSOR_COUNT, device)
+
+    @cached_property
+    def arch(self) -> str:
+        """What kernels are compiled for, of the first device: a machine with several kinds is not supported."""
+        major, minor = (self._attribute(attribute, 0) for attribute in _COMPUTE_CAPABILITY)
+        return f"sm_{major}{minor}a"
+
+    def _attribute(self, attribute: int, device: int) -> int:
         value = ctypes.c_int()
         self._check(
             "cuDeviceGetAttribute",
-            self._cuda.cuDeviceGetAttribute(ctypes.byref(value), _MULTIPROCESSOR_COUNT, device),
+            self._cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device),
         )
         return value.value
 
