@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
+
+from padless.cost_model import best_tile, cost_table
 
 OUT_DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "OUT_BF16",
@@ -18,6 +19,7 @@ SCALE_MAJORS = ("mn", "k")
 _FEW_GROUPS = 256  # the table of groups in shared memory comes in these sizes
 _MANY_GROUPS = 1024
 MAX_GROUPS = _MANY_GROUPS
+_KERNEL = "sm90_fp8_grouped_gemm"  # whose tiles select_config chooses among
 
 
 @dataclass(frozen=True)
@@ -103,44 +105,23 @@ class Problem:
     num_sms: int = 132
 
 
-# (block_m, block_n, cluster_n, raster_m): clock cycles of a CTA for 128 of K, measured on an H200 with large operands
-# (docs/kernels/sm90_fp8_grouped_gemm.md says how).
-_TILE_CYCLES: dict[tuple[int, int, int, int], int] = {
-    (256, 128, 2, 8): 1180,
-    (128, 192, 1, 16): 915,
-    (128, 128, 1, 8): 660,
-    (128, 64, 1, 8): 430,
-}
-_TILE_OVERHEAD_CYCLES = 2000  # from the last product of a tile to the first of the next
-
-
 def select_config(problem: Problem) -> GemmConfig:
-    """The kernel for a problem: a pure function of M, N, K, G, the output dtype and the number of multiprocessors.
+    """The kernel for a problem: of M, N, K, G, the output dtype and the number of multiprocessors, and the table of
+    costs that this process uses (``cost_model.cost_table``).
 
-    Takes the tile with the least estimated time. Every group is taken to end in half a tile on average, which costs as
-    much as a whole one; tiles of equal size leave part of the last round idle, unequal ones less than half a round.
+    Takes the tile with the least estimated time.
     """
-
-    def estimate(tile: tuple[int, int, int, int]) -> float:
-        block_m, block_n, cluster_n, _ = tile
-        groups = min(problem.num_groups, problem.m)
-        if problem.num_groups == 1:
-            m_tiles = float(-(-problem.m // block_m))
-        else:
-            m_tiles = max(problem.m / block_m + groups / 2, groups)
-        rounds = m_tiles * -(-problem.n // (block_n * cluster_n)) / (problem.num_sms // cluster_n)
-        rounds = math.ceil(rounds) if problem.num_groups == 1 else max(rounds + 0.4, 1.0)
-        return rounds * (-(-problem.k // 128) * _TILE_CYCLES[tile] + _TILE_OVERHEAD_CYCLES)
-
-    # A float32 tile takes twice the shared memory on its way out: the largest would leave two stages.
-    tiles = [t for t in _TILE_CYCLES if problem.out_dtype != torch.float32 or t[0] * t[1] <= 128 * 128]
-    tiles = [t for t in tiles if t[2] <= problem.num_sms]
-    block_m, block_n, cluster_n, raster_m = min(tiles, key=estimate)
+    costs = cost_table(_KERNEL).costs
+    if problem.out_dtype == torch.float32:
+        # A float32 tile takes twice the shared memory on its way out: the largest would leave two stages.
+        costs = {tile: cost for tile, cost in costs.items() if tile.block_m * tile.block_n <= 128 * 128}
+    m, n, k = problem.m, problem.n, problem.k
+    tile = best_tile(costs, m, n, k, problem.num_groups, problem.num_sms)
     return GemmConfig(
-        block_m=block_m,
-        block_n=block_n,
-        cluster_n=cluster_n,
-        raster_m=raster_m,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        cluster_n=tile.cluster_n,
+        raster_m=tile.raster_m,
         max_groups=_FEW_GROUPS if problem.num_groups <= _FEW_GROUPS else _MANY_GROUPS,
         out_dtype=problem.out_dtype,
     )
