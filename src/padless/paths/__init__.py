@@ -12,6 +12,7 @@ docs/supported.md is generated from this table.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -50,6 +51,12 @@ class Path:
 
 
 _FP8_BLOCK = "FP8 tensor cores inside 128 of K (13 fractional bits), float32 across"
+_MX = "block-scaled tensor cores, float32 across K"
+_MX_PAIRS = (
+    *itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2),
+    ("NVFP4", "NVFP4"),
+    ("MXFP4", "MXFP4"),
+)
 
 # Where two rows differ in the module alone, the first is the default; a config of the other's class chooses the other.
 PATHS: tuple[Path, ...] = (
@@ -58,6 +65,10 @@ PATHS: tuple[Path, ...] = (
             operation, "sm_90a", "FP8_BLOCK", "FP8_BLOCK", "sm90_fp8", "sm90_fp8_grouped_gemm.cu", _FP8_BLOCK
         )
         for operation in ("grouped_gemm", "gemm")
+    ),
+    *(
+        Path(operation, "sm_100a", a, b, "sm100_grouped", "sm100_grouped_gemm.cu", _MX)
+        for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), _MX_PAIRS)
     ),
 )
 

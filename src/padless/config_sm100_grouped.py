@@ -1,0 +1,155 @@
+"""What kernels/sm100_grouped_gemm.cu is compiled for, and which of its tiles a problem gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from padless.config import MAX_GROUPS, OUT_DTYPES
+
+KINDS = ("MXFP8", "NVFP4", "MXFP4")
+SCALE_SOURCES = ("tiled", "window", "plain")
+_FEW_GROUPS = 256
+
+
+@dataclass(frozen=True)
+class Sm100GroupedConfig:
+    """One compiled kernel. Each field becomes a constant of the device code; M is not here.
+
+    Attributes:
+        cta_group: CTAs that multiply as one: 1, or 2 (a pair: twice the rows on the left, the right operand shared).
+        tokens_on_n: the rows of A are the columns of the product (tiles of mma_n tokens x 128 * cta_group columns of
+            D), not its lanes (tiles of 128 * cta_group tokens x mma_n columns). For small groups.
+        mma_n: columns of a product, 32, 64, 128 or 256.
+        num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
+        raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
+        keep: the operand that L2 is asked to keep while the other streams through: "a", "b" or "" (neither).
+
+    The rest follows from the operands (``fit``):
+        kind: "MXFP8" (8-bit elements), "NVFP4" (block 16) or "MXFP4" (block 32).
+        a_e5m2, b_e5m2: whether 8-bit elements are e5m2 instead of e4m3.
+        scales_a, scales_b: "tiled" (every 128 rows of a tile are 512-byte atoms in memory: copied), "window" (32x4x4
+            tiles in which the rows may start anywhere: gathered) or "plain" (rows x columns: gathered).
+        groups_on_tiles: whether the scales of every group of A start on a 128-row tile of their own.
+        column_major: whether D's columns are contiguous instead of its rows.
+        wide_stores: whether D and its rows (columns) start on 32-byte boundaries.
+        max_groups: room in the table of groups.
+        out_dtype: bfloat16, float16 or float32.
+    """
+
+    cta_group: int = 1
+    tokens_on_n: bool = False
+    mma_n: int = 128
+    num_stages: int = 0
+    raster_m: int = 8
+    keep: str = ""
+    kind: str = "MXFP8"
+    a_e5m2: bool = False
+    b_e5m2: bool = False
+    scales_a: str = "window"
+    scales_b: str = "window"
+    groups_on_tiles: bool = False
+    column_major: bool = False
+    wide_stores: bool = False
+    max_groups: int = _FEW_GROUPS
+    out_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, field: str, allowed: str) -> None:
+            if not ok:
+                raise ValueError(
+                    f"Sm100GroupedConfig.{field} is {getattr(self, field)!r}; allowed: {allowed}"
+                )
+
+        require(self.cta_group in (1, 2), "cta_group", "1 or 2")
+        require(self.mma_n in (32, 64, 128, 256), "mma_n", "32, 64, 128 or 256")
+        require(
+            self.num_stages == 0 or 2 <= self.num_stages <= 24, "num_stages", "0 (as many as fit) or 2 to 24"
+        )
+        require(self.raster_m >= 1, "raster_m", "1 or more")
+        require(self.keep in ("", "a", "b"), "keep", "'', 'a' or 'b'")
+        require(self.kind in KINDS, "kind", ", ".join(KINDS))
+        require(self.scales_a in SCALE_SOURCES, "scales_a", ", ".join(SCALE_SOURCES))
+        require(self.scales_b in SCALE_SOURCES, "scales_b", ", ".join(SCALE_SOURCES))
+        require(
+            self.scales_a != "tiled" or (self.groups_on_tiles and self.tile_m % 128 == 0), "scales_a",
+            "'tiled' only where every group and every tile starts on 128 rows",
+        )  # fmt: skip
+        require(
+            self.scales_b != "tiled" or self.tile_n % 128 == 0, "scales_b",
+            "'tiled' only where every tile is a multiple of 128 columns wide",
+        )  # fmt: skip
+        require(1 <= self.max_groups <= MAX_GROUPS, "max_groups", f"1 to {MAX_GROUPS}")
+        require(self.out_dtype in OUT_DTYPES, "out_dtype", "torch.bfloat16, torch.float16 or torch.float32")
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of D in a tile: tokens."""
+        return self.mma_n if self.tokens_on_n else 128 * self.cta_group
+
+    @property
+    def tile_n(self) -> int:
+        """Columns of D in a tile, of both CTAs where two work as one."""
+        return 128 * self.cta_group if self.tokens_on_n else self.mma_n
+
+    @property
+    def right_rows(self) -> int:
+        """Rows of the right operand that one CTA loads."""
+        return self.mma_n // self.cta_group
+
+    def prelude(self) -> str:
+        """The C++ constants that the kernel source is compiled behind."""
+        constants: dict[str, int] = {
+            "CTA_GROUP": self.cta_group,
+            "MMA_N": self.mma_n,
+            "NUM_STAGES": self.num_stages,
+            "RASTER_M": self.raster_m,
+            "MAX_GROUPS": self.max_groups,
+        }
+        flags = {
+            "TOKENS_ON_N": self.tokens_on_n,
+            "GROUPS_ON_TILES": self.groups_on_tiles,
+            "COLUMN_MAJOR": self.column_major,
+            "WIDE_STORES": self.wide_stores,
+        }
+        # Names that the source defines, so macros.
+        names = {
+            "KIND": f"KIND_{self.kind}",
+            "A_CODE": "MMA_E5M2" if self.a_e5m2 else "MMA_E4M3",
+            "B_CODE": "MMA_E5M2" if self.b_e5m2 else "MMA_E4M3",
+            "SCALES_A": f"SCALES_{self.scales_a.upper()}",
+            "SCALES_B": f"SCALES_{self.scales_b.upper()}",
+            "OUT": OUT_DTYPES[self.out_dtype],
+            "POLICY_A": _policy(self.keep, "a"),
+            "POLICY_B": _policy(self.keep, "b"),
+        }
+        lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
+        lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+        lines += [f"#define {name} {value}" for name, value in names.items()]
+        return "\n".join(lines) + "\n"
+
+
+def _policy(keep: str, operand: str) -> str:
+    if keep == "":
+        return "L2_EVICT_NORMAL"
+    return "L2_EVICT_LAST" if keep == operand else "L2_EVICT_FIRST"
+
+
+def select_grouped_config(m: int, n: int, num_groups: int) -> Sm100GroupedConfig:
+    """The tile for a problem: a pure function of M, N and the number of groups, never measured.
+
+    Groups that would leave most of 256 lanes empty go on the columns, in the narrowest tile that holds their average;
+    two CTAs work as one where the side that they divide has more than 128. Where a group has one m-tile each weight is
+    read once, so the tokens are what L2 should keep; else the operand of fewer rows.
+    """
+    rows = -(-m // max(min(num_groups, m), 1))
+    tokens_on_n = rows <= 192
+    if tokens_on_n:
+        mma_n = next((width for width in (32, 64, 128) if rows <= width), 256)
+        cta_group = 2 if n > 128 else 1
+    else:
+        mma_n = 256 if n > 128 else 128
+        cta_group = 2
+    keep = "a" if rows <= mma_n or rows < n else "b"
+    return Sm100GroupedConfig(cta_group=cta_group, tokens_on_n=tokens_on_n, mma_n=mma_n, keep=keep)

@@ -1,0 +1,504 @@
+// Grouped GEMM on Blackwell with block scales: D[rows of g] = factor_g * A[rows of g] * B[g]^T for every group g, with the
+// groups' rows one after the other in A and D and no padding between them.
+//
+//   A    (M, K), B (G, N, K): e4m3 or e5m2, or two e2m1 to a byte
+//   sfa, sfb: one scale per 32 of K (UE8M0; MXFP8, MXFP4) or per 16 of K (UE4M3; NVFP4), see scale_gather.cuh
+//   offs (G) int32, cumulative end rows
+//   D    (M, N) bf16, fp16 or float32, row-major or column-major
+//   factor_g = global scale of A * global scale of B * alpha, each one for all groups, one a group, or absent (1)
+//
+// Arithmetic, per output element: the tensor core adds the scaled products, 32 of K (FP8) or 64 (FP4) at a time, to a
+// float32 accumulator in tensor memory; the sum is multiplied by factor_g in float32 and rounded once.
+//
+// A product has a left operand, whose rows are lanes of tensor memory (128 a CTA), and a right one, whose rows are
+// columns (MMA_N). The tokens (A) are on the left, or on the right where groups are small. With CTA_GROUP = 2 a pair of
+// CTAs multiplies as one: 256 rows on the left, half of them each; the right operand is shared, half of it loaded by each.
+//
+// Roles, by warp. CTAs, or pairs, are persistent. * marks what only the even CTA of a pair does.
+//
+//   0-3  store D        4  load A        5  load B        6  multiply *        7  hand out tiles *     8-11  gather scales
+//
+//      4, 5, 8-11                                    6                                     0-3
+//      ----------                                    -                                     ---
+//      wait empty[s] <---------- commit -----------  ... after the products of s
+//      load --> full[s] (bytes, arrivals) -------->  wait full[s]; cp scales; mma
+//                                                    wait drained[a]  <------ arrive ----- ... after the last read
+//                                                    mma of the tile; commit --> done[a] -> wait done[a]; ld; store
+//
+// full, drained: in the even CTA, signalled by both; empty, done: one in each CTA, committed to both. Every role reads
+// the tiles from the queue (tile_queue.cuh).
+//
+// Padding-free rule: loads may run past the end of a group (those rows are computed and dropped, and rows past M read as
+// zero); the stores alone are bounded, row by row. No row of another group and no row past offs[G - 1] is ever written.
+
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/memory_sm100.cuh"
+#include "ptx/tcgen05.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/tma_sm100.cuh"
+#include "ptx/tma_hint_sm100.cuh"
+
+// In this order: later ones use earlier ones.
+#include "descriptors_sm100.cuh"
+#include "pipeline.cuh"
+#include "scheduler.cuh"
+#include "group_table.cuh"
+#include "tile_queue.cuh"
+#include "scale_gather.cuh"
+#include "store_sm100.cuh"
+
+// The host defines, from Sm100GroupedConfig: CTA_GROUP, TOKENS_ON_N, MMA_N, NUM_STAGES (0 = as many as fit), RASTER_M,
+// MAX_GROUPS, KIND (KIND_*), A_CODE, B_CODE, SCALES_A, SCALES_B (SCALES_*), GROUPS_ON_TILES, OUT (OUT_*), COLUMN_MAJOR,
+// WIDE_STORES, POLICY_A, POLICY_B (L2_EVICT_*).
+constexpr int KIND_MXFP8 = 0, KIND_NVFP4 = 1, KIND_MXFP4 = 2;
+static_assert(KIND == KIND_MXFP8 || KIND == KIND_NVFP4 || KIND == KIND_MXFP4, "one of the kinds");
+
+constexpr int LANE_ROWS = 128;
+constexpr int LEFT_ROWS = LANE_ROWS * CTA_GROUP;
+constexpr int RIGHT_ROWS = MMA_N / CTA_GROUP;  // that one CTA loads
+constexpr int TILE_M = TOKENS_ON_N ? MMA_N : LEFT_ROWS;
+constexpr int TILE_N = TOKENS_ON_N ? LEFT_ROWS : MMA_N;
+static_assert(MMA_N % 32 == 0 && MMA_N <= 256, "columns are stored 32 at a time");
+
+constexpr int BLOCK_K = 128;                                                // bytes of a row in a stage
+constexpr int MMA_K = 32;                                                   // bytes of a row in a product
+constexpr int ATOMS = KIND == KIND_MXFP8 ? 1 : KIND == KIND_NVFP4 ? 4 : 2;  // of scales along K in a stage
+constexpr int RIGHT_ATOMS = (MMA_N + 127) / 128;                            // of scales along the columns
+constexpr int LEFT_BYTES = LANE_ROWS * BLOCK_K, RIGHT_BYTES = RIGHT_ROWS * BLOCK_K;
+constexpr int LEFT_SCALE_BYTES = ATOMS * SCALE_ATOM_BYTES;
+constexpr int RIGHT_SCALE_BYTES = RIGHT_ATOMS * ATOMS * SCALE_ATOM_BYTES;
+
+constexpr bool GATHERS_A = SCALES_A != SCALES_TILED, GATHERS_B = SCALES_B != SCALES_TILED;
+constexpr int NUM_GATHER_WARPS = GATHERS_A || GATHERS_B ? 4 : 0;
+constexpr int NUM_STORE_WARPS = 4;
+constexpr int NUM_THREADS = 32 * (8 + NUM_GATHER_WARPS);
+constexpr int LOAD_A_WARP = 4, LOAD_B_WARP = 5, MULTIPLY_WARP = 6, SCHEDULE_WARP = 7, GATHER_WARP = 8;
+
+// Tensor memory: two accumulators, then the scales. Where that is more than there is, the accumulators share columns, and
+// the shared ones are read first and given back.
+constexpr int SCALE_COLUMNS = SCALE_ATOM_COLUMNS * ATOMS * (1 + RIGHT_ATOMS);
+constexpr int CHUNK = 32;  // columns that are read at a time
+constexpr int TOO_MANY = 2 * MMA_N + SCALE_COLUMNS - 512;
+constexpr int SHARED_COLUMNS = TOO_MANY > 0 ? (TOO_MANY + CHUNK - 1) / CHUNK * CHUNK : 0;
+constexpr int NUM_CHUNKS = MMA_N / CHUNK;
+constexpr int CHUNKS_BEFORE_DRAINED = SHARED_COLUMNS > 0 ? SHARED_COLUMNS / CHUNK : NUM_CHUNKS;
+constexpr int SECOND_ACCUMULATOR = MMA_N - SHARED_COLUMNS;
+constexpr int LEFT_SCALES_AT = 2 * MMA_N - SHARED_COLUMNS;
+constexpr int RIGHT_SCALES_AT = LEFT_SCALES_AT + SCALE_ATOM_COLUMNS * ATOMS;
+constexpr int USED_COLUMNS = LEFT_SCALES_AT + SCALE_COLUMNS;
+constexpr int TMEM_COLUMNS = USED_COLUMNS <= 128 ? 128 : USED_COLUMNS <= 256 ? 256 : 512;
+static_assert(USED_COLUMNS <= TMEM_COLUMNS && SHARED_COLUMNS <= MMA_N, "does not fit in tensor memory");
+
+template <int STAGES>
+struct alignas(1024) SharedStorageOf {
+    uint8_t left[STAGES][LEFT_BYTES];
+    uint8_t right[STAGES][RIGHT_BYTES];
+    uint8_t left_scales[STAGES][LEFT_SCALE_BYTES];
+    uint8_t right_scales[STAGES]
+                        [RIGHT_SCALE_BYTES];  // atoms of one 128 rows along K, then of the next 128 rows
+    uint64_t full[STAGES], empty[STAGES];
+    uint64_t done[2], drained[2];
+    TileQueueStorage queue;
+    GroupTableStorage<MAX_GROUPS> groups;
+    int scale_shifts[GROUPS_ON_TILES ? MAX_GROUPS : 1];
+    uint32_t tensor_memory;
+};
+
+constexpr int SHARED_LIMIT = 227 * 1024;
+
+template <int STAGES>
+constexpr int stages_that_fit() {
+    if constexpr (sizeof(SharedStorageOf<STAGES + 1>) <= SHARED_LIMIT && STAGES < 24)
+        return stages_that_fit<STAGES + 1>();
+    else
+        return STAGES;
+}
+
+constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<1>() : NUM_STAGES;
+using SharedStorage = SharedStorageOf<STAGES>;
+static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
+
+// The host reads these back from the compiled module.
+extern "C" __device__ const int padless_shared_bytes = sizeof(SharedStorage);
+extern "C" __device__ const int padless_num_threads = NUM_THREADS;
+extern "C" __device__ const int padless_num_stages = STAGES;
+extern "C" __device__ const int padless_stage_bytes =
+    LEFT_BYTES + RIGHT_BYTES + LEFT_SCALE_BYTES + RIGHT_SCALE_BYTES;
+extern "C" __device__ const int padless_tmem_used = USED_COLUMNS;
+extern "C" __device__ const int padless_tmem_columns = TMEM_COLUMNS;
+extern "C" __device__ const int padless_tmem_shared = SHARED_COLUMNS;
+
+using Order = TileOrder<TILE_M, TILE_N, RASTER_M>;
+using Reader = TileReader<CTA_GROUP>;
+
+// A float32 for all groups, one a group, or none: 1.
+struct Factor {
+    const float* values;
+    long long stride;
+
+    __device__ __forceinline__ float of(int group) const {
+        return values == nullptr ? 1.0f : __ldg(values + group * stride);
+    }
+};
+
+struct alignas(64) Problem {
+    TensorMap map_a, map_b, map_sfa, map_sfb;  // the maps of gathered scales are not used
+    ScaleSource sfa, sfb;
+    Output d;
+    Factor global_a, global_b, alpha;
+    const int* offs;
+    int m, n, row_bytes, num_groups;  // row_bytes: of K
+    int counter;
+
+    __device__ __forceinline__ int k_blocks() const { return (row_bytes + BLOCK_K - 1) / BLOCK_K; }
+};
+
+__device__ __forceinline__ int pair_rank() {
+    return CTA_GROUP == 1 ? 0 : static_cast<int>(cluster_cta_rank());
+}
+
+// Rows of B that lie before group g in the tiles of its scales.
+__device__ __forceinline__ int tiled_rows_before(const Problem& problem, int group) {
+    return group * ((problem.n + 127) / 128 * 128);
+}
+
+// First scale row of this CTA's part of the tile. The left operand's scales are of this CTA's own rows, the right one's of
+// all MMA_N rows, which both CTAs need.
+template <bool IS_A>
+__device__ __forceinline__ int scale_row(const SharedStorage& shared, const Problem& problem,
+                                         const Tile& tile) {
+    constexpr bool IS_LEFT = IS_A != TOKENS_ON_N;
+    constexpr int SOURCE = IS_A ? SCALES_A : SCALES_B;
+    int row = IS_LEFT ? pair_rank() * LANE_ROWS : 0;
+    if constexpr (IS_A)
+        row += tile.row + (GROUPS_ON_TILES ? shared.scale_shifts[tile.group] : 0);
+    else
+        row += tile.column +
+               (SOURCE == SCALES_PLAIN ? tile.group * problem.n : tiled_rows_before(problem, tile.group));
+    return row;
+}
+
+// One thread: this CTA's part of one operand, with its scales where they are tiled.
+template <bool IS_A>
+__device__ __forceinline__ void load_operand(SharedStorage& shared, const Problem& problem) {
+    constexpr bool IS_LEFT = IS_A != TOKENS_ON_N;
+    constexpr int ROWS = IS_LEFT ? LANE_ROWS : RIGHT_ROWS;
+    constexpr bool LOADS_SCALES = !(IS_A ? GATHERS_A : GATHERS_B);
+    constexpr uint32_t BYTES = ROWS * BLOCK_K + (!LOADS_SCALES ? 0
+                                                 : IS_LEFT     ? LEFT_SCALE_BYTES
+                                                               : RIGHT_SCALE_BYTES);
+    constexpr uint64_t POLICY = IS_A ? POLICY_A : POLICY_B;
+    const TensorMap& map = IS_A ? problem.map_a : problem.map_b;
+    const TensorMap& map_scales = IS_A ? problem.map_sfa : problem.map_sfb;
+    const int k_blocks = problem.k_blocks();
+    Reader reader(shared.queue);
+    Pipeline<STAGES> pipeline;
+    Tile tile;
+    while (reader.next(tile)) {
+        const int row = (IS_A ? tile.row : tile.column) + pair_rank() * ROWS;
+        const int group = IS_A ? 0 : tile.group;
+        const int scale_tile = LOADS_SCALES ? scale_row<IS_A>(shared, problem, tile) / 128 : 0;
+        for (int kb = 0; kb < k_blocks; ++kb) {
+            const int stage = pipeline.stage;
+            uint32_t full = shared_address(&shared.full[stage]);
+            mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
+            if (pair_rank() == 0) mbarrier_arrive_expect_tx(full, CTA_GROUP * BYTES);
+            if constexpr (CTA_GROUP == 2) full = pair_even_address(full);
+            const uint32_t data = shared_address(IS_LEFT ? shared.left[stage] : shared.right[stage]);
+            tma_load_3d_hint<CTA_GROUP>(map, data, full, kb * BLOCK_K, row, group, POLICY);
+            if constexpr (LOADS_SCALES) {
+                const uint32_t scales =
+                    shared_address(IS_LEFT ? shared.left_scales[stage] : shared.right_scales[stage]);
+                tma_load_3d_hint<CTA_GROUP>(map_scales, scales, full, 0, kb * ATOMS, scale_tile, POLICY);
+            }
+            pipeline.advance();
+        }
+        reader.release();
+        reader.advance();
+    }
+    for (int s = 0; s < STAGES; ++s) {  // nothing may arrive here once the CTA is gone
+        mbarrier_wait(shared_address(&shared.empty[pipeline.stage]), pipeline.phase ^ 1);
+        pipeline.advance();
+    }
+}
+
+// A warp's share of one operand's scales in a stage, fetched before the stage is free and laid down after.
+template <bool IS_A>
+__device__ __forceinline__ void gather_operand(SharedStorage& shared, const Problem& problem, int row, int kb,
+                                               int stage, uint32_t empty_phase, int lane) {
+    constexpr bool IS_LEFT = IS_A != TOKENS_ON_N;
+    constexpr int PARTS = IS_LEFT ? 1 : RIGHT_ATOMS;
+    const ScaleSource& source = IS_A ? problem.sfa : problem.sfb;
+    const uint32_t at = shared_address(IS_LEFT ? shared.left_scales[stage] : shared.right_scales[stage]);
+    const int left = (source.columns + 3) / 4 - kb * ATOMS;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        uint32_t words[ATOMS][4];
+        load_scales<IS_A ? SCALES_A : SCALES_B, ATOMS>(words, source, row + part * 128, kb * ATOMS, lane);
+        if (part == 0) mbarrier_wait(shared_address(&shared.empty[stage]), empty_phase);
+        store_scales<ATOMS>(words, at + part * LEFT_SCALE_BYTES, left < ATOMS ? left : ATOMS, lane);
+    }
+}
+
+// One of NUM_GATHER_WARPS warps, which share out the stages. A stage stays with one warp, whose own order is then all that
+// keeps one fill after the other.
+__device__ __forceinline__ void gather_tiles(SharedStorage& shared, const Problem& problem, int gatherer,
+                                             int lane) {
+    Reader reader(shared.queue);
+    Pipeline<STAGES> pipeline;
+    const int k_blocks = problem.k_blocks();
+    Tile tile{};
+    while (reader.next(tile, lane)) {
+        const int row_a = GATHERS_A ? scale_row<true>(shared, problem, tile) : 0;
+        const int row_b = GATHERS_B ? scale_row<false>(shared, problem, tile) : 0;
+        for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
+            const int stage = pipeline.stage;
+            if (stage % NUM_GATHER_WARPS != gatherer) continue;
+            const uint32_t phase = pipeline.phase ^ 1;
+            if constexpr (GATHERS_A) gather_operand<true>(shared, problem, row_a, kb, stage, phase, lane);
+            if constexpr (GATHERS_B) gather_operand<false>(shared, problem, row_b, kb, stage, phase, lane);
+            fence_proxy_async_shared();  // the tensor core's copy reads what this lane wrote
+            __syncwarp();
+            if (lane == 0) {
+                const uint32_t full = shared_address(&shared.full[stage]);
+                if constexpr (CTA_GROUP == 1)
+                    mbarrier_arrive(full);
+                else
+                    mbarrier_arrive_release_cluster(full, 0);
+            }
+        }
+        if (lane == 0) reader.release();
+        reader.advance();
+    }
+}
+
+__device__ __forceinline__ void commit(uint32_t barrier) {
+    if constexpr (CTA_GROUP == 1)
+        tcgen05_commit(barrier);
+    else
+        tcgen05_commit_multicast<CTA_GROUP>(barrier, 3);
+}
+
+// d += the products of step `step` of a stage, 32 bytes of every row; `left`, `right`: descriptor low words of the stage.
+__device__ __forceinline__ void multiply_step(uint32_t d, uint32_t left, uint32_t right, uint32_t scales,
+                                              int step, bool accumulate) {
+    const uint64_t a = tcgen05_operand_descriptor(left + step * (MMA_K / 16));
+    const uint64_t b = tcgen05_operand_descriptor(right + step * (MMA_K / 16));
+    const uint32_t sfa = scales + LEFT_SCALES_AT, sfb = scales + RIGHT_SCALES_AT;
+    constexpr uint32_t LEFT_ATOM = SCALE_ATOM_COLUMNS, RIGHT_ATOM = SCALE_ATOM_COLUMNS * RIGHT_ATOMS;
+    if constexpr (KIND == KIND_MXFP8) {  // an atom serves four steps, a byte each
+        constexpr uint32_t SHAPE =
+            mxf8f6f4_shape(LEFT_ROWS, MMA_N, TOKENS_ON_N ? B_CODE : A_CODE, TOKENS_ON_N ? A_CODE : B_CODE);
+        tcgen05_mma_mxf8f6f4_block32<CTA_GROUP>(d, a, b, SHAPE | scale_ids(step), sfa, sfb, accumulate);
+    } else if constexpr (KIND == KIND_NVFP4) {  // an atom serves one step
+        constexpr uint32_t SHAPE = mxf4nvf4_shape(LEFT_ROWS, MMA_N, false);
+        tcgen05_mma_mxf4nvf4_block16<CTA_GROUP>(d, a, b, SHAPE, sfa + step * LEFT_ATOM,
+                                                sfb + step * RIGHT_ATOM, accumulate);
+    } else {  // an atom serves two steps, two bytes each
+        constexpr uint32_t SHAPE = mxf4nvf4_shape(LEFT_ROWS, MMA_N, true);
+        tcgen05_mma_mxf4nvf4_block32<CTA_GROUP>(d, a, b, SHAPE | scale_ids(step % 2 * 2),
+                                                sfa + step / 2 * LEFT_ATOM, sfb + step / 2 * RIGHT_ATOM,
+                                                accumulate);
+    }
+}
+
+// One thread, of the even CTA.
+__device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Problem& problem,
+                                               uint32_t tensor_memory) {
+    const uint32_t left_0 = tcgen05_descriptor_low(shared_address(shared.left[0]));
+    const uint32_t right_0 = tcgen05_descriptor_low(shared_address(shared.right[0]));
+    const uint32_t left_scales_0 = tcgen05_descriptor_low(shared_address(shared.left_scales[0]));
+    const uint32_t right_scales_0 = tcgen05_descriptor_low(shared_address(shared.right_scales[0]));
+    const int k_blocks = problem.k_blocks();
+    Reader reader(shared.queue);
+    Pipeline<STAGES> pipeline;
+    Pipeline<2> accumulator;
+    Tile tile;
+    while (reader.next(tile)) {
+        const uint32_t d = tensor_memory + accumulator.stage * SECOND_ACCUMULATOR;
+        // With shared columns this accumulator is free once those of the tile before have been read, which comes after
+        // all of the tile before that.
+        const int drained = SHARED_COLUMNS > 0 ? 0 : accumulator.stage;
+        const uint32_t drained_phase = SHARED_COLUMNS > 0 ? accumulator.stage : accumulator.phase;
+        if constexpr (CTA_GROUP == 1)
+            mbarrier_wait(shared_address(&shared.drained[drained]), drained_phase ^ 1);
+        else
+            mbarrier_wait_cluster(shared_address(&shared.drained[drained]), drained_phase ^ 1);
+        tcgen05_fence_after_thread_sync();
+        for (int kb = 0; kb < k_blocks; ++kb) {
+            const int stage = pipeline.stage;
+            if constexpr (CTA_GROUP == 2 && NUM_GATHER_WARPS > 0)
+                mbarrier_wait_cluster(shared_address(&shared.full[stage]), pipeline.phase);
+            else
+                mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
+            tcgen05_fence_after_thread_sync();
+            const int bytes_left = problem.row_bytes - kb * BLOCK_K;
+            const int steps = bytes_left < BLOCK_K ? (bytes_left + MMA_K - 1) / MMA_K : BLOCK_K / MMA_K;
+            constexpr int STEPS_AN_ATOM = BLOCK_K / MMA_K / ATOMS;
+#pragma unroll
+            for (int atom = 0; atom < ATOMS; ++atom) {
+                if (atom * STEPS_AN_ATOM >= steps) break;
+                const uint32_t left_at = left_scales_0 + (stage * LEFT_SCALE_BYTES + atom * 512) / 16;
+                tcgen05_cp_32x128b_warpx4<CTA_GROUP>(
+                    tensor_memory + LEFT_SCALES_AT + atom * SCALE_ATOM_COLUMNS,
+                    scale_atom_descriptor(left_at));
+#pragma unroll
+                for (int part = 0; part < RIGHT_ATOMS; ++part) {
+                    const uint32_t right_at =
+                        right_scales_0 +
+                        (stage * RIGHT_SCALE_BYTES + part * LEFT_SCALE_BYTES + atom * 512) / 16;
+                    tcgen05_cp_32x128b_warpx4<CTA_GROUP>(
+                        tensor_memory + RIGHT_SCALES_AT + (atom * RIGHT_ATOMS + part) * SCALE_ATOM_COLUMNS,
+                        scale_atom_descriptor(right_at));
+                }
+            }
+#pragma unroll
+            for (int step = 0; step < BLOCK_K / MMA_K; ++step)
+                if (step < steps)
+                    multiply_step(d, left_0 + stage * (LEFT_BYTES / 16), right_0 + stage * (RIGHT_BYTES / 16),
+                                  tensor_memory, step, kb + step > 0);
+            commit(shared_address(&shared.empty[stage]));
+            pipeline.advance();
+        }
+        commit(shared_address(&shared.done[accumulator.stage]));
+        accumulator.advance();
+        reader.release();
+        reader.advance();
+    }
+}
+
+// A store warp: its 32 lanes of every tile.
+__device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem& problem,
+                                            uint32_t tensor_memory, int warp, int lane) {
+    Reader reader(shared.queue);
+    Pipeline<2> accumulator;
+    Tile tile{};
+    while (reader.next(tile, lane)) {
+        const float factor =
+            problem.global_a.of(tile.group) * problem.global_b.of(tile.group) * problem.alpha.of(tile.group);
+        // How much of the tile exists, along the lanes and along the columns of tensor memory.
+        const int columns_left = problem.n - tile.column;
+        const int lane_limit = TOKENS_ON_N ? columns_left : tile.rows;
+        const int column_limit = TOKENS_ON_N ? tile.rows : columns_left;
+        const int first = pair_rank() * LANE_ROWS + warp * 32;
+        const int at = first + lane;
+        const uint32_t d = tensor_memory + accumulator.stage * SECOND_ACCUMULATOR + (warp * 32 << 16);
+
+        mbarrier_wait(shared_address(&shared.done[accumulator.stage]), accumulator.phase);
+        tcgen05_fence_after_thread_sync();
+        for (int i = 0; i < NUM_CHUNKS; ++i) {
+            // The columns that the accumulators share come first: the first one's last, the second one's first.
+            const int chunk = SHARED_COLUMNS > 0 && accumulator.stage == 0 ? NUM_CHUNKS - 1 - i : i;
+            const int column = chunk * CHUNK;
+            const bool exists = first < lane_limit && column < column_limit;
+            uint32_t r[CHUNK];
+            if (exists) {
+                tcgen05_ld_32x32b<CHUNK>(r, d + column);
+                tcgen05_wait_ld();
+#pragma unroll
+                for (int j = 0; j < CHUNK; ++j) pin_loaded(r[j]);
+            }
+            if (i == CHUNKS_BEFORE_DRAINED - 1) {
+                tcgen05_fence_before_thread_sync();
+                __syncwarp();
+                if (lane == 0) {
+                    const uint32_t drained =
+                        shared_address(&shared.drained[SHARED_COLUMNS > 0 ? 0 : accumulator.stage]);
+                    if constexpr (CTA_GROUP == 1)
+                        mbarrier_arrive(drained);
+                    else
+                        mbarrier_arrive_release_cluster(drained, 0);
+                }
+            }
+            if (exists && at < lane_limit) {
+                const int m = tile.row + (TOKENS_ON_N ? column : at);
+                const int n = tile.column + (TOKENS_ON_N ? at : column);
+                store_run<OUT, TOKENS_ON_N, COLUMN_MAJOR, WIDE_STORES>(problem.d, m, n, column_limit - column,
+                                                                       r, factor);
+            }
+        }
+        accumulator.advance();
+        if (lane == 0) reader.release();
+        reader.advance();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
+    const __grid_constant__ Problem problem) {
+    extern __shared__ __align__(1024) uint8_t shared_bytes[];
+    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
+    const int lane = threadIdx.x % 32;
+
+    if (warp == 0) {
+        if (elect_one()) {
+            prefetch_tensormap(problem.map_a);
+            prefetch_tensormap(problem.map_b);
+            for (int s = 0; s < STAGES; ++s) {
+                // Two producers, and one of the gathering warps of each CTA.
+                mbarrier_init(shared_address(&shared.full[s]), 2 + (NUM_GATHER_WARPS > 0 ? CTA_GROUP : 0));
+                mbarrier_init(shared_address(&shared.empty[s]), 1);
+            }
+            for (int a = 0; a < 2; ++a) {
+                mbarrier_init(shared_address(&shared.done[a]), 1);
+                mbarrier_init(shared_address(&shared.drained[a]), CTA_GROUP * NUM_STORE_WARPS);
+            }
+            for (int s = 0; s < QUEUE_SLOTS; ++s) {
+                mbarrier_init(shared_address(&shared.queue.full[s]), 1);
+                mbarrier_init(shared_address(&shared.queue.empty[s]),
+                              CTA_GROUP * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + 1);
+            }
+            fence_mbarrier_init();
+        }
+        __syncwarp();
+    } else if (warp == MULTIPLY_WARP) {
+        tcgen05_alloc<CTA_GROUP, TMEM_COLUMNS>(shared_address(&shared.tensor_memory));
+        tcgen05_relinquish_alloc_permit<CTA_GROUP>();
+    }
+    build_group_table<TILE_M, NUM_THREADS>(shared.groups, problem.offs, problem.num_groups, problem.m, warp,
+                                           lane);
+    if constexpr (GROUPS_ON_TILES) {
+        if (warp == 1)
+            shift_to_own_tiles(shared.groups.group_ends, problem.num_groups, shared.scale_shifts, lane);
+    }
+    tcgen05_fence_before_thread_sync();
+    __syncthreads();
+    if constexpr (CTA_GROUP == 2) {  // nobody may signal a barrier of a CTA that has not made it yet
+        barrier_cluster_arrive();
+        barrier_cluster_wait();
+    }
+    tcgen05_fence_after_thread_sync();
+    const uint32_t tensor_memory = shared.tensor_memory;
+
+    if (warp < NUM_STORE_WARPS) {
+        store_tiles(shared, problem, tensor_memory, warp, lane);
+    } else if (warp == LOAD_A_WARP) {
+        if (elect_one()) load_operand<true>(shared, problem);
+    } else if (warp == LOAD_B_WARP) {
+        if (elect_one()) load_operand<false>(shared, problem);
+    } else if (warp == MULTIPLY_WARP) {
+        if (pair_rank() == 0 && elect_one()) multiply_tiles(shared, problem, tensor_memory);
+    } else if (warp == SCHEDULE_WARP) {
+        if (pair_rank() == 0 && elect_one())
+            hand_out_tiles<CTA_GROUP>(shared.queue, Order(shared.groups.table(problem.num_groups), problem.n),
+                                      problem.counter, blockIdx.x / CTA_GROUP, gridDim.x / CTA_GROUP);
+    } else {
+        gather_tiles(shared, problem, warp - GATHER_WARP, lane);
+    }
+    __syncwarp();
+
+    tcgen05_fence_before_thread_sync();
+    __syncthreads();
+    if constexpr (CTA_GROUP == 2) {  // nor leave while the other may still signal it or use its memories
+        barrier_cluster_arrive();
+        barrier_cluster_wait();
+    }
+    tcgen05_fence_after_thread_sync();
+    if (warp == MULTIPLY_WARP) tcgen05_dealloc<CTA_GROUP, TMEM_COLUMNS>(tensor_memory);
+}
