@@ -69,6 +69,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     cuda = FakeCuda()
     monkeypatch.setattr(timing.torch, "cuda", cuda)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: cuda.host_s)
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: cuda.log.append("rest"))
     return cuda
 
 
@@ -99,9 +100,13 @@ def test_contenders_take_turns_behind_a_flush_and_a_sleep(fake: FakeCuda) -> Non
     # The flush and the sleep are not in the times; the host's 40 us are neither.
     assert times["a"].samples_us == pytest.approx((10.0,) * 3)
     assert times["b"].samples_us == pytest.approx((20.0,) * 3)
-    rounds = fake.log[-(3 * (2 * 5 + 2)) :]
-    one = ["sync"] + [step for name in "ab" for step in ("flush", "sleep", "event", name, "event")] + ["sync"]
-    assert rounds == one * 3
+    # Every round starts with another one, and everybody rests before a call.
+    turns = [
+        step
+        for name in "abbaab"
+        for step in ("sync", "rest", "flush", "sleep", "event", name, "event", "sync")
+    ]
+    assert fake.log[-len(turns) :] == turns
 
 
 def test_end_to_end_counts_the_host(fake: FakeCuda) -> None:

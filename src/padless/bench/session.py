@@ -26,7 +26,7 @@ from padless.bench.results import Record, ResultFile, of_kind, point_key, time_u
 from padless.bench.timing import REPEATS, GpuTimer, Timer, copy_bytes_per_second
 
 DEFAULT_OUT_DIR = Path("padless-out/bench")
-PAUSE_S = 0.01
+PAUSE_S = 0.002
 _PIPE_WIDTH = 200
 CEILING_SHAPE = DenseShape(8192, 8192, 8192)
 # One scale per tensor is another product: it is recorded as an upper bound and is no ceiling.
@@ -40,7 +40,7 @@ class RunSettings:
     peers_dir: folder of the peers' libraries; None for ./.peers if it exists.
     seed: of group sizes and values.
     repeats: timed calls of each contender at each point.
-    pause_s: idle seconds before each round of calls, against heat.
+    pause_s: idle seconds before each call, on top of twice what the last one took.
     time_limit_s: stop before a point that would end later than this after the start; None for no limit.
     console, progress: where tables go, and whether a progress bar is shown.
     """

@@ -71,7 +71,7 @@ class GpuTimer:
     """Times calls on the current CUDA device and stream.
 
     repeats: timed calls of each contender.
-    pause_s: idle time before each round, against heat.
+    pause_s: idle time before each call, on top of twice what the last one took.
     """
 
     def __init__(self, repeats: int = REPEATS, pause_s: float = 0.0, flush_bytes: int = FLUSH_BYTES) -> None:
@@ -98,41 +98,51 @@ class GpuTimer:
     def gpu(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
         host_us = {name: self._host_us(call) for name, call in calls.items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(self.repeats):
-            self._pause()
-            events = {}
-            for name, call in calls.items():
+        last_us = 0.0
+        for round_number in range(self.repeats):
+            for name in _in_turn(calls, round_number):
+                self._pause(last_us)
                 self._flush()
                 sleep_us = min(1.5 * host_us[name] + _SLEEP_MARGIN_US, _SLEEP_MAX_US)
                 torch.cuda._sleep(int(sleep_us * _SLEEP_CYCLES_PER_US))
-                events[name] = _event_pair()
-                events[name][0].record()
-                call()
-                events[name][1].record()
-            torch.cuda.synchronize()
-            for name, (start, end) in events.items():
-                samples[name].append(1e3 * start.elapsed_time(end))
+                start, end = _event_pair()
+                start.record()
+                calls[name]()
+                end.record()
+                torch.cuda.synchronize()
+                last_us = 1e3 * start.elapsed_time(end)
+                samples[name].append(last_us)
         return {name: Timing(tuple(values)) for name, values in samples.items()}
 
     def end_to_end(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for name in calls:
             calls[name]()
-        for _ in range(self.repeats):
-            self._pause()
-            for name, call in calls.items():
+        last_us = 0.0
+        for round_number in range(self.repeats):
+            for name in _in_turn(calls, round_number):
+                self._pause(last_us)
                 self._flush()
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                call()
+                calls[name]()
                 torch.cuda.synchronize()
-                samples[name].append(1e6 * (time.perf_counter() - start))
+                last_us = 1e6 * (time.perf_counter() - start)
+                samples[name].append(last_us)
         return {name: Timing(tuple(values)) for name, values in samples.items()}
 
-    def _pause(self) -> None:
+    def _pause(self, last_us: float) -> None:
+        """Rests, twice as long as the last call took at least: at full load the chip sits at its power limit, where the
+        clock, and so the time of a call, depends on what ran before it (15% have been seen)."""
         torch.cuda.synchronize()
-        if self.pause_s:
-            time.sleep(self.pause_s)
+        time.sleep(self.pause_s + 2e-6 * last_us)
+
+
+def _in_turn(calls: Mapping[str, Call], round_number: int) -> list[str]:
+    """The contenders, starting with another one in every round: nobody always comes after the same one."""
+    names = list(calls)
+    first = round_number % len(names) if names else 0
+    return names[first:] + names[:first]
 
 
 def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
