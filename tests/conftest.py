@@ -9,6 +9,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+# The emulator's matrix products are small: threads of BLAS would only take turns. Before anything imports numpy.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
