@@ -119,9 +119,9 @@ class DenseProblem:
     can_stage: bool = True  # rows of the output start on 16-byte boundaries
 
 
-# (cta_group, block_n): estimated time of a tile, in that of 128 x 128 by one CTA. Not measured: the time of its products,
-# and a quarter more for one CTA alone, which reads twice the operand bytes of a pair from shared memory for each.
-_TILE_COSTS: dict[tuple[int, int], float] = {(2, 256): 1.6, (2, 128): 0.85, (1, 128): 1.0}
+# (cta_group, block_n): estimated time of a tile, in that of 128 x 128 by one CTA. Guesses, not measured: what the
+# products of 256 x 256 take, and a fifth more for each of those of a smaller tile, which reads more operand bytes.
+_TILE_COSTS: dict[tuple[int, int], float] = {(2, 256): 1.6, (2, 128): 0.95, (1, 128): 1.0}
 _LARGE = 8192
 
 
