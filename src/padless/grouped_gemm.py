@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 
+from padless import launch_cache
 from padless.backends import NAMES, backends
 from padless.checks import Activation, check_offs_values, check_operands, data_of, describe, output
-from padless.driver import Driver, PreparedLaunch, cuda_driver
+from padless.driver import Driver, cuda_driver
 from padless.formats import BlockScaledTensor
 from padless.paths import find_path, format_name
 from padless.paths.launching import KernelConfig
@@ -75,6 +75,10 @@ def grouped_gemm(
     if check_offs:
         check_operands("grouped_gemm", a, b, offs)
         check_offs_values(offs, data_of(a).shape[0])
+    if backend is None or backend == "cuda":
+        again = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out_dtype, config)
+        if again is not None:
+            return again
     return _run("grouped_gemm", a, b, offs, out, out_dtype, backend, config)
 
 
@@ -88,11 +92,14 @@ def gemm(
     config: KernelConfig | None = None,
 ) -> torch.Tensor:
     """The dense product a @ b.T: a (M, K), b (N, K), out (M, N). Otherwise as grouped_gemm with one group."""
+    if backend is None or backend == "cuda":
+        again = launch_cache.launch_again("gemm", a, b, None, out, out_dtype, config)
+        if again is not None:
+            return again
     if not isinstance(b, BlockScaledTensor) or b.data.dim() != 2:
         raise ValueError(f"b must be a BlockScaledTensor of rank 2, (N, K), got {describe(b)}")
     if not b.is_weight:
         raise ValueError(f"b has scales of shape {tuple(b.scale.shape)}; quantize it with kind='weight'")
-    b = BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale, b.scale_layout)
     return _run("gemm", a, b, None, out, out_dtype, backend, config)
 
 
@@ -109,60 +116,30 @@ def _run(
     backend: str | None,
     config: KernelConfig | None,
 ) -> torch.Tensor:
-    operands = _operands_key(a, b, offs)
-    if operands is None or operands not in _CHECKED:
-        check_operands(operation, a, b, offs)
-        _remember(_CHECKED, operands, True)
-    out = output(a, b, out, out_dtype)
+    """A call that is not like one before. The weights of "gemm" come as (N, K)."""
+    weights = b
+    if operation == "gemm":
+        weights = BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale, b.scale_layout)
+    known = launch_cache.were_checked(operation, a, b, offs)
+    if not known:
+        check_operands(operation, a, weights, offs)
+    result = output(a, weights, out, out_dtype)
+    if not known:
+        launch_cache.remember_checked(operation, a, b, offs, result)
     if backend is None:
-        backend = "cuda" if out.is_cuda else "reference"
+        backend = "cuda" if result.is_cuda else "reference"
     if backend == "reference":
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
-        return grouped_gemm_reference(a, b, ends, out=out)
-    driver = _driver(backend, out)
-    if out.numel() == 0 or b.data.shape[0] == 0:
-        return out
-    key = (operands, out.data_ptr(), out.dtype, out.stride(0), config) if out.is_cuda and operands else None
-    if (launch := _PREPARED.get(key)) is None:
-        path = find_path(operation, driver.arch, format_name(a), b.format.name, config)
-        prepared = path.load().prepare(driver, a, b, offs, out, config)
-        launch = prepared.launch
-        if not prepared.copies:  # a copy has a new address every time, so there is nothing to remember
-            _remember(_PREPARED, key, launch)
-    launch(torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0)
-    return out
-
-
-# What is known of operands that came before: a check and a packed launch depend on addresses, shapes, strides, types
-# and devices alone, so a caller that keeps its buffers pays for them once.
-_CHECKED: dict[tuple[object, ...] | None, bool] = {}
-_PREPARED: dict[tuple[object, ...] | None, PreparedLaunch] = {}
-_REMEMBERED = 4096
-
-
-def _operands_key(a: object, b: object, offs: object) -> tuple[object, ...] | None:
-    """All that check_operands and a path look at in the operands; None when it has to be looked at every time."""
-    if not isinstance(b, BlockScaledTensor) or not b.data.is_cuda:
-        return None
-    tensors: list[Any] = [b.data, b.scale, b.global_scale, offs]
-    formats: list[object] = [b.format, b.scale_layout]
-    if isinstance(a, BlockScaledTensor):
-        tensors += [a.data, a.scale, a.global_scale]
-        formats += [a.format, a.scale_layout]
-    else:
-        tensors.append(a)
-    for t in tensors:
-        if t is not None and not isinstance(t, torch.Tensor):
-            return None
-    described = [t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-    return (*described, *formats)
-
-
-def _remember(memory: dict[Any, Any], key: tuple[object, ...] | None, value: Any) -> None:
-    if key is not None:
-        if len(memory) >= _REMEMBERED:
-            memory.clear()
-        memory[key] = value
+        return grouped_gemm_reference(a, weights, ends, out=result)
+    driver = _driver(backend, result)
+    if result.numel() == 0 or weights.data.shape[0] == 0:
+        return result
+    path = find_path(operation, driver.arch, format_name(a), b.format.name, config)
+    prepared = path.load().prepare(driver, a, weights, offs, result, config)
+    if not prepared.copies:  # a copy has a new address every time, so there is nothing to remember
+        launch_cache.remember_launch(operation, a, b, offs, result, config, prepared.launch)
+    prepared.launch(launch_cache.current_stream(result.device.index or 0) if result.is_cuda else 0)
+    return result
 
 
 def _driver(backend: str, out: torch.Tensor) -> Driver:
