@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from padless import __version__
 from padless.backends import backends
+from padless.verify_arithmetic import check_tensor_core
 from padless.verify_checks import CHECKS
 from padless.verify_emulator import check_against_emulator
 
@@ -40,7 +41,8 @@ def run_verify(
     Args:
         out: folder for ``verify.json`` and ``verify.md``, or None to print only.
         sanitizer: run compute-sanitizer's tools too, where it is installed.
-        against_emulator: also compare 200 random problems with the emulator, bit for bit (minutes, on the CPU).
+        against_emulator: also compare single tensor-core instructions and 200 random problems with the emulator, bit
+            for bit (a minute on many cores).
         checks: names out of ``verify_checks.CHECKS``; all of them when None.
 
     Returns:
@@ -54,6 +56,7 @@ def run_verify(
         name: CHECKS[name] for name in (CHECKS if checks is None else checks)
     }
     if against_emulator:
+        jobs["emulator's tensor core agrees"] = check_tensor_core
         jobs["emulator agrees"] = check_against_emulator
     tools = SANITIZER_TOOLS if sanitizer and _sanitizer() else ()
     records: list[dict[str, Any]] = []
