@@ -24,6 +24,13 @@
 // Padding-free rule: loads may run past the end of a group (those rows are computed and dropped, and rows past M
 // read as zero); the store alone is bounded, by one of the two ways of epilogue.cuh. No row of another group and no
 // row past offs[G - 1] is ever written.
+//
+// With EPILOGUE_IS_QUANT the store is the one of sm90_quant_store.cuh, which quantises the tile; a GLU epilogue has the
+// gate's and the up projection's columns in the same tile (product_column).
+
+#ifndef EPILOGUE_IS_QUANT
+#define EPILOGUE_IS_QUANT 0
+#endif
 
 using uint8_t = unsigned char;
 using uint16_t = unsigned short;
@@ -42,6 +49,15 @@ using uint64_t = unsigned long long;
 #include "scheduler.cuh"
 #include "group_table.cuh"
 #include "tile_queue.cuh"
+#if EPILOGUE_IS_QUANT
+#include "ptx/conversion.cuh"
+#include "quant_rules.cuh"
+#include "quant_outputs.cuh"
+#include "wgmma_fragment.cuh"
+constexpr bool GATE_AND_UP_APART = GLU == GLU_CONCATENATED;
+#else
+constexpr bool GATE_AND_UP_APART = false;
+#endif
 
 // The host defines, from GemmConfig: BLOCK_M, BLOCK_N, NUM_STAGES (0 = as many as fit), CLUSTER_N, RASTER_M,
 // MAX_GROUPS, SCALE_WINDOW_K_BLOCKS, STORE_IS_POOL, SCALES_ARE_K_MAJOR, OUT_TYPE.
@@ -57,12 +73,12 @@ constexpr int PRODUCER_REGISTERS = 40;
 
 constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
-constexpr int NUM_SLABS = BLOCK_N / SLAB_COLUMNS;
 constexpr int SLAB_BYTES = WGMMA_M * 128;
 // A tile may start in the second half of a 128-column scale block unless its width is a multiple of 128.
 constexpr bool CAN_START_ODD = BLOCK_N % 128 != 0;
-constexpr int NUM_SFB =
-    CAN_START_ODD ? (BLOCK_N + 64 + 127) / 128 : BLOCK_N / 128;  // scale blocks a tile can touch
+constexpr int NUM_SFB = GATE_AND_UP_APART ? 2
+                        : CAN_START_ODD   ? (BLOCK_N + 64 + 127) / 128
+                                          : BLOCK_N / 128;  // scale blocks a tile can touch
 static_assert(BLOCK_M == 64 || BLOCK_M == 128 || BLOCK_M == 256, "one or two warpgroups of one or two waves");
 static_assert(BLOCK_N % 64 == 0, "scales are selected by 64 columns");
 
@@ -88,17 +104,29 @@ constexpr int UNIT_BYTES = WGMMA_M * BLOCK_K;
 constexpr int A_BYTES = BLOCK_M * BLOCK_K;
 constexpr int B_BYTES = BLOCK_N * BLOCK_K;
 
+constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
+#if EPILOGUE_IS_QUANT
+#include "quant_storage.cuh"
+constexpr int UNIT_D_BYTES = QUANT_UNIT_BYTES;
+#else
+constexpr int NUM_SLABS = BLOCK_N / SLAB_COLUMNS;
+constexpr int UNIT_D_BYTES = NUM_SLABS * SLAB_BYTES;
+#endif
+
 template <int STAGES>
 struct alignas(1024) SharedStorageOf {
     uint8_t a[STAGES][A_BYTES];
     uint8_t b[STAGES][B_BYTES];
-    uint8_t d[BLOCK_M / WGMMA_M][NUM_SLABS * SLAB_BYTES];
+    uint8_t d[BLOCK_M / WGMMA_M][UNIT_D_BYTES];
     alignas(128) float sfa[STAGES][SFA_STAGE_FLOATS == 0 ? 32 : SFA_STAGE_FLOATS];
     alignas(128) float sfa_window[WINDOW_FLOATS == 0 ? 32 : WINDOW_FLOATS];
     uint64_t full[STAGES], empty[STAGES];
     uint64_t window_full, window_empty;
     TileQueueStorage queue;
     GroupTableStorage<MAX_GROUPS> groups;
+#if EPILOGUE_IS_QUANT
+    QuantStorage quant;
+#endif
 };
 
 constexpr int SHARED_LIMIT = 227 * 1024;
@@ -122,7 +150,6 @@ extern "C" __device__ const int padless_num_stages = STAGES;
 
 using Order = TileOrder<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M>;
 using Reader = TileReader<CLUSTER_N>;
-constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
 
 struct Problem {
     const float* sfb;
@@ -157,7 +184,14 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
             const uint32_t full = shared_address(&shared.full[stage]);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
             mbarrier_arrive_expect_tx(full, stage_bytes);
-            tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, column, tile.group);
+            if constexpr (GATE_AND_UP_APART) {
+                tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, column / 2,
+                            tile.group);
+                tma_load_3d(map_b, shared_address(shared.b[stage] + B_BYTES / 2), full, kb * BLOCK_K,
+                            (problem.n + column) / 2, tile.group);
+            } else {
+                tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, column, tile.group);
+            }
             if constexpr (CLUSTER_N == 1) {
                 for (int u = 0; u < units; ++u)
                     tma_load_2d(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full, kb * BLOCK_K,
@@ -246,7 +280,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
 #pragma unroll
     for (int j = 0; j < NUM_SFB; ++j) {
         const int last = problem.sfb_rows() - 1;
-        const int block = column / 128 + j < last ? column / 128 + j : last;
+        const int wanted = GATE_AND_UP_APART ? (column + j * problem.n) / 256 : column / 128 + j;
+        const int block = wanted < last ? wanted : last;
         sfb_rows[j] = problem.sfb + (static_cast<long long>(tile.group) * (last + 1) + block) * k_blocks;
     }
     float sfb[NUM_SFB], sfb_ahead[NUM_SFB];
@@ -314,7 +349,9 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
                     const float sfa = ld_shared_f32(at);
 #pragma unroll
                     for (int c = 0; c < BLOCK_N / 64; ++c)
-                        scale[r][c] = sfa * (odd_half ? of_block[(c + 1) / 2] : of_block[c / 2]);
+                        scale[r][c] = sfa * (GATE_AND_UP_APART ? of_block[c % NUM_SFB]
+                                             : odd_half        ? of_block[(c + 1) / 2]
+                                                               : of_block[c / 2]);
                 }
                 if (w == NUM_WAVES - 1) {
                     pipeline.advance();
@@ -341,6 +378,10 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
     }
 }
 
+#if EPILOGUE_IS_QUANT
+using StoreMaps = QuantOutputs;
+#include "sm90_quant_store.cuh"
+#else
 #if STORE_IS_POOL
 using StoreMaps = DescriptorPool;
 #else
@@ -381,6 +422,9 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     }
 }
 
+__device__ __forceinline__ void skip_store() {}
+#endif
+
 // Consumer: one tile of which NUM_WAVES units belong to this warpgroup.
 template <int NUM_WAVES>
 __device__ __forceinline__ void consume_tile(SharedStorage& shared, const Problem& problem,
@@ -408,8 +452,10 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
             consume_tile<WAVES>(shared, problem, store_maps, tile, warpgroup, warp, lane, pipeline, reader);
         else if (warpgroup < units)
             consume_tile<1>(shared, problem, store_maps, tile, warpgroup, warp, lane, pipeline, reader);
-        else
+        else {
             skip_tile(shared, problem, lane, pipeline, reader);
+            skip_store();
+        }
         reader.advance();
         if constexpr (SCALES_K_MAJOR) {
             if (lane == 0) mbarrier_arrive(shared_address(&shared.window_empty));
@@ -444,11 +490,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
                 mbarrier_init(shared_address(&shared.queue.full[s]), 1);
                 mbarrier_init(shared_address(&shared.queue.empty[s]), CLUSTER_N * (NUM_CONSUMER_WARPS + 1));
             }
+#if EPILOGUE_IS_QUANT
+            shared.quant.init();
+#endif
             fence_mbarrier_init();
         }
         __syncwarp();
     }
     build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
+#if EPILOGUE_IS_QUANT
+    if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.quant.group_tiles, lane);
+    __syncthreads();
+#endif
     if constexpr (CLUSTER_N > 1) {  // nobody may signal a barrier of a CTA that has not made it yet
         barrier_cluster_arrive();
         barrier_cluster_wait();

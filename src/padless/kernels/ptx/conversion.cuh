@@ -1,0 +1,86 @@
+// Instructions that quantising needs: conversions to FP8, maxima, the approximate exponential, and the small stores.
+#pragma once
+
+// Two float32 to two e4m3 codes, nearest even, magnitudes above 448 to 448, NaN to 0x7F. `low` lands in the low byte.
+__device__ __forceinline__ uint16_t cvt_e4m3x2(float low, float high) {
+    uint16_t packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+__device__ __forceinline__ uint16_t cvt_e5m2x2(float low, float high) {
+    uint16_t packed;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// The value of the e4m3 code in the low byte, as an exact float32 (by way of f16, which holds every e4m3 value).
+__device__ __forceinline__ float cvt_f32_e4m3(uint16_t code) {
+    float value;
+    asm("{\n"
+        ".reg .b32 pair;\n"
+        ".reg .b16 low, high;\n"
+        "cvt.rn.f16x2.e4m3x2 pair, %1;\n"
+        "mov.b32 {low, high}, pair;\n"
+        "cvt.f32.f16 %0, low;\n"
+        "}"
+        : "=f"(value)
+        : "h"(code));
+    return value;
+}
+
+// max(|x|, |y|), NaN where either is NaN.
+__device__ __forceinline__ float max_nan_abs(float x, float y) {
+    float value;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(value) : "f"(fabsf(x)), "f"(fabsf(y)));
+    return value;
+}
+
+// 2^x within 2^-22 relative error (PTX ISA, "ex2"); subnormal x and results become 0.
+__device__ __forceinline__ float ex2_approx(float x) {
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
+__device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t value) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_u8(uint32_t address, uint32_t value) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_f32(uint32_t address, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+// `memory`: what other threads wrote before a barrier may not be read before it.
+__device__ __forceinline__ void ld_shared_v2_f32(uint32_t address, float& x, float& y) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ float ld_shared_f32_ordered(uint32_t address) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
+
+// Writes one float at the same shared-memory offset in CTA `cta_rank` of the cluster.
+__device__ __forceinline__ void st_cluster_f32(uint32_t address, uint32_t cta_rank, float value) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "st.shared::cluster.f32 [remote], %2;\n"
+        "}" ::"r"(address),
+        "r"(cta_rank), "f"(value)
+        : "memory");
+}
+
+// Raises a float32 in global memory to `value`, by integer comparison: right for anything not negative, with any NaN
+// above every number, over whatever the memory held that was negative or -inf.
+__device__ __forceinline__ void red_max_float(float* address, float value) {
+    asm volatile("red.relaxed.gpu.global.max.s32 [%0], %1;" ::"l"(address), "r"(__float_as_int(value))
+                 : "memory");
+}

@@ -1,0 +1,124 @@
+// What a quantising epilogue is given and where its scales go: the kernel argument QuantOutputs and the addresses of the
+// scales of a row or a column. Nothing here knows which thread holds what. See epilogue.py for the arithmetic.
+#pragma once
+
+// The host defines, from the Epilogue: HAS_PLAIN, HAS_ALPHA, HAS_BIAS, HAS_PROB, HAS_AMAX, GLU, ROW_QUANT, COLUMN_QUANT,
+// MX_RULE, ROW_SCALES, COLUMN_SCALES.
+constexpr int GLU_NONE = 0;
+constexpr int GLU_INTERLEAVED = 1;   // 32 columns of gate, 32 of up, 32 of gate, ..
+constexpr int GLU_CONCATENATED = 2;  // gate in the first N / 2 columns, up in the others
+
+constexpr int SCALES_STRIDED = 0;         // element (row, block) at row * row_stride + block * block_stride
+constexpr int SCALES_BLOCKED = 1;         // 32x4x4 tiles over all rows
+constexpr int SCALES_BLOCKED_GROUPS = 2;  // 32x4x4 tiles, every group on tiles of its own
+
+// A kernel argument: tensor maps of the outputs that were asked for, and pointers, null where not.
+struct QuantOutputs {
+    TensorMap plain, row_codes, column_codes;
+    const float* alpha;    // (G)
+    const float* bias;     // (G, N)
+    const float* prob;     // (M)
+    float* amax;           // (G)
+    const float* factors;  // the two numbers of an NVFP4 global scale, (2) or (G, 2); or norm_const (1)
+    void* row_scales;
+    void* column_scales;
+    long long bias_stride;     // elements from one group's bias to the next
+    long long row_scales_row;  // elements, for SCALES_STRIDED
+    long long row_scales_block;
+    long long column_scales_block;  // elements from one block of rows to the next
+    int n_out;                      // columns of the output
+    int blocked_rows;               // rows that SCALES_BLOCKED tiles of column scales cover
+    int factors_stride;             // elements from one group's factors to the next, 0 when they are shared
+};
+
+// First 128-row tile of every group, if each group starts on a tile of its own: tiles[g] = sum over h < g of
+// ceil(rows of h / 128). One warp; `ends` are cleaned cumulative ends by group number.
+__device__ __forceinline__ void count_row_tiles(const int* ends, int num_groups, int* tiles, int lane) {
+    int before = 0;
+    for (int base = 0; base < num_groups; base += 32) {
+        const int g = base + lane;
+        const int own = g < num_groups ? (ends[g] - (g == 0 ? 0 : ends[g - 1]) + 127) / 128 : 0;
+        int sum = own;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int other = __shfl_up_sync(0xffffffff, sum, distance);
+            if (lane >= distance) sum += other;
+        }
+        if (g < num_groups) tiles[g] = before + sum - own;
+        before += __shfl_sync(0xffffffff, sum, 31);
+    }
+}
+
+// Offset of scale (row, column) in 32x4x4 tiles, `tile_columns` tiles wide. Example: (129, 5) with two tiles a row:
+// (1 * 2 + 1) * 512 + 1 * 16 + 0 * 4 + 1 = 1553.
+__device__ __forceinline__ long long blocked_offset(int row, int column, int tile_columns) {
+    const long long tile = static_cast<long long>(row / 128) * tile_columns + column / 4;
+    return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
+}
+
+// Where a tile lies in its group.
+struct Placement {
+    int group;
+    int group_start, group_rows;
+    int group_tile;  // first 128-row tile of the group
+};
+
+// Writes the scales of one row: COUNT neighbours, from block `first` (a multiple of COUNT) on, of `blocks` that exist.
+// The four lanes that share the row call it together, `part` 0 .. 3 each. Scales past the last block are stored as zero
+// where the layout has room for them.
+template <int LAYOUT, int COUNT, class Scale>
+__device__ __forceinline__ void store_row_scales(const QuantOutputs& outputs, const Placement& place, int row,
+                                                 int first, int blocks, const Scale (&scales)[COUNT],
+                                                 int part) {
+    if constexpr (LAYOUT == SCALES_STRIDED) {
+#pragma unroll
+        for (int b = 0; b < COUNT; ++b) {
+            const long long at = row * outputs.row_scales_row + (first + b) * outputs.row_scales_block;
+            if (part == b % 4 && first + b < blocks) static_cast<Scale*>(outputs.row_scales)[at] = scales[b];
+        }
+    } else {
+        static_assert(sizeof(Scale) == 1, "the 32x4x4 layout is of bytes");
+        constexpr int TOGETHER = COUNT < 4 ? COUNT : 4;  // neighbours inside one tile
+        const int tiled_row =
+            LAYOUT == SCALES_BLOCKED ? row : place.group_tile * 128 + row - place.group_start;
+        const int tile_columns = (blocks + 3) / 4;
+        uint8_t* const base = static_cast<uint8_t*>(outputs.row_scales);
+#pragma unroll
+        for (int b = 0; b < COUNT; b += TOGETHER) {
+            uint32_t word = 0;
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i)
+                word |= first + b + i < blocks ? static_cast<uint32_t>(scales[b + i]) << 8 * i : 0;
+            if (part != b / TOGETHER % 4 || (first + b) / 4 >= tile_columns) continue;
+            uint8_t* const at = base + blocked_offset(tiled_row, first + b, tile_columns);
+            if constexpr (TOGETHER == 4)
+                *reinterpret_cast<uint32_t*>(at) = word;
+            else if constexpr (TOGETHER == 2)
+                *reinterpret_cast<uint16_t*>(at) = static_cast<uint16_t>(word);
+            else
+                *at = static_cast<uint8_t>(word);
+        }
+    }
+}
+
+// Writes the scale of one column of the output over a run of BLOCK rows that starts at `row`, a multiple of BLOCK from
+// the start of the group.
+template <int LAYOUT, int BLOCK, class Scale>
+__device__ __forceinline__ void store_column_scale(const QuantOutputs& outputs, const Placement& place,
+                                                   int row, int column, Scale scale) {
+    Scale* const base = static_cast<Scale*>(outputs.column_scales);
+    if constexpr (LAYOUT == SCALES_STRIDED) {
+        const int block = place.group_tile * (128 / BLOCK) + (row - place.group_start) / BLOCK;
+        base[block * outputs.column_scales_block + column] = scale;
+    } else {
+        // Scales of the transposed output: rows are columns of the output, columns are runs of rows.
+        static_assert(sizeof(Scale) == 1, "the 32x4x4 layout is of bytes");
+        const bool by_group = LAYOUT == SCALES_BLOCKED_GROUPS;
+        const int block = (by_group ? row - place.group_start : row) / BLOCK;
+        const int rows = by_group ? place.group_rows : outputs.blocked_rows;
+        const int tile_columns = (rows + 4 * BLOCK - 1) / (4 * BLOCK);
+        const long long group_bytes =
+            by_group ? static_cast<long long>(place.group_tile) * ((outputs.n_out + 127) / 128) * 512 : 0;
+        base[group_bytes + blocked_offset(column, block, tile_columns)] = scale;
+    }
+}

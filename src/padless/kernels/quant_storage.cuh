@@ -1,0 +1,51 @@
+// What a quantising epilogue of a BLOCK_M x BLOCK_N tile is compiled for, and the shared memory it works in.
+#pragma once
+
+constexpr int OUT_COLUMNS = GLU == GLU_NONE ? BLOCK_N : BLOCK_N / 2;  // of the output, that a tile makes
+
+using RowFormat = FormatOf<ROW_QUANT, MX_RULE>::Type;
+using ColumnFormat = FormatOf<COLUMN_QUANT, MX_RULE>::Type;
+
+// Columns of a tile that share a row scale, and how many such blocks it has. A block wider than the tile is shared by
+// the two CTAs of a cluster.
+constexpr int ROW_BLOCK = RowFormat::BLOCK < OUT_COLUMNS ? RowFormat::BLOCK : OUT_COLUMNS;
+constexpr int ROW_BLOCKS = OUT_COLUMNS / ROW_BLOCK;
+constexpr bool SWAPS_ROW_AMAX = ROW_QUANT != QUANT_NONE && RowFormat::BLOCK > OUT_COLUMNS;
+static_assert(!SWAPS_ROW_AMAX || (CLUSTER_N == 2 && RowFormat::BLOCK == 2 * OUT_COLUMNS),
+              "a row's block of scales lies in two CTAs: they must be a cluster");
+static_assert(BLOCK_N == 128, "a tile is as wide as the widest block");
+
+// Runs of rows of a tile that share a column scale.
+constexpr int COLUMN_BLOCKS = COLUMN_QUANT == QUANT_NONE ? 1 : BLOCK_M / ColumnFormat::BLOCK;
+static_assert(COLUMN_BLOCKS > 0, "a run of rows that shares a scale lies in one tile");
+static_assert(COLUMN_QUANT == QUANT_NONE || ColumnFormat::CODE_BITS == 8, "columns are quantised to FP8");
+
+// Staged outputs of 64 rows, one after the other; each starts on a multiple of 1024.
+constexpr int PLAIN_BYTES = HAS_PLAIN ? 64 * OUT_COLUMNS * (OUT_TYPE == OUT_F32 ? 4 : 2) : 0;
+constexpr int ROW_CODE_BYTES = ROW_QUANT == QUANT_NONE ? 0 : 64 * OUT_COLUMNS * RowFormat::CODE_BITS / 8;
+constexpr int COLUMN_CODE_BYTES = COLUMN_QUANT == QUANT_NONE ? 0 : 64 * OUT_COLUMNS;
+constexpr int QUANT_UNIT_BYTES = PLAIN_BYTES + ROW_CODE_BYTES + COLUMN_CODE_BYTES;
+static_assert(QUANT_UNIT_BYTES > 0, "nothing to store");
+
+struct QuantStorage {
+    alignas(16) float column_amax[COLUMN_QUANT == QUANT_NONE ? 1 : BLOCK_M / 16][OUT_COLUMNS];  // by 16 rows
+    alignas(16) float column_multiplier[COLUMN_BLOCKS][OUT_COLUMNS];
+    float peer_amax[2][NUM_CONSUMER_WARPS][SWAPS_ROW_AMAX ? 16 * WAVES : 1];
+    uint64_t peer_full[2][NUM_CONSUMER_WARPS];
+    uint32_t swaps[NUM_CONSUMER_WARPS];  // that each warp has made
+    int group_tiles[MAX_GROUPS];         // first 128-row tile of each group, every group starting on one
+
+    // One thread, before anybody else touches it.
+    __device__ __forceinline__ void init() {
+        for (int warp = 0; warp < NUM_CONSUMER_WARPS; ++warp) {
+            swaps[warp] = 0;
+            for (int buffer = 0; buffer < 2; ++buffer)
+                mbarrier_init(shared_address(&peer_full[buffer][warp]), 1);
+        }
+    }
+
+    __device__ __forceinline__ Placement placement(const int* group_ends, int group) const {
+        const int start = group == 0 ? 0 : group_ends[group - 1];
+        return Placement{group, start, group_ends[group] - start, group_tiles[group]};
+    }
+};

@@ -1,0 +1,265 @@
+// The quantising store of sm90_fp8_grouped_gemm.cu: included by it, after its shared memory and its constants, in place
+// of its plain store. From a tile of float32 sums in registers to everything an Epilogue asks for:
+//
+//   sums -> alpha, bias, SwiGLU, prob -> values --+-> amax of the group
+//                                                 +-> bf16 / fp16 / float32, staged and copied out
+//                                                 +-> row scales, row codes
+//                                                 +-> column scales, column codes
+//
+// Rows and columns that do not exist become zeros before any maximum is taken: a tile's last rows are computed from
+// the next group's.
+
+// What the thread's registers d[4 i + ..] hold: column 8 i of the tile is column product_column(..) of A B^T.
+__device__ __forceinline__ int product_column(const Problem& problem, int column, int i) {
+    if constexpr (GLU != GLU_CONCATENATED) return column + 8 * i;
+    return column / 2 + 8 * (i % 8) + (i / 8) * (problem.n / 2);
+}
+
+// The values of one unit of 64 rows: float32, operation by operation as in epilogue.py.
+__device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const float (&d)[BLOCK_N / 2],
+                                              const Problem& problem, const QuantOutputs& outputs, int group,
+                                              int row, int rows_left, int column, int lane) {
+    const float alpha = HAS_ALPHA ? __ldg(outputs.alpha + group) : 1.0f;
+    float prob[2] = {1.0f, 1.0f};
+    if constexpr (HAS_PROB) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) prob[h] = 8 * h < rows_left ? __ldg(outputs.prob + row + 8 * h) : 0.0f;
+    }
+    float x[BLOCK_N / 2];
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 8; ++i) {
+        float bias[2] = {0.0f, 0.0f};
+        if constexpr (HAS_BIAS) {
+            const int at = product_column(problem, column, i) + lane % 4 * 2;
+            if (at < problem.n) {
+                const float2 pair =
+                    __ldg(reinterpret_cast<const float2*>(outputs.bias + group * outputs.bias_stride + at));
+                bias[0] = pair.x;
+                bias[1] = pair.y;
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                float& value = x[4 * i + 2 * h + j];
+                value = d[4 * i + 2 * h + j];
+                if constexpr (HAS_ALPHA) value = __fmul_rn(value, alpha);
+                if constexpr (HAS_BIAS) value = __fadd_rn(value, bias[j]);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < OUT_COLUMNS / 8; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            float value;
+            if constexpr (GLU == GLU_NONE) {
+                value = x[4 * i + e];
+            } else {
+                constexpr int RUN = GLU == GLU_INTERLEAVED ? 4 : 8;  // of gate, then of up, in columns / 8
+                const int gate = i / RUN * 2 * RUN + i % RUN;
+                value = swiglu(x[4 * gate + e], x[4 * (gate + RUN) + e]);
+            }
+            v[4 * i + e] = HAS_PROB ? __fmul_rn(value, prob[e / 2]) : value;
+        }
+    }
+    const int out_column = GLU == GLU_NONE ? column : column / 2;
+    if (rows_left <= 8) {
+#pragma unroll
+        for (int i = 0; i < OUT_COLUMNS / 2; ++i)
+            if (rows_left <= i / 2 % 2 * 8) v[i] = 0.0f;
+    }
+    if (out_column + OUT_COLUMNS > outputs.n_out) {
+#pragma unroll
+        for (int i = 0; i < OUT_COLUMNS / 2; ++i)
+            if (out_column + i / 4 * 8 >= outputs.n_out) v[i] = 0.0f;
+    }
+}
+
+// FP8_BLOCK scales of a SwiGLU output cover the columns of both CTAs of a cluster: the two warps that hold the same rows
+// swap their rows' maxima. Two buffers in turn, each with a barrier: a warp writes buffer b again only after it has had
+// an answer that was sent after b was read.
+template <int NUM_WAVES>
+__device__ __forceinline__ void swap_row_amax(QuantStorage& quant, float (&amax)[NUM_WAVES][2][ROW_BLOCKS],
+                                              int warp_of_cta, int lane) {
+    const uint32_t peer = cluster_cta_rank() ^ 1;
+    const uint32_t turn = quant.swaps[warp_of_cta];
+    const uint32_t rows = shared_address(&quant.peer_amax[turn % 2][warp_of_cta][lane / 4]);
+    const uint32_t full = shared_address(&quant.peer_full[turn % 2][warp_of_cta]);
+    if (lane % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < NUM_WAVES * 2; ++i) st_cluster_f32(rows + i * 32, peer, amax[i / 2][i % 2][0]);
+    }
+    __syncwarp();
+    if (lane == 0) {
+        quant.swaps[warp_of_cta] = turn + 1;
+        mbarrier_arrive_release_cluster(full, peer);
+    }
+    mbarrier_wait_cluster(full, turn / 2 % 2);
+#pragma unroll
+    for (int i = 0; i < NUM_WAVES * 2; ++i)
+        amax[i / 2][i % 2][0] = max_nan_abs(amax[i / 2][i % 2][0], ld_shared_f32_ordered(rows + i * 32));
+    __syncwarp();
+}
+
+// Row scales and row codes of all the warp's rows.
+template <int NUM_WAVES>
+__device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMNS / 2], SharedStorage& shared,
+                                              const QuantOutputs& outputs, const Placement& place,
+                                              const Tile& tile, int out_column, int warpgroup, int warp,
+                                              int lane) {
+    const RowFormat format = RowFormat::make(outputs.factors + place.group * outputs.factors_stride);
+    float amax[NUM_WAVES][2][ROW_BLOCKS];
+#pragma unroll
+    for (int w = 0; w < NUM_WAVES; ++w) row_block_amax<OUT_COLUMNS, ROW_BLOCK>(v[w], amax[w]);
+    if constexpr (SWAPS_ROW_AMAX) swap_row_amax<NUM_WAVES>(shared.quant, amax, warpgroup * 4 + warp, lane);
+#pragma unroll
+    for (int w = 0; w < NUM_WAVES; ++w) {
+        const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
+        float multiplier[2][ROW_BLOCKS];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            RowFormat::Scale scale[ROW_BLOCKS];
+#pragma unroll
+            for (int b = 0; b < ROW_BLOCKS; ++b) {
+                scale[b] = format.scale(amax[w][h][b]);
+                multiplier[h][b] = format.multiplier(scale[b], amax[w][h][b]);
+            }
+            const int row = unit * WGMMA_M + warp * 16 + h * 8 + lane / 4;
+            if (row < tile.rows && (!SWAPS_ROW_AMAX || cluster_cta_rank() == 0))
+                store_row_scales<ROW_SCALES>(outputs, place, tile.row + row, out_column / RowFormat::BLOCK,
+                                             (outputs.n_out + RowFormat::BLOCK - 1) / RowFormat::BLOCK, scale,
+                                             lane % 4);
+        }
+        stage_codes<OUT_COLUMNS, RowFormat>(
+            v[w], shared_address(shared.d[unit] + PLAIN_BYTES), warp, lane,
+            [&](int h, int i, int) { return multiplier[h][i * 8 / ROW_BLOCK]; });
+    }
+}
+
+// Every consumer warp takes part in these two, with rows or without.
+__device__ __forceinline__ void column_barrier() {
+    bar_sync(1 + NUM_MMA_WARPGROUPS, 128 * NUM_MMA_WARPGROUPS);
+}
+
+// From the warps' column maxima to scales and, in shared memory, multipliers.
+__device__ __forceinline__ void scale_columns(QuantStorage& quant, const QuantOutputs& outputs,
+                                              const Placement& place, const Tile& tile, int out_column,
+                                              int thread) {
+    const ColumnFormat format = ColumnFormat::make(outputs.factors + place.group * outputs.factors_stride);
+    const int units = units_of(tile.rows);
+    const int warps = units * 4;
+    const int threads =
+        units < NUM_MMA_WARPGROUPS ? 128 : 128 * NUM_MMA_WARPGROUPS;  // the others skip the tile
+    for (int at = thread; at < COLUMN_BLOCKS * OUT_COLUMNS; at += threads) {
+        const int block = at / OUT_COLUMNS, column = at % OUT_COLUMNS;
+        const int row = block * ColumnFormat::BLOCK;
+        float amax = 0.0f;
+        for (int w = row / 16; w < row / 16 + ColumnFormat::BLOCK / 16 && w < warps; ++w)
+            amax = max_nan_abs(amax, quant.column_amax[w][column]);
+        const ColumnFormat::Scale scale = format.scale(amax);
+        quant.column_multiplier[block][column] = format.multiplier(scale, amax);
+        if (row < tile.rows && out_column + column < outputs.n_out)
+            store_column_scale<COLUMN_SCALES, ColumnFormat::BLOCK>(outputs, place, tile.row + row,
+                                                                   out_column + column, scale);
+    }
+}
+
+// Column codes of one unit.
+__device__ __forceinline__ void stage_column_codes(const float (&v)[OUT_COLUMNS / 2], SharedStorage& shared,
+                                                   int unit, int warp, int lane) {
+    const int block = (unit * WGMMA_M + warp * 16) / ColumnFormat::BLOCK;
+    float multiplier[OUT_COLUMNS / 4];
+#pragma unroll
+    for (int i = 0; i < OUT_COLUMNS / 8; ++i)
+        ld_shared_v2_f32(shared_address(&shared.quant.column_multiplier[block][8 * i + lane % 4 * 2]),
+                         multiplier[2 * i], multiplier[2 * i + 1]);
+    stage_codes<OUT_COLUMNS, ColumnFormat>(v, shared_address(shared.d[unit] + PLAIN_BYTES + ROW_CODE_BYTES),
+                                           warp, lane,
+                                           [&](int, int i, int j) { return multiplier[2 * i + j]; });
+}
+
+// A consumer warpgroup without rows in a tile keeps step with the one that has some.
+__device__ __forceinline__ void skip_store() {
+    if constexpr (COLUMN_QUANT != QUANT_NONE) {
+        column_barrier();
+        column_barrier();
+    }
+}
+
+// Consumer: quantises and writes the rows of d that exist.
+template <int NUM_WAVES>
+__device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2], SharedStorage& shared,
+                                           const Problem& problem, const StoreMaps& outputs, const Tile& tile,
+                                           int column, int warpgroup, int warp, int lane) {
+    const bool issuer = warp == 0 && lane == 0;
+    const int out_column = GLU == GLU_NONE ? column : column / 2;
+    const Placement place = shared.quant.placement(shared.groups.group_ends, tile.group);
+    float v[WAVES][OUT_COLUMNS / 2];
+#pragma unroll
+    for (int w = 0; w < NUM_WAVES; ++w) {
+        const int row = (w * NUM_MMA_WARPGROUPS + warpgroup) * WGMMA_M + warp * 16 + lane / 4;
+        finish_values(v[w], d[w], problem, outputs, tile.group, tile.row + row, tile.rows - row, column,
+                      lane);
+    }
+    if constexpr (COLUMN_QUANT != QUANT_NONE) {
+#pragma unroll
+        for (int w = 0; w < NUM_WAVES; ++w) {
+            const int first = (w * NUM_MMA_WARPGROUPS + warpgroup) * 4 + warp;
+            column_amax<OUT_COLUMNS>(v[w], shared_address(shared.quant.column_amax[first]), lane);
+        }
+        column_barrier();
+        scale_columns(shared.quant, outputs, place, tile, out_column, warpgroup * 128 + warp * 32 + lane);
+    }
+    if constexpr (HAS_AMAX) {
+        float highest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < NUM_WAVES * OUT_COLUMNS / 2; ++i)
+            highest = max_nan_abs(highest, v[i / (OUT_COLUMNS / 2)][i % (OUT_COLUMNS / 2)]);
+        const uint32_t bits = __reduce_max_sync(0xffffffff, __float_as_uint(highest));
+        // a warp without rows says 0, which an empty group may not hold; this group has rows
+        if (lane == 0) red_max_float(outputs.amax + tile.group, __uint_as_float(bits));
+    }
+
+    if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
+    bar_sync(1 + warpgroup, 128);
+#pragma unroll
+    for (int w = 0; w < NUM_WAVES; ++w) {
+        if constexpr (HAS_PLAIN)
+            stage_tile<OUT_COLUMNS, OUT_TYPE>(
+                v[w], shared_address(shared.d[w * NUM_MMA_WARPGROUPS + warpgroup]), warp, lane);
+    }
+    if constexpr (ROW_QUANT != QUANT_NONE)
+        quantize_rows<NUM_WAVES>(v, shared, outputs, place, tile, out_column, warpgroup, warp, lane);
+    if constexpr (COLUMN_QUANT != QUANT_NONE) {
+        column_barrier();
+#pragma unroll
+        for (int w = 0; w < NUM_WAVES; ++w)
+            stage_column_codes(v[w], shared, w * NUM_MMA_WARPGROUPS + warpgroup, warp, lane);
+    }
+    fence_proxy_async_shared();
+    bar_sync(1 + warpgroup, 128);
+    if (issuer && out_column < outputs.n_out) {
+#pragma unroll
+        for (int w = 0; w < NUM_WAVES; ++w) {
+            const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
+            const int left = tile.rows - unit * WGMMA_M;
+            const int row = tile.row + unit * WGMMA_M;
+            const int end = row + (left < WGMMA_M ? left : WGMMA_M);
+            const uint32_t slabs = shared_address(shared.d[unit]);
+            if constexpr (HAS_PLAIN) {
+                for (int c = 0; c < OUT_COLUMNS && out_column + c < outputs.n_out; c += SLAB_COLUMNS)
+                    store_slab_ragged(outputs.plain, slabs + c / SLAB_COLUMNS * SLAB_BYTES, out_column + c,
+                                      row, end);
+            }
+            if constexpr (ROW_QUANT != QUANT_NONE)
+                store_slab_ragged(outputs.row_codes, slabs + PLAIN_BYTES,
+                                  out_column * RowFormat::CODE_BITS / 8, row, end);
+            if constexpr (COLUMN_QUANT != QUANT_NONE)
+                store_slab_ragged(outputs.column_codes, slabs + PLAIN_BYTES + ROW_CODE_BYTES, out_column, row,
+                                  end);
+        }
+        cp_async_bulk_commit_group();
+    }
+}
