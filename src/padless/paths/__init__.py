@@ -58,6 +58,19 @@ _MX_PAIRS = (
     ("MXFP4", "MXFP4"),
 )
 
+# Pairs of which every value, code times block scale, is a bf16 number; FP8_BLOCK's float32 scales are applied outside.
+_BF16_PAIRS = (
+    *itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2),
+    ("MXFP4", "MXFP4"),
+    ("NVFP4", "NVFP4"),
+    *itertools.product(("MXFP8", "MXFP8_E5M2"), ("MXFP4",)),
+    *itertools.product((BF16, "FP8_BLOCK"), ("MXFP4", "NVFP4")),
+)
+_BF16_SUM = "bf16 tensor cores, values exact in bf16, float32 sum (25 fractional bits in 16 of K)"
+_BF16_BLOCKS = (
+    "bf16 tensor cores inside 128 of K (25 fractional bits in 16), scaled and added in float32 across"
+)
+
 # Where two rows differ in the module alone, the first is the default; a config of the other's class chooses the other.
 PATHS: tuple[Path, ...] = (
     *(
@@ -65,6 +78,18 @@ PATHS: tuple[Path, ...] = (
             operation, "sm_90a", "FP8_BLOCK", "FP8_BLOCK", "sm90_fp8", "sm90_fp8_grouped_gemm.cu", _FP8_BLOCK
         )
         for operation in ("grouped_gemm", "gemm")
+    ),
+    *(
+        Path(
+            operation,
+            "sm_90a",
+            a,
+            b,
+            "sm90_bf16",
+            "sm90_bf16_grouped_gemm.cu",
+            _BF16_BLOCKS if a == "FP8_BLOCK" else _BF16_SUM,
+        )
+        for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), _BF16_PAIRS)
     ),
     *(
         Path(operation, "sm_100a", a, b, "sm100_grouped", "sm100_grouped_gemm.cu", _MX)

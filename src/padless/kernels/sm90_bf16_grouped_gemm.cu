@@ -1,0 +1,630 @@
+// Grouped GEMM on Hopper for every pair of formats whose values are exact in bf16: D[rows of g] = A[rows of g] * B[g]^T
+// for every group g, with the groups' rows one after the other in A and D and no padding between them.
+//
+//   A    (M, K) activations ("tokens"): bf16, FP8_BLOCK, MXFP8 (e4m3, e5m2), MXFP4 or NVFP4
+//   B    (G, N, K) weights: MXFP8 (e4m3, e5m2), MXFP4 or NVFP4
+//   sfa  one-byte scales (M, ceil(K / 32 or 16)) row-major; float32, any strides, for FP8_BLOCK; none for bf16
+//   sfb  one-byte scales (G, N, ceil(K / 32 or 16)) row-major, or in the 32x4x4 layout
+//   offs (G) int32, cumulative end rows, or null for one group of M rows
+//   D    (M, N) bf16, fp16 or float32
+//
+// Arithmetic, per output element: code * scale is exact in bf16 (dequantize.cuh names the limits); the tensor core adds
+// 16 products to its float32 sum at a time (25 fractional bits of the largest term, truncated). FP8_BLOCK: for each 128 of
+// K, d = fma(sum, sfa, d) in float32. At the end d * 2^s * (global scale of a * global scale of b), 2^s being exact.
+//
+// The product is made transposed: 64 weight rows are the M side of an instruction, read from registers, and the tokens its
+// N side, read from shared memory. Weights go from shared memory, as they came, to bf16 fragments in the registers of the
+// warpgroup that multiplies them; tokens, which all those warpgroups need, are dequantised once by converter warps.
+//
+// Roles. NUM_MMA_WARPGROUPS consumer warpgroups with UNITS_OF_WARPGROUP units of 64 weight rows each, one converter
+// warpgroup, and one with the thread that drives the copy engine and the one that schedules. CTAs are persistent.
+//
+//      producer                        converter                         consumer warpgroup
+//      --------                        ---------                         ------------------
+//      wait empty[s]  <-------------- arrive empty[s] <----------------- arrive empty[s], its weights being in registers
+//      load --> full[s] (bytes) -----> wait full[s] -------------------> wait full[s]; weights to bf16 fragments
+//                                      wait tokens_empty[t] <----------- arrive tokens_empty[t] after the products
+//                                      tokens to bf16 in shared memory
+//                                      arrive tokens_full[t] ----------> wait tokens_full[t]; wgmma
+//      (all three read the tile queue of tile_queue.cuh)
+//
+// K order: inside 128 of K, lane quad q = lane % 4 has codes 32 q .. 32 q + 31 of its row, four octets of them; octet s
+// feeds the instructions 2 s and 2 s + 1 of 16. The sum does not change under a permutation of K that both operands share.
+//
+// Padding-free rule: loads may run past the end of a group (those rows are computed and dropped, and rows past M read as
+// zero); the store alone is bounded, by the ragged descriptor of epilogue.cuh. No row of another group and no row past
+// offs[G - 1] is ever written.
+
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+
+#include "ptx/dequantize.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_bf16.cuh"
+
+// In this order: later ones use earlier ones.
+#include "dequantize.cuh"
+#include "descriptors.cuh"
+#include "epilogue.cuh"
+#include "pipeline.cuh"
+#include "scheduler.cuh"
+#include "group_table.cuh"
+#include "tile_queue.cuh"
+
+// The host defines, from Bf16GemmConfig: BLOCK_M (tokens), BLOCK_N (weight rows), NUM_MMA_WARPGROUPS, NUM_STAGES (0 = as
+// many as fit), RASTER_M, MAX_GROUPS, A_FORMAT, B_FORMAT, SFB_IS_BLOCKED, OUT_TYPE.
+constexpr int BLOCK_K = 128;
+constexpr int WGMMA_M = 64;
+constexpr int UNITS_OF_WARPGROUP = BLOCK_N / WGMMA_M / NUM_MMA_WARPGROUPS;
+constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
+constexpr int NUM_CONVERTER_WARPS = 4;
+constexpr int NUM_THREADS = 128 * (NUM_MMA_WARPGROUPS + 2);
+constexpr int CONSUMER_REGISTERS = NUM_MMA_WARPGROUPS == 2 ? 200 : 88;
+constexpr int CONVERTER_REGISTERS = NUM_MMA_WARPGROUPS == 2 ? 72 : 88;
+constexpr int PRODUCER_REGISTERS = 40;
+constexpr bool CONVERTERS_GROW = NUM_MMA_WARPGROUPS == 4;  // 80 registers a thread at the start, else 128
+static_assert(BLOCK_M == 8 || BLOCK_M == 16 || BLOCK_M == 32 || BLOCK_M == 64 || BLOCK_M == 128, "tokens");
+static_assert(NUM_MMA_WARPGROUPS == 2 || NUM_MMA_WARPGROUPS == 4, "warpgroups");
+static_assert(BLOCK_N % (WGMMA_M * NUM_MMA_WARPGROUPS) == 0 && BLOCK_N % 128 == 0 && BLOCK_N <= 256, "rows");
+
+// FP8_BLOCK scales of A change every 128 of K and are no powers of two: sums of 128 are promoted to other registers.
+constexpr bool PROMOTE = A_FORMAT == FORMAT_FP8_BLOCK;
+constexpr bool PAIRS_ARE_ADJACENT = !is_fp4(A_FORMAT) && !is_fp4(B_FORMAT) && A_FORMAT != FORMAT_BF16;
+constexpr bool HAS_GLOBAL_SCALES = A_FORMAT == FORMAT_NVFP4 || B_FORMAT == FORMAT_NVFP4;
+constexpr int SHIFT = shift_of(A_FORMAT) + shift_of(B_FORMAT);
+
+// An FP8 or bf16 tile has rows of 128 bytes with the 128-byte swizzle (bf16: two tiles, of 64 values of K each); FP4 rows
+// are 64 bytes and not swizzled: eight lanes that read 16 bytes each of two rows touch all banks either way.
+constexpr int A_BYTES = BLOCK_M * row_bytes(A_FORMAT);
+constexpr int B_BYTES = BLOCK_N * row_bytes(B_FORMAT);
+constexpr int TOKEN_HALF_BYTES = BLOCK_M * 128;  // 64 of K in bf16
+
+// Row-major scales come as 16 bytes a row, the least that a copy can have: the scales of 256 of K (NVFP4) or of 512 (MX).
+constexpr int SCALE_ROW_BYTES = 16;
+constexpr int SFA_BYTES = scales_of_128(A_FORMAT) == 0 ? 0 : BLOCK_M * SCALE_ROW_BYTES;
+constexpr int SCALE_TILES =
+    scales_of_128(B_FORMAT) / 4;  // 32x4x4 tiles of 512 bytes for 128 rows and 128 of K
+constexpr int SCALE_BLOCK_BYTES = SCALE_TILES * 512;
+constexpr int SFB_BYTES = SFB_IS_BLOCKED ? BLOCK_N / 128 * SCALE_BLOCK_BYTES : BLOCK_N * SCALE_ROW_BYTES;
+constexpr int STAGE_BYTES = A_BYTES + B_BYTES + SFA_BYTES + SFB_BYTES;
+
+// A slab is 128 bytes of D's columns of BLOCK_M tokens. A warpgroup stages one unit, 64 columns, at a time.
+constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
+constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
+constexpr int NUM_SLABS = WGMMA_M / SLAB_COLUMNS;
+constexpr int SLAB_BYTES = BLOCK_M * 128;
+
+constexpr int TOKEN_STAGES = BLOCK_M == 128 ? 2 : 4;
+
+template <int STAGES>
+struct alignas(1024) SharedStorageOf {
+    uint8_t b[STAGES][B_BYTES];
+    uint8_t tokens[TOKEN_STAGES][2][TOKEN_HALF_BYTES];
+    uint8_t d[NUM_MMA_WARPGROUPS][NUM_SLABS * SLAB_BYTES];
+    uint8_t a[STAGES][A_BYTES];
+    alignas(128) uint8_t sfb[STAGES][SFB_BYTES];
+    alignas(128) uint8_t sfa[STAGES][SFA_BYTES == 0 ? 128 : SFA_BYTES];
+    float token_scales[TOKEN_STAGES][PROMOTE ? BLOCK_M : 2];
+    uint64_t full[STAGES], empty[STAGES];
+    uint64_t tokens_full[TOKEN_STAGES], tokens_empty[TOKEN_STAGES];
+    TileQueueStorage queue;
+    GroupTableStorage<MAX_GROUPS> groups;
+};
+
+constexpr int SHARED_LIMIT = 227 * 1024;
+
+template <int STAGES>
+constexpr int stages_that_fit() {
+    if constexpr (sizeof(SharedStorageOf<STAGES + 1>) <= SHARED_LIMIT && STAGES < 12)
+        return stages_that_fit<STAGES + 1>();
+    else
+        return STAGES;
+}
+
+constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<1>() : NUM_STAGES;
+using SharedStorage = SharedStorageOf<STAGES>;
+static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
+
+// The host reads these back from the compiled module.
+extern "C" __device__ const int padless_shared_bytes = sizeof(SharedStorage);
+extern "C" __device__ const int padless_num_threads = NUM_THREADS;
+extern "C" __device__ const int padless_num_stages = STAGES;
+
+using Order = TileOrder<BLOCK_M, BLOCK_N, RASTER_M>;
+using Reader = TileReader<1>;
+
+struct Problem {
+    const float* sfa;  // FP8_BLOCK
+    long long sfa_row_stride, sfa_k_stride;
+    const float* global_a;  // null: 1
+    const float* global_b;
+    int global_a_stride, global_b_stride;  // 0: one for all groups, 1: one a group
+    int m, n, k, num_groups;
+
+    __device__ __forceinline__ int k_blocks() const { return (k + BLOCK_K - 1) / BLOCK_K; }
+    __device__ __forceinline__ int sfb_columns() const {
+        constexpr int BLOCK = B_FORMAT == FORMAT_NVFP4 ? 16 : 32;
+        return (k + BLOCK - 1) / BLOCK;
+    }
+};
+
+// Where the scales of K block `kb` begin in a row-major row of SCALE_ROW_BYTES.
+template <int FORMAT>
+__device__ __forceinline__ int scale_offset(int kb) {
+    return kb * scales_of_128(FORMAT) % SCALE_ROW_BYTES;
+}
+
+// One arrival a warp, after all its lanes have read what is given back.
+__device__ __forceinline__ void arrive_warp(uint64_t& barrier, int lane) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared_address(&barrier));
+}
+
+// Producer, one thread.
+__device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem,
+                                           const TensorMap& map_a, const TensorMap& map_b,
+                                           const TensorMap& map_sfa, const TensorMap& map_sfb) {
+    Reader reader(shared.queue);
+    Pipeline<STAGES> pipeline;
+    const int k_blocks = problem.k_blocks();
+    Tile tile;
+    while (reader.next(tile)) {
+        for (int kb = 0; kb < k_blocks; ++kb) {
+            const int stage = pipeline.stage;
+            const uint32_t full = shared_address(&shared.full[stage]);
+            mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
+            mbarrier_arrive_expect_tx(full, STAGE_BYTES);
+            tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * (row_bytes(B_FORMAT)), tile.column,
+                        tile.group);
+            const uint32_t sfb = shared_address(shared.sfb[stage]);
+            if constexpr (
+                SFB_IS_BLOCKED) {  // the map's rows are half tiles, 256 bytes, in the order they lie in
+                const int row_tiles = (problem.n + 127) / 128;
+                const int column_tiles = (problem.sfb_columns() + 3) / 4;
+#pragma unroll
+                for (int i = 0; i < BLOCK_N / 128; ++i) {
+                    const int row_tile = tile.group * row_tiles + tile.column / 128 + i;
+                    tma_load_2d(map_sfb, sfb + i * SCALE_BLOCK_BYTES, full, 0,
+                                2 * (row_tile * column_tiles + kb * SCALE_TILES));
+                }
+            } else {
+                const int first = kb * scales_of_128(B_FORMAT) - scale_offset<B_FORMAT>(kb);
+                tma_load_3d(map_sfb, sfb, full, first, tile.column, tile.group);
+            }
+            const uint32_t a = shared_address(shared.a[stage]);
+            if constexpr (A_FORMAT == FORMAT_BF16) {
+                tma_load_2d(map_a, a, full, kb * BLOCK_K, tile.row);
+                tma_load_2d(map_a, a + TOKEN_HALF_BYTES, full, kb * BLOCK_K + 64, tile.row);
+            } else {
+                tma_load_2d(map_a, a, full, kb * row_bytes(A_FORMAT), tile.row);
+            }
+            if constexpr (SFA_BYTES != 0)
+                tma_load_2d(map_sfa, shared_address(shared.sfa[stage]), full,
+                            kb * scales_of_128(A_FORMAT) - scale_offset<A_FORMAT>(kb), tile.row);
+            pipeline.advance();
+        }
+        reader.release();
+        reader.advance();
+    }
+}
+
+// Converter, a warp: 8 tokens from `row`, 128 of K. Lane l has quad l % 4 of token l / 4, 16 bytes at a time. The words of
+// octet s land in 16-byte chunks 4 s .. 4 s + 3 of the token, quad q's at word q: where instruction 2 s + i / 2 looks for
+// the operand of quad q that goes with the weights' registers i % 2. Example: octet 1 of quad 2, word 3, is at byte
+// (4 * 1 + 3) * 16 + 2 * 4 = 120 of the token's first 128, before the swizzle.
+__device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint32_t sfa, int row, int lane) {
+    const int token = row + lane / 4, quad = lane % 4;
+    SectionScales<A_FORMAT> scales;
+    scales.load(sfa + token * SCALE_ROW_BYTES + quad * (scales_of_128(A_FORMAT) / 4), 2);
+
+    constexpr int WORDS = A_FORMAT == FORMAT_BF16 ? 4 : is_fp4(A_FORMAT) ? 1 : 2;  // of an octet
+    constexpr int OCTETS = 4 / WORDS;                                              // in 16 bytes
+#pragma unroll
+    for (int i = 0; i < 4 / OCTETS; ++i) {
+        uint32_t at;
+        int first = i * OCTETS;  // octet
+        if constexpr (is_fp4(A_FORMAT)) {
+            at = a + token * 64 + quad * 16;
+        } else if constexpr (A_FORMAT == FORMAT_BF16) {
+            // Quads 0, 1 and 2, 3 read different tiles: the latter take their octets in another order, for the banks.
+            first = i ^ (quad & 2);
+            at = a + (quad / 2) * TOKEN_HALF_BYTES + swizzle_128b(token, quad % 2 * 4 + first);
+        } else {
+            at = a + swizzle_128b(token, quad * 2 + i);
+        }
+        uint32_t raw[4];
+        ld_shared_v4_u32(at, raw[0], raw[1], raw[2], raw[3]);
+#pragma unroll
+        for (int o = 0; o < OCTETS; ++o) {
+            uint32_t from[WORDS], to[4];
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) from[w] = raw[o * WORDS + w];
+            expand_octet<A_FORMAT, PAIRS_ARE_ADJACENT>(to, from);
+            scale_octet<A_FORMAT>(to, scales.of_octet(i * OCTETS + o));
+            const int octet = first + o;
+            const uint32_t half = tokens + (octet / 2) * TOKEN_HALF_BYTES + quad * 4;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) st_shared_u32(half + swizzle_128b(token, octet % 2 * 4 + w), to[w]);
+        }
+    }
+}
+
+// Converter warpgroup.
+__device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Problem& problem, int warp,
+                                              int lane) {
+    Reader reader(shared.queue);
+    Pipeline<STAGES> pipeline;
+    Pipeline<TOKEN_STAGES> ring;
+    const int k_blocks = problem.k_blocks();
+    const int token = warp * 32 + lane;  // whose float32 scale this thread passes on
+    Tile tile{};
+    while (reader.next(tile, lane)) {
+        const float* sfa = problem.sfa;
+        bool exists = false;
+        float scale = 0.0f;
+        if constexpr (PROMOTE) {
+            exists = token < BLOCK_M && tile.row + token < problem.m;
+            sfa += (tile.row + token) * problem.sfa_row_stride;
+            scale = exists ? __ldg(sfa) : 0.0f;
+        }
+        for (int kb = 0; kb < k_blocks; ++kb) {
+            float ahead = 0.0f;
+            if constexpr (PROMOTE) {
+                sfa += problem.sfa_k_stride;
+                ahead = exists && kb + 1 < k_blocks ? __ldg(sfa) : 0.0f;
+            }
+            const int stage = pipeline.stage, to = ring.stage;
+            mbarrier_wait(shared_address(&shared.tokens_empty[to]), ring.phase ^ 1);
+            mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
+            const uint32_t sfa_bytes = shared_address(shared.sfa[stage]) + scale_offset<A_FORMAT>(kb);
+            for (int row = warp * 8; row < BLOCK_M; row += NUM_CONVERTER_WARPS * 8)
+                convert_tokens(shared_address(shared.tokens[to]), shared_address(shared.a[stage]), sfa_bytes,
+                               row, lane);
+            if constexpr (PROMOTE) {
+                if (token < BLOCK_M) shared.token_scales[to][token] = scale;
+                scale = ahead;
+            }
+            fence_proxy_async_shared();  // the tensor core reads what was written here
+            arrive_warp(shared.tokens_full[to], lane);
+            if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[stage]));
+            pipeline.advance();
+            ring.advance();
+        }
+        if (lane == 0) reader.release();
+        reader.advance();
+    }
+}
+
+// Consumer: address of this lane's scales of weight row `row` of the tile, of the stage's K block.
+__device__ __forceinline__ uint32_t sfb_address(uint32_t sfb, int row, int quad, int kb) {
+    if constexpr (SFB_IS_BLOCKED) {
+        const uint32_t in_tile = (row % 32) * 16 + (row % 128) / 32 * 4;
+        const uint32_t tile = sfb + (row / 128) * SCALE_BLOCK_BYTES;
+        return B_FORMAT == FORMAT_NVFP4 ? tile + quad / 2 * 512 + in_tile + quad % 2 * 2
+                                        : tile + in_tile + quad;
+    } else {
+        return sfb + row * SCALE_ROW_BYTES + scale_offset<B_FORMAT>(kb) +
+               quad * (scales_of_128(B_FORMAT) / 4);
+    }
+}
+
+constexpr int UNITS = UNITS_OF_WARPGROUP;
+constexpr int CODE_WORDS = is_fp4(B_FORMAT) ? 1 : 2;  // of an octet
+constexpr int OCTETS = 4 / CODE_WORDS;                // in 16 bytes
+
+// A consumer lane's codes and scales of 128 of K: of rows `first_row` and + 8 of each of its units (+ 64).
+struct WeightSection {
+    SectionScales<B_FORMAT> scales[UNITS][2];
+    uint32_t codes[UNITS][2][4];
+
+    __device__ __forceinline__ void load_scales(const SharedStorage& shared, const Problem& problem,
+                                                int stage, int first_row, int quad, int kb) {
+        constexpr int OF_LANE = scales_of_128(B_FORMAT) / 4;
+        const uint32_t sfb = shared_address(shared.sfb[stage]);
+        const int left =
+            SFB_IS_BLOCKED ? problem.sfb_columns() - kb * scales_of_128(B_FORMAT) - quad * OF_LANE : OF_LANE;
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                scales[u][h].load(sfb_address(sfb, first_row + u * WGMMA_M + h * 8, quad, kb), left);
+        }
+    }
+
+    // 16 bytes of codes a row: the octets from OCTETS * part.
+    __device__ __forceinline__ void load_codes(const SharedStorage& shared, int stage, int first_row,
+                                               int quad, int part) {
+        const uint32_t b = shared_address(shared.b[stage]);
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = first_row + u * WGMMA_M + h * 8;
+                const uint32_t at =
+                    is_fp4(B_FORMAT) ? b + row * 64 + quad * 16 : b + swizzle_128b(row, quad * 2 + part);
+                ld_shared_v4_u32(at, codes[u][h][0], codes[u][h][1], codes[u][h][2], codes[u][h][3]);
+            }
+        }
+    }
+
+    // The A operands of the two instructions of an octet.
+    __device__ __forceinline__ void make_fragments(uint32_t (&fragments)[UNITS][2][4], int octet) const {
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                uint32_t raw[CODE_WORDS], words[4];
+#pragma unroll
+                for (int w = 0; w < CODE_WORDS; ++w) raw[w] = codes[u][h][octet % OCTETS * CODE_WORDS + w];
+                expand_octet<B_FORMAT, PAIRS_ARE_ADJACENT>(words, raw);
+                scale_octet<B_FORMAT>(words, scales[u][h].of_octet(octet));
+#pragma unroll
+                for (int w = 0; w < 4; ++w) fragments[u][w / 2][w % 2 * 2 + h] = words[w];
+            }
+        }
+    }
+};
+
+// Consumer: d = this warpgroup's units of the tile, before global scales. Registers as in wgmma_bf16.cuh.
+//
+// The products of one octet run while the fragments of the next are made: two sets of fragments, by the octet's parity.
+// The set for octet 0 of the next K block is carried round the loop. (Making it at the top of the loop, with products of
+// the last round under way, has ptxas serialise all of them: C7513.)
+__device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], SharedStorage& shared,
+                                              const Problem& problem, int warpgroup, int warp, int lane,
+                                              Pipeline<STAGES>& pipeline, Pipeline<TOKEN_STAGES>& ring) {
+    const int k_blocks = problem.k_blocks();
+    const int quad = lane % 4;
+    const int first_row = warpgroup * UNITS * WGMMA_M + warp * 16 + lane / 4;
+    // The shuffle tells the compiler that all lanes agree, so that the descriptors live in uniform registers.
+    const uint32_t tokens_stage_0 =
+        __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.tokens[0])), 0);
+    float sums[UNITS][BLOCK_M / 2];  // of 128 of K, where they are promoted
+    if constexpr (PROMOTE) {
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] = 0.0f;
+        }
+    }
+
+    WeightSection section;
+    uint32_t fragments[2][UNITS][2][4];
+    mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+    section.load_scales(shared, problem, pipeline.stage, first_row, quad, 0);
+    section.load_codes(shared, pipeline.stage, first_row, quad, 0);
+    if (OCTETS == 4) arrive_warp(shared.empty[pipeline.stage], lane);
+    section.make_fragments(fragments[0], 0);
+
+    for (int kb = 0; kb < k_blocks; ++kb) {
+        const int stage = pipeline.stage, from = ring.stage;
+        const uint32_t tokens = tokens_stage_0 + from * (2 * TOKEN_HALF_BYTES / 16);
+        mbarrier_wait(shared_address(&shared.tokens_full[from]), ring.phase);
+#pragma unroll
+        for (int octet = 0; octet < 4; ++octet) {
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int step = octet * 2 + i;
+                const uint64_t descriptor = k_major_128b_descriptor(
+                    tokens + step / 4 * (TOKEN_HALF_BYTES / 16) + step % 4 * (32 / 16));
+#pragma unroll
+                for (int u = 0; u < UNITS; ++u) {
+                    float (&target)[BLOCK_M / 2] = PROMOTE ? sums[u] : d[u];
+                    wgmma_m64k16_bf16<BLOCK_M>(target, fragments[octet % 2][u][i], descriptor,
+                                               step != 0 || (!PROMOTE && kb != 0));
+                }
+            }
+            wgmma_commit_group();
+
+            if (octet == 3) {
+                pipeline.advance();
+                if (kb + 1 < k_blocks) {  // else the last fragments are of old codes, and not used
+                    mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+                    section.load_scales(shared, problem, pipeline.stage, first_row, quad, kb + 1);
+                    section.load_codes(shared, pipeline.stage, first_row, quad, 0);
+                    if (OCTETS == 4) arrive_warp(shared.empty[pipeline.stage], lane);
+                }
+            } else if (octet + 1 == OCTETS) {
+                section.load_codes(shared, stage, first_row, quad, 1);
+                arrive_warp(shared.empty[stage], lane);
+            }
+            wgmma_wait_group<1>();                  // the last octet's fragments have been read
+            if (!PROMOTE && octet == 0 && kb != 0)  // and with it, all tokens of the last K block
+                arrive_warp(shared.tokens_empty[from == 0 ? TOKEN_STAGES - 1 : from - 1], lane);
+            section.make_fragments(fragments[(octet + 1) % 2], (octet + 1) % 4);
+        }
+
+        if constexpr (PROMOTE) {
+            wgmma_wait_group<0>();
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+                for (int i = 0; i < BLOCK_M / 2; ++i) pin_register(sums[u][i]);
+            }
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 8; ++i) {  // tokens 8 i + 2 quad and the next
+                float scale[2];
+                ld_shared_f32x2(shared_address(&shared.token_scales[from][8 * i + 2 * quad]), scale[0],
+                                scale[1]);
+#pragma unroll
+                for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+                        d[u][4 * i + j] = fmaf(sums[u][4 * i + j], scale[j % 2], d[u][4 * i + j]);
+                }
+            }
+            arrive_warp(shared.tokens_empty[from], lane);
+        }
+        ring.advance();
+    }
+
+    if constexpr (!PROMOTE) {
+        wgmma_wait_group<0>();
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 2; ++i) pin_register(d[u][i]);
+        }
+        arrive_warp(shared.tokens_empty[ring.stage == 0 ? TOKEN_STAGES - 1 : ring.stage - 1], lane);
+    }
+}
+
+// Consumer: a unit's accumulators, 64 columns of D by BLOCK_M tokens, transposed into slabs of token rows x 128 bytes with
+// the 128-byte swizzle. d[4 i + j] is column 16 * warp + lane / 4 + 8 * (j / 2), token 8 i + 2 * (lane % 4) + j % 2.
+__device__ __forceinline__ void stage_transposed(const float (&d)[BLOCK_M / 2], uint32_t slabs, int warp,
+                                                 int lane) {
+    if constexpr (OUT_TYPE == OUT_F32) {
+        // 32 columns to a slab. The lanes of one store have 8 columns of 4 tokens: all banks once.
+        const int column = warp * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 8; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int token = 8 * i + lane % 4 * 2 + j % 2, c = column + j / 2 * 8;
+                const uint32_t slab = slabs + c / 32 * SLAB_BYTES;
+                st_shared_float(slab + swizzle_128b(token, c % 32 / 4) + c % 4 * 4, d[4 * i + j]);
+            }
+        }
+    } else {
+        // 64 columns to a slab. Matrices of 8 columns x 8 tokens, stored with a row for every token.
+        uint32_t words[BLOCK_M / 4];
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 4; ++i)
+            words[i] =
+                OUT_TYPE == OUT_BF16 ? cvt_bf16x2(d[2 * i], d[2 * i + 1]) : cvt_f16x2(d[2 * i], d[2 * i + 1]);
+        const uint32_t chunk = warp * 2 + lane / 8 % 2;
+        if constexpr (BLOCK_M == 8) {
+            stmatrix_x2_trans(slabs + swizzle_128b(lane % 8, chunk), words[0], words[1]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 8; i += 2)
+                stmatrix_x4_trans(slabs + swizzle_128b(8 * (i + lane / 16) + lane % 8, chunk), words[2 * i],
+                                  words[2 * i + 1], words[2 * i + 2], words[2 * i + 3]);
+        }
+    }
+}
+
+// Consumer: what becomes of a unit of D in float32, 64 columns from `column` of the tile's tokens. This is the place for
+// another epilogue: it is called by a whole warpgroup, has `staging` to itself, and must write rows of the tile alone.
+__device__ __forceinline__ void store_unit(const float (&d)[BLOCK_M / 2], uint8_t* staging,
+                                           const Problem& problem, const TensorMap& map_d, const Tile& tile,
+                                           int column, int warpgroup, int warp, int lane) {
+    const bool issuer = warp == 0 && lane == 0;
+    if (issuer) cp_async_bulk_wait_group_read_all();  // the last unit's store has left this memory
+    bar_sync(1 + warpgroup, 128);
+    stage_transposed(d, shared_address(staging), warp, lane);
+    fence_proxy_async_shared();
+    bar_sync(1 + warpgroup, 128);
+    if (issuer) {
+        for (int s = 0; s < NUM_SLABS && column + s * SLAB_COLUMNS < problem.n; ++s)
+            store_slab_ragged(map_d, shared_address(staging) + s * SLAB_BYTES, column + s * SLAB_COLUMNS,
+                              tile.row, tile.row + tile.rows);
+        cp_async_bulk_commit_group();
+    }
+}
+
+// Global scales of a group, and what NVFP4_SHIFT took away.
+__device__ __forceinline__ void apply_global_scales(float (&d)[UNITS_OF_WARPGROUP][BLOCK_M / 2],
+                                                    const Problem& problem, int group) {
+    const float a =
+        problem.global_a == nullptr ? 1.0f : __ldg(problem.global_a + group * problem.global_a_stride);
+    const float b =
+        problem.global_b == nullptr ? 1.0f : __ldg(problem.global_b + group * problem.global_b_stride);
+    const float both = a * b;
+#pragma unroll
+    for (int u = 0; u < UNITS_OF_WARPGROUP; ++u) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] = d[u][i] * static_cast<float>(1 << SHIFT) * both;
+    }
+}
+
+__device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem,
+                                              const TensorMap& map_d, int warpgroup, int warp, int lane) {
+    Reader reader(shared.queue);
+    Pipeline<STAGES> pipeline;
+    Pipeline<TOKEN_STAGES> ring;
+    Tile tile{};
+    while (reader.next(tile, lane)) {
+        float d[UNITS_OF_WARPGROUP][BLOCK_M / 2];
+        multiply_tile(d, shared, problem, warpgroup, warp, lane, pipeline, ring);
+        if (lane == 0) reader.release();
+        if constexpr (HAS_GLOBAL_SCALES) apply_global_scales(d, problem, tile.group);
+#pragma unroll
+        for (int u = 0; u < UNITS_OF_WARPGROUP; ++u) {
+            const int column = tile.column + (warpgroup * UNITS_OF_WARPGROUP + u) * WGMMA_M;
+            store_unit(d[u], shared.d[warpgroup], problem, map_d, tile, column, warpgroup, warp, lane);
+        }
+        reader.advance();
+    }
+    if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
+    const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+    const __grid_constant__ TensorMap map_sfa, const __grid_constant__ TensorMap map_sfb,
+    const __grid_constant__ TensorMap map_d, const float* sfa, long long sfa_row_stride,
+    long long sfa_k_stride, const float* global_a, const float* global_b, int global_a_stride,
+    int global_b_stride, const int* offs, int m, int n, int k, int num_groups, int counter) {
+    extern __shared__ __align__(1024) uint8_t shared_bytes[];
+    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+    const Problem problem{
+        sfa, sfa_row_stride, sfa_k_stride, global_a, global_b, global_a_stride, global_b_stride, m, n,
+        k,   num_groups};
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
+    const int lane = threadIdx.x % 32;
+
+    if (warp == 0) {
+        if (elect_one()) {
+            prefetch_tensormap(map_a);
+            prefetch_tensormap(map_b);
+            if constexpr (SFA_BYTES != 0) prefetch_tensormap(map_sfa);
+            prefetch_tensormap(map_sfb);
+            for (int s = 0; s < STAGES; ++s) {
+                mbarrier_init(shared_address(&shared.full[s]), 1);
+                mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS);
+            }
+            for (int s = 0; s < TOKEN_STAGES; ++s) {
+                mbarrier_init(shared_address(&shared.tokens_full[s]), NUM_CONVERTER_WARPS);
+                mbarrier_init(shared_address(&shared.tokens_empty[s]), NUM_CONSUMER_WARPS);
+            }
+            for (int s = 0; s < QUEUE_SLOTS; ++s) {
+                mbarrier_init(shared_address(&shared.queue.full[s]), 1);
+                mbarrier_init(shared_address(&shared.queue.empty[s]),
+                              NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS + 1);
+            }
+            fence_mbarrier_init();
+        }
+        __syncwarp();
+    }
+    build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
+
+    constexpr int FIRST_PRODUCER_WARP = NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS;
+    if (warp >= FIRST_PRODUCER_WARP) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp == FIRST_PRODUCER_WARP) {
+            if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa, map_sfb);
+        } else if (warp == FIRST_PRODUCER_WARP + 1) {
+            if (elect_one())
+                hand_out_tiles<1>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
+                                  blockIdx.x, gridDim.x);
+        }
+        __syncwarp();
+    } else if (warp >= NUM_CONSUMER_WARPS) {
+        if constexpr (CONVERTERS_GROW)
+            setmaxnreg_inc<CONVERTER_REGISTERS>();
+        else
+            setmaxnreg_dec<CONVERTER_REGISTERS>();
+        convert_tiles(shared, problem, warp - NUM_CONSUMER_WARPS, lane);
+        __syncwarp();
+    } else {
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
+        consume_tiles(shared, problem, map_d, warp / 4, warp % 4, lane);
+        __syncwarp();
+    }
+}

@@ -1,0 +1,258 @@
+"""Host side of kernels/sm90_bf16_grouped_gemm.cu: pairs of formats whose values are exact in bf16, on Hopper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from padless import tensor_map
+from padless.config import MAX_GROUPS, OUT_DTYPES
+from padless.driver import Argument, Driver, LaunchShape
+from padless.formats import TILE_BYTES, BlockScaledTensor, round_up
+from padless.layouts import plain_scale
+from padless.paths import BF16, PATHS, format_name
+from padless.paths.launching import Prepared, load_kernel, tile_counter
+
+KERNEL = "sm90_bf16_grouped_gemm.cu"
+
+# Formats by the numbers of kernels/dequantize.cuh.
+FORMATS = {BF16: 0, "FP8_BLOCK": 1, "MXFP8": 2, "MXFP8_E5M2": 3, "MXFP4": 4, "NVFP4": 5}
+_FP4 = ("MXFP4", "NVFP4")
+
+# (activations, weights) that the kernel multiplies.
+PAIRS: tuple[tuple[str, str], ...] = tuple(
+    dict.fromkeys((path.a, path.b) for path in PATHS if path.kernel == KERNEL)
+)
+
+_FEW_GROUPS = 256  # the table of groups in shared memory comes in these sizes
+_SCALE_ROW_BYTES = 16  # what one copy brings of a row of row-major scales
+
+
+@dataclass(frozen=True)
+class Bf16GemmConfig:
+    """One compiled kernel. Each field becomes a constant of the device code; M is not here, and must never be.
+
+    Attributes:
+        a_format, b_format: names of the formats of activations and weights; "BF16" for plain activations.
+        block_m: tokens of the output tile: 8, 16, 32, 64 or 128.
+        block_n: weight rows of the output tile: 128 or 256, shared out to the consumer warpgroups 64 at a time.
+        num_warpgroups: consumer warpgroups, 2 or 4. With 4 a thread has fewer registers: at most 32 tokens.
+        num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
+        raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
+        blocked: whether the scales of the weights are in the 32x4x4 layout, else row-major.
+        max_groups: room in the table of groups.
+        out_dtype: bfloat16, float16 or float32.
+    """
+
+    a_format: str
+    b_format: str
+    block_m: int = 128
+    block_n: int = 128
+    num_warpgroups: int = 2
+    num_stages: int = 0
+    raster_m: int = 8
+    blocked: bool = False
+    max_groups: int = _FEW_GROUPS
+    out_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, field: str, allowed: str) -> None:
+            if not ok:
+                raise ValueError(f"Bf16GemmConfig.{field} is {getattr(self, field)!r}; allowed: {allowed}")
+
+        require(self.a_format in {a for a, _ in PAIRS}, "a_format", ", ".join(dict(PAIRS)))
+        with_a = [b for a, b in PAIRS if a == self.a_format]
+        require(self.b_format in with_a, "b_format", f"{', '.join(with_a)} with {self.a_format}")
+        require(self.block_m in (8, 16, 32, 64, 128), "block_m", "8, 16, 32, 64 or 128")
+        require(self.block_n in (128, 256), "block_n", "128 or 256")
+        require(self.num_warpgroups in (2, 4), "num_warpgroups", "2 or 4")
+        if self.num_warpgroups == 4:
+            require(self.block_n == 256, "block_n", "256 with 4 warpgroups")
+            require(self.block_m <= 32, "block_m", "at most 32 with 4 warpgroups")
+        if self.a_format == "FP8_BLOCK" and self.block_m == 128:
+            require(self.block_n == 128, "block_n", "128 with 128 tokens of FP8_BLOCK")
+        require(
+            self.num_stages == 0 or 2 <= self.num_stages <= 12, "num_stages", "0 (as many as fit) or 2 to 12"
+        )
+        require(self.raster_m >= 1, "raster_m", "1 or more")
+        require(1 <= self.max_groups <= MAX_GROUPS, "max_groups", f"1 to {MAX_GROUPS}")
+        require(self.out_dtype in OUT_DTYPES, "out_dtype", "torch.bfloat16, torch.float16 or torch.float32")
+
+    def prelude(self) -> str:
+        """The C++ constants that the kernel source is compiled behind."""
+        constants = {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "NUM_MMA_WARPGROUPS": self.num_warpgroups,
+            "NUM_STAGES": self.num_stages,
+            "RASTER_M": self.raster_m,
+            "MAX_GROUPS": self.max_groups,
+            "A_FORMAT": FORMATS[self.a_format],
+            "B_FORMAT": FORMATS[self.b_format],
+        }
+        lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
+        lines += [
+            f"constexpr bool SFB_IS_BLOCKED = {str(self.blocked).lower()};",
+            f"#define OUT_TYPE {OUT_DTYPES[self.out_dtype]}",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+Config = Bf16GemmConfig
+
+
+def select_config(
+    a_format: str,
+    b_format: str,
+    m: int,
+    num_groups: int,
+    *,
+    blocked: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Bf16GemmConfig:
+    """The kernel for a problem: a pure function of the formats, M and G, since the groups' sizes are on the device.
+
+    A tile has about as many tokens as a group. Many tokens to a tile make the weights' dequantisation, which every tile
+    does anew, cheap against the products; few leave no part of an instruction idle.
+    """
+    per_group = -(-m // max(min(num_groups, m), 1))
+    block_m = next((size for size in (8, 16, 32, 64) if per_group <= size), 128)
+    decoding = block_m <= 32
+    # 256 rows of 128 tokens: with FP8_BLOCK's second set of sums they exceed the registers, with FP8 on both sides or
+    # float32 output the shared memory.
+    wide = block_m < 128 or (a_format != "FP8_BLOCK" and b_format in _FP4 and out_dtype != torch.float32)
+    return Bf16GemmConfig(
+        a_format,
+        b_format,
+        block_m=block_m,
+        block_n=256 if wide else 128,
+        num_warpgroups=4 if decoding else 2,
+        blocked=blocked,
+        max_groups=_FEW_GROUPS if num_groups <= _FEW_GROUPS else MAX_GROUPS,
+        out_dtype=out_dtype,
+    )
+
+
+def prepare(
+    driver: Driver,
+    a: BlockScaledTensor | torch.Tensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    out: torch.Tensor,
+    config: Bf16GemmConfig | None,
+) -> Prepared:
+    """Packs the launch of out = a @ b of its group.
+
+    Scales that the copy engine cannot read in place are copied first: row-major ones whose rows are not a multiple of 16
+    bytes, and blocked ones of activations.
+    """
+    (m, n), num_groups, k = out.shape, b.data.shape[0], b.logical_shape[-1]
+    device = out.device.index or 0
+    blocked = b.scale_layout == "blocked"
+    formats = (format_name(a), b.format.name)
+    if config is None:
+        config = select_config(*formats, m, num_groups, blocked=blocked, out_dtype=out.dtype)
+    else:
+        max_groups = _FEW_GROUPS if num_groups <= _FEW_GROUPS else MAX_GROUPS
+        config = replace(
+            config,
+            a_format=formats[0],
+            b_format=formats[1],
+            blocked=blocked,
+            max_groups=max_groups,
+            out_dtype=out.dtype,
+        )
+    kernel, function = load_kernel(driver, KERNEL, config, device)
+
+    copies: list[torch.Tensor] = []
+    a_data = a.data if isinstance(a, BlockScaledTensor) else a
+    sfa, sfa_map = _activation_scales(a, offs, config, copies)
+    sfb, sfb_map = _weight_scales(b, config, copies)
+    maps = (
+        _rows_of_codes(a_data, config.block_m),
+        _rows_of_codes(b.data, config.block_n),
+        sfa_map if sfa_map is not None else sfb_map,  # not looked at without one-byte scales of a
+        sfb_map,
+        tensor_map.output_ragged(out, config.block_m),
+    )
+    promoted = config.a_format == "FP8_BLOCK"
+    global_a = a.global_scale if isinstance(a, BlockScaledTensor) else None
+    arguments: list[Argument] = [driver.encode(spec) for spec in maps]
+    arguments += [(sfa.data_ptr() if promoted and sfa is not None else 0, 8)]
+    arguments += [(stride, 8) for stride in (sfa.stride() if promoted and sfa is not None else (0, 0))]
+    arguments += [(0 if s is None else s.data_ptr(), 8) for s in (global_a, b.global_scale)]
+    arguments += [(0 if s is None or s.numel() == 1 else 1, 4) for s in (global_a, b.global_scale)]
+    arguments += [(0 if offs is None else offs.data_ptr(), 8)]
+    arguments += [(value, 4) for value in (m, n, k, num_groups, tile_counter(config, device, out.data_ptr()))]
+    tensors = [a_data, sfa, b.data, sfb, global_a, b.global_scale, out, offs]
+    # As many CTAs as multiprocessors: a tile costs far more than finding the next one. No more than there can be tiles.
+    most_tiles = (-(-m // config.block_m) + num_groups) * -(-n // config.block_n)
+    shape = LaunchShape(min(driver.num_sms(device), most_tiles), kernel.num_threads, 1)
+    present = [t for t in tensors if t is not None]
+    return Prepared(driver.prepare(function, kernel, shape, arguments, present), tuple(copies))
+
+
+def _rows_of_codes(data: torch.Tensor, block_rows: int) -> tensor_map.TensorMapSpec:
+    """Codes read 128 of K at a time (bf16: 64): FP8 and bf16 rows of 128 swizzled bytes, FP4 rows of 64 plain ones."""
+    if data.dtype == torch.bfloat16:
+        spec = tensor_map.operand(data, block_rows)
+        return replace(spec, box=(64, *spec.box[1:]))
+    if data.dtype == torch.float4_e2m1fn_x2:
+        spec = tensor_map.operand(data.view(torch.uint8), block_rows)
+        return replace(spec, box=(64, *spec.box[1:]), swizzle=tensor_map.SWIZZLE_NONE)
+    return tensor_map.operand(data.view(torch.uint8), block_rows)
+
+
+def _row_major(
+    scale: torch.Tensor, block_rows: int, copies: list[torch.Tensor]
+) -> tuple[torch.Tensor, tensor_map.TensorMapSpec]:
+    """One-byte scales (.., rows, columns) for copies of 16 bytes a row; the tensor that is read, and its map."""
+    columns = scale.shape[-1]
+    scale = scale.view(torch.uint8)
+    strides = [s for s, size in zip(scale.stride()[:-1], scale.shape[:-1], strict=True) if size > 1]
+    if any(stride % 16 for stride in strides) or scale.data_ptr() % 16:
+        padded = scale.new_empty((*scale.shape[:-1], round_up(columns, 16)))
+        copies.append(padded)
+        padded[..., :columns].copy_(scale)
+        scale = padded[..., :columns]
+    dims = tuple(reversed(scale.shape))
+    steps = []
+    for dim in range(scale.dim() - 2, -1, -1):
+        wanted = scale.stride(dim) if scale.shape[dim] > 1 else round_up(columns, 16)
+        steps.append(wanted)
+    box = (_SCALE_ROW_BYTES, block_rows) + (1,) * (len(dims) - 2)
+    return scale, tensor_map.TensorMapSpec(0, scale.data_ptr(), dims, tuple(steps), box)
+
+
+def _activation_scales(
+    a: BlockScaledTensor | torch.Tensor,
+    offs: torch.Tensor | None,
+    config: Bf16GemmConfig,
+    copies: list[torch.Tensor],
+) -> tuple[torch.Tensor | None, tensor_map.TensorMapSpec | None]:
+    """The scales that the kernel reads and their map, where it reads them with the copy engine."""
+    if not isinstance(a, BlockScaledTensor):
+        return None, None
+    if config.a_format == "FP8_BLOCK":
+        return a.scale, None
+    scale = a.scale
+    if a.scale_layout != "plain":
+        ends = torch.full((1,), a.shape[0], dtype=torch.int32, device=a.device) if offs is None else offs
+        scale = plain_scale(a, ends).contiguous()
+        copies.append(scale)
+    return _row_major(scale, config.block_m, copies)
+
+
+def _weight_scales(
+    b: BlockScaledTensor, config: Bf16GemmConfig, copies: list[torch.Tensor]
+) -> tuple[torch.Tensor, tensor_map.TensorMapSpec]:
+    if not config.blocked:
+        return _row_major(b.scale, config.block_n, copies)
+    scale = b.scale.view(torch.uint8)
+    # Half tiles, in the order they lie in: two or four of them, one after the other, are 128 rows' scales of 128 of K.
+    tiles = 2 if config.b_format == "NVFP4" else 1
+    halves = scale.numel() // (TILE_BYTES // 2)
+    return scale, tensor_map.TensorMapSpec(
+        0, scale.data_ptr(), (TILE_BYTES // 2, halves), (TILE_BYTES // 2,), (TILE_BYTES // 2, 2 * tiles)
+    )
