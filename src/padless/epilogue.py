@@ -1,0 +1,339 @@
+"""What is done with the float32 sums of a grouped GEMM before anything is stored: `Epilogue`, and where it all goes.
+
+The arithmetic, element by element, all of it float32 and every operation that is written rounded once to nearest even
+(no contraction to a fused multiply-add, subnormals kept). fl() marks the rounding.
+
+    acc   the GEMM's float32 sum, global scales of the operands included: what grouped_gemm(out_dtype=float32) stores
+ 1. x  =  fl(acc * alpha[g])                                        alpha, else acc
+ 2. bias, with prob ungated so far:
+      bias_rule "gated_sum"    x = fl(x + bias[g, n])               n counts B's rows, gate and up alike
+      bias_rule "gated_bias"   x = fl(x + fl(bias[g, n] * prob[m])) step 4 is then left out; no activation
+ 3. activation "swiglu_*", on pairs of columns:
+      h  =  fl(fl(gate * s) * up),  s = fl(1 / fl(1 + fl(exp(-gate))))
+      The exponential is the one operation that is not exactly rounded: the device's may be off by 2^-21 relative.
+ 4. x  =  fl(h * prob[m])                                           prob
+    x is from here on D, (M, N_out). Rows in no group, and rows and columns that do not exist, are in none of
+    what follows and nothing is stored for them.
+ 5. amax[g] = max |D| over the rows of g, NaN if one of them is; what the buffer held before joins in (it starts at
+    -inf, so that a group without rows keeps -inf and a group of zeros has 0).
+ 6. d      = D rounded to d_dtype (out of range: Inf)
+ 7. row_codes, row_scale: blocks of 1 x block along N, the last one short
+ 8. column_codes, column_scale: blocks of `block` x 1 along M, counted from the first row of the group, see below
+
+A block of largest magnitude b (NaN if it holds one) gets a scale and a multiplier, and every code is
+element(fl(D * multiplier)), nearest even, saturating. By format and scale_rule:
+
+ FP8_BLOCK                scale = fl(max(b, fl(1e-4)) / 448)        multiplier = fl(1 / scale)
+ MX* "rceil", "floor"     byte and 2^(127 - byte) of `padless.quantize`: the quantised output is quantize(D) to the bit
+ MX* "cudnn"              t = fl(fl(b * fl(1 / q)) * norm_const)    q = 448 (e4m3), 128 (e5m2), 6 (e2m1)
+ MX* "cudnn_documented"   t = fl(fl(b * norm_const) * fl(1 / q))    q = 448 (e4m3), 57344 (e5m2), 6 (e2m1)
+                          byte = t rounded up to a power of two: exponent field, plus 1 if a mantissa bit is set (field
+                          0: plus 1 only above 2^-127), at most 254; multiplier = min(fl(norm_const * 2^(127 - byte)),
+                          FLT_MAX), so D ~ code * 2^(byte - 127) / norm_const
+ NVFP4 "te"               scale and multiplier of `padless.quantize` with a given global_scale
+ Any of them              b or t is Inf or NaN: what `padless.quantize` stores (MX byte 255 and codes 0x7F, or 0 for
+                          e2m1; NVFP4 0x7F and 0; FP8_BLOCK as the formula falls out, with the one NaN 0x7FC00000)
+
+Column blocks where groups are ragged. Rows of different groups never share a block, so every group starts a new one;
+and every group starts a new TILE of 128 rows, as in the 32x4x4 layout's other grouped forms. With
+
+    tile(g) = sum over h < g of ceil(M_h / 128)        first tile of group g; empty groups take none
+
+row m of group g, which starts at row s, is in block  tile(g) * (128 / block) + (m - s) // block.  Example: groups of
+130, 0 and 40 rows, block 32:
+
+    rows     0..31 32..63 64..95 96..127 | 128..129   -      -      -   | 130..161 162..169   -      -
+    block      0     1      2      3     |    4      (5)    (6)    (7)  |    8        9      (10)   (11)
+    tile                0                |            1                 |             2
+
+Blocks in brackets have no rows: nothing is stored for them. Where every group is a multiple of 128 rows, the block is
+m // 32 and this is the layout of cuDNN. `column_tiles` says how many tiles a buffer must have for unknown offsets.
+
+Layouts of scales: row_layout
+    "plain"           (M, C) row-major, C = ceil(N_out / block); float32 (FP8_BLOCK) or one byte
+    "plain_mn"        FP8_BLOCK: (M, C) with strides (1, ld), ld = M rounded up to 4: what grouped_gemm reads
+    "blocked"         one byte: 32x4x4 tiles of the (M, C) matrix, blocked_size(M, C) bytes; groups are not looked at
+    "blocked_groups"  one byte: every group starts on a tile of 128 rows (padless.layouts.to_blocked_groups)
+column_layout, with T tiles and S = T * 128 / block
+    "plain"           (S, N_out) row-major: row s has the scales of block s. float32 (FP8_BLOCK) or one byte
+    "blocked"         one byte: 32x4x4 tiles of the transposed (N_out, S) matrix, T tiles wide
+    "blocked_groups"  one byte (cuDNN's discrete_col_sfd): each group's transposed matrix (N_out, ceil(M_g / 32)) in
+                      32x4x4 tiles of its own, one group after the other; group g starts at byte
+                      tile(g) * ceil(N_out / 128) * 512
+A kernel may store zeros in padding that shares a tile with scales that exist, and nothing anywhere else. Tiles at or
+past T, which only offsets that break the promise of `column_tiles` lead to, are not stored.
+
+How a kernel is called: `paths` has rows with operation "grouped_gemm_quant", whose module's
+prepare(driver, a, b, offs, tensors, config, epilogue=epilogue) gets `EpilogueTensors` in the place of ``out``. amax
+holds -inf when the launch starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from padless.config import OUT_DTYPES
+from padless.formats import (
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8,
+    MXFP8_E5M2,
+    NVFP4,
+    TILE_ROWS,
+    BlockScaledFormat,
+    blocked_size,
+    ceil_div,
+)
+from padless.layouts import blocked_groups_rows
+
+ACTIVATIONS = ("none", "swiglu_interleaved", "swiglu_concatenated")
+BIAS_RULES = ("gated_sum", "gated_bias")
+MX_FORMATS = (MXFP8, MXFP8_E5M2, MXFP4)
+ROW_FORMATS = (FP8_BLOCK, *MX_FORMATS, NVFP4)
+COLUMN_FORMATS = (FP8_BLOCK, MXFP8, MXFP8_E5M2)
+ROW_LAYOUTS = ("plain", "plain_mn", "blocked", "blocked_groups")
+COLUMN_LAYOUTS = ("plain", "blocked", "blocked_groups")
+NORM_CONST_RULES = ("cudnn", "cudnn_documented")
+SCALE_RULES: dict[BlockScaledFormat, tuple[str, ...]] = {
+    FP8_BLOCK: ("",),
+    **dict.fromkeys(MX_FORMATS, ("rceil", "floor", *NORM_CONST_RULES)),
+    NVFP4: ("te",),
+}
+
+# Columns of gate, then as many of up, in "swiglu_interleaved".
+INTERLEAVE = 32
+
+# q of NORM_CONST_RULES: what the largest magnitude of a block is scaled to.
+SCALED_MAX: dict[tuple[str, BlockScaledFormat], float] = {
+    ("cudnn", MXFP8): 448.0,
+    ("cudnn", MXFP8_E5M2): 128.0,
+    ("cudnn", MXFP4): 6.0,
+    ("cudnn_documented", MXFP8): 448.0,
+    ("cudnn_documented", MXFP8_E5M2): 57344.0,
+    ("cudnn_documented", MXFP4): 6.0,
+}
+
+_QUANT_NAMES = {
+    None: "QUANT_NONE",
+    FP8_BLOCK: "QUANT_FP8_BLOCK",
+    MXFP8: "QUANT_MXFP8",
+    MXFP8_E5M2: "QUANT_MXFP8_E5M2",
+    MXFP4: "QUANT_MXFP4",
+    NVFP4: "QUANT_NVFP4",
+}
+_RULE_NAMES = {
+    "": "MX_RCEIL",
+    "te": "MX_RCEIL",
+    "rceil": "MX_RCEIL",
+    "floor": "MX_FLOOR",
+    "cudnn": "MX_NORM_CONST",
+    "cudnn_documented": "MX_NORM_CONST_FIRST",
+}
+_GLU_NAMES = dict(zip(ACTIVATIONS, ("GLU_NONE", "GLU_INTERLEAVED", "GLU_CONCATENATED"), strict=True))
+_LAYOUT_NAMES = {
+    "plain": "SCALES_STRIDED",
+    "plain_mn": "SCALES_STRIDED",
+    "blocked": "SCALES_BLOCKED",
+    "blocked_groups": "SCALES_BLOCKED_GROUPS",
+}
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Everything that an epilogue does; no sizes and no addresses, so one compiled kernel serves every M and G.
+
+    Attributes:
+        alpha, bias, prob: whether sums are multiplied by a number per group, a row vector per group is added, and
+            rows are multiplied by a number each.
+        bias_rule: "gated_sum", (acc * alpha + bias) * prob, or "gated_bias", acc * alpha + bias * prob. The same
+            without prob. "gated_bias" is what cuDNN's GEMM + Quant kernel computes, and has no activation.
+        activation: "none"; or "swiglu_interleaved", N is 32 columns of gate, 32 of up, 32 of gate, ..; or
+            "swiglu_concatenated", gate in the first N / 2 columns and up in the others. Then N_out = N / 2.
+        amax: whether the largest magnitude of each group is wanted.
+        d_dtype: bfloat16, float16 or float32 of the unquantised output, None for none.
+        row_format: format of the output quantised along N, None for none.
+        row_layout: where its scales lie, one of ROW_LAYOUTS.
+        column_format: format of the output quantised along M (MXFP8, MXFP8_E5M2 or FP8_BLOCK), None for none.
+        column_layout: where its scales lie, one of COLUMN_LAYOUTS.
+        scale_rule: of the MX formats "rceil", "floor", "cudnn" or "cudnn_documented"; "te" for NVFP4 and "" for
+            FP8_BLOCK and for no quantised output. One for rows and columns.
+
+    Raises ValueError for what does not go together.
+    """
+
+    alpha: bool = False
+    bias: bool = False
+    prob: bool = False
+    bias_rule: str = "gated_sum"
+    activation: str = "none"
+    amax: bool = False
+    d_dtype: torch.dtype | None = None
+    row_format: BlockScaledFormat | None = None
+    row_layout: str = "plain"
+    column_format: BlockScaledFormat | None = None
+    column_layout: str = "plain"
+    scale_rule: str = ""
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, field: str, allowed: str) -> None:
+            if not ok:
+                value = getattr(self, field)
+                raise ValueError(f"Epilogue.{field} is {getattr(value, 'name', value)!r}; allowed: {allowed}")
+
+        row, column = self.row_format, self.column_format
+        require(self.activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS))
+        require(self.bias_rule in BIAS_RULES, "bias_rule", " or ".join(BIAS_RULES))
+        require(
+            self.bias_rule == "gated_sum" or self.activation == "none",
+            "bias_rule",
+            "gated_sum with an activation",
+        )
+        require(
+            self.d_dtype is None or self.d_dtype in OUT_DTYPES,
+            "d_dtype",
+            "None, torch.bfloat16, torch.float16 or torch.float32",
+        )
+        require(
+            row is None or row in ROW_FORMATS,
+            "row_format",
+            ", ".join(f.name for f in ROW_FORMATS) + " or None",
+        )
+        require(
+            column is None or column in COLUMN_FORMATS,
+            "column_format",
+            ", ".join(f.name for f in COLUMN_FORMATS) + " or None",
+        )
+        require(
+            row is None or column is None or row == column, "column_format", "that of the rows, or only one"
+        )
+        require(
+            row is not None or column is not None or self.d_dtype is not None or self.amax,
+            "d_dtype",
+            "not None when nothing else is wanted",
+        )
+        format = row or column
+        rules = ("",) if format is None else SCALE_RULES[format]
+        require(self.scale_rule in rules, "scale_rule", " or ".join(map(repr, rules)))
+        _require_layouts(require, format, self.row_layout, self.column_layout)
+
+    @property
+    def format(self) -> BlockScaledFormat | None:
+        """The format of the quantised outputs, None where there are none."""
+        return self.row_format or self.column_format
+
+    @property
+    def norm_const(self) -> bool:
+        """Whether scales are multiplied by a constant, as in cuDNN."""
+        return self.scale_rule in NORM_CONST_RULES
+
+    @property
+    def is_glu(self) -> bool:
+        """Whether pairs of columns become one."""
+        return self.activation != "none"
+
+    def out_columns(self, n: int) -> int:
+        """N_out for B with n rows."""
+        return n // 2 if self.is_glu else n
+
+    def prelude(self) -> str:
+        """The C++ constants of kernels/quant_outputs.cuh, to compile a kernel behind."""
+        constants = {
+            "HAS_PLAIN": self.d_dtype is not None,
+            "HAS_ALPHA": self.alpha,
+            "HAS_BIAS": self.bias,
+            "HAS_PROB": self.prob,
+            "HAS_AMAX": self.amax,
+            "BIAS_IS_GATED": self.bias_rule == "gated_bias",
+        }
+        lines = ["#define EPILOGUE_IS_QUANT 1"]
+        lines += [f"#define {name} {int(value)}" for name, value in constants.items()]
+        lines += [
+            f"#define GLU {_GLU_NAMES[self.activation]}",
+            f"#define ROW_QUANT {_QUANT_NAMES[self.row_format]}",
+            f"#define COLUMN_QUANT {_QUANT_NAMES[self.column_format]}",
+            f"#define MX_RULE {_RULE_NAMES[self.scale_rule]}",
+            f"#define ROW_SCALES {_LAYOUT_NAMES[self.row_layout]}",
+            f"#define COLUMN_SCALES {_LAYOUT_NAMES[self.column_layout]}",
+        ]
+        if self.norm_const and self.format is not None:
+            lines.append(f"#define SCALED_MAX {SCALED_MAX[self.scale_rule, self.format]}f")
+        return "\n".join(lines) + "\n"
+
+
+def _require_layouts(
+    require: Callable[[bool, str, str], None], format: BlockScaledFormat | None, row: str, column: str
+) -> None:
+    require(row in ROW_LAYOUTS, "row_layout", ", ".join(ROW_LAYOUTS))
+    require(column in COLUMN_LAYOUTS, "column_layout", ", ".join(COLUMN_LAYOUTS))
+    if format == FP8_BLOCK:
+        require(row in ("plain", "plain_mn"), "row_layout", "plain or plain_mn for FP8_BLOCK")
+        require(column == "plain", "column_layout", "plain for FP8_BLOCK")
+    else:
+        require(row != "plain_mn", "row_layout", "plain, blocked or blocked_groups except for FP8_BLOCK")
+
+
+@dataclass(frozen=True, eq=False)
+class EpilogueTensors:
+    """Operands and outputs of an Epilogue, on one device; None where it has no use for them.
+
+    Operands:
+        alpha: (G,) float32.
+        bias: (G, N) float32, contiguous.
+        prob: (M,) float32, contiguous.
+        norm_const: (1,) float32, positive.
+        global_scale: NVFP4's decode scale of the output, (1,) or (G,) float32.
+    Outputs:
+        d: (M, N_out) of d_dtype.
+        amax: (G,) float32, contiguous.
+        row_codes, column_codes: (M, N_out) of the format's data dtype, with two codes a byte along N (M, N_out / 2).
+            N_out is contiguous.
+        row_scale, column_scale: of the format's scale dtype, shapes and strides as the Epilogue's layouts say; the
+            "blocked" ones 1-D and contiguous.
+        column_tiles: tiles of 128 rows that column_scale has room for.
+    """
+
+    alpha: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    prob: torch.Tensor | None = None
+    norm_const: torch.Tensor | None = None
+    global_scale: torch.Tensor | None = None
+    d: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+    row_codes: torch.Tensor | None = None
+    row_scale: torch.Tensor | None = None
+    column_codes: torch.Tensor | None = None
+    column_scale: torch.Tensor | None = None
+    column_tiles: int = 0
+
+
+def column_tiles(m: int, num_groups: int, m_aligned: int = 1) -> int:
+    """Tiles of 128 rows that any split of m rows into groups can need when every group starts a tile.
+
+    m_aligned: what every end offset is promised to be a multiple of. A multiple of 128 makes it ceil(m / 128).
+    Example: 300 rows in at most 4 groups need no more than (300 + 4 * 127) // 128 = 6.
+    """
+    if m_aligned % TILE_ROWS == 0:
+        return ceil_div(m, TILE_ROWS)
+    return blocked_groups_rows(m, num_groups) // TILE_ROWS
+
+
+def row_scale_shape(epilogue: Epilogue, m: int, n_out: int, num_groups: int) -> tuple[int, ...]:
+    """Shape of EpilogueTensors.row_scale."""
+    assert epilogue.row_format is not None
+    columns = ceil_div(n_out, epilogue.row_format.block_k)
+    if epilogue.row_layout == "blocked":
+        return (blocked_size(m, columns),)
+    if epilogue.row_layout == "blocked_groups":
+        return (blocked_size(blocked_groups_rows(m, num_groups), columns),)
+    return (m, columns)
+
+
+def column_scale_shape(epilogue: Epilogue, n_out: int, tiles: int) -> tuple[int, ...]:
+    """Shape of EpilogueTensors.column_scale for `tiles` tiles of 128 rows."""
+    assert epilogue.column_format is not None
+    if epilogue.column_layout == "plain":
+        return (tiles * TILE_ROWS // epilogue.column_format.block_k, n_out)
+    return (blocked_size(n_out, 4 * tiles),)
