@@ -34,6 +34,7 @@ class Sm100GroupedConfig:
         groups_on_tiles: whether the scales of every group of A start on a 128-row tile of their own.
         column_major: whether D's columns are contiguous instead of its rows.
         wide_stores: whether D and its rows (columns) start on 32-byte boundaries.
+        problem_list: whether every group is a problem of its own, with its own M, N, K and tensors.
         max_groups: room in the table of groups.
         out_dtype: bfloat16, float16 or float32.
     """
@@ -52,6 +53,7 @@ class Sm100GroupedConfig:
     groups_on_tiles: bool = False
     column_major: bool = False
     wide_stores: bool = False
+    problem_list: bool = False
     max_groups: int = _FEW_GROUPS
     out_dtype: torch.dtype = torch.bfloat16
 
@@ -73,8 +75,8 @@ class Sm100GroupedConfig:
         require(self.scales_a in SCALE_SOURCES, "scales_a", ", ".join(SCALE_SOURCES))
         require(self.scales_b in SCALE_SOURCES, "scales_b", ", ".join(SCALE_SOURCES))
         require(
-            self.scales_a != "tiled" or (self.groups_on_tiles and self.tile_m % 128 == 0), "scales_a",
-            "'tiled' only where every group and every tile starts on 128 rows",
+            self.scales_a != "tiled" or ((self.groups_on_tiles or self.problem_list) and self.tile_m % 128 == 0),
+            "scales_a", "'tiled' only where every group and every tile starts on 128 rows",
         )  # fmt: skip
         require(
             self.scales_b != "tiled" or self.tile_n % 128 == 0, "scales_b",
@@ -115,6 +117,7 @@ class Sm100GroupedConfig:
         }
         # Names that the source defines, so macros.
         names = {
+            "PROBLEM_LIST": str(int(self.problem_list)),
             "KIND": f"KIND_{self.kind}",
             "A_CODE": "MMA_E5M2" if self.a_e5m2 else "MMA_E4M3",
             "B_CODE": "MMA_E5M2" if self.b_e5m2 else "MMA_E4M3",

@@ -10,6 +10,9 @@
 // Arithmetic, per output element: the tensor core adds the scaled products, 32 of K (FP8) or 64 (FP4) at a time, to a
 // float32 accumulator in tensor memory; the sum is multiplied by factor_g in float32 and rounded once.
 //
+// With PROBLEM_LIST every group is a problem of its own, with its own M, N, K and tensors, of which the host leaves a table
+// in global memory; the groups below are then the problems of the list.
+//
 // A product has a left operand, whose rows are lanes of tensor memory (128 a CTA), and a right one, whose rows are
 // columns (MMA_N). The tokens (A) are on the left, or on the right where groups are small. With CTA_GROUP = 2 a pair of
 // CTAs multiplies as one: 256 rows on the left, half of them each; the right operand is shared, half of it loaded by each.
@@ -50,11 +53,12 @@ using uint64_t = unsigned long long;
 #include "scheduler.cuh"
 #include "group_table.cuh"
 #include "tile_queue.cuh"
+#include "list_scheduler.cuh"
 #include "scale_gather.cuh"
 #include "store_sm100.cuh"
 
 // The host defines, from Sm100GroupedConfig: CTA_GROUP, TOKENS_ON_N, MMA_N, NUM_STAGES (0 = as many as fit), RASTER_M,
-// MAX_GROUPS, KIND (KIND_*), A_CODE, B_CODE, SCALES_A, SCALES_B (SCALES_*), GROUPS_ON_TILES, OUT (OUT_*), COLUMN_MAJOR,
+// PROBLEM_LIST, MAX_GROUPS, KIND (KIND_*), A_CODE, B_CODE, SCALES_A, SCALES_B (SCALES_*), GROUPS_ON_TILES, OUT (OUT_*), COLUMN_MAJOR,
 // WIDE_STORES, POLICY_A, POLICY_B (L2_EVICT_*).
 constexpr int KIND_MXFP8 = 0, KIND_NVFP4 = 1, KIND_MXFP4 = 2;
 static_assert(KIND == KIND_MXFP8 || KIND == KIND_NVFP4 || KIND == KIND_MXFP4, "one of the kinds");
@@ -105,7 +109,7 @@ struct alignas(1024) SharedStorageOf {
     uint64_t full[STAGES], empty[STAGES];
     uint64_t done[2], drained[2];
     TileQueueStorage queue;
-    GroupTableStorage<MAX_GROUPS> groups;
+    GroupTableStorage<PROBLEM_LIST ? 1 : MAX_GROUPS> groups;
     int scale_shifts[GROUPS_ON_TILES ? MAX_GROUPS : 1];
     uint32_t tensor_memory;
 };
@@ -134,8 +138,12 @@ extern "C" __device__ const int padless_tmem_used = USED_COLUMNS;
 extern "C" __device__ const int padless_tmem_columns = TMEM_COLUMNS;
 extern "C" __device__ const int padless_tmem_shared = SHARED_COLUMNS;
 
-using Order = TileOrder<TILE_M, TILE_N, RASTER_M>;
 using Reader = TileReader<CTA_GROUP>;
+#if PROBLEM_LIST
+using Order = ListOrder<TILE_M, TILE_N, RASTER_M>;
+#else
+using Order = TileOrder<TILE_M, TILE_N, RASTER_M>;
+#endif
 
 // A float32 for all groups, one a group, or none: 1.
 struct Factor {
@@ -147,40 +155,52 @@ struct Factor {
     }
 };
 
-struct alignas(64) Problem {
+// What is multiplied: all groups of a ragged problem, or one problem of a list.
+struct alignas(64) Operands {
     TensorMap map_a, map_b, map_sfa, map_sfb;  // the maps of gathered scales are not used
     ScaleSource sfa, sfb;
     Output d;
     Factor global_a, global_b, alpha;
-    const int* offs;
-    int m, n, row_bytes, num_groups;  // row_bytes: of K
-    int counter;
+    int m, n, row_bytes;  // row_bytes: of K
 
     __device__ __forceinline__ int k_blocks() const { return (row_bytes + BLOCK_K - 1) / BLOCK_K; }
+};
+
+struct Problem {
+    Operands operands;
+    const Operands* list;     // instead, one for each problem of a list
+    const ListEntry* order;   // of the list
+    const int* offs;          // of a ragged problem
+    int num_groups, counter;  // num_groups: or problems of the list
+
+    __device__ __forceinline__ const Operands& of(int group) const {
+        return PROBLEM_LIST ? list[group] : operands;
+    }
 };
 
 __device__ __forceinline__ int pair_rank() {
     return CTA_GROUP == 1 ? 0 : static_cast<int>(cluster_cta_rank());
 }
 
-// Rows of B that lie before group g in the tiles of its scales.
-__device__ __forceinline__ int tiled_rows_before(const Problem& problem, int group) {
-    return group * ((problem.n + 127) / 128 * 128);
+// The number of a group among the operands' groups: each problem of a list is alone.
+__device__ __forceinline__ int group_in_operands(const Tile& tile) {
+    return PROBLEM_LIST ? 0 : tile.group;
 }
 
 // First scale row of this CTA's part of the tile. The left operand's scales are of this CTA's own rows, the right one's of
 // all MMA_N rows, which both CTAs need.
 template <bool IS_A>
-__device__ __forceinline__ int scale_row(const SharedStorage& shared, const Problem& problem,
+__device__ __forceinline__ int scale_row(const SharedStorage& shared, const Operands& operands,
                                          const Tile& tile) {
     constexpr bool IS_LEFT = IS_A != TOKENS_ON_N;
     constexpr int SOURCE = IS_A ? SCALES_A : SCALES_B;
     int row = IS_LEFT ? pair_rank() * LANE_ROWS : 0;
-    if constexpr (IS_A)
+    if constexpr (IS_A) {
         row += tile.row + (GROUPS_ON_TILES ? shared.scale_shifts[tile.group] : 0);
-    else
-        row += tile.column +
-               (SOURCE == SCALES_PLAIN ? tile.group * problem.n : tiled_rows_before(problem, tile.group));
+    } else {
+        const int rows_of_a_group = SOURCE == SCALES_PLAIN ? operands.n : (operands.n + 127) / 128 * 128;
+        row += tile.column + group_in_operands(tile) * rows_of_a_group;
+    }
     return row;
 }
 
@@ -194,16 +214,21 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
                                                  : IS_LEFT     ? LEFT_SCALE_BYTES
                                                                : RIGHT_SCALE_BYTES);
     constexpr uint64_t POLICY = IS_A ? POLICY_A : POLICY_B;
-    const TensorMap& map = IS_A ? problem.map_a : problem.map_b;
-    const TensorMap& map_scales = IS_A ? problem.map_sfa : problem.map_sfb;
-    const int k_blocks = problem.k_blocks();
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     Tile tile;
     while (reader.next(tile)) {
+        const Operands& operands = problem.of(tile.group);
+        const TensorMap& map = IS_A ? operands.map_a : operands.map_b;
+        const TensorMap& map_scales = IS_A ? operands.map_sfa : operands.map_sfb;
+        if constexpr (PROBLEM_LIST) {  // maps that the host left in global memory
+            fence_tensormap_acquire(map);
+            if constexpr (LOADS_SCALES) fence_tensormap_acquire(map_scales);
+        }
         const int row = (IS_A ? tile.row : tile.column) + pair_rank() * ROWS;
-        const int group = IS_A ? 0 : tile.group;
-        const int scale_tile = LOADS_SCALES ? scale_row<IS_A>(shared, problem, tile) / 128 : 0;
+        const int group = IS_A ? 0 : group_in_operands(tile);
+        const int scale_tile = LOADS_SCALES ? scale_row<IS_A>(shared, operands, tile) / 128 : 0;
+        const int k_blocks = operands.k_blocks();
         for (int kb = 0; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage;
             uint32_t full = shared_address(&shared.full[stage]);
@@ -230,11 +255,11 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
 
 // A warp's share of one operand's scales in a stage, fetched before the stage is free and laid down after.
 template <bool IS_A>
-__device__ __forceinline__ void gather_operand(SharedStorage& shared, const Problem& problem, int row, int kb,
-                                               int stage, uint32_t empty_phase, int lane) {
+__device__ __forceinline__ void gather_operand(SharedStorage& shared, const Operands& operands, int row,
+                                               int kb, int stage, uint32_t empty_phase, int lane) {
     constexpr bool IS_LEFT = IS_A != TOKENS_ON_N;
     constexpr int PARTS = IS_LEFT ? 1 : RIGHT_ATOMS;
-    const ScaleSource& source = IS_A ? problem.sfa : problem.sfb;
+    const ScaleSource& source = IS_A ? operands.sfa : operands.sfb;
     const uint32_t at = shared_address(IS_LEFT ? shared.left_scales[stage] : shared.right_scales[stage]);
     const int left = (source.columns + 3) / 4 - kb * ATOMS;
 #pragma unroll
@@ -252,17 +277,18 @@ __device__ __forceinline__ void gather_tiles(SharedStorage& shared, const Proble
                                              int lane) {
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
-    const int k_blocks = problem.k_blocks();
     Tile tile{};
     while (reader.next(tile, lane)) {
-        const int row_a = GATHERS_A ? scale_row<true>(shared, problem, tile) : 0;
-        const int row_b = GATHERS_B ? scale_row<false>(shared, problem, tile) : 0;
+        const Operands& operands = problem.of(tile.group);
+        const int row_a = GATHERS_A ? scale_row<true>(shared, operands, tile) : 0;
+        const int row_b = GATHERS_B ? scale_row<false>(shared, operands, tile) : 0;
+        const int k_blocks = operands.k_blocks();
         for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
             const int stage = pipeline.stage;
             if (stage % NUM_GATHER_WARPS != gatherer) continue;
             const uint32_t phase = pipeline.phase ^ 1;
-            if constexpr (GATHERS_A) gather_operand<true>(shared, problem, row_a, kb, stage, phase, lane);
-            if constexpr (GATHERS_B) gather_operand<false>(shared, problem, row_b, kb, stage, phase, lane);
+            if constexpr (GATHERS_A) gather_operand<true>(shared, operands, row_a, kb, stage, phase, lane);
+            if constexpr (GATHERS_B) gather_operand<false>(shared, operands, row_b, kb, stage, phase, lane);
             fence_proxy_async_shared();  // the tensor core's copy reads what this lane wrote
             __syncwarp();
             if (lane == 0) {
@@ -315,12 +341,13 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
     const uint32_t right_0 = tcgen05_descriptor_low(shared_address(shared.right[0]));
     const uint32_t left_scales_0 = tcgen05_descriptor_low(shared_address(shared.left_scales[0]));
     const uint32_t right_scales_0 = tcgen05_descriptor_low(shared_address(shared.right_scales[0]));
-    const int k_blocks = problem.k_blocks();
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     Pipeline<2> accumulator;
     Tile tile;
     while (reader.next(tile)) {
+        const int row_bytes = problem.of(tile.group).row_bytes;
+        const int k_blocks = problem.of(tile.group).k_blocks();
         const uint32_t d = tensor_memory + accumulator.stage * SECOND_ACCUMULATOR;
         // With shared columns this accumulator is free once those of the tile before have been read, which comes after
         // all of the tile before that.
@@ -338,7 +365,7 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
             else
                 mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
             tcgen05_fence_after_thread_sync();
-            const int bytes_left = problem.row_bytes - kb * BLOCK_K;
+            const int bytes_left = row_bytes - kb * BLOCK_K;
             const int steps = bytes_left < BLOCK_K ? (bytes_left + MMA_K - 1) / MMA_K : BLOCK_K / MMA_K;
             constexpr int STEPS_AN_ATOM = BLOCK_K / MMA_K / ATOMS;
 #pragma unroll
@@ -380,10 +407,12 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
     Pipeline<2> accumulator;
     Tile tile{};
     while (reader.next(tile, lane)) {
+        const Operands& operands = problem.of(tile.group);
+        const int group = group_in_operands(tile);
         const float factor =
-            problem.global_a.of(tile.group) * problem.global_b.of(tile.group) * problem.alpha.of(tile.group);
+            operands.global_a.of(group) * operands.global_b.of(group) * operands.alpha.of(group);
         // How much of the tile exists, along the lanes and along the columns of tensor memory.
-        const int columns_left = problem.n - tile.column;
+        const int columns_left = operands.n - tile.column;
         const int lane_limit = TOKENS_ON_N ? columns_left : tile.rows;
         const int column_limit = TOKENS_ON_N ? tile.rows : columns_left;
         const int first = pair_rank() * LANE_ROWS + warp * 32;
@@ -419,8 +448,8 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
             if (exists && at < lane_limit) {
                 const int m = tile.row + (TOKENS_ON_N ? column : at);
                 const int n = tile.column + (TOKENS_ON_N ? at : column);
-                store_run<OUT, TOKENS_ON_N, COLUMN_MAJOR, WIDE_STORES>(problem.d, m, n, column_limit - column,
-                                                                       r, factor);
+                store_run<OUT, TOKENS_ON_N, COLUMN_MAJOR, WIDE_STORES>(operands.d, m, n,
+                                                                       column_limit - column, r, factor);
             }
         }
         accumulator.advance();
@@ -438,8 +467,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
 
     if (warp == 0) {
         if (elect_one()) {
-            prefetch_tensormap(problem.map_a);
-            prefetch_tensormap(problem.map_b);
+            if constexpr (!PROBLEM_LIST) {
+                prefetch_tensormap(problem.operands.map_a);
+                prefetch_tensormap(problem.operands.map_b);
+            }
             for (int s = 0; s < STAGES; ++s) {
                 // Two producers, and one of the gathering warps of each CTA.
                 mbarrier_init(shared_address(&shared.full[s]), 2 + (NUM_GATHER_WARPS > 0 ? CTA_GROUP : 0));
@@ -461,8 +492,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         tcgen05_alloc<CTA_GROUP, TMEM_COLUMNS>(shared_address(&shared.tensor_memory));
         tcgen05_relinquish_alloc_permit<CTA_GROUP>();
     }
-    build_group_table<TILE_M, NUM_THREADS>(shared.groups, problem.offs, problem.num_groups, problem.m, warp,
-                                           lane);
+#if PROBLEM_LIST
+    const Order order(problem.order, problem.num_groups);
+#else
+    build_group_table<TILE_M, NUM_THREADS>(shared.groups, problem.offs, problem.num_groups,
+                                           problem.operands.m, warp, lane);
+    const Order order(shared.groups.table(problem.num_groups), problem.operands.n);
+#endif
     if constexpr (GROUPS_ON_TILES) {
         if (warp == 1)
             shift_to_own_tiles(shared.groups.group_ends, problem.num_groups, shared.scale_shifts, lane);
@@ -486,8 +522,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         if (pair_rank() == 0 && elect_one()) multiply_tiles(shared, problem, tensor_memory);
     } else if (warp == SCHEDULE_WARP) {
         if (pair_rank() == 0 && elect_one())
-            hand_out_tiles<CTA_GROUP>(shared.queue, Order(shared.groups.table(problem.num_groups), problem.n),
-                                      problem.counter, blockIdx.x / CTA_GROUP, gridDim.x / CTA_GROUP);
+            hand_out_tiles<CTA_GROUP>(shared.queue, order, problem.counter, blockIdx.x / CTA_GROUP,
+                                      gridDim.x / CTA_GROUP);
     } else {
         gather_tiles(shared, problem, warp - GATHER_WARP, lane);
     }

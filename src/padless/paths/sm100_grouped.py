@@ -10,7 +10,7 @@ import torch
 from padless import tensor_map
 from padless.config import MAX_GROUPS
 from padless.config_sm100_grouped import Sm100GroupedConfig, select_grouped_config
-from padless.driver import TENSOR_MAP_BYTES, Driver, LaunchShape
+from padless.driver import Driver, LaunchShape
 from padless.formats import MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.layouts import to_blocked
 from padless.paths.launching import Prepared, load_kernel, tile_counter
@@ -42,7 +42,7 @@ def prepare(
     given = (a.scale, b.scale)
     a, b = _readable(a), _readable(b)
     copies = tuple(new for new, old in zip((a.scale, b.scale), given, strict=True) if new is not old)
-    (m, row_bytes), (num_groups, n, _) = a.data.shape, b.data.shape
+    m, (num_groups, n, _) = a.data.shape[0], b.data.shape
     device = out.device.index or 0
     if config is None:
         config = select_grouped_config(m, n, num_groups)
@@ -55,18 +55,37 @@ def prepare(
             f"config has cta_group 2 and the device {driver.num_sms(device)} multiprocessor; use 1"
         )
 
-    maps = b"".join(driver.encode(spec) for spec in tensor_maps(a, b, config))
-    scales_a, scales_b = _source(a, config.scales_a), _source(b, config.scales_b)
-    factors = b"".join(_factor(t) for t in (a.global_scale, b.global_scale, alpha))
-    ld = out.stride(1) if config.column_major else out.stride(0)
-    output = struct.pack("=Qq", out.data_ptr(), ld)
     counter = tile_counter(config, device, out.data_ptr())
-    rest = struct.pack("=Q5i", 0 if offs is None else offs.data_ptr(), m, n, row_bytes, num_groups, counter)
-    problem = _padded(maps + scales_a + scales_b + output + factors + rest, 64)
+    problem = problem_bytes(
+        operand_bytes(driver, a, b, out, alpha, config),
+        0,
+        0,
+        0 if offs is None else offs.data_ptr(),
+        num_groups,
+        counter,
+    )
     optional = (a.global_scale, b.global_scale, alpha, offs)
     tensors = [a.data, a.scale, b.data, b.scale, out, *(t for t in optional if t is not None)]
     shape = LaunchShape(workers * config.cta_group, kernel.num_threads, config.cta_group)
     return Prepared(driver.prepare(function, kernel, shape, [problem], tensors), copies)
+
+
+def operand_bytes(
+    driver: Driver, a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None,
+    config: Sm100GroupedConfig,
+) -> bytes:  # fmt: skip
+    """struct Operands."""
+    maps = b"".join(driver.encode(spec) for spec in tensor_maps(a, b, config))
+    output = struct.pack("=Qq", out.data_ptr(), out.stride(1) if config.column_major else out.stride(0))
+    factors = b"".join(_factor(t) for t in (a.global_scale, b.global_scale, alpha))
+    shape = struct.pack("=3i", a.data.shape[0], b.data.shape[1], a.data.shape[1])
+    sources = _source(a, config.scales_a) + _source(b, config.scales_b)
+    return _padded(maps + sources + output + factors + shape)
+
+
+def problem_bytes(operands: bytes, table: int, order: int, offs: int, num_groups: int, counter: int) -> bytes:
+    """struct Problem; table, order and offs are addresses."""
+    return _padded(operands + struct.pack("=3Q2i", table, order, offs, num_groups, counter))
 
 
 def _check(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None) -> None:
@@ -188,6 +207,6 @@ def _factor(values: torch.Tensor | None) -> bytes:
     return struct.pack("=Qq", values.data_ptr(), 0 if values.numel() == 1 else 1)
 
 
-def _padded(data: bytes, multiple: int) -> bytes:
-    assert len(data) >= 4 * TENSOR_MAP_BYTES
-    return data + bytes(-len(data) % multiple)
+def _padded(struct_bytes: bytes) -> bytes:
+    """Up to the 64-byte alignment that tensor maps give a struct."""
+    return struct_bytes + bytes(-len(struct_bytes) % 64)

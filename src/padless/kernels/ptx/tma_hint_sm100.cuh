@@ -23,3 +23,8 @@ __device__ __forceinline__ void tma_load_3d_hint(const TensorMap& map, uint32_t 
             "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
             : "memory");
 }
+
+// Before the first use of a tensor map that was written to global memory by ordinary means.
+__device__ __forceinline__ void fence_tensormap_acquire(const TensorMap& map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(&map) : "memory");
+}

@@ -1,0 +1,367 @@
+"""The grouped block-scaled GEMM of Blackwell, in the emulator: right, inside its groups, and without a report."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import GuardedOutput
+from sm100_grouped import FORMATS, Case, case_of, check_close, make_case, random_bytes, run, values_of
+
+import padless
+from padless.config_sm100_grouped import Sm100GroupedConfig, select_grouped_config
+from padless.emulator.fake_driver import emulated_driver
+from padless.formats import MXFP8, BlockScaledTensor
+from padless.paths import PATHS
+from padless.paths.sm100_grouped import prepare
+
+C = Sm100GroupedConfig
+SQUARE = C()
+WIDE = C(mma_n=256)
+PAIR = C(cta_group=2, mma_n=256)
+FEW = C(tokens_on_n=True, mma_n=64)
+FEW_PAIR = C(tokens_on_n=True, mma_n=64, cta_group=2)
+MANY_PAIR = C(tokens_on_n=True, mma_n=256, cta_group=2)
+CONFIGS = {
+    "128x128": SQUARE,
+    "128x256": WIDE,
+    "pair 256x256": PAIR,
+    "pair 256x128": C(cta_group=2),
+    "64 tokens": FEW,
+    "pair 64 tokens": FEW_PAIR,
+    "pair 256 tokens": MANY_PAIR,
+}
+
+# (format, config, sizes, rows past the end, N, K, scales of A, scales of B, output): every format with every layout and
+# tile; empty groups, groups of one row, tails of M, N and K, one group alone, groups that start inside a scale tile.
+RAGGED = [
+    ("MXFP8", SQUARE, (70, 0, 129, 3), 0, 200, 320, "blocked", "blocked", torch.bfloat16),
+    ("NVFP4", WIDE, (1, 1, 1), 3, 264, 96, "blocked", "blocked", torch.float32),
+    ("MXFP4", PAIR, (0, 130, 257, 0), 0, 392, 352, "blocked_groups", "plain", torch.float16),
+    ("MXFP8", PAIR, (33, 0, 0, 126), 9, 136, 160, "plain", "blocked", torch.float32),
+    ("NVFP4", C(cta_group=2), (127, 128, 1), 0, 72, 544, "blocked", "blocked", torch.bfloat16),
+    ("NVFP4", FEW, (5, 0, 64, 63, 1), 7, 144, 320, "blocked_groups", "blocked", torch.bfloat16),
+    ("MXFP8", FEW_PAIR, (65, 2), 0, 312, 96, "blocked", "plain", torch.float16),
+    ("MXFP4", MANY_PAIR, (0, 0, 257), 0, 264, 224, "blocked", "blocked", torch.float32),
+    ("MXFP4", C(mma_n=64), (31, 0, 97, 33), 40, 104, 416, "plain", "plain", torch.bfloat16),
+    ("MXFP8", WIDE, (0, 0, 0), 5, 64, 128, "blocked", "blocked", torch.float32),
+    ("MXFP8", MANY_PAIR, (40,), 0, 8, 32, "blocked_groups", "blocked", torch.float32),
+]
+
+
+@pytest.mark.parametrize("number", range(len(RAGGED)))
+def test_ragged(number: int) -> None:
+    fmt, config, sizes, extra, n, k, scales_a, scales_b, dtype = RAGGED[number]
+    case = make_case(fmt, sizes, n, k, m=sum(sizes) + extra, seed=number, layouts=(scales_a, scales_b))
+    check_close(case, run(case, config, dtype, seed=number, num_sms=2 + 2 * (number % 2)).out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_forty_groups(name: str) -> None:
+    sizes = (*(7 * g % 23 if g % 5 else 0 for g in range(39)), 201)
+    for seed, fmt in enumerate(("MXFP8", "NVFP4", "MXFP4")):
+        case = make_case(
+            fmt, sizes, 392, 608, seed=seed, layouts=("blocked_groups" if seed else "blocked", "blocked")
+        )
+        check_close(case, run(case, CONFIGS[name], seed=seed, num_sms=4).out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_random_problems(seed: int) -> None:
+    g = torch.Generator().manual_seed(1000 + seed)
+
+    def draw(*values: object) -> object:
+        return values[int(torch.randint(0, len(values), (1,), generator=g))]
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=g))
+
+    sizes = tuple(draw(0, 1, number(1, 40), number(1, 140), number(100, 300)) for _ in range(number(1, 7)))
+    n, k, extra = 8 * number(1, 50), 32 * number(1, 24), draw(0, 5, 130)
+    fmt = draw("MXFP8", "NVFP4", "MXFP4", ("MXFP8", "MXFP8_E5M2"), ("MXFP8_E5M2", "MXFP8"))
+    config = C(
+        cta_group=draw(1, 2), tokens_on_n=draw(False, True), mma_n=draw(32, 64, 128, 256), raster_m=draw(1, 8)
+    )
+    layouts = (draw("plain", "blocked", "blocked_groups"), draw("plain", "blocked"))
+    case = make_case(fmt, sizes, n, k, m=sum(sizes) + extra, seed=seed, layouts=layouts)
+    dtype = draw(torch.float32, torch.bfloat16, torch.float16)
+    check_close(case, run(case, config, dtype, seed=seed, num_sms=2 * number(1, 3)).out)
+
+
+# ---- the public call
+
+
+def test_grouped_gemm_picks_this_kernel() -> None:
+    case = make_case("NVFP4", (3, 0, 20), 160, 128, layouts=("plain", "blocked"))
+    out = GuardedOutput(23, 160, torch.bfloat16)
+    padless.grouped_gemm(case.a, case.b, case.offs, out=out.out, backend="emulator:sm_100a")
+    out.check(23)
+    check_close(case, out.out)
+    assert emulated_driver("sm_100a").last_result.statistics.warp_instructions > 0
+
+
+def test_gemm_of_fp4_is_a_group_of_all_rows() -> None:
+    case = make_case("MXFP4", (37,), 72, 96, exact=True)
+    b = BlockScaledTensor(case.b.data[0], case.b.scale[0], case.b.format, None, "blocked")
+    out = padless.gemm(case.a, b, out_dtype=torch.float32, backend="emulator:sm_100a")
+    assert torch.equal(out.double(), case.exact)
+
+
+def test_every_pair_of_formats_has_a_row_in_the_table() -> None:
+    mine = {(p.a, p.b) for p in PATHS if p.module == "sm100_grouped" and p.operation == "grouped_gemm"}
+    eight = ("MXFP8", "MXFP8_E5M2")
+    assert mine == {*itertools.product(eight, eight), ("NVFP4", "NVFP4"), ("MXFP4", "MXFP4")}
+
+
+@pytest.mark.parametrize("pair", [("MXFP8", "MXFP8_E5M2"), ("MXFP8_E5M2", "MXFP8")], ids=str)
+@pytest.mark.parametrize("config", [SQUARE, FEW], ids=["128x128", "64 tokens"])
+def test_the_two_8_bit_formats_mix(pair: tuple[str, str], config: Sm100GroupedConfig) -> None:
+    case = make_case(pair, (17, 3), 40, 64, exact=True)
+    assert torch.equal(run(case, config).out.double(), case.exact)
+
+
+# ---- bit for bit
+
+
+@pytest.mark.parametrize("name", ["128x128", "pair 256x256", "pair 64 tokens"])
+@pytest.mark.parametrize("fmt", ["MXFP8", "NVFP4", "MXFP4"])
+def test_exact_data_bit_for_bit(fmt: str, name: str) -> None:
+    """Every row and every block has a scale of its own, A, B and all groups differ, and no rounding hides anything."""
+    case = make_case(fmt, (70, 0, 3), 136, 288, exact=True, seed=3)
+    assert torch.equal(run(case, CONFIGS[name], seed=1, arithmetic="fast").out.double(), case.exact)
+
+
+@pytest.mark.parametrize("arithmetic", ["truncate", "exact", "separate_add"])
+def test_every_rule_of_adding_gives_exact_data_the_same_bits(arithmetic: str) -> None:
+    for fmt, config in (("MXFP8", FEW), ("NVFP4", SQUARE)):
+        case = make_case(fmt, (30, 5), 72, 192, exact=True, seed=4)
+        assert torch.equal(run(case, config, arithmetic=arithmetic).out.double(), case.exact)
+
+
+@pytest.mark.parametrize("arithmetic", ["truncate", "exact", "separate_add"])
+def test_every_rule_of_adding_is_close_on_random_data(arithmetic: str) -> None:
+    case = make_case("MXFP8", (30, 5), 72, 320, seed=5)
+    check_close(case, run(case, FEW, arithmetic=arithmetic).out)
+
+
+def one_hot(fmt: str, side: str, sizes: tuple[int, ...], n: int, k: int) -> Case:
+    """One operand random, the other with a single 1 a row: every result is one element of the first with its scale."""
+    g = torch.Generator().manual_seed(9)
+    f = FORMATS[fmt]
+    shapes = {"a": (sum(sizes), k), "b": (len(sizes), n, k)}
+    codes, scales = {}, {}
+    for name, shape in shapes.items():
+        codes[name], scales[name] = random_bytes(f, shape, g, exact=False)
+        if name != side:
+            rows = codes[name].view(-1, k)
+            at = (11 * torch.arange(rows.shape[0]) + 3) % k
+            rows.zero_()
+            rows[torch.arange(rows.shape[0]), at] = 2 if f.codes_per_byte == 2 else 0x38
+    return case_of((codes["a"], codes["b"]), (scales["a"], scales["b"]), (f, f), sizes)
+
+
+@pytest.mark.parametrize("config", [PAIR, FEW], ids=["pair 256x256", "64 tokens"])
+@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("fmt", ["MXFP8", "NVFP4"])
+def test_single_elements_can_be_read_out(fmt: str, side: str, config: Sm100GroupedConfig) -> None:
+    """A permutation that both operands share leaves a sum of products as it is, but not a single product."""
+    case = one_hot(fmt, side, (66, 70), 136, 160)
+    assert (case.exact != 0).double().mean() > 0.4
+    assert torch.equal(run(case, config, arithmetic="fast").out.double(), case.exact)
+
+
+@pytest.mark.parametrize("fmt", ["MXFP8", "NVFP4", "MXFP4"])
+def test_wrong_readings_of_the_scales_would_show(fmt: str) -> None:
+    """Of the data of the exact cases: no exchange of scales that a kernel could make leaves the product as it is."""
+    g = torch.Generator().manual_seed(3)
+    f = FORMATS[fmt]
+    a, sa = random_bytes(f, (73, 288), g, exact=True)
+    b, sb = random_bytes(f, (1, 136, 288), g, exact=True)
+    right = values_of(a, sa, f) @ values_of(b, sb, f)[0].T
+
+    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return values_of(a, x, f) @ values_of(b, y, f)[0].T
+
+    wrong = {
+        "next block of A": product(sa.roll(1, 1), sb),
+        "next block of B": product(sa, sb.roll(1, 2)),
+        "next block of both": product(sa.roll(1, 1), sb.roll(1, 2)),
+        "rows of A 32 further": product(sa.roll(32, 0), sb),
+        "rows of both 32 further": product(sa.roll(32, 0), sb.roll(32, 1)),
+        "next row of both": product(sa.roll(1, 0), sb.roll(1, 1)),
+        "blocks of A in another order": product(sa.flip(1), sb),
+    }  # fmt: skip
+    for name, product_ in wrong.items():
+        assert (product_ != right).double().mean() > 0.9, name
+
+
+# ---- scales
+
+
+@pytest.mark.parametrize("start", [1, 31, 32, 33, 96, 127, 128])
+def test_a_group_may_start_anywhere_in_a_scale_tile(start: int) -> None:
+    case = make_case("MXFP8", (start, 140), 16, 128, exact=True, seed=start)
+    config = SQUARE if start % 2 else C(tokens_on_n=True, mma_n=128)
+    assert torch.equal(run(case, config, arithmetic="fast").out.double(), case.exact)
+
+
+@pytest.mark.parametrize("fmt", ["NVFP4", "MXFP4"])
+@pytest.mark.parametrize("layouts", [("blocked", "blocked"), ("blocked_groups", "blocked")], ids=str)
+def test_nan_in_the_padding_of_scales_goes_nowhere(fmt: str, layouts: tuple[str, str]) -> None:
+    """K ends in the middle of a product of 64: its other half is zeros with scales that are not there."""
+    case = make_case(fmt, (20, 9), 24, 288, exact=True, layouts=layouts)
+    for t in (case.a, case.b):
+        assert not t.scale.view(t.format.scale_dtype).float().isfinite().all(), "no trap was laid"
+    assert torch.equal(run(case, FEW, arithmetic="fast").out.double(), case.exact)
+
+
+def test_nan_in_one_row_stays_in_that_row() -> None:
+    case = make_case("MXFP8", (40, 9), 24, 128, exact=True, layouts=("plain", "blocked"))
+    case.a.scale.view(torch.uint8)[33, 2] = 0xFF
+    out = run(case, SQUARE, guard=False).out
+    assert out[33].isnan().all()
+    others = torch.arange(49) != 33
+    assert torch.equal(out[others].double(), case.exact[others])
+
+
+def test_plain_scales_of_odd_width_are_copied_and_say_so() -> None:
+    case = make_case("MXFP8", (4,), 8, 96, layouts=("plain", "plain"))
+    driver = emulated_driver("sm_100a")
+    out = torch.empty(4, 8)
+    assert len(prepare(driver, case.a, case.b, case.offs, out, None).copies) == 2
+    case = make_case("MXFP8", (4,), 8, 128, layouts=("plain", "plain"))
+    assert prepare(driver, case.a, case.b, case.offs, out, None).copies == ()
+
+
+@pytest.mark.parametrize("config", [SQUARE, FEW_PAIR], ids=["128x128", "pair 64 tokens"])
+def test_global_scales_and_alpha(config: Sm100GroupedConfig) -> None:
+    g = torch.Generator().manual_seed(8)
+    of_a, of_b, alpha = (torch.rand(count, generator=g) + 0.5 for count in (1, 3, 3))
+    case = make_case("NVFP4", (9, 0, 30), 40, 64, exact=True, global_scales=(of_a, of_b))
+    out = run(case, config, alpha=alpha).out
+    group = torch.tensor([0] * 9 + [2] * 30)
+    factor = of_a * of_b[group] * alpha[group]  # float32, in this order
+    assert torch.equal(out, case.exact.float() * factor[:, None])
+
+
+# ---- outputs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("config", [SQUARE, FEW], ids=["128x128", "64 tokens"])
+def test_column_major_output(config: Sm100GroupedConfig, dtype: torch.dtype) -> None:
+    case = make_case("MXFP8", (70, 0, 33), 40, 64, exact=True)
+    out = run(case, config, dtype, column_major=True).out
+    assert out.stride(0) == 1
+    assert torch.equal(out, case.exact.to(dtype))
+
+
+@pytest.mark.parametrize("pitch", [40, 48, 56])
+def test_rows_of_any_pitch_of_16_bytes(pitch: int) -> None:
+    """Wide stores only where rows start on 32-byte boundaries; nothing between the rows is written."""
+    case = make_case("NVFP4", (3, 6), 40, 64, exact=True)
+    whole = torch.full((9, pitch), 77.0, dtype=torch.bfloat16)
+    driver = emulated_driver("sm_100a")
+    prepare(driver, case.a, case.b, case.offs, whole[:, :40], SQUARE).launch(0)
+    assert torch.equal(whole[:, :40], case.exact.to(torch.bfloat16))
+    assert (whole[:, 40:] == 77).all()
+
+
+@pytest.mark.parametrize("offs", [[5, 3, 9], [-4, 2, 2], [0, 100, 7], [9, 9, 9]], ids=str)
+def test_offs_that_lie_stay_inside(offs: list[int]) -> None:
+    for layout, config in (("blocked", FEW), ("blocked_groups", C(cta_group=2))):
+        case = make_case("MXFP8", (3, 3, 3), 24, 64, layouts=(layout, "blocked"))
+        case.offs.copy_(torch.tensor(offs))
+        run(case, config, guard=False).result.raise_on_reports()
+
+
+# ---- schedules
+
+
+def check_schedules(name: str, fmt: str, seeds: range) -> None:
+    case = make_case(fmt, (20, 0, 130, 3), 136, 640, exact=True)
+    for seed in seeds:
+        out = run(
+            case,
+            replace(CONFIGS[name], num_stages=2),
+            seed=seed,
+            num_sms=2 * (1 + seed % 2),
+            arithmetic="fast",
+        ).out
+        assert torch.equal(out.double(), case.exact), f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", ["128x256", "pair 256x256", "pair 64 tokens"])
+def test_no_report_on_any_schedule(name: str) -> None:
+    check_schedules(name, "NVFP4", range(1, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("fmt", ["MXFP8", "NVFP4", "MXFP4"])
+def test_no_report_on_twenty_schedules(fmt: str, name: str) -> None:
+    check_schedules(name, fmt, range(20))
+
+
+def test_more_groups_than_the_small_table_holds() -> None:
+    sizes = tuple(int(g % 100 == 7) for g in range(300))
+    case = make_case("MXFP8", sizes, 8, 32, exact=True)
+    assert torch.equal(run(case, FEW, arithmetic="fast", checks=False).out.double(), case.exact)
+
+
+# ---- choosing
+
+
+def test_select_is_made_of_configs_that_are_allowed() -> None:
+    tiles = set()
+    for m, n, groups in itertools.product(
+        (1, 8, 100, 1000, 10**5), (8, 128, 136, 4096), (1, 2, 8, 256, 1024)
+    ):
+        config = select_grouped_config(m, n, groups)
+        tiles.add((config.cta_group, config.tokens_on_n, config.mma_n))
+        rows = -(-m // min(groups, m))
+        assert config.tokens_on_n == (rows <= 192)
+    assert len(tiles) >= 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"cta_group": 3}, "cta_group is 3"),
+        ({"mma_n": 48}, "mma_n is 48"),
+        ({"num_stages": 1}, "num_stages is 1"),
+        ({"keep": "d"}, "keep is 'd'"),
+        ({"scales_a": "tiled"}, "scales_a is 'tiled'"),
+        ({"mma_n": 64, "scales_b": "tiled"}, "scales_b is 'tiled'"),
+        ({"out_dtype": torch.int8}, "out_dtype is torch.int8"),
+    ],
+    ids=str,
+)
+def test_what_a_config_may_not_be(fields: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        C(**fields)
+
+
+def test_what_the_kernel_refuses() -> None:
+    driver = emulated_driver("sm_100a")
+    case = make_case("MXFP8", (4, 4), 16, 64)
+    out = torch.empty(8, 16)
+
+    def refused(match: str, **changes: object) -> None:
+        arguments = {"a": case.a, "b": case.b, "offs": case.offs, "out": out, "config": None} | changes
+        with pytest.raises(ValueError, match=match):
+            prepare(driver, **arguments)
+
+    refused("one element size", b=make_case("NVFP4", (4, 4), 16, 64).b)
+    refused("out has strides", out=torch.empty(8, 32)[:, ::2])
+    refused("alpha must be float32", alpha=torch.ones(3))
+    refused("does not fit in shared memory", config=C(num_stages=12))
+    with driver.configured(num_sms=1):
+        refused("cta_group 2", config=PAIR)
+    a = make_case("NVFP4", (4, 4), 16, 64, global_scales=(torch.ones(3), None))
+    refused("a.global_scale has 3 values", a=a.a, b=a.b)
+    assert case.a.format is MXFP8

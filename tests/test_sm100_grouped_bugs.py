@@ -1,0 +1,37 @@
+"""Every planted bug of the real grouped Blackwell kernel is found."""
+
+from __future__ import annotations
+
+import pytest
+from sm100_grouped_bugs import BUGS, Bug, found
+
+from padless.emulator import KINDS
+
+
+@pytest.mark.parametrize(
+    "bug", [pytest.param(b, id=b.name, marks=[] if b.quick else [pytest.mark.slow]) for b in BUGS]
+)
+def test_planted_bug_is_found(bug: Bug) -> None:
+    was_found, kinds = found(bug)
+    assert was_found, (
+        f"{bug.name}: not found on {bug.seeds} seeds; reports seen: {sorted(set(kinds)) or 'none'}"
+    )
+    assert set(bug.kinds) <= set(KINDS)
+
+
+def test_there_are_enough_bugs() -> None:
+    assert len({b.name for b in BUGS}) == len(BUGS) >= 40
+    assert sum(b.quick for b in BUGS) >= 8
+
+
+def test_a_kernel_without_a_bug_is_not_blamed() -> None:
+    for bug in (BUGS[0], next(b for b in BUGS if b.fmt == "NVFP4" and b.config.tokens_on_n)):
+        clean = Bug(
+            "nothing changed",
+            (),
+            (("scale_gather.cuh", "#pragma once", "#pragma once"),),
+            bug.config,
+            bug.fmt,
+            seeds=1,
+        )
+        assert found(clean) == (False, [])
