@@ -48,7 +48,7 @@ assert {{m for m in sys.modules if m.startswith("padless")}} == {{"padless", "pa
 """
     found = run_python("-c", script)
     assert found.returncode == 0, found.stderr
-    for command in ("demo", "info", "verify", "bench", "emulate"):
+    for command in ("demo", "info", "tune", "verify", "bench", "emulate"):
         assert command in found.stdout
 
 
@@ -168,6 +168,13 @@ def test_bench_options_are_those_the_benchmarks_take():
         assert {"time_limit_s" if option == "time_limit" else option for option in given} <= taken, name
 
 
+def test_tune_options_are_those_it_takes():
+    from padless.tune import run_tune
+
+    given = set(inspect.signature(cli.tune).parameters)
+    assert given == {"dry_run", "reset", "repeats"} <= set(inspect.signature(run_tune).parameters)
+
+
 def test_verify_passes_its_options_on_and_its_exit_code_back(main, recorded):
     calls = recorded("padless.verify", "run_verify", returns=3)
     assert main("verify", "--out", "there", "--no-sanitizer")[0] == 3
@@ -176,6 +183,21 @@ def test_verify_passes_its_options_on_and_its_exit_code_back(main, recorded):
         {"out": Path("there"), "sanitizer": False, "against_emulator": False, "checks": None},
         {"out": None, "sanitizer": True, "against_emulator": False, "checks": ["one", "two"]},
     ]
+
+
+def test_tune_passes_its_options_on(main, recorded):
+    calls = recorded("padless.tune", "run_tune", returns=0)
+    assert main("tune")[0] == 0
+    assert main("tune", "--dry-run", "--repeats", "3")[0] == 0
+    assert main("tune", "--reset")[0] == 0
+    nothing = {"dry_run": False, "reset": False, "repeats": 20}
+    assert calls == [nothing, nothing | {"dry_run": True, "repeats": 3}, nothing | {"reset": True}]
+
+
+def test_info_formats_is_the_page(main):
+    code, out, _ = main("info", "--formats")
+    assert code == 0
+    assert out == (Path(__file__).parents[1] / "docs/supported.md").read_text()
 
 
 def test_emulate_hands_everything_over(main, monkeypatch):

@@ -64,6 +64,22 @@ def test_the_cache_is_counted(cache):
     assert f"2 kernels, 0.0 MB in {cache}" in printed()
 
 
+def test_the_table_of_tile_costs_in_use_is_named(cache, monkeypatch):
+    from padless import cost_model
+
+    kernel = "sm90_fp8_grouped_gemm"
+    monkeypatch.setattr(cost_model, "gpu_name", lambda: "Made Up GPU")
+    cost_model.cost_table.cache_clear()
+    assert info.collect()["tile_costs"][kernel] == cost_model.BUILT_IN[kernel].source
+    assert "built in" in printed()
+    cost_model.store_tuned("Made Up GPU", "2031-02-03", {kernel: cost_model.BUILT_IN[kernel].costs})
+    cost_model.cost_table.cache_clear()
+    try:
+        assert "tuned on this machine, Made Up GPU, 2031-02-03" in printed()
+    finally:
+        cost_model.cost_table.cache_clear()
+
+
 def test_json_is_what_collect_says(cache):
     assert json.loads(printed(as_json=True)) == info.collect()
 

@@ -69,13 +69,30 @@ def demo(
 
 
 @app.command()
-def info(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
-    """Print versions, devices, backends (and why one is missing) and the kernel cache."""
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    formats: Annotated[bool, typer.Option("--formats", help="Which formats run where, as Markdown.")] = False,
+) -> None:
+    """Print versions, devices, backends (and why one is missing), tables of tile costs and the kernel cache."""
     from rich.console import Console
 
     from padless.info import print_info
+    from padless.supported import supported_markdown
 
-    print_info(Console(), as_json=as_json)
+    if formats:
+        print(supported_markdown(), end="")
+    else:
+        print_info(Console(), as_json=as_json)
+
+
+@app.command()
+def tune(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, store nothing.")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="Remove what was stored; measure nothing.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each product.")] = 20,
+) -> None:
+    """Measure on this GPU what tiles cost, so that the choice of tile fits it."""
+    _call("padless.tune", "run_tune", dry_run=dry_run, reset=reset, repeats=repeats)
 
 
 @app.command()

@@ -28,6 +28,7 @@ def collect() -> dict[str, Any]:
         "driver": _driver_version(),
         "devices": _devices(),
         "backends": _backends(),
+        "tile_costs": _tile_costs(),
         "cache": _cache(),
     }
 
@@ -64,8 +65,12 @@ def print_info(console: Console, *, as_json: bool = False) -> None:
         available = "[green]yes[/]" if backend["available"] else "[yellow]no[/]"
         backends.add_row(name, available, backend["reason"])
 
+    tile_costs = _table("Tile costs", "", "")
+    for kernel, source in found["tile_costs"].items():
+        tile_costs.add_row(kernel, source)
+
     cache = found["cache"]
-    for table in (versions, devices, backends):
+    for table in (versions, devices, backends, tile_costs):
         console.print(table, "")
     console.print(
         f"[bold]Kernel cache[/]: {cache['entries']} kernels, {cache['bytes'] / 1e6:.1f} MB "
@@ -132,6 +137,13 @@ def _backends() -> dict[str, dict[str, Any]]:
         name: {"available": backend.available, "reason": backend.reason}
         for name, backend in padless.backends().items()
     }
+
+
+def _tile_costs() -> dict[str, str]:
+    """Where the table that a kernel's tiles are chosen by is from."""
+    from padless.cost_model import BUILT_IN, cost_table
+
+    return {kernel: cost_table(kernel).source for kernel in BUILT_IN}
 
 
 def _cache() -> dict[str, Any]:
