@@ -117,6 +117,7 @@ def test_planted_bug_is_found(name: str) -> None:
 PAIR = (Path(__file__).parent / "kernels" / "sm100_pair.cu").read_text()
 PAIR_DEFAULTS = {
     "WAIT_FULL": "wait(smem(&s.full), 0);",
+    "WAIT_DONE": "wait(smem(&s.done), 0);",
     "COMMIT_MASK": "3",
     "END": "__syncthreads(); cluster_sync();",
 }
@@ -136,6 +137,14 @@ def run_pair(seed: int, **changes: str) -> tuple[bool, LaunchResult]:
     return bool((out == a.astype(np.float32) @ b.astype(np.float32).T).all()), result
 
 
+def test_what_has_been_waited_for_needs_no_barrier_at_the_end() -> None:
+    """All that the even CTA does to the odd one's memory is over when the commit arrives there."""
+    for seed in range(3):
+        right, result = run_pair(seed, END="__syncthreads();")
+        result.raise_on_reports()
+        assert right
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_pair_of_ctas(seed: int) -> None:
     right, result = run_pair(seed)
@@ -149,7 +158,8 @@ def test_pair_of_ctas(seed: int) -> None:
         ({"WAIT_FULL": ""}, "race"),
         ({"COMMIT_MASK": "1"}, "deadlock"),
         ({"COMMIT_MASK": "2"}, "deadlock"),
-        ({"END": "__syncthreads();"}, "exit"),
+        ({"WAIT_DONE": "if (rank == 0) wait(smem(&s.done), 0);"}, "race"),
+        ({"WAIT_DONE": "if (rank == 0) wait(smem(&s.done), 0);", "END": "__syncthreads();"}, "exit"),
         ({"END": ""}, "race"),
     ],
     ids=str,

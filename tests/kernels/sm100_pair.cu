@@ -42,7 +42,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128)
         }
     }
     __syncwarp();
-    wait(smem(&s.done), 0);
+    WAIT_DONE
     asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
     for (int c = 0; c < N; ++c) {
         uint32_t r;

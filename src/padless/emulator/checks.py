@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ KINDS = {
     "registers": "setmaxnreg beyond what the SM has",
     "exit": "a CTA ended with asynchronous work or memory still in use",
     "barrier": "a CTA barrier used with inconsistent thread counts",
+    "launch-control": "clusterlaunchcontrol used against its rules",
     "fault": "what stops real hardware: trap, failed assertion",
 }
 
@@ -57,6 +59,16 @@ class Report:
         return text + f"\n    CTA {self.cta}, warp {self.warp}, lane {self.lane}, seed {self.seed}"
 
 
+def set_bits(bits: int) -> list[int]:
+    """The positions of the ones of a bit set, ascending."""
+    digits = bin(bits)[:1:-1]
+    found, at = [], digits.find("1")
+    while at >= 0:
+        found.append(at)
+        at = digits.find("1", at + 1)
+    return found
+
+
 def shorten(instruction: Instruction | None) -> str:
     if instruction is None:
         return ""
@@ -79,8 +91,9 @@ class Collector:
     seed: int
     reports: list[Report] = field(default_factory=list)
     seen: set[tuple[Any, ...]] = field(default_factory=set)
-    limit: int = 100
+    limit: int = 50  # of each kind
     ignore: frozenset[str] = frozenset()
+    counts: Counter[str] = field(default_factory=Counter)
 
     def add(
         self,
@@ -95,9 +108,10 @@ class Collector:
         """`key` tells apart reports of the same two lines; by default they count once."""
         assert kind in KINDS, kind
         identity = (kind, instruction.line if instruction else message, other.line if other else 0, key)
-        if kind in self.ignore or identity in self.seen or len(self.reports) >= self.limit:
+        if kind in self.ignore or identity in self.seen or self.counts[kind] >= self.limit:
             return
         self.seen.add(identity)
+        self.counts[kind] += 1
         self.reports.append(
             Report(
                 kind,

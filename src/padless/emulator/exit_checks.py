@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .race import IN_FLIGHT
+from .race import ASYNC, COLUMN_SHIFT, IN_FLIGHT
 
 if TYPE_CHECKING:
     from .warp import Cta
+
+
+def _check_copies(cta: Cta, known: Any) -> None:
+    """Copies into this CTA's memory whose end none of its threads has seen, whether they have landed or not."""
+    shadow = cta.shared.shadow
+    cells = np.flatnonzero(shadow.written & np.uint64(ASYNC))
+    stamps = shadow.written[cells]
+    missed = cells[
+        known[(stamps >> np.uint64(COLUMN_SHIFT)).astype(np.intp)] < (stamps & np.uint64(IN_FLIGHT))
+    ]
+    if len(missed):
+        site = int(shadow.write_site[missed[0]])
+        cta.machine.report(
+            "exit",
+            f"CTA {cta.index} ends and nobody in it has waited for a copy into byte {int(missed[0]) * shadow.scale} "
+            "of its memory",
+            cta.machine.program.instructions[site], cta.warps[0], 0,
+        )  # fmt: skip
 
 
 def check_exit(cta: Cta) -> None:
@@ -37,17 +55,20 @@ def check_exit(cta: Cta) -> None:
         if warp.busy:
             owner = next(iter(warp.busy_owner.values()), None)
             report("exit", "the warp ends without waiting for its asynchronous products", owner, warp, 0)
-    shadow = cta.shared.shadow
-    flying = np.flatnonzero((shadow.written & np.uint64(IN_FLIGHT)) == np.uint64(IN_FLIGHT))
-    if len(flying):
-        site = int(shadow.write_site[flying[0]])
-        report(
-            "exit",
-            f"the CTA ends while a copy into byte {int(flying[0]) * shadow.scale} of its memory is unfinished",
-            cta.machine.program.instructions[site], cta.warps[0], 0,
-        )  # fmt: skip
     rows = slice(cta.warps[0].first_row, cta.warps[-1].first_row + 32)
     known = clocks.time[0, rows].max(axis=0)
+    _check_copies(cta, known)
+    for bar in cta.mbarriers.values():
+        phase, instruction, warp = bar.foreign
+        if bar.valid and phase > bar.waited_phase:
+            report(
+                "exit",
+                f"CTA {cta.index} ends without having waited for this arrival on {bar.name}",
+                instruction,
+                warp,
+                0,
+            )
+            break
     for row, (event, instruction, warp) in cta.remote.items():
         if known[row] < event:
             report(

@@ -13,7 +13,7 @@ import numpy as np
 
 from .ast import Instruction
 from .asynchronous import AsyncOperation
-from .checks import Collector
+from .checks import Collector, set_bits
 from .errors import KernelFault, LaunchError
 from .exit_checks import check_exit
 from .instructions import barriers
@@ -123,6 +123,7 @@ class Machine:
         self.statistics = Statistics()
         self.clusters: list[Cluster] = []
         self.queues: dict[Any, deque[AsyncOperation]] = {}
+        self.waiting: deque[int] = deque()  # clusters that have not started
         self.progress = 0
         self.stopped = False
         self.ticks = 0
@@ -214,6 +215,19 @@ class Machine:
             cluster = w.cta.cluster
             self.synchronise(w, lanes, [("g", cluster, int(x)) for x in where], access)
 
+    # ---- clusters
+    def cluster_position(self, index: int) -> tuple[int, int, int]:
+        """Where in the grid of clusters the cluster with this number lies."""
+        x, y, _ = (g // s for g, s in zip(self.grid, self.cluster, strict=True))
+        return index % x, index // x % y, index // (x * y)
+
+    def cancel_cluster(self) -> tuple[int, int, int] | None:
+        """Take a cluster that has not started out of the grid: its first CTA, or None when all have."""
+        if not self.waiting:
+            return None
+        x, y, z = self.cluster_position(self.waiting.popleft())
+        return x * self.cluster[0], y * self.cluster[1], z * self.cluster[2]
+
     # ---- asynchronous operations
     def enqueue(self, queue: Any, operation: AsyncOperation) -> None:
         """Operations of one queue finish in order; those of different queues in any order. None: a queue of its own."""
@@ -259,7 +273,7 @@ class Machine:
             order.reverse()
         elif schedule.order == "shuffled":
             self.random.shuffle(order)
-        waiting = deque(order)
+        waiting = self.waiting = deque(order)
         self.statistics.ctas = int(np.prod(self.grid))
         idle = 0
         last_progress = -1
@@ -458,7 +472,7 @@ class Machine:
             gone &= taken
         if gone.any():
             if b.kind == TRAP and end is not None:
-                self.fault(w, end, "trap", gone)
+                self.fault(w, end, end.opcode, gone)
             w.live &= ~gone
             f.mask = f.mask & ~gone
             f.full = False
@@ -553,18 +567,20 @@ class Machine:
     # ---- register checks
     def _names(self, bits: int) -> str:
         names = self.program.register_names
-        found = [names[i] for i in range(bits.bit_length()) if bits >> i & 1]
+        found = [names[i] for i in set_bits(bits)]
         return ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
 
     def _check_busy(self, w: Warp, b: Block) -> None:
         """A block touches registers of an unfinished asynchronous instruction: find which instruction does."""
         if b.kind == SYNC and b.instructions[0].opcode in ("wgmma", "tcgen05"):
             return  # these check their own operands
+        names = self.program.register_names
+        candidates = set_bits(w.busy & b.touches)
         for instruction in [*b.instructions, *([b.terminator] if b.terminator else [])]:
             text = str(instruction)
             hit = 0
-            for i, name in enumerate(self.program.register_names):
-                if w.busy >> i & 1 and name in text and _mentions(text, name):
+            for i in candidates:
+                if names[i] in text and _mentions(text, names[i]):
                     hit |= 1 << i
             if hit:
                 owner = w.busy_owner.get((hit & -hit).bit_length() - 1)
@@ -573,17 +589,27 @@ class Machine:
                     f"touches {self._names(hit)}, which an unfinished {owner.opcode if owner else 'operation'} uses",
                     instruction, w, 0, owner,
                 )  # fmt: skip
+                self._settle(w)
                 return
+
+    def _settle(self, w: Warp) -> None:
+        """Finish a warp's tcgen05.ld and st, once the missing wait is reported: the rest of the run is then judged with
+        the values that the registers would have got."""
+        queue = self.queues.pop(("tmem", id(w)), None)
+        for operation in queue or ():
+            for step in operation.steps:
+                step()
 
     def _check_written(self, w: Warp, b: Block, m: Any) -> None:
         missing = b.reads & ~w.written
         if b.kind == SYNC and b.instructions[0].opcode in ("wgmma", "tcgen05"):
             return
         w.written |= missing
+        names = [self.program.register_names[i] for i in set_bits(missing)]
         for instruction in [*b.instructions, *([b.terminator] if b.terminator else [])]:
             text = str(instruction)
-            for i, name in enumerate(self.program.register_names):
-                if missing >> i & 1 and _mentions(text, name):
+            for name in names:
+                if name in text and _mentions(text, name):
                     if instruction.opcode == "mov":
                         return  # copies of undefined values are what compilers emit for unused ones
                     self.report(

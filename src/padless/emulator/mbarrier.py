@@ -29,7 +29,10 @@ class Mbarrier:
         self.done_clock: Any = None  # what a wait on the last completed phase acquires
         self.init_stamp: tuple[int, int] = (0, 0)
         self.init_fenced = False
+        self.published = False  # by a fence and a relaxed cluster barrier, which order nothing else
         self.waited_phase = -1  # the latest phase that somebody has seen complete
+        # the latest phase in which another CTA's asynchronous work arrived
+        self.foreign: tuple[int, Any, Any] = (-1, None, None)
         self.valid = True
         self.last_arrival: Instruction | None = None
 
@@ -76,6 +79,15 @@ class Mbarrier:
         if clock is not None:
             self.clock = race.merge(self.clock, clock)
         self._maybe_flip(instruction, warp, lane)
+
+    def arrive_from_outside(self, warp: Any, instruction: Instruction) -> None:
+        """An asynchronous arrival is about to happen; remember it if it comes from another CTA."""
+        if warp.cta is not self.cta:
+            self.foreign = (self.phase, instruction, warp)
+            if self.cta.exited:
+                self.cta.machine.report(
+                    "exit", f"signals {self.name} after that CTA has exited", instruction, warp, 0
+                )
 
     def expect(self, size: int, instruction: Instruction | None, warp: Any, lane: int) -> None:
         self.tx += size

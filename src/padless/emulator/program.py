@@ -36,9 +36,8 @@ from .errors import EmulatorError, UnsupportedInstruction
 from .parser import type_size
 from .spaces import CLASS_OF_SIZE, STORAGE, VIEW_SIZE, VIEWS
 
-TERMINATORS = {"bra", "brx", "exit", "ret", "trap"}
-
 FALL, BRANCH, EXIT, INDEXED, SYNC, TRAP = range(6)
+TERMINATORS = {"bra": BRANCH, "brx": INDEXED, "exit": EXIT, "ret": EXIT, "trap": TRAP, "brkpt": TRAP}
 
 
 def view_of(type_name: str) -> str:
@@ -272,6 +271,13 @@ class Emitter:
         size = self.width(operand)
         return "pred" if size == 0 else f"{kind}{8 * size}"
 
+    def half(self, operand: Operand, k: int, write: bool = True) -> str:
+        """One 64-bit half of a 128-bit register."""
+        assert isinstance(operand, Register)
+        cls, row = self.preparation.row(operand.name)
+        (self.writes if write else self.reads).append(operand.name)
+        return f"v[{self.preparation.slot(cls, row + k, 'u64')}]"
+
     # ---- code
     def emit(self, line: str) -> None:
         self.lines.append(line)
@@ -400,7 +406,11 @@ def _program(
     shared, local = {}, {}
     shared_at, local_at, alignment = 0, 0, 16
     dynamic = []
-    for variable in [*module.variables.values(), *function.variables]:
+    mentioned = {name for _, name, _ in preparation.symbol_rows}
+    of_module = [
+        v for v in module.variables.values() if v.space == "shared" and (v.size < 0 or v.name in mentioned)
+    ]
+    for variable in [*of_module, *function.variables]:
         if variable.space == "shared":
             alignment = max(alignment, variable.alignment)
             if variable.size < 0:
@@ -409,7 +419,7 @@ def _program(
             shared_at = -(-shared_at // variable.alignment) * variable.alignment
             shared[variable.name] = (shared_at, variable.size)
             shared_at += variable.size
-        elif variable.space in ("local", "param") and variable in function.variables:
+        elif variable.space in ("local", "param"):
             local_at = -(-local_at // max(variable.alignment, 8)) * max(variable.alignment, 8)
             local[variable.name] = (local_at, variable.size)
             local_at += variable.size
@@ -544,8 +554,7 @@ def _blocks(
             current = start()
         if statement.opcode in TERMINATORS:
             current.terminator = statement
-            kind = {"bra": BRANCH, "brx": INDEXED, "exit": EXIT, "ret": EXIT, "trap": TRAP}[statement.opcode]
-            current.kind = kind
+            current.kind = TERMINATORS[statement.opcode]
         elif emitted[statement.index].sync is not None:
             if current.instructions:
                 current = start()
@@ -685,20 +694,23 @@ def _compile(blocks: list[Block], emitted: dict[int, Emitter], preparation: Prep
     for block in blocks:
         block.count = len(block.instructions) + (block.kind in (BRANCH, EXIT, INDEXED))
         written = 0
+        under: dict[tuple[str, bool] | None, int] = {}  # guard -> what is written wherever it holds
         for instruction in block.instructions:
             emitter = emitted[instruction.index]
-            guarded = instruction.guard is not None
+            guard = (instruction.guard.name, instruction.guard_negated) if instruction.guard else None
             for name in emitter.reads:
                 bit = 1 << preparation.number_of[name]
-                if not written & bit and name in preparation.register_types:
+                if not (written | under.get(guard, 0)) & bit and name in preparation.register_types:
                     block.reads |= bit
                 block.touches |= bit
             for name in emitter.writes:
                 bit = 1 << preparation.number_of[name]
                 block.writes |= bit
                 block.touches |= bit
-                if not guarded:
-                    written |= bit
+                under[guard] = under.get(guard, 0) | bit
+                under.pop((name, False), None)
+                under.pop((name, True), None)
+            written |= under.get(None, 0)
         end = block.terminator
         if end is not None and end.guard is not None and block.kind != SYNC:
             preparation.row(end.guard.name)

@@ -280,8 +280,7 @@ class Cluster:
     def __init__(self, machine: Machine, index: int, slot: int) -> None:
         self.machine = machine
         size = machine.cluster
-        clusters = [g // s for g, s in zip(machine.grid, size, strict=True)]
-        base = (index % clusters[0], index // clusters[0] % clusters[1], index // (clusters[0] * clusters[1]))
+        base = machine.cluster_position(index)
         count = size[0] * size[1] * size[2]
         self.clocks: Any = None
         self.ctas: list[Cta] = []
@@ -295,6 +294,9 @@ class Cluster:
         self.barrier_clock: Any = None
         self.barrier_generation = 0
         self.barrier_waiting: list[Any] = []
+        # mbarriers whose initialisation a relaxed arrival at the cluster barrier will publish
+        self.fenced_inits: list[Any] = []
+        self.cancel_failed = False  # somebody has seen that no cluster is left to cancel
         if machine.checks:
             from .race import Clocks, Shadow
 

@@ -253,10 +253,10 @@ def cluster_barrier(e: Emitter) -> None:
                     return wait
             w = f.warp
             cluster = w.cta.cluster
-            if not relaxed:
-                clock = release(f)
-                if clock is not None:
-                    cluster.barrier_clock = merge(cluster.barrier_clock, clock)
+            if relaxed:
+                publish_inits(f)
+            elif (clock := release(f)) is not None:
+                cluster.barrier_clock = merge(cluster.barrier_clock, clock)
             arrived = cluster.agents.setdefault("arrived", {})
             lanes = arrived.setdefault(w, np.zeros(32, bool))
             if (lanes & f.mask).any():
@@ -291,6 +291,17 @@ def cluster_barrier(e: Emitter) -> None:
     e.synchronise(wait_cluster)
 
 
+def publish_inits(fragment: Fragment) -> None:
+    """A relaxed arrival orders nothing but the initialisations of mbarriers that these lanes have followed by a
+    fence.mbarrier_init: they are known once the barrier completes (PTX ISA, "membar / fence")."""
+    cluster = fragment.warp.cta.cluster
+    rows = set((fragment.warp.first_row + np.flatnonzero(fragment.mask)).tolist())
+    for cta in cluster.ctas:
+        for bar in cta.mbarriers.values():
+            if bar.init_fenced and bar.init_stamp[0] in rows:
+                cluster.fenced_inits.append(bar)
+
+
 def cluster_barrier_check(cluster: Any) -> None:
     """Complete the cluster barrier once every live thread of every CTA has arrived."""
     arrived = cluster.agents.get("arrived", {})
@@ -300,6 +311,9 @@ def cluster_barrier_check(cluster: Any) -> None:
         for w in cta.warps:
             if w.live.any() and (w not in arrived or (w.live & ~arrived[w]).any()):
                 return
+    for bar in cluster.fenced_inits:
+        bar.published = True
+    cluster.fenced_inits = []
     clock = cluster.barrier_clock
     cluster.agents["arrived"] = {}
     done = cluster.agents.setdefault("cluster_done", {})

@@ -409,17 +409,27 @@ def small_arrive(e: Emitter) -> None:
             upto = len(state.groups[lane])
             column = state.columns[lane]
             outstanding = [t for g in state.groups[lane] for t in g if not t.written]
+            left = [len(outstanding)]
 
-            def finish(bar: Any = bar, lane: int = lane, upto: int = upto, column: int = column) -> None:
+            def finish(
+                bar: Any = bar,
+                lane: int = lane,
+                upto: int = upto,
+                column: int = column,
+                left: list[int] = left,
+            ) -> None:
+                left[0] -= 1
+                if left[0] > 0:  # copies finish in any order
+                    return
                 clock = None
                 if clocks is not None:
                     clock = np.zeros((4, clocks.columns), np.uint32)
                     clock[:, column] = upto
                 bar.arrive(1, clock, ins, w, lane)
 
-            if outstanding:
-                outstanding[-1].after.append(finish)
-            else:
+            for transfer in outstanding:
+                transfer.after.append(finish)
+            if not outstanding:
                 finish()
         return None
 

@@ -163,8 +163,12 @@ def tensor_load(
         return
     if int(plan.shared_address.max()) + plan.granule > w.cta.shared.size:
         machine.fault(w, ins, "a bulk copy reaches past the CTA's shared memory", np.arange(32) == lane)
+    written = plan.shared_address, plan.granule
+    if tensor_map.shared_bits != tensor_map.element_bits:
+        # 16 bytes of which some are padding: written as a whole
+        written = np.unique(plan.shared_address & ~15), 16
     for cta, bar in destinations(w, lane, ins, start, barrier, mask, pair):
-        cells = cells_of(plan.shared_address, plan.granule, cta.granule_shift) if cta.checks else None
+        cells = cells_of(*written, cta.granule_shift) if cta.checks else None
         stamp = begin_write(w, lane, ins, cta, cells, bar.column)
 
         def land(cta: Cta = cta, bar: Mbarrier = bar, cells: Any = cells, stamp: Any = stamp) -> None:

@@ -47,7 +47,7 @@ def move(e: Emitter) -> None:
         total = sum(e.width(i) for i in a.items)
         if e.type == "b128":
             for k, item in enumerate(a.items):
-                e.assign(_half(e, d, k), e.source(item, "u64"))
+                e.assign(e.half(d, k), e.source(item, "u64"))
             return
         each = total // len(a.items)
         parts = ", ".join(e.source(i, f"u{8 * each}") for i in a.items)
@@ -58,7 +58,7 @@ def move(e: Emitter) -> None:
         each = max(widths)
         if e.type == "b128":
             for k, item in enumerate(d.items):
-                e.assign(e.destination(item, "u64"), _half(e, a, k, write=False))
+                e.assign(e.destination(item, "u64"), e.half(a, k, write=False))
             return
         total = each * len(d.items)
         temporary = f"t{e.instruction.index}"
@@ -88,12 +88,6 @@ def batch(w: Any, m: Any, function: Any, destinations: Array, *sources: Array) -
     rows = w.arrays["w"].view(np.float32)
     values = function(*(rows[s] for s in sources))
     rows[destinations] = values if m is True else np.where(m, values, rows[destinations])
-
-
-def _half(e: Emitter, operand: Any, k: int, write: bool = True) -> str:
-    cls, row = e.preparation.row(operand.name)
-    (e.writes if write else e.reads).append(operand.name)
-    return f"v[{e.preparation.slot(cls, row + k, 'u64')}]"
 
 
 class MemoryAccess:

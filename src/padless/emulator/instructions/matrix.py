@@ -10,6 +10,7 @@ import numpy as np
 from .. import tensor_core
 from ..ast import Immediate, Register, Vector
 from ..asynchronous import AsyncOperation
+from ..checks import set_bits
 from ..memory import shared_groups
 from ..race import ASYNC, pack
 from ..warp import Wait
@@ -339,7 +340,7 @@ def make_mma(e: Emitter) -> Any:
         a_descriptor = e.source_slot(a, "u64")
     b_descriptor = e.source_slot(b, "u64")
     all_bits = registers
-    owners = {i: ins for i in range(all_bits.bit_length()) if all_bits >> i & 1}
+    owners = dict.fromkeys(set_bits(all_bits), ins)
     scale_slot, constant_scale = -1, True
     if rest and isinstance(rest[0], Register):
         scale_slot = e.source_slot(rest[0], "pred")

@@ -56,8 +56,13 @@ def find_mbarrier(
     lane: int,
     remote: bool = True,
     asynchronous: bool = False,
+    later: bool = False,
 ) -> Mbarrier | None:
-    """The barrier at an address, checked to be initialised, published and alive."""
+    """The barrier at an address, checked to be initialised, published and alive.
+
+    `asynchronous`: it is the async proxy that will use it, `later`: whoever will, does so after the instruction. The
+    barrier's own CTA must then have seen the end of that before it exits, and not the thread that asked for it.
+    """
     cta, offset = locate(w, address, instruction, lane)
     report = w.cta.machine.report
     bar = cta.mbarriers.get(offset)
@@ -79,11 +84,11 @@ def find_mbarrier(
             report("exit", f"signals {bar.name} after that CTA has exited", instruction, w, lane)
     clocks = w.cta.cluster.clocks
     if clocks is not None:
-        if cta is not w.cta:
+        if cta is not w.cta and not asynchronous and not later:
             touch_remote(w, cta, lane, instruction)
         column, event = bar.init_stamp
         row = w.first_row + lane
-        if clocks.time[0, row, column] < event:
+        if not bar.published and clocks.time[0, row, column] < event:
             report(
                 "mbarrier", f"{bar.name} is used, but nothing orders its initialisation before", instruction, w, lane,
                 bar.instruction,

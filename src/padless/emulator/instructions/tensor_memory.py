@@ -14,6 +14,7 @@ import numpy as np
 from .. import tensor_units
 from ..ast import Address, Immediate, Register, Vector
 from ..asynchronous import AsyncOperation
+from ..checks import set_bits
 from ..race import ASYNC, BASE, BEFORE, READS, TENSOR, Shadow, pack
 from ..spaces import OFFSET_MASK
 from ..warp import Wait
@@ -447,7 +448,8 @@ def commit(e: Emitter) -> None:
             if mask_slot >= 0:
                 mask = int(w.v[mask_slot][lane])
                 addresses = [(r << 24) | (address & OFFSET_MASK) for r in range(16) if mask >> r & 1]
-            bars = [find_mbarrier(w, a, ins, lane) for a in addresses]  # a generic-proxy arrival (PTX ISA)
+            # A generic-proxy arrival (PTX ISA).
+            bars = [find_mbarrier(w, a, ins, lane, later=True) for a in addresses]
             upto = pipe.issuers.get(row, 0)
             clocks = cta.cluster.clocks
             clock = None
@@ -461,6 +463,7 @@ def commit(e: Emitter) -> None:
             def arrive(bars: Any = bars, clock: Any = clock, lane: int = lane) -> None:
                 for bar in bars:
                     if bar is not None:
+                        bar.arrive_from_outside(w, ins)
                         bar.arrive(1, clock, ins, w, lane)
 
             machine.enqueue(("tcgen05", id(pipe)), AsyncOperation(ins.name, arrive))
@@ -534,6 +537,7 @@ def access(e: Emitter, is_load: bool) -> None:
         bits |= 1 << preparation.number_of[item.name]
     t_slot = tensor_address(e, address)
     kind = "ld" if is_load else "st"
+    owners = dict.fromkeys(set_bits(bits), ins)
 
     def tensor_access(f: Fragment, m: Any) -> Wait | None:
         waiting = gather_warp(f, tensor_access)
@@ -572,9 +576,7 @@ def access(e: Emitter, is_load: bool) -> None:
                 touched, clock, stamp, ins, w, 0, write=not is_load, generic_plane=TENSOR, async_plane=TENSOR
             )
             w.busy |= bits
-            for i in range(bits.bit_length()):
-                if bits >> i & 1:
-                    w.busy_owner[i] = ins
+            w.busy_owner.update(owners)
             if is_load:
                 w.written |= bits
         state.unfinished[kind] += 1
