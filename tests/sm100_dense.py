@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from conftest import GuardedOutput
 from padless.emulator import LaunchResult
 from padless.emulator.fake_driver import EmulatedDriver, emulated_driver
 from padless.formats import MXFP8, MXFP8_E5M2, BlockScaledFormat, BlockScaledTensor
+from padless.layouts import to_blocked
 from padless.paths.sm100_mxfp8_dense import Mxfp8GemmConfig, prepare
 from padless.quantize import quantize
 
@@ -88,6 +90,18 @@ def swapped(case: DenseCase) -> DenseCase:
     a = BlockScaledTensor(case.b.data[0], case.b.scale[0], case.b.format)
     b = BlockScaledTensor(case.a.data[None], case.a.scale[None], case.a.format)
     return DenseCase(a, b, case.exact.T, case.magnitude.T)
+
+
+def nan_padded(case: DenseCase) -> DenseCase:
+    """The same with blocked scales, all of whose unused bytes are NaN."""
+    padded = []
+    for t in (case.a, case.b):
+        scale = t.scale.view(torch.uint8)
+        blocked, used = to_blocked(scale), to_blocked(torch.ones_like(scale))
+        blocked[used == 0] = 0xFF
+        scale = blocked.view(torch.float8_e8m0fnu)
+        padded.append(BlockScaledTensor(t.data, scale, t.format, scale_layout="blocked"))
+    return dataclasses.replace(case, a=padded[0], b=padded[1])
 
 
 def random_case(m: int, n: int, k: int, seed: int = 0, formats: str = "e4m3 e4m3") -> DenseCase:

@@ -13,6 +13,7 @@ from sm100_dense import (
     error_bound,
     exact_case,
     launch,
+    nan_padded,
     random_case,
     read_out_case,
     swapped,
@@ -20,7 +21,6 @@ from sm100_dense import (
 
 from padless.emulator.fake_driver import emulated_driver
 from padless.formats import BlockScaledTensor
-from padless.layouts import to_blocked
 from padless.paths.sm100_mxfp8_dense import DenseProblem, Mxfp8GemmConfig, prepare, select_config
 from padless.reference import round_to
 
@@ -132,16 +132,9 @@ def test_the_witnesses_see_exchanged_scales() -> None:
 
 def test_scales_past_the_end_of_k_and_of_rows_do_not_matter() -> None:
     """The unused bytes of the last tiles of scales are NaN scales."""
-    case = exact_case(130, 140, 160, seed=9)  # 5 scales a row: the second tile has 1 column of 4 in use
-    padded = []
-    for t in (case.a, case.b):
-        scale = t.scale.view(torch.uint8)
-        blocked, used = to_blocked(scale), to_blocked(torch.ones_like(scale))
-        blocked[used == 0] = 0xFF
-        padded.append(
-            BlockScaledTensor(t.data, blocked.view(torch.float8_e8m0fnu), t.format, scale_layout="blocked")
-        )
-    case = dataclasses.replace(case, a=padded[0], b=padded[1])
+    case = nan_padded(
+        exact_case(130, 140, 160, seed=9)
+    )  # 5 scales a row: the second tile has 1 column of 4 in use
     for config in (PAIR, ONE):
         assert not wrong(compute(case, config, num_sms=4), case)
 

@@ -17,7 +17,7 @@
 //      ----------------                  -------------------                         -----------------
 //      wait empty[s] <-- commit, both -- ... of the products of stage s
 //      A, B, sfa, sfb -> full[s] ------> wait full[s] (of the even CTA)
-//                                        wait own_empty[acc], common_empty <-------- arrive, when read into registers
+//                                        wait free <-------------------------------- arrive, when read into registers
 //                                        scales -> tensor memory; multiply
 //                                        commit, both -> accumulator_full[acc] ----> wait; tensor memory -> D
 //
@@ -25,8 +25,9 @@
 //
 //      [ accumulator 0, its own | common | accumulator 1, its own | sfa | sfb ]
 //
-// The stores read the common columns of a tile first. A tile may be multiplied when the stores have read the common
-// columns of the tile before it (common_empty), and the own columns of the tile before that (own_empty).
+// The stores read the common columns of a tile first, and say so at once (free): from then on the next tile may be
+// multiplied, while the rest of this one is read. No other barrier is needed: the same warps have read all of the tile
+// before. Where nothing overlaps there is a barrier for each accumulator, for when all of it is read.
 
 using uint8_t = unsigned char;
 using uint16_t = unsigned short;
@@ -71,6 +72,10 @@ constexpr int SFB_COLUMN = SFA_COLUMN + SFA_COLUMNS;
 constexpr int USED_COLUMNS = SFB_COLUMN + SFB_COLUMNS;
 static_assert(USED_COLUMNS <= TMEM_COLUMNS, "does not fit in tensor memory");
 
+// Which chunk has to be read before `free`, and how many tiles use the barriers in turn.
+constexpr int LAST_NEEDED_CHUNK = OVERLAP == 0 ? CHUNKS - 1 : 0;
+constexpr int FREE_BARRIERS = OVERLAP == 0 ? 2 : 1;
+
 constexpr int STORE_WARPS = 4, LOAD_WARP = 4, MMA_WARP = 5;
 constexpr int NUM_THREADS = 6 * 32;
 
@@ -93,7 +98,7 @@ struct alignas(1024) SharedStorageOf {
     uint64_t full[STAGES];           // in use in the even CTA only
     uint64_t empty[STAGES];
     uint64_t accumulator_full[2];
-    uint64_t own_empty[2], common_empty;  // in use in the even CTA only
+    uint64_t free[FREE_BARRIERS];  // in use in the even CTA only
     uint32_t tensor_memory;
 };
 
@@ -235,8 +240,7 @@ __device__ __forceinline__ void issue_mma(SharedStorage& shared, const Problem& 
     for (int number = first_tile(); number < problem.tiles(); number += tile_stride(), ++turn) {
         const uint32_t accumulator = turn & 1;
         const uint32_t d = tmem + accumulator * ACCUMULATOR_1;
-        mbarrier_wait(shared_address(&shared.own_empty[accumulator]), (turn >> 1 & 1) ^ 1);
-        if constexpr (OVERLAP != 0) mbarrier_wait(shared_address(&shared.common_empty), (turn & 1) ^ 1);
+        mbarrier_wait(shared_address(&shared.free[turn % FREE_BARRIERS]), (turn / FREE_BARRIERS & 1) ^ 1);
         tcgen05_fence_after_thread_sync();
         for (int kb = 0; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage, steps = problem.steps(kb);
@@ -310,8 +314,7 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
             tcgen05_wait_ld();
 #pragma unroll
             for (int j = 0; j < CHUNK_COLUMNS; ++j) pin_loaded(sums[j]);
-            if (OVERLAP != 0 && i == 0) release_columns(shared.common_empty, lane);
-            if (i == CHUNKS - 1) release_columns(shared.own_empty[accumulator], lane);
+            if (i == LAST_NEEDED_CHUNK) release_columns(shared.free[turn % FREE_BARRIERS], lane);
 
             const int column = tile.column + chunk * CHUNK_COLUMNS;
             uint32_t words[CHUNK_COLUMNS * OUT_BYTES / 4];
@@ -343,11 +346,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             mbarrier_init(shared_address(&shared.full[s]), 1);
             mbarrier_init(shared_address(&shared.empty[s]), 1);
         }
-        for (int i = 0; i < 2; ++i) {
-            mbarrier_init(shared_address(&shared.accumulator_full[i]), 1);
-            mbarrier_init(shared_address(&shared.own_empty[i]), CTA_GROUP * STORE_WARPS);
-        }
-        mbarrier_init(shared_address(&shared.common_empty), CTA_GROUP * STORE_WARPS);
+        for (int i = 0; i < 2; ++i) mbarrier_init(shared_address(&shared.accumulator_full[i]), 1);
+        for (int i = 0; i < FREE_BARRIERS; ++i)
+            mbarrier_init(shared_address(&shared.free[i]), CTA_GROUP * STORE_WARPS);
         fence_mbarrier_init();
     }
     if (warp == LOAD_WARP && elect_one()) {
