@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from padless.backends import backends
     from padless.config import GemmConfig
+    from padless.config_sm100_grouped import Sm100GroupedConfig
     from padless.formats import (
         FP8_BLOCK,
         MXFP4,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         BlockScaledTensor,
     )
     from padless.grouped_gemm import gemm, group_offsets, grouped_gemm
+    from padless.grouped_gemm_list import grouped_gemm_list
     from padless.quantize import dequantize, quantize
     from padless.torch_api import scaled_grouped_mm
 
@@ -33,11 +35,13 @@ __all__ = [
     "BlockScaledFormat",
     "BlockScaledTensor",
     "GemmConfig",
+    "Sm100GroupedConfig",
     "backends",
     "dequantize",
     "gemm",
     "group_offsets",
     "grouped_gemm",
+    "grouped_gemm_list",
     "quantize",
     "scaled_grouped_mm",
 ]
@@ -51,11 +55,13 @@ _HOMES = {
     "BlockScaledFormat": "formats",
     "BlockScaledTensor": "formats",
     "GemmConfig": "config",
+    "Sm100GroupedConfig": "config_sm100_grouped",
     "backends": "backends",
     "dequantize": "quantize",
     "gemm": "grouped_gemm",
     "group_offsets": "grouped_gemm",
     "grouped_gemm": "grouped_gemm",
+    "grouped_gemm_list": "grouped_gemm_list",
     "quantize": "quantize",
     "scaled_grouped_mm": "torch_api",
 }

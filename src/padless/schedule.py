@@ -49,3 +49,16 @@ def tiles(offs: Sequence[int], m: int, n: int, block_m: int, block_n: int, raste
                 for m_tile in range(band, min(band + raster_m, m_tiles)):
                     row = start + m_tile * block_m
                     yield Tile(group, row, min(block_m, end - row), n_tile * block_n)
+
+
+def walk_of_list(sizes: Sequence[tuple[int, int, int]], block_m: int, block_n: int) -> list[tuple[int, int]]:
+    """Problems (M, N, K) of a list as (number, tiles up to and with it), from the costliest tiles to the cheapest.
+
+    A tile costs its K; of equal ones the problem with more rows comes first, then the lower number.
+    """
+    walk, tiles_before = [], 0
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i][2], -sizes[i][0], i)):
+        m, n, _ = sizes[i]
+        tiles_before += -(-m // block_m) * -(-n // block_n)
+        walk.append((i, tiles_before))
+    return walk
