@@ -91,7 +91,7 @@ TILES = [
     (8, 256, 4, ("MXFP8", "MXFP8"), "blocked", torch.bfloat16),
     (16, 128, 2, ("NVFP4", "NVFP4"), "blocked", torch.float16),
     (32, 256, 2, ("MXFP4", "MXFP4"), "blocked", torch.bfloat16),
-    (64, 256, 2, ("FP8_BLOCK", "NVFP4"), "plain", torch.bfloat16),
+    (64, 128, 2, ("FP8_BLOCK", "NVFP4"), "blocked", torch.bfloat16),
     (128, 128, 2, ("FP8_BLOCK", "MXFP4"), "plain", torch.float32),
     (128, 256, 2, (BF16, "NVFP4"), "blocked", torch.float16),
 ]

@@ -70,8 +70,8 @@ class Bf16GemmConfig:
         if self.num_warpgroups == 4:
             require(self.block_n == 256, "block_n", "256 with 4 warpgroups")
             require(self.block_m <= 32, "block_m", "at most 32 with 4 warpgroups")
-        if self.a_format == "FP8_BLOCK" and self.block_m == 128:
-            require(self.block_n == 128, "block_n", "128 with 128 tokens of FP8_BLOCK")
+        if self.a_format == "FP8_BLOCK" and self.block_m >= 64:
+            require(self.block_n == 128, "block_n", "128 with 64 or more tokens of FP8_BLOCK")
         require(
             self.num_stages == 0 or 2 <= self.num_stages <= 12, "num_stages", "0 (as many as fit) or 2 to 12"
         )
@@ -119,9 +119,12 @@ def select_config(
     per_group = -(-m // max(min(num_groups, m), 1))
     block_m = next((size for size in (8, 16, 32, 64) if per_group <= size), 128)
     decoding = block_m <= 32
-    # 256 rows of 128 tokens: with FP8_BLOCK's second set of sums they exceed the registers, with FP8 on both sides or
-    # float32 output the shared memory.
-    wide = block_m < 128 or (a_format != "FP8_BLOCK" and b_format in _FP4 and out_dtype != torch.float32)
+    # With FP8_BLOCK's second set of sums 256 rows of many tokens exceed the registers; 256 rows of 128 tokens exceed the
+    # shared memory with FP8 on both sides or float32 output.
+    if a_format == "FP8_BLOCK":
+        wide = decoding
+    else:
+        wide = block_m < 128 or (b_format in _FP4 and out_dtype != torch.float32)
     return Bf16GemmConfig(
         a_format,
         b_format,
