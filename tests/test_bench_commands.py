@@ -51,6 +51,21 @@ def test_options_reach_the_run(
         assert settings.time_limit_s == options.get("time_limit_s")
 
 
+def test_formats_takes_the_grid_and_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def run(*args: Any) -> BenchResult:
+        calls.append(args)
+        return BenchResult([record(POINT, wrong={"X": "is wrong"})], tmp_path / "x.jsonl")
+
+    monkeypatch.setattr(commands.formats_bench, "run_formats", run)
+    assert commands.formats(full=True, out=tmp_path, seed=3, time_limit_s=9.0) == 1
+    ((points, out, settings),) = calls
+    assert points == commands.formats_bench.grid(full=True, seed=3)
+    assert out == tmp_path
+    assert (settings.seed, settings.time_limit_s, settings.peers_dir) == (3, 9.0, None)
+
+
 def test_wrong_results_are_an_exit_code(tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "paper.jsonl")
     file.append(record(POINT))

@@ -151,6 +151,9 @@ def test_bench_quantize_host_and_report_pass_their_options_on(main, recorded, tm
     quantize = recorded("padless.bench.commands", "quantize", returns=0)
     assert main("bench", "quantize", "--full", "--out", "there")[0] == 0
     assert quantize == [{"full": True, "out": Path("there")}]
+    formats = recorded("padless.bench.commands", "formats", returns=0)
+    assert main("bench", "formats", "--full", "--time-limit", "9")[0] == 0
+    assert formats == [{"full": True, "out": Path("padless-out"), "time_limit_s": 9.0}]
     host = recorded("padless.bench.commands", "host", returns=0)
     assert main("bench", "host")[0] == 0
     assert host == [{}]
@@ -162,9 +165,11 @@ def test_bench_quantize_host_and_report_pass_their_options_on(main, recorded, tm
 def test_bench_options_are_those_the_benchmarks_take():
     """The command line passes by keyword: a name that the other side does not know would only fail in use."""
     commands = importlib.import_module("padless.bench.commands")
-    for name in ("paper", "dense", "decode", "quantize", "host", "report"):
+    for name in ("paper", "dense", "decode", "formats", "quantize", "host", "report"):
         given = set(inspect.signature(getattr(cli, name)).parameters)
         taken = set(inspect.signature(getattr(commands, name)).parameters)
+        if "options" in taken:
+            taken |= set(commands.Options.__annotations__)
         assert {"time_limit_s" if option == "time_limit" else option for option in given} <= taken, name
 
 

@@ -164,6 +164,12 @@ def decode(
 
 
 @bench.command()
+def formats(full: Full = False, out: OutDir = DEFAULT_OUT, time_limit: TimeLimit = None) -> None:
+    """Every pair of formats against torch's bf16 product, at prefill and decode sizes."""
+    _call(COMMANDS, "formats", full=full, out=out, time_limit_s=time_limit)
+
+
+@bench.command()
 def quantize(full: Full = False, out: OutDir = DEFAULT_OUT) -> None:
     """The quantizers and the padding kernel, against a device copy of the same bytes."""
     _call(COMMANDS, "quantize", full=full, out=out)

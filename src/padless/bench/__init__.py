@@ -1,5 +1,6 @@
 """Benchmarks: the paper's comparison, decode and dense sizes, the memory-bound kernels, the host's share."""
 
+from padless.bench.formats import run_formats
 from padless.bench.paper import BenchResult, report_paper, run_paper
 from padless.bench.session import RunSettings
 from padless.bench.sizes import run_decode, run_dense, run_host, run_quantize
@@ -10,6 +11,7 @@ __all__ = [
     "report_paper",
     "run_decode",
     "run_dense",
+    "run_formats",
     "run_host",
     "run_paper",
     "run_quantize",

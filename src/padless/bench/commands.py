@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict, Unpack
 
+from padless.bench import formats as formats_bench
 from padless.bench.group_sizes import DENSE_SHAPES
 from padless.bench.paper import BenchResult, report_paper, run_paper
 from padless.bench.session import DEFAULT_OUT_DIR, RunSettings, wide_console
@@ -19,60 +21,62 @@ QUICK_DENSE_SHAPES = DENSE_SHAPES[:2]
 QUICK_QUANTIZE_SHAPES = QUANTIZE_SHAPES[1:2]
 
 
-def paper(
-    *,
-    full: bool = False,
-    balanced: bool = False,
-    peers: Path | None = None,
-    only: Sequence[str] | None = None,
-    out: Path = DEFAULT_OUT_DIR,
-    time_limit_s: float | None = None,
-    repeats: int = REPEATS,
-    seed: int = 0,
-) -> int:
-    """The paper's grid: 576 points (full), 72 (balanced) or 14. only: names of the peers to use, all by
-    default."""
+class Options(TypedDict, total=False):
+    """What every benchmark against other libraries takes.
+
+    peers: their folder. only: names of those to use, all by default. out: where results go. time_limit_s: no new point
+    after so many seconds. repeats: timed calls. seed: of sizes and values.
+    """
+
+    peers: Path | None
+    only: Sequence[str] | None
+    out: Path
+    time_limit_s: float | None
+    repeats: int
+    seed: int
+
+
+def _settings(options: Options) -> RunSettings:
+    return RunSettings(
+        peers_dir=options.get("peers"),
+        seed=options.get("seed", 0),
+        repeats=options.get("repeats", REPEATS),
+        time_limit_s=options.get("time_limit_s"),
+    )
+
+
+def _out(options: Options) -> Path:
+    return options.get("out", DEFAULT_OUT_DIR)
+
+
+def paper(*, full: bool = False, balanced: bool = False, **options: Unpack[Options]) -> int:
+    """The paper's grid: 576 points (full), 72 (balanced) or 14."""
     grid = "full" if full else "balanced" if balanced else "quick"
-    settings = RunSettings(peers_dir=peers, seed=seed, repeats=repeats, time_limit_s=time_limit_s)
-    return _exit_code(run_paper(grid, only, out, settings))
+    return _exit_code(run_paper(grid, options.get("only"), _out(options), _settings(options)))
 
 
-def decode(
-    *,
-    full: bool = False,
-    peers: Path | None = None,
-    only: Sequence[str] | None = None,
-    out: Path = DEFAULT_OUT_DIR,
-    time_limit_s: float | None = None,
-    repeats: int = REPEATS,
-    seed: int = 0,
-) -> int:
+def decode(*, full: bool = False, **options: Unpack[Options]) -> int:
     """Decode sizes: 180 points (full) or 12."""
-    settings = RunSettings(peers_dir=peers, seed=seed, repeats=repeats, time_limit_s=time_limit_s)
-    return _exit_code(run_decode("full" if full else "quick", only, out, settings))
+    grid = "full" if full else "quick"
+    return _exit_code(run_decode(grid, options.get("only"), _out(options), _settings(options)))
 
 
-def dense(
-    *,
-    full: bool = False,
-    peers: Path | None = None,
-    only: Sequence[str] | None = None,
-    out: Path = DEFAULT_OUT_DIR,
-    time_limit_s: float | None = None,
-    repeats: int = REPEATS,
-    seed: int = 0,
-) -> int:
+def dense(*, full: bool = False, **options: Unpack[Options]) -> int:
     """Dense products: five shapes (full) or two."""
-    settings = RunSettings(peers_dir=peers, seed=seed, repeats=repeats, time_limit_s=time_limit_s)
-    return _exit_code(run_dense(DENSE_SHAPES if full else QUICK_DENSE_SHAPES, only, out, settings))
+    shapes = DENSE_SHAPES if full else QUICK_DENSE_SHAPES
+    return _exit_code(run_dense(shapes, options.get("only"), _out(options), _settings(options)))
 
 
-def quantize(
-    *, full: bool = False, out: Path = DEFAULT_OUT_DIR, repeats: int = REPEATS, seed: int = 0
-) -> int:
+def formats(*, full: bool = False, **options: Unpack[Options]) -> int:
+    """Every pair of formats against torch's bf16 product: 46 points (full) or 14."""
+    points = formats_bench.grid(full=full, seed=options.get("seed", 0))
+    return _exit_code(formats_bench.run_formats(points, _out(options), _settings(options)))
+
+
+def quantize(*, full: bool = False, **options: Unpack[Options]) -> int:
     """Quantising, padding and un-padding against a copy: four sizes (full) or one."""
-    settings = RunSettings(seed=seed, repeats=repeats)
-    return _exit_code(run_quantize(QUANTIZE_SHAPES if full else QUICK_QUANTIZE_SHAPES, out, settings))
+    shapes = QUANTIZE_SHAPES if full else QUICK_QUANTIZE_SHAPES
+    return _exit_code(run_quantize(shapes, _out(options), _settings(options)))
 
 
 def host() -> int:

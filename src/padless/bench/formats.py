@@ -1,0 +1,357 @@
+"""Every pair of formats that a GPU has a kernel for, against torch's bf16 grouped product, in one run.
+
+Prefill and decode sizes, and the four shapes of GPU MODE's NVFP4 grouped GEMM competition with its tolerance. What a
+contender must move at least is its own quantised operands and the bf16 result: a floor for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from padless.bench import machine
+from padless.bench.formats_report import draw_formats, print_formats
+from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
+from padless.bench.operands import BF16, Operands, make_operands
+from padless.bench.paper import BenchResult
+from padless.bench.peers import Contender
+from padless.bench.results import Record, finite
+from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
+from padless.bench.timing import Timer
+from padless.driver import Driver
+from padless.formats import BlockScaledTensor
+from padless.paths import PATHS
+from padless.paths import Path as KernelPath
+
+# What is compared where there is a kernel for it; a pair without one is listed as missing.
+WANTED = (
+    ("FP8_BLOCK", "FP8_BLOCK"),
+    ("MXFP8", "MXFP8"),
+    ("NVFP4", "NVFP4"),
+    ("MXFP4", "MXFP4"),
+    (BF16, "NVFP4"),
+    (BF16, "MXFP4"),
+    ("FP8_BLOCK", "NVFP4"),
+    ("FP8_BLOCK", "MXFP4"),
+)
+TORCH = "torch_bf16"
+DEQUANTIZE = "dequantize MXFP8, torch_bf16"
+FIGURE_NAME = "formats.png"
+_CHECKED_ROWS = 16
+_ROW_LIMIT = 0.01  # rounding to bf16 costs at most 2^-9 of an element, FP8 tensor cores about as much again
+
+# GPU MODE's NVFP4 grouped GEMM shapes: rows of each group, N, K; float16 results within 1e-3 + 1e-3 |expected|.
+COMPETITION: dict[str, tuple[tuple[int, ...], int, int]] = {
+    "A": ((80, 176, 128, 72, 64, 248, 96, 160), 4096, 7168),
+    "B": ((40, 76, 168, 72, 164, 148, 196, 160), 7168, 2048),
+    "C": ((192, 320), 3072, 4096),
+    "D": ((128, 384), 4096, 1536),
+}
+_COMPETITION_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class FormatsPoint:
+    """case: "prefill", "decode" (1 to ``rows`` rows a group) or a competition shape, "A" to "D"."""
+
+    case: str
+    M: int
+    N: int
+    K: int
+    groups: int
+    rows: int = 0
+
+
+def prefill(m: int, n: int, k: int, groups: int) -> FormatsPoint:
+    """Group sizes as in the paper's grid."""
+    return FormatsPoint("prefill", m, n, k, groups)
+
+
+def decode(groups: int, rows: int, n: int, k: int, seed: int = 0) -> FormatsPoint:
+    """Groups of 1 to ``rows`` rows."""
+    m = sum(decode_sizes(DecodePoint(groups, rows, n, k), seed))
+    return FormatsPoint("decode", m, n, k, groups, rows)
+
+
+def competition(shape: str) -> FormatsPoint:
+    """One of COMPETITION."""
+    sizes, n, k = COMPETITION[shape]
+    return FormatsPoint(shape, sum(sizes), n, k, len(sizes))
+
+
+def grid(*, full: bool, seed: int = 0) -> list[FormatsPoint]:
+    """Prefill, decode, competition: 18 + 24 + 4 points, or 4 + 6 + 4."""
+    shapes = ((4096, 7168), (7168, 4096), (3072, 8192))
+    if full:
+        points = [prefill(m, n, k, g) for m in (8192, 16384, 32768) for g in (8, 32) for n, k in shapes]
+        points += [decode(g, r, n, k, seed) for g in (8, 32) for r in (1, 4, 16, 64) for n, k in shapes]
+    else:
+        points = [prefill(m, *shapes[i], g) for i, (m, g) in enumerate(((8192, 8), (8192, 32)))]
+        points += [prefill(32768, *shapes[i], g) for i, g in enumerate((8, 32))]
+        points += [decode(g, r, *shapes[0], seed) for g in (8, 32) for r in (1, 16, 64)]
+    return points + [competition(shape) for shape in COMPETITION]
+
+
+def sizes_of(point: FormatsPoint, seed: int) -> list[int]:
+    """Rows of each group of a point."""
+    if point.case in COMPETITION:
+        return list(COMPETITION[point.case][0])
+    if point.case == "decode":
+        return decode_sizes(DecodePoint(point.groups, point.rows, point.N, point.K), seed)
+    if point.case != "prefill":
+        raise ValueError(f"case is {point.case!r}; allowed: 'prefill', 'decode', {', '.join(COMPETITION)}")
+    return group_sizes(Point(point.M, point.N, point.K, point.groups), seed)
+
+
+# --------------------------------------------------------------------------------------------- contenders
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contender with what it multiplies."""
+
+    contender: Contender
+    operands: Operands
+    bytes: int  # of operands and result
+
+
+def offered(arch: str) -> tuple[dict[str, KernelPath], list[str]]:
+    """Contenders' names with their paths on ``arch``, and the wanted pairs that have none.
+
+    A pair that several kernels take has a contender for each, named after the kernel but for the default.
+    """
+    found: dict[str, KernelPath] = {}
+    missing = []
+    for a, b in WANTED:
+        paths = [p for p in PATHS if (p.operation, p.arch, p.a, p.b) == ("grouped_gemm", arch, a, b)]
+        for i, path in enumerate(paths):
+            found[f"{a} x {b}" if i == 0 else f"{a} x {b}, {path.kernel.removesuffix('.cu')}"] = path
+        if not paths:
+            missing.append(f"{a} x {b}")
+    return found, missing
+
+
+def own_entries(
+    names: dict[str, KernelPath],
+    driver: Driver | None,
+    sizes: list[int],
+    point: FormatsPoint,
+    seed: int,
+    device: str,
+) -> dict[str, Entry]:
+    """padless with every pair of formats. driver: None where the reference stands in for kernels (tests on the CPU)."""
+    from padless.grouped_gemm import grouped_gemm
+
+    dtype = torch.float16 if point.case in COMPETITION else torch.bfloat16
+    entries: dict[str, Entry] = {}
+    made: dict[tuple[str, str], Operands] = {}
+    for name, path in names.items():
+        pair = (path.a, path.b)
+        if pair not in made:
+            made[pair] = make_operands(*pair, sizes, point.N, point.K, seed=seed, device=device)
+        operands = made[pair]
+        out = torch.full((sum(sizes), point.N), float("nan"), dtype=dtype, device=device)
+        default = "," not in name
+        if default or driver is None:
+            # Defaults by name: the public call picks the first path.
+            call = _public_call(grouped_gemm, operands, out)
+        else:
+            call = _prepared_call(path, driver, operands, out)
+        contender = Contender(name, call, lambda out=out: out, _ROW_LIMIT)  # type: ignore[misc]
+        entries[name] = Entry(contender, operands, operands.bytes + out.nbytes)
+    return entries
+
+
+def _public_call(function: Any, operands: Operands, out: torch.Tensor) -> Any:
+    return lambda: function(operands.a, operands.b, operands.offs, out=out)
+
+
+def _prepared_call(path: KernelPath, driver: Driver, operands: Operands, out: torch.Tensor) -> Any:
+    """A kernel that is not the default, with the configuration it picks; copies that it makes are timed too."""
+    module = path.load()
+
+    def call() -> None:
+        prepared = module.prepare(driver, operands.a, operands.b, operands.offs, out, None)
+        prepared.launch(torch.cuda.current_stream().cuda_stream)
+
+    return call
+
+
+def torch_entries(operands: dict[str, Operands], point: FormatsPoint) -> dict[str, Entry]:
+    """torch's bf16 grouped product of dequantised operands, and dequantising MXFP8 at every call before it."""
+    from padless.quantize import dequantize
+
+    grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    source = next(iter(operands.values()))
+
+    def values(t: BlockScaledTensor | torch.Tensor) -> torch.Tensor:
+        return t if isinstance(t, torch.Tensor) else dequantize(t, torch.bfloat16)
+
+    x, w = values(source.a), torch.cat([values(_expert(source.b, g)) for g in range(point.groups)])
+    results: dict[str, torch.Tensor] = {}
+
+    def product() -> None:
+        results[TORCH] = grouped_mm(x, w.transpose(-2, -1), offs=source.offs)
+
+    bytes_ = x.nbytes + w.nbytes + 2 * point.M * point.N
+    plain = Operands(x, source.b, source.offs)
+    # bf16 rounds what it dequantises, so it may be a little further from the codes' product than the kernels are.
+    entries = {TORCH: Entry(Contender(TORCH, product, lambda: results[TORCH], 0.02), plain, bytes_)}
+    mx = operands.get("MXFP8 x MXFP8")
+    if mx is not None:
+
+        def both() -> None:
+            results[DEQUANTIZE] = grouped_mm(values(mx.a), values(mx.b).transpose(-2, -1), offs=mx.offs)
+
+        contender = Contender(DEQUANTIZE, both, lambda: results[DEQUANTIZE], 0.02)
+        entries[DEQUANTIZE] = Entry(contender, mx, mx.bytes + 2 * point.M * point.N)
+    return entries
+
+
+def _expert(b: BlockScaledTensor, g: int) -> BlockScaledTensor:
+    """Weights of one expert, (1, N, K)."""
+    scale = b.global_scale
+    if scale is not None and scale.numel() > 1:
+        scale = scale[g : g + 1]
+    return BlockScaledTensor(b.data[g : g + 1], b.scale[g : g + 1], b.format, scale, b.scale_layout)
+
+
+# ------------------------------------------------------------------------------------------------- checks
+
+
+def expected_rows(operands: Operands, sizes: Sequence[int], every: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, their float64 products): some of the largest group, or every row."""
+    from padless.reference import grouped_gemm_reference
+
+    rows, products, start = [], [], 0
+    largest = max(range(len(sizes)), key=lambda g: sizes[g])
+    for g, size in enumerate(sizes):
+        if size and (every or g == largest):
+            count = size if every else min(size, _CHECKED_ROWS)
+            picked = torch.linspace(start, start + size - 1, count).round().to(torch.int64)
+            rows.append(picked)
+            picked = picked.to(operands.offs.device)
+            a = operands.a
+            if isinstance(a, BlockScaledTensor):
+                a = BlockScaledTensor(_rows(a.data, picked), _rows(a.scale, picked), a.format, a.global_scale)
+            else:
+                a = a[picked]
+            end = torch.tensor([count], dtype=torch.int32, device=picked.device)
+            expert = _expert(operands.b, g)
+            products.append(
+                grouped_gemm_reference(a, expert, end, out_dtype=torch.float64, accumulate="float64")
+            )
+        start += size
+    return torch.cat(rows).to(operands.offs.device), torch.cat(products)
+
+
+def _rows(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of codes or scales; one-byte types are moved as bytes."""
+    if t.dtype.itemsize > 1:
+        return t[rows].contiguous()
+    return t.contiguous().view(torch.uint8)[rows].view(t.dtype)
+
+
+def check_entries(
+    entries: dict[str, Entry], sizes: Sequence[int], case: str, errors: dict[str, str]
+) -> tuple[list[Contender], Record]:
+    """Calls every contender once; those that ran and are right, and the fields row_error, wrong and errors."""
+    right, row_error, wrong = [], {}, {}
+    for name, entry in entries.items():
+        contender = entry.contender
+        try:
+            contender.call()
+            assert contender.output is not None
+            out = contender.output()
+            rows, expected = expected_rows(entry.operands, sizes, case in COMPETITION)
+            got = out[rows].to(torch.float64)
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            continue
+        relative = (got - expected).norm(dim=1) / expected.norm(dim=1)
+        worst = float(relative.nan_to_num(nan=float("inf")).max())
+        row_error[name] = finite(worst)
+        if not worst <= contender.tolerance:
+            wrong[name] = f"is wrong: relative error of a row {worst:.3g}, allowed {contender.tolerance}"
+            continue
+        if case in COMPETITION and name.startswith("NVFP4 x NVFP4"):
+            limit = _COMPETITION_TOLERANCE
+            outside = int((~((got - expected).abs() <= limit + limit * expected.abs())).sum())
+            if outside:
+                wrong[name] = (
+                    f"is wrong: {outside} elements are off by more than {limit} + {limit} |expected|"
+                )
+                continue
+        right.append(contender)
+    return right, {"row_error": row_error, "wrong": wrong, "errors": errors}
+
+
+def measure_formats(
+    point: FormatsPoint,
+    seed: int,
+    timer: Timer,
+    copy_bytes_per_s: float,
+    arch: str,
+    driver: Driver | None,
+    device: str = "cuda",
+) -> Record:
+    """Record of one point: checks, GPU times and floors of every contender, and what there is no kernel for."""
+    sizes = sizes_of(point, seed)
+    names, missing = offered(arch)
+    entries = own_entries(names, driver, sizes, point, seed, device)
+    errors: dict[str, str] = {}
+    try:
+        # On the dequantised operands of the pair whose weights are smallest, as an FP4 checkpoint would be run.
+        source = next((name for name in ("NVFP4 x NVFP4", "BF16 x NVFP4") if name in entries), None)
+        chosen = {n: e.operands for n, e in entries.items() if n in (source, "MXFP8 x MXFP8")}
+        order = sorted(chosen, key=lambda name: name != source)
+        entries |= torch_entries({n: chosen[n] for n in order} or _all(entries), point)
+    except Exception as error:
+        errors[TORCH] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    right, record = check_entries(entries, sizes, point.case, errors)
+    times = timer.gpu({contender.name: contender.call for contender in right})
+    return record | {
+        "sizes": sizes,
+        "flops": 2 * point.M * point.N * point.K,
+        "bytes": {name: entry.bytes for name, entry in entries.items()},
+        "floors_us": {name: 1e6 * entry.bytes / copy_bytes_per_s for name, entry in entries.items()},
+        "missing": missing,
+        "gpu": {name: timing.as_dict() for name, timing in times.items()},
+        "clocks": machine.clocks(),
+    }
+
+
+def _all(entries: dict[str, Entry]) -> dict[str, Operands]:
+    if not entries:
+        raise ValueError("there is no kernel for any pair of formats on this GPU")
+    return {name: entry.operands for name, entry in entries.items()}
+
+
+def run_formats(
+    points: Sequence[FormatsPoint] | None = None,
+    out_dir: str | Path = DEFAULT_OUT_DIR,
+    settings: RunSettings = DEFAULT_SETTINGS,
+) -> BenchResult:
+    """Measures every point (None: the quick grid); writes formats.jsonl and formats.png, prints the tables.
+
+    Raises ValueError without a CUDA GPU.
+    """
+    grid_points = grid(full=False, seed=settings.seed) if points is None else list(points)
+    session = open_session("formats", out_dir, (), settings)
+    from padless.driver import cuda_driver
+
+    driver = cuda_driver()
+
+    def measure(point: FormatsPoint) -> Record:
+        copy = session.ceilings.copy_bytes_per_s
+        return measure_formats(point, settings.seed, session.timer, copy, driver.arch, driver)
+
+    records = run_points(session, "formats", grid_points, measure)
+    print_formats(session.console, records)
+    figure = draw_formats(records, Path(out_dir) / FIGURE_NAME, session.console)
+    return BenchResult(records, session.file.path, figure)
