@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     )
     from padless.grouped_gemm import gemm, group_offsets, grouped_gemm
     from padless.grouped_gemm_list import grouped_gemm_list
+    from padless.grouped_gemm_quant import grouped_gemm_quant, grouped_gemm_swiglu_quant
+    from padless.quant_class import GroupedGemmQuant
+    from padless.quant_outputs import QuantOutputs
     from padless.quantize import dequantize, quantize
     from padless.torch_api import scaled_grouped_mm
 
@@ -35,6 +38,8 @@ __all__ = [
     "BlockScaledFormat",
     "BlockScaledTensor",
     "GemmConfig",
+    "GroupedGemmQuant",
+    "QuantOutputs",
     "Sm100GroupedConfig",
     "backends",
     "dequantize",
@@ -42,6 +47,8 @@ __all__ = [
     "group_offsets",
     "grouped_gemm",
     "grouped_gemm_list",
+    "grouped_gemm_quant",
+    "grouped_gemm_swiglu_quant",
     "quantize",
     "scaled_grouped_mm",
 ]
@@ -55,6 +62,8 @@ _HOMES = {
     "BlockScaledFormat": "formats",
     "BlockScaledTensor": "formats",
     "GemmConfig": "config",
+    "GroupedGemmQuant": "quant_class",
+    "QuantOutputs": "quant_outputs",
     "Sm100GroupedConfig": "config_sm100_grouped",
     "backends": "backends",
     "dequantize": "quantize",
@@ -62,6 +71,8 @@ _HOMES = {
     "group_offsets": "grouped_gemm",
     "grouped_gemm": "grouped_gemm",
     "grouped_gemm_list": "grouped_gemm_list",
+    "grouped_gemm_quant": "grouped_gemm_quant",
+    "grouped_gemm_swiglu_quant": "grouped_gemm_quant",
     "quantize": "quantize",
     "scaled_grouped_mm": "torch_api",
 }
