@@ -206,7 +206,7 @@ DENSE_BUGS: tuple[Bug, ...] = (
     dense(
         "arrivals of one CTA awaited",
         ("race", "mbarrier"),
-        ("&shared.free[i]), CTA_GROUP * STORE_WARPS)", "&shared.free[i]), STORE_WARPS)"),
+        ("FREE_ARRIVALS = CTA_GROUP * STORE_WARPS;", "FREE_ARRIVALS = STORE_WARPS;"),
     ),
     dense(
         "columns given back to the own CTA",

@@ -59,6 +59,9 @@ static_assert(CTA_GROUP == 1 || CTA_GROUP == 2, "a CTA or a pair");
 static_assert(BLOCK_K == 128 || BLOCK_K == 256, "one or two slabs");
 static_assert(BLOCK_N == 128 || BLOCK_N == 256, "whole atoms of scales");
 
+constexpr int STORE_WARPS = 4, LOAD_WARP = 4, MMA_WARP = 5;
+constexpr int NUM_THREADS = 6 * 32;
+
 constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int CHUNKS = BLOCK_N / CHUNK_COLUMNS;  // that a store warp takes into registers one after the other
 
@@ -75,9 +78,7 @@ static_assert(USED_COLUMNS <= TMEM_COLUMNS, "does not fit in tensor memory");
 // Which chunk has to be read before `free`, and how many tiles use the barriers in turn.
 constexpr int LAST_NEEDED_CHUNK = OVERLAP == 0 ? CHUNKS - 1 : 0;
 constexpr int FREE_BARRIERS = OVERLAP == 0 ? 2 : 1;
-
-constexpr int STORE_WARPS = 4, LOAD_WARP = 4, MMA_WARP = 5;
-constexpr int NUM_THREADS = 6 * 32;
+constexpr int FREE_ARRIVALS = CTA_GROUP * STORE_WARPS;
 
 // With STORE_BYTES = 0 registers go to global memory directly, otherwise through buffers in shared memory.
 constexpr int STAGING_BYTES = STORE_WARPS * WARP_STAGING_BYTES<STORE_BYTES>;
@@ -116,16 +117,22 @@ constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<1>() : NUM_STAGES;
 using SharedStorage = SharedStorageOf<STAGES>;
 static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
 
-// The host reads these back from the compiled module; the last ones are for the page about this kernel.
+// The host reads these back from the compiled module.
 extern "C" __device__ const int padless_shared_bytes = sizeof(SharedStorage);
 extern "C" __device__ const int padless_num_threads = NUM_THREADS;
 extern "C" __device__ const int padless_num_stages = STAGES;
-extern "C" __device__ const int padless_stage_bytes = STAGE_BYTES;
+// What kernel_map.py draws.
+extern "C" __device__ const int padless_a_bytes = SLABS * A_SLAB_BYTES;
+extern "C" __device__ const int padless_b_bytes = SLABS * B_SLAB_BYTES;
+extern "C" __device__ const int padless_sfa_bytes = SFA_BYTES;
+extern "C" __device__ const int padless_sfb_bytes = SFB_BYTES;
 extern "C" __device__ const int padless_staging_bytes = STAGING_BYTES;
-extern "C" __device__ const int padless_overlap_columns = OVERLAP;
+extern "C" __device__ const int padless_accumulator_1 = ACCUMULATOR_1;
 extern "C" __device__ const int padless_sfa_column = SFA_COLUMN;
 extern "C" __device__ const int padless_sfb_column = SFB_COLUMN;
 extern "C" __device__ const int padless_used_columns = USED_COLUMNS;
+extern "C" __device__ const int padless_free_barriers = FREE_BARRIERS;
+extern "C" __device__ const int padless_free_arrivals = FREE_ARRIVALS;
 
 struct Problem {
     void* d;
@@ -347,8 +354,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             mbarrier_init(shared_address(&shared.empty[s]), 1);
         }
         for (int i = 0; i < 2; ++i) mbarrier_init(shared_address(&shared.accumulator_full[i]), 1);
-        for (int i = 0; i < FREE_BARRIERS; ++i)
-            mbarrier_init(shared_address(&shared.free[i]), CTA_GROUP * STORE_WARPS);
+        for (int i = 0; i < FREE_BARRIERS; ++i) mbarrier_init(shared_address(&shared.free[i]), FREE_ARRIVALS);
         fence_mbarrier_init();
     }
     if (warp == LOAD_WARP && elect_one()) {

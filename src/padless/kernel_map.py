@@ -1,0 +1,103 @@
+"""Draws the tensor memory and counts the bytes of the dense MXFP8 kernel, from the constants that it was compiled with.
+
+``python -m padless.kernel_map`` prints what stands in docs/kernels/sm100_mxfp8_gemm.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from padless.jit import compile_kernel
+from padless.paths.sm100_mxfp8_dense import KERNEL, DenseProblem, Mxfp8GemmConfig, select_config
+
+SHARED_LIMIT = 227 * 1024
+TMEM_COLUMNS = 512
+_CELL = 8  # columns to a character
+
+
+def constants(config: Mxfp8GemmConfig) -> dict[str, int]:
+    """Every ``padless_<name>`` of the compiled kernel."""
+    text = compile_kernel(KERNEL, config.prelude(), "sm_100a", "ptx").image.decode()
+    found = re.findall(r"\bpadless_(\w+)(?:\s*=\s*(\d+))?;", text)  # a zero is not written
+    return {name: int(value or 0) for name, value in found}
+
+
+def tensor_memory_map(config: Mxfp8GemmConfig) -> list[str]:
+    """One line for each use of the 512 columns, drawn to scale."""
+    c, n = constants(config), config.block_n
+    regions = [
+        ("accumulator 0", 0, n),
+        ("accumulator 1", c["accumulator_1"], c["accumulator_1"] + n),
+        ("scales of A", c["sfa_column"], c["sfb_column"]),
+        ("scales of B", c["sfb_column"], c["used_columns"]),
+    ]
+    if c["accumulator_1"] < n:
+        regions.insert(2, ("common", c["accumulator_1"], n))
+    lines = [f"{'columns':<24}0{'':{TMEM_COLUMNS // _CELL - 4}}512"]
+    for name, first, end in regions:
+        bar = " " * (first // _CELL) + "#" * max(-(-end // _CELL) - first // _CELL, 1)
+        lines.append(f"{name:<14}{first:>3}-{end - 1:<5} {bar:<{TMEM_COLUMNS // _CELL}}")
+    free = TMEM_COLUMNS - c["used_columns"]
+    return [line.rstrip() for line in lines] + [f"{free} of {TMEM_COLUMNS} columns are not used"]
+
+
+def byte_budget(config: Mxfp8GemmConfig) -> list[tuple[str, int]]:
+    """(what, bytes) of a CTA's shared memory; the sum is what a launch asks for."""
+    c = constants(config)
+    stages = c["num_stages"]
+    rows = [
+        (f"A, {stages} stages of {c['a_bytes']}", stages * c["a_bytes"]),
+        (f"B, {stages} stages of {c['b_bytes']}", stages * c["b_bytes"]),
+        (f"scales of A, {stages} stages of {c['sfa_bytes']}", stages * c["sfa_bytes"]),
+        (f"scales of B, {stages} stages of {c['sfb_bytes']}", stages * c["sfb_bytes"]),
+        ("staging of the store", c["staging_bytes"]),
+    ]
+    return [*rows, ("barriers and alignment", c["shared_bytes"] - sum(size for _, size in rows))]
+
+
+def barriers(config: Mxfp8GemmConfig) -> list[tuple[str, int, str]]:
+    """(barrier, how many, what ends a phase)."""
+    c = constants(config)
+    ctas = config.cta_group
+    stage = ctas * sum(c[f"{name}_bytes"] for name in ("a", "b", "sfa", "sfb"))
+    who = "the CTA" if ctas == 1 else "both CTAs"
+    return [
+        ("full", c["num_stages"], f"1 arrival and the bytes of {who}, {stage} of a whole stage"),
+        ("empty", c["num_stages"], "1 commit"),
+        ("accumulator_full", 2, "1 commit"),
+        ("free", c["free_barriers"], f"{c['free_arrivals']} arrivals, one from each store warp of {who}"),
+    ]
+
+
+def shown() -> dict[str, Mxfp8GemmConfig]:
+    """The configurations of the page: what select_config takes for three problems."""
+    return {
+        "8192 x 8192 x 8192": select_config(DenseProblem(8192, 8192, 8192)),
+        "4096 x 4096 x 4096": select_config(DenseProblem(4096, 4096, 4096)),
+        "128 rows": select_config(DenseProblem(128, 4096, 4096)),
+    }
+
+
+def kernel_map_markdown() -> str:
+    """The part of the page that is drawn."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    for title, config in shown().items():
+        rows, columns = config.tile
+        who = "one CTA" if config.cta_group == 1 else "a pair of CTAs"
+        yield f"### {title}: {rows} x {columns} by {who}, {config.store} store, {config.tile_order} order"
+        yield from ["", "```", *tensor_memory_map(config), "```", ""]
+        yield from ["| barrier | number | a phase ends with |", "|---|---|---|"]
+        yield from (f"| `{name}` | {number} | {what} |" for name, number, what in barriers(config))
+        yield from ["", "| shared memory | bytes |", "|---|---|"]
+        budget = byte_budget(config)
+        yield from (f"| {what} | {size} |" for what, size in budget)
+        yield f"| all, of {SHARED_LIMIT} | {sum(size for _, size in budget)} |"
+        yield ""
+
+
+if __name__ == "__main__":
+    print(kernel_map_markdown())
