@@ -285,7 +285,7 @@ __device__ __forceinline__ void gather_tiles(SharedStorage& shared, const Proble
         const int k_blocks = operands.k_blocks();
         for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
             const int stage = pipeline.stage;
-            if (stage % NUM_GATHER_WARPS != gatherer) continue;
+            if (stage % (NUM_GATHER_WARPS + (NUM_GATHER_WARPS == 0)) != gatherer) continue;
             const uint32_t phase = pipeline.phase ^ 1;
             if constexpr (GATHERS_A) gather_operand<true>(shared, operands, row_a, kb, stage, phase, lane);
             if constexpr (GATHERS_B) gather_operand<false>(shared, operands, row_b, kb, stage, phase, lane);
@@ -427,6 +427,7 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
             const int column = chunk * CHUNK;
             const bool exists = first < lane_limit && column < column_limit;
             uint32_t r[CHUNK];
+            __syncwarp();  // the stores before may have parted the lanes
             if (exists) {
                 tcgen05_ld_32x32b<CHUNK>(r, d + column);
                 tcgen05_wait_ld();
