@@ -87,6 +87,10 @@ constexpr int A_SLAB_BYTES = BLOCK_M * SLAB_K;
 constexpr int B_SLAB_BYTES = B_ROWS * SLAB_K;
 constexpr int SFA_BYTES = SLABS * SCALE_ATOM_BYTES;
 constexpr int SFB_BYTES = SFB_ATOMS * SLABS * SCALE_ATOM_BYTES;
+
+template <int STAGES>
+struct alignas(1024) SharedStorageOf {
+    uint8_t a[STAGES][SLABS][A_SLAB_BYTES];
     uint8_t b[STAGES][SLABS][B_SLAB_BYTES];
     uint8_t staging[STAGING_BYTES == 0 ? 1024 : STAGING_BYTES];
     uint8_t sfa[STAGES][SFA_BYTES];  // atoms, K upwards
