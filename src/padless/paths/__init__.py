@@ -92,6 +92,10 @@ PATHS: tuple[Path, ...] = (
         for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), _BF16_PAIRS)
     ),
     *(
+        Path("gemm", "sm_100a", a, b, "sm100_mxfp8_dense", "sm100_mxfp8_gemm.cu", _MX)
+        for a, b in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2)
+    ),
+    *(
         Path(operation, "sm_100a", a, b, "sm100_grouped", "sm100_grouped_gemm.cu", _MX)
         for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), _MX_PAIRS)
     ),
