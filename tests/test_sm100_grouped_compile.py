@@ -112,3 +112,57 @@ def test_the_columns_of_tensor_memory_of_the_widest_tiles() -> None:
     """Two accumulators of 256 columns and the scales of 128 and 256 rows: 12, 48 or 24 columns more than there are."""
     shared = {kind: constant(compiled(C(mma_n=256, kind=kind)), "tmem_shared") for kind in KINDS}
     assert shared == {"MXFP8": 32, "NVFP4": 64, "MXFP4": 32}
+
+
+# ---- the tables of docs/kernels/sm100_grouped_gemm.md
+
+PAGE = Path(__file__).parents[1] / "docs" / "kernels" / "sm100_grouped_gemm.md"
+SHOWN = {
+    "128 x 128, MXFP8, tiled": C(**TILED),
+    "128 x 128, MXFP8, gathered": C(),
+    "128 x 256, NVFP4, tiled": C(mma_n=256, kind="NVFP4", **TILED),
+    "pair 256 x 128, NVFP4, tiled": C(cta_group=2, kind="NVFP4", **TILED),
+    "pair 256 x 256, MXFP8, tiled": C(cta_group=2, mma_n=256, **TILED),
+    "pair 256 x 256, MXFP4, tiled": C(cta_group=2, mma_n=256, kind="MXFP4", **TILED),
+    "pair 256 x 256, NVFP4, tiled": C(cta_group=2, mma_n=256, kind="NVFP4", **TILED),
+    "pair 256 x 256, NVFP4, gathered": C(
+        cta_group=2, mma_n=256, kind="NVFP4", scales_b="tiled", wide_stores=True
+    ),
+    "pair, 32 tokens, NVFP4": C(cta_group=2, mma_n=32, tokens_on_n=True, kind="NVFP4", scales_b="tiled"),
+    "pair, 64 tokens, NVFP4": C(cta_group=2, mma_n=64, tokens_on_n=True, kind="NVFP4", scales_b="tiled"),
+    "pair, 128 tokens, NVFP4": C(cta_group=2, tokens_on_n=True, kind="NVFP4", **TILED),
+}
+
+
+def budget_tables() -> str:
+    """Shared memory and registers, and the columns of tensor memory, of the kernels shown, as the compiler made them."""
+    budgets = [
+        "| kernel | stages | bytes a stage | shared memory | left of 227 KiB | threads | registers |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    columns = [
+        "| kernel | first sums | second sums | scales, left | scales, right | allocated |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, config in SHOWN.items():
+        kernel = compiled(config)
+        stage = constant(kernel, "stage_bytes")
+        budgets.append(
+            f"| {name} | {kernel.num_stages} | {stage:,} | {kernel.shared_bytes:,} "
+            f"| {SHARED_LIMIT - kernel.shared_bytes:,} | {kernel.num_threads} | {kernel.registers} |"
+        )
+        shared, used, allocated = (constant(kernel, f"tmem_{x}") for x in ("shared", "used", "columns"))
+        n, atoms = config.mma_n, {"MXFP8": 1, "NVFP4": 4, "MXFP4": 2}[config.kind]
+        left = 2 * n - shared
+        right = left + 4 * atoms
+        columns.append(
+            f"| {name} | 0-{n - 1} | {n - shared}-{left - 1} | {left}-{right - 1} | {right}-{used - 1} | {allocated} |"
+        )
+    return "\n".join([*budgets, "", *columns])
+
+
+def test_the_docs_show_what_is_compiled() -> None:
+    text = PAGE.read_text()
+    begin, end = "<!-- compiled:begin -->\n", "\n<!-- compiled:end -->"
+    shown = text[text.index(begin) + len(begin) : text.index(end)]
+    assert shown == budget_tables(), "write budget_tables() between the two marks"

@@ -99,8 +99,9 @@ constexpr int USED_COLUMNS = LEFT_SCALES_AT + SCALE_COLUMNS;
 constexpr int TMEM_COLUMNS = USED_COLUMNS <= 128 ? 128 : USED_COLUMNS <= 256 ? 256 : 512;
 static_assert(USED_COLUMNS <= TMEM_COLUMNS && SHARED_COLUMNS <= MMA_N, "does not fit in tensor memory");
 
+// Starts on a 1024-byte boundary, and so does every operand of a stage: their sizes are multiples of it.
 template <int STAGES>
-struct alignas(1024) SharedStorageOf {
+struct alignas(128) SharedStorageOf {
     uint8_t left[STAGES][LEFT_BYTES];
     uint8_t right[STAGES][RIGHT_BYTES];
     uint8_t left_scales[STAGES][LEFT_SCALE_BYTES];
@@ -113,6 +114,8 @@ struct alignas(1024) SharedStorageOf {
     int scale_shifts[GROUPS_ON_TILES ? MAX_GROUPS : 1];
     uint32_t tensor_memory;
 };
+
+static_assert(LEFT_BYTES % 1024 == 0 && RIGHT_BYTES % 1024 == 0, "the swizzle repeats every 1024 bytes");
 
 constexpr int SHARED_LIMIT = 227 * 1024;
 
