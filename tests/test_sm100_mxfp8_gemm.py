@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from sm100_dense import (
     swapped,
 )
 
+import padless
 from padless.emulator.fake_driver import emulated_driver
 from padless.formats import BlockScaledTensor
-from padless.paths.sm100_mxfp8_dense import DenseProblem, Mxfp8GemmConfig, prepare, select_config
+from padless.paths import find_path
+from padless.paths.sm100_mxfp8_dense import KERNEL, DenseProblem, Mxfp8GemmConfig, prepare, select_config
 from padless.reference import round_to
 
 PAIR = Mxfp8GemmConfig()
@@ -217,6 +220,20 @@ def test_the_same_seed_runs_the_same_way() -> None:
         launch(emulated_driver("sm_100a"), case, torch.empty(140, 140), PAIR, seed=11) for _ in range(2)
     ]
     assert results[0].statistics.warp_instructions == results[1].statistics.warp_instructions
+
+
+def test_gemm_picks_this_kernel() -> None:
+    """The public call, with plain and with blocked scales; twice the same bits."""
+    case = exact_case(70, 136, 96, seed=8, formats="e4m3 e5m2")
+    b = BlockScaledTensor(case.b.data[0], case.b.scale[0], case.b.format)
+    outs = [padless.gemm(case.a, b, out_dtype=torch.float32, backend="emulator:sm_100a")]
+    padded = nan_padded(dataclasses.replace(case, b=b))
+    outs.append(padless.gemm(padded.a, padded.b, out_dtype=torch.float32, backend="emulator:sm_100a"))
+    for out in outs:
+        assert not wrong(out, case)
+    for a_format, b_format in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2):
+        assert find_path("gemm", "sm_100a", a_format, b_format).kernel == KERNEL
+    assert find_path("gemm", "sm_103a", "MXFP8", "MXFP8", PAIR).kernel == KERNEL
 
 
 # --- the host side -----------------------------------------------------------------------------------------
