@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,15 @@ class Device:
     """The callbacks of one program."""
 
     def __init__(
-        self, folder: Path, *, seed: int, arithmetic: str, checks: bool, num_sms: int, most_launches: int
+        self,
+        folder: Path,
+        *,
+        seed: int,
+        arithmetic: str,
+        checks: bool,
+        num_sms: int,
+        most_launches: int,
+        unchecked: str = "",
     ) -> None:
         (ptx,) = (p for p in folder.glob("*.ptx"))
         self.memory = DeviceMemory()
@@ -56,7 +65,7 @@ class Device:
             name=ptx.name,
         )
         self.major = int(self.emulator.module.target.removeprefix("sm_").rstrip("af")) // 10
-        self.num_sms = num_sms
+        self.num_sms, self.checks, self.unchecked = num_sms, checks, unchecked
         self.reports: list[Any] = []
         self.failures: list[BaseException] = []
         self.instructions, self.seconds = 0, 0.0
@@ -74,6 +83,7 @@ class Device:
             values = []
             for index, parameter in enumerate(program.function.parameters):
                 values.append(ctypes.string_at(arguments[index], parameter.size))
+            self.emulator.checks = self.checks and not (self.unchecked and re.search(self.unchecked, entry))
             result = self.emulator.launch(
                 entry,
                 grid,
@@ -89,7 +99,12 @@ class Device:
         statistics = result.statistics
         self.instructions += statistics.warp_instructions
         self.seconds += statistics.seconds
+        known = {report.kind for report in self.reports}
         self.reports += result.reports
+        for report in result.reports:  # now: the program may end the process
+            if report.kind not in known:
+                known.add(report.kind)
+                print(report, file=sys.stderr, flush=True)
         print(
             f"launch {entry[:90]} grid {grid} block {block} cluster {cluster}: {statistics.warp_instructions:,} "
             f"warp-instructions, {statistics.seconds:.2f} s, {len(result.reports)} reports",
@@ -101,7 +116,7 @@ class Device:
         dims, strides, box, steps, interleave, swizzle, promotion, fill = rest
         try:
             raw = tensor_map.encode_tiled(
-                kind, address, dims[:rank], strides[: rank - 1], box[:rank], steps[:rank], interleave=interleave,
+                kind, address or 0, dims[:rank], strides[: rank - 1], box[:rank], steps[:rank], interleave=interleave,
                 swizzle=swizzle, l2_promotion=promotion, oob_fill=fill,
             )  # fmt: skip
         except ValueError as error:
@@ -144,13 +159,16 @@ def main() -> int:
     parser.add_argument("--cuda", type=Path, default=Path("/usr/local/cuda"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sms", type=int, default=4)
-    parser.add_argument("--launches", type=int, default=2, help="run at most so many launches of one kernel")
+    parser.add_argument(
+        "--launches", type=int, default=1 << 30, help="run at most so many launches of one kernel"
+    )
     parser.add_argument("--arithmetic", default="truncate")
+    parser.add_argument("--unchecked", default="", help="regular expression of kernels to run without checks")
     parser.add_argument("--no-check", action="store_true")
     options, rest = parser.parse_known_args()
     device = Device(
         options.folder, seed=options.seed, arithmetic=options.arithmetic, checks=not options.no_check,
-        num_sms=options.sms, most_launches=options.launches,
+        num_sms=options.sms, most_launches=options.launches, unchecked=options.unchecked,
     )  # fmt: skip
     library = runtime(options.cuda)
     keep = device.callbacks()
@@ -162,8 +180,6 @@ def main() -> int:
     code = program.main(len(argv), (ctypes.c_char_p * (len(argv) + 1))(*argv, None))
     ctypes.CDLL(None).fflush(None)
     kinds = Counter(report.kind for report in device.reports)
-    for kind in kinds:
-        print(next(report for report in device.reports if report.kind == kind), file=sys.stderr)
     print(
         f"exit code {code}; {device.instructions:,} warp-instructions in {device.seconds:.1f} s "
         f"({time.perf_counter() - started:.1f} s in all); reports: {dict(kinds) or 'none'}",

@@ -314,7 +314,11 @@ def test_replacement_on_the_device() -> None:
     assert tensor_map.decode(tensor_map.replace(raw, "rank", 0)).dims == (50,)
     assert tensor_map.decode(tensor_map.replace(raw, "rank", 2)).box == (32, 8, 1)
     with pytest.raises(ValueError, match="ordinal"):
-        tensor_map.replace(raw, "global_stride", 112, 1)
+        tensor_map.replace(raw, "global_stride", 112, 4)
+    with pytest.raises(ValueError, match="ordinal"):
+        tensor_map.replace(raw, "box_dim", 4, 5)
+    for ordinal in (2, 3, 4):  # dimensions that this map does not have: written in vain
+        assert tensor_map.replace(raw, "global_dim", 7, ordinal) == raw
     with pytest.raises(ValueError, match="multiple of 16"):
         tensor_map.replace(raw, "global_stride", 120, 0)
     with pytest.raises(ValueError, match="interleave_layout"):

@@ -256,6 +256,18 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
              ? CUDA_ERROR_INVALID_VALUE
              : CUDA_SUCCESS;
 }
+CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream) {
+  for (size_t i = 0; i < count; i++) ((unsigned *)to)[i] = value;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemsetD16Async(CUdeviceptr to, unsigned short value, size_t count, CUstream stream) {
+  for (size_t i = 0; i < count; i++) ((unsigned short *)to)[i] = value;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream) {
+  memset((void *)to, value, count);
+  return CUDA_SUCCESS;
+}
 CUresult cuGetErrorString(CUresult error, const char **text) { return *text = "driver error", CUDA_SUCCESS; }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version,

@@ -9,7 +9,7 @@ from .registry import EMITTERS, HELPERS, SPECIAL_REGISTERS, TYPES
 __all__ = ["EMITTERS", "HELPERS", "SPECIAL_REGISTERS", "TYPES"]
 
 for _name in (
-    "integer", "floating", "conversion", "data", "warp_wide", "barriers", "synchronisation", "bulk", "matrix",
-    "tensor_memory", "launch_control",
+    "integer", "bits", "comparison", "floating", "conversion", "data", "warp_wide", "barriers", "synchronisation",
+    "bulk", "matrix", "tensor_memory", "launch_control",
 ):  # fmt: skip
     import_module(f"{__name__}.{_name}")

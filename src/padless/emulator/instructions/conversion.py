@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
+NARROW = ("u4", "s4", "u2", "s2")  # destinations of cvt.pack that no register has
 SMALL = {"e4m3", "e5m2", "e2m1", "e2m3", "e3m2", "ue8m0"}
 
 
@@ -58,6 +59,7 @@ def convert(e: Emitter) -> None:
         "rs",
         "pack",
         "scaled::n2::ue8m0",
+        *NARROW,
     )
     if len(e.types) < 2:
         e.unsupported()
@@ -71,6 +73,8 @@ def convert(e: Emitter) -> None:
     ):
         small_formats(e, to, source)
         return
+    if e.has("rs"):
+        e.unsupported("stochastic rounding")
     if to in ("f16x2", "bf16x2"):
         d, high, low = e.operands
         base = to.removesuffix("x2")
@@ -81,7 +85,11 @@ def convert(e: Emitter) -> None:
         return
     d, a = e.operands
     if to == "tf32":
-        e.assign(e.destination(d, "u32"), f"to_tf32({e.source(a, 'f32')}, {e.has('rna')})")
+        mode = "rna" if e.has("rna") else floating.rounding(e)
+        e.assign(
+            e.destination(d, "u32"),
+            f"to_tf32({e.source(a, 'f32')}, {mode!r}, {e.has('satfinite')}, {e.has('relu')})",
+        )
         return
     from_float = source[0] == "f" or source == "bf16"
     to_float = to[0] == "f" or to == "bf16"
@@ -152,7 +160,9 @@ def round_sixteen(value: Array, base: str, mode: str, saturate: bool) -> Array:
             bits = np.where(over, np.nextafter(near, np.float16(0)), near).view(np.uint16)
         bits = np.where(np.isnan(wide), 0x7FFF, bits).astype(np.uint16)
     else:
-        raise NotImplementedError(mode)
+        from ..units import number_formats
+
+        return np.asarray(number_formats.encode(wide, base, rounding=mode, saturate=saturate), np.uint16)
     if saturate:
         largest = 0x7BFF if base == "f16" else 0x7F7F
         magnitude = bits & 0x7FFF
@@ -162,10 +172,12 @@ def round_sixteen(value: Array, base: str, mode: str, saturate: bool) -> Array:
 
 
 @helper
-def to_tf32(value: Array, away: bool) -> Array:
-    bits = value.view(np.uint32)
-    extra = np.uint32(0x1000) if away else (np.uint32(0x0FFF) + ((bits >> 13) & 1))
-    return np.where(np.isfinite(value), (bits + extra) & np.uint32(0xFFFFE000), bits)
+def to_tf32(value: Array, mode: str, saturate: bool, relu: bool) -> Array:
+    from ..units import number_formats
+
+    return number_formats.encode(
+        value.astype(np.float64), "tf32", rounding=mode, saturate=saturate, relu=relu
+    )
 
 
 @helper
@@ -198,13 +210,15 @@ def saturate_integer(value: Array, kind: Any) -> Array:
 
 
 def pack_integers(e: Emitter) -> None:
-    """cvt.pack.sat: two s32 saturated to 16 (or 8) bits, a high and b low; c fills what is left."""
-    kind = next(t for t in e.types if t[1:] in ("16", "8"))
+    """cvt.pack.sat: two s32 saturated to 16, 8, 4 or 2 bits, a high and b low; c, shifted up, fills what is left."""
+    kind = next((m for m in e.instruction.modifiers if m in NARROW or m[1:] in ("16", "8")), "")
+    if not kind:
+        e.unsupported()
     d, a, b, *c = e.operands
     n = int(kind[1:])
+    low, high = (-(1 << (n - 1)), (1 << (n - 1)) - 1) if kind[0] == "s" else (0, (1 << n) - 1)
     parts = [
-        f"saturate_integer({e.source(o, 's32')}, np.{_name(kind)}).astype(np.uint{n}).astype(np.uint32)"
-        for o in (a, b)
+        f"(np.clip({e.source(o, 's32')}, {low}, {high}).view(np.uint32) & {(1 << n) - 1})" for o in (a, b)
     ]
     value = f"(({parts[0]} << {n}) | {parts[1]})"
     if c:

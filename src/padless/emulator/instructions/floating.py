@@ -82,41 +82,119 @@ def round_to_odd(value: Array) -> Array:
 
 
 SIMPLE = {"add": "+", "sub": "-", "mul": "*"}
+NAN = np.uint32(0x7FFFFFFF).view(np.float32)
+
+
+@helper
+def canonical(value: Array) -> Array:
+    """float32 results: every NaN is 0x7FFFFFFF, whatever the operands' payloads (PTX ISA, floating point)."""
+    wrong = value != value
+    return np.where(wrong, NAN, value) if wrong.any() else value
+
+
+@helper
+def canonicalise(row: Array, m: Any) -> None:
+    """The same for a register that has just been written in the lanes `m`."""
+    wrong = row != row
+    if wrong.any():
+        row[wrong & m] = NAN
+
+
+@helper
+def add_f32(a: Array, b: Array) -> Array:
+    return canonical(a + b)
+
+
+@helper
+def sub_f32(a: Array, b: Array) -> Array:
+    return canonical(a - b)
+
+
+@helper
+def mul_f32(a: Array, b: Array) -> Array:
+    return canonical(a * b)
 
 
 def arithmetic(e: Emitter) -> None:
     e.only(*ROUNDINGS, "ftz", "sat")
-    kind = e.type
+    kind, mode = e.types[0], rounding(e)
     d, a, b = e.operands
-    if kind in ("f32", "f64"):
-        mode = rounding(e)
+    if len(e.types) == 2:  # f32 = f16 or bf16 (op) f32
+        x = f"{widen(e, a, e.type)}.astype(np.float32)"
+        finish(
+            e, d, f"fused_multiply_add({x}, np.float32(1), {negated(e)}{e.source(b, 'f32')}, {mode!r})", kind
+        )
+    elif kind in ("f32", "f64"):
         x, y = e.source(a, kind), e.source(b, kind)
         if mode == "rn" and not e.has("ftz") and not e.has("sat"):
             name = {"add": "np.add", "sub": "np.subtract", "mul": "np.multiply"}[e.opcode]
-            e.ufunc(name, e.destination(d, kind), x, y)
+            row = e.destination(d, kind)
+            e.ufunc(name, row, x, y)
             if kind == "f32":
-                e.batched(name, d, a, b)
+                e.emit(f"canonicalise({row}, {e.mask})")
+                e.batched(f"{e.opcode}_f32", d, a, b)
             return
-        if kind == "f64" and mode != "rn":
-            e.unsupported("f64 with a rounding mode")
         if e.has("ftz"):
             x, y = f"flush({x})", f"flush({y})"
+        fused = "fused_multiply_add" if kind == "f32" else "fused_multiply_add_f64"
+        one = "np.float32(1)" if kind == "f32" else "np.ones(32)"
         if mode == "rn":
             value = f"({x} {SIMPLE[e.opcode]} {y})"
         elif e.opcode == "mul":
-            value = f"fused_multiply_add({x}, {y}, np.float32(-0.0), {mode!r})"
+            value = f"{fused}({x}, {y}, {one} * -0.0, {mode!r})"
         else:
-            sign = "" if e.opcode == "add" else "-"
-            value = f"fused_multiply_add({x}, np.float32(1), {sign}{y}, {mode!r})"
+            value = f"{fused}({x}, {one}, {negated(e)}{y}, {mode!r})"
         finish(e, d, value, kind)
     elif kind == "f32x2":
-        d_, x, y = e.destination(d, "u64"), e.source(a, "u64"), e.source(b, "u64")
-        e.assign(d_, f"({x}.view(np.float32) {SIMPLE[e.opcode]} {y}.view(np.float32)).view(np.uint64)")
+        x, y = (f"{e.source(o, 'u64')}.view(np.float32)" for o in (a, b))
+        if e.has("ftz"):
+            x, y = f"flush({x})", f"flush({y})"
+        if e.opcode == "mul":
+            value = f"fused_multiply_add({x}, {y}, np.float32(-0.0), {mode!r})"
+        else:
+            value = f"fused_multiply_add({x}, np.float32(1), {negated(e)}{y}, {mode!r})"
+        value = f"flush({value})" if e.has("ftz") else value
+        e.assign(e.destination(d, "u64"), f"{value}.view(np.uint64)")
     else:
-        narrow(e, d, f"({widen(e, a, kind)} {SIMPLE[e.opcode]} {widen(e, b, kind)})", kind)
+        x, y = sixteen_sources(e, (a, b), kind)
+        finish_sixteen(e, d, f"({x} {SIMPLE[e.opcode]} {y})", kind)
+
+
+def negated(e: Emitter) -> str:
+    return "-" if e.opcode == "sub" else ""
+
+
+def sixteen_sources(e: Emitter, operands: tuple[Operand, ...], kind: str) -> list[str]:
+    """Wide values of 16-bit operands, subnormals flushed where the instruction says so."""
+    texts = [widen(e, o, kind) for o in operands]
+    return [f"flush_sixteen({t})" for t in texts] if e.has("ftz") else texts
+
+
+def finish_sixteen(e: Emitter, d: Operand, value: str, kind: str) -> None:
+    if e.has("sat"):
+        value = f"saturate({value})"
+    if e.has("relu"):
+        value = f"rectify({value})"
+    if e.has("ftz"):
+        value = f"flush_sixteen(widen_f16(narrow_f16({value})))"
+    narrow(e, d, value, kind)
+
+
+@helper
+def flush_sixteen(value: Array) -> Array:
+    """Subnormal f16 numbers, held as float64, to zero of the same sign."""
+    return np.where(np.abs(value) < 2.0**-14, np.copysign(0.0, value), value)
+
+
+@helper
+def rectify(value: Array) -> Array:
+    """Negative values to +0; NaN stays."""
+    return np.where((value < 0) | (value == 0), np.zeros_like(value), value)
 
 
 def finish(e: Emitter, d: Operand, value: str, kind: str) -> None:
+    if kind == "f32":
+        value = f"canonical({value})"
     if e.has("sat"):
         value = f"saturate({value})"
     if e.has("ftz"):
@@ -138,28 +216,43 @@ def flush(value: Array) -> Array:
 
 @instruction("fma")
 def fused(e: Emitter) -> None:
-    e.only(*ROUNDINGS, "ftz", "sat", "relu")
-    kind = e.type
+    e.only(*ROUNDINGS, "ftz", "sat", "relu", "oob")
+    kind, mode = e.types[0], rounding(e)
     d, a, b, c = e.operands
-    if kind == "f32":
-        x, y, z = (e.source(o, "f32") for o in (a, b, c))
+    if len(e.types) == 2:  # f32 = f16 or bf16 products + f32
+        x, y = (f"{widen(e, o, e.type)}.astype(np.float32)" for o in (a, b))
+        finish(e, d, f"fused_multiply_add({x}, {y}, {e.source(c, 'f32')}, {mode!r})", kind)
+    elif kind in ("f32", "f64"):
+        x, y, z = (e.source(o, kind) for o in (a, b, c))
         if e.has("ftz"):
             x, y, z = f"flush({x})", f"flush({y})", f"flush({z})"
-        finish(e, d, f"fused_multiply_add({x}, {y}, {z}, {rounding(e)!r})", "f32")
-        if rounding(e) == "rn" and not e.has("ftz") and not e.has("sat"):
+        finish(e, d, f"fused_multiply_add{'' if kind == 'f32' else '_f64'}({x}, {y}, {z}, {mode!r})", kind)
+        if kind == "f32" and mode == "rn" and not e.has("ftz") and not e.has("sat"):
             e.batched("fused_multiply_add", d, a, b, c)
     elif kind == "f32x2":
         x, y, z = (f"{e.source(o, 'u64')}.view(np.float32)" for o in (a, b, c))
-        e.assign(
-            e.destination(d, "u64"), f"fused_multiply_add({x}, {y}, {z}, {rounding(e)!r}).view(np.uint64)"
-        )
-    elif kind == "f64":
-        x, y, z = (e.source(o, "f64") for o in (a, b, c))
-        e.assign(e.destination(d, "f64"), f"fused_multiply_add_f64({x}, {y}, {z})")
+        if e.has("ftz"):
+            x, y, z = f"flush({x})", f"flush({y})", f"flush({z})"
+        value = f"fused_multiply_add({x}, {y}, {z}, {mode!r})"
+        value = f"flush({value})" if e.has("ftz") else value
+        e.assign(e.destination(d, "u64"), f"{value}.view(np.uint64)")
     else:
-        if e.has("relu"):
-            e.unsupported("relu")
-        narrow(e, d, f"fused_sixteen({widen(e, a, kind)}, {widen(e, b, kind)}, {widen(e, c, kind)})", kind)
+        x, y, z = sixteen_sources(e, (a, b, c), kind)
+        value = f"fused_sixteen({x}, {y}, {z})"
+        if e.has("oob"):  # an operand that stands for "out of bounds" makes the result 0
+            marks = [f"out_of_bounds({e.source(o, view16(kind))})" for o in (a, b)]
+            value = f"np.where({marks[0]} | {marks[1]}, 0.0, {value})"
+        finish_sixteen(e, d, value, kind)
+
+
+def view16(kind: str) -> str:
+    return "u32" if kind.endswith("x2") else "u16"
+
+
+@helper
+def out_of_bounds(bits: Array) -> Array:
+    """The NaN that copies fill with (PTX ISA, "fma": OOB-NaN is 0xFFFF)."""
+    return np.asarray(bits.view(np.uint16) == 0xFFFF)
 
 
 @helper
@@ -193,9 +286,9 @@ def fused_multiply_add(a: Array, b: Array, c: Array, mode: str = "rn") -> Array:
         # A float64 sum on the midpoint of two float32, or in the subnormal range, may have been rounded onto it.
         doubtful = (low == 0x10000000) | (np.abs(total) < 1.2e-38)
         if not doubtful.any():
-            return total.astype(np.float32)
-        return sum_to_odd(product, np.broadcast_to(wide_c, product.shape)).astype(np.float32)
-    return round_directed(sum_to_odd(product, np.broadcast_to(wide_c, product.shape)), mode)
+            return canonical(total.astype(np.float32))
+        return canonical(sum_to_odd(product, np.broadcast_to(wide_c, product.shape)).astype(np.float32))
+    return canonical(round_directed(sum_to_odd(product, np.broadcast_to(wide_c, product.shape)), mode))
 
 
 def round_directed(value: Array, mode: str) -> Array:
@@ -211,26 +304,95 @@ def round_directed(value: Array, mode: str) -> Array:
 
 
 @helper
-def fused_multiply_add_f64(a: Array, b: Array, c: Array) -> Array:
+def fused_multiply_add_f64(a: Array, b: Array, c: Array, mode: str = "rn") -> Array:
     from fractions import Fraction
 
     out = np.empty(a.shape, np.float64)
     for i, (x, y, z) in enumerate(zip(a.tolist(), b.tolist(), c.tolist(), strict=True)):
         if np.isfinite(x) and np.isfinite(y) and np.isfinite(z):
             exact = Fraction(x) * Fraction(y) + Fraction(z)
-            out[i] = float(exact) if exact else x * y + z
+            out[i] = round_fraction(exact, mode) if exact else exact_zero(x * y, z, mode)
         else:
             out[i] = x * y + z
     return out
 
 
+def round_fraction(exact: Any, mode: str) -> float:
+    """A rational number to float64."""
+    try:
+        near = float(exact)
+    except OverflowError:
+        near = float("inf") if exact > 0 else float("-inf")
+    if mode == "rn":
+        return near
+    infinite = np.isinf(near)
+    above = near > 0 if infinite else near > exact
+    below = near < 0 if infinite else near < exact
+    if (above and (mode == "rm" or (mode == "rz" and near > 0))) or (
+        below and (mode == "rp" or (mode == "rz" and near < 0))
+    ):
+        return float(np.nextafter(near, -np.inf if above else np.inf))
+    return near
+
+
+def exact_zero(x: float, z: float, mode: str) -> float:
+    """The sign of a sum that is exactly zero: that of both terms, else minus only when rounding down."""
+    if np.signbit(x) == np.signbit(z) and x == 0 and z == 0:
+        return x
+    return -0.0 if mode == "rm" else 0.0
+
+
 def division(e: Emitter) -> None:
     e.only(*ROUNDINGS, "approx", "full", "ftz")
-    kind = e.type
-    if kind not in ("f32", "f64") or rounding(e) != "rn":
+    kind, mode = e.type, rounding(e)
+    if kind not in ("f32", "f64"):
         e.unsupported()
     d, a, b = e.operands
-    finish(e, d, f"({e.source(a, kind)} / {e.source(b, kind)})", kind)
+    x, y = e.source(a, kind), e.source(b, kind)
+    if e.has("ftz"):
+        x, y = f"flush({x})", f"flush({y})"
+    finish(e, d, f"({x} / {y})" if mode == "rn" else f"directed_quotient({x}, {y}, {mode!r})", kind)
+
+
+@helper
+def directed_quotient(a: Array, b: Array, mode: str) -> Array:
+    return directed_by_fractions(a / b, mode, lambda i: (a[i], b[i]), lambda x, y: x / y)
+
+
+@helper
+def directed_root(a: Array, mode: str) -> Array:
+    """The neighbours of the rounded root are judged by their exact squares."""
+    near = np.sqrt(a)
+    out = near.copy()
+    from fractions import Fraction
+
+    for i in np.flatnonzero(np.isfinite(near) & (near > 0)).tolist():
+        exact, square = Fraction(float(a[i])), Fraction(float(near[i])) ** 2
+        if square > exact and mode in ("rz", "rm"):
+            out[i] = np.nextafter(near[i], near.dtype.type(0))
+        elif square < exact and mode == "rp":
+            out[i] = np.nextafter(near[i], near.dtype.type(np.inf))
+    return out
+
+
+def directed_by_fractions(near: Array, mode: str, operands: Any, function: Any) -> Array:
+    """Move a correctly rounded result to its neighbour where the exact value lies on the other side."""
+    from fractions import Fraction
+
+    out = near.copy()
+    for i in range(len(near)):
+        values = operands(i)
+        if not all(np.isfinite(x) for x in values) or values[-1] == 0 or np.isnan(near[i]):
+            continue
+        exact = function(*(Fraction(float(x)) for x in values))
+        infinite = np.isinf(near[i])
+        above = near[i] > 0 if infinite else Fraction(float(near[i])) > exact
+        below = near[i] < 0 if infinite else Fraction(float(near[i])) < exact
+        if above and (mode == "rm" or (mode == "rz" and exact > 0)):
+            out[i] = np.nextafter(near[i], near.dtype.type(-np.inf))
+        elif below and (mode == "rp" or (mode == "rz" and exact < 0)):
+            out[i] = np.nextafter(near[i], near.dtype.type(np.inf))
+    return out
 
 
 @instruction("rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh")
@@ -244,6 +406,11 @@ def transcendental(e: Emitter) -> None:
         x = e.source(a, kind)
         if e.has("ftz"):
             x = f"flush({x})"
+        mode = rounding(e)
+        if mode != "rn" and e.opcode in ("rcp", "sqrt"):
+            name = f"directed_quotient(np.ones(32, {x}.dtype), " if e.opcode == "rcp" else "directed_root("
+            finish(e, d, f"{name}{x}, {mode!r})", kind)
+            return
         finish(e, d, f"transcendental_{e.opcode}({x}.astype(np.float64)).astype(np.float{kind[1:]})", kind)
     else:
         narrow(e, d, f"transcendental_{e.opcode}({widen(e, a, kind)})", kind)
@@ -274,6 +441,9 @@ def sign_operation(e: Emitter) -> None:
             x = f"flush({x})"
         e.ufunc("np.abs" if e.opcode == "abs" else "np.negative", e.destination(d, kind), x)
         return
+    if e.has("ftz"):
+        narrow(e, d, f"{'np.abs' if e.opcode == 'abs' else '-'}(flush_sixteen({widen(e, a, kind)}))", kind)
+        return
     view, bits = ("u32", 0x80008000) if kind.endswith("x2") else ("u16", 0x8000)
     x = e.source(a, view)
     expression = (
@@ -283,25 +453,48 @@ def sign_operation(e: Emitter) -> None:
 
 
 def minimum_maximum(e: Emitter) -> None:
+    """NaN loses against a number unless .NaN; -0 is below +0; .xorsign.abs compares magnitudes and multiplies signs."""
     e.only("ftz", "NaN", "xorsign", "abs", "relu")
-    if e.has("xorsign"):
-        e.unsupported()
     kind = e.type
-    name = ("np.minimum" if e.opcode == "min" else "np.maximum") if e.has("NaN") else f"np.f{e.opcode}"
     d, *sources = e.operands
     if kind in ("f32", "f64"):
         texts = [e.source(o, kind) for o in sources]
+        if e.has("ftz"):
+            texts = [f"flush({t})" for t in texts]
     else:
-        texts = [widen(e, o, kind) for o in sources]
-    if e.has("ftz"):
-        texts = [f"flush({t})" for t in texts]
+        texts = sixteen_sources(e, tuple(sources), kind)
+    signs = texts
+    if e.has("abs"):
+        texts = [f"np.abs({t})" for t in texts]
     value = texts[0]
     for text in texts[1:]:
-        value = f"{name}({value}, {text})"
+        value = f"extreme({value}, {text}, {e.opcode == 'max'}, {e.has('NaN')})"
+    if e.has("xorsign"):
+        value = f"multiply_signs({value}, {signs[0]}, {signs[1]})"
     if kind in ("f32", "f64"):
-        e.assign(e.destination(d, kind), value)
+        finish(e, d, value, kind)
     else:
-        narrow(e, d, value, kind)
+        finish_sixteen(e, d, value, kind)
+
+
+@helper
+def extreme(a: Array, b: Array, largest: bool, keep_nan: bool) -> Array:
+    if keep_nan:
+        value = np.maximum(a, b) if largest else np.minimum(a, b)
+    else:
+        value = np.fmax(a, b) if largest else np.fmin(a, b)
+    zeros = (a == 0) & (b == 0)
+    if zeros.any():
+        negative = np.signbit(a) & np.signbit(b) if largest else np.signbit(a) | np.signbit(b)
+        zero = np.zeros_like(value)
+        value = np.where(zeros, np.where(negative, -zero, zero), value)
+    return np.asarray(value)
+
+
+@helper
+def multiply_signs(value: Array, a: Array, b: Array) -> Array:
+    one = np.ones_like(value)
+    return np.copysign(value, np.where(np.signbit(a) != np.signbit(b), -one, one))
 
 
 @instruction("copysign")
@@ -321,6 +514,8 @@ def test_property(e: Emitter) -> None:
         "infinite": f"np.isinf({x})",
         "number": f"~np.isnan({x})",
         "notanumber": f"np.isnan({x})",
+        "subnormal": f"(({x} != 0) & (np.abs({x}) < np.finfo({x}.dtype).tiny))",
+        "normal": f"(np.isfinite({x}) & (np.abs({x}) >= np.finfo({x}.dtype).tiny))",
     }
     name = next((m for m in e.instruction.modifiers if m in tests), "")
     if not name:

@@ -153,8 +153,7 @@ def redux(e: Emitter) -> None:
         "xor": np.bitwise_xor,
     }  # fmt: skip
     e.only("sync", "NaN", "abs", *operations)
-    if e.has("abs"):
-        e.unsupported()
+    magnitude = e.has("abs")
     d, a, members = e.operands
     operation = next(operations[m] for m in e.instruction.modifiers if m in operations)
     source, member_slot = e.source_slot(a, e.view), e.source_slot(members, "u32")
@@ -169,6 +168,7 @@ def redux(e: Emitter) -> None:
             return wait
         lanes = active_lanes(f, f.mask)
         values = f.warp.v[source][lanes]
+        values = np.abs(values) if magnitude else values
         write(f.warp.v, out, operation.reduce(values).astype(values.dtype), lanes)
         return None
 

@@ -256,7 +256,8 @@ def decode(raw: bytes) -> TensorMap:
 def replace(raw: bytes, field: str, value: int, ordinal: int = 0) -> bytes:
     """tensormap.replace.tile.<field>: one field of a map, with the instruction's codes. Returns 128 bytes.
 
-    ``rank`` takes rank - 1; ``global_stride`` ordinal i is the stride of dimension i + 1 in bytes. A map may
+    ``rank`` takes rank - 1; ``global_stride`` ordinal i is the stride of dimension i + 1 in bytes. Dimensions
+    beyond the map's rank may be written, and change nothing. A map may
     pass through states that no copy could use; ``problems`` says so when it is used. Raises ValueError for
     values that do not fit the field and for layouts that are not modelled.
     """
@@ -265,12 +266,14 @@ def replace(raw: bytes, field: str, value: int, ordinal: int = 0) -> bytes:
     if field in _VECTORS:
         attribute, (low, high) = _VECTORS[field]
         old = getattr(m, attribute)
-        if not 0 <= ordinal < len(old):
-            raise ValueError(f"ordinal: {ordinal} for {field} of a map of rank {m.rank}")
+        if not 0 <= ordinal < 4 + (field != "global_stride"):
+            raise ValueError(f"ordinal: {ordinal} for {field}")
         if not low <= value <= high:
             raise ValueError(f"{field}: {value} is outside {low}..{high}")
         if field == "global_stride" and value % 16:
             raise ValueError(f"global_stride: {value} bytes is not a multiple of 16")
+        if ordinal >= len(old):  # a dimension that a map of this rank does not have
+            return bytes(raw)[:BYTES].ljust(BYTES, b"\0")
         new = (*old[:ordinal], value, *old[ordinal + 1 :])
         changed: dict[str, Any] = {attribute: new}
         m = _replace(m, **changed)

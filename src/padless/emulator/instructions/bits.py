@@ -1,0 +1,290 @@
+"""Logic, shifts, bit fields, byte permutations and counting of bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..ast import Immediate, Pair, Sink
+from .registry import helper, instruction
+
+if TYPE_CHECKING:
+    from ..program import Emitter
+
+Array = np.ndarray[Any, Any]
+
+
+@instruction("and", "or", "xor")
+def bitwise(e: Emitter) -> None:
+    view = e.view
+    d, a, b = e.operands
+    name = f"np.bitwise_{e.opcode}"
+    e.ufunc(name, e.destination(d, view), e.source(a, view), e.source(b, view))
+
+
+@instruction("not")
+def bitwise_not(e: Emitter) -> None:
+    view = e.view
+    e.ufunc("np.invert", e.destination(e.operands[0], view), e.source(e.operands[1], view))
+
+
+@instruction("cnot")
+def logical_not(e: Emitter) -> None:
+    view = e.view
+    e.assign(e.destination(e.operands[0], view), f"({e.source(e.operands[1], view)} == 0)")
+
+
+@instruction("shl", "shr")
+def shift(e: Emitter) -> None:
+    """Amounts are unsigned 32-bit and clamp at the width."""
+    view = e.view
+    d, a, b = e.operands
+    name = "shift_left" if e.opcode == "shl" else "shift_right"
+    if isinstance(b, Immediate) and 0 <= b.value < 8 * int(view[1:]) // 8:
+        name = "np.left_shift" if e.opcode == "shl" else "np.right_shift"
+        e.ufunc(name, e.destination(d, view), e.source(a, view), e.source(b, view))
+        return
+    amount = e.source(b, "u32")
+    e.assign(e.destination(d, view), f"{name}({e.source(a, view)}, {amount})")
+
+
+@helper
+def shift_left(a: Array, amount: Array) -> Array:
+    bits = 8 * a.dtype.itemsize
+    return np.where(amount < bits, a << np.minimum(amount, bits - 1).astype(a.dtype), 0)
+
+
+@helper
+def shift_right(a: Array, amount: Array) -> Array:
+    bits = 8 * a.dtype.itemsize
+    if a.dtype.kind == "i":
+        return a >> np.minimum(amount, bits - 1).astype(a.dtype)
+    return np.where(amount < bits, a >> np.minimum(amount, bits - 1).astype(a.dtype), 0)
+
+
+@instruction("shf")
+def funnel_shift(e: Emitter) -> None:
+    d, a, b, c = e.operands
+    left, clamp = e.has("l"), e.has("clamp")
+    e.assign(
+        e.destination(d, "u32"),
+        f"funnel({e.source(a, 'u32')}, {e.source(b, 'u32')}, {e.source(c, 'u32')}, {left}, {clamp})",
+    )
+
+
+@helper
+def funnel(low: Array, high: Array, amount: Array, left: bool, clamp: bool) -> Array:
+    n = (np.minimum(amount, 32) if clamp else amount & 31).astype(np.uint64)
+    both = (high.astype(np.uint64) << np.uint64(32)) | low
+    return (((both << n) >> np.uint64(32)) if left else (both >> n)) & np.uint64(0xFFFFFFFF)
+
+
+@instruction("prmt")
+def permute(e: Emitter) -> None:
+    e.only(*PERMUTATIONS)
+    d, a, b, c = e.operands
+    mode = next((m for m in e.instruction.modifiers if m in PERMUTATIONS), "")
+    selector = e.source(c, "u32")
+    if mode:
+        table = e.name(np.array(PERMUTATIONS[mode], np.uint32), "table")
+        selector = f"{table}[{selector} & 3]"
+    e.assign(
+        e.destination(d, "u32"), f"permute_bytes({e.source(a, 'u32')}, {e.source(b, 'u32')}, {selector})"
+    )
+
+
+# mode -> the selector that it stands for, by the low two bits of c (PTX ISA, "prmt")
+PERMUTATIONS = {
+    "f4e": [0x3210, 0x4321, 0x5432, 0x6543],
+    "b4e": [0x5670, 0x6701, 0x7012, 0x0123],
+    "rc8": [0x0000, 0x1111, 0x2222, 0x3333],
+    "ecl": [0x3210, 0x3211, 0x3222, 0x3333],
+    "ecr": [0x0000, 0x1110, 0x2210, 0x3210],
+    "rc16": [0x1010, 0x3232, 0x1010, 0x3232],
+}
+
+
+@helper
+def permute_bytes(a: Array, b: Array, selector: Array) -> Array:
+    source = np.stack([a, b], axis=1).view(np.uint8).reshape(-1, 8)
+    nibbles = (selector[:, None] >> np.array([0, 4, 8, 12], np.uint32)) & 15
+    picked = np.take_along_axis(source, (nibbles & 7).astype(np.int64), axis=1)
+    signs = np.where(picked & 0x80, 0xFF, 0).astype(np.uint8)
+    return np.ascontiguousarray(np.where(nibbles & 8, signs, picked).astype(np.uint8)).view(np.uint32)[:, 0]
+
+
+@instruction("lop3")
+def three_input_logic(e: Emitter) -> None:
+    """A function of three bits by its table; with .and, .or or .xor also whether any bit is set, combined with q."""
+    e.only("and", "or", "xor")
+    d, a, b, c, table, *q = e.operands
+    if not isinstance(table, Immediate):
+        e.unsupported()
+        return
+    x, y, z = (e.source(o, "u32") for o in (a, b, c))
+    value = logic_expression(table.value, x, y, z)
+    if not isinstance(d, Pair):
+        e.assign(e.destination(d, "u32"), value)
+        return
+    sign = {"and": "&", "or": "|", "xor": "^"}[next(m for m in ("and", "or", "xor") if e.has(m))]
+    temporary = f"t{e.instruction.index}"
+    e.emit(f"{temporary} = {value}, {e.source(q[0], 'pred')}.copy()")
+    if not isinstance(d.first, Sink):
+        e.assign(e.destination(d.first, "u32"), f"{temporary}[0]")
+    e.assign(e.destination(d.second, "pred"), f"(({temporary}[0] != 0) {sign} {temporary}[1])")
+
+
+def logic_expression(table: int, x: str, y: str, z: str) -> str:
+    terms = []
+    for i in range(8):
+        if table >> i & 1:
+            factors = [name if i >> bit & 1 else f"~{name}" for name, bit in ((x, 2), (y, 1), (z, 0))]
+            terms.append("(" + " & ".join(factors) + ")")
+    return " | ".join(terms) if terms else f"({x} & 0)"
+
+
+@instruction("bfe")
+def extract_field(e: Emitter) -> None:
+    view = e.view
+    d, a, b, c = e.operands
+    e.assign(
+        e.destination(d, view),
+        f"bit_field_extract({e.source(a, view)}, {e.source(b, 'u32')}, {e.source(c, 'u32')})",
+    )
+
+
+@helper
+def bit_field_extract(a: Array, start: Array, length: Array) -> Array:
+    bits = 8 * a.dtype.itemsize
+    pos, n = start & 0xFF, length & 0xFF
+    out = []
+    signed = a.dtype.kind == "i"
+    for x, p, k in zip(a.tolist(), pos.tolist(), n.tolist(), strict=True):
+        u = x & ((1 << bits) - 1)
+        field = (u >> p) & ((1 << k) - 1)
+        if signed and k:
+            sign = (u >> min(p + k - 1, bits - 1)) & 1
+            if sign:
+                valid = max(min(k, bits - p), 0)
+                field |= -1 << valid
+        out.append(field & ((1 << bits) - 1))
+    return np.array(out, dtype=f"u{bits // 8}").view(a.dtype)
+
+
+@instruction("bfi")
+def insert_field(e: Emitter) -> None:
+    view = e.view
+    f, a, b, c, d = e.operands
+    e.assign(
+        e.destination(f, view),
+        f"bit_field_insert({e.source(a, view)}, {e.source(b, view)}, {e.source(c, 'u32')}, {e.source(d, 'u32')})",
+    )
+
+
+@helper
+def bit_field_insert(a: Array, b: Array, start: Array, length: Array) -> Array:
+    bits = 8 * a.dtype.itemsize
+    whole = (1 << bits) - 1
+    out = []
+    for x, y, p, n in zip(
+        a.tolist(), b.tolist(), (start & 0xFF).tolist(), (length & 0xFF).tolist(), strict=True
+    ):
+        mask = (((1 << n) - 1) << p) & whole
+        out.append((y & ~mask) | ((x << p) & mask))
+    return np.array(out, dtype=a.dtype)
+
+
+@instruction("bmsk")
+def bit_mask(e: Emitter) -> None:
+    """Ones from bit a, b of them; .wrap takes both modulo 32, .clamp limits them to 32."""
+    e.only("clamp", "wrap")
+    d, a, b = e.operands
+    e.assign(
+        e.destination(d, "u32"), f"field_mask({e.source(a, 'u32')}, {e.source(b, 'u32')}, {e.has('wrap')})"
+    )
+
+
+@helper
+def field_mask(start: Array, length: Array, wrap: bool) -> Array:
+    limit = [(x & 31) if wrap else min(x, 32) for x in [*start.tolist(), *length.tolist()]]
+    return np.array(
+        [(((1 << n) - 1) << p) & 0xFFFFFFFF for p, n in zip(limit[:32], limit[32:], strict=True)], np.uint32
+    )
+
+
+@instruction("szext")
+def sign_or_zero_extend(e: Emitter) -> None:
+    """Extend the low b bits of a; .wrap takes b modulo 32, .clamp limits it to 32."""
+    e.only("clamp", "wrap")
+    d, a, b = e.operands
+    view = e.view
+    wrap = "& 31" if e.has("wrap") else ""
+    length = f"np.minimum({e.source(b, 'u32')} {wrap}, 32)"
+    e.assign(
+        e.destination(d, view), f"bit_field_extract({e.source(a, view)}, np.zeros(32, np.uint32), {length})"
+    )
+
+
+@instruction("brev")
+def bit_reverse(e: Emitter) -> None:
+    view = e.view
+    e.assign(e.destination(e.operands[0], view), f"reverse_bits({e.source(e.operands[1], view)})")
+
+
+@helper
+def reverse_bits(a: Array) -> Array:
+    bits = 8 * a.dtype.itemsize
+    return np.array([int(f"{x:0{bits}b}"[::-1], 2) for x in a.tolist()], dtype=a.dtype)
+
+
+@instruction("fns")
+def find_nth_set(e: Emitter) -> None:
+    """The position of the n-th set bit of a mask, counted from a base upwards or, for a negative n, downwards."""
+    d, mask, base, offset = e.operands
+    e.assign(
+        e.destination(d, "u32"),
+        f"nth_set({e.source(mask, 'u32')}, {e.source(base, 'u32')}, {e.source(offset, 's32')})",
+    )
+
+
+@helper
+def nth_set(mask: Array, base: Array, offset: Array) -> Array:
+    out = []
+    for bits, start, n in zip(mask.tolist(), base.tolist(), offset.tolist(), strict=True):
+        path = range(start, -1, -1) if n < 0 else range(start, 32)
+        if n == 0:
+            found = [start] if bits >> start & 1 else []
+        else:
+            found = [p for p in path if bits >> p & 1][abs(n) - 1 : abs(n)]
+        out.append(found[0] if found else 0xFFFFFFFF)
+    return np.array(out, np.uint32)
+
+
+@instruction("popc", "clz", "bfind")
+def bit_count(e: Emitter) -> None:
+    e.only("shiftamt")
+    view = e.view
+    e.assign(
+        e.destination(e.operands[0], "u32"),
+        f"count_bits({e.source(e.operands[1], view)}, {e.opcode!r}, {e.has('shiftamt')})",
+    )
+
+
+@helper
+def count_bits(a: Array, what: str, shift_amount: bool) -> Array:
+    bits = 8 * a.dtype.itemsize
+    mask = (1 << bits) - 1
+    out = []
+    for x in a.tolist():
+        u = x & mask
+        if what == "popc":
+            out.append(u.bit_count())
+        elif what == "clz":
+            out.append(bits - u.bit_length())
+        else:
+            if a.dtype.kind == "i" and x < 0:
+                u = ~x & mask
+            found = u.bit_length() - 1
+            out.append(0xFFFFFFFF if found < 0 else (bits - 1 - found if shift_amount else found))
+    return np.array(out, dtype=np.uint32)
