@@ -51,6 +51,7 @@ class Path:
 
 
 _FP8_BLOCK = "FP8 tensor cores inside 128 of K (13 fractional bits), float32 across"
+_MXFP8 = "FP8 tensor cores inside 32 of K (13 fractional bits), float32 across"
 _MX = "block-scaled tensor cores, float32 across K"
 _MX_PAIRS = (
     *itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2),
@@ -90,6 +91,12 @@ PATHS: tuple[Path, ...] = (
             _BF16_BLOCKS if a == "FP8_BLOCK" else _BF16_SUM,
         )
         for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), _BF16_PAIRS)
+    ),
+    *(
+        Path(operation, "sm_90a", a, b, "sm90_mxfp8", "sm90_mxfp8_grouped_gemm.cu", _MXFP8)
+        for operation, a, b in itertools.product(
+            ("grouped_gemm", "gemm"), ("MXFP8", "MXFP8_E5M2"), ("MXFP8", "MXFP8_E5M2")
+        )
     ),
     *(
         Path("gemm", "sm_100a", a, b, "sm100_mxfp8_dense", "sm100_mxfp8_gemm.cu", _MX)
