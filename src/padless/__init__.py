@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from padless.grouped_gemm import gemm, group_offsets, grouped_gemm
     from padless.grouped_gemm_list import grouped_gemm_list
     from padless.grouped_gemm_quant import grouped_gemm_quant, grouped_gemm_swiglu_quant
+    from padless.paths.sm100_mxfp8_dense import Mxfp8GemmConfig
     from padless.quant_class import GroupedGemmQuant
     from padless.quant_outputs import QuantOutputs
     from padless.quantize import dequantize, quantize
@@ -39,6 +40,7 @@ __all__ = [
     "BlockScaledTensor",
     "GemmConfig",
     "GroupedGemmQuant",
+    "Mxfp8GemmConfig",
     "QuantOutputs",
     "Sm100GroupedConfig",
     "backends",
@@ -63,6 +65,7 @@ _HOMES = {
     "BlockScaledTensor": "formats",
     "GemmConfig": "config",
     "GroupedGemmQuant": "quant_class",
+    "Mxfp8GemmConfig": "paths.sm100_mxfp8_dense",
     "QuantOutputs": "quant_outputs",
     "Sm100GroupedConfig": "config_sm100_grouped",
     "backends": "backends",
