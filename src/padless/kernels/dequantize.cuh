@@ -1,15 +1,16 @@
-// Block-scaled codes to bf16, exactly, in the order of K that the operands of sm90_bf16_grouped_gemm.cu have.
+// Block-scaled codes to 16-bit floats, exactly, in the order of K that the operands of sm90_bf16_grouped_gemm.cu have.
 //
-// The unit of work is an octet: 8 codes that follow one another along K, which become four words of two bf16. FP4 keeps
+// The unit of work is an octet: 8 codes that follow one another along K, which become four words of two halves. FP4 keeps
 // an octet in one word, FP8 in two, bf16 in four. Which codes share a word is the same for both operands of a product:
 //
-//   word i = codes (i, i + 4) of the octet, where an operand is FP4: one shift puts nibbles i and i + 4 at the tops of
-//            the two halves. Example: 0x76543210 gives the words (0, 4), (1, 5), (2, 6), (3, 7).
+//   word i = codes (i, i + 4) of the octet, where an operand is FP4. Example: the nibbles 0x76543210 give the words (0, 4),
+//            (1, 5), (2, 6), (3, 7).
 //   word i = codes (2 i, 2 i + 1) where both operands are FP8 (PAIRS_ARE_ADJACENT).
 //
-// The lower code is in the low half. An exact conversion needs the value to be a bf16 number: below 2^128, and a
+// The lower code is in the low half. The halves are bf16, whose exponent has room for MX scales, or f16 (IS_F16), in which
+// NVFP4 takes fewer instructions. A conversion is exact if the value is a number of that type: for bf16 one below 2^128 and a
 // multiple of 2^-133. MX scales can leave that range: there a value becomes infinite or is rounded, as documented in
-// docs/kernels/sm90_bf16_grouped_gemm.md.
+// docs/kernels/sm90_bf16_grouped_gemm.md. NVFP4 values and e4m3 codes are always exact.
 #pragma once
 
 // Formats of an operand, in the host's order (paths/sm90_bf16.py).
@@ -34,19 +35,29 @@ constexpr int scales_of_128(int format) {
     return format <= FORMAT_FP8_BLOCK ? 0 : format == FORMAT_NVFP4 ? 8 : 4;
 }
 
-// NVFP4 values are made 2^-8 times too small, so that the factor below is a bf16 number; the epilogue makes up for it.
+// NVFP4 values are made 2^-8 times too small, so that the factors below are numbers; the epilogue makes up for it.
 constexpr int NVFP4_SHIFT = 8;
 constexpr int shift_of(int format) {
     return format == FORMAT_NVFP4 ? NVFP4_SHIFT : 0;
 }
 
-constexpr uint32_t BF16X2_TWO_TO_126 = 0x7E807E80;
-
-// The words of an octet before scaling. For FP4 they are 2^-126 times the value: sign at bit 15 and the three magnitude
-// bits at bits 8 .. 6 of a bf16, where they mean the same as in E2M1 (subnormals included) but for the bias, 127 and 1.
-template <int FORMAT, bool PAIRS_ARE_ADJACENT, int NUM_WORDS>
+// The words of an octet before scaling. FP4: with E2M1's three magnitude bits where the exponent and the mantissa of a half
+// meet they mean the same as in E2M1, subnormals included, but for the bias of 1: a bf16 is 2^-126 times the value, an f16
+// 2^-14 times.
+template <int FORMAT, bool IS_F16, bool PAIRS_ARE_ADJACENT, int NUM_WORDS>
 __device__ __forceinline__ void expand_octet(uint32_t (&to)[4], const uint32_t (&from)[NUM_WORDS]) {
-    if constexpr (is_fp4(FORMAT)) {
+    if constexpr (is_fp4(FORMAT) && IS_F16) {
+        // All of it fits in the upper byte of an f16: bytes first, of the even and of the odd codes, then the halves.
+        static_assert(NUM_WORDS == 1 && !PAIRS_ARE_ADJACENT, "8 nibbles");
+        constexpr uint32_t SIGNS = 0x80808080, MAGNITUDES = 0x0E0E0E0E;
+        const uint32_t w = from[0];
+        const uint32_t even = ((w << 1) & MAGNITUDES) | ((w << 4) & SIGNS);
+        const uint32_t odd = ((w >> 3) & MAGNITUDES) | (w & SIGNS);
+        to[0] = prmt(even, 0, 0x2404);
+        to[1] = prmt(odd, 0, 0x2404);
+        to[2] = prmt(even, 0, 0x3414);
+        to[3] = prmt(odd, 0, 0x3414);
+    } else if constexpr (is_fp4(FORMAT)) {
         static_assert(NUM_WORDS == 1 && !PAIRS_ARE_ADJACENT, "8 nibbles");
         constexpr uint32_t SIGNS = 0x80008000, MAGNITUDES = 0x01C001C0;
         const uint32_t w = from[0];
@@ -68,59 +79,81 @@ __device__ __forceinline__ void expand_octet(uint32_t (&to)[4], const uint32_t (
                                                      : prmt(from[0], from[1], 0x0040 + 0x11 * i);
             const uint32_t halves =
                 FORMAT == FORMAT_MXFP8_E5M2 ? cvt_f16x2_e5m2x2(pair) : cvt_f16x2_e4m3x2(pair);
-            to[i] = cvt_bf16x2(cvt_f32_f16_low(halves), cvt_f32_f16_high(halves));
+            to[i] = IS_F16 ? halves : cvt_bf16x2(cvt_f32_f16_low(halves), cvt_f32_f16_high(halves));
         }
     }
 }
 
-// What the words of expand_octet are multiplied with, twice the same bf16 in a word.
-//
-// MX: the power of two itself. Byte b is exponent field b: 0 is 2^-127, a subnormal, and 255 NaN, so both have bit 6.
-__device__ __forceinline__ uint32_t mx_factor(uint32_t byte) {
-    const uint32_t half = byte << 7 | (((byte + 1) & 0xFE) == 0 ? 0x40 : 0);
+// What the words of expand_octet are multiplied with: a factor is twice the same half in a word.
+__device__ __forceinline__ uint32_t both_halves(uint32_t half) {
     return prmt(half, half, 0x1010);
 }
 
-// NVFP4: two scales, in the low two bytes, to scale * 2^(126 - NVFP4_SHIFT) each: at most 448 * 2^118 < 2^127. The sign
-// bit means nothing. NaN stays NaN.
-__device__ __forceinline__ void nvfp4_factors(uint32_t (&to)[2], uint32_t bytes) {
-    constexpr float FACTOR = 3.3230699894622897e35f;  // 2^118
-    static_assert(NVFP4_SHIFT == 8, "FACTOR is 2^(126 - NVFP4_SHIFT)");
-    const uint32_t halves = cvt_f16x2_e4m3x2(bytes & 0x7F7F);
-    const float low = cvt_f32_f16_low(halves) * FACTOR, high = cvt_f32_f16_high(halves) * FACTOR;
-    to[0] = cvt_bf16x2(low, low);
-    to[1] = cvt_bf16x2(high, high);
+// MXFP8: the power of two itself. Byte b is exponent field b: 0 is 2^-127, a subnormal, and 255 NaN, so both have bit 6.
+__device__ __forceinline__ uint32_t mxfp8_factor(uint32_t byte) {
+    return both_halves(byte << 7 | (((byte + 1) & 0xFE) == 0 ? 0x40 : 0));
 }
 
-template <int FORMAT>
-__device__ __forceinline__ void scale_octet(uint32_t (&words)[4], uint32_t factor) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        // Two exact steps for MXFP4: 2^126 times the largest scale is no bf16 number.
-        if constexpr (FORMAT == FORMAT_MXFP4) words[i] = mul_bf16x2(words[i], BF16X2_TWO_TO_126);
-        if constexpr (scales_of_128(FORMAT) != 0) words[i] = mul_bf16x2(words[i], factor);
+// MXFP4: 2^126 times the scale 2^(b - 127), which from 2^2 on is no bf16 number: the rest is in a second factor, which is 1
+// for scales up to 2.
+__device__ __forceinline__ uint32_t mxfp4_factor(uint32_t byte) {
+    const uint32_t half = ((byte < 128 ? byte : 128) + 126) << 7;
+    return both_halves(byte == 255 ? 0x7FC0 : half);
+}
+
+__device__ __forceinline__ uint32_t mxfp4_second_factor(uint32_t byte) {
+    return both_halves(((byte > 128 ? byte : 128) - 1) << 7);
+}
+
+// NVFP4: two scales, in the low two bytes, to scale * 2^(126 or 14 - NVFP4_SHIFT): at most 448 * 2^118 < 2^127, or 448 *
+// 2^6 < 2^15. The sign bit means nothing. NaN stays NaN.
+template <bool IS_F16>
+__device__ __forceinline__ void nvfp4_factors(uint32_t (&to)[2], uint32_t bytes) {
+    static_assert(NVFP4_SHIFT == 8, "the two constants");
+    const uint32_t halves = cvt_f16x2_e4m3x2(bytes & 0x7F7F);
+    if constexpr (IS_F16) {
+        const uint32_t factors = mul_f16x2(halves, 0x54005400);  // 2^6
+        to[0] = prmt(factors, factors, 0x1010);
+        to[1] = prmt(factors, factors, 0x3232);
+    } else {
+        constexpr float FACTOR = 3.3230699894622897e35f;  // 2^118
+        const float low = cvt_f32_f16_low(halves) * FACTOR, high = cvt_f32_f16_high(halves) * FACTOR;
+        to[0] = cvt_bf16x2(low, low);
+        to[1] = cvt_bf16x2(high, high);
     }
 }
 
-// A lane's scales of its 32 codes of a row, from shared memory: one MX scale or two of NVFP4. `columns` is how many of
-// the row's scales, counted from this lane's first, exist: those past the end of K may hold anything and count as 0.
-template <int FORMAT>
+// A lane's scales of its 32 codes of a row: one MX scale or two of NVFP4.
+template <int FORMAT, bool IS_F16>
 struct SectionScales {
+    static_assert(!IS_F16 || scales_of_128(FORMAT) == 0 || FORMAT == FORMAT_NVFP4, "MX scales want bf16");
     uint32_t factors[FORMAT == FORMAT_NVFP4 ? 2 : 1];
 
-    __device__ __forceinline__ void load(uint32_t address, int columns) {
+    // From shared memory. `columns` is how many of the row's scales, counted from this lane's first, exist: those past the
+    // end of K may hold anything and count as 0. Returns the bytes.
+    __device__ __forceinline__ uint32_t load(uint32_t address, int columns) {
         if constexpr (FORMAT == FORMAT_NVFP4) {
             uint32_t bytes = ld_shared_u16(address);
             if (columns < 2) bytes = columns < 1 ? 0 : bytes & 0xFF;
-            nvfp4_factors(factors, bytes);
+            nvfp4_factors<IS_F16>(factors, bytes);
+            return bytes;
         } else if constexpr (scales_of_128(FORMAT) != 0) {
-            const uint32_t byte = ld_shared_u8(address);
-            factors[0] = mx_factor(columns < 1 ? 0 : byte);
+            uint32_t byte = ld_shared_u8(address);
+            if (columns < 1) byte = 0;
+            factors[0] = FORMAT == FORMAT_MXFP4 ? mxfp4_factor(byte) : mxfp8_factor(byte);
+            return byte;
+        } else {
+            return 0;
         }
     }
 
-    // The factor of octet `octet` of the section.
-    __device__ __forceinline__ uint32_t of_octet(int octet) const {
-        return FORMAT == FORMAT_NVFP4 ? factors[FORMAT == FORMAT_NVFP4 ? octet / 2 : 0] : factors[0];
+    // Scales octet `octet` of the section, but for MXFP4's second factor.
+    __device__ __forceinline__ void apply(uint32_t (&words)[4], int octet) const {
+        if constexpr (scales_of_128(FORMAT) != 0) {
+            const uint32_t factor = factors[FORMAT == FORMAT_NVFP4 ? octet / 2 : 0];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                words[i] = IS_F16 ? mul_f16x2(words[i], factor) : mul_bf16x2(words[i], factor);
+        }
     }
 };

@@ -45,7 +45,7 @@ using uint64_t = unsigned long long;
 #include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_bf16.cuh"
+#include "ptx/wgmma_m64k16.cuh"
 
 // In this order: later ones use earlier ones.
 #include "dequantize.cuh"
@@ -64,8 +64,8 @@ constexpr int UNITS_OF_WARPGROUP = BLOCK_N / WGMMA_M / NUM_MMA_WARPGROUPS;
 constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
 constexpr int NUM_CONVERTER_WARPS = 4;
 constexpr int NUM_THREADS = 128 * (NUM_MMA_WARPGROUPS + 2);
-constexpr int CONSUMER_REGISTERS = NUM_MMA_WARPGROUPS == 2 ? 200 : 88;
-constexpr int CONVERTER_REGISTERS = NUM_MMA_WARPGROUPS == 2 ? 72 : 88;
+constexpr int CONSUMER_REGISTERS = NUM_MMA_WARPGROUPS == 2 ? 208 : 88;
+constexpr int CONVERTER_REGISTERS = NUM_MMA_WARPGROUPS == 2 ? 56 : 88;
 constexpr int PRODUCER_REGISTERS = 40;
 constexpr bool CONVERTERS_GROW = NUM_MMA_WARPGROUPS == 4;  // 80 registers a thread at the start, else 128
 static_assert(BLOCK_M == 8 || BLOCK_M == 16 || BLOCK_M == 32 || BLOCK_M == 64 || BLOCK_M == 128, "tokens");
@@ -75,6 +75,8 @@ static_assert(BLOCK_N % (WGMMA_M * NUM_MMA_WARPGROUPS) == 0 && BLOCK_N % 128 == 
 // FP8_BLOCK scales of A change every 128 of K and are no powers of two: sums of 128 are promoted to other registers.
 constexpr bool PROMOTE = A_FORMAT == FORMAT_FP8_BLOCK;
 constexpr bool PAIRS_ARE_ADJACENT = !is_fp4(A_FORMAT) && !is_fp4(B_FORMAT) && A_FORMAT != FORMAT_BF16;
+// NVFP4 values and e4m3 codes are exact in f16 too, which takes fewer instructions to make and multiplies the same way.
+constexpr bool IS_F16 = B_FORMAT == FORMAT_NVFP4 && A_FORMAT != FORMAT_BF16;
 constexpr bool HAS_GLOBAL_SCALES = A_FORMAT == FORMAT_NVFP4 || B_FORMAT == FORMAT_NVFP4;
 constexpr int SHIFT = shift_of(A_FORMAT) + shift_of(B_FORMAT);
 
@@ -219,8 +221,9 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
 // (4 * 1 + 3) * 16 + 2 * 4 = 120 of the token's first 128, before the swizzle.
 __device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint32_t sfa, int row, int lane) {
     const int token = row + lane / 4, quad = lane % 4;
-    SectionScales<A_FORMAT> scales;
-    scales.load(sfa + token * SCALE_ROW_BYTES + quad * (scales_of_128(A_FORMAT) / 4), 2);
+    SectionScales<A_FORMAT, IS_F16> scales;
+    const uint32_t scale_bytes =
+        scales.load(sfa + token * SCALE_ROW_BYTES + quad * (scales_of_128(A_FORMAT) / 4), 2);
 
     constexpr int WORDS = A_FORMAT == FORMAT_BF16 ? 4 : is_fp4(A_FORMAT) ? 1 : 2;  // of an octet
     constexpr int OCTETS = 4 / WORDS;                                              // in 16 bytes
@@ -244,8 +247,12 @@ __device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint
             uint32_t from[WORDS], to[4];
 #pragma unroll
             for (int w = 0; w < WORDS; ++w) from[w] = raw[o * WORDS + w];
-            expand_octet<A_FORMAT, PAIRS_ARE_ADJACENT>(to, from);
-            scale_octet<A_FORMAT>(to, scales.of_octet(i * OCTETS + o));
+            expand_octet<A_FORMAT, IS_F16, PAIRS_ARE_ADJACENT>(to, from);
+            scales.apply(to, i * OCTETS + o);
+            if constexpr (A_FORMAT == FORMAT_MXFP4) {
+#pragma unroll
+                for (int w = 0; w < 4; ++w) to[w] = mul_bf16x2(to[w], mxfp4_second_factor(scale_bytes));
+            }
             const int octet = first + o;
             const uint32_t half = tokens + (octet / 2) * TOKEN_HALF_BYTES + quad * 4;
 #pragma unroll
@@ -319,21 +326,32 @@ constexpr int OCTETS = 4 / CODE_WORDS;                // in 16 bytes
 
 // A consumer lane's codes and scales of 128 of K: of rows `first_row` and + 8 of each of its units (+ 64).
 struct WeightSection {
-    SectionScales<B_FORMAT> scales[UNITS][2];
+    SectionScales<B_FORMAT, IS_F16> scales[UNITS][2];
+    uint32_t scale_bytes;  // MXFP4: of all rows,
+    bool second;           // and whether any lane of the warp has one with a second factor: hardly ever
     uint32_t codes[UNITS][2][4];
 
     __device__ __forceinline__ void load_scales(const SharedStorage& shared, const Problem& problem,
                                                 int stage, int first_row, int quad, int kb) {
         constexpr int OF_LANE = scales_of_128(B_FORMAT) / 4;
         const uint32_t sfb = shared_address(shared.sfb[stage]);
+        scale_bytes = 0;
+        second = false;
         const int left =
             SFB_IS_BLOCKED ? problem.sfb_columns() - kb * scales_of_128(B_FORMAT) - quad * OF_LANE : OF_LANE;
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
-                scales[u][h].load(sfb_address(sfb, first_row + u * WGMMA_M + h * 8, quad, kb), left);
+            for (int h = 0; h < 2; ++h) {
+                const uint32_t bytes =
+                    scales[u][h].load(sfb_address(sfb, first_row + u * WGMMA_M + h * 8, quad, kb), left);
+                if constexpr (B_FORMAT == FORMAT_MXFP4) {
+                    scale_bytes |= bytes << (16 * u + 8 * h);
+                    second = second || bytes > 128;
+                }
+            }
         }
+        if constexpr (B_FORMAT == FORMAT_MXFP4) second = __any_sync(0xffffffff, second);
     }
 
     // 16 bytes of codes a row: the octets from OCTETS * part.
@@ -361,16 +379,26 @@ struct WeightSection {
                 uint32_t raw[CODE_WORDS], words[4];
 #pragma unroll
                 for (int w = 0; w < CODE_WORDS; ++w) raw[w] = codes[u][h][octet % OCTETS * CODE_WORDS + w];
-                expand_octet<B_FORMAT, PAIRS_ARE_ADJACENT>(words, raw);
-                scale_octet<B_FORMAT>(words, scales[u][h].of_octet(octet));
+                expand_octet<B_FORMAT, IS_F16, PAIRS_ARE_ADJACENT>(words, raw);
+                scales[u][h].apply(words, octet);
 #pragma unroll
                 for (int w = 0; w < 4; ++w) fragments[u][w / 2][w % 2 * 2 + h] = words[w];
+            }
+        }
+        if (B_FORMAT == FORMAT_MXFP4 && second) {
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    const uint32_t factor = mxfp4_second_factor(scale_bytes >> (16 * u + i % 2 * 8) & 0xFF);
+                    fragments[u][i / 4][i % 4] = mul_bf16x2(fragments[u][i / 4][i % 4], factor);
+                }
             }
         }
     }
 };
 
-// Consumer: d = this warpgroup's units of the tile, before global scales. Registers as in wgmma_bf16.cuh.
+// Consumer: d = this warpgroup's units of the tile, before global scales. Registers as in wgmma_m64k16.cuh.
 //
 // The products of one octet run while the fragments of the next are made: two sets of fragments, by the octet's parity.
 // The set for octet 0 of the next K block is carried round the loop. (Making it at the top of the loop, with products of
@@ -416,8 +444,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u) {
                     float (&target)[BLOCK_M / 2] = PROMOTE ? sums[u] : d[u];
-                    wgmma_m64k16_bf16<BLOCK_M>(target, fragments[octet % 2][u][i], descriptor,
-                                               step != 0 || (!PROMOTE && kb != 0));
+                    wgmma_m64k16<BLOCK_M, IS_F16>(target, fragments[octet % 2][u][i], descriptor,
+                                                  step != 0 || (!PROMOTE && kb != 0));
                 }
             }
             wgmma_commit_group();

@@ -18,8 +18,6 @@ KERNEL = "sm90_bf16_grouped_gemm.cu"
 
 # Formats by the numbers of kernels/dequantize.cuh.
 FORMATS = {BF16: 0, "FP8_BLOCK": 1, "MXFP8": 2, "MXFP8_E5M2": 3, "MXFP4": 4, "NVFP4": 5}
-_FP4 = ("MXFP4", "NVFP4")
-
 # (activations, weights) that the kernel multiplies.
 PAIRS: tuple[tuple[str, str], ...] = tuple(
     dict.fromkeys((path.a, path.b) for path in PATHS if path.kernel == KERNEL)
@@ -119,12 +117,12 @@ def select_config(
     per_group = -(-m // max(min(num_groups, m), 1))
     block_m = next((size for size in (8, 16, 32, 64) if per_group <= size), 128)
     decoding = block_m <= 32
-    # With FP8_BLOCK's second set of sums 256 rows of many tokens exceed the registers; 256 rows of 128 tokens exceed the
-    # shared memory with FP8 on both sides or float32 output.
+    # With FP8_BLOCK's second set of sums 256 rows of many tokens exceed the registers; 256 rows of 128 tokens and
+    # their float32 output the shared memory.
     if a_format == "FP8_BLOCK":
         wide = decoding
     else:
-        wide = block_m < 128 or (b_format in _FP4 and out_dtype != torch.float32)
+        wide = block_m < 128 or out_dtype != torch.float32
     return Bf16GemmConfig(
         a_format,
         b_format,

@@ -69,11 +69,17 @@ __device__ __forceinline__ float cvt_f32_f16_high(uint32_t halves) {
     return value;
 }
 
-// Two bf16 products, rounded to nearest even. Subnormal inputs and results count (PTX ISA, "mul", half precision: they
+// Two products, rounded to nearest even. Subnormal inputs and results count (PTX ISA, "mul", half precision: they
 // are supported unless .ftz says otherwise).
 __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t x, uint32_t y) {
     uint32_t product;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+    return product;
+}
+
+__device__ __forceinline__ uint32_t mul_f16x2(uint32_t x, uint32_t y) {
+    uint32_t product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
     return product;
 }
 
