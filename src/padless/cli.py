@@ -170,6 +170,12 @@ def formats(full: Full = False, out: OutDir = DEFAULT_OUT, time_limit: TimeLimit
 
 
 @bench.command()
+def epilogue(full: Full = False, out: OutDir = DEFAULT_OUT, time_limit: TimeLimit = None) -> None:
+    """The fused quantising epilogue, against the same GEMM alone and with separate kernels after it."""
+    _call(COMMANDS, "epilogue", full=full, out=out, time_limit_s=time_limit)
+
+
+@bench.command()
 def quantize(full: Full = False, out: OutDir = DEFAULT_OUT) -> None:
     """The quantizers and the padding kernel, against a device copy of the same bytes."""
     _call(COMMANDS, "quantize", full=full, out=out)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from padless.bench import epilogue as epilogue_bench
 from padless.bench import formats as formats_bench
 from padless.bench.group_sizes import DENSE_SHAPES
 from padless.bench.paper import BenchResult, report_paper, run_paper
@@ -71,6 +72,12 @@ def formats(*, full: bool = False, **options: Unpack[Options]) -> int:
     """Every pair of formats against torch's bf16 product: 46 points (full) or 14."""
     points = formats_bench.grid(full=full, seed=options.get("seed", 0))
     return _exit_code(formats_bench.run_formats(points, _out(options), _settings(options)))
+
+
+def epilogue(*, full: bool = False, **options: Unpack[Options]) -> int:
+    """The fused quantising epilogue against separate kernels: 12 points (full) or 4."""
+    points = epilogue_bench.grid(full=full)
+    return _exit_code(epilogue_bench.run_epilogue(points, _out(options), _settings(options)))
 
 
 def quantize(*, full: bool = False, **options: Unpack[Options]) -> int:
