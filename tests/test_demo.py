@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from matplotlib import image
 from rich.console import Console
 
-from padless import demo, demo_layer, demo_model
+from padless import demo, demo_formats, demo_layer, demo_model
 from padless.demo_layer import LayerInputs, Routing, plain_layer, relative, route, run_layer
 from padless.demo_picture import PADDING, draw_padding
 
@@ -175,6 +175,71 @@ def test_padding_arithmetic():
     assert demo_layer.activation_bytes(10, 300, 8) == 10 * (300 + 12 + 16)
 
 
+# --- formats side by side --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compared(inputs) -> demo_formats.FormatTable:
+    routing = route(inputs.hidden, inputs.num_experts)
+    x = inputs.hidden[routing.token]
+    return demo_formats.compare_formats("up projection", x, inputs.up[:, :64], routing.sizes)
+
+
+def test_every_format_is_as_far_off_as_its_bits_say(compared):
+    median = {(row.a, row.b): float(row.against_exact.median()) for row in compared.rows}
+    bf16 = float(compared.bf16.median())
+    assert 0.001 < bf16 < 0.005
+    for pair in (("FP8_BLOCK", "FP8_BLOCK"), ("MXFP8", "MXFP8")):
+        assert 5 * bf16 < median[pair] < 0.06
+    assert median["MXFP8", "MXFP8"] < median["BF16", "NVFP4"] < median["NVFP4", "NVFP4"] < 0.2
+    assert median["BF16", "NVFP4"] < median["BF16", "MXFP4"] < median["MXFP4", "MXFP4"] < 0.3
+    for row in compared.rows:
+        assert len(row.against_exact) == len(row.against_bf16) == sum(compared.sizes)
+        assert row.arithmetic.max() < demo.ARITHMETIC_LIMIT
+        assert row.seconds > 0
+
+
+def test_bytes_of_every_format(compared):
+    values = 6 * 64 * 384
+    by_pair = {(row.a, row.b): (row.weight_bytes, row.row_bytes) for row in compared.rows}
+    assert by_pair["FP8_BLOCK", "FP8_BLOCK"] == (values + 6 * 3 * 4, 384 + 3 * 4)
+    assert by_pair["MXFP4", "MXFP4"] == (values // 2 + values // 32, 192 + 12)
+    assert by_pair["BF16", "NVFP4"][0] == pytest.approx(values // 2 + values // 16, abs=24)
+    assert by_pair["BF16", "MXFP4"][1] == 768
+
+
+def test_rows_are_picked_from_every_expert():
+    rows, few = demo_formats._pick([5, 0, 100, 1], 3)
+    assert few == [3, 0, 3, 1]
+    assert rows.tolist() == [0, 2, 4, 5, 54, 104, 105]
+    rows, few = demo_formats._pick([5, 0, 2], None)
+    assert (rows.tolist(), few) == (list(range(7)), [5, 0, 2])
+
+
+def test_a_pair_without_a_kernel_says_so(inputs, monkeypatch):
+    kept = tuple(path for path in demo_formats.PATHS if path.b != "MXFP4")
+    monkeypatch.setattr(demo_formats, "PATHS", kept)
+    table = demo_formats.compare_formats("up projection", inputs.hidden[:6], inputs.up[:, :8], [1] * 6)
+    buffer = io.StringIO()
+    demo_formats.print_formats(Console(file=buffer, width=80), table, "reference")
+    lines = [line for line in buffer.getvalue().splitlines() if "MXFP4" in line]
+    assert len(lines) == 2
+    assert all(line.rstrip().endswith("no kernel") for line in lines)
+
+
+def test_the_table_of_formats_fits_a_terminal_and_holds_the_numbers(compared):
+    buffer = io.StringIO()
+    demo_formats.print_formats(Console(file=buffer, width=80), compared, "reference")
+    text = buffer.getvalue()
+    assert "…" not in text
+    for row in compared.rows:
+        name = row.a if row.a == row.b else f"{row.a} x {row.b}"
+        (line,) = [x for x in text.splitlines() if x.startswith(f"{name} ")]
+        first = 100 * float(row.against_exact[: compared.sizes[0]].median())
+        assert f" {first:.2f} " in line
+        assert f" {row.weight_bytes / 1e6:.2f} " in line
+
+
 # --- the picture -----------------------------------------------------------------------------------------
 
 
@@ -212,6 +277,7 @@ def run(tmp_path: Path, **options: bool) -> tuple[demo.DemoResult, str]:
 def test_the_whole_demo(tmp_path, monkeypatch, synthetic):
     monkeypatch.setattr(demo, "NUM_TOKENS", 512)
     monkeypatch.setattr(demo.synthetic_inputs, "__defaults__", (512,))
+    monkeypatch.setattr(demo_formats, "PAIRS", (("MXFP8", "MXFP8"), ("BF16", "MXFP4")))  # the rest: see above
     result, text = run(tmp_path, synthetic=synthetic)
     assert sum(result.sizes) == 1024
     assert max(result.sizes) > 1.5 * min(result.sizes), "the router spreads them unevenly"
@@ -227,6 +293,10 @@ def test_the_whole_demo(tmp_path, monkeypatch, synthetic):
     padded = sum(size + -size % 128 for size in result.sizes)
     assert f"{padded / 1024 - 1:.1%} more" in text
     assert demo_model.MODEL_NAME in text or synthetic
+    for format in ("MXFP8", "BF16 x MXFP4"):
+        assert any(
+            line.startswith(f"{format} ") and line.rstrip().endswith("s") for line in text.splitlines()
+        )
     median = 100 * result.products[0].errors.against_bf16[: result.sizes[0]].median()
     assert f"{median:.2f}" in text
 
@@ -240,6 +310,22 @@ def test_a_wrong_row_fails_the_demo(tmp_path, monkeypatch):
         return result
 
     monkeypatch.setattr(demo_layer, "grouped_gemm", one_row_wrong)
+    monkeypatch.setattr(demo_formats, "PAIRS", ())
     monkeypatch.setattr(demo.synthetic_inputs, "__defaults__", (256,))
+    with pytest.raises(ValueError, match="a row of the grouped GEMM is off by"):
+        run(tmp_path, synthetic=True)
+
+
+def test_a_wrong_row_of_another_format_fails_the_demo_too(tmp_path, monkeypatch):
+    right = demo_formats.grouped_gemm
+
+    def one_row_wrong(*arguments: object) -> torch.Tensor:
+        result = right(*arguments)
+        result[5] = result[6]
+        return result
+
+    monkeypatch.setattr(demo_formats, "grouped_gemm", one_row_wrong)
+    monkeypatch.setattr(demo_formats, "PAIRS", (("BF16", "MXFP4"),))
+    monkeypatch.setattr(demo.synthetic_inputs, "__defaults__", (64,))
     with pytest.raises(ValueError, match="a row of the grouped GEMM is off by"):
         run(tmp_path, synthetic=True)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from padless import demo_model
+from padless.demo_formats import compare_formats
 from padless.demo_layer import (
     LayerInputs,
     plain_layer,
@@ -26,7 +27,7 @@ from padless.demo_report import DemoResult, Product, print_report
 
 NUM_TOKENS = 12 * demo_model.WINDOW
 HIDDEN_LAYER = 3  # whose feed-forward input is routed: the middle of six
-NUM_STEPS = 5
+NUM_STEPS = 6
 
 # Rounding the result to bf16 costs at most 2^-9 of each element; Hopper's tensor cores keep 13 fraction bits
 # while adding, which may cost a row as much again where terms cancel. A wrong row is off by a tenth or more.
@@ -64,6 +65,9 @@ def run_demo(
         for product in products:
             twin = random_twin(product.gemm, sizes)
             twins.append(Product(product.name, twin, row_errors(twin, sizes)))
+        step("Every format side by side")
+        compared = products if device.type == "cuda" else products[:1]  # the reference takes seconds for each
+        formats = [compare_formats(p.name, p.gemm.x, p.gemm.w, sizes) for p in compared]
         step("Drawing")
         picture = out / "demo.png"
         draw_padding(sizes, picture, source)
@@ -75,6 +79,7 @@ def run_demo(
         sizes=sizes,
         products=products,
         twins=twins,
+        formats=formats,
         layer_error=layer_error,
         bf16_layer_error=bf16_layer_error,
         picture=picture,

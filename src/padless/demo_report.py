@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from padless.demo_formats import FormatTable, print_formats
 from padless.demo_layer import (
     PADDED_TO,
     TOP_K,
@@ -36,7 +37,8 @@ class DemoResult:
     """What a run measured.
 
     source: where the data is from; data: a word for it. sizes: rows per expert. twins: the products again,
-    with normal random data. layer_error, bf16_layer_error: (T,), whole layer, per token, padless and bf16.
+    with normal random data. formats: products again in every format. layer_error, bf16_layer_error: (T,),
+    whole layer, per token, padless and bf16.
     """
 
     source: str
@@ -45,6 +47,7 @@ class DemoResult:
     sizes: list[int]
     products: list[Product]
     twins: list[Product]
+    formats: list[FormatTable]
     layer_error: torch.Tensor
     bf16_layer_error: torch.Tensor
     picture: Path
@@ -52,8 +55,10 @@ class DemoResult:
 
     @property
     def worst_arithmetic(self) -> float:
-        """The worst row of all products and twins; NaN if any of them holds one."""
-        return float(torch.cat([p.errors.arithmetic for p in self.products + self.twins]).max())
+        """The worst row of all products, twins and formats; NaN if any of them holds one."""
+        errors = [p.errors.arithmetic for p in self.products + self.twins]
+        errors += [row.arithmetic for table in self.formats for row in table.rows]
+        return float(torch.cat(errors).max())
 
 
 def print_report(console: Console, result: DemoResult) -> None:
@@ -66,6 +71,8 @@ def print_report(console: Console, result: DemoResult) -> None:
     _print_memory(console, result)
     for product, twin in zip(result.products, result.twins, strict=True):
         _print_errors(console, product, twin, result)
+    for table in result.formats:
+        print_formats(console, table, "GPU" if on_gpu else "reference")
     _print_summary(console, result)
     console.print(f"\nPicture of where padding would have gone: [bold]{result.picture}[/]", soft_wrap=True)
 
@@ -137,9 +144,9 @@ def _print_summary(console: Console, result: DemoResult) -> None:
         f"{fp8} (in bf16: {bf16})."
     )
     console.print(
-        "[bold]Arithmetic[/]: every row of all four products is within "
+        "[bold]Arithmetic[/]: every row of all products, in every format, is within "
         f"{_percent(result.worst_arithmetic)}% of the float64 product of the same codes. "
-        "The rest of the errors above is FP8's own."
+        "The rest of the errors above is the formats' own."
     )
     parts = [f"{product.name} {_time(product.gemm.gemm_seconds)}" for product in result.products]
     quantizing = sum(product.gemm.quantize_seconds for product in result.products)
