@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.config import GemmConfig
+from padless.fence import GuardedOutput
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.quantize import quantize
@@ -50,7 +51,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # toward zero, four times in 128 of K: about 2^-12.6 on normal data. The output dtype rounds by half a unit in the last
 # place: 2^-9 for bf16, 2^-12 for fp16. The limits leave a factor of two to three.
 ROW_ERROR_LIMIT = {torch.float32: 2.0**-11, torch.float16: 2.0**-10.5, torch.bfloat16: 2.0**-7.5}
-GUARD_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -89,25 +89,6 @@ def random_operands(sizes: tuple[int, ...], past: int, n: int, k: int, seed: int
     return Operands(a, b, group_offsets(sizes).cuda(), sum(sizes)).with_scales("mn")
 
 
-class Fenced:
-    """An (M, N) output of poison between two fences, in one allocation; ``check`` says what was written."""
-
-    def __init__(self, m: int, n: int, dtype: torch.dtype) -> None:
-        self._whole = torch.empty((m + 2 * GUARD_ROWS, n), dtype=dtype, device="cuda")
-        self._bits = self._whole.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
-        self._poison = {2: 0x7FD5, 4: 0x7FC0DEAD}[dtype.itemsize]
-        self._bits.fill_(self._poison)
-        self.out = self._whole[GUARD_ROWS : GUARD_ROWS + m]
-
-    def check(self, valid_rows: int) -> None:
-        untouched = self._bits == self._poison
-        assert bool(untouched[:GUARD_ROWS].all()), "rows before the output were written"
-        assert bool(untouched[GUARD_ROWS + valid_rows :].all()), "rows past the last group were written"
-        assert bool(self.out[:valid_rows].isfinite().all()), (
-            "valid rows were left unwritten, or are not numbers"
-        )
-
-
 def float64_product(operands: Operands) -> torch.Tensor:
     """The valid rows, (rows, N) float64, from codes and scales."""
 
@@ -132,7 +113,7 @@ def _each_problem() -> Iterator[Operands]:
 
 
 def _fenced_result(operands: Operands, config: GemmConfig | None, dtype: torch.dtype) -> torch.Tensor:
-    fenced = Fenced(operands.a.data.shape[0], operands.b.data.shape[1], dtype)
+    fenced = GuardedOutput(operands.a.data.shape[0], operands.b.data.shape[1], dtype, "cuda")
     grouped_gemm(operands.a, operands.b, operands.offs, out=fenced.out, config=config)
     torch.cuda.synchronize()
     fenced.check(operands.valid_rows)
@@ -209,7 +190,7 @@ def check_wrong_offs_stay_inside() -> str:
     for values in wrong:
         offs = torch.tensor(values, dtype=torch.int32, device="cuda")
         for config in CONFIGS[:4]:
-            fenced = Fenced(m, 136, torch.bfloat16)
+            fenced = GuardedOutput(m, 136, torch.bfloat16, "cuda")
             grouped_gemm(operands.a, operands.b, offs, out=fenced.out, config=config)
             torch.cuda.synchronize()
             fenced.check(clean_offs(values, m)[-1])

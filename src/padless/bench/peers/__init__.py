@@ -3,8 +3,8 @@
 Each library lies in a sub-folder of one folder (`padless bench --peers DIR`, by default ./.peers):
 
     deepgemm/       the folder that contains the package deep_gemm (DeepGEMM 2.x, its extension built)
-    tma_adaptive/   the paper's published code; its package is called deep_gemm too and is loaded under
-    another name mslk/           the folder that contains the package mslk
+    tma_adaptive/   the paper's published code; its package is called deep_gemm too and is loaded under another name
+    mslk/           the folder that contains the package mslk
 
 What is installed in the environment is found without a folder. torch's own products are always there.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,33 @@ def hopper_or_reason() -> str:
         return "needs a CUDA GPU"
     major, minor = torch.cuda.get_device_capability()
     return "" if (major, minor) == (9, 0) else f"needs compute capability 9.0, this GPU has {major}.{minor}"
+
+
+def try_to_load(
+    obstacle: str, load: Callable[[], Any], what: str, needs: Sequence[str] = ()
+) -> tuple[Any, Availability]:
+    """(library, whether it can be used): the library is None where it cannot.
+
+    obstacle: why it is not even tried; empty where it is. load: gives the library or raises whatever a broken one
+    raises. what: what load does, for the reason. needs: functions that the library must have.
+    """
+    if obstacle:
+        return None, Availability(False, obstacle)
+    try:
+        library = load()
+    except Exception as error:  # a missing extension raises ImportError, a broken one anything
+        return None, Availability(False, f"{what}: {type(error).__name__}: {error}")
+    missing = [name for name in needs if not hasattr(library, name)]
+    if missing:
+        return None, Availability(False, f"it has no {', '.join(missing)}")
+    return library, Availability(True)
+
+
+def look_in(folder: Path | None, name: str) -> None:
+    """Lets Python import what lies in `folder`/`name` before what is installed, if there is such a folder."""
+    path = folder / name if folder is not None else None
+    if path is not None and path.is_dir() and str(path) not in sys.path:
+        sys.path.insert(0, str(path))
 
 
 def point_at_cuda_toolkit() -> str:

@@ -8,14 +8,20 @@ does not know.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from padless.bench.pad import pad_groups, unpad_rows
-from padless.bench.peers import Availability, Contender, hopper_or_reason, point_at_cuda_toolkit
+from padless.bench.peers import (
+    Availability,
+    Contender,
+    hopper_or_reason,
+    look_in,
+    point_at_cuda_toolkit,
+    try_to_load,
+)
 from padless.bench.problem import DenseProblem, GroupedProblem, masked_operand
 from padless.formats import ceil_div, round_up
 
@@ -37,21 +43,16 @@ class DeepGemm:
     def available(self) -> Availability:
         if self._library is not None:
             return Availability(True)
-        reason = hopper_or_reason() or point_at_cuda_toolkit()
-        if reason:
-            return Availability(False, reason)
-        path = self._folder / "deepgemm" if self._folder is not None else None
-        if path is not None and path.is_dir() and str(path) not in sys.path:
-            sys.path.insert(0, str(path))
-        try:
+
+        def load() -> Any:
+            look_in(self._folder, "deepgemm")
             import deep_gemm
-        except Exception as error:  # a missing extension raises ImportError, a broken one anything
-            return Availability(False, f"import deep_gemm: {type(error).__name__}: {error}")
-        missing = [name for name in _FUNCTIONS if not hasattr(deep_gemm, name)]
-        if missing:
-            return Availability(False, f"this deep_gemm has no {', '.join(missing)}")
-        self._library = deep_gemm
-        return Availability(True)
+
+            return deep_gemm
+
+        obstacle = hopper_or_reason() or point_at_cuda_toolkit()
+        self._library, answer = try_to_load(obstacle, load, "import deep_gemm", _FUNCTIONS)
+        return answer
 
     def version(self) -> str:
         return str(getattr(self._library, "__version__", "unknown"))

@@ -7,13 +7,12 @@ other; weights' scales (K / 128, N / 128) per group.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from padless.bench.peers import Availability, Contender, hopper_or_reason
+from padless.bench.peers import Availability, Contender, hopper_or_reason, look_in, try_to_load
 from padless.bench.problem import DenseProblem, GroupedProblem
 
 _OPERATOR = "f8f8bf16_groupwise_grouped"
@@ -32,20 +31,16 @@ class Mslk:
     def available(self) -> Availability:
         if self._library is not None:
             return Availability(True)
-        reason = hopper_or_reason()
-        if reason:
-            return Availability(False, reason)
-        path = self._folder / "mslk" if self._folder is not None else None
-        if path is not None and path.is_dir() and str(path) not in sys.path:
-            sys.path.insert(0, str(path))
-        try:
+
+        def load() -> Any:
+            look_in(self._folder, "mslk")
             import mslk
 
             getattr(torch.ops.mslk, _OPERATOR)  # raises where the library did not register it
-        except Exception as error:
-            return Availability(False, f"import mslk: {type(error).__name__}: {error}")
-        self._library = mslk
-        return Availability(True)
+            return mslk
+
+        self._library, answer = try_to_load(hopper_or_reason(), load, "import mslk")
+        return answer
 
     def version(self) -> str:
         return str(getattr(self._library, "__version__", "unknown"))

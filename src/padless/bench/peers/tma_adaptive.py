@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-from padless.bench.peers import Availability, Contender, hopper_or_reason, point_at_cuda_toolkit
+from padless.bench.peers import (
+    Availability,
+    Contender,
+    hopper_or_reason,
+    point_at_cuda_toolkit,
+    try_to_load,
+)
 from padless.bench.problem import DenseProblem, GroupedProblem
 
 _ALIAS = "padless_peer_tma_adaptive"
@@ -60,19 +66,17 @@ class TmaAdaptive:
     def available(self) -> Availability:
         if self._library is not None:
             return Availability(True)
-        reason = hopper_or_reason() or point_at_cuda_toolkit()
-        if reason:
-            return Availability(False, reason)
-        if self._folder is None or not (self._folder / "tma_adaptive" / "deep_gemm" / "__init__.py").exists():
-            return Availability(False, "no folder tma_adaptive/deep_gemm among the peers")
-        try:
-            library = load_renamed(self._folder / "tma_adaptive" / "deep_gemm", _ALIAS)
-        except Exception as error:
-            return Availability(False, f"loading it: {type(error).__name__}: {error}")
-        if not hasattr(library, _FUNCTION):
-            return Availability(False, f"it has no {_FUNCTION}")
-        self._library = library
-        return Availability(True)
+        package = None if self._folder is None else self._folder / "tma_adaptive" / "deep_gemm"
+        obstacle = hopper_or_reason() or point_at_cuda_toolkit()
+        if not obstacle and (package is None or not (package / "__init__.py").exists()):
+            obstacle = "no folder tma_adaptive/deep_gemm among the peers"
+
+        def load() -> Any:
+            assert package is not None
+            return load_renamed(package, _ALIAS)
+
+        self._library, answer = try_to_load(obstacle, load, "loading it", (_FUNCTION,))
+        return answer
 
     def version(self) -> str:
         return "arXiv 2508.16584"
