@@ -106,7 +106,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("odd CTA takes the even one's scales", (), ((MAIN, "int row = IS_LEFT ? pair_rank() * LANE_ROWS : 0;", "int row = 0;"),), PAIR),
     Bug("first products added to what was there", ("uninitialised-tensor-memory",), ((MAIN, "kb + step > 0", "true"),)),
     Bug("K ends a step early", (), ((MAIN, "(bytes_left + MMA_K - 1) / MMA_K", "bytes_left / MMA_K - 1"),)),
-    Bug("rows past the group stored", (), ((MAIN, "const int lane_limit = TOKENS_ON_N ? columns_left : tile.rows;", "const int lane_limit = 128;"),), quick=True),
+    Bug("rows past the group stored", ("out-of-bounds",), ((MAIN, "const int lane_limit = TOKENS_ON_N ? columns_left : tile.rows;", "const int lane_limit = 128;"),), sizes=(20, 0, 9), quick=True),
     Bug("tokens past the group stored", (), ((MAIN, "const int column_limit = TOKENS_ON_N ? tile.rows : columns_left;", "const int column_limit = columns_left;"),), FEW),
     Bug("factor forgotten", (), ((STORE, "__uint_as_float(r[i]) * factor", "__uint_as_float(r[i])"),), fmt="NVFP4"),
 )  # fmt: skip

@@ -25,13 +25,11 @@ def test_there_are_enough_bugs() -> None:
 
 
 def test_a_kernel_without_a_bug_is_not_blamed() -> None:
-    for bug in (BUGS[0], next(b for b in BUGS if b.fmt == "NVFP4" and b.config.tokens_on_n)):
+    for bug in (
+        b for b in BUGS if b.name in ("padding of scales not cleared", "odd CTA takes the even one's rows")
+    ):
         clean = Bug(
-            "nothing changed",
-            (),
-            (("scale_gather.cuh", "#pragma once", "#pragma once"),),
-            bug.config,
-            bug.fmt,
-            seeds=1,
-        )
+            "nothing changed", (), (("scale_gather.cuh", "#pragma once", "#pragma once"),), bug.config, bug.fmt,
+            sizes=(20, 0, 9), seeds=1,
+        )  # fmt: skip
         assert found(clean) == (False, [])
