@@ -93,7 +93,7 @@ def test_random_problems(seed: int) -> None:
         cta_group=draw(1, 2), tokens_on_n=draw(False, True), mma_n=draw(32, 64, 128, 256), raster_m=draw(1, 8)
     )
     layouts = (draw("plain", "blocked", "blocked_groups"), draw("plain", "blocked"))
-    case = make_case(fmt, sizes, n, k, m=sum(sizes) + extra, seed=seed, layouts=layouts)
+    case = make_case(fmt, sizes, n, k, m=max(sum(sizes) + extra, 1), seed=seed, layouts=layouts)
     dtype = draw(torch.float32, torch.bfloat16, torch.float16)
     check_close(case, run(case, config, dtype, seed=seed, num_sms=2 * number(1, 3)).out)
 
