@@ -454,10 +454,10 @@ def commit(e: Emitter) -> None:
             clocks = cta.cluster.clocks
             clock = None
             if clocks is not None:
-                # The operations have finished, so the copies they were issued after have too; but nothing is said of
-                # the thread's ordinary accesses.
+                # What the thread knew to have happened when it issued the operations has happened when they are over;
+                # but nothing is said of its own ordinary accesses, which it has not released.
                 clock = clocks.join(np.array([row]))
-                clock[:, : clocks.lanes] = 0
+                clock[:, row] = 0
                 clock[BASE, pipe.done] = clock[BEFORE, pipe.done] = clock[READS, pipe.done] = upto
 
             def arrive(bars: Any = bars, clock: Any = clock, lane: int = lane) -> None:
