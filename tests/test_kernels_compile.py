@@ -16,7 +16,7 @@ import torch
 
 from padless import jit
 from padless.config import OUT_DTYPES, SCALE_MAJORS, STORES, GemmConfig, Problem, fit_config, select_config
-from padless.grouped_gemm import KERNEL
+from padless.paths.sm90_fp8 import KERNEL
 
 ARCH = "sm_90a"
 SHARED_LIMIT = 232_448  # bytes a CTA of compute capability 9.0 can have (227 KiB)
