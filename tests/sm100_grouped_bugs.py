@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from emulator_bugs import replace_nth
+from emulator_bugs_sm100 import compile_ptx
 from sm100_grouped import Case, make_case, run
 
 from padless import jit
@@ -22,8 +23,8 @@ from padless.emulator import Emulator
 from padless.emulator.fake_driver import EmulatedDriver
 
 C = Sm100GroupedConfig
-MAIN, GATHER, STORE = "sm100_grouped_gemm.cu", "scale_gather.cuh", "store_sm100.cuh"
-TCGEN05, QUEUE = "ptx/tcgen05.cuh", "tile_queue.cuh"
+MAIN, STORAGE = "sm100_grouped_gemm.cu", "sm100_grouped_storage.cuh"
+GATHER, STORE = "scale_gather.cuh", "store_sm100.cuh"
 ONE = C(num_stages=2)
 PAIR = C(cta_group=2, mma_n=256, num_stages=2)
 WIDE = C(mma_n=256, num_stages=2)
@@ -81,8 +82,8 @@ BUGS: tuple[Bug, ...] = (
     # ---- the accumulators' shared columns
     Bug("shared columns given back before they are read", ("race",), ((MAIN, "i == CHUNKS_BEFORE_DRAINED - 1", "i == CHUNKS_BEFORE_DRAINED - 2"),), WIDE, "NVFP4", quick=True),
     Bug("shared columns of the first accumulator read last", ("race",), ((MAIN, "NUM_CHUNKS - 1 - i : i", "i : i"),), WIDE, "NVFP4", n=256),
-    Bug("second accumulator a column too low", ("race",), ((MAIN, "SECOND_ACCUMULATOR = MMA_N - SHARED_COLUMNS", "SECOND_ACCUMULATOR = MMA_N - SHARED_COLUMNS - 1"),), WIDE, "NVFP4"),
-    Bug("scales over the accumulator", (), ((MAIN, "LEFT_SCALES_AT = 2 * MMA_N - SHARED_COLUMNS", "LEFT_SCALES_AT = 2 * MMA_N - SHARED_COLUMNS - 4"),), WIDE, "NVFP4", n=256),
+    Bug("second accumulator a column too low", ("race",), ((STORAGE, "SECOND_ACCUMULATOR = MMA_N - SHARED_COLUMNS", "SECOND_ACCUMULATOR = MMA_N - SHARED_COLUMNS - 1"),), WIDE, "NVFP4"),
+    Bug("scales over the accumulator", (), ((STORAGE, "LEFT_SCALES_AT = 2 * MMA_N - SHARED_COLUMNS", "LEFT_SCALES_AT = 2 * MMA_N - SHARED_COLUMNS - 4"),), WIDE, "NVFP4", n=256),
     # ---- counts
     Bug("bytes of one CTA expected", ("mbarrier", "race", "deadlock"), ((MAIN, "CTA_GROUP * BYTES", "BYTES"),), PAIR),
     Bug("gathering warps do not arrive", ("deadlock",), ((MAIN, "mbarrier_arrive(full);", ";"),)),
@@ -132,33 +133,6 @@ def cached_case(fmt: str, sizes: tuple[int, ...], n: int, k: int, layouts: tuple
     return make_case(fmt, sizes, n, k, exact=True, layouts=layouts, global_scales=factors)
 
 
-def compile_ptx(texts: dict[str, str], prelude: str) -> bytes:
-    from cuda.bindings import nvrtc
-
-    headers = [(k, v) for k, v in texts.items() if k.endswith(".cuh")]
-    result, program = nvrtc.nvrtcCreateProgram(
-        (prelude + texts[MAIN]).encode(), MAIN.encode(), len(headers), [v.encode() for _, v in headers],
-        [k.encode() for k, _ in headers],
-    )  # fmt: skip
-    assert int(result) == 0
-    options = [
-        b"--gpu-architecture=compute_100a",
-        b"--std=c++17",
-        b"-lineinfo",
-        b"--device-as-default-execution-space",
-    ]
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if int(result):
-        _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        log = b" " * size
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise AssertionError(log.decode())
-    _, size = nvrtc.nvrtcGetPTXSize(program)
-    image = b" " * size
-    nvrtc.nvrtcGetPTX(program, image)
-    return image
-
-
 def found(bug: Bug) -> tuple[bool, list[str]]:
     """(whether it was found within its seeds, the kinds reported until then)."""
     case = cached_case(bug.fmt, bug.sizes, bug.n, bug.k, bug.layouts)
@@ -166,7 +140,7 @@ def found(bug: Bug) -> tuple[bool, list[str]]:
     from padless.paths.sm100_grouped import fit
 
     config = fit(bug.config, case.a, case.b, torch.empty(case.exact.shape))
-    emulator = Emulator(compile_ptx(driver.texts, config.prelude()), name=MAIN)
+    emulator = Emulator(compile_ptx(driver.texts, MAIN, config.prelude()), name=MAIN)
     driver.load = lambda kernel, device: emulator  # type: ignore[method-assign]
     kinds: list[str] = []
     wrong = False

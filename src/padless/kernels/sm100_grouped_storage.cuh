@@ -1,0 +1,86 @@
+// The sizes of the grouped Blackwell kernel: tiles, stages, and what lies where in shared and tensor memory.
+#pragma once
+
+// The host defines, from Sm100GroupedConfig: CTA_GROUP, TOKENS_ON_N, MMA_N, NUM_STAGES (0 = as many as fit), RASTER_M,
+// PROBLEM_LIST, MAX_GROUPS, KIND (KIND_*), A_CODE, B_CODE (MMA_*), SCALES_A, SCALES_B (SCALES_*), GROUPS_ON_TILES, OUT
+// (OUT_*), COLUMN_MAJOR, WIDE_STORES, POLICY_A, POLICY_B (L2_EVICT_*).
+constexpr int KIND_MXFP8 = 0, KIND_NVFP4 = 1, KIND_MXFP4 = 2;
+static_assert(KIND == KIND_MXFP8 || KIND == KIND_NVFP4 || KIND == KIND_MXFP4, "one of the kinds");
+
+constexpr int LANE_ROWS = 128;
+constexpr int LEFT_ROWS = LANE_ROWS * CTA_GROUP;
+constexpr int RIGHT_ROWS = MMA_N / CTA_GROUP;  // that one CTA loads
+constexpr int TILE_M = TOKENS_ON_N ? MMA_N : LEFT_ROWS;
+constexpr int TILE_N = TOKENS_ON_N ? LEFT_ROWS : MMA_N;
+static_assert(MMA_N % 32 == 0 && MMA_N <= 256, "columns are stored 32 at a time");
+
+constexpr int BLOCK_K = 128;                                                // bytes of a row in a stage
+constexpr int MMA_K = 32;                                                   // bytes of a row in a product
+constexpr int ATOMS = KIND == KIND_MXFP8 ? 1 : KIND == KIND_NVFP4 ? 4 : 2;  // of scales along K in a stage
+constexpr int RIGHT_ATOMS = (MMA_N + 127) / 128;                            // of scales along the columns
+constexpr int LEFT_BYTES = LANE_ROWS * BLOCK_K, RIGHT_BYTES = RIGHT_ROWS * BLOCK_K;
+constexpr int LEFT_SCALE_BYTES = ATOMS * SCALE_ATOM_BYTES;
+constexpr int RIGHT_SCALE_BYTES = RIGHT_ATOMS * ATOMS * SCALE_ATOM_BYTES;
+
+constexpr bool GATHERS_A = SCALES_A != SCALES_TILED, GATHERS_B = SCALES_B != SCALES_TILED;
+constexpr int NUM_GATHER_WARPS = GATHERS_A || GATHERS_B ? 4 : 0;
+constexpr int NUM_STORE_WARPS = 4;
+constexpr int NUM_THREADS = 32 * (8 + NUM_GATHER_WARPS);
+constexpr int LOAD_A_WARP = 4, LOAD_B_WARP = 5, MULTIPLY_WARP = 6, SCHEDULE_WARP = 7, GATHER_WARP = 8;
+
+// Tensor memory: two accumulators, then the scales. Where that is more than there is, the accumulators share columns, and
+// the shared ones are read first and given back.
+constexpr int SCALE_COLUMNS = SCALE_ATOM_COLUMNS * ATOMS * (1 + RIGHT_ATOMS);
+constexpr int CHUNK = 32;  // columns that are read at a time
+constexpr int TOO_MANY = 2 * MMA_N + SCALE_COLUMNS - 512;
+constexpr int SHARED_COLUMNS = TOO_MANY > 0 ? (TOO_MANY + CHUNK - 1) / CHUNK * CHUNK : 0;
+constexpr int NUM_CHUNKS = MMA_N / CHUNK;
+constexpr int CHUNKS_BEFORE_DRAINED = SHARED_COLUMNS > 0 ? SHARED_COLUMNS / CHUNK : NUM_CHUNKS;
+constexpr int SECOND_ACCUMULATOR = MMA_N - SHARED_COLUMNS;
+constexpr int LEFT_SCALES_AT = 2 * MMA_N - SHARED_COLUMNS;
+constexpr int RIGHT_SCALES_AT = LEFT_SCALES_AT + SCALE_ATOM_COLUMNS * ATOMS;
+constexpr int USED_COLUMNS = LEFT_SCALES_AT + SCALE_COLUMNS;
+constexpr int TMEM_COLUMNS = USED_COLUMNS <= 128 ? 128 : USED_COLUMNS <= 256 ? 256 : 512;
+static_assert(USED_COLUMNS <= TMEM_COLUMNS && SHARED_COLUMNS <= MMA_N, "does not fit in tensor memory");
+
+// Starts on a 1024-byte boundary, and so does every operand of a stage: their sizes are multiples of it.
+template <int STAGES>
+struct alignas(128) SharedStorageOf {
+    uint8_t left[STAGES][LEFT_BYTES];
+    uint8_t right[STAGES][RIGHT_BYTES];
+    uint8_t left_scales[STAGES][LEFT_SCALE_BYTES];
+    uint8_t right_scales[STAGES]
+                        [RIGHT_SCALE_BYTES];  // atoms of one 128 rows along K, then of the next 128 rows
+    uint64_t full[STAGES], empty[STAGES];
+    uint64_t done[2], drained[2];
+    TileQueueStorage queue;
+    GroupTableStorage<PROBLEM_LIST ? 1 : MAX_GROUPS> groups;
+    int scale_shifts[GROUPS_ON_TILES ? MAX_GROUPS : 1];
+    uint32_t tensor_memory;
+};
+
+static_assert(LEFT_BYTES % 1024 == 0 && RIGHT_BYTES % 1024 == 0, "the swizzle repeats every 1024 bytes");
+
+constexpr int SHARED_LIMIT = 227 * 1024;
+
+template <int STAGES>
+constexpr int stages_that_fit() {
+    if constexpr (sizeof(SharedStorageOf<STAGES + 1>) <= SHARED_LIMIT && STAGES < 24)
+        return stages_that_fit<STAGES + 1>();
+    else
+        return STAGES;
+}
+
+constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<1>() : NUM_STAGES;
+using SharedStorage = SharedStorageOf<STAGES>;
+static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
+
+// The host reads these back from the compiled module.
+extern "C" __device__ const int padless_shared_bytes = sizeof(SharedStorage);
+extern "C" __device__ const int padless_num_threads = NUM_THREADS;
+extern "C" __device__ const int padless_num_stages = STAGES;
+extern "C" __device__ const int padless_stage_bytes =
+    LEFT_BYTES + RIGHT_BYTES + LEFT_SCALE_BYTES + RIGHT_SCALE_BYTES;
+extern "C" __device__ const int padless_tmem_used = USED_COLUMNS;
+extern "C" __device__ const int padless_tmem_columns = TMEM_COLUMNS;
+extern "C" __device__ const int padless_tmem_shared = SHARED_COLUMNS;
