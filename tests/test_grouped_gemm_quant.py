@@ -1,9 +1,9 @@
 """grouped_gemm_quant, grouped_gemm_swiglu_quant and GroupedGemmQuant as a caller meets them, on the reference.
 
 What would convince a sceptic: the documented call runs as it is printed; D against float64 with cuDNN's own tolerances,
-group by group, and the quantised outputs decoded with cuDNN's formula; a quantised output that is quantize(D) to the bit;
-a layer of two products chained without a quantisation between; every wrong argument refused by name before anything runs;
-no kernel, no answer.
+group by group, and the quantised outputs decoded with cuDNN's formula; a quantised output that is quantize(D) to the
+bit; a layer of two products chained without a quantisation between; every wrong argument refused by name before
+anything runs; no kernel, no answer.
 """
 
 from __future__ import annotations

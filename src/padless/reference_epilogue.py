@@ -6,6 +6,8 @@ codes are found by comparing with every code's value, scales by logarithms, byte
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from padless.epilogue import INTERLEAVE, SCALED_MAX, Epilogue, EpilogueTensors
@@ -169,6 +171,7 @@ def _nvfp4_scale(
     return byte, multiplier
 
 
+@cache
 def _code_values(format: BlockScaledFormat) -> torch.Tensor:
     """float64 values of the finite codes that are not negative, in order."""
     if format in (MXFP4, NVFP4):
