@@ -466,28 +466,29 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def packed_sum(kind: str) -> Callable[[Any, Any], Any]:
+def packed(kind: str, operation: str) -> Callable[[Any, Any], Any]:
+    """add, min or max of one or two 16-bit floating-point numbers in a word."""
     from .instructions import floating
 
     base = kind.removesuffix("x2")
     widen = floating.widen_f16 if base == "f16" else floating.widen_bf16
     narrow = floating.narrow_f16 if base == "f16" else floating.narrow_bf16
     storage = np.uint32 if kind.endswith("x2") else np.uint16
+    function: dict[str, Any] = {"add": np.add, "min": np.fmin, "max": np.fmax}
 
-    def add(old: Any, x: Any) -> Any:
-        total = widen(np.array([old], storage).view(np.uint16)) + widen(
-            np.array([x], storage).view(np.uint16)
-        )
-        return narrow(total).view(storage)[0]
+    def apply(old: Any, x: Any) -> Any:
+        values = (widen(np.array([v], storage).view(np.uint16)) for v in (old, x))
+        return narrow(function[operation](*values)).view(storage)[0]
 
-    return add
+    return apply
 
 
-def atomic(a: MemoryAccess, operation: str, kind: str, sources: list[int]) -> Callable[..., None]:
+def atomic(a: MemoryAccess, operation: str, kind: str, sources: list[list[int]]) -> Callable[..., None]:
+    """`sources`: the slots of each operand, one per element of a vector. Every element is atomic by itself; the two
+    halves of 128 bits are one."""
     function = OPERATIONS.get(operation)
-    if kind in ("f16", "bf16", "f16x2", "bf16x2"):
-        function = packed_sum(kind)
-    result = a.slots[0]
+    if kind in ("f16", "bf16", "f16x2", "bf16x2") and operation in ("add", "min", "max"):
+        function = packed(kind, operation)
 
     def atom(w: Any, v: Any, m: Any) -> None:
         lanes = lanes_of(m)
@@ -500,7 +501,7 @@ def atomic(a: MemoryAccess, operation: str, kind: str, sources: list[int]) -> Ca
             one = np.array([lane])
             if space == 1:
                 local_address = np.array([address & 0xFFFFFFFF])
-                groups = shared_groups(a.instruction, w, local_address, one, a.size)
+                groups = shared_groups(a.instruction, w, local_address, one, a.bytes)
                 if not groups:
                     continue
                 cta, offsets, _ = groups[0]
@@ -513,15 +514,16 @@ def atomic(a: MemoryAccess, operation: str, kind: str, sources: list[int]) -> Ca
                     continue
                 index = int(found[0])
                 machine.synchronise_global(w, one, np.array([address]), a)
-            old = view[index]
+            part = slice(index, index + len(a.slots))
+            old = view[part].copy()
             if operation == "cas":
-                compare, new = v[sources[0]][lane], v[sources[1]][lane]
-                if old == compare:
-                    view[index] = new
+                if all(x == v[s][lane] for x, s in zip(old, sources[0], strict=True)):
+                    view[part] = [v[s][lane] for s in sources[1]]
             elif function is not None:
-                view[index] = function(old, v[sources[0]][lane])
-            if result >= 0:
-                v[result][lane] = old
+                view[part] = [function(x, v[s][lane]) for x, s in zip(old, sources[0], strict=True)]
+            for slot, x in zip(a.slots, old, strict=True):
+                if slot >= 0:
+                    v[slot][lane] = x
         machine.progress += 1
 
     return atom

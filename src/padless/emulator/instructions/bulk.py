@@ -365,7 +365,14 @@ def small_copy(e: Emitter) -> None:
             e.unsupported(f"modifier .{modifier}")
     assert isinstance(size, Immediate)
     target, origin = SharedOperand(e, destination), GenericOperand(e, source)
-    count_slot = e.source_slot(rest[0], "u32") if rest else -1
+    count_slot = ignore_slot = -1
+    for operand in rest[
+        : len(rest) - e.has("L2::cache_hint")
+    ]:  # the source's size or whether to ignore the source
+        if e.width(operand) == 0:
+            ignore_slot = e.source_slot(operand, "pred")
+        else:
+            count_slot = e.source_slot(operand, "u32")
     e.preparation.granule = min(e.preparation.granule, size.value)
 
     def cp_async(f: Fragment, m: Any) -> Wait | None:
@@ -374,6 +381,8 @@ def small_copy(e: Emitter) -> None:
         pieces = []
         for lane in lanes:
             count = int(w.v[count_slot][lane]) if count_slot >= 0 else size.value
+            if ignore_slot >= 0 and w.v[ignore_slot][lane]:
+                count = 0
             pieces.append((target.one(w, lane), origin.one(w, lane), min(count, size.value)))
         bulk_transfer.small_load(w, lanes, ins, pieces, size.value, small_groups(w))
         return None

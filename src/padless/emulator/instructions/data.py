@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..ast import Address, Immediate, Register, Sink, Symbol, Vector
+from .async_store import asynchronous_store
 from .conversion import wide_source
 from .registry import HELPERS, helper, instruction
 
@@ -181,6 +182,9 @@ def load(e: Emitter) -> None:
 def store(e: Emitter) -> None:
     from .. import memory
 
+    if e.has("async"):
+        asynchronous_store(e)
+        return
     address, s = e.operands[:2]
     a = access(e, address, s, store=True)
     e.call(memory.store_parameter(e, a, address) if a.space == "param" else memory.STORES[a.space](a))
@@ -192,33 +196,39 @@ def atomic(e: Emitter) -> None:
     from .. import memory
 
     operations = ("add", "min", "max", "inc", "dec", "and", "or", "xor", "exch", "cas")
+    if e.has("async"):
+        asynchronous_store(e)
+        return
     operation = next((m for m in e.instruction.modifiers if m in operations), "")
     for modifier in e.modifiers:
         if not (
             modifier in operations or modifier in SEMANTICS or cache_qualifier(modifier) or modifier in e.types
-            or modifier.split("::")[0] in ("global", "shared") or modifier in ("noftz", "v2", "v4")
+            or modifier.split("::")[0] in ("global", "shared") or modifier in ("noftz", "v2", "v4", "v8")
         ):  # fmt: skip
             e.unsupported(f"modifier .{modifier}")
-    if not operation or e.type == "b128":
-        e.unsupported()
+    needed = 2 if operation == "cas" else 1
     operands = list(e.operands)
     destination = operands.pop(0) if e.opcode == "atom" else Sink()
     address, *values = operands
-    kind = e.type
-    view = e.view
-    if isinstance(values[0], Vector):
-        e.unsupported("vector atomics")
-    sources = [
-        e.source_slot(o, view)
-        for o in values
-        if not (isinstance(o, Register) and o.name.startswith("policy"))
-    ]
-    slot = -1 if isinstance(destination, Sink) else e.destination_slot(destination, view)
-    a = MemoryAccess(e, space_of(e), address, view, [slot])
+    if not operation or (e.type == "b128" and operation not in ("cas", "exch")):
+        e.unsupported()
+
+    def slots(operand: Any, store: bool) -> list[int]:
+        """One slot per element; a 128-bit register is two of 64 bits."""
+        if e.type == "b128" and isinstance(operand, Register):
+            cls, row = e.preparation.row(operand.name)
+            (e.reads if store else e.writes).append(operand.name)
+            return [e.preparation.slot(cls, row + k, "u64") for k in range(2)]
+        items = operand.items if isinstance(operand, Vector) else (operand,)
+        return [e.source_slot(i, e.view) if store else e.destination_slot(i, e.view) for i in items]
+
+    sources = [slots(o, True) for o in values[:needed]]
+    count = len(sources[0])
+    results = [-1] * count if isinstance(destination, Sink) else slots(destination, False)
+    a = MemoryAccess(e, space_of(e), address, "u64" if e.type == "b128" else e.view, results)
     if a.space in ("shared", "generic"):
         e.preparation.granule = min(e.preparation.granule, a.size)
-    needed = 2 if operation == "cas" else 1
-    e.call(memory.atomic(a, operation, kind, sources[:needed]))
+    e.call(memory.atomic(a, operation, e.type, sources))
 
 
 @instruction("prefetch", "prefetchu", "discard", "applypriority")

@@ -145,6 +145,9 @@ def mbarrier(e: Emitter) -> None:
         arrive(e)
     elif e.has("expect_tx") or e.has("complete_tx"):
         transaction(e)
+    elif e.has("pending_count"):
+        d, state = e.operands
+        e.assign(e.destination(d, "u32"), f"({e.source(state, 'u64')} >> np.uint64(32))")
     else:
         e.unsupported()
 
@@ -209,6 +212,11 @@ def invalidate(e: Emitter) -> None:
     e.call(mbarrier_inval)
 
 
+def state_of(bar: Mbarrier) -> int:
+    """The opaque state that an arrival returns: the phase, and above it how many arrivals were pending."""
+    return bar.phase | bar.pending << 32
+
+
 def arrive(e: Emitter) -> None:
     operands = list(e.operands)
     state_slot = -1
@@ -235,7 +243,7 @@ def arrive(e: Emitter) -> None:
                 continue
             clock = published(w, w.first_row + group)
             if state_slot >= 0:
-                v[state_slot][group] = bar.phase
+                v[state_slot][group] = state_of(bar)
             count = len(group)
             if expect:
                 bar.expect(int(v[number][group].sum()), ins, w, lane)
@@ -342,7 +350,7 @@ def wait(e: Emitter) -> None:
                 w.v[out][group] = True
                 continue
             groups += [
-                (bar, int(value) & 1 if by_parity else int(value), group[values[group] == value])
+                (bar, int(value) & (1 if by_parity else 0xFFFFFFFF), group[values[group] == value])
                 for value in np.unique(values[group]).tolist()
             ]
         waiting = MbarrierWait(f, groups, out, by_parity)

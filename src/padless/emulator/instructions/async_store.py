@@ -1,0 +1,100 @@
+"""st.async and red.async: a store or reduction into a CTA of the cluster that counts down an mbarrier when it is done.
+
+They are not operations of the async proxy: no proxy fence stands between them and ordinary accesses (PTX ISA, "Async
+proxy").
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..ast import Vector
+from ..asynchronous import AsyncOperation
+from ..race import IN_FLIGHT, pack
+from ..spaces import OFFSET_MASK
+from .registry import instruction
+from .synchronisation import SharedOperand, find_mbarrier, locate
+
+if TYPE_CHECKING:
+    from ..program import Emitter
+    from ..warp import Fragment, Wait, Warp
+
+OPERATIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
+
+
+def asynchronous_store(e: Emitter) -> None:
+    """[address], value, [mbarrier]; a vector for st.async only."""
+    from ..memory import NUMPY
+    from ..memory import OPERATIONS as FUNCTIONS
+
+    e.only(
+        "async",
+        "weak",
+        "relaxed",
+        "cluster",
+        "shared::cluster",
+        "mbarrier::complete_tx::bytes",
+        "v2",
+        "v4",
+        *OPERATIONS,
+    )
+    if "mbarrier::complete_tx::bytes" not in e.modifiers:
+        e.unsupported("only with an mbarrier")
+    address, value, barrier = e.operands
+    where, signal = SharedOperand(e, address), SharedOperand(e, barrier)
+    view = e.view
+    items = value.items if isinstance(value, Vector) else (value,)
+    slots = [e.source_slot(item, view) for item in items]
+    size = int(view[1:]) // 8
+    total = size * len(slots)
+    function = (
+        FUNCTIONS[next(m for m in e.instruction.modifiers if m in OPERATIONS)] if e.opcode == "red" else None
+    )
+    e.preparation.granule = min(e.preparation.granule, size)
+    ins = e.instruction
+
+    def issue(w: Warp, lane: int) -> None:
+        machine, clocks = w.cta.machine, w.cta.cluster.clocks
+        cta, offset = locate(w, where.one(w, lane), ins, lane)
+        if offset % total:
+            machine.fault(w, ins, f"address {offset:#x} is not a multiple of {total}", np.arange(32) == lane)
+        to = signal.one(w, lane)
+        if to >> 24 != cta.rank:
+            machine.report("mbarrier", "the data and the mbarrier are in different CTAs", ins, w, lane)
+        bar = find_mbarrier(w, cta.rank << 24 | (to & OFFSET_MASK), ins, lane, later=True)
+        if bar is None:
+            return
+        values = np.array([w.v[s][lane] for s in slots])
+        cells = slice(offset >> cta.granule_shift, (offset + total) >> cta.granule_shift)
+        stamp = pack(bar.column, IN_FLIGHT)
+        if clocks is not None and function is None:
+            clock = clocks.meet(np.array([w.first_row + lane]))
+            cta.shared.shadow.bulk(cells, clock, stamp, ins, w, lane, write=True, generic_plane=0)
+
+        def land() -> None:
+            memory = cta.shared.views[NUMPY[view]]
+            at = offset // size
+            if function is None:
+                memory[at : at + len(slots)] = values
+            else:
+                memory[at] = function(memory[at], values[0])
+            if clocks is not None and function is None:
+                cta.shared.shadow.restamp(cells, stamp, pack(bar.column, bar.phase + 1))
+            bar.arrive_from_outside(w, ins)
+            bar.complete_tx(total, ins, w)
+
+        machine.enqueue(None, AsyncOperation(ins.name, land))
+
+    def store(f: Fragment, m: Any) -> Wait | None:
+        for lane in f.lanes(m).tolist():
+            issue(f.warp, lane)
+        return None
+
+    e.synchronise(store)
+
+
+@instruction("multimem")
+def multimem(e: Emitter) -> None:
+    e.unsupported("an address of several devices: the emulator has one")
