@@ -2,7 +2,7 @@
 // scales of a row or a column. Nothing here knows which thread holds what. See epilogue.py for the arithmetic.
 #pragma once
 
-// The host defines, from the Epilogue: HAS_PLAIN, HAS_ALPHA, HAS_BIAS, HAS_PROB, HAS_AMAX, GLU, ROW_QUANT, COLUMN_QUANT,
+// The host defines, from the Epilogue: HAS_PLAIN, HAS_ALPHA, HAS_BIAS, HAS_PROB, HAS_AMAX, BIAS_IS_GATED, GLU, ROW_QUANT, COLUMN_QUANT,
 // MX_RULE, ROW_SCALES, COLUMN_SCALES.
 constexpr int GLU_NONE = 0;
 constexpr int GLU_INTERLEAVED = 1;   // 32 columns of gate, 32 of up, 32 of gate, ..
@@ -15,20 +15,18 @@ constexpr int SCALES_BLOCKED_GROUPS = 2;  // 32x4x4 tiles, every group on tiles 
 // A kernel argument: tensor maps of the outputs that were asked for, and pointers, null where not.
 struct QuantOutputs {
     TensorMap plain, row_codes, column_codes;
-    const float* alpha;    // (G)
-    const float* bias;     // (G, N)
-    const float* prob;     // (M)
-    float* amax;           // (G)
-    const float* factors;  // the two numbers of an NVFP4 global scale, (2) or (G, 2); or norm_const (1)
+    const float* alpha;     // (G)
+    const float* bias;      // (G, N)
+    const float* prob;      // (M)
+    float* amax;            // (G)
+    const float* constant;  // norm_const (1), or NVFP4's global scales, (1) or (G)
     void* row_scales;
     void* column_scales;
-    long long bias_stride;     // elements from one group's bias to the next
     long long row_scales_row;  // elements, for SCALES_STRIDED
     long long row_scales_block;
-    long long column_scales_block;  // elements from one block of rows to the next
-    int n_out;                      // columns of the output
-    int blocked_rows;               // rows that SCALES_BLOCKED tiles of column scales cover
-    int factors_stride;             // elements from one group's factors to the next, 0 when they are shared
+    int n_out;            // columns of the output
+    int column_tiles;     // tiles of 128 rows that the column scales have room for
+    int constant_stride;  // from one group's constant to the next, 0 when there is one
 };
 
 // First 128-row tile of every group, if each group starts on a tile of its own: tiles[g] = sum over h < g of
@@ -102,23 +100,23 @@ __device__ __forceinline__ void store_row_scales(const QuantOutputs& outputs, co
 }
 
 // Writes the scale of one column of the output over a run of BLOCK rows that starts at `row`, a multiple of BLOCK from
-// the start of the group.
+// the start of the group. Every group starts on a tile of 128 rows of its own.
 template <int LAYOUT, int BLOCK, class Scale>
 __device__ __forceinline__ void store_column_scale(const QuantOutputs& outputs, const Placement& place,
                                                    int row, int column, Scale scale) {
+    const int in_group = (row - place.group_start) / BLOCK;
+    const int block = place.group_tile * (128 / BLOCK) + in_group;
     Scale* const base = static_cast<Scale*>(outputs.column_scales);
     if constexpr (LAYOUT == SCALES_STRIDED) {
-        const int block = place.group_tile * (128 / BLOCK) + (row - place.group_start) / BLOCK;
-        base[block * outputs.column_scales_block + column] = scale;
-    } else {
-        // Scales of the transposed output: rows are columns of the output, columns are runs of rows.
-        static_assert(sizeof(Scale) == 1, "the 32x4x4 layout is of bytes");
+        if (block < outputs.column_tiles * (128 / BLOCK))
+            base[static_cast<long long>(block) * outputs.n_out + column] = scale;
+    } else {  // scales of the transposed output: a row of them to a column of it
+        static_assert(sizeof(Scale) == 1 && BLOCK == 32, "the 32x4x4 layout is of bytes");
+        const long long row_tiles = (outputs.n_out + 127) / 128;
         const bool by_group = LAYOUT == SCALES_BLOCKED_GROUPS;
-        const int block = (by_group ? row - place.group_start : row) / BLOCK;
-        const int rows = by_group ? place.group_rows : outputs.blocked_rows;
-        const int tile_columns = (rows + 4 * BLOCK - 1) / (4 * BLOCK);
-        const long long group_bytes =
-            by_group ? static_cast<long long>(place.group_tile) * ((outputs.n_out + 127) / 128) * 512 : 0;
-        base[group_bytes + blocked_offset(column, block, tile_columns)] = scale;
+        const long long at = by_group ? place.group_tile * row_tiles * 512 +
+                                            blocked_offset(column, in_group, (place.group_rows + 127) / 128)
+                                      : blocked_offset(column, block, outputs.column_tiles);
+        if (block < outputs.column_tiles * 4 && at < outputs.column_tiles * row_tiles * 512) base[at] = scale;
     }
 }

@@ -5,7 +5,7 @@
 //   BLOCK                     values that share a scale
 //   Scale                     what is stored for a block
 //   scale(amax)               -> Scale
-//   multiplier(scale, amax)   -> the float32 that values are multiplied with before they are rounded to a code
+//   multiplier(scale)         -> the float32 that values are multiplied with before they are rounded to a code
 //   CODE_BITS, codes(x, y)    -> two codes, x in the low bits
 #pragma once
 
@@ -18,7 +18,12 @@ constexpr int QUANT_NVFP4 = 5;
 
 constexpr int MX_RCEIL = 0;
 constexpr int MX_FLOOR = 1;
-constexpr int MX_NORM_CONST = 2;
+constexpr int MX_NORM_CONST = 2;        // cuDNN: (amax / q) norm_const rounded up
+constexpr int MX_NORM_CONST_FIRST = 3;  // (amax norm_const) / q rounded up
+
+#ifndef SCALED_MAX
+#define SCALED_MAX 1.0f  // q of the two
+#endif
 
 constexpr float FLOAT32_MAX = 3.402823466e+38f;
 
@@ -26,11 +31,29 @@ __device__ __forceinline__ float quiet_nan() {
     return __int_as_float(0x7FC00000);
 }
 
-// silu(gate) * up with silu(x) = x * (1 / (1 + 2^(-log2(e) x))), each operation rounded once; 2^y is the GPU's approximate
-// one. Below about -88 the power overflows, the reciprocal is 0 and so is the product.
+// 1 / x, correctly rounded, for x in 1 .. 2^126: the reciprocal of the function unit and one Newton step.
+__device__ __forceinline__ float reciprocal_of_ordinary(float x) {
+    const float r = rcp_approx(x);
+    return __fmaf_rn(r, -__fmaf_rn(r, x, -1.0f), r);
+}
+
+// (gate * s) * up with s = 1 / (1 + exp(-gate)), each operation rounded once, exp within 2^-21 of its value.
+//
+// exp(-gate) = 2^j 2^f with j = floor(-gate log2(e)) and f in [0, 1], to which the low part of log2(e) is added: the
+// function unit's power alone would inherit the rounding of its argument, 2^-17 for gate = -80. 1.5 * 2^23 + j has j in
+// its low bits. Adding 1 to p 2^j rounds once, as the power of two is exact.
 __device__ __forceinline__ float swiglu(float gate, float up) {
-    const float power = ex2_approx(__fmul_rn(gate, -1.4426950408889634f));
-    return __fmul_rn(__fmul_rn(gate, __frcp_rn(__fadd_rn(power, 1.0f))), up);
+    constexpr float LOG2E = 1.44269502f, LOG2E_LOW = 1.92596299e-8f, SHIFT = 12582912.0f;
+    const float x = fminf(gate, 87.0f);  // above, 1 + exp(-gate) is 1
+    const float shifted = __fmaf_rd(x, -LOG2E, SHIFT);
+    const float j = __fadd_rn(shifted, -SHIFT);
+    const float f = __fmaf_rn(x, -LOG2E_LOW, __fmaf_rn(x, -LOG2E, -j));
+    const float two_to_j = __int_as_float((__float_as_int(shifted) << 23) + 0x3F800000);
+    const float sum = __fmaf_rn(ex2_approx(f), two_to_j, 1.0f);
+    float s = reciprocal_of_ordinary(sum);
+    if (gate < -86.0f)
+        s = gate < -88.722835f ? 0.0f : __frcp_rn(sum);  // 88.722839 is the first whose exp is Inf
+    return __fmul_rn(__fmul_rn(gate, s), up);
 }
 
 // float32 to the e2m1 code of its magnitude, nearest even, above 5 to 6. x may not be NaN.
@@ -47,10 +70,12 @@ __device__ __forceinline__ uint32_t e2m1_magnitude(float x) {
     return static_cast<uint32_t>(sum - magic + (binade >> 22) - 2 * 127);
 }
 
+__device__ __forceinline__ uint32_t e2m1_code(float x) {  // NaN to 0: e2m1 has none, the scale says it
+    return x == x ? e2m1_magnitude(x) | (__float_as_uint(x) >> 31 << 3) : 0;
+}
+
 __device__ __forceinline__ uint32_t e2m1_pair(float x, float y) {
-    const uint32_t low = e2m1_magnitude(x) | (__float_as_uint(x) >> 31 << 3);
-    const uint32_t high = e2m1_magnitude(y) | (__float_as_uint(y) >> 31 << 3);
-    return low | high << 4;
+    return e2m1_code(x) | e2m1_code(y) << 4;
 }
 
 // scale = max(amax, 1e-4) / 448, code = e4m3(x * (1 / scale)).
@@ -64,69 +89,84 @@ struct Fp8Block {
         const float quotient = __fdiv_rn(amax < 1e-4f ? 1e-4f : amax, 448.0f);
         return quotient == quotient ? quotient : quiet_nan();
     }
-    __device__ __forceinline__ float multiplier(float scale, float) const { return __frcp_rn(scale); }
+    __device__ __forceinline__ float multiplier(float scale) const { return __frcp_rn(scale); }
     __device__ __forceinline__ static uint32_t codes(float x, float y) { return cvt_e4m3x2(x, y); }
 };
 
-// 2^(scale - 127), the biased exponent of amax / (largest code) rounded up, or with `floor` that of amax less the one of
-// the largest code; 255 for Inf and NaN. code = element(x * 2^(127 - scale)).
+// The biased exponent of a power of two not below x >= 0. Field 0 with mantissa 0x400000 is 2^-127, which is byte 0.
+__device__ __forceinline__ int round_up_to_exponent(float x) {
+    const int exponent = __float_as_int(x) >> 23, mantissa = __float_as_int(x) & 0x7FFFFF;
+    return exponent + (exponent == 0 ? mantissa > 0x400000 : mantissa != 0);
+}
+
+// 2^(scale - 127): amax / (largest code) rounded up to a power of two; or with MX_FLOOR amax rounded down to one, less
+// the one of the largest code; or cuDNN's. 255 for Inf and NaN. code = element(x * 2^(127 - scale)), times norm_const.
 template <int FORMAT, int RULE>
 struct Mx {
     static constexpr int BLOCK = 32;
     static constexpr int CODE_BITS = FORMAT == QUANT_MXFP4 ? 4 : 8;
     static constexpr float MAX = FORMAT == QUANT_MXFP8 ? 448.0f : FORMAT == QUANT_MXFP4 ? 6.0f : 57344.0f;
     static constexpr int EMAX = FORMAT == QUANT_MXFP8 ? 8 : FORMAT == QUANT_MXFP4 ? 2 : 15;
+    static constexpr bool HAS_NORM_CONST = RULE == MX_NORM_CONST || RULE == MX_NORM_CONST_FIRST;
     using Scale = uint8_t;
+    float norm_const;
 
-    __device__ __forceinline__ static Mx make(const float*) { return Mx{}; }
+    __device__ __forceinline__ static Mx make(const float* norm_const) {
+        return Mx{HAS_NORM_CONST ? __ldg(norm_const) : 1.0f};
+    }
     __device__ __forceinline__ uint8_t scale(float amax) const {
-        const int bits = __float_as_int(amax);
+        constexpr int INFINITE = 0x7F800000;
         int byte;
-        if constexpr (RULE == MX_FLOOR) {
-            byte = (bits >> 23) - EMAX;
+        if constexpr (HAS_NORM_CONST) {
+            constexpr float INVERSE = 1.0f / SCALED_MAX;
+            const float t = RULE == MX_NORM_CONST ? __fmul_rn(__fmul_rn(amax, INVERSE), norm_const)
+                                                  : __fmul_rn(__fmul_rn(amax, norm_const), INVERSE);
+            if (!(t < __int_as_float(INFINITE))) return 0xFF;
+            byte = round_up_to_exponent(t);
+            return byte < 0xFE ? byte : 0xFE;
+        } else if constexpr (RULE == MX_FLOOR) {
+            byte = (__float_as_int(amax) >> 23) - EMAX;
             byte = byte < 0 ? 0 : byte;
         } else {
-            const int quotient = __float_as_int(__fdiv_rn(amax, MAX));
-            const int mantissa = quotient & 0x7FFFFF;
-            byte = (quotient >> 23) + (quotient >> 23 == 0 ? mantissa > 0x400000 : mantissa != 0);
+            byte = round_up_to_exponent(__fdiv_rn(amax, MAX));
         }
-        return bits >= 0x7F800000 ? 0xFF : byte;
+        return __float_as_int(amax) >= INFINITE ? 0xFF : byte;
     }
-    __device__ __forceinline__ float multiplier(uint8_t scale, float) const {
-        return scale == 0xFF ? quiet_nan() : __uint_as_float((0xFE - scale) << 23);
+    __device__ __forceinline__ float multiplier(uint8_t scale) const {
+        if (scale == 0xFF) return quiet_nan();
+        const float inverse = __uint_as_float(scale == 0xFE ? 0x400000 : (0xFE - scale) << 23);
+        return HAS_NORM_CONST ? fminf(__fmul_rn(norm_const, inverse), FLOAT32_MAX) : inverse;
     }
     __device__ __forceinline__ static uint32_t codes(float x, float y) {
         if constexpr (FORMAT == QUANT_MXFP8) return cvt_e4m3x2(x, y);
         if constexpr (FORMAT == QUANT_MXFP8_E5M2) return cvt_e5m2x2(x, y);
-        if constexpr (FORMAT == QUANT_MXFP4) {  // e2m1 has no NaN: 0, the scale says it
-            return e2m1_pair(x == x ? x : 0.0f, y == y ? y : 0.0f);
-        }
+        if constexpr (FORMAT == QUANT_MXFP4) return e2m1_pair(x, y);
     }
 };
 
-// Two numbers are derived from the global scale on the host, factors[0] and factors[1] (quantize_rules.nvfp4_factors):
-// scale = e4m3(amax * factors[0]), code = e2m1(x * (1 / (scale * factors[1]))). A block with an Inf or a NaN has scale NaN.
+// In TransformerEngine's order. With S = 1 / (global scale): scale = e4m3(amax * (S * fl(1 / 6))), code = e2m1(x * (1 /
+// (scale * (1 / S)))), and no infinities on the way. A block with an Inf or a NaN has scale NaN.
 struct Nvfp4 {
     static constexpr int BLOCK = 16;
     static constexpr int CODE_BITS = 4;
     using Scale = uint8_t;
     float encode, decode;
 
-    __device__ __forceinline__ static Nvfp4 make(const float* factors) {
-        return Nvfp4{__ldg(factors), __ldg(factors + 1)};
+    __device__ __forceinline__ static float reciprocal(float x) { return fminf(__frcp_rn(x), FLOAT32_MAX); }
+    __device__ __forceinline__ static Nvfp4 make(const float* global_scale) {
+        const float encode = reciprocal(__ldg(global_scale));
+        return Nvfp4{__fmul_rn(encode, 1.0f / 6.0f), reciprocal(encode)};
     }
     __device__ __forceinline__ uint8_t scale(float amax) const {
         if (!(amax < __int_as_float(0x7F800000))) return 0x7F;
         return static_cast<uint8_t>(cvt_e4m3x2(fminf(__fmul_rn(amax, encode), FLOAT32_MAX), 0.0f));
     }
     // A broken block has NaN here and codes 0: e2m1 has no NaN, the scale says it.
-    __device__ __forceinline__ float multiplier(uint8_t scale, float) const {
+    __device__ __forceinline__ float multiplier(uint8_t scale) const {
         if (scale == 0x7F) return quiet_nan();
-        return fminf(__frcp_rn(__fmul_rn(cvt_f32_e4m3(scale), decode)), FLOAT32_MAX);
+        return reciprocal(__fmul_rn(cvt_f32_e4m3(scale), decode));
     }
-    __device__ __forceinline__ static uint32_t codes(float x, float y) {
-        return e2m1_pair(x == x ? x : 0.0f, y == y ? y : 0.0f);
-    }
+    __device__ __forceinline__ static uint32_t codes(float x, float y) { return e2m1_pair(x, y); }
 };
 
 template <int KIND, int RULE>

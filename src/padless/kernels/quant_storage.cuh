@@ -24,8 +24,8 @@ static_assert(COLUMN_QUANT == QUANT_NONE || ColumnFormat::CODE_BITS == 8, "colum
 constexpr int PLAIN_BYTES = HAS_PLAIN ? 64 * OUT_COLUMNS * (OUT_TYPE == OUT_F32 ? 4 : 2) : 0;
 constexpr int ROW_CODE_BYTES = ROW_QUANT == QUANT_NONE ? 0 : 64 * OUT_COLUMNS * RowFormat::CODE_BITS / 8;
 constexpr int COLUMN_CODE_BYTES = COLUMN_QUANT == QUANT_NONE ? 0 : 64 * OUT_COLUMNS;
-constexpr int QUANT_UNIT_BYTES = PLAIN_BYTES + ROW_CODE_BYTES + COLUMN_CODE_BYTES;
-static_assert(QUANT_UNIT_BYTES > 0, "nothing to store");
+constexpr int STAGED_BYTES = PLAIN_BYTES + ROW_CODE_BYTES + COLUMN_CODE_BYTES;
+constexpr int QUANT_UNIT_BYTES = STAGED_BYTES == 0 ? 1024 : STAGED_BYTES;  // amax alone needs none
 
 struct QuantStorage {
     alignas(16) float column_amax[COLUMN_QUANT == QUANT_NONE ? 1 : BLOCK_M / 16][OUT_COLUMNS];  // by 16 rows

@@ -15,6 +15,9 @@ __device__ __forceinline__ int product_column(const Problem& problem, int column
     return column / 2 + 8 * (i % 8) + (i / 8) * (problem.n / 2);
 }
 
+constexpr bool BIAS_GATED_BY_PROB = BIAS_IS_GATED && HAS_BIAS && HAS_PROB;
+constexpr bool GATES_SUM = HAS_PROB && !BIAS_GATED_BY_PROB;
+
 // The values of one unit of 64 rows: float32, operation by operation as in epilogue.py.
 __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const float (&d)[BLOCK_N / 2],
                                               const Problem& problem, const QuantOutputs& outputs, int group,
@@ -25,6 +28,9 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
 #pragma unroll
         for (int h = 0; h < 2; ++h) prob[h] = 8 * h < rows_left ? __ldg(outputs.prob + row + 8 * h) : 0.0f;
     }
+    uint32_t opaque = column;  // not to keep one unit's biases in registers for the next: that spills
+    if constexpr (HAS_BIAS && WAVES == 2) pin_register(opaque);
+    column = static_cast<int>(opaque);
     float x[BLOCK_N / 2];
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 8; ++i) {
@@ -32,8 +38,8 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
         if constexpr (HAS_BIAS) {
             const int at = product_column(problem, column, i) + lane % 4 * 2;
             if (at < problem.n) {
-                const float2 pair =
-                    __ldg(reinterpret_cast<const float2*>(outputs.bias + group * outputs.bias_stride + at));
+                const float2 pair = __ldg(reinterpret_cast<const float2*>(
+                    outputs.bias + static_cast<long long>(group) * problem.n + at));
                 bias[0] = pair.x;
                 bias[1] = pair.y;
             }
@@ -45,7 +51,8 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
                 float& value = x[4 * i + 2 * h + j];
                 value = d[4 * i + 2 * h + j];
                 if constexpr (HAS_ALPHA) value = __fmul_rn(value, alpha);
-                if constexpr (HAS_BIAS) value = __fadd_rn(value, bias[j]);
+                if constexpr (HAS_BIAS)
+                    value = __fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(bias[j], prob[h]) : bias[j]);
             }
         }
     }
@@ -61,7 +68,7 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
                 const int gate = i / RUN * 2 * RUN + i % RUN;
                 value = swiglu(x[4 * gate + e], x[4 * (gate + RUN) + e]);
             }
-            v[4 * i + e] = HAS_PROB ? __fmul_rn(value, prob[e / 2]) : value;
+            v[4 * i + e] = GATES_SUM ? __fmul_rn(value, prob[e / 2]) : value;
         }
     }
     const int out_column = GLU == GLU_NONE ? column : column / 2;
@@ -74,6 +81,10 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
 #pragma unroll
         for (int i = 0; i < OUT_COLUMNS / 2; ++i)
             if (out_column + i / 4 * 8 >= outputs.n_out) v[i] = 0.0f;
+    }
+    if constexpr (HAS_BIAS && WAVES == 2) {
+#pragma unroll
+        for (int i = 0; i < OUT_COLUMNS / 2; ++i) pin_register(v[i]);
     }
 }
 
@@ -109,7 +120,7 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
                                               const QuantOutputs& outputs, const Placement& place,
                                               const Tile& tile, int out_column, int warpgroup, int warp,
                                               int lane) {
-    const RowFormat format = RowFormat::make(outputs.factors + place.group * outputs.factors_stride);
+    const RowFormat format = RowFormat::make(outputs.constant + place.group * outputs.constant_stride);
     float amax[NUM_WAVES][2][ROW_BLOCKS];
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) row_block_amax<OUT_COLUMNS, ROW_BLOCK>(v[w], amax[w]);
@@ -124,7 +135,7 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
 #pragma unroll
             for (int b = 0; b < ROW_BLOCKS; ++b) {
                 scale[b] = format.scale(amax[w][h][b]);
-                multiplier[h][b] = format.multiplier(scale[b], amax[w][h][b]);
+                multiplier[h][b] = format.multiplier(scale[b]);
             }
             const int row = unit * WGMMA_M + warp * 16 + h * 8 + lane / 4;
             if (row < tile.rows && (!SWAPS_ROW_AMAX || cluster_cta_rank() == 0))
@@ -147,7 +158,7 @@ __device__ __forceinline__ void column_barrier() {
 __device__ __forceinline__ void scale_columns(QuantStorage& quant, const QuantOutputs& outputs,
                                               const Placement& place, const Tile& tile, int out_column,
                                               int thread) {
-    const ColumnFormat format = ColumnFormat::make(outputs.factors + place.group * outputs.factors_stride);
+    const ColumnFormat format = ColumnFormat::make(outputs.constant + place.group * outputs.constant_stride);
     const int units = units_of(tile.rows);
     const int warps = units * 4;
     const int threads =
@@ -159,7 +170,7 @@ __device__ __forceinline__ void scale_columns(QuantStorage& quant, const QuantOu
         for (int w = row / 16; w < row / 16 + ColumnFormat::BLOCK / 16 && w < warps; ++w)
             amax = max_nan_abs(amax, quant.column_amax[w][column]);
         const ColumnFormat::Scale scale = format.scale(amax);
-        quant.column_multiplier[block][column] = format.multiplier(scale, amax);
+        quant.column_multiplier[block][column] = format.multiplier(scale);
         if (row < tile.rows && out_column + column < outputs.n_out)
             store_column_scale<COLUMN_SCALES, ColumnFormat::BLOCK>(outputs, place, tile.row + row,
                                                                    out_column + column, scale);
@@ -218,8 +229,8 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
         for (int i = 0; i < NUM_WAVES * OUT_COLUMNS / 2; ++i)
             highest = max_nan_abs(highest, v[i / (OUT_COLUMNS / 2)][i % (OUT_COLUMNS / 2)]);
         const uint32_t bits = __reduce_max_sync(0xffffffff, __float_as_uint(highest));
-        // a warp without rows says 0, which an empty group may not hold; this group has rows
-        if (lane == 0) red_max_float(outputs.amax + tile.group, __uint_as_float(bits));
+        const uint32_t canonical = bits > 0x7F800000 ? 0x7FC00000 : bits;  // one NaN, above everything
+        if (lane == 0) red_max_float(outputs.amax + tile.group, __uint_as_float(canonical));
     }
 
     if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory

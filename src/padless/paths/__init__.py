@@ -98,6 +98,15 @@ PATHS: tuple[Path, ...] = (
             ("grouped_gemm", "gemm"), ("MXFP8", "MXFP8_E5M2"), ("MXFP8", "MXFP8_E5M2")
         )
     ),
+    Path(
+        "grouped_gemm_quant",
+        "sm_90a",
+        "FP8_BLOCK",
+        "FP8_BLOCK",
+        "sm90_fp8_quant",
+        "sm90_fp8_grouped_gemm.cu",
+        _FP8_BLOCK,
+    ),
     *(
         Path("gemm", "sm_100a", a, b, "sm100_mxfp8_dense", "sm100_mxfp8_gemm.cu", _MX)
         for a, b in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2)

@@ -43,6 +43,13 @@ __device__ __forceinline__ float ex2_approx(float x) {
     return value;
 }
 
+// 1 / x within 1 unit in the last place.
+__device__ __forceinline__ float rcp_approx(float x) {
+    float value;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
 __device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
