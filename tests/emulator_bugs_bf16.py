@@ -1,0 +1,218 @@
+"""Planted bugs of Hopper's bf16 kernel: each an edit of its source, and what must be found when it runs.
+
+As in emulator_bugs.py: `kinds` are the reports that name the fault itself; a bug of arithmetic alone, which only the
+output can show, has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from emulator_bugs import compile_ptx, replace_nth
+from sm90_bf16_cases import Problem, error_bound, exact_result, random_problem
+
+from padless import jit
+from padless.emulator import Emulator
+from padless.emulator.fake_driver import EmulatedDriver
+from padless.formats import BlockScaledTensor
+from padless.layouts import to_blocked
+from padless.paths import BF16, sm90_bf16
+from padless.paths.sm90_bf16 import KERNEL, Bf16GemmConfig
+
+DEQUANTIZE = "dequantize.cuh"
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    kinds: tuple[str, ...]
+    edits: tuple[tuple[str, str, str], ...]
+    pair: tuple[str, str] = ("NVFP4", "NVFP4")
+    blocked: bool = False  # with NaN where no scale is
+    nth: int = 0  # which occurrence of the edited text
+    quick: bool = False
+
+
+FREE_AT_END = "arrive_warp(shared.tokens_empty[ring.stage == 0 ? TOKEN_STAGES - 1 : ring.stage - 1], lane);"
+
+BUGS: tuple[Bug, ...] = (
+    # ---- hand-over of the tokens
+    Bug(
+        "no proxy fence after the tokens are written",
+        ("missing-proxy-fence",),
+        ((KERNEL, "fence_proxy_async_shared();  // the tensor core", "// the tensor core"),),
+        quick=True,
+    ),
+    Bug(
+        "the converters do not wait until the tokens are done with",
+        ("race", "mbarrier"),
+        ((KERNEL, "mbarrier_wait(shared_address(&shared.tokens_empty[to]), ring.phase ^ 1);", ""),),
+    ),
+    Bug(
+        "the consumers do not wait for the tokens",
+        ("race", "uninitialised-shared"),
+        ((KERNEL, "mbarrier_wait(shared_address(&shared.tokens_full[from]), ring.phase);", ""),),
+        quick=True,
+    ),
+    Bug(
+        "a converter warp arrives before all of its lanes have written",
+        ("race", "missing-proxy-fence"),
+        (
+            (
+                KERNEL,
+                "arrive_warp(shared.tokens_full[to], lane);",
+                "if (lane == 0) mbarrier_arrive(shared_address(&shared.tokens_full[to]));",
+            ),
+        ),
+    ),
+    Bug(
+        "tokens of the last K block never given back",
+        ("deadlock",),
+        (
+            (
+                KERNEL,
+                FREE_AT_END,
+                "",
+            ),
+        ),
+    ),
+    # ---- the ring of codes
+    Bug(
+        "stages are refilled without the converters' consent",
+        ("race", "mbarrier"),
+        (
+            (
+                KERNEL,
+                "mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS);",
+                "mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);",
+            ),
+        ),
+    ),
+    Bug(
+        "codes given back before they are read",
+        ("race",),
+        (
+            (
+                KERNEL,
+                "section.load_scales(shared, problem, pipeline.stage, first_row, quad, kb + 1);",
+                "arrive_warp(shared.empty[pipeline.stage], lane);"
+                "section.load_scales(shared, problem, pipeline.stage, first_row, quad, kb + 1);",
+            ),
+            (
+                KERNEL,
+                "section.load_codes(shared, pipeline.stage, first_row, quad, 0);"
+                " if (OCTETS == 4) arrive_warp(shared.empty[pipeline.stage], lane); }",
+                "section.load_codes(shared, pipeline.stage, first_row, quad, 0); }",
+            ),
+        ),
+    ),
+    Bug(
+        "the next K block's barrier not waited for",
+        ("race", "uninitialised-shared"),
+        (
+            (
+                KERNEL,
+                "mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);",
+                "",
+            ),
+        ),
+        nth=1,
+    ),
+    # ---- products and the store
+    Bug("no wgmma.fence", ("missing-wgmma-fence",), ((KERNEL, "wgmma_fence();", ""),)),
+    Bug(
+        "no proxy fence before the store",
+        ("missing-proxy-fence",),
+        ((KERNEL, "fence_proxy_async_shared();\n    bar_sync", "bar_sync"),),
+    ),
+    Bug(
+        "the store is clipped at the tile and not at the group",
+        (),
+        ((KERNEL, "tile.row + tile.rows);", "tile.row + BLOCK_M);"),),
+    ),
+    # ---- values
+    Bug(
+        "two words of the tokens change places",
+        (),
+        ((KERNEL, "swizzle_128b(token, octet % 2 * 4 + w)", "swizzle_128b(token, octet % 2 * 4 + (w ^ 1))"),),
+        quick=True,
+    ),
+    Bug(
+        "nibble 0 is taken from the wrong place",
+        (),
+        ((DEQUANTIZE, "to[0] = ((w << 6) & MAGNITUDES)", "to[0] = ((w << 2) & MAGNITUDES)"),),
+        pair=(BF16, "MXFP4"),
+    ),
+    Bug(
+        "MXFP4's second factor forgotten",
+        (),
+        ((KERNEL, "if (B_FORMAT == FORMAT_MXFP4 && second)", "if (false)"),),
+        pair=(BF16, "MXFP4"),
+    ),
+    Bug(
+        "scales past the end of K count",
+        (),
+        ((DEQUANTIZE, "if (columns < 2) bytes = columns < 1 ? 0 : bytes & 0xFF;", ""),),
+        blocked=True,
+        quick=True,
+    ),
+    Bug(
+        "the scale of the first K block for all of them",
+        (),
+        ((KERNEL, "scale = ahead;", ""),),
+        pair=("FP8_BLOCK", "MXFP4"),
+    ),
+    Bug(
+        "the global scale of the first group for all of them",
+        (),
+        ((KERNEL, "problem.global_b + group * problem.global_b_stride", "problem.global_b"),),
+    ),
+)
+
+
+class Variant(EmulatedDriver):
+    """An emulated device that compiles an edited copy of the kernel's sources in place of the kernel."""
+
+    def __init__(self, bug: Bug, config: Bf16GemmConfig) -> None:
+        super().__init__()
+        self.texts = dict(jit.sources())
+        for file, old, new in bug.edits:
+            self.texts[file] = replace_nth(self.texts[file], old, new, bug.nth, file)
+        self.config = config
+
+    def load(self, kernel: Any, device: int) -> Emulator:
+        emulator = Emulator(compile_ptx(self.texts[KERNEL], self.config.prelude(), self.texts), name=KERNEL)
+        emulator.program(kernel.entry)
+        return emulator
+
+
+def problem_of(bug: Bug) -> Problem:
+    """More K blocks than the rings have stages; a tail of K."""
+    problem = random_problem(bug.pair, (5, 9), 72, 672 if bug.blocked else 800, spare_rows=4)
+    if not bug.blocked:
+        return problem
+    b = problem.b
+    rows, columns = b.scale.shape[-2:]
+    whole = torch.full((len(b.data), 128, -(-columns // 4) * 4), 0x7F, dtype=torch.uint8)
+    whole[:, :rows, :columns] = b.scale.view(torch.uint8)
+    blocked = torch.stack([to_blocked(matrix) for matrix in whole]).view(b.scale.dtype)
+    return replace(problem, b=BlockScaledTensor(b.data, blocked, b.format, b.global_scale, "blocked"))
+
+
+def run(bug: Bug, driver: EmulatedDriver, config: Bf16GemmConfig, seed: int) -> tuple[bool, list[str]]:
+    """(right, kinds of reports): right if every value is within the bound and no row outside the groups was touched."""
+    problem = problem_of(bug)
+    out = torch.full((problem.a.shape[0], problem.b.shape[1]), float("nan"))
+    with driver.configured(seed=seed, raise_on_reports=False, num_sms=1):
+        sm90_bf16.prepare(driver, problem.a, problem.b, problem.offs, out, config).launch(0)
+    assert driver.last_result is not None
+    valid = problem.valid_rows
+    close = (out[:valid].double() - exact_result(problem)).abs() <= error_bound(problem, out.dtype)
+    right = bool(close.all()) and bool(out[valid:].isnan().all())
+    return right, [report.kind for report in driver.last_result.reports]
+
+
+def config_of(bug: Bug) -> Bf16GemmConfig:
+    return Bf16GemmConfig(*bug.pair, block_m=8, num_stages=2, blocked=bug.blocked, out_dtype=torch.float32)
