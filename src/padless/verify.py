@@ -23,6 +23,7 @@ from padless.backends import backends
 from padless.verify_arithmetic import check_tensor_core
 from padless.verify_checks import CHECKS
 from padless.verify_emulator import check_against_emulator
+from padless.verify_formats import check_formats_accuracy, check_formats_against_emulator
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _SANITIZER_SECONDS = 240
@@ -55,9 +56,12 @@ def run_verify(
     jobs: dict[str, Callable[[], str]] = {
         name: CHECKS[name] for name in (CHECKS if checks is None else checks)
     }
+    if checks is None:
+        jobs["formats"] = check_formats_accuracy
     if against_emulator:
         jobs["emulator's tensor core agrees"] = check_tensor_core
         jobs["emulator agrees"] = check_against_emulator
+        jobs["emulator agrees on formats"] = check_formats_against_emulator
     tools = SANITIZER_TOOLS if sanitizer and _sanitizer() else ()
     records: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

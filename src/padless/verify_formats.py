@@ -1,0 +1,203 @@
+"""Every pair of formats that has a kernel on this GPU: right against float64, the emulator's bits, nothing written past.
+
+One place draws the random problems for both comparisons, so what was judged by float64 is also what is compared bit for
+bit. Which pairs there are comes from ``padless.paths``.
+"""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from padless.driver import cuda_driver
+from padless.fence import GuardedOutput
+from padless.formats import FORMATS, BlockScaledFormat, BlockScaledTensor
+from padless.grouped_gemm import group_offsets, grouped_gemm
+from padless.layouts import to_blocked, to_blocked_groups
+from padless.paths import BF16, PATHS, Path
+from padless.reference import grouped_gemm_reference
+from padless.verify_checks import ROW_ERROR_LIMIT, row_errors
+from padless.verify_emulator import bits
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_BY_NAME = {fmt.name: fmt for fmt in FORMATS}
+_EMULATOR = {"sm_90a": "emulator", "sm_100a": "emulator:sm_100a", "sm_103a": "emulator:sm_100a"}
+
+
+def paths_of(arch: str) -> list[Path]:
+    """The grouped paths of an architecture, without the one that ``verify_checks`` is about."""
+    arch = "sm_100a" if arch == "sm_103a" else arch
+    return [p for p in PATHS if (p.operation, p.arch) == ("grouped_gemm", arch) and p.module != "sm90_fp8"]
+
+
+def configs_of(path: Path) -> list[Any]:
+    """Kernels to try: the one that is chosen when none is named (None, where the path is the default) and all tiles."""
+    module = path.load()
+    same = [
+        p for p in PATHS if (p.operation, p.arch, p.a, p.b) == (path.operation, path.arch, path.a, path.b)
+    ]
+    configs: list[Any] = [None if same[0] == path else module.Config()]
+    if path.module == "sm90_bf16":
+        tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128)] + [(m, 256, 4) for m in (8, 16, 32)]
+        tiles += [] if path.a == "FP8_BLOCK" else [(64, 256, 2)]
+        configs += [
+            module.Config(path.a, path.b, block_m=m, block_n=n, num_warpgroups=warpgroups)
+            for m, n, warpgroups in tiles
+        ]
+    elif path.module == "sm90_mxfp8":
+        configs += [module.Config(block_m=m, block_n=n) for m in (64, 128) for n in (64, 128)]
+    return configs
+
+
+@dataclass(frozen=True)
+class FormatsProblem:
+    """A small ragged problem on the CPU; ``config`` None takes the kernel's own choice."""
+
+    a: BlockScaledTensor | torch.Tensor
+    b: BlockScaledTensor
+    offs: torch.Tensor
+    dtype: torch.dtype
+    config: Any
+
+    def on_gpu(self) -> tuple[Any, BlockScaledTensor, torch.Tensor]:
+        return _moved(self.a), _moved(self.b), self.offs.cuda()
+
+
+def _moved(t: Any) -> Any:
+    if isinstance(t, torch.Tensor):
+        return t.cuda()
+    scale = None if t.global_scale is None else t.global_scale.cuda()
+    return BlockScaledTensor(t.data.cuda(), t.scale.cuda(), t.format, scale, t.scale_layout)
+
+
+def random_formats_problem(path: Path, seed: int) -> FormatsProblem:
+    """A function of the path and the seed alone: ragged sizes, tails of M, N and K, scales in any layout.
+
+    Codes are any finite bits; scales spread over 16 powers of two (NVFP4's: any positive e4m3).
+    """
+    draw = random.Random(f"{path.module} {path.a} {path.b} {seed}")
+    generator = torch.Generator().manual_seed(draw.randrange(2**31))
+    sizes = [
+        draw.choice((0, 1, 5, 63, 64, 65, 127, 129, draw.randrange(150))) for _ in range(draw.randint(1, 4))
+    ]
+    m, n, k = sum(sizes) + draw.randrange(4), 8 * draw.randint(1, 34), 32 * draw.randint(1, 14)
+    offs = group_offsets(sizes)
+    if path.a == BF16:
+        a: BlockScaledTensor | torch.Tensor = torch.randn((m, k), generator=generator).to(torch.bfloat16)
+    else:
+        layout = draw.choice(("plain", "blocked", "blocked_groups"))
+        a = _operand(_BY_NAME[path.a], (m, k), "activation", layout, generator, len(sizes), offs)
+    layout = draw.choice(("plain", "blocked"))
+    b = _operand(_BY_NAME[path.b], (len(sizes), n, k), "weight", layout, generator, len(sizes), offs)
+    config, dtype = draw.choice(configs_of(path)), draw.choice(DTYPES)
+    return FormatsProblem(a, b, offs, dtype, config)
+
+
+def _operand(
+    fmt: BlockScaledFormat,
+    shape: tuple[int, ...],
+    kind: str,
+    layout: str,
+    generator: torch.Generator,
+    groups: int,
+    offs: torch.Tensor,
+) -> BlockScaledTensor:
+    stored = (*shape[:-1], shape[-1] // fmt.codes_per_byte)
+    byte = torch.randint(0, 256, stored, generator=generator, dtype=torch.uint8)
+    if fmt.codes_per_byte == 1:
+        finite = byte.view(fmt.data_dtype).float().isfinite()
+        byte = torch.where(finite, byte, torch.zeros_like(byte))
+        if fmt.data_dtype == torch.float8_e5m2:  # keep sums of products inside float16
+            byte &= 0xBF
+    scale_shape = fmt.scale_shape(shape, kind)
+    global_scale = None
+    if fmt.scale_dtype == torch.float32:
+        scale = torch.exp2(torch.rand(scale_shape, generator=generator) * 8 - 12)
+    elif fmt.scale_dtype == torch.float8_e8m0fnu:
+        scale = torch.randint(127 - 12, 127 + 4, scale_shape, generator=generator, dtype=torch.uint8)
+        scale = scale.view(torch.float8_e8m0fnu)
+    else:
+        scale = torch.randint(1, 0x7F, scale_shape, generator=generator, dtype=torch.uint8)
+        scale = scale.view(torch.float8_e4m3fn)
+        count = (1, groups)[int(torch.randint(0, 2, (), generator=generator))]
+        global_scale = torch.exp2(torch.rand(count, generator=generator) * 4 - 10)
+    tensor = BlockScaledTensor(byte.view(fmt.data_dtype), scale, fmt, global_scale)
+    if layout == "plain" or fmt.scale_dtype == torch.float32:
+        return tensor
+    if layout == "blocked_groups":
+        blocked = to_blocked_groups(scale, offs)
+    else:
+        blocked = to_blocked(scale)
+    return BlockScaledTensor(tensor.data, blocked, fmt, global_scale, layout)
+
+
+def emulate_formats(path: Path, seed: int) -> torch.Tensor:
+    """The bits of the valid rows, by the emulator."""
+    problem = random_formats_problem(path, seed)
+    out = grouped_gemm(
+        problem.a,
+        problem.b,
+        problem.offs,
+        out_dtype=problem.dtype,
+        backend=_EMULATOR[path.arch],
+        config=problem.config,
+    )
+    return bits(out, problem.offs)
+
+
+def _on_gpu(path: Path, seed: int) -> tuple[FormatsProblem, torch.Tensor]:
+    """A problem and its output by the GPU, fenced."""
+    problem = random_formats_problem(path, seed)
+    a, b, offs = problem.on_gpu()
+    fenced = GuardedOutput(a.shape[0], b.shape[1], problem.dtype, "cuda")
+    grouped_gemm(a, b, offs, out=fenced.out, config=problem.config)
+    torch.cuda.synchronize()
+    fenced.check(int(offs[-1]), expect_finite=False)
+    return problem, fenced.out
+
+
+def check_formats_accuracy(problems: int = 12) -> str:
+    """Raises AssertionError where a row is further from float64 than the output's rounding and FP8's sums explain."""
+    worst: dict[str, float] = {}
+    paths = paths_of(cuda_driver().arch)
+    for path in paths:
+        for seed in range(problems):
+            problem, out = _on_gpu(path, seed)
+            valid = int(problem.offs[-1])
+            expected = grouped_gemm_reference(
+                problem.a, problem.b, problem.offs, out_dtype=torch.float64, accumulate="float64"
+            )[:valid]
+            fits = expected.abs().amax(dim=1) < 0.9 * torch.finfo(problem.dtype).max
+            rows = fits & (expected.norm(dim=1) > 0)
+            if not rows.any():
+                continue
+            error = float(row_errors(out[:valid].cpu()[rows], expected[rows]).max())
+            where = f"{path.kernel}, {path.a} x {path.b}, problem {seed}"
+            assert error < ROW_ERROR_LIMIT[problem.dtype], f"{where}: a row is off by {error:.2e}"
+            name = str(problem.dtype)[6:]
+            worst[name] = max(worst.get(name, 0.0), error)
+    return f"{len(paths)} paths, worst row error " + ", ".join(f"{d} {e:.1e}" for d, e in worst.items())
+
+
+def check_formats_against_emulator(problems: int = 20, workers: int | None = None) -> str:
+    """Raises AssertionError with every path whose bits differ between the GPU and the emulator."""
+    paths = paths_of(cuda_driver().arch)
+    jobs = [(path, seed) for path in paths for seed in range(problems)]
+    elements, wrong = 0, []
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        emulated = pool.map(emulate_formats, *zip(*jobs, strict=True))
+        for (path, seed), expected in zip(jobs, emulated, strict=True):
+            problem, out = _on_gpu(path, seed)
+            computed = bits(out, problem.offs)
+            differ = int((computed != expected).sum())
+            elements += computed.numel()
+            if differ:
+                where = f"{path.kernel}, {path.a} x {path.b}, problem {seed}"
+                wrong.append(f"{where} ({problem.config}): {differ} of {computed.numel()} elements differ")
+    assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
+    return f"{len(jobs)} problems of {len(paths)} paths, {elements} elements, bit for bit the same"

@@ -1,0 +1,63 @@
+"""The problems that ``padless verify`` compares: every pair and kernel is drawn, alike everywhere, and is judged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from padless import verify_formats
+from padless.fence import GuardedOutput
+from padless.formats import BlockScaledTensor
+from padless.grouped_gemm import grouped_gemm
+from padless.paths import PATHS
+from padless.verify_formats import check_formats_accuracy, configs_of, paths_of, random_formats_problem
+
+
+def test_every_grouped_path_but_the_first_kernels_is_verified() -> None:
+    listed = {p for p in PATHS if p.operation == "grouped_gemm" and p.module != "sm90_fp8"}
+    assert {p for arch in ("sm_90a", "sm_100a") for p in paths_of(arch)} == listed
+    assert paths_of("sm_103a") == paths_of("sm_100a")
+
+
+def test_the_draws_reach_all_configurations_layouts_and_output_types() -> None:
+    path = next(p for p in paths_of("sm_90a") if (p.module, p.a, p.b) == ("sm90_bf16", "NVFP4", "NVFP4"))
+    problems = [random_formats_problem(path, seed) for seed in range(150)]
+    assert {p.config for p in problems} == set(configs_of(path))
+    assert {p.dtype for p in problems} == set(verify_formats.DTYPES)
+    a_layouts = {p.a.scale_layout for p in problems if isinstance(p.a, BlockScaledTensor)}
+    assert a_layouts == {"plain", "blocked", "blocked_groups"}
+    assert {p.b.scale_layout for p in problems} == {"plain", "blocked"}
+    assert any(int(p.offs[-1]) < p.a.shape[0] for p in problems), "rows past the last group"
+    again = random_formats_problem(path, 7)
+    assert torch.equal(again.b.data.view(torch.uint8), problems[7].b.data.view(torch.uint8))
+
+
+def test_the_check_sees_one_wrong_row_and_one_write_past_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole check on the CPU, the reference in the GPU's place: right, then with two planted mistakes."""
+    path = next(p for p in paths_of("sm_90a") if (p.module, p.a, p.b) == ("sm90_bf16", "MXFP4", "MXFP4"))
+    monkeypatch.setattr(verify_formats, "paths_of", lambda arch: [path])
+    monkeypatch.setattr(verify_formats, "cuda_driver", lambda: type("D", (), {"arch": "sm_90a"}))
+
+    def on_cpu(mistake: str | None) -> None:
+        def run(path_: object, seed: int) -> tuple[object, torch.Tensor]:
+            problem = random_formats_problem(path, seed)
+            fenced = GuardedOutput(problem.a.shape[0], problem.b.shape[1], problem.dtype)
+            grouped_gemm(problem.a, problem.b, problem.offs, out=fenced.out, backend="reference")
+            valid = int(problem.offs[-1])
+            if mistake == "row" and valid > 0:
+                fenced.out[valid // 2] = 0
+            if mistake == "past" and valid < fenced.out.shape[0]:
+                fenced.out[valid] = 0
+            fenced.check(valid, expect_finite=False)
+            return problem, fenced.out
+
+        monkeypatch.setattr(verify_formats, "_on_gpu", run)
+
+    on_cpu(None)
+    assert check_formats_accuracy(4).startswith("1 paths, worst row error")
+    on_cpu("row")
+    with pytest.raises(AssertionError, match=r"MXFP4 x MXFP4, problem .*: a row is off by"):
+        check_formats_accuracy(4)
+    on_cpu("past")
+    with pytest.raises(AssertionError, match=r"past the .* valid ones were written"):
+        check_formats_accuracy(4)
