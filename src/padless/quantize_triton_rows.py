@@ -180,6 +180,7 @@ def _row_blocks(
     row64 = row.to(tl.int64)
     BLOCKS: tl.constexpr = BLOCK_K // BLOCK
     HALF: tl.constexpr = BLOCK_K // 2
+    BY_PAIRS: tl.constexpr = HARDWARE_CAST and WORDS != "none"  # two 16-bit values at once
 
     if ELEMENT == "e2m1":
         pair = chunk * HALF + tl.arange(0, HALF)
@@ -190,8 +191,11 @@ def _row_blocks(
         else:
             words = tl.load(x_ptr + row64[:, None] * x_stride + pair[None, :], mask=pairs_inside, other=0)
             low, high = casts.unpack_words(words, WORDS)
-        bits = tl.maximum(casts.magnitude_bits(low), casts.magnitude_bits(high))
-        amax_bits = tl.max(tl.reshape(bits, (BLOCK_M, BLOCKS, BLOCK // 2)), axis=2)
+        if BY_PAIRS:
+            amax_bits = casts.amax_bits_of_words(tl.reshape(words, (BLOCK_M, BLOCKS, BLOCK // 2)), WORDS)
+        else:
+            bits = tl.maximum(casts.magnitude_bits(low), casts.magnitude_bits(high))
+            amax_bits = tl.max(tl.reshape(bits, (BLOCK_M, BLOCKS, BLOCK // 2)), axis=2)
     else:
         x = tl.load(x_ptr + row64[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
         x = tl.reshape(casts.to_float32(x), (BLOCK_M, BLOCKS, BLOCK))
@@ -215,7 +219,11 @@ def _row_blocks(
     if ELEMENT == "e2m1":
         multiplier = tl.broadcast_to(multiplier[:, :, None], (BLOCK_M, BLOCKS, BLOCK // 2))
         multiplier = tl.reshape(multiplier, (BLOCK_M, HALF))
-        codes = casts.to_e2m1_pairs(low * multiplier, high * multiplier, HARDWARE_CAST)
+        if BY_PAIRS and WORDS == "bf16" and (RULE == "floor" or RULE == "rceil"):
+            codes = casts.words_to_e2m1(words, multiplier)
+        else:
+            half = multiplier * 0.5  # a product with it is half of the other, or both are too small to count
+            codes = casts.halves_to_e2m1(low * half, high * half, HARDWARE_CAST)
         tl.store(codes_ptr + row64[:, None] * (K // 2) + pair[None, :], codes, mask=pairs_inside)
     else:
         y = tl.reshape(x * multiplier[:, :, None], (BLOCK_M, BLOCK_K))

@@ -20,14 +20,13 @@ FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 def _e2m1_asm() -> str:
-    """PTX that packs four low ($1..$4) and four high ($5..$8) float32 into $0; see to_e2m1_pairs."""
+    """PTX that packs four low ($1..$4) and four high ($5..$8) halved float32 into $0; see halves_to_e2m1."""
     # Horner's rule from the last nibble: high 3, low 3, high 2, ..., low 0.
     operands = [f"${1 + i + 4 * half}" for i in (3, 2, 1, 0) for half in (1, 0)]
     lines = [".reg .f32 h, u, t;", ".reg .b32 c, y, codes, signs;", "mov.b32 codes, 0;", "mov.b32 signs, 0;"]
     for operand in operands:
         lines += [
             f"abs.f32 h, {operand};",
-            "mul.rn.f32 h, h, 0f3F000000;",  # 0.5
             "add.rn.sat.f32 u, h, 0f00000000;",
             "fma.rn.f32 t, u, 0f40800000, 0f4B000000;",  # 4 u + 2^23
             "add.rn.sat.f32 u, h, 0fBF800000;",  # - 1
@@ -44,6 +43,43 @@ def _e2m1_asm() -> str:
 
 
 _E2M1_ASM = tl.constexpr(_e2m1_asm())
+
+
+def _e2m1_words_asm() -> str:
+    """PTX that multiplies the bf16 pairs $1..$4 by the pairs $5..$8 and packs their codes into $0."""
+    # bf16 pairs are no immediate operands.
+    numbers = {"zero": 0, "minus_zero": 0x8000, "minus_half": 0xBF00, "one": 0x3F80, "two": 0x4000, "six": 0x40C0,
+               "minus_2": 0xC000, "minus_4": 0xC080, "magic": 0x4300}  # fmt: skip
+    lines = [f".reg .b32 y, a, r, q, t, c<4>, {', '.join(numbers)};"]
+    lines += [f"mov.b32 {name}, {bits * 0x10001:#010x};" for name, bits in numbers.items()]
+    for i in range(4):
+        lines += [
+            f"fma.rn.bf16x2 y, ${1 + i}, ${5 + i}, minus_zero;",  # + -0, which keeps the zeros' signs
+            "and.b32 a, y, 0x7FFF7FFF;",
+            "max.bf16x2 a, a, zero;",  # NaN to 0
+            "min.bf16x2 a, a, six;",
+            "min.bf16x2 t, a, two;",
+            "fma.rn.bf16x2 t, t, two, magic;",  # 2 t + 128
+            "fma.rn.relu.bf16x2 r, a, one, minus_2;",
+            "fma.rn.relu.bf16x2 q, a, one, minus_4;",
+            "fma.rn.bf16x2 r, q, minus_half, r;",
+            "fma.rn.bf16x2 t, r, one, t;",
+            "shr.u32 y, y, 12;",
+            f"lop3.b32 c{i}, y, t, 0x00080008, 0xE4;",  # the sign from y, the rest from t
+        ]
+    lines += [
+        "prmt.b32 c0, c0, c1, 0x6420;",
+        "prmt.b32 c2, c2, c3, 0x6420;",
+        "shr.u32 c1, c0, 4;",
+        "or.b32 c0, c0, c1;",
+        "shr.u32 c3, c2, 4;",
+        "or.b32 c2, c2, c3;",
+        "prmt.b32 $0, c0, c2, 0x6420;",
+    ]
+    return "{" + "\n".join(lines) + "}"
+
+
+_E2M1_WORDS_ASM = tl.constexpr(_e2m1_words_asm())
 
 
 @lru_cache(maxsize=64)
@@ -138,12 +174,12 @@ def e4m3_to_float32(code):
 
 
 @triton.jit
-def to_e2m1_pairs(low, high, HARDWARE_CAST: tl.constexpr):
-    """Bytes of two e2m1 codes, `low` in bits 3:0: nearest even, magnitudes above 5 to 6, NaN to 0.
+def halves_to_e2m1(low, high, HARDWARE_CAST: tl.constexpr):
+    """Bytes of the e2m1 codes of 2 low and 2 high, `low`'s in bits 3:0: nearest even, above 5 to 6, NaN to 0.
 
-    There is no conversion instruction before Blackwell, so this one is counted in cycles: with h = |y| / 2,
-    the code is 4 sat(h) + 2 sat(h - 1) + sat(h - 2), each term rounded to an integer where it is added, sat
-    clamping to [0, 1] (and NaN to 0). That is seven operations on the multiply-add pipe, which is otherwise
+    There is no conversion instruction before Blackwell, so this one is counted in cycles: with h = |y| / 2, which is
+    given, the code is 4 sat(h) + 2 sat(h - 1) + sat(h - 2), each term rounded to an integer where it is added, sat
+    clamping to [0, 1] (and NaN to 0). That is six operations on the multiply-add pipe, which is otherwise
     idle here. Rounding to even codes is right because a term only counts once those before it are full, at 4
     and at 6. The sums start from 2^23, so their last bits are the code, and eight of them are put together by
     integer multiply-adds; the eight 0x4B000000 that come along add up to 0xFB000000.
@@ -157,7 +193,55 @@ def to_e2m1_pairs(low, high, HARDWARE_CAST: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    return _e2m1_code(low) | (_e2m1_code(high) << 4)
+    return _e2m1_code(low * 2.0) | (_e2m1_code(high * 2.0) << 4)
+
+
+@triton.jit
+def words_to_e2m1(words, multiplier):
+    """Bytes of the e2m1 codes of two bf16 in each int32 times a power of two; rounding as in halves_to_e2m1.
+
+    multiplier: float32, of the words' shape. The products are exact in bf16, or too small to count, so all is done
+    for two values at once: with y = min(|product|, 6) the code is 2 min(y, 2) rounded to an integer, plus
+    relu(y - 2) - relu(y - 4) / 2 (all exact) where it is added. The sums start from 128, whose bf16 steps are 1.
+    """
+    half = (multiplier.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    return tl.inline_asm_elementwise(
+        asm=_E2M1_WORDS_ASM,
+        constraints="=r,r,r,r,r,r,r,r,r",
+        args=[words, half | (half << 16)],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _larger_bf16_pairs(a, b):
+    return tl.inline_asm_elementwise(
+        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _larger_fp16_pairs(a, b):
+    return tl.inline_asm_elementwise(
+        "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def amax_bits_of_words(words, DTYPE: tl.constexpr):
+    """float32 bits of the largest magnitude along the last of three axes, two "bf16" or "fp16" values to an int32.
+
+    NaN if there is one. Two values are compared at once: compute capability 8.0.
+    """
+    magnitudes = words & 0x7FFF7FFF
+    if DTYPE == "bf16":
+        pair = tl.reduce(magnitudes, 2, _larger_bf16_pairs)
+    else:
+        pair = tl.reduce(magnitudes, 2, _larger_fp16_pairs)
+    low, high = unpack_words(pair, DTYPE)
+    return tl.maximum(low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True))
 
 
 @triton.jit
