@@ -154,6 +154,29 @@ def test_a_new_output_is_made_when_none_is_given(device: Device) -> None:
         padless.grouped_gemm(a, b, offs, out_dtype=torch.float64)
 
 
+def test_a_call_allocates_one_output_and_packs_for_that_one(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocator that hands out two addresses in turns must not have every call packed anew."""
+    a, b, offs = operands()
+    places = [empty_out(), empty_out()]
+    asked: list[torch.Size] = []
+
+    def in_turns(shape: Any, **options: Any) -> torch.Tensor:
+        asked.append(shape)
+        return places[len(asked) % 2]
+
+    monkeypatch.setattr(torch, "empty", in_turns)
+    for _ in range(9):
+        padless.grouped_gemm(a, b, offs)
+    assert len(asked) == 9
+    assert device.prepared == 2
+    assert [launch[0][3].address for launch in device.launches[:2]] == [
+        places[1].data_ptr(),
+        places[0].data_ptr(),
+    ]
+
+
 # Each changes one thing that a launch depends on, in place: the objects and, where it says so, the addresses stay.
 def _resize(t: torch.Tensor, shape: tuple[int, ...]) -> None:
     before = t.data_ptr()

@@ -76,9 +76,9 @@ def grouped_gemm(
         check_operands("grouped_gemm", a, b, offs)
         check_offs_values(offs, data_of(a).shape[0])
     if backend is None or backend == "cuda":
-        again = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out_dtype, config)
-        if again is not None:
-            return again
+        out, launched = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out_dtype, config)
+        if launched:
+            return out
     return _run("grouped_gemm", a, b, offs, out, out_dtype, backend, config)
 
 
@@ -93,9 +93,9 @@ def gemm(
 ) -> torch.Tensor:
     """The dense product a @ b.T: a (M, K), b (N, K), out (M, N). Otherwise as grouped_gemm with one group."""
     if backend is None or backend == "cuda":
-        again = launch_cache.launch_again("gemm", a, b, None, out, out_dtype, config)
-        if again is not None:
-            return again
+        out, launched = launch_cache.launch_again("gemm", a, b, None, out, out_dtype, config)
+        if launched:
+            return out
     if not isinstance(b, BlockScaledTensor) or b.data.dim() != 2:
         raise ValueError(f"b must be a BlockScaledTensor of rank 2, (N, K), got {describe(b)}")
     if not b.is_weight:

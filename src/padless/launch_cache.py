@@ -84,22 +84,26 @@ def _tensor_facts(t: Any) -> _Facts:
 
 def launch_again(
     operation: str, a: Any, b: Any, offs: Any, out: Any, out_dtype: torch.dtype, config: object
-) -> torch.Tensor | None:
-    """Launches a call like one that was remembered and returns its output; None if there was none like it."""
+) -> tuple[Any, bool]:
+    """Launches a call like one that was remembered: (output, whether it was launched).
+
+    Where it was not, the output is ``out``, or a new one for operands that are known: to be packed for, since another
+    allocation would have another address every time.
+    """
     found = _facts_of(operation, a, b, offs)
     if found is None or (known := _KNOWN.get(found[0])) is None or known.facts != found[1]:
-        return None
+        return out, False
     if out is None:
         if out_dtype not in OUT_DTYPES:
-            return None
+            return None, False
         out = torch.empty(known.shape, dtype=out_dtype, device=known.device)
     elif not isinstance(out, torch.Tensor) or out.shape != known.shape or not out.is_cuda:
-        return None
+        return out, False
     launch = known.launches.get((out.data_ptr(), out.dtype, out.stride(), config))
     if launch is None:
-        return None
+        return out, False
     launch(current_stream(known.index))
-    return out
+    return out, True
 
 
 def were_checked(operation: str, a: Any, b: Any, offs: Any) -> bool:
