@@ -45,6 +45,8 @@ QUICK = list(
                 for pair in PAIRS
                 if pair[0] == "FP8_BLOCK"
             ),
+            select_config("MXFP8", "MXFP8", 128, 1, blocked=True),
+            select_config("NVFP4", "NVFP4", 128, 1, blocked=True),
             select_config("MXFP8", "MXFP8", 64, 1, out_dtype=torch.float32),
             select_config("MXFP8", "MXFP8_E5M2", 8, 1, blocked=True),
             select_config("BF16", "MXFP4", 1, 1, out_dtype=torch.float32, blocked=True),

@@ -335,6 +335,8 @@ struct WeightSection {
                                                 int stage, int first_row, int quad, int kb) {
         constexpr int OF_LANE = scales_of_128(B_FORMAT) / 4;
         const uint32_t sfb = shared_address(shared.sfb[stage]);
+        static_assert(UNITS <= 2, "the units of a warpgroup lie in 128 rows");
+        const uint32_t first = sfb_address(sfb, first_row, quad, kb);
         scale_bytes = 0;
         second = false;
         const int left =
@@ -343,8 +345,9 @@ struct WeightSection {
         for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const uint32_t bytes =
-                    scales[u][h].load(sfb_address(sfb, first_row + u * WGMMA_M + h * 8, quad, kb), left);
+                // 8 rows on are another of the 32 rows of a 32x4x4 tile, 64 rows on another of its four columns of 32.
+                const int at = SFB_IS_BLOCKED ? h * 128 + u * 8 : (u * WGMMA_M + h * 8) * SCALE_ROW_BYTES;
+                const uint32_t bytes = scales[u][h].load(first + at, left);
                 if constexpr (B_FORMAT == FORMAT_MXFP4) {
                     scale_bytes |= bytes << (16 * u + 8 * h);
                     second = second || bytes > 128;
