@@ -8,7 +8,6 @@ the bug is one of arithmetic alone, which only the output can show (`kinds` empt
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +19,9 @@ from padless.config import GemmConfig
 from padless.emulator import Emulator
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.formats import FP8_BLOCK
+from padless.paths import sm90_fp8
 from padless.quantize import quantize
 from padless.reference import grouped_gemm_reference
-
-grouped_gemm_module = importlib.import_module("padless.grouped_gemm")
 
 MAIN = "sm90_fp8_grouped_gemm.cu"
 EPILOGUE = "epilogue.cuh"
@@ -444,8 +442,7 @@ def run_case(driver: EmulatedDriver, case: Case, config: GemmConfig) -> tuple[bo
     """(right, launch result): right if every value is close to the exact answer and no guard row was touched."""
     whole = torch.full((case.rows + 2 * GUARD, case.reference.shape[1]), float("nan"), dtype=config.out_dtype)
     out = whole[GUARD : GUARD + case.rows]
-    launch = grouped_gemm_module._prepare(driver, case.a, case.b, case.offs, out, config)
-    launch(0)
+    sm90_fp8.prepare(driver, case.a, case.b, case.offs, out, config).launch(0)
     guards = torch.cat([whole[:GUARD], whole[GUARD + case.rows :]])
     close = (out.double() - case.reference).abs() <= 0.01 * case.magnitude
     return bool(close.all()) and bool(guards.isnan().all()), driver.last_result
