@@ -439,10 +439,10 @@ STORE, FRAGMENT, RULES = "sm90_quant_store.cuh", "wgmma_fragment.cuh", "quant_ru
 GLU_BOTH = Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK, d_dtype=torch.float32)
 # What is wrong: file, text, what takes its place, and the epilogue that has to show it.
 BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
-    "rows of the next group in the maxima": (STORE, "rows_left <= 8", "rows_left <= -1000", BOTH),
+    "rows of the next group in the maxima": (STORE, "MASKS_ROWS && rows_left <= 8", "false", BOTH),
     "columns past the last in the maxima": (
         STORE,
-        "out_column + OUT_COLUMNS > outputs.n_out",
+        "MASKS_COLUMNS && out_column + OUT_COLUMNS > outputs.n_out",
         "false",
         GLU_BOTH,
     ),

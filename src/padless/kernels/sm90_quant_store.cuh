@@ -6,8 +6,8 @@
 //                                                 +-> row scales, row codes
 //                                                 +-> column scales, column codes
 //
-// Rows and columns that do not exist become zeros before any maximum is taken: a tile's last rows are computed from
-// the next group's.
+// Rows and columns that do not exist become zeros before a maximum is taken over them: a tile's last rows are computed
+// from the next group's.
 
 // What the thread's registers d[4 i + ..] hold: column 8 i of the tile is column product_column(..) of A B^T.
 __device__ __forceinline__ int product_column(const Problem& problem, int column, int i) {
@@ -16,6 +16,9 @@ __device__ __forceinline__ int product_column(const Problem& problem, int column
 }
 
 constexpr bool BIAS_GATED_BY_PROB = BIAS_IS_GATED && HAS_BIAS && HAS_PROB;
+// Outputs into whose maxima a row, or a column, that does not exist could get.
+constexpr bool MASKS_ROWS = HAS_AMAX || COLUMN_QUANT != QUANT_NONE;
+constexpr bool MASKS_COLUMNS = HAS_AMAX || ROW_QUANT != QUANT_NONE;
 constexpr bool GATES_SUM = HAS_PROB && !BIAS_GATED_BY_PROB;
 
 // The values of one unit of 64 rows: float32, operation by operation as in epilogue.py.
@@ -72,15 +75,20 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
         }
     }
     const int out_column = GLU == GLU_NONE ? column : column / 2;
-    if (rows_left <= 8) {
+    // Pinned inside, so that tiles without an edge branch over the selections instead of making them all.
+    if (MASKS_ROWS && rows_left <= 8) {
 #pragma unroll
-        for (int i = 0; i < OUT_COLUMNS / 2; ++i)
+        for (int i = 0; i < OUT_COLUMNS / 2; ++i) {
             if (rows_left <= i / 2 % 2 * 8) v[i] = 0.0f;
+            pin_register(v[i]);
+        }
     }
-    if (out_column + OUT_COLUMNS > outputs.n_out) {
+    if (MASKS_COLUMNS && out_column + OUT_COLUMNS > outputs.n_out) {
 #pragma unroll
-        for (int i = 0; i < OUT_COLUMNS / 2; ++i)
+        for (int i = 0; i < OUT_COLUMNS / 2; ++i) {
             if (out_column + i / 4 * 8 >= outputs.n_out) v[i] = 0.0f;
+            pin_register(v[i]);
+        }
     }
     if constexpr (HAS_BIAS && WAVES == 2) {
 #pragma unroll
@@ -114,16 +122,20 @@ __device__ __forceinline__ void swap_row_amax(QuantStorage& quant, float (&amax)
     __syncwarp();
 }
 
-// Row scales and row codes of all the warp's rows.
+// Row scales and row codes of all the warp's rows. Returns the largest magnitude among the thread's own blocks.
 template <int NUM_WAVES>
-__device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMNS / 2], SharedStorage& shared,
-                                              const QuantOutputs& outputs, const Placement& place,
-                                              const Tile& tile, int out_column, int warpgroup, int warp,
-                                              int lane) {
+__device__ __forceinline__ float quantize_rows(const float (&v)[WAVES][OUT_COLUMNS / 2],
+                                               SharedStorage& shared, const QuantOutputs& outputs,
+                                               const Placement& place, const Tile& tile, int out_column,
+                                               int warpgroup, int warp, int lane) {
     const RowFormat format = RowFormat::make(outputs.constant + place.group * outputs.constant_stride);
     float amax[NUM_WAVES][2][ROW_BLOCKS];
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) row_block_amax<OUT_COLUMNS, ROW_BLOCK>(v[w], amax[w]);
+    float highest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < NUM_WAVES * 2 * ROW_BLOCKS; ++i)
+        highest = max_nan_abs(highest, amax[i / (2 * ROW_BLOCKS)][i / ROW_BLOCKS % 2][i % ROW_BLOCKS]);
     if constexpr (SWAPS_ROW_AMAX) swap_row_amax<NUM_WAVES>(shared.quant, amax, warpgroup * 4 + warp, lane);
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
@@ -147,6 +159,7 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
             v[w], shared_address(shared.d[unit] + PLAIN_BYTES), warp, lane,
             [&](int h, int i, int) { return multiplier[h][i * 8 / ROW_BLOCK]; });
     }
+    return highest;
 }
 
 // Every consumer warp takes part in these two, with rows or without.
@@ -223,16 +236,6 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
         column_barrier();
         scale_columns(shared.quant, outputs, place, tile, out_column, warpgroup * 128 + warp * 32 + lane);
     }
-    if constexpr (HAS_AMAX) {
-        float highest = 0.0f;
-#pragma unroll
-        for (int i = 0; i < NUM_WAVES * OUT_COLUMNS / 2; ++i)
-            highest = max_nan_abs(highest, v[i / (OUT_COLUMNS / 2)][i % (OUT_COLUMNS / 2)]);
-        const uint32_t bits = __reduce_max_sync(0xffffffff, __float_as_uint(highest));
-        const uint32_t canonical = bits > 0x7F800000 ? 0x7FC00000 : bits;  // one NaN, above everything
-        if (lane == 0) red_max_float(outputs.amax + tile.group, __uint_as_float(canonical));
-    }
-
     if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
     bar_sync(1 + warpgroup, 128);
 #pragma unroll
@@ -241,8 +244,20 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
             stage_tile<OUT_COLUMNS, OUT_TYPE>(
                 v[w], shared_address(shared.d[w * NUM_MMA_WARPGROUPS + warpgroup]), warp, lane);
     }
-    if constexpr (ROW_QUANT != QUANT_NONE)
-        quantize_rows<NUM_WAVES>(v, shared, outputs, place, tile, out_column, warpgroup, warp, lane);
+    float highest = 0.0f;
+    if constexpr (ROW_QUANT != QUANT_NONE) {
+        highest =
+            quantize_rows<NUM_WAVES>(v, shared, outputs, place, tile, out_column, warpgroup, warp, lane);
+    } else if constexpr (HAS_AMAX) {
+#pragma unroll
+        for (int i = 0; i < NUM_WAVES * OUT_COLUMNS / 2; ++i)
+            highest = max_nan_abs(highest, v[i / (OUT_COLUMNS / 2)][i % (OUT_COLUMNS / 2)]);
+    }
+    if constexpr (HAS_AMAX) {
+        const uint32_t bits = __reduce_max_sync(0xffffffff, __float_as_uint(highest));
+        const uint32_t canonical = bits > 0x7F800000 ? 0x7FC00000 : bits;  // one NaN, above everything
+        if (lane == 0) red_max_float(outputs.amax + tile.group, __uint_as_float(canonical));
+    }
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
         column_barrier();
 #pragma unroll
