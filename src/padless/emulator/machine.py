@@ -14,11 +14,12 @@ import numpy as np
 from .ast import Instruction
 from .asynchronous import AsyncOperation
 from .checks import Collector, set_bits
+from .control_flow import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block
 from .errors import KernelFault, LaunchError
 from .exit_checks import check_exit
 from .instructions import barriers
 from .memory import DeviceMemory, shared_cells
-from .program import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block, Program
+from .program import Program
 from .warp import Cluster, Cta, Fragment, Token, Warp
 
 Array = np.ndarray[Any, Any]
