@@ -37,23 +37,36 @@ __device__ __forceinline__ float reciprocal_of_ordinary(float x) {
     return __fmaf_rn(r, -__fmaf_rn(r, x, -1.0f), r);
 }
 
-// (gate * s) * up with s = 1 / (1 + exp(-gate)), each operation rounded once, exp within 2^-21 of its value.
+// 1 + exp(-gate), rounded once after an exp within 2^-21 of its value; gate of -88.7 or more.
 //
 // exp(-gate) = 2^j 2^f with j = floor(-gate log2(e)) and f in [0, 1], to which the low part of log2(e) is added: the
 // function unit's power alone would inherit the rounding of its argument, 2^-17 for gate = -80. 1.5 * 2^23 + j has j in
 // its low bits. Adding 1 to p 2^j rounds once, as the power of two is exact.
-__device__ __forceinline__ float swiglu(float gate, float up) {
+__device__ __forceinline__ float one_plus_exp_minus(float gate) {
     constexpr float LOG2E = 1.44269502f, LOG2E_LOW = 1.92596299e-8f, SHIFT = 12582912.0f;
-    const float x = fminf(gate, 87.0f);  // above, 1 + exp(-gate) is 1
+    const float x = fminf(gate, 87.0f);  // above, the sum is 1
     const float shifted = __fmaf_rd(x, -LOG2E, SHIFT);
     const float j = __fadd_rn(shifted, -SHIFT);
     const float f = __fmaf_rn(x, -LOG2E_LOW, __fmaf_rn(x, -LOG2E, -j));
     const float two_to_j = __int_as_float((__float_as_int(shifted) << 23) + 0x3F800000);
-    const float sum = __fmaf_rn(ex2_approx(f), two_to_j, 1.0f);
-    float s = reciprocal_of_ordinary(sum);
-    if (gate < -86.0f)
-        s = gate < -88.722835f ? 0.0f : __frcp_rn(sum);  // 88.722839 is the first whose exp is Inf
-    return __fmul_rn(__fmul_rn(gate, s), up);
+    return __fmaf_rn(ex2_approx(f), two_to_j, 1.0f);
+}
+
+// gate = (gate * s) * up with s = 1 / (1 + exp(-gate)), each operation rounded once, of four pairs.
+__device__ __forceinline__ void swiglu(float (&gate)[4], const float (&up)[4]) {
+    float s[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[e] = reciprocal_of_ordinary(one_plus_exp_minus(gate[e]));
+    if (fminf(fminf(gate[0], gate[1]), fminf(gate[2], gate[3])) <
+        -86.0f) {  // one branch for four: it is rare
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {  // from -88.722839 down exp is Inf
+            if (gate[e] < -86.0f)
+                s[e] = gate[e] < -88.722835f ? 0.0f : __frcp_rn(one_plus_exp_minus(gate[e]));
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) gate[e] = __fmul_rn(__fmul_rn(gate[e], s[e]), up[e]);
 }
 
 // float32 to the e2m1 code of its magnitude, nearest even, above 5 to 6. x may not be NaN.

@@ -61,18 +61,23 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
     }
 #pragma unroll
     for (int i = 0; i < OUT_COLUMNS / 8; ++i) {
+        float value[4];
+        if constexpr (GLU == GLU_NONE) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            float value;
-            if constexpr (GLU == GLU_NONE) {
-                value = x[4 * i + e];
-            } else {
-                constexpr int RUN = GLU == GLU_INTERLEAVED ? 4 : 8;  // of gate, then of up, in columns / 8
-                const int gate = i / RUN * 2 * RUN + i % RUN;
-                value = swiglu(x[4 * gate + e], x[4 * (gate + RUN) + e]);
+            for (int e = 0; e < 4; ++e) value[e] = x[4 * i + e];
+        } else {
+            constexpr int RUN = GLU == GLU_INTERLEAVED ? 4 : 8;  // of gate, then of up, in columns / 8
+            const int gate = i / RUN * 2 * RUN + i % RUN;
+            float up[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                value[e] = x[4 * gate + e];
+                up[e] = x[4 * (gate + RUN) + e];
             }
-            v[4 * i + e] = GATES_SUM ? __fmul_rn(value, prob[e / 2]) : value;
+            swiglu(value, up);
         }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) v[4 * i + e] = GATES_SUM ? __fmul_rn(value[e], prob[e / 2]) : value[e];
     }
     const int out_column = GLU == GLU_NONE ? column : column / 2;
     // Pinned inside, so that tiles without an edge branch over the selections instead of making them all.
