@@ -52,11 +52,14 @@ class Bug:
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
 WAIT_FULL_FIRST = (
-    "mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);\n    for (int chunk"
+    "if (WAIT_AHEAD) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);\n    for (int chunk"
 )
 WAIT_FULL_NEXT = (
-    "if (kb + 1 < k_blocks) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);"
+    "if (WAIT_AHEAD && kb + 1 < k_blocks) "
+    "mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);"
 )
+WAIT_FULL_NOW = "if (!WAIT_AHEAD) mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);"
+TWO_UNITS = dataclasses.replace(BASE, block_m=256)
 RELEASE = "if (w == NUM_WAVES - 1) release_stage(shared, stage, lane);"
 CLUSTER_SYNC = "barrier_cluster_arrive();\n        barrier_cluster_wait();"
 
@@ -91,6 +94,20 @@ BUGS: tuple[Bug, ...] = (
     Bug("products not committed", ("register-in-flight", "deadlock"), ((MAIN, "wgmma_commit_group();", ""),)),
     Bug("first full barrier not waited for", ("race",), ((MAIN, WAIT_FULL_FIRST, "for (int chunk"),)),
     Bug("later full barriers not waited for", ("race",), ((MAIN, WAIT_FULL_NEXT, ""),)),
+    Bug(
+        "full barrier not waited for by a warpgroup of two units",
+        ("race",),
+        ((MAIN, WAIT_FULL_NOW, ""),),
+        config=TWO_UNITS,
+        sizes=(300, 3),
+    ),
+    Bug(
+        "parity flipped for a warpgroup of two units",
+        ("race", "deadlock"),
+        ((MAIN, WAIT_FULL_NOW, WAIT_FULL_NOW.replace("pipeline.phase)", "pipeline.phase ^ 1)")),),
+        config=TWO_UNITS,
+        sizes=(300, 3),
+    ),
     Bug("empty barrier not waited for", ("race", "mbarrier"), ((MAIN, WAIT_EMPTY, ""),)),
     Bug(
         "store's shared memory reused before it was read",

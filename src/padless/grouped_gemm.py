@@ -134,7 +134,8 @@ def _run(
     driver = _driver(backend, result)
     if result.numel() == 0 or weights.data.shape[0] == 0:
         return result
-    path = find_path(operation, driver.arch, format_name(a), b.format.name, config)
+    rows_per_group = a.shape[0] / b.shape[0]
+    path = find_path(operation, driver.arch, format_name(a), b.format.name, config, rows_per_group)
     prepared = path.load().prepare(driver, a, weights, offs, result, config)
     if not prepared.copies:  # a copy has a new address every time, so there is nothing to remember
         launch_cache.remember_launch(operation, a, b, offs, result, config, prepared.launch)

