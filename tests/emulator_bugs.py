@@ -51,7 +51,10 @@ class Bug:
 
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
-WAIT_FULL_FIRST = "if (WAIT_AHEAD) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);\n    for (int chunk"
+WAIT_FULL_FIRST = (
+    "if (WAIT_AHEAD) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);\n"
+    "    for (int chunk"
+)
 WAIT_FULL_NEXT = (
     "if (WAIT_AHEAD && kb + 1 < k_blocks) "
     "mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);"
