@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from padless.grouped_gemm import gemm, group_offsets, grouped_gemm
     from padless.grouped_gemm_list import grouped_gemm_list
     from padless.grouped_gemm_quant import grouped_gemm_quant, grouped_gemm_swiglu_quant
+    from padless.paths.sm90_bf16 import Bf16GemmConfig
+    from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
     from padless.paths.sm100_mxfp8_dense import Mxfp8GemmConfig
     from padless.quant_class import GroupedGemmQuant
     from padless.quant_outputs import QuantOutputs
@@ -36,12 +38,14 @@ __all__ = [
     "MXFP8",
     "MXFP8_E5M2",
     "NVFP4",
+    "Bf16GemmConfig",
     "BlockScaledFormat",
     "BlockScaledTensor",
     "GemmConfig",
     "GroupedGemmQuant",
     "Mxfp8GemmConfig",
     "QuantOutputs",
+    "Sm90Mxfp8Config",
     "Sm100GroupedConfig",
     "backends",
     "dequantize",
@@ -61,12 +65,14 @@ _HOMES = {
     "MXFP8": "formats",
     "MXFP8_E5M2": "formats",
     "NVFP4": "formats",
+    "Bf16GemmConfig": "paths.sm90_bf16",
     "BlockScaledFormat": "formats",
     "BlockScaledTensor": "formats",
     "GemmConfig": "config",
     "GroupedGemmQuant": "quant_class",
     "Mxfp8GemmConfig": "paths.sm100_mxfp8_dense",
     "QuantOutputs": "quant_outputs",
+    "Sm90Mxfp8Config": "paths.sm90_mxfp8",
     "Sm100GroupedConfig": "config_sm100_grouped",
     "backends": "backends",
     "dequantize": "quantize",

@@ -50,24 +50,29 @@ def grouped_gemm(
     """Multiplies every group's rows by that group's weights: out[rows of g] = a[rows of g] @ b[g].T.
 
     Args:
-        a: activations, FP8_BLOCK, data (M, K), scales row-major or MN-major. M may be 0; K is a multiple of 16.
-        b: weights, FP8_BLOCK, data (G, N, K). N is a multiple of 8 (of 4 for float32 output).
+        a: activations, data (M, K) in values: FP8_BLOCK, MXFP8, MXFP4 or NVFP4, scales in any of the format's layouts,
+            or a plain bfloat16 tensor. M may be 0; K is a multiple of 16 for FP8_BLOCK x FP8_BLOCK, else of 32.
+        b: weights, data (G, N, K) in values. N is a multiple of 8 (of 4 for float32 output). docs/supported.md lists the
+            pairs of formats that have a kernel on each architecture.
         offs: (G,) int32 on a's device, cumulative END row of each group; equal neighbours are an empty group.
         out: (M, N) to write into, or None for a new tensor. Rows at or past offs[-1] are left as they are, so in a
             new tensor they hold whatever was in memory.
         out_dtype: torch.bfloat16, float16 or float32, when ``out`` is None.
-        backend: "cuda", "reference", "emulator", or None: the GPU's kernel for tensors on a GPU, else the reference.
+        backend: "cuda", "reference", "emulator" (Hopper's kernels on the CPU), "emulator:sm_100a" (Blackwell's), or
+            None: the GPU's kernel for tensors on a GPU, else the reference.
         check_offs: look at the values of offs first (this synchronises with the device). Without it a decreasing,
             negative or too large value gives a wrong result, but never an access outside the tensors.
-        config: the kernel to use in place of the one select_config picks; its out_dtype and group room are taken
-            from the operands.
+        config: the kernel to use in place of the one that is picked (GemmConfig for FP8_BLOCK; each kernel has a class
+            of its own); what has to follow from the operands, such as the output dtype, is taken from them.
 
     Returns:
         ``out``, (M, N).
 
-    Arithmetic: for each 128 of K in order, the tensor core's sum of products times (scale of a * scale of b) is added
-    in float32 by a fused multiply-add. No synchronisation; safe in CUDA graphs, streams and threads. MN-major scales
-    make it one kernel launch; row-major ones are copied to MN-major first, which is faster than reading them in place.
+    Arithmetic: nothing is requantised, and K is summed in one order whatever the tile. For FP8_BLOCK, for each 128 of K
+    in order, the tensor core's sum of products times (scale of a * scale of b) is added in float32 by a fused
+    multiply-add; what the other pairs do is a column of ``padless.paths.PATHS``. No synchronisation; safe in CUDA graphs,
+    streams and threads. It is one kernel launch where the kernel reads the scales' layout: MN-major for FP8_BLOCK
+    (row-major ones are copied first, which is faster than reading them in place), blocked or plain for the others.
 
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
