@@ -70,9 +70,10 @@ def grouped_gemm(
 
     Arithmetic: nothing is requantised, and K is summed in one order whatever the tile. For FP8_BLOCK, for each 128 of K
     in order, the tensor core's sum of products times (scale of a * scale of b) is added in float32 by a fused
-    multiply-add; what the other pairs do is a column of ``padless.paths.PATHS``. No synchronisation; safe in CUDA graphs,
-    streams and threads. It is one kernel launch where the kernel reads the scales' layout: MN-major for FP8_BLOCK
-    (row-major ones are copied first, which is faster than reading them in place), blocked or plain for the others.
+    multiply-add; what the other pairs do is a column of ``padless.paths.PATHS``. No synchronisation; safe in CUDA
+    graphs, streams and threads. It is one kernel launch where the kernel reads the scales' layout: MN-major for
+    FP8_BLOCK (row-major ones are copied first, which is faster than reading them in place), blocked or plain for
+    the others.
 
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
