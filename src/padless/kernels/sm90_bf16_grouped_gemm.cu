@@ -215,48 +215,98 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     }
 }
 
-// Converter, a warp: 8 tokens from `row`, 128 of K. Lane l has quad l % 4 of token l / 4, 16 bytes at a time. The words of
-// octet s land in 16-byte chunks 4 s .. 4 s + 3 of the token, quad q's at word q: where instruction 2 s + i / 2 looks for
-// the operand of quad q that goes with the weights' registers i % 2. Example: octet 1 of quad 2, word 3, is at byte
-// (4 * 1 + 3) * 16 + 2 * 4 = 120 of the token's first 128, before the swizzle.
-__device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint32_t sfa, int row, int lane) {
-    const int token = row + lane / 4, quad = lane % 4;
-    SectionScales<A_FORMAT, IS_F16> scales;
-    const uint32_t scale_bytes =
-        scales.load(sfa + token * SCALE_ROW_BYTES + quad * (scales_of_128(A_FORMAT) / 4), 2);
+// What a converter lane holds of 128 of K of its token: one of 8 tokens from `row`, a multiple of 8. Lane l has quad l % 4
+// of token l / 4, in chunks of 16 bytes.
+//
+// Of a token's place in swizzled rows only row * 128 differs between eights: a constant distance where they are unrolled.
+struct TokenSection {
+    static constexpr int WORDS = A_FORMAT == FORMAT_BF16 ? 4 : is_fp4(A_FORMAT) ? 1 : 2;  // of an octet
+    static constexpr int OCTETS = 4 / WORDS;                                              // in 16 bytes
+    static constexpr int CHUNKS = 4 / OCTETS;
 
-    constexpr int WORDS = A_FORMAT == FORMAT_BF16 ? 4 : is_fp4(A_FORMAT) ? 1 : 2;  // of an octet
-    constexpr int OCTETS = 4 / WORDS;                                              // in 16 bytes
-#pragma unroll
-    for (int i = 0; i < 4 / OCTETS; ++i) {
+    SectionScales<A_FORMAT, IS_F16> scales;
+    uint32_t scale_bytes;
+    uint32_t codes[4];  // of one chunk
+
+    // The first octet of chunk i. Of bf16, quads 0, 1 and 2, 3 read different tiles: the latter take their octets in
+    // another order, for the banks.
+    static __device__ __forceinline__ int first_octet(int i, int quad) {
+        return A_FORMAT == FORMAT_BF16 ? i ^ (quad & 2) : i * OCTETS;
+    }
+
+    __device__ __forceinline__ void load_scales(uint32_t sfa, int row, int lane) {
+        scale_bytes = scales.load(
+            sfa + (row + lane / 4) * SCALE_ROW_BYTES + lane % 4 * (scales_of_128(A_FORMAT) / 4), 2);
+    }
+
+    __device__ __forceinline__ void load_chunk(uint32_t a, int i, int row, int lane) {
+        const int in_eight = lane / 4, quad = lane % 4;
         uint32_t at;
-        int first = i * OCTETS;  // octet
-        if constexpr (is_fp4(A_FORMAT)) {
-            at = a + token * 64 + quad * 16;
-        } else if constexpr (A_FORMAT == FORMAT_BF16) {
-            // Quads 0, 1 and 2, 3 read different tiles: the latter take their octets in another order, for the banks.
-            first = i ^ (quad & 2);
-            at = a + (quad / 2) * TOKEN_HALF_BYTES + swizzle_128b(token, quad % 2 * 4 + first);
-        } else {
-            at = a + swizzle_128b(token, quad * 2 + i);
-        }
-        uint32_t raw[4];
-        ld_shared_v4_u32(at, raw[0], raw[1], raw[2], raw[3]);
+        if constexpr (is_fp4(A_FORMAT))
+            at = a + row * 64 + in_eight * 64 + quad * 16;
+        else if constexpr (A_FORMAT == FORMAT_BF16)
+            at = a + row * 128 + (quad / 2) * TOKEN_HALF_BYTES +
+                 swizzle_128b(in_eight, quad % 2 * 4 + first_octet(i, quad));
+        else
+            at = a + row * 128 + swizzle_128b(in_eight, quad * 2 + i);
+        ld_shared_v4_u32(at, codes[0], codes[1], codes[2], codes[3]);
+    }
+
+    // The words of octet s land in 16-byte chunks 4 s .. 4 s + 3 of the token, quad q's at word q: where instruction
+    // 2 s + i / 2 looks for the operand of quad q that goes with the weights' registers i % 2. Example: octet 1 of quad 2,
+    // word 3, is at byte (4 * 1 + 3) * 16 + 2 * 4 = 120 of the token's first 128, before the swizzle.
+    __device__ __forceinline__ void store_chunk(uint32_t tokens, int i, int row, int lane) const {
+        const int in_eight = lane / 4, quad = lane % 4;
 #pragma unroll
         for (int o = 0; o < OCTETS; ++o) {
             uint32_t from[WORDS], to[4];
 #pragma unroll
-            for (int w = 0; w < WORDS; ++w) from[w] = raw[o * WORDS + w];
+            for (int w = 0; w < WORDS; ++w) from[w] = codes[o * WORDS + w];
             expand_octet<A_FORMAT, IS_F16, PAIRS_ARE_ADJACENT>(to, from);
             scales.apply(to, i * OCTETS + o);
             if constexpr (A_FORMAT == FORMAT_MXFP4) {
 #pragma unroll
                 for (int w = 0; w < 4; ++w) to[w] = mul_bf16x2(to[w], mxfp4_second_factor(scale_bytes));
             }
-            const int octet = first + o;
-            const uint32_t half = tokens + (octet / 2) * TOKEN_HALF_BYTES + quad * 4;
+            const int octet = first_octet(i, quad) + o;
+            const uint32_t half = tokens + row * 128 + (octet / 2) * TOKEN_HALF_BYTES + quad * 4;
 #pragma unroll
-            for (int w = 0; w < 4; ++w) st_shared_u32(half + swizzle_128b(token, octet % 2 * 4 + w), to[w]);
+            for (int w = 0; w < 4; ++w)
+                st_shared_u32(half + swizzle_128b(in_eight, octet % 2 * 4 + w), to[w]);
+        }
+    }
+};
+
+// Converter, a warp: its eights of the tile's tokens. Codes of FP4 are read while those of the eight before are converted;
+// others would need more registers than there are.
+__device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint32_t sfa, int warp,
+                                               int lane) {
+    constexpr int STEP = NUM_CONVERTER_WARPS * 8;
+    constexpr bool AHEAD = is_fp4(A_FORMAT);
+    if (BLOCK_M < STEP && warp * 8 >= BLOCK_M) return;
+    TokenSection sections[2];
+    if (AHEAD) {
+        sections[0].load_scales(sfa, warp * 8, lane);
+        sections[0].load_chunk(a, 0, warp * 8, lane);
+    }
+#pragma unroll
+    for (int first = 0; first < BLOCK_M; first += STEP) {
+        const int row = first + warp * 8;
+        TokenSection& section = sections[first / STEP % 2];
+        if constexpr (AHEAD) {
+            if (first + STEP < BLOCK_M) {
+                TokenSection& next = sections[(first / STEP + 1) % 2];
+                next.load_scales(sfa, row + STEP, lane);
+                next.load_chunk(a, 0, row + STEP, lane);
+            }
+            section.store_chunk(tokens, 0, row, lane);
+        } else {
+            section.load_scales(sfa, row, lane);
+#pragma unroll
+            for (int i = 0; i < TokenSection::CHUNKS; ++i) {
+                section.load_chunk(a, i, row, lane);
+                section.store_chunk(tokens, i, row, lane);
+            }
         }
     }
 }
@@ -289,9 +339,8 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
             mbarrier_wait(shared_address(&shared.tokens_empty[to]), ring.phase ^ 1);
             mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
             const uint32_t sfa_bytes = shared_address(shared.sfa[stage]) + scale_offset<A_FORMAT>(kb);
-            for (int row = warp * 8; row < BLOCK_M; row += NUM_CONVERTER_WARPS * 8)
-                convert_tokens(shared_address(shared.tokens[to]), shared_address(shared.a[stage]), sfa_bytes,
-                               row, lane);
+            convert_tokens(shared_address(shared.tokens[to]), shared_address(shared.a[stage]), sfa_bytes,
+                           warp, lane);
             if constexpr (PROMOTE) {
                 if (token < BLOCK_M) shared.token_scales[to][token] = scale;
                 scale = ahead;
