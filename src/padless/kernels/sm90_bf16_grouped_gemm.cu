@@ -101,9 +101,7 @@ constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
 constexpr int NUM_SLABS = WGMMA_M / SLAB_COLUMNS;
 constexpr int SLAB_BYTES = BLOCK_M * 128;
 
-constexpr int TOKEN_STAGES = BLOCK_M == 128 ? 2 : 4;
-
-template <int STAGES>
+template <int STAGES, int TOKEN_STAGES>
 struct alignas(1024) SharedStorageOf {
     uint8_t b[STAGES][B_BYTES];
     uint8_t tokens[TOKEN_STAGES][2][TOKEN_HALF_BYTES];
@@ -120,16 +118,23 @@ struct alignas(1024) SharedStorageOf {
 
 constexpr int SHARED_LIMIT = 227 * 1024;
 
+// With two token stages the converters have only what is left of a K block, after the first octet of its products, for the
+// whole of the next one. A third lets them run ahead; it is worth one of four stages of codes, not one of two.
+constexpr int FEW_STAGES = NUM_STAGES == 0 ? 3 : NUM_STAGES;
+constexpr int TOKEN_STAGES = BLOCK_M < 128                                            ? 4
+                             : sizeof(SharedStorageOf<FEW_STAGES, 3>) <= SHARED_LIMIT ? 3
+                                                                                      : 2;
+
 template <int STAGES>
 constexpr int stages_that_fit() {
-    if constexpr (sizeof(SharedStorageOf<STAGES + 1>) <= SHARED_LIMIT && STAGES < 12)
+    if constexpr (sizeof(SharedStorageOf<STAGES + 1, TOKEN_STAGES>) <= SHARED_LIMIT && STAGES < 12)
         return stages_that_fit<STAGES + 1>();
     else
         return STAGES;
 }
 
 constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<1>() : NUM_STAGES;
-using SharedStorage = SharedStorageOf<STAGES>;
+using SharedStorage = SharedStorageOf<STAGES, TOKEN_STAGES>;
 static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
 
 // The host reads these back from the compiled module.
