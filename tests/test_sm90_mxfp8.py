@@ -216,15 +216,14 @@ BUGS = {
         "",
     ),
     "one scale warp not waited for": (r"1 \+ NUM_SCALE_WARPS\)", "NUM_SCALE_WARPS)"),
-    "sums promoted before they are done": (r"wgmma_wait_group<0>\(\);\s+else", "{}\n else"),
-    "no fence after the scales of the next step": (
-        r"wgmma_fence\(\);(?=\s+step.multiply_scales<0>\(next)",
-        "",
-    ),
+    "sums promoted before they are done": (r"step\.wait<0, 1>\(\);", ""),
+    "no fence before the products": (r"wgmma_fence\(\);", ""),
+    "a stage's first products not waited for": (r"step\.wait<0, 0>\(\);", ""),
     "stage released before its last product": (
-        r"(if \(next == 0\) release_stage\(shared, stage, lane\);)",
-        "",
+        r"(?s)(if \(more\)\s+step\.wait<1, 1>.*?)(if \(next == 0\) release_stage\(shared, stage, lane\);)",
+        r"\2\1",
     ),
+    "stage never released": (r"if \(next == 0\) release_stage\(shared, stage, lane\);", ""),
     "second half of V never zeroed": (
         r"(\+ v_offset\(column % BLOCK_N\) \+ 128,\s+)0, 0,\s+0, 0\)",
         r"\1~0u, ~0u, ~0u, ~0u)",

@@ -25,7 +25,7 @@ EVERY = [
         (64, 128), (64, 128), (False, True), (False, True), (256, 1024), OUT_DTYPES
     )
 ]
-STAGE_OVERHEAD = 130  # instructions of a stage that are no multiply-adds: 121 with NVRTC 13.0
+STAGE_OVERHEAD = 130  # instructions of a stage that are no multiply-adds: 123 with NVRTC 13.0
 
 
 def name_of(config: Sm90Mxfp8Config) -> str:
@@ -60,10 +60,10 @@ def test_every_other_kernel_compiles_too(config: Sm90Mxfp8Config) -> None:
 
 
 def main_loop(sass: list[str]) -> list[str]:
-    """The instructions of a stage that is not the last: between two waits for everything, with 4 products of values."""
+    """The instructions of a stage that is not the last: between two waits for everything, with 8 products of values."""
     waits = [i for i, line in enumerate(sass) if line.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0")]
     bodies = [sass[i:j] for i, j in itertools.pairwise(waits)]
-    (body,) = [b for b in bodies if sum(line.startswith("QGMMA") for line in b) == 4]
+    (body,) = [b for b in bodies if sum(line.startswith("QGMMA") for line in b) == 8]
     return body
 
 
@@ -74,9 +74,10 @@ def registers(text: str) -> list[int]:
 def touched_in_flight(loop: list[str]) -> list[str]:
     """Instructions of the loop, walked twice, that touch accumulators or overwrite operands of products under way.
 
-    Every product is a group of its own, and a wait leaves the newest few.
+    A group ends with the product that names a scoreboard, and a wait leaves the newest few groups.
     """
-    flight: list[tuple[set[int], set[int]]] = []
+    flight: list[tuple[set[int], set[int]]] = []  # accumulators and operands of a group
+    begun: tuple[set[int], set[int]] = (set(), set())
     found = []
     for line in [*loop, *loop]:
         if line.startswith("WARPGROUP.DEPBAR"):
@@ -85,10 +86,13 @@ def touched_in_flight(loop: list[str]) -> list[str]:
         elif "GMMA" in line:
             first, *operand = registers(line)
             accumulators = set(range(first, first + int(line.split("x")[1]) // 2))
-            flight.append((accumulators, set(range(operand[0], operand[0] + 4)) if operand else set()))
+            begun = (begun[0] | accumulators, begun[1] | {r + i for r in operand[:1] for i in range(4)})
+            if "gsb0" in line:
+                flight.append(begun)
+                begun = (set(), set())
         elif used := registers(line):
             written = {used[0], used[0] + line.startswith("CS2R")}
-            if any(accumulators & set(used) or a & written for accumulators, a in flight):
+            if any(accumulators & set(used) or a & written for accumulators, a in [*flight, begun]):
                 found.append(line)
     return found
 
@@ -104,7 +108,7 @@ def test_the_products_are_those_of_the_design(sass: list[str]) -> None:
     opcodes = {line.split()[0] for line in sass}
     assert not [o for o in opcodes if re.match(r"(LDL|STL|HMMA|IMMA|IGMMA)\b", o)]
     assert {o for o in opcodes if "GMMA" in o} == {
-        "QGMMA.64x128x32.F32.E4M3.E5M2",
+        "QGMMA.64x64x32.F32.E4M3.E5M2",
         "HGMMA.64x64x16.F32.BF16",
     }
     assert {o for o in opcodes if re.match("UTMA(LDG|STG)", o)} == {"UTMALDG.2D", "UTMALDG.3D", "UTMASTG.4D"}

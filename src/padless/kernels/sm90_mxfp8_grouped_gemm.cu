@@ -53,7 +53,7 @@ using uint64_t = unsigned long long;
 // A_E5M2, B_E5M2, OUT_TYPE.
 constexpr int BLOCK_K = 128;  // bytes and elements: STEPS blocks of 32
 constexpr int WGMMA_M = 64;
-constexpr int HALF_N = BLOCK_N / 2;  // scale products are made and used in halves
+constexpr int HALF_N = BLOCK_N / 2;  // products are begun and promoted in halves
 constexpr int NUM_MMA_WARPGROUPS = BLOCK_M / WGMMA_M;
 constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
 constexpr int NUM_SCALE_WARPS = 2;
@@ -224,8 +224,8 @@ __device__ __forceinline__ void skip_tile(SharedStorage& shared, const Problem& 
 // A consumer thread's registers beside d, and what it has to find its operands. `sums` and `scales` belong to the tensor
 // core from their wgmma to its wait.
 struct Step {
-    float sums[BLOCK_N / 2];
-    float scales[2][HALF_N / 2];  // of the two halves of the columns
+    float sums[2][HALF_N / 2];    // of the two halves of the columns
+    float scales[2][HALF_N / 2];  // of the same elements
     uint32_t u[2][4];             // of even and odd steps: a new one is made while the last is in use
     uint32_t pairs[2];            // scales of the thread's two rows in this stage
     uint32_t a_stage_0, b_stage_0, v_stage_0;
@@ -238,26 +238,31 @@ struct Step {
                                      r * 8 * static_cast<int>(sizeof(SharedStorage::sfa[0][0])));
     }
 
+    // One group: values and scales of half the columns.
     template <int HALF>
-    __device__ __forceinline__ void multiply_scales(int stage, int step) {
+    __device__ __forceinline__ void begin(int stage, int step) {
+        const uint32_t a = a_stage_0 + stage * (A_BYTES / 16) + step * 2;
+        const uint32_t b = b_stage_0 + stage * (B_BYTES / 16) + HALF * (HALF_N * BLOCK_K / 16) + step * 2;
         const uint32_t v = v_stage_0 + stage * (V_BYTES / 16) + HALF * (HALF_N / 8 * V_BRICKS / 16);
+        wgmma_fence();
+        wgmma_m64k32_fp8<HALF_N, A_E5M2, B_E5M2>(sums[HALF], k_major_128b_descriptor(a),
+                                                 k_major_128b_descriptor(b));
         wgmma_m64k16<HALF_N, false>(scales[HALF], u[step % 2], v_descriptor(v), 0);
         wgmma_commit_group();
     }
 
-    __device__ __forceinline__ void multiply_values(int stage, int step) {
-        const uint32_t a = a_stage_0 + stage * (A_BYTES / 16) + step * 2;
-        const uint32_t b = b_stage_0 + stage * (B_BYTES / 16) + step * 2;
-        wgmma_m64k32_fp8<BLOCK_N, A_E5M2, B_E5M2>(sums, k_major_128b_descriptor(a),
-                                                  k_major_128b_descriptor(b));
-        wgmma_commit_group();
+    template <int HALF, int PENDING>
+    __device__ __forceinline__ void wait() {
+        pin<HALF>();
+        wgmma_wait_group<PENDING>();
+        pin<HALF>();
     }
 
     template <int HALF>
     __device__ __forceinline__ void pin() {
 #pragma unroll
         for (int i = 0; i < HALF_N / 2; ++i) {
-            pin_register(sums[HALF * (HALF_N / 2) + i]);
+            pin_register(sums[HALF][i]);
             pin_register(scales[HALF][i]);
         }
     }
@@ -267,19 +272,18 @@ struct Step {
 #pragma unroll
         for (int i = 0; i < HALF_N / 2; ++i) {
             const int j = HALF * (HALF_N / 2) + i;
-            d[j] = fmaf(sums[j], scales[HALF][i], d[j]);
+            d[j] = fmaf(sums[HALF][i], scales[HALF][i], d[j]);
         }
     }
 };
 
-// The four steps of a stage. On entry the products of its first step are under way, in three groups: scales of the first
-// half, values, scales of the second half; on leaving those of the next stage are, unless this is the LAST one.
+// The four steps of a stage. On entry the first half of its first step is under way; on leaving that of the next stage is,
+// unless this is the LAST one.
 //
-// While the sums of one half are promoted, the scales of the other or of the next step are being multiplied, and the next
-// step's values follow as soon as the last sum is read. With the other warpgroup's, the tensor core always has work.
-//
-// The next stage's barrier is waited for here, at the end of a basic block, and everything under way right after it: where
-// groups were left pending across blocks, ptxas (13.0) serialises all products (its message C7514).
+// While one half is promoted the other is being multiplied: with the other warpgroup's halves, the tensor core always has
+// work. Only the step between stages has a gap, of the time that a half takes less the 32 multiply-adds before it: where
+// groups are left pending across basic blocks, ptxas (13.0) serialises all products (its message C7514), and the wait for
+// the next stage's barrier ends one. It is therefore at the start of a stage, and a wait for everything follows.
 template <bool LAST>
 __device__ __forceinline__ void multiply_stage(float (&d)[BLOCK_N / 2], Step& step, SharedStorage& shared,
                                                int lane, Pipeline<STAGES>& pipeline) {
@@ -292,36 +296,24 @@ __device__ __forceinline__ void multiply_stage(float (&d)[BLOCK_N / 2], Step& st
     for (int k = 0; k < STEPS; ++k) {
         const int next = (k + 1) % STEPS, next_stage = next == 0 ? pipeline.stage : stage;
         const bool more = !LAST || next != 0;
-        if (more) {
-            if (next == 0) step.read_pairs(next_stage);
-            make_u(step.u[next % 2], step.pairs, next, lane);
+        if (k == 0) {
+            step.wait<0, 0>();
+            step.begin<1>(stage, 0);
+        } else {
+            step.wait<0, 1>();  // all but the second half
         }
-
-        step.pin<0>();
-        if (k == 0)
-            wgmma_wait_group<0>();
-        else
-            wgmma_wait_group<1>();  // all but the scales of the second half
-        step.pin<0>();
+        if (more) make_u(step.u[next % 2], step.pairs, next, lane);
+        if (next == STEPS - 1 && !LAST) step.read_pairs(pipeline.stage);  // these are done with
         step.promote<0>(d);
-        if (more) {
-            wgmma_fence();
-            step.multiply_scales<0>(next_stage, next);
-        }
+        if (more) step.begin<0>(next_stage, next);
 
-        step.pin<1>();
         if (more)
-            wgmma_wait_group<1>();  // all but what was just begun
+            step.wait<1, 1>();  // all but what was just begun
         else
-            wgmma_wait_group<0>();
-        step.pin<1>();
+            step.wait<1, 0>();
         if (next == 0) release_stage(shared, stage, lane);
         step.promote<1>(d);
-        if (more) {
-            wgmma_fence();
-            step.multiply_values(next_stage, next);
-            step.multiply_scales<1>(next_stage, next);
-        }
+        if (next != 0) step.begin<1>(stage, next);
     }
 }
 
@@ -352,12 +344,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCK_N / 2], SharedSto
         }
     }
     make_u(step.u[0], step.pairs, 0, lane);
-    step.pin<0>();
-    step.pin<1>();
-    wgmma_fence();
-    step.multiply_scales<0>(pipeline.stage, 0);
-    step.multiply_values(pipeline.stage, 0);
-    step.multiply_scales<1>(pipeline.stage, 0);
+    step.begin<0>(pipeline.stage, 0);
     for (int kb = 1; kb < k_blocks; ++kb) multiply_stage<false>(d, step, shared, lane, pipeline);
     multiply_stage<true>(d, step, shared, lane, pipeline);
     pipeline.advance();
