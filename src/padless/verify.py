@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import platform
 import shutil
@@ -11,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,12 @@ from padless.backends import backends
 from padless.verify_arithmetic import check_tensor_core
 from padless.verify_checks import CHECKS
 from padless.verify_emulator import check_against_emulator
+from padless.verify_epilogue import check_epilogue, check_epilogue_against_emulator
 from padless.verify_formats import check_formats_accuracy, check_formats_against_emulator
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Command lines of small launches: the first kernel's, then the other paths'.
+SANITIZED = ("padless.verify_checks", "padless.verify_small")
 _SANITIZER_SECONDS = 240
 
 
@@ -58,11 +63,13 @@ def run_verify(
     }
     if checks is None:
         jobs["formats"] = check_formats_accuracy
+        jobs["epilogues"] = check_epilogue
     if against_emulator:
         jobs["emulator's tensor core agrees"] = check_tensor_core
         jobs["emulator agrees"] = check_against_emulator
         jobs["emulator agrees on formats"] = check_formats_against_emulator
-    tools = SANITIZER_TOOLS if sanitizer and _sanitizer() else ()
+        jobs["emulator agrees on epilogues"] = check_epilogue_against_emulator
+    tools = list(itertools.product(SANITIZER_TOOLS, SANITIZED)) if sanitizer and _sanitizer() else []
     records: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -71,9 +78,10 @@ def run_verify(
             progress.update(task, description=name)
             records.append(_record(console, name, check))
             progress.advance(task)
-        for tool in tools:
-            progress.update(task, description=f"compute-sanitizer {tool}")
-            records.append(_record(console, f"compute-sanitizer {tool}", lambda tool=tool: _sanitize(tool)))
+        for tool, module in tools:
+            name = f"compute-sanitizer {tool} of {module}"
+            progress.update(task, description=name)
+            records.append(_record(console, name, partial(_sanitize, tool, module)))
             progress.advance(task)
     if sanitizer and not tools:
         console.print(
@@ -104,11 +112,11 @@ def _sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or (str(default) if default.exists() else None)
 
 
-def _sanitize(tool: str) -> str:
+def _sanitize(tool: str, module: str) -> str:
     command = [str(_sanitizer()), "--tool", tool, "--error-exitcode", "9"]
     if tool != "initcheck":  # it has to see who wrote the inputs
         command += ["--kernel-name", "kns=padless"]
-    command += [sys.executable, "-m", "padless.verify_checks"]
+    command += [sys.executable, "-m", module]
     result = subprocess.run(command, capture_output=True, text=True, timeout=_SANITIZER_SECONDS, check=False)
     text = result.stdout + result.stderr
     assert "small problems done" in text, f"did not finish: {text[-2000:]}"

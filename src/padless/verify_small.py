@@ -1,0 +1,106 @@
+"""A small launch of every kernel of this GPU but the first, for compute-sanitizer: ``python -m padless.verify_small``.
+
+One for each source file and each way through it: operands by format, outputs of a quantising epilogue. Operands are
+drawn on the CPU and copied, so that a tool sees who wrote them; outputs are fenced.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from padless.driver import cuda_driver
+from padless.fence import GuardedOutput
+from padless.formats import FP8_BLOCK, MXFP8, NVFP4
+from padless.grouped_gemm import group_offsets, grouped_gemm
+from padless.paths import BF16, Path
+from padless.verify_epilogue_problems import (
+    EpilogueProblem,
+    moved,
+    operands,
+    quant_paths,
+    run_problem,
+)
+from padless.verify_formats import paths_of
+
+# No rows, one row, more than a tile of 128 rows; rows past the last group.
+_SIZES, _PAST = (5, 0, 130, 1), 3
+# A tail of the 128 columns; five blocks of 128 along K and a tail, so that a ring of four stages goes round.
+_N, _K = 160, 672
+_PAIRS = (("NVFP4", "NVFP4"), ("MXFP8", "MXFP8"), (BF16, "MXFP4"), ("FP8_BLOCK", "NVFP4"))
+
+# Keywords of a quantising call.
+_EVERYTHING: dict[str, Any] = {"alpha": True, "bias": True, "prob": True, "return_amax": True}
+QUANT_CALLS: tuple[tuple[str | None, dict[str, Any]], ...] = (
+    (None, {"d_format": FP8_BLOCK} | _EVERYTHING),  # rows and columns
+    (None, {"d_format": MXFP8, "discrete_col_sfd": True}),
+    (None, {"d_format": NVFP4, "row_layout": "blocked_groups", "global_scale_tensor": torch.tensor([0.01])}),
+    # Two CTAs of a cluster swap the maxima of their rows.
+    ("concatenated", {"d_format": FP8_BLOCK, "column_output": False} | _EVERYTHING),
+    ("interleaved", {"d_format": FP8_BLOCK, "prob": True}),
+    ("interleaved", {"d_dtype": torch.bfloat16}),
+)
+
+
+def small_paths(arch: str) -> list[Path]:
+    """The paths that are launched: on Hopper a few pairs of the bf16 kernel, which differ in how operands are read."""
+    chosen = []
+    for path in paths_of(arch):
+        many = path.module == "sm90_bf16" or path.module == "sm90_mxfp8"
+        if not many or (path.a, path.b) in _PAIRS:
+            chosen.append(path)
+    return chosen
+
+
+def small_problem(path: Path, gate_up: str | None, options: dict[str, Any]) -> EpilogueProblem:
+    """A quantising call; "alpha", "bias" and "prob" in ``options`` stand for tensors of random numbers."""
+    generator = torch.Generator().manual_seed(1)
+    m, groups = sum(_SIZES) + _PAST, len(_SIZES)
+    n = _N if gate_up is None else 384  # of the output 192: a tile and a tail
+    numbers = {
+        "alpha": torch.randn(groups, generator=generator),
+        "bias": torch.randn((groups, n), generator=generator),
+        "prob": torch.rand(m, generator=generator),
+    }
+    given: dict[str, Any] = {f"{k}_tensor": numbers[k] for k in numbers if options.get(k)}
+    given |= {k: v for k, v in options.items() if k not in numbers} | {"m_aligned": 1}
+    a, b = operands(path, m, n, _K, groups, generator, special=False)
+    return EpilogueProblem(a, b, group_offsets(_SIZES), gate_up, given, seed=1)
+
+
+def small_launches(device: str = "cuda", backend: str | None = None, arch: str | None = None) -> int:
+    """Launches all of them; returns how many. AssertionError where a fence was written or a row was not."""
+    arch = cuda_driver().arch if arch is None else arch
+    draw = random.Random(0)
+    count = 0
+    for path in small_paths(arch):
+        generator = torch.Generator().manual_seed(draw.randrange(2**31))
+        m = sum(_SIZES) + _PAST
+        a, b = operands(path, m, _N, _K, len(_SIZES), generator, special=False)
+        fenced = GuardedOutput(m, _N, torch.bfloat16, device)
+        config = path.load().Config() if path.module == "sm90_mxfp8" else None
+        if path.module == "sm90_bf16":
+            config = path.load().Config(path.a, path.b)
+        grouped_gemm(
+            moved(a, device),
+            moved(b, device),
+            group_offsets(_SIZES).to(device),
+            out=fenced.out,
+            backend=backend,
+            config=config,
+        )
+        fenced.check(sum(_SIZES))
+        count += 1
+    for path in quant_paths(arch):
+        for gate_up, options in QUANT_CALLS:
+            outputs = run_problem(small_problem(path, gate_up, options), device, backend)
+            assert outputs.bytes
+            count += 1
+    return count
+
+
+if __name__ == "__main__":
+    print(f"{small_launches()} launches")
+    print("small problems done")
