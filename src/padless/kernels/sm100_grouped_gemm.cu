@@ -28,6 +28,9 @@
 //                                                    wait drained[a]  <------ arrive ----- ... after the last read
 //                                                    mma of the tile; commit --> done[a] -> wait done[a]; ld; store
 //
+// With EPILOGUE_IS_QUANT the store is the one of sm100_quant_store.cuh, which quantises the tile; a SwiGLU whose gate and
+// up are apart takes half of a tile's columns from either.
+//
 // full, drained: in the even CTA, signalled by both; empty, done: one in each CTA, committed to both. Every role reads
 // the tiles from the queue (tile_queue.cuh).
 //
@@ -38,6 +41,10 @@ using uint8_t = unsigned char;
 using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
+
+#ifndef EPILOGUE_IS_QUANT
+#define EPILOGUE_IS_QUANT 0
+#endif
 
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
@@ -56,6 +63,11 @@ using uint64_t = unsigned long long;
 #include "list_scheduler.cuh"
 #include "scale_gather.cuh"
 #include "store_sm100.cuh"
+#if EPILOGUE_IS_QUANT
+#include "ptx/conversion.cuh"
+#include "quant_rules.cuh"
+#include "quant_outputs.cuh"
+#endif
 #include "sm100_grouped_storage.cuh"
 
 using Reader = TileReader<CTA_GROUP>;
@@ -86,12 +98,25 @@ struct alignas(64) Operands {
     __device__ __forceinline__ int k_blocks() const { return (row_bytes + BLOCK_K - 1) / BLOCK_K; }
 };
 
+#if EPILOGUE_IS_QUANT
+// Where the quantising store writes; null where nothing is wanted.
+struct QuantTargets {
+    QuantOutputs outputs;  // its tensor maps are not used
+    Output plain;
+    uint8_t *row_codes, *column_codes;
+    long long row_pitch, column_pitch;  // bytes from one row to the next
+};
+#endif
+
 struct Problem {
     Operands operands;
     const Operands* list;     // instead, one for each problem of a list
     const ListEntry* order;   // of the list
     const int* offs;          // of a ragged problem
     int num_groups, counter;  // num_groups: or problems of the list
+#if EPILOGUE_IS_QUANT
+    QuantTargets targets;
+#endif
 
     __device__ __forceinline__ const Operands& of(int group) const {
         return PROBLEM_LIST ? list[group] : operands;
@@ -107,6 +132,11 @@ __device__ __forceinline__ int group_in_operands(const Tile& tile) {
     return PROBLEM_LIST ? 0 : tile.group;
 }
 
+// First row of B of a tile; where gate and up are apart the others of its rows are up's, n / 2 further.
+__device__ __forceinline__ int first_weight(const Tile& tile) {
+    return GATE_AND_UP_APART ? tile.column / 2 : tile.column;
+}
+
 // First scale row of this CTA's part of the tile. The left operand's scales are of this CTA's own rows, the right one's of
 // all MMA_N rows, which both CTAs need.
 template <bool IS_A>
@@ -119,7 +149,7 @@ __device__ __forceinline__ int scale_row(const SharedStorage& shared, const Oper
         row += tile.row + (GROUPS_ON_TILES ? shared.scale_shifts[tile.group] : 0);
     } else {
         const int rows_of_a_group = SOURCE == SCALES_PLAIN ? operands.n : (operands.n + 127) / 128 * 128;
-        row += tile.column + group_in_operands(tile) * rows_of_a_group;
+        row += first_weight(tile) + group_in_operands(tile) * rows_of_a_group;
     }
     return row;
 }
@@ -134,6 +164,9 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
                                                  : IS_LEFT     ? LEFT_SCALE_BYTES
                                                                : RIGHT_SCALE_BYTES);
     constexpr uint64_t POLICY = IS_A ? POLICY_A : POLICY_B;
+    // Gate and up are loaded each by its own copy, or by one CTA of the pair each.
+    constexpr bool APART = !IS_A && GATE_AND_UP_APART;
+    constexpr int PIECES = APART && CTA_GROUP == 1 ? 2 : 1, SCALE_PIECES = APART ? 2 : 1;
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     Tile tile;
@@ -145,7 +178,8 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
             fence_tensormap_acquire(map);
             if constexpr (LOADS_SCALES) fence_tensormap_acquire(map_scales);
         }
-        const int row = (IS_A ? tile.row : tile.column) + pair_rank() * ROWS;
+        const int to_up = APART ? operands.n / 2 : 0;
+        const int row = (IS_A ? tile.row : first_weight(tile)) + pair_rank() * (APART ? to_up : ROWS);
         const int group = IS_A ? 0 : group_in_operands(tile);
         const int scale_tile = LOADS_SCALES ? scale_row<IS_A>(shared, operands, tile) / 128 : 0;
         const int k_blocks = operands.k_blocks();
@@ -156,11 +190,17 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
             if (pair_rank() == 0) mbarrier_arrive_expect_tx(full, CTA_GROUP * BYTES);
             if constexpr (CTA_GROUP == 2) full = pair_even_address(full);
             const uint32_t data = shared_address(IS_LEFT ? shared.left[stage] : shared.right[stage]);
-            tma_load_3d_hint<CTA_GROUP>(map, data, full, kb * BLOCK_K, row, group, POLICY);
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece)
+                tma_load_3d_hint<CTA_GROUP>(map, data + piece * (ROWS / PIECES * BLOCK_K), full, kb * BLOCK_K,
+                                            row + piece * to_up, group, POLICY);
             if constexpr (LOADS_SCALES) {
                 const uint32_t scales =
                     shared_address(IS_LEFT ? shared.left_scales[stage] : shared.right_scales[stage]);
-                tma_load_3d_hint<CTA_GROUP>(map_scales, scales, full, 0, kb * ATOMS, scale_tile, POLICY);
+#pragma unroll
+                for (int piece = 0; piece < SCALE_PIECES; ++piece)
+                    tma_load_3d_hint<CTA_GROUP>(map_scales, scales + piece * LEFT_SCALE_BYTES, full, 0,
+                                                kb * ATOMS, scale_tile + piece * (to_up / 128), POLICY);
             }
             pipeline.advance();
         }
@@ -182,10 +222,11 @@ __device__ __forceinline__ void gather_operand(SharedStorage& shared, const Oper
     const ScaleSource& source = IS_A ? operands.sfa : operands.sfb;
     const uint32_t at = shared_address(IS_LEFT ? shared.left_scales[stage] : shared.right_scales[stage]);
     const int left = (source.columns + 3) / 4 - kb * ATOMS;
+    const int to_next = !IS_A && GATE_AND_UP_APART ? operands.n / 2 : 128;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
         uint32_t words[ATOMS][4];
-        load_scales<IS_A ? SCALES_A : SCALES_B, ATOMS>(words, source, row + part * 128, kb * ATOMS, lane);
+        load_scales<IS_A ? SCALES_A : SCALES_B, ATOMS>(words, source, row + part * to_next, kb * ATOMS, lane);
         if (part == 0) mbarrier_wait(shared_address(&shared.empty[stage]), empty_phase);
         store_scales<ATOMS>(words, at + part * LEFT_SCALE_BYTES, left < ATOMS ? left : ATOMS, lane);
     }
@@ -320,6 +361,22 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
     }
 }
 
+// A store warp has read the last of the columns that the next products need.
+__device__ __forceinline__ void give_back_sums(SharedStorage& shared, int stage, int lane) {
+    tcgen05_fence_before_thread_sync();
+    __syncwarp();
+    if (lane == 0) {
+        const uint32_t drained = shared_address(&shared.drained[SHARED_COLUMNS > 0 ? 0 : stage]);
+        if constexpr (CTA_GROUP == 1)
+            mbarrier_arrive(drained);
+        else
+            mbarrier_arrive_release_cluster(drained, 0);
+    }
+}
+
+#if EPILOGUE_IS_QUANT
+#include "sm100_quant_store.cuh"
+#else
 // A store warp: its 32 lanes of every tile.
 __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem& problem,
                                             uint32_t tensor_memory, int warp, int lane) {
@@ -354,18 +411,7 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
 #pragma unroll
                 for (int j = 0; j < CHUNK; ++j) pin_loaded(r[j]);
             }
-            if (i == CHUNKS_BEFORE_DRAINED - 1) {
-                tcgen05_fence_before_thread_sync();
-                __syncwarp();
-                if (lane == 0) {
-                    const uint32_t drained =
-                        shared_address(&shared.drained[SHARED_COLUMNS > 0 ? 0 : accumulator.stage]);
-                    if constexpr (CTA_GROUP == 1)
-                        mbarrier_arrive(drained);
-                    else
-                        mbarrier_arrive_release_cluster(drained, 0);
-                }
-            }
+            if (i == CHUNKS_BEFORE_DRAINED - 1) give_back_sums(shared, accumulator.stage, lane);
             if (exists && at < lane_limit) {
                 const int m = tile.row + (TOKENS_ON_N ? column : at);
                 const int n = tile.column + (TOKENS_ON_N ? at : column);
@@ -378,9 +424,10 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
         reader.advance();
     }
 }
+#endif
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
-    const __grid_constant__ Problem problem) {
+extern "C" __global__ void
+    __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(const __grid_constant__ Problem problem) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
@@ -420,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
                                            problem.operands.m, warp, lane);
     const Order order(shared.groups.table(problem.num_groups), problem.operands.n);
 #endif
-    if constexpr (GROUPS_ON_TILES) {
+    if constexpr (NEEDS_OWN_TILES) {
         if (warp == 1)
             shift_to_own_tiles(shared.groups.group_ends, problem.num_groups, shared.scale_shifts, lane);
     }

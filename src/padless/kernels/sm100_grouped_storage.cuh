@@ -7,6 +7,15 @@
 constexpr int KIND_MXFP8 = 0, KIND_NVFP4 = 1, KIND_MXFP4 = 2;
 static_assert(KIND == KIND_MXFP8 || KIND == KIND_NVFP4 || KIND == KIND_MXFP4, "one of the kinds");
 
+// With EPILOGUE_IS_QUANT also the constants of quant_outputs.cuh, from the Epilogue.
+#if EPILOGUE_IS_QUANT
+constexpr bool GATE_AND_UP_APART = GLU == GLU_CONCATENATED;
+#else
+constexpr bool GATE_AND_UP_APART = false;
+#endif
+// Whether it is asked for which 128-row tile each group's scales start on, if each starts one of its own.
+constexpr bool NEEDS_OWN_TILES = GROUPS_ON_TILES || EPILOGUE_IS_QUANT;
+
 constexpr int LANE_ROWS = 128;
 constexpr int LEFT_ROWS = LANE_ROWS * CTA_GROUP;
 constexpr int RIGHT_ROWS = MMA_N / CTA_GROUP;  // that one CTA loads
@@ -55,7 +64,10 @@ struct alignas(128) SharedStorageOf {
     uint64_t done[2], drained[2];
     TileQueueStorage queue;
     GroupTableStorage<PROBLEM_LIST ? 1 : MAX_GROUPS> groups;
-    int scale_shifts[GROUPS_ON_TILES ? MAX_GROUPS : 1];
+    int scale_shifts[NEEDS_OWN_TILES ? MAX_GROUPS : 1];
+#if EPILOGUE_IS_QUANT
+    alignas(16) float column_multipliers[NUM_STORE_WARPS][CHUNK];
+#endif
     uint32_t tensor_memory;
 };
 

@@ -117,6 +117,10 @@ PATHS: tuple[Path, ...] = (
         Path(operation, "sm_100a", a, b, "sm100_grouped", "sm100_grouped_gemm.cu", _MX)
         for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), _MX_PAIRS)
     ),
+    *(
+        Path("grouped_gemm_quant", "sm_100a", a, b, "sm100_grouped_quant", "sm100_grouped_gemm.cu", _MX)
+        for a, b in _MX_PAIRS
+    ),
 )
 
 # Devices that run the code of another architecture's paths.

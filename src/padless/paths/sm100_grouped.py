@@ -38,10 +38,9 @@ def prepare(
     contiguous; alpha: float32, one value or one per group. Scales that are not a multiple of 4 columns wide and plain
     are copied into 32x4x4 tiles first; any other are read as they are.
     """
-    _check(a, b, out, alpha)
-    given = (a.scale, b.scale)
-    a, b = _readable(a), _readable(b)
-    copies = tuple(new for new, old in zip((a.scale, b.scale), given, strict=True) if new is not old)
+    check_operands(a, b)
+    _check(b, out, alpha)
+    a, b, copies = readable(a, b)
     m, (num_groups, n, _) = a.data.shape[0], b.data.shape
     device = out.device.index or 0
     if config is None:
@@ -71,25 +70,30 @@ def prepare(
 
 
 def operand_bytes(
-    driver: Driver, a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None,
-    config: Sm100GroupedConfig,
+    driver: Driver, a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor | None,
+    alpha: torch.Tensor | None, config: Sm100GroupedConfig, gate_and_up_apart: bool = False,
 ) -> bytes:  # fmt: skip
-    """struct Operands."""
-    maps = b"".join(driver.encode(spec) for spec in tensor_maps(a, b, config))
-    output = struct.pack("=Qq", out.data_ptr(), out.stride(1) if config.column_major else out.stride(0))
+    """struct Operands; no ``out`` where an epilogue stores."""
+    maps = b"".join(driver.encode(spec) for spec in tensor_maps(a, b, config, gate_and_up_apart))
+    output = bytes(16) if out is None else output_bytes(out, config.column_major)
     factors = b"".join(_factor(t) for t in (a.global_scale, b.global_scale, alpha))
     shape = struct.pack("=3i", a.data.shape[0], b.data.shape[1], a.data.shape[1])
     sources = _source(a, config.scales_a) + _source(b, config.scales_b)
-    return _padded(maps + sources + output + factors + shape)
+    return padded(maps + sources + output + factors + shape)
+
+
+def output_bytes(out: torch.Tensor, column_major: bool) -> bytes:
+    """struct Output."""
+    return struct.pack("=Qq", out.data_ptr(), out.stride(1) if column_major else out.stride(0))
 
 
 def problem_bytes(operands: bytes, table: int, order: int, offs: int, num_groups: int, counter: int) -> bytes:
     """struct Problem; table, order and offs are addresses."""
-    return _padded(operands + struct.pack("=3Q2i", table, order, offs, num_groups, counter))
+    return padded(operands + struct.pack("=3Q2i", table, order, offs, num_groups, counter))
 
 
-def _check(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None) -> None:
-    """Raises ValueError for what the common checks let through and this kernel cannot do."""
+def check_operands(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
+    """Raises ValueError for operands that the common checks let through and this kernel cannot multiply."""
     for name, t in (("a", a), ("b", b)):
         if t.format.name not in _KINDS:
             raise ValueError(f"{name} has format {t.format.name}; this kernel takes {', '.join(_KINDS)}")
@@ -101,6 +105,15 @@ def _check(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, alpha:
         raise ValueError(f"b must be (G, N, K) of at most {MAX_GROUPS} groups, got {tuple(b.data.shape)}")
     if a.data.shape[-1] % 16 != 0:
         raise ValueError(f"K is {a.logical_shape[-1]}; its {a.data.shape[-1]} bytes must be a multiple of 16")
+    for name, t in (("a", a), ("b", b)):
+        count = 1 if t.global_scale is None else t.global_scale.numel()
+        if count not in (1, b.data.shape[0]):
+            raise ValueError(
+                f"{name}.global_scale has {count} values; one, or one per group ({b.data.shape[0]})"
+            )
+
+
+def _check(b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None) -> None:
     rows_contiguous = out.stride(1) == 1 or out.shape[1] == 1
     if not (rows_contiguous or out.stride(0) == 1):
         raise ValueError(f"out has strides {out.stride()}; its rows or its columns must be contiguous")
@@ -108,12 +121,15 @@ def _check(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, alpha:
         raise ValueError(
             f"alpha must be float32, one value or one per group, got {tuple(alpha.shape)} {alpha.dtype}"
         )
-    for name, t in (("a", a), ("b", b)):
-        count = 1 if t.global_scale is None else t.global_scale.numel()
-        if count not in (1, b.data.shape[0]):
-            raise ValueError(
-                f"{name}.global_scale has {count} values; one, or one per group ({b.data.shape[0]})"
-            )
+
+
+def readable(
+    a: BlockScaledTensor, b: BlockScaledTensor
+) -> tuple[BlockScaledTensor, BlockScaledTensor, tuple[torch.Tensor, ...]]:
+    """The operands with scales that the kernel can read, and the copies that had to be made of them."""
+    new_a, new_b = _readable(a), _readable(b)
+    copies = tuple(new.scale for new, old in ((new_a, a), (new_b, b)) if new is not old)
+    return new_a, new_b, copies
 
 
 def _readable(t: BlockScaledTensor) -> BlockScaledTensor:
@@ -129,10 +145,22 @@ def _readable(t: BlockScaledTensor) -> BlockScaledTensor:
 def fit(
     config: Sm100GroupedConfig, a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor
 ) -> Sm100GroupedConfig:
-    """``config`` with what has to follow from the operands."""
+    """``config`` with what has to follow from the operands and the output."""
     column_major = out.stride(1) != 1 and out.shape[1] > 1
     ld_bytes = (out.stride(1) if column_major else out.stride(0)) * out.element_size()
     single = out.shape[1 if column_major else 0] == 1
+    return replace(
+        fit_operands(config, a, b),
+        column_major=column_major,
+        wide_stores=out.data_ptr() % 32 == 0 and (single or ld_bytes % 32 == 0),
+        out_dtype=out.dtype,
+    )
+
+
+def fit_operands(
+    config: Sm100GroupedConfig, a: BlockScaledTensor, b: BlockScaledTensor, gate_and_up_apart: bool = False
+) -> Sm100GroupedConfig:
+    """``config`` with what has to follow from the operands."""
     # An FP4 product takes the scales of 64 of K at once. Where K ends in the middle the padding of the second half meets
     # zeros, and must not be a NaN: the gathering warps clear it.
     whole_products = a.format.codes_per_byte == 1 or a.data.shape[-1] % 32 == 0
@@ -143,7 +171,9 @@ def fit(
     }
     if whole_products and on_tiles and config.tile_m % 128 == 0:
         sources["a"] = "tiled"
-    if whole_products and b.scale_layout == "blocked" and config.tile_n % 128 == 0:
+    # Up's scales start half way.
+    up_on_tiles = not gate_and_up_apart or b.data.shape[1] % 256 == 0
+    if whole_products and b.scale_layout == "blocked" and config.tile_n % 128 == 0 and up_on_tiles:
         sources["b"] = "tiled"
     return replace(
         config,
@@ -153,21 +183,23 @@ def fit(
         scales_a=sources["a"],
         scales_b=sources["b"],
         groups_on_tiles=on_tiles,
-        column_major=column_major,
-        wide_stores=out.data_ptr() % 32 == 0 and (single or ld_bytes % 32 == 0),
         max_groups=256 if b.data.shape[0] <= 256 else MAX_GROUPS,
-        out_dtype=out.dtype,
     )
 
 
 def tensor_maps(
-    a: BlockScaledTensor, b: BlockScaledTensor, config: Sm100GroupedConfig
+    a: BlockScaledTensor, b: BlockScaledTensor, config: Sm100GroupedConfig, gate_and_up_apart: bool = False
 ) -> list[TensorMapSpec]:
-    """The kernel's four tensor maps: A, B, scales of A, scales of B. Those of gathered scales describe nothing used."""
+    """The kernel's four tensor maps: A, B, scales of A, scales of B. Those of gathered scales describe nothing used.
+
+    gate_and_up_apart: half of a tile's 256 columns come from either half of B, by copies of 128 rows.
+    """
     a_rows, b_rows = (config.right_rows, 128) if config.tokens_on_n else (128, config.right_rows)
     atoms = {"MXFP8": 1, "NVFP4": 4, "MXFP4": 2}[config.kind]
     column_atoms = ceil_div(config.mma_n, 128)
     a_atoms, b_atoms = (column_atoms, 1) if config.tokens_on_n else (1, column_atoms)
+    if gate_and_up_apart:
+        b_rows, b_atoms = 128, 1
     map_a = tensor_map.operand(a.data.view(torch.uint8)[None], a_rows)
     map_b = tensor_map.operand(b.data.view(torch.uint8), b_rows)
     return [
@@ -207,6 +239,6 @@ def _factor(values: torch.Tensor | None) -> bytes:
     return struct.pack("=Qq", values.data_ptr(), 0 if values.numel() == 1 else 1)
 
 
-def _padded(struct_bytes: bytes) -> bytes:
+def padded(struct_bytes: bytes) -> bytes:
     """Up to the 64-byte alignment that tensor maps give a struct."""
     return struct_bytes + bytes(-len(struct_bytes) % 64)

@@ -1,0 +1,195 @@
+"""Host side of kernels/sm100_grouped_gemm.cu with a quantising epilogue: MXFP8, NVFP4 and MXFP4 on Blackwell.
+
+What an epilogue does is in padless.epilogue; the kernel's side of it in kernels/sm100_quant_store.cuh.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+
+import torch
+
+from padless.config_sm100_grouped import Sm100GroupedConfig
+from padless.driver import Driver, LaunchShape
+from padless.epilogue import Epilogue, EpilogueTensors
+from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
+from padless.paths.launching import Prepared, load_kernel, tile_counter
+from padless.paths.sm100_grouped import (
+    KERNEL,
+    check_operands,
+    fit_operands,
+    operand_bytes,
+    output_bytes,
+    padded,
+    problem_bytes,
+    readable,
+)
+
+Config = Sm100GroupedConfig
+
+_MULTIPLE_OF_N = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 16}
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """One compiled kernel: a tile and what is done with it."""
+
+    tile: Sm100GroupedConfig
+    epilogue: Epilogue
+
+    def prelude(self) -> str:
+        """The constants that the kernel source is compiled behind."""
+        return self.tile.prelude() + self.epilogue.prelude()
+
+
+def prepare(
+    driver: Driver,
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    tensors: EpilogueTensors,
+    config: Sm100GroupedConfig | None,
+    *,
+    epilogue: Epilogue,
+) -> Prepared:
+    """Packs the launch of the grouped GEMM a @ b of its group with everything that ``epilogue`` asks for.
+
+    Args:
+        a, b, offs: as for grouped_gemm; offs None is one group of all rows.
+        tensors: operands and outputs of the epilogue; amax holds -inf.
+        config: the tile, None to choose one. Tokens are lanes (tokens_on_n False) and mma_n is 128 or 256; 256 for
+            gate and up in halves.
+
+    Raises ValueError for what this kernel cannot do: FP8_BLOCK outputs, whose blocks are wider than what a lane holds.
+    """
+    check_operands(a, b)
+    (m, _), (num_groups, n, _) = a.data.shape, b.data.shape
+    _check(n, tensors, epilogue)
+    a, b, copies = readable(a, b)
+    tile = select_tile(m, n, num_groups, epilogue) if config is None else config
+    check_tile(tile, epilogue)
+    compiled = QuantConfig(fit(tile, a, b, tensors, epilogue), epilogue)
+    tile = compiled.tile
+    device = a.data.device.index or 0
+    kernel, function = load_kernel(driver, KERNEL, compiled, device)
+    most_tiles = (ceil_div(m, tile.tile_m) + num_groups) * ceil_div(n, tile.tile_n)
+    workers = min(driver.num_sms(device) // tile.cta_group, most_tiles)
+    if workers == 0:
+        raise ValueError(
+            f"config has cta_group 2 and the device {driver.num_sms(device)} multiprocessor; use 1"
+        )
+
+    written = [t for t in (tensors.row_codes, tensors.column_codes, tensors.d, tensors.amax) if t is not None]
+    counter = tile_counter(compiled, device, written[0].data_ptr())
+    apart = _gate_and_up_apart(epilogue)
+    operands = operand_bytes(driver, a, b, None, None, tile, apart)
+    problem = problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
+    optional = [a.global_scale, b.global_scale, offs, *vars(tensors).values()]
+    used = [a.data, a.scale, b.data, b.scale, *(t for t in optional if isinstance(t, torch.Tensor))]
+    shape = LaunchShape(workers * tile.cta_group, kernel.num_threads, tile.cta_group)
+    arguments = [problem + target_bytes(tensors, epilogue, n)]
+    return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
+
+
+# --- tiles -----------------------------------------------------------------------------------------------
+
+
+def select_tile(m: int, n: int, num_groups: int, epilogue: Epilogue) -> Sm100GroupedConfig:
+    """The tile for a problem: a pure function, never measured.
+
+    A pair's 256 rows where groups have more than 128 on average, else one CTA; 256 columns unless B has at most 128.
+    """
+    rows = ceil_div(m, max(min(num_groups, m), 1))
+    wide = n > 128 or _gate_and_up_apart(epilogue)
+    return Sm100GroupedConfig(
+        cta_group=2 if rows > 128 else 1, mma_n=256 if wide else 128, keep="a" if rows < n else "b"
+    )
+
+
+def check_tile(tile: Sm100GroupedConfig, epilogue: Epilogue) -> None:
+    """Raises ValueError for a tile that cannot do ``epilogue``."""
+
+    def require(ok: bool, field: str, allowed: str) -> None:
+        if not ok:
+            raise ValueError(
+                f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}"
+            )
+
+    require(not tile.tokens_on_n, "tokens_on_n", "False")
+    require(tile.mma_n >= 128, "mma_n", "128 or 256")
+    if _gate_and_up_apart(epilogue):
+        require(tile.mma_n == 256, "mma_n", "256 for gate and up in halves")
+
+
+def fit(
+    tile: Sm100GroupedConfig,
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    tensors: EpilogueTensors,
+    epilogue: Epilogue,
+) -> Sm100GroupedConfig:
+    """``tile`` with what has to follow from the operands and the outputs."""
+    d = tensors.d
+    row_bytes = 0 if d is None else d.stride(0) * d.element_size()
+    return replace(
+        fit_operands(tile, a, b, _gate_and_up_apart(epilogue)),
+        column_major=False,
+        wide_stores=d is not None and d.data_ptr() % 32 == 0 and (d.shape[0] == 1 or row_bytes % 32 == 0),
+        out_dtype=epilogue.d_dtype or torch.bfloat16,
+    )
+
+
+def _gate_and_up_apart(epilogue: Epilogue) -> bool:
+    return epilogue.activation == "swiglu_concatenated"
+
+
+# --- what the kernel is given ----------------------------------------------------------------------------
+
+
+def _check(n: int, tensors: EpilogueTensors, epilogue: Epilogue) -> None:
+    if epilogue.format == FP8_BLOCK:
+        raise ValueError("d_format is FP8_BLOCK; this kernel stores MXFP8, MXFP8_E5M2, MXFP4 and NVFP4")
+    multiple = _MULTIPLE_OF_N[epilogue.activation]
+    if n % multiple != 0:
+        raise ValueError(
+            f"N is {n}; it must be a multiple of {multiple} for activation {epilogue.activation!r}"
+        )
+    for name in ("d", "row_codes", "column_codes"):
+        t = getattr(tensors, name)
+        if t is None or t.numel() == 0:
+            continue
+        row_bytes = t.stride(0) * t.element_size()
+        if (
+            t.stride(1) != 1
+            or (t.shape[0] > 1 and row_bytes % 16 != 0)
+            or t.data_ptr() % 16 != 0
+            or t.shape[1] * t.element_size() % 16 != 0
+        ):
+            raise ValueError(
+                f"{name} is {tuple(t.shape)} with strides {t.stride()} of {t.element_size()} bytes at address "
+                f"{t.data_ptr():#x}; rows must be contiguous, start on multiples of 16 bytes and be as long: N_out a "
+                "multiple of 16, of 32 for FP4"
+            )
+    for name, alignment in (("bias", 16), ("row_scale", 4)):
+        t = getattr(tensors, name)
+        if t is not None and t.data_ptr() % alignment != 0:
+            raise ValueError(
+                f"{name} is at address {t.data_ptr():#x}; it must be {alignment}-byte aligned; clone() it"
+            )
+
+
+def target_bytes(tensors: EpilogueTensors, epilogue: Epilogue, n: int) -> bytes:
+    """struct QuantTargets."""
+    t = tensors
+    constant = t.norm_const if epilogue.norm_const else t.global_scale
+    pointers = (t.alpha, t.bias, t.prob, t.amax, constant, t.row_scale, t.column_scale)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
+    strides = t.row_scale.stride() if t.row_scale is not None and t.row_scale.dim() == 2 else (0, 0)
+    constant_stride = 0 if constant is None or constant.numel() == 1 else 1
+    numbers = (epilogue.out_columns(n), t.column_tiles, constant_stride)
+    outputs = padded(bytes(3 * 128) + struct.pack("=7Q2q3i", *addresses, *strides, *numbers))
+    plain = bytes(16) if t.d is None else output_bytes(t.d, False)
+    codes = [(0, 0) if c is None else (c.data_ptr(), c.stride(0)) for c in (t.row_codes, t.column_codes)]
+    (row, row_pitch), (column, column_pitch) = codes
+    return padded(outputs + plain + struct.pack("=2Q2q", row, column, row_pitch, column_pitch))
