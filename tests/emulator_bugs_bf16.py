@@ -154,7 +154,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scales past the end of K count",
         (),
-        ((DEQUANTIZE, "if (columns < 2) bytes = columns < 1 ? 0 : bytes & 0xFF;", ""),),
+        ((KERNEL, "bytes[u][h] &= mask;", "bytes[u][h] &= 0x7F7F;"),),
         blocked=True,
         quick=True,
     ),

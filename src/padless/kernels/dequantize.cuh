@@ -94,23 +94,27 @@ __device__ __forceinline__ uint32_t mxfp8_factor(uint32_t byte) {
     return both_halves(byte << 7 | (((byte + 1) & 0xFE) == 0 ? 0x40 : 0));
 }
 
-// MXFP4: 2^126 times the scale 2^(b - 127), which from 2^2 on is no bf16 number: the rest is in a second factor, which is 1
-// for scales up to 2.
+// MXFP4: 2^126 times the scale 2^(b - 127) in both halves, which is a bf16 number up to 2^1, b = 128. For larger scales, and
+// NaN, 255, the rest is in a second factor, which is 1 for others. That is rare: callers branch over it.
 __device__ __forceinline__ uint32_t mxfp4_factor(uint32_t byte) {
-    const uint32_t half = ((byte < 128 ? byte : 128) + 126) << 7;
-    return both_halves(byte == 255 ? 0x7FC0 : half);
+    return (byte < 128 ? byte : 128) * 0x00800080 + 0x3F003F00;
 }
 
 __device__ __forceinline__ uint32_t mxfp4_second_factor(uint32_t byte) {
-    return both_halves(((byte > 128 ? byte : 128) - 1) << 7);
+    return both_halves(byte == 255 ? 0x7FC0 : ((byte > 128 ? byte : 128) - 1) << 7);
+}
+
+// Whether any of four bytes may be larger than 128.
+__device__ __forceinline__ bool mxfp4_is_large(uint32_t bytes) {
+    return (bytes & 0x80808080) != 0;
 }
 
 // NVFP4: two scales, in the low two bytes, to scale * 2^(126 or 14 - NVFP4_SHIFT): at most 448 * 2^118 < 2^127, or 448 *
-// 2^6 < 2^15. The sign bit means nothing. NaN stays NaN.
+// 2^6 < 2^15. NaN stays NaN.
 template <bool IS_F16>
 __device__ __forceinline__ void nvfp4_factors(uint32_t (&to)[2], uint32_t bytes) {
     static_assert(NVFP4_SHIFT == 8, "the two constants");
-    const uint32_t halves = cvt_f16x2_e4m3x2(bytes & 0x7F7F);
+    const uint32_t halves = cvt_f16x2_e4m3x2(bytes);
     if constexpr (IS_F16) {
         const uint32_t factors = mul_f16x2(halves, 0x54005400);  // 2^6
         to[0] = prmt(factors, factors, 0x1010);
@@ -129,22 +133,31 @@ struct SectionScales {
     static_assert(!IS_F16 || scales_of_128(FORMAT) == 0 || FORMAT == FORMAT_NVFP4, "MX scales want bf16");
     uint32_t factors[FORMAT == FORMAT_NVFP4 ? 2 : 1];
 
-    // From shared memory. `columns` is how many of the row's scales, counted from this lane's first, exist: those past the
-    // end of K may hold anything and count as 0. Returns the bytes.
-    __device__ __forceinline__ uint32_t load(uint32_t address, int columns) {
-        if constexpr (FORMAT == FORMAT_NVFP4) {
-            uint32_t bytes = ld_shared_u16(address);
-            if (columns < 2) bytes = columns < 1 ? 0 : bytes & 0xFF;
-            nvfp4_factors<IS_F16>(factors, bytes);
-            return bytes;
-        } else if constexpr (scales_of_128(FORMAT) != 0) {
-            uint32_t byte = ld_shared_u8(address);
-            if (columns < 1) byte = 0;
-            factors[0] = FORMAT == FORMAT_MXFP4 ? mxfp4_factor(byte) : mxfp8_factor(byte);
-            return byte;
-        } else {
+    // The bytes of scales, from shared memory.
+    static __device__ __forceinline__ uint32_t read(uint32_t address) {
+        if constexpr (FORMAT == FORMAT_NVFP4)
+            return ld_shared_u16(address);
+        else if constexpr (scales_of_128(FORMAT) != 0)
+            return ld_shared_u8(address);
+        else
             return 0;
-        }
+    }
+
+    // Which bits of them count where the row has `columns` more, from this lane's first: those past the end of K may hold
+    // anything and count as 0. NVFP4: without the sign bits, which mean nothing.
+    static __device__ __forceinline__ uint32_t mask(int columns) {
+        if constexpr (FORMAT == FORMAT_NVFP4)
+            return columns >= 2 ? 0x7F7F : columns == 1 ? 0x7F : 0;
+        else
+            return columns >= 1 ? 0xFF : 0;
+    }
+
+    // But for MXFP4's second factor.
+    __device__ __forceinline__ void set(uint32_t bytes) {
+        if constexpr (FORMAT == FORMAT_NVFP4)
+            nvfp4_factors<IS_F16>(factors, bytes);
+        else if constexpr (scales_of_128(FORMAT) != 0)
+            factors[0] = FORMAT == FORMAT_MXFP4 ? mxfp4_factor(bytes) : mxfp8_factor(bytes);
     }
 
     // Scales octet `octet` of the section, but for MXFP4's second factor.

@@ -240,8 +240,8 @@ struct TokenSection {
     }
 
     __device__ __forceinline__ void load_scales(uint32_t sfa, int row, int lane) {
-        scale_bytes = scales.load(
-            sfa + (row + lane / 4) * SCALE_ROW_BYTES + lane % 4 * (scales_of_128(A_FORMAT) / 4), 2);
+        scale_bytes =
+            scales.read(sfa + (row + lane / 4) * SCALE_ROW_BYTES + lane % 4 * (scales_of_128(A_FORMAT) / 4));
     }
 
     __device__ __forceinline__ void load_chunk(uint32_t a, int i, int row, int lane) {
@@ -260,8 +260,10 @@ struct TokenSection {
     // The words of octet s land in 16-byte chunks 4 s .. 4 s + 3 of the token, quad q's at word q: where instruction
     // 2 s + i / 2 looks for the operand of quad q that goes with the weights' registers i % 2. Example: octet 1 of quad 2,
     // word 3, is at byte (4 * 1 + 3) * 16 + 2 * 4 = 120 of the token's first 128, before the swizzle.
-    __device__ __forceinline__ void store_chunk(uint32_t tokens, int i, int row, int lane) const {
+    __device__ __forceinline__ void store_chunk(uint32_t tokens, int i, int row, int lane) {
         const int in_eight = lane / 4, quad = lane % 4;
+        if (i == 0) scales.set(A_FORMAT == FORMAT_NVFP4 ? scale_bytes & 0x7F7F : scale_bytes);
+        const bool second = A_FORMAT == FORMAT_MXFP4 && __any_sync(0xffffffff, mxfp4_is_large(scale_bytes));
 #pragma unroll
         for (int o = 0; o < OCTETS; ++o) {
             uint32_t from[WORDS], to[4];
@@ -269,7 +271,7 @@ struct TokenSection {
             for (int w = 0; w < WORDS; ++w) from[w] = codes[o * WORDS + w];
             expand_octet<A_FORMAT, IS_F16, PAIRS_ARE_ADJACENT>(to, from);
             scales.apply(to, i * OCTETS + o);
-            if constexpr (A_FORMAT == FORMAT_MXFP4) {
+            if (A_FORMAT == FORMAT_MXFP4 && second) {
 #pragma unroll
                 for (int w = 0; w < 4; ++w) to[w] = mul_bf16x2(to[w], mxfp4_second_factor(scale_bytes));
             }
@@ -391,24 +393,38 @@ struct WeightSection {
         const uint32_t sfb = shared_address(shared.sfb[stage]);
         static_assert(UNITS <= 2, "the units of a warpgroup lie in 128 rows");
         const uint32_t first = sfb_address(sfb, first_row, quad, kb);
-        scale_bytes = 0;
-        second = false;
-        const int left =
-            SFB_IS_BLOCKED ? problem.sfb_columns() - kb * scales_of_128(B_FORMAT) - quad * OF_LANE : OF_LANE;
+        uint32_t bytes[UNITS][2];
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 // 8 rows on are another of the 32 rows of a 32x4x4 tile, 64 rows on another of its four columns of 32.
                 const int at = SFB_IS_BLOCKED ? h * 128 + u * 8 : (u * WGMMA_M + h * 8) * SCALE_ROW_BYTES;
-                const uint32_t bytes = scales[u][h].load(first + at, left);
-                if constexpr (B_FORMAT == FORMAT_MXFP4) {
-                    scale_bytes |= bytes << (16 * u + 8 * h);
-                    second = second || bytes > 128;
-                }
+                bytes[u][h] = scales[u][h].read(first + at);
             }
         }
-        if constexpr (B_FORMAT == FORMAT_MXFP4) second = __any_sync(0xffffffff, second);
+        if constexpr (SFB_IS_BLOCKED || B_FORMAT == FORMAT_NVFP4) {
+            const int left = SFB_IS_BLOCKED
+                                 ? problem.sfb_columns() - kb * scales_of_128(B_FORMAT) - quad * OF_LANE
+                                 : OF_LANE;
+            const uint32_t mask = SectionScales<B_FORMAT, IS_F16>::mask(left);
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) bytes[u][h] &= mask;
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) scales[u][h].set(bytes[u][h]);
+        }
+        if constexpr (B_FORMAT == FORMAT_MXFP4) {
+            scale_bytes = 0;
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) scale_bytes |= (bytes[u][0] | bytes[u][1] << 8) << (16 * u);
+            second = __any_sync(0xffffffff, mxfp4_is_large(scale_bytes));
+        }
     }
 
     // 16 bytes of codes a row: the octets from OCTETS * part.
