@@ -142,7 +142,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "nibble 0 is taken from the wrong place",
         (),
-        ((DEQUANTIZE, "to[0] = ((w << 6) & MAGNITUDES)", "to[0] = ((w << 2) & MAGNITUDES)"),),
+        ((DEQUANTIZE, "to[0] = lop3_select(w << 6,", "to[0] = lop3_select(w << 2,"),),
         pair=(BF16, "MXFP4"),
     ),
     Bug(

@@ -49,22 +49,24 @@ __device__ __forceinline__ void expand_octet(uint32_t (&to)[4], const uint32_t (
     if constexpr (is_fp4(FORMAT) && IS_F16) {
         // All of it fits in the upper byte of an f16: bytes first, of the even and of the odd codes, then the halves.
         static_assert(NUM_WORDS == 1 && !PAIRS_ARE_ADJACENT, "8 nibbles");
-        constexpr uint32_t SIGNS = 0x80808080, MAGNITUDES = 0x0E0E0E0E;
-        const uint32_t w = from[0];
-        const uint32_t even = ((w << 1) & MAGNITUDES) | ((w << 4) & SIGNS);
-        const uint32_t odd = ((w >> 3) & MAGNITUDES) | (w & SIGNS);
+        // Of the signs of all 8, those that are not meant lie where a byte's magnitude comes: one selection does both.
+        constexpr uint32_t MAGNITUDES = 0x0E0E0E0E;
+        const uint32_t w = from[0], signs = and_b32(w, 0x88888888);
+        const uint32_t even = lop3_select(w << 1, signs << 4, MAGNITUDES);
+        const uint32_t odd = lop3_select(w >> 3, signs, MAGNITUDES);
         to[0] = prmt(even, 0, 0x2404);
         to[1] = prmt(odd, 0, 0x2404);
         to[2] = prmt(even, 0, 0x3414);
         to[3] = prmt(odd, 0, 0x3414);
     } else if constexpr (is_fp4(FORMAT)) {
         static_assert(NUM_WORDS == 1 && !PAIRS_ARE_ADJACENT, "8 nibbles");
-        constexpr uint32_t SIGNS = 0x80008000, MAGNITUDES = 0x01C001C0;
-        const uint32_t w = from[0];
-        to[0] = ((w << 6) & MAGNITUDES) | ((w << 12) & SIGNS);
-        to[1] = ((w << 2) & MAGNITUDES) | ((w << 8) & SIGNS);
-        to[2] = ((w >> 2) & MAGNITUDES) | ((w << 4) & SIGNS);
-        to[3] = ((w >> 6) & MAGNITUDES) | (w & SIGNS);
+        // Signs are wanted at bit 15 of a half. Those at bit 7, of other codes, lie where the magnitude comes.
+        constexpr uint32_t SIGNS = 0x80808080, MAGNITUDES = 0x01C001C0;
+        const uint32_t w = from[0], even = and_b32(w << 4, SIGNS), odd = and_b32(w, SIGNS);
+        to[0] = lop3_select(w << 6, even << 8, MAGNITUDES);
+        to[1] = lop3_select(w << 2, odd << 8, MAGNITUDES);
+        to[2] = lop3_select(w >> 2, even, MAGNITUDES);
+        to[3] = lop3_select(w >> 6, odd, MAGNITUDES);
     } else if constexpr (FORMAT == FORMAT_BF16) {
         static_assert(NUM_WORDS == 4 && !PAIRS_ARE_ADJACENT, "8 bf16");
         to[0] = prmt(from[0], from[2], 0x5410);

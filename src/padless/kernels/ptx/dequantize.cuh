@@ -40,6 +40,20 @@ __device__ __forceinline__ uint32_t prmt(uint32_t x, uint32_t y, uint32_t select
     return value;
 }
 
+// Where a masked word is used more than once, shifted: said in C++, the compiler shifts first and masks every copy.
+__device__ __forceinline__ uint32_t and_b32(uint32_t x, uint32_t mask) {
+    uint32_t value;
+    asm("and.b32 %0, %1, %2;" : "=r"(value) : "r"(x), "r"(mask));
+    return value;
+}
+
+// The bits of x where `mask` has ones, else those of y. (Said in C++, the compiler takes it apart into two masks.)
+__device__ __forceinline__ uint32_t lop3_select(uint32_t x, uint32_t y, uint32_t mask) {
+    uint32_t value;
+    asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(value) : "r"(x), "r"(y), "r"(mask));
+    return value;
+}
+
 // The two FP8 codes in the low 16 bits, exactly, NaN and Inf included; the low byte becomes the low half.
 __device__ __forceinline__ uint32_t cvt_f16x2_e4m3x2(uint32_t codes) {
     uint32_t halves;
