@@ -57,6 +57,23 @@ def test_contenders_compute_what_they_are_compared_for(problem) -> None:  # type
     assert calls["fused rows"]().row.format == FP8_BLOCK
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_the_grid_has_every_k_that_the_cost_is_predicted_for(full: bool) -> None:
+    points = epilogue.grid(full=full)
+    wanted = {Point(8192, n, k, g) for n in (4096, 7168) for k in (2048, 4096, 7168) for g in (8, 32)}
+    assert wanted <= set(points)
+    assert len(set(points)) == len(points) == (20 if full else 12)
+
+
+@pytest.mark.slow
+def test_the_kernels_are_what_is_measured(problem) -> None:  # type: ignore[no-untyped-def]
+    """The same contenders with the kernels' own code, by the emulator: all run, and fused rows are quantize's."""
+    record = epilogue.measure(problem, StandInTimer(), "emulator")
+    assert record["errors"] == {}
+    assert len(record["gpu"]) == 7
+    assert record["equality"] == {"codes": 70 * 256, "wrong_codes": 0, "wrong_scales": 0}
+
+
 def test_a_right_point_has_every_time_and_no_failure(problem) -> None:  # type: ignore[no-untyped-def]
     record = epilogue.measure(problem, StandInTimer()) | {"point": POINT.as_dict()}
     assert len(record["gpu"]) == 7

@@ -45,14 +45,12 @@ _MOST_WRONG_CODES = 1e-5
 
 
 def grid(*, full: bool) -> list[Point]:
-    """Prefill and decode sizes: 12 points, or 4."""
-    shapes = ((4096, 7168), (7168, 4096))
+    """M 8192 over the K that decides what an epilogue costs: 12 points; full, 8 of decode and prefill sizes more."""
+    points = [Point(8192, n, k, g) for k in (2048, 4096, 7168) for n in (4096, 7168) for g in (8, 32)]
     if full:
-        return [Point(m, n, k, g) for m in (1024, 8192, 32768) for g in (8, 32) for n, k in shapes]
-    return [
-        Point(m, *shapes[i % 2], g)
-        for i, (m, g) in enumerate(((1024, 8), (8192, 8), (8192, 32), (32768, 32)))
-    ]
+        shapes = ((4096, 7168), (7168, 4096))
+        points += [Point(m, n, k, g) for m in (1024, 32768) for g in (8, 32) for n, k in shapes]
+    return points
 
 
 def calls(problem: GroupedProblem, backend: str | None = None) -> dict[str, Call]:
