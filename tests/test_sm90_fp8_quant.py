@@ -448,7 +448,7 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     ),
     "no barrier before the maxima of other warps are read": (
         STORE,
-        "        column_barrier();\n        scale",
+        "        column_maxima_wait(warpgroup);\n        scale",
         "scale",
         BOTH,
     ),
@@ -460,7 +460,7 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     ),
     "a skipping warpgroup does not keep step": (
         STORE,
-        "        column_barrier();\n        column_barrier();\n",
+        "        column_maxima_arrive(warpgroup);\n        column_maxima_wait(warpgroup);\n        column_barrier();\n",
         "",
         BOTH,
     ),
@@ -486,7 +486,7 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     "codes swizzled by the wrong bits": (FRAGMENT, "(offset >> 7)", "(offset >> 8)", ROWS),
     "the swap of row maxima is not waited for": (
         STORE,
-        "    mbarrier_wait_cluster(full, turn / 2 % 2);\n",
+        "        swap.wait();\n",
         "",
         GLU_BOTH,
     ),

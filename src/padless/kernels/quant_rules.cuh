@@ -52,21 +52,26 @@ __device__ __forceinline__ float one_plus_exp_minus(float gate) {
     return __fmaf_rn(ex2_approx(f), two_to_j, 1.0f);
 }
 
-// gate = (gate * s) * up with s = 1 / (1 + exp(-gate)), each operation rounded once, of four pairs.
-__device__ __forceinline__ void swiglu(float (&gate)[4], const float (&up)[4]) {
-    float s[4];
+// gate = (gate * s) * up with s = 1 / (1 + exp(-gate)), each operation rounded once. One branch for all pairs: it is rare,
+// and between two branches only what lies between them can hide the latency of the function unit.
+template <int COUNT>
+__device__ __forceinline__ void swiglu(float (&gate)[COUNT], const float (&up)[COUNT]) {
+    float s[COUNT];
+    float lowest = gate[0];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) s[e] = reciprocal_of_ordinary(one_plus_exp_minus(gate[e]));
-    if (fminf(fminf(gate[0], gate[1]), fminf(gate[2], gate[3])) <
-        -86.0f) {  // one branch for four: it is rare
+    for (int e = 0; e < COUNT; ++e) {
+        s[e] = reciprocal_of_ordinary(one_plus_exp_minus(gate[e]));
+        lowest = fminf(lowest, gate[e]);
+    }
+    if (lowest < -86.0f) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {  // from -88.722839 down exp is Inf
+        for (int e = 0; e < COUNT; ++e) {  // from -88.722839 down exp is Inf
             if (gate[e] < -86.0f)
                 s[e] = gate[e] < -88.722835f ? 0.0f : __frcp_rn(one_plus_exp_minus(gate[e]));
         }
     }
 #pragma unroll
-    for (int e = 0; e < 4; ++e) gate[e] = __fmul_rn(__fmul_rn(gate[e], s[e]), up[e]);
+    for (int e = 0; e < COUNT; ++e) gate[e] = __fmul_rn(__fmul_rn(gate[e], s[e]), up[e]);
 }
 
 // float32 to the e2m1 code of its magnitude, nearest even, above 5 to 6. x may not be NaN.

@@ -430,7 +430,7 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     }
 }
 
-__device__ __forceinline__ void skip_store() {}
+__device__ __forceinline__ void skip_store(int) {}
 #endif
 
 // Consumer: one tile of which NUM_WAVES units belong to this warpgroup.
@@ -462,7 +462,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
             consume_tile<1>(shared, problem, store_maps, tile, warpgroup, warp, lane, pipeline, reader);
         else {
             skip_tile(shared, problem, lane, pipeline, reader);
-            skip_store();
+            skip_store(warpgroup);
         }
         reader.advance();
         if constexpr (SCALES_K_MAJOR) {

@@ -59,25 +59,28 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
             }
         }
     }
+    constexpr int TOGETHER = 8;  // of the sigmoids: more spill
 #pragma unroll
-    for (int i = 0; i < OUT_COLUMNS / 8; ++i) {
-        float value[4];
+    for (int first = 0; first < OUT_COLUMNS / 2; first += TOGETHER) {
+        float value[TOGETHER];
         if constexpr (GLU == GLU_NONE) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) value[e] = x[4 * i + e];
+            for (int e = 0; e < TOGETHER; ++e) value[e] = x[first + e];
         } else {
-            constexpr int RUN = GLU == GLU_INTERLEAVED ? 4 : 8;  // of gate, then of up, in columns / 8
-            const int gate = i / RUN * 2 * RUN + i % RUN;
-            float up[4];
+            constexpr int RUN =
+                GLU == GLU_INTERLEAVED ? 16 : 32;  // of gate, then of up, in values of a thread
+            const int gate = first / RUN * 2 * RUN + first % RUN;
+            float up[TOGETHER];
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                value[e] = x[4 * gate + e];
-                up[e] = x[4 * (gate + RUN) + e];
+            for (int e = 0; e < TOGETHER; ++e) {
+                value[e] = x[gate + e];
+                up[e] = x[gate + RUN + e];
             }
             swiglu(value, up);
         }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) v[4 * i + e] = GATES_SUM ? __fmul_rn(value[e], prob[e / 2]) : value[e];
+        for (int e = 0; e < TOGETHER; ++e)
+            v[first + e] = GATES_SUM ? __fmul_rn(value[e], prob[e / 2 % 2]) : value[e];
     }
     const int out_column = GLU == GLU_NONE ? column : column / 2;
     // Pinned inside, so that tiles without an edge branch over the selections instead of making them all.
@@ -102,46 +105,48 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
 }
 
 // FP8_BLOCK scales of a SwiGLU output cover the columns of both CTAs of a cluster: the two warps that hold the same rows
-// swap their rows' maxima. Two buffers in turn, each with a barrier: a warp writes buffer b again only after it has had
-// an answer that was sent after b was read.
-template <int NUM_WAVES>
-__device__ __forceinline__ void swap_row_amax(QuantStorage& quant, float (&amax)[NUM_WAVES][2][ROW_BLOCKS],
-                                              int warp_of_cta, int lane) {
-    const uint32_t peer = cluster_cta_rank() ^ 1;
-    const uint32_t turn = quant.swaps[warp_of_cta];
-    const uint32_t rows = shared_address(&quant.peer_amax[turn % 2][warp_of_cta][lane / 4]);
-    const uint32_t full = shared_address(&quant.peer_full[turn % 2][warp_of_cta]);
-    if (lane % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < NUM_WAVES * 2; ++i) st_cluster_f32(rows + i * 32, peer, amax[i / 2][i % 2][0]);
-    }
-    __syncwarp();
-    if (lane == 0) {
-        quant.swaps[warp_of_cta] = turn + 1;
-        mbarrier_arrive_release_cluster(full, peer);
-    }
-    mbarrier_wait_cluster(full, turn / 2 % 2);
-#pragma unroll
-    for (int i = 0; i < NUM_WAVES * 2; ++i)
-        amax[i / 2][i % 2][0] = max_nan_abs(amax[i / 2][i % 2][0], ld_shared_f32_ordered(rows + i * 32));
-    __syncwarp();
-}
+// swap their rows' maxima, 64 bytes a unit, each unit's as soon as they are known; the answers are awaited when the row
+// scales are. The stores carry their own completion, as a copy does (st.async): a release and an acquire at cluster
+// scope would cost a membar and an emptied L1 cache. Two buffers in turn, each with a barrier: with its answer a warp
+// says that it has read the one before, so that the other may write that buffer again.
+struct RowSwap {
+    uint32_t turn, rows, full;  // rows: two floats of this quad's rows to a unit
+    int lane;
 
-// Row scales and row codes of all the warp's rows. Returns the largest magnitude among the thread's own blocks.
+    RowSwap() = default;
+    __device__ __forceinline__ RowSwap(QuantStorage& quant, int units, int warp_of_cta, int lane)
+        : lane(lane) {
+        turn = quant.swaps[warp_of_cta];
+        rows = shared_address(&quant.peer_amax[turn % 2][warp_of_cta][lane / 4 * 2]);
+        full = shared_address(&quant.peer_full[turn % 2][warp_of_cta]);
+        __syncwarp();
+        if (lane == 0) {
+            quant.swaps[warp_of_cta] = turn + 1;
+            mbarrier_arrive_expect_tx(full, units * 64);
+            mbarrier_arrive_cluster(full, cluster_cta_rank() ^ 1);  // what the other sent last has been read
+        }
+    }
+    __device__ __forceinline__ void send(int w, const float (&amax)[2][ROW_BLOCKS]) const {
+        if (lane % 4 == 0)
+            st_async_v2_f32(rows + w * 64, full, cluster_cta_rank() ^ 1, amax[0][0], amax[1][0]);
+    }
+    __device__ __forceinline__ void wait() const { mbarrier_wait(full, turn / 2 % 2); }
+    __device__ __forceinline__ void receive(int w, float (&amax)[2][ROW_BLOCKS]) const {
+        float other[2];
+        ld_shared_v2_f32(rows + w * 64, other[0], other[1]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) amax[h][0] = max_nan_abs(amax[h][0], other[h]);
+    }
+};
+
+// Row scales and row codes of all the warp's rows, from the maxima of their blocks.
 template <int NUM_WAVES>
-__device__ __forceinline__ float quantize_rows(const float (&v)[WAVES][OUT_COLUMNS / 2],
-                                               SharedStorage& shared, const QuantOutputs& outputs,
-                                               const Placement& place, const Tile& tile, int out_column,
-                                               int warpgroup, int warp, int lane) {
+__device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMNS / 2],
+                                              const float (&amax)[WAVES][2][ROW_BLOCKS],
+                                              SharedStorage& shared, const QuantOutputs& outputs,
+                                              const Placement& place, const Tile& tile, int out_column,
+                                              int warpgroup, int warp, int lane) {
     const RowFormat format = RowFormat::make(outputs.constant + place.group * outputs.constant_stride);
-    float amax[NUM_WAVES][2][ROW_BLOCKS];
-#pragma unroll
-    for (int w = 0; w < NUM_WAVES; ++w) row_block_amax<OUT_COLUMNS, ROW_BLOCK>(v[w], amax[w]);
-    float highest = 0.0f;
-#pragma unroll
-    for (int i = 0; i < NUM_WAVES * 2 * ROW_BLOCKS; ++i)
-        highest = max_nan_abs(highest, amax[i / (2 * ROW_BLOCKS)][i / ROW_BLOCKS % 2][i % ROW_BLOCKS]);
-    if constexpr (SWAPS_ROW_AMAX) swap_row_amax<NUM_WAVES>(shared.quant, amax, warpgroup * 4 + warp, lane);
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
         const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
@@ -164,10 +169,18 @@ __device__ __forceinline__ float quantize_rows(const float (&v)[WAVES][OUT_COLUM
             v[w], shared_address(shared.d[unit] + PLAIN_BYTES), warp, lane,
             [&](int h, int i, int) { return multiplier[h][i * 8 / ROW_BLOCK]; });
     }
-    return highest;
 }
 
-// Every consumer warp takes part in these two, with rows or without.
+// Every consumer warp takes part in these, with rows or without. A warpgroup says that its maxima are written, has its
+// rows to quantise, and only then waits for the other's: the two come to the end of a tile one after the other. Each
+// waits at a barrier of its own, at which the other does not stop.
+__device__ __forceinline__ void column_maxima_arrive(int warpgroup) {
+    if constexpr (NUM_MMA_WARPGROUPS == 2) bar_arrive(5 - warpgroup, 256);
+}
+__device__ __forceinline__ void column_maxima_wait(int warpgroup) {
+    bar_sync(4 + warpgroup, 128 * NUM_MMA_WARPGROUPS);
+}
+// Behind it the multipliers are there, and the maxima are free to be written again.
 __device__ __forceinline__ void column_barrier() {
     bar_sync(1 + NUM_MMA_WARPGROUPS, 128 * NUM_MMA_WARPGROUPS);
 }
@@ -210,9 +223,10 @@ __device__ __forceinline__ void stage_column_codes(const float (&v)[OUT_COLUMNS 
 }
 
 // A consumer warpgroup without rows in a tile keeps step with the one that has some.
-__device__ __forceinline__ void skip_store() {
+__device__ __forceinline__ void skip_store(int warpgroup) {
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
-        column_barrier();
+        column_maxima_arrive(warpgroup);
+        column_maxima_wait(warpgroup);
         column_barrier();
     }
 }
@@ -225,12 +239,25 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     const bool issuer = warp == 0 && lane == 0;
     const int out_column = GLU == GLU_NONE ? column : column / 2;
     const Placement place = shared.quant.placement(shared.groups.group_ends, tile.group);
-    float v[WAVES][OUT_COLUMNS / 2];
+    float v[WAVES][OUT_COLUMNS / 2], row_amax[WAVES][2][ROW_BLOCKS];
+    const RowSwap swap =
+        SWAPS_ROW_AMAX ? RowSwap(shared.quant, NUM_WAVES, warpgroup * 4 + warp, lane) : RowSwap();
+    float highest = 0.0f;
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
         const int row = (w * NUM_MMA_WARPGROUPS + warpgroup) * WGMMA_M + warp * 16 + lane / 4;
         finish_values(v[w], d[w], problem, outputs, tile.group, tile.row + row, tile.rows - row, column,
                       lane);
+        if constexpr (ROW_QUANT != QUANT_NONE) {
+            row_block_amax<OUT_COLUMNS, ROW_BLOCK>(v[w], row_amax[w]);
+#pragma unroll
+            for (int i = 0; i < 2 * ROW_BLOCKS; ++i)
+                highest = max_nan_abs(highest, row_amax[w][i / ROW_BLOCKS][i % ROW_BLOCKS]);
+            if constexpr (SWAPS_ROW_AMAX) swap.send(w, row_amax[w]);
+        } else if constexpr (HAS_AMAX) {
+#pragma unroll
+            for (int i = 0; i < OUT_COLUMNS / 2; ++i) highest = max_nan_abs(highest, v[w][i]);
+        }
     }
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
 #pragma unroll
@@ -238,8 +265,7 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
             const int first = (w * NUM_MMA_WARPGROUPS + warpgroup) * 4 + warp;
             column_amax<OUT_COLUMNS>(v[w], shared_address(shared.quant.column_amax[first]), lane);
         }
-        column_barrier();
-        scale_columns(shared.quant, outputs, place, tile, out_column, warpgroup * 128 + warp * 32 + lane);
+        column_maxima_arrive(warpgroup);
     }
     if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
     bar_sync(1 + warpgroup, 128);
@@ -249,21 +275,22 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
             stage_tile<OUT_COLUMNS, OUT_TYPE>(
                 v[w], shared_address(shared.d[w * NUM_MMA_WARPGROUPS + warpgroup]), warp, lane);
     }
-    float highest = 0.0f;
-    if constexpr (ROW_QUANT != QUANT_NONE) {
-        highest =
-            quantize_rows<NUM_WAVES>(v, shared, outputs, place, tile, out_column, warpgroup, warp, lane);
-    } else if constexpr (HAS_AMAX) {
-#pragma unroll
-        for (int i = 0; i < NUM_WAVES * OUT_COLUMNS / 2; ++i)
-            highest = max_nan_abs(highest, v[i / (OUT_COLUMNS / 2)][i % (OUT_COLUMNS / 2)]);
-    }
     if constexpr (HAS_AMAX) {
         const uint32_t bits = __reduce_max_sync(0xffffffff, __float_as_uint(highest));
         const uint32_t canonical = bits > 0x7F800000 ? 0x7FC00000 : bits;  // one NaN, above everything
         if (lane == 0) red_max_float(outputs.amax + tile.group, __uint_as_float(canonical));
     }
+    if constexpr (SWAPS_ROW_AMAX) {
+        swap.wait();
+#pragma unroll
+        for (int w = 0; w < NUM_WAVES; ++w) swap.receive(w, row_amax[w]);
+    }
+    if constexpr (ROW_QUANT != QUANT_NONE)
+        quantize_rows<NUM_WAVES>(v, row_amax, shared, outputs, place, tile, out_column, warpgroup, warp,
+                                 lane);
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
+        column_maxima_wait(warpgroup);
+        scale_columns(shared.quant, outputs, place, tile, out_column, warpgroup * 128 + warp * 32 + lane);
         column_barrier();
 #pragma unroll
         for (int w = 0; w < NUM_WAVES; ++w)

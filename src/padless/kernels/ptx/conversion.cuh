@@ -50,6 +50,11 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return value;
 }
 
+// Counts this warp at a barrier of `threads` threads, at which others wait.
+__device__ __forceinline__ void bar_arrive(uint32_t id, uint32_t threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 __device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
@@ -67,21 +72,18 @@ __device__ __forceinline__ void ld_shared_v2_f32(uint32_t address, float& x, flo
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
 }
 
-__device__ __forceinline__ float ld_shared_f32_ordered(uint32_t address) {
-    float value;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-    return value;
-}
-
-// Writes one float at the same shared-memory offset in CTA `cta_rank` of the cluster.
-__device__ __forceinline__ void st_cluster_f32(uint32_t address, uint32_t cta_rank, float value) {
+// Writes two floats at the same shared-memory offset in CTA `cta_rank` of the cluster, and then completes 8 bytes on the
+// barrier at the offset of `barrier` there. Nothing waits for it here: no membar.
+__device__ __forceinline__ void st_async_v2_f32(uint32_t address, uint32_t barrier, uint32_t cta_rank,
+                                                float x, float y) {
     asm volatile(
         "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "st.shared::cluster.f32 [remote], %2;\n"
+        ".reg .b32 remote, signal;\n"
+        "mapa.shared::cluster.u32 remote, %0, %2;\n"
+        "mapa.shared::cluster.u32 signal, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [remote], {%3, %4}, [signal];\n"
         "}" ::"r"(address),
-        "r"(cta_rank), "f"(value)
+        "r"(barrier), "r"(cta_rank), "f"(x), "f"(y)
         : "memory");
 }
 
