@@ -16,12 +16,14 @@ from padless import verify_epilogue, verify_small
 from padless.formats import FORMATS, FP8_BLOCK, ceil_div
 from padless.grouped_gemm import grouped_gemm
 from padless.paths import PATHS
+from padless.quantize import quantize
 from padless.verify_epilogue import check_epilogue, check_epilogue_against_emulator
 from padless.verify_epilogue_problems import (
     FENCE,
     GATE_UP,
     EpilogueProblem,
     Outputs,
+    moved,
     quant_paths,
     random_epilogue_problem,
     run_problem,
@@ -101,6 +103,16 @@ def test_a_problem_is_a_function_of_path_and_seed() -> None:
     assert torch.equal(x.b.data.view(torch.uint8), y.b.data.view(torch.uint8))
     one, two = (untouched(p, run(7, "reference").epilogue).buffers for p in (x, y))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 70, 72])
+def test_scales_keep_their_layout_on_another_device(rows: int) -> None:
+    a = quantize(torch.ones(rows, 400), FP8_BLOCK, kind="activation")
+    there, here = moved(a, "meta"), moved(a, "cpu")
+    assert there.data.is_meta
+    assert there.scale.stride() == here.scale.stride() == a.scale.stride()
+    assert there.scale_major == "mn"
+    assert torch.equal(here.scale, a.scale)
 
 
 # --- the judges ------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from padless.config import GemmConfig
 from padless.epilogue import COLUMN_FORMATS, Epilogue, EpilogueTensors
 from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.grouped_gemm import group_offsets
+from padless.layouts import empty_mn_major
 from padless.paths import BF16, PATHS, Path
 from padless.quantize import quantize
 
@@ -249,8 +250,14 @@ def moved(t: Any, device: str) -> Any:
         return t.to(device)
     if not isinstance(t, BlockScaledTensor):
         return t
-    scale = None if t.global_scale is None else t.global_scale.to(device)
-    return BlockScaledTensor(t.data.to(device), t.scale.to(device), t.format, scale, t.scale_layout)
+    scale = t.scale.to(device)
+    if t.scale.dtype == torch.float32 and t.scale_major == "mn":  # .to() drops what lies between the columns
+        rows, columns = scale.shape
+        padded = empty_mn_major(rows, columns, scale.device)
+        padded.as_strided((columns, padded.stride(1)), (padded.stride(1), 1)).fill_(math.nan)
+        scale = padded.copy_(scale)
+    global_scale = None if t.global_scale is None else t.global_scale.to(device)
+    return BlockScaledTensor(t.data.to(device), scale, t.format, global_scale, t.scale_layout)
 
 
 def untouched(problem: EpilogueProblem, epilogue: Epilogue, complement: bool = False) -> FencedOutputs:
