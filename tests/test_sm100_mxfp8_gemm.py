@@ -291,3 +291,16 @@ def test_what_prepare_refuses() -> None:
     offs = torch.tensor([40], dtype=torch.int32)
     with pytest.raises(ValueError, match="offs"):
         prepare(driver, case.a, case.b, offs, torch.empty(40, 40), PAIR)
+
+
+def test_the_public_call_takes_any_number_of_columns(generator: torch.Generator) -> None:
+    """Rows of 37 columns start at odd addresses. Elsewhere the same N is refused."""
+    a, b = (
+        padless.quantize(torch.randn(rows, 64, generator=generator), padless.MXFP8, kind=kind)
+        for rows, kind in ((35, "activation"), (37, "weight"))
+    )
+    out = padless.gemm(a, b, out_dtype=torch.float32, backend="emulator:sm_100a")
+    expected = padless.dequantize(a).double() @ padless.dequantize(b).double().t()
+    assert float((out.double() - expected).norm() / expected.norm()) < 1e-6
+    with pytest.raises(ValueError, match="N is 37; it must be a multiple of 4"):
+        padless.gemm(a, b, out_dtype=torch.float32, backend="emulator")

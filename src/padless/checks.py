@@ -100,9 +100,17 @@ def _check_kinds(operation: str, a: Activation, b: BlockScaledTensor) -> None:
 
 
 def output(
-    a: Activation, b: BlockScaledTensor, out: torch.Tensor | None, out_dtype: torch.dtype
+    a: Activation,
+    b: BlockScaledTensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    any_n: bool = False,
 ) -> torch.Tensor:
-    """``out`` if it will do, or a new tensor. Raises ValueError."""
+    """``out`` if it will do, or a new tensor. Raises ValueError.
+
+    any_n: the rows of the result may start anywhere, not on 16 bytes alone.
+    """
     m, n = a.shape[0], b.shape[1]
     if out is None:
         if out_dtype not in OUT_DTYPES:
@@ -116,9 +124,14 @@ def output(
         if tuple(out.shape) != (m, n) or out.device != a.device:
             raise ValueError(f"out must be (M, N) = {(m, n)} on {a.device}, got {describe(out)}")
     alignment = 16 // out.element_size()
-    if n % alignment != 0:
+    if n % alignment == 0:
+        check_layout("out", out)
+    elif not any_n:
         raise ValueError(f"N is {n}; it must be a multiple of {alignment} for {out.dtype} output")
-    check_layout("out", out)
+    elif out.stride(1) != 1 or out.stride(0) < n:
+        raise ValueError(
+            f"out has strides {out.stride()} elements; its rows must be contiguous; call .contiguous()"
+        )
     return out
 
 

@@ -129,7 +129,7 @@ def _run(
     known = launch_cache.were_checked(operation, a, b, offs)
     if not known:
         check_operands(operation, a, weights, offs)
-    result = output(a, weights, out, out_dtype)
+    result = output(a, weights, out, out_dtype, any_n=_takes_any_n(operation, a, b, backend, config))
     if not known:
         launch_cache.remember_checked(operation, a, b, offs, result)
     if backend is None:
@@ -140,13 +140,23 @@ def _run(
     driver = _driver(backend, result)
     if result.numel() == 0 or weights.data.shape[0] == 0:
         return result
-    rows_per_group = a.shape[0] / b.shape[0]
+    rows_per_group = a.shape[0] / weights.data.shape[0]
     path = find_path(operation, driver.arch, format_name(a), b.format.name, config, rows_per_group)
     prepared = path.load().prepare(driver, a, weights, offs, result, config)
     if not prepared.copies:  # a copy has a new address every time, so there is nothing to remember
         launch_cache.remember_launch(operation, a, b, offs, result, config, prepared.launch)
     prepared.launch(launch_cache.current_stream(result.device.index or 0) if result.is_cuda else 0)
     return result
+
+
+def _takes_any_n(
+    operation: str, a: Activation, b: BlockScaledTensor, backend: str | None, config: KernelConfig | None
+) -> bool:
+    """Whether the kernel writes rows that do not start on 16 bytes: Blackwell's dense one does."""
+    if operation != "gemm" or backend == "reference" or (backend is None and not data_of(a).is_cuda):
+        return False
+    arch = _driver(backend or "cuda", data_of(a)).arch
+    return getattr(find_path(operation, arch, format_name(a), b.format.name, config).load(), "ANY_N", False)
 
 
 def _driver(backend: str, out: torch.Tensor) -> Driver:

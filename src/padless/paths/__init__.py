@@ -6,6 +6,7 @@ A path is a row of ``PATHS``. Its module, in this folder, is the host side of it
     prepare(driver, a, b, offs, out, config)      checks what only this kernel needs, picks the configuration when
                                                   ``config`` is None, compiles, encodes tensor maps and packs the
                                                   launch; returns a ``launching.Prepared``
+    ANY_N (optional)                              True where rows of ``out`` need not start on 16 bytes
 
 docs/supported.md is generated from this table.
 """

@@ -103,6 +103,7 @@ class Mxfp8GemmConfig:
 
 
 Config = Mxfp8GemmConfig
+ANY_N = True  # the plain store writes rows that start anywhere
 
 
 @dataclass(frozen=True)
