@@ -25,7 +25,7 @@ EVERY = [
         (64, 128), (64, 128), (False, True), (False, True), (256, 1024), OUT_DTYPES
     )
 ]
-STAGE_OVERHEAD = 130  # instructions of a stage that are no multiply-adds: 123 with NVRTC 13.0
+STAGE_OVERHEAD = 130  # instructions of a stage that are no multiply-adds: 124 with NVRTC 13.0
 
 
 def name_of(config: Sm90Mxfp8Config) -> str:

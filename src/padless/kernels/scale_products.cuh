@@ -16,17 +16,16 @@
 
 constexpr int STEPS = 4;  // blocks of 32 along K in a stage
 
-// The scale's bf16 bits: exponent field 0 is 2^-127, which is a subnormal number, and 255 is NaN.
-// Example: 127 (one) -> 0x3F80, 0 -> 0x0040, 255 -> 0x7FC0.
-__device__ __forceinline__ uint32_t bf16_of_e8m0(uint32_t byte) {
-    return byte << 7 | (((byte + 1) & 0xFE) == 0 ? 0x40 : 0);
-}
+// Two neighbouring scales of a word, the bytes that SELECTOR names, as a pair of bf16. A byte is the exponent field, but 0
+// is 2^-127, a subnormal number, and 255 is NaN: as a field it is infinity, which 0 * x + x makes NaN of.
+// Example: 127 (one) -> 0x3F80, 0 -> 0x0040, 255 -> NaN.
+constexpr uint32_t BYTES_0_1 = 0x4140, BYTES_2_3 = 0x4342;
 
-// Bits of two scales, bytes `first` and `first + 1` of the word, as a pair; zero from byte number `existing` on.
-__device__ __forceinline__ uint32_t scale_pair(uint32_t word, int first, int existing) {
-    const uint32_t low = bf16_of_e8m0(word >> 8 * first & 0xFF);
-    const uint32_t high = bf16_of_e8m0(word >> 8 * first + 8 & 0xFF);
-    return (first < existing ? low : 0) | (first + 1 < existing ? high << 16 : 0);
+template <uint32_t SELECTOR>
+__device__ __forceinline__ uint32_t scale_pair(uint32_t word) {
+    const uint32_t fields = __byte_perm(word, 0, SELECTOR) << 7;
+    const uint32_t numbers = max_u16x2(fields, 0x00400040);
+    return fma_bf16x2(numbers, 0, numbers);
 }
 
 // --- scales in global memory
@@ -48,11 +47,17 @@ struct ScaleSource {
         return bytes + row / 128 * column_tiles() * 512 + row % 32 * 16 + row % 128 / 32 * 4;
     }
 
+    // Whether the scales of a stage are a word, `to_next_stage` bytes after those of the last one.
+    __device__ __forceinline__ bool are_words() const {
+        return layout != SCALES_PLAIN || columns % STEPS == 0;
+    }
+
+    __device__ __forceinline__ int to_next_stage() const { return layout == SCALES_PLAIN ? STEPS : 512; }
+
     // Four scales of a row, K block `kb`, in a word; bytes past the last column are undefined.
     __device__ __forceinline__ uint32_t word(const uint8_t* of_row, int kb) const {
-        if (layout != SCALES_PLAIN) return __ldg(reinterpret_cast<const uint32_t*>(of_row + kb * 512LL));
-        const uint8_t* at = of_row + kb * STEPS;
-        if (columns % STEPS == 0) return __ldg(reinterpret_cast<const uint32_t*>(at));
+        const uint8_t* at = of_row + kb * static_cast<long long>(to_next_stage());
+        if (are_words()) return __ldg(reinterpret_cast<const uint32_t*>(at));
         uint32_t word = 0;
 #pragma unroll
         for (int j = 0; j < STEPS; ++j)
@@ -75,8 +80,8 @@ __device__ __forceinline__ int tiles_before_group(const int* group_ends, int g, 
 // --- scales in shared memory
 
 // V of a stage, as the tensor core reads an operand without swizzle (PTX ISA, "Shared memory matrix layout"): 8 columns of
-// D are a brick of 8 x 16 bytes for k 0-7 and a second one for k 8-15. k 0-3 are the steps, the others zero; the second
-// brick is zeroed once and never written again. Example: column 13 is at byte 256 + 5 * 16 = 336.
+// D are a brick of 8 x 16 bytes for k 0-7 and a second one for k 8-15. k 0-3 are the steps; the others are zeroed once and
+// never written again. Example: column 13 is at byte 256 + 5 * 16 = 336.
 constexpr int V_BRICKS = 2 * 128;  // bytes of 8 columns
 
 __device__ __forceinline__ uint32_t v_offset(int column) {

@@ -34,6 +34,7 @@ using uint64_t = unsigned long long;
 
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/packed_halves.cuh"
 #include "ptx/shared_words.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
@@ -175,26 +176,42 @@ __device__ __forceinline__ void write_scales(SharedStorage& shared, const Proble
             words[i] = of_tile.word(at[i], 0);
         }
         for (int kb = 0; kb < k_blocks; ++kb) {
-            const int existing = source.columns - kb * STEPS;
             uint32_t pairs[ROWS / 32][2];
 #pragma unroll
             for (int i = 0; i < ROWS / 32; ++i) {
-                pairs[i][0] = scale_pair(words[i], 0, existing);
-                pairs[i][1] = scale_pair(words[i], 2, existing);
-                if (kb + 1 < k_blocks) words[i] = of_tile.word(at[i], kb + 1);
+                pairs[i][0] = scale_pair<BYTES_0_1>(words[i]);
+                pairs[i][1] = scale_pair<BYTES_2_3>(words[i]);
+            }
+            const int existing = source.columns - kb * STEPS;
+            if (existing < STEPS) {  // past K: zero, whatever was read
+#pragma unroll
+                for (int i = 0; i < ROWS / 32; ++i) {
+                    pairs[i][0] &= existing < 2 ? 0xFFFF : ~0u;
+                    pairs[i][1] &= existing < 3 ? 0 : 0xFFFF;
+                }
+            }
+            if (kb + 1 < k_blocks) {
+                if (source.are_words()) {
+#pragma unroll
+                    for (int i = 0; i < ROWS / 32; ++i) {
+                        at[i] += source.to_next_stage();
+                        words[i] = __ldg(reinterpret_cast<const uint32_t*>(at[i]));
+                    }
+                } else {
+#pragma unroll
+                    for (int i = 0; i < ROWS / 32; ++i) words[i] = of_tile.word(at[i], kb + 1);
+                }
             }
             const int stage = pipeline.stage;
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
+            const uint32_t to = OF_A ? shared_address(shared.sfa[stage][lane])
+                                     : shared_address(shared.v[stage]) + v_offset(lane);
 #pragma unroll
-            for (int i = 0; i < ROWS / 32; ++i) {
-                const int row = lane + 32 * i;
-                if constexpr (OF_A)
-                    st_shared_v2_b32(shared_address(shared.sfa[stage][row]), pairs[i][0], pairs[i][1]);
-                else
-                    st_shared_v4_b32(shared_address(shared.v[stage]) + v_offset(row), pairs[i][0],
-                                     pairs[i][1], 0, 0);
-            }
-            fence_proxy_async_shared();
+            for (int i = 0; i < ROWS / 32; ++i)  // V's offsets are linear in steps of 8 columns
+                st_shared_v2_b32(
+                    to + i * (OF_A ? 32 * static_cast<int>(sizeof(shared.sfa[0][0])) : v_offset(32)),
+                    pairs[i][0], pairs[i][1]);
+            if constexpr (!OF_A) fence_proxy_async_shared();  // the tensor core reads V itself
             __syncwarp();
             if (lane == 0) mbarrier_arrive(shared_address(&shared.full[stage]));
             pipeline.advance();
@@ -419,10 +436,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         }
         __syncwarp();
     }
-    for (int column = threadIdx.x; column < STAGES * BLOCK_N;
-         column += NUM_THREADS)  // k 8-15 of V: always zero
-        st_shared_v4_b32(shared_address(shared.v[column / BLOCK_N]) + v_offset(column % BLOCK_N) + 128, 0, 0,
-                         0, 0);
+    for (int i = threadIdx.x; i < STAGES * V_BYTES / 16; i += NUM_THREADS)  // k 4-15 of V stay zero
+        st_shared_v4_b32(shared_address(shared.v[0]) + i * 16, 0, 0, 0, 0);
     fence_proxy_async_shared();
     build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
 
