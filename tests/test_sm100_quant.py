@@ -243,7 +243,7 @@ def test_every_pair_of_formats_has_a_row_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("what", "config", "n", "message"),
     [
-        (epilogue(FP8_BLOCK, None, ""), None, 128, "d_format is FP8_BLOCK; this kernel stores MXFP8"),
+        (epilogue(FP8_BLOCK, None, ""), None, 128, "d_format is FP8_BLOCK; on Blackwell MXFP8, MXFP8_E5M2, MXFP4, NVFP4 are stored"),
         (ROWS, C(tokens_on_n=True), 128, "config.tokens_on_n is True; a quantising epilogue needs False"),
         (ROWS, C(mma_n=64), 128, "config.mma_n is 64; a quantising epilogue needs 128 or 256"),
         (epilogue(MXFP8, **CONCATENATED), ONE, 256, "config.mma_n is 128; a quantising epilogue needs 256"),
@@ -281,7 +281,7 @@ MAIN, STORE, STORAGE = "sm100_grouped_gemm.cu", "sm100_quant_store.cuh", "sm100_
 # What is wrong: file, text, what takes its place, and the case that has to show it.
 BUGS = {
     "rows of the next group in the maxima": (STORE, "if (MASKS_ROWS && !has_row)", "if (false)", "columns alone"),
-    "columns past the last in the maxima": (STORE, "if (column + CHUNK > n_out)", "if (false)", "concatenated, a tail and plain scales"),
+    "columns past the last in the maxima": (STORE, "if (column + CHUNK > n_out)", "if (false)", "rows"),
     "multipliers read before they are there": (STORE, "    __syncwarp();\n    float multiplier[CHUNK];", "    float multiplier[CHUNK];", "columns alone"),
     "columns exchanged with the wrong lane": (STORE, "given, half)", "given, half ^ 1)", "columns alone"),
     "the other half of the columns kept": (STORE, "upper ? m[i + half] : m[i];", "upper ? m[i] : m[i + half];", "columns alone"),
@@ -294,7 +294,7 @@ BUGS = {
     "up's gathered scales 128 rows on": (MAIN, "!IS_A && GATE_AND_UP_APART ? operands.n / 2 : 128", "128", "concatenated, a tail and plain scales"),
     "a multiplication and an addition contracted": (
         STORE, "__fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(four[e], row.prob) : four[e])",
-        "fmaf(__uint_as_float(sums[i + e]) * row.global, row.alpha, four[e])", "everything",
+        "fmaf(__uint_as_float(sums[i + e]), row.global, four[e])", "float32 alone",
     ),
     "scales of the word before kept": (STORE, "                    word = 0;\n", "", "nvfp4"),
     "a group's tile counted from its row": (STORE, "(shared.scale_shifts[group] + start) / 128", "start / 128", "cudnn, tiles of their own"),

@@ -176,6 +176,12 @@ def epilogue(full: Full = False, out: OutDir = DEFAULT_OUT, time_limit: TimeLimi
 
 
 @bench.command()
+def blackwell(out: OutDir = DEFAULT_OUT, time_limit: TimeLimit = None) -> None:
+    """For a B200: dense MXFP8 against torch, and the NVFP4 grouped GEMM competition by its timing rules."""
+    _call(COMMANDS, "blackwell", out=out, time_limit_s=time_limit)
+
+
+@bench.command()
 def quantize(full: Full = False, out: OutDir = DEFAULT_OUT) -> None:
     """The quantizers and the padding kernel, against a device copy of the same bytes."""
     _call(COMMANDS, "quantize", full=full, out=out)

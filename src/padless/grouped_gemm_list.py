@@ -102,6 +102,11 @@ def _remember(key: tuple[object, ...] | None, prepared: PreparedList) -> None:
         _PREPARED[key] = prepared
 
 
+def forget() -> None:
+    """Forgets all tensors that were seen: the next call with them describes them to the device again."""
+    _PREPARED.clear()
+
+
 def _reference(
     a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None
 ) -> None:

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from padless import cost_model
+from padless import cost_model, tune_tiles
 from padless.cost_model import Tile, TileCost, simulate
-from padless.paths import PATHS, Path
+from padless.paths import PATHS, Path, kernels_arch
 
 _LONG_K, _SHORT_K = 8192, 1024
 _ROUNDS, _FEW_ROUNDS = 12, 4
@@ -172,6 +172,12 @@ def run_tune(
         file.unlink(missing_ok=True)
         return 0
     found = {name: path for name in cost_model.BUILT_IN if (path := path_of(name, _arch())) is not None}
+    if not found and kernels_arch(_arch()) == "sm_100a":
+        with _progress(console, len(tune_tiles.points())) as step:
+            times = tune_tiles.compare(tune_tiles.gpu_clock(repeats), step)
+        tune_tiles.print_comparison(console, times)
+        console.print("Nothing stored: tiles are chosen by a rule here, not by a table.")
+        return 0
     if not found:
         console.print(f"no kernel that runs on {gpu} has a table of tiles")
         return 0

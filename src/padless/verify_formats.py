@@ -54,6 +54,19 @@ def configs_of(path: Path) -> list[Any]:
         ]
     elif path.module == "sm90_mxfp8":
         configs += [module.Config(block_m=m, block_n=n) for m in (64, 128) for n in (64, 128)]
+    elif path.module == "sm100_grouped":
+        configs += [
+            module.Config(cta_group=ctas, tokens_on_n=tokens_on_n, mma_n=n)
+            for ctas in (1, 2)
+            for tokens_on_n, n in (
+                (False, 128),
+                (False, 256),
+                (True, 32),
+                (True, 64),
+                (True, 128),
+                (True, 256),
+            )
+        ]
     return configs
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from padless.bench import blackwell as blackwell_bench
 from padless.bench import epilogue as epilogue_bench
 from padless.bench import formats as formats_bench
 from padless.bench.group_sizes import DENSE_SHAPES
@@ -78,6 +79,11 @@ def epilogue(*, full: bool = False, **options: Unpack[Options]) -> int:
     """The fused quantising epilogue against separate kernels: 12 points (full) or 4."""
     points = epilogue_bench.grid(full=full)
     return _exit_code(epilogue_bench.run_epilogue(points, _out(options), _settings(options)))
+
+
+def blackwell(**options: Unpack[Options]) -> int:
+    """Dense MXFP8 against torch, and the NVFP4 grouped GEMM competition by its rules: 8 points."""
+    return _exit_code(blackwell_bench.run_blackwell(None, _out(options), _settings(options)))
 
 
 def quantize(*, full: bool = False, **options: Unpack[Options]) -> int:

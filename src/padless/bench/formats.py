@@ -25,7 +25,7 @@ from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings
 from padless.bench.timing import Timer
 from padless.driver import Driver
 from padless.formats import BlockScaledTensor
-from padless.paths import PATHS
+from padless.paths import PATHS, kernels_arch
 from padless.paths import Path as KernelPath
 
 # What is compared where there is a kernel for it; a pair without one is listed as missing.
@@ -127,6 +127,7 @@ def offered(arch: str) -> tuple[dict[str, KernelPath], list[str]]:
     """
     found: dict[str, KernelPath] = {}
     missing = []
+    arch = kernels_arch(arch)
     for a, b in WANTED:
         paths = [p for p in PATHS if (p.operation, p.arch, p.a, p.b) == ("grouped_gemm", arch, a, b)]
         for i, path in enumerate(paths):

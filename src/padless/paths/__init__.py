@@ -128,6 +128,11 @@ PATHS: tuple[Path, ...] = (
 _SAME_PATHS = {"sm_103a": "sm_100a"}
 
 
+def kernels_arch(arch: str) -> str:
+    """The architecture whose paths a device of ``arch`` runs: "sm_100a" for "sm_103a"."""
+    return _SAME_PATHS.get(arch, arch)
+
+
 def format_name(t: BlockScaledTensor | torch.Tensor) -> str:
     """How ``PATHS`` calls the format of an operand."""
     return t.format.name if isinstance(t, BlockScaledTensor) else BF16
@@ -140,7 +145,7 @@ def find_path(
 
     ``rows_per_group``: M / G, where the default depends on it. Raises ValueError that says what is supported instead.
     """
-    arch = _SAME_PATHS.get(arch, arch)
+    arch = kernels_arch(arch)
     here = [path for path in PATHS if path.operation == operation and path.arch == arch]
     found = [path for path in here if (path.a, path.b) == (a, b)]
     if not found:

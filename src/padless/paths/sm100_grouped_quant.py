@@ -12,8 +12,8 @@ import torch
 
 from padless.config_sm100_grouped import Sm100GroupedConfig
 from padless.driver import Driver, LaunchShape
-from padless.epilogue import Epilogue, EpilogueTensors
-from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
+from padless.epilogue import MX_FORMATS, Epilogue, EpilogueTensors
+from padless.formats import NVFP4, BlockScaledTensor, ceil_div
 from padless.paths.launching import Prepared, load_kernel, tile_counter
 from padless.paths.sm100_grouped import (
     KERNEL,
@@ -27,6 +27,7 @@ from padless.paths.sm100_grouped import (
 )
 
 Config = Sm100GroupedConfig
+OUTPUT_FORMATS = (*MX_FORMATS, NVFP4)
 
 _MULTIPLE_OF_N = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 16}
 
@@ -148,8 +149,9 @@ def _gate_and_up_apart(epilogue: Epilogue) -> bool:
 
 
 def _check(n: int, tensors: EpilogueTensors, epilogue: Epilogue) -> None:
-    if epilogue.format == FP8_BLOCK:
-        raise ValueError("d_format is FP8_BLOCK; this kernel stores MXFP8, MXFP8_E5M2, MXFP4 and NVFP4")
+    if epilogue.format is not None and epilogue.format not in OUTPUT_FORMATS:
+        names = ", ".join(format.name for format in OUTPUT_FORMATS)
+        raise ValueError(f"d_format is {epilogue.format.name}; on Blackwell {names} are stored")
     multiple = _MULTIPLE_OF_N[epilogue.activation]
     if n % multiple != 0:
         raise ValueError(

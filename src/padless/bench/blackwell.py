@@ -1,0 +1,334 @@
+"""What a Blackwell owner runs first: dense MXFP8 against torch, and the NVFP4 grouped GEMM competition by its own rules.
+
+Dense: M = N = K of 2048 to 16384, both contenders on the same codes and the same 32x4x4 scales.
+
+Competition (GPU MODE's NVFP4 grouped GEMM): a shape is a list of problems. The clock stands around CALLS calls, each
+with operands of its own, after L2 has been overwritten once; the mean time of a call is one repeat, and repeats go on
+until the standard error of their mean is below 0.1%, or a time limit. Here also, against kernels that remember what
+they have seen: operands are cloned and put in another order before every repeat, and every call's output is checked. A
+call on tensors that were never seen describes them to the device first; "new tensors" is the mean of such calls, and
+the plain name that of the same calls made again, in another order.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from padless.bench import machine
+from padless.bench.formats import COMPETITION
+from padless.bench.paper import BenchResult
+from padless.bench.peers import Contender
+from padless.bench.results import Record, failures, finite, time_us
+from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
+from padless.bench.timing import FLUSH_BYTES, Timer, geomean
+from padless.formats import MXFP8, BlockScaledTensor
+from padless.layouts import to_blocked
+
+DENSE_SIZES = (2048, 4096, 8192, 16384)
+OWN, TORCH = "padless", "torch._scaled_mm"
+NEW = "padless, new tensors"
+CALLS = 15
+TOLERANCE = 1e-3  # |out - expected| <= TOLERANCE + TOLERANCE |expected|
+_RELATIVE_ERROR = 1e-3
+_FEWEST_REPEATS, _MOST_REPEATS = 3, 100
+_FEWEST_SECONDS, _MOST_TIMED_SECONDS, _MOST_SECONDS = 0.1, 10.0, 120.0
+_SEED_STEP = 42
+_CHECKED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class BlackwellPoint:
+    """case "dense": M = N = K. Case "A" to "D": a shape of the competition, M all its rows."""
+
+    case: str
+    M: int
+    N: int
+    K: int
+
+
+def grid() -> list[BlackwellPoint]:
+    """The dense sizes, then the competition's shapes."""
+    shapes = [BlackwellPoint(name, sum(sizes), n, k) for name, (sizes, n, k) in COMPETITION.items()]
+    return [*(BlackwellPoint("dense", size, size, size) for size in DENSE_SIZES), *shapes]
+
+
+# -------------------------------------------------------------------------------------------------- dense
+
+
+def dense_contenders(
+    size: tuple[int, int, int], seed: int, device: str
+) -> tuple[list[Contender], torch.Tensor, torch.Tensor]:
+    """padless and torch on one product of (M, N, K); some rows and their float64 values."""
+    from padless.grouped_gemm import gemm
+    from padless.quantize import dequantize, quantize
+
+    m, n, k = size
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def operand(rows: int, kind: str) -> BlockScaledTensor:
+        values = torch.randn(rows, k, dtype=torch.bfloat16, device=device, generator=generator)
+        t = quantize(values, MXFP8, kind=kind)
+        return BlockScaledTensor(t.data, to_blocked(t.scale), MXFP8, scale_layout="blocked")
+
+    a, b = operand(m, "activation"), operand(n, "weight")
+    out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device=device)
+    results: dict[str, torch.Tensor] = {}
+
+    def by_torch() -> None:
+        results[TORCH] = torch._scaled_mm(
+            a.data, b.data.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=torch.bfloat16
+        )
+
+    rows = torch.linspace(0, m - 1, min(m, _CHECKED_ROWS), device=device).round().to(torch.int64)
+    x, w = (dequantize(t, torch.float32) for t in (a, b))
+    expected = x[rows].double() @ w.double().t()
+    contenders = [
+        Contender(OWN, lambda: gemm(a, b, out=out), lambda: out),
+        Contender(TORCH, by_torch, lambda: results[TORCH]),
+    ]
+    return contenders, rows, expected
+
+
+def measure_dense_mxfp8(point: BlackwellPoint, seed: int, timer: Timer, device: str = "cuda") -> Record:
+    """Record of one dense product: checks and GPU times. A torch that cannot is `missing`, which is no failure."""
+    contenders, rows, expected = dense_contenders((point.M, point.N, point.K), seed, device)
+    errors: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    wrong: dict[str, str] = {}
+    row_error: dict[str, float | None] = {}
+    right = []
+    for contender in contenders:
+        assert contender.output is not None
+        try:
+            contender.call()
+            got = contender.output()[rows].double()
+        except Exception as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            (missing if contender.name == TORCH else errors)[contender.name] = text
+            continue
+        worst = float(((got - expected).norm(dim=1) / expected.norm(dim=1)).nan_to_num(nan=math.inf).max())
+        row_error[contender.name] = finite(worst)
+        if worst <= contender.tolerance:
+            right.append(contender)
+        else:
+            wrong[contender.name] = f"is wrong: relative error of a row {worst:.3g}"
+    times = timer.gpu({contender.name: contender.call for contender in right})
+    return {
+        "flops": 2 * point.M * point.N * point.K,
+        "row_error": row_error,
+        "wrong": wrong,
+        "errors": errors,
+        "missing": missing,
+        "gpu": {name: timing.as_dict() for name, timing in times.items()},
+        "clocks": machine.clocks(),
+    }
+
+
+# -------------------------------------------------------------------------------------------- competition
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One call's list of problems, and the float64 products that its outputs are judged by."""
+
+    a: list[BlockScaledTensor]
+    b: list[BlockScaledTensor]
+    expected: list[torch.Tensor]
+
+    def cloned(self) -> Dataset:
+        """The same values at other addresses."""
+        return Dataset([_clone(t) for t in self.a], [_clone(t) for t in self.b], self.expected)
+
+
+def _clone(t: BlockScaledTensor) -> BlockScaledTensor:
+    return BlockScaledTensor(
+        _bytes_clone(t.data), _bytes_clone(t.scale), t.format, scale_layout=t.scale_layout
+    )
+
+
+def _bytes_clone(t: torch.Tensor) -> torch.Tensor:
+    return t.view(torch.uint8).clone().view(t.dtype)
+
+
+def make_dataset(sizes: Sequence[int], n: int, k: int, seed: int, device: str) -> Dataset:
+    """Codes of 0, 0.5, 1 and 1.5 with either sign and scales of 1 and 2, as the competition draws them.
+
+    Sums of them are exact in float32 in any order, so the outputs can be judged by the competition's tolerance.
+    """
+    from padless.formats import NVFP4
+    from padless.quantize import dequantize
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    a, b, expected = [], [], []
+    for m in sizes:
+        pair = []
+        for rows in (m, n):
+            codes = torch.randint(0, 255, (rows, k // 2), generator=generator, device=device) & 0xBB
+            scale = torch.randint(1, 3, (rows, k // 16), generator=generator, device=device).float()
+            data = codes.to(torch.uint8).view(NVFP4.data_dtype)
+            plain = BlockScaledTensor(data, scale.to(torch.float8_e4m3fn), NVFP4)
+            pair.append((plain, dequantize(plain, torch.float32)))
+        (x, x_values), (y, y_values) = pair
+        a.append(BlockScaledTensor(x.data, to_blocked(x.scale), NVFP4, scale_layout="blocked"))
+        b.append(BlockScaledTensor(y.data, to_blocked(y.scale), NVFP4, scale_layout="blocked"))
+        expected.append(x_values.double() @ y_values.double().t())
+    return Dataset(a, b, expected)
+
+
+def outside(outputs: Sequence[torch.Tensor], dataset: Dataset) -> int:
+    """Elements further from the expected ones than the competition allows; NaN is."""
+    count = 0
+    for out, expected in zip(outputs, dataset.expected, strict=True):
+        near = (out.double() - expected).abs() <= TOLERANCE + TOLERANCE * expected.abs()
+        count += int((~near).sum())
+    return count
+
+
+# Microseconds that these calls take together.
+CallsClock = Callable[[Sequence[Callable[[], Any]]], float]
+
+
+def cuda_clock() -> CallsClock:
+    """CUDA events around all calls, after L2 has been overwritten once."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def clock(calls: Sequence[Callable[[], Any]]) -> float:
+        torch.cuda.synchronize()
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for call in calls:
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        return 1e3 * start.elapsed_time(end)
+
+    return clock
+
+
+def enough(means_us: Sequence[float], seconds: float) -> bool:
+    """Whether the competition stops repeating after these means of a repeat, ``seconds`` after it began."""
+    if len(means_us) >= _MOST_REPEATS or seconds >= _MOST_SECONDS:
+        return True
+    if sum(means_us) * CALLS * 1e-6 >= _MOST_TIMED_SECONDS:
+        return True
+    if len(means_us) < _FEWEST_REPEATS or seconds < _FEWEST_SECONDS:
+        return False
+    error = statistics.stdev(means_us) / math.sqrt(len(means_us))
+    return error < _RELATIVE_ERROR * statistics.fmean(means_us)
+
+
+def measure_competition(
+    point: BlackwellPoint, seed: int, clock: CallsClock, device: str = "cuda", calls: int = CALLS
+) -> Record:
+    """Record of one shape: the mean time of a call by the competition's rules, outputs of every call checked."""
+    from padless.grouped_gemm_list import forget, grouped_gemm_list
+
+    sizes, *_ = COMPETITION[point.case]
+    sets = [make_dataset(sizes, point.N, point.K, seed + _SEED_STEP * i, device) for i in range(calls)]
+    order = random.Random(seed)
+    means: dict[str, list[float]] = {NEW: [], OWN: []}
+    record: Record = {"flops": 2 * point.M * point.N * point.K, "wrong": {}, "errors": {}, "missing": {}}
+    began = time.monotonic()
+    try:
+        while not enough(means[OWN], time.monotonic() - began) and not record["wrong"]:
+            order.shuffle(sets)
+            fresh = [dataset.cloned() for dataset in sets]
+            outs = [
+                [torch.empty(e.shape, dtype=torch.float16, device=device) for e in d.expected] for d in fresh
+            ]
+            if not means[OWN]:  # compiled and loaded outside the clock
+                grouped_gemm_list(fresh[0].a, fresh[0].b, out=outs[0])
+            forget()  # a clone may lie where an earlier one was
+            for name in means:
+                places = list(range(calls))
+                order.shuffle(places)
+                for out in outs:
+                    for d in out:
+                        d.fill_(float("nan"))
+                jobs = [partial(grouped_gemm_list, fresh[i].a, fresh[i].b, out=outs[i]) for i in places]
+                means[name].append(clock(jobs) / calls)
+                bad = sum(outside(out, dataset) for out, dataset in zip(outs, fresh, strict=True))
+                if bad:
+                    text = f"is wrong: {bad} elements are outside the competition's tolerance"
+                    record["wrong"][name] = text
+    except Exception as error:
+        record["errors"][OWN] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    right = not record["wrong"] and not record["errors"]
+    return record | {
+        "gpu": {name: _mean(values) for name, values in means.items()} if right else {},
+        "clocks": machine.clocks(),
+    }
+
+
+def _mean(means_us: Sequence[float]) -> Record:
+    mean = statistics.fmean(means_us)
+    spread = 100 * statistics.stdev(means_us) / mean if len(means_us) > 1 else 0.0
+    samples = [round(value, 3) for value in means_us]
+    return {"us": round(mean, 3), "spread_percent": round(spread, 2), "samples_us": samples}
+
+
+# ------------------------------------------------------------------------------------------------- a run
+
+
+def print_blackwell(console: Console, records: Sequence[Record]) -> None:
+    """Both tables, and what is missing or wrong."""
+    dense = [record for record in records if record["point"]["case"] == "dense"]
+    table = Table(title="Dense MXFP8, bf16 output: TFLOPS (GPU time)")
+    for heading in ("M = N = K", OWN, TORCH, "padless / torch"):
+        table.add_column(heading, justify="right")
+    for record in dense:
+        own, other = (time_us(record, "gpu", name) for name in (OWN, TORCH))
+        rates = ["-" if us is None else f"{record['flops'] / us * 1e-6:.0f}" for us in (own, other)]
+        table.add_row(str(record["point"]["M"]), *rates, f"{other / own:.3f}" if own and other else "-")
+    console.print(table)
+    shapes = [record for record in records if record["point"]["case"] != "dense"]
+    table = Table(title="GPU MODE's NVFP4 grouped GEMM: us a call")
+    for heading in ("shape", "M", "N", "K", OWN, NEW, "repeats"):
+        table.add_column(heading, justify="right")
+    for record in shapes:
+        point = record["point"]
+        times = [time_us(record, "gpu", name) for name in (OWN, NEW)]
+        repeats = len(record["gpu"].get(OWN, {}).get("samples_us", ()))
+        cells = [point["case"], *(str(point[axis]) for axis in ("M", "N", "K"))]
+        table.add_row(*cells, *("-" if us is None else f"{us:.2f}" for us in times), str(repeats))
+    columns = [[us for r in shapes if (us := time_us(r, "gpu", name)) is not None] for name in (OWN, NEW)]
+    if all(len(column) == len(COMPETITION) for column in columns):
+        table.add_row("geomean", "", "", "", *(f"{geomean(column):.2f}" for column in columns), "")
+    console.print(table)
+    for name, text in {item for record in records for item in record["missing"].items()}:
+        console.print(f"{name} does not run here: {text}", highlight=False, markup=False)
+    for line in failures(records)[:10]:
+        console.print(line, style="red", markup=False)
+
+
+def run_blackwell(
+    points: Sequence[BlackwellPoint] | None = None,
+    out_dir: str | Path = DEFAULT_OUT_DIR,
+    settings: RunSettings = DEFAULT_SETTINGS,
+) -> BenchResult:
+    """Measures every point (None: `grid`), writes blackwell.jsonl, prints the tables. ValueError without a CUDA GPU."""
+    chosen = grid() if points is None else list(points)
+    session = open_session("blackwell", out_dir, (), settings)
+    clock = cuda_clock()
+
+    def measure(point: BlackwellPoint) -> Record:
+        if point.case == "dense":
+            return measure_dense_mxfp8(point, settings.seed, session.timer)
+        return measure_competition(point, settings.seed, clock)
+
+    records = run_points(session, "blackwell", chosen, measure)
+    print_blackwell(session.console, records)
+    return BenchResult(records, session.file.path)
