@@ -136,7 +136,13 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "two words of the tokens change places",
         (),
-        ((KERNEL, "swizzle_128b(in_eight, octet % 2 * 4 + w)", "swizzle_128b(in_eight, octet % 2 * 4 + (w ^ 1))"),),
+        (
+            (
+                KERNEL,
+                "swizzle_128b(in_eight, octet % 2 * 4 + w)",
+                "swizzle_128b(in_eight, octet % 2 * 4 + (w ^ 1))",
+            ),
+        ),
         quick=True,
     ),
     Bug(

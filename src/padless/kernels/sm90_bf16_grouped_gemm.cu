@@ -380,6 +380,13 @@ constexpr int UNITS = UNITS_OF_WARPGROUP;
 constexpr int CODE_WORDS = is_fp4(B_FORMAT) ? 1 : 2;  // of an octet
 constexpr int OCTETS = 4 / CODE_WORDS;                // in 16 bytes
 
+// Octets whose products are issued together. The first product of a round waits until all four warps of the warpgroup have
+// got there, so few rounds are better; with many tokens the sums leave no registers for more fragments.
+constexpr int ROUND_OCTETS = BLOCK_M <= 32 ? 2 : 1;
+constexpr int ROUNDS = 4 / ROUND_OCTETS;
+
+using Fragments = uint32_t[ROUND_OCTETS][UNITS][2][4];
+
 // A consumer lane's codes and scales of 128 of K: of rows `first_row` and + 8 of each of its units (+ 64).
 struct WeightSection {
     SectionScales<B_FORMAT, IS_F16> scales[UNITS][2];
@@ -443,6 +450,12 @@ struct WeightSection {
         }
     }
 
+    // The A operands of a round's instructions.
+    __device__ __forceinline__ void make_fragments(Fragments& fragments, int round) const {
+#pragma unroll
+        for (int o = 0; o < ROUND_OCTETS; ++o) make_fragments(fragments[o], round * ROUND_OCTETS + o);
+    }
+
     // The A operands of the two instructions of an octet.
     __device__ __forceinline__ void make_fragments(uint32_t (&fragments)[UNITS][2][4], int octet) const {
 #pragma unroll
@@ -473,8 +486,8 @@ struct WeightSection {
 
 // Consumer: d = this warpgroup's units of the tile, before global scales. Registers as in wgmma_m64k16.cuh.
 //
-// The products of one octet run while the fragments of the next are made: two sets of fragments, by the octet's parity.
-// The set for octet 0 of the next K block is carried round the loop. (Making it at the top of the loop, with products of
+// The products of one round run while the fragments of the next are made: two sets of fragments, by the round's parity.
+// The set for round 0 of the next K block is carried round the loop. (Making it at the top of the loop, with products of
 // the last round under way, has ptxas serialise all of them: C7513.)
 __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], SharedStorage& shared,
                                               const Problem& problem, int warpgroup, int warp, int lane,
@@ -495,7 +508,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
     }
 
     WeightSection section;
-    uint32_t fragments[2][UNITS][2][4];
+    Fragments fragments[2];
     mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
     section.load_scales(shared, problem, pipeline.stage, first_row, quad, 0);
     section.load_codes(shared, pipeline.stage, first_row, quad, 0);
@@ -507,23 +520,24 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
         const uint32_t tokens = tokens_stage_0 + from * (2 * TOKEN_HALF_BYTES / 16);
         mbarrier_wait(shared_address(&shared.tokens_full[from]), ring.phase);
 #pragma unroll
-        for (int octet = 0; octet < 4; ++octet) {
+        for (int round = 0; round < ROUNDS; ++round) {
             wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int step = octet * 2 + i;
+            for (int i = 0; i < 2 * ROUND_OCTETS; ++i) {
+                const int step = round * 2 * ROUND_OCTETS + i;
                 const uint64_t descriptor = k_major_128b_descriptor(
                     tokens + step / 4 * (TOKEN_HALF_BYTES / 16) + step % 4 * (32 / 16));
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u) {
                     float (&target)[BLOCK_M / 2] = PROMOTE ? sums[u] : d[u];
-                    wgmma_m64k16<BLOCK_M, IS_F16>(target, fragments[octet % 2][u][i], descriptor,
+                    wgmma_m64k16<BLOCK_M, IS_F16>(target, fragments[round % 2][i / 2][u][i % 2], descriptor,
                                                   step != 0 || (!PROMOTE && kb != 0));
                 }
             }
             wgmma_commit_group();
 
-            if (octet == 3) {
+            const int next_octet = (round + 1) * ROUND_OCTETS;
+            if (next_octet == 4) {
                 pipeline.advance();
                 if (kb + 1 < k_blocks) {  // else the last fragments are of old codes, and not used
                     mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
@@ -531,14 +545,14 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
                     section.load_codes(shared, pipeline.stage, first_row, quad, 0);
                     if (OCTETS == 4) arrive_warp(shared.empty[pipeline.stage], lane);
                 }
-            } else if (octet + 1 == OCTETS) {
+            } else if (next_octet == OCTETS) {
                 section.load_codes(shared, stage, first_row, quad, 1);
                 arrive_warp(shared.empty[stage], lane);
             }
-            wgmma_wait_group<1>();                  // the last octet's fragments have been read
-            if (!PROMOTE && octet == 0 && kb != 0)  // and with it, all tokens of the last K block
+            wgmma_wait_group<1>();                  // the last round's fragments have been read
+            if (!PROMOTE && round == 0 && kb != 0)  // and with it, all tokens of the last K block
                 arrive_warp(shared.tokens_empty[from == 0 ? TOKEN_STAGES - 1 : from - 1], lane);
-            section.make_fragments(fragments[(octet + 1) % 2], (octet + 1) % 4);
+            section.make_fragments(fragments[(round + 1) % 2], (round + 1) % ROUNDS);
         }
 
         if constexpr (PROMOTE) {
