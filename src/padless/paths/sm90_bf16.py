@@ -149,50 +149,83 @@ def prepare(
     Scales that the copy engine cannot read in place are copied first: row-major ones whose rows are not a multiple of 16
     bytes, and blocked ones of activations.
     """
-    (m, n), num_groups, k = out.shape, b.data.shape[0], b.logical_shape[-1]
+    (m, n), num_groups = out.shape, b.data.shape[0]
     device = out.device.index or 0
-    blocked = b.scale_layout == "blocked"
-    formats = (format_name(a), b.format.name)
     if config is None:
-        config = select_config(*formats, m, num_groups, blocked=blocked, out_dtype=out.dtype)
-    else:
-        max_groups = _FEW_GROUPS if num_groups <= _FEW_GROUPS else MAX_GROUPS
-        config = replace(
-            config,
-            a_format=formats[0],
-            b_format=formats[1],
-            blocked=blocked,
-            max_groups=max_groups,
-            out_dtype=out.dtype,
+        blocked = b.scale_layout == "blocked"
+        config = select_config(
+            format_name(a), b.format.name, m, num_groups, blocked=blocked, out_dtype=out.dtype
         )
+    else:
+        config = fit(config, a, b, out.dtype)
     kernel, function = load_kernel(driver, KERNEL, config, device)
-
-    copies: list[torch.Tensor] = []
-    a_data = a.data if isinstance(a, BlockScaledTensor) else a
-    sfa, sfa_map = _activation_scales(a, offs, config, copies)
-    sfb, sfb_map = _weight_scales(b, config, copies)
-    maps = (
-        _rows_of_codes(a_data, config.block_m),
-        _rows_of_codes(b.data, config.block_n),
-        sfa_map if sfa_map is not None else sfb_map,  # not looked at without one-byte scales of a
-        sfb_map,
-        tensor_map.output_ragged(out, config.block_m),
-    )
-    promoted = config.a_format == "FP8_BLOCK"
-    global_a = a.global_scale if isinstance(a, BlockScaledTensor) else None
-    arguments: list[Argument] = [driver.encode(spec) for spec in maps]
-    arguments += [(sfa.data_ptr() if promoted and sfa is not None else 0, 8)]
-    arguments += [(stride, 8) for stride in (sfa.stride() if promoted and sfa is not None else (0, 0))]
-    arguments += [(0 if s is None else s.data_ptr(), 8) for s in (global_a, b.global_scale)]
-    arguments += [(0 if s is None or s.numel() == 1 else 1, 4) for s in (global_a, b.global_scale)]
-    arguments += [(0 if offs is None else offs.data_ptr(), 8)]
-    arguments += [(value, 4) for value in (m, n, k, num_groups, tile_counter(config, device, out.data_ptr()))]
-    tensors = [a_data, sfa, b.data, sfb, global_a, b.global_scale, out, offs]
+    read = operands(a, b, offs, config)
+    arguments: list[Argument] = [driver.encode(spec) for spec in read.maps]
+    arguments += [driver.encode(tensor_map.output_ragged(out, config.block_m)), *read.numbers]
+    arguments += [(tile_counter(config, device, out.data_ptr()), 4)]
     # As many CTAs as multiprocessors: a tile costs far more than finding the next one. No more than there can be tiles.
     most_tiles = (-(-m // config.block_m) + num_groups) * -(-n // config.block_n)
     shape = LaunchShape(min(driver.num_sms(device), most_tiles), kernel.num_threads, 1)
-    present = [t for t in tensors if t is not None]
-    return Prepared(driver.prepare(function, kernel, shape, arguments, present), tuple(copies))
+    prepared = driver.prepare(function, kernel, shape, arguments, [*read.tensors, out])
+    return Prepared(prepared, read.copies)
+
+
+def fit(
+    config: Bf16GemmConfig, a: BlockScaledTensor | torch.Tensor, b: BlockScaledTensor, out_dtype: torch.dtype
+) -> Bf16GemmConfig:
+    """``config`` with what has to follow from the operands and the output."""
+    return replace(
+        config,
+        a_format=format_name(a),
+        b_format=b.format.name,
+        blocked=b.scale_layout == "blocked",
+        max_groups=_FEW_GROUPS if b.data.shape[0] <= _FEW_GROUPS else MAX_GROUPS,
+        out_dtype=out_dtype,
+    )
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the kernel is given of its operands: the maps before the output's, the numbers after it but for the tile
+    counter, the tensors that are read, and those among them that are copies."""
+
+    maps: tuple[tensor_map.TensorMapSpec, ...]
+    numbers: tuple[tuple[int, int], ...]
+    tensors: tuple[torch.Tensor, ...]
+    copies: tuple[torch.Tensor, ...]
+
+
+def operands(
+    a: BlockScaledTensor | torch.Tensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    config: Bf16GemmConfig,
+    *,
+    weight_rows: int | None = None,
+) -> Operands:
+    """The operands as the kernel reads them; weight_rows: rows of weights that come together, None for a tile's."""
+    (num_groups, n), m, k = b.data.shape[:2], a.shape[0], b.logical_shape[-1]
+    box_rows = config.block_n if weight_rows is None else weight_rows
+    copies: list[torch.Tensor] = []
+    a_data = a.data if isinstance(a, BlockScaledTensor) else a
+    sfa, sfa_map = _activation_scales(a, offs, config, copies)
+    sfb, sfb_map = _weight_scales(b, config, box_rows, copies)
+    maps = (
+        _rows_of_codes(a_data, config.block_m),
+        _rows_of_codes(b.data, box_rows),
+        sfa_map if sfa_map is not None else sfb_map,  # not looked at without one-byte scales of a
+        sfb_map,
+    )
+    promoted = config.a_format == "FP8_BLOCK"
+    global_a = a.global_scale if isinstance(a, BlockScaledTensor) else None
+    numbers = [(sfa.data_ptr() if promoted and sfa is not None else 0, 8)]
+    numbers += [(stride, 8) for stride in (sfa.stride() if promoted and sfa is not None else (0, 0))]
+    numbers += [(0 if s is None else s.data_ptr(), 8) for s in (global_a, b.global_scale)]
+    numbers += [(0 if s is None or s.numel() == 1 else 1, 4) for s in (global_a, b.global_scale)]
+    numbers += [(0 if offs is None else offs.data_ptr(), 8)]
+    numbers += [(value, 4) for value in (m, n, k, num_groups)]
+    tensors = [a_data, sfa, b.data, sfb, global_a, b.global_scale, offs]
+    return Operands(maps, tuple(numbers), tuple(t for t in tensors if t is not None), tuple(copies))
 
 
 def _rows_of_codes(data: torch.Tensor, block_rows: int) -> tensor_map.TensorMapSpec:
@@ -247,10 +280,10 @@ def _activation_scales(
 
 
 def _weight_scales(
-    b: BlockScaledTensor, config: Bf16GemmConfig, copies: list[torch.Tensor]
+    b: BlockScaledTensor, config: Bf16GemmConfig, box_rows: int, copies: list[torch.Tensor]
 ) -> tuple[torch.Tensor, tensor_map.TensorMapSpec]:
     if not config.blocked:
-        return _row_major(b.scale, config.block_n, copies)
+        return _row_major(b.scale, box_rows, copies)
     scale = b.scale.view(torch.uint8)
     # Half tiles, in the order they lie in: two or four of them, one after the other, are 128 rows' scales of 128 of K.
     tiles = 2 if config.b_format == "NVFP4" else 1

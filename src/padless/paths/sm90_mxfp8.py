@@ -92,6 +92,38 @@ def select_config(m: int, n: int, num_groups: int, num_sms: int) -> Sm90Mxfp8Con
     return Sm90Mxfp8Config(block_m=block_m, block_n=block_n)
 
 
+def fit(
+    config: Sm90Mxfp8Config, a: BlockScaledTensor, b: BlockScaledTensor, out_dtype: torch.dtype
+) -> Sm90Mxfp8Config:
+    """``config`` with what has to follow from the operands and the output."""
+    return replace(
+        config,
+        a_e5m2=a.format == MXFP8_E5M2,
+        b_e5m2=b.format == MXFP8_E5M2,
+        max_groups=_FEW_GROUPS if b.data.shape[0] <= _FEW_GROUPS else MAX_GROUPS,
+        out_dtype=out_dtype,
+    )
+
+
+def readable_scales(
+    a: BlockScaledTensor, b: BlockScaledTensor
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """The scales of a and of b as the kernel reads them, and those among them that are copies."""
+    scales = [t.scale.clone() if t.scale.data_ptr() % _SCALE_ALIGNMENT else t.scale for t in (a, b)]
+    return scales, tuple(s for s, t in zip(scales, (a, b), strict=True) if s is not t.scale)
+
+
+def problem_arguments(
+    a: BlockScaledTensor, b: BlockScaledTensor, scales: list[torch.Tensor], offs: torch.Tensor | None
+) -> list[Argument]:
+    """The kernel's arguments between the tensor maps and the tile counter."""
+    (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
+    arguments: list[Argument] = [(s.data_ptr(), 8) for s in scales]
+    arguments += [(0 if offs is None else offs.data_ptr(), 8)]
+    arguments += [(_LAYOUTS[t.scale_layout], 4) for t in (a, b)]
+    return arguments + [(value, 4) for value in (m, n, k, num_groups)]
+
+
 def prepare(
     driver: Driver,
     a: BlockScaledTensor,
@@ -105,20 +137,13 @@ def prepare(
     a: (M, K); b: (G, N, K); offs: (G,) int32 end rows or None for one group of all rows; out: (M, N). Scales are read as
     they are, in any layout; those that do not start on a multiple of 4 bytes are copied first.
     """
-    (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
+    m, (num_groups, n) = a.shape[0], b.data.shape[:2]
     device = out.device.index or 0
     if config is None:
         config = select_config(m, n, num_groups, driver.num_sms(device))
-    config = replace(
-        config,
-        a_e5m2=a.format == MXFP8_E5M2,
-        b_e5m2=b.format == MXFP8_E5M2,
-        max_groups=_FEW_GROUPS if num_groups <= _FEW_GROUPS else MAX_GROUPS,
-        out_dtype=out.dtype,
-    )
+    config = fit(config, a, b, out.dtype)
     kernel, function = load_kernel(driver, KERNEL, config, device)
-    scales = [t.scale.clone() if t.scale.data_ptr() % _SCALE_ALIGNMENT else t.scale for t in (a, b)]
-    copies = tuple(s for s, t in zip(scales, (a, b), strict=True) if s is not t.scale)
+    scales, copies = readable_scales(a, b)
     specs = (
         tensor_map.operand(a.data.view(torch.uint8), 64),
         tensor_map.operand(b.data.view(torch.uint8), config.block_n),
@@ -128,10 +153,8 @@ def prepare(
     most_tiles = (-(-m // config.block_m) + num_groups) * -(-n // config.block_n)
     grid = min(driver.num_sms(device), most_tiles)
     arguments: list[Argument] = [driver.encode(spec) for spec in specs]
-    arguments += [(s.data_ptr(), 8) for s in scales]
-    arguments += [(0 if offs is None else offs.data_ptr(), 8)]
-    arguments += [(_LAYOUTS[t.scale_layout], 4) for t in (a, b)]
-    arguments += [(value, 4) for value in (m, n, k, num_groups, tile_counter(config, device, out.data_ptr()))]
+    arguments += problem_arguments(a, b, scales, offs)
+    arguments += [(tile_counter(config, device, out.data_ptr()), 4)]
     tensors = [a.data, scales[0], b.data, scales[1], out] + ([] if offs is None else [offs])
     shape = LaunchShape(grid, kernel.num_threads, 1)
     return Prepared(driver.prepare(function, kernel, shape, arguments, tensors), copies)
