@@ -583,3 +583,17 @@ def test_the_class_takes_other_rows_and_no_other_kind_of_call() -> None:
     )
     halves = torch.empty(233, 192, 1, dtype=torch.float16)
     refused(api.execute, r"the tensors differ from the samples", **(given | {"d_tensor": halves}))
+
+
+def test_a_layout_of_columns_that_are_not_asked_for_is_refused(generator: torch.Generator) -> None:
+    a = padless.quantize(torch.randn(8, 128, generator=generator), padless.FP8_BLOCK, kind="activation")
+    b = padless.quantize(torch.randn(1, 128, 128, generator=generator), padless.FP8_BLOCK, kind="weight")
+    with pytest.raises(ValueError, match="column_layout is 'blocked' and there is no column output"):
+        grouped_gemm_quant(
+            a_tensor=a,
+            b_tensor=b,
+            padded_offsets=padless.group_offsets([8]),
+            d_format=padless.MXFP8,
+            column_output=False,
+            column_layout="blocked",
+        )

@@ -200,6 +200,8 @@ def _epilogue(activation: str, operands: Operands, o: dict[str, Any]) -> Epilogu
     if column_layout is None:
         tiled = columns is not None and columns != FP8_BLOCK
         column_layout = ("blocked_groups" if o["discrete_col_sfd"] else "blocked") if tiled else "plain"
+    elif columns is None:
+        raise ValueError(f"column_layout is {column_layout!r} and there is no column output; leave it None")
     gated_bias = activation == "none" and o["semantics"] == "implementation"
     return Epilogue(
         alpha=o["alpha_tensor"] is not None,
