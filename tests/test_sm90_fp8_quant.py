@@ -436,6 +436,7 @@ def test_any_interleaving(seed: int) -> None:
 # --- planted bugs ----------------------------------------------------------------------------------------
 
 STORE, FRAGMENT, RULES = "sm90_quant_store.cuh", "wgmma_fragment.cuh", "quant_rules.cuh"
+KERNEL = sm90_fp8_quant.KERNEL
 GLU_BOTH = Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK, d_dtype=torch.float32)
 # What is wrong: file, text, what takes its place, and the epilogue that has to show it.
 BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
@@ -479,11 +480,12 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     ),
     "columns exchanged with the wrong lane": (
         FRAGMENT,
-        "exchange_columns<KEPT>(v, 4",
-        "exchange_columns<KEPT>(v, 8",
+        "exchange_columns<KEPT>(m, 4",
+        "exchange_columns<KEPT>(m, 8",
         BOTH,
     ),
     "codes swizzled by the wrong bits": (FRAGMENT, "(offset >> 7)", "(offset >> 8)", ROWS),
+    "rows of the weights dealt the other way round": (KERNEL, "c % 2 * 2", "2 - c % 2 * 2", ROWS),
     "the swap of row maxima is not waited for": (
         STORE,
         "        swap.wait();\n",
@@ -493,8 +495,8 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     "one buffer for the swap of row maxima": (STORE, "turn % 2", "0", GLU_BOTH),
     "a multiplication and an addition contracted": (
         STORE,
-        "__fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(bias[j], prob[h]) : bias[j])",
-        "fmaf(d[4 * i + 2 * h + j], alpha, bias[j])",
+        "__fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(bias[e], prob[h]) : bias[e])",
+        "fmaf(d[accumulator(i, h, e)], alpha, bias[e])",
         dataclasses.replace(ROWS, alpha=True, bias=True, d_dtype=torch.float32),
     ),
     "a reciprocal in place of the division": (

@@ -55,8 +55,10 @@ using uint64_t = unsigned long long;
 #include "quant_outputs.cuh"
 #include "wgmma_fragment.cuh"
 constexpr bool GATE_AND_UP_APART = GLU == GLU_CONCATENATED;
+constexpr bool COLUMNS_ARE_DEALT = true;
 #else
 constexpr bool GATE_AND_UP_APART = false;
+constexpr bool COLUMNS_ARE_DEALT = false;
 #endif
 
 // The host defines, from GemmConfig: BLOCK_M, BLOCK_N, NUM_STAGES (0 = as many as fit), CLUSTER_N, RASTER_M,
@@ -184,11 +186,14 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
             const uint32_t full = shared_address(&shared.full[stage]);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
             mbarrier_arrive_expect_tx(full, stage_bytes);
-            if constexpr (GATE_AND_UP_APART) {
-                tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, column / 2,
-                            tile.group);
-                tma_load_3d(map_b, shared_address(shared.b[stage] + B_BYTES / 2), full, kb * BLOCK_K,
-                            (problem.n + column) / 2, tile.group);
+            if constexpr (COLUMNS_ARE_DEALT) {  // see wgmma_fragment.cuh
+                constexpr int COPIES = GATE_AND_UP_APART ? 4 : 2;
+#pragma unroll
+                for (int c = 0; c < COPIES; ++c) {
+                    const int first = GATE_AND_UP_APART ? (column + c / 2 * problem.n) / 2 : column;
+                    tma_load_4d(map_b, shared_address(shared.b[stage] + c * (B_BYTES / COPIES)), full,
+                                kb * BLOCK_K, c % 2 * 2, first / 4, tile.group);
+                }
             } else {
                 tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, column, tile.group);
             }

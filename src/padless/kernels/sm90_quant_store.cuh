@@ -9,10 +9,17 @@
 // Rows and columns that do not exist become zeros before a maximum is taken over them: a tile's last rows are computed
 // from the next group's.
 
-// What the thread's registers d[4 i + ..] hold: column 8 i of the tile is column product_column(..) of A B^T.
+// Column 16 i of the tile is column product_column(..) of A B^T.
 __device__ __forceinline__ int product_column(const Problem& problem, int column, int i) {
-    if constexpr (GLU != GLU_CONCATENATED) return column + 8 * i;
-    return column / 2 + 8 * (i % 8) + (i / 8) * (problem.n / 2);
+    if constexpr (GLU != GLU_CONCATENATED) return column + 16 * i;
+    return column / 2 + 16 * (i % 4) + (i / 4) * (problem.n / 2);
+}
+
+// Where wgmma leaves the thread's value of row lane / 4 + 8 h, column 16 i + 4 (lane % 4) + e: the first copy of B's rows
+// brought the first two of every four, the second the others; gate and up apart by two copies each.
+__device__ __forceinline__ constexpr int accumulator(int i, int h, int e) {
+    const int group = GATE_AND_UP_APART ? i / 4 * 8 + e / 2 * 4 + i % 4 : e / 2 * 8 + i;
+    return group * 4 + h * 2 + e % 2;
 }
 
 constexpr bool BIAS_GATED_BY_PROB = BIAS_IS_GATED && HAS_BIAS && HAS_PROB;
@@ -36,26 +43,29 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
     column = static_cast<int>(opaque);
     float x[BLOCK_N / 2];
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 8; ++i) {
-        float bias[2] = {0.0f, 0.0f};
+    for (int i = 0; i < BLOCK_N / 16; ++i) {
+        float bias[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         if constexpr (HAS_BIAS) {
-            const int at = product_column(problem, column, i) + lane % 4 * 2;
+            const int at = product_column(problem, column, i) + lane % 4 * 4;
             if (at < problem.n) {
-                const float2 pair = __ldg(reinterpret_cast<const float2*>(
-                    outputs.bias + static_cast<long long>(group) * problem.n + at));
-                bias[0] = pair.x;
-                bias[1] = pair.y;
+                const float2* const pairs = reinterpret_cast<const float2*>(
+                    outputs.bias + static_cast<long long>(group) * problem.n + at);
+                const float2 low = __ldg(pairs), high = __ldg(pairs + 1);
+                bias[0] = low.x;
+                bias[1] = low.y;
+                bias[2] = high.x;
+                bias[3] = high.y;
             }
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                float& value = x[4 * i + 2 * h + j];
-                value = d[4 * i + 2 * h + j];
+            for (int e = 0; e < 4; ++e) {
+                float& value = x[8 * i + 4 * h + e];
+                value = d[accumulator(i, h, e)];
                 if constexpr (HAS_ALPHA) value = __fmul_rn(value, alpha);
                 if constexpr (HAS_BIAS)
-                    value = __fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(bias[j], prob[h]) : bias[j]);
+                    value = __fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(bias[e], prob[h]) : bias[e]);
             }
         }
     }
@@ -80,21 +90,21 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
         }
 #pragma unroll
         for (int e = 0; e < TOGETHER; ++e)
-            v[first + e] = GATES_SUM ? __fmul_rn(value[e], prob[e / 2 % 2]) : value[e];
+            v[first + e] = GATES_SUM ? __fmul_rn(value[e], prob[e / 4 % 2]) : value[e];
     }
     const int out_column = GLU == GLU_NONE ? column : column / 2;
     // Pinned inside, so that tiles without an edge branch over the selections instead of making them all.
     if (MASKS_ROWS && rows_left <= 8) {
 #pragma unroll
         for (int i = 0; i < OUT_COLUMNS / 2; ++i) {
-            if (rows_left <= i / 2 % 2 * 8) v[i] = 0.0f;
+            if (rows_left <= i / 4 % 2 * 8) v[i] = 0.0f;
             pin_register(v[i]);
         }
     }
     if (MASKS_COLUMNS && out_column + OUT_COLUMNS > outputs.n_out) {
 #pragma unroll
         for (int i = 0; i < OUT_COLUMNS / 2; ++i) {
-            if (out_column + i / 4 * 8 >= outputs.n_out) v[i] = 0.0f;
+            if (out_column + i / 8 * 16 + lane % 4 * 4 >= outputs.n_out) v[i] = 0.0f;
             pin_register(v[i]);
         }
     }
@@ -167,7 +177,7 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
         }
         stage_codes<OUT_COLUMNS, RowFormat>(
             v[w], shared_address(shared.d[unit] + PLAIN_BYTES), warp, lane,
-            [&](int h, int i, int) { return multiplier[h][i * 8 / ROW_BLOCK]; });
+            [&](int h, int i, int) { return multiplier[h][i * 16 / ROW_BLOCK]; });
     }
 }
 
@@ -214,12 +224,13 @@ __device__ __forceinline__ void stage_column_codes(const float (&v)[OUT_COLUMNS 
     const int block = (unit * WGMMA_M + warp * 16) / ColumnFormat::BLOCK;
     float multiplier[OUT_COLUMNS / 4];
 #pragma unroll
-    for (int i = 0; i < OUT_COLUMNS / 8; ++i)
-        ld_shared_v2_f32(shared_address(&shared.quant.column_multiplier[block][8 * i + lane % 4 * 2]),
-                         multiplier[2 * i], multiplier[2 * i + 1]);
+    for (int i = 0; i < OUT_COLUMNS / 16; ++i)
+        ld_shared_v4_f32(shared_address(&shared.quant.column_multiplier[block][16 * i + lane % 4 * 4]),
+                         multiplier[4 * i], multiplier[4 * i + 1], multiplier[4 * i + 2],
+                         multiplier[4 * i + 3]);
     stage_codes<OUT_COLUMNS, ColumnFormat>(v, shared_address(shared.d[unit] + PLAIN_BYTES + ROW_CODE_BYTES),
                                            warp, lane,
-                                           [&](int, int i, int j) { return multiplier[2 * i + j]; });
+                                           [&](int, int i, int e) { return multiplier[4 * i + e]; });
 }
 
 // A consumer warpgroup without rows in a tile keeps step with the one that has some.
@@ -272,7 +283,7 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
         if constexpr (HAS_PLAIN)
-            stage_tile<OUT_COLUMNS, OUT_TYPE>(
+            stage_values<OUT_COLUMNS, OUT_TYPE>(
                 v[w], shared_address(shared.d[w * NUM_MMA_WARPGROUPS + warpgroup]), warp, lane);
     }
     if constexpr (HAS_AMAX) {

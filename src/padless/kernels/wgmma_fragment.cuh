@@ -1,25 +1,35 @@
 // Quantising where wgmma leaves a tile: in registers, tokens on rows. What depends on that layout is here; what a scale
 // and a code are is in quant_rules.cuh, where they go is in quant_outputs.cuh.
 //
-// A warp has 16 rows of COLUMNS columns. d[4 i + 2 h + j] of a thread is row lane / 4 + 8 h, column
-// 8 i + 2 (lane % 4) + j: a row lies in the four lanes of a quad, a column in the eight quads and two registers.
+// A warp has 16 rows of COLUMNS columns. v[8 i + 4 h + e] of a thread is row lane / 4 + 8 h, column
+// 16 i + 4 (lane % 4) + e: a row lies in the four lanes of a quad, a column in the eight quads and two registers.
+//
+// wgmma itself gives a lane two neighbours of every 8 columns. It multiplies by rows of B, so which columns those are is
+// decided by the order of B's rows in shared memory. They are dealt out as they are loaded: a map that counts rows in
+// fours brings rows 0 and 1 of every four with one copy, and rows 2 and 3 with a second one. A lane then has four
+// neighbours, which are one word of FP8 codes.
+//
+//   row of B    0  1  2  3 | 4  5  6  7 | 8  9 ..      lands in row   0  1 64 65 | 2  3 66 67 | 4  5 ..
 #pragma once
 
 // amax[h][b]: the largest magnitude in columns [b BLOCK, (b + 1) BLOCK) of the thread's row h, the same in all four
-// lanes of the quad; NaN where the block has one.
+// lanes of the quad; NaN where the block has one. Magnitudes are compared as integers after the first step, where NaN is
+// above every number: three at a time.
 template <int COLUMNS, int BLOCK>
-__device__ __forceinline__ void row_block_amax(const float* d, float (&amax)[2][COLUMNS / BLOCK]) {
+__device__ __forceinline__ void row_block_amax(const float* v, float (&amax)[2][COLUMNS / BLOCK]) {
 #pragma unroll
     for (int b = 0; b < COLUMNS / BLOCK; ++b) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float highest = 0.0f;
+            int highest = 0;
 #pragma unroll
-            for (int i = b * BLOCK / 8; i < (b + 1) * BLOCK / 8; ++i) {
-                highest = max_nan_abs(highest, d[4 * i + 2 * h]);
-                highest = max_nan_abs(highest, d[4 * i + 2 * h + 1]);
+            for (int i = b * BLOCK / 16; i < (b + 1) * BLOCK / 16; ++i) {
+                const float* const four = v + 8 * i + 4 * h;
+                const int low = __float_as_int(max_nan_abs(four[0], four[1]));
+                const int high = __float_as_int(max_nan_abs(four[2], four[3]));
+                highest = max(max(highest, low), high);
             }
-            amax[h][b] = highest;
+            amax[h][b] = __int_as_float(highest);
         }
     }
 #pragma unroll
@@ -48,21 +58,18 @@ __device__ __forceinline__ void exchange_columns(float (&v)[COUNT], int distance
 // The largest magnitude of each column in the warp's 16 rows, left in shared memory as COLUMNS floats at `at`. The 8
 // lanes that share columns end with COLUMNS / 32 each: 28 shuffles for 128 columns, where reducing each alone takes 96.
 template <int COLUMNS>
-__device__ __forceinline__ void column_amax(const float* d, uint32_t at, int lane) {
+__device__ __forceinline__ void column_amax(const float* v, uint32_t at, int lane) {
     constexpr int KEPT = COLUMNS / 32;
-    float v[COLUMNS / 4];  // v[2 i + j]: column 8 i + 2 (lane % 4) + j
+    float m[COLUMNS / 4];  // m[4 i + e]: column 16 i + 4 (lane % 4) + e
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 8; ++i) {
-        v[2 * i] = max_nan_abs(d[4 * i], d[4 * i + 2]);
-        v[2 * i + 1] = max_nan_abs(d[4 * i + 1], d[4 * i + 3]);
-    }
-    exchange_columns<4 * KEPT>(v, 16, lane);
-    exchange_columns<2 * KEPT>(v, 8, lane);
-    exchange_columns<KEPT>(v, 4, lane);
+    for (int c = 0; c < COLUMNS / 4; ++c) m[c] = max_nan_abs(v[c / 4 * 8 + c % 4], v[c / 4 * 8 + 4 + c % 4]);
+    exchange_columns<4 * KEPT>(m, 16, lane);
+    exchange_columns<2 * KEPT>(m, 8, lane);
+    exchange_columns<KEPT>(m, 4, lane);
     const int first = (lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2) * KEPT;
 #pragma unroll
-    for (int c = 0; c < KEPT; c += 2)  // neighbours come in pairs
-        st_shared_v2_f32(at + ((first + c) / 2 * 8 + lane % 4 * 2) * 4, v[c], v[c + 1]);
+    for (int c = 0; c < KEPT; c += 2)  // neighbours
+        st_shared_v2_f32(at + ((first + c) / 4 * 16 + lane % 4 * 4 + (first + c) % 4) * 4, m[c], m[c + 1]);
 }
 
 // Byte offset of byte `byte` of row `row` in a slab whose rows are PITCH bytes, 128, 64 or 32, with the swizzle of that
@@ -73,28 +80,64 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t byte) {
     return offset ^ ((offset >> 7) % (PITCH / 16) << 4);
 }
 
-// Writes the codes of a warp's rows into its slab (64 rows, COLUMNS codes to a row). multiplier(h, column, index) gives what row h's
-// value in that column is multiplied with; `column` is 8 i + 2 (lane % 4) + j, and i is known at compile time.
+// Writes the codes of a warp's rows into its slab (64 rows, COLUMNS codes to a row). multiplier(h, i, e) gives what
+// v[8 i + 4 h + e] is multiplied with; all three are known at compile time.
 template <int COLUMNS, class Format, class Multiplier>
-__device__ __forceinline__ void stage_codes(const float* d, uint32_t slab, int warp, int lane,
+__device__ __forceinline__ void stage_codes(const float* v, uint32_t slab, int warp, int lane,
                                             Multiplier multiplier) {
     constexpr int PITCH = COLUMNS * Format::CODE_BITS / 8;
-    const uint32_t row = warp * 16 + lane / 4;
-    const uint32_t within = lane % 4 * 2 * Format::CODE_BITS / 8;
+    uint32_t codes[COLUMNS / 16][2];  // of four neighbours
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 8; ++i) {
-        // The thread's part of the byte offset is below 16 and never carries into the chunk.
-        const uint32_t chunk = swizzled<PITCH>(row, i * Format::CODE_BITS / 16 * 16);
-        const uint32_t at = slab + chunk + i * Format::CODE_BITS % 16 + within;
+    for (int i = 0; i < COLUMNS / 16; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float x = __fmul_rn(d[4 * i + 2 * h], multiplier(h, i, 0));
-            const float y = __fmul_rn(d[4 * i + 2 * h + 1], multiplier(h, i, 1));
-            const uint32_t codes = Format::codes(x, y);
-            if constexpr (Format::CODE_BITS == 8)
-                st_shared_u16(at + h * 8 * PITCH, codes);
-            else
-                st_shared_u8(at + h * 8 * PITCH, codes);
+            float x[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[e] = __fmul_rn(v[8 * i + 4 * h + e], multiplier(h, i, e));
+            const uint32_t low = Format::codes(x[0], x[1]), high = Format::codes(x[2], x[3]);
+            codes[i][h] = low | high << 2 * Format::CODE_BITS;
+        }
+    }
+    if constexpr (Format::CODE_BITS == 8) {  // eight rows of 16 bytes are a matrix
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 16; i += 2)
+            stmatrix_x4(slab + swizzled<PITCH>(warp * 16 + lane % 16, (i + lane / 16) * 16), codes[i][0],
+                        codes[i][1], codes[i + 1][0], codes[i + 1][1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 16; ++i) {
+            // The thread's part of the byte offset is below 16 and never carries into the chunk.
+            const uint32_t at =
+                slab + swizzled<PITCH>(warp * 16 + lane / 4, i / 2 * 16) + i % 2 * 8 + lane % 4 * 2;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) st_shared_u16(at + h * 8 * PITCH, codes[i][h]);
+        }
+    }
+}
+
+// Writes the values themselves, as stage_tile of epilogue.cuh does those of the plain layout.
+template <int COLUMNS, int OUT>
+__device__ __forceinline__ void stage_values(const float* v, uint32_t slabs, int warp, int lane) {
+    constexpr int SLAB_BLOCKS = OUT == OUT_F32 ? 2 : 4;  // of 16 columns in a slab
+    const uint32_t quarter = lane % 4;
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 16; ++i) {
+        const uint32_t slab = slabs + i / SLAB_BLOCKS * (64 * 128);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float* const four = v + 8 * i + 4 * h;
+            const uint32_t row = warp * 16 + lane / 4 + h * 8;
+            if constexpr (OUT == OUT_F32) {
+                st_shared_v4_f32(slab + swizzle_128b(row, i % 2 * 4 + quarter), four[0], four[1], four[2],
+                                 four[3]);
+            } else {
+                const uint32_t low =
+                    OUT == OUT_BF16 ? cvt_bf16x2(four[0], four[1]) : cvt_f16x2(four[0], four[1]);
+                const uint32_t high =
+                    OUT == OUT_BF16 ? cvt_bf16x2(four[2], four[3]) : cvt_f16x2(four[2], four[3]);
+                st_shared_v2_f32(slab + swizzle_128b(row, i % 4 * 2 + quarter / 2) + quarter % 2 * 8,
+                                 __uint_as_float(low), __uint_as_float(high));
+            }
         }
     }
 }

@@ -38,6 +38,15 @@ __device__ __forceinline__ void tma_load_3d(const TensorMap& map, uint32_t desti
         : "memory");
 }
 
+__device__ __forceinline__ void tma_load_4d(const TensorMap& map, uint32_t destination, uint32_t barrier,
+                                            int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2];" ::"r"(destination),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+
 // Writes the box to the same shared-memory offset of every CTA in `cta_mask`, and completes its bytes on the
 // barrier at the same offset in each of them.
 __device__ __forceinline__ void tma_load_2d_multicast(const TensorMap& map, uint32_t destination,
