@@ -5,8 +5,7 @@ What an epilogue does is in padless.epilogue; the kernel's side of it in kernels
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -18,29 +17,20 @@ from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import to_mn_major
 from padless.paths.launching import Prepared, load_kernel, tile_counter
+from padless.paths.quant_launch import (
+    TILE_COLUMNS,
+    QuantConfig,
+    check_outputs,
+    output_address,
+    outputs_argument,
+    present,
+)
 from padless.tensor_map import TensorMapSpec
 
 KERNEL = "sm90_fp8_grouped_gemm.cu"
 Config = GemmConfig
 
-_TILE_COLUMNS = 128
-_SWIZZLES = {
-    128: tensor_map.SWIZZLE_128B,
-    64: tensor_map.SWIZZLE_64B,
-    32: tensor_map.SWIZZLE_32B,
-}
-
-
-@dataclass(frozen=True)
-class QuantConfig:
-    """One compiled kernel: a tile and what is done with it."""
-
-    tile: GemmConfig
-    epilogue: Epilogue
-
-    def prelude(self) -> str:
-        """The constants that the kernel source is compiled behind."""
-        return self.tile.prelude() + self.epilogue.prelude()
+_MULTIPLE_OF_N = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 128}
 
 
 def prepare(
@@ -64,7 +54,7 @@ def prepare(
     Raises ValueError for what this kernel cannot do.
     """
     (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
-    _check(n, tensors, epilogue)
+    check_outputs(n, tensors, epilogue, _MULTIPLE_OF_N)
     device = a.data.device.index or 0
     dtype = epilogue.d_dtype or torch.bfloat16
     problem = Problem(m, n, k, num_groups, dtype, driver.num_sms(device))
@@ -80,19 +70,17 @@ def prepare(
     gate_and_up_apart = epilogue.activation == "swiglu_concatenated"  # then in twice as many copies
     specs = [
         tensor_map.operand(a.data, 64),
-        dealt_operand(b.data, _TILE_COLUMNS // (4 if gate_and_up_apart else 2)),
+        dealt_operand(b.data, TILE_COLUMNS // (4 if gate_and_up_apart else 2)),
         tensor_map.mn_major_scales(a.scale, 96 if tile.block_m == 256 else tile.block_m + 4),
     ]
     arguments: list[Argument] = [driver.encode(spec) for spec in specs]
-    arguments += [_outputs(driver, tensors, epilogue, n)]
+    arguments += [outputs_argument(driver, tensors, epilogue, n)]
     arguments += [(b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
-    written = [t for t in (tensors.row_codes, tensors.column_codes, tensors.d, tensors.amax) if t is not None]
-    counter = tile_counter(compiled, device, written[0].data_ptr())
+    counter = tile_counter(compiled, device, output_address(tensors))
     arguments += [(value, 4) for value in (m, n, k, num_groups, counter)]
 
-    used = [a.data, a.scale, b.data, b.scale] + ([] if offs is None else [offs])
-    used += [t for t in vars(tensors).values() if isinstance(t, torch.Tensor)]
-    most_tiles = (-(-m // tile.block_m) + num_groups) * -(-n // (_TILE_COLUMNS * tile.cluster_n))
+    used = [a.data, a.scale, b.data, b.scale, *present(tensors)] + ([] if offs is None else [offs])
+    most_tiles = (-(-m // tile.block_m) + num_groups) * -(-n // (TILE_COLUMNS * tile.cluster_n))
     grid = min(problem.num_sms // tile.cluster_n, most_tiles) * tile.cluster_n
     shape = LaunchShape(grid, kernel.num_threads, tile.cluster_n)
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
@@ -134,10 +122,10 @@ def select_tile(problem: Problem, epilogue: Epilogue) -> GemmConfig:
     """The tile of least estimated time among those that can do ``epilogue``."""
     cluster = 2 if shares_row_blocks(epilogue) else 1
     measured = cost_table(KERNEL.removesuffix(".cu")).costs
-    costs = {tile: cost for tile, cost in measured.items() if tile.block_n == _TILE_COLUMNS}
-    narrow = Tile(128, _TILE_COLUMNS)
+    costs = {tile: cost for tile, cost in measured.items() if tile.block_n == TILE_COLUMNS}
+    narrow = Tile(128, TILE_COLUMNS)
     if cluster == 2:  # a cluster's tile of 128 rows costs what two tiles do
-        costs = {Tile(128, _TILE_COLUMNS, 2): costs[narrow], **costs}
+        costs = {Tile(128, TILE_COLUMNS, 2): costs[narrow], **costs}
     room = _stages_fit(problem, epilogue)
     costs = {
         tile: cost
@@ -158,64 +146,10 @@ def check_tile(tile: GemmConfig, epilogue: Epilogue) -> None:
                 f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}"
             )
 
-    require(tile.block_n == _TILE_COLUMNS, "block_n", str(_TILE_COLUMNS))
+    require(tile.block_n == TILE_COLUMNS, "block_n", str(TILE_COLUMNS))
     require(tile.store == "ragged", "store", "'ragged'")
     require(tile.scales == "mn", "scales", "'mn'")
     if epilogue.column_format == FP8_BLOCK:
         require(tile.block_m >= 128, "block_m", "128 or 256 for FP8_BLOCK columns")
     if shares_row_blocks(epilogue):
         require(tile.cluster_n == 2, "cluster_n", "2 for FP8_BLOCK rows of a SwiGLU")
-
-
-# --- what the kernel is given ----------------------------------------------------------------------------
-
-
-def _check(n: int, tensors: EpilogueTensors, epilogue: Epilogue) -> None:
-    multiple = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 128}[epilogue.activation]
-    if n % multiple != 0:
-        raise ValueError(
-            f"N is {n}; it must be a multiple of {multiple} for activation {epilogue.activation!r}"
-        )
-    for name in ("d", "row_codes", "column_codes"):
-        t = getattr(tensors, name)
-        if t is None or t.numel() == 0:
-            continue
-        row_bytes = t.stride(0) * t.element_size()
-        if t.stride(1) != 1 or (t.shape[0] > 1 and row_bytes % 16 != 0) or t.data_ptr() % 16 != 0:
-            raise ValueError(
-                f"{name} has strides {t.stride()} of {t.element_size()} bytes at address {t.data_ptr():#x}; "
-                "rows must be contiguous and start on multiples of 16 bytes: N_out a multiple of 16, of 32 for FP4"
-            )
-    if tensors.bias is not None and tensors.bias.data_ptr() % 8 != 0:
-        raise ValueError(
-            f"bias is at address {tensors.bias.data_ptr():#x}; it must be 8-byte aligned; clone() it"
-        )
-
-
-def _codes_map(codes: torch.Tensor, epilogue: Epilogue, codes_per_byte: int) -> TensorMapSpec:
-    """The ragged descriptor of a quantised output: a tile's columns wide, 64 rows."""
-    width = _TILE_COLUMNS // (2 if epilogue.is_glu else 1) // codes_per_byte
-    spec = tensor_map.output_ragged(codes.view(torch.uint8), 64)
-    return replace(spec, box=(width, *spec.box[1:]), swizzle=_SWIZZLES[width])
-
-
-def _outputs(driver: Driver, tensors: EpilogueTensors, epilogue: Epilogue, n: int) -> bytes:
-    """struct QuantOutputs of kernels/quant_outputs.cuh."""
-    t = tensors
-    specs: list[TensorMapSpec | None] = [None, None, None]
-    if t.d is not None:
-        specs[0] = tensor_map.output_ragged(t.d, 64)
-    if epilogue.row_format is not None and t.row_codes is not None:
-        specs[1] = _codes_map(t.row_codes, epilogue, epilogue.row_format.codes_per_byte)
-    if t.column_codes is not None:
-        specs[2] = _codes_map(t.column_codes, epilogue, 1)
-    maps = b"".join(bytes(128) if spec is None else driver.encode(spec) for spec in specs)
-
-    constant = t.norm_const if epilogue.norm_const else t.global_scale
-    pointers = (t.alpha, t.bias, t.prob, t.amax, constant, t.row_scale, t.column_scale)
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
-    strides = t.row_scale.stride() if t.row_scale is not None and t.row_scale.dim() == 2 else (0, 0)
-    constant_stride = 0 if constant is None or constant.numel() == 1 else 1
-    numbers = (epilogue.out_columns(n), t.column_tiles, constant_stride)
-    packed = maps + struct.pack("<7Q2q3i", *addresses, *strides, *numbers)
-    return packed + bytes(-len(packed) % 128)
