@@ -39,7 +39,9 @@ CONFIGS = {
     "one CTA": ONE,
     "one CTA, 256 columns": dataclasses.replace(ONE, block_n=256, block_k=128),
 }
-ARITHMETICS = ("truncate", "exact", "separate_add")
+SLOW = pytest.mark.slow
+ARITHMETICS = ("truncate", pytest.param("exact", marks=SLOW), "separate_add")
+ALWAYS = ("pair", "pair, staged, hilbert", "pair, overlap of 32", "one CTA")
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Three tiles of 256 x 256 on one pair of CTAs, the last one nearly empty: the first accumulator comes round twice.
 # K: a whole stage and one step of the next.
@@ -56,7 +58,9 @@ def wrong(out: torch.Tensor, case: DenseCase) -> list[list[int]]:
 # --- exact -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=SLOW) for name in CONFIGS]
+)
 def test_exact_on_several_schedules(name: str) -> None:
     case = exact_case(*TAILS, seed=1)
     for seed in (1, 2 + list(CONFIGS).index(name)):
@@ -80,14 +84,14 @@ def test_exact_on_twenty_schedules(name: str, dtype: torch.dtype) -> None:
     ("m", "n", "k"),
     [(1, 1, 32), (1, 270, 64), (257, 3, 96), (128, 128, 128), (129, 130, 160), (65, 8, 800)],
 )
-@pytest.mark.parametrize("config", [PAIR, ONE], ids=["pair", "one CTA"])
+@pytest.mark.parametrize("config", [PAIR, pytest.param(ONE, marks=SLOW)], ids=["pair", "one CTA"])
 def test_any_m_and_n(m: int, n: int, k: int, config: Mxfp8GemmConfig) -> None:
     case = exact_case(m, n, k, seed=m + n)
     assert not wrong(compute(case, config, seed=m, num_sms=4), case)
 
 
 @pytest.mark.parametrize("dtype", OUT_DTYPES, ids=str)
-@pytest.mark.parametrize("store", ["direct", "staged"])
+@pytest.mark.parametrize("store", ["direct", pytest.param("staged", marks=SLOW)])
 def test_every_output_dtype(store: str, dtype: torch.dtype) -> None:
     case = exact_case(140, 272, 96, seed=3)
     config = dataclasses.replace(PAIR, store=store, tile_order="hilbert")
@@ -162,7 +166,7 @@ def test_a_nan_scale_spoils_its_row_alone() -> None:
     ("shape", "formats", "dtype"),
     [
         ((150, 264, 416), "e4m3 e4m3", torch.float32),
-        ((270, 72, 288), "e5m2 e4m3", torch.bfloat16),
+        pytest.param((270, 72, 288), "e5m2 e4m3", torch.bfloat16, marks=SLOW),
         ((70, 130, 544), "e4m3 e5m2", torch.float16),
     ],
     ids=str,

@@ -99,10 +99,8 @@ CASES: dict[str, tuple[str, int, Epilogue, Sm100GroupedConfig | None, tuple[str,
 ALWAYS = {
     "everything",
     "cudnn, tiles of their own",
-    "nvfp4",
     "interleaved, everything",
     "concatenated, nvfp4",
-    "concatenated, one CTA, copied scales",
 }
 
 
@@ -115,9 +113,9 @@ def test_the_references_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4", pytest.param("concatenated, nvfp4", marks=SLOW)])
 def test_any_interleaving(name: str) -> None:
-    """Two CTAs and more tiles than they hold at once: every buffer and accumulator is used again."""
+    """One pair of CTAs and more tiles than it has accumulators: every buffer is used again."""
     fmt, _, what, config, layouts = CASES[name]
-    problem = Problem(fmt, (65, 5, 0, 140), 544, 256, layouts=layouts)
+    problem = Problem(fmt, (33, 0, 130), 288, 256, layouts=layouts)
     acc = problem.sums(emulated_driver("sm_100a"))
     for seed in (1, 2):
         check(problem, what, dataclasses.replace(config, num_stages=2), seed=seed, acc=acc)
@@ -203,7 +201,9 @@ def test_nan_inf_zeros_and_tiny_numbers_stay_in_their_blocks(fmt: str, what: Epi
     assert 0 < broken.sum() < broken.numel() / 2
 
 
-@pytest.mark.parametrize("layout", [pytest.param("plain", marks=SLOW), "blocked", "blocked_groups"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("plain", marks=SLOW), pytest.param("blocked", marks=SLOW), "blocked_groups"]
+)
 def test_scale_tiles_that_were_not_promised_are_not_stored(layout: str) -> None:
     """Offsets that break the promise of m_aligned = 128 need more tiles than there are."""
     check(Problem("MXFP8", (3, 3, 3), 32), epilogue(None, MXFP8, column_layout=layout), ONE, tiles=2)
@@ -243,7 +243,12 @@ def test_every_pair_of_formats_has_a_row_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("what", "config", "n", "message"),
     [
-        (epilogue(FP8_BLOCK, None, ""), None, 128, "d_format is FP8_BLOCK; on Blackwell MXFP8, MXFP8_E5M2, MXFP4, NVFP4 are stored"),
+        (
+            epilogue(FP8_BLOCK, None, ""),
+            None,
+            128,
+            "d_format is FP8_BLOCK; on Blackwell MXFP8, MXFP8_E5M2, MXFP4, NVFP4 are stored",
+        ),
         (ROWS, C(tokens_on_n=True), 128, "config.tokens_on_n is True; a quantising epilogue needs False"),
         (ROWS, C(mma_n=64), 128, "config.mma_n is 64; a quantising epilogue needs 128 or 256"),
         (epilogue(MXFP8, **CONCATENATED), ONE, 256, "config.mma_n is 128; a quantising epilogue needs 256"),
@@ -304,9 +309,7 @@ BUGS = {
 }  # fmt: skip
 BUGS_ALWAYS = {
     "rows of the next group in the maxima",
-    "multipliers read before they are there",
     "sums given back too early",
-    "a multiplication and an addition contracted",
 }
 
 

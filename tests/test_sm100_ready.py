@@ -15,7 +15,7 @@ import torch
 from conftest import missing_gpu
 from rich.console import Console
 
-from padless import cost_model, driver, jit, tune, tune_tiles, verify
+from padless import cost_model, driver, jit, tune, tune_tiles, verify, verify_small
 from padless.backends import backends
 from padless.bench.blackwell import DENSE_SIZES
 from padless.bench.formats import COMPETITION, offered
@@ -23,11 +23,10 @@ from padless.config_sm100_grouped import Sm100GroupedConfig
 from padless.driver import LaunchShape
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.epilogue import Epilogue, EpilogueTensors
-from padless.formats import MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size
-from padless.paths import PATHS, find_path, kernels_arch
+from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size
+from padless.paths import find_path, kernels_arch
 from padless.paths.sm100_grouped_list import prepare_list
 from padless.verify_formats import configs_of, paths_of
-from padless.verify_small import small_launches
 
 ARCHS = ("sm_100a", "sm_103a")
 
@@ -166,10 +165,17 @@ def test_verify_tries_every_tile() -> None:
 
 
 @pytest.mark.slow
-def test_every_small_launch_of_verify_in_the_emulator() -> None:
-    quant = sum(p.operation == "grouped_gemm_quant" and p.arch == "sm_100a" for p in PATHS)
-    count = small_launches("cpu", "emulator:sm_100a", "sm_100a")
-    assert count >= quant * 3 + len(paths_of("sm_100a"))
+@pytest.mark.parametrize("fmt", ["MXFP8", "NVFP4"])
+def test_small_launches_of_verify_in_the_emulator(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compute-sanitizer would watch on a GPU: the product and every quantising call that Blackwell takes."""
+    for name in ("small_paths", "quant_paths"):
+        of = getattr(verify_small, name)
+        monkeypatch.setattr(
+            verify_small, name, lambda arch, of=of: [p for p in of(arch) if (p.a, p.b) == (fmt, fmt)]
+        )
+    calls = [c for c in verify_small.QUANT_CALLS if c[1].get("d_format") != FP8_BLOCK]
+    assert len(calls) >= 3
+    assert verify_small.small_launches("cpu", "emulator:sm_100a", "sm_100a") == 1 + len(calls)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
