@@ -149,16 +149,27 @@ struct RowSwap {
     }
 };
 
-// Row scales and row codes of all the warp's rows, from the maxima of their blocks.
+// The maxima of one unit's blocks, and with them the largest magnitude of the thread's own.
+__device__ __forceinline__ void find_row_amax(const float (&v)[OUT_COLUMNS / 2], float (&amax)[2][ROW_BLOCKS],
+                                              float& highest) {
+    row_block_amax<OUT_COLUMNS, ROW_BLOCK>(v, amax);
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_BLOCKS; ++i)
+        highest = max_nan_abs(highest, amax[i / ROW_BLOCKS][i % ROW_BLOCKS]);
+}
+
+// Row scales and row codes of all the warp's rows. The maxima are there already where they had to be swapped; else they
+// are found here, unit by unit: those of narrow blocks are too many to be kept.
 template <int NUM_WAVES>
 __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMNS / 2],
-                                              const float (&amax)[WAVES][2][ROW_BLOCKS],
+                                              float (&amax)[WAVES][2][ROW_BLOCKS], float& highest,
                                               SharedStorage& shared, const QuantOutputs& outputs,
                                               const Placement& place, const Tile& tile, int out_column,
                                               int warpgroup, int warp, int lane) {
     const RowFormat format = RowFormat::make(outputs.constant + place.group * outputs.constant_stride);
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
+        if constexpr (!SWAPS_ROW_AMAX) find_row_amax(v[w], amax[w], highest);
         const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
         float multiplier[2][ROW_BLOCKS];
 #pragma unroll
@@ -259,13 +270,10 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
         const int row = (w * NUM_MMA_WARPGROUPS + warpgroup) * WGMMA_M + warp * 16 + lane / 4;
         finish_values(v[w], d[w], problem, outputs, tile.group, tile.row + row, tile.rows - row, column,
                       lane);
-        if constexpr (ROW_QUANT != QUANT_NONE) {
-            row_block_amax<OUT_COLUMNS, ROW_BLOCK>(v[w], row_amax[w]);
-#pragma unroll
-            for (int i = 0; i < 2 * ROW_BLOCKS; ++i)
-                highest = max_nan_abs(highest, row_amax[w][i / ROW_BLOCKS][i % ROW_BLOCKS]);
-            if constexpr (SWAPS_ROW_AMAX) swap.send(w, row_amax[w]);
-        } else if constexpr (HAS_AMAX) {
+        if constexpr (SWAPS_ROW_AMAX) {
+            find_row_amax(v[w], row_amax[w], highest);
+            swap.send(w, row_amax[w]);
+        } else if constexpr (HAS_AMAX && ROW_QUANT == QUANT_NONE) {
 #pragma unroll
             for (int i = 0; i < OUT_COLUMNS / 2; ++i) highest = max_nan_abs(highest, v[w][i]);
         }
@@ -286,19 +294,19 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
             stage_values<OUT_COLUMNS, OUT_TYPE>(
                 v[w], shared_address(shared.d[w * NUM_MMA_WARPGROUPS + warpgroup]), warp, lane);
     }
-    if constexpr (HAS_AMAX) {
-        const uint32_t bits = __reduce_max_sync(0xffffffff, __float_as_uint(highest));
-        const uint32_t canonical = bits > 0x7F800000 ? 0x7FC00000 : bits;  // one NaN, above everything
-        if (lane == 0) red_max_float(outputs.amax + tile.group, __uint_as_float(canonical));
-    }
     if constexpr (SWAPS_ROW_AMAX) {
         swap.wait();
 #pragma unroll
         for (int w = 0; w < NUM_WAVES; ++w) swap.receive(w, row_amax[w]);
     }
     if constexpr (ROW_QUANT != QUANT_NONE)
-        quantize_rows<NUM_WAVES>(v, row_amax, shared, outputs, place, tile, out_column, warpgroup, warp,
-                                 lane);
+        quantize_rows<NUM_WAVES>(v, row_amax, highest, shared, outputs, place, tile, out_column, warpgroup,
+                                 warp, lane);
+    if constexpr (HAS_AMAX) {
+        const uint32_t bits = __reduce_max_sync(0xffffffff, __float_as_uint(highest));
+        const uint32_t canonical = bits > 0x7F800000 ? 0x7FC00000 : bits;  // one NaN, above everything
+        if (lane == 0) red_max_float(outputs.amax + tile.group, __uint_as_float(canonical));
+    }
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
         column_maxima_wait(warpgroup);
         scale_columns(shared.quant, outputs, place, tile, out_column, warpgroup * 128 + warp * 32 + lane);
