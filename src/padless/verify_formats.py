@@ -39,14 +39,14 @@ def paths_of(arch: str) -> list[Path]:
 
 
 def configs_of(path: Path) -> list[Any]:
-    """Kernels to try: the one that is chosen when none is named (None, where the path is the default) and all tiles."""
+    """Kernels to try: the one that is chosen when none is named (None, where no other path can be) and all tiles."""
     module = path.load()
-    same = [
-        p for p in PATHS if (p.operation, p.arch, p.a, p.b) == (path.operation, path.arch, path.a, path.b)
-    ]
-    configs: list[Any] = [None if same[0] == path else module.Config()]
+    pair = (path.operation, path.arch, path.a, path.b)
+    alone = sum((p.operation, p.arch, p.a, p.b) == pair for p in PATHS) == 1
+    configs: list[Any] = [None] if alone else []
     if path.module == "sm90_bf16":
-        tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128)] + [(m, 256, 4) for m in (8, 16, 32)]
+        tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128)]
+        tiles += [(m, 256, warpgroups) for m in (8, 16, 32) for warpgroups in (2, 4)]
         tiles += [] if path.a == "FP8_BLOCK" else [(64, 256, 2)]
         configs += [
             module.Config(path.a, path.b, block_m=m, block_n=n, num_warpgroups=warpgroups)
