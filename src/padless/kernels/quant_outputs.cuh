@@ -2,15 +2,15 @@
 // scales of a row or a column. Nothing here knows which thread holds what. See epilogue.py for the arithmetic.
 #pragma once
 
+#include "scale_layouts.cuh"
+
 // The host defines, from the Epilogue: HAS_PLAIN, HAS_ALPHA, HAS_BIAS, HAS_PROB, HAS_AMAX, BIAS_IS_GATED, GLU, ROW_QUANT, COLUMN_QUANT,
 // MX_RULE, ROW_SCALES, COLUMN_SCALES.
 constexpr int GLU_NONE = 0;
 constexpr int GLU_INTERLEAVED = 1;   // 32 columns of gate, 32 of up, 32 of gate, ..
 constexpr int GLU_CONCATENATED = 2;  // gate in the first N / 2 columns, up in the others
 
-constexpr int SCALES_STRIDED = 0;         // element (row, block) at row * row_stride + block * block_stride
-constexpr int SCALES_BLOCKED = 1;         // 32x4x4 tiles over all rows
-constexpr int SCALES_BLOCKED_GROUPS = 2;  // 32x4x4 tiles, every group on tiles of its own
+constexpr int SCALES_STRIDED = 0;  // element (row, block) at row * row_stride + block * block_stride
 
 // A kernel argument: tensor maps of the outputs that were asked for, and pointers, null where not.
 struct QuantOutputs {

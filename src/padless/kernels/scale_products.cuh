@@ -14,6 +14,8 @@
 // as zero. It would meet the limits of float32 beside that scale in any case.
 #pragma once
 
+#include "scale_layouts.cuh"
+
 constexpr int STEPS = 4;  // blocks of 32 along K in a stage
 
 // Two neighbouring scales of a word, the bytes that SELECTOR names, as a pair of bf16. A byte is the exponent field, but 0
@@ -30,9 +32,7 @@ __device__ __forceinline__ uint32_t scale_pair(uint32_t word) {
 
 // --- scales in global memory
 
-constexpr int SCALES_PLAIN = 0;           // (rows, columns) bytes
-constexpr int SCALES_BLOCKED = 1;         // 32x4x4 tiles of 128 rows x 4 columns
-constexpr int SCALES_BLOCKED_GROUPS = 2;  // the same, with the rows of every group starting on a tile
+constexpr int SCALES_PLAIN = 0;  // (rows, columns) bytes
 
 struct ScaleSource {
     const uint8_t* bytes;

@@ -34,6 +34,12 @@
 // Padding-free rule: loads may run past the end of a group (those rows are computed and dropped, and rows past M read as
 // zero); the store alone is bounded, by the ragged descriptor of epilogue.cuh. No row of another group and no row past
 // offs[G - 1] is ever written.
+//
+// With EPILOGUE_IS_QUANT the store is the one of sm90_transposed_quant.cuh, which quantises the tile.
+
+#ifndef EPILOGUE_IS_QUANT
+#define EPILOGUE_IS_QUANT 0
+#endif
 
 using uint8_t = unsigned char;
 using uint16_t = unsigned short;
@@ -70,6 +76,16 @@ constexpr int PRODUCER_REGISTERS = 40;
 constexpr bool CONVERTERS_GROW = NUM_MMA_WARPGROUPS == 4;  // 80 registers a thread at the start, else 128
 static_assert(BLOCK_M == 8 || BLOCK_M == 16 || BLOCK_M == 32 || BLOCK_M == 64 || BLOCK_M == 128, "tokens");
 static_assert(NUM_MMA_WARPGROUPS == 2 || NUM_MMA_WARPGROUPS == 4, "warpgroups");
+#if EPILOGUE_IS_QUANT
+#include "ptx/conversion.cuh"
+#include "ptx/shared_vectors.cuh"
+#include "quant_rules.cuh"
+#include "quant_outputs.cuh"
+#include "sm90_transposed_quant.cuh"
+static_assert(!(GATE_AND_UP_APART && SFB_IS_BLOCKED), "a copy of blocked scales has 128 rows together");
+#else
+constexpr bool GATE_AND_UP_APART = false;
+#endif
 static_assert(BLOCK_N % (WGMMA_M * NUM_MMA_WARPGROUPS) == 0 && BLOCK_N % 128 == 0 && BLOCK_N <= 256, "rows");
 
 // FP8_BLOCK scales of A change every 128 of K and are no powers of two: sums of 128 are promoted to other registers.
@@ -95,17 +111,23 @@ constexpr int SCALE_BLOCK_BYTES = SCALE_TILES * 512;
 constexpr int SFB_BYTES = SFB_IS_BLOCKED ? BLOCK_N / 128 * SCALE_BLOCK_BYTES : BLOCK_N * SCALE_ROW_BYTES;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + SFA_BYTES + SFB_BYTES;
 
+#if !EPILOGUE_IS_QUANT
 // A slab is 128 bytes of D's columns of BLOCK_M tokens. A warpgroup stages one unit, 64 columns, at a time.
 constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
 constexpr int NUM_SLABS = WGMMA_M / SLAB_COLUMNS;
 constexpr int SLAB_BYTES = BLOCK_M * 128;
+#endif
 
 template <int STAGES, int TOKEN_STAGES>
 struct alignas(1024) SharedStorageOf {
     uint8_t b[STAGES][B_BYTES];
     uint8_t tokens[TOKEN_STAGES][2][TOKEN_HALF_BYTES];
+#if EPILOGUE_IS_QUANT
+    uint8_t d[NUM_TEAMS][PIECE_BYTES];
+#else
     uint8_t d[NUM_MMA_WARPGROUPS][NUM_SLABS * SLAB_BYTES];
+#endif
     uint8_t a[STAGES][A_BYTES];
     alignas(128) uint8_t sfb[STAGES][SFB_BYTES];
     alignas(128) uint8_t sfa[STAGES][SFA_BYTES == 0 ? 128 : SFA_BYTES];
@@ -114,6 +136,9 @@ struct alignas(1024) SharedStorageOf {
     uint64_t tokens_full[TOKEN_STAGES], tokens_empty[TOKEN_STAGES];
     TileQueueStorage queue;
     GroupTableStorage<MAX_GROUPS> groups;
+#if EPILOGUE_IS_QUANT
+    int group_tiles[MAX_GROUPS];  // first 128-row tile of each group, every group starting on one
+#endif
 };
 
 constexpr int SHARED_LIMIT = 227 * 1024;
@@ -172,6 +197,12 @@ __device__ __forceinline__ void arrive_warp(uint64_t& barrier, int lane) {
     if (lane == 0) mbarrier_arrive(shared_address(&barrier));
 }
 
+// With gate and up apart, the weights of a tile come in runs of 32 rows, of gate and of up in turn: the row of the group's
+// weights that run `run` of the tile at `column` starts at.
+__device__ __forceinline__ int run_of_weights(const Problem& problem, int column, int run) {
+    return column / 2 + run / 2 * 32 + run % 2 * (problem.n / 2);
+}
+
 // Producer, one thread.
 __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem,
                                            const TensorMap& map_a, const TensorMap& map_b,
@@ -186,8 +217,15 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
             const uint32_t full = shared_address(&shared.full[stage]);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
             mbarrier_arrive_expect_tx(full, STAGE_BYTES);
-            tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * (row_bytes(B_FORMAT)), tile.column,
-                        tile.group);
+            if constexpr (GATE_AND_UP_APART) {
+                for (int run = 0; run < BLOCK_N / 32; ++run)
+                    tma_load_3d(map_b, shared_address(shared.b[stage] + run * (32 * row_bytes(B_FORMAT))),
+                                full, kb * (row_bytes(B_FORMAT)), run_of_weights(problem, tile.column, run),
+                                tile.group);
+            } else {
+                tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * (row_bytes(B_FORMAT)),
+                            tile.column, tile.group);
+            }
             const uint32_t sfb = shared_address(shared.sfb[stage]);
             if constexpr (
                 SFB_IS_BLOCKED) {  // the map's rows are half tiles, 256 bytes, in the order they lie in
@@ -201,7 +239,13 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                 }
             } else {
                 const int first = kb * scales_of_128(B_FORMAT) - scale_offset<B_FORMAT>(kb);
-                tma_load_3d(map_sfb, sfb, full, first, tile.column, tile.group);
+                if constexpr (GATE_AND_UP_APART) {
+                    for (int run = 0; run < BLOCK_N / 32; ++run)
+                        tma_load_3d(map_sfb, sfb + run * (32 * SCALE_ROW_BYTES), full, first,
+                                    run_of_weights(problem, tile.column, run), tile.group);
+                } else {
+                    tma_load_3d(map_sfb, sfb, full, first, tile.column, tile.group);
+                }
             }
             const uint32_t a = shared_address(shared.a[stage]);
             if constexpr (A_FORMAT == FORMAT_BF16) {
@@ -590,6 +634,11 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
     }
 }
 
+#if EPILOGUE_IS_QUANT
+using StoreMaps = DirectOutputs;
+#else
+using StoreMaps = TensorMap;
+
 // Consumer: a unit's accumulators, 64 columns of D by BLOCK_M tokens, transposed into slabs of token rows x 128 bytes with
 // the 128-byte swizzle. d[4 i + j] is column 16 * warp + lane / 4 + 8 * (j / 2), token 8 i + 2 * (lane % 4) + j % 2.
 __device__ __forceinline__ void stage_transposed(const float (&d)[BLOCK_M / 2], uint32_t slabs, int warp,
@@ -643,6 +692,7 @@ __device__ __forceinline__ void store_unit(const float (&d)[BLOCK_M / 2], uint8_
         cp_async_bulk_commit_group();
     }
 }
+#endif
 
 // Global scales of a group, and what NVFP4_SHIFT took away.
 __device__ __forceinline__ void apply_global_scales(float (&d)[UNITS_OF_WARPGROUP][BLOCK_M / 2],
@@ -660,7 +710,8 @@ __device__ __forceinline__ void apply_global_scales(float (&d)[UNITS_OF_WARPGROU
 }
 
 __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem,
-                                              const TensorMap& map_d, int warpgroup, int warp, int lane) {
+                                              const StoreMaps& store_maps, int warpgroup, int warp,
+                                              int lane) {
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     Pipeline<TOKEN_STAGES> ring;
@@ -670,11 +721,18 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
         multiply_tile(d, shared, problem, warpgroup, warp, lane, pipeline, ring);
         if (lane == 0) reader.release();
         if constexpr (HAS_GLOBAL_SCALES) apply_global_scales(d, problem, tile.group);
+#if EPILOGUE_IS_QUANT
+        const int start = tile.group == 0 ? 0 : shared.groups.group_ends[tile.group - 1];
+        const Placement place{tile.group, start, shared.groups.group_ends[tile.group] - start,
+                              shared.group_tiles[tile.group]};
+        store_quantised(d, shared.d, store_maps, place, tile, problem.n, warpgroup, warp, lane);
+#else
 #pragma unroll
         for (int u = 0; u < UNITS_OF_WARPGROUP; ++u) {
             const int column = tile.column + (warpgroup * UNITS_OF_WARPGROUP + u) * WGMMA_M;
-            store_unit(d[u], shared.d[warpgroup], problem, map_d, tile, column, warpgroup, warp, lane);
+            store_unit(d[u], shared.d[warpgroup], problem, store_maps, tile, column, warpgroup, warp, lane);
         }
+#endif
         reader.advance();
     }
     if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();
@@ -683,7 +741,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_sfa, const __grid_constant__ TensorMap map_sfb,
-    const __grid_constant__ TensorMap map_d, const float* sfa, long long sfa_row_stride,
+    const __grid_constant__ StoreMaps store_maps, const float* sfa, long long sfa_row_stride,
     long long sfa_k_stride, const float* global_a, const float* global_b, int global_a_stride,
     int global_b_stride, const int* offs, int m, int n, int k, int num_groups, int counter) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
@@ -718,6 +776,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         __syncwarp();
     }
     build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
+#if EPILOGUE_IS_QUANT
+    if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.group_tiles, lane);
+    __syncthreads();
+#endif
 
     constexpr int FIRST_PRODUCER_WARP = NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS;
     if (warp >= FIRST_PRODUCER_WARP) {
@@ -739,7 +801,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         __syncwarp();
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consume_tiles(shared, problem, map_d, warp / 4, warp % 4, lane);
+        consume_tiles(shared, problem, store_maps, warp / 4, warp % 4, lane);
         __syncwarp();
     }
 }

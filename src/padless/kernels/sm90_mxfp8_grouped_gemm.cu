@@ -26,6 +26,13 @@
 // Padding-free rule: loads may run past the end of a group (those rows are computed and dropped, and rows past M
 // read as zero); the store alone is bounded, by the ragged descriptor of epilogue.cuh. No row of another group and no
 // row past offs[G - 1] is ever written.
+//
+// With EPILOGUE_IS_QUANT the store is the one of sm90_quant_store.cuh, which quantises the tile; a GLU epilogue has the
+// gate's and the up projection's columns in the same tile, and the tile's columns are dealt out (dealt_weight_row).
+
+#ifndef EPILOGUE_IS_QUANT
+#define EPILOGUE_IS_QUANT 0
+#endif
 
 using uint8_t = unsigned char;
 using uint16_t = unsigned short;
@@ -49,6 +56,17 @@ using uint64_t = unsigned long long;
 #include "group_table.cuh"
 #include "tile_queue.cuh"
 #include "scale_products.cuh"
+#if EPILOGUE_IS_QUANT
+#include "ptx/conversion.cuh"
+#include "quant_rules.cuh"
+#include "quant_outputs.cuh"
+#include "wgmma_fragment.cuh"
+constexpr bool GATE_AND_UP_APART = GLU == GLU_CONCATENATED;
+constexpr bool COLUMNS_ARE_DEALT = true;
+#else
+constexpr bool GATE_AND_UP_APART = false;
+constexpr bool COLUMNS_ARE_DEALT = false;
+#endif
 
 // The host defines, from Sm90Mxfp8Config: BLOCK_M, BLOCK_N, NUM_STAGES (0 = as many as fit), RASTER_M, MAX_GROUPS,
 // A_E5M2, B_E5M2, OUT_TYPE.
@@ -66,24 +84,41 @@ static_assert(BLOCK_N == 64 || BLOCK_N == 128, "a thread holds 3 / 2 BLOCK_N sum
 
 constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
-constexpr int NUM_SLABS = BLOCK_N / SLAB_COLUMNS;
 constexpr int SLAB_BYTES = WGMMA_M * 128;
+
+// Rows come in units of 64, one to a consumer warpgroup.
+__device__ __forceinline__ int units_of(int rows) {
+    return (rows + WGMMA_M - 1) / WGMMA_M;
+}
 
 constexpr int UNIT_BYTES = WGMMA_M * BLOCK_K;
 constexpr int A_BYTES = BLOCK_M * BLOCK_K;
 constexpr int B_BYTES = BLOCK_N * BLOCK_K;
 constexpr int V_BYTES = BLOCK_N / 8 * V_BRICKS;
 
+#if EPILOGUE_IS_QUANT
+constexpr int WAVES = 1;  // of 64 rows that a consumer warpgroup holds
+constexpr int CLUSTER_N = 1;
+#include "quant_storage.cuh"
+constexpr int UNIT_D_BYTES = QUANT_UNIT_BYTES;
+#else
+constexpr int NUM_SLABS = BLOCK_N / SLAB_COLUMNS;
+constexpr int UNIT_D_BYTES = NUM_SLABS * SLAB_BYTES;
+#endif
+
 template <int STAGES>
 struct alignas(1024) SharedStorageOf {
     uint8_t a[STAGES][A_BYTES];
     uint8_t b[STAGES][B_BYTES];
-    uint8_t d[NUM_MMA_WARPGROUPS][NUM_SLABS * SLAB_BYTES];
+    uint8_t d[NUM_MMA_WARPGROUPS][UNIT_D_BYTES];
     alignas(128) uint8_t v[STAGES][V_BYTES];        // scales of B, as an operand
     alignas(128) uint32_t sfa[STAGES][BLOCK_M][2];  // scales of A: bf16, STEPS to a row
     uint64_t full[STAGES], empty[STAGES];
     TileQueueStorage queue;
     GroupTableStorage<MAX_GROUPS> groups;
+#if EPILOGUE_IS_QUANT
+    QuantStorage quant;
+#endif
 };
 
 constexpr int SHARED_LIMIT = 227 * 1024;
@@ -115,6 +150,22 @@ struct Problem {
     __device__ __forceinline__ int k_blocks() const { return (k + BLOCK_K - 1) / BLOCK_K; }
 };
 
+// Where the columns of a tile are dealt out (wgmma_fragment.cuh), B comes in copies of two of every four rows; of gate and
+// of up, if they are apart.
+constexpr int B_COPIES = GATE_AND_UP_APART ? 4 : 2;
+
+// The row of the group's weights from which copy `copy` of the tile at `column` takes its fours.
+__device__ __forceinline__ int first_weight_row(const Problem& problem, int column, int copy) {
+    return GATE_AND_UP_APART ? (column + copy / 2 * problem.n) / 2 : column;
+}
+
+// The row of the group's weights that row `row` of the tile's part of B is.
+__device__ __forceinline__ int dealt_weight_row(const Problem& problem, int column, int row) {
+    constexpr int COPY_ROWS = BLOCK_N / B_COPIES;
+    const int copy = row / COPY_ROWS, in_copy = row % COPY_ROWS;
+    return first_weight_row(problem, column, copy) + in_copy / 2 * 4 + copy % 2 * 2 + in_copy % 2;
+}
+
 // Producer, one thread.
 __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem,
                                            const TensorMap& map_a, const TensorMap& map_b) {
@@ -123,13 +174,21 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     const int k_blocks = problem.k_blocks();
     Tile tile;
     while (reader.next(tile)) {
-        const int units = (tile.rows + WGMMA_M - 1) / WGMMA_M;
+        const int units = units_of(tile.rows);
         for (int kb = 0; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage;
             const uint32_t full = shared_address(&shared.full[stage]);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
             mbarrier_arrive_expect_tx(full, units * UNIT_BYTES + B_BYTES);
-            tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, tile.column, tile.group);
+            const uint32_t b = shared_address(shared.b[stage]);
+            if constexpr (COLUMNS_ARE_DEALT) {
+#pragma unroll
+                for (int c = 0; c < B_COPIES; ++c)
+                    tma_load_4d(map_b, b + c * (B_BYTES / B_COPIES), full, kb * BLOCK_K, c % 2 * 2,
+                                first_weight_row(problem, tile.column, c) / 4, tile.group);
+            } else {
+                tma_load_3d(map_b, b, full, kb * BLOCK_K, tile.column, tile.group);
+            }
             for (int u = 0; u < units; ++u)
                 tma_load_2d(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full, kb * BLOCK_K,
                             tile.row + u * WGMMA_M);
@@ -171,7 +230,9 @@ __device__ __forceinline__ void write_scales(SharedStorage& shared, const Proble
         uint32_t words[ROWS / 32];
 #pragma unroll
         for (int i = 0; i < ROWS / 32; ++i) {
-            const int row = lane + 32 * i;
+            int row = lane + 32 * i;
+            if constexpr (!OF_A && COLUMNS_ARE_DEALT)
+                row = dealt_weight_row(problem, tile.column, row) - tile.column;
             at[i] = of_tile.of_row(first + (row < last ? row : last));
             words[i] = of_tile.word(at[i], 0);
         }
@@ -367,6 +428,12 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCK_N / 2], SharedSto
     pipeline.advance();
 }
 
+#if EPILOGUE_IS_QUANT
+using StoreMaps = QuantOutputs;
+#include "sm90_quant_store.cuh"
+#else
+using StoreMaps = TensorMap;
+
 // Consumer: converts and writes the rows of d that exist.
 __device__ __forceinline__ void store_tile(const float (&d)[BLOCK_N / 2], SharedStorage& shared,
                                            const Problem& problem, const TensorMap& map_d, const Tile& tile,
@@ -387,21 +454,30 @@ __device__ __forceinline__ void store_tile(const float (&d)[BLOCK_N / 2], Shared
         cp_async_bulk_commit_group();
     }
 }
+#endif
 
-__device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem,
-                                              const TensorMap& map_d, int warpgroup, int warp, int lane) {
+__device__
+__forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem, const StoreMaps& store_maps,
+                                   int warpgroup, int warp, int lane) {
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     Tile tile{};
     while (reader.next(tile, lane)) {
         if (warpgroup * WGMMA_M < tile.rows) {
-            float d[BLOCK_N / 2];
-            multiply_tile(d, shared, problem, warpgroup, warpgroup * WGMMA_M + warp * 16 + lane / 4, lane,
+            float d[1][BLOCK_N / 2];
+            multiply_tile(d[0], shared, problem, warpgroup, warpgroup * WGMMA_M + warp * 16 + lane / 4, lane,
                           pipeline);
             if (lane == 0) reader.release();
-            store_tile(d, shared, problem, map_d, tile, warpgroup, warp, lane);
+#if EPILOGUE_IS_QUANT
+            store_tile<WAVES>(d, shared, problem, store_maps, tile, tile.column, warpgroup, warp, lane);
+#else
+            store_tile(d[0], shared, problem, store_maps, tile, warpgroup, warp, lane);
+#endif
         } else {
             skip_tile(shared, problem, lane, pipeline, reader);
+#if EPILOGUE_IS_QUANT
+            skip_store(warpgroup);
+#endif
         }
         reader.advance();
     }
@@ -410,7 +486,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-    const __grid_constant__ TensorMap map_d, const uint8_t* sfa, const uint8_t* sfb, const int* offs,
+    const __grid_constant__ StoreMaps store_maps, const uint8_t* sfa, const uint8_t* sfb, const int* offs,
     int sfa_layout, int sfb_layout, int m, int n, int k, int num_groups, int counter) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
@@ -432,6 +508,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
                 mbarrier_init(shared_address(&shared.queue.empty[s]),
                               NUM_CONSUMER_WARPS + NUM_SCALE_WARPS + 1);
             }
+#if EPILOGUE_IS_QUANT
+            shared.quant.init();
+#endif
             fence_mbarrier_init();
         }
         __syncwarp();
@@ -440,6 +519,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         st_shared_v4_b32(shared_address(shared.v[0]) + i * 16, 0, 0, 0, 0);
     fence_proxy_async_shared();
     build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
+#if EPILOGUE_IS_QUANT
+    if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.quant.group_tiles, lane);
+    __syncthreads();
+#endif
 
     if (warp >= NUM_CONSUMER_WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
@@ -457,7 +540,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         __syncwarp();
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consume_tiles(shared, problem, map_d, warp / 4, warp % 4, lane);
+        consume_tiles(shared, problem, store_maps, warp / 4, warp % 4, lane);
         __syncwarp();
     }
 }

@@ -111,6 +111,22 @@ PATHS: tuple[Path, ...] = (
         _FP8_BLOCK,
     ),
     *(
+        Path("grouped_gemm_quant", "sm_90a", a, b, "sm90_mxfp8_quant", "sm90_mxfp8_grouped_gemm.cu", _MXFP8)
+        for a, b in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2)
+    ),
+    *(
+        Path(
+            "grouped_gemm_quant",
+            "sm_90a",
+            a,
+            b,
+            "sm90_bf16_quant",
+            "sm90_bf16_grouped_gemm.cu",
+            _BF16_BLOCKS if a == "FP8_BLOCK" else _BF16_SUM,
+        )
+        for a, b in _BF16_PAIRS
+    ),
+    *(
         Path("gemm", "sm_100a", a, b, "sm100_mxfp8_dense", "sm100_mxfp8_gemm.cu", _MX)
         for a, b in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2)
     ),

@@ -1,0 +1,240 @@
+"""Problems for the quantising epilogues of Hopper's one-byte-scale kernels, and their judge.
+
+The judge is epilogue_reference, from the float32 sums that the same kernel stores without an epilogue; the fences and
+the comparison are those of test_sm90_fp8_quant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+from test_sm90_fp8_quant import (
+    Case,
+    Fenced,
+    differences,
+    glu_of_own_values,
+    make_outputs,
+    reference,
+    tensors_of,
+)
+
+from padless import formats, jit
+from padless.emulator.fake_driver import EmulatedDriver
+from padless.epilogue import Epilogue
+from padless.formats import (
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8,
+    MXFP8_E5M2,
+    NVFP4,
+    BlockScaledFormat,
+    BlockScaledTensor,
+)
+from padless.paths import BF16
+from padless.paths.quant_launch import QuantConfig
+from padless.quantize import quantize
+
+# A unit without a second warpgroup (40), no rows, two tiles of 128, one row.
+SIZES = (40, 0, 130, 1)
+ALL = {"alpha": True, "bias": True, "prob": True, "amax": True}
+DRIVER = EmulatedDriver()  # one for all tests, since it keeps prepared kernels
+FORMATS: dict[str, BlockScaledFormat] = {fmt.name: fmt for fmt in formats.FORMATS}
+_SUMS: dict[object, torch.Tensor] = {}  # by case
+
+
+@dataclass
+class PairCase(Case):
+    """A case of any pair of formats; layouts of the operands' scales as their names say."""
+
+    pair: tuple[str, str] = (MXFP8.name, MXFP8.name)
+    layouts: tuple[str, str] = ("plain", "plain")
+    plain: ModuleType | None = None  # the module of the kernel without an epilogue
+    altered: bool = False  # the operands are not those that the seed makes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        draw = torch.Generator().manual_seed(self.seed + 7)
+        offs, (a, b) = self.offs, self.pair
+        values = torch.randn(self.m, self.k, generator=draw) * self.scale
+        weights = torch.randn(len(self.sizes), self.n, self.k, generator=draw)
+        per_group = offs if a == "NVFP4" or self.layouts[0] == "blocked_groups" else None
+        self.a = (
+            values.to(torch.bfloat16)
+            if a == BF16
+            else quantize(values, FORMATS[a], kind="activation", offs=per_group, scale_layout=self.layouts[0])
+        )
+        self.b = quantize(weights, FORMATS[b], kind="weight", scale_layout=self.layouts[1])
+
+    def sums(self, driver: EmulatedDriver) -> torch.Tensor:
+        """(M, N) float32 of the plain kernel, NaN in rows of nobody."""
+        assert self.plain is not None
+        key = (
+            self.plain,
+            self.sizes,
+            self.n,
+            self.k,
+            self.past,
+            self.seed,
+            self.scale,
+            self.pair,
+            self.layouts,
+        )
+        if self.altered or key not in _SUMS:
+            out = torch.full((self.m, self.n), float("nan"))
+            with driver.configured(arithmetic="fast", num_sms=1):
+                self.plain.prepare(driver, self.a, self.b, self.offs, out, None).launch(0)
+            if self.altered:
+                return out
+            _SUMS[key] = out
+        return _SUMS[key].clone()
+
+
+def run(
+    module: ModuleType, case: PairCase, epilogue: Epilogue, config: object, tiles: int | None = None
+) -> dict[str, Fenced]:
+    """The kernel's outputs; raises when the emulator has anything to report."""
+    outputs = make_outputs(case, epilogue, tiles)
+    tensors = tensors_of(case, epilogue, outputs, tiles)
+    module.prepare(DRIVER, case.a, case.b, case.offs, tensors, config, epilogue=epilogue).launch(0)
+    assert DRIVER.last_result is not None
+    assert not DRIVER.last_result.reports
+    return outputs
+
+
+def check(
+    module: ModuleType,
+    case: PairCase,
+    epilogue: Epilogue,
+    config: object = None,
+    *,
+    seed: int = 0,
+    sms: int = 2,
+    tiles: int | None = None,
+) -> dict[str, Fenced]:
+    """Every byte of every output, fences included, against the reference."""
+    acc = case.sums(DRIVER)
+    with DRIVER.configured(arithmetic="fast", num_sms=sms, seed=seed):
+        got = run(module, case, epilogue, config, tiles)
+    if epilogue.is_glu:
+        acc, epilogue = glu_of_own_values(case, epilogue, acc, got)
+    wanted, before = reference(case, epilogue, acc, tiles), make_outputs(case, epilogue, tiles)
+    assert differences(got, wanted, before) == {}
+    return got
+
+
+def slow_but(always: set[str], names: object) -> list[object]:
+    """``names`` as parameters, those not in ``always`` marked slow."""
+    listed = list(names)  # type: ignore[call-overload]
+    assert always <= set(listed)
+    return [name if name in always else pytest.param(name, marks=pytest.mark.slow) for name in listed]
+
+
+# --- epilogues -------------------------------------------------------------------------------------------
+
+EPILOGUES: dict[str, Epilogue] = {
+    "FP8_BLOCK rows and columns, bf16, everything": Epilogue(
+        row_format=FP8_BLOCK, column_format=FP8_BLOCK, d_dtype=torch.bfloat16, **ALL
+    ),
+    "FP8_BLOCK rows, MN-major": Epilogue(row_format=FP8_BLOCK, row_layout="plain_mn", prob=True),
+    "MXFP8 rows and columns by group, cudnn, everything": Epilogue(
+        row_format=MXFP8,
+        row_layout="blocked_groups",
+        column_format=MXFP8,
+        column_layout="blocked_groups",
+        scale_rule="cudnn",
+        bias_rule="gated_bias",
+        **ALL,
+    ),
+    "MXFP8 rows and columns in tiles, floor": Epilogue(
+        row_format=MXFP8,
+        row_layout="blocked",
+        column_format=MXFP8,
+        column_layout="blocked",
+        scale_rule="floor",
+        d_dtype=torch.float32,
+    ),
+    "MXFP8_E5M2 rows and columns, documented": Epilogue(
+        row_format=MXFP8_E5M2, column_format=MXFP8_E5M2, scale_rule="cudnn_documented", alpha=True
+    ),
+    "MXFP8 columns alone": Epilogue(column_format=MXFP8, column_layout="blocked", scale_rule="rceil"),
+    "MXFP4 rows in tiles, f16": Epilogue(
+        row_format=MXFP4, row_layout="blocked", scale_rule="rceil", d_dtype=torch.float16
+    ),
+    "MXFP4 rows, cudnn": Epilogue(row_format=MXFP4, scale_rule="cudnn", bias=True, prob=True),
+    "NVFP4 rows by group, everything": Epilogue(
+        row_format=NVFP4, row_layout="blocked_groups", scale_rule="te", **ALL
+    ),
+    "NVFP4 rows": Epilogue(row_format=NVFP4, scale_rule="te"),
+    "bf16 alone": Epilogue(d_dtype=torch.bfloat16, alpha=True, bias=True, prob=True),
+    "amax alone": Epilogue(amax=True, alpha=True),
+}
+_VALUES = {"d_dtype": torch.float32}  # what glu_of_own_values judges
+GLU_EPILOGUES: dict[str, Epilogue] = {
+    "interleaved, NVFP4 rows": Epilogue(
+        activation="swiglu_interleaved",
+        row_format=NVFP4,
+        row_layout="blocked",
+        scale_rule="te",
+        **ALL,
+        **_VALUES,
+    ),
+    "interleaved, MXFP8 rows and columns": Epilogue(
+        activation="swiglu_interleaved",
+        row_format=MXFP8,
+        row_layout="blocked_groups",
+        column_format=MXFP8,
+        column_layout="blocked_groups",
+        scale_rule="rceil",
+        prob=True,
+        **_VALUES,
+    ),
+    "concatenated, MXFP8 rows and columns": Epilogue(
+        activation="swiglu_concatenated",
+        row_format=MXFP8,
+        column_format=MXFP8,
+        scale_rule="rceil",
+        **ALL,
+        **_VALUES,
+    ),
+    "concatenated, MXFP4 rows": Epilogue(
+        activation="swiglu_concatenated", row_format=MXFP4, scale_rule="rceil", amax=True, **_VALUES
+    ),
+    "concatenated, FP8_BLOCK columns": Epilogue(
+        activation="swiglu_concatenated", column_format=FP8_BLOCK, prob=True, **_VALUES
+    ),
+}
+
+
+def name_of(epilogue: Epilogue) -> str:
+    return ", ".join(k for k, v in (EPILOGUES | GLU_EPILOGUES).items() if v == epilogue)
+
+
+def poisoned(case: PairCase) -> PairCase:
+    """A NaN in one row, zeros in another, an infinite bias: in the groups 0 and 2 of SIZES."""
+    assert isinstance(case.a, BlockScaledTensor)
+    codes, scales = case.a.data.view(torch.uint8), case.a.scale.view(torch.uint8)
+    codes[20] = 0
+    scales[3, 1] = 0xFF if case.a.format != NVFP4 else 0x7F
+    case.bias[0] = 0.0  # so that the row of zeros stays one
+    case.bias[2, 5] = float("inf")
+    case.alpha[0] = 1.0
+    case.altered = True
+    return case
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, module: ModuleType, file: str, old: str, new: str) -> None:
+    """Replaces a text of the kernel's sources in what the module's prepare() compiles."""
+    texts = dict(jit.sources())
+    assert old in texts[file], f"{file} has nothing like {old!r} any more: plant another bug"
+    texts[file] = texts[file].replace(old, new)
+    monkeypatch.setattr(jit, "sources", lambda: texts)
+
+    def load_kernel(driver: EmulatedDriver, source: str, config: QuantConfig, _: int) -> object:
+        image, log = jit._run_nvrtc(config.prelude() + texts[source], source, driver.arch, driver.kind)
+        kernel = jit._describe(image, driver.kind, log)
+        return kernel, driver.load(kernel, 0)
+
+    monkeypatch.setattr(module, "load_kernel", load_kernel)
