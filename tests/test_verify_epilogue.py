@@ -142,11 +142,20 @@ def in_place_of_the_gpu(
     monkeypatch.setattr(verify_epilogue, "_on_gpu", on_gpu)
     monkeypatch.setattr(verify_epilogue, "_sums_on_gpu", sums)
     monkeypatch.setattr(verify_epilogue, "cuda_driver", lambda: type("D", (), {"arch": "sm_90a"}))
+    monkeypatch.setattr(verify_epilogue, "quant_paths", lambda arch: [HOPPER])
 
 
 def test_what_the_reference_computes_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     in_place_of_the_gpu(monkeypatch, "reference")
     assert check_epilogue(36).startswith("36 problems of 1 paths")
+
+
+def test_problems_are_dealt_out_to_all_paths() -> None:
+    paths = quant_paths("sm_90a")
+    dealt = verify_epilogue._dealt(paths, 54, 3)
+    assert {path for path, _ in dealt} == set(paths)
+    assert [seed for _, seed in dealt] == list(range(3, 57))
+    assert verify_epilogue._dealt([], 54, 0) == []
 
 
 def seed_with(wanted: Callable[[EpilogueProblem], bool]) -> int:

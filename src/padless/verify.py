@@ -100,15 +100,15 @@ def jobs_of(
     )
     names = checks if checks is not None else list(CHECKS) if fp8_block else ["quantizers agree"]
     jobs = {name: CHECKS[name] for name in names}
-    if checks is None:
-        jobs["formats"] = check_formats_accuracy
-        jobs["epilogues"] = check_epilogue
-    if against_emulator:
+    if against_emulator:  # first: its processes compile what the checks below need too
         if fp8_block:
             jobs["emulator's tensor core agrees"] = check_tensor_core
             jobs["emulator agrees"] = check_against_emulator
         jobs["emulator agrees on formats"] = check_formats_against_emulator
         jobs["emulator agrees on epilogues"] = check_epilogue_against_emulator
+    if checks is None:
+        jobs["formats"] = check_formats_accuracy
+        jobs["epilogues"] = check_epilogue
     return jobs, [module for module in SANITIZED if fp8_block or module != SANITIZED[0]]
 
 

@@ -12,6 +12,7 @@ import torch
 from padless.config import GemmConfig
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.grouped_gemm import group_offsets, grouped_gemm
+from padless.jit import CompiledKernel
 from padless.verify_checks import CONFIGS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,6 +60,22 @@ def emulate(seed: int) -> torch.Tensor:
     return bits(out, offs)
 
 
+def compile_for_the_gpu_too() -> None:
+    """For a process that emulates: compiles each kernel for the GPU as well, which finds it on disk afterwards.
+
+    A comparison needs both, and the processes of a pool compile side by side.
+    """
+    from padless.paths import launching
+
+    emulated = launching.compile_kernel
+
+    def both(source: str, prelude: str, arch: str, kind: str = "cubin") -> CompiledKernel:
+        emulated(source, prelude, arch, "cubin")
+        return emulated(source, prelude, arch, kind)
+
+    launching.compile_kernel = both  # type: ignore[attr-defined]
+
+
 def bits(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """The valid rows as integers, on the CPU."""
     return out[: int(offs[-1])].cpu().view(_BITS[out.element_size()])
@@ -68,7 +85,9 @@ def check_against_emulator(problems: int = 200, first_seed: int = 0, workers: in
     """Raises AssertionError at the first problem whose bits differ between the GPU and the emulator."""
     seeds = range(first_seed, first_seed + problems)
     elements = 0
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=compile_for_the_gpu_too
+    ) as pool:
         for seed, emulated in zip(seeds, pool.map(emulate, seeds), strict=True):
             a, b, offs, config, dtype = random_problem(seed)
             on_gpu = [BlockScaledTensor(t.data.cuda(), t.scale.cuda(), FP8_BLOCK) for t in (a, b)]

@@ -19,6 +19,7 @@ from padless.epilogue import Epilogue
 from padless.grouped_gemm import grouped_gemm
 from padless.paths import Path
 from padless.reference_epilogue import epilogue_reference
+from padless.verify_emulator import compile_for_the_gpu_too
 from padless.verify_epilogue_problems import (
     FENCE,
     EpilogueProblem,
@@ -239,30 +240,37 @@ def _assert_close(
 # --- checks ----------------------------------------------------------------------------------------------
 
 
-def check_epilogue(problems: int = 36, first_seed: int = 0) -> str:
+def _dealt(paths: list[Path], problems: int, first_seed: int) -> list[tuple[Path, int]]:
+    """So many problems, dealt out to the paths in turn, each with a seed of its own."""
+    return [(paths[i % len(paths)], first_seed + i) for i in range(problems)] if paths else []
+
+
+def check_epilogue(problems: int = 54, first_seed: int = 0) -> str:
     """Raises AssertionError where an output is not what the reference makes of the GPU's own float32 GEMM."""
     paths, found = quant_paths(cuda_driver().arch), Judgement()
-    for path in paths:
-        for seed in range(first_seed, first_seed + problems):
-            problem = random_epilogue_problem(path, seed)
-            values = None if problem.gate_up is None else _on_gpu(problem.for_values())
-            found += judge(problem, _sums_on_gpu(problem), _on_gpu(problem), values)
+    jobs = _dealt(paths, problems, first_seed)
+    for path, seed in jobs:
+        problem = random_epilogue_problem(path, seed)
+        values = None if problem.gate_up is None else _on_gpu(problem.for_values())
+        found += judge(problem, _sums_on_gpu(problem), _on_gpu(problem), values)
     return (
-        f"{problems * len(paths)} problems of {len(paths)} paths, {found.bytes} bytes as the reference; SwiGLU: "
+        f"{len(jobs)} problems of {len(paths)} paths, {found.bytes} bytes as the reference; SwiGLU: "
         f"{found.inexact} of {found.values} values not exactly rounded, by at most {found.worst:.1e}"
     )
 
 
 def check_epilogue_against_emulator(
-    problems: int = 36, first_seed: int = 0, workers: int | None = None
+    problems: int = 54, first_seed: int = 0, workers: int | None = None
 ) -> str:
     """Raises AssertionError with the problems whose outputs differ between the GPU and the emulator."""
     paths = quant_paths(cuda_driver().arch)
-    jobs = [(path, seed) for path in paths for seed in range(first_seed, first_seed + problems)]
+    jobs = _dealt(paths, problems, first_seed)
     if not jobs:
         return "0 problems: no path has a quantising epilogue here"
     count, inexact, wrong = 0, 0, []
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=compile_for_the_gpu_too
+    ) as pool:
         emulated = pool.map(emulate_epilogue, *zip(*jobs, strict=True))
         for (path, seed), outputs in zip(jobs, emulated, strict=True):
             try:
