@@ -19,7 +19,7 @@ from padless.cost_model import BUILT_IN, CostTable, Tile, TileCost, best_tile, e
 
 KERNEL = "sm90_fp8_grouped_gemm"
 COSTS = BUILT_IN[KERNEL].costs
-RECORDED = Path(__file__).parents[1] / "docs/measured/2026-11-21-h200-paper-balanced.jsonl"
+RECORDED = Path(__file__).parents[1] / "docs/measured/2026-11-21-h200-paper-balanced-without-rests.jsonl"
 
 
 # --- the queue -------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def in_place_of_the_gpu(
 
 def test_what_the_reference_computes_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     in_place_of_the_gpu(monkeypatch, "reference")
-    assert check_epilogue(36).startswith("36 problems of 1 paths")
+    assert check_epilogue(36).startswith("36 problems of 1 paths (0 refused)")
 
 
 def test_problems_are_dealt_out_to_all_paths() -> None:

@@ -98,7 +98,12 @@ def small_launches(device: str = "cuda", backend: str | None = None, arch: str |
         for gate_up, options in QUANT_CALLS:
             if not stores(path, options.get("d_format")):
                 continue
-            outputs = run_problem(small_problem(path, gate_up, options), device, backend)
+            try:
+                outputs = run_problem(small_problem(path, gate_up, options), device, backend)
+            except ValueError:
+                if path.module == "sm90_fp8_quant":  # the one that takes all of these calls
+                    raise
+                continue
             assert outputs.bytes
             count += 1
     return count
