@@ -16,9 +16,15 @@ OUT_DTYPES: dict[torch.dtype, str] = {
 STORES = ("ragged", "pool")
 SCALE_MAJORS = ("mn", "k")
 
-_FEW_GROUPS = 256  # the table of groups in shared memory comes in these sizes
-_MANY_GROUPS = 1024
-MAX_GROUPS = _MANY_GROUPS
+FEW_GROUPS = 256  # the table of groups in shared memory comes in these sizes
+MAX_GROUPS = 1024
+
+
+def room_for_groups(num_groups: int) -> int:
+    """How large the table of groups is compiled for ``num_groups``: one of two sizes, so that few kernels serve all."""
+    return FEW_GROUPS if num_groups <= FEW_GROUPS else MAX_GROUPS
+
+
 _KERNEL = "sm90_fp8_grouped_gemm"  # whose tiles select_config chooses among
 
 
@@ -51,7 +57,7 @@ class GemmConfig:
     store: str = "ragged"
     scales: str = "mn"
     scale_window_k_blocks: int = 0
-    max_groups: int = _FEW_GROUPS
+    max_groups: int = FEW_GROUPS
     out_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
@@ -122,7 +128,7 @@ def select_config(problem: Problem) -> GemmConfig:
         block_n=tile.block_n,
         cluster_n=tile.cluster_n,
         raster_m=tile.raster_m,
-        max_groups=_FEW_GROUPS if problem.num_groups <= _FEW_GROUPS else _MANY_GROUPS,
+        max_groups=room_for_groups(problem.num_groups),
         out_dtype=problem.out_dtype,
     )
 
@@ -138,7 +144,7 @@ def fit_config(config: GemmConfig, problem: Problem) -> GemmConfig:
     return replace(
         config,
         out_dtype=problem.out_dtype,
-        max_groups=_FEW_GROUPS if problem.num_groups <= _FEW_GROUPS else _MANY_GROUPS,
+        max_groups=room_for_groups(problem.num_groups),
         scale_window_k_blocks=_window_k_blocks(problem.k) if config.scales == "k" else 0,
     )
 

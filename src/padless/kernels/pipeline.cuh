@@ -14,3 +14,14 @@ struct Pipeline {
         }
     }
 };
+
+constexpr int SHARED_LIMIT = 227 * 1024;  // bytes that a CTA of Hopper or Blackwell can have
+
+// The deepest ring with which Storage<stages> fits in shared memory, of at most MOST stages.
+template <template <int> class Storage, int MOST, int STAGES = 1>
+constexpr int stages_that_fit() {
+    if constexpr (STAGES < MOST && sizeof(Storage<STAGES + 1>) <= SHARED_LIMIT)
+        return stages_that_fit<Storage, MOST, STAGES + 1>();
+    else
+        return STAGES;
+}

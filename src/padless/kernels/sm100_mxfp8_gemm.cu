@@ -102,17 +102,7 @@ struct alignas(1024) SharedStorageOf {
     uint32_t tensor_memory;
 };
 
-constexpr int SHARED_LIMIT = 227 * 1024;
-
-template <int STAGES>
-constexpr int stages_that_fit() {
-    if constexpr (sizeof(SharedStorageOf<STAGES + 1>) <= SHARED_LIMIT && STAGES < 12)
-        return stages_that_fit<STAGES + 1>();
-    else
-        return STAGES;
-}
-
-constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<1>() : NUM_STAGES;
+constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 12>() : NUM_STAGES;
 using SharedStorage = SharedStorageOf<STAGES>;
 static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
 

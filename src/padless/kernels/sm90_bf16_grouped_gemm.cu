@@ -141,8 +141,6 @@ struct alignas(1024) SharedStorageOf {
 #endif
 };
 
-constexpr int SHARED_LIMIT = 227 * 1024;
-
 // With two token stages the converters have only what is left of a K block, after the first octet of its products, for the
 // whole of the next one. A third lets them run ahead; it is worth one of four stages of codes, not one of two.
 constexpr int FEW_STAGES = NUM_STAGES == 0 ? 3 : NUM_STAGES;
@@ -151,15 +149,10 @@ constexpr int TOKEN_STAGES = BLOCK_M < 128                                      
                                                                                       : 2;
 
 template <int STAGES>
-constexpr int stages_that_fit() {
-    if constexpr (sizeof(SharedStorageOf<STAGES + 1, TOKEN_STAGES>) <= SHARED_LIMIT && STAGES < 12)
-        return stages_that_fit<STAGES + 1>();
-    else
-        return STAGES;
-}
+using SharedStorageWithTokens = SharedStorageOf<STAGES, TOKEN_STAGES>;
 
-constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<1>() : NUM_STAGES;
-using SharedStorage = SharedStorageOf<STAGES, TOKEN_STAGES>;
+constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageWithTokens, 12>() : NUM_STAGES;
+using SharedStorage = SharedStorageWithTokens<STAGES>;
 static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
 
 // The host reads these back from the compiled module.

@@ -51,6 +51,7 @@ using uint64_t = unsigned long long;
 #include "tile_queue.cuh"
 #if EPILOGUE_IS_QUANT
 #include "ptx/conversion.cuh"
+#include "ptx/shared_vectors.cuh"
 #include "quant_rules.cuh"
 #include "quant_outputs.cuh"
 #include "wgmma_fragment.cuh"
@@ -131,17 +132,7 @@ struct alignas(1024) SharedStorageOf {
 #endif
 };
 
-constexpr int SHARED_LIMIT = 227 * 1024;
-
-template <int STAGES>
-constexpr int stages_that_fit() {
-    if constexpr (sizeof(SharedStorageOf<STAGES + 1>) <= SHARED_LIMIT && STAGES < 12)
-        return stages_that_fit<STAGES + 1>();
-    else
-        return STAGES;
-}
-
-constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<1>() : NUM_STAGES;
+constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 12>() : NUM_STAGES;
 using SharedStorage = SharedStorageOf<STAGES>;
 static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
 

@@ -233,15 +233,13 @@ __device__ __forceinline__ void scale_columns(QuantStorage& quant, const QuantOu
 __device__ __forceinline__ void stage_column_codes(const float (&v)[OUT_COLUMNS / 2], SharedStorage& shared,
                                                    int unit, int warp, int lane) {
     const int block = (unit * WGMMA_M + warp * 16) / ColumnFormat::BLOCK;
-    float multiplier[OUT_COLUMNS / 4];
+    float multiplier[OUT_COLUMNS / 16][4];
 #pragma unroll
     for (int i = 0; i < OUT_COLUMNS / 16; ++i)
         ld_shared_v4_f32(shared_address(&shared.quant.column_multiplier[block][16 * i + lane % 4 * 4]),
-                         multiplier[4 * i], multiplier[4 * i + 1], multiplier[4 * i + 2],
-                         multiplier[4 * i + 3]);
+                         multiplier[i]);
     stage_codes<OUT_COLUMNS, ColumnFormat>(v, shared_address(shared.d[unit] + PLAIN_BYTES + ROW_CODE_BYTES),
-                                           warp, lane,
-                                           [&](int, int i, int e) { return multiplier[4 * i + e]; });
+                                           warp, lane, [&](int, int i, int e) { return multiplier[i][e]; });
 }
 
 // A consumer warpgroup without rows in a tile keeps step with the one that has some.

@@ -24,7 +24,8 @@ __device__ __forceinline__ void row_block_amax(const float* v, float (&amax)[2][
             int highest = 0;
 #pragma unroll
             for (int i = b * BLOCK / 16; i < (b + 1) * BLOCK / 16; ++i) {
-                const float* const four = v + 8 * i + 4 * h;
+                const float four[4] = {v[8 * i + 4 * h], v[8 * i + 4 * h + 1], v[8 * i + 4 * h + 2],
+                                       v[8 * i + 4 * h + 3]};
                 const int low = __float_as_int(max_nan_abs(four[0], four[1]));
                 const int high = __float_as_int(max_nan_abs(four[2], four[3]));
                 highest = max(max(highest, low), high);
@@ -125,11 +126,11 @@ __device__ __forceinline__ void stage_values(const float* v, uint32_t slabs, int
         const uint32_t slab = slabs + i / SLAB_BLOCKS * (64 * 128);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float* const four = v + 8 * i + 4 * h;
+            const float four[4] = {v[8 * i + 4 * h], v[8 * i + 4 * h + 1], v[8 * i + 4 * h + 2],
+                                   v[8 * i + 4 * h + 3]};
             const uint32_t row = warp * 16 + lane / 4 + h * 8;
             if constexpr (OUT == OUT_F32) {
-                st_shared_v4_f32(slab + swizzle_128b(row, i % 2 * 4 + quarter), four[0], four[1], four[2],
-                                 four[3]);
+                st_shared_v4_f32(slab + swizzle_128b(row, i % 2 * 4 + quarter), four);
             } else {
                 const uint32_t low =
                     OUT == OUT_BF16 ? cvt_bf16x2(four[0], four[1]) : cvt_f16x2(four[0], four[1]);

@@ -72,18 +72,6 @@ __device__ __forceinline__ void ld_shared_v2_f32(uint32_t address, float& x, flo
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
 }
 
-__device__ __forceinline__ void ld_shared_v4_f32(uint32_t address, float& x, float& y, float& z, float& w) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x), "=f"(y), "=f"(z), "=f"(w)
-                 : "r"(address)
-                 : "memory");
-}
-
-__device__ __forceinline__ void st_shared_v4_f32(uint32_t address, float x, float y, float z, float w) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w)
-                 : "memory");
-}
-
 // Writes two floats at the same shared-memory offset in CTA `cta_rank` of the cluster, and then completes 8 bytes on the
 // barrier at the offset of `barrier` there. Nothing waits for it here: no membar.
 __device__ __forceinline__ void st_async_v2_f32(uint32_t address, uint32_t barrier, uint32_t cta_rank,
