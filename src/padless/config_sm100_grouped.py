@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from padless.config import MAX_GROUPS, OUT_DTYPES
+from padless.config import FEW_GROUPS, MAX_GROUPS, OUT_DTYPES
 
 KINDS = ("MXFP8", "NVFP4", "MXFP4")
 SCALE_SOURCES = ("tiled", "window", "plain")
-_FEW_GROUPS = 256
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Sm100GroupedConfig:
     column_major: bool = False
     wide_stores: bool = False
     problem_list: bool = False
-    max_groups: int = _FEW_GROUPS
+    max_groups: int = FEW_GROUPS
     out_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:

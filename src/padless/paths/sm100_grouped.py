@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from padless import tensor_map
-from padless.config import MAX_GROUPS
+from padless.config import MAX_GROUPS, room_for_groups
 from padless.config_sm100_grouped import Sm100GroupedConfig, select_grouped_config
 from padless.driver import Driver, LaunchShape
 from padless.formats import MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
@@ -183,7 +183,7 @@ def fit_operands(
         scales_a=sources["a"],
         scales_b=sources["b"],
         groups_on_tiles=on_tiles,
-        max_groups=256 if b.data.shape[0] <= 256 else MAX_GROUPS,
+        max_groups=room_for_groups(b.data.shape[0]),
     )
 
 

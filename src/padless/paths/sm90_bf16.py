@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless import tensor_map
-from padless.config import MAX_GROUPS, OUT_DTYPES
+from padless.config import FEW_GROUPS, MAX_GROUPS, OUT_DTYPES, room_for_groups
 from padless.driver import Argument, Driver, LaunchShape
 from padless.formats import TILE_BYTES, BlockScaledTensor, round_up
 from padless.layouts import plain_scale
@@ -23,7 +23,6 @@ PAIRS: tuple[tuple[str, str], ...] = tuple(
     dict.fromkeys((path.a, path.b) for path in PATHS if path.kernel == KERNEL)
 )
 
-_FEW_GROUPS = 256  # the table of groups in shared memory comes in these sizes
 _SCALE_ROW_BYTES = 16  # what one copy brings of a row of row-major scales
 
 
@@ -51,7 +50,7 @@ class Bf16GemmConfig:
     num_stages: int = 0
     raster_m: int = 8
     blocked: bool = False
-    max_groups: int = _FEW_GROUPS
+    max_groups: int = FEW_GROUPS
     out_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
@@ -131,7 +130,7 @@ def select_config(
         block_n=256 if wide else 128,
         num_warpgroups=2,
         blocked=blocked,
-        max_groups=_FEW_GROUPS if num_groups <= _FEW_GROUPS else MAX_GROUPS,
+        max_groups=room_for_groups(num_groups),
         out_dtype=out_dtype,
     )
 
@@ -179,7 +178,7 @@ def fit(
         a_format=format_name(a),
         b_format=b.format.name,
         blocked=b.scale_layout == "blocked",
-        max_groups=_FEW_GROUPS if b.data.shape[0] <= _FEW_GROUPS else MAX_GROUPS,
+        max_groups=room_for_groups(b.data.shape[0]),
         out_dtype=out_dtype,
     )
 

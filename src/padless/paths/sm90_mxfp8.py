@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless import tensor_map
-from padless.config import MAX_GROUPS, OUT_DTYPES
+from padless.config import FEW_GROUPS, MAX_GROUPS, OUT_DTYPES, room_for_groups
 from padless.driver import Argument, Driver, LaunchShape
 from padless.formats import MXFP8_E5M2, BlockScaledTensor
 from padless.paths.launching import Prepared, load_kernel, tile_counter
 
 KERNEL = "sm90_mxfp8_grouped_gemm.cu"
 
-_FEW_GROUPS = 256  # the table of groups in shared memory comes in these sizes
 _LAYOUTS = {"plain": 0, "blocked": 1, "blocked_groups": 2}  # as in kernels/scale_products.cuh
 _SCALE_ALIGNMENT = 4  # the kernel reads the scales of 128 of K as one word
 
@@ -41,7 +40,7 @@ class Sm90Mxfp8Config:
     raster_m: int = 8
     a_e5m2: bool = False
     b_e5m2: bool = False
-    max_groups: int = _FEW_GROUPS
+    max_groups: int = FEW_GROUPS
     out_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
@@ -100,7 +99,7 @@ def fit(
         config,
         a_e5m2=a.format == MXFP8_E5M2,
         b_e5m2=b.format == MXFP8_E5M2,
-        max_groups=_FEW_GROUPS if b.data.shape[0] <= _FEW_GROUPS else MAX_GROUPS,
+        max_groups=room_for_groups(b.data.shape[0]),
         out_dtype=out_dtype,
     )
 
