@@ -31,6 +31,8 @@ def complaints(kernel: CompiledKernel) -> list[str]:
         found.append(f"{kernel.shared_bytes} bytes of shared memory")
     if kernel.num_stages < 2:
         found.append(f"{kernel.num_stages} stages")
+    # Whatever ptxas numbers is unwelcome. C7510 and C7511: products serialised; C7508: setmaxnreg ignored;
+    # C7517 and C7519: a wait or a fence put in where one was missing.
     found += [line for line in kernel.log.splitlines() if re.search(r"warning|error|\(C\d{4}\)", line)]
     return found
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_kernels_compile import ARCH, complaints, instructions
+from machine_code import complaints, instructions
 
 from padless import jit
 from padless.paths.sm90_bf16 import KERNEL, PAIRS, Bf16GemmConfig, select_config
+
+ARCH = "sm_90a"
 
 
 def selectable() -> list[Bf16GemmConfig]:

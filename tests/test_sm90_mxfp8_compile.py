@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_kernels_compile import ARCH, complaints, cuobjdump, instructions
+from machine_code import complaints, cuobjdump, instructions
 
 from padless import jit
 from padless.config import OUT_DTYPES
 from padless.paths.sm90_mxfp8 import KERNEL, Sm90Mxfp8Config
 
+ARCH = "sm_90a"
 QUICK = [
     *(Sm90Mxfp8Config(block_m=m, block_n=n) for m, n in itertools.product((64, 128), repeat=2)),
     Sm90Mxfp8Config(a_e5m2=True, b_e5m2=True, out_dtype=torch.float32, max_groups=1024),
