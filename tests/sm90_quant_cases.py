@@ -1,27 +1,15 @@
-"""Problems for the quantising epilogues of Hopper's one-byte-scale kernels, and their judge.
-
-The judge is epilogue_reference, from the float32 sums that the same kernel stores without an epilogue; the fences and
-the comparison are those of test_sm90_fp8_quant.
-"""
+"""Problems for the quantising epilogues of Hopper's kernels, and how to run them in the emulator."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 
-import pytest
 import torch
-from test_sm90_fp8_quant import (
-    Case,
-    Fenced,
-    differences,
-    glu_of_own_values,
-    make_outputs,
-    reference,
-    tensors_of,
-)
+from quant_cases import ALL, Fenced, QuantCase, judge, make_outputs, tensors_of
 
-from padless import formats, jit
+from padless import formats
+from padless.config import GemmConfig
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.epilogue import Epilogue
 from padless.formats import (
@@ -33,16 +21,43 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
-from padless.paths import BF16
-from padless.paths.quant_launch import QuantConfig
+from padless.paths import BF16, sm90_fp8
 from padless.quantize import quantize
 
-# A unit without a second warpgroup (40), no rows, two tiles of 128, one row.
-SIZES = (40, 0, 130, 1)
-ALL = {"alpha": True, "bias": True, "prob": True, "amax": True}
 DRIVER = EmulatedDriver()  # one for all tests, since it keeps prepared kernels
 FORMATS: dict[str, BlockScaledFormat] = {fmt.name: fmt for fmt in formats.FORMATS}
 _SUMS: dict[object, torch.Tensor] = {}  # by case
+
+
+@dataclass
+class Case(QuantCase):
+    """Operands in FP8_BLOCK."""
+
+    sizes: tuple[int, ...]
+    n: int
+    k: int = 128
+    past: int = 3
+    seed: int = 0
+    scale: float = 1.0  # of the activations
+    a: BlockScaledTensor = field(init=False)
+    b: BlockScaledTensor = field(init=False)
+    offs: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        draw = torch.Generator().manual_seed(self.seed)
+        m, groups = self.m, len(self.sizes)
+        values = torch.randn(m, self.k, generator=draw) * self.scale
+        self.a = quantize(values, FP8_BLOCK, kind="activation")
+        self.b = quantize(torch.randn(groups, self.n, self.k, generator=draw), FP8_BLOCK, kind="weight")
+        self.offs = torch.tensor(self.sizes).cumsum(0).to(torch.int32)
+        self.draw_epilogue_operands(draw)
+
+    def sums(self, driver: EmulatedDriver) -> torch.Tensor:
+        """(M, N) float32 of the plain kernel, NaN in rows of nobody."""
+        out = torch.full((self.m, self.n), float("nan"))
+        with driver.configured(arithmetic="fast", num_sms=1):
+            sm90_fp8.prepare(driver, self.a, self.b, self.offs, out, GemmConfig()).launch(0)
+        return out
 
 
 @dataclass
@@ -93,7 +108,7 @@ class PairCase(Case):
 
 
 def run(
-    module: ModuleType, case: PairCase, epilogue: Epilogue, config: object, tiles: int | None = None
+    module: ModuleType, case: Case, epilogue: Epilogue, config: object, tiles: int | None = None
 ) -> dict[str, Fenced]:
     """The kernel's outputs; raises when the emulator has anything to report."""
     outputs = make_outputs(case, epilogue, tiles)
@@ -106,7 +121,7 @@ def run(
 
 def check(
     module: ModuleType,
-    case: PairCase,
+    case: Case,
     epilogue: Epilogue,
     config: object = None,
     *,
@@ -118,18 +133,8 @@ def check(
     acc = case.sums(DRIVER)
     with DRIVER.configured(arithmetic="fast", num_sms=sms, seed=seed):
         got = run(module, case, epilogue, config, tiles)
-    if epilogue.is_glu:
-        acc, epilogue = glu_of_own_values(case, epilogue, acc, got)
-    wanted, before = reference(case, epilogue, acc, tiles), make_outputs(case, epilogue, tiles)
-    assert differences(got, wanted, before) == {}
+    judge(case, epilogue, acc, got, tiles)
     return got
-
-
-def slow_but(always: set[str], names: object) -> list[object]:
-    """``names`` as parameters, those not in ``always`` marked slow."""
-    listed = list(names)  # type: ignore[call-overload]
-    assert always <= set(listed)
-    return [name if name in always else pytest.param(name, marks=pytest.mark.slow) for name in listed]
 
 
 # --- epilogues -------------------------------------------------------------------------------------------
@@ -223,18 +228,3 @@ def poisoned(case: PairCase) -> PairCase:
     case.alpha[0] = 1.0
     case.altered = True
     return case
-
-
-def plant(monkeypatch: pytest.MonkeyPatch, module: ModuleType, file: str, old: str, new: str) -> None:
-    """Replaces a text of the kernel's sources in what the module's prepare() compiles."""
-    texts = dict(jit.sources())
-    assert old in texts[file], f"{file} has nothing like {old!r} any more: plant another bug"
-    texts[file] = texts[file].replace(old, new)
-    monkeypatch.setattr(jit, "sources", lambda: texts)
-
-    def load_kernel(driver: EmulatedDriver, source: str, config: QuantConfig, _: int) -> object:
-        image, log = jit._run_nvrtc(config.prelude() + texts[source], source, driver.arch, driver.kind)
-        kernel = jit._describe(image, driver.kind, log)
-        return kernel, driver.load(kernel, 0)
-
-    monkeypatch.setattr(module, "load_kernel", load_kernel)

@@ -10,25 +10,23 @@ import re
 import pytest
 import torch
 from machine_code import complaints, instructions
+from quant_cases import ALL, SIZES, plant
 from sm100_quant import Problem, check
 
 import padless
 from padless import jit
 from padless.config_sm100_grouped import Sm100GroupedConfig
-from padless.emulator.fake_driver import EmulatedDriver, emulated_driver
+from padless.emulator.fake_driver import emulated_driver
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
 from padless.paths import PATHS, sm100_grouped_quant
+from padless.paths.quant_launch import QuantConfig
 
 C = Sm100GroupedConfig
 ONE, WIDE = C(), C(mma_n=256)
 PAIR = C(cta_group=2, mma_n=256)
 NARROW_PAIR = C(cta_group=2)
 SLOW = pytest.mark.slow
-
-# A warp with 8 rows of 32 (40), no rows, two tiles of 128, one row.
-SIZES = (40, 0, 130, 1)
-ALL = {"alpha": True, "bias": True, "prob": True, "amax": True}
 INTERLEAVED = {"activation": "swiglu_interleaved", "d_dtype": torch.float32}
 CONCATENATED = {"activation": "swiglu_concatenated", "d_dtype": torch.float32}
 TILED = ("blocked_groups", "blocked")
@@ -319,19 +317,8 @@ def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     fmt, n, what, config, layouts = CASES[case]
     problem = Problem(fmt, SIZES, n, 256, layouts=layouts)
     acc = problem.sums(emulated_driver("sm_100a"))  # before anything is planted
-    texts = dict(jit.sources())
-    assert texts[file].count(old) == 1, f"{file} has not one {old!r} any more: plant another bug"
-    texts[file] = texts[file].replace(old, new)
-    monkeypatch.setattr(jit, "sources", lambda: texts)
-
-    def load_kernel(
-        driver: EmulatedDriver, source: str, config: sm100_grouped_quant.QuantConfig, _: int
-    ) -> object:
-        image, log = jit._run_nvrtc(config.prelude() + texts[source], source, driver.arch, driver.kind)
-        kernel = jit._describe(image, driver.kind, log)
-        return kernel, driver.load(kernel, 0)
-
-    monkeypatch.setattr(sm100_grouped_quant, "load_kernel", load_kernel)
+    assert jit.sources()[file].count(old) == 1
+    plant(monkeypatch, sm100_grouped_quant, file, old, new)
 
     def all_seeds() -> None:
         for seed in range(3):
@@ -366,7 +353,7 @@ COMPILED_ALWAYS = {"all outputs of a SwiGLU", "NVFP4 rows, gate and up apart, ga
 )
 def test_the_compiled_kernel_has_no_local_memory(name: str, tmp_path: object) -> None:
     tile, what = COMPILED[name]
-    prelude = sm100_grouped_quant.QuantConfig(tile, what).prelude()
+    prelude = QuantConfig(tile, what).prelude()
     kernel = jit.compile_kernel(sm100_grouped_quant.KERNEL, prelude, "sm_100a")
     assert complaints(kernel) == []
     opcodes = {line.split()[0] for line in instructions(kernel, tmp_path)}

@@ -7,20 +7,9 @@ import re
 
 import pytest
 import torch
-from sm90_quant_cases import (
-    ALL,
-    DRIVER,
-    EPILOGUES,
-    GLU_EPILOGUES,
-    SIZES,
-    PairCase,
-    check,
-    plant,
-    poisoned,
-    run,
-    slow_but,
-)
-from test_kernels_compile import complaints
+from machine_code import complaints
+from quant_cases import ALL, SIZES, plant, slow_but
+from sm90_quant_cases import DRIVER, EPILOGUES, GLU_EPILOGUES, PairCase, check, poisoned, run
 
 from padless import jit
 from padless.epilogue import Epilogue

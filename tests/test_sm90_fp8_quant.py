@@ -1,231 +1,47 @@
 """The quantising epilogue of the Hopper kernel, run by the emulator and judged bit for bit.
 
-The judge is epilogue_reference, from the float32 sums that the same kernel stores without an epilogue. Every output lies
-between fences of random bytes, and whatever the reference leaves alone the kernel has to leave alone too.
+How it is judged is in quant_cases.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
+import sm90_quant_cases
 import torch
+from machine_code import complaints
+from quant_cases import ALL, SIZES, Fenced, plant, slow_but
+from sm90_quant_cases import DRIVER, Case
 
-from padless import epilogue as epilogues
 from padless import jit
 from padless.config import GemmConfig, Problem
-from padless.emulator.fake_driver import EmulatedDriver
-from padless.epilogue import Epilogue, EpilogueTensors
+from padless.epilogue import Epilogue
 from padless.formats import (
     FP8_BLOCK,
     MXFP4,
     MXFP8,
     MXFP8_E5M2,
     NVFP4,
-    BlockScaledFormat,
-    BlockScaledTensor,
 )
-from padless.paths import sm90_fp8, sm90_fp8_quant
-from padless.quantize import quantize
-from padless.reference_epilogue import epilogue_reference
+from padless.paths import sm90_fp8_quant
+from padless.paths.quant_launch import QuantConfig
 
-FENCE = 4096
 WIDE = GemmConfig(block_m=256, cluster_n=2)
 PAIR = GemmConfig(block_m=128, cluster_n=2)
 SHORT = GemmConfig(block_m=64)
 
 
-# --- one problem -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Case:
-    """A grouped problem with every operand an epilogue can ask for; rows past the last group belong to nobody."""
-
-    sizes: tuple[int, ...]
-    n: int
-    k: int = 128
-    past: int = 3
-    seed: int = 0
-    scale: float = 1.0  # of the activations
-    a: BlockScaledTensor = field(init=False)
-    b: BlockScaledTensor = field(init=False)
-    offs: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        draw = torch.Generator().manual_seed(self.seed)
-        m, groups = self.m, len(self.sizes)
-        values = torch.randn(m, self.k, generator=draw) * self.scale
-        self.a = quantize(values, FP8_BLOCK, kind="activation")
-        self.b = quantize(torch.randn(groups, self.n, self.k, generator=draw), FP8_BLOCK, kind="weight")
-        self.offs = torch.tensor(self.sizes).cumsum(0).to(torch.int32)
-        self.alpha = torch.randn(groups, generator=draw)
-        self.bias = torch.randn(groups, self.n, generator=draw) * 3
-        self.prob = torch.rand(m, generator=draw) * 2 - 0.5
-        self.norm_const = torch.rand(1, generator=draw) + 0.01
-        self.global_scale = torch.rand(groups, generator=draw) * 0.1 + 0.001
-
-    @property
-    def m(self) -> int:
-        return sum(self.sizes) + self.past
-
-    def sums(self, driver: EmulatedDriver) -> torch.Tensor:
-        """(M, N) float32 of the plain kernel, NaN in rows of nobody."""
-        out = torch.full((self.m, self.n), float("nan"))
-        with driver.configured(arithmetic="fast", num_sms=1):
-            sm90_fp8.prepare(driver, self.a, self.b, self.offs, out, GemmConfig()).launch(0)
-        return out
-
-
-class Fenced:
-    """A tensor of random bytes between two fences of random bytes."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator, mn: bool = False):
-        logical = shape
-        if mn:  # MN-major scales: the memory is (columns, ld)
-            ld = max(-(-shape[0] // 4) * 4, 4)
-            shape = (shape[1], ld)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        self.bytes = torch.randint(1, 256, (2 * FENCE + size,), dtype=torch.uint8, generator=draw)
-        inside = self.bytes[FENCE : FENCE + size].view(dtype).view(shape)
-        self.inside = inside.t()[: logical[0]] if mn else inside
-
-
-OUTPUTS = ("d", "amax", "row_codes", "row_scale", "column_codes", "column_scale")
-SCALES = ("row_scale", "column_scale")
-
-
-def make_outputs(case: Case, epilogue: Epilogue, tiles: int | None = None) -> dict[str, Fenced]:
-    """The outputs of an epilogue, the same bytes at every call."""
-    draw = torch.Generator().manual_seed(case.seed + 99)
-    m, groups, n_out = case.m, len(case.sizes), epilogue.out_columns(case.n)
-    made: dict[str, Fenced] = {}
-    if epilogue.d_dtype is not None:
-        made["d"] = Fenced((m, n_out), epilogue.d_dtype, draw)
-    if epilogue.amax:
-        made["amax"] = Fenced((groups,), torch.float32, draw)
-        made["amax"].inside.fill_(float("-inf"))
-    if (fmt := epilogue.row_format) is not None:
-        made["row_codes"] = Fenced((m, n_out // fmt.codes_per_byte), torch.uint8, draw)
-        shape = epilogues.row_scale_shape(epilogue, m, n_out, groups)
-        made["row_scale"] = Fenced(shape, scale_dtype(fmt), draw, mn=epilogue.row_layout == "plain_mn")
-    if (fmt := epilogue.column_format) is not None:
-        tiles = epilogues.column_tiles(m, groups) if tiles is None else tiles
-        made["column_codes"] = Fenced((m, n_out), torch.uint8, draw)
-        shape = epilogues.column_scale_shape(epilogue, n_out, tiles)
-        made["column_scale"] = Fenced(shape, scale_dtype(fmt), draw)
-    return made
-
-
-def scale_dtype(fmt: BlockScaledFormat) -> torch.dtype:
-    return torch.float32 if fmt.scale_dtype == torch.float32 else torch.uint8
-
-
-def tensors_of(
-    case: Case, epilogue: Epilogue, outputs: dict[str, Fenced], tiles: int | None
-) -> EpilogueTensors:
-    if tiles is None:
-        tiles = epilogues.column_tiles(case.m, len(case.sizes))
-    return EpilogueTensors(
-        alpha=case.alpha if epilogue.alpha else None,
-        bias=case.bias if epilogue.bias else None,
-        prob=case.prob if epilogue.prob else None,
-        norm_const=case.norm_const if epilogue.norm_const else None,
-        global_scale=case.global_scale if epilogue.format == NVFP4 else None,
-        column_tiles=tiles,
-        **{name: fenced.inside for name, fenced in outputs.items()},
-    )
-
-
-def run(
-    driver: EmulatedDriver,
-    case: Case,
-    epilogue: Epilogue,
-    config: GemmConfig | None,
-    tiles: int | None = None,
-) -> dict[str, Fenced]:
-    """The kernel's outputs; raises when the emulator has anything to report."""
-    outputs = make_outputs(case, epilogue, tiles)
-    tensors = tensors_of(case, epilogue, outputs, tiles)
-    sm90_fp8_quant.prepare(driver, case.a, case.b, case.offs, tensors, config, epilogue=epilogue).launch(0)
-    assert driver.last_result is not None
-    assert not driver.last_result.reports
-    return outputs
-
-
-def reference(
-    case: Case, epilogue: Epilogue, acc: torch.Tensor, tiles: int | None = None
-) -> dict[str, Fenced]:
-    outputs = make_outputs(case, epilogue, tiles)
-    epilogue_reference(acc, case.offs, epilogue, tensors_of(case, epilogue, outputs, tiles))
-    return outputs
-
-
-def differences(
-    got: dict[str, Fenced], wanted: dict[str, Fenced], before: dict[str, Fenced]
-) -> dict[str, int]:
-    """By output: bytes that differ, fences included. Zeros where the reference leaves padding of scales are allowed."""
-    found = {}
-    for name in got:
-        wrong = got[name].bytes != wanted[name].bytes
-        if name in SCALES and got[name].inside.dtype == torch.uint8:
-            untouched = wanted[name].bytes == before[name].bytes
-            untouched[:FENCE] = untouched[-FENCE:] = False
-            wrong &= ~(untouched & (got[name].bytes == 0))
-        if wrong.any():
-            found[name] = int(wrong.sum())
-    return found
-
-
 def check(
-    case: Case,
-    epilogue: Epilogue,
-    config: GemmConfig | None = None,
-    seed: int = 0,
-    sms: int = 2,
-    tiles: int | None = None,
+    case: Case, epilogue: Epilogue, config: GemmConfig | None = None, **options: int | None
 ) -> dict[str, Fenced]:
-    driver = EmulatedDriver()
-    acc = case.sums(driver)
-    with driver.configured(arithmetic="fast", num_sms=sms, seed=seed):
-        got = run(driver, case, epilogue, config, tiles)
-    if epilogue.is_glu:
-        acc, epilogue = glu_of_own_values(case, epilogue, acc, got)
-    wanted, before = reference(case, epilogue, acc, tiles), make_outputs(case, epilogue, tiles)
-    assert differences(got, wanted, before) == {}
-    return got
-
-
-def glu_of_own_values(
-    case: Case, epilogue: Epilogue, acc: torch.Tensor, got: dict[str, Fenced]
-) -> tuple[torch.Tensor, Epilogue]:
-    """Judges the float32 values of an epilogue with an exponential; what comes after them is then judged exactly.
-
-    Returns the kernel's own values as sums, and the epilogue without what has been done to them.
-    """
-    assert epilogue.d_dtype == torch.float32, "the judge needs the values"
-    valid = sum(case.sizes)
-    exact = reference(case, epilogue, acc)["d"].inside[:valid].double()
-    values = got["d"].inside[:valid]
-    # exp within 2^-21, of which the sigmoid takes at most all; four roundings of 2^-24, and one subnormal.
-    bound = exact.abs() * (2.0**-21 + 2.0**-22) + 2.0**-148
-    assert (((values.double() - exact).abs() <= bound) | (values.isnan() & exact.isnan())).all()
-    assert (values != 0).any()
-    sums = torch.full_like(acc[:, : values.shape[1]], float("nan"))
-    sums[:valid] = values
-    rest = dataclasses.replace(epilogue, alpha=False, bias=False, prob=False, activation="none")
-    case.n //= 2
-    return sums, rest
+    return sm90_quant_cases.check(sm90_fp8_quant, case, epilogue, config, **options)
 
 
 # --- options ---------------------------------------------------------------------------------------------
 
-# A unit without a second warpgroup (40), no rows, two tiles of 128, one row; 144 columns are a tile and a tail.
-SIZES, COLUMNS = (40, 0, 130, 1), 144
-ALL = {"alpha": True, "bias": True, "prob": True, "amax": True}
+COLUMNS = 144  # a tile and a tail
 ROWS = Epilogue(row_format=FP8_BLOCK, row_layout="plain_mn")
 BOTH = Epilogue(row_format=FP8_BLOCK, column_format=FP8_BLOCK)
 
@@ -245,14 +61,10 @@ FP8_BLOCK_CASES: dict[str, tuple[Epilogue, GemmConfig | None]] = {
 }
 
 
-def slow_but(names: set[str]) -> Callable[[str], object]:
-    return lambda name: name if name in names else pytest.param(name, marks=pytest.mark.slow)
-
-
 ALWAYS = {"rows and columns", "all outputs, bf16", "wide tile", "short tile", "amax alone", "bias gated"}
 
 
-@pytest.mark.parametrize("name", [slow_but(ALWAYS)(name) for name in FP8_BLOCK_CASES])
+@pytest.mark.parametrize("name", slow_but(ALWAYS, FP8_BLOCK_CASES))
 def test_fp8_block(name: str) -> None:
     epilogue, config = FP8_BLOCK_CASES[name]
     check(Case(SIZES, COLUMNS, 256), epilogue, config)
@@ -371,7 +183,7 @@ def test_swiglu(epilogue: Epilogue, config: GemmConfig | None, n: int) -> None:
 def test_swiglu_where_the_exponential_over_and_underflows(scale: float) -> None:
     epilogue = Epilogue(activation="swiglu_interleaved", d_dtype=torch.float32, amax=True)
     case = Case((70,), 128, seed=4, scale=scale)
-    acc = case.sums(EmulatedDriver())[:70]
+    acc = case.sums(DRIVER)[:70]
     assert (acc < -89).any()
     assert (acc > 89).any()
     check(case, epilogue)
@@ -515,23 +327,6 @@ BUGS_ALWAYS = {
 }
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str) -> None:
-    """Replaces a text of the kernel's sources in what prepare() compiles."""
-    texts = dict(jit.sources())
-    assert old in texts[file], f"{file} has nothing like {old!r} any more: plant another bug"
-    texts[file] = texts[file].replace(old, new)
-    monkeypatch.setattr(jit, "sources", lambda: texts)
-
-    def load_kernel(
-        driver: EmulatedDriver, source: str, config: sm90_fp8_quant.QuantConfig, _: int
-    ) -> object:
-        image, log = jit._run_nvrtc(config.prelude() + texts[source], source, driver.arch, driver.kind)
-        kernel = jit._describe(image, driver.kind, log)
-        return kernel, driver.load(kernel, 0)
-
-    monkeypatch.setattr(sm90_fp8_quant, "load_kernel", load_kernel)
-
-
 def case_for_bugs(epilogue: Epilogue) -> Case:
     if not epilogue.is_glu:
         return Case(SIZES, COLUMNS)
@@ -554,11 +349,11 @@ def test_a_nan_in_a_weight_stays_in_its_columns() -> None:
     assert not broken.all()
 
 
-@pytest.mark.parametrize("name", [slow_but(BUGS_ALWAYS)(name) for name in BUGS])
+@pytest.mark.parametrize("name", slow_but(BUGS_ALWAYS, BUGS))
 def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     file, old, new, epilogue = BUGS[name]
-    case_for_bugs(epilogue).sums(EmulatedDriver())  # compiled before anything is planted
-    plant(monkeypatch, file, old, new)
+    case_for_bugs(epilogue).sums(DRIVER)  # compiled before anything is planted
+    plant(monkeypatch, sm90_fp8_quant, file, old, new)
     with pytest.raises((AssertionError, ValueError, RuntimeError)) as caught:
         check_all_seeds(epilogue)
     assert "does not compile" not in str(caught.value)
@@ -590,11 +385,9 @@ COMPILED_ALWAYS = (1, 3)
 )
 def test_the_compiled_kernel_spills_nothing(tile: GemmConfig, epilogue: Epilogue) -> None:
     tile = dataclasses.replace(tile, out_dtype=epilogue.d_dtype or torch.bfloat16)
-    prelude = sm90_fp8_quant.QuantConfig(tile, epilogue).prelude()
+    prelude = QuantConfig(tile, epilogue).prelude()
     kernel = jit.compile_kernel(sm90_fp8_quant.KERNEL, prelude, "sm_90a")
-    assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
-    assert kernel.num_stages >= 2
-    assert [line for line in kernel.log.splitlines() if re.search(r"warning|error|\(C\d{4}\)", line)] == []
+    assert complaints(kernel) == []
 
 
 def test_the_tile_that_is_chosen_can_do_the_epilogue() -> None:
@@ -629,4 +422,4 @@ def test_what_the_kernel_cannot_do_is_said(
     epilogue: Epilogue, config: GemmConfig | None, n: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        run(EmulatedDriver(), Case((5, 3), n), epilogue, config)
+        sm90_quant_cases.run(sm90_fp8_quant, Case((5, 3), n), epilogue, config)
