@@ -1,4 +1,4 @@
-"""What the host sides of Hopper's quantising kernels share: what they compile, check and hand to the kernel.
+"""What the host sides of quantising kernels share: what they compile, check and hand to the kernel.
 
 The kernels' side is kernels/quant_outputs.cuh.
 """
@@ -17,6 +17,7 @@ from padless.paths.launching import KernelConfig
 from padless.tensor_map import TensorMapSpec
 
 TILE_COLUMNS = 128  # of a tile that is stored by copies of codes
+NO_MAPS = bytes(3 * 128)  # where no store is the copy engine's
 _SWIZZLES = {
     128: tensor_map.SWIZZLE_128B,
     64: tensor_map.SWIZZLE_64B,
@@ -36,13 +37,18 @@ class QuantConfig:
         return self.tile.prelude() + self.epilogue.prelude()
 
 
-def check_outputs(n: int, tensors: EpilogueTensors, epilogue: Epilogue, multiples: dict[str, int]) -> None:
-    """Raises ValueError for sizes and addresses that the stores cannot have; ``multiples`` of N, by activation."""
+def check_columns(n: int, epilogue: Epilogue, multiples: dict[str, int]) -> None:
+    """Raises ValueError unless N is a multiple of what the activation needs, by ``multiples``."""
     multiple = multiples[epilogue.activation]
     if n % multiple != 0:
         raise ValueError(
             f"N is {n}; it must be a multiple of {multiple} for activation {epilogue.activation!r}"
         )
+
+
+def check_outputs(n: int, tensors: EpilogueTensors, epilogue: Epilogue, multiples: dict[str, int]) -> None:
+    """Raises ValueError for sizes and addresses that the stores of Hopper's kernels cannot have."""
+    check_columns(n, epilogue, multiples)
     for name in ("d", "row_codes", "column_codes"):
         t = getattr(tensors, name)
         if t is None or t.numel() == 0:
@@ -73,7 +79,7 @@ def present(tensors: EpilogueTensors) -> list[torch.Tensor]:
 def outputs_argument(
     driver: Driver, tensors: EpilogueTensors, epilogue: Epilogue, n: int, *, by_copies: bool = True
 ) -> bytes:
-    """struct QuantOutputs of kernels/quant_outputs.cuh; by_copies: with the maps of the copy engine's stores."""
+    """struct QuantOutputs as an argument of its own; by_copies: with the maps of the copy engine's stores."""
     t = tensors
     specs: list[TensorMapSpec | None] = [None, None, None]
     if by_copies:
@@ -84,15 +90,20 @@ def outputs_argument(
         if t.column_codes is not None:
             specs[2] = _codes_map(t.column_codes, epilogue, 1)
     maps = b"".join(bytes(128) if spec is None else driver.encode(spec) for spec in specs)
+    packed = outputs_bytes(tensors, epilogue, n, maps)
+    return packed + bytes(-len(packed) % 128)
 
+
+def outputs_bytes(tensors: EpilogueTensors, epilogue: Epilogue, n: int, maps: bytes = NO_MAPS) -> bytes:
+    """struct QuantOutputs of kernels/quant_outputs.cuh, unpadded; ``maps``: of plain output and codes."""
+    t = tensors
     constant = t.norm_const if epilogue.norm_const else t.global_scale
     pointers = (t.alpha, t.bias, t.prob, t.amax, constant, t.row_scale, t.column_scale)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
     strides = t.row_scale.stride() if t.row_scale is not None and t.row_scale.dim() == 2 else (0, 0)
     constant_stride = 0 if constant is None or constant.numel() == 1 else 1
     numbers = (epilogue.out_columns(n), t.column_tiles, constant_stride)
-    packed = maps + struct.pack("<7Q2q3i", *addresses, *strides, *numbers)
-    return packed + bytes(-len(packed) % 128)
+    return maps + struct.pack("<7Q2q3i", *addresses, *strides, *numbers)
 
 
 def _codes_map(codes: torch.Tensor, epilogue: Epilogue, codes_per_byte: int) -> TensorMapSpec:

@@ -6,7 +6,7 @@ What an epilogue does is in padless.epilogue; the kernel's side of it in kernels
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +15,13 @@ from padless.driver import Driver, LaunchShape
 from padless.epilogue import MX_FORMATS, Epilogue, EpilogueTensors
 from padless.formats import NVFP4, BlockScaledTensor, ceil_div
 from padless.paths.launching import Prepared, load_kernel, tile_counter
+from padless.paths.quant_launch import (
+    QuantConfig,
+    check_columns,
+    output_address,
+    outputs_bytes,
+    present,
+)
 from padless.paths.sm100_grouped import (
     KERNEL,
     check_operands,
@@ -30,18 +37,6 @@ Config = Sm100GroupedConfig
 OUTPUT_FORMATS = (*MX_FORMATS, NVFP4)
 
 _MULTIPLE_OF_N = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 16}
-
-
-@dataclass(frozen=True)
-class QuantConfig:
-    """One compiled kernel: a tile and what is done with it."""
-
-    tile: Sm100GroupedConfig
-    epilogue: Epilogue
-
-    def prelude(self) -> str:
-        """The constants that the kernel source is compiled behind."""
-        return self.tile.prelude() + self.epilogue.prelude()
 
 
 def prepare(
@@ -70,8 +65,8 @@ def prepare(
     a, b, copies = readable(a, b)
     tile = select_tile(m, n, num_groups, epilogue) if config is None else config
     check_tile(tile, epilogue)
-    compiled = QuantConfig(fit(tile, a, b, tensors, epilogue), epilogue)
-    tile = compiled.tile
+    tile = fit(tile, a, b, tensors, epilogue)
+    compiled = QuantConfig(tile, epilogue)
     device = a.data.device.index or 0
     kernel, function = load_kernel(driver, KERNEL, compiled, device)
     most_tiles = (ceil_div(m, tile.tile_m) + num_groups) * ceil_div(n, tile.tile_n)
@@ -81,13 +76,12 @@ def prepare(
             f"config has cta_group 2 and the device {driver.num_sms(device)} multiprocessor; use 1"
         )
 
-    written = [t for t in (tensors.row_codes, tensors.column_codes, tensors.d, tensors.amax) if t is not None]
-    counter = tile_counter(compiled, device, written[0].data_ptr())
+    counter = tile_counter(compiled, device, output_address(tensors))
     apart = _gate_and_up_apart(epilogue)
     operands = operand_bytes(driver, a, b, None, None, tile, apart)
     problem = problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
-    optional = [a.global_scale, b.global_scale, offs, *vars(tensors).values()]
-    used = [a.data, a.scale, b.data, b.scale, *(t for t in optional if isinstance(t, torch.Tensor))]
+    optional = (t for t in (a.global_scale, b.global_scale, offs) if t is not None)
+    used = [a.data, a.scale, b.data, b.scale, *optional, *present(tensors)]
     shape = LaunchShape(workers * tile.cta_group, kernel.num_threads, tile.cta_group)
     arguments = [problem + target_bytes(tensors, epilogue, n)]
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
@@ -152,11 +146,7 @@ def _check(n: int, tensors: EpilogueTensors, epilogue: Epilogue) -> None:
     if epilogue.format is not None and epilogue.format not in OUTPUT_FORMATS:
         names = ", ".join(format.name for format in OUTPUT_FORMATS)
         raise ValueError(f"d_format is {epilogue.format.name}; on Blackwell {names} are stored")
-    multiple = _MULTIPLE_OF_N[epilogue.activation]
-    if n % multiple != 0:
-        raise ValueError(
-            f"N is {n}; it must be a multiple of {multiple} for activation {epilogue.activation!r}"
-        )
+    check_columns(n, epilogue, _MULTIPLE_OF_N)
     for name in ("d", "row_codes", "column_codes"):
         t = getattr(tensors, name)
         if t is None or t.numel() == 0:
@@ -184,13 +174,7 @@ def _check(n: int, tensors: EpilogueTensors, epilogue: Epilogue) -> None:
 def target_bytes(tensors: EpilogueTensors, epilogue: Epilogue, n: int) -> bytes:
     """struct QuantTargets."""
     t = tensors
-    constant = t.norm_const if epilogue.norm_const else t.global_scale
-    pointers = (t.alpha, t.bias, t.prob, t.amax, constant, t.row_scale, t.column_scale)
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
-    strides = t.row_scale.stride() if t.row_scale is not None and t.row_scale.dim() == 2 else (0, 0)
-    constant_stride = 0 if constant is None or constant.numel() == 1 else 1
-    numbers = (epilogue.out_columns(n), t.column_tiles, constant_stride)
-    outputs = padded(bytes(3 * 128) + struct.pack("=7Q2q3i", *addresses, *strides, *numbers))
+    outputs = padded(outputs_bytes(tensors, epilogue, n))
     plain = bytes(16) if t.d is None else output_bytes(t.d, False)
     codes = [(0, 0) if c is None else (c.data_ptr(), c.stride(0)) for c in (t.row_codes, t.column_codes)]
     (row, row_pitch), (column, column_pitch) = codes
