@@ -8,15 +8,13 @@ the bug is one of arithmetic alone, which only the output can show (`kinds` empt
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from emulator_variants import Edit
 
-from padless import jit
 from padless.config import GemmConfig
-from padless.emulator import Emulator
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.formats import FP8_BLOCK
 from padless.paths import sm90_fp8
@@ -40,7 +38,7 @@ FLOAT_OUT = dataclasses.replace(BASE, out_dtype=torch.float32)
 class Bug:
     name: str
     kinds: tuple[str, ...]
-    edits: tuple[tuple[str, str, str], ...]
+    edits: tuple[Edit, ...]
     config: GemmConfig = BASE
     sizes: tuple[int, ...] = (70, 0, 129, 3)
     n: int = 256
@@ -376,59 +374,6 @@ BUGS: tuple[Bug, ...] = (
         ROW_MAJOR,
     ),
 )
-
-
-class Variant(EmulatedDriver):
-    """An emulated device that compiles an edited copy of the kernel's sources in place of the kernel."""
-
-    def __init__(self, edits: tuple[tuple[str, str, str], ...], config: GemmConfig, nth: int = 0) -> None:
-        super().__init__()
-        texts = dict(jit.sources())
-        for file, old, new in edits:
-            texts[file] = replace_nth(texts[file], old, new, nth, file)
-        self.texts = texts
-        self.config = config
-
-    def load(self, kernel: Any, device: int) -> Emulator:
-        image = compile_ptx(self.texts[MAIN], self.config.prelude(), self.texts)
-        emulator = Emulator(image, name=MAIN)
-        emulator.program(kernel.entry)
-        return emulator
-
-
-def replace_nth(text: str, old: str, new: str, nth: int, file: str) -> str:
-    """Replace one occurrence; any run of spaces and line ends matches any other."""
-    pattern = re.sub(r"(?:\\?\s)+", lambda _: r"\s+", re.escape(old.strip()))
-    found = list(re.finditer(pattern, text))
-    assert len(found) > nth, f"{file} has no occurrence {nth} of {old!r}: the planted bug needs a new anchor"
-    return text[: found[nth].start()] + new + text[found[nth].end() :]
-
-
-def compile_ptx(source: str, prelude: str, texts: dict[str, str]) -> bytes:
-    from cuda.bindings import nvrtc
-
-    headers = [(k, v) for k, v in texts.items() if k.endswith(".cuh")]
-    result, program = nvrtc.nvrtcCreateProgram(
-        (prelude + source).encode(), MAIN.encode(), len(headers), [v.encode() for _, v in headers],
-        [k.encode() for k, _ in headers],
-    )  # fmt: skip
-    assert int(result) == 0
-    options = [
-        b"--gpu-architecture=compute_90a",
-        b"--std=c++17",
-        b"-lineinfo",
-        b"--device-as-default-execution-space",
-    ]
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if int(result):
-        _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        log = b" " * size
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise AssertionError(log.decode())
-    _, size = nvrtc.nvrtcGetPTXSize(program)
-    image = b" " * size
-    nvrtc.nvrtcGetPTX(program, image)
-    return image
 
 
 @dataclass

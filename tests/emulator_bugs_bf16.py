@@ -7,14 +7,11 @@ output can show, has none.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from emulator_bugs import compile_ptx, replace_nth
+from emulator_variants import Edit
 from sm90_bf16_cases import Problem, error_bound, exact_result, random_problem
 
-from padless import jit
-from padless.emulator import Emulator
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.formats import BlockScaledTensor
 from padless.layouts import to_blocked
@@ -28,7 +25,7 @@ DEQUANTIZE = "dequantize.cuh"
 class Bug:
     name: str
     kinds: tuple[str, ...]
-    edits: tuple[tuple[str, str, str], ...]
+    edits: tuple[Edit, ...]
     pair: tuple[str, str] = ("NVFP4", "NVFP4")
     blocked: bool = False  # with NaN where no scale is
     nth: int = 0  # which occurrence of the edited text
@@ -176,22 +173,6 @@ BUGS: tuple[Bug, ...] = (
         ((KERNEL, "problem.global_b + group * problem.global_b_stride", "problem.global_b"),),
     ),
 )
-
-
-class Variant(EmulatedDriver):
-    """An emulated device that compiles an edited copy of the kernel's sources in place of the kernel."""
-
-    def __init__(self, bug: Bug, config: Bf16GemmConfig) -> None:
-        super().__init__()
-        self.texts = dict(jit.sources())
-        for file, old, new in bug.edits:
-            self.texts[file] = replace_nth(self.texts[file], old, new, bug.nth, file)
-        self.config = config
-
-    def load(self, kernel: Any, device: int) -> Emulator:
-        emulator = Emulator(compile_ptx(self.texts[KERNEL], self.config.prelude(), self.texts), name=KERNEL)
-        emulator.program(kernel.entry)
-        return emulator
 
 
 def problem_of(bug: Bug) -> Problem:

@@ -11,19 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from emulator_bugs import replace_nth
+from emulator_variants import Edit
 
-from padless import jit
-from padless.emulator import Emulator
-from padless.emulator.fake_driver import EmulatedDriver
 from padless.paths.sm100_mxfp8_dense import KERNEL as DENSE
 from padless.paths.sm100_mxfp8_dense import Mxfp8GemmConfig
 
 TCGEN05 = "ptx/tcgen05.cuh"
 EPILOGUE = "epilogue_sm100.cuh"
 DESCRIPTORS = "descriptors_sm100.cuh"
-
-Edit = tuple[str, str, str]  # file, text, replacement
 
 
 @dataclass(frozen=True)
@@ -38,47 +33,6 @@ class Bug:
     problem: tuple[Any, ...] = (140, 520, 288)
     seeds: int = 4  # within which it must be found
     nth: int = 0
-
-
-class Variant(EmulatedDriver):
-    """An emulated Blackwell that compiles an edited copy of a kernel's sources in place of the kernel."""
-
-    def __init__(self, kernel: str, edits: tuple[Edit, ...], config: Any, nth: int = 0) -> None:
-        super().__init__("sm_100a")
-        self.texts = dict(jit.sources())
-        for file, old, new in edits:
-            self.texts[file] = replace_nth(self.texts[file], old, new, nth, file)
-        self.kernel, self.config = kernel, config
-
-    def load(self, kernel: Any, device: int) -> Emulator:
-        image = compile_ptx(self.texts, self.kernel, self.config.prelude())
-        emulator = Emulator(image, name=self.kernel)
-        emulator.program(kernel.entry)
-        return emulator
-
-
-def compile_ptx(texts: dict[str, str], kernel: str, prelude: str) -> bytes:
-    """PTX of `texts[kernel]` for sm_100a."""
-    from cuda.bindings import nvrtc
-
-    headers = [(k, v) for k, v in texts.items() if k.endswith(".cuh")]
-    result, program = nvrtc.nvrtcCreateProgram(
-        (prelude + texts[kernel]).encode(), kernel.encode(), len(headers), [v.encode() for _, v in headers],
-        [k.encode() for k, _ in headers],
-    )  # fmt: skip
-    assert int(result) == 0
-    options = ["--gpu-architecture=compute_100a", "--std=c++17", "-lineinfo"]
-    options.append("--device-as-default-execution-space")
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
-    if int(result):
-        _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        log = b" " * size
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise AssertionError(log.decode())
-    _, size = nvrtc.nvrtcGetPTXSize(program)
-    image = b" " * size
-    nvrtc.nvrtcGetPTX(program, image)
-    return image
 
 
 # --- the dense MXFP8 kernel --------------------------------------------------------------------------------

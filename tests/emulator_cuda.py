@@ -1,10 +1,12 @@
-"""Compiles small CUDA kernels to PTX for the emulator's tests, with one wrapper per instruction they use."""
+"""Compiles CUDA to PTX for the emulator's tests, with one wrapper per instruction that their small kernels use."""
 
 # ruff: noqa: E501  (lines of PTX and CUDA are kept whole)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,13 +57,26 @@ DEVICE void tma_reduce_add(const TensorMap& m, uint32_t s, int x, int y) {
 @lru_cache(maxsize=128)
 def compile_cuda(source: str, arch: str = "90a") -> str:
     """PTX of `source` behind the wrappers; line numbers are those of the test's own text."""
+    return compile_ptx(HEADER + '#line 1 "test.cu"\n' + source, "test.cu", arch).rstrip(b"\0").decode()
+
+
+def compile_ptx(text: str, name: str, arch: str, files: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """PTX of `text`, which may include the headers among `files`."""
     from cuda.bindings import nvrtc
 
-    text = HEADER + '#line 1 "test.cu"\n' + source
-    result, program = nvrtc.nvrtcCreateProgram(text.encode(), b"test.cu", 0, [], [])
+    headers = [(k, v) for k, v in files.items() if k.endswith(".cuh")]
+    result, program = nvrtc.nvrtcCreateProgram(
+        text.encode(), name.encode(), len(headers), [v.encode() for _, v in headers],
+        [k.encode() for k, _ in headers],
+    )  # fmt: skip
     assert int(result) == 0
-    options = [f"--gpu-architecture=compute_{arch}".encode(), b"--std=c++17", b"-lineinfo"]
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    options = [
+        f"--gpu-architecture=compute_{arch}",
+        "--std=c++17",
+        "-lineinfo",
+        "--device-as-default-execution-space",
+    ]
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     if int(result):
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
         log = b" " * size
@@ -70,7 +85,7 @@ def compile_cuda(source: str, arch: str = "90a") -> str:
     _, size = nvrtc.nvrtcGetPTXSize(program)
     image = b" " * size
     nvrtc.nvrtcGetPTX(program, image)
-    return image.rstrip(b"\0").decode()
+    return image
 
 
 def launch(source: str, arguments: list[Any], *, arch: str = "90a", **options: Any) -> LaunchResult:

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
-from emulator_bugs import replace_nth
-from emulator_bugs_sm100 import compile_ptx
+from emulator_variants import Edit, Variant
 from sm100_grouped import Case, make_case, run
 
-from padless import jit
 from padless.config_sm100_grouped import Sm100GroupedConfig
-from padless.emulator import Emulator
-from padless.emulator.fake_driver import EmulatedDriver
+from padless.paths.sm100_grouped import fit
 
 C = Sm100GroupedConfig
 MAIN, STORAGE = "sm100_grouped_gemm.cu", "sm100_grouped_storage.cuh"
@@ -35,7 +31,7 @@ FEW = C(tokens_on_n=True, mma_n=64, num_stages=2)
 class Bug:
     name: str
     kinds: tuple[str, ...]
-    edits: tuple[tuple[str, str, str], ...]
+    edits: tuple[Edit, ...]
     config: Sm100GroupedConfig = ONE
     fmt: str = "MXFP8"
     sizes: tuple[int, ...] = (20, 0, 130)
@@ -113,20 +109,6 @@ BUGS: tuple[Bug, ...] = (
 )  # fmt: skip
 
 
-class Variant(EmulatedDriver):
-    """An emulated device that compiles an edited copy of the kernel's sources in place of the kernel."""
-
-    def __init__(self, edits: tuple[tuple[str, str, str], ...], nth: int = 0) -> None:
-        super().__init__("sm_100a")
-        self.texts = dict(jit.sources())
-        self.edits = edits
-        for file, old, new in edits:
-            self.texts[file] = replace_nth(self.texts[file], old, new, nth, file)
-
-    def load(self, kernel: Any, device: int) -> Emulator:
-        raise AssertionError("compiled by prepare_variant")
-
-
 @lru_cache(maxsize=4)
 def cached_case(fmt: str, sizes: tuple[int, ...], n: int, k: int, layouts: tuple[str, str]) -> Case:
     factors = (torch.tensor([1.5]), None) if fmt == "NVFP4" else (None, None)
@@ -136,12 +118,8 @@ def cached_case(fmt: str, sizes: tuple[int, ...], n: int, k: int, layouts: tuple
 def found(bug: Bug) -> tuple[bool, list[str]]:
     """(whether it was found within its seeds, the kinds reported until then)."""
     case = cached_case(bug.fmt, bug.sizes, bug.n, bug.k, bug.layouts)
-    driver = Variant(bug.edits, bug.nth)
-    from padless.paths.sm100_grouped import fit
-
     config = fit(bug.config, case.a, case.b, torch.empty(case.exact.shape))
-    emulator = Emulator(compile_ptx(driver.texts, MAIN, config.prelude()), name=MAIN)
-    driver.load = lambda kernel, device: emulator  # type: ignore[method-assign]
+    driver = Variant("sm_100a", MAIN, bug.edits, config, bug.nth)
     kinds: list[str] = []
     wrong = False
     for seed in range(bug.seeds):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from emulator_bugs import BASE, BUGS, CLUSTER, FLOAT_OUT, ROW_MAJOR, Bug, Variant, make_case, run_case
+from emulator_bugs import BASE, BUGS, CLUSTER, FLOAT_OUT, MAIN, ROW_MAJOR, Bug, make_case, run_case
+from emulator_variants import Variant
 
 from padless.emulator import KINDS
 from padless.emulator.fake_driver import EmulatedDriver
@@ -25,7 +26,7 @@ CONFIGS = {
 def detect(bug: Bug) -> tuple[int | None, list[str]]:
     """(number of seeds needed, kinds reported until then); None if it was not found."""
     case = make_case(bug.sizes, bug.n, bug.k, bug.config.scales)
-    driver = Variant(bug.edits, bug.config, bug.nth)
+    driver = Variant("sm_90a", MAIN, bug.edits, bug.config, bug.nth)
     kinds: list[str] = []
     for seed in range(bug.seeds):
         with driver.configured(
@@ -92,7 +93,7 @@ def test_same_seed_same_run() -> None:
 
 def test_reports_name_the_source_line() -> None:
     bug = next(b for b in BUGS if b.name == "no proxy fence before the store")
-    driver = Variant(bug.edits, bug.config)
+    driver = Variant("sm_90a", MAIN, bug.edits, bug.config)
     case = make_case((70, 3), 128, 256, "mn")
     with driver.configured(seed=0, raise_on_reports=False):
         _, result = run_case(driver, case, bug.config)
@@ -106,7 +107,7 @@ def test_reports_name_the_source_line() -> None:
 
 def test_reports_raise_from_the_backend() -> None:
     bug = next(b for b in BUGS if b.name == "no wgmma.fence")
-    driver = Variant(bug.edits, bug.config)
+    driver = Variant("sm_90a", MAIN, bug.edits, bug.config)
     case = make_case((70, 3), 128, 256, "mn")
     with pytest.raises(ValueError, match="missing-wgmma-fence"):
         run_case(driver, case, bug.config)

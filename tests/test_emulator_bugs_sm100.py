@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulator_bugs_sm100 import DENSE_BUGS, Bug, Variant
+from emulator_bugs_sm100 import DENSE_BUGS, Bug
+from emulator_variants import Variant
 from sm100_dense import exact_case, launch, nan_padded
 
 from padless.emulator import KINDS
@@ -27,7 +28,7 @@ QUICK = (
 def detect(bug: Bug) -> tuple[int | None, list[str]]:
     """(number of seeds needed, kinds reported until then); None if it was not found."""
     case = nan_padded(exact_case(*bug.problem))
-    driver = Variant(bug.kernel, bug.edits, bug.config, bug.nth)
+    driver = Variant("sm_100a", bug.kernel, bug.edits, bug.config, bug.nth)
     kinds: list[str] = []
     for seed in range(bug.seeds):
         out = torch.full(case.exact.shape, torch.nan)
