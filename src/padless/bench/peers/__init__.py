@@ -74,6 +74,36 @@ class Peer(Protocol):
         """Its contenders on a dense product."""
 
 
+class Library:
+    """What the adapters of libraries that have to be imported share: a subclass says how, and why not."""
+
+    loading = "loading it"  # what load does, for the reason where it fails
+    needs: tuple[str, ...] = ()  # functions that the library must have
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._library: Any = None
+
+    def obstacle(self) -> str:
+        """Why loading is not even tried; empty where it is."""
+        raise NotImplementedError
+
+    def load(self) -> Any:
+        """The library, or whatever a broken one raises."""
+        raise NotImplementedError
+
+    def available(self) -> Availability:
+        """Whether it can be used here; loads it, never raises."""
+        if self._library is None:
+            self._library, answer = try_to_load(self.obstacle(), self.load, self.loading, self.needs)
+            return answer
+        return Availability(True)
+
+    def version(self) -> str:
+        """What the library calls its version."""
+        return str(getattr(self._library, "__version__", "unknown"))
+
+
 def find_peers(folder: str | Path | None = None, names: Sequence[str] | None = None) -> list[Peer]:
     """Every known peer, or those named; `folder` as described above (None: ./.peers if it exists)."""
     from padless.bench.peers.deepgemm import DeepGemm

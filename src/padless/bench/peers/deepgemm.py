@@ -8,54 +8,35 @@ does not know.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from padless.bench.pad import pad_groups, unpad_rows
-from padless.bench.peers import (
-    Availability,
-    Contender,
-    hopper_or_reason,
-    look_in,
-    point_at_cuda_toolkit,
-    try_to_load,
-)
+from padless.bench.peers import Contender, Library, hopper_or_reason, look_in, point_at_cuda_toolkit
 from padless.bench.problem import DenseProblem, GroupedProblem, masked_operand
 from padless.formats import ceil_div, round_up
 
-_FUNCTIONS = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked", "fp8_gemm_nt")
 # The masked kernel stores whole tiles of up to 128 rows.
 _MASKED_ROWS_MULTIPLE = 128
 
 
-class DeepGemm:
+class DeepGemm(Library):
     """The adapter; `folder`/deepgemm is searched before the environment."""
 
     name = "deepgemm"
     compiles_at_run_time = True
+    loading = "import deep_gemm"
+    needs = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked", "fp8_gemm_nt")
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._library: Any = None
+    def obstacle(self) -> str:
+        return hopper_or_reason() or point_at_cuda_toolkit()
 
-    def available(self) -> Availability:
-        if self._library is not None:
-            return Availability(True)
+    def load(self) -> Any:
+        look_in(self._folder, "deepgemm")
+        import deep_gemm
 
-        def load() -> Any:
-            look_in(self._folder, "deepgemm")
-            import deep_gemm
-
-            return deep_gemm
-
-        obstacle = hopper_or_reason() or point_at_cuda_toolkit()
-        self._library, answer = try_to_load(obstacle, load, "import deep_gemm", _FUNCTIONS)
-        return answer
-
-    def version(self) -> str:
-        return str(getattr(self._library, "__version__", "unknown"))
+        return deep_gemm
 
     def grouped(self, problem: GroupedProblem) -> list[Contender]:
         gemm = self._library.m_grouped_fp8_gemm_nt_contiguous

@@ -7,43 +7,32 @@ other; weights' scales (K / 128, N / 128) per group.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from padless.bench.peers import Availability, Contender, hopper_or_reason, look_in, try_to_load
+from padless.bench.peers import Contender, Library, hopper_or_reason, look_in
 from padless.bench.problem import DenseProblem, GroupedProblem
 
 _OPERATOR = "f8f8bf16_groupwise_grouped"
 
 
-class Mslk:
+class Mslk(Library):
     """The adapter; `folder`/mslk is searched before the environment."""
 
     name = "mslk"
     compiles_at_run_time = False
+    loading = "import mslk"
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._library: Any = None
+    def obstacle(self) -> str:
+        return hopper_or_reason()
 
-    def available(self) -> Availability:
-        if self._library is not None:
-            return Availability(True)
+    def load(self) -> Any:
+        look_in(self._folder, "mslk")
+        import mslk
 
-        def load() -> Any:
-            look_in(self._folder, "mslk")
-            import mslk
-
-            getattr(torch.ops.mslk, _OPERATOR)  # raises where the library did not register it
-            return mslk
-
-        self._library, answer = try_to_load(hopper_or_reason(), load, "import mslk")
-        return answer
-
-    def version(self) -> str:
-        return str(getattr(self._library, "__version__", "unknown"))
+        getattr(torch.ops.mslk, _OPERATOR)  # raises where the library did not register it
+        return mslk
 
     def grouped(self, problem: GroupedProblem) -> list[Contender]:
         scale = grouped_mn_major(problem.a.scale, problem.sizes)

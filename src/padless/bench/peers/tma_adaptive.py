@@ -16,13 +16,7 @@ from typing import Any
 
 import torch
 
-from padless.bench.peers import (
-    Availability,
-    Contender,
-    hopper_or_reason,
-    point_at_cuda_toolkit,
-    try_to_load,
-)
+from padless.bench.peers import Contender, Library, hopper_or_reason, point_at_cuda_toolkit
 from padless.bench.problem import DenseProblem, GroupedProblem
 
 _ALIAS = "padless_peer_tma_adaptive"
@@ -53,30 +47,25 @@ class LaunchRecorder:
         return out
 
 
-class TmaAdaptive:
+class TmaAdaptive(Library):
     """The adapter; the code lies in `folder`/tma_adaptive, with the CUTLASS headers in deep_gemm/include."""
 
     name = "tma_adaptive"
     compiles_at_run_time = True
+    needs = (_FUNCTION,)
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._library: Any = None
-
-    def available(self) -> Availability:
-        if self._library is not None:
-            return Availability(True)
+    def _package(self) -> Path | None:
         package = None if self._folder is None else self._folder / "tma_adaptive" / "deep_gemm"
-        obstacle = hopper_or_reason() or point_at_cuda_toolkit()
-        if not obstacle and (package is None or not (package / "__init__.py").exists()):
-            obstacle = "no folder tma_adaptive/deep_gemm among the peers"
+        return package if package is not None and (package / "__init__.py").exists() else None
 
-        def load() -> Any:
-            assert package is not None
-            return load_renamed(package, _ALIAS)
+    def obstacle(self) -> str:
+        missing = "" if self._package() else "no folder tma_adaptive/deep_gemm among the peers"
+        return hopper_or_reason() or point_at_cuda_toolkit() or missing
 
-        self._library, answer = try_to_load(obstacle, load, "loading it", (_FUNCTION,))
-        return answer
+    def load(self) -> Any:
+        package = self._package()
+        assert package is not None
+        return load_renamed(package, _ALIAS)
 
     def version(self) -> str:
         return "arXiv 2508.16584"
