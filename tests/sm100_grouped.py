@@ -159,8 +159,11 @@ def run(
     num_sms: int = 2, arithmetic: str = "truncate", checks: bool = True, alpha: torch.Tensor | None = None,
     column_major: bool = False, driver: EmulatedDriver | None = None, fences: bool = True, guard: bool = True,
 ) -> Run:  # fmt: skip
-    """Launches and checks, unless told otherwise, that nothing was reported and nothing written outside the groups."""
+    """Launches and checks, unless told otherwise, that nothing was reported and nothing written outside the groups.
+
+    The device has ``num_sms`` multiprocessors, or as many more as one cluster of ``config`` needs."""
     m, n = case.exact.shape
+    num_sms = num_sms if config is None else max(num_sms, config.cluster)
     guarded = GuardedOutput(n, m, dtype) if column_major else GuardedOutput(m, n, dtype)
     out = guarded.out.t() if column_major else guarded.out
     driver = emulated_driver("sm_100a") if driver is None else driver

@@ -25,6 +25,7 @@ ONE = C(num_stages=2)
 PAIR = C(cta_group=2, mma_n=256, num_stages=2)
 WIDE = C(mma_n=256, num_stages=2)
 FEW = C(tokens_on_n=True, mma_n=64, num_stages=2)
+SHARED = C(cta_group=2, mma_n=256, multicast=2, num_stages=2)  # two pairs, 512 columns
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,18 @@ WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase
 WAIT_EMPTY_GATHER = "if (part == 0) mbarrier_wait(shared_address(&shared.empty[stage]), empty_phase);"
 WAIT_DONE = "mbarrier_wait(shared_address(&shared.done[accumulator.stage]), accumulator.phase);"
 WAIT_DRAINED = "mbarrier_wait(shared_address(&shared.drained[drained]), drained_phase ^ 1);"
-COMMIT_EMPTY = "commit(shared_address(&shared.empty[stage]));"
-COMMIT_DONE = "commit(shared_address(&shared.done[accumulator.stage]));"
-COMMIT_PAIR = "tcgen05_commit_multicast<CTA_GROUP>(barrier, 3);"
+COMMIT_EMPTY = "commit_stage(shared_address(&shared.empty[stage]));"
+COMMIT_DONE = "commit_tile(shared_address(&shared.done[accumulator.stage]));"
+COMMIT_STAGE = "tcgen05_commit_multicast<CTA_GROUP>(barrier, (1 << CLUSTER) - 1);"
+COMMIT_TILE = "tcgen05_commit_multicast<CTA_GROUP>(barrier, 3 << even_rank());"
 LAST_CLUSTER_SYNC = "barrier_cluster_arrive();\n        barrier_cluster_wait();"
 
 BUGS: tuple[Bug, ...] = (
     # ---- commits
-    Bug("commit to the even CTA alone", ("deadlock",), ((MAIN, COMMIT_PAIR, COMMIT_PAIR.replace("3", "1")),), PAIR, quick=True),
-    Bug("commit to the odd CTA alone", ("deadlock",), ((MAIN, COMMIT_PAIR, COMMIT_PAIR.replace("3", "2")),), PAIR),
+    Bug("stage given back to the even CTA alone", ("deadlock",), ((MAIN, COMMIT_STAGE, COMMIT_STAGE.replace("(1 << CLUSTER) - 1", "1")),), PAIR, quick=True),
+    Bug("stage given back to the odd CTA alone", ("deadlock",), ((MAIN, COMMIT_STAGE, COMMIT_STAGE.replace("(1 << CLUSTER) - 1", "2")),), PAIR),
+    Bug("tile committed to the even CTA alone", ("deadlock",), ((MAIN, COMMIT_TILE, COMMIT_TILE.replace("3", "1")),), PAIR),
+    Bug("tile committed to the odd CTA alone", ("deadlock",), ((MAIN, COMMIT_TILE, COMMIT_TILE.replace("3", "2")),), PAIR),
     Bug("stage never given back", ("deadlock",), ((MAIN, COMMIT_EMPTY, ""),)),
     Bug("tile never committed", ("deadlock",), ((MAIN, COMMIT_DONE, ""),)),
     Bug(
@@ -85,8 +89,24 @@ BUGS: tuple[Bug, ...] = (
     Bug("gathering warps do not arrive", ("deadlock",), ((MAIN, "mbarrier_arrive(full);", ";"),)),
     Bug("gathering warps of the odd CTA not counted", ("mbarrier", "race"), ((MAIN, "? CTA_GROUP : 0)", "? 1 : 0)"),), PAIR),
     Bug("stores of the odd CTA not counted", ("mbarrier", "race"), ((MAIN, "CTA_GROUP * NUM_STORE_WARPS);", "NUM_STORE_WARPS);"),), PAIR, sizes=(20, 0, 130, 9, 5, 7)),
-    Bug("a reader of the queue too few", ("mbarrier", "race"), ((MAIN, "(NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + 1);", "(NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS));"),), sizes=(20, 0, 130, 9, 5, 7)),
+    Bug("a reader of the queue too few", ("mbarrier", "race"), ((MAIN, "(NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + MULTICAST);", "(NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS));"),), sizes=(20, 0, 130, 9, 5, 7)),
     Bug("copies of the odd CTA signal the odd CTA", ("deadlock", "mbarrier", "race"), ((MAIN, "full = pair_even_address(full);", ";"),), PAIR, quick=True),
+    # ---- two pairs that share the tokens
+    Bug("tokens multicast to the even CTAs by both", ("mbarrier", "race", "deadlock"), ((MAIN, "SAME_PART << pair_rank();", "SAME_PART;"),), SHARED, n=392, quick=True),
+    Bug("tokens multicast inside the pair", ("mbarrier", "race", "deadlock"), ((MAIN, "SAME_PART << pair_rank();", "3 << even_rank();"),), SHARED, n=392),
+    Bug("a share of the tokens for its own pair alone", ("deadlock",), ((MAIN, "SAME_PART << pair_rank();", "1 << cluster_rank();"),), SHARED, n=392),
+    Bug("products of the other pair not waited for", ("mbarrier", "race"), ((MAIN, "mbarrier_init(shared_address(&shared.empty[s]), MULTICAST);", "mbarrier_init(shared_address(&shared.empty[s]), 1);"),), SHARED, n=392, quick=True),
+    Bug("stage given back to the own pair alone", ("deadlock",), ((MAIN, COMMIT_STAGE, COMMIT_STAGE.replace("(1 << CLUSTER) - 1", "3 << even_rank()")),), SHARED, n=392),
+    Bug("tile committed to the first pair", ("mbarrier", "race", "deadlock"), ((MAIN, COMMIT_TILE, COMMIT_TILE.replace("3 << even_rank()", "3")),), SHARED, n=392),
+    Bug("both pairs load the same share", ("mbarrier", "race"), ((MAIN, "worker_rank() * SHARE;", "0;"),), SHARED, n=392),
+    Bug("second share from the rows of the first", (), ((MAIN, "row + share + piece", "row + piece"),), SHARED, n=392, quick=True),
+    Bug("both pairs make the same columns", (), ((MAIN, "tile.column += worker_rank() * TILE_N;\n        return found;\n    }\n    __device__ __forceinline__ bool next(Tile& tile, int lane)", "return found;\n    }\n    __device__ __forceinline__ bool next(Tile& tile, int lane)"),), SHARED, n=392),
+    Bug("scales of the tokens loaded by both pairs", ("mbarrier", "race", "deadlock"), ((MAIN, "(SHARES == 1 || worker_rank() == 0)", "true"),), SHARED, n=392, layouts=("blocked_groups", "blocked")),
+    Bug("scales of the tokens loaded by nobody", ("deadlock",), ((MAIN, "(SHARES == 1 || worker_rank() == 0)", "SHARES == 1"),), SHARED, n=392, layouts=("blocked_groups", "blocked")),
+    Bug("gathering warps arrive at the first pair", ("mbarrier", "race", "deadlock"), ((MAIN, "mbarrier_arrive_release_cluster(full, even_rank());", "mbarrier_arrive_release_cluster(full, 0);"),), SHARED, n=392),
+    Bug("sums given back to the first pair", ("mbarrier", "race", "deadlock"), ((MAIN, "mbarrier_arrive_release_cluster(drained, even_rank());", "mbarrier_arrive_release_cluster(drained, 0);"),), SHARED, n=392, sizes=(20, 0, 130, 9, 5, 7)),
+    Bug("readers in the other pair not counted", ("mbarrier", "race"), ((MAIN, "CLUSTER * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + MULTICAST", "CTA_GROUP * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + 1"),), SHARED, n=392, sizes=(20, 0, 130, 9, 5, 7)),
+    Bug("clusters do not wait for each other at the end", ("exit", "race", "mbarrier"), ((MAIN, LAST_CLUSTER_SYNC, ""),), SHARED, n=392, nth=1),
     # ---- leaving
     Bug("CTAs of a pair do not wait for each other at the end", ("exit", "race"), ((MAIN, LAST_CLUSTER_SYNC, ""),), PAIR, nth=1),
     Bug("tensor memory not freed", ("tensor-memory",), ((MAIN, "if (warp == MULTIPLY_WARP) tcgen05_dealloc", "if (problem.counter < -1) tcgen05_dealloc"),)),
@@ -99,7 +119,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("window of scales from one tile", (), ((GATHER, "tile < last_tile ? tile + 1 : last_tile", "tile"),)),
     Bug("groups' own tiles not counted", (), ((GATHER, "(before + tiles - own) * 128 - start", "before * 128 - start"),), layouts=("blocked_groups", "blocked")),
     Bug("padding of scales not cleared", (), ((GATHER, "left >= 4 ? word :", "left >= -8 ? word :"),), FEW, "NVFP4", k=352),
-    Bug("odd CTA takes the even one's rows", (), ((MAIN, "+ pair_rank() * ROWS;", ";"),), PAIR),
+    Bug("odd CTA takes the even one's rows", (), ((MAIN, "+ pair_rank() * (APART ? to_up : ROWS);", ";"),), PAIR),
     Bug("odd CTA takes the even one's scales", (), ((MAIN, "int row = IS_LEFT ? pair_rank() * LANE_ROWS : 0;", "int row = 0;"),), PAIR),
     Bug("first products added to what was there", ("uninitialised-tensor-memory",), ((MAIN, "kb + step > 0", "true"),)),
     Bug("K ends a step early", (), ((MAIN, "(bytes_left + MMA_K - 1) / MMA_K", "bytes_left / MMA_K - 1"),)),
@@ -127,7 +147,7 @@ def found(bug: Bug) -> tuple[bool, list[str]]:
             case,
             bug.config,
             seed=seed,
-            num_sms=bug.config.cta_group,
+            num_sms=bug.config.cluster,
             arithmetic="fast",
             driver=driver,
             guard=False,

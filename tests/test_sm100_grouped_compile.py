@@ -24,6 +24,8 @@ CASES = {
     "pair 256x256 NVFP4": C(cta_group=2, mma_n=256, kind="NVFP4", **TILED),
     "pair 256x256 NVFP4 gathered": C(cta_group=2, mma_n=256, kind="NVFP4", wide_stores=True),
     "pair 256x256 MXFP8": C(cta_group=2, mma_n=256, **TILED),
+    "two pairs 256x256 NVFP4": C(cta_group=2, mma_n=256, multicast=2, kind="NVFP4", **TILED),
+    "four 128x128": C(multicast=4, scales_b="tiled"),
     "pair 256 tokens MXFP4 column-major": C(
         cta_group=2, mma_n=256, tokens_on_n=True, kind="MXFP4", column_major=True, **TILED
     ),
@@ -75,6 +77,10 @@ def code_complaints(config: Sm100GroupedConfig, sass: list[str]) -> list[str]:
     found += [f"product {o}, not {product}" for o in opcodes if re.match(r"UTC[A-Z]MMA", o) and o != product]
     wanted = {product, f"UTCCP.T.S{pair}.4x32dp128bit", f"UTMALDG.3D{pair}", "LDTM.x32"}
     wanted.add("UTCBAR.2CTA.MULTICAST" if pair else "UTCBAR")
+    if config.multicast > 1:
+        wanted |= {f"UTMALDG.3D.MULTICAST{pair}", f"UTCBAR{pair}.MULTICAST"}
+    elif any(".MULTICAST" in o for o in opcodes if o.startswith("UTMALDG")):
+        found.append("a load is multicast")
     wide = config.wide_stores and config.tokens_on_n == config.column_major
     wanted |= {"STG.E.NA.ENL2.256"} if wide else set()
     found += [f"no {o}" for o in sorted(wanted) if not any(have.startswith(o) for have in opcodes)]
@@ -104,6 +110,9 @@ def test_another_kernels_code_is_seen(tmp_path: Path) -> None:
     assert "no UTCQMMA.2CTA" in code_complaints(C(cta_group=2), sass)
     assert any("not UTCOMMA" in complaint for complaint in code_complaints(C(kind="MXFP4"), sass))
     assert any("STG" in complaint for complaint in code_complaints(C(wide_stores=True), sass))
+    assert "no UTMALDG.3D.MULTICAST" in code_complaints(C(multicast=2), sass)
+    shares = instructions(compiled(CASES["four 128x128"]), tmp_path)
+    assert "a load is multicast" in code_complaints(C(), shares)
     few = jit.compile_kernel(KERNEL, C(num_stages=3).prelude(), "sm_100a")
     assert any("would fit" in complaint for complaint in complaints(C(), few))
 

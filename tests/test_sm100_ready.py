@@ -86,7 +86,8 @@ def test_grouped_products_are_ready_to_launch(rows: int) -> None:
         path = find_path("grouped_gemm", stub.arch, fmt.name, fmt.name)
         out = torch.empty((8 * rows, 4096), dtype=torch.bfloat16)
         assert path.load().prepare(stub, a, b, offs, out, None).copies == ()
-    assert all(shape.cluster == 2 for shape in stub.shapes)
+    # Many tokens are shared by two pairs of a cluster.
+    assert {shape.cluster for shape in stub.shapes} == {2 if rows == 16 else 4}
 
 
 def test_the_dense_table_is_ready_to_launch() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from padless.config import FEW_GROUPS, MAX_GROUPS, OUT_DTYPES
+from padless.formats import ceil_div
 
 KINDS = ("MXFP8", "NVFP4", "MXFP4")
 SCALE_SOURCES = ("tiled", "window", "plain")
@@ -21,6 +22,8 @@ class Sm100GroupedConfig:
         tokens_on_n: the rows of A are the columns of the product (tiles of mma_n tokens x 128 * cta_group columns of
             D), not its lanes (tiles of 128 * cta_group tokens x mma_n columns). For small groups.
         mma_n: columns of a product, 32, 64, 128 or 256.
+        multicast: CTAs, or pairs, of a cluster that multiply the same tokens, each by columns of its own: each loads a
+            share of the tokens and multicasts it to all. 1, 2 or 4; a share is whole groups of 8 rows.
         num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
         raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
         keep: the operand that L2 is asked to keep while the other streams through: "a", "b" or "" (neither).
@@ -41,6 +44,7 @@ class Sm100GroupedConfig:
     cta_group: int = 1
     tokens_on_n: bool = False
     mma_n: int = 128
+    multicast: int = 1
     num_stages: int = 0
     raster_m: int = 8
     keep: str = ""
@@ -65,6 +69,10 @@ class Sm100GroupedConfig:
 
         require(self.cta_group in (1, 2), "cta_group", "1 or 2")
         require(self.mma_n in (32, 64, 128, 256), "mma_n", "32, 64, 128 or 256")
+        require(
+            self.multicast in (1, 2, 4) and self.token_rows % (8 * self.multicast) == 0, "multicast",
+            f"1, 2 or 4 where that leaves multiples of 8 of the {self.token_rows} tokens of a CTA",
+        )  # fmt: skip
         require(
             self.num_stages == 0 or 2 <= self.num_stages <= 24, "num_stages", "0 (as many as fit) or 2 to 24"
         )
@@ -95,6 +103,21 @@ class Sm100GroupedConfig:
         return 128 * self.cta_group if self.tokens_on_n else self.mma_n
 
     @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.cta_group * self.multicast
+
+    @property
+    def cluster_n(self) -> int:
+        """Columns of D that a cluster makes at a time."""
+        return self.tile_n * self.multicast
+
+    @property
+    def token_rows(self) -> int:
+        """Rows of A that one CTA multiplies, or brings into a pair's product."""
+        return self.right_rows if self.tokens_on_n else 128
+
+    @property
     def right_rows(self) -> int:
         """Rows of the right operand that one CTA loads."""
         return self.mma_n // self.cta_group
@@ -103,6 +126,7 @@ class Sm100GroupedConfig:
         """The C++ constants that the kernel source is compiled behind."""
         constants: dict[str, int] = {
             "CTA_GROUP": self.cta_group,
+            "MULTICAST": self.multicast,
             "MMA_N": self.mma_n,
             "NUM_STAGES": self.num_stages,
             "RASTER_M": self.raster_m,
@@ -154,4 +178,22 @@ def select_grouped_config(m: int, n: int, num_groups: int) -> Sm100GroupedConfig
         mma_n = 256 if n > 128 else 128
         cta_group = 2
     keep = "a" if rows <= mma_n or rows < n else "b"
-    return Sm100GroupedConfig(cta_group=cta_group, tokens_on_n=tokens_on_n, mma_n=mma_n, keep=keep)
+    return with_multicast(
+        Sm100GroupedConfig(cta_group=cta_group, tokens_on_n=tokens_on_n, mma_n=mma_n, keep=keep), n
+    )
+
+
+def with_multicast(config: Sm100GroupedConfig, n: int) -> Sm100GroupedConfig:
+    """``config`` with two pairs to a cluster where that saves enough: a guess, never measured.
+
+    All columns of a row of tiles need the same tokens. Two pairs that share them read half of them each from L2: 25% less
+    in all where a CTA brings as many tokens as rows of B (256 x 256), 17% where half as many. With fewer tokens than that
+    it saves little. It costs a pair's work in every row of tiles where the number of tiles along N is odd, so then there
+    must be 9 or more; and clusters of 4 are harder to place than pairs.
+    """
+    if config.cta_group == 1:
+        return config
+    weight_rows = 128 if config.tokens_on_n else config.right_rows
+    tiles = ceil_div(n, config.tile_n)
+    shares = 2 * config.token_rows >= weight_rows and (tiles % 2 == 0 or tiles >= 9)
+    return replace(config, multicast=2 if shares else 1)

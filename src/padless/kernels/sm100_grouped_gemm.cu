@@ -17,13 +17,16 @@
 // columns (MMA_N). The tokens (A) are on the left, or on the right where groups are small. With CTA_GROUP = 2 a pair of
 // CTAs multiplies as one: 256 rows on the left, half of them each; the right operand is shared, half of it loaded by each.
 //
-// Roles, by warp. CTAs, or pairs, are persistent. * marks what only the even CTA of a pair does.
+// A cluster is MULTICAST workers (CTAs, or pairs) side by side along N, which multiply the same tokens at the same time:
+// each loads a share of the tokens and multicasts it to all of them.
 //
-//   0-3  store D        4  load A        5  load B        6  multiply *        7  hand out tiles *     8-11  gather scales
+// Roles, by warp. Clusters are persistent. * marks what only the even CTA of a pair does, ** the cluster's first CTA.
+//
+//   0-3  store D        4  load A        5  load B        6  multiply *        7  hand out tiles **    8-11  gather scales
 //
 //      4, 5, 8-11                                    6                                     0-3
 //      ----------                                    -                                     ---
-//      wait empty[s] <---------- commit -----------  ... after the products of s
+//      wait empty[s] <---------- commits ----------  ... after the products of s
 //      load --> full[s] (bytes, arrivals) -------->  wait full[s]; cp scales; mma
 //                                                    wait drained[a]  <------ arrive ----- ... after the last read
 //                                                    mma of the tile; commit --> done[a] -> wait done[a]; ld; store
@@ -31,8 +34,9 @@
 // With EPILOGUE_IS_QUANT the store is the one of sm100_quant_store.cuh, which quantises the tile; a SwiGLU whose gate and
 // up are apart takes half of a tile's columns from either.
 //
-// full, drained: in the even CTA, signalled by both; empty, done: one in each CTA, committed to both. Every role reads
-// the tiles from the queue (tile_queue.cuh).
+// full, drained: in the even CTA of a pair, signalled by both; done: one in each CTA, committed to both. empty: one in each
+// CTA, committed to the whole cluster, by every worker of it: the next fill of a stage goes to all of them. Every role
+// reads the tiles from the queue (tile_queue.cuh).
 //
 // Padding-free rule: loads may run past the end of a group (those rows are computed and dropped, and rows past M read as
 // zero); the stores alone are bounded, row by row. No row of another group and no row past offs[G - 1] is ever written.
@@ -70,11 +74,10 @@ using uint64_t = unsigned long long;
 #endif
 #include "sm100_grouped_storage.cuh"
 
-using Reader = TileReader<CTA_GROUP>;
 #if PROBLEM_LIST
-using Order = ListOrder<TILE_M, TILE_N, RASTER_M>;
+using Order = ListOrder<TILE_M, CLUSTER_N, RASTER_M>;
 #else
-using Order = TileOrder<TILE_M, TILE_N, RASTER_M>;
+using Order = TileOrder<TILE_M, CLUSTER_N, RASTER_M>;
 #endif
 
 // A float32 for all groups, one a group, or none: 1.
@@ -123,9 +126,35 @@ struct Problem {
     }
 };
 
-__device__ __forceinline__ int pair_rank() {
-    return CTA_GROUP == 1 ? 0 : static_cast<int>(cluster_cta_rank());
+__device__ __forceinline__ int cluster_rank() {
+    return CLUSTER == 1 ? 0 : static_cast<int>(cluster_cta_rank());
 }
+__device__ __forceinline__ int pair_rank() {
+    return cluster_rank() % CTA_GROUP;
+}
+// This CTA's, or its pair's, place in the cluster, and the first CTA of it.
+__device__ __forceinline__ int worker_rank() {
+    return cluster_rank() / CTA_GROUP;
+}
+__device__ __forceinline__ int even_rank() {
+    return cluster_rank() - pair_rank();
+}
+
+// What the queue hands out is the cluster's; a worker's own part of it begins TILE_N columns after the worker's before.
+struct Reader : TileReader<CLUSTER> {
+    using TileReader<CLUSTER>::TileReader;
+
+    __device__ __forceinline__ bool next(Tile& tile) {
+        const bool found = TileReader<CLUSTER>::next(tile);
+        tile.column += worker_rank() * TILE_N;
+        return found;
+    }
+    __device__ __forceinline__ bool next(Tile& tile, int lane) {
+        const bool found = TileReader<CLUSTER>::next(tile, lane);
+        tile.column += worker_rank() * TILE_N;
+        return found;
+    }
+};
 
 // The number of a group among the operands' groups: each problem of a list is alone.
 __device__ __forceinline__ int group_in_operands(const Tile& tile) {
@@ -154,7 +183,18 @@ __device__ __forceinline__ int scale_row(const SharedStorage& shared, const Oper
     return row;
 }
 
-// One thread: this CTA's part of one operand, with its scales where they are tiled.
+// A box to this CTA, or to all of `receivers` where they share it.
+template <int SHARES>
+__device__ __forceinline__ void load(const TensorMap& map, uint32_t destination, uint32_t barrier, int c0,
+                                     int c1, int c2, uint64_t policy, uint16_t receivers) {
+    if constexpr (SHARES == 1)
+        tma_load_3d_hint<CTA_GROUP>(map, destination, barrier, c0, c1, c2, policy);
+    else
+        tma_load_3d_hint_multicast<CTA_GROUP>(map, destination, barrier, c0, c1, c2, policy, receivers);
+}
+
+// One thread: this CTA's part of one operand, with its scales where they are tiled. Of the tokens, which the CTAs with the
+// same part of every worker need, each of these loads a share for all, and the first their scales.
 template <bool IS_A>
 __device__ __forceinline__ void load_operand(SharedStorage& shared, const Problem& problem) {
     constexpr bool IS_LEFT = IS_A != TOKENS_ON_N;
@@ -167,6 +207,9 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
     // Gate and up are loaded each by its own copy, or by one CTA of the pair each.
     constexpr bool APART = !IS_A && GATE_AND_UP_APART;
     constexpr int PIECES = APART && CTA_GROUP == 1 ? 2 : 1, SCALE_PIECES = APART ? 2 : 1;
+    constexpr int SHARES = IS_A ? MULTICAST : 1, SHARE = ROWS / SHARES;
+    const uint16_t receivers = SHARES == 1 ? 0 : SAME_PART << pair_rank();
+    const int share = SHARES == 1 ? 0 : worker_rank() * SHARE;
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     Tile tile;
@@ -192,15 +235,15 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
             const uint32_t data = shared_address(IS_LEFT ? shared.left[stage] : shared.right[stage]);
 #pragma unroll
             for (int piece = 0; piece < PIECES; ++piece)
-                tma_load_3d_hint<CTA_GROUP>(map, data + piece * (ROWS / PIECES * BLOCK_K), full, kb * BLOCK_K,
-                                            row + piece * to_up, group, POLICY);
-            if constexpr (LOADS_SCALES) {
+                load<SHARES>(map, data + share * BLOCK_K + piece * (ROWS / PIECES * BLOCK_K), full,
+                             kb * BLOCK_K, row + share + piece * to_up, group, POLICY, receivers);
+            if (LOADS_SCALES && (SHARES == 1 || worker_rank() == 0)) {
                 const uint32_t scales =
                     shared_address(IS_LEFT ? shared.left_scales[stage] : shared.right_scales[stage]);
 #pragma unroll
                 for (int piece = 0; piece < SCALE_PIECES; ++piece)
-                    tma_load_3d_hint<CTA_GROUP>(map_scales, scales + piece * LEFT_SCALE_BYTES, full, 0,
-                                                kb * ATOMS, scale_tile + piece * (to_up / 128), POLICY);
+                    load<SHARES>(map_scales, scales + piece * LEFT_SCALE_BYTES, full, 0, kb * ATOMS,
+                                 scale_tile + piece * (to_up / 128), POLICY, receivers);
             }
             pipeline.advance();
         }
@@ -257,7 +300,7 @@ __device__ __forceinline__ void gather_tiles(SharedStorage& shared, const Proble
                 if constexpr (CTA_GROUP == 1)
                     mbarrier_arrive(full);
                 else
-                    mbarrier_arrive_release_cluster(full, 0);
+                    mbarrier_arrive_release_cluster(full, even_rank());
             }
         }
         if (lane == 0) reader.release();
@@ -265,11 +308,20 @@ __device__ __forceinline__ void gather_tiles(SharedStorage& shared, const Proble
     }
 }
 
-__device__ __forceinline__ void commit(uint32_t barrier) {
+// One arrival, after all products so far, on the barrier of every CTA of the cluster: a stage is free.
+__device__ __forceinline__ void commit_stage(uint32_t barrier) {
+    if constexpr (CLUSTER == 1)
+        tcgen05_commit(barrier);
+    else
+        tcgen05_commit_multicast<CTA_GROUP>(barrier, (1 << CLUSTER) - 1);
+}
+
+// The same on those of the CTA, or the pair: a tile is done.
+__device__ __forceinline__ void commit_tile(uint32_t barrier) {
     if constexpr (CTA_GROUP == 1)
         tcgen05_commit(barrier);
     else
-        tcgen05_commit_multicast<CTA_GROUP>(barrier, 3);
+        tcgen05_commit_multicast<CTA_GROUP>(barrier, 3 << even_rank());
 }
 
 // d += the products of step `step` of a stage, 32 bytes of every row; `left`, `right`: descriptor low words of the stage.
@@ -351,10 +403,10 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
                 if (step < steps)
                     multiply_step(d, left_0 + stage * (LEFT_BYTES / 16), right_0 + stage * (RIGHT_BYTES / 16),
                                   tensor_memory, step, kb + step > 0);
-            commit(shared_address(&shared.empty[stage]));
+            commit_stage(shared_address(&shared.empty[stage]));
             pipeline.advance();
         }
-        commit(shared_address(&shared.done[accumulator.stage]));
+        commit_tile(shared_address(&shared.done[accumulator.stage]));
         accumulator.advance();
         reader.release();
         reader.advance();
@@ -370,7 +422,7 @@ __device__ __forceinline__ void give_back_sums(SharedStorage& shared, int stage,
         if constexpr (CTA_GROUP == 1)
             mbarrier_arrive(drained);
         else
-            mbarrier_arrive_release_cluster(drained, 0);
+            mbarrier_arrive_release_cluster(drained, even_rank());
     }
 }
 
@@ -442,7 +494,7 @@ extern "C" __global__ void
             for (int s = 0; s < STAGES; ++s) {
                 // Two producers, and one of the gathering warps of each CTA.
                 mbarrier_init(shared_address(&shared.full[s]), 2 + (NUM_GATHER_WARPS > 0 ? CTA_GROUP : 0));
-                mbarrier_init(shared_address(&shared.empty[s]), 1);
+                mbarrier_init(shared_address(&shared.empty[s]), MULTICAST);
             }
             for (int a = 0; a < 2; ++a) {
                 mbarrier_init(shared_address(&shared.done[a]), 1);
@@ -451,7 +503,7 @@ extern "C" __global__ void
             for (int s = 0; s < QUEUE_SLOTS; ++s) {
                 mbarrier_init(shared_address(&shared.queue.full[s]), 1);
                 mbarrier_init(shared_address(&shared.queue.empty[s]),
-                              CTA_GROUP * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + 1);
+                              CLUSTER * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + MULTICAST);
             }
             fence_mbarrier_init();
         }
@@ -473,7 +525,7 @@ extern "C" __global__ void
     }
     tcgen05_fence_before_thread_sync();
     __syncthreads();
-    if constexpr (CTA_GROUP == 2) {  // nobody may signal a barrier of a CTA that has not made it yet
+    if constexpr (CLUSTER > 1) {  // nobody may signal a barrier of a CTA that has not made it yet
         barrier_cluster_arrive();
         barrier_cluster_wait();
     }
@@ -489,9 +541,9 @@ extern "C" __global__ void
     } else if (warp == MULTIPLY_WARP) {
         if (pair_rank() == 0 && elect_one()) multiply_tiles(shared, problem, tensor_memory);
     } else if (warp == SCHEDULE_WARP) {
-        if (pair_rank() == 0 && elect_one())
-            hand_out_tiles<CTA_GROUP>(shared.queue, order, problem.counter, blockIdx.x / CTA_GROUP,
-                                      gridDim.x / CTA_GROUP);
+        if (cluster_rank() == 0 && elect_one())
+            hand_out_tiles<CLUSTER>(shared.queue, order, problem.counter, blockIdx.x / CLUSTER,
+                                    gridDim.x / CLUSTER);
     } else {
         gather_tiles(shared, problem, warp - GATHER_WARP, lane);
     }
@@ -499,7 +551,7 @@ extern "C" __global__ void
 
     tcgen05_fence_before_thread_sync();
     __syncthreads();
-    if constexpr (CTA_GROUP == 2) {  // nor leave while the other may still signal it or use its memories
+    if constexpr (CLUSTER > 1) {  // nor leave while another may still signal it or use its memories
         barrier_cluster_arrive();
         barrier_cluster_wait();
     }

@@ -1,8 +1,8 @@
 // The sizes of the grouped Blackwell kernel: tiles, stages, and what lies where in shared and tensor memory.
 #pragma once
 
-// The host defines, from Sm100GroupedConfig: CTA_GROUP, TOKENS_ON_N, MMA_N, NUM_STAGES (0 = as many as fit), RASTER_M,
-// PROBLEM_LIST, MAX_GROUPS, KIND (KIND_*), A_CODE, B_CODE (MMA_*), SCALES_A, SCALES_B (SCALES_*), GROUPS_ON_TILES, OUT
+// The host defines, from Sm100GroupedConfig: CTA_GROUP, MULTICAST, TOKENS_ON_N, MMA_N, NUM_STAGES (0 = as many as fit),
+// RASTER_M, PROBLEM_LIST, MAX_GROUPS, KIND (KIND_*), A_CODE, B_CODE (MMA_*), SCALES_A, SCALES_B (SCALES_*), GROUPS_ON_TILES, OUT
 // (OUT_*), COLUMN_MAJOR, WIDE_STORES, POLICY_A, POLICY_B (L2_EVICT_*).
 constexpr int KIND_MXFP8 = 0, KIND_NVFP4 = 1, KIND_MXFP4 = 2;
 static_assert(KIND == KIND_MXFP8 || KIND == KIND_NVFP4 || KIND == KIND_MXFP4, "one of the kinds");
@@ -22,6 +22,15 @@ constexpr int RIGHT_ROWS = MMA_N / CTA_GROUP;  // that one CTA loads
 constexpr int TILE_M = TOKENS_ON_N ? MMA_N : LEFT_ROWS;
 constexpr int TILE_N = TOKENS_ON_N ? LEFT_ROWS : MMA_N;
 static_assert(MMA_N % 32 == 0 && MMA_N <= 256, "columns are stored 32 at a time");
+
+constexpr int CLUSTER = CTA_GROUP * MULTICAST;  // CTAs
+constexpr int CLUSTER_N = TILE_N * MULTICAST;   // columns of D that they make at a time
+// CTAs of a cluster that need the same part of the tokens: the even ones of all pairs (or all CTAs, without pairs).
+constexpr int SAME_PART = ((1 << CLUSTER) - 1) / ((1 << CTA_GROUP) - 1);
+static_assert(SAME_PART == 1 || SAME_PART == 3 || SAME_PART == 5 || SAME_PART == 15 || SAME_PART == 0x55,
+              "1, 2 or 4 workers");
+static_assert((TOKENS_ON_N ? RIGHT_ROWS : LANE_ROWS) / MULTICAST % 8 == 0,
+              "a share is whole swizzle patterns");
 
 constexpr int BLOCK_K = 128;                                                // bytes of a row in a stage
 constexpr int MMA_K = 32;                                                   // bytes of a row in a product

@@ -44,15 +44,10 @@ def prepare(
     m, (num_groups, n, _) = a.data.shape[0], b.data.shape
     device = out.device.index or 0
     if config is None:
-        config = select_grouped_config(m, n, num_groups)
+        config = on_device(select_grouped_config(m, n, num_groups), driver, device)
     config = fit(config, a, b, out)
     kernel, function = load_kernel(driver, KERNEL, config, device)
-    most_tiles = (ceil_div(m, config.tile_m) + num_groups) * ceil_div(n, config.tile_n)
-    workers = min(driver.num_sms(device) // config.cta_group, most_tiles)
-    if workers == 0:
-        raise ValueError(
-            f"config has cta_group 2 and the device {driver.num_sms(device)} multiprocessor; use 1"
-        )
+    most_tiles = (ceil_div(m, config.tile_m) + num_groups) * ceil_div(n, config.cluster_n)
 
     counter = tile_counter(config, device, out.data_ptr())
     problem = problem_bytes(
@@ -65,8 +60,26 @@ def prepare(
     )
     optional = (a.global_scale, b.global_scale, alpha, offs)
     tensors = [a.data, a.scale, b.data, b.scale, out, *(t for t in optional if t is not None)]
-    shape = LaunchShape(workers * config.cta_group, kernel.num_threads, config.cta_group)
+    shape = launch_shape(driver, device, config, most_tiles, kernel.num_threads)
     return Prepared(driver.prepare(function, kernel, shape, [problem], tensors), copies)
+
+
+def on_device(config: Sm100GroupedConfig, driver: Driver, device: int) -> Sm100GroupedConfig:
+    """A chosen ``config``, without multicast where the device is too small for one cluster."""
+    return replace(config, multicast=1) if driver.num_sms(device) < config.cluster else config
+
+
+def launch_shape(
+    driver: Driver, device: int, config: Sm100GroupedConfig, most_tiles: int, num_threads: int
+) -> LaunchShape:
+    """A cluster for every so many multiprocessors, and no more than there can be tiles."""
+    clusters = min(driver.num_sms(device) // config.cluster, most_tiles)
+    if clusters == 0:
+        raise ValueError(
+            f"config has cta_group {config.cta_group} and multicast {config.multicast}, clusters of "
+            f"{config.cluster} CTAs; the device has {driver.num_sms(device)} multiprocessors; lower one of the two"
+        )
+    return LaunchShape(clusters * config.cluster, num_threads, config.cluster)
 
 
 def operand_bytes(
@@ -194,7 +207,8 @@ def tensor_maps(
 
     gate_and_up_apart: half of a tile's 256 columns come from either half of B, by copies of 128 rows.
     """
-    a_rows, b_rows = (config.right_rows, 128) if config.tokens_on_n else (128, config.right_rows)
+    a_rows = config.token_rows // config.multicast
+    b_rows = 128 if config.tokens_on_n else config.right_rows
     atoms = {"MXFP8": 1, "NVFP4": 4, "MXFP4": 2}[config.kind]
     column_atoms = ceil_div(config.mma_n, 128)
     a_atoms, b_atoms = (column_atoms, 1) if config.tokens_on_n else (1, column_atoms)

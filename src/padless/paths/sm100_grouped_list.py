@@ -9,11 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.config_sm100_grouped import Sm100GroupedConfig, select_grouped_config
-from padless.driver import Driver, LaunchShape, PreparedLaunch
+from padless.driver import Driver, PreparedLaunch
 from padless.formats import BlockScaledTensor
 from padless.layouts import to_blocked
 from padless.paths.launching import load_kernel, tile_counter
-from padless.paths.sm100_grouped import KERNEL, fit, operand_bytes, problem_bytes
+from padless.paths.sm100_grouped import (
+    KERNEL,
+    fit,
+    launch_shape,
+    on_device,
+    operand_bytes,
+    problem_bytes,
+)
 from padless.schedule import walk_of_list
 
 Config = Sm100GroupedConfig
@@ -48,15 +55,16 @@ def prepare_list(
     left = [_tiled(t, copies) for t in a]
     right = [_as_group(_tiled(t, copies)) for t in b]
     device = out[0].device
+    index = device.index or 0
     if config is None:
         rows = [t.data.shape[0] for t in a]
         config = select_grouped_config(sum(rows), max(t.data.shape[0] for t in b), len(rows))
+        config = on_device(config, driver, index)
     config = _fit_all(config, left, right, out)
-    index = device.index or 0
     kernel, function = load_kernel(driver, KERNEL, config, index)
 
     sizes = [(x.data.shape[0], y.data.shape[0], x.data.shape[1]) for x, y in zip(a, b, strict=True)]
-    walk = walk_of_list(sizes, config.tile_m, config.tile_n)
+    walk = walk_of_list(sizes, config.tile_m, config.cluster_n)
     alphas = [None if alpha is None else alpha.view(-1)[i] for i in range(len(a))]
     operands = [
         operand_bytes(driver, x, y, d, s, config) for x, y, d, s in zip(left, right, out, alphas, strict=True)
@@ -67,12 +75,7 @@ def prepare_list(
     at = table.data_ptr()
     problem = problem_bytes(operands[0], at, at + sum(map(len, operands)), 0, len(a), counter)
 
-    workers = min(driver.num_sms(index) // config.cta_group, walk[-1][1])
-    if workers == 0:
-        raise ValueError(
-            f"config has cta_group 2 and the device {driver.num_sms(index)} multiprocessor; use 1"
-        )
-    shape = LaunchShape(workers * config.cta_group, kernel.num_threads, config.cta_group)
+    shape = launch_shape(driver, index, config, walk[-1][1], kernel.num_threads)
     tensors = [
         t for x, y, d in zip(left, right, out, strict=True) for t in (x.data, x.scale, y.data, y.scale, d)
     ]

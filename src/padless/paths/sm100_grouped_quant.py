@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from padless.config_sm100_grouped import Sm100GroupedConfig
-from padless.driver import Driver, LaunchShape
+from padless.config_sm100_grouped import Sm100GroupedConfig, with_multicast
+from padless.driver import Driver
 from padless.epilogue import MX_FORMATS, Epilogue, EpilogueTensors
 from padless.formats import NVFP4, BlockScaledTensor, ceil_div
 from padless.paths.launching import Prepared, load_kernel, tile_counter
@@ -26,6 +26,8 @@ from padless.paths.sm100_grouped import (
     KERNEL,
     check_operands,
     fit_operands,
+    launch_shape,
+    on_device,
     operand_bytes,
     output_bytes,
     padded,
@@ -63,18 +65,14 @@ def prepare(
     (m, _), (num_groups, n, _) = a.data.shape, b.data.shape
     _check(n, tensors, epilogue)
     a, b, copies = readable(a, b)
-    tile = select_tile(m, n, num_groups, epilogue) if config is None else config
-    check_tile(tile, epilogue)
-    tile = fit(tile, a, b, tensors, epilogue)
-    compiled = QuantConfig(tile, epilogue)
     device = a.data.device.index or 0
+    if config is None:
+        config = on_device(select_tile(m, n, num_groups, epilogue), driver, device)
+    check_tile(config, epilogue)
+    tile = fit(config, a, b, tensors, epilogue)
+    compiled = QuantConfig(tile, epilogue)
     kernel, function = load_kernel(driver, KERNEL, compiled, device)
-    most_tiles = (ceil_div(m, tile.tile_m) + num_groups) * ceil_div(n, tile.tile_n)
-    workers = min(driver.num_sms(device) // tile.cta_group, most_tiles)
-    if workers == 0:
-        raise ValueError(
-            f"config has cta_group 2 and the device {driver.num_sms(device)} multiprocessor; use 1"
-        )
+    most_tiles = (ceil_div(m, tile.tile_m) + num_groups) * ceil_div(n, tile.cluster_n)
 
     counter = tile_counter(compiled, device, output_address(tensors))
     apart = _gate_and_up_apart(epilogue)
@@ -82,7 +80,7 @@ def prepare(
     problem = problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
     optional = (t for t in (a.global_scale, b.global_scale, offs) if t is not None)
     used = [a.data, a.scale, b.data, b.scale, *optional, *present(tensors)]
-    shape = LaunchShape(workers * tile.cta_group, kernel.num_threads, tile.cta_group)
+    shape = launch_shape(driver, device, tile, most_tiles, kernel.num_threads)
     arguments = [problem + target_bytes(tensors, epilogue, n)]
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
 
@@ -94,12 +92,14 @@ def select_tile(m: int, n: int, num_groups: int, epilogue: Epilogue) -> Sm100Gro
     """The tile for a problem: a pure function, never measured.
 
     A pair's 256 rows where groups have more than 128 on average, else one CTA; 256 columns unless B has at most 128.
+    Pairs share tokens as without an epilogue (``with_multicast``).
     """
     rows = ceil_div(m, max(min(num_groups, m), 1))
     wide = n > 128 or _gate_and_up_apart(epilogue)
-    return Sm100GroupedConfig(
+    tile = Sm100GroupedConfig(
         cta_group=2 if rows > 128 else 1, mma_n=256 if wide else 128, keep="a" if rows < n else "b"
     )
+    return with_multicast(tile, n)
 
 
 def check_tile(tile: Sm100GroupedConfig, epilogue: Epilogue) -> None:

@@ -24,6 +24,27 @@ __device__ __forceinline__ void tma_load_3d_hint(const TensorMap& map, uint32_t 
             : "memory");
 }
 
+// The same to the same offset of every CTA in `cta_mask`; for each of them the bytes complete on the barrier at the same
+// offset: its own, or with CTA_GROUP = 2 that of the CTA of its pair that has the parity of `barrier`'s.
+template <int CTA_GROUP>
+__device__ __forceinline__ void tma_load_3d_hint_multicast(const TensorMap& map, uint32_t destination,
+                                                           uint32_t barrier, int c0, int c1, int c2,
+                                                           uint64_t policy, uint16_t cta_mask) {
+    if constexpr (CTA_GROUP == 1)
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+            ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(destination),
+            "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(cta_mask), "l"(policy)
+            : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+            ".multicast::cluster.cta_group::2.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(
+                destination),
+            "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(cta_mask), "l"(policy)
+            : "memory");
+}
+
 // Before the first use of a tensor map that was written to global memory by ordinary means.
 __device__ __forceinline__ void fence_tensormap_acquire(const TensorMap& map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(&map) : "memory");
