@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -23,6 +26,43 @@ MAX_GROUPS = 1024
 def room_for_groups(num_groups: int) -> int:
     """How large the table of groups is compiled for ``num_groups``: one of two sizes, so that few kernels serve all."""
     return FEW_GROUPS if num_groups <= FEW_GROUPS else MAX_GROUPS
+
+
+Requirement = Callable[[bool, str, str], None]
+
+
+def requirement_of(config: object) -> Requirement:
+    """require(ok, field, allowed): a ValueError that names the field of ``config`` and what it was, unless ok."""
+
+    def require(ok: bool, field: str, allowed: str) -> None:
+        if not ok:
+            raise ValueError(
+                f"{type(config).__name__}.{field} is {getattr(config, field)!r}; allowed: {allowed}"
+            )
+
+    return require
+
+
+def check_common_fields(config: Any, require: Requirement, most_stages: int = 12) -> None:
+    """Checks what every grouped kernel's configuration has: num_stages, raster_m, max_groups and out_dtype."""
+    stages = config.num_stages
+    allowed = f"0 (as many as fit) or 2 to {most_stages}"
+    require(stages == 0 or 2 <= stages <= most_stages, "num_stages", allowed)
+    require(config.raster_m >= 1, "raster_m", "1 or more")
+    require(1 <= config.max_groups <= MAX_GROUPS, "max_groups", f"1 to {MAX_GROUPS}")
+    require(config.out_dtype in OUT_DTYPES, "out_dtype", "torch.bfloat16, torch.float16 or torch.float32")
+
+
+def cpp_constants(
+    integers: Mapping[str, int],
+    flags: Mapping[str, bool] = MappingProxyType({}),
+    macros: Mapping[str, object] = MappingProxyType({}),
+) -> str:
+    """The constants that a kernel's source is compiled behind; macros where the values are names that it defines."""
+    lines = [f"constexpr int {name} = {value};" for name, value in integers.items()]
+    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+    lines += [f"#define {name} {value}" for name, value in macros.items()]
+    return "\n".join(lines) + "\n"
 
 
 _KERNEL = "sm90_fp8_grouped_gemm"  # whose tiles select_config chooses among
@@ -61,22 +101,14 @@ class GemmConfig:
     out_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        def require(ok: bool, field: str, allowed: str) -> None:
-            if not ok:
-                raise ValueError(f"GemmConfig.{field} is {getattr(self, field)!r}; allowed: {allowed}")
-
+        require = requirement_of(self)
         require(self.block_m in (64, 128, 256), "block_m", "64, 128 or 256")
         require(self.block_m * self.block_n <= 256 * 128, "block_n", "at most 128 when block_m is 256")
         require(self.block_n in (64, 128, 192), "block_n", "64, 128 or 192")
-        require(
-            self.num_stages == 0 or 2 <= self.num_stages <= 12, "num_stages", "0 (as many as fit) or 2 to 12"
-        )
         require(self.cluster_n in (1, 2), "cluster_n", "1 or 2")
-        require(self.raster_m >= 1, "raster_m", "1 or more")
         require(self.store in STORES, "store", " or ".join(STORES))
         require(self.scales in SCALE_MAJORS, "scales", " or ".join(SCALE_MAJORS))
-        require(1 <= self.max_groups <= MAX_GROUPS, "max_groups", f"1 to {MAX_GROUPS}")
-        require(self.out_dtype in OUT_DTYPES, "out_dtype", "torch.bfloat16, torch.float16 or torch.float32")
+        check_common_fields(self, require)
         require(self.scale_window_k_blocks >= 0, "scale_window_k_blocks", "0 or more")
 
     def prelude(self) -> str:
@@ -90,13 +122,12 @@ class GemmConfig:
             "MAX_GROUPS": self.max_groups,
             "SCALE_WINDOW_K_BLOCKS": self.scale_window_k_blocks,
         }
-        lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
-        lines += [
-            f"#define STORE_IS_POOL {int(self.store == 'pool')}",
-            f"#define SCALES_ARE_K_MAJOR {int(self.scales == 'k')}",
-            f"#define OUT_TYPE {OUT_DTYPES[self.out_dtype]}",
-        ]
-        return "\n".join(lines) + "\n"
+        macros = {
+            "STORE_IS_POOL": int(self.store == "pool"),
+            "SCALES_ARE_K_MAJOR": int(self.scales == "k"),
+            "OUT_TYPE": OUT_DTYPES[self.out_dtype],
+        }
+        return cpp_constants(constants, macros=macros)
 
 
 @dataclass(frozen=True)

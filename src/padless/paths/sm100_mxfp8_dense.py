@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.config import OUT_DTYPES
+from padless.config import OUT_DTYPES, cpp_constants, requirement_of
 from padless.dense_schedule import TILE_ORDERS
 from padless.driver import TENSOR_MAP_BYTES, Argument, Driver, LaunchShape
 from padless.formats import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, BlockScaledTensor, ceil_div
@@ -57,10 +57,7 @@ class Mxfp8GemmConfig:
     out_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        def require(ok: bool, field: str, allowed: str) -> None:
-            if not ok:
-                raise ValueError(f"Mxfp8GemmConfig.{field} is {getattr(self, field)!r}; allowed: {allowed}")
-
+        require = requirement_of(self)
         stages = self.num_stages
         chunk_bytes = self.chunk_columns * self.out_dtype.itemsize
         require(self.cta_group in (1, 2), "cta_group", "1 or 2")
@@ -92,14 +89,13 @@ class Mxfp8GemmConfig:
             "CHUNK_COLUMNS": self.chunk_columns,
             "STORE_BYTES": self.store_bytes if self.store == "staged" else 0,
         }
-        lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
-        lines += [
-            f"#define TILE_ORDER ORDER_{self.tile_order.upper()}",
-            f"#define FORMAT_A {DATA_DTYPES[self.a_dtype]}",
-            f"#define FORMAT_B {DATA_DTYPES[self.b_dtype]}",
-            f"#define OUT_TYPE {OUT_DTYPES[self.out_dtype]}",
-        ]
-        return "\n".join(lines) + "\n"
+        macros = {
+            "TILE_ORDER": f"ORDER_{self.tile_order.upper()}",
+            "FORMAT_A": DATA_DTYPES[self.a_dtype],
+            "FORMAT_B": DATA_DTYPES[self.b_dtype],
+            "OUT_TYPE": OUT_DTYPES[self.out_dtype],
+        }
+        return cpp_constants(constants, macros=macros)
 
 
 Config = Mxfp8GemmConfig

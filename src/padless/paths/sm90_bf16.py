@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless import tensor_map
-from padless.config import FEW_GROUPS, MAX_GROUPS, OUT_DTYPES, room_for_groups
+from padless.config import (
+    FEW_GROUPS,
+    OUT_DTYPES,
+    check_common_fields,
+    cpp_constants,
+    requirement_of,
+    room_for_groups,
+)
 from padless.driver import Argument, Driver, LaunchShape
 from padless.formats import TILE_BYTES, BlockScaledTensor, round_up
 from padless.layouts import plain_scale
@@ -54,10 +61,7 @@ class Bf16GemmConfig:
     out_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        def require(ok: bool, field: str, allowed: str) -> None:
-            if not ok:
-                raise ValueError(f"Bf16GemmConfig.{field} is {getattr(self, field)!r}; allowed: {allowed}")
-
+        require = requirement_of(self)
         require(self.a_format in {a for a, _ in PAIRS}, "a_format", ", ".join(dict(PAIRS)))
         with_a = [b for a, b in PAIRS if a == self.a_format]
         require(self.b_format in with_a, "b_format", f"{', '.join(with_a)} with {self.a_format}")
@@ -69,12 +73,7 @@ class Bf16GemmConfig:
             require(self.block_m <= 32, "block_m", "at most 32 with 4 warpgroups")
         if self.a_format == "FP8_BLOCK" and self.block_m >= 64:
             require(self.block_n == 128, "block_n", "128 with 64 or more tokens of FP8_BLOCK")
-        require(
-            self.num_stages == 0 or 2 <= self.num_stages <= 12, "num_stages", "0 (as many as fit) or 2 to 12"
-        )
-        require(self.raster_m >= 1, "raster_m", "1 or more")
-        require(1 <= self.max_groups <= MAX_GROUPS, "max_groups", f"1 to {MAX_GROUPS}")
-        require(self.out_dtype in OUT_DTYPES, "out_dtype", "torch.bfloat16, torch.float16 or torch.float32")
+        check_common_fields(self, require)
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
@@ -88,12 +87,8 @@ class Bf16GemmConfig:
             "A_FORMAT": FORMATS[self.a_format],
             "B_FORMAT": FORMATS[self.b_format],
         }
-        lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
-        lines += [
-            f"constexpr bool SFB_IS_BLOCKED = {str(self.blocked).lower()};",
-            f"#define OUT_TYPE {OUT_DTYPES[self.out_dtype]}",
-        ]
-        return "\n".join(lines) + "\n"
+        macros = {"OUT_TYPE": OUT_DTYPES[self.out_dtype]}
+        return cpp_constants(constants, {"SFB_IS_BLOCKED": self.blocked}, macros)
 
 
 Config = Bf16GemmConfig

@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless import tensor_map
-from padless.config import FEW_GROUPS, MAX_GROUPS, OUT_DTYPES, room_for_groups
+from padless.config import (
+    FEW_GROUPS,
+    OUT_DTYPES,
+    check_common_fields,
+    cpp_constants,
+    requirement_of,
+    room_for_groups,
+)
 from padless.driver import Argument, Driver, LaunchShape
 from padless.formats import MXFP8_E5M2, BlockScaledTensor
 from padless.paths.launching import Prepared, load_kernel, tile_counter
@@ -44,18 +51,10 @@ class Sm90Mxfp8Config:
     out_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        def require(ok: bool, field: str, allowed: str) -> None:
-            if not ok:
-                raise ValueError(f"Sm90Mxfp8Config.{field} is {getattr(self, field)!r}; allowed: {allowed}")
-
+        require = requirement_of(self)
         require(self.block_m in (64, 128), "block_m", "64 or 128")
         require(self.block_n in (64, 128), "block_n", "64 or 128")
-        require(
-            self.num_stages == 0 or 2 <= self.num_stages <= 12, "num_stages", "0 (as many as fit) or 2 to 12"
-        )
-        require(self.raster_m >= 1, "raster_m", "1 or more")
-        require(1 <= self.max_groups <= MAX_GROUPS, "max_groups", f"1 to {MAX_GROUPS}")
-        require(self.out_dtype in OUT_DTYPES, "out_dtype", "torch.bfloat16, torch.float16 or torch.float32")
+        check_common_fields(self, require)
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
@@ -67,10 +66,7 @@ class Sm90Mxfp8Config:
             "MAX_GROUPS": self.max_groups,
         }
         flags = {"A_E5M2": self.a_e5m2, "B_E5M2": self.b_e5m2}
-        lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
-        lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-        lines.append(f"#define OUT_TYPE {OUT_DTYPES[self.out_dtype]}")
-        return "\n".join(lines) + "\n"
+        return cpp_constants(constants, flags, {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
 
 
 Config = Sm90Mxfp8Config
