@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_records import StandInTimer
 from rich.console import Console
 
 from padless.bench import blackwell, commands
@@ -27,22 +28,10 @@ from padless.bench.blackwell import (
 )
 from padless.bench.paper import BenchResult
 from padless.bench.session import RunSettings
-from padless.bench.timing import Call, Timing
 from padless.formats import MXFP8
 
 lists = importlib.import_module("padless.grouped_gemm_list")  # the package has the function of this name
 TINY = BlackwellPoint("T", 17, 128, 256)
-
-
-class StandInTimer:
-    """Calls everything once; times depend on the name alone."""
-
-    def gpu(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
-        for call in calls.values():
-            call()
-        return {name: Timing((float(len(name)),)) for name in calls}
-
-    end_to_end = gpu
 
 
 @pytest.fixture

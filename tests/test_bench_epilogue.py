@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_records import StandInTimer
 from rich.console import Console
 
 from padless import FP8_BLOCK, cli, dequantize, grouped_gemm
@@ -18,21 +18,10 @@ from padless.bench.group_sizes import Point
 from padless.bench.paper import BenchResult
 from padless.bench.problem import make_grouped
 from padless.bench.results import failures
-from padless.bench.timing import Call, Timing
+from padless.bench.timing import Call
 
 POINT = Point(70, 256, 128, 3)
 SIZES = [40, 0, 30]
-
-
-class StandInTimer:
-    """Calls everything once; times depend on the name alone."""
-
-    def gpu(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
-        for call in calls.values():
-            call()
-        return {name: Timing((float(len(name)),)) for name in calls}
-
-    end_to_end = gpu
 
 
 @pytest.fixture(scope="module")

@@ -5,34 +5,21 @@ recorded.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_records import StandInTimer
 
 import padless
 from padless.bench import measure, problem
 from padless.bench.group_sizes import DenseShape, Point, group_sizes, memory_saving_percent, padded_rows
 from padless.bench.peers import Availability, Contender
 from padless.bench.results import ResultFile
-from padless.bench.timing import Call, Timing
 
 POINT = Point(70, 136, 272, 5)
 SIZES = [0, 33, 1, 36, 0]
-
-
-class StandInTimer:
-    """Calls everything once and hands out times that depend on the name only."""
-
-    def gpu(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
-        for call in calls.values():
-            call()
-        return {name: Timing((float(len(name)), float(len(name)) + 2.0)) for name in calls}
-
-    def end_to_end(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
-        return self.gpu(calls)
 
 
 class ScriptedPeer:
@@ -76,7 +63,7 @@ def grouped() -> problem.GroupedProblem:
 
 
 def test_record_of_a_point(grouped: problem.GroupedProblem) -> None:
-    record = measure.measure_grouped(grouped, [ScriptedPeer()], StandInTimer())
+    record = measure.measure_grouped(grouped, [ScriptedPeer()], StandInTimer(2.0))
     own = {"padless", "padless_on_padded", "pad", "pad_then_padless"}
     assert set(record["gpu"]) == own | {"right", "wrong_but_tolerated", "part"}
     assert set(record["end_to_end"]) == {"padless", "pad_then_padless", "right", "wrong_but_tolerated"}
@@ -117,11 +104,11 @@ def test_the_padded_gemm_really_runs_on_padded_groups(grouped: problem.GroupedPr
 
 
 def test_decode_and_dense_records(grouped: problem.GroupedProblem) -> None:
-    record = measure.measure_decode(grouped, [ScriptedPeer()], StandInTimer())
+    record = measure.measure_decode(grouped, [ScriptedPeer()], StandInTimer(2.0))
     assert set(record["gpu"]) == {"padless", "right", "wrong_but_tolerated", "part"}
     assert "bitwise_identical" not in record
     dense = problem.make_dense(DenseShape(24, 136, 272), 3, "cpu")
-    record = measure.measure_dense(dense, [ScriptedPeer()], StandInTimer())
+    record = measure.measure_dense(dense, [ScriptedPeer()], StandInTimer(2.0))
     assert set(record["gpu"]) == {"padless"}
     assert record["errors"] == {"scripted": "NotImplementedError: no dense product"}
     assert record["row_error"]["padless"] < 0.004
@@ -202,7 +189,7 @@ def session_on_cpu(tmp_path: Path, **settings: Any) -> Any:
     ceilings = Ceilings(4.0e12, 1.4e15, {"gpu": {"padless": {"us": 785.0}}})
     chosen = RunSettings(progress=False, **settings)
     file = ResultFile(tmp_path / "paper.jsonl")
-    return Session(file, [], StandInTimer(), ceilings, chosen, "now", started=1e9)
+    return Session(file, [], StandInTimer(2.0), ceilings, chosen, "now", started=1e9)
 
 
 def test_a_cut_run_goes_on_where_it_was_cut(tmp_path: Path) -> None:
@@ -216,7 +203,7 @@ def test_a_cut_run_goes_on_where_it_was_cut(tmp_path: Path) -> None:
             raise KeyboardInterrupt
         measured.append(point)
         made = problem.make_grouped(point, group_sizes(point), 0, "cpu")
-        return measure.measure_grouped(made, [], StandInTimer())
+        return measure.measure_grouped(made, [], StandInTimer(2.0))
 
     with pytest.raises(KeyboardInterrupt):
         run_points(session_on_cpu(tmp_path), "paper", points, once)

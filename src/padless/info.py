@@ -23,7 +23,7 @@ def collect() -> dict[str, Any]:
     return {
         "padless": padless.__version__,
         "python": platform.python_version(),
-        "packages": {name: _package_version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "nvrtc": _nvrtc(),
         "driver": _driver_version(),
         "devices": _devices(),
@@ -87,7 +87,8 @@ def _table(title: str, *headings: str) -> Table:
     return table
 
 
-def _package_version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """The installed version of a package; None where there is none."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

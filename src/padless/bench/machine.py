@@ -9,10 +9,11 @@ import importlib
 import platform
 import shutil
 import subprocess
-from importlib import metadata
 from typing import Any
 
 import torch
+
+from padless.info import package_version
 
 _PACKAGES = ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy", "padless")
 _QUERY = {
@@ -42,7 +43,7 @@ def describe() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "versions": {name: version for name in _PACKAGES if (version := package_version(name)) is not None},
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -108,10 +109,3 @@ def _number(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -13,12 +13,11 @@ from rich.console import Console
 from padless.bench import tables
 from padless.bench.group_sizes import Point, balanced_grid, full_grid, group_sizes, quick_grid
 from padless.bench.measure import measure_grouped
-from padless.bench.peers import Peer, find_peers, resolve_folder
+from padless.bench.peers import Peer, find_peers
 from padless.bench.problem import make_grouped
 from padless.bench.results import (
     Comparison,
     Record,
-    ResultFile,
     failures,
     of_kind,
     read_records,
@@ -28,12 +27,10 @@ from padless.bench.session import (
     DEFAULT_OUT_DIR,
     DEFAULT_SETTINGS,
     RunSettings,
-    missing_points,
     open_session,
     run_points,
     wide_console,
 )
-from padless.bench.warm_up import warm_up
 
 GRIDS = {"quick": quick_grid, "balanced": balanced_grid, "full": full_grid}
 FIGURE_NAME = "figure2.png"
@@ -80,13 +77,8 @@ def run_paper(
     grid = resolve_grid(points)
     seed = settings.seed
 
-    def compile_ahead(file: ResultFile, usable: list[Peer]) -> None:
-        names = [peer.name for peer in usable if peer.compiles_at_run_time]
-        missing = missing_points(file, "paper", grid, seed)
-        warm_up("paper", missing, resolve_folder(settings.peers_dir), names, seed)
-
     chosen = resolve_peers(peers, settings.peers_dir)
-    session = open_session("paper", out_dir, chosen, settings, compile_ahead)
+    session = open_session("paper", out_dir, chosen, settings, compile_ahead=grid)
 
     def measure(point: Point) -> Record:
         problem = make_grouped(point, group_sizes(point, seed), seed, "cuda")

@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from padless.bench import machine
-from padless.bench.group_sizes import DenseShape
+from padless.bench.group_sizes import DecodePoint, DenseShape, Point
 from padless.bench.measure import facts_of, measure_dense
-from padless.bench.peers import Peer
+from padless.bench.peers import Peer, resolve_folder
 from padless.bench.problem import make_dense
 from padless.bench.results import Record, ResultFile, of_kind, point_key, time_us
 from padless.bench.timing import REPEATS, GpuTimer, Timer, copy_bytes_per_second
+from padless.bench.warm_up import warm_up
 
 DEFAULT_OUT_DIR = Path("padless-out/bench")
 PAUSE_S = 0.002
@@ -133,12 +134,12 @@ def open_session(
     out_dir: str | Path,
     peers: Sequence[Peer],
     settings: RunSettings,
-    compile_ahead: Callable[[ResultFile, list[Peer]], None] | None = None,
+    compile_ahead: Sequence[Point] | Sequence[DecodePoint] = (),
 ) -> Session:
     """Checks that there is a GPU, opens `out_dir`/`what`.jsonl, measures the ceilings, writes the session
     record.
 
-    compile_ahead: called with the result file and the usable peers before anything is timed.
+    compile_ahead: points whose kernels are compiled before anything is timed, unless they are in the file already.
     """
     machine.require_gpu(f"padless bench {what}")
     started = time.monotonic()
@@ -152,9 +153,11 @@ def open_session(
         described[peer.name] = {"version": peer.version()} if answer.usable else {"missing": answer.reason}
         found = peer.version() if answer.usable else f"not used: {answer.reason}"
         console.print(f"{peer.name}: {found}", highlight=False, markup=False)
-    if compile_ahead is not None:
+    if compile_ahead:
         with console.status("compiling kernels"):
-            compile_ahead(file, usable)
+            names = [peer.name for peer in usable if peer.compiles_at_run_time]
+            missing = missing_points(file, what, compile_ahead, settings.seed)
+            warm_up(what, missing, resolve_folder(settings.peers_dir), names, settings.seed)
     timer = GpuTimer(repeats=settings.repeats, pause_s=settings.pause_s)
     with console.status("measuring the ceilings"):
         ceilings = measure_ceilings(usable, timer, settings.seed)

@@ -21,19 +21,17 @@ from padless.bench.group_sizes import (
 from padless.bench.measure import measure_decode, measure_dense
 from padless.bench.pad import pad_bytes, pad_groups, unpad_rows
 from padless.bench.paper import BenchResult, resolve_peers
-from padless.bench.peers import Peer, resolve_folder
+from padless.bench.peers import Peer
 from padless.bench.problem import make_dense, make_grouped
-from padless.bench.results import Record, ResultFile
+from padless.bench.results import Record
 from padless.bench.session import (
     DEFAULT_OUT_DIR,
     DEFAULT_SETTINGS,
     RunSettings,
-    missing_points,
     open_session,
     run_points,
 )
 from padless.bench.timing import REPEATS, Call, GpuTimer, capture, host_us_per_call
-from padless.bench.warm_up import warm_up
 from padless.formats import FP8_BLOCK, ceil_div
 
 # Rows x K of the memory-bound kernels: the paper's smallest and largest activations and two between.
@@ -59,13 +57,8 @@ def run_decode(
     grid = decode_grid(quick=points == "quick") if isinstance(points, str) else list(points)
     seed = settings.seed
 
-    def compile_ahead(file: ResultFile, usable: list[Peer]) -> None:
-        names = [peer.name for peer in usable if peer.compiles_at_run_time]
-        missing = missing_points(file, "decode", grid, seed)
-        warm_up("decode", missing, resolve_folder(settings.peers_dir), names, seed)
-
     chosen = resolve_peers(peers, settings.peers_dir)
-    session = open_session("decode", out_dir, chosen, settings, compile_ahead)
+    session = open_session("decode", out_dir, chosen, settings, compile_ahead=grid)
 
     def measure(decode: DecodePoint) -> Record:
         sizes = decode_sizes(decode, seed)
