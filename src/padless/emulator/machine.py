@@ -18,7 +18,8 @@ from .control_flow import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block
 from .errors import KernelFault, LaunchError
 from .exit_checks import check_exit
 from .instructions import barriers
-from .memory import DeviceMemory, shared_cells
+from .memory import DeviceMemory
+from .memory_access import shared_cells
 from .program import Program
 from .warp import Cluster, Cta, Fragment, Token, Warp
 

@@ -26,8 +26,8 @@ OPERATIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 def asynchronous_store(e: Emitter) -> None:
     """[address], value, [mbarrier]; a vector for st.async only."""
+    from ..atomics import OPERATIONS as FUNCTIONS
     from ..memory import NUMPY
-    from ..memory import OPERATIONS as FUNCTIONS
 
     e.only(
         "async",

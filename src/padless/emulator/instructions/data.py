@@ -167,33 +167,37 @@ def access(e: Emitter, address: Any, value: Any, store: bool) -> MemoryAccess:
 
 @instruction("ld", "ldu")
 def load(e: Emitter) -> None:
-    from .. import memory
+    from .. import memory_access
 
     d, address = e.operands[:2]
     a = access(e, address, d, store=False)
     parameter = a.space == "param" or (
         isinstance(address, Address) and isinstance(address.base, Symbol) and a.space == "generic"
     )
-    run = memory.load_parameter(e, a, address) if parameter else memory.LOADS[a.space](a)
+    run = memory_access.load_parameter(e, a, address) if parameter else memory_access.LOADS[a.space](a)
     e.call(run)
 
 
 @instruction("st")
 def store(e: Emitter) -> None:
-    from .. import memory
+    from .. import memory_access
 
     if e.has("async"):
         asynchronous_store(e)
         return
     address, s = e.operands[:2]
     a = access(e, address, s, store=True)
-    e.call(memory.store_parameter(e, a, address) if a.space == "param" else memory.STORES[a.space](a))
+    e.call(
+        memory_access.store_parameter(e, a, address)
+        if a.space == "param"
+        else memory_access.STORES[a.space](a)
+    )
 
 
 @instruction("atom", "red")
 def atomic(e: Emitter) -> None:
     """Read-modify-write, lane after lane. red has no destination."""
-    from .. import memory
+    from .. import atomics
 
     operations = ("add", "min", "max", "inc", "dec", "and", "or", "xor", "exch", "cas")
     if e.has("async"):
@@ -228,7 +232,7 @@ def atomic(e: Emitter) -> None:
     a = MemoryAccess(e, space_of(e), address, "u64" if e.type == "b128" else e.view, results)
     if a.space in ("shared", "generic"):
         e.preparation.granule = min(e.preparation.granule, a.size)
-    e.call(memory.atomic(a, operation, e.type, sources))
+    e.call(atomics.atomic(a, operation, e.type, sources))
 
 
 @instruction("prefetch", "prefetchu", "discard", "applypriority")

@@ -11,7 +11,7 @@ from .. import tensor_core
 from ..ast import Immediate, Register, Vector
 from ..asynchronous import AsyncOperation
 from ..checks import set_bits
-from ..memory import shared_groups
+from ..memory_access import shared_groups
 from ..race import ASYNC, pack
 from ..warp import Wait
 from ..warp_sync import gather_warp
