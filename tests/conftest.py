@@ -6,7 +6,7 @@ What is not a fixture can be imported: `from conftest import RAGGED_CASES, Guard
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 # The emulator's matrix products are small: threads of BLAS would only take turns. Before anything imports numpy.
@@ -122,6 +122,17 @@ RAGGED_CASES = (
 def ragged_case(request: pytest.FixtureRequest) -> RaggedCase:
     """Each of RAGGED_CASES in turn."""
     return request.param
+
+
+# --- compiled kernels ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own_kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of this run's own: what is judged was compiled here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PADLESS_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        yield
 
 
 # --- fenced outputs --------------------------------------------------------------------------------------

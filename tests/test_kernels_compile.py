@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from padless import jit
 from padless.config import OUT_DTYPES, SCALE_MAJORS, STORES, GemmConfig, Problem, fit_config, select_config
 from padless.paths.sm90_fp8 import KERNEL
 
+pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 ARCH = "sm_90a"
 
 # NVRTC has to be there: it is a dependency, not an extra, and compiling needs no GPU.
@@ -83,14 +83,6 @@ def name_of(config: GemmConfig) -> str:
 
 
 CASES = sorted(selectable() | set(alternatives()), key=name_of)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of this run's own: what is judged was compiled here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PADLESS_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        yield
 
 
 # --- the compiler's own words ------------------------------------------------------------------------------

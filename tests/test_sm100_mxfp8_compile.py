@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from machine_code import complaints, instructions
 from padless import jit
 from padless.config import OUT_DTYPES
 from padless.paths.sm100_mxfp8_dense import KERNEL, DenseProblem, Mxfp8GemmConfig, select_config
+
+pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
 PAIR = Mxfp8GemmConfig()
 ONE = Mxfp8GemmConfig(cta_group=1, block_n=128)
@@ -62,14 +63,6 @@ CASES = [
     )
     for config in sorted(selectable() | set(ALTERNATIVES), key=name_of)
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of this run's own: what is judged was compiled here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PADLESS_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        yield
 
 
 def code_complaints(sass: list[str], config: Mxfp8GemmConfig) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,8 @@ from machine_code import complaints, instructions
 
 from padless import jit
 from padless.paths.sm90_bf16 import KERNEL, PAIRS, Bf16GemmConfig, select_config
+
+pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
 ARCH = "sm_90a"
 
@@ -59,14 +60,6 @@ QUICK = list(
         ]
     )
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of this run's own: what is judged was compiled here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PADLESS_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        yield
 
 
 def check_compiles(config: Bf16GemmConfig) -> None:

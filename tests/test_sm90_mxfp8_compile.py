@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +12,8 @@ from machine_code import complaints, cuobjdump, instructions
 from padless import jit
 from padless.config import OUT_DTYPES
 from padless.paths.sm90_mxfp8 import KERNEL, Sm90Mxfp8Config
+
+pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
 ARCH = "sm_90a"
 QUICK = [
@@ -32,14 +33,6 @@ STAGE_OVERHEAD = 130  # instructions of a stage that are no multiply-adds: 124 w
 def name_of(config: Sm90Mxfp8Config) -> str:
     codes = "-".join("e5m2" if e5m2 else "e4m3" for e5m2 in (config.a_e5m2, config.b_e5m2))
     return f"{config.block_m}x{config.block_n}-{codes}-{str(config.out_dtype)[6:]}-{config.max_groups}_groups"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of this run's own: what is judged was compiled here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PADLESS_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        yield
 
 
 @pytest.mark.parametrize("config", QUICK, ids=name_of)

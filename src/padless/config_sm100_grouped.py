@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.config import FEW_GROUPS, MAX_GROUPS, OUT_DTYPES
+from padless.config import FEW_GROUPS, OUT_DTYPES, check_common_fields, cpp_constants, requirement_of
 from padless.formats import ceil_div
 
 KINDS = ("MXFP8", "NVFP4", "MXFP4")
@@ -61,22 +61,13 @@ class Sm100GroupedConfig:
     out_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        def require(ok: bool, field: str, allowed: str) -> None:
-            if not ok:
-                raise ValueError(
-                    f"Sm100GroupedConfig.{field} is {getattr(self, field)!r}; allowed: {allowed}"
-                )
-
+        require = requirement_of(self)
         require(self.cta_group in (1, 2), "cta_group", "1 or 2")
         require(self.mma_n in (32, 64, 128, 256), "mma_n", "32, 64, 128 or 256")
         require(
             self.multicast in (1, 2, 4) and self.token_rows % (8 * self.multicast) == 0, "multicast",
             f"1, 2 or 4 where that leaves multiples of 8 of the {self.token_rows} tokens of a CTA",
         )  # fmt: skip
-        require(
-            self.num_stages == 0 or 2 <= self.num_stages <= 24, "num_stages", "0 (as many as fit) or 2 to 24"
-        )
-        require(self.raster_m >= 1, "raster_m", "1 or more")
         require(self.keep in ("", "a", "b"), "keep", "'', 'a' or 'b'")
         require(self.kind in KINDS, "kind", ", ".join(KINDS))
         require(self.scales_a in SCALE_SOURCES, "scales_a", ", ".join(SCALE_SOURCES))
@@ -89,8 +80,7 @@ class Sm100GroupedConfig:
             self.scales_b != "tiled" or self.tile_n % 128 == 0, "scales_b",
             "'tiled' only where every tile is a multiple of 128 columns wide",
         )  # fmt: skip
-        require(1 <= self.max_groups <= MAX_GROUPS, "max_groups", f"1 to {MAX_GROUPS}")
-        require(self.out_dtype in OUT_DTYPES, "out_dtype", "torch.bfloat16, torch.float16 or torch.float32")
+        check_common_fields(self, require, most_stages=24)
 
     @property
     def tile_m(self) -> int:
@@ -138,9 +128,8 @@ class Sm100GroupedConfig:
             "COLUMN_MAJOR": self.column_major,
             "WIDE_STORES": self.wide_stores,
         }
-        # Names that the source defines, so macros.
         names = {
-            "PROBLEM_LIST": str(int(self.problem_list)),
+            "PROBLEM_LIST": int(self.problem_list),
             "KIND": f"KIND_{self.kind}",
             "A_CODE": "MMA_E5M2" if self.a_e5m2 else "MMA_E4M3",
             "B_CODE": "MMA_E5M2" if self.b_e5m2 else "MMA_E4M3",
@@ -150,10 +139,7 @@ class Sm100GroupedConfig:
             "POLICY_A": _policy(self.keep, "a"),
             "POLICY_B": _policy(self.keep, "b"),
         }
-        lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
-        lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-        lines += [f"#define {name} {value}" for name, value in names.items()]
-        return "\n".join(lines) + "\n"
+        return cpp_constants(constants, flags, names)
 
 
 def _policy(keep: str, operand: str) -> str:
@@ -186,10 +172,10 @@ def select_grouped_config(m: int, n: int, num_groups: int) -> Sm100GroupedConfig
 def with_multicast(config: Sm100GroupedConfig, n: int) -> Sm100GroupedConfig:
     """``config`` with two pairs to a cluster where that saves enough: a guess, never measured.
 
-    All columns of a row of tiles need the same tokens. Two pairs that share them read half of them each from L2: 25% less
-    in all where a CTA brings as many tokens as rows of B (256 x 256), 17% where half as many. With fewer tokens than that
-    it saves little. It costs a pair's work in every row of tiles where the number of tiles along N is odd, so then there
-    must be 9 or more; and clusters of 4 are harder to place than pairs.
+    All columns of a row of tiles need the same tokens. Two pairs that share them read half of them each from L2: 25%
+    less in all where a CTA brings as many tokens as rows of B (256 x 256), 17% where half as many. With fewer tokens
+    than that it saves little. It costs a pair's work in every row of tiles where the number of tiles along N is odd, so
+    then there must be 9 or more; and clusters of 4 are harder to place than pairs.
     """
     if config.cta_group == 1:
         return config
