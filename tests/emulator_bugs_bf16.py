@@ -32,7 +32,7 @@ class Bug:
     quick: bool = False
 
 
-FREE_AT_END = "arrive_warp(shared.tokens_empty[ring.stage == 0 ? TOKEN_STAGES - 1 : ring.stage - 1], lane);"
+FREE_AT_END = "arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[ring.stage == 0 ? TOKEN_STAGES - 1 : ring.stage - 1], lane);"
 
 BUGS: tuple[Bug, ...] = (
     # ---- hand-over of the tokens
@@ -59,8 +59,8 @@ BUGS: tuple[Bug, ...] = (
         (
             (
                 KERNEL,
-                "arrive_warp(shared.tokens_full[to], lane);",
-                "if (lane == 0) mbarrier_arrive(shared_address(&shared.tokens_full[to]));",
+                "arrive_warp<TOKEN_ARRIVALS>(shared.tokens_full[to], lane);",
+                "if (lane == 0 || TOKEN_ARRIVALS == 32) mbarrier_arrive(shared_address(&shared.tokens_full[to]));",
             ),
         ),
     ),

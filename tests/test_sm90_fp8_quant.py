@@ -267,13 +267,13 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     ),
     "no barrier before the multipliers are read": (
         STORE,
-        "        column_barrier();\n#pragma",
+        "        column_barrier(warpgroup);\n#pragma",
         "#pragma",
         BOTH,
     ),
     "a skipping warpgroup does not keep step": (
         STORE,
-        "        column_maxima_arrive(warpgroup);\n        column_maxima_wait(warpgroup);\n        column_barrier();\n",
+        "        column_maxima_arrive(warpgroup);\n        column_maxima_wait(warpgroup);\n        column_barrier(warpgroup);\n",
         "",
         BOTH,
     ),

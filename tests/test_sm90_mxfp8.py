@@ -215,15 +215,15 @@ BUGS = {
         r"mbarrier_wait\(shared_address\(&shared.empty\[stage\]\), pipeline.phase \^ 1\);(?=\s+const uint32_t to)",
         "",
     ),
-    "one scale warp not waited for": (r"1 \+ NUM_SCALE_WARPS\)", "NUM_SCALE_WARPS)"),
+    "one scale warp not waited for": (r"1 \+ NUM_SCALE_WARPS \* 32\)", "1 + (NUM_SCALE_WARPS - 1) * 32)"),
     "sums promoted before they are done": (r"step\.wait<0, 1>\(\);", ""),
     "no fence before the products": (r"wgmma_fence\(\);", ""),
     "a stage's first products not waited for": (r"step\.wait<0, 0>\(\);", ""),
     "stage released before its last product": (
-        r"(?s)(if \(more\)\s+step\.wait<1, 1>.*?)(if \(next == 0\) release_stage\(shared, stage, lane\);)",
+        r"(?s)(if \(more\)\s+step\.wait<1, 1>.*?)(if \(next == 0\) release_stage\(shared, stage\);)",
         r"\2\1",
     ),
-    "stage never released": (r"if \(next == 0\) release_stage\(shared, stage, lane\);", ""),
+    "stage never released": (r"if \(next == 0\) release_stage\(shared, stage\);", ""),
     "V never zeroed": (r"(\+ i \* 16,) 0, 0, 0, 0\)", r"\1 ~0u, ~0u, ~0u, ~0u)"),
     "steps swapped in U": (
         r"make_u\(step.u\[next % 2\], step.pairs, next",

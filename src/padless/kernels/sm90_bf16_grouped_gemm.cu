@@ -184,11 +184,17 @@ __device__ __forceinline__ int scale_offset(int kb) {
     return kb * scales_of_128(FORMAT) % SCALE_ROW_BYTES;
 }
 
-// One arrival a warp, after all its lanes have read what is given back.
+// One arrival a warp, after all its lanes have read what is given back; or one a lane.
+template <int ARRIVALS = 1>
 __device__ __forceinline__ void arrive_warp(uint64_t& barrier, int lane) {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&barrier));
+    static_assert(ARRIVALS == 1 || ARRIVALS == 32, "of a warp");
+    if constexpr (ARRIVALS == 1) __syncwarp();
+    if (ARRIVALS == 32 || lane == 0) mbarrier_arrive(shared_address(&barrier));
 }
+
+// Lanes pass the float32 scales of the tokens on by stores and loads of their own, and each says so itself: racecheck
+// follows a thread's arrival, not what __syncwarp adds to lane 0's.
+constexpr int TOKEN_ARRIVALS = PROMOTE ? 32 : 1;
 
 // With gate and up apart, the weights of a tile come in runs of 32 rows, of gate and of up in turn: the row of the group's
 // weights that run `run` of the tile at `column` starts at.
@@ -390,8 +396,8 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
                 scale = ahead;
             }
             fence_proxy_async_shared();  // the tensor core reads what was written here
-            arrive_warp(shared.tokens_full[to], lane);
-            if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[stage]));
+            arrive_warp<TOKEN_ARRIVALS>(shared.tokens_full[to], lane);
+            arrive_warp(shared.empty[stage], lane);
             pipeline.advance();
             ring.advance();
         }
@@ -588,7 +594,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
             }
             wgmma_wait_group<1>();                  // the last round's fragments have been read
             if (!PROMOTE && round == 0 && kb != 0)  // and with it, all tokens of the last K block
-                arrive_warp(shared.tokens_empty[from == 0 ? TOKEN_STAGES - 1 : from - 1], lane);
+                arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[from == 0 ? TOKEN_STAGES - 1 : from - 1],
+                                            lane);
             section.make_fragments(fragments[(round + 1) % 2], (round + 1) % ROUNDS);
         }
 
@@ -611,7 +618,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
                         d[u][4 * i + j] = fmaf(sums[u][4 * i + j], scale[j % 2], d[u][4 * i + j]);
                 }
             }
-            arrive_warp(shared.tokens_empty[from], lane);
+            arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[from], lane);
         }
         ring.advance();
     }
@@ -623,7 +630,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 2; ++i) pin_register(d[u][i]);
         }
-        arrive_warp(shared.tokens_empty[ring.stage == 0 ? TOKEN_STAGES - 1 : ring.stage - 1], lane);
+        arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[ring.stage == 0 ? TOKEN_STAGES - 1 : ring.stage - 1],
+                                    lane);
     }
 }
 
@@ -756,8 +764,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
                 mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS);
             }
             for (int s = 0; s < TOKEN_STAGES; ++s) {
-                mbarrier_init(shared_address(&shared.tokens_full[s]), NUM_CONVERTER_WARPS);
-                mbarrier_init(shared_address(&shared.tokens_empty[s]), NUM_CONSUMER_WARPS);
+                mbarrier_init(shared_address(&shared.tokens_full[s]), NUM_CONVERTER_WARPS * TOKEN_ARRIVALS);
+                mbarrier_init(shared_address(&shared.tokens_empty[s]), NUM_CONSUMER_WARPS * TOKEN_ARRIVALS);
             }
             for (int s = 0; s < QUEUE_SLOTS; ++s) {
                 mbarrier_init(shared_address(&shared.queue.full[s]), 1);

@@ -264,8 +264,7 @@ __device__ __forceinline__ void write_scales(SharedStorage& shared, const Proble
                     to + i * (OF_A ? 32 * static_cast<int>(sizeof(shared.sfa[0][0])) : v_offset(32)),
                     pairs[i][0], pairs[i][1]);
             if constexpr (!OF_A) fence_proxy_async_shared();  // the tensor core reads V itself
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(shared_address(&shared.full[stage]));
+            mbarrier_arrive(shared_address(&shared.full[stage]));
             pipeline.advance();
         }
         if (lane == 0) reader.release();
@@ -273,10 +272,10 @@ __device__ __forceinline__ void write_scales(SharedStorage& shared, const Proble
     }
 }
 
-// One arrival a warp, after all its lanes have read the stage.
-__device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, int lane) {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[stage]));
+// Every lane has read scales of its own and says so itself, as every lane of the scale warps does of what it wrote:
+// racecheck follows a thread's arrival, not what __syncwarp adds to lane 0's.
+__device__ __forceinline__ void release_stage(SharedStorage& shared, int stage) {
+    mbarrier_arrive(shared_address(&shared.empty[stage]));
 }
 
 // Consumer with no row in this tile: keeps step with the pipeline. A tail of up to 64 rows so costs half the products.
@@ -284,7 +283,7 @@ __device__ __forceinline__ void skip_tile(SharedStorage& shared, const Problem& 
                                           Pipeline<STAGES>& pipeline, Reader& reader) {
     for (int kb = 0; kb < problem.k_blocks(); ++kb) {
         mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
-        release_stage(shared, pipeline.stage, lane);
+        release_stage(shared, pipeline.stage);
         pipeline.advance();
     }
     if (lane == 0) reader.release();
@@ -313,6 +312,8 @@ struct Step {
         const uint32_t a = a_stage_0 + stage * (A_BYTES / 16) + step * 2;
         const uint32_t b = b_stage_0 + stage * (B_BYTES / 16) + HALF * (HALF_N * BLOCK_K / 16) + step * 2;
         const uint32_t v = v_stage_0 + stage * (V_BYTES / 16) + HALF * (HALF_N / 8 * V_BRICKS / 16);
+        pin_register(u[step % 2][0]);  // made before the fence, not where they are first used
+        pin_register(u[step % 2][1]);
         wgmma_fence();
         wgmma_m64k32_fp8<HALF_N, A_E5M2, B_E5M2>(sums[HALF], k_major_128b_descriptor(a),
                                                  k_major_128b_descriptor(b));
@@ -380,7 +381,7 @@ __device__ __forceinline__ void multiply_stage(float (&d)[BLOCK_N / 2], Step& st
             step.wait<1, 1>();  // all but what was just begun
         else
             step.wait<1, 0>();
-        if (next == 0) release_stage(shared, stage, lane);
+        if (next == 0) release_stage(shared, stage);
         step.promote<1>(d);
         if (next != 0) step.begin<1>(stage, next);
     }
@@ -491,8 +492,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             prefetch_tensormap(map_a);
             prefetch_tensormap(map_b);
             for (int s = 0; s < STAGES; ++s) {
-                mbarrier_init(shared_address(&shared.full[s]), 1 + NUM_SCALE_WARPS);
-                mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);
+                mbarrier_init(shared_address(&shared.full[s]), 1 + NUM_SCALE_WARPS * 32);
+                mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS * 32);
             }
             for (int s = 0; s < QUEUE_SLOTS; ++s) {
                 mbarrier_init(shared_address(&shared.queue.full[s]), 1);

@@ -201,9 +201,11 @@ __device__ __forceinline__ void column_maxima_arrive(int warpgroup) {
 __device__ __forceinline__ void column_maxima_wait(int warpgroup) {
     bar_sync(4 + warpgroup, 128 * NUM_MMA_WARPGROUPS);
 }
-// Behind it the multipliers are there, and the maxima are free to be written again.
-__device__ __forceinline__ void column_barrier() {
-    bar_sync(1 + NUM_MMA_WARPGROUPS, 128 * NUM_MMA_WARPGROUPS);
+// Behind it the multipliers are there, and the maxima are free to be written again. In the same two halves: the warpgroups
+// come here from different places, with rows and without, and one barrier.sync of both is then an error to synccheck.
+__device__ __forceinline__ void column_barrier(int warpgroup) {
+    if constexpr (NUM_MMA_WARPGROUPS == 2) bar_arrive(7 - warpgroup, 256);
+    bar_sync(6 + warpgroup, 128 * NUM_MMA_WARPGROUPS);
 }
 
 // From the warps' column maxima to scales and, in shared memory, multipliers.
@@ -247,7 +249,7 @@ __device__ __forceinline__ void skip_store(int warpgroup) {
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
         column_maxima_arrive(warpgroup);
         column_maxima_wait(warpgroup);
-        column_barrier();
+        column_barrier(warpgroup);
     }
 }
 
@@ -308,7 +310,7 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
         column_maxima_wait(warpgroup);
         scale_columns(shared.quant, outputs, place, tile, out_column, warpgroup * 128 + warp * 32 + lane);
-        column_barrier();
+        column_barrier(warpgroup);
 #pragma unroll
         for (int w = 0; w < NUM_WAVES; ++w)
             stage_column_codes(v[w], shared, w * NUM_MMA_WARPGROUPS + warpgroup, warp, lane);
