@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from test_emulator_instructions import NUMPY, bfe, kernel, round_float32, run, u, values, wrap
+from emulator_kernels import NUMPY, bfe, kernel, round_float32, run, u, values, wrap
 
 
 def signed(x: int, bits: int) -> int:

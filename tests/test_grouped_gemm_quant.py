@@ -1,9 +1,8 @@
-"""grouped_gemm_quant, grouped_gemm_swiglu_quant and GroupedGemmQuant as a caller meets them, on the reference.
+"""grouped_gemm_quant and grouped_gemm_swiglu_quant as a caller meets them, on the reference.
 
 What would convince a sceptic: the documented call runs as it is printed; D against float64 with cuDNN's own tolerances,
 group by group, and the quantised outputs decoded with cuDNN's formula; a quantised output that is quantize(D) to the
-bit; a layer of two products chained without a quantisation between; every wrong argument refused by name before
-anything runs; no kernel, no answer.
+bit; a layer of two products chained without a quantisation between.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from quant_calls import SIZES, as_cudnn, bits, check_groups, exact_d, operands
 
 import padless
 from padless import (
@@ -21,72 +21,16 @@ from padless import (
     MXFP8,
     MXFP8_E5M2,
     NVFP4,
-    GroupedGemmQuant,
     dequantize,
     group_offsets,
     grouped_gemm,
     grouped_gemm_quant,
     grouped_gemm_swiglu_quant,
     layouts,
-    paths,
     quantize,
 )
 from padless.quant_outputs import KEYS
 from padless.reference import group_rows
-
-SIZES = [70, 0, 130, 33]
-
-
-def operands(format, sizes=SIZES, n=192, k=160, extra=0, seed=0, a_format=None):  # type: ignore[no-untyped-def]
-    """(a, b, offs) as BlockScaledTensors; `extra` rows belong to nobody."""
-    generator = torch.Generator().manual_seed(seed)
-    m, groups = sum(sizes) + extra, len(sizes)
-    x = torch.randn(m, k, generator=generator)
-    w = torch.randn(groups, n, k, generator=generator)
-    tiled = {} if format == FP8_BLOCK else {"scale_layout": "blocked"}
-    a = quantize(x, a_format or format, **tiled)
-    return a, quantize(w, format, kind="weight", **tiled), group_offsets(sizes)
-
-
-def as_cudnn(a, b) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
-    """The same bytes as cuDNN's tensors."""
-    m, k = a.data.shape
-    return {
-        "a_tensor": a.data.as_strided((m, k, 1), (k, 1, m * k)),
-        "b_tensor": b.data.permute(1, 2, 0),
-        "sfa_tensor": layouts.cudnn_view(a.scale, m, a.scale_columns),
-        "sfb_tensor": layouts.cudnn_view(b.scale, b.data.shape[1], b.scale_columns),
-    }
-
-
-def bits(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().flatten().view(torch.uint8)
-
-
-def exact_d(a, b, offs, alpha=None, prob=None, bias=None, prob_on_bias=True):  # type: ignore[no-untyped-def]
-    """float64 D; rows of no group are NaN."""
-    x, w = dequantize(a).double(), dequantize(b).double()
-    d = torch.full((x.shape[0], w.shape[1]), float("nan"), dtype=torch.float64)
-    for g, (start, end) in enumerate(group_rows(offs, x.shape[0])):
-        own = x[start:end] @ w[g].t()
-        own = own if alpha is None else own * alpha[g].double()
-        p = 1.0 if prob is None else prob.flatten()[start:end, None].double()
-        if bias is None:
-            d[start:end] = own * p
-        else:
-            d[start:end] = own + bias[g].double() * p if prob_on_bias else (own + bias[g].double()) * p
-    return d
-
-
-def check_groups(
-    got: torch.Tensor, wanted: torch.Tensor, offs: torch.Tensor, atol: float, rtol: float
-) -> None:
-    """Every element of every group within atol + rtol * |wanted|; the message says which group."""
-    for g, (start, end) in enumerate(group_rows(offs, got.shape[0])):
-        error = (got[start:end].double() - wanted[start:end]).abs()
-        allowed = atol + rtol * wanted[start:end].abs()
-        assert (error <= allowed).all(), f"group {g}: {(error - allowed).max()} too much"
-
 
 # --- cuDNN's call ----------------------------------------------------------------------------------------
 
@@ -354,246 +298,3 @@ def test_outputs_that_are_not_wanted() -> None:
     assert columns.row is None
     assert torch.equal(bits(rows["d_tensor"]), bits(both["d_tensor"]))
     assert torch.equal(bits(columns["sfd_col_tensor"]), bits(both["sfd_col_tensor"]))
-
-
-# --- refusals --------------------------------------------------------------------------------------------
-
-
-def refused(call, match: str, **change: Any) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=match):
-        call(**change)
-
-
-@pytest.mark.parametrize(
-    ("match", "change"),
-    [
-        (r"acc_dtype is torch.float16; it must be torch.float32", {"acc_dtype": torch.float16}),
-        (r"cd_major is 'm'; only 'n'", {"cd_major": "m"}),
-        (r"semantics is 'both'; allowed: 'implementation', 'documented'", {"semantics": "both"}),
-        (r"m_aligned is 0; it must be an integer of 1", {"m_aligned": 0}),
-        (r"sf_vec_size is 16; MXFP8 has a scale for 32", {"sf_vec_size": 16}),
-        (r"d_dtype is torch.float64; allowed", {"d_dtype": torch.float64}),
-        (r"d_format is 'E3M4'; allowed: FP8_BLOCK", {"d_format": "E3M4"}),
-        (r"alpha_tensor must be \(4,\).*got \(3,\)", {"alpha_tensor": torch.ones(3)}),
-        (
-            r"alpha_tensor must be .*got \(4,\) torch.int32",
-            {"alpha_tensor": torch.ones(4, dtype=torch.int32)},
-        ),
-        (r"prob_tensor must be \(233, 1, 1\) or \(233,\)", {"prob_tensor": torch.ones(232)}),
-        (r"bias_tensor must be \(4, 192\)", {"bias_tensor": torch.ones(192, 4)}),
-        (r"norm_const_tensor must be", {"norm_const_tensor": 0.01, "d_dtype": torch.float8_e4m3fn}),
-        (
-            r"norm_const_tensor must be None for FP8_BLOCK",
-            {"norm_const_tensor": torch.ones(1), "d_format": FP8_BLOCK},
-        ),
-        (r"scale_rule is 'te'; allowed", {"scale_rule": "te", "d_format": MXFP8}),
-        (
-            r"scale_rule is 'floor'; with norm_const",
-            {"scale_rule": "floor", "d_format": MXFP8, "norm_const_tensor": torch.ones(1)},
-        ),
-        (r"scale_rule is 'floor'; it must be None", {"scale_rule": "floor"}),
-        (r"global_scale_tensor is None; NVFP4", {"d_format": NVFP4}),
-        (
-            r"global_scale_tensor must be None for MXFP8",
-            {"d_format": MXFP8, "global_scale_tensor": torch.ones(1)},
-        ),
-        (r"column_output is True for MXFP4", {"d_format": MXFP4, "column_output": True}),
-        (r"column_output is True and d_dtype", {"column_output": True}),
-        (
-            r"row_output and column_output are both off",
-            {"d_format": MXFP8, "row_output": False, "column_output": False},
-        ),
-        (r"row_output and column_output are both off", {"d_format": MXFP4, "row_output": False}),
-        (r"Epilogue.row_layout is 'tiled'", {"d_format": MXFP8, "row_layout": "tiled"}),
-        (r"sfa_tensor must be None with a BlockScaledTensor", {"sfa_tensor": torch.ones(1)}),
-        (r"padded_offsets is None", {"padded_offsets": None}),
-        (r"offs has 3 entries", {"padded_offsets": torch.tensor([1, 2, 3], dtype=torch.int32)}),
-        (r"current_stream must be a stream", {"current_stream": "main"}),
-        (r"backend is 'tpu'; allowed", {"backend": "tpu"}),
-        (
-            r"padded_offsets\[0\] is 70, which is no multiple of m_aligned = 128",
-            {"check_offs": True, "m_aligned": 128},
-        ),
-        (
-            r"offs\[3\] is 400",
-            {"check_offs": True, "padded_offsets": torch.tensor([1, 2, 3, 400], dtype=torch.int32)},
-        ),
-    ],
-)
-def test_wrong_arguments_are_refused_by_name(match: str, change: dict[str, Any]) -> None:
-    a, b, offs = operands(MXFP8)
-    good: dict[str, Any] = {"a_tensor": a, "b_tensor": b, "padded_offsets": offs}
-    grouped_gemm_quant(**good)
-    refused(grouped_gemm_quant, match, **(good | change))
-
-
-def test_cudnns_tensors_are_refused_by_name() -> None:
-    a, b, offs = operands(MXFP8)
-    good: dict[str, Any] = as_cudnn(a, b) | {"padded_offsets": offs}
-    for match, change in (
-        (r"a_tensor must be a \(M, K, 1\)", {"a_tensor": good["a_tensor"][:, :, 0]}),
-        (r"a_tensor must be \(M, K, 1\)", {"a_tensor": good["b_tensor"]}),
-        (r"a_tensor is a BlockScaledTensor, so b_tensor", {"a_tensor": a}),
-        (r"sfa_tensor must be a 6-D tensor of scales, got NoneType", {"sfa_tensor": None}),
-        (r"sfa_tensor must be \(32, 4, 2, 4, 2, 1\)", {"sfa_tensor": good["sfb_tensor"]}),
-        (
-            r"b_tensor has torch.float8_e4m3fn and sfb_tensor torch.uint8",
-            {"sfb_tensor": good["sfb_tensor"].view(torch.uint8)},
-        ),
-        (
-            r"b_tensor has strides .* K must be contiguous",
-            {"b_tensor": b.data.permute(0, 2, 1).contiguous().permute(2, 1, 0)},
-        ),
-        (r"bias_tensor must be \(192, 4\)", {"bias_tensor": torch.ones(4, 192)}),
-    ):
-        refused(grouped_gemm_quant, match, **(good | change))
-
-
-def test_sizes_that_cannot_be_stored() -> None:
-    a, b, offs = operands(MXFP8, n=72)
-    common: dict[str, Any] = {"a_tensor": a, "b_tensor": b, "padded_offsets": offs}
-    grouped_gemm_quant(**common)
-    refused(
-        grouped_gemm_quant,
-        r"N of the output is 72; it must be a multiple of 16 for MXFP8",
-        **common,
-        d_format=MXFP8,
-    )
-    refused(grouped_gemm_quant, r"multiple of 32 for MXFP4", **common, d_format=MXFP4)
-    refused(grouped_gemm_swiglu_quant, r"multiple of 64", **common, gate_up="interleaved")
-    refused(grouped_gemm_swiglu_quant, r"N of the output is 36", **common, gate_up="concatenated")
-    refused(
-        grouped_gemm_swiglu_quant,
-        r"gate_up is 'split'; allowed: 'interleaved', 'concatenated'",
-        **common,
-        gate_up="split",
-    )
-
-
-def test_no_kernel_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no kernel does it in one launch nothing is put together from several."""
-    monkeypatch.setattr(paths, "PATHS", tuple(p for p in paths.PATHS if p.operation != "grouped_gemm_quant"))
-    a, b, offs = operands(MXFP8)
-    for backend in ("emulator", "emulator:sm_100a"):
-        refused(
-            grouped_gemm_quant,
-            r"grouped_gemm_quant of MXFP8 x MXFP8 has no kernel for sm_\w+; supported there: nothing yet",
-            a_tensor=a,
-            b_tensor=b,
-            padded_offsets=offs,
-            backend=backend,
-        )
-
-
-# --- the class -------------------------------------------------------------------------------------------
-
-
-def class_case(dtype: torch.dtype, m_aligned: int = 1) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """(arguments of execute, options, what the function returns for them)."""
-    a, b, offs = operands(MXFP8)
-    given = as_cudnn(a, b) | {
-        "padded_offsets": offs,
-        "alpha_tensor": torch.tensor([1.0, 2.0, -1.0, 0.5]),
-        "prob_tensor": torch.rand(233, 1, 1),
-        "norm_const_tensor": torch.tensor([0.5]) if dtype == torch.float8_e4m3fn else None,
-    }
-    wanted = grouped_gemm_quant(**given, d_dtype=dtype, m_aligned=m_aligned)
-    own = {
-        key: None if t is None else torch.empty_like(t, memory_format=torch.preserve_format)
-        for key, t in wanted.items()
-    }
-    if own["amax_tensor"] is not None:
-        own["amax_tensor"].fill_(-math.inf)
-    return given | own, {"m_aligned": m_aligned}, wanted
-
-
-def samples_of(given: dict[str, Any]) -> dict[str, Any]:
-    return {"sample_" + name.removesuffix("_tensor"): t for name, t in given.items()}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_the_class_computes_what_the_function_does(dtype: torch.dtype) -> None:
-    given, options, wanted = class_case(dtype)
-    api = GroupedGemmQuant(**samples_of(given), **options)
-    assert api.check_support()
-    with pytest.raises(RuntimeError, match="compile"):
-        api.execute(**given)
-    api.compile()
-    api.execute(**given)
-    for key, t in wanted.items():
-        if t is not None and not key.startswith("sfd"):
-            assert torch.equal(bits(given[key]), bits(t)), key
-    if dtype == torch.float8_e4m3fn:
-        got = layouts.from_blocked(layouts.from_cudnn_view(given["sfd_row_tensor"])[0], 233, 6)
-        assert torch.equal(bits(got), bits(layouts.plain_scale(wanted.row)))
-        # Blocks that exist: 70 rows are 3 in tile 0, 130 are 5 in tiles 1 and 2, 33 are 2 in tile 3.
-        exist = [0, 1, 2, 4, 5, 6, 7, 8, 12, 13]
-        one, two = (
-            layouts.from_blocked(layouts.from_cudnn_view(t)[0], 192, 4 * wanted.column_tiles).view(
-                torch.uint8
-            )
-            for t in (given["sfd_col_tensor"], wanted["sfd_col_tensor"])
-        )
-        assert torch.equal(one[:, exist], two[:, exist])
-
-
-def test_the_class_refuses_by_name() -> None:
-    given, options, _ = class_case(torch.float8_e4m3fn)
-    for match, change in (
-        (r"norm_const_tensor is None; sfd_row and norm_const are needed", {"norm_const_tensor": None}),
-        (r"sfd_row_tensor is None", {"sfd_row_tensor": None}),
-        (r"d_col_tensor and sfd_col_tensor must be given both or neither", {"sfd_col_tensor": None}),
-        (r"which has no scales", {"d_tensor": torch.empty(233, 192, 1, dtype=torch.bfloat16)}),
-        (
-            r"d_tensor must be \(233, 192, 1\)",
-            {"d_tensor": torch.empty(233, 96, 1, dtype=torch.float8_e4m3fn)},
-        ),
-        (r"sfd_row_tensor has strides", {"sfd_row_tensor": given["sfd_row_tensor"].contiguous()}),
-        (
-            r"sfd_col_tensor has 2 column tiles; 4 groups of 233 rows .* m_aligned=256",
-            {"sfd_col_tensor": given["sfd_col_tensor"][:, :, :, :, :2]},
-        ),
-        (r"amax_tensor must be \(4, 1\)", {"amax_tensor": torch.empty(4)}),
-        (r"alpha_tensor must be \(4,\)", {"alpha_tensor": torch.ones(5)}),
-    ):
-        refused(GroupedGemmQuant(**samples_of(given | change), **options).check_support, match)
-
-
-def test_the_class_takes_other_rows_and_no_other_kind_of_call() -> None:
-    given, options, _ = class_case(torch.bfloat16)
-    api = GroupedGemmQuant(**samples_of(given), **options)
-    api.compile()
-    a, b, offs = operands(MXFP8, [5, 6, 7, 8], seed=9)
-    other = (
-        given
-        | as_cudnn(a, b)
-        | {
-            "padded_offsets": offs,
-            "prob_tensor": torch.rand(26, 1, 1),
-            "d_tensor": torch.empty(26, 192, 1, dtype=torch.bfloat16),
-        }
-    )
-    api.execute(**other)
-    wanted = exact_d(a, b, offs, given["alpha_tensor"], other["prob_tensor"])
-    check_groups(other["d_tensor"][:, :, 0], wanted, offs, 0.1, 0.01)
-    refused(
-        api.execute,
-        r"alpha_tensor is NoneType; the samples came with one",
-        **(given | {"alpha_tensor": None}),
-    )
-    halves = torch.empty(233, 192, 1, dtype=torch.float16)
-    refused(api.execute, r"the tensors differ from the samples", **(given | {"d_tensor": halves}))
-
-
-def test_a_layout_of_columns_that_are_not_asked_for_is_refused(generator: torch.Generator) -> None:
-    a = padless.quantize(torch.randn(8, 128, generator=generator), padless.FP8_BLOCK, kind="activation")
-    b = padless.quantize(torch.randn(1, 128, 128, generator=generator), padless.FP8_BLOCK, kind="weight")
-    with pytest.raises(ValueError, match="column_layout is 'blocked' and there is no column output"):
-        grouped_gemm_quant(
-            a_tensor=a,
-            b_tensor=b,
-            padded_offsets=padless.group_offsets([8]),
-            d_format=padless.MXFP8,
-            column_output=False,
-            column_layout="blocked",
-        )
