@@ -147,6 +147,24 @@ def make_case(
     return case
 
 
+def drawn_sizes(seed: int) -> tuple[int, ...]:
+    """Rows of every group, one of five sorts by the seed: a list with each sort of group, one group with all rows, forty
+    groups, and twice whatever comes."""
+    g = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=g))
+
+    if seed % 5 == 0:
+        return (20, 0, 130, 1)
+    if seed % 5 == 1:
+        return (number(100, 300),)
+    if seed % 5 == 2:
+        return (*(number(1, 30) if number(0, 4) == 0 else 0 for _ in range(39)), number(129, 200))
+    sorts = ((0, 1), (1, 2), (2, 40), (40, 130), (130, 200))
+    return tuple(number(*sorts[number(0, 5)]) for _ in range(number(2, 6)))
+
+
 @dataclass
 class Run:
     out: torch.Tensor

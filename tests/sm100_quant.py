@@ -60,6 +60,7 @@ def check(
 ) -> dict[str, Fenced]:  # fmt: skip
     """The kernel's outputs, which are the reference's to the bit, made without a report; ``acc``: known sums."""
     driver = emulated_driver("sm_100a")
+    sms = sms if config is None else max(sms, config.cluster)
     acc = problem.sums(driver) if acc is None else acc
     got = make_outputs(problem, epilogue, tiles)
     case = problem.case

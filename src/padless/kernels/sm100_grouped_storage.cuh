@@ -10,6 +10,8 @@ static_assert(KIND == KIND_MXFP8 || KIND == KIND_NVFP4 || KIND == KIND_MXFP4, "o
 // With EPILOGUE_IS_QUANT also the constants of quant_outputs.cuh, from the Epilogue.
 #if EPILOGUE_IS_QUANT
 constexpr bool GATE_AND_UP_APART = GLU == GLU_CONCATENATED;
+constexpr int WIDE = 128;  // rows or columns of FP8_BLOCK's blocks
+constexpr bool WIDE_BLOCKS = ROW_QUANT == QUANT_FP8_BLOCK || COLUMN_QUANT == QUANT_FP8_BLOCK;
 #else
 constexpr bool GATE_AND_UP_APART = false;
 #endif
@@ -76,6 +78,7 @@ struct alignas(128) SharedStorageOf {
     int scale_shifts[NEEDS_OWN_TILES ? MAX_GROUPS : 1];
 #if EPILOGUE_IS_QUANT
     alignas(16) float column_multipliers[NUM_STORE_WARPS][CHUNK];
+    float column_maxima[2][NUM_STORE_WARPS][COLUMN_QUANT == QUANT_FP8_BLOCK ? WIDE / CHUNK : 1][32];
 #endif
     uint32_t tensor_memory;
 };

@@ -12,8 +12,8 @@ import torch
 
 from padless.config_sm100_grouped import Sm100GroupedConfig, with_multicast
 from padless.driver import Driver
-from padless.epilogue import MX_FORMATS, Epilogue, EpilogueTensors
-from padless.formats import NVFP4, BlockScaledTensor, ceil_div
+from padless.epilogue import Epilogue, EpilogueTensors
+from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.paths.launching import Prepared, load_kernel, tile_counter
 from padless.paths.quant_launch import (
     QuantConfig,
@@ -36,7 +36,6 @@ from padless.paths.sm100_grouped import (
 )
 
 Config = Sm100GroupedConfig
-OUTPUT_FORMATS = (*MX_FORMATS, NVFP4)
 
 _MULTIPLE_OF_N = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 16}
 
@@ -57,9 +56,7 @@ def prepare(
         a, b, offs: as for grouped_gemm; offs None is one group of all rows.
         tensors: operands and outputs of the epilogue; amax holds -inf.
         config: the tile, None to choose one. Tokens are lanes (tokens_on_n False) and mma_n is 128 or 256; 256 for
-            gate and up in halves.
-
-    Raises ValueError for what this kernel cannot do: FP8_BLOCK outputs, whose blocks are wider than what a lane holds.
+            gate and up in halves, and for FP8_BLOCK output of a SwiGLU.
     """
     check_operands(a, b)
     (m, _), (num_groups, n, _) = a.data.shape, b.data.shape
@@ -95,7 +92,7 @@ def select_tile(m: int, n: int, num_groups: int, epilogue: Epilogue) -> Sm100Gro
     Pairs share tokens as without an epilogue (``with_multicast``).
     """
     rows = ceil_div(m, max(min(num_groups, m), 1))
-    wide = n > 128 or _gate_and_up_apart(epilogue)
+    wide = n > 128 or _gate_and_up_apart(epilogue) or _wide_glu(epilogue)
     tile = Sm100GroupedConfig(
         cta_group=2 if rows > 128 else 1, mma_n=256 if wide else 128, keep="a" if rows < n else "b"
     )
@@ -115,6 +112,8 @@ def check_tile(tile: Sm100GroupedConfig, epilogue: Epilogue) -> None:
     require(tile.mma_n >= 128, "mma_n", "128 or 256")
     if _gate_and_up_apart(epilogue):
         require(tile.mma_n == 256, "mma_n", "256 for gate and up in halves")
+    if _wide_glu(epilogue):
+        require(tile.mma_n == 256, "mma_n", "256 for FP8_BLOCK output of a SwiGLU")
 
 
 def fit(
@@ -139,13 +138,15 @@ def _gate_and_up_apart(epilogue: Epilogue) -> bool:
     return epilogue.activation == "swiglu_concatenated"
 
 
+def _wide_glu(epilogue: Epilogue) -> bool:
+    """Whether a block of a row is 128 columns of the output, 256 of B."""
+    return epilogue.is_glu and epilogue.format == FP8_BLOCK
+
+
 # --- what the kernel is given ----------------------------------------------------------------------------
 
 
 def _check(n: int, tensors: EpilogueTensors, epilogue: Epilogue) -> None:
-    if epilogue.format is not None and epilogue.format not in OUTPUT_FORMATS:
-        names = ", ".join(format.name for format in OUTPUT_FORMATS)
-        raise ValueError(f"d_format is {epilogue.format.name}; on Blackwell {names} are stored")
     check_columns(n, epilogue, _MULTIPLE_OF_N)
     for name in ("d", "row_codes", "column_codes"):
         t = getattr(tensors, name)
