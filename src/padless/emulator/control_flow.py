@@ -10,7 +10,7 @@ from .ast import Instruction, Label, Module
 from .errors import EmulatorError
 
 if TYPE_CHECKING:
-    from .program import Emitter
+    from .emitter import Emitter
 
 FALL, BRANCH, EXIT, INDEXED, SYNC, TRAP = range(6)
 TERMINATORS = {"bra": BRANCH, "brx": INDEXED, "exit": EXIT, "ret": EXIT, "trap": TRAP, "brkpt": TRAP}

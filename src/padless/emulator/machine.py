@@ -13,7 +13,7 @@ import numpy as np
 
 from .ast import Instruction
 from .asynchronous import AsyncOperation
-from .checks import Collector, set_bits
+from .checks import Collector
 from .control_flow import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block
 from .errors import KernelFault, LaunchError
 from .exit_checks import check_exit
@@ -21,6 +21,8 @@ from .instructions import barriers
 from .memory import DeviceMemory
 from .memory_access import shared_cells
 from .program import Program
+from .register_checks import check_busy, check_written
+from .schedule import Schedule
 from .warp import Cluster, Cta, Fragment, Token, Warp
 
 Array = np.ndarray[Any, Any]
@@ -46,38 +48,6 @@ class Statistics:
     @property
     def warp_instructions_per_second(self) -> float:
         return self.warp_instructions / self.seconds if self.seconds else 0.0
-
-
-@dataclass
-class Schedule:
-    """How one seed runs the machine."""
-
-    policy: (
-        str  # "late": asynchronous work finishes only when nothing else can run; "eager": at once; "random"
-    )
-    preempt: float  # chance to give way at a synchronising instruction
-    complete: float  # chance, under "random", that an operation finishes between two turns
-    resident: int  # clusters on the machine at once
-    elect: str  # which lane elect.sync picks: "lowest", "highest", "random"
-    refuse: float  # chance that try_wait returns false though it might have waited
-    order: str  # grid order: "forward", "backward", "shuffled"
-
-    @staticmethod
-    def draw(seed: int) -> Schedule:
-        """Seeds 0, 1 and 2 are the three plain policies; later ones mix everything."""
-        if seed < 3:
-            policy = ("random", "late", "eager")[seed]
-            return Schedule(policy, 0.2, 0.3, 1, "lowest", 0.0, "forward")
-        rng = random.Random(seed * 7919 + 1)
-        return Schedule(
-            rng.choice(["random", "late", "late", "eager"]),
-            rng.choice([0.0, 0.05, 0.3, 0.7]),
-            rng.choice([0.05, 0.2, 0.5]),
-            rng.choice([1, 1, 2, 3]),
-            rng.choice(["lowest", "highest", "random"]),
-            rng.choice([0.0, 0.1]),
-            rng.choice(["forward", "backward", "shuffled"]),
-        )
 
 
 class Machine:
@@ -373,9 +343,9 @@ class Machine:
                 self._trace(f, b)
             if checks:
                 if w.busy & b.touches:
-                    self._check_busy(w, b)
+                    check_busy(self, w, b)
                 if b.reads & ~w.written:
-                    self._check_written(w, b, m)
+                    check_written(self, w, b)
                 w.written |= b.writes
                 w.dirty |= b.writes
             if kind == SYNC:
@@ -566,63 +536,6 @@ class Machine:
             last.warp if last is not None else None,
         )
 
-    # ---- register checks
-    def _names(self, bits: int) -> str:
-        names = self.program.register_names
-        found = [names[i] for i in set_bits(bits)]
-        return ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
-
-    def _check_busy(self, w: Warp, b: Block) -> None:
-        """A block touches registers of an unfinished asynchronous instruction: find which instruction does."""
-        if b.kind == SYNC and b.instructions[0].opcode in ("wgmma", "tcgen05"):
-            return  # these check their own operands
-        names = self.program.register_names
-        candidates = set_bits(w.busy & b.touches)
-        for instruction in [*b.instructions, *([b.terminator] if b.terminator else [])]:
-            text = str(instruction)
-            hit = 0
-            for i in candidates:
-                if names[i] in text and _mentions(text, names[i]):
-                    hit |= 1 << i
-            if hit:
-                owner = w.busy_owner.get((hit & -hit).bit_length() - 1)
-                self.report(
-                    "register-in-flight",
-                    f"touches {self._names(hit)}, which an unfinished {owner.opcode if owner else 'operation'} uses",
-                    instruction, w, 0, owner,
-                )  # fmt: skip
-                self._settle(w)
-                return
-
-    def _settle(self, w: Warp) -> None:
-        """Finish a warp's tcgen05.ld and st, once the missing wait is reported: the rest of the run is then judged with
-        the values that the registers would have got."""
-        queue = self.queues.pop(("tmem", id(w)), None)
-        for operation in queue or ():
-            for step in operation.steps:
-                step()
-
-    def _check_written(self, w: Warp, b: Block, m: Any) -> None:
-        missing = b.reads & ~w.written
-        if b.kind == SYNC and b.instructions[0].opcode in ("wgmma", "tcgen05"):
-            return
-        w.written |= missing
-        names = [self.program.register_names[i] for i in set_bits(missing)]
-        for instruction in [*b.instructions, *([b.terminator] if b.terminator else [])]:
-            text = str(instruction)
-            for name in names:
-                if name in text and _mentions(text, name):
-                    if instruction.opcode == "mov":
-                        return  # copies of undefined values are what compilers emit for unused ones
-                    self.report(
-                        "uninitialised-register",
-                        f"reads {name}, which nothing has written",
-                        instruction,
-                        w,
-                        0,
-                    )
-                    return
-
     def _trace(self, f: Fragment, b: Block) -> None:
         assert self.trace is not None
         for instruction in [*b.instructions, *([b.terminator] if b.terminator and b.kind != SYNC else [])]:
@@ -630,9 +543,3 @@ class Machine:
                 f"{f.warp.cta.index} w{f.warp.index} {np.count_nonzero(f.mask):2d} lanes  "
                 f"{instruction.line:5d}  {instruction}"
             )
-
-
-def _mentions(text: str, name: str) -> bool:
-    import re
-
-    return re.search(rf"(?<![\w$%]){re.escape(name)}(?![\w$@~])", text) is not None

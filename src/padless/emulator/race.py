@@ -155,14 +155,7 @@ class Shadow:
         )
         if not write:
             if not stamps.all():
-                lane = int(lanes[np.argmin(stamps.min(axis=1))])
-                self.collector.add(
-                    self.kind_uninitialised,
-                    f"reads {self.what} that nothing has written",
-                    instruction,
-                    warp,
-                    lane,
-                )
+                self._report_uninitialised(instruction, warp, int(lanes[np.argmin(stamps.min(axis=1))]))
         else:
             slots = int(np.bitwise_or.reduce(self.reader_slots[cells], axis=None))
             for slot in range(READER_SLOTS):
@@ -182,6 +175,10 @@ class Shadow:
             self.read[slot][cells] = stamp
             self.read_site[slot][cells] = instruction.index
             self.reader_slots[cells] |= np.uint8(1 << slot)
+
+    def _report_uninitialised(self, instruction: Any, warp: Any, lane: int) -> None:
+        message = f"reads {self.what} that nothing has written"
+        self.collector.add(self.kind_uninitialised, message, instruction, warp, lane)
 
     def _forget_reads(self, cells: Any) -> None:
         self.reader_slots[cells] = 0
@@ -297,13 +294,7 @@ class Shadow:
             async_plane,
         )
         if not write and uninitialised and not stamps.all():
-            self.collector.add(
-                self.kind_uninitialised,
-                f"reads {self.what} that nothing has written",
-                instruction,
-                warp,
-                lane,
-            )
+            self._report_uninitialised(instruction, warp, lane)
         if write:
             slots = int(np.bitwise_or.reduce(self.reader_slots[cells], axis=None))
             for slot in range(READER_SLOTS):

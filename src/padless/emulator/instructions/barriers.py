@@ -14,7 +14,7 @@ from .registry import instruction
 from .warp_wide import write
 
 if TYPE_CHECKING:
-    from ..program import Emitter
+    from ..emitter import Emitter
     from ..warp import Fragment
 
 REGISTERS_PER_SM = 64 * 1024

@@ -10,7 +10,7 @@ from ..ast import Immediate, Pair, Sink
 from .registry import helper, instruction
 
 if TYPE_CHECKING:
-    from ..program import Emitter
+    from ..emitter import Emitter
 
 Array = np.ndarray[Any, Any]
 

@@ -16,7 +16,7 @@ from .synchronisation import SharedOperand, find_mbarrier, locate
 
 if TYPE_CHECKING:
     from ..ast import Instruction
-    from ..program import Emitter
+    from ..emitter import Emitter
     from ..warp import Fragment, Warp
 
 Array = np.ndarray[Any, Any]

@@ -11,7 +11,7 @@ from . import floating
 from .registry import instruction
 
 if TYPE_CHECKING:
-    from ..program import Emitter
+    from ..emitter import Emitter
 
 Array = np.ndarray[Any, Any]
 
@@ -32,7 +32,7 @@ def comparison(e: Emitter, a: Any, b: Any, kind: str) -> str:
         if e.has("ftz"):
             x, y = f"flush_sixteen({x})", f"flush_sixteen({y})"
     else:
-        from ..program import view_of
+        from ..emitter import view_of
 
         view = view_of(kind)
         x, y = e.source(a, view), e.source(b, view)
@@ -118,7 +118,7 @@ def select(e: Emitter) -> None:
 
 @instruction("slct")
 def select_sign(e: Emitter) -> None:
-    from ..program import view_of
+    from ..emitter import view_of
 
     view, by = view_of(e.types[0]), view_of(e.types[1])
     d, a, b, c = e.operands

@@ -12,7 +12,7 @@ from . import floating
 from .registry import helper, instruction
 
 if TYPE_CHECKING:
-    from ..program import Emitter
+    from ..emitter import Emitter
 
 Array = np.ndarray[Any, Any]
 INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")

@@ -12,7 +12,7 @@ from .conversion import wide_source
 from .registry import HELPERS, helper, instruction
 
 if TYPE_CHECKING:
-    from ..program import Emitter
+    from ..emitter import Emitter
 
 Array = np.ndarray[Any, Any]
 DYNAMIC = {"%clock": "u32", "%clock_hi": "u32", "%clock64": "u64", "%globaltimer": "u64", "%globaltimer_lo": "u32",

@@ -11,7 +11,7 @@ from .registry import helper, instruction
 
 if TYPE_CHECKING:
     from ..ast import Operand
-    from ..program import Emitter
+    from ..emitter import Emitter
 
 Array = np.ndarray[Any, Any]
 ROUNDINGS = ("rn", "rz", "rm", "rp")

@@ -18,7 +18,7 @@ from .registry import instruction
 from .synchronisation import SharedOperand, find_mbarrier, locate
 
 if TYPE_CHECKING:
-    from ..program import Emitter
+    from ..emitter import Emitter
     from ..warp import Fragment, Wait, Warp
 
 Array = np.ndarray[Any, Any]

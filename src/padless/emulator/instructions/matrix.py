@@ -13,6 +13,7 @@ from ..asynchronous import AsyncOperation
 from ..checks import set_bits
 from ..memory_access import shared_groups
 from ..race import ASYNC, pack
+from ..register_checks import names_of
 from ..warp import Wait
 from ..warp_sync import gather_warp
 from .registry import instruction
@@ -20,7 +21,7 @@ from .synchronisation import SharedOperand
 
 if TYPE_CHECKING:
     from ..ast import Instruction
-    from ..program import Emitter
+    from ..emitter import Emitter
     from ..warp import Cta, Fragment, Warp
 
 Array = np.ndarray[Any, Any]
@@ -376,14 +377,14 @@ def make_mma(e: Emitter) -> Any:
             if dirty:
                 cta.machine.report(
                     "missing-wgmma-fence",
-                    f"{cta.machine._names(dirty)} were written since the last wgmma.fence" if w.dirty != -1
+                    f"{names_of(cta.machine, dirty)} were written since the last wgmma.fence" if w.dirty != -1
                     else "no wgmma.fence before the first wgmma",
                     ins, w,
                 )  # fmt: skip
             if accumulate and d_bits & ~w.written:
                 cta.machine.report(
                     "uninitialised-register",
-                    f"accumulates into {cta.machine._names(d_bits & ~w.written)}, never written",
+                    f"accumulates into {names_of(cta.machine, d_bits & ~w.written)}, never written",
                     ins, w,
                 )  # fmt: skip
             w.written |= d_bits

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..program import Emitter
+    from ..emitter import Emitter
 
 EMITTERS: dict[str, Callable[[Emitter], None]] = {}
 HELPERS: dict[str, Any] = {}  # functions that generated code calls by name

@@ -15,7 +15,7 @@ from .registry import instruction
 
 if TYPE_CHECKING:
     from ..ast import Instruction, Operand
-    from ..program import Emitter
+    from ..emitter import Emitter
     from ..warp import Cta, Fragment, Warp
 
 Array = np.ndarray[Any, Any]

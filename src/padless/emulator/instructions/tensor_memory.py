@@ -16,6 +16,7 @@ from ..ast import Address, Immediate, Register, Vector
 from ..asynchronous import AsyncOperation
 from ..checks import set_bits
 from ..race import ASYNC, BASE, BEFORE, READS, TENSOR, Shadow, pack
+from ..register_checks import names_of
 from ..spaces import OFFSET_MASK
 from ..warp import Wait
 from ..warp_sync import gather_warp
@@ -24,7 +25,7 @@ from .synchronisation import SharedOperand, find_mbarrier, locate
 
 if TYPE_CHECKING:
     from ..ast import Instruction
-    from ..program import Emitter
+    from ..emitter import Emitter
     from ..warp import Cta, Fragment, Warp
 
 Array = np.ndarray[Any, Any]
@@ -568,7 +569,7 @@ def access(e: Emitter, is_load: bool) -> None:
             stamp = int(pack(state.columns[kind], state.count[kind], ASYNC))
             touched = np.unique(lanes * COLUMNS + columns)
             if w.busy & bits:
-                names = machine._names(w.busy & bits)
+                names = names_of(machine, w.busy & bits)
                 machine.report(
                     "register-in-flight", f"{names} are still in use by an unfinished operation", ins, w
                 )

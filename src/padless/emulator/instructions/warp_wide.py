@@ -11,7 +11,7 @@ from ..warp_sync import gather_members
 from .registry import instruction
 
 if TYPE_CHECKING:
-    from ..program import Emitter
+    from ..emitter import Emitter
     from ..warp import Fragment, Wait
 
 Array = np.ndarray[Any, Any]
@@ -33,18 +33,26 @@ def predicate_source(e: Emitter, operand: Operand) -> tuple[int, bool]:
     return e.source_slot(operand, "pred"), False
 
 
+def value_and_flag(e: Emitter, destination: Operand) -> tuple[int, int]:
+    """Slots of a destination `value` or `value|predicate`; -1 for what is not wanted."""
+    if isinstance(destination, Pair):
+        first, second = destination.first, destination.second
+    else:
+        first, second = destination, Sink()
+    out = -1 if isinstance(first, Sink) else e.destination_slot(first, "u32")
+    return out, -1 if isinstance(second, Sink) else e.destination_slot(second, "pred")
+
+
 @instruction("shfl")
 def shuffle(e: Emitter) -> None:
     e.only("sync", "up", "down", "bfly", "idx")
     if not e.has("sync"):
         e.unsupported("shfl without .sync")
     d, a, b, c, members = e.operands
-    first, second = (d.first, d.second) if isinstance(d, Pair) else (d, Sink())
     mode = next(m for m in e.instruction.modifiers if m in ("up", "down", "bfly", "idx"))
     source, lane_slot, control = e.source_slot(a, "u32"), e.source_slot(b, "u32"), e.source_slot(c, "u32")
     member_slot = e.source_slot(members, "u32")
-    out = -1 if isinstance(first, Sink) else e.destination_slot(first, "u32")
-    flag = -1 if isinstance(second, Sink) else e.destination_slot(second, "pred")
+    out, flag = value_and_flag(e, d)
     ins = e.instruction
 
     def shfl(f: Fragment, m: Any) -> Wait | None:
@@ -120,9 +128,7 @@ def match(e: Emitter) -> None:
     d, a, members = e.operands
     source = e.source_slot(a, e.view)
     member_slot = e.source_slot(members, "u32")
-    first, second = (d.first, d.second) if isinstance(d, Pair) else (d, Sink())
-    out = -1 if isinstance(first, Sink) else e.destination_slot(first, "u32")
-    flag = -1 if isinstance(second, Sink) else e.destination_slot(second, "pred")
+    out, flag = value_and_flag(e, d)
     every = e.has("all")
     ins = e.instruction
 
@@ -180,10 +186,8 @@ def elect(e: Emitter) -> None:
     """One leader among the members; the schedule says which, since the ISA does not."""
     e.only("sync")
     d, members = e.operands
-    first, second = (d.first, d.second) if isinstance(d, Pair) else (d, Sink())
     member_slot = e.source_slot(members, "u32")
-    out = -1 if isinstance(first, Sink) else e.destination_slot(first, "u32")
-    flag = -1 if isinstance(second, Sink) else e.destination_slot(second, "pred")
+    out, flag = value_and_flag(e, d)
     ins = e.instruction
 
     def elect_sync(f: Fragment, m: Any) -> Wait | None:
