@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from conftest import GuardedOutput
+from grouped_problem import Activation, Problem, offsets
 
 from padless import formats
 from padless.emulator.fake_driver import EmulatedDriver
@@ -20,24 +20,6 @@ from padless.reference import grouped_gemm_reference
 DRIVER = EmulatedDriver()  # one for all tests, since it keeps prepared kernels
 
 FORMATS: dict[str, BlockScaledFormat] = {fmt.name: fmt for fmt in formats.FORMATS}
-Activation = BlockScaledTensor | torch.Tensor
-
-
-@dataclass
-class Problem:
-    """Operands on the CPU. Groups may leave rows at the end to nobody."""
-
-    a: Activation
-    b: BlockScaledTensor
-    offs: torch.Tensor
-
-    @property
-    def valid_rows(self) -> int:
-        return int(self.offs[-1]) if len(self.offs) else 0
-
-
-def offsets(sizes: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
 def random_problem(

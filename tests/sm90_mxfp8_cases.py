@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from conftest import GuardedOutput
+from grouped_problem import Problem, offsets
 
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.formats import MXFP8, MXFP8_E5M2, TILE_COLUMNS, BlockScaledFormat, BlockScaledTensor
@@ -17,23 +16,6 @@ from padless.reference import fma_float32, group_rows, round_to
 DRIVER = EmulatedDriver()  # one for all tests, since it keeps prepared kernels
 NAN_SCALE = 255
 PAIRS = ((MXFP8, MXFP8), (MXFP8, MXFP8_E5M2), (MXFP8_E5M2, MXFP8), (MXFP8_E5M2, MXFP8_E5M2))
-
-
-@dataclass
-class Problem:
-    """Operands on the CPU. Groups may leave rows at the end to nobody."""
-
-    a: BlockScaledTensor
-    b: BlockScaledTensor
-    offs: torch.Tensor
-
-    @property
-    def valid_rows(self) -> int:
-        return int(self.offs[-1]) if len(self.offs) else 0
-
-
-def offsets(sizes: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
 def tensor(
