@@ -32,7 +32,10 @@ class Bug:
     quick: bool = False
 
 
-FREE_AT_END = "arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[ring.stage == 0 ? TOKEN_STAGES - 1 : ring.stage - 1], lane);"
+FREE_AT_END = (
+    "arrive_warp<TOKEN_ARRIVALS>("
+    "shared.tokens_empty[ring.stage == 0 ? TOKEN_STAGES - 1 : ring.stage - 1], lane);"
+)
 
 BUGS: tuple[Bug, ...] = (
     # ---- hand-over of the tokens
