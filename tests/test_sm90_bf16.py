@@ -90,6 +90,8 @@ TILES = [
     # block_m, block_n, warpgroups, pair, layout of the weights' scales, output
     (8, 256, 4, ("MXFP8", "MXFP8"), "blocked", torch.bfloat16),
     (16, 128, 2, ("NVFP4", "NVFP4"), "blocked", torch.float16),
+    (16, 256, 4, ("NVFP4", "NVFP4"), "plain", torch.bfloat16),
+    (64, 256, 4, (BF16, "NVFP4"), "blocked", torch.float32),
     (32, 256, 2, ("MXFP4", "MXFP4"), "blocked", torch.bfloat16),
     (64, 128, 2, ("FP8_BLOCK", "NVFP4"), "blocked", torch.bfloat16),
     (128, 128, 2, ("FP8_BLOCK", "MXFP4"), "plain", torch.float32),
@@ -271,6 +273,7 @@ def test_a_tile_has_about_as_many_tokens_as_a_group() -> None:
         ({"block_m": 24}, r"block_m is 24; allowed: 8, 16, 32, 64 or 128"),
         ({"block_n": 64}, r"block_n is 64"),
         ({"num_warpgroups": 4}, r"block_n is 128; allowed: 256 with 4 warpgroups"),
+        ({"num_warpgroups": 4, "block_n": 256}, r"block_m is 128; allowed: at most 64 with 4 warpgroups"),
         ({"num_stages": 1}, r"num_stages is 1"),
     ],
 )

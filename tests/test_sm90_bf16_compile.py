@@ -55,18 +55,25 @@ QUICK = list(
             select_config("BF16", "MXFP4", 1, 1, out_dtype=torch.float32, blocked=True),
             select_config("NVFP4", "NVFP4", 32 * 257, 257, out_dtype=torch.float16),
             select_config("FP8_BLOCK", "NVFP4", 32, 1),
+            select_config("NVFP4", "NVFP4", 64, 1, blocked=True),
             Bf16GemmConfig("NVFP4", "NVFP4", block_m=16, block_n=256),
+            Bf16GemmConfig("MXFP8", "MXFP8", block_m=32, block_n=256, num_warpgroups=4),
             Bf16GemmConfig("NVFP4", "NVFP4", block_m=16, block_n=128),
         ]
     )
 )
 
 
+def helpers(config: Bf16GemmConfig) -> int:
+    """Warpgroups beside the consumers: converters and producer, or both in one."""
+    return 1 if config.num_warpgroups == 4 else 2
+
+
 def check_compiles(config: Bf16GemmConfig) -> None:
     kernel = jit.compile_kernel(KERNEL, config.prelude(), ARCH)
     assert complaints(kernel) == []
     assert "ptxas info" in kernel.log, "the compiler's log is what tells of spills"
-    assert kernel.num_threads == 128 * (config.num_warpgroups + 2)
+    assert kernel.num_threads == 128 * (config.num_warpgroups + helpers(config))
 
 
 @pytest.mark.parametrize("config", QUICK, ids=name_of)
@@ -104,13 +111,11 @@ def code_complaints(sass: list[str], config: Bf16GemmConfig, kernel: jit.Compile
 
     asked = [int(line.split(",")[-1], 16) for line in sass if line.startswith("USETMAXREG.TRY_ALLOC")]
     kept = [int(line.split()[-1], 16) for line in sass if line.startswith("USETMAXREG.DEALLOC")]
-    # Consumers are num_warpgroups warpgroups and the most demanding; the other two roles are one each.
+    # Consumers are num_warpgroups warpgroups and the most demanding; the others are one each.
     roles = sorted(asked + kept)
-    if len(roles) != 3:
+    if len(roles) != 1 + helpers(config):
         found.append(f"setmaxnreg asks for {asked} and keeps {kept}")
-    elif roles[0] + min(roles[1], roles[2]) + max(roles) * config.num_warpgroups > (
-        kernel.registers * kernel.num_threads // 128
-    ):
+    elif sum(roles[:-1]) + roles[-1] * config.num_warpgroups > kernel.registers * kernel.num_threads // 128:
         found.append(f"setmaxnreg asks for {roles}, more than the registers of the CTA")
     return found
 
@@ -120,6 +125,7 @@ CODE_CASES = [
     select_config("MXFP8", "MXFP8", 128, 1, out_dtype=torch.float32),
     select_config("FP8_BLOCK", "MXFP4", 64, 1, blocked=True),
     select_config("BF16", "NVFP4", 8, 1),
+    select_config("NVFP4", "NVFP4", 64, 1, blocked=True),
 ]
 
 

@@ -68,12 +68,14 @@ constexpr int BLOCK_K = 128;
 constexpr int WGMMA_M = 64;
 constexpr int UNITS_OF_WARPGROUP = BLOCK_N / WGMMA_M / NUM_MMA_WARPGROUPS;
 constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
-constexpr int NUM_CONVERTER_WARPS = 4;
-constexpr int NUM_THREADS = 128 * (NUM_MMA_WARPGROUPS + 2);
-constexpr int CONSUMER_REGISTERS = NUM_MMA_WARPGROUPS == 2 ? 208 : 88;
-constexpr int CONVERTER_REGISTERS = NUM_MMA_WARPGROUPS == 2 ? 56 : 88;
-constexpr int PRODUCER_REGISTERS = 40;
-constexpr bool CONVERTERS_GROW = NUM_MMA_WARPGROUPS == 4;  // 80 registers a thread at the start, else 128
+// Four consumer warpgroups have few tokens to convert (64 at most): two warps do it, in the producer's warpgroup, so that
+// the consumers get the registers.
+constexpr bool HELPERS_TOGETHER = NUM_MMA_WARPGROUPS == 4;
+constexpr int NUM_CONVERTER_WARPS = HELPERS_TOGETHER ? 2 : 4;
+constexpr int NUM_THREADS = 128 * (NUM_MMA_WARPGROUPS + (HELPERS_TOGETHER ? 1 : 2));
+constexpr int CONSUMER_REGISTERS = HELPERS_TOGETHER ? 104 : 208;  // of 96 or 128 at the start
+constexpr int CONVERTER_REGISTERS = HELPERS_TOGETHER ? 64 : 56;
+constexpr int PRODUCER_REGISTERS = HELPERS_TOGETHER ? CONVERTER_REGISTERS : 40;
 static_assert(BLOCK_M == 8 || BLOCK_M == 16 || BLOCK_M == 32 || BLOCK_M == 64 || BLOCK_M == 128, "tokens");
 static_assert(NUM_MMA_WARPGROUPS == 2 || NUM_MMA_WARPGROUPS == 4, "warpgroups");
 #if EPILOGUE_IS_QUANT
@@ -783,8 +785,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
 #endif
 
     constexpr int FIRST_PRODUCER_WARP = NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS;
+    if (HELPERS_TOGETHER && warp >= NUM_CONSUMER_WARPS) setmaxnreg_dec<CONVERTER_REGISTERS>();
     if (warp >= FIRST_PRODUCER_WARP) {
-        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if constexpr (!HELPERS_TOGETHER) setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == FIRST_PRODUCER_WARP) {
             if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa, map_sfb);
         } else if (warp == FIRST_PRODUCER_WARP + 1) {
@@ -794,10 +797,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         }
         __syncwarp();
     } else if (warp >= NUM_CONSUMER_WARPS) {
-        if constexpr (CONVERTERS_GROW)
-            setmaxnreg_inc<CONVERTER_REGISTERS>();
-        else
-            setmaxnreg_dec<CONVERTER_REGISTERS>();
+        if constexpr (!HELPERS_TOGETHER) setmaxnreg_dec<CONVERTER_REGISTERS>();
         convert_tiles(shared, problem, warp - NUM_CONSUMER_WARPS, lane);
         __syncwarp();
     } else {

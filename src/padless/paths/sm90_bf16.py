@@ -41,7 +41,7 @@ class Bf16GemmConfig:
         a_format, b_format: names of the formats of activations and weights; "BF16" for plain activations.
         block_m: tokens of the output tile: 8, 16, 32, 64 or 128.
         block_n: weight rows of the output tile: 128 or 256, shared out to the consumer warpgroups 64 at a time.
-        num_warpgroups: consumer warpgroups, 2 or 4. With 4 a thread has fewer registers: at most 32 tokens.
+        num_warpgroups: consumer warpgroups, 2 or 4. With 4 a thread has fewer registers: at most 64 tokens.
         num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
         raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
         blocked: whether the scales of the weights are in the 32x4x4 layout, else row-major.
@@ -70,7 +70,7 @@ class Bf16GemmConfig:
         require(self.num_warpgroups in (2, 4), "num_warpgroups", "2 or 4")
         if self.num_warpgroups == 4:
             require(self.block_n == 256, "block_n", "256 with 4 warpgroups")
-            require(self.block_m <= 32, "block_m", "at most 32 with 4 warpgroups")
+            require(self.block_m <= 64, "block_m", "at most 64 with 4 warpgroups")
         if self.a_format == "FP8_BLOCK" and self.block_m >= 64:
             require(self.block_n == 128, "block_n", "128 with 64 or more tokens of FP8_BLOCK")
         check_common_fields(self, require)
@@ -106,8 +106,8 @@ def select_config(
     """The kernel for a problem: a pure function of the formats, M and G, since the groups' sizes are on the device.
 
     A tile has about as many tokens as a group. Many tokens to a tile make the weights' dequantisation, which every tile
-    does anew, cheap against the products; few leave no part of an instruction idle. Two warpgroups always: four
-    with half the rows each issue a fifth more instructions.
+    does anew, cheap against the products; few leave no part of an instruction idle. FP4 weights for up to 64 tokens
+    take four warpgroups, which hide latencies that two leave open.
     """
     per_group = -(-m // max(min(num_groups, m), 1))
     block_m = next((size for size in (8, 16, 32, 64) if per_group <= size), 128)
@@ -123,7 +123,7 @@ def select_config(
         b_format,
         block_m=block_m,
         block_n=256 if wide else 128,
-        num_warpgroups=2,
+        num_warpgroups=4 if wide and block_m <= 64 and b_format in ("MXFP4", "NVFP4") else 2,
         blocked=blocked,
         max_groups=room_for_groups(num_groups),
         out_dtype=out_dtype,
