@@ -28,6 +28,8 @@ from padless.formats import (
 )
 
 WORD_INPUTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Those of 448, 57344 and 6, the largest codes of the MX formats, in float32.
+MAX_MANTISSAS = {MXFP8: 0x600000, MXFP8_E5M2: 0x600000, MXFP4: 0x400000}
 ELEMENTS = {MXFP8: "e4m3", MXFP8_E5M2: "e5m2", MXFP4: "e2m1", NVFP4: "e2m1"}
 
 
@@ -82,7 +84,7 @@ def row_blocks(
             WORDS=words,
             RULE=scale_rule,
             EMAX=quantize_rules.ELEMENT_EMAX.get(format, 0),
-            MAX_VALUE=format.max_value,
+            MAX_MANTISSA=MAX_MANTISSAS.get(format, 0),
             FACTORS=_factors_by(factors, group),
             SCALE_LAYOUT=scale_layout,
             HARDWARE_CAST=casts.casts_in_hardware(x.device),
@@ -164,7 +166,7 @@ def _row_blocks(
     WORDS: tl.constexpr,  # "bf16", "fp16": x_ptr is two values in an int32, x_stride counts those; or "none"
     RULE: tl.constexpr,
     EMAX: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
+    MAX_MANTISSA: tl.constexpr,  # of the largest code, as float32 has it
     FACTORS: tl.constexpr,
     SCALE_LAYOUT: tl.constexpr,
     HARDWARE_CAST: tl.constexpr,
@@ -214,7 +216,7 @@ def _row_blocks(
             second = tl.load(factors_ptr + group * 2 + 1, mask=row < rows, other=1.0)[:, None]
         scale, multiplier = _nvfp4_scale(amax_bits, first, second, RULE, HARDWARE_CAST)
     else:
-        scale, multiplier = _mx_scale(amax_bits, RULE, EMAX, MAX_VALUE)
+        scale, multiplier = _mx_scale(amax_bits, RULE, EMAX, MAX_MANTISSA)
 
     if ELEMENT == "e2m1":
         multiplier = tl.broadcast_to(multiplier[:, :, None], (BLOCK_M, BLOCKS, BLOCK // 2))
@@ -252,16 +254,19 @@ def _row_blocks(
 
 
 @triton.jit
-def _mx_scale(amax_bits, RULE: tl.constexpr, EMAX: tl.constexpr, MAX_VALUE: tl.constexpr):
-    """(E8M0 byte, 2^(127 - byte)) of blocks from the bits of their amax."""
+def _mx_scale(amax_bits, RULE: tl.constexpr, EMAX: tl.constexpr, MAX_MANTISSA: tl.constexpr):
+    """(E8M0 byte, 2^(127 - byte)) of blocks from the bits of their amax.
+
+    "rceil" divides nothing: amax / largest is above a power of two exactly where amax is above largest times it,
+    that is where its mantissa is above the largest code's, and float32's rounding of the quotient to nearest moves
+    none across one. But one: subnormal quotients are further apart, and the amax next to largest * 2^-127 comes down
+    to 2^-127 itself.
+    """
     if RULE == "floor":
         byte = tl.maximum((amax_bits >> 23) - EMAX, 0)
     else:
-        quotient = casts.divided_by(amax_bits.to(tl.float32, bitcast=True), MAX_VALUE)
-        bits = quotient.to(tl.int32, bitcast=True)
-        exponent = bits >> 23
-        # Byte 0 is 2^-127, as a float32 subnormal: mantissa 0x400000.
-        byte = exponent + ((bits & 0x7FFFFF) > tl.where(exponent == 0, 0x400000, 0)).to(tl.int32)
+        byte = tl.maximum(((amax_bits + (0x7FFFFF - MAX_MANTISSA)) >> 23) - EMAX, 0)
+        byte = tl.where(amax_bits == (EMAX << 23) + MAX_MANTISSA + 1, 0, byte)
     byte = tl.where(amax_bits >= casts.INF_BITS, 0xFF, byte)
     multiplier = tl.where(byte == 0xFF, casts.NAN_BITS, (0xFE - byte) << 23)
     return byte.to(tl.uint8), multiplier.to(tl.float32, bitcast=True)
