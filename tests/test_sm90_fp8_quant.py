@@ -273,7 +273,8 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     ),
     "a skipping warpgroup does not keep step": (
         STORE,
-        "        column_maxima_arrive(warpgroup);\n        column_maxima_wait(warpgroup);\n        column_barrier(warpgroup);\n",
+        "        column_maxima_arrive(warpgroup);\n        column_maxima_wait(warpgroup);\n"
+        "        column_barrier(warpgroup);\n",
         "",
         BOTH,
     ),
@@ -313,8 +314,8 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     ),
     "a reciprocal in place of the division": (
         RULES,
-        "__fdiv_rn(amax < 1e-4f ? 1e-4f : amax, 448.0f)",
-        "(amax < 1e-4f ? 1e-4f : amax) * (1.0f / 448.0f)",
+        "__fmaf_rn(__fmaf_rn(quotient, -448.0f, x), INVERSE, quotient)",
+        "quotient",
         ROWS,
     ),
 }

@@ -10,8 +10,8 @@ The arithmetic, element by element, all of it float32 and every operation that i
       bias_rule "gated_bias"   x = fl(x + fl(bias[g, n] * prob[m])) step 4 is then left out; no activation
  3. activation "swiglu_*", on pairs of columns:
       h  =  fl(fl(gate * s) * up),  s = fl(1 / fl(1 + fl(exp(-gate))))
-      The exponential is the one operation that is not exactly rounded: a GPU computes 2^(-gate log2 e), whose relative
-      error is up to 2^-22 (2 + |gate|); where it is 2^128 or more, s is 0.
+      The exponential is the one operation that is not exactly rounded: a GPU's is off by up to 2^-21 of its value. Where
+      the sum is above 2^126, from gates of -87.34 down, s would be subnormal and is 0.
  4. x  =  fl(h * prob[m])                                           prob
     x is from here on D, (M, N_out). Rows in no group, and rows and columns that do not exist, are in none of
     what follows and nothing is stored for them.

@@ -74,9 +74,10 @@ def group_values(
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """fl(1 / fl(1 + fl(exp(-x)))), the exponential rounded once."""
+    """fl(1 / fl(1 + fl(exp(-x)))), the exponential rounded once; 0 where that is subnormal."""
     power = torch.exp(-x.to(torch.float64)).to(torch.float32)
-    return 1.0 / (1.0 + power)
+    s = 1.0 / (1.0 + power)
+    return torch.where(s < 2.0**-126, 0.0, s)
 
 
 def _gate_and_up(x: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,47 +31,43 @@ __device__ __forceinline__ float quiet_nan() {
     return __int_as_float(0x7FC00000);
 }
 
-// 1 / x, correctly rounded, for x in 1 .. 2^126: the reciprocal of the function unit and one Newton step.
+// 1 / x, correctly rounded, for x in 2^-126 .. 2^126; 0 above, also for Inf; NaN for NaN. The reciprocal of the function
+// unit and one Newton step are what the compiler makes of rcp.rn itself, there behind a branch.
 __device__ __forceinline__ float reciprocal_of_ordinary(float x) {
     const float r = rcp_approx(x);
-    return __fmaf_rn(r, -__fmaf_rn(r, x, -1.0f), r);
+    const float residual = fminf(-__fmaf_rn(r, x, -1.0f), 1.0f);  // 1 where x is Inf: 0 Inf is no number
+    return fma_ftz(r, residual, r);
 }
 
-// 1 + exp(-gate), rounded once after an exp within 2^-21 of its value; gate of -88.7 or more.
+// The same for x of 1 or more, without the minimum: 0 for Inf, and 0 for NaN.
+__device__ __forceinline__ float reciprocal_from_one(float x) {
+    const float r = rcp_approx(x);
+    return fma_ftz_sat(r, -__fmaf_rn(r, x, -1.0f), r);
+}
+
+// 1 + exp(-gate), rounded once after an exp within 2^-21 of its value; above 2^126, Inf or NaN where gate is below -87.34.
 //
-// exp(-gate) = 2^j 2^f with j = floor(-gate log2(e)) and f in [0, 1], to which the low part of log2(e) is added: the
-// function unit's power alone would inherit the rounding of its argument, 2^-17 for gate = -80. 1.5 * 2^23 + j has j in
-// its low bits. Adding 1 to p 2^j rounds once, as the power of two is exact.
+// exp(-gate) = 2^h exp(c) with h = fl(-gate log2(e)) and c = -gate - h ln(2), which is what rounding h lost: the function
+// unit's power alone would inherit 2^-17 of it for gate = -80. The product with the high part of ln(2) is exact in the
+// first difference; below 2^-16, exp(c) is 1 + c.
 __device__ __forceinline__ float one_plus_exp_minus(float gate) {
-    constexpr float LOG2E = 1.44269502f, LOG2E_LOW = 1.92596299e-8f, SHIFT = 12582912.0f;
+    constexpr float LOG2E = 1.44269502f, LN2 = 0.693147182f, LN2_LOW = -1.90465421e-9f;
     const float x = fminf(gate, 87.0f);  // above, the sum is 1
-    const float shifted = __fmaf_rd(x, -LOG2E, SHIFT);
-    const float j = __fadd_rn(shifted, -SHIFT);
-    const float f = __fmaf_rn(x, -LOG2E_LOW, __fmaf_rn(x, -LOG2E, -j));
-    const float two_to_j = __int_as_float((__float_as_int(shifted) << 23) + 0x3F800000);
-    return __fmaf_rn(ex2_approx(f), two_to_j, 1.0f);
+    const float h = __fmul_rn(x, -LOG2E);
+    const float c = __fmaf_rn(h, -LN2_LOW, __fmaf_rn(h, -LN2, -x));
+    const float power = ex2_approx(h);
+    return __fadd_rn(__fmaf_rn(power, c, power), 1.0f);
 }
 
-// gate = (gate * s) * up with s = 1 / (1 + exp(-gate)), each operation rounded once. One branch for all pairs: it is rare,
-// and between two branches only what lies between them can hide the latency of the function unit.
+// gate = (gate * s) * up with s = 1 / (1 + exp(-gate)), each operation rounded once. s is 0 where it would be subnormal,
+// and for NaN, which the product with gate is again. No branches: what is independent hides the function unit's latency.
 template <int COUNT>
 __device__ __forceinline__ void swiglu(float (&gate)[COUNT], const float (&up)[COUNT]) {
-    float s[COUNT];
-    float lowest = gate[0];
 #pragma unroll
     for (int e = 0; e < COUNT; ++e) {
-        s[e] = reciprocal_of_ordinary(one_plus_exp_minus(gate[e]));
-        lowest = fminf(lowest, gate[e]);
+        const float s = reciprocal_from_one(one_plus_exp_minus(gate[e]));
+        gate[e] = __fmul_rn(__fmul_rn(gate[e], s), up[e]);
     }
-    if (lowest < -86.0f) {
-#pragma unroll
-        for (int e = 0; e < COUNT; ++e) {  // from -88.722839 down exp is Inf
-            if (gate[e] < -86.0f)
-                s[e] = gate[e] < -88.722835f ? 0.0f : __frcp_rn(one_plus_exp_minus(gate[e]));
-        }
-    }
-#pragma unroll
-    for (int e = 0; e < COUNT; ++e) gate[e] = __fmul_rn(__fmul_rn(gate[e], s[e]), up[e]);
 }
 
 // float32 to the e2m1 code of its magnitude, nearest even, above 5 to 6. x may not be NaN.
@@ -96,6 +92,13 @@ __device__ __forceinline__ uint32_t e2m1_pair(float x, float y) {
     return e2m1_code(x) | e2m1_code(y) << 4;
 }
 
+// x / 448, correctly rounded, for x in 1e-4 .. FLT_MAX: the product with the rounded reciprocal, and what it left over.
+__device__ __forceinline__ float divided_by_448(float x) {
+    constexpr float INVERSE = 1.0f / 448.0f;
+    const float quotient = __fmul_rn(x, INVERSE);
+    return __fmaf_rn(__fmaf_rn(quotient, -448.0f, x), INVERSE, quotient);
+}
+
 // scale = max(amax, 1e-4) / 448, code = e4m3(x * (1 / scale)).
 struct Fp8Block {
     static constexpr int BLOCK = 128;
@@ -104,10 +107,12 @@ struct Fp8Block {
 
     __device__ __forceinline__ static Fp8Block make(const float*) { return Fp8Block{}; }
     __device__ __forceinline__ float scale(float amax) const {
-        const float quotient = __fdiv_rn(amax < 1e-4f ? 1e-4f : amax, 448.0f);
-        return quotient == quotient ? quotient : quiet_nan();
+        const float x = max_nan_abs(amax, 1e-4f);
+        const float quotient = divided_by_448(x);
+        const int bits = __float_as_int(x);  // Inf stays, NaN is 0x7FFFFFFF here
+        return bits < 0x7F800000 ? quotient : __int_as_float(bits & 0x7FC00000);
     }
-    __device__ __forceinline__ float multiplier(float scale) const { return __frcp_rn(scale); }
+    __device__ __forceinline__ float multiplier(float scale) const { return reciprocal_of_ordinary(scale); }
     __device__ __forceinline__ static uint32_t codes(float x, float y) { return cvt_e4m3x2(x, y); }
 };
 

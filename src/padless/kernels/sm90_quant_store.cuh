@@ -258,6 +258,12 @@ template <int NUM_WAVES>
 __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2], SharedStorage& shared,
                                            const Problem& problem, const StoreMaps& outputs, const Tile& tile,
                                            int column, int warpgroup, int warp, int lane) {
+    // Not to keep addresses in registers through the products: the MXFP8 kernel would spill them.
+    uint32_t opaque_lane = lane, opaque_column = column;
+    pin_register(opaque_lane);
+    pin_register(opaque_column);
+    lane = opaque_lane;
+    column = opaque_column;
     const bool issuer = warp == 0 && lane == 0;
     const int out_column = GLU == GLU_NONE ? column : column / 2;
     const Placement place = shared.quant.placement(shared.groups.group_ends, tile.group);

@@ -50,6 +50,20 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return value;
 }
 
+// x y + z, rounded once; subnormal operands and results become 0.
+__device__ __forceinline__ float fma_ftz(float x, float y, float z) {
+    float value;
+    asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(value) : "f"(x), "f"(y), "f"(z));
+    return value;
+}
+
+// The same, clamped to 0 .. 1; NaN becomes 0.
+__device__ __forceinline__ float fma_ftz_sat(float x, float y, float z) {
+    float value;
+    asm("fma.rn.ftz.sat.f32 %0, %1, %2, %3;" : "=f"(value) : "f"(x), "f"(y), "f"(z));
+    return value;
+}
+
 // Counts this warp at a barrier of `threads` threads, at which others wait.
 __device__ __forceinline__ void bar_arrive(uint32_t id, uint32_t threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
