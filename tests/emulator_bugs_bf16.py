@@ -96,15 +96,13 @@ BUGS: tuple[Bug, ...] = (
         (
             (
                 KERNEL,
-                "section.load_scales(shared, problem, pipeline.stage, first_row, quad, kb + 1);",
-                "arrive_warp(shared.empty[pipeline.stage], lane);"
-                "section.load_scales(shared, problem, pipeline.stage, first_row, quad, kb + 1);",
+                "} else if (next_octet == LAST_PART) {",
+                "} else if (next_octet == LAST_PART) { arrive_warp(shared.empty[stage], lane);",
             ),
             (
                 KERNEL,
-                "section.load_codes(shared, pipeline.stage, first_row, quad, 0);"
-                " if (OCTETS == 4) arrive_warp(shared.empty[pipeline.stage], lane); }",
-                "section.load_codes(shared, pipeline.stage, first_row, quad, 0); }",
+                "LAST_PART % 4 / OCTETS); arrive_warp(shared.empty[stage], lane);",
+                "LAST_PART % 4 / OCTETS);",
             ),
         ),
     ),

@@ -275,6 +275,8 @@ def test_a_tile_has_about_as_many_tokens_as_a_group() -> None:
         ({"num_warpgroups": 4}, r"block_n is 128; allowed: 256 with 4 warpgroups"),
         ({"num_warpgroups": 4, "block_n": 256}, r"block_m is 128; allowed: at most 64 with 4 warpgroups"),
         ({"num_stages": 1}, r"num_stages is 1"),
+        ({"stage_blocks": 3}, r"stage_blocks is 3; allowed: 0 \(chosen\), 1 or 2"),
+        ({"a_format": "MXFP8", "b_format": "MXFP8", "stage_blocks": 2}, r"stage_blocks is 2; allowed: 0 or 1"),
     ],
 )
 def test_a_config_that_cannot_be(fields: dict[str, object], message: str) -> None:

@@ -92,12 +92,12 @@ def code_complaints(sass: list[str], config: Bf16GemmConfig, kernel: jit.Compile
     opcodes = {line.split()[0] for line in sass}
     found = [f"{o} (local memory)" for o in opcodes if re.match(r"(LDL|STL)\b", o)]
 
-    units = config.block_n // 64 // config.num_warpgroups
+    expected = 8 * config.blocks_of_stage * (config.block_n // 64 // config.num_warpgroups)
     is_f16 = config.b_format == "NVFP4" and config.a_format != "BF16"
     shape = f"HGMMA.64x{config.block_m}x16.F32" + ("" if is_f16 else ".BF16")
     products = [line for line in sass if "GMMA" in line.split()[0]]
-    if len(products) != 8 * units or any(line.split()[0] != shape for line in products):
-        found.append(f"{len(products)} products, not {8 * units} {shape}")
+    if len(products) != expected or any(line.split()[0] != shape for line in products):
+        found.append(f"{len(products)} products, not {expected} {shape}")
     # A from registers: accumulator, fragment and the one descriptor of the tokens.
     from_memory = [line for line in products if not re.match(r"\S+ R\d+, R\d+, gdesc\[", line)]
     if from_memory:

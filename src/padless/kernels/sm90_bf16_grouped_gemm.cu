@@ -63,7 +63,7 @@ using uint64_t = unsigned long long;
 #include "tile_queue.cuh"
 
 // The host defines, from Bf16GemmConfig: BLOCK_M (tokens), BLOCK_N (weight rows), NUM_MMA_WARPGROUPS, NUM_STAGES (0 = as
-// many as fit), RASTER_M, MAX_GROUPS, A_FORMAT, B_FORMAT, SFB_IS_BLOCKED, OUT_TYPE.
+// many as fit), STAGE_BLOCKS (K blocks to a stage), RASTER_M, MAX_GROUPS, A_FORMAT, B_FORMAT, SFB_IS_BLOCKED, OUT_TYPE.
 constexpr int BLOCK_K = 128;
 constexpr int WGMMA_M = 64;
 constexpr int UNITS_OF_WARPGROUP = BLOCK_N / WGMMA_M / NUM_MMA_WARPGROUPS;
@@ -97,21 +97,26 @@ constexpr bool PAIRS_ARE_ADJACENT = !is_fp4(A_FORMAT) && !is_fp4(B_FORMAT) && A_
 constexpr bool IS_F16 = B_FORMAT == FORMAT_NVFP4 && A_FORMAT != FORMAT_BF16;
 constexpr bool HAS_GLOBAL_SCALES = A_FORMAT == FORMAT_NVFP4 || B_FORMAT == FORMAT_NVFP4;
 constexpr int SHIFT = shift_of(A_FORMAT) + shift_of(B_FORMAT);
+static_assert(STAGE_BLOCKS == 1 || (STAGE_BLOCKS == 2 && is_fp4(B_FORMAT) && !PROMOTE),
+              "K blocks of a stage");
 
 // An FP8 or bf16 tile has rows of 128 bytes with the 128-byte swizzle (bf16: two tiles, of 64 values of K each); FP4 rows
 // are 64 bytes and not swizzled: eight lanes that read 16 bytes each of two rows touch all banks either way.
-constexpr int A_BYTES = BLOCK_M * row_bytes(A_FORMAT);
+constexpr int A_BYTES = BLOCK_M * row_bytes(A_FORMAT);  // of a K block
 constexpr int B_BYTES = BLOCK_N * row_bytes(B_FORMAT);
 constexpr int TOKEN_HALF_BYTES = BLOCK_M * 128;  // 64 of K in bf16
 
 // Row-major scales come as 16 bytes a row, the least that a copy can have: the scales of 256 of K (NVFP4) or of 512 (MX).
+// That is enough for all K blocks of a stage. Blocked ones come as tiles, those of a K block one after the other.
 constexpr int SCALE_ROW_BYTES = 16;
 constexpr int SFA_BYTES = scales_of_128(A_FORMAT) == 0 ? 0 : BLOCK_M * SCALE_ROW_BYTES;
 constexpr int SCALE_TILES =
     scales_of_128(B_FORMAT) / 4;  // 32x4x4 tiles of 512 bytes for 128 rows and 128 of K
 constexpr int SCALE_BLOCK_BYTES = SCALE_TILES * 512;
-constexpr int SFB_BYTES = SFB_IS_BLOCKED ? BLOCK_N / 128 * SCALE_BLOCK_BYTES : BLOCK_N * SCALE_ROW_BYTES;
-constexpr int STAGE_BYTES = A_BYTES + B_BYTES + SFA_BYTES + SFB_BYTES;
+constexpr int SFB_BLOCK_BYTES =
+    SFB_IS_BLOCKED ? BLOCK_N / 128 * SCALE_BLOCK_BYTES : 0;  // from a K block to the next
+constexpr int SFB_BYTES = SFB_IS_BLOCKED ? STAGE_BLOCKS * SFB_BLOCK_BYTES : BLOCK_N * SCALE_ROW_BYTES;
+constexpr int STAGE_BYTES = STAGE_BLOCKS * (A_BYTES + B_BYTES) + SFA_BYTES + SFB_BYTES;
 
 #if !EPILOGUE_IS_QUANT
 // A slab is 128 bytes of D's columns of BLOCK_M tokens. A warpgroup stages one unit, 64 columns, at a time.
@@ -123,14 +128,14 @@ constexpr int SLAB_BYTES = BLOCK_M * 128;
 
 template <int STAGES, int TOKEN_STAGES>
 struct alignas(1024) SharedStorageOf {
-    uint8_t b[STAGES][B_BYTES];
-    uint8_t tokens[TOKEN_STAGES][2][TOKEN_HALF_BYTES];
+    uint8_t b[STAGES][STAGE_BLOCKS][B_BYTES];
+    uint8_t tokens[TOKEN_STAGES][STAGE_BLOCKS][2][TOKEN_HALF_BYTES];
 #if EPILOGUE_IS_QUANT
     uint8_t d[NUM_TEAMS][PIECE_BYTES];
 #else
     uint8_t d[NUM_MMA_WARPGROUPS][NUM_SLABS * SLAB_BYTES];
 #endif
-    uint8_t a[STAGES][A_BYTES];
+    uint8_t a[STAGES][STAGE_BLOCKS][A_BYTES];
     alignas(128) uint8_t sfb[STAGES][SFB_BYTES];
     alignas(128) uint8_t sfa[STAGES][SFA_BYTES == 0 ? 128 : SFA_BYTES];
     float token_scales[TOKEN_STAGES][PROMOTE ? BLOCK_M : 2];
@@ -173,7 +178,10 @@ struct Problem {
     int global_a_stride, global_b_stride;  // 0: one for all groups, 1: one a group
     int m, n, k, num_groups;
 
-    __device__ __forceinline__ int k_blocks() const { return (k + BLOCK_K - 1) / BLOCK_K; }
+    // K in stages. The last one's second K block may lie past K: its codes and scales count as 0.
+    __device__ __forceinline__ int k_stages() const {
+        return (k + STAGE_BLOCKS * BLOCK_K - 1) / (STAGE_BLOCKS * BLOCK_K);
+    }
     __device__ __forceinline__ int sfb_columns() const {
         constexpr int BLOCK = B_FORMAT == FORMAT_NVFP4 ? 16 : 32;
         return (k + BLOCK - 1) / BLOCK;
@@ -210,22 +218,27 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                                            const TensorMap& map_sfa, const TensorMap& map_sfb) {
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
-    const int k_blocks = problem.k_blocks();
+    const int k_stages = problem.k_stages();
     Tile tile;
     while (reader.next(tile)) {
-        for (int kb = 0; kb < k_blocks; ++kb) {
+        for (int ks = 0; ks < k_stages; ++ks) {
+            const int kb = ks * STAGE_BLOCKS;
             const int stage = pipeline.stage;
             const uint32_t full = shared_address(&shared.full[stage]);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
             mbarrier_arrive_expect_tx(full, STAGE_BYTES);
-            if constexpr (GATE_AND_UP_APART) {
-                for (int run = 0; run < BLOCK_N / 32; ++run)
-                    tma_load_3d(map_b, shared_address(shared.b[stage] + run * (32 * row_bytes(B_FORMAT))),
-                                full, kb * (row_bytes(B_FORMAT)), run_of_weights(problem, tile.column, run),
+#pragma unroll
+            for (int j = 0; j < STAGE_BLOCKS; ++j) {
+                const int column = (kb + j) * row_bytes(B_FORMAT);
+                if constexpr (GATE_AND_UP_APART) {
+                    for (int run = 0; run < BLOCK_N / 32; ++run)
+                        tma_load_3d(map_b,
+                                    shared_address(shared.b[stage][j] + run * (32 * row_bytes(B_FORMAT))),
+                                    full, column, run_of_weights(problem, tile.column, run), tile.group);
+                } else {
+                    tma_load_3d(map_b, shared_address(shared.b[stage][j]), full, column, tile.column,
                                 tile.group);
-            } else {
-                tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * (row_bytes(B_FORMAT)),
-                            tile.column, tile.group);
+                }
             }
             const uint32_t sfb = shared_address(shared.sfb[stage]);
             if constexpr (
@@ -233,10 +246,11 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                 const int row_tiles = (problem.n + 127) / 128;
                 const int column_tiles = (problem.sfb_columns() + 3) / 4;
 #pragma unroll
-                for (int i = 0; i < BLOCK_N / 128; ++i) {
-                    const int row_tile = tile.group * row_tiles + tile.column / 128 + i;
+                for (int i = 0; i < STAGE_BLOCKS * (BLOCK_N / 128); ++i) {
+                    const int row_tile = tile.group * row_tiles + tile.column / 128 + i % (BLOCK_N / 128);
+                    const int column_tile = (kb + i / (BLOCK_N / 128)) * SCALE_TILES;
                     tma_load_2d(map_sfb, sfb + i * SCALE_BLOCK_BYTES, full, 0,
-                                2 * (row_tile * column_tiles + kb * SCALE_TILES));
+                                2 * (row_tile * column_tiles + column_tile));
                 }
             } else {
                 const int first = kb * scales_of_128(B_FORMAT) - scale_offset<B_FORMAT>(kb);
@@ -248,12 +262,15 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                     tma_load_3d(map_sfb, sfb, full, first, tile.column, tile.group);
                 }
             }
-            const uint32_t a = shared_address(shared.a[stage]);
-            if constexpr (A_FORMAT == FORMAT_BF16) {
-                tma_load_2d(map_a, a, full, kb * BLOCK_K, tile.row);
-                tma_load_2d(map_a, a + TOKEN_HALF_BYTES, full, kb * BLOCK_K + 64, tile.row);
-            } else {
-                tma_load_2d(map_a, a, full, kb * row_bytes(A_FORMAT), tile.row);
+#pragma unroll
+            for (int j = 0; j < STAGE_BLOCKS; ++j) {
+                const uint32_t a = shared_address(shared.a[stage][j]);
+                if constexpr (A_FORMAT == FORMAT_BF16) {
+                    tma_load_2d(map_a, a, full, (kb + j) * BLOCK_K, tile.row);
+                    tma_load_2d(map_a, a + TOKEN_HALF_BYTES, full, (kb + j) * BLOCK_K + 64, tile.row);
+                } else {
+                    tma_load_2d(map_a, a, full, (kb + j) * row_bytes(A_FORMAT), tile.row);
+                }
             }
             if constexpr (SFA_BYTES != 0)
                 tma_load_2d(map_sfa, shared_address(shared.sfa[stage]), full,
@@ -369,7 +386,7 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     Pipeline<TOKEN_STAGES> ring;
-    const int k_blocks = problem.k_blocks();
+    const int k_stages = problem.k_stages();
     const int token = warp * 32 + lane;  // whose float32 scale this thread passes on
     Tile tile{};
     while (reader.next(tile, lane)) {
@@ -381,18 +398,21 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
             sfa += (tile.row + token) * problem.sfa_row_stride;
             scale = exists ? __ldg(sfa) : 0.0f;
         }
-        for (int kb = 0; kb < k_blocks; ++kb) {
+        for (int ks = 0; ks < k_stages; ++ks) {
             float ahead = 0.0f;
             if constexpr (PROMOTE) {
                 sfa += problem.sfa_k_stride;
-                ahead = exists && kb + 1 < k_blocks ? __ldg(sfa) : 0.0f;
+                ahead = exists && ks + 1 < k_stages ? __ldg(sfa) : 0.0f;
             }
             const int stage = pipeline.stage, to = ring.stage;
             mbarrier_wait(shared_address(&shared.tokens_empty[to]), ring.phase ^ 1);
             mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
-            const uint32_t sfa_bytes = shared_address(shared.sfa[stage]) + scale_offset<A_FORMAT>(kb);
-            convert_tokens(shared_address(shared.tokens[to]), shared_address(shared.a[stage]), sfa_bytes,
-                           warp, lane);
+            const uint32_t sfa_bytes =
+                shared_address(shared.sfa[stage]) + scale_offset<A_FORMAT>(ks * STAGE_BLOCKS);
+#pragma unroll
+            for (int j = 0; j < STAGE_BLOCKS; ++j)
+                convert_tokens(shared_address(shared.tokens[to][j]), shared_address(shared.a[stage][j]),
+                               sfa_bytes + j * scales_of_128(A_FORMAT), warp, lane);
             if constexpr (PROMOTE) {
                 if (token < BLOCK_M) shared.token_scales[to][token] = scale;
                 scale = ahead;
@@ -408,7 +428,7 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
     }
 }
 
-// Consumer: address of this lane's scales of weight row `row` of the tile, of the stage's K block.
+// Consumer: address of this lane's scales of weight row `row` of the tile, of the first K block, number `kb`, of a stage.
 __device__ __forceinline__ uint32_t sfb_address(uint32_t sfb, int row, int quad, int kb) {
     if constexpr (SFB_IS_BLOCKED) {
         const uint32_t in_tile = (row % 32) * 16 + (row % 128) / 32 * 4;
@@ -428,7 +448,7 @@ constexpr int OCTETS = 4 / CODE_WORDS;                // in 16 bytes
 // Octets whose products are issued together. The first product of a round waits until all four warps of the warpgroup have
 // got there, so few rounds are better; with many tokens the sums leave no registers for more fragments.
 constexpr int ROUND_OCTETS = BLOCK_M <= 32 ? 2 : 1;
-constexpr int ROUNDS = 4 / ROUND_OCTETS;
+constexpr int ROUNDS = 4 / ROUND_OCTETS;  // to a K block
 
 using Fragments = uint32_t[ROUND_OCTETS][UNITS][2][4];
 
@@ -439,12 +459,14 @@ struct WeightSection {
     bool second;           // and whether any lane of the warp has one with a second factor: hardly ever
     uint32_t codes[UNITS][2][4];
 
+    // Of block `block` of the stage, which is number `ks` of the tile.
     __device__ __forceinline__ void load_scales(const SharedStorage& shared, const Problem& problem,
-                                                int stage, int first_row, int quad, int kb) {
+                                                int stage, int block, int first_row, int quad, int ks) {
         constexpr int OF_LANE = scales_of_128(B_FORMAT) / 4;
         const uint32_t sfb = shared_address(shared.sfb[stage]);
         static_assert(UNITS <= 2, "the units of a warpgroup lie in 128 rows");
-        const uint32_t first = sfb_address(sfb, first_row, quad, kb);
+        const uint32_t first = sfb_address(sfb, first_row, quad, ks * STAGE_BLOCKS) +
+                               block * (SFB_IS_BLOCKED ? SFB_BLOCK_BYTES : scales_of_128(B_FORMAT));
         uint32_t bytes[UNITS][2];
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
@@ -457,7 +479,8 @@ struct WeightSection {
         }
         if constexpr (SFB_IS_BLOCKED || B_FORMAT == FORMAT_NVFP4) {
             const int left = SFB_IS_BLOCKED
-                                 ? problem.sfb_columns() - kb * scales_of_128(B_FORMAT) - quad * OF_LANE
+                                 ? problem.sfb_columns() -
+                                       (ks * STAGE_BLOCKS + block) * scales_of_128(B_FORMAT) - quad * OF_LANE
                                  : OF_LANE;
             const uint32_t mask = SectionScales<B_FORMAT, IS_F16>::mask(left);
 #pragma unroll
@@ -479,10 +502,10 @@ struct WeightSection {
         }
     }
 
-    // 16 bytes of codes a row: the octets from OCTETS * part.
-    __device__ __forceinline__ void load_codes(const SharedStorage& shared, int stage, int first_row,
-                                               int quad, int part) {
-        const uint32_t b = shared_address(shared.b[stage]);
+    // 16 bytes of codes a row, of block `block` of the stage: the octets from OCTETS * part.
+    __device__ __forceinline__ void load_codes(const SharedStorage& shared, int stage, int block,
+                                               int first_row, int quad, int part) {
+        const uint32_t b = shared_address(shared.b[stage][block]);
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
@@ -537,7 +560,11 @@ struct WeightSection {
 __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], SharedStorage& shared,
                                               const Problem& problem, int warpgroup, int warp, int lane,
                                               Pipeline<STAGES>& pipeline, Pipeline<TOKEN_STAGES>& ring) {
-    const int k_blocks = problem.k_blocks();
+    // A stage has one load of codes, or two, before the octets 0 and LAST_PART: FP4's two K blocks or FP8's half K blocks.
+    constexpr int STAGE_OCTETS = 4 * STAGE_BLOCKS;
+    constexpr int LAST_PART = STAGE_OCTETS - OCTETS;
+    static_assert(LAST_PART == 0 || LAST_PART == OCTETS, "no more than two loads");
+    const int k_stages = problem.k_stages();
     const int quad = lane % 4;
     const int first_row = warpgroup * UNITS * WGMMA_M + warp * 16 + lane / 4;
     // The shuffle tells the compiler that all lanes agree, so that the descriptors live in uniform registers.
@@ -555,17 +582,17 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
     WeightSection section;
     Fragments fragments[2];
     mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
-    section.load_scales(shared, problem, pipeline.stage, first_row, quad, 0);
-    section.load_codes(shared, pipeline.stage, first_row, quad, 0);
-    if (OCTETS == 4) arrive_warp(shared.empty[pipeline.stage], lane);
+    section.load_scales(shared, problem, pipeline.stage, 0, first_row, quad, 0);
+    section.load_codes(shared, pipeline.stage, 0, first_row, quad, 0);
+    if (LAST_PART == 0) arrive_warp(shared.empty[pipeline.stage], lane);
     section.make_fragments(fragments[0], 0);
 
-    for (int kb = 0; kb < k_blocks; ++kb) {
+    for (int ks = 0; ks < k_stages; ++ks) {
         const int stage = pipeline.stage, from = ring.stage;
-        const uint32_t tokens = tokens_stage_0 + from * (2 * TOKEN_HALF_BYTES / 16);
+        const uint32_t tokens = tokens_stage_0 + from * (STAGE_BLOCKS * 2 * TOKEN_HALF_BYTES / 16);
         mbarrier_wait(shared_address(&shared.tokens_full[from]), ring.phase);
 #pragma unroll
-        for (int round = 0; round < ROUNDS; ++round) {
+        for (int round = 0; round < STAGE_BLOCKS * ROUNDS; ++round) {
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < 2 * ROUND_OCTETS; ++i) {
@@ -576,26 +603,27 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
                 for (int u = 0; u < UNITS; ++u) {
                     float (&target)[BLOCK_M / 2] = PROMOTE ? sums[u] : d[u];
                     wgmma_m64k16<BLOCK_M, IS_F16>(target, fragments[round % 2][i / 2][u][i % 2], descriptor,
-                                                  step != 0 || (!PROMOTE && kb != 0));
+                                                  step != 0 || (!PROMOTE && ks != 0));
                 }
             }
             wgmma_commit_group();
 
             const int next_octet = (round + 1) * ROUND_OCTETS;
-            if (next_octet == 4) {
+            if (next_octet == STAGE_OCTETS) {
                 pipeline.advance();
-                if (kb + 1 < k_blocks) {  // else the last fragments are of old codes, and not used
+                if (ks + 1 < k_stages) {  // else the last fragments are of old codes, and not used
                     mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
-                    section.load_scales(shared, problem, pipeline.stage, first_row, quad, kb + 1);
-                    section.load_codes(shared, pipeline.stage, first_row, quad, 0);
-                    if (OCTETS == 4) arrive_warp(shared.empty[pipeline.stage], lane);
+                    section.load_scales(shared, problem, pipeline.stage, 0, first_row, quad, ks + 1);
+                    section.load_codes(shared, pipeline.stage, 0, first_row, quad, 0);
+                    if (LAST_PART == 0) arrive_warp(shared.empty[pipeline.stage], lane);
                 }
-            } else if (next_octet == OCTETS) {
-                section.load_codes(shared, stage, first_row, quad, 1);
+            } else if (next_octet == LAST_PART) {
+                if (STAGE_BLOCKS == 2) section.load_scales(shared, problem, stage, 1, first_row, quad, ks);
+                section.load_codes(shared, stage, STAGE_BLOCKS - 1, first_row, quad, LAST_PART % 4 / OCTETS);
                 arrive_warp(shared.empty[stage], lane);
             }
             wgmma_wait_group<1>();                  // the last round's fragments have been read
-            if (!PROMOTE && round == 0 && kb != 0)  // and with it, all tokens of the last K block
+            if (!PROMOTE && round == 0 && ks != 0)  // and with it, all tokens of the last stage
                 arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[from == 0 ? TOKEN_STAGES - 1 : from - 1],
                                             lane);
             section.make_fragments(fragments[(round + 1) % 2], (round + 1) % ROUNDS);

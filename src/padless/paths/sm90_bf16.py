@@ -43,6 +43,8 @@ class Bf16GemmConfig:
         block_n: weight rows of the output tile: 128 or 256, shared out to the consumer warpgroups 64 at a time.
         num_warpgroups: consumer warpgroups, 2 or 4. With 4 a thread has fewer registers: at most 64 tokens.
         num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
+        stage_blocks: blocks of 128 of K to a stage, 1 or 2; 2 needs FP4 weights and activations other than FP8_BLOCK.
+            0 chooses: 2 with at most 16 tokens, where that can be.
         raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
         blocked: whether the scales of the weights are in the 32x4x4 layout, else row-major.
         max_groups: room in the table of groups.
@@ -55,6 +57,7 @@ class Bf16GemmConfig:
     block_n: int = 128
     num_warpgroups: int = 2
     num_stages: int = 0
+    stage_blocks: int = 0
     raster_m: int = 8
     blocked: bool = False
     max_groups: int = FEW_GROUPS
@@ -73,7 +76,22 @@ class Bf16GemmConfig:
             require(self.block_m <= 64, "block_m", "at most 64 with 4 warpgroups")
         if self.a_format == "FP8_BLOCK" and self.block_m >= 64:
             require(self.block_n == 128, "block_n", "128 with 64 or more tokens of FP8_BLOCK")
+        require(self.stage_blocks in (0, 1, 2), "stage_blocks", "0 (chosen), 1 or 2")
+        if self.stage_blocks == 2:
+            require(
+                self.can_pair_blocks, "stage_blocks", "0 or 1 with weights of FP8 or FP8_BLOCK activations"
+            )
         check_common_fields(self, require)
+
+    @property
+    def blocks_of_stage(self) -> int:
+        """``stage_blocks``, chosen."""
+        return self.stage_blocks or (2 if self.can_pair_blocks and self.block_m <= 16 else 1)
+
+    @property
+    def can_pair_blocks(self) -> bool:
+        """Whether a stage can have two blocks of 128 of K."""
+        return self.b_format in ("MXFP4", "NVFP4") and self.a_format != "FP8_BLOCK"
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
@@ -82,6 +100,7 @@ class Bf16GemmConfig:
             "BLOCK_N": self.block_n,
             "NUM_MMA_WARPGROUPS": self.num_warpgroups,
             "NUM_STAGES": self.num_stages,
+            "STAGE_BLOCKS": self.blocks_of_stage,
             "RASTER_M": self.raster_m,
             "MAX_GROUPS": self.max_groups,
             "A_FORMAT": FORMATS[self.a_format],
