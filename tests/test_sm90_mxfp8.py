@@ -225,10 +225,7 @@ BUGS = {
     ),
     "stage never released": (r"if \(next == 0\) release_stage\(shared, stage\);", ""),
     "V never zeroed": (r"(\+ i \* 16,) 0, 0, 0, 0\)", r"\1 ~0u, ~0u, ~0u, ~0u)"),
-    "steps swapped in U": (
-        r"make_u\(step.u\[next % 2\], step.pairs, next",
-        "make_u(step.u[next % 2], step.pairs, 3 - next",
-    ),
+    "steps swapped in U": (r"::make_u\(u\[step % 2\], pairs, step", "::make_u(u[step % 2], pairs, 3 - step"),
     "scale of the next column": (r"v_offset\(lane\)", "v_offset(lane ^ 1)"),
 }
 

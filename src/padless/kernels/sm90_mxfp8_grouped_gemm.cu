@@ -306,14 +306,19 @@ struct Step {
                                      r * 8 * static_cast<int>(sizeof(SharedStorage::sfa[0][0])));
     }
 
+    // U of a step, made here and not behind the fence of the product that takes it.
+    __device__ __forceinline__ void make_u(int step, int lane) {
+        ::make_u(u[step % 2], pairs, step, lane);
+        pin_register(u[step % 2][0]);
+        pin_register(u[step % 2][1]);
+    }
+
     // One group: values and scales of half the columns.
     template <int HALF>
     __device__ __forceinline__ void begin(int stage, int step) {
         const uint32_t a = a_stage_0 + stage * (A_BYTES / 16) + step * 2;
         const uint32_t b = b_stage_0 + stage * (B_BYTES / 16) + HALF * (HALF_N * BLOCK_K / 16) + step * 2;
         const uint32_t v = v_stage_0 + stage * (V_BYTES / 16) + HALF * (HALF_N / 8 * V_BRICKS / 16);
-        pin_register(u[step % 2][0]);  // made before the fence, not where they are first used
-        pin_register(u[step % 2][1]);
         wgmma_fence();
         wgmma_m64k32_fp8<HALF_N, A_E5M2, B_E5M2>(sums[HALF], k_major_128b_descriptor(a),
                                                  k_major_128b_descriptor(b));
@@ -372,7 +377,7 @@ __device__ __forceinline__ void multiply_stage(float (&d)[BLOCK_N / 2], Step& st
         } else {
             step.wait<0, 1>();  // all but the second half
         }
-        if (more) make_u(step.u[next % 2], step.pairs, next, lane);
+        if (more) step.make_u(next, lane);
         if (next == STEPS - 1 && !LAST) step.read_pairs(pipeline.stage);  // these are done with
         step.promote<0>(d);
         if (more) step.begin<0>(next_stage, next);
@@ -413,7 +418,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCK_N / 2], SharedSto
             pin_register(step.u[i][j]);  // a zero of its own, that no other instruction touches
         }
     }
-    make_u(step.u[0], step.pairs, 0, lane);
+    step.make_u(0, lane);
     step.begin<0>(pipeline.stage, 0);
     for (int kb = 1; kb < k_blocks; ++kb) multiply_stage<false>(d, step, shared, lane, pipeline);
     multiply_stage<true>(d, step, shared, lane, pipeline);
