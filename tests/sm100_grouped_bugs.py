@@ -87,15 +87,15 @@ BUGS: tuple[Bug, ...] = (
     # ---- counts
     Bug("bytes of one CTA expected", ("mbarrier", "race", "deadlock"), ((MAIN, "CTA_GROUP * BYTES", "BYTES"),), PAIR),
     Bug("gathering warps do not arrive", ("deadlock",), ((MAIN, "mbarrier_arrive(full);", ";"),)),
-    Bug("gathering warps of the odd CTA not counted", ("mbarrier", "race"), ((MAIN, "? CTA_GROUP : 0)", "? 1 : 0)"),), PAIR),
-    Bug("stores of the odd CTA not counted", ("mbarrier", "race"), ((MAIN, "CTA_GROUP * NUM_STORE_WARPS);", "NUM_STORE_WARPS);"),), PAIR, sizes=(20, 0, 130, 9, 5, 7)),
-    Bug("a reader of the queue too few", ("mbarrier", "race"), ((MAIN, "(NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + MULTICAST);", "(NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS));"),), sizes=(20, 0, 130, 9, 5, 7)),
+    Bug("gathering warps of the odd CTA not counted", ("mbarrier", "race"), ((STORAGE, "? CTA_GROUP : 0)", "? 1 : 0)"),), PAIR),
+    Bug("stores of the odd CTA not counted", ("mbarrier", "race"), ((STORAGE, "DRAINED_ARRIVALS = CTA_GROUP * NUM_STORE_WARPS;", "DRAINED_ARRIVALS = NUM_STORE_WARPS;"),), PAIR, sizes=(20, 0, 130, 9, 5, 7)),
+    Bug("a reader of the queue too few", ("mbarrier", "race"), ((STORAGE, "(NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + MULTICAST;", "(NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS);"),), sizes=(20, 0, 130, 9, 5, 7)),
     Bug("copies of the odd CTA signal the odd CTA", ("deadlock", "mbarrier", "race"), ((MAIN, "full = pair_even_address(full);", ";"),), PAIR, quick=True),
     # ---- two pairs that share the tokens
     Bug("tokens multicast to the even CTAs by both", ("mbarrier", "race", "deadlock"), ((MAIN, "SAME_PART << pair_rank();", "SAME_PART;"),), SHARED, n=392, quick=True),
     Bug("tokens multicast inside the pair", ("mbarrier", "race", "deadlock"), ((MAIN, "SAME_PART << pair_rank();", "3 << even_rank();"),), SHARED, n=392),
     Bug("a share of the tokens for its own pair alone", ("deadlock",), ((MAIN, "SAME_PART << pair_rank();", "1 << cluster_rank();"),), SHARED, n=392),
-    Bug("products of the other pair not waited for", ("mbarrier", "race"), ((MAIN, "mbarrier_init(shared_address(&shared.empty[s]), MULTICAST);", "mbarrier_init(shared_address(&shared.empty[s]), 1);"),), SHARED, n=392, quick=True),
+    Bug("products of the other pair not waited for", ("mbarrier", "race"), ((STORAGE, "EMPTY_ARRIVALS = MULTICAST;", "EMPTY_ARRIVALS = 1;"),), SHARED, n=392, quick=True),
     Bug("stage given back to the own pair alone", ("deadlock",), ((MAIN, COMMIT_STAGE, COMMIT_STAGE.replace("(1 << CLUSTER) - 1", "3 << even_rank()")),), SHARED, n=392),
     Bug("tile committed to the first pair", ("mbarrier", "race", "deadlock"), ((MAIN, COMMIT_TILE, COMMIT_TILE.replace("3 << even_rank()", "3")),), SHARED, n=392),
     Bug("both pairs load the same share", ("mbarrier", "race"), ((MAIN, "worker_rank() * SHARE;", "0;"),), SHARED, n=392),
@@ -105,7 +105,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("scales of the tokens loaded by nobody", ("deadlock",), ((MAIN, "(SHARES == 1 || worker_rank() == 0)", "SHARES == 1"),), SHARED, n=392, layouts=("blocked_groups", "blocked")),
     Bug("gathering warps arrive at the first pair", ("mbarrier", "race", "deadlock"), ((MAIN, "mbarrier_arrive_release_cluster(full, even_rank());", "mbarrier_arrive_release_cluster(full, 0);"),), SHARED, n=392),
     Bug("sums given back to the first pair", ("mbarrier", "race", "deadlock"), ((MAIN, "mbarrier_arrive_release_cluster(drained, even_rank());", "mbarrier_arrive_release_cluster(drained, 0);"),), SHARED, n=392, sizes=(20, 0, 130, 9, 5, 7)),
-    Bug("readers in the other pair not counted", ("mbarrier", "race"), ((MAIN, "CLUSTER * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + MULTICAST", "CTA_GROUP * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + 1"),), SHARED, n=392, sizes=(20, 0, 130, 9, 5, 7)),
+    Bug("readers in the other pair not counted", ("mbarrier", "race"), ((STORAGE, "CLUSTER * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + MULTICAST", "CTA_GROUP * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + 1"),), SHARED, n=392, sizes=(20, 0, 130, 9, 5, 7)),
     Bug("clusters do not wait for each other at the end", ("exit", "race", "mbarrier"), ((MAIN, LAST_CLUSTER_SYNC, ""),), SHARED, n=392, nth=1),
     # ---- leaving
     Bug("CTAs of a pair do not wait for each other at the end", ("exit", "race"), ((MAIN, LAST_CLUSTER_SYNC, ""),), PAIR, nth=1),

@@ -110,14 +110,14 @@ def competition_problem(
 
 
 def check_competition(
-    name: str, n: int, k: int, config: Sm100GroupedConfig | None, **settings: object
+    sizes: list[tuple[int, int, int]], config: Sm100GroupedConfig | None, **settings: object
 ) -> None:
+    """sizes: M, N and K of every problem."""
     g = torch.Generator().manual_seed(42)
-    a, b, exact = zip(*(competition_problem(rows, n, k, g) for rows in COMPETITION[name][0]), strict=True)
+    a, b, exact = zip(*(competition_problem(*size, g) for size in sizes), strict=True)
     # The columns contiguous and M padded to 16, as the fastest entries had it.
     outs = [
-        torch.full((n, -(-rows // 16) * 16), float("nan"), dtype=torch.float16)[:, :rows].t()
-        for rows in COMPETITION[name][0]
+        torch.full((n, -(-m // 16) * 16), float("nan"), dtype=torch.float16)[:, :m].t() for m, n, _ in sizes
     ]
     driver = emulated_driver("sm_100a")
     with driver.configured(num_sms=4, **settings):
@@ -129,7 +129,8 @@ def check_competition(
 @pytest.mark.parametrize("name", COMPETITION)
 def test_the_competitions_shapes_are_exact(name: str) -> None:
     """Without the emulator's race checks, which the slow test below makes."""
-    check_competition(name, 256, 512, None, arithmetic="fast", checks=False)
+    sizes = [(m, 256, 512) for m in COMPETITION[name][0]]
+    check_competition(sizes, None, arithmetic="fast", checks=False)
 
 
 TILES = {
@@ -138,6 +139,8 @@ TILES = {
     "128x256": C(mma_n=256),
     "pair 256x256": C(cta_group=2, mma_n=256),
     "pair 256 tokens": C(tokens_on_n=True, mma_n=256, cta_group=2),
+    "two pairs 256x256": C(cta_group=2, mma_n=256, multicast=2),
+    "two pairs 128 tokens": C(tokens_on_n=True, cta_group=2, multicast=2),
 }
 
 
@@ -145,7 +148,36 @@ TILES = {
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("name", COMPETITION)
 def test_the_competitions_shapes_on_every_tile(name: str, tile: str) -> None:
-    check_competition(name, 384, 1024, TILES[tile])
+    check_competition([(m, 384, 1024) for m in COMPETITION[name][0]], TILES[tile])
+
+
+# The ten problems by which the competition tells whether an entry is right: M, N and K of every group.
+PUBLIC_TESTS = [
+    ((96, 128), (128, 256), (128, 512)),
+    ((256, 72), (512, 384), (256, 256)),
+    ((128, 128), (128, 256), (128, 512)),
+    ((80, 128, 256), (384, 256, 128), (256, 512, 128)),
+    ((64, 72, 96), (128, 384, 512), (384, 512, 128)),
+    ((64, 256, 128), (768, 128, 256), (512, 512, 128)),
+    ((128, 128, 64), (256, 512, 512), (768, 128, 768)),
+    ((128, 128, 128, 128), (128, 128, 128, 128), (128, 128, 128, 128)),
+    ((40, 56, 384, 512), (512, 384, 256, 128), (256, 256, 256, 256)),
+    ((512, 384, 256, 128), (256, 256, 256, 256), (512, 128, 512, 128)),
+]
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_the_competitions_public_tests_are_exact(number: int) -> None:
+    """N and K cut down to 256; without race checks, which the slow test below makes."""
+    sizes = [(m, min(n, 256), min(k, 256)) for m, n, k in zip(*PUBLIC_TESTS[number], strict=True)]
+    check_competition(sizes, None, arithmetic="fast", checks=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("number", range(10))
+def test_the_competitions_public_tests_on_every_tile(number: int, tile: str) -> None:
+    check_competition(list(zip(*PUBLIC_TESTS[number], strict=True)), TILES[tile])
 
 
 def test_walk_of_list() -> None:

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from padless.jit import compile_kernel
+from padless.paths.launching import KernelConfig
 from padless.paths.sm100_mxfp8_dense import KERNEL, DenseProblem, Mxfp8GemmConfig, select_config
 
 SHARED_LIMIT = 227 * 1024
@@ -16,9 +17,9 @@ TMEM_COLUMNS = 512
 _CELL = 8  # columns to a character
 
 
-def constants(config: Mxfp8GemmConfig) -> dict[str, int]:
+def constants(config: KernelConfig, kernel: str = KERNEL) -> dict[str, int]:
     """Every ``padless_<name>`` of the compiled kernel."""
-    text = compile_kernel(KERNEL, config.prelude(), "sm_100a", "ptx").image.decode()
+    text = compile_kernel(kernel, config.prelude(), "sm_100a", "ptx").image.decode()
     found = re.findall(r"\bpadless_(\w+)(?:\s*=\s*(\d+))?;", text)  # a zero is not written
     return {name: int(value or 0) for name, value in found}
 
@@ -34,11 +35,16 @@ def tensor_memory_map(config: Mxfp8GemmConfig) -> list[str]:
     ]
     if c["accumulator_1"] < n:
         regions.insert(2, ("common", c["accumulator_1"], n))
+    return drawn_columns(regions, c["used_columns"])
+
+
+def drawn_columns(regions: Sequence[tuple[str, int, int]], used: int) -> list[str]:
+    """One line for each (what, first column, end)."""
     lines = [f"{'columns':<24}0{'':{TMEM_COLUMNS // _CELL - 4}}512"]
     for name, first, end in regions:
         bar = " " * (first // _CELL) + "#" * max(-(-end // _CELL) - first // _CELL, 1)
         lines.append(f"{name:<14}{first:>3}-{end - 1:<5} {bar:<{TMEM_COLUMNS // _CELL}}")
-    free = TMEM_COLUMNS - c["used_columns"]
+    free = TMEM_COLUMNS - used
     return [line.rstrip() for line in lines] + [f"{free} of {TMEM_COLUMNS} columns are not used"]
 
 

@@ -200,9 +200,7 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
     constexpr bool IS_LEFT = IS_A != TOKENS_ON_N;
     constexpr int ROWS = IS_LEFT ? LANE_ROWS : RIGHT_ROWS;
     constexpr bool LOADS_SCALES = !(IS_A ? GATHERS_A : GATHERS_B);
-    constexpr uint32_t BYTES = ROWS * BLOCK_K + (!LOADS_SCALES ? 0
-                                                 : IS_LEFT     ? LEFT_SCALE_BYTES
-                                                               : RIGHT_SCALE_BYTES);
+    constexpr uint32_t BYTES = IS_LEFT ? LEFT_LOADED : RIGHT_LOADED;
     constexpr uint64_t POLICY = IS_A ? POLICY_A : POLICY_B;
     // Gate and up are loaded each by its own copy, or by one CTA of the pair each.
     constexpr bool APART = !IS_A && GATE_AND_UP_APART;
@@ -492,18 +490,16 @@ extern "C" __global__ void
                 prefetch_tensormap(problem.operands.map_b);
             }
             for (int s = 0; s < STAGES; ++s) {
-                // Two producers, and one of the gathering warps of each CTA.
-                mbarrier_init(shared_address(&shared.full[s]), 2 + (NUM_GATHER_WARPS > 0 ? CTA_GROUP : 0));
-                mbarrier_init(shared_address(&shared.empty[s]), MULTICAST);
+                mbarrier_init(shared_address(&shared.full[s]), FULL_ARRIVALS);
+                mbarrier_init(shared_address(&shared.empty[s]), EMPTY_ARRIVALS);
             }
             for (int a = 0; a < 2; ++a) {
                 mbarrier_init(shared_address(&shared.done[a]), 1);
-                mbarrier_init(shared_address(&shared.drained[a]), CTA_GROUP * NUM_STORE_WARPS);
+                mbarrier_init(shared_address(&shared.drained[a]), DRAINED_ARRIVALS);
             }
             for (int s = 0; s < QUEUE_SLOTS; ++s) {
                 mbarrier_init(shared_address(&shared.queue.full[s]), 1);
-                mbarrier_init(shared_address(&shared.queue.empty[s]),
-                              CLUSTER * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + MULTICAST);
+                mbarrier_init(shared_address(&shared.queue.empty[s]), QUEUE_ARRIVALS);
             }
             fence_mbarrier_init();
         }

@@ -48,6 +48,16 @@ constexpr int NUM_STORE_WARPS = 4;
 constexpr int NUM_THREADS = 32 * (8 + NUM_GATHER_WARPS);
 constexpr int LOAD_A_WARP = 4, LOAD_B_WARP = 5, MULTIPLY_WARP = 6, SCHEDULE_WARP = 7, GATHER_WARP = 8;
 
+// Bytes that the two producers bring to a stage of a CTA.
+constexpr int LEFT_LOADED = LEFT_BYTES + ((TOKENS_ON_N ? GATHERS_B : GATHERS_A) ? 0 : LEFT_SCALE_BYTES);
+constexpr int RIGHT_LOADED = RIGHT_BYTES + ((TOKENS_ON_N ? GATHERS_A : GATHERS_B) ? 0 : RIGHT_SCALE_BYTES);
+
+// Arrivals that end a phase of a barrier; of `full` also the bytes of CTA_GROUP CTAs.
+constexpr int FULL_ARRIVALS = 2 + (NUM_GATHER_WARPS > 0 ? CTA_GROUP : 0);  // one gathering warp of each CTA
+constexpr int EMPTY_ARRIVALS = MULTICAST;
+constexpr int DRAINED_ARRIVALS = CTA_GROUP * NUM_STORE_WARPS;
+constexpr int QUEUE_ARRIVALS = CLUSTER * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + MULTICAST;
+
 // Tensor memory: two accumulators, then the scales. Where that is more than there is, the accumulators share columns, and
 // the shared ones are read first and given back.
 constexpr int SCALE_COLUMNS = SCALE_ATOM_COLUMNS * ATOMS * (1 + RIGHT_ATOMS);
@@ -98,3 +108,17 @@ extern "C" __device__ const int padless_stage_bytes =
 extern "C" __device__ const int padless_tmem_used = USED_COLUMNS;
 extern "C" __device__ const int padless_tmem_columns = TMEM_COLUMNS;
 extern "C" __device__ const int padless_tmem_shared = SHARED_COLUMNS;
+
+// And kernel_map_grouped.py, which draws them.
+extern "C" __device__ const int padless_left_bytes = LEFT_BYTES, padless_right_bytes = RIGHT_BYTES;
+extern "C" __device__ const int padless_left_scale_bytes = LEFT_SCALE_BYTES;
+extern "C" __device__ const int padless_right_scale_bytes = RIGHT_SCALE_BYTES;
+extern "C" __device__ const int padless_full_bytes = CTA_GROUP * (LEFT_LOADED + RIGHT_LOADED);
+extern "C" __device__ const int padless_full_arrivals = FULL_ARRIVALS;
+extern "C" __device__ const int padless_empty_arrivals = EMPTY_ARRIVALS;
+extern "C" __device__ const int padless_drained_arrivals = DRAINED_ARRIVALS;
+extern "C" __device__ const int padless_queue_arrivals = QUEUE_ARRIVALS;
+extern "C" __device__ const int padless_queue_slots = QUEUE_SLOTS;
+extern "C" __device__ const int padless_second_accumulator = SECOND_ACCUMULATOR;
+extern "C" __device__ const int padless_left_scales_at = LEFT_SCALES_AT;
+extern "C" __device__ const int padless_right_scales_at = RIGHT_SCALES_AT;
