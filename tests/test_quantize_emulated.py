@@ -50,6 +50,7 @@ class EmulatedKernel:
 
     def _launch(self, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
         num_warps = options.pop("num_warps")
+        options.pop("maxnreg", None)  # which says nothing to the compiler of PTX
         names = self._function.arg_names
         constants = {**{name: a for name, a in zip(names, args, strict=False) if a is None}, **options}
         runtime = {name: a for name, a in zip(names, args, strict=False) if a is not None}

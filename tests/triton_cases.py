@@ -245,6 +245,22 @@ def nvfp4_global_scales(device: str) -> None:
 
 
 @case
+def nvfp4_ends_of_the_range(device: str) -> None:
+    """bf16 and fp16 where a block's multiplier is next to the largest or the smallest float32, and saturation."""
+    for rule in ("te", "torchao"):
+        for exponent in (-120, -112, 112, 118, 122, 125):
+            x = awkward((9, 96), torch.float32, 16 + exponent).clamp(-7, 7) * 2.0**exponent
+            row_blocks_pair(x.bfloat16(), "NVFP4", rule, device)
+        x = awkward((33, 64), torch.bfloat16, 17)
+        x[5, 3], x[7, 40] = 3.3e38, -2.9e38
+        for global_scale in (2.0**-126, 1e-30, 0.001, 1e30, 2.0**126):
+            row_blocks_pair(x, "NVFP4", rule, device, global_scale=global_scale)
+            row_blocks_pair(x.clamp(-6e4, 6e4).half(), "NVFP4", rule, device, global_scale=global_scale)
+        offs = torch.tensor([7, 7, 30], dtype=torch.int32)
+        row_blocks_pair(x, "NVFP4", rule, device, offs=offs)
+
+
+@case
 def fp4_alignments(device: str) -> None:
     """Rows that start on an odd 16-bit element, further apart than K, or whose columns are not adjacent."""
     for dtype in (torch.bfloat16, torch.float16):

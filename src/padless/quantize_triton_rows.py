@@ -9,6 +9,8 @@ other.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +32,39 @@ from padless.formats import (
 WORD_INPUTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Those of 448, 57344 and 6, the largest codes of the MX formats, in float32.
 MAX_MANTISSAS = {MXFP8: 0x600000, MXFP8_E5M2: 0x600000, MXFP4: 0x400000}
+# A scale is 0 or from 2^-9 to 448, so where NVFP4's second factor is from 2^-114 to 2^114, scale * second and its
+# reciprocal are from 2^-123 to 2^123. What needs care beyond is left out there.
+_USUAL_RANGE = tl.constexpr(114 << 23)
+_ONE_BITS = tl.constexpr(0x3F800000)
+_TINY = tl.constexpr(2.0**-100)  # values whose eighth is not exact are nothing times a multiplier below this
 ELEMENTS = {MXFP8: "e4m3", MXFP8_E5M2: "e5m2", MXFP4: "e2m1", NVFP4: "e2m1"}
+
+
+class Tile(NamedTuple):
+    """What one program quantises: rows x columns of values, by how many warps, of how many registers a thread."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    max_registers: int | None = None
+
+
+# The tile of many rows of 16-bit values, for (codes a byte, whether scales are plain).
+TILES = {
+    (1, True): Tile(64, 128, 4),
+    (1, False): Tile(64, 128, 4),
+    (2, True): Tile(64, 128, 4),
+    (2, False): Tile(64, 128, 4),
+}
+
+
+def choose_tile(rows: int, K: int, dtype: torch.dtype, format: BlockScaledFormat, scale_layout: str) -> Tile:
+    """The tile for (rows, K) of a dtype: fewer rows of float32, so that as many bytes are in flight, and for few."""
+    tile = TILES[format.codes_per_byte, scale_layout == "plain"]
+    if dtype != torch.float32 and rows > 16 and tile.columns <= K:
+        return tile
+    block_m = casts.tile_rows(rows, dtype)
+    return Tile(block_m, 128, 4 if block_m >= 32 else 1)
 
 
 def row_blocks(
@@ -59,8 +93,8 @@ def row_blocks(
     if scale_layout == "blocked_groups":
         scale_rows = scale.numel() // blocked_size(1, columns) * TILE_ROWS
     if x.numel() > 0:
-        block_m = casts.tile_rows(rows, x.dtype)
-        grid = (ceil_div(K, 128) * ceil_div(rows, block_m),)
+        tile = choose_tile(rows, K, x.dtype, format, scale_layout)
+        grid = (ceil_div(K, tile.columns) * ceil_div(rows, tile.rows),)
         # Loaded as words of two, 16-bit values come 16 to a thread, a whole block of NVFP4; loaded one by one
         # they come 8 to a thread, and two threads work out every scale.
         by_words = format.codes_per_byte == 2 and _is_word_aligned(flat)
@@ -88,9 +122,10 @@ def row_blocks(
             FACTORS=_factors_by(factors, group),
             SCALE_LAYOUT=scale_layout,
             HARDWARE_CAST=casts.casts_in_hardware(x.device),
-            BLOCK_M=block_m,
-            BLOCK_K=128,
-            num_warps=4 if block_m >= 32 else 1,
+            BLOCK_M=tile.rows,
+            BLOCK_K=tile.columns,
+            num_warps=tile.num_warps,
+            maxnreg=tile.max_registers,
         )
     return data.view(format.data_dtype), scale.view(format.scale_dtype)
 
@@ -192,7 +227,8 @@ def _row_blocks(
             low, high = tl.split(tl.reshape(casts.to_float32(x), (BLOCK_M, HALF, 2)))
         else:
             words = tl.load(x_ptr + row64[:, None] * x_stride + pair[None, :], mask=pairs_inside, other=0)
-            low, high = casts.unpack_words(words, WORDS)
+            if not BY_PAIRS:
+                low, high = casts.unpack_words(words, WORDS)
         if BY_PAIRS:
             amax_bits = casts.amax_bits_of_words(tl.reshape(words, (BLOCK_M, BLOCKS, BLOCK // 2)), WORDS)
         else:
@@ -205,8 +241,10 @@ def _row_blocks(
 
     if RULE == "te" or RULE == "torchao":
         if FACTORS == "one":
+            only = tl.load(factors_ptr + 1)
+            unusual = _far_from_one(only)
             first = tl.load(factors_ptr) + tl.zeros((BLOCK_M, 1), tl.float32)
-            second = tl.load(factors_ptr + 1) + tl.zeros((BLOCK_M, 1), tl.float32)
+            second = only + tl.zeros((BLOCK_M, 1), tl.float32)
         else:
             if FACTORS == "row":
                 group = tl.load(group_ptr + row64, mask=row < rows, other=0)
@@ -214,17 +252,33 @@ def _row_blocks(
                 group = (row // rows_per_group).to(tl.int64)
             first = tl.load(factors_ptr + group * 2, mask=row < rows, other=1.0)[:, None]
             second = tl.load(factors_ptr + group * 2 + 1, mask=row < rows, other=1.0)[:, None]
-        scale, multiplier = _nvfp4_scale(amax_bits, first, second, RULE, HARDWARE_CAST)
+            unusual = tl.max(_far_from_one(second).to(tl.int32)) > 0
+        scale, multiplier = _nvfp4_scale(amax_bits, first, second, unusual, RULE, HARDWARE_CAST)
     else:
         scale, multiplier = _mx_scale(amax_bits, RULE, EMAX, MAX_MANTISSA)
 
     if ELEMENT == "e2m1":
-        multiplier = tl.broadcast_to(multiplier[:, :, None], (BLOCK_M, BLOCKS, BLOCK // 2))
-        multiplier = tl.reshape(multiplier, (BLOCK_M, HALF))
         if BY_PAIRS and WORDS == "bf16" and (RULE == "floor" or RULE == "rceil"):
-            codes = casts.words_to_e2m1(words, multiplier)
+            codes = casts.words_to_e2m1(words, _for_pairs(multiplier, BLOCK_M, BLOCKS, BLOCK))
+        elif BY_PAIRS:
+            eighth = multiplier * 0.125
+            if WORDS == "bf16":  # noqa: SIM102 (one is known to the compiler, the other to the GPU)
+                # An eighth below 2^-126 is not exact. It takes values of 2^125 and more to make them.
+                if unusual:
+                    tiny = multiplier < _TINY
+                    eighth = tl.where(tiny, multiplier, eighth)
+                    eighth_words = casts.eighth_of_bf16_words(words)
+                    words = tl.where(_for_pairs(tiny, BLOCK_M, BLOCKS, BLOCK), eighth_words, words)
+            sign_mask = tl.where(amax_bits >= casts.INF_BITS, 0, -0x77777778)  # a NaN has code 0
+            codes = casts.scaled_words_to_e2m1(
+                words,
+                _for_pairs(eighth, BLOCK_M, BLOCKS, BLOCK),
+                _for_pairs(sign_mask, BLOCK_M, BLOCKS, BLOCK),
+                WORDS,
+            )
         else:
-            half = multiplier * 0.5  # a product with it is half of the other, or both are too small to count
+            # A product with half of the multiplier is half of the other, or both are too small to count.
+            half = _for_pairs(multiplier, BLOCK_M, BLOCKS, BLOCK) * 0.5
             codes = casts.halves_to_e2m1(low * half, high * half, HARDWARE_CAST)
         tl.store(codes_ptr + row64[:, None] * (K // 2) + pair[None, :], codes, mask=pairs_inside)
     else:
@@ -254,6 +308,19 @@ def _row_blocks(
 
 
 @triton.jit
+def _for_pairs(of_blocks, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """(BLOCK_M, BLOCKS), one for each block, as one for each two values, (BLOCK_M, BLOCKS * BLOCK / 2)."""
+    repeated = tl.broadcast_to(of_blocks[:, :, None], (BLOCK_M, BLOCKS, BLOCK // 2))
+    return tl.reshape(repeated, (BLOCK_M, BLOCKS * BLOCK // 2))
+
+
+@triton.jit
+def _far_from_one(x):
+    """Whether x is outside of 2^-114 to 2^114."""
+    return tl.abs(x.to(tl.int32, bitcast=True) - _ONE_BITS) > _USUAL_RANGE
+
+
+@triton.jit
 def _mx_scale(amax_bits, RULE: tl.constexpr, EMAX: tl.constexpr, MAX_MANTISSA: tl.constexpr):
     """(E8M0 byte, 2^(127 - byte)) of blocks from the bits of their amax.
 
@@ -273,15 +340,24 @@ def _mx_scale(amax_bits, RULE: tl.constexpr, EMAX: tl.constexpr, MAX_MANTISSA: t
 
 
 @triton.jit
-def _nvfp4_scale(amax_bits, first, second, RULE: tl.constexpr, HARDWARE_CAST: tl.constexpr):
-    """(e4m3 byte, multiplier) of blocks; first, second: `quantize_rules.nvfp4_factors` of each row."""
+def _nvfp4_scale(amax_bits, first, second, unusual, RULE: tl.constexpr, HARDWARE_CAST: tl.constexpr):
+    """(e4m3 byte, multiplier) of blocks; first, second: `quantize_rules.nvfp4_factors` of each row; unusual:
+    whether any second is `_far_from_one`.
+    """
     broken = amax_bits >= casts.INF_BITS
     amax = tl.where(broken, 0, amax_bits).to(tl.float32, bitcast=True)
     first = tl.broadcast_to(first, amax.shape)
     second = tl.broadcast_to(second, amax.shape)
     if RULE == "te":
         byte = casts.to_e4m3(tl.minimum(amax * first, casts.FLOAT32_MAX), HARDWARE_CAST)
-        multiplier = casts.reciprocal(casts.e4m3_to_float32(byte, HARDWARE_CAST) * second, HARDWARE_CAST)
+        decoded = casts.e4m3_to_float32(byte, HARDWARE_CAST) * second
+        if HARDWARE_CAST:
+            # The multiplier of a scale of 0 is the largest float32 in the end: a minimum ignores NaN.
+            multiplier = casts.usual_reciprocal(decoded)
+            if unusual:
+                multiplier = casts.reciprocal(decoded, HARDWARE_CAST)
+        else:
+            multiplier = casts.reciprocal(decoded, HARDWARE_CAST)
     else:
         wanted = tl.math.div_rn(casts.divided_by(amax, 6.0), first)
         byte = casts.to_e4m3(tl.minimum(tl.maximum(wanted, 0.015625), 448.0), HARDWARE_CAST)

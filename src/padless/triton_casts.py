@@ -81,6 +81,64 @@ def _e2m1_words_asm() -> str:
 
 _E2M1_WORDS_ASM = tl.constexpr(_e2m1_words_asm())
 
+
+def _e2m1_scaled_words_asm(dtype: str) -> str:
+    """PTX for scaled_words_to_e2m1: pairs $1..$4 of "bf16" or "fp16" times 8 * $5..$8, sign masks $9..$12, into $0."""
+    lines = [".reg .f32 x<8>, v, a, b, c;", ".reg .b16 l, h;", ".reg .b32 t, u, n<8>, p<4>;"]
+    for i in range(4):
+        if dtype == "bf16":
+            lines += [f"shl.b32 t, ${1 + i}, 16;", f"mov.b32 x{2 * i}, t;"]
+            lines += [f"and.b32 t, ${1 + i}, 0xFFFF0000;", f"mov.b32 x{2 * i + 1}, t;"]
+        else:
+            lines += [
+                f"mov.b32 {{l, h}}, ${1 + i};",
+                f"cvt.f32.f16 x{2 * i}, l;",
+                f"cvt.f32.f16 x{2 * i + 1}, h;",
+            ]
+    for i in range(8):
+        lines += [
+            f"abs.f32 v, x{i};",
+            f"mul.rn.sat.f32 v, v, ${5 + i // 2};",
+            "fma.rn.f32 a, v, 0f41800000, 0f4B000000;",  # 2 y + 2^23
+            "fma.rn.f32 b, v, 0f41000000, 0f4B000002;",  # y + 2 + 2^23
+            "fma.rn.f32 c, v, 0f40199999, 0f4B000005;",  # 0.3 y + 5 + 2^23
+            "mov.b32 t, a;",
+            "mov.b32 u, b;",
+            "min.s32 t, t, u;",
+            "mov.b32 u, c;",
+            f"min.s32 n{i}, t, u;",
+        ]
+    # A byte each, and above it what the next three cut off.
+    lines += [f"mad.lo.u32 n{i}, n{i + 1}, 16, n{i};" for i in (0, 2, 4, 6)]
+    lines += ["prmt.b32 n0, n0, n2, 0x0040;", "prmt.b32 n4, n4, n6, 0x0040;", "prmt.b32 n0, n0, n4, 0x5410;"]
+    lines += [
+        "prmt.b32 p0, $1, $2, 0x7531;",
+        "prmt.b32 p1, $3, $4, 0x7531;",
+        "prmt.b32 p2, p0, p1, 0x6420;",  # the bytes with the signs of the low halves
+        "prmt.b32 p3, p0, p1, 0x7531;",
+        "shr.u32 p2, p2, 4;",
+        "lop3.b32 p2, p3, p2, 0x80808080, 0xE4;",
+        "prmt.b32 p0, $9, $10, 0x0040;",
+        "prmt.b32 p1, $11, $12, 0x0040;",
+        "prmt.b32 p0, p0, p1, 0x5410;",
+        "lop3.b32 $0, n0, p2, p0, 0xF8;",
+    ]
+    return "{" + "\n".join(lines) + "}"
+
+
+_E2M1_SCALED_BF16_ASM = tl.constexpr(_e2m1_scaled_words_asm("bf16"))
+_E2M1_SCALED_FP16_ASM = tl.constexpr(_e2m1_scaled_words_asm("fp16"))
+
+# What the assembler makes of rcp.rn.f32 for such numbers, without the branch it takes for every number to see whether
+# it is one: the numbers of a thread would wait for each other.
+_USUAL_RECIPROCAL_ASM = tl.constexpr(
+    "{.reg .f32 r, e;\n"
+    "rcp.approx.ftz.f32 r, $1;\n"
+    "neg.f32 e, $1;\n"
+    "fma.rn.f32 e, e, r, 0f3F800000;\n"
+    "fma.rn.f32 $0, r, e, r;}"
+)
+
 _E4M3_TO_FLOAT32_ASM = tl.constexpr(
     "{.reg .b16 h, zero; .reg .b32 halves; cvt.u16.u32 h, $1; cvt.rn.f16x2.e4m3x2 halves, h; "
     "mov.b32 {h, zero}, halves; cvt.f32.f16 $0, h;}"
@@ -137,6 +195,12 @@ def reciprocal(x, IN_PTX: tl.constexpr):
     if IN_PTX:
         return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     return quotient(1.0, x)
+
+
+@triton.jit
+def usual_reciprocal(x):
+    """1 / x, correctly rounded, for x from 2^-126 to below 2^126; NaN for 0."""
+    return tl.inline_asm_elementwise(_USUAL_RECIPROCAL_ASM, "=&f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -233,16 +297,61 @@ def words_to_e2m1(words, multiplier):
 
 
 @triton.jit
-def _larger_bf16_pairs(a, b):
+def scaled_words_to_e2m1(words, eighth, sign_mask, DTYPE: tl.constexpr):
+    """Bytes of the e2m1 codes of two "bf16" or "fp16" in each int32 times 8 * eighth; rounding as in halves_to_e2m1.
+
+    eighth: float32, an exact eighth of the multiplier; sign_mask: int32, 0x88888888, or 0 for codes without signs. Both
+    of the words' shape.
+
+    Counted in cycles too. With v = |x| * eighth clamped to [0, 1] (and NaN to 0) and y = 8 v, the code is the least
+    of 2 y, y + 2 and 0.3 y + 5, each rounded to an integer as it is added to 2^23: up to 2, up to 4 and from there on
+    the first, the second and the third is least. The third only says whether y is above 5, which is why its factor
+    is the float32 below 0.3, and no clamp is needed at 7. Five operations, four of them on the multiply-add pipe. The
+    signs come from the words, eight at once.
+    """
+    if DTYPE == "bf16":
+        return tl.inline_asm_elementwise(
+            asm=_E2M1_SCALED_BF16_ASM,
+            constraints="=r,r,r,r,r,f,f,f,f,r,r,r,r",
+            args=[words, eighth, sign_mask],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
     return tl.inline_asm_elementwise(
-        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1
+        asm=_E2M1_SCALED_FP16_ASM,
+        constraints="=r,r,r,r,r,f,f,f,f,r,r,r,r",
+        args=[words, eighth, sign_mask],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
     )
 
 
 @triton.jit
-def _larger_fp16_pairs(a, b):
+def eighth_of_bf16_words(words):
+    """Both bf16 in each int32, divided by 8."""
     return tl.inline_asm_elementwise(
-        "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1
+        "{.reg .b32 f; mov.b32 f, 0x3E003E00; mul.rn.bf16x2 $0, $1, f;}",
+        "=r,r",
+        [words],
+        tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _larger_bf16_magnitudes(a, b):
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _larger_fp16_magnitudes(a, b):
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1
     )
 
 
@@ -250,14 +359,14 @@ def _larger_fp16_pairs(a, b):
 def amax_bits_of_words(words, DTYPE: tl.constexpr):
     """float32 bits of the largest magnitude along the last of three axes, two "bf16" or "fp16" values to an int32.
 
-    NaN if there is one. Two values are compared at once: compute capability 8.0.
+    NaN if there is one. Two magnitudes are compared at once, with some sign that is dropped in the end: compute
+    capability 8.6.
     """
-    magnitudes = words & 0x7FFF7FFF
     if DTYPE == "bf16":
-        pair = tl.reduce(magnitudes, 2, _larger_bf16_pairs)
+        pair = tl.reduce(words, 2, _larger_bf16_magnitudes)
     else:
-        pair = tl.reduce(magnitudes, 2, _larger_fp16_pairs)
-    low, high = unpack_words(pair, DTYPE)
+        pair = tl.reduce(words, 2, _larger_fp16_magnitudes)
+    low, high = unpack_words(pair & 0x7FFF7FFF, DTYPE)
     return tl.maximum(low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True))
 
 
