@@ -261,6 +261,30 @@ def nvfp4_ends_of_the_range(device: str) -> None:
 
 
 @case
+def finite_amaxima(device: str) -> None:
+    """The largest finite magnitudes next to Inf and NaN, of tensors, of groups of rows and of weights."""
+    from padless import quantize_rules
+    from padless.quantize import group_max
+    from padless.quantize_triton_rows import group_amax
+
+    offs = torch.tensor([7, 7, 30], dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = awkward((70, 322), dtype, 18)
+        x[3, 200], x[41, 5] = -torch.finfo(dtype).max, float("-inf")
+        nothing = torch.full_like(x, float("nan"))
+        nothing[:, ::2] = float("inf")
+        nothing[5, 6] = -0.0
+        for values in (x, x * 1e-4, x[7:30], nothing, x[:, 1:301]):
+            got = group_amax(values.to(device), None)
+            assert torch.equal(bits(got.view(1)), bits(quantize_rules.finite_amax(values, (0, 1)).view(1)))
+            rows = group_max(quantize_rules.finite_amax(values, (1,)), offs)
+            assert torch.equal(bits(group_amax(values.to(device), offs.to(device))), bits(rows))
+        stacked = torch.stack([x, nothing, x * 1e-4])
+        want = quantize_rules.finite_amax(stacked, (1, 2))
+        assert torch.equal(bits(group_amax(stacked.to(device), None)), bits(want))
+
+
+@case
 def fp4_alignments(device: str) -> None:
     """Rows that start on an odd 16-bit element, further apart than K, or whose columns are not adjacent."""
     for dtype in (torch.bfloat16, torch.float16):

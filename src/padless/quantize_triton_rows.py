@@ -36,6 +36,9 @@ MAX_MANTISSAS = {MXFP8: 0x600000, MXFP8_E5M2: 0x600000, MXFP4: 0x400000}
 # reciprocal are from 2^-123 to 2^123. What needs care beyond is left out there.
 _USUAL_RANGE = tl.constexpr(114 << 23)
 _ONE_BITS = tl.constexpr(0x3F800000)
+# The tile whose largest value one program looks for: a row of a warp, eight 16-byte loads a thread.
+_AMAX_ROWS = 32
+_AMAX_COLUMNS = 256
 _TINY = tl.constexpr(2.0**-100)  # values whose eighth is not exact are nothing times a multiplier below this
 ELEMENTS = {MXFP8: "e4m3", MXFP8_E5M2: "e5m2", MXFP4: "e2m1", NVFP4: "e2m1"}
 
@@ -136,12 +139,26 @@ def group_amax(x: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
 
     flat = _as_rows(x)
     rows, K = flat.shape
-    # One number per row and chunk, reduced by torch: no atomics, so nothing depends on an order.
-    chunks = ceil_div(K, 1024)
-    amax = torch.empty((rows, chunks), dtype=torch.float32, device=x.device)
+    # One number per row and chunk, or per tile, reduced by torch: no atomics, so nothing depends on an order.
+    by_row = x.dim() == 3 or offs is not None
+    chunks = ceil_div(K, _AMAX_COLUMNS)
+    tiles = ceil_div(rows, _AMAX_ROWS)
+    amax = torch.empty((rows if by_row else tiles, chunks), dtype=torch.float32, device=x.device)
     if x.numel() > 0:
-        grid = (chunks * ceil_div(rows, 8),)
-        _chunk_amax[grid](flat, amax, rows, K, flat.stride(0), BLOCK_M=8, BLOCK_K=1024, num_warps=4)
+        words = WORD_INPUTS.get(x.dtype, "none") if _is_word_aligned(flat) else "none"
+        values = flat if words == "none" else flat.view(torch.int32)
+        _chunk_amax[(chunks * tiles,)](
+            values,
+            amax,
+            rows,
+            K,
+            values.stride(0),
+            WORDS=words,
+            BY_ROW=by_row,
+            BLOCK_M=_AMAX_ROWS,
+            BLOCK_K=_AMAX_COLUMNS,
+            num_warps=4,
+        )
     if x.dim() == 3:
         return amax.view(x.shape[0], -1).amax(1) if amax.numel() > 0 else amax.new_zeros(x.shape[0])
     if offs is not None:
@@ -370,22 +387,40 @@ def _nvfp4_scale(amax_bits, first, second, unusual, RULE: tl.constexpr, HARDWARE
 @triton.jit(do_not_specialize=["rows"])
 def _chunk_amax(
     x_ptr,  # (rows, K) bf16, fp16 or fp32, strides (x_stride, 1)
-    amax_ptr,  # (rows, ceil(K / BLOCK_K)) float32, contiguous
+    amax_ptr,  # BY_ROW: (rows, ceil(K / BLOCK_K)) float32, contiguous; or (ceil(rows / BLOCK_M), ceil(K / BLOCK_K))
     rows,
     K,
     x_stride,
+    WORDS: tl.constexpr,  # as in _row_blocks
+    BY_ROW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Largest finite magnitude of every row in every chunk of BLOCK_K columns."""
+    """Largest finite magnitude in every chunk of BLOCK_K columns of every row or of BLOCK_M rows."""
     num_chunks = tl.cdiv(K, BLOCK_K)
     pid = tl.program_id(0)
     chunk = pid % num_chunks
     row = (pid // num_chunks) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = (row[:, None] < rows) & (column[None, :] < K)
     row64 = row.to(tl.int64)
-    x = tl.load(x_ptr + row64[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-    bits = casts.magnitude_bits(casts.to_float32(x))
-    largest = tl.max(tl.where(bits < casts.INF_BITS, bits, 0), axis=1)
-    tl.store(amax_ptr + row64 * num_chunks + chunk, largest.to(tl.float32, bitcast=True), mask=row < rows)
+    if WORDS == "none":
+        column = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = (row[:, None] < rows) & (column[None, :] < K)
+        x = tl.load(x_ptr + row64[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+        bits = casts.magnitude_bits(casts.to_float32(x))
+        bits = tl.where(bits < casts.INF_BITS, bits, 0)
+    else:
+        pair = chunk * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+        inside = (row[:, None] < rows) & (pair[None, :] < K // 2)
+        words = tl.load(x_ptr + row64[:, None] * x_stride + pair[None, :], mask=inside, other=0)
+        bits = casts.finite_order_of_words(words, WORDS)
+    largest = tl.max(bits, axis=1)
+    if not BY_ROW:
+        largest = tl.max(largest, axis=0)
+    if WORDS == "none":
+        amax = largest.to(tl.float32, bitcast=True)
+    else:
+        amax = casts.magnitude_of_order(largest, WORDS)
+    if BY_ROW:
+        tl.store(amax_ptr + row64 * num_chunks + chunk, amax, mask=row < rows)
+    else:
+        tl.store(amax_ptr + pid, amax)
