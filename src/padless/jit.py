@@ -18,7 +18,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from padless import operand_reuse
+
 KERNELS = Path(__file__).parent / "kernels"
+ENTRY = "padless_grouped_gemm"  # the name of every kernel
 _OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v", "--device-as-default-execution-space")
 
 
@@ -89,13 +92,16 @@ def compile_kernel(source: str, prelude: str, arch: str, kind: str = "cubin") ->
 def _load_or_compile(source: str, prelude: str, arch: str, kind: str) -> CompiledKernel:
     text = prelude + sources()[source]
     digest = hashlib.sha256()
-    for part in (nvrtc_version(), arch, kind, *_OPTIONS, prelude, *_used_sources(source)):
+    own = operand_reuse.VERSION
+    for part in (nvrtc_version(), own, arch, kind, *_OPTIONS, prelude, *_used_sources(source)):
         digest.update(part.encode())
         digest.update(b"\0")
     stem = cache_dir() / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}"
     if (kernel := _read_cache(stem, kind)) is not None:
         return kernel
     image, log = _run_nvrtc(text, source, arch, kind)
+    if kind == "cubin" and "padless_reuse_run" in text:
+        image = operand_reuse.keep_shared_operands(image, ENTRY, _cubin_constant(image, "padless_reuse_run"))
     kernel = _describe(image, kind, log)
     _write_cache(stem, kernel)
     return kernel
@@ -183,7 +189,7 @@ def _describe(image: bytes, kind: str, log: str) -> CompiledKernel:
     return CompiledKernel(
         image=image,
         kind=kind,
-        entry="padless_grouped_gemm",
+        entry=ENTRY,
         shared_bytes=read(image, "padless_shared_bytes"),
         num_threads=read(image, "padless_num_threads"),
         num_stages=read(image, "padless_num_stages"),

@@ -140,6 +140,8 @@ static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fi
 extern "C" __device__ const int padless_shared_bytes = sizeof(SharedStorage);
 extern "C" __device__ const int padless_num_threads = NUM_THREADS;
 extern "C" __device__ const int padless_num_stages = STAGES;
+// How many multiply-adds of the promotion in a row read their common scale once (operand_reuse.py): as measured.
+extern "C" __device__ const int padless_reuse_run = WAVES == 2 ? 12 : 4;
 
 using Order = TileOrder<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M>;
 using Reader = TileReader<CLUSTER_N>;
