@@ -32,10 +32,7 @@ class Bug:
     quick: bool = False
 
 
-FREE_AT_END = (
-    "arrive_warp<TOKEN_ARRIVALS>("
-    "shared.tokens_empty[ring.stage == 0 ? TOKEN_STAGES - 1 : ring.stage - 1], lane);"
-)
+FREE_TOKENS = "arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[used], lane);"  # in the loop, and at its end
 
 BUGS: tuple[Bug, ...] = (
     # ---- hand-over of the tokens
@@ -68,15 +65,10 @@ BUGS: tuple[Bug, ...] = (
         ),
     ),
     Bug(
-        "tokens of the last K block never given back",
+        "tokens of the last stage never given back",
         ("deadlock",),
-        (
-            (
-                KERNEL,
-                FREE_AT_END,
-                "",
-            ),
-        ),
+        ((KERNEL, FREE_TOKENS, ""),),
+        nth=1,
     ),
     # ---- the ring of codes
     Bug(
@@ -161,6 +153,17 @@ BUGS: tuple[Bug, ...] = (
         ((KERNEL, "bytes[u][h] &= mask;", "bytes[u][h] &= 0x7F7F;"),),
         blocked=True,
         quick=True,
+    ),
+    Bug(
+        "which scales count in a stage's second K block is taken from its first",
+        (),
+        ((KERNEL, "counting >> (16 * block);", "counting;"),),
+        blocked=True,
+    ),
+    Bug(
+        "the scales of a stage's first K block for both",
+        (),
+        ((KERNEL, "+ block * scales_of_128(B_FORMAT);", ";"),),
     ),
     Bug(
         "the scale of the first K block for all of them",

@@ -428,16 +428,15 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
     }
 }
 
-// Consumer: address of this lane's scales of weight row `row` of the tile, of the first K block, number `kb`, of a stage.
-__device__ __forceinline__ uint32_t sfb_address(uint32_t sfb, int row, int quad, int kb) {
+// Consumer: this lane's scales of weight row `row` of the tile, in bytes from the stage's first.
+__device__ __forceinline__ uint32_t scales_of_row(int row, int quad) {
     if constexpr (SFB_IS_BLOCKED) {
         const uint32_t in_tile = (row % 32) * 16 + (row % 128) / 32 * 4;
-        const uint32_t tile = sfb + (row / 128) * SCALE_BLOCK_BYTES;
+        const uint32_t tile = (row / 128) * SCALE_BLOCK_BYTES;
         return B_FORMAT == FORMAT_NVFP4 ? tile + quad / 2 * 512 + in_tile + quad % 2 * 2
                                         : tile + in_tile + quad;
     } else {
-        return sfb + row * SCALE_ROW_BYTES + scale_offset<B_FORMAT>(kb) +
-               quad * (scales_of_128(B_FORMAT) / 4);
+        return row * SCALE_ROW_BYTES + quad * (scales_of_128(B_FORMAT) / 4);
     }
 }
 
@@ -452,7 +451,34 @@ constexpr int ROUNDS = 4 / ROUND_OCTETS;  // to a K block
 
 using Fragments = uint32_t[ROUND_OCTETS][UNITS][2][4];
 
-// A consumer lane's codes and scales of 128 of K: of rows `first_row` and + 8 of each of its units (+ 64).
+// What a consumer lane's rows are in every stage: rows `first_row` and + 8 of each of its units (+ 64).
+struct WeightLane {
+    int first_row, quad;
+    uint32_t codes,
+        scales;         // addresses in stage 0, of the first row; FP8: of the row, since chunks are swizzled
+    uint32_t counting;  // which bits of scales count in the last stage: 16 for each K block
+
+    __device__ __forceinline__ WeightLane(const SharedStorage& shared, const Problem& problem, int warpgroup,
+                                          int warp, int lane)
+        : first_row(warpgroup * UNITS * WGMMA_M + warp * 16 + lane / 4), quad(lane % 4) {
+        static_assert(UNITS <= 2, "the units of a warpgroup lie in 128 rows");
+        codes =
+            shared_address(shared.b) + first_row * row_bytes(B_FORMAT) + (is_fp4(B_FORMAT) ? quad * 16 : 0);
+        scales = shared_address(shared.sfb) + scales_of_row(first_row, quad);
+        counting = ALL_COUNT;
+        if constexpr (SFB_IS_BLOCKED) {
+            constexpr int OF_BLOCK = scales_of_128(B_FORMAT);
+            const int left = problem.sfb_columns() - (problem.k_stages() - 1) * STAGE_BLOCKS * OF_BLOCK -
+                             quad * (OF_BLOCK / 4);
+            counting = Scales::mask(left) | Scales::mask(left - OF_BLOCK) << 16;
+        }
+    }
+
+    using Scales = SectionScales<B_FORMAT, IS_F16>;
+    static constexpr uint32_t ALL_COUNT = B_FORMAT == FORMAT_NVFP4 ? 0x7F7F7F7F : 0x00FF00FF;
+};
+
+// A consumer lane's codes and scales of 128 of K.
 struct WeightSection {
     SectionScales<B_FORMAT, IS_F16> scales[UNITS][2];
     uint32_t scale_bytes;  // MXFP4: of all rows,
@@ -460,13 +486,13 @@ struct WeightSection {
     uint32_t codes[UNITS][2][4];
 
     // Of block `block` of the stage, which is number `ks` of the tile.
-    __device__ __forceinline__ void load_scales(const SharedStorage& shared, const Problem& problem,
-                                                int stage, int block, int first_row, int quad, int ks) {
-        constexpr int OF_LANE = scales_of_128(B_FORMAT) / 4;
-        const uint32_t sfb = shared_address(shared.sfb[stage]);
-        static_assert(UNITS <= 2, "the units of a warpgroup lie in 128 rows");
-        const uint32_t first = sfb_address(sfb, first_row, quad, ks * STAGE_BLOCKS) +
-                               block * (SFB_IS_BLOCKED ? SFB_BLOCK_BYTES : scales_of_128(B_FORMAT));
+    __device__ __forceinline__ void load_scales(const WeightLane& lane, int stage, int block, int ks,
+                                                int k_stages) {
+        uint32_t first = lane.scales + stage * SFB_BYTES;
+        if constexpr (SFB_IS_BLOCKED)
+            first += block * SFB_BLOCK_BYTES;
+        else
+            first += scale_offset<B_FORMAT>(ks * STAGE_BLOCKS) + block * scales_of_128(B_FORMAT);
         uint32_t bytes[UNITS][2];
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
@@ -478,11 +504,9 @@ struct WeightSection {
             }
         }
         if constexpr (SFB_IS_BLOCKED || B_FORMAT == FORMAT_NVFP4) {
-            const int left = SFB_IS_BLOCKED
-                                 ? problem.sfb_columns() -
-                                       (ks * STAGE_BLOCKS + block) * scales_of_128(B_FORMAT) - quad * OF_LANE
-                                 : OF_LANE;
-            const uint32_t mask = SectionScales<B_FORMAT, IS_F16>::mask(left);
+            const uint32_t counting =
+                SFB_IS_BLOCKED && ks + 1 == k_stages ? lane.counting : WeightLane::ALL_COUNT;
+            const uint32_t mask = counting >> (16 * block);
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
@@ -503,16 +527,15 @@ struct WeightSection {
     }
 
     // 16 bytes of codes a row, of block `block` of the stage: the octets from OCTETS * part.
-    __device__ __forceinline__ void load_codes(const SharedStorage& shared, int stage, int block,
-                                               int first_row, int quad, int part) {
-        const uint32_t b = shared_address(shared.b[stage][block]);
+    __device__ __forceinline__ void load_codes(const WeightLane& lane, int stage, int block, int part) {
+        uint32_t first = lane.codes + (stage * STAGE_BLOCKS + block) * B_BYTES;
+        if constexpr (!is_fp4(B_FORMAT))
+            first += swizzle_128b(lane.first_row % 8, lane.quad * 2 + part) - lane.first_row % 8 * 128;
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const int row = first_row + u * WGMMA_M + h * 8;
-                const uint32_t at =
-                    is_fp4(B_FORMAT) ? b + row * 64 + quad * 16 : b + swizzle_128b(row, quad * 2 + part);
+                const uint32_t at = first + (u * WGMMA_M + h * 8) * row_bytes(B_FORMAT);
                 ld_shared_v4_u32(at, codes[u][h][0], codes[u][h][1], codes[u][h][2], codes[u][h][3]);
             }
         }
@@ -558,15 +581,12 @@ struct WeightSection {
 // The set for round 0 of the next K block is carried round the loop. (Making it at the top of the loop, with products of
 // the last round under way, has ptxas serialise all of them: C7513.)
 __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], SharedStorage& shared,
-                                              const Problem& problem, int warpgroup, int warp, int lane,
+                                              int k_stages, const WeightLane& weights, int lane,
                                               Pipeline<STAGES>& pipeline, Pipeline<TOKEN_STAGES>& ring) {
     // A stage has one load of codes, or two, before the octets 0 and LAST_PART: FP4's two K blocks or FP8's half K blocks.
     constexpr int STAGE_OCTETS = 4 * STAGE_BLOCKS;
     constexpr int LAST_PART = STAGE_OCTETS - OCTETS;
     static_assert(LAST_PART == 0 || LAST_PART == OCTETS, "no more than two loads");
-    const int k_stages = problem.k_stages();
-    const int quad = lane % 4;
-    const int first_row = warpgroup * UNITS * WGMMA_M + warp * 16 + lane / 4;
     // The shuffle tells the compiler that all lanes agree, so that the descriptors live in uniform registers.
     const uint32_t tokens_stage_0 =
         __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.tokens[0])), 0);
@@ -581,9 +601,10 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
 
     WeightSection section;
     Fragments fragments[2];
+    int used = 0;  // stage of the tokens before
     mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
-    section.load_scales(shared, problem, pipeline.stage, 0, first_row, quad, 0);
-    section.load_codes(shared, pipeline.stage, 0, first_row, quad, 0);
+    section.load_scales(weights, pipeline.stage, 0, 0, k_stages);
+    section.load_codes(weights, pipeline.stage, 0, 0);
     if (LAST_PART == 0) arrive_warp(shared.empty[pipeline.stage], lane);
     section.make_fragments(fragments[0], 0);
 
@@ -613,19 +634,18 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
                 pipeline.advance();
                 if (ks + 1 < k_stages) {  // else the last fragments are of old codes, and not used
                     mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
-                    section.load_scales(shared, problem, pipeline.stage, 0, first_row, quad, ks + 1);
-                    section.load_codes(shared, pipeline.stage, 0, first_row, quad, 0);
+                    section.load_scales(weights, pipeline.stage, 0, ks + 1, k_stages);
+                    section.load_codes(weights, pipeline.stage, 0, 0);
                     if (LAST_PART == 0) arrive_warp(shared.empty[pipeline.stage], lane);
                 }
             } else if (next_octet == LAST_PART) {
-                if (STAGE_BLOCKS == 2) section.load_scales(shared, problem, stage, 1, first_row, quad, ks);
-                section.load_codes(shared, stage, STAGE_BLOCKS - 1, first_row, quad, LAST_PART % 4 / OCTETS);
+                if (STAGE_BLOCKS == 2) section.load_scales(weights, stage, 1, ks, k_stages);
+                section.load_codes(weights, stage, STAGE_BLOCKS - 1, LAST_PART % 4 / OCTETS);
                 arrive_warp(shared.empty[stage], lane);
             }
             wgmma_wait_group<1>();                  // the last round's fragments have been read
             if (!PROMOTE && round == 0 && ks != 0)  // and with it, all tokens of the last stage
-                arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[from == 0 ? TOKEN_STAGES - 1 : from - 1],
-                                            lane);
+                arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[used], lane);
             section.make_fragments(fragments[(round + 1) % 2], (round + 1) % ROUNDS);
         }
 
@@ -639,7 +659,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 8; ++i) {  // tokens 8 i + 2 quad and the next
                 float scale[2];
-                ld_shared_f32x2(shared_address(&shared.token_scales[from][8 * i + 2 * quad]), scale[0],
+                ld_shared_f32x2(shared_address(&shared.token_scales[from][8 * i + 2 * (lane % 4)]), scale[0],
                                 scale[1]);
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u) {
@@ -650,6 +670,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
             }
             arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[from], lane);
         }
+        used = from;
         ring.advance();
     }
 
@@ -660,8 +681,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 2; ++i) pin_register(d[u][i]);
         }
-        arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[ring.stage == 0 ? TOKEN_STAGES - 1 : ring.stage - 1],
-                                    lane);
+        arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[used], lane);
     }
 }
 
@@ -746,10 +766,11 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     Pipeline<TOKEN_STAGES> ring;
+    const WeightLane weights(shared, problem, warpgroup, warp, lane);
     Tile tile{};
     while (reader.next(tile, lane)) {
         float d[UNITS_OF_WARPGROUP][BLOCK_M / 2];
-        multiply_tile(d, shared, problem, warpgroup, warp, lane, pipeline, ring);
+        multiply_tile(d, shared, problem.k_stages(), weights, lane, pipeline, ring);
         if (lane == 0) reader.release();
         if constexpr (HAS_GLOBAL_SCALES) apply_global_scales(d, problem, tile.group);
 #if EPILOGUE_IS_QUANT
