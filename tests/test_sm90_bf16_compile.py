@@ -66,7 +66,7 @@ QUICK = list(
 
 def helpers(config: Bf16GemmConfig) -> int:
     """Warpgroups beside the consumers: converters and producer, or both in one."""
-    return 1 if config.num_warpgroups == 4 else 2
+    return 1 if config.num_warpgroups == 4 and config.block_m <= 32 else 2
 
 
 def check_compiles(config: Bf16GemmConfig) -> None:

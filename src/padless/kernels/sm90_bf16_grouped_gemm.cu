@@ -68,12 +68,11 @@ constexpr int BLOCK_K = 128;
 constexpr int WGMMA_M = 64;
 constexpr int UNITS_OF_WARPGROUP = BLOCK_N / WGMMA_M / NUM_MMA_WARPGROUPS;
 constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
-// Four consumer warpgroups have few tokens to convert (64 at most): two warps do it, in the producer's warpgroup, so that
-// the consumers get the registers.
-constexpr bool HELPERS_TOGETHER = NUM_MMA_WARPGROUPS == 4;
+// Few tokens are converted by two warps, in the producer's warpgroup, so that four consumer warpgroups get the registers.
+constexpr bool HELPERS_TOGETHER = NUM_MMA_WARPGROUPS == 4 && BLOCK_M <= 32;
 constexpr int NUM_CONVERTER_WARPS = HELPERS_TOGETHER ? 2 : 4;
 constexpr int NUM_THREADS = 128 * (NUM_MMA_WARPGROUPS + (HELPERS_TOGETHER ? 1 : 2));
-constexpr int CONSUMER_REGISTERS = HELPERS_TOGETHER ? 104 : 208;  // of 96 or 128 at the start
+constexpr int CONSUMER_REGISTERS = NUM_MMA_WARPGROUPS == 2 ? 208 : HELPERS_TOGETHER ? 104 : 96;
 constexpr int CONVERTER_REGISTERS = HELPERS_TOGETHER ? 64 : 56;
 constexpr int PRODUCER_REGISTERS = HELPERS_TOGETHER ? CONVERTER_REGISTERS : 40;
 static_assert(BLOCK_M == 8 || BLOCK_M == 16 || BLOCK_M == 32 || BLOCK_M == 64 || BLOCK_M == 128, "tokens");
@@ -151,9 +150,17 @@ struct alignas(1024) SharedStorageOf {
 // With two token stages the converters have only what is left of a K block, after the first octet of its products, for the
 // whole of the next one. A third lets them run ahead; it is worth one of four stages of codes, not one of two.
 constexpr int FEW_STAGES = NUM_STAGES == 0 ? 3 : NUM_STAGES;
-constexpr int TOKEN_STAGES = BLOCK_M < 128                                            ? 4
-                             : sizeof(SharedStorageOf<FEW_STAGES, 3>) <= SHARED_LIMIT ? 3
-                                                                                      : 2;
+template <int STAGES>
+using WithThreeTokenStages = SharedStorageOf<STAGES, 3>;
+template <int STAGES>
+using WithFourTokenStages = SharedStorageOf<STAGES, 4>;
+
+constexpr int token_stages() {
+    if (BLOCK_M == 128) return sizeof(SharedStorageOf<FEW_STAGES, 3>) <= SHARED_LIMIT ? 3 : 2;
+    // The fourth is worth less than one of four stages of codes.
+    return stages_that_fit<WithFourTokenStages, 4>() < stages_that_fit<WithThreeTokenStages, 4>() ? 3 : 4;
+}
+constexpr int TOKEN_STAGES = token_stages();
 
 template <int STAGES>
 using SharedStorageWithTokens = SharedStorageOf<STAGES, TOKEN_STAGES>;
@@ -454,8 +461,8 @@ using Fragments = uint32_t[ROUND_OCTETS][UNITS][2][4];
 // What a consumer lane's rows are in every stage: rows `first_row` and + 8 of each of its units (+ 64).
 struct WeightLane {
     int first_row, quad;
-    uint32_t codes,
-        scales;         // addresses in stage 0, of the first row; FP8: of the row, since chunks are swizzled
+    uint32_t codes;     // address in stage 0 of the first row's codes; FP8: of the row
+    uint32_t scales;    // and of its scales
     uint32_t counting;  // which bits of scales count in the last stage: 16 for each K block
 
     __device__ __forceinline__ WeightLane(const SharedStorage& shared, const Problem& problem, int warpgroup,
