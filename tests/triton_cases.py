@@ -261,27 +261,40 @@ def nvfp4_ends_of_the_range(device: str) -> None:
 
 
 @case
-def finite_amaxima(device: str) -> None:
-    """The largest finite magnitudes next to Inf and NaN, of tensors, of groups of rows and of weights."""
-    from padless import quantize_rules
-    from padless.quantize import group_max
-    from padless.quantize_triton_rows import group_amax
+def global_scales(device: str) -> None:
+    """The largest finite magnitudes next to Inf and NaN, of tensors, of groups of rows and of weights, and no values."""
+    from padless.quantize import _nvfp4_global
+    from padless.quantize_triton_global import global_scale
 
     offs = torch.tensor([7, 7, 30], dtype=torch.int32)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        x = awkward((70, 322), dtype, 18)
+        x = awkward((64, 322), dtype, 18)
         x[3, 200], x[41, 5] = -torch.finfo(dtype).max, float("-inf")
         nothing = torch.full_like(x, float("nan"))
         nothing[:, ::2] = float("inf")
         nothing[5, 6] = -0.0
-        for values in (x, x * 1e-4, x[7:30], nothing, x[:, 1:301]):
-            got = group_amax(values.to(device), None)
-            assert torch.equal(bits(got.view(1)), bits(quantize_rules.finite_amax(values, (0, 1)).view(1)))
-            rows = group_max(quantize_rules.finite_amax(values, (1,)), offs)
-            assert torch.equal(bits(group_amax(values.to(device), offs.to(device))), bits(rows))
-        stacked = torch.stack([x, nothing, x * 1e-4])
-        want = quantize_rules.finite_amax(stacked, (1, 2))
-        assert torch.equal(bits(group_amax(stacked.to(device), None)), bits(want))
+        subnormal = torch.full_like(x, 3e-45 if dtype == torch.float32 else 1e-39)
+        weights = torch.stack([x, nothing, x * 1e-4])
+        for values in (
+            x,
+            x * 1e-4,
+            x[7:30],
+            nothing,
+            subnormal,
+            x[:, 1:301],
+            x[:0],
+            weights,
+            weights[:, :37],
+        ):
+            for groups in (None, offs) if values.dim() == 2 else (None,):
+                for rule in ("te", "torchao"):
+                    want = _nvfp4_global(values, rule, None, groups, False)
+                    got = global_scale(
+                        values.to(device), rule, groups if groups is None else groups.to(device)
+                    )
+                    for a, b in zip(got, want, strict=True):
+                        assert a.shape == b.shape
+                        assert torch.equal(bits(a.reshape(-1)), bits(b.reshape(-1)))
 
 
 @case

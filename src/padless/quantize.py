@@ -186,10 +186,10 @@ def _nvfp4_global(
             )
         return given, quantize_rules.nvfp4_factors(scale_rule, given, None)
     if on_gpu:
-        from padless import quantize_triton_rows
+        from padless import quantize_triton_global
 
-        amax = quantize_triton_rows.group_amax(x, offs)
-    elif x.dim() == 3:
+        return quantize_triton_global.global_scale(x, scale_rule, offs)
+    if x.dim() == 3:
         amax = quantize_rules.finite_amax(x, (1, 2))
     elif offs is None:
         amax = quantize_rules.finite_amax(x, (0, 1))

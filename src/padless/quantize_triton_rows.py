@@ -36,9 +36,6 @@ MAX_MANTISSAS = {MXFP8: 0x600000, MXFP8_E5M2: 0x600000, MXFP4: 0x400000}
 # reciprocal are from 2^-123 to 2^123. What needs care beyond is left out there.
 _USUAL_RANGE = tl.constexpr(114 << 23)
 _ONE_BITS = tl.constexpr(0x3F800000)
-# The tile whose largest value one program looks for: a row of a warp, eight 16-byte loads a thread.
-_AMAX_ROWS = 32
-_AMAX_COLUMNS = 256
 _TINY = tl.constexpr(2.0**-100)  # values whose eighth is not exact are nothing times a multiplier below this
 ELEMENTS = {MXFP8: "e4m3", MXFP8_E5M2: "e5m2", MXFP4: "e2m1", NVFP4: "e2m1"}
 
@@ -82,7 +79,7 @@ def row_blocks(
     2).
     """
     K = x.shape[-1]
-    flat = _as_rows(x)
+    flat = as_rows(x)
     rows = flat.shape[0]
     rows_per_group = x.shape[-2] if x.dim() == 3 else max(rows, 1)
     columns = ceil_div(K, format.block_k)
@@ -100,7 +97,7 @@ def row_blocks(
         grid = (ceil_div(K, tile.columns) * ceil_div(rows, tile.rows),)
         # Loaded as words of two, 16-bit values come 16 to a thread, a whole block of NVFP4; loaded one by one
         # they come 8 to a thread, and two threads work out every scale.
-        by_words = format.codes_per_byte == 2 and _is_word_aligned(flat)
+        by_words = format.codes_per_byte == 2 and is_word_aligned(flat)
         words = WORD_INPUTS.get(x.dtype, "none") if by_words else "none"
         values = flat if words == "none" else flat.view(torch.int32)
         _row_blocks[grid](
@@ -133,40 +130,7 @@ def row_blocks(
     return data.view(format.data_dtype), scale.view(format.scale_dtype)
 
 
-def group_amax(x: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
-    """Largest finite |x|, float32: of all of x (), of each group of its rows or of each weight (G,)."""
-    from padless.quantize import group_max
-
-    flat = _as_rows(x)
-    rows, K = flat.shape
-    # One number per row and chunk, or per tile, reduced by torch: no atomics, so nothing depends on an order.
-    by_row = x.dim() == 3 or offs is not None
-    chunks = ceil_div(K, _AMAX_COLUMNS)
-    tiles = ceil_div(rows, _AMAX_ROWS)
-    amax = torch.empty((rows if by_row else tiles, chunks), dtype=torch.float32, device=x.device)
-    if x.numel() > 0:
-        words = WORD_INPUTS.get(x.dtype, "none") if _is_word_aligned(flat) else "none"
-        values = flat if words == "none" else flat.view(torch.int32)
-        _chunk_amax[(chunks * tiles,)](
-            values,
-            amax,
-            rows,
-            K,
-            values.stride(0),
-            WORDS=words,
-            BY_ROW=by_row,
-            BLOCK_M=_AMAX_ROWS,
-            BLOCK_K=_AMAX_COLUMNS,
-            num_warps=4,
-        )
-    if x.dim() == 3:
-        return amax.view(x.shape[0], -1).amax(1) if amax.numel() > 0 else amax.new_zeros(x.shape[0])
-    if offs is not None:
-        return group_max(amax.amax(1), offs)
-    return amax.amax() if rows > 0 else amax.new_zeros(())
-
-
-def _as_rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x as (rows, K) with adjacent columns, copied only where it must be."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -179,7 +143,7 @@ def _factors_by(factors: torch.Tensor | None, group: torch.Tensor | None) -> str
     return "group" if factors is not None and factors.numel() > 2 else "one"
 
 
-def _is_word_aligned(x: torch.Tensor) -> bool:
+def is_word_aligned(x: torch.Tensor) -> bool:
     """Whether every row of x starts on a 4-byte boundary."""
     return x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0 and x.data_ptr() % 4 == 0
 
@@ -382,45 +346,3 @@ def _nvfp4_scale(amax_bits, first, second, unusual, RULE: tl.constexpr, HARDWARE
     multiplier = tl.minimum(multiplier, casts.FLOAT32_MAX)
     nan = tl.full(amax_bits.shape, casts.NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
     return tl.where(broken, 0x7F, byte).to(tl.uint8), tl.where(broken, nan, multiplier)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _chunk_amax(
-    x_ptr,  # (rows, K) bf16, fp16 or fp32, strides (x_stride, 1)
-    amax_ptr,  # BY_ROW: (rows, ceil(K / BLOCK_K)) float32, contiguous; or (ceil(rows / BLOCK_M), ceil(K / BLOCK_K))
-    rows,
-    K,
-    x_stride,
-    WORDS: tl.constexpr,  # as in _row_blocks
-    BY_ROW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Largest finite magnitude in every chunk of BLOCK_K columns of every row or of BLOCK_M rows."""
-    num_chunks = tl.cdiv(K, BLOCK_K)
-    pid = tl.program_id(0)
-    chunk = pid % num_chunks
-    row = (pid // num_chunks) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row64 = row.to(tl.int64)
-    if WORDS == "none":
-        column = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
-        inside = (row[:, None] < rows) & (column[None, :] < K)
-        x = tl.load(x_ptr + row64[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-        bits = casts.magnitude_bits(casts.to_float32(x))
-        bits = tl.where(bits < casts.INF_BITS, bits, 0)
-    else:
-        pair = chunk * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
-        inside = (row[:, None] < rows) & (pair[None, :] < K // 2)
-        words = tl.load(x_ptr + row64[:, None] * x_stride + pair[None, :], mask=inside, other=0)
-        bits = casts.finite_order_of_words(words, WORDS)
-    largest = tl.max(bits, axis=1)
-    if not BY_ROW:
-        largest = tl.max(largest, axis=0)
-    if WORDS == "none":
-        amax = largest.to(tl.float32, bitcast=True)
-    else:
-        amax = casts.magnitude_of_order(largest, WORDS)
-    if BY_ROW:
-        tl.store(amax_ptr + row64 * num_chunks + chunk, amax, mask=row < rows)
-    else:
-        tl.store(amax_ptr + pid, amax)

@@ -371,29 +371,6 @@ def amax_bits_of_words(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def finite_order_of_words(words, DTYPE: tl.constexpr):
-    """int32 that order as the larger finite magnitude of the two "bf16" or "fp16" in each int32; not finite: lowest.
-
-    The magnitude is in the upper 16 bits, moved up so that Inf and NaN overflow to negative numbers; the lower 16 are
-    anything.
-    """
-    if DTYPE == "bf16":
-        moved = (words & 0x7FFF7FFF) + 0x00800080
-    else:
-        moved = (words & 0x7FFF7FFF) + 0x04000400
-    return tl.maximum(moved, moved << 16)
-
-
-@triton.jit
-def magnitude_of_order(order, DTYPE: tl.constexpr):
-    """float32 magnitude of what finite_order_of_words made; 0 for what is not finite."""
-    if DTYPE == "bf16":
-        return ((tl.maximum(order >> 16, 0x0080) - 0x0080) << 16).to(tl.float32, bitcast=True)
-    half = tl.maximum(order >> 16, 0x0400) - 0x0400
-    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
 def _e2m1_code(y):
     """e2m1 codes 0..15 (uint8), in integers."""
     bits = y.to(tl.int32, bitcast=True)
