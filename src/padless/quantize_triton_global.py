@@ -148,10 +148,12 @@ def _derive(
     """The global scale of a group's largest amax, and the two factors of `quantize_rules.nvfp4_factors`."""
     group = tl.program_id(0)
     largest = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, count, BLOCK):
+    start = group * 0
+    while start < count:  # range does not take count in the interpreter of Triton 3.6
         index = start + tl.arange(0, BLOCK)
         some = tl.load(amax_ptr + group.to(tl.int64) * count + index, mask=index < count, other=0.0)
         largest = tl.maximum(largest, some)
+        start += BLOCK
     amax = tl.max(largest, axis=0, keep_dims=True)
     one = tl.full(amax.shape, 1.0, tl.float32)
     nothing = amax == 0.0
