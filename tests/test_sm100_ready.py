@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from conftest import missing_gpu
 from rich.console import Console
 
-from padless import cost_model, driver, jit, tune, tune_tiles, verify, verify_small
+from padless import cost_model, driver, jit, tune, tune_tiles, verify, verify_formats, verify_small
 from padless.backends import backends
 from padless.bench.blackwell import DENSE_SIZES
 from padless.bench.formats import COMPETITION, offered
@@ -26,7 +27,7 @@ from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size
 from padless.paths import find_path, kernels_arch
 from padless.paths.sm100_grouped_list import prepare_list
-from padless.verify_formats import configs_of, paths_of
+from padless.verify_formats import configs_of, emulate_formats, paths_of
 
 ARCHS = ("sm_100a", "sm_103a")
 
@@ -163,6 +164,8 @@ def test_verify_tries_every_tile() -> None:
         assert configs[0] is None
         tiles = {(c.cta_group, c.tokens_on_n, c.mma_n) for c in configs[1:]}
         assert len(tiles) == 12
+        assert {c.cluster for c in configs[1:]} == {1, 2, 4}
+        assert {c.cta_group for c in configs[1:] if c.multicast > 1} == {1, 2}
 
 
 @pytest.mark.slow
@@ -202,7 +205,7 @@ def test_tune_shows_where_another_tile_is_faster(monkeypatch: pytest.MonkeyPatch
     assert tune.run_tune(console=Console(file=text, width=140)) == 0
     shown = text.getvalue()
     assert len(asked) == len(tune_tiles.FORMATS) * len(tune_tiles.ROWS)
-    assert set(asked) == {12}
+    assert set(asked) == {16}
     assert "1.500" in shown
     assert "Nothing stored" in shown
     for rows in tune_tiles.ROWS:
@@ -214,3 +217,17 @@ def test_tests_that_need_a_blackwell_name_it() -> None:
     assert missing_gpu((10, 0), (10, 0)) is None
     assert missing_gpu((10, 0), (9, 0)) is not None
     assert missing_gpu((9, 0), (10, 0)) is not None
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(5, marks=pytest.mark.slow)])
+def test_verify_emulates_clusters(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulated device has room for the largest cluster that verify tries."""
+    path = next(p for p in paths_of("sm_100a") if (p.a, p.b) == ("MXFP8", "MXFP8"))
+    drawn = verify_formats.random_formats_problem(path, seed)
+    expected = emulate_formats(path, seed)
+    widest = max(configs_of(path)[1:], key=lambda c: (c.cluster, c.cta_group))
+    assert widest.cluster == 4
+    monkeypatch.setattr(
+        verify_formats, "random_formats_problem", lambda path, seed: replace(drawn, config=widest)
+    )
+    assert torch.equal(emulate_formats(path, seed), expected)

@@ -37,21 +37,23 @@ def points() -> list[Point]:
 
 
 def tiles(rows: int) -> list[Sm100GroupedConfig]:
-    """The chosen configuration for groups of ``rows`` rows, then every other tile and side for the tokens."""
+    """The chosen configuration for groups of ``rows`` rows, then every other tile and side for the tokens, by a CTA, a pair
+    and two pairs."""
     chosen = select_grouped_config(GROUPS * rows, N, GROUPS)
     others = [
-        replace(chosen, cta_group=ctas, tokens_on_n=tokens_on_n, mma_n=n)
-        for ctas in (1, 2)
+        replace(chosen, cta_group=ctas, tokens_on_n=tokens_on_n, mma_n=n, multicast=multicast)
+        for ctas, multicast in ((1, 1), (2, 1), (2, 2))
         for tokens_on_n in (False, True)
         for n in (32, 64, 128, 256)
-        if tokens_on_n or n >= 128
+        if n >= 128 or (tokens_on_n and multicast == 1)
     ]
     return [chosen, *(config for config in others if config != chosen)]
 
 
 def name_of(config: Sm100GroupedConfig) -> str:
-    """Such as "256 x 256" (tokens x columns of D) with a mark where two CTAs share the tile."""
-    return f"{config.tile_m} x {config.tile_n}{', pair' if config.cta_group == 2 else ''}"
+    """Such as "256 x 256" (tokens x columns of D) with a mark where two CTAs share the tile, or two pairs the tokens."""
+    who = "" if config.cta_group == 1 else ", pair" if config.multicast == 1 else ", two pairs"
+    return f"{config.tile_m} x {config.tile_n}{who}"
 
 
 def compare(clock: Clock, step: Callable[[str], None]) -> dict[Point, Mapping[Sm100GroupedConfig, float]]:

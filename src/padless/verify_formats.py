@@ -56,8 +56,8 @@ def configs_of(path: Path) -> list[Any]:
         configs += [module.Config(block_m=m, block_n=n) for m in (64, 128) for n in (64, 128)]
     elif path.module == "sm100_grouped":
         configs += [
-            module.Config(cta_group=ctas, tokens_on_n=tokens_on_n, mma_n=n)
-            for ctas in (1, 2)
+            module.Config(cta_group=ctas, multicast=multicast, tokens_on_n=tokens_on_n, mma_n=n)
+            for ctas, multicast in ((1, 1), (1, 4), (2, 1), (2, 2))
             for tokens_on_n, n in (
                 (False, 128),
                 (False, 256),
@@ -154,15 +154,19 @@ def _operand(
 
 def emulate_formats(path: Path, seed: int) -> torch.Tensor:
     """The bits of the valid rows, by the emulator."""
+    from padless.emulator.fake_driver import driver_of
+
     problem = random_formats_problem(path, seed)
-    out = grouped_gemm(
-        problem.a,
-        problem.b,
-        problem.offs,
-        out_dtype=problem.dtype,
-        backend=_EMULATOR[path.arch],
-        config=problem.config,
-    )
+    backend = _EMULATOR[path.arch]
+    with driver_of(backend).configured(num_sms=4):  # enough for the largest cluster
+        out = grouped_gemm(
+            problem.a,
+            problem.b,
+            problem.offs,
+            out_dtype=problem.dtype,
+            backend=backend,
+            config=problem.config,
+        )
     return bits(out, problem.offs)
 
 
