@@ -37,8 +37,7 @@ def points() -> list[Point]:
 
 
 def tiles(rows: int) -> list[Sm100GroupedConfig]:
-    """The chosen configuration for groups of ``rows`` rows, then every other tile and side for the tokens, by a CTA, a pair
-    and two pairs."""
+    """The chosen configuration for groups of ``rows`` rows, then all other tiles of a CTA, a pair and two pairs."""
     chosen = select_grouped_config(GROUPS * rows, N, GROUPS)
     others = [
         replace(chosen, cta_group=ctas, tokens_on_n=tokens_on_n, mma_n=n, multicast=multicast)
