@@ -12,6 +12,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -295,6 +297,23 @@ def global_scales(device: str) -> None:
                     for a, b in zip(got, want, strict=True):
                         assert a.shape == b.shape
                         assert torch.equal(bits(a.reshape(-1)), bits(b.reshape(-1)))
+
+
+@case
+def whole_tiles_of_scales(device: str) -> None:
+    """All bytes of tiles without padding are written: bytes that are allocated are set to 255 first."""
+    original = torch.empty
+
+    def empty(*args: Any, **options: Any) -> torch.Tensor:
+        t = original(*args, **options)
+        return t.fill_(255) if t.dtype == torch.uint8 else t
+
+    x = awkward((2, 128, 256), torch.bfloat16, 19)
+    with mock.patch.object(torch, "empty", empty):
+        for name, rule in (("MXFP8", "rceil"), ("MXFP4", "floor"), ("NVFP4", "te")):
+            row_blocks_pair(x, name, rule, device, kind="weight", scale_layout="blocked")
+            for part in (x[0], x[0, :, :130], x[0, :127]):
+                row_blocks_pair(part, name, rule, device, scale_layout="blocked")
 
 
 @case

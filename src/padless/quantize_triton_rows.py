@@ -22,6 +22,7 @@ from padless.formats import (
     MXFP8,
     MXFP8_E5M2,
     NVFP4,
+    TILE_COLUMNS,
     TILE_ROWS,
     BlockScaledFormat,
     blocked_size,
@@ -156,7 +157,9 @@ def _empty_scale(
         return torch.empty((*x.shape[:-1], columns), dtype=torch.uint8, device=x.device), None
     if scale_layout == "blocked":
         shape = (*x.shape[:-2], blocked_size(x.shape[-2], columns))
-        return torch.zeros(shape, dtype=torch.uint8, device=x.device), None
+        # Whole tiles have no padding: all is written by the kernel.
+        whole = x.shape[-2] % TILE_ROWS == 0 and columns % TILE_COLUMNS == 0
+        return (torch.empty if whole else torch.zeros)(shape, dtype=torch.uint8, device=x.device), None
     assert offs is not None
     size = blocked_size(layouts.blocked_groups_rows(x.shape[0], offs.shape[0]), columns)
     return torch.zeros(size, dtype=torch.uint8, device=x.device), layouts.padded_rows(offs, x.shape[0])
