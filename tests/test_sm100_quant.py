@@ -56,7 +56,7 @@ def test_the_references_bits(name: str) -> None:
 def test_any_interleaving(name: str) -> None:
     """One pair of CTAs and more tiles than it has accumulators: every buffer is used again."""
     fmt, _, what, config, layouts = CASES[name]
-    problem = Problem(fmt, (33, 0, 130), 288, 256, layouts=layouts)
+    problem = Problem(fmt, (33, 0, 130), 320, 256, layouts=layouts)
     acc = problem.sums(emulated_driver("sm_100a"))
     for seed in (1, 2):
         check(problem, what, dataclasses.replace(config, num_stages=2), seed=seed, acc=acc)
