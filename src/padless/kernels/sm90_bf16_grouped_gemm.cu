@@ -16,8 +16,8 @@
 // N side, read from shared memory. Weights go from shared memory, as they came, to bf16 fragments in the registers of the
 // warpgroup that multiplies them; tokens, which all those warpgroups need, are dequantised once by converter warps.
 //
-// Roles. NUM_MMA_WARPGROUPS consumer warpgroups with UNITS_OF_WARPGROUP units of 64 weight rows each, one converter
-// warpgroup, and one with the thread that drives the copy engine and the one that schedules. CTAs are persistent.
+// Roles. NUM_MMA_WARPGROUPS consumer warpgroups with UNITS_OF_WARPGROUP units of 64 weight rows each, two or four converter
+// warps, and two of whose threads one drives the copy engine and one schedules. CTAs are persistent.
 //
 //      producer                        converter                         consumer warpgroup
 //      --------                        ---------                         ------------------
@@ -27,6 +27,8 @@
 //                                      tokens to bf16 in shared memory
 //                                      arrive tokens_full[t] ----------> wait tokens_full[t]; wgmma
 //      (all three read the tile queue of tile_queue.cuh)
+//
+// K block: 128 of K. A stage s, or t, holds STAGE_BLOCKS of them.
 //
 // K order: inside 128 of K, lane quad q = lane % 4 has codes 32 q .. 32 q + 31 of its row, four octets of them; octet s
 // feeds the instructions 2 s and 2 s + 1 of 16. The sum does not change under a permutation of K that both operands share.
@@ -387,7 +389,7 @@ __device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint
     }
 }
 
-// Converter warpgroup.
+// Converters.
 __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Problem& problem, int warp,
                                               int lane) {
     Reader reader(shared.queue);
