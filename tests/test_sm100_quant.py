@@ -40,7 +40,6 @@ ALWAYS = {
     "interleaved, everything",
     "concatenated, nvfp4",
     "FP8_BLOCK everything",
-    "FP8_BLOCK interleaved, everything",
     "two pairs, everything",
 }
 

@@ -1,4 +1,4 @@
-"""Draws the tensor memory and counts the bytes of the dense MXFP8 kernel, from the constants that it was compiled with.
+"""Draws barriers and tensor memory of the dense MXFP8 kernel and counts its bytes, from its compiled constants.
 
 ``python -m padless.kernel_map`` prints what stands in docs/kernels/sm100_mxfp8_gemm.md.
 """
@@ -76,6 +76,30 @@ def barriers(config: Mxfp8GemmConfig) -> list[tuple[str, int, str]]:
     ]
 
 
+def barrier_graph(config: Mxfp8GemmConfig) -> list[str]:
+    """Who arrives on which barrier, what ends a phase of it and where it is, and who waits."""
+    even, both = ("own CTA", "own CTA") if config.cta_group == 1 else ("even CTA", "both CTAs")
+    ends = {
+        "full": ("load_tiles", even, "issue_mma"),
+        "empty": ("issue_mma", both, "load_tiles"),
+        "accumulator_full": ("issue_mma", both, "store_tiles"),
+        "free": ("store_tiles", even, "issue_mma"),
+    }
+    rows = []
+    for name, number, what in barriers(config):
+        source, at, sink = ends[name]
+        rows.append((source, f"{name} x {number}: {what.split(',')[0]}", at, sink))
+    return drawn_graph(rows)
+
+
+def drawn_graph(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
+    """A line for each barrier: (who arrives, what on, where it is, who waits)."""
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return [
+        f"{a:>{widths[0]}} ──[ {b:<{widths[1]}} │ {at:<{widths[2]}} ]──▶ {z}".rstrip() for a, b, at, z in rows
+    ]
+
+
 def shown() -> dict[str, Mxfp8GemmConfig]:
     """The configurations of the page: what select_config takes for three problems."""
     return {
@@ -95,7 +119,8 @@ def _lines() -> Iterator[str]:
         rows, columns = config.tile
         who = "one CTA" if config.cta_group == 1 else "a pair of CTAs"
         yield f"### {title}: {rows} x {columns} by {who}, {config.store} store, {config.tile_order} order"
-        yield from ["", "```", *tensor_memory_map(config), "```", ""]
+        yield from ["", "```", *barrier_graph(config), "```", ""]
+        yield from ["```", *tensor_memory_map(config), "```", ""]
         yield from ["| barrier | number | a phase ends with |", "|---|---|---|"]
         yield from (f"| `{name}` | {number} | {what} |" for name, number, what in barriers(config))
         yield from ["", "| shared memory | bytes |", "|---|---|"]

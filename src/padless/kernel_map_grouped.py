@@ -14,7 +14,7 @@ from padless.config_sm100_grouped import Sm100GroupedConfig
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4
 from padless.jit import compile_kernel
-from padless.kernel_map import SHARED_LIMIT, constants, drawn_columns
+from padless.kernel_map import SHARED_LIMIT, constants, drawn_columns, drawn_graph
 from padless.paths.quant_launch import QuantConfig
 from padless.paths.sm100_grouped import KERNEL
 
@@ -129,10 +129,7 @@ def barrier_graph(config: Sm100GroupedConfig) -> list[str]:
             "multiply",
         ),
     ]  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return [
-        f"{a:>{widths[0]}} ──[ {b:<{widths[1]}} │ {at:<{widths[2]}} ]──▶ {z}".rstrip() for a, b, at, z in rows
-    ]
+    return drawn_graph(rows)
 
 
 def _arrivals(count: int, what: str = "arrival") -> str:
