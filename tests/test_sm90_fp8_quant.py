@@ -252,11 +252,17 @@ KERNEL = sm90_fp8_quant.KERNEL
 GLU_BOTH = Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK, d_dtype=torch.float32)
 # What is wrong: file, text, what takes its place, and the epilogue that has to show it.
 BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
-    "rows of the next group in the maxima": (STORE, "MASKS_ROWS && rows_left <= 8", "false", BOTH),
+    "rows of the next group in the maxima": (FRAGMENT, "if (rows <= 8) {", "if (false) {", BOTH),
+    "rows of the next group in amax": (
+        STORE,
+        "if (8 * h < extent.rows) highest",
+        "highest",
+        Epilogue(amax=True),
+    ),
     "columns past the last in the maxima": (
         STORE,
-        "MASKS_COLUMNS && out_column + OUT_COLUMNS > outputs.n_out",
-        "false",
+        "cuts_columns = out_column + OUT_COLUMNS > outputs.n_out;",
+        "cuts_columns = false;",
         GLU_BOTH,
     ),
     "no barrier before the maxima of other warps are read": (
@@ -267,14 +273,14 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     ),
     "no barrier before the multipliers are read": (
         STORE,
-        "        column_barrier(warpgroup);\n#pragma",
+        "        column_multipliers_wait(warpgroup);\n#pragma",
         "#pragma",
         BOTH,
     ),
     "a skipping warpgroup does not keep step": (
         STORE,
         "        column_maxima_arrive(warpgroup);\n        column_maxima_wait(warpgroup);\n"
-        "        column_barrier(warpgroup);\n",
+        "        column_multipliers_arrive(warpgroup);\n        column_multipliers_wait(warpgroup);\n",
         "",
         BOTH,
     ),

@@ -20,7 +20,7 @@ from padless.paths.quant_launch import QuantConfig
 from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
 
 SLOW = pytest.mark.slow
-SPILLS = 192  # bytes a thread that some epilogues still spill: with biases, or with a GLU of several outputs
+SPILLS = 48  # bytes a thread that some epilogues still spill: those of a GLU
 SHORT = Sm90Mxfp8Config(block_m=64)
 # A tile of 128 columns and a tail; 128 of K and a tail.
 COLUMNS, DEPTH = 160, 160
@@ -109,6 +109,12 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
         GLU,
     ),
     "up is fetched from the gate's rows": (KERNEL, "(column + copy / 2 * problem.n) / 2", "column / 2", GLU),
+    "columns past the last in the maxima of a cut tile": (
+        "wgmma_fragment.cuh",
+        "16 * i >= columns",
+        "16 * i >= columns + 16",
+        GLU,
+    ),
     "a skipping warpgroup does not keep step": (
         KERNEL,
         "            skip_store(warpgroup);\n",
@@ -118,10 +124,28 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
 }
 
 
+def case_for_bugs(epilogue: Epilogue) -> PairCase:
+    if not epilogue.is_glu:
+        return case(COLUMNS)
+    # 112 columns of output: where the last tile's gates would be past them lie the first of up. A NaN in one of these
+    # (row 112 of B is up's of column 0) belongs to the first 32 columns and may not reach the last 16.
+    made = case(224)
+    made.b.data.view(torch.uint8)[2, 112, 5] = 0x7F
+    made.altered = True
+    return made
+
+
+@SLOW
+def test_a_nan_in_a_weight_stays_in_its_columns() -> None:
+    got = check(sm90_mxfp8_quant, case_for_bugs(GLU), GLU)
+    broken = (got["row_scale"].inside[: sum(SIZES)] == 0xFF).any(0)
+    assert broken.tolist() == [True, False, False, False]
+
+
 @pytest.mark.parametrize("name", slow_but({"the weights' scales are not dealt"}, BUGS))
 def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     file, old, new, epilogue = BUGS[name]
-    of_bug = case(224 if epilogue.is_glu else COLUMNS)
+    of_bug = case_for_bugs(epilogue)
     of_bug.sums(DRIVER)  # compiled before anything is planted
     plant(monkeypatch, sm90_mxfp8_quant, file, old, new)
     with pytest.raises((AssertionError, ValueError, RuntimeError)) as caught:
@@ -141,16 +165,14 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(
-    ("slow", "tile", "epilogue"),
-    [pytest.param(i != 0, *c, marks=() if i == 0 else SLOW) for i, c in enumerate(COMPILED)],
+    ("tile", "epilogue"),
+    [pytest.param(*c, marks=() if i == 0 else SLOW) for i, c in enumerate(COMPILED)],
 )
-def test_the_compiled_kernel_spills_next_to_nothing(
-    slow: bool, tile: Sm90Mxfp8Config, epilogue: Epilogue
-) -> None:
+def test_the_compiled_kernel_spills_next_to_nothing(tile: Sm90Mxfp8Config, epilogue: Epilogue) -> None:
     tile = dataclasses.replace(tile, out_dtype=epilogue.d_dtype or torch.bfloat16)
     kernel = jit.compile_kernel(KERNEL, QuantConfig(tile, epilogue).prelude(), "sm_90a")
     assert [c for c in complaints(kernel) if "spilled" not in c and "of stack" not in c] == []
-    assert kernel.spill_bytes <= (SPILLS if slow else 32)
+    assert kernel.spill_bytes <= (SPILLS if epilogue.is_glu else 0)
     assert kernel.num_stages >= 2
 
 

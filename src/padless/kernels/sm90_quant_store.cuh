@@ -6,8 +6,7 @@
 //                                                 +-> row scales, row codes
 //                                                 +-> column scales, column codes
 //
-// Rows and columns that do not exist become zeros before a maximum is taken over them: a tile's last rows are computed
-// from the next group's.
+// Rows and columns that do not exist are in no maximum: a tile's last rows are computed from the next group's.
 
 // Column 16 i of the tile is column product_column(..) of A B^T.
 __device__ __forceinline__ int product_column(const Problem& problem, int column, int i) {
@@ -23,9 +22,6 @@ __device__ __forceinline__ constexpr int accumulator(int i, int h, int e) {
 }
 
 constexpr bool BIAS_GATED_BY_PROB = BIAS_IS_GATED && HAS_BIAS && HAS_PROB;
-// Outputs into whose maxima a row, or a column, that does not exist could get.
-constexpr bool MASKS_ROWS = HAS_AMAX || COLUMN_QUANT != QUANT_NONE;
-constexpr bool MASKS_COLUMNS = HAS_AMAX || ROW_QUANT != QUANT_NONE;
 constexpr bool GATES_SUM = HAS_PROB && !BIAS_GATED_BY_PROB;
 
 // The values of one unit of 64 rows: float32, operation by operation as in epilogue.py.
@@ -63,6 +59,8 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
             for (int e = 0; e < 4; ++e) {
                 float& value = x[8 * i + 4 * h + e];
                 value = d[accumulator(i, h, e)];
+                if constexpr (GLU != GLU_NONE && !HAS_ALPHA && !HAS_BIAS)
+                    pin_register(value);  // else the second unit's are copied once more
                 if constexpr (HAS_ALPHA) value = __fmul_rn(value, alpha);
                 if constexpr (HAS_BIAS)
                     value = __fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(bias[e], prob[h]) : bias[e]);
@@ -91,22 +89,6 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
 #pragma unroll
         for (int e = 0; e < TOGETHER; ++e)
             v[first + e] = GATES_SUM ? __fmul_rn(value[e], prob[e / 4 % 2]) : value[e];
-    }
-    const int out_column = GLU == GLU_NONE ? column : column / 2;
-    // Pinned inside, so that tiles without an edge branch over the selections instead of making them all.
-    if (MASKS_ROWS && rows_left <= 8) {
-#pragma unroll
-        for (int i = 0; i < OUT_COLUMNS / 2; ++i) {
-            if (rows_left <= i / 4 % 2 * 8) v[i] = 0.0f;
-            pin_register(v[i]);
-        }
-    }
-    if (MASKS_COLUMNS && out_column + OUT_COLUMNS > outputs.n_out) {
-#pragma unroll
-        for (int i = 0; i < OUT_COLUMNS / 2; ++i) {
-            if (out_column + i / 8 * 16 + lane % 4 * 4 >= outputs.n_out) v[i] = 0.0f;
-            pin_register(v[i]);
-        }
     }
     if constexpr (HAS_BIAS && WAVES == 2) {
 #pragma unroll
@@ -149,18 +131,37 @@ struct RowSwap {
     }
 };
 
-// The maxima of one unit's blocks, and with them the largest magnitude of the thread's own.
-__device__ __forceinline__ void find_row_amax(const float (&v)[OUT_COLUMNS / 2], float (&amax)[2][ROW_BLOCKS],
-                                              float& highest) {
-    row_block_amax<OUT_COLUMNS, ROW_BLOCK>(v, amax);
+// How much of a unit exists, counted from the thread's first row and first column.
+struct Extent {
+    int rows, columns;
+    bool cuts_columns;  // of the tile, the same in all threads
+
+    __device__ __forceinline__ Extent(const QuantOutputs& outputs, const Tile& tile, int unit, int out_column,
+                                      int warp, int lane) {
+        rows = tile.rows - (unit * WGMMA_M + warp * 16 + lane / 4);
+        columns = outputs.n_out - out_column - lane % 4 * 4;
+        cuts_columns = out_column + OUT_COLUMNS > outputs.n_out;
+    }
+};
+
+// The maxima of one unit's blocks, and with them the largest magnitude of the thread's own that exist.
+__device__ __forceinline__ void find_row_amax(const float (&v)[OUT_COLUMNS / 2], const Extent& extent,
+                                              float (&amax)[2][ROW_BLOCKS], float& highest) {
+    if (extent.cuts_columns)
+        row_block_amax<OUT_COLUMNS, ROW_BLOCK, true>(v, amax, extent.columns);
+    else
+        row_block_amax<OUT_COLUMNS, ROW_BLOCK, false>(v, amax, extent.columns);
+    if constexpr (ROW_QUANT != QUANT_NONE) quad_amax(amax);
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_BLOCKS; ++i)
-        highest = max_nan_abs(highest, amax[i / ROW_BLOCKS][i % ROW_BLOCKS]);
+    for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {
+        const int h = i / ROW_BLOCKS;
+        if (8 * h < extent.rows) highest = max_nan_abs(highest, amax[h][i % ROW_BLOCKS]);
+    }
 }
 
-// Row scales and row codes of all the warp's rows. The maxima are there already where they had to be swapped; else they
-// are found here, unit by unit: those of narrow blocks are too many to be kept.
-template <int NUM_WAVES>
+// Row scales and row codes of units FIRST .. LAST - 1 of the warp. The maxima are there already where they had to be
+// swapped; else they are found here, unit by unit: those of narrow blocks are too many to be kept.
+template <int FIRST, int LAST>
 __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMNS / 2],
                                               float (&amax)[WAVES][2][ROW_BLOCKS], float& highest,
                                               SharedStorage& shared, const QuantOutputs& outputs,
@@ -168,9 +169,10 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
                                               int warpgroup, int warp, int lane) {
     const RowFormat format = RowFormat::make(outputs.constant + place.group * outputs.constant_stride);
 #pragma unroll
-    for (int w = 0; w < NUM_WAVES; ++w) {
-        if constexpr (!SWAPS_ROW_AMAX) find_row_amax(v[w], amax[w], highest);
+    for (int w = FIRST; w < LAST; ++w) {
         const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
+        if constexpr (!SWAPS_ROW_AMAX)
+            find_row_amax(v[w], Extent(outputs, tile, unit, out_column, warp, lane), amax[w], highest);
         float multiplier[2][ROW_BLOCKS];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -192,19 +194,21 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
     }
 }
 
-// Every consumer warp takes part in these, with rows or without. A warpgroup says that its maxima are written, has its
-// rows to quantise, and only then waits for the other's: the two come to the end of a tile one after the other. Each
-// waits at a barrier of its own, at which the other does not stop.
+// Every consumer warp takes part in these, with rows or without. A warpgroup says that its maxima are written, has rows to
+// quantise, and only then waits for the other's, and the same with multipliers: the two come to the end of a tile one
+// after the other. Each waits at a barrier of its own, at which the other does not stop: they come there from different
+// places, with rows and without, and one barrier.sync of both would be an error to synccheck.
 __device__ __forceinline__ void column_maxima_arrive(int warpgroup) {
     if constexpr (NUM_MMA_WARPGROUPS == 2) bar_arrive(5 - warpgroup, 256);
 }
 __device__ __forceinline__ void column_maxima_wait(int warpgroup) {
     bar_sync(4 + warpgroup, 128 * NUM_MMA_WARPGROUPS);
 }
-// Behind it the multipliers are there, and the maxima are free to be written again. In the same two halves: the warpgroups
-// come here from different places, with rows and without, and one barrier.sync of both is then an error to synccheck.
-__device__ __forceinline__ void column_barrier(int warpgroup) {
+__device__ __forceinline__ void column_multipliers_arrive(int warpgroup) {
     if constexpr (NUM_MMA_WARPGROUPS == 2) bar_arrive(7 - warpgroup, 256);
+}
+// Behind it the maxima are free to be written again.
+__device__ __forceinline__ void column_multipliers_wait(int warpgroup) {
     bar_sync(6 + warpgroup, 128 * NUM_MMA_WARPGROUPS);
 }
 
@@ -220,10 +224,12 @@ __device__ __forceinline__ void scale_columns(QuantStorage& quant, const QuantOu
     for (int at = thread; at < COLUMN_BLOCKS * OUT_COLUMNS; at += threads) {
         const int block = at / OUT_COLUMNS, column = at % OUT_COLUMNS;
         const int row = block * ColumnFormat::BLOCK;
-        float amax = 0.0f;
-        for (int w = row / 16; w < row / 16 + ColumnFormat::BLOCK / 16 && w < warps; ++w)
-            amax = max_nan_abs(amax, quant.column_amax[w][column]);
-        const ColumnFormat::Scale scale = format.scale(amax);
+        int highest = 0;  // as integers, NaN is above every number
+#pragma unroll
+        for (int w = 0; w < ColumnFormat::BLOCK / 16; ++w)
+            if (row / 16 + w < warps)
+                highest = max(highest, __float_as_int(quant.column_amax[row / 16 + w][column]));
+        const ColumnFormat::Scale scale = format.scale(__int_as_float(highest));
         quant.column_multiplier[block][column] = format.multiplier(scale);
         if (row < tile.rows && out_column + column < outputs.n_out)
             store_column_scale<COLUMN_SCALES, ColumnFormat::BLOCK>(outputs, place, tile.row + row,
@@ -249,7 +255,8 @@ __device__ __forceinline__ void skip_store(int warpgroup) {
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
         column_maxima_arrive(warpgroup);
         column_maxima_wait(warpgroup);
-        column_barrier(warpgroup);
+        column_multipliers_arrive(warpgroup);
+        column_multipliers_wait(warpgroup);
     }
 }
 
@@ -273,22 +280,21 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     float highest = 0.0f;
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
-        const int row = (w * NUM_MMA_WARPGROUPS + warpgroup) * WGMMA_M + warp * 16 + lane / 4;
-        finish_values(v[w], d[w], problem, outputs, tile.group, tile.row + row, tile.rows - row, column,
-                      lane);
-        if constexpr (SWAPS_ROW_AMAX) {
-            find_row_amax(v[w], row_amax[w], highest);
-            swap.send(w, row_amax[w]);
-        } else if constexpr (HAS_AMAX && ROW_QUANT == QUANT_NONE) {
-#pragma unroll
-            for (int i = 0; i < OUT_COLUMNS / 2; ++i) highest = max_nan_abs(highest, v[w][i]);
-        }
+        const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
+        const Extent extent(outputs, tile, unit, out_column, warp, lane);
+        finish_values(v[w], d[w], problem, outputs, tile.group, tile.row + tile.rows - extent.rows,
+                      extent.rows, column, lane);
+        if constexpr (SWAPS_ROW_AMAX || (HAS_AMAX && ROW_QUANT == QUANT_NONE))
+            find_row_amax(v[w], extent, row_amax[w], highest);
+        if constexpr (SWAPS_ROW_AMAX) swap.send(w, row_amax[w]);
     }
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
 #pragma unroll
         for (int w = 0; w < NUM_WAVES; ++w) {
-            const int first = (w * NUM_MMA_WARPGROUPS + warpgroup) * 4 + warp;
-            column_amax<OUT_COLUMNS>(v[w], shared_address(shared.quant.column_amax[first]), lane);
+            const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
+            const Extent extent(outputs, tile, unit, out_column, warp, lane);
+            column_amax<OUT_COLUMNS>(v[w], shared_address(shared.quant.column_amax[unit * 4 + warp]),
+                                     extent.rows, lane);
         }
         column_maxima_arrive(warpgroup);
     }
@@ -306,17 +312,23 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
         for (int w = 0; w < NUM_WAVES; ++w) swap.receive(w, row_amax[w]);
     }
     if constexpr (ROW_QUANT != QUANT_NONE)
-        quantize_rows<NUM_WAVES>(v, row_amax, highest, shared, outputs, place, tile, out_column, warpgroup,
-                                 warp, lane);
+        quantize_rows<0, 1>(v, row_amax, highest, shared, outputs, place, tile, out_column, warpgroup, warp,
+                            lane);
+    if constexpr (COLUMN_QUANT != QUANT_NONE) {
+        column_maxima_wait(warpgroup);
+        scale_columns(shared.quant, outputs, place, tile, out_column, warpgroup * 128 + warp * 32 + lane);
+        column_multipliers_arrive(warpgroup);
+    }
+    if constexpr (ROW_QUANT != QUANT_NONE)
+        quantize_rows<1, NUM_WAVES>(v, row_amax, highest, shared, outputs, place, tile, out_column, warpgroup,
+                                    warp, lane);
     if constexpr (HAS_AMAX) {
         const uint32_t bits = __reduce_max_sync(0xffffffff, __float_as_uint(highest));
         const uint32_t canonical = bits > 0x7F800000 ? 0x7FC00000 : bits;  // one NaN, above everything
         if (lane == 0) red_max_float(outputs.amax + tile.group, __uint_as_float(canonical));
     }
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
-        column_maxima_wait(warpgroup);
-        scale_columns(shared.quant, outputs, place, tile, out_column, warpgroup * 128 + warp * 32 + lane);
-        column_barrier(warpgroup);
+        column_multipliers_wait(warpgroup);
 #pragma unroll
         for (int w = 0; w < NUM_WAVES; ++w)
             stage_column_codes(v[w], shared, w * NUM_MMA_WARPGROUPS + warpgroup, warp, lane);

@@ -12,11 +12,12 @@
 //   row of B    0  1  2  3 | 4  5  6  7 | 8  9 ..      lands in row   0  1 64 65 | 2  3 66 67 | 4  5 ..
 #pragma once
 
-// amax[h][b]: the largest magnitude in columns [b BLOCK, (b + 1) BLOCK) of the thread's row h, the same in all four
-// lanes of the quad; NaN where the block has one. Magnitudes are compared as integers after the first step, where NaN is
-// above every number: three at a time.
-template <int COLUMNS, int BLOCK>
-__device__ __forceinline__ void row_block_amax(const float* v, float (&amax)[2][COLUMNS / BLOCK]) {
+// amax[h][b]: the largest magnitude among the thread's own values of its row h in columns [b BLOCK, (b + 1) BLOCK); NaN
+// where there is one. Magnitudes are compared as integers after the first step, where NaN is above every number: three
+// at a time. CUT: columns from `columns` on, counted from the thread's first, are none.
+template <int COLUMNS, int BLOCK, bool CUT>
+__device__ __forceinline__ void row_block_amax(const float* v, float (&amax)[2][COLUMNS / BLOCK],
+                                               int columns) {
 #pragma unroll
     for (int b = 0; b < COLUMNS / BLOCK; ++b) {
 #pragma unroll
@@ -28,15 +29,20 @@ __device__ __forceinline__ void row_block_amax(const float* v, float (&amax)[2][
                                        v[8 * i + 4 * h + 3]};
                 const int low = __float_as_int(max_nan_abs(four[0], four[1]));
                 const int high = __float_as_int(max_nan_abs(four[2], four[3]));
-                highest = max(max(highest, low), high);
+                highest = CUT && 16 * i >= columns ? highest : max(max(highest, low), high);
             }
             amax[h][b] = __int_as_float(highest);
         }
     }
+}
+
+// The same in all four lanes of the quad, which share a row.
+template <int BLOCKS>
+__device__ __forceinline__ void quad_amax(float (&amax)[2][BLOCKS]) {
 #pragma unroll
     for (int distance = 1; distance < 4; distance *= 2) {
 #pragma unroll
-        for (int b = 0; b < COLUMNS / BLOCK; ++b) {
+        for (int b = 0; b < BLOCKS; ++b) {
 #pragma unroll
             for (int h = 0; h < 2; ++h)
                 amax[h][b] = max_nan_abs(amax[h][b], __shfl_xor_sync(0xffffffff, amax[h][b], distance));
@@ -58,12 +64,21 @@ __device__ __forceinline__ void exchange_columns(float (&v)[COUNT], int distance
 
 // The largest magnitude of each column in the warp's 16 rows, left in shared memory as COLUMNS floats at `at`. The 8
 // lanes that share columns end with COLUMNS / 32 each: 28 shuffles for 128 columns, where reducing each alone takes 96.
+// `rows`: how many there are from the thread's first on; its second is the eighth after it.
 template <int COLUMNS>
-__device__ __forceinline__ void column_amax(const float* v, uint32_t at, int lane) {
+__device__ __forceinline__ void column_amax(const float* v, uint32_t at, int rows, int lane) {
     constexpr int KEPT = COLUMNS / 32;
     float m[COLUMNS / 4];  // m[4 i + e]: column 16 i + 4 (lane % 4) + e
 #pragma unroll
     for (int c = 0; c < COLUMNS / 4; ++c) m[c] = max_nan_abs(v[c / 4 * 8 + c % 4], v[c / 4 * 8 + 4 + c % 4]);
+    // Pinned inside, so that tiles without an edge branch over the selections instead of making them all.
+    if (rows <= 8) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS / 4; ++c) {
+            m[c] = rows > 0 ? v[c / 4 * 8 + c % 4] : 0.0f;
+            pin_register(m[c]);
+        }
+    }
     exchange_columns<4 * KEPT>(m, 16, lane);
     exchange_columns<2 * KEPT>(m, 8, lane);
     exchange_columns<KEPT>(m, 4, lane);
