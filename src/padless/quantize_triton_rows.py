@@ -50,11 +50,12 @@ class Tile(NamedTuple):
     max_registers: int | None = None
 
 
-# The tile of many rows of 16-bit values, for (codes a byte, whether scales are plain).
+# The tile of many rows of 16-bit values, for (codes a byte, whether scales are plain). Measured on an H200: with plain
+# scales 32 x 256 is 1 to 3% faster than 64 x 128, and NVFP4 1% more in 64 registers than in 72.
 TILES = {
-    (1, True): Tile(64, 128, 4),
+    (1, True): Tile(32, 256, 4),
     (1, False): Tile(64, 128, 4),
-    (2, True): Tile(64, 128, 4),
+    (2, True): Tile(32, 256, 4, 64),
     (2, False): Tile(64, 128, 4),
 }
 
