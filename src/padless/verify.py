@@ -23,8 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from padless import __version__
 from padless.backends import backends
 from padless.driver import cuda_driver
-from padless.paths import PATHS
+from padless.paths import PATHS, kernels_arch
 from padless.verify_arithmetic import check_tensor_core
+from padless.verify_blackwell import check_dense_mxfp8, check_problem_lists
 from padless.verify_checks import CHECKS
 from padless.verify_emulator import check_against_emulator
 from padless.verify_epilogue import check_epilogue, check_epilogue_against_emulator
@@ -106,6 +107,9 @@ def jobs_of(
             jobs["emulator agrees"] = check_against_emulator
         jobs["emulator agrees on formats"] = check_formats_against_emulator
         jobs["emulator agrees on epilogues"] = check_epilogue_against_emulator
+    if checks is None and kernels_arch(arch) == "sm_100a":
+        jobs["dense MXFP8"] = check_dense_mxfp8
+        jobs["lists of problems"] = check_problem_lists
     if checks is None:
         jobs["formats"] = check_formats_accuracy
         jobs["epilogues"] = check_epilogue

@@ -15,7 +15,8 @@ from padless.driver import cuda_driver
 from padless.fence import GuardedOutput
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4
 from padless.grouped_gemm import group_offsets, grouped_gemm
-from padless.paths import BF16, Path
+from padless.paths import BF16, Path, kernels_arch
+from padless.verify_blackwell import check_dense_mxfp8, check_problem_lists
 from padless.verify_epilogue_problems import (
     EpilogueProblem,
     moved,
@@ -105,6 +106,10 @@ def small_launches(device: str = "cuda", backend: str | None = None, arch: str |
                     raise
                 continue
             assert outputs.bytes
+            count += 1
+    if kernels_arch(arch) == "sm_100a":
+        for check in (check_dense_mxfp8, check_problem_lists):
+            check(1, device, backend)
             count += 1
     return count
 

@@ -1,0 +1,60 @@
+"""What `padless verify` runs on Blackwell beside the grouped paths, here in the emulator, and that it sees errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from padless import verify, verify_blackwell, verify_small
+from padless.emulator.fake_driver import emulated_driver
+from padless.verify_blackwell import check_dense_mxfp8, check_problem_lists
+
+EMULATED = {"device": "cpu", "backend": "emulator:sm_100a"}
+
+
+@pytest.fixture(autouse=True)
+def _four_multiprocessors() -> Iterator[None]:
+    with emulated_driver("sm_100a").configured(num_sms=4, checks=False, arithmetic="fast"):
+        yield
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_dense_products_are_checked(count: int) -> None:
+    assert check_dense_mxfp8(count, **EMULATED).startswith(f"{count} products")
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_lists_are_checked(count: int) -> None:
+    assert check_problem_lists(count, **EMULATED).startswith(f"{count} lists")
+
+
+@pytest.mark.parametrize("check", [check_dense_mxfp8, check_problem_lists])
+def test_one_wrong_bit_is_seen(check: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = verify_blackwell._product
+
+    def wrong(a: object, b: object) -> torch.Tensor:
+        product = right(a, b)
+        if product.numel():
+            product.view(-1)[-1] += 2.0 ** torch.frexp(product.view(-1)[-1]).exponent
+        return product
+
+    monkeypatch.setattr(verify_blackwell, "_product", wrong)
+    with pytest.raises(AssertionError, match=r"1 of .* elements are wrong"):
+        check(1, **EMULATED)
+
+
+def test_verify_runs_them_on_blackwell_alone() -> None:
+    names = {"dense MXFP8", "lists of problems"}
+    for arch in ("sm_100a", "sm_103a"):
+        assert names <= set(verify.jobs_of(arch)[0])
+        assert not names & set(verify.jobs_of(arch, ["quantizers agree"])[0])
+    assert not names & set(verify.jobs_of("sm_90a")[0])
+
+
+def test_the_sanitizer_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_small, "small_paths", lambda arch: [])
+    monkeypatch.setattr(verify_small, "quant_paths", lambda arch: [])
+    assert verify_small.small_launches("cpu", "emulator:sm_100a", "sm_100a") == 2
+    assert verify_small.small_launches("cpu", "emulator", "sm_90a") == 0
