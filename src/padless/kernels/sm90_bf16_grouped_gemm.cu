@@ -481,7 +481,9 @@ struct WeightLane {
             constexpr int OF_BLOCK = scales_of_128(B_FORMAT);
             const int left = problem.sfb_columns() - (problem.k_stages() - 1) * STAGE_BLOCKS * OF_BLOCK -
                              quad * (OF_BLOCK / 4);
-            counting = Scales::mask(left) | Scales::mask(left - OF_BLOCK) << 16;
+            // The shuffle changes nothing. Without it the compiler works the masks out again for every block.
+            counting =
+                __shfl_sync(0xffffffff, Scales::mask(left) | Scales::mask(left - OF_BLOCK) << 16, lane);
         }
     }
 
@@ -756,14 +758,17 @@ __device__ __forceinline__ void store_unit(const float (&d)[BLOCK_M / 2], uint8_
 }
 #endif
 
-// Global scales of a group, and what NVFP4_SHIFT took away.
-__device__ __forceinline__ void apply_global_scales(float (&d)[UNITS_OF_WARPGROUP][BLOCK_M / 2],
-                                                    const Problem& problem, int group) {
+// The product of the global scales of a group.
+__device__ __forceinline__ float global_scale(const Problem& problem, int group) {
     const float a =
         problem.global_a == nullptr ? 1.0f : __ldg(problem.global_a + group * problem.global_a_stride);
     const float b =
         problem.global_b == nullptr ? 1.0f : __ldg(problem.global_b + group * problem.global_b_stride);
-    const float both = a * b;
+    return a * b;
+}
+
+// That, and what NVFP4_SHIFT took away.
+__device__ __forceinline__ void apply_global_scales(float (&d)[UNITS_OF_WARPGROUP][BLOCK_M / 2], float both) {
 #pragma unroll
     for (int u = 0; u < UNITS_OF_WARPGROUP; ++u) {
 #pragma unroll
@@ -781,9 +786,11 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     Tile tile{};
     while (reader.next(tile, lane)) {
         float d[UNITS_OF_WARPGROUP][BLOCK_M / 2];
+        const float both =
+            HAS_GLOBAL_SCALES ? global_scale(problem, tile.group) : 1.0f;  // on its way meanwhile
         multiply_tile(d, shared, problem.k_stages(), weights, lane, pipeline, ring);
         if (lane == 0) reader.release();
-        if constexpr (HAS_GLOBAL_SCALES) apply_global_scales(d, problem, tile.group);
+        if constexpr (HAS_GLOBAL_SCALES) apply_global_scales(d, both);
 #if EPILOGUE_IS_QUANT
         const int start = tile.group == 0 ? 0 : shared.groups.group_ends[tile.group - 1];
         const Placement place{tile.group, start, shared.groups.group_ends[tile.group] - start,
