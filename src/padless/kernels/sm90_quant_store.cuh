@@ -159,14 +159,50 @@ __device__ __forceinline__ void find_row_amax(const float (&v)[OUT_COLUMNS / 2],
     }
 }
 
+// Where the row scales of a thread's rows go. FP8_BLOCK has one to a row of the tile, a float at a stride: the address is
+// found once, and the other rows' are a multiple of the stride away.
+struct RowScales {
+    const QuantOutputs& outputs;
+    const Placement& place;
+    int row, first, blocks,
+        part;            // the thread's first row in the tile; first block of the tile, and all there are
+    int tile_row, rows;  // rows from the thread's first on that this thread stores scales of
+    float* at;
+
+    __device__ __forceinline__ RowScales(const QuantOutputs& outputs, const Placement& place,
+                                         const Tile& tile, int out_column, int warpgroup, int warp, int lane)
+        : outputs(outputs), place(place) {
+        row = warpgroup * WGMMA_M + warp * 16 + lane / 4;
+        first = out_column / RowFormat::BLOCK;
+        blocks = (outputs.n_out + RowFormat::BLOCK - 1) / RowFormat::BLOCK;
+        part = lane % 4;
+        tile_row = tile.row;
+        rows = SWAPS_ROW_AMAX && cluster_cta_rank() != 0 ? 0 : tile.rows - row;
+        if constexpr (ROW_QUANT == QUANT_FP8_BLOCK) {
+            if (part != 0 || first >= blocks) rows = 0;
+            at = static_cast<float*>(outputs.row_scales) + (tile_row + row) * outputs.row_scales_row +
+                 first * outputs.row_scales_block;
+        }
+    }
+    // `below`: rows below the thread's first.
+    __device__ __forceinline__ void store(int below, const RowFormat::Scale (&scales)[ROW_BLOCKS]) const {
+        if (below >= rows) return;
+        if constexpr (ROW_QUANT == QUANT_FP8_BLOCK)
+            at[below * outputs.row_scales_row] = scales[0];
+        else
+            store_row_scales<ROW_SCALES>(outputs, place, tile_row + row + below, first, blocks, scales, part);
+    }
+};
+
 // Row scales and row codes of units FIRST .. LAST - 1 of the warp. The maxima are there already where they had to be
 // swapped; else they are found here, unit by unit: those of narrow blocks are too many to be kept.
 template <int FIRST, int LAST>
 __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMNS / 2],
                                               float (&amax)[WAVES][2][ROW_BLOCKS], float& highest,
                                               SharedStorage& shared, const QuantOutputs& outputs,
-                                              const Placement& place, const Tile& tile, int out_column,
+                                              const RowScales& scales, const Tile& tile, int out_column,
                                               int warpgroup, int warp, int lane) {
+    const Placement& place = scales.place;
     const RowFormat format = RowFormat::make(outputs.constant + place.group * outputs.constant_stride);
 #pragma unroll
     for (int w = FIRST; w < LAST; ++w) {
@@ -182,11 +218,7 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
                 scale[b] = format.scale(amax[w][h][b]);
                 multiplier[h][b] = format.multiplier(scale[b]);
             }
-            const int row = unit * WGMMA_M + warp * 16 + h * 8 + lane / 4;
-            if (row < tile.rows && (!SWAPS_ROW_AMAX || cluster_cta_rank() == 0))
-                store_row_scales<ROW_SCALES>(outputs, place, tile.row + row, out_column / RowFormat::BLOCK,
-                                             (outputs.n_out + RowFormat::BLOCK - 1) / RowFormat::BLOCK, scale,
-                                             lane % 4);
+            scales.store(w * NUM_MMA_WARPGROUPS * WGMMA_M + h * 8, scale);
         }
         stage_codes<OUT_COLUMNS, RowFormat>(
             v[w], shared_address(shared.d[unit] + PLAIN_BYTES), warp, lane,
@@ -311,17 +343,18 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
 #pragma unroll
         for (int w = 0; w < NUM_WAVES; ++w) swap.receive(w, row_amax[w]);
     }
+    const RowScales row_scales(outputs, place, tile, out_column, warpgroup, warp, lane);
     if constexpr (ROW_QUANT != QUANT_NONE)
-        quantize_rows<0, 1>(v, row_amax, highest, shared, outputs, place, tile, out_column, warpgroup, warp,
-                            lane);
+        quantize_rows<0, 1>(v, row_amax, highest, shared, outputs, row_scales, tile, out_column, warpgroup,
+                            warp, lane);
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
         column_maxima_wait(warpgroup);
         scale_columns(shared.quant, outputs, place, tile, out_column, warpgroup * 128 + warp * 32 + lane);
         column_multipliers_arrive(warpgroup);
     }
     if constexpr (ROW_QUANT != QUANT_NONE)
-        quantize_rows<1, NUM_WAVES>(v, row_amax, highest, shared, outputs, place, tile, out_column, warpgroup,
-                                    warp, lane);
+        quantize_rows<1, NUM_WAVES>(v, row_amax, highest, shared, outputs, row_scales, tile, out_column,
+                                    warpgroup, warp, lane);
     if constexpr (HAS_AMAX) {
         const uint32_t bits = __reduce_max_sync(0xffffffff, __float_as_uint(highest));
         const uint32_t canonical = bits > 0x7F800000 ? 0x7FC00000 : bits;  // one NaN, above everything
