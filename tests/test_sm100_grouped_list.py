@@ -56,6 +56,49 @@ def test_every_problem_has_its_own_sizes(fmt: str, config: Sm100GroupedConfig) -
         assert torch.equal(g.out.double(), case.exact)
 
 
+TILES = {
+    "128x128": C(),
+    "128x256": C(mma_n=256),
+    "pair 256x256": C(cta_group=2, mma_n=256),
+    "64 tokens": C(tokens_on_n=True, mma_n=64),
+    "pair 128 tokens": C(tokens_on_n=True, cta_group=2),
+    "pair 256 tokens": C(tokens_on_n=True, mma_n=256, cta_group=2),
+    "two pairs 256x256": C(cta_group=2, mma_n=256, multicast=2),
+    "two pairs 128 tokens": C(tokens_on_n=True, cta_group=2, multicast=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("tile", TILES)
+def test_twenty_schedules(tile: str, seed: int) -> None:
+    """Each on a list of its own, bit-accurate: one problem alone, forty small ones, empty ones and ones of one row."""
+    config = TILES[tile]
+    g = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=g))
+
+    count = (1, 40, 3, 5)[seed % 4]
+    most = (300, 20, 200, 140)[seed % 4]
+    sizes = [
+        ((0, 1, number(1, most))[number(0, 3)], 8 * number(1, 6 if count == 40 else 40), 32 * number(1, 8))
+        for _ in range(count - 1)
+    ]
+    sizes.append((number(most // 2, most), 8 * number(1, 80), 32 * number(1, 20)))
+    cases = problems(("MXFP8", "NVFP4", "MXFP4")[seed % 3], sizes, ("blocked", "plain")[seed // 2 % 2])
+    guarded = [GuardedOutput(m, n, torch.float32) for m, n, _ in sizes]
+    driver = emulated_driver("sm_100a")
+    with driver.configured(seed=seed, num_sms=config.cluster * (1 + seed % 2)):
+        padless.grouped_gemm_list(
+            [c.a for c in cases], [weights(c.b) for c in cases], out=[g.out for g in guarded], backend=BACKEND,
+            config=config,
+        )  # fmt: skip
+    for case, fence in zip(cases, guarded, strict=True):
+        fence.check(case.valid)
+        assert torch.equal(fence.out.double(), case.exact)
+
+
 @pytest.mark.parametrize("column_major", [False, True])
 def test_plain_scales_alpha_and_both_majors(column_major: bool) -> None:
     cases = problems(
@@ -133,22 +176,14 @@ def test_the_competitions_shapes_are_exact(name: str) -> None:
     check_competition(sizes, None, arithmetic="fast", checks=False)
 
 
-TILES = {
-    "selected": None,
-    "128x128": C(),
-    "128x256": C(mma_n=256),
-    "pair 256x256": C(cta_group=2, mma_n=256),
-    "pair 256 tokens": C(tokens_on_n=True, mma_n=256, cta_group=2),
-    "two pairs 256x256": C(cta_group=2, mma_n=256, multicast=2),
-    "two pairs 128 tokens": C(tokens_on_n=True, cta_group=2, multicast=2),
-}
+EVERY_TILE: dict[str, Sm100GroupedConfig | None] = {"selected": None, **TILES}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", EVERY_TILE)
 @pytest.mark.parametrize("name", COMPETITION)
 def test_the_competitions_shapes_on_every_tile(name: str, tile: str) -> None:
-    check_competition([(m, 384, 1024) for m in COMPETITION[name][0]], TILES[tile])
+    check_competition([(m, 384, 1024) for m in COMPETITION[name][0]], EVERY_TILE[tile])
 
 
 # The ten problems by which the competition tells whether an entry is right: M, N and K of every group.
@@ -174,10 +209,10 @@ def test_the_competitions_public_tests_are_exact(number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", EVERY_TILE)
 @pytest.mark.parametrize("number", range(10))
 def test_the_competitions_public_tests_on_every_tile(number: int, tile: str) -> None:
-    check_competition(list(zip(*PUBLIC_TESTS[number], strict=True)), TILES[tile])
+    check_competition(list(zip(*PUBLIC_TESTS[number], strict=True)), EVERY_TILE[tile])
 
 
 def test_walk_of_list() -> None:
