@@ -137,12 +137,16 @@ def select_config(
         wide = decoding
     else:
         wide = block_m < 128 or out_dtype != torch.float32
+    fp4 = b_format in ("MXFP4", "NVFP4")
+    # 32 tokens of FP4 leave room for three stages of two blocks, of bf16 for two.
+    two_blocks = fp4 and block_m == 32 and a_format in ("MXFP4", "NVFP4")
     return Bf16GemmConfig(
         a_format,
         b_format,
         block_m=block_m,
         block_n=256 if wide else 128,
-        num_warpgroups=4 if wide and block_m <= 64 and b_format in ("MXFP4", "NVFP4") else 2,
+        num_warpgroups=4 if fp4 and wide and block_m <= 64 else 2,
+        stage_blocks=2 if two_blocks else 0,
         blocked=blocked,
         max_groups=room_for_groups(num_groups),
         out_dtype=out_dtype,

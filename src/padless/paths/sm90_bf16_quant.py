@@ -107,7 +107,7 @@ def select_tile(
     """The plain kernel's tile, or the one nearest to it that can do ``epilogue`` and leaves three stages, or two."""
     dtype = epilogue.d_dtype or torch.bfloat16
     plain = select_config(a_format, b_format, m, num_groups, blocked=blocked)
-    plain = replace(plain, out_dtype=dtype)
+    plain = replace(plain, out_dtype=dtype, stage_blocks=0)
     wanted = max(plain.block_m, least_rows(epilogue))
     found = []
     for block_m in [wanted, *(size for size in (64, 32) if least_rows(epilogue) <= size < wanted)]:
@@ -140,7 +140,7 @@ def shared_bytes(tile: Bf16GemmConfig, epilogue: Epilogue, stages: int) -> int:
     columns = piece_columns(epilogue)
     teams = tile.num_warpgroups // max(1, columns * tile.num_warpgroups // tile.block_n)
     staged = teams * tile.block_m * (columns + 4) * 4
-    return stages * stage + tokens + staged + 24 * tile.max_groups + 1024
+    return (stages * stage + tokens) * tile.blocks_of_stage + staged + 24 * tile.max_groups + 1024
 
 
 def _problem_with(tile: Bf16GemmConfig, epilogue: Epilogue) -> str | None:
