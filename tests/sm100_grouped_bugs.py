@@ -20,6 +20,7 @@ from padless.paths.sm100_grouped import fit
 
 C = Sm100GroupedConfig
 MAIN, STORAGE = "sm100_grouped_gemm.cu", "sm100_grouped_storage.cuh"
+LOAD = "sm100_grouped_load.cuh"
 GATHER, STORE = "scale_gather.cuh", "store_sm100.cuh"
 ONE = C(num_stages=2)
 PAIR = C(cta_group=2, mma_n=256, num_stages=2)
@@ -70,12 +71,12 @@ BUGS: tuple[Bug, ...] = (
     # ---- fences
     Bug("no tcgen05 fence after done", ("missing-tcgen05-fence",), ((MAIN, WAIT_DONE + " tcgen05_fence_after_thread_sync();", WAIT_DONE),), quick=True),
     Bug("no tcgen05 fence before drained", ("missing-tcgen05-fence",), ((MAIN, "tcgen05_fence_before_thread_sync(); __syncwarp();", "__syncwarp();"),)),
-    Bug("no proxy fence after gathering", ("missing-proxy-fence",), ((MAIN, "fence_proxy_async_shared();", ""),), quick=True),
+    Bug("no proxy fence after gathering", ("missing-proxy-fence",), ((LOAD, "fence_proxy_async_shared();", ""),), quick=True),
     Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
     Bug("loads of sums not waited for", ("register-in-flight",), ((MAIN, "tcgen05_wait_ld();", ""),), quick=True),
     # ---- waits
-    Bug("producer does not wait for the stage", ("race", "mbarrier"), ((MAIN, WAIT_EMPTY, ""),)),
-    Bug("gathering warps do not wait for the stage", ("race", "mbarrier"), ((MAIN, WAIT_EMPTY_GATHER, ""),)),
+    Bug("producer does not wait for the stage", ("race", "mbarrier"), ((LOAD, WAIT_EMPTY, ""),)),
+    Bug("gathering warps do not wait for the stage", ("race", "mbarrier"), ((LOAD, WAIT_EMPTY_GATHER, ""),)),
     Bug("products do not wait for the stage", ("race",), ((MAIN, "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);", ""),)),
     Bug("stores do not wait for the products", ("race", "uninitialised-tensor-memory"), ((MAIN, WAIT_DONE, ""),)),
     Bug("products do not wait for the stores", ("race", "mbarrier"), ((MAIN, WAIT_DRAINED, ";"),), sizes=(20, 0, 130, 9, 5, 7)),
@@ -85,25 +86,25 @@ BUGS: tuple[Bug, ...] = (
     Bug("second accumulator a column too low", ("race",), ((STORAGE, "SECOND_ACCUMULATOR = MMA_N - SHARED_COLUMNS", "SECOND_ACCUMULATOR = MMA_N - SHARED_COLUMNS - 1"),), WIDE, "NVFP4"),
     Bug("scales over the accumulator", (), ((STORAGE, "LEFT_SCALES_AT = 2 * MMA_N - SHARED_COLUMNS", "LEFT_SCALES_AT = 2 * MMA_N - SHARED_COLUMNS - 4"),), WIDE, "NVFP4", n=256),
     # ---- counts
-    Bug("bytes of one CTA expected", ("mbarrier", "race", "deadlock"), ((MAIN, "CTA_GROUP * BYTES", "BYTES"),), PAIR),
-    Bug("gathering warps do not arrive", ("deadlock",), ((MAIN, "mbarrier_arrive(full);", ";"),)),
+    Bug("bytes of one CTA expected", ("mbarrier", "race", "deadlock"), ((LOAD, "CTA_GROUP * BYTES", "BYTES"),), PAIR),
+    Bug("gathering warps do not arrive", ("deadlock",), ((LOAD, "mbarrier_arrive(full);", ";"),)),
     Bug("gathering warps of the odd CTA not counted", ("mbarrier", "race"), ((STORAGE, "? CTA_GROUP : 0)", "? 1 : 0)"),), PAIR),
     Bug("stores of the odd CTA not counted", ("mbarrier", "race"), ((STORAGE, "DRAINED_ARRIVALS = CTA_GROUP * NUM_STORE_WARPS;", "DRAINED_ARRIVALS = NUM_STORE_WARPS;"),), PAIR, sizes=(20, 0, 130, 9, 5, 7)),
     Bug("a reader of the queue too few", ("mbarrier", "race"), ((STORAGE, "(NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + MULTICAST;", "(NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS);"),), sizes=(20, 0, 130, 9, 5, 7)),
-    Bug("copies of the odd CTA signal the odd CTA", ("deadlock", "mbarrier", "race"), ((MAIN, "full = pair_even_address(full);", ";"),), PAIR, quick=True),
+    Bug("copies of the odd CTA signal the odd CTA", ("deadlock", "mbarrier", "race"), ((LOAD, "full = pair_even_address(full);", ";"),), PAIR, quick=True),
     # ---- two pairs that share the tokens
-    Bug("tokens multicast to the even CTAs by both", ("mbarrier", "race", "deadlock"), ((MAIN, "SAME_PART << pair_rank();", "SAME_PART;"),), SHARED, n=392, quick=True),
-    Bug("tokens multicast inside the pair", ("mbarrier", "race", "deadlock"), ((MAIN, "SAME_PART << pair_rank();", "3 << even_rank();"),), SHARED, n=392),
-    Bug("a share of the tokens for its own pair alone", ("deadlock",), ((MAIN, "SAME_PART << pair_rank();", "1 << cluster_rank();"),), SHARED, n=392),
+    Bug("tokens multicast to the even CTAs by both", ("mbarrier", "race", "deadlock"), ((LOAD, "SAME_PART << pair_rank();", "SAME_PART;"),), SHARED, n=392, quick=True),
+    Bug("tokens multicast inside the pair", ("mbarrier", "race", "deadlock"), ((LOAD, "SAME_PART << pair_rank();", "3 << even_rank();"),), SHARED, n=392),
+    Bug("a share of the tokens for its own pair alone", ("deadlock",), ((LOAD, "SAME_PART << pair_rank();", "1 << cluster_rank();"),), SHARED, n=392),
     Bug("products of the other pair not waited for", ("mbarrier", "race"), ((STORAGE, "EMPTY_ARRIVALS = MULTICAST;", "EMPTY_ARRIVALS = 1;"),), SHARED, n=392, quick=True),
     Bug("stage given back to the own pair alone", ("deadlock",), ((MAIN, COMMIT_STAGE, COMMIT_STAGE.replace("(1 << CLUSTER) - 1", "3 << even_rank()")),), SHARED, n=392),
     Bug("tile committed to the first pair", ("mbarrier", "race", "deadlock"), ((MAIN, COMMIT_TILE, COMMIT_TILE.replace("3 << even_rank()", "3")),), SHARED, n=392),
-    Bug("both pairs load the same share", ("mbarrier", "race"), ((MAIN, "worker_rank() * SHARE;", "0;"),), SHARED, n=392),
-    Bug("second share from the rows of the first", (), ((MAIN, "row + share + piece", "row + piece"),), SHARED, n=392, quick=True),
+    Bug("both pairs load the same share", ("mbarrier", "race"), ((LOAD, "worker_rank() * SHARE;", "0;"),), SHARED, n=392),
+    Bug("second share from the rows of the first", (), ((LOAD, "row + share + piece", "row + piece"),), SHARED, n=392, quick=True),
     Bug("both pairs make the same columns", (), ((MAIN, "tile.column += worker_rank() * TILE_N;\n        return found;\n    }\n    __device__ __forceinline__ bool next(Tile& tile, int lane)", "return found;\n    }\n    __device__ __forceinline__ bool next(Tile& tile, int lane)"),), SHARED, n=392),
-    Bug("scales of the tokens loaded by both pairs", ("mbarrier", "race", "deadlock"), ((MAIN, "(SHARES == 1 || worker_rank() == 0)", "true"),), SHARED, n=392, layouts=("blocked_groups", "blocked")),
-    Bug("scales of the tokens loaded by nobody", ("deadlock",), ((MAIN, "(SHARES == 1 || worker_rank() == 0)", "SHARES == 1"),), SHARED, n=392, layouts=("blocked_groups", "blocked")),
-    Bug("gathering warps arrive at the first pair", ("mbarrier", "race", "deadlock"), ((MAIN, "mbarrier_arrive_release_cluster(full, even_rank());", "mbarrier_arrive_release_cluster(full, 0);"),), SHARED, n=392),
+    Bug("scales of the tokens loaded by both pairs", ("mbarrier", "race", "deadlock"), ((LOAD, "(SHARES == 1 || worker_rank() == 0)", "true"),), SHARED, n=392, layouts=("blocked_groups", "blocked")),
+    Bug("scales of the tokens loaded by nobody", ("deadlock",), ((LOAD, "(SHARES == 1 || worker_rank() == 0)", "SHARES == 1"),), SHARED, n=392, layouts=("blocked_groups", "blocked")),
+    Bug("gathering warps arrive at the first pair", ("mbarrier", "race", "deadlock"), ((LOAD, "mbarrier_arrive_release_cluster(full, even_rank());", "mbarrier_arrive_release_cluster(full, 0);"),), SHARED, n=392),
     Bug("sums given back to the first pair", ("mbarrier", "race", "deadlock"), ((MAIN, "mbarrier_arrive_release_cluster(drained, even_rank());", "mbarrier_arrive_release_cluster(drained, 0);"),), SHARED, n=392, sizes=(20, 0, 130, 9, 5, 7)),
     Bug("readers in the other pair not counted", ("mbarrier", "race"), ((STORAGE, "CLUSTER * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + MULTICAST", "CTA_GROUP * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + 1"),), SHARED, n=392, sizes=(20, 0, 130, 9, 5, 7)),
     Bug("clusters do not wait for each other at the end", ("exit", "race", "mbarrier"), ((MAIN, LAST_CLUSTER_SYNC, ""),), SHARED, n=392, nth=1),
@@ -119,8 +120,8 @@ BUGS: tuple[Bug, ...] = (
     Bug("window of scales from one tile", (), ((GATHER, "tile < last_tile ? tile + 1 : last_tile", "tile"),)),
     Bug("groups' own tiles not counted", (), ((GATHER, "(before + tiles - own) * 128 - start", "before * 128 - start"),), layouts=("blocked_groups", "blocked")),
     Bug("padding of scales not cleared", (), ((GATHER, "left >= 4 ? word :", "left >= -8 ? word :"),), FEW, "NVFP4", k=352),
-    Bug("odd CTA takes the even one's rows", (), ((MAIN, "+ pair_rank() * (APART ? to_up : ROWS);", ";"),), PAIR),
-    Bug("odd CTA takes the even one's scales", (), ((MAIN, "int row = IS_LEFT ? pair_rank() * LANE_ROWS : 0;", "int row = 0;"),), PAIR),
+    Bug("odd CTA takes the even one's rows", (), ((LOAD, "+ pair_rank() * (APART ? to_up : ROWS);", ";"),), PAIR),
+    Bug("odd CTA takes the even one's scales", (), ((LOAD, "int row = IS_LEFT ? pair_rank() * LANE_ROWS : 0;", "int row = 0;"),), PAIR),
     Bug("first products added to what was there", ("uninitialised-tensor-memory",), ((MAIN, "kb + step > 0", "true"),)),
     Bug("K ends a step early", (), ((MAIN, "(bytes_left + MMA_K - 1) / MMA_K", "bytes_left / MMA_K - 1"),)),
     Bug("rows past the group stored", ("out-of-bounds",), ((MAIN, "const int lane_limit = TOKENS_ON_N ? columns_left : tile.rows;", "const int lane_limit = 128;"),), sizes=(20, 0, 9), quick=True),

@@ -106,7 +106,7 @@ CASES: dict[str, tuple[str, int, Epilogue, Sm100GroupedConfig | None, tuple[str,
 
 # ---- planted bugs
 
-MAIN, STORAGE = "sm100_grouped_gemm.cu", "sm100_grouped_storage.cuh"
+LOAD, STORAGE = "sm100_grouped_load.cuh", "sm100_grouped_storage.cuh"
 VALUES, STORE, WIDE_STORE = "sm100_quant_values.cuh", "sm100_quant_store.cuh", "sm100_quant_wide.cuh"
 # What is wrong: file, text, what takes its place, and the case that has to show it.
 BUGS = {
@@ -119,9 +119,9 @@ BUGS = {
     "loads of sums not waited for": (VALUES, "    tcgen05_wait_ld();\n", "", "rows"),
     "no tcgen05 fence after done": (STORE, "        tcgen05_fence_after_thread_sync();\n", "", "rows"),
     "up from the neighbouring columns": (VALUES, "chunk + OUT_CHUNKS :", "chunk + OUT_CHUNKS - 1 :", "concatenated, a tail and plain scales"),
-    "up's scales where gate's are": (MAIN, "scale_tile + piece * (to_up / 128)", "scale_tile", "concatenated, one CTA, copied scales"),
-    "up's rows where gate's are": (MAIN, "row + share + piece * to_up", "row + share", "concatenated, one CTA, copied scales"),
-    "up's gathered scales 128 rows on": (MAIN, "!IS_A && GATE_AND_UP_APART ? operands.n / 2 : 128", "128", "concatenated, a tail and plain scales"),
+    "up's scales where gate's are": (LOAD, "scale_tile + piece * (to_up / 128)", "scale_tile", "concatenated, one CTA, copied scales"),
+    "up's rows where gate's are": (LOAD, "row + share + piece * to_up", "row + share", "concatenated, one CTA, copied scales"),
+    "up's gathered scales 128 rows on": (LOAD, "!IS_A && GATE_AND_UP_APART ? operands.n / 2 : 128", "128", "concatenated, a tail and plain scales"),
     "a multiplication and an addition contracted": (
         VALUES, "__fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(four[e], row.prob) : four[e])",
         "fmaf(__uint_as_float(sums[i + e]), row.global, four[e])", "float32 alone",
