@@ -31,7 +31,7 @@ struct QuantStorage {
     alignas(16) float column_amax[COLUMN_QUANT == QUANT_NONE ? 1 : BLOCK_M / 16][OUT_COLUMNS];  // by 16 rows
     alignas(16) float column_multiplier[COLUMN_BLOCKS][OUT_COLUMNS];
     alignas(8) float peer_amax[2][NUM_CONSUMER_WARPS][SWAPS_ROW_AMAX ? 16 * WAVES : 1];
-    uint64_t peer_full[2][NUM_CONSUMER_WARPS];
+    uint64_t peer_full[2][NUM_CONSUMER_WARPS][WAVES];
     uint32_t swaps[NUM_CONSUMER_WARPS];  // that each warp has made
     int group_tiles[MAX_GROUPS];         // first 128-row tile of each group, every group starting on one
 
@@ -40,7 +40,8 @@ struct QuantStorage {
         for (int warp = 0; warp < NUM_CONSUMER_WARPS; ++warp) {
             swaps[warp] = 0;
             for (int buffer = 0; buffer < 2; ++buffer)
-                mbarrier_init(shared_address(&peer_full[buffer][warp]), 2);  // either warp
+                for (int w = 0; w < WAVES; ++w)
+                    mbarrier_init(shared_address(&peer_full[buffer][warp][w]), 2);  // either warp
         }
     }
 

@@ -97,10 +97,10 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
 }
 
 // FP8_BLOCK scales of a SwiGLU output cover the columns of both CTAs of a cluster: the two warps that hold the same rows
-// swap their rows' maxima, 64 bytes a unit, each unit's as soon as they are known; the answers are awaited when the row
-// scales are. The stores carry their own completion, as a copy does (st.async): a release and an acquire at cluster
-// scope would cost a membar and an emptied L1 cache. Two buffers in turn, each with a barrier: with its answer a warp
-// says that it has read the one before, so that the other may write that buffer again.
+// swap their rows' maxima, 64 bytes a unit, each unit's as soon as they are known; the answers are awaited when the unit's
+// row scales are. The stores carry their own completion, as a copy does (st.async): a release and an acquire at cluster
+// scope would cost a membar and an emptied L1 cache. Two buffers in turn, with a barrier to each unit: with its answer a
+// warp says that it has read the one before, so that the other may write that buffer again.
 struct RowSwap {
     uint32_t turn, rows, full;  // rows: two floats of this quad's rows to a unit
     int lane;
@@ -110,19 +110,26 @@ struct RowSwap {
         : lane(lane) {
         turn = quant.swaps[warp_of_cta];
         rows = shared_address(&quant.peer_amax[turn % 2][warp_of_cta][lane / 4 * 2]);
-        full = shared_address(&quant.peer_full[turn % 2][warp_of_cta]);
+        full = shared_address(&quant.peer_full[turn % 2][warp_of_cta][0]);
         __syncwarp();
         if (lane == 0) {
             quant.swaps[warp_of_cta] = turn + 1;
-            mbarrier_arrive_expect_tx(full, units * 64);
-            mbarrier_arrive_cluster(full, cluster_cta_rank() ^ 1);  // what the other sent last has been read
+#pragma unroll
+            for (int w = 0; w < WAVES; ++w) {  // the barrier of a unit that is not there keeps step
+                if (w < units)
+                    mbarrier_arrive_expect_tx(full + w * 8, 64);
+                else
+                    mbarrier_arrive(full + w * 8);
+                // What the other sent last has been read.
+                mbarrier_arrive_cluster(full + w * 8, cluster_cta_rank() ^ 1);
+            }
         }
     }
     __device__ __forceinline__ void send(int w, const float (&amax)[2][ROW_BLOCKS]) const {
         if (lane % 4 == 0)
-            st_async_v2_f32(rows + w * 64, full, cluster_cta_rank() ^ 1, amax[0][0], amax[1][0]);
+            st_async_v2_f32(rows + w * 64, full + w * 8, cluster_cta_rank() ^ 1, amax[0][0], amax[1][0]);
     }
-    __device__ __forceinline__ void wait() const { mbarrier_wait(full, turn / 2 % 2); }
+    __device__ __forceinline__ void wait(int w) const { mbarrier_wait(full + w * 8, turn / 2 % 2); }
     __device__ __forceinline__ void receive(int w, float (&amax)[2][ROW_BLOCKS]) const {
         float other[2];
         ld_shared_v2_f32(rows + w * 64, other[0], other[1]);
@@ -200,15 +207,19 @@ template <int FIRST, int LAST>
 __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMNS / 2],
                                               float (&amax)[WAVES][2][ROW_BLOCKS], float& highest,
                                               SharedStorage& shared, const QuantOutputs& outputs,
-                                              const RowScales& scales, const Tile& tile, int out_column,
-                                              int warpgroup, int warp, int lane) {
+                                              const RowScales& scales, const RowSwap& swap, const Tile& tile,
+                                              int out_column, int warpgroup, int warp, int lane) {
     const Placement& place = scales.place;
     const RowFormat format = RowFormat::make(outputs.constant + place.group * outputs.constant_stride);
 #pragma unroll
     for (int w = FIRST; w < LAST; ++w) {
         const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
-        if constexpr (!SWAPS_ROW_AMAX)
+        if constexpr (SWAPS_ROW_AMAX) {
+            swap.wait(w);
+            swap.receive(w, amax[w]);
+        } else {
             find_row_amax(v[w], Extent(outputs, tile, unit, out_column, warp, lane), amax[w], highest);
+        }
         float multiplier[2][ROW_BLOCKS];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -338,23 +349,22 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
             stage_values<OUT_COLUMNS, OUT_TYPE>(
                 v[w], shared_address(shared.d[w * NUM_MMA_WARPGROUPS + warpgroup]), warp, lane);
     }
-    if constexpr (SWAPS_ROW_AMAX) {
-        swap.wait();
-#pragma unroll
-        for (int w = 0; w < NUM_WAVES; ++w) swap.receive(w, row_amax[w]);
-    }
     const RowScales row_scales(outputs, place, tile, out_column, warpgroup, warp, lane);
     if constexpr (ROW_QUANT != QUANT_NONE)
-        quantize_rows<0, 1>(v, row_amax, highest, shared, outputs, row_scales, tile, out_column, warpgroup,
-                            warp, lane);
+        quantize_rows<0, 1>(v, row_amax, highest, shared, outputs, row_scales, swap, tile, out_column,
+                            warpgroup, warp, lane);
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
         column_maxima_wait(warpgroup);
         scale_columns(shared.quant, outputs, place, tile, out_column, warpgroup * 128 + warp * 32 + lane);
         column_multipliers_arrive(warpgroup);
     }
     if constexpr (ROW_QUANT != QUANT_NONE)
-        quantize_rows<1, NUM_WAVES>(v, row_amax, highest, shared, outputs, row_scales, tile, out_column,
+        quantize_rows<1, NUM_WAVES>(v, row_amax, highest, shared, outputs, row_scales, swap, tile, out_column,
                                     warpgroup, warp, lane);
+    if constexpr (SWAPS_ROW_AMAX) {
+#pragma unroll
+        for (int w = NUM_WAVES; w < WAVES; ++w) swap.wait(w);
+    }
     if constexpr (HAS_AMAX) {
         const uint32_t bits = __reduce_max_sync(0xffffffff, __float_as_uint(highest));
         const uint32_t canonical = bits > 0x7F800000 ? 0x7FC00000 : bits;  // one NaN, above everything
