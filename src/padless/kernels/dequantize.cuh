@@ -112,28 +112,21 @@ __device__ __forceinline__ bool mxfp4_is_large(uint32_t bytes) {
 }
 
 // NVFP4: two scales, in the low two bytes, to scale * 2^(126 or 14 - NVFP4_SHIFT): at most 448 * 2^118 < 2^127, or 448 *
-// 2^6 < 2^15. NaN stays NaN.
+// 2^6 < 2^15. NaN stays NaN. The first is in the low half.
 template <bool IS_F16>
-__device__ __forceinline__ void nvfp4_factors(uint32_t (&to)[2], uint32_t bytes) {
+__device__ __forceinline__ uint32_t nvfp4_factors(uint32_t bytes) {
     static_assert(NVFP4_SHIFT == 8, "the two constants");
     const uint32_t halves = cvt_f16x2_e4m3x2(bytes);
-    if constexpr (IS_F16) {
-        const uint32_t factors = mul_f16x2(halves, 0x54005400);  // 2^6
-        to[0] = prmt(factors, factors, 0x1010);
-        to[1] = prmt(factors, factors, 0x3232);
-    } else {
-        constexpr float FACTOR = 3.3230699894622897e35f;  // 2^118
-        const float low = cvt_f32_f16_low(halves) * FACTOR, high = cvt_f32_f16_high(halves) * FACTOR;
-        to[0] = cvt_bf16x2(low, low);
-        to[1] = cvt_bf16x2(high, high);
-    }
+    if constexpr (IS_F16) return mul_f16x2(halves, 0x54005400);  // 2^6
+    constexpr float FACTOR = 3.3230699894622897e35f;             // 2^118
+    return cvt_bf16x2(cvt_f32_f16_low(halves) * FACTOR, cvt_f32_f16_high(halves) * FACTOR);
 }
 
 // A lane's scales of its 32 codes of a row: one MX scale or two of NVFP4.
 template <int FORMAT, bool IS_F16>
 struct SectionScales {
     static_assert(!IS_F16 || scales_of_128(FORMAT) == 0 || FORMAT == FORMAT_NVFP4, "MX scales want bf16");
-    uint32_t factors[FORMAT == FORMAT_NVFP4 ? 2 : 1];
+    uint32_t factors;  // NVFP4: one in each half; MX: one in both
 
     // The bytes of scales, from shared memory.
     static __device__ __forceinline__ uint32_t read(uint32_t address) {
@@ -157,15 +150,17 @@ struct SectionScales {
     // But for MXFP4's second factor.
     __device__ __forceinline__ void set(uint32_t bytes) {
         if constexpr (FORMAT == FORMAT_NVFP4)
-            nvfp4_factors<IS_F16>(factors, bytes);
+            factors = nvfp4_factors<IS_F16>(bytes);
         else if constexpr (scales_of_128(FORMAT) != 0)
-            factors[0] = FORMAT == FORMAT_MXFP4 ? mxfp4_factor(bytes) : mxfp8_factor(bytes);
+            factors = FORMAT == FORMAT_MXFP4 ? mxfp4_factor(bytes) : mxfp8_factor(bytes);
     }
 
     // Scales octet `octet` of the section, but for MXFP4's second factor.
     __device__ __forceinline__ void apply(uint32_t (&words)[4], int octet) const {
         if constexpr (scales_of_128(FORMAT) != 0) {
-            const uint32_t factor = factors[FORMAT == FORMAT_NVFP4 ? octet / 2 : 0];
+            const uint32_t factor = FORMAT != FORMAT_NVFP4 ? factors
+                                    : octet < 2            ? low_half_twice(factors)
+                                                           : high_half_twice(factors);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 words[i] = IS_F16 ? mul_f16x2(words[i], factor) : mul_bf16x2(words[i], factor);

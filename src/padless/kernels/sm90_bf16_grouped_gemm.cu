@@ -454,10 +454,8 @@ constexpr int CODE_WORDS = is_fp4(B_FORMAT) ? 1 : 2;  // of an octet
 constexpr int OCTETS = 4 / CODE_WORDS;                // in 16 bytes
 
 // Octets whose products are issued together. The first product of a round waits until all four warps of the warpgroup have
-// got there, so few rounds are better; with many tokens the sums leave no registers for more fragments, and with 64 and four
-// warpgroups a store of float32 takes the last ones.
-constexpr int ROUND_OCTETS =
-    BLOCK_M <= 32 || (BLOCK_M == 64 && !(NUM_MMA_WARPGROUPS == 4 && OUT_TYPE == OUT_F32)) ? 2 : 1;
+// got there, so few rounds are better; with many tokens the sums leave no registers for more fragments.
+constexpr int ROUND_OCTETS = BLOCK_M <= 64 ? 2 : 1;
 constexpr int ROUNDS = 4 / ROUND_OCTETS;  // to a K block
 
 using Fragments = uint32_t[ROUND_OCTETS][UNITS][2][4];

@@ -97,6 +97,24 @@ __device__ __forceinline__ uint32_t mul_f16x2(uint32_t x, uint32_t y) {
     return product;
 }
 
+// A half of `pair` in both halves. Where the word is multiplied with, next, this is no instruction: a multiplication can take
+// a half twice.
+__device__ __forceinline__ uint32_t low_half_twice(uint32_t pair) {
+    uint32_t both;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}"
+        : "=r"(both)
+        : "r"(pair));
+    return both;
+}
+
+__device__ __forceinline__ uint32_t high_half_twice(uint32_t pair) {
+    uint32_t both;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}"
+        : "=r"(both)
+        : "r"(pair));
+    return both;
+}
+
 // stmatrix_x4 with the matrices transposed: lane t holds columns t / 4 of rows 2 (t % 4) and the next, of what is stored.
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                                                   uint32_t r3) {
