@@ -63,6 +63,7 @@ using uint64_t = unsigned long long;
 #include "scheduler.cuh"
 #include "group_table.cuh"
 #include "tile_queue.cuh"
+#include "weights_prefetch.cuh"
 
 // The host defines, from Bf16GemmConfig: BLOCK_M (tokens), BLOCK_N (weight rows), NUM_MMA_WARPGROUPS, NUM_STAGES (0 = as
 // many as fit), STAGE_BLOCKS (K blocks to a stage), RASTER_M, MAX_GROUPS, A_FORMAT, B_FORMAT, SFB_IS_BLOCKED, OUT_TYPE.
@@ -842,6 +843,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             fence_mbarrier_init();
         }
         __syncwarp();
+    }
+    if constexpr (!GATE_AND_UP_APART) {  // else the boxes are others
+        if (warp == 2 && elect_one())
+            prefetch_weights<BLOCK_N, row_bytes(B_FORMAT)>(map_b, n, (k + BLOCK_K - 1) / BLOCK_K, num_groups);
     }
     build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
 #if EPILOGUE_IS_QUANT

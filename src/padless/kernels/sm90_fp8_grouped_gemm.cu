@@ -49,6 +49,7 @@ using uint64_t = unsigned long long;
 #include "scheduler.cuh"
 #include "group_table.cuh"
 #include "tile_queue.cuh"
+#include "weights_prefetch.cuh"
 #if EPILOGUE_IS_QUANT
 #include "ptx/conversion.cuh"
 #include "ptx/shared_vectors.cuh"
@@ -157,17 +158,6 @@ struct Problem {
 // First column of this CTA's part of the tile.
 __device__ __forceinline__ int cta_column(const Tile& tile) {
     return CLUSTER_N == 1 ? tile.column : tile.column + static_cast<int>(cluster_cta_rank()) * BLOCK_N;
-}
-
-// One thread: asks for the beginning of some weights, a tile's to a CTA, while the table of groups is still being built. They
-// need not be those of this CTA's first tile, which is not known yet: somebody will find them in L2, unless their group is
-// empty.
-__device__ __forceinline__ void prefetch_weights(const TensorMap& map_b, const Problem& problem) {
-    constexpr int K_BLOCKS = 2;  // 4 are no better where memory is the limit, and 8 delay the first loads
-    const int n_tiles = (problem.n + BLOCK_N - 1) / BLOCK_N;
-    const int group = blockIdx.x / n_tiles, column = blockIdx.x % n_tiles * BLOCK_N;
-    for (int kb = 0; kb < K_BLOCKS && kb < problem.k_blocks() && group < problem.num_groups; ++kb)
-        tma_prefetch_3d(map_b, kb * BLOCK_K, column, group);
 }
 
 // Producer, one thread.
@@ -515,7 +505,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         __syncwarp();
     }
     if constexpr (!COLUMNS_ARE_DEALT) {  // else map_b is another
-        if (warp == 2 && elect_one()) prefetch_weights(map_b, problem);
+        if (warp == 2 && elect_one())
+            prefetch_weights<BLOCK_N, BLOCK_K>(map_b, n, problem.k_blocks(), num_groups);
     }
     build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
 #if EPILOGUE_IS_QUANT
