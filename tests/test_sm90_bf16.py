@@ -111,14 +111,18 @@ def test_tiles_layouts_and_outputs(
     check_close(problem, multiply(problem, config, dtype, seed=2))
 
 
-@pytest.mark.parametrize("layout", ["plain", "blocked"])
-def test_two_blocks_of_k_to_a_stage_are_as_good_as_one(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("format", "block_m", "layout"),
+    [("MXFP4", 32, "plain"), ("MXFP4", 32, "blocked"), ("NVFP4", 64, "plain"), ("NVFP4", 64, "blocked")],
+)
+def test_two_blocks_of_k_to_a_stage_are_as_good_as_one(format: str, block_m: int, layout: str) -> None:
     """Bit for bit: the order of the sums does not change. 3 blocks, the last of them cut short."""
-    pair = ("MXFP4", "MXFP4")
-    problem = random_problem(pair, (3, 33, 0), 328, 320, layout=layout)
-    one = Bf16GemmConfig(*pair, block_m=32, block_n=256, num_warpgroups=4, stage_blocks=1)
+    pair = (format, format)
+    problem = random_problem(pair, (3, block_m + 1, 0), 328, 320, layout=layout)
+    one = Bf16GemmConfig(*pair, block_m=block_m, block_n=256, num_warpgroups=4, stage_blocks=1)
     two = dataclasses.replace(one, stage_blocks=2)
-    assert torch.equal(multiply(problem, two, seed=1), multiply(problem, one))
+    out = torch.bfloat16
+    assert torch.equal(multiply(problem, two, out, seed=1), multiply(problem, one, out))
 
 
 @pytest.mark.parametrize("pair", [("NVFP4", "NVFP4"), ("MXFP8", "MXFP8")], ids=name)

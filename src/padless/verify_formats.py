@@ -48,10 +48,13 @@ def configs_of(path: Path) -> list[Any]:
         tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128)]
         tiles += [(m, 256, warpgroups) for m in (8, 16, 32) for warpgroups in (2, 4)]
         tiles += [] if path.a == "FP8_BLOCK" else [(64, 256, 2)]
+        tiles += [(64, 256, 4)] if path.a != "FP8_BLOCK" and path.b in ("MXFP4", "NVFP4") else []
         configs += [
             module.Config(path.a, path.b, block_m=m, block_n=n, num_warpgroups=warpgroups)
             for m, n, warpgroups in tiles
         ]
+        # As chosen for 32 and 64 tokens: two blocks of K to a stage, where that is done.
+        configs += [module.select_config(path.a, path.b, tokens, 1) for tokens in (32, 64)]
     elif path.module == "sm90_mxfp8":
         configs += [module.Config(block_m=m, block_n=n) for m in (64, 128) for n in (64, 128)]
     elif path.module == "sm100_grouped":

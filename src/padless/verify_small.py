@@ -71,6 +71,19 @@ def small_problem(path: Path, gate_up: str | None, options: dict[str, Any]) -> E
     return EpilogueProblem(a, b, group_offsets(_SIZES), gate_up, given, seed=1)
 
 
+def _configs(path: Path, m: int) -> list[Any]:
+    """Kernels of a path: the default, and of the bf16 kernel the one for so many rows, with twice the warpgroups."""
+    module = path.load()
+    if path.module == "sm90_mxfp8":
+        return [module.Config()]
+    if path.module == "sm90_bf16":
+        return [
+            module.Config(path.a, path.b),
+            module.select_config(path.a, path.b, m, len(_SIZES)),
+        ]
+    return [None]
+
+
 def small_launches(device: str = "cuda", backend: str | None = None, arch: str | None = None) -> int:
     """Launches all of them; returns how many. AssertionError where a fence was written or a row was not."""
     arch = cuda_driver().arch if arch is None else arch
@@ -80,20 +93,18 @@ def small_launches(device: str = "cuda", backend: str | None = None, arch: str |
         generator = torch.Generator().manual_seed(draw.randrange(2**31))
         m = sum(_SIZES) + _PAST
         a, b = operands(path, m, _N, _K, len(_SIZES), generator, special=False)
-        fenced = GuardedOutput(m, _N, torch.bfloat16, device)
-        config = path.load().Config() if path.module == "sm90_mxfp8" else None
-        if path.module == "sm90_bf16":
-            config = path.load().Config(path.a, path.b)
-        grouped_gemm(
-            moved(a, device),
-            moved(b, device),
-            group_offsets(_SIZES).to(device),
-            out=fenced.out,
-            backend=backend,
-            config=config,
-        )
-        fenced.check(sum(_SIZES))
-        count += 1
+        for config in _configs(path, m):
+            fenced = GuardedOutput(m, _N, torch.bfloat16, device)
+            grouped_gemm(
+                moved(a, device),
+                moved(b, device),
+                group_offsets(_SIZES).to(device),
+                out=fenced.out,
+                backend=backend,
+                config=config,
+            )
+            fenced.check(sum(_SIZES))
+            count += 1
     for path in quant_paths(arch):
         for gate_up, options in QUANT_CALLS:
             try:
