@@ -256,8 +256,8 @@ class Epilogue:
             f"#define ROW_QUANT {_QUANT_NAMES[self.row_format]}",
             f"#define COLUMN_QUANT {_QUANT_NAMES[self.column_format]}",
             f"#define MX_RULE {_RULE_NAMES[self.scale_rule]}",
-            f"#define ROW_SCALES {_LAYOUT_NAMES[self.row_layout]}",
-            f"#define COLUMN_SCALES {_LAYOUT_NAMES[self.column_layout]}",
+            f"#define ROW_SCALES {_LAYOUT_NAMES[self.row_layout if self.row_format else 'plain']}",
+            f"#define COLUMN_SCALES {_LAYOUT_NAMES[self.column_layout if self.column_format else 'plain']}",
         ]
         if self.norm_const and self.format is not None:
             lines.append(f"#define SCALED_MAX {SCALED_MAX[self.scale_rule, self.format]}f")
