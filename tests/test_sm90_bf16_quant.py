@@ -101,6 +101,18 @@ def test_every_pair(pair: tuple[str, str], name: str) -> None:
     check(sm90_bf16_quant, case(224, pair=pair), GLU_EPILOGUES["concatenated, MXFP8 rows and columns"])
 
 
+@pytest.mark.parametrize("block_m", [8, 16, 32])
+@pytest.mark.parametrize(
+    "pair", [("BF16", "MXFP4"), ("FP8_BLOCK", "NVFP4"), ("MXFP8", "MXFP4")], ids="x".join
+)
+def test_few_tokens_of_pairs_whose_activations_are_swizzled(pair: tuple[str, str], block_m: int) -> None:
+    """The staged sums of so few tokens are no multiple of 1024 bytes, at which what lies behind them has to start."""
+    for warpgroups in (2, 4):
+        tile = Bf16GemmConfig(*pair, block_m=block_m, block_n=256, num_warpgroups=warpgroups)
+        few = PairCase((1, 0, 9, 1), COLUMNS, DEPTH, plain=sm90_bf16, pair=pair)
+        check(sm90_bf16_quant, few, EPILOGUES["NVFP4 rows"], tile)
+
+
 @pytest.mark.slow
 def test_blocked_scales_of_both_operands() -> None:
     blocked = case(192, layouts=("blocked_groups", "blocked"))

@@ -137,7 +137,7 @@ struct alignas(1024) SharedStorageOf {
 #else
     uint8_t d[NUM_MMA_WARPGROUPS][NUM_SLABS * SLAB_BYTES];
 #endif
-    uint8_t a[STAGES][STAGE_BLOCKS][A_BYTES];
+    alignas(1024) uint8_t a[STAGES][STAGE_BLOCKS][A_BYTES];  // the swizzle repeats every 1024 bytes
     alignas(128) uint8_t sfb[STAGES][SFB_BYTES];
     alignas(128) uint8_t sfa[STAGES][SFA_BYTES == 0 ? 128 : SFA_BYTES];
     float token_scales[TOKEN_STAGES][PROMOTE ? BLOCK_M : 2];
