@@ -313,6 +313,9 @@ def test_memory_bound_calls_run_and_count_their_bytes() -> None:
     for call in calls.values():
         call()
     assert moved["quantize activations, MN-major"] == 100 * (512 + 256 + 8)
+    assert moved["quantize MXFP8, plain scales"] == 100 * (512 + 256 + 8)
+    assert moved["quantize MXFP4, blocked scales"] == 100 * (512 + 128 + 8)
+    assert moved["quantize NVFP4, plain scales"] == 100 * (512 + 128 + 16)
     assert moved["unpad bf16"] == 2 * 100 * 512
     assert moved["quantize weights"] == 8 * (256 * 256 * 3 + 4 * 4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from padless.bench.session import (
     run_points,
 )
 from padless.bench.timing import REPEATS, Call, GpuTimer, capture, host_us_per_call
-from padless.formats import FP8_BLOCK, ceil_div
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, ceil_div
 
 # Rows x K of the memory-bound kernels: the paper's smallest and largest activations and two between.
 QUANTIZE_SHAPES = ((8192, 3072), (8192, 8192), (32768, 7168), (65536, 8192))
@@ -160,6 +161,16 @@ def memory_bound_calls(
         "pad, row-major": padding,
         "unpad bf16": 2 * 2 * point.M * point.K,
     }
+    for format in (MXFP8, MXFP4, NVFP4):
+        # NVFP4's global scale is known, as in a layer that has seen its activations before.
+        known = torch.full((1,), 0.01, device=device)
+        options: dict[str, Any] = {"global_scale": known} if format.has_global_scale else {}
+        for layout in ("plain", "blocked"):
+            name = f"quantize {format.name}, {layout} scales"
+            calls[name] = partial(quantize, x, format, scale_layout=layout, **options)
+            moved[name] = point.M * (
+                2 * point.K + point.K // format.codes_per_byte + ceil_div(point.K, format.block_k)
+            )
     return calls, moved
 
 
