@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import struct
 import tempfile
 import threading
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from padless import operand_reuse
+from padless import elf, operand_reuse
 
 KERNELS = Path(__file__).parent / "kernels"
 ENTRY = "padless_grouped_gemm"  # the name of every kernel
@@ -100,8 +99,9 @@ def _load_or_compile(source: str, prelude: str, arch: str, kind: str) -> Compile
     if (kernel := _read_cache(stem, kind)) is not None:
         return kernel
     image, log = _run_nvrtc(text, source, arch, kind)
-    if kind == "cubin" and "padless_reuse_run" in text:
-        image = operand_reuse.keep_shared_operands(image, ENTRY, _cubin_constant(image, "padless_reuse_run"))
+    if kind == "cubin":  # a kernel asks for it by naming how long a run pays
+        run = elf.constant(image, "padless_reuse_run") or 0
+        image = operand_reuse.keep_shared_operands(image, ENTRY, run)
     kernel = _describe(image, kind, log)
     _write_cache(stem, kernel)
     return kernel
@@ -209,22 +209,11 @@ def _ptx_constant(image: bytes, name: str) -> int:
 
 
 def _cubin_constant(image: bytes, name: str) -> int:
-    """The same from a cubin: a 64-bit little-endian ELF file, so its symbol table tells where the bytes are."""
-    section_offset = struct.unpack_from("<Q", image, 40)[0]
-    entry_size, count = struct.unpack_from("<HH", image, 58)
-    headers = [
-        struct.unpack_from("<IIQQQQIIQQ", image, section_offset + i * entry_size) for i in range(count)
-    ]
-    for header in headers:
-        if header[1] != 2:  # SHT_SYMTAB
-            continue
-        offset, size, strings, symbol_size = header[4], header[5], headers[header[6]], header[9]
-        for at in range(offset, offset + size, symbol_size):
-            name_at, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", image, at)
-            start = strings[4] + name_at
-            if image[start : image.index(b"\0", start)] == name.encode():
-                return int(struct.unpack_from("<i", image, headers[section][4] + value)[0])
-    raise CompileError(f"the cubin has no constant {name}")
+    """The same from a cubin."""
+    value = elf.constant(image, name)
+    if value is None:
+        raise CompileError(f"the cubin has no constant {name}")
+    return value
 
 
 def _read_cache(stem: Path, kind: str) -> CompiledKernel | None:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
+from padless.elf import sections
+
 VERSION = "1"  # of what this module does: part of the name under which a kernel is cached
 
 _INSTRUCTION = 16  # bytes
@@ -34,10 +36,13 @@ def keep_shared_operands(cubin: bytes, entry: str, run: int) -> bytes:
     An operand is kept only if both instructions are always executed, one follows the other, nothing branches to the
     second, and the first does not write what is shared. Raises ValueError where the kernel is not in the cubin.
     """
-    offset, size = _text_of(cubin, entry)
+    text = next((section for section in sections(cubin) if section.name == f".text.{entry}"), None)
+    if text is None:
+        raise ValueError(f"the cubin has no kernel {entry}")
     if run < 2:
         return cubin
-    code = [struct.unpack_from("<QQ", cubin, at) for at in range(offset, offset + size, _INSTRUCTION)]
+    places = range(text.offset, text.offset + text.size, _INSTRUCTION)
+    code = [struct.unpack_from("<QQ", cubin, at) for at in places]
     if any(low & 0xFFF == _INDIRECT_BRANCH for low, _ in code):
         return cubin  # could go anywhere
     changed = bytearray(cubin)
@@ -47,20 +52,8 @@ def keep_shared_operands(cubin: bytes, entry: str, run: int) -> bytes:
             low, high = code[i]
             ends = i == last or (i - first + 1) % run == 0
             high = high & ~(_KEEP_B | _HOLD) if ends else high | _KEEP_B | _HOLD
-            struct.pack_into("<QQ", changed, offset + i * _INSTRUCTION, low, high)
+            struct.pack_into("<QQ", changed, places[i], low, high)
     return bytes(changed)
-
-
-def _text_of(cubin: bytes, entry: str) -> tuple[int, int]:
-    """Where a kernel's machine code is in an ELF file, and its length."""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    size, count, names = struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * size) for i in range(count)]
-    for section in sections:
-        start = sections[names][4] + section[0]
-        if cubin[start : cubin.index(b"\0", start)] == b".text." + entry.encode():
-            return section[4], section[5]
-    raise ValueError(f"the cubin has no kernel {entry}")
 
 
 def _branch_targets(code: list[tuple[int, int]]) -> Iterator[int]:
