@@ -235,6 +235,11 @@ class Epilogue:
         """Whether pairs of columns become one."""
         return self.activation != "none"
 
+    @property
+    def gate_and_up_apart(self) -> bool:
+        """Whether gate and up are halves of the columns, of which a tile takes runs in turn."""
+        return self.activation == "swiglu_concatenated"
+
     def out_columns(self, n: int) -> int:
         """N_out for B with n rows."""
         return n // 2 if self.is_glu else n

@@ -72,7 +72,7 @@ def prepare(
     most_tiles = (ceil_div(m, tile.tile_m) + num_groups) * ceil_div(n, tile.cluster_n)
 
     counter = tile_counter(compiled, device, output_address(tensors))
-    apart = _gate_and_up_apart(epilogue)
+    apart = epilogue.gate_and_up_apart
     operands = operand_bytes(driver, a, b, None, None, tile, apart)
     problem = problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
     optional = (t for t in (a.global_scale, b.global_scale, offs) if t is not None)
@@ -92,7 +92,7 @@ def select_tile(m: int, n: int, num_groups: int, epilogue: Epilogue) -> Sm100Gro
     Pairs share tokens as without an epilogue (``with_multicast``).
     """
     rows = ceil_div(m, max(min(num_groups, m), 1))
-    wide = n > 128 or _gate_and_up_apart(epilogue) or _wide_glu(epilogue)
+    wide = n > 128 or epilogue.gate_and_up_apart or _wide_glu(epilogue)
     tile = Sm100GroupedConfig(
         cta_group=2 if rows > 128 else 1, mma_n=256 if wide else 128, keep="a" if rows < n else "b"
     )
@@ -110,7 +110,7 @@ def check_tile(tile: Sm100GroupedConfig, epilogue: Epilogue) -> None:
 
     require(not tile.tokens_on_n, "tokens_on_n", "False")
     require(tile.mma_n >= 128, "mma_n", "128 or 256")
-    if _gate_and_up_apart(epilogue):
+    if epilogue.gate_and_up_apart:
         require(tile.mma_n == 256, "mma_n", "256 for gate and up in halves")
     if _wide_glu(epilogue):
         require(tile.mma_n == 256, "mma_n", "256 for FP8_BLOCK output of a SwiGLU")
@@ -127,15 +127,11 @@ def fit(
     d = tensors.d
     row_bytes = 0 if d is None else d.stride(0) * d.element_size()
     return replace(
-        fit_operands(tile, a, b, _gate_and_up_apart(epilogue)),
+        fit_operands(tile, a, b, epilogue.gate_and_up_apart),
         column_major=False,
         wide_stores=d is not None and d.data_ptr() % 32 == 0 and (d.shape[0] == 1 or row_bytes % 32 == 0),
         out_dtype=epilogue.d_dtype or torch.bfloat16,
     )
-
-
-def _gate_and_up_apart(epilogue: Epilogue) -> bool:
-    return epilogue.activation == "swiglu_concatenated"
 
 
 def _wide_glu(epilogue: Epilogue) -> bool:

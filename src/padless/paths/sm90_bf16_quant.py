@@ -48,7 +48,7 @@ def prepare(
     """
     m, (num_groups, n) = a.shape[0], b.data.shape[:2]
     check_outputs(n, tensors, epilogue, _MULTIPLE_OF_N)
-    if is_apart(epilogue) and b.scale_layout == "blocked":
+    if epilogue.gate_and_up_apart and b.scale_layout == "blocked":
         raise ValueError(
             "b has scale_layout 'blocked', whose scales of 128 rows lie together; a SwiGLU of concatenated gate and up "
             "takes runs of 32 rows of each here: allowed are 'plain' scales, or gate_up 'interleaved'"
@@ -63,7 +63,7 @@ def prepare(
     compiled = QuantConfig(tile, epilogue)
     kernel, function = load_kernel(driver, KERNEL, compiled, device)
 
-    read = operands(a, b, offs, tile, weight_rows=INTERLEAVE if is_apart(epilogue) else None)
+    read = operands(a, b, offs, tile, weight_rows=INTERLEAVE if epilogue.gate_and_up_apart else None)
     arguments: list[Argument] = [driver.encode(spec) for spec in read.maps]
     arguments += [_direct_outputs(driver, tensors, epilogue, n), *read.numbers]
     arguments += [(tile_counter(compiled, device, output_address(tensors)), 4)]
@@ -84,11 +84,6 @@ def _direct_outputs(driver: Driver, tensors: EpilogueTensors, epilogue: Epilogue
 
 
 # --- tiles -----------------------------------------------------------------------------------------------
-
-
-def is_apart(epilogue: Epilogue) -> bool:
-    """Whether gate and up are halves of the weights, of which a tile takes runs in turn."""
-    return epilogue.activation == "swiglu_concatenated"
 
 
 def least_rows(epilogue: Epilogue) -> int:

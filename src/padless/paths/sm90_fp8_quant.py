@@ -67,10 +67,9 @@ def prepare(
     compiled = QuantConfig(tile, epilogue)
     kernel, function = load_kernel(driver, KERNEL, compiled, device)
 
-    gate_and_up_apart = epilogue.activation == "swiglu_concatenated"  # then in twice as many copies
     specs = [
         tensor_map.operand(a.data, 64),
-        dealt_operand(b.data, TILE_COLUMNS // (4 if gate_and_up_apart else 2)),
+        dealt_operand(b.data, epilogue),
         tensor_map.mn_major_scales(a.scale, 96 if tile.block_m == 256 else tile.block_m + 4),
     ]
     arguments: list[Argument] = [driver.encode(spec) for spec in specs]
@@ -86,11 +85,13 @@ def prepare(
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
 
 
-def dealt_operand(weight: torch.Tensor, rows: int) -> TensorMapSpec:
+def dealt_operand(weight: torch.Tensor, epilogue: Epilogue) -> TensorMapSpec:
     """Weights (G, N, K) of one-byte elements, N a multiple of 4, as a map that counts rows in fours: K, 4, N / 4, G.
 
-    A copy moves ``rows`` rows of 128 bytes, two of every four (kernels/wgmma_fragment.cuh says what for).
+    A copy moves half of a tile's rows of 128 bytes, two of every four (kernels/wgmma_fragment.cuh says what for); with
+    gate and up apart a quarter.
     """
+    rows = TILE_COLUMNS // (4 if epilogue.gate_and_up_apart else 2)
     plain = tensor_map.operand(weight, rows)
     (k, n, groups), (row, group) = plain.dims, plain.strides
     dims, strides, box = (k, 4, n // 4, groups), (row, 4 * row, group), (128, 2, rows // 2, 1)

@@ -57,10 +57,9 @@ def prepare(
     kernel, function = load_kernel(driver, KERNEL, compiled, device)
     scales, copies = readable_scales(a, b)
 
-    gate_and_up_apart = epilogue.activation == "swiglu_concatenated"  # then in twice as many copies
     specs = (
         tensor_map.operand(a.data.view(torch.uint8), 64),
-        dealt_operand(b.data.view(torch.uint8), TILE_COLUMNS // (4 if gate_and_up_apart else 2)),
+        dealt_operand(b.data.view(torch.uint8), epilogue),
     )
     arguments: list[Argument] = [driver.encode(spec) for spec in specs]
     arguments += [outputs_argument(driver, tensors, epilogue, n)]
