@@ -106,6 +106,22 @@ __device__ __forceinline__ uint32_t mxfp4_second_factor(uint32_t byte) {
     return both_halves(byte == 255 ? 0x7FC0 : ((byte > 128 ? byte : 128) - 1) << 7);
 }
 
+// MXFP4 in f16, where all scales of a stage allow it: 2^(14 - MXFP4_F16_SHIFT) times the scale 2^(b - 127) in both halves, in
+// f16's exponent field b - 98 - MXFP4_F16_SHIFT. Values and factor are exact for scales from 2^(-22 + MXFP4_F16_SHIFT), whose
+// smallest value is twice f16's smallest, to 2^(1 + MXFP4_F16_SHIFT), whose factor is f16's largest power of two. The factor
+// of 0 is finite, whatever it is: it meets zero codes past the end of K.
+constexpr int MXFP4_F16_SHIFT = 4;
+__device__ __forceinline__ uint32_t mxfp4_factor_f16(uint32_t byte) {
+    return (byte - (98 + MXFP4_F16_SHIFT)) * 0x04000400;
+}
+
+// Not 0 in the upper four bits of a byte, where one of four scales is not among those.
+__device__ __forceinline__ uint32_t mxfp4_beyond_f16(uint32_t bytes) {
+    // Allowed are 8 .. 31. A borrow reaches another byte from one that is not allowed itself.
+    const uint32_t from_8 = bytes - (97 + MXFP4_F16_SHIFT) * 0x01010101u;
+    return (from_8 & 0xE0E0E0E0) | (~(from_8 | from_8 << 1) & 0x10101010);
+}
+
 // Whether any of four bytes may be larger than 128.
 __device__ __forceinline__ bool mxfp4_is_large(uint32_t bytes) {
     return (bytes & 0x80808080) != 0;
@@ -125,7 +141,7 @@ __device__ __forceinline__ uint32_t nvfp4_factors(uint32_t bytes) {
 // A lane's scales of its 32 codes of a row: one MX scale or two of NVFP4.
 template <int FORMAT, bool IS_F16>
 struct SectionScales {
-    static_assert(!IS_F16 || scales_of_128(FORMAT) == 0 || FORMAT == FORMAT_NVFP4, "MX scales want bf16");
+    static_assert(!IS_F16 || scales_of_128(FORMAT) == 0 || is_fp4(FORMAT), "MX scales of FP8 want bf16");
     uint32_t factors;  // NVFP4: one in each half; MX: one in both
 
     // The bytes of scales, from shared memory.
@@ -152,7 +168,9 @@ struct SectionScales {
         if constexpr (FORMAT == FORMAT_NVFP4)
             factors = nvfp4_factors<IS_F16>(bytes);
         else if constexpr (scales_of_128(FORMAT) != 0)
-            factors = FORMAT == FORMAT_MXFP4 ? mxfp4_factor(bytes) : mxfp8_factor(bytes);
+            factors = FORMAT != FORMAT_MXFP4 ? mxfp8_factor(bytes)
+                      : IS_F16               ? mxfp4_factor_f16(bytes)
+                                             : mxfp4_factor(bytes);
     }
 
     // Scales octet `octet` of the section, but for MXFP4's second factor.

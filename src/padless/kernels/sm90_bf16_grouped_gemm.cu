@@ -26,7 +26,8 @@
 //                                      wait tokens_empty[t] <----------- arrive tokens_empty[t] after the products
 //                                      tokens to bf16 in shared memory
 //                                      arrive tokens_full[t] ----------> wait tokens_full[t]; wgmma
-//      (all three read the tile queue of tile_queue.cuh)
+//      (all three read the tile queue of tile_queue.cuh; where BEGINS_IN_F16 converters and consumers wait for checked[s],
+//      which the converters arrive on when they have looked at the scales of full[s])
 //
 // K block: 128 of K. A stage s, or t, holds STAGE_BLOCKS of them.
 //
@@ -97,6 +98,10 @@ constexpr bool PROMOTE = A_FORMAT == FORMAT_FP8_BLOCK;
 constexpr bool PAIRS_ARE_ADJACENT = !is_fp4(A_FORMAT) && !is_fp4(B_FORMAT) && A_FORMAT != FORMAT_BF16;
 // NVFP4 values and e4m3 codes are exact in f16 too, which takes fewer instructions to make and multiplies the same way.
 constexpr bool IS_F16 = B_FORMAT == FORMAT_NVFP4 && A_FORMAT != FORMAT_BF16;
+// MXFP4 values are exact in f16 if their scales lie in a window of 24 powers of two, as nearly all do. So a tile begins in f16
+// and changes over to bf16, to its end, at the first stage that has another scale. The converters look for those.
+constexpr bool BEGINS_IN_F16 = A_FORMAT == FORMAT_MXFP4 && B_FORMAT == FORMAT_MXFP4;
+constexpr float F16_UNSHIFT = 1 << (2 * MXFP4_F16_SHIFT);
 constexpr bool HAS_GLOBAL_SCALES = A_FORMAT == FORMAT_NVFP4 || B_FORMAT == FORMAT_NVFP4;
 constexpr int SHIFT = shift_of(A_FORMAT) + shift_of(B_FORMAT);
 static_assert(STAGE_BLOCKS == 1 || (STAGE_BLOCKS == 2 && is_fp4(B_FORMAT) && !PROMOTE),
@@ -145,6 +150,9 @@ struct alignas(1024) SharedStorageOf {
     uint64_t tokens_full[TOKEN_STAGES], tokens_empty[TOKEN_STAGES];
     TileQueueStorage queue;
     GroupTableStorage<MAX_GROUPS> groups;
+    uint64_t checked[BEGINS_IN_F16 ? STAGES : 1];
+    // A byte to each of four converter warps, or two to each of two.
+    alignas(4) uint8_t beyond_f16[BEGINS_IN_F16 ? STAGES : 1][4];
 #if EPILOGUE_IS_QUANT
     int group_tiles[MAX_GROUPS];  // first 128-row tile of each group, every group starting on one
 #endif
@@ -222,6 +230,12 @@ __device__ __forceinline__ int run_of_weights(const Problem& problem, int column
     return column / 2 + run / 2 * 32 + run % 2 * (problem.n / 2);
 }
 
+// Whether row `row` of the tile at `column` is one of the weights'.
+__device__ __forceinline__ bool weights_exist(const Problem& problem, int column, int row) {
+    if constexpr (GATE_AND_UP_APART) return column / 2 + row / 64 * 32 + row % 32 < problem.n / 2;
+    return column + row < problem.n;
+}
+
 // Producer, one thread.
 __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem,
                                            const TensorMap& map_a, const TensorMap& map_b,
@@ -292,16 +306,29 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     }
 }
 
+// The scales of quad `quad` of weight row `row` of the tile, in bytes from the stage's first.
+__device__ __forceinline__ uint32_t scales_of_row(int row, int quad) {
+    if constexpr (SFB_IS_BLOCKED) {
+        const uint32_t in_tile = (row % 32) * 16 + (row % 128) / 32 * 4;
+        const uint32_t tile = (row / 128) * SCALE_BLOCK_BYTES;
+        return B_FORMAT == FORMAT_NVFP4 ? tile + quad / 2 * 512 + in_tile + quad % 2 * 2
+                                        : tile + in_tile + quad;
+    } else {
+        return row * SCALE_ROW_BYTES + quad * (scales_of_128(B_FORMAT) / 4);
+    }
+}
+
 // What a converter lane holds of 128 of K of its token: one of 8 tokens from `row`, a multiple of 8. Lane l has quad l % 4
 // of token l / 4, in chunks of 16 bytes.
 //
 // Of a token's place in swizzled rows only row * 128 differs between eights: a constant distance where they are unrolled.
+template <bool F16>
 struct TokenSection {
     static constexpr int WORDS = A_FORMAT == FORMAT_BF16 ? 4 : is_fp4(A_FORMAT) ? 1 : 2;  // of an octet
     static constexpr int OCTETS = 4 / WORDS;                                              // in 16 bytes
     static constexpr int CHUNKS = 4 / OCTETS;
 
-    SectionScales<A_FORMAT, IS_F16> scales;
+    SectionScales<A_FORMAT, F16> scales;
     uint32_t scale_bytes;
     uint32_t codes[4];  // of one chunk
 
@@ -335,15 +362,16 @@ struct TokenSection {
     __device__ __forceinline__ void store_chunk(uint32_t tokens, int i, int row, int lane) {
         const int in_eight = lane / 4, quad = lane % 4;
         if (i == 0) scales.set(A_FORMAT == FORMAT_NVFP4 ? scale_bytes & 0x7F7F : scale_bytes);
-        const bool second = A_FORMAT == FORMAT_MXFP4 && __any_sync(0xffffffff, mxfp4_is_large(scale_bytes));
+        const bool second =
+            A_FORMAT == FORMAT_MXFP4 && !F16 && __any_sync(0xffffffff, mxfp4_is_large(scale_bytes));
 #pragma unroll
         for (int o = 0; o < OCTETS; ++o) {
             uint32_t from[WORDS], to[4];
 #pragma unroll
             for (int w = 0; w < WORDS; ++w) from[w] = codes[o * WORDS + w];
-            expand_octet<A_FORMAT, IS_F16, PAIRS_ARE_ADJACENT>(to, from);
+            expand_octet<A_FORMAT, F16, PAIRS_ARE_ADJACENT>(to, from);
             scales.apply(to, i * OCTETS + o);
-            if (A_FORMAT == FORMAT_MXFP4 && second) {
+            if (A_FORMAT == FORMAT_MXFP4 && !F16 && second) {
 #pragma unroll
                 for (int w = 0; w < 4; ++w) to[w] = mul_bf16x2(to[w], mxfp4_second_factor(scale_bytes));
             }
@@ -358,12 +386,14 @@ struct TokenSection {
 
 // Converter, a warp: its eights of the tile's tokens. Codes of FP4 are read while those of the eight before are converted;
 // others would need more registers than there are.
+template <bool F16>
 __device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint32_t sfa, int warp,
                                                int lane) {
     constexpr int STEP = NUM_CONVERTER_WARPS * 8;
     constexpr bool AHEAD = is_fp4(A_FORMAT);
     if (BLOCK_M < STEP && warp * 8 >= BLOCK_M) return;
-    TokenSection sections[2];
+    using Section = TokenSection<F16>;
+    Section sections[2];
     if (AHEAD) {
         sections[0].load_scales(sfa, warp * 8, lane);
         sections[0].load_chunk(a, 0, warp * 8, lane);
@@ -371,10 +401,10 @@ __device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint
 #pragma unroll
     for (int first = 0; first < BLOCK_M; first += STEP) {
         const int row = first + warp * 8;
-        TokenSection& section = sections[first / STEP % 2];
+        Section& section = sections[first / STEP % 2];
         if constexpr (AHEAD) {
             if (first + STEP < BLOCK_M) {
-                TokenSection& next = sections[(first / STEP + 1) % 2];
+                Section& next = sections[(first / STEP + 1) % 2];
                 next.load_scales(sfa, row + STEP, lane);
                 next.load_chunk(a, 0, row + STEP, lane);
             }
@@ -382,12 +412,59 @@ __device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint
         } else {
             section.load_scales(sfa, row, lane);
 #pragma unroll
-            for (int i = 0; i < TokenSection::CHUNKS; ++i) {
+            for (int i = 0; i < Section::CHUNKS; ++i) {
                 section.load_chunk(a, i, row, lane);
                 section.store_chunk(tokens, i, row, lane);
             }
         }
     }
+}
+
+template <bool F16>
+__device__ __forceinline__ void convert_stage(SharedStorage& shared, int ks, int stage, int to, int warp,
+                                              int lane) {
+    const uint32_t sfa = shared_address(shared.sfa[stage]) + scale_offset<A_FORMAT>(ks * STAGE_BLOCKS);
+#pragma unroll
+    for (int j = 0; j < STAGE_BLOCKS; ++j)
+        convert_tokens<F16>(shared_address(shared.tokens[to][j]), shared_address(shared.a[stage][j]),
+                            sfa + j * scales_of_128(A_FORMAT), warp, lane);
+}
+
+// Converter, a warp: whether its share of the scales of stage `ks` has one that is beyond f16. Scales that do not exist, past
+// the ends of K, N or the group, do not count: what is made of them is dropped or meets zero codes.
+__device__ __forceinline__ bool scales_beyond_f16(const SharedStorage& shared, const Problem& problem,
+                                                  const Tile& tile, int ks, int stage, int warp, int lane) {
+    const uint32_t sfb =
+        shared_address(shared.sfb[stage]) + (SFB_IS_BLOCKED ? 0 : scale_offset<B_FORMAT>(ks * STAGE_BLOCKS));
+    const uint32_t sfa = shared_address(shared.sfa[stage]) + scale_offset<A_FORMAT>(ks * STAGE_BLOCKS);
+    uint32_t beyond = 0;
+#pragma unroll
+    for (int j = 0; j < STAGE_BLOCKS; ++j) {
+        const int columns = problem.sfb_columns() - (ks * STAGE_BLOCKS + j) * 4;
+        const uint32_t counting = columns >= 4 ? 0xffffffff : columns <= 0 ? 0 : (1u << 8 * columns) - 1;
+        uint32_t of_block = 0;
+#pragma unroll
+        for (int first = 0; first < BLOCK_N; first += NUM_CONVERTER_WARPS * 32) {
+            const int row = first + warp * 32 + lane;
+            const uint32_t block = j * (SFB_IS_BLOCKED ? SFB_BLOCK_BYTES : scales_of_128(B_FORMAT));
+            const uint32_t word = ld_shared_u32(sfb + block + scales_of_row(row, 0));
+            if (row < BLOCK_N && weights_exist(problem, tile.column, row)) of_block |= mxfp4_beyond_f16(word);
+        }
+#pragma unroll
+        for (int first = 0; first < BLOCK_M; first += NUM_CONVERTER_WARPS * 32) {
+            const int row = first + warp * 32 + lane;
+            if (row < tile.rows)
+                of_block |= mxfp4_beyond_f16(
+                    ld_shared_u32(sfa + j * scales_of_128(A_FORMAT) + row * SCALE_ROW_BYTES));
+        }
+        beyond |= of_block & counting;
+    }
+    return __any_sync(0xffffffff, (beyond & 0xF0F0F0F0) != 0);
+}
+
+// What the converters found in a stage, the same for all lanes.
+__device__ __forceinline__ bool wants_bf16(const SharedStorage& shared, int stage) {
+    return ld_shared_u32(shared_address(shared.beyond_f16[stage])) != 0;
 }
 
 // Converters.
@@ -401,7 +478,7 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
     Tile tile{};
     while (reader.next(tile, lane)) {
         const float* sfa = problem.sfa;
-        bool exists = false;
+        bool exists = false, in_f16 = BEGINS_IN_F16;
         float scale = 0.0f;
         if constexpr (PROMOTE) {
             exists = token < BLOCK_M && tile.row + token < problem.m;
@@ -415,14 +492,27 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
                 ahead = exists && ks + 1 < k_stages ? __ldg(sfa) : 0.0f;
             }
             const int stage = pipeline.stage, to = ring.stage;
-            mbarrier_wait(shared_address(&shared.tokens_empty[to]), ring.phase ^ 1);
-            mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
-            const uint32_t sfa_bytes =
-                shared_address(shared.sfa[stage]) + scale_offset<A_FORMAT>(ks * STAGE_BLOCKS);
+            if constexpr (BEGINS_IN_F16) {
+                mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
+                const bool beyond = scales_beyond_f16(shared, problem, tile, ks, stage, warp, lane);
+                if (lane == 0) {
 #pragma unroll
-            for (int j = 0; j < STAGE_BLOCKS; ++j)
-                convert_tokens(shared_address(shared.tokens[to][j]), shared_address(shared.a[stage][j]),
-                               sfa_bytes + j * scales_of_128(A_FORMAT), warp, lane);
+                    for (int i = 0; i < 4; i += NUM_CONVERTER_WARPS)
+                        shared.beyond_f16[stage][warp + i] = beyond;
+                }
+                arrive_warp(shared.checked[stage], lane);
+                mbarrier_wait(shared_address(&shared.tokens_empty[to]), ring.phase ^ 1);
+                mbarrier_wait(shared_address(&shared.checked[stage]), pipeline.phase);
+                in_f16 = in_f16 && !wants_bf16(shared, stage);
+                if (in_f16)
+                    convert_stage<true>(shared, ks, stage, to, warp, lane);
+                else
+                    convert_stage<false>(shared, ks, stage, to, warp, lane);
+            } else {
+                mbarrier_wait(shared_address(&shared.tokens_empty[to]), ring.phase ^ 1);
+                mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
+                convert_stage<IS_F16>(shared, ks, stage, to, warp, lane);
+            }
             if constexpr (PROMOTE) {
                 if (token < BLOCK_M) shared.token_scales[to][token] = scale;
                 scale = ahead;
@@ -435,18 +525,6 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
         }
         if (lane == 0) reader.release();
         reader.advance();
-    }
-}
-
-// Consumer: this lane's scales of weight row `row` of the tile, in bytes from the stage's first.
-__device__ __forceinline__ uint32_t scales_of_row(int row, int quad) {
-    if constexpr (SFB_IS_BLOCKED) {
-        const uint32_t in_tile = (row % 32) * 16 + (row % 128) / 32 * 4;
-        const uint32_t tile = (row / 128) * SCALE_BLOCK_BYTES;
-        return B_FORMAT == FORMAT_NVFP4 ? tile + quad / 2 * 512 + in_tile + quad % 2 * 2
-                                        : tile + in_tile + quad;
-    } else {
-        return row * SCALE_ROW_BYTES + quad * (scales_of_128(B_FORMAT) / 4);
     }
 }
 
@@ -491,8 +569,11 @@ struct WeightLane {
 };
 
 // A consumer lane's codes and scales of 128 of K.
+template <bool F16>
 struct WeightSection {
-    SectionScales<B_FORMAT, IS_F16> scales[UNITS][2];
+    static constexpr bool MAY_BE_LARGE = B_FORMAT == FORMAT_MXFP4 && !F16;
+
+    SectionScales<B_FORMAT, F16> scales[UNITS][2];
     uint32_t scale_bytes;  // MXFP4: of all rows,
     bool second;           // and whether any lane of the warp has one with a second factor: hardly ever
     uint32_t codes[UNITS][2][4];
@@ -530,11 +611,12 @@ struct WeightSection {
 #pragma unroll
             for (int h = 0; h < 2; ++h) scales[u][h].set(bytes[u][h]);
         }
-        if constexpr (B_FORMAT == FORMAT_MXFP4) {
+        if constexpr (MAY_BE_LARGE) {
             scale_bytes = 0;
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) scale_bytes |= (bytes[u][0] | bytes[u][1] << 8) << (16 * u);
-            second = __any_sync(0xffffffff, mxfp4_is_large(scale_bytes));
+            // A branch more in the loop of what is rarely left for bf16 would exceed the registers.
+            second = BEGINS_IN_F16 || __any_sync(0xffffffff, mxfp4_is_large(scale_bytes));
         }
     }
 
@@ -553,6 +635,17 @@ struct WeightSection {
         }
     }
 
+    // FP4: one octet of each row instead, number `octet` of the stage, to make_fragments of octet 0.
+    __device__ __forceinline__ void load_octet(const WeightLane& lane, int stage, int octet) {
+        const uint32_t first = lane.codes + (stage * STAGE_BLOCKS + octet / 4) * B_BYTES + octet % 4 * 4;
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                codes[u][h][0] = ld_shared_u32(first + (u * WGMMA_M + h * 8) * row_bytes(B_FORMAT));
+        }
+    }
+
     // The A operands of a round's instructions.
     __device__ __forceinline__ void make_fragments(Fragments& fragments, int round) const {
 #pragma unroll
@@ -568,13 +661,13 @@ struct WeightSection {
                 uint32_t raw[CODE_WORDS], words[4];
 #pragma unroll
                 for (int w = 0; w < CODE_WORDS; ++w) raw[w] = codes[u][h][octet % OCTETS * CODE_WORDS + w];
-                expand_octet<B_FORMAT, IS_F16, PAIRS_ARE_ADJACENT>(words, raw);
+                expand_octet<B_FORMAT, F16, PAIRS_ARE_ADJACENT>(words, raw);
                 scales[u][h].apply(words, octet);
 #pragma unroll
                 for (int w = 0; w < 4; ++w) fragments[u][w / 2][w % 2 * 2 + h] = words[w];
             }
         }
-        if (B_FORMAT == FORMAT_MXFP4 && second) {
+        if (MAY_BE_LARGE && second) {
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
@@ -587,14 +680,23 @@ struct WeightSection {
     }
 };
 
-// Consumer: d = this warpgroup's units of the tile, before global scales. Registers as in wgmma_m64k16.cuh.
+// Consumer: until the weights of a stage have come, and the converters have looked at its scales.
+__device__ __forceinline__ void await_weights(SharedStorage& shared, const Pipeline<STAGES>& pipeline) {
+    mbarrier_wait(
+        shared_address(BEGINS_IN_F16 ? &shared.checked[pipeline.stage] : &shared.full[pipeline.stage]),
+        pipeline.phase);
+}
+
+// Consumer: d = this warpgroup's units of the tile, before global scales, to the last stage of K, or, where a tile begins in f16,
+// to one that wants bf16: returns which. Registers as in wgmma_m64k16.cuh.
 //
 // The products of one round run while the fragments of the next are made: two sets of fragments, by the round's parity.
 // The set for round 0 of the next K block is carried round the loop. (Making it at the top of the loop, with products of
 // the last round under way, has ptxas serialise all of them: C7513.)
-__device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], SharedStorage& shared,
-                                              int k_stages, const WeightLane& weights, int lane,
-                                              Pipeline<STAGES>& pipeline, Pipeline<TOKEN_STAGES>& ring) {
+__device__ __forceinline__ int multiply_stages(float (&d)[UNITS][BLOCK_M / 2], SharedStorage& shared,
+                                               int k_stages, const WeightLane& weights, int lane,
+                                               Pipeline<STAGES>& pipeline, Pipeline<TOKEN_STAGES>& ring) {
+    constexpr bool F16 = IS_F16 || BEGINS_IN_F16;
     // A stage has one load of codes, or two, before the octets 0 and LAST_PART: FP4's two K blocks or FP8's half K blocks.
     constexpr int STAGE_OCTETS = 4 * STAGE_BLOCKS;
     constexpr int LAST_PART = STAGE_OCTETS - OCTETS;
@@ -603,7 +705,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
     const uint32_t tokens_stage_0 =
         __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.tokens[0])), 0);
     float sums[UNITS][BLOCK_M / 2];  // of 128 of K, where they are promoted
-    if constexpr (PROMOTE) {
+    if constexpr (PROMOTE || BEGINS_IN_F16) {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
@@ -611,16 +713,18 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
         }
     }
 
-    WeightSection section;
+    WeightSection<F16> section;
     Fragments fragments[2];
     int used = 0;  // stage of the tokens before
-    mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+    await_weights(shared, pipeline);
     section.load_scales(weights, pipeline.stage, 0, 0, k_stages);
     section.load_codes(weights, pipeline.stage, 0, 0);
-    if (LAST_PART == 0) arrive_warp(shared.empty[pipeline.stage], lane);
+    bool ends = BEGINS_IN_F16 && wants_bf16(shared, pipeline.stage);  // before this stage
+    if (LAST_PART == 0 && !ends) arrive_warp(shared.empty[pipeline.stage], lane);
     section.make_fragments(fragments[0], 0);
 
-    for (int ks = 0; ks < k_stages; ++ks) {
+    int ks = 0;
+    for (; ks < k_stages && !ends; ++ks) {
         const int stage = pipeline.stage, from = ring.stage;
         const uint32_t tokens = tokens_stage_0 + from * (STAGE_BLOCKS * 2 * TOKEN_HALF_BYTES / 16);
         mbarrier_wait(shared_address(&shared.tokens_full[from]), ring.phase);
@@ -635,8 +739,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u) {
                     float (&target)[BLOCK_M / 2] = PROMOTE ? sums[u] : d[u];
-                    wgmma_m64k16<BLOCK_M, IS_F16>(target, fragments[round % 2][i / 2][u][i % 2], descriptor,
-                                                  step != 0 || (!PROMOTE && ks != 0));
+                    wgmma_m64k16<BLOCK_M, F16>(target, fragments[round % 2][i / 2][u][i % 2], descriptor,
+                                               step != 0 || BEGINS_IN_F16 || (!PROMOTE && ks != 0));
                 }
             }
             wgmma_commit_group();
@@ -645,10 +749,11 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
             if (next_octet == STAGE_OCTETS) {
                 pipeline.advance();
                 if (ks + 1 < k_stages) {  // else the last fragments are of old codes, and not used
-                    mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+                    await_weights(shared, pipeline);
                     section.load_scales(weights, pipeline.stage, 0, ks + 1, k_stages);
                     section.load_codes(weights, pipeline.stage, 0, 0);
-                    if (LAST_PART == 0) arrive_warp(shared.empty[pipeline.stage], lane);
+                    ends = BEGINS_IN_F16 && wants_bf16(shared, pipeline.stage);
+                    if (LAST_PART == 0 && !ends) arrive_warp(shared.empty[pipeline.stage], lane);
                 }
             } else if (next_octet == LAST_PART) {
                 if (STAGE_BLOCKS == 2) section.load_scales(weights, stage, 1, ks, k_stages);
@@ -693,8 +798,69 @@ __device__ __forceinline__ void multiply_tile(float (&d)[UNITS][BLOCK_M / 2], Sh
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 2; ++i) pin_register(d[u][i]);
         }
-        arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[used], lane);
+        if (!BEGINS_IN_F16 || ks != 0) arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[used], lane);
     }
+    return ks;
+}
+
+// Consumer: what multiply_stages left, the stages from `begin` on, in bf16. That is rare, and so each round's products are waited
+// for: a second loop like the other would exceed the registers.
+__device__ __forceinline__ void multiply_rest_in_bf16(float (&d)[UNITS][BLOCK_M / 2], SharedStorage& shared,
+                                                      int begin, int k_stages, const WeightLane& weights,
+                                                      int lane, Pipeline<STAGES>& pipeline,
+                                                      Pipeline<TOKEN_STAGES>& ring) {
+    const uint32_t tokens_stage_0 =
+        __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.tokens[0])), 0);
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] *= F16_UNSHIFT;
+    }
+    for (int ks = begin; ks < k_stages; ++ks) {
+        const uint32_t tokens = tokens_stage_0 + ring.stage * (STAGE_BLOCKS * 2 * TOKEN_HALF_BYTES / 16);
+        await_weights(shared, pipeline);
+        mbarrier_wait(shared_address(&shared.tokens_full[ring.stage]), ring.phase);
+#pragma unroll 1
+        for (int octet = 0; octet < 4 * STAGE_BLOCKS; ++octet) {
+            WeightSection<false> section;
+            section.load_scales(weights, pipeline.stage, octet / 4, ks, k_stages);
+            section.load_octet(weights, pipeline.stage, octet);
+            uint32_t fragments[UNITS][2][4];
+            section.make_fragments(fragments, 0);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint64_t descriptor = k_major_128b_descriptor(
+                    tokens + octet / 2 * (TOKEN_HALF_BYTES / 16) + (octet % 2 * 2 + i) * (32 / 16));
+#pragma unroll
+                for (int u = 0; u < UNITS; ++u)
+                    wgmma_m64k16<BLOCK_M, false>(d[u], fragments[u][i], descriptor, true);
+            }
+            wgmma_commit_group();
+            wgmma_wait_group<0>();
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+                for (int i = 0; i < BLOCK_M / 2; ++i) pin_register(d[u][i]);
+            }
+        }
+        arrive_warp(shared.empty[pipeline.stage], lane);
+        arrive_warp(shared.tokens_empty[ring.stage], lane);
+        pipeline.advance();
+        ring.advance();
+    }
+}
+
+// Consumer: d = this warpgroup's units of the tile, before global scales, over a factor that is returned.
+__device__ __forceinline__ float multiply_tile(float (&d)[UNITS][BLOCK_M / 2], SharedStorage& shared,
+                                               int k_stages, const WeightLane& weights, int lane,
+                                               Pipeline<STAGES>& pipeline, Pipeline<TOKEN_STAGES>& ring) {
+    const int done = multiply_stages(d, shared, k_stages, weights, lane, pipeline, ring);
+    if constexpr (BEGINS_IN_F16) {
+        if (done < k_stages) multiply_rest_in_bf16(d, shared, done, k_stages, weights, lane, pipeline, ring);
+        return done == k_stages ? F16_UNSHIFT : 1.0f;
+    }
+    return 1.0f;
 }
 
 #if EPILOGUE_IS_QUANT
@@ -787,9 +953,16 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
         float d[UNITS_OF_WARPGROUP][BLOCK_M / 2];
         const float both =
             HAS_GLOBAL_SCALES ? global_scale(problem, tile.group) : 1.0f;  // on its way meanwhile
-        multiply_tile(d, shared, problem.k_stages(), weights, lane, pipeline, ring);
+        const float rest = multiply_tile(d, shared, problem.k_stages(), weights, lane, pipeline, ring);
         if (lane == 0) reader.release();
         if constexpr (HAS_GLOBAL_SCALES) apply_global_scales(d, both);
+        if constexpr (BEGINS_IN_F16) {
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+                for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] *= rest;
+            }
+        }
 #if EPILOGUE_IS_QUANT
         const int start = tile.group == 0 ? 0 : shared.groups.group_ends[tile.group - 1];
         const Placement place{tile.group, start, shared.groups.group_ends[tile.group] - start,
@@ -830,6 +1003,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             for (int s = 0; s < STAGES; ++s) {
                 mbarrier_init(shared_address(&shared.full[s]), 1);
                 mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS);
+                if (BEGINS_IN_F16) mbarrier_init(shared_address(&shared.checked[s]), NUM_CONVERTER_WARPS);
             }
             for (int s = 0; s < TOKEN_STAGES; ++s) {
                 mbarrier_init(shared_address(&shared.tokens_full[s]), NUM_CONVERTER_WARPS * TOKEN_ARRIVALS);

@@ -14,6 +14,12 @@ __device__ __forceinline__ uint32_t ld_shared_u16(uint32_t address) {
     return value;
 }
 
+__device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
+    uint32_t value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+    return value;
+}
+
 __device__ __forceinline__ void ld_shared_v4_u32(uint32_t address, uint32_t& x, uint32_t& y, uint32_t& z,
                                                  uint32_t& w) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
