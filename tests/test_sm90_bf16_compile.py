@@ -56,6 +56,7 @@ QUICK = list(
             select_config("NVFP4", "NVFP4", 32 * 257, 257, out_dtype=torch.float16),
             select_config("FP8_BLOCK", "NVFP4", 32, 1),
             select_config("NVFP4", "NVFP4", 64, 1, blocked=True),
+            select_config("MXFP4", "MXFP4", 64, 1, blocked=True),
             Bf16GemmConfig("NVFP4", "NVFP4", block_m=16, block_n=256),
             Bf16GemmConfig("MXFP8", "MXFP8", block_m=32, block_n=256, num_warpgroups=4),
             Bf16GemmConfig("NVFP4", "NVFP4", block_m=16, block_n=128),

@@ -138,9 +138,9 @@ def select_config(
     else:
         wide = block_m < 128 or out_dtype != torch.float32
     fp4 = b_format in ("MXFP4", "NVFP4")
-    # 32 tokens of FP4 leave room for three stages of two blocks, 32 of bf16 for two, and 64 of NVFP4 for two beside an
-    # output of 16 bits: those of MXFP4 exceed the registers.
-    most = 64 if b_format == "NVFP4" and out_dtype != torch.float32 else 32
+    # 32 tokens of FP4 leave room for three stages of two blocks, 32 of bf16 for two, and 64 of FP4 for two beside an
+    # output of 16 bits.
+    most = 64 if out_dtype != torch.float32 else 32
     two_blocks = fp4 and 32 <= block_m <= most and a_format in ("MXFP4", "NVFP4")
     return Bf16GemmConfig(
         a_format,
