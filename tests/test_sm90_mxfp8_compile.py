@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 
@@ -12,41 +11,28 @@ from machine_code import complaints, cuobjdump, instructions
 
 from padless import jit
 from padless.config import OUT_DTYPES
-from padless.paths.sm90_mxfp8 import KERNEL, Sm90Mxfp8Config, fewest_warpgroups
+from padless.paths.sm90_mxfp8 import KERNEL, Sm90Mxfp8Config
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
 ARCH = "sm_90a"
-PIECEWISE = {  # the tiles of which a warpgroup has one piece in flight: instructions of a stage beside multiply-adds
-    Sm90Mxfp8Config(block_m=192): 110,
-    Sm90Mxfp8Config(block_n=192): 120,
-    Sm90Mxfp8Config(num_warpgroups=4): 80,
-}
 QUICK = [
     *(Sm90Mxfp8Config(block_m=m, block_n=n) for m, n in itertools.product((64, 128), repeat=2)),
     Sm90Mxfp8Config(a_e5m2=True, b_e5m2=True, out_dtype=torch.float32, max_groups=1024),
     Sm90Mxfp8Config(b_e5m2=True, out_dtype=torch.float16),
-    *PIECEWISE,
-    *(dataclasses.replace(c, a_e5m2=True, out_dtype=torch.float32, max_groups=1024) for c in PIECEWISE),
 ]
-TILES = [Sm90Mxfp8Config(m, n) for m, n in itertools.product((64, 128), repeat=2)] + [*PIECEWISE]
 EVERY = [
-    dataclasses.replace(tile, a_e5m2=a, b_e5m2=b, max_groups=groups, out_dtype=dtype)
-    for tile, a, b, groups, dtype in itertools.product(
-        TILES, (False, True), (False, True), (256, 1024), OUT_DTYPES
+    Sm90Mxfp8Config(m, n, a_e5m2=a, b_e5m2=b, max_groups=groups, out_dtype=dtype)
+    for m, n, a, b, groups, dtype in itertools.product(
+        (64, 128), (64, 128), (False, True), (False, True), (256, 1024), OUT_DTYPES
     )
 ]
-STAGE_OVERHEAD = 115  # instructions of a stage that are no multiply-adds: 108 with NVRTC 13.0
+STAGE_OVERHEAD = 130  # instructions of a stage that are no multiply-adds: 124 with NVRTC 13.0
 
 
 def name_of(config: Sm90Mxfp8Config) -> str:
     codes = "-".join("e5m2" if e5m2 else "e4m3" for e5m2 in (config.a_e5m2, config.b_e5m2))
-    tile = f"{config.block_m}x{config.block_n}-{config.num_warpgroups or 'fewest'}"
-    return f"{tile}-{codes}-{str(config.out_dtype)[6:]}-{config.max_groups}_groups"
-
-
-def warpgroups_of(config: Sm90Mxfp8Config) -> int:
-    return config.num_warpgroups or fewest_warpgroups(config.block_m, config.block_n)
+    return f"{config.block_m}x{config.block_n}-{codes}-{str(config.out_dtype)[6:]}-{config.max_groups}_groups"
 
 
 @pytest.mark.parametrize("config", QUICK, ids=name_of)
@@ -55,7 +41,7 @@ def test_a_kernel_compiles_without_spills_and_warnings(config: Sm90Mxfp8Config) 
     kernel = jit.compile_kernel(KERNEL, config.prelude(), ARCH)
     assert complaints(kernel) == []
     assert "ptxas info" in kernel.log, "the compiler's log is what tells of spills"
-    assert kernel.num_threads == 128 * (1 + warpgroups_of(config))
+    assert kernel.num_threads == 128 * (1 + config.block_m // 64)
 
 
 @pytest.mark.slow
@@ -73,20 +59,6 @@ def main_loop(sass: list[str]) -> list[str]:
     bodies = [sass[i:j] for i, j in itertools.pairwise(waits)]
     (body,) = [b for b in bodies if sum(line.startswith("QGMMA") for line in b) == 8]
     return body
-
-
-def loops_of_pieces(sass: list[str]) -> list[list[str]]:
-    """The loops over stages of a kernel with one piece in flight: with products, and no such loop inside."""
-    found: list[range] = []
-    for end, line in enumerate(sass):
-        if branch := re.match(r"BRA (?:U?P\w+, )?0x([0-9a-f]+)", line):
-            body = range(
-                int(branch[1], 16) // 16, end + 1
-            )  # 16 bytes an instruction; empty where it leads forward
-            products = any("GMMA" in sass[i] for i in body)
-            if products and not any(inner.start in body for inner in found):
-                found.append(body)
-    return [[sass[i] for i in body] for body in found]
 
 
 def registers(text: str) -> list[int]:
@@ -152,35 +124,3 @@ def test_nothing_touches_the_registers_of_a_product_under_way(sass: list[str]) -
     assert touched_in_flight(loop) == []
     without_waits = [line for line in loop if not line.startswith("WARPGROUP.DEPBAR")]
     assert touched_in_flight(without_waits), "the check must see a missing wait"
-
-
-@pytest.fixture(scope="module", params=PIECEWISE, ids=name_of)
-def pieces(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Sm90Mxfp8Config, list[list[str]]]:
-    cuobjdump()
-    kernel = jit.compile_kernel(KERNEL, request.param.prelude(), ARCH)
-    return request.param, loops_of_pieces(instructions(kernel, tmp_path_factory.mktemp("sass")))
-
-
-def test_the_loops_of_pieces_issue_little_but_multiply_adds(
-    pieces: tuple[Sm90Mxfp8Config, list[list[str]]],
-) -> None:
-    config, loops = pieces
-    whole = 4 * config.block_m * config.block_n // (128 * warpgroups_of(config))
-    counts = [sum(line.startswith("FFMA") for line in loop) for loop in loops]
-    assert counts == ([whole, whole // 2] if config.block_n == 192 else [whole])  # the second: of 64 rows
-    for loop, fmas in zip(loops, counts, strict=True):
-        assert sum(line.startswith("QGMMA") for line in loop) == fmas // 32
-        assert sum(line.startswith("HGMMA") for line in loop) == fmas // 32
-        assert not [line for line in loop if re.match(r"(FMUL|LDG|LDL|STL|SHFL|BAR)\b", line)]
-        assert len(loop) - fmas <= PIECEWISE[config]
-        multiply_adds = [line for line in loop if line.startswith("FFMA")]
-        assert not [f for f in multiply_adds if len({r % 2 for r in registers(f)[1:]}) == 1]
-
-
-def test_nothing_touches_a_piece_under_way(pieces: tuple[Sm90Mxfp8Config, list[list[str]]]) -> None:
-    for loop in pieces[1]:
-        assert touched_in_flight(loop) == []
-        without_waits = [line for line in loop if not line.startswith("WARPGROUP.DEPBAR")]
-        assert touched_in_flight(without_waits), "the check must see a missing wait"

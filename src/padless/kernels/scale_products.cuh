@@ -94,10 +94,9 @@ __device__ __forceinline__ uint64_t v_descriptor(uint32_t low) {
 }
 
 // U for step `step`: registers as in wgmma_m64k16.cuh, where lane quad q = lane % 4 has k 2 q and 2 q + 1; k 8-15 are left
-// alone. `pairs` are the scales of k 2 q, 2 q + 1 (q < 2) of the thread's two rows, `of_steps`[i] is ~0 if q is i, else 0.
-__device__ __forceinline__ void make_u(uint32_t (&u)[4], const uint32_t (&pairs)[2],
-                                       const uint32_t (&of_steps)[2], int step) {
-    const uint32_t in_pair = step % 2 == 0 ? 0xFFFF : 0xFFFF0000;
-    u[0] = pairs[0] & of_steps[step / 2] & in_pair;
-    u[1] = pairs[1] & of_steps[step / 2] & in_pair;
+// alone. `pairs` are the scales of k 2 q, 2 q + 1 (q < 2) of the thread's two rows.
+__device__ __forceinline__ void make_u(uint32_t (&u)[4], const uint32_t (&pairs)[2], int step, int lane) {
+    const uint32_t mine = lane % 4 != step / 2 ? 0 : step % 2 == 0 ? 0xFFFF : 0xFFFF0000;
+    u[0] = pairs[0] & mine;
+    u[1] = pairs[1] & mine;
 }

@@ -12,8 +12,8 @@
 // (scale_products.cuh names its limits) and comes out of the tensor core as well.
 //
 // Roles. A producer warpgroup, in which one thread drives the copy engine, one the scheduler (tile_queue.cuh), and two
-// warps turn scales into bf16, those of A and those of B; one to four consumer warpgroups with a part of the tile each, in
-// registers. CTAs are persistent.
+// warps turn scales into bf16, those of A and those of B; one or two consumer warpgroups with 64 rows of the tile each,
+// in registers. CTAs are persistent.
 //
 //      producer, scale warps                        consumer warpgroup
 //      ---------------------                        ------------------
@@ -69,38 +69,19 @@ constexpr bool GATE_AND_UP_APART = false;
 constexpr bool COLUMNS_ARE_DEALT = false;
 #endif
 
-// The host defines, from Sm90Mxfp8Config: BLOCK_M, BLOCK_N, NUM_MMA_WARPGROUPS, NUM_STAGES (0 = as many as fit), RASTER_M,
-// MAX_GROUPS, A_E5M2, B_E5M2, OUT_TYPE.
+// The host defines, from Sm90Mxfp8Config: BLOCK_M, BLOCK_N, NUM_STAGES (0 = as many as fit), RASTER_M, MAX_GROUPS,
+// A_E5M2, B_E5M2, OUT_TYPE.
 constexpr int BLOCK_K = 128;  // bytes and elements: STEPS blocks of 32
 constexpr int WGMMA_M = 64;
+constexpr int HALF_N = BLOCK_N / 2;  // products are begun and promoted in halves
+constexpr int NUM_MMA_WARPGROUPS = BLOCK_M / WGMMA_M;
 constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
 constexpr int NUM_SCALE_WARPS = 2;
 constexpr int NUM_THREADS = 128 * (1 + NUM_MMA_WARPGROUPS);
-
-// A consumer warpgroup's part of a tile, either 64 rows of all the columns, or 64 columns of 64 rows or of all of them.
-// It is multiplied in pieces of 64 rows.
-constexpr int PART_N = NUM_MMA_WARPGROUPS * WGMMA_M == BLOCK_M ? BLOCK_N : 64;
-constexpr int PART_UNITS = BLOCK_M * BLOCK_N / (NUM_MMA_WARPGROUPS * PART_N * WGMMA_M);
-constexpr int PARTS_TO_A_ROW = BLOCK_N / PART_N;
-using Sums = float[PART_UNITS][PART_N / 2];  // of a consumer thread, each unit's as in wgmma.cuh
-
-// Pieces that a warpgroup has in the tensor core's queue. One or two warpgroups keep it busy only if a piece waits there
-// while another is promoted. Of three or four each has registers for one alone, and the others fill the time.
-constexpr int IN_FLIGHT = NUM_MMA_WARPGROUPS <= 2 ? 2 : 1;
-constexpr int PIECE_N = IN_FLIGHT == 2 ? PART_N / 2 : 64;
-constexpr int PIECES_TO_A_UNIT = PART_N / PIECE_N;
-constexpr int PIECES = PART_UNITS * PIECES_TO_A_UNIT;
-
-// Of the 65536 of a multiprocessor, by the number of consumer warpgroups.
-constexpr int CONSUMERS_GET[] = {248, 232, 152, 120}, PRODUCERS_GET[] = {40, 40, 56, 32};
-constexpr int CONSUMER_REGISTERS = CONSUMERS_GET[NUM_MMA_WARPGROUPS - 1];
-constexpr int PRODUCER_REGISTERS = PRODUCERS_GET[NUM_MMA_WARPGROUPS - 1];
-static_assert(BLOCK_M == 64 || BLOCK_M == 128 || BLOCK_M == 192, "units of 64 rows");
-static_assert(BLOCK_N == 64 || BLOCK_N == 128 || BLOCK_N == 192, "parts of 64 or 128 columns");
-static_assert(PART_UNITS * PART_N * WGMMA_M * NUM_MMA_WARPGROUPS == BLOCK_M * BLOCK_N,
-              "parts make up the tile");
-static_assert(PIECES == 2 || (IN_FLIGHT == 1 && PIECES == 1),
-              "as multiply_stage and multiply_by_pieces have it");
+constexpr int CONSUMER_REGISTERS = NUM_MMA_WARPGROUPS == 1 ? 248 : 232;
+constexpr int PRODUCER_REGISTERS = 40;
+static_assert(BLOCK_M == 64 || BLOCK_M == 128, "one or two warpgroups");
+static_assert(BLOCK_N == 64 || BLOCK_N == 128, "a thread holds 3 / 2 BLOCK_N sums and scales");
 
 constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
@@ -122,7 +103,7 @@ constexpr int CLUSTER_N = 1;
 #include "quant_storage.cuh"
 constexpr int UNIT_D_BYTES = QUANT_UNIT_BYTES;
 #else
-constexpr int NUM_SLABS = PART_N / SLAB_COLUMNS;  // of a unit
+constexpr int NUM_SLABS = BLOCK_N / SLAB_COLUMNS;
 constexpr int UNIT_D_BYTES = NUM_SLABS * SLAB_BYTES;
 #endif
 
@@ -130,7 +111,7 @@ template <int STAGES>
 struct alignas(1024) SharedStorageOf {
     uint8_t a[STAGES][A_BYTES];
     uint8_t b[STAGES][B_BYTES];
-    uint8_t d[NUM_MMA_WARPGROUPS][PART_UNITS * UNIT_D_BYTES];
+    uint8_t d[NUM_MMA_WARPGROUPS][UNIT_D_BYTES];
     alignas(128) uint8_t v[STAGES][V_BYTES];        // scales of B, as an operand
     alignas(128) uint32_t sfa[STAGES][BLOCK_M][2];  // scales of A: bf16, STEPS to a row
     uint64_t full[STAGES], empty[STAGES];
@@ -287,7 +268,6 @@ __device__ __forceinline__ void write_scales(SharedStorage& shared, const Proble
             pipeline.advance();
         }
         if (lane == 0) reader.release();
-        if constexpr (IN_FLIGHT == 1) tile = {};  // nothing of it is kept
         reader.advance();
     }
 }
@@ -309,7 +289,141 @@ __device__ __forceinline__ void skip_tile(SharedStorage& shared, const Problem& 
     if (lane == 0) reader.release();
 }
 
-#include "sm90_mxfp8_products.cuh"
+// A consumer thread's registers beside d, and what it has to find its operands. `sums` and `scales` belong to the tensor
+// core from their wgmma to its wait.
+struct Step {
+    float sums[2][HALF_N / 2];    // of the two halves of the columns
+    float scales[2][HALF_N / 2];  // of the same elements
+    uint32_t u[2][4];             // of even and odd steps: a new one is made while the last is in use
+    uint32_t pairs[2];            // scales of the thread's two rows in this stage
+    uint32_t a_stage_0, b_stage_0, v_stage_0;
+    uint32_t pairs_stage_0;
+
+    __device__ __forceinline__ void read_pairs(int stage) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            pairs[r] = ld_shared_b32(pairs_stage_0 + stage * static_cast<int>(sizeof(SharedStorage::sfa[0])) +
+                                     r * 8 * static_cast<int>(sizeof(SharedStorage::sfa[0][0])));
+    }
+
+    // U of a step, made here and not behind the fence of the product that takes it.
+    __device__ __forceinline__ void make_u(int step, int lane) {
+        ::make_u(u[step % 2], pairs, step, lane);
+        pin_register(u[step % 2][0]);
+        pin_register(u[step % 2][1]);
+    }
+
+    // One group: values and scales of half the columns.
+    template <int HALF>
+    __device__ __forceinline__ void begin(int stage, int step) {
+        const uint32_t a = a_stage_0 + stage * (A_BYTES / 16) + step * 2;
+        const uint32_t b = b_stage_0 + stage * (B_BYTES / 16) + HALF * (HALF_N * BLOCK_K / 16) + step * 2;
+        const uint32_t v = v_stage_0 + stage * (V_BYTES / 16) + HALF * (HALF_N / 8 * V_BRICKS / 16);
+        wgmma_fence();
+        wgmma_m64k32_fp8<HALF_N, A_E5M2, B_E5M2>(sums[HALF], k_major_128b_descriptor(a),
+                                                 k_major_128b_descriptor(b));
+        wgmma_m64k16<HALF_N, false>(scales[HALF], u[step % 2], v_descriptor(v), 0);
+        wgmma_commit_group();
+    }
+
+    template <int HALF, int PENDING>
+    __device__ __forceinline__ void wait() {
+        pin<HALF>();
+        wgmma_wait_group<PENDING>();
+        pin<HALF>();
+    }
+
+    template <int HALF>
+    __device__ __forceinline__ void pin() {
+#pragma unroll
+        for (int i = 0; i < HALF_N / 2; ++i) {
+            pin_register(sums[HALF][i]);
+            pin_register(scales[HALF][i]);
+        }
+    }
+
+    template <int HALF>
+    __device__ __forceinline__ void promote(float (&d)[BLOCK_N / 2]) {
+#pragma unroll
+        for (int i = 0; i < HALF_N / 2; ++i) {
+            const int j = HALF * (HALF_N / 2) + i;
+            d[j] = fmaf(sums[HALF][i], scales[HALF][i], d[j]);
+        }
+    }
+};
+
+// The four steps of a stage. On entry the first half of its first step is under way; on leaving that of the next stage is,
+// unless this is the LAST one.
+//
+// While one half is promoted the other is being multiplied: with the other warpgroup's halves, the tensor core always has
+// work. Only the step between stages has a gap, of the time that a half takes less the 32 multiply-adds before it: where
+// groups are left pending across basic blocks, ptxas (13.0) serialises all products (its message C7514), and the wait for
+// the next stage's barrier ends one. It is therefore at the start of a stage, and a wait for everything follows.
+template <bool LAST>
+__device__ __forceinline__ void multiply_stage(float (&d)[BLOCK_N / 2], Step& step, SharedStorage& shared,
+                                               int lane, Pipeline<STAGES>& pipeline) {
+    const int stage = pipeline.stage;
+    if constexpr (!LAST) {
+        pipeline.advance();
+        mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+    }
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+        const int next = (k + 1) % STEPS, next_stage = next == 0 ? pipeline.stage : stage;
+        const bool more = !LAST || next != 0;
+        if (k == 0) {
+            step.wait<0, 0>();
+            step.begin<1>(stage, 0);
+        } else {
+            step.wait<0, 1>();  // all but the second half
+        }
+        if (more) step.make_u(next, lane);
+        if (next == STEPS - 1 && !LAST) step.read_pairs(pipeline.stage);  // these are done with
+        step.promote<0>(d);
+        if (more) step.begin<0>(next_stage, next);
+
+        if (more)
+            step.wait<1, 1>();  // all but what was just begun
+        else
+            step.wait<1, 0>();
+        if (next == 0) release_stage(shared, stage);
+        step.promote<1>(d);
+        if (next != 0) step.begin<1>(stage, next);
+    }
+}
+
+// Consumer: d = this warpgroup's 64 rows of the tile. Registers as in wgmma.cuh. `row` is this thread's first row inside
+// the tile; it also has row + 8.
+__device__ __forceinline__ void multiply_tile(float (&d)[BLOCK_N / 2], SharedStorage& shared,
+                                              const Problem& problem, int warpgroup, int row, int lane,
+                                              Pipeline<STAGES>& pipeline) {
+    Step step;
+    // The shuffles tell the compiler that all lanes agree, so that the descriptors live in uniform registers.
+    step.a_stage_0 =
+        __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.a[0] + warpgroup * UNIT_BYTES)), 0);
+    step.b_stage_0 = __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.b[0])), 0);
+    step.v_stage_0 = __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.v[0])), 0);
+    step.pairs_stage_0 = shared_address(&shared.sfa[0][row][lane % 2]);
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; ++i) d[i] = 0.0f;
+
+    const int k_blocks = problem.k_blocks();
+    mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+    step.read_pairs(pipeline.stage);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 2; j < 4; ++j) {
+            step.u[i][j] = 0;
+            pin_register(step.u[i][j]);  // a zero of its own, that no other instruction touches
+        }
+    }
+    step.make_u(0, lane);
+    step.begin<0>(pipeline.stage, 0);
+    for (int kb = 1; kb < k_blocks; ++kb) multiply_stage<false>(d, step, shared, lane, pipeline);
+    multiply_stage<true>(d, step, shared, lane, pipeline);
+    pipeline.advance();
+}
 
 #if EPILOGUE_IS_QUANT
 using StoreMaps = QuantOutputs;
@@ -317,30 +431,23 @@ using StoreMaps = QuantOutputs;
 #else
 using StoreMaps = TensorMap;
 
-// Consumer: converts and writes the rows of d that exist. `unit` and `column` are where the warpgroup's part starts.
-__device__ __forceinline__ void store_tile(const Sums& d, SharedStorage& shared, const Problem& problem,
-                                           const TensorMap& map_d, const Tile& tile, int unit, int column,
+// Consumer: converts and writes the rows of d that exist.
+__device__ __forceinline__ void store_tile(const float (&d)[BLOCK_N / 2], SharedStorage& shared,
+                                           const Problem& problem, const TensorMap& map_d, const Tile& tile,
                                            int warpgroup, int warp, int lane) {
     const bool issuer = warp == 0 && lane == 0;
-    uint32_t slabs = shared_address(shared.d[warpgroup]);
-    // Addresses are made here: none may take a register beside the products.
-    if constexpr (IN_FLIGHT == 1) pin_register(slabs);
+    const uint32_t slabs = shared_address(shared.d[warpgroup]);
     if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
     bar_sync(1 + warpgroup, 128);
-#pragma unroll
-    for (int u = 0; u < PART_UNITS; ++u)
-        stage_tile<PART_N, OUT_TYPE>(d[u], slabs + u * UNIT_D_BYTES, warp, lane);
+    stage_tile<BLOCK_N, OUT_TYPE>(d, slabs, warp, lane);
     fence_proxy_async_shared();
     bar_sync(1 + warpgroup, 128);
     if (issuer) {
-        for (int u = 0; u < PART_UNITS && (unit + u) * WGMMA_M < tile.rows; ++u) {
-            const int row = tile.row + (unit + u) * WGMMA_M;
-            const int left = tile.row + tile.rows - row;
-            const int end = row + (left < WGMMA_M ? left : WGMMA_M);
-            for (int s = 0; s < NUM_SLABS && tile.column + column + s * SLAB_COLUMNS < problem.n; ++s)
-                store_slab_ragged(map_d, slabs + u * UNIT_D_BYTES + s * SLAB_BYTES,
-                                  tile.column + column + s * SLAB_COLUMNS, row, end);
-        }
+        const int row = tile.row + warpgroup * WGMMA_M;
+        const int left = tile.rows - warpgroup * WGMMA_M;
+        const int end = row + (left < WGMMA_M ? left : WGMMA_M);
+        for (int s = 0; s < NUM_SLABS && tile.column + s * SLAB_COLUMNS < problem.n; ++s)
+            store_slab_ragged(map_d, slabs + s * SLAB_BYTES, tile.column + s * SLAB_COLUMNS, row, end);
         cp_async_bulk_commit_group();
     }
 }
@@ -351,24 +458,17 @@ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem
                                    int warpgroup, int warp, int lane) {
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
-    const int unit = warpgroup / PARTS_TO_A_ROW * PART_UNITS, column = warpgroup % PARTS_TO_A_ROW * PART_N;
     Tile tile{};
     while (reader.next(tile, lane)) {
-        if (unit * WGMMA_M < tile.rows && (column == 0 || tile.column + column < problem.n)) {
-            Sums d;
-            if (PART_UNITS == 2 && tile.rows <= WGMMA_M)
-                multiply_tile<1>(d, shared, problem, unit, column, warp, lane, pipeline);
-            else
-                multiply_tile<PIECES>(d, shared, problem, unit, column, warp, lane, pipeline);
-            if constexpr (IN_FLIGHT == 1) {
-                tile = {};  // not kept beside the products either, but read again by the lane that needs it
-                if (lane == 0) tile = shared.queue.tiles[reader.pipeline.stage];
-            }
+        if (warpgroup * WGMMA_M < tile.rows) {
+            float d[1][BLOCK_N / 2];
+            multiply_tile(d[0], shared, problem, warpgroup, warpgroup * WGMMA_M + warp * 16 + lane / 4, lane,
+                          pipeline);
             if (lane == 0) reader.release();
 #if EPILOGUE_IS_QUANT
             store_tile<WAVES>(d, shared, problem, store_maps, tile, tile.column, warpgroup, warp, lane);
 #else
-            store_tile(d, shared, problem, store_maps, tile, unit, column, warpgroup, warp, lane);
+            store_tile(d[0], shared, problem, store_maps, tile, warpgroup, warp, lane);
 #endif
         } else {
             skip_tile(shared, problem, lane, pipeline, reader);
@@ -376,7 +476,6 @@ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem
             skip_store(warpgroup);
 #endif
         }
-        if constexpr (IN_FLIGHT == 1) tile = {};  // nothing of it is kept
         reader.advance();
     }
     if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();

@@ -32,11 +32,8 @@ class Sm90Mxfp8Config:
     M is not here, and must never be: a server meets a new M at every call.
 
     Attributes:
-        block_m: rows of the output tile, 64, 128 or 192.
-        block_n: columns of the output tile, 64 or 128; 192 with 128 rows.
-        num_warpgroups: consumer warpgroups that share the tile; 0 means the fewest: one to 64 rows, of 192 columns one
-            to 64 columns. 4 is for the tile of 128 x 128. With three or four, which have fewer registers each, a
-            warpgroup waits for its products while the others have theirs in the tensor core's queue.
+        block_m: rows of the output tile, 64 or 128: one consumer warpgroup for each 64.
+        block_n: columns of the output tile, 64 or 128.
         num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
         raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
         a_e5m2, b_e5m2: whether the codes of activations and weights are e5m2, else e4m3.
@@ -46,7 +43,6 @@ class Sm90Mxfp8Config:
 
     block_m: int = 128
     block_n: int = 128
-    num_warpgroups: int = 0
     num_stages: int = 0
     raster_m: int = 8
     a_e5m2: bool = False
@@ -56,13 +52,8 @@ class Sm90Mxfp8Config:
 
     def __post_init__(self) -> None:
         require = requirement_of(self)
-        tile = (self.block_m, self.block_n)
-        require(self.block_m in (64, 128, 192), "block_m", "64, 128 or 192")
-        require(self.block_n in (64, 128, 192), "block_n", "64, 128 or 192")
-        require(self.block_m != 192 or self.block_n == 128, "block_n", "128 when block_m is 192")
-        require(self.block_n != 192 or self.block_m == 128, "block_m", "128 when block_n is 192")
-        allowed = [0, fewest_warpgroups(*tile), *([4] if tile == (128, 128) else [])]
-        require(self.num_warpgroups in allowed, "num_warpgroups", f"one of {allowed}")
+        require(self.block_m in (64, 128), "block_m", "64 or 128")
+        require(self.block_n in (64, 128), "block_n", "64 or 128")
         check_common_fields(self, require)
 
     def prelude(self) -> str:
@@ -70,7 +61,6 @@ class Sm90Mxfp8Config:
         constants = {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
-            "NUM_MMA_WARPGROUPS": self.num_warpgroups or fewest_warpgroups(self.block_m, self.block_n),
             "NUM_STAGES": self.num_stages,
             "RASTER_M": self.raster_m,
             "MAX_GROUPS": self.max_groups,
@@ -80,11 +70,6 @@ class Sm90Mxfp8Config:
 
 
 Config = Sm90Mxfp8Config
-
-
-def fewest_warpgroups(block_m: int, block_n: int) -> int:
-    """Consumer warpgroups of a tile: one to 64 rows, of a tile of 192 columns one to 64 columns."""
-    return block_n // 64 if block_n == 192 else block_m // 64
 
 
 def select_config(m: int, n: int, num_groups: int, num_sms: int) -> Sm90Mxfp8Config:

@@ -81,10 +81,6 @@ def check_tile(tile: Sm90Mxfp8Config, epilogue: Epilogue) -> None:
             )
 
     require(tile.block_n == TILE_COLUMNS, "block_n", str(TILE_COLUMNS))
-    require(tile.block_m in (64, 128), "block_m", "64 or 128")
-    require(
-        tile.num_warpgroups <= 2, "num_warpgroups", "one to 64 rows (0), which have all the columns of a row"
-    )
     if epilogue.column_format == FP8_BLOCK:
         require(tile.block_m == 128, "block_m", "128 for FP8_BLOCK columns")
     if epilogue.is_glu and epilogue.row_format == FP8_BLOCK:
