@@ -140,11 +140,12 @@ def test_bench_passes_its_options_on(main, recorded, name, tmp_path):
     calls = recorded("padless.bench.commands", name, returns=0)
     assert main("bench", name)[0] == 0
     options = ("--full", "--peers", str(tmp_path), "--out", "there", "--only", "x", "--time-limit", "9")
+    options += ("--repeats", "3")
     assert main("bench", name, *options)[0] == 0
     balanced = {"balanced": False} if name == "paper" else {}
     nothing = {"full": False, "peers": None, "only": None, "out": Path("padless-out"), "time_limit_s": None}
     everything = {"full": True, "peers": tmp_path, "only": ["x"], "out": Path("there"), "time_limit_s": 9.0}
-    assert calls == [nothing | balanced, everything | balanced]
+    assert calls == [nothing | balanced | {"repeats": None}, everything | balanced | {"repeats": 3}]
 
 
 def test_bench_quantize_host_and_report_pass_their_options_on(main, recorded, tmp_path):

@@ -122,6 +122,10 @@ TimeLimit = Annotated[
     typer.Option("--time-limit", help="Seconds after which no new point is begun; the next run goes on."),
 ]
 
+Repeats = Annotated[
+    int | None, typer.Option(min=1, help="Timed calls of each contender at each point. Default: 10.")
+]
+
 
 @bench.command()
 def paper(
@@ -133,9 +137,10 @@ def paper(
     only: Only = None,
     out: OutDir = DEFAULT_OUT,
     time_limit: TimeLimit = None,
+    repeats: Repeats = None,
 ) -> None:
     """The paper's grid: against padding plus the same GEMM, time, memory saved and equality of valid rows."""
-    options = {"peers": peers, "only": only, "out": out, "time_limit_s": time_limit}
+    options = {"peers": peers, "only": only, "out": out, "time_limit_s": time_limit, "repeats": repeats}
     _call(COMMANDS, "paper", full=full, balanced=balanced, **options)
 
 
@@ -146,9 +151,11 @@ def dense(
     only: Only = None,
     out: OutDir = DEFAULT_OUT,
     time_limit: TimeLimit = None,
+    repeats: Repeats = None,
 ) -> None:
     """One group: the dense product."""
-    _call(COMMANDS, "dense", full=full, peers=peers, only=only, out=out, time_limit_s=time_limit)
+    options = {"peers": peers, "only": only, "out": out, "time_limit_s": time_limit, "repeats": repeats}
+    _call(COMMANDS, "dense", full=full, **options)
 
 
 @bench.command()
@@ -158,9 +165,11 @@ def decode(
     only: Only = None,
     out: OutDir = DEFAULT_OUT,
     time_limit: TimeLimit = None,
+    repeats: Repeats = None,
 ) -> None:
     """A few rows per group, as when generating token by token."""
-    _call(COMMANDS, "decode", full=full, peers=peers, only=only, out=out, time_limit_s=time_limit)
+    options = {"peers": peers, "only": only, "out": out, "time_limit_s": time_limit, "repeats": repeats}
+    _call(COMMANDS, "decode", full=full, **options)
 
 
 @bench.command()

@@ -34,7 +34,7 @@ class Options(TypedDict, total=False):
     only: Sequence[str] | None
     out: Path
     time_limit_s: float | None
-    repeats: int
+    repeats: int | None
     seed: int
 
 
@@ -42,7 +42,7 @@ def _settings(options: Options) -> RunSettings:
     return RunSettings(
         peers_dir=options.get("peers"),
         seed=options.get("seed", 0),
-        repeats=options.get("repeats", REPEATS),
+        repeats=options.get("repeats") or REPEATS,
         time_limit_s=options.get("time_limit_s"),
     )
 

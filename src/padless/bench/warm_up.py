@@ -21,7 +21,7 @@ from padless.bench.group_sizes import DecodePoint, Point
 from padless.bench.measure import facts_of
 
 _MAX_WORKERS = 16
-_MEMORY_SHARE = 0.6
+_MEMORY_SHARE = 0.7
 _LONGEST_S = 300.0
 _MASKED_ROWS = 128  # rows a group takes in the masked layout
 
@@ -89,9 +89,12 @@ def working_set_bytes(M: int, N: int, K: int, groups: int) -> int:
 
 
 def _worker_count(points: Sequence[Point] | Sequence[DecodePoint]) -> int:
-    largest = 1
+    """As many as there are cores, if their usual points fit in memory together: a worker that meets a larger one when
+    memory is short leaves it to the measuring process."""
+    sizes = []
     for point in points:
         rows = point.M if isinstance(point, Point) else point.groups * _MASKED_ROWS
-        largest = max(largest, working_set_bytes(rows, point.N, point.K, point.groups))
+        sizes.append(working_set_bytes(rows, point.N, point.K, point.groups))
     free, _ = torch.cuda.mem_get_info()
-    return max(1, min(_MAX_WORKERS, os.cpu_count() or 1, int(_MEMORY_SHARE * free) // largest))
+    usual = sum(sizes) // max(len(sizes), 1)
+    return max(1, min(_MAX_WORKERS, os.cpu_count() or 1, int(_MEMORY_SHARE * free) // max(usual, 1)))

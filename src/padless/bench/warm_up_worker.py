@@ -32,12 +32,18 @@ def main() -> None:
     job = json.load(sys.stdin)
     peers = [peer for peer in find_peers(job["folder"], job["names"]) if peer.available().usable]
     for fields in job["points"]:
-        for contender in _contenders(job["kind"], fields, peers, job["seed"]):
+        try:
+            contenders = _contenders(job["kind"], fields, peers, job["seed"])
+        except torch.cuda.OutOfMemoryError as error:
+            print(f"{fields}: {error}", file=sys.stderr)
+            contenders = []
+        for contender in contenders:
             try:
                 contender.call()
             except Exception as error:
                 print(f"{fields} {contender.name}: {type(error).__name__}: {error}", file=sys.stderr)
         torch.cuda.synchronize()
+        contenders.clear()
         torch.cuda.empty_cache()
 
 
