@@ -262,6 +262,16 @@ BUGS: tuple[Bug, ...] = (
         ("deadlock", "registers"),
         ((MAIN, "NUM_MMA_WARPGROUPS == 1 ? 248 : 232", "NUM_MMA_WARPGROUPS == 1 ? 248 : 256"),),
     ),
+    Bug(  # 66560 registers where the CTA has 64512
+        "consumers ask for 8 registers more than the producer leaves them",
+        ("deadlock",),
+        ((MAIN, "NUM_MMA_WARPGROUPS == 1 ? 248 : 232", "NUM_MMA_WARPGROUPS == 1 ? 248 : 240"),),
+    ),
+    Bug(
+        "the producer keeps 8 registers too many",
+        ("deadlock",),
+        ((MAIN, "PRODUCER_REGISTERS = 40", "PRODUCER_REGISTERS = 48"),),
+    ),
     Bug(
         "scales read past their end",
         ("out-of-bounds",),

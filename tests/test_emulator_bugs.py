@@ -105,6 +105,20 @@ def test_reports_name_the_source_line() -> None:
     assert report.seed == 0
 
 
+def test_a_deadlock_over_registers_says_what_would_fit() -> None:
+    bug = next(b for b in BUGS if b.name.startswith("consumers ask for 8 registers more"))
+    driver = Variant("sm_90a", MAIN, bug.edits, bug.config)
+    case = make_case((70, 3), 128, 256, "mn")
+    with driver.configured(seed=0, raise_on_reports=False, num_sms=1):
+        _, result = run_case(driver, case, bug.config)
+    assert result is not None
+    (report,) = result.reports
+    assert "66560 are asked for (8 warps x 32 x 240 + 4 warps x 32 x 40)" in report.message
+    assert "64512 were given to the CTA at launch (384 threads x 168)" in report.message
+    assert "232 for these 8 warps would fit" in report.message
+    assert "memory.cuh" in report.message  # where setmaxnreg.inc stands
+
+
 def test_reports_raise_from_the_backend() -> None:
     bug = next(b for b in BUGS if b.name == "no wgmma.fence")
     driver = Variant("sm_90a", MAIN, bug.edits, bug.config)

@@ -163,6 +163,8 @@ class Function:
     body: list[Statement] = field(default_factory=list)
     branch_targets: dict[str, tuple[str, ...]] = field(default_factory=dict)
     max_threads: tuple[int, int, int] | None = None
+    min_ctas: int | None = None  # .minnctapersm
+    max_registers: int | None = None  # .maxnreg
     cluster: tuple[int, int, int] | None = None
     line: int = 0
 

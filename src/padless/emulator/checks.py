@@ -26,7 +26,7 @@ KINDS = {
     "missing-tcgen05-fence": "a tcgen05 access that no tcgen05.fence orders after the access it depends on",
     "descriptor": "a matrix or instruction descriptor with illegal fields",
     "tma": "a bulk copy with illegal operands",
-    "registers": "setmaxnreg beyond what the SM has",
+    "registers": "setmaxnreg used against its rules",
     "exit": "a CTA ended with asynchronous work or memory still in use",
     "barrier": "a CTA barrier used with inconsistent thread counts",
     "launch-control": "clusterlaunchcontrol used against its rules",

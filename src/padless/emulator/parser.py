@@ -237,7 +237,11 @@ class _Parser(Tokens):
                     function.cluster = (three[0], three[1], three[2])
                 elif directive in (".maxntid", ".reqntid"):
                     function.max_threads = (three[0], three[1], three[2])
-            elif directive in (".maxnreg", ".maxclusterrank"):
+                elif directive == ".minnctapersm":
+                    function.min_ctas = three[0]
+            elif directive == ".maxnreg":
+                function.max_registers = int(self.next())
+            elif directive == ".maxclusterrank":
                 self.next()
             elif directive not in (".noreturn", ".explicitcluster", ".blocksareclusters"):
                 self.at -= 1

@@ -95,7 +95,6 @@ class Warp:
         # State of the asynchronous instruction families, made on first use.
         self.wgmma: Any = None
         self.tensor_loads: Any = None
-        self.registers = 0
         self._special_registers()
 
     def _special_registers(self) -> None:
@@ -246,6 +245,7 @@ class Cta:
         self.mbarriers: dict[int, Mbarrier] = {}
         self.barriers = [NamedBarrier() for _ in range(16)]
         self.tensor_memory: Any = None
+        self.registers: Any = None  # the pool of setmaxnreg, made on first use
         self.remote: dict[int, Any] = {}  # clock row of another CTA's lane -> its last use of our memory
         self.warps: list[Warp] = []
         for i in range(count):

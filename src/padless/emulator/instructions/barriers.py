@@ -1,4 +1,4 @@
-"""CTA and cluster barriers, warp barriers, memory fences, and register reallocation."""
+"""CTA and cluster barriers, warp barriers, and memory fences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..ast import Immediate, Not
+from ..ast import Not
 from ..race import merge
 from ..warp import Wait
 from ..warp_sync import gather_warp
@@ -16,8 +16,6 @@ from .warp_wide import write
 if TYPE_CHECKING:
     from ..emitter import Emitter
     from ..warp import Fragment
-
-REGISTERS_PER_SM = 64 * 1024
 
 
 class BarrierWait(Wait):
@@ -359,67 +357,6 @@ def mbarrier_init_fence(w: Any, v: Any, m: Any) -> None:
         for bar in cta.mbarriers.values():
             if bar.init_stamp[0] in rows:
                 bar.init_fenced = True
-
-
-class RegisterWait(Wait):
-    """setmaxnreg.inc waits for registers that other warps give up."""
-
-    def __init__(self, fragment: Fragment, count: int) -> None:
-        self.fragment = fragment
-        self.count = count
-
-    def _need(self) -> int:
-        w = self.fragment.warp
-        return sum(x.registers for x in w.cta.warps if x is not w) + self.count
-
-    def ready(self) -> bool:
-        return self._need() * 32 <= REGISTERS_PER_SM
-
-    def finish(self, fragment: Fragment) -> Wait | None:
-        fragment.warp.registers = self.count
-        return None
-
-    def describe(self) -> str:
-        return (
-            f"setmaxnreg {self.count}: the CTA would hold {self._need() * 32} of {REGISTERS_PER_SM} registers"
-        )
-
-
-@instruction("setmaxnreg")
-def set_registers(e: Emitter) -> None:
-    e.only("inc", "dec", "sync", "aligned")
-    operand = e.operands[0]
-    if not isinstance(operand, Immediate) or operand.value % 8 or not 24 <= operand.value <= 256:
-        e.unsupported("the count must be a multiple of 8 in 24..256")
-        return
-    count = operand.value
-    increase = e.has("inc")
-    ins = e.instruction
-
-    def setmaxnreg(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_warp(f, setmaxnreg)
-        if wait is not None:
-            return wait
-        w = f.warp
-        first = w.cta.warps[0]
-        if first.registers == 0:
-            # What the launch gave each warp is not in the PTX: the even share, as __launch_bounds__ makes it.
-            share = min(REGISTERS_PER_SM // (32 * len(w.cta.warps)) // 8 * 8, 255 // 8 * 8)
-            for each in w.cta.warps:
-                each.registers = share
-        group = w.cta.warps[w.index & ~3 : (w.index & ~3) + 4]
-        if len(group) < 4:
-            w.cta.machine.report("registers", "setmaxnreg in a warpgroup of fewer than four warps", ins, w)
-        if increase:
-            waiting = RegisterWait(f, count)
-            if waiting.ready():
-                return waiting.finish(f)
-            return waiting
-        w.registers = count
-        w.cta.machine.progress += 1
-        return None
-
-    e.synchronise(setmaxnreg)
 
 
 @instruction("griddepcontrol")

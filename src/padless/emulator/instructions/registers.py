@@ -1,0 +1,82 @@
+"""setmaxnreg: warps give registers to their CTA's pool and wait for others to do so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..ast import Immediate
+from ..register_pool import GRANULE, LEAST, MOST, RegisterPool, registers_at_launch
+from ..warp import Wait
+from ..warp_sync import gather_warp
+from .registry import instruction
+
+if TYPE_CHECKING:
+    from ..emitter import Emitter
+    from ..warp import Cta, Fragment
+
+
+class RegisterWait(Wait):
+    """setmaxnreg.inc waits for registers that other warps give up."""
+
+    def __init__(self, pool: RegisterPool, warp: int, count: int) -> None:
+        self.pool = pool
+        self.warp = warp
+        self.count = count
+        pool.wanted[warp] = count
+
+    def ready(self) -> bool:
+        return self.pool.missing(self.warp, self.count) <= self.pool.free
+
+    def finish(self, fragment: Fragment) -> Wait | None:
+        self.pool.give(self.warp, self.count)
+        return None
+
+    def describe(self) -> str:
+        return self.pool.describe(self.warp)
+
+
+def pool_of(cta: Cta) -> RegisterPool | None:
+    """The CTA's pool; None where nothing in the PTX says how many registers a thread has at launch."""
+    if cta.registers is None:
+        program = cta.machine.program
+        at_launch = registers_at_launch(program.function, program.instructions)
+        if at_launch is not None:
+            cta.registers = RegisterPool(cta, at_launch)
+    return cta.registers
+
+
+@instruction("setmaxnreg")
+def set_registers(e: Emitter) -> None:
+    e.only("inc", "dec", "sync", "aligned")
+    operand = e.operands[0]
+    if not isinstance(operand, Immediate) or operand.value % GRANULE or not LEAST <= operand.value <= MOST:
+        e.unsupported(f"the count must be a multiple of {GRANULE} in {LEAST}..{MOST}")
+        return
+    count = operand.value
+    increase = e.has("inc")
+    ins = e.instruction
+
+    def setmaxnreg(f: Fragment, m: Any) -> Wait | None:
+        wait = gather_warp(f, setmaxnreg)
+        if wait is not None:
+            return wait
+        w = f.warp
+        machine = w.cta.machine
+        group = w.cta.warps[w.index & ~3 : (w.index & ~3) + 4]
+        if len(group) < 4:
+            machine.report("registers", "setmaxnreg in a warpgroup of fewer than four warps", ins, w)
+        pool = pool_of(w.cta)
+        if pool is None:
+            return None
+        held = pool.held[w.index]
+        if count < held if increase else count > held:
+            machine.report("registers", f"the warp holds {held} registers a thread", ins, w, key=held)
+            return None
+        if increase:
+            waiting = RegisterWait(pool, w.index, count)
+            return waiting.finish(f) if waiting.ready() else waiting
+        pool.give(w.index, count)
+        machine.progress += 1
+        return None
+
+    e.synchronise(setmaxnreg)

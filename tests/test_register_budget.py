@@ -1,0 +1,98 @@
+"""The warps of every kernel that moves registers with setmaxnreg ask for no more than their CTA has.
+
+A kernel that does compiles, and hangs on hardware. The PTX says all that is needed, so this compiles only that far.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+
+from padless import jit
+from padless.config import GemmConfig
+from padless.emulator.ast import Immediate, Instruction
+from padless.emulator.parser import parse
+from padless.emulator.register_pool import registers_at_launch
+from padless.epilogue import Epilogue
+from padless.formats import FP8_BLOCK
+from padless.paths import PATHS, sm90_bf16, sm90_fp8, sm90_mxfp8
+from padless.paths.quant_launch import QuantConfig
+from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
+
+pytestmark = pytest.mark.usefixtures("own_kernel_cache")
+
+QUANT = Epilogue(row_format=FP8_BLOCK, row_layout="plain_mn")
+
+
+def bf16_configs() -> list[sm90_bf16.Bf16GemmConfig]:
+    """One config for each way of dealing threads and tokens out that select_config knows, whatever the formats."""
+    every = itertools.product(sm90_bf16.PAIRS, (1, 16, 32, 64, 128), (False, True), (torch.bfloat16,))
+    found = {}
+    for pair, m, blocked, dtype in every:
+        config = sm90_bf16.select_config(*pair, m, 1, blocked=blocked, out_dtype=dtype)
+        found[config.num_warpgroups, config.block_m, config.block_n] = config
+    return list(found.values())
+
+
+CONFIGS = {
+    sm90_fp8.KERNEL: [
+        GemmConfig(block_m=m, block_n=n) for m, n in ((64, 64), (128, 128), (128, 192), (256, 128))
+    ]
+    + [QuantConfig(GemmConfig(block_m=m), QUANT) for m in (64, 128, 256)],
+    sm90_mxfp8.KERNEL: [Sm90Mxfp8Config(block_m=m) for m in (64, 128)]
+    + [QuantConfig(Sm90Mxfp8Config(block_m=m), QUANT) for m in (64, 128)],
+    sm90_bf16.KERNEL: [*bf16_configs(), QuantConfig(bf16_configs()[-1], QUANT)],
+}
+CASES = [(kernel, i) for kernel, configs in CONFIGS.items() for i in range(len(configs))]
+
+
+def complaint(kernel: str, prelude: str) -> str:
+    """What is wrong with the registers that a kernel's warps ask for; empty if nothing."""
+    compiled = jit.compile_kernel(kernel, prelude, "sm_90a", "ptx")
+    entry = parse(compiled.image).functions[compiled.entry]
+    body = [s for s in entry.body if isinstance(s, Instruction)]
+    at_launch = registers_at_launch(entry, body)
+    counts: dict[str, list[int]] = {"inc": [], "dec": []}
+    for instruction in body:
+        if instruction.opcode == "setmaxnreg":
+            (count,) = instruction.operands
+            assert isinstance(count, Immediate)
+            counts[instruction.modifiers[0]].append(count.value)
+    # Each decrease stands for one warpgroup, all others are consumers.
+    consumers = compiled.num_threads // 128 - len(counts["dec"])
+    if at_launch is None or len(set(counts["inc"])) != 1 or not counts["dec"] or consumers < 1:
+        return f"{counts} with {at_launch} registers at launch"
+    asked = 128 * (counts["inc"][0] * consumers + sum(counts["dec"]))
+    given = compiled.num_threads * at_launch
+    if asked > given or max(counts["dec"]) > at_launch or counts["inc"][0] < at_launch:
+        return f"{counts} ask for {asked} of {given} registers, {at_launch} a thread"
+    return ""
+
+
+@pytest.mark.parametrize(("kernel", "i"), CASES)
+def test_what_the_warps_ask_for_fits(kernel: str, i: int) -> None:
+    assert complaint(kernel, CONFIGS[kernel][i].prelude()) == ""
+
+
+def test_every_kernel_with_setmaxnreg_is_judged() -> None:
+    using = {
+        name for name, text in jit.sources().items() if name.endswith(".cu") and "setmaxnreg_inc<" in text
+    }
+    assert using == set(CONFIGS)
+    assert using <= {path.kernel for path in PATHS}
+
+
+@pytest.mark.parametrize("kernel", CONFIGS)
+def test_eight_registers_too_many_are_seen(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a CTA has two consumer warpgroups or more; with one there is more than it can use."""
+    sources = dict(jit.sources())
+    sources[kernel], count = re.subn(
+        r"setmaxnreg_inc<CONSUMER_REGISTERS>", "setmaxnreg_inc<CONSUMER_REGISTERS + 8>", sources[kernel]
+    )
+    assert count > 0, "the kernel has nothing like it any more: plant another fault"
+    monkeypatch.setattr(jit, "sources", lambda: sources)
+    text = complaint(kernel, "// planted\n" + CONFIGS[kernel][1].prelude())
+    assert re.search(r"ask for \d+ of \d+ registers", text), text
