@@ -980,6 +980,23 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();
 }
 
+// One thread: what else a tile's first stage waits for, fetched into L2 like the first weights (weights_prefetch.cuh): the weights'
+// first scales, another tile's in every CTA, and of the tokens and their scales, which all CTAs read, a K block of a tile's rows.
+__device__ __forceinline__ void prefetch_rest(const Problem& problem, const TensorMap& map_a,
+                                              const TensorMap& map_sfa, const TensorMap& map_sfb) {
+    const int n_tiles = (problem.n + BLOCK_N - 1) / BLOCK_N;
+    const int group = blockIdx.x / n_tiles;
+    if (!SFB_IS_BLOCKED && group < problem.num_groups)
+        tma_prefetch_3d(map_sfb, 0, blockIdx.x % n_tiles * BLOCK_N, group);
+    const int m_tiles = (problem.m + BLOCK_M - 1) / BLOCK_M;
+    if (m_tiles == 0) return;
+    const int kb = blockIdx.x / m_tiles, row = blockIdx.x % m_tiles * BLOCK_M;
+    if (kb * BLOCK_K >= problem.k) return;
+    tma_prefetch_2d(map_a, A_FORMAT == FORMAT_BF16 ? kb * BLOCK_K : kb * row_bytes(A_FORMAT), row);
+    if constexpr (SFA_BYTES != 0)
+        tma_prefetch_2d(map_sfa, kb * scales_of_128(A_FORMAT) - scale_offset<A_FORMAT>(kb), row);
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_sfa, const __grid_constant__ TensorMap map_sfb,
@@ -1021,6 +1038,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
     if constexpr (!GATE_AND_UP_APART) {  // else the boxes are others
         if (warp == 2 && elect_one())
             prefetch_weights<BLOCK_N, row_bytes(B_FORMAT)>(map_b, n, (k + BLOCK_K - 1) / BLOCK_K, num_groups);
+        if (warp == 3 && elect_one()) prefetch_rest(problem, map_a, map_sfa, map_sfb);
     }
     build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
 #if EPILOGUE_IS_QUANT

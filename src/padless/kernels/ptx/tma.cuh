@@ -48,6 +48,12 @@ __device__ __forceinline__ void tma_load_4d(const TensorMap& map, uint32_t desti
 }
 
 // Fetches a box into L2 only. Nothing waits for it.
+__device__ __forceinline__ void tma_prefetch_2d(const TensorMap& map, int c0, int c1) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(c0),
+                 "r"(c1)
+                 : "memory");
+}
+
 __device__ __forceinline__ void tma_prefetch_3d(const TensorMap& map, int c0, int c1, int c2) {
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(c0),
                  "r"(c1), "r"(c2)
