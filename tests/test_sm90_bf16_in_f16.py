@@ -11,7 +11,7 @@ from sm90_bf16_cases import error_bound, exact_result, multiply, random_problem
 from padless import jit
 from padless.formats import MXFP4, BlockScaledTensor
 from padless.layouts import to_blocked
-from padless.paths.sm90_bf16 import KERNEL, Bf16GemmConfig
+from padless.paths.sm90_bf16 import Bf16GemmConfig
 
 PAIR = ("MXFP4", "MXFP4")
 DTYPE = torch.bfloat16  # two blocks of 64 tokens leave no room for float32
@@ -48,8 +48,10 @@ def planted(config: Bf16GemmConfig, fault: str, monkeypatch: pytest.MonkeyPatch)
     """``config`` for a kernel with that fault; good for one kernel in a test, since the source stays as it is."""
     sources = dict(jit.sources())
     text, other = FAULTS[fault]
-    assert sources[KERNEL].count(text) == 1, "the kernel has nothing like it any more: plant another fault"
-    sources[KERNEL] = sources[KERNEL].replace(text, other)
+    own = [name for name in sources if name.startswith("sm90_bf16_")]
+    assert sum(sources[name].count(text) for name in own) == 1, "nothing is like it any more: plant another"
+    for name in own:
+        sources[name] = sources[name].replace(text, other)
     monkeypatch.setattr(jit, "sources", lambda: sources)
     return Planted(**dataclasses.asdict(config), fault=fault)
 

@@ -1,0 +1,72 @@
+// The producer of sm90_bf16_grouped_gemm.cu: the copies of a tile's stages.
+#pragma once
+
+// Producer, one thread.
+__device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem,
+                                           const TensorMap& map_a, const TensorMap& map_b,
+                                           const TensorMap& map_sfa, const TensorMap& map_sfb) {
+    Reader reader(shared.queue);
+    Pipeline<STAGES> pipeline;
+    const int k_stages = problem.k_stages();
+    Tile tile;
+    while (reader.next(tile)) {
+        for (int ks = 0; ks < k_stages; ++ks) {
+            const int kb = ks * STAGE_BLOCKS;
+            const int stage = pipeline.stage;
+            const uint32_t full = shared_address(&shared.full[stage]);
+            mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
+            mbarrier_arrive_expect_tx(full, STAGE_BYTES);
+#pragma unroll
+            for (int j = 0; j < STAGE_BLOCKS; ++j) {
+                const int column = (kb + j) * row_bytes(B_FORMAT);
+                if constexpr (GATE_AND_UP_APART) {
+                    for (int run = 0; run < BLOCK_N / 32; ++run)
+                        tma_load_3d(map_b,
+                                    shared_address(shared.b[stage][j] + run * (32 * row_bytes(B_FORMAT))),
+                                    full, column, run_of_weights(problem, tile.column, run), tile.group);
+                } else {
+                    tma_load_3d(map_b, shared_address(shared.b[stage][j]), full, column, tile.column,
+                                tile.group);
+                }
+            }
+            const uint32_t sfb = shared_address(shared.sfb[stage]);
+            if constexpr (
+                SFB_IS_BLOCKED) {  // the map's rows are half tiles, 256 bytes, in the order they lie in
+                const int row_tiles = (problem.n + 127) / 128;
+                const int column_tiles = (problem.sfb_columns() + 3) / 4;
+#pragma unroll
+                for (int i = 0; i < STAGE_BLOCKS * (BLOCK_N / 128); ++i) {
+                    const int row_tile = tile.group * row_tiles + tile.column / 128 + i % (BLOCK_N / 128);
+                    const int column_tile = (kb + i / (BLOCK_N / 128)) * SCALE_TILES;
+                    tma_load_2d(map_sfb, sfb + i * SCALE_BLOCK_BYTES, full, 0,
+                                2 * (row_tile * column_tiles + column_tile));
+                }
+            } else {
+                const int first = kb * scales_of_128(B_FORMAT) - scale_offset<B_FORMAT>(kb);
+                if constexpr (GATE_AND_UP_APART) {
+                    for (int run = 0; run < BLOCK_N / 32; ++run)
+                        tma_load_3d(map_sfb, sfb + run * (32 * SCALE_ROW_BYTES), full, first,
+                                    run_of_weights(problem, tile.column, run), tile.group);
+                } else {
+                    tma_load_3d(map_sfb, sfb, full, first, tile.column, tile.group);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < STAGE_BLOCKS; ++j) {
+                const uint32_t a = shared_address(shared.a[stage][j]);
+                if constexpr (A_FORMAT == FORMAT_BF16) {
+                    tma_load_2d(map_a, a, full, (kb + j) * BLOCK_K, tile.row);
+                    tma_load_2d(map_a, a + TOKEN_HALF_BYTES, full, (kb + j) * BLOCK_K + 64, tile.row);
+                } else {
+                    tma_load_2d(map_a, a, full, (kb + j) * row_bytes(A_FORMAT), tile.row);
+                }
+            }
+            if constexpr (SFA_BYTES != 0)
+                tma_load_2d(map_sfa, shared_address(shared.sfa[stage]), full,
+                            kb * scales_of_128(A_FORMAT) - scale_offset<A_FORMAT>(kb), tile.row);
+            pipeline.advance();
+        }
+        reader.release();
+        reader.advance();
+    }
+}
