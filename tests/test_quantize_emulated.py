@@ -113,6 +113,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
         (quantize_triton_rows, "_row_blocks"),
         (quantize_triton_global, "_chunk_amax"),
         (quantize_triton_global, "_derive"),
+        (quantize_triton_global, "_factors_of_given"),
     ):
         kernels.append(EmulatedKernel(getattr(module, name)))
         monkeypatch.setattr(module, name, kernels[-1])

@@ -300,6 +300,24 @@ def global_scales(device: str) -> None:
 
 
 @case
+def given_global_scales(device: str) -> None:
+    """The factors of known scales, one or one for each group, from the smallest float32 to the largest."""
+    from padless.quantize_rules import nvfp4_factors
+    from padless.quantize_triton_global import given_factors
+
+    edges = [2.0**-149, 2.0**-127, 2.0**-126, 1e-30, 0.01, 1 / 3, 1.0, 2688.0, 2.0**126, 3.4028234663852886e38]
+    generator = torch.Generator().manual_seed(20)
+    some = torch.exp2(240 * torch.rand(1050, generator=generator) - 120)
+    scales = torch.cat([torch.tensor(edges), some * (1 + torch.rand(1050, generator=generator))])
+    for rule in ("te", "torchao"):
+        for given in (scales, scales[:7], scales[4], scales[3:4], scales[:0], scales[::3]):
+            got = given_factors(given.to(device), rule)
+            want = nvfp4_factors(rule, given, None)
+            assert got.shape == want.shape
+            assert torch.equal(bits(got.cpu()), bits(want))
+
+
+@case
 def whole_tiles_of_scales(device: str) -> None:
     """All bytes of tiles without padding are written: bytes that are allocated are set to 255 first."""
     original = torch.empty

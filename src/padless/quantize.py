@@ -184,7 +184,11 @@ def _nvfp4_global(
             raise ValueError(
                 f"global_scale must be one number or one for each of {groups} groups, got shape {tuple(given.shape)}"
             )
-        return given, quantize_rules.nvfp4_factors(scale_rule, given, None)
+        if not on_gpu:
+            return given, quantize_rules.nvfp4_factors(scale_rule, given, None)
+        from padless import quantize_triton_global
+
+        return given, quantize_triton_global.given_factors(given, scale_rule)
     if on_gpu:
         from padless import quantize_triton_global
 

@@ -40,6 +40,19 @@ def global_scale(
     return (decode, factors) if x.dim() == 3 or offs is not None else (decode[0], factors[0])
 
 
+def given_factors(decode: torch.Tensor, scale_rule: str) -> torch.Tensor:
+    """(2,) or (groups, 2) factors of decode scales that are known, () or (groups,) float32: one small kernel."""
+    given = decode.contiguous()
+    factors = torch.empty((*given.shape, 2), dtype=torch.float32, device=given.device)
+    count = given.numel()
+    if count > 0:
+        block = min(triton.next_power_of_2(count), 1024)
+        _factors_of_given[(ceil_div(count, block),)](
+            given, factors, count, RULE=scale_rule, BLOCK=block, num_warps=1
+        )
+    return factors
+
+
 def partial_amax(x: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
     """(1, n), or (groups, n) for groups of rows and weights, float32: what the largest finite |x| are the largest of."""
     from padless.quantize import group_max
@@ -136,6 +149,35 @@ def _chunk_amax(
         tl.store(amax_ptr + pid, amax)
 
 
+@triton.jit
+def _factors(decode, encode, RULE: tl.constexpr):
+    """`quantize_rules.nvfp4_factors` of a decode scale and the encode scale that goes with it."""
+    if RULE == "te":
+        first = encode * tl.full(encode.shape, _ONE_SIXTH_BITS, tl.int32).to(tl.float32, bitcast=True)
+        second = tl.minimum(casts.quotient(1.0, encode), casts.FLOAT32_MAX)
+    else:
+        first = decode
+        second = tl.minimum(casts.quotient(1.0, decode), casts.FLOAT32_MAX)
+    return first, second
+
+
+@triton.jit(do_not_specialize=["count"])
+def _factors_of_given(
+    decode_ptr,  # (count,) float32
+    factors_ptr,  # (count, 2) float32, contiguous
+    count,
+    RULE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The two factors of decode scales that are known."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    decode = tl.load(decode_ptr + index, mask=index < count, other=1.0)
+    encode = tl.minimum(casts.quotient(1.0, decode), casts.FLOAT32_MAX)
+    first, second = _factors(decode, encode, RULE)
+    tl.store(factors_ptr + index * 2, first, mask=index < count)
+    tl.store(factors_ptr + index * 2 + 1, second, mask=index < count)
+
+
 @triton.jit(do_not_specialize=["count"])
 def _derive(
     amax_ptr,  # (groups, count) float32, contiguous
@@ -160,14 +202,8 @@ def _derive(
     amax = tl.where(nothing, one, amax)
     smallest = tl.full(amax.shape, _SMALLEST_BITS, tl.int32).to(tl.float32, bitcast=True)
     decode = tl.where(nothing, one, tl.maximum(casts.divided_by(amax, _FULL_SCALE), smallest))
-    if RULE == "te":
-        encode = tl.minimum(casts.quotient(_FULL_SCALE, amax), casts.FLOAT32_MAX)
-        encode = tl.where(nothing, one, encode)
-        first = encode * tl.full(amax.shape, _ONE_SIXTH_BITS, tl.int32).to(tl.float32, bitcast=True)
-        second = tl.minimum(casts.quotient(1.0, encode), casts.FLOAT32_MAX)
-    else:
-        first = decode
-        second = tl.minimum(casts.quotient(1.0, decode), casts.FLOAT32_MAX)
+    encode = tl.minimum(casts.quotient(_FULL_SCALE, amax), casts.FLOAT32_MAX)
+    first, second = _factors(decode, tl.where(nothing, one, encode), RULE)
     only = tl.arange(0, 1)
     tl.store(decode_ptr + group + only, decode)
     tl.store(factors_ptr + group * 2 + only, first)
