@@ -305,7 +305,18 @@ def given_global_scales(device: str) -> None:
     from padless.quantize_rules import nvfp4_factors
     from padless.quantize_triton_global import given_factors
 
-    edges = [2.0**-149, 2.0**-127, 2.0**-126, 1e-30, 0.01, 1 / 3, 1.0, 2688.0, 2.0**126, 3.4028234663852886e38]
+    edges = [
+        2.0**-149,
+        2.0**-127,
+        2.0**-126,
+        1e-30,
+        0.01,
+        1 / 3,
+        1.0,
+        2688.0,
+        2.0**126,
+        3.4028234663852886e38,
+    ]
     generator = torch.Generator().manual_seed(20)
     some = torch.exp2(240 * torch.rand(1050, generator=generator) - 120)
     scales = torch.cat([torch.tensor(edges), some * (1 + torch.rand(1050, generator=generator))])
