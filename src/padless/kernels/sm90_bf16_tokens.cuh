@@ -125,6 +125,27 @@ __device__ __forceinline__ void convert_stage(SharedStorage& shared, int ks, int
                             sfa + j * scales_of_128(A_FORMAT), warp, lane);
 }
 
+// Scales of four blocks of a row, which may be beyond f16, with one that is not for every 0 whose 32 codes are all zero: what
+// quantisers say of zeros. `codes`: address of the row's 64 bytes.
+__device__ __forceinline__ uint32_t excuse_zeros(uint32_t scales, uint32_t codes) {
+#pragma unroll 1
+    for (int quad = 0; quad < 4; ++quad) {
+        uint32_t words[4];
+        ld_shared_v4_u32(codes + quad * 16, words[0], words[1], words[2], words[3]);
+        const bool zero = ((words[0] | words[1] | words[2] | words[3]) & 0x77777777) == 0;
+        if (zero && (scales >> (8 * quad) & 0xFF) == 0) scales |= 0x70u << (8 * quad);
+    }
+    return scales;
+}
+
+// The same for mxfp4_beyond_f16, of bytes that `counting` has.
+__device__ __forceinline__ uint32_t row_beyond_f16(uint32_t scales, uint32_t codes, uint32_t counting) {
+    uint32_t beyond = mxfp4_beyond_f16(scales) & counting & 0xF0F0F0F0;
+    if (beyond != 0)
+        beyond = mxfp4_beyond_f16(excuse_zeros(scales, codes)) & counting & 0xF0F0F0F0;  // rarely
+    return beyond;
+}
+
 // Converter, a warp: whether its share of the scales of stage `ks` has one that is beyond f16. Scales that do not exist, past
 // the ends of K, N or the group, do not count: what is made of them is dropped or meets zero codes.
 __device__ __forceinline__ bool scales_beyond_f16(const SharedStorage& shared, const Problem& problem,
@@ -137,24 +158,25 @@ __device__ __forceinline__ bool scales_beyond_f16(const SharedStorage& shared, c
     for (int j = 0; j < STAGE_BLOCKS; ++j) {
         const int columns = problem.sfb_columns() - (ks * STAGE_BLOCKS + j) * 4;
         const uint32_t counting = columns >= 4 ? 0xffffffff : columns <= 0 ? 0 : (1u << 8 * columns) - 1;
-        uint32_t of_block = 0;
 #pragma unroll
         for (int first = 0; first < BLOCK_N; first += NUM_CONVERTER_WARPS * 32) {
             const int row = first + warp * 32 + lane;
             const uint32_t block = j * (SFB_IS_BLOCKED ? SFB_BLOCK_BYTES : scales_of_128(B_FORMAT));
             const uint32_t word = ld_shared_u32(sfb + block + scales_of_row(row, 0));
-            if (row < BLOCK_N && weights_exist(problem, tile.column, row)) of_block |= mxfp4_beyond_f16(word);
+            if (row < BLOCK_N && weights_exist(problem, tile.column, row))
+                beyond |= row_beyond_f16(word, shared_address(shared.b[stage][j]) + row * 64, counting);
         }
 #pragma unroll
         for (int first = 0; first < BLOCK_M; first += NUM_CONVERTER_WARPS * 32) {
             const int row = first + warp * 32 + lane;
-            if (row < tile.rows)
-                of_block |= mxfp4_beyond_f16(
-                    ld_shared_u32(sfa + j * scales_of_128(A_FORMAT) + row * SCALE_ROW_BYTES));
+            if (row < tile.rows) {
+                const uint32_t word =
+                    ld_shared_u32(sfa + j * scales_of_128(A_FORMAT) + row * SCALE_ROW_BYTES);
+                beyond |= row_beyond_f16(word, shared_address(shared.a[stage][j]) + row * 64, counting);
+            }
         }
-        beyond |= of_block & counting;
     }
-    return __any_sync(0xffffffff, (beyond & 0xF0F0F0F0) != 0);
+    return __any_sync(0xffffffff, beyond != 0);
 }
 
 // What the converters found in a stage, the same for all lanes.
