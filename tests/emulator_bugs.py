@@ -119,6 +119,24 @@ BUGS: tuple[Bug, ...] = (
         ((MAIN, "if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();", ""),),
     ),
     Bug("store not committed", ("race", "exit"), ((MAIN, "        cp_async_bulk_commit_group();\n", ""),)),
+    Bug(
+        "rows that no copy brings left as they were",
+        ("uninitialised-shared",),
+        ((MAIN, "    clear_missing_rows<STAGES, A_BYTES, NUM_THREADS>(shared.a[0], m);\n", ""),),
+        sizes=(7, 0, 20, 3),
+    ),
+    Bug(
+        "cleared rows not handed to the tensor core",
+        ("missing-proxy-fence",),
+        (("row_box.cuh", "    fence_proxy_async_shared();  // the tensor core reads them\n", ""),),
+        sizes=(7, 0, 20, 3),
+    ),
+    Bug(
+        "more bytes expected than the box of few rows has",
+        ("deadlock",),
+        ((MAIN, "units * row_box(problem.m) * BLOCK_K", "units * UNIT_BYTES"),),
+        sizes=(7, 0, 20, 3),
+    ),
     # ---- phases and stages
     Bug(
         "producer's parity flipped",

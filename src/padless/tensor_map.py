@@ -48,6 +48,11 @@ class TensorMapSpec:
     l2_promotion: int = L2_PROMOTION_256B
 
 
+def row_box(m: int) -> int:
+    """Rows of A in one copy of Hopper's FP8 kernels: 64, or what ``m`` rows in all need (``kernels/row_box.cuh``)."""
+    return min(64, max(8, -(-m // 8) * 8))
+
+
 def operand(tensor: torch.Tensor, block_rows: int) -> TensorMapSpec:
     """A K-major operand, (rows, K) or (G, rows, K) of one-byte elements, read in boxes of ``block_rows`` x 128 bytes."""
     data_type, _ = _DATA_TYPES[tensor.dtype]

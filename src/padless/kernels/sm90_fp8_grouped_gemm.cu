@@ -46,6 +46,7 @@ using uint64_t = unsigned long long;
 #include "descriptors.cuh"
 #include "epilogue.cuh"
 #include "pipeline.cuh"
+#include "row_box.cuh"
 #include "scheduler.cuh"
 #include "group_table.cuh"
 #include "tile_queue.cuh"
@@ -174,7 +175,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
         const int units = units_of(tile.rows);
         const int sfa_copies =
             SCALES_K_MAJOR ? 0 : (units * WGMMA_M + 3 + SFA_COPY_FLOATS - 1) / SFA_COPY_FLOATS;
-        const uint32_t stage_bytes = units * UNIT_BYTES + B_BYTES + sfa_copies * SFA_COPY_FLOATS * 4;
+        const uint32_t stage_bytes = units * row_box(problem.m) * BLOCK_K + B_BYTES + sfa_copies * SFA_COPY_FLOATS * 4;
         for (int kb = 0; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage;
             const uint32_t full = shared_address(&shared.full[stage]);
@@ -508,6 +509,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         if (warp == 2 && elect_one())
             prefetch_weights<BLOCK_N, BLOCK_K>(map_b, n, problem.k_blocks(), num_groups);
     }
+    clear_missing_rows<STAGES, A_BYTES, NUM_THREADS>(shared.a[0], m);
     build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
 #if EPILOGUE_IS_QUANT
     if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.quant.group_tiles, lane);

@@ -52,6 +52,7 @@ using uint64_t = unsigned long long;
 #include "descriptors.cuh"
 #include "epilogue.cuh"
 #include "pipeline.cuh"
+#include "row_box.cuh"
 #include "scheduler.cuh"
 #include "group_table.cuh"
 #include "tile_queue.cuh"
@@ -170,7 +171,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
             const int stage = pipeline.stage;
             const uint32_t full = shared_address(&shared.full[stage]);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
-            mbarrier_arrive_expect_tx(full, units * UNIT_BYTES + B_BYTES);
+            mbarrier_arrive_expect_tx(full, units * row_box(problem.m) * BLOCK_K + B_BYTES);
             const uint32_t b = shared_address(shared.b[stage]);
             if constexpr (COLUMNS_ARE_DEALT) {
 #pragma unroll
@@ -515,6 +516,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
     for (int i = threadIdx.x; i < STAGES * V_BYTES / 16; i += NUM_THREADS)  // k 4-15 of V stay zero
         st_shared_v4_b32(shared_address(shared.v[0]) + i * 16, 0, 0, 0, 0);
     fence_proxy_async_shared();
+    clear_missing_rows<STAGES, A_BYTES, NUM_THREADS>(shared.a[0], m);
     build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
 #if EPILOGUE_IS_QUANT
     if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.quant.group_tiles, lane);

@@ -58,7 +58,7 @@ def prepare(
     scales, copies = readable_scales(a, b)
 
     specs = (
-        tensor_map.operand(a.data.view(torch.uint8), 64),
+        tensor_map.operand(a.data.view(torch.uint8), tensor_map.row_box(a.data.shape[0])),
         dealt_operand(b.data.view(torch.uint8), epilogue),
     )
     arguments: list[Argument] = [driver.encode(spec) for spec in specs]

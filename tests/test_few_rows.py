@@ -1,0 +1,71 @@
+"""Fewer than 64 rows in all: Hopper's FP8 kernels then load boxes of fewer rows (kernels/row_box.cuh)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import GuardedOutput
+
+import padless
+from padless import BlockScaledTensor, GemmConfig, grouped_gemm
+from padless.formats import FORMATS
+from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
+
+CONFIGS = {
+    "FP8_BLOCK": (
+        None,
+        GemmConfig(block_m=256, cluster_n=2),
+        GemmConfig(block_n=192),
+        GemmConfig(block_m=64),
+    ),
+    "MXFP8": (Sm90Mxfp8Config(),),  # without it so few rows go to the kernel that dequantises
+}
+N, K = 200, 288  # tails of both
+
+
+def rows_of(a: BlockScaledTensor, count: int) -> BlockScaledTensor:
+    """The first rows of ``a``, in memory of their own, so that nothing real follows them."""
+    scale = a.scale[:count].clone()
+    return BlockScaledTensor(a.data[:count].clone(), scale, a.format)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("sizes", [(1,), (3, 0, 4), (8,), (5, 4), (1,) * 17, (30, 33)], ids=str)
+def test_a_row_is_what_it_is_among_many(name: str, sizes: tuple[int, ...]) -> None:
+    """Bit for bit what the same rows give in front of another group, where whole boxes of 64 rows are loaded."""
+    format = next(f for f in FORMATS if f.name == name)
+    generator = torch.Generator().manual_seed(sum(sizes))
+    m = sum(sizes)
+    x = (
+        torch.randn(m + 80, K, generator=generator).bfloat16()
+        * torch.logspace(-3, 3, m + 80)[:, None].bfloat16()
+    )
+    a = padless.quantize(x, format, kind="activation")
+    weights = torch.randn(len(sizes) + 1, N, K, generator=generator).bfloat16()
+    b = padless.quantize(weights, format, kind="weight")
+    some = BlockScaledTensor(b.data[:-1].clone(), b.scale[:-1].clone(), format)
+    offs = padless.group_offsets([*sizes, 80])
+    many = grouped_gemm(a, b, offs, backend="emulator", config=CONFIGS[name][0])
+    assert bool(many[:m].abs().sum(dim=1).gt(0).all())
+    for config in CONFIGS[name]:
+        guarded = GuardedOutput(m, N, torch.bfloat16)
+        grouped_gemm(rows_of(a, m), some, offs[:-1], out=guarded.out, backend="emulator", config=config)
+        assert torch.equal(guarded.out.view(torch.int16), many[:m].view(torch.int16)), config
+        guarded.check(m)
+
+
+def test_the_box_is_as_tall_as_the_rows_need() -> None:
+    from padless.tensor_map import row_box
+
+    assert [row_box(m) for m in (0, 1, 8, 9, 56, 57, 63, 64, 65, 8192)] == [
+        8,
+        8,
+        8,
+        16,
+        56,
+        64,
+        64,
+        64,
+        64,
+        64,
+    ]
