@@ -25,7 +25,7 @@ N, K = 200, 288  # tails of both
 
 def rows_of(a: BlockScaledTensor, count: int) -> BlockScaledTensor:
     """The first rows of ``a``, in memory of their own, so that nothing real follows them."""
-    scale = a.scale[:count].clone()
+    scale = a.scale[:count].clone(memory_format=torch.contiguous_format)
     return BlockScaledTensor(a.data[:count].clone(), scale, a.format)
 
 
