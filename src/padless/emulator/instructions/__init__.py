@@ -10,6 +10,6 @@ __all__ = ["EMITTERS", "HELPERS", "SPECIAL_REGISTERS", "TYPES"]
 
 for _name in (
     "integer", "bits", "comparison", "floating", "conversion", "data", "warp_wide", "barriers", "synchronisation",
-    "bulk", "matrix", "tensor_memory", "launch_control", "async_store", "registers",
+    "bulk", "matrix", "tcgen05", "launch_control", "async_store", "registers",
 ):  # fmt: skip
     import_module(f"{__name__}.{_name}")

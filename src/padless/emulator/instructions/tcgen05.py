@@ -1,0 +1,46 @@
+"""tcgen05: which form is emitted where, and the fences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .registry import instruction
+from .tcgen05_access import load, store, wait
+from .tcgen05_allocation import allocate, deallocate, relinquish
+from .tcgen05_pipe import commit, copy, multiply
+
+if TYPE_CHECKING:
+    from ..emitter import Emitter
+
+
+@instruction("tcgen05")
+def tcgen05(e: Emitter) -> None:
+    forms = {
+        "alloc": allocate, "dealloc": deallocate, "relinquish_alloc_permit": relinquish, "mma": multiply, "cp": copy,
+        "commit": commit, "ld": load, "st": store, "wait::ld": wait, "wait::st": wait,
+        "fence::before_thread_sync": fence, "fence::after_thread_sync": fence,
+    }  # fmt: skip
+    form = e.instruction.modifiers[0] if e.instruction.modifiers else ""
+    if form not in forms:
+        e.unsupported()
+    e.preparation.uses.add("tcgen05")
+    forms[form](e)
+
+
+def fence(e: Emitter) -> None:
+    before = e.has("fence::before_thread_sync")
+    e.call(fence_before if before else fence_after)
+
+
+def fence_before(w: Any, v: Any, m: Any) -> None:
+    clocks = w.cta.cluster.clocks
+    if clocks is not None:
+        clocks.fence_before(w.rows if m is True else w.first_row + np.flatnonzero(m))
+
+
+def fence_after(w: Any, v: Any, m: Any) -> None:
+    clocks = w.cta.cluster.clocks
+    if clocks is not None:
+        clocks.fence_after(w.rows if m is True else w.first_row + np.flatnonzero(m))

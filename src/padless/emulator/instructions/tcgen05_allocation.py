@@ -1,0 +1,136 @@
+"""tcgen05.alloc, dealloc and relinquish_alloc_permit: a warp takes columns of tensor memory and gives them back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import tensor_units
+from ..race import BASE
+from ..warp import Wait
+from ..warp_sync import gather_warp
+from .synchronisation import SharedOperand, locate
+from .tensor_memory import COLUMNS, LANES, TensorMemory, cells, tensor_memory
+
+if TYPE_CHECKING:
+    from ..emitter import Emitter
+    from ..warp import Fragment
+
+
+class AllocationWait(Wait):
+    def __init__(self, memory: TensorMemory, count: int, then: Any) -> None:
+        self.memory, self.count, self.then = memory, count, then
+
+    def ready(self) -> bool:
+        return self.memory.free_start(self.count) >= 0
+
+    def finish(self, fragment: Fragment) -> Wait | None:
+        self.then(fragment)
+        return None
+
+    def describe(self) -> str:
+        return f"tcgen05.alloc of {self.count} columns; allocated are {sorted(self.memory.allocated)}"
+
+
+def allocate(e: Emitter) -> None:
+    e.only("alloc", "cta_group::1", "cta_group::2", "sync", "aligned", "shared::cta")
+    where, count_slot = SharedOperand(e, e.operands[0]), e.source_slot(e.operands[1], "u32")
+    ins = e.instruction
+
+    def alloc(f: Fragment, m: Any) -> Wait | None:
+        waiting = gather_warp(f, alloc)
+        if waiting is not None:
+            return waiting
+        w = f.warp
+        lane = int(np.argmax(f.mask))
+        count = int(w.v[count_slot][lane])
+        memory = tensor_memory(w.cta)
+        report = w.cta.machine.report
+        if count not in (32, 64, 128, 256, 512):
+            report(
+                "tensor-memory",
+                f"tcgen05.alloc of {count} columns; allowed are 32, 64, 128, 256, 512",
+                ins,
+                w,
+                lane,
+            )
+            return None
+        if memory.relinquished:
+            report("tensor-memory", "tcgen05.alloc after relinquish_alloc_permit", ins, w, lane)
+        if count > memory.smallest:
+            report(
+                "tensor-memory",
+                f"tcgen05.alloc of {count} columns after one of {memory.smallest}",
+                ins,
+                w,
+                lane,
+            )
+        memory.smallest = min(memory.smallest, count)
+
+        def finish(fragment: Fragment) -> None:
+            start = memory.free_start(count)
+            memory.allocated[start] = (count, ins, w)
+            memory.words[:, start : start + count] = 0x7FFFFFFF
+            if memory.shadow is not None:
+                for array in (memory.shadow.written, memory.shadow.reader_slots):
+                    array.reshape(LANES, COLUMNS)[:, start : start + count] = 0
+                memory.shadow.read.reshape(-1, LANES, COLUMNS)[:, :, start : start + count] = 0
+            cta, offset = locate(w, where.one(w, lane), ins, lane)
+            if cta.shared.shadow is not None:
+                w.cta.machine.generic_shared(
+                    w, cta, np.array([lane]), np.array([offset]), tensor_units.WordAccess(ins), write=True
+                )
+            cta.shared.bytes[offset : offset + 4].view(np.uint32)[0] = start
+            w.cta.machine.progress += 1
+
+        if memory.free_start(count) < 0:
+            return AllocationWait(memory, count, finish)
+        finish(f)
+        return None
+
+    e.preparation.granule = min(e.preparation.granule, 4)
+    e.synchronise(alloc)
+
+
+def deallocate(e: Emitter) -> None:
+    e.only("dealloc", "cta_group::1", "cta_group::2", "sync", "aligned")
+    address_slot, count_slot = e.source_slot(e.operands[0], "u32"), e.source_slot(e.operands[1], "u32")
+    ins = e.instruction
+
+    def dealloc(f: Fragment, m: Any) -> Wait | None:
+        waiting = gather_warp(f, dealloc)
+        if waiting is not None:
+            return waiting
+        w = f.warp
+        lane = int(np.argmax(f.mask))
+        start, count = int(w.v[address_slot][lane]) & 0xFFFF, int(w.v[count_slot][lane])
+        memory = tensor_memory(w.cta)
+        found = memory.allocated.get(start)
+        if found is None or found[0] != count:
+            have = f"{found[0]} columns are allocated there" if found else "nothing is allocated there"
+            w.cta.machine.report(
+                "tensor-memory", f"tcgen05.dealloc of {count} columns at {start}: {have}", ins, w, lane
+            )
+            return None
+        if memory.shadow is not None:
+            clock = w.cta.cluster.clocks.meet(np.array([w.first_row + lane]))
+            memory.shadow.bulk(
+                cells((0, LANES, start, start + count)), clock, 0, ins, w, lane, write=True, generic_plane=BASE,
+                async_plane=BASE,
+            )  # fmt: skip
+        del memory.allocated[start]
+        w.cta.machine.progress += 1
+        return None
+
+    e.synchronise(dealloc)
+
+
+def relinquish(e: Emitter) -> None:
+    def relinquish_permit(f: Fragment, m: Any) -> Wait | None:
+        waiting = gather_warp(f, relinquish_permit)
+        if waiting is None:
+            tensor_memory(f.warp.cta).relinquished = True
+        return waiting
+
+    e.synchronise(relinquish_permit)

@@ -1,0 +1,244 @@
+"""tcgen05.cp, mma and commit: the pipe of a CTA.
+
+The operations that a CTA's threads issue run in order, at moments that the schedule picks. An operation is event
+number n of the pipe's `done` column once a commit after it has been waited for, and of its `issued` column for the
+thread that issued it and whoever that thread hands over to.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import tensor_units
+from ..ast import Address, Immediate, Vector
+from ..asynchronous import AsyncOperation
+from ..race import ASYNC, BASE, BEFORE, READS, TENSOR, pack
+from ..spaces import OFFSET_MASK
+from .synchronisation import SharedOperand, find_mbarrier
+from .tensor_memory import cells, tensor_address, tensor_memory, value
+
+if TYPE_CHECKING:
+    from ..ast import Instruction
+    from ..emitter import Emitter
+    from ..warp import Cta, Fragment, Wait, Warp
+
+
+def targets_of(w: Warp, pair: bool, ins: Instruction) -> list[Cta]:
+    """The CTA, or both CTAs of the pair, even rank first."""
+    cta = w.cta
+    if not pair:
+        return [cta]
+    base = cta.rank & ~1
+    if base + 1 >= len(cta.cluster.ctas):
+        cta.machine.fault(w, ins, "cta_group::2 outside a CTA pair", True)
+    return [cta.cluster.ctas[base], cta.cluster.ctas[base + 1]]
+
+
+def issue(w: Warp, lane: int, ins: Instruction, ctas: list[Cta], unit: Any, run: Any) -> None:
+    """Check an operation's reads and writes at issue, stamp them, and queue it behind the pipe's earlier ones."""
+    cta = w.cta
+    pipe = tensor_memory(cta)
+    pipe.sequence += 1
+    pipe.last = ins
+    row = w.first_row + lane
+    pipe.issuers[row] = pipe.sequence
+    machine = cta.machine
+    for problem in tensor_units.problems(unit):
+        machine.report("descriptor", problem, ins, w, lane)
+    ranges = tensor_units.shared_ranges(unit)
+    reads, writes = tensor_units.tmem_reads(unit), tensor_units.tmem_writes(unit)
+    clocks = cta.cluster.clocks
+    for target in ctas:
+        memory = tensor_memory(target)
+        if target.exited:
+            machine.report("exit", f"uses memory of CTA {target.index}, which has exited", ins, w, lane)
+        for rectangle in (*reads, *writes):
+            if not memory.owns(rectangle[2], rectangle[3]):
+                machine.report(
+                    "tensor-memory",
+                    f"columns {rectangle[2]} to {rectangle[3] - 1} are not allocated in CTA {target.index}",
+                    ins, w, lane,
+                )  # fmt: skip
+                return
+        for _, high in ranges:
+            if high > target.shared.size:
+                machine.fault(
+                    w, ins, f"a descriptor reaches byte {high} of {target.shared.size} of shared memory", True
+                )
+    if clocks is not None:
+        clock = clocks.meet(np.array([row]))
+        # Of this pipe's operations it is enough that they were issued before: it runs in order.
+        for target in ctas:
+            other = tensor_memory(target)
+            clock[TENSOR, other.done] = max(clock[TENSOR, other.done], clock[TENSOR, other.issued])
+        clock[TENSOR, pipe.done] = max(clock[TENSOR, pipe.done], clocks.time[TENSOR, row, pipe.issued])
+        stamp = int(pack(pipe.done, pipe.sequence, ASYNC))
+        for target in ctas:
+            memory = tensor_memory(target)
+            for r in ranges:
+                part = slice(r[0] >> target.granule_shift, -(-r[1] >> target.granule_shift))
+                target.shared.shadow.bulk(part, clock, stamp, ins, w, lane, write=False)
+            for rectangle in reads:
+                memory.shadow.bulk(
+                    cells(rectangle),
+                    clock,
+                    stamp,
+                    ins,
+                    w,
+                    lane,
+                    write=False,
+                    generic_plane=TENSOR,
+                    async_plane=TENSOR,
+                )
+            for rectangle in writes:
+                memory.shadow.bulk(
+                    cells(rectangle), clock, stamp, ins, w, lane, write=True, generic_plane=TENSOR, async_plane=TENSOR,
+                    own=stamp,
+                )  # fmt: skip
+        clocks.time[[BASE, TENSOR], row, pipe.issued] = pipe.sequence
+    pipe.pending += 1
+
+    def execute() -> None:
+        for finding in run() or ():
+            machine.report("tensor-memory", str(finding), ins, w, lane)
+        pipe.pending -= 1
+
+    machine.enqueue(("tcgen05", id(pipe)), AsyncOperation(ins.name, execute))
+
+
+def multiply(e: Emitter) -> None:
+    ins = e.instruction
+    known = {"mma", "cta_group::1", "cta_group::2", "block_scale"}
+    for modifier in e.modifiers:
+        if modifier not in known and not modifier.startswith(
+            ("kind::", "collector::", "scale_vec::", "block16", "block32")
+        ):
+            e.unsupported(f"modifier .{modifier}")
+    kind = next((m[6:] for m in ins.modifiers if m.startswith("kind::")), "")
+    block = next((m for m in ins.modifiers if m in ("block16", "block32") or m.startswith("scale_vec::")), "")
+    pair = e.has("cta_group::2")
+    d, a, b, idesc, *rest = e.operands
+    d_slot = tensor_address(e, d)
+    a_tmem = isinstance(a, Address)
+    a_slot = tensor_address(e, a) if a_tmem else (e.source_slot(a, "u64"), 0)
+    b_slot, i_slot = e.source_slot(b, "u64"), e.source_slot(idesc, "u32")
+    scales = []
+    if e.has("block_scale"):
+        scales = [tensor_address(e, rest.pop(0)), tensor_address(e, rest.pop(0))]
+    disable: list[int] = []
+    if rest and isinstance(rest[0], Vector):
+        disable = [e.source_slot(i, "u32") for i in rest.pop(0).items]  # type: ignore[union-attr]
+    enable, *more = rest
+    enable_slot = e.source_slot(enable, "pred")
+    scale_input = more[0].value if more and isinstance(more[0], Immediate) else 0
+
+    def mma(f: Fragment, m: Any) -> Wait | None:
+        w = f.warp
+        v = w.v
+        for lane in f.lanes(m).tolist():
+            ctas = targets_of(w, pair, ins)
+            try:
+                unit = tensor_units.mma(
+                    kind, 2 if pair else 1, int(v[i_slot][lane]), value(v, d_slot, lane),
+                    None if a_tmem else int(v[a_slot[0]][lane]), value(v, a_slot, lane) if a_tmem else None,
+                    int(v[b_slot][lane]), bool(v[enable_slot][lane]),
+                    *(value(v, s, lane) for s in scales or ()),
+                    block=block, scale_input=scale_input, disabled=tuple(int(v[s][lane]) for s in disable),
+                )  # fmt: skip
+            except ValueError as error:
+                w.cta.machine.fault(w, ins, f"tcgen05.mma: {error}", np.arange(32) == lane)
+            mode = w.cta.machine.arithmetic
+
+            def run(unit: Any = unit, ctas: Any = ctas, mode: Any = mode) -> Any:
+                return tensor_units.run_mma(
+                    unit, [c.shared.bytes for c in ctas], [c.tensor_memory.words for c in ctas], mode
+                )
+
+            issue(w, lane, ins, ctas, unit, run)
+        return None
+
+    e.synchronise(mma)
+
+
+def copy(e: Emitter) -> None:
+    ins = e.instruction
+    shape = next((m for m in ins.modifiers if m[0].isdigit()), "")
+    multicast = next((m for m in ins.modifiers if m.startswith("warpx")), "")
+    if any(m in e.modifiers for m in ("b8x16", "b4x16_p64", "b6x16_p32")):
+        e.unsupported("decompression")
+    pair = e.has("cta_group::2")
+    t_slot, s_slot = tensor_address(e, e.operands[0]), e.source_slot(e.operands[1], "u64")
+
+    def cp(f: Fragment, m: Any) -> Wait | None:
+        w = f.warp
+        for lane in f.lanes(m).tolist():
+            ctas = targets_of(w, pair, ins)
+            unit = tensor_units.copy(shape, multicast, int(w.v[s_slot][lane]), value(w.v, t_slot, lane))
+
+            def run(unit: Any = unit, ctas: Any = ctas) -> Any:
+                for cta in ctas:
+                    unit.execute(cta.shared.bytes, cta.tensor_memory.words)
+
+            issue(w, lane, ins, ctas, unit, run)
+        return None
+
+    e.synchronise(cp)
+
+
+def commit(e: Emitter) -> None:
+    e.only(
+        "commit",
+        "cta_group::1",
+        "cta_group::2",
+        "mbarrier::arrive::one",
+        "shared::cluster",
+        "multicast::cluster",
+    )
+    where = SharedOperand(e, e.operands[0])
+    mask_slot = e.source_slot(e.operands[1], "u16") if len(e.operands) > 1 else -1
+    ins = e.instruction
+
+    def commit_pipe(f: Fragment, m: Any) -> Wait | None:
+        w = f.warp
+        cta = w.cta
+        machine = cta.machine
+        pipe = tensor_memory(cta)
+        for lane in f.lanes(m).tolist():
+            row = w.first_row + lane
+            if row not in pipe.issuers:
+                machine.report(
+                    "tensor-memory",
+                    "commit by a thread that has issued no tcgen05 operation: it covers none",
+                    ins,
+                    w,
+                    lane,
+                )
+            address = where.one(w, lane)
+            addresses = [address]
+            if mask_slot >= 0:
+                mask = int(w.v[mask_slot][lane])
+                addresses = [(r << 24) | (address & OFFSET_MASK) for r in range(16) if mask >> r & 1]
+            # A generic-proxy arrival (PTX ISA).
+            bars = [find_mbarrier(w, a, ins, lane, later=True) for a in addresses]
+            upto = pipe.issuers.get(row, 0)
+            clocks = cta.cluster.clocks
+            clock = None
+            if clocks is not None:
+                # What the thread knew to have happened when it issued the operations has happened when they are over;
+                # but nothing is said of its own ordinary accesses, which it has not released.
+                clock = clocks.join(np.array([row]))
+                clock[:, row] = 0
+                clock[BASE, pipe.done] = clock[BEFORE, pipe.done] = clock[READS, pipe.done] = upto
+
+            def arrive(bars: Any = bars, clock: Any = clock, lane: int = lane) -> None:
+                for bar in bars:
+                    if bar is not None:
+                        bar.arrive_from_outside(w, ins)
+                        bar.arrive(1, clock, ins, w, lane)
+
+            machine.enqueue(("tcgen05", id(pipe)), AsyncOperation(ins.name, arrive))
+        return None
+
+    e.synchronise(commit_pipe)
