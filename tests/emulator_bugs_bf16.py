@@ -19,6 +19,9 @@ from padless.paths import BF16, sm90_bf16
 from padless.paths.sm90_bf16 import KERNEL, Bf16GemmConfig
 
 DEQUANTIZE = "dequantize.cuh"
+TOKENS = "sm90_bf16_tokens.cuh"
+WEIGHTS = "sm90_bf16_weights.cuh"
+MULTIPLY = "sm90_bf16_multiply.cuh"
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,19 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "no proxy fence after the tokens are written",
         ("missing-proxy-fence",),
-        ((KERNEL, "fence_proxy_async_shared();  // the tensor core", "// the tensor core"),),
+        ((TOKENS, "fence_proxy_async_shared();  // the tensor core", "// the tensor core"),),
         quick=True,
     ),
     Bug(
         "the converters do not wait until the tokens are done with",
         ("race", "mbarrier"),
-        ((KERNEL, "mbarrier_wait(shared_address(&shared.tokens_empty[to]), ring.phase ^ 1);", ""),),
+        ((TOKENS, "mbarrier_wait(shared_address(&shared.tokens_empty[to]), ring.phase ^ 1);", ""),),
+        nth=1,
     ),
     Bug(
         "the consumers do not wait for the tokens",
         ("race", "uninitialised-shared"),
-        ((KERNEL, "mbarrier_wait(shared_address(&shared.tokens_full[from]), ring.phase);", ""),),
+        ((MULTIPLY, "mbarrier_wait(shared_address(&shared.tokens_full[from]), ring.phase);", ""),),
         quick=True,
     ),
     Bug(
@@ -58,7 +62,7 @@ BUGS: tuple[Bug, ...] = (
         ("race", "missing-proxy-fence"),
         (
             (
-                KERNEL,
+                TOKENS,
                 "arrive_warp<TOKEN_ARRIVALS>(shared.tokens_full[to], lane);",
                 "if (lane == 0 || TOKEN_ARRIVALS == 32) mbarrier_arrive(shared_address(&shared.tokens_full[to]));",
             ),
@@ -67,7 +71,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tokens of the last stage never given back",
         ("deadlock",),
-        ((KERNEL, FREE_TOKENS, ""),),
+        ((MULTIPLY, FREE_TOKENS, ";"),),
         nth=1,
     ),
     # ---- the ring of codes
@@ -87,12 +91,12 @@ BUGS: tuple[Bug, ...] = (
         ("race",),
         (
             (
-                KERNEL,
+                MULTIPLY,
                 "} else if (next_octet == LAST_PART) {",
                 "} else if (next_octet == LAST_PART) { arrive_warp(shared.empty[stage], lane);",
             ),
             (
-                KERNEL,
+                MULTIPLY,
                 "LAST_PART % 4 / OCTETS); arrive_warp(shared.empty[stage], lane);",
                 "LAST_PART % 4 / OCTETS);",
             ),
@@ -103,15 +107,35 @@ BUGS: tuple[Bug, ...] = (
         ("race", "uninitialised-shared"),
         (
             (
-                KERNEL,
-                "mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);",
+                MULTIPLY,
+                "await_weights(shared, pipeline);",
                 "",
             ),
         ),
         nth=1,
     ),
+    # ---- the converters' word on a stage's scales
+    Bug(
+        "nobody waits for what the converters say",
+        ("race", "uninitialised-shared"),
+        (
+            (
+                MULTIPLY,
+                "BEGINS_IN_F16 ? &shared.checked[pipeline.stage] : &shared.full[pipeline.stage]",
+                "&shared.full[pipeline.stage]",
+            ),
+        ),
+        pair=("MXFP4", "MXFP4"),
+        quick=True,
+    ),
+    Bug(
+        "the converters do not wait for each other's word",
+        ("race", "uninitialised-shared"),
+        ((TOKENS, "mbarrier_wait(shared_address(&shared.checked[stage]), pipeline.phase);", ""),),
+        pair=("MXFP4", "MXFP4"),
+    ),
     # ---- products and the store
-    Bug("no wgmma.fence", ("missing-wgmma-fence",), ((KERNEL, "wgmma_fence();", ""),)),
+    Bug("no wgmma.fence", ("missing-wgmma-fence",), ((MULTIPLY, "wgmma_fence();", ""),)),
     Bug(
         "no proxy fence before the store",
         ("missing-proxy-fence",),
@@ -128,7 +152,7 @@ BUGS: tuple[Bug, ...] = (
         (),
         (
             (
-                KERNEL,
+                TOKENS,
                 "swizzle_128b(in_eight, octet % 2 * 4 + w)",
                 "swizzle_128b(in_eight, octet % 2 * 4 + (w ^ 1))",
             ),
@@ -144,31 +168,31 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "MXFP4's second factor forgotten",
         (),
-        ((KERNEL, "if (B_FORMAT == FORMAT_MXFP4 && second)", "if (false)"),),
+        ((WEIGHTS, "if (MAY_BE_LARGE && second)", "if (false)"),),
         pair=(BF16, "MXFP4"),
     ),
     Bug(
         "scales past the end of K count",
         (),
-        ((KERNEL, "bytes[u][h] &= mask;", "bytes[u][h] &= 0x7F7F;"),),
+        ((WEIGHTS, "bytes[u][h] &= mask;", "bytes[u][h] &= 0x7F7F;"),),
         blocked=True,
         quick=True,
     ),
     Bug(
         "which scales count in a stage's second K block is taken from its first",
         (),
-        ((KERNEL, "counting >> (16 * block);", "counting;"),),
+        ((WEIGHTS, "counting >> (16 * block);", "counting;"),),
         blocked=True,
     ),
     Bug(
         "the scales of a stage's first K block for both",
         (),
-        ((KERNEL, "+ block * scales_of_128(B_FORMAT);", ";"),),
+        ((WEIGHTS, "+ block * scales_of_128(B_FORMAT);", ";"),),
     ),
     Bug(
         "the scale of the first K block for all of them",
         (),
-        ((KERNEL, "scale = ahead;", ""),),
+        ((TOKENS, "scale = ahead;", ""),),
         pair=("FP8_BLOCK", "MXFP4"),
     ),
     Bug(

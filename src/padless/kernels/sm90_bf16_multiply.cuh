@@ -40,7 +40,7 @@ __device__ __forceinline__ int multiply_stages(float (&d)[UNITS][BLOCK_M / 2], S
     await_weights(shared, pipeline);
     section.load_scales(weights, pipeline.stage, 0, 0, k_stages);
     section.load_codes(weights, pipeline.stage, 0, 0);
-    bool ends = BEGINS_IN_F16 && wants_bf16(shared, pipeline.stage);  // before this stage
+    bool ends = BEGINS_IN_F16 && wants_bf16(shared, pipeline.stage, lane);  // before this stage
     if (LAST_PART == 0 && !ends) arrive_warp(shared.empty[pipeline.stage], lane);
     section.make_fragments(fragments[0], 0);
 
@@ -73,7 +73,7 @@ __device__ __forceinline__ int multiply_stages(float (&d)[UNITS][BLOCK_M / 2], S
                     await_weights(shared, pipeline);
                     section.load_scales(weights, pipeline.stage, 0, ks + 1, k_stages);
                     section.load_codes(weights, pipeline.stage, 0, 0);
-                    ends = BEGINS_IN_F16 && wants_bf16(shared, pipeline.stage);
+                    ends = BEGINS_IN_F16 && wants_bf16(shared, pipeline.stage, lane);
                     if (LAST_PART == 0 && !ends) arrive_warp(shared.empty[pipeline.stage], lane);
                 }
             } else if (next_octet == LAST_PART) {

@@ -179,9 +179,11 @@ __device__ __forceinline__ bool scales_beyond_f16(const SharedStorage& shared, c
     return __any_sync(0xffffffff, beyond != 0);
 }
 
-// What the converters found in a stage, the same for all lanes.
-__device__ __forceinline__ bool wants_bf16(const SharedStorage& shared, int stage) {
-    return ld_shared_u32(shared_address(shared.beyond_f16[stage])) != 0;
+// What the converters found in a stage, the same for all lanes. Lane 0 alone reads it: it is the one that gives the stage
+// back, and so one thread's own order says that it has been read.
+__device__ __forceinline__ bool wants_bf16(const SharedStorage& shared, int stage, int lane) {
+    const uint32_t found = lane == 0 ? ld_shared_u32(shared_address(shared.beyond_f16[stage])) : 0;
+    return __shfl_sync(0xffffffff, found, 0) != 0;
 }
 
 // Converters.
@@ -210,6 +212,8 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
             }
             const int stage = pipeline.stage, to = ring.stage;
             if constexpr (BEGINS_IN_F16) {
+                // Whoever read the last fill's flags has given the stage back: implied by `full`, through the copies.
+                mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
                 mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
                 const bool beyond = scales_beyond_f16(shared, problem, tile, ks, stage, warp, lane);
                 if (lane == 0) {
@@ -220,7 +224,7 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
                 arrive_warp(shared.checked[stage], lane);
                 mbarrier_wait(shared_address(&shared.tokens_empty[to]), ring.phase ^ 1);
                 mbarrier_wait(shared_address(&shared.checked[stage]), pipeline.phase);
-                in_f16 = in_f16 && !wants_bf16(shared, stage);
+                in_f16 = in_f16 && !wants_bf16(shared, stage, lane);
                 if (in_f16)
                     convert_stage<true>(shared, ks, stage, to, warp, lane);
                 else
