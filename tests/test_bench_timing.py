@@ -77,13 +77,22 @@ def fake_timer(fake: FakeCuda, repeats: int) -> timing.GpuTimer:
     timer = timing.GpuTimer.__new__(timing.GpuTimer)
     timer.repeats, timer.pause_s = repeats, 0.0
 
-    class Buffer:
-        def zero_(self) -> None:
-            fake.log.append("flush")
-            fake.now_us += 120.0
+    def flush() -> None:
+        fake.log.append("flush")
+        fake.now_us += 120.0
 
-    timer._flush_buffer = Buffer()  # type: ignore[assignment]
+    timer._flush = flush  # type: ignore[method-assign]
     return timer
+
+
+def test_a_flush_writes_and_then_reads_what_was_written_first() -> None:
+    timer = timing.GpuTimer.__new__(timing.GpuTimer)
+    timer._flush_buffer = torch.full((4096,), 3, dtype=torch.uint8)
+    timer._clean = timer._flush_buffer[:1024].view(torch.int64)
+    timer._sum = torch.full((), -1)
+    timer._flush()
+    assert not timer._flush_buffer.any()
+    assert timer._sum == 0
 
 
 def test_contenders_take_turns_behind_a_flush_and_a_sleep(fake: FakeCuda) -> None:

@@ -23,7 +23,7 @@ from padless.bench.measure import facts_of, measure_dense
 from padless.bench.peers import Peer, resolve_folder
 from padless.bench.problem import make_dense
 from padless.bench.results import Record, ResultFile, of_kind, point_key, time_us
-from padless.bench.timing import REPEATS, GpuTimer, Timer, copy_bytes_per_second
+from padless.bench.timing import FLUSH, REPEATS, GpuTimer, Timer, copy_bytes_per_second
 from padless.bench.warm_up import warm_up
 
 DEFAULT_OUT_DIR = Path("padless-out/bench")
@@ -173,6 +173,7 @@ def open_session(
             "ceilings": ceilings.as_dict(),
             "repeats": settings.repeats,
             "pause_s": settings.pause_s,
+            "flush": FLUSH,
             "ready_after_s": round(time.monotonic() - started, 1),
         }
     )
