@@ -175,7 +175,8 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
         const int units = units_of(tile.rows);
         const int sfa_copies =
             SCALES_K_MAJOR ? 0 : (units * WGMMA_M + 3 + SFA_COPY_FLOATS - 1) / SFA_COPY_FLOATS;
-        const uint32_t stage_bytes = units * row_box(problem.m) * BLOCK_K + B_BYTES + sfa_copies * SFA_COPY_FLOATS * 4;
+        const uint32_t stage_bytes =
+            units * row_box(problem.m) * BLOCK_K + B_BYTES + sfa_copies * SFA_COPY_FLOATS * 4;
         for (int kb = 0; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage;
             const uint32_t full = shared_address(&shared.full[stage]);
