@@ -11,9 +11,9 @@ from __future__ import annotations
 from .checks import KINDS, Report
 from .emulator import Emulator, LaunchResult
 from .errors import EmulatorError, KernelFault, LaunchError, PtxSyntaxError, UnsupportedInstruction
-from .machine import Statistics
 from .memory import DeviceMemory
 from .schedule import Schedule
+from .statistics import Statistics
 
 __all__ = [
     "KINDS",

@@ -11,10 +11,11 @@ import numpy as np
 
 from .checks import KINDS, Report
 from .errors import LaunchError
-from .machine import Machine, Statistics
+from .machine import Machine
 from .memory import DeviceMemory
 from .parser import parse
 from .program import Program, prepare
+from .statistics import Statistics
 
 ARITHMETICS = ("truncate", "exact", "separate_add", "fast")
 

@@ -1,4 +1,4 @@
-"""The scheduler: which warp runs next, when asynchronous operations finish, and what to say when nothing can."""
+"""One launch: its state, which warp runs next, when asynchronous operations finish, reports and faults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,40 +13,21 @@ import numpy as np
 from .ast import Instruction
 from .asynchronous import AsyncOperation
 from .checks import Collector
-from .control_flow import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block
+from .deadlock import give_up, release_parked, report_deadlock
 from .errors import KernelFault, LaunchError
+from .execution import execute
 from .exit_checks import check_exit
-from .instructions import barriers
 from .memory import DeviceMemory
 from .memory_access import shared_cells
 from .program import Program
-from .register_checks import check_busy, check_written
 from .schedule import Schedule
-from .warp import Cluster, Cta, Fragment, Token, Warp
+from .statistics import Statistics
+from .warp import Cluster, Cta, Fragment, Warp
 
 Array = np.ndarray[Any, Any]
 SHARED_BASE = 1024  # where a CTA's own shared memory starts; the first KiB is the system's
 SHARED_LIMIT = 227 * 1024
-QUANTUM = 400  # warp-instructions before a loop gives way, at most
 IDLE_LIMIT = 4000  # turns without any change before spinning counts as a deadlock
-
-
-@dataclass
-class Statistics:
-    """Counts of one launch. Times are host seconds."""
-
-    warp_instructions: int = 0
-    async_operations: int = 0
-    shared_accesses: int = 0
-    bank_conflicts: int = 0
-    ctas: int = 0
-    seconds: float = 0.0
-    tensor_seconds: float = 0.0  # of which in matrix products
-    opcodes: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def warp_instructions_per_second(self) -> float:
-        return self.warp_instructions / self.seconds if self.seconds else 0.0
 
 
 class Machine:
@@ -99,6 +79,8 @@ class Machine:
         self.progress = 0
         self.stopped = False
         self.ticks = 0
+        self.guard_slots: dict[int, int] = {}  # instruction number -> slot of its guard
+        self.gave_up_at = -1  # progress when waits last gave up
         self.global_clocks: dict[Any, Any] = {}
 
     # ---- reports and faults
@@ -273,9 +255,9 @@ class Machine:
                         self.clusters.append(Cluster(self, waiting.popleft(), slot))
                         slot += 1
                     elif idle > 256:
-                        self._release_parked()
+                        release_parked(self)
                     if idle > IDLE_LIMIT:
-                        self._deadlock("spinning with no progress")
+                        report_deadlock(self, "spinning with no progress")
                         return
                 self._retire()
                 continue
@@ -288,12 +270,12 @@ class Machine:
                 self.clusters.append(Cluster(self, waiting.popleft(), slot))
                 slot += 1
                 continue
-            if self._release_parked() or self._give_up(last_progress):
+            if release_parked(self) or give_up(self):
                 last_progress = self.progress
                 continue
             if not any(cluster.fragments() for cluster in self.clusters):
                 continue
-            self._deadlock("deadlock")
+            report_deadlock(self, "deadlock")
             return
 
     def _pick(self) -> Fragment | None:
@@ -325,142 +307,7 @@ class Machine:
             fragment.block = self.blocks[fragment.block].next
             if not fragment.warp.arrive(fragment):
                 return
-        self._execute(fragment)
-
-    def _execute(self, f: Fragment) -> None:
-        """Run a fragment until it waits, parks, ends or has had its turn."""
-        w, blocks = f.warp, self.blocks
-        v = w.v
-        checks, trace = self.checks, self.trace
-        budget = self.random.randrange(1, QUANTUM)
-        m: Any = f.active
-        executed = 0
-        while True:
-            b = blocks[f.block]
-            executed += b.count
-            kind = b.kind
-            if trace is not None:
-                self._trace(f, b)
-            if checks:
-                if w.busy & b.touches:
-                    check_busy(self, w, b)
-                if b.reads & ~w.written:
-                    check_written(self, w, b)
-                w.written |= b.writes
-                w.dirty |= b.writes
-            if kind == SYNC:
-                active = m
-                if b.instructions[0].guard is not None:
-                    active = self._guard(b.instructions[0], v, f)
-                if active is True or active.any():
-                    assert b.sync is not None
-                    f.wait = b.sync(f, active)
-                    if f.wait is not None:
-                        break
-                f.block = b.next
-                if not w.arrive(f):
-                    break
-                m = f.active
-                if f.yielded or self.random.random() < self.schedule.preempt:
-                    f.yielded = False
-                    break
-                budget -= 1
-                continue
-            if b.run is not None:
-                b.run(w, v, m)
-            if kind == FALL:
-                f.block = b.next
-            elif kind == BRANCH:
-                if b.guard < 0:
-                    f.block = b.target
-                else:
-                    taken = ~v[b.guard] if b.guard_negated else v[b.guard]
-                    taken = taken & f.mask
-                    count = np.count_nonzero(taken)
-                    if count == 0:
-                        f.block = b.next
-                    elif count == np.count_nonzero(f.mask):
-                        f.block = b.target
-                    else:
-                        self._split(f, b, [(b.target, taken.copy()), (b.next, f.mask & ~taken)])
-                        break
-                if f.block <= b.index:
-                    budget -= b.count + 1
-                    if budget <= 0:
-                        if not w.arrive(f):
-                            break
-                        break
-            elif kind in (EXIT, TRAP):
-                if not self._leave(f, b):
-                    break
-                m = f.active
-            elif kind == INDEXED:
-                index = v[b.target]
-                values = np.unique(index[f.mask])
-                if len(values) == 1:
-                    f.block = b.targets[int(values[0])]
-                else:
-                    self._split(f, b, [(b.targets[int(x)], f.mask & (index == x)) for x in values])
-                    break
-            if f.tokens:
-                if not w.arrive(f):
-                    break
-                m = f.active
-        self.statistics.warp_instructions += executed
-
-    def _guard(self, instruction: Instruction, v: Any, f: Fragment) -> Any:
-        slot = self.program_guard(instruction)
-        active = (~v[slot] if instruction.guard_negated else v[slot]) & f.mask
-        return True if active.all() else active
-
-    def program_guard(self, instruction: Instruction) -> int:
-        cache = self.__dict__.setdefault("_guards", {})
-        found = cache.get(instruction.index)
-        if found is None:
-            assert instruction.guard is not None
-            names = self.program.register_names
-            cls, row = self.program.register_rows[names.index(instruction.guard.name)]
-            found = cache[instruction.index] = self.program.slots.index((cls, row, "pred"))
-        return int(found)
-
-    def _split(self, f: Fragment, b: Block, ways: list[tuple[int, Array]]) -> None:
-        w = f.warp
-        tokens = f.tokens
-        if b.join >= 0 and not (tokens and tokens[-1].block == b.join):
-            tokens = [*tokens, Token(b.join, f.mask)]
-        w.fragments.remove(f)
-        for target, mask in ways:
-            new = Fragment(w, target, mask, list(tokens))
-            w.fragments.append(new)
-            w.arrive(new)
-
-    def _leave(self, f: Fragment, b: Block) -> bool:
-        """exit, ret or trap; False if no lane is left in the fragment."""
-        w = f.warp
-        end = b.terminator
-        gone = f.mask.copy()
-        if end is not None and end.guard is not None:
-            taken = ~w.v[b.guard] if b.guard_negated else w.v[b.guard]
-            gone &= taken
-        if gone.any():
-            if b.kind == TRAP and end is not None:
-                self.fault(w, end, end.opcode, gone)
-            w.live &= ~gone
-            f.mask = f.mask & ~gone
-            f.full = False
-            self.progress += 1
-            if not w.live.any():
-                barriers.warp_ended(w)
-            for token in list(f.tokens):
-                w.settle(token)
-            for other in list(w.fragments):
-                for token in list(other.tokens):
-                    w.settle(token)
-        if not f.mask.any():
-            w.fragments.remove(f)
-            return False
-        f.block = b.next
-        return True
+        execute(self, fragment)
 
     def _retire(self) -> None:
         """CTAs whose threads have all ended give up their place, a cluster when its last CTA has."""
@@ -479,67 +326,3 @@ class Machine:
                 self.clusters.remove(cluster)
             if not self.checks:
                 self.global_clocks.clear()
-
-    def _release_parked(self) -> bool:
-        """Forward progress: siblings need not meet where they would like to if the others cannot come."""
-        for cluster in self.clusters:
-            for cta in cluster.ctas:
-                for w in cta.warps:
-                    for f in list(w.fragments):
-                        for token in f.tokens:
-                            if token.parked:
-                                other = token.parked.pop()
-                                token.expected &= ~other.mask
-                                other.tokens = other.tokens[: other.tokens.index(token)]
-                                w.fragments.append(other)
-                                w.arrive(other)
-                                return True
-        return False
-
-    def _give_up(self, last_progress: int) -> bool:
-        """try_wait returns false after a while: let it, once, before calling it a deadlock."""
-        if self.progress == getattr(self, "_gave_up_at", -1):
-            return False
-        any_gave = False
-        for cluster in self.clusters:
-            for f in cluster.fragments():
-                if f.wait is not None and f.wait.give_up(f):
-                    f.wait = None
-                    f.block = self.blocks[f.block].next
-                    f.warp.arrive(f)
-                    any_gave = True
-        self._gave_up_at = self.progress
-        return any_gave
-
-    def _deadlock(self, what: str) -> None:
-        """Who waits for what, once per distinct place."""
-        lines = []
-        first = None
-        for cluster in self.clusters:
-            for f in cluster.fragments():
-                b = self.blocks[f.block]
-                at = b.instructions[0] if b.instructions else b.terminator
-                if first is None:
-                    first = (at, f)
-                reason = f.wait.describe() if f.wait is not None else "runs without progress"
-                source = f"{at.source} " if at is not None and at.source else ""
-                line = f"PTX line {at.line}" if at is not None else "?"
-                lanes = int(np.count_nonzero(f.mask))
-                lines.append(
-                    f"CTA {f.warp.cta.index} warp {f.warp.index} ({lanes} lanes) at {source}({line}): {reason}"
-                )
-        at, last = first if first is not None else (None, None)
-        self.report(
-            "deadlock",
-            f"{what}:\n      " + "\n      ".join(lines[:40]),
-            at,
-            last.warp if last is not None else None,
-        )
-
-    def _trace(self, f: Fragment, b: Block) -> None:
-        assert self.trace is not None
-        for instruction in [*b.instructions, *([b.terminator] if b.terminator and b.kind != SYNC else [])]:
-            self.trace(
-                f"{f.warp.cta.index} w{f.warp.index} {np.count_nonzero(f.mask):2d} lanes  "
-                f"{instruction.line:5d}  {instruction}"
-            )
