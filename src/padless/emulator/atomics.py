@@ -28,11 +28,11 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 def packed(kind: str, operation: str) -> Callable[[Any, Any], Any]:
     """add, min or max of one or two 16-bit floating-point numbers in a word."""
-    from .instructions import floating
+    from .instructions import floating_values
 
     base = kind.removesuffix("x2")
-    widen = floating.widen_f16 if base == "f16" else floating.widen_bf16
-    narrow = floating.narrow_f16 if base == "f16" else floating.narrow_bf16
+    widen = floating_values.widen_f16 if base == "f16" else floating_values.widen_bf16
+    narrow = floating_values.narrow_f16 if base == "f16" else floating_values.narrow_bf16
     storage = np.uint32 if kind.endswith("x2") else np.uint16
     function: dict[str, Any] = {"add": np.add, "min": np.fmin, "max": np.fmax}
 

@@ -9,7 +9,7 @@ from .registry import EMITTERS, HELPERS, SPECIAL_REGISTERS, TYPES
 __all__ = ["EMITTERS", "HELPERS", "SPECIAL_REGISTERS", "TYPES"]
 
 for _name in (
-    "integer", "bits", "comparison", "floating", "conversion", "data", "warp_wide", "barriers", "synchronisation",
-    "bulk", "matrix", "tcgen05", "launch_control", "async_store", "registers",
+    "integer", "bits", "comparison", "floating", "floating_values", "conversion", "data", "warp_wide", "barriers",
+    "synchronisation", "bulk", "matrix", "tcgen05", "launch_control", "async_store", "registers",
 ):  # fmt: skip
     import_module(f"{__name__}.{_name}")

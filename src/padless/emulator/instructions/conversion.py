@@ -9,6 +9,7 @@ import numpy as np
 from ..ast import Operand
 from ..spaces import SHARED_WINDOW, VIEW_SIZE, WINDOW_OF
 from . import floating
+from .floating_values import narrow_bf16, narrow_f16, round_directed
 from .registry import helper, instruction
 
 if TYPE_CHECKING:
@@ -129,13 +130,13 @@ def convert(e: Emitter) -> None:
 @helper
 def pack_bf16(high: Array, low: Array) -> Array:
     """Two float32 to the bits of a bf16x2, as float32 for a register row."""
-    return (floating.narrow_bf16(low) | (floating.narrow_bf16(high).astype(np.uint32) << 16)).view(np.float32)
+    return (narrow_bf16(low) | (narrow_bf16(high).astype(np.uint32) << 16)).view(np.float32)
 
 
 @helper
 def pack_f16(high: Array, low: Array) -> Array:
     """Two float32 to the bits of an f16x2, as float32 for a register row."""
-    return (floating.narrow_f16(low) | (floating.narrow_f16(high).astype(np.uint32) << 16)).view(np.float32)
+    return (narrow_f16(low) | (narrow_f16(high).astype(np.uint32) << 16)).view(np.float32)
 
 
 def to_sixteen(e: Emitter, value: str, base: str) -> str:
@@ -150,10 +151,10 @@ def round_sixteen(value: Array, base: str, mode: str, saturate: bool) -> Array:
     """float to the bits of f16 or bf16, nearest even or toward zero."""
     wide = np.asarray(value, np.float64)
     if mode == "rn":
-        bits = floating.narrow_f16(wide) if base == "f16" else floating.narrow_bf16(wide)
+        bits = narrow_f16(wide) if base == "f16" else narrow_bf16(wide)
     elif mode == "rz":
         if base == "bf16":
-            bits = (floating.round_directed(wide, "rz").view(np.uint32) >> 16).astype(np.uint16)
+            bits = (round_directed(wide, "rz").view(np.uint32) >> 16).astype(np.uint16)
         else:
             near = wide.astype(np.float16)
             over = np.abs(near.astype(np.float64)) > np.abs(wide)
@@ -182,7 +183,7 @@ def to_tf32(value: Array, mode: str, saturate: bool, relu: bool) -> Array:
 
 @helper
 def directed(value: Array, mode: str) -> Array:
-    return floating.round_directed(np.asarray(value, np.float64), mode)
+    return round_directed(np.asarray(value, np.float64), mode)
 
 
 @helper

@@ -1,19 +1,16 @@
-"""Floating-point instructions: f32, f64, f16, bf16 and their packed forms."""
+"""Floating-point instructions: f32, f64, f16, bf16 and their packed forms. What they compute is in `floating_values`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ..ast import Immediate
-from .registry import helper, instruction
+from .registry import instruction
 
 if TYPE_CHECKING:
     from ..ast import Operand
     from ..emitter import Emitter
 
-Array = np.ndarray[Any, Any]
 ROUNDINGS = ("rn", "rz", "rm", "rp")
 
 
@@ -44,75 +41,7 @@ def narrow(e: Emitter, destination: Operand, value: str, kind: str) -> None:
     )
 
 
-@helper
-def widen_f16(bits: Array) -> Array:
-    return bits.view(np.float16).astype(np.float64)
-
-
-@helper
-def widen_bf16(bits: Array) -> Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-@helper
-def narrow_f16(value: Array) -> Array:
-    return np.where(np.isnan(value), np.uint16(0x7FFF), value.astype(np.float16).view(np.uint16)).astype(
-        np.uint16
-    )
-
-
-@helper
-def narrow_bf16(value: Array) -> Array:
-    """Nearest even from float64 in one rounding: to odd into float32 first, then to bf16."""
-    single = round_to_odd(np.asarray(value, np.float64))
-    bits = single.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(value), 0x7FFF, rounded).astype(np.uint16)
-
-
-def round_to_odd(value: Array) -> Array:
-    """float64 to float32, inexact results forced to an odd last bit, so that a second rounding is still correct."""
-    near = value.astype(np.float32)
-    back = near.astype(np.float64)
-    bits = near.view(np.int32)
-    # `toward` is the neighbour on the other side of `value`; of the two, one is odd.
-    inexact = (back != value) & np.isfinite(value) & (bits & 1 == 0)
-    away = (np.abs(back) < np.abs(value)).astype(np.int32) * 2 - 1
-    return np.where(inexact, bits + away, bits).view(np.float32)
-
-
 SIMPLE = {"add": "+", "sub": "-", "mul": "*"}
-NAN = np.uint32(0x7FFFFFFF).view(np.float32)
-
-
-@helper
-def canonical(value: Array) -> Array:
-    """float32 results: every NaN is 0x7FFFFFFF, whatever the operands' payloads (PTX ISA, floating point)."""
-    wrong = value != value
-    return np.where(wrong, NAN, value) if wrong.any() else value
-
-
-@helper
-def canonicalise(row: Array, m: Any) -> None:
-    """The same for a register that has just been written in the lanes `m`."""
-    wrong = row != row
-    if wrong.any():
-        row[wrong & m] = NAN
-
-
-@helper
-def add_f32(a: Array, b: Array) -> Array:
-    return canonical(a + b)
-
-
-@helper
-def sub_f32(a: Array, b: Array) -> Array:
-    return canonical(a - b)
-
-
-@helper
-def mul_f32(a: Array, b: Array) -> Array:
-    return canonical(a * b)
 
 
 def arithmetic(e: Emitter) -> None:
@@ -180,18 +109,6 @@ def finish_sixteen(e: Emitter, d: Operand, value: str, kind: str) -> None:
     narrow(e, d, value, kind)
 
 
-@helper
-def flush_sixteen(value: Array) -> Array:
-    """Subnormal f16 numbers, held as float64, to zero of the same sign."""
-    return np.where(np.abs(value) < 2.0**-14, np.copysign(0.0, value), value)
-
-
-@helper
-def rectify(value: Array) -> Array:
-    """Negative values to +0; NaN stays."""
-    return np.where((value < 0) | (value == 0), np.zeros_like(value), value)
-
-
 def finish(e: Emitter, d: Operand, value: str, kind: str) -> None:
     if kind == "f32":
         value = f"canonical({value})"
@@ -200,18 +117,6 @@ def finish(e: Emitter, d: Operand, value: str, kind: str) -> None:
     if e.has("ftz"):
         value = f"flush({value})"
     e.assign(e.destination(d, kind), value)
-
-
-@helper
-def saturate(value: Array) -> Array:
-    return np.where(np.isnan(value), 0, np.clip(value, 0, 1)).astype(value.dtype)
-
-
-@helper
-def flush(value: Array) -> Array:
-    """Subnormal float32 to zero of the same sign."""
-    tiny = np.abs(value) < np.float32(1.17549435e-38)
-    return np.where(tiny, np.copysign(np.float32(0), value), value)
 
 
 @instruction("fma")
@@ -249,99 +154,6 @@ def view16(kind: str) -> str:
     return "u32" if kind.endswith("x2") else "u16"
 
 
-@helper
-def out_of_bounds(bits: Array) -> Array:
-    """The NaN that copies fill with (PTX ISA, "fma": OOB-NaN is 0xFFFF)."""
-    return np.asarray(bits.view(np.uint16) == 0xFFFF)
-
-
-@helper
-def fused_sixteen(a: Array, b: Array, c: Array) -> Array:
-    """a*b + c of 16-bit values in float64, rounded to odd so that the final rounding is the only one."""
-    return sum_to_odd(a * b, c)
-
-
-def sum_to_odd(product: Array, c: Array) -> Array:
-    """product + c in float64, an inexact sum forced to an odd last bit (Boldo and Melquiond)."""
-    total = product + c
-    virtual = total - product
-    error = (product - (total - virtual)) + (c - virtual)
-    bits = total.view(np.int64)
-    fix = (error != 0) & np.isfinite(total) & (bits & 1 == 0)
-    if not np.any(fix):
-        return total
-    direction = np.where((error > 0) == (total > 0), 1, -1)
-    return np.where(fix, bits + direction, bits).view(np.float64)
-
-
-@helper
-def fused_multiply_add(a: Array, b: Array, c: Array, mode: str = "rn") -> Array:
-    """float32 a*b + c with one rounding. The product is exact in float64; the sum is rounded twice only where that
-    can matter, and there to odd first."""
-    product = np.multiply(a, b, dtype=np.float64)
-    wide_c = np.asarray(c, np.float64)
-    total = product + wide_c
-    if mode == "rn":
-        low = total.view(np.int64) & 0x1FFFFFFF
-        # A float64 sum on the midpoint of two float32, or in the subnormal range, may have been rounded onto it.
-        doubtful = (low == 0x10000000) | (np.abs(total) < 1.2e-38)
-        if not doubtful.any():
-            return canonical(total.astype(np.float32))
-        return canonical(sum_to_odd(product, np.broadcast_to(wide_c, product.shape)).astype(np.float32))
-    return canonical(round_directed(sum_to_odd(product, np.broadcast_to(wide_c, product.shape)), mode))
-
-
-def round_directed(value: Array, mode: str) -> Array:
-    near = value.astype(np.float32)
-    back = near.astype(np.float64)
-    if mode == "rz":
-        wrong, to = np.abs(back) > np.abs(value), np.float32(0)
-    elif mode == "rm":
-        wrong, to = back > value, np.float32(-np.inf)
-    else:
-        wrong, to = back < value, np.float32(np.inf)
-    return np.where(wrong & ~np.isnan(value), np.nextafter(near, to), near)
-
-
-@helper
-def fused_multiply_add_f64(a: Array, b: Array, c: Array, mode: str = "rn") -> Array:
-    from fractions import Fraction
-
-    out = np.empty(a.shape, np.float64)
-    for i, (x, y, z) in enumerate(zip(a.tolist(), b.tolist(), c.tolist(), strict=True)):
-        if np.isfinite(x) and np.isfinite(y) and np.isfinite(z):
-            exact = Fraction(x) * Fraction(y) + Fraction(z)
-            out[i] = round_fraction(exact, mode) if exact else exact_zero(x * y, z, mode)
-        else:
-            out[i] = x * y + z
-    return out
-
-
-def round_fraction(exact: Any, mode: str) -> float:
-    """A rational number to float64."""
-    try:
-        near = float(exact)
-    except OverflowError:
-        near = float("inf") if exact > 0 else float("-inf")
-    if mode == "rn":
-        return near
-    infinite = np.isinf(near)
-    above = near > 0 if infinite else near > exact
-    below = near < 0 if infinite else near < exact
-    if (above and (mode == "rm" or (mode == "rz" and near > 0))) or (
-        below and (mode == "rp" or (mode == "rz" and near < 0))
-    ):
-        return float(np.nextafter(near, -np.inf if above else np.inf))
-    return near
-
-
-def exact_zero(x: float, z: float, mode: str) -> float:
-    """The sign of a sum that is exactly zero: that of both terms, else minus only when rounding down."""
-    if np.signbit(x) == np.signbit(z) and x == 0 and z == 0:
-        return x
-    return -0.0 if mode == "rm" else 0.0
-
-
 def division(e: Emitter) -> None:
     e.only(*ROUNDINGS, "approx", "full", "ftz")
     kind, mode = e.type, rounding(e)
@@ -352,47 +164,6 @@ def division(e: Emitter) -> None:
     if e.has("ftz"):
         x, y = f"flush({x})", f"flush({y})"
     finish(e, d, f"({x} / {y})" if mode == "rn" else f"directed_quotient({x}, {y}, {mode!r})", kind)
-
-
-@helper
-def directed_quotient(a: Array, b: Array, mode: str) -> Array:
-    return directed_by_fractions(a / b, mode, lambda i: (a[i], b[i]), lambda x, y: x / y)
-
-
-@helper
-def directed_root(a: Array, mode: str) -> Array:
-    """The neighbours of the rounded root are judged by their exact squares."""
-    near = np.sqrt(a)
-    out = near.copy()
-    from fractions import Fraction
-
-    for i in np.flatnonzero(np.isfinite(near) & (near > 0)).tolist():
-        exact, square = Fraction(float(a[i])), Fraction(float(near[i])) ** 2
-        if square > exact and mode in ("rz", "rm"):
-            out[i] = np.nextafter(near[i], near.dtype.type(0))
-        elif square < exact and mode == "rp":
-            out[i] = np.nextafter(near[i], near.dtype.type(np.inf))
-    return out
-
-
-def directed_by_fractions(near: Array, mode: str, operands: Any, function: Any) -> Array:
-    """Move a correctly rounded result to its neighbour where the exact value lies on the other side."""
-    from fractions import Fraction
-
-    out = near.copy()
-    for i in range(len(near)):
-        values = operands(i)
-        if not all(np.isfinite(x) for x in values) or values[-1] == 0 or np.isnan(near[i]):
-            continue
-        exact = function(*(Fraction(float(x)) for x in values))
-        infinite = np.isinf(near[i])
-        above = near[i] > 0 if infinite else Fraction(float(near[i])) > exact
-        below = near[i] < 0 if infinite else Fraction(float(near[i])) < exact
-        if above and (mode == "rm" or (mode == "rz" and exact > 0)):
-            out[i] = np.nextafter(near[i], near.dtype.type(-np.inf))
-        elif below and (mode == "rp" or (mode == "rz" and exact < 0)):
-            out[i] = np.nextafter(near[i], near.dtype.type(np.inf))
-    return out
 
 
 @instruction("rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh")
@@ -414,21 +185,6 @@ def transcendental(e: Emitter) -> None:
         finish(e, d, f"transcendental_{e.opcode}({x}.astype(np.float64)).astype(np.float{kind[1:]})", kind)
     else:
         narrow(e, d, f"transcendental_{e.opcode}({widen(e, a, kind)})", kind)
-
-
-for _name, _function in {
-    "rcp": lambda x: 1.0 / x,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1.0 / np.sqrt(x),
-    "ex2": np.exp2,
-    "lg2": np.log2,
-    "sin": np.sin,
-    "cos": np.cos,
-    "tanh": np.tanh,
-}.items():
-    from .registry import HELPERS
-
-    HELPERS[f"transcendental_{_name}"] = _function
 
 
 def sign_operation(e: Emitter) -> None:
@@ -475,26 +231,6 @@ def minimum_maximum(e: Emitter) -> None:
         finish(e, d, value, kind)
     else:
         finish_sixteen(e, d, value, kind)
-
-
-@helper
-def extreme(a: Array, b: Array, largest: bool, keep_nan: bool) -> Array:
-    if keep_nan:
-        value = np.maximum(a, b) if largest else np.minimum(a, b)
-    else:
-        value = np.fmax(a, b) if largest else np.fmin(a, b)
-    zeros = (a == 0) & (b == 0)
-    if zeros.any():
-        negative = np.signbit(a) & np.signbit(b) if largest else np.signbit(a) | np.signbit(b)
-        zero = np.zeros_like(value)
-        value = np.where(zeros, np.where(negative, -zero, zero), value)
-    return np.asarray(value)
-
-
-@helper
-def multiply_signs(value: Array, a: Array, b: Array) -> Array:
-    one = np.ones_like(value)
-    return np.copysign(value, np.where(np.signbit(a) != np.signbit(b), -one, one))
 
 
 @instruction("copysign")
