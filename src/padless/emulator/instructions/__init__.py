@@ -10,6 +10,7 @@ __all__ = ["EMITTERS", "HELPERS", "SPECIAL_REGISTERS", "TYPES"]
 
 for _name in (
     "integer", "bits", "comparison", "floating", "floating_values", "conversion", "data", "warp_wide", "barriers",
-    "synchronisation", "bulk", "matrix", "tcgen05", "launch_control", "async_store", "registers",
+    "synchronisation", "bulk", "matrix", "tcgen05", "tensormap", "launch_control", "async_store",
+    "registers",
 ):  # fmt: skip
     import_module(f"{__name__}.{_name}")

@@ -14,8 +14,9 @@ from ..ast import Vector
 from ..asynchronous import AsyncOperation
 from ..race import IN_FLIGHT, pack
 from ..spaces import OFFSET_MASK
+from .operands import SharedOperand, locate
 from .registry import instruction
-from .synchronisation import SharedOperand, find_mbarrier, locate
+from .synchronisation import find_mbarrier
 
 if TYPE_CHECKING:
     from ..emitter import Emitter

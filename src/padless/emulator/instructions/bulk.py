@@ -1,4 +1,4 @@
-"""The copy engine: cp.async, cp.async.bulk, cp.async.bulk.tensor, reductions, prefetches, tensormap.replace."""
+"""The copy engine: cp.async.bulk, cp.async.bulk.tensor, cp.reduce.async.bulk, their groups, prefetches."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..ast import Address, Immediate, Operand
+from ..ast import Address, Immediate
 from ..spaces import PARAM_WINDOW, SHARED_WINDOW
 from ..warp import Wait
 from . import bulk_transfer
+from .cp_async import small_copy
 from .data import cache_qualifier
+from .operands import GenericOperand, SharedOperand
 from .registry import instruction
-from .synchronisation import SharedOperand, find_mbarrier, locate
 
 if TYPE_CHECKING:
     from ..ast import Instruction
     from ..emitter import Emitter
     from ..warp import Fragment, Warp
-
-Array = np.ndarray[Any, Any]
 
 
 @instruction("cp")
@@ -127,16 +126,6 @@ def wait_group(e: Emitter) -> Any:
 
 
 # ---- operands
-class GenericOperand:
-    """A 64-bit generic (or global) address operand."""
-
-    def __init__(self, e: Emitter, operand: Operand) -> None:
-        self.slot, self.offset = e.address(operand)
-
-    def one(self, w: Warp, lane: int) -> int:
-        return int(w.v[self.slot][lane]) + self.offset
-
-
 def read_tensor_map(w: Warp, address: int, ins: Instruction, lane: int) -> Any:
     """Decode the 128 bytes at a generic address: kernel parameter, global or constant memory."""
     from ..units import tensor_map
@@ -193,10 +182,6 @@ def check_modifiers(e: Emitter) -> None:
         e.unsupported("im2col")
 
 
-def lanes_in(f: Fragment, m: Any) -> list[int]:
-    return [int(x) for x in f.lanes(m)]
-
-
 def tensor_copy(e: Emitter, operation: str) -> None:
     check_modifiers(e)
     direction = space_order(e)
@@ -218,7 +203,7 @@ def tensor_copy(e: Emitter, operation: str) -> None:
 
     def bulk_tensor(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
-        for lane in lanes_in(f, m):
+        for lane in f.lanes(m).tolist():
             tensor_map = read_tensor_map(w, map_operand.one(w, lane), ins, lane)
             where = tuple(int(w.v[c][lane]) for c in coordinates)
             if tensor_map.rank != rank:
@@ -261,7 +246,7 @@ def plain_copy(e: Emitter, operation: str) -> None:
 
     def bulk_copy(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
-        for lane in lanes_in(f, m):
+        for lane in f.lanes(m).tolist():
             count = int(w.v[size_slot][lane])
             to, source_address = target.one(w, lane), origin.one(w, lane)
             if count % 16 or to % 16 or source_address % 16:
@@ -288,225 +273,3 @@ def plain_copy(e: Emitter, operation: str) -> None:
 
 
 # ---- cp.async of 4, 8 or 16 bytes a lane
-class SmallGroups:
-    """cp.async groups of one warp, by lane."""
-
-    def __init__(self, w: Warp) -> None:
-        clocks = w.cta.cluster.clocks
-        self.columns = [clocks.new_column() for _ in range(32)] if clocks is not None else [-1] * 32
-        self.open: list[list[Any]] = [[] for _ in range(32)]
-        self.groups: list[list[list[Any]]] = [[] for _ in range(32)]
-
-
-def small_groups(w: Warp) -> SmallGroups:
-    agents = w.cta.cluster.agents
-    key = ("cp.async", w.cta.rank, w.index)
-    if key not in agents:
-        agents[key] = SmallGroups(w)
-    result: SmallGroups = agents[key]
-    return result
-
-
-class SmallWait(Wait):
-    def __init__(self, f: Fragment, lanes: list[int], pending: int) -> None:
-        self.warp = f.warp
-        self.state = small_groups(f.warp)
-        self.parts = [(lane, max(len(self.state.groups[lane]) - pending, 0)) for lane in lanes]
-
-    def ready(self) -> bool:
-        return all(t.written for lane, upto in self.parts for g in self.state.groups[lane][:upto] for t in g)
-
-    def finish(self, fragment: Fragment) -> Wait | None:
-        clocks = self.warp.cta.cluster.clocks
-        if clocks is not None:
-            for lane, upto in self.parts:
-                clocks.observe(np.array([self.warp.first_row + lane]), self.state.columns[lane], upto)
-        return None
-
-    def describe(self) -> str:
-        return "cp.async copies to finish"
-
-
-def small_copy(e: Emitter) -> None:
-    ins = e.instruction
-    if e.has("commit_group"):
-
-        def commit(f: Fragment, m: Any) -> Wait | None:
-            state = small_groups(f.warp)
-            for lane in lanes_in(f, m):
-                state.groups[lane].append(state.open[lane])
-                state.open[lane] = []
-            return None
-
-        e.synchronise(commit)
-        return
-    if e.has("wait_group") or e.has("wait_all"):
-        operand = e.operands[0] if e.operands else Immediate(0)
-        pending = operand.value if isinstance(operand, Immediate) else 0
-        everything = e.has("wait_all")
-
-        def wait(f: Fragment, m: Any) -> Wait | None:
-            lanes = lanes_in(f, m)
-            if everything:
-                commit_open(f, lanes)
-            waiting = SmallWait(f, lanes, pending)
-            return waiting.finish(f) if waiting.ready() else waiting
-
-        e.synchronise(wait)
-        return
-    if e.has("mbarrier", "arrive") or "mbarrier" in e.modifiers:
-        small_arrive(e)
-        return
-    destination, source, size, *rest = e.operands
-    for modifier in e.modifiers:
-        if modifier not in ("async", "ca", "cg", "shared", "shared::cta", "global") and not cache_qualifier(
-            modifier
-        ):
-            e.unsupported(f"modifier .{modifier}")
-    assert isinstance(size, Immediate)
-    target, origin = SharedOperand(e, destination), GenericOperand(e, source)
-    count_slot = ignore_slot = -1
-    for operand in rest[
-        : len(rest) - e.has("L2::cache_hint")
-    ]:  # the source's size or whether to ignore the source
-        if e.width(operand) == 0:
-            ignore_slot = e.source_slot(operand, "pred")
-        else:
-            count_slot = e.source_slot(operand, "u32")
-    e.preparation.granule = min(e.preparation.granule, size.value)
-
-    def cp_async(f: Fragment, m: Any) -> Wait | None:
-        w = f.warp
-        lanes = lanes_in(f, m)
-        pieces = []
-        for lane in lanes:
-            count = int(w.v[count_slot][lane]) if count_slot >= 0 else size.value
-            if ignore_slot >= 0 and w.v[ignore_slot][lane]:
-                count = 0
-            pieces.append((target.one(w, lane), origin.one(w, lane), min(count, size.value)))
-        bulk_transfer.small_load(w, lanes, ins, pieces, size.value, small_groups(w))
-        return None
-
-    e.synchronise(cp_async)
-
-
-def commit_open(f: Fragment, lanes: list[int]) -> None:
-    state = small_groups(f.warp)
-    for lane in lanes:
-        if state.open[lane]:
-            state.groups[lane].append(state.open[lane])
-            state.open[lane] = []
-
-
-def small_arrive(e: Emitter) -> None:
-    """cp.async.mbarrier.arrive: an arrival once the lane's earlier cp.async copies are done."""
-    where = SharedOperand(e, e.operands[0])
-    keep = e.has("noinc")
-    ins = e.instruction
-
-    def arrive(f: Fragment, m: Any) -> Wait | None:
-        w = f.warp
-        state = small_groups(w)
-        clocks = w.cta.cluster.clocks
-        for lane in lanes_in(f, m):
-            bar = find_mbarrier(w, where.one(w, lane), ins, lane)
-            if bar is None:
-                continue
-            if not keep:
-                bar.pending += 1
-            commit_open(f, [lane])
-            upto = len(state.groups[lane])
-            column = state.columns[lane]
-            outstanding = [t for g in state.groups[lane] for t in g if not t.written]
-            left = [len(outstanding)]
-
-            def finish(
-                bar: Any = bar,
-                lane: int = lane,
-                upto: int = upto,
-                column: int = column,
-                left: list[int] = left,
-            ) -> None:
-                left[0] -= 1
-                if left[0] > 0:  # copies finish in any order
-                    return
-                clock = None
-                if clocks is not None:
-                    clock = np.zeros((4, clocks.columns), np.uint32)
-                    clock[:, column] = upto
-                bar.arrive(1, clock, ins, w, lane)
-
-            for transfer in outstanding:
-                transfer.after.append(finish)
-            if not outstanding:
-                finish()
-        return None
-
-    e.synchronise(arrive)
-
-
-def blank_tensor_map() -> bytes:
-    """A legal map of rank 5 whose every field is about to be replaced."""
-    from ..units import tensor_map
-
-    return tensor_map.encode_tiled(0, 16, (16, 1, 1, 1, 1), (16,) * 4, (16, 1, 1, 1, 1))
-
-
-@instruction("tensormap")
-def tensor_map_update(e: Emitter) -> None:
-    """tensormap.replace: one field of a map in shared or global memory. tensormap.cp_fenceproxy: copy and fence."""
-    ins = e.instruction
-    if e.has("cp_fenceproxy"):
-        destination, source, _ = e.operands
-        target, origin = GenericOperand(e, destination), SharedOperand(e, source)
-
-        def cp_fenceproxy(w: Any, v: Any, m: Any) -> None:
-            lane = 0 if m is True else int(np.argmax(m))
-            cta, offset = locate(w, origin.one(w, lane), ins, lane)
-            machine = w.cta.machine
-            found = machine.memory.find(target.one(w, lane))
-            if found is None:
-                machine.fault(w, ins, "tensormap copy to an unregistered address", m)
-            at = target.one(w, lane) - found.address
-            found.bytes[at : at + 128] = cta.shared.bytes[offset : offset + 128]
-
-        e.call(cp_fenceproxy)
-        return
-    fields = ("global_address", "rank", "box_dim", "global_dim", "global_stride", "element_stride", "elemtype",
-              "interleave_layout", "swizzle_mode", "fill_mode", "swizzle_atomicity")  # fmt: skip
-    field = next((m for m in ins.modifiers if m in fields), "")
-    if not field:
-        e.unsupported()
-    address, *values = e.operands
-    in_shared = any(m.startswith("shared") for m in e.modifiers)
-    where: Any = SharedOperand(e, address) if in_shared else GenericOperand(e, address)
-    kind = "u64" if field in ("global_address", "global_stride") else "u32"
-    ordinal = 0
-    if len(values) == 2:
-        assert isinstance(values[0], Immediate)
-        ordinal = values[0].value
-    value_slot = e.source_slot(values[-1], kind)
-
-    def replace(w: Any, v: Any, m: Any) -> None:
-        from ..units import tensor_map
-
-        for lane in range(32) if m is True else np.flatnonzero(m).tolist():
-            machine = w.cta.machine
-            if in_shared:
-                cta, offset = locate(w, where.one(w, lane), ins, lane)
-                buffer = cta.shared.bytes
-            else:
-                found = machine.memory.find(where.one(w, lane))
-                if found is None:
-                    machine.fault(w, ins, "tensormap.replace at an unregistered address", m)
-                buffer, offset = found.bytes, where.one(w, lane) - found.address
-            raw = buffer[offset : offset + 128].tobytes()
-            if not any(raw):  # kernels may build a map from nothing, field by field
-                raw = blank_tensor_map()
-            try:
-                new = tensor_map.replace(raw, field, int(v[value_slot][lane]), ordinal)
-            except ValueError as error:
-                machine.fault(w, ins, f"tensormap.replace: {error}", np.arange(32) == lane)
-            buffer[offset : offset + 128] = np.frombuffer(new, np.uint8)
-
-    e.call(replace)

@@ -9,7 +9,8 @@ import numpy as np
 from ..asynchronous import AsyncOperation
 from ..race import ASYNC, IN_FLIGHT, pack
 from ..spaces import OFFSET_MASK
-from .synchronisation import find_mbarrier, locate
+from .operands import locate
+from .synchronisation import find_mbarrier
 
 if TYPE_CHECKING:
     from ..ast import Instruction

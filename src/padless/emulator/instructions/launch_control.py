@@ -14,8 +14,9 @@ from ..ast import Register, Sink, Vector
 from ..asynchronous import AsyncOperation
 from ..spaces import OFFSET_MASK
 from . import bulk_transfer
+from .operands import SharedOperand, locate
 from .registry import instruction
-from .synchronisation import SharedOperand, find_mbarrier, locate
+from .synchronisation import find_mbarrier
 
 if TYPE_CHECKING:
     from ..emitter import Emitter

@@ -16,8 +16,8 @@ from ..race import ASYNC, pack
 from ..register_checks import names_of
 from ..warp import Wait
 from ..warp_sync import gather_warp
+from .operands import SharedOperand
 from .registry import instruction
-from .synchronisation import SharedOperand
 
 if TYPE_CHECKING:
     from ..ast import Instruction

@@ -9,44 +9,17 @@ import numpy as np
 from ..ast import Sink
 from ..mbarrier import Mbarrier
 from ..race import STRONG, pack
-from ..spaces import OFFSET_MASK, SHARED_WINDOW
+from ..spaces import SHARED_WINDOW
 from ..warp import Wait
+from .operands import SharedOperand, locate
 from .registry import instruction
 
 if TYPE_CHECKING:
-    from ..ast import Instruction, Operand
+    from ..ast import Instruction
     from ..emitter import Emitter
     from ..warp import Cta, Fragment, Warp
 
 Array = np.ndarray[Any, Any]
-
-
-class SharedOperand:
-    """A shared-memory address operand, 32-bit or generic."""
-
-    def __init__(self, e: Emitter, operand: Operand) -> None:
-        self.slot, self.offset = e.address(operand)
-        self.instruction = e.instruction
-
-    def values(self, w: Warp) -> Array:
-        """shared::cluster addresses of all 32 lanes."""
-        where = w.v[self.slot].astype(np.int64) + self.offset
-        return np.where(where >> 60 == SHARED_WINDOW >> 60, where - SHARED_WINDOW, where)
-
-    def one(self, w: Warp, lane: int) -> int:
-        where = int(w.v[self.slot][lane]) + self.offset
-        return where - SHARED_WINDOW if where >> 60 == SHARED_WINDOW >> 60 else where
-
-
-def locate(w: Warp, address: int, instruction: Instruction, lane: int) -> tuple[Cta, int]:
-    """(CTA, offset) of a shared::cluster address."""
-    rank, offset = address >> 24, address & OFFSET_MASK
-    ctas = w.cta.cluster.ctas
-    if not 0 <= rank < len(ctas) or offset >= ctas[rank].shared.size:
-        w.cta.machine.fault(
-            w, instruction, f"shared address {address:#x} is in no CTA of the cluster", np.arange(32) == lane
-        )
-    return ctas[rank], offset
 
 
 def find_mbarrier(

@@ -14,7 +14,8 @@ from ..race import ASYNC, TENSOR, pack
 from ..register_checks import names_of
 from ..warp import Wait
 from ..warp_sync import gather_warp
-from .tensor_memory import COLUMNS, tensor_address, tensor_memory, value
+from .operands import tensor_address, value
+from .tensor_memory import COLUMNS, tensor_memory
 
 if TYPE_CHECKING:
     from ..emitter import Emitter

@@ -10,7 +10,7 @@ from .. import tensor_units
 from ..race import BASE
 from ..warp import Wait
 from ..warp_sync import gather_warp
-from .synchronisation import SharedOperand, locate
+from .operands import SharedOperand, locate
 from .tensor_memory import COLUMNS, LANES, TensorMemory, cells, tensor_memory
 
 if TYPE_CHECKING:

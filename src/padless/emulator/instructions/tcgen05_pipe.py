@@ -16,8 +16,9 @@ from ..ast import Address, Immediate, Vector
 from ..asynchronous import AsyncOperation
 from ..race import ASYNC, BASE, BEFORE, READS, TENSOR, pack
 from ..spaces import OFFSET_MASK
-from .synchronisation import SharedOperand, find_mbarrier
-from .tensor_memory import cells, tensor_address, tensor_memory, value
+from .operands import SharedOperand, tensor_address, value
+from .synchronisation import find_mbarrier
+from .tensor_memory import cells, tensor_memory
 
 if TYPE_CHECKING:
     from ..ast import Instruction

@@ -1,4 +1,4 @@
-"""The tensor memory of a CTA: its words, who has allocated them, how its pipe stands, and addresses as operands."""
+"""The tensor memory of a CTA: its words, who has allocated them, and how its pipe stands."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..ast import Address, Register
 from ..race import BASE, Shadow
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
     from ..warp import Cta
 
 Array = np.ndarray[Any, Any]
@@ -93,13 +91,3 @@ def cells(rectangle: tuple[int, int, int, int]) -> Array:
     first_lane, end_lane, first, end = rectangle
     grid: Array = (np.arange(first_lane, end_lane)[:, None] * COLUMNS + np.arange(first, end)).reshape(-1)
     return grid
-
-
-def tensor_address(e: Emitter, operand: Any) -> tuple[int, int]:
-    if not isinstance(operand, Address) or not isinstance(operand.base, Register):
-        e.unsupported(f"{operand} is not a tensor-memory address")
-    return e.source_slot(operand.base, "u32"), operand.offset
-
-
-def value(v: Any, slot: tuple[int, int], lane: int) -> int:
-    return (int(v[slot[0]][lane]) + slot[1]) & 0xFFFFFFFF

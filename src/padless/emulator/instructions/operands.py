@@ -1,0 +1,65 @@
+"""Addresses as operands: in shared memory (and the CTA that one lies in), generic, in tensor memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..ast import Address, Register
+from ..spaces import OFFSET_MASK, SHARED_WINDOW
+
+if TYPE_CHECKING:
+    from ..ast import Instruction, Operand
+    from ..emitter import Emitter
+    from ..warp import Cta, Warp
+
+Array = np.ndarray[Any, Any]
+
+
+class SharedOperand:
+    """A shared-memory address operand, 32-bit or generic."""
+
+    def __init__(self, e: Emitter, operand: Operand) -> None:
+        self.slot, self.offset = e.address(operand)
+        self.instruction = e.instruction
+
+    def values(self, w: Warp) -> Array:
+        """shared::cluster addresses of all 32 lanes."""
+        where = w.v[self.slot].astype(np.int64) + self.offset
+        return np.where(where >> 60 == SHARED_WINDOW >> 60, where - SHARED_WINDOW, where)
+
+    def one(self, w: Warp, lane: int) -> int:
+        where = int(w.v[self.slot][lane]) + self.offset
+        return where - SHARED_WINDOW if where >> 60 == SHARED_WINDOW >> 60 else where
+
+
+class GenericOperand:
+    """A 64-bit generic (or global) address operand."""
+
+    def __init__(self, e: Emitter, operand: Operand) -> None:
+        self.slot, self.offset = e.address(operand)
+
+    def one(self, w: Warp, lane: int) -> int:
+        return int(w.v[self.slot][lane]) + self.offset
+
+
+def locate(w: Warp, address: int, instruction: Instruction, lane: int) -> tuple[Cta, int]:
+    """(CTA, offset) of a shared::cluster address."""
+    rank, offset = address >> 24, address & OFFSET_MASK
+    ctas = w.cta.cluster.ctas
+    if not 0 <= rank < len(ctas) or offset >= ctas[rank].shared.size:
+        w.cta.machine.fault(
+            w, instruction, f"shared address {address:#x} is in no CTA of the cluster", np.arange(32) == lane
+        )
+    return ctas[rank], offset
+
+
+def tensor_address(e: Emitter, operand: Any) -> tuple[int, int]:
+    if not isinstance(operand, Address) or not isinstance(operand.base, Register):
+        e.unsupported(f"{operand} is not a tensor-memory address")
+    return e.source_slot(operand.base, "u32"), operand.offset
+
+
+def value(v: Any, slot: tuple[int, int], lane: int) -> int:
+    return (int(v[slot[0]][lane]) + slot[1]) & 0xFFFFFFFF
