@@ -6,27 +6,32 @@ import re
 import struct
 
 from .ast import (
-    Address,
     Call,
     Function,
-    Immediate,
     Instruction,
     Label,
     Module,
-    Not,
     Operand,
-    Pair,
     Register,
-    Sink,
     SourceLine,
-    Symbol,
     Variable,
-    Vector,
 )
 from .errors import PtxSyntaxError
-from .tokens import Tokens, number
+from .operand_parser import OperandParser
+from .tokens import number
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
+_TYPES = {
+    *(f"{k}{n}" for k in "bus" for n in (8, 16, 32, 64, 128)),
+    "f16",
+    "f16x2",
+    "bf16",
+    "bf16x2",
+    "tf32",
+    "f32",
+    "f64",
+    "pred",
+}
 _SPACES = {".shared", ".global", ".const", ".local", ".param", ".tex"}
 _LINKAGE = {".visible", ".extern", ".weak", ".common"}
 
@@ -48,7 +53,7 @@ def parse(text: str | bytes, name: str = "<ptx>") -> Module:
     return _Parser(text, name).module()
 
 
-class _Parser(Tokens):
+class _Parser(OperandParser):
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text, name)
         self.files: dict[int, str] = {}
@@ -59,9 +64,6 @@ class _Parser(Tokens):
                 if found:
                     self.files[int(found[1])] = found[2]
         self.function: Function | None = None
-        self.scopes: list[dict[str, str]] = []
-        self.labels: list[dict[str, str]] = []
-        self.scope_count = 0
         self.variables: dict[str, Variable] = {}
 
     # ---- module
@@ -321,7 +323,7 @@ class _Parser(Tokens):
                 self.next()
                 targets = []
                 while not self.accept(";"):
-                    targets.append(self._label(self.next()))
+                    targets.append(self.label(self.next()))
                     self.accept(",")
                 function.branch_targets[name] = tuple(targets)
             elif self.token in (".callprototype", ".calltargets"):
@@ -357,31 +359,12 @@ class _Parser(Tokens):
                 break
         self.expect(";")
 
-    def _label(self, name: str) -> str:
-        for scope in reversed(self.labels):
-            if name in scope:
-                return scope[name]
-        return name
-
-    def _name(self, name: str) -> Operand:
-        for scope in reversed(self.scopes):
-            if name in scope:
-                found = scope[name]
-                return Symbol(found[1:]) if found.startswith("&") else Register(found)
-        if name == "_":
-            return Sink()
-        if name.startswith("%"):
-            return Register(name)  # a special register
-        if name == "WARP_SZ":
-            return Immediate(32)
-        return Symbol(self._label(name))
-
     def _instruction(self, function: Function) -> None:
         guard, negated = None, False
         line = self.line
         if self.accept("@"):
             negated = self.accept("!")
-            operand = self._name(self.next())
+            operand = self.named(self.next())
             if not isinstance(operand, Register):
                 self.fail(f"the guard {operand} is not a predicate register")
             guard = operand
@@ -394,7 +377,7 @@ class _Parser(Tokens):
             return
         operands: list[Operand] = []
         while not self.accept(";"):
-            operands.append(self._operand())
+            operands.append(self.operand())
             if not self.accept(",") and self.token != ";":
                 self.fail(f"expected ',' or ';' in {opcode}, found {self.token!r}")
         instruction.operands = tuple(operands)
@@ -404,101 +387,13 @@ class _Parser(Tokens):
         results: tuple[str, ...] = ()
         arguments: tuple[str, ...] = ()
         if self.accept("("):
-            results = self._names()
+            results = self.names()
             self.expect(",")
         target = self.next()
-        if isinstance(self._name(target), Register):
+        if isinstance(self.named(target), Register):
             self.fail("indirect calls are not supported")
         if self.accept(",") and self.accept("("):
-            arguments = self._names()
+            arguments = self.names()
         while not self.accept(";"):
             self.next()
         function.body.append(Call(target, results, arguments, instruction))
-
-    def _names(self) -> tuple[str, ...]:
-        names = []
-        while not self.accept(")"):
-            names.append(str(self._operand()))
-            self.accept(",")
-        return tuple(names)
-
-    def _operand(self) -> Operand:
-        operand = self._primary()
-        if self.accept("|"):
-            operand = Pair(operand, self._primary())
-        return operand
-
-    def _primary(self) -> Operand:
-        token = self.token
-        if token == "{":
-            self.next()
-            items: list[Operand] = []
-            while not self.accept("}"):
-                items.append(self._operand())
-                self.accept(",")
-            return Vector(tuple(items))
-        if token == "[":
-            self.next()
-            return self._address()
-        if token == "!":
-            self.next()
-            return Not(self._primary())
-        if token == "-":
-            self.next()
-            value = self._primary()
-            if not isinstance(value, Immediate):
-                self.fail("only a number may follow '-'")
-            if value.bits:
-                return Immediate(value.value ^ (1 << (value.bits - 1)), value.bits)
-            return Immediate(-value.value)
-        if token == "(":
-            self.next()
-            inner = self._primary()
-            self.expect(")")
-            return inner
-        if self.kind == "number":
-            return number(self.next())
-        if self.kind == "name":
-            operand = self._name(self.next())
-            if isinstance(operand, Symbol) and self.token in "+-" and self.kind == "punctuation":
-                operand = Symbol(operand.name, operand.offset + self._offset())
-            return operand
-        return self.fail(f"unexpected {token!r} in an operand")
-
-    def _offset(self) -> int:
-        total = 0
-        while self.token in ("+", "-"):
-            sign = -1 if self.next() == "-" else 1
-            if self.accept("-"):
-                sign = -sign
-            total += sign * int(self.next().rstrip("U"), 0)
-        return total
-
-    def _address(self) -> Address:
-        base = self._primary()
-        offset = self._offset() if self.token in ("+", "-") else 0
-        coordinates: tuple[Operand, ...] = ()
-        extra: list[Operand] = []
-        while self.accept(","):
-            item = self._primary()
-            if isinstance(item, Vector):
-                coordinates = item.items
-            else:
-                extra.append(item)
-        self.expect("]")
-        if isinstance(base, Symbol) and base.offset:
-            base, offset = Symbol(base.name), offset + base.offset
-        return Address(base, offset, coordinates, tuple(extra))
-
-
-_TYPES = {
-    *(f"{k}{n}" for k in "bus" for n in (8, 16, 32, 64, 128)),
-    "f16",
-    "f16x2",
-    "bf16",
-    "bf16x2",
-    "tf32",
-    "f32",
-    "f64",
-    "pred",
-}
