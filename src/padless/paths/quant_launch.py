@@ -6,6 +6,7 @@ The kernels' side is kernels/quant_outputs.cuh.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,7 +38,13 @@ class QuantConfig:
         return self.tile.prelude() + self.epilogue.prelude()
 
 
-def check_columns(n: int, epilogue: Epilogue, multiples: dict[str, int]) -> None:
+# What N has to be a multiple of: 16 bytes of D; gate and up in runs of 32 columns, or in halves of 16 bytes. In the FP8
+# kernel each half has whole blocks of scales.
+MULTIPLES_OF_N = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 16}
+FP8_BLOCK_MULTIPLES_OF_N = MULTIPLES_OF_N | {"swiglu_concatenated": 128}
+
+
+def check_columns(n: int, epilogue: Epilogue, multiples: Mapping[str, int] = MULTIPLES_OF_N) -> None:
     """Raises ValueError unless N is a multiple of what the activation needs, by ``multiples``."""
     multiple = multiples[epilogue.activation]
     if n % multiple != 0:
@@ -46,7 +53,9 @@ def check_columns(n: int, epilogue: Epilogue, multiples: dict[str, int]) -> None
         )
 
 
-def check_outputs(n: int, tensors: EpilogueTensors, epilogue: Epilogue, multiples: dict[str, int]) -> None:
+def check_outputs(
+    n: int, tensors: EpilogueTensors, epilogue: Epilogue, multiples: Mapping[str, int] = MULTIPLES_OF_N
+) -> None:
     """Raises ValueError for sizes and addresses that the stores of Hopper's kernels cannot have."""
     check_columns(n, epilogue, multiples)
     for name in ("d", "row_codes", "column_codes"):

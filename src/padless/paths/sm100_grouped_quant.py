@@ -37,8 +37,6 @@ from padless.paths.sm100_grouped import (
 
 Config = Sm100GroupedConfig
 
-_MULTIPLE_OF_N = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 16}
-
 
 def prepare(
     driver: Driver,
@@ -143,7 +141,7 @@ def _wide_glu(epilogue: Epilogue) -> bool:
 
 
 def _check(n: int, tensors: EpilogueTensors, epilogue: Epilogue) -> None:
-    check_columns(n, epilogue, _MULTIPLE_OF_N)
+    check_columns(n, epilogue)
     for name in ("d", "row_codes", "column_codes"):
         t = getattr(tensors, name)
         if t is None or t.numel() == 0:

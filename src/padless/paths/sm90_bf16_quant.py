@@ -20,7 +20,6 @@ from padless.paths.sm90_bf16 import KERNEL, Bf16GemmConfig, fit, operands, selec
 
 Config = Bf16GemmConfig
 
-_MULTIPLE_OF_N = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 16}
 _SHARED_BYTES = 227 * 1024
 _ROW_BYTES = {"BF16": 256, "MXFP4": 64, "NVFP4": 64}  # 128 of K; other formats have 128
 
@@ -47,7 +46,7 @@ def prepare(
     layout, and FP8_BLOCK rows and columns of a SwiGLU together.
     """
     m, (num_groups, n) = a.shape[0], b.data.shape[:2]
-    check_outputs(n, tensors, epilogue, _MULTIPLE_OF_N)
+    check_outputs(n, tensors, epilogue)
     if epilogue.gate_and_up_apart and b.scale_layout == "blocked":
         raise ValueError(
             "b has scale_layout 'blocked', whose scales of 128 rows lie together; a SwiGLU of concatenated gate and up "

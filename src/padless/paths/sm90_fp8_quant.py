@@ -18,6 +18,7 @@ from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import to_mn_major
 from padless.paths.launching import Prepared, load_kernel, tile_counter
 from padless.paths.quant_launch import (
+    FP8_BLOCK_MULTIPLES_OF_N,
     TILE_COLUMNS,
     QuantConfig,
     check_outputs,
@@ -29,8 +30,6 @@ from padless.tensor_map import TensorMapSpec
 
 KERNEL = "sm90_fp8_grouped_gemm.cu"
 Config = GemmConfig
-
-_MULTIPLE_OF_N = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 128}
 
 
 def prepare(
@@ -54,7 +53,7 @@ def prepare(
     Raises ValueError for what this kernel cannot do.
     """
     (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
-    check_outputs(n, tensors, epilogue, _MULTIPLE_OF_N)
+    check_outputs(n, tensors, epilogue, FP8_BLOCK_MULTIPLES_OF_N)
     device = a.data.device.index or 0
     dtype = epilogue.d_dtype or torch.bfloat16
     problem = Problem(m, n, k, num_groups, dtype, driver.num_sms(device))
