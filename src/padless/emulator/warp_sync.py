@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -31,15 +33,19 @@ def gather_members(fragment: Fragment, m: Any, slot: int, again: Any, instructio
     return wait
 
 
-def gather_warp(fragment: Fragment, again: Any) -> Wait | None:
-    """Wait until all live lanes of the warp are here (.aligned)."""
-    if fragment.full:
+def whole_warp(function: Callable[[Fragment, Any], Wait | None]) -> Callable[[Fragment, Any], Wait | None]:
+    """An .aligned instruction's function, which is called once all live lanes of the warp are here."""
+
+    @wraps(function)
+    def gathered(fragment: Fragment, m: Any) -> Wait | None:
+        if not fragment.full:
+            wait = gather(fragment, _ALL, gathered)
+            if wait is not None:
+                return wait
         together(fragment)
-        return None
-    wait = gather(fragment, _ALL, again)
-    if wait is None:
-        together(fragment)
-    return wait
+        return function(fragment, m)
+
+    return gathered
 
 
 def together(fragment: Fragment) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from ..ast import Not
 from ..race import merge
 from ..warp import Wait
-from ..warp_sync import gather_warp
+from ..warp_sync import whole_warp
 from .registry import instruction
 from .warp_wide import write
 
@@ -100,10 +100,6 @@ def barrier(e: Emitter) -> None:
     def cta_barrier(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
         cta = w.cta
-        if aligned and ins.guard is None:
-            wait = gather_warp(f, cta_barrier)
-            if wait is not None:
-                return wait
         lane = int(np.argmax(f.mask))
         number = int(w.v[id_slot][lane])
         if number > 15:
@@ -154,7 +150,7 @@ def barrier(e: Emitter) -> None:
             complete_barrier(cta, bar)
         return waiting
 
-    e.synchronise(cta_barrier)
+    e.synchronise(whole_warp(cta_barrier) if aligned and ins.guard is None else cta_barrier)
 
 
 def complete_barrier(cta: Any, bar: Any) -> None:
@@ -245,10 +241,6 @@ def cluster_barrier(e: Emitter) -> None:
     if e.has("arrive"):
 
         def arrive(f: Fragment, m: Any) -> Wait | None:
-            if aligned:
-                wait = gather_warp(f, arrive)
-                if wait is not None:
-                    return wait
             w = f.warp
             cluster = w.cta.cluster
             if relaxed:
@@ -263,14 +255,10 @@ def cluster_barrier(e: Emitter) -> None:
             cluster_barrier_check(cluster)
             return None
 
-        e.synchronise(arrive)
+        e.synchronise(whole_warp(arrive) if aligned else arrive)
         return
 
     def wait_cluster(f: Fragment, m: Any) -> Wait | None:
-        if aligned:
-            wait = gather_warp(f, wait_cluster)
-            if wait is not None:
-                return wait
         w = f.warp
         cluster = w.cta.cluster
         done = cluster.agents.setdefault("cluster_done", {})
@@ -286,7 +274,7 @@ def cluster_barrier(e: Emitter) -> None:
         cluster.barrier_waiting.append((w, waiting))
         return waiting
 
-    e.synchronise(wait_cluster)
+    e.synchronise(whole_warp(wait_cluster) if aligned else wait_cluster)
 
 
 def publish_inits(fragment: Fragment) -> None:

@@ -15,7 +15,7 @@ from ..memory_access import shared_groups
 from ..race import ASYNC, pack
 from ..register_checks import names_of
 from ..warp import Wait
-from ..warp_sync import gather_warp
+from ..warp_sync import whole_warp
 from .operands import SharedOperand
 from .registry import instruction
 
@@ -58,10 +58,8 @@ def matrix_move(e: Emitter) -> None:
     shape = MatrixAccess(ins, 16)
     e.preparation.granule = min(e.preparation.granule, 16)
 
+    @whole_warp
     def matrix_sync(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_warp(f, matrix_sync)
-        if wait is not None:
-            return wait
         w = f.warp
         v = w.v
         rows = 8 * count
@@ -99,10 +97,8 @@ def move_matrix(e: Emitter) -> None:
     d, a = e.operands
     out, source = e.destination_slot(d, "u32"), e.source_slot(a, "u32")
 
+    @whole_warp
     def movmatrix(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_warp(f, movmatrix)
-        if wait is not None:
-            return wait
         v = f.warp.v
         tile = v[source].view(np.uint16).reshape(8, 8)
         v[out][:] = np.ascontiguousarray(tile.T).reshape(32, 2).view(np.uint32)[:, 0]
@@ -136,10 +132,8 @@ def mma(e: Emitter) -> None:
     sc = slots(c, "f32" if kinds[3] == "f32" else view)
     sd = slots(d, view, True)
 
+    @whole_warp
     def mma_sync(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_warp(f, mma_sync)
-        if wait is not None:
-            return wait
         v = f.warp.v
         machine = f.warp.cta.machine
         results = tensor_core.mma_sync(
@@ -225,10 +219,8 @@ def wgmma(e: Emitter) -> None:
 def make_fence(e: Emitter) -> Any:
     ins = e.instruction
 
+    @whole_warp
     def wgmma_fence(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_warp(f, wgmma_fence)
-        if wait is not None:
-            return wait
         progress_of(f.warp, ins)
         f.warp.dirty = 0
         return None
@@ -239,10 +231,8 @@ def make_fence(e: Emitter) -> Any:
 def make_commit(e: Emitter) -> Any:
     ins = e.instruction
 
+    @whole_warp
     def wgmma_commit(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_warp(f, wgmma_commit)
-        if wait is not None:
-            return wait
         progress = progress_of(f.warp, ins)
         progress.groups.append(progress.open)
         progress.open = []
@@ -293,10 +283,8 @@ def make_wait(e: Emitter) -> Any:
     pending = operand.value
     ins = e.instruction
 
+    @whole_warp
     def wgmma_wait(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_warp(f, wgmma_wait)
-        if wait is not None:
-            return wait
         progress = progress_of(f.warp, ins)
         waiting = WgmmaWait(f, progress, max(len(progress.groups) - pending, 0))
         if waiting.ready():
@@ -359,10 +347,8 @@ def make_mma(e: Emitter) -> Any:
         e.unsupported("shape or types")
     preparation.uses.add("wgmma")
 
+    @whole_warp
     def wgmma_mma(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_warp(f, wgmma_mma)
-        if wait is not None:
-            return wait
         w = f.warp
         v = w.v
         cta = w.cta

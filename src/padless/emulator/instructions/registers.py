@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..ast import Immediate
 from ..register_pool import GRANULE, LEAST, MOST, RegisterPool, registers_at_launch
 from ..warp import Wait
-from ..warp_sync import gather_warp
+from ..warp_sync import whole_warp
 from .registry import instruction
 
 if TYPE_CHECKING:
@@ -56,10 +56,8 @@ def set_registers(e: Emitter) -> None:
     increase = e.has("inc")
     ins = e.instruction
 
+    @whole_warp
     def setmaxnreg(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_warp(f, setmaxnreg)
-        if wait is not None:
-            return wait
         w = f.warp
         machine = w.cta.machine
         group = w.cta.warps[w.index & ~3 : (w.index & ~3) + 4]

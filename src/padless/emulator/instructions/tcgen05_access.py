@@ -13,7 +13,7 @@ from ..checks import set_bits
 from ..race import ASYNC, TENSOR, pack
 from ..register_checks import names_of
 from ..warp import Wait
-from ..warp_sync import gather_warp
+from ..warp_sync import whole_warp
 from .operands import tensor_address, value
 from .tensor_memory import COLUMNS, tensor_memory
 
@@ -71,10 +71,8 @@ def access(e: Emitter, is_load: bool) -> None:
     kind = "ld" if is_load else "st"
     owners = dict.fromkeys(set_bits(bits), ins)
 
+    @whole_warp
     def tensor_access(f: Fragment, m: Any) -> Wait | None:
-        waiting = gather_warp(f, tensor_access)
-        if waiting is not None:
-            return waiting
         w = f.warp
         machine = w.cta.machine
         memory = tensor_memory(w.cta)
@@ -159,10 +157,8 @@ class AccessWait(Wait):
 def wait(e: Emitter) -> None:
     kind = "ld" if e.has("wait::ld") else "st"
 
+    @whole_warp
     def tensor_wait(f: Fragment, m: Any) -> Wait | None:
-        waiting = gather_warp(f, tensor_wait)
-        if waiting is not None:
-            return waiting
         result = AccessWait(f.warp, kind)
         return result.finish(f) if result.ready() else result
 

@@ -9,7 +9,7 @@ import numpy as np
 from .. import tensor_units
 from ..race import BASE
 from ..warp import Wait
-from ..warp_sync import gather_warp
+from ..warp_sync import whole_warp
 from .operands import SharedOperand, locate
 from .tensor_memory import COLUMNS, LANES, TensorMemory, cells, tensor_memory
 
@@ -38,10 +38,8 @@ def allocate(e: Emitter) -> None:
     where, count_slot = SharedOperand(e, e.operands[0]), e.source_slot(e.operands[1], "u32")
     ins = e.instruction
 
+    @whole_warp
     def alloc(f: Fragment, m: Any) -> Wait | None:
-        waiting = gather_warp(f, alloc)
-        if waiting is not None:
-            return waiting
         w = f.warp
         lane = int(np.argmax(f.mask))
         count = int(w.v[count_slot][lane])
@@ -98,10 +96,8 @@ def deallocate(e: Emitter) -> None:
     address_slot, count_slot = e.source_slot(e.operands[0], "u32"), e.source_slot(e.operands[1], "u32")
     ins = e.instruction
 
+    @whole_warp
     def dealloc(f: Fragment, m: Any) -> Wait | None:
-        waiting = gather_warp(f, dealloc)
-        if waiting is not None:
-            return waiting
         w = f.warp
         lane = int(np.argmax(f.mask))
         start, count = int(w.v[address_slot][lane]) & 0xFFFF, int(w.v[count_slot][lane])
@@ -127,10 +123,9 @@ def deallocate(e: Emitter) -> None:
 
 
 def relinquish(e: Emitter) -> None:
+    @whole_warp
     def relinquish_permit(f: Fragment, m: Any) -> Wait | None:
-        waiting = gather_warp(f, relinquish_permit)
-        if waiting is None:
-            tensor_memory(f.warp.cta).relinquished = True
-        return waiting
+        tensor_memory(f.warp.cta).relinquished = True
+        return None
 
     e.synchronise(relinquish_permit)
