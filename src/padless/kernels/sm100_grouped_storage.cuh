@@ -97,12 +97,7 @@ static_assert(LEFT_BYTES % 1024 == 0 && RIGHT_BYTES % 1024 == 0, "the swizzle re
 
 constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 24>() : NUM_STAGES;
 using SharedStorage = SharedStorageOf<STAGES>;
-static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
-
-// The host reads these back from the compiled module.
-extern "C" __device__ const int padless_shared_bytes = sizeof(SharedStorage);
-extern "C" __device__ const int padless_num_threads = NUM_THREADS;
-extern "C" __device__ const int padless_num_stages = STAGES;
+#include "read_back.cuh"
 extern "C" __device__ const int padless_stage_bytes =
     LEFT_BYTES + RIGHT_BYTES + LEFT_SCALE_BYTES + RIGHT_SCALE_BYTES;
 extern "C" __device__ const int padless_tmem_used = USED_COLUMNS;

@@ -104,12 +104,7 @@ struct alignas(1024) SharedStorageOf {
 
 constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 12>() : NUM_STAGES;
 using SharedStorage = SharedStorageOf<STAGES>;
-static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
-
-// The host reads these back from the compiled module.
-extern "C" __device__ const int padless_shared_bytes = sizeof(SharedStorage);
-extern "C" __device__ const int padless_num_threads = NUM_THREADS;
-extern "C" __device__ const int padless_num_stages = STAGES;
+#include "read_back.cuh"
 // What kernel_map.py draws.
 extern "C" __device__ const int padless_a_bytes = SLABS * A_SLAB_BYTES;
 extern "C" __device__ const int padless_b_bytes = SLABS * B_SLAB_BYTES;

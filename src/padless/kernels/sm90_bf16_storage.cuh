@@ -113,12 +113,7 @@ using SharedStorageWithTokens = SharedStorageOf<STAGES, TOKEN_STAGES>;
 
 constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageWithTokens, 12>() : NUM_STAGES;
 using SharedStorage = SharedStorageWithTokens<STAGES>;
-static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
-
-// The host reads these back from the compiled module.
-extern "C" __device__ const int padless_shared_bytes = sizeof(SharedStorage);
-extern "C" __device__ const int padless_num_threads = NUM_THREADS;
-extern "C" __device__ const int padless_num_stages = STAGES;
+#include "read_back.cuh"
 
 using Order = TileOrder<BLOCK_M, BLOCK_N, RASTER_M>;
 using Reader = TileReader<1>;

@@ -136,12 +136,7 @@ struct alignas(1024) SharedStorageOf {
 
 constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 12>() : NUM_STAGES;
 using SharedStorage = SharedStorageOf<STAGES>;
-static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
-
-// The host reads these back from the compiled module.
-extern "C" __device__ const int padless_shared_bytes = sizeof(SharedStorage);
-extern "C" __device__ const int padless_num_threads = NUM_THREADS;
-extern "C" __device__ const int padless_num_stages = STAGES;
+#include "read_back.cuh"
 // How many multiply-adds of the promotion in a row read their common scale once (operand_reuse.py): as measured.
 extern "C" __device__ const int padless_reuse_run = WAVES == 2 ? 12 : 4;
 

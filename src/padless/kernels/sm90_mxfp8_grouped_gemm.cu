@@ -125,12 +125,7 @@ struct alignas(1024) SharedStorageOf {
 
 constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 12>() : NUM_STAGES;
 using SharedStorage = SharedStorageOf<STAGES>;
-static_assert(STAGES >= 2 && sizeof(SharedStorage) <= SHARED_LIMIT, "does not fit in shared memory");
-
-// The host reads these back from the compiled module.
-extern "C" __device__ const int padless_shared_bytes = sizeof(SharedStorage);
-extern "C" __device__ const int padless_num_threads = NUM_THREADS;
-extern "C" __device__ const int padless_num_stages = STAGES;
+#include "read_back.cuh"
 
 using Order = TileOrder<BLOCK_M, BLOCK_N, RASTER_M>;
 using Reader = TileReader<1>;
@@ -167,11 +162,12 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     Tile tile;
     while (reader.next(tile)) {
         const int units = units_of(tile.rows);
+        const uint32_t stage_bytes = units * row_box(problem.m) * BLOCK_K + B_BYTES;
         for (int kb = 0; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage;
             const uint32_t full = shared_address(&shared.full[stage]);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
-            mbarrier_arrive_expect_tx(full, units * row_box(problem.m) * BLOCK_K + B_BYTES);
+            mbarrier_arrive_expect_tx(full, stage_bytes);
             const uint32_t b = shared_address(shared.b[stage]);
             if constexpr (COLUMNS_ARE_DEALT) {
 #pragma unroll
