@@ -53,6 +53,11 @@ def row_box(m: int) -> int:
     return min(64, max(8, -(-m // 8) * 8))
 
 
+def rows_operand(a: torch.Tensor) -> TensorMapSpec:
+    """A of Hopper's FP8 kernels, (rows, K): ``operand`` in boxes of ``row_box`` rows."""
+    return operand(a, row_box(a.shape[0]))
+
+
 def operand(tensor: torch.Tensor, block_rows: int) -> TensorMapSpec:
     """A K-major operand, (rows, K) or (G, rows, K) of one-byte elements, read in boxes of ``block_rows`` x 128 bytes."""
     data_type, _ = _DATA_TYPES[tensor.dtype]

@@ -67,7 +67,7 @@ def prepare(
     kernel, function = load_kernel(driver, KERNEL, compiled, device)
 
     specs = [
-        tensor_map.operand(a.data, tensor_map.row_box(a.data.shape[0])),
+        tensor_map.rows_operand(a.data),
         dealt_operand(b.data, epilogue),
         tensor_map.mn_major_scales(a.scale, 96 if tile.block_m == 256 else tile.block_m + 4),
     ]

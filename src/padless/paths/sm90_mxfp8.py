@@ -140,7 +140,7 @@ def prepare(
     kernel, function = load_kernel(driver, KERNEL, config, device)
     scales, copies = readable_scales(a, b)
     specs = (
-        tensor_map.operand(a.data.view(torch.uint8), tensor_map.row_box(a.data.shape[0])),
+        tensor_map.rows_operand(a.data.view(torch.uint8)),
         tensor_map.operand(b.data.view(torch.uint8), config.block_n),
         tensor_map.output_ragged(out, 64),
     )

@@ -56,7 +56,7 @@ def prepare(
     scales, copies = readable_scales(a, b)
 
     specs = (
-        tensor_map.operand(a.data.view(torch.uint8), tensor_map.row_box(a.data.shape[0])),
+        tensor_map.rows_operand(a.data.view(torch.uint8)),
         dealt_operand(b.data.view(torch.uint8), epilogue),
     )
     arguments: list[Argument] = [driver.encode(spec) for spec in specs]
