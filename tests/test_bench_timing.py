@@ -247,3 +247,16 @@ def test_workers_get_the_points_and_the_names(monkeypatch: pytest.MonkeyPatch) -
     assert jobs == []
     with pytest.raises(ValueError, match="kind must be one of"):
         warm_up.warm_up("dense", points, None, [], 0)
+
+
+def test_workers_are_as_many_as_usual_points_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = Point(8192, 3072, 3072, 4), Point(65536, 8192, 8192, 32)
+    usual = warm_up.working_set_bytes(small.M, small.N, small.K, small.groups)
+    monkeypatch.setattr(warm_up.os, "cpu_count", lambda: 8)
+    for times, expected in ((1, 1), (4, 4), (100, 8)):
+        free = int((times + 0.5) * usual / warm_up._MEMORY_SHARE)
+        monkeypatch.setattr(warm_up.torch.cuda, "mem_get_info", lambda free=free: (free, free))
+        assert warm_up._worker_count([small] * 10) == expected
+    # One large point among many does not decide for all.
+    monkeypatch.setattr(warm_up.torch.cuda, "mem_get_info", lambda: (10 * usual, 10 * usual))
+    assert warm_up._worker_count([large]) == 1 < warm_up._worker_count([small] * 50 + [large])

@@ -127,6 +127,20 @@ Repeats = Annotated[
 ]
 
 
+def _bench_peers(
+    name: str,
+    peers: Path | None,
+    only: list[str] | None,
+    out: Path,
+    time_limit: float | None,
+    repeats: int | None,
+    **grid: bool,
+) -> None:
+    """A benchmark against other libraries, with the options that all of these take."""
+    options = {"peers": peers, "only": only, "out": out, "time_limit_s": time_limit, "repeats": repeats}
+    _call(COMMANDS, name, **grid, **options)
+
+
 @bench.command()
 def paper(
     full: Full = False,
@@ -140,8 +154,7 @@ def paper(
     repeats: Repeats = None,
 ) -> None:
     """The paper's grid: against padding plus the same GEMM, time, memory saved and equality of valid rows."""
-    options = {"peers": peers, "only": only, "out": out, "time_limit_s": time_limit, "repeats": repeats}
-    _call(COMMANDS, "paper", full=full, balanced=balanced, **options)
+    _bench_peers("paper", peers, only, out, time_limit, repeats, full=full, balanced=balanced)
 
 
 @bench.command()
@@ -154,8 +167,7 @@ def dense(
     repeats: Repeats = None,
 ) -> None:
     """One group: the dense product."""
-    options = {"peers": peers, "only": only, "out": out, "time_limit_s": time_limit, "repeats": repeats}
-    _call(COMMANDS, "dense", full=full, **options)
+    _bench_peers("dense", peers, only, out, time_limit, repeats, full=full)
 
 
 @bench.command()
@@ -168,8 +180,7 @@ def decode(
     repeats: Repeats = None,
 ) -> None:
     """A few rows per group, as when generating token by token."""
-    options = {"peers": peers, "only": only, "out": out, "time_limit_s": time_limit, "repeats": repeats}
-    _call(COMMANDS, "decode", full=full, **options)
+    _bench_peers("decode", peers, only, out, time_limit, repeats, full=full)
 
 
 @bench.command()

@@ -172,6 +172,8 @@ def _nvfp4_global(
     on_gpu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(decode scale () or (groups,), the factors derived from it (.., 2))."""
+    if on_gpu:
+        from padless import quantize_triton_global
     if global_scale is not None:
         if isinstance(global_scale, torch.Tensor):
             given = global_scale.to(dtype=torch.float32, device=x.device)
@@ -184,14 +186,10 @@ def _nvfp4_global(
             raise ValueError(
                 f"global_scale must be one number or one for each of {groups} groups, got shape {tuple(given.shape)}"
             )
-        if not on_gpu:
-            return given, quantize_rules.nvfp4_factors(scale_rule, given, None)
-        from padless import quantize_triton_global
-
-        return given, quantize_triton_global.given_factors(given, scale_rule)
+        if on_gpu:
+            return given, quantize_triton_global.given_factors(given, scale_rule)
+        return given, quantize_rules.nvfp4_factors(scale_rule, given, None)
     if on_gpu:
-        from padless import quantize_triton_global
-
         return quantize_triton_global.global_scale(x, scale_rule, offs)
     if x.dim() == 3:
         amax = quantize_rules.finite_amax(x, (1, 2))

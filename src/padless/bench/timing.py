@@ -24,7 +24,7 @@ FLUSH_BYTES = 512 << 20
 # Read after that: several times what L2 holds, written long before the end, so that what L2 is left with is clean.
 # Without it a call of 8 groups of 16 rows took 2.6 to 5 us longer, whoever's it was.
 CLEAN_BYTES = 256 << 20
-FLUSH = "512 MB written, 256 MB read"  # for the record
+FLUSH = f"{FLUSH_BYTES >> 20} MB written, {CLEAN_BYTES >> 20} MB read"  # for the record
 REPEATS = 10
 WARM_UP_CALLS = 2
 
@@ -79,13 +79,13 @@ class GpuTimer:
     pause_s: idle time before each call, on top of twice what the last one took.
     """
 
-    def __init__(self, repeats: int = REPEATS, pause_s: float = 0.0, flush_bytes: int = FLUSH_BYTES) -> None:
+    def __init__(self, repeats: int = REPEATS, pause_s: float = 0.0) -> None:
         if repeats < 1:
             raise ValueError(f"repeats must be at least 1, got {repeats}")
         self.repeats = repeats
         self.pause_s = pause_s
-        self._flush_buffer = torch.zeros(flush_bytes, dtype=torch.uint8, device="cuda")
-        self._clean = self._flush_buffer[: min(CLEAN_BYTES, flush_bytes // 8 * 8)].view(torch.int64)
+        self._flush_buffer = torch.zeros(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self._clean = self._flush_buffer[:CLEAN_BYTES].view(torch.int64)
         self._sum = torch.empty((), dtype=torch.int64, device="cuda")
 
     def _flush(self) -> None:

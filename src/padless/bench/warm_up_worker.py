@@ -27,23 +27,27 @@ def _contenders(kind: str, fields: dict[str, int], peers: Sequence[Peer], seed: 
     return gather(own_decode_contender(problem), peers, lambda peer: peer.decode(problem))[0]
 
 
+def _call_all(kind: str, fields: dict[str, int], peers: Sequence[Peer], seed: int) -> None:
+    """Calls every contender of one point; nothing of it stays in memory."""
+    try:
+        contenders = _contenders(kind, fields, peers, seed)
+    except torch.cuda.OutOfMemoryError as error:
+        print(f"{fields}: {error}", file=sys.stderr)
+        return
+    for contender in contenders:
+        try:
+            contender.call()
+        except Exception as error:
+            print(f"{fields} {contender.name}: {type(error).__name__}: {error}", file=sys.stderr)
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     """A worker: reads its job from standard input."""
     job = json.load(sys.stdin)
     peers = [peer for peer in find_peers(job["folder"], job["names"]) if peer.available().usable]
     for fields in job["points"]:
-        try:
-            contenders = _contenders(job["kind"], fields, peers, job["seed"])
-        except torch.cuda.OutOfMemoryError as error:
-            print(f"{fields}: {error}", file=sys.stderr)
-            contenders = []
-        for contender in contenders:
-            try:
-                contender.call()
-            except Exception as error:
-                print(f"{fields} {contender.name}: {type(error).__name__}: {error}", file=sys.stderr)
-        torch.cuda.synchronize()
-        contenders.clear()
+        _call_all(job["kind"], fields, peers, job["seed"])
         torch.cuda.empty_cache()
 
 
