@@ -95,7 +95,8 @@ def test_a_constant_that_is_not_there_is_an_error(cache: Path, monkeypatch: pyte
     for kind in ("cubin", "ptx"):
         with monkeypatch.context() as patch:
             sources = dict(jit.sources())
-            sources[KERNEL] = sources[KERNEL].replace("padless_num_stages", "renamed_num_stages")
+            where = "read_back.cuh"
+            sources[where] = sources[where].replace("padless_num_stages", "renamed_num_stages")
             patch.setattr(jit, "sources", lambda sources=sources: sources)
             with pytest.raises(jit.CompileError, match="has no constant padless_num_stages"):
                 jit.compile_kernel(KERNEL, PRELUDE, ARCH, kind)
