@@ -69,9 +69,15 @@ def test_formats_takes_the_grid_and_the_settings(monkeypatch: pytest.MonkeyPatch
 def test_wrong_results_are_an_exit_code(tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "paper.jsonl")
     file.append(record(POINT))
-    assert commands.report(file=file.path) == 0
+    right = ResultFile(tmp_path / "right.jsonl")
+    right.append(record(POINT))
+    assert commands.report(files=[file.path, right.path]) == 0
     file.append(record(Point(16384, 3072, 8192, 32), bitwise_identical=False))
-    assert commands.report(file=file.path) == 1
+    assert commands.report(files=[file.path, right.path]) == 1
+    assert commands.report(files=[right.path]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["paper.jsonl", "right.jsonl"]
+    with pytest.raises(ValueError, match="--figure takes one result file, got 2"):
+        commands.report(files=[file.path, right.path], figure=tmp_path / "x.png")
 
 
 def test_host_prints_what_it_measured(

@@ -208,14 +208,7 @@ def test_tables_say_how_much_faster_and_what_is_missing() -> None:
     formats_report.print_formats(Console(file=buffer, width=200), records)
     text = buffer.getvalue()
     (line,) = [x for x in text.splitlines() if "prefill" in x and "4.00" in x]
-    assert [cell.strip() for cell in line.strip("│ ").split("│")][1:] == [
-        "X",
-        "2",
-        "4.00",
-        "2.00",
-        "8.00",
-        "0.50",
-    ]
+    assert line.split() == ["prefill", "X", "2", "4.00", "2.00", "8.00", "0.50"]
     assert any("competition" in x and "3.00" in x for x in text.splitlines())
     assert "no kernel on this GPU for: MXFP4 x MXFP4" in text
     assert "Y failed: RuntimeError: boom" in text

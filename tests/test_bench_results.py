@@ -200,19 +200,88 @@ def test_tables_of_nothing_and_of_one_point() -> None:
     assert "-" in printed(tables.print_grouped, [record(POINT)])
 
 
-def test_point_and_bandwidth_tables() -> None:
+def test_dense_and_bandwidth_tables() -> None:
     dense = record(
         POINT, point={"M": 4096, "N": 4096, "K": 4096}, gpu={"padless": timing(100.0)}, floor_us=91.0
     )
-    text = printed(tables.print_points, "Dense", [dense], ("padless", "deepgemm", "floor"))
-    assert "padless us" in text
-    assert "deepgemm us" not in text
+    text = printed(tables.print_dense, [dense])
+    assert "padless" in text
+    assert "deepgemm" not in text
     assert "0.91" in text
     moved = {"kind": "quantize", "point": {"M": 10, "K": 20}, "gpu": {"pad": timing(2.0)}}
     moved |= {"bytes": {"pad": 4_000_000}, "copy_gb_per_s": 4000.0}
-    text = printed(tables.print_bandwidth, "Bandwidth", [moved])
+    text = printed(tables.print_bandwidth, [moved])
     assert "2000" in text
     assert "50%" in text
+
+
+def decode_record(groups: int, **times: float) -> dict[str, Any]:
+    point = {"groups": groups, "rows": 4, "N": 2048, "K": 2048}
+    gpu = {name.replace("__", " "): timing(us) for name, us in times.items()}
+    return record(POINT, kind="decode", point=point, gpu=gpu, floor_us=10.0)
+
+
+def cells_of(text: str, title: str, row: str) -> list[str]:
+    """The cells of the first line that begins with `row` in the table of this title."""
+    lines = text[text.index(title) :].splitlines()
+    return next(line.split() for line in lines if line.split()[:1] == [row])
+
+
+def test_decode_tables_set_padless_beside_a_copy_and_a_read_of_as_many_bytes() -> None:
+    copy_, read = "copy__of__as__many__bytes", "read__of__as__many__bytes"
+    records = [
+        decode_record(8, padless=20.0, deepgemm_masked=22.0, **{copy_: 12.0, read: 16.0}),
+        decode_record(8, padless=40.0, deepgemm_masked=36.0, **{copy_: 30.0, read: 20.0}),
+    ]
+    text = printed(tables.print_decode, records, width=100)
+    first = "8 4 2048 2048 20.0 22.0 10.0 12.0 16.0 0.50 0.60 0.80"
+    assert " ".join(cells_of(text, "Decode sizes", "8")) == first
+    # Geomeans of 0.5 and 0.25, of 0.6 and 0.75, of 0.8 and 0.5, each with the smallest.
+    shares = "8 2 20.0 40.0 0.354 0.250 0.671 0.600 0.632 0.500"
+    assert " ".join(cells_of(text, "By groups: share", "8")) == shares
+    assert " ".join(cells_of(text, "By groups: peers", "8")) == "8 2 20.0 40.0 0.995 0.900"
+    for heading in ("of a copy", "of a read", "of as many"):
+        assert heading in text
+
+
+def test_records_without_a_copy_show_what_they_have() -> None:
+    """Decode records of before the copy was measured, and of runs whose copy did not fit."""
+    text = printed(tables.print_decode, [decode_record(8, padless=20.0)], width=100)
+    assert " ".join(cells_of(text, "Decode sizes", "8")) == "8 4 2048 2048 20.0 10.0 0.50"
+    assert "of a copy" not in text
+    mixed = [decode_record(8, padless=20.0), decode_record(8, padless=20.0, copy__of__as__many__bytes=15.0)]
+    text = printed(tables.print_decode, mixed, width=100)
+    assert " ".join(cells_of(text, "Decode sizes", "8")) == "8 4 2048 2048 20.0 10.0 - 0.50 -"
+
+
+def test_a_copy_is_no_peer() -> None:
+    only = decode_record(8, padless=20.0, copy__of__as__many__bytes=15.0, read__of__as__many__bytes=15.0)
+    text = printed(tables.print_decode, [only], width=100)
+    assert "copy of as many bytes / padless" in text
+    assert "What the peers' times allow" not in text
+    assert "By groups: peers" not in text
+
+
+@pytest.mark.parametrize("show", [tables.print_grouped, tables.print_decode, tables.print_dense])
+def test_captions_say_how_l2_was_flushed(show: Any) -> None:
+    records = [record(POINT), record(POINT, session="later")]
+    old = {"kind": "session", "id": "then", "ceilings": {"dense_tflops": 1400.0, "copy_gb_per_s": 4000.0}}
+    new = old | {"id": "later", "flush": "7 MB written, 5 MB read", "ceilings": {"dense_tflops": 1500.0}}
+
+    def words(*sessions: dict[str, Any], of: list[dict[str, Any]] = records) -> str:
+        return " ".join(printed(show, of, results.sessions_of(sessions), width=100).split())
+
+    assert "L2 flushed before every call: 7 MB written, 5 MB read. Floor: at 1500 TFLOP/s," in words(
+        new, of=records[1:]
+    )
+    assert (
+        "512 MB written, nothing read (record without flush). Floor: at 1400 TFLOP/s or 4000 GB/s"
+        in words(old, of=records[:1])
+    )
+    both = words(old, new)
+    assert "nothing read (record without flush) / 7 MB written, 5 MB read. " in both
+    assert "1400 to 1500 TFLOP/s" in both
+    assert "L2 flushed before every call: unknown (no session record)." in words(of=records[:1])
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["quick", "full"])

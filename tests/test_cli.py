@@ -159,8 +159,9 @@ def test_bench_quantize_host_and_report_pass_their_options_on(main, recorded, tm
     assert main("bench", "host")[0] == 0
     assert host == [{}]
     report = recorded("padless.bench.commands", "report", returns=1)
-    assert main("bench", "report", str(tmp_path / "paper.jsonl"))[0] == 1
-    assert report == [{"file": tmp_path / "paper.jsonl", "figure": None}]
+    files = [tmp_path / "paper.jsonl", tmp_path / "decode.jsonl"]
+    assert main("bench", "report", *map(str, files), "--figure", "x.png")[0] == 1
+    assert report == [{"files": files, "figure": Path("x.png")}]
 
 
 def test_bench_options_are_those_the_benchmarks_take():

@@ -215,11 +215,13 @@ def host() -> None:
 
 @bench.command()
 def report(
-    file: Annotated[Path, typer.Argument(help="A paper.jsonl.")],
-    figure: Annotated[Path | None, typer.Option("--figure", help="Where to draw the figure.")] = None,
+    files: Annotated[list[Path], typer.Argument(help="Result files (.jsonl) of any benchmark.")],
+    figure: Annotated[
+        Path | None, typer.Option("--figure", help="Draw the figure of the paper's grid or of formats there.")
+    ] = None,
 ) -> None:
-    """Tables and figure of an earlier run again; needs no GPU."""
-    _call(COMMANDS, "report", file=file, figure=figure)
+    """Tables and figure of earlier runs again; needs no GPU."""
+    _call(COMMANDS, "report", files=files, figure=figure)
 
 
 @app.command(

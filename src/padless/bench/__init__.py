@@ -1,14 +1,15 @@
 """Benchmarks: the paper's comparison, decode and dense sizes, the memory-bound kernels, the host's share."""
 
 from padless.bench.formats import run_formats
-from padless.bench.paper import BenchResult, report_paper, run_paper
+from padless.bench.paper import BenchResult, run_paper
+from padless.bench.report import report_file
 from padless.bench.session import RunSettings
 from padless.bench.sizes import run_decode, run_dense, run_host, run_quantize
 
 __all__ = [
     "BenchResult",
     "RunSettings",
-    "report_paper",
+    "report_file",
     "run_decode",
     "run_dense",
     "run_formats",

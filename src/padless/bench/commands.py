@@ -14,7 +14,8 @@ from padless.bench import blackwell as blackwell_bench
 from padless.bench import epilogue as epilogue_bench
 from padless.bench import formats as formats_bench
 from padless.bench.group_sizes import DENSE_SHAPES
-from padless.bench.paper import BenchResult, report_paper, run_paper
+from padless.bench.paper import BenchResult, run_paper
+from padless.bench.report import report_file
 from padless.bench.session import DEFAULT_OUT_DIR, RunSettings, wide_console
 from padless.bench.sizes import QUANTIZE_SHAPES, run_decode, run_dense, run_host, run_quantize
 from padless.bench.timing import REPEATS
@@ -100,9 +101,11 @@ def host() -> int:
     return 0
 
 
-def report(*, file: Path, figure: Path | None = None) -> int:
-    """Tables and figure of a paper.jsonl again."""
-    return _exit_code(report_paper(file, figure))
+def report(*, files: Sequence[Path], figure: Path | None = None) -> int:
+    """Tables of result files again, each with its name, and the figure of one of them."""
+    if figure is not None and len(files) != 1:
+        raise ValueError(f"--figure takes one result file, got {len(files)}")
+    return max([_exit_code(report_file(file, figure)) for file in files], default=0)
 
 
 def _exit_code(result: BenchResult) -> int:

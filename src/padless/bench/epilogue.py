@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from padless.bench import machine, tables
 from padless.bench.group_sizes import Point, group_sizes
@@ -146,12 +145,14 @@ def run_epilogue(
 
 def print_epilogue(console: Console, records: Sequence[Record]) -> None:
     """A line a point: microseconds of the GEMM, and of each fused call with its cost over the GEMM and its gain."""
-    table = Table(title="Fused quantising epilogue (GPU time)")
-    for axis in ("M", "N", "K", "groups", f"{GEMM} us"):
-        table.add_column(axis, justify="right")
+    table = tables.narrow_table(
+        "Fused quantising epilogue: GPU time (us), over the GEMM, against separate", 1
+    )
+    for heading in ("M", "N", "K", "groups", GEMM):
+        table.add_column(heading, justify="right", max_width=6)
     for fused, _ in PAIRS:
-        for what in (f"{fused} us", "over gemm", "against separate"):
-            table.add_column(what, justify="right")
+        for heading in (fused, "over gemm", "against"):
+            table.add_column(heading, justify="right", max_width=7)
     for record in records:
         gemm = time_us(record, "gpu", GEMM)
         cells = [str(record["point"][axis]) for axis in ("M", "N", "K", "groups")] + [_cell(gemm, "{:.1f}")]

@@ -10,10 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from padless.bench.results import Record, failures, time_us
+from padless.bench.tables import narrow_table
 from padless.bench.timing import geomean
 
 BASELINE = "torch_bf16"
 _AXES = ("case", "M", "N", "K", "groups", "rows")
+# Characters that these columns take, and the widest heading of a contender's.
+_AXES_WIDTH = 44
+_NAME_WIDTH = 11
 
 
 def contenders_of(records: Sequence[Record]) -> list[str]:
@@ -40,20 +44,38 @@ def print_formats(console: Console, records: Sequence[Record]) -> None:
         console.print("nothing measured")
         return
     names = contenders_of(records)
-    table = Table(title="GPU time (us)")
-    for heading in (*_AXES, *names):
-        table.add_column(heading, justify="right")
-    for record in records:
-        times = (time_us(record, "gpu", name) for name in names)
-        cells = ["-" if us is None else f"{us:.1f}" for us in times]
-        table.add_row(*(str(record["point"][axis]) for axis in _AXES), *cells)
-    console.print(table)
+    for table in _time_tables(records, names, console.width):
+        console.print(table)
     console.print(_summary(records, names))
     missing = list(dict.fromkeys(name for record in records for name in record["missing"]))
     if missing:
         console.print(f"no kernel on this GPU for: {', '.join(missing)}", highlight=False)
     for line in failures(records)[:10]:
         console.print(f"[red]{line}[/red]")
+
+
+def _time_tables(records: Sequence[Record], names: Sequence[str], width: int) -> list[Table]:
+    """One line per point, with the times of as many contenders a table as the width allows."""
+    per_table = max(2, (width - _AXES_WIDTH) // (_NAME_WIDTH + 2))
+    result = []
+    for first in range(0, len(names), per_table):
+        part = names[first : first + per_table]
+        table = narrow_table("GPU time (us)")
+        for axis in _AXES:
+            table.add_column(axis, justify="right")
+        for name in part:
+            table.add_column(_heading(name), justify="right", max_width=_NAME_WIDTH)
+        for record in records:
+            times = (time_us(record, "gpu", name) for name in part)
+            cells = ("-" if us is None else f"{us:.1f}" for us in times)
+            table.add_row(*(str(record["point"][axis]) for axis in _AXES), *cells)
+        result.append(table)
+    return result
+
+
+def _heading(name: str) -> str:
+    """A name whose every word fits into a column."""
+    return " ".join(word if len(word) <= _NAME_WIDTH else word.replace("_", " ") for word in name.split())
 
 
 def by_case(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -66,8 +88,8 @@ def by_case(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def _summary(records: Sequence[Record], names: Sequence[str]) -> Table:
-    table = Table(
-        title="Times faster than torch's bf16 product; and share of the copy rate that its bytes reach"
+    table = narrow_table(
+        "Times faster than torch's bf16 product; and share of the copy rate that its bytes reach"
     )
     for heading in ("case", "contender", "points", "faster, geomean", "smallest", "largest", "of its floor"):
         table.add_column(heading, justify="left" if heading in ("case", "contender") else "right")

@@ -24,6 +24,7 @@ from padless.bench.problem import (
 )
 from padless.bench.results import Record, finite
 from padless.bench.timing import Timer
+from padless.bench.traffic import traffic_contenders
 
 
 def own_contenders(problem: GroupedProblem) -> list[Contender]:
@@ -153,8 +154,9 @@ def measure_grouped(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer
 
 
 def measure_decode(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:
-    """Record of one decode point."""
+    """Record of one decode point, with a copy and a read of as many bytes."""
     contenders, errors = gather(own_decode_contender(problem), peers, lambda peer: peer.decode(problem))
+    contenders += traffic_contenders(problem.point.bytes, problem.seed or 0, problem.device)
     contenders, record = check(contenders, sample_reference(problem), errors)
     return record | _facts(problem) | _times(contenders, timer)
 

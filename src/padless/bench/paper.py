@@ -19,8 +19,7 @@ from padless.bench.results import (
     Comparison,
     Record,
     failures,
-    of_kind,
-    read_records,
+    sessions_of,
     summarise,
 )
 from padless.bench.session import (
@@ -29,7 +28,6 @@ from padless.bench.session import (
     RunSettings,
     open_session,
     run_points,
-    wide_console,
 )
 
 GRIDS = {"quick": quick_grid, "balanced": balanced_grid, "full": full_grid}
@@ -86,23 +84,9 @@ def run_paper(
         return record | {"floor_us": session.floor_us(point.flops, point.bytes)}
 
     records = run_points(session, "paper", grid, measure)
-    tables.print_grouped(session.console, records)
+    tables.print_grouped(session.console, records, sessions_of(session.file.records))
     figure = report_figure(records, Path(out_dir) / FIGURE_NAME, session.console)
     return BenchResult(records, session.file.path, figure)
-
-
-def report_paper(
-    file: str | Path, figure: str | Path | None = None, console: Console | None = None
-) -> BenchResult:
-    """Tables and figure again from a result file; needs no GPU. figure: where to draw, default beside the
-    file.
-    """
-    console = wide_console() if console is None else console
-    path = Path(file)
-    records = of_kind(read_records(path), "paper")
-    tables.print_grouped(console, records)
-    drawn = report_figure(records, path.parent / FIGURE_NAME if figure is None else Path(figure), console)
-    return BenchResult(records, path, drawn)
 
 
 def report_figure(records: Sequence[Record], path: Path, console: Console) -> Path | None:

@@ -24,7 +24,11 @@ Record = dict[str, Any]
 
 AXES = ("M", "N", "K", "groups")
 
-# (title, numerator, denominator): how many times faster padless is. "floor" is the time the measured ceilings
+# Moving as many bytes as a call does, without arithmetic (padless.bench.traffic).
+COPY = "copy of as many bytes"
+READ = "read of as many bytes"
+
+# (title, clock, numerator, denominator): how many times faster padless is. "floor" is the time the measured ceilings
 # allow.
 COMPARISONS = (
     ("pad + DeepGEMM / padless", "gpu", "pad_then_deepgemm", "padless"),
@@ -39,7 +43,11 @@ COMPARISONS = (
     ("DeepGEMM dense / padless", "gpu", "deepgemm", "padless"),
     ("cuBLASLt, same scales / padless", "gpu", "cublaslt_block", "padless"),
     ("floor / padless", "gpu", "floor", "padless"),
+    (f"{COPY} / padless", "gpu", COPY, "padless"),
+    (f"{READ} / padless", "gpu", READ, "padless"),
 )
+# What these comparisons set padless against that is nobody's product of the same matrices.
+NOT_PEERS = ("pad_then_padless", "floor", COPY, READ)
 
 
 class ResultFile:
@@ -113,6 +121,11 @@ def _end_with_newline(path: Path) -> None:
 def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
     """Records of one kind."""
     return [record for record in records if record.get("kind") == kind]
+
+
+def sessions_of(records: Iterable[Record]) -> dict[str, Record]:
+    """Session records by their id."""
+    return {record["id"]: record for record in of_kind(records, "session")}
 
 
 def time_us(record: Record, clock: str, name: str) -> float | None:

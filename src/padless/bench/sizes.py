@@ -24,7 +24,7 @@ from padless.bench.pad import pad_bytes, pad_groups, unpad_rows
 from padless.bench.paper import BenchResult, resolve_peers
 from padless.bench.peers import Peer
 from padless.bench.problem import make_dense, make_grouped
-from padless.bench.results import Record
+from padless.bench.results import Record, sessions_of
 from padless.bench.session import (
     DEFAULT_OUT_DIR,
     DEFAULT_SETTINGS,
@@ -48,7 +48,8 @@ def run_decode(
     out_dir: str | Path = DEFAULT_OUT_DIR,
     settings: RunSettings = DEFAULT_SETTINGS,
 ) -> BenchResult:
-    """Groups of few rows: padless against DeepGEMM's masked GEMM, MSLK and the memory floor.
+    """Groups of few rows: padless against DeepGEMM's masked GEMM, MSLK, the memory floor, and a copy and a read of as
+    many bytes.
 
     points: "quick" (12), "full" (180) or a list. Writes decode.jsonl; the other arguments are those of
         run_paper.
@@ -69,8 +70,7 @@ def run_decode(
         return record | {"floor_us": session.floor_us(point.flops, point.bytes)}
 
     records = run_points(session, "decode", grid, measure)
-    names = ("padless", "deepgemm_masked", "mslk", "floor")
-    tables.print_points(session.console, "Decode sizes (GPU time)", records, names)
+    tables.print_decode(session.console, records, sessions_of(session.file.records))
     return BenchResult(records, session.file.path)
 
 
@@ -94,8 +94,7 @@ def run_dense(
         return record | {"bytes": point.bytes, "floor_us": floor}
 
     records = run_points(session, "dense", list(shapes), measure)
-    names = ("padless", "deepgemm", "cublaslt_block", "cublaslt_tensor", "floor")
-    tables.print_points(session.console, "Dense products (GPU time)", records, names)
+    tables.print_dense(session.console, records, sessions_of(session.file.records))
     return BenchResult(records, session.file.path)
 
 
@@ -122,7 +121,7 @@ def run_quantize(
         }
 
     records = run_points(session, "quantize", points, measure)
-    tables.print_bandwidth(session.console, "Memory-bound kernels", records)
+    tables.print_bandwidth(session.console, records)
     return BenchResult(records, session.file.path)
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from padless.bench.bounds import UNITS, bounds
 from padless.bench.results import (
     AXES,
+    COPY,
+    READ,
     Record,
     accelerations,
     baseline_of,
     correlation_table,
     failures,
     memory_savings,
+    ratios,
     summarise,
     tflops,
     time_us,
@@ -25,23 +30,38 @@ from padless.bench.timing import geomean
 # Above this many points, a grouped benchmark's table has one line per (M, groups) instead of one per point.
 _MAX_POINT_LINES = 40
 _SHOWN_FAILURES = 10
+NO_SESSIONS: Mapping[str, Record] = {}
+DECODE_LIMITS = ("floor", COPY, READ)
+_DECODE_PEERS = ("deepgemm_masked", "mslk")
+# Headings of shares: a limit over the time of padless.
+_OF = {
+    "floor": "of the\nfloor",
+    COPY: "of a copy\nof as many\nbytes",
+    READ: "of a read\nof as many\nbytes",
+}
 # Characters that the columns M, N, K and groups take, and those of a contender's time.
 _AXES_WIDTH = 34
 _TIME_WIDTH = 12
 
 
-def print_grouped(console: Console, records: Sequence[Record]) -> None:
-    """Points of the paper's grid, the comparisons, the correlations and what went wrong."""
+def print_grouped(
+    console: Console, records: Sequence[Record], sessions: Mapping[str, Record] = NO_SESSIONS
+) -> None:
+    """Points of the paper's grid, the comparisons, what limits allow, the correlations and what went wrong.
+
+    sessions: session records by id, for captions and for limits that need a ceiling.
+    """
     if not records:
         console.print("nothing measured")
         return
     baseline = baseline_of(records)
     if len(records) <= _MAX_POINT_LINES:
-        for table in _point_tables(records, baseline, console.width):
-            console.print(table)
+        shown = _point_tables(records, baseline, console.width)
     else:
-        console.print(_aggregate_table(records, baseline))
-    console.print(_summary_table(records))
+        shown = [_aggregate_table(records, baseline)]
+    shown[-1].caption = caption(records, sessions)
+    for table in (*shown, _summary_table(records), *_bound_tables(records, ("floor", UNITS), sessions)):
+        console.print(table)
     for title, values in (
         (f"Table 2: correlation with acceleration over {baseline} (%)", accelerations(records, baseline)),
         ("Table 3: correlation with memory saving (%)", memory_savings(records)),
@@ -55,31 +75,147 @@ def print_grouped(console: Console, records: Sequence[Record]) -> None:
     print_failures(console, records)
 
 
-def print_points(console: Console, title: str, records: Sequence[Record], names: Sequence[str]) -> None:
-    """One line per point with the GPU time of each contender, and the comparisons."""
-    present = [name for name in names if any(time_us(r, "gpu", name) is not None for r in records)]
-    table = Table(title=title)
-    axes = list(records[0]["point"]) if records else []
-    for axis in axes:
-        table.add_column(axis, justify="right")
-    for name in present:
-        table.add_column(f"{name} us", justify="right")
-    table.add_column("TFLOP/s", justify="right")
-    table.add_column("of floor", justify="right")
-    for record in records:
-        cells = [str(record["point"][axis]) for axis in axes]
-        cells += [_number(time_us(record, "gpu", name), 1) for name in present]
-        floor, own = time_us(record, "gpu", "floor"), time_us(record, "gpu", "padless")
-        cells += [_number(tflops(record), 0), _number(floor / own if floor and own else None, 2)]
-        table.add_row(*cells)
-    console.print(table)
-    console.print(_summary_table(records))
+def print_dense(
+    console: Console, records: Sequence[Record], sessions: Mapping[str, Record] = NO_SESSIONS
+) -> None:
+    """Dense shapes: one line each, the comparisons, what limits allow and what went wrong."""
+    names = ("padless", "deepgemm", "cublaslt_block", "cublaslt_tensor", "floor")
+    table = _points_table("Dense products: GPU time (us)", records, names, ("floor",), rate=True)
+    table.caption = caption(records, sessions)
+    for shown in (table, _summary_table(records), *_bound_tables(records, ("floor", UNITS), sessions)):
+        console.print(shown)
     print_failures(console, records)
 
 
-def print_bandwidth(console: Console, title: str, records: Sequence[Record]) -> None:
+def print_decode(
+    console: Console, records: Sequence[Record], sessions: Mapping[str, Record] = NO_SESSIONS
+) -> None:
+    """Decode points: one line each, a summary by number of groups, the comparisons, what limits allow and what went
+    wrong.
+    """
+    names = ("padless", "deepgemm_masked", "mslk", "floor", COPY, READ)
+    table = _points_table("Decode sizes: GPU time (us)", records, names, DECODE_LIMITS)
+    by_groups = _by_groups_tables(records)
+    (by_groups[-1] if by_groups else table).caption = caption(records, sessions)
+    limits = _bound_tables(records, DECODE_LIMITS, sessions)
+    for shown in (table, *by_groups, _summary_table(records), *limits):
+        console.print(shown)
+    print_failures(console, records)
+
+
+def caption(records: Sequence[Record], sessions: Mapping[str, Record]) -> str:
+    """How L2 was flushed before every call, and the ceilings that make the floor, of the records' sessions."""
+    ids = dict.fromkeys(record.get("session", "") for record in records)
+    flushes = dict.fromkeys(_flush(sessions.get(name)) for name in ids)
+    parts = [f"L2 flushed before every call: {' / '.join(flushes)}."] if ids else []
+    ceilings = [sessions[name].get("ceilings", {}) for name in ids if name in sessions]
+    rates = []
+    for field, unit in (("dense_tflops", "TFLOP/s"), ("copy_gb_per_s", "GB/s")):
+        values = [ceiling[field] for ceiling in ceilings if ceiling.get(field)]
+        if values:
+            low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+            rates.append(f"{low if low == high else f'{low} to {high}'} {unit}")
+    if rates:
+        parts.append(f"Floor: at {' or '.join(rates)}, whichever takes longer.")
+    return " ".join(parts)
+
+
+def _flush(session: Record | None) -> str:
+    if session is None:
+        return "unknown (no session record)"
+    # Runs before the field existed wrote as much and read nothing.
+    return str(session.get("flush", "512 MB written, nothing read (record without flush)"))
+
+
+def _points_table(
+    title: str, records: Sequence[Record], names: Sequence[str], limits: Sequence[str], *, rate: bool = False
+) -> Table:
+    """One line per point: GPU times of what was measured among names, the rate, and limits over padless's time."""
+    axes = list(records[0]["point"]) if records else []
+    present, limits = _measured(records, names), _measured(records, limits)
+    table = narrow_table(title, between=1 if len(axes) + len(present) + len(limits) > 11 else 2)
+    for heading in (*axes, *(_heading(name) for name in present)):
+        table.add_column(heading, justify="right")
+    for heading in (*(("TFLOP/s",) if rate else ()), *(_OF[limit] for limit in limits)):
+        table.add_column(heading, justify="right")
+    for record in records:
+        own = time_us(record, "gpu", "padless")
+        times = [time_us(record, "gpu", limit) for limit in limits]
+        table.add_row(
+            *(str(record["point"][axis]) for axis in axes),
+            *(_number(time_us(record, "gpu", name), 1) for name in present),
+            *((_number(tflops(record), 0),) if rate else ()),
+            *(_number(time / own if time and own else None, 2) for time in times),
+        )
+    return table
+
+
+def _by_groups_tables(records: Sequence[Record]) -> list[Table]:
+    """Decode points by number of groups: how many times faster than each peer, and which share of each limit."""
+    spans = (("shortest\nus", min), ("longest\nus", max))
+    peers = [(f"{_heading(name)}\n/ padless", name) for name in _measured(records, _DECODE_PEERS)]
+    shares = [(_OF[name], name) for name in _measured(records, DECODE_LIMITS)]
+    result = []
+    for title, columns in (("By groups: peers", peers), ("By groups: share of limits", shares)):
+        table = narrow_table(f"{title} (geomean, and the smallest)")
+        for heading in ("groups", "points", *(heading for heading, _ in spans)):
+            table.add_column(heading, justify="right")
+        for heading, _ in columns:
+            table.add_column(heading, justify="right")
+            table.add_column("smallest", justify="right")
+        for groups in sorted({record["point"]["groups"] for record in records}):
+            part = [record for record in records if record["point"]["groups"] == groups]
+            times = [us for record in part if (us := time_us(record, "gpu", "padless")) is not None]
+            cells = [str(groups), str(len(part))]
+            cells += [_number(edge(times, default=math.nan), 1) for _, edge in spans]
+            for _, name in columns:
+                values = ratios(part, "gpu", name, "padless")
+                cells += [_number(geomean(values), 3), _number(min(values, default=math.nan), 3)]
+            table.add_row(*cells)
+        if columns:
+            result.append(table)
+    return result
+
+
+def _bound_tables(
+    records: Sequence[Record], limits: Sequence[str], sessions: Mapping[str, Record]
+) -> list[Table]:
+    """What the peers' times allow, if there are peers: one table or none."""
+    lines = bounds(records, limits, sessions)
+    if not lines:
+        return []
+    limits = [limit for limit in limits if any(line.limits[limit] for line in lines)]
+    table = narrow_table("What the peers' times allow: a peer's time / that of padless, and / each limit")
+    table.add_column("peer")
+    for heading in ("padless", *limits):
+        table.add_column(f"/ {heading}", justify="right", max_width=12)
+        table.add_column("smallest", justify="right")
+    for line in lines:
+        cells = [line.title]
+        for ratio in (line.padless, *(line.limits[limit] for limit in limits)):
+            values = (None, None) if ratio is None else (ratio.geomean, ratio.smallest)
+            cells += [_number(value, 3) for value in values]
+        table.add_row(*cells)
+    return [table]
+
+
+def _measured(records: Sequence[Record], names: Sequence[str]) -> list[str]:
+    return [name for name in names if any(time_us(record, "gpu", name) is not None for record in records)]
+
+
+def _heading(name: str) -> str:
+    """A contender's name, one word a line, as columns are narrow."""
+    return name.replace("_", " ") if len(name) < 10 else "\n".join(name.replace("_", " ").split())
+
+
+def narrow_table(title: str, between: int = 2) -> Table:
+    """A table with only `between` (1 or 2) spaces between its columns: a dozen of them fit into 100 characters."""
+    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, between - 1), show_edge=False)
+
+
+def print_bandwidth(console: Console, records: Sequence[Record]) -> None:
     """Memory-bound kernels against the copy ceiling."""
-    table = Table(title=title)
+    table = Table(title="Memory-bound kernels")
     for name in ("kernel", "M", "K", "us", "spread", "GB/s", "of a copy"):
         table.add_column(name, justify="left" if name == "kernel" else "right")
     for record in records:
