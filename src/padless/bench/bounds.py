@@ -4,12 +4,12 @@ A peer's time over padless's says how much faster padless is; the same time over
 could be. Limits of a record, in microseconds:
 
     floor                  the larger of its FLOPs on valid rows at the dense ceiling and its bytes at the copy ceiling
-    floor in 64-row units  the same with every group rounded up to 64 rows, the M of one wgmma: what is multiplied
+    floor in 64-row units  the same with every group rounded up to 64 rows, the M of one wgmma: the limit
                            where rows of A are the wgmma's M and tiles never cross groups; bytes are those of the floor
     copy, read             of as many bytes, where they were measured (padless.bench.traffic)
 
 The dense ceiling is that of the record's session: the fastest dense product with the same scales at 8192^3. It is
-measured, not a law; a point may come out a little above its floor.
+measured, not a law; a point may be a little faster than its floor.
 """
 
 from __future__ import annotations

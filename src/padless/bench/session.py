@@ -28,7 +28,7 @@ from padless.bench.warm_up import warm_up
 
 DEFAULT_OUT_DIR = Path("padless-out/bench")
 PAUSE_S = 0.002
-_PIPE_WIDTH = 200
+_PIPE_WIDTH = 100
 CEILING_SHAPE = DenseShape(8192, 8192, 8192)
 # One scale per tensor is another product: it is recorded as an upper bound and is no ceiling.
 _NO_CEILING = ("cublaslt_tensor",)

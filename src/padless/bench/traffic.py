@@ -5,7 +5,7 @@ microsecond to arrive and the last ones find most of the GPU idle. Two calls wit
 what is within reach:
 
 * a copy whose reads and writes together are the call's bytes. Half of its traffic are writes, and where these fit into
-  L2 it ends before they are in memory: below about 50 MB it is a limit that no call reaches which reads all its bytes.
+  L2 it may end before they are in memory: a small call that has to read all its bytes cannot be expected to be as fast.
 * a read of all of them, as decoding reads (weights are nearly all of its traffic): torch's sum of every row of an int64
   matrix. Rows of 4 KiB are short enough for torch to add up one in a warp: one launch with many blocks. A sum of
   everything clears a counter first and then waits for its last block, microseconds that are no reading. What is written
