@@ -7,9 +7,9 @@ what is within reach:
 * a copy whose reads and writes together are the call's bytes. Half of its traffic are writes, and where these fit into
   L2 it may end before they are in memory: a small call that has to read all its bytes cannot be expected to be as fast.
 * a read of all of them, as decoding reads (weights are nearly all of its traffic): torch's sum of every row of an int64
-  matrix. Rows of 4 KiB are short enough for torch to add up one in a warp: one launch with many blocks. A sum of
-  everything clears a counter first and then waits for its last block, microseconds that are no reading. What is written
-  is one word a row, 0.2% of what is read.
+  matrix. Rows of 4 KiB are short enough for torch to add up one in a warp (its Reduce.cuh): one launch of many blocks,
+  one for every 2 GiB. A sum of everything clears semaphores first and then waits for its last block, microseconds that
+  are no reading. What is written is one word a row, 0.2% of what is read.
 
 Neither is a GEMM and neither counts as a peer.
 """
