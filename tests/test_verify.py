@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
-from padless.verify import run_verify
+from padless import verify, verify_rehearsal
+from padless.backends import Backend
+from padless.verify import SANITIZER_TOOLS, run_verify, sanitizers_of
 from padless.verify_checks import CHECKS, ROW_ERROR_LIMIT, row_errors
 from padless.verify_emulator import emulate, random_problem
 
@@ -58,3 +67,131 @@ def test_the_emulated_side_of_the_comparison_is_a_function_of_the_seed_and_right
     assert out.shape == expected.shape
     assert out.numel() > 0
     assert float(row_errors(out, expected).max()) < ROW_ERROR_LIMIT[dtype]
+
+
+# --- a whole run -----------------------------------------------------------------------------------------
+
+# In compute-sanitizer's place: notes when it ran, and does what its tool's name says below.
+FAKE = """#!{python} -IS
+import pathlib, sys, time
+tool, module = sys.argv[sys.argv.index("--tool") + 1], sys.argv[-1]
+assert ("--kernel-name" in sys.argv) == (tool != "initcheck")
+start = time.time()
+time.sleep({{"memcheck": 0.8, "initcheck": 30 if module == "second" else 0.3}}.get(tool, 0.3))
+pathlib.Path(__file__).with_name(f"{{tool}} {{module}}").write_text(f"{{start}} {{time.time()}}")
+if tool != "synccheck":
+    print("small problems done")
+print(f"========= {{tool.upper()}} SUMMARY: of {{module}}")
+sys.exit(9 if tool == "racecheck" else 0)
+"""
+
+
+def fake_sanitizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "compute-sanitizer"
+    program.write_text(FAKE.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setattr(verify, "_SANITIZER_SECONDS", 2)
+
+
+def test_tools_run_side_by_side_and_every_failure_is_recorded_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_sanitizer(tmp_path, monkeypatch)
+    start = time.perf_counter()
+    tried = list(verify._side_by_side(sanitizers_of(["first", "second"]), 4))
+    seconds = time.perf_counter() - start
+    records = [record for record, _ in tried]
+    names = [f"compute-sanitizer {tool} of {m}" for tool in SANITIZER_TOOLS for m in ("first", "second")]
+    assert [record.check for record in records] == names
+    assert [record.passed for record in records] == [True, True, False, False, True, False, False, False]
+    assert [bool(trace) for _, trace in tried] == [not record.passed for record in records]
+    details = [record.detail for record in records]
+    assert details[0] == "MEMCHECK SUMMARY: of first"
+    assert all("exit code 9" in detail and "RACECHECK" in detail for detail in details[2:4])
+    assert details[5].startswith("TimeoutExpired")
+    assert all("did not finish" in detail for detail in details[6:])
+    assert all(record.seconds >= 0.3 for record in records)
+    assert seconds < sum(record.seconds for record in records)
+
+    spans = [[float(x) for x in p.read_text().split()] for p in tmp_path.glob("*check *")]
+    assert len(spans) == 7  # one did not come to its end
+    at_once = max(sum(s <= start < e for s, e in spans) for start, _ in spans)
+    assert 2 <= at_once <= 4
+
+
+def failing() -> str:
+    raise RuntimeError("planted")
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Calling it says what a machine with an H200 would check."""
+
+    class Driver:
+        arch = "sm_90a"
+
+        def num_sms(self, device: int) -> int:
+            return 132
+
+    def pretend(jobs: dict[str, Callable[[], str]], modules: list[str]) -> None:
+        monkeypatch.setattr(verify, "jobs_of", lambda *args: (jobs, modules))
+
+    monkeypatch.setattr(verify, "backends", lambda: {"cuda": Backend("cuda", True, "pretended")})
+    monkeypatch.setattr(verify, "cuda_driver", Driver)
+    monkeypatch.setattr(verify, "machine", lambda: {"gpu": "none"})
+    return pretend
+
+
+def test_a_run_records_everything_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended_gpu: Callable[..., None]
+) -> None:
+    """What cannot be compiled ahead is said and decides nothing; checks come before the tools."""
+    fake_sanitizer(tmp_path, monkeypatch)
+    ended: list[float] = []
+
+    def passing() -> str:
+        ended.append(time.time())
+        return "right | so"
+
+    pretended_gpu({"one": passing, "two": failing, "three": passing}, ["first"])
+    rehearsals = [verify.Rehearsal(failing, ())]
+    monkeypatch.setattr(verify, "rehearsals_of", lambda arch, checks, modules: rehearsals)
+    ahead = verify_rehearsal.Ahead(set(), ["left out"])
+    given: list[object] = []
+    monkeypatch.setattr(verify, "compile_ahead", lambda *args: given.append(args[:2]) or ahead)
+    text = io.StringIO()
+    assert run_verify(tmp_path / "out", console=Console(file=text, width=200)) == 1
+    assert given == [(rehearsals, verify.Gpu("sm_90a", 132))]
+
+    written = json.loads((tmp_path / "out" / "verify.json").read_text())
+    names = ["one", "two", "three", *(f"compute-sanitizer {tool} of first" for tool in SANITIZER_TOOLS)]
+    assert [record["check"] for record in written["checks"]] == names
+    assert [record["passed"] for record in written["checks"]] == [True, False, True, True, False, True, False]
+    assert all(set(record) == {"check", "passed", "detail", "seconds"} for record in written["checks"])
+    assert written["checks"][1]["detail"] == "RuntimeError: planted"
+    assert "1 failed there and are left to the checks: left out" in written["machine"]["compiled ahead"]
+    table = (tmp_path / "out" / "verify.md").read_text()
+    assert [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")][1:] == [
+        f"| {name}" for name in names
+    ]
+    assert "| two | FAIL | RuntimeError: planted |" in table
+    assert "right \\| so" in table
+    assert "4 passed, 3 failed" in text.getvalue()
+    starts = [float(p.read_text().split()[0]) for p in tmp_path.glob("*check first")]
+    assert len(starts) == 4
+    assert min(starts) > max(ended)
+
+
+def test_only_what_runs_is_rehearsed(
+    monkeypatch: pytest.MonkeyPatch, pretended_gpu: Callable[..., None]
+) -> None:
+    pretended_gpu({"one": lambda: "right"}, ["first"])
+    asked: list[object] = []
+    monkeypatch.setattr(
+        verify, "rehearsals_of", lambda arch, *names: asked.append((arch, *map(list, names))) or []
+    )
+    assert run_verify(sanitizer=False, console=Console(file=io.StringIO())) == 0
+    monkeypatch.setattr(verify, "_sanitizer", lambda: None)
+    assert run_verify(console=Console(file=io.StringIO())) == 0
+    assert asked == [("sm_90a", ["one"], [])] * 2

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,17 +25,32 @@ from padless import __version__
 from padless.backends import backends
 from padless.driver import cuda_driver
 from padless.paths import PATHS, kernels_arch
+from padless.processes import useful_workers, worker_pool
 from padless.verify_arithmetic import check_tensor_core
 from padless.verify_blackwell import check_dense_mxfp8, check_problem_lists
 from padless.verify_checks import CHECKS
 from padless.verify_emulator import check_against_emulator
 from padless.verify_epilogue import check_epilogue, check_epilogue_against_emulator
 from padless.verify_formats import check_formats_accuracy, check_formats_against_emulator
+from padless.verify_rehearsal import Gpu, Rehearsal, compile_ahead, rehearsals_of
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Command lines of small launches: the first kernel's, then the other paths'.
 SANITIZED = ("padless.verify_checks", "padless.verify_small")
 _SANITIZER_SECONDS = 240
+_SANITIZERS_AT_ONCE = 4
+
+Check = Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What came of a check. ``seconds``: wall clock, of several at once where they ran so."""
+
+    check: str
+    passed: bool
+    detail: str
+    seconds: float
 
 
 def run_verify(
@@ -46,6 +62,8 @@ def run_verify(
     console: Console | None = None,
 ) -> int:
     """Runs every check on the GPU, then a few small launches under compute-sanitizer.
+
+    What they need is compiled first, by a process for each core; a check compiles for itself what failed there.
 
     Args:
         out: folder for ``verify.json`` and ``verify.md``, or None to print only.
@@ -61,29 +79,34 @@ def run_verify(
     if not found.available:
         raise ValueError(f"padless verify runs the kernels on a GPU, and cannot here: {found.reason}")
     console = console or Console()
-    jobs, sanitized = jobs_of(cuda_driver().arch, checks, against_emulator)
-    tools = list(itertools.product(SANITIZER_TOOLS, sanitized)) if sanitizer and _sanitizer() else []
-    records: list[dict[str, Any]] = []
+    start = time.perf_counter()
+    gpu = Gpu(cuda_driver().arch, cuda_driver().num_sms(0))
+    jobs, sanitized = jobs_of(gpu.arch, checks, against_emulator)
+    tools = sanitizers_of(sanitized) if sanitizer and _sanitizer() else {}
+    rehearsals = rehearsals_of(gpu.arch, jobs, sanitized if tools else ())
+    records: list[Record] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("verify", total=len(jobs) + len(tools))
-        for name, check in jobs.items():
-            progress.update(task, description=name)
-            records.append(_record(console, name, check))
-            progress.advance(task)
-        for tool, module in tools:
-            name = f"compute-sanitizer {tool} of {module}"
-            progress.update(task, description=name)
-            records.append(_record(console, name, partial(_sanitize, tool, module)))
+        with worker_pool():
+            compiled = _compile_ahead(rehearsals, gpu, progress)
+            task = progress.add_task("verify", total=len(jobs) + len(tools))
+            for name, check in jobs.items():
+                progress.update(task, description=name)
+                records.append(_reported(console, *_tried(name, check)))
+                progress.advance(task)
+        progress.update(task, description="compute-sanitizer")
+        for tried in _side_by_side(tools, min(_SANITIZERS_AT_ONCE, useful_workers())):
+            records.append(_reported(console, *tried))
             progress.advance(task)
     if sanitizer and not tools:
         console.print(
             "compute-sanitizer is not installed (it comes with the CUDA toolkit); those checks were not run"
         )
-    passed = sum(r["passed"] for r in records)
-    console.print(f"{passed} passed, {len(records) - passed} failed")
+    passed = sum(r.passed for r in records)
+    seconds = round(time.perf_counter() - start, 1)
+    console.print(f"{passed} passed, {len(records) - passed} failed, in {seconds} s")
     if out is not None:
-        _write(out, records)
+        _write(out, records, {"compiled ahead": compiled, "seconds in all": str(seconds)})
         console.print(f"recorded in {out / 'verify.md'}")
     return 0 if passed == len(records) else 1
 
@@ -101,7 +124,7 @@ def jobs_of(
     )
     names = checks if checks is not None else list(CHECKS) if fp8_block else ["quantizers agree"]
     jobs = {name: CHECKS[name] for name in names}
-    if against_emulator:  # first: its processes compile what the checks below need too
+    if against_emulator:
         if fp8_block:
             jobs["emulator's tensor core agrees"] = check_tensor_core
             jobs["emulator agrees"] = check_against_emulator
@@ -116,16 +139,51 @@ def jobs_of(
     return jobs, [module for module in SANITIZED if fp8_block or module != SANITIZED[0]]
 
 
-def _record(console: Console, name: str, check: Any) -> dict[str, Any]:
+def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) -> str:
+    """Shows a bar, and a line for all that failed; returns what the record says of it."""
     start = time.perf_counter()
+    bar = progress.add_task("compiling ahead", total=len(rehearsals))
+    ahead = compile_ahead(
+        rehearsals, gpu, lambda done, total: progress.update(bar, completed=done, total=total)
+    )
+    seconds = round(time.perf_counter() - start, 1)
+    found = f"{len(ahead.kernels)} kernels in {seconds} s by {useful_workers()} processes"
+    if ahead.problems:
+        found += f"; {len(ahead.problems)} failed there and are left to the checks: {ahead.problems[0]}"
+    progress.console.print(f"compiled ahead: {found}", markup=False)
+    return found
+
+
+def _tried(name: str, check: Check) -> tuple[Record, str]:
+    """A check's record, and the traceback of one that failed."""
+    start, trace = time.perf_counter(), ""
     try:
         detail, passed = check(), True
     except Exception as error:  # a check may fail in any way; the others still run
-        detail, passed = f"{type(error).__name__}: {error}", False
-        console.print(traceback.format_exc(), style="red", markup=False)
-    seconds = round(time.perf_counter() - start, 2)
-    console.print(f"{'pass' if passed else 'FAIL'}  {name}: {detail} ({seconds} s)", markup=False)
-    return {"check": name, "passed": passed, "detail": detail, "seconds": seconds}
+        detail, passed, trace = f"{type(error).__name__}: {error}", False, traceback.format_exc()
+    return Record(name, passed, detail, round(time.perf_counter() - start, 2)), trace
+
+
+def _reported(console: Console, record: Record, trace: str) -> Record:
+    if trace:
+        console.print(trace, style="red", markup=False)
+    result = "pass" if record.passed else "FAIL"
+    console.print(f"{result}  {record.check}: {record.detail} ({record.seconds} s)", markup=False)
+    return record
+
+
+def _side_by_side(checks: dict[str, Check], at_once: int) -> Iterator[tuple[Record, str]]:
+    """So many checks at once, each as it would be tried alone, in their order."""
+    with ThreadPoolExecutor(at_once) as threads:
+        yield from threads.map(_tried, checks.keys(), checks.values())
+
+
+def sanitizers_of(modules: Iterable[str]) -> dict[str, Check]:
+    """Every tool on every module of small launches, by name."""
+    return {
+        f"compute-sanitizer {tool} of {module}": partial(_sanitize, tool, module)
+        for tool, module in itertools.product(SANITIZER_TOOLS, modules)
+    }
 
 
 def _sanitizer() -> str | None:
@@ -167,13 +225,15 @@ def machine() -> dict[str, str]:
     }
 
 
-def _write(out: Path, records: list[dict[str, Any]]) -> None:
+def _write(out: Path, records: list[Record], run: dict[str, str]) -> None:
+    """run: what else to say of it, by name."""
     out.mkdir(parents=True, exist_ok=True)
-    about = machine()
-    (out / "verify.json").write_text(json.dumps({"machine": about, "checks": records}, indent=1) + "\n")
+    about = machine() | run
+    content = {"machine": about, "checks": [asdict(record) for record in records]}
+    (out / "verify.json").write_text(json.dumps(content, indent=1) + "\n")
     lines = ["# padless verify", "", *(f"- {k}: {v}" for k, v in about.items()), ""]
     lines += ["| check | result | detail | seconds |", "|---|---|---|---|"]
     for r in records:
-        detail = str(r["detail"]).replace("|", "\\|").replace("\n", " ")[:300]
-        lines.append(f"| {r['check']} | {'pass' if r['passed'] else 'FAIL'} | {detail} | {r['seconds']} |")
+        detail = r.detail.replace("|", "\\|").replace("\n", " ")[:300]
+        lines.append(f"| {r.check} | {'pass' if r.passed else 'FAIL'} | {detail} | {r.seconds} |")
     (out / "verify.md").write_text("\n".join(lines) + "\n")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from padless.paths.sm100_mxfp8_dense import Mxfp8GemmConfig
 from padless.quantize import dequantize
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PRODUCTS, PROBLEM_LISTS = 20, 12
+# Looks at what a launch wrote: the number of elements that it judged. Raises AssertionError.
+Judge = Callable[[], int]
 DENSE: tuple[Mxfp8GemmConfig | None, ...] = (
     None,
     Mxfp8GemmConfig(),
@@ -38,9 +43,14 @@ LISTS: tuple[Sm100GroupedConfig | None, ...] = (
 )
 
 
-def check_dense_mxfp8(problems: int = 20, device: str = "cuda", backend: str | None = None) -> str:
+def check_dense_mxfp8(problems: int = PRODUCTS, device: str = "cuda", backend: str | None = None) -> str:
     """Raises AssertionError where a bit of a dense MXFP8 product is wrong, or one outside of it was written."""
-    elements = 0
+    elements = sum(judge() for judge in dense_launches(problems, device, backend))
+    return f"{problems} products, {elements} elements, every bit right"
+
+
+def dense_launches(problems: int, device: str, backend: str | None) -> Iterator[Judge]:
+    """Launches random dense products one by one, each time with its judge."""
     for seed in range(problems):
         draw, generator = random.Random(f"dense {seed}"), torch.Generator().manual_seed(seed)
         m, n, k = draw.randint(1, 600), draw.randint(1, 600), 32 * draw.randint(1, 20)
@@ -51,15 +61,20 @@ def check_dense_mxfp8(problems: int = 20, device: str = "cuda", backend: str | N
         a, b = (_operand(f, rows, k, draw, generator) for f, rows in zip(formats, (m, n), strict=True))
         fenced = GuardedOutput(m, n, dtype, device)
         gemm(_on(a, device), _on(b, device), out=fenced.out, backend=backend, config=config)
-        fenced.check(m)
-        _compare(fenced.out, _product(a, b).to(dtype), f"problem {seed}, {(m, n, k)}, {config}")
-        elements += m * n
-    return f"{problems} products, {elements} elements, every bit right"
+        what = f"problem {seed}, {(m, n, k)}, {config}"
+        yield partial(_judge_product, fenced, fenced.out, (a, b), None, what)
 
 
-def check_problem_lists(problems: int = 12, device: str = "cuda", backend: str | None = None) -> str:
+def check_problem_lists(
+    problems: int = PROBLEM_LISTS, device: str = "cuda", backend: str | None = None
+) -> str:
     """Raises AssertionError where a bit of a list of products is wrong, or one outside of them was written."""
-    elements = 0
+    elements = sum(judge() for judge in list_launches(problems, device, backend))
+    return f"{problems} lists, {elements} elements, every bit right"
+
+
+def list_launches(problems: int, device: str, backend: str | None) -> Iterator[Judge]:
+    """Launches random lists one by one, each time with the judges of its products."""
     for seed in range(problems):
         draw, generator = random.Random(f"list {seed}"), torch.Generator().manual_seed(seed)
         fmt, dtype = (NVFP4, MXFP8, MXFP4)[seed % 3], draw.choice(DTYPES)
@@ -76,12 +91,24 @@ def check_problem_lists(problems: int = 12, device: str = "cuda", backend: str |
         a, b = ([_on(t, device) for t in side] for side in zip(*operands, strict=True))
         config = LISTS[seed % len(LISTS)]
         grouped_gemm_list(a, b, out=outs, alpha=alpha.to(device), backend=backend, config=config)
-        for i, ((x, y), fence, out) in enumerate(zip(operands, fences, outs, strict=True)):
-            fence.check(fence.out.shape[0])
-            expected = (_product(x, y).float() * alpha[i]).to(dtype)
-            _compare(out, expected, f"list {seed}, problem {i}, {sizes[i]}, {config}")
-            elements += out.numel()
-    return f"{problems} lists, {elements} elements, every bit right"
+        for i, (pair, fence, out) in enumerate(zip(operands, fences, outs, strict=True)):
+            what = f"list {seed}, problem {i}, {sizes[i]}, {config}"
+            yield partial(_judge_product, fence, out, tuple(pair), alpha[i], what)
+
+
+def _judge_product(
+    fenced: GuardedOutput,
+    out: torch.Tensor,
+    operands: tuple[BlockScaledTensor, ...],
+    alpha: torch.Tensor | None,
+    what: str,
+) -> int:
+    """``out`` is all of ``fenced``, or its transpose."""
+    fenced.check(fenced.out.shape[0])
+    product = _product(*operands)
+    expected = product if alpha is None else product.float() * alpha
+    _compare(out, expected.to(out.dtype), what)
+    return out.numel()
 
 
 def _operand(

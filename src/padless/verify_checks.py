@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -19,9 +20,11 @@ from padless.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.quantize import quantize
 from padless.schedule import clean_offs
 
+DEVICE = "cuda"
+Shape = tuple[tuple[int, ...], int, int, int]  # sizes, rows past the last group, N, K
+
 # M, N and K differ everywhere; tails in every dimension; groups of 0, 1, 127, 129 rows; tensors under 128 KiB.
-SHAPES: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
-    # sizes, rows past the last group, N, K
+SHAPES: tuple[Shape, ...] = (
     ((1,), 0, 8, 16),
     ((0, 0, 0), 3, 72, 144),
     ((5, 0, 130, 1), 3, 136, 272),
@@ -46,6 +49,51 @@ CONFIGS: tuple[GemmConfig, ...] = tuple(
     for store in ("ragged", "pool")
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAJORS = ("mn", "k")  # of A's scales
+
+
+class Variant(NamedTuple):
+    """One call on a problem: the kernel (None for the one that is chosen), the output, A's scales."""
+
+    config: GemmConfig | None = None
+    dtype: torch.dtype = torch.bfloat16
+    major: str = "mn"
+
+
+# What the checks call. A check reads its own list, and so does what compiles ahead of all of them (``CALLS``).
+CHOSEN = (Variant(),)
+CHOSEN_OF_EACH = tuple(Variant(None, dtype, major) for dtype, major in itertools.product(DTYPES, MAJORS))
+EVERY_CONFIG = tuple(Variant(config) for config in CONFIGS)
+EVERY_VARIANT = tuple(
+    Variant(config, dtype, major)
+    for dtype, config, major in itertools.product(DTYPES, CONFIGS, MAJORS)
+    if not (config.block_m == 256 and dtype == torch.float32)  # does not fit in shared memory
+)
+_WRONG_OFFS: tuple[Shape, ...] = (((64, 64, 64, 64), 0, 136, 272),)
+_WRONG_OFFS_VARIANTS = EVERY_CONFIG[:4]
+_REPEATS = 50
+_REPEATED: tuple[Shape, ...] = (((300, 0, 7, 129, 127, 64, 1), 0, 1000, 1040),)
+_REPLAYED: tuple[Shape, ...] = (((100, 0, 57, 99), 0, 264, 400), ((0, 199, 1, 56), 0, 264, 400))
+_STREAMED: tuple[Shape, ...] = tuple(((g * 31 % 97, 130, g), g, 136, 272) for g in range(8))
+_DENSE: tuple[Shape, ...] = tuple(
+    ((m,), 0, n, k) for m, n, k in ((1, 8, 16), (333, 264, 400), (1024, 520, 1040))
+)
+# Together they send every ring round more than once: 14 K blocks in one, and more than three tiles a CTA in the last.
+_SMALL: tuple[Shape, ...] = (
+    ((5, 0, 130, 1), 3, 136, 272),
+    ((0, 64, 65), 7, 200, 1680),
+    ((20,) * 30, 5, 2000, 64),
+)
+_SMALL_VARIANTS = (
+    *(Variant(config, major=major) for config, major in itertools.product(CONFIGS, MAJORS)),
+    Variant(dtype=torch.float32),
+)
+
+
+def padded_to_tiles(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Each group padded to 128 rows."""
+    return tuple(-(-size // 128) * 128 for size in sizes)
+
 
 # Per row, |out - float64| / |float64|. The tensor core keeps 13 fractional bits of the largest of 33 terms, truncating
 # toward zero, four times in 128 of K: about 2^-12.6 on normal data. The output dtype rounds by half a unit in the last
@@ -76,17 +124,20 @@ class Operands:
         return replace(self, a=BlockScaledTensor(self.a.data, moved, FP8_BLOCK))
 
 
-def random_operands(sizes: tuple[int, ...], past: int, n: int, k: int, seed: int = 0) -> Operands:
-    """Normal activations and weights whose rows differ in size by up to 2^8, quantised, on the GPU."""
+def random_operands(
+    sizes: tuple[int, ...], past: int, n: int, k: int, seed: int = 0, device: str | None = None
+) -> Operands:
+    """Normal activations and weights whose rows differ in size by up to 2^8, quantised, on the GPU (or ``device``)."""
+    device = device or DEVICE
     generator = torch.Generator().manual_seed(hash((sizes, past, n, k, seed)) % 2**31)
     m = sum(sizes) + past
     spread = torch.exp2(torch.randint(-4, 5, (m, 1), generator=generator).float())
     x = torch.randn(m, k, generator=generator) * spread
     w = torch.randn(len(sizes), n, k, generator=generator)
     a, b = quantize(x, FP8_BLOCK, kind="activation", scale_major="k"), quantize(w, FP8_BLOCK, kind="weight")
-    a = BlockScaledTensor(a.data.cuda(), a.scale.cuda(), FP8_BLOCK)
-    b = BlockScaledTensor(b.data.cuda(), b.scale.cuda(), FP8_BLOCK)
-    return Operands(a, b, group_offsets(sizes).cuda(), sum(sizes)).with_scales("mn")
+    a = BlockScaledTensor(a.data.to(device), a.scale.to(device), FP8_BLOCK)
+    b = BlockScaledTensor(b.data.to(device), b.scale.to(device), FP8_BLOCK)
+    return Operands(a, b, group_offsets(sizes).to(device), sum(sizes)).with_scales("mn")
 
 
 def float64_product(operands: Operands) -> torch.Tensor:
@@ -108,13 +159,14 @@ def row_errors(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def _each_problem() -> Iterator[Operands]:
-    for sizes, past, n, k in SHAPES:
-        yield random_operands(sizes, past, n, k)
+    for shape in SHAPES:
+        yield random_operands(*shape)
 
 
-def _fenced_result(operands: Operands, config: GemmConfig | None, dtype: torch.dtype) -> torch.Tensor:
-    fenced = GuardedOutput(operands.a.data.shape[0], operands.b.data.shape[1], dtype, "cuda")
-    grouped_gemm(operands.a, operands.b, operands.offs, out=fenced.out, config=config)
+def _fenced_result(operands: Operands, variant: Variant) -> torch.Tensor:
+    operands = operands.with_scales(variant.major)
+    fenced = GuardedOutput(operands.a.data.shape[0], operands.b.data.shape[1], variant.dtype, DEVICE)
+    grouped_gemm(operands.a, operands.b, operands.offs, out=fenced.out, config=variant.config)
     torch.cuda.synchronize()
     fenced.check(operands.valid_rows)
     return fenced.out[: operands.valid_rows]
@@ -125,8 +177,8 @@ def check_accuracy() -> str:
     worst = dict.fromkeys(DTYPES, 0.0)
     for operands in _each_problem():
         expected = float64_product(operands)
-        for dtype, major in itertools.product(DTYPES, ("mn", "k")):
-            out = _fenced_result(operands.with_scales(major), None, dtype)
+        for variant in CHOSEN_OF_EACH:
+            out, dtype = _fenced_result(operands, variant), variant.dtype
             if operands.valid_rows:
                 error = float(row_errors(out, expected).max())
                 worst[dtype] = max(worst[dtype], error)
@@ -137,16 +189,12 @@ def check_accuracy() -> str:
 def check_configs_agree() -> str:
     """Every tile shape, cluster, store and scale path gives the same bits: K is summed in one order."""
     count = 0
-    for operands, dtype in itertools.product(_each_problem(), DTYPES):
-        first: torch.Tensor | None = None
-        for config, major in itertools.product(CONFIGS, ("mn", "k")):
-            if config.block_m == 256 and dtype == torch.float32:
-                continue  # does not fit in shared memory
-            out = _fenced_result(operands.with_scales(major), config, dtype)
-            first = out.clone() if first is None else first
-            assert torch.equal(out, first), (
-                f"{config} with {major}-major scales differs on {operands.a.shape}"
-            )
+    for operands in _each_problem():
+        first: dict[torch.dtype, torch.Tensor] = {}
+        for variant in EVERY_VARIANT:
+            out = _fenced_result(operands, variant)
+            same = torch.equal(out, first.setdefault(variant.dtype, out))
+            assert same, f"{variant.config} with {variant.major}-major scales differs on {operands.a.shape}"
             count += 1
     return f"{count} results, bit for bit the same within each problem"
 
@@ -157,29 +205,29 @@ def check_padding_changes_nothing() -> str:
     for operands in _each_problem():
         ends = [0, *operands.offs.tolist()]
         sizes = [e - s for s, e in itertools.pairwise(ends)]
-        padded_sizes = [-(-size // 128) * 128 for size in sizes]
+        padded_sizes = padded_to_tiles(sizes)
         m, k = sum(padded_sizes), operands.a.data.shape[1]
-        data = torch.zeros((m, k), dtype=torch.uint8, device="cuda")
-        scale = torch.ones((m, operands.a.scale.shape[1]), device="cuda")
+        data = torch.zeros((m, k), dtype=torch.uint8, device=DEVICE)
+        scale = torch.ones((m, operands.a.scale.shape[1]), device=DEVICE)
         picks: list[int] = []
         start = 0
-        for s, size, padded in zip(ends, sizes, padded_sizes, strict=False):
+        for s, size, room in zip(ends, sizes, padded_sizes, strict=False):
             data[start : start + size] = operands.a.data.view(torch.uint8)[s : s + size]
             scale[start : start + size] = operands.a.scale[s : s + size]
             picks += range(start, start + size)
-            start += padded
+            start += room
         padded_a = BlockScaledTensor(data.view(torch.float8_e4m3fn), scale, FP8_BLOCK)
-        padded = grouped_gemm(padded_a, operands.b, group_offsets(padded_sizes).cuda())
-        out = _fenced_result(operands, None, torch.bfloat16)
-        assert torch.equal(padded[torch.tensor(picks, dtype=torch.long, device="cuda")], out)
+        padded = grouped_gemm(padded_a, operands.b, group_offsets(padded_sizes).to(DEVICE))
+        out = _fenced_result(operands, *CHOSEN)
+        assert torch.equal(padded[torch.tensor(picks, dtype=torch.long, device=DEVICE)], out)
         rows += len(picks)
     return f"{rows} rows, bit for bit the same"
 
 
 def check_wrong_offs_stay_inside() -> str:
     """Decreasing, negative and too large offsets: no access outside the tensors, every fence intact."""
-    operands = random_operands((64, 64, 64, 64), 0, 136, 272)
-    m = operands.a.data.shape[0]
+    operands = random_operands(*_WRONG_OFFS[0])
+    m, n = operands.a.data.shape[0], operands.b.data.shape[1]
     wrong = (
         [300, 10, -5, 200],
         [-1, -1, -1, -1],
@@ -188,30 +236,29 @@ def check_wrong_offs_stay_inside() -> str:
         [256, 128, 64, 0],
     )
     for values in wrong:
-        offs = torch.tensor(values, dtype=torch.int32, device="cuda")
-        for config in CONFIGS[:4]:
-            fenced = GuardedOutput(m, 136, torch.bfloat16, "cuda")
-            grouped_gemm(operands.a, operands.b, offs, out=fenced.out, config=config)
+        offs = torch.tensor(values, dtype=torch.int32, device=DEVICE)
+        for variant in _WRONG_OFFS_VARIANTS:
+            fenced = GuardedOutput(m, n, variant.dtype, DEVICE)
+            grouped_gemm(operands.a, operands.b, offs, out=fenced.out, config=variant.config)
             torch.cuda.synchronize()
             fenced.check(clean_offs(values, m)[-1])
     return f"{len(wrong)} kinds of wrong offsets"
 
 
 def check_repeats_agree() -> str:
-    """The same call fifty times over, other work in between: the same bits (a moving result is a race)."""
-    operands = random_operands((300, 0, 7, 129, 127, 64, 1), 0, 1000, 1040)
-    for config in CONFIGS:
-        first = _fenced_result(operands, config, torch.bfloat16).clone()
-        for _ in range(50):
-            assert torch.equal(_fenced_result(operands, config, torch.bfloat16), first), f"{config} moved"
-    return f"{len(CONFIGS)} configurations, 50 calls each"
+    """The same call many times over, other work in between: the same bits (a moving result is a race)."""
+    operands = random_operands(*_REPEATED[0])
+    for variant in EVERY_CONFIG:
+        first = _fenced_result(operands, variant).clone()
+        for _ in range(_REPEATS):
+            assert torch.equal(_fenced_result(operands, variant), first), f"{variant.config} moved"
+    return f"{len(EVERY_CONFIG)} configurations, {_REPEATS} calls each"
 
 
 def check_graph_replay() -> str:
     """Captured in a CUDA graph, replayed with other values and other group sizes in the same buffers."""
-    operands = random_operands((100, 0, 57, 99), 0, 264, 400)
-    other = random_operands((0, 199, 1, 56), 0, 264, 400, seed=1)
-    out = torch.empty((256, 264), dtype=torch.bfloat16, device="cuda")
+    operands, other = (random_operands(*shape, seed=seed) for seed, shape in enumerate(_REPLAYED))
+    out = torch.empty((256, 264), dtype=torch.bfloat16, device=DEVICE)
     grouped_gemm(operands.a, operands.b, operands.offs, out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -234,8 +281,8 @@ def check_graph_replay() -> str:
 
 def check_streams_and_threads() -> str:
     """Eight threads, each with a stream of its own and its own problem, at once."""
-    problems = [random_operands((g * 31 % 97, 130, g), g, 136, 272, seed=g) for g in range(8)]
-    expected = [_fenced_result(p, None, torch.bfloat16).clone() for p in problems]
+    problems = [random_operands(*shape, seed=g) for g, shape in enumerate(_STREAMED)]
+    expected = [_fenced_result(p, *CHOSEN).clone() for p in problems]
     failures: list[str] = []
 
     def work(index: int) -> None:
@@ -243,7 +290,7 @@ def check_streams_and_threads() -> str:
             operands = problems[index]
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
-                for _ in range(50):
+                for _ in range(_REPEATS):
                     out = grouped_gemm(operands.a, operands.b, operands.offs)
                 stream.synchronize()
                 if not torch.equal(out[: operands.valid_rows], expected[index]):
@@ -257,16 +304,16 @@ def check_streams_and_threads() -> str:
     for thread in threads:
         thread.join()
     assert not failures, "; ".join(failures)
-    return "8 threads on 8 streams, 50 calls each"
+    return f"{len(threads)} threads on as many streams, {_REPEATS} calls each"
 
 
 def check_dense() -> str:
     """gemm is grouped_gemm with one group, without offsets."""
-    for m, n, k in ((1, 8, 16), (333, 264, 400), (1024, 520, 1040)):
-        operands = random_operands((m,), 0, n, k)
+    for shape in _DENSE:
+        operands = random_operands(*shape)
         b = BlockScaledTensor(operands.b.data[0], operands.b.scale[0], FP8_BLOCK)
         assert torch.equal(gemm(operands.a, b), grouped_gemm(operands.a, operands.b, operands.offs))
-    return "3 shapes"
+    return f"{len(_DENSE)} shapes"
 
 
 def check_quantizers_agree() -> str:
@@ -304,17 +351,41 @@ CHECKS: dict[str, Callable[[], str]] = {
 }
 
 
-# Together they send every ring round more than once: 14 K blocks in one, and more than three tiles a CTA in the last.
-_SMALL = (((5, 0, 130, 1), 3, 136, 272), ((0, 64, 65), 7, 200, 1680), ((20,) * 30, 5, 2000, 64))
+SMALL = "small problems"
+# What each check and ``small_problems`` call: every variant on every shape.
+CALLS: dict[str, tuple[tuple[Shape, ...], tuple[Variant, ...]]] = {
+    "accuracy": (SHAPES, CHOSEN_OF_EACH),
+    "configs agree": (SHAPES, EVERY_VARIANT),
+    "padding changes nothing": (
+        (*SHAPES, *((padded_to_tiles(sizes), 0, n, k) for sizes, _, n, k in SHAPES)),
+        CHOSEN,
+    ),
+    "wrong offsets stay inside": (_WRONG_OFFS, _WRONG_OFFS_VARIANTS),
+    "repeats agree": (_REPEATED, EVERY_CONFIG),
+    "graph replay": (_REPLAYED, CHOSEN),
+    "streams and threads": (_STREAMED, CHOSEN),
+    "dense": (_DENSE, CHOSEN),
+    "quantizers agree": ((), ()),
+    SMALL: (_SMALL, _SMALL_VARIANTS),
+}
+
+
+def rehearse(name: str, backend: str) -> None:
+    """The calls of a check or of ``small_problems`` on the CPU, by ``backend``; nobody looks at the outputs."""
+    shapes, variants = CALLS[name]
+    for shape in shapes:
+        operands = random_operands(*shape, device="cpu")
+        for config, dtype, major in variants:
+            given = operands.with_scales(major)
+            grouped_gemm(given.a, given.b, given.offs, out_dtype=dtype, backend=backend, config=config)
 
 
 def small_problems() -> None:
     """A few small launches of every store and scale path, for compute-sanitizer: ``python -m padless.verify_checks``."""
-    for sizes, past, n, k in _SMALL:
-        operands = random_operands(sizes, past, n, k)
-        for config, major in itertools.product(CONFIGS, ("mn", "k")):
-            _fenced_result(operands.with_scales(major), config, torch.bfloat16)
-        _fenced_result(operands, None, torch.float32)
+    for shape in _SMALL:
+        operands = random_operands(*shape)
+        for variant in _SMALL_VARIANTS:
+            _fenced_result(operands, variant)
     print("small problems done")
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import random
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 
 import torch
 
 from padless.config import GemmConfig
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.grouped_gemm import group_offsets, grouped_gemm
-from padless.jit import CompiledKernel
+from padless.paths import kernels_arch
+from padless.processes import in_order, worker_pool
 from padless.verify_checks import CONFIGS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PROBLEMS = 200
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -60,20 +60,20 @@ def emulate(seed: int) -> torch.Tensor:
     return bits(out, offs)
 
 
-def compile_for_the_gpu_too() -> None:
-    """For a process that emulates: compiles each kernel for the GPU as well, which finds it on disk afterwards.
+def backend_of(arch: str) -> str:
+    """The emulator's backend that runs the kernels of a GPU of ``arch``."""
+    arch = kernels_arch(arch)
+    return "emulator" if arch == "sm_90a" else f"emulator:{arch}"
 
-    A comparison needs both, and the processes of a pool compile side by side.
-    """
-    from padless.paths import launching
 
-    emulated = launching.compile_kernel
+def emulation_cost(rows: int, groups: int, n: int, k: int) -> float:
+    """What the emulator's time for a problem is about proportional to: whole tiles, some of which are mostly empty."""
+    return (rows + 64 * groups) * (n + 64) * (k + 64)
 
-    def both(source: str, prelude: str, arch: str, kind: str = "cubin") -> CompiledKernel:
-        emulated(source, prelude, arch, "cubin")
-        return emulated(source, prelude, arch, kind)
 
-    launching.compile_kernel = both  # type: ignore[attr-defined]
+def _cost(seed: int) -> float:
+    a, b, offs, _, _ = random_problem(seed)
+    return emulation_cost(int(offs[-1]), len(offs), b.shape[1], a.shape[1])
 
 
 def bits(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -81,14 +81,13 @@ def bits(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     return out[: int(offs[-1])].cpu().view(_BITS[out.element_size()])
 
 
-def check_against_emulator(problems: int = 200, first_seed: int = 0, workers: int | None = None) -> str:
+def check_against_emulator(problems: int = PROBLEMS, first_seed: int = 0, workers: int | None = None) -> str:
     """Raises AssertionError at the first problem whose bits differ between the GPU and the emulator."""
     seeds = range(first_seed, first_seed + problems)
     elements = 0
-    with ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=compile_for_the_gpu_too
-    ) as pool:
-        for seed, emulated in zip(seeds, pool.map(emulate, seeds), strict=True):
+    with worker_pool(workers) as pool:
+        outputs = in_order(pool, emulate, [(seed,) for seed in seeds], _cost)
+        for seed, emulated in zip(seeds, outputs, strict=True):
             a, b, offs, config, dtype = random_problem(seed)
             on_gpu = [BlockScaledTensor(t.data.cuda(), t.scale.cuda(), FP8_BLOCK) for t in (a, b)]
             out = grouped_gemm(on_gpu[0], on_gpu[1], offs.cuda(), out_dtype=dtype, config=config)

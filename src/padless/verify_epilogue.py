@@ -8,9 +8,7 @@ outputs have to be exactly the reference's for those values.
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -18,11 +16,12 @@ import torch
 from padless.driver import cuda_driver
 from padless.epilogue import Epilogue
 from padless.grouped_gemm import grouped_gemm
-from padless.paths import Path, format_name
+from padless.paths import Path, format_name, kernels_arch
 from padless.paths.sm90_bf16 import Bf16GemmConfig
 from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
+from padless.processes import in_order, worker_pool
 from padless.reference_epilogue import epilogue_reference
-from padless.verify_emulator import compile_for_the_gpu_too
+from padless.verify_emulator import backend_of, emulation_cost
 from padless.verify_epilogue_problems import (
     FENCE,
     EpilogueProblem,
@@ -36,6 +35,7 @@ from padless.verify_epilogue_problems import (
     untouched,
 )
 
+PROBLEMS = 54
 _TILE_BYTES = 512  # of the 32x4x4 layout
 # The exponential within 2^-21, of which the sigmoid takes at most all, and four roundings of 2^-24; and what
 # subnormals on the way lose.
@@ -51,16 +51,21 @@ def _on_gpu(problem: EpilogueProblem) -> Outputs:
 
 def _sums_on_gpu(problem: EpilogueProblem) -> torch.Tensor:
     """The GPU's own float32 GEMM, by the kernel that the quantising call takes, on the CPU."""
-    a, b, offs = (moved(t, "cuda") for t in (problem.a, problem.b, problem.offs))
-    return grouped_gemm(a, b, offs, out_dtype=torch.float32, config=_plain_config(problem)).cpu()
+    return _sums(problem, cuda_driver().arch, "cuda", None).cpu()
 
 
-def _plain_config(problem: EpilogueProblem) -> Any:
+def _sums(problem: EpilogueProblem, arch: str, device: str, backend: str | None) -> torch.Tensor:
+    a, b, offs = (moved(t, device) for t in (problem.a, problem.b, problem.offs))
+    config = _plain_config(problem, arch)
+    return grouped_gemm(a, b, offs, out_dtype=torch.float32, backend=backend, config=config)
+
+
+def _plain_config(problem: EpilogueProblem, arch: str) -> Any:
     """What makes grouped_gemm take the quantising call's arithmetic, where a pair of formats has two kernels."""
     chosen = problem.options.get("config")
     if isinstance(chosen, (Bf16GemmConfig, Sm90Mxfp8Config)):
         return chosen
-    on_hopper = cuda_driver().arch == "sm_90a"
+    on_hopper = kernels_arch(arch) == "sm_90a"
     both = {format_name(problem.a), problem.b.format.name} <= {"MXFP8", "MXFP8_E5M2"}
     return Sm90Mxfp8Config() if on_hopper and both else None
 
@@ -195,8 +200,7 @@ def _where(wrong: torch.Tensor) -> str:
 
 def emulate_epilogue(path: Path, seed: int) -> tuple[dict[str, bytes], bytes] | None:
     """All bytes of every output by the emulator; and of SwiGLU's float32 values, else none. None for a refused call."""
-    problem = random_epilogue_problem(path, seed)
-    backend = "emulator" if path.arch == "sm_90a" else f"emulator:{path.arch}"
+    problem, backend = random_epilogue_problem(path, seed), backend_of(path.arch)
     values = b""
     try:
         outputs = run_problem(problem, "cpu", backend).bytes
@@ -205,6 +209,19 @@ def emulate_epilogue(path: Path, seed: int) -> tuple[dict[str, bytes], bytes] | 
     except ValueError:
         return None
     return {name: t.numpy().tobytes() for name, t in outputs.items()}, values
+
+
+def rehearse_epilogue(path: Path, seed: int) -> None:
+    """Every call that ``check_epilogue`` makes of a problem, on the CPU; nobody looks at the outputs."""
+    if emulate_epilogue(path, seed) is not None:
+        _sums(random_epilogue_problem(path, seed), path.arch, "cpu", backend_of(path.arch))
+
+
+def _cost(path: Path, seed: int) -> float:
+    problem = random_epilogue_problem(path, seed)
+    groups, n, k = problem.b.shape
+    calls = 1 if problem.gate_up is None else 2
+    return calls * emulation_cost(problem.valid_rows, groups, n, k)
 
 
 def _tensor(data: bytes) -> torch.Tensor:
@@ -256,19 +273,27 @@ def _assert_close(
 # --- checks ----------------------------------------------------------------------------------------------
 
 
+def problems_of(arch: str, problems: int = PROBLEMS, first_seed: int = 0) -> list[tuple[Path, int]]:
+    """What both checks are about, each problem a path and a seed."""
+    return _dealt(quant_paths(arch), problems, first_seed)
+
+
 def _dealt(paths: list[Path], problems: int, first_seed: int) -> list[tuple[Path, int]]:
     """So many problems, dealt out to the paths in turn, each with a seed of its own."""
     return [(paths[i % len(paths)], first_seed + i) for i in range(problems)] if paths else []
+
+
+def _paths(jobs: list[tuple[Path, int]]) -> int:
+    return len({path for path, _ in jobs})
 
 
 def _check_refused(refused: int, problems: int) -> None:
     assert refused <= problems // 3, f"{refused} of {problems} problems were refused: what was checked then?"
 
 
-def check_epilogue(problems: int = 54, first_seed: int = 0) -> str:
+def check_epilogue(problems: int = PROBLEMS, first_seed: int = 0) -> str:
     """Raises AssertionError where an output is not what the reference makes of the GPU's own float32 GEMM."""
-    paths, found = quant_paths(cuda_driver().arch), Judgement()
-    jobs = _dealt(paths, problems, first_seed)
+    jobs, found = problems_of(cuda_driver().arch, problems, first_seed), Judgement()
     refused = 0
     for path, seed in jobs:
         problem = random_epilogue_problem(path, seed)
@@ -281,26 +306,23 @@ def check_epilogue(problems: int = 54, first_seed: int = 0) -> str:
         found += judge(problem, _sums_on_gpu(problem), outputs, values)
     _check_refused(refused, len(jobs))
     return (
-        f"{len(jobs) - refused} problems of {len(paths)} paths ({refused} refused), {found.bytes} bytes as the "
+        f"{len(jobs) - refused} problems of {_paths(jobs)} paths ({refused} refused), {found.bytes} bytes as the "
         f"reference; SwiGLU: "
         f"{found.inexact} of {found.values} values not exactly rounded, by at most {found.worst:.1e}"
     )
 
 
 def check_epilogue_against_emulator(
-    problems: int = 54, first_seed: int = 0, workers: int | None = None
+    problems: int = PROBLEMS, first_seed: int = 0, workers: int | None = None
 ) -> str:
     """Raises AssertionError with the problems whose outputs differ between the GPU and the emulator."""
-    paths = quant_paths(cuda_driver().arch)
-    jobs = _dealt(paths, problems, first_seed)
+    jobs = problems_of(cuda_driver().arch, problems, first_seed)
     if not jobs:
         return "0 problems: no path has a quantising epilogue here"
     count, inexact, refused = 0, 0, 0
     wrong: list[str] = []
-    with ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=compile_for_the_gpu_too
-    ) as pool:
-        emulated = pool.map(emulate_epilogue, *zip(*jobs, strict=True))
+    with worker_pool(workers) as pool:
+        emulated = in_order(pool, emulate_epilogue, jobs, _cost)
         for (path, seed), outputs in zip(jobs, emulated, strict=True):
             if outputs is None:
                 refused += 1
@@ -313,6 +335,6 @@ def check_epilogue_against_emulator(
     assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
     _check_refused(refused, len(jobs))
     return (
-        f"{len(jobs) - refused} problems of {len(paths)} paths ({refused} refused), {count} bytes the same, but "
+        f"{len(jobs) - refused} problems of {_paths(jobs)} paths ({refused} refused), {count} bytes the same, but "
         f"{inexact} that SwiGLU's exponential moved"
     )

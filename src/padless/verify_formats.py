@@ -7,9 +7,7 @@ bit. Which pairs there are comes from ``padless.paths``.
 from __future__ import annotations
 
 import random
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -20,16 +18,18 @@ from padless.formats import FORMATS, BlockScaledFormat, BlockScaledTensor
 from padless.grouped_gemm import group_offsets, grouped_gemm
 from padless.layouts import to_blocked, to_blocked_groups
 from padless.paths import BF16, PATHS, Path
+from padless.processes import in_order, worker_pool
 from padless.reference import grouped_gemm_reference
 from padless.verify_checks import ROW_ERROR_LIMIT, row_errors
-from padless.verify_emulator import bits, compile_for_the_gpu_too
+from padless.verify_emulator import backend_of, bits, emulation_cost
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Problems of each path: judged by float64, and compared with the emulator.
+JUDGED, COMPARED = 6, 10
 _BY_NAME = {fmt.name: fmt for fmt in FORMATS}
 # The FP8 tensor core keeps 13 bits of each sum of 32 products; a short row of widely spread values shows more of that
 # than the long sums that the limit was made for.
 _LIMIT_FACTOR = {"sm90_mxfp8": 4}
-_EMULATOR = {"sm_90a": "emulator", "sm_100a": "emulator:sm_100a", "sm_103a": "emulator:sm_100a"}
 
 
 def paths_of(arch: str) -> list[Path]:
@@ -160,7 +160,7 @@ def emulate_formats(path: Path, seed: int) -> torch.Tensor:
     from padless.emulator.fake_driver import driver_of
 
     problem = random_formats_problem(path, seed)
-    backend = _EMULATOR[path.arch]
+    backend = backend_of(path.arch)
     with driver_of(backend).configured(num_sms=4):  # enough for the largest cluster
         out = grouped_gemm(
             problem.a,
@@ -171,6 +171,17 @@ def emulate_formats(path: Path, seed: int) -> torch.Tensor:
             config=problem.config,
         )
     return bits(out, problem.offs)
+
+
+def problems_of(arch: str, problems: int) -> list[tuple[Path, int]]:
+    """So many problems of every path, each a path and a seed."""
+    return [(path, seed) for path in paths_of(arch) for seed in range(problems)]
+
+
+def _cost(path: Path, seed: int) -> float:
+    problem = random_formats_problem(path, seed)
+    groups, n, k = problem.b.shape
+    return emulation_cost(int(problem.offs[-1]), groups, n, k)
 
 
 def _on_gpu(path: Path, seed: int) -> tuple[FormatsProblem, torch.Tensor]:
@@ -184,39 +195,37 @@ def _on_gpu(path: Path, seed: int) -> tuple[FormatsProblem, torch.Tensor]:
     return problem, fenced.out
 
 
-def check_formats_accuracy(problems: int = 6) -> str:
+def check_formats_accuracy(problems: int = JUDGED) -> str:
     """Raises AssertionError where a row is further from float64 than the output's rounding and FP8's sums explain."""
     worst: dict[str, float] = {}
-    paths = paths_of(cuda_driver().arch)
-    for path in paths:
-        for seed in range(problems):
-            problem, out = _on_gpu(path, seed)
-            valid = int(problem.offs[-1])
-            expected = grouped_gemm_reference(
-                problem.a, problem.b, problem.offs, out_dtype=torch.float64, accumulate="float64"
-            )[:valid]
-            fits = expected.abs().amax(dim=1) < 0.9 * torch.finfo(problem.dtype).max
-            rows = fits & (expected.norm(dim=1) > 0)
-            if not rows.any():
-                continue
-            error = float(row_errors(out[:valid].cpu()[rows], expected[rows]).max())
-            where = f"{path.kernel}, {path.a} x {path.b}, problem {seed}"
-            limit = ROW_ERROR_LIMIT[problem.dtype] * _LIMIT_FACTOR.get(path.module, 1)
-            assert error < limit, f"{where}: a row is off by {error:.2e}"
-            name = str(problem.dtype)[6:]
-            worst[name] = max(worst.get(name, 0.0), error)
-    return f"{len(paths)} paths, worst row error " + ", ".join(f"{d} {e:.1e}" for d, e in worst.items())
+    jobs = problems_of(cuda_driver().arch, problems)
+    for path, seed in jobs:
+        problem, out = _on_gpu(path, seed)
+        valid = int(problem.offs[-1])
+        expected = grouped_gemm_reference(
+            problem.a, problem.b, problem.offs, out_dtype=torch.float64, accumulate="float64"
+        )[:valid]
+        fits = expected.abs().amax(dim=1) < 0.9 * torch.finfo(problem.dtype).max
+        rows = fits & (expected.norm(dim=1) > 0)
+        if not rows.any():
+            continue
+        error = float(row_errors(out[:valid].cpu()[rows], expected[rows]).max())
+        where = f"{path.kernel}, {path.a} x {path.b}, problem {seed}"
+        limit = ROW_ERROR_LIMIT[problem.dtype] * _LIMIT_FACTOR.get(path.module, 1)
+        assert error < limit, f"{where}: a row is off by {error:.2e}"
+        name = str(problem.dtype)[6:]
+        worst[name] = max(worst.get(name, 0.0), error)
+    return f"{len({path for path, _ in jobs})} paths, worst row error " + ", ".join(
+        f"{d} {e:.1e}" for d, e in worst.items()
+    )
 
 
-def check_formats_against_emulator(problems: int = 10, workers: int | None = None) -> str:
+def check_formats_against_emulator(problems: int = COMPARED, workers: int | None = None) -> str:
     """Raises AssertionError with every path whose bits differ between the GPU and the emulator."""
-    paths = paths_of(cuda_driver().arch)
-    jobs = [(path, seed) for path in paths for seed in range(problems)]
+    jobs = problems_of(cuda_driver().arch, problems)
     elements, wrong = 0, []
-    with ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=compile_for_the_gpu_too
-    ) as pool:
-        emulated = pool.map(emulate_formats, *zip(*jobs, strict=True))
+    with worker_pool(workers) as pool:
+        emulated = in_order(pool, emulate_formats, jobs, _cost)
         for (path, seed), expected in zip(jobs, emulated, strict=True):
             problem, out = _on_gpu(path, seed)
             computed = bits(out, problem.offs)
@@ -226,4 +235,5 @@ def check_formats_against_emulator(problems: int = 10, workers: int | None = Non
                 where = f"{path.kernel}, {path.a} x {path.b}, problem {seed}"
                 wrong.append(f"{where} ({problem.config}): {differ} of {computed.numel()} elements differ")
     assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
+    paths = {path for path, _ in jobs}
     return f"{len(jobs)} problems of {len(paths)} paths, {elements} elements, bit for bit the same"

@@ -1,0 +1,79 @@
+"""Processes side by side: as many as cores but one, with one thread each, the longest work first."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from padless import processes
+from padless.processes import in_order, useful_workers, worker_pool
+
+
+def test_one_core_is_left_to_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, workers in ((1, 1), (2, 1), (16, 15)):
+        monkeypatch.setattr(processes.os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
+        assert useful_workers() == workers
+
+
+def test_a_process_computes_with_one_thread_and_blocks_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    with worker_pool(1) as outer:
+        assert outer.submit(torch.get_num_threads).result() == 1
+        assert outer.submit(os.getenv, "OPENBLAS_NUM_THREADS").result() == "1"
+        with worker_pool() as inner:
+            assert inner is outer
+        first = outer.submit(os.getpid).result()
+        assert first == outer.submit(os.getpid).result()
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert "MKL_NUM_THREADS" not in os.environ
+
+
+class Pool:
+    """Notes the order in which work comes; nothing is ever done."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.futures: dict[str, Future[str]] = {}
+
+    def submit(self, function: Any, name: str, cost: int) -> Future[str]:
+        self.order.append(name)
+        self.futures[name] = Future()
+        return self.futures[name]
+
+
+JOBS = [("a", 2), ("b", 9), ("c", 2), ("d", 5)]
+
+
+def test_the_dearest_start_first_and_results_come_in_order() -> None:
+    pool: Any = Pool()
+    submit = pool.submit
+
+    def finished(function: Any, name: str, cost: int) -> Future[str]:
+        future = submit(function, name, cost)
+        future.set_result(name.upper())
+        return future
+
+    pool.submit = finished
+    assert list(in_order(pool, str, JOBS, lambda name, cost: cost)) == ["A", "B", "C", "D"]
+    assert pool.order == ["b", "d", "a", "c"]
+
+
+def test_what_has_not_started_is_dropped_when_nobody_listens() -> None:
+    pool: Any = Pool()
+    submit = pool.submit
+
+    def one_fails(function: Any, name: str, cost: int) -> Future[str]:
+        future = submit(function, name, cost)
+        if name == "a":
+            future.set_exception(ValueError("planted"))
+        return future
+
+    pool.submit = one_fails
+    with pytest.raises(ValueError, match="planted"):
+        list(in_order(pool, str, JOBS, lambda name, cost: cost))
+    assert all(pool.futures[name].cancelled() for name in "bcd")
