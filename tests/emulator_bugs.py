@@ -22,6 +22,7 @@ from padless.quantize import quantize
 from padless.reference import grouped_gemm_reference
 
 MAIN = "sm90_fp8_grouped_gemm.cu"
+STORE = "sm90_fp8_store.cuh"
 EPILOGUE = "epilogue.cuh"
 TMA = "ptx/tma.cuh"
 WGMMA = "ptx/wgmma.cuh"
@@ -29,6 +30,7 @@ MBARRIER = "ptx/mbarrier.cuh"
 MEMORY = "ptx/memory.cuh"
 QUEUE = "tile_queue.cuh"
 BASE = GemmConfig(block_m=128, block_n=128, num_stages=3)
+CONSUMERS_STORE = dataclasses.replace(BASE, block_n=192)
 CLUSTER = dataclasses.replace(BASE, cluster_n=2)
 ROW_MAJOR = dataclasses.replace(BASE, scales="k", scale_window_k_blocks=8)
 FLOAT_OUT = dataclasses.replace(BASE, out_dtype=torch.float32)
@@ -67,7 +69,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "no proxy fence before the store",
         ("missing-proxy-fence",),
-        ((MAIN, "fence_proxy_async_shared();", ""),),
+        ((STORE, "fence_proxy_async_shared();", ""),),
     ),
     Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
     Bug("no wgmma.fence", ("missing-wgmma-fence",), ((MAIN, "wgmma_fence();", ""),)),
@@ -75,9 +77,9 @@ BUGS: tuple[Bug, ...] = (
         "proxy fence after the barrier, by the issuer only after its stores",
         ("missing-proxy-fence",),
         (
-            (MAIN, "fence_proxy_async_shared();", ""),
+            (STORE, "fence_proxy_async_shared();", ""),
             (
-                MAIN,
+                STORE,
                 "cp_async_bulk_commit_group();",
                 "fence_proxy_async_shared(); cp_async_bulk_commit_group();",
             ),
@@ -109,16 +111,23 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug("empty barrier not waited for", ("race", "mbarrier"), ((MAIN, WAIT_EMPTY, ""),)),
     Bug(
-        "store's shared memory reused before it was read",
+        "store's shared memory reused before a store warp's copies have read it",
         ("race",),
-        ((MAIN, "if (issuer) cp_async_bulk_wait_group_read_all();", ""),),
+        ((STORE, "            cp_async_bulk_wait_group_read_all();\n        }\n", "        }\n"),),
+    ),
+    Bug(
+        "store's shared memory reused before a consumer's copies have read it",
+        ("race",),
+        ((STORE, "if (issuer) cp_async_bulk_wait_group_read_all();", ""),),
+        CONSUMERS_STORE,
     ),
     Bug(
         "CTA ends before its stores have read",
         ("exit",),
-        ((MAIN, "if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();", ""),),
+        ((MAIN, "if (CONSUMERS_STORE && warp == 0 && lane == 0) cp_async_bulk_wait_group_all();", ""),),
+        CONSUMERS_STORE,
     ),
-    Bug("store not committed", ("race", "exit"), ((MAIN, "        cp_async_bulk_commit_group();\n", ""),)),
+    Bug("store not committed", ("race", "exit"), ((STORE, "    cp_async_bulk_commit_group();\n", ""),)),
     Bug(
         "rows that no copy brings left as they were",
         ("uninitialised-shared",),
@@ -237,31 +246,54 @@ BUGS: tuple[Bug, ...] = (
         (("group_table.cuh", "__syncthreads();", ""),),  # of at most 32 groups
     ),
     Bug(
-        "no barrier between staging and store",
+        "store warp does not wait for what is staged",
         ("race",),
-        (
-            (
-                MAIN,
-                "fence_proxy_async_shared();\n    bar_sync(1 + warpgroup, 128);",
-                "fence_proxy_async_shared();",
-            ),
-        ),
+        ((STORE, "bar_sync(d_full(warpgroup), STORE_THREADS);\n        if (lane == 0) {", "if (lane == 0) {"),),
+    ),
+    Bug(
+        "no barrier between staging and a consumer's store",
+        ("race",),
+        ((STORE, "bar_sync(d_full(warpgroup), STORE_THREADS);\n    else", ";\n    else"),),
+        CONSUMERS_STORE,
+    ),
+    Bug(
+        "staged before the last store has read",
+        ("race",),
+        ((STORE, "    bar_sync(d_free(warpgroup), STORE_THREADS);\n", ""),),
     ),
     Bug(
         "no barrier between the last store's wait and staging",
         ("race",),
-        (
-            (
-                MAIN,
-                "    bar_sync(1 + warpgroup, 128);\n#pragma unroll\n    for (int w",
-                "#pragma unroll\n    for (int w",
-            ),
-        ),
+        ((STORE, "    bar_sync(d_free(warpgroup), STORE_THREADS);\n", ""),),
+        CONSUMERS_STORE,
+    ),
+    Bug(
+        "store warp says nothing of free memory",
+        ("deadlock",),
+        ((STORE, "bar_arrive(d_free(warpgroup), STORE_THREADS);", ""),),
     ),
     Bug(
         "store barrier counts one warp too many",
         ("barrier", "deadlock"),
-        ((MAIN, "bar_sync(1 + warpgroup, 128)", "bar_sync(1 + warpgroup, 160)"),),
+        ((STORE, "128 + (CONSUMERS_STORE ? 0 : 32)", "160 + (CONSUMERS_STORE ? 0 : 32)"),),
+    ),
+    Bug(
+        "store warp meets a warpgroup that skips the tile",
+        ("deadlock", "race"),
+        ((STORE, "if (warpgroup * WGMMA_M >= tile.rows) continue;", ""),),
+    ),
+    Bug(
+        "store warp keeps its slot of the queue",
+        ("deadlock",),
+        ((STORE, "if (lane == 0) reader.release();", ""),),
+    ),
+    Bug(
+        "queue does not wait for the store warps",
+        ("race", "mbarrier"),
+        ((MAIN, "CLUSTER_N * NUM_TILE_READERS);", "CLUSTER_N * (NUM_CONSUMER_WARPS + 1));"),),
+        n=1024,
+        k=128,
+        seeds=8,
     ),
     Bug(
         "all lanes of the producer warp load",
@@ -271,7 +303,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "both warpgroups share one store barrier",
         ("barrier", "race", "deadlock"),
-        ((MAIN, "bar_sync(1 + warpgroup, 128)", "bar_sync(1, 128)"),),
+        ((STORE, "return 1 + warpgroup;", "return 1;"),),
         seeds=8,
     ),
     # ---- resources and addresses
@@ -303,7 +335,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "rows of the next group overwritten",
         (),
-        ((MAIN, "const int rows = left < WGMMA_M ? left : WGMMA_M;", "const int rows = WGMMA_M;"),),
+        ((STORE, "const int rows = left < WGMMA_M ? left : WGMMA_M;", "const int rows = WGMMA_M;"),),
     ),
     # ---- wrong values only
     Bug(

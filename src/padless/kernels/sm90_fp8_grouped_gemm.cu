@@ -9,8 +9,9 @@
 // Arithmetic, per output element and in this order: for each 128 of K, the tensor core sums the products (its FP8
 // path keeps 13 fractional bits of the largest term), then d = fma(sum, sfa * sfb, d) in float32.
 //
-// Roles. One producer warpgroup, in which one thread drives the copy engine and one the scheduler (tile_queue.cuh);
-// NUM_MMA_WARPGROUPS consumer warpgroups with the tile in registers, 64 rows to a wave. CTAs are persistent.
+// Roles. One producer warpgroup, in which one thread drives the copy engine, one the scheduler (tile_queue.cuh), and a
+// warp or two store finished tiles (sm90_fp8_store.cuh); NUM_MMA_WARPGROUPS consumer warpgroups with the tile in
+// registers, 64 rows to a wave. CTAs are persistent.
 //
 //      producer                                     consumer warpgroup
 //      --------                                     ------------------
@@ -110,6 +111,10 @@ constexpr int A_BYTES = BLOCK_M * BLOCK_K;
 constexpr int B_BYTES = BLOCK_N * BLOCK_K;
 
 constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
+// Else a warp for each consumer warpgroup stores, beside the producer. It does not pay with 192 columns (measured).
+constexpr bool CONSUMERS_STORE = EPILOGUE_IS_QUANT || BLOCK_N == 192;
+constexpr int NUM_STORE_WARPS = CONSUMERS_STORE ? 0 : NUM_MMA_WARPGROUPS;
+constexpr int NUM_TILE_READERS = NUM_CONSUMER_WARPS + 1 + NUM_STORE_WARPS;  // of a CTA
 #if EPILOGUE_IS_QUANT
 #include "quant_storage.cuh"
 constexpr int UNIT_D_BYTES = QUANT_UNIT_BYTES;
@@ -386,45 +391,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
 using StoreMaps = QuantOutputs;
 #include "sm90_quant_store.cuh"
 #else
-#if STORE_IS_POOL
-using StoreMaps = DescriptorPool;
-#else
-using StoreMaps = TensorMap;
-#endif
-
-// Consumer: converts and writes the rows of d that exist.
-template <int NUM_WAVES>
-__device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2], SharedStorage& shared,
-                                           const Problem& problem, const StoreMaps& maps, const Tile& tile,
-                                           int column, int warpgroup, int warp, int lane) {
-    const bool issuer = warp == 0 && lane == 0;
-    if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
-    bar_sync(1 + warpgroup, 128);
-#pragma unroll
-    for (int w = 0; w < NUM_WAVES; ++w)
-        stage_tile<BLOCK_N, OUT_TYPE>(d[w], shared_address(shared.d[w * NUM_MMA_WARPGROUPS + warpgroup]),
-                                      warp, lane);
-    fence_proxy_async_shared();
-    bar_sync(1 + warpgroup, 128);
-    if (issuer) {
-#pragma unroll
-        for (int w = 0; w < NUM_WAVES; ++w) {
-            const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
-            const int left = tile.rows - unit * WGMMA_M;
-            const int rows = left < WGMMA_M ? left : WGMMA_M;
-            const int row = tile.row + unit * WGMMA_M;
-            for (int s = 0; s < NUM_SLABS && column + s * SLAB_COLUMNS < problem.n; ++s) {
-                const uint32_t slab = shared_address(shared.d[unit] + s * SLAB_BYTES);
-#if STORE_IS_POOL
-                store_slab_pool(maps, slab, column + s * SLAB_COLUMNS, row, rows);
-#else
-                store_slab_ragged(maps, slab, column + s * SLAB_COLUMNS, row, row + rows);
-#endif
-            }
-        }
-        cp_async_bulk_commit_group();
-    }
-}
+#include "sm90_fp8_store.cuh"
 
 __device__ __forceinline__ void skip_store(int) {}
 #endif
@@ -466,7 +433,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
             window_phase ^= 1;
         }
     }
-    if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();
+    if (CONSUMERS_STORE && warp == 0 && lane == 0) cp_async_bulk_wait_group_all();
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
@@ -492,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             mbarrier_init(shared_address(&shared.window_empty), NUM_CONSUMER_WARPS);
             for (int s = 0; s < QUEUE_SLOTS; ++s) {
                 mbarrier_init(shared_address(&shared.queue.full[s]), 1);
-                mbarrier_init(shared_address(&shared.queue.empty[s]), CLUSTER_N * (NUM_CONSUMER_WARPS + 1));
+                mbarrier_init(shared_address(&shared.queue.empty[s]), CLUSTER_N * NUM_TILE_READERS);
             }
 #if EPILOGUE_IS_QUANT
             shared.quant.init();
@@ -525,6 +492,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
                 hand_out_tiles<CLUSTER_N>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
                                           blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N);
         }
+#if !EPILOGUE_IS_QUANT
+        const int storing = warp - (NUM_CONSUMER_WARPS + 2);  // the consumer warpgroup that it stores for
+        if (storing >= 0 && storing < NUM_STORE_WARPS)
+            store_tiles(shared, problem, store_maps, storing, lane);
+#endif
         __syncwarp();
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();

@@ -64,11 +64,6 @@ __device__ __forceinline__ float fma_ftz_sat(float x, float y, float z) {
     return value;
 }
 
-// Counts this warp at a barrier of `threads` threads, at which others wait.
-__device__ __forceinline__ void bar_arrive(uint32_t id, uint32_t threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 __device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
