@@ -205,6 +205,14 @@ def _compile(kernel: Kernel) -> None:
     compile_kernel(*kernel)
 
 
+def _failure(future: Future[Any]) -> str:
+    """In a line, what a process failed of; "" when it did not. Raises BrokenProcessPool where the process died."""
+    error = future.exception()
+    if isinstance(error, BrokenProcessPool):
+        raise error
+    return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def compile_ahead(
     rehearsals: Sequence[Rehearsal],
     gpu: Gpu,
@@ -223,7 +231,8 @@ def compile_ahead(
             compilations: dict[Future[None], Kernel] = {}
             done = 0
             for listed in as_completed(listings):
-                kernels, problems = listed.result()
+                failure = _failure(listed)
+                kernels, problems = ([], [failure]) if failure else listed.result()
                 ahead.problems += problems
                 for kernel in kernels:
                     if kernel not in ahead.kernels:
@@ -232,14 +241,8 @@ def compile_ahead(
                 done += 1
                 progress(done, len(listings) + len(compilations))
             for compiled in as_completed(compilations):
-                error = compiled.exception()
-                if isinstance(error, BrokenProcessPool):
-                    raise error
-                if error is not None:
-                    first_line = str(error).splitlines()[0] if str(error) else ""
-                    ahead.problems.append(
-                        f"{compilations[compiled].source}: {type(error).__name__}: {first_line}"
-                    )
+                if failure := _failure(compiled):
+                    ahead.problems.append(f"{compilations[compiled].source}: {failure}")
                 done += 1
                 progress(done, len(listings) + len(compilations))
     except BrokenProcessPool as error:
