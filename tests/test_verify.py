@@ -91,7 +91,7 @@ def fake_sanitizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program.write_text(FAKE.format(python=sys.executable))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
-    monkeypatch.setattr(verify, "_SANITIZER_SECONDS", 2)
+    monkeypatch.setattr(verify, "_SANITIZER_SECONDS", 3)
 
 
 def test_tools_run_side_by_side_and_every_failure_is_recorded_in_its_place(

@@ -266,8 +266,31 @@ def test_both_sides_of_a_comparison_ask_for_nothing_else(name: str) -> None:
     assert gpu.asked <= listed(name)
 
 
-@pytest.mark.parametrize("step", [16, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("where", [H200, B300], ids=["sm_90a", "sm_103a"])
+def test_single_instructions_are_rehearsed_on_both_sides() -> None:
+    kernels = listed("emulator's tensor core agrees")
+    assert {k.source for k in kernels} == {verify_arithmetic.KERNEL}
+    for kind in ("cubin", "ptx"):
+        assert len({k.prelude for k in kernels if k.kind == kind}) == len(verify_arithmetic.PAIRS)
+
+
+def test_what_runs_has_a_rehearsal() -> None:
+    """None is missing on Hopper, whose rehearsals are compared above one by one."""
+    jobs, modules = verify.jobs_of(H200.arch, None, against_emulator=True)
+    assert all(rehearsals_of(H200.arch, [name], []) for name in jobs)
+    assert all(rehearsals_of(H200.arch, [], [module]) for module in modules)
+    with pytest.raises(KeyError):
+        kernels_of(rehearsals_of(H200.arch, [], ["padless.no_such_module"]), H200)
+
+
+@pytest.mark.parametrize(
+    ("where", "step"),
+    [
+        (B300, 16),
+        pytest.param(B300, 1, marks=pytest.mark.slow),
+        pytest.param(H200, 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_everything_that_runs_has_been_rehearsed(where: Gpu, step: int) -> None:
     """No check and no module without a rehearsal, and no rehearsal that ends early (of those looked at)."""
     jobs, modules = verify.jobs_of(where.arch, None, against_emulator=True)
