@@ -265,22 +265,21 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
         "cuts_columns = false;",
         GLU_BOTH,
     ),
-    "no barrier before the maxima of other warps are read": (
+    "the other warpgroup's maxima are not waited for": (
         STORE,
-        "        column_maxima_wait(warpgroup);\n        scale",
-        "scale",
+        "bar_sync(SECOND_MAXIMA_BARRIER",
+        "bar_arrive(SECOND_MAXIMA_BARRIER",
+        BOTH,
+    ),
+    "multipliers from the other warpgroup are not waited for": (
+        STORE,
+        "bar_sync(SECOND_MULTIPLIERS_BARRIER",
+        "bar_arrive(SECOND_MULTIPLIERS_BARRIER",
         BOTH,
     ),
     "no barrier before the multipliers are read": (
         STORE,
-        "        column_multipliers_wait(warpgroup);\n#pragma",
-        "#pragma",
-        BOTH,
-    ),
-    "a skipping warpgroup does not keep step": (
-        STORE,
-        "        column_maxima_arrive(warpgroup);\n        column_maxima_wait(warpgroup);\n"
-        "        column_multipliers_arrive(warpgroup);\n        column_multipliers_wait(warpgroup);\n",
+        "        else\n            bar_sync(1 + warpgroup, 128);",
         "",
         BOTH,
     ),

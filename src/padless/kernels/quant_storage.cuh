@@ -15,9 +15,23 @@ static_assert(!SWAPS_ROW_AMAX || (CLUSTER_N == 2 && RowFormat::BLOCK == 2 * OUT_
               "a row's block of scales lies in two CTAs: they must be a cluster");
 static_assert(BLOCK_N == 128, "a tile is as wide as the widest block");
 
-// Runs of rows of a tile that share a column scale.
-constexpr int COLUMN_BLOCKS = COLUMN_QUANT == QUANT_NONE ? 1 : BLOCK_M / ColumnFormat::BLOCK;
-static_assert(COLUMN_BLOCKS > 0, "a run of rows that shares a scale lies in one tile");
+// Where columns are quantised and a warpgroup has two units, these are neighbours: a run of 128 rows that share their
+// columns' scales then lies in one warpgroup, and the two need not wait for each other. A tile of no more units than
+// warpgroups gives each one, and only there does a run of 128 rows lie in both.
+constexpr bool UNITS_ARE_NEIGHBOURS = COLUMN_QUANT != QUANT_NONE && WAVES == 2;
+constexpr int UNIT_STEP =
+    UNITS_ARE_NEIGHBOURS ? 1 : NUM_MMA_WARPGROUPS;  // from a warpgroup's unit to its next
+__device__ __forceinline__ int first_unit(int warpgroup, int rows) {
+    return UNITS_ARE_NEIGHBOURS && units_of(rows) > NUM_MMA_WARPGROUPS ? warpgroup * WAVES : warpgroup;
+}
+
+// Runs of rows that share column scales. RUNS: of a warpgroup; UNITS_OF_RUN: how many of its units are in one;
+// MAXIMA_OF_RUN: how many of its warps have rows in one, each of which leaves the maxima of these.
+constexpr bool RUNS_EXCEED_UNITS = COLUMN_QUANT != QUANT_NONE && ColumnFormat::BLOCK > WGMMA_M;
+constexpr int UNITS_OF_RUN = RUNS_EXCEED_UNITS ? WAVES : 1;
+constexpr int MAXIMA_OF_RUN = RUNS_EXCEED_UNITS ? 4 : ColumnFormat::BLOCK / 16;
+constexpr int RUNS = RUNS_EXCEED_UNITS ? 1 : WAVES * WGMMA_M / ColumnFormat::BLOCK;
+static_assert(COLUMN_QUANT == QUANT_NONE || ColumnFormat::BLOCK <= BLOCK_M, "a run of rows lies in one tile");
 static_assert(COLUMN_QUANT == QUANT_NONE || ColumnFormat::CODE_BITS == 8, "columns are quantised to FP8");
 
 // Staged outputs of 64 rows, one after the other; each starts on a multiple of 1024.
@@ -27,9 +41,14 @@ constexpr int COLUMN_CODE_BYTES = COLUMN_QUANT == QUANT_NONE ? 0 : 64 * OUT_COLU
 constexpr int STAGED_BYTES = PLAIN_BYTES + ROW_CODE_BYTES + COLUMN_CODE_BYTES;
 constexpr int QUANT_UNIT_BYTES = STAGED_BYTES == 0 ? 1024 : STAGED_BYTES;  // amax alone needs none
 
+// Of one warpgroup. Where a run lies in both, the first writes the second's multipliers; nobody else writes another's.
+struct ColumnStorage {
+    alignas(16) float amax[COLUMN_QUANT == QUANT_NONE ? 1 : RUNS * MAXIMA_OF_RUN][OUT_COLUMNS];
+    alignas(16) float multiplier[COLUMN_QUANT == QUANT_NONE ? 1 : RUNS][OUT_COLUMNS];
+};
+
 struct QuantStorage {
-    alignas(16) float column_amax[COLUMN_QUANT == QUANT_NONE ? 1 : BLOCK_M / 16][OUT_COLUMNS];  // by 16 rows
-    alignas(16) float column_multiplier[COLUMN_BLOCKS][OUT_COLUMNS];
+    ColumnStorage columns[COLUMN_QUANT == QUANT_NONE ? 1 : NUM_MMA_WARPGROUPS];
     alignas(8) float peer_amax[2][NUM_CONSUMER_WARPS][SWAPS_ROW_AMAX ? 16 * WAVES : 1];
     uint64_t peer_full[2][NUM_CONSUMER_WARPS][WAVES];
     uint32_t swaps[NUM_CONSUMER_WARPS];  // that each warp has made

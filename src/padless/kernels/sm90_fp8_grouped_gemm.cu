@@ -89,7 +89,8 @@ static_assert(BLOCK_M == 64 || BLOCK_M == 128 || BLOCK_M == 256, "one or two war
 static_assert(BLOCK_N % 64 == 0, "scales are selected by 64 columns");
 
 // Rows come in units of 64: unit u belongs to warpgroup u % NUM_MMA_WARPGROUPS as its wave u / NUM_MMA_WARPGROUPS. A
-// tile with fewer rows than BLOCK_M has fewer units, and no other unit is loaded or multiplied.
+// tile with fewer rows than BLOCK_M has fewer units, and no other unit is loaded or multiplied. Where columns are quantised
+// the units of a warpgroup are neighbours instead (first_unit of quant_storage.cuh).
 __device__ __forceinline__ int units_of(int rows) {
     return (rows + WGMMA_M - 1) / WGMMA_M;
 }
@@ -119,6 +120,10 @@ constexpr int NUM_TILE_READERS = NUM_CONSUMER_WARPS + 1 + NUM_STORE_WARPS;  // o
 #include "quant_storage.cuh"
 constexpr int UNIT_D_BYTES = QUANT_UNIT_BYTES;
 #else
+constexpr int UNIT_STEP = NUM_MMA_WARPGROUPS;  // from a warpgroup's unit to its next
+__device__ __forceinline__ int first_unit(int warpgroup, int) {
+    return warpgroup;
+}
 constexpr int NUM_SLABS = BLOCK_N / SLAB_COLUMNS;
 constexpr int UNIT_D_BYTES = NUM_SLABS * SLAB_BYTES;
 #endif
@@ -270,12 +275,12 @@ __device__ __forceinline__ uint32_t sfa_address(const SharedStorage& shared, con
     }
 }
 
-// Consumer: d = NUM_WAVES units of this warpgroup's part of the tile. Registers as in wgmma.cuh. `row` is this
-// thread's first row inside the tile; it also has row + 8, and both again in the next unit of the warpgroup.
+// Consumer: d = this warpgroup's NUM_WAVES units of the tile, from unit `first` on. Registers as in wgmma.cuh. `row` is
+// this thread's first row inside the tile; it also has row + 8, and both again in the next unit of the warpgroup.
 template <int NUM_WAVES>
 __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], SharedStorage& shared,
-                                              const Problem& problem, const Tile& tile, int column,
-                                              int warpgroup, int row, int lane, Pipeline<STAGES>& pipeline) {
+                                              const Problem& problem, const Tile& tile, int column, int first,
+                                              int row, int lane, Pipeline<STAGES>& pipeline) {
     const int k_blocks = problem.k_blocks();
     const float* sfb_rows[NUM_SFB];
 #pragma unroll
@@ -289,7 +294,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
     load_sfb(sfb, sfb_rows, lane, k_blocks);
     load_sfb(sfb_ahead, sfb_rows, lane + 32, k_blocks);
 
-    constexpr int WAVE_ROWS = NUM_MMA_WARPGROUPS * WGMMA_M;  // from one unit of a warpgroup to its next
+    constexpr int WAVE_ROWS = UNIT_STEP * WGMMA_M;  // from one unit of a warpgroup to its next
     constexpr int NUM_SFA_AT =
         SCALES_K_MAJOR ? 2 * NUM_WAVES : 1;  // in a stage, all rows are at constant distances
     uint32_t sfa_at[NUM_SFA_AT];
@@ -300,7 +305,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
     }
     // The shuffles tell the compiler that all lanes agree, so that the descriptors live in uniform registers.
     const uint32_t a_stage_0 =
-        __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.a[0] + warpgroup * UNIT_BYTES)), 0);
+        __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.a[0] + first * UNIT_BYTES)), 0);
     const uint32_t b_stage_0 = __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.b[0])), 0);
 
 #pragma unroll
@@ -333,9 +338,10 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
 
     // Where a warpgroup has one unit it waits for the next stage while the products of this one are under way. With two
     // units the ring is three stages deep, and waiting ahead would keep this stage's memory from the producer for longer:
-    // there it waits when it gets there, in an unrolled loop, so that the barrier is asked between the promotions.
+    // there it waits when it gets there, in an unrolled loop, so that the barrier is asked between the promotions. Beside a
+    // long epilogue the loop is kept shorter: instructions of both are fetched again and again.
     constexpr bool WAIT_AHEAD = NUM_WAVES == 1;
-    constexpr int UNROLL = WAIT_AHEAD ? 1 : 8;
+    constexpr int UNROLL = WAIT_AHEAD ? 1 : EPILOGUE_IS_QUANT ? 4 : 8;
     if (WAIT_AHEAD) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
     for (int chunk = 0; chunk < k_blocks; chunk += 32) {
         const int chunk_end = chunk + 32 < k_blocks ? chunk + 32 : k_blocks;
@@ -392,8 +398,6 @@ using StoreMaps = QuantOutputs;
 #include "sm90_quant_store.cuh"
 #else
 #include "sm90_fp8_store.cuh"
-
-__device__ __forceinline__ void skip_store(int) {}
 #endif
 
 // Consumer: one tile of which NUM_WAVES units belong to this warpgroup.
@@ -402,9 +406,10 @@ __device__ __forceinline__ void consume_tile(SharedStorage& shared, const Proble
                                              const StoreMaps& store_maps, const Tile& tile, int warpgroup,
                                              int warp, int lane, Pipeline<STAGES>& pipeline, Reader& reader) {
     const int column = cta_column(tile);
-    const int row = warpgroup * WGMMA_M + warp * 16 + lane / 4;
+    const int first = WAVES == 1 ? warpgroup : first_unit(warpgroup, tile.rows);
+    const int row = first * WGMMA_M + warp * 16 + lane / 4;
     float d[WAVES][BLOCK_N / 2];
-    multiply_tile<NUM_WAVES>(d, shared, problem, tile, column, warpgroup, row, lane, pipeline);
+    multiply_tile<NUM_WAVES>(d, shared, problem, tile, column, first, row, lane, pipeline);
     if (lane == 0) reader.release();
     store_tile<NUM_WAVES>(d, shared, problem, store_maps, tile, column, warpgroup, warp, lane);
 }
@@ -423,10 +428,8 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
             consume_tile<WAVES>(shared, problem, store_maps, tile, warpgroup, warp, lane, pipeline, reader);
         else if (warpgroup < units)
             consume_tile<1>(shared, problem, store_maps, tile, warpgroup, warp, lane, pipeline, reader);
-        else {
+        else
             skip_tile(shared, problem, lane, pipeline, reader);
-            skip_store(warpgroup);
-        }
         reader.advance();
         if constexpr (SCALES_K_MAJOR) {
             if (lane == 0) mbarrier_arrive(shared_address(&shared.window_empty));

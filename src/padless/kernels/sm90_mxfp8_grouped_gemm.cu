@@ -469,9 +469,6 @@ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem
 #endif
         } else {
             skip_tile(shared, problem, lane, pipeline, reader);
-#if EPILOGUE_IS_QUANT
-            skip_store(warpgroup);
-#endif
         }
         reader.advance();
     }

@@ -138,6 +138,12 @@ struct RowSwap {
     }
 };
 
+// Where a warpgroup stages its unit w. Not by the rows that it has: these change from tile to tile, and the other warpgroup
+// may still be writing out what lay there.
+__device__ __forceinline__ int slot_of(int warpgroup, int w) {
+    return w * NUM_MMA_WARPGROUPS + warpgroup;
+}
+
 // How much of a unit exists, counted from the thread's first row and first column.
 struct Extent {
     int rows, columns;
@@ -177,9 +183,9 @@ struct RowScales {
     float* at;
 
     __device__ __forceinline__ RowScales(const QuantOutputs& outputs, const Placement& place,
-                                         const Tile& tile, int out_column, int warpgroup, int warp, int lane)
+                                         const Tile& tile, int out_column, int first_unit, int warp, int lane)
         : outputs(outputs), place(place) {
-        row = warpgroup * WGMMA_M + warp * 16 + lane / 4;
+        row = first_unit * WGMMA_M + warp * 16 + lane / 4;
         first = out_column / RowFormat::BLOCK;
         blocks = (outputs.n_out + RowFormat::BLOCK - 1) / RowFormat::BLOCK;
         part = lane % 4;
@@ -208,12 +214,12 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
                                               float (&amax)[WAVES][2][ROW_BLOCKS], float& highest,
                                               SharedStorage& shared, const QuantOutputs& outputs,
                                               const RowScales& scales, const RowSwap& swap, const Tile& tile,
-                                              int out_column, int warpgroup, int warp, int lane) {
+                                              int out_column, int first, int warpgroup, int warp, int lane) {
     const Placement& place = scales.place;
     const RowFormat format = RowFormat::make(outputs.constant + place.group * outputs.constant_stride);
 #pragma unroll
     for (int w = FIRST; w < LAST; ++w) {
-        const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
+        const int unit = w * UNIT_STEP + first;
         if constexpr (SWAPS_ROW_AMAX) {
             swap.wait(w);
             swap.receive(w, amax[w]);
@@ -229,77 +235,48 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
                 scale[b] = format.scale(amax[w][h][b]);
                 multiplier[h][b] = format.multiplier(scale[b]);
             }
-            scales.store(w * NUM_MMA_WARPGROUPS * WGMMA_M + h * 8, scale);
+            scales.store(w * UNIT_STEP * WGMMA_M + h * 8, scale);
         }
         stage_codes<OUT_COLUMNS, RowFormat>(
-            v[w], shared_address(shared.d[unit] + PLAIN_BYTES), warp, lane,
+            v[w], shared_address(shared.d[slot_of(warpgroup, w)] + PLAIN_BYTES), warp, lane,
             [&](int h, int i, int) { return multiplier[h][i * 16 / ROW_BLOCK]; });
     }
 }
 
-// Every consumer warp takes part in these, with rows or without. A warpgroup says that its maxima are written, has rows to
-// quantise, and only then waits for the other's, and the same with multipliers: the two come to the end of a tile one
-// after the other. Each waits at a barrier of its own, at which the other does not stop: they come there from different
-// places, with rows and without, and one barrier.sync of both would be an error to synccheck.
-__device__ __forceinline__ void column_maxima_arrive(int warpgroup) {
-    if constexpr (NUM_MMA_WARPGROUPS == 2) bar_arrive(5 - warpgroup, 256);
-}
-__device__ __forceinline__ void column_maxima_wait(int warpgroup) {
-    bar_sync(4 + warpgroup, 128 * NUM_MMA_WARPGROUPS);
-}
-__device__ __forceinline__ void column_multipliers_arrive(int warpgroup) {
-    if constexpr (NUM_MMA_WARPGROUPS == 2) bar_arrive(7 - warpgroup, 256);
-}
-// Behind it the maxima are free to be written again.
-__device__ __forceinline__ void column_multipliers_wait(int warpgroup) {
-    bar_sync(6 + warpgroup, 128 * NUM_MMA_WARPGROUPS);
-}
+// A run of 128 rows that lies in both warpgroups, a unit in each: the first makes the scales. The second says that its
+// maxima are written, quantises its rows and waits for its multipliers; then its maxima may be written again. Either
+// barrier is one of halves, as the two come there from different places: one barrier.sync of both would be an error to
+// synccheck. Any other run lies in one warpgroup, whose own barrier is enough: the other may be in another tile.
+constexpr int SECOND_MAXIMA_BARRIER = 4, SECOND_MULTIPLIERS_BARRIER = 5;
 
-// From the warps' column maxima to scales and, in shared memory, multipliers.
+// From the warpgroup's column maxima, and with `spans` those of the second, to scales and, in shared memory, multipliers.
+template <int NUM_WAVES>
 __device__ __forceinline__ void scale_columns(QuantStorage& quant, const QuantOutputs& outputs,
                                               const Placement& place, const Tile& tile, int out_column,
-                                              int thread) {
+                                              int first, bool spans, int warpgroup, int thread) {
+    constexpr int EXISTING = RUNS_EXCEED_UNITS ? 1 : RUNS / WAVES * NUM_WAVES;
     const ColumnFormat format = ColumnFormat::make(outputs.constant + place.group * outputs.constant_stride);
-    const int units = units_of(tile.rows);
-    const int warps = units * 4;
-    const int threads =
-        units < NUM_MMA_WARPGROUPS ? 128 : 128 * NUM_MMA_WARPGROUPS;  // the others skip the tile
-    for (int at = thread; at < COLUMN_BLOCKS * OUT_COLUMNS; at += threads) {
-        const int block = at / OUT_COLUMNS, column = at % OUT_COLUMNS;
-        const int row = block * ColumnFormat::BLOCK;
+    ColumnStorage& own = quant.columns[warpgroup];
+    ColumnStorage& second = quant.columns[NUM_MMA_WARPGROUPS - 1];
+    for (int at = thread; at < EXISTING * OUT_COLUMNS; at += 128) {
+        const int run = at / OUT_COLUMNS, column = at % OUT_COLUMNS;
+        const int row = first * WGMMA_M + run * ColumnFormat::BLOCK;
         int highest = 0;  // as integers, NaN is above every number
 #pragma unroll
-        for (int w = 0; w < ColumnFormat::BLOCK / 16; ++w)
-            if (row / 16 + w < warps)
-                highest = max(highest, __float_as_int(quant.column_amax[row / 16 + w][column]));
+        for (int i = 0; i < MAXIMA_OF_RUN; ++i)
+            highest = max(highest, __float_as_int(own.amax[run * MAXIMA_OF_RUN + i][column]));
+        if (spans) {
+#pragma unroll
+            for (int i = 0; i < MAXIMA_OF_RUN; ++i)
+                highest = max(highest, __float_as_int(second.amax[i][column]));
+        }
         const ColumnFormat::Scale scale = format.scale(__int_as_float(highest));
-        quant.column_multiplier[block][column] = format.multiplier(scale);
+        const float multiplier = format.multiplier(scale);
+        own.multiplier[run][column] = multiplier;
+        if (spans) second.multiplier[run][column] = multiplier;
         if (row < tile.rows && out_column + column < outputs.n_out)
             store_column_scale<COLUMN_SCALES, ColumnFormat::BLOCK>(outputs, place, tile.row + row,
                                                                    out_column + column, scale);
-    }
-}
-
-// Column codes of one unit.
-__device__ __forceinline__ void stage_column_codes(const float (&v)[OUT_COLUMNS / 2], SharedStorage& shared,
-                                                   int unit, int warp, int lane) {
-    const int block = (unit * WGMMA_M + warp * 16) / ColumnFormat::BLOCK;
-    float multiplier[OUT_COLUMNS / 16][4];
-#pragma unroll
-    for (int i = 0; i < OUT_COLUMNS / 16; ++i)
-        ld_shared_v4_f32(shared_address(&shared.quant.column_multiplier[block][16 * i + lane % 4 * 4]),
-                         multiplier[i]);
-    stage_codes<OUT_COLUMNS, ColumnFormat>(v, shared_address(shared.d[unit] + PLAIN_BYTES + ROW_CODE_BYTES),
-                                           warp, lane, [&](int, int i, int e) { return multiplier[i][e]; });
-}
-
-// A consumer warpgroup without rows in a tile keeps step with the one that has some.
-__device__ __forceinline__ void skip_store(int warpgroup) {
-    if constexpr (COLUMN_QUANT != QUANT_NONE) {
-        column_maxima_arrive(warpgroup);
-        column_maxima_wait(warpgroup);
-        column_multipliers_arrive(warpgroup);
-        column_multipliers_wait(warpgroup);
     }
 }
 
@@ -315,6 +292,9 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     lane = opaque_lane;
     column = opaque_column;
     const bool issuer = warp == 0 && lane == 0;
+    const int first = WAVES == 1 ? warpgroup : first_unit(warpgroup, tile.rows);
+    const bool spans = RUNS_EXCEED_UNITS && NUM_WAVES == 1 && units_of(tile.rows) == 2;
+    const bool is_second = spans && warpgroup == 1;
     const int out_column = GLU == GLU_NONE ? column : column / 2;
     const Placement place = shared.quant.placement(shared.groups.group_ends, tile.group);
     float v[WAVES][OUT_COLUMNS / 2], row_amax[WAVES][2][ROW_BLOCKS];
@@ -323,8 +303,7 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     float highest = 0.0f;
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
-        const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
-        const Extent extent(outputs, tile, unit, out_column, warp, lane);
+        const Extent extent(outputs, tile, w * UNIT_STEP + first, out_column, warp, lane);
         finish_values(v[w], d[w], problem, outputs, tile.group, tile.row + tile.rows - extent.rows,
                       extent.rows, column, lane);
         if constexpr (SWAPS_ROW_AMAX || (HAS_AMAX && ROW_QUANT == QUANT_NONE))
@@ -333,34 +312,37 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     }
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
 #pragma unroll
-        for (int w = 0; w < NUM_WAVES; ++w) {
-            const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
-            const Extent extent(outputs, tile, unit, out_column, warp, lane);
-            column_amax<OUT_COLUMNS>(v[w], shared_address(shared.quant.column_amax[unit * 4 + warp]),
-                                     extent.rows, lane);
+        for (int w = 0; w < NUM_WAVES; w += UNITS_OF_RUN) {
+            constexpr int UNITS = UNITS_OF_RUN < NUM_WAVES ? UNITS_OF_RUN : NUM_WAVES;
+            const Extent last(outputs, tile, first + w + UNITS - 1, out_column, warp, lane);
+            float* const amax = shared.quant.columns[warpgroup].amax[w / UNITS_OF_RUN * 4 + warp];
+            column_amax<OUT_COLUMNS, UNITS>(v + w, shared_address(amax), last.rows, lane);
         }
-        column_maxima_arrive(warpgroup);
+        if (is_second) bar_arrive(SECOND_MAXIMA_BARRIER, 256);
     }
     if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
-    bar_sync(1 + warpgroup, 128);
+    bar_sync(1 + warpgroup, 128);                     // and the warpgroup's column maxima are there
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
         if constexpr (HAS_PLAIN)
-            stage_values<OUT_COLUMNS, OUT_TYPE>(
-                v[w], shared_address(shared.d[w * NUM_MMA_WARPGROUPS + warpgroup]), warp, lane);
+            stage_values<OUT_COLUMNS, OUT_TYPE>(v[w], shared_address(shared.d[slot_of(warpgroup, w)]), warp,
+                                                lane);
     }
-    const RowScales row_scales(outputs, place, tile, out_column, warpgroup, warp, lane);
+    const RowScales row_scales(outputs, place, tile, out_column, first, warp, lane);
     if constexpr (ROW_QUANT != QUANT_NONE)
-        quantize_rows<0, 1>(v, row_amax, highest, shared, outputs, row_scales, swap, tile, out_column,
+        quantize_rows<0, 1>(v, row_amax, highest, shared, outputs, row_scales, swap, tile, out_column, first,
                             warpgroup, warp, lane);
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
-        column_maxima_wait(warpgroup);
-        scale_columns(shared.quant, outputs, place, tile, out_column, warpgroup * 128 + warp * 32 + lane);
-        column_multipliers_arrive(warpgroup);
+        if (!is_second) {
+            if (spans) bar_sync(SECOND_MAXIMA_BARRIER, 256);
+            scale_columns<NUM_WAVES>(shared.quant, outputs, place, tile, out_column, first, spans, warpgroup,
+                                     warp * 32 + lane);
+            if (spans) bar_arrive(SECOND_MULTIPLIERS_BARRIER, 256);
+        }
     }
     if constexpr (ROW_QUANT != QUANT_NONE)
         quantize_rows<1, NUM_WAVES>(v, row_amax, highest, shared, outputs, row_scales, swap, tile, out_column,
-                                    warpgroup, warp, lane);
+                                    first, warpgroup, warp, lane);
     if constexpr (SWAPS_ROW_AMAX) {
 #pragma unroll
         for (int w = NUM_WAVES; w < WAVES; ++w) swap.wait(w);
@@ -371,21 +353,35 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
         if (lane == 0) red_max_float(outputs.amax + tile.group, __uint_as_float(canonical));
     }
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
-        column_multipliers_wait(warpgroup);
+        if (is_second)
+            bar_sync(SECOND_MULTIPLIERS_BARRIER, 256);
+        else
+            bar_sync(1 + warpgroup, 128);       // the warpgroup's multipliers are there
+        float multiplier[OUT_COLUMNS / 16][4];  // of the thread's columns in the unit's run
 #pragma unroll
-        for (int w = 0; w < NUM_WAVES; ++w)
-            stage_column_codes(v[w], shared, w * NUM_MMA_WARPGROUPS + warpgroup, warp, lane);
+        for (int w = 0; w < NUM_WAVES; ++w) {
+            if (w % UNITS_OF_RUN == 0) {
+                const int run = (w * WGMMA_M + warp * 16) / ColumnFormat::BLOCK;
+                const uint32_t at = shared_address(shared.quant.columns[warpgroup].multiplier[run]);
+#pragma unroll
+                for (int i = 0; i < OUT_COLUMNS / 16; ++i)
+                    ld_shared_v4_f32(at + (16 * i + lane % 4 * 4) * 4, multiplier[i]);
+            }
+            stage_codes<OUT_COLUMNS, ColumnFormat>(
+                v[w], shared_address(shared.d[slot_of(warpgroup, w)] + PLAIN_BYTES + ROW_CODE_BYTES), warp,
+                lane, [&](int, int i, int e) { return multiplier[i][e]; });
+        }
     }
     fence_proxy_async_shared();
     bar_sync(1 + warpgroup, 128);
     if (issuer && out_column < outputs.n_out) {
 #pragma unroll
         for (int w = 0; w < NUM_WAVES; ++w) {
-            const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
+            const int unit = w * UNIT_STEP + first;
             const int left = tile.rows - unit * WGMMA_M;
             const int row = tile.row + unit * WGMMA_M;
             const int end = row + (left < WGMMA_M ? left : WGMMA_M);
-            const uint32_t slabs = shared_address(shared.d[unit]);
+            const uint32_t slabs = shared_address(shared.d[slot_of(warpgroup, w)]);
             if constexpr (HAS_PLAIN) {
                 for (int c = 0; c < OUT_COLUMNS && out_column + c < outputs.n_out; c += SLAB_COLUMNS)
                     store_slab_ragged(outputs.plain, slabs + c / SLAB_COLUMNS * SLAB_BYTES, out_column + c,

@@ -62,22 +62,30 @@ __device__ __forceinline__ void exchange_columns(float (&v)[COUNT], int distance
     }
 }
 
-// The largest magnitude of each column in the warp's 16 rows, left in shared memory as COLUMNS floats at `at`. The 8
-// lanes that share columns end with COLUMNS / 32 each: 28 shuffles for 128 columns, where reducing each alone takes 96.
-// `rows`: how many there are from the thread's first on; its second is the eighth after it.
-template <int COLUMNS>
-__device__ __forceinline__ void column_amax(const float* v, uint32_t at, int rows, int lane) {
+// The largest magnitude of each column in the warp's 16 rows of each of UNITS units, one or two, left in shared memory as
+// COLUMNS floats at `at`. The 8 lanes that share columns end with COLUMNS / 32 each: 28 shuffles for 128 columns, where
+// reducing each alone takes 96. `rows`: how many there are from the thread's first of the last unit on; its second is the
+// eighth after it.
+template <int COLUMNS, int UNITS>
+__device__ __forceinline__ void column_amax(const float (*v)[COLUMNS / 2], uint32_t at, int rows, int lane) {
     constexpr int KEPT = COLUMNS / 32;
     float m[COLUMNS / 4];  // m[4 i + e]: column 16 i + 4 (lane % 4) + e
+    const auto pair = [&](int u, int c) {
+        return max_nan_abs(v[u][c / 4 * 8 + c % 4], v[u][c / 4 * 8 + 4 + c % 4]);
+    };
 #pragma unroll
-    for (int c = 0; c < COLUMNS / 4; ++c) m[c] = max_nan_abs(v[c / 4 * 8 + c % 4], v[c / 4 * 8 + 4 + c % 4]);
+    for (int c = 0; c < COLUMNS / 4; ++c) m[c] = pair(UNITS - 1, c);
     // Pinned inside, so that tiles without an edge branch over the selections instead of making them all.
     if (rows <= 8) {
 #pragma unroll
         for (int c = 0; c < COLUMNS / 4; ++c) {
-            m[c] = rows > 0 ? v[c / 4 * 8 + c % 4] : 0.0f;
+            m[c] = rows > 0 ? v[UNITS - 1][c / 4 * 8 + c % 4] : 0.0f;
             pin_register(m[c]);
         }
+    }
+    if constexpr (UNITS == 2) {  // the first is whole
+#pragma unroll
+        for (int c = 0; c < COLUMNS / 4; ++c) m[c] = max_nan_abs(m[c], pair(0, c));
     }
     exchange_columns<4 * KEPT>(m, 16, lane);
     exchange_columns<2 * KEPT>(m, 8, lane);

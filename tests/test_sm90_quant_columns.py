@@ -1,0 +1,100 @@
+"""Column outputs where a warpgroup has other rows from tile to tile, run by the emulator and judged byte for byte.
+
+Tiles of one unit of 64 rows to four follow each other in a cluster: a warpgroup's rows, what it stages where and whether
+it hands column maxima over change with every one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from quant_cases import plant, slow_but
+from sm90_quant_cases import DRIVER, EPILOGUES, Case, PairCase, check
+
+from padless.config import GemmConfig
+from padless.epilogue import Epilogue
+from padless.formats import FP8_BLOCK, MXFP8
+from padless.paths import sm90_fp8_quant, sm90_mxfp8, sm90_mxfp8_quant
+
+SLOW = pytest.mark.slow
+WIDE = GemmConfig(block_m=256, cluster_n=2)
+SIZES = (250, 100, 40, 180, 70, 333, 1, 128)  # units of 64 rows: 4, 2, 1, 3, 2, 4 and 2, 1, 2
+UP_TO_TWO_UNITS = (70, 5, 0, 120, 128, 3, 1)
+
+BOTH = Epilogue(row_format=FP8_BLOCK, column_format=FP8_BLOCK)
+GLU = dataclasses.replace(BOTH, activation="swiglu_interleaved", d_dtype=torch.float32)
+RUNS_OF_32 = Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="rceil")
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW)])
+def test_tiles_of_256_rows(seed: int) -> None:
+    epilogue = dataclasses.replace(BOTH, amax=True, bias=True)
+    check(sm90_fp8_quant, Case(SIZES, 144, seed=seed), epilogue, WIDE, seed=seed)
+
+
+@pytest.mark.parametrize(("epilogue", "n"), [(RUNS_OF_32, 160), pytest.param(GLU, 256, marks=SLOW)])
+def test_other_runs_and_values(epilogue: Epilogue, n: int) -> None:
+    check(sm90_fp8_quant, Case(SIZES, n, seed=3), epilogue, WIDE, seed=4)
+
+
+@SLOW
+def test_tiles_of_128_rows() -> None:
+    check(sm90_fp8_quant, Case(UP_TO_TWO_UNITS, 256, seed=3), BOTH, GemmConfig(), seed=4, sms=1)
+
+
+def test_tiles_of_128_rows_of_the_mxfp8_kernel() -> None:
+    epilogue = EPILOGUES["FP8_BLOCK rows and columns, bf16, everything"]
+    case = PairCase(UP_TO_TWO_UNITS, 160, seed=3, plain=sm90_mxfp8)
+    check(sm90_mxfp8_quant, case, epilogue, seed=4, sms=1)
+
+
+STORE, STORAGE, KERNEL = "sm90_quant_store.cuh", "quant_storage.cuh", sm90_fp8_quant.KERNEL
+SPANS = "NUM_WAVES == 1 && units_of(tile.rows) == 2"
+# What is wrong: file, text, what takes its place.
+BUGS = {
+    "staged by the unit": (STORE, "shared.d[slot_of(warpgroup, w)]", "shared.d[first + w]"),
+    "the other warpgroup's multipliers are read": (
+        STORE,
+        "columns[warpgroup].multiplier",
+        "columns[is_second ? 0 : warpgroup].multiplier",
+    ),
+    "no barrier before the multipliers are read": (
+        STORE,
+        "        else\n            bar_sync(1 + warpgroup, 128);",
+        "",
+    ),
+    "the other warpgroup's maxima are not waited for": (
+        STORE,
+        "bar_sync(SECOND_MAXIMA_BARRIER",
+        "bar_arrive(SECOND_MAXIMA_BARRIER",
+    ),
+    "every tile is handed over": (STORE, SPANS, "NUM_WAVES == 1"),
+    "no tile is handed over": (STORE, SPANS, "false"),
+    "the last unit ends where the first does": (STORE, "first + w + UNITS - 1", "first + w"),
+    "neighbours in a tile of two units": (
+        STORAGE,
+        "units_of(rows) > NUM_MMA_WARPGROUPS",
+        "units_of(rows) > 1",
+    ),
+    "the products are of units that are no neighbours": (
+        KERNEL,
+        "shared.a[0] + first * UNIT_BYTES",
+        "shared.a[0] + (first + 1) / 2 * UNIT_BYTES",
+    ),
+}
+
+
+def check_all_seeds() -> None:
+    for seed in range(4):
+        check(sm90_fp8_quant, Case((250, 100, 40, 180, 70), 144, seed=seed), BOTH, WIDE, seed=seed)
+
+
+@pytest.mark.parametrize("name", slow_but({"staged by the unit"}, BUGS))
+def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    Case((70, 5), 144).sums(DRIVER)  # compiled before anything is planted
+    plant(monkeypatch, sm90_fp8_quant, *BUGS[name])
+    with pytest.raises((AssertionError, ValueError, RuntimeError)) as caught:
+        check_all_seeds()
+    assert "does not compile" not in str(caught.value)
