@@ -172,24 +172,26 @@ def rms(values: list[float]) -> float:
 
 
 def test_the_queue_explains_the_recorded_times() -> None:
-    errors = recorded_errors(dict(COSTS))
+    # The record is of the kernel whose consumers stored themselves, which took longer between two tiles.
+    costs = {**COSTS, Tile(256, 128, 2, 8): TileCost(700, 426, 650)}
+    errors = recorded_errors(costs)
     assert len(errors) > 50
     assert rms(errors) < 0.02
     assert max(map(abs, errors)) < 0.05
     # And the recorded times would not agree with just any table.
     for tile in (Tile(256, 128, 2, 8), Tile(128, 192, 1, 16)):
-        other = replace(COSTS[tile], full_ns=0.9 * COSTS[tile].full_ns)
-        assert rms(recorded_errors({**COSTS, tile: other})) > 0.04
-        flat = replace(COSTS[tile], short_ns=0.0)
-        assert rms(recorded_errors({**COSTS, tile: flat})) > 0.025
+        other = replace(costs[tile], full_ns=0.9 * costs[tile].full_ns)
+        assert rms(recorded_errors({**costs, tile: other})) > 0.04
+        flat = replace(costs[tile], short_ns=0.0)
+        assert rms(recorded_errors({**costs, tile: flat})) > 0.025
 
 
 def test_few_large_groups_get_the_tile_that_was_measured_faster() -> None:
-    """M 8192, N 3072, K 3072, 4 groups: 130.5 us with 256 x 128, 117.6 us with 128 x 192."""
+    """M 8192, N 3072, K 3072, 4 groups: 127.1 us with 256 x 128, 116.6 us with 128 x 192."""
     sizes = [62, 3958, 1352, 2820]
     wide, tall = Tile(128, 192, 1, 16), Tile(256, 128, 2, 8)
     slower, faster = (simulate(sizes, 3072, 3072, tile, COSTS[tile], 132) for tile in (tall, wide))
-    assert (slower - faster) / 1e3 == pytest.approx(130.5 - 117.6, abs=5)
+    assert (slower - faster) / 1e3 == pytest.approx(127.1 - 116.6, abs=5)
     chosen = select_config(Problem(8192, 3072, 3072, 4))
     assert (chosen.block_m, chosen.block_n) == (128, 192)
 

@@ -65,9 +65,9 @@ class CostTable:
 BUILT_IN: dict[str, CostTable] = {
     "sm90_fp8_grouped_gemm": CostTable(
         {
-            Tile(256, 128, 2, 8): TileCost(700, 426, 650),
+            Tile(256, 128, 2, 8): TileCost(695, 423, 600),
             Tile(128, 192, 1, 16): TileCost(547, 468, 200),
-            Tile(128, 128, 1, 8): TileCost(386, 335, 200),
+            Tile(128, 128, 1, 8): TileCost(382, 332, 200),
             Tile(128, 64, 1, 8): TileCost(255, 221, 200),
         },
         "built in, NVIDIA H200, 2026-11-21",
