@@ -22,6 +22,9 @@ from padless.quantize import quantize
 from padless.reference import grouped_gemm_reference
 
 MAIN = "sm90_fp8_grouped_gemm.cu"
+STORAGE = "sm90_fp8_storage.cuh"
+LOAD = "sm90_fp8_load.cuh"
+MULTIPLY = "sm90_fp8_multiply.cuh"
 STORE = "sm90_fp8_store.cuh"
 EPILOGUE = "epilogue.cuh"
 TMA = "ptx/tma.cuh"
@@ -72,7 +75,7 @@ BUGS: tuple[Bug, ...] = (
         ((STORE, "fence_proxy_async_shared();", ""),),
     ),
     Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
-    Bug("no wgmma.fence", ("missing-wgmma-fence",), ((MAIN, "wgmma_fence();", ""),)),
+    Bug("no wgmma.fence", ("missing-wgmma-fence",), ((MULTIPLY, "wgmma_fence();", ""),)),
     Bug(
         "proxy fence after the barrier, by the issuer only after its stores",
         ("missing-proxy-fence",),
@@ -86,30 +89,34 @@ BUGS: tuple[Bug, ...] = (
         ),
     ),
     # ---- waits
-    Bug("products not waited for", ("register-in-flight",), ((MAIN, "wgmma_wait_group<0>();", ""),)),
+    Bug("products not waited for", ("register-in-flight",), ((MULTIPLY, "wgmma_wait_group<0>();", ""),)),
     Bug(
         "one product group too few waited for",
         ("register-in-flight",),
-        ((MAIN, "wgmma_wait_group<0>", "wgmma_wait_group<1>"),),
+        ((MULTIPLY, "wgmma_wait_group<0>", "wgmma_wait_group<1>"),),
     ),
-    Bug("products not committed", ("register-in-flight", "deadlock"), ((MAIN, "wgmma_commit_group();", ""),)),
-    Bug("first full barrier not waited for", ("race",), ((MAIN, WAIT_FULL_FIRST, "for (int chunk"),)),
-    Bug("later full barriers not waited for", ("race",), ((MAIN, WAIT_FULL_NEXT, ""),)),
+    Bug(
+        "products not committed",
+        ("register-in-flight", "deadlock"),
+        ((MULTIPLY, "wgmma_commit_group();", ""),),
+    ),
+    Bug("first full barrier not waited for", ("race",), ((MULTIPLY, WAIT_FULL_FIRST, "for (int chunk"),)),
+    Bug("later full barriers not waited for", ("race",), ((MULTIPLY, WAIT_FULL_NEXT, ""),)),
     Bug(
         "full barrier not waited for by a warpgroup of two units",
         ("race",),
-        ((MAIN, WAIT_FULL_NOW, ""),),
+        ((MULTIPLY, WAIT_FULL_NOW, ""),),
         config=TWO_UNITS,
         sizes=(300, 3),
     ),
     Bug(
         "parity flipped for a warpgroup of two units",
         ("race", "deadlock"),
-        ((MAIN, WAIT_FULL_NOW, WAIT_FULL_NOW.replace("pipeline.phase)", "pipeline.phase ^ 1)")),),
+        ((MULTIPLY, WAIT_FULL_NOW, WAIT_FULL_NOW.replace("pipeline.phase)", "pipeline.phase ^ 1)")),),
         config=TWO_UNITS,
         sizes=(300, 3),
     ),
-    Bug("empty barrier not waited for", ("race", "mbarrier"), ((MAIN, WAIT_EMPTY, ""),)),
+    Bug("empty barrier not waited for", ("race", "mbarrier"), ((LOAD, WAIT_EMPTY, ""),)),
     Bug(
         "store's shared memory reused before a store warp's copies have read it",
         ("race",),
@@ -143,25 +150,25 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "more bytes expected than the box of few rows has",
         ("deadlock",),
-        ((MAIN, "units * row_box(problem.m) * BLOCK_K", "units * UNIT_BYTES"),),
+        ((LOAD, "units * row_box(problem.m) * BLOCK_K", "units * UNIT_BYTES"),),
         sizes=(7, 0, 20, 3),
     ),
     # ---- phases and stages
     Bug(
         "producer's parity flipped",
         ("deadlock", "race", "mbarrier"),
-        ((MAIN, "pipeline.phase ^ 1", "pipeline.phase"),),
+        ((LOAD, "pipeline.phase ^ 1", "pipeline.phase"),),
     ),
     Bug(
         "consumer's parity flipped on the first wait",
         ("race", "deadlock"),
-        ((MAIN, WAIT_FULL_FIRST, WAIT_FULL_FIRST.replace("pipeline.phase)", "pipeline.phase ^ 1)")),),
+        ((MULTIPLY, WAIT_FULL_FIRST, WAIT_FULL_FIRST.replace("pipeline.phase)", "pipeline.phase ^ 1)")),),
     ),
     Bug("phase never toggles", ("deadlock", "race", "mbarrier"), (("pipeline.cuh", "phase ^= 1;", ""),)),
     Bug(
         "consumer waits on the stage before",
         ("race", "deadlock"),
-        ((MAIN, WAIT_FULL_NEXT, WAIT_FULL_NEXT.replace("[pipeline.stage]", "[stage]")),),
+        ((MULTIPLY, WAIT_FULL_NEXT, WAIT_FULL_NEXT.replace("[pipeline.stage]", "[stage]")),),
     ),
     Bug(
         "ring one stage longer than the memory",
@@ -169,20 +176,20 @@ BUGS: tuple[Bug, ...] = (
         (("pipeline.cuh", "if (++stage == STAGES)", "if (++stage == STAGES + 1)"),),
     ),
     # ---- arrivals and counts
-    Bug("stage never released", ("deadlock",), ((MAIN, RELEASE, ""),)),
-    Bug("stage released twice", ("mbarrier", "race"), ((MAIN, RELEASE, RELEASE + RELEASE),)),
+    Bug("stage never released", ("deadlock",), ((MULTIPLY, RELEASE, ""),)),
+    Bug("stage released twice", ("mbarrier", "race"), ((MULTIPLY, RELEASE, RELEASE + RELEASE),)),
     Bug(
         "stage released before the products are done",
         ("race",),
         (
-            (MAIN, RELEASE, ""),
-            (MAIN, "wgmma_wait_group<0>();", RELEASE + "\n            wgmma_wait_group<0>();"),
+            (MULTIPLY, RELEASE, ""),
+            (MULTIPLY, "wgmma_wait_group<0>();", RELEASE + "\n            wgmma_wait_group<0>();"),
         ),
     ),
     Bug(
         "every lane releases",
         ("mbarrier",),
-        ((MAIN, "if (lane == 0) mbarrier_arrive(empty);", "mbarrier_arrive(empty);"),),
+        ((MULTIPLY, "if (lane == 0) mbarrier_arrive(empty);", "mbarrier_arrive(empty);"),),
     ),
     Bug(
         "empty barrier expects one arrival too many",
@@ -208,17 +215,17 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "expect_tx 16 bytes too many",
         ("deadlock",),
-        ((MAIN, "(full, stage_bytes);", "(full, stage_bytes + 16);"),),
+        ((LOAD, "(full, stage_bytes);", "(full, stage_bytes + 16);"),),
     ),
     Bug(
         "expect_tx 16 bytes too few",
         ("race", "mbarrier", "deadlock"),
-        ((MAIN, "(full, stage_bytes);", "(full, stage_bytes - 16);"),),
+        ((LOAD, "(full, stage_bytes);", "(full, stage_bytes - 16);"),),
     ),
     Bug(
         "expect_tx forgets the scales",
         ("race", "mbarrier", "deadlock"),
-        ((MAIN, " + sfa_copies * SFA_COPY_FLOATS * 4;", ";"),),
+        ((LOAD, " + sfa_copies * SFA_COPY_FLOATS * 4;", ";"),),
     ),
     Bug(
         "barrier initialised twice",
@@ -248,7 +255,13 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "store warp does not wait for what is staged",
         ("race",),
-        ((STORE, "bar_sync(d_full(warpgroup), STORE_THREADS);\n        if (lane == 0) {", "if (lane == 0) {"),),
+        (
+            (
+                STORE,
+                "bar_sync(d_full(warpgroup), STORE_THREADS);\n        if (lane == 0) {",
+                "if (lane == 0) {",
+            ),
+        ),
     ),
     Bug(
         "no barrier between staging and a consumer's store",
@@ -310,27 +323,27 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "registers beyond the SM",
         ("deadlock", "registers"),
-        ((MAIN, "NUM_MMA_WARPGROUPS == 1 ? 248 : 232", "NUM_MMA_WARPGROUPS == 1 ? 248 : 256"),),
+        ((STORAGE, "NUM_MMA_WARPGROUPS == 1 ? 248 : 232", "NUM_MMA_WARPGROUPS == 1 ? 248 : 256"),),
     ),
     Bug(  # 66560 registers where the CTA has 64512
         "consumers ask for 8 registers more than the producer leaves them",
         ("deadlock",),
-        ((MAIN, "NUM_MMA_WARPGROUPS == 1 ? 248 : 232", "NUM_MMA_WARPGROUPS == 1 ? 248 : 240"),),
+        ((STORAGE, "NUM_MMA_WARPGROUPS == 1 ? 248 : 232", "NUM_MMA_WARPGROUPS == 1 ? 248 : 240"),),
     ),
     Bug(
         "the producer keeps 8 registers too many",
         ("deadlock",),
-        ((MAIN, "PRODUCER_REGISTERS = 40", "PRODUCER_REGISTERS = 48"),),
+        ((STORAGE, "PRODUCER_REGISTERS = 40", "PRODUCER_REGISTERS = 48"),),
     ),
     Bug(
         "scales read past their end",
         ("out-of-bounds",),
-        ((MAIN, "kb < k_blocks ? __ldg(rows[j] + kb) : 0.0f", "__ldg(rows[j] + kb)"),),
+        ((MULTIPLY, "kb < k_blocks ? __ldg(rows[j] + kb) : 0.0f", "__ldg(rows[j] + kb)"),),
     ),
     Bug(
         "scale copy starts off a 16-byte boundary",
         ("tma",),
-        ((MAIN, "(tile.row & ~3) + i * SFA", "tile.row + 1 + i * SFA"),),
+        ((LOAD, "(tile.row & ~3) + i * SFA", "tile.row + 1 + i * SFA"),),
     ),
     Bug(
         "rows of the next group overwritten",
@@ -354,7 +367,7 @@ BUGS: tuple[Bug, ...] = (
         (),
         (
             (
-                MAIN,
+                MULTIPLY,
                 "k_major_128b_descriptor(b + k / 16), k != 0)",
                 "k_major_128b_descriptor(b + (k & 64) / 16), k != 0)",
             ),
@@ -363,9 +376,15 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "accumulators not cleared",
         ("uninitialised-register",),
-        ((MAIN, "k_major_128b_descriptor(b + k / 16), k != 0)", "k_major_128b_descriptor(b + k / 16), 1)"),),
+        (
+            (
+                MULTIPLY,
+                "k_major_128b_descriptor(b + k / 16), k != 0)",
+                "k_major_128b_descriptor(b + k / 16), 1)",
+            ),
+        ),
     ),
-    Bug("weight scale of the wrong K block", (), ((MAIN, "kb & 31)", "(kb + 1) & 31)"),)),
+    Bug("weight scale of the wrong K block", (), ((MULTIPLY, "kb & 31)", "(kb + 1) & 31)"),)),
     # ---- the queue of tiles
     Bug(
         "queue slot not waited for",
@@ -383,7 +402,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "multicast to itself only",
         ("deadlock",),
-        ((MAIN, "(1 << CLUSTER_N) - 1", "1 << cluster_cta_rank()"),),
+        ((LOAD, "(1 << CLUSTER_N) - 1", "1 << cluster_cta_rank()"),),
         CLUSTER,
         n=512,
     ),
@@ -392,7 +411,7 @@ BUGS: tuple[Bug, ...] = (
         ("deadlock",),
         (
             (
-                MAIN,
+                MULTIPLY,
                 "if (lane < CLUSTER_N) mbarrier_arrive_cluster(empty, lane);",
                 "if (lane == cluster_cta_rank()) mbarrier_arrive_cluster(empty, lane);",
             ),
@@ -411,7 +430,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scale window overwritten early",
         ("race", "mbarrier"),
-        ((MAIN, "mbarrier_wait(shared_address(&shared.window_empty), window_phase ^ 1);", ""),),
+        ((LOAD, "mbarrier_wait(shared_address(&shared.window_empty), window_phase ^ 1);", ""),),
         ROW_MAJOR,
     ),
     Bug(

@@ -116,10 +116,13 @@ def test_as_many_stages_as_fit() -> None:
 # --- planted: the same checks on kernels that are wrong ----------------------------------------------------
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, pattern: str, replacement: str) -> jit.CompiledKernel:
-    """The default kernel with its source changed."""
+MULTIPLY = "sm90_fp8_multiply.cuh"
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, file: str, pattern: str, replacement: str) -> jit.CompiledKernel:
+    """The default kernel with one of its files changed."""
     sources = dict(jit.sources())
-    sources[KERNEL], count = re.subn(pattern, replacement, sources[KERNEL])
+    sources[file], count = re.subn(pattern, replacement, sources[file])
     assert count > 0, f"the kernel has nothing like {pattern!r} any more: plant another fault"
     monkeypatch.setattr(jit, "sources", lambda: sources)
     prelude = f"// planted: {pattern} -> {replacement}\n"  # another text, so that no kept kernel is found
@@ -136,9 +139,9 @@ def test_a_tile_too_wide_for_the_registers_is_seen() -> None:
 
 PLANTED = {
     # The sums are written while products are on their way.
-    "serialized": (r"(wgmma_m64k32_e4m3<BLOCK_N>\((\w+))", r"\2[0] = problem.sfb[0], \1"),
-    "warpgroup.wait is injected": (r"(?m)^(?!.*void).*wgmma_wait_group<\d>\(\);", ""),
-    "'setmaxnreg' ignored": (r"__launch_bounds__\([^)]*\)", ""),
+    "serialized": (MULTIPLY, r"(wgmma_m64k32_e4m3<BLOCK_N>\((\w+))", r"\2[0] = problem.sfb[0], \1"),
+    "warpgroup.wait is injected": (MULTIPLY, r"(?m)^(?!.*void).*wgmma_wait_group<\d>\(\);", ""),
+    "'setmaxnreg' ignored": (KERNEL, r"__launch_bounds__\([^)]*\)", ""),
 }
 
 

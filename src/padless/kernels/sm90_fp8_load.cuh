@@ -1,0 +1,71 @@
+// The producer of sm90_fp8_grouped_gemm.cu: one thread keeps the ring of stages full.
+#pragma once
+
+// Producer, one thread.
+__device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem,
+                                           const TensorMap& map_a, const TensorMap& map_b,
+                                           const TensorMap& map_sfa) {
+    Reader reader(shared.queue);
+    Pipeline<STAGES> pipeline;
+    uint32_t window_phase = 0;
+    const int k_blocks = problem.k_blocks();
+    Tile tile;
+    while (reader.next(tile)) {
+        const int column = cta_column(tile);
+        const int units = units_of(tile.rows);
+        const int sfa_copies =
+            SCALES_K_MAJOR ? 0 : (units * WGMMA_M + 3 + SFA_COPY_FLOATS - 1) / SFA_COPY_FLOATS;
+        const uint32_t stage_bytes =
+            units * row_box(problem.m) * BLOCK_K + B_BYTES + sfa_copies * SFA_COPY_FLOATS * 4;
+        for (int kb = 0; kb < k_blocks; ++kb) {
+            const int stage = pipeline.stage;
+            const uint32_t full = shared_address(&shared.full[stage]);
+            mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
+            mbarrier_arrive_expect_tx(full, stage_bytes);
+            if constexpr (COLUMNS_ARE_DEALT) {  // see wgmma_fragment.cuh
+                constexpr int COPIES = GATE_AND_UP_APART ? 4 : 2;
+#pragma unroll
+                for (int c = 0; c < COPIES; ++c) {
+                    const int first = GATE_AND_UP_APART ? (column + c / 2 * problem.n) / 2 : column;
+                    tma_load_4d(map_b, shared_address(shared.b[stage] + c * (B_BYTES / COPIES)), full,
+                                kb * BLOCK_K, c % 2 * 2, first / 4, tile.group);
+                }
+            } else {
+                tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, column, tile.group);
+            }
+            if constexpr (CLUSTER_N == 1) {
+                for (int u = 0; u < units; ++u)
+                    tma_load_2d(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full, kb * BLOCK_K,
+                                tile.row + u * WGMMA_M);
+            } else {  // the CTAs of the cluster take turns at fetching a unit and give it to both
+                for (int u = cluster_cta_rank(); u < units; u += CLUSTER_N)
+                    tma_load_2d_multicast(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full,
+                                          kb * BLOCK_K, tile.row + u * WGMMA_M, (1 << CLUSTER_N) - 1);
+            }
+            for (int i = 0; i < sfa_copies; ++i)
+                tma_load_2d(map_sfa, shared_address(shared.sfa[stage] + i * SFA_COPY_FLOATS), full,
+                            (tile.row & ~3) + i * SFA_COPY_FLOATS, kb);
+            pipeline.advance();
+
+            // The window of this tile may be fetched once the last tile's has been read: not before this tile's first
+            // stages are on their way, or they would wait for it too.
+            if constexpr (SCALES_K_MAJOR) {
+                const int after = STAGES - 1 < k_blocks ? STAGES - 2 : k_blocks - 1;
+                if (kb == after) {
+                    const uint32_t window_full = shared_address(&shared.window_full);
+                    const int first = tile.row * k_blocks & ~3;
+                    const int last = (tile.row + tile.rows) * k_blocks;  // one past
+                    const int copies = (last - first + WINDOW_COPY_FLOATS - 1) / WINDOW_COPY_FLOATS;
+                    mbarrier_wait(shared_address(&shared.window_empty), window_phase ^ 1);
+                    mbarrier_arrive_expect_tx(window_full, copies * WINDOW_COPY_FLOATS * 4);
+                    for (int i = 0; i < copies; ++i)
+                        tma_load_1d(map_sfa, shared_address(shared.sfa_window + i * WINDOW_COPY_FLOATS),
+                                    window_full, first + i * WINDOW_COPY_FLOATS);
+                    window_phase ^= 1;
+                }
+            }
+        }
+        reader.release();
+        reader.advance();
+    }
+}
