@@ -209,6 +209,7 @@ def test_small_problems_get_narrow_tiles() -> None:
 
 # --- the checks above can fail ---------------------------------------------------------------------------
 
+FILES = (KERNEL, "sm90_mxfp8_storage.cuh", "sm90_mxfp8_load.cuh", "sm90_mxfp8_multiply.cuh")
 BUGS = {
     "scales written without a proxy fence": (r"if constexpr \(!OF_A\) fence_proxy_async_shared\(\);", ""),
     "scales written before the stage is empty": (
@@ -232,8 +233,10 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
-    sources = dict(jit.sources())
-    sources[KERNEL], count = re.subn(*BUGS[bug], sources[KERNEL])
+    sources, count = dict(jit.sources()), 0
+    for file in FILES:
+        sources[file], found = re.subn(*BUGS[bug], sources[file])
+        count += found
     assert count == 1, f"the kernel has {count} places like {BUGS[bug][0]!r}: plant another fault"
     monkeypatch.setattr(jit, "sources", lambda: sources)
     driver = type(DRIVER)()

@@ -100,15 +100,16 @@ def test_few_rows_and_none(sizes: tuple[int, ...]) -> None:
 
 # What is wrong: file, text, what takes its place, and the epilogue that has to show it.
 KERNEL = sm90_mxfp8_quant.KERNEL
+LOAD, STORAGE = "sm90_mxfp8_load.cuh", "sm90_mxfp8_storage.cuh"
 GLU = GLU_EPILOGUES["concatenated, MXFP8 rows and columns"]
 BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     "the weights' scales are not dealt": (
-        KERNEL,
+        LOAD,
         "row = dealt_weight_row(problem, tile.column, row) - tile.column",
         "row = row",
         GLU,
     ),
-    "up is fetched from the gate's rows": (KERNEL, "(column + copy / 2 * problem.n) / 2", "column / 2", GLU),
+    "up is fetched from the gate's rows": (STORAGE, "(column + copy / 2 * problem.n) / 2", "column / 2", GLU),
     "columns past the last in the maxima of a cut tile": (
         "wgmma_fragment.cuh",
         "16 * i >= columns",
