@@ -54,15 +54,7 @@ class Bug:
 
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
-WAIT_FULL_FIRST = (
-    "if (WAIT_AHEAD) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);\n"
-    "    for (int chunk"
-)
-WAIT_FULL_NEXT = (
-    "if (WAIT_AHEAD && kb + 1 < k_blocks) "
-    "mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);"
-)
-WAIT_FULL_NOW = "if (!WAIT_AHEAD) mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);"
+WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);"
 TWO_UNITS = dataclasses.replace(BASE, block_m=256)
 RELEASE = "if (w == NUM_WAVES - 1) release_stage(shared, stage, lane);"
 CLUSTER_SYNC = "barrier_cluster_arrive();\n        barrier_cluster_wait();"
@@ -100,19 +92,30 @@ BUGS: tuple[Bug, ...] = (
         ("register-in-flight", "deadlock"),
         ((MULTIPLY, "wgmma_commit_group();", ""),),
     ),
-    Bug("first full barrier not waited for", ("race",), ((MULTIPLY, WAIT_FULL_FIRST, "for (int chunk"),)),
-    Bug("later full barriers not waited for", ("race",), ((MULTIPLY, WAIT_FULL_NEXT, ""),)),
+    Bug("full barrier not waited for", ("race",), ((MULTIPLY, WAIT_FULL, ""),)),
+    Bug(
+        "full barrier waited for in a tile's first K block alone",
+        ("race",),
+        ((MULTIPLY, WAIT_FULL, "if (kb == 0) " + WAIT_FULL),),
+    ),
+    Bug(
+        "full barrier not waited for in a short tile",
+        ("race",),
+        ((MULTIPLY, WAIT_FULL, "if (!IS_SHORT) " + WAIT_FULL),),
+        config=TWO_UNITS,
+        sizes=(300, 3),
+    ),
     Bug(
         "full barrier not waited for by a warpgroup of two units",
         ("race",),
-        ((MULTIPLY, WAIT_FULL_NOW, ""),),
+        ((MULTIPLY, WAIT_FULL, ""),),
         config=TWO_UNITS,
         sizes=(300, 3),
     ),
     Bug(
         "parity flipped for a warpgroup of two units",
         ("race", "deadlock"),
-        ((MULTIPLY, WAIT_FULL_NOW, WAIT_FULL_NOW.replace("pipeline.phase)", "pipeline.phase ^ 1)")),),
+        ((MULTIPLY, WAIT_FULL, WAIT_FULL.replace("pipeline.phase)", "pipeline.phase ^ 1)")),),
         config=TWO_UNITS,
         sizes=(300, 3),
     ),
@@ -160,15 +163,15 @@ BUGS: tuple[Bug, ...] = (
         ((LOAD, "pipeline.phase ^ 1", "pipeline.phase"),),
     ),
     Bug(
-        "consumer's parity flipped on the first wait",
+        "consumer's parity flipped",
         ("race", "deadlock"),
-        ((MULTIPLY, WAIT_FULL_FIRST, WAIT_FULL_FIRST.replace("pipeline.phase)", "pipeline.phase ^ 1)")),),
+        ((MULTIPLY, WAIT_FULL, WAIT_FULL.replace("pipeline.phase)", "pipeline.phase ^ 1)")),),
     ),
     Bug("phase never toggles", ("deadlock", "race", "mbarrier"), (("pipeline.cuh", "phase ^= 1;", ""),)),
     Bug(
         "consumer waits on the stage before",
         ("race", "deadlock"),
-        ((MULTIPLY, WAIT_FULL_NEXT, WAIT_FULL_NEXT.replace("[pipeline.stage]", "[stage]")),),
+        ((MULTIPLY, WAIT_FULL, WAIT_FULL.replace("[stage]", "[(stage + STAGES - 1) % STAGES]")),),
     ),
     Bug(
         "ring one stage longer than the memory",

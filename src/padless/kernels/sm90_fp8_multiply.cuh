@@ -103,13 +103,11 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
         }
     };
 
-    // Where a warpgroup has one unit it waits for the next stage while the products of this one are under way. With two
-    // units the ring is three stages deep, and waiting ahead would keep this stage's memory from the producer for longer:
-    // there it waits when it gets there, in an unrolled loop, so that the barrier is asked between the promotions. Beside a
-    // long epilogue the loop is kept shorter: instructions of both are fetched again and again.
-    constexpr bool WAIT_AHEAD = NUM_WAVES == 1;
-    constexpr int UNROLL = WAIT_AHEAD ? 1 : EPILOGUE_IS_QUANT ? 4 : 8;
-    if (WAIT_AHEAD) mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+    // A stage is waited for when it is reached, between two promotions, and not ahead of that: a wait while products are
+    // under way would keep their stage from the producer until the next has come. In a tile that is shorter than it might
+    // be the loads set the pace: its products begin before their scales are fetched, in a loop of few instructions.
+    constexpr bool IS_SHORT = NUM_WAVES < WAVES;
+    constexpr int UNROLL = IS_SHORT ? 1 : WAVES == 1 || EPILOGUE_IS_QUANT ? 4 : 8;
     for (int chunk = 0; chunk < k_blocks; chunk += 32) {
         const int chunk_end = chunk + 32 < k_blocks ? chunk + 32 : k_blocks;
         if (chunk != 0) {
@@ -121,11 +119,11 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
         for (int kb = chunk; kb < chunk_end; ++kb) {
             const int stage = pipeline.stage;
             const uint32_t b = b_stage_0 + stage * (B_BYTES / 16);
-            if (!WAIT_AHEAD) mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
+            mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
 #pragma unroll
             for (int w = 0; w < NUM_WAVES; ++w) {
                 const uint32_t a = a_stage_0 + stage * (A_BYTES / 16) + w * (WAVE_ROWS * BLOCK_K / 16);
-                if (!WAIT_AHEAD) load_scales(w, kb, stage);
+                if (!IS_SHORT) load_scales(w, kb, stage);
                 float p[BLOCK_N / 2];
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
@@ -136,11 +134,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
                                                k_major_128b_descriptor(b + k / 16), k != 0);
                 wgmma_commit_group();
 
-                if (WAIT_AHEAD) load_scales(w, kb, stage);
+                if (IS_SHORT) load_scales(w, kb, stage);
                 if (w == NUM_WAVES - 1) pipeline.advance();
-                if (WAIT_AHEAD && kb + 1 < k_blocks)
-                    mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
-
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
                 wgmma_wait_group<0>();
