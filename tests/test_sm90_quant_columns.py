@@ -57,8 +57,8 @@ BUGS = {
     "staged by the unit": (STORE, "shared.d[slot_of(warpgroup, w)]", "shared.d[first + w]"),
     "the other warpgroup's multipliers are read": (
         STORE,
-        "columns[warpgroup].multiplier",
-        "columns[is_second ? 0 : warpgroup].multiplier",
+        "shared.quant.columns[warpgroup].multiplier",
+        "shared.quant.columns[is_second ? 0 : warpgroup].multiplier",
     ),
     "no barrier before the multipliers are read": (
         STORE,

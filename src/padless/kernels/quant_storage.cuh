@@ -30,7 +30,8 @@ __device__ __forceinline__ int first_unit(int warpgroup, int rows) {
 constexpr bool RUNS_EXCEED_UNITS = COLUMN_QUANT != QUANT_NONE && ColumnFormat::BLOCK > WGMMA_M;
 constexpr int UNITS_OF_RUN = RUNS_EXCEED_UNITS ? WAVES : 1;
 constexpr int MAXIMA_OF_RUN = RUNS_EXCEED_UNITS ? 4 : ColumnFormat::BLOCK / 16;
-constexpr int RUNS = RUNS_EXCEED_UNITS ? 1 : WAVES * WGMMA_M / ColumnFormat::BLOCK;
+constexpr int RUNS =
+    COLUMN_QUANT == QUANT_NONE || RUNS_EXCEED_UNITS ? 1 : WAVES * WGMMA_M / ColumnFormat::BLOCK;
 static_assert(COLUMN_QUANT == QUANT_NONE || ColumnFormat::BLOCK <= BLOCK_M, "a run of rows lies in one tile");
 static_assert(COLUMN_QUANT == QUANT_NONE || ColumnFormat::CODE_BITS == 8, "columns are quantised to FP8");
 
@@ -44,7 +45,7 @@ constexpr int QUANT_UNIT_BYTES = STAGED_BYTES == 0 ? 1024 : STAGED_BYTES;  // am
 // Of one warpgroup. Where a run lies in both, the first writes the second's multipliers; nobody else writes another's.
 struct ColumnStorage {
     alignas(16) float amax[COLUMN_QUANT == QUANT_NONE ? 1 : RUNS * MAXIMA_OF_RUN][OUT_COLUMNS];
-    alignas(16) float multiplier[COLUMN_QUANT == QUANT_NONE ? 1 : RUNS][OUT_COLUMNS];
+    alignas(16) float multiplier[RUNS][OUT_COLUMNS];
 };
 
 struct QuantStorage {

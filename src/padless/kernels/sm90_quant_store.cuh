@@ -249,35 +249,46 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
 // synccheck. Any other run lies in one warpgroup, whose own barrier is enough: the other may be in another tile.
 constexpr int SECOND_MAXIMA_BARRIER = 4, SECOND_MULTIPLIERS_BARRIER = 5;
 
-// From the warpgroup's column maxima, and with `spans` those of the second, to scales and, in shared memory, multipliers.
+// The columns whose scales a thread of a warpgroup makes. The compiler knows how many they are: it mixes the straight line
+// that they become with the codes of rows, which hides the latency of a scale.
+constexpr int COLUMN_TURNS = (RUNS * OUT_COLUMNS + 127) / 128;
+template <int NUM_WAVES, class Use>
+__device__ __forceinline__ void for_columns(Use use) {  // use(turn, run, column)
+    constexpr int EXISTING = (RUNS_EXCEED_UNITS ? 1 : RUNS / WAVES * NUM_WAVES) * OUT_COLUMNS;
+#pragma unroll
+    for (int turn = 0; turn < (EXISTING + 127) / 128; ++turn) {
+        const uint32_t at = turn * 128 + threadIdx.x % 128;
+        if (EXISTING % 128 == 0 || at < EXISTING) use(turn, at / OUT_COLUMNS, at % OUT_COLUMNS);
+    }
+}
+
+// Column maxima of a warpgroup's warps, raising `highest`: as integers, where NaN is above every number.
 template <int NUM_WAVES>
-__device__ __forceinline__ void scale_columns(QuantStorage& quant, const QuantOutputs& outputs,
-                                              const Placement& place, const Tile& tile, int out_column,
-                                              int first, bool spans, int warpgroup, int thread) {
-    constexpr int EXISTING = RUNS_EXCEED_UNITS ? 1 : RUNS / WAVES * NUM_WAVES;
-    const ColumnFormat format = ColumnFormat::make(outputs.constant + place.group * outputs.constant_stride);
-    ColumnStorage& own = quant.columns[warpgroup];
-    ColumnStorage& second = quant.columns[NUM_MMA_WARPGROUPS - 1];
-    for (int at = thread; at < EXISTING * OUT_COLUMNS; at += 128) {
-        const int run = at / OUT_COLUMNS, column = at % OUT_COLUMNS;
-        const int row = first * WGMMA_M + run * ColumnFormat::BLOCK;
-        int highest = 0;  // as integers, NaN is above every number
+__device__ __forceinline__ void read_column_maxima(int (&highest)[COLUMN_TURNS], const ColumnStorage& of) {
+    for_columns<NUM_WAVES>([&](int turn, int run, int column) {
 #pragma unroll
         for (int i = 0; i < MAXIMA_OF_RUN; ++i)
-            highest = max(highest, __float_as_int(own.amax[run * MAXIMA_OF_RUN + i][column]));
-        if (spans) {
-#pragma unroll
-            for (int i = 0; i < MAXIMA_OF_RUN; ++i)
-                highest = max(highest, __float_as_int(second.amax[i][column]));
-        }
-        const ColumnFormat::Scale scale = format.scale(__int_as_float(highest));
+            highest[turn] = max(highest[turn], __float_as_int(of.amax[run * MAXIMA_OF_RUN + i][column]));
+    });
+}
+
+// From column maxima to scales and, in shared memory, multipliers: with `spans` for both warpgroups.
+template <int NUM_WAVES>
+__device__ __forceinline__ void scale_columns(const int (&highest)[COLUMN_TURNS], QuantStorage& quant,
+                                              const QuantOutputs& outputs, const Placement& place,
+                                              const Tile& tile, int out_column, int first, bool spans,
+                                              int warpgroup) {
+    const ColumnFormat format = ColumnFormat::make(outputs.constant + place.group * outputs.constant_stride);
+    for_columns<NUM_WAVES>([&](int turn, int run, int column) {
+        const ColumnFormat::Scale scale = format.scale(__int_as_float(highest[turn]));
         const float multiplier = format.multiplier(scale);
-        own.multiplier[run][column] = multiplier;
-        if (spans) second.multiplier[run][column] = multiplier;
-        if (row < tile.rows && out_column + column < outputs.n_out)
+        quant.columns[warpgroup].multiplier[run][column] = multiplier;
+        if (spans) quant.columns[1].multiplier[run][column] = multiplier;
+        const int row = first * WGMMA_M + run * ColumnFormat::BLOCK;
+        if ((RUNS_EXCEED_UNITS || row < tile.rows) && out_column + column < outputs.n_out)
             store_column_scale<COLUMN_SCALES, ColumnFormat::BLOCK>(outputs, place, tile.row + row,
                                                                    out_column + column, scale);
-    }
+    });
 }
 
 // Consumer: quantises and writes the rows of d that exist.
@@ -328,15 +339,22 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
             stage_values<OUT_COLUMNS, OUT_TYPE>(v[w], shared_address(shared.d[slot_of(warpgroup, w)]), warp,
                                                 lane);
     }
+    int column_highest[COLUMN_TURNS] = {};
+    if constexpr (COLUMN_QUANT != QUANT_NONE) {  // here: loads are not moved before the stores of codes
+        if (!is_second) read_column_maxima<NUM_WAVES>(column_highest, shared.quant.columns[warpgroup]);
+    }
     const RowScales row_scales(outputs, place, tile, out_column, first, warp, lane);
     if constexpr (ROW_QUANT != QUANT_NONE)
         quantize_rows<0, 1>(v, row_amax, highest, shared, outputs, row_scales, swap, tile, out_column, first,
                             warpgroup, warp, lane);
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
         if (!is_second) {
-            if (spans) bar_sync(SECOND_MAXIMA_BARRIER, 256);
-            scale_columns<NUM_WAVES>(shared.quant, outputs, place, tile, out_column, first, spans, warpgroup,
-                                     warp * 32 + lane);
+            if (spans) {
+                bar_sync(SECOND_MAXIMA_BARRIER, 256);
+                read_column_maxima<NUM_WAVES>(column_highest, shared.quant.columns[1]);
+            }
+            scale_columns<NUM_WAVES>(column_highest, shared.quant, outputs, place, tile, out_column, first,
+                                     spans, warpgroup);
             if (spans) bar_arrive(SECOND_MULTIPLIERS_BARRIER, 256);
         }
     }
