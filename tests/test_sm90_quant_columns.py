@@ -39,6 +39,17 @@ def test_other_runs_and_values(epilogue: Epilogue, n: int) -> None:
     check(sm90_fp8_quant, Case(SIZES, n, seed=3), epilogue, WIDE, seed=4)
 
 
+def test_a_nan_in_the_second_unit_of_a_run_stays_in_the_run() -> None:
+    """Row 70 is in the second unit of a warpgroup, row 330 in the unit of the second warpgroup."""
+    case = Case((250, 100), 144, seed=5)
+    codes = case.a.data.view(torch.uint8)
+    codes[70, 17] = codes[330, 3] = 0x7F
+    got = check(sm90_fp8_quant, case, BOTH, WIDE)
+    broken = got["column_scale"].inside.isnan()
+    assert broken.all(1).tolist()[:3] == [True, False, True]
+    assert not broken[1].any()
+
+
 @SLOW
 def test_tiles_of_128_rows() -> None:
     check(sm90_fp8_quant, Case(UP_TO_TWO_UNITS, 256, seed=3), BOTH, GemmConfig(), seed=4, sms=1)
