@@ -61,7 +61,7 @@ def test_tiles_of_128_rows_of_the_mxfp8_kernel() -> None:
     check(sm90_mxfp8_quant, case, epilogue, seed=4, sms=1)
 
 
-STORE, STORAGE, KERNEL = "sm90_quant_store.cuh", "quant_storage.cuh", sm90_fp8_quant.KERNEL
+STORE, STORAGE, MULTIPLY = "sm90_quant_store.cuh", "quant_storage.cuh", "sm90_fp8_multiply.cuh"
 SPANS = "NUM_WAVES == 1 && units_of(tile.rows) == 2"
 # What is wrong: file, text, what takes its place.
 BUGS = {
@@ -90,7 +90,7 @@ BUGS = {
         "units_of(rows) > 1",
     ),
     "the products are of units that are no neighbours": (
-        KERNEL,
+        MULTIPLY,
         "shared.a[0] + first * UNIT_BYTES",
         "shared.a[0] + (first + 1) / 2 * UNIT_BYTES",
     ),
