@@ -11,15 +11,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from padless import __version__
 from padless.backends import backends
@@ -38,14 +37,13 @@ SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Command lines of small launches: the first kernel's, then the other paths'.
 SANITIZED = ("padless.verify_checks", "padless.verify_small")
 _SANITIZER_SECONDS = 240
-_SANITIZERS_AT_ONCE = 4
 
 Check = Callable[[], str]
 
 
 @dataclass(frozen=True)
 class Record:
-    """What came of a check. ``seconds``: wall clock, of several at once where they ran so."""
+    """What came of a check."""
 
     check: str
     passed: bool
@@ -85,19 +83,23 @@ def run_verify(
     tools = sanitizers_of(sanitized) if sanitizer and _sanitizer() else {}
     rehearsals = rehearsals_of(gpu.arch, jobs, sanitized if tools else ())
     records: list[Record] = []
+
+    def run_in_turn(some: dict[str, Check], task: TaskID) -> None:
+        for name, check in some.items():
+            progress.update(task, description=name)
+            records.append(_reported(console, *_tried(name, check)))
+            if out is not None:  # a run that is ended before its time leaves what it knows
+                left = len(jobs) + len(tools) - len(records)
+                _write(out, records, {"compiled ahead": compiled, "not run yet": str(left)})
+            progress.advance(task)
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         with worker_pool():
             compiled = _compile_ahead(rehearsals, gpu, progress)
             task = progress.add_task("verify", total=len(jobs) + len(tools))
-            for name, check in jobs.items():
-                progress.update(task, description=name)
-                records.append(_reported(console, *_tried(name, check)))
-                progress.advance(task)
-        progress.update(task, description="compute-sanitizer")
-        for tried in _side_by_side(tools, min(_SANITIZERS_AT_ONCE, useful_workers())):
-            records.append(_reported(console, *tried))
-            progress.advance(task)
+            run_in_turn(jobs, task)
+        run_in_turn(tools, task)
     if sanitizer and not tools:
         console.print(
             "compute-sanitizer is not installed (it comes with the CUDA toolkit); those checks were not run"
@@ -170,12 +172,6 @@ def _reported(console: Console, record: Record, trace: str) -> Record:
     result = "pass" if record.passed else "FAIL"
     console.print(f"{result}  {record.check}: {record.detail} ({record.seconds} s)", markup=False)
     return record
-
-
-def _side_by_side(checks: dict[str, Check], at_once: int) -> Iterator[tuple[Record, str]]:
-    """So many checks at once, each as it would be tried alone, in their order."""
-    with ThreadPoolExecutor(at_once) as threads:
-        yield from threads.map(_tried, checks.keys(), checks.values())
 
 
 def sanitizers_of(modules: Iterable[str]) -> dict[str, Check]:
