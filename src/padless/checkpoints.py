@@ -1,9 +1,8 @@
 """Quantised weights of other people's checkpoints as BlockScaledTensors. Nothing is requantised: codes and
 scales are taken as they are, and only their layout, their shape or the direction of a global scale changes.
 
-    with Checkpoint("model/") as checkpoint:            # a folder, a .safetensors file or a dictionary of
-    tensors
-        down = checkpoint.experts("model.layers.3.mlp.experts.{}.down_proj", 64)     # (64, N, K)
+    with Checkpoint("model/") as checkpoint:  # a folder, a .safetensors file or a dictionary of tensors
+        down = checkpoint.experts("model.layers.3.mlp.experts.{}.down_proj", 64)  # (64, N, K)
 
 What is recognised under a name, by the tensors that are there (all shapes are one weight's; a leading number
 of experts is allowed everywhere):
@@ -15,8 +14,7 @@ compressed-tensors  NAME.weight_packed uint8 (N, K/2), NAME.weight_scale e4m3 (N
                     NAME.weight_global_scale, which DIVIDES: the decode scale is its reciprocal. With uint8 or
                     e8m0 scales (N, K/32) and no global scale it is MXFP4.
 ModelOpt, torch     NAME.weight uint8 or float4_e2m1fn_x2 (N, K/2), NAME.weight_scale e4m3, plain or in 32x4x4
-tiles,
-                    and NAME.weight_scale_2, which multiplies, or none.
+                    tiles, and NAME.weight_scale_2, which multiplies, or none.
 torchao             NAME._weight_qdata, NAME._weight_scale, NAME._weight_per_tensor_scale (multiplies), as
                     torchao flattens an NVFP4Tensor or an MXTensor into a safetensors file; also
                     PARENT._LEAF_qdata and so on for NAME = PARENT.LEAF.

@@ -1,7 +1,8 @@
 """Values to block-scaled codes and back: `quantize` and `dequantize`.
 
 What a code and a scale are is in `padless.quantize_rules`, in torch. On a GPU the same arithmetic runs in
-Triton kernels (`padless.quantize_triton`, `padless.quantize_triton_rows`), equal to it bit for bit.
+Triton kernels (`padless.quantize_triton` for FP8_BLOCK, `padless.quantize_triton_rows` for the others,
+`padless.quantize_triton_global` for NVFP4's global scale), equal to it bit for bit.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def run_verify(
     Args:
         out: folder for ``verify.json`` and ``verify.md``, or None to print only.
         sanitizer: run compute-sanitizer's tools too, where it is installed.
-        against_emulator: also compare single tensor-core instructions and 200 random problems with the emulator, bit
-            for bit (a minute on many cores).
+        against_emulator: also compare single tensor-core instructions and random problems of every path with the
+            emulator, bit for bit (a minute on many cores).
         checks: names out of ``verify_checks.CHECKS``; all of them when None.
 
     Returns:
