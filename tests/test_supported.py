@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from padless import formats, supported
 from padless import paths as paths_module
-from padless.paths import PATHS
+from padless.paths import PATHS, find_path
 from padless.supported import supported_markdown
 
 PAGE = Path(__file__).parents[1] / "docs/supported.md"
@@ -31,11 +32,10 @@ def test_every_path_is_in_the_table_and_nothing_else() -> None:
         rows = rows_of(text, operation)
         archs = ["sm_90a", "sm_100a"]
         listed = {
-            (pair, arch, kernel.strip("`"))
+            (pair, arch, kernel)
             for pair, cells in rows.items()
             for arch, cell in zip(archs, cells, strict=True)
-            for kernel in cell.replace("; on request ", ", ").split(", ")
-            if kernel != "-"
+            for kernel in re.findall(r"`(\w+)`", cell)
         }
         wanted = {
             ((p.a, p.b), p.arch, p.kernel.removesuffix(".cu")) for p in PATHS if p.operation == operation
@@ -43,6 +43,25 @@ def test_every_path_is_in_the_table_and_nothing_else() -> None:
         assert listed == wanted
     for path in PATHS:
         assert f"| `{path.kernel}` | {path.accumulation} |" in text
+
+
+def test_the_named_default_is_the_one_that_is_taken() -> None:
+    text, decided_by_rows = supported_markdown(), 0
+    for operation in {path.operation for path in PATHS}:
+        for (a, b), cells in rows_of(text, operation).items():
+            for arch, cell in zip(("sm_90a", "sm_100a"), cells, strict=True):
+                if cell == "-":
+                    continue
+                limit = re.search(r"up to (\d+) rows a group, `(\w+)` beyond", cell)
+                kernels = re.findall(r"`(\w+)`", cell)
+                rows = int(limit[1]) if limit else 1
+                taken = [
+                    find_path(operation, arch, a, b, None, r).kernel.removesuffix(".cu")
+                    for r in (rows, rows + 1)
+                ]
+                assert taken == [kernels[0], limit[2] if limit else kernels[0]], cell
+                decided_by_rows += limit is not None
+    assert decided_by_rows == 8  # four pairs of MXFP8, grouped and dense
 
 
 def test_a_new_path_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

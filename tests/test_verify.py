@@ -178,6 +178,11 @@ def test_a_run_records_everything_in_order(
     assert len(list(tmp_path.glob("*check first"))) == 4
 
 
+def test_a_check_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="checks has 'denes'; allowed are 'accuracy', "):
+        verify.jobs_of("sm_90a", ["dense", "denes"])
+
+
 def test_only_what_runs_is_rehearsed(
     monkeypatch: pytest.MonkeyPatch, pretended_gpu: Callable[..., None]
 ) -> None:

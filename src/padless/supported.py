@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from padless.formats import FORMATS, BlockScaledFormat
-from padless.paths import PATHS, Path
+from padless.paths import FEW_ROWS, PATHS, Path, preferred
 
 _ARCHS = {"sm_90a": "Hopper (sm_90a)", "sm_100a": "Blackwell (sm_100a, sm_103a)"}
 _DTYPES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn_x2": "e2m1, two a byte"}
@@ -75,8 +75,15 @@ def _operation_table(operation: str) -> list[str]:
 
 
 def _cell(paths: list[Path]) -> str:
-    """The kernel; where there are several, the default first."""
-    names = list(dict.fromkeys(f"`{path.kernel.removesuffix('.cu')}`" for path in paths))
-    if not names:
+    """The kernel; where there are several, the default first, or the two that the rows of a group decide between."""
+    if not paths:
         return "-"
-    return names[0] if len(names) == 1 else f"{names[0]}; on request {', '.join(names[1:])}"
+    few, many = _name(preferred(paths, FEW_ROWS)), _name(preferred(paths, FEW_ROWS + 1))
+    if few != many:
+        return f"{few} up to {FEW_ROWS} rows a group, {many} beyond; either on request"
+    others = [name for name in dict.fromkeys(map(_name, paths)) if name != many]
+    return f"{many}; on request {', '.join(others)}" if others else many
+
+
+def _name(path: Path) -> str:
+    return f"`{path.kernel.removesuffix('.cu')}`"

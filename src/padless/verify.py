@@ -124,6 +124,9 @@ def jobs_of(
     fp8_block = any(
         (p.operation, p.arch, p.a, p.b) == ("grouped_gemm", arch, "FP8_BLOCK", "FP8_BLOCK") for p in PATHS
     )
+    unknown = [name for name in checks or () if name not in CHECKS]
+    if unknown:
+        raise ValueError(f"checks has {unknown[0]!r}; allowed are {', '.join(map(repr, CHECKS))}")
     names = checks if checks is not None else list(CHECKS) if fp8_block else ["quantizers agree"]
     jobs = {name: CHECKS[name] for name in names}
     if against_emulator:

@@ -31,7 +31,7 @@ class Path:
     """One kernel for one pair of formats.
 
     Attributes:
-        operation: "grouped_gemm" or "gemm".
+        operation: "grouped_gemm", "gemm" or one of the quantising calls, named as ``PATHS`` does.
         arch: "sm_90a" (Hopper) or "sm_100a" (Blackwell).
         a, b: names of the formats of activations and weights; ``BF16`` for a plain tensor.
         module: the host side, a module of ``padless.paths``.
@@ -74,7 +74,7 @@ _BF16_BLOCKS = (
     "bf16 tensor cores inside 128 of K (25 fractional bits in 16), scaled and added in float32 across"
 )
 
-# Where two rows differ in the module alone, ``_preferred`` says which is the default; a config of the other's class
+# Where two rows differ in the module alone, ``preferred`` says which is the default; a config of the other's class
 # chooses the other.
 PATHS: tuple[Path, ...] = (
     *(
@@ -168,7 +168,7 @@ def find_path(
         pairs = ", ".join(dict.fromkeys(f"{path.a} x {path.b}" for path in here)) or "nothing yet"
         raise ValueError(f"{operation} of {a} x {b} has no kernel for {arch}; supported there: {pairs}")
     if config is None:
-        return _preferred(found, rows_per_group)
+        return preferred(found, rows_per_group)
     for path in found:
         if isinstance(config, path.load().Config):
             return path
@@ -180,11 +180,12 @@ def find_path(
 
 # MXFP8 on Hopper, measured on an H200: FP8 tensor cores multiply faster, but up to so many rows a group the weights'
 # way into the multiprocessor is what takes time, and there tokens as columns of a small tile win.
-_FEW_ROWS = 32
+FEW_ROWS = 32
 
 
-def _preferred(found: list[Path], rows_per_group: float) -> Path:
+def preferred(found: list[Path], rows_per_group: float) -> Path:
+    """The default among paths that differ in the module alone, by the mean number of rows a group."""
     by_module = {path.module: path for path in found}
     if {"sm90_bf16", "sm90_mxfp8"} <= by_module.keys():
-        return by_module["sm90_bf16" if rows_per_group <= _FEW_ROWS else "sm90_mxfp8"]
+        return by_module["sm90_bf16" if rows_per_group <= FEW_ROWS else "sm90_mxfp8"]
     return found[0]
