@@ -83,14 +83,15 @@ def run_verify(
     tools = sanitizers_of(sanitized) if sanitizer and _sanitizer() else {}
     rehearsals = rehearsals_of(gpu.arch, jobs, sanitized if tools else ())
     records: list[Record] = []
+    about = machine() if out is not None else {}
 
     def run_in_turn(some: dict[str, Check], task: TaskID) -> None:
         for name, check in some.items():
             progress.update(task, description=name)
-            records.append(_reported(console, *_tried(name, check)))
+            records.append(_record(console, name, check))
             if out is not None:  # a run that is ended before its time leaves what it knows
                 left = len(jobs) + len(tools) - len(records)
-                _write(out, records, {"compiled ahead": compiled, "not run yet": str(left)})
+                _write(out, records, about | {"compiled ahead": compiled, "not run yet": str(left)})
             progress.advance(task)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -108,7 +109,7 @@ def run_verify(
     seconds = round(time.perf_counter() - start, 1)
     console.print(f"{passed} passed, {len(records) - passed} failed, in {seconds} s")
     if out is not None:
-        _write(out, records, {"compiled ahead": compiled, "seconds in all": str(seconds)})
+        _write(out, records, about | {"compiled ahead": compiled, "seconds in all": str(seconds)})
         console.print(f"recorded in {out / 'verify.md'}")
     return 0 if passed == len(records) else 1
 
@@ -159,22 +160,17 @@ def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) ->
     return found
 
 
-def _tried(name: str, check: Check) -> tuple[Record, str]:
-    """A check's record, and the traceback of one that failed."""
-    start, trace = time.perf_counter(), ""
+def _record(console: Console, name: str, check: Check) -> Record:
+    """Runs a check and prints what came of it, with the traceback of one that failed."""
+    start = time.perf_counter()
     try:
         detail, passed = check(), True
     except Exception as error:  # a check may fail in any way; the others still run
-        detail, passed, trace = f"{type(error).__name__}: {error}", False, traceback.format_exc()
-    return Record(name, passed, detail, round(time.perf_counter() - start, 2)), trace
-
-
-def _reported(console: Console, record: Record, trace: str) -> Record:
-    if trace:
-        console.print(trace, style="red", markup=False)
-    result = "pass" if record.passed else "FAIL"
-    console.print(f"{result}  {record.check}: {record.detail} ({record.seconds} s)", markup=False)
-    return record
+        detail, passed = f"{type(error).__name__}: {error}", False
+        console.print(traceback.format_exc(), style="red", markup=False)
+    seconds = round(time.perf_counter() - start, 2)
+    console.print(f"{'pass' if passed else 'FAIL'}  {name}: {detail} ({seconds} s)", markup=False)
+    return Record(name, passed, detail, seconds)
 
 
 def sanitizers_of(modules: Iterable[str]) -> dict[str, Check]:
@@ -224,10 +220,9 @@ def machine() -> dict[str, str]:
     }
 
 
-def _write(out: Path, records: list[Record], run: dict[str, str]) -> None:
-    """run: what else to say of it, by name."""
+def _write(out: Path, records: list[Record], about: dict[str, str]) -> None:
+    """about: what to say of the machine and of the run, by name."""
     out.mkdir(parents=True, exist_ok=True)
-    about = machine() | run
     content = {"machine": about, "checks": [asdict(record) for record in records]}
     (out / "verify.json").write_text(json.dumps(content, indent=1) + "\n")
     lines = ["# padless verify", "", *(f"- {k}: {v}" for k, v in about.items()), ""]
