@@ -69,6 +69,15 @@ def missing_gpu(present: tuple[int, int] | None, wanted: tuple[int, int] | None)
     return None
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For many small operations: threads would only take turns."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # --- inputs ----------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ The reference and the emulator stand in for the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -34,13 +34,7 @@ HOPPER = next(p for p in PATHS if p.module == "sm90_fp8_quant")
 Mistake = Callable[[EpilogueProblem, Outputs], None]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Many small operations: threads would only take turns."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- the draws -------------------------------------------------------------------------------------------

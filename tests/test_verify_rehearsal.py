@@ -40,13 +40,7 @@ from padless.verify_rehearsal import Gpu, Kernel, Rehearsal, compile_ahead, kern
 H200, B300 = Gpu("sm_90a", 132), Gpu("sm_103a", 148)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Many small operations: threads would only take turns."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def listed(name: str, gpu: Gpu = H200) -> set[Kernel]:
