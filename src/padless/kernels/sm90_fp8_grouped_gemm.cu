@@ -168,8 +168,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa);
         } else if (warp == NUM_CONSUMER_WARPS + 1 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
             if (elect_one())
-                hand_out_tiles<CLUSTER_N>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
-                                          blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N);
+                hand_out_tiles<CLUSTER_N, HALVES>(
+                    shared.queue, Order(shared.groups.table(num_groups), n, gridDim.x / CLUSTER_N), counter,
+                    blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N);
         }
 #if !EPILOGUE_IS_QUANT
         const int storing = warp - (NUM_CONSUMER_WARPS + 2);  // the consumer warpgroup that it stores for

@@ -86,7 +86,10 @@ using SharedStorage = SharedStorageOf<STAGES>;
 // How many multiply-adds of the promotion in a row read their common scale once (operand_reuse.py): as measured.
 extern "C" __device__ const int padless_reuse_run = WAVES == 2 ? 12 : 4;
 
-using Order = TileOrder<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M>;
+// The last round's tiles are cut in two where a half, one unit of each warpgroup, costs about half a tile. Not where values
+// are quantised, as in columns they share a scale with their tile's other rows.
+constexpr bool HALVES = WAVES == 2 && !EPILOGUE_IS_QUANT;
+using Order = TileOrder<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M, HALVES>;
 using Reader = TileReader<CLUSTER_N>;
 
 struct Problem {

@@ -22,8 +22,27 @@ struct TileQueueStorage {
     uint64_t empty[QUEUE_SLOTS];  // of the first CTA: every reader of every CTA arrives here
 };
 
-// One thread of each worker.
-template <int CLUSTER, class Order>
+// One thread of each worker, for every CTA of its cluster.
+template <int CLUSTER>
+__device__ __forceinline__ void put_tile(TileQueueStorage& queue, const Tile& tile,
+                                         const Pipeline<QUEUE_SLOTS>& pipeline) {
+    const int slot = pipeline.stage;
+    if constexpr (CLUSTER == 1) {
+        mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
+        queue.tiles[slot] = tile;
+        mbarrier_arrive(shared_address(&queue.full[slot]));
+    } else {
+        mbarrier_wait_cluster(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
+        for (int cta = 0; cta < CLUSTER; ++cta) {
+            st_cluster_v4(shared_address(&queue.tiles[slot]), cta, tile.group, tile.row, tile.rows,
+                          tile.column);
+            mbarrier_arrive_release_cluster(shared_address(&queue.full[slot]), cta);
+        }
+    }
+}
+
+// One thread of each worker. HALVES: the order has tiles without a row, which are passed over.
+template <int CLUSTER, bool HALVES = false, class Order>
 __device__ __forceinline__ void hand_out_tiles(TileQueueStorage& queue, Order order, int counter, int worker,
                                                int workers) {
     Pipeline<QUEUE_SLOTS> pipeline;
@@ -31,20 +50,10 @@ __device__ __forceinline__ void hand_out_tiles(TileQueueStorage& queue, Order or
     int number = worker;
     do {
         tile = order.tile_at(number);
-        const int slot = pipeline.stage;
-        if constexpr (CLUSTER == 1) {
-            mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
-            queue.tiles[slot] = tile;
-            mbarrier_arrive(shared_address(&queue.full[slot]));
-        } else {
-            mbarrier_wait_cluster(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
-            for (int cta = 0; cta < CLUSTER; ++cta) {
-                st_cluster_v4(shared_address(&queue.tiles[slot]), cta, tile.group, tile.row, tile.rows,
-                              tile.column);
-                mbarrier_arrive_release_cluster(shared_address(&queue.full[slot]), cta);
-            }
+        if (!HALVES || tile.rows >= 0) {
+            put_tile<CLUSTER>(queue, tile, pipeline);
+            pipeline.advance();
         }
-        pipeline.advance();
         number = counter < 0      ? number + workers
                  : tile.rows == 0 ? 0
                                   : workers + atomicAdd(&padless_counters[counter].drawn, 1);
