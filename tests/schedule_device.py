@@ -93,6 +93,7 @@ class Device:
         out = (ctypes.c_int * (5 * room))()
         count = self.library.hand_out(*shape, n, halves, cluster, counter, workers, seed, out, room)
         assert count != -3, "the counter is not zero after the launch"
+        assert count != -4, "a tile was drawn before it was asked for"
         assert 0 <= count < room
         entries = [out[5 * i : 5 * i + 5] for i in range(count)]
         return [(entry[0], Tile(*entry[1:]) if entry[3] != 0 else None) for entry in entries]

@@ -105,7 +105,9 @@ static void __threadfence() {}
 // The tile queue of each worker, whose readers take every tile at once. Only what is handed out is of interest here.
 static uint32_t shared_address(const void*);
 static void on_arrival(uint32_t address);
-static void mbarrier_wait(uint32_t, uint32_t) {
+static void on_wait(uint32_t address);
+static void mbarrier_wait(uint32_t address, uint32_t) {
+    on_wait(address);
     threads::give_way();
 }
 static void mbarrier_wait_cluster(uint32_t, uint32_t) {
@@ -159,6 +161,10 @@ void on_crash(int) {
 
 struct {
     TileQueueStorage queues[threads::MOST];
+    uint64_t wanted[threads::MOST];  // the barriers at which a worker waits to be asked for its next tile
+    int tiles[threads::MOST];        // that a worker has handed out
+    bool was_asked[threads::MOST];   // since the last of them
+    bool early;                      // a worker handed out a tile, or ended, before it was asked for it
     int counter, workers, *out, handed_out, room;
 } launch;
 
@@ -175,12 +181,14 @@ struct Shape {
         for (int i = 0; i < count; ++i) put(out + 4 * i, tiles.tile_at(wanted[i]));
     }
     static void worker() {
-        hand_out_tiles<1, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
-                                  launch.counter, threads::me, launch.workers);
+        hand_out_tiles<1, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
+                                          launch.counter, threads::me, launch.workers,
+                                          &launch.wanted[threads::me]);
     }
     static void cluster_worker() {
-        hand_out_tiles<2, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
-                                  launch.counter, threads::me, launch.workers);
+        hand_out_tiles<2, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
+                                          launch.counter, threads::me, launch.workers,
+                                          &launch.wanted[threads::me]);
     }
 };
 template <int M, int N, int R, bool HALVES>
@@ -202,7 +210,12 @@ static void on_arrival(uint32_t address) {  // a worker's scheduler has filled a
             int* out = launch.out + 5 * launch.handed_out++;
             out[0] = threads::me;
             put(out + 1, queue.tiles[slot]);
+            launch.early |= launch.tiles[threads::me]++ != 0 && !launch.was_asked[threads::me];
+            launch.was_asked[threads::me] = false;
         }
+}
+static void on_wait(uint32_t address) {
+    if (address == shared_address(&launch.wanted[threads::me])) launch.was_asked[threads::me] = true;
 }
 
 // The table of groups; offs null is the dense problem. Each output has num_groups entries.
@@ -246,12 +259,15 @@ extern "C" int tiles_at(int block_m, int block_n, int raster_m, int n, int halve
 template <class S>
 static int run_workers(int n, int cluster, int workers, unsigned seed) {
     S::n_of_launch = n;
+    launch.early = false;
+    for (int t = 0; t < threads::MOST; ++t) launch.tiles[t] = launch.was_asked[t] = 0;
     threads::run(workers, seed, cluster == 1 ? S::worker : S::cluster_worker);
     return launch.handed_out;
 }
 
 // Runs the scheduler threads of a launch; out has (worker, tile) for everything handed out, in the order of time.
-// The number of entries, or -3 when the counter is not zero afterwards.
+// The number of entries, or -3 when the counter is not zero afterwards, or -4 when a worker with halves handed out a tile
+// that nobody had asked for yet.
 extern "C" int hand_out(int block_m, int block_n, int raster_m, int n, int halves, int cluster, int counter,
                         int workers, unsigned seed, int* out, int room) {
     launch.counter = counter, launch.workers = workers, launch.out = out, launch.handed_out = 0,
@@ -264,6 +280,7 @@ extern "C" int hand_out(int block_m, int block_n, int raster_m, int n, int halve
     SHAPES
     if (counter >= 0 && (padless_counters[counter].drawn != 0 || padless_counters[counter].finished != 0))
         return -3;
+    if (halves && launch.early) return -4;
     return result;
 #undef SHAPE
 }

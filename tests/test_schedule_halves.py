@@ -173,8 +173,14 @@ def test_a_planted_bug_in_the_halves_is_detected(tmp_path: Path, planted: tuple[
         compare()
 
 
-def test_an_empty_half_that_is_handed_out_is_detected(tmp_path: Path) -> None:
-    planted = ("tile_queue.cuh", "!HALVES || tile.rows >= 0", "true")
+PLANTED_IN_THE_QUEUE = {
+    "an_empty_half_is_handed_out": ("tile_queue.cuh", "!HALVES || tile.rows >= 0", "true"),
+    "drawn_unasked": ("tile_queue.cuh", "if (ASKED && tile.rows != 0)", "if (ASKED && tile.rows == 0)"),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED_IN_THE_QUEUE.values(), ids=PLANTED_IN_THE_QUEUE.keys())
+def test_a_planted_bug_in_the_handing_out_is_detected(tmp_path: Path, planted: tuple[str, str, str]) -> None:
     device = build(tmp_path, ((64, 192, 3),), planted)
 
     def launches() -> None:
