@@ -228,6 +228,13 @@ def test_cutting_tiles_changes_no_bit(scales: str, cluster_n: int) -> None:
         assert torch.equal(result, whole)
 
 
+def test_the_next_tile_is_asked_for_before_the_last_k_blocks() -> None:
+    """K of more blocks than K_BLOCKS_AHEAD, whose scheduler is asked in the middle of a tile."""
+    case = make_case((70, 129), 136, 17 * 128 + 16, "mn")
+    for workers in (1, 3):
+        assert is_close(product(EmulatedDriver(), case, GemmConfig(block_m=256), workers), case)
+
+
 def test_a_half_at_the_wrong_row_is_seen() -> None:
     """The launches above do cut tiles, and what the halves write is looked at."""
     config = GemmConfig(block_m=256)
