@@ -390,6 +390,40 @@ BUGS: tuple[Bug, ...] = (
     Bug("weight scale of the wrong K block", (), ((MULTIPLY, "kb & 31)", "(kb + 1) & 31)"),)),
     # ---- the queue of tiles
     Bug(
+        "next tile never asked for",
+        ("deadlock",),
+        (
+            (
+                LOAD,
+                "if (DRAWS_LATE && kb == ask_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));",
+                "",
+            ),
+        ),
+        config=TWO_UNITS,
+        sizes=(300, 3),
+    ),
+    Bug(
+        "next tile asked for in every K block",
+        ("deadlock", "mbarrier"),
+        ((LOAD, "kb == ask_at", "kb >= ask_at"),),
+        config=TWO_UNITS,
+        sizes=(300, 3),
+    ),
+    Bug(
+        "another tile awaited after the last",
+        ("deadlock",),
+        ((QUEUE, "ASKED && tile.rows != 0", "ASKED"),),
+        config=TWO_UNITS,
+        sizes=(300, 3),
+    ),
+    Bug(
+        "barrier of the next tile not made",
+        ("mbarrier",),
+        ((MAIN, "if (DRAWS_LATE) mbarrier_init(shared_address(&shared.next_tile_wanted), 1);", ""),),
+        config=TWO_UNITS,
+        sizes=(300, 3),
+    ),
+    Bug(
         "queue slot not waited for",
         ("race", "uninitialised-shared"),
         ((QUEUE, "mbarrier_wait(full, pipeline.phase);", ";"),),

@@ -105,7 +105,9 @@ static void __threadfence() {}
 // The tile queue of each worker, whose readers take every tile at once. Only what is handed out is of interest here.
 static uint32_t shared_address(const void*);
 static void on_arrival(uint32_t address);
-static void mbarrier_wait(uint32_t, uint32_t) {
+static void on_wait(uint32_t address);
+static void mbarrier_wait(uint32_t address, uint32_t) {
+    on_wait(address);
     threads::give_way();
 }
 static void mbarrier_wait_cluster(uint32_t, uint32_t) {
@@ -159,30 +161,38 @@ void on_crash(int) {
 
 struct {
     TileQueueStorage queues[threads::MOST];
+    uint64_t wanted[threads::MOST];  // the barriers at which a worker waits to be asked for its next tile
+    int tiles[threads::MOST];        // that a worker has handed out
+    bool was_asked[threads::MOST];   // since the last of them
+    bool early;                      // a worker handed out a tile, or ended, before it was asked for it
     int counter, workers, *out, handed_out, room;
 } launch;
 
-template <int BLOCK_M, int BLOCK_N, int RASTER_M>
+template <int BLOCK_M, int BLOCK_N, int RASTER_M, bool HALVES>
 struct Shape {
-    using Order = TileOrder<BLOCK_M, BLOCK_N, RASTER_M>;
-    static Order order(int n) { return Order(input.storage.table(input.num_groups), n); }
+    using Order = TileOrder<BLOCK_M, BLOCK_N, RASTER_M, HALVES>;
+    static Order order(int n, int workers) {
+        return Order(input.storage.table(input.num_groups), n, workers);
+    }
     static int n_of_launch;
 
-    static void numbers(int n, const int* wanted, int count, int* out) {
-        Order tiles = order(n);
+    static void numbers(int n, int workers, const int* wanted, int count, int* out) {
+        Order tiles = order(n, workers);
         for (int i = 0; i < count; ++i) put(out + 4 * i, tiles.tile_at(wanted[i]));
     }
     static void worker() {
-        hand_out_tiles<1>(launch.queues[threads::me], order(n_of_launch), launch.counter, threads::me,
-                          launch.workers);
+        hand_out_tiles<1, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
+                                          launch.counter, threads::me, launch.workers,
+                                          &launch.wanted[threads::me]);
     }
     static void cluster_worker() {
-        hand_out_tiles<2>(launch.queues[threads::me], order(n_of_launch), launch.counter, threads::me,
-                          launch.workers);
+        hand_out_tiles<2, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
+                                          launch.counter, threads::me, launch.workers,
+                                          &launch.wanted[threads::me]);
     }
 };
-template <int M, int N, int R>
-int Shape<M, N, R>::n_of_launch;
+template <int M, int N, int R, bool HALVES>
+int Shape<M, N, R, HALVES>::n_of_launch;
 }  // namespace
 
 static uint32_t shared_address(const void* pointer) {
@@ -200,7 +210,12 @@ static void on_arrival(uint32_t address) {  // a worker's scheduler has filled a
             int* out = launch.out + 5 * launch.handed_out++;
             out[0] = threads::me;
             put(out + 1, queue.tiles[slot]);
+            launch.early |= launch.tiles[threads::me]++ != 0 && !launch.was_asked[threads::me];
+            launch.was_asked[threads::me] = false;
         }
+}
+static void on_wait(uint32_t address) {
+    if (address == shared_address(&launch.wanted[threads::me])) launch.was_asked[threads::me] = true;
 }
 
 // The table of groups; offs null is the dense problem. Each output has num_groups entries.
@@ -228,31 +243,44 @@ extern "C" void build_table(int block_m, const int* offs, int num_groups, int m,
     signal(SIGFPE, before);                 \
     return result;
 
-extern "C" int tiles_at(int block_m, int block_n, int raster_m, int n, const int* wanted, int count,
-                        int* out) {
-#define SHAPE(M, N, R)                                 \
-    if (block_m == M && block_n == N && raster_m == R) \
-        result = 0, Shape<M, N, R>::numbers(n, wanted, count, out);
+// halves_for: workers for which the last tiles are cut in two, 0 to cut none.
+extern "C" int tiles_at(int block_m, int block_n, int raster_m, int n, int halves_for, const int* wanted,
+                        int count, int* out) {
+#define SHAPE(M, N, R)                                                                \
+    if (block_m == M && block_n == N && raster_m == R) {                              \
+        result = 0;                                                                   \
+        halves_for ? Shape<M, N, R, true>::numbers(n, halves_for, wanted, count, out) \
+                   : Shape<M, N, R, false>::numbers(n, 0, wanted, count, out);        \
+    }
     DISPATCH()
 #undef SHAPE
 }
 
+template <class S>
+static int run_workers(int n, int cluster, int workers, unsigned seed) {
+    S::n_of_launch = n;
+    launch.early = false;
+    for (int t = 0; t < threads::MOST; ++t) launch.tiles[t] = launch.was_asked[t] = 0;
+    threads::run(workers, seed, cluster == 1 ? S::worker : S::cluster_worker);
+    return launch.handed_out;
+}
+
 // Runs the scheduler threads of a launch; out has (worker, tile) for everything handed out, in the order of time.
-// The number of entries, or -3 when the counter is not zero afterwards.
-extern "C" int hand_out(int block_m, int block_n, int raster_m, int n, int cluster, int counter, int workers,
-                        unsigned seed, int* out, int room) {
+// The number of entries, or -3 when the counter is not zero afterwards, or -4 when a worker with halves handed out a tile
+// that nobody had asked for yet.
+extern "C" int hand_out(int block_m, int block_n, int raster_m, int n, int halves, int cluster, int counter,
+                        int workers, unsigned seed, int* out, int room) {
     launch.counter = counter, launch.workers = workers, launch.out = out, launch.handed_out = 0,
     launch.room = room;
-#define SHAPE(M, N, R)                                                                                       \
-    if (block_m == M && block_n == N && raster_m == R) {                                                     \
-        Shape<M, N, R>::n_of_launch = n;                                                                     \
-        threads::run(workers, seed, cluster == 1 ? Shape<M, N, R>::worker : Shape<M, N, R>::cluster_worker); \
-        result = launch.handed_out;                                                                          \
-    }
+#define SHAPE(M, N, R)                                                                 \
+    if (block_m == M && block_n == N && raster_m == R)                                 \
+        result = halves ? run_workers<Shape<M, N, R, true>>(n, cluster, workers, seed) \
+                        : run_workers<Shape<M, N, R, false>>(n, cluster, workers, seed);
     volatile int result = -2;
     SHAPES
     if (counter >= 0 && (padless_counters[counter].drawn != 0 || padless_counters[counter].finished != 0))
         return -3;
+    if (halves && launch.early) return -4;
     return result;
 #undef SHAPE
 }

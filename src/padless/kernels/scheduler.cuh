@@ -5,6 +5,10 @@
 // the m-tiles are cut into bands of RASTER_M; a band is walked column after column, so that the tiles in flight share
 // both A rows and B columns in L2.
 //
+// In the last round some workers have nothing to do while the others do a tile. With HALVES its last tiles are cut in two,
+// of half the rows each, as many as leave no worker more than one piece of the round: if it is at most half full, all of
+// them. A half takes little more than half the time.
+//
 // This header is plain C++ apart from the qualifiers: the tests compile it for the CPU and compare it with its Python
 // twin, schedule.py.
 #pragma once
@@ -12,7 +16,7 @@
 struct Tile {
     int group;
     int row;     // first row of the tile, counted from the start of A
-    int rows;    // rows that exist, 1 .. BLOCK_M; 0 says that there are no more tiles
+    int rows;    // rows that exist, 1 .. BLOCK_M; 0: there are no more tiles; -1: a half without a row
     int column;  // first column; of the first CTA where a cluster shares the tile
 };
 
@@ -39,14 +43,14 @@ __device__ __forceinline__ int place_of_group(const int* ends, int num_groups, i
     return place;
 }
 
-template <int BLOCK_M, int BLOCK_N_CLUSTER, int RASTER_M>
+template <int BLOCK_M, int BLOCK_N_CLUSTER, int RASTER_M, bool HALVES = false>
 struct TileOrder {
     GroupTable table;
     int n_tiles;
     int at = 0;            // place of the current group
     int first_m_tile = 0;  // m-tiles before it
 
-    __device__ __forceinline__ TileOrder(const GroupTable& table, int n)
+    __device__ __forceinline__ TileOrder(const GroupTable& table, int n, int /*workers*/ = 0)
         : table(table), n_tiles((n + BLOCK_N_CLUSTER - 1) / BLOCK_N_CLUSTER) {}
 
     // Tile number `number`, which may not be smaller than in the last call; rows = 0 past the last tile.
@@ -69,6 +73,33 @@ struct TileOrder {
         tile.row = table.starts[at] + m_tile * BLOCK_M;
         tile.rows = table.ends[at] - tile.row < BLOCK_M ? table.ends[at] - tile.row : BLOCK_M;
         tile.column = n_tile * BLOCK_N_CLUSTER;
+        return tile;
+    }
+};
+
+// The numbers from `whole` on are those of halves, two for every tile. The second of a short tile has no row.
+template <int BLOCK_M, int BLOCK_N_CLUSTER, int RASTER_M>
+struct TileOrder<BLOCK_M, BLOCK_N_CLUSTER, RASTER_M, true> {
+    TileOrder<BLOCK_M, BLOCK_N_CLUSTER, RASTER_M> tiles;
+    int whole;  // tiles before those that are cut
+
+    __device__ __forceinline__ TileOrder(const GroupTable& table, int n, int workers) : tiles(table, n) {
+        const int all = table.num_groups == 0 ? 0 : table.tile_ends[table.num_groups - 1] * tiles.n_tiles;
+        const int rest = all % workers;
+        whole = all - (rest < workers - rest ? rest : workers - rest);
+    }
+
+    __device__ __forceinline__ Tile tile_at(int number) {
+        const int past = number - whole;
+        Tile tile = tiles.tile_at(past < 0 ? number : whole + past / 2);
+        if (past < 0 || tile.rows == 0) return tile;
+        const int rows = tile.rows - BLOCK_M / 2;  // of the second half
+        if (past % 2 == 0) {
+            if (rows > 0) tile.rows = BLOCK_M / 2;
+        } else {
+            tile.row += BLOCK_M / 2;
+            tile.rows = rows > 0 ? rows : -1;
+        }
         return tile;
     }
 };

@@ -136,6 +136,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             }
             mbarrier_init(shared_address(&shared.window_full), 1);
             mbarrier_init(shared_address(&shared.window_empty), NUM_CONSUMER_WARPS);
+            if (DRAWS_LATE) mbarrier_init(shared_address(&shared.next_tile_wanted), 1);
             for (int s = 0; s < QUEUE_SLOTS; ++s) {
                 mbarrier_init(shared_address(&shared.queue.full[s]), 1);
                 mbarrier_init(shared_address(&shared.queue.empty[s]), CLUSTER_N * NUM_TILE_READERS);
@@ -168,8 +169,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa);
         } else if (warp == NUM_CONSUMER_WARPS + 1 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
             if (elect_one())
-                hand_out_tiles<CLUSTER_N>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
-                                          blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N);
+                hand_out_tiles<CLUSTER_N, HALVES, DRAWS_LATE>(
+                    shared.queue, Order(shared.groups.table(num_groups), n, gridDim.x / CLUSTER_N), counter,
+                    blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N, &shared.next_tile_wanted);
         }
 #if !EPILOGUE_IS_QUANT
         const int storing = warp - (NUM_CONSUMER_WARPS + 2);  // the consumer warpgroup that it stores for

@@ -1,8 +1,9 @@
 // Hands tiles to the CTAs: a scheduler thread draws numbers and leaves the tiles in a short queue in shared memory, from
 // which the producer and the consumers read. In a cluster the first CTA's scheduler serves all of them.
 //
-// A worker's first tile is the one with its own number; after that it draws from a counter in global memory, one tile
-// ahead of need. Which worker multiplies a tile changes nothing in the result. The counter is zero between launches: the
+// A worker's first tile is the one with its own number; after that it draws from a counter in global memory, up to two
+// tiles ahead of need, or when it is asked for the next one (`wanted`): the later, the better it is known who is free
+// first. Which worker multiplies a tile changes nothing in the result. The counter is zero between launches: the
 // last worker to find no more tiles sets it back. Launches that may run at the same time need counters of their own;
 // without one (counter < 0) worker w of W takes tiles w, w + W, w + 2 W, ...
 #pragma once
@@ -22,29 +23,44 @@ struct TileQueueStorage {
     uint64_t empty[QUEUE_SLOTS];  // of the first CTA: every reader of every CTA arrives here
 };
 
-// One thread of each worker.
-template <int CLUSTER, class Order>
+// One thread of each worker, for every CTA of its cluster.
+template <int CLUSTER>
+__device__ __forceinline__ void put_tile(TileQueueStorage& queue, const Tile& tile,
+                                         const Pipeline<QUEUE_SLOTS>& pipeline) {
+    const int slot = pipeline.stage;
+    if constexpr (CLUSTER == 1) {
+        mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
+        queue.tiles[slot] = tile;
+        mbarrier_arrive(shared_address(&queue.full[slot]));
+    } else {
+        mbarrier_wait_cluster(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
+        for (int cta = 0; cta < CLUSTER; ++cta) {
+            st_cluster_v4(shared_address(&queue.tiles[slot]), cta, tile.group, tile.row, tile.rows,
+                          tile.column);
+            mbarrier_arrive_release_cluster(shared_address(&queue.full[slot]), cta);
+        }
+    }
+}
+
+// One thread of each worker. HALVES: the order has tiles without a row, which are passed over. ASKED: the number of the next
+// tile is drawn after an arrival at the barrier `wanted`, of which every tile that is handed out must bring one.
+template <int CLUSTER, bool HALVES = false, bool ASKED = false, class Order>
 __device__ __forceinline__ void hand_out_tiles(TileQueueStorage& queue, Order order, int counter, int worker,
-                                               int workers) {
+                                               int workers, uint64_t* wanted = nullptr) {
     Pipeline<QUEUE_SLOTS> pipeline;
+    uint32_t wanted_phase = 0;
     Tile tile;
     int number = worker;
     do {
         tile = order.tile_at(number);
-        const int slot = pipeline.stage;
-        if constexpr (CLUSTER == 1) {
-            mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
-            queue.tiles[slot] = tile;
-            mbarrier_arrive(shared_address(&queue.full[slot]));
-        } else {
-            mbarrier_wait_cluster(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
-            for (int cta = 0; cta < CLUSTER; ++cta) {
-                st_cluster_v4(shared_address(&queue.tiles[slot]), cta, tile.group, tile.row, tile.rows,
-                              tile.column);
-                mbarrier_arrive_release_cluster(shared_address(&queue.full[slot]), cta);
+        if (!HALVES || tile.rows >= 0) {
+            put_tile<CLUSTER>(queue, tile, pipeline);
+            pipeline.advance();
+            if (ASKED && tile.rows != 0) {
+                mbarrier_wait(shared_address(wanted), wanted_phase);
+                wanted_phase ^= 1;
             }
         }
-        pipeline.advance();
         number = counter < 0      ? number + workers
                  : tile.rows == 0 ? 0
                                   : workers + atomicAdd(&padless_counters[counter].drawn, 1);
