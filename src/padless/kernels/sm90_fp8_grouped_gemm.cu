@@ -130,6 +130,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             prefetch_tensormap(map_a);
             prefetch_tensormap(map_b);
             prefetch_tensormap(map_sfa);
+#if !EPILOGUE_IS_QUANT
+            prefetch_store_maps(store_maps);
+#endif
             for (int s = 0; s < STAGES; ++s) {
                 mbarrier_init(shared_address(&shared.full[s]), 1);
                 mbarrier_init(shared_address(&shared.empty[s]), CLUSTER_N * NUM_CONSUMER_WARPS);
