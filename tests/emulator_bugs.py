@@ -141,7 +141,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "rows that no copy brings left as they were",
         ("uninitialised-shared",),
-        ((MAIN, "    clear_missing_rows<STAGES, A_BYTES, NUM_THREADS>(shared.a[0], m);\n", ""),),
+        ((MAIN, "clear_missing_rows<STAGES, A_BYTES, NUM_CONSUMER_WARPS * 32>(shared.a[0], m);", ""),),
         sizes=(7, 0, 20, 3),
     ),
     Bug(
@@ -253,7 +253,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "no __syncthreads after the set-up",
         ("mbarrier", "race"),
-        (("group_table.cuh", "__syncthreads();", ""),),  # of at most 32 groups
+        ((MAIN, "__syncthreads();", ";"),),  # of at most 32 groups
     ),
     Bug(
         "store warp does not wait for what is staged",

@@ -11,12 +11,16 @@ struct GroupTableStorage {
     }
 };
 
-// One warp, group g to a lane: min(max(highest, offs[.. g]), m), the largest of `highest` and the lanes up to this one.
-// Whatever offs hold, the result is ascending and inside [0, m], so that no wrong value can lead outside the tensors. A
-// null `offs` is a dense problem: one group of m rows.
-__device__ __forceinline__ int clean_end(const int* offs, int num_groups, int m, int g, int highest,
-                                         int lane) {
-    int end = g >= num_groups ? 0 : offs == nullptr ? m : offs[g];
+constexpr int SMALL_TABLE = 32;  // groups whose table one warp builds, a group to a lane
+
+// Where group g ends, as given. A null `offs` is a dense problem: one group of m rows.
+__device__ __forceinline__ int given_end(const int* offs, int num_groups, int m, int g) {
+    return g >= num_groups ? 0 : offs == nullptr ? m : offs[g];
+}
+
+// One warp, group g to a lane: min(max(highest, ends[.. g]), m), the largest of `highest` and the lanes up to this one.
+// Whatever offs hold, the result is ascending and inside [0, m], so that no wrong value can lead outside the tensors.
+__device__ __forceinline__ int clean_end(int end, int m, int highest, int lane) {
     end = end < highest ? highest : end;
     end = end > m ? m : end;
 #pragma unroll
@@ -33,7 +37,7 @@ __device__ __forceinline__ void clean_offs(const int* offs, int num_groups, int 
     int highest = 0;
     for (int base = 0; base < num_groups; base += 32) {
         const int g = base + lane;
-        const int end = clean_end(offs, num_groups, m, g, highest, lane);
+        const int end = clean_end(given_end(offs, num_groups, m, g), m, highest, lane);
         if (g < num_groups) group_ends[g] = end;
         highest = __shfl_sync(0xffffffff, end, 31);
     }
@@ -58,16 +62,39 @@ __device__ __forceinline__ void count_tiles(const int* starts, const int* ends, 
     }
 }
 
-// One warp: the whole table of at most 32 groups, a group to a lane. Every CTA waits for its table before anything else:
-// this is a third of a microsecond less than the way of many groups.
+// All threads of the CTA, any number of groups. Ends with the table visible to all of them.
+template <int BLOCK_M, int NUM_THREADS, int MAX_GROUPS>
+__device__ __forceinline__ void build_large_table(GroupTableStorage<MAX_GROUPS>& storage, const int* offs,
+                                                  int num_groups, int m, int warp, int lane) {
+    if (warp == 1) clean_offs(offs, num_groups, m, storage.group_ends, lane);
+    __syncthreads();
+    for (int g = threadIdx.x; g < num_groups; g += NUM_THREADS) {
+        const int place = place_of_group(storage.group_ends, num_groups, g);
+        storage.groups[place] = g;
+        storage.starts[place] = g == 0 ? 0 : storage.group_ends[g - 1];
+        storage.ends[place] = storage.group_ends[g];
+    }
+    __syncthreads();
+    if (warp == 1) count_tiles<BLOCK_M>(storage.starts, storage.ends, num_groups, storage.tile_ends, lane);
+    __syncthreads();
+}
+
+// A group as its lane knows it: cleaned, and how many m-tiles it and those before it in the walk have.
+struct PlacedGroup {
+    int start, end, tiles, tile_end;
+};
+
+// One warp: the whole table of at most SMALL_TABLE groups. Every CTA waits for its table before anything else: this is a
+// third of a microsecond less than the way of many groups. `end`: the given_end of this lane's group.
 template <int BLOCK_M, int MAX_GROUPS>
-__device__ __forceinline__ void build_small_table(GroupTableStorage<MAX_GROUPS>& storage, const int* offs,
-                                                  int num_groups, int m, int lane) {
-    const int end = clean_end(offs, num_groups, m, lane, 0, lane);
+__device__ __forceinline__ PlacedGroup build_small_table(GroupTableStorage<MAX_GROUPS>& storage, int end,
+                                                         int num_groups, int m, int lane) {
+    end = clean_end(end, m, 0, lane);
     const int before = __shfl_up_sync(0xffffffff, end, 1);
     const int start = lane == 0 ? 0 : before;
     const int rows = end - start;
-    int place = 0, tile_end = (rows + BLOCK_M - 1) / BLOCK_M;
+    const int tiles = (rows + BLOCK_M - 1) / BLOCK_M;
+    int place = 0, tile_end = tiles;
 #pragma unroll 8
     for (int h = 0; h < num_groups; ++h) {  // which groups come before this one, and how many tiles they have
         const int other = __shfl_sync(0xffffffff, rows, h);
@@ -83,26 +110,18 @@ __device__ __forceinline__ void build_small_table(GroupTableStorage<MAX_GROUPS>&
         storage.ends[place] = end;
         storage.tile_ends[place] = tile_end;
     }
+    return PlacedGroup{start, end, tiles, tile_end};
 }
 
 // All threads of the CTA. Ends with the table visible to all of them.
 template <int BLOCK_M, int NUM_THREADS, int MAX_GROUPS>
 __device__ __forceinline__ void build_group_table(GroupTableStorage<MAX_GROUPS>& storage, const int* offs,
                                                   int num_groups, int m, int warp, int lane) {
-    if (num_groups <= 32) {
-        if (warp == 1) build_small_table<BLOCK_M>(storage, offs, num_groups, m, lane);
+    if (num_groups <= SMALL_TABLE) {
+        if (warp == 1)
+            build_small_table<BLOCK_M>(storage, given_end(offs, num_groups, m, lane), num_groups, m, lane);
         __syncthreads();
         return;
     }
-    if (warp == 1) clean_offs(offs, num_groups, m, storage.group_ends, lane);
-    __syncthreads();
-    for (int g = threadIdx.x; g < num_groups; g += NUM_THREADS) {
-        const int place = place_of_group(storage.group_ends, num_groups, g);
-        storage.groups[place] = g;
-        storage.starts[place] = g == 0 ? 0 : storage.group_ends[g - 1];
-        storage.ends[place] = storage.group_ends[g];
-    }
-    __syncthreads();
-    if (warp == 1) count_tiles<BLOCK_M>(storage.starts, storage.ends, num_groups, storage.tile_ends, lane);
-    __syncthreads();
+    build_large_table<BLOCK_M, NUM_THREADS>(storage, offs, num_groups, m, warp, lane);
 }

@@ -122,10 +122,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const Problem problem{sfb, m, n, k, num_groups};
-    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
     const int lane = threadIdx.x % 32;
+    constexpr int LOAD_WARP = NUM_CONSUMER_WARPS;  // first of the producer warpgroup
 
-    if (warp == 0) {
+    // Nothing can be loaded before offs are here. So they are asked for first of all, by the warp that loads, and what it
+    // does not need them for is done meanwhile, here and in the other warps.
+    const bool has_small_table = num_groups <= SMALL_TABLE;
+    int end = 0;
+    if (threadIdx.x / 32 == LOAD_WARP && has_small_table) end = given_end(offs, num_groups, m, lane);
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
+
+    if (warp == LOAD_WARP) {
         if (elect_one()) {
             prefetch_tensormap(map_a);
             prefetch_tensormap(map_b);
@@ -149,16 +156,21 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             fence_mbarrier_init();
         }
         __syncwarp();
+        if (has_small_table) build_small_table<BLOCK_M>(shared.groups, end, num_groups, m, lane);
+    } else if (warp < NUM_CONSUMER_WARPS) {
+        clear_missing_rows<STAGES, A_BYTES, NUM_CONSUMER_WARPS * 32>(shared.a[0], m);
+    } else if (warp == LOAD_WARP + 2) {
+        if constexpr (!COLUMNS_ARE_DEALT) {  // else map_b is another
+            if (elect_one()) prefetch_weights<BLOCK_N, BLOCK_K>(map_b, n, problem.k_blocks(), num_groups);
+        }
     }
-    if constexpr (!COLUMNS_ARE_DEALT) {  // else map_b is another
-        if (warp == 2 && elect_one())
-            prefetch_weights<BLOCK_N, BLOCK_K>(map_b, n, problem.k_blocks(), num_groups);
-    }
-    clear_missing_rows<STAGES, A_BYTES, NUM_THREADS>(shared.a[0], m);
-    build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
+    if (!has_small_table)
+        build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
+    else if (CLUSTER_N == 1 || EPILOGUE_IS_QUANT)
+        __syncthreads();
 #if EPILOGUE_IS_QUANT
     if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.quant.group_tiles, lane);
-    __syncthreads();
+    if (CLUSTER_N == 1) __syncthreads();
 #endif
     if constexpr (CLUSTER_N > 1) {  // nobody may signal a barrier of a CTA that has not made it yet
         barrier_cluster_arrive();
