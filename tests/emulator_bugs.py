@@ -399,6 +399,11 @@ BUGS: tuple[Bug, ...] = (
         ("race", "mbarrier"),
         ((QUEUE, "mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);", ""),),
     ),
+    Bug(
+        "first tile queued twice",
+        ("race", "mbarrier", "deadlock"),
+        ((MAIN, ", has_small_table)", ")"),),
+    ),
     # ---- clusters
     Bug("no cluster barrier after the set-up", ("mbarrier",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTER, n=512),
     Bug("no cluster barrier before the end", ("exit",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTER, n=512, nth=1),

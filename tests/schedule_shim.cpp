@@ -95,7 +95,9 @@ static void __syncthreads() {
     const int mine = ++together::barriers[threads::me];
     together::wait_for(together::barriers, 0, threads::count, mine);
 }
-static void __syncwarp() {}
+static void __syncwarp() {  // with a shuffle's own steps: all lanes come before any goes on
+    together::exchange(0, threads::me % 32);
+}
 static void __threadfence() {}
 
 #include "pipeline.cuh"
@@ -159,12 +161,13 @@ void on_crash(int) {
 
 struct {
     TileQueueStorage queues[threads::MOST];
-    int counter, workers, *out, handed_out, room;
+    int counter, workers, *out, handed_out, room, arrivals_of_first;
+    bool first_is_queued;
 } launch;
 
-template <int BLOCK_M, int BLOCK_N, int RASTER_M>
+template <int M, int N, int R>
 struct Shape {
-    using Order = TileOrder<BLOCK_M, BLOCK_N, RASTER_M>;
+    using Order = TileOrder<M, N, R>;
     static Order order(int n) { return Order(input.storage.table(input.num_groups), n); }
     static int n_of_launch;
 
@@ -174,11 +177,26 @@ struct Shape {
     }
     static void worker() {
         hand_out_tiles<1>(launch.queues[threads::me], order(n_of_launch), launch.counter, threads::me,
-                          launch.workers);
+                          launch.workers, launch.first_is_queued);
     }
     static void cluster_worker() {
         hand_out_tiles<2>(launch.queues[threads::me], order(n_of_launch), launch.counter, threads::me,
-                          launch.workers);
+                          launch.workers, launch.first_is_queued);
+    }
+    static void put_firsts(int n) {  // what every worker's queue holds when its scheduler begins
+        for (int w = 0; w < launch.workers; ++w) {
+            launch.queues[w].tiles[0] = order(n).tile_at(w);
+            int* out = launch.out + 5 * launch.handed_out++;
+            out[0] = w;
+            put(out + 1, launch.queues[w].tiles[0]);
+        }
+    }
+    static void queue_first() {  // one warp
+        const int lane = threads::me;
+        const int end = given_end(input.offs, input.num_groups, input.m, lane);
+        const PlacedGroup group = build_small_table<M>(input.storage, end, input.num_groups, input.m, lane);
+        queue_first_tile<Order>(launch.queues[0], group, Order::tiles_along(n_of_launch), launch.counter,
+                                lane);
     }
 };
 template <int M, int N, int R>
@@ -194,6 +212,7 @@ static void st_cluster_v4(uint32_t address, uint32_t cta, int group, int row, in
             Tile{group, row, rows, column};
 }
 static void on_arrival(uint32_t address) {  // a worker's scheduler has filled a slot
+    if (address == shared_address(&launch.queues[0].full[0])) ++launch.arrivals_of_first;
     TileQueueStorage& queue = launch.queues[threads::me];
     for (int slot = 0; slot < QUEUE_SLOTS; ++slot)
         if (address == shared_address(&queue.full[slot]) && launch.handed_out < launch.room) {
@@ -237,15 +256,37 @@ extern "C" int tiles_at(int block_m, int block_n, int raster_m, int n, const int
 #undef SHAPE
 }
 
+// What a warp queues as the first tile of `worker`, and how often (1 is right), or -2 for a shape that is not compiled in.
+extern "C" int first_tile(int block_m, int block_n, int raster_m, int n, const int* offs, int num_groups,
+                          int m, int worker, int* out) {
+    input.offs = offs, input.num_groups = num_groups, input.m = m;
+    launch.counter = worker, launch.arrivals_of_first = launch.handed_out = launch.room = 0;
+    launch.queues[0].tiles[0] = Tile{-1, -1, -1, -1};
+    for (int t = 0; t < threads::MOST; ++t) together::shuffles[t] = together::barriers[t] = 0;
+    volatile int result = -2;
+#define SHAPE(M, N, R)                                    \
+    if (block_m == M && block_n == N && raster_m == R) {  \
+        Shape<M, N, R>::n_of_launch = n;                  \
+        threads::run(32, 0, Shape<M, N, R>::queue_first); \
+        put(out, launch.queues[0].tiles[0]);              \
+        result = launch.arrivals_of_first;                \
+    }
+    SHAPES
+#undef SHAPE
+    return result;
+}
+
 // Runs the scheduler threads of a launch; out has (worker, tile) for everything handed out, in the order of time.
 // The number of entries, or -3 when the counter is not zero afterwards.
 extern "C" int hand_out(int block_m, int block_n, int raster_m, int n, int cluster, int counter, int workers,
-                        unsigned seed, int* out, int room) {
+                        unsigned seed, bool first_is_queued, int* out, int room) {
+    launch.first_is_queued = first_is_queued;
     launch.counter = counter, launch.workers = workers, launch.out = out, launch.handed_out = 0,
     launch.room = room;
 #define SHAPE(M, N, R)                                                                                       \
     if (block_m == M && block_n == N && raster_m == R) {                                                     \
         Shape<M, N, R>::n_of_launch = n;                                                                     \
+        if (first_is_queued) Shape<M, N, R>::put_firsts(n);                                                  \
         threads::run(workers, seed, cluster == 1 ? Shape<M, N, R>::worker : Shape<M, N, R>::cluster_worker); \
         result = launch.handed_out;                                                                          \
     }

@@ -47,7 +47,11 @@ struct TileOrder {
     int first_m_tile = 0;  // m-tiles before it
 
     __device__ __forceinline__ TileOrder(const GroupTable& table, int n)
-        : table(table), n_tiles((n + BLOCK_N_CLUSTER - 1) / BLOCK_N_CLUSTER) {}
+        : table(table), n_tiles(tiles_along(n)) {}
+
+    static __device__ __forceinline__ int tiles_along(int n) {
+        return (n + BLOCK_N_CLUSTER - 1) / BLOCK_N_CLUSTER;
+    }
 
     // Tile number `number`, which may not be smaller than in the last call; rows = 0 past the last tile.
     __device__ __forceinline__ Tile tile_at(int number) {
@@ -55,19 +59,26 @@ struct TileOrder {
             first_m_tile = table.tile_ends[at++];
         if (at >= table.num_groups) return Tile{0, 0, 0, 0};
 
-        const int in_group = number - first_m_tile * n_tiles;
-        const int m_tiles = table.tile_ends[at] - first_m_tile;
-        const int band = in_group / (RASTER_M * n_tiles);
-        const int left = m_tiles - band * RASTER_M;
-        const int height = left < RASTER_M ? left : RASTER_M;
-        const int in_band = in_group - band * RASTER_M * n_tiles;
-        const int n_tile = in_band / height;
-        const int m_tile = band * RASTER_M + (in_band - n_tile * height);
+        return tile_in_group(number - first_m_tile * n_tiles, table.groups[at], table.starts[at],
+                             table.ends[at], table.tile_ends[at] - first_m_tile, n_tiles);
+    }
 
+    // Tile `in_group` of a group that has rows start .. end - 1.
+    static __device__ __forceinline__ Tile tile_in_group(int in_group, int group, int start, int end,
+                                                         int m_tiles, int n_tiles) {
+        int m_tile = 0, n_tile = in_group;
+        if (m_tiles > 1) {  // not so in most calls of few rows, whose first tile the whole CTA waits for
+            const int band = in_group / (RASTER_M * n_tiles);
+            const int left = m_tiles - band * RASTER_M;
+            const int height = left < RASTER_M ? left : RASTER_M;
+            const int in_band = in_group - band * RASTER_M * n_tiles;
+            n_tile = in_band / height;
+            m_tile = band * RASTER_M + (in_band - n_tile * height);
+        }
         Tile tile;
-        tile.group = table.groups[at];
-        tile.row = table.starts[at] + m_tile * BLOCK_M;
-        tile.rows = table.ends[at] - tile.row < BLOCK_M ? table.ends[at] - tile.row : BLOCK_M;
+        tile.group = group;
+        tile.row = start + m_tile * BLOCK_M;
+        tile.rows = end - tile.row < BLOCK_M ? end - tile.row : BLOCK_M;
         tile.column = n_tile * BLOCK_N_CLUSTER;
         return tile;
     }

@@ -128,8 +128,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
     // Nothing can be loaded before offs are here. So they are asked for first of all, by the warp that loads, and what it
     // does not need them for is done meanwhile, here and in the other warps.
     const bool has_small_table = num_groups <= SMALL_TABLE;
+    const int load_lane = threadIdx.x - LOAD_WARP * 32;  // lane apart from `lane`, which the main loop keeps
     int end = 0;
-    if (threadIdx.x / 32 == LOAD_WARP && has_small_table) end = given_end(offs, num_groups, m, lane);
+    if (threadIdx.x / 32 == LOAD_WARP && has_small_table) end = given_end(offs, num_groups, m, load_lane);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
 
     if (warp == LOAD_WARP) {
@@ -156,7 +157,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             fence_mbarrier_init();
         }
         __syncwarp();
-        if (has_small_table) build_small_table<BLOCK_M>(shared.groups, end, num_groups, m, lane);
+        if (has_small_table) {
+            const PlacedGroup group =
+                build_small_table<BLOCK_M>(shared.groups, end, num_groups, m, load_lane);
+            queue_first_tile<Order>(shared.queue, group, Order::tiles_along(n), blockIdx.x / CLUSTER_N,
+                                    load_lane);
+        }
     } else if (warp < NUM_CONSUMER_WARPS) {
         clear_missing_rows<STAGES, A_BYTES, NUM_CONSUMER_WARPS * 32>(shared.a[0], m);
     } else if (warp == LOAD_WARP + 2) {
@@ -184,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         } else if (warp == NUM_CONSUMER_WARPS + 1 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
             if (elect_one())
                 hand_out_tiles<CLUSTER_N>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
-                                          blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N);
+                                          blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N, has_small_table);
         }
 #if !EPILOGUE_IS_QUANT
         const int storing = warp - (NUM_CONSUMER_WARPS + 2);  // the consumer warpgroup that it stores for

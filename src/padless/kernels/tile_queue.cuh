@@ -22,27 +22,53 @@ struct TileQueueStorage {
     uint64_t empty[QUEUE_SLOTS];  // of the first CTA: every reader of every CTA arrives here
 };
 
-// One thread of each worker.
+// One warp of each CTA, with a group of build_small_table in each lane: queues the worker's first tile, which hand_out_tiles
+// is then told. It is known here as soon as offs are, while a scheduler would have to search the table for it.
+template <class Order>
+__device__ __forceinline__ void queue_first_tile(TileQueueStorage& queue, const PlacedGroup& group,
+                                                 int n_tiles, int worker, int lane) {
+    if (lane == 0) queue.tiles[0] = Tile{0, 0, 0, 0};
+    __syncwarp();
+    const int in_group = worker - (group.tile_end - group.tiles) * n_tiles;
+    if (in_group >= 0 && in_group < group.tiles * n_tiles)
+        queue.tiles[0] = Order::tile_in_group(in_group, lane, group.start, group.end, group.tiles, n_tiles);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared_address(&queue.full[0]));
+}
+
+// The scheduler: leaves `tile` in a slot of every CTA of the worker, when it is free.
+template <int CLUSTER>
+__device__ __forceinline__ void queue_tile(TileQueueStorage& queue, const Pipeline<QUEUE_SLOTS>& pipeline,
+                                           const Tile& tile) {
+    const int slot = pipeline.stage;
+    if constexpr (CLUSTER == 1) {
+        mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
+        queue.tiles[slot] = tile;
+        mbarrier_arrive(shared_address(&queue.full[slot]));
+    } else {
+        mbarrier_wait_cluster(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
+        for (int cta = 0; cta < CLUSTER; ++cta) {
+            st_cluster_v4(shared_address(&queue.tiles[slot]), cta, tile.group, tile.row, tile.rows,
+                          tile.column);
+            mbarrier_arrive_release_cluster(shared_address(&queue.full[slot]), cta);
+        }
+    }
+}
+
+// One thread of each worker. `first_is_queued`: queue_first_tile has been called.
 template <int CLUSTER, class Order>
 __device__ __forceinline__ void hand_out_tiles(TileQueueStorage& queue, Order order, int counter, int worker,
-                                               int workers) {
+                                               int workers, bool first_is_queued = false) {
     Pipeline<QUEUE_SLOTS> pipeline;
     Tile tile;
     int number = worker;
     do {
-        tile = order.tile_at(number);
-        const int slot = pipeline.stage;
-        if constexpr (CLUSTER == 1) {
-            mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
-            queue.tiles[slot] = tile;
-            mbarrier_arrive(shared_address(&queue.full[slot]));
+        if (first_is_queued) {
+            tile.rows = queue.tiles[0].rows;
+            first_is_queued = false;
         } else {
-            mbarrier_wait_cluster(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
-            for (int cta = 0; cta < CLUSTER; ++cta) {
-                st_cluster_v4(shared_address(&queue.tiles[slot]), cta, tile.group, tile.row, tile.rows,
-                              tile.column);
-                mbarrier_arrive_release_cluster(shared_address(&queue.full[slot]), cta);
-            }
+            tile = order.tile_at(number);
+            queue_tile<CLUSTER>(queue, pipeline, tile);
         }
         pipeline.advance();
         number = counter < 0      ? number + workers
