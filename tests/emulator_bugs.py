@@ -253,7 +253,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "no __syncthreads after the set-up",
         ("mbarrier", "race"),
-        ((MAIN, "__syncthreads();", ";"),),  # of at most 32 groups
+        ((MAIN, "bar_sync(START_BARRIER, NUM_THREADS);", ";"),),  # of at most 32 groups
     ),
     Bug(
         "store warp does not wait for what is staged",
@@ -398,6 +398,16 @@ BUGS: tuple[Bug, ...] = (
         "queue slot reused early",
         ("race", "mbarrier"),
         ((QUEUE, "mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);", ""),),
+    ),
+    Bug(
+        "first tile announced before its lane has written it",
+        ("race", "uninitialised-shared"),
+        ((QUEUE, "__syncwarp();\n    if (lane == 0) mbarrier_arrive", "if (lane == 0) mbarrier_arrive"),),
+    ),
+    Bug(
+        "start of the other warps before the barriers are there",
+        ("mbarrier", "race"),
+        ((MAIN, "bar_sync(START_BARRIER, NUM_THREADS);", "bar_sync(START_BARRIER, NUM_THREADS - 32);"),),
     ),
     Bug(
         "first tile queued twice",

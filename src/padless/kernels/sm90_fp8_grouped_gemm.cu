@@ -76,6 +76,8 @@ using StoreMaps = QuantOutputs;
 #include "sm90_fp8_store.cuh"
 #endif
 
+constexpr uint32_t START_BARRIER = 7;  // the store has the first ones
+
 // Consumer: one tile of which NUM_WAVES units belong to this warpgroup.
 template <int NUM_WAVES>
 __device__ __forceinline__ void consume_tile(SharedStorage& shared, const Problem& problem,
@@ -172,8 +174,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
     }
     if (!has_small_table)
         build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
-    else if (CLUSTER_N == 1 || EPILOGUE_IS_QUANT)
+    else if (EPILOGUE_IS_QUANT)
         __syncthreads();
+    else if (CLUSTER_N == 1 && warp == LOAD_WARP)  // it waits for nobody: its loads begin at once
+        bar_arrive(START_BARRIER, NUM_THREADS);
+    else if (CLUSTER_N == 1)
+        bar_sync(START_BARRIER, NUM_THREADS);
 #if EPILOGUE_IS_QUANT
     if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.quant.group_tiles, lane);
     if (CLUSTER_N == 1) __syncthreads();
