@@ -91,6 +91,12 @@ static int __shfl_up_sync(unsigned, int value, int distance) {
 static int __shfl_sync(unsigned, int value, int source) {
     return together::exchange(value, source);
 }
+static bool __all_sync(unsigned, bool value) {
+    int all = value;
+    for (int distance = 1; distance < 32; distance *= 2)
+        all &= together::exchange(all, threads::me % 32 ^ distance);
+    return all;
+}
 static void __syncthreads() {
     const int mine = ++together::barriers[threads::me];
     together::wait_for(together::barriers, 0, threads::count, mine);
@@ -194,7 +200,7 @@ struct Shape {
     static void queue_first() {  // one warp
         const int lane = threads::me;
         const int end = given_end(input.offs, input.num_groups, input.m, lane);
-        const PlacedGroup group = build_small_table<M>(input.storage, end, input.num_groups, input.m, lane);
+        const PlacedGroup group = place_group<M>(end, input.num_groups, input.m, lane);
         queue_first_tile<Order>(launch.queues[0], group, Order::tiles_along(n_of_launch), launch.counter,
                                 lane);
     }

@@ -374,6 +374,12 @@ PLANTED_IN_THE_FIRST_TILE = {
         "worker - (group.tile_end - group.tiles) * n_tiles",
         "worker - group.tile_end * n_tiles",
     ),
+    "lane_without_a_group": (
+        "group_table.cuh",
+        "lane < num_groups ? static_cast<int>(tiles_of(rows)) : 0",
+        "static_cast<int>(tiles_of(rows))",
+    ),
+    "wrong_offs_believed": ("group_table.cuh", "&& end <= m)", ")"),
     "no_end": ("tile_queue.cuh", "if (lane == 0) queue.tiles[0] = Tile{0, 0, 0, 0};", ""),
 }
 PLANTED_IN_THE_QUEUE = {
@@ -411,10 +417,10 @@ def test_a_planted_bug_in_the_first_tile_is_detected(tmp_path: Path, planted: tu
     differ = False
     for _ in range(20):
         offs = ends_of(tuple(pick.choice(SIZES) for _ in range(pick.choice((1, 3, 32)))))
-        expected = [*twin(offs, offs[-1], 400, shape), None]
+        m = pick.choice((offs[-1], offs[-1] // 2))
+        expected = [*twin(offs, m, 400, shape), None]
         differ |= any(
-            device.first_tile(offs, offs[-1], 400, shape, worker) != tile
-            for worker, tile in enumerate(expected)
+            device.first_tile(offs, m, 400, shape, worker) != tile for worker, tile in enumerate(expected)
         )
     assert differ
 

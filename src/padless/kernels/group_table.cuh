@@ -79,38 +79,47 @@ __device__ __forceinline__ void build_large_table(GroupTableStorage<MAX_GROUPS>&
     __syncthreads();
 }
 
-// A group as its lane knows it: cleaned, and how many m-tiles it and those before it in the walk have.
+// A group as its lane knows it: cleaned, its place in the walk, and how many m-tiles it and those up to it have.
 struct PlacedGroup {
-    int start, end, tiles, tile_end;
+    int start, end, place, tiles, tile_end;
 };
 
-// One warp: the whole table of at most SMALL_TABLE groups. Every CTA waits for its table before anything else: this is a
-// third of a microsecond less than the way of many groups. `end`: the given_end of this lane's group.
-template <int BLOCK_M, int MAX_GROUPS>
-__device__ __forceinline__ PlacedGroup build_small_table(GroupTableStorage<MAX_GROUPS>& storage, int end,
-                                                         int num_groups, int m, int lane) {
-    end = clean_end(end, m, 0, lane);
-    const int before = __shfl_up_sync(0xffffffff, end, 1);
+// One warp, group g of at most SMALL_TABLE to a lane: its part of the table. Every CTA waits for this before anything else,
+// and it is a third of a microsecond less than the way of many groups. `end`: the given_end of this lane's group.
+template <int BLOCK_M>
+__device__ __forceinline__ PlacedGroup place_group(int end, int num_groups, int m, int lane) {
+    int before = __shfl_up_sync(0xffffffff, end, 1);
+    const bool is_right = lane >= num_groups || (end >= (lane == 0 ? 0 : before) && end <= m);
+    if (!__all_sync(0xffffffff, is_right)) {
+        end = clean_end(end, m, 0, lane);
+        before = __shfl_up_sync(0xffffffff, end, 1);
+    }
     const int start = lane == 0 ? 0 : before;
-    const int rows = end - start;
-    const int tiles = (rows + BLOCK_M - 1) / BLOCK_M;
-    int place = 0, tile_end = tiles;
+    const int rows = end - start;  // of a lane without a group: nobody's, and looked at by nobody
+    const auto tiles_of = [](int rows) { return static_cast<unsigned>(rows + BLOCK_M - 1) / BLOCK_M; };
+    PlacedGroup group{start, end, 0, lane < num_groups ? static_cast<int>(tiles_of(rows)) : 0, 0};
+    group.tile_end = group.tiles;
 #pragma unroll 8
     for (int h = 0; h < num_groups; ++h) {  // which groups come before this one, and how many tiles they have
         const int other = __shfl_sync(0xffffffff, rows, h);
         if (other > rows || (other == rows && h < lane)) {
-            ++place;
-            tile_end += (other + BLOCK_M - 1) / BLOCK_M;
+            ++group.place;
+            group.tile_end += tiles_of(other);
         }
     }
-    if (lane < num_groups) {
-        storage.group_ends[lane] = end;
-        storage.groups[place] = lane;
-        storage.starts[place] = start;
-        storage.ends[place] = end;
-        storage.tile_ends[place] = tile_end;
-    }
-    return PlacedGroup{start, end, tiles, tile_end};
+    return group;
+}
+
+// One warp: writes down what place_group has found.
+template <int MAX_GROUPS>
+__device__ __forceinline__ void store_group(GroupTableStorage<MAX_GROUPS>& storage, const PlacedGroup& group,
+                                            int num_groups, int lane) {
+    if (lane >= num_groups) return;
+    storage.group_ends[lane] = group.end;
+    storage.groups[group.place] = lane;
+    storage.starts[group.place] = group.start;
+    storage.ends[group.place] = group.end;
+    storage.tile_ends[group.place] = group.tile_end;
 }
 
 // All threads of the CTA. Ends with the table visible to all of them.
@@ -118,8 +127,10 @@ template <int BLOCK_M, int NUM_THREADS, int MAX_GROUPS>
 __device__ __forceinline__ void build_group_table(GroupTableStorage<MAX_GROUPS>& storage, const int* offs,
                                                   int num_groups, int m, int warp, int lane) {
     if (num_groups <= SMALL_TABLE) {
-        if (warp == 1)
-            build_small_table<BLOCK_M>(storage, given_end(offs, num_groups, m, lane), num_groups, m, lane);
+        if (warp == 1) {
+            const int end = given_end(offs, num_groups, m, lane);
+            store_group(storage, place_group<BLOCK_M>(end, num_groups, m, lane), num_groups, lane);
+        }
         __syncthreads();
         return;
     }

@@ -136,6 +136,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
 
     if (warp == LOAD_WARP) {
+        uint32_t n_tiles = Order::tiles_along(n), worker = blockIdx.x / CLUSTER_N;
+        pin_register(n_tiles);  // known before offs are here
+        pin_register(worker);
         if (elect_one()) {
             prefetch_tensormap(map_a);
             prefetch_tensormap(map_b);
@@ -160,10 +163,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         }
         __syncwarp();
         if (has_small_table) {
-            const PlacedGroup group =
-                build_small_table<BLOCK_M>(shared.groups, end, num_groups, m, load_lane);
-            queue_first_tile<Order>(shared.queue, group, Order::tiles_along(n), blockIdx.x / CLUSTER_N,
-                                    load_lane);
+            const PlacedGroup group = place_group<BLOCK_M>(end, num_groups, m, load_lane);
+            queue_first_tile<Order>(shared.queue, group, n_tiles, worker, load_lane);
+            store_group(shared.groups, group, num_groups, load_lane);  // for the scheduler
         }
     } else if (warp < NUM_CONSUMER_WARPS) {
         clear_missing_rows<STAGES, A_BYTES, NUM_CONSUMER_WARPS * 32>(shared.a[0], m);

@@ -22,7 +22,7 @@ struct TileQueueStorage {
     uint64_t empty[QUEUE_SLOTS];  // of the first CTA: every reader of every CTA arrives here
 };
 
-// One warp of each CTA, with a group of build_small_table in each lane: queues the worker's first tile, which hand_out_tiles
+// One warp of each CTA, with a group of place_group in each lane: queues the worker's first tile, which hand_out_tiles
 // is then told. It is known here as soon as offs are, while a scheduler would have to search the table for it.
 template <class Order>
 __device__ __forceinline__ void queue_first_tile(TileQueueStorage& queue, const PlacedGroup& group,
