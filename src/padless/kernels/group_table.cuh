@@ -35,6 +35,7 @@ __device__ __forceinline__ int clean_end(int end, int m, int highest, int lane) 
 __device__ __forceinline__ void clean_offs(const int* offs, int num_groups, int m, int* group_ends,
                                            int lane) {
     int highest = 0;
+#pragma unroll 1  // short: all CTAs of few groups jump over it
     for (int base = 0; base < num_groups; base += 32) {
         const int g = base + lane;
         const int end = clean_end(given_end(offs, num_groups, m, g), m, highest, lane);
@@ -48,6 +49,7 @@ template <int BLOCK_M>
 __device__ __forceinline__ void count_tiles(const int* starts, const int* ends, int num_groups,
                                             int* tile_ends, int lane) {
     int before = 0;
+#pragma unroll 1
     for (int base = 0; base < num_groups; base += 32) {
         const int i = base + lane;
         int tiles = i < num_groups ? (ends[i] - starts[i] + BLOCK_M - 1) / BLOCK_M : 0;
@@ -68,6 +70,7 @@ __device__ __forceinline__ void build_large_table(GroupTableStorage<MAX_GROUPS>&
                                                   int num_groups, int m, int warp, int lane) {
     if (warp == 1) clean_offs(offs, num_groups, m, storage.group_ends, lane);
     __syncthreads();
+#pragma unroll 1
     for (int g = threadIdx.x; g < num_groups; g += NUM_THREADS) {
         const int place = place_of_group(storage.group_ends, num_groups, g);
         storage.groups[place] = g;

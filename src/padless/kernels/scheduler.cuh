@@ -31,6 +31,7 @@ __device__ __forceinline__ int place_of_group(const int* ends, int num_groups, i
     const int rows = ends[g] - (g == 0 ? 0 : ends[g - 1]);
     int place = 0;
     int start = 0;
+#pragma unroll 4
     for (int h = 0; h < num_groups; ++h) {
         const int other = ends[h] - start;
         start = ends[h];
