@@ -174,14 +174,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             if (elect_one()) prefetch_weights<BLOCK_N, BLOCK_K>(map_b, n, problem.k_blocks(), num_groups);
         }
     }
-    if (!has_small_table)
+    if (!has_small_table) {
+        // All lines of offs at once: the table is built from one after the other.
+        if (warp == 1 && lane * 32 < num_groups) prefetch_global_l2(offs + lane * 32);
         build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
-    else if (EPILOGUE_IS_QUANT)
+    } else if (EPILOGUE_IS_QUANT) {
         __syncthreads();
-    else if (CLUSTER_N == 1 && warp == LOAD_WARP)  // it waits for nobody: its loads begin at once
-        bar_arrive(START_BARRIER, NUM_THREADS);
-    else if (CLUSTER_N == 1)
-        bar_sync(START_BARRIER, NUM_THREADS);
+    } else if (CLUSTER_N == 1) {
+        if (warp == LOAD_WARP)  // waits for nobody: its loads begin at once
+            bar_arrive(START_BARRIER, NUM_THREADS);
+        else
+            bar_sync(START_BARRIER, NUM_THREADS);
+    }
 #if EPILOGUE_IS_QUANT
     if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.quant.group_tiles, lane);
     if (CLUSTER_N == 1) __syncthreads();
