@@ -119,8 +119,11 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-    const __grid_constant__ TensorMap map_sfa, const __grid_constant__ StoreMaps store_maps, const float* sfb,
-    const int* offs, int m, int n, int k, int num_groups, int counter) {
+    const __grid_constant__ TensorMap map_sfa, const __grid_constant__ StoreMaps store_maps,
+#if !EPILOGUE_IS_QUANT
+    const Weights weights,
+#endif
+    const float* sfb, const int* offs, int m, int n, int k, int num_groups, int counter) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const Problem problem{sfb, m, n, k, num_groups};
@@ -168,11 +171,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             store_group(shared.groups, group, num_groups, load_lane);  // for the scheduler
         }
     } else if (warp < NUM_CONSUMER_WARPS) {
+#if !EPILOGUE_IS_QUANT
+        prefetch_weights_lines<BLOCK_N, NUM_CONSUMER_WARPS * 32>(weights, n, k, num_groups);
+#endif
         clear_missing_rows<STAGES, A_BYTES, NUM_CONSUMER_WARPS * 32>(shared.a[0], m);
-    } else if (warp == LOAD_WARP + 2) {
-        if constexpr (!COLUMNS_ARE_DEALT) {  // else map_b is another
-            if (elect_one()) prefetch_weights<BLOCK_N, BLOCK_K>(map_b, n, problem.k_blocks(), num_groups);
-        }
     }
     if (!has_small_table) {
         // All lines of offs at once: the table is built from one after the other.

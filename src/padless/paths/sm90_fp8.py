@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 
 from padless import tensor_map
@@ -38,6 +40,8 @@ def prepare(
     most_tiles = (-(-m // config.block_m) + num_groups) * -(-n // (config.block_n * config.cluster_n))
     grid = min(problem.num_sms // config.cluster_n, most_tiles) * config.cluster_n
     arguments: list[Argument] = [b"".join(driver.encode(spec) for spec in specs) for specs in maps]
+    strides = (tensor_map.outer_stride(b.data, dim) for dim in (1, 0))
+    arguments += [struct.pack("<Qqq", b.data.data_ptr(), *strides)]  # Weights
     arguments += [(b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
     arguments += [(value, 4) for value in (m, n, k, num_groups, tile_counter(config, device, out.data_ptr()))]
     tensors = [a.data, a.scale, b.data, b.scale, out] + ([] if offs is None else [offs])
