@@ -68,7 +68,7 @@ def operand(tensor: torch.Tensor, block_rows: int) -> TensorMapSpec:
 
 
 def outer_stride(tensor: torch.Tensor, dim: int) -> int:
-    """Bytes from one to the next of an outer dimension. Where its length is 1 torch allows any; a map wants a multiple of 16."""
+    """Stride of an outer dimension, bytes. Where its length is 1 torch allows any; a map wants a multiple of 16."""
     size = tensor.element_size()
     if tensor.shape[dim] == 1:
         return -(-tensor.shape[-1] * size // 16) * 16

@@ -119,11 +119,13 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-    const __grid_constant__ TensorMap map_sfa, const __grid_constant__ StoreMaps store_maps,
+    const __grid_constant__ TensorMap map_sfa, const __grid_constant__ StoreMaps store_maps, const float* sfb,
+    const int* offs, int m, int n, int k, int num_groups, int counter
 #if !EPILOGUE_IS_QUANT
-    const Weights weights,
+    ,
+    const uint8_t* b, long long b_row_bytes, long long b_group_bytes
 #endif
-    const float* sfb, const int* offs, int m, int n, int k, int num_groups, int counter) {
+) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const Problem problem{sfb, m, n, k, num_groups};
@@ -172,7 +174,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         }
     } else if (warp < NUM_CONSUMER_WARPS) {
 #if !EPILOGUE_IS_QUANT
-        prefetch_weights_lines<BLOCK_N, NUM_CONSUMER_WARPS * 32>(weights, n, k, num_groups);
+        prefetch_weights_lines<BLOCK_N, NUM_CONSUMER_WARPS * 32>(Weights{b, b_row_bytes, b_group_bytes}, n, k,
+                                                                 num_groups);
 #endif
         clear_missing_rows<STAGES, A_BYTES, NUM_CONSUMER_WARPS * 32>(shared.a[0], m);
     }
