@@ -74,6 +74,18 @@ class Device:
         found = [Tile(*out[4 * i : 4 * i + 4]) for i in range(len(numbers))]
         return [tile if tile.rows != 0 else None for tile in found]
 
+    def first_tile(
+        self, offs: list[int] | None, m: int, n: int, shape: Shape, worker: int, halves_for: int | None = None
+    ) -> Tile | None:
+        """What the warp that builds the table of few groups queues for a worker; None: there is no tile for it."""
+        num_groups = 1 if offs is None else len(offs)
+        ends = None if offs is None else (ctypes.c_int * num_groups)(*offs)
+        out = (ctypes.c_int * 4)()
+        status = self.library.first_tile(*shape, n, halves_for or 0, ends, num_groups, m, worker, out)
+        assert status != -2, f"shape {shape} is not compiled into the shim"
+        assert status == 1, "not queued exactly once"
+        return Tile(*out) if out[2] != 0 else None
+
     def handed_out(
         self,
         offs: list[int],
@@ -86,12 +98,15 @@ class Device:
         seed: int = 0,
         cluster: int = 1,
         halves: bool = False,
+        first_is_queued: bool = False,
     ) -> list[tuple[int, Tile | None]]:
         """(worker, tile) in the order of time; None tells a worker that there are no more tiles."""
         self.table(offs, m, shape[0])
         room = 20_000
         out = (ctypes.c_int * (5 * room))()
-        count = self.library.hand_out(*shape, n, halves, cluster, counter, workers, seed, out, room)
+        count = self.library.hand_out(
+            *shape, n, halves, cluster, counter, workers, seed, first_is_queued, out, room
+        )
         assert count != -3, "the counter is not zero after the launch"
         assert count != -4, "a tile was drawn before it was asked for"
         assert 0 <= count < room

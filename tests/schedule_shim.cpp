@@ -91,11 +91,19 @@ static int __shfl_up_sync(unsigned, int value, int distance) {
 static int __shfl_sync(unsigned, int value, int source) {
     return together::exchange(value, source);
 }
+static bool __all_sync(unsigned, bool value) {
+    int all = value;
+    for (int distance = 1; distance < 32; distance *= 2)
+        all &= together::exchange(all, threads::me % 32 ^ distance);
+    return all;
+}
 static void __syncthreads() {
     const int mine = ++together::barriers[threads::me];
     together::wait_for(together::barriers, 0, threads::count, mine);
 }
-static void __syncwarp() {}
+static void __syncwarp() {  // with a shuffle's own steps: all lanes come before any goes on
+    together::exchange(0, threads::me % 32);
+}
 static void __threadfence() {}
 
 #include "pipeline.cuh"
@@ -165,12 +173,13 @@ struct {
     int tiles[threads::MOST];        // that a worker has handed out
     bool was_asked[threads::MOST];   // since the last of them
     bool early;                      // a worker handed out a tile, or ended, before it was asked for it
-    int counter, workers, *out, handed_out, room;
+    int counter, workers, *out, handed_out, room, arrivals_of_first;
+    bool first_is_queued;
 } launch;
 
-template <int BLOCK_M, int BLOCK_N, int RASTER_M, bool HALVES>
+template <int M, int N, int R, bool HALVES>
 struct Shape {
-    using Order = TileOrder<BLOCK_M, BLOCK_N, RASTER_M, HALVES>;
+    using Order = TileOrder<M, N, R, HALVES>;
     static Order order(int n, int workers) {
         return Order(input.storage.table(input.num_groups), n, workers);
     }
@@ -183,12 +192,30 @@ struct Shape {
     static void worker() {
         hand_out_tiles<1, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
                                           launch.counter, threads::me, launch.workers,
-                                          &launch.wanted[threads::me]);
+                                          &launch.wanted[threads::me], launch.first_is_queued);
     }
     static void cluster_worker() {
         hand_out_tiles<2, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
                                           launch.counter, threads::me, launch.workers,
-                                          &launch.wanted[threads::me]);
+                                          &launch.wanted[threads::me], launch.first_is_queued);
+    }
+    static void put_firsts(int n) {  // what every worker's queue holds when its scheduler begins
+        for (int w = 0; w < launch.workers; ++w) {
+            Tile tile = order(n, launch.workers).tile_at(w);
+            if (tile.rows < 0) tile = Tile{0, 0, 0, 0};  // as queue_first_tile has it
+            launch.queues[w].tiles[0] = tile;
+            launch.tiles[w] = 1;
+            int* out = launch.out + 5 * launch.handed_out++;
+            out[0] = w;
+            put(out + 1, tile);
+        }
+    }
+    static void queue_first() {  // one warp
+        const int lane = threads::me;
+        const int end = given_end(input.offs, input.num_groups, input.m, lane);
+        const PlacedGroup group = place_group<M>(end, input.num_groups, input.m, lane);
+        queue_first_tile<Order>(launch.queues[0], group, Order::tiles_along(n_of_launch), launch.counter,
+                                launch.workers, lane);
     }
 };
 template <int M, int N, int R, bool HALVES>
@@ -204,6 +231,7 @@ static void st_cluster_v4(uint32_t address, uint32_t cta, int group, int row, in
             Tile{group, row, rows, column};
 }
 static void on_arrival(uint32_t address) {  // a worker's scheduler has filled a slot
+    if (address == shared_address(&launch.queues[0].full[0])) ++launch.arrivals_of_first;
     TileQueueStorage& queue = launch.queues[threads::me];
     for (int slot = 0; slot < QUEUE_SLOTS; ++slot)
         if (address == shared_address(&queue.full[slot]) && launch.handed_out < launch.room) {
@@ -257,10 +285,38 @@ extern "C" int tiles_at(int block_m, int block_n, int raster_m, int n, int halve
 }
 
 template <class S>
+static int run_first(int n, int* out) {
+    S::n_of_launch = n;
+    threads::run(32, 0, S::queue_first);
+    put(out, launch.queues[0].tiles[0]);
+    return launch.arrivals_of_first;
+}
+
+// What a warp queues as the first tile of `worker`, and how often (1 is right), or -2 for a shape that is not compiled in.
+// halves_for: workers for which the last tiles are cut in two, 0 to cut none.
+extern "C" int first_tile(int block_m, int block_n, int raster_m, int n, int halves_for, const int* offs,
+                          int num_groups, int m, int worker, int* out) {
+    input.offs = offs, input.num_groups = num_groups, input.m = m;
+    launch.counter = worker, launch.workers = halves_for;
+    launch.arrivals_of_first = launch.handed_out = launch.room = 0;
+    launch.queues[0].tiles[0] = Tile{-1, -1, -1, -1};
+    for (int t = 0; t < threads::MOST; ++t) together::shuffles[t] = together::barriers[t] = 0;
+    volatile int result = -2;
+#define SHAPE(M, N, R)                                 \
+    if (block_m == M && block_n == N && raster_m == R) \
+        result =                                       \
+            halves_for ? run_first<Shape<M, N, R, true>>(n, out) : run_first<Shape<M, N, R, false>>(n, out);
+    SHAPES
+#undef SHAPE
+    return result;
+}
+
+template <class S>
 static int run_workers(int n, int cluster, int workers, unsigned seed) {
     S::n_of_launch = n;
     launch.early = false;
     for (int t = 0; t < threads::MOST; ++t) launch.tiles[t] = launch.was_asked[t] = 0;
+    if (launch.first_is_queued) S::put_firsts(n);
     threads::run(workers, seed, cluster == 1 ? S::worker : S::cluster_worker);
     return launch.handed_out;
 }
@@ -269,7 +325,8 @@ static int run_workers(int n, int cluster, int workers, unsigned seed) {
 // The number of entries, or -3 when the counter is not zero afterwards, or -4 when a worker with halves handed out a tile
 // that nobody had asked for yet.
 extern "C" int hand_out(int block_m, int block_n, int raster_m, int n, int halves, int cluster, int counter,
-                        int workers, unsigned seed, int* out, int room) {
+                        int workers, unsigned seed, bool first_is_queued, int* out, int room) {
+    launch.first_is_queued = first_is_queued;
     launch.counter = counter, launch.workers = workers, launch.out = out, launch.handed_out = 0,
     launch.room = room;
 #define SHAPE(M, N, R)                                                                 \

@@ -160,6 +160,21 @@ def test_the_device_makes_the_same_of_wrong_offs(
     assert device.tiles_at(offs, m, 400, shape, list(range(len(expected) + 1))) == [*expected, None]
 
 
+@given(
+    offs=st.one_of(st.none(), st.lists(st.one_of(st.integers(-300, 900), INT32), min_size=1, max_size=32)),
+    m=st.integers(0, 700),
+    n=st.integers(1, 2000),
+    shape=st.sampled_from(ALL_SHAPES),
+)
+def test_the_first_tile_is_that_of_the_workers_number(
+    device: Device, offs: list[int] | None, m: int, n: int, shape: Shape
+) -> None:
+    expected = [*twin([m] if offs is None else offs, m, n, shape), None]
+    for worker in {0, 1, len(expected) // 2, len(expected) - 2, len(expected) - 1} - {-1}:
+        got = device.first_tile(offs, m, n, shape, worker)
+        assert got == expected[min(worker, len(expected) - 1)]
+
+
 # --- handing the tiles out ---------------------------------------------------------------------------------
 
 
@@ -190,6 +205,8 @@ def test_every_tile_is_handed_out_once(device: Device, seed: int, cluster: int) 
     check_handing_out(device, seed, counter=3, cluster=cluster)
     check_handing_out(device, seed + 1000, counter=3, cluster=cluster)
     check_handing_out(device, seed, counter=-1, cluster=cluster)
+    check_handing_out(device, seed + 2000, counter=3, cluster=cluster, first_is_queued=True)
+    check_handing_out(device, seed, counter=-1, cluster=cluster, first_is_queued=True)
 
 
 def test_without_a_counter_the_shares_are_fixed(device: Device) -> None:
@@ -215,10 +232,25 @@ PLANTED = {
     "band_start": ("scheduler.cuh", "band * RASTER_M + (in_band", "band + (in_band"),
     "last_band": ("scheduler.cuh", "in_band / height", "in_band / RASTER_M"),
     "off_by_one": ("scheduler.cuh", "number >= table.tile_ends", "number > table.tile_ends"),
-    "tail_rows": ("scheduler.cuh", "? table.ends[at] - tile.row : BLOCK_M", "? BLOCK_M : BLOCK_M"),
+    "tail_rows": ("scheduler.cuh", "? end - tile.row : BLOCK_M", "? BLOCK_M : BLOCK_M"),
     "equal_groups": ("scheduler.cuh", "other == rows && h < g", "other == rows && h <= g"),
     "second_warp_of_groups": ("group_table.cuh", "tiles += before", "tiles += 0"),
     "past_m": ("group_table.cuh", "end = end > m ? m : end", "end = end"),
+}
+PLANTED_IN_THE_FIRST_TILE = {
+    "neighbour": ("tile_queue.cuh", "if (in_group >= 0 &&", "if (in_group >= -1 &&"),
+    "whole_group_before": (
+        "tile_queue.cuh",
+        "number - (group.tile_end - group.tiles) * n_tiles",
+        "number - group.tile_end * n_tiles",
+    ),
+    "lane_without_a_group": (
+        "group_table.cuh",
+        "lane < num_groups ? static_cast<int>(tiles_of(rows)) : 0",
+        "static_cast<int>(tiles_of(rows))",
+    ),
+    "wrong_offs_believed": ("group_table.cuh", "&& end <= m)", ")"),
+    "no_end": ("tile_queue.cuh", "if (lane == 0) queue.tiles[0] = Tile{0, 0, 0, 0};", ""),
 }
 PLANTED_IN_THE_QUEUE = {
     "first_tiles_again": ("tile_queue.cuh", ": workers + atomicAdd", ": atomicAdd"),
@@ -244,6 +276,22 @@ def test_a_planted_bug_is_detected(tmp_path: Path, planted: tuple[str, str, str]
             differ |= got != [*expected, None]
         except ZeroDivisionError:
             differ = True
+    assert differ
+
+
+@pytest.mark.parametrize("planted", PLANTED_IN_THE_FIRST_TILE.values(), ids=PLANTED_IN_THE_FIRST_TILE.keys())
+def test_a_planted_bug_in_the_first_tile_is_detected(tmp_path: Path, planted: tuple[str, str, str]) -> None:
+    shape = (64, 192, 3)
+    device = build(tmp_path, (shape,), planted)
+    pick = random.Random(6)
+    differ = False
+    for _ in range(20):
+        offs = ends_of(tuple(pick.choice(SIZES) for _ in range(pick.choice((1, 3, 32)))))
+        m = pick.choice((offs[-1], offs[-1] // 2))
+        expected = [*twin(offs, m, 400, shape), None]
+        differ |= any(
+            device.first_tile(offs, m, 400, shape, worker) != tile for worker, tile in enumerate(expected)
+        )
     assert differ
 
 

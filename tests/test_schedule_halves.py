@@ -120,7 +120,34 @@ def test_with_halves_each_element_is_in_exactly_one_tile(
     assert covered == expected
 
 
-def check_handing_out_halves(device: Device, seed: int, counter: int, cluster: int) -> int:
+def check_first_halves(device: Device, sizes: tuple[int, ...], n: int, shape: Shape, workers: int) -> int:
+    """The first tile of each worker is that of its number, or none; how many are halves."""
+    offs = ends_of(sizes)
+    every = numbered(device, offs, offs[-1], n, shape, workers)
+    whole = twin(offs, offs[-1], n, shape)
+    halves = 0
+    for worker in range(workers):
+        tile = every[worker] if worker < len(every) else None
+        expected = None if tile is None or tile.rows == -1 else tile
+        assert device.first_tile(offs, offs[-1], n, shape, worker, halves_for=workers) == expected
+        halves += expected is not None and expected not in whole
+        if tile is not None and tile.rows == -1:
+            assert len(every) <= workers, "a worker that is told to end is still needed"
+    return halves
+
+
+def test_first_tiles_that_are_halves(device: Device) -> None:
+    pick, halves = random.Random(9), 0
+    for workers in (1, 2, 7, 40, 66):
+        for shape in SHAPES:
+            for sizes in ((0,), (0, 300, 40), (129,), (256, 10, 512), tuple(pick.choices(SIZES, k=32))):
+                halves += check_first_halves(device, sizes, pick.choice((8, 700, 2000)), shape, workers)
+    assert halves > 50
+
+
+def check_handing_out_halves(
+    device: Device, seed: int, counter: int, cluster: int, first_is_queued: bool = False
+) -> int:
     """One launch: every half that has rows once and no other, then an end to every worker; halves passed over."""
     pick = random.Random(seed)
     sizes = tuple(pick.choice((0, 1, 20, 32, 33, 65, 300)) for _ in range(pick.choice((1, 4, 40))))
@@ -128,7 +155,16 @@ def check_handing_out_halves(device: Device, seed: int, counter: int, cluster: i
     workers = pick.choice((1, 2, 7, 66))
     every = numbered(device, offs, offs[-1], n, shape, workers)
     entries = device.handed_out(
-        offs, offs[-1], n, shape, workers=workers, seed=seed, counter=counter, cluster=cluster, halves=True
+        offs,
+        offs[-1],
+        n,
+        shape,
+        workers=workers,
+        seed=seed,
+        counter=counter,
+        cluster=cluster,
+        halves=True,
+        first_is_queued=first_is_queued,
     )
     handed_out = [tile for _, tile in entries if tile is not None]
     assert Counter(handed_out) == Counter(twin(offs, offs[-1], n, shape, workers))
@@ -141,10 +177,15 @@ def check_handing_out_halves(device: Device, seed: int, counter: int, cluster: i
     return len(every) - len(handed_out)
 
 
+@pytest.mark.parametrize("first_is_queued", [False, True])
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("counter", [3, -1])
-def test_every_half_is_handed_out_once(device: Device, counter: int, cluster: int) -> None:
-    passed_over = sum(check_handing_out_halves(device, seed, counter, cluster) for seed in range(1, 25))
+def test_every_half_is_handed_out_once(
+    device: Device, counter: int, cluster: int, first_is_queued: bool
+) -> None:
+    passed_over = sum(
+        check_handing_out_halves(device, seed, counter, cluster, first_is_queued) for seed in range(1, 25)
+    )
     assert passed_over > 20
 
 
@@ -168,6 +209,30 @@ def test_a_planted_bug_in_the_halves_is_detected(tmp_path: Path, planted: tuple[
         for _ in range(60):
             offs = ends_of(tuple(pick.choice(SIZES) for _ in range(pick.choice((1, 3, 40)))))
             check_halves(device, offs, offs[-1], 400, (64, 192, 3), pick.choice((2, 7, 66)))
+
+    with pytest.raises(AssertionError):
+        compare()
+
+
+PLANTED_IN_THE_FIRST_TILE = {
+    "never_a_half": ("tile_queue.cuh", "all < workers ?", "false ?"),
+    "wrong_total": (
+        "group_table.cuh",
+        "group.all_tiles += tiles_of(other);",
+        "group.all_tiles = 1;",
+    ),
+    "always_the_first_half": ("tile_queue.cuh", "half = past % 2", "half = 0"),
+    "an_empty_half_is_queued": ("tile_queue.cuh", "if (tile.rows < 0) tile.rows = 0;", ""),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED_IN_THE_FIRST_TILE.values(), ids=PLANTED_IN_THE_FIRST_TILE.keys())
+def test_a_planted_bug_in_a_first_half_is_detected(tmp_path: Path, planted: tuple[str, str, str]) -> None:
+    device = build(tmp_path, ((64, 192, 3),), planted)
+
+    def compare() -> None:
+        for workers in (2, 7, 20, 66):
+            check_first_halves(device, (10, 300, 0, 40), 400, (64, 192, 3), workers)
 
     with pytest.raises(AssertionError):
         compare()

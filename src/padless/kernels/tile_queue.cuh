@@ -23,10 +23,38 @@ struct TileQueueStorage {
     uint64_t empty[QUEUE_SLOTS];  // of the first CTA: every reader of every CTA arrives here
 };
 
-// One thread of each worker, for every CTA of its cluster.
+// One warp of each CTA, with a group of place_group in each lane: queues the worker's first tile, which hand_out_tiles
+// is then told. It is known here as soon as offs are, while a scheduler would have to search the table for it. Only where
+// there are fewer tiles than workers is it a half. All numbers are those of first tiles then, so a half without a row,
+// which has to be queued too, is the end.
+template <class Order>
+__device__ __forceinline__ void queue_first_tile(TileQueueStorage& queue, const PlacedGroup& group,
+                                                 int n_tiles, int worker, int workers, int lane) {
+    if (lane == 0) queue.tiles[0] = Tile{0, 0, 0, 0};
+    __syncwarp();
+    int number = worker, half = -1;
+    if constexpr (Order::HAS_HALVES) {
+        const int all = group.all_tiles * n_tiles;
+        const int past = all < workers ? worker - Order::whole_tiles(all, workers) : -1;
+        if (past >= 0) number = worker - past + past / 2, half = past % 2;
+    }
+    const int in_group = number - (group.tile_end - group.tiles) * n_tiles;
+    if (in_group >= 0 && in_group < group.tiles * n_tiles) {
+        Tile tile = Order::tile_in_group(in_group, lane, group.start, group.end, group.tiles, n_tiles);
+        if constexpr (Order::HAS_HALVES) {
+            if (half >= 0) tile = Order::half_of(tile, half);
+            if (tile.rows < 0) tile.rows = 0;
+        }
+        queue.tiles[0] = tile;
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared_address(&queue.full[0]));
+}
+
+// The scheduler: leaves `tile` in a slot of every CTA of the worker, when it is free.
 template <int CLUSTER>
-__device__ __forceinline__ void put_tile(TileQueueStorage& queue, const Tile& tile,
-                                         const Pipeline<QUEUE_SLOTS>& pipeline) {
+__device__ __forceinline__ void queue_tile(TileQueueStorage& queue, const Pipeline<QUEUE_SLOTS>& pipeline,
+                                           const Tile& tile) {
     const int slot = pipeline.stage;
     if constexpr (CLUSTER == 1) {
         mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
@@ -44,23 +72,29 @@ __device__ __forceinline__ void put_tile(TileQueueStorage& queue, const Tile& ti
 
 // One thread of each worker. HALVES: the order has tiles without a row, which are passed over. ASKED: the number of the next
 // tile is drawn after an arrival at the barrier `wanted`, of which every tile that is handed out must bring one.
+// `first_is_queued`: queue_first_tile has been called.
 template <int CLUSTER, bool HALVES = false, bool ASKED = false, class Order>
 __device__ __forceinline__ void hand_out_tiles(TileQueueStorage& queue, Order order, int counter, int worker,
-                                               int workers, uint64_t* wanted = nullptr) {
+                                               int workers, uint64_t* wanted = nullptr,
+                                               bool first_is_queued = false) {
     Pipeline<QUEUE_SLOTS> pipeline;
     uint32_t wanted_phase = 0;
     Tile tile;
     int number = worker;
     do {
-        tile = order.tile_at(number);
+        if (first_is_queued)
+            tile.rows = queue.tiles[0].rows;
+        else
+            tile = order.tile_at(number);
         if (!HALVES || tile.rows >= 0) {
-            put_tile<CLUSTER>(queue, tile, pipeline);
+            if (!first_is_queued) queue_tile<CLUSTER>(queue, pipeline, tile);
             pipeline.advance();
             if (ASKED && tile.rows != 0) {
                 mbarrier_wait(shared_address(wanted), wanted_phase);
                 wanted_phase ^= 1;
             }
         }
+        first_is_queued = false;
         number = counter < 0      ? number + workers
                  : tile.rows == 0 ? 0
                                   : workers + atomicAdd(&padless_counters[counter].drawn, 1);
