@@ -178,14 +178,26 @@ def test_the_first_tile_is_that_of_the_workers_number(
 # --- handing the tiles out ---------------------------------------------------------------------------------
 
 
-def check_handing_out(device: Device, seed: int, **launch: int) -> None:
+def check_handing_out(
+    device: Device, seed: int, counter: int, cluster: int = 1, first_is_queued: bool = False
+) -> None:
     """One launch, its threads interleaved as `seed` has it: every tile once, then an end to every worker."""
     pick = random.Random(seed)
     sizes = tuple(pick.choice((0, 1, 65, 300, 900)) for _ in range(pick.choice((1, 4, 40))))
     offs, shape, n = ends_of(sizes), (64, 192, 3), pick.choice((8, 400, 1000))
     expected = twin(offs, offs[-1], n, shape)
     workers = pick.choice((1, 2, 7, 132))
-    entries = device.handed_out(offs, offs[-1], n, shape, workers=workers, seed=seed, **launch)
+    entries = device.handed_out(
+        offs,
+        offs[-1],
+        n,
+        shape,
+        workers=workers,
+        seed=seed,
+        counter=counter,
+        cluster=cluster,
+        first_is_queued=first_is_queued,
+    )
     handed_out = [tile for _, tile in entries if tile is not None]
     assert Counter(handed_out) == Counter(expected)
     assert Counter(worker for worker, tile in entries if tile is None) == Counter(range(workers))
