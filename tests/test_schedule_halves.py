@@ -300,10 +300,17 @@ def test_the_next_tile_is_asked_for_before_the_last_k_blocks() -> None:
         assert is_close(product(EmulatedDriver(), case, GemmConfig(block_m=256), workers), case)
 
 
-def test_a_half_at_the_wrong_row_is_seen() -> None:
-    """The launches above do cut tiles, and what the halves write is looked at."""
+@pytest.mark.parametrize(
+    ("workers", "edit"),
+    [
+        (5, ("scheduler.cuh", "tile.row += BLOCK_M / 2;", "")),
+        (14, ("tile_queue.cuh", "half = past % 2", "half = 0")),
+    ],
+    ids=["second half", "first tile"],
+)
+def test_a_half_at_the_wrong_row_is_seen(workers: int, edit: tuple[str, str, str]) -> None:
+    """The launches above do cut tiles, also first ones, and what the halves write is looked at."""
     config = GemmConfig(block_m=256)
-    edits = (("scheduler.cuh", "tile.row += BLOCK_M / 2;", ""),)
     case = make_case(SIZES_EMULATED, 168, 144, "mn")
     with pytest.raises(AssertionError):  # the guard finds rows that nobody has written
-        product(Variant("sm_90a", MAIN, edits, config), case, config, 5)
+        product(Variant("sm_90a", MAIN, (edit,), config), case, config, workers)
