@@ -141,7 +141,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "rows that no copy brings left as they were",
         ("uninitialised-shared",),
-        ((MAIN, "    clear_missing_rows<STAGES, A_BYTES, NUM_THREADS>(shared.a[0], m);\n", ""),),
+        ((MAIN, "clear_missing_rows<STAGES, A_BYTES, NUM_CONSUMER_WARPS * 32>(shared.a[0], m);", ""),),
         sizes=(7, 0, 20, 3),
     ),
     Bug(
@@ -253,7 +253,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "no __syncthreads after the set-up",
         ("mbarrier", "race"),
-        (("group_table.cuh", "__syncthreads();", ""),),  # of at most 32 groups
+        ((MAIN, "bar_sync(START_BARRIER, NUM_THREADS);", ";"),),  # of at most 32 groups
     ),
     Bug(
         "store warp does not wait for what is staged",
@@ -390,6 +390,40 @@ BUGS: tuple[Bug, ...] = (
     Bug("weight scale of the wrong K block", (), ((MULTIPLY, "kb & 31)", "(kb + 1) & 31)"),)),
     # ---- the queue of tiles
     Bug(
+        "next tile never asked for",
+        ("deadlock",),
+        (
+            (
+                LOAD,
+                "if (DRAWS_LATE && kb == ask_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));",
+                "",
+            ),
+        ),
+        config=TWO_UNITS,
+        sizes=(300, 3),
+    ),
+    Bug(
+        "next tile asked for in every K block",
+        ("deadlock", "mbarrier"),
+        ((LOAD, "kb == ask_at", "kb >= ask_at"),),
+        config=TWO_UNITS,
+        sizes=(300, 3),
+    ),
+    Bug(
+        "another tile awaited after the last",
+        ("deadlock",),
+        ((QUEUE, "ASKED && tile.rows != 0", "ASKED"),),
+        config=TWO_UNITS,
+        sizes=(300, 3),
+    ),
+    Bug(
+        "barrier of the next tile not made",
+        ("mbarrier",),
+        ((MAIN, "if (DRAWS_LATE) mbarrier_init(shared_address(&shared.next_tile_wanted), 1);", ""),),
+        config=TWO_UNITS,
+        sizes=(300, 3),
+    ),
+    Bug(
         "queue slot not waited for",
         ("race", "uninitialised-shared"),
         ((QUEUE, "mbarrier_wait(full, pipeline.phase);", ";"),),
@@ -398,6 +432,21 @@ BUGS: tuple[Bug, ...] = (
         "queue slot reused early",
         ("race", "mbarrier"),
         ((QUEUE, "mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);", ""),),
+    ),
+    Bug(
+        "first tile announced before its lane has written it",
+        ("race", "uninitialised-shared"),
+        ((QUEUE, "__syncwarp();\n    if (lane == 0) mbarrier_arrive", "if (lane == 0) mbarrier_arrive"),),
+    ),
+    Bug(
+        "start of the other warps before the barriers are there",
+        ("mbarrier", "race"),
+        ((MAIN, "bar_sync(START_BARRIER, NUM_THREADS);", "bar_sync(START_BARRIER, NUM_THREADS - 32);"),),
+    ),
+    Bug(
+        "first tile queued twice",
+        ("race", "mbarrier", "deadlock"),
+        ((MAIN, ", has_small_table)", ")"),),
     ),
     # ---- clusters
     Bug("no cluster barrier after the set-up", ("mbarrier",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTER, n=512),

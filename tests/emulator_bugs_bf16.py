@@ -81,7 +81,7 @@ BUGS: tuple[Bug, ...] = (
         (
             (
                 KERNEL,
-                "mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS);",
+                "mbarrier_init(shared_address(&shared.empty[s]), NUM_TILE_READERS - 1);",
                 "mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);",
             ),
         ),
@@ -114,9 +114,9 @@ BUGS: tuple[Bug, ...] = (
         ),
         nth=1,
     ),
-    # ---- the converters' word on a stage's scales
+    # ---- the checkers' word on a stage's scales
     Bug(
-        "nobody waits for what the converters say",
+        "consumers do not wait for what the checkers say",
         ("race", "uninitialised-shared"),
         (
             (
@@ -129,7 +129,20 @@ BUGS: tuple[Bug, ...] = (
         quick=True,
     ),
     Bug(
-        "the converters do not wait for each other's word",
+        "a checker keeps the stages that it has looked at",
+        ("deadlock",),
+        ((TOKENS, "arrive_warp(shared.empty[pipeline.stage], lane);\n            pipeline", "pipeline"),),
+        pair=("MXFP4", "MXFP4"),
+        quick=True,
+    ),
+    Bug(
+        "a checker does not wait for what it looks at",
+        ("race", "uninitialised-shared"),
+        ((TOKENS, "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);", ""),),
+        pair=("MXFP4", "MXFP4"),
+    ),
+    Bug(
+        "the converters do not wait for the checkers' word",
         ("race", "uninitialised-shared"),
         ((TOKENS, "mbarrier_wait(shared_address(&shared.checked[stage]), pipeline.phase);", ""),),
         pair=("MXFP4", "MXFP4"),

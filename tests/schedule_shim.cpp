@@ -91,11 +91,19 @@ static int __shfl_up_sync(unsigned, int value, int distance) {
 static int __shfl_sync(unsigned, int value, int source) {
     return together::exchange(value, source);
 }
+static bool __all_sync(unsigned, bool value) {
+    int all = value;
+    for (int distance = 1; distance < 32; distance *= 2)
+        all &= together::exchange(all, threads::me % 32 ^ distance);
+    return all;
+}
 static void __syncthreads() {
     const int mine = ++together::barriers[threads::me];
     together::wait_for(together::barriers, 0, threads::count, mine);
 }
-static void __syncwarp() {}
+static void __syncwarp() {  // with a shuffle's own steps: all lanes come before any goes on
+    together::exchange(0, threads::me % 32);
+}
 static void __threadfence() {}
 
 #include "pipeline.cuh"
@@ -105,7 +113,9 @@ static void __threadfence() {}
 // The tile queue of each worker, whose readers take every tile at once. Only what is handed out is of interest here.
 static uint32_t shared_address(const void*);
 static void on_arrival(uint32_t address);
-static void mbarrier_wait(uint32_t, uint32_t) {
+static void on_wait(uint32_t address);
+static void mbarrier_wait(uint32_t address, uint32_t) {
+    on_wait(address);
     threads::give_way();
 }
 static void mbarrier_wait_cluster(uint32_t, uint32_t) {
@@ -159,30 +169,57 @@ void on_crash(int) {
 
 struct {
     TileQueueStorage queues[threads::MOST];
-    int counter, workers, *out, handed_out, room;
+    uint64_t wanted[threads::MOST];  // the barriers at which a worker waits to be asked for its next tile
+    int tiles[threads::MOST];        // that a worker has handed out
+    bool was_asked[threads::MOST];   // since the last of them
+    bool early;                      // a worker handed out a tile, or ended, before it was asked for it
+    int counter, workers, *out, handed_out, room, arrivals_of_first;
+    bool first_is_queued;
 } launch;
 
-template <int BLOCK_M, int BLOCK_N, int RASTER_M>
+template <int M, int N, int R, bool HALVES>
 struct Shape {
-    using Order = TileOrder<BLOCK_M, BLOCK_N, RASTER_M>;
-    static Order order(int n) { return Order(input.storage.table(input.num_groups), n); }
+    using Order = TileOrder<M, N, R, HALVES>;
+    static Order order(int n, int workers) {
+        return Order(input.storage.table(input.num_groups), n, workers);
+    }
     static int n_of_launch;
 
-    static void numbers(int n, const int* wanted, int count, int* out) {
-        Order tiles = order(n);
+    static void numbers(int n, int workers, const int* wanted, int count, int* out) {
+        Order tiles = order(n, workers);
         for (int i = 0; i < count; ++i) put(out + 4 * i, tiles.tile_at(wanted[i]));
     }
     static void worker() {
-        hand_out_tiles<1>(launch.queues[threads::me], order(n_of_launch), launch.counter, threads::me,
-                          launch.workers);
+        hand_out_tiles<1, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
+                                          launch.counter, threads::me, launch.workers,
+                                          &launch.wanted[threads::me], launch.first_is_queued);
     }
     static void cluster_worker() {
-        hand_out_tiles<2>(launch.queues[threads::me], order(n_of_launch), launch.counter, threads::me,
-                          launch.workers);
+        hand_out_tiles<2, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
+                                          launch.counter, threads::me, launch.workers,
+                                          &launch.wanted[threads::me], launch.first_is_queued);
+    }
+    static void put_firsts(int n) {  // what every worker's queue holds when its scheduler begins
+        for (int w = 0; w < launch.workers; ++w) {
+            Tile tile = order(n, launch.workers).tile_at(w);
+            if (tile.rows < 0) tile = Tile{0, 0, 0, 0};  // as queue_first_tile has it
+            launch.queues[w].tiles[0] = tile;
+            launch.tiles[w] = 1;
+            int* out = launch.out + 5 * launch.handed_out++;
+            out[0] = w;
+            put(out + 1, tile);
+        }
+    }
+    static void queue_first() {  // one warp
+        const int lane = threads::me;
+        const int end = given_end(input.offs, input.num_groups, input.m, lane);
+        const PlacedGroup group = place_group<M>(end, input.num_groups, input.m, lane);
+        queue_first_tile<Order>(launch.queues[0], group, Order::tiles_along(n_of_launch), launch.counter,
+                                launch.workers, lane);
     }
 };
-template <int M, int N, int R>
-int Shape<M, N, R>::n_of_launch;
+template <int M, int N, int R, bool HALVES>
+int Shape<M, N, R, HALVES>::n_of_launch;
 }  // namespace
 
 static uint32_t shared_address(const void* pointer) {
@@ -194,13 +231,19 @@ static void st_cluster_v4(uint32_t address, uint32_t cta, int group, int row, in
             Tile{group, row, rows, column};
 }
 static void on_arrival(uint32_t address) {  // a worker's scheduler has filled a slot
+    if (address == shared_address(&launch.queues[0].full[0])) ++launch.arrivals_of_first;
     TileQueueStorage& queue = launch.queues[threads::me];
     for (int slot = 0; slot < QUEUE_SLOTS; ++slot)
         if (address == shared_address(&queue.full[slot]) && launch.handed_out < launch.room) {
             int* out = launch.out + 5 * launch.handed_out++;
             out[0] = threads::me;
             put(out + 1, queue.tiles[slot]);
+            launch.early |= launch.tiles[threads::me]++ != 0 && !launch.was_asked[threads::me];
+            launch.was_asked[threads::me] = false;
         }
+}
+static void on_wait(uint32_t address) {
+    if (address == shared_address(&launch.wanted[threads::me])) launch.was_asked[threads::me] = true;
 }
 
 // The table of groups; offs null is the dense problem. Each output has num_groups entries.
@@ -228,31 +271,73 @@ extern "C" void build_table(int block_m, const int* offs, int num_groups, int m,
     signal(SIGFPE, before);                 \
     return result;
 
-extern "C" int tiles_at(int block_m, int block_n, int raster_m, int n, const int* wanted, int count,
-                        int* out) {
-#define SHAPE(M, N, R)                                 \
-    if (block_m == M && block_n == N && raster_m == R) \
-        result = 0, Shape<M, N, R>::numbers(n, wanted, count, out);
+// halves_for: workers for which the last tiles are cut in two, 0 to cut none.
+extern "C" int tiles_at(int block_m, int block_n, int raster_m, int n, int halves_for, const int* wanted,
+                        int count, int* out) {
+#define SHAPE(M, N, R)                                                                \
+    if (block_m == M && block_n == N && raster_m == R) {                              \
+        result = 0;                                                                   \
+        halves_for ? Shape<M, N, R, true>::numbers(n, halves_for, wanted, count, out) \
+                   : Shape<M, N, R, false>::numbers(n, 0, wanted, count, out);        \
+    }
     DISPATCH()
 #undef SHAPE
 }
 
+template <class S>
+static int run_first(int n, int* out) {
+    S::n_of_launch = n;
+    threads::run(32, 0, S::queue_first);
+    put(out, launch.queues[0].tiles[0]);
+    return launch.arrivals_of_first;
+}
+
+// What a warp queues as the first tile of `worker`, and how often (1 is right), or -2 for a shape that is not compiled in.
+// halves_for: workers for which the last tiles are cut in two, 0 to cut none.
+extern "C" int first_tile(int block_m, int block_n, int raster_m, int n, int halves_for, const int* offs,
+                          int num_groups, int m, int worker, int* out) {
+    input.offs = offs, input.num_groups = num_groups, input.m = m;
+    launch.counter = worker, launch.workers = halves_for;
+    launch.arrivals_of_first = launch.handed_out = launch.room = 0;
+    launch.queues[0].tiles[0] = Tile{-1, -1, -1, -1};
+    for (int t = 0; t < threads::MOST; ++t) together::shuffles[t] = together::barriers[t] = 0;
+    volatile int result = -2;
+#define SHAPE(M, N, R)                                 \
+    if (block_m == M && block_n == N && raster_m == R) \
+        result =                                       \
+            halves_for ? run_first<Shape<M, N, R, true>>(n, out) : run_first<Shape<M, N, R, false>>(n, out);
+    SHAPES
+#undef SHAPE
+    return result;
+}
+
+template <class S>
+static int run_workers(int n, int cluster, int workers, unsigned seed) {
+    S::n_of_launch = n;
+    launch.early = false;
+    for (int t = 0; t < threads::MOST; ++t) launch.tiles[t] = launch.was_asked[t] = 0;
+    if (launch.first_is_queued) S::put_firsts(n);
+    threads::run(workers, seed, cluster == 1 ? S::worker : S::cluster_worker);
+    return launch.handed_out;
+}
+
 // Runs the scheduler threads of a launch; out has (worker, tile) for everything handed out, in the order of time.
-// The number of entries, or -3 when the counter is not zero afterwards.
-extern "C" int hand_out(int block_m, int block_n, int raster_m, int n, int cluster, int counter, int workers,
-                        unsigned seed, int* out, int room) {
+// The number of entries, or -3 when the counter is not zero afterwards, or -4 when a worker with halves handed out a tile
+// that nobody had asked for yet.
+extern "C" int hand_out(int block_m, int block_n, int raster_m, int n, int halves, int cluster, int counter,
+                        int workers, unsigned seed, bool first_is_queued, int* out, int room) {
+    launch.first_is_queued = first_is_queued;
     launch.counter = counter, launch.workers = workers, launch.out = out, launch.handed_out = 0,
     launch.room = room;
-#define SHAPE(M, N, R)                                                                                       \
-    if (block_m == M && block_n == N && raster_m == R) {                                                     \
-        Shape<M, N, R>::n_of_launch = n;                                                                     \
-        threads::run(workers, seed, cluster == 1 ? Shape<M, N, R>::worker : Shape<M, N, R>::cluster_worker); \
-        result = launch.handed_out;                                                                          \
-    }
+#define SHAPE(M, N, R)                                                                 \
+    if (block_m == M && block_n == N && raster_m == R)                                 \
+        result = halves ? run_workers<Shape<M, N, R, true>>(n, cluster, workers, seed) \
+                        : run_workers<Shape<M, N, R, false>>(n, cluster, workers, seed);
     volatile int result = -2;
     SHAPES
     if (counter >= 0 && (padless_counters[counter].drawn != 0 || padless_counters[counter].finished != 0))
         return -3;
+    if (halves && launch.early) return -4;
     return result;
 #undef SHAPE
 }

@@ -1,134 +1,25 @@
 """The scheduler compiled for the CPU: the tiles and their order against the Python twin, the handing out exactly once.
 
-The headers run unchanged: schedule_shim.cpp defines the CUDA qualifiers away and plays the threads with coroutines that
-give way wherever they would wait.
+How the last round is cut in halves is tested in test_schedule_halves.py.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import random
-import shutil
-import subprocess
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_device import ALL_SHAPES, BLOCKS_M, SIZES, Device, Shape, Table, build, ends_of, twin
 
-from padless import jit
 from padless.reference import group_rows
-from padless.schedule import Tile, clean_offs, tiles, walk_of_groups
-
-Shape = tuple[int, int, int]  # block_m, block_n (of a whole cluster), raster_m
+from padless.schedule import clean_offs, walk_of_groups
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
-BLOCKS_M = (64, 128, 256)
-BLOCKS_N = (128, 192, 256)
-RASTERS = (3, 8, 16)
-ALL_SHAPES: tuple[Shape, ...] = tuple(itertools.product(BLOCKS_M, BLOCKS_N, RASTERS))
-HEADERS = ("pipeline.cuh", "scheduler.cuh", "group_table.cuh", "tile_queue.cuh")
-
-SHIM = Path(__file__).with_name("schedule_shim.cpp")
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of group g end at cleaned[g]; entry i of the others is the i-th group of the walk."""
-
-    cleaned: list[int]
-    groups: list[int]
-    starts: list[int]
-    ends: list[int]
-    tile_ends: list[int]
-
-
-@dataclass(frozen=True)
-class Device:
-    """The compiled headers."""
-
-    library: ctypes.CDLL
-
-    def table(self, offs: list[int] | None, m: int, block_m: int) -> Table:
-        """What all threads of a CTA see; offs None is the dense problem, one group of m rows."""
-        num_groups = 1 if offs is None else len(offs)
-        array = ctypes.c_int * num_groups
-        columns = [array() for _ in range(5)]
-        self.library.build_table(block_m, None if offs is None else array(*offs), num_groups, m, *columns)
-        return Table(*map(list, columns))
-
-    def tiles_at(
-        self, offs: list[int] | None, m: int, n: int, shape: Shape, numbers: list[int]
-    ) -> list[Tile | None]:
-        """The tiles of ascending numbers; None past the last one."""
-        self.table(offs, m, shape[0])
-        out = (ctypes.c_int * (4 * len(numbers)))()
-        wanted = (ctypes.c_int * len(numbers))(*numbers)
-        status = self.library.tiles_at(*shape, n, wanted, len(numbers), out)
-        assert status != -2, f"shape {shape} is not compiled into the shim"
-        if status == -1:
-            raise ZeroDivisionError("tile_at divided by zero")
-        found = [Tile(*out[4 * i : 4 * i + 4]) for i in range(len(numbers))]
-        return [tile if tile.rows != 0 else None for tile in found]
-
-    def handed_out(
-        self,
-        offs: list[int],
-        m: int,
-        n: int,
-        shape: Shape,
-        *,
-        workers: int,
-        counter: int,
-        seed: int = 0,
-        cluster: int = 1,
-    ) -> list[tuple[int, Tile | None]]:
-        """(worker, tile) in the order of time; None tells a worker that there are no more tiles."""
-        self.table(offs, m, shape[0])
-        room = 20_000
-        out = (ctypes.c_int * (5 * room))()
-        count = self.library.hand_out(*shape, n, cluster, counter, workers, seed, out, room)
-        assert count != -3, "the counter is not zero after the launch"
-        assert 0 <= count < room
-        entries = [out[5 * i : 5 * i + 5] for i in range(count)]
-        return [(entry[0], Tile(*entry[1:]) if entry[3] != 0 else None) for entry in entries]
-
-
-def build(
-    folder: Path, shapes: tuple[Shape, ...] = ALL_SHAPES, planted: tuple[str, str, str] | None = None
-) -> Device:
-    """Compiles the headers, with a planted bug (header, text, replacement) if one is given."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler (g++ or c++ on the PATH)")
-    for header in HEADERS:
-        text = (jit.KERNELS / header).read_text()
-        if planted is not None and planted[0] == header:
-            assert text.count(planted[1]) == 1, f"{header} changed: plant another bug than {planted[1]!r}"
-            text = text.replace(planted[1], planted[2])
-        (folder / header).write_text(text)
-    calls = " ".join(f"SHAPE({m}, {n}, {r})" for m, n, r in shapes)
-    library = folder / "schedule.so"
-    command = [
-        compiler,
-        "-std=c++17",
-        "-O1",
-        "-w",
-        "-fPIC",
-        "-shared",
-        f"-DSHAPES={calls}",
-        f"-I{folder}",
-        str(SHIM),
-        "-o",
-        str(library),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return Device(ctypes.CDLL(str(library)))
 
 
 @pytest.fixture(scope="module")
@@ -136,16 +27,6 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
     return build(tmp_path_factory.mktemp("schedule"))
 
 
-def ends_of(sizes: tuple[int, ...]) -> list[int]:
-    return list(itertools.accumulate(sizes))
-
-
-def twin(offs: list[int], m: int, n: int, shape: Shape) -> list[Tile]:
-    return list(tiles(offs, m, n, *shape))
-
-
-# Sizes around one and two tiles of every height, and more m-tiles than a band.
-SIZES = (0, 1, 63, 64, 65, 129, 256, 64 * 17 + 5)
 MANY_GROUPS = [
     (0,),
     (0, 0, 0, 0),
@@ -279,17 +160,44 @@ def test_the_device_makes_the_same_of_wrong_offs(
     assert device.tiles_at(offs, m, 400, shape, list(range(len(expected) + 1))) == [*expected, None]
 
 
+@given(
+    offs=st.one_of(st.none(), st.lists(st.one_of(st.integers(-300, 900), INT32), min_size=1, max_size=32)),
+    m=st.integers(0, 700),
+    n=st.integers(1, 2000),
+    shape=st.sampled_from(ALL_SHAPES),
+)
+def test_the_first_tile_is_that_of_the_workers_number(
+    device: Device, offs: list[int] | None, m: int, n: int, shape: Shape
+) -> None:
+    expected = [*twin([m] if offs is None else offs, m, n, shape), None]
+    for worker in {0, 1, len(expected) // 2, len(expected) - 2, len(expected) - 1} - {-1}:
+        got = device.first_tile(offs, m, n, shape, worker)
+        assert got == expected[min(worker, len(expected) - 1)]
+
+
 # --- handing the tiles out ---------------------------------------------------------------------------------
 
 
-def check_handing_out(device: Device, seed: int, **launch: int) -> None:
+def check_handing_out(
+    device: Device, seed: int, counter: int, cluster: int = 1, first_is_queued: bool = False
+) -> None:
     """One launch, its threads interleaved as `seed` has it: every tile once, then an end to every worker."""
     pick = random.Random(seed)
     sizes = tuple(pick.choice((0, 1, 65, 300, 900)) for _ in range(pick.choice((1, 4, 40))))
     offs, shape, n = ends_of(sizes), (64, 192, 3), pick.choice((8, 400, 1000))
     expected = twin(offs, offs[-1], n, shape)
     workers = pick.choice((1, 2, 7, 132))
-    entries = device.handed_out(offs, offs[-1], n, shape, workers=workers, seed=seed, **launch)
+    entries = device.handed_out(
+        offs,
+        offs[-1],
+        n,
+        shape,
+        workers=workers,
+        seed=seed,
+        counter=counter,
+        cluster=cluster,
+        first_is_queued=first_is_queued,
+    )
     handed_out = [tile for _, tile in entries if tile is not None]
     assert Counter(handed_out) == Counter(expected)
     assert Counter(worker for worker, tile in entries if tile is None) == Counter(range(workers))
@@ -309,6 +217,8 @@ def test_every_tile_is_handed_out_once(device: Device, seed: int, cluster: int) 
     check_handing_out(device, seed, counter=3, cluster=cluster)
     check_handing_out(device, seed + 1000, counter=3, cluster=cluster)
     check_handing_out(device, seed, counter=-1, cluster=cluster)
+    check_handing_out(device, seed + 2000, counter=3, cluster=cluster, first_is_queued=True)
+    check_handing_out(device, seed, counter=-1, cluster=cluster, first_is_queued=True)
 
 
 def test_without_a_counter_the_shares_are_fixed(device: Device) -> None:
@@ -334,10 +244,25 @@ PLANTED = {
     "band_start": ("scheduler.cuh", "band * RASTER_M + (in_band", "band + (in_band"),
     "last_band": ("scheduler.cuh", "in_band / height", "in_band / RASTER_M"),
     "off_by_one": ("scheduler.cuh", "number >= table.tile_ends", "number > table.tile_ends"),
-    "tail_rows": ("scheduler.cuh", "? table.ends[at] - tile.row : BLOCK_M", "? BLOCK_M : BLOCK_M"),
+    "tail_rows": ("scheduler.cuh", "? end - tile.row : BLOCK_M", "? BLOCK_M : BLOCK_M"),
     "equal_groups": ("scheduler.cuh", "other == rows && h < g", "other == rows && h <= g"),
     "second_warp_of_groups": ("group_table.cuh", "tiles += before", "tiles += 0"),
     "past_m": ("group_table.cuh", "end = end > m ? m : end", "end = end"),
+}
+PLANTED_IN_THE_FIRST_TILE = {
+    "neighbour": ("tile_queue.cuh", "if (in_group >= 0 &&", "if (in_group >= -1 &&"),
+    "whole_group_before": (
+        "tile_queue.cuh",
+        "number - (group.tile_end - group.tiles) * n_tiles",
+        "number - group.tile_end * n_tiles",
+    ),
+    "lane_without_a_group": (
+        "group_table.cuh",
+        "lane < num_groups ? static_cast<int>(tiles_of(rows)) : 0",
+        "static_cast<int>(tiles_of(rows))",
+    ),
+    "wrong_offs_believed": ("group_table.cuh", "&& end <= m)", ")"),
+    "no_end": ("tile_queue.cuh", "if (lane == 0) queue.tiles[0] = Tile{0, 0, 0, 0};", ""),
 }
 PLANTED_IN_THE_QUEUE = {
     "first_tiles_again": ("tile_queue.cuh", ": workers + atomicAdd", ": atomicAdd"),
@@ -363,6 +288,22 @@ def test_a_planted_bug_is_detected(tmp_path: Path, planted: tuple[str, str, str]
             differ |= got != [*expected, None]
         except ZeroDivisionError:
             differ = True
+    assert differ
+
+
+@pytest.mark.parametrize("planted", PLANTED_IN_THE_FIRST_TILE.values(), ids=PLANTED_IN_THE_FIRST_TILE.keys())
+def test_a_planted_bug_in_the_first_tile_is_detected(tmp_path: Path, planted: tuple[str, str, str]) -> None:
+    shape = (64, 192, 3)
+    device = build(tmp_path, (shape,), planted)
+    pick = random.Random(6)
+    differ = False
+    for _ in range(20):
+        offs = ends_of(tuple(pick.choice(SIZES) for _ in range(pick.choice((1, 3, 32)))))
+        m = pick.choice((offs[-1], offs[-1] // 2))
+        expected = [*twin(offs, m, 400, shape), None]
+        differ |= any(
+            device.first_tile(offs, m, 400, shape, worker) != tile for worker, tile in enumerate(expected)
+        )
     assert differ
 
 

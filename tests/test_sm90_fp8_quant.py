@@ -259,12 +259,7 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
         "highest",
         Epilogue(amax=True),
     ),
-    "columns past the last in the maxima": (
-        STORE,
-        "cuts_columns = out_column + OUT_COLUMNS > outputs.n_out;",
-        "cuts_columns = false;",
-        GLU_BOTH,
-    ),
+    "columns past the last in the maxima": (FRAGMENT, "16 * i >= columns", "false", GLU_BOTH),
     "the other warpgroup's maxima are not waited for": (
         STORE,
         "bar_sync(SECOND_MAXIMA_BARRIER",

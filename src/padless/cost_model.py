@@ -19,7 +19,7 @@ from typing import Any
 
 import padless
 from padless.jit import cache_dir, write_atomically
-from padless.schedule import walk_of_groups
+from padless.schedule import tiles_to_cut, walk_of_groups
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class Tile:
     block_n: int
     cluster_n: int = 1
     raster_m: int = 8
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether tiles of the last round are cut in two (``schedule.tiles_to_cut``)."""
+        return self.block_m == 256
 
 
 @dataclass(frozen=True)
@@ -78,25 +83,36 @@ BUILT_IN: dict[str, CostTable] = {
 # ------------------------------------------------------------------------------------------------ estimates
 
 
-def simulate(sizes: Sequence[int], n: int, k: int, tile: Tile, cost: TileCost, num_sms: int) -> float:
-    """Nanoseconds until the last tile is done, groups of the given sizes, tiles in the order of ``schedule.tiles``."""
+def simulate(
+    sizes: Sequence[int], n: int, k: int, tile: Tile, cost: TileCost, num_sms: int, halves: bool = True
+) -> float:
+    """Nanoseconds until the last tile is done, groups of the given sizes, tiles in the order of ``schedule.tiles``.
+
+    ``halves``: whether tiles of the last round are cut in two, where the tile ``has_halves``, as its kernel does.
+    """
     ends = [sum(sizes[: g + 1]) for g in range(len(sizes))]
     n_tiles = -(-n // (tile.block_n * tile.cluster_n))
     free = [0.0] * max(num_sms // tile.cluster_n, 1)
+    rows: list[int] = []  # of every tile
     for _, start, end in walk_of_groups(ends, sum(sizes)):
         m_tiles = -(-(end - start) // tile.block_m)
         for band in range(0, m_tiles, tile.raster_m):
-            rows = [
+            rows += [
                 min(tile.block_m, end - start - m_tile * tile.block_m)
                 for m_tile in range(band, min(band + tile.raster_m, m_tiles))
-            ]
-            for took in [cost.of(r, tile.block_m, k) for r in rows] * n_tiles:
-                heapq.heapreplace(free, free[0] + took)
+            ] * n_tiles
+    if halves and tile.has_halves:
+        whole, half = len(rows) - tiles_to_cut(len(rows), len(free)), tile.block_m // 2
+        rows[whole:] = [part for r in rows[whole:] for part in (min(r, half), r - half) if part > 0]
+    cost_of = {r: cost.of(r, tile.block_m, k) for r in set(rows)}
+    for r in rows:
+        heapq.heapreplace(free, free[0] + cost_of[r])
     return max(free)
 
 
 def estimate_ns(m: int, n: int, k: int, num_groups: int, tile: Tile, cost: TileCost, num_sms: int) -> float:
-    """The mean of ``simulate`` over group sizes drawn evenly from [0, 2 M / G], to a few percent, in closed form.
+    """The mean of ``simulate`` without halves over sizes drawn evenly from [0, 2 M / G], to a few percent, in closed
+    form. (Its choices were measured before there were halves.)
 
     Short tiles count as the fraction of a full one that they take. The number of rounds is spread evenly over what the
     ends of G groups can make of it, and a round that has begun is paid for in full: with few large groups that is

@@ -6,7 +6,7 @@ Used by tests (the two are compared exhaustively) and to reason about balance.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,42 @@ def walk_of_groups(offs: Sequence[int], m: int) -> list[tuple[int, int, int]]:
     return sorted(groups, key=lambda group: (group[1] - group[2], group[0]))
 
 
-def tiles(offs: Sequence[int], m: int, n: int, block_m: int, block_n: int, raster_m: int) -> Iterator[Tile]:
+def tiles(
+    offs: Sequence[int],
+    m: int,
+    n: int,
+    block_m: int,
+    block_n: int,
+    raster_m: int,
+    halves_for: int | None = None,
+) -> Iterator[Tile]:
     """All tiles, in the order of their numbers. ``block_n`` counts the columns of a whole cluster.
 
     Groups from large to small; in a group, bands of ``raster_m`` m-tiles; in a band, column after column.
+    ``halves_for``: the number of workers for which the last ones are cut in two (``tiles_to_cut``); None cuts none.
+    Halves without a row, which have a number too, are left out.
     """
+    whole = list(_whole_tiles(offs, m, n, block_m, block_n, raster_m))
+    cut = 0 if halves_for is None else tiles_to_cut(len(whole), halves_for)
+    yield from whole[: len(whole) - cut]
+    for tile in whole[len(whole) - cut :]:
+        half = block_m // 2
+        yield replace(tile, rows=min(tile.rows, half))
+        if tile.rows > half:
+            yield replace(tile, row=tile.row + half, rows=tile.rows - half)
+
+
+def tiles_to_cut(count: int, workers: int) -> int:
+    """How many of ``count`` tiles, the last ones, are cut in two: of those in the last round, as many as leave no worker
+    more than one piece of it. Example: for 66 workers all of 10, 16 of 50.
+    """
+    last_round = count % workers
+    return min(last_round, workers - last_round)
+
+
+def _whole_tiles(
+    offs: Sequence[int], m: int, n: int, block_m: int, block_n: int, raster_m: int
+) -> Iterator[Tile]:
     n_tiles = -(-n // block_n)
     for group, start, end in walk_of_groups(offs, m):
         m_tiles = -(-(end - start) // block_m)

@@ -62,13 +62,13 @@ def operand(tensor: torch.Tensor, block_rows: int) -> TensorMapSpec:
     """A K-major operand, (rows, K) or (G, rows, K) of one-byte elements, read in boxes of ``block_rows`` x 128 bytes."""
     data_type, _ = _DATA_TYPES[tensor.dtype]
     dims = tuple(reversed(tensor.shape))
-    strides = tuple(_outer_stride(tensor, dim) for dim in range(tensor.dim() - 2, -1, -1))
+    strides = tuple(outer_stride(tensor, dim) for dim in range(tensor.dim() - 2, -1, -1))
     box = (128, block_rows) + (1,) * (len(dims) - 2)
     return TensorMapSpec(data_type, tensor.data_ptr(), dims, strides, box, SWIZZLE_128B)
 
 
-def _outer_stride(tensor: torch.Tensor, dim: int) -> int:
-    """Stride of an outer dimension in bytes. Where its length is 1 torch allows any; a map wants a multiple of 16."""
+def outer_stride(tensor: torch.Tensor, dim: int) -> int:
+    """Stride of an outer dimension, bytes. Where its length is 1 torch allows any; a map wants a multiple of 16."""
     size = tensor.element_size()
     if tensor.shape[dim] == 1:
         return -(-tensor.shape[-1] * size // 16) * 16
@@ -92,7 +92,7 @@ def output_pool(d: torch.Tensor, max_rows: int) -> tuple[TensorMapSpec, ...]:
     """The descriptor pool of (M, N) output: boxes of 1, 2, 4 .. max_rows rows, 128 bytes wide."""
     data_type, size = _DATA_TYPES[d.dtype]
     m, n = d.shape
-    stride = (_outer_stride(d, 0),)
+    stride = (outer_stride(d, 0),)
     rows = [1 << i for i in range(max_rows.bit_length())]
     return tuple(
         TensorMapSpec(data_type, d.data_ptr(), (n, m), stride, (128 // size, r), SWIZZLE_128B) for r in rows
@@ -107,7 +107,7 @@ def output_ragged(d: torch.Tensor, rows: int) -> TensorMapSpec:
     leaves its dimension at row ``end``. Method: the ragged tensor descriptors of Triton's tools/ragged_tma.py.
     """
     data_type, size = _DATA_TYPES[d.dtype]
-    s = _outer_stride(d, 0) // size
+    s = outer_stride(d, 0) // size
     return TensorMapSpec(
         data_type,
         d.data_ptr(),

@@ -5,6 +5,10 @@
 // the m-tiles are cut into bands of RASTER_M; a band is walked column after column, so that the tiles in flight share
 // both A rows and B columns in L2.
 //
+// In the last round some workers have nothing to do while the others do a tile. With HALVES its last tiles are cut in two,
+// of half the rows each, as many as leave no worker more than one piece of the round: if it is at most half full, all of
+// them. A half takes little more than half the time.
+//
 // This header is plain C++ apart from the qualifiers: the tests compile it for the CPU and compare it with its Python
 // twin, schedule.py.
 #pragma once
@@ -12,7 +16,7 @@
 struct Tile {
     int group;
     int row;     // first row of the tile, counted from the start of A
-    int rows;    // rows that exist, 1 .. BLOCK_M; 0 says that there are no more tiles
+    int rows;    // rows that exist, 1 .. BLOCK_M; 0: there are no more tiles; -1: a half without a row
     int column;  // first column; of the first CTA where a cluster shares the tile
 };
 
@@ -31,6 +35,7 @@ __device__ __forceinline__ int place_of_group(const int* ends, int num_groups, i
     const int rows = ends[g] - (g == 0 ? 0 : ends[g - 1]);
     int place = 0;
     int start = 0;
+#pragma unroll 4
     for (int h = 0; h < num_groups; ++h) {
         const int other = ends[h] - start;
         start = ends[h];
@@ -39,15 +44,20 @@ __device__ __forceinline__ int place_of_group(const int* ends, int num_groups, i
     return place;
 }
 
-template <int BLOCK_M, int BLOCK_N_CLUSTER, int RASTER_M>
+template <int BLOCK_M, int BLOCK_N_CLUSTER, int RASTER_M, bool HALVES = false>
 struct TileOrder {
+    static constexpr bool HAS_HALVES = false;
     GroupTable table;
     int n_tiles;
     int at = 0;            // place of the current group
     int first_m_tile = 0;  // m-tiles before it
 
-    __device__ __forceinline__ TileOrder(const GroupTable& table, int n)
-        : table(table), n_tiles((n + BLOCK_N_CLUSTER - 1) / BLOCK_N_CLUSTER) {}
+    __device__ __forceinline__ TileOrder(const GroupTable& table, int n, int /*workers*/ = 0)
+        : table(table), n_tiles(tiles_along(n)) {}
+
+    static __device__ __forceinline__ int tiles_along(int n) {
+        return (n + BLOCK_N_CLUSTER - 1) / BLOCK_N_CLUSTER;
+    }
 
     // Tile number `number`, which may not be smaller than in the last call; rows = 0 past the last tile.
     __device__ __forceinline__ Tile tile_at(int number) {
@@ -55,20 +65,72 @@ struct TileOrder {
             first_m_tile = table.tile_ends[at++];
         if (at >= table.num_groups) return Tile{0, 0, 0, 0};
 
-        const int in_group = number - first_m_tile * n_tiles;
-        const int m_tiles = table.tile_ends[at] - first_m_tile;
-        const int band = in_group / (RASTER_M * n_tiles);
-        const int left = m_tiles - band * RASTER_M;
-        const int height = left < RASTER_M ? left : RASTER_M;
-        const int in_band = in_group - band * RASTER_M * n_tiles;
-        const int n_tile = in_band / height;
-        const int m_tile = band * RASTER_M + (in_band - n_tile * height);
+        return tile_in_group(number - first_m_tile * n_tiles, table.groups[at], table.starts[at],
+                             table.ends[at], table.tile_ends[at] - first_m_tile, n_tiles);
+    }
 
+    // Tile `in_group` of a group that has rows start .. end - 1.
+    static __device__ __forceinline__ Tile tile_in_group(int in_group, int group, int start, int end,
+                                                         int m_tiles, int n_tiles) {
+        int m_tile = 0, n_tile = in_group;
+        if (m_tiles > 1) {  // not so in most calls of few rows, whose first tile the whole CTA waits for
+            const int band = in_group / (RASTER_M * n_tiles);
+            const int left = m_tiles - band * RASTER_M;
+            const int height = left < RASTER_M ? left : RASTER_M;
+            const int in_band = in_group - band * RASTER_M * n_tiles;
+            n_tile = in_band / height;
+            m_tile = band * RASTER_M + (in_band - n_tile * height);
+        }
         Tile tile;
-        tile.group = table.groups[at];
-        tile.row = table.starts[at] + m_tile * BLOCK_M;
-        tile.rows = table.ends[at] - tile.row < BLOCK_M ? table.ends[at] - tile.row : BLOCK_M;
+        tile.group = group;
+        tile.row = start + m_tile * BLOCK_M;
+        tile.rows = end - tile.row < BLOCK_M ? end - tile.row : BLOCK_M;
         tile.column = n_tile * BLOCK_N_CLUSTER;
         return tile;
+    }
+};
+
+// The numbers from `whole` on are those of halves, two for every tile. The second of a short tile has no row.
+template <int BLOCK_M, int BLOCK_N_CLUSTER, int RASTER_M>
+struct TileOrder<BLOCK_M, BLOCK_N_CLUSTER, RASTER_M, true> {
+    using Tiles = TileOrder<BLOCK_M, BLOCK_N_CLUSTER, RASTER_M>;
+    static constexpr bool HAS_HALVES = true;
+    Tiles tiles;
+    int whole;  // tiles before those that are cut
+
+    __device__ __forceinline__ TileOrder(const GroupTable& table, int n, int workers) : tiles(table, n) {
+        const int all = table.num_groups == 0 ? 0 : table.tile_ends[table.num_groups - 1] * tiles.n_tiles;
+        whole = whole_tiles(all, workers);
+    }
+
+    // How many of `all` tiles are not cut.
+    static __device__ __forceinline__ int whole_tiles(int all, int workers) {
+        const int rest = all < workers ? all : all % workers;
+        return all - (rest < workers - rest ? rest : workers - rest);
+    }
+
+    static __device__ __forceinline__ int tiles_along(int n) { return Tiles::tiles_along(n); }
+
+    static __device__ __forceinline__ Tile tile_in_group(int in_group, int group, int start, int end,
+                                                         int m_tiles, int n_tiles) {
+        return Tiles::tile_in_group(in_group, group, start, end, m_tiles, n_tiles);
+    }
+
+    // The first (half = 0) or second half of a tile.
+    static __device__ __forceinline__ Tile half_of(Tile tile, int half) {
+        const int rows = tile.rows - BLOCK_M / 2;  // of the second half
+        if (half == 0) {
+            if (rows > 0) tile.rows = BLOCK_M / 2;
+        } else {
+            tile.row += BLOCK_M / 2;
+            tile.rows = rows > 0 ? rows : -1;
+        }
+        return tile;
+    }
+
+    __device__ __forceinline__ Tile tile_at(int number) {
+        const int past = number - whole;
+        const Tile tile = tiles.tile_at(past < 0 ? number : whole + past / 2);
+        return past < 0 || tile.rows == 0 ? tile : half_of(tile, past % 2);
     }
 };

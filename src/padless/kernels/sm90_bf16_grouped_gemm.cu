@@ -27,7 +27,8 @@
 //                                      tokens to bf16 in shared memory
 //                                      arrive tokens_full[t] ----------> wait tokens_full[t]; wgmma
 //      (all three read the tile queue of tile_queue.cuh; where BEGINS_IN_F16 converters and consumers wait for checked[s],
-//      which the converters arrive on when they have looked at the scales of full[s])
+//      which the checker warps arrive on when they have looked at the scales of full[s]: two warps beside the producer, or,
+//      where there are none to spare, the converters)
 //
 // K block: 128 of K. A stage s, or t, holds STAGE_BLOCKS of them.
 //
@@ -227,8 +228,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             prefetch_tensormap(map_sfb);
             for (int s = 0; s < STAGES; ++s) {
                 mbarrier_init(shared_address(&shared.full[s]), 1);
-                mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS);
-                if (BEGINS_IN_F16) mbarrier_init(shared_address(&shared.checked[s]), NUM_CONVERTER_WARPS);
+                mbarrier_init(shared_address(&shared.empty[s]), NUM_TILE_READERS - 1);
+                if (BEGINS_IN_F16) mbarrier_init(shared_address(&shared.checked[s]), NUM_CHECKER_WARPS);
             }
             for (int s = 0; s < TOKEN_STAGES; ++s) {
                 mbarrier_init(shared_address(&shared.tokens_full[s]), NUM_CONVERTER_WARPS * TOKEN_ARRIVALS);
@@ -236,8 +237,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             }
             for (int s = 0; s < QUEUE_SLOTS; ++s) {
                 mbarrier_init(shared_address(&shared.queue.full[s]), 1);
-                mbarrier_init(shared_address(&shared.queue.empty[s]),
-                              NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS + 1);
+                mbarrier_init(shared_address(&shared.queue.empty[s]), NUM_TILE_READERS);
             }
             fence_mbarrier_init();
         }
@@ -264,6 +264,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             if (elect_one())
                 hand_out_tiles<1>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
                                   blockIdx.x, gridDim.x);
+        } else if constexpr (CHECKERS_APART) {
+            check_tiles(shared, problem, warp - (FIRST_PRODUCER_WARP + 2), lane);
         }
         __syncwarp();
     } else if (warp >= NUM_CONSUMER_WARPS) {

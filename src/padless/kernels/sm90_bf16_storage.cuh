@@ -34,8 +34,13 @@ constexpr bool PAIRS_ARE_ADJACENT = !is_fp4(A_FORMAT) && !is_fp4(B_FORMAT) && A_
 // NVFP4 values and e4m3 codes are exact in f16 too, which takes fewer instructions to make and multiplies the same way.
 constexpr bool IS_F16 = B_FORMAT == FORMAT_NVFP4 && A_FORMAT != FORMAT_BF16;
 // MXFP4 values are exact in f16 if their scales lie in a window of 24 powers of two, as nearly all do. So a tile begins in f16
-// and changes over to bf16, to its end, at the first stage that has another scale. The converters look for those.
+// and changes over to bf16, to its end, at the first stage that has another scale. The checker warps look for those.
 constexpr bool BEGINS_IN_F16 = A_FORMAT == FORMAT_MXFP4 && B_FORMAT == FORMAT_MXFP4;
+// Two warps beside the producer that have nothing else to do; if there are none the converters look first, and then convert.
+constexpr bool CHECKERS_APART = BEGINS_IN_F16 && !HELPERS_TOGETHER;
+constexpr int NUM_CHECKER_WARPS = CHECKERS_APART ? 2 : NUM_CONVERTER_WARPS;
+constexpr int NUM_TILE_READERS =
+    NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS + (CHECKERS_APART ? NUM_CHECKER_WARPS : 0) + 1;
 constexpr float F16_UNSHIFT = 1 << (2 * MXFP4_F16_SHIFT);
 constexpr bool HAS_GLOBAL_SCALES = A_FORMAT == FORMAT_NVFP4 || B_FORMAT == FORMAT_NVFP4;
 constexpr int SHIFT = shift_of(A_FORMAT) + shift_of(B_FORMAT);
@@ -86,7 +91,7 @@ struct alignas(1024) SharedStorageOf {
     TileQueueStorage queue;
     GroupTableStorage<MAX_GROUPS> groups;
     uint64_t checked[BEGINS_IN_F16 ? STAGES : 1];
-    // A byte to each of four converter warps, or two to each of two.
+    // A byte to each of four checker warps, or two to each of two.
     alignas(4) uint8_t beyond_f16[BEGINS_IN_F16 ? STAGES : 1][4];
 #if EPILOGUE_IS_QUANT
     int group_tiles[MAX_GROUPS];  // first 128-row tile of each group, every group starting on one

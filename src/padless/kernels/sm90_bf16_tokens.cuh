@@ -146,7 +146,7 @@ __device__ __forceinline__ uint32_t row_beyond_f16(uint32_t scales, uint32_t cod
     return beyond;
 }
 
-// Converter, a warp: whether its share of the scales of stage `ks` has one that is beyond f16. Scales that do not exist, past
+// Checker, a warp: whether its share of the scales of stage `ks` has one that is beyond f16. Scales that do not exist, past
 // the ends of K, N or the group, do not count: what is made of them is dropped or meets zero codes.
 __device__ __forceinline__ bool scales_beyond_f16(const SharedStorage& shared, const Problem& problem,
                                                   const Tile& tile, int ks, int stage, int warp, int lane) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ bool scales_beyond_f16(const SharedStorage& shared, c
         const int columns = problem.sfb_columns() - (ks * STAGE_BLOCKS + j) * 4;
         const uint32_t counting = columns >= 4 ? 0xffffffff : columns <= 0 ? 0 : (1u << 8 * columns) - 1;
 #pragma unroll
-        for (int first = 0; first < BLOCK_N; first += NUM_CONVERTER_WARPS * 32) {
+        for (int first = 0; first < BLOCK_N; first += NUM_CHECKER_WARPS * 32) {
             const int row = first + warp * 32 + lane;
             const uint32_t block = j * (SFB_IS_BLOCKED ? SFB_BLOCK_BYTES : scales_of_128(B_FORMAT));
             const uint32_t word = ld_shared_u32(sfb + block + scales_of_row(row, 0));
@@ -167,7 +167,7 @@ __device__ __forceinline__ bool scales_beyond_f16(const SharedStorage& shared, c
                 beyond |= row_beyond_f16(word, shared_address(shared.b[stage][j]) + row * 64, counting);
         }
 #pragma unroll
-        for (int first = 0; first < BLOCK_M; first += NUM_CONVERTER_WARPS * 32) {
+        for (int first = 0; first < BLOCK_M; first += NUM_CHECKER_WARPS * 32) {
             const int row = first + warp * 32 + lane;
             if (row < tile.rows) {
                 const uint32_t word =
@@ -179,7 +179,39 @@ __device__ __forceinline__ bool scales_beyond_f16(const SharedStorage& shared, c
     return __any_sync(0xffffffff, beyond != 0);
 }
 
-// What the converters found in a stage, the same for all lanes. Lane 0 alone reads it: it is the one that gives the stage
+// Checker, a warp: looks at its share of a stage and says what it found.
+__device__ __forceinline__ void check_stage(SharedStorage& shared, const Problem& problem, const Tile& tile,
+                                            int ks, const Pipeline<STAGES>& pipeline, int warp, int lane) {
+    const int stage = pipeline.stage;
+    // Whoever read the last fill's flags has given the stage back: implied by `full`, through the copies.
+    mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
+    mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
+    const bool beyond = scales_beyond_f16(shared, problem, tile, ks, stage, warp, lane);
+    if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < 4; i += NUM_CHECKER_WARPS) shared.beyond_f16[stage][warp + i] = beyond;
+    }
+    arrive_warp(shared.checked[stage], lane);
+}
+
+// Checkers that are apart from the converters.
+__device__ __forceinline__ void check_tiles(SharedStorage& shared, const Problem& problem, int warp,
+                                            int lane) {
+    Reader reader(shared.queue);
+    Pipeline<STAGES> pipeline;
+    Tile tile{};
+    while (reader.next(tile, lane)) {
+        for (int ks = 0; ks < problem.k_stages(); ++ks) {
+            check_stage(shared, problem, tile, ks, pipeline, warp, lane);
+            arrive_warp(shared.empty[pipeline.stage], lane);
+            pipeline.advance();
+        }
+        if (lane == 0) reader.release();
+        reader.advance();
+    }
+}
+
+// What the checkers found in a stage, the same for all lanes. Lane 0 alone reads it: it is the one that gives the stage
 // back, and so one thread's own order says that it has been read.
 __device__ __forceinline__ bool wants_bf16(const SharedStorage& shared, int stage, int lane) {
     const uint32_t found = lane == 0 ? ld_shared_u32(shared_address(shared.beyond_f16[stage])) : 0;
@@ -212,16 +244,7 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
             }
             const int stage = pipeline.stage, to = ring.stage;
             if constexpr (BEGINS_IN_F16) {
-                // Whoever read the last fill's flags has given the stage back: implied by `full`, through the copies.
-                mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
-                mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
-                const bool beyond = scales_beyond_f16(shared, problem, tile, ks, stage, warp, lane);
-                if (lane == 0) {
-#pragma unroll
-                    for (int i = 0; i < 4; i += NUM_CONVERTER_WARPS)
-                        shared.beyond_f16[stage][warp + i] = beyond;
-                }
-                arrive_warp(shared.checked[stage], lane);
+                if constexpr (!CHECKERS_APART) check_stage(shared, problem, tile, ks, pipeline, warp, lane);
                 mbarrier_wait(shared_address(&shared.tokens_empty[to]), ring.phase ^ 1);
                 mbarrier_wait(shared_address(&shared.checked[stage]), pipeline.phase);
                 in_f16 = in_f16 && !wants_bf16(shared, stage, lane);

@@ -76,6 +76,8 @@ using StoreMaps = QuantOutputs;
 #include "sm90_fp8_store.cuh"
 #endif
 
+constexpr uint32_t START_BARRIER = 7;  // the store has the first ones
+
 // Consumer: one tile of which NUM_WAVES units belong to this warpgroup.
 template <int NUM_WAVES>
 __device__ __forceinline__ void consume_tile(SharedStorage& shared, const Problem& problem,
@@ -118,24 +120,44 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_sfa, const __grid_constant__ StoreMaps store_maps, const float* sfb,
-    const int* offs, int m, int n, int k, int num_groups, int counter) {
+    const int* offs, int m, int n, int k, int num_groups, int counter
+#if !EPILOGUE_IS_QUANT
+    ,
+    const uint8_t* b, long long b_row_bytes, long long b_group_bytes
+#endif
+) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const Problem problem{sfb, m, n, k, num_groups};
-    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
     const int lane = threadIdx.x % 32;
+    constexpr int LOAD_WARP = NUM_CONSUMER_WARPS;  // first of the producer warpgroup
 
-    if (warp == 0) {
+    // Nothing can be loaded before offs are here. So they are asked for first of all, by the warp that loads, and what it
+    // does not need them for is done meanwhile, here and in the other warps.
+    const bool has_small_table = num_groups <= SMALL_TABLE;
+    const int load_lane = threadIdx.x - LOAD_WARP * 32;  // lane apart from `lane`, which the main loop keeps
+    int end = 0;
+    if (threadIdx.x / 32 == LOAD_WARP && has_small_table) end = given_end(offs, num_groups, m, load_lane);
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
+
+    if (warp == LOAD_WARP) {
+        uint32_t n_tiles = Order::tiles_along(n), worker = blockIdx.x / CLUSTER_N;
+        pin_register(n_tiles);  // known before offs are here
+        pin_register(worker);
         if (elect_one()) {
             prefetch_tensormap(map_a);
             prefetch_tensormap(map_b);
             prefetch_tensormap(map_sfa);
+#if !EPILOGUE_IS_QUANT
+            prefetch_store_maps(store_maps);
+#endif
             for (int s = 0; s < STAGES; ++s) {
                 mbarrier_init(shared_address(&shared.full[s]), 1);
                 mbarrier_init(shared_address(&shared.empty[s]), CLUSTER_N * NUM_CONSUMER_WARPS);
             }
             mbarrier_init(shared_address(&shared.window_full), 1);
             mbarrier_init(shared_address(&shared.window_empty), NUM_CONSUMER_WARPS);
+            if (DRAWS_LATE) mbarrier_init(shared_address(&shared.next_tile_wanted), 1);
             for (int s = 0; s < QUEUE_SLOTS; ++s) {
                 mbarrier_init(shared_address(&shared.queue.full[s]), 1);
                 mbarrier_init(shared_address(&shared.queue.empty[s]), CLUSTER_N * NUM_TILE_READERS);
@@ -146,16 +168,33 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             fence_mbarrier_init();
         }
         __syncwarp();
+        if (has_small_table) {
+            const PlacedGroup group = place_group<BLOCK_M>(end, num_groups, m, load_lane);
+            queue_first_tile<Order>(shared.queue, group, n_tiles, worker, gridDim.x / CLUSTER_N, load_lane);
+            store_group(shared.groups, group, num_groups, load_lane);  // for the scheduler
+        }
+    } else if (warp < NUM_CONSUMER_WARPS) {
+#if !EPILOGUE_IS_QUANT
+        prefetch_weights_lines<BLOCK_N, NUM_CONSUMER_WARPS * 32>(Weights{b, b_row_bytes, b_group_bytes}, n, k,
+                                                                 num_groups);
+#endif
+        clear_missing_rows<STAGES, A_BYTES, NUM_CONSUMER_WARPS * 32>(shared.a[0], m);
     }
-    if constexpr (!COLUMNS_ARE_DEALT) {  // else map_b is another
-        if (warp == 2 && elect_one())
-            prefetch_weights<BLOCK_N, BLOCK_K>(map_b, n, problem.k_blocks(), num_groups);
+    if (!has_small_table) {
+        // All lines of offs at once: the table is built from one after the other.
+        if (warp == 1 && lane * 32 < num_groups) prefetch_global_l2(offs + lane * 32);
+        build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
+    } else if (EPILOGUE_IS_QUANT) {
+        __syncthreads();
+    } else if (CLUSTER_N == 1) {
+        if (warp == LOAD_WARP)  // waits for nobody: its loads begin at once
+            bar_arrive(START_BARRIER, NUM_THREADS);
+        else
+            bar_sync(START_BARRIER, NUM_THREADS);
     }
-    clear_missing_rows<STAGES, A_BYTES, NUM_THREADS>(shared.a[0], m);
-    build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
 #if EPILOGUE_IS_QUANT
     if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.quant.group_tiles, lane);
-    __syncthreads();
+    if (CLUSTER_N == 1) __syncthreads();
 #endif
     if constexpr (CLUSTER_N > 1) {  // nobody may signal a barrier of a CTA that has not made it yet
         barrier_cluster_arrive();
@@ -168,8 +207,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa);
         } else if (warp == NUM_CONSUMER_WARPS + 1 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
             if (elect_one())
-                hand_out_tiles<CLUSTER_N>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
-                                          blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N);
+                hand_out_tiles<CLUSTER_N, HALVES, DRAWS_LATE>(
+                    shared.queue, Order(shared.groups.table(num_groups), n, gridDim.x / CLUSTER_N), counter,
+                    blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N, &shared.next_tile_wanted, has_small_table);
         }
 #if !EPILOGUE_IS_QUANT
         const int storing = warp - (NUM_CONSUMER_WARPS + 2);  // the consumer warpgroup that it stores for

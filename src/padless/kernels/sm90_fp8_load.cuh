@@ -9,6 +9,9 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     Pipeline<STAGES> pipeline;
     uint32_t window_phase = 0;
     const int k_blocks = problem.k_blocks();
+    const int ask_at = CLUSTER_N > 1 && cluster_cta_rank() != 0 ? -1  // the first CTA asks for both
+                       : k_blocks > K_BLOCKS_AHEAD              ? k_blocks - K_BLOCKS_AHEAD
+                                                                : 0;
     Tile tile;
     while (reader.next(tile)) {
         const int column = cta_column(tile);
@@ -46,6 +49,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                 tma_load_2d(map_sfa, shared_address(shared.sfa[stage] + i * SFA_COPY_FLOATS), full,
                             (tile.row & ~3) + i * SFA_COPY_FLOATS, kb);
             pipeline.advance();
+            if (DRAWS_LATE && kb == ask_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));
 
             // The window of this tile may be fetched once the last tile's has been read: not before this tile's first
             // stages are on their way, or they would wait for it too.

@@ -78,6 +78,7 @@ struct alignas(1024) SharedStorageOf {
 #if EPILOGUE_IS_QUANT
     QuantStorage quant;
 #endif
+    uint64_t next_tile_wanted;  // see K_BLOCKS_AHEAD
 };
 
 constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 12>() : NUM_STAGES;
@@ -86,7 +87,14 @@ using SharedStorage = SharedStorageOf<STAGES>;
 // How many multiply-adds of the promotion in a row read their common scale once (operand_reuse.py): as measured.
 extern "C" __device__ const int padless_reuse_run = WAVES == 2 ? 12 : 4;
 
-using Order = TileOrder<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M>;
+// The last round's tiles are cut in two where a half, one unit of each warpgroup, costs about half a tile. Not where values
+// are quantised, as in columns they share a scale with their tile's other rows.
+constexpr bool HALVES = WAVES == 2 && !EPILOGUE_IS_QUANT;
+using Order = TileOrder<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M, HALVES>;
+// Tiles that take long are drawn late: when the producer has this many K blocks of the tile before still to load. Where the
+// tile is short they take 6 us, of which an atomic and a message to the other CTA need less than half.
+constexpr bool DRAWS_LATE = HALVES;
+constexpr int K_BLOCKS_AHEAD = 16;
 using Reader = TileReader<CLUSTER_N>;
 
 struct Problem {

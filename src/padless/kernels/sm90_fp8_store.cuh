@@ -15,6 +15,17 @@ using StoreMaps = DescriptorPool;
 using StoreMaps = TensorMap;
 #endif
 
+// One thread, when the kernel begins: else a CTA's first store would wait for its map from memory, which in a call of one
+// tile a CTA is at the very end.
+__device__ __forceinline__ void prefetch_store_maps(const StoreMaps& maps) {
+#if STORE_IS_POOL
+#pragma unroll
+    for (int i = 0; i < 7; ++i) prefetch_tensormap((&maps.box_1)[i]);
+#else
+    prefetch_tensormap(maps);
+#endif
+}
+
 constexpr int STORE_THREADS = 128 + (CONSUMERS_STORE ? 0 : 32);  // that meet at a warpgroup's barriers
 __device__ __forceinline__ uint32_t d_free(int warpgroup) {
     return 1 + warpgroup;

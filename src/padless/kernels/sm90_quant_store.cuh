@@ -147,23 +147,18 @@ __device__ __forceinline__ int slot_of(int warpgroup, int w) {
 // How much of a unit exists, counted from the thread's first row and first column.
 struct Extent {
     int rows, columns;
-    bool cuts_columns;  // of the tile, the same in all threads
 
     __device__ __forceinline__ Extent(const QuantOutputs& outputs, const Tile& tile, int unit, int out_column,
                                       int warp, int lane) {
         rows = tile.rows - (unit * WGMMA_M + warp * 16 + lane / 4);
         columns = outputs.n_out - out_column - lane % 4 * 4;
-        cuts_columns = out_column + OUT_COLUMNS > outputs.n_out;
     }
 };
 
 // The maxima of one unit's blocks, and with them the largest magnitude of the thread's own that exist.
 __device__ __forceinline__ void find_row_amax(const float (&v)[OUT_COLUMNS / 2], const Extent& extent,
                                               float (&amax)[2][ROW_BLOCKS], float& highest) {
-    if (extent.cuts_columns)
-        row_block_amax<OUT_COLUMNS, ROW_BLOCK, true>(v, amax, extent.columns);
-    else
-        row_block_amax<OUT_COLUMNS, ROW_BLOCK, false>(v, amax, extent.columns);
+    row_block_amax<OUT_COLUMNS, ROW_BLOCK>(v, amax, extent.columns);
     if constexpr (ROW_QUANT != QUANT_NONE) quad_amax(amax);
 #pragma unroll
     for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {

@@ -1,8 +1,9 @@
 // Hands tiles to the CTAs: a scheduler thread draws numbers and leaves the tiles in a short queue in shared memory, from
 // which the producer and the consumers read. In a cluster the first CTA's scheduler serves all of them.
 //
-// A worker's first tile is the one with its own number; after that it draws from a counter in global memory, one tile
-// ahead of need. Which worker multiplies a tile changes nothing in the result. The counter is zero between launches: the
+// A worker's first tile is the one with its own number; after that it draws from a counter in global memory, up to two
+// tiles ahead of need, or when it is asked for the next one (`wanted`): the later, the better it is known who is free
+// first. Which worker multiplies a tile changes nothing in the result. The counter is zero between launches: the
 // last worker to find no more tiles sets it back. Launches that may run at the same time need counters of their own;
 // without one (counter < 0) worker w of W takes tiles w, w + W, w + 2 W, ...
 #pragma once
@@ -22,29 +23,78 @@ struct TileQueueStorage {
     uint64_t empty[QUEUE_SLOTS];  // of the first CTA: every reader of every CTA arrives here
 };
 
-// One thread of each worker.
-template <int CLUSTER, class Order>
+// One warp of each CTA, with a group of place_group in each lane: queues the worker's first tile, which hand_out_tiles
+// is then told. It is known here as soon as offs are, while a scheduler would have to search the table for it. Only where
+// there are fewer tiles than workers is it a half. All numbers are those of first tiles then, so a half without a row,
+// which has to be queued too, is the end.
+template <class Order>
+__device__ __forceinline__ void queue_first_tile(TileQueueStorage& queue, const PlacedGroup& group,
+                                                 int n_tiles, int worker, int workers, int lane) {
+    if (lane == 0) queue.tiles[0] = Tile{0, 0, 0, 0};
+    __syncwarp();
+    int number = worker, half = -1;
+    if constexpr (Order::HAS_HALVES) {
+        const int all = group.all_tiles * n_tiles;
+        const int past = all < workers ? worker - Order::whole_tiles(all, workers) : -1;
+        if (past >= 0) number = worker - past + past / 2, half = past % 2;
+    }
+    const int in_group = number - (group.tile_end - group.tiles) * n_tiles;
+    if (in_group >= 0 && in_group < group.tiles * n_tiles) {
+        Tile tile = Order::tile_in_group(in_group, lane, group.start, group.end, group.tiles, n_tiles);
+        if constexpr (Order::HAS_HALVES) {
+            if (half >= 0) tile = Order::half_of(tile, half);
+            if (tile.rows < 0) tile.rows = 0;
+        }
+        queue.tiles[0] = tile;
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared_address(&queue.full[0]));
+}
+
+// The scheduler: leaves `tile` in a slot of every CTA of the worker, when it is free.
+template <int CLUSTER>
+__device__ __forceinline__ void queue_tile(TileQueueStorage& queue, const Pipeline<QUEUE_SLOTS>& pipeline,
+                                           const Tile& tile) {
+    const int slot = pipeline.stage;
+    if constexpr (CLUSTER == 1) {
+        mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
+        queue.tiles[slot] = tile;
+        mbarrier_arrive(shared_address(&queue.full[slot]));
+    } else {
+        mbarrier_wait_cluster(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
+        for (int cta = 0; cta < CLUSTER; ++cta) {
+            st_cluster_v4(shared_address(&queue.tiles[slot]), cta, tile.group, tile.row, tile.rows,
+                          tile.column);
+            mbarrier_arrive_release_cluster(shared_address(&queue.full[slot]), cta);
+        }
+    }
+}
+
+// One thread of each worker. HALVES: the order has tiles without a row, which are passed over. ASKED: the number of the next
+// tile is drawn after an arrival at the barrier `wanted`, of which every tile that is handed out must bring one.
+// `first_is_queued`: queue_first_tile has been called.
+template <int CLUSTER, bool HALVES = false, bool ASKED = false, class Order>
 __device__ __forceinline__ void hand_out_tiles(TileQueueStorage& queue, Order order, int counter, int worker,
-                                               int workers) {
+                                               int workers, uint64_t* wanted = nullptr,
+                                               bool first_is_queued = false) {
     Pipeline<QUEUE_SLOTS> pipeline;
+    uint32_t wanted_phase = 0;
     Tile tile;
     int number = worker;
     do {
-        tile = order.tile_at(number);
-        const int slot = pipeline.stage;
-        if constexpr (CLUSTER == 1) {
-            mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
-            queue.tiles[slot] = tile;
-            mbarrier_arrive(shared_address(&queue.full[slot]));
-        } else {
-            mbarrier_wait_cluster(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
-            for (int cta = 0; cta < CLUSTER; ++cta) {
-                st_cluster_v4(shared_address(&queue.tiles[slot]), cta, tile.group, tile.row, tile.rows,
-                              tile.column);
-                mbarrier_arrive_release_cluster(shared_address(&queue.full[slot]), cta);
+        if (first_is_queued)
+            tile.rows = queue.tiles[0].rows;
+        else
+            tile = order.tile_at(number);
+        if (!HALVES || tile.rows >= 0) {
+            if (!first_is_queued) queue_tile<CLUSTER>(queue, pipeline, tile);
+            pipeline.advance();
+            if (ASKED && tile.rows != 0) {
+                mbarrier_wait(shared_address(wanted), wanted_phase);
+                wanted_phase ^= 1;
             }
         }
-        pipeline.advance();
+        first_is_queued = false;
         number = counter < 0      ? number + workers
                  : tile.rows == 0 ? 0
                                   : workers + atomicAdd(&padless_counters[counter].drawn, 1);

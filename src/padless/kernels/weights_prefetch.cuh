@@ -12,3 +12,25 @@ __device__ __forceinline__ void prefetch_weights(const TensorMap& map_b, int n, 
     for (int kb = 0; kb < 2 && kb < k_blocks && group < num_groups; ++kb)
         tma_prefetch_3d(map_b, kb * K_STEP, column, group);
 }
+
+// The same by the first THREADS threads of the CTA, a line of 128 bytes to each, for weights of one byte an element. Neither
+// the tensor map nor the copy engine is needed, so nothing comes before these requests but their own instructions.
+struct Weights {
+    const uint8_t* data;               // (G, N, K)
+    long long row_bytes, group_bytes;  // from one to the next
+};
+
+template <int BLOCK_N, int THREADS>
+__device__ __forceinline__ void prefetch_weights_lines(const Weights& weights, int n, int k, int num_groups) {
+    constexpr int LINE = 128, LINES = 2;  // of a row: neighbours, asked for by neighbouring threads
+    const int n_tiles = (n + BLOCK_N - 1) / BLOCK_N;
+    const int group = blockIdx.x / n_tiles, column = blockIdx.x % n_tiles * BLOCK_N;
+    if (group >= num_groups) return;
+#pragma unroll
+    for (int first = 0; first < BLOCK_N * LINES; first += THREADS) {
+        const int row = column + (first + static_cast<int>(threadIdx.x)) / LINES;
+        const int at = threadIdx.x % LINES * LINE;
+        if (first + threadIdx.x < BLOCK_N * LINES && row < n && at < k)
+            prefetch_global_l2(weights.data + group * weights.group_bytes + row * weights.row_bytes + at);
+    }
+}

@@ -14,8 +14,9 @@
 
 // amax[h][b]: the largest magnitude among the thread's own values of its row h in columns [b BLOCK, (b + 1) BLOCK); NaN
 // where there is one. Magnitudes are compared as integers after the first step, where NaN is above every number: three
-// at a time. CUT: columns from `columns` on, counted from the thread's first, are none.
-template <int COLUMNS, int BLOCK, bool CUT>
+// at a time. Columns from `columns` on, counted from the thread's first, are none: a predicate, since a second copy without it
+// behind a branch costs more instructions to fetch than it saves.
+template <int COLUMNS, int BLOCK>
 __device__ __forceinline__ void row_block_amax(const float* v, float (&amax)[2][COLUMNS / BLOCK],
                                                int columns) {
 #pragma unroll
@@ -29,7 +30,7 @@ __device__ __forceinline__ void row_block_amax(const float* v, float (&amax)[2][
                                        v[8 * i + 4 * h + 3]};
                 const int low = __float_as_int(max_nan_abs(four[0], four[1]));
                 const int high = __float_as_int(max_nan_abs(four[2], four[3]));
-                highest = CUT && 16 * i >= columns ? highest : max(max(highest, low), high);
+                highest = 16 * i >= columns ? highest : max(max(highest, low), high);
             }
             amax[h][b] = __int_as_float(highest);
         }

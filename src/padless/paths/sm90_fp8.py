@@ -40,6 +40,8 @@ def prepare(
     arguments: list[Argument] = [b"".join(driver.encode(spec) for spec in specs) for specs in maps]
     arguments += [(b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
     arguments += [(value, 4) for value in (m, n, k, num_groups, tile_counter(config, device, out.data_ptr()))]
+    strides = (tensor_map.outer_stride(b.data, dim) for dim in (1, 0))
+    arguments += [(value, 8) for value in (b.data.data_ptr(), *strides)]
     tensors = [a.data, a.scale, b.data, b.scale, out] + ([] if offs is None else [offs])
     shape = LaunchShape(grid, kernel.num_threads, config.cluster_n)
     return Prepared(driver.prepare(function, kernel, shape, arguments, tensors), copies)

@@ -49,6 +49,11 @@ __device__ __forceinline__ uint32_t cvt_f16x2(float low, float high) {
     return packed;
 }
 
+// Asks for the line at `address` to be brought into L2. Nothing waits for it.
+__device__ __forceinline__ void prefetch_global_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
 // A barrier among `threads` threads of the CTA (id 0 is __syncthreads).
 __device__ __forceinline__ void bar_sync(uint32_t id, uint32_t threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -1,0 +1,159 @@
+"""The scheduler's headers compiled for the CPU, and the twin to compare them with.
+
+The headers run unchanged: schedule_shim.cpp defines the CUDA qualifiers away and plays the threads with coroutines that
+give way wherever they would wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from padless import jit
+from padless.schedule import Tile, tiles
+
+Shape = tuple[int, int, int]  # block_m, block_n (of a whole cluster), raster_m
+
+BLOCKS_M = (64, 128, 256)
+BLOCKS_N = (128, 192, 256)
+RASTERS = (3, 8, 16)
+ALL_SHAPES: tuple[Shape, ...] = tuple(itertools.product(BLOCKS_M, BLOCKS_N, RASTERS))
+HEADERS = ("pipeline.cuh", "scheduler.cuh", "group_table.cuh", "tile_queue.cuh")
+
+SHIM = Path(__file__).with_name("schedule_shim.cpp")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of group g end at cleaned[g]; entry i of the others is the i-th group of the walk."""
+
+    cleaned: list[int]
+    groups: list[int]
+    starts: list[int]
+    ends: list[int]
+    tile_ends: list[int]
+
+
+@dataclass(frozen=True)
+class Device:
+    """The compiled headers."""
+
+    library: ctypes.CDLL
+
+    def table(self, offs: list[int] | None, m: int, block_m: int) -> Table:
+        """What all threads of a CTA see; offs None is the dense problem, one group of m rows."""
+        num_groups = 1 if offs is None else len(offs)
+        array = ctypes.c_int * num_groups
+        columns = [array() for _ in range(5)]
+        self.library.build_table(block_m, None if offs is None else array(*offs), num_groups, m, *columns)
+        return Table(*map(list, columns))
+
+    def tiles_at(
+        self,
+        offs: list[int] | None,
+        m: int,
+        n: int,
+        shape: Shape,
+        numbers: list[int],
+        halves_for: int | None = None,
+    ) -> list[Tile | None]:
+        """The tiles of ascending numbers; None past the last one. A half without rows is one of -1 rows."""
+        self.table(offs, m, shape[0])
+        out = (ctypes.c_int * (4 * len(numbers)))()
+        wanted = (ctypes.c_int * len(numbers))(*numbers)
+        status = self.library.tiles_at(*shape, n, halves_for or 0, wanted, len(numbers), out)
+        assert status != -2, f"shape {shape} is not compiled into the shim"
+        if status == -1:
+            raise ZeroDivisionError("tile_at divided by zero")
+        found = [Tile(*out[4 * i : 4 * i + 4]) for i in range(len(numbers))]
+        return [tile if tile.rows != 0 else None for tile in found]
+
+    def first_tile(
+        self, offs: list[int] | None, m: int, n: int, shape: Shape, worker: int, halves_for: int | None = None
+    ) -> Tile | None:
+        """What the warp that builds the table of few groups queues for a worker; None: there is no tile for it."""
+        num_groups = 1 if offs is None else len(offs)
+        ends = None if offs is None else (ctypes.c_int * num_groups)(*offs)
+        out = (ctypes.c_int * 4)()
+        status = self.library.first_tile(*shape, n, halves_for or 0, ends, num_groups, m, worker, out)
+        assert status != -2, f"shape {shape} is not compiled into the shim"
+        assert status == 1, "not queued exactly once"
+        return Tile(*out) if out[2] != 0 else None
+
+    def handed_out(
+        self,
+        offs: list[int],
+        m: int,
+        n: int,
+        shape: Shape,
+        *,
+        workers: int,
+        counter: int,
+        seed: int = 0,
+        cluster: int = 1,
+        halves: bool = False,
+        first_is_queued: bool = False,
+    ) -> list[tuple[int, Tile | None]]:
+        """(worker, tile) in the order of time; None tells a worker that there are no more tiles."""
+        self.table(offs, m, shape[0])
+        room = 20_000
+        out = (ctypes.c_int * (5 * room))()
+        count = self.library.hand_out(
+            *shape, n, halves, cluster, counter, workers, seed, first_is_queued, out, room
+        )
+        assert count != -3, "the counter is not zero after the launch"
+        assert count != -4, "a tile was drawn before it was asked for"
+        assert 0 <= count < room
+        entries = [out[5 * i : 5 * i + 5] for i in range(count)]
+        return [(entry[0], Tile(*entry[1:]) if entry[3] != 0 else None) for entry in entries]
+
+
+def build(
+    folder: Path, shapes: tuple[Shape, ...] = ALL_SHAPES, planted: tuple[str, str, str] | None = None
+) -> Device:
+    """Compiles the headers, with a planted bug (header, text, replacement) if one is given."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler (g++ or c++ on the PATH)")
+    for header in HEADERS:
+        text = (jit.KERNELS / header).read_text()
+        if planted is not None and planted[0] == header:
+            assert text.count(planted[1]) == 1, f"{header} changed: plant another bug than {planted[1]!r}"
+            text = text.replace(planted[1], planted[2])
+        (folder / header).write_text(text)
+    calls = " ".join(f"SHAPE({m}, {n}, {r})" for m, n, r in shapes)
+    library = folder / "schedule.so"
+    command = [
+        compiler,
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-fPIC",
+        "-shared",
+        f"-DSHAPES={calls}",
+        f"-I{folder}",
+        str(SHIM),
+        "-o",
+        str(library),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return Device(ctypes.CDLL(str(library)))
+
+
+def ends_of(sizes: tuple[int, ...]) -> list[int]:
+    return list(itertools.accumulate(sizes))
+
+
+def twin(offs: list[int], m: int, n: int, shape: Shape, halves_for: int | None = None) -> list[Tile]:
+    return list(tiles(offs, m, n, *shape, halves_for))
+
+
+# Sizes around one and two tiles of every height, and more m-tiles than a band.
+SIZES = (0, 1, 63, 64, 65, 129, 256, 64 * 17 + 5)
