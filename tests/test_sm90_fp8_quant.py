@@ -268,13 +268,13 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     ),
     "multipliers from the other warpgroup are not waited for": (
         STORE,
-        "bar_sync(SECOND_MULTIPLIERS_BARRIER",
-        "bar_arrive(SECOND_MULTIPLIERS_BARRIER",
+        "bar_sync(spans ? BOTH_MULTIPLIERS_BARRIER : 1 + warpgroup, spans ? 256 : 128)",
+        "bar_sync(1 + warpgroup, 128)",
         BOTH,
     ),
     "no barrier before the multipliers are read": (
         STORE,
-        "        else\n            bar_sync(1 + warpgroup, 128);",
+        "bar_sync(spans ? BOTH_MULTIPLIERS_BARRIER : 1 + warpgroup, spans ? 256 : 128);",
         "",
         BOTH,
     ),

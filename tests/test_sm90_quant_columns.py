@@ -73,7 +73,7 @@ BUGS = {
     ),
     "no barrier before the multipliers are read": (
         STORE,
-        "        else\n            bar_sync(1 + warpgroup, 128);",
+        "bar_sync(spans ? BOTH_MULTIPLIERS_BARRIER : 1 + warpgroup, spans ? 256 : 128);",
         "",
     ),
     "the other warpgroup's maxima are not waited for": (

@@ -239,10 +239,10 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
 }
 
 // A run of 128 rows that lies in both warpgroups, a unit in each: the first makes the scales. The second says that its
-// maxima are written, quantises its rows and waits for its multipliers; then its maxima may be written again. Either
-// barrier is one of halves, as the two come there from different places: one barrier.sync of both would be an error to
-// synccheck. Any other run lies in one warpgroup, whose own barrier is enough: the other may be in another tile.
-constexpr int SECOND_MAXIMA_BARRIER = 4, SECOND_MULTIPLIERS_BARRIER = 5;
+// maxima are written and quantises its rows (a barrier of halves: the two come there from different places, and one
+// barrier.sync of both would be an error to synccheck); both meet when the multipliers are written, and then maxima may be
+// written again. Any other run lies in one warpgroup, whose own barrier is enough: the other may be in another tile.
+constexpr int SECOND_MAXIMA_BARRIER = 4, BOTH_MULTIPLIERS_BARRIER = 5;
 
 // The columns whose scales a thread of a warpgroup makes. The compiler knows how many they are: it mixes the straight line
 // that they become with the codes of rows, which hides the latency of a scale.
@@ -350,7 +350,6 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
             }
             scale_columns<NUM_WAVES>(column_highest, shared.quant, outputs, place, tile, out_column, first,
                                      spans, warpgroup);
-            if (spans) bar_arrive(SECOND_MULTIPLIERS_BARRIER, 256);
         }
     }
     if constexpr (ROW_QUANT != QUANT_NONE)
@@ -366,10 +365,7 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
         if (lane == 0) red_max_float(outputs.amax + tile.group, __uint_as_float(canonical));
     }
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
-        if (is_second)
-            bar_sync(SECOND_MULTIPLIERS_BARRIER, 256);
-        else
-            bar_sync(1 + warpgroup, 128);       // the warpgroup's multipliers are there
+        bar_sync(spans ? BOTH_MULTIPLIERS_BARRIER : 1 + warpgroup, spans ? 256 : 128);
         float multiplier[OUT_COLUMNS / 16][4];  // of the thread's columns in the unit's run
 #pragma unroll
         for (int w = 0; w < NUM_WAVES; ++w) {
