@@ -262,22 +262,17 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     "columns past the last in the maxima": (FRAGMENT, "16 * i >= columns", "false", GLU_BOTH),
     "the other warpgroup's maxima are not waited for": (
         STORE,
-        "bar_sync(SECOND_MAXIMA_BARRIER",
-        "bar_arrive(SECOND_MAXIMA_BARRIER",
+        "bar_sync(barrier, threads);  ",
+        "bar_sync(1 + warpgroup, 128);",
         BOTH,
     ),
     "multipliers from the other warpgroup are not waited for": (
         STORE,
-        "bar_sync(spans ? BOTH_MULTIPLIERS_BARRIER : 1 + warpgroup, spans ? 256 : 128)",
-        "bar_sync(1 + warpgroup, 128)",
+        "        bar_sync(barrier, threads);\n",
+        "        bar_sync(1 + warpgroup, 128);\n",
         BOTH,
     ),
-    "no barrier before the multipliers are read": (
-        STORE,
-        "bar_sync(spans ? BOTH_MULTIPLIERS_BARRIER : 1 + warpgroup, spans ? 256 : 128);",
-        "",
-        BOTH,
-    ),
+    "no barrier before the multipliers are read": (STORE, "        bar_sync(barrier, threads);\n", "", BOTH),
     "no proxy fence before the stores": (STORE, "    fence_proxy_async_shared();\n", "", ROWS),
     "the staging buffer is not waited for": (
         STORE,

@@ -73,13 +73,13 @@ BUGS = {
     ),
     "no barrier before the multipliers are read": (
         STORE,
-        "bar_sync(spans ? BOTH_MULTIPLIERS_BARRIER : 1 + warpgroup, spans ? 256 : 128);",
+        "        bar_sync(barrier, threads);\n",
         "",
     ),
     "the other warpgroup's maxima are not waited for": (
         STORE,
-        "bar_sync(SECOND_MAXIMA_BARRIER",
-        "bar_arrive(SECOND_MAXIMA_BARRIER",
+        "bar_sync(barrier, threads);  ",
+        "bar_sync(1 + warpgroup, 128);",
     ),
     "every tile is handed over": (STORE, SPANS, "NUM_WAVES == 1"),
     "no tile is handed over": (STORE, SPANS, "false"),

@@ -238,11 +238,12 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
     }
 }
 
-// A run of 128 rows that lies in both warpgroups, a unit in each: the first makes the scales. The second says that its
-// maxima are written and quantises its rows (a barrier of halves: the two come there from different places, and one
-// barrier.sync of both would be an error to synccheck); both meet when the multipliers are written, and then maxima may be
-// written again. Any other run lies in one warpgroup, whose own barrier is enough: the other may be in another tile.
-constexpr int SECOND_MAXIMA_BARRIER = 4, BOTH_MULTIPLIERS_BARRIER = 5;
+// A run of 128 rows that lies in both warpgroups, a unit in each: the first makes the scales, and the two meet twice, when
+// maxima are written and when multipliers are; then maxima may be written again. They meet in the same two places of the
+// code where a warpgroup otherwise meets alone: one barrier.sync at different instructions would be an error to synccheck,
+// and where the second only arrived (bar.arrive), racecheck lost the order of what came next. Any other run lies in one
+// warpgroup, whose own barrier is enough: the other may be in another tile.
+constexpr int BOTH_BARRIER = 4;
 
 // The columns whose scales a thread of a warpgroup makes. The compiler knows how many they are: it mixes the straight line
 // that they become with the codes of rows, which hides the latency of a scale.
@@ -324,10 +325,10 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
             float* const amax = shared.quant.columns[warpgroup].amax[w / UNITS_OF_RUN * 4 + warp];
             column_amax<OUT_COLUMNS, UNITS>(v + w, shared_address(amax), last.rows, lane);
         }
-        if (is_second) bar_arrive(SECOND_MAXIMA_BARRIER, 256);
     }
+    const uint32_t barrier = spans ? BOTH_BARRIER : 1 + warpgroup, threads = spans ? 256 : 128;
     if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
-    bar_sync(1 + warpgroup, 128);                     // and the warpgroup's column maxima are there
+    bar_sync(barrier, threads);                       // and column maxima are there
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
         if constexpr (HAS_PLAIN)
@@ -337,20 +338,16 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     int column_highest[COLUMN_TURNS] = {};
     if constexpr (COLUMN_QUANT != QUANT_NONE) {  // here: loads are not moved before the stores of codes
         if (!is_second) read_column_maxima<NUM_WAVES>(column_highest, shared.quant.columns[warpgroup]);
+        if (spans && !is_second) read_column_maxima<NUM_WAVES>(column_highest, shared.quant.columns[1]);
     }
     const RowScales row_scales(outputs, place, tile, out_column, first, warp, lane);
     if constexpr (ROW_QUANT != QUANT_NONE)
         quantize_rows<0, 1>(v, row_amax, highest, shared, outputs, row_scales, swap, tile, out_column, first,
                             warpgroup, warp, lane);
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
-        if (!is_second) {
-            if (spans) {
-                bar_sync(SECOND_MAXIMA_BARRIER, 256);
-                read_column_maxima<NUM_WAVES>(column_highest, shared.quant.columns[1]);
-            }
+        if (!is_second)
             scale_columns<NUM_WAVES>(column_highest, shared.quant, outputs, place, tile, out_column, first,
                                      spans, warpgroup);
-        }
     }
     if constexpr (ROW_QUANT != QUANT_NONE)
         quantize_rows<1, NUM_WAVES>(v, row_amax, highest, shared, outputs, row_scales, swap, tile, out_column,
@@ -365,7 +362,7 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
         if (lane == 0) red_max_float(outputs.amax + tile.group, __uint_as_float(canonical));
     }
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
-        bar_sync(spans ? BOTH_MULTIPLIERS_BARRIER : 1 + warpgroup, spans ? 256 : 128);
+        bar_sync(barrier, threads);
         float multiplier[OUT_COLUMNS / 16][4];  // of the thread's columns in the unit's run
 #pragma unroll
         for (int w = 0; w < NUM_WAVES; ++w) {
