@@ -34,7 +34,10 @@ def test_geomean() -> None:
 
 
 class FakeCuda:
-    """torch.cuda as far as GpuTimer uses it: a stream whose clock moves with what is put on it."""
+    """torch.cuda as far as GpuTimer uses it: a stream whose clock moves with what is put on it.
+
+    Nothing begins before the host has issued it.
+    """
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -44,9 +47,12 @@ class FakeCuda:
     def synchronize(self) -> None:
         self.log.append("sync")
 
+    def issue(self, us: float) -> None:
+        self.now_us = max(self.now_us, 1e6 * self.host_s) + us
+
     def _sleep(self, cycles: int) -> None:
         self.log.append("sleep")
-        self.now_us += cycles / 2000
+        self.issue(cycles / 2000)
 
     def Event(self, enable_timing: bool = False) -> Any:
         fake = self
@@ -56,6 +62,7 @@ class FakeCuda:
 
             def record(self) -> None:
                 fake.log.append("event")
+                fake.issue(0.0)
                 self.at = fake.now_us
 
             def elapsed_time(self, end: Event) -> float:
@@ -79,7 +86,7 @@ def fake_timer(fake: FakeCuda, repeats: int) -> timing.GpuTimer:
 
     def flush() -> None:
         fake.log.append("flush")
-        fake.now_us += 120.0
+        fake.issue(120.0)
 
     timer._flush = flush  # type: ignore[method-assign]
     return timer
@@ -99,8 +106,8 @@ def test_contenders_take_turns_behind_a_flush_and_a_sleep(fake: FakeCuda) -> Non
     def work(name: str, us: float) -> Any:
         def call() -> None:
             fake.log.append(name)
-            fake.now_us += us
             fake.host_s += 40e-6
+            fake.issue(us)
 
         return call
 
@@ -116,6 +123,28 @@ def test_contenders_take_turns_behind_a_flush_and_a_sleep(fake: FakeCuda) -> Non
         for step in ("sync", "rest", "flush", "sleep", "event", name, "event", "sync")
     ]
     assert fake.log[-len(turns) :] == turns
+
+
+def test_a_call_that_the_host_issued_late_is_timed_again(fake: FakeCuda) -> None:
+    host_us = iter([5.0] * 3 + [900.0, 950.0] + [5.0] * 9)  # warmed up; after a rest; and so on
+
+    def call() -> None:
+        fake.host_s += 1e-6 * next(host_us)
+        fake.issue(10.0)
+
+    times = fake_timer(fake, repeats=3).gpu({"a": call})
+    assert times["a"].samples_us == pytest.approx((10.0,) * 3)
+    assert next(host_us) == 5.0
+    assert len(list(host_us)) == 14 - 3 - 4 - 1  # one call more than was asked for
+
+
+def test_a_call_that_waits_for_the_gpu_itself_is_timed_all_the_same(fake: FakeCuda) -> None:
+    def call() -> None:
+        fake.host_s += 20e-3
+        fake.issue(10.0)
+
+    (sample,) = fake_timer(fake, repeats=1).gpu({"a": call})["a"].samples_us
+    assert sample > 10e3
 
 
 def test_end_to_end_counts_the_host(fake: FakeCuda) -> None:

@@ -4,9 +4,9 @@ Contenders take turns (A B A B ...), so that heat and clock changes meet all of 
 before every call and as much as L2 holds is read again, so that none finds its operands in L2 nor waits for what the
 flush itself had left to be written back; medians are reported with their spread. Two clocks:
 
-* GPU time: CUDA events around the call, everything it launches included. The stream sleeps in front of the
-first
-  event for as long as the host needs to issue the call, so gaps in issuing do not count.
+* GPU time: CUDA events around the call, everything it launches included. The stream sleeps in front of the first event
+  until the host has issued the call, so gaps in issuing do not count: a call that was issued later is timed again,
+  behind a longer sleep. (After a rest Python needs several times as long as when it calls in a loop.)
 * end-to-end time: from the Python call to the finished result, the host included.
 """
 
@@ -30,7 +30,7 @@ WARM_UP_CALLS = 2
 
 # torch.cuda._sleep counts clock cycles; at less than this rate it sleeps longer, which is harmless.
 _SLEEP_CYCLES_PER_US = 2000
-_SLEEP_MARGIN_US = 30.0
+_SLEEP_MARGIN_US = 100.0
 _SLEEP_MAX_US = 5000.0
 
 Call = Callable[[], Any]
@@ -104,23 +104,33 @@ class GpuTimer:
         return 1e6 * elapsed
 
     def gpu(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
-        host_us = {name: self._host_us(call) for name, call in calls.items()}
+        sleep_us = {name: _sleep_us(self._host_us(call)) for name, call in calls.items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
         last_us = 0.0
         for round_number in range(self.repeats):
             for name in _in_turn(calls, round_number):
-                self._pause(last_us)
-                self._flush()
-                sleep_us = min(1.5 * host_us[name] + _SLEEP_MARGIN_US, _SLEEP_MAX_US)
-                torch.cuda._sleep(int(sleep_us * _SLEEP_CYCLES_PER_US))
-                start, end = _event_pair()
-                start.record()
-                calls[name]()
-                end.record()
-                torch.cuda.synchronize()
-                last_us = 1e3 * start.elapsed_time(end)
+                while True:
+                    last_us, host_us = self._one_gpu_time(calls[name], last_us, sleep_us[name])
+                    if host_us <= sleep_us[name] or sleep_us[name] == _SLEEP_MAX_US:
+                        break
+                    sleep_us[name] = _sleep_us(host_us)
                 samples[name].append(last_us)
         return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+    def _one_gpu_time(self, call: Call, last_us: float, sleep_us: float) -> tuple[float, float]:
+        """One call's GPU time behind a rest, a flush and a sleep, and how long the host took to issue it from when the
+        sleep was issued; in microseconds."""
+        self._pause(last_us)
+        self._flush()
+        start, end = _event_pair()
+        began = time.perf_counter()
+        torch.cuda._sleep(int(sleep_us * _SLEEP_CYCLES_PER_US))
+        start.record()
+        call()
+        end.record()
+        host_us = 1e6 * (time.perf_counter() - began)
+        torch.cuda.synchronize()
+        return 1e3 * start.elapsed_time(end), host_us
 
     def end_to_end(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
         samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -144,6 +154,11 @@ class GpuTimer:
         clock, and so the time of a call, depends on what ran before it (15% have been seen)."""
         torch.cuda.synchronize()
         time.sleep(self.pause_s + 2e-6 * last_us)
+
+
+def _sleep_us(host_us: float) -> float:
+    """How long the stream sleeps in front of a call that the host issues in ``host_us``."""
+    return min(2 * host_us + _SLEEP_MARGIN_US, _SLEEP_MAX_US)
 
 
 def _in_turn(calls: Mapping[str, Call], round_number: int) -> list[str]:
