@@ -37,8 +37,8 @@ FAULTS = {
     # What has no need of bf16 does not notice; what has would never end.
     "nothing is left for bf16": ("if (done < k_stages)", "if (false)"),
     "scales are not looked at": (
-        "return __any_sync(0xffffffff, beyond != 0);",
-        "return false;",
+        "if (!__any_sync(0xffffffff, scales_beyond_f16<false>",
+        "if (true || !__any_sync(0xffffffff, scales_beyond_f16<false>",
     ),
     "sums keep f16's shift": ("d[u][i] *= F16_UNSHIFT", "d[u][i] *= 1.0f"),
 }

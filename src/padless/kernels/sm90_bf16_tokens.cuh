@@ -138,45 +138,56 @@ __device__ __forceinline__ uint32_t excuse_zeros(uint32_t scales, uint32_t codes
     return scales;
 }
 
-// The same for mxfp4_beyond_f16, of bytes that `counting` has.
-__device__ __forceinline__ uint32_t row_beyond_f16(uint32_t scales, uint32_t codes, uint32_t counting) {
-    uint32_t beyond = mxfp4_beyond_f16(scales) & counting & 0xF0F0F0F0;
-    if (beyond != 0)
-        beyond = mxfp4_beyond_f16(excuse_zeros(scales, codes)) & counting & 0xF0F0F0F0;  // rarely
-    return beyond;
-}
-
-// Checker, a warp: whether its share of the scales of stage `ks` has one that is beyond f16. Scales that do not exist, past
-// the ends of K, N or the group, do not count: what is made of them is dropped or meets zero codes.
-__device__ __forceinline__ bool scales_beyond_f16(const SharedStorage& shared, const Problem& problem,
-                                                  const Tile& tile, int ks, int stage, int warp, int lane) {
+// Checker, a warp: which bits of its share of the scales of stage `ks` are beyond f16, in each lane those of its rows. Scales
+// that do not exist, past the ends of K, N or the group, do not count: what is made of them is dropped or meets zero codes.
+// With EXCUSE_ZEROS zeros do not count either.
+template <bool EXCUSE_ZEROS>
+__device__ __forceinline__ uint32_t scales_beyond_f16(const SharedStorage& shared, const Problem& problem,
+                                                      const Tile& tile, int ks, int stage, int warp,
+                                                      int lane) {
     const uint32_t sfb =
         shared_address(shared.sfb[stage]) + (SFB_IS_BLOCKED ? 0 : scale_offset<B_FORMAT>(ks * STAGE_BLOCKS));
     const uint32_t sfa = shared_address(shared.sfa[stage]) + scale_offset<A_FORMAT>(ks * STAGE_BLOCKS);
+    const auto of_row = [](uint32_t scales, const uint8_t* codes, int row) {
+        return mxfp4_beyond_f16(EXCUSE_ZEROS ? excuse_zeros(scales, shared_address(codes) + row * 64)
+                                             : scales);
+    };
+    constexpr int UNROLLED = EXCUSE_ZEROS ? 1 : 16;  // what is rarely done is short
     uint32_t beyond = 0;
-#pragma unroll
+#pragma unroll UNROLLED
     for (int j = 0; j < STAGE_BLOCKS; ++j) {
         const int columns = problem.sfb_columns() - (ks * STAGE_BLOCKS + j) * 4;
         const uint32_t counting = columns >= 4 ? 0xffffffff : columns <= 0 ? 0 : (1u << 8 * columns) - 1;
-#pragma unroll
+        uint32_t of_block = 0;
+#pragma unroll UNROLLED
         for (int first = 0; first < BLOCK_N; first += NUM_CHECKER_WARPS * 32) {
             const int row = first + warp * 32 + lane;
             const uint32_t block = j * (SFB_IS_BLOCKED ? SFB_BLOCK_BYTES : scales_of_128(B_FORMAT));
             const uint32_t word = ld_shared_u32(sfb + block + scales_of_row(row, 0));
             if (row < BLOCK_N && weights_exist(problem, tile.column, row))
-                beyond |= row_beyond_f16(word, shared_address(shared.b[stage][j]) + row * 64, counting);
+                of_block |= of_row(word, shared.b[stage][j], row);
         }
-#pragma unroll
+#pragma unroll UNROLLED
         for (int first = 0; first < BLOCK_M; first += NUM_CHECKER_WARPS * 32) {
             const int row = first + warp * 32 + lane;
             if (row < tile.rows) {
                 const uint32_t word =
                     ld_shared_u32(sfa + j * scales_of_128(A_FORMAT) + row * SCALE_ROW_BYTES);
-                beyond |= row_beyond_f16(word, shared_address(shared.a[stage][j]) + row * 64, counting);
+                of_block |= of_row(word, shared.a[stage][j], row);
             }
         }
+        beyond |= of_block & counting & 0xF0F0F0F0;
     }
-    return __any_sync(0xffffffff, beyond != 0);
+    return beyond;
+}
+
+// Whether any of the warp's share of stage `ks` is beyond f16. Zeros are looked for only where something is: a branch at every
+// row would have its loads wait for each other.
+__device__ __forceinline__ bool any_beyond_f16(const SharedStorage& shared, const Problem& problem,
+                                               const Tile& tile, int ks, int stage, int warp, int lane) {
+    if (!__any_sync(0xffffffff, scales_beyond_f16<false>(shared, problem, tile, ks, stage, warp, lane) != 0))
+        return false;
+    return __any_sync(0xffffffff, scales_beyond_f16<true>(shared, problem, tile, ks, stage, warp, lane) != 0);
 }
 
 // Checker, a warp: looks at its share of a stage and says what it found.
@@ -186,7 +197,7 @@ __device__ __forceinline__ void check_stage(SharedStorage& shared, const Problem
     // Whoever read the last fill's flags has given the stage back: implied by `full`, through the copies.
     mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
     mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
-    const bool beyond = scales_beyond_f16(shared, problem, tile, ks, stage, warp, lane);
+    const bool beyond = any_beyond_f16(shared, problem, tile, ks, stage, warp, lane);
     if (lane == 0) {
 #pragma unroll
         for (int i = 0; i < 4; i += NUM_CHECKER_WARPS) shared.beyond_f16[stage][warp + i] = beyond;
