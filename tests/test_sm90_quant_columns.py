@@ -17,11 +17,18 @@ from padless.config import GemmConfig
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK, MXFP8
 from padless.paths import sm90_fp8_quant, sm90_mxfp8, sm90_mxfp8_quant
+from padless.schedule import tiles_to_cut
 
 SLOW = pytest.mark.slow
 WIDE = GemmConfig(block_m=256, cluster_n=2)
 SIZES = (250, 100, 40, 180, 70, 333, 1, 128)  # units of 64 rows: 4, 2, 1, 3, 2, 4 and 2, 1, 2
 UP_TO_TWO_UNITS = (70, 5, 0, 120, 128, 3, 1)
+PLANTED_SIZES = (
+    340,
+    250,
+    40,
+    180,
+)  # 4 and 2, from which the worker goes on to the 4 of the next columns; 4; 1; 3
 
 BOTH = Epilogue(row_format=FP8_BLOCK, column_format=FP8_BLOCK)
 GLU = dataclasses.replace(BOTH, activation="swiglu_interleaved", d_dtype=torch.float32)
@@ -32,6 +39,14 @@ RUNS_OF_32 = Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="rceil")
 def test_tiles_of_256_rows(seed: int) -> None:
     epilogue = dataclasses.replace(BOTH, amax=True, bias=True)
     check(sm90_fp8_quant, Case(SIZES, 144, seed=seed), epilogue, WIDE, seed=seed)
+
+
+@pytest.mark.parametrize("epilogue", [BOTH, pytest.param(RUNS_OF_32, marks=SLOW)], ids=["128", "32"])
+def test_a_last_round_in_halves(epilogue: Epilogue) -> None:
+    """Three workers: the first half of a tile ends where a run of rows does, and the second is a tile of its own."""
+    sizes = (600, 250)
+    assert tiles_to_cut(2 * sum(-(-size // 256) for size in sizes), 3) == 1  # one of the 250 rows
+    check(sm90_fp8_quant, Case(sizes, 512, seed=7), epilogue, WIDE, seed=7, sms=6)
 
 
 @pytest.mark.parametrize(("epilogue", "n"), [(RUNS_OF_32, 160), pytest.param(GLU, 256, marks=SLOW)])
@@ -99,7 +114,7 @@ BUGS = {
 
 def check_all_seeds() -> None:
     for seed in range(4):
-        check(sm90_fp8_quant, Case((250, 100, 40, 180, 70), 144, seed=seed), BOTH, WIDE, seed=seed)
+        check(sm90_fp8_quant, Case(PLANTED_SIZES, 144, seed=seed), BOTH, WIDE, seed=seed)
 
 
 @pytest.mark.parametrize("name", slow_but({"staged by the unit"}, BUGS))

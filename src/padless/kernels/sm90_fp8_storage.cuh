@@ -87,9 +87,9 @@ using SharedStorage = SharedStorageOf<STAGES>;
 // How many multiply-adds of the promotion in a row read their common scale once (operand_reuse.py): as measured.
 extern "C" __device__ const int padless_reuse_run = WAVES == 2 ? 12 : 4;
 
-// The last round's tiles are cut in two where a half, one unit of each warpgroup, costs about half a tile. Not where values
-// are quantised, as in columns they share a scale with their tile's other rows.
-constexpr bool HALVES = WAVES == 2 && !EPILOGUE_IS_QUANT;
+// The last round's tiles are cut in two where a half, one unit of each warpgroup, costs about half a tile. No scale of a column
+// covers rows of both halves.
+constexpr bool HALVES = WAVES == 2;
 using Order = TileOrder<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M, HALVES>;
 // Tiles that take long are drawn late: when the producer has this many K blocks of the tile before still to load. Where the
 // tile is short they take 6 us, of which an atomic and a message to the other CTA need less than half.
