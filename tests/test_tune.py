@@ -48,8 +48,13 @@ def test_the_costs_behind_the_times_are_found(num_sms: int) -> None:
     assert list(found) == TILES
     for tile, cost in found.items():
         assert cost.full_ns == pytest.approx(TRUTH[tile].full_ns, rel=1e-3)
-        assert cost.short_ns == pytest.approx(TRUTH[tile].short_ns, rel=0.01)
         assert cost.overhead_ns == pytest.approx(TRUTH[tile].overhead_ns, abs=1)
+        # Where an end takes nearly as long as a full tile, the queue can take the same time with two costs of it.
+        close = 0.05 if TRUTH[tile].short_ns > 0.85 * TRUTH[tile].full_ns else 0.01
+        assert cost.short_ns == pytest.approx(TRUTH[tile].short_ns, rel=close)
+        tails = trials(tile, num_sms)[3:]
+        (took,) = knowing_clock(found, num_sms)(tails)
+        assert took == pytest.approx(knowing_clock(TRUTH, num_sms)(tails)[0], rel=1e-3)
 
 
 def test_half_a_percent_of_noise_moves_them_a_little() -> None:

@@ -65,15 +65,15 @@ class CostTable:
 
 
 # By kernel, the file's name without ".cu". Only ratios matter, so a table serves other GPUs of its architecture too.
-# sm90_fp8_grouped_gemm: fitted to 89 recorded times (the docs say how). 128 and 64 columns: from the ratio of dense
-# products that took turns in one run.
+# sm90_fp8_grouped_gemm: fitted to 612 recorded times (the docs say how). 64 columns: from the ratio to 128 columns of
+# dense products that took turns in one run.
 BUILT_IN: dict[str, CostTable] = {
     "sm90_fp8_grouped_gemm": CostTable(
         {
-            Tile(256, 128, 2, 8): TileCost(695, 375, 600),
-            Tile(128, 192, 1, 16): TileCost(543, 465, 200),
-            Tile(128, 128, 1, 8): TileCost(382, 332, 200),
-            Tile(128, 64, 1, 8): TileCost(255, 221, 200),
+            Tile(256, 128, 2, 8): TileCost(696, 410, 381),
+            Tile(128, 192, 1, 16): TileCost(540, 509, 249),
+            Tile(128, 128, 1, 8): TileCost(392, 361, 249),
+            Tile(128, 64, 1, 8): TileCost(262, 241, 249),
         },
         "built in, NVIDIA H200, 2026-11-21",
     )
@@ -110,13 +110,17 @@ def simulate(
     return max(free)
 
 
-def estimate_ns(m: int, n: int, k: int, num_groups: int, tile: Tile, cost: TileCost, num_sms: int) -> float:
-    """The mean of ``simulate`` without halves over sizes drawn evenly from [0, 2 M / G], to a few percent, in closed
-    form. (Its choices were measured before there were halves.)
+def estimate_ns(
+    m: int, n: int, k: int, num_groups: int, tile: Tile, cost: TileCost, num_sms: int, halves: bool = True
+) -> float:
+    """The mean of ``simulate`` over sizes drawn evenly from [0, 2 M / G], to a few percent, in closed form.
 
     Short tiles count as the fraction of a full one that they take. The number of rounds is spread evenly over what the
     ends of G groups can make of it, and a round that has begun is paid for in full: with few large groups that is
     almost the number of whole rounds, with many small ones half a round more than the work alone.
+
+    Where a last round is cut in ``halves`` (as in ``simulate``) and so is over after half of it, it is one half that is
+    paid for. Counting by half rounds tells how often that is so; a half takes as long as a short tile.
     """
     groups = max(1, min(num_groups, m))
     full, short = _expected_m_tiles(m, groups, tile.block_m)
@@ -124,7 +128,13 @@ def estimate_ns(m: int, n: int, k: int, num_groups: int, tile: Tile, cost: TileC
     # How many tiles each worker gets for one m-tile.
     share = -(-n // (tile.block_n * tile.cluster_n)) / max(num_sms // tile.cluster_n, 1)
     rounds = (full + short * short_ns / full_ns) * share
-    return full_ns * max(1.0, _mean_ceil(rounds, math.sqrt(groups - 1) * share))
+    width = math.sqrt(groups - 1) * share
+    whole = max(1.0, _mean_ceil(rounds, width))
+    if not (halves and tile.has_halves):
+        return full_ns * whole
+    # Each time that counting by halves spares half a round, a half takes the place of a whole tile.
+    spared = whole - max(0.5, _mean_ceil(2 * rounds, 2 * width) / 2)
+    return full_ns * whole - 2 * spared * (full_ns - short_ns)
 
 
 def _expected_m_tiles(m: int, groups: int, block_m: int) -> tuple[float, float]:
@@ -151,11 +161,22 @@ def _mean_ceil(middle: float, width: float) -> float:
     return (integral(middle + width / 2) - integral(middle - width / 2)) / width
 
 
-def best_tile(costs: Mapping[Tile, TileCost], m: int, n: int, k: int, num_groups: int, num_sms: int) -> Tile:
-    """The tile with the least estimated time; the first of equals. Clusters larger than the GPU are left out."""
+def best_tile(
+    costs: Mapping[Tile, TileCost],
+    m: int,
+    n: int,
+    k: int,
+    num_groups: int,
+    num_sms: int,
+    halves: bool = True,
+) -> Tile:
+    """The tile with the least estimated time; the first of equals. Clusters larger than the GPU are left out.
+
+    ``halves``: False for a kernel that cuts no tiles in two.
+    """
     return min(
         (tile for tile in costs if tile.cluster_n <= num_sms),
-        key=lambda tile: estimate_ns(m, n, k, num_groups, tile, costs[tile], num_sms),
+        key=lambda tile: estimate_ns(m, n, k, num_groups, tile, costs[tile], num_sms, halves),
     )
 
 

@@ -15,6 +15,7 @@ from padless.bench.formats_report import draw_formats, print_formats
 from padless.bench.paper import BenchResult, report_figure
 from padless.bench.results import Record, read_records, sessions_of
 from padless.bench.session import wide_console
+from padless.bench.tiles_report import print_tiles
 
 Records = Sequence[Record]
 
@@ -35,6 +36,7 @@ KINDS = {
     "formats": Kind(lambda console, records, _: print_formats(console, records), draw_formats),
     "epilogue": Kind(lambda console, records, _: print_epilogue(console, records)),
     "blackwell": Kind(lambda console, records, _: print_blackwell(console, records)),
+    "tiles": Kind(lambda console, records, _: print_tiles(console, records)),
 }
 
 

@@ -34,17 +34,24 @@ def prepare(
         a = BlockScaledTensor(a.data, copies[0], a.format)
     kernel, function = load_kernel(driver, KERNEL, config, device)
     maps = _tensor_maps(a, b, out, config)
-    # As many CTAs as multiprocessors: a tile costs far more than finding the next one. No more than there can be tiles.
-    most_tiles = (-(-m // config.block_m) + num_groups) * -(-n // (config.block_n * config.cluster_n))
-    grid = min(problem.num_sms // config.cluster_n, most_tiles) * config.cluster_n
     arguments: list[Argument] = [b"".join(driver.encode(spec) for spec in specs) for specs in maps]
     arguments += [(b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
     arguments += [(value, 4) for value in (m, n, k, num_groups, tile_counter(config, device, out.data_ptr()))]
     strides = (tensor_map.outer_stride(b.data, dim) for dim in (1, 0))
     arguments += [(value, 8) for value in (b.data.data_ptr(), *strides)]
     tensors = [a.data, a.scale, b.data, b.scale, out] + ([] if offs is None else [offs])
-    shape = LaunchShape(grid, kernel.num_threads, config.cluster_n)
+    shape = LaunchShape(ctas_of(problem, config), kernel.num_threads, config.cluster_n)
     return Prepared(driver.prepare(function, kernel, shape, arguments, tensors), copies)
+
+
+def ctas_of(problem: Problem, config: GemmConfig) -> int:
+    """As many CTAs as multiprocessors, for a tile costs far more than finding the next one; but no more than there can
+    be pieces of work. Where tiles of 256 rows are few, every one is cut in two (``schedule.tiles_to_cut``).
+    """
+    most_tiles = -(-problem.m // config.block_m) + problem.num_groups
+    most_tiles *= -(-problem.n // (config.block_n * config.cluster_n))
+    most_pieces = most_tiles * (2 if config.block_m == 256 else 1)
+    return min(problem.num_sms // config.cluster_n, most_pieces) * config.cluster_n
 
 
 def _tensor_maps(
