@@ -16,14 +16,12 @@ from padless import cost_model, schedule
 from padless.bench.group_sizes import draw_group_sizes
 from padless.config import Problem, select_config
 from padless.cost_model import BUILT_IN, CostTable, Tile, TileCost, best_tile, estimate_ns, simulate
-from padless.epilogue import Epilogue
-from padless.formats import FP8_BLOCK
-from padless.paths import sm90_fp8_quant
 
 KERNEL = "sm90_fp8_grouped_gemm"
 COSTS = BUILT_IN[KERNEL].costs
 MEASURED = Path(__file__).parents[1] / "docs/measured"
 RECORDED = MEASURED / "2026-11-21-h200-tiles.jsonl"
+RECORDED_SMALL = MEASURED / "2026-11-21-h200-tiles-small.jsonl"  # M 512 to 4096
 DECODE = MEASURED / "2026-11-21-h200-decode.jsonl"
 TALL, WIDE, SMALL = Tile(256, 128, 2, 8), Tile(128, 192, 1, 16), Tile(128, 128, 1, 8)
 
@@ -119,7 +117,7 @@ def test_the_estimate_is_the_mean_of_the_simulation_and_its_choice_costs_little(
 
 
 def test_the_estimate_knows_what_halves_spare() -> None:
-    """Tall tiles, M 8192: the mean of the queue with halves to 2.5%; the estimate without them is further off."""
+    """Tall tiles, M 8192: the mean of the queue with halves to 3%; the estimate without them is further off."""
     others = []
     for groups, n, k in (
         (4, 4096, 4096),
@@ -133,7 +131,7 @@ def test_the_estimate_knows_what_halves_spare() -> None:
         with_halves, without = (
             estimate_ns(8192, n, k, groups, TALL, COSTS[TALL], 132, h) for h in (True, False)
         )
-        assert with_halves == pytest.approx(simulated, rel=0.025), (groups, n, k)
+        assert with_halves == pytest.approx(simulated, rel=0.03), (groups, n, k)
         assert with_halves <= without
         others.append(without / simulated - 1)
     assert max(others) > 0.03
@@ -182,9 +180,9 @@ def test_mean_ceil_against_a_sum() -> None:
 # --- recorded times --------------------------------------------------------------------------------------
 
 
-def recorded() -> list[tuple[Problem, list[int], int, dict[Tile, float]]]:
+def recorded(path: Path = RECORDED) -> list[tuple[Problem, list[int], int, dict[Tile, float]]]:
     """(problem, sizes, bytes, microseconds by tile) of every recorded point."""
-    session, *points = map(json.loads, RECORDED.read_text().splitlines())
+    session, *points = map(json.loads, path.read_text().splitlines())
     tiles = {name: Tile(**fields) for name, fields in session["tiles"].items()}
     return [
         (
@@ -254,7 +252,7 @@ def test_the_chosen_tiles_were_the_fastest_or_nearly_so() -> None:
     assert mean(every) < 0.0013
     assert max(every) < 0.045
     for key, values in losses.items():
-        assert mean(values) < (0.0045 if key == (8192, 4) else 0.003), key
+        assert mean(values) < (0.0045 if key == (8192, 4) else 0.0035), key
 
     # Other costs, no halves and always the same tile would all have cost more.
     def total(costs: Mapping[Tile, TileCost], halves: bool = True) -> float:
@@ -266,6 +264,26 @@ def test_the_chosen_tiles_were_the_fastest_or_nearly_so() -> None:
         assert total({**COSTS, tile: other}) > 0.01
     assert total(COSTS, halves=False) > 1.5 * mean(every)
     assert total({TALL: COSTS[TALL]}) > 1.2 * mean(every)
+
+
+def test_choices_for_few_rows_trust_halves_less_than_the_mean_of_the_queue_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One draw of sizes a point, which nobody knows: no choice by M and groups is right for all of them."""
+
+    def losses() -> list[float]:
+        found = []
+        for p, _, _, took in recorded(RECORDED_SMALL):
+            tile = best_tile(COSTS, p.m, p.n, p.k, p.num_groups, 132)
+            if tile in took:  # 64 columns, for a single group of 512 rows, were not timed
+                found.append(took[tile] / min(took.values()) - 1)
+        return found
+
+    now = losses()
+    assert len(now) >= 118
+    assert mean(now) < 0.014
+    monkeypatch.setattr(cost_model, "_TRUSTED_OF_SPARED", 1.0)
+    assert mean(losses()) > mean(now) + 0.003
 
 
 def test_many_small_groups_get_the_wide_tile_that_was_measured_faster() -> None:
@@ -288,17 +306,6 @@ def test_decode_sizes_keep_the_tile_that_was_measured() -> None:
         assert (config.block_m, config.block_n, config.cluster_n) == (128, 128 if narrow else 192, 1), record[
             "point"
         ]
-
-
-def test_a_quantising_epilogue_is_estimated_without_halves() -> None:
-    """M 2048, N 7168, one group: 256 rows are faster than 128 only if the last round is cut."""
-    costs = {tile: cost for tile, cost in COSTS.items() if tile.block_n == 128}
-    whole, cut = (best_tile(costs, 2048, 7168, 4096, 1, 132, halves) for halves in (False, True))
-    assert (whole.block_m, cut.block_m) == (128, 256)
-    epilogue = Epilogue(row_format=FP8_BLOCK, row_layout="plain_mn")
-    assert sm90_fp8_quant.select_tile(Problem(2048, 7168, 4096, 1), epilogue).block_m == 128
-    # Not because it could not have the other.
-    assert sm90_fp8_quant.select_tile(Problem(65536, 7168, 4096, 1), epilogue).block_m == 256
 
 
 def test_up_to_64_rows_a_group_never_get_256_rows_or_64_columns() -> None:

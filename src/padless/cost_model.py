@@ -134,7 +134,14 @@ def estimate_ns(
         return full_ns * whole
     # Each time that counting by halves spares half a round, a half takes the place of a whole tile.
     spared = whole - max(0.5, _mean_ceil(2 * rounds, 2 * width) / 2)
-    return full_ns * whole - 2 * spared * (full_ns - short_ns)
+    trusted = 1.0 if groups == 1 else _TRUSTED_OF_SPARED
+    return full_ns * whole - 2 * trusted * spared * (full_ns - short_ns)
+
+
+# How much of what halves are expected to spare counts in a choice when the sizes are unknown: a tile that wins by it
+# alone loses most where it is wrong. On 406 measured problems of M 512 to 16384 choices lose 0.46% with 3/4 of it, 0.58%
+# with all, 0.55% with nothing.
+_TRUSTED_OF_SPARED = 0.75
 
 
 def _expected_m_tiles(m: int, groups: int, block_m: int) -> tuple[float, float]:

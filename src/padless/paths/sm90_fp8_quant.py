@@ -26,6 +26,7 @@ from padless.paths.quant_launch import (
     outputs_argument,
     present,
 )
+from padless.paths.sm90_fp8 import ctas_of
 from padless.tensor_map import TensorMapSpec
 
 KERNEL = "sm90_fp8_grouped_gemm.cu"
@@ -78,9 +79,7 @@ def prepare(
     arguments += [(value, 4) for value in (m, n, k, num_groups, counter)]
 
     used = [a.data, a.scale, b.data, b.scale, *present(tensors)] + ([] if offs is None else [offs])
-    most_tiles = (-(-m // tile.block_m) + num_groups) * -(-n // (TILE_COLUMNS * tile.cluster_n))
-    grid = min(problem.num_sms // tile.cluster_n, most_tiles) * tile.cluster_n
-    shape = LaunchShape(grid, kernel.num_threads, tile.cluster_n)
+    shape = LaunchShape(ctas_of(problem, tile), kernel.num_threads, tile.cluster_n)
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
 
 
@@ -133,9 +132,7 @@ def select_tile(problem: Problem, epilogue: Epilogue) -> GemmConfig:
         if tile.cluster_n >= cluster and (tile.block_m <= 128 or room)
     }
     m, n, k = problem.m, problem.n, problem.k
-    best = best_tile(
-        costs, m, n, k, problem.num_groups, problem.num_sms, halves=False
-    )  # this store cuts none
+    best = best_tile(costs, m, n, k, problem.num_groups, problem.num_sms)
     chosen = GemmConfig(best.block_m, best.block_n, cluster_n=best.cluster_n, raster_m=best.raster_m)
     return fit_config(chosen, problem)
 
