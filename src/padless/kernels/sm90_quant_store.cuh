@@ -144,6 +144,11 @@ __device__ __forceinline__ int slot_of(int warpgroup, int w) {
     return w * NUM_MMA_WARPGROUPS + warpgroup;
 }
 
+// From the slabs of a warpgroup's first unit to those of unit w.
+constexpr int unit_further(int w) {
+    return w * NUM_MMA_WARPGROUPS * UNIT_D_BYTES;
+}
+
 // How much of a unit exists, counted from the thread's first row and first column.
 struct Extent {
     int rows, columns;
@@ -207,9 +212,9 @@ struct RowScales {
 template <int FIRST, int LAST>
 __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMNS / 2],
                                               float (&amax)[WAVES][2][ROW_BLOCKS], float& highest,
-                                              SharedStorage& shared, const QuantOutputs& outputs,
-                                              const RowScales& scales, const RowSwap& swap, const Tile& tile,
-                                              int out_column, int first, int warpgroup, int warp, int lane) {
+                                              const QuantOutputs& outputs, const RowScales& scales,
+                                              const RowSwap& swap, const Tile& tile, int out_column,
+                                              int first, uint32_t place_of_code, int warp, int lane) {
     const Placement& place = scales.place;
     const RowFormat format = RowFormat::make(outputs.constant + place.group * outputs.constant_stride);
 #pragma unroll
@@ -233,7 +238,7 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
             scales.store(w * UNIT_STEP * WGMMA_M + h * 8, scale);
         }
         stage_codes<OUT_COLUMNS, RowFormat>(
-            v[w], shared_address(shared.d[slot_of(warpgroup, w)] + PLAIN_BYTES), warp, lane,
+            v[w], place_of_code, unit_further(w) + PLAIN_BYTES,
             [&](int h, int i, int) { return multiplier[h][i * 16 / ROW_BLOCK]; });
     }
 }
@@ -340,18 +345,24 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
         if (!is_second) read_column_maxima<NUM_WAVES>(column_highest, shared.quant.columns[warpgroup]);
         if (spans && !is_second) read_column_maxima<NUM_WAVES>(column_highest, shared.quant.columns[1]);
     }
+    // In registers: four addresses serve every slab.
+    const uint32_t slabs = shared_address(shared.d[slot_of(warpgroup, 0)]);
+    uint32_t column_place = place_of_codes<OUT_COLUMNS, ColumnFormat>(slabs, warp, lane);
+    pin_register(column_place);
+    const uint32_t row_place =
+        RowFormat::CODE_BITS == 8 ? column_place : place_of_codes<OUT_COLUMNS, RowFormat>(slabs, warp, lane);
     const RowScales row_scales(outputs, place, tile, out_column, first, warp, lane);
     if constexpr (ROW_QUANT != QUANT_NONE)
-        quantize_rows<0, 1>(v, row_amax, highest, shared, outputs, row_scales, swap, tile, out_column, first,
-                            warpgroup, warp, lane);
+        quantize_rows<0, 1>(v, row_amax, highest, outputs, row_scales, swap, tile, out_column, first,
+                            row_place, warp, lane);
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
         if (!is_second)
             scale_columns<NUM_WAVES>(column_highest, shared.quant, outputs, place, tile, out_column, first,
                                      spans, warpgroup);
     }
     if constexpr (ROW_QUANT != QUANT_NONE)
-        quantize_rows<1, NUM_WAVES>(v, row_amax, highest, shared, outputs, row_scales, swap, tile, out_column,
-                                    first, warpgroup, warp, lane);
+        quantize_rows<1, NUM_WAVES>(v, row_amax, highest, outputs, row_scales, swap, tile, out_column, first,
+                                    row_place, warp, lane);
     if constexpr (SWAPS_ROW_AMAX) {
 #pragma unroll
         for (int w = NUM_WAVES; w < WAVES; ++w) swap.wait(w);
@@ -373,9 +384,9 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
                 for (int i = 0; i < OUT_COLUMNS / 16; ++i)
                     ld_shared_v4_f32(at + (16 * i + lane % 4 * 4) * 4, multiplier[i]);
             }
-            stage_codes<OUT_COLUMNS, ColumnFormat>(
-                v[w], shared_address(shared.d[slot_of(warpgroup, w)] + PLAIN_BYTES + ROW_CODE_BYTES), warp,
-                lane, [&](int, int i, int e) { return multiplier[i][e]; });
+            stage_codes<OUT_COLUMNS, ColumnFormat>(v[w], column_place,
+                                                   unit_further(w) + PLAIN_BYTES + ROW_CODE_BYTES,
+                                                   [&](int, int i, int e) { return multiplier[i][e]; });
         }
     }
     fence_proxy_async_shared();

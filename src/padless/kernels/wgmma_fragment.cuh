@@ -68,9 +68,10 @@ __device__ __forceinline__ void exchange_columns(float (&v)[COUNT], int distance
 // reducing each alone takes 96. `rows`: how many there are from the thread's first of the last unit on; its second is the
 // eighth after it.
 template <int COLUMNS, int UNITS>
-__device__ __forceinline__ void column_amax(const float (*v)[COLUMNS / 2], uint32_t at, int rows, int lane) {
-    constexpr int KEPT = COLUMNS / 32;
-    float m[COLUMNS / 4];  // m[4 i + e]: column 16 i + 4 (lane % 4) + e
+__device__ __forceinline__ void column_amax(const float (*v)[COLUMNS / 2], uint32_t at, int rows,
+                                            uint32_t lane) {
+    constexpr int KEPT = COLUMNS / 32;  // 4 or 2
+    float m[COLUMNS / 4];               // m[4 i + e]: column 16 i + 4 (lane % 4) + e
     const auto pair = [&](int u, int c) {
         return max_nan_abs(v[u][c / 4 * 8 + c % 4], v[u][c / 4 * 8 + 4 + c % 4]);
     };
@@ -91,10 +92,13 @@ __device__ __forceinline__ void column_amax(const float (*v)[COLUMNS / 2], uint3
     exchange_columns<4 * KEPT>(m, 16, lane);
     exchange_columns<2 * KEPT>(m, 8, lane);
     exchange_columns<KEPT>(m, 4, lane);
-    const int first = (lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2) * KEPT;
-#pragma unroll
-    for (int c = 0; c < KEPT; c += 2)  // neighbours
-        st_shared_v2_f32(at + ((first + c) / 4 * 16 + lane % 4 * 4 + (first + c) % 4) * 4, m[c], m[c + 1]);
+    // The lane has KEPT neighbours: its bits 2, 3 and 4 chose one half each time, so that those are in order.
+    if constexpr (KEPT == 4) {
+        const float four[4] = {m[0], m[1], m[2], m[3]};
+        st_shared_v4_f32(at + lane * 16, four);
+    } else {
+        st_shared_v2_f32(at + lane / 8 * 64 + lane % 4 * 16 + lane / 4 % 2 * 8, m[0], m[1]);
+    }
 }
 
 // Byte offset of byte `byte` of row `row` in a slab whose rows are PITCH bytes, 128, 64 or 32, with the swizzle of that
@@ -105,10 +109,22 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t byte) {
     return offset ^ ((offset >> 7) % (PITCH / 16) << 4);
 }
 
-// Writes the codes of a warp's rows into its slab (64 rows, COLUMNS codes to a row). multiplier(h, i, e) gives what
-// v[8 i + 4 h + e] is multiplied with; all three are known at compile time.
+// Where a thread begins to write its codes of a unit, whose slab (64 rows, COLUMNS codes to a row) is at `slab`: row and
+// chunk of its part of the first matrices, or of its first two FP4 codes. Chunk c further is this address with 16 c in
+// its bits flipped, and another slab a constant further: stage_codes adds no more than constants.
+template <int COLUMNS, class Format>
+__device__ __forceinline__ uint32_t place_of_codes(uint32_t slab, int warp, uint32_t lane) {
+    constexpr int PITCH = COLUMNS * Format::CODE_BITS / 8;
+    if constexpr (Format::CODE_BITS == 8)
+        return slab + swizzled<PITCH>(warp * 16 + lane % 16, lane / 16 * 16);
+    else
+        return slab + swizzled<PITCH>(warp * 16 + lane / 4, 0) + lane % 4 * 2;
+}
+
+// Writes the codes of a warp's rows. `place` of some slab, `further` from there to the slab that is meant, a multiple of
+// 1024 known at compile time. multiplier(h, i, e) gives what v[8 i + 4 h + e] is multiplied with; all three are known, too.
 template <int COLUMNS, class Format, class Multiplier>
-__device__ __forceinline__ void stage_codes(const float* v, uint32_t slab, int warp, int lane,
+__device__ __forceinline__ void stage_codes(const float* v, uint32_t place, uint32_t further,
                                             Multiplier multiplier) {
     constexpr int PITCH = COLUMNS * Format::CODE_BITS / 8;
     uint32_t codes[COLUMNS / 16][2];  // of four neighbours
@@ -126,14 +142,13 @@ __device__ __forceinline__ void stage_codes(const float* v, uint32_t slab, int w
     if constexpr (Format::CODE_BITS == 8) {  // eight rows of 16 bytes are a matrix
 #pragma unroll
         for (int i = 0; i < COLUMNS / 16; i += 2)
-            stmatrix_x4(slab + swizzled<PITCH>(warp * 16 + lane % 16, (i + lane / 16) * 16), codes[i][0],
-                        codes[i][1], codes[i + 1][0], codes[i + 1][1]);
+            stmatrix_x4((place ^ i * 16) + further, codes[i][0], codes[i][1], codes[i + 1][0],
+                        codes[i + 1][1]);
     } else {
 #pragma unroll
         for (int i = 0; i < COLUMNS / 16; ++i) {
             // The thread's part of the byte offset is below 16 and never carries into the chunk.
-            const uint32_t at =
-                slab + swizzled<PITCH>(warp * 16 + lane / 4, i / 2 * 16) + i % 2 * 8 + lane % 4 * 2;
+            const uint32_t at = (place ^ i / 2 * 16) + i % 2 * 8 + further;
 #pragma unroll
             for (int h = 0; h < 2; ++h) st_shared_u16(at + h * 8 * PITCH, codes[i][h]);
         }
