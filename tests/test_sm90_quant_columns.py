@@ -62,6 +62,7 @@ def test_tiles_of_128_rows_of_the_mxfp8_kernel() -> None:
 
 
 STORE, STORAGE, MULTIPLY = "sm90_quant_store.cuh", "quant_storage.cuh", "sm90_fp8_multiply.cuh"
+FRAGMENT = "wgmma_fragment.cuh"
 SPANS = "NUM_WAVES == 1 && units_of(tile.rows) == 2"
 # What is wrong: file, text, what takes its place.
 BUGS = {
@@ -84,6 +85,7 @@ BUGS = {
     "every tile is handed over": (STORE, SPANS, "NUM_WAVES == 1"),
     "no tile is handed over": (STORE, SPANS, "false"),
     "the last unit ends where the first does": (STORE, "first + w + UNITS - 1", "first + w"),
+    "rows past the edge in the second unit's maxima": (FRAGMENT, "if (rows > 8) m[c]", "m[c]"),
     "neighbours in a tile of two units": (
         STORAGE,
         "units_of(rows) > NUM_MMA_WARPGROUPS",

@@ -51,6 +51,30 @@ __device__ __forceinline__ void quad_amax(float (&amax)[2][BLOCKS]) {
     }
 }
 
+// m[4 i + e]: the largest magnitude among the thread's own values of column 16 i + 4 (lane % 4) + e in UNITS units, one or
+// two. `rows`: how many there are from the thread's first of the last unit on; its second is the eighth after it.
+template <int COLUMNS, int UNITS>
+__device__ __forceinline__ void thread_column_amax(const float (*v)[COLUMNS / 2], float (&m)[COLUMNS / 4],
+                                                   int rows) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS / 4; ++c) {
+        const int at = c / 4 * 8 + c % 4;
+        m[c] = max_nan_abs(v[0][at], v[0][at + 4]);
+        if constexpr (UNITS == 2) {  // the first is whole; of the last, predicates are enough
+            if (rows > 0) m[c] = max_nan_abs(m[c], v[1][at]);
+            if (rows > 8) m[c] = max_nan_abs(m[c], v[1][at + 4]);
+        }
+    }
+    // Pinned inside, so that tiles without an edge branch over the selections instead of making them all.
+    if (UNITS == 1 && rows <= 8) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS / 4; ++c) {
+            m[c] = rows > 0 ? v[0][c / 4 * 8 + c % 4] : 0.0f;
+            pin_register(m[c]);
+        }
+    }
+}
+
 // One exchange of column_amax: the lane hands half of its columns to the lane across and takes its half of the others.
 template <int HALF, int COUNT>
 __device__ __forceinline__ void exchange_columns(float (&v)[COUNT], int distance, int lane) {
@@ -72,23 +96,7 @@ __device__ __forceinline__ void column_amax(const float (*v)[COLUMNS / 2], uint3
                                             uint32_t lane) {
     constexpr int KEPT = COLUMNS / 32;  // 4 or 2
     float m[COLUMNS / 4];               // m[4 i + e]: column 16 i + 4 (lane % 4) + e
-    const auto pair = [&](int u, int c) {
-        return max_nan_abs(v[u][c / 4 * 8 + c % 4], v[u][c / 4 * 8 + 4 + c % 4]);
-    };
-#pragma unroll
-    for (int c = 0; c < COLUMNS / 4; ++c) m[c] = pair(UNITS - 1, c);
-    // Pinned inside, so that tiles without an edge branch over the selections instead of making them all.
-    if (rows <= 8) {
-#pragma unroll
-        for (int c = 0; c < COLUMNS / 4; ++c) {
-            m[c] = rows > 0 ? v[UNITS - 1][c / 4 * 8 + c % 4] : 0.0f;
-            pin_register(m[c]);
-        }
-    }
-    if constexpr (UNITS == 2) {  // the first is whole
-#pragma unroll
-        for (int c = 0; c < COLUMNS / 4; ++c) m[c] = max_nan_abs(m[c], pair(0, c));
-    }
+    thread_column_amax<COLUMNS, UNITS>(v, m, rows);
     exchange_columns<4 * KEPT>(m, 16, lane);
     exchange_columns<2 * KEPT>(m, 8, lane);
     exchange_columns<KEPT>(m, 4, lane);
