@@ -84,8 +84,19 @@ BUGS = {
     ),
     "every tile is handed over": (STORE, SPANS, "NUM_WAVES == 1"),
     "no tile is handed over": (STORE, SPANS, "false"),
-    "the last unit ends where the first does": (STORE, "first + w + UNITS - 1", "first + w"),
+    "the last unit ends where the first does": (STORE, "first + NUM_WAVES - 1", "first"),
     "rows past the edge in the second unit's maxima": (FRAGMENT, "if (rows > 8) m[c]", "m[c]"),
+    "maxima are left where the last store may still read": (
+        STORE,
+        "        bar_sync(1 + warpgroup, 128);\n        const Extent last",
+        "        const Extent last",
+    ),
+    "maxima of another quad": (STORE, "maximum_of_quad<OUT_COLUMNS>(i % 8", "maximum_of_quad<OUT_COLUMNS>(i % 7"),
+    "maxima are left among the row codes": (
+        STORE,
+        "+ PLAIN_BYTES + ROW_CODE_BYTES +\n",
+        "+ PLAIN_BYTES +\n",
+    ),
     "neighbours in a tile of two units": (
         STORAGE,
         "units_of(rows) > NUM_MMA_WARPGROUPS",

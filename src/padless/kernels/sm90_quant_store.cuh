@@ -263,13 +263,31 @@ __device__ __forceinline__ void for_columns(Use use) {  // use(turn, run, column
     }
 }
 
+// Where the lanes of a warp leave their column maxima: see LANES_LEAVE_MAXIMA.
+__device__ __forceinline__ uint8_t* maxima_of_warp(SharedStorage& shared, int warpgroup, int warp) {
+    return shared.d[slot_of(warpgroup, warp / 2)] + PLAIN_BYTES + ROW_CODE_BYTES +
+           warp % 2 * WARP_MAXIMA_BYTES;
+}
+
 // Column maxima of a warpgroup's warps, raising `highest`: as integers, where NaN is above every number.
 template <int NUM_WAVES>
-__device__ __forceinline__ void read_column_maxima(int (&highest)[COLUMN_TURNS], const ColumnStorage& of) {
+__device__ __forceinline__ void read_column_maxima(int (&highest)[COLUMN_TURNS], SharedStorage& shared,
+                                                   int warpgroup) {
     for_columns<NUM_WAVES>([&](int turn, int run, int column) {
+        if constexpr (LANES_LEAVE_MAXIMA) {
 #pragma unroll
-        for (int i = 0; i < MAXIMA_OF_RUN; ++i)
-            highest[turn] = max(highest[turn], __float_as_int(of.amax[run * MAXIMA_OF_RUN + i][column]));
+            for (int i = 0; i < 4 * 8; ++i) {
+                const uint8_t* const at =
+                    maxima_of_warp(shared, warpgroup, i / 8) + maximum_of_quad<OUT_COLUMNS>(i % 8, column);
+                highest[turn] = max(highest[turn], *reinterpret_cast<const int*>(at));
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < MAXIMA_OF_RUN; ++i) {
+                const float amax = shared.quant.columns[warpgroup].amax[run * MAXIMA_OF_RUN + i][column];
+                highest[turn] = max(highest[turn], __float_as_int(amax));
+            }
+        }
     });
 }
 
@@ -322,18 +340,25 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
             find_row_amax(v[w], extent, row_amax[w], highest);
         if constexpr (SWAPS_ROW_AMAX) swap.send(w, row_amax[w]);
     }
-    if constexpr (COLUMN_QUANT != QUANT_NONE) {
-#pragma unroll
-        for (int w = 0; w < NUM_WAVES; w += UNITS_OF_RUN) {
-            constexpr int UNITS = UNITS_OF_RUN < NUM_WAVES ? UNITS_OF_RUN : NUM_WAVES;
-            const Extent last(outputs, tile, first + w + UNITS - 1, out_column, warp, lane);
-            float* const amax = shared.quant.columns[warpgroup].amax[w / UNITS_OF_RUN * 4 + warp];
-            column_amax<OUT_COLUMNS, UNITS>(v + w, shared_address(amax), last.rows, lane);
-        }
-    }
     const uint32_t barrier = spans ? BOTH_BARRIER : 1 + warpgroup, threads = spans ? 256 : 128;
-    if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
-    bar_sync(barrier, threads);                       // and column maxima are there
+    if constexpr (LANES_LEAVE_MAXIMA) {
+        if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
+        bar_sync(1 + warpgroup, 128);
+        const Extent last(outputs, tile, first + NUM_WAVES - 1, out_column, warp, lane);
+        leave_column_amax<OUT_COLUMNS, NUM_WAVES>(v, shared_address(maxima_of_warp(shared, warpgroup, warp)),
+                                                  last.rows, lane);
+    } else {
+        if constexpr (COLUMN_QUANT != QUANT_NONE) {
+#pragma unroll
+            for (int w = 0; w < NUM_WAVES; ++w) {
+                const Extent extent(outputs, tile, first + w, out_column, warp, lane);
+                float* const amax = shared.quant.columns[warpgroup].amax[w * 4 + warp];
+                column_amax<OUT_COLUMNS>(v[w], shared_address(amax), extent.rows, lane);
+            }
+        }
+        if (issuer) cp_async_bulk_wait_group_read_all();
+    }
+    bar_sync(barrier, threads);  // this memory is free, and column maxima are there
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
         if constexpr (HAS_PLAIN)
@@ -342,8 +367,8 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     }
     int column_highest[COLUMN_TURNS] = {};
     if constexpr (COLUMN_QUANT != QUANT_NONE) {  // here: loads are not moved before the stores of codes
-        if (!is_second) read_column_maxima<NUM_WAVES>(column_highest, shared.quant.columns[warpgroup]);
-        if (spans && !is_second) read_column_maxima<NUM_WAVES>(column_highest, shared.quant.columns[1]);
+        if (!is_second) read_column_maxima<NUM_WAVES>(column_highest, shared, warpgroup);
+        if (spans && !is_second) read_column_maxima<NUM_WAVES>(column_highest, shared, 1);
     }
     // In registers: four addresses serve every slab.
     const uint32_t slabs = shared_address(shared.d[slot_of(warpgroup, 0)]);

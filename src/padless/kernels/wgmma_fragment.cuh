@@ -69,7 +69,7 @@ __device__ __forceinline__ void thread_column_amax(const float (*v)[COLUMNS / 2]
     if (UNITS == 1 && rows <= 8) {
 #pragma unroll
         for (int c = 0; c < COLUMNS / 4; ++c) {
-            m[c] = rows > 0 ? v[0][c / 4 * 8 + c % 4] : 0.0f;
+            m[c] = rows > 0 ? fabsf(v[0][c / 4 * 8 + c % 4]) : 0.0f;
             pin_register(m[c]);
         }
     }
@@ -87,16 +87,14 @@ __device__ __forceinline__ void exchange_columns(float (&v)[COUNT], int distance
     }
 }
 
-// The largest magnitude of each column in the warp's 16 rows of each of UNITS units, one or two, left in shared memory as
-// COLUMNS floats at `at`. The 8 lanes that share columns end with COLUMNS / 32 each: 28 shuffles for 128 columns, where
-// reducing each alone takes 96. `rows`: how many there are from the thread's first of the last unit on; its second is the
-// eighth after it.
-template <int COLUMNS, int UNITS>
-__device__ __forceinline__ void column_amax(const float (*v)[COLUMNS / 2], uint32_t at, int rows,
+// The largest magnitude of each column in the warp's 16 rows of a unit, left in shared memory as COLUMNS floats at `at`. The
+// 8 lanes that share columns end with COLUMNS / 32 each: 28 shuffles for 128 columns, where reducing each alone takes 96.
+template <int COLUMNS>
+__device__ __forceinline__ void column_amax(const float (&v)[COLUMNS / 2], uint32_t at, int rows,
                                             uint32_t lane) {
     constexpr int KEPT = COLUMNS / 32;  // 4 or 2
     float m[COLUMNS / 4];               // m[4 i + e]: column 16 i + 4 (lane % 4) + e
-    thread_column_amax<COLUMNS, UNITS>(v, m, rows);
+    thread_column_amax<COLUMNS, 1>(&v, m, rows);
     exchange_columns<4 * KEPT>(m, 16, lane);
     exchange_columns<2 * KEPT>(m, 8, lane);
     exchange_columns<KEPT>(m, 4, lane);
@@ -106,6 +104,26 @@ __device__ __forceinline__ void column_amax(const float (*v)[COLUMNS / 2], uint3
         st_shared_v4_f32(at + lane * 16, four);
     } else {
         st_shared_v2_f32(at + lane / 8 * 64 + lane % 4 * 16 + lane / 4 % 2 * 8, m[0], m[1]);
+    }
+}
+
+// Where lanes leave their maxima instead: for each quad a row of COLUMNS floats, those of odd quads with neighbouring runs
+// of 16 columns exchanged. A store of 16 bytes is made for eight lanes at a time, two quads: these have all the banks.
+template <int COLUMNS>
+__device__ __forceinline__ constexpr uint32_t maximum_of_quad(uint32_t quad, uint32_t column) {
+    return quad * COLUMNS * 4 + (column * 4 ^ quad % 2 * 64);
+}
+
+template <int COLUMNS, int UNITS>
+__device__ __forceinline__ void leave_column_amax(const float (*v)[COLUMNS / 2], uint32_t at, int rows,
+                                                  uint32_t lane) {
+    float m[COLUMNS / 4];
+    thread_column_amax<COLUMNS, UNITS>(v, m, rows);
+    const uint32_t even = at + maximum_of_quad<COLUMNS>(lane / 4, lane % 4 * 4), odd = even ^ 64;
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 16; ++i) {
+        const float four[4] = {m[4 * i], m[4 * i + 1], m[4 * i + 2], m[4 * i + 3]};
+        st_shared_v4_f32((i % 2 == 0 ? even : odd) + i / 2 * 128, four);
     }
 }
 
