@@ -91,7 +91,11 @@ BUGS = {
         "        bar_sync(1 + warpgroup, 128);\n        const Extent last",
         "        const Extent last",
     ),
-    "maxima of another quad": (STORE, "maximum_of_quad<OUT_COLUMNS>(i % 8", "maximum_of_quad<OUT_COLUMNS>(i % 7"),
+    "maxima of another quad": (
+        STORE,
+        "maximum_of_quad<OUT_COLUMNS>(i % 8",
+        "maximum_of_quad<OUT_COLUMNS>(i % 7",
+    ),
     "maxima are left among the row codes": (
         STORE,
         "+ PLAIN_BYTES + ROW_CODE_BYTES +\n",

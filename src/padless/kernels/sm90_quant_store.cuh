@@ -330,6 +330,9 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     float v[WAVES][OUT_COLUMNS / 2], row_amax[WAVES][2][ROW_BLOCKS];
     const RowSwap swap =
         SWAPS_ROW_AMAX ? RowSwap(shared.quant, NUM_WAVES, warpgroup * 4 + warp, lane) : RowSwap();
+    // The last tile's store has left the slabs long ago. Asked here, before values are finished: it is a branch, and between
+    // values the compiler would spill some. Others may write to the slabs behind the next barrier.
+    if (issuer) cp_async_bulk_wait_group_read_all();
     float highest = 0.0f;
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
@@ -342,7 +345,6 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     }
     const uint32_t barrier = spans ? BOTH_BARRIER : 1 + warpgroup, threads = spans ? 256 : 128;
     if constexpr (LANES_LEAVE_MAXIMA) {
-        if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
         bar_sync(1 + warpgroup, 128);
         const Extent last(outputs, tile, first + NUM_WAVES - 1, out_column, warp, lane);
         leave_column_amax<OUT_COLUMNS, NUM_WAVES>(v, shared_address(maxima_of_warp(shared, warpgroup, warp)),
@@ -356,7 +358,6 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
                 column_amax<OUT_COLUMNS>(v[w], shared_address(amax), extent.rows, lane);
             }
         }
-        if (issuer) cp_async_bulk_wait_group_read_all();
     }
     bar_sync(barrier, threads);  // this memory is free, and column maxima are there
 #pragma unroll
