@@ -192,7 +192,8 @@ struct RowScales {
         tile_row = tile.row;
         rows = SWAPS_ROW_AMAX && cluster_cta_rank() != 0 ? 0 : tile.rows - row;
         if constexpr (ROW_QUANT == QUANT_FP8_BLOCK) {
-            if (part != 0 || first >= blocks) rows = 0;
+            const bool is_stored = part == 0 & out_column < outputs.n_out;
+            rows = is_stored ? rows : 0;  // no branch: loads are not moved across one
             at = static_cast<float*>(outputs.row_scales) + (tile_row + row) * outputs.row_scales_row +
                  first * outputs.row_scales_block;
         }
@@ -206,6 +207,9 @@ struct RowScales {
             store_row_scales<ROW_SCALES>(outputs, place, tile_row + row + below, first, blocks, scales, part);
     }
 };
+
+// The row maxima of the first unit are found while the lanes' column maxima are on their way to shared memory.
+constexpr bool FIRST_ROW_AMAX_EARLY = LANES_LEAVE_MAXIMA && ROW_QUANT != QUANT_NONE && !SWAPS_ROW_AMAX;
 
 // Row scales and row codes of units FIRST .. LAST - 1 of the warp. The maxima are there already where they had to be
 // swapped; else they are found here, unit by unit: those of narrow blocks are too many to be kept.
@@ -223,7 +227,7 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
         if constexpr (SWAPS_ROW_AMAX) {
             swap.wait(w);
             swap.receive(w, amax[w]);
-        } else {
+        } else if (w > 0 || !FIRST_ROW_AMAX_EARLY) {
             find_row_amax(v[w], Extent(outputs, tile, unit, out_column, warp, lane), amax[w], highest);
         }
         float multiplier[2][ROW_BLOCKS];
@@ -359,6 +363,9 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
             }
         }
     }
+    if constexpr (FIRST_ROW_AMAX_EARLY)
+        find_row_amax(v[0], Extent(outputs, tile, first, out_column, warp, lane), row_amax[0], highest);
+    const RowScales row_scales(outputs, place, tile, out_column, first, warp, lane);
     bar_sync(barrier, threads);  // this memory is free, and column maxima are there
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
@@ -377,7 +384,6 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     pin_register(column_place);
     const uint32_t row_place =
         RowFormat::CODE_BITS == 8 ? column_place : place_of_codes<OUT_COLUMNS, RowFormat>(slabs, warp, lane);
-    const RowScales row_scales(outputs, place, tile, out_column, first, warp, lane);
     if constexpr (ROW_QUANT != QUANT_NONE)
         quantize_rows<0, 1>(v, row_amax, highest, outputs, row_scales, swap, tile, out_column, first,
                             row_place, warp, lane);
