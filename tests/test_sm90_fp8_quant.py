@@ -255,8 +255,8 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     "rows of the next group in the maxima": (FRAGMENT, "UNITS == 1 && rows <= 8", "false", BOTH),
     "rows of the next group in amax": (
         STORE,
-        "if (8 * h < extent.rows) highest",
-        "highest",
+        "u * UNIT_STEP * WGMMA_M + 8 * h < extent.rows",
+        "true",
         Epilogue(amax=True),
     ),
     "columns past the last in the maxima": (FRAGMENT, "16 * i >= columns", "false", GLU_BOTH),

@@ -160,15 +160,21 @@ struct Extent {
     }
 };
 
-// The maxima of one unit's blocks, and with them the largest magnitude of the thread's own that exist.
-__device__ __forceinline__ void find_row_amax(const float (&v)[OUT_COLUMNS / 2], const Extent& extent,
-                                              float (&amax)[2][ROW_BLOCKS], float& highest) {
-    row_block_amax<OUT_COLUMNS, ROW_BLOCK>(v, amax, extent.columns);
-    if constexpr (ROW_QUANT != QUANT_NONE) quad_amax(amax);
+// The maxima of the blocks of UNITS units, and with them the largest magnitude of the thread's own that exist.
+// `extent`: of the first of them.
+template <int UNITS>
+__device__ __forceinline__ void find_row_amax(const float (*v)[OUT_COLUMNS / 2], const Extent& extent,
+                                              float (*amax)[2][ROW_BLOCKS], float& highest) {
+    row_block_amax<OUT_COLUMNS, ROW_BLOCK, UNITS>(v, amax, extent.columns);
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {
-        const int h = i / ROW_BLOCKS;
-        if (8 * h < extent.rows) highest = max_nan_abs(highest, amax[h][i % ROW_BLOCKS]);
+    for (int u = 0; u < UNITS; ++u) {
+        if constexpr (ROW_QUANT != QUANT_NONE) quad_amax(amax[u]);
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {
+            const int h = i / ROW_BLOCKS;
+            if (u * UNIT_STEP * WGMMA_M + 8 * h < extent.rows)
+                highest = max_nan_abs(highest, amax[u][h][i % ROW_BLOCKS]);
+        }
     }
 }
 
@@ -208,11 +214,12 @@ struct RowScales {
     }
 };
 
-// The row maxima of the first unit are found while the lanes' column maxima are on their way to shared memory.
-constexpr bool FIRST_ROW_AMAX_EARLY = LANES_LEAVE_MAXIMA && ROW_QUANT != QUANT_NONE && !SWAPS_ROW_AMAX;
+// Row maxima are found while the lanes' column maxima are on their way to shared memory: of all units at once.
+constexpr bool ROW_AMAX_EARLY =
+    LANES_LEAVE_MAXIMA && ROW_QUANT != QUANT_NONE && !SWAPS_ROW_AMAX && ROW_BLOCKS == 1;
 
 // Row scales and row codes of units FIRST .. LAST - 1 of the warp. The maxima are there already where they had to be
-// swapped; else they are found here, unit by unit: those of narrow blocks are too many to be kept.
+// swapped, or ROW_AMAX_EARLY; else they are found here, unit by unit: those of narrow blocks are too many to be kept.
 template <int FIRST, int LAST>
 __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMNS / 2],
                                               float (&amax)[WAVES][2][ROW_BLOCKS], float& highest,
@@ -227,8 +234,8 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
         if constexpr (SWAPS_ROW_AMAX) {
             swap.wait(w);
             swap.receive(w, amax[w]);
-        } else if (w > 0 || !FIRST_ROW_AMAX_EARLY) {
-            find_row_amax(v[w], Extent(outputs, tile, unit, out_column, warp, lane), amax[w], highest);
+        } else if (!ROW_AMAX_EARLY) {
+            find_row_amax<1>(v + w, Extent(outputs, tile, unit, out_column, warp, lane), amax + w, highest);
         }
         float multiplier[2][ROW_BLOCKS];
 #pragma unroll
@@ -344,12 +351,12 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
         finish_values(v[w], d[w], problem, outputs, tile.group, tile.row + tile.rows - extent.rows,
                       extent.rows, column, lane);
         if constexpr (SWAPS_ROW_AMAX || (HAS_AMAX && ROW_QUANT == QUANT_NONE))
-            find_row_amax(v[w], extent, row_amax[w], highest);
+            find_row_amax<1>(v + w, extent, row_amax + w, highest);
         if constexpr (SWAPS_ROW_AMAX) swap.send(w, row_amax[w]);
     }
     const uint32_t barrier = spans ? BOTH_BARRIER : 1 + warpgroup, threads = spans ? 256 : 128;
     if constexpr (LANES_LEAVE_MAXIMA) {
-        bar_sync(1 + warpgroup, 128);
+        bar_sync(1 + warpgroup, 128);  // the slabs are free
         const Extent last(outputs, tile, first + NUM_WAVES - 1, out_column, warp, lane);
         leave_column_amax<OUT_COLUMNS, NUM_WAVES>(v, shared_address(maxima_of_warp(shared, warpgroup, warp)),
                                                   last.rows, lane);
@@ -363,10 +370,10 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
             }
         }
     }
-    if constexpr (FIRST_ROW_AMAX_EARLY)
-        find_row_amax(v[0], Extent(outputs, tile, first, out_column, warp, lane), row_amax[0], highest);
+    if constexpr (ROW_AMAX_EARLY)
+        find_row_amax<NUM_WAVES>(v, Extent(outputs, tile, first, out_column, warp, lane), row_amax, highest);
     const RowScales row_scales(outputs, place, tile, out_column, first, warp, lane);
-    bar_sync(barrier, threads);  // this memory is free, and column maxima are there
+    bar_sync(barrier, threads);  // the slabs are free, and column maxima are there
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
         if constexpr (HAS_PLAIN)

@@ -12,28 +12,29 @@
 //   row of B    0  1  2  3 | 4  5  6  7 | 8  9 ..      lands in row   0  1 64 65 | 2  3 66 67 | 4  5 ..
 #pragma once
 
-// amax[h][b]: the largest magnitude among the thread's own values of its row h in columns [b BLOCK, (b + 1) BLOCK); NaN
-// where there is one. Magnitudes are compared as integers after the first step, where NaN is above every number: three
+// amax[u][h][b]: the largest magnitude among the thread's own values of row h of unit u in columns [b BLOCK, (b + 1) BLOCK);
+// NaN where there is one. Magnitudes are compared as integers after the first step, where NaN is above every number: three
 // at a time. Columns from `columns` on, counted from the thread's first, are none: a predicate, since a second copy without it
-// behind a branch costs more instructions to fetch than it saves.
-template <int COLUMNS, int BLOCK>
-__device__ __forceinline__ void row_block_amax(const float* v, float (&amax)[2][COLUMNS / BLOCK],
-                                               int columns) {
+// behind a branch costs more instructions to fetch than it saves. Units together share their predicates.
+template <int COLUMNS, int BLOCK, int UNITS>
+__device__ __forceinline__ void row_block_amax(const float (*v)[COLUMNS / 2],
+                                               float (*amax)[2][COLUMNS / BLOCK], int columns) {
 #pragma unroll
     for (int b = 0; b < COLUMNS / BLOCK; ++b) {
+        int highest[UNITS][2] = {};
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            int highest = 0;
+        for (int i = b * BLOCK / 16; i < (b + 1) * BLOCK / 16; ++i) {
 #pragma unroll
-            for (int i = b * BLOCK / 16; i < (b + 1) * BLOCK / 16; ++i) {
-                const float four[4] = {v[8 * i + 4 * h], v[8 * i + 4 * h + 1], v[8 * i + 4 * h + 2],
-                                       v[8 * i + 4 * h + 3]};
-                const int low = __float_as_int(max_nan_abs(four[0], four[1]));
-                const int high = __float_as_int(max_nan_abs(four[2], four[3]));
-                highest = 16 * i >= columns ? highest : max(max(highest, low), high);
+            for (int row = 0; row < 2 * UNITS; ++row) {
+                const int u = row / 2, h = row % 2, at = 8 * i + 4 * h;
+                const int low = __float_as_int(max_nan_abs(v[u][at], v[u][at + 1]));
+                const int high = __float_as_int(max_nan_abs(v[u][at + 2], v[u][at + 3]));
+                highest[u][h] = 16 * i >= columns ? highest[u][h] : max(max(highest[u][h], low), high);
             }
-            amax[h][b] = __int_as_float(highest);
         }
+#pragma unroll
+        for (int row = 0; row < 2 * UNITS; ++row)
+            amax[row / 2][row % 2][b] = __int_as_float(highest[row / 2][row % 2]);
     }
 }
 
