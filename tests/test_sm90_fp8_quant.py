@@ -252,11 +252,11 @@ KERNEL = sm90_fp8_quant.KERNEL
 GLU_BOTH = Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK, d_dtype=torch.float32)
 # What is wrong: file, text, what takes its place, and the epilogue that has to show it.
 BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
-    "rows of the next group in the maxima": (FRAGMENT, "if (rows <= 8) {", "if (false) {", BOTH),
+    "rows of the next group in the maxima": (FRAGMENT, "UNITS == 1 && rows <= 8", "false", BOTH),
     "rows of the next group in amax": (
         STORE,
-        "if (8 * h < extent.rows) highest",
-        "highest",
+        "u * UNIT_STEP * WGMMA_M + 8 * h < extent.rows",
+        "true",
         Epilogue(amax=True),
     ),
     "columns past the last in the maxima": (FRAGMENT, "16 * i >= columns", "false", GLU_BOTH),

@@ -77,6 +77,7 @@ def test_tiles_of_128_rows_of_the_mxfp8_kernel() -> None:
 
 
 STORE, STORAGE, MULTIPLY = "sm90_quant_store.cuh", "quant_storage.cuh", "sm90_fp8_multiply.cuh"
+FRAGMENT = "wgmma_fragment.cuh"
 SPANS = "NUM_WAVES == 1 && units_of(tile.rows) == 2"
 # What is wrong: file, text, what takes its place.
 BUGS = {
@@ -98,7 +99,24 @@ BUGS = {
     ),
     "every tile is handed over": (STORE, SPANS, "NUM_WAVES == 1"),
     "no tile is handed over": (STORE, SPANS, "false"),
-    "the last unit ends where the first does": (STORE, "first + w + UNITS - 1", "first + w"),
+    "the last unit ends where the first does": (STORE, "first + NUM_WAVES - 1", "first"),
+    "rows past the edge in the second unit's maxima": (FRAGMENT, "if (rows > 8) m[c]", "m[c]"),
+    "maxima are left where the last store may still read": (
+        STORE,
+        "        bar_sync(1 + warpgroup, 128);  // the slabs are free\n        const Extent last",
+        "        const Extent last",
+    ),
+    "maxima of another quad": (
+        STORE,
+        "maximum_of_quad<OUT_COLUMNS>(i % 8",
+        "maximum_of_quad<OUT_COLUMNS>(i % 7",
+    ),
+    "maxima are left among the row codes": (
+        STORE,
+        "+ PLAIN_BYTES + ROW_CODE_BYTES +\n",
+        "+ PLAIN_BYTES +\n",
+    ),
+    "amax of rows past the edge of the second unit": (STORE, "u * UNIT_STEP * WGMMA_M + 8 * h", "8 * h"),
     "neighbours in a tile of two units": (
         STORAGE,
         "units_of(rows) > NUM_MMA_WARPGROUPS",
@@ -113,8 +131,9 @@ BUGS = {
 
 
 def check_all_seeds() -> None:
+    epilogue = dataclasses.replace(BOTH, amax=True)
     for seed in range(4):
-        check(sm90_fp8_quant, Case(PLANTED_SIZES, 144, seed=seed), BOTH, WIDE, seed=seed)
+        check(sm90_fp8_quant, Case(PLANTED_SIZES, 144, seed=seed), epilogue, WIDE, seed=seed)
 
 
 @pytest.mark.parametrize("name", slow_but({"staged by the unit"}, BUGS))

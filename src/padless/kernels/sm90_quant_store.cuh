@@ -144,6 +144,11 @@ __device__ __forceinline__ int slot_of(int warpgroup, int w) {
     return w * NUM_MMA_WARPGROUPS + warpgroup;
 }
 
+// From the slabs of a warpgroup's first unit to those of unit w.
+constexpr int unit_further(int w) {
+    return w * NUM_MMA_WARPGROUPS * UNIT_D_BYTES;
+}
+
 // How much of a unit exists, counted from the thread's first row and first column.
 struct Extent {
     int rows, columns;
@@ -155,15 +160,21 @@ struct Extent {
     }
 };
 
-// The maxima of one unit's blocks, and with them the largest magnitude of the thread's own that exist.
-__device__ __forceinline__ void find_row_amax(const float (&v)[OUT_COLUMNS / 2], const Extent& extent,
-                                              float (&amax)[2][ROW_BLOCKS], float& highest) {
-    row_block_amax<OUT_COLUMNS, ROW_BLOCK>(v, amax, extent.columns);
-    if constexpr (ROW_QUANT != QUANT_NONE) quad_amax(amax);
+// The maxima of the blocks of UNITS units, and with them the largest magnitude of the thread's own that exist.
+// `extent`: of the first of them.
+template <int UNITS>
+__device__ __forceinline__ void find_row_amax(const float (*v)[OUT_COLUMNS / 2], const Extent& extent,
+                                              float (*amax)[2][ROW_BLOCKS], float& highest) {
+    row_block_amax<OUT_COLUMNS, ROW_BLOCK, UNITS>(v, amax, extent.columns);
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {
-        const int h = i / ROW_BLOCKS;
-        if (8 * h < extent.rows) highest = max_nan_abs(highest, amax[h][i % ROW_BLOCKS]);
+    for (int u = 0; u < UNITS; ++u) {
+        if constexpr (ROW_QUANT != QUANT_NONE) quad_amax(amax[u]);
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {
+            const int h = i / ROW_BLOCKS;
+            if (u * UNIT_STEP * WGMMA_M + 8 * h < extent.rows)
+                highest = max_nan_abs(highest, amax[u][h][i % ROW_BLOCKS]);
+        }
     }
 }
 
@@ -187,7 +198,8 @@ struct RowScales {
         tile_row = tile.row;
         rows = SWAPS_ROW_AMAX && cluster_cta_rank() != 0 ? 0 : tile.rows - row;
         if constexpr (ROW_QUANT == QUANT_FP8_BLOCK) {
-            if (part != 0 || first >= blocks) rows = 0;
+            const bool is_stored = part == 0 & out_column < outputs.n_out;
+            rows = is_stored ? rows : 0;  // no branch: loads are not moved across one
             at = static_cast<float*>(outputs.row_scales) + (tile_row + row) * outputs.row_scales_row +
                  first * outputs.row_scales_block;
         }
@@ -202,14 +214,18 @@ struct RowScales {
     }
 };
 
+// Row maxima are found while the lanes' column maxima are on their way to shared memory: of all units at once.
+constexpr bool ROW_AMAX_EARLY =
+    LANES_LEAVE_MAXIMA && ROW_QUANT != QUANT_NONE && !SWAPS_ROW_AMAX && ROW_BLOCKS == 1;
+
 // Row scales and row codes of units FIRST .. LAST - 1 of the warp. The maxima are there already where they had to be
-// swapped; else they are found here, unit by unit: those of narrow blocks are too many to be kept.
+// swapped, or ROW_AMAX_EARLY; else they are found here, unit by unit: those of narrow blocks are too many to be kept.
 template <int FIRST, int LAST>
 __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMNS / 2],
                                               float (&amax)[WAVES][2][ROW_BLOCKS], float& highest,
-                                              SharedStorage& shared, const QuantOutputs& outputs,
-                                              const RowScales& scales, const RowSwap& swap, const Tile& tile,
-                                              int out_column, int first, int warpgroup, int warp, int lane) {
+                                              const QuantOutputs& outputs, const RowScales& scales,
+                                              const RowSwap& swap, const Tile& tile, int out_column,
+                                              int first, uint32_t place_of_code, int warp, int lane) {
     const Placement& place = scales.place;
     const RowFormat format = RowFormat::make(outputs.constant + place.group * outputs.constant_stride);
 #pragma unroll
@@ -218,8 +234,8 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
         if constexpr (SWAPS_ROW_AMAX) {
             swap.wait(w);
             swap.receive(w, amax[w]);
-        } else {
-            find_row_amax(v[w], Extent(outputs, tile, unit, out_column, warp, lane), amax[w], highest);
+        } else if (!ROW_AMAX_EARLY) {
+            find_row_amax<1>(v + w, Extent(outputs, tile, unit, out_column, warp, lane), amax + w, highest);
         }
         float multiplier[2][ROW_BLOCKS];
 #pragma unroll
@@ -233,7 +249,7 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
             scales.store(w * UNIT_STEP * WGMMA_M + h * 8, scale);
         }
         stage_codes<OUT_COLUMNS, RowFormat>(
-            v[w], shared_address(shared.d[slot_of(warpgroup, w)] + PLAIN_BYTES), warp, lane,
+            v[w], place_of_code, unit_further(w) + PLAIN_BYTES,
             [&](int h, int i, int) { return multiplier[h][i * 16 / ROW_BLOCK]; });
     }
 }
@@ -258,13 +274,31 @@ __device__ __forceinline__ void for_columns(Use use) {  // use(turn, run, column
     }
 }
 
+// Where the lanes of a warp leave their column maxima: see LANES_LEAVE_MAXIMA.
+__device__ __forceinline__ uint8_t* maxima_of_warp(SharedStorage& shared, int warpgroup, int warp) {
+    return shared.d[slot_of(warpgroup, warp / 2)] + PLAIN_BYTES + ROW_CODE_BYTES +
+           warp % 2 * WARP_MAXIMA_BYTES;
+}
+
 // Column maxima of a warpgroup's warps, raising `highest`: as integers, where NaN is above every number.
 template <int NUM_WAVES>
-__device__ __forceinline__ void read_column_maxima(int (&highest)[COLUMN_TURNS], const ColumnStorage& of) {
+__device__ __forceinline__ void read_column_maxima(int (&highest)[COLUMN_TURNS], SharedStorage& shared,
+                                                   int warpgroup) {
     for_columns<NUM_WAVES>([&](int turn, int run, int column) {
+        if constexpr (LANES_LEAVE_MAXIMA) {
 #pragma unroll
-        for (int i = 0; i < MAXIMA_OF_RUN; ++i)
-            highest[turn] = max(highest[turn], __float_as_int(of.amax[run * MAXIMA_OF_RUN + i][column]));
+            for (int i = 0; i < 4 * 8; ++i) {
+                const uint8_t* const at =
+                    maxima_of_warp(shared, warpgroup, i / 8) + maximum_of_quad<OUT_COLUMNS>(i % 8, column);
+                highest[turn] = max(highest[turn], *reinterpret_cast<const int*>(at));
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < MAXIMA_OF_RUN; ++i) {
+                const float amax = shared.quant.columns[warpgroup].amax[run * MAXIMA_OF_RUN + i][column];
+                highest[turn] = max(highest[turn], __float_as_int(amax));
+            }
+        }
     });
 }
 
@@ -307,6 +341,9 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     float v[WAVES][OUT_COLUMNS / 2], row_amax[WAVES][2][ROW_BLOCKS];
     const RowSwap swap =
         SWAPS_ROW_AMAX ? RowSwap(shared.quant, NUM_WAVES, warpgroup * 4 + warp, lane) : RowSwap();
+    // The last tile's store has left the slabs long ago. Asked here, before values are finished: it is a branch, and between
+    // values the compiler would spill some. Others may write to the slabs behind the next barrier.
+    if (issuer) cp_async_bulk_wait_group_read_all();
     float highest = 0.0f;
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
@@ -314,21 +351,29 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
         finish_values(v[w], d[w], problem, outputs, tile.group, tile.row + tile.rows - extent.rows,
                       extent.rows, column, lane);
         if constexpr (SWAPS_ROW_AMAX || (HAS_AMAX && ROW_QUANT == QUANT_NONE))
-            find_row_amax(v[w], extent, row_amax[w], highest);
+            find_row_amax<1>(v + w, extent, row_amax + w, highest);
         if constexpr (SWAPS_ROW_AMAX) swap.send(w, row_amax[w]);
     }
-    if constexpr (COLUMN_QUANT != QUANT_NONE) {
+    const uint32_t barrier = spans ? BOTH_BARRIER : 1 + warpgroup, threads = spans ? 256 : 128;
+    if constexpr (LANES_LEAVE_MAXIMA) {
+        bar_sync(1 + warpgroup, 128);  // the slabs are free
+        const Extent last(outputs, tile, first + NUM_WAVES - 1, out_column, warp, lane);
+        leave_column_amax<OUT_COLUMNS, NUM_WAVES>(v, shared_address(maxima_of_warp(shared, warpgroup, warp)),
+                                                  last.rows, lane);
+    } else {
+        if constexpr (COLUMN_QUANT != QUANT_NONE) {
 #pragma unroll
-        for (int w = 0; w < NUM_WAVES; w += UNITS_OF_RUN) {
-            constexpr int UNITS = UNITS_OF_RUN < NUM_WAVES ? UNITS_OF_RUN : NUM_WAVES;
-            const Extent last(outputs, tile, first + w + UNITS - 1, out_column, warp, lane);
-            float* const amax = shared.quant.columns[warpgroup].amax[w / UNITS_OF_RUN * 4 + warp];
-            column_amax<OUT_COLUMNS, UNITS>(v + w, shared_address(amax), last.rows, lane);
+            for (int w = 0; w < NUM_WAVES; ++w) {
+                const Extent extent(outputs, tile, first + w, out_column, warp, lane);
+                float* const amax = shared.quant.columns[warpgroup].amax[w * 4 + warp];
+                column_amax<OUT_COLUMNS>(v[w], shared_address(amax), extent.rows, lane);
+            }
         }
     }
-    const uint32_t barrier = spans ? BOTH_BARRIER : 1 + warpgroup, threads = spans ? 256 : 128;
-    if (issuer) cp_async_bulk_wait_group_read_all();  // the last tile's store has left this memory
-    bar_sync(barrier, threads);                       // and column maxima are there
+    if constexpr (ROW_AMAX_EARLY)
+        find_row_amax<NUM_WAVES>(v, Extent(outputs, tile, first, out_column, warp, lane), row_amax, highest);
+    const RowScales row_scales(outputs, place, tile, out_column, first, warp, lane);
+    bar_sync(barrier, threads);  // the slabs are free, and column maxima are there
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
         if constexpr (HAS_PLAIN)
@@ -337,21 +382,26 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     }
     int column_highest[COLUMN_TURNS] = {};
     if constexpr (COLUMN_QUANT != QUANT_NONE) {  // here: loads are not moved before the stores of codes
-        if (!is_second) read_column_maxima<NUM_WAVES>(column_highest, shared.quant.columns[warpgroup]);
-        if (spans && !is_second) read_column_maxima<NUM_WAVES>(column_highest, shared.quant.columns[1]);
+        if (!is_second) read_column_maxima<NUM_WAVES>(column_highest, shared, warpgroup);
+        if (spans && !is_second) read_column_maxima<NUM_WAVES>(column_highest, shared, 1);
     }
-    const RowScales row_scales(outputs, place, tile, out_column, first, warp, lane);
+    // In registers: four addresses serve every slab.
+    const uint32_t slabs = shared_address(shared.d[slot_of(warpgroup, 0)]);
+    uint32_t column_place = place_of_codes<OUT_COLUMNS, ColumnFormat>(slabs, warp, lane);
+    pin_register(column_place);
+    const uint32_t row_place =
+        RowFormat::CODE_BITS == 8 ? column_place : place_of_codes<OUT_COLUMNS, RowFormat>(slabs, warp, lane);
     if constexpr (ROW_QUANT != QUANT_NONE)
-        quantize_rows<0, 1>(v, row_amax, highest, shared, outputs, row_scales, swap, tile, out_column, first,
-                            warpgroup, warp, lane);
+        quantize_rows<0, 1>(v, row_amax, highest, outputs, row_scales, swap, tile, out_column, first,
+                            row_place, warp, lane);
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
         if (!is_second)
             scale_columns<NUM_WAVES>(column_highest, shared.quant, outputs, place, tile, out_column, first,
                                      spans, warpgroup);
     }
     if constexpr (ROW_QUANT != QUANT_NONE)
-        quantize_rows<1, NUM_WAVES>(v, row_amax, highest, shared, outputs, row_scales, swap, tile, out_column,
-                                    first, warpgroup, warp, lane);
+        quantize_rows<1, NUM_WAVES>(v, row_amax, highest, outputs, row_scales, swap, tile, out_column, first,
+                                    row_place, warp, lane);
     if constexpr (SWAPS_ROW_AMAX) {
 #pragma unroll
         for (int w = NUM_WAVES; w < WAVES; ++w) swap.wait(w);
@@ -373,9 +423,9 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
                 for (int i = 0; i < OUT_COLUMNS / 16; ++i)
                     ld_shared_v4_f32(at + (16 * i + lane % 4 * 4) * 4, multiplier[i]);
             }
-            stage_codes<OUT_COLUMNS, ColumnFormat>(
-                v[w], shared_address(shared.d[slot_of(warpgroup, w)] + PLAIN_BYTES + ROW_CODE_BYTES), warp,
-                lane, [&](int, int i, int e) { return multiplier[i][e]; });
+            stage_codes<OUT_COLUMNS, ColumnFormat>(v[w], column_place,
+                                                   unit_further(w) + PLAIN_BYTES + ROW_CODE_BYTES,
+                                                   [&](int, int i, int e) { return multiplier[i][e]; });
         }
     }
     fence_proxy_async_shared();
