@@ -141,7 +141,13 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "rows that no copy brings left as they were",
         ("uninitialised-shared",),
-        ((MAIN, "clear_missing_rows<STAGES, A_BYTES, NUM_CONSUMER_WARPS * 32>(shared.a[0], m);", ""),),
+        (
+            (
+                MAIN,
+                "clear_missing_rows<STAGES, BLOCK_M, NUM_CONSUMER_WARPS * 32>(shared.a[0], problem.row_box(), m);",
+                "",
+            ),
+        ),
         sizes=(7, 0, 20, 3),
     ),
     Bug(
@@ -151,9 +157,15 @@ BUGS: tuple[Bug, ...] = (
         sizes=(7, 0, 20, 3),
     ),
     Bug(
+        "rows loaded while they are still cleared",
+        ("race", "missing-proxy-fence"),
+        ((MAIN, "warp == LOAD_WARP && !problem.boxes_vary()", "warp == LOAD_WARP"),),
+        sizes=(40, 0, 30, 3),
+    ),
+    Bug(
         "more bytes expected than the box of few rows has",
         ("deadlock",),
-        ((LOAD, "units * row_box(problem.m) * BLOCK_K", "units * UNIT_BYTES"),),
+        ((LOAD, "boxes * problem.row_box() * BLOCK_K + B_BYTES", "units * UNIT_BYTES + B_BYTES"),),
         sizes=(7, 0, 20, 3),
     ),
     # ---- phases and stages

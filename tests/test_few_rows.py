@@ -1,4 +1,4 @@
-"""Fewer than 64 rows in all: Hopper's FP8 kernels then load boxes of fewer rows (kernels/row_box.cuh)."""
+"""Few rows, in all or a group: Hopper's FP8 kernels then load boxes of fewer rows (kernels/row_box.cuh)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import padless
 from padless import BlockScaledTensor, GemmConfig, grouped_gemm
 from padless.formats import FORMATS
 from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
+from padless.tensor_map import row_box
 
 CONFIGS = {
     "FP8_BLOCK": (
@@ -30,21 +31,27 @@ def rows_of(a: BlockScaledTensor, count: int) -> BlockScaledTensor:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("sizes", [(1,), (3, 0, 4), (8,), (5, 4), (1,) * 17, (30, 33)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(1,), (3, 0, 4), (8,), (5, 4), (1,) * 9, (30, 33), (33, 0, 40, 2), (100, 3, 0, 17), (16, 48, 0)],
+    ids=str,
+)
 def test_a_row_is_what_it_is_among_many(name: str, sizes: tuple[int, ...]) -> None:
     """Bit for bit what the same rows give in front of another group, where whole boxes of 64 rows are loaded."""
     format = next(f for f in FORMATS if f.name == name)
     generator = torch.Generator().manual_seed(sum(sizes))
     m = sum(sizes)
+    after = 48 * (len(sizes) + 1) + 1 - m
+    assert row_box(m + after, len(sizes) + 1) == 64 > row_box(m, len(sizes))
     x = (
-        torch.randn(m + 80, K, generator=generator).bfloat16()
-        * torch.logspace(-3, 3, m + 80)[:, None].bfloat16()
+        torch.randn(m + after, K, generator=generator).bfloat16()
+        * torch.logspace(-3, 3, m + after)[:, None].bfloat16()
     )
     a = padless.quantize(x, format, kind="activation")
     weights = torch.randn(len(sizes) + 1, N, K, generator=generator).bfloat16()
     b = padless.quantize(weights, format, kind="weight")
     some = BlockScaledTensor(b.data[:-1].clone(), b.scale[:-1].clone(), format)
-    offs = padless.group_offsets([*sizes, 80])
+    offs = padless.group_offsets([*sizes, after])
     many = grouped_gemm(a, b, offs, backend="emulator", config=CONFIGS[name][0])
     assert bool(many[:m].abs().sum(dim=1).gt(0).all())
     for config in CONFIGS[name]:
@@ -55,8 +62,6 @@ def test_a_row_is_what_it_is_among_many(name: str, sizes: tuple[int, ...]) -> No
 
 
 def test_the_box_is_as_tall_as_the_rows_need() -> None:
-    from padless.tensor_map import row_box
-
     assert [row_box(m) for m in (0, 1, 8, 9, 56, 57, 63, 64, 65, 8192)] == [
         8,
         8,
@@ -69,3 +74,9 @@ def test_the_box_is_as_tall_as_the_rows_need() -> None:
         64,
         64,
     ]
+
+
+def test_small_groups_take_boxes_of_16() -> None:
+    assert [row_box(m, 4) for m in (8, 16, 17, 64, 192, 193)] == [8, 16, 16, 16, 16, 64]
+    assert row_box(60, 1) == 64, "not a single group of 60 rows"
+    assert row_box(192) == 64, "nor where the number of groups is not looked at"

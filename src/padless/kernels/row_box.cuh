@@ -1,23 +1,33 @@
-// How many rows of A one copy brings. Rows past the last one of all cost the copy engine more than rows that exist: it
-// writes zeros for them, and with 8 rows in all a call took 27% longer than with 64. So where there are fewer than 64,
-// the box is no taller than they need, in steps of 8 (1024 bytes, a group of the swizzle), and the rest of a stage's
-// first 64 rows, the only ones that tiles then have, is zero from the start. `row_box` of tensor_map.py is the host's side.
+// How many rows of A one copy brings. A tile is multiplied in units of 64 rows, but rows that are not its group's need not be
+// loaded: they take bandwidth, and those past the last row of all take the copy engine longer than rows that exist, since it
+// writes zeros for them (with 8 rows in all a call took 27% longer than with 64). So a box is no taller than all rows need, in
+// steps of 8 (1024 bytes, a group of the swizzle), and where groups are small a tile takes as many boxes of 16 as its rows
+// need. `row_box` of tensor_map.py is the host's side.
 #pragma once
+
+constexpr int FEW_ROWS = 48;  // a group, on average, at most
+constexpr int FEW_ROWS_BOX = 16;
 
 __device__ __forceinline__ int row_box(int m) {
     return m < 64 ? (m + 7) / 8 * 8 : 64;
 }
 
-// The first THREADS threads of the CTA, before a barrier of them all and before anything is loaded: clears the rows that no
-// copy will bring. `a`: of all stages, STAGE_BYTES each, rows of 128 bytes.
-template <int STAGES, int STAGE_BYTES, int THREADS>
-__device__ __forceinline__ void clear_missing_rows(uint8_t* a, int m) {
-    if (m >= 64) return;
-    const int first = row_box(m) * 128;
+__device__ __forceinline__ int row_box(int m, int num_groups) {
+    const int box = row_box(m);
+    return box > FEW_ROWS_BOX && m <= FEW_ROWS * num_groups ? FEW_ROWS_BOX : box;
+}
+
+// The first THREADS threads of the CTA, before a barrier of them all: clears rows that a first box of `box` rows does not bring,
+// of the ROWS rows of 128 bytes that a stage has, or the first 64 if a tile has no more. `a`: of all stages. Whoever loads
+// more than one box a tile has to wait for that.
+template <int STAGES, int ROWS, int THREADS>
+__device__ __forceinline__ void clear_missing_rows(uint8_t* a, int box, int m) {
+    if (box == 64) return;
+    const int end = m < 64 ? 64 * 128 : ROWS * 128;
 #pragma unroll 1  // unrolled, it is 4 KB of instructions between the kernel's beginning and the rest
     for (int stage = 0; stage < STAGES; ++stage) {
-        for (int at = first + threadIdx.x * 16; at < 64 * 128; at += THREADS * 16)
-            *reinterpret_cast<uint4*>(a + stage * STAGE_BYTES + at) = uint4{0, 0, 0, 0};
+        for (int at = box * 128 + threadIdx.x * 16; at < end; at += THREADS * 16)
+            *reinterpret_cast<uint4*>(a + stage * ROWS * 128 + at) = uint4{0, 0, 0, 0};
     }
     fence_proxy_async_shared();  // the tensor core reads them
 }

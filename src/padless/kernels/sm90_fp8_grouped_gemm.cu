@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         prefetch_weights_lines<BLOCK_N, NUM_CONSUMER_WARPS * 32>(Weights{b, b_row_bytes, b_group_bytes}, n, k,
                                                                  num_groups);
 #endif
-        clear_missing_rows<STAGES, A_BYTES, NUM_CONSUMER_WARPS * 32>(shared.a[0], m);
+        clear_missing_rows<STAGES, BLOCK_M, NUM_CONSUMER_WARPS * 32>(shared.a[0], problem.row_box(), m);
     }
     if (!has_small_table) {
         // All lines of offs at once: the table is built from one after the other.
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
     } else if (EPILOGUE_IS_QUANT) {
         __syncthreads();
     } else if (CLUSTER_N == 1) {
-        if (warp == LOAD_WARP)  // waits for nobody: its loads begin at once
+        if (warp == LOAD_WARP && !problem.boxes_vary())  // waits for nobody: its loads begin at once
             bar_arrive(START_BARRIER, NUM_THREADS);
         else
             bar_sync(START_BARRIER, NUM_THREADS);

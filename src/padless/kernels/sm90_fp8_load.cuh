@@ -9,6 +9,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     Pipeline<STAGES> pipeline;
     uint32_t window_phase = 0;
     const int k_blocks = problem.k_blocks();
+    const int step = SCALES_K_MAJOR ? WGMMA_M : problem.row_box(), step_bytes = step * BLOCK_K;  // of boxes
     const int ask_at = CLUSTER_N > 1 && cluster_cta_rank() != 0 ? -1  // the first CTA asks for both
                        : k_blocks > K_BLOCKS_AHEAD              ? k_blocks - K_BLOCKS_AHEAD
                                                                 : 0;
@@ -16,10 +17,11 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     while (reader.next(tile)) {
         const int column = cta_column(tile);
         const int units = units_of(tile.rows);
+        const int boxes = (tile.rows + step - 1) / step;
         const int sfa_copies =
             SCALES_K_MAJOR ? 0 : (units * WGMMA_M + 3 + SFA_COPY_FLOATS - 1) / SFA_COPY_FLOATS;
         const uint32_t stage_bytes =
-            units * row_box(problem.m) * BLOCK_K + B_BYTES + sfa_copies * SFA_COPY_FLOATS * 4;
+            boxes * problem.row_box() * BLOCK_K + B_BYTES + sfa_copies * SFA_COPY_FLOATS * 4;
         for (int kb = 0; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage;
             const uint32_t full = shared_address(&shared.full[stage]);
@@ -37,13 +39,13 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                 tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, column, tile.group);
             }
             if constexpr (CLUSTER_N == 1) {
-                for (int u = 0; u < units; ++u)
-                    tma_load_2d(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full, kb * BLOCK_K,
-                                tile.row + u * WGMMA_M);
-            } else {  // the CTAs of the cluster take turns at fetching a unit and give it to both
-                for (int u = cluster_cta_rank(); u < units; u += CLUSTER_N)
-                    tma_load_2d_multicast(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full,
-                                          kb * BLOCK_K, tile.row + u * WGMMA_M, (1 << CLUSTER_N) - 1);
+                for (int i = 0; i < boxes; ++i)
+                    tma_load_2d(map_a, shared_address(shared.a[stage] + i * step_bytes), full, kb * BLOCK_K,
+                                tile.row + i * step);
+            } else {  // the CTAs of the cluster take turns at fetching a box and give it to both
+                for (int i = cluster_cta_rank(); i < boxes; i += CLUSTER_N)
+                    tma_load_2d_multicast(map_a, shared_address(shared.a[stage] + i * step_bytes), full,
+                                          kb * BLOCK_K, tile.row + i * step, (1 << CLUSTER_N) - 1);
             }
             for (int i = 0; i < sfa_copies; ++i)
                 tma_load_2d(map_sfa, shared_address(shared.sfa[stage] + i * SFA_COPY_FLOATS), full,

@@ -93,7 +93,7 @@ constexpr bool HALVES = WAVES == 2;
 using Order = TileOrder<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M, HALVES>;
 // Tiles that take long are drawn late: when the producer has this many K blocks of the tile before still to load. Where the
 // tile is short they take 6 us, of which an atomic and a message to the other CTA need less than half.
-constexpr bool DRAWS_LATE = HALVES;
+constexpr bool DRAWS_LATE = HALVES || BLOCK_N == 192;
 constexpr int K_BLOCKS_AHEAD = 16;
 using Reader = TileReader<CLUSTER_N>;
 
@@ -103,6 +103,12 @@ struct Problem {
 
     __device__ __forceinline__ int k_blocks() const { return (k + BLOCK_K - 1) / BLOCK_K; }
     __device__ __forceinline__ int sfb_rows() const { return (n + 127) / 128; }
+    // Whoever loads windows of row-major scales has no registers left to count boxes.
+    __device__ __forceinline__ int row_box() const {
+        return SCALES_K_MAJOR ? ::row_box(m) : ::row_box(m, num_groups);
+    }
+    // Whether tiles of one unit may take more than one box, and so bring rows that were cleared for want of any.
+    __device__ __forceinline__ bool boxes_vary() const { return row_box() < 64 && row_box() < m; }
 };
 
 // First column of this CTA's part of the tile.

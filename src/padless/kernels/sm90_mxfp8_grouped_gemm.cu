@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
     for (int i = threadIdx.x; i < STAGES * V_BYTES / 16; i += NUM_THREADS)  // k 4-15 of V stay zero
         st_shared_v4_b32(shared_address(shared.v[0]) + i * 16, 0, 0, 0, 0);
     fence_proxy_async_shared();
-    clear_missing_rows<STAGES, A_BYTES, NUM_THREADS>(shared.a[0], m);
+    clear_missing_rows<STAGES, BLOCK_M, NUM_THREADS>(shared.a[0], row_box(m), m);
     build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
 #if EPILOGUE_IS_QUANT
     if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.quant.group_tiles, lane);

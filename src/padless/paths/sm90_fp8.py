@@ -63,7 +63,7 @@ def _tensor_maps(
     else:
         scales = tensor_map.flat(a.scale, 256)
     return [
-        (tensor_map.rows_operand(a.data),),
+        (tensor_map.rows_operand(a.data, b.data.shape[0] if config.scales == "mn" else None),),
         (tensor_map.operand(b.data, config.block_n),),
         (scales,),
         tensor_map.output_pool(out, 64) if config.store == "pool" else (tensor_map.output_ragged(out, 64),),

@@ -68,7 +68,7 @@ def prepare(
     kernel, function = load_kernel(driver, KERNEL, compiled, device)
 
     specs = [
-        tensor_map.rows_operand(a.data),
+        tensor_map.rows_operand(a.data, num_groups),
         dealt_operand(b.data, epilogue),
         tensor_map.mn_major_scales(a.scale, 96 if tile.block_m == 256 else tile.block_m + 4),
     ]
