@@ -165,7 +165,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "more bytes expected than the box of few rows has",
         ("deadlock",),
-        ((LOAD, "boxes * problem.row_box() * BLOCK_K + B_BYTES", "units * UNIT_BYTES + B_BYTES"),),
+        ((LOAD, "boxes * box * BLOCK_K + B_BYTES", "units * UNIT_BYTES + B_BYTES"),),
         sizes=(7, 0, 20, 3),
     ),
     # ---- phases and stages

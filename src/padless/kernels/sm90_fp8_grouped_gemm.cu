@@ -204,7 +204,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
     if (warp >= NUM_CONSUMER_WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == NUM_CONSUMER_WARPS) {
-            if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa);
+            if (elect_one()) {
+                if (SCALES_K_MAJOR || problem.row_box() == WGMMA_M)
+                    load_tiles<true>(shared, problem, map_a, map_b, map_sfa);
+                else
+                    load_tiles<false>(shared, problem, map_a, map_b, map_sfa);
+            }
         } else if (warp == NUM_CONSUMER_WARPS + 1 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
             if (elect_one())
                 hand_out_tiles<CLUSTER_N, HALVES, DRAWS_LATE>(
