@@ -294,27 +294,22 @@ def test_many_small_groups_get_the_wide_tile_that_was_measured_faster() -> None:
             assert best_tile(COSTS, p.m, p.n, p.k, p.num_groups, 132) == WIDE, p
 
 
-def test_decode_sizes_keep_the_tile_that_was_measured() -> None:
-    """What the recorded decode runs took: 128 rows, and 128 columns where few groups make few tiles."""
+def test_decode_sizes_get_128_columns() -> None:
+    """The decode record. Measured in turns with 128 x 192: equal from 64 groups on, else up to 3% faster."""
     records = [json.loads(line) for line in DECODE.read_text().splitlines()]
     points = [record for record in records if record["kind"] == "decode"]
     assert len(points) == 180
     for record in points:
         n, k, groups = (record["point"][axis] for axis in ("N", "K", "groups"))
-        narrow = groups == 8 or (groups == 32 and n == 2048)
         config = select_config(Problem(sum(record["sizes"]), n, k, groups))
-        assert (config.block_m, config.block_n, config.cluster_n) == (128, 128 if narrow else 192, 1), record[
-            "point"
-        ]
+        assert (config.block_m, config.block_n, config.cluster_n) == (128, 128, 1), record["point"]
 
 
-def test_up_to_64_rows_a_group_never_get_256_rows_or_64_columns() -> None:
-    for groups in (8, 16, 32, 64, 128, 256):
-        for rows in (1, 2, 7, 16, 33, 64):
-            for n in range(2048, 7169, 1024):
-                for k in (2048, 4096, 7168):
-                    tile = best_tile(COSTS, groups * rows, n, k, groups, 132)
-                    assert tile in (SMALL, WIDE), (groups, rows, n, k)
+def test_more_rows_may_get_wide_tiles_again() -> None:
+    """The model alone would give them to few rows, too."""
+    assert best_tile(COSTS, 64 * 16, 7168, 7168, 64, 132) == WIDE
+    assert select_config(Problem(64 * 16, 7168, 7168, 64)).block_n == 128
+    assert select_config(Problem(64 * 49, 7168, 7168, 64)).block_n == 192
 
 
 # --- tables on disk --------------------------------------------------------------------------------------

@@ -48,12 +48,17 @@ class TensorMapSpec:
     l2_promotion: int = L2_PROMOTION_256B
 
 
+def has_few_rows(m: int, num_groups: int) -> bool:
+    """Whether groups are so small, on average, that a call takes as long as its weights' bytes (``row_box.cuh``)."""
+    return m <= 48 * num_groups
+
+
 def row_box(m: int, num_groups: int | None = None) -> int:
     """Rows of A in one copy of Hopper's FP8 kernels: 64, what ``m`` rows in all need, or 16 where groups are small
     (``kernels/row_box.cuh``). ``num_groups``: None for a kernel that does not look at that.
     """
     box = min(64, max(8, -(-m // 8) * 8))
-    return 16 if num_groups is not None and box > 16 and m <= 48 * num_groups else box
+    return 16 if num_groups is not None and box > 16 and has_few_rows(m, num_groups) else box
 
 
 def rows_operand(a: torch.Tensor, num_groups: int | None = None) -> TensorMapSpec:
