@@ -14,12 +14,13 @@ CUDA_SOURCES = $(shell find src -name '*.cu' -o -name '*.cuh')
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test test-all lint format dev clean help
+.PHONY: demo test test-all readme lint format dev clean help
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
-	@echo "make test-all  the slow tests too;  make lint, make format, make dev (install only), make clean"
+	@echo "make test-all  the slow tests too;  make readme  the README's figures, from docs/measured"
+	@echo "make lint, make format, make dev (install only), make clean"
 
 demo: $(RUN)
 	@$(BIN)/padless demo
@@ -29,6 +30,9 @@ test: lint
 
 test-all: lint
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow
+
+readme: $(RUN)
+	@$(BIN)/python tools/readme_measured.py
 
 lint: $(DEV)
 	@$(BIN)/ruff check --quiet --output-format concise

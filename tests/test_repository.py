@@ -96,16 +96,30 @@ def test_readme_example_runs():
     assert found.stdout.startswith("torch.Size([1000, 256])")
 
 
-def unrecorded_rows(readme: str, root: Path) -> list[str]:
-    """Rows of the measured tables, with a figure in them, that name no existing file under docs/measured."""
+def names_its_records(text: str, root: Path) -> bool:
+    """Whether a text names files under docs/measured, and all of them exist."""
+    files = re.findall(r"docs/measured/[\w./-]+", text)
+    return bool(files) and all((root / file).is_file() for file in files)
+
+
+def unrecorded(readme: str, root: Path) -> list[str]:
+    """Paragraphs, rows and items of the measured part with a figure in them whose record is not named: by themselves,
+    by the heading of their table, or by the paragraph right before their table or list.
+    """
     (section,) = MEASURED.findall(readme)
-    rows = []
-    for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
-        for row in table.splitlines()[2:]:  # after the heading and its rule
-            files = re.findall(r"docs/measured/[\w./-]+", row)
-            if re.search(r"\d", row) and not (files and all((root / file).is_file() for file in files)):
-                rows.append(row)
-    return rows
+    found = []
+    captioned = False
+    for block in re.split(r"\n\s*\n", section.strip()):
+        is_table, is_list = block.startswith("|"), block.startswith("- ")
+        if is_table:
+            heading, _, *parts = block.splitlines()
+            captioned = captioned or names_its_records(heading, root)
+        else:
+            parts = re.split(r"\n(?=- )", block) if is_list else [block]
+        if not ((is_table or is_list) and captioned):
+            found += [part for part in parts if re.search(r"\d", part) and not names_its_records(part, root)]
+        captioned = not (is_table or is_list) and names_its_records(block, root)
+    return found
 
 
 # A figure of speed, such as "1.2x faster", "900 TF", "34 us" or "3.1 TB/s".
@@ -114,19 +128,27 @@ SPEED = re.compile(r"\d\s*(?:TF|TFLOP|us|µs|[GT]B/s)\b|\d\s*[x×] (?:faster|slo
 
 def test_every_measured_figure_names_its_record():
     readme = README.read_text()
-    assert not unrecorded_rows(readme, ROOT)
+    assert not unrecorded(readme, ROOT)
     assert not SPEED.search(MEASURED.sub("", readme)), "figures of speed belong into the measured table"
 
 
 def test_an_unrecorded_figure_is_seen(tmp_path):
     (tmp_path / "docs" / "measured").mkdir(parents=True)
     (tmp_path / "docs" / "measured" / "paper.json").write_text("{}")
-    table = "| case | TF | record |\n|---|---|---|\n"
     kept, absent, bare = (
-        f"| a | 900 | {record} |" for record in ("docs/measured/paper.json", "docs/measured/no.json", "")
+        f"| a | 900 | {name} |" for name in ("docs/measured/paper.json", "docs/measured/no.json", "")
     )
-    readme = f"<!-- measured:begin -->\n{table}{kept}\n{absent}\n{bare}\n<!-- measured:end -->"
-    assert unrecorded_rows(readme, tmp_path) == [absent, bare]
+    rows = f"| case | TF | record |\n|---|---|---|\n{kept}\n{absent}\n{bare}"
+    table = "| case | TF |\n|---|---|\n| b | 800 |"
+    headed = "| case | TF, docs/measured/paper.json |\n|---|---|\n| c | 700 |"
+    caption, wrong = "Of 12 calls (docs/measured/paper.json).", "Of 13 calls (docs/measured/no.json)."
+    blocks = [
+        *(rows, caption, table, table, headed, wrong, table),  # a caption is that of the next table only
+        *(caption, "- 14 calls\n- 15 calls", "- 16 calls\n- no figure", "no figure", "17 calls"),
+    ]
+    readme = "<!-- measured:begin -->\n" + "\n\n".join(blocks) + "\n\n<!-- measured:end -->"
+    unnamed = "| b | 800 |"
+    assert unrecorded(readme, tmp_path) == [absent, bare, unnamed, wrong, unnamed, "- 16 calls", "17 calls"]
     assert SPEED.search("about 1200 TF")
     assert SPEED.search("1.3x faster than")
 
@@ -208,7 +230,7 @@ def test_a_wheel_carries_the_kernels_and_the_command(wheel):
     assert "padless/kernels/sm90_fp8_grouped_gemm.cu" in device_sources
     assert {name for name in names if name.endswith((".cu", ".cuh"))} == device_sources & tracked
     assert "padless/py.typed" in names
-    assert not [name for name in names if name.startswith(("tests", "docs"))]
+    assert not [name for name in names if name.startswith(("tests", "docs", "tools"))]
     info = f"padless-{padless.__version__}.dist-info"
     assert "padless = padless.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
     assert "MIT" in wheel.read(f"{info}/licenses/LICENSE").decode()
