@@ -326,7 +326,13 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "all lanes of the producer warp load",
         ("mbarrier", "race"),
-        ((MAIN, "if (elect_one()) load_tiles", "load_tiles"),),
+        (
+            (
+                MAIN,
+                "if (elect_one()) {\n                if (SCALES_K_MAJOR",
+                "{\n                if (SCALES_K_MAJOR",
+            ),
+        ),
     ),
     Bug(
         "both warpgroups share one store barrier",
