@@ -116,8 +116,9 @@ def test_the_estimate_is_the_mean_of_the_simulation_and_its_choice_costs_little(
     assert sorted(losses)[-2] < 0.08, sorted(losses)[-5:]
 
 
-def test_the_estimate_knows_what_halves_spare() -> None:
-    """Tall tiles, M 8192: the mean of the queue with halves to 3%; the estimate without them is further off."""
+def test_the_estimate_knows_what_halves_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tall tiles, M 8192: the mean of the queue with halves to 2.5%, if all of it counts; without them further off."""
+    monkeypatch.setattr(cost_model, "_TRUSTED_OF_SPARED", 1.0)
     others = []
     for groups, n, k in (
         (4, 4096, 4096),
@@ -131,7 +132,7 @@ def test_the_estimate_knows_what_halves_spare() -> None:
         with_halves, without = (
             estimate_ns(8192, n, k, groups, TALL, COSTS[TALL], 132, h) for h in (True, False)
         )
-        assert with_halves == pytest.approx(simulated, rel=0.03), (groups, n, k)
+        assert with_halves == pytest.approx(simulated, rel=0.025), (groups, n, k)
         assert with_halves <= without
         others.append(without / simulated - 1)
     assert max(others) > 0.03
@@ -249,10 +250,10 @@ def test_the_chosen_tiles_were_the_fastest_or_nearly_so() -> None:
         (m, groups): 36 for m in (8192, 16384) for groups in (4, 8, 16, 32)
     }
     every = [loss for values in losses.values() for loss in values]
-    assert mean(every) < 0.0013
-    assert max(every) < 0.045
+    assert mean(every) < 0.0008
+    assert max(every) < 0.036
     for key, values in losses.items():
-        assert mean(values) < (0.0045 if key == (8192, 4) else 0.0035), key
+        assert mean(values) < 0.0035, key
 
     # Other costs, no halves and always the same tile would all have cost more.
     def total(costs: Mapping[Tile, TileCost], halves: bool = True) -> float:
@@ -283,7 +284,7 @@ def test_choices_for_few_rows_trust_halves_less_than_the_mean_of_the_queue_would
     assert len(now) >= 118
     assert mean(now) < 0.014
     monkeypatch.setattr(cost_model, "_TRUSTED_OF_SPARED", 1.0)
-    assert mean(losses()) > mean(now) + 0.003
+    assert mean(losses()) > mean(now) + 0.002
 
 
 def test_many_small_groups_get_the_wide_tile_that_was_measured_faster() -> None:
@@ -298,7 +299,7 @@ def test_decode_sizes_get_128_columns() -> None:
     """The decode record. Measured in turns with 128 x 192: equal from 64 groups on, else up to 3% faster."""
     records = [json.loads(line) for line in DECODE.read_text().splitlines()]
     points = [record for record in records if record["kind"] == "decode"]
-    assert len(points) == 180
+    assert len(points) > 100
     for record in points:
         n, k, groups = (record["point"][axis] for axis in ("N", "K", "groups"))
         config = select_config(Problem(sum(record["sizes"]), n, k, groups))
