@@ -1,5 +1,6 @@
 // The quantising store of sm90_fp8_grouped_gemm.cu and sm90_mxfp8_grouped_gemm.cu: included by them, after their shared
-// memory and constants, in place of their plain stores. From a tile of float32 sums in registers to everything an Epilogue asks for:
+// memory and constants, in place of their plain stores. From a tile of float32 sums in registers to everything an Epilogue
+// asks for:
 //
 //   sums -> alpha, bias, SwiGLU, prob -> values --+-> amax of the group
 //                                                 +-> bf16 / fp16 / float32, staged and copied out
