@@ -42,9 +42,9 @@ constexpr int COLUMN_CODE_BYTES = COLUMN_QUANT == QUANT_NONE ? 0 : 64 * OUT_COLU
 constexpr int STAGED_BYTES = PLAIN_BYTES + ROW_CODE_BYTES + COLUMN_CODE_BYTES;
 constexpr int QUANT_UNIT_BYTES = STAGED_BYTES == 0 ? 1024 : STAGED_BYTES;  // amax alone needs none
 
-// Where a warpgroup has two units and a run is no shorter, lanes leave their column maxima as they are, in the slabs of the
-// column codes, which are not written until the maxima have been read: no shuffles, and the loads that reduce them lie
-// behind the barrier, where rows give the warp something else to do. A slab has room for those of two warps.
+// Where a warpgroup may have two units and a run is no shorter, lanes leave their column maxima as they are, in the slabs of
+// the column codes, which are not written until the maxima have been read: no shuffles, and the loads that reduce them lie
+// behind the barrier, where rows give the warp something else to do. A unit's slab has room for those of two warps.
 constexpr bool LANES_LEAVE_MAXIMA = RUNS_EXCEED_UNITS && WAVES == 2;
 constexpr int WARP_MAXIMA_BYTES = 8 * OUT_COLUMNS * 4;  // a row of floats for each quad
 static_assert(2 * WARP_MAXIMA_BYTES <= COLUMN_CODE_BYTES || !LANES_LEAVE_MAXIMA,

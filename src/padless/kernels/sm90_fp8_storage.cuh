@@ -26,7 +26,7 @@ static_assert(BLOCK_N % 64 == 0, "scales are selected by 64 columns");
 
 // Rows come in units of 64: unit u belongs to warpgroup u % NUM_MMA_WARPGROUPS as its wave u / NUM_MMA_WARPGROUPS. A
 // tile with fewer rows than BLOCK_M has fewer units, and no other unit is loaded or multiplied. Where columns are quantised
-// the units of a warpgroup are neighbours instead (first_unit of quant_storage.cuh).
+// two units of a warpgroup are neighbours instead (first_unit of quant_storage.cuh).
 __device__ __forceinline__ int units_of(int rows) {
     return (rows + WGMMA_M - 1) / WGMMA_M;
 }
@@ -48,7 +48,8 @@ constexpr int A_BYTES = BLOCK_M * BLOCK_K;
 constexpr int B_BYTES = BLOCK_N * BLOCK_K;
 
 constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
-// Else a warp for each consumer warpgroup stores, beside the producer. It does not pay with 192 columns (measured).
+// Where consumers do not store themselves, a warp for each of their warpgroups does, beside the producer. With 192 columns
+// that does not pay (measured).
 constexpr bool CONSUMERS_STORE = EPILOGUE_IS_QUANT || BLOCK_N == 192;
 constexpr int NUM_STORE_WARPS = CONSUMERS_STORE ? 0 : NUM_MMA_WARPGROUPS;
 constexpr int NUM_TILE_READERS = NUM_CONSUMER_WARPS + 1 + NUM_STORE_WARPS;  // of a CTA
@@ -87,12 +88,12 @@ using SharedStorage = SharedStorageOf<STAGES>;
 // How many multiply-adds of the promotion in a row read their common scale once (operand_reuse.py): as measured.
 extern "C" __device__ const int padless_reuse_run = WAVES == 2 ? 12 : 4;
 
-// The last round's tiles are cut in two where a half, one unit of each warpgroup, costs about half a tile. No scale of a column
-// covers rows of both halves.
+// Tiles of the last round are cut in two (scheduler.cuh) where a half, one unit of each warpgroup, costs about half a tile.
+// No scale of a column covers rows of both halves.
 constexpr bool HALVES = WAVES == 2;
 using Order = TileOrder<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M, HALVES>;
-// Tiles that take long are drawn late: when the producer has this many K blocks of the tile before still to load. Where the
-// tile is short they take 6 us, of which an atomic and a message to the other CTA need less than half.
+// Tiles that take long are drawn late: when the producer begins with the last K_BLOCKS_AHEAD K blocks of the tile before. In a
+// half these take 6 us, of which an atomic and a message to the other CTA need less than half.
 constexpr bool DRAWS_LATE = HALVES || BLOCK_N == 192;
 constexpr int K_BLOCKS_AHEAD = 16;
 using Reader = TileReader<CLUSTER_N>;
@@ -107,7 +108,8 @@ struct Problem {
     __device__ __forceinline__ int row_box() const {
         return SCALES_K_MAJOR ? ::row_box(m) : ::row_box(m, num_groups);
     }
-    // Whether tiles of one unit may take more than one box, and so bring rows that were cleared for want of any.
+    // Whether one unit may take more than one box. Further boxes bring rows that clear_missing_rows clears, and have to wait
+    // for it.
     __device__ __forceinline__ bool boxes_vary() const { return row_box() < 64 && row_box() < m; }
 };
 

@@ -1,5 +1,6 @@
-// The quantising store of sm90_fp8_grouped_gemm.cu: included by it, after its shared memory and its constants, in place
-// of its plain store. From a tile of float32 sums in registers to everything an Epilogue asks for:
+// The quantising store of sm90_fp8_grouped_gemm.cu and sm90_mxfp8_grouped_gemm.cu: included by them, after their shared
+// memory and constants, in place of their plain stores. From a tile of float32 sums in registers to everything an Epilogue
+// asks for:
 //
 //   sums -> alpha, bias, SwiGLU, prob -> values --+-> amax of the group
 //                                                 +-> bf16 / fp16 / float32, staged and copied out
@@ -98,7 +99,7 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
 
 // FP8_BLOCK scales of a SwiGLU output cover the columns of both CTAs of a cluster: the two warps that hold the same rows
 // swap their rows' maxima, 64 bytes a unit, each unit's as soon as they are known; the answers are awaited when the unit's
-// row scales are. The stores carry their own completion, as a copy does (st.async): a release and an acquire at cluster
+// row scales are made. The stores carry their own completion, as a copy does (st.async): a release and an acquire at cluster
 // scope would cost a membar and an emptied L1 cache. Two buffers in turn, with a barrier to each unit: with its answer a
 // warp says that it has read the one before, so that the other may write that buffer again.
 struct RowSwap {

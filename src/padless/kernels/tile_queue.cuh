@@ -1,9 +1,10 @@
 // Hands tiles to the CTAs: a scheduler thread draws numbers and leaves the tiles in a short queue in shared memory, from
 // which the producer and the consumers read. In a cluster the first CTA's scheduler serves all of them.
 //
-// A worker's first tile is the one with its own number; after that it draws from a counter in global memory, up to two
-// tiles ahead of need, or when it is asked for the next one (`wanted`): the later, the better it is known who is free
-// first. Which worker multiplies a tile changes nothing in the result. The counter is zero between launches: the
+// A worker's first tile is the one with its own number: where groups are few a warp of every CTA queues it
+// (queue_first_tile), else the scheduler. After that the scheduler draws from a counter in global memory, as soon as a slot
+// is free, up to two tiles ahead, or when it is asked for the next one (`wanted`): the later, the better it is known who is
+// free first. Which worker multiplies a tile changes nothing in the result. The counter is zero between launches: the
 // last worker to find no more tiles sets it back. Launches that may run at the same time need counters of their own;
 // without one (counter < 0) worker w of W takes tiles w, w + W, w + 2 W, ...
 #pragma once
@@ -23,10 +24,10 @@ struct TileQueueStorage {
     uint64_t empty[QUEUE_SLOTS];  // of the first CTA: every reader of every CTA arrives here
 };
 
-// One warp of each CTA, with a group of place_group in each lane: queues the worker's first tile, which hand_out_tiles
-// is then told. It is known here as soon as offs are, while a scheduler would have to search the table for it. Only where
-// there are fewer tiles than workers is it a half. All numbers are those of first tiles then, so a half without a row,
-// which has to be queued too, is the end.
+// One warp of each CTA, with a group of place_group in each lane: queues the worker's first tile (hand_out_tiles has to be
+// told). It is known here as soon as offs are, while a scheduler would have to search the table for it. It is a half only
+// where there are fewer tiles than workers. No number comes after the first tiles' then, so that in place of a half without
+// a row the end is queued (rows 0).
 template <class Order>
 __device__ __forceinline__ void queue_first_tile(TileQueueStorage& queue, const PlacedGroup& group,
                                                  int n_tiles, int worker, int workers, int lane) {
@@ -136,8 +137,8 @@ struct TileReader {
         return tile.rows != 0;
     }
 
-    // The thread that read it: gives the slot back, when the tile is nearly done, so that the scheduler does not draw
-    // further ahead than it must.
+    // The thread that read it: gives the slot back. Producer and consumers do when the tile is nearly done, so that the
+    // scheduler does not draw further ahead than it must.
     __device__ __forceinline__ void release() {
         const uint32_t empty = shared_address(&queue.empty[pipeline.stage]);
         if constexpr (CLUSTER == 1)
