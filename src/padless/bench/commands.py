@@ -77,7 +77,7 @@ def formats(*, full: bool = False, **options: Unpack[Options]) -> int:
 
 
 def epilogue(*, full: bool = False, **options: Unpack[Options]) -> int:
-    """The fused quantising epilogue against separate kernels: 12 points (full) or 4."""
+    """The fused quantising epilogue against separate kernels: 20 points (full) or 12."""
     points = epilogue_bench.grid(full=full)
     return _exit_code(epilogue_bench.run_epilogue(points, _out(options), _settings(options)))
 

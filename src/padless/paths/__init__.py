@@ -69,9 +69,9 @@ _BF16_PAIRS = (
     *itertools.product(("MXFP8", "MXFP8_E5M2"), ("MXFP4",)),
     *itertools.product((BF16, "FP8_BLOCK"), ("MXFP4", "NVFP4")),
 )
-_BF16_SUM = "bf16 tensor cores, values exact in bf16, float32 sum (25 fractional bits in 16 of K)"
+_BF16_SUM = "bf16 or f16 tensor cores, values exact, float32 sum (25 fractional bits in 16 of K)"
 _BF16_BLOCKS = (
-    "bf16 tensor cores inside 128 of K (25 fractional bits in 16), scaled and added in float32 across"
+    "bf16 or f16 tensor cores inside 128 of K (25 fractional bits in 16), scaled and added in float32 across"
 )
 
 # Where two rows differ in the module alone, ``preferred`` says which is the default; a config of the other's class
