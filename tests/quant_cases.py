@@ -145,7 +145,8 @@ def judge(
     if epilogue.is_glu:
         acc, epilogue, case = glu_of_own_values(case, epilogue, acc, got, tiles)
     wanted, before = reference(case, epilogue, acc, tiles), make_outputs(case, epilogue, tiles)
-    assert differences(got, wanted, before) == {}
+    wrong = differences(got, wanted, before)
+    assert wrong == {}, f"wrong bytes: {wrong}"
 
 
 def glu_of_own_values(

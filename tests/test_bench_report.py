@@ -1,4 +1,4 @@
-"""Tables and figures again from files: every committed record, old and mixed files, and what is refused."""
+"""Tables and figures again from files: every committed record, files of several kinds, and what is refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_file_of_several_kinds_and_sessions(tmp_path: Path) -> None:
     assert " ".join(text.split()).count("9 MB written, 4 MB read") == 3
 
 
-@pytest.mark.parametrize("name", ["2026-11-21-h200-formats", "2026-11-21-h200-paper-balanced-without-rests"])
+@pytest.mark.parametrize("name", ["2026-11-21-h200-formats", "2026-11-21-h200-paper-full"])
 def test_figures_are_drawn_where_they_are_asked_for(tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
     before = sorted(MEASURED.iterdir())

@@ -281,7 +281,7 @@ def test_workers_get_the_points_and_the_names(monkeypatch: pytest.MonkeyPatch) -
 def test_workers_are_as_many_as_usual_points_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = Point(8192, 3072, 3072, 4), Point(65536, 8192, 8192, 32)
     usual = warm_up.working_set_bytes(small.M, small.N, small.K, small.groups)
-    monkeypatch.setattr(warm_up.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(warm_up, "cpus", lambda: 8)
     for times, expected in ((1, 1), (4, 4), (100, 8)):
         free = int((times + 0.5) * usual / warm_up._MEMORY_SHARE)
         monkeypatch.setattr(warm_up.torch.cuda, "mem_get_info", lambda free=free: (free, free))

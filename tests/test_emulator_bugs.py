@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from emulator_bugs import BASE, BUGS, CLUSTER, FLOAT_OUT, MAIN, ROW_MAJOR, Bug, make_case, run_case
+from emulator_bugs import BASE, BUGS, CLUSTER, FLOAT_OUT, MAIN, ROW_MAJOR, Bug
+from emulator_cases import make_case, run_case
 from emulator_variants import Variant
 
 from padless.emulator import KINDS

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import GuardedOutput
-from emulator_bugs import MAIN, Case, make_case
+from emulator_bugs import MAIN
+from emulator_cases import Case, make_case
 from emulator_variants import Variant
 from hypothesis import given
 from hypothesis import strategies as st

@@ -6,7 +6,8 @@ A prefetch changes nothing, so a load takes its place here, and the emulator tel
 from __future__ import annotations
 
 import pytest
-from emulator_bugs import BASE, CONSUMERS_STORE, MAIN, MEMORY, make_case, run_case
+from emulator_bugs import BASE, CONSUMERS_STORE, MAIN, MEMORY
+from emulator_cases import make_case, run_case
 from emulator_variants import Edit, Variant
 
 from padless.config import GemmConfig

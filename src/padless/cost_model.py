@@ -110,17 +110,16 @@ def simulate(
     return max(free)
 
 
-def estimate_ns(
-    m: int, n: int, k: int, num_groups: int, tile: Tile, cost: TileCost, num_sms: int, halves: bool = True
-) -> float:
+def estimate_ns(m: int, n: int, k: int, num_groups: int, tile: Tile, cost: TileCost, num_sms: int) -> float:
     """The mean of ``simulate`` over sizes drawn evenly from [0, 2 M / G], to a few percent, in closed form.
 
     Short tiles count as the fraction of a full one that they take. The number of rounds is spread evenly over what the
     ends of G groups can make of it, and a round that has begun is paid for in full: with few large groups that is
     almost the number of whole rounds, with many small ones half a round more than the work alone.
 
-    Where a last round is cut in ``halves`` (as in ``simulate``) and so is over after half of it, it is one half that is
-    paid for. Counting by half rounds tells how often that is so; a half takes as long as a short tile.
+    Where a last round is cut in halves (``Tile.has_halves``) and so is over after half of it, it is one half that is
+    paid for. Counting by half rounds tells how often that is so; a half takes as long as a short tile. Of what this
+    spares, ``_TRUSTED_OF_SPARED`` counts, but all of it for one group: its size is known.
     """
     groups = max(1, min(num_groups, m))
     full, short = _expected_m_tiles(m, groups, tile.block_m)
@@ -130,7 +129,7 @@ def estimate_ns(
     rounds = (full + short * short_ns / full_ns) * share
     width = math.sqrt(groups - 1) * share
     whole = max(1.0, _mean_ceil(rounds, width))
-    if not (halves and tile.has_halves):
+    if not tile.has_halves:
         return full_ns * whole
     # Each time that counting by halves spares half a round, a half takes the place of a whole tile.
     spared = whole - max(0.5, _mean_ceil(2 * rounds, 2 * width) / 2)
@@ -175,15 +174,11 @@ def best_tile(
     k: int,
     num_groups: int,
     num_sms: int,
-    halves: bool = True,
 ) -> Tile:
-    """The tile with the least estimated time; the first of equals. Clusters larger than the GPU are left out.
-
-    ``halves``: False for a kernel that cuts no tiles in two.
-    """
+    """The tile with the least estimated time; the first of equals. Clusters larger than the GPU are left out."""
     return min(
         (tile for tile in costs if tile.cluster_n <= num_sms),
-        key=lambda tile: estimate_ns(m, n, k, num_groups, tile, costs[tile], num_sms, halves),
+        key=lambda tile: estimate_ns(m, n, k, num_groups, tile, costs[tile], num_sms),
     )
 
 

@@ -19,6 +19,7 @@ import torch
 
 from padless.bench.group_sizes import DecodePoint, Point
 from padless.bench.measure import facts_of
+from padless.processes import cpus
 
 _MAX_WORKERS = 16
 _MEMORY_SHARE = 0.7
@@ -97,4 +98,4 @@ def _worker_count(points: Sequence[Point] | Sequence[DecodePoint]) -> int:
         sizes.append(working_set_bytes(rows, point.N, point.K, point.groups))
     free, _ = torch.cuda.mem_get_info()
     usual = sum(sizes) // max(len(sizes), 1)
-    return max(1, min(_MAX_WORKERS, os.cpu_count() or 1, int(_MEMORY_SHARE * free) // max(usual, 1)))
+    return max(1, min(_MAX_WORKERS, cpus(), int(_MEMORY_SHARE * free) // max(usual, 1)))
