@@ -41,6 +41,8 @@ def session(**changes) -> dict:
         "gpu": "NVIDIA H200",
         "driver": "600.1",
         "power_limit_w": 700.0,
+        "max_sm_mhz": 1234.0,
+        "max_mem_mhz": 3201.0,
     }
     ceilings = {"dense_tflops": 1000.0, "copy_gb_per_s": 4000.0}
     known = {"deepgemm": {"version": "9.8"}, "mslk": {"missing": "no module"}, "torch": {"version": "2.11.0"}}
@@ -190,9 +192,8 @@ def test_what_was_not_measured_is_left_out(tmp_path):
     assert "**Decoding**" in block
     for absent in ("**Dense", "**Checks", "DeepGEMM", "MSLK", "nan", "None", " - "):
         assert absent not in block
-    assert "One NVIDIA H200 (driver 600.1, 700 W, CUDA 13.0, torch 2.11.0), 2031-02-03" in block.replace(
-        "\n", " "
-    )
+    machine = "driver 600.1, 700 W, clocks of up to 1234 MHz and memory at 3201, CUDA 13.0, torch 2.11.0"
+    assert f"One NVIDIA H200 ({machine}), 2031-02-03" in block.replace("\n", " ")
 
 
 def test_sessions_of_other_points_do_not_count(tmp_path):

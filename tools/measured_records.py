@@ -59,7 +59,9 @@ def machine(all_measured: Sequence[Measured]) -> str:
 
     return paragraph(
         f"One {values(lambda m: m['gpu'])} (driver {values(lambda m: m['driver'])}, "
-        f"{values(lambda m: format(m['power_limit_w'], '.0f'))} W, CUDA {values(lambda m: m['cuda'])}, torch "
+        f"{values(lambda m: format(m['power_limit_w'], '.0f'))} W, clocks of up to "
+        f"{values(lambda m: format(m['max_sm_mhz'], '.0f'))} MHz and memory at "
+        f"{values(lambda m: format(m['max_mem_mhz'], '.0f'))}, CUDA {values(lambda m: m['cuda'])}, torch "
         f"{values(lambda m: m['versions']['torch'])}), {values(lambda m: m['date'][:10])}, as the sessions of the "
         f"records say, such as {all_measured[0].link.replace('[record]', '[this one]')}.",
         "Random normal data, L2 flushed before every call, contenders taking turns in one run with rests between "
