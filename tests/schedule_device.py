@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import shutil
 import subprocess
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +146,17 @@ def build(
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Device(ctypes.CDLL(str(library)))
+
+
+def shares_of(entries: list[tuple[int, Tile | None]], workers: int) -> list[list[Tile]]:
+    """What `handed_out` gave to each worker, in its order; every one of them was told once, and last, that it ends."""
+    assert Counter(worker for worker, tile in entries if tile is None) == Counter(range(workers))
+    shares = []
+    for worker in range(workers):
+        mine = [tile for w, tile in entries if w == worker]
+        assert mine[-1] is None, "a worker goes on after the end"
+        shares.append([tile for tile in mine if tile is not None])
+    return shares
 
 
 def ends_of(sizes: tuple[int, ...]) -> list[int]:

@@ -14,7 +14,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_device import ALL_SHAPES, BLOCKS_M, SIZES, Device, Shape, Table, build, ends_of, twin
+from schedule_device import (
+    ALL_SHAPES,
+    BLOCKS_M,
+    SIZES,
+    Device,
+    Shape,
+    Table,
+    build,
+    ends_of,
+    shares_of,
+    twin,
+)
 
 from padless.reference import group_rows
 from padless.schedule import clean_offs, walk_of_groups
@@ -198,14 +209,11 @@ def check_handing_out(
         cluster=cluster,
         first_is_queued=first_is_queued,
     )
-    handed_out = [tile for _, tile in entries if tile is not None]
-    assert Counter(handed_out) == Counter(expected)
-    assert Counter(worker for worker, tile in entries if tile is None) == Counter(range(workers))
+    shares = shares_of(entries, workers)
+    assert Counter(itertools.chain(*shares)) == Counter(expected)
     number = {tile: i for i, tile in enumerate(expected)}
-    for worker in range(workers):
-        mine = [tile for w, tile in entries if w == worker]
-        assert mine[-1] is None, "a worker goes on after the end"
-        numbers = [number[tile] for tile in mine[:-1] if tile is not None]
+    for worker, mine in enumerate(shares):
+        numbers = [number[tile] for tile in mine]
         assert numbers == sorted(numbers), "tile_at needs ascending numbers"
         assert numbers[:1] == [worker][: len(numbers)], "a worker's first tile is the one with its number"
 

@@ -15,7 +15,7 @@ from emulator_cases import Case, make_case
 from emulator_variants import Variant
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_device import ALL_SHAPES, SIZES, Device, Shape, build, ends_of, twin
+from schedule_device import ALL_SHAPES, SIZES, Device, Shape, build, ends_of, shares_of, twin
 
 from padless.config import GemmConfig
 from padless.emulator.fake_driver import EmulatedDriver
@@ -167,14 +167,12 @@ def check_handing_out_halves(
         halves=True,
         first_is_queued=first_is_queued,
     )
-    handed_out = [tile for _, tile in entries if tile is not None]
+    shares = shares_of(entries, workers)
+    handed_out = list(itertools.chain(*shares))
     assert Counter(handed_out) == Counter(twin(offs, offs[-1], n, shape, workers))
-    assert Counter(worker for worker, tile in entries if tile is None) == Counter(range(workers))
-    for worker in range(workers):
-        mine = [tile for w, tile in entries if w == worker]
-        assert mine[-1] is None, "a worker goes on after the end"
-        if counter < 0:
-            assert mine[:-1] == [tile for tile in every[worker::workers] if tile.rows != -1]
+    if counter < 0:
+        for worker, mine in enumerate(shares):
+            assert mine == [tile for tile in every[worker::workers] if tile.rows != -1]
     return len(every) - len(handed_out)
 
 

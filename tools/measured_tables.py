@@ -81,11 +81,15 @@ def comparison_columns(records: Sequence[Record]) -> list[Column]:
             return ratios(part, clock, top, bottom)
 
         points = len(values(records))
-        heading = HEADINGS.get(numerator, title.removesuffix(f" / {denominator}"))
+        heading = _heading(title, numerator, denominator)
         if points:
             heading += "" if points == len(records) else f" ({of_all(points, len(records))})"
             found.append(Column(heading, values, "" if numerator in LIMITS else "x"))
     return found
+
+
+def _heading(title: str, numerator: str, denominator: str) -> str:
+    return HEADINGS.get(numerator, title.removesuffix(f" / {denominator}"))
 
 
 def comparison_table(records: Sequence[Record], axes: Sequence[str], columns: Sequence[Column]) -> str:
@@ -112,9 +116,7 @@ def won_sentence(records: Sequence[Record]) -> str:
         values = ratios(records, clock, numerator, denominator)
         if values and numerator not in LIMITS:
             count = of_all(sum(value > 1 for value in values), len(values))
-            by_count.setdefault(count, []).append(
-                HEADINGS.get(numerator, title.removesuffix(f" / {denominator}"))
-            )
+            by_count.setdefault(count, []).append(_heading(title, numerator, denominator))
     parts = [f"on {count} points than {listed(names)}" for count, names in by_count.items()]
     return f"Faster {'; '.join(parts)}." if parts else ""
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import padless
 from padless.jit import cache_dir, write_atomically
-from padless.schedule import tiles_to_cut, walk_of_groups
+from padless.schedule import has_halves, tiles_to_cut, walk_of_groups
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Tile:
 
     @property
     def has_halves(self) -> bool:
-        """Whether tiles of the last round are cut in two (``schedule.tiles_to_cut``)."""
-        return self.block_m == 256
+        """Whether tiles of the last round are cut in two."""
+        return has_halves(self.block_m)
 
 
 @dataclass(frozen=True)
@@ -167,14 +167,7 @@ def _mean_ceil(middle: float, width: float) -> float:
     return (integral(middle + width / 2) - integral(middle - width / 2)) / width
 
 
-def best_tile(
-    costs: Mapping[Tile, TileCost],
-    m: int,
-    n: int,
-    k: int,
-    num_groups: int,
-    num_sms: int,
-) -> Tile:
+def best_tile(costs: Mapping[Tile, TileCost], m: int, n: int, k: int, num_groups: int, num_sms: int) -> Tile:
     """The tile with the least estimated time; the first of equals. Clusters larger than the GPU are left out."""
     return min(
         (tile for tile in costs if tile.cluster_n <= num_sms),

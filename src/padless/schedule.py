@@ -61,6 +61,11 @@ def tiles(
             yield replace(tile, row=tile.row + half, rows=tile.rows - half)
 
 
+def has_halves(block_m: int) -> bool:
+    """Whether the FP8_BLOCK kernel on Hopper cuts tiles of so many rows in two in the last round (``tiles_to_cut``)."""
+    return block_m == 256
+
+
 def tiles_to_cut(count: int, workers: int) -> int:
     """How many of ``count`` tiles, the last ones, are cut in two: of those in the last round, as many as leave no worker
     more than one piece of it. Example: for 66 workers all of 10, 16 of 50.

@@ -48,9 +48,13 @@ class TensorMapSpec:
     l2_promotion: int = L2_PROMOTION_256B
 
 
+# As in kernels/row_box.cuh: rows a group on average, and of a box where there are no more.
+_FEW_ROWS, _FEW_ROWS_BOX = 48, 16
+
+
 def has_few_rows(m: int, num_groups: int) -> bool:
     """Whether groups are so small, on average, that a call takes as long as its weights' bytes (``row_box.cuh``)."""
-    return m <= 48 * num_groups
+    return m <= _FEW_ROWS * num_groups
 
 
 def row_box(m: int, num_groups: int | None = None) -> int:
@@ -58,7 +62,7 @@ def row_box(m: int, num_groups: int | None = None) -> int:
     (``kernels/row_box.cuh``). ``num_groups``: None for a kernel that does not look at that.
     """
     box = min(64, max(8, -(-m // 8) * 8))
-    return 16 if num_groups is not None and box > 16 and has_few_rows(m, num_groups) else box
+    return min(box, _FEW_ROWS_BOX) if num_groups is not None and has_few_rows(m, num_groups) else box
 
 
 def rows_operand(a: torch.Tensor, num_groups: int | None = None) -> TensorMapSpec:

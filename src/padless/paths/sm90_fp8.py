@@ -10,6 +10,7 @@ from padless.driver import Argument, Driver, LaunchShape
 from padless.formats import BlockScaledTensor
 from padless.layouts import to_mn_major
 from padless.paths.launching import Prepared, load_kernel, tile_counter
+from padless.schedule import has_halves
 
 KERNEL = "sm90_fp8_grouped_gemm.cu"
 Config = GemmConfig
@@ -46,11 +47,11 @@ def prepare(
 
 def ctas_of(problem: Problem, config: GemmConfig) -> int:
     """As many CTAs as multiprocessors, for a tile costs far more than finding the next one; but no more than there can
-    be pieces of work. Where tiles of 256 rows are few, every one is cut in two (``schedule.tiles_to_cut``).
+    be pieces of work. Where tiles that have halves are few, every one is cut in two (``schedule.tiles_to_cut``).
     """
     most_tiles = -(-problem.m // config.block_m) + problem.num_groups
     most_tiles *= -(-problem.n // (config.block_n * config.cluster_n))
-    most_pieces = most_tiles * (2 if config.block_m == 256 else 1)
+    most_pieces = most_tiles * (2 if has_halves(config.block_m) else 1)
     return min(problem.num_sms // config.cluster_n, most_pieces) * config.cluster_n
 
 

@@ -131,8 +131,7 @@ def select_tile(problem: Problem, epilogue: Epilogue) -> GemmConfig:
         for tile, cost in costs.items()
         if tile.cluster_n >= cluster and (tile.block_m <= 128 or room)
     }
-    m, n, k = problem.m, problem.n, problem.k
-    best = best_tile(costs, m, n, k, problem.num_groups, problem.num_sms)
+    best = best_tile(costs, problem.m, problem.n, problem.k, problem.num_groups, problem.num_sms)
     chosen = GemmConfig(best.block_m, best.block_n, cluster_n=best.cluster_n, raster_m=best.raster_m)
     return fit_config(chosen, problem)
 
