@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == NUM_CONSUMER_WARPS) {
             if (elect_one()) {
-                if (SCALES_K_MAJOR || problem.row_box() == WGMMA_M)
+                if (SCALES_K_MAJOR || !problem.boxes_vary())
                     load_tiles<true>(shared, problem, map_a, map_b, map_sfa);
                 else
                     load_tiles<false>(shared, problem, map_a, map_b, map_sfa);

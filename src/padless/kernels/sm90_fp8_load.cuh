@@ -13,8 +13,8 @@ __device__ __forceinline__ void load_boxes(const TensorMap& map_a, uint8_t* a, u
     }
 }
 
-// Producer, one thread. BY_UNITS: a box for every unit, 64 rows apart. Where the compiler does not know that, a stage is
-// refilled later, and 128 x 192 takes 1% longer.
+// Producer, one thread. BY_UNITS: a box for every unit, 64 rows apart (of fewer rows where one holds all rows there are). Where
+// the compiler does not know that, a stage is refilled later, and 128 x 192 takes 1% longer.
 template <bool BY_UNITS>
 __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem,
                                            const TensorMap& map_a, const TensorMap& map_b,
@@ -32,7 +32,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
         const int column = cta_column(tile);
         const int units = units_of(tile.rows);
         const int boxes = BY_UNITS ? units : (tile.rows + step - 1) / step;
-        const int box = BY_UNITS && !SCALES_K_MAJOR ? WGMMA_M : problem.row_box();
+        const int box = problem.row_box();
         const int sfa_copies =
             SCALES_K_MAJOR ? 0 : (units * WGMMA_M + 3 + SFA_COPY_FLOATS - 1) / SFA_COPY_FLOATS;
         const uint32_t stage_bytes = boxes * box * BLOCK_K + B_BYTES + sfa_copies * SFA_COPY_FLOATS * 4;
