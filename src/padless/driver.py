@@ -24,11 +24,16 @@ _TENSOR_MAP_ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """How many CTAs of how many threads, in clusters of how many CTAs along x."""
+    """How many CTAs of how many threads, in clusters of how many CTAs along x.
+
+    programmatic: the launch may begin before the kernel ahead of it in the stream has ended (programmatic dependent
+    launch). Only for kernels that execute griddepcontrol.wait before they touch global memory.
+    """
 
     grid: int
     block: int
     cluster: int
+    programmatic: bool = False
 
 
 # One kernel argument: an integer with its size in bytes, or encoded tensor maps (a multiple of 128 bytes).
@@ -73,8 +78,8 @@ class DriverError(RuntimeError):
     """The CUDA driver refused a call."""
 
 
-class _Dim3Attribute(ctypes.Structure):
-    # CUlaunchAttribute with the cluster dimension as its value
+class _Attribute(ctypes.Structure):
+    # CUlaunchAttribute; a value that is one integer lies in x
     _fields_ = [
         ("id", ctypes.c_int),
         ("pad", ctypes.c_char * 4),
@@ -92,12 +97,13 @@ class _LaunchConfig(ctypes.Structure):
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Dim3Attribute)),
+        ("attributes", ctypes.POINTER(_Attribute)),
         ("num_attributes", ctypes.c_uint),
     ]
 
 
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
@@ -223,7 +229,12 @@ class _CudaLaunch:
         self._shape = shape
         self._values = [_packed(argument) for argument in arguments]
         self._arguments = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(v) for v in self._values))
-        self._cluster = _Dim3Attribute(id=_CLUSTER_DIMENSION, x=shape.cluster, y=1, z=1)
+        attributes = []
+        if shape.cluster > 1:
+            attributes.append(_Attribute(id=_CLUSTER_DIMENSION, x=shape.cluster, y=1, z=1))
+        if shape.programmatic:
+            attributes.append(_Attribute(id=_PROGRAMMATIC_SERIALIZATION, x=1))
+        self._attributes = (_Attribute * len(attributes))(*attributes)
         # The foreign call with its arguments, one a stream and never changed: threads may share it. Made once, it takes
         # a third of the time.
         self._calls: dict[int, Callable[[], int]] = {}
@@ -245,8 +256,8 @@ class _CudaLaunch:
             block=(self._shape.block, 1, 1),
             shared_bytes=self._shared_bytes,
             stream=stream,
-            attributes=ctypes.pointer(self._cluster),
-            num_attributes=1 if self._shape.cluster > 1 else 0,
+            attributes=self._attributes,
+            num_attributes=len(self._attributes),
         )
         arguments = ctypes.byref(self._arguments)
         return partial(self._launch, ctypes.byref(config), self._function, arguments, None)
