@@ -51,6 +51,7 @@ using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 
 #include "ptx/dequantize.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
@@ -222,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
 
     if (warp == 0) {
         if (elect_one()) {
+            griddepcontrol_launch_dependents();
             prefetch_tensormap(map_a);
             prefetch_tensormap(map_b);
             if constexpr (SFA_BYTES != 0) prefetch_tensormap(map_sfa);
@@ -248,6 +250,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             prefetch_weights<BLOCK_N, row_bytes(B_FORMAT)>(map_b, n, (k + BLOCK_K - 1) / BLOCK_K, num_groups);
         if (warp == 3 && elect_one()) prefetch_rest(problem, map_a, map_sfa, map_sfb);
     }
+    griddepcontrol_wait();  // from here on global memory is read: nothing before but prefetches into L2
     build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
 #if EPILOGUE_IS_QUANT
     if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.group_tiles, lane);

@@ -38,6 +38,7 @@ using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
@@ -133,11 +134,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
     constexpr int LOAD_WARP = NUM_CONSUMER_WARPS;  // first of the producer warpgroup
 
     // Nothing can be loaded before offs are here. So they are asked for first of all, by the warp that loads, and what it
-    // does not need them for is done meanwhile, here and in the other warps.
+    // does not need them for is done meanwhile, here and in the other warps. Nothing of global memory is touched before the
+    // kernels ahead have ended, which may still be writing it: this kernel may begin before (LaunchShape.programmatic).
     const bool has_small_table = num_groups <= SMALL_TABLE;
     const int load_lane = threadIdx.x - LOAD_WARP * 32;  // lane apart from `lane`, which the main loop keeps
     int end = 0;
-    if (threadIdx.x / 32 == LOAD_WARP && has_small_table) end = given_end(offs, num_groups, m, load_lane);
+    if (threadIdx.x / 32 == LOAD_WARP && has_small_table) {
+        griddepcontrol_wait();
+        end = given_end(offs, num_groups, m, load_lane);
+    }
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
 
     if (warp == LOAD_WARP) {
@@ -145,6 +150,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         pin_register(n_tiles);  // known before offs are here
         pin_register(worker);
         if (elect_one()) {
+            griddepcontrol_launch_dependents();
             prefetch_tensormap(map_a);
             prefetch_tensormap(map_b);
             prefetch_tensormap(map_sfa);
@@ -180,6 +186,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
 #endif
         clear_missing_rows<STAGES, BLOCK_M, NUM_CONSUMER_WARPS * 32>(shared.a[0], problem.row_box(), m);
     }
+    if (warp != LOAD_WARP || !has_small_table) griddepcontrol_wait();
     if (!has_small_table) {
         // All lines of offs at once: the table is built from one after the other.
         if (warp == 1 && lane * 32 < num_groups) prefetch_global_l2(offs + lane * 32);

@@ -39,6 +39,7 @@ using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/packed_halves.cuh"
@@ -140,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
 
     if (warp == 0) {
         if (elect_one()) {
+            griddepcontrol_launch_dependents();
             prefetch_tensormap(map_a);
             prefetch_tensormap(map_b);
             for (int s = 0; s < STAGES; ++s) {
@@ -162,6 +164,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         st_shared_v4_b32(shared_address(shared.v[0]) + i * 16, 0, 0, 0, 0);
     fence_proxy_async_shared();
     clear_missing_rows<STAGES, BLOCK_M, NUM_THREADS>(shared.a[0], row_box(m), m);
+    griddepcontrol_wait();  // from here on global memory is read
     build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
 #if EPILOGUE_IS_QUANT
     if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.quant.group_tiles, lane);

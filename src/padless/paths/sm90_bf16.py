@@ -184,7 +184,7 @@ def prepare(
     arguments += [(tile_counter(config, device, out.data_ptr()), 4)]
     # As many CTAs as multiprocessors: a tile costs far more than finding the next one. No more than there can be tiles.
     most_tiles = (-(-m // config.block_m) + num_groups) * -(-n // config.block_n)
-    shape = LaunchShape(min(driver.num_sms(device), most_tiles), kernel.num_threads, 1)
+    shape = LaunchShape(min(driver.num_sms(device), most_tiles), kernel.num_threads, 1, programmatic=True)
     prepared = driver.prepare(function, kernel, shape, arguments, [*read.tensors, out])
     return Prepared(prepared, read.copies)
 

@@ -67,7 +67,7 @@ def prepare(
     arguments += [_direct_outputs(driver, tensors, epilogue, n), *read.numbers]
     arguments += [(tile_counter(compiled, device, output_address(tensors)), 4)]
     most_tiles = (-(-m // tile.block_m) + num_groups) * -(-n // tile.block_n)
-    shape = LaunchShape(min(driver.num_sms(device), most_tiles), kernel.num_threads, 1)
+    shape = LaunchShape(min(driver.num_sms(device), most_tiles), kernel.num_threads, 1, programmatic=True)
     used = [*read.tensors, *present(tensors)]
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), read.copies)
 

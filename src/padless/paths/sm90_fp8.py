@@ -41,7 +41,7 @@ def prepare(
     strides = (tensor_map.outer_stride(b.data, dim) for dim in (1, 0))
     arguments += [(value, 8) for value in (b.data.data_ptr(), *strides)]
     tensors = [a.data, a.scale, b.data, b.scale, out] + ([] if offs is None else [offs])
-    shape = LaunchShape(ctas_of(problem, config), kernel.num_threads, config.cluster_n)
+    shape = LaunchShape(ctas_of(problem, config), kernel.num_threads, config.cluster_n, programmatic=True)
     return Prepared(driver.prepare(function, kernel, shape, arguments, tensors), copies)
 
 

@@ -79,7 +79,7 @@ def prepare(
     arguments += [(value, 4) for value in (m, n, k, num_groups, counter)]
 
     used = [a.data, a.scale, b.data, b.scale, *present(tensors)] + ([] if offs is None else [offs])
-    shape = LaunchShape(ctas_of(problem, tile), kernel.num_threads, tile.cluster_n)
+    shape = LaunchShape(ctas_of(problem, tile), kernel.num_threads, tile.cluster_n, programmatic=True)
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
 
 

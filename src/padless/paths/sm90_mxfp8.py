@@ -151,5 +151,5 @@ def prepare(
     arguments += problem_arguments(a, b, scales, offs)
     arguments += [(tile_counter(config, device, out.data_ptr()), 4)]
     tensors = [a.data, scales[0], b.data, scales[1], out] + ([] if offs is None else [offs])
-    shape = LaunchShape(grid, kernel.num_threads, 1)
+    shape = LaunchShape(grid, kernel.num_threads, 1, programmatic=True)
     return Prepared(driver.prepare(function, kernel, shape, arguments, tensors), copies)

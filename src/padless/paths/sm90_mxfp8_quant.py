@@ -65,7 +65,7 @@ def prepare(
     arguments += [(tile_counter(compiled, device, output_address(tensors)), 4)]
     used = [a.data, scales[0], b.data, scales[1], *present(tensors)] + ([] if offs is None else [offs])
     most_tiles = (-(-m // tile.block_m) + num_groups) * -(-n // TILE_COLUMNS)
-    shape = LaunchShape(min(driver.num_sms(device), most_tiles), kernel.num_threads, 1)
+    shape = LaunchShape(min(driver.num_sms(device), most_tiles), kernel.num_threads, 1, programmatic=True)
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
 
 
