@@ -7,6 +7,7 @@ everything above this module is the same in both.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,11 +111,15 @@ _COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 
 
 
 class CudaDriver:
-    """The GPU's driver, through ctypes on libcuda: a launch is one foreign call with everything packed before."""
+    """The GPU's driver, through ctypes on libcuda: a launch is one foreign call with everything packed before.
+
+    programmatic: whether launches may begin before the kernel ahead of them has ended (``LaunchShape.programmatic``).
+    """
 
     kind = "cubin"
 
-    def __init__(self) -> None:
+    def __init__(self, programmatic: bool = True) -> None:
+        self.programmatic = programmatic
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -232,7 +237,7 @@ class _CudaLaunch:
         attributes = []
         if shape.cluster > 1:
             attributes.append(_Attribute(id=_CLUSTER_DIMENSION, x=shape.cluster, y=1, z=1))
-        if shape.programmatic:
+        if shape.programmatic and driver.programmatic:
             attributes.append(_Attribute(id=_PROGRAMMATIC_SERIALIZATION, x=1))
         self._attributes = (_Attribute * len(attributes))(*attributes)
         # The foreign call with its arguments, one a stream and never changed: threads may share it. Made once, it takes
@@ -272,5 +277,8 @@ def _packed(argument: Argument) -> Any:
 
 @lru_cache(maxsize=1)
 def cuda_driver() -> CudaDriver:
-    """The one driver of this process. Raises DriverError without one."""
-    return CudaDriver()
+    """The one driver of this process. Raises DriverError without one.
+
+    With PADLESS_PROGRAMMATIC_LAUNCH=0 in the environment every launch waits until the kernel ahead of it has ended.
+    """
+    return CudaDriver(programmatic=os.environ.get("PADLESS_PROGRAMMATIC_LAUNCH", "1") != "0")
