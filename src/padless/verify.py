@@ -27,6 +27,7 @@ from padless.paths import PATHS, kernels_arch
 from padless.processes import useful_workers, worker_pool
 from padless.verify_arithmetic import check_tensor_core
 from padless.verify_blackwell import check_dense_mxfp8, check_problem_lists
+from padless.verify_chain import check_chains
 from padless.verify_checks import CHECKS
 from padless.verify_emulator import check_against_emulator
 from padless.verify_epilogue import check_epilogue, check_epilogue_against_emulator
@@ -142,6 +143,7 @@ def jobs_of(
     if checks is None:
         jobs["formats"] = check_formats_accuracy
         jobs["epilogues"] = check_epilogue
+        jobs["chains"] = check_chains
     return jobs, [module for module in SANITIZED if fp8_block or module != SANITIZED[0]]
 
 

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from padless import verify_arithmetic, verify_checks, verify_epilogue, verify_formats, verify_small
+from padless import (
+    verify_arithmetic,
+    verify_chain,
+    verify_checks,
+    verify_epilogue,
+    verify_formats,
+    verify_small,
+)
 from padless.driver import Driver
 from padless.emulator import fake_driver
 from padless.jit import ENTRY, CompiledKernel, compile_kernel
@@ -119,6 +126,7 @@ _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
     "lists of problems": partial(_launches, list_launches, PROBLEM_LISTS),
     "formats": partial(_formats, verify_formats.JUDGED, ("cubin",)),
     "epilogues": _epilogues,
+    "chains": lambda arch: [Rehearsal(partial(verify_chain.rehearse, arch))],
 }
 _MODULES: dict[str, Callable[[str], list[Rehearsal]]] = {
     "padless.verify_checks": lambda arch: [_of_check(verify_checks.SMALL, arch)],
