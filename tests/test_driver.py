@@ -105,13 +105,15 @@ CUresult cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* addres
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig* c, void* function, void** params, void** extra) {
     if (!current) return 201;
-    char cluster[64] = "none";
-    if (c->numAttrs)
-        snprintf(cluster, sizeof cluster, "%u:%u,%u,%u", c->attrs->id, c->attrs->value.dim[0], c->attrs->value.dim[1],
-                 c->attrs->value.dim[2]);
-    return record("cuLaunchKernelEx", "grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p attributes=%u %s function=%p "
+    std::string attributes;
+    for (unsigned i = 0; i < c->numAttrs; ++i) {
+        const CUlaunchAttribute& a = c->attrs[i];
+        attributes += " " + std::to_string(a.id);
+        for (int k = 0; k < 3; ++k) attributes += (k ? "," : ":") + std::to_string(a.value.dim[k]);
+    }
+    return record("cuLaunchKernelEx", "grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p attributes=%u%s function=%p "
                   "map=%02x%02x pointer=%p number=%d extra=%p context=%p", c->gridX, c->gridY, c->gridZ, c->blockX,
-                  c->blockY, c->blockZ, c->sharedMemBytes, c->stream, c->numAttrs, cluster, function,
+                  c->blockY, c->blockZ, c->sharedMemBytes, c->stream, c->numAttrs, attributes.c_str(), function,
                   ((unsigned char*)params[0])[0], ((unsigned char*)params[0])[255], *(void**)params[1],
                   *(int*)params[2], (void*)extra, current);
 }
@@ -184,9 +186,11 @@ def in_new_thread(work: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def prepared(driver: CudaDriver, cluster: int = 1) -> driver_module.PreparedLaunch:
+def prepared(
+    driver: CudaDriver, cluster: int = 1, programmatic: bool = False
+) -> driver_module.PreparedLaunch:
     arguments = [bytes([0x5A]) + bytes(254) + bytes([0xC3]), (0x123456789AB0, 8), (-7, 4)]
-    shape = LaunchShape(grid=130, block=384, cluster=cluster)
+    shape = LaunchShape(grid=130, block=384, cluster=cluster, programmatic=programmatic)
     return driver.prepare(ctypes.c_void_p(0x7000000000020), KERNEL, shape, arguments, [torch.zeros(1)])
 
 
@@ -243,17 +247,19 @@ def test_one_dimension_has_no_strides(stub: Stub) -> None:
     assert " 1000,-,256,1; " in stub.calls[-1]
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
-def test_a_launch_carries_everything(stub: Stub, cluster: int) -> None:
+@pytest.mark.parametrize(
+    ("cluster", "programmatic", "attributes"),
+    [(1, False, "0"), (2, False, "1 4:2,1,1"), (1, True, "1 6:1,0,0"), (2, True, "2 4:2,1,1 6:1,0,0")],
+)
+def test_a_launch_carries_everything(stub: Stub, cluster: int, programmatic: bool, attributes: str) -> None:
     driver = CudaDriver()
     driver.load(KERNEL, 0)
-    launch = prepared(driver, cluster)
+    launch = prepared(driver, cluster, programmatic)
     stub.forget()
     launch(0x5EED0)
     (call,) = stub.calls
     assert call == (
-        "cuLaunchKernelEx grid=130,1,1 block=384,1,1 shared=202752 stream=0x5eed0 "
-        + ("attributes=1 4:2,1,1" if cluster == 2 else "attributes=0 none")
+        f"cuLaunchKernelEx grid=130,1,1 block=384,1,1 shared=202752 stream=0x5eed0 attributes={attributes}"
         + " function=0x7000000000020 map=5ac3 pointer=0x123456789ab0 number=-7 extra=(nil)"
         + f" context={CONTEXT_OF_DEVICE_0}"
     )
@@ -368,10 +374,19 @@ def test_a_launch_attribute_lies_in_memory_as_declared() -> None:
     theirs = cuda.CUlaunchAttribute()
     theirs.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     theirs.value.clusterDim.x, theirs.value.clusterDim.y, theirs.value.clusterDim.z = 2, 1, 1
-    ours = driver_module._Dim3Attribute(id=driver_module._CLUSTER_DIMENSION, x=2, y=1, z=1)
+    ours = driver_module._Attribute(id=driver_module._CLUSTER_DIMENSION, x=2, y=1, z=1)
     size = ctypes.sizeof(ours)
     assert size == 72
     assert memory(ctypes.addressof(ours), 20) == memory(theirs.getPtr(), 20)
+
+
+def test_the_programmatic_attribute_lies_in_memory_as_declared() -> None:
+    theirs = cuda.CUlaunchAttribute()
+    theirs.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    theirs.value.programmaticStreamSerializationAllowed = 1
+    ours = driver_module._Attribute(id=driver_module._PROGRAMMATIC_SERIALIZATION, x=1)
+    assert ours.id == theirs.id
+    assert memory(ctypes.addressof(ours), 12) == memory(theirs.getPtr(), 12)
 
 
 def test_numbers_of_the_driver_api() -> None:

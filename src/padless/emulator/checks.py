@@ -29,6 +29,7 @@ KINDS = {
     "registers": "setmaxnreg used against its rules",
     "exit": "a CTA ended with asynchronous work or memory still in use",
     "barrier": "a CTA barrier used with inconsistent thread counts",
+    "grid-dependency": "a programmatic launch that touches global memory, or ends, with no griddepcontrol.wait before",
     "launch-control": "clusterlaunchcontrol used against its rules",
     "fault": "what stops real hardware: trap, failed assertion",
 }

@@ -18,8 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=(
         "Run a kernel's PTX on the CPU and look for races. The launch description is JSON or TOML: grid, block, "
-        "cluster, shared_bytes, buffers (name -> dtype, shape, fill, save) and args (numbers, buffer names, "
-        "{f32 = 1.5}, {tensor_map = {...}}, {hex = '...'}); docs/emulator.md has an example."
+        "cluster, shared_bytes, programmatic, buffers (name -> dtype, shape, fill, save) and args (numbers, buffer "
+        "names, {f32 = 1.5}, {tensor_map = {...}}, {hex = '...'}); docs/emulator.md has an example."
     ),
 )
 SWIZZLES = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
@@ -88,6 +88,9 @@ def run_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: 
     device = emulator.with_memory(DeviceMemory())
     arrays = {name: make_buffer(name, spec, folder) for name, spec in description.get("buffers", {}).items()}
     addresses = {name: device.memory.register(array, name=name) for name, array in arrays.items()}
+    programmatic = description.get("programmatic", False)
+    if not isinstance(programmatic, bool):
+        raise LaunchError(f"programmatic is {programmatic!r}, allowed are true and false")
     arguments = [make_argument(a, addresses, arrays) for a in description.get("args", [])]
     result = device.launch(
         entry,
@@ -97,6 +100,7 @@ def run_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: 
         cluster=description.get("cluster", 1),
         shared_bytes=description.get("shared_bytes", 0),
         seed=seed,
+        programmatic=programmatic,
     )
     for report in result.reports:
         typer.echo(str(report))

@@ -79,7 +79,9 @@ class Emulator:
             if variable.initial:
                 data[: len(variable.initial)] = np.frombuffer(variable.initial, np.uint8)
             self._arrays.append(data)
-            self.symbols[variable.name] = self.memory.register(data, name=variable.name)
+            self.symbols[variable.name] = self.memory.register(
+                data, name=variable.name, constant=variable.space == "const"
+            )
         for variable, data in zip(variables, self._arrays, strict=True):
             for offset, symbol, addend in variable.relocations:
                 value = self.symbols.get(symbol, 0) + addend
@@ -109,12 +111,14 @@ class Emulator:
         cluster: Sequence[int] | int = (1, 1, 1),
         shared_bytes: int = 0,
         seed: int | None = None,
+        programmatic: bool = False,
     ) -> LaunchResult:
         """Run one kernel to its end.
 
         args: one per parameter: int, float, bytes (a struct, a tensor map), or a numpy scalar; addresses are ints from
-        `memory.register`. shared_bytes: dynamic shared memory. Raises LaunchError if they do not fit the entry.
-        What goes wrong in the kernel is in the reports, faults and deadlocks included.
+        `memory.register`. shared_bytes: dynamic shared memory. programmatic: the launch may begin before the kernels
+        ahead of it have ended, so the kernel has to execute griddepcontrol.wait. Raises LaunchError if args and
+        dimensions do not fit the entry. What goes wrong in the kernel is in the reports, faults and deadlocks included.
         """
         program = self.program(entry)
         dims = [_three(x, name) for x, name in ((grid, "grid"), (block, "block"), (cluster, "cluster"))]
@@ -133,7 +137,7 @@ class Emulator:
         machine = Machine(
             program, self.memory, self.symbols, pack_parameters(program, args), dims[0], dims[1], dims[2], shared_bytes,
             self.seed if seed is None else seed, self.arithmetic, self.checks, self.trace,
-            self.ignore,
+            self.ignore, programmatic,
         )  # fmt: skip
         machine.run()
         return LaunchResult(tuple(machine.collector.reports), machine.statistics)

@@ -143,6 +143,7 @@ def leave(machine: Machine, f: Fragment, b: Block) -> bool:
         if b.kind == TRAP and end is not None:
             machine.fault(w, end, end.opcode, gone)
         w.live &= ~gone
+        w.end = end
         f.mask = f.mask & ~gone
         f.full = False
         machine.progress += 1

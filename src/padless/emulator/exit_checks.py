@@ -40,6 +40,8 @@ def check_exit(cta: Cta) -> None:
     clocks = cluster.clocks
     if clocks is None:
         return
+    if cluster.grids is not None:
+        cluster.grids.check_exit(cta)
     for warp in cta.warps:
         for lane in range(32):
             groups = cluster.bulk_groups.get(warp.first_row + lane)

@@ -117,6 +117,7 @@ class EmulatedLaunch:
         result = emulator.launch(
             self._kernel.entry, self._shape.grid, self._shape.block, self._arguments, cluster=self._shape.cluster,
             shared_bytes=self._kernel.shared_bytes, seed=settings.seed,
+            programmatic=self._shape.programmatic,
         )  # fmt: skip
         self._driver._local.last_result = result
         if settings.raise_on_reports:

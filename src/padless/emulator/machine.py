@@ -48,6 +48,7 @@ class Machine:
         checks: bool,
         trace: Callable[[str], None] | None = None,
         ignore: frozenset[str] = frozenset(),
+        programmatic: bool = False,
     ) -> None:
         self.program = program
         self.blocks = program.blocks
@@ -71,6 +72,7 @@ class Machine:
         self.target = program.module.target
         self.checks = checks
         self.trace = trace
+        self.programmatic = programmatic
         self.collector = Collector(seed, ignore=ignore)
         self.statistics = Statistics()
         self.clusters: list[Cluster] = []

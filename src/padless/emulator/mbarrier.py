@@ -100,6 +100,9 @@ class Mbarrier:
                 lane,
             )
 
-    def complete_tx(self, size: int, instruction: Instruction | None, warp: Any) -> None:
+    def complete_tx(self, size: int, instruction: Instruction | None, warp: Any, clock: Any = None) -> None:
+        """`clock`: what is known to have happened before the operation that is over now, besides that itself."""
+        if clock is not None:
+            self.clock = race.merge(self.clock, clock)
         self.expect(-size, instruction, warp, -1)
         self._maybe_flip(instruction, warp, -1)

@@ -17,14 +17,15 @@ NUMPY = {
 
 
 class Allocation:
-    """One registered array: `size` bytes at `address`."""
+    """One registered array: `size` bytes at `address`. `constant`: no kernel may write it."""
 
-    def __init__(self, address: int, data: Array, name: str) -> None:
+    def __init__(self, address: int, data: Array, name: str, constant: bool = False) -> None:
         self.address = address
         self.bytes = data
         self.size = data.size
         self.end = address + data.size
         self.name = name
+        self.constant = constant
         self.views: dict[Any, Array] = {}
 
     def view(self, kind: Any) -> Array:
@@ -43,11 +44,12 @@ class DeviceMemory:
         self.allocations: list[Allocation] = []
         self.next_address = 0x7000_0000_0000
 
-    def register(self, array: Any, address: int | None = None, name: str = "") -> int:
+    def register(self, array: Any, address: int | None = None, name: str = "", constant: bool = False) -> int:
         """Make `array` (contiguous numpy array or CPU tensor) addressable; returns its device address.
 
         A tensor is registered at its own data_ptr(), so that a kernel can be handed `tensor.data_ptr()`; a numpy array
         at a fresh 4 KiB-aligned address unless one is given. The array is not copied: the kernel writes into it.
+        constant: it is a .const variable of a module.
         """
         if hasattr(array, "data_ptr"):
             import torch
@@ -78,7 +80,7 @@ class DeviceMemory:
                 f"register: [{address:#x}, {address + data.size:#x}) overlaps an earlier registration"
             )
         self.starts.insert(at, address)
-        self.allocations.insert(at, Allocation(address, data, name))
+        self.allocations.insert(at, Allocation(address, data, name, constant))
         return address
 
     def forget(self, address: int) -> None:

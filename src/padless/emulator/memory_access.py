@@ -42,6 +42,8 @@ def addresses(a: MemoryAccess, v: Any, lanes: Array) -> Array:
 # ---- global
 def global_index(a: MemoryAccess, w: Any, where: Array, lanes: Array) -> tuple[Any, Array, Array, Any]:
     """(view of the allocation, element indices, lanes, kept); lanes out of bounds are reported and not kept."""
+    if w.cta.cluster.grids is not None:
+        w.cta.cluster.grids.check(w, lanes, a.instruction, where)
     low, high = int(where.min()), int(where.max())
     memory = w.cta.machine.memory
     found = memory.find(low)

@@ -10,6 +10,8 @@ from .memory import SharedMemory
 from .spaces import STORAGE, VIEWS
 
 if TYPE_CHECKING:
+    from .ast import Instruction
+    from .grid_dependency import GridDependency
     from .machine import Machine
     from .mbarrier import Mbarrier
 
@@ -87,6 +89,7 @@ class Warp:
         self.carry = np.zeros(32, bool)
         self.local = np.zeros((32, -(-max(program.local_bytes, 16) // 16) * 16), np.uint8)
         self.fragments: list[Fragment] = []
+        self.end: Instruction | None = None  # where its last lanes left
         # Bit sets over register numbers, for the checks.
         self.busy = 0
         self.busy_owner: dict[int, Any] = {}
@@ -283,6 +286,7 @@ class Cluster:
         base = machine.cluster_position(index)
         count = size[0] * size[1] * size[2]
         self.clocks: Any = None
+        self.grids: GridDependency | None = None
         self.ctas: list[Cta] = []
         self.bulk_groups: dict[int, Any] = {}
         self.agents: dict[Any, Any] = {}
@@ -308,6 +312,10 @@ class Cluster:
                     cells, self.clocks, machine.collector, machine.program.instructions, "shared memory"
                 )
                 cta.shared.shadow.scale = machine.program.granule
+            if machine.programmatic:
+                from .grid_dependency import GridDependency
+
+                self.grids = GridDependency(self)
 
     def fragments(self) -> list[Fragment]:
         return [f for cta in self.ctas for warp in cta.warps for f in warp.fragments]

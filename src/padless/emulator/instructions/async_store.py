@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import grid_dependency
 from ..ast import Vector
 from ..asynchronous import AsyncOperation
 from ..race import IN_FLIGHT, pack
@@ -74,6 +75,8 @@ def asynchronous_store(e: Emitter) -> None:
             clock = clocks.meet(np.array([w.first_row + lane]))
             cta.shared.shadow.bulk(cells, clock, stamp, ins, w, lane, write=True, generic_plane=0)
 
+        ahead = grid_dependency.carried(w, lane)
+
         def land() -> None:
             memory = cta.shared.views[NUMPY[view]]
             at = offset // size
@@ -84,7 +87,7 @@ def asynchronous_store(e: Emitter) -> None:
             if clocks is not None and function is None:
                 cta.shared.shadow.restamp(cells, stamp, pack(bar.column, bar.phase + 1))
             bar.arrive_from_outside(w, ins)
-            bar.complete_tx(total, ins, w)
+            bar.complete_tx(total, ins, w, ahead)
 
         machine.enqueue(None, AsyncOperation(ins.name, land))
 

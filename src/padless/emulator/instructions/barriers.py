@@ -10,6 +10,7 @@ from ..ast import Not
 from ..race import merge
 from ..warp import Wait
 from ..warp_sync import whole_warp
+from .operands import GenericOperand
 from .registry import instruction
 from .warp_wide import write
 
@@ -325,11 +326,29 @@ def fence(e: Emitter) -> None:
         "sync_restrict::shared::cluster",
     }  # fmt: skip
     e.only(*known)
+    if e.has("tensormap::generic", "acquire"):
+        acquire_tensor_map(e)
     if any(m.startswith("async") for m in e.modifiers) and e.has("proxy"):
         if "async::global" not in e.modifiers and "global" not in e.modifiers:
             e.call(proxy_fence)
     elif e.has("mbarrier_init"):
         e.call(mbarrier_init_fence)
+
+
+def acquire_tensor_map(e: Emitter) -> None:
+    """What the kernels ahead write to a tensor map after this is not acquired by it."""
+    operand, ins = GenericOperand(e, e.operands[0]), e.instruction
+
+    def acquire(w: Any, v: Any, m: Any) -> None:
+        if w.cta.cluster.grids is None:
+            return
+        lanes = np.arange(32) if m is True else np.flatnonzero(m)
+        where = np.array([operand.one(w, lane) for lane in lanes.tolist()], np.int64)
+        outside = where >> 60 == 0
+        if outside.any():
+            w.cta.cluster.grids.check(w, lanes[outside], ins, where[outside])
+
+    e.call(acquire)
 
 
 def proxy_fence(w: Any, v: Any, m: Any) -> None:
@@ -349,4 +368,13 @@ def mbarrier_init_fence(w: Any, v: Any, m: Any) -> None:
 
 @instruction("griddepcontrol")
 def grid_dependency(e: Emitter) -> None:
-    """Orders kernels after each other; a launch here runs alone."""
+    """Orders kernels after each other. A launch here runs alone: what counts is who has waited, in those that must."""
+    e.only("wait", "launch_dependents")
+    if e.has("wait"):
+        e.call(wait_for_grids)
+
+
+def wait_for_grids(w: Any, v: Any, m: Any) -> None:
+    grids = w.cta.cluster.grids
+    if grids is not None and np.any(m):
+        grids.wait(w, w.rows if m is True else w.first_row + np.flatnonzero(m))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import grid_dependency
 from ..ast import Address, Immediate
 from ..spaces import PARAM_WINDOW, SHARED_WINDOW
 from ..warp import Wait
@@ -203,6 +204,7 @@ def tensor_copy(e: Emitter, operation: str) -> None:
 
     def bulk_tensor(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
+        grid_dependency.check(w, f.lanes(m), ins)
         for lane in f.lanes(m).tolist():
             tensor_map = read_tensor_map(w, map_operand.one(w, lane), ins, lane)
             where = tuple(int(w.v[c][lane]) for c in coordinates)
@@ -254,6 +256,8 @@ def plain_copy(e: Emitter, operation: str) -> None:
                     w, ins, f"bulk copy of {count} bytes from {source_address:#x} to {to:#x}: not multiples of 16",
                     np.arange(32) == lane,
                 )  # fmt: skip
+            if count and direction != "cluster":
+                grid_dependency.check(w, [lane], ins)
             mask = int(w.v[mask_slot][lane]) if mask_slot >= 0 else None
             if direction == "load":
                 assert barrier is not None

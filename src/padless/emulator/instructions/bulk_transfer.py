@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import grid_dependency
 from ..asynchronous import AsyncOperation
 from ..race import ASYNC, IN_FLIGHT, pack
 from ..spaces import OFFSET_MASK
@@ -168,22 +169,26 @@ def tensor_load(
     if tensor_map.shared_bits != tensor_map.element_bits:
         # 16 bytes of which some are padding: written as a whole
         written = np.unique(plan.shared_address & ~15), 16
+    ahead = grid_dependency.carried(w, lane)
     for cta, bar in destinations(w, lane, ins, start, barrier, mask, pair):
         cells = cells_of(*written, cta.granule_shift) if cta.checks else None
         stamp = begin_write(w, lane, ins, cta, cells, bar.column)
 
         def land(cta: Cta = cta, bar: Mbarrier = bar, cells: Any = cells, stamp: Any = stamp) -> None:
             tma.load(plan, lambda a, g: gather(w, ins, lane, a, g), cta.shared.bytes)
-            complete(w, ins, cta, bar, cells, stamp, plan.transaction_bytes)
+            complete(w, ins, cta, bar, cells, stamp, plan.transaction_bytes, ahead)
 
         machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", land))
 
 
-def complete(w: Warp, ins: Instruction, cta: Cta, bar: Mbarrier, cells: Any, stamp: Any, size: int) -> None:
-    """The bytes have landed: they belong to the barrier's current phase, and count down its transactions."""
+def complete(
+    w: Warp, ins: Instruction, cta: Cta, bar: Mbarrier, cells: Any, stamp: Any, size: int, ahead: Any = None
+) -> None:
+    """The bytes have landed: they belong to the barrier's current phase, and count down its transactions. `ahead`: what
+    their issuer knew of the kernels ahead (GridDependency.carried)."""
     if stamp is not None:
         cta.shared.shadow.restamp(cells, stamp, pack(bar.column, bar.phase + 1, ASYNC))
-    bar.complete_tx(size, ins, w)
+    bar.complete_tx(size, ins, w, ahead)
 
 
 def plain_load(
@@ -195,6 +200,7 @@ def plain_load(
     where = (to & OFFSET_MASK) + np.arange(0, count, 16)
     if int(where.max()) + 16 > w.cta.shared.size:
         machine.fault(w, ins, "a bulk copy reaches past the CTA's shared memory", np.arange(32) == lane)
+    ahead = grid_dependency.carried(w, lane)
     for cta, bar in destinations(w, lane, ins, to, barrier, mask, False):
         cells = cells_of(where, 16, cta.granule_shift) if cta.checks else None
         stamp = begin_write(w, lane, ins, cta, cells, bar.column)
@@ -202,7 +208,7 @@ def plain_load(
         def land(cta: Cta = cta, bar: Mbarrier = bar, cells: Any = cells, stamp: Any = stamp) -> None:
             data = gather(w, ins, lane, source + np.arange(0, count, 16), 16)
             cta.shared.bytes[where[0] : where[0] + count] = data.reshape(-1)
-            complete(w, ins, cta, bar, cells, stamp, count)
+            complete(w, ins, cta, bar, cells, stamp, count, ahead)
 
         machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", land))
 
@@ -327,6 +333,7 @@ def shared_to_shared(
         )
         cells = cells_of(start + np.arange(0, count, 16), 16, target.granule_shift)
         stamp = begin_write(w, lane, ins, target, cells, bar.column)
+    ahead = grid_dependency.carried(w, lane)
 
     def land() -> None:
         data = origin.shared.bytes[offset : offset + count].copy()
@@ -334,7 +341,7 @@ def shared_to_shared(
             old = target.shared.bytes[start : start + count].reshape(-1, 16)
             data = reduce_bytes(old, data.reshape(-1, 16), kind, operation).reshape(-1)
         target.shared.bytes[start : start + count] = data
-        complete(w, ins, target, bar, cells, stamp, count)
+        complete(w, ins, target, bar, cells, stamp, count, ahead)
 
     machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", land))
 

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import grid_dependency
 from ..ast import Immediate
+from ..race import merge
 from ..warp import Wait
 from . import bulk_transfer
 from .data import cache_qualifier
@@ -114,6 +116,9 @@ def small_copy(e: Emitter) -> None:
             if ignore_slot >= 0 and w.v[ignore_slot][lane]:
                 count = 0
             pieces.append((target.one(w, lane), origin.one(w, lane), min(count, size.value)))
+        if w.cta.cluster.grids is not None:
+            reading = [lane for lane, piece in zip(lanes, pieces, strict=True) if piece[2]]
+            w.cta.cluster.grids.check(w, np.array(reading, np.intp), ins)
         bulk_transfer.small_load(w, lanes, ins, pieces, size.value, small_groups(w))
         return None
 
@@ -149,6 +154,7 @@ def small_arrive(e: Emitter) -> None:
             column = state.columns[lane]
             outstanding = [t for g in state.groups[lane] for t in g if not t.written]
             left = [len(outstanding)]
+            ahead = grid_dependency.carried(w, lane)
 
             def finish(
                 bar: Any = bar,
@@ -156,6 +162,7 @@ def small_arrive(e: Emitter) -> None:
                 upto: int = upto,
                 column: int = column,
                 left: list[int] = left,
+                ahead: Any = ahead,
             ) -> None:
                 left[0] -= 1
                 if left[0] > 0:  # copies finish in any order
@@ -164,6 +171,8 @@ def small_arrive(e: Emitter) -> None:
                 if clocks is not None:
                     clock = np.zeros((4, clocks.columns), np.uint32)
                     clock[:, column] = upto
+                    if ahead is not None:
+                        clock = merge(clock, ahead)
                 bar.arrive(1, clock, ins, w, lane)
 
             for transfer in outstanding:

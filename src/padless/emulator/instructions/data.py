@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import grid_dependency
 from ..ast import Address, Immediate, Register, Sink, Symbol, Vector
 from .async_store import asynchronous_store
 from .conversion import wide_source
@@ -235,9 +236,20 @@ def atomic(e: Emitter) -> None:
     e.call(atomics.atomic(a, operation, e.type, sources))
 
 
-@instruction("prefetch", "prefetchu", "discard", "applypriority")
+@instruction("prefetch", "prefetchu", "applypriority")
 def prefetch(e: Emitter) -> None:
     """No functional effect."""
+
+
+@instruction("discard")
+def discard(e: Emitter) -> None:
+    """The bytes become indeterminate; here they stay. It counts as a write of global memory (PTX ISA, "discard")."""
+    ins = e.instruction
+
+    def discarded(w: Any, v: Any, m: Any) -> None:
+        grid_dependency.check(w, np.arange(32) if m is True else np.flatnonzero(m), ins)
+
+    e.call(discarded)
 
 
 @instruction("createpolicy")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import grid_dependency
 from ..ast import Immediate
 from .operands import GenericOperand, SharedOperand, locate
 from .registry import instruction
@@ -37,6 +38,7 @@ def tensor_map_update(e: Emitter) -> None:
             if found is None:
                 machine.fault(w, ins, "tensormap copy to an unregistered address", m)
             at = target.one(w, lane) - found.address
+            grid_dependency.check(w, [lane], ins)
             found.bytes[at : at + 128] = cta.shared.bytes[offset : offset + 128]
 
         e.call(cp_fenceproxy)
@@ -68,6 +70,7 @@ def tensor_map_update(e: Emitter) -> None:
                 found = machine.memory.find(where.one(w, lane))
                 if found is None:
                     machine.fault(w, ins, "tensormap.replace at an unregistered address", m)
+                grid_dependency.check(w, [lane], ins)
                 buffer, offset = found.bytes, where.one(w, lane) - found.address
             raw = buffer[offset : offset + 128].tobytes()
             if not any(raw):  # kernels may build a map from nothing, field by field
