@@ -17,7 +17,7 @@ from rich.console import Console
 from test_bench_peers import stand_in_deepgemm
 
 from padless import FP8_BLOCK, cli, dequantize, grouped_gemm, grouped_gemm_swiglu_quant
-from padless.bench import chain, chain_report, commands, report_file, run_chain, warm_up_worker
+from padless.bench import chain, chain_problem, chain_report, commands, report_file, run_chain, warm_up_worker
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes
 from padless.bench.paper import BenchResult
 from padless.bench.peers import Contender, deepgemm
@@ -33,7 +33,7 @@ ANY_DRIVER: Any = object()
 
 
 def test_the_grid() -> None:
-    full, quick = chain.grid(full=True), chain.grid(full=False)
+    full, quick = chain_problem.grid(full=True), chain_problem.grid(full=False)
     assert len(set(full)) == len(full) == 36
     assert set(quick) < set(full)
     for axis in ("groups", "rows"):
@@ -44,10 +44,10 @@ def test_the_grid() -> None:
     assert {(p.N, p.K) for p in full} == {(2048, 2048), (4096, 4096), (7168, 2048), (2048, 7168)}
 
 
-@pytest.mark.parametrize("point", chain.grid(full=True), ids=repr)
+@pytest.mark.parametrize("point", chain_problem.grid(full=True), ids=repr)
 def test_a_chain_has_whole_rounds_of_layers_that_l2_cannot_hold(point: DecodePoint) -> None:
-    layers = chain.layers_of(point)
-    calls = chain.calls_of(layers)
+    layers = chain_problem.layers_of(point)
+    calls = chain_problem.calls_of(layers)
     weights = point.groups * (point.N * point.K + point.N * point.K // 128**2 * 4)
     assert layers >= 2
     assert layers * weights >= 300e6
@@ -63,16 +63,16 @@ def test_a_chain_has_whole_rounds_of_layers_that_l2_cannot_hold(point: DecodePoi
 
 
 def test_calls_of() -> None:
-    assert [chain.calls_of(layers) for layers in (2, 3, 5, 8, 9, 12)] == [8, 9, 10, 8, 9, 12]
+    assert [chain_problem.calls_of(layers) for layers in (2, 3, 5, 8, 9, 12)] == [8, 9, 10, 8, 9, 12]
 
 
 @pytest.fixture
-def problem(monkeypatch: pytest.MonkeyPatch) -> chain.ChainProblem:
-    monkeypatch.setattr(chain, "WEIGHT_BYTES", 250_000)
-    return chain.make_chain(POINT, 7, "cpu")
+def problem(monkeypatch: pytest.MonkeyPatch) -> chain_problem.ChainProblem:
+    monkeypatch.setattr(chain_problem, "WEIGHT_BYTES", 250_000)
+    return chain_problem.make_chain(POINT, 7, "cpu")
 
 
-def test_every_layer_has_operands_of_its_own(problem: chain.ChainProblem) -> None:
+def test_every_layer_has_operands_of_its_own(problem: chain_problem.ChainProblem) -> None:
     assert (len(problem.layers), len(problem.second), problem.calls) == (3, 3, 9)
     assert problem.order == [0, 1, 2] * 3
     drawn = [layer.b.data for layer in problem.layers] + [layer.b.data for layer in problem.second]
@@ -83,11 +83,11 @@ def test_every_layer_has_operands_of_its_own(problem: chain.ChainProblem) -> Non
         assert layer.sizes == second.sizes == decode_sizes(POINT, 7)
         assert layer.b.shape == (3, 256, 128)
         assert second.b.shape == (3, 128, 128)
-    other = chain.make_chain(POINT, 8, "cpu")
+    other = chain_problem.make_chain(POINT, 8, "cpu")
     assert not torch.equal(other.layers[0].b.data.view(torch.uint8), drawn[0].view(torch.uint8))
 
 
-def test_references_are_those_of_each_calls_layer(problem: chain.ChainProblem) -> None:
+def test_references_are_those_of_each_calls_layer(problem: chain_problem.ChainProblem) -> None:
     """Against whole products in float64, without any quantisation between an MLP's projections."""
     product, mlp = problem.references()
     rows = problem.layers[0].point.M
@@ -127,7 +127,7 @@ Measure = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def measure(monkeypatch: pytest.MonkeyPatch, problem: chain.ChainProblem) -> Measure:
+def measure(monkeypatch: pytest.MonkeyPatch, problem: chain_problem.ChainProblem) -> Measure:
     """measure_chain with the reference in the kernels' place, by any other driver too."""
     monkeypatch.setattr(chain, "capture", Graph)
     monkeypatch.setattr(
@@ -285,7 +285,7 @@ def test_what_another_driver_launches_is_what_the_calls_launch() -> None:
     from padless.emulator.fake_driver import driver_of
 
     first = make_grouped(Point(5, 256, 128, 3), [2, 0, 3], 5, "cpu")
-    second = chain.second_projection(first, 6)
+    second = chain_problem.second_projection(first, 6)
     public, other = second.empty_out(), second.empty_out()
     chain.mlp(first, second, public, backend="emulator")
     chain.mlp_of_driver(driver_of("emulator"), first, second, other)
@@ -399,7 +399,7 @@ def test_the_command_passes_its_options_on(
     more: dict[str, Any] = {"full": True, "only": ["torch"], "out": tmp_path, "peers": Path("x")}
     assert commands.chain(**more, **options, seed=3, time_limit_s=9.0) == 0
     ((points, peers, out, settings),) = calls
-    assert points == chain.grid(full=True)
+    assert points == chain_problem.grid(full=True)
     assert (peers, out) == (["torch"], tmp_path)
     assert (settings.seed, settings.repeats, settings.time_limit_s) == (3, repeats, 9.0)
     assert settings.peers_dir == Path("x")
@@ -432,7 +432,7 @@ def test_a_small_chain_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Graphs, both ways to launch, bit for bit, and the report."""
     from padless.bench import RunSettings
 
-    monkeypatch.setattr(chain, "WEIGHT_BYTES", 1_000_000)
+    monkeypatch.setattr(chain_problem, "WEIGHT_BYTES", 1_000_000)
     points = [DecodePoint(5, 9, 512, 384)]
     result = run_chain(points, [], tmp_path, RunSettings(repeats=2, progress=False))
     assert result.failures == []

@@ -13,6 +13,7 @@ from typing import TypedDict, Unpack
 
 from padless.bench import blackwell as blackwell_bench
 from padless.bench import chain as chain_bench
+from padless.bench import chain_problem
 from padless.bench import epilogue as epilogue_bench
 from padless.bench import formats as formats_bench
 from padless.bench.group_sizes import DENSE_SHAPES
@@ -69,7 +70,7 @@ def decode(*, full: bool = False, **options: Unpack[Options]) -> int:
 def chain(*, full: bool = False, **options: Unpack[Options]) -> int:
     """Calls one after the other in a CUDA graph: 36 points (full) or six, of 5 replays unless told otherwise."""
     settings = replace(_settings(options), repeats=options.get("repeats") or chain_bench.REPEATS)
-    points = chain_bench.grid(full=full)
+    points = chain_problem.grid(full=full)
     return _exit_code(chain_bench.run_chain(points, options.get("only"), _out(options), settings))
 
 
