@@ -184,6 +184,20 @@ def decode(
 
 
 @bench.command()
+def chain(
+    full: Full = False,
+    peers: Peers = None,
+    out: OutDir = DEFAULT_OUT,
+    time_limit: TimeLimit = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Timed replays of each contender at each point. Default: 5.")
+    ] = None,
+) -> None:
+    """Calls one after the other in a CUDA graph: what it is worth that kernels may overlap."""
+    _bench_peers("chain", peers, None, out, time_limit, repeats, full=full)
+
+
+@bench.command()
 def formats(full: Full = False, out: OutDir = DEFAULT_OUT, time_limit: TimeLimit = None) -> None:
     """Every pair of formats against torch's bf16 product, at prefill and decode sizes."""
     _call(COMMANDS, "formats", full=full, out=out, time_limit_s=time_limit)

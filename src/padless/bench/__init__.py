@@ -1,5 +1,6 @@
 """Benchmarks: the paper's comparison, decode and dense sizes, the memory-bound kernels, the host's share."""
 
+from padless.bench.chain import run_chain
 from padless.bench.formats import run_formats
 from padless.bench.paper import BenchResult, run_paper
 from padless.bench.report import report_file
@@ -10,6 +11,7 @@ __all__ = [
     "BenchResult",
     "RunSettings",
     "report_file",
+    "run_chain",
     "run_decode",
     "run_dense",
     "run_formats",

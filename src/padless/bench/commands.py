@@ -7,10 +7,13 @@ that raised), so that a script notices; slow is not wrong.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
 from padless.bench import blackwell as blackwell_bench
+from padless.bench import chain as chain_bench
+from padless.bench import chain_problem
 from padless.bench import epilogue as epilogue_bench
 from padless.bench import formats as formats_bench
 from padless.bench.group_sizes import DENSE_SHAPES
@@ -62,6 +65,13 @@ def decode(*, full: bool = False, **options: Unpack[Options]) -> int:
     """Decode sizes: 180 points (full) or 12."""
     grid = "full" if full else "quick"
     return _exit_code(run_decode(grid, options.get("only"), _out(options), _settings(options)))
+
+
+def chain(*, full: bool = False, **options: Unpack[Options]) -> int:
+    """Calls one after the other in a CUDA graph: 36 points (full) or six, of 5 replays unless told otherwise."""
+    settings = replace(_settings(options), repeats=options.get("repeats") or chain_bench.REPEATS)
+    points = chain_problem.grid(full=full)
+    return _exit_code(chain_bench.run_chain(points, options.get("only"), _out(options), settings))
 
 
 def dense(*, full: bool = False, **options: Unpack[Options]) -> int:

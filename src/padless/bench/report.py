@@ -10,6 +10,7 @@ from rich.console import Console
 
 from padless.bench import tables
 from padless.bench.blackwell import print_blackwell
+from padless.bench.chain_report import print_chain
 from padless.bench.epilogue import print_epilogue
 from padless.bench.formats_report import draw_formats, print_formats
 from padless.bench.paper import BenchResult, report_figure
@@ -32,6 +33,7 @@ KINDS = {
     "paper": Kind(tables.print_grouped, report_figure),
     "decode": Kind(tables.print_decode),
     "dense": Kind(tables.print_dense),
+    "chain": Kind(print_chain),
     "quantize": Kind(lambda console, records, _: tables.print_bandwidth(console, records)),
     "formats": Kind(lambda console, records, _: print_formats(console, records), draw_formats),
     "epilogue": Kind(lambda console, records, _: print_epilogue(console, records)),

@@ -27,7 +27,7 @@ _LONGEST_S = 300.0
 _MASKED_ROWS = 128  # rows a group takes in the masked layout
 
 
-KINDS = ("paper", "decode")
+KINDS = ("paper", "decode", "chain")
 
 
 def warm_up(
@@ -39,7 +39,7 @@ def warm_up(
 ) -> None:
     """Compiles what `points` need; returns when all processes have ended. One point is not worth a process.
 
-    kind: "paper" or "decode", which contenders to call. names: the peers that compile when called.
+    kind: "paper", "decode" or "chain", which contenders to call. names: the peers that compile when called.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")

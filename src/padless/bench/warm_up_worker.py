@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from padless.bench.chain import mlp_chains
+from padless.bench.chain_problem import ChainProblem, second_projection
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
 from padless.bench.measure import gather, own_contenders, own_decode_contender
 from padless.bench.peers import Contender, Peer, find_peers
@@ -24,7 +26,11 @@ def _contenders(kind: str, fields: dict[str, int], peers: Sequence[Peer], seed: 
     sizes = decode_sizes(decode, seed)
     point = Point(sum(sizes), decode.N, decode.K, decode.groups)
     problem = make_grouped(point, sizes, None, "cuda")
-    return gather(own_decode_contender(problem), peers, lambda peer: peer.decode(problem))[0]
+    own = own_decode_contender(problem)
+    if kind == "chain":
+        one_call = ChainProblem([problem], [second_projection(problem, None)], calls=1)
+        own += mlp_chains(one_call, None)[0].parts
+    return gather(own, peers, lambda peer: peer.decode(problem))[0]
 
 
 def _call_all(kind: str, fields: dict[str, int], peers: Sequence[Peer], seed: int) -> None:

@@ -43,6 +43,7 @@ class Contender:
     tolerance: largest relative error of a row against the float64 product of the block-scaled operands. Wider
         for contenders that use another scaling or none: their operands differ.
     whole: whether it is all of a user's work (then it is timed end to end too) or only a part.
+    buffer: the tensor that output is made of, where one holds all of it: what can be poisoned before a call.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Contender:
     output: Callable[[], torch.Tensor] | None = None
     tolerance: float = 0.01
     whole: bool = True
+    buffer: torch.Tensor | None = None
 
 
 class Peer(Protocol):

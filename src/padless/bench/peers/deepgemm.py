@@ -8,6 +8,8 @@ does not know.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,7 +82,22 @@ class DeepGemm(Library):
         def valid() -> torch.Tensor:
             return torch.cat([out[group, :size] for group, size in enumerate(problem.sizes)])
 
-        return [Contender("deepgemm_masked", masked, valid)]
+        return [Contender("deepgemm_masked", masked, valid, buffer=out)]
+
+    @property
+    def has_programmatic_launches(self) -> bool:
+        """Whether the library can be told how to launch."""
+        return hasattr(self._library, "set_pdl") and hasattr(self._library, "get_pdl")
+
+    @contextmanager
+    def programmatic_launches(self, on: bool) -> Iterator[None]:
+        """Its kernels may begin while the one ahead is ending, or (on is False) not; afterwards as it was before."""
+        before = self._library.get_pdl()
+        self._library.set_pdl(on)
+        try:
+            yield
+        finally:
+            self._library.set_pdl(before)
 
     def dense(self, problem: DenseProblem) -> list[Contender]:
         out = problem.empty_out()
