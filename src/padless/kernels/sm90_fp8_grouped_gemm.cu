@@ -207,15 +207,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         barrier_cluster_arrive();
         barrier_cluster_wait();
     }
+    int ahead = 0;
+    if (LOADS_AHEAD && warp == LOAD_WARP && has_small_table && elect_one())
+        ahead = load_first_stages(shared, problem, map_a, map_b, map_sfa, shared.queue.tiles[0]);
 
     if (warp >= NUM_CONSUMER_WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == NUM_CONSUMER_WARPS) {
             if (elect_one()) {
                 if (SCALES_K_MAJOR || !problem.boxes_vary())
-                    load_tiles<true>(shared, problem, map_a, map_b, map_sfa);
+                    load_tiles<true>(shared, problem, map_a, map_b, map_sfa, ahead);
                 else
-                    load_tiles<false>(shared, problem, map_a, map_b, map_sfa);
+                    load_tiles<false>(shared, problem, map_a, map_b, map_sfa, ahead);
             }
         } else if (warp == NUM_CONSUMER_WARPS + 1 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
             if (elect_one())
