@@ -155,7 +155,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "more bytes expected than the box of few rows has",
         ("deadlock",),
-        ((LOAD, "boxes * box * BLOCK_K + B_BYTES", "units * UNIT_BYTES + B_BYTES"),),
+        ((LOAD, "boxes * problem.row_box() * BLOCK_K + B_BYTES", "units * UNIT_BYTES + B_BYTES"),),
         sizes=(7, 0, 20, 3),
     ),
     # ---- phases and stages
@@ -220,12 +220,12 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "expect_tx 16 bytes too many",
         ("deadlock",),
-        ((LOAD, "(full, stage_bytes);", "(full, stage_bytes + 16);"),),
+        ((LOAD, "(full, loads.bytes);", "(full, loads.bytes + 16);"),),
     ),
     Bug(
         "expect_tx 16 bytes too few",
         ("race", "mbarrier", "deadlock"),
-        ((LOAD, "(full, stage_bytes);", "(full, stage_bytes - 16);"),),
+        ((LOAD, "(full, loads.bytes);", "(full, loads.bytes - 16);"),),
     ),
     Bug(
         "expect_tx forgets the scales",
@@ -510,5 +510,28 @@ BUGS: tuple[Bug, ...] = (
         ("deadlock",),
         ((MAIN, "if (lane == 0) mbarrier_arrive(shared_address(&shared.window_empty));", ""),),
         ROW_MAJOR,
+    ),
+    # ---- the beginning
+    Bug(
+        "offs are read though the kernels ahead may still be writing them",
+        ("grid-dependency",),
+        ((MAIN, "griddepcontrol_wait();\n        end =", "end ="),),
+    ),
+    Bug(
+        "the ring begins at a stage that was filled ahead",
+        ("race", "mbarrier", "deadlock"),
+        (
+            (
+                LOAD,
+                "if constexpr (LOADS_AHEAD) pipeline = {ahead == STAGES ? 0 : ahead, ahead == STAGES};",
+                "",
+            ),
+        ),
+    ),
+    Bug(
+        "after a full ring is loaded ahead, the producer does not wait for the first stage",
+        ("race", "mbarrier"),
+        ((LOAD, "ahead == STAGES};", "false};"),),
+        k=1664,  # more K blocks than stages
     ),
 )

@@ -38,6 +38,13 @@ class Bug:
 FREE_TOKENS = "arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[used], lane);"  # in the loop, and at its end
 
 BUGS: tuple[Bug, ...] = (
+    # ---- the beginning
+    Bug(
+        "global memory is read though the kernels ahead may still be writing it",
+        ("grid-dependency",),
+        ((KERNEL, "griddepcontrol_wait();", ""),),
+        quick=True,
+    ),
     # ---- hand-over of the tokens
     Bug(
         "no proxy fence after the tokens are written",

@@ -97,8 +97,9 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
         if (LOADS_AHEAD && DRAWS_LATE && ask_at < ahead)
             mbarrier_arrive(shared_address(&shared.next_tile_wanted));
         for (int kb = LOADS_AHEAD ? ahead : 0; kb < k_blocks; ++kb) {
-            mbarrier_wait(shared_address(&shared.empty[pipeline.stage]), pipeline.phase ^ 1);
-            load_stage(shared, problem, map_a, map_b, map_sfa, tile, loads, kb, pipeline.stage);
+            const int stage = pipeline.stage;
+            mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
+            load_stage(shared, problem, map_a, map_b, map_sfa, tile, loads, kb, stage);
             pipeline.advance();
             if (DRAWS_LATE && kb == ask_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));
 
