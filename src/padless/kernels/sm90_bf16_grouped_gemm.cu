@@ -66,6 +66,7 @@ using uint64_t = unsigned long long;
 #include "scheduler.cuh"
 #include "group_table.cuh"
 #include "tile_queue.cuh"
+#include "queue_start.cuh"
 #include "weights_prefetch.cuh"
 #include "sm90_bf16_storage.cuh"
 #include "sm90_bf16_load.cuh"
@@ -218,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
     const Problem problem{
         sfa, sfa_row_stride, sfa_k_stride, global_a, global_b, global_a_stride, global_b_stride, m, n,
         k,   num_groups};
+    const int end = ask_for_end<1>(offs, num_groups, m);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
     const int lane = threadIdx.x % 32;
 
@@ -237,10 +239,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
                 mbarrier_init(shared_address(&shared.tokens_full[s]), NUM_CONVERTER_WARPS * TOKEN_ARRIVALS);
                 mbarrier_init(shared_address(&shared.tokens_empty[s]), NUM_CONSUMER_WARPS * TOKEN_ARRIVALS);
             }
-            for (int s = 0; s < QUEUE_SLOTS; ++s) {
-                mbarrier_init(shared_address(&shared.queue.full[s]), 1);
-                mbarrier_init(shared_address(&shared.queue.empty[s]), NUM_TILE_READERS);
-            }
             fence_mbarrier_init();
         }
         __syncwarp();
@@ -250,8 +248,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
             prefetch_weights<BLOCK_N, row_bytes(B_FORMAT)>(map_b, n, (k + BLOCK_K - 1) / BLOCK_K, num_groups);
         if (warp == 3 && elect_one()) prefetch_rest(problem, map_a, map_sfa, map_sfb);
     }
-    griddepcontrol_wait();  // from here on global memory is read: nothing before but prefetches into L2
-    build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
+    const bool has_first_tile = start_queue<Order, 1, BLOCK_M, NUM_THREADS>(
+        shared.queue, shared.groups, NUM_TILE_READERS, end, offs, num_groups, m, n, warp, lane);
 #if EPILOGUE_IS_QUANT
     if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.group_tiles, lane);
     __syncthreads();
@@ -266,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         } else if (warp == FIRST_PRODUCER_WARP + 1) {
             if (elect_one())
                 hand_out_tiles<1>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
-                                  blockIdx.x, gridDim.x);
+                                  blockIdx.x, gridDim.x, nullptr, has_first_tile);
         } else if constexpr (CHECKERS_APART) {
             check_tiles(shared, problem, warp - (FIRST_PRODUCER_WARP + 2), lane);
         }

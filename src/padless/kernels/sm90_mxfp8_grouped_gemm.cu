@@ -57,6 +57,7 @@ using uint64_t = unsigned long long;
 #include "scheduler.cuh"
 #include "group_table.cuh"
 #include "tile_queue.cuh"
+#include "queue_start.cuh"
 #include "scale_products.cuh"
 #if EPILOGUE_IS_QUANT
 #include "ptx/conversion.cuh"
@@ -136,6 +137,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const int columns = k / 32;
     const Problem problem{{sfa, columns, sfa_layout}, {sfb, columns, sfb_layout}, m, n, k, num_groups};
+    constexpr int LOAD_WARP = NUM_CONSUMER_WARPS;  // first of the producer warpgroup
+    const int end = ask_for_end<LOAD_WARP>(offs, num_groups, m);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
     const int lane = threadIdx.x % 32;
 
@@ -148,11 +151,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
                 mbarrier_init(shared_address(&shared.full[s]), 1 + NUM_SCALE_WARPS * 32);
                 mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS * 32);
             }
-            for (int s = 0; s < QUEUE_SLOTS; ++s) {
-                mbarrier_init(shared_address(&shared.queue.full[s]), 1);
-                mbarrier_init(shared_address(&shared.queue.empty[s]),
-                              NUM_CONSUMER_WARPS + NUM_SCALE_WARPS + 1);
-            }
 #if EPILOGUE_IS_QUANT
             shared.quant.init();
 #endif
@@ -160,12 +158,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         }
         __syncwarp();
     }
-    for (int i = threadIdx.x; i < STAGES * V_BYTES / 16; i += NUM_THREADS)  // k 4-15 of V stay zero
-        st_shared_v4_b32(shared_address(shared.v[0]) + i * 16, 0, 0, 0, 0);
-    fence_proxy_async_shared();
-    clear_missing_rows<STAGES, BLOCK_M, NUM_THREADS>(shared.a[0], row_box(m), m);
-    griddepcontrol_wait();  // from here on global memory is read
-    build_group_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
+    if (warp < NUM_CONSUMER_WARPS) {
+        for (int i = threadIdx.x; i < STAGES * V_BYTES / 16;
+             i += NUM_CONSUMER_WARPS * 32)  // k 4-15 of V stay zero
+            st_shared_v4_b32(shared_address(shared.v[0]) + i * 16, 0, 0, 0, 0);
+        fence_proxy_async_shared();
+        clear_missing_rows<STAGES, BLOCK_M, NUM_CONSUMER_WARPS * 32>(shared.a[0], row_box(m), m);
+    }
+    const bool has_first_tile = start_queue<Order, LOAD_WARP, BLOCK_M, NUM_THREADS>(
+        shared.queue, shared.groups, NUM_CONSUMER_WARPS + NUM_SCALE_WARPS + 1, end, offs, num_groups, m, n,
+        warp, lane);
 #if EPILOGUE_IS_QUANT
     if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.quant.group_tiles, lane);
     __syncthreads();
@@ -173,12 +175,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
 
     if (warp >= NUM_CONSUMER_WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (warp == NUM_CONSUMER_WARPS) {
+        if (warp == LOAD_WARP) {
             if (elect_one()) load_tiles(shared, problem, map_a, map_b);
         } else if (warp == NUM_CONSUMER_WARPS + 1) {
             if (elect_one())
                 hand_out_tiles<1>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
-                                  blockIdx.x, gridDim.x);
+                                  blockIdx.x, gridDim.x, nullptr, has_first_tile);
         } else if (warp == NUM_CONSUMER_WARPS + 2) {
             write_scales<true>(shared, problem, lane);
         } else {

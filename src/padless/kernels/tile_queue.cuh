@@ -52,17 +52,27 @@ __device__ __forceinline__ void queue_first_tile(TileQueueStorage& queue, const 
     if (lane == 0) mbarrier_arrive(shared_address(&queue.full[0]));
 }
 
+// The scheduler: waits until the slot at hand is free.
+template <int CLUSTER>
+__device__ __forceinline__ void wait_for_slot(TileQueueStorage& queue,
+                                              const Pipeline<QUEUE_SLOTS>& pipeline) {
+    const uint32_t empty = shared_address(&queue.empty[pipeline.stage]);
+    if constexpr (CLUSTER == 1)
+        mbarrier_wait(empty, pipeline.phase ^ 1);
+    else
+        mbarrier_wait_cluster(empty, pipeline.phase ^ 1);
+}
+
 // The scheduler: leaves `tile` in a slot of every CTA of the worker, when it is free.
 template <int CLUSTER>
 __device__ __forceinline__ void queue_tile(TileQueueStorage& queue, const Pipeline<QUEUE_SLOTS>& pipeline,
                                            const Tile& tile) {
     const int slot = pipeline.stage;
+    wait_for_slot<CLUSTER>(queue, pipeline);
     if constexpr (CLUSTER == 1) {
-        mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
         queue.tiles[slot] = tile;
         mbarrier_arrive(shared_address(&queue.full[slot]));
     } else {
-        mbarrier_wait_cluster(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);
         for (int cta = 0; cta < CLUSTER; ++cta) {
             st_cluster_v4(shared_address(&queue.tiles[slot]), cta, tile.group, tile.row, tile.rows,
                           tile.column);
@@ -93,6 +103,8 @@ __device__ __forceinline__ void hand_out_tiles(TileQueueStorage& queue, Order or
             if (ASKED && tile.rows != 0) {
                 mbarrier_wait(shared_address(wanted), wanted_phase);
                 wanted_phase ^= 1;
+            } else if (tile.rows != 0) {  // the next number is drawn when its tile can be queued, not before
+                wait_for_slot<CLUSTER>(queue, pipeline);
             }
         }
         first_is_queued = false;
