@@ -439,7 +439,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "queue slot reused early",
         ("race", "mbarrier"),
-        ((QUEUE, "mbarrier_wait(shared_address(&queue.empty[slot]), pipeline.phase ^ 1);", ""),),
+        ((QUEUE, "mbarrier_wait(empty, pipeline.phase ^ 1);", ";"),),
     ),
     Bug(
         "first tile announced before its lane has written it",

@@ -1,6 +1,7 @@
 """What a CTA of Hopper's FP8 kernel asks into L2 before offs are known (kernels/weights_prefetch.cuh).
 
-A prefetch changes nothing, so a load takes its place here, and the emulator tells what is read.
+A prefetch changes nothing, so a load takes its place here, and the emulator tells what is read. (A load would have to
+wait for the kernels ahead; a prefetch need not.)
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def kinds_of(config: GemmConfig, edits: tuple[Edit, ...], n: int, k: int, sms: i
     """Kinds of the emulator's reports of a launch of three groups; its result has to be right."""
     case = make_case((3, 0, 70), n, k, config.scales)
     driver = Variant("sm_90a", MAIN, edits, config)
-    with driver.configured(seed=1, raise_on_reports=False, num_sms=sms, arithmetic="fast"):
+    settings = {"raise_on_reports": False, "arithmetic": "fast", "ignore": ("grid-dependency",)}
+    with driver.configured(seed=1, num_sms=sms, **settings):
         right, result = run_case(driver, case, config)
     assert result is not None
     assert right
