@@ -13,6 +13,7 @@ from bench_records import timing
 import readme_measured as tool
 from measured_records import axis_span, command, measured, newest, peers
 from measured_sections import (
+    chain_section,
     checks_section,
     copy_share,
     decode_section,
@@ -306,6 +307,31 @@ def test_decoding_by_hand(tmp_path):
     assert "at most 4 rows a group, N 64, K 32" in " ".join(text.split())
     assert rows_of(shown)[0] == ["groups", "DeepGEMM masked", "of floor", "of a copy"]
     assert rows_of(shown)[1:3] == [["8", "0.90x", "0.50", "0.90"], ["256", "1.20x", "0.50", "0.90"]]
+
+
+def test_chains_by_hand(tmp_path):
+    def at(groups: int, ordinary: float, masked: float) -> dict:
+        times = {
+            "padless": 10.0,
+            "padless, ordinary launches": ordinary,
+            "mlp": 20.0,
+            "deepgemm_masked": masked,
+        }
+        times |= {"mlp, ordinary launches": 21.0, "deepgemm_masked, programmatic": 12.5}
+        return point("chain", {"groups": groups, "rows": 4, "N": 64, "K": 32}, times, calls=groups)
+
+    text, shown = chain_section(found(tmp_path, "chain", at(8, 11.0, 12.0), at(9, 10.5, 15.0)))
+    assert "a CUDA graph of 8 to 9 calls" in " ".join(text.split())
+    head = [
+        "us a call",
+        "ordinary launches",
+        "DeepGEMM masked",
+        "the same, programmatic",
+        "MLP, ordinary launches",
+    ]
+    assert rows_of(shown)[0] == ["groups", "N", "K", *head]
+    assert rows_of(shown)[1] == ["8", "64", "32", "10.0", "1.100x", "1.200x", "1.250x", "1.050x"]
+    assert rows_of(shown)[-1] == ["least", "", "", "", "1.050x", "1.200x", "1.250x", "1.050x"]
 
 
 def test_formats_by_hand(tmp_path):

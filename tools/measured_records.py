@@ -96,5 +96,5 @@ def command(found: Measured, points: str) -> str:
 
 
 def axis_span(records: Sequence[Record], axis: str) -> str:
-    """Least to most of a coordinate of the points."""
-    return span([record["point"][axis] for record in records])
+    """Least to most of a coordinate of the points, or of a number that the records have beside theirs."""
+    return span([record["point"].get(axis, record.get(axis)) for record in records])

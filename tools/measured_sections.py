@@ -11,6 +11,7 @@ from measured_records import FOLDER, Measured, axis_span, command, peers
 from measured_tables import (
     SAVED,
     TFLOPS,
+    Column,
     bullets,
     comparison_columns,
     comparison_table,
@@ -22,6 +23,7 @@ from measured_tables import (
     table,
     won_sentence,
 )
+from padless.bench.chain_report import DEEPGEMM, MLP, MLP_ORDINARY, ORDINARY, PADLESS, PROGRAMMATIC
 from padless.bench.epilogue import GEMM, PAIRS
 from padless.bench.formats_report import BASELINE, by_case, contenders_of, floor_shares, speedups
 from padless.bench.group_sizes import full_grid
@@ -67,6 +69,33 @@ def decode_section(found: Measured) -> list[str]:
         failure_sentence(found.points),
     )
     return [text, comparison_table(found.points, ("groups",), comparison_columns(found.points))]
+
+
+def chain_section(found: Measured) -> list[str]:
+    text = paragraph(
+        f"**Calls in a row**, {len(found.points)} points with at most {axis_span(found.points, 'rows')} rows a group: a "
+        f"CUDA graph of {axis_span(found.points, 'calls')} calls, each with weights of its own ({found.link}; "
+        f"{peers(found)}; {found.medians}). A kernel begins while the one ahead is ending; with ordinary launches it "
+        "waits. MLP: pairs of a quantising SwiGLU call and a call that reads its rows.",
+        caption(found.points, found.sessions),
+        failure_sentence(found.points),
+    )
+
+    def against(heading: str, other: str, own: str) -> Column:
+        return Column(heading, lambda records: ratios(records, "gpu", other, own), "x", 3)
+
+    columns = [
+        Column("us a call", lambda records: times(records, PADLESS), digits=1, totals=False),
+        against("ordinary launches", ORDINARY, PADLESS),
+        against("DeepGEMM masked", DEEPGEMM, PADLESS),
+        against("the same, programmatic", DEEPGEMM + PROGRAMMATIC, PADLESS),
+        against("MLP, ordinary launches", MLP_ORDINARY, MLP),
+    ]
+    return [text, comparison_table(found.points, ("groups", "N", "K"), columns)]
+
+
+def times(records: Sequence[Record], name: str) -> list[float]:
+    return [us for record in records if (us := time_us(record, "gpu", name)) is not None]
 
 
 def dense_section(found: Measured) -> list[str]:

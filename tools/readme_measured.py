@@ -18,6 +18,7 @@ from pathlib import Path
 
 from measured_records import FOLDER, Measured, machine, measured, newest
 from measured_sections import (
+    chain_section,
     checks_section,
     decode_section,
     dense_section,
@@ -34,6 +35,7 @@ BLOCK = re.compile(r"(<!-- measured:begin -->\n).*?(<!-- measured:end -->)", re.
 SECTIONS: dict[str, Callable[[Measured], list[str]]] = {
     "paper-full": paper_section,
     "decode": decode_section,
+    "chain": chain_section,
     "dense": dense_section,
     "formats": formats_section,
     "epilogue": epilogue_section,

@@ -51,6 +51,9 @@ from padless.formats import FP8_BLOCK, BlockScaledTensor
 
 REPEATS = 5
 PEERS = ("deepgemm",)
+# Row error of an expert's MLP. Between its projections values are rounded to e4m3, in the reference from other sums than
+# in the kernel: one near the middle of two codes gets the other code, an eighth away. That moved rows by up to 1.6%.
+MLP_TOLERANCE = 0.03
 _SAME_BITS = ((PADLESS, ORDINARY), (MLP, MLP_ORDINARY))
 
 
@@ -129,13 +132,15 @@ def mlp_chains(problem: ChainProblem, ordinary: Driver | None) -> list[Chain]:
         for layer in problem.order:
             first, second = problem.layers[layer], problem.second[layer]
             out = second.empty_out()
-            parts.append(_part(name, partial(call, first, second, out), out))
+            parts.append(_part(name, partial(call, first, second, out), out, MLP_TOLERANCE))
         chains.append(Chain(name, parts))
     return chains
 
 
-def _part(name: str, call: Callable[[], Any], out: torch.Tensor) -> Contender:
-    return Contender(name, call, lambda: out, buffer=out)
+def _part(
+    name: str, call: Callable[[], Any], out: torch.Tensor, tolerance: float = Contender.tolerance
+) -> Contender:
+    return Contender(name, call, lambda: out, tolerance, buffer=out)
 
 
 def peer_chains(problem: ChainProblem, peer: Peer) -> list[Chain]:
