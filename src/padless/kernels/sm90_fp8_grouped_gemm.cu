@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gem
         barrier_cluster_arrive();
         barrier_cluster_wait();
     }
-    int ahead = 0;
+    int ahead = 0;  // K blocks of the first tile that are on their way
     if (LOADS_AHEAD && warp == LOAD_WARP && has_small_table && elect_one())
         ahead = load_first_stages(shared, problem, map_a, map_b, map_sfa, shared.queue.tiles[0]);
 
