@@ -3,9 +3,10 @@
 //
 // A worker's first tile is the one with its own number: where groups are few a warp of every CTA queues it
 // (queue_first_tile), else the scheduler. After that the scheduler draws from a counter in global memory, when there is a
-// slot for the tile or when it is asked for the next one (`wanted`): the later, the better it is known who is free first. Which worker multiplies a tile changes nothing in the result. The counter is zero between launches: the
-// last worker to find no more tiles sets it back. Launches that may run at the same time need counters of their own;
-// without one (counter < 0) worker w of W takes tiles w, w + W, w + 2 W, ...
+// slot for the tile or when it is asked for the next one (`wanted`): the later, the better it is known who is free first.
+// Which worker multiplies a tile changes nothing in the result. The counter is zero between launches: the last worker to
+// find no more tiles sets it back. Launches that may run at the same time need counters of their own; without one
+// (counter < 0) worker w of W takes tiles w, w + W, w + 2 W, ...
 #pragma once
 
 constexpr int QUEUE_SLOTS = 2;
