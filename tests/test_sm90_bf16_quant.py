@@ -178,9 +178,8 @@ BUGS: dict[str, tuple[str, str, Epilogue]] = {
 def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     old, new, epilogue = BUGS[name]
     of_bug = case(224 if epilogue.is_glu else COLUMNS)
-    if (
-        epilogue.is_glu
-    ):  # past gate's 112 columns lie up's first: NaN, else the zeros past up's would hide them
+    if epilogue.is_glu:
+        # Past gate's 112 columns lie up's first: NaN, or the zeros past up's columns would hide them.
         assert isinstance(of_bug.b.scale, torch.Tensor)
         of_bug.b.scale.view(torch.uint8)[:, 112:128] = 0x7F
         of_bug.altered = True
