@@ -19,6 +19,7 @@ from padless.grouped_gemm_quant import grouped_gemm_quant
 from padless.paths import PATHS, kernels_arch
 from padless.quantize import quantize
 from padless.verify_emulator import backend_of
+from padless.verify_epilogue_problems import moved
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4)
 LAYERS = 6
@@ -82,18 +83,14 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
 
 def _input(sizes: Sequence[int], format: BlockScaledFormat, generator: torch.Generator, device: str) -> Input:
     x = quantize(torch.randn(sum(sizes), WIDTH, generator=generator), format, kind="activation")
-    return Input(_moved(x, device), group_offsets(sizes).to(device))
-
-
-def _moved(t: BlockScaledTensor, device: str) -> BlockScaledTensor:
-    return BlockScaledTensor(t.data.to(device), t.scale.to(device), t.format, t.global_scale, t.scale_layout)
+    return Input(moved(x, device), group_offsets(sizes).to(device))
 
 
 def make_chain(format: BlockScaledFormat, device: str, backend: str | None, seed: int = 0) -> Chain:
     """A chain whose values keep their size from layer to layer."""
     generator = torch.Generator().manual_seed(seed)
     weights = tuple(
-        _moved(
+        moved(
             quantize(
                 torch.randn(len(SIZES[0]), WIDTH, WIDTH, generator=generator) / WIDTH**0.5,
                 format,

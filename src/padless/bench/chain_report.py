@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from padless.bench.results import Record, ratios, time_us
-from padless.bench.tables import NO_SESSIONS, caption, narrow_table, print_failures
+from padless.bench.tables import NO_SESSIONS, caption, narrow_table, number, print_failures
 from padless.bench.timing import geomean
 
 PADLESS = "padless"
@@ -61,8 +61,8 @@ def _points(records: Sequence[Record]) -> Table:
         table.add_row(
             *(str(point[axis]) for axis in ("groups", "rows", "N", "K")),
             str(record["calls"]),
-            *(_cell(time_us(record, "gpu", name), 1) for name, _ in _TIMES),
-            _cell(geomean(ratios([record], "gpu", ORDINARY, PADLESS)), 3),
+            *(number(time_us(record, "gpu", name), 1) for name, _ in _TIMES),
+            number(geomean(ratios([record], "gpu", ORDINARY, PADLESS)), 3),
         )
     return table
 
@@ -93,12 +93,8 @@ def _summary(records: Sequence[Record]) -> list[str]:
     pairs = [(time_us(r, "gpu", PADLESS), time_us(r, "gpu", ORDINARY)) for r in records]
     own = [us for us, _ in pairs if us is not None]
     more = [other - us for us, other in pairs if us is not None and other is not None]
-    cells = [str(len(records)), _cell(geomean(own), 1), _cell(sum(more) / len(more) if more else None, 2)]
+    cells = [str(len(records)), number(geomean(own), 1), number(sum(more) / len(more) if more else None, 2)]
     for _, numerator, denominator in _RATIOS:
         values = ratios(records, "gpu", numerator, denominator)
-        cells += [_cell(geomean(values), 3), _cell(min(values, default=math.nan), 3)]
+        cells += [number(geomean(values), 3), number(min(values, default=math.nan), 3)]
     return cells
-
-
-def _cell(value: float | None, digits: int) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"

@@ -143,9 +143,9 @@ def _points_table(
         times = [time_us(record, "gpu", limit) for limit in limits]
         table.add_row(
             *(str(record["point"][axis]) for axis in axes),
-            *(_number(time_us(record, "gpu", name), 1) for name in present),
-            *((_number(tflops(record), 0),) if rate else ()),
-            *(_number(time / own if time and own else None, 2) for time in times),
+            *(number(time_us(record, "gpu", name), 1) for name in present),
+            *((number(tflops(record), 0),) if rate else ()),
+            *(number(time / own if time and own else None, 2) for time in times),
         )
     return table
 
@@ -167,10 +167,10 @@ def _by_groups_tables(records: Sequence[Record]) -> list[Table]:
             part = [record for record in records if record["point"]["groups"] == groups]
             times = [us for record in part if (us := time_us(record, "gpu", "padless")) is not None]
             cells = [str(groups), str(len(part))]
-            cells += [_number(edge(times, default=math.nan), 1) for _, edge in spans]
+            cells += [number(edge(times, default=math.nan), 1) for _, edge in spans]
             for _, name in columns:
                 values = ratios(part, "gpu", name, "padless")
-                cells += [_number(geomean(values), 3), _number(min(values, default=math.nan), 3)]
+                cells += [number(geomean(values), 3), number(min(values, default=math.nan), 3)]
             table.add_row(*cells)
         if columns:
             result.append(table)
@@ -194,7 +194,7 @@ def _bound_tables(
         cells = [line.title]
         for ratio in (line.padless, *(line.limits[limit] for limit in limits)):
             values = (None, None) if ratio is None else (ratio.geomean, ratio.smallest)
-            cells += [_number(value, 3) for value in values]
+            cells += [number(value, 3) for value in values]
         table.add_row(*cells)
     return [table]
 
@@ -226,9 +226,9 @@ def print_bandwidth(console: Console, records: Sequence[Record]) -> None:
                 name,
                 str(point["M"]),
                 str(point["K"]),
-                _number(timing["us"], 1),
+                number(timing["us"], 1),
                 f"{timing['spread_percent']:.1f}%",
-                _number(rate, 0),
+                number(rate, 0),
                 f"{100 * rate / record['copy_gb_per_s']:.0f}%",
             )
     console.print(table)
@@ -252,10 +252,10 @@ def _point_tables(records: Sequence[Record], baseline: str, width: int) -> list[
     for record, gain in zip(records, accelerations(records, baseline), strict=True):
         result.add_row(
             *_axes(record),
-            _number(time_us(record, "gpu", "padless"), 1),
-            _number(tflops(record), 0),
-            _number(gain, 1),
-            _number(record["memory_saving_percent"], 1),
+            number(time_us(record, "gpu", "padless"), 1),
+            number(tflops(record), 0),
+            number(gain, 1),
+            number(record["memory_saving_percent"], 1),
             _bits(record),
         )
     names = sorted({name for record in records for name in record["gpu"]}, key=_column_order)
@@ -267,7 +267,7 @@ def _point_tables(records: Sequence[Record], baseline: str, width: int) -> list[
         for column in (*AXES, *(name.replace("_", " ") for name in part)):
             table.add_column(column, justify="right")
         for record in records:
-            table.add_row(*_axes(record), *(_number(time_us(record, "gpu", name), 1) for name in part))
+            table.add_row(*_axes(record), *(number(time_us(record, "gpu", name), 1) for name in part))
         tables.append(table)
     return tables
 
@@ -289,10 +289,10 @@ def _aggregate_table(records: Sequence[Record], baseline: str) -> Table:
             str(m),
             str(groups),
             str(len(part)),
-            _number(geomean(rates), 0),
-            _number(geomean(gains), 3),
-            _number(min(gains, default=math.nan), 3),
-            _number(sum(memory_savings(part)) / len(part), 1),
+            number(geomean(rates), 0),
+            number(geomean(gains), 3),
+            number(min(gains, default=math.nan), 3),
+            number(sum(memory_savings(part)) / len(part), 1),
         )
     return table
 
@@ -306,9 +306,9 @@ def _summary_table(records: Sequence[Record]) -> Table:
         table.add_row(
             line.title,
             str(line.points),
-            _number(line.geomean, 3),
-            _number(line.smallest, 3),
-            _number(line.largest, 3),
+            number(line.geomean, 3),
+            number(line.smallest, 3),
+            number(line.largest, 3),
         )
     return table
 
@@ -320,7 +320,7 @@ def _correlation(title: str, records: Sequence[Record], values: Sequence[float])
     for name in names:
         table.add_column(name, justify="right")
     for name, row in zip(names, correlation_table(records, values), strict=True):
-        table.add_row(name, *(_number(value, 4) for value in row))
+        table.add_row(name, *(number(value, 4) for value in row))
     return table
 
 
@@ -344,5 +344,6 @@ def _column_order(name: str) -> tuple[int, str]:
     return (_ORDER.index(name) if name in _ORDER else len(_ORDER), name)
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
+    """A table's cell: "-" for what is not there."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
