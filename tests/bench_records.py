@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from padless.bench.group_sizes import Point, full_grid, group_sizes, memory_saving_percent, padded_rows
-from padless.bench.timing import Call, Timing
+from padless.testing.timing import Call, Timing
 
 KIND = "paper"
 

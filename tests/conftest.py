@@ -16,9 +16,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from padless.fence import GUARD_ROWS as GUARD_ROWS  # for the tests: from conftest import ..
-from padless.fence import POISON as POISON
-from padless.fence import GuardedOutput
+from padless.testing.guarded import GUARD_ROWS as GUARD_ROWS  # for the tests: from conftest import ..
+from padless.testing.guarded import POISON as POISON
+from padless.testing.guarded import GuardedOutput
 
 settings.register_profile(
     "ci",

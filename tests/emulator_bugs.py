@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import torch
 from emulator_variants import Edit
 
-from padless.config import GemmConfig
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 
 MAIN = "sm90_fp8_grouped_gemm.cu"
-STORAGE = "sm90_fp8_storage.cuh"
-LOAD = "sm90_fp8_load.cuh"
-MULTIPLY = "sm90_fp8_multiply.cuh"
-STORE = "sm90_fp8_store.cuh"
-EPILOGUE = "epilogue.cuh"
-MEMORY = "ptx/memory.cuh"
-QUEUE = "tile_queue.cuh"
-BASE = GemmConfig(block_m=128, block_n=128, num_stages=3)
+STORAGE = "sm90_fp8/storage.cuh"
+LOAD = "sm90_fp8/load.cuh"
+MULTIPLY = "sm90_fp8/multiply.cuh"
+STORE = "sm90_fp8/store.cuh"
+EPILOGUE = "device/sm90/output.cuh"
+MEMORY = "device/ptx/memory.cuh"
+QUEUE = "device/tile_queue.cuh"
+BASE = Sm90Fp8Config(block_m=128, block_n=128, num_stages=3)
 CONSUMERS_STORE = dataclasses.replace(BASE, block_n=192)
 CLUSTER = dataclasses.replace(BASE, cluster_n=2)
 ROW_MAJOR = dataclasses.replace(BASE, scales="k", scale_window_k_blocks=8)
@@ -35,7 +35,7 @@ class Bug:
     name: str
     kinds: tuple[str, ...]
     edits: tuple[Edit, ...]
-    config: GemmConfig = BASE
+    config: Sm90Fp8Config = BASE
     sizes: tuple[int, ...] = (70, 0, 129, 3)
     n: int = 256
     k: int = 640
@@ -143,7 +143,13 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cleared rows not handed to the tensor core",
         ("missing-proxy-fence",),
-        (("row_box.cuh", "    fence_proxy_async_shared();  // the tensor core reads them\n", ""),),
+        (
+            (
+                "device/sm90/row_box.cuh",
+                "    fence_proxy_async_shared();  // the tensor core reads them\n",
+                "",
+            ),
+        ),
         sizes=(7, 0, 20, 3),
     ),
     Bug(
@@ -169,7 +175,9 @@ BUGS: tuple[Bug, ...] = (
         ("race", "deadlock"),
         ((MULTIPLY, WAIT_FULL, WAIT_FULL.replace("pipeline.phase)", "pipeline.phase ^ 1)")),),
     ),
-    Bug("phase never toggles", ("deadlock", "race", "mbarrier"), (("pipeline.cuh", "phase ^= 1;", ""),)),
+    Bug(
+        "phase never toggles", ("deadlock", "race", "mbarrier"), (("device/pipeline.cuh", "phase ^= 1;", ""),)
+    ),
     Bug(
         "consumer waits on the stage before",
         ("race", "deadlock"),
@@ -178,7 +186,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "ring one stage longer than the memory",
         ("race", "mbarrier", "deadlock", "out-of-bounds"),
-        (("pipeline.cuh", "if (++stage == STAGES)", "if (++stage == STAGES + 1)"),),
+        (("device/pipeline.cuh", "if (++stage == STAGES)", "if (++stage == STAGES + 1)"),),
     ),
     # ---- arrivals and counts
     Bug("stage never released", ("deadlock",), ((MULTIPLY, RELEASE, ""),)),

@@ -14,14 +14,15 @@ from sm90_bf16_cases import Problem, error_bound, exact_result, random_problem
 
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.formats import BlockScaledTensor
+from padless.kernels.sm90_bf16 import host as sm90_bf16
+from padless.kernels.sm90_bf16.host import KERNEL, Sm90Bf16Config
+from padless.kernels.table import BF16
 from padless.layouts import to_blocked
-from padless.paths import BF16, sm90_bf16
-from padless.paths.sm90_bf16 import KERNEL, Bf16GemmConfig
 
-DEQUANTIZE = "dequantize.cuh"
-TOKENS = "sm90_bf16_tokens.cuh"
-WEIGHTS = "sm90_bf16_weights.cuh"
-MULTIPLY = "sm90_bf16_multiply.cuh"
+DEQUANTIZE = "sm90_bf16/dequantize.cuh"
+TOKENS = "sm90_bf16/tokens.cuh"
+WEIGHTS = "sm90_bf16/weights.cuh"
+MULTIPLY = "sm90_bf16/multiply.cuh"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "global memory is read though the kernels ahead may still be writing it",
         ("grid-dependency",),
-        (("queue_start.cuh", "griddepcontrol_wait();\n    return", "return"),),
+        (("device/queue_start.cuh", "griddepcontrol_wait();\n    return", "return"),),
         quick=True,
     ),
     # ---- hand-over of the tokens
@@ -236,7 +237,7 @@ def problem_of(bug: Bug) -> Problem:
     return replace(problem, b=BlockScaledTensor(b.data, blocked, b.format, b.global_scale, "blocked"))
 
 
-def run(bug: Bug, driver: EmulatedDriver, config: Bf16GemmConfig, seed: int) -> tuple[bool, list[str]]:
+def run(bug: Bug, driver: EmulatedDriver, config: Sm90Bf16Config, seed: int) -> tuple[bool, list[str]]:
     """(right, kinds of reports): right if every value is within the bound and no row outside the groups was touched."""
     problem = problem_of(bug)
     out = torch.full((problem.a.shape[0], problem.b.shape[1]), float("nan"))
@@ -249,5 +250,5 @@ def run(bug: Bug, driver: EmulatedDriver, config: Bf16GemmConfig, seed: int) -> 
     return right, [report.kind for report in driver.last_result.reports]
 
 
-def config_of(bug: Bug) -> Bf16GemmConfig:
-    return Bf16GemmConfig(*bug.pair, block_m=8, num_stages=2, blocked=bug.blocked, out_dtype=torch.float32)
+def config_of(bug: Bug) -> Sm90Bf16Config:
+    return Sm90Bf16Config(*bug.pair, block_m=8, num_stages=2, blocked=bug.blocked, out_dtype=torch.float32)

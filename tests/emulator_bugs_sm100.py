@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from emulator_variants import Edit
 
-from padless.paths.sm100_mxfp8_dense import KERNEL as DENSE
-from padless.paths.sm100_mxfp8_dense import Mxfp8GemmConfig
+from padless.kernels.sm100_dense.host import KERNEL as DENSE
+from padless.kernels.sm100_dense.host import Sm100DenseConfig
 
-TCGEN05 = "ptx/tcgen05.cuh"
-EPILOGUE = "epilogue_sm100.cuh"
-DESCRIPTORS = "descriptors_sm100.cuh"
+TCGEN05 = "device/ptx/tcgen05.cuh"
+EPILOGUE = "sm100_dense/store.cuh"
+DESCRIPTORS = "device/sm100/descriptors.cuh"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Bug:
 
 # --- the dense MXFP8 kernel --------------------------------------------------------------------------------
 
-PAIR = Mxfp8GemmConfig(out_dtype=torch.float32)
+PAIR = Sm100DenseConfig(out_dtype=torch.float32)
 STAGED = dataclasses.replace(PAIR, store="staged")
 ONE = dataclasses.replace(PAIR, cta_group=1, block_n=128)
 
@@ -54,7 +54,7 @@ COMMIT_BOTH = "tcgen05_commit_multicast<2>(shared_address(&barrier), 0b11);"
 
 
 def dense(
-    name: str, kinds: tuple[str, ...], *edits: tuple[str, str], config: Mxfp8GemmConfig = PAIR, **rest: Any
+    name: str, kinds: tuple[str, ...], *edits: tuple[str, str], config: Sm100DenseConfig = PAIR, **rest: Any
 ) -> Bug:
     """A bug in the kernel's own file."""
     return Bug(name, kinds, tuple((DENSE, old, new) for old, new in edits), config, **rest)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from padless.config import GemmConfig
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.formats import FP8_BLOCK
-from padless.paths import sm90_fp8
-from padless.quantize import quantize
-from padless.reference import grouped_gemm_reference
+from padless.kernels.sm90_fp8 import host as sm90_fp8
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.quantization.quantize import quantize
+from padless.reference.gemm import grouped_gemm_reference
 
 GUARD = 4  # rows in front of an output, and behind it
 
@@ -39,7 +39,7 @@ def make_case(sizes: tuple[int, ...], n: int, k: int, scales: str, seed: int = 0
     return Case(a, b, offs, reference, reference.abs().amax(1, keepdim=True), rows)
 
 
-def run_case(driver: EmulatedDriver, case: Case, config: GemmConfig) -> tuple[bool, Any]:
+def run_case(driver: EmulatedDriver, case: Case, config: Sm90Fp8Config) -> tuple[bool, Any]:
     """(right, launch result): right if every value is close to the exact answer and no guard row was touched."""
     whole = torch.full((case.rows + 2 * GUARD, case.reference.shape[1]), float("nan"), dtype=config.out_dtype)
     out = whole[GUARD : GUARD + case.rows]

@@ -7,9 +7,9 @@ from typing import Any
 
 from emulator_cuda import compile_ptx
 
-from padless import jit
 from padless.emulator import Emulator
 from padless.emulator.fake_driver import EmulatedDriver
+from padless.runtime import jit
 
 Edit = tuple[str, str, str]  # file, text, what takes its place
 

@@ -8,7 +8,7 @@ from padless.epilogue import (
     Epilogue,
     EpilogueTensors,
 )
-from padless.quant_outputs import allocate
+from padless.ops.grouped_gemm_epilogue import allocate
 
 POISON_BYTE = 0xA5
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from padless.emulator import Emulator
-from padless.emulator.memory import DeviceMemory
+from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.units import tensor_map
 
 SOURCE = Path(__file__).parent / "foreign" / "cuda_runtime.c"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from padless.jit import CompiledKernel
+from padless.runtime.jit import CompiledKernel
 
 SHARED_LIMIT = 232_448  # bytes a CTA of compute capability 9.0 and 10.0 can have (227 KiB)
 REGISTER_FILE = 65_536  # registers of a multiprocessor

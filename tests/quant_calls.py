@@ -14,7 +14,7 @@ from padless import (
     layouts,
     quantize,
 )
-from padless.reference import group_rows
+from padless.reference.gemm import group_rows
 
 SIZES = [70, 0, 130, 33]
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from padless import epilogue as epilogues
-from padless import jit
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import NVFP4, BlockScaledFormat
-from padless.paths.quant_launch import QuantConfig
-from padless.reference_epilogue import epilogue_reference
+from padless.kernels.epilogue_launch import QuantConfig
+from padless.reference.epilogue import epilogue_reference
+from padless.runtime import jit
 
 FENCE = 4096
 SCALES = ("row_scale", "column_scale")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from padless import jit
-from padless.schedule import Tile, tiles
+from padless.kernels.schedule import Tile, tiles
+from padless.runtime import jit
 
 Shape = tuple[int, int, int]  # block_m, block_n (of a whole cluster), raster_m
 
@@ -25,7 +25,7 @@ BLOCKS_M = (64, 128, 256)
 BLOCKS_N = (128, 192, 256)
 RASTERS = (3, 8, 16)
 ALL_SHAPES: tuple[Shape, ...] = tuple(itertools.product(BLOCKS_M, BLOCKS_N, RASTERS))
-HEADERS = ("pipeline.cuh", "scheduler.cuh", "group_table.cuh", "tile_queue.cuh")
+HEADERS = ("device/pipeline.cuh", "device/scheduler.cuh", "device/group_table.cuh", "device/tile_queue.cuh")
 
 SHIM = Path(__file__).with_name("schedule_shim.cpp")
 

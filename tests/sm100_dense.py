@@ -12,9 +12,9 @@ from conftest import GuardedOutput
 from padless.emulator import LaunchResult
 from padless.emulator.fake_driver import EmulatedDriver, emulated_driver
 from padless.formats import MXFP8, MXFP8_E5M2, BlockScaledFormat, BlockScaledTensor
+from padless.kernels.sm100_dense.host import Sm100DenseConfig, prepare
 from padless.layouts import to_blocked
-from padless.paths.sm100_mxfp8_dense import Mxfp8GemmConfig, prepare
-from padless.quantize import quantize
+from padless.quantization.quantize import quantize
 
 FORMATS: dict[str, BlockScaledFormat] = {"e4m3": MXFP8, "e5m2": MXFP8_E5M2}
 
@@ -121,7 +121,7 @@ def launch(
     driver: EmulatedDriver,
     case: DenseCase,
     out: torch.Tensor,
-    config: Mxfp8GemmConfig | None,
+    config: Sm100DenseConfig | None,
     **settings: Any,
 ) -> LaunchResult:
     """Run the kernel; what it found."""
@@ -133,7 +133,7 @@ def launch(
 
 
 def compute(
-    case: DenseCase, config: Mxfp8GemmConfig | None, dtype: torch.dtype = torch.float32, **settings: Any
+    case: DenseCase, config: Sm100DenseConfig | None, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> torch.Tensor:
     """The kernel's result, after making sure that it was all written, nothing else was, and nothing reported."""
     m, n = case.exact.shape

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from conftest import GuardedOutput
 
-from padless.config_sm100_grouped import Sm100GroupedConfig
 from padless.emulator import LaunchResult
 from padless.emulator.fake_driver import EmulatedDriver, emulated_driver
 from padless.formats import (
@@ -21,8 +20,9 @@ from padless.formats import (
     BlockScaledTensor,
     blocked_size,
 )
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
+from padless.kernels.sm100_grouped.host import prepare
 from padless.layouts import to_blocked, to_blocked_groups
-from padless.paths.sm100_grouped import prepare
 
 FORMATS: dict[str, BlockScaledFormat] = {f.name: f for f in (MXFP8, MXFP8_E5M2, MXFP4, NVFP4)}
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -15,13 +15,13 @@ import torch
 from emulator_variants import Edit, Variant
 from sm100_grouped import Case, make_case, run
 
-from padless.config_sm100_grouped import Sm100GroupedConfig
-from padless.paths.sm100_grouped import fit
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
+from padless.kernels.sm100_grouped.host import fit
 
 C = Sm100GroupedConfig
-MAIN, STORAGE = "sm100_grouped_gemm.cu", "sm100_grouped_storage.cuh"
-LOAD = "sm100_grouped_load.cuh"
-GATHER, STORE = "scale_gather.cuh", "store_sm100.cuh"
+MAIN, STORAGE = "sm100_grouped/sm100_grouped_gemm.cu", "sm100_grouped/storage.cuh"
+LOAD = "sm100_grouped/load.cuh"
+GATHER, STORE = "sm100_grouped/scale_gather.cuh", "sm100_grouped/store.cuh"
 ONE = C(num_stages=2)
 PAIR = C(cta_group=2, mma_n=256, num_stages=2)
 WIDE = C(mma_n=256, num_stages=2)

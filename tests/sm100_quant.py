@@ -8,10 +8,11 @@ import torch
 from quant_cases import Fenced, QuantCase, judge, make_outputs, tensors_of
 from sm100_grouped import Case, make_case
 
-from padless.config_sm100_grouped import Sm100GroupedConfig
 from padless.emulator.fake_driver import EmulatedDriver, emulated_driver
 from padless.epilogue import Epilogue
-from padless.paths import sm100_grouped, sm100_grouped_quant
+from padless.kernels.sm100_grouped import host as sm100_grouped
+from padless.kernels.sm100_grouped import host_quant as sm100_grouped_quant
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 
 
 @dataclass

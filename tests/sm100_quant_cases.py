@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 from quant_cases import ALL
 
-from padless.config_sm100_grouped import Sm100GroupedConfig
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 
 C = Sm100GroupedConfig
 ONE, WIDE = C(), C(mma_n=256)
@@ -106,8 +106,12 @@ CASES: dict[str, tuple[str, int, Epilogue, Sm100GroupedConfig | None, tuple[str,
 
 # ---- planted bugs
 
-LOAD, STORAGE = "sm100_grouped_load.cuh", "sm100_grouped_storage.cuh"
-VALUES, STORE, WIDE_STORE = "sm100_quant_values.cuh", "sm100_quant_store.cuh", "sm100_quant_wide.cuh"
+LOAD, STORAGE = "sm100_grouped/load.cuh", "sm100_grouped/storage.cuh"
+VALUES, STORE, WIDE_STORE = (
+    "sm100_grouped/quant_values.cuh",
+    "sm100_grouped/quant_store.cuh",
+    "sm100_grouped/quant_wide.cuh",
+)
 # What is wrong: file, text, what takes its place, and the case that has to show it.
 BUGS = {
     "rows of the next group in the maxima": (VALUES, "if (MASKS_ROWS && !has_row)", "if (false)", "columns alone"),

@@ -11,11 +11,12 @@ from grouped_problem import Activation, Problem, offsets
 from padless import formats
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.formats import BlockScaledFormat, BlockScaledTensor
+from padless.kernels.sm90_bf16 import host as sm90_bf16
+from padless.kernels.sm90_bf16.host import Sm90Bf16Config
+from padless.kernels.table import BF16
 from padless.layouts import pack_fp4
-from padless.paths import BF16, sm90_bf16
-from padless.paths.sm90_bf16 import Bf16GemmConfig
-from padless.quantize import quantize
-from padless.reference import grouped_gemm_reference
+from padless.quantization.quantize import quantize
+from padless.reference.gemm import grouped_gemm_reference
 
 DRIVER = EmulatedDriver()  # one for all tests, since it keeps prepared kernels
 
@@ -81,7 +82,7 @@ def _exact_operand(
 
 def multiply(
     problem: Problem,
-    config: Bf16GemmConfig | None = None,
+    config: Sm90Bf16Config | None = None,
     out_dtype: torch.dtype = torch.float32,
     *,
     expect_finite: bool = True,

@@ -8,10 +8,10 @@ from grouped_problem import Problem, offsets
 
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.formats import MXFP8, MXFP8_E5M2, TILE_COLUMNS, BlockScaledFormat, BlockScaledTensor
+from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
+from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
 from padless.layouts import from_blocked, plain_scale, to_blocked, to_blocked_groups
-from padless.paths import sm90_mxfp8
-from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
-from padless.reference import fma_float32, group_rows, round_to
+from padless.reference.gemm import fma_float32, group_rows, round_to
 
 DRIVER = EmulatedDriver()  # one for all tests, since it keeps prepared kernels
 NAN_SCALE = 255

@@ -9,7 +9,6 @@ import torch
 from quant_cases import ALL, Fenced, QuantCase, judge, make_outputs, tensors_of
 
 from padless import formats
-from padless.config import GemmConfig
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.epilogue import Epilogue
 from padless.formats import (
@@ -21,8 +20,10 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
-from padless.paths import BF16, sm90_fp8
-from padless.quantize import quantize
+from padless.kernels.sm90_fp8 import host as sm90_fp8
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.kernels.table import BF16
+from padless.quantization.quantize import quantize
 
 DRIVER = EmulatedDriver()  # one for all tests, since it keeps prepared kernels
 FORMATS: dict[str, BlockScaledFormat] = {fmt.name: fmt for fmt in formats.FORMATS}
@@ -56,7 +57,7 @@ class Case(QuantCase):
         """(M, N) float32 of the plain kernel, NaN in rows of nobody."""
         out = torch.full((self.m, self.n), float("nan"))
         with driver.configured(arithmetic="fast", num_sms=1):
-            sm90_fp8.prepare(driver, self.a, self.b, self.offs, out, GemmConfig()).launch(0)
+            sm90_fp8.prepare(driver, self.a, self.b, self.offs, out, Sm90Fp8Config()).launch(0)
         return out
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import padless
-from padless import driver, jit
+from padless.runtime import driver, jit
 
 # `padless.backends` is the function; the module is what it was defined in.
-MODULE = importlib.import_module("padless.backends")
+MODULE = importlib.import_module("padless.runtime.devices")
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_the_default_on_the_cpu_is_the_reference(monkeypatch: pytest.MonkeyPatch
     b = padless.quantize(torch.randn(1, 8, 128), padless.FP8_BLOCK, kind="weight")
     offs = padless.group_offsets([4])
     calls = []
-    module = importlib.import_module("padless.grouped_gemm")
+    module = importlib.import_module("padless.ops.grouped_gemm")
     product = module.grouped_gemm_reference
     monkeypatch.setattr(
         module,

@@ -30,7 +30,7 @@ from padless.bench.paper import BenchResult
 from padless.bench.session import RunSettings
 from padless.formats import MXFP8
 
-lists = importlib.import_module("padless.grouped_gemm_list")  # the package has the function of this name
+lists = importlib.import_module("padless.ops.grouped_gemm_list")  # the package has the function of this name
 TINY = BlackwellPoint("T", 17, 128, 256)
 
 

@@ -18,7 +18,7 @@ from padless.bench.group_sizes import Point
 from padless.bench.paper import BenchResult
 from padless.bench.problem import make_grouped
 from padless.bench.results import failures
-from padless.bench.timing import Call
+from padless.testing.timing import Call
 
 POINT = Point(70, 256, 128, 3)
 SIZES = [40, 0, 30]

@@ -22,9 +22,9 @@ from padless.bench.formats import (
     offered,
     sizes_of,
 )
-from padless.bench.operands import make_operands
-from padless.paths import PATHS
-from padless.quantize import dequantize
+from padless.kernels.table import ROUTES
+from padless.quantization.quantize import dequantize
+from padless.testing.operands import make_operands
 
 POINT = FormatsPoint("prefill", 70, 64, 256, 3)
 
@@ -55,14 +55,14 @@ def test_wanted_pairs_are_offered_or_missing() -> None:
         }
         for name, path in names.items():
             assert name.startswith(f"{path.a} x {path.b}")
-            assert path in PATHS
+            assert path in ROUTES
     assert offered("sm_75") == ({}, [f"{a} x {b}" for a, b in formats.WANTED])
 
 
 def test_a_second_kernel_for_a_pair_is_a_contender_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = next(p for p in PATHS if (p.operation, p.arch) == ("grouped_gemm", "sm_90a"))
+    first = next(p for p in ROUTES if (p.operation, p.arch) == ("grouped_gemm", "sm_90a"))
     other = type(first)("grouped_gemm", "sm_90a", first.a, first.b, "nothing", "other_kernel.cu", "by hand")
-    monkeypatch.setattr(formats, "PATHS", (*PATHS, other))
+    monkeypatch.setattr(formats, "ROUTES", (*ROUTES, other))
     names, _ = offered("sm_90a")
     assert names[f"{first.a} x {first.b}"].kernel == first.kernel
     assert names[f"{first.a} x {first.b}, other_kernel"] is other

@@ -323,7 +323,7 @@ def test_a_small_run_on_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_padding_runs_near_the_copy_ceiling() -> None:
     from padless.bench.sizes import memory_bound_calls
-    from padless.bench.timing import GpuTimer, copy_bytes_per_second
+    from padless.testing.timing import GpuTimer, copy_bytes_per_second
 
     timer = GpuTimer()
     calls, moved = memory_bound_calls(Point(65536, 8192, 8192, 32), 0)

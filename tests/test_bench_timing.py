@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from padless.bench import machine, timing, warm_up
+from padless.bench import warm_up
 from padless.bench.group_sizes import Point, balanced_grid, full_grid
+from padless.testing import machine, timing
 
 
 def test_timing_statistics() -> None:

@@ -20,7 +20,7 @@ from padless.checkpoints import (
     stack_experts,
 )
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledTensor
-from padless.quantize import dequantize, quantize
+from padless.quantization.quantize import dequantize, quantize
 
 safetensors = pytest.importorskip("safetensors.torch")
 

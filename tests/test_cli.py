@@ -101,9 +101,9 @@ def test_a_value_error_is_one_sentence_and_exit_code_2(main, monkeypatch):
     def fail(**_: object) -> None:
         raise ValueError("K is 17; it must be a multiple of 16")
 
-    stub = types.ModuleType("padless.verify")
+    stub = types.ModuleType("padless.verify.run")
     stub.run_verify = fail  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "padless.verify", stub)
+    monkeypatch.setitem(sys.modules, "padless.verify.run", stub)
     code, out, err = main("verify")
     assert code == 2
     assert out == ""
@@ -114,18 +114,18 @@ def test_other_errors_keep_their_traceback(main, monkeypatch):
     def fail(**_: object) -> None:
         raise RuntimeError("a defect")
 
-    stub = types.ModuleType("padless.verify")
+    stub = types.ModuleType("padless.verify.run")
     stub.run_verify = fail  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "padless.verify", stub)
+    monkeypatch.setitem(sys.modules, "padless.verify.run", stub)
     with pytest.raises(RuntimeError, match="a defect"):
         main("verify")
 
 
 def test_an_absent_package_is_named(main, monkeypatch):
-    monkeypatch.setitem(sys.modules, "padless.verify", None)
+    monkeypatch.setitem(sys.modules, "padless.verify.run", None)
     code, _, err = main("verify")
     assert code == 2
-    assert "padless.verify" in err
+    assert "padless.verify.run" in err
     assert "Traceback" not in err
 
 
@@ -176,14 +176,14 @@ def test_bench_options_are_those_the_benchmarks_take():
 
 
 def test_tune_options_are_those_it_takes():
-    from padless.tune import run_tune
+    from padless.tune.costs import run_tune
 
     given = set(inspect.signature(cli.tune).parameters)
     assert given == {"dry_run", "reset", "repeats"} <= set(inspect.signature(run_tune).parameters)
 
 
 def test_verify_passes_its_options_on_and_its_exit_code_back(main, recorded):
-    calls = recorded("padless.verify", "run_verify", returns=3)
+    calls = recorded("padless.verify.run", "run_verify", returns=3)
     assert main("verify", "--out", "there", "--no-sanitizer")[0] == 3
     assert main("verify", "--check", "one", "--check", "two")[0] == 3
     assert calls == [
@@ -193,7 +193,7 @@ def test_verify_passes_its_options_on_and_its_exit_code_back(main, recorded):
 
 
 def test_tune_passes_its_options_on(main, recorded):
-    calls = recorded("padless.tune", "run_tune", returns=0)
+    calls = recorded("padless.tune.costs", "run_tune", returns=0)
     assert main("tune")[0] == 0
     assert main("tune", "--dry-run", "--repeats", "3")[0] == 0
     assert main("tune", "--reset")[0] == 0

@@ -1,4 +1,4 @@
-"""GemmConfig and select_config: what a kernel is compiled for, and that M never is."""
+"""Sm90Fp8Config and select_config: what a kernel is compiled for, and that M never is."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from padless.config import (
-    MAX_GROUPS,
-    OUT_DTYPES,
+from padless.formats import OUT_DTYPES
+from padless.kernels.config import MAX_GROUPS
+from padless.kernels.sm90_fp8.config import (
     SCALE_MAJORS,
     STORES,
-    GemmConfig,
     Problem,
+    Sm90Fp8Config,
     fit_config,
     select_config,
 )
@@ -49,11 +49,11 @@ OTHER_VALUES: dict[str, object] = {
 
 
 def test_every_field_is_tried() -> None:
-    assert set(OTHER_VALUES) == {field.name for field in dataclasses.fields(GemmConfig)}
+    assert set(OTHER_VALUES) == {field.name for field in dataclasses.fields(Sm90Fp8Config)}
 
 
 def test_m_is_no_part_of_a_kernel() -> None:
-    names = {field.name for field in dataclasses.fields(GemmConfig)}
+    names = {field.name for field in dataclasses.fields(Sm90Fp8Config)}
     assert not names & {"m", "M", "rows", "offs"}
 
 
@@ -82,29 +82,31 @@ def test_m_is_no_part_of_a_kernel() -> None:
 )
 def test_a_value_that_is_not_allowed_is_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match="allowed") as error:
-        GemmConfig(**{field: value})
-    assert f"GemmConfig.{field} is {value!r}" in str(error.value)
+        Sm90Fp8Config(**{field: value})
+    assert f"Sm90Fp8Config.{field} is {value!r}" in str(error.value)
 
 
 def test_the_largest_tile_is_not_wider_than_its_registers() -> None:
-    GemmConfig(block_m=256, block_n=128)
+    Sm90Fp8Config(block_m=256, block_n=128)
     with pytest.raises(
-        ValueError, match=r"GemmConfig.block_n is 192; allowed: at most 128 when block_m is 256"
+        ValueError, match=r"Sm90Fp8Config.block_n is 192; allowed: at most 128 when block_m is 256"
     ):
-        GemmConfig(block_m=256, block_n=192)
+        Sm90Fp8Config(block_m=256, block_n=192)
 
 
 def test_a_config_is_frozen_and_hashable() -> None:
-    config = GemmConfig()
+    config = Sm90Fp8Config()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.block_m = 64  # type: ignore[misc]
-    assert {config: 1}[GemmConfig()] == 1
+    assert {config: 1}[Sm90Fp8Config()] == 1
 
 
 @pytest.mark.parametrize("field", OTHER_VALUES)
 def test_every_field_reaches_the_device_code(field: str) -> None:
     base = (
-        GemmConfig(scales="k", scale_window_k_blocks=8) if field == "scale_window_k_blocks" else GemmConfig()
+        Sm90Fp8Config(scales="k", scale_window_k_blocks=8)
+        if field == "scale_window_k_blocks"
+        else Sm90Fp8Config()
     )
     change = {field: OTHER_VALUES[field]}
     if field == "scales":
@@ -113,7 +115,7 @@ def test_every_field_reaches_the_device_code(field: str) -> None:
 
 
 def test_the_constants_have_the_fields_values() -> None:
-    config = GemmConfig(**OTHER_VALUES)
+    config = Sm90Fp8Config(**OTHER_VALUES)
     prelude = config.prelude()
     for field in ("block_m", "block_n", "num_stages", "cluster_n", "raster_m", "max_groups"):
         assert f"constexpr int {field.upper()} = {getattr(config, field)};" in prelude
@@ -121,7 +123,7 @@ def test_the_constants_have_the_fields_values() -> None:
     assert "#define STORE_IS_POOL 1" in prelude
     assert "#define SCALES_ARE_K_MAJOR 1" in prelude
     assert "#define OUT_TYPE OUT_F16" in prelude
-    other = GemmConfig(store="ragged", scales="mn", out_dtype=torch.float32).prelude()
+    other = Sm90Fp8Config(store="ragged", scales="mn", out_dtype=torch.float32).prelude()
     assert "#define STORE_IS_POOL 0" in other
     assert "#define SCALES_ARE_K_MAJOR 0" in other
     assert "#define OUT_TYPE OUT_F32" in other
@@ -129,10 +131,10 @@ def test_the_constants_have_the_fields_values() -> None:
 
 def test_the_constants_are_those_the_kernel_asks_for() -> None:
     """No constant that the device code never reads."""
-    from padless.jit import sources
+    from padless.runtime.jit import sources
 
     text = "\n".join(sources().values())
-    for name in re.findall(r"(?:constexpr int|#define) (\w+)", GemmConfig().prelude()):
+    for name in re.findall(r"(?:constexpr int|#define) (\w+)", Sm90Fp8Config().prelude()):
         assert re.search(rf"\b{name}\b", text), name
 
 
@@ -192,7 +194,7 @@ def test_more_work_takes_larger_tiles() -> None:
 
 @given(problem=PROBLEMS, block_m=st.sampled_from((64, 128, 256)), store=st.sampled_from(STORES))
 def test_a_callers_config_keeps_its_tile(problem: Problem, block_m: int, store: str) -> None:
-    config = GemmConfig(block_m=block_m, block_n=64, num_stages=3, raster_m=5, store=store, cluster_n=2)
+    config = Sm90Fp8Config(block_m=block_m, block_n=64, num_stages=3, raster_m=5, store=store, cluster_n=2)
     fitted = fit_config(config, problem)
     for field in ("block_m", "block_n", "num_stages", "raster_m", "store", "cluster_n", "scales"):
         assert getattr(fitted, field) == getattr(config, field)
@@ -202,7 +204,7 @@ def test_a_callers_config_keeps_its_tile(problem: Problem, block_m: int, store: 
 
 @given(k=st.integers(1, 1024).map(lambda x: 16 * x), block_m=st.sampled_from((64, 128)))
 def test_the_window_of_row_major_scales_has_room_for_every_k_block(k: int, block_m: int) -> None:
-    fitted = fit_config(GemmConfig(block_m=block_m, scales="k"), Problem(100, 128, k, 2))
+    fitted = fit_config(Sm90Fp8Config(block_m=block_m, scales="k"), Problem(100, 128, k, 2))
     room = fitted.scale_window_k_blocks
     assert room * 128 >= k
     assert room % 8 == 0
@@ -211,5 +213,5 @@ def test_the_window_of_row_major_scales_has_room_for_every_k_block(k: int, block
 
 def test_a_window_too_large_for_shared_memory_is_named() -> None:
     with pytest.raises(ValueError, match=r"scales='k' and K is 16400.*use scales='mn' or a smaller block_m"):
-        fit_config(GemmConfig(scales="k"), Problem(100, 128, 16400, 2))
-    assert fit_config(GemmConfig(scales="mn"), Problem(100, 128, 16400, 2)).scale_window_k_blocks == 0
+        fit_config(Sm90Fp8Config(scales="k"), Problem(100, 128, 16400, 2))
+    assert fit_config(Sm90Fp8Config(scales="mn"), Problem(100, 128, 16400, 2)).scale_window_k_blocks == 0

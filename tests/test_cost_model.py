@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import padless
-from padless import cost_model, schedule
 from padless.bench.group_sizes import draw_group_sizes
-from padless.config import Problem, select_config
-from padless.cost_model import BUILT_IN, CostTable, Tile, TileCost, best_tile, estimate_ns, simulate
+from padless.kernels import cost_model, schedule
+from padless.kernels.cost_model import BUILT_IN, CostTable, Tile, TileCost, best_tile, estimate_ns, simulate
+from padless.kernels.sm90_fp8.config import Problem, select_config
 
 KERNEL = "sm90_fp8_grouped_gemm"
 COSTS = BUILT_IN[KERNEL].costs

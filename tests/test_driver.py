@@ -14,11 +14,11 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
-from padless import driver as driver_module
-from padless import tensor_map
-from padless.driver import CudaDriver, DriverError, LaunchShape
-from padless.jit import CompiledKernel
-from padless.tensor_map import TensorMapSpec
+from padless.runtime import driver as driver_module
+from padless.runtime import tensor_map
+from padless.runtime.driver import CudaDriver, DriverError, LaunchShape
+from padless.runtime.jit import CompiledKernel
+from padless.runtime.tensor_map import TensorMapSpec
 
 # A libcuda of which every call is one line of a log. Declarations after the CUDA driver API's documentation. As in the
 # real one a context is current in one thread, and a launch without one fails with 201.

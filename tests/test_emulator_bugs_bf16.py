@@ -8,7 +8,7 @@ from emulator_variants import Variant
 
 from padless.emulator import KINDS
 from padless.emulator.fake_driver import EmulatedDriver
-from padless.paths.sm90_bf16 import KERNEL
+from padless.kernels.sm90_bf16.host import KERNEL
 
 
 def check_found(bug: Bug) -> None:

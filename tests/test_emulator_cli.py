@@ -11,9 +11,9 @@ from emulator_cuda import compile_cuda
 from typer.testing import CliRunner
 
 from padless.emulator import Emulator, LaunchError
-from padless.emulator.ast import Address, Immediate, Instruction, Register, Vector
 from padless.emulator.cli import app
-from padless.emulator.parser import parse
+from padless.emulator.ptx.ast import Address, Immediate, Instruction, Register, Vector
+from padless.emulator.ptx.parser import parse
 
 SOURCE = r"""
 extern "C" __global__ void k(float* y, const float* x, int n, float factor) {

@@ -15,11 +15,11 @@ import torch
 from emulator_cuda import compile_cuda, launch, tiled
 from typer.testing import CliRunner
 
-from padless.driver import LaunchShape
 from padless.emulator import LaunchError, LaunchResult
 from padless.emulator.cli import app
 from padless.emulator.fake_driver import EmulatedDriver
-from padless.jit import CompiledKernel
+from padless.runtime.driver import LaunchShape
+from padless.runtime.jit import CompiledKernel
 
 WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
 NEXT = 'asm volatile("griddepcontrol.launch_dependents;" ::: "memory");'

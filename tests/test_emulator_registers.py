@@ -12,8 +12,8 @@ import pytest
 from emulator_cuda import kinds
 
 from padless.emulator import Emulator, LaunchResult
-from padless.emulator.parser import parse
-from padless.emulator.register_pool import registers_at_launch
+from padless.emulator.ptx.parser import parse
+from padless.emulator.state.register_pool import registers_at_launch
 
 SEEDS = range(6)
 BOUNDS_384 = ".maxntid 384 .minnctapersm 1"  # 168 registers a thread

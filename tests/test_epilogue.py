@@ -16,22 +16,13 @@ import pytest
 import torch
 from epilogue_cases import POISON_BYTE, numbers_for, poisoned, sums
 
-from padless import (
-    FP8_BLOCK,
-    MXFP4,
-    MXFP8,
-    MXFP8_E5M2,
-    NVFP4,
-    group_offsets,
-    layouts,
-    quantize,
-    reference_epilogue,
-)
+from padless import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, group_offsets, layouts, quantize
 from padless.epilogue import (
     SCALE_RULES,
     Epilogue,
 )
-from padless.reference_epilogue import epilogue_reference
+from padless.reference import epilogue as reference_epilogue
+from padless.reference.epilogue import epilogue_reference
 
 F32 = np.float32
 

@@ -11,14 +11,7 @@ from epilogue_cases import POISON_BYTE, poisoned, sums
 from hypothesis import given
 from hypothesis import strategies as st
 
-from padless import (
-    FP8_BLOCK,
-    MXFP8,
-    group_offsets,
-    layouts,
-    quantize,
-    reference_epilogue,
-)
+from padless import FP8_BLOCK, MXFP8, group_offsets, layouts, quantize
 from padless.epilogue import (
     COLUMN_FORMATS,
     COLUMN_LAYOUTS,
@@ -28,8 +21,9 @@ from padless.epilogue import (
     column_scale_shape,
     column_tiles,
 )
-from padless.quant_outputs import allocate
-from padless.reference_epilogue import epilogue_reference
+from padless.ops.grouped_gemm_epilogue import allocate
+from padless.reference import epilogue as reference_epilogue
+from padless.reference.epilogue import epilogue_reference
 
 
 def column_scales(epilogue: Epilogue, t: EpilogueTensors, sizes: list[int], n: int) -> list[torch.Tensor]:

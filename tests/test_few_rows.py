@@ -1,4 +1,4 @@
-"""Few rows, in all or a group: Hopper's FP8 kernels then load boxes of fewer rows (kernels/row_box.cuh)."""
+"""Few rows, in all or a group: Hopper's FP8 kernels then load boxes of fewer rows (kernels/device/sm90/row_box.cuh)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from conftest import GuardedOutput
 
 import padless
-from padless import BlockScaledTensor, GemmConfig, grouped_gemm
+from padless import BlockScaledTensor, Sm90Fp8Config, grouped_gemm
 from padless.formats import FP8_BLOCK, MXFP8, BlockScaledFormat
-from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
-from padless.tensor_map import row_box
+from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
+from padless.runtime.tensor_map import row_box
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,15 @@ class Kernel:
 KERNELS = {
     "FP8_BLOCK": Kernel(
         FP8_BLOCK,
-        (None, GemmConfig(block_m=256, cluster_n=2), GemmConfig(block_n=192), GemmConfig(block_m=64)),
+        (
+            None,
+            Sm90Fp8Config(block_m=256, cluster_n=2),
+            Sm90Fp8Config(block_n=192),
+            Sm90Fp8Config(block_m=64),
+        ),
         looks_at_groups=True,
     ),
-    "FP8_BLOCK with row-major scales": Kernel(FP8_BLOCK, (GemmConfig(scales="k"),), scale_major="k"),
+    "FP8_BLOCK with row-major scales": Kernel(FP8_BLOCK, (Sm90Fp8Config(scales="k"),), scale_major="k"),
     # Without a config so few rows go to the kernel that dequantises.
     "MXFP8": Kernel(MXFP8, (Sm90Mxfp8Config(),)),
 }

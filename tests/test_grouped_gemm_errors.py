@@ -16,7 +16,7 @@ import padless
 from padless.formats import FP8_BLOCK, MXFP8, BlockScaledTensor
 
 # The function has the name of its module.
-MODULE = importlib.import_module("padless.grouped_gemm")
+MODULE = importlib.import_module("padless.ops.grouped_gemm")
 M, N, K, G = 6, 24, 256, 2
 
 

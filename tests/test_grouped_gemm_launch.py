@@ -12,16 +12,17 @@ import pytest
 import torch
 
 import padless
-from padless import jit, tensor_map
-from padless.config import SCALE_MAJORS, STORES, GemmConfig
-from padless.driver import Argument, LaunchShape
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.jit import CompiledKernel
+from padless.kernels import launch as launching
+from padless.kernels.sm90_fp8 import host as sm90_fp8
+from padless.kernels.sm90_fp8.config import SCALE_MAJORS, STORES, Sm90Fp8Config
 from padless.layouts import to_mn_major
-from padless.paths import launching, sm90_fp8
-from padless.tensor_map import TensorMapSpec
+from padless.runtime import jit, tensor_map
+from padless.runtime.driver import Argument, LaunchShape
+from padless.runtime.jit import CompiledKernel
+from padless.runtime.tensor_map import TensorMapSpec
 
-MODULE = importlib.import_module("padless.grouped_gemm")  # the function has the name of its module
+MODULE = importlib.import_module("padless.ops.grouped_gemm")  # the function has the name of its module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,7 @@ def test_the_arguments_are_the_kernels_parameters(
     a, b = operands(300, 136, 400, 3, scales)
     offs = padless.group_offsets([100, 0, 150])
     out = torch.empty((300, 136), dtype=dtype)
-    config = GemmConfig(block_n=64, store=store, scales=scales)
+    config = Sm90Fp8Config(block_n=64, store=store, scales=scales)
     padless.grouped_gemm(a, b, offs, out=out, backend="emulator", config=config)
     (launch,) = device.launches
     assert sizes_of(launch.arguments) == parameter_bytes(launch.kernel)
@@ -162,7 +163,7 @@ def test_no_more_ctas_than_multiprocessors_and_enough_for_the_tiles(
 ) -> None:
     device.sms = sms
     a, b = operands(m, n, 128, groups)
-    config = GemmConfig(cluster_n=cluster)
+    config = Sm90Fp8Config(cluster_n=cluster)
     offs = padless.group_offsets([m] + [0] * (groups - 1))
     padless.grouped_gemm(a, b, offs, backend="emulator", config=config)
     (launch,) = device.launches
@@ -190,7 +191,7 @@ def test_scales_are_copied_only_when_the_kernel_reads_them_otherwise(
 ) -> None:
     a, b = operands(300, 136, 400, 3, given)
     offs = padless.group_offsets([100, 0, 150])
-    padless.grouped_gemm(a, b, offs, backend="emulator", config=GemmConfig(scales=read))
+    padless.grouped_gemm(a, b, offs, backend="emulator", config=Sm90Fp8Config(scales=read))
     (launch,) = device.launches
     assert (launch.specs[2].address == a.scale.data_ptr()) == (given == read)
     assert launch.specs[2].dims == ((300, 4) if read == "mn" else (1200,))
@@ -200,7 +201,7 @@ def test_a_config_is_fitted_to_the_operands(device: RecordingDriver) -> None:
     """A caller names the tile; output type and room for groups follow from the call."""
     a, b = operands(600, 136, 400, 300)
     offs = padless.group_offsets([2] * 300)
-    config = GemmConfig(block_m=64, block_n=64, out_dtype=torch.float16, max_groups=1)
+    config = Sm90Fp8Config(block_m=64, block_n=64, out_dtype=torch.float16, max_groups=1)
     padless.grouped_gemm(a, b, offs, out_dtype=torch.float32, backend="emulator", config=config)
     fitted = dataclasses.replace(config, out_dtype=torch.float32, max_groups=1024)
     assert device.launches[0].kernel is jit.compile_kernel(sm90_fp8.KERNEL, fitted.prelude(), "sm_90a", "ptx")
@@ -213,7 +214,7 @@ def test_a_config_that_cannot_be_fitted_is_refused(device: RecordingDriver) -> N
             a,
             BlockScaledTensor(b.data[0], b.scale[0], FP8_BLOCK),
             backend="emulator",
-            config=GemmConfig(scales="k"),
+            config=Sm90Fp8Config(scales="k"),
         )
     assert device.launches == []
 
@@ -222,7 +223,7 @@ def test_a_config_that_does_not_fit_in_shared_memory_is_refused(device: Recordin
     a, b = operands(8, 8, 128, 1)
     with pytest.raises(ValueError, match="num_stages"):
         padless.grouped_gemm(
-            a, b, padless.group_offsets([8]), backend="emulator", config=GemmConfig(num_stages=12)
+            a, b, padless.group_offsets([8]), backend="emulator", config=Sm90Fp8Config(num_stages=12)
         )
 
 
@@ -239,7 +240,7 @@ def test_launches_that_can_run_together_have_different_counters(device: Recordin
     a, b = operands(300, 136, 400, 3)
     offs = padless.group_offsets([100, 0, 150])
     outs = [torch.empty((300, 136), dtype=torch.bfloat16) for _ in range(5)]
-    config = GemmConfig()
+    config = Sm90Fp8Config()
     for out in [*outs, *reversed(outs)]:
         padless.grouped_gemm(a, b, offs, out=out, backend="emulator", config=config)
     counters = [counter_of(launch) for launch in device.launches]
@@ -251,7 +252,7 @@ def test_when_all_counters_are_taken_the_shares_are_fixed(
     device: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launching, "_NUM_COUNTERS", 3)
-    config = GemmConfig()
+    config = Sm90Fp8Config()
     assert [launching.tile_counter(config, 0, address) for address in (16, 32, 48, 64, 32, 80)] == [
         0,
         1,
@@ -261,10 +262,10 @@ def test_when_all_counters_are_taken_the_shares_are_fixed(
         -1,
     ]
     # Another kernel or device has counters of its own.
-    assert launching.tile_counter(GemmConfig(block_n=64), 0, 64) == 0
+    assert launching.tile_counter(Sm90Fp8Config(block_n=64), 0, 64) == 0
     assert launching.tile_counter(config, 1, 64) == 0
 
 
 def test_the_host_and_the_kernel_have_as_many_counters() -> None:
-    (exponent,) = re.findall(r"NUM_COUNTERS = 1 << (\d+);", jit.sources()["tile_queue.cuh"])
+    (exponent,) = re.findall(r"NUM_COUNTERS = 1 << (\d+);", jit.sources()["device/tile_queue.cuh"])
     assert 1 << int(exponent) == launching._NUM_COUNTERS

@@ -29,8 +29,8 @@ from padless import (
     layouts,
     quantize,
 )
-from padless.quant_outputs import KEYS
-from padless.reference import group_rows
+from padless.ops.grouped_gemm_epilogue import KEYS
+from padless.reference.gemm import group_rows
 
 # --- cuDNN's call ----------------------------------------------------------------------------------------
 

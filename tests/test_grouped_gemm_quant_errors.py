@@ -9,15 +9,8 @@ import torch
 from quant_calls import as_cudnn, operands, refused
 
 import padless
-from padless import (
-    FP8_BLOCK,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    grouped_gemm_quant,
-    grouped_gemm_swiglu_quant,
-    paths,
-)
+from padless import FP8_BLOCK, MXFP4, MXFP8, NVFP4, grouped_gemm_quant, grouped_gemm_swiglu_quant
+from padless.kernels import table as paths
 
 
 @pytest.mark.parametrize(
@@ -128,7 +121,9 @@ def test_sizes_that_cannot_be_stored() -> None:
 
 def test_no_kernel_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no kernel does it in one launch nothing is put together from several."""
-    monkeypatch.setattr(paths, "PATHS", tuple(p for p in paths.PATHS if p.operation != "grouped_gemm_quant"))
+    monkeypatch.setattr(
+        paths, "ROUTES", tuple(p for p in paths.ROUTES if p.operation != "grouped_gemm_quant")
+    )
     a, b, offs = operands(MXFP8)
     for backend in ("emulator", "emulator:sm_100a"):
         refused(

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 import padless
-from padless import info
+from padless.cli import environment as info
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_cache_is_counted(cache):
 
 
 def test_the_table_of_tile_costs_in_use_is_named(cache, monkeypatch):
-    from padless import cost_model
+    from padless.kernels import cost_model
 
     kernel = "sm90_fp8_grouped_gemm"
     monkeypatch.setattr(cost_model, "gpu_name", lambda: "Made Up GPU")

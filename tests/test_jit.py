@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from padless import jit
-from padless.config import GemmConfig, Problem, select_config
-from padless.paths.sm90_fp8 import KERNEL
+from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, select_config
+from padless.kernels.sm90_fp8.host import KERNEL
+from padless.runtime import jit
 
 ARCH = "sm_90a"
-PRELUDE = GemmConfig().prelude()
+PRELUDE = Sm90Fp8Config().prelude()
 
 
 @pytest.fixture
@@ -68,14 +68,14 @@ def same(one: jit.CompiledKernel, other: jit.CompiledKernel) -> bool:
 @pytest.mark.parametrize(
     "config",
     [
-        GemmConfig(),
-        GemmConfig(block_n=192, cluster_n=2),
-        GemmConfig(block_m=64, block_n=64, num_stages=3),
-        GemmConfig(scales="k", scale_window_k_blocks=56, out_dtype=torch.float32, max_groups=1024),
+        Sm90Fp8Config(),
+        Sm90Fp8Config(block_n=192, cluster_n=2),
+        Sm90Fp8Config(block_m=64, block_n=64, num_stages=3),
+        Sm90Fp8Config(scales="k", scale_window_k_blocks=56, out_dtype=torch.float32, max_groups=1024),
     ],
     ids=lambda config: f"{config.block_m}x{config.block_n}-{config.scales}",
 )
-def test_the_cubin_and_the_ptx_have_the_same_constants(cache: Path, config: GemmConfig) -> None:
+def test_the_cubin_and_the_ptx_have_the_same_constants(cache: Path, config: Sm90Fp8Config) -> None:
     """Two readers of two formats: the ELF symbol table and PTX text."""
     cubin = jit.compile_kernel(KERNEL, config.prelude(), ARCH, "cubin")
     ptx = jit.compile_kernel(KERNEL, config.prelude(), ARCH, "ptx")
@@ -95,7 +95,7 @@ def test_a_constant_that_is_not_there_is_an_error(cache: Path, monkeypatch: pyte
     for kind in ("cubin", "ptx"):
         with monkeypatch.context() as patch:
             sources = dict(jit.sources())
-            where = "read_back.cuh"
+            where = "device/read_back.cuh"
             sources[where] = sources[where].replace("padless_num_stages", "renamed_num_stages")
             patch.setattr(jit, "sources", lambda sources=sources: sources)
             with pytest.raises(jit.CompileError, match="has no constant padless_num_stages"):
@@ -146,10 +146,10 @@ def test_another_configuration_source_target_or_compiler_is_compiled(
         assert len(compilations) == before + 1
 
     compiles()
-    compiles(prelude=GemmConfig(raster_m=7).prelude())
+    compiles(prelude=Sm90Fp8Config(raster_m=7).prelude())
     compiles(kind="ptx")
     compiles(arch="sm_90", kind="ptx")
-    for name in (KERNEL, "scheduler.cuh", "ptx/wgmma.cuh"):
+    for name in (KERNEL, "device/scheduler.cuh", "device/ptx/wgmma.cuh"):
         with monkeypatch.context() as patch:
             sources = dict(jit.sources())
             sources[name] += "// changed\n"
@@ -211,7 +211,7 @@ def garbage(path: Path) -> None:
 
 
 def another_kernels_image(path: Path) -> None:
-    other = jit.compile_kernel(KERNEL, GemmConfig(block_n=64).prelude(), ARCH)
+    other = jit.compile_kernel(KERNEL, Sm90Fp8Config(block_n=64).prelude(), ARCH)
     path.write_bytes(other.image)
 
 
@@ -322,12 +322,12 @@ def test_a_full_disk_leaves_no_half_written_file(
 
 CHILD = """
 import hashlib, sys, time
-from padless import jit
-from padless.config import GemmConfig
+from padless.runtime import jit
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 jit.sources()
 sys.stdout.write("ready\\n"); sys.stdout.flush()
 sys.stdin.readline()
-kernel = jit.compile_kernel("{kernel}", GemmConfig().prelude(), "{arch}")
+kernel = jit.compile_kernel("{kernel}", Sm90Fp8Config().prelude(), "{arch}")
 print(kernel.shared_bytes, kernel.num_threads, kernel.spill_bytes, hashlib.sha256(kernel.image).hexdigest())
 """
 

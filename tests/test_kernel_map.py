@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from padless.jit import compile_kernel
-from padless.kernel_map import (
+from kernel_map import (
     SHARED_LIMIT,
     barriers,
     byte_budget,
@@ -18,10 +17,11 @@ from padless.kernel_map import (
     kernel_map_markdown,
     tensor_memory_map,
 )
-from padless.paths.sm100_mxfp8_dense import KERNEL, Mxfp8GemmConfig
+from padless.kernels.sm100_dense.host import KERNEL, Sm100DenseConfig
+from padless.runtime.jit import compile_kernel
 
 PAGE = Path(__file__).parents[1] / "docs" / "kernels" / "sm100_mxfp8_gemm.md"
-PAIR = Mxfp8GemmConfig()
+PAIR = Sm100DenseConfig()
 CONFIGS = [
     PAIR,
     dataclasses.replace(PAIR, chunk_columns=32, store="staged"),
@@ -32,7 +32,7 @@ CONFIGS = [
 
 def test_the_page_shows_the_code() -> None:
     (drawn,) = re.findall(r"<!-- map:begin -->\n(.*?)<!-- map:end -->", PAGE.read_text(), re.DOTALL)
-    assert drawn.strip() == kernel_map_markdown().strip(), "run python -m padless.kernel_map"
+    assert drawn.strip() == kernel_map_markdown().strip(), "run python tools/kernel_map.py"
 
 
 def test_the_page_says_what_is_known_of_speed() -> None:
@@ -40,7 +40,7 @@ def test_the_page_says_what_is_known_of_speed() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.tile}-{c.chunk_columns}")
-def test_tensor_memory_holds_together(config: Mxfp8GemmConfig) -> None:
+def test_tensor_memory_holds_together(config: Sm100DenseConfig) -> None:
     """Two accumulators and the scales of a stage, overlapping by one chunk or not at all."""
     c = constants(config)
     slabs = config.block_k // 128
@@ -55,7 +55,7 @@ def test_tensor_memory_holds_together(config: Mxfp8GemmConfig) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.tile}-{c.chunk_columns}")
-def test_the_budget_adds_up(config: Mxfp8GemmConfig) -> None:
+def test_the_budget_adds_up(config: Sm100DenseConfig) -> None:
     budget = byte_budget(config)
     kernel = compile_kernel(KERNEL, config.prelude(), "sm_100a")
     assert sum(size for _, size in budget) == kernel.shared_bytes <= SHARED_LIMIT

@@ -11,9 +11,17 @@ import pytest
 import torch
 from machine_code import SHARED_LIMIT, complaints, instructions
 
-from padless import jit
-from padless.config import OUT_DTYPES, SCALE_MAJORS, STORES, GemmConfig, Problem, fit_config, select_config
-from padless.paths.sm90_fp8 import KERNEL
+from padless.formats import OUT_DTYPES
+from padless.kernels.sm90_fp8.config import (
+    SCALE_MAJORS,
+    STORES,
+    Problem,
+    Sm90Fp8Config,
+    fit_config,
+    select_config,
+)
+from padless.kernels.sm90_fp8.host import KERNEL
+from padless.runtime import jit
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 ARCH = "sm_90a"
@@ -24,7 +32,7 @@ ARCH = "sm_90a"
 SMS = (78, 132, 144)
 
 
-def selectable() -> set[GemmConfig]:
+def selectable() -> set[Sm90Fp8Config]:
     """Every config select_config gives, on a grid of problems much finer than its choices."""
     columns = (8, 64, 72, 128, 192, 256, 384, 576, 1000, 3072, 4096, 7168, 8192)
     rows = (0, 1, 64, 129, 256, 1000, 4096, 8192, 65536, 10**6)
@@ -37,13 +45,13 @@ def selectable() -> set[GemmConfig]:
 
 def allowed(**fields: object) -> bool:
     try:
-        GemmConfig(**fields)
+        Sm90Fp8Config(**fields)
     except ValueError:
         return False
     return True
 
 
-def alternatives() -> list[GemmConfig]:
+def alternatives() -> list[Sm90Fp8Config]:
     """What a caller can ask for with ``config=``, besides."""
     sizes = [
         (m, n)
@@ -51,28 +59,28 @@ def alternatives() -> list[GemmConfig]:
         if allowed(block_m=m, block_n=n)
     ]
     tiles = [
-        GemmConfig(block_m=m, block_n=n, cluster_n=c, store=s)
+        Sm90Fp8Config(block_m=m, block_n=n, cluster_n=c, store=s)
         for (m, n), c, s in itertools.product(sizes, (1, 2), STORES)
     ]
     outputs = [
-        GemmConfig(block_n=n, store=s, scales=r, scale_window_k_blocks=8 if r == "k" else 0, out_dtype=d)
+        Sm90Fp8Config(block_n=n, store=s, scales=r, scale_window_k_blocks=8 if r == "k" else 0, out_dtype=d)
         for n, s, r, d in itertools.product((64, 128, 192), STORES, SCALE_MAJORS, OUT_DTYPES)
     ]
     # Every K that fit_config lets through, for the tile where it is tightest.
     windows = [
-        fit_config(GemmConfig(block_m=m, scales="k", store="pool"), Problem(1, 8, 128 * blocks, 257, d))
+        fit_config(Sm90Fp8Config(block_m=m, scales="k", store="pool"), Problem(1, 8, 128 * blocks, 257, d))
         for m, blocks, d in itertools.product((64, 128), (8, 56, 128), (torch.bfloat16, torch.float32))
     ]
     others = [
-        GemmConfig(num_stages=2),
-        GemmConfig(num_stages=4, raster_m=1),
-        GemmConfig(block_m=64, block_n=64, num_stages=12),
-        GemmConfig(cluster_n=2, scales="k", scale_window_k_blocks=56, store="pool"),
+        Sm90Fp8Config(num_stages=2),
+        Sm90Fp8Config(num_stages=4, raster_m=1),
+        Sm90Fp8Config(block_m=64, block_n=64, num_stages=12),
+        Sm90Fp8Config(cluster_n=2, scales="k", scale_window_k_blocks=56, store="pool"),
     ]
     return [*tiles, *outputs, *windows, *others]
 
 
-def name_of(config: GemmConfig) -> str:
+def name_of(config: Sm90Fp8Config) -> str:
     window = f"{config.scale_window_k_blocks}" if config.scales == "k" else ""
     stages = f"-{config.num_stages}_stages" if config.num_stages else ""
     dtype = str(config.out_dtype).removeprefix("torch.")
@@ -89,7 +97,7 @@ CASES = sorted(selectable() | set(alternatives()), key=name_of)
 
 
 @pytest.mark.parametrize("config", CASES, ids=name_of)
-def test_a_kernel_compiles_without_spills_and_warnings(config: GemmConfig) -> None:
+def test_a_kernel_compiles_without_spills_and_warnings(config: Sm90Fp8Config) -> None:
     kernel = jit.compile_kernel(KERNEL, config.prelude(), ARCH)
     assert complaints(kernel) == []
     assert "ptxas info" in kernel.log, "the compiler's log is what tells of spills"
@@ -100,7 +108,7 @@ def test_a_kernel_compiles_without_spills_and_warnings(config: GemmConfig) -> No
 
 def test_as_many_stages_as_fit() -> None:
     """With num_stages = 0 one stage more, tiles of A and B with their scales, would not fit."""
-    config = GemmConfig(block_n=192)
+    config = Sm90Fp8Config(block_n=192)
     kernel = jit.compile_kernel(KERNEL, config.prelude(), ARCH)
     smaller = jit.compile_kernel(
         KERNEL, dataclasses.replace(config, num_stages=kernel.num_stages - 1).prelude(), ARCH
@@ -116,7 +124,7 @@ def test_as_many_stages_as_fit() -> None:
 # --- planted: the same checks on kernels that are wrong ----------------------------------------------------
 
 
-MULTIPLY = "sm90_fp8_multiply.cuh"
+MULTIPLY = "sm90_fp8/multiply.cuh"
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, file: str, pattern: str, replacement: str) -> jit.CompiledKernel:
@@ -126,12 +134,12 @@ def planted(monkeypatch: pytest.MonkeyPatch, file: str, pattern: str, replacemen
     assert count > 0, f"the kernel has nothing like {pattern!r} any more: plant another fault"
     monkeypatch.setattr(jit, "sources", lambda: sources)
     prelude = f"// planted: {pattern} -> {replacement}\n"  # another text, so that no kept kernel is found
-    return jit.compile_kernel(KERNEL, prelude + GemmConfig().prelude(), ARCH)
+    return jit.compile_kernel(KERNEL, prelude + Sm90Fp8Config().prelude(), ARCH)
 
 
 def test_a_tile_too_wide_for_the_registers_is_seen() -> None:
-    """256 columns are 128 sums and 128 promoted sums to a thread; GemmConfig refuses them for this reason."""
-    prelude = re.sub(r"BLOCK_N = \d+", "BLOCK_N = 256", GemmConfig().prelude())
+    """256 columns are 128 sums and 128 promoted sums to a thread; Sm90Fp8Config refuses them for this reason."""
+    prelude = re.sub(r"BLOCK_N = \d+", "BLOCK_N = 256", Sm90Fp8Config().prelude())
     found = complaints(jit.compile_kernel(KERNEL, prelude, ARCH))
     assert any("spilled" in complaint for complaint in found)
     assert any("stack" in complaint for complaint in found)
@@ -154,7 +162,7 @@ def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch, complaint: str
 # --- the machine code --------------------------------------------------------------------------------------
 
 
-def code_complaints(sass: list[str], config: GemmConfig, kernel: jit.CompiledKernel) -> list[str]:
+def code_complaints(sass: list[str], config: Sm90Fp8Config, kernel: jit.CompiledKernel) -> list[str]:
     """What is wrong with the instructions."""
     opcodes = {line.split()[0] for line in sass}
     found = [f"{o} (local memory)" for o in opcodes if re.match(r"(LDL|STL)\b", o)]
@@ -193,21 +201,21 @@ def code_complaints(sass: list[str], config: GemmConfig, kernel: jit.CompiledKer
 
 
 CODE_CASES = [
-    GemmConfig(),
-    GemmConfig(block_n=192),
-    GemmConfig(block_n=64),
-    GemmConfig(block_m=256, cluster_n=2),
-    GemmConfig(block_m=64, block_n=64),
-    GemmConfig(block_m=64, block_n=192, cluster_n=2, store="pool"),
-    GemmConfig(store="pool", out_dtype=torch.float16),
-    GemmConfig(scales="k", scale_window_k_blocks=56),
-    GemmConfig(scales="k", scale_window_k_blocks=56, store="pool", cluster_n=2, out_dtype=torch.float32),
-    GemmConfig(out_dtype=torch.float32, max_groups=1024),
+    Sm90Fp8Config(),
+    Sm90Fp8Config(block_n=192),
+    Sm90Fp8Config(block_n=64),
+    Sm90Fp8Config(block_m=256, cluster_n=2),
+    Sm90Fp8Config(block_m=64, block_n=64),
+    Sm90Fp8Config(block_m=64, block_n=192, cluster_n=2, store="pool"),
+    Sm90Fp8Config(store="pool", out_dtype=torch.float16),
+    Sm90Fp8Config(scales="k", scale_window_k_blocks=56),
+    Sm90Fp8Config(scales="k", scale_window_k_blocks=56, store="pool", cluster_n=2, out_dtype=torch.float32),
+    Sm90Fp8Config(out_dtype=torch.float32, max_groups=1024),
 ]
 
 
 @pytest.mark.parametrize("config", CODE_CASES, ids=name_of)
-def test_the_machine_code_is_what_it_should_be(config: GemmConfig, tmp_path: Path) -> None:
+def test_the_machine_code_is_what_it_should_be(config: Sm90Fp8Config, tmp_path: Path) -> None:
     kernel = jit.compile_kernel(KERNEL, config.prelude(), ARCH)
     sass = instructions(kernel, tmp_path)
     assert len(sass) > 300
@@ -221,9 +229,9 @@ def test_every_selectable_tile_is_disassembled() -> None:
 
 
 def test_spills_show_in_the_machine_code(tmp_path: Path) -> None:
-    prelude = re.sub(r"BLOCK_N = \d+", "BLOCK_N = 256", GemmConfig().prelude())
+    prelude = re.sub(r"BLOCK_N = \d+", "BLOCK_N = 256", Sm90Fp8Config().prelude())
     kernel = jit.compile_kernel(KERNEL, prelude, ARCH)
-    found = code_complaints(instructions(kernel, tmp_path), GemmConfig(), kernel)
+    found = code_complaints(instructions(kernel, tmp_path), Sm90Fp8Config(), kernel)
     assert any("LDL" in complaint for complaint in found)
     assert any("STL" in complaint for complaint in found)
     assert any("products" in complaint for complaint in found)  # n256, where n128 was asked for
@@ -232,15 +240,15 @@ def test_spills_show_in_the_machine_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("compiled", "expected", "complaint"),
     [
-        (GemmConfig(store="pool"), GemmConfig(), "stores"),
-        (GemmConfig(cluster_n=2), GemmConfig(), "loads UTMALDG.2D.MULTICAST"),
-        (GemmConfig(scales="k", scale_window_k_blocks=8), GemmConfig(), "loads UTMALDG.1D"),
-        (GemmConfig(out_dtype=torch.float16), GemmConfig(), "no F2FP.BF16"),
+        (Sm90Fp8Config(store="pool"), Sm90Fp8Config(), "stores"),
+        (Sm90Fp8Config(cluster_n=2), Sm90Fp8Config(), "loads UTMALDG.2D.MULTICAST"),
+        (Sm90Fp8Config(scales="k", scale_window_k_blocks=8), Sm90Fp8Config(), "loads UTMALDG.1D"),
+        (Sm90Fp8Config(out_dtype=torch.float16), Sm90Fp8Config(), "no F2FP.BF16"),
     ],
     ids=["store", "cluster", "scales", "dtype"],
 )
 def test_another_kernels_code_is_seen(
-    tmp_path: Path, compiled: GemmConfig, expected: GemmConfig, complaint: str
+    tmp_path: Path, compiled: Sm90Fp8Config, expected: Sm90Fp8Config, complaint: str
 ) -> None:
     kernel = jit.compile_kernel(KERNEL, compiled.prelude(), ARCH)
     found = code_complaints(instructions(kernel, tmp_path), expected, kernel)

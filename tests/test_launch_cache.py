@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import padless
-from padless import launch_cache
-from padless.config import GemmConfig
 from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.layouts import to_mn_major
-from padless.tensor_map import TensorMapSpec
+from padless.ops import launch_cache
+from padless.runtime.tensor_map import TensorMapSpec
 
-MODULE = importlib.import_module("padless.grouped_gemm")
+MODULE = importlib.import_module("padless.ops.grouped_gemm")
 M, N, K, GROUPS = 300, 136, 400, 3
 
 
@@ -294,7 +294,13 @@ def test_another_type_at_the_same_address_is_packed_again(device: Device) -> Non
 def test_another_config_is_packed_again(device: Device) -> None:
     a, b, offs = operands()
     out = empty_out()
-    for config in (None, GemmConfig(block_n=64), None, GemmConfig(block_n=64), GemmConfig(block_n=128)):
+    for config in (
+        None,
+        Sm90Fp8Config(block_n=64),
+        None,
+        Sm90Fp8Config(block_n=64),
+        Sm90Fp8Config(block_n=128),
+    ):
         padless.grouped_gemm(a, b, offs, out=out, config=config)
     assert device.prepared == 3
 

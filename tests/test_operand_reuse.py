@@ -16,25 +16,25 @@ import pytest
 import torch
 from machine_code import cuobjdump
 
-from padless import jit, operand_reuse
-from padless.config import GemmConfig
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK
-from padless.operand_reuse import keep_shared_operands
-from padless.paths.quant_launch import QuantConfig
+from padless.kernels.epilogue_launch import QuantConfig
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.runtime import jit, operand_reuse
+from padless.runtime.operand_reuse import keep_shared_operands
 
-KERNEL = "sm90_fp8_grouped_gemm.cu"
+KERNEL = "sm90_fp8/sm90_fp8_grouped_gemm.cu"
 GLU = Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK)
 CONFIGS = {
-    "256x128": GemmConfig(block_m=256, cluster_n=2),
-    "128x192": GemmConfig(block_n=192, raster_m=16),
-    "128x128, pool, row-major scales": GemmConfig(store="pool", scales="k", scale_window_k_blocks=32),
-    "128x128, float32": GemmConfig(cluster_n=2, out_dtype=torch.float32),
-    "SwiGLU": QuantConfig(GemmConfig(block_m=256, cluster_n=2), dataclasses.replace(GLU)),
+    "256x128": Sm90Fp8Config(block_m=256, cluster_n=2),
+    "128x192": Sm90Fp8Config(block_n=192, raster_m=16),
+    "128x128, pool, row-major scales": Sm90Fp8Config(store="pool", scales="k", scale_window_k_blocks=32),
+    "128x128, float32": Sm90Fp8Config(cluster_n=2, out_dtype=torch.float32),
+    "SwiGLU": QuantConfig(Sm90Fp8Config(block_m=256, cluster_n=2), dataclasses.replace(GLU)),
 }
 
 
-def both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: GemmConfig) -> tuple[bytes, bytes]:
+def both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Sm90Fp8Config) -> tuple[bytes, bytes]:
     """The kernel as the compiler made it, and as it is launched."""
     monkeypatch.setenv("PADLESS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(jit, "_in_memory", {})
@@ -62,7 +62,7 @@ def listing(cubin: bytes, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_only_marks_change_and_each_is_used_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: GemmConfig
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Sm90Fp8Config
 ) -> None:
     plain, launched = both(monkeypatch, tmp_path, config)
     before, after = listing(plain, tmp_path), listing(launched, tmp_path)
@@ -166,7 +166,7 @@ def test_a_cubin_without_the_kernel_is_refused() -> None:
 def test_a_longer_run_is_another_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _, launched = both(monkeypatch, tmp_path, CONFIGS["256x128"])
     sources = dict(jit.sources())
-    where = "sm90_fp8_storage.cuh"
+    where = "sm90_fp8/storage.cuh"
     sources[where] = re.sub(r"(padless_reuse_run = ).*;", r"\g<1>0;", sources[where])
     monkeypatch.setattr(jit, "sources", lambda: sources)
     monkeypatch.setattr(jit, "_in_memory", {})

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from padless import processes
-from padless.processes import in_order, useful_workers, worker_pool
+from padless.testing import processes
+from padless.testing.processes import in_order, useful_workers, worker_pool
 
 
 def test_one_core_is_left_to_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,15 @@ import pytest
 import torch
 from emulator_cuda import HEADER, compile_ptx
 
-from padless import jit
 from padless.emulator import Emulator
-from padless.reference_epilogue import sigmoid
+from padless.reference.epilogue import sigmoid
+from padless.runtime import jit
 
 F32 = np.float32
 THREADS, BLOCKS = 128, 8
 KERNEL = """
-#include "ptx/conversion.cuh"
-#include "quant_rules.cuh"
+#include "device/ptx/conversion.cuh"
+#include "device/quant_rules.cuh"
 extern "C" __global__ void k(const float* x, float* y, int count) {
     for (int at = blockIdx.x * blockDim.x + threadIdx.x; at < count; at += gridDim.x * blockDim.x) {
         float value[1] = {x[at]};
@@ -37,11 +37,11 @@ MULTIPLIER = "value[0] = Fp8Block{}.multiplier(Fp8Block{}.scale(value[0]));"
 
 
 def run(expression: str, x: np.ndarray, change: tuple[str, str] | None = None) -> np.ndarray:
-    """What the device code makes of every x; ``change`` replaces a text of quant_rules.cuh first."""
+    """What the device code makes of every x; ``change`` replaces a text of device/quant_rules.cuh first."""
     files = dict(jit.sources())
     if change is not None:
-        assert change[0] in files["quant_rules.cuh"]
-        files["quant_rules.cuh"] = files["quant_rules.cuh"].replace(*change)
+        assert change[0] in files["device/quant_rules.cuh"]
+        files["device/quant_rules.cuh"] = files["device/quant_rules.cuh"].replace(*change)
     text = HEADER + KERNEL.replace("EXPRESSION", expression)
     emulator = Emulator(compile_ptx(text, "rules.cu", "90a", files).rstrip(b"\0").decode(), name="rules.ptx")
     x = np.ascontiguousarray(x, F32)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.quantize import dequantize, quantize
+from padless.quantization.quantize import dequantize, quantize
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

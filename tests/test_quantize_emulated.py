@@ -103,7 +103,10 @@ class EmulatedKernel:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     """Every quantiser kernel replaced by its emulated machine code, with the hardware's casts."""
-    from padless import quantize_triton, quantize_triton_global, quantize_triton_rows, triton_casts
+    from padless.quantization.triton import casts as triton_casts
+    from padless.quantization.triton import fp8_block as quantize_triton
+    from padless.quantization.triton import global_scale as quantize_triton_global
+    from padless.quantization.triton import row_blocks as quantize_triton_rows
 
     monkeypatch.setattr(triton_casts, "casts_in_hardware", lambda device: True)
     kernels = []

@@ -13,7 +13,7 @@ from slow_formats import Fraction
 
 from padless import layouts
 from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, BlockScaledFormat, BlockScaledTensor
-from padless.quantize import dequantize, quantize
+from padless.quantization.quantize import dequantize, quantize
 
 FORMATS = (MXFP8, MXFP8_E5M2, MXFP4)
 RULES = ("floor", "rceil")

@@ -11,7 +11,7 @@ from slow_formats import Fraction
 
 from padless import layouts
 from padless.formats import NVFP4, BlockScaledTensor
-from padless.quantize import dequantize, quantize
+from padless.quantization.quantize import dequantize, quantize
 
 RULES = ("te", "torchao")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

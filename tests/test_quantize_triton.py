@@ -17,7 +17,7 @@ import triton_cases
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from padless import triton_casts as casts  # noqa: E402
+from padless.quantization.triton import casts  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -47,8 +47,10 @@ def test_on_the_gpu(name: str) -> None:
 
 @pytest.mark.gpu
 def test_quantize_uses_triton_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from padless import formats, quantize_triton, quantize_triton_rows
-    from padless.quantize import quantize
+    from padless import formats
+    from padless.quantization.quantize import quantize
+    from padless.quantization.triton import fp8_block as quantize_triton
+    from padless.quantization.triton import row_blocks as quantize_triton_rows
 
     called = []
 
@@ -67,7 +69,7 @@ def test_quantize_uses_triton_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.gpu
 def test_software_casts_are_the_hardware_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The integer casts that older GPUs and the interpreter use, on the GPU."""
-    from padless import triton_casts
+    from padless.quantization.triton import casts as triton_casts
 
     monkeypatch.setattr(triton_casts, "casts_in_hardware", lambda device: False)
     triton_cases.fp8_block_code_boundaries("cuda")
@@ -101,7 +103,7 @@ def test_torch_definitions_are_the_same_on_the_gpu(monkeypatch: pytest.MonkeyPat
 
     from padless import formats
 
-    module = sys.modules["padless.quantize"]
+    module = sys.modules["padless.quantization.quantize"]
     x = triton_cases.awkward((70, 160), torch.bfloat16, 3)
     want = [module.quantize(x, fmt) for fmt in formats.FORMATS]
     monkeypatch.setattr(module, "has_triton", lambda: False)
@@ -179,7 +181,9 @@ def run_ptx(lines: list[str], operands: dict[str, np.ndarray]) -> np.ndarray:
 
 def test_e2m1_instructions_round_and_pack() -> None:
     """All decision points, their float32 neighbours, huge values and NaN, in each of the eight places."""
-    from padless import layouts, quantize_rules, triton_casts
+    from padless import layouts
+    from padless.quantization import rules as quantize_rules
+    from padless.quantization.triton import casts as triton_casts
 
     values = triton_cases.around(torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]), 7.0)
     generator = torch.Generator().manual_seed(1)
@@ -197,7 +201,9 @@ def test_e2m1_instructions_round_and_pack() -> None:
 
 def test_scaled_words_round_and_pack() -> None:
     """The same points as products of a power of two in bf16 and a float32, in each of the eight places; and no signs."""
-    from padless import layouts, quantize_rules, triton_casts
+    from padless import layouts
+    from padless.quantization import rules as quantize_rules
+    from padless.quantization.triton import casts as triton_casts
 
     points = triton_cases.around(torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]), 7.0).abs()
     generator = torch.Generator().manual_seed(2)
@@ -260,7 +266,7 @@ def assert_ieee_and_wide(instructions: set[str]) -> None:
 @pytest.mark.parametrize("input_type", ["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["activation", "weight"])
 def test_compiled_fp8_block(kind: str, input_type: str) -> None:
-    from padless import quantize_triton
+    from padless.quantization.triton import fp8_block as quantize_triton
 
     if kind == "activation":
         kernel = quantize_triton._fp8_block_activation
@@ -302,7 +308,7 @@ ROWS_TYPES = {
     ],
 )
 def test_compiled_row_blocks(element: str, block: int, rule: str, words: str, x_type: str, cast: str) -> None:
-    from padless import quantize_triton_rows
+    from padless.quantization.triton import row_blocks as quantize_triton_rows
 
     constants = {
         "ELEMENT": element,

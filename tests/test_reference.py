@@ -13,14 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
-from padless.quantize import quantize
-from padless.reference import (
-    fma_float32,
-    gemm_reference,
-    group_rows,
-    grouped_gemm_reference,
-    round_to,
-)
+from padless.quantization.quantize import quantize
+from padless.reference.gemm import fma_float32, gemm_reference, group_rows, grouped_gemm_reference, round_to
 
 ROUNDING = {torch.bfloat16: (8, -126), torch.float16: (11, -14), torch.float32: (24, -126)}
 

@@ -11,23 +11,26 @@ import re
 import pytest
 import torch
 
-from padless import jit
-from padless.config import GemmConfig
-from padless.emulator.ast import Immediate, Instruction
-from padless.emulator.parser import parse
-from padless.emulator.register_pool import registers_at_launch
+from padless.emulator.ptx.ast import Immediate, Instruction
+from padless.emulator.ptx.parser import parse
+from padless.emulator.state.register_pool import registers_at_launch
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK
-from padless.paths import PATHS, sm90_bf16, sm90_fp8, sm90_mxfp8
-from padless.paths.quant_launch import QuantConfig
-from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
+from padless.kernels.epilogue_launch import QuantConfig
+from padless.kernels.sm90_bf16 import host as sm90_bf16
+from padless.kernels.sm90_fp8 import host as sm90_fp8
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
+from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
+from padless.kernels.table import ROUTES
+from padless.runtime import jit
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
 QUANT = Epilogue(row_format=FP8_BLOCK, row_layout="plain_mn")
 
 
-def bf16_configs() -> list[sm90_bf16.Bf16GemmConfig]:
+def bf16_configs() -> list[sm90_bf16.Sm90Bf16Config]:
     """One config for each way of dealing threads and tokens out that select_config knows, whatever the formats."""
     every = itertools.product(sm90_bf16.PAIRS, (1, 16, 32, 64, 128), (False, True), (torch.bfloat16,))
     found = {}
@@ -39,9 +42,9 @@ def bf16_configs() -> list[sm90_bf16.Bf16GemmConfig]:
 
 CONFIGS = {
     sm90_fp8.KERNEL: [
-        GemmConfig(block_m=m, block_n=n) for m, n in ((64, 64), (128, 128), (128, 192), (256, 128))
+        Sm90Fp8Config(block_m=m, block_n=n) for m, n in ((64, 64), (128, 128), (128, 192), (256, 128))
     ]
-    + [QuantConfig(GemmConfig(block_m=m), QUANT) for m in (64, 128, 256)],
+    + [QuantConfig(Sm90Fp8Config(block_m=m), QUANT) for m in (64, 128, 256)],
     sm90_mxfp8.KERNEL: [Sm90Mxfp8Config(block_m=m) for m in (64, 128)]
     + [QuantConfig(Sm90Mxfp8Config(block_m=m), QUANT) for m in (64, 128)],
     sm90_bf16.KERNEL: [*bf16_configs(), QuantConfig(bf16_configs()[-1], QUANT)],
@@ -82,7 +85,7 @@ def test_every_kernel_with_setmaxnreg_is_judged() -> None:
         name for name, text in jit.sources().items() if name.endswith(".cu") and "setmaxnreg_inc<" in text
     }
     assert using == set(CONFIGS)
-    assert using <= {path.kernel for path in PATHS}
+    assert using <= {path.kernel for path in ROUTES}
 
 
 @pytest.mark.parametrize("kernel", CONFIGS)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import padless
-from padless import jit
+from padless.runtime import jit
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -227,7 +227,7 @@ def test_a_wheel_carries_the_kernels_and_the_command(wheel):
     }
     assert tracked <= names, tracked - names
     device_sources = {f"padless/kernels/{name}" for name in jit.sources()}
-    assert "padless/kernels/sm90_fp8_grouped_gemm.cu" in device_sources
+    assert "padless/kernels/sm90_fp8/sm90_fp8_grouped_gemm.cu" in device_sources
     assert {name for name in names if name.endswith((".cu", ".cuh"))} == device_sources & tracked
     assert "padless/py.typed" in names
     assert not [name for name in names if name.startswith(("tests", "docs", "tools"))]

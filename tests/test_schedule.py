@@ -27,8 +27,8 @@ from schedule_device import (
     twin,
 )
 
-from padless.reference import group_rows
-from padless.schedule import clean_offs, walk_of_groups
+from padless.kernels.schedule import clean_offs, walk_of_groups
+from padless.reference.gemm import group_rows
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 
@@ -249,34 +249,34 @@ def test_a_fast_worker_gets_more(device: Device) -> None:
 # --- a planted bug must be seen ----------------------------------------------------------------------------
 
 PLANTED = {
-    "band_start": ("scheduler.cuh", "band * RASTER_M + (in_band", "band + (in_band"),
-    "last_band": ("scheduler.cuh", "in_band / height", "in_band / RASTER_M"),
-    "off_by_one": ("scheduler.cuh", "number >= table.tile_ends", "number > table.tile_ends"),
-    "tail_rows": ("scheduler.cuh", "? end - tile.row : BLOCK_M", "? BLOCK_M : BLOCK_M"),
-    "equal_groups": ("scheduler.cuh", "other == rows && h < g", "other == rows && h <= g"),
-    "second_warp_of_groups": ("group_table.cuh", "tiles += before", "tiles += 0"),
-    "past_m": ("group_table.cuh", "end = end > m ? m : end", "end = end"),
+    "band_start": ("device/scheduler.cuh", "band * RASTER_M + (in_band", "band + (in_band"),
+    "last_band": ("device/scheduler.cuh", "in_band / height", "in_band / RASTER_M"),
+    "off_by_one": ("device/scheduler.cuh", "number >= table.tile_ends", "number > table.tile_ends"),
+    "tail_rows": ("device/scheduler.cuh", "? end - tile.row : BLOCK_M", "? BLOCK_M : BLOCK_M"),
+    "equal_groups": ("device/scheduler.cuh", "other == rows && h < g", "other == rows && h <= g"),
+    "second_warp_of_groups": ("device/group_table.cuh", "tiles += before", "tiles += 0"),
+    "past_m": ("device/group_table.cuh", "end = end > m ? m : end", "end = end"),
 }
 PLANTED_IN_THE_FIRST_TILE = {
-    "neighbour": ("tile_queue.cuh", "if (in_group >= 0 &&", "if (in_group >= -1 &&"),
+    "neighbour": ("device/tile_queue.cuh", "if (in_group >= 0 &&", "if (in_group >= -1 &&"),
     "whole_group_before": (
-        "tile_queue.cuh",
+        "device/tile_queue.cuh",
         "number - (group.tile_end - group.tiles) * n_tiles",
         "number - group.tile_end * n_tiles",
     ),
     "lane_without_a_group": (
-        "group_table.cuh",
+        "device/group_table.cuh",
         "lane < num_groups ? static_cast<int>(tiles_of(rows)) : 0",
         "static_cast<int>(tiles_of(rows))",
     ),
-    "wrong_offs_believed": ("group_table.cuh", "&& end <= m)", ")"),
-    "no_end": ("tile_queue.cuh", "if (lane == 0) queue.tiles[0] = Tile{0, 0, 0, 0};", ""),
+    "wrong_offs_believed": ("device/group_table.cuh", "&& end <= m)", ")"),
+    "no_end": ("device/tile_queue.cuh", "if (lane == 0) queue.tiles[0] = Tile{0, 0, 0, 0};", ""),
 }
 PLANTED_IN_THE_QUEUE = {
-    "first_tiles_again": ("tile_queue.cuh", ": workers + atomicAdd", ": atomicAdd"),
-    "counter_left": ("tile_queue.cuh", "padless_counters[counter].drawn = 0;", ""),
-    "early_reset": ("tile_queue.cuh", "== workers - 1", "== 0"),
-    "no_counter": ("tile_queue.cuh", "number + workers", "number + 1"),
+    "first_tiles_again": ("device/tile_queue.cuh", ": workers + atomicAdd", ": atomicAdd"),
+    "counter_left": ("device/tile_queue.cuh", "padless_counters[counter].drawn = 0;", ""),
+    "early_reset": ("device/tile_queue.cuh", "== workers - 1", "== 0"),
+    "no_counter": ("device/tile_queue.cuh", "number + workers", "number + 1"),
 }
 
 

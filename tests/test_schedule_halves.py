@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_device import ALL_SHAPES, SIZES, Device, Shape, build, ends_of, shares_of, twin
 
-from padless.config import GemmConfig
 from padless.emulator.fake_driver import EmulatedDriver
-from padless.paths import sm90_fp8
-from padless.schedule import Tile, tiles_to_cut
+from padless.kernels.schedule import Tile, tiles_to_cut
+from padless.kernels.sm90_fp8 import host as sm90_fp8
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 
 SHAPES: tuple[Shape, ...] = ((256, 256, 8), (64, 192, 3))
 
@@ -191,11 +191,11 @@ def test_every_half_is_handed_out_once(
 # --- a planted bug must be seen ----------------------------------------------------------------------------
 
 PLANTED = {
-    "rest_alone": ("scheduler.cuh", "rest < workers - rest ? rest : workers - rest", "rest"),
-    "numbers_once": ("scheduler.cuh", "whole + past / 2", "whole + past"),
-    "first_is_whole": ("scheduler.cuh", "if (rows > 0) tile.rows = BLOCK_M / 2;", ""),
-    "second_row": ("scheduler.cuh", "tile.row += BLOCK_M / 2;", ""),
-    "an_empty_half_is_the_end": ("scheduler.cuh", "rows > 0 ? rows : -1", "rows > 0 ? rows : 0"),
+    "rest_alone": ("device/scheduler.cuh", "rest < workers - rest ? rest : workers - rest", "rest"),
+    "numbers_once": ("device/scheduler.cuh", "whole + past / 2", "whole + past"),
+    "first_is_whole": ("device/scheduler.cuh", "if (rows > 0) tile.rows = BLOCK_M / 2;", ""),
+    "second_row": ("device/scheduler.cuh", "tile.row += BLOCK_M / 2;", ""),
+    "an_empty_half_is_the_end": ("device/scheduler.cuh", "rows > 0 ? rows : -1", "rows > 0 ? rows : 0"),
 }
 
 
@@ -214,14 +214,14 @@ def test_a_planted_bug_in_the_halves_is_detected(tmp_path: Path, planted: tuple[
 
 
 PLANTED_IN_THE_FIRST_TILE = {
-    "never_a_half": ("tile_queue.cuh", "all < workers ?", "false ?"),
+    "never_a_half": ("device/tile_queue.cuh", "all < workers ?", "false ?"),
     "wrong_total": (
-        "group_table.cuh",
+        "device/group_table.cuh",
         "group.all_tiles += tiles_of(other);",
         "group.all_tiles = 1;",
     ),
-    "always_the_first_half": ("tile_queue.cuh", "half = past % 2", "half = 0"),
-    "an_empty_half_is_queued": ("tile_queue.cuh", "if (tile.rows < 0) tile.rows = 0;", ""),
+    "always_the_first_half": ("device/tile_queue.cuh", "half = past % 2", "half = 0"),
+    "an_empty_half_is_queued": ("device/tile_queue.cuh", "if (tile.rows < 0) tile.rows = 0;", ""),
 }
 
 
@@ -238,8 +238,12 @@ def test_a_planted_bug_in_a_first_half_is_detected(tmp_path: Path, planted: tupl
 
 
 PLANTED_IN_THE_QUEUE = {
-    "an_empty_half_is_handed_out": ("tile_queue.cuh", "!HALVES || tile.rows >= 0", "true"),
-    "drawn_unasked": ("tile_queue.cuh", "if (ASKED && tile.rows != 0)", "if (ASKED && tile.rows == 0)"),
+    "an_empty_half_is_handed_out": ("device/tile_queue.cuh", "!HALVES || tile.rows >= 0", "true"),
+    "drawn_unasked": (
+        "device/tile_queue.cuh",
+        "if (ASKED && tile.rows != 0)",
+        "if (ASKED && tile.rows == 0)",
+    ),
 }
 
 
@@ -261,7 +265,7 @@ def test_a_planted_bug_in_the_handing_out_is_detected(tmp_path: Path, planted: t
 SIZES_EMULATED = (300, 0, 200, 129)  # times two columns; the last tiles have one row more than a half
 
 
-def product(driver: EmulatedDriver, case: Case, config: GemmConfig, workers: int) -> torch.Tensor:
+def product(driver: EmulatedDriver, case: Case, config: Sm90Fp8Config, workers: int) -> torch.Tensor:
     guarded = GuardedOutput(case.rows, case.reference.shape[1], torch.bfloat16)
     with driver.configured(seed=workers, num_sms=workers * config.cluster_n, arithmetic="fast"):
         sm90_fp8.prepare(driver, case.a, case.b, case.offs, guarded.out, config).launch(0)
@@ -281,7 +285,7 @@ CASES = (("mn", 1), ("k", 2), ("k", 1), ("mn", 2))
     [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])],
 )
 def test_cutting_tiles_changes_no_bit(scales: str, cluster_n: int) -> None:
-    config = GemmConfig(
+    config = Sm90Fp8Config(
         block_m=256, cluster_n=cluster_n, scales=scales, scale_window_k_blocks=8 if scales == "k" else 0
     )
     case = make_case(SIZES_EMULATED, 128 * cluster_n + 40, 144, scales)
@@ -296,20 +300,20 @@ def test_the_next_tile_is_asked_for_before_the_last_k_blocks() -> None:
     """K of more blocks than K_BLOCKS_AHEAD, whose scheduler is asked in the middle of a tile."""
     case = make_case((70, 129), 136, 17 * 128 + 16, "mn")
     for workers in (1, 3):
-        assert is_close(product(EmulatedDriver(), case, GemmConfig(block_m=256), workers), case)
+        assert is_close(product(EmulatedDriver(), case, Sm90Fp8Config(block_m=256), workers), case)
 
 
 @pytest.mark.parametrize(
     ("workers", "edit"),
     [
-        (5, ("scheduler.cuh", "tile.row += BLOCK_M / 2;", "")),
-        (14, ("tile_queue.cuh", "half = past % 2", "half = 0")),
+        (5, ("device/scheduler.cuh", "tile.row += BLOCK_M / 2;", "")),
+        (14, ("device/tile_queue.cuh", "half = past % 2", "half = 0")),
     ],
     ids=["second half", "first tile"],
 )
 def test_a_half_at_the_wrong_row_is_seen(workers: int, edit: tuple[str, str, str]) -> None:
     """The launches above do cut tiles, also first ones, and what the halves write is looked at."""
-    config = GemmConfig(block_m=256)
+    config = Sm90Fp8Config(block_m=256)
     case = make_case(SIZES_EMULATED, 168, 144, "mn")
     with pytest.raises(AssertionError):  # the guard finds rows that nobody has written
         product(Variant("sm_90a", MAIN, (edit,), config), case, config, workers)

@@ -21,11 +21,11 @@ from sm100_grouped import (
 )
 
 import padless
-from padless.config_sm100_grouped import Sm100GroupedConfig
 from padless.emulator.fake_driver import emulated_driver
 from padless.formats import BlockScaledTensor
-from padless.paths import PATHS
-from padless.paths.sm100_grouped import prepare
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
+from padless.kernels.sm100_grouped.host import prepare
+from padless.kernels.table import ROUTES
 
 C = Sm100GroupedConfig
 SQUARE = C()
@@ -156,7 +156,7 @@ def test_gemm_of_fp4_is_a_group_of_all_rows() -> None:
 
 
 def test_every_pair_of_formats_has_a_row_in_the_table() -> None:
-    mine = {(p.a, p.b) for p in PATHS if p.module == "sm100_grouped" and p.operation == "grouped_gemm"}
+    mine = {(p.a, p.b) for p in ROUTES if p.module == "sm100_grouped" and p.operation == "grouped_gemm"}
     eight = ("MXFP8", "MXFP8_E5M2")
     assert mine == {*itertools.product(eight, eight), ("NVFP4", "NVFP4"), ("MXFP4", "MXFP4")}
 

@@ -29,7 +29,8 @@ def test_a_kernel_without_a_bug_is_not_blamed() -> None:
         b for b in BUGS if b.name in ("padding of scales not cleared", "odd CTA takes the even one's rows")
     ):
         clean = Bug(
-            "nothing changed", (), (("scale_gather.cuh", "#pragma once", "#pragma once"),), bug.config, bug.fmt,
+            "nothing changed", (), (("sm100_grouped/scale_gather.cuh", "#pragma once", "#pragma once"),),
+            bug.config, bug.fmt,
             sizes=(20, 0, 9), seeds=1,
         )  # fmt: skip
         assert found(clean) == (False, [])

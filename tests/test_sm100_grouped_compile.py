@@ -11,10 +11,10 @@ import torch
 from machine_code import SHARED_LIMIT, instructions
 from machine_code import complaints as common_complaints
 
-from padless import jit
-from padless.config_sm100_grouped import KINDS, Sm100GroupedConfig
+from padless.kernels.sm100_grouped.config import KINDS, Sm100GroupedConfig
+from padless.runtime import jit
 
-KERNEL = "sm100_grouped_gemm.cu"
+KERNEL = "sm100_grouped/sm100_grouped_gemm.cu"
 C = Sm100GroupedConfig
 TILED = {"scales_a": "tiled", "scales_b": "tiled", "groups_on_tiles": True, "wide_stores": True}
 CASES = {

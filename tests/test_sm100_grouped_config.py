@@ -8,10 +8,10 @@ import pytest
 import torch
 from sm100_grouped import make_case, run
 
-from padless.config_sm100_grouped import Sm100GroupedConfig, select_grouped_config
 from padless.emulator.fake_driver import emulated_driver
 from padless.formats import MXFP8
-from padless.paths.sm100_grouped import prepare
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
+from padless.kernels.sm100_grouped.host import prepare
 
 C = Sm100GroupedConfig
 PAIR = C(cta_group=2, mma_n=256)

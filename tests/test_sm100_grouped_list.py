@@ -8,10 +8,10 @@ from conftest import GuardedOutput
 from sm100_grouped import FORMATS, check_close, laid_out, make_case, values_of
 
 import padless
-from padless.config_sm100_grouped import Sm100GroupedConfig
 from padless.emulator.fake_driver import emulated_driver
 from padless.formats import BlockScaledTensor
-from padless.schedule import walk_of_list
+from padless.kernels.schedule import walk_of_list
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 
 C = Sm100GroupedConfig
 BACKEND = "emulator:sm_100a"

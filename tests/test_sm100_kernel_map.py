@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from padless.jit import compile_kernel
-from padless.kernel_map import SHARED_LIMIT
-from padless.kernel_map_grouped import (
+from kernel_map import SHARED_LIMIT
+from kernel_map_grouped import (
     DRAWN,
     LISTED,
     barrier_graph,
@@ -17,7 +16,8 @@ from padless.kernel_map_grouped import (
     kernel_map_markdown,
     regions,
 )
-from padless.paths.sm100_grouped import KERNEL
+from padless.kernels.sm100_grouped.host import KERNEL
+from padless.runtime.jit import compile_kernel
 
 PAGE = Path(__file__).parents[1] / "docs" / "kernels" / "sm100_grouped_gemm.md"
 ATOMS = {"MXFP8": 1, "NVFP4": 4, "MXFP4": 2}  # of scales along K in a stage
@@ -25,7 +25,7 @@ ATOMS = {"MXFP8": 1, "NVFP4": 4, "MXFP4": 2}  # of scales along K in a stage
 
 def test_the_page_shows_the_code() -> None:
     (drawn,) = re.findall(r"<!-- map:begin -->\n(.*?)<!-- map:end -->", PAGE.read_text(), re.DOTALL)
-    assert drawn.strip() == kernel_map_markdown().strip(), "run python -m padless.kernel_map_grouped"
+    assert drawn.strip() == kernel_map_markdown().strip(), "run python tools/kernel_map_grouped.py"
 
 
 def test_the_page_says_what_is_known_of_speed() -> None:

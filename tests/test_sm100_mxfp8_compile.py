@@ -13,18 +13,18 @@ import pytest
 import torch
 from machine_code import complaints, instructions
 
-from padless import jit
-from padless.config import OUT_DTYPES
-from padless.paths.sm100_mxfp8_dense import KERNEL, DenseProblem, Mxfp8GemmConfig, select_config
+from padless.formats import OUT_DTYPES
+from padless.kernels.sm100_dense.host import KERNEL, DenseProblem, Sm100DenseConfig, select_config
+from padless.runtime import jit
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
-PAIR = Mxfp8GemmConfig()
-ONE = Mxfp8GemmConfig(cta_group=1, block_n=128)
+PAIR = Sm100DenseConfig()
+ONE = Sm100DenseConfig(cta_group=1, block_n=128)
 
 
 @cache
-def selectable() -> set[Mxfp8GemmConfig]:
+def selectable() -> set[Sm100DenseConfig]:
     """Every config select_config gives, on a grid of problems finer than its choices; e4m3 operands."""
     sizes = (1, 100, 128, 129, 512, 1024, 2048, 4096, 8192, 16384)
     return {
@@ -46,7 +46,7 @@ ALTERNATIVES = [
 ]
 
 
-def name_of(c: Mxfp8GemmConfig) -> str:
+def name_of(c: Sm100DenseConfig) -> str:
     types = "-".join(str(d).removeprefix("torch.") for d in (c.a_dtype, c.b_dtype, c.out_dtype))
     store = f"{c.store}{c.store_bytes if c.store == 'staged' else ''}"
     return (
@@ -65,7 +65,7 @@ CASES = [
 ]
 
 
-def code_complaints(sass: list[str], config: Mxfp8GemmConfig) -> list[str]:
+def code_complaints(sass: list[str], config: Sm100DenseConfig) -> list[str]:
     """What is wrong with the instructions."""
     opcodes = Counter(line.split()[0] for line in sass)
     pair = ".2CTA" if config.cta_group == 2 else ""
@@ -101,7 +101,7 @@ def code_complaints(sass: list[str], config: Mxfp8GemmConfig) -> list[str]:
 
 
 @pytest.mark.parametrize("config", CASES)
-def test_a_kernel_compiles_into_what_it_should_be(config: Mxfp8GemmConfig, tmp_path: Path) -> None:
+def test_a_kernel_compiles_into_what_it_should_be(config: Sm100DenseConfig, tmp_path: Path) -> None:
     kernel = jit.compile_kernel(KERNEL, config.prelude(), "sm_100a")
     assert complaints(kernel) == []
     assert kernel.num_threads == 192
@@ -145,7 +145,7 @@ def test_everything_that_can_be_selected_is_looked_at() -> None:
     ids=["pair", "store", "columns", "one", "chunk", "dtype"],
 )
 def test_another_kernels_code_is_seen(
-    tmp_path: Path, compiled: Mxfp8GemmConfig, expected: Mxfp8GemmConfig, complaint: str
+    tmp_path: Path, compiled: Sm100DenseConfig, expected: Sm100DenseConfig, complaint: str
 ) -> None:
     sass = instructions(jit.compile_kernel(KERNEL, compiled.prelude(), "sm_100a"), tmp_path)
     found = code_complaints(sass, expected)

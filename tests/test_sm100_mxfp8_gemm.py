@@ -23,12 +23,12 @@ from sm100_dense import (
 import padless
 from padless.emulator.fake_driver import emulated_driver
 from padless.formats import BlockScaledTensor
-from padless.paths import find_path
-from padless.paths.sm100_mxfp8_dense import KERNEL, DenseProblem, Mxfp8GemmConfig, prepare, select_config
-from padless.reference import round_to
+from padless.kernels.sm100_dense.host import KERNEL, DenseProblem, Sm100DenseConfig, prepare, select_config
+from padless.kernels.table import find_route
+from padless.reference.gemm import round_to
 
-PAIR = Mxfp8GemmConfig()
-ONE = Mxfp8GemmConfig(cta_group=1, block_n=128)
+PAIR = Sm100DenseConfig()
+ONE = Sm100DenseConfig(cta_group=1, block_n=128)
 CONFIGS = {
     "pair": PAIR,
     "pair, staged, hilbert": dataclasses.replace(PAIR, store="staged", tile_order="hilbert"),
@@ -85,7 +85,7 @@ def test_exact_on_twenty_schedules(name: str, dtype: torch.dtype, seed: int) -> 
     [(1, 1, 32), (1, 270, 64), (257, 3, 96), (128, 128, 128), (129, 130, 160), (65, 8, 800)],
 )
 @pytest.mark.parametrize("config", [PAIR, pytest.param(ONE, marks=SLOW)], ids=["pair", "one CTA"])
-def test_any_m_and_n(m: int, n: int, k: int, config: Mxfp8GemmConfig) -> None:
+def test_any_m_and_n(m: int, n: int, k: int, config: Sm100DenseConfig) -> None:
     case = exact_case(m, n, k, seed=m + n)
     assert not wrong(compute(case, config, seed=m, num_sms=4), case)
 
@@ -116,7 +116,7 @@ def test_exact_data_is_exact_in_every_arithmetic(arithmetic: str) -> None:
 
 
 @pytest.mark.parametrize("config", [PAIR, ONE, CONFIGS["one CTA, 256 columns"]], ids=["pair", "one", "wide"])
-def test_every_element_and_scale_is_read_where_it_lies(config: Mxfp8GemmConfig) -> None:
+def test_every_element_and_scale_is_read_where_it_lies(config: Sm100DenseConfig) -> None:
     """One operand selects single elements of the other with their scales, and the other way round."""
     for case in (read_out_case(140, 300, 288), swapped(read_out_case(270, 300, 288, seed=1))):
         assert not wrong(compute(case, config), case)
@@ -236,8 +236,8 @@ def test_gemm_picks_this_kernel() -> None:
     for out in outs:
         assert not wrong(out, case)
     for a_format, b_format in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2):
-        assert find_path("gemm", "sm_100a", a_format, b_format).kernel == KERNEL
-    assert find_path("gemm", "sm_103a", "MXFP8", "MXFP8", PAIR).kernel == KERNEL
+        assert find_route("gemm", "sm_100a", a_format, b_format).kernel == KERNEL
+    assert find_route("gemm", "sm_103a", "MXFP8", "MXFP8", PAIR).kernel == KERNEL
 
 
 # --- the host side -----------------------------------------------------------------------------------------

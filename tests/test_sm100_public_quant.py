@@ -9,9 +9,9 @@ import torch
 from sm100_grouped import make_case
 
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4
-from padless.grouped_gemm import grouped_gemm
-from padless.verify_epilogue import judge
-from padless.verify_epilogue_problems import (
+from padless.ops.grouped_gemm import grouped_gemm
+from padless.verify.epilogue import judge
+from padless.verify.epilogue_problems import (
     EpilogueProblem,
     Outputs,
     quant_paths,
@@ -21,7 +21,7 @@ from padless.verify_epilogue_problems import (
 )
 
 BLACKWELL, HOPPER = "emulator:sm_100a", "emulator"
-PATHS = {path.a: path for path in quant_paths("sm_100a") if path.a == path.b}
+ROUTES = {path.a: path for path in quant_paths("sm_100a") if path.a == path.b}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ PATHS = {path.a: path for path in quant_paths("sm_100a") if path.a == path.b}
 )
 def test_any_call_gives_the_references_bytes(fmt: str, seed: int) -> None:
     """Options drawn at random; eighteen seeds in a row have each activation with each format of the output."""
-    problem = random_epilogue_problem(PATHS[fmt], seed)
+    problem = random_epilogue_problem(ROUTES[fmt], seed)
     try:
         got = run_problem(problem, "cpu", BLACKWELL)
     except ValueError as error:

@@ -26,12 +26,13 @@ from sm100_quant_cases import (
 )
 
 import padless
-from padless import jit
 from padless.emulator.fake_driver import emulated_driver
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4
-from padless.paths import PATHS, sm100_grouped_quant
-from padless.paths.quant_launch import QuantConfig
+from padless.kernels.epilogue_launch import QuantConfig
+from padless.kernels.sm100_grouped import host_quant as sm100_grouped_quant
+from padless.kernels.table import ROUTES
+from padless.runtime import jit
 
 SLOW = pytest.mark.slow
 ALWAYS = {
@@ -182,7 +183,7 @@ def test_one_expert_layer_in_two_calls() -> None:
 
 def test_every_pair_of_formats_has_a_row_in_the_table() -> None:
     def pairs(operation: str) -> set[tuple[str, str]]:
-        return {(p.a, p.b) for p in PATHS if (p.operation, p.arch) == (operation, "sm_100a")}
+        return {(p.a, p.b) for p in ROUTES if (p.operation, p.arch) == (operation, "sm_100a")}
 
     assert pairs("grouped_gemm_quant") == pairs("grouped_gemm")
 

@@ -16,18 +16,24 @@ import torch
 from conftest import missing_gpu
 from rich.console import Console
 
-from padless import cost_model, driver, jit, tune, tune_tiles, verify, verify_formats, verify_small
-from padless.backends import backends
 from padless.bench.blackwell import DENSE_SIZES
 from padless.bench.formats import COMPETITION, offered
-from padless.config_sm100_grouped import Sm100GroupedConfig
-from padless.driver import LaunchShape
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size
-from padless.paths import find_path, kernels_arch
-from padless.paths.sm100_grouped_list import prepare_list
-from padless.verify_formats import configs_of, emulate_formats, paths_of
+from padless.kernels import cost_model
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
+from padless.kernels.sm100_grouped.host_list import prepare_list
+from padless.kernels.table import find_route, kernels_arch
+from padless.runtime import driver, jit
+from padless.runtime.devices import backends
+from padless.runtime.driver import LaunchShape
+from padless.tune import costs as tune
+from padless.tune import tiles_sm100 as tune_tiles
+from padless.verify import formats as verify_formats
+from padless.verify import run as verify
+from padless.verify import small as verify_small
+from padless.verify.formats import configs_of, emulate_formats, paths_of
 
 ARCHS = ("sm_100a", "sm_103a")
 
@@ -84,7 +90,7 @@ def test_grouped_products_are_ready_to_launch(rows: int) -> None:
     stub = Stub()
     for fmt in (MXFP8, NVFP4):
         a, b, offs = problem(fmt, rows, 4096, 7168, 8)
-        path = find_path("grouped_gemm", stub.arch, fmt.name, fmt.name)
+        path = find_route("grouped_gemm", stub.arch, fmt.name, fmt.name)
         out = torch.empty((8 * rows, 4096), dtype=torch.bfloat16)
         assert path.load().prepare(stub, a, b, offs, out, None).copies == ()
     # Many tokens are shared by two pairs of a cluster.
@@ -95,7 +101,7 @@ def test_the_dense_table_is_ready_to_launch() -> None:
     stub = Stub()
     for size in DENSE_SIZES:
         a, b = empty_operand(MXFP8, (size, size)), empty_operand(MXFP8, (1, size, size), 1)
-        path = find_path("gemm", stub.arch, "MXFP8", "MXFP8")
+        path = find_route("gemm", stub.arch, "MXFP8", "MXFP8")
         out = torch.empty((size, size), dtype=torch.bfloat16)
         path.load().prepare(stub, a, b, None, out, None)
     assert path.module == "sm100_mxfp8_dense"
@@ -120,13 +126,13 @@ def test_quantising_calls_are_ready_to_launch() -> None:
     codes = torch.empty((4096, 2048), dtype=torch.uint8)
     scale = torch.empty(blocked_size(4096, 64), dtype=torch.uint8)
     tensors = EpilogueTensors(row_codes=codes, row_scale=scale)
-    path = find_path("grouped_gemm_quant", stub.arch, "MXFP8", "MXFP8")
+    path = find_route("grouped_gemm_quant", stub.arch, "MXFP8", "MXFP8")
     assert path.load().prepare(stub, a, b, offs, tensors, None, epilogue=epilogue).copies == ()
 
 
 def test_compute_capability_10_3_compiles_the_same_source() -> None:
     config = Sm100GroupedConfig(kind="NVFP4", cta_group=2)
-    kernel = jit.compile_kernel("sm100_grouped_gemm.cu", config.prelude(), "sm_103a")
+    kernel = jit.compile_kernel("sm100_grouped/sm100_grouped_gemm.cu", config.prelude(), "sm_103a")
     assert kernel.image[:4] == b"\x7fELF"
     assert kernel.spill_bytes == 0
 
@@ -151,7 +157,7 @@ def test_verify_runs_what_concerns_this_gpu(arch: str) -> None:
         "quantizers agree", "emulator agrees on formats", "emulator agrees on epilogues", "dense MXFP8",
         "lists of problems", "formats", "epilogues", "chains",
     ]  # fmt: skip
-    assert sanitized == ["padless.verify_small"]
+    assert sanitized == ["padless.verify.small"]
     assert {p.arch for p in paths_of(arch)} == {"sm_100a"}
     on_hopper, both = verify.jobs_of("sm_90a", None, against_emulator=True)
     assert set(jobs) - {"dense MXFP8", "lists of problems"} < set(on_hopper)

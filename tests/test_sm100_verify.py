@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from padless import verify, verify_blackwell, verify_small
 from padless.emulator.fake_driver import emulated_driver
-from padless.verify_blackwell import check_dense_mxfp8, check_problem_lists
+from padless.verify import blackwell as verify_blackwell
+from padless.verify import run as verify
+from padless.verify import small as verify_small
+from padless.verify.blackwell import check_dense_mxfp8, check_problem_lists
 
 EMULATED = {"device": "cpu", "backend": "emulator:sm_100a"}
 

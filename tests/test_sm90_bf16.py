@@ -20,9 +20,10 @@ from sm90_bf16_cases import (
 
 import padless
 from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledTensor
+from padless.kernels.sm90_bf16 import host as sm90_bf16
+from padless.kernels.sm90_bf16.host import PAIRS, Sm90Bf16Config, select_config
+from padless.kernels.table import BF16, find_route
 from padless.layouts import from_blocked, pack_fp4, to_blocked, to_blocked_groups
-from padless.paths import BF16, find_path, sm90_bf16
-from padless.paths.sm90_bf16 import PAIRS, Bf16GemmConfig, select_config
 
 SIZES = (5, 0, 9, 1)  # two tiles of 8 tokens in a group, an empty group, a one-row group
 N, K = 136, 160  # tails of a 128-row tile, of a unit of 64 rows, of 128 of K; odd numbers of scales
@@ -52,7 +53,7 @@ def test_the_pairs_asked_for_are_there() -> None:
 def test_exact_data_give_exact_results(pair: tuple[str, str]) -> None:
     """Every product and sum is exact, so each bit is determined: a wrong order of K in one operand cannot pass."""
     problem = exact_problem(pair, SIZES, N, K)
-    out = multiply(problem, Bf16GemmConfig(*pair, block_m=8), seed=1)
+    out = multiply(problem, Sm90Bf16Config(*pair, block_m=8), seed=1)
     assert torch.equal(out, exact_result(problem, torch.float32))
 
 
@@ -60,7 +61,7 @@ def test_exact_data_give_exact_results(pair: tuple[str, str]) -> None:
 def test_random_data_are_within_the_bound(pair: tuple[str, str]) -> None:
     problem = random_problem(pair, SIZES, N, K)
     seed = PAIRS.index(pair)
-    out = multiply(problem, Bf16GemmConfig(*pair, block_m=8), seed=seed, num_sms=1 + seed % 3)
+    out = multiply(problem, Sm90Bf16Config(*pair, block_m=8), seed=seed, num_sms=1 + seed % 3)
     check_close(problem, out)
 
 
@@ -105,7 +106,7 @@ TILES = [
 def test_tiles_layouts_and_outputs(
     block_m: int, block_n: int, warpgroups: int, pair: tuple[str, str], layout: str, dtype: torch.dtype
 ) -> None:
-    config = Bf16GemmConfig(*pair, block_m=block_m, block_n=block_n, num_warpgroups=warpgroups)
+    config = Sm90Bf16Config(*pair, block_m=block_m, block_n=block_n, num_warpgroups=warpgroups)
     # An odd number of column tiles of scales; more rows than a tile has; columns in two tiles of weight rows.
     problem = random_problem(pair, (3, block_m + 1, 0), 328, 320, layout=layout)
     check_close(problem, multiply(problem, config, dtype, seed=2))
@@ -119,7 +120,7 @@ def test_two_blocks_of_k_to_a_stage_are_as_good_as_one(format: str, block_m: int
     """Bit for bit: the order of the sums does not change. 3 blocks, the last of them cut short."""
     pair = (format, format)
     problem = random_problem(pair, (3, block_m + 1, 0), 328, 320, layout=layout)
-    one = Bf16GemmConfig(*pair, block_m=block_m, block_n=256, num_warpgroups=4, stage_blocks=1)
+    one = Sm90Bf16Config(*pair, block_m=block_m, block_n=256, num_warpgroups=4, stage_blocks=1)
     two = dataclasses.replace(one, stage_blocks=2)
     out = torch.bfloat16
     assert torch.equal(multiply(problem, two, out, seed=1), multiply(problem, one, out))
@@ -164,13 +165,13 @@ def test_groups(sizes: str) -> None:
     """One kernel for all of them; N and K smaller than a tile."""
     rows, spare = GROUPS[sizes]
     problem = random_problem(("MXFP4", "MXFP4"), rows, 40, 96, spare_rows=spare)
-    out = multiply(problem, Bf16GemmConfig("MXFP4", "MXFP4", block_m=16), torch.bfloat16, num_sms=3)
+    out = multiply(problem, Sm90Bf16Config("MXFP4", "MXFP4", block_m=16), torch.bfloat16, num_sms=3)
     check_close(problem, out)
 
 
 def test_the_public_calls_end_here() -> None:
     problem = random_problem((BF16, "NVFP4"), (4, 3), 72, 160, spare_rows=0)
-    assert find_path("gemm", "sm_90a", BF16, "NVFP4").kernel == sm90_bf16.KERNEL
+    assert find_route("gemm", "sm_90a", BF16, "NVFP4").kernel == sm90_bf16.KERNEL
     out = padless.grouped_gemm(
         problem.a, problem.b, problem.offs, backend="emulator", out_dtype=torch.float32
     )
@@ -298,7 +299,7 @@ def test_a_tile_has_about_as_many_tokens_as_a_group() -> None:
 )
 def test_a_config_that_cannot_be(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Bf16GemmConfig(**{"a_format": "NVFP4", "b_format": "NVFP4", **fields})
+        Sm90Bf16Config(**{"a_format": "NVFP4", "b_format": "NVFP4", **fields})
 
 
 # --- schedules -------------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ def test_a_config_that_cannot_be(fields: dict[str, object], message: str) -> Non
 @pytest.mark.parametrize("pair", PAIRS, ids=name)
 @pytest.mark.parametrize("warpgroups", [2, 4])
 def test_no_report_on_many_schedules(pair: tuple[str, str], warpgroups: int) -> None:
-    config = Bf16GemmConfig(*pair, block_m=16, block_n=256, num_warpgroups=warpgroups, num_stages=2)
+    config = Sm90Bf16Config(*pair, block_m=16, block_n=256, num_warpgroups=warpgroups, num_stages=2)
     problem = random_problem(pair, (20, 0, 3), 328, 544)
     first = multiply(problem, config)
     for seed in range(1, 12):

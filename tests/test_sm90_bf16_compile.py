@@ -10,15 +10,15 @@ import pytest
 import torch
 from machine_code import complaints, instructions
 
-from padless import jit
-from padless.paths.sm90_bf16 import KERNEL, PAIRS, Bf16GemmConfig, select_config
+from padless.kernels.sm90_bf16.host import KERNEL, PAIRS, Sm90Bf16Config, select_config
+from padless.runtime import jit
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
 ARCH = "sm_90a"
 
 
-def selectable() -> list[Bf16GemmConfig]:
+def selectable() -> list[Sm90Bf16Config]:
     """Every config that select_config can give, but for fp16, which differs in one conversion, and for many groups."""
     rows = (1, 16, 32, 64, 128)
     every = itertools.product(PAIRS, rows, (False, True), (torch.bfloat16, torch.float32))
@@ -29,7 +29,7 @@ def selectable() -> list[Bf16GemmConfig]:
     )
 
 
-def name_of(config: Bf16GemmConfig) -> str:
+def name_of(config: Sm90Bf16Config) -> str:
     layout = "blocked" if config.blocked else "plain"
     dtype = str(config.out_dtype).removeprefix("torch.")
     return (
@@ -57,20 +57,20 @@ QUICK = list(
             select_config("FP8_BLOCK", "NVFP4", 32, 1),
             select_config("NVFP4", "NVFP4", 64, 1, blocked=True),
             select_config("MXFP4", "MXFP4", 64, 1, blocked=True),
-            Bf16GemmConfig("NVFP4", "NVFP4", block_m=16, block_n=256),
-            Bf16GemmConfig("MXFP8", "MXFP8", block_m=32, block_n=256, num_warpgroups=4),
-            Bf16GemmConfig("NVFP4", "NVFP4", block_m=16, block_n=128),
+            Sm90Bf16Config("NVFP4", "NVFP4", block_m=16, block_n=256),
+            Sm90Bf16Config("MXFP8", "MXFP8", block_m=32, block_n=256, num_warpgroups=4),
+            Sm90Bf16Config("NVFP4", "NVFP4", block_m=16, block_n=128),
         ]
     )
 )
 
 
-def helpers(config: Bf16GemmConfig) -> int:
+def helpers(config: Sm90Bf16Config) -> int:
     """Warpgroups beside the consumers: converters and producer, or both in one."""
     return 1 if config.num_warpgroups == 4 and config.block_m <= 32 else 2
 
 
-def check_compiles(config: Bf16GemmConfig) -> None:
+def check_compiles(config: Sm90Bf16Config) -> None:
     kernel = jit.compile_kernel(KERNEL, config.prelude(), ARCH)
     assert complaints(kernel) == []
     assert "ptxas info" in kernel.log, "the compiler's log is what tells of spills"
@@ -78,17 +78,17 @@ def check_compiles(config: Bf16GemmConfig) -> None:
 
 
 @pytest.mark.parametrize("config", QUICK, ids=name_of)
-def test_a_kernel_compiles_without_spills_and_warnings(config: Bf16GemmConfig) -> None:
+def test_a_kernel_compiles_without_spills_and_warnings(config: Sm90Bf16Config) -> None:
     check_compiles(config)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [c for c in selectable() if c not in QUICK], ids=name_of)
-def test_every_selectable_kernel_compiles(config: Bf16GemmConfig) -> None:
+def test_every_selectable_kernel_compiles(config: Sm90Bf16Config) -> None:
     check_compiles(config)
 
 
-def code_complaints(sass: list[str], config: Bf16GemmConfig, kernel: jit.CompiledKernel) -> list[str]:
+def code_complaints(sass: list[str], config: Sm90Bf16Config, kernel: jit.CompiledKernel) -> list[str]:
     """What is wrong with the instructions."""
     opcodes = {line.split()[0] for line in sass}
     found = [f"{o} (local memory)" for o in opcodes if re.match(r"(LDL|STL)\b", o)]
@@ -131,7 +131,7 @@ CODE_CASES = [
 
 
 @pytest.mark.parametrize("config", CODE_CASES, ids=name_of)
-def test_the_machine_code_is_what_it_should_be(config: Bf16GemmConfig, tmp_path: Path) -> None:
+def test_the_machine_code_is_what_it_should_be(config: Sm90Bf16Config, tmp_path: Path) -> None:
     kernel = jit.compile_kernel(KERNEL, config.prelude(), ARCH)
     assert code_complaints(instructions(kernel, tmp_path), config, kernel) == []
 
@@ -153,7 +153,7 @@ def main_loop(sass: list[str]) -> int:
     ],
     ids=["NVFP4", "MXFP8", "MXFP4"],
 )
-def test_the_main_loop_has_few_instructions(config: Bf16GemmConfig, most: int, tmp_path: Path) -> None:
+def test_the_main_loop_has_few_instructions(config: Sm90Bf16Config, most: int, tmp_path: Path) -> None:
     """What bounds the kernel beside the tensor core: docs/kernels/sm90_bf16_grouped_gemm.md counts them."""
     sass = instructions(jit.compile_kernel(KERNEL, config.prelude(), ARCH), tmp_path)
     units = config.block_n // 64 // config.num_warpgroups

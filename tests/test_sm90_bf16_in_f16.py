@@ -8,10 +8,10 @@ import pytest
 import torch
 from sm90_bf16_cases import error_bound, exact_result, multiply, random_problem
 
-from padless import jit
 from padless.formats import MXFP4, BlockScaledTensor
+from padless.kernels.sm90_bf16.host import Sm90Bf16Config
 from padless.layouts import to_blocked
-from padless.paths.sm90_bf16 import Bf16GemmConfig
+from padless.runtime import jit
 
 PAIR = ("MXFP4", "MXFP4")
 DTYPE = torch.bfloat16  # two blocks of 64 tokens leave no room for float32
@@ -19,7 +19,7 @@ LEAST, MOST = 109, 132  # scales with room in f16: 2^-18 .. 2^5
 
 
 @dataclasses.dataclass(frozen=True)
-class Planted(Bf16GemmConfig):
+class Planted(Sm90Bf16Config):
     """The kernel with one text in place of another."""
 
     fault: str = ""
@@ -44,7 +44,7 @@ FAULTS = {
 }
 
 
-def planted(config: Bf16GemmConfig, fault: str, monkeypatch: pytest.MonkeyPatch) -> Planted:
+def planted(config: Sm90Bf16Config, fault: str, monkeypatch: pytest.MonkeyPatch) -> Planted:
     """``config`` for a kernel with that fault; good for one kernel in a test, since the source stays as it is."""
     sources = dict(jit.sources())
     text, other = FAULTS[fault]
@@ -56,9 +56,9 @@ def planted(config: Bf16GemmConfig, fault: str, monkeypatch: pytest.MonkeyPatch)
     return Planted(**dataclasses.asdict(config), fault=fault)
 
 
-def config_of(block_m: int, stage_blocks: int) -> Bf16GemmConfig:
+def config_of(block_m: int, stage_blocks: int) -> Sm90Bf16Config:
     warpgroups = 2 if block_m == 128 else 4
-    return Bf16GemmConfig(
+    return Sm90Bf16Config(
         *PAIR, block_m=block_m, block_n=256, num_warpgroups=warpgroups, stage_blocks=stage_blocks
     )
 

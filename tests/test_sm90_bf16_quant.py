@@ -11,12 +11,13 @@ from machine_code import complaints
 from quant_cases import ALL, SIZES, plant, slow_but
 from sm90_quant_cases import DRIVER, EPILOGUES, GLU_EPILOGUES, PairCase, check, poisoned, run
 
-from padless import jit
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4
-from padless.paths import sm90_bf16, sm90_bf16_quant
-from padless.paths.quant_launch import QuantConfig
-from padless.paths.sm90_bf16 import PAIRS, Bf16GemmConfig
+from padless.kernels.epilogue_launch import QuantConfig
+from padless.kernels.sm90_bf16 import host as sm90_bf16
+from padless.kernels.sm90_bf16 import host_quant as sm90_bf16_quant
+from padless.kernels.sm90_bf16.host import PAIRS, Sm90Bf16Config
+from padless.runtime import jit
 
 SLOW = pytest.mark.slow
 SPILLS = 192  # bytes a thread that some epilogues still spill: with biases, or with a GLU of several outputs
@@ -29,12 +30,12 @@ GLU_FP8_ROWS = Epilogue(
 EVERY_GLU = GLU_EPILOGUES | {"concatenated, FP8_BLOCK rows": GLU_FP8_ROWS}
 # By what decides the stores' shape: units of a warpgroup, warpgroups, tokens.
 TILES = {
-    "128x128": Bf16GemmConfig(*FP4, block_m=128, block_n=128),
-    "128x256": Bf16GemmConfig(*FP4, block_m=128, block_n=256),
-    "64x128": Bf16GemmConfig(*FP4, block_m=64, block_n=128),
-    "32x256x4": Bf16GemmConfig(*FP4, block_m=32, block_n=256, num_warpgroups=4),
-    "8x256": Bf16GemmConfig(*FP4, block_m=8, block_n=256),
-    "8x128": Bf16GemmConfig(*FP4, block_m=8, block_n=128),
+    "128x128": Sm90Bf16Config(*FP4, block_m=128, block_n=128),
+    "128x256": Sm90Bf16Config(*FP4, block_m=128, block_n=256),
+    "64x128": Sm90Bf16Config(*FP4, block_m=64, block_n=128),
+    "32x256x4": Sm90Bf16Config(*FP4, block_m=32, block_n=256, num_warpgroups=4),
+    "8x256": Sm90Bf16Config(*FP4, block_m=8, block_n=256),
+    "8x128": Sm90Bf16Config(*FP4, block_m=8, block_n=128),
 }
 
 
@@ -63,7 +64,7 @@ def test_swiglu(name: str) -> None:
     check(sm90_bf16_quant, case(columns_of_glu(name)), EVERY_GLU[name])
 
 
-def goes(tile: Bf16GemmConfig, epilogue: Epilogue) -> bool:
+def goes(tile: Sm90Bf16Config, epilogue: Epilogue) -> bool:
     """Whether a tile can do an epilogue, and fits."""
     try:
         sm90_bf16_quant.check_tile(tile, epilogue)
@@ -108,7 +109,7 @@ def test_every_pair(pair: tuple[str, str], name: str) -> None:
 def test_few_tokens_of_pairs_whose_activations_are_swizzled(pair: tuple[str, str], block_m: int) -> None:
     """The staged sums of so few tokens are no multiple of 1024 bytes, at which what lies behind them has to start."""
     for warpgroups in (2, 4):
-        tile = Bf16GemmConfig(*pair, block_m=block_m, block_n=256, num_warpgroups=warpgroups)
+        tile = Sm90Bf16Config(*pair, block_m=block_m, block_n=256, num_warpgroups=warpgroups)
         few = PairCase((1, 0, 9, 1), COLUMNS, DEPTH, plain=sm90_bf16, pair=pair)
         check(sm90_bf16_quant, few, EPILOGUES["NVFP4 rows"], tile)
 
@@ -151,7 +152,7 @@ def test_few_rows_and_none(sizes: tuple[int, ...]) -> None:
 
 # What is wrong: text of the header, what takes its place, and the epilogue that has to show it.
 COLUMNS_TOO = EPILOGUES["MXFP8 rows and columns by group, cudnn, everything"]
-HEADER = "sm90_transposed_quant.cuh"
+HEADER = "sm90_bf16/transposed_quant.cuh"
 LAST_BARRIER = """            bar_sync(1 + team, 32 * TEAM_WARPS);
             quantise_columns"""
 BUGS: dict[str, tuple[str, str, Epilogue]] = {
@@ -213,7 +214,7 @@ QUICK = ("128x256", "MXFP8 rows and columns by group, cudnn, everything")
     ],
 )
 def test_the_compiled_kernel_spills_next_to_nothing(
-    slow: bool, tile: Bf16GemmConfig, epilogue: Epilogue
+    slow: bool, tile: Sm90Bf16Config, epilogue: Epilogue
 ) -> None:
     tile = dataclasses.replace(tile, out_dtype=epilogue.d_dtype or torch.bfloat16)
     kernel = jit.compile_kernel(sm90_bf16_quant.KERNEL, QuantConfig(tile, epilogue).prelude(), "sm_90a")
@@ -266,7 +267,7 @@ def test_the_tile_that_is_chosen_can_do_the_epilogue() -> None:
     ],
 )
 def test_what_the_kernel_cannot_do_is_said(
-    epilogue: Epilogue, config: Bf16GemmConfig | None, layouts: tuple[str, str], message: str
+    epilogue: Epilogue, config: Sm90Bf16Config | None, layouts: tuple[str, str], message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         run(

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from padless import schedule
 from padless.bench.group_sizes import draw_group_sizes
-from padless.config import GemmConfig, Problem
-from padless.paths.sm90_fp8 import ctas_of
+from padless.kernels import schedule
+from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config
+from padless.kernels.sm90_fp8.host import ctas_of
 
 
-def pieces(sizes: list[int], n: int, config: GemmConfig, workers: int) -> list[schedule.Tile]:
+def pieces(sizes: list[int], n: int, config: Sm90Fp8Config, workers: int) -> list[schedule.Tile]:
     """What the kernel's queue holds with so many workers."""
     offs = [sum(sizes[: g + 1]) for g in range(len(sizes))]
     columns = config.block_n * config.cluster_n
@@ -22,12 +22,12 @@ def pieces(sizes: list[int], n: int, config: GemmConfig, workers: int) -> list[s
     )
 
 
-CONFIGS = [GemmConfig(), GemmConfig(block_n=192), GemmConfig(256, cluster_n=2), GemmConfig(256)]
+CONFIGS = [Sm90Fp8Config(), Sm90Fp8Config(block_n=192), Sm90Fp8Config(256, cluster_n=2), Sm90Fp8Config(256)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.block_m}x{c.block_n}x{c.cluster_n}")
 @pytest.mark.parametrize("sms", [2, 7, 132])
-def test_no_cta_is_missed(config: GemmConfig, sms: int) -> None:
+def test_no_cta_is_missed(config: Sm90Fp8Config, sms: int) -> None:
     """The pieces are those that a grid of all multiprocessors would make, and every one finds a CTA."""
     rng = random.Random(8)
     fewer = 0
@@ -49,7 +49,7 @@ def test_no_cta_is_missed(config: GemmConfig, sms: int) -> None:
 
 def test_few_tall_tiles_are_all_cut() -> None:
     """Four tiles of each of 8 columns of clusters: 64 halves for 66 clusters, and not 40 workers for 32 tiles."""
-    config = GemmConfig(256, cluster_n=2)
+    config = Sm90Fp8Config(256, cluster_n=2)
     ctas = ctas_of(Problem(1024, 2048, 128, 1), config)
     assert ctas == 132
     assert len(pieces([1024], 2048, config, ctas // 2)) == 64

@@ -15,8 +15,6 @@ from machine_code import complaints
 from quant_cases import ALL, SIZES, Fenced, plant, slow_but
 from sm90_quant_cases import DRIVER, Case
 
-from padless import jit
-from padless.config import GemmConfig, Problem
 from padless.epilogue import Epilogue
 from padless.formats import (
     FP8_BLOCK,
@@ -25,16 +23,18 @@ from padless.formats import (
     MXFP8_E5M2,
     NVFP4,
 )
-from padless.paths import sm90_fp8_quant
-from padless.paths.quant_launch import QuantConfig
+from padless.kernels.epilogue_launch import QuantConfig
+from padless.kernels.sm90_fp8 import host_quant as sm90_fp8_quant
+from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config
+from padless.runtime import jit
 
-WIDE = GemmConfig(block_m=256, cluster_n=2)
-PAIR = GemmConfig(block_m=128, cluster_n=2)
-SHORT = GemmConfig(block_m=64)
+WIDE = Sm90Fp8Config(block_m=256, cluster_n=2)
+PAIR = Sm90Fp8Config(block_m=128, cluster_n=2)
+SHORT = Sm90Fp8Config(block_m=64)
 
 
 def check(
-    case: Case, epilogue: Epilogue, config: GemmConfig | None = None, **options: int | None
+    case: Case, epilogue: Epilogue, config: Sm90Fp8Config | None = None, **options: int | None
 ) -> dict[str, Fenced]:
     return sm90_quant_cases.check(sm90_fp8_quant, case, epilogue, config, **options)
 
@@ -45,11 +45,11 @@ COLUMNS = 144  # a tile and a tail
 ROWS = Epilogue(row_format=FP8_BLOCK, row_layout="plain_mn")
 BOTH = Epilogue(row_format=FP8_BLOCK, column_format=FP8_BLOCK)
 
-FP8_BLOCK_CASES: dict[str, tuple[Epilogue, GemmConfig | None]] = {
+FP8_BLOCK_CASES: dict[str, tuple[Epilogue, Sm90Fp8Config | None]] = {
     "rows": (ROWS, None),
     "rows, scales row-major, everything": (dataclasses.replace(ROWS, row_layout="plain", **ALL), None),
-    "rows and columns": (BOTH, GemmConfig()),
-    "columns alone": (dataclasses.replace(BOTH, row_format=None), GemmConfig()),
+    "rows and columns": (BOTH, Sm90Fp8Config()),
+    "columns alone": (dataclasses.replace(BOTH, row_format=None), Sm90Fp8Config()),
     "all outputs, bf16": (dataclasses.replace(BOTH, d_dtype=torch.bfloat16, **ALL), None),
     "all outputs, float32, wide": (dataclasses.replace(BOTH, d_dtype=torch.float32, **ALL), PAIR),
     "wide tile": (dataclasses.replace(BOTH, **ALL), WIDE),
@@ -70,7 +70,7 @@ def test_fp8_block(name: str) -> None:
     check(Case(SIZES, COLUMNS, 256), epilogue, config)
 
 
-MX_CASES: list[tuple[Epilogue, GemmConfig | None]] = [
+MX_CASES: list[tuple[Epilogue, Sm90Fp8Config | None]] = [
     (Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="rceil", **ALL), None),
     (
         Epilogue(
@@ -106,7 +106,7 @@ MX_CASES: list[tuple[Epilogue, GemmConfig | None]] = [
 
 def name_of(case: object) -> str:
     if not isinstance(case, Epilogue):
-        return f"{case.block_m}x{case.cluster_n}" if isinstance(case, GemmConfig) else "chosen"
+        return f"{case.block_m}x{case.cluster_n}" if isinstance(case, Sm90Fp8Config) else "chosen"
     parts = [case.activation, case.scale_rule, case.row_layout, case.column_layout]
     for what, fmt in (("row", case.row_format), ("column", case.column_format)):
         if fmt is not None:
@@ -123,11 +123,11 @@ MX_SLOW = (0, 4, 6, 8)
     [pytest.param(*case, marks=SLOW if i in MX_SLOW else ()) for i, case in enumerate(MX_CASES)],
     ids=name_of,
 )
-def test_one_byte_scales(epilogue: Epilogue, config: GemmConfig | None) -> None:
+def test_one_byte_scales(epilogue: Epilogue, config: Sm90Fp8Config | None) -> None:
     check(Case(SIZES, 160, seed=1), epilogue, config)  # FP4 rows of 16 bytes: N is a multiple of 32
 
 
-GLU_CASES: list[tuple[Epilogue, GemmConfig | None, int]] = [
+GLU_CASES: list[tuple[Epilogue, Sm90Fp8Config | None, int]] = [
     (
         Epilogue(activation="swiglu_interleaved", row_format=FP8_BLOCK, row_layout="plain_mn", **ALL),
         None,
@@ -174,7 +174,7 @@ GLU_SLOW = (2, 5)
     [pytest.param(*case, marks=SLOW if i in GLU_SLOW else ()) for i, case in enumerate(GLU_CASES)],
     ids=name_of,
 )
-def test_swiglu(epilogue: Epilogue, config: GemmConfig | None, n: int) -> None:
+def test_swiglu(epilogue: Epilogue, config: Sm90Fp8Config | None, n: int) -> None:
     """The values within the exponential's error; amax, codes and scales exactly those of the kernel's own values."""
     check(Case(SIZES, n, seed=2), dataclasses.replace(epilogue, d_dtype=torch.float32), config, sms=4)
 
@@ -247,7 +247,11 @@ def test_any_interleaving(seed: int) -> None:
 
 # --- planted bugs ----------------------------------------------------------------------------------------
 
-STORE, FRAGMENT, RULES = "sm90_quant_store.cuh", "wgmma_fragment.cuh", "quant_rules.cuh"
+STORE, FRAGMENT, RULES = (
+    "device/sm90/quant_store.cuh",
+    "device/sm90/wgmma_fragment.cuh",
+    "device/quant_rules.cuh",
+)
 KERNEL = sm90_fp8_quant.KERNEL
 GLU_BOTH = Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK, d_dtype=torch.float32)
 # What is wrong: file, text, what takes its place, and the epilogue that has to show it.
@@ -294,7 +298,7 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     ),
     "codes swizzled by the wrong bits": (FRAGMENT, "(offset >> 7)", "(offset >> 8)", ROWS),
     "rows of the weights dealt the other way round": (
-        "sm90_fp8_load.cuh",
+        "sm90_fp8/load.cuh",
         "c % 2 * 2",
         "2 - c % 2 * 2",
         ROWS,
@@ -340,7 +344,7 @@ def case_for_bugs(epilogue: Epilogue) -> Case:
     return case
 
 
-def check_all_seeds(epilogue: Epilogue, pair: GemmConfig) -> None:
+def check_all_seeds(epilogue: Epilogue, pair: Sm90Fp8Config) -> None:
     for seed in range(4):
         check(case_for_bugs(epilogue), epilogue, pair if epilogue.is_glu else None, seed=seed)
 
@@ -364,15 +368,15 @@ def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> N
 
 # --- the compiled kernels and the host -------------------------------------------------------------------
 
-COMPILED: list[tuple[GemmConfig, Epilogue]] = [
+COMPILED: list[tuple[Sm90Fp8Config, Epilogue]] = [
     (WIDE, dataclasses.replace(BOTH, **ALL)),
     (WIDE, dataclasses.replace(BOTH, activation="swiglu_interleaved", **ALL)),
     (WIDE, dataclasses.replace(ROWS, activation="swiglu_concatenated", **ALL)),
     (WIDE, Epilogue(row_format=NVFP4, row_layout="blocked_groups", scale_rule="te", **ALL)),
     (WIDE, Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="cudnn", **ALL)),
     (PAIR, dataclasses.replace(BOTH, activation="swiglu_concatenated", **ALL)),
-    (GemmConfig(), dataclasses.replace(BOTH, d_dtype=torch.float32, **ALL)),
-    (GemmConfig(), dataclasses.replace(ROWS)),
+    (Sm90Fp8Config(), dataclasses.replace(BOTH, d_dtype=torch.float32, **ALL)),
+    (Sm90Fp8Config(), dataclasses.replace(ROWS)),
     (
         SHORT,
         Epilogue(row_format=MXFP4, row_layout="blocked", scale_rule="rceil", d_dtype=torch.bfloat16, **ALL),
@@ -386,7 +390,7 @@ COMPILED_ALWAYS = (1, 3)
     [pytest.param(*case, marks=() if i in COMPILED_ALWAYS else SLOW) for i, case in enumerate(COMPILED)],
     ids=name_of,
 )
-def test_the_compiled_kernel_spills_nothing(tile: GemmConfig, epilogue: Epilogue) -> None:
+def test_the_compiled_kernel_spills_nothing(tile: Sm90Fp8Config, epilogue: Epilogue) -> None:
     tile = dataclasses.replace(tile, out_dtype=epilogue.d_dtype or torch.bfloat16)
     prelude = QuantConfig(tile, epilogue).prelude()
     kernel = jit.compile_kernel(sm90_fp8_quant.KERNEL, prelude, "sm_90a")
@@ -406,11 +410,11 @@ def test_the_tile_that_is_chosen_can_do_the_epilogue() -> None:
 @pytest.mark.parametrize(
     ("epilogue", "config", "n", "message"),
     [
-        (ROWS, GemmConfig(block_n=192), 128, "config.block_n is 192"),
-        (ROWS, GemmConfig(store="pool"), 128, "config.store is 'pool'"),
-        (ROWS, GemmConfig(scales="k"), 128, "config.scales is 'k'"),
+        (ROWS, Sm90Fp8Config(block_n=192), 128, "config.block_n is 192"),
+        (ROWS, Sm90Fp8Config(store="pool"), 128, "config.store is 'pool'"),
+        (ROWS, Sm90Fp8Config(scales="k"), 128, "config.scales is 'k'"),
         (BOTH, SHORT, 128, "config.block_m is 64; a quantising epilogue needs 128 or 256"),
-        (GLU_BOTH, GemmConfig(), 256, "config.cluster_n is 1; a quantising epilogue needs 2"),
+        (GLU_BOTH, Sm90Fp8Config(), 256, "config.cluster_n is 1; a quantising epilogue needs 2"),
         (GLU_BOTH, PAIR, 192, "N is 192; it must be a multiple of 128"),
         (
             dataclasses.replace(GLU_BOTH, activation="swiglu_interleaved"),
@@ -422,7 +426,7 @@ def test_the_tile_that_is_chosen_can_do_the_epilogue() -> None:
     ],
 )
 def test_what_the_kernel_cannot_do_is_said(
-    epilogue: Epilogue, config: GemmConfig | None, n: int, message: str
+    epilogue: Epilogue, config: Sm90Fp8Config | None, n: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         sm90_quant_cases.run(sm90_fp8_quant, Case((5, 3), n), epilogue, config)

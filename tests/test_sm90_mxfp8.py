@@ -19,12 +19,13 @@ from sm90_mxfp8_cases import (
 )
 
 import padless
-from padless import jit
 from padless.emulator.errors import LaunchError
 from padless.formats import MXFP8, BlockScaledTensor
-from padless.paths import find_path, sm90_mxfp8
-from padless.paths.sm90_mxfp8 import KERNEL, Sm90Mxfp8Config, select_config
-from padless.reference import grouped_gemm_reference
+from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
+from padless.kernels.sm90_mxfp8.host import KERNEL, Sm90Mxfp8Config, select_config
+from padless.kernels.table import find_route
+from padless.reference.gemm import grouped_gemm_reference
+from padless.runtime import jit
 
 SIZES = (70, 0, 1, 5)  # a tail of 6 rows in a unit of its own, an empty group, a one-row group
 N, K = 136, 160  # tails of a tile of 128 and of 64 columns, and of 128 of K
@@ -184,7 +185,7 @@ def test_scales_are_read_where_they_are_if_words_can_be() -> None:
 def test_the_config_chooses_this_kernel() -> None:
     for operation in ("grouped_gemm", "gemm"):
         for pair in PAIRS:
-            path = find_path(operation, "sm_90a", pair[0].name, pair[1].name, Sm90Mxfp8Config())
+            path = find_route(operation, "sm_90a", pair[0].name, pair[1].name, Sm90Mxfp8Config())
             assert (path.module, path.kernel) == ("sm90_mxfp8", KERNEL)
 
 
@@ -211,10 +212,10 @@ def test_small_problems_get_narrow_tiles() -> None:
 
 FILES = (
     KERNEL,
-    "queue_start.cuh",
-    "sm90_mxfp8_storage.cuh",
-    "sm90_mxfp8_load.cuh",
-    "sm90_mxfp8_multiply.cuh",
+    "device/queue_start.cuh",
+    "sm90_mxfp8/storage.cuh",
+    "sm90_mxfp8/load.cuh",
+    "sm90_mxfp8/multiply.cuh",
 )
 BUGS = {
     "scales written without a proxy fence": (r"if constexpr \(!OF_A\) fence_proxy_async_shared\(\);", ""),

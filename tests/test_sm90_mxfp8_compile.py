@@ -9,9 +9,9 @@ import pytest
 import torch
 from machine_code import complaints, cuobjdump, instructions
 
-from padless import jit
-from padless.config import OUT_DTYPES
-from padless.paths.sm90_mxfp8 import KERNEL, Sm90Mxfp8Config
+from padless.formats import OUT_DTYPES
+from padless.kernels.sm90_mxfp8.host import KERNEL, Sm90Mxfp8Config
+from padless.runtime import jit
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 

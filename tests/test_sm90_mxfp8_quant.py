@@ -12,12 +12,14 @@ from machine_code import complaints
 from quant_cases import ALL, SIZES, plant, reference, slow_but
 from sm90_quant_cases import DRIVER, EPILOGUES, GLU_EPILOGUES, PairCase, check, poisoned, run
 
-from padless import grouped_gemm, grouped_gemm_quant, jit
+from padless import grouped_gemm, grouped_gemm_quant
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4
-from padless.paths import sm90_mxfp8, sm90_mxfp8_quant
-from padless.paths.quant_launch import QuantConfig
-from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
+from padless.kernels.epilogue_launch import QuantConfig
+from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
+from padless.kernels.sm90_mxfp8 import host_quant as sm90_mxfp8_quant
+from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
+from padless.runtime import jit
 
 SLOW = pytest.mark.slow
 SPILLS = 48  # bytes a thread that some epilogues still spill, most of them with a GLU
@@ -100,7 +102,7 @@ def test_few_rows_and_none(sizes: tuple[int, ...]) -> None:
 
 # What is wrong: file, text, what takes its place, and the epilogue that has to show it.
 KERNEL = sm90_mxfp8_quant.KERNEL
-LOAD, STORAGE = "sm90_mxfp8_load.cuh", "sm90_mxfp8_storage.cuh"
+LOAD, STORAGE = "sm90_mxfp8/load.cuh", "sm90_mxfp8/storage.cuh"
 GLU = GLU_EPILOGUES["concatenated, MXFP8 rows and columns"]
 BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     "the weights' scales are not dealt": (
@@ -111,13 +113,13 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     ),
     "up is fetched from the gate's rows": (STORAGE, "(column + copy / 2 * problem.n) / 2", "column / 2", GLU),
     "columns past the last in the maxima of a cut tile": (
-        "wgmma_fragment.cuh",
+        "device/sm90/wgmma_fragment.cuh",
         "16 * i >= columns",
         "16 * i >= columns + 16",
         GLU,
     ),
     "the other warpgroup's maxima are not waited for": (
-        "sm90_quant_store.cuh",
+        "device/sm90/quant_store.cuh",
         "bar_sync(barrier, threads);  ",
         "bar_sync(1 + warpgroup, 128);",
         EPILOGUES["FP8_BLOCK rows and columns, bf16, everything"],

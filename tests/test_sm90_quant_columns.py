@@ -14,15 +14,17 @@ import torch
 from quant_cases import plant, slow_but
 from sm90_quant_cases import DRIVER, EPILOGUES, Case, PairCase, check
 
-from padless.config import GemmConfig
 from padless.emulator import KINDS
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK, MXFP8
-from padless.paths import sm90_fp8_quant, sm90_mxfp8, sm90_mxfp8_quant
-from padless.schedule import tiles_to_cut
+from padless.kernels.schedule import tiles_to_cut
+from padless.kernels.sm90_fp8 import host_quant as sm90_fp8_quant
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
+from padless.kernels.sm90_mxfp8 import host_quant as sm90_mxfp8_quant
 
 SLOW = pytest.mark.slow
-WIDE = GemmConfig(block_m=256, cluster_n=2)
+WIDE = Sm90Fp8Config(block_m=256, cluster_n=2)
 SIZES = (250, 100, 40, 180, 70, 333, 1, 128)  # units of 64 rows: 4, 2, 1, 3, 2, 4 and 2, 1, 2
 UP_TO_TWO_UNITS = (70, 5, 0, 120, 128, 3, 1)
 # Units: 4 and 2, from which a worker goes on to the 4 of the next columns; 4, 2, 1, 4, 2. Some end soon after a unit.
@@ -65,7 +67,7 @@ def test_a_nan_in_the_second_unit_of_a_run_stays_in_the_run() -> None:
 
 @SLOW
 def test_tiles_of_128_rows() -> None:
-    check(sm90_fp8_quant, Case(UP_TO_TWO_UNITS, 256, seed=3), BOTH, GemmConfig(), seed=4, sms=1)
+    check(sm90_fp8_quant, Case(UP_TO_TWO_UNITS, 256, seed=3), BOTH, Sm90Fp8Config(), seed=4, sms=1)
 
 
 def test_tiles_of_128_rows_of_the_mxfp8_kernel() -> None:
@@ -74,8 +76,12 @@ def test_tiles_of_128_rows_of_the_mxfp8_kernel() -> None:
     check(sm90_mxfp8_quant, case, epilogue, seed=4, sms=1)
 
 
-STORE, STORAGE, MULTIPLY = "sm90_quant_store.cuh", "quant_storage.cuh", "sm90_fp8_multiply.cuh"
-FRAGMENT = "wgmma_fragment.cuh"
+STORE, STORAGE, MULTIPLY = (
+    "device/sm90/quant_store.cuh",
+    "device/sm90/quant_storage.cuh",
+    "sm90_fp8/multiply.cuh",
+)
+FRAGMENT = "device/sm90/wgmma_fragment.cuh"
 SPANS = "NUM_WAVES == 1 && units_of(tile.rows) == 2"
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from padless import formats, supported
-from padless import paths as paths_module
-from padless.paths import PATHS, find_path
-from padless.supported import supported_markdown
+from padless import formats
+from padless.cli import supported
+from padless.cli.supported import supported_markdown
+from padless.kernels import table as paths_module
+from padless.kernels.table import ROUTES, find_route
 
 PAGE = Path(__file__).parents[1] / "docs/supported.md"
 
@@ -28,7 +29,7 @@ def test_the_page_is_the_generators_output() -> None:
 
 def test_every_path_is_in_the_table_and_nothing_else() -> None:
     text = supported_markdown()
-    for operation in {path.operation for path in PATHS}:
+    for operation in {path.operation for path in ROUTES}:
         rows = rows_of(text, operation)
         archs = ["sm_90a", "sm_100a"]
         listed = {
@@ -37,17 +38,15 @@ def test_every_path_is_in_the_table_and_nothing_else() -> None:
             for arch, cell in zip(archs, cells, strict=True)
             for kernel in re.findall(r"`(\w+)`", cell)
         }
-        wanted = {
-            ((p.a, p.b), p.arch, p.kernel.removesuffix(".cu")) for p in PATHS if p.operation == operation
-        }
+        wanted = {((p.a, p.b), p.arch, p.name) for p in ROUTES if p.operation == operation}
         assert listed == wanted
-    for path in PATHS:
-        assert f"| `{path.kernel}` | {path.accumulation} |" in text
+    for path in ROUTES:
+        assert f"| `{path.name}.cu` | {path.accumulation} |" in text
 
 
 def test_the_named_default_is_the_one_that_is_taken() -> None:
     text, decided_by_rows = supported_markdown(), 0
-    for operation in {path.operation for path in PATHS}:
+    for operation in {path.operation for path in ROUTES}:
         for (a, b), cells in rows_of(text, operation).items():
             for arch, cell in zip(("sm_90a", "sm_100a"), cells, strict=True):
                 if cell == "-":
@@ -55,10 +54,7 @@ def test_the_named_default_is_the_one_that_is_taken() -> None:
                 limit = re.search(r"up to (\d+) rows a group, `(\w+)` beyond", cell)
                 kernels = re.findall(r"`(\w+)`", cell)
                 rows = int(limit[1]) if limit else 1
-                taken = [
-                    find_path(operation, arch, a, b, None, r).kernel.removesuffix(".cu")
-                    for r in (rows, rows + 1)
-                ]
+                taken = [find_route(operation, arch, a, b, None, r).name for r in (rows, rows + 1)]
                 assert taken == [kernels[0], limit[2] if limit else kernels[0]], cell
                 decided_by_rows += limit is not None
     assert decided_by_rows == 8  # four pairs of MXFP8, grouped and dense
@@ -66,16 +62,16 @@ def test_the_named_default_is_the_one_that_is_taken() -> None:
 
 def test_a_new_path_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     before = supported_markdown()
-    extra = paths_module.Path("gemm", "sm_90a", "NVFP4", "MXFP8", "nothing", "made_up.cu", "by hand")
-    monkeypatch.setattr(supported, "PATHS", (*PATHS, extra))
+    extra = paths_module.Route("gemm", "sm_90a", "NVFP4", "MXFP8", "nothing", "made_up.cu", "by hand")
+    monkeypatch.setattr(supported, "ROUTES", (*ROUTES, extra))
     text = supported_markdown()
     assert text != before
     assert rows_of(text, "gemm")["NVFP4", "MXFP8"] == ["`made_up`", "-"]
-    default = next(path for path in PATHS if path.operation == "gemm")
-    other = paths_module.Path("gemm", default.arch, default.a, default.b, "nothing", "other.cu", "by hand")
-    monkeypatch.setattr(supported, "PATHS", (*PATHS, other))
+    default = next(path for path in ROUTES if path.operation == "gemm")
+    other = paths_module.Route("gemm", default.arch, default.a, default.b, "nothing", "other.cu", "by hand")
+    monkeypatch.setattr(supported, "ROUTES", (*ROUTES, other))
     cells = rows_of(supported_markdown(), "gemm")[default.a, default.b]
-    assert any(cell.startswith(f"`{default.kernel[:-3]}`") and cell.endswith("`other`") for cell in cells)
+    assert any(cell.startswith(f"`{default.name}`") and cell.endswith("`other`") for cell in cells)
 
 
 def test_every_format_is_described() -> None:

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from padless import tensor_map
-from padless.jit import sources
 from padless.layouts import empty_mn_major
-from padless.tensor_map import RAGGED_B, SWIZZLE_128B, SWIZZLE_NONE, TensorMapSpec
+from padless.runtime import tensor_map
+from padless.runtime.jit import sources
+from padless.runtime.tensor_map import RAGGED_B, SWIZZLE_128B, SWIZZLE_NONE, TensorMapSpec
 
 OUT_DTYPES = {torch.bfloat16: (9, 2), torch.float16: (6, 2), torch.float32: (7, 4)}
 
@@ -118,7 +118,7 @@ def test_the_descriptor_pool() -> None:
 
 
 def test_the_device_code_uses_the_same_number() -> None:
-    found = re.findall(r"RAGGED_B = 1 << (\d+);", sources()["epilogue.cuh"])
+    found = re.findall(r"RAGGED_B = 1 << (\d+);", sources()["device/sm90/output.cuh"])
     assert [1 << int(exponent) for exponent in found] == [RAGGED_B]
 
 

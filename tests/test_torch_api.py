@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import ScalingType, SwizzleType
 
 import padless
+from padless.compat.torch import scaled_grouped_mm
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import to_mn_major
-from padless.torch_api import scaled_grouped_mm
 
 ROWS, SQUARES = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from padless import cost_model, tune
-from padless.cost_model import BUILT_IN, CostTable, Tile, TileCost, simulate
-from padless.tune import STEPS, Trial, fit, measure_costs, trials
+from padless.kernels import cost_model
+from padless.kernels.cost_model import BUILT_IN, CostTable, Tile, TileCost, simulate
+from padless.tune import costs as tune
+from padless.tune.costs import STEPS, Trial, fit, measure_costs, trials
 
 KERNEL = "sm90_fp8_grouped_gemm"
 TILES = list(BUILT_IN[KERNEL].costs)
@@ -171,7 +172,7 @@ def test_another_architectures_kernels_get_a_table_of_their_own(
     truth = {tile: TileCost(100.0, 60.0, 50.0)}
     monkeypatch.setitem(BUILT_IN, "sm100_made_up", CostTable({tile: TileCost(90, 80, 70)}, "a test"))
     path = SimpleNamespace(kernel="sm100_made_up.cu", arch="sm_100a", operation="grouped_gemm")
-    monkeypatch.setattr(tune, "PATHS", (*tune.PATHS, path))
+    monkeypatch.setattr(tune, "ROUTES", (*tune.ROUTES, path))
     monkeypatch.setattr(tune, "_arch", lambda: "sm_100a")
     monkeypatch.setattr(tune, "gpu_clock", lambda path, repeats: knowing_clock(truth, 132))
     text = machine()

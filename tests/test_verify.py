@@ -13,11 +13,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from padless import verify, verify_rehearsal
-from padless.backends import Backend
-from padless.verify import SANITIZER_TOOLS, run_verify, sanitizers_of
-from padless.verify_checks import CHECKS, ROW_ERROR_LIMIT, row_errors
-from padless.verify_emulator import emulate, random_problem
+from padless.runtime.devices import Backend
+from padless.verify import rehearsals as verify_rehearsal
+from padless.verify import run as verify
+from padless.verify.against_emulator import emulate, random_problem
+from padless.verify.fp8_block import CHECKS, ROW_ERROR_LIMIT, row_errors
+from padless.verify.run import SANITIZER_TOOLS, run_verify, sanitizers_of
 
 
 @pytest.mark.gpu

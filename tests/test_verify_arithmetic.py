@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from padless import verify_arithmetic
 from padless.emulator.fake_driver import emulated_driver
-from padless.verify_arithmetic import KINDS_OF_DATA, PAIRS, TYPES, problems_of, run_wgmma
+from padless.verify import tensor_core as verify_arithmetic
+from padless.verify.tensor_core import KINDS_OF_DATA, PAIRS, TYPES, problems_of, run_wgmma
 
 
 def in_rows(d: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from padless import verify_chain
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.verify_chain import Chain, Input, assert_all_differ, formats_of, make_chain
+from padless.verify import chains as verify_chain
+from padless.verify.chains import Chain, Input, assert_all_differ, formats_of, make_chain
 
 
 @pytest.fixture(autouse=True)

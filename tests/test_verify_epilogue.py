@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from padless import verify_epilogue, verify_small
 from padless.formats import FORMATS, FP8_BLOCK, ceil_div
-from padless.grouped_gemm import grouped_gemm
-from padless.paths import PATHS
-from padless.quantize import quantize
-from padless.verify_epilogue import check_epilogue, check_epilogue_against_emulator
-from padless.verify_epilogue_problems import (
+from padless.kernels.table import ROUTES
+from padless.ops.grouped_gemm import grouped_gemm
+from padless.quantization.quantize import quantize
+from padless.verify import epilogue as verify_epilogue
+from padless.verify import small as verify_small
+from padless.verify.epilogue import check_epilogue, check_epilogue_against_emulator
+from padless.verify.epilogue_problems import (
     FENCE,
     GATE_UP,
     EpilogueProblem,
@@ -30,7 +31,7 @@ from padless.verify_epilogue_problems import (
     untouched,
 )
 
-HOPPER = next(p for p in PATHS if p.module == "sm90_fp8_quant")
+HOPPER = next(p for p in ROUTES if p.module == "sm90_fp8_quant")
 Mistake = Callable[[EpilogueProblem, Outputs], None]
 
 
@@ -46,7 +47,7 @@ def drawn(count: int = 180) -> list[EpilogueProblem]:
 
 
 def test_every_quantising_path_is_verified() -> None:
-    listed = {p for p in PATHS if p.operation == "grouped_gemm_quant"}
+    listed = {p for p in ROUTES if p.operation == "grouped_gemm_quant"}
     assert listed
     assert {p for arch in ("sm_90a", "sm_100a") for p in quant_paths(arch)} == listed
     assert quant_paths("sm_103a") == quant_paths("sm_100a")
@@ -291,7 +292,7 @@ def test_both_checks_with_the_emulator_in_the_gpus_place(monkeypatch: pytest.Mon
 
 def test_the_small_launches_are_of_every_hopper_kernel() -> None:
     paths = [*verify_small.small_paths("sm_90a"), *quant_paths("sm_90a")]
-    kernels = {p.kernel for p in PATHS if p.arch == "sm_90a"}
+    kernels = {p.kernel for p in ROUTES if p.arch == "sm_90a"}
     assert {p.kernel for p in paths} == kernels
     pairs = {(p.a, p.b) for p in paths if p.module == "sm90_bf16"}
     assert pairs == {("NVFP4", "NVFP4"), ("MXFP8", "MXFP8"), ("BF16", "MXFP4"), ("FP8_BLOCK", "NVFP4")}

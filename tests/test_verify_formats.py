@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from padless import verify_formats
-from padless.fence import GuardedOutput
 from padless.formats import BlockScaledTensor
-from padless.grouped_gemm import grouped_gemm
-from padless.paths import PATHS
-from padless.verify_formats import check_formats_accuracy, configs_of, paths_of, random_formats_problem
+from padless.kernels.table import ROUTES
+from padless.ops.grouped_gemm import grouped_gemm
+from padless.testing.guarded import GuardedOutput
+from padless.verify import formats as verify_formats
+from padless.verify.formats import check_formats_accuracy, configs_of, paths_of, random_formats_problem
 
 
 def test_every_grouped_path_but_the_first_kernels_is_verified() -> None:
-    listed = {p for p in PATHS if p.operation == "grouped_gemm" and p.module != "sm90_fp8"}
+    listed = {p for p in ROUTES if p.operation == "grouped_gemm" and p.module != "sm90_fp8"}
     assert {p for arch in ("sm_90a", "sm_100a") for p in paths_of(arch)} == listed
     assert paths_of("sm_103a") == paths_of("sm_100a")
 

@@ -16,26 +16,32 @@ from typing import Any
 import pytest
 import torch
 
-from padless import (
-    jit,
-    verify,
-    verify_arithmetic,
-    verify_checks,
-    verify_emulator,
-    verify_epilogue,
-    verify_formats,
-    verify_small,
-)
 from padless.emulator import fake_driver
-from padless.fence import GuardedOutput
 from padless.formats import BlockScaledTensor
-from padless.grouped_gemm import gemm, grouped_gemm
-from padless.paths import launching
-from padless.processes import worker_pool
-from padless.reference import grouped_gemm_reference
-from padless.schedule import clean_offs
-from padless.verify_epilogue_problems import run_problem
-from padless.verify_rehearsal import Gpu, Kernel, Rehearsal, compile_ahead, kernels_of, listing, rehearsals_of
+from padless.kernels import launch as launching
+from padless.kernels.schedule import clean_offs
+from padless.ops.grouped_gemm import gemm, grouped_gemm
+from padless.reference.gemm import grouped_gemm_reference
+from padless.runtime import jit
+from padless.testing.guarded import GuardedOutput
+from padless.testing.processes import worker_pool
+from padless.verify import against_emulator as verify_emulator
+from padless.verify import epilogue as verify_epilogue
+from padless.verify import formats as verify_formats
+from padless.verify import fp8_block as verify_checks
+from padless.verify import run as verify
+from padless.verify import small as verify_small
+from padless.verify import tensor_core as verify_arithmetic
+from padless.verify.epilogue_problems import run_problem
+from padless.verify.rehearsals import (
+    Gpu,
+    Kernel,
+    Rehearsal,
+    compile_ahead,
+    kernels_of,
+    listing,
+    rehearsals_of,
+)
 
 H200, B300 = Gpu("sm_90a", 132), Gpu("sm_103a", 148)
 
@@ -190,7 +196,7 @@ def test_the_threads_ask_for_nothing_else() -> None:
 def test_the_small_launches_of_the_first_kernel_ask_for_nothing_else() -> None:
     with in_place_of_the_gpu() as (gpu, _):
         verify_checks.small_problems()
-    kernels, _ = kernels_of(rehearsals_of(H200.arch, [], ["padless.verify_checks"]), H200)
+    kernels, _ = kernels_of(rehearsals_of(H200.arch, [], ["padless.verify.fp8_block"]), H200)
     assert gpu.asked == set(kernels)
 
 
@@ -307,7 +313,7 @@ def test_the_small_launches_of_the_others_ask_for_nothing_else(monkeypatch: pyte
     monkeypatch.setattr(GuardedOutput, "check", lambda *args: None)
     with listing(H200.arch, "cubin", H200.num_sms) as asked:
         assert verify_small.small_launches("cpu", "emulator", H200.arch) > 20
-    kernels, _ = kernels_of(rehearsals_of(H200.arch, [], ["padless.verify_small"]), H200)
+    kernels, _ = kernels_of(rehearsals_of(H200.arch, [], ["padless.verify.small"]), H200)
     assert list(asked) == kernels
 
 
@@ -342,7 +348,7 @@ def no_compiler(*args: Any) -> Any:
 
 
 def refused_by_the_compiler() -> None:
-    launching.compile_kernel("wgmma_probe.cu", "#error planted\n", "sm_90a")
+    launching.compile_kernel("wgmma_probe/wgmma_probe.cu", "#error planted\n", "sm_90a")
 
 
 def missing_argument() -> None:
@@ -364,7 +370,7 @@ def test_nothing_is_compiled_after_compiling_ahead(
     assert seen[-1] == (4 + 3, 4 + 3)
     assert sorted(problem.split(":")[0] for problem in ahead.problems) == [
         "a rehearsal ended with TypeError",
-        "wgmma_probe.cu",
+        "wgmma_probe/wgmma_probe.cu",
     ]
     with pytest.raises(jit.CompileError, match="planted"):
         refused_by_the_compiler()

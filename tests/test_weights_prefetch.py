@@ -1,4 +1,4 @@
-"""What a CTA of Hopper's FP8 kernel asks into L2 before offs are known (kernels/weights_prefetch.cuh).
+"""What a CTA of Hopper's FP8 kernel asks into L2 before offs are known (kernels/device/weights_prefetch.cuh).
 
 A prefetch changes nothing, so a load takes its place here, and the emulator tells what is read. (A load would have to
 wait for the kernels ahead; a prefetch need not.)
@@ -11,9 +11,9 @@ from emulator_bugs import BASE, CONSUMERS_STORE, MAIN, MEMORY
 from emulator_cases import make_case, run_case
 from emulator_variants import Edit, Variant
 
-from padless.config import GemmConfig
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 
-PREFETCH = "weights_prefetch.cuh"
+PREFETCH = "device/weights_prefetch.cuh"
 LOAD: Edit = (
     MEMORY,
     "prefetch.global.L2 [%0];",
@@ -27,7 +27,7 @@ TOO_FAR: dict[str, Edit] = {
 }
 
 
-def kinds_of(config: GemmConfig, edits: tuple[Edit, ...], n: int, k: int, sms: int) -> set[str]:
+def kinds_of(config: Sm90Fp8Config, edits: tuple[Edit, ...], n: int, k: int, sms: int) -> set[str]:
     """Kinds of the emulator's reports of a launch of three groups; its result has to be right."""
     case = make_case((3, 0, 70), n, k, config.scales)
     driver = Variant("sm_90a", MAIN, edits, config)
@@ -41,7 +41,7 @@ def kinds_of(config: GemmConfig, edits: tuple[Edit, ...], n: int, k: int, sms: i
 
 @pytest.mark.parametrize("config", [BASE, CONSUMERS_STORE], ids=["128", "192"])
 @pytest.mark.parametrize("k", [112, 272])
-def test_only_weights_are_asked_for(config: GemmConfig, k: int) -> None:
+def test_only_weights_are_asked_for(config: Sm90Fp8Config, k: int) -> None:
     assert kinds_of(config, (LOAD,), n=200, k=k, sms=8) == set()
 
 

@@ -95,8 +95,8 @@ def in_rows(values: torch.Tensor, columns: int, first: float) -> torch.Tensor:
 
 def fp8_block_pair(x: torch.Tensor, kind: str, scale_major: str, device: str) -> None:
     from padless.formats import FP8_BLOCK
-    from padless.quantize import quantize
-    from padless.quantize_triton import fp8_block
+    from padless.quantization.quantize import quantize
+    from padless.quantization.triton.fp8_block import fp8_block
 
     want = quantize(x, FP8_BLOCK, kind=kind, scale_major=scale_major)
     assert_same(fp8_block(x.to(device), kind, scale_major), want)
@@ -138,8 +138,8 @@ def fp8_block_amax_floor(device: str) -> None:
 def fp8_block_strides(device: str) -> None:
     """Rows further apart than K, and columns that are not adjacent (copied first)."""
     from padless.formats import FP8_BLOCK
-    from padless.quantize import quantize
-    from padless.quantize_triton import fp8_block
+    from padless.quantization.quantize import quantize
+    from padless.quantization.triton.fp8_block import fp8_block
 
     wide = awkward((9, 320), torch.bfloat16, 7).to(device)
     for x in (wide[:, :272], wide.t()[:256], wide[:, ::2]):
@@ -153,8 +153,9 @@ ROW_FORMATS = ("MXFP8", "MXFP8_E5M2", "MXFP4", "NVFP4")
 
 def row_blocks_pair(x: torch.Tensor, name: str, scale_rule: str, device: str, **options: object) -> None:
     """quantize through the Triton kernels, global scale and all, and on the CPU in torch."""
-    from padless import formats, quantize_triton_rows
-    from padless.quantize import _nvfp4_global, quantize
+    from padless import formats
+    from padless.quantization.quantize import _nvfp4_global, quantize
+    from padless.quantization.triton import row_blocks as quantize_triton_rows
 
     fmt = getattr(formats, name)
     want = quantize(x.cpu(), fmt, scale_rule=scale_rule, **options)
@@ -265,8 +266,8 @@ def nvfp4_ends_of_the_range(device: str) -> None:
 @case
 def global_scales(device: str) -> None:
     """The largest finite magnitudes next to Inf and NaN, of tensors, of groups of rows and of weights, and no values."""
-    from padless.quantize import _nvfp4_global
-    from padless.quantize_triton_global import global_scale
+    from padless.quantization.quantize import _nvfp4_global
+    from padless.quantization.triton.global_scale import global_scale
 
     offs = torch.tensor([7, 7, 30], dtype=torch.int32)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -302,8 +303,8 @@ def global_scales(device: str) -> None:
 @case
 def given_global_scales(device: str) -> None:
     """The factors of known scales, one or one for each group, from the smallest float32 to the largest."""
-    from padless.quantize_rules import nvfp4_factors
-    from padless.quantize_triton_global import given_factors
+    from padless.quantization.rules import nvfp4_factors
+    from padless.quantization.triton.global_scale import given_factors
 
     edges = [
         2.0**-149,
@@ -385,7 +386,7 @@ def bandwidth(name: str, rows: int = 16384, K: int = 7168) -> tuple[float, float
     NVFP4 is given its global scale: without it the input is read twice.
     """
     from padless import formats
-    from padless.quantize import quantize
+    from padless.quantization.quantize import quantize
 
     fmt = getattr(formats, name.split()[0])
     kind = "weight" if name.endswith("weight") else "activation"

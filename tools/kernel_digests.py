@@ -27,8 +27,8 @@ Asked = tuple[str, str, str]  # kernel file's stem, constants, architecture
 
 def asked_for() -> set[Asked]:
     """Kernels that the calls of ``padless verify`` compile on each of ``GPUS``."""
-    from padless.verify import jobs_of
-    from padless.verify_rehearsal import Gpu, kernels_of, rehearsals_of
+    from padless.verify.rehearsals import Gpu, kernels_of, rehearsals_of
+    from padless.verify.run import jobs_of
 
     found: set[Asked] = set()
     for arch, num_sms in GPUS:
@@ -57,7 +57,7 @@ def name_of(kernel: Asked) -> str:
 
 def digest(kernel: Asked) -> str:
     """sha256 of the kernel's PTX, normalised."""
-    from padless import jit
+    from padless.runtime import jit
 
     stem, prelude, arch = kernel
     (source,) = (name for name in jit.sources() if Path(name).name == f"{stem}.cu")

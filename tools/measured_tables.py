@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from padless.bench.results import COMPARISONS, COPY, READ, Record, failures, ratios, tflops
-from padless.bench.timing import geomean
+from padless.testing.timing import geomean
 
 WIDTH = 118
 _GLUE = "\0"  # stands for a space at which no line may end

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from padless._version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from padless.backends import backends
-    from padless.config import GemmConfig
-    from padless.config_sm100_grouped import Sm100GroupedConfig
+    from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
+    from padless.compat.cudnn.gemm_class import GroupedGemmQuant
+    from padless.compat.torch import scaled_grouped_mm
     from padless.formats import (
         FP8_BLOCK,
         MXFP4,
@@ -20,18 +20,20 @@ if TYPE_CHECKING:
         BlockScaledFormat,
         BlockScaledTensor,
     )
-    from padless.grouped_gemm import gemm, group_offsets, grouped_gemm
-    from padless.grouped_gemm_list import grouped_gemm_list
-    from padless.grouped_gemm_quant import grouped_gemm_quant, grouped_gemm_swiglu_quant
-    from padless.paths.sm90_bf16 import Bf16GemmConfig
-    from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
-    from padless.paths.sm100_mxfp8_dense import Mxfp8GemmConfig
-    from padless.quant_class import GroupedGemmQuant
-    from padless.quant_outputs import QuantOutputs
-    from padless.quantize import dequantize, quantize
-    from padless.torch_api import scaled_grouped_mm
+    from padless.kernels.sm90_bf16.host import Sm90Bf16Config
+    from padless.kernels.sm90_bf16.host import Sm90Bf16Config as Bf16GemmConfig
+    from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+    from padless.kernels.sm90_fp8.config import Sm90Fp8Config as GemmConfig
+    from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
+    from padless.kernels.sm100_dense.host import Sm100DenseConfig
+    from padless.kernels.sm100_dense.host import Sm100DenseConfig as Mxfp8GemmConfig
+    from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
+    from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
+    from padless.ops.grouped_gemm_epilogue import QuantOutputs
+    from padless.ops.grouped_gemm_list import grouped_gemm_list
+    from padless.quantization.quantize import dequantize, quantize
+    from padless.runtime.devices import backends
 
-__version__ = "0.1.0"
 __all__ = [
     "FP8_BLOCK",
     "MXFP4",
@@ -45,7 +47,10 @@ __all__ = [
     "GroupedGemmQuant",
     "Mxfp8GemmConfig",
     "QuantOutputs",
+    "Sm90Bf16Config",
+    "Sm90Fp8Config",
     "Sm90Mxfp8Config",
+    "Sm100DenseConfig",
     "Sm100GroupedConfig",
     "backends",
     "dequantize",
@@ -65,43 +70,45 @@ _HOMES = {
     "MXFP8": "formats",
     "MXFP8_E5M2": "formats",
     "NVFP4": "formats",
-    "Bf16GemmConfig": "paths.sm90_bf16",
     "BlockScaledFormat": "formats",
     "BlockScaledTensor": "formats",
-    "GemmConfig": "config",
-    "GroupedGemmQuant": "quant_class",
-    "Mxfp8GemmConfig": "paths.sm100_mxfp8_dense",
-    "QuantOutputs": "quant_outputs",
-    "Sm90Mxfp8Config": "paths.sm90_mxfp8",
-    "Sm100GroupedConfig": "config_sm100_grouped",
-    "backends": "backends",
-    "dequantize": "quantize",
-    "gemm": "grouped_gemm",
-    "group_offsets": "grouped_gemm",
-    "grouped_gemm": "grouped_gemm",
-    "grouped_gemm_list": "grouped_gemm_list",
-    "grouped_gemm_quant": "grouped_gemm_quant",
-    "grouped_gemm_swiglu_quant": "grouped_gemm_quant",
-    "quantize": "quantize",
-    "scaled_grouped_mm": "torch_api",
+    "GroupedGemmQuant": "compat.cudnn.gemm_class",
+    "QuantOutputs": "ops.grouped_gemm_epilogue",
+    "Sm90Bf16Config": "kernels.sm90_bf16.host",
+    "Sm90Fp8Config": "kernels.sm90_fp8.config",
+    "Sm90Mxfp8Config": "kernels.sm90_mxfp8.host",
+    "Sm100DenseConfig": "kernels.sm100_dense.host",
+    "Sm100GroupedConfig": "kernels.sm100_grouped.config",
+    "backends": "runtime.devices",
+    "dequantize": "quantization.quantize",
+    "gemm": "ops.grouped_gemm",
+    "group_offsets": "ops.grouped_gemm",
+    "grouped_gemm": "ops.grouped_gemm",
+    "grouped_gemm_list": "ops.grouped_gemm_list",
+    "grouped_gemm_quant": "compat.cudnn.calls",
+    "grouped_gemm_swiglu_quant": "compat.cudnn.calls",
+    "quantize": "quantization.quantize",
+    "scaled_grouped_mm": "compat.torch",
+}
+# Earlier names of configurations.
+_ALIASES = {
+    "Bf16GemmConfig": "Sm90Bf16Config",
+    "GemmConfig": "Sm90Fp8Config",
+    "Mxfp8GemmConfig": "Sm100DenseConfig",
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first asked for, so that ``padless --help`` does not wait for torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'padless' has no attribute {name!r}")
-    value = getattr(import_module(f"padless.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
-class _Package(ModuleType):
-    """Importing a submodule stores it under its name here; where a function has that name, the function stays."""
+if not TYPE_CHECKING:  # a type checker knows the names from above, and refuses others
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+    def __getattr__(name: str) -> Any:
+        """Imports a public name at its first use, so that ``padless --help`` does not wait for torch."""
+        home = _HOMES.get(_ALIASES.get(name, name))
+        if home is None:
+            raise AttributeError(f"module 'padless' has no attribute {name!r}")
+        value = getattr(import_module(f"padless.{home}"), _ALIASES.get(name, name))
+        globals()[name] = value
+        return value

@@ -76,13 +76,13 @@ from dataclasses import dataclass
 
 import torch
 
-from padless.config import OUT_DTYPES
 from padless.formats import (
     FP8_BLOCK,
     MXFP4,
     MXFP8,
     MXFP8_E5M2,
     NVFP4,
+    OUT_DTYPES,
     TILE_ROWS,
     BlockScaledFormat,
     blocked_size,
@@ -245,7 +245,7 @@ class Epilogue:
         return n // 2 if self.is_glu else n
 
     def prelude(self) -> str:
-        """The C++ constants of kernels/quant_outputs.cuh, to compile a kernel behind."""
+        """The C++ constants of kernels/device/quant_outputs.cuh, to compile a kernel behind."""
         constants = {
             "HAS_PLAIN": self.d_dtype is not None,
             "HAS_ALPHA": self.alpha,

@@ -124,6 +124,13 @@ NVFP4 = BlockScaledFormat(
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP8_E5M2, MXFP4, NVFP4)
 
+# Element types of a product, with their names in device code.
+OUT_DTYPES: dict[torch.dtype, str] = {
+    torch.bfloat16: "OUT_BF16",
+    torch.float16: "OUT_F16",
+    torch.float32: "OUT_F32",
+}
+
 
 def is_mn_major(scale: torch.Tensor) -> bool:
     """Whether a (rows, columns) scale has strides (1, ld), ld = rows rounded up to 4 and at least 4."""

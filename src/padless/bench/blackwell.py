@@ -26,15 +26,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from padless.bench import machine
 from padless.bench.formats import COMPETITION
 from padless.bench.paper import BenchResult
 from padless.bench.peers import Contender
 from padless.bench.results import Record, failures, finite, time_us
 from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
-from padless.bench.timing import FLUSH_BYTES, Timer, geomean
 from padless.formats import MXFP8, BlockScaledTensor
 from padless.layouts import to_blocked
+from padless.testing import machine
+from padless.testing.timing import FLUSH_BYTES, Timer, geomean
 
 DENSE_SIZES = (2048, 4096, 8192, 16384)
 OWN, TORCH = "padless", "torch._scaled_mm"
@@ -71,8 +71,8 @@ def dense_contenders(
     size: tuple[int, int, int], seed: int, device: str
 ) -> tuple[list[Contender], torch.Tensor, torch.Tensor]:
     """padless and torch on one product of (M, N, K); some rows and their float64 values."""
-    from padless.grouped_gemm import gemm
-    from padless.quantize import dequantize, quantize
+    from padless.ops.grouped_gemm import gemm
+    from padless.quantization.quantize import dequantize, quantize
 
     m, n, k = size
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -168,7 +168,7 @@ def make_dataset(sizes: Sequence[int], n: int, k: int, seed: int, device: str) -
     Sums of them are exact in float32 in any order, so the outputs can be judged by the competition's tolerance.
     """
     from padless.formats import NVFP4
-    from padless.quantize import dequantize
+    from padless.quantization.quantize import dequantize
 
     generator = torch.Generator(device=device).manual_seed(seed)
     a, b, expected = [], [], []
@@ -234,7 +234,7 @@ def measure_competition(
     point: BlackwellPoint, seed: int, clock: CallsClock, device: str = "cuda", calls: int = CALLS
 ) -> Record:
     """Record of one shape: the mean time of a call by the competition's rules, outputs of every call checked."""
-    from padless.grouped_gemm_list import forget, grouped_gemm_list
+    from padless.ops.grouped_gemm_list import forget, grouped_gemm_list
 
     sizes, *_ = COMPETITION[point.case]
     sets = [make_dataset(sizes, point.N, point.K, seed + _SEED_STEP * i, device) for i in range(calls)]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from padless.bench.group_sizes import padded_rows
 from padless.bench.results import COMPARISONS, NOT_PEERS, Record, time_us
-from padless.bench.timing import geomean
+from padless.testing.timing import geomean
 
 UNIT_ROWS = 64
 UNITS = "floor in 64-row units"

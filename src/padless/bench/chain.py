@@ -28,8 +28,6 @@ from typing import Any
 
 import torch
 
-from padless import launch_cache
-from padless.bench import machine
 from padless.bench.chain_problem import ChainProblem, grid, make_chain
 from padless.bench.chain_report import MLP, MLP_ORDINARY, ORDINARY, PADLESS, PROGRAMMATIC, print_chain
 from padless.bench.group_sizes import DecodePoint
@@ -44,10 +42,12 @@ from padless.bench.problem import (
 )
 from padless.bench.results import Record, sessions_of
 from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
-from padless.bench.timing import Timer, Timing, capture
-from padless.driver import Driver
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.ops import launch_cache
+from padless.runtime.driver import Driver
+from padless.testing import machine
+from padless.testing.timing import Timer, Timing, capture
 
 REPEATS = 5
 PEERS = ("deepgemm",)
@@ -105,7 +105,7 @@ class Chain:
 
 def gemm_chains(problem: ChainProblem, ordinary: Driver) -> list[Chain]:
     """The products as called, and with the launches of the driver `ordinary`."""
-    from padless.grouped_gemm import grouped_gemm
+    from padless.ops.grouped_gemm import grouped_gemm
 
     def launched(a: Any, b: Any, offs: Any, out: torch.Tensor) -> Any:
         return grouped_gemm(a, b, offs, out=out)
@@ -160,10 +160,10 @@ def gemm_of_driver(
     driver: Driver, a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor, out: torch.Tensor
 ) -> None:
     """What grouped_gemm launches, by another driver than the process's."""
-    from padless.paths import find_path, format_name
+    from padless.kernels.table import find_route, format_name
 
     rows_per_group = a.shape[0] / b.data.shape[0]
-    path = find_path("grouped_gemm", driver.arch, format_name(a), b.format.name, None, rows_per_group)
+    path = find_route("grouped_gemm", driver.arch, format_name(a), b.format.name, None, rows_per_group)
     path.load().prepare(driver, a, b, offs, out, None).launch(_stream(out))
 
 
@@ -171,8 +171,8 @@ def swiglu_of_driver(
     driver: Driver, a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor
 ) -> BlockScaledTensor:
     """What grouped_gemm_swiglu_quant launches for FP8_BLOCK rows alone, by another driver than the process's."""
-    from padless import quant_outputs
-    from padless.paths import find_path, format_name
+    from padless.kernels.table import find_route, format_name
+    from padless.ops import grouped_gemm_epilogue as quant_outputs
 
     epilogue = Epilogue(
         activation="swiglu_concatenated",
@@ -181,7 +181,7 @@ def swiglu_of_driver(
     )
     m, (groups, n, _) = a.shape[0], b.data.shape
     tensors = EpilogueTensors(**quant_outputs.allocate(epilogue, m, n, groups, a.device, 1))
-    path = find_path(quant_outputs.OPERATION, driver.arch, format_name(a), b.format.name)
+    path = find_route(quant_outputs.OPERATION, driver.arch, format_name(a), b.format.name)
     prepared = path.load().prepare(driver, a, b, offs, tensors, None, epilogue=epilogue)
     prepared.launch(_stream(a.data))
     row = quant_outputs.pack(epilogue, tensors, as_cudnn=False).row
@@ -191,8 +191,8 @@ def swiglu_of_driver(
 
 def mlp(first: GroupedProblem, second: GroupedProblem, out: torch.Tensor, backend: str | None = None) -> None:
     """An expert's MLP of the public calls: gate, up and SwiGLU, quantised, in one launch, and the way back."""
-    from padless.grouped_gemm import grouped_gemm
-    from padless.grouped_gemm_quant import grouped_gemm_swiglu_quant
+    from padless.compat.cudnn.calls import grouped_gemm_swiglu_quant
+    from padless.ops.grouped_gemm import grouped_gemm
 
     hidden = grouped_gemm_swiglu_quant(
         gate_up="concatenated",
@@ -297,7 +297,7 @@ def run_chain(
     Raises ValueError without a CUDA GPU, and where the environment turns programmatic launches off.
     """
     machine.require_gpu("padless bench chain")
-    from padless.driver import CudaDriver, cuda_driver
+    from padless.runtime.driver import CudaDriver, cuda_driver
 
     if not cuda_driver().programmatic:
         raise ValueError("PADLESS_PROGRAMMATIC_LAUNCH is 0; unset it: both ways to launch are compared here")

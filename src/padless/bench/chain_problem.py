@@ -107,7 +107,7 @@ def _mlp_reference(
     layer: GroupedProblem, second: GroupedProblem, product: SampledReference
 ) -> SampledReference:
     """Sampled rows of the MLP in float64 from the first product's, with the quantisation between the projections."""
-    from padless.quantize import quantize
+    from padless.quantization.quantize import quantize
 
     gate, up = product.values.chunk(2, dim=1)
     hidden = torch.zeros(second.point.M, second.point.K, dtype=torch.float32, device=layer.device)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from padless.bench.results import Record, ratios, time_us
 from padless.bench.tables import NO_SESSIONS, caption, narrow_table, number, print_failures
-from padless.bench.timing import geomean
+from padless.testing.timing import geomean
 
 PADLESS = "padless"
 ORDINARY = "padless, ordinary launches"

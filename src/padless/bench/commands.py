@@ -21,7 +21,7 @@ from padless.bench.paper import BenchResult, run_paper
 from padless.bench.report import report_file
 from padless.bench.session import DEFAULT_OUT_DIR, RunSettings, wide_console
 from padless.bench.sizes import QUANTIZE_SHAPES, run_decode, run_dense, run_host, run_quantize
-from padless.bench.timing import REPEATS
+from padless.testing.timing import REPEATS
 
 QUICK_DENSE_SHAPES = DENSE_SHAPES[:2]
 QUICK_QUANTIZE_SHAPES = QUANTIZE_SHAPES[1:2]

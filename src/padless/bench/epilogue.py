@@ -24,14 +24,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from padless.bench import machine, tables
+from padless.bench import tables
 from padless.bench.group_sizes import Point, group_sizes
 from padless.bench.paper import BenchResult
 from padless.bench.problem import GroupedProblem, make_grouped
 from padless.bench.results import Record, time_us
 from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
-from padless.bench.timing import Call, Timer
 from padless.formats import FP8_BLOCK
+from padless.testing import machine
+from padless.testing.timing import Call, Timer
 
 GEMM = "gemm bf16"
 # (fused, the same in separate kernels)
@@ -54,9 +55,9 @@ def grid(*, full: bool) -> list[Point]:
 
 def calls(problem: GroupedProblem, backend: str | None = None) -> dict[str, Call]:
     """Every contender of a problem, by name."""
-    from padless.grouped_gemm import grouped_gemm
-    from padless.grouped_gemm_quant import grouped_gemm_quant, grouped_gemm_swiglu_quant
-    from padless.quantize import quantize
+    from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
+    from padless.ops.grouped_gemm import grouped_gemm
+    from padless.quantization.quantize import quantize
 
     a, b, offs = problem.a, problem.b, problem.offs
     options: dict[str, Any] = {
@@ -93,8 +94,8 @@ def calls(problem: GroupedProblem, backend: str | None = None) -> dict[str, Call
 
 def compare(problem: GroupedProblem, backend: str | None = None) -> Record:
     """Codes and scales of "fused rows" that are not those of quantize() of the float32 GEMM, and how many there are."""
-    from padless.grouped_gemm import grouped_gemm
-    from padless.quantize import quantize
+    from padless.ops.grouped_gemm import grouped_gemm
+    from padless.quantization.quantize import quantize
 
     fused = calls(problem, backend)["fused rows"]().row
     valid = sum(problem.sizes)

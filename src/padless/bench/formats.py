@@ -14,19 +14,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from padless.bench import machine
 from padless.bench.formats_report import draw_formats, print_formats
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
-from padless.bench.operands import BF16, Operands, make_operands
 from padless.bench.paper import BenchResult
 from padless.bench.peers import Contender
 from padless.bench.results import Record, finite
 from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
-from padless.bench.timing import Timer
-from padless.driver import Driver
 from padless.formats import BlockScaledTensor
-from padless.paths import PATHS, kernels_arch
-from padless.paths import Path as KernelPath
+from padless.kernels.table import ROUTES, Route, kernels_arch
+from padless.runtime.driver import Driver
+from padless.testing import machine
+from padless.testing.operands import BF16, Operands, make_operands
+from padless.testing.timing import Timer
 
 # What is compared where there is a kernel for it; a pair without one is listed as missing.
 WANTED = (
@@ -120,25 +119,25 @@ class Entry:
     bytes: int  # of operands and result
 
 
-def offered(arch: str) -> tuple[dict[str, KernelPath], list[str]]:
+def offered(arch: str) -> tuple[dict[str, Route], list[str]]:
     """Contenders' names with their paths on ``arch``, and the wanted pairs that have none.
 
     A pair that several kernels take has a contender for each, named after the kernel but for the default.
     """
-    found: dict[str, KernelPath] = {}
+    found: dict[str, Route] = {}
     missing = []
     arch = kernels_arch(arch)
     for a, b in WANTED:
-        paths = [p for p in PATHS if (p.operation, p.arch, p.a, p.b) == ("grouped_gemm", arch, a, b)]
+        paths = [p for p in ROUTES if (p.operation, p.arch, p.a, p.b) == ("grouped_gemm", arch, a, b)]
         for i, path in enumerate(paths):
-            found[f"{a} x {b}" if i == 0 else f"{a} x {b}, {path.kernel.removesuffix('.cu')}"] = path
+            found[f"{a} x {b}" if i == 0 else f"{a} x {b}, {path.name}"] = path
         if not paths:
             missing.append(f"{a} x {b}")
     return found, missing
 
 
 def own_entries(
-    names: dict[str, KernelPath],
+    names: dict[str, Route],
     driver: Driver | None,
     sizes: list[int],
     point: FormatsPoint,
@@ -146,7 +145,7 @@ def own_entries(
     device: str,
 ) -> dict[str, Entry]:
     """padless with every pair of formats. driver: None where the reference stands in for kernels (tests on the CPU)."""
-    from padless.grouped_gemm import grouped_gemm
+    from padless.ops.grouped_gemm import grouped_gemm
 
     dtype = torch.float16 if point.case in COMPETITION else torch.bfloat16
     entries: dict[str, Entry] = {}
@@ -172,7 +171,7 @@ def _public_call(function: Any, operands: Operands, out: torch.Tensor) -> Any:
     return lambda: function(operands.a, operands.b, operands.offs, out=out)
 
 
-def _prepared_call(path: KernelPath, driver: Driver, operands: Operands, out: torch.Tensor) -> Any:
+def _prepared_call(path: Route, driver: Driver, operands: Operands, out: torch.Tensor) -> Any:
     """A kernel that is not the default, with the configuration it picks; copies that it makes are timed too."""
     module = path.load()
 
@@ -185,7 +184,7 @@ def _prepared_call(path: KernelPath, driver: Driver, operands: Operands, out: to
 
 def torch_entries(operands: dict[str, Operands], point: FormatsPoint) -> dict[str, Entry]:
     """torch's bf16 grouped product of dequantised operands, and dequantising MXFP8 at every call before it."""
-    from padless.quantize import dequantize
+    from padless.quantization.quantize import dequantize
 
     grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
     source = next(iter(operands.values()))
@@ -227,7 +226,7 @@ def _expert(b: BlockScaledTensor, g: int) -> BlockScaledTensor:
 
 def expected_rows(operands: Operands, sizes: Sequence[int], every: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, their float64 products): some of the largest group, or every row."""
-    from padless.reference import grouped_gemm_reference
+    from padless.reference.gemm import grouped_gemm_reference
 
     rows, products, start = [], [], 0
     largest = max(range(len(sizes)), key=lambda g: sizes[g])
@@ -344,7 +343,7 @@ def run_formats(
     """
     grid_points = grid(full=False, seed=settings.seed) if points is None else list(points)
     session = open_session("formats", out_dir, (), settings)
-    from padless.driver import cuda_driver
+    from padless.runtime.driver import cuda_driver
 
     driver = cuda_driver()
 

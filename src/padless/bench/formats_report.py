@@ -11,7 +11,7 @@ from rich.table import Table
 
 from padless.bench.results import Record, failures, time_us
 from padless.bench.tables import narrow_table
-from padless.bench.timing import geomean
+from padless.testing.timing import geomean
 
 BASELINE = "torch_bf16"
 _AXES = ("case", "M", "N", "K", "groups", "rows")

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from padless.bench import machine
 from padless.bench.group_sizes import memory_saving_percent
 from padless.bench.pad import pad_groups, unpad_rows
 from padless.bench.peers import Contender, Peer
@@ -23,15 +22,16 @@ from padless.bench.problem import (
     sample_reference,
 )
 from padless.bench.results import Record, finite
-from padless.bench.timing import Timer
 from padless.bench.traffic import traffic_contenders
+from padless.testing import machine
+from padless.testing.timing import Timer
 
 
 def own_contenders(problem: GroupedProblem) -> list[Contender]:
     """padless on the groups as they are; padding; the same GEMM on padded groups; padding and that GEMM
     together.
     """
-    from padless.grouped_gemm import grouped_gemm
+    from padless.ops.grouped_gemm import grouped_gemm
 
     out = problem.empty_out()
     padded = problem.padded
@@ -64,7 +64,7 @@ def own_contenders(problem: GroupedProblem) -> list[Contender]:
 
 def own_decode_contender(problem: GroupedProblem) -> list[Contender]:
     """padless on groups of few rows."""
-    from padless.grouped_gemm import grouped_gemm
+    from padless.ops.grouped_gemm import grouped_gemm
 
     out = problem.empty_out()
     return [
@@ -74,7 +74,7 @@ def own_decode_contender(problem: GroupedProblem) -> list[Contender]:
 
 def own_dense_contender(problem: DenseProblem) -> list[Contender]:
     """padless on a dense product."""
-    from padless.grouped_gemm import gemm
+    from padless.ops.grouped_gemm import gemm
 
     out = problem.empty_out()
     return [Contender("padless", lambda: gemm(problem.a, problem.b, out=out), lambda: out)]

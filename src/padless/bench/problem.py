@@ -85,8 +85,8 @@ def make_grouped(
     """Standard normal operands, drawn on the device and quantised to FP8_BLOCK; seed None: uninitialised
     memory.
     """
-    from padless.grouped_gemm import group_offsets
-    from padless.quantize import quantize
+    from padless.ops.grouped_gemm import group_offsets
+    from padless.quantization.quantize import quantize
 
     if sum(sizes) != point.M or len(sizes) != point.groups:
         raise ValueError(

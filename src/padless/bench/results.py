@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from padless.bench.group_sizes import acceleration_percent
-from padless.bench.timing import geomean
+from padless.testing.timing import geomean
 
 Record = dict[str, Any]
 

@@ -17,14 +17,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from padless.bench import machine
 from padless.bench.group_sizes import DecodePoint, DenseShape, Point
 from padless.bench.measure import facts_of, measure_dense
 from padless.bench.peers import Peer, resolve_folder
 from padless.bench.problem import make_dense
 from padless.bench.results import Record, ResultFile, of_kind, point_key, time_us
-from padless.bench.timing import FLUSH, REPEATS, GpuTimer, Timer, copy_bytes_per_second
 from padless.bench.warm_up import warm_up
+from padless.testing import machine
+from padless.testing.timing import FLUSH, REPEATS, GpuTimer, Timer, copy_bytes_per_second
 
 DEFAULT_OUT_DIR = Path("padless-out/bench")
 PAUSE_S = 0.002

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from padless.bench import machine, tables
+from padless.bench import tables
 from padless.bench.group_sizes import (
     DENSE_SHAPES,
     DecodePoint,
@@ -32,8 +32,9 @@ from padless.bench.session import (
     open_session,
     run_points,
 )
-from padless.bench.timing import REPEATS, Call, GpuTimer, capture, host_us_per_call
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, ceil_div
+from padless.testing import machine
+from padless.testing.timing import REPEATS, Call, GpuTimer, capture, host_us_per_call
 
 # Rows x K of the memory-bound kernels: the paper's smallest and largest activations and two between.
 QUANTIZE_SHAPES = ((8192, 3072), (8192, 8192), (32768, 7168), (65536, 8192))
@@ -129,7 +130,7 @@ def memory_bound_calls(
     point: Point, seed: int, device: str = "cuda"
 ) -> tuple[dict[str, Call], dict[str, int]]:
     """The kernels of run_quantize at one size: calls, and the fewest bytes each must move."""
-    from padless.quantize import quantize
+    from padless.quantization.quantize import quantize
 
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.randn(point.M, point.K, dtype=torch.bfloat16, device=device, generator=generator)
@@ -179,7 +180,7 @@ def run_host(point: Point = HOST_POINT, *, seed: int = 0, repeats: int = REPEATS
     host_us: Python time of an eager call. kernel_us: GPU time of an eager call. graph_us: GPU time of a graph
         replay.
     """
-    from padless.grouped_gemm import grouped_gemm
+    from padless.ops.grouped_gemm import grouped_gemm
 
     machine.require_gpu("padless bench host")
     problem = make_grouped(point, group_sizes(point, seed), seed, "cuda")

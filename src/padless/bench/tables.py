@@ -25,7 +25,7 @@ from padless.bench.results import (
     tflops,
     time_us,
 )
-from padless.bench.timing import geomean
+from padless.testing.timing import geomean
 
 # Above this many points, a grouped benchmark's table has one line per (M, groups) instead of one per point.
 _MAX_POINT_LINES = 40

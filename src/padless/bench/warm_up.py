@@ -19,7 +19,7 @@ import torch
 
 from padless.bench.group_sizes import DecodePoint, Point
 from padless.bench.measure import facts_of
-from padless.processes import cpus
+from padless.testing.processes import cpus
 
 _MAX_WORKERS = 16
 _MEMORY_SHARE = 0.7

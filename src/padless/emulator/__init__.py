@@ -8,12 +8,18 @@ for report in result.reports: print(report)
 
 from __future__ import annotations
 
-from .checks import KINDS, Report
-from .emulator import Emulator, LaunchResult
-from .errors import EmulatorError, KernelFault, LaunchError, PtxSyntaxError, UnsupportedInstruction
-from .memory import DeviceMemory
-from .schedule import Schedule
-from .statistics import Statistics
+from padless.emulator.emulator import Emulator, LaunchResult
+from padless.emulator.errors import (
+    EmulatorError,
+    KernelFault,
+    LaunchError,
+    PtxSyntaxError,
+    UnsupportedInstruction,
+)
+from padless.emulator.order.reports import KINDS, Report
+from padless.emulator.state.memory import DeviceMemory
+from padless.emulator.state.schedule import Schedule
+from padless.emulator.state.statistics import Statistics
 
 __all__ = [
     "KINDS",

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from .emulator import ARITHMETICS, Emulator
-from .errors import EmulatorError, LaunchError
+from padless.emulator.emulator import ARITHMETICS, Emulator
+from padless.emulator.errors import EmulatorError, LaunchError
 
 app = typer.Typer(
     add_completion=False,
@@ -83,7 +83,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 def run_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path) -> int:
     """One launch on fresh buffers; returns the number of reports."""
-    from .memory import DeviceMemory
+    from padless.emulator.state.memory import DeviceMemory
 
     device = emulator.with_memory(DeviceMemory())
     arrays = {name: make_buffer(name, spec, folder) for name, spec in description.get("buffers", {}).items()}
@@ -166,7 +166,7 @@ def make_argument(argument: Any, addresses: dict[str, int], arrays: dict[str, An
 
 def tensor_map(spec: dict[str, Any], addresses: dict[str, int], arrays: dict[str, Any]) -> bytes:
     """A tiled tensor map: buffer, box, swizzle; dims and strides (bytes) follow from the buffer's shape by default."""
-    from .units import tensor_map as unit
+    from padless.emulator.units import tensor_map as unit
 
     try:
         name, box = spec["buffer"], tuple(spec["box"])

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from .checks import KINDS, Report
-from .errors import LaunchError
-from .machine import Machine
-from .memory import DeviceMemory
-from .parser import parse
-from .program import Program, prepare
-from .statistics import Statistics
+from padless.emulator.errors import LaunchError
+from padless.emulator.order.reports import KINDS, Report
+from padless.emulator.prepare.program import Program, prepare
+from padless.emulator.ptx.parser import parse
+from padless.emulator.run.machine import Machine
+from padless.emulator.state.memory import DeviceMemory
+from padless.emulator.state.statistics import Statistics
 
 ARITHMETICS = ("truncate", "exact", "separate_add", "fast")
 

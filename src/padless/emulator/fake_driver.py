@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .emulator import Emulator, LaunchResult
-from .memory import DeviceMemory
+from padless.emulator.emulator import Emulator, LaunchResult
+from padless.emulator.state.memory import DeviceMemory
 
 if TYPE_CHECKING:
-    from padless.driver import Argument, LaunchShape
-    from padless.jit import CompiledKernel
-    from padless.tensor_map import TensorMapSpec
+    from padless.runtime.driver import Argument, LaunchShape
+    from padless.runtime.jit import CompiledKernel
+    from padless.runtime.tensor_map import TensorMapSpec
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Settings:
 
 
 class EmulatedDriver:
-    """A device without a GPU: same methods as padless.driver.CudaDriver, memory is the CPU tensors themselves."""
+    """A device without a GPU, with the methods of runtime.driver.CudaDriver. Memory is the CPU tensors themselves."""
 
     kind = "ptx"
 
@@ -72,7 +72,7 @@ class EmulatedDriver:
 
     def encode(self, spec: TensorMapSpec) -> bytes:
         """The 128 bytes of a tensor map, in the emulator's own encoding. ValueError where the driver would refuse."""
-        from .units import tensor_map
+        from padless.emulator.units import tensor_map
 
         return tensor_map.encode_tiled(
             spec.data_type, spec.address, spec.dims, spec.strides, spec.box, swizzle=spec.swizzle,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from .registry import EMITTERS, HELPERS, SPECIAL_REGISTERS, TYPES
+from padless.emulator.prepare.registry import EMITTERS, HELPERS, SPECIAL_REGISTERS, TYPES
 
 __all__ = ["EMITTERS", "HELPERS", "SPECIAL_REGISTERS", "TYPES"]
 

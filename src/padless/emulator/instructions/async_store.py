@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import grid_dependency
-from ..ast import Vector
-from ..asynchronous import AsyncOperation
-from ..race import IN_FLIGHT, pack
-from ..spaces import OFFSET_MASK
-from .operands import SharedOperand, locate
-from .registry import instruction
-from .synchronisation import find_mbarrier
+from padless.emulator.instructions.operands import SharedOperand, locate
+from padless.emulator.instructions.synchronisation import find_mbarrier
+from padless.emulator.order.race import IN_FLIGHT, pack
+from padless.emulator.prepare.registry import instruction
+from padless.emulator.ptx.ast import Vector
+from padless.emulator.state import grid_dependency
+from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.spaces import OFFSET_MASK
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
-    from ..warp import Fragment, Wait, Warp
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.state.warp import Fragment, Wait, Warp
 
 OPERATIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
 def asynchronous_store(e: Emitter) -> None:
     """[address], value, [mbarrier]; a vector for st.async only."""
-    from ..atomics import OPERATIONS as FUNCTIONS
-    from ..memory import NUMPY
+    from padless.emulator.state.atomics import OPERATIONS as FUNCTIONS
+    from padless.emulator.state.memory import NUMPY
 
     e.only(
         "async",

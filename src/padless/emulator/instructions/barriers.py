@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..ast import Not
-from ..race import merge
-from ..warp import Wait
-from ..warp_sync import whole_warp
-from .operands import GenericOperand
-from .registry import instruction
-from .warp_wide import write
+from padless.emulator.instructions.operands import GenericOperand
+from padless.emulator.instructions.warp_wide import write
+from padless.emulator.order.race import merge
+from padless.emulator.prepare.registry import instruction
+from padless.emulator.ptx.ast import Not
+from padless.emulator.state.warp import Wait
+from padless.emulator.state.warp_sync import whole_warp
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
-    from ..warp import Fragment
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.state.warp import Fragment
 
 
 class BarrierWait(Wait):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..ast import Immediate, Pair, Sink
-from .registry import helper, instruction
+from padless.emulator.prepare.registry import helper, instruction
+from padless.emulator.ptx.ast import Immediate, Pair, Sink
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from padless.emulator.prepare.emitter import Emitter
 
 Array = np.ndarray[Any, Any]
 

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import grid_dependency
-from ..ast import Address, Immediate
-from ..spaces import PARAM_WINDOW, SHARED_WINDOW
-from ..warp import Wait
-from . import bulk_transfer
-from .cp_async import small_copy
-from .data import cache_qualifier
-from .operands import GenericOperand, SharedOperand
-from .registry import instruction
+from padless.emulator.instructions import bulk_transfer
+from padless.emulator.instructions.cp_async import small_copy
+from padless.emulator.instructions.data import cache_qualifier
+from padless.emulator.instructions.operands import GenericOperand, SharedOperand
+from padless.emulator.prepare.registry import instruction
+from padless.emulator.ptx.ast import Address, Immediate
+from padless.emulator.state import grid_dependency
+from padless.emulator.state.spaces import PARAM_WINDOW, SHARED_WINDOW
+from padless.emulator.state.warp import Wait
 
 if TYPE_CHECKING:
-    from ..ast import Instruction
-    from ..emitter import Emitter
-    from ..warp import Fragment, Warp
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.ptx.ast import Instruction
+    from padless.emulator.state.warp import Fragment, Warp
 
 
 @instruction("cp")
@@ -129,7 +129,7 @@ def wait_group(e: Emitter) -> Any:
 # ---- operands
 def read_tensor_map(w: Warp, address: int, ins: Instruction, lane: int) -> Any:
     """Decode the 128 bytes at a generic address: kernel parameter, global or constant memory."""
-    from ..units import tensor_map
+    from padless.emulator.units import tensor_map
 
     machine = w.cta.machine
     if address % 64:

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import grid_dependency
-from ..asynchronous import AsyncOperation
-from ..race import ASYNC, IN_FLIGHT, pack
-from ..spaces import OFFSET_MASK
-from .operands import locate
-from .synchronisation import find_mbarrier
+from padless.emulator.instructions.operands import locate
+from padless.emulator.instructions.synchronisation import find_mbarrier
+from padless.emulator.order.race import ASYNC, IN_FLIGHT, pack
+from padless.emulator.state import grid_dependency
+from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.spaces import OFFSET_MASK
 
 if TYPE_CHECKING:
-    from ..ast import Instruction
-    from ..mbarrier import Mbarrier
-    from ..warp import Cta, Warp
+    from padless.emulator.ptx.ast import Instruction
+    from padless.emulator.state.mbarrier import Mbarrier
+    from padless.emulator.state.warp import Cta, Warp
 
 Array = np.ndarray[Any, Any]
 
@@ -154,7 +154,7 @@ def tensor_load(
     w: Warp, lane: int, ins: Instruction, tensor_map: Any, coordinates: tuple[int, ...], start: int, barrier: int,
     mask: int | None, pair: bool, mode: str,
 ) -> None:  # fmt: skip
-    from ..units import tma
+    from padless.emulator.units import tma
 
     machine = w.cta.machine
     offset = start & OFFSET_MASK
@@ -232,7 +232,7 @@ def tensor_store(
     w: Warp, lane: int, ins: Instruction, tensor_map: Any, coordinates: tuple[int, ...], start: int, operation: str,
     mode: str, groups: Any,
 ) -> None:  # fmt: skip
-    from ..units import tma
+    from padless.emulator.units import tma
 
     machine = w.cta.machine
     cta, offset = locate(w, start, ins, lane)
@@ -299,7 +299,7 @@ def plain_store(
 
 
 def reduce_bytes(old: Array, new: Array, kind: str, operation: str) -> Array:
-    from ..units import tma
+    from padless.emulator.units import tma
 
     return np.asarray(tma.reduce_values(old, new, kind, operation))
 

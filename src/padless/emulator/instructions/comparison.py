@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..ast import Pair, Sink
-from . import floating
-from .registry import instruction
+from padless.emulator.instructions import floating
+from padless.emulator.prepare.registry import instruction
+from padless.emulator.ptx.ast import Pair, Sink
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from padless.emulator.prepare.emitter import Emitter
 
 Array = np.ndarray[Any, Any]
 
@@ -32,7 +32,7 @@ def comparison(e: Emitter, a: Any, b: Any, kind: str) -> str:
         if e.has("ftz"):
             x, y = f"flush_sixteen({x})", f"flush_sixteen({y})"
     else:
-        from ..emitter import view_of
+        from padless.emulator.prepare.emitter import view_of
 
         view = view_of(kind)
         x, y = e.source(a, view), e.source(b, view)
@@ -118,7 +118,7 @@ def select(e: Emitter) -> None:
 
 @instruction("slct")
 def select_sign(e: Emitter) -> None:
-    from ..emitter import view_of
+    from padless.emulator.prepare.emitter import view_of
 
     view, by = view_of(e.types[0]), view_of(e.types[1])
     d, a, b, c = e.operands

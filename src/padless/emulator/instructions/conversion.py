@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..ast import Operand
-from ..spaces import SHARED_WINDOW, VIEW_SIZE, WINDOW_OF
-from . import floating
-from .floating_values import narrow_bf16, narrow_f16, round_directed
-from .registry import helper, instruction
+from padless.emulator.instructions import floating
+from padless.emulator.instructions.floating_values import narrow_bf16, narrow_f16, round_directed
+from padless.emulator.prepare.registry import helper, instruction
+from padless.emulator.ptx.ast import Operand
+from padless.emulator.state.spaces import SHARED_WINDOW, VIEW_SIZE, WINDOW_OF
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from padless.emulator.prepare.emitter import Emitter
 
 Array = np.ndarray[Any, Any]
 INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
@@ -161,7 +161,7 @@ def round_sixteen(value: Array, base: str, mode: str, saturate: bool) -> Array:
             bits = np.where(over, np.nextafter(near, np.float16(0)), near).view(np.uint16)
         bits = np.where(np.isnan(wide), 0x7FFF, bits).astype(np.uint16)
     else:
-        from ..units import number_formats
+        from padless.emulator.units import number_formats
 
         return np.asarray(number_formats.encode(wide, base, rounding=mode, saturate=saturate), np.uint16)
     if saturate:
@@ -174,7 +174,7 @@ def round_sixteen(value: Array, base: str, mode: str, saturate: bool) -> Array:
 
 @helper
 def to_tf32(value: Array, mode: str, saturate: bool, relu: bool) -> Array:
-    from ..units import number_formats
+    from padless.emulator.units import number_formats
 
     return number_formats.encode(
         value.astype(np.float64), "tf32", rounding=mode, saturate=saturate, relu=relu
@@ -255,7 +255,7 @@ def small_formats(e: Emitter, to: str, source: str) -> None:
 
 @helper
 def encode_pair(low: Array, high: Array, name: str, mode: str, saturate: bool) -> Array:
-    from ..units import number_formats
+    from padless.emulator.units import number_formats
 
     codes = [
         number_formats.encode(x, name, rounding=mode, saturate=saturate).astype(np.uint16)
@@ -266,7 +266,7 @@ def encode_pair(low: Array, high: Array, name: str, mode: str, saturate: bool) -
 
 @helper
 def decode_pair(bits: Array, name: str, to: str, relu: bool) -> Array:
-    from ..units import number_formats
+    from padless.emulator.units import number_formats
 
     shift = 4 if name == "e2m1" else 8
     mask = (1 << shift) - 1

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import grid_dependency
-from ..ast import Immediate
-from ..race import merge
-from ..warp import Wait
-from . import bulk_transfer
-from .data import cache_qualifier
-from .operands import GenericOperand, SharedOperand
-from .synchronisation import find_mbarrier
+from padless.emulator.instructions import bulk_transfer
+from padless.emulator.instructions.data import cache_qualifier
+from padless.emulator.instructions.operands import GenericOperand, SharedOperand
+from padless.emulator.instructions.synchronisation import find_mbarrier
+from padless.emulator.order.race import merge
+from padless.emulator.ptx.ast import Immediate
+from padless.emulator.state import grid_dependency
+from padless.emulator.state.warp import Wait
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
-    from ..warp import Fragment, Warp
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.state.warp import Fragment, Warp
 
 
 class SmallGroups:

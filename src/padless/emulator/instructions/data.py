@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import grid_dependency
-from ..ast import Address, Immediate, Register, Sink, Symbol, Vector
-from .async_store import asynchronous_store
-from .conversion import wide_source
-from .registry import HELPERS, helper, instruction
+from padless.emulator.instructions.async_store import asynchronous_store
+from padless.emulator.instructions.conversion import wide_source
+from padless.emulator.prepare.registry import HELPERS, helper, instruction
+from padless.emulator.ptx.ast import Address, Immediate, Register, Sink, Symbol, Vector
+from padless.emulator.state import grid_dependency
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from padless.emulator.prepare.emitter import Emitter
 
 Array = np.ndarray[Any, Any]
 DYNAMIC = {"%clock": "u32", "%clock_hi": "u32", "%clock64": "u64", "%globaltimer": "u64", "%globaltimer_lo": "u32",
@@ -168,7 +168,7 @@ def access(e: Emitter, address: Any, value: Any, store: bool) -> MemoryAccess:
 
 @instruction("ld", "ldu")
 def load(e: Emitter) -> None:
-    from .. import memory_access
+    from padless.emulator.state import memory_access
 
     d, address = e.operands[:2]
     a = access(e, address, d, store=False)
@@ -181,7 +181,7 @@ def load(e: Emitter) -> None:
 
 @instruction("st")
 def store(e: Emitter) -> None:
-    from .. import memory_access
+    from padless.emulator.state import memory_access
 
     if e.has("async"):
         asynchronous_store(e)
@@ -198,7 +198,7 @@ def store(e: Emitter) -> None:
 @instruction("atom", "red")
 def atomic(e: Emitter) -> None:
     """Read-modify-write, lane after lane. red has no destination."""
-    from .. import atomics
+    from padless.emulator.state import atomics
 
     operations = ("add", "min", "max", "inc", "dec", "and", "or", "xor", "exch", "cas")
     if e.has("async"):

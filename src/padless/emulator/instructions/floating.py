@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..ast import Immediate
-from .registry import instruction
+from padless.emulator.prepare.registry import instruction
+from padless.emulator.ptx.ast import Immediate
 
 if TYPE_CHECKING:
-    from ..ast import Operand
-    from ..emitter import Emitter
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.ptx.ast import Operand
 
 ROUNDINGS = ("rn", "rz", "rm", "rp")
 

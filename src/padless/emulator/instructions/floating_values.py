@@ -10,47 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from .registry import HELPERS, helper
+from padless.emulator.prepare.registry import HELPERS, helper
+from padless.emulator.units.number_formats import narrow_bf16, narrow_f16, widen_bf16, widen_f16
 
 Array = np.ndarray[Any, Any]
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 
 
-@helper
-def widen_f16(bits: Array) -> Array:
-    return bits.view(np.float16).astype(np.float64)
-
-
-@helper
-def widen_bf16(bits: Array) -> Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-@helper
-def narrow_f16(value: Array) -> Array:
-    return np.where(np.isnan(value), np.uint16(0x7FFF), value.astype(np.float16).view(np.uint16)).astype(
-        np.uint16
-    )
-
-
-@helper
-def narrow_bf16(value: Array) -> Array:
-    """Nearest even from float64 in one rounding: to odd into float32 first, then to bf16."""
-    single = round_to_odd(np.asarray(value, np.float64))
-    bits = single.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(value), 0x7FFF, rounded).astype(np.uint16)
-
-
-def round_to_odd(value: Array) -> Array:
-    """float64 to float32, inexact results forced to an odd last bit, so that a second rounding is still correct."""
-    near = value.astype(np.float32)
-    back = near.astype(np.float64)
-    bits = near.view(np.int32)
-    # `toward` is the neighbour on the other side of `value`; of the two, one is odd.
-    inexact = (back != value) & np.isfinite(value) & (bits & 1 == 0)
-    away = (np.abs(back) < np.abs(value)).astype(np.int32) * 2 - 1
-    return np.where(inexact, bits + away, bits).view(np.float32)
+for _conversion in (widen_f16, widen_bf16, narrow_f16, narrow_bf16):
+    helper(_conversion)
 
 
 @helper

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .registry import helper, instruction
+from padless.emulator.prepare.registry import helper, instruction
 
 if TYPE_CHECKING:
-    from ..ast import Operand
-    from ..emitter import Emitter
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.ptx.ast import Operand
 
 Array = np.ndarray[Any, Any]
 
@@ -34,7 +34,7 @@ def is_float(e: Emitter) -> bool:
 
 @instruction("add", "sub")
 def add_sub(e: Emitter) -> None:
-    from . import floating
+    from padless.emulator.instructions import floating
 
     if is_float(e):
         floating.arithmetic(e)
@@ -123,7 +123,7 @@ def add_carry(
 
 @instruction("mul")
 def mul(e: Emitter) -> None:
-    from . import floating
+    from padless.emulator.instructions import floating
 
     if is_float(e):
         floating.arithmetic(e)
@@ -165,7 +165,7 @@ def multiply_high(a: Array, b: Array) -> Array:
 
 @instruction("mad")
 def mad(e: Emitter) -> None:
-    from . import floating
+    from padless.emulator.instructions import floating
 
     if is_float(e):
         floating.fused(e)
@@ -223,7 +223,7 @@ def sad(e: Emitter) -> None:
 
 @instruction("div", "rem")
 def div_rem(e: Emitter) -> None:
-    from . import floating
+    from padless.emulator.instructions import floating
 
     if is_float(e):
         floating.division(e)
@@ -252,7 +252,7 @@ def remainder_integers(a: Array, b: Array) -> Array:
 
 @instruction("abs")
 def absolute(e: Emitter) -> None:
-    from . import floating
+    from padless.emulator.instructions import floating
 
     if is_float(e):
         floating.sign_operation(e)
@@ -263,7 +263,7 @@ def absolute(e: Emitter) -> None:
 
 @instruction("neg")
 def negate(e: Emitter) -> None:
-    from . import floating
+    from padless.emulator.instructions import floating
 
     if is_float(e):
         floating.sign_operation(e)
@@ -274,7 +274,7 @@ def negate(e: Emitter) -> None:
 
 @instruction("min", "max")
 def min_max(e: Emitter) -> None:
-    from . import floating
+    from padless.emulator.instructions import floating
 
     if is_float(e):
         floating.minimum_maximum(e)

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..ast import Register, Sink, Vector
-from ..asynchronous import AsyncOperation
-from ..spaces import OFFSET_MASK
-from . import bulk_transfer
-from .operands import SharedOperand, locate
-from .registry import instruction
-from .synchronisation import find_mbarrier
+from padless.emulator.instructions import bulk_transfer
+from padless.emulator.instructions.operands import SharedOperand, locate
+from padless.emulator.instructions.synchronisation import find_mbarrier
+from padless.emulator.prepare.registry import instruction
+from padless.emulator.ptx.ast import Register, Sink, Vector
+from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.spaces import OFFSET_MASK
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
-    from ..warp import Fragment, Wait, Warp
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.state.warp import Fragment, Wait, Warp
 
 Array = np.ndarray[Any, Any]
 BYTES = 16

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import tensor_core
-from ..ast import Immediate, Register, Vector
-from ..asynchronous import AsyncOperation
-from ..checks import set_bits
-from ..memory_access import shared_groups
-from ..race import ASYNC, pack
-from ..register_checks import names_of
-from ..warp import Wait
-from ..warp_sync import whole_warp
-from .operands import SharedOperand
-from .registry import instruction
+from padless.emulator.instructions.operands import SharedOperand
+from padless.emulator.order.race import ASYNC, pack
+from padless.emulator.order.reports import set_bits
+from padless.emulator.prepare.registry import instruction
+from padless.emulator.ptx.ast import Immediate, Register, Vector
+from padless.emulator.state import tensor_core
+from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.memory_access import shared_groups
+from padless.emulator.state.registers import names_of
+from padless.emulator.state.warp import Wait
+from padless.emulator.state.warp_sync import whole_warp
 
 if TYPE_CHECKING:
-    from ..ast import Instruction
-    from ..emitter import Emitter
-    from ..warp import Cta, Fragment, Warp
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.ptx.ast import Instruction
+    from padless.emulator.state.warp import Cta, Fragment, Warp
 
 Array = np.ndarray[Any, Any]
 

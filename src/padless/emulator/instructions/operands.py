@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..ast import Address, Register
-from ..spaces import OFFSET_MASK, SHARED_WINDOW
+from padless.emulator.ptx.ast import Address, Register
+from padless.emulator.state.spaces import OFFSET_MASK, SHARED_WINDOW
 
 if TYPE_CHECKING:
-    from ..ast import Instruction, Operand
-    from ..emitter import Emitter
-    from ..warp import Cta, Warp
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.ptx.ast import Instruction, Operand
+    from padless.emulator.state.warp import Cta, Warp
 
 Array = np.ndarray[Any, Any]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..ast import Immediate
-from ..register_pool import GRANULE, LEAST, MOST, RegisterPool, registers_at_launch
-from ..warp import Wait
-from ..warp_sync import whole_warp
-from .registry import instruction
+from padless.emulator.prepare.registry import instruction
+from padless.emulator.ptx.ast import Immediate
+from padless.emulator.state.register_pool import GRANULE, LEAST, MOST, RegisterPool, registers_at_launch
+from padless.emulator.state.warp import Wait
+from padless.emulator.state.warp_sync import whole_warp
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
-    from ..warp import Cta, Fragment
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.state.warp import Cta, Fragment
 
 
 class RegisterWait(Wait):

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..ast import Sink
-from ..mbarrier import Mbarrier
-from ..race import STRONG, pack
-from ..spaces import SHARED_WINDOW
-from ..warp import Wait
-from .operands import SharedOperand, locate
-from .registry import instruction
+from padless.emulator.instructions.operands import SharedOperand, locate
+from padless.emulator.order.race import STRONG, pack
+from padless.emulator.prepare.registry import instruction
+from padless.emulator.ptx.ast import Sink
+from padless.emulator.state.mbarrier import Mbarrier
+from padless.emulator.state.spaces import SHARED_WINDOW
+from padless.emulator.state.warp import Wait
 
 if TYPE_CHECKING:
-    from ..ast import Instruction
-    from ..emitter import Emitter
-    from ..warp import Cta, Fragment, Warp
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.ptx.ast import Instruction
+    from padless.emulator.state.warp import Cta, Fragment, Warp
 
 Array = np.ndarray[Any, Any]
 
@@ -193,7 +193,7 @@ def state_of(bar: Mbarrier) -> int:
 def arrive(e: Emitter) -> None:
     operands = list(e.operands)
     state_slot = -1
-    from ..ast import Address
+    from padless.emulator.ptx.ast import Address
 
     if not isinstance(operands[0], Address):
         state = operands.pop(0)

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .registry import instruction
-from .tcgen05_access import load, store, wait
-from .tcgen05_allocation import allocate, deallocate, relinquish
-from .tcgen05_pipe import commit, copy, multiply
+from padless.emulator.instructions.tcgen05_access import load, store, wait
+from padless.emulator.instructions.tcgen05_allocation import allocate, deallocate, relinquish
+from padless.emulator.instructions.tcgen05_pipe import commit, copy, multiply
+from padless.emulator.prepare.registry import instruction
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from padless.emulator.prepare.emitter import Emitter
 
 
 @instruction("tcgen05")

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import tensor_units
-from ..ast import Immediate, Register, Vector
-from ..asynchronous import AsyncOperation
-from ..checks import set_bits
-from ..race import ASYNC, TENSOR, pack
-from ..register_checks import names_of
-from ..warp import Wait
-from ..warp_sync import whole_warp
-from .operands import tensor_address, value
-from .tensor_memory import COLUMNS, tensor_memory
+from padless.emulator.instructions.operands import tensor_address, value
+from padless.emulator.instructions.tensor_memory import COLUMNS, tensor_memory
+from padless.emulator.order.race import ASYNC, TENSOR, pack
+from padless.emulator.order.reports import set_bits
+from padless.emulator.ptx.ast import Immediate, Register, Vector
+from padless.emulator.state import tensor_units
+from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.registers import names_of
+from padless.emulator.state.warp import Wait
+from padless.emulator.state.warp_sync import whole_warp
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
-    from ..warp import Fragment, Warp
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.state.warp import Fragment, Warp
 
 
 class WarpAccesses:

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import tensor_units
-from ..race import BASE
-from ..warp import Wait
-from ..warp_sync import whole_warp
-from .operands import SharedOperand, locate
-from .tensor_memory import COLUMNS, LANES, TensorMemory, cells, tensor_memory
+from padless.emulator.instructions.operands import SharedOperand, locate
+from padless.emulator.instructions.tensor_memory import COLUMNS, LANES, TensorMemory, cells, tensor_memory
+from padless.emulator.order.race import BASE
+from padless.emulator.state import tensor_units
+from padless.emulator.state.warp import Wait
+from padless.emulator.state.warp_sync import whole_warp
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
-    from ..warp import Fragment
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.state.warp import Fragment
 
 
 class AllocationWait(Wait):

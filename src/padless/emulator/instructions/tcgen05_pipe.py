@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import tensor_units
-from ..ast import Address, Immediate, Vector
-from ..asynchronous import AsyncOperation
-from ..race import ASYNC, BASE, BEFORE, READS, TENSOR, pack
-from ..spaces import OFFSET_MASK
-from .operands import SharedOperand, tensor_address, value
-from .synchronisation import find_mbarrier
-from .tensor_memory import cells, tensor_memory
+from padless.emulator.instructions.operands import SharedOperand, tensor_address, value
+from padless.emulator.instructions.synchronisation import find_mbarrier
+from padless.emulator.instructions.tensor_memory import cells, tensor_memory
+from padless.emulator.order.race import ASYNC, BASE, BEFORE, READS, TENSOR, pack
+from padless.emulator.ptx.ast import Address, Immediate, Vector
+from padless.emulator.state import tensor_units
+from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.spaces import OFFSET_MASK
 
 if TYPE_CHECKING:
-    from ..ast import Instruction
-    from ..emitter import Emitter
-    from ..warp import Cta, Fragment, Wait, Warp
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.ptx.ast import Instruction
+    from padless.emulator.state.warp import Cta, Fragment, Wait, Warp
 
 
 def targets_of(w: Warp, pair: bool, ins: Instruction) -> list[Cta]:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..race import BASE, Shadow
+from padless.emulator.order.race import BASE, Shadow
 
 if TYPE_CHECKING:
-    from ..warp import Cta
+    from padless.emulator.state.warp import Cta
 
 Array = np.ndarray[Any, Any]
 LANES, COLUMNS = 128, 512

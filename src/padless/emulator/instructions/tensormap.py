@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import grid_dependency
-from ..ast import Immediate
-from .operands import GenericOperand, SharedOperand, locate
-from .registry import instruction
+from padless.emulator.instructions.operands import GenericOperand, SharedOperand, locate
+from padless.emulator.prepare.registry import instruction
+from padless.emulator.ptx.ast import Immediate
+from padless.emulator.state import grid_dependency
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from padless.emulator.prepare.emitter import Emitter
 
 
 def blank_tensor_map() -> bytes:
     """A legal map of rank 5 whose every field is about to be replaced."""
-    from ..units import tensor_map
+    from padless.emulator.units import tensor_map
 
     return tensor_map.encode_tiled(0, 16, (16, 1, 1, 1, 1), (16,) * 4, (16, 1, 1, 1, 1))
 
@@ -59,7 +59,7 @@ def tensor_map_update(e: Emitter) -> None:
     value_slot = e.source_slot(values[-1], kind)
 
     def replace(w: Any, v: Any, m: Any) -> None:
-        from ..units import tensor_map
+        from padless.emulator.units import tensor_map
 
         for lane in range(32) if m is True else np.flatnonzero(m).tolist():
             machine = w.cta.machine

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..ast import Not, Operand, Pair, Sink
-from ..warp_sync import gather_members
-from .registry import instruction
+from padless.emulator.prepare.registry import instruction
+from padless.emulator.ptx.ast import Not, Operand, Pair, Sink
+from padless.emulator.state.warp_sync import gather_members
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
-    from ..warp import Fragment, Wait
+    from padless.emulator.prepare.emitter import Emitter
+    from padless.emulator.state.warp import Fragment, Wait
 
 Array = np.ndarray[Any, Any]
 LANE = np.arange(32)

@@ -16,9 +16,9 @@ from functools import cache
 
 import numpy as np
 
-from . import number_formats
-from .exact_sum import round_sum
-from .number_formats import Array
+from padless.emulator.units import number_formats
+from padless.emulator.units.exact_sum import round_sum
+from padless.emulator.units.number_formats import Array
 
 MODES = ("truncate", "exact", "separate_add", "fast")
 CANONICAL_NAN = np.uint32(0x7FFFFFFF)

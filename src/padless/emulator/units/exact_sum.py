@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .number_formats import Array
+from padless.emulator.units.number_formats import Array
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:

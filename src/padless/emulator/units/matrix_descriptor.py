@@ -26,8 +26,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from .number_formats import Array
-from .swizzle import PERIOD, SPAN, swizzle
+from padless.emulator.units.number_formats import Array
+from padless.emulator.units.swizzle import PERIOD, SPAN, swizzle
 
 _WGMMA_LAYOUTS = ("none", "128B", "64B", "32B")
 _TCGEN05_LAYOUTS = {0: "none", 1: "128B_32B", 2: "128B", 4: "64B", 6: "32B"}

@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from . import arithmetic, number_formats
-from .number_formats import Array
-from .wgmma import ELEMENT_BYTES, integers
+from padless.emulator.units import arithmetic, number_formats
+from padless.emulator.units.number_formats import Array
+from padless.emulator.units.wgmma import ELEMENT_BYTES, integers
 
 _CODES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 

@@ -7,7 +7,7 @@ places by address bits 7 and up. Example: with "128B" byte 0x1230 goes to 0x1270
 
 from __future__ import annotations
 
-from .number_formats import Array
+from padless.emulator.units.number_formats import Array
 
 # mode -> (mask of the address bits from 7 up, how far left they are put)
 _MODES = {"none": (0, 0), "32B": (1, 4), "64B": (3, 4), "128B": (7, 4), "128B_32B": (3, 5)}

@@ -20,22 +20,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import arithmetic, instruction_descriptor, number_formats
-from . import matrix_descriptor as descriptors
-from .instruction_descriptor import BLOCK_SCALED, InstructionDescriptor
-from .number_formats import Array
-from .tensor_memory import (  # noqa: F401  (the rest of the tcgen05 family)
-    Copy,
+from padless.emulator.units import arithmetic, instruction_descriptor, number_formats
+from padless.emulator.units import matrix_descriptor as descriptors
+from padless.emulator.units.instruction_descriptor import BLOCK_SCALED, InstructionDescriptor
+from padless.emulator.units.number_formats import Array
+from padless.emulator.units.tensor_memory import (
     Rectangle,
-    access_problems,
-    load,
     rectangle_problems,
-    register_map,
     split_address,
-    store,
-    touched,
 )
-from .wgmma import integers
+from padless.emulator.units.wgmma import integers
 
 _BYTES = {"f16": 2, "bf16": 2, "tf32": 4}  # of an element in memory; 1 for the others, packed or padded
 

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from . import matrix_descriptor as descriptors
-from .number_formats import Array
+from padless.emulator.units import matrix_descriptor as descriptors
+from padless.emulator.units.number_formats import Array
 
 LANES, COLUMNS = 128, 512
 Rectangle = tuple[int, int, int, int]

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import number_formats
-from . import tensor_map as maps
-from .number_formats import Array
-from .swizzle import swizzle
-from .tensor_map import TensorMap
+from padless.emulator.units import number_formats
+from padless.emulator.units import tensor_map as maps
+from padless.emulator.units.number_formats import Array
+from padless.emulator.units.swizzle import swizzle
+from padless.emulator.units.tensor_map import TensorMap
 
 # Elements of padded sub-byte types come in 16s: bytes of data in each 16 bytes of shared memory.
 _PADDED = {"b4x16_p64": 8, "b6x16_p32": 12}

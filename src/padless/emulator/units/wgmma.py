@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import arithmetic, number_formats
-from . import matrix_descriptor as descriptors
-from .number_formats import Array
+from padless.emulator.units import arithmetic, number_formats
+from padless.emulator.units import matrix_descriptor as descriptors
+from padless.emulator.units.number_formats import Array
 
 ELEMENT_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
 M = 64

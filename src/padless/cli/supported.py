@@ -1,0 +1,89 @@
+"""Which formats run where: a table made from ``paths.ROUTES``. docs/supported.md is this function's output."""
+
+from __future__ import annotations
+
+from padless.formats import FORMATS, BlockScaledFormat
+from padless.kernels.table import FEW_ROWS, ROUTES, Route, preferred
+
+_ARCHS = {"sm_90a": "Hopper (sm_90a)", "sm_100a": "Blackwell (sm_100a, sm_103a)"}
+_DTYPES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn_x2": "e2m1, two a byte"}
+_SCALES = {"float32": "float32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
+
+
+def supported_markdown() -> str:
+    """Markdown: the formats, and for each operation the kernel of every pair of formats on every architecture."""
+    lines = [
+        "# What runs where",
+        "",
+        "Generated from the code: `padless info --formats`. Pairs that are not listed get a `ValueError` that says what",
+        "is supported. `BF16` stands for plain bfloat16 activations. Every pair also runs on the CPU: in plain torch by",
+        '`backend="reference"`, and the kernels themselves in the emulator, by `backend="emulator"` those of',
+        'sm_90a and `backend="emulator:sm_100a"` those of sm_100a.',
+        "",
+        "## Formats",
+        "",
+        "| format | codes | scales | block of activations | block of weights | bits a value, with scales |",
+        "|---|---|---|---|---|---|",
+        *(_format_row(format) for format in FORMATS),
+    ]
+    for operation in dict.fromkeys(path.operation for path in ROUTES):
+        lines += ["", f"## `{operation}`", "", *_operation_table(operation)]
+    lines += [
+        "",
+        "## How products are added up",
+        "",
+        "| kernel | accumulation |",
+        "|---|---|",
+        *dict.fromkeys(f"| `{path.name}.cu` | {path.accumulation} |" for path in ROUTES),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _format_row(format: BlockScaledFormat) -> str:
+    rows, columns = format.activation_block
+    codes = 8 / format.codes_per_byte
+    bits = [
+        codes + 8 * format.scale_dtype.itemsize / (r * c)
+        for r, c in (format.activation_block, format.weight_block)
+    ]
+    shown = " and ".join(dict.fromkeys(f"{b:.2f}" for b in bits))
+    scales = _SCALES[str(format.scale_dtype)[6:]] + (
+        ", and a float32 for all" if format.has_global_scale else ""
+    )
+    weights = " x ".join(map(str, format.weight_block))
+    return (
+        f"| `{format.name}` | {_DTYPES[str(format.data_dtype)[6:]]} | {scales} | {rows} x {columns} | {weights} "
+        f"| {shown} |"
+    )
+
+
+def _operation_table(operation: str) -> list[str]:
+    """A line for each pair of formats, a column for each architecture."""
+    here = [path for path in ROUTES if path.operation == operation]
+    archs = list(dict.fromkeys([*_ARCHS, *(path.arch for path in here)]))
+    pairs = dict.fromkeys((path.a, path.b) for path in here)
+    lines = [
+        "| activations | weights | " + " | ".join(_ARCHS.get(arch, arch) for arch in archs) + " |",
+        "|---|---|" + "---|" * len(archs),
+    ]
+    for a, b in pairs:
+        cells = [
+            _cell([path for path in here if (path.a, path.b, path.arch) == (a, b, arch)]) for arch in archs
+        ]
+        lines.append(f"| `{a}` | `{b}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _cell(paths: list[Route]) -> str:
+    """The kernel; where there are several, the default first, or the two that the rows of a group decide between."""
+    if not paths:
+        return "-"
+    few, many = _name(preferred(paths, FEW_ROWS)), _name(preferred(paths, FEW_ROWS + 1))
+    if few != many:
+        return f"{few} up to {FEW_ROWS} rows a group, {many} beyond; either on request"
+    others = [name for name in dict.fromkeys(map(_name, paths)) if name != many]
+    return f"{many}; on request {', '.join(others)}" if others else many
+
+
+def _name(path: Route) -> str:
+    return f"`{path.name}`"

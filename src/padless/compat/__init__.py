@@ -1,0 +1,1 @@
+"""Calls in other libraries' words: torch's and cuDNN's."""

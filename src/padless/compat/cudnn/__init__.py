@@ -1,0 +1,1 @@
+"""cuDNN's Grouped GEMM + Quant: its names and tensor shapes on top of padless's calls."""

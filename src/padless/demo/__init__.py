@@ -1,0 +1,1 @@
+"""`padless demo`."""

@@ -1,0 +1,1 @@
+"""Checks of registers, exits and deadlocks."""

@@ -1,0 +1,1 @@
+"""Order of memory operations: races and reports."""

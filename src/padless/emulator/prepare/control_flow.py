@@ -1,0 +1,153 @@
+"""Basic blocks of a prepared kernel, what follows what, and where divergent branches meet again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from padless.emulator.errors import EmulatorError
+from padless.emulator.ptx.ast import Instruction, Label, Module
+
+if TYPE_CHECKING:
+    from padless.emulator.prepare.emitter import Emitter
+
+FALL, BRANCH, EXIT, INDEXED, SYNC, TRAP = range(6)
+TERMINATORS = {"bra": BRANCH, "brx": INDEXED, "exit": EXIT, "ret": EXIT, "trap": TRAP, "brkpt": TRAP}
+
+
+@dataclass(slots=True)
+class Block:
+    """A straight run of instructions with one way out."""
+
+    index: int
+    instructions: list[Instruction]
+    terminator: Instruction | None = None
+    kind: int = FALL
+    target: int = -1
+    next: int = -1
+    targets: tuple[int, ...] = ()
+    guard: int = -1  # slot of the predicate of a conditional branch
+    guard_negated: bool = False
+    join: int = -1  # block where the two sides of the branch meet again
+    run: Callable[..., None] | None = None
+    sync: Callable[..., Any] | None = None
+    count: int = 0
+    reads: int = 0  # registers read before written, as a bit set over register numbers
+    writes: int = 0
+    touches: int = 0
+
+
+def find_blocks(
+    body: list[Any],
+    emitted: dict[int, Emitter],
+    branch_targets: dict[str, tuple[str, ...]],
+    module: Module,
+) -> list[Block]:
+    blocks: list[Block] = []
+    labels: dict[str, int] = {}
+    current = Block(0, [])
+    blocks.append(current)
+
+    def start() -> Block:
+        block = Block(len(blocks), [])
+        blocks.append(block)
+        return block
+
+    for statement in body:
+        if isinstance(statement, Label):
+            if current.instructions or current.terminator:
+                current = start()
+            labels[statement.name] = current.index
+            continue
+        if current.terminator is not None:
+            current = start()
+        if statement.opcode in TERMINATORS:
+            current.terminator = statement
+            current.kind = TERMINATORS[statement.opcode]
+        elif emitted[statement.index].sync is not None:
+            if current.instructions:
+                current = start()
+            current.instructions.append(statement)
+            current.terminator = statement
+            current.kind = SYNC
+        else:
+            current.instructions.append(statement)
+    if current.terminator is None:
+        current.kind = EXIT
+    for block in blocks:
+        block.next = block.index + 1 if block.index + 1 < len(blocks) else -1
+        end = block.terminator
+        if end is None or block.kind not in (BRANCH, INDEXED):
+            continue
+        try:
+            if block.kind == BRANCH:
+                (symbol,) = end.operands
+                block.target = labels[str(symbol)]
+            else:
+                block.targets = tuple(labels[name] for name in branch_targets[str(end.operands[1])])
+        except KeyError as error:
+            raise EmulatorError(f"{module.name}:{end.line}: no label {error}") from None
+    return blocks
+
+
+def successors(block: Block) -> list[int]:
+    """Blocks that may follow, -1 standing for the end of the thread."""
+    if block.kind == BRANCH:
+        guarded = block.terminator is not None and block.terminator.guard is not None
+        return [block.target, block.next] if guarded else [block.target]
+    if block.kind == INDEXED:
+        return list(block.targets)
+    if block.kind in (EXIT, TRAP):
+        guarded = block.terminator is not None and block.terminator.guard is not None
+        return [-1, block.next] if guarded else [-1]
+    return [block.next]
+
+
+def find_joins(blocks: list[Block]) -> None:
+    """Immediate post-dominators, where the sides of a divergent branch meet (Cooper, Harvey and Kennedy's iteration)."""
+    end = len(blocks)
+    following = [[end if s < 0 else s for s in successors(b)] for b in blocks]
+    preceding: list[list[int]] = [[] for _ in range(end + 1)]
+    for index, targets in enumerate(following):
+        for target in targets:
+            preceding[target].append(index)
+    order: list[int] = []
+    seen = {end}
+    stack: list[tuple[int, int]] = [(end, 0)]
+    while stack:
+        node, position = stack.pop()
+        if position < len(preceding[node]):
+            stack.append((node, position + 1))
+            other = preceding[node][position]
+            if other not in seen:
+                seen.add(other)
+                stack.append((other, 0))
+        else:
+            order.append(node)
+    rank = {node: i for i, node in enumerate(order)}  # the end has the highest rank
+    parent = {end: end}
+    changed = True
+    while changed:
+        changed = False
+        for node in reversed(order[:-1]):
+            new = -1
+            for target in following[node]:
+                if target not in parent:
+                    continue
+                if new < 0:
+                    new = target
+                    continue
+                one, two = new, target
+                while one != two:
+                    while rank[one] < rank[two]:
+                        one = parent[one]
+                    while rank[two] < rank[one]:
+                        two = parent[two]
+                new = one
+            if new >= 0 and parent.get(node) != new:
+                parent[node] = new
+                changed = True
+    for block in blocks:
+        join = parent.get(block.index, end)
+        block.join = -1 if join == end else join

@@ -1,0 +1,295 @@
+"""What the emitters of instructions share: rows, slots, constants and names, and the lines of generated code.
+
+A warp's registers are rows of numpy arrays, 32 lanes wide, one array per width. Generated code sees them as the list
+`v` of row views, one entry per (register, numpy type) that the kernel uses, and `m`, the active lanes: True for all
+32, else a bool array. Immediates and special registers are rows like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from padless.emulator.errors import EmulatorError, UnsupportedInstruction
+from padless.emulator.prepare import registry
+from padless.emulator.ptx.ast import (
+    Address,
+    Function,
+    Immediate,
+    Instruction,
+    Module,
+    Not,
+    Operand,
+    Register,
+    Symbol,
+)
+from padless.emulator.ptx.parser import type_size
+from padless.emulator.state.spaces import CLASS_OF_SIZE, STORAGE, VIEW_SIZE, VIEWS
+
+
+def view_of(type_name: str) -> str:
+    """The numpy view of a PTX type: b32 -> u32, f16x2 -> u32, bf16 -> u16, ..."""
+    if type_name in VIEWS:
+        return type_name
+    if type_name in ("f16x2", "bf16x2", "tf32", "u16x2", "s16x2"):
+        return "u32"
+    if type_name == "bf16":
+        return "u16"
+    if type_name == "f32x2":
+        return "u64"
+    if type_name.startswith("b"):
+        return "u" + type_name[1:]
+    raise KeyError(type_name)
+
+
+class Preparation:
+    """Shared by the emitters: allocates rows, slots, constants and names for generated code."""
+
+    def __init__(self, module: Module, function: Function) -> None:
+        self.module = module
+        self.function = function
+        self.register_types: dict[str, str] = dict(function.registers)
+        self.rows = dict.fromkeys(STORAGE, 0)
+        self.row_of: dict[str, tuple[str, int]] = {}
+        self.number_of: dict[str, int] = {}
+        self.slots: list[tuple[str, int, str]] = []
+        self.slot_of: dict[tuple[str, int, str], int] = {}
+        self.constants: list[tuple[str, int, int]] = []
+        self.constant_rows: dict[tuple[str, int], int] = {}
+        self.specials: list[tuple[str, str, int]] = []
+        self.symbol_rows: dict[tuple[str, str, int], int] = {}
+        self.names: dict[str, Any] = {"np": np}
+        self.granule = 16
+        self.uses: set[str] = set()
+
+    def row(self, name: str) -> tuple[str, int]:
+        """(class, row) of a register; special registers are made rows on first use."""
+        found = self.row_of.get(name)
+        if found:
+            return found
+        if name in self.register_types:
+            size = type_size(self.register_types[name])
+        elif name in registry.SPECIAL_REGISTERS:
+            size = registry.SPECIAL_REGISTERS[name]
+        else:
+            raise EmulatorError(f"undeclared register {name}")
+        cls = CLASS_OF_SIZE[size]
+        row = self.rows[cls]
+        self.rows[cls] += 2 if size == 16 else 1
+        self.row_of[name] = (cls, row)
+        self.number_of[name] = len(self.number_of)
+        if name not in self.register_types:
+            self.specials.append((name, cls, row))
+        return cls, row
+
+    def slot(self, cls: str, row: int, view: str) -> int:
+        key = (cls, row, view)
+        found = self.slot_of.get(key)
+        if found is None:
+            found = self.slot_of[key] = len(self.slots)
+            self.slots.append(key)
+        return found
+
+    def constant(self, bits: int, view: str) -> int:
+        """Slot of a constant given by its bit pattern."""
+        cls = CLASS_OF_SIZE[VIEW_SIZE[view]]
+        row = self.constant_rows.get((cls, bits))
+        if row is None:
+            row = self.constant_rows[(cls, bits)] = self.rows[cls]
+            self.rows[cls] += 1
+            self.constants.append((cls, row, bits))
+        return self.slot(cls, row, view)
+
+    def symbol(self, name: str, offset: int, view: str) -> int:
+        cls = CLASS_OF_SIZE[VIEW_SIZE[view]]
+        key = (cls, name, offset)
+        row = self.symbol_rows.get(key)
+        if row is None:
+            row = self.symbol_rows[key] = self.rows[cls]
+            self.rows[cls] += 1
+        return self.slot(cls, row, view)
+
+
+class Emitter:
+    """What an instruction's emitter works with: operand access, and the lines of the block being generated."""
+
+    def __init__(self, preparation: Preparation, instruction: Instruction) -> None:
+        self.preparation = preparation
+        self.instruction = instruction
+        self.opcode = instruction.opcode
+        self.modifiers = set(instruction.modifiers)
+        self.operands = instruction.operands
+        self.types = [t for t in instruction.modifiers if t in registry.TYPES]
+        self.lines: list[str] = []
+        self.sync: Callable[..., Any] | None = None
+        self.reads: list[str] = []
+        self.writes: list[str] = []
+        self.batch: tuple[str, Register, tuple[Any, ...]] | None = None
+        self.mask = "m"
+        if instruction.guard is not None:
+            guard = self.source(instruction.guard, "pred")
+            self.mask = f"(m & ~{guard})" if instruction.guard_negated else f"(m & {guard})"
+
+    @property
+    def type(self) -> str:
+        """The last type modifier."""
+        if not self.types:
+            self.unsupported("no type")
+        return self.types[-1]
+
+    @property
+    def view(self) -> str:
+        try:
+            return view_of(self.type)
+        except KeyError:
+            self.unsupported(f"type .{self.type}")
+            raise
+
+    def unsupported(self, why: str = "") -> None:
+        raise UnsupportedInstruction(
+            f"{self.preparation.module.name}:{self.instruction.line}: `{self.instruction}` is not supported"
+            + (f" ({why})" if why else "")
+        )
+
+    def has(self, *modifiers: str) -> bool:
+        return all(m in self.modifiers for m in modifiers)
+
+    def only(self, *allowed: str) -> None:
+        """Refuse any modifier that is neither a type nor in `allowed`, rather than ignore it."""
+        for modifier in self.modifiers:
+            if modifier not in allowed and modifier not in registry.TYPES:
+                self.unsupported(f"modifier .{modifier}")
+
+    # ---- operands
+    def width(self, operand: Operand) -> int:
+        """Bytes of a register operand; 0 for predicates; -1 for anything that has no width of its own."""
+        if isinstance(operand, Register):
+            cls, _ = self.preparation.row(operand.name)
+            return 0 if cls == "p" else np.dtype(STORAGE[cls]).itemsize
+        return -1
+
+    def source_slot(self, operand: Operand, view: str) -> int:
+        preparation = self.preparation
+        if isinstance(operand, Register):
+            cls, row = preparation.row(operand.name)
+            if operand.name not in self.reads:
+                self.reads.append(operand.name)
+            size = 0 if cls == "p" else np.dtype(STORAGE[cls]).itemsize
+            if size != VIEW_SIZE[view]:
+                self.unsupported(f"{operand} is {8 * size} bits wide, .{view} needs {8 * VIEW_SIZE[view]}")
+            return preparation.slot(cls, row, view)
+        if isinstance(operand, Immediate):
+            return preparation.constant(immediate_bits(operand, view), view)
+        if isinstance(operand, Symbol):
+            return preparation.symbol(operand.name, operand.offset, view)
+        self.unsupported(f"operand {operand}")
+        raise AssertionError
+
+    def source(self, operand: Operand, view: str) -> str:
+        if isinstance(operand, Not):
+            return f"~{self.source(operand.operand, view)}"
+        return f"v[{self.source_slot(operand, view)}]"
+
+    def destination_slot(self, operand: Operand, view: str) -> int:
+        if not isinstance(operand, Register):
+            self.unsupported(f"destination {operand}")
+            raise AssertionError
+        cls, row = self.preparation.row(operand.name)
+        self.writes.append(operand.name)
+        size = 0 if cls == "p" else np.dtype(STORAGE[cls]).itemsize
+        if size != VIEW_SIZE[view]:
+            self.unsupported(f"{operand} is {8 * size} bits wide, .{view} needs {8 * VIEW_SIZE[view]}")
+        return self.preparation.slot(cls, row, view)
+
+    def destination(self, operand: Operand, view: str) -> str:
+        return f"v[{self.destination_slot(operand, view)}]"
+
+    def natural_view(self, operand: Operand, kind: str = "u") -> str:
+        """The view of a register at its own width."""
+        size = self.width(operand)
+        return "pred" if size == 0 else f"{kind}{8 * size}"
+
+    def half(self, operand: Operand, k: int, write: bool = True) -> str:
+        """One 64-bit half of a 128-bit register."""
+        assert isinstance(operand, Register)
+        cls, row = self.preparation.row(operand.name)
+        (self.writes if write else self.reads).append(operand.name)
+        return f"v[{self.preparation.slot(cls, row + k, 'u64')}]"
+
+    # ---- code
+    def emit(self, line: str) -> None:
+        self.lines.append(line)
+
+    def name(self, value: Any, stem: str = "k") -> str:
+        """Make a Python object reachable from the generated code."""
+        names = self.preparation.names
+        name = f"{stem}{len(names)}"
+        names[name] = value
+        return name
+
+    def call(self, function: Callable[..., Any], *expressions: str) -> None:
+        """Emit `function(w, v, mask, *expressions)`."""
+        arguments = "".join(f", {e}" for e in expressions)
+        self.emit(f"{self.name(function, function.__name__)}(w, v, {self.mask}{arguments})")
+
+    def assign(self, destination: str, value: str) -> None:
+        self.emit(f"np.copyto({destination}, {value}, where={self.mask}, casting='unsafe')")
+
+    def ufunc(self, function: str, destination: str, *sources: str, dtype: str = "") -> None:
+        extra = f", dtype={dtype}, casting='unsafe'" if dtype else ""
+        self.emit(f"{function}({', '.join(sources)}, out={destination}, where={self.mask}{extra})")
+
+    def batched(self, function: str, destination: Any, *sources: Any) -> None:
+        """This instruction is `destination = function(*sources)` on 32-bit registers as float32 rows: runs of the same
+        function are computed at once, on one array with a row per instruction."""
+        if self.instruction.guard is None and isinstance(destination, Register):
+            self.batch = (function, destination, sources)
+
+    def synchronise(self, function: Callable[..., Any]) -> None:
+        """This instruction is a block of its own: `function(fragment, lanes)` returns None or what to wait for."""
+        self.sync = function
+
+    def address(self, operand: Operand) -> tuple[int, int]:
+        """(slot of the base as u32 or u64, byte offset) of an address operand."""
+        if not isinstance(operand, Address):
+            self.unsupported(f"{operand} is not an address")
+            raise AssertionError
+        base = operand.base
+        if isinstance(base, Register):
+            return self.source_slot(base, self.natural_view(base)), operand.offset
+        if isinstance(base, Immediate):
+            return self.preparation.constant(base.value & (1 << 64) - 1, "u64"), operand.offset
+        if isinstance(base, Symbol):
+            return self.preparation.symbol(base.name, 0, "u64"), operand.offset
+        self.unsupported(f"address base {base}")
+        raise AssertionError
+
+
+def immediate_bits(immediate: Immediate, view: str) -> int:
+    """The bit pattern of a literal in a given type: 0f literals widen to f64, integers become floats where asked."""
+    size = 8 * VIEW_SIZE[view]
+    if view == "pred":
+        return int(immediate.value != 0)
+    if view.startswith("f"):
+        kind = VIEWS[view]
+        if immediate.bits == size:
+            return immediate.value
+        if immediate.bits:
+            source = np.uint32(immediate.value).view(np.float32) if immediate.bits == 32 else None
+            number = source if source is not None else np.uint64(immediate.value).view(np.float64)
+        else:
+            number = np.float64(immediate.value)
+        return int(np.asarray(number, dtype=np.float64).astype(kind).view(f"u{size // 8}"))
+    return immediate.value & ((1 << size) - 1)
+
+
+def emit(preparation: Preparation, instruction: Instruction) -> Emitter:
+    emitter = Emitter(preparation, instruction)
+    function = registry.EMITTERS.get(instruction.opcode)
+    if function is None:
+        emitter.unsupported("unknown instruction")
+    else:
+        function(emitter)
+    return emitter

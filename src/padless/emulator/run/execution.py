@@ -1,0 +1,170 @@
+"""Runs a fragment of a warp, block by block, until it waits, parks, ends or has had its turn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from padless.emulator.checks.registers import check_busy, check_written
+from padless.emulator.instructions import barriers
+from padless.emulator.prepare.control_flow import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block
+from padless.emulator.state.warp import Fragment, Token
+
+if TYPE_CHECKING:
+    from padless.emulator.ptx.ast import Instruction
+    from padless.emulator.run.machine import Machine
+
+Array = np.ndarray[Any, Any]
+QUANTUM = 400  # warp-instructions before a loop gives way, at most
+
+
+def execute(machine: Machine, f: Fragment) -> None:
+    """Run a fragment until it waits, parks, ends or has had its turn."""
+    w, blocks = f.warp, machine.blocks
+    v = w.v
+    checks, trace = machine.checks, machine.trace
+    budget = machine.random.randrange(1, QUANTUM)
+    m: Any = f.active
+    executed = 0
+    while True:
+        b = blocks[f.block]
+        executed += b.count
+        kind = b.kind
+        if trace is not None:
+            trace_block(machine, f, b)
+        if checks:
+            if w.busy & b.touches:
+                check_busy(machine, w, b)
+            if b.reads & ~w.written:
+                check_written(machine, w, b)
+            w.written |= b.writes
+            w.dirty |= b.writes
+        if kind == SYNC:
+            active = m
+            if b.instructions[0].guard is not None:
+                active = guarded(machine, b.instructions[0], v, f)
+            if active is True or active.any():
+                assert b.sync is not None
+                f.wait = b.sync(f, active)
+                if f.wait is not None:
+                    break
+            f.block = b.next
+            if not w.arrive(f):
+                break
+            m = f.active
+            if f.yielded or machine.random.random() < machine.schedule.preempt:
+                f.yielded = False
+                break
+            budget -= 1
+            continue
+        if b.run is not None:
+            b.run(w, v, m)
+        if kind == FALL:
+            f.block = b.next
+        elif kind == BRANCH:
+            if b.guard < 0:
+                f.block = b.target
+            else:
+                taken = ~v[b.guard] if b.guard_negated else v[b.guard]
+                taken = taken & f.mask
+                count = np.count_nonzero(taken)
+                if count == 0:
+                    f.block = b.next
+                elif count == np.count_nonzero(f.mask):
+                    f.block = b.target
+                else:
+                    split(f, b, [(b.target, taken.copy()), (b.next, f.mask & ~taken)])
+                    break
+            if f.block <= b.index:
+                budget -= b.count + 1
+                if budget <= 0:
+                    if not w.arrive(f):
+                        break
+                    break
+        elif kind in (EXIT, TRAP):
+            if not leave(machine, f, b):
+                break
+            m = f.active
+        elif kind == INDEXED:
+            index = v[b.target]
+            values = np.unique(index[f.mask])
+            if len(values) == 1:
+                f.block = b.targets[int(values[0])]
+            else:
+                split(f, b, [(b.targets[int(x)], f.mask & (index == x)) for x in values])
+                break
+        if f.tokens:
+            if not w.arrive(f):
+                break
+            m = f.active
+    machine.statistics.warp_instructions += executed
+
+
+def guarded(machine: Machine, instruction: Instruction, v: Any, f: Fragment) -> Any:
+    """The fragment's lanes that the guard lets execute; True for all 32."""
+    slot = guard_slot(machine, instruction)
+    active = (~v[slot] if instruction.guard_negated else v[slot]) & f.mask
+    return True if active.all() else active
+
+
+def guard_slot(machine: Machine, instruction: Instruction) -> int:
+    found = machine.guard_slots.get(instruction.index)
+    if found is None:
+        assert instruction.guard is not None
+        names = machine.program.register_names
+        cls, row = machine.program.register_rows[names.index(instruction.guard.name)]
+        found = machine.guard_slots[instruction.index] = machine.program.slots.index((cls, row, "pred"))
+    return found
+
+
+def split(f: Fragment, b: Block, ways: list[tuple[int, Array]]) -> None:
+    """Lanes that go different ways become fragments of their own, to meet again where the block says."""
+    w = f.warp
+    tokens = f.tokens
+    if b.join >= 0 and not (tokens and tokens[-1].block == b.join):
+        tokens = [*tokens, Token(b.join, f.mask)]
+    w.fragments.remove(f)
+    for target, mask in ways:
+        new = Fragment(w, target, mask, list(tokens))
+        w.fragments.append(new)
+        w.arrive(new)
+
+
+def leave(machine: Machine, f: Fragment, b: Block) -> bool:
+    """exit, ret or trap; False if no lane is left in the fragment."""
+    w = f.warp
+    end = b.terminator
+    gone = f.mask.copy()
+    if end is not None and end.guard is not None:
+        taken = ~w.v[b.guard] if b.guard_negated else w.v[b.guard]
+        gone &= taken
+    if gone.any():
+        if b.kind == TRAP and end is not None:
+            machine.fault(w, end, end.opcode, gone)
+        w.live &= ~gone
+        w.end = end
+        f.mask = f.mask & ~gone
+        f.full = False
+        machine.progress += 1
+        if not w.live.any():
+            barriers.warp_ended(w)
+        for token in list(f.tokens):
+            w.settle(token)
+        for other in list(w.fragments):
+            for token in list(other.tokens):
+                w.settle(token)
+    if not f.mask.any():
+        w.fragments.remove(f)
+        return False
+    f.block = b.next
+    return True
+
+
+def trace_block(machine: Machine, f: Fragment, b: Block) -> None:
+    assert machine.trace is not None
+    for instruction in [*b.instructions, *([b.terminator] if b.terminator and b.kind != SYNC else [])]:
+        machine.trace(
+            f"{f.warp.cta.index} w{f.warp.index} {np.count_nonzero(f.mask):2d} lanes  "
+            f"{instruction.line:5d}  {instruction}"
+        )

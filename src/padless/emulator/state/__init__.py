@@ -1,0 +1,1 @@
+"""State of a launch: memory, warps, barriers, pending operations."""

@@ -1,0 +1,88 @@
+"""The atomics that instructions compile to: read, modify, write, lane after lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from padless.emulator.state.memory import NUMPY
+from padless.emulator.state.memory_access import addresses, global_index, lanes_of, shared_groups
+from padless.emulator.units import number_formats
+
+if TYPE_CHECKING:
+    from padless.emulator.instructions.data import MemoryAccess
+
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda old, x: old + x,
+    "min": min,
+    "max": max,
+    "and": lambda old, x: old & x,
+    "or": lambda old, x: old | x,
+    "xor": lambda old, x: old ^ x,
+    "exch": lambda old, x: x,
+    "inc": lambda old, x: type(old)(0) if old >= x else type(old)(old + 1),
+    "dec": lambda old, x: x if old == 0 or old > x else type(old)(old - 1),
+}
+
+
+def packed(kind: str, operation: str) -> Callable[[Any, Any], Any]:
+    """add, min or max of one or two 16-bit floating-point numbers in a word."""
+    base = kind.removesuffix("x2")
+    widen = number_formats.widen_f16 if base == "f16" else number_formats.widen_bf16
+    narrow = number_formats.narrow_f16 if base == "f16" else number_formats.narrow_bf16
+    storage = np.uint32 if kind.endswith("x2") else np.uint16
+    function: dict[str, Any] = {"add": np.add, "min": np.fmin, "max": np.fmax}
+
+    def apply(old: Any, x: Any) -> Any:
+        values = (widen(np.array([v], storage).view(np.uint16)) for v in (old, x))
+        return narrow(function[operation](*values)).view(storage)[0]
+
+    return apply
+
+
+def atomic(a: MemoryAccess, operation: str, kind: str, sources: list[list[int]]) -> Callable[..., None]:
+    """`sources`: the slots of each operand, one per element of a vector. Every element is atomic by itself; the two
+    halves of 128 bits are one."""
+    function = OPERATIONS.get(operation)
+    if kind in ("f16", "bf16", "f16x2", "bf16x2") and operation in ("add", "min", "max"):
+        function = packed(kind, operation)
+
+    def atom(w: Any, v: Any, m: Any) -> None:
+        lanes = lanes_of(m)
+        if not len(lanes):
+            return
+        machine = w.cta.machine
+        where = addresses(a, v, lanes)
+        for lane, address in zip(lanes.tolist(), where.tolist(), strict=True):
+            space = address >> 60 if a.space == "generic" else (1 if a.space == "shared" else 0)
+            one = np.array([lane])
+            if space == 1:
+                local_address = np.array([address & 0xFFFFFFFF])
+                groups = shared_groups(a.instruction, w, local_address, one, a.bytes)
+                if not groups:
+                    continue
+                cta, offsets, _ = groups[0]
+                if cta.shared.shadow is not None:
+                    machine.generic_shared(w, cta, one, offsets, a, write=True, strong=True)
+                view, index = cta.shared.views[NUMPY[a.view]], int(offsets[0]) // a.size
+            else:
+                view, found, _, _ = global_index(a, w, np.array([address]), one)
+                if view is None:
+                    continue
+                index = int(found[0])
+                machine.synchronise_global(w, one, np.array([address]), a)
+            part = slice(index, index + len(a.slots))
+            old = view[part].copy()
+            if operation == "cas":
+                if all(x == v[s][lane] for x, s in zip(old, sources[0], strict=True)):
+                    view[part] = [v[s][lane] for s in sources[1]]
+            elif function is not None:
+                view[part] = [function(x, v[s][lane]) for x, s in zip(old, sources[0], strict=True)]
+            for slot, x in zip(a.slots, old, strict=True):
+                if slot >= 0:
+                    v[slot][lane] = x
+        machine.progress += 1
+
+    return atom

@@ -1,0 +1,1 @@
+"""Kernels: a folder each with configuration, host side and device files; and what they share."""

@@ -1,0 +1,54 @@
+"""Common parts of kernel configurations: field checks, C++ constants, sizes of the table of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from padless.formats import OUT_DTYPES as OUT_DTYPES
+
+FEW_GROUPS = 256  # the table of groups in shared memory comes in these sizes
+MAX_GROUPS = 1024
+
+
+def room_for_groups(num_groups: int) -> int:
+    """How large the table of groups is compiled for ``num_groups``: one of two sizes, so that few kernels serve all."""
+    return FEW_GROUPS if num_groups <= FEW_GROUPS else MAX_GROUPS
+
+
+Requirement = Callable[[bool, str, str], None]
+
+
+def requirement_of(config: object) -> Requirement:
+    """require(ok, field, allowed): a ValueError that names the field of ``config`` and what it was, unless ok."""
+
+    def require(ok: bool, field: str, allowed: str) -> None:
+        if not ok:
+            raise ValueError(
+                f"{type(config).__name__}.{field} is {getattr(config, field)!r}; allowed: {allowed}"
+            )
+
+    return require
+
+
+def check_common_fields(config: Any, require: Requirement, most_stages: int = 12) -> None:
+    """Checks what every grouped kernel's configuration has: num_stages, raster_m, max_groups and out_dtype."""
+    stages = config.num_stages
+    allowed = f"0 (as many as fit) or 2 to {most_stages}"
+    require(stages == 0 or 2 <= stages <= most_stages, "num_stages", allowed)
+    require(config.raster_m >= 1, "raster_m", "1 or more")
+    require(1 <= config.max_groups <= MAX_GROUPS, "max_groups", f"1 to {MAX_GROUPS}")
+    require(config.out_dtype in OUT_DTYPES, "out_dtype", "torch.bfloat16, torch.float16 or torch.float32")
+
+
+def cpp_constants(
+    integers: Mapping[str, int],
+    flags: Mapping[str, bool] = MappingProxyType({}),
+    macros: Mapping[str, object] = MappingProxyType({}),
+) -> str:
+    """The constants that a kernel's source is compiled behind; macros where the values are names that it defines."""
+    lines = [f"constexpr int {name} = {value};" for name, value in integers.items()]
+    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+    lines += [f"#define {name} {value}" for name, value in macros.items()]
+    return "\n".join(lines) + "\n"

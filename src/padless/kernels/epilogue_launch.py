@@ -1,0 +1,122 @@
+"""What the host sides of quantising kernels share: what they compile, check and hand to the kernel.
+
+The kernels' side is kernels/device/quant_outputs.cuh.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from padless.epilogue import Epilogue, EpilogueTensors
+from padless.kernels.launch import KernelConfig
+from padless.runtime import tensor_map
+from padless.runtime.driver import Driver
+from padless.runtime.tensor_map import TensorMapSpec
+
+TILE_COLUMNS = 128  # of a tile that is stored by copies of codes
+NO_MAPS = bytes(3 * 128)  # where no store is the copy engine's
+_SWIZZLES = {
+    128: tensor_map.SWIZZLE_128B,
+    64: tensor_map.SWIZZLE_64B,
+    32: tensor_map.SWIZZLE_32B,
+}
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """One compiled kernel: a tile and what is done with it."""
+
+    tile: KernelConfig
+    epilogue: Epilogue
+
+    def prelude(self) -> str:
+        """The constants that the kernel source is compiled behind."""
+        return self.tile.prelude() + self.epilogue.prelude()
+
+
+# What N has to be a multiple of: 16 bytes of D; gate and up in runs of 32 columns, or in halves of 16 bytes. In the FP8
+# kernel each half has whole blocks of scales.
+MULTIPLES_OF_N = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 16}
+FP8_BLOCK_MULTIPLES_OF_N = MULTIPLES_OF_N | {"swiglu_concatenated": 128}
+
+
+def check_columns(n: int, epilogue: Epilogue, multiples: Mapping[str, int] = MULTIPLES_OF_N) -> None:
+    """Raises ValueError unless N is a multiple of what the activation needs, by ``multiples``."""
+    multiple = multiples[epilogue.activation]
+    if n % multiple != 0:
+        raise ValueError(
+            f"N is {n}; it must be a multiple of {multiple} for activation {epilogue.activation!r}"
+        )
+
+
+def check_outputs(
+    n: int, tensors: EpilogueTensors, epilogue: Epilogue, multiples: Mapping[str, int] = MULTIPLES_OF_N
+) -> None:
+    """Raises ValueError for sizes and addresses that the stores of Hopper's kernels cannot have."""
+    check_columns(n, epilogue, multiples)
+    for name in ("d", "row_codes", "column_codes"):
+        t = getattr(tensors, name)
+        if t is None or t.numel() == 0:
+            continue
+        row_bytes = t.stride(0) * t.element_size()
+        if t.stride(1) != 1 or (t.shape[0] > 1 and row_bytes % 16 != 0) or t.data_ptr() % 16 != 0:
+            raise ValueError(
+                f"{name} has strides {t.stride()} of {t.element_size()} bytes at address {t.data_ptr():#x}; "
+                "rows must be contiguous and start on multiples of 16 bytes: N_out a multiple of 16, of 32 for FP4"
+            )
+    if tensors.bias is not None and tensors.bias.data_ptr() % 8 != 0:
+        raise ValueError(
+            f"bias is at address {tensors.bias.data_ptr():#x}; it must be 8-byte aligned; clone() it"
+        )
+
+
+def output_address(tensors: EpilogueTensors) -> int:
+    """The address that tells concurrent launches apart (see ``launching.tile_counter``)."""
+    written = (tensors.row_codes, tensors.column_codes, tensors.d, tensors.amax)
+    return next(t.data_ptr() for t in written if t is not None)
+
+
+def present(tensors: EpilogueTensors) -> list[torch.Tensor]:
+    """The tensors that there are."""
+    return [t for t in vars(tensors).values() if isinstance(t, torch.Tensor)]
+
+
+def outputs_argument(
+    driver: Driver, tensors: EpilogueTensors, epilogue: Epilogue, n: int, *, by_copies: bool = True
+) -> bytes:
+    """struct QuantOutputs as an argument of its own; by_copies: with the maps of the copy engine's stores."""
+    t = tensors
+    specs: list[TensorMapSpec | None] = [None, None, None]
+    if by_copies:
+        if t.d is not None:
+            specs[0] = tensor_map.output_ragged(t.d, 64)
+        if epilogue.row_format is not None and t.row_codes is not None:
+            specs[1] = _codes_map(t.row_codes, epilogue, epilogue.row_format.codes_per_byte)
+        if t.column_codes is not None:
+            specs[2] = _codes_map(t.column_codes, epilogue, 1)
+    maps = b"".join(bytes(128) if spec is None else driver.encode(spec) for spec in specs)
+    packed = outputs_bytes(tensors, epilogue, n, maps)
+    return packed + bytes(-len(packed) % 128)
+
+
+def outputs_bytes(tensors: EpilogueTensors, epilogue: Epilogue, n: int, maps: bytes = NO_MAPS) -> bytes:
+    """struct QuantOutputs of kernels/device/quant_outputs.cuh, unpadded; ``maps``: of plain output and codes."""
+    t = tensors
+    constant = t.norm_const if epilogue.norm_const else t.global_scale
+    pointers = (t.alpha, t.bias, t.prob, t.amax, constant, t.row_scale, t.column_scale)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
+    strides = t.row_scale.stride() if t.row_scale is not None and t.row_scale.dim() == 2 else (0, 0)
+    constant_stride = 0 if constant is None or constant.numel() == 1 else 1
+    numbers = (epilogue.out_columns(n), t.column_tiles, constant_stride)
+    return maps + struct.pack("<7Q2q3i", *addresses, *strides, *numbers)
+
+
+def _codes_map(codes: torch.Tensor, epilogue: Epilogue, codes_per_byte: int) -> TensorMapSpec:
+    """The ragged descriptor of a quantised output: a tile's columns wide, 64 rows."""
+    width = TILE_COLUMNS // (2 if epilogue.is_glu else 1) // codes_per_byte
+    spec = tensor_map.output_ragged(codes.view(torch.uint8), 64)
+    return replace(spec, box=(width, *spec.box[1:]), swizzle=_SWIZZLES[width])

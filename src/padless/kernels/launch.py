@@ -1,0 +1,70 @@
+"""What the host sides of all kernels share: a loaded kernel for a configuration, and its tile counters."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+
+from padless.runtime.driver import Driver, PreparedLaunch
+from padless.runtime.jit import CompiledKernel, CompileError, compile_kernel
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A packed launch, and the copies of operands that were made for this call alone.
+
+    The copies have to live until the launch is under way; a launch that has any cannot be used again.
+    """
+
+    launch: PreparedLaunch
+    copies: tuple[torch.Tensor, ...] = ()
+
+
+class KernelConfig(Protocol):
+    """A frozen description of one compiled kernel."""
+
+    def __hash__(self) -> int: ...
+
+    def prelude(self) -> str:
+        """The constants that the kernel source is compiled behind."""
+        ...
+
+
+@lru_cache(maxsize=1024)
+def load_kernel(driver: Driver, source: str, config: KernelConfig, device: int) -> tuple[CompiledKernel, Any]:
+    """The kernel of ``kernels/<source>`` for ``config``, compiled, and its function on ``device``.
+
+    Raises ValueError when the configuration does not fit in shared memory.
+    """
+    try:
+        kernel = compile_kernel(source, config.prelude(), driver.arch, driver.kind)
+    except CompileError as error:
+        if "does not fit in shared memory" not in str(error):
+            raise
+        raise ValueError(
+            f"config does not fit in shared memory: {config}; lower num_stages (0 takes as many as fit) or the tile"
+        ) from None
+    return kernel, driver.load(kernel, device)
+
+
+_NUM_COUNTERS = 1 << 15  # the same number as in kernels/device/tile_queue.cuh
+_COUNTERS: dict[tuple[KernelConfig, int], dict[int, int]] = {}
+_COUNTERS_GUARD = threading.Lock()
+
+
+def tile_counter(config: KernelConfig, device: int, out_address: int) -> int:
+    """The kernel's tile counter for launches that write to ``out_address``, or -1 when all are taken.
+
+    Launches that run at the same time need different counters. Those that write to one address cannot run at the same
+    time (the caller would lose one of the results), so the address decides. Once taken a counter is never given to
+    another address, since a CUDA graph may replay an old launch at any time.
+    """
+    with _COUNTERS_GUARD:
+        taken = _COUNTERS.setdefault((config, device), {})
+        if out_address not in taken and len(taken) == _NUM_COUNTERS:
+            return -1
+        return taken.setdefault(out_address, len(taken))

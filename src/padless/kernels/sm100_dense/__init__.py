@@ -1,0 +1,1 @@
+"""The dense MXFP8 product on Blackwell."""

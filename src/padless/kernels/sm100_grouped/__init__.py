@@ -1,0 +1,1 @@
+"""MXFP8, MXFP4 and NVFP4 on Blackwell: grouped, quantising and list calls."""

@@ -1,0 +1,185 @@
+"""What kernels/sm100_grouped/sm100_grouped_gemm.cu is compiled for, and which of its tiles a problem gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from padless.formats import OUT_DTYPES, ceil_div
+from padless.kernels.config import FEW_GROUPS, check_common_fields, cpp_constants, requirement_of
+
+KINDS = ("MXFP8", "NVFP4", "MXFP4")
+SCALE_SOURCES = ("tiled", "window", "plain")
+
+
+@dataclass(frozen=True)
+class Sm100GroupedConfig:
+    """One compiled kernel. Each field becomes a constant of the device code; M is not here.
+
+    Attributes:
+        cta_group: CTAs that multiply as one: 1, or 2 (a pair: twice the rows on the left, the right operand shared).
+        tokens_on_n: the rows of A are the columns of the product (tiles of mma_n tokens x 128 * cta_group columns of
+            D), not its lanes (tiles of 128 * cta_group tokens x mma_n columns). For small groups.
+        mma_n: columns of a product, 32, 64, 128 or 256.
+        multicast: CTAs, or pairs, of a cluster that multiply the same tokens, each by columns of its own: each loads a
+            share of the tokens and multicasts it to all. 1, 2 or 4; a share is whole groups of 8 rows.
+        num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
+        raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
+        keep: the operand that L2 is asked to keep while the other streams through: "a", "b" or "" (neither).
+
+    The rest follows from the operands (``fit``):
+        kind: "MXFP8" (8-bit elements), "NVFP4" (block 16) or "MXFP4" (block 32).
+        a_e5m2, b_e5m2: whether 8-bit elements are e5m2 instead of e4m3.
+        scales_a, scales_b: "tiled" (every 128 rows of a tile are 512-byte atoms in memory: copied), "window" (32x4x4
+            tiles in which the rows may start anywhere: gathered) or "plain" (rows x columns: gathered).
+        groups_on_tiles: whether the scales of every group of A start on a 128-row tile of their own.
+        column_major: whether D's columns are contiguous instead of its rows.
+        wide_stores: whether D and its rows (columns) start on 32-byte boundaries.
+        problem_list: whether every group is a problem of its own, with its own M, N, K and tensors.
+        max_groups: room in the table of groups.
+        out_dtype: bfloat16, float16 or float32.
+    """
+
+    cta_group: int = 1
+    tokens_on_n: bool = False
+    mma_n: int = 128
+    multicast: int = 1
+    num_stages: int = 0
+    raster_m: int = 8
+    keep: str = ""
+    kind: str = "MXFP8"
+    a_e5m2: bool = False
+    b_e5m2: bool = False
+    scales_a: str = "window"
+    scales_b: str = "window"
+    groups_on_tiles: bool = False
+    column_major: bool = False
+    wide_stores: bool = False
+    problem_list: bool = False
+    max_groups: int = FEW_GROUPS
+    out_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        require = requirement_of(self)
+        require(self.cta_group in (1, 2), "cta_group", "1 or 2")
+        require(self.mma_n in (32, 64, 128, 256), "mma_n", "32, 64, 128 or 256")
+        require(
+            self.multicast in (1, 2, 4) and self.token_rows % (8 * self.multicast) == 0, "multicast",
+            f"1, 2 or 4 where that leaves multiples of 8 of the {self.token_rows} tokens of a CTA",
+        )  # fmt: skip
+        require(self.keep in ("", "a", "b"), "keep", "'', 'a' or 'b'")
+        require(self.kind in KINDS, "kind", ", ".join(KINDS))
+        require(self.scales_a in SCALE_SOURCES, "scales_a", ", ".join(SCALE_SOURCES))
+        require(self.scales_b in SCALE_SOURCES, "scales_b", ", ".join(SCALE_SOURCES))
+        require(
+            self.scales_a != "tiled" or ((self.groups_on_tiles or self.problem_list) and self.tile_m % 128 == 0),
+            "scales_a", "'tiled' only where every group and every tile starts on 128 rows",
+        )  # fmt: skip
+        require(
+            self.scales_b != "tiled" or self.tile_n % 128 == 0, "scales_b",
+            "'tiled' only where every tile is a multiple of 128 columns wide",
+        )  # fmt: skip
+        check_common_fields(self, require, most_stages=24)
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of D in a tile: tokens."""
+        return self.mma_n if self.tokens_on_n else 128 * self.cta_group
+
+    @property
+    def tile_n(self) -> int:
+        """Columns of D in a tile, of both CTAs where two work as one."""
+        return 128 * self.cta_group if self.tokens_on_n else self.mma_n
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.cta_group * self.multicast
+
+    @property
+    def cluster_n(self) -> int:
+        """Columns of D that a cluster makes at a time."""
+        return self.tile_n * self.multicast
+
+    @property
+    def token_rows(self) -> int:
+        """Rows of A that one CTA multiplies, or brings into a pair's product."""
+        return self.right_rows if self.tokens_on_n else 128
+
+    @property
+    def right_rows(self) -> int:
+        """Rows of the right operand that one CTA loads."""
+        return self.mma_n // self.cta_group
+
+    def prelude(self) -> str:
+        """The C++ constants that the kernel source is compiled behind."""
+        constants: dict[str, int] = {
+            "CTA_GROUP": self.cta_group,
+            "MULTICAST": self.multicast,
+            "MMA_N": self.mma_n,
+            "NUM_STAGES": self.num_stages,
+            "RASTER_M": self.raster_m,
+            "MAX_GROUPS": self.max_groups,
+        }
+        flags = {
+            "TOKENS_ON_N": self.tokens_on_n,
+            "GROUPS_ON_TILES": self.groups_on_tiles,
+            "COLUMN_MAJOR": self.column_major,
+            "WIDE_STORES": self.wide_stores,
+        }
+        names = {
+            "PROBLEM_LIST": int(self.problem_list),
+            "KIND": f"KIND_{self.kind}",
+            "A_CODE": "MMA_E5M2" if self.a_e5m2 else "MMA_E4M3",
+            "B_CODE": "MMA_E5M2" if self.b_e5m2 else "MMA_E4M3",
+            "SCALES_A": f"SCALES_{self.scales_a.upper()}",
+            "SCALES_B": f"SCALES_{self.scales_b.upper()}",
+            "OUT": OUT_DTYPES[self.out_dtype],
+            "POLICY_A": _policy(self.keep, "a"),
+            "POLICY_B": _policy(self.keep, "b"),
+        }
+        return cpp_constants(constants, flags, names)
+
+
+def _policy(keep: str, operand: str) -> str:
+    if keep == "":
+        return "L2_EVICT_NORMAL"
+    return "L2_EVICT_LAST" if keep == operand else "L2_EVICT_FIRST"
+
+
+def select_grouped_config(m: int, n: int, num_groups: int) -> Sm100GroupedConfig:
+    """The tile for a problem: a pure function of M, N and the number of groups, never measured.
+
+    Groups that would leave most of 256 lanes empty go on the columns, in the narrowest tile that holds their average;
+    two CTAs work as one where the side that they divide has more than 128. Where a group has one m-tile each weight is
+    read once, so the tokens are what L2 should keep; else the operand of fewer rows.
+    """
+    rows = -(-m // max(min(num_groups, m), 1))
+    tokens_on_n = rows <= 192
+    if tokens_on_n:
+        mma_n = next((width for width in (32, 64, 128) if rows <= width), 256)
+        cta_group = 2 if n > 128 else 1
+    else:
+        mma_n = 256 if n > 128 else 128
+        cta_group = 2
+    keep = "a" if rows <= mma_n or rows < n else "b"
+    return with_multicast(
+        Sm100GroupedConfig(cta_group=cta_group, tokens_on_n=tokens_on_n, mma_n=mma_n, keep=keep), n
+    )
+
+
+def with_multicast(config: Sm100GroupedConfig, n: int) -> Sm100GroupedConfig:
+    """``config`` with two pairs to a cluster where that saves enough: a guess, never measured.
+
+    All columns of a row of tiles need the same tokens. Two pairs that share them read half of them each from L2: 25%
+    less in all where a CTA brings as many tokens as rows of B (256 x 256), 17% where half as many. With fewer tokens
+    than that it saves little. It costs a pair's work in every row of tiles where the number of tiles along N is odd, so
+    then there must be 9 or more; and clusters of 4 are harder to place than pairs.
+    """
+    if config.cta_group == 1:
+        return config
+    weight_rows = 128 if config.tokens_on_n else config.right_rows
+    tiles = ceil_div(n, config.tile_n)
+    shares = 2 * config.token_rows >= weight_rows and (tiles % 2 == 0 or tiles >= 9)
+    return replace(config, multicast=2 if shares else 1)

@@ -1,0 +1,170 @@
+"""Host side of sm100_grouped_gemm.cu with a quantising epilogue: MXFP8, NVFP4 and MXFP4 on Blackwell.
+
+What an epilogue does is in padless.epilogue; the kernel's side of it in kernels/sm100_grouped/quant_store.cuh.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import torch
+
+from padless.epilogue import Epilogue, EpilogueTensors
+from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
+from padless.kernels.epilogue_launch import QuantConfig, check_columns, output_address, outputs_bytes, present
+from padless.kernels.launch import Prepared, load_kernel, tile_counter
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, with_multicast
+from padless.kernels.sm100_grouped.host import (
+    KERNEL,
+    check_operands,
+    fit_operands,
+    launch_shape,
+    on_device,
+    operand_bytes,
+    output_bytes,
+    padded,
+    problem_bytes,
+    readable,
+)
+from padless.runtime.driver import Driver
+
+Config = Sm100GroupedConfig
+
+
+def prepare(
+    driver: Driver,
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    tensors: EpilogueTensors,
+    config: Sm100GroupedConfig | None,
+    *,
+    epilogue: Epilogue,
+) -> Prepared:
+    """Packs the launch of the grouped GEMM a @ b of its group with everything that ``epilogue`` asks for.
+
+    Args:
+        a, b, offs: as for grouped_gemm; offs None is one group of all rows.
+        tensors: operands and outputs of the epilogue; amax holds -inf.
+        config: the tile, None to choose one. Tokens are lanes (tokens_on_n False) and mma_n is 128 or 256; 256 for
+            gate and up in halves, and for FP8_BLOCK output of a SwiGLU.
+    """
+    check_operands(a, b)
+    (m, _), (num_groups, n, _) = a.data.shape, b.data.shape
+    _check(n, tensors, epilogue)
+    a, b, copies = readable(a, b)
+    device = a.data.device.index or 0
+    if config is None:
+        config = on_device(select_tile(m, n, num_groups, epilogue), driver, device)
+    check_tile(config, epilogue)
+    tile = fit(config, a, b, tensors, epilogue)
+    compiled = QuantConfig(tile, epilogue)
+    kernel, function = load_kernel(driver, KERNEL, compiled, device)
+    most_tiles = (ceil_div(m, tile.tile_m) + num_groups) * ceil_div(n, tile.cluster_n)
+
+    counter = tile_counter(compiled, device, output_address(tensors))
+    apart = epilogue.gate_and_up_apart
+    operands = operand_bytes(driver, a, b, None, None, tile, apart)
+    problem = problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
+    optional = (t for t in (a.global_scale, b.global_scale, offs) if t is not None)
+    used = [a.data, a.scale, b.data, b.scale, *optional, *present(tensors)]
+    shape = launch_shape(driver, device, tile, most_tiles, kernel.num_threads)
+    arguments = [problem + target_bytes(tensors, epilogue, n)]
+    return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
+
+
+# --- tiles -----------------------------------------------------------------------------------------------
+
+
+def select_tile(m: int, n: int, num_groups: int, epilogue: Epilogue) -> Sm100GroupedConfig:
+    """The tile for a problem: a pure function, never measured.
+
+    A pair's 256 rows where groups have more than 128 on average, else one CTA; 256 columns unless B has at most 128.
+    Pairs share tokens as without an epilogue (``with_multicast``).
+    """
+    rows = ceil_div(m, max(min(num_groups, m), 1))
+    wide = n > 128 or epilogue.gate_and_up_apart or _wide_glu(epilogue)
+    tile = Sm100GroupedConfig(
+        cta_group=2 if rows > 128 else 1, mma_n=256 if wide else 128, keep="a" if rows < n else "b"
+    )
+    return with_multicast(tile, n)
+
+
+def check_tile(tile: Sm100GroupedConfig, epilogue: Epilogue) -> None:
+    """Raises ValueError for a tile that cannot do ``epilogue``."""
+
+    def require(ok: bool, field: str, allowed: str) -> None:
+        if not ok:
+            raise ValueError(
+                f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}"
+            )
+
+    require(not tile.tokens_on_n, "tokens_on_n", "False")
+    require(tile.mma_n >= 128, "mma_n", "128 or 256")
+    if epilogue.gate_and_up_apart:
+        require(tile.mma_n == 256, "mma_n", "256 for gate and up in halves")
+    if _wide_glu(epilogue):
+        require(tile.mma_n == 256, "mma_n", "256 for FP8_BLOCK output of a SwiGLU")
+
+
+def fit(
+    tile: Sm100GroupedConfig,
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    tensors: EpilogueTensors,
+    epilogue: Epilogue,
+) -> Sm100GroupedConfig:
+    """``tile`` with what has to follow from the operands and the outputs."""
+    d = tensors.d
+    row_bytes = 0 if d is None else d.stride(0) * d.element_size()
+    return replace(
+        fit_operands(tile, a, b, epilogue.gate_and_up_apart),
+        column_major=False,
+        wide_stores=d is not None and d.data_ptr() % 32 == 0 and (d.shape[0] == 1 or row_bytes % 32 == 0),
+        out_dtype=epilogue.d_dtype or torch.bfloat16,
+    )
+
+
+def _wide_glu(epilogue: Epilogue) -> bool:
+    """Whether a block of a row is 128 columns of the output, 256 of B."""
+    return epilogue.is_glu and epilogue.format == FP8_BLOCK
+
+
+# --- what the kernel is given ----------------------------------------------------------------------------
+
+
+def _check(n: int, tensors: EpilogueTensors, epilogue: Epilogue) -> None:
+    check_columns(n, epilogue)
+    for name in ("d", "row_codes", "column_codes"):
+        t = getattr(tensors, name)
+        if t is None or t.numel() == 0:
+            continue
+        row_bytes = t.stride(0) * t.element_size()
+        if (
+            t.stride(1) != 1
+            or (t.shape[0] > 1 and row_bytes % 16 != 0)
+            or t.data_ptr() % 16 != 0
+            or t.shape[1] * t.element_size() % 16 != 0
+        ):
+            raise ValueError(
+                f"{name} is {tuple(t.shape)} with strides {t.stride()} of {t.element_size()} bytes at address "
+                f"{t.data_ptr():#x}; rows must be contiguous, start on multiples of 16 bytes and be as long: N_out a "
+                "multiple of 16, of 32 for FP4"
+            )
+    for name, alignment in (("bias", 16), ("row_scale", 4)):
+        t = getattr(tensors, name)
+        if t is not None and t.data_ptr() % alignment != 0:
+            raise ValueError(
+                f"{name} is at address {t.data_ptr():#x}; it must be {alignment}-byte aligned; clone() it"
+            )
+
+
+def target_bytes(tensors: EpilogueTensors, epilogue: Epilogue, n: int) -> bytes:
+    """struct QuantTargets."""
+    t = tensors
+    outputs = padded(outputs_bytes(tensors, epilogue, n))
+    plain = bytes(16) if t.d is None else output_bytes(t.d, False)
+    codes = [(0, 0) if c is None else (c.data_ptr(), c.stride(0)) for c in (t.row_codes, t.column_codes)]
+    (row, row_pitch), (column, column_pitch) = codes
+    return padded(outputs + plain + struct.pack("=2Q2q", row, column, row_pitch, column_pitch))

@@ -1,0 +1,163 @@
+"""Host side of sm90_bf16_grouped_gemm.cu with a quantising epilogue: FP4 and every other pair of it on Hopper.
+
+What an epilogue does is in padless.epilogue; the kernel's side of it in kernels/sm90_bf16/transposed_quant.cuh.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import torch
+
+from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors
+from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.kernels.epilogue_launch import (
+    QuantConfig,
+    check_outputs,
+    output_address,
+    outputs_argument,
+    present,
+)
+from padless.kernels.launch import Prepared, load_kernel, tile_counter
+from padless.kernels.sm90_bf16.host import KERNEL, Sm90Bf16Config, fit, operands, select_config
+from padless.kernels.table import format_name
+from padless.runtime.driver import Argument, Driver, LaunchShape
+
+Config = Sm90Bf16Config
+
+_SHARED_BYTES = 227 * 1024
+_ROW_BYTES = {"BF16": 256, "MXFP4": 64, "NVFP4": 64}  # 128 of K; other formats have 128
+
+
+def prepare(
+    driver: Driver,
+    a: BlockScaledTensor | torch.Tensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    tensors: EpilogueTensors,
+    config: Sm90Bf16Config | None,
+    *,
+    epilogue: Epilogue,
+) -> Prepared:
+    """Packs the launch of the grouped GEMM a @ b of its group with everything that ``epilogue`` asks for.
+
+    Args:
+        a, b, offs: as for grouped_gemm; offs None is one group of all rows.
+        tensors: operands and outputs of the epilogue; amax holds -inf.
+        config: the tile, None to choose one. block_m: at least 32 for column outputs, 128 for FP8_BLOCK columns;
+            block_n: 256 for FP8_BLOCK rows of a SwiGLU.
+
+    Raises ValueError for what this kernel cannot do: gate and up in halves where the weights' scales are in the 32x4x4
+    layout, and FP8_BLOCK rows and columns of a SwiGLU together.
+    """
+    m, (num_groups, n) = a.shape[0], b.data.shape[:2]
+    check_outputs(n, tensors, epilogue)
+    if epilogue.gate_and_up_apart and b.scale_layout == "blocked":
+        raise ValueError(
+            "b has scale_layout 'blocked', whose scales of 128 rows lie together; a SwiGLU of concatenated gate and up "
+            "takes runs of 32 rows of each here: allowed are 'plain' scales, or gate_up 'interleaved'"
+        )
+    device = (a.data if isinstance(a, BlockScaledTensor) else a).device.index or 0
+    if config is None:
+        blocked = b.scale_layout == "blocked"
+        tile = select_tile(format_name(a), b.format.name, m, num_groups, epilogue, blocked=blocked)
+    else:
+        tile = fit(config, a, b, epilogue.d_dtype or torch.bfloat16)
+    check_tile(tile, epilogue)
+    compiled = QuantConfig(tile, epilogue)
+    kernel, function = load_kernel(driver, KERNEL, compiled, device)
+
+    read = operands(a, b, offs, tile, weight_rows=INTERLEAVE if epilogue.gate_and_up_apart else None)
+    arguments: list[Argument] = [driver.encode(spec) for spec in read.maps]
+    arguments += [_direct_outputs(driver, tensors, epilogue, n), *read.numbers]
+    arguments += [(tile_counter(compiled, device, output_address(tensors)), 4)]
+    most_tiles = (-(-m // tile.block_m) + num_groups) * -(-n // tile.block_n)
+    shape = LaunchShape(min(driver.num_sms(device), most_tiles), kernel.num_threads, 1, programmatic=True)
+    used = [*read.tensors, *present(tensors)]
+    return Prepared(driver.prepare(function, kernel, shape, arguments, used), read.copies)
+
+
+def _direct_outputs(driver: Driver, tensors: EpilogueTensors, epilogue: Epilogue, n: int) -> bytes:
+    """struct DirectOutputs of kernels/sm90_bf16/transposed_quant.cuh."""
+    targets = (tensors.d, tensors.row_codes, tensors.column_codes)
+    addresses = [0 if t is None else t.data_ptr() for t in targets]
+    pitches = [0 if t is None else t.stride(0) * t.element_size() for t in targets]
+    packed = outputs_argument(driver, tensors, epilogue, n, by_copies=False)
+    packed += struct.pack("<3Q3q", *addresses, *pitches)
+    return packed + bytes(-len(packed) % 64)
+
+
+# --- tiles -----------------------------------------------------------------------------------------------
+
+
+def least_rows(epilogue: Epilogue) -> int:
+    """Tokens that a tile needs at least: those that share a column scale."""
+    return 8 if epilogue.column_format is None else 128 if epilogue.column_format == FP8_BLOCK else 32
+
+
+def piece_columns(epilogue: Epilogue) -> int:
+    """Weight rows whose sums are staged together: those of a row's block of scales, 64 at least."""
+    return 64 if epilogue.row_format != FP8_BLOCK else 256 if epilogue.is_glu else 128
+
+
+def select_tile(
+    a_format: str, b_format: str, m: int, num_groups: int, epilogue: Epilogue, *, blocked: bool = False
+) -> Sm90Bf16Config:
+    """The plain kernel's tile, or the one nearest to it that can do ``epilogue`` and leaves three stages, or two."""
+    dtype = epilogue.d_dtype or torch.bfloat16
+    plain = select_config(a_format, b_format, m, num_groups, blocked=blocked)
+    plain = replace(plain, out_dtype=dtype, stage_blocks=0)
+    wanted = max(plain.block_m, least_rows(epilogue))
+    found = []
+    for block_m in [wanted, *(size for size in (64, 32) if least_rows(epilogue) <= size < wanted)]:
+        few = block_m <= 32
+        for block_n in (256, 128):
+            if a_format == "FP8_BLOCK" and block_m >= 64 and block_n == 256:
+                continue
+            found.append(
+                replace(
+                    plain, block_m=block_m, block_n=block_n, num_warpgroups=4 if few and block_n == 256 else 2
+                )
+            )
+    able = [tile for tile in found if _problem_with(tile, epilogue) is None]
+    for stages in (3, 2):
+        for tile in able:
+            if shared_bytes(tile, epilogue, stages) <= _SHARED_BYTES:
+                return tile
+    check_tile(found[0], epilogue)
+    raise ValueError(
+        f"{a_format} x {b_format} in {num_groups} groups leaves no shared memory for this epilogue's sums; allowed: "
+        "at most 256 groups, or no FP8_BLOCK columns"
+    )
+
+
+def shared_bytes(tile: Sm90Bf16Config, epilogue: Epilogue, stages: int) -> int:
+    """Shared memory of a kernel, at most: operands of ``stages`` stages, two stages of bf16 tokens, staged sums."""
+    rows_a, rows_b = (_ROW_BYTES.get(name, 128) for name in (tile.a_format, tile.b_format))
+    stage = tile.block_m * (rows_a + 16) + tile.block_n * (rows_b + 16)
+    tokens = (2 if tile.block_m == 128 else 4) * tile.block_m * 256
+    columns = piece_columns(epilogue)
+    teams = tile.num_warpgroups // max(1, columns * tile.num_warpgroups // tile.block_n)
+    staged = teams * tile.block_m * (columns + 4) * 4
+    return (stages * stage + tokens) * tile.blocks_of_stage + staged + 24 * tile.max_groups + 1024
+
+
+def _problem_with(tile: Sm90Bf16Config, epilogue: Epilogue) -> str | None:
+    if tile.block_m < least_rows(epilogue):
+        allowed = "128 for FP8_BLOCK" if epilogue.column_format == FP8_BLOCK else "at least 32 for MX"
+        return f"config.block_m is {tile.block_m}; a quantising epilogue needs {allowed} columns"
+    if tile.block_n < piece_columns(epilogue):
+        return f"config.block_n is {tile.block_n}; a quantising epilogue needs 256 for FP8_BLOCK rows of a SwiGLU"
+    return None
+
+
+def check_tile(tile: Sm90Bf16Config, epilogue: Epilogue) -> None:
+    """Raises ValueError for a tile, and an epilogue, that do not go together."""
+    if epilogue.is_glu and epilogue.row_format == FP8_BLOCK and epilogue.column_format == FP8_BLOCK:
+        raise ValueError(
+            "the output is FP8_BLOCK along rows and columns, of a SwiGLU: its blocks of 128 columns and 128 rows take "
+            "more shared memory than there is; allowed: one of the two, or MXFP8 along both"
+        )
+    if (problem := _problem_with(tile, epilogue)) is not None:
+        raise ValueError(problem)

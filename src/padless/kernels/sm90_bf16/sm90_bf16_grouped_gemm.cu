@@ -1,0 +1,281 @@
+// Grouped GEMM on Hopper for every pair of formats whose values are exact in bf16: D[rows of g] = A[rows of g] * B[g]^T
+// for every group g, with the groups' rows one after the other in A and D and no padding between them.
+//
+//   A    (M, K) activations ("tokens"): bf16, FP8_BLOCK, MXFP8 (e4m3, e5m2), MXFP4 or NVFP4
+//   B    (G, N, K) weights: MXFP8 (e4m3, e5m2), MXFP4 or NVFP4
+//   sfa  one-byte scales (M, ceil(K / 32 or 16)) row-major; float32, any strides, for FP8_BLOCK; none for bf16
+//   sfb  one-byte scales (G, N, ceil(K / 32 or 16)) row-major, or in the 32x4x4 layout
+//   offs (G) int32, cumulative end rows, or null for one group of M rows
+//   D    (M, N) bf16, fp16 or float32
+//
+// Arithmetic, per output element: code * scale is exact in bf16 (sm90_bf16/dequantize.cuh names the limits); the tensor core adds
+// 16 products to its float32 sum at a time (25 fractional bits of the largest term, truncated). FP8_BLOCK: for each 128 of
+// K, d = fma(sum, sfa, d) in float32. At the end d * 2^s * (global scale of a * global scale of b), 2^s being exact.
+//
+// The product is made transposed: 64 weight rows are the M side of an instruction, read from registers, and the tokens its
+// N side, read from shared memory. Weights go from shared memory, as they came, to bf16 fragments in the registers of the
+// warpgroup that multiplies them; tokens, which all those warpgroups need, are dequantised once by converter warps.
+//
+// Roles. NUM_MMA_WARPGROUPS consumer warpgroups with UNITS_OF_WARPGROUP units of 64 weight rows each, two or four converter
+// warps, and two of whose threads one drives the copy engine and one schedules. CTAs are persistent.
+//
+//      producer                        converter                         consumer warpgroup
+//      --------                        ---------                         ------------------
+//      wait empty[s]  <-------------- arrive empty[s] <----------------- arrive empty[s], its weights being in registers
+//      load --> full[s] (bytes) -----> wait full[s] -------------------> wait full[s]; weights to bf16 fragments
+//                                      wait tokens_empty[t] <----------- arrive tokens_empty[t] after the products
+//                                      tokens to bf16 in shared memory
+//                                      arrive tokens_full[t] ----------> wait tokens_full[t]; wgmma
+//      (all three read the tile queue of device/tile_queue.cuh; where BEGINS_IN_F16 converters and consumers wait for checked[s],
+//      which the checker warps arrive on when they have looked at the scales of full[s]: two warps beside the producer, or,
+//      where there are none to spare, the converters)
+//
+// K block: 128 of K. A stage s, or t, holds STAGE_BLOCKS of them.
+//
+// K order: inside 128 of K, lane quad q = lane % 4 has codes 32 q .. 32 q + 31 of its row, four octets of them; octet s
+// feeds the instructions 2 s and 2 s + 1 of 16. The sum does not change under a permutation of K that both operands share.
+//
+// Padding-free rule: loads may run past the end of a group (those rows are computed and dropped, and rows past M read as
+// zero); the store alone is bounded, by the ragged descriptor of device/sm90/output.cuh. No row of another group and no row past
+// offs[G - 1] is ever written.
+//
+// With EPILOGUE_IS_QUANT the store is the one of sm90_bf16/transposed_quant.cuh, which quantises the tile.
+
+#ifndef EPILOGUE_IS_QUANT
+#define EPILOGUE_IS_QUANT 0
+#endif
+
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+
+#include "device/ptx/dequantize.cuh"
+#include "device/ptx/griddepcontrol.cuh"
+#include "device/ptx/mbarrier.cuh"
+#include "device/ptx/memory.cuh"
+#include "device/ptx/tma.cuh"
+#include "device/ptx/wgmma.cuh"
+#include "device/ptx/wgmma_m64k16.cuh"
+
+// In this order: later ones use earlier ones.
+#include "sm90_bf16/dequantize.cuh"
+#include "device/sm90/descriptors.cuh"
+#include "device/sm90/output.cuh"
+#include "device/pipeline.cuh"
+#include "device/scheduler.cuh"
+#include "device/group_table.cuh"
+#include "device/tile_queue.cuh"
+#include "device/queue_start.cuh"
+#include "device/weights_prefetch.cuh"
+#include "sm90_bf16/storage.cuh"
+#include "sm90_bf16/load.cuh"
+#include "sm90_bf16/tokens.cuh"
+#include "sm90_bf16/weights.cuh"
+#include "sm90_bf16/multiply.cuh"
+
+#if EPILOGUE_IS_QUANT
+using StoreMaps = DirectOutputs;
+#else
+using StoreMaps = TensorMap;
+
+// Consumer: a unit's accumulators, 64 columns of D by BLOCK_M tokens, transposed into slabs of token rows x 128 bytes with
+// the 128-byte swizzle. d[4 i + j] is column 16 * warp + lane / 4 + 8 * (j / 2), token 8 i + 2 * (lane % 4) + j % 2.
+__device__ __forceinline__ void stage_transposed(const float (&d)[BLOCK_M / 2], uint32_t slabs, int warp,
+                                                 int lane) {
+    if constexpr (OUT_TYPE == OUT_F32) {
+        // 32 columns to a slab. The lanes of one store have 8 columns of 4 tokens: all banks once.
+        const int column = warp * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 8; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int token = 8 * i + lane % 4 * 2 + j % 2, c = column + j / 2 * 8;
+                const uint32_t slab = slabs + c / 32 * SLAB_BYTES;
+                st_shared_float(slab + swizzle_128b(token, c % 32 / 4) + c % 4 * 4, d[4 * i + j]);
+            }
+        }
+    } else {
+        // 64 columns to a slab. Matrices of 8 columns x 8 tokens, stored with a row for every token.
+        uint32_t words[BLOCK_M / 4];
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 4; ++i)
+            words[i] =
+                OUT_TYPE == OUT_BF16 ? cvt_bf16x2(d[2 * i], d[2 * i + 1]) : cvt_f16x2(d[2 * i], d[2 * i + 1]);
+        const uint32_t chunk = warp * 2 + lane / 8 % 2;
+        if constexpr (BLOCK_M == 8) {
+            stmatrix_x2_trans(slabs + swizzle_128b(lane % 8, chunk), words[0], words[1]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 8; i += 2)
+                stmatrix_x4_trans(slabs + swizzle_128b(8 * (i + lane / 16) + lane % 8, chunk), words[2 * i],
+                                  words[2 * i + 1], words[2 * i + 2], words[2 * i + 3]);
+        }
+    }
+}
+
+// Consumer: what becomes of a unit of D in float32, 64 columns from `column` of the tile's tokens. This is the place for
+// another epilogue: it is called by a whole warpgroup, has `staging` to itself, and must write rows of the tile alone.
+__device__ __forceinline__ void store_unit(const float (&d)[BLOCK_M / 2], uint8_t* staging,
+                                           const Problem& problem, const TensorMap& map_d, const Tile& tile,
+                                           int column, int warpgroup, int warp, int lane) {
+    const bool issuer = warp == 0 && lane == 0;
+    if (issuer) cp_async_bulk_wait_group_read_all();  // the last unit's store has left this memory
+    bar_sync(1 + warpgroup, 128);
+    stage_transposed(d, shared_address(staging), warp, lane);
+    fence_proxy_async_shared();
+    bar_sync(1 + warpgroup, 128);
+    if (issuer) {
+        for (int s = 0; s < NUM_SLABS && column + s * SLAB_COLUMNS < problem.n; ++s)
+            store_slab_ragged(map_d, shared_address(staging) + s * SLAB_BYTES, column + s * SLAB_COLUMNS,
+                              tile.row, tile.row + tile.rows);
+        cp_async_bulk_commit_group();
+    }
+}
+#endif
+
+// The product of the global scales of a group.
+__device__ __forceinline__ float global_scale(const Problem& problem, int group) {
+    const float a =
+        problem.global_a == nullptr ? 1.0f : __ldg(problem.global_a + group * problem.global_a_stride);
+    const float b =
+        problem.global_b == nullptr ? 1.0f : __ldg(problem.global_b + group * problem.global_b_stride);
+    return a * b;
+}
+
+// That, and what NVFP4_SHIFT took away.
+__device__ __forceinline__ void apply_global_scales(float (&d)[UNITS_OF_WARPGROUP][BLOCK_M / 2], float both) {
+#pragma unroll
+    for (int u = 0; u < UNITS_OF_WARPGROUP; ++u) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] = d[u][i] * static_cast<float>(1 << SHIFT) * both;
+    }
+}
+
+__device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem,
+                                              const StoreMaps& store_maps, int warpgroup, int warp,
+                                              int lane) {
+    Reader reader(shared.queue);
+    Pipeline<STAGES> pipeline;
+    Pipeline<TOKEN_STAGES> ring;
+    const WeightLane weights(shared, problem, warpgroup, warp, lane);
+    Tile tile{};
+    while (reader.next(tile, lane)) {
+        float d[UNITS_OF_WARPGROUP][BLOCK_M / 2];
+        const float both =
+            HAS_GLOBAL_SCALES ? global_scale(problem, tile.group) : 1.0f;  // on its way meanwhile
+        const float rest = multiply_tile(d, shared, problem.k_stages(), weights, lane, pipeline, ring);
+        if (lane == 0) reader.release();
+        if constexpr (HAS_GLOBAL_SCALES) apply_global_scales(d, both);
+        if constexpr (BEGINS_IN_F16) {
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+                for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] *= rest;
+            }
+        }
+#if EPILOGUE_IS_QUANT
+        const int start = tile.group == 0 ? 0 : shared.groups.group_ends[tile.group - 1];
+        const Placement place{tile.group, start, shared.groups.group_ends[tile.group] - start,
+                              shared.group_tiles[tile.group]};
+        store_quantised(d, shared.d, store_maps, place, tile, problem.n, warpgroup, warp, lane);
+#else
+#pragma unroll
+        for (int u = 0; u < UNITS_OF_WARPGROUP; ++u) {
+            const int column = tile.column + (warpgroup * UNITS_OF_WARPGROUP + u) * WGMMA_M;
+            store_unit(d[u], shared.d[warpgroup], problem, store_maps, tile, column, warpgroup, warp, lane);
+        }
+#endif
+        reader.advance();
+    }
+    if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();
+}
+
+// One thread: what else a tile's first stage waits for, fetched into L2 like the first weights (device/weights_prefetch.cuh): the weights'
+// first scales, another tile's in every CTA, and of the tokens and their scales, which all CTAs read, a K block of a tile's rows.
+__device__ __forceinline__ void prefetch_rest(const Problem& problem, const TensorMap& map_a,
+                                              const TensorMap& map_sfa, const TensorMap& map_sfb) {
+    const int n_tiles = (problem.n + BLOCK_N - 1) / BLOCK_N;
+    const int group = blockIdx.x / n_tiles;
+    if (!SFB_IS_BLOCKED && group < problem.num_groups)
+        tma_prefetch_3d(map_sfb, 0, blockIdx.x % n_tiles * BLOCK_N, group);
+    const int m_tiles = (problem.m + BLOCK_M - 1) / BLOCK_M;
+    if (m_tiles == 0) return;
+    const int kb = blockIdx.x / m_tiles, row = blockIdx.x % m_tiles * BLOCK_M;
+    if (kb * BLOCK_K >= problem.k) return;
+    tma_prefetch_2d(map_a, A_FORMAT == FORMAT_BF16 ? kb * BLOCK_K : kb * row_bytes(A_FORMAT), row);
+    if constexpr (SFA_BYTES != 0)
+        tma_prefetch_2d(map_sfa, kb * scales_of_128(A_FORMAT) - scale_offset<A_FORMAT>(kb), row);
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
+    const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+    const __grid_constant__ TensorMap map_sfa, const __grid_constant__ TensorMap map_sfb,
+    const __grid_constant__ StoreMaps store_maps, const float* sfa, long long sfa_row_stride,
+    long long sfa_k_stride, const float* global_a, const float* global_b, int global_a_stride,
+    int global_b_stride, const int* offs, int m, int n, int k, int num_groups, int counter) {
+    extern __shared__ __align__(1024) uint8_t shared_bytes[];
+    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+    const Problem problem{
+        sfa, sfa_row_stride, sfa_k_stride, global_a, global_b, global_a_stride, global_b_stride, m, n,
+        k,   num_groups};
+    const int end = ask_for_end<1>(offs, num_groups, m);
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
+    const int lane = threadIdx.x % 32;
+
+    if (warp == 0) {
+        if (elect_one()) {
+            griddepcontrol_launch_dependents();
+            prefetch_tensormap(map_a);
+            prefetch_tensormap(map_b);
+            if constexpr (SFA_BYTES != 0) prefetch_tensormap(map_sfa);
+            prefetch_tensormap(map_sfb);
+            for (int s = 0; s < STAGES; ++s) {
+                mbarrier_init(shared_address(&shared.full[s]), 1);
+                mbarrier_init(shared_address(&shared.empty[s]), NUM_TILE_READERS - 1);
+                if (BEGINS_IN_F16) mbarrier_init(shared_address(&shared.checked[s]), NUM_CHECKER_WARPS);
+            }
+            for (int s = 0; s < TOKEN_STAGES; ++s) {
+                mbarrier_init(shared_address(&shared.tokens_full[s]), NUM_CONVERTER_WARPS * TOKEN_ARRIVALS);
+                mbarrier_init(shared_address(&shared.tokens_empty[s]), NUM_CONSUMER_WARPS * TOKEN_ARRIVALS);
+            }
+            fence_mbarrier_init();
+        }
+        __syncwarp();
+    }
+    if constexpr (!GATE_AND_UP_APART) {  // else the boxes are others
+        if (warp == 2 && elect_one())
+            prefetch_weights<BLOCK_N, row_bytes(B_FORMAT)>(map_b, n, (k + BLOCK_K - 1) / BLOCK_K, num_groups);
+        if (warp == 3 && elect_one()) prefetch_rest(problem, map_a, map_sfa, map_sfb);
+    }
+    const bool has_first_tile = start_queue<Order, 1, BLOCK_M, NUM_THREADS>(
+        shared.queue, shared.groups, NUM_TILE_READERS, end, offs, num_groups, m, n, warp, lane);
+#if EPILOGUE_IS_QUANT
+    if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.group_tiles, lane);
+    __syncthreads();
+#endif
+
+    constexpr int FIRST_PRODUCER_WARP = NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS;
+    if (HELPERS_TOGETHER && warp >= NUM_CONSUMER_WARPS) setmaxnreg_dec<CONVERTER_REGISTERS>();
+    if (warp >= FIRST_PRODUCER_WARP) {
+        if constexpr (!HELPERS_TOGETHER) setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp == FIRST_PRODUCER_WARP) {
+            if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa, map_sfb);
+        } else if (warp == FIRST_PRODUCER_WARP + 1) {
+            if (elect_one())
+                hand_out_tiles<1>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
+                                  blockIdx.x, gridDim.x, nullptr, has_first_tile);
+        } else if constexpr (CHECKERS_APART) {
+            check_tiles(shared, problem, warp - (FIRST_PRODUCER_WARP + 2), lane);
+        }
+        __syncwarp();
+    } else if (warp >= NUM_CONSUMER_WARPS) {
+        if constexpr (!HELPERS_TOGETHER) setmaxnreg_dec<CONVERTER_REGISTERS>();
+        convert_tiles(shared, problem, warp - NUM_CONSUMER_WARPS, lane);
+        __syncwarp();
+    } else {
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
+        consume_tiles(shared, problem, store_maps, warp / 4, warp % 4, lane);
+        __syncwarp();
+    }
+}

@@ -1,0 +1,1 @@
+"""FP8_BLOCK x FP8_BLOCK on Hopper."""

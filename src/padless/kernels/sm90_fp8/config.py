@@ -1,0 +1,147 @@
+"""Configurations of sm90_fp8_grouped_gemm.cu, and the one that a problem gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from padless.formats import OUT_DTYPES
+from padless.kernels.config import (
+    FEW_GROUPS,
+    check_common_fields,
+    cpp_constants,
+    requirement_of,
+    room_for_groups,
+)
+from padless.kernels.cost_model import best_tile, cost_table
+from padless.runtime.tensor_map import has_few_rows
+
+STORES = ("ragged", "pool")
+SCALE_MAJORS = ("mn", "k")
+
+_KERNEL = "sm90_fp8_grouped_gemm"  # whose tiles select_config chooses among
+
+
+@dataclass(frozen=True)
+class Sm90Fp8Config:
+    """One compiled kernel. Each field becomes a constant of the same name in the device code.
+
+    M is not here, and must never be: a server meets a new M at every call.
+
+    Attributes:
+        block_m: rows of the output tile, 64, 128 or 256, shared out to the consumer warpgroups 64 at a time.
+        block_n: columns of the output tile, a multiple of 64 up to 192.
+        num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
+        cluster_n: CTAs that share (multicast) the rows of A, side by side along N: 1 or 2.
+        raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
+        store: how the write of D is bounded, "ragged" (one descriptor that clips) or "pool" (boxes of 1, 2, 4 .. 64
+            rows, two overlapping stores to a tail; Su et al., "TMA-Adaptive FP8 Grouped GEMM").
+        scales: layout of the activation scales that the kernel reads, "mn" or "k" (row-major: over-fetched from a
+            16-byte boundary, after the same paper). Scales in the other layout are copied first.
+        scale_window_k_blocks: with scales = "k", the most K blocks that the window of scales has room for.
+        max_groups: room in the table of groups.
+        out_dtype: bfloat16, float16 or float32.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    num_stages: int = 0
+    cluster_n: int = 1
+    raster_m: int = 8
+    store: str = "ragged"
+    scales: str = "mn"
+    scale_window_k_blocks: int = 0
+    max_groups: int = FEW_GROUPS
+    out_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        require = requirement_of(self)
+        require(self.block_m in (64, 128, 256), "block_m", "64, 128 or 256")
+        require(self.block_m * self.block_n <= 256 * 128, "block_n", "at most 128 when block_m is 256")
+        require(self.block_n in (64, 128, 192), "block_n", "64, 128 or 192")
+        require(self.cluster_n in (1, 2), "cluster_n", "1 or 2")
+        require(self.store in STORES, "store", " or ".join(STORES))
+        require(self.scales in SCALE_MAJORS, "scales", " or ".join(SCALE_MAJORS))
+        check_common_fields(self, require)
+        require(self.scale_window_k_blocks >= 0, "scale_window_k_blocks", "0 or more")
+
+    def prelude(self) -> str:
+        """The C++ constants that the kernel source is compiled behind."""
+        constants = {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "NUM_STAGES": self.num_stages,
+            "CLUSTER_N": self.cluster_n,
+            "RASTER_M": self.raster_m,
+            "MAX_GROUPS": self.max_groups,
+            "SCALE_WINDOW_K_BLOCKS": self.scale_window_k_blocks,
+        }
+        macros = {
+            "STORE_IS_POOL": int(self.store == "pool"),
+            "SCALES_ARE_K_MAJOR": int(self.scales == "k"),
+            "OUT_TYPE": OUT_DTYPES[self.out_dtype],
+        }
+        return cpp_constants(constants, macros=macros)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What ``select_config`` may look at. The rows of each group stay on the device, so they are not here."""
+
+    m: int
+    n: int
+    k: int
+    num_groups: int
+    out_dtype: torch.dtype = torch.bfloat16
+    num_sms: int = 132
+
+
+def select_config(problem: Problem) -> Sm90Fp8Config:
+    """The kernel for a problem: of M, N, K, G, the output dtype and the number of multiprocessors, and the table of
+    costs that this process uses (``cost_model.cost_table``).
+
+    Takes the tile with the least estimated time. Where groups have few rows it is the bytes that take time, which nobody
+    estimates: then tiles have at most 128 columns, with which all sizes measured were as fast or up to 3% faster.
+    """
+    costs = cost_table(_KERNEL).costs
+    if problem.out_dtype == torch.float32:
+        # A float32 tile takes twice the shared memory on its way out: the largest would leave two stages.
+        costs = {tile: cost for tile, cost in costs.items() if tile.block_m * tile.block_n <= 128 * 128}
+    m, n, k = problem.m, problem.n, problem.k
+    if has_few_rows(m, problem.num_groups):
+        costs = {tile: cost for tile, cost in costs.items() if max(tile.block_m, tile.block_n) <= 128}
+    tile = best_tile(costs, m, n, k, problem.num_groups, problem.num_sms)
+    return Sm90Fp8Config(
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        cluster_n=tile.cluster_n,
+        raster_m=tile.raster_m,
+        max_groups=room_for_groups(problem.num_groups),
+        out_dtype=problem.out_dtype,
+    )
+
+
+def fit_config(config: Sm90Fp8Config, problem: Problem) -> Sm90Fp8Config:
+    """``config`` with what has to follow from the operands: output dtype, room for groups and for scales."""
+    window_bytes = 4 * config.block_m * _window_k_blocks(problem.k)
+    if config.scales == "k" and window_bytes > _MAX_WINDOW_BYTES:
+        raise ValueError(
+            f"config has scales='k' and K is {problem.k}: the scales of {config.block_m} rows take {window_bytes} bytes "
+            f"of shared memory, at most {_MAX_WINDOW_BYTES} fit; use scales='mn' or a smaller block_m"
+        )
+    return replace(
+        config,
+        out_dtype=problem.out_dtype,
+        max_groups=room_for_groups(problem.num_groups),
+        scale_window_k_blocks=_window_k_blocks(problem.k) if config.scales == "k" else 0,
+    )
+
+
+_MAX_WINDOW_BYTES = 64 * 1024  # leaves three stages of the 128 x 128 tile
+
+
+def _window_k_blocks(k: int) -> int:
+    """Room for the K blocks of ``k``, in steps of 8 so that few kernels serve every K."""
+    blocks = -(-k // 128)
+    return -(-blocks // 8) * 8

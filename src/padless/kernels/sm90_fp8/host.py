@@ -1,0 +1,71 @@
+"""Host side of sm90_fp8_grouped_gemm.cu: FP8_BLOCK x FP8_BLOCK on Hopper."""
+
+from __future__ import annotations
+
+import torch
+
+from padless.formats import BlockScaledTensor
+from padless.kernels.launch import Prepared, load_kernel, tile_counter
+from padless.kernels.schedule import has_halves
+from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, fit_config, select_config
+from padless.layouts import to_mn_major
+from padless.runtime import tensor_map
+from padless.runtime.driver import Argument, Driver, LaunchShape
+
+KERNEL = "sm90_fp8/sm90_fp8_grouped_gemm.cu"
+Config = Sm90Fp8Config
+
+
+def prepare(
+    driver: Driver,
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    out: torch.Tensor,
+    config: Sm90Fp8Config | None,
+) -> Prepared:
+    """Packs the launch of out = a @ b of its group. Scales of ``a`` in another layout than the kernel's are copied."""
+    (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
+    device = out.device.index or 0
+    problem = Problem(m, n, k, num_groups, out.dtype, driver.num_sms(device))
+    config = select_config(problem) if config is None else fit_config(config, problem)
+    copies: tuple[torch.Tensor, ...] = ()
+    if a.scale_major != config.scales:
+        copies = (to_mn_major(a.scale) if config.scales == "mn" else a.scale.contiguous(),)
+        a = BlockScaledTensor(a.data, copies[0], a.format)
+    kernel, function = load_kernel(driver, KERNEL, config, device)
+    maps = _tensor_maps(a, b, out, config)
+    arguments: list[Argument] = [b"".join(driver.encode(spec) for spec in specs) for specs in maps]
+    arguments += [(b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
+    arguments += [(value, 4) for value in (m, n, k, num_groups, tile_counter(config, device, out.data_ptr()))]
+    strides = (tensor_map.outer_stride(b.data, dim) for dim in (1, 0))
+    arguments += [(value, 8) for value in (b.data.data_ptr(), *strides)]
+    tensors = [a.data, a.scale, b.data, b.scale, out] + ([] if offs is None else [offs])
+    shape = LaunchShape(ctas_of(problem, config), kernel.num_threads, config.cluster_n, programmatic=True)
+    return Prepared(driver.prepare(function, kernel, shape, arguments, tensors), copies)
+
+
+def ctas_of(problem: Problem, config: Sm90Fp8Config) -> int:
+    """As many CTAs as multiprocessors, for a tile costs far more than finding the next one; but no more than there can
+    be pieces of work. Where tiles that have halves are few, every one is cut in two (``schedule.tiles_to_cut``).
+    """
+    most_tiles = -(-problem.m // config.block_m) + problem.num_groups
+    most_tiles *= -(-problem.n // (config.block_n * config.cluster_n))
+    most_pieces = most_tiles * (2 if has_halves(config.block_m) else 1)
+    return min(problem.num_sms // config.cluster_n, most_pieces) * config.cluster_n
+
+
+def _tensor_maps(
+    a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, config: Sm90Fp8Config
+) -> list[tuple[tensor_map.TensorMapSpec, ...]]:
+    """The kernel's four tensor-map arguments, in its order: A, B, scales of A, D."""
+    if config.scales == "mn":
+        scales = tensor_map.mn_major_scales(a.scale, 96 if config.block_m == 256 else config.block_m + 4)
+    else:
+        scales = tensor_map.flat(a.scale, 256)
+    return [
+        (tensor_map.rows_operand(a.data, b.data.shape[0] if config.scales == "mn" else None),),
+        (tensor_map.operand(b.data, config.block_n),),
+        (scales,),
+        tensor_map.output_pool(out, 64) if config.store == "pool" else (tensor_map.output_ragged(out, 64),),
+    ]

@@ -1,0 +1,154 @@
+"""Host side of sm90_fp8_grouped_gemm.cu with a quantising epilogue: FP8_BLOCK x FP8_BLOCK on Hopper.
+
+What an epilogue does is in padless.epilogue; the kernel's side of it in kernels/device/sm90/quant_store.cuh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from padless.epilogue import Epilogue, EpilogueTensors
+from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.kernels.cost_model import Tile, best_tile, cost_table
+from padless.kernels.epilogue_launch import (
+    FP8_BLOCK_MULTIPLES_OF_N,
+    TILE_COLUMNS,
+    QuantConfig,
+    check_outputs,
+    output_address,
+    outputs_argument,
+    present,
+)
+from padless.kernels.launch import Prepared, load_kernel, tile_counter
+from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, fit_config
+from padless.kernels.sm90_fp8.host import ctas_of
+from padless.layouts import to_mn_major
+from padless.runtime import tensor_map
+from padless.runtime.driver import Argument, Driver, LaunchShape
+from padless.runtime.tensor_map import TensorMapSpec
+
+KERNEL = "sm90_fp8/sm90_fp8_grouped_gemm.cu"
+Config = Sm90Fp8Config
+
+
+def prepare(
+    driver: Driver,
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    tensors: EpilogueTensors,
+    config: Sm90Fp8Config | None,
+    *,
+    epilogue: Epilogue,
+) -> Prepared:
+    """Packs the launch of the grouped GEMM a @ b of its group with everything that ``epilogue`` asks for.
+
+    Args:
+        a, b, offs: as for grouped_gemm; offs None is one group of all rows.
+        tensors: operands and outputs of the epilogue; amax holds -inf.
+        config: the tile, None to choose one. It needs block_n = 128, store "ragged" and scales "mn"; block_m of 128 or
+            256 for FP8_BLOCK columns; cluster_n = 2 for FP8_BLOCK rows of a SwiGLU.
+
+    Raises ValueError for what this kernel cannot do.
+    """
+    (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
+    check_outputs(n, tensors, epilogue, FP8_BLOCK_MULTIPLES_OF_N)
+    device = a.data.device.index or 0
+    dtype = epilogue.d_dtype or torch.bfloat16
+    problem = Problem(m, n, k, num_groups, dtype, driver.num_sms(device))
+    tile = select_tile(problem, epilogue) if config is None else fit_config(config, problem)
+    check_tile(tile, epilogue)
+    copies: tuple[torch.Tensor, ...] = ()
+    if a.scale_major != "mn":
+        copies = (to_mn_major(a.scale),)
+        a = BlockScaledTensor(a.data, copies[0], a.format)
+    compiled = QuantConfig(tile, epilogue)
+    kernel, function = load_kernel(driver, KERNEL, compiled, device)
+
+    specs = [
+        tensor_map.rows_operand(a.data, num_groups),
+        dealt_operand(b.data, epilogue),
+        tensor_map.mn_major_scales(a.scale, 96 if tile.block_m == 256 else tile.block_m + 4),
+    ]
+    arguments: list[Argument] = [driver.encode(spec) for spec in specs]
+    arguments += [outputs_argument(driver, tensors, epilogue, n)]
+    arguments += [(b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
+    counter = tile_counter(compiled, device, output_address(tensors))
+    arguments += [(value, 4) for value in (m, n, k, num_groups, counter)]
+
+    used = [a.data, a.scale, b.data, b.scale, *present(tensors)] + ([] if offs is None else [offs])
+    shape = LaunchShape(ctas_of(problem, tile), kernel.num_threads, tile.cluster_n, programmatic=True)
+    return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
+
+
+def dealt_operand(weight: torch.Tensor, epilogue: Epilogue) -> TensorMapSpec:
+    """Weights (G, N, K) of one-byte elements, N a multiple of 4, as a map that counts rows in fours: K, 4, N / 4, G.
+
+    A copy moves half of a tile's rows of 128 bytes, two of every four (see kernels/device/sm90/wgmma_fragment.cuh);
+    with gate and up apart a quarter.
+    """
+    rows = TILE_COLUMNS // (4 if epilogue.gate_and_up_apart else 2)
+    plain = tensor_map.operand(weight, rows)
+    (k, n, groups), (row, group) = plain.dims, plain.strides
+    dims, strides, box = (k, 4, n // 4, groups), (row, 4 * row, group), (128, 2, rows // 2, 1)
+    return replace(plain, dims=dims, strides=strides, box=box)
+
+
+# --- tiles -----------------------------------------------------------------------------------------------
+
+
+def shares_row_blocks(epilogue: Epilogue) -> bool:
+    """Whether a row's block of scales is wider than a CTA's part of the output, so that two CTAs share it."""
+    return epilogue.is_glu and epilogue.row_format == FP8_BLOCK
+
+
+def _stages_fit(problem: Problem, epilogue: Epilogue) -> bool:
+    """Whether a tile of 256 rows with its outputs leaves room for three stages; two are too few."""
+    plain = epilogue.d_dtype.itemsize if epilogue.d_dtype is not None else 0
+    row = 1 / epilogue.row_format.codes_per_byte if epilogue.row_format is not None else 0
+    column = 1 if epilogue.column_format is not None else 0
+    staged = (plain + row + column) / (2 if epilogue.is_glu else 1)  # bytes an element of the sums
+    if epilogue.column_format is None or epilogue.column_format == FP8_BLOCK:
+        return staged < 2 or (
+            staged == 2 and problem.num_groups <= 256
+        )  # beyond, the table of groups is larger
+    return staged < 2  # 32-row blocks have more column scales to keep
+
+
+def select_tile(problem: Problem, epilogue: Epilogue) -> Sm90Fp8Config:
+    """The tile of least estimated time among those that can do ``epilogue``."""
+    cluster = 2 if shares_row_blocks(epilogue) else 1
+    measured = cost_table("sm90_fp8_grouped_gemm").costs
+    costs = {tile: cost for tile, cost in measured.items() if tile.block_n == TILE_COLUMNS}
+    narrow = Tile(128, TILE_COLUMNS)
+    if cluster == 2:  # a cluster's tile of 128 rows costs what two tiles do
+        costs = {Tile(128, TILE_COLUMNS, 2): costs[narrow], **costs}
+    room = _stages_fit(problem, epilogue)
+    costs = {
+        tile: cost
+        for tile, cost in costs.items()
+        if tile.cluster_n >= cluster and (tile.block_m <= 128 or room)
+    }
+    best = best_tile(costs, problem.m, problem.n, problem.k, problem.num_groups, problem.num_sms)
+    chosen = Sm90Fp8Config(best.block_m, best.block_n, cluster_n=best.cluster_n, raster_m=best.raster_m)
+    return fit_config(chosen, problem)
+
+
+def check_tile(tile: Sm90Fp8Config, epilogue: Epilogue) -> None:
+    """Raises ValueError for a tile that cannot do ``epilogue``."""
+
+    def require(ok: bool, field: str, allowed: str) -> None:
+        if not ok:
+            raise ValueError(
+                f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}"
+            )
+
+    require(tile.block_n == TILE_COLUMNS, "block_n", str(TILE_COLUMNS))
+    require(tile.store == "ragged", "store", "'ragged'")
+    require(tile.scales == "mn", "scales", "'mn'")
+    if epilogue.column_format == FP8_BLOCK:
+        require(tile.block_m >= 128, "block_m", "128 or 256 for FP8_BLOCK columns")
+    if shares_row_blocks(epilogue):
+        require(tile.cluster_n == 2, "cluster_n", "2 for FP8_BLOCK rows of a SwiGLU")

@@ -1,0 +1,88 @@
+"""Host side of sm90_mxfp8_grouped_gemm.cu with a quantising epilogue: MXFP8 x MXFP8 on Hopper.
+
+What an epilogue does is in padless.epilogue; the kernel's side of it in kernels/device/sm90/quant_store.cuh.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from padless.epilogue import Epilogue, EpilogueTensors
+from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.kernels.epilogue_launch import (
+    TILE_COLUMNS,
+    QuantConfig,
+    check_outputs,
+    output_address,
+    outputs_argument,
+    present,
+)
+from padless.kernels.launch import Prepared, load_kernel, tile_counter
+from padless.kernels.sm90_fp8.host_quant import dealt_operand
+from padless.kernels.sm90_mxfp8.host import KERNEL, Sm90Mxfp8Config, fit, problem_arguments, readable_scales
+from padless.runtime import tensor_map
+from padless.runtime.driver import Argument, Driver, LaunchShape
+
+Config = Sm90Mxfp8Config
+
+
+def prepare(
+    driver: Driver,
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    tensors: EpilogueTensors,
+    config: Sm90Mxfp8Config | None,
+    *,
+    epilogue: Epilogue,
+) -> Prepared:
+    """Packs the launch of the grouped GEMM a @ b of its group with everything that ``epilogue`` asks for.
+
+    Args:
+        a, b, offs: as for grouped_gemm; offs None is one group of all rows.
+        tensors: operands and outputs of the epilogue; amax holds -inf.
+        config: the tile, None for 128 x 128. It needs block_n = 128, and block_m = 128 for FP8_BLOCK columns.
+
+    Raises ValueError for what this kernel cannot do: FP8_BLOCK rows of a SwiGLU, whose blocks are wider than the output
+    of a tile.
+    """
+    (m, _), (num_groups, n, _) = a.data.shape, b.data.shape
+    check_outputs(n, tensors, epilogue)
+    device = a.data.device.index or 0
+    tile = fit(Sm90Mxfp8Config() if config is None else config, a, b, epilogue.d_dtype or torch.bfloat16)
+    check_tile(tile, epilogue)
+    compiled = QuantConfig(tile, epilogue)
+    kernel, function = load_kernel(driver, KERNEL, compiled, device)
+    scales, copies = readable_scales(a, b)
+
+    specs = (
+        tensor_map.rows_operand(a.data.view(torch.uint8)),
+        dealt_operand(b.data.view(torch.uint8), epilogue),
+    )
+    arguments: list[Argument] = [driver.encode(spec) for spec in specs]
+    arguments += [outputs_argument(driver, tensors, epilogue, n)]
+    arguments += problem_arguments(a, b, scales, offs)
+    arguments += [(tile_counter(compiled, device, output_address(tensors)), 4)]
+    used = [a.data, scales[0], b.data, scales[1], *present(tensors)] + ([] if offs is None else [offs])
+    most_tiles = (-(-m // tile.block_m) + num_groups) * -(-n // TILE_COLUMNS)
+    shape = LaunchShape(min(driver.num_sms(device), most_tiles), kernel.num_threads, 1, programmatic=True)
+    return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
+
+
+def check_tile(tile: Sm90Mxfp8Config, epilogue: Epilogue) -> None:
+    """Raises ValueError for a tile, and an epilogue, that do not go together."""
+
+    def require(ok: bool, field: str, allowed: str) -> None:
+        if not ok:
+            raise ValueError(
+                f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}"
+            )
+
+    require(tile.block_n == TILE_COLUMNS, "block_n", str(TILE_COLUMNS))
+    if epilogue.column_format == FP8_BLOCK:
+        require(tile.block_m == 128, "block_m", "128 for FP8_BLOCK columns")
+    if epilogue.is_glu and epilogue.row_format == FP8_BLOCK:
+        raise ValueError(
+            "the row output is FP8_BLOCK, whose blocks of 128 columns are wider than a tile of a SwiGLU of MXFP8 "
+            "operands; allowed: MXFP8, MXFP8_E5M2, MXFP4 or NVFP4 rows, FP8_BLOCK columns alone, or FP8_BLOCK operands"
+        )

@@ -1,0 +1,230 @@
+"""What runs where: for every operation, architecture and pair of formats, the kernel that does it.
+
+A route is a row of ``ROUTES``. Its module, in its kernel's folder, is the host side of its kernel and has
+
+    Config                                        the class of the kernel's configuration
+    prepare(driver, a, b, offs, out, config)      checks what only this kernel needs, picks the configuration when
+                                                  ``config`` is None, compiles, encodes tensor maps and packs the
+                                                  launch; returns a ``launch.Prepared``
+    ANY_N (optional)                              True where rows of ``out`` need not start on 16 bytes
+
+docs/supported.md is generated from this table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from padless.formats import BlockScaledTensor
+
+BF16 = "BF16"  # stands in the format column for plain bfloat16 activations
+
+
+@dataclass(frozen=True)
+class Route:
+    """One kernel for one pair of formats.
+
+    Attributes:
+        operation: "grouped_gemm", "gemm" or one of the quantising calls, named as ``ROUTES`` does.
+        arch: "sm_90a" (Hopper) or "sm_100a" (Blackwell).
+        a, b: names of the formats of activations and weights; ``BF16`` for a plain tensor.
+        module: the host side, a key of ``_HOSTS``.
+        kernel: the device side, a file in ``kernels/``.
+        accumulation: how products are added up, in a sentence.
+    """
+
+    operation: str
+    arch: str
+    a: str
+    b: str
+    module: str
+    kernel: str
+    accumulation: str
+
+    @property
+    def name(self) -> str:
+        """The kernel's name, as records and documentation have it: the device file's, without ".cu"."""
+        return self.kernel.rpartition("/")[2].removesuffix(".cu")
+
+    def load(self) -> Any:
+        """The module of the host side."""
+        return import_module(f"padless.kernels.{_HOSTS[self.module]}")
+
+
+_HOSTS = {
+    "sm90_fp8": "sm90_fp8.host",
+    "sm90_fp8_quant": "sm90_fp8.host_quant",
+    "sm90_bf16": "sm90_bf16.host",
+    "sm90_bf16_quant": "sm90_bf16.host_quant",
+    "sm90_mxfp8": "sm90_mxfp8.host",
+    "sm90_mxfp8_quant": "sm90_mxfp8.host_quant",
+    "sm100_grouped": "sm100_grouped.host",
+    "sm100_grouped_quant": "sm100_grouped.host_quant",
+    "sm100_grouped_list": "sm100_grouped.host_list",
+    "sm100_mxfp8_dense": "sm100_dense.host",
+}
+_FP8_BLOCK = "FP8 tensor cores inside 128 of K (13 fractional bits), float32 across"
+_MXFP8 = "FP8 tensor cores inside 32 of K (13 fractional bits), float32 across"
+_MX = "block-scaled tensor cores, float32 across K"
+_MX_PAIRS = (
+    *itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2),
+    ("NVFP4", "NVFP4"),
+    ("MXFP4", "MXFP4"),
+)
+
+# Pairs of which every value, code times block scale, is a bf16 number; FP8_BLOCK's float32 scales are applied outside.
+_BF16_PAIRS = (
+    *itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2),
+    ("MXFP4", "MXFP4"),
+    ("NVFP4", "NVFP4"),
+    *itertools.product(("MXFP8", "MXFP8_E5M2"), ("MXFP4",)),
+    *itertools.product((BF16, "FP8_BLOCK"), ("MXFP4", "NVFP4")),
+)
+_BF16_SUM = "bf16 or f16 tensor cores, values exact, float32 sum (25 fractional bits in 16 of K)"
+_BF16_BLOCKS = (
+    "bf16 or f16 tensor cores inside 128 of K (25 fractional bits in 16), scaled and added in float32 across"
+)
+
+# Where two rows differ in the module alone, ``preferred`` says which is the default; a config of the other's class
+# chooses the other.
+ROUTES: tuple[Route, ...] = (
+    *(
+        Route(
+            operation,
+            "sm_90a",
+            "FP8_BLOCK",
+            "FP8_BLOCK",
+            "sm90_fp8",
+            "sm90_fp8/sm90_fp8_grouped_gemm.cu",
+            _FP8_BLOCK,
+        )
+        for operation in ("grouped_gemm", "gemm")
+    ),
+    *(
+        Route(
+            operation,
+            "sm_90a",
+            a,
+            b,
+            "sm90_bf16",
+            "sm90_bf16/sm90_bf16_grouped_gemm.cu",
+            _BF16_BLOCKS if a == "FP8_BLOCK" else _BF16_SUM,
+        )
+        for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), _BF16_PAIRS)
+    ),
+    *(
+        Route(operation, "sm_90a", a, b, "sm90_mxfp8", "sm90_mxfp8/sm90_mxfp8_grouped_gemm.cu", _MXFP8)
+        for operation, a, b in itertools.product(
+            ("grouped_gemm", "gemm"), ("MXFP8", "MXFP8_E5M2"), ("MXFP8", "MXFP8_E5M2")
+        )
+    ),
+    Route(
+        "grouped_gemm_quant",
+        "sm_90a",
+        "FP8_BLOCK",
+        "FP8_BLOCK",
+        "sm90_fp8_quant",
+        "sm90_fp8/sm90_fp8_grouped_gemm.cu",
+        _FP8_BLOCK,
+    ),
+    *(
+        Route(
+            "grouped_gemm_quant",
+            "sm_90a",
+            a,
+            b,
+            "sm90_mxfp8_quant",
+            "sm90_mxfp8/sm90_mxfp8_grouped_gemm.cu",
+            _MXFP8,
+        )
+        for a, b in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2)
+    ),
+    *(
+        Route(
+            "grouped_gemm_quant",
+            "sm_90a",
+            a,
+            b,
+            "sm90_bf16_quant",
+            "sm90_bf16/sm90_bf16_grouped_gemm.cu",
+            _BF16_BLOCKS if a == "FP8_BLOCK" else _BF16_SUM,
+        )
+        for a, b in _BF16_PAIRS
+    ),
+    *(
+        Route("gemm", "sm_100a", a, b, "sm100_mxfp8_dense", "sm100_dense/sm100_mxfp8_gemm.cu", _MX)
+        for a, b in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2)
+    ),
+    *(
+        Route(operation, "sm_100a", a, b, "sm100_grouped", "sm100_grouped/sm100_grouped_gemm.cu", _MX)
+        for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), _MX_PAIRS)
+    ),
+    *(
+        Route(
+            "grouped_gemm_quant",
+            "sm_100a",
+            a,
+            b,
+            "sm100_grouped_quant",
+            "sm100_grouped/sm100_grouped_gemm.cu",
+            _MX,
+        )
+        for a, b in _MX_PAIRS
+    ),
+)
+
+# Devices that run the code of another architecture's paths.
+_SAME_PATHS = {"sm_103a": "sm_100a"}
+
+
+def kernels_arch(arch: str) -> str:
+    """The architecture whose paths a device of ``arch`` runs: "sm_100a" for "sm_103a"."""
+    return _SAME_PATHS.get(arch, arch)
+
+
+def format_name(t: BlockScaledTensor | torch.Tensor) -> str:
+    """How ``ROUTES`` calls the format of an operand."""
+    return t.format.name if isinstance(t, BlockScaledTensor) else BF16
+
+
+def find_route(
+    operation: str, arch: str, a: str, b: str, config: object = None, rows_per_group: float = math.inf
+) -> Route:
+    """The path for formats ``a`` and ``b`` on ``arch``: the one that takes ``config``, else the default.
+
+    ``rows_per_group``: M / G, where the default depends on it. Raises ValueError that says what is supported instead.
+    """
+    arch = kernels_arch(arch)
+    here = [path for path in ROUTES if path.operation == operation and path.arch == arch]
+    found = [path for path in here if (path.a, path.b) == (a, b)]
+    if not found:
+        pairs = ", ".join(dict.fromkeys(f"{path.a} x {path.b}" for path in here)) or "nothing yet"
+        raise ValueError(f"{operation} of {a} x {b} has no kernel for {arch}; supported there: {pairs}")
+    if config is None:
+        return preferred(found, rows_per_group)
+    for path in found:
+        if isinstance(config, path.load().Config):
+            return path
+    classes = " or ".join(dict.fromkeys(path.load().Config.__name__ for path in found))
+    raise ValueError(
+        f"config is a {type(config).__name__}; {operation} of {a} x {b} on {arch} takes a {classes}"
+    )
+
+
+# MXFP8 on Hopper, measured on an H200: FP8 tensor cores multiply faster, but up to so many rows a group the weights'
+# way into the multiprocessor is what takes time, and there tokens as columns of a small tile win.
+FEW_ROWS = 32
+
+
+def preferred(found: list[Route], rows_per_group: float) -> Route:
+    """The default among paths that differ in the module alone, by the mean number of rows a group."""
+    by_module = {path.module: path for path in found}
+    if {"sm90_bf16", "sm90_mxfp8"} <= by_module.keys():
+        return by_module["sm90_bf16" if rows_per_group <= FEW_ROWS else "sm90_mxfp8"]
+    return found[0]

@@ -1,0 +1,164 @@
+"""What can be said against the operands of a call without looking at their values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from padless.formats import OUT_DTYPES, BlockScaledTensor
+from padless.kernels.config import MAX_GROUPS
+from padless.kernels.table import BF16, ROUTES, format_name
+
+Activation = BlockScaledTensor | torch.Tensor
+
+# K in values has to be a multiple of: rows of 16 bytes for the copy engine, and whole blocks of the MX formats.
+_K_MULTIPLE = {"FP8_BLOCK": 16, "MXFP8": 32, "MXFP8_E5M2": 32, "MXFP4": 32, "NVFP4": 32, BF16: 8}
+
+
+def data_of(t: Activation) -> torch.Tensor:
+    """The codes of a block-scaled tensor; a plain tensor itself."""
+    return t.data if isinstance(t, BlockScaledTensor) else t
+
+
+def logical_k(t: Activation) -> int:
+    """K in values, where data may hold two a byte."""
+    return t.logical_shape[-1] if isinstance(t, BlockScaledTensor) else t.shape[-1]
+
+
+def describe(value: object) -> str:
+    """A value in a message: shape, dtype and device of a tensor, else the type."""
+    if isinstance(value, BlockScaledTensor):
+        value = value.data
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype} on {value.device}"
+    return type(value).__name__
+
+
+def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: torch.Tensor | None) -> None:
+    """Raises ValueError for what can be seen without looking at values."""
+    _check_kinds(operation, a, b)
+    (m, k), (num_groups, n, b_k) = (data_of(a).shape[0], logical_k(a)), b.logical_shape
+    if k != b_k:
+        raise ValueError(
+            f"a is (M, K) = {(m, k)} and b is (G, N, K) = {(num_groups, n, b_k)}: K must be the same"
+        )
+    multiple = math.lcm(_K_MULTIPLE[format_name(a)], _K_MULTIPLE[b.format.name])
+    if k == 0 or k % multiple != 0:
+        raise ValueError(
+            f"K is {k}; it must be a positive multiple of {multiple} (quantize a zero-filled tail)"
+        )
+    if isinstance(a, BlockScaledTensor) and not a.is_activation:
+        raise ValueError(f"a has scales of shape {tuple(a.scale.shape)}; quantize it with kind='activation'")
+    if not b.is_weight:
+        raise ValueError(f"b has scales of shape {tuple(b.scale.shape)}; quantize it with kind='weight'")
+    if b.device != a.device:
+        raise ValueError(f"b is on {b.device} and a on {a.device}; they must be on one device")
+    if num_groups > MAX_GROUPS:
+        raise ValueError(f"b has {num_groups} groups; at most {MAX_GROUPS} are supported")
+    if offs is not None:
+        if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
+            raise ValueError(
+                f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {describe(offs)}"
+            )
+        if offs.shape[0] != num_groups:
+            raise ValueError(
+                f"offs has {offs.shape[0]} entries and b {num_groups} groups; they must be as many"
+            )
+        if offs.device != a.device:
+            raise ValueError(f"offs is on {offs.device} and a on {a.device}; they must be on one device")
+        if not offs.is_contiguous():
+            raise ValueError(f"offs must be contiguous, got stride {offs.stride(0)}; call .contiguous()")
+    check_layout("a.data" if isinstance(a, BlockScaledTensor) else "a", data_of(a))
+    check_layout("b.data", b.data)
+    if m >= 2**30:
+        raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * ceil(K / 128) below 2^31")
+    if isinstance(a, BlockScaledTensor):
+        if a.scale.data_ptr() % 16 != 0:
+            address = a.scale.data_ptr()
+            raise ValueError(f"a.scale is at address {address:#x}; it must be 16-byte aligned; clone() it")
+        if a.scale.numel() >= 2**31 - 2**20:
+            blocks = f"ceil(K / {a.format.block_k})"
+            raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * {blocks} below 2^31")
+
+
+def _check_kinds(operation: str, a: Activation, b: BlockScaledTensor) -> None:
+    """Types, ranks and the pair of formats."""
+    for name, t, rank, shape in (("a", a, 2, "(M, K)"), ("b", b, 3, "(G, N, K)")):
+        plain = name == "a" and isinstance(t, torch.Tensor) and t.dtype == torch.bfloat16
+        if not plain and not isinstance(t, BlockScaledTensor):
+            raise ValueError(f"{name} must be a BlockScaledTensor (see padless.quantize), got {describe(t)}")
+        if data_of(t).dim() != rank:
+            raise ValueError(f"{name} must have rank {rank}, {shape}, got {describe(t)}")
+    pairs = dict.fromkeys((path.a, path.b) for path in ROUTES if path.operation == operation)
+    if (format_name(a), b.format.name) not in pairs:
+        supported = ", ".join(f"{x} x {y}" for x, y in pairs)
+        raise ValueError(
+            f"a has format {format_name(a)} and b has format {b.format.name}; supported: {supported}"
+        )
+
+
+def output(
+    a: Activation,
+    b: BlockScaledTensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    any_n: bool = False,
+) -> torch.Tensor:
+    """``out`` if it will do, or a new tensor. Raises ValueError.
+
+    any_n: the rows of the result may start anywhere, not on 16 bytes alone.
+    """
+    m, n = a.shape[0], b.shape[1]
+    if out is None:
+        if out_dtype not in OUT_DTYPES:
+            raise ValueError(
+                f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32"
+            )
+        out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    else:
+        if not isinstance(out, torch.Tensor) or out.dtype not in OUT_DTYPES:
+            raise ValueError(f"out must be a bfloat16, float16 or float32 tensor, got {describe(out)}")
+        if tuple(out.shape) != (m, n) or out.device != a.device:
+            raise ValueError(f"out must be (M, N) = {(m, n)} on {a.device}, got {describe(out)}")
+    alignment = 16 // out.element_size()
+    if n % alignment == 0:
+        check_layout("out", out)
+    elif not any_n:
+        raise ValueError(f"N is {n}; it must be a multiple of {alignment} for {out.dtype} output")
+    elif out.stride(1) != 1 or out.stride(0) < n:
+        raise ValueError(
+            f"out has strides {out.stride()} elements; its rows must be contiguous; call .contiguous()"
+        )
+    return out
+
+
+def check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless the copy engine can address the rows of ``tensor``."""
+    size = tensor.element_size()
+    if tensor.numel() == 0:
+        return
+    rows_overlap = tensor.shape[-2] > 1 and tensor.stride(-2) < tensor.shape[-1]
+    outer = [s for s, length in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if length > 1]
+    if tensor.stride(-1) != 1 or any(s * size % 16 for s in outer) or rows_overlap:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()} elements; the last must be 1 and the others multiples of 16 bytes; "
+            "call .contiguous()"
+        )
+    if tensor.data_ptr() % 16 != 0:
+        raise ValueError(
+            f"{name} is at address {tensor.data_ptr():#x}; it must be 16-byte aligned; clone() it"
+        )
+
+
+def check_offs_values(offs: torch.Tensor, m: int) -> None:
+    """Raises ValueError for end offsets that are no partition of rows [0, M). Waits for the device."""
+    ends = [0, *offs.tolist()]
+    for g, (before, end) in enumerate(itertools.pairwise(ends)):
+        if end < before or end > m:
+            raise ValueError(
+                f"offs[{g}] is {end}; offs must not be negative nor decrease (the entry before is {before}) "
+                f"nor pass M = {m}"
+            )

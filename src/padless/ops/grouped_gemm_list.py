@@ -1,0 +1,182 @@
+"""A list of unlike products in one launch: every problem has its own M, N, K and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from padless.formats import OUT_DTYPES, BlockScaledTensor
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
+from padless.kernels.sm100_grouped.host_list import PreparedList, prepare_list
+from padless.ops.checks import check_operands, describe
+from padless.ops.grouped_gemm import _driver
+from padless.reference.gemm import gemm_reference
+
+
+def grouped_gemm_list(
+    a: Sequence[BlockScaledTensor],
+    b: Sequence[BlockScaledTensor],
+    *,
+    out: Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    alpha: torch.Tensor | None = None,
+    backend: str | None = None,
+    config: Sm100GroupedConfig | None = None,
+) -> list[torch.Tensor]:
+    """Multiplies problem by problem, out[i] = alpha[i] * a[i] @ b[i].T, in one launch. On Blackwell.
+
+    Args:
+        a: activations, (M_i, K_i), MXFP8, MXFP8_E5M2, NVFP4 or MXFP4; M_i may be 0, K_i is a multiple of 32.
+        b: weights, (N_i, K_i), as many. All a have one format and all b one; both have elements of the same size.
+        out: (M_i, N_i) tensors of one dtype, all with contiguous rows that start on 16-byte boundaries (N_i a multiple
+            of 16 bytes), or all with contiguous columns; None for new row-major ones.
+        out_dtype: torch.bfloat16, float16 or float32, when ``out`` is None.
+        alpha: (len(a),) float32, or None for 1.
+        backend: "cuda", "emulator:sm_100a", "reference" or None: the GPU for tensors on a GPU, else the reference.
+        config: the kernel to use in place of the one that is picked.
+
+    Returns:
+        ``out``.
+
+    Scales in 32x4x4 tiles ("blocked") are read in place. What depends on the problems is copied to the device on the
+    first call with these tensors, and remembered: later calls are one launch. Verified by emulation; never measured.
+
+    Raises:
+        ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
+    """
+    outputs = _check(a, b, out, out_dtype, alpha)
+    keep = [i for i, d in enumerate(outputs) if d.numel() > 0]
+    if not keep:
+        return outputs
+    if backend is None:
+        backend = "cuda" if outputs[0].is_cuda else "reference"
+    if backend == "reference":
+        for i in keep:
+            _reference(a[i], b[i], outputs[i], None if alpha is None else alpha.view(-1)[i])
+        return outputs
+    driver = _driver(backend, outputs[0])
+    if driver.arch not in ("sm_100a", "sm_103a"):
+        raise ValueError(
+            f"backend {backend!r} is {driver.arch}; a list of problems needs Blackwell (sm_100a)"
+        )
+    tensors: list[torch.Tensor | None] = [alpha]
+    for i in keep:
+        tensors += [
+            a[i].data,
+            a[i].scale,
+            a[i].global_scale,
+            b[i].data,
+            b[i].scale,
+            b[i].global_scale,
+            outputs[i],
+        ]
+    key = None
+    if outputs[0].is_cuda:
+        described = [
+            t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors
+        ]
+        key = (config, a[0].scale_layout, b[0].scale_layout, *described)
+    if (prepared := _PREPARED.get(key)) is None:
+        some = torch.tensor(keep, device=outputs[0].device)
+        alphas = alpha if alpha is None or len(keep) == len(a) else alpha.view(-1)[some].contiguous()
+        prepared = prepare_list(
+            driver, [a[i] for i in keep], [b[i] for i in keep], [outputs[i] for i in keep], alphas, config
+        )
+        if not prepared.copies and alphas is alpha:
+            _remember(key, prepared)
+    prepared.launch(torch.cuda.current_stream(outputs[0].device).cuda_stream if outputs[0].is_cuda else 0)
+    return outputs
+
+
+# What depends on addresses, shapes, strides and types alone; a caller that keeps its buffers pays for it once.
+_PREPARED: dict[tuple[object, ...] | None, PreparedList] = {}
+_REMEMBERED = 1024
+
+
+def _remember(key: tuple[object, ...] | None, prepared: PreparedList) -> None:
+    if key is not None:
+        if len(_PREPARED) >= _REMEMBERED:
+            _PREPARED.clear()
+        _PREPARED[key] = prepared
+
+
+def forget() -> None:
+    """Forgets all tensors that were seen: the next call with them describes them to the device again."""
+    _PREPARED.clear()
+
+
+def _reference(
+    a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None
+) -> None:
+    if alpha is None:
+        gemm_reference(a, b, out=out)
+    else:
+        out.copy_(gemm_reference(a, b, out_dtype=torch.float32) * alpha)
+
+
+def _check(
+    a: Sequence[BlockScaledTensor],
+    b: Sequence[BlockScaledTensor],
+    out: Sequence[torch.Tensor] | None,
+    out_dtype: torch.dtype,
+    alpha: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """The outputs, made if there are none. Raises ValueError."""
+    if len(a) != len(b) or (out is not None and len(out) != len(a)):
+        raise ValueError(f"a has {len(a)} problems, b {len(b)} and out {'none' if out is None else len(out)}")
+    if alpha is not None and (alpha.dtype != torch.float32 or alpha.shape != (len(a),)):
+        raise ValueError(f"alpha must be ({len(a)},) float32, got {describe(alpha)}")
+    if out is None and out_dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
+    outputs: list[torch.Tensor] = []
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        try:
+            _check_problem(x, y)
+            d = (
+                torch.empty((x.shape[0], y.shape[0]), dtype=out_dtype, device=x.device)
+                if out is None
+                else out[i]
+            )
+            _check_output(x, y, d)
+        except ValueError as error:
+            raise ValueError(f"problem {i}: {error}") from None
+        if d.dtype != (outputs or [d])[0].dtype or (x.format, y.format) != (a[0].format, b[0].format):
+            raise ValueError(
+                f"problem {i}: all problems of a list must have the same formats and output dtype"
+            )
+        outputs.append(d)
+    return outputs
+
+
+def _check_problem(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
+    if not isinstance(b, BlockScaledTensor) or b.data.dim() != 2 or not b.is_weight:
+        raise ValueError(f"b must be a BlockScaledTensor of rank 2, (N, K), got {describe(b)}")
+    if isinstance(a, BlockScaledTensor) and a.scale_layout == "blocked_groups":
+        raise ValueError(
+            "a has scales in layout 'blocked_groups'; a problem of a list is one group, use 'blocked'"
+        )
+    check_operands(
+        "gemm",
+        a,
+        BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale, b.scale_layout),
+        None,
+    )
+
+
+def _check_output(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor) -> None:
+    shape = (a.shape[0], b.shape[0])
+    if not isinstance(out, torch.Tensor) or out.dtype not in OUT_DTYPES or tuple(out.shape) != shape:
+        raise ValueError(f"out must be {shape}, bfloat16, float16 or float32, got {describe(out)}")
+    if out.device != a.device:
+        raise ValueError(f"out is on {out.device} and a on {a.device}; they must be on one device")
+    if out.stride(1) == 1 or out.shape[1] == 1:
+        pieces = [out.data_ptr(), shape[1] * out.element_size()]
+        pieces += [out.stride(0) * out.element_size()] if shape[0] > 1 else []
+        if any(piece % 16 for piece in pieces):
+            raise ValueError(
+                f"out has rows of {shape[1]} {out.dtype} with strides {out.stride()}; rows must start on and be a "
+                "multiple of 16 bytes (or its columns be contiguous)"
+            )
+    elif out.stride(0) != 1 and shape[0] > 1:
+        raise ValueError(f"out has strides {out.stride()}; its rows or its columns must be contiguous")

@@ -1,0 +1,134 @@
+"""Launches that were packed before, found again by what they were packed from.
+
+A packed launch depends on the operands' addresses, shapes, strides, types and formats alone. All of them are read again
+at every call and compared, so nothing here depends on which objects hold them: a tensor that was resized, replaced or
+freed, and another one in its place or with its id, are seen for what they are. No operand is kept alive. Reading is a
+few dictionary look-ups, which threads may do at the same time.
+
+This is the part of a call that an eager loop pays for, so it is written for few interpreter steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from padless.formats import OUT_DTYPES, BlockScaledTensor
+from padless.runtime.driver import PreparedLaunch
+
+# The handle of torch's current stream on a device, by index. A torch without CUDA has no such function and no tensors
+# on a GPU that would need it.
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+
+_Facts = tuple[Any, ...]
+
+
+class _Known:
+    """Operands that were found good, and the launches that write their product.
+
+    formats: held so that no other format can take the id of one that the facts name.
+    launches: by address, type and strides of the output and the caller's config.
+    """
+
+    __slots__ = ("device", "facts", "formats", "index", "launches", "shape")
+
+    def __init__(self, facts: _Facts, formats: tuple[Any, ...], shape: tuple[int, int], device: torch.device):
+        self.facts = facts
+        self.formats = formats
+        self.shape = shape
+        self.device = device
+        self.index = device.index or 0
+        self.launches: dict[_Facts, PreparedLaunch] = {}
+
+
+_KNOWN: dict[_Facts, _Known] = {}
+_MAX_OPERANDS = 4096
+_MAX_OUTPUTS = 256
+
+
+def _facts_of(operation: str, a: Any, b: Any, offs: Any) -> tuple[_Facts, _Facts] | None:
+    """A key that tells most calls apart, and everything that a launch depends on; None for what is not on a GPU."""
+    if type(b) is not BlockScaledTensor or not b.data.is_cuda:
+        return None
+    w, w_scale = b.data, b.scale
+    if type(a) is BlockScaledTensor:
+        x, x_scale = a.data, a.scale
+        x_facts: _Facts = (id(a.format), a.scale_layout, x_scale.data_ptr(), x_scale.shape, x_scale.stride())
+        if a.global_scale is not None:
+            x_facts += _tensor_facts(a.global_scale)
+    elif isinstance(a, torch.Tensor):
+        x, x_facts = a, (a.dtype,)
+    else:
+        return None
+    if offs is None:
+        ends: int | None = None
+        ends_facts: _Facts = ()
+    elif isinstance(offs, torch.Tensor):
+        ends, ends_facts = offs.data_ptr(), (offs.shape, offs.stride(), offs.dtype, offs.is_cuda)
+    else:
+        return None
+    shape = x.shape
+    w_facts = (id(b.format), b.scale_layout, w.shape, w.stride())
+    scale_facts: _Facts = (w_scale.data_ptr(), w_scale.shape, w_scale.stride())
+    if b.global_scale is not None:
+        scale_facts += _tensor_facts(b.global_scale)
+    facts = (operation, shape, x.stride(), x.is_cuda, x_facts, w_facts, scale_facts, ends_facts)
+    return (x.data_ptr(), w.data_ptr(), ends, shape[0] if shape else 0), facts
+
+
+def _tensor_facts(t: Any) -> _Facts:
+    return (t.data_ptr(), t.shape, t.stride(), t.dtype)
+
+
+def launch_again(
+    operation: str, a: Any, b: Any, offs: Any, out: Any, out_dtype: torch.dtype, config: object
+) -> tuple[Any, bool]:
+    """Launches a call like one that was remembered: (output, whether it was launched).
+
+    Where it was not, the output is ``out``, or a new one for operands that are known: to be packed for, since another
+    allocation would have another address every time.
+    """
+    found = _facts_of(operation, a, b, offs)
+    if found is None or (known := _KNOWN.get(found[0])) is None or known.facts != found[1]:
+        return out, False
+    if out is None:
+        if out_dtype not in OUT_DTYPES:
+            return None, False
+        out = torch.empty(known.shape, dtype=out_dtype, device=known.device)
+    elif not isinstance(out, torch.Tensor) or out.shape != known.shape or not out.is_cuda:
+        return out, False
+    launch = known.launches.get((out.data_ptr(), out.dtype, out.stride(), config))
+    if launch is None:
+        return out, False
+    launch(current_stream(known.index))
+    return out, True
+
+
+def were_checked(operation: str, a: Any, b: Any, offs: Any) -> bool:
+    """Whether operands like these passed every check before."""
+    found = _facts_of(operation, a, b, offs)
+    return found is not None and (known := _KNOWN.get(found[0])) is not None and known.facts == found[1]
+
+
+def remember_checked(operation: str, a: Any, b: Any, offs: Any, out: torch.Tensor) -> None:
+    """Keeps that these operands passed every check. Tensors that are not on a GPU are not remembered."""
+    found = _facts_of(operation, a, b, offs)
+    if found is None or not out.is_cuda:
+        return
+    formats = (b.format, a.format if isinstance(a, BlockScaledTensor) else None)
+    if len(_KNOWN) >= _MAX_OPERANDS:
+        _KNOWN.clear()
+    _KNOWN[found[0]] = _Known(found[1], formats, (out.shape[0], out.shape[1]), out.device)
+
+
+def remember_launch(
+    operation: str, a: Any, b: Any, offs: Any, out: torch.Tensor, config: object, launch: PreparedLaunch
+) -> None:
+    """Keeps a launch for operands that are remembered."""
+    found = _facts_of(operation, a, b, offs)
+    if found is None or (known := _KNOWN.get(found[0])) is None or known.facts != found[1]:
+        return
+    if len(known.launches) >= _MAX_OUTPUTS:
+        known.launches.clear()
+    known.launches[out.data_ptr(), out.dtype, out.stride(), config] = launch

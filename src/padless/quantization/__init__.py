@@ -1,0 +1,1 @@
+"""Quantization: values to block-scaled codes and back."""

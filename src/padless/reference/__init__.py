@@ -1,0 +1,1 @@
+"""References: slow, exact products and epilogues on the CPU, which judge the kernels."""

@@ -1,0 +1,1 @@
+"""Runtime: from a kernel's source text to a launch. Knows no format and no kernel."""

@@ -1,0 +1,72 @@
+"""What this machine can compute with, and why not, where it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from padless.runtime import driver, jit
+
+CAPABILITIES = {(9, 0): "Hopper", (10, 0): "Blackwell", (10, 3): "Blackwell"}
+NAMES = ("cuda", "emulator", "emulator:sm_100a", "reference")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute, whether it is available here, and why, in a sentence."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+def backends() -> dict[str, Backend]:
+    """Every backend by name: "cuda" (the kernels), "emulator" and "emulator:sm_100a" (the kernels for Hopper and for
+    Blackwell on the CPU), "reference" (torch)."""
+    found = (
+        _cuda(),
+        _emulator("emulator", "Hopper"),
+        _emulator("emulator:sm_100a", "Blackwell"),
+        Backend("reference", True, "exact and slow, in torch on the CPU"),
+    )
+    return {backend.name: backend for backend in found}
+
+
+def _compiler_missing() -> str | None:
+    try:
+        jit.nvrtc_version()
+    except Exception as error:  # an absent or broken library raises whatever its loader likes
+        return f"NVRTC cannot be loaded ({error}); install nvidia-cuda-nvrtc 13.0 and cuda-bindings 13"
+    return None
+
+
+def _cuda() -> Backend:
+    if not torch.cuda.is_available():
+        return Backend("cuda", False, "torch sees no CUDA GPU")
+    capability = torch.cuda.get_device_capability()
+    if capability not in CAPABILITIES:
+        name = torch.cuda.get_device_name()
+        needed = ", ".join(f"{major}.{minor} ({name})" for (major, minor), name in CAPABILITIES.items())
+        return Backend(
+            "cuda", False, f"{name} has compute capability {capability}; the kernels need one of {needed}"
+        )
+    try:
+        driver.cuda_driver()
+    except driver.DriverError as error:
+        return Backend("cuda", False, str(error))
+    if missing := _compiler_missing():
+        return Backend("cuda", False, missing)
+    return Backend(
+        "cuda", True, f"{torch.cuda.get_device_name()}, kernels compiled with NVRTC {jit.nvrtc_version()}"
+    )
+
+
+def _emulator(name: str, architecture: str) -> Backend:
+    if missing := _compiler_missing():
+        return Backend(name, False, missing)
+    try:
+        from padless.emulator import fake_driver  # noqa: F401
+    except ImportError as error:
+        return Backend(name, False, f"the emulator cannot be imported ({error})")
+    return Backend(name, True, f"the {architecture} kernels' PTX, executed on the CPU: exact and very slow")

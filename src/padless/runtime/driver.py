@@ -1,0 +1,284 @@
+"""The CUDA driver, and the only module that talks to it: load a kernel, encode a tensor map, launch.
+
+``CudaDriver`` drives a GPU. The emulator has a driver with the same methods that executes the kernel on the CPU, so
+everything above this module is the same in both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Any, Protocol
+
+import torch
+
+from padless.runtime.jit import CompiledKernel
+from padless.runtime.tensor_map import TensorMapSpec
+
+TENSOR_MAP_BYTES = 128
+_TENSOR_MAP_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """How many CTAs of how many threads, in clusters of how many CTAs along x.
+
+    programmatic: the launch may begin before the kernel ahead of it in the stream has ended (programmatic dependent
+    launch). Only for kernels that execute griddepcontrol.wait before they touch global memory.
+    """
+
+    grid: int
+    block: int
+    cluster: int
+    programmatic: bool = False
+
+
+# One kernel argument: an integer with its size in bytes, or encoded tensor maps (a multiple of 128 bytes).
+Argument = tuple[int, int] | bytes
+
+
+class PreparedLaunch(Protocol):
+    """A launch with everything packed; call it with the stream handle."""
+
+    def __call__(self, stream: int) -> None: ...
+
+
+class Driver(Protocol):
+    """What grouped_gemm needs of a device."""
+
+    kind: str  # of image that load() takes: "cubin" or "ptx"
+
+    @property
+    def arch(self) -> str:
+        """What it runs, such as "sm_90a"."""
+        ...
+
+    def __hash__(self) -> int: ...
+
+    def num_sms(self, device: int) -> int: ...
+
+    def load(self, kernel: CompiledKernel, device: int) -> Any: ...
+
+    def encode(self, spec: TensorMapSpec) -> bytes: ...
+
+    def prepare(
+        self,
+        function: Any,
+        kernel: CompiledKernel,
+        shape: LaunchShape,
+        arguments: Sequence[Argument],
+        tensors: Sequence[torch.Tensor],
+    ) -> PreparedLaunch: ...
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver refused a call."""
+
+
+class _Attribute(ctypes.Structure):
+    # CUlaunchAttribute; a value that is one integer lies in x
+    _fields_ = [
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("x", ctypes.c_uint),
+        ("y", ctypes.c_uint),
+        ("z", ctypes.c_uint),
+        ("rest", ctypes.c_char * 52),
+    ]
+
+
+class _LaunchConfig(ctypes.Structure):
+    # CUlaunchConfig
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+_COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+
+
+class CudaDriver:
+    """The GPU's driver, through ctypes on libcuda: a launch is one foreign call with everything packed before.
+
+    programmatic: whether launches may begin before the kernel ahead of them has ended (``LaunchShape.programmatic``).
+    """
+
+    kind = "cubin"
+
+    def __init__(self, programmatic: bool = True) -> None:
+        self.programmatic = programmatic
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise DriverError(f"no CUDA driver on this machine ({error})") from None
+        self._check("cuInit", self._cuda.cuInit(0))
+        self._thread = threading.local()
+
+    def _check(self, call: str, code: int) -> None:
+        if code != 0:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorString(code, ctypes.byref(text))
+            reason = text.value.decode() if text.value else "unknown error"
+            raise DriverError(f"{call} failed: {reason} (CUresult {code})")
+
+    def num_sms(self, device: int) -> int:
+        """Multiprocessors of the device."""
+        return self._attribute(_MULTIPROCESSOR_COUNT, device)
+
+    @cached_property
+    def arch(self) -> str:
+        """What kernels are compiled for, of the first device: a machine with several kinds is not supported."""
+        major, minor = (self._attribute(attribute, 0) for attribute in _COMPUTE_CAPABILITY)
+        return f"sm_{major}{minor}a"
+
+    def _attribute(self, attribute: int, device: int) -> int:
+        value = ctypes.c_int()
+        self._check(
+            "cuDeviceGetAttribute",
+            self._cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device),
+        )
+        return value.value
+
+    def _use_primary_context(self, device: int) -> None:
+        """Makes torch's context of ``device`` current in this thread (a new thread has none)."""
+        contexts = self._thread.__dict__.setdefault("contexts", {})
+        if device not in contexts:
+            context = ctypes.c_void_p()
+            self._check(
+                "cuDevicePrimaryCtxRetain", self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+            )
+            contexts[device] = context
+        self._check("cuCtxSetCurrent", self._cuda.cuCtxSetCurrent(contexts[device]))
+
+    def load(self, kernel: CompiledKernel, device: int) -> ctypes.c_void_p:
+        """Loads the kernel into the device's context and gives it its shared memory."""
+        self._use_primary_context(device)
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check("cuModuleLoadData", self._cuda.cuModuleLoadData(ctypes.byref(module), kernel.image))
+        self._check(
+            "cuModuleGetFunction",
+            self._cuda.cuModuleGetFunction(ctypes.byref(function), module, kernel.entry.encode()),
+        )
+        self._check(
+            "cuFuncSetAttribute",
+            self._cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, kernel.shared_bytes),
+        )
+        return function
+
+    def encode(self, spec: TensorMapSpec) -> bytes:
+        """The 128 bytes of a tensor map. Raises DriverError when the driver refuses it."""
+        rank = len(spec.dims)
+        # The driver wants the map on a 64-byte boundary, more than ctypes promises: take one out of a larger buffer.
+        buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
+        address = -(-ctypes.addressof(buffer) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
+        code = self._cuda.cuTensorMapEncodeTiled(
+            ctypes.c_void_p(address),
+            ctypes.c_int(spec.data_type),
+            ctypes.c_uint32(rank),
+            ctypes.c_void_p(spec.address),
+            (ctypes.c_uint64 * rank)(*spec.dims),
+            (ctypes.c_uint64 * max(rank - 1, 1))(*spec.strides),
+            (ctypes.c_uint32 * rank)(*spec.box),
+            (ctypes.c_uint32 * rank)(*(1,) * rank),
+            ctypes.c_int(0),  # no interleave
+            ctypes.c_int(spec.swizzle),
+            ctypes.c_int(spec.l2_promotion),
+            ctypes.c_int(0),  # out of bounds: zeros
+        )
+        if code != 0:
+            raise DriverError(f"cuTensorMapEncodeTiled refused {spec} (CUresult {code})")
+        return ctypes.string_at(address, TENSOR_MAP_BYTES)
+
+    def prepare(
+        self,
+        function: ctypes.c_void_p,
+        kernel: CompiledKernel,
+        shape: LaunchShape,
+        arguments: Sequence[Argument],
+        tensors: Sequence[torch.Tensor],
+    ) -> PreparedLaunch:
+        """Packs a launch. ``arguments`` in the kernel's order; ``tensors`` is for drivers that track memory."""
+        return _CudaLaunch(
+            self, function, kernel.shared_bytes, shape, arguments, tensors[0].device.index or 0
+        )
+
+
+class _CudaLaunch:
+    def __init__(
+        self,
+        driver: CudaDriver,
+        function: ctypes.c_void_p,
+        shared_bytes: int,
+        shape: LaunchShape,
+        arguments: Sequence[Argument],
+        device: int,
+    ) -> None:
+        self._driver = driver
+        self._device = device
+        self._launch = driver._cuda.cuLaunchKernelEx
+        self._function = function
+        self._shared_bytes = shared_bytes
+        self._shape = shape
+        self._values = [_packed(argument) for argument in arguments]
+        self._arguments = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(v) for v in self._values))
+        attributes = []
+        if shape.cluster > 1:
+            attributes.append(_Attribute(id=_CLUSTER_DIMENSION, x=shape.cluster, y=1, z=1))
+        if shape.programmatic and driver.programmatic:
+            attributes.append(_Attribute(id=_PROGRAMMATIC_SERIALIZATION, x=1))
+        self._attributes = (_Attribute * len(attributes))(*attributes)
+        # The foreign call with its arguments, one a stream and never changed: threads may share it. Made once, it takes
+        # a third of the time.
+        self._calls: dict[int, Callable[[], int]] = {}
+
+    def __call__(self, stream: int) -> None:
+        call = self._calls.get(stream)
+        if call is None:
+            call = self._calls[stream] = self._call(stream)
+        code = call()
+        if code == 201:  # CUDA_ERROR_INVALID_CONTEXT: this thread has none yet
+            self._driver._use_primary_context(self._device)
+            code = call()
+        if code != 0:
+            self._driver._check("cuLaunchKernelEx", code)
+
+    def _call(self, stream: int) -> Callable[[], int]:
+        config = _LaunchConfig(
+            grid=(self._shape.grid, 1, 1),
+            block=(self._shape.block, 1, 1),
+            shared_bytes=self._shared_bytes,
+            stream=stream,
+            attributes=self._attributes,
+            num_attributes=len(self._attributes),
+        )
+        arguments = ctypes.byref(self._arguments)
+        return partial(self._launch, ctypes.byref(config), self._function, arguments, None)
+
+
+def _packed(argument: Argument) -> Any:
+    if isinstance(argument, bytes):
+        return (ctypes.c_uint64 * (len(argument) // 8)).from_buffer_copy(argument)
+    value, size = argument
+    return (ctypes.c_int64 if size == 8 else ctypes.c_int32)(value)
+
+
+@lru_cache(maxsize=1)
+def cuda_driver() -> CudaDriver:
+    """The one driver of this process. Raises DriverError without one.
+
+    With PADLESS_PROGRAMMATIC_LAUNCH=0 in the environment every launch waits until the kernel ahead of it has ended.
+    """
+    return CudaDriver(programmatic=os.environ.get("PADLESS_PROGRAMMATIC_LAUNCH", "1") != "0")

@@ -1,0 +1,257 @@
+"""Compiles device code with NVRTC, once per configuration, and keeps the result on disk.
+
+A compiled kernel is found by the hash of everything that can change it: sources, constants, target, compiler. Files
+are written under another name and moved into place, so any number of processes may start at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+import threading
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from padless.runtime import elf, operand_reuse
+
+KERNELS = Path(__file__).parents[1] / "kernels"
+ENTRY = "padless_grouped_gemm"  # the name of every kernel
+_OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v", "--device-as-default-execution-space")
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A compiled kernel file.
+
+    Attributes:
+        image: cubin or PTX bytes.
+        kind: "cubin" or "ptx".
+        entry: name of the entry function.
+        shared_bytes: dynamic shared memory of a launch.
+        num_threads: threads of a CTA.
+        num_stages: depth of the pipeline.
+        registers: registers a thread at entry, as ptxas reports (cubin only, else 0).
+        spill_bytes: bytes spilled to local memory, stores and loads together.
+        stack_bytes: local stack frame.
+        log: what the compiler said.
+    """
+
+    image: bytes
+    kind: str
+    entry: str
+    shared_bytes: int
+    num_threads: int
+    num_stages: int
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    log: str
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel: a defect of padless, with the compiler's log."""
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: $PADLESS_CACHE_DIR, else $XDG_CACHE_HOME/padless, else ~/.cache/padless."""
+    if explicit := os.environ.get("PADLESS_CACHE_DIR"):
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "padless"
+
+
+_locks: dict[tuple[str, str, str, str], threading.Lock] = {}
+_locks_guard = threading.Lock()
+_in_memory: dict[tuple[str, str, str, str], CompiledKernel] = {}
+
+
+def compile_kernel(source: str, prelude: str, arch: str, kind: str = "cubin") -> CompiledKernel:
+    """The kernel of ``kernels/<source>`` behind the constants of ``prelude``, compiled for ``arch`` ("sm_90a").
+
+    ``kind`` is "cubin" for a GPU or "ptx" for the emulator. Compiles at most once per process and, the disk cache
+    permitting, per machine. Raises CompileError with the compiler's log.
+    """
+    key = (source, prelude, arch, kind)
+    if (kernel := _in_memory.get(key)) is not None:
+        return kernel
+    with _locks_guard:
+        lock = _locks.setdefault(key, threading.Lock())
+    with lock:
+        if (kernel := _in_memory.get(key)) is None:
+            kernel = _load_or_compile(source, prelude, arch, kind)
+            _in_memory[key] = kernel
+    return kernel
+
+
+def _load_or_compile(source: str, prelude: str, arch: str, kind: str) -> CompiledKernel:
+    text = prelude + sources()[source]
+    digest = hashlib.sha256()
+    own = operand_reuse.VERSION
+    for part in (nvrtc_version(), own, arch, kind, *_OPTIONS, prelude, *_used_sources(source)):
+        digest.update(part.encode())
+        digest.update(b"\0")
+    stem = cache_dir() / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}"
+    if (kernel := _read_cache(stem, kind)) is not None:
+        return kernel
+    image, log = _run_nvrtc(text, source, arch, kind)
+    if kind == "cubin":  # a kernel asks for it by naming how long a run pays
+        run = elf.constant(image, "padless_reuse_run") or 0
+        image = operand_reuse.keep_shared_operands(image, ENTRY, run)
+    kernel = _describe(image, kind, log)
+    _write_cache(stem, kernel)
+    return kernel
+
+
+@lru_cache(maxsize=1)
+def sources() -> dict[str, str]:
+    """Every device source file, by its path under ``kernels/``."""
+    files = sorted(p for p in KERNELS.rglob("*") if p.suffix in (".cu", ".cuh"))
+    return {str(p.relative_to(KERNELS)): p.read_text() for p in files}
+
+
+def _used_sources(source: str) -> list[str]:
+    """Name and text of ``source`` and of every header that it includes, directly or through another."""
+    texts, used, waiting = sources(), dict[str, str](), [source]
+    while waiting:
+        name = waiting.pop()
+        if name in used:
+            continue
+        used[name] = texts[name]
+        for included in re.findall(r'^\s*#include "([^"]+)"', texts[name], re.MULTILINE):
+            beside = str(Path(name).parent / included)
+            waiting.append(included if included in texts else beside)
+    return [part for item in sorted(used.items()) for part in item]
+
+
+@lru_cache(maxsize=1)
+def nvrtc_version() -> str:
+    """The compiler's version, such as "13.0". Raises ImportError or RuntimeError when there is none."""
+    from cuda.bindings import nvrtc
+
+    result, major, minor = nvrtc.nvrtcVersion()
+    _check(result)
+    return f"{major}.{minor}"
+
+
+def _check(result: object) -> None:
+    if int(result) != 0:  # type: ignore[call-overload]
+        raise CompileError(f"NVRTC: {result}")
+
+
+def _run_nvrtc(text: str, name: str, arch: str, kind: str) -> tuple[bytes, str]:
+    from cuda.bindings import nvrtc
+
+    headers = [(k, v) for k, v in sources().items() if k.endswith(".cuh")]
+    result, program = nvrtc.nvrtcCreateProgram(
+        text.encode(),
+        name.encode(),
+        len(headers),
+        [v.encode() for _, v in headers],
+        [k.encode() for k, _ in headers],
+    )
+    _check(result)
+    try:
+        target = arch if kind == "cubin" else arch.replace("sm_", "compute_")
+        options = [f"--gpu-architecture={target}".encode(), *(o.encode() for o in _OPTIONS)]
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        failed = int(result) != 0
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        buffer = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, buffer)
+        log = buffer.rstrip(b"\0").decode(errors="replace")
+        if failed:
+            raise CompileError(f"{name} does not compile for {arch}:\n{log}")
+        get_size, get = (
+            (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+            if kind == "cubin"
+            else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+        )
+        result, size = get_size(program)
+        _check(result)
+        image = b" " * size
+        _check(get(program, image)[0])
+        return image, log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _describe(image: bytes, kind: str, log: str) -> CompiledKernel:
+    read = _cubin_constant if kind == "cubin" else _ptx_constant
+
+    def from_log(pattern: str) -> int:
+        return sum(int(n) for n in re.findall(pattern, log))
+
+    return CompiledKernel(
+        image=image,
+        kind=kind,
+        entry=ENTRY,
+        shared_bytes=read(image, "padless_shared_bytes"),
+        num_threads=read(image, "padless_num_threads"),
+        num_stages=read(image, "padless_num_stages"),
+        registers=from_log(r"Used (\d+) registers"),
+        spill_bytes=from_log(r"(\d+) bytes spill stores") + from_log(r"(\d+) bytes spill loads"),
+        stack_bytes=from_log(r"(\d+) bytes stack frame"),
+        log=log,
+    )
+
+
+def _ptx_constant(image: bytes, name: str) -> int:
+    """The value of ``extern "C" __device__ const int name`` in PTX text."""
+    match = re.search(rf"\b{name}\b\s*=\s*(\d+)", image.decode())
+    if match is None:
+        raise CompileError(f"the PTX has no constant {name}")
+    return int(match[1])
+
+
+def _cubin_constant(image: bytes, name: str) -> int:
+    """The same from a cubin."""
+    value = elf.constant(image, name)
+    if value is None:
+        raise CompileError(f"the cubin has no constant {name}")
+    return value
+
+
+def _read_cache(stem: Path, kind: str) -> CompiledKernel | None:
+    try:
+        image = stem.with_suffix("." + kind).read_bytes()
+        described = json.loads(stem.with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(described, dict):
+        return None
+    if described.pop("sha256", None) != _checksum(image, described):
+        return None  # two halves of different writes, or damage: compile again
+    return CompiledKernel(image=image, **described)
+
+
+def _checksum(image: bytes, described: dict[str, Any]) -> str:
+    return hashlib.sha256(image + json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _write_cache(stem: Path, kernel: CompiledKernel) -> None:
+    described = asdict(kernel)
+    image = described.pop("image")
+    described["sha256"] = _checksum(image, described)
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(stem.with_suffix("." + kernel.kind), image)
+        write_atomically(stem.with_suffix(".json"), json.dumps(described, indent=1).encode())
+    except OSError:
+        return  # a cache that cannot be written costs time, not correctness
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes under another name and moves into place: a reader sees the old content or the new. Raises OSError."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,1 @@
+"""Tools that tests, verification, benchmarks and tuning share."""

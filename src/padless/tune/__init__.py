@@ -1,0 +1,1 @@
+"""`padless tune`: measured costs of tiles."""

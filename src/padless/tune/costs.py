@@ -1,0 +1,233 @@
+"""`padless tune`: measures on this GPU what tiles cost, and stores it for `select_config` to use.
+
+Four products a tile, of all tiles in turns: whole rounds of full tiles with a long and a short K and fewer rounds give
+the cost of 128 of K, of a tile, and of a launch; groups that end in half a tile give the cost of such a tile, as the
+one with which the simulated queue takes the measured time.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from padless.kernels import cost_model
+from padless.kernels.cost_model import Tile, TileCost, simulate
+from padless.kernels.table import ROUTES, Route, kernels_arch
+from padless.tune import tiles_sm100 as tune_tiles
+
+_LONG_K, _SHORT_K = 8192, 1024
+_ROUNDS, _FEW_ROUNDS = 12, 4
+_TAIL_GROUPS, _TAIL_FULL_TILES = 4, 2
+STEPS = ("whole rounds, long K", "whole rounds, short K", "fewer rounds", "groups that end in half a tile")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A product to time with one tile: groups of ``sizes`` rows, (G, N, K) weights."""
+
+    tile: Tile
+    sizes: tuple[int, ...]
+    n: int
+    k: int
+
+
+# Microseconds of every trial, which take turns.
+Clock = Callable[[Sequence[Trial]], Sequence[float]]
+
+
+def trials(tile: Tile, num_sms: int) -> tuple[Trial, Trial, Trial, Trial]:
+    """The four products of STEPS for one tile."""
+    many, few = (_whole_rounds(tile, num_sms, rounds) for rounds in (_ROUNDS, _FEW_ROUNDS))
+    columns = tile.block_n * tile.cluster_n
+    workers = max(num_sms // tile.cluster_n, 1)
+    m_tiles = _TAIL_GROUPS * (_TAIL_FULL_TILES + 1)
+    rows = _TAIL_FULL_TILES * tile.block_m + tile.block_m // 2
+    n = columns * max(round(workers * _ROUNDS / m_tiles), 1)
+    return (
+        Trial(tile, (many[0],), many[1], _LONG_K),
+        Trial(tile, (many[0],), many[1], _SHORT_K),
+        Trial(tile, (few[0],), few[1], _SHORT_K),
+        Trial(tile, (rows,) * _TAIL_GROUPS, n, _LONG_K),
+    )
+
+
+def _whole_rounds(tile: Tile, num_sms: int, rounds: int) -> tuple[int, int]:
+    """(M, N) that make exactly ``rounds`` tiles for every worker, as square as that allows."""
+    columns = tile.block_n * tile.cluster_n
+    total = max(num_sms // tile.cluster_n, 1) * rounds
+    shapes = [
+        (m_tiles * tile.block_m, total // m_tiles * columns)
+        for m_tiles in range(1, total + 1)
+        if total % m_tiles == 0
+    ]
+    return min(shapes, key=lambda shape: max(shape) / min(shape))
+
+
+def fit(tile: Tile, num_sms: int, times_us: Sequence[float]) -> TileCost:
+    """The costs with which the queue takes the times of ``trials(tile, num_sms)``.
+
+    Raises ValueError when no costs do: the GPU did something else as well.
+    """
+    long, short, few, tails = (1e3 * us for us in times_us)
+    *_, tail_trial = trials(tile, num_sms)
+    long_blocks, short_blocks = _LONG_K // 128, _SHORT_K // 128
+    full_ns = (long - short) / _ROUNDS / (long_blocks - short_blocks)
+    per_tile = (short - few) / (_ROUNDS - _FEW_ROUNDS)
+    overhead_ns = max(per_tile - short_blocks * full_ns, 0.0)
+    launch_ns = few - _FEW_ROUNDS * (overhead_ns + short_blocks * full_ns)
+
+    def with_short(short_ns: float) -> float:
+        cost = TileCost(full_ns, short_ns, overhead_ns)
+        return launch_ns + simulate(tail_trial.sizes, tail_trial.n, tail_trial.k, tile, cost, num_sms)
+
+    if full_ns <= 0 or per_tile <= 0 or not with_short(0.0) < tails < with_short(2 * full_ns):
+        times = ", ".join(f"{name} {us:.1f} us" for name, us in zip(STEPS, times_us, strict=True))
+        raise ValueError(
+            f"the times of the {tile.block_m} x {tile.block_n} tile fit no costs ({times}): is the GPU busy? Try again"
+        )
+    low, high = 0.0, 2 * full_ns
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if with_short(middle) < tails else (low, middle)
+    return TileCost(round(full_ns, 1), round((low + high) / 2, 1), round(overhead_ns, 1))
+
+
+def measure_costs(
+    tiles: Sequence[Tile], num_sms: int, clock: Clock, step: Callable[[str], None] = lambda name: None
+) -> dict[Tile, TileCost]:
+    """Costs of tiles by a clock; ``step`` is told what begins. One product of every tile in turns, then the next."""
+    columns = [trials(tile, num_sms) for tile in tiles]
+    times = []
+    for name, turn in zip(STEPS, zip(*columns, strict=True), strict=True):
+        step(name)
+        times.append(clock(turn))
+    return {tile: fit(tile, num_sms, of) for tile, of in zip(tiles, zip(*times, strict=True), strict=True)}
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+
+def path_of(kernel: str, arch: str) -> Route | None:
+    """The first path that runs ``kernel`` (a file name without ".cu") on ``arch``."""
+    for path in ROUTES:
+        if (path.name, path.arch, path.operation) == (kernel, arch, "grouped_gemm"):
+            return path
+    return None
+
+
+def config_for(path: Route, tile: Tile) -> Any:
+    """The kernel's configuration with this tile: the fields of Tile that the configuration has."""
+    config = path.load().Config
+    names = {field.name for field in fields(config)}
+    return config(**{f.name: getattr(tile, f.name) for f in fields(Tile) if f.name in names})
+
+
+def gpu_clock(path: Route, repeats: int) -> Clock:
+    """Times trials on the current GPU: operands random, L2 flushed between calls, medians of ``repeats``."""
+    import torch
+
+    from padless.ops.grouped_gemm import grouped_gemm
+    from padless.testing.operands import make_operands
+    from padless.testing.timing import GpuTimer
+
+    timer = GpuTimer(repeats=repeats, pause_s=0.01)
+
+    def clock(turn: Sequence[Trial]) -> list[float]:
+        calls = {}
+        for i, trial in enumerate(turn):
+            sizes, config = list(trial.sizes), config_for(path, trial.tile)
+            operands = make_operands(path.a, path.b, sizes, trial.n, trial.k, seed=i, device="cuda")
+            out = torch.empty((sum(sizes), trial.n), dtype=torch.bfloat16, device="cuda")
+            calls[str(i)] = lambda o=operands, d=out, c=config: grouped_gemm(
+                o.a, o.b, o.offs, out=d, config=c
+            )
+        times = timer.gpu(calls)
+        torch.cuda.empty_cache()
+        return [times[str(i)].median_us for i in range(len(turn))]
+
+    return clock
+
+
+def run_tune(
+    *, dry_run: bool = False, reset: bool = False, repeats: int = 20, console: Console | None = None
+) -> int:
+    """Measures the tables of every kernel that has one and runs here, prints old and new, stores the new ones.
+
+    dry_run: store nothing. reset: remove what was stored instead, and measure nothing. Returns the exit code.
+    Raises ValueError without a GPU, and where times make no sense.
+    """
+    console = console or Console()
+    gpu = cost_model.gpu_name()
+    if gpu is None:
+        raise ValueError("padless tune needs a CUDA GPU, and torch sees none on this machine")
+    file = cost_model.tuned_file(gpu)
+    if reset:
+        console.print(f"removed {file}" if file.exists() else f"nothing is stored for {gpu}", soft_wrap=True)
+        file.unlink(missing_ok=True)
+        return 0
+    found = {name: path for name in cost_model.BUILT_IN if (path := path_of(name, _arch())) is not None}
+    if not found and kernels_arch(_arch()) == "sm_100a":
+        with _progress(console, len(tune_tiles.points())) as step:
+            times = tune_tiles.compare(tune_tiles.gpu_clock(repeats), step)
+        tune_tiles.print_comparison(console, times)
+        console.print("Nothing stored: tiles are chosen by a rule here, not by a table.")
+        return 0
+    if not found:
+        console.print(f"no kernel that runs on {gpu} has a table of tiles")
+        return 0
+    new: dict[str, Mapping[Tile, TileCost]] = {}
+    with _progress(console, len(found) * len(STEPS)) as step:
+        for name, path in found.items():
+            tiles = list(cost_model.BUILT_IN[name].costs)
+            new[name] = measure_costs(tiles, _num_sms(), gpu_clock(path, repeats), step)
+    for name, costs in new.items():
+        console.print(comparison(name, cost_model.cost_table(name), costs))
+    if dry_run:
+        console.print("Nothing stored.")
+        return 0
+    stored = cost_model.store_tuned(gpu, datetime.date.today().isoformat(), new)
+    cost_model.cost_table.cache_clear()
+    console.print(f"Stored in {stored}; programs that start from now on use it.", soft_wrap=True)
+    return 0
+
+
+def comparison(kernel: str, old: cost_model.CostTable, new: Mapping[Tile, TileCost]) -> Table:
+    """Old and new costs of a kernel, in nanoseconds."""
+    table = Table(title=f"{kernel}: ns of a tile, old ({old.source}) and new", title_justify="left", box=None)
+    table.add_column("tile")
+    for heading in ("full", "short", "once"):
+        table.add_column(f"{heading}, old", justify="right")
+        table.add_column("new", justify="right")
+    for tile, cost in new.items():
+        before = old.costs[tile]
+        pairs = ((getattr(before, f.name), getattr(cost, f.name)) for f in fields(TileCost))
+        cells = [f"{value:.0f}" for pair in pairs for value in pair]
+        table.add_row(f"{tile.block_m} x {tile.block_n}, cluster of {tile.cluster_n}", *cells)
+    return table
+
+
+def _arch() -> str:
+    from padless.runtime.driver import cuda_driver
+
+    return cuda_driver().arch
+
+
+def _num_sms() -> int:
+    from padless.runtime.driver import cuda_driver
+
+    return cuda_driver().num_sms(0)
+
+
+@contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total, completed=-1)
+        yield lambda name: bar.update(task, description=name, advance=1)

@@ -1,0 +1,340 @@
+"""Every path with a quantising epilogue on this GPU: the reference's bits from the GPU's own sums, the emulator's bits,
+nothing written anywhere else.
+
+Without an activation every byte has to be right. SwiGLU's exponential is approximate, so a call with one is made twice:
+once for its float32 values, which are judged by the error that the exponential may have, and once as it is, whose
+outputs have to be exactly the reference's for those values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from padless.epilogue import Epilogue
+from padless.kernels.sm90_bf16.host import Sm90Bf16Config
+from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
+from padless.kernels.table import Route, format_name, kernels_arch
+from padless.ops.grouped_gemm import grouped_gemm
+from padless.reference.epilogue import epilogue_reference
+from padless.runtime.driver import cuda_driver
+from padless.testing.processes import in_order, worker_pool
+from padless.verify.against_emulator import backend_of, emulation_cost
+from padless.verify.epilogue_problems import (
+    FENCE,
+    EpilogueProblem,
+    FencedOutputs,
+    Outputs,
+    epilogue_tensors,
+    moved,
+    quant_paths,
+    random_epilogue_problem,
+    run_problem,
+    untouched,
+)
+
+PROBLEMS = 54
+_TILE_BYTES = 512  # of the 32x4x4 layout
+# The exponential within 2^-21, of which the sigmoid takes at most all, and four roundings of 2^-24; and what
+# subnormals on the way lose.
+_RELATIVE, _ABSOLUTE = 2.0**-21 + 2.0**-22, 2.0**-140
+# Beside the emulator, whose exponential is exactly rounded: a part of the bytes of codes, of one-byte scales and of
+# 16-bit values may be others, and of few bytes a whole block of codes, which moves with its scale.
+_MOST_MOVED, _MOST_MOVED_OF_FEW = 0.01, 128
+
+
+def _on_gpu(problem: EpilogueProblem) -> Outputs:
+    return run_problem(problem, "cuda", None)
+
+
+def _sums_on_gpu(problem: EpilogueProblem) -> torch.Tensor:
+    """The GPU's own float32 GEMM, by the kernel that the quantising call takes, on the CPU."""
+    return _sums(problem, cuda_driver().arch, "cuda", None).cpu()
+
+
+def _sums(problem: EpilogueProblem, arch: str, device: str, backend: str | None) -> torch.Tensor:
+    a, b, offs = (moved(t, device) for t in (problem.a, problem.b, problem.offs))
+    config = _plain_config(problem, arch)
+    return grouped_gemm(a, b, offs, out_dtype=torch.float32, backend=backend, config=config)
+
+
+def _plain_config(problem: EpilogueProblem, arch: str) -> Any:
+    """What makes grouped_gemm take the quantising call's arithmetic, where a pair of formats has two kernels."""
+    chosen = problem.options.get("config")
+    if isinstance(chosen, (Sm90Bf16Config, Sm90Mxfp8Config)):
+        return chosen
+    on_hopper = kernels_arch(arch) == "sm_90a"
+    both = {format_name(problem.a), problem.b.format.name} <= {"MXFP8", "MXFP8_E5M2"}
+    return Sm90Mxfp8Config() if on_hopper and both else None
+
+
+# --- judging ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Judgement:
+    """Bytes that the reference wrote and the kernel wrote alike; SwiGLU's values, and those that are not exact."""
+
+    bytes: int = 0
+    values: int = 0
+    inexact: int = 0
+    worst: float = 0.0  # relative error of a value
+
+    def __iadd__(self, other: Judgement) -> Judgement:
+        self.bytes += other.bytes
+        self.values += other.values
+        self.inexact += other.inexact
+        self.worst = max(self.worst, other.worst)
+        return self
+
+
+def judge(
+    problem: EpilogueProblem, sums: torch.Tensor, got: Outputs, values: Outputs | None = None
+) -> Judgement:
+    """Raises AssertionError unless ``got`` is, byte for byte, what the reference makes of the float32 ``sums`` (M, N).
+
+    Args:
+        values: outputs of ``problem.for_values()``; needed where there is an activation.
+    """
+    epilogue, found = got.epilogue, Judgement()
+    if epilogue.is_glu:
+        assert values is not None
+        found += _judge_values(problem, sums, values)
+        sums = inside(problem, values)["d"]
+        epilogue = replace(epilogue, alpha=False, bias=False, prob=False, activation="none")
+    wanted, before = _reference(problem, sums, got.epilogue, epilogue), untouched(problem, got.epilogue)
+    for name, buffer in got.bytes.items():
+        wrong = buffer != wanted.buffers[name]
+        if name in ("d", "amax"):  # a NaN is a NaN
+            wrong &= ~_both_nan(buffer, wanted.buffers[name], before.tensors[name])
+        if wrong.any() and name.endswith("scale") and "blocked" in getattr(epilogue, _LAYOUT[name]):
+            exist = _reference(problem, sums, got.epilogue, epilogue, complement=True).buffers[name]
+            wrong &= ~_allowed_zeros(buffer, wanted.buffers[name] == exist)
+        if wrong.any():
+            raise AssertionError(f"{problem}: {name}: {_where(wrong)}")
+        found.bytes += int((wanted.buffers[name] != before.buffers[name]).sum())
+    return found
+
+
+_LAYOUT = {"row_scale": "row_layout", "column_scale": "column_layout"}
+
+
+def _reference(
+    problem: EpilogueProblem,
+    sums: torch.Tensor,
+    shaped_by: Epilogue,
+    epilogue: Epilogue,
+    complement: bool = False,
+) -> FencedOutputs:
+    outputs = untouched(problem, shaped_by, complement)
+    epilogue_reference(sums, problem.offs, epilogue, epilogue_tensors(problem, outputs))
+    return outputs
+
+
+def _judge_values(problem: EpilogueProblem, sums: torch.Tensor, values: Outputs) -> Judgement:
+    valid = problem.valid_rows
+    wanted = _reference(problem, sums, values.epilogue, values.epilogue)
+    before = untouched(problem, values.epilogue)
+    exact = wanted.tensors["d"][:valid].double()
+    computed = inside(problem, values)["d"][:valid].double()
+    error = (computed - exact).abs()
+    same = (computed == exact) | (computed.isnan() & exact.isnan())
+    wrong = ~(same | (error <= exact.abs() * _RELATIVE + _ABSOLUTE))
+    if wrong.any():
+        row, column = (int(i) for i in torch.nonzero(wrong)[0])
+        raise AssertionError(
+            f"{problem}: {int(wrong.sum())} of {wrong.numel()} values are further off than exp explains, the first in "
+            f"row {row}, column {column}: {float(computed[row, column])!r}, not {float(exact[row, column])!r}"
+        )
+    stray = (values.bytes["d"] != before.buffers["d"]) & (wanted.buffers["d"] == before.buffers["d"])
+    stray[FENCE : FENCE + 4 * exact.numel()] = False
+    if stray.any():
+        raise AssertionError(f"{problem}: values: {_where(stray)}")
+    normal = ~same & (exact.abs() > 2.0**-100) & exact.isfinite()
+    worst = float((error[normal] / exact[normal].abs()).max()) if normal.any() else 0.0
+    return Judgement(0, exact.numel(), int((~same).sum()), worst)
+
+
+def inside(problem: EpilogueProblem, outputs: Outputs) -> dict[str, torch.Tensor]:
+    """The outputs as tensors, without their fences."""
+    shapes = untouched(problem, outputs.epilogue).tensors
+    found = {}
+    for name, buffer in outputs.bytes.items():
+        like = shapes[name]
+        storage = buffer[FENCE : buffer.numel() - FENCE].clone().view(like.dtype)
+        found[name] = storage.as_strided(like.shape, like.stride(), 0)
+    return found
+
+
+def _both_nan(x: torch.Tensor, y: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """By byte of a buffer: whether both have a NaN there."""
+    nan = torch.zeros(x.shape, dtype=torch.bool)
+    size = like.element_size()
+    both = [t[FENCE : t.numel() - FENCE].clone().view(like.dtype).isnan() for t in (x, y)]
+    nan[FENCE : x.numel() - FENCE] = (both[0] & both[1]).repeat_interleave(size)
+    return nan
+
+
+def _allowed_zeros(buffer: torch.Tensor, exist: torch.Tensor) -> torch.Tensor:
+    """By byte: zeros in padding of a 32x4x4 tile that also has scales (``exist``: bytes that the reference wrote)."""
+    scales = exist.clone()
+    allowed = torch.zeros_like(exist)
+    tiles = scales[FENCE : buffer.numel() - FENCE].view(-1, _TILE_BYTES)
+    shared = tiles.any(dim=1, keepdim=True) & ~tiles
+    allowed[FENCE : buffer.numel() - FENCE] = shared.flatten()
+    return allowed & (buffer == 0)
+
+
+def _where(wrong: torch.Tensor) -> str:
+    first, last = torch.nonzero(wrong).flatten()[[0, -1]].tolist()
+    end = wrong.numel() - FENCE
+    outside = int(wrong[:FENCE].sum() + wrong[end:].sum())
+    text = f"{int(wrong.sum())} of {end - FENCE} bytes are wrong, from {first - FENCE} to {last - FENCE}"
+    return text + (f"; {outside} of them outside of the output, in its fences" if outside else "")
+
+
+# --- beside the emulator ---------------------------------------------------------------------------------
+
+
+def emulate_epilogue(path: Route, seed: int) -> tuple[dict[str, bytes], bytes] | None:
+    """All bytes of every output by the emulator; and of SwiGLU's float32 values, else none. None for a refused call."""
+    problem, backend = random_epilogue_problem(path, seed), backend_of(path.arch)
+    values = b""
+    try:
+        outputs = run_problem(problem, "cpu", backend).bytes
+        if problem.gate_up is not None:
+            values = run_problem(problem.for_values(), "cpu", backend).bytes["d"].numpy().tobytes()
+    except ValueError:
+        return None
+    return {name: t.numpy().tobytes() for name, t in outputs.items()}, values
+
+
+def rehearse_epilogue(path: Route, seed: int) -> None:
+    """Every call that ``check_epilogue`` makes of a problem, on the CPU; nobody looks at the outputs."""
+    if emulate_epilogue(path, seed) is not None:
+        _sums(random_epilogue_problem(path, seed), path.arch, "cpu", backend_of(path.arch))
+
+
+def _cost(path: Route, seed: int) -> float:
+    problem = random_epilogue_problem(path, seed)
+    groups, n, k = problem.b.shape
+    calls = 1 if problem.gate_up is None else 2
+    return calls * emulation_cost(problem.valid_rows, groups, n, k)
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _compare(problem: EpilogueProblem, emulated: tuple[dict[str, bytes], bytes]) -> tuple[int, int]:
+    """(bytes compared, bytes that SwiGLU's exponential moved); AssertionError for a difference of any other kind."""
+    got = _on_gpu(problem)
+    wanted = {name: _tensor(data) for name, data in emulated[0].items()}
+    assert got.bytes.keys() == wanted.keys()
+    exact = problem.gate_up is None
+    if not exact:
+        values = _on_gpu(problem.for_values())
+        theirs = Outputs(values.epilogue, {"d": _tensor(emulated[1])})
+        exact = torch.equal(values.bytes["d"], theirs.bytes["d"])
+        x, y = (inside(problem, v)["d"][: problem.valid_rows].double() for v in (values, theirs))
+        close = (x - y).abs() <= 2 * (y.abs() * _RELATIVE + _ABSOLUTE)
+        far = ~(close | (x == y) | (x.isnan() & y.isnan()))
+        assert not far.any(), f"{problem}: {int(far.sum())} of {far.numel()} values are not the emulator's"
+    count = moved_bytes = 0
+    for name, buffer in got.bytes.items():
+        count += buffer.numel() - 2 * FENCE
+        differs = buffer != wanted[name]
+        outside = differs.clone()
+        outside[FENCE : buffer.numel() - FENCE] = False
+        inexact = not exact and not outside.any()
+        is_float = inside(problem, got)[name].dtype == torch.float32
+        limit = differs.numel() if is_float else max(_MOST_MOVED_OF_FEW, _MOST_MOVED * differs.numel())
+        if differs.sum() > (limit if inexact else 0):
+            raise AssertionError(f"{problem}: {name}, beside the emulator: {_where(differs)}")
+        if inexact and is_float:
+            _assert_close(problem, name, inside(problem, got)[name], buffer, wanted[name])
+        moved_bytes += int(differs.sum())
+    return count, moved_bytes
+
+
+def _assert_close(
+    problem: EpilogueProblem, name: str, like: torch.Tensor, got: torch.Tensor, wanted: torch.Tensor
+) -> None:
+    """float32 outputs that follow from SwiGLU's values: values, amax and scales, twice the values' bound apart."""
+    x, y = (t[FENCE : t.numel() - FENCE].clone().view(torch.float32) for t in (got, wanted))
+    differ = x.view(torch.int32) != y.view(torch.int32)  # random bytes that both left alone are the same
+    x, y = x[differ].double(), y[differ].double()
+    near = ((x - y).abs() <= 2 * (y.abs() * (_RELATIVE + 2.0**-23) + _ABSOLUTE)) | (x.isnan() & y.isnan())
+    assert near.all(), f"{problem}: {name}: {int((~near).sum())} of {like.numel()} are not the emulator's"
+
+
+# --- checks ----------------------------------------------------------------------------------------------
+
+
+def problems_of(arch: str, problems: int = PROBLEMS, first_seed: int = 0) -> list[tuple[Route, int]]:
+    """What both checks are about, each problem a path and a seed."""
+    return _dealt(quant_paths(arch), problems, first_seed)
+
+
+def _dealt(paths: list[Route], problems: int, first_seed: int) -> list[tuple[Route, int]]:
+    """So many problems, dealt out to the paths in turn, each with a seed of its own."""
+    return [(paths[i % len(paths)], first_seed + i) for i in range(problems)] if paths else []
+
+
+def _paths(jobs: list[tuple[Route, int]]) -> int:
+    return len({path for path, _ in jobs})
+
+
+def _check_refused(refused: int, problems: int) -> None:
+    assert refused <= problems // 3, f"{refused} of {problems} problems were refused: what was checked then?"
+
+
+def check_epilogue(problems: int = PROBLEMS, first_seed: int = 0) -> str:
+    """Raises AssertionError where an output is not what the reference makes of the GPU's own float32 GEMM."""
+    jobs, found = problems_of(cuda_driver().arch, problems, first_seed), Judgement()
+    refused = 0
+    for path, seed in jobs:
+        problem = random_epilogue_problem(path, seed)
+        try:
+            outputs = _on_gpu(problem)
+            values = None if problem.gate_up is None else _on_gpu(problem.for_values())
+        except ValueError:  # a kernel says what it cannot do; the emulator's refuses the same
+            refused += 1
+            continue
+        found += judge(problem, _sums_on_gpu(problem), outputs, values)
+    _check_refused(refused, len(jobs))
+    return (
+        f"{len(jobs) - refused} problems of {_paths(jobs)} paths ({refused} refused), {found.bytes} bytes as the "
+        f"reference; SwiGLU: "
+        f"{found.inexact} of {found.values} values not exactly rounded, by at most {found.worst:.1e}"
+    )
+
+
+def check_epilogue_against_emulator(
+    problems: int = PROBLEMS, first_seed: int = 0, workers: int | None = None
+) -> str:
+    """Raises AssertionError with the problems whose outputs differ between the GPU and the emulator."""
+    jobs = problems_of(cuda_driver().arch, problems, first_seed)
+    if not jobs:
+        return "0 problems: no path has a quantising epilogue here"
+    count, inexact, refused = 0, 0, 0
+    wrong: list[str] = []
+    with worker_pool(workers) as pool:
+        emulated = in_order(pool, emulate_epilogue, jobs, _cost)
+        for (path, seed), outputs in zip(jobs, emulated, strict=True):
+            if outputs is None:
+                refused += 1
+                continue
+            try:
+                compared, differ = _compare(random_epilogue_problem(path, seed), outputs)
+                count, inexact = count + compared, inexact + differ
+            except AssertionError as error:
+                wrong.append(str(error))
+    assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
+    _check_refused(refused, len(jobs))
+    return (
+        f"{len(jobs) - refused} problems of {_paths(jobs)} paths ({refused} refused), {count} bytes the same, but "
+        f"{inexact} that SwiGLU's exponential moved"
+    )

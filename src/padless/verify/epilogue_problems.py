@@ -1,0 +1,283 @@
+"""Random calls of grouped_gemm_quant and grouped_gemm_swiglu_quant, run with every output between fences.
+
+A call is a function of its path and seed alone, so the GPU, the emulator in another process and the judge see the same.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from padless.epilogue import COLUMN_FORMATS, Epilogue, EpilogueTensors
+from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.kernels.table import BF16, ROUTES, Route
+from padless.layouts import empty_mn_major
+from padless.ops import grouped_gemm_epilogue as quant_outputs
+from padless.ops.grouped_gemm import group_offsets
+from padless.quantization.quantize import quantize
+
+# Not the attribute of the package, which is the function of the same name.
+_CALLS: Any = import_module("padless.compat.cudnn.calls")
+
+FENCE = 4096
+GATE_UP = (None, "interleaved", "concatenated")
+OUT_FORMATS: tuple[BlockScaledFormat | None, ...] = (None, *FORMATS)
+_BY_NAME = {fmt.name: fmt for fmt in FORMATS}
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
+_N_MULTIPLE = {None: 32, "interleaved": 64, "concatenated": 128}
+_DTYPE_OF = {fmt: dtype for dtype, fmt in _CALLS.FORMAT_OF_DTYPE.items()}
+
+
+def quant_paths(arch: str) -> list[Route]:
+    """The paths of an architecture with a quantising epilogue."""
+    arch = "sm_100a" if arch == "sm_103a" else arch
+    return [p for p in ROUTES if (p.operation, p.arch) == (quant_outputs.OPERATION, arch)]
+
+
+@dataclass(frozen=True, eq=False)
+class EpilogueProblem:
+    """One call: operands on the CPU, ``gate_up`` None for grouped_gemm_quant, the other options as keywords."""
+
+    a: BlockScaledTensor | torch.Tensor
+    b: BlockScaledTensor
+    offs: torch.Tensor
+    gate_up: str | None
+    options: dict[str, Any]
+    seed: int
+
+    @property
+    def valid_rows(self) -> int:
+        return int(self.offs[-1])
+
+    def __str__(self) -> str:
+        given = {
+            k: getattr(v, "name", tuple(v.shape) if isinstance(v, torch.Tensor) else v)
+            for k, v in self.options.items()
+            if v is not None
+        }
+        return (
+            f"problem {self.seed} of {tuple(self.a.shape)} x {tuple(self.b.shape)}, {self.gate_up}, {given}"
+        )
+
+    def for_values(self) -> EpilogueProblem:
+        """The same call for the float32 values that this one rounds or quantises."""
+        kept = ("alpha_tensor", "bias_tensor", "prob_tensor", "semantics", "m_aligned", "config")
+        values = {k: v for k, v in self.options.items() if k in kept}
+        return replace(self, options=values | {"d_dtype": torch.float32, "return_amax": False})
+
+
+# --- drawing ---------------------------------------------------------------------------------------------
+
+
+def random_epilogue_problem(path: Route, seed: int) -> EpilogueProblem:
+    """A function of the path and the seed. Eighteen seeds in a row have each activation with each output format."""
+    draw = random.Random(f"{path.module} {path.a} {path.b} {seed}")
+    generator = torch.Generator().manual_seed(draw.randrange(2**31))
+    gate_up, out_format = GATE_UP[seed % 3], OUT_FORMATS[seed // 3 % 6]
+    m_aligned = draw.choice((1, 1, 1, 128))
+    small = (0, 1, 5, 63, 64, 65, 127, 129, draw.randrange(150))
+    sizes = [draw.choice(small if m_aligned == 1 else (0, 128, 128, 256)) for _ in range(draw.randint(1, 4))]
+    m, groups = sum(sizes) + draw.randrange(4), len(sizes)
+    n, k = _columns(draw, gate_up, out_format), (16 if path.a == path.b == "FP8_BLOCK" else 32)
+    k *= draw.randint(1, 20)
+    special = draw.randrange(6) == 0
+    a, b = operands(path, m, n, k, groups, generator, special)
+    options = _outputs(draw, generator, out_format, groups) | {"m_aligned": m_aligned}
+    options |= _numbers(draw, generator, m, n, groups, special)
+    options["semantics"] = draw.choice(("implementation", "documented"))
+    problem = EpilogueProblem(a, b, group_offsets(sizes), gate_up, options, seed)
+    options["config"] = draw.choice(_configs(path, problem))
+    return problem
+
+
+def _columns(draw: random.Random, gate_up: str | None, out_format: BlockScaledFormat | None) -> int:
+    """N: tails of the 128-column tile, in the steps that 16 bytes a row of the output allow."""
+    if gate_up is not None:
+        multiple = _N_MULTIPLE[gate_up]
+        return multiple * draw.randint(1, 512 // multiple)
+    multiple = 8 if out_format is None else 16 * out_format.codes_per_byte
+    return multiple * draw.randint(1, 352 // multiple)
+
+
+def operands(
+    path: Route, m: int, n: int, k: int, groups: int, generator: torch.Generator, special: bool
+) -> tuple[BlockScaledTensor | torch.Tensor, BlockScaledTensor]:
+    x = torch.randn((m, k), generator=generator)
+    x *= torch.exp2(torch.randint(-4, 5, (m, 1), generator=generator).float())
+    if special and m > 3:
+        x[m // 2] = 0
+        x[m // 3] *= 2.0**-100  # sums below every format's smallest scale
+        x[m // 4] *= 30  # gates beyond the exponential's range
+    w = torch.randn((groups, n, k), generator=generator)
+    a = x.to(torch.bfloat16) if path.a == BF16 else quantize(x, _BY_NAME[path.a], kind="activation")
+    return a, quantize(w, _BY_NAME[path.b], kind="weight")
+
+
+def _outputs(
+    draw: random.Random, generator: torch.Generator, fmt: BlockScaledFormat | None, groups: int
+) -> dict[str, Any]:
+    options: dict[str, Any] = {"return_amax": draw.choice((None, True, False))}
+    if fmt is None:
+        return options | {"d_dtype": draw.choice(_CALLS.D_DTYPES)}
+    by_dtype = fmt in _DTYPE_OF and draw.random() < 0.5
+    options |= {"d_dtype": _DTYPE_OF[fmt]} if by_dtype else {"d_format": fmt}
+    options["row_output"], options["column_output"] = True, None
+    if fmt in COLUMN_FORMATS:
+        options["row_output"], options["column_output"] = draw.choice(
+            ((True, None), (True, False), (False, True))
+        )
+    if fmt == FP8_BLOCK:
+        return options | {"row_layout": draw.choice((None, "plain", "plain_mn"))}
+    options["row_layout"] = draw.choice((None, "plain", "blocked", "blocked_groups"))
+    if fmt in COLUMN_FORMATS and options["column_output"] is not False:
+        options["column_layout"] = draw.choice((None, "plain", "blocked", "blocked_groups"))
+        options["discrete_col_sfd"] = draw.random() < 0.5
+    if fmt == NVFP4:
+        count = draw.choice((1, groups))
+        return options | {"global_scale_tensor": torch.rand(count, generator=generator) * 0.1 + 0.001}
+    if draw.random() < 0.5:
+        return options | {"norm_const_tensor": torch.rand(1, generator=generator) + 0.01}
+    return options | {"scale_rule": draw.choice((None, "rceil", "floor"))}
+
+
+def _numbers(
+    draw: random.Random, generator: torch.Generator, m: int, n: int, groups: int, special: bool
+) -> dict[str, Any]:
+    alpha = torch.randn(groups, generator=generator)
+    bias = torch.randn((groups, n), generator=generator) * 3
+    prob = torch.rand(m, generator=generator) * 2 - 0.5
+    if special and m > 3:
+        prob[m // 5], prob[m // 2] = draw.choice((math.inf, math.nan)), 0.0
+    numbers: dict[str, Any] = {}
+    for name, t in (("alpha", alpha), ("bias", bias), ("prob", prob)):
+        if draw.random() < 0.6:
+            numbers[f"{name}_tensor"] = t.to(draw.choice(_NUMBERS))
+    if "prob_tensor" in numbers and draw.random() < 0.5:
+        numbers["prob_tensor"] = numbers["prob_tensor"].view(m, 1, 1)
+    return numbers
+
+
+def _configs(path: Route, problem: EpilogueProblem) -> list[Any]:
+    """None and, on Hopper, every tile that can do this epilogue."""
+    if path.module != "sm90_fp8_quant":
+        return [None]
+    fmt = problem.options.get("d_format") or _CALLS.FORMAT_OF_DTYPE.get(problem.options.get("d_dtype"))
+    columns = fmt in COLUMN_FORMATS and problem.options["column_output"] is not False
+    heights = [128]
+    if fmt is not None or problem.options["d_dtype"] != torch.float32 or problem.gate_up is not None:
+        heights.append(256)  # twice the shared memory for float32 values leaves too few stages
+    if fmt != FP8_BLOCK or not columns:
+        heights.append(64)
+    swaps = problem.gate_up is not None and fmt == FP8_BLOCK and problem.options["row_output"]
+    return [None] + [
+        Sm90Fp8Config(block_m=m, cluster_n=c) for m in heights for c in ((2,) if swaps else (1, 2))
+    ]
+
+
+# --- running ---------------------------------------------------------------------------------------------
+
+
+class FencedOutputs:
+    """Allocates a call's outputs as `quant_outputs.allocate` does, but among random bytes: the same at every use.
+
+    After a call ``epilogue`` is what it asked for, ``tensors`` its outputs and ``buffers`` all their bytes, by name.
+    """
+
+    def __init__(self, seed: int, complement: bool = False) -> None:
+        self._seed, self._complement = seed, complement
+        self.epilogue: Epilogue | None = None
+        self.tensors: dict[str, Any] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+
+    def __call__(
+        self, epilogue: Epilogue, m: int, n: int, num_groups: int, device: torch.device, m_aligned: int
+    ) -> dict[str, Any]:
+        draw = torch.Generator().manual_seed(self._seed)
+        shapes = quant_outputs.allocate(epilogue, m, n, num_groups, torch.device("cpu"), m_aligned)
+        self.epilogue, self.tensors = epilogue, dict(shapes)
+        for name, t in shapes.items():
+            if not isinstance(t, torch.Tensor):
+                continue
+            size = t.untyped_storage().nbytes()
+            noise = torch.randint(0, 256, (FENCE + size + FENCE,), dtype=torch.uint8, generator=draw)
+            self.buffers[name] = (~noise if self._complement else noise).to(device)
+            inside = self.buffers[name][FENCE : FENCE + size].view(t.dtype)
+            self.tensors[name] = inside.as_strided(t.shape, t.stride())
+            if name == "amax":
+                self.tensors[name].fill_(-math.inf)
+        return dict(self.tensors)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a call wrote: for every output all bytes, fences included, on the CPU."""
+
+    epilogue: Epilogue
+    bytes: dict[str, torch.Tensor]
+
+
+def run_problem(problem: EpilogueProblem, device: str, backend: str | None) -> Outputs:
+    """The public call, with its allocator alone replaced."""
+    fenced = FencedOutputs(problem.seed)
+    options = {k: moved(v, device) for k, v in problem.options.items()}
+    options |= {
+        "a_tensor": moved(problem.a, device),
+        "b_tensor": moved(problem.b, device),
+        "padded_offsets": problem.offs.to(device),
+        "backend": backend,
+    }
+    allocate, _CALLS.allocate = _CALLS.allocate, fenced
+    try:
+        if problem.gate_up is None:
+            _CALLS.grouped_gemm_quant(**options)
+        else:
+            _CALLS.grouped_gemm_swiglu_quant(gate_up=problem.gate_up, **options)
+    finally:
+        _CALLS.allocate = allocate
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert fenced.epilogue is not None
+    return Outputs(fenced.epilogue, {name: t.cpu() for name, t in fenced.buffers.items()})
+
+
+def moved(t: Any, device: str) -> Any:
+    """Tensors and BlockScaledTensors on the device, all else as it is."""
+    if isinstance(t, torch.Tensor):
+        return t.to(device)
+    if not isinstance(t, BlockScaledTensor):
+        return t
+    scale = t.scale.to(device)
+    if t.scale.dtype == torch.float32 and t.scale_major == "mn":  # .to() drops what lies between the columns
+        rows, columns = scale.shape
+        padded = empty_mn_major(rows, columns, scale.device)
+        padded.as_strided((columns, padded.stride(1)), (padded.stride(1), 1)).fill_(math.nan)
+        scale = padded.copy_(scale)
+    global_scale = None if t.global_scale is None else t.global_scale.to(device)
+    return BlockScaledTensor(t.data.to(device), scale, t.format, global_scale, t.scale_layout)
+
+
+def untouched(problem: EpilogueProblem, epilogue: Epilogue, complement: bool = False) -> FencedOutputs:
+    """The outputs of ``epilogue`` as they are before the call, on the CPU."""
+    fenced = FencedOutputs(problem.seed, complement)
+    groups, n = problem.b.shape[:2]
+    m_aligned = problem.options["m_aligned"]
+    fenced(epilogue, problem.a.shape[0], n, groups, torch.device("cpu"), m_aligned)
+    return fenced
+
+
+def epilogue_tensors(problem: EpilogueProblem, outputs: FencedOutputs) -> EpilogueTensors:
+    """Operands of the problem and outputs to write, for the reference."""
+    given = {
+        name: problem.options.get(f"{name}_tensor")
+        for name in ("alpha", "bias", "prob", "norm_const", "global_scale")
+    }
+    numbers: dict[str, Any] = {name: None if t is None else t.float() for name, t in given.items()}
+    if numbers["prob"] is not None:
+        numbers["prob"] = numbers["prob"].reshape(-1)
+    return EpilogueTensors(**numbers, **outputs.tensors)

@@ -1,0 +1,239 @@
+"""Every pair of formats that has a kernel on this GPU: right against float64, the emulator's bits, nothing written past.
+
+One place draws the random problems for both comparisons, so what was judged by float64 is also what is compared bit for
+bit. Which pairs there are comes from ``padless.kernels.table``.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from padless.formats import FORMATS, BlockScaledFormat, BlockScaledTensor
+from padless.kernels.table import BF16, ROUTES, Route
+from padless.layouts import to_blocked, to_blocked_groups
+from padless.ops.grouped_gemm import group_offsets, grouped_gemm
+from padless.reference.gemm import grouped_gemm_reference
+from padless.runtime.driver import cuda_driver
+from padless.testing.guarded import GuardedOutput
+from padless.testing.processes import in_order, worker_pool
+from padless.verify.against_emulator import backend_of, bits, emulation_cost
+from padless.verify.fp8_block import ROW_ERROR_LIMIT, row_errors
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Problems of each path: judged by float64, and compared with the emulator.
+JUDGED, COMPARED = 6, 10
+_BY_NAME = {fmt.name: fmt for fmt in FORMATS}
+# The FP8 tensor core keeps 13 bits of each sum of 32 products; a short row of widely spread values shows more of that
+# than the long sums that the limit was made for.
+_LIMIT_FACTOR = {"sm90_mxfp8": 4}
+
+
+def paths_of(arch: str) -> list[Route]:
+    """The grouped paths of an architecture, without the one that ``verify_checks`` is about."""
+    arch = "sm_100a" if arch == "sm_103a" else arch
+    return [p for p in ROUTES if (p.operation, p.arch) == ("grouped_gemm", arch) and p.module != "sm90_fp8"]
+
+
+def configs_of(path: Route) -> list[Any]:
+    """Kernels to try: the one that is chosen when none is named (None, where no other path can be) and all tiles."""
+    module = path.load()
+    pair = (path.operation, path.arch, path.a, path.b)
+    alone = sum((p.operation, p.arch, p.a, p.b) == pair for p in ROUTES) == 1
+    configs: list[Any] = [None] if alone else []
+    if path.module == "sm90_bf16":
+        tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128)]
+        tiles += [(m, 256, warpgroups) for m in (8, 16, 32) for warpgroups in (2, 4)]
+        tiles += [] if path.a == "FP8_BLOCK" else [(64, 256, 2)]
+        tiles += [(64, 256, 4)] if path.a != "FP8_BLOCK" and path.b in ("MXFP4", "NVFP4") else []
+        configs += [
+            module.Config(path.a, path.b, block_m=m, block_n=n, num_warpgroups=warpgroups)
+            for m, n, warpgroups in tiles
+        ]
+        # As chosen for 32 and 64 tokens: two blocks of K to a stage, where that is done.
+        configs += [module.select_config(path.a, path.b, tokens, 1) for tokens in (32, 64)]
+    elif path.module == "sm90_mxfp8":
+        configs += [module.Config(block_m=m, block_n=n) for m in (64, 128) for n in (64, 128)]
+    elif path.module == "sm100_grouped":
+        configs += [
+            module.Config(cta_group=ctas, multicast=multicast, tokens_on_n=tokens_on_n, mma_n=n)
+            for ctas, multicast in ((1, 1), (1, 4), (2, 1), (2, 2))
+            for tokens_on_n, n in (
+                (False, 128),
+                (False, 256),
+                (True, 32),
+                (True, 64),
+                (True, 128),
+                (True, 256),
+            )
+        ]
+    return configs
+
+
+@dataclass(frozen=True)
+class FormatsProblem:
+    """A small ragged problem on the CPU; ``config`` None takes the kernel's own choice."""
+
+    a: BlockScaledTensor | torch.Tensor
+    b: BlockScaledTensor
+    offs: torch.Tensor
+    dtype: torch.dtype
+    config: Any
+
+    def on_gpu(self) -> tuple[Any, BlockScaledTensor, torch.Tensor]:
+        return _moved(self.a), _moved(self.b), self.offs.cuda()
+
+
+def _moved(t: Any) -> Any:
+    if isinstance(t, torch.Tensor):
+        return t.cuda()
+    scale = None if t.global_scale is None else t.global_scale.cuda()
+    return BlockScaledTensor(t.data.cuda(), t.scale.cuda(), t.format, scale, t.scale_layout)
+
+
+def random_formats_problem(path: Route, seed: int) -> FormatsProblem:
+    """A function of the path and the seed alone: ragged sizes, tails of M, N and K, scales in any layout.
+
+    Codes are any finite bits; scales spread over 16 powers of two (NVFP4's: any positive e4m3).
+    """
+    draw = random.Random(f"{path.module} {path.a} {path.b} {seed}")
+    generator = torch.Generator().manual_seed(draw.randrange(2**31))
+    sizes = [
+        draw.choice((0, 1, 5, 63, 64, 65, 127, 129, draw.randrange(150))) for _ in range(draw.randint(1, 4))
+    ]
+    m, n, k = sum(sizes) + draw.randrange(4), 8 * draw.randint(1, 34), 32 * draw.randint(1, 14)
+    offs = group_offsets(sizes)
+    if path.a == BF16:
+        a: BlockScaledTensor | torch.Tensor = torch.randn((m, k), generator=generator).to(torch.bfloat16)
+    else:
+        layout = draw.choice(("plain", "blocked", "blocked_groups"))
+        a = _operand(_BY_NAME[path.a], (m, k), "activation", layout, generator, len(sizes), offs)
+    layout = draw.choice(("plain", "blocked"))
+    b = _operand(_BY_NAME[path.b], (len(sizes), n, k), "weight", layout, generator, len(sizes), offs)
+    config, dtype = draw.choice(configs_of(path)), draw.choice(DTYPES)
+    return FormatsProblem(a, b, offs, dtype, config)
+
+
+def _operand(
+    fmt: BlockScaledFormat,
+    shape: tuple[int, ...],
+    kind: str,
+    layout: str,
+    generator: torch.Generator,
+    groups: int,
+    offs: torch.Tensor,
+) -> BlockScaledTensor:
+    stored = (*shape[:-1], shape[-1] // fmt.codes_per_byte)
+    byte = torch.randint(0, 256, stored, generator=generator, dtype=torch.uint8)
+    if fmt.codes_per_byte == 1:
+        finite = byte.view(fmt.data_dtype).float().isfinite()
+        byte = torch.where(finite, byte, torch.zeros_like(byte))
+        if fmt.data_dtype == torch.float8_e5m2:  # keep sums of products inside float16
+            byte &= 0xBF
+    scale_shape = fmt.scale_shape(shape, kind)
+    global_scale = None
+    if fmt.scale_dtype == torch.float32:
+        scale = torch.exp2(torch.rand(scale_shape, generator=generator) * 8 - 12)
+    elif fmt.scale_dtype == torch.float8_e8m0fnu:
+        scale = torch.randint(127 - 12, 127 + 4, scale_shape, generator=generator, dtype=torch.uint8)
+        scale = scale.view(torch.float8_e8m0fnu)
+    else:
+        scale = torch.randint(1, 0x7F, scale_shape, generator=generator, dtype=torch.uint8)
+        scale = scale.view(torch.float8_e4m3fn)
+        count = (1, groups)[int(torch.randint(0, 2, (), generator=generator))]
+        global_scale = torch.exp2(torch.rand(count, generator=generator) * 4 - 10)
+    tensor = BlockScaledTensor(byte.view(fmt.data_dtype), scale, fmt, global_scale)
+    if layout == "plain" or fmt.scale_dtype == torch.float32:
+        return tensor
+    if layout == "blocked_groups":
+        blocked = to_blocked_groups(scale, offs)
+    else:
+        blocked = to_blocked(scale)
+    return BlockScaledTensor(tensor.data, blocked, fmt, global_scale, layout)
+
+
+def emulate_formats(path: Route, seed: int) -> torch.Tensor:
+    """The bits of the valid rows, by the emulator."""
+    from padless.emulator.fake_driver import driver_of
+
+    problem = random_formats_problem(path, seed)
+    backend = backend_of(path.arch)
+    with driver_of(backend).configured(num_sms=4):  # enough for the largest cluster
+        out = grouped_gemm(
+            problem.a,
+            problem.b,
+            problem.offs,
+            out_dtype=problem.dtype,
+            backend=backend,
+            config=problem.config,
+        )
+    return bits(out, problem.offs)
+
+
+def problems_of(arch: str, problems: int) -> list[tuple[Route, int]]:
+    """So many problems of every path, each a path and a seed."""
+    return [(path, seed) for path in paths_of(arch) for seed in range(problems)]
+
+
+def _cost(path: Route, seed: int) -> float:
+    problem = random_formats_problem(path, seed)
+    groups, n, k = problem.b.shape
+    return emulation_cost(int(problem.offs[-1]), groups, n, k)
+
+
+def _on_gpu(path: Route, seed: int) -> tuple[FormatsProblem, torch.Tensor]:
+    """A problem and its output by the GPU, fenced."""
+    problem = random_formats_problem(path, seed)
+    a, b, offs = problem.on_gpu()
+    fenced = GuardedOutput(a.shape[0], b.shape[1], problem.dtype, "cuda")
+    grouped_gemm(a, b, offs, out=fenced.out, config=problem.config)
+    torch.cuda.synchronize()
+    fenced.check(int(offs[-1]), expect_finite=False)
+    return problem, fenced.out
+
+
+def check_formats_accuracy(problems: int = JUDGED) -> str:
+    """Raises AssertionError where a row is further from float64 than the output's rounding and FP8's sums explain."""
+    worst: dict[str, float] = {}
+    jobs = problems_of(cuda_driver().arch, problems)
+    for path, seed in jobs:
+        problem, out = _on_gpu(path, seed)
+        valid = int(problem.offs[-1])
+        expected = grouped_gemm_reference(
+            problem.a, problem.b, problem.offs, out_dtype=torch.float64, accumulate="float64"
+        )[:valid]
+        fits = expected.abs().amax(dim=1) < 0.9 * torch.finfo(problem.dtype).max
+        rows = fits & (expected.norm(dim=1) > 0)
+        if not rows.any():
+            continue
+        error = float(row_errors(out[:valid].cpu()[rows], expected[rows]).max())
+        where = f"{path.name}, {path.a} x {path.b}, problem {seed}"
+        limit = ROW_ERROR_LIMIT[problem.dtype] * _LIMIT_FACTOR.get(path.module, 1)
+        assert error < limit, f"{where}: a row is off by {error:.2e}"
+        name = str(problem.dtype)[6:]
+        worst[name] = max(worst.get(name, 0.0), error)
+    return f"{len({path for path, _ in jobs})} paths, worst row error " + ", ".join(
+        f"{d} {e:.1e}" for d, e in worst.items()
+    )
+
+
+def check_formats_against_emulator(problems: int = COMPARED, workers: int | None = None) -> str:
+    """Raises AssertionError with every path whose bits differ between the GPU and the emulator."""
+    jobs = problems_of(cuda_driver().arch, problems)
+    elements, wrong = 0, []
+    with worker_pool(workers) as pool:
+        emulated = in_order(pool, emulate_formats, jobs, _cost)
+        for (path, seed), expected in zip(jobs, emulated, strict=True):
+            problem, out = _on_gpu(path, seed)
+            computed = bits(out, problem.offs)
+            differ = int((computed != expected).sum())
+            elements += computed.numel()
+            if differ:
+                where = f"{path.name}, {path.a} x {path.b}, problem {seed}"
+                wrong.append(f"{where} ({problem.config}): {differ} of {computed.numel()} elements differ")
+    assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
+    paths = {path for path, _ in jobs}
+    return f"{len(jobs)} problems of {len(paths)} paths, {elements} elements, bit for bit the same"

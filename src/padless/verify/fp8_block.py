@@ -1,0 +1,393 @@
+"""The checks of ``padless verify``: what must hold on a GPU, each a function that raises AssertionError.
+
+Inputs are random, outputs are poisoned and fenced, references are in float64, and errors are judged per row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.kernels.schedule import clean_offs
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
+from padless.quantization.quantize import quantize
+from padless.testing.guarded import GuardedOutput
+
+DEVICE = "cuda"
+Shape = tuple[tuple[int, ...], int, int, int]  # sizes, rows past the last group, N, K
+
+# M, N and K differ everywhere; tails in every dimension; groups of 0, 1, 127, 129 rows; tensors under 128 KiB.
+SHAPES: tuple[Shape, ...] = (
+    ((1,), 0, 8, 16),
+    ((0, 0, 0), 3, 72, 144),
+    ((5, 0, 130, 1), 3, 136, 272),
+    ((127, 128, 129, 1), 0, 264, 400),
+    ((0, 64, 65, 63, 0), 7, 384, 512),
+    ((300, 0, 7, 129, 127), 11, 1000, 1040),
+    ((1000,), 0, 520, 4112),
+    (tuple((37 * g) % 53 for g in range(40)), 5, 200, 656),
+)
+CONFIGS: tuple[Sm90Fp8Config, ...] = tuple(
+    Sm90Fp8Config(block_m=block_m, block_n=block_n, cluster_n=cluster_n, store=store, scales=scales)
+    for block_m, block_n, scales in (
+        (256, 128, "mn"),
+        (128, 128, "mn"),
+        (128, 128, "k"),
+        (128, 192, "mn"),
+        (128, 64, "mn"),
+        (64, 128, "mn"),
+        (64, 192, "k"),
+    )
+    for cluster_n in (1, 2)
+    for store in ("ragged", "pool")
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAJORS = ("mn", "k")  # of A's scales
+
+
+class Variant(NamedTuple):
+    """One call on a problem: the kernel (None for the one that is chosen), the output, A's scales."""
+
+    config: Sm90Fp8Config | None = None
+    dtype: torch.dtype = torch.bfloat16
+    major: str = "mn"
+
+
+# What the checks call. A check reads its own list, and so does what compiles ahead of all of them (``CALLS``).
+CHOSEN = (Variant(),)
+CHOSEN_OF_EACH = tuple(Variant(None, dtype, major) for dtype, major in itertools.product(DTYPES, MAJORS))
+EVERY_CONFIG = tuple(Variant(config) for config in CONFIGS)
+EVERY_VARIANT = tuple(
+    Variant(config, dtype, major)
+    for dtype, config, major in itertools.product(DTYPES, CONFIGS, MAJORS)
+    if not (config.block_m == 256 and dtype == torch.float32)  # does not fit in shared memory
+)
+_WRONG_OFFS: tuple[Shape, ...] = (((64, 64, 64, 64), 0, 136, 272),)
+_WRONG_OFFS_VARIANTS = EVERY_CONFIG[:4]
+_REPEATS = 50
+_REPEATED: tuple[Shape, ...] = (((300, 0, 7, 129, 127, 64, 1), 0, 1000, 1040),)
+_REPLAYED: tuple[Shape, ...] = (((100, 0, 57, 99), 0, 264, 400), ((0, 199, 1, 56), 0, 264, 400))
+_STREAMED: tuple[Shape, ...] = tuple(((g * 31 % 97, 130, g), g, 136, 272) for g in range(8))
+_DENSE: tuple[Shape, ...] = tuple(
+    ((m,), 0, n, k) for m, n, k in ((1, 8, 16), (333, 264, 400), (1024, 520, 1040))
+)
+# Together they send every ring round more than once: 14 K blocks in one, and more than three tiles a CTA in the last.
+_SMALL: tuple[Shape, ...] = (
+    ((5, 0, 130, 1), 3, 136, 272),
+    ((0, 64, 65), 7, 200, 1680),
+    ((20,) * 30, 5, 2000, 64),
+)
+_SMALL_VARIANTS = (
+    *(Variant(config, major=major) for config, major in itertools.product(CONFIGS, MAJORS)),
+    Variant(dtype=torch.float32),
+)
+
+
+def padded_to_tiles(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Each group padded to 128 rows."""
+    return tuple(-(-size // 128) * 128 for size in sizes)
+
+
+# Per row, |out - float64| / |float64|. The tensor core keeps 13 fractional bits of the largest of 33 terms, truncating
+# toward zero, four times in 128 of K: about 2^-12.6 on normal data. The output dtype rounds by half a unit in the last
+# place: 2^-9 for bf16, 2^-12 for fp16. The limits leave a factor of two to three.
+ROW_ERROR_LIMIT = {torch.float32: 2.0**-11, torch.float16: 2.0**-10.5, torch.bfloat16: 2.0**-7.5}
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A random problem on the GPU."""
+
+    a: BlockScaledTensor
+    b: BlockScaledTensor
+    offs: torch.Tensor
+    valid_rows: int
+
+    def with_scales(self, major: str) -> Operands:
+        scale = self.a.scale
+        if major == "k":
+            moved = scale.contiguous()
+        else:
+            ld = max(-(-scale.shape[0] // 4) * 4, 4)
+            moved = torch.full(
+                (scale.shape[1], ld), float("nan"), device=scale.device
+            )  # poison in the padding
+            moved = moved.t()[: scale.shape[0]]
+            moved.copy_(scale)
+        return replace(self, a=BlockScaledTensor(self.a.data, moved, FP8_BLOCK))
+
+
+def random_operands(
+    sizes: tuple[int, ...], past: int, n: int, k: int, seed: int = 0, device: str | None = None
+) -> Operands:
+    """Normal activations and weights whose rows differ in size by up to 2^8, quantised, on the GPU (or ``device``)."""
+    device = device or DEVICE
+    generator = torch.Generator().manual_seed(hash((sizes, past, n, k, seed)) % 2**31)
+    m = sum(sizes) + past
+    spread = torch.exp2(torch.randint(-4, 5, (m, 1), generator=generator).float())
+    x = torch.randn(m, k, generator=generator) * spread
+    w = torch.randn(len(sizes), n, k, generator=generator)
+    a, b = quantize(x, FP8_BLOCK, kind="activation", scale_major="k"), quantize(w, FP8_BLOCK, kind="weight")
+    a = BlockScaledTensor(a.data.to(device), a.scale.to(device), FP8_BLOCK)
+    b = BlockScaledTensor(b.data.to(device), b.scale.to(device), FP8_BLOCK)
+    return Operands(a, b, group_offsets(sizes).to(device), sum(sizes)).with_scales("mn")
+
+
+def float64_product(operands: Operands) -> torch.Tensor:
+    """The valid rows, (rows, N) float64, from codes and scales."""
+
+    def values(t: BlockScaledTensor, rows: int) -> torch.Tensor:
+        scale = t.scale.double().repeat_interleave(rows, -2).repeat_interleave(128, -1)
+        return t.data.double() * scale[..., : t.data.shape[-2], : t.data.shape[-1]]
+
+    a, b = values(operands.a, 1), values(operands.b, 128)
+    ends = [0, *operands.offs.tolist()]
+    parts = [a[s:e] @ b[g].t() for g, (s, e) in enumerate(itertools.pairwise(ends))]
+    return torch.cat(parts)
+
+
+def row_errors(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """|out - expected| / |expected|, one for each row."""
+    return (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
+
+
+def _each_problem() -> Iterator[Operands]:
+    for shape in SHAPES:
+        yield random_operands(*shape)
+
+
+def _fenced_result(operands: Operands, variant: Variant) -> torch.Tensor:
+    operands = operands.with_scales(variant.major)
+    fenced = GuardedOutput(operands.a.data.shape[0], operands.b.data.shape[1], variant.dtype, DEVICE)
+    grouped_gemm(operands.a, operands.b, operands.offs, out=fenced.out, config=variant.config)
+    torch.cuda.synchronize()
+    fenced.check(operands.valid_rows)
+    return fenced.out[: operands.valid_rows]
+
+
+def check_accuracy() -> str:
+    """Every shape and dtype: error per row within what 13-bit accumulation and output rounding explain."""
+    worst = dict.fromkeys(DTYPES, 0.0)
+    for operands in _each_problem():
+        expected = float64_product(operands)
+        for variant in CHOSEN_OF_EACH:
+            out, dtype = _fenced_result(operands, variant), variant.dtype
+            if operands.valid_rows:
+                error = float(row_errors(out, expected).max())
+                worst[dtype] = max(worst[dtype], error)
+                assert error < ROW_ERROR_LIMIT[dtype], f"a row of {operands.a.shape} is off by {error:.2e}"
+    return "worst row error " + ", ".join(f"{str(d)[6:]} {e:.1e}" for d, e in worst.items())
+
+
+def check_configs_agree() -> str:
+    """Every tile shape, cluster, store and scale path gives the same bits: K is summed in one order."""
+    count = 0
+    for operands in _each_problem():
+        first: dict[torch.dtype, torch.Tensor] = {}
+        for variant in EVERY_VARIANT:
+            out = _fenced_result(operands, variant)
+            same = torch.equal(out, first.setdefault(variant.dtype, out))
+            assert same, f"{variant.config} with {variant.major}-major scales differs on {operands.a.shape}"
+            count += 1
+    return f"{count} results, bit for bit the same within each problem"
+
+
+def check_padding_changes_nothing() -> str:
+    """Each group padded to 128 rows gives the same bits in its valid rows."""
+    rows = 0
+    for operands in _each_problem():
+        ends = [0, *operands.offs.tolist()]
+        sizes = [e - s for s, e in itertools.pairwise(ends)]
+        padded_sizes = padded_to_tiles(sizes)
+        m, k = sum(padded_sizes), operands.a.data.shape[1]
+        data = torch.zeros((m, k), dtype=torch.uint8, device=DEVICE)
+        scale = torch.ones((m, operands.a.scale.shape[1]), device=DEVICE)
+        picks: list[int] = []
+        start = 0
+        for s, size, room in zip(ends, sizes, padded_sizes, strict=False):
+            data[start : start + size] = operands.a.data.view(torch.uint8)[s : s + size]
+            scale[start : start + size] = operands.a.scale[s : s + size]
+            picks += range(start, start + size)
+            start += room
+        padded_a = BlockScaledTensor(data.view(torch.float8_e4m3fn), scale, FP8_BLOCK)
+        padded = grouped_gemm(padded_a, operands.b, group_offsets(padded_sizes).to(DEVICE))
+        out = _fenced_result(operands, *CHOSEN)
+        assert torch.equal(padded[torch.tensor(picks, dtype=torch.long, device=DEVICE)], out)
+        rows += len(picks)
+    return f"{rows} rows, bit for bit the same"
+
+
+def check_wrong_offs_stay_inside() -> str:
+    """Decreasing, negative and too large offsets: no access outside the tensors, every fence intact."""
+    operands = random_operands(*_WRONG_OFFS[0])
+    m, n = operands.a.data.shape[0], operands.b.data.shape[1]
+    wrong = (
+        [300, 10, -5, 200],
+        [-1, -1, -1, -1],
+        [2**31 - 1] * 4,
+        [0, 2**30, -(2**31), 5],
+        [256, 128, 64, 0],
+    )
+    for values in wrong:
+        offs = torch.tensor(values, dtype=torch.int32, device=DEVICE)
+        for variant in _WRONG_OFFS_VARIANTS:
+            fenced = GuardedOutput(m, n, variant.dtype, DEVICE)
+            grouped_gemm(operands.a, operands.b, offs, out=fenced.out, config=variant.config)
+            torch.cuda.synchronize()
+            fenced.check(clean_offs(values, m)[-1])
+    return f"{len(wrong)} kinds of wrong offsets"
+
+
+def check_repeats_agree() -> str:
+    """The same call many times over, other work in between: the same bits (a moving result is a race)."""
+    operands = random_operands(*_REPEATED[0])
+    for variant in EVERY_CONFIG:
+        first = _fenced_result(operands, variant).clone()
+        for _ in range(_REPEATS):
+            assert torch.equal(_fenced_result(operands, variant), first), f"{variant.config} moved"
+    return f"{len(EVERY_CONFIG)} configurations, {_REPEATS} calls each"
+
+
+def check_graph_replay() -> str:
+    """Captured in a CUDA graph, replayed with other values and other group sizes in the same buffers."""
+    operands, other = (random_operands(*shape, seed=seed) for seed, shape in enumerate(_REPLAYED))
+    out = torch.empty((256, 264), dtype=torch.bfloat16, device=DEVICE)
+    grouped_gemm(operands.a, operands.b, operands.offs, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_gemm(operands.a, operands.b, operands.offs, out=out)
+    for target, source in (
+        (operands.a.data, other.a.data),
+        (operands.a.scale, other.a.scale),
+        (operands.b.data, other.b.data),
+        (operands.b.scale, other.b.scale),
+        (operands.offs, other.offs),
+    ):
+        target.copy_(source)
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, grouped_gemm(other.a, other.b, other.offs))
+    return "replay sees new values and new group sizes"
+
+
+def check_streams_and_threads() -> str:
+    """Eight threads, each with a stream of its own and its own problem, at once."""
+    problems = [random_operands(*shape, seed=g) for g, shape in enumerate(_STREAMED)]
+    expected = [_fenced_result(p, *CHOSEN).clone() for p in problems]
+    failures: list[str] = []
+
+    def work(index: int) -> None:
+        try:
+            operands = problems[index]
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(_REPEATS):
+                    out = grouped_gemm(operands.a, operands.b, operands.offs)
+                stream.synchronize()
+                if not torch.equal(out[: operands.valid_rows], expected[index]):
+                    failures.append(f"thread {index} got other bits")
+        except Exception as error:
+            failures.append(f"thread {index}: {error!r}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(problems))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, "; ".join(failures)
+    return f"{len(threads)} threads on as many streams, {_REPEATS} calls each"
+
+
+def check_dense() -> str:
+    """gemm is grouped_gemm with one group, without offsets."""
+    for shape in _DENSE:
+        operands = random_operands(*shape)
+        b = BlockScaledTensor(operands.b.data[0], operands.b.scale[0], FP8_BLOCK)
+        assert torch.equal(gemm(operands.a, b), grouped_gemm(operands.a, operands.b, operands.offs))
+    return f"{len(_DENSE)} shapes"
+
+
+def check_quantizers_agree() -> str:
+    """The GPU's quantisers give torch's bits, tails and outliers included."""
+    count = 0
+    for kind, shape, major in (
+        ("activation", (1, 16), "mn"),
+        ("activation", (777, 1040), "mn"),
+        ("activation", (777, 1040), "k"),
+        ("activation", (129, 4112), "mn"),
+        ("weight", (3, 200, 1040), "mn"),
+        ("weight", (136, 144), "mn"),
+    ):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x = (torch.randn(shape) * torch.exp2(torch.randint(-6, 7, shape).float())).to(dtype)
+            on_cpu = quantize(x, FP8_BLOCK, kind=kind, scale_major=major)
+            on_gpu = quantize(x.cuda(), FP8_BLOCK, kind=kind, scale_major=major)
+            assert torch.equal(on_gpu.scale.cpu(), on_cpu.scale), f"scales differ: {kind} {shape} {dtype}"
+            same = torch.equal(on_gpu.data.cpu().view(torch.uint8), on_cpu.data.view(torch.uint8))
+            assert same, f"codes differ: {kind} {shape} {dtype}"
+            count += 1
+    return f"{count} tensors, bit for bit the same"
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "accuracy": check_accuracy,
+    "configs agree": check_configs_agree,
+    "padding changes nothing": check_padding_changes_nothing,
+    "wrong offsets stay inside": check_wrong_offs_stay_inside,
+    "repeats agree": check_repeats_agree,
+    "graph replay": check_graph_replay,
+    "streams and threads": check_streams_and_threads,
+    "dense": check_dense,
+    "quantizers agree": check_quantizers_agree,
+}
+
+
+SMALL = "small problems"
+# What each check and ``small_problems`` call: every variant on every shape.
+CALLS: dict[str, tuple[tuple[Shape, ...], tuple[Variant, ...]]] = {
+    "accuracy": (SHAPES, CHOSEN_OF_EACH),
+    "configs agree": (SHAPES, EVERY_VARIANT),
+    "padding changes nothing": (
+        (*SHAPES, *((padded_to_tiles(sizes), 0, n, k) for sizes, _, n, k in SHAPES)),
+        CHOSEN,
+    ),
+    "wrong offsets stay inside": (_WRONG_OFFS, _WRONG_OFFS_VARIANTS),
+    "repeats agree": (_REPEATED, EVERY_CONFIG),
+    "graph replay": (_REPLAYED, CHOSEN),
+    "streams and threads": (_STREAMED, CHOSEN),
+    "dense": (_DENSE, CHOSEN),
+    "quantizers agree": ((), ()),
+    SMALL: (_SMALL, _SMALL_VARIANTS),
+}
+
+
+def rehearse(name: str, backend: str) -> None:
+    """The calls of a check or of ``small_problems`` on the CPU, by ``backend``; nobody looks at the outputs."""
+    shapes, variants = CALLS[name]
+    for shape in shapes:
+        operands = random_operands(*shape, device="cpu")
+        for config, dtype, major in variants:
+            given = operands.with_scales(major)
+            grouped_gemm(given.a, given.b, given.offs, out_dtype=dtype, backend=backend, config=config)
+
+
+def small_problems() -> None:
+    """Small launches of every store and scale path, for compute-sanitizer: ``python -m padless.verify.fp8_block``."""
+    for shape in _SMALL:
+        operands = random_operands(*shape)
+        for variant in _SMALL_VARIANTS:
+            _fenced_result(operands, variant)
+    print("small problems done")
+
+
+if __name__ == "__main__":
+    small_problems()

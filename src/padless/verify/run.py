@@ -1,0 +1,235 @@
+"""``padless verify``: everything that must hold on this GPU, with a record of the run."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from padless._version import __version__
+from padless.kernels.table import ROUTES, kernels_arch
+from padless.runtime.devices import backends
+from padless.runtime.driver import cuda_driver
+from padless.testing.processes import useful_workers, worker_pool
+from padless.verify.against_emulator import check_against_emulator
+from padless.verify.blackwell import check_dense_mxfp8, check_problem_lists
+from padless.verify.chains import check_chains
+from padless.verify.epilogue import check_epilogue, check_epilogue_against_emulator
+from padless.verify.formats import check_formats_accuracy, check_formats_against_emulator
+from padless.verify.fp8_block import CHECKS
+from padless.verify.rehearsals import Gpu, Rehearsal, compile_ahead, rehearsals_of
+from padless.verify.tensor_core import check_tensor_core
+
+SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Command lines of small launches: the first kernel's, then the other paths'.
+SANITIZED = ("padless.verify.fp8_block", "padless.verify.small")
+_SANITIZER_SECONDS = 240
+
+Check = Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What came of a check."""
+
+    check: str
+    passed: bool
+    detail: str
+    seconds: float
+
+
+def run_verify(
+    out: Path | None = None,
+    *,
+    sanitizer: bool = True,
+    against_emulator: bool = False,
+    checks: list[str] | None = None,
+    console: Console | None = None,
+) -> int:
+    """Runs every check on the GPU, then a few small launches under compute-sanitizer.
+
+    What they need is compiled first, by a process for each core; a check compiles for itself what failed there.
+
+    Args:
+        out: folder for ``verify.json`` and ``verify.md``, or None to print only.
+        sanitizer: run compute-sanitizer's tools too, where it is installed.
+        against_emulator: also compare single tensor-core instructions and random problems of every path with the
+            emulator, bit for bit (a minute on many cores).
+        checks: names out of ``verify_checks.CHECKS``; all of them when None.
+
+    Returns:
+        0 when all passed, else 1. Raises ValueError when this machine cannot run the kernels.
+    """
+    found = backends()["cuda"]
+    if not found.available:
+        raise ValueError(f"padless verify runs the kernels on a GPU, and cannot here: {found.reason}")
+    console = console or Console()
+    start = time.perf_counter()
+    gpu = Gpu(cuda_driver().arch, cuda_driver().num_sms(0))
+    jobs, sanitized = jobs_of(gpu.arch, checks, against_emulator)
+    tools = sanitizers_of(sanitized) if sanitizer and _sanitizer() else {}
+    rehearsals = rehearsals_of(gpu.arch, jobs, sanitized if tools else ())
+    records: list[Record] = []
+    about = machine() if out is not None else {}
+
+    def run_in_turn(some: dict[str, Check], task: TaskID) -> None:
+        for name, check in some.items():
+            progress.update(task, description=name)
+            records.append(_record(console, name, check))
+            if out is not None:  # a run that is ended before its time leaves what it knows
+                left = len(jobs) + len(tools) - len(records)
+                _write(out, records, about | {"compiled ahead": compiled, "not run yet": str(left)})
+            progress.advance(task)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        with worker_pool():
+            compiled = _compile_ahead(rehearsals, gpu, progress)
+            task = progress.add_task("verify", total=len(jobs) + len(tools))
+            run_in_turn(jobs, task)
+        run_in_turn(tools, task)
+    if sanitizer and not tools:
+        console.print(
+            "compute-sanitizer is not installed (it comes with the CUDA toolkit); those checks were not run"
+        )
+    passed = sum(r.passed for r in records)
+    seconds = round(time.perf_counter() - start, 1)
+    console.print(f"{passed} passed, {len(records) - passed} failed, in {seconds} s")
+    if out is not None:
+        _write(out, records, about | {"compiled ahead": compiled, "seconds in all": str(seconds)})
+        console.print(f"recorded in {out / 'verify.md'}")
+    return 0 if passed == len(records) else 1
+
+
+def jobs_of(
+    arch: str, checks: list[str] | None = None, against_emulator: bool = False
+) -> tuple[dict[str, Callable[[], str]], list[str]]:
+    """Checks by name, and modules of small launches for the sanitizer, that concern kernels of ``arch``.
+
+    Most of ``verify_checks.CHECKS`` are about FP8_BLOCK's kernel, which Hopper alone has; those named in ``checks`` are
+    run wherever it is.
+    """
+    fp8_block = any(
+        (p.operation, p.arch, p.a, p.b) == ("grouped_gemm", arch, "FP8_BLOCK", "FP8_BLOCK") for p in ROUTES
+    )
+    unknown = [name for name in checks or () if name not in CHECKS]
+    if unknown:
+        raise ValueError(f"checks has {unknown[0]!r}; allowed are {', '.join(map(repr, CHECKS))}")
+    names = checks if checks is not None else list(CHECKS) if fp8_block else ["quantizers agree"]
+    jobs = {name: CHECKS[name] for name in names}
+    if against_emulator:
+        if fp8_block:
+            jobs["emulator's tensor core agrees"] = check_tensor_core
+            jobs["emulator agrees"] = check_against_emulator
+        jobs["emulator agrees on formats"] = check_formats_against_emulator
+        jobs["emulator agrees on epilogues"] = check_epilogue_against_emulator
+    if checks is None and kernels_arch(arch) == "sm_100a":
+        jobs["dense MXFP8"] = check_dense_mxfp8
+        jobs["lists of problems"] = check_problem_lists
+    if checks is None:
+        jobs["formats"] = check_formats_accuracy
+        jobs["epilogues"] = check_epilogue
+        jobs["chains"] = check_chains
+    return jobs, [module for module in SANITIZED if fp8_block or module != SANITIZED[0]]
+
+
+def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) -> str:
+    """Shows a bar, and a line for all that failed; returns what the record says of it."""
+    start = time.perf_counter()
+    bar = progress.add_task("compiling ahead", total=len(rehearsals))
+    ahead = compile_ahead(
+        rehearsals, gpu, lambda done, total: progress.update(bar, completed=done, total=total)
+    )
+    seconds = round(time.perf_counter() - start, 1)
+    found = f"{len(ahead.kernels)} kernels in {seconds} s by {useful_workers()} processes"
+    if ahead.problems:
+        found += f"; {len(ahead.problems)} failed there and are left to the checks: {ahead.problems[0]}"
+    progress.console.print(f"compiled ahead: {found}", markup=False)
+    return found
+
+
+def _record(console: Console, name: str, check: Check) -> Record:
+    """Runs a check and prints what came of it, with the traceback of one that failed."""
+    start = time.perf_counter()
+    try:
+        detail, passed = check(), True
+    except Exception as error:  # a check may fail in any way; the others still run
+        detail, passed = f"{type(error).__name__}: {error}", False
+        console.print(traceback.format_exc(), style="red", markup=False)
+    seconds = round(time.perf_counter() - start, 2)
+    console.print(f"{'pass' if passed else 'FAIL'}  {name}: {detail} ({seconds} s)", markup=False)
+    return Record(name, passed, detail, seconds)
+
+
+def sanitizers_of(modules: Iterable[str]) -> dict[str, Check]:
+    """Every tool on every module of small launches, by name."""
+    return {
+        f"compute-sanitizer {tool} of {module}": partial(_sanitize, tool, module)
+        for tool, module in itertools.product(SANITIZER_TOOLS, modules)
+    }
+
+
+def _sanitizer() -> str | None:
+    default = Path("/usr/local/cuda/bin/compute-sanitizer")
+    return shutil.which("compute-sanitizer") or (str(default) if default.exists() else None)
+
+
+def _sanitize(tool: str, module: str) -> str:
+    command = [str(_sanitizer()), "--tool", tool, "--error-exitcode", "9"]
+    if tool != "initcheck":  # it has to see who wrote the inputs
+        command += ["--kernel-name", "kns=padless"]
+    command += [sys.executable, "-m", module]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=_SANITIZER_SECONDS, check=False)
+    text = result.stdout + result.stderr
+    assert "small problems done" in text, f"did not finish: {text[-2000:]}"
+    summary = [line for line in text.splitlines() if "SUMMARY" in line]
+    assert result.returncode == 0, f"exit code {result.returncode}: {text[-3000:]}"
+    return summary[-1].strip("= ") if summary else "clean"
+
+
+def machine() -> dict[str, str]:
+    """What a record has to say about where it was made."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
+    try:
+        gpu = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        gpu = torch.cuda.get_device_name()
+    import triton
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "gpu, driver, power limit": gpu.splitlines()[0] if gpu else torch.cuda.get_device_name(),
+        "padless": __version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        "command": "padless " + " ".join(sys.argv[1:]),
+    }
+
+
+def _write(out: Path, records: list[Record], about: dict[str, str]) -> None:
+    """about: what to say of the machine and of the run, by name."""
+    out.mkdir(parents=True, exist_ok=True)
+    content = {"machine": about, "checks": [asdict(record) for record in records]}
+    (out / "verify.json").write_text(json.dumps(content, indent=1) + "\n")
+    lines = ["# padless verify", "", *(f"- {k}: {v}" for k, v in about.items()), ""]
+    lines += ["| check | result | detail | seconds |", "|---|---|---|---|"]
+    for r in records:
+        detail = r.detail.replace("|", "\\|").replace("\n", " ")[:300]
+        lines.append(f"| {r.check} | {'pass' if r.passed else 'FAIL'} | {detail} | {r.seconds} |")
+    (out / "verify.md").write_text("\n".join(lines) + "\n")

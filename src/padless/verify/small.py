@@ -1,0 +1,145 @@
+"""A small launch of every kernel of this GPU but the first, for compute-sanitizer: ``python -m padless.verify.small``.
+
+One for each source file and each way through it: operands by format, outputs of a quantising epilogue. Operands are
+drawn on the CPU and copied, so that a tool sees who wrote them; outputs are fenced.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from padless.formats import FP8_BLOCK, MXFP8, NVFP4
+from padless.kernels.table import BF16, Route, kernels_arch
+from padless.ops.grouped_gemm import group_offsets, grouped_gemm
+from padless.runtime.driver import cuda_driver
+from padless.testing.guarded import GuardedOutput
+from padless.verify.blackwell import dense_launches, list_launches
+from padless.verify.epilogue_problems import (
+    EpilogueProblem,
+    Outputs,
+    moved,
+    operands,
+    quant_paths,
+    run_problem,
+)
+from padless.verify.formats import paths_of
+
+# No rows, one row, more than a tile of 128 rows; rows past the last group.
+_SIZES, _PAST = (5, 0, 130, 1), 3
+# A tail of the 128 columns; five blocks of 128 along K and a tail, so that a ring of four stages goes round.
+_N, _K = 160, 672
+_PAIRS = (("NVFP4", "NVFP4"), ("MXFP8", "MXFP8"), (BF16, "MXFP4"), ("FP8_BLOCK", "NVFP4"))
+
+# Keywords of a quantising call.
+_EVERYTHING: dict[str, Any] = {"alpha": True, "bias": True, "prob": True, "return_amax": True}
+QUANT_CALLS: tuple[tuple[str | None, dict[str, Any]], ...] = (
+    (None, {"d_format": FP8_BLOCK} | _EVERYTHING),  # rows and columns
+    (None, {"d_format": MXFP8, "discrete_col_sfd": True}),
+    (None, {"d_format": NVFP4, "row_layout": "blocked_groups", "global_scale_tensor": torch.tensor([0.01])}),
+    # Two CTAs of a cluster swap the maxima of their rows.
+    ("concatenated", {"d_format": FP8_BLOCK, "column_output": False} | _EVERYTHING),
+    ("interleaved", {"d_format": FP8_BLOCK, "prob": True}),
+    ("interleaved", {"d_dtype": torch.bfloat16}),
+)
+
+
+def small_paths(arch: str) -> list[Route]:
+    """The paths that are launched: on Hopper a few pairs of the bf16 kernel, which differ in how operands are read."""
+    chosen = []
+    for path in paths_of(arch):
+        many = path.module == "sm90_bf16" or path.module == "sm90_mxfp8"
+        if not many or (path.a, path.b) in _PAIRS:
+            chosen.append(path)
+    return chosen
+
+
+def small_problem(path: Route, gate_up: str | None, options: dict[str, Any]) -> EpilogueProblem:
+    """A quantising call; "alpha", "bias" and "prob" in ``options`` stand for tensors of random numbers."""
+    generator = torch.Generator().manual_seed(1)
+    m, groups = sum(_SIZES) + _PAST, len(_SIZES)
+    n = _N if gate_up is None else 384  # of the output 192: a tile and a tail
+    numbers = {
+        "alpha": torch.randn(groups, generator=generator),
+        "bias": torch.randn((groups, n), generator=generator),
+        "prob": torch.rand(m, generator=generator),
+    }
+    given: dict[str, Any] = {f"{k}_tensor": numbers[k] for k in numbers if options.get(k)}
+    given |= {k: v for k, v in options.items() if k not in numbers} | {"m_aligned": 1}
+    a, b = operands(path, m, n, _K, groups, generator, special=False)
+    return EpilogueProblem(a, b, group_offsets(_SIZES), gate_up, given, seed=1)
+
+
+def _configs(path: Route, m: int) -> list[Any]:
+    """Kernels of a path: the default, and of the bf16 kernel the one for so many rows, with twice the warpgroups."""
+    module = path.load()
+    if path.module == "sm90_mxfp8":
+        return [module.Config()]
+    if path.module == "sm90_bf16":
+        return [
+            module.Config(path.a, path.b),
+            module.select_config(path.a, path.b, m, len(_SIZES)),
+        ]
+    return [None]
+
+
+def small_launches(device: str = "cuda", backend: str | None = None, arch: str | None = None) -> int:
+    """Launches all of them; returns how many. AssertionError where a fence was written or a row was not."""
+    count = 0
+    for judges in launches(device, backend, cuda_driver().arch if arch is None else arch):
+        for judge in judges:
+            judge()
+        count += 1
+    return count
+
+
+def launches(device: str, backend: str | None, arch: str) -> Iterator[Iterable[Callable[[], object]]]:
+    """Makes one launch after the other, each time with what looks at its outputs."""
+    draw = random.Random(0)
+    for path in small_paths(arch):
+        generator = torch.Generator().manual_seed(draw.randrange(2**31))
+        m = sum(_SIZES) + _PAST
+        a, b = operands(path, m, _N, _K, len(_SIZES), generator, special=False)
+        for config in _configs(path, m):
+            fenced = GuardedOutput(m, _N, torch.bfloat16, device)
+            grouped_gemm(
+                moved(a, device),
+                moved(b, device),
+                group_offsets(_SIZES).to(device),
+                out=fenced.out,
+                backend=backend,
+                config=config,
+            )
+            yield (partial(fenced.check, sum(_SIZES)),)
+    for path in quant_paths(arch):
+        for gate_up, options in QUANT_CALLS:
+            try:
+                outputs = run_problem(small_problem(path, gate_up, options), device, backend)
+            except ValueError:
+                if path.module == "sm90_fp8_quant":  # the one that takes all of these calls
+                    raise
+                continue
+            yield (partial(_judge_outputs, outputs),)
+    if kernels_arch(arch) == "sm_100a":
+        yield dense_launches(1, device, backend)
+        yield list_launches(1, device, backend)
+
+
+def _judge_outputs(outputs: Outputs) -> None:
+    assert outputs.bytes
+
+
+def rehearse(arch: str, backend: str) -> None:
+    """All the launches on the CPU, by ``backend``; nobody looks at the outputs."""
+    for judges in launches("cpu", backend, arch):
+        for _ in judges:
+            pass
+
+
+if __name__ == "__main__":
+    print(f"{small_launches()} launches")
+    print("small problems done")
