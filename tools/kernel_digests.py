@@ -1,6 +1,6 @@
 """Digests of generated machine-independent code: which kernels a refactoring changed.
 
-    python tools/kernel_digests.py            compares with tests/kernel_digests.json
+    python tools/kernel_digests.py            compares with tests/kernels/digests.json
     python tools/kernel_digests.py --write    writes it anew, after a change of device code that was meant
 
 The kernels are those that the calls of ``padless verify`` ask for, at most ``PER_KERNEL`` of each kernel and
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-FILE = Path(__file__).parents[1] / "tests" / "kernel_digests.json"
+FILE = Path(__file__).parents[1] / "tests" / "kernels" / "digests.json"
 PER_KERNEL = 10
 GPUS = (("sm_90a", 132), ("sm_100a", 148))
 Asked = tuple[str, str, str]  # kernel file's stem, constants, architecture

@@ -1,0 +1,128 @@
+"""Tables and figures again from files: every committed record, files of several kinds, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from padless.bench import report, report_file
+from padless.bench.group_sizes import Point
+from padless.bench.results import ResultFile, read_records
+from support.bench_records import record
+from support.ragged import ROOT
+
+MEASURED = ROOT / "docs" / "measured"
+COMMITTED = sorted(MEASURED.glob("*.jsonl"))
+FULL_GRID = MEASURED / "2026-11-21-h200-paper-full.jsonl"
+POINT = Point(8192, 3072, 8192, 32)
+
+
+def shown(file: Path, figure: Path | None = None, width: int = 100) -> tuple[str, Any]:
+    text = io.StringIO()
+    result = report_file(file, figure, Console(file=text, width=width))
+    return text.getvalue(), result
+
+
+def test_there_are_committed_records_of_the_usual_kinds() -> None:
+    kinds = {line["kind"] for path in COMMITTED for line in read_records(path)} - {"session"}
+    assert kinds >= {"paper", "decode", "dense", "formats", "epilogue", "quantize"}
+    assert kinds <= set(report.KINDS)
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_every_committed_record_is_shown_within_100_columns(path: Path) -> None:
+    text, result = shown(path)
+    points = [line for line in read_records(path) if line["kind"] != "session"]
+    assert result.records == points
+    assert result.figure is None
+    assert result.failures == []
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "…" not in text, "a number that is cut says nothing"
+    kind = points[0]["kind"]
+    if kind in ("paper", "decode", "dense"):
+        assert "L2 flushed before every call: " in text
+    if kind != "paper":  # every point has its line, with the time of a contender that it holds
+        for point in points:
+            axes = [str(value) for value in point["point"].values()]
+            own = next(f"{timing['us']:.1f}" for timing in point["gpu"].values())
+            assert any(
+                own in line and all(axis in line for axis in axes if kind != "quantize") for line in lines
+            )
+
+
+def test_the_summary_of_the_grid_says_what_its_peers_allow() -> None:
+    """Geomean and least of what was measured, then of what the floor would have been, by hand."""
+    lines = [" ".join(line.split()) for line in shown(FULL_GRID)[0].splitlines()]
+    raw = [line for line in map(json.loads, FULL_GRID.read_text().splitlines()) if line["kind"] == "paper"]
+    assert len(raw) > 500
+    for title, peer in (
+        ("pad + DeepGEMM", "pad_then_deepgemm"),
+        ("DeepGEMM on padded data", "deepgemm_on_padded"),
+        ("paper's code, its GEMM alone", "tma_adaptive_kernel"),
+    ):
+        took = [line["gpu"][peer]["us"] / line["gpu"]["padless"]["us"] for line in raw]
+        could = [line["gpu"][peer]["us"] / line["floor_us"] for line in raw]
+        numbers = [value for ratios in (took, could) for value in (geometric_mean(ratios), min(ratios))]
+        wanted = f"{title} {' '.join(f'{value:.3f}' for value in numbers)} "
+        assert any(line.startswith(wanted) for line in lines), wanted
+
+
+def test_a_file_of_several_kinds_and_sessions(tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "all.jsonl")
+    file.append({"kind": "session", "id": "then", "flush": "9 MB written, 4 MB read"})
+    file.append(record(POINT))
+    file.append(record(POINT, kind="decode", point={"groups": 8, "rows": 1, "N": 3072, "K": 8192}))
+    file.append(record(POINT, kind="dense", point={"M": 8192, "N": 3072, "K": 8192}))
+    text, result = shown(file.path)
+    assert len(result.records) == 3
+    for heading in ("Points, valid rows", "Decode sizes", "Dense products"):
+        assert heading in text
+    assert " ".join(text.split()).count("9 MB written, 4 MB read") == 3
+
+
+@pytest.mark.parametrize("name", ["2026-11-21-h200-formats", "2026-11-21-h200-paper-full"])
+def test_figures_are_drawn_where_they_are_asked_for(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    before = sorted(MEASURED.iterdir())
+    path = tmp_path / "deep" / "x.png"
+    text, result = shown(MEASURED / f"{name}.jsonl", path)
+    assert result.figure == path
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "figure: " in text
+    assert sorted(MEASURED.iterdir()) == before
+
+
+def test_failures_are_found_in_files(tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "paper.jsonl")
+    file.append(record(POINT, bitwise_identical=False))
+    text, result = shown(file.path)
+    assert len(result.failures) == 1
+    assert "valid rows differ" in text
+
+
+def test_a_session_without_points_is_nothing(tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "x.jsonl")
+    file.append({"kind": "session", "id": "then"})
+    text, result = shown(file.path)
+    assert "nothing measured" in text
+    assert result.records == []
+
+
+def test_what_cannot_be_shown_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"file must be a result file of padless bench, got .*absent"):
+        shown(tmp_path / "absent.jsonl")
+    file = ResultFile(tmp_path / "x.jsonl")
+    file.append({"kind": "weather", "point": {}})
+    with pytest.raises(ValueError, match=r"records of kind \['weather'\]; those that can be shown: \['black"):
+        shown(file.path)
+    decode = MEASURED / "2026-11-21-h200-decode.jsonl"
+    with pytest.raises(ValueError, match=r"one kind of records, paper or formats; .* holds \['decode'\]"):
+        shown(decode, tmp_path / "x.png")
+    assert not (tmp_path / "x.png").exists()

@@ -1,0 +1,217 @@
+"""The padless command: quick to answer, one sentence for a user's mistake, the right function called."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import padless
+from padless import cli
+from support.ragged import ROOT
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A new interpreter that finds this padless, installed or not."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(padless.__file__).parents[1])},
+    )
+
+
+def test_help_imports_nothing_heavy():
+    """The command's own module, in a package whose __init__ does nothing: what --help makes it import."""
+    folder = Path(padless.__file__).parent
+    script = f"""
+import sys, types
+package = types.ModuleType("padless")
+package.__path__, package.__version__ = [{str(folder)!r}], "0"
+sys.modules["padless"] = package
+from padless.cli import app
+try:
+    app(["--help"])
+except SystemExit as stop:
+    assert stop.code == 0, stop.code
+heavy = {{"torch", "numpy", "triton", "cuda", "matplotlib"}} & set(sys.modules)
+assert not heavy, heavy
+assert {{m for m in sys.modules if m.startswith("padless")}} == {{"padless", "padless.cli"}}
+"""
+    found = run_python("-c", script)
+    assert found.returncode == 0, found.stderr
+    for command in ("demo", "info", "tune", "verify", "bench", "emulate"):
+        assert command in found.stdout
+
+
+def test_version():
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.strip() == padless.__version__
+
+
+def test_python_dash_m_is_the_command():
+    found = run_python("-m", "padless", "--version")
+    assert (found.returncode, found.stdout.strip()) == (0, padless.__version__)
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """main("demo", "--synthetic") -> (exit code, stdout, stderr) of the entry point, in this process."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["padless", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        output = capsys.readouterr()
+        code = stop.value.code
+        return (0 if code is None else int(code)), output.out, output.err
+
+    return run
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """recorded(module, function) puts a function there that notes its arguments in the returned list."""
+
+    def install(module: str, function: str, returns: object = None) -> list[dict[str, object]]:
+        calls: list[dict[str, object]] = []
+
+        def note(**arguments: object) -> object:
+            calls.append(arguments)
+            return returns
+
+        stub = types.ModuleType(module)
+        setattr(stub, function, note)
+        monkeypatch.setitem(sys.modules, module, stub)
+        return calls
+
+    return install
+
+
+def test_a_value_error_is_one_sentence_and_exit_code_2(main, monkeypatch):
+    def fail(**_: object) -> None:
+        raise ValueError("K is 17; it must be a multiple of 16")
+
+    stub = types.ModuleType("padless.verify.run")
+    stub.run_verify = fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "padless.verify.run", stub)
+    code, out, err = main("verify")
+    assert code == 2
+    assert out == ""
+    assert err == "padless: K is 17; it must be a multiple of 16\n"
+
+
+def test_other_errors_keep_their_traceback(main, monkeypatch):
+    def fail(**_: object) -> None:
+        raise RuntimeError("a defect")
+
+    stub = types.ModuleType("padless.verify.run")
+    stub.run_verify = fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "padless.verify.run", stub)
+    with pytest.raises(RuntimeError, match="a defect"):
+        main("verify")
+
+
+def test_an_absent_package_is_named(main, monkeypatch):
+    monkeypatch.setitem(sys.modules, "padless.verify.run", None)
+    code, _, err = main("verify")
+    assert code == 2
+    assert "padless.verify.run" in err
+    assert "Traceback" not in err
+
+
+def test_a_wrong_option_is_a_usage_error(main):
+    code, _, err = main("bench", "paper", "--quickly")
+    assert code == 2
+    assert "--quickly" in err
+
+
+@pytest.mark.parametrize("name", ["paper", "dense", "decode"])
+def test_bench_passes_its_options_on(main, recorded, name, tmp_path):
+    calls = recorded("padless.bench.commands", name, returns=0)
+    assert main("bench", name)[0] == 0
+    options = ("--full", "--peers", str(tmp_path), "--out", "there", "--only", "x", "--time-limit", "9")
+    options += ("--repeats", "3")
+    assert main("bench", name, *options)[0] == 0
+    balanced = {"balanced": False} if name == "paper" else {}
+    nothing = {"full": False, "peers": None, "only": None, "out": Path("padless-out"), "time_limit_s": None}
+    everything = {"full": True, "peers": tmp_path, "only": ["x"], "out": Path("there"), "time_limit_s": 9.0}
+    assert calls == [nothing | balanced | {"repeats": None}, everything | balanced | {"repeats": 3}]
+
+
+def test_bench_quantize_host_and_report_pass_their_options_on(main, recorded, tmp_path):
+    quantize = recorded("padless.bench.commands", "quantize", returns=0)
+    assert main("bench", "quantize", "--full", "--out", "there")[0] == 0
+    assert quantize == [{"full": True, "out": Path("there")}]
+    formats = recorded("padless.bench.commands", "formats", returns=0)
+    assert main("bench", "formats", "--full", "--time-limit", "9")[0] == 0
+    assert formats == [{"full": True, "out": Path("padless-out"), "time_limit_s": 9.0}]
+    host = recorded("padless.bench.commands", "host", returns=0)
+    assert main("bench", "host")[0] == 0
+    assert host == [{}]
+    report = recorded("padless.bench.commands", "report", returns=1)
+    files = [tmp_path / "paper.jsonl", tmp_path / "decode.jsonl"]
+    assert main("bench", "report", *map(str, files), "--figure", "x.png")[0] == 1
+    assert report == [{"files": files, "figure": Path("x.png")}]
+
+
+def test_bench_options_are_those_the_benchmarks_take():
+    """The command line passes by keyword: a name that the other side does not know would only fail in use."""
+    commands = importlib.import_module("padless.bench.commands")
+    for name in ("paper", "dense", "decode", "formats", "quantize", "host", "report"):
+        given = set(inspect.signature(getattr(cli, name)).parameters)
+        taken = set(inspect.signature(getattr(commands, name)).parameters)
+        if "options" in taken:
+            taken |= set(commands.Options.__annotations__)
+        assert {"time_limit_s" if option == "time_limit" else option for option in given} <= taken, name
+
+
+def test_tune_options_are_those_it_takes():
+    from padless.tune.costs import run_tune
+
+    given = set(inspect.signature(cli.tune).parameters)
+    assert given == {"dry_run", "reset", "repeats"} <= set(inspect.signature(run_tune).parameters)
+
+
+def test_verify_passes_its_options_on_and_its_exit_code_back(main, recorded):
+    calls = recorded("padless.verify.run", "run_verify", returns=3)
+    assert main("verify", "--out", "there", "--no-sanitizer")[0] == 3
+    assert main("verify", "--check", "one", "--check", "two")[0] == 3
+    assert calls == [
+        {"out": Path("there"), "sanitizer": False, "against_emulator": False, "checks": None},
+        {"out": None, "sanitizer": True, "against_emulator": False, "checks": ["one", "two"]},
+    ]
+
+
+def test_tune_passes_its_options_on(main, recorded):
+    calls = recorded("padless.tune.costs", "run_tune", returns=0)
+    assert main("tune")[0] == 0
+    assert main("tune", "--dry-run", "--repeats", "3")[0] == 0
+    assert main("tune", "--reset")[0] == 0
+    nothing = {"dry_run": False, "reset": False, "repeats": 20}
+    assert calls == [nothing, nothing | {"dry_run": True, "repeats": 3}, nothing | {"reset": True}]
+
+
+def test_info_formats_is_the_page(main):
+    code, out, _ = main("info", "--formats")
+    assert code == 0
+    assert out == (ROOT / "docs/supported.md").read_text()
+
+
+def test_emulate_hands_everything_over(main, monkeypatch):
+    seen = []
+    stub = types.ModuleType("padless.emulator.cli")
+    stub.app = lambda args, prog_name: seen.append((args, prog_name))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "padless.emulator.cli", stub)
+    assert main("emulate", "run", "--races", "--help")[0] == 0
+    assert seen == [(["run", "--races", "--help"], "padless emulate")]

@@ -1,0 +1,170 @@
+"""A small Blackwell kernel: exact results on every schedule, and a report for each planted bug."""
+
+# ruff: noqa: E501  (lines of PTX and CUDA are kept whole)
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from padless.emulator import LaunchResult
+from support.emulator_cuda import kinds, launch, tiled
+from support.ragged import ROOT
+
+SOURCE = (ROOT / "tests/emulator/programs" / "sm100_mxfp8_gemm.cu").read_text()
+N = 64
+
+
+def problem(tiles: int, k_blocks: int, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """A, B codes and scales whose products and sums are exact in float32, and the exact D."""
+    rng = np.random.default_rng(seed)
+    m, k = 128 * tiles, 128 * k_blocks
+    a, b = (rng.integers(-4, 5, (rows, k)).astype(np.float32) for rows in (m, N))
+    codes = [torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy() for x in (a, b)]
+    sa, sb = (
+        rng.integers(125, 130, (m, k // 32)).astype(np.uint8),
+        rng.integers(125, 130, (N, k // 32)).astype(np.uint8),
+    )
+    exact = (a * np.repeat(2.0 ** (sa.astype(float) - 127), 32, 1)) @ (
+        b * np.repeat(2.0 ** (sb.astype(float) - 127), 32, 1)
+    ).T
+    return (
+        codes[0],
+        codes[1],
+        atoms(sa),
+        atoms(np.concatenate([sb, np.full((128 - N, k // 32), 127, np.uint8)])),
+        exact,
+    )
+
+
+def atoms(scales: np.ndarray) -> np.ndarray:
+    """(rows, k / 32) scales as 512-byte atoms of 128 rows x 4: byte (r % 32) * 16 + r / 32 % 4 * 4 + k % 4."""
+    rows, blocks = scales.shape
+    out = np.zeros((rows // 128, blocks // 4, 512), np.uint8)
+    for r in range(rows):
+        for kb in range(blocks):
+            out[r // 128, kb // 4, r % 32 * 16 + r % 128 // 32 * 4 + kb % 4] = scales[r, kb]
+    return out
+
+
+def run(
+    source: str, tiles: int, k_blocks: int, seed: int, **settings: str
+) -> tuple[np.ndarray, np.ndarray, LaunchResult]:
+    a, b, sfa, sfb, exact = problem(tiles, k_blocks)
+    out = np.full((128 * tiles, N), np.nan, np.float32)
+    result = launch(
+        f"constexpr int N = {N};\n{source}",
+        [tiled(a, (128, 128), 3), tiled(b, (128, N), 3), sfa, sfb, out, tiles, k_blocks],
+        arch="100a", block=192, shared_bytes=2 * (128 + N) * 128 + 2 * 1024 + 1024, seed=seed, **settings,
+    )  # fmt: skip
+    return out, exact, result
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_exact_on_every_schedule(seed: int) -> None:
+    out, exact, result = run(SOURCE, 2, 3, seed)
+    result.raise_on_reports()
+    assert (out == exact).all()
+
+
+@pytest.mark.parametrize("arithmetic", ["truncate", "exact", "separate_add", "fast"])
+def test_every_arithmetic_agrees_on_exact_data(arithmetic: str) -> None:
+    out, exact, result = run(SOURCE, 1, 2, 3, arithmetic=arithmetic)
+    result.raise_on_reports()
+    assert (out == exact).all()
+
+
+BUGS = {
+    "no wait::ld": ("wait_loads();\n", "\n", "register-in-flight"),
+    "no fence after the done barrier": ("wait(smem(&s.done), tile & 1);\n            fence_after();", "wait(smem(&s.done), tile & 1);", "missing-tcgen05-fence"),
+    "no fence before the free barrier": ("            fence_before();\n            __syncwarp();", "            __syncwarp();", "missing-tcgen05-fence"),
+    "free barrier not waited for": ("wait(smem(&s.free), (tile & 1) ^ 1);", "", "race"),
+    "done barrier not waited for": ("wait(smem(&s.done), tile & 1);", "", "uninitialised-tensor-memory"),
+    "stage not waited for": ("wait(smem(&s.full[stage]), i / STAGES & 1);", "", "race"),
+    "stage overwritten early": ("wait(smem(&s.empty[stage]), (i / STAGES & 1) ^ 1);", "", "race"),
+    "stage never committed": ("commit(smem(&s.empty[stage]));", "", "deadlock"),
+    "result never committed": ("if (kb == k_blocks - 1) commit(smem(&s.done));", "", "deadlock"),
+    "result committed a block early": ("kb == k_blocks - 1) commit", "kb == k_blocks - 2) commit", "race"),
+    "commit by another thread": ("if (kb == k_blocks - 1) commit(smem(&s.done));\n            }\n        }", "}\n        } if (lane == 1) commit(smem(&s.done));", "tensor-memory"),
+    "never freed": ('asm volatile("tcgen05.dealloc', '(void)0; if (tiles < 0) asm volatile("tcgen05.dealloc', "tensor-memory"),
+    "freed in part": ('"r"(base), "r"(COLUMNS));', '"r"(base), "r"(COLUMNS / 2));', "tensor-memory"),
+    "freed too early": ("    __syncthreads();\n    if (warp == 5)", "    if (warp == 5)", "race"),
+    "too few columns": ("COLUMNS = 128", "COLUMNS = 64", "tensor-memory"),
+    "wrong lanes": ("(warp * 32 << 16)", "((warp ^ 1) * 32 << 16)", "tensor-memory"),
+    "descriptor of the older encoding": ("0x4000404000000000ull", "0x4000004000000000ull", "descriptor"),
+    "shape of another kind": ("1u << 23 | 1u << 27", "1u << 23 | 3u << 27", "descriptor"),
+    "accumulates into nothing": ("kb + j > 0)", "1)", "uninitialised-tensor-memory"),
+    "alloc address read too early": ("    __syncthreads();\n    fence_after();\n    const", "    const", "race"),
+    "no scales copied": ("copy_scales(base + SFB_COLUMN, atom(smem(s.sfb[stage])));", "", "uninitialised-tensor-memory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_found(name: str) -> None:
+    old, new, expected = BUGS[name]
+    assert SOURCE.count(old) >= 1, name
+    found: set[str] = set()
+    for seed in range(6):
+        found |= kinds(run(SOURCE.replace(old, new), 3, 3, seed, arithmetic="fast")[2])
+        if expected in found:
+            return
+    raise AssertionError(f"{name}: expected {expected}, found {sorted(found)}")
+
+
+# ---- two CTAs as one
+PAIR = (ROOT / "tests/emulator/programs" / "sm100_pair.cu").read_text()
+PAIR_DEFAULTS = {
+    "WAIT_FULL": "wait(smem(&s.full), 0);",
+    "WAIT_DONE": "wait(smem(&s.done), 0);",
+    "COMMIT_MASK": "3",
+    "END": "__syncthreads(); cluster_sync();",
+}
+
+
+def run_pair(seed: int, **changes: str) -> tuple[bool, LaunchResult]:
+    rng = np.random.default_rng(seed)
+    a, b = (rng.integers(-8, 9, (rows, 64)).astype(np.float16) for rows in (256, N))
+    out = np.full((256, N), np.nan, np.float32)
+    source = PAIR
+    for name, text in (PAIR_DEFAULTS | changes).items():
+        source = source.replace(name, text)
+    result = launch(
+        f"constexpr int N = {N};\n{source}", [tiled(a, (64, 128), 3), tiled(b, (64, N // 2), 3), out], arch="100a",
+        grid=2, block=128, shared_bytes=128 * 128 + N * 64 + 2048, seed=seed,
+    )  # fmt: skip
+    return bool((out == a.astype(np.float32) @ b.astype(np.float32).T).all()), result
+
+
+def test_what_has_been_waited_for_needs_no_barrier_at_the_end() -> None:
+    """All that the even CTA does to the odd one's memory is over when the commit arrives there."""
+    for seed in range(3):
+        right, result = run_pair(seed, END="__syncthreads();")
+        result.raise_on_reports()
+        assert right
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pair_of_ctas(seed: int) -> None:
+    right, result = run_pair(seed)
+    result.raise_on_reports()
+    assert right
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"WAIT_FULL": ""}, "race"),
+        ({"COMMIT_MASK": "1"}, "deadlock"),
+        ({"COMMIT_MASK": "2"}, "deadlock"),
+        ({"WAIT_DONE": "if (rank == 0) wait(smem(&s.done), 0);"}, "race"),
+        ({"WAIT_DONE": "if (rank == 0) wait(smem(&s.done), 0);", "END": "__syncthreads();"}, "exit"),
+        ({"END": ""}, "race"),
+    ],
+    ids=str,
+)
+def test_pair_bugs(changes: dict[str, str], expected: str) -> None:
+    found: set[str] = set()
+    for seed in range(4):
+        found |= kinds(run_pair(seed, **changes)[1])
+    assert expected in found

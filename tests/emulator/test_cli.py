@@ -1,0 +1,159 @@
+"""`padless emulate`, and the parser on what it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from padless.emulator import Emulator, LaunchError
+from padless.emulator.cli import app
+from padless.emulator.ptx.ast import Address, Immediate, Instruction, Register, Vector
+from padless.emulator.ptx.parser import parse
+from support.emulator_cuda import compile_cuda
+
+SOURCE = r"""
+extern "C" __global__ void k(float* y, const float* x, int n, float factor) {
+  __shared__ float s[64];
+  s[threadIdx.x] = threadIdx.x < n ? x[threadIdx.x] : 0;
+  __syncthreads();
+  y[threadIdx.x] = factor * s[63 - threadIdx.x];
+}"""
+LAUNCH = {
+    "block": 64,
+    "buffers": {
+        "x": {"dtype": "float32", "shape": [64], "fill": "random", "seed": 4},
+        "y": {"dtype": "float32", "shape": [64], "fill": "nan", "save": "y.npy"},
+    },
+    "args": ["y", "x", 50, {"f32": 0.5}],
+}
+
+
+def emulate(folder: Path, source: str, launch: dict[str, object], *options: str) -> tuple[int, str]:
+    (folder / "kernel.ptx").write_text(compile_cuda(source))
+    (folder / "launch.json").write_text(json.dumps(launch))
+    result = CliRunner().invoke(
+        app, [str(folder / "kernel.ptx"), "--launch", str(folder / "launch.json"), *options]
+    )
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_runs_and_saves(tmp_path: Path) -> None:
+    code, output = emulate(tmp_path, SOURCE, LAUNCH, "--seeds", "2")
+    assert code == 0
+    assert "seed 1: 0 reports" in output
+    x = np.random.default_rng(4).standard_normal(64).astype(np.float32)
+    x[50:] = 0
+    assert (np.load(tmp_path / "y.npy") == np.float32(0.5) * x[::-1]).all()
+
+
+def test_finds_a_race_and_says_so_with_its_exit_code(tmp_path: Path) -> None:
+    broken = SOURCE.replace("__syncthreads();", "")
+    code, output = emulate(tmp_path, broken, LAUNCH, "--seeds", "4")
+    assert code == 1
+    assert "race: " in output
+    assert "test.cu:6" in output
+    code, _ = emulate(tmp_path, broken, LAUNCH, "--no-check", "--seeds", "4")
+    assert code == 0
+
+
+def test_trace_prints_instructions(tmp_path: Path) -> None:
+    code, output = emulate(tmp_path, SOURCE, LAUNCH, "--trace")
+    assert code == 0
+    assert output.count("bar.sync 0") == 2
+
+
+def test_toml_and_tensor_maps(tmp_path: Path) -> None:
+    source = r"""
+    extern "C" __global__ void k(const __grid_constant__ TensorMap m, uint32_t* y) {
+      __shared__ alignas(128) uint32_t s[64]; __shared__ alignas(8) uint64_t full;
+      if (threadIdx.x == 0) {
+        init(smem(&full), 1); fence_init(); expect(smem(&full), 256); tma_load(m, smem(s), smem(&full), 4, 2);
+      }
+      __syncwarp(); wait(smem(&full), 0);
+      y[threadIdx.x] = s[threadIdx.x]; y[threadIdx.x + 32] = s[threadIdx.x + 32];
+    }"""
+    (tmp_path / "kernel.ptx").write_text(compile_cuda(source))
+    (tmp_path / "launch.toml").write_text(
+        'block = 32\nargs = [{ tensor_map = { buffer = "x", box = [16, 4] } }, "y"]\n'
+        '[buffers.x]\ndtype = "uint32"\nshape = [5, 32]\nfill = "index"\n'
+        '[buffers.y]\ndtype = "uint32"\nshape = [64]\nsave = "y.npy"\n'
+    )
+    result = CliRunner().invoke(
+        app, [str(tmp_path / "kernel.ptx"), "--launch", str(tmp_path / "launch.toml")]
+    )
+    assert result.exit_code == 0, result.output
+    expected = np.zeros((4, 16), np.uint32)
+    expected[:3] = np.arange(160).reshape(5, 32)[2:, 4:20]
+    assert (np.load(tmp_path / "y.npy").reshape(4, 16) == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"args": ["z"]}, "names no buffer"),
+        ({"args": []}, "takes 4 parameters"),
+        ({"buffers": {"x": {"dtype": "float32"}}}, "needs dtype and shape"),
+        ({"args": ["y", "x", {"what": 1}, 2]}, "is not a number"),
+    ],
+)
+def test_bad_descriptions(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        emulate(tmp_path, SOURCE, LAUNCH | change)
+
+
+# ---- the parser
+def test_parser_keeps_modifiers_operands_and_lines() -> None:
+    text = """.version 9.0
+.target sm_90a
+.address_size 64
+.global .align 8 .b64 table[2] = {generic(other)+8, 5};
+.global .align 4 .f32 other = 0f3F800000;
+.visible .entry k(.param .align 64 .b8 map[128], .param .u32 n)
+.maxntid 128, 1, 1
+{
+  .reg .b32 %r<4>; .reg .pred %p; .reg .b64 %rd<2>;
+  .loc 1 7 3
+  @!%p ld.global.L2::cache_hint.v2.b32 {%r1, _}, [%rd1+-16], %rd0; // comment
+  .loc 1 9 3, function_name $name, inlined_at 1 30 5
+  { .reg .pred %p; L: @%p bra L; }
+  cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, -3}], [%r3];
+  mov.b32 %r1, 0fBF800000; /* a
+  comment */ ret;
+}
+.file 1 "a.cu"
+"""
+    module = parse(text, "x.ptx")
+    function = module.functions["k"]
+    load, branch, copy, move, _ = (s for s in function.body if isinstance(s, Instruction))
+    assert (load.name, load.guard, load.guard_negated) == (
+        "ld.global.L2::cache_hint.v2.b32",
+        Register("%p"),
+        True,
+    )
+    assert load.operands[1] == Address(Register("%rd1"), -16)
+    assert (load.line, str(load.source)) == (11, "a.cu:7")
+    assert str(branch.source) == "a.cu:9 (inlined at a.cu:30)"
+    assert branch.guard != load.guard  # the inner %p is another register
+    assert copy.operands[1] == Address(Register("%rd1"), 0, (Register("%r2"), Immediate(-3)))
+    assert move.operands[1] == Immediate(0xBF800000, 32)
+    assert move.line == 15
+    assert isinstance(load.operands[0], Vector)
+    assert function.max_threads == (128, 1, 1)
+    assert module.variables["table"].relocations == ((0, "other", 8),)
+    assert module.variables["other"].initial == bytes([0, 0, 0x80, 0x3F])
+
+
+def test_module_variables_point_at_each_other() -> None:
+    source = r"""
+    __device__ int value = 41; __device__ int* pointer = &value;
+    extern "C" __global__ void k(int* out) { *out = *pointer + 1; }"""
+    emulator = Emulator(compile_cuda(source))
+    out = np.zeros(1, np.int32)
+    emulator.launch("k", 1, 1, [emulator.memory.register(out)]).raise_on_reports()
+    assert out[0] == 42

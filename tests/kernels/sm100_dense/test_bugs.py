@@ -1,0 +1,64 @@
+"""Every planted bug of the Blackwell kernels is found. That the unmodified ones give no report is in their own tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from padless.emulator import KINDS
+from support.emulator_bugs_sm100 import DENSE_BUGS, Bug
+from support.emulator_variants import Variant
+from support.sm100_dense import exact_case, launch, nan_padded
+
+# Enough for the quick run: one of each sort, the ones that are the easiest to write.
+QUICK = (
+    "commit to the even CTA alone",
+    "no fence after the wait for sums",
+    "no fence before columns are given back",
+    "columns not waited for",
+    "accumulators overlap by more than is waited for",
+    "SF id off by one",
+    "rows of atoms of B exchanged",
+    "loads signal their own CTA",
+    "pair not in step at the end",
+    "buffer written while it is stored",
+)
+
+
+def detect(bug: Bug) -> tuple[int | None, list[str]]:
+    """(number of seeds needed, kinds reported until then); None if it was not found."""
+    case = nan_padded(exact_case(*bug.problem))
+    driver = Variant("sm_100a", bug.kernel, bug.edits, bug.config, bug.nth)
+    kinds: list[str] = []
+    for seed in range(bug.seeds):
+        out = torch.full(case.exact.shape, torch.nan)
+        result = launch(driver, case, out, bug.config, seed=seed, num_sms=bug.config.cta_group)
+        kinds += [r.kind for r in result.reports]
+        wrong = not torch.equal(out.double(), case.exact)
+        if set(kinds) & set(bug.kinds) if bug.kinds else wrong:
+            return seed + 1, kinds
+    return None, kinds
+
+
+def check(bug: Bug) -> None:
+    seeds, kinds = detect(bug)
+    assert seeds is not None, (
+        f"{bug.name}: not found on {bug.seeds} seeds; reports seen: {sorted(set(kinds)) or 'none'}"
+    )
+    assert set(bug.kinds) <= set(KINDS)
+
+
+@pytest.mark.parametrize("bug", [b for b in DENSE_BUGS if b.name in QUICK], ids=lambda b: b.name)
+def test_planted_bug_of_the_dense_kernel_is_found(bug: Bug) -> None:
+    check(bug)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", [b for b in DENSE_BUGS if b.name not in QUICK], ids=lambda b: b.name)
+def test_every_planted_bug_of_the_dense_kernel_is_found(bug: Bug) -> None:
+    check(bug)
+
+
+def test_there_are_enough_bugs() -> None:
+    assert len({b.name for b in DENSE_BUGS}) == len(DENSE_BUGS) >= 50
+    assert set(QUICK) <= {b.name for b in DENSE_BUGS}

@@ -1,0 +1,328 @@
+"""The scheduler compiled for the CPU: the tiles and their order against the Python twin, the handing out exactly once.
+
+How the last round is cut in halves is tested in test_schedule_halves.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from padless.kernels.schedule import clean_offs, walk_of_groups
+from padless.reference.gemm import group_rows
+from support.schedule_device import (
+    ALL_SHAPES,
+    BLOCKS_M,
+    SIZES,
+    Device,
+    Shape,
+    Table,
+    build,
+    ends_of,
+    shares_of,
+    twin,
+)
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
+    return build(tmp_path_factory.mktemp("schedule"))
+
+
+MANY_GROUPS = [
+    (0,),
+    (0, 0, 0, 0),
+    (0, 0, 1500, 0),
+    (1,) * 70,
+    (1, 0) * 40,
+    (129,) * 33,
+    tuple((37 * g) % 300 for g in range(130)),
+    (0,) * 31 + (5,) + (0,) * 31 + (6, 700),
+]
+
+
+def test_every_tile_is_the_twins_and_at_its_place(device: Device) -> None:
+    """Every pair of sizes with every compiled shape; rows past the last group belong to nobody."""
+    compared = 0
+    for sizes in itertools.product(SIZES, repeat=2):
+        offs = ends_of(sizes)
+        m = offs[-1] + (7 if sum(sizes) % 2 else 0)
+        for shape, n in itertools.product(ALL_SHAPES, (8, 192, 200, 1000)):
+            expected = twin(offs, m, n, shape)
+            numbers = list(range(len(expected) + 2))
+            assert device.tiles_at(offs, m, n, shape, numbers) == [*expected, None, None]
+            compared += len(expected)
+    assert compared > 50_000
+
+
+@pytest.mark.parametrize("sizes", MANY_GROUPS, ids=lambda sizes: f"{len(sizes)}_groups_{sum(sizes)}_rows")
+def test_more_groups_than_lanes_and_groups_of_nothing(device: Device, sizes: tuple[int, ...]) -> None:
+    offs = ends_of(sizes)
+    for shape in ((64, 192, 8), (128, 192, 16), (256, 256, 8)):
+        expected = twin(offs, offs[-1], 520, shape)
+        assert device.tiles_at(offs, offs[-1], 520, shape, list(range(len(expected)))) == expected
+        # A worker asks for some of the numbers only.
+        for first, step in ((0, 2), (1, 3), (5, 66), (131, 132)):
+            share = expected[first::step]
+            wanted = list(range(first, len(expected), step))
+            assert device.tiles_at(offs, offs[-1], 520, shape, [*wanted, len(expected) + 1]) == [*share, None]
+
+
+def test_without_offs_there_is_one_group_of_all_rows(device: Device) -> None:
+    for m in (0, 1, 64, 128, 129, 5000):
+        for block_m in BLOCKS_M:
+            assert device.table(None, m, block_m) == Table([m], [0], [0], [m], [-(-m // block_m)])
+        expected = twin([m], m, 200, (128, 128, 8))
+        numbers = list(range(len(expected) + 1))
+        assert device.tiles_at(None, m, 200, (128, 128, 8), numbers) == [*expected, None]
+
+
+# --- what the twin itself must be --------------------------------------------------------------------------
+
+
+@given(
+    sizes=st.lists(st.sampled_from((0, 1, 2, 64, 127, 128, 129, 400)), min_size=1, max_size=7),
+    rows_past_the_end=st.integers(0, 200),
+    n=st.integers(1, 700),
+    shape=st.sampled_from(ALL_SHAPES),
+)
+def test_each_element_of_each_group_is_in_exactly_one_tile(
+    sizes: list[int], rows_past_the_end: int, n: int, shape: Shape
+) -> None:
+    block_m, block_n, _ = shape
+    offs = ends_of(tuple(sizes))
+    covered: Counter[tuple[int, int, int]] = Counter()
+    for tile in twin(offs, sum(sizes) + rows_past_the_end, n, shape):
+        start = offs[tile.group] - sizes[tile.group]
+        assert 1 <= tile.rows <= block_m
+        assert start <= tile.row < tile.row + tile.rows <= offs[tile.group]
+        assert (tile.row - start) % block_m == 0
+        assert 0 <= tile.column < n
+        assert tile.column % block_n == 0
+        covered.update((tile.group, row, tile.column) for row in range(tile.row, tile.row + tile.rows))
+    expected = Counter(
+        (group, row, column)
+        for group, end in enumerate(offs)
+        for row in range(end - sizes[group], end)
+        for column in range(0, n, block_n)
+    )
+    assert covered == expected
+
+
+@given(
+    sizes=st.lists(st.integers(0, 500), min_size=1, max_size=12),
+    n=st.integers(1, 700),
+    shape=st.sampled_from(ALL_SHAPES),
+)
+def test_large_groups_come_first(sizes: list[int], n: int, shape: Shape) -> None:
+    """What is left for the last workers should be small."""
+    order = [
+        group
+        for group, _ in itertools.groupby(tile.group for tile in twin(ends_of(tuple(sizes)), 10**5, n, shape))
+    ]
+    assert order == sorted((g for g, size in enumerate(sizes) if size), key=lambda g: (-sizes[g], g))
+
+
+def test_no_groups_have_no_tiles() -> None:
+    assert twin([], 10, 200, (128, 192, 8)) == []
+
+
+@given(offs=st.lists(INT32, max_size=40), m=st.integers(0, 2**30))
+def test_clean_offs_is_the_running_maximum_inside_the_tensor(offs: list[int], m: int) -> None:
+    cleaned = clean_offs(offs, m)
+    assert cleaned == [min(max(0, *offs[: g + 1]), m) for g in range(len(offs))]
+    assert cleaned == sorted(cleaned)
+    assert all(0 <= end <= m for end in cleaned)
+    assert clean_offs(cleaned, m) == cleaned
+    # The judge works out the groups by itself; the two must agree on what wrong offs mean.
+    assert [end for _, end in group_rows(torch.tensor(offs, dtype=torch.int64), m)] == cleaned
+
+
+@given(sizes=st.lists(st.integers(0, 1000), max_size=20), past=st.integers(0, 10))
+def test_clean_offs_leaves_right_offs_alone(sizes: list[int], past: int) -> None:
+    offs = ends_of(tuple(sizes))
+    assert clean_offs(offs, sum(sizes) + past) == offs
+
+
+@given(
+    offs=st.lists(st.one_of(st.integers(-300, 900), INT32), min_size=1, max_size=70),
+    m=st.integers(0, 700),
+    block_m=st.sampled_from(BLOCKS_M),
+)
+def test_the_device_makes_the_same_of_wrong_offs(
+    device: Device, offs: list[int], m: int, block_m: int
+) -> None:
+    table = device.table(offs, m, block_m)
+    assert table.cleaned == clean_offs(offs, m)
+    assert list(zip(table.groups, table.starts, table.ends, strict=True)) == walk_of_groups(offs, m)
+    sizes = [end - start for start, end in zip(table.starts, table.ends, strict=True)]
+    assert table.tile_ends == list(itertools.accumulate(-(-size // block_m) for size in sizes))
+    shape = (block_m, 192, 3)
+    expected = twin(offs, m, 400, shape)
+    assert device.tiles_at(offs, m, 400, shape, list(range(len(expected) + 1))) == [*expected, None]
+
+
+@given(
+    offs=st.one_of(st.none(), st.lists(st.one_of(st.integers(-300, 900), INT32), min_size=1, max_size=32)),
+    m=st.integers(0, 700),
+    n=st.integers(1, 2000),
+    shape=st.sampled_from(ALL_SHAPES),
+)
+def test_the_first_tile_is_that_of_the_workers_number(
+    device: Device, offs: list[int] | None, m: int, n: int, shape: Shape
+) -> None:
+    expected = [*twin([m] if offs is None else offs, m, n, shape), None]
+    for worker in {0, 1, len(expected) // 2, len(expected) - 2, len(expected) - 1} - {-1}:
+        got = device.first_tile(offs, m, n, shape, worker)
+        assert got == expected[min(worker, len(expected) - 1)]
+
+
+# --- handing the tiles out ---------------------------------------------------------------------------------
+
+
+def check_handing_out(
+    device: Device, seed: int, counter: int, cluster: int = 1, first_is_queued: bool = False
+) -> None:
+    """One launch, its threads interleaved as `seed` has it: every tile once, then an end to every worker."""
+    pick = random.Random(seed)
+    sizes = tuple(pick.choice((0, 1, 65, 300, 900)) for _ in range(pick.choice((1, 4, 40))))
+    offs, shape, n = ends_of(sizes), (64, 192, 3), pick.choice((8, 400, 1000))
+    expected = twin(offs, offs[-1], n, shape)
+    workers = pick.choice((1, 2, 7, 132))
+    entries = device.handed_out(
+        offs,
+        offs[-1],
+        n,
+        shape,
+        workers=workers,
+        seed=seed,
+        counter=counter,
+        cluster=cluster,
+        first_is_queued=first_is_queued,
+    )
+    shares = shares_of(entries, workers)
+    assert Counter(itertools.chain(*shares)) == Counter(expected)
+    number = {tile: i for i, tile in enumerate(expected)}
+    for worker, mine in enumerate(shares):
+        numbers = [number[tile] for tile in mine]
+        assert numbers == sorted(numbers), "tile_at needs ascending numbers"
+        assert numbers[:1] == [worker][: len(numbers)], "a worker's first tile is the one with its number"
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("seed", range(1, 25))
+def test_every_tile_is_handed_out_once(device: Device, seed: int, cluster: int) -> None:
+    """Launches follow one another on the same counter, so each has to leave it at zero."""
+    check_handing_out(device, seed, counter=3, cluster=cluster)
+    check_handing_out(device, seed + 1000, counter=3, cluster=cluster)
+    check_handing_out(device, seed, counter=-1, cluster=cluster)
+    check_handing_out(device, seed + 2000, counter=3, cluster=cluster, first_is_queued=True)
+    check_handing_out(device, seed, counter=-1, cluster=cluster, first_is_queued=True)
+
+
+def test_without_a_counter_the_shares_are_fixed(device: Device) -> None:
+    offs, shape = ends_of((300, 0, 1, 129, 640)), (128, 192, 3)
+    expected = twin(offs, offs[-1], 776, shape)
+    entries = device.handed_out(offs, offs[-1], 776, shape, workers=5, counter=-1, seed=11)
+    for worker in range(5):
+        assert [tile for w, tile in entries if w == worker] == [*expected[worker::5], None]
+
+
+def test_a_fast_worker_gets_more(device: Device) -> None:
+    """The point of the counter: the shares follow the speeds and not the numbers."""
+    offs = ends_of((64,) * 200)
+    entries = device.handed_out(offs, offs[-1], 64, (64, 192, 3), workers=4, counter=0, seed=5)
+    shares = Counter(worker for worker, tile in entries if tile is not None)
+    assert sum(shares.values()) == 200
+    assert len(set(shares.values())) > 1
+
+
+# --- a planted bug must be seen ----------------------------------------------------------------------------
+
+PLANTED = {
+    "band_start": ("device/scheduler.cuh", "band * RASTER_M + (in_band", "band + (in_band"),
+    "last_band": ("device/scheduler.cuh", "in_band / height", "in_band / RASTER_M"),
+    "off_by_one": ("device/scheduler.cuh", "number >= table.tile_ends", "number > table.tile_ends"),
+    "tail_rows": ("device/scheduler.cuh", "? end - tile.row : BLOCK_M", "? BLOCK_M : BLOCK_M"),
+    "equal_groups": ("device/scheduler.cuh", "other == rows && h < g", "other == rows && h <= g"),
+    "second_warp_of_groups": ("device/group_table.cuh", "tiles += before", "tiles += 0"),
+    "past_m": ("device/group_table.cuh", "end = end > m ? m : end", "end = end"),
+}
+PLANTED_IN_THE_FIRST_TILE = {
+    "neighbour": ("device/tile_queue.cuh", "if (in_group >= 0 &&", "if (in_group >= -1 &&"),
+    "whole_group_before": (
+        "device/tile_queue.cuh",
+        "number - (group.tile_end - group.tiles) * n_tiles",
+        "number - group.tile_end * n_tiles",
+    ),
+    "lane_without_a_group": (
+        "device/group_table.cuh",
+        "lane < num_groups ? static_cast<int>(tiles_of(rows)) : 0",
+        "static_cast<int>(tiles_of(rows))",
+    ),
+    "wrong_offs_believed": ("device/group_table.cuh", "&& end <= m)", ")"),
+    "no_end": ("device/tile_queue.cuh", "if (lane == 0) queue.tiles[0] = Tile{0, 0, 0, 0};", ""),
+}
+PLANTED_IN_THE_QUEUE = {
+    "first_tiles_again": ("device/tile_queue.cuh", ": workers + atomicAdd", ": atomicAdd"),
+    "counter_left": ("device/tile_queue.cuh", "padless_counters[counter].drawn = 0;", ""),
+    "early_reset": ("device/tile_queue.cuh", "== workers - 1", "== 0"),
+    "no_counter": ("device/tile_queue.cuh", "number + workers", "number + 1"),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED.keys())
+def test_a_planted_bug_is_detected(tmp_path: Path, planted: tuple[str, str, str]) -> None:
+    shape = (64, 192, 3)
+    device = build(tmp_path, (shape,), planted)
+    pick = random.Random(5)
+    differ = False
+    for _ in range(60):
+        sizes = tuple(pick.choice(SIZES) for _ in range(pick.choice((1, 3, 40))))
+        offs = ends_of(sizes)
+        m = pick.choice((offs[-1], offs[-1] // 2))
+        expected = twin(offs, m, 400, shape)
+        try:
+            got = device.tiles_at(offs, m, 400, shape, list(range(len(expected) + 1)))
+            differ |= got != [*expected, None]
+        except ZeroDivisionError:
+            differ = True
+    assert differ
+
+
+@pytest.mark.parametrize("planted", PLANTED_IN_THE_FIRST_TILE.values(), ids=PLANTED_IN_THE_FIRST_TILE.keys())
+def test_a_planted_bug_in_the_first_tile_is_detected(tmp_path: Path, planted: tuple[str, str, str]) -> None:
+    shape = (64, 192, 3)
+    device = build(tmp_path, (shape,), planted)
+    pick = random.Random(6)
+    differ = False
+    for _ in range(20):
+        offs = ends_of(tuple(pick.choice(SIZES) for _ in range(pick.choice((1, 3, 32)))))
+        m = pick.choice((offs[-1], offs[-1] // 2))
+        expected = [*twin(offs, m, 400, shape), None]
+        differ |= any(
+            device.first_tile(offs, m, 400, shape, worker) != tile for worker, tile in enumerate(expected)
+        )
+    assert differ
+
+
+@pytest.mark.parametrize("planted", PLANTED_IN_THE_QUEUE.values(), ids=PLANTED_IN_THE_QUEUE.keys())
+def test_a_planted_bug_in_the_queue_is_detected(tmp_path: Path, planted: tuple[str, str, str]) -> None:
+    device = build(tmp_path, ((64, 192, 3),), planted)
+    counter = -1 if planted[1] == "number + workers" else 3
+
+    def launches() -> None:
+        for seed in range(1, 25):
+            check_handing_out(device, seed, counter=counter)
+
+    with pytest.raises(AssertionError):
+        launches()

@@ -1,0 +1,82 @@
+"""The table of what runs where is the code's, all of it, and the page in docs is that table."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from padless import formats
+from padless.cli import supported
+from padless.cli.supported import supported_markdown
+from padless.kernels import table as paths_module
+from padless.kernels.table import ROUTES, find_route
+from support.ragged import ROOT
+
+PAGE = ROOT / "docs/supported.md"
+
+
+def rows_of(text: str, operation: str) -> dict[tuple[str, str], list[str]]:
+    """(activations, weights): the cells of the architectures, parsed back from the Markdown."""
+    section = text.split(f"## `{operation}`\n")[1].split("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.strip().splitlines()]
+    return {(cells[0].strip("`"), cells[1].strip("`")): cells[2:] for cells in lines[2:]}
+
+
+def test_the_page_is_the_generators_output() -> None:
+    assert PAGE.read_text() == supported_markdown(), "run: padless info --formats > docs/supported.md"
+
+
+def test_every_path_is_in_the_table_and_nothing_else() -> None:
+    text = supported_markdown()
+    for operation in {path.operation for path in ROUTES}:
+        rows = rows_of(text, operation)
+        archs = ["sm_90a", "sm_100a"]
+        listed = {
+            (pair, arch, kernel)
+            for pair, cells in rows.items()
+            for arch, cell in zip(archs, cells, strict=True)
+            for kernel in re.findall(r"`(\w+)`", cell)
+        }
+        wanted = {((p.a, p.b), p.arch, p.name) for p in ROUTES if p.operation == operation}
+        assert listed == wanted
+    for path in ROUTES:
+        assert f"| `{path.name}.cu` | {path.accumulation} |" in text
+
+
+def test_the_named_default_is_the_one_that_is_taken() -> None:
+    text, decided_by_rows = supported_markdown(), 0
+    for operation in {path.operation for path in ROUTES}:
+        for (a, b), cells in rows_of(text, operation).items():
+            for arch, cell in zip(("sm_90a", "sm_100a"), cells, strict=True):
+                if cell == "-":
+                    continue
+                limit = re.search(r"up to (\d+) rows a group, `(\w+)` beyond", cell)
+                kernels = re.findall(r"`(\w+)`", cell)
+                rows = int(limit[1]) if limit else 1
+                taken = [find_route(operation, arch, a, b, None, r).name for r in (rows, rows + 1)]
+                assert taken == [kernels[0], limit[2] if limit else kernels[0]], cell
+                decided_by_rows += limit is not None
+    assert decided_by_rows == 8  # four pairs of MXFP8, grouped and dense
+
+
+def test_a_new_path_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = supported_markdown()
+    extra = paths_module.Route("gemm", "sm_90a", "NVFP4", "MXFP8", "nothing", "made_up.cu", "by hand")
+    monkeypatch.setattr(supported, "ROUTES", (*ROUTES, extra))
+    text = supported_markdown()
+    assert text != before
+    assert rows_of(text, "gemm")["NVFP4", "MXFP8"] == ["`made_up`", "-"]
+    default = next(path for path in ROUTES if path.operation == "gemm")
+    other = paths_module.Route("gemm", default.arch, default.a, default.b, "nothing", "other.cu", "by hand")
+    monkeypatch.setattr(supported, "ROUTES", (*ROUTES, other))
+    cells = rows_of(supported_markdown(), "gemm")[default.a, default.b]
+    assert any(cell.startswith(f"`{default.name}`") and cell.endswith("`other`") for cell in cells)
+
+
+def test_every_format_is_described() -> None:
+    text = supported_markdown()
+    for format in formats.FORMATS:
+        assert f"| `{format.name}` |" in text
+    assert "| `NVFP4` | e2m1, two a byte | e4m3, and a float32 for all | 1 x 16 | 1 x 16 | 4.50 |" in text
+    assert "| `FP8_BLOCK` | e4m3 | float32 | 1 x 128 | 128 x 128 | 8.25 and 8.00 |" in text

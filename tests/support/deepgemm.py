@@ -1,0 +1,55 @@
+"""A stand-in for DeepGEMM: its functions in torch, with its demands on operands."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+
+def product(a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor) -> torch.Tensor:
+    """float64 product of (rows, K) and (N, K) codes with their 1x128 and 128x128 scales."""
+    wide_a = sfa.double().repeat_interleave(128, 1)[:, : a.shape[1]]
+    wide_b = sfb.double().repeat_interleave(128, 0)[: b.shape[0]].repeat_interleave(128, 1)[:, : b.shape[1]]
+    return (a.float().double() * wide_a) @ (b.float().double() * wide_b).t()
+
+
+def stand_in_deepgemm() -> types.ModuleType:
+    library = types.ModuleType("deep_gemm")
+
+    def contiguous(a: Any, b: Any, d: Any, m_indices: Any, disable_ue8m0_cast: bool) -> None:
+        (codes, sfa), (weights, sfb) = a, b
+        assert disable_ue8m0_cast
+        assert m_indices.dtype == torch.int32
+        assert m_indices.shape == (codes.shape[0],)
+        assert codes.shape[0] % 128 == 0
+        assert sfa.stride() in ((1, codes.shape[0]), (sfa.shape[1], 1))
+        for tile in range(0, codes.shape[0], 128):
+            group = int(m_indices[tile])
+            rows = slice(tile, tile + 128)
+            assert set(m_indices[rows].tolist()) <= {group, -1}
+            d[rows] = product(codes[rows], sfa[rows], weights[group], sfb[group]).to(d.dtype)
+
+    def masked(a: Any, b: Any, d: Any, masked_m: Any, expected_m: int, disable_ue8m0_cast: bool) -> None:
+        (codes, sfa), (weights, sfb) = a, b
+        groups, rows, _ = codes.shape
+        assert rows % 128 == 0
+        assert sfa.stride() == (sfa.shape[2] * rows, 1, rows)
+        assert masked_m.dtype == torch.int32
+        assert expected_m >= 1
+        for group in range(groups):
+            valid = int(masked_m[group])
+            d[group, :valid] = product(
+                codes[group, :valid], sfa[group, :valid], weights[group], sfb[group]
+            ).to(d.dtype)
+
+    def dense(a: Any, b: Any, d: Any, disable_ue8m0_cast: bool) -> None:
+        assert a[1].stride(0) == 1
+        d.copy_(product(a[0], a[1], b[0], b[1]))
+
+    library.m_grouped_fp8_gemm_nt_contiguous = contiguous  # type: ignore[attr-defined]
+    library.m_grouped_fp8_gemm_nt_masked = masked  # type: ignore[attr-defined]
+    library.fp8_gemm_nt = dense  # type: ignore[attr-defined]
+    library.__version__ = "2.6.1"  # type: ignore[attr-defined]
+    return library

@@ -1,0 +1,254 @@
+"""Planted bugs of Hopper's bf16 kernel: each an edit of its source, and what must be found when it runs.
+
+As in emulator_bugs.py: `kinds` are the reports that name the fault itself; a bug of arithmetic alone, which only the
+output can show, has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from padless.emulator.fake_driver import EmulatedDriver
+from padless.formats import BlockScaledTensor
+from padless.kernels.sm90_bf16 import host as sm90_bf16
+from padless.kernels.sm90_bf16.host import KERNEL, Sm90Bf16Config
+from padless.kernels.table import BF16
+from padless.layouts import to_blocked
+from support.emulator_variants import Edit
+from support.sm90_bf16_cases import Problem, error_bound, exact_result, random_problem
+
+DEQUANTIZE = "sm90_bf16/dequantize.cuh"
+TOKENS = "sm90_bf16/tokens.cuh"
+WEIGHTS = "sm90_bf16/weights.cuh"
+MULTIPLY = "sm90_bf16/multiply.cuh"
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    kinds: tuple[str, ...]
+    edits: tuple[Edit, ...]
+    pair: tuple[str, str] = ("NVFP4", "NVFP4")
+    blocked: bool = False  # with NaN where no scale is
+    nth: int = 0  # which occurrence of the edited text
+    quick: bool = False
+
+
+FREE_TOKENS = "arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[used], lane);"  # in the loop, and at its end
+
+BUGS: tuple[Bug, ...] = (
+    # ---- the beginning
+    Bug(
+        "global memory is read though the kernels ahead may still be writing it",
+        ("grid-dependency",),
+        (("device/queue_start.cuh", "griddepcontrol_wait();\n    return", "return"),),
+        quick=True,
+    ),
+    # ---- hand-over of the tokens
+    Bug(
+        "no proxy fence after the tokens are written",
+        ("missing-proxy-fence",),
+        ((TOKENS, "fence_proxy_async_shared();  // the tensor core", "// the tensor core"),),
+        quick=True,
+    ),
+    Bug(
+        "the converters do not wait until the tokens are done with",
+        ("race", "mbarrier"),
+        ((TOKENS, "mbarrier_wait(shared_address(&shared.tokens_empty[to]), ring.phase ^ 1);", ""),),
+        nth=1,
+    ),
+    Bug(
+        "the consumers do not wait for the tokens",
+        ("race", "uninitialised-shared"),
+        ((MULTIPLY, "mbarrier_wait(shared_address(&shared.tokens_full[from]), ring.phase);", ""),),
+        quick=True,
+    ),
+    Bug(
+        "a converter warp arrives before all of its lanes have written",
+        ("race", "missing-proxy-fence"),
+        (
+            (
+                TOKENS,
+                "arrive_warp<TOKEN_ARRIVALS>(shared.tokens_full[to], lane);",
+                "if (lane == 0 || TOKEN_ARRIVALS == 32) mbarrier_arrive(shared_address(&shared.tokens_full[to]));",
+            ),
+        ),
+    ),
+    Bug(
+        "tokens of the last stage never given back",
+        ("deadlock",),
+        ((MULTIPLY, FREE_TOKENS, ";"),),
+        nth=1,
+    ),
+    # ---- the ring of codes
+    Bug(
+        "stages are refilled without the converters' consent",
+        ("race", "mbarrier"),
+        (
+            (
+                KERNEL,
+                "mbarrier_init(shared_address(&shared.empty[s]), NUM_TILE_READERS - 1);",
+                "mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);",
+            ),
+        ),
+    ),
+    Bug(
+        "codes given back before they are read",
+        ("race",),
+        (
+            (
+                MULTIPLY,
+                "} else if (next_octet == LAST_PART) {",
+                "} else if (next_octet == LAST_PART) { arrive_warp(shared.empty[stage], lane);",
+            ),
+            (
+                MULTIPLY,
+                "LAST_PART % 4 / OCTETS); arrive_warp(shared.empty[stage], lane);",
+                "LAST_PART % 4 / OCTETS);",
+            ),
+        ),
+    ),
+    Bug(
+        "the next K block's barrier not waited for",
+        ("race", "uninitialised-shared"),
+        (
+            (
+                MULTIPLY,
+                "await_weights(shared, pipeline);",
+                "",
+            ),
+        ),
+        nth=1,
+    ),
+    # ---- the checkers' word on a stage's scales
+    Bug(
+        "consumers do not wait for what the checkers say",
+        ("race", "uninitialised-shared"),
+        (
+            (
+                MULTIPLY,
+                "BEGINS_IN_F16 ? &shared.checked[pipeline.stage] : &shared.full[pipeline.stage]",
+                "&shared.full[pipeline.stage]",
+            ),
+        ),
+        pair=("MXFP4", "MXFP4"),
+        quick=True,
+    ),
+    Bug(
+        "a checker keeps the stages that it has looked at",
+        ("deadlock",),
+        ((TOKENS, "arrive_warp(shared.empty[pipeline.stage], lane);\n            pipeline", "pipeline"),),
+        pair=("MXFP4", "MXFP4"),
+        quick=True,
+    ),
+    Bug(
+        "a checker does not wait for what it looks at",
+        ("race", "uninitialised-shared"),
+        ((TOKENS, "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);", ""),),
+        pair=("MXFP4", "MXFP4"),
+    ),
+    Bug(
+        "the converters do not wait for the checkers' word",
+        ("race", "uninitialised-shared"),
+        ((TOKENS, "mbarrier_wait(shared_address(&shared.checked[stage]), pipeline.phase);", ""),),
+        pair=("MXFP4", "MXFP4"),
+    ),
+    # ---- products and the store
+    Bug("no wgmma.fence", ("missing-wgmma-fence",), ((MULTIPLY, "wgmma_fence();", ""),)),
+    Bug(
+        "no proxy fence before the store",
+        ("missing-proxy-fence",),
+        ((KERNEL, "fence_proxy_async_shared();\n    bar_sync", "bar_sync"),),
+    ),
+    Bug(
+        "the store is clipped at the tile and not at the group",
+        (),
+        ((KERNEL, "tile.row + tile.rows);", "tile.row + BLOCK_M);"),),
+    ),
+    # ---- values
+    Bug(
+        "two words of the tokens change places",
+        (),
+        (
+            (
+                TOKENS,
+                "swizzle_128b(in_eight, octet % 2 * 4 + w)",
+                "swizzle_128b(in_eight, octet % 2 * 4 + (w ^ 1))",
+            ),
+        ),
+        quick=True,
+    ),
+    Bug(
+        "nibble 0 is taken from the wrong place",
+        (),
+        ((DEQUANTIZE, "to[0] = lop3_select(w << 6,", "to[0] = lop3_select(w << 2,"),),
+        pair=(BF16, "MXFP4"),
+    ),
+    Bug(
+        "MXFP4's second factor forgotten",
+        (),
+        ((WEIGHTS, "if (MAY_BE_LARGE && second)", "if (false)"),),
+        pair=(BF16, "MXFP4"),
+    ),
+    Bug(
+        "scales past the end of K count",
+        (),
+        ((WEIGHTS, "bytes[u][h] &= mask;", "bytes[u][h] &= 0x7F7F;"),),
+        blocked=True,
+        quick=True,
+    ),
+    Bug(
+        "which scales count in a stage's second K block is taken from its first",
+        (),
+        ((WEIGHTS, "counting >> (16 * block);", "counting;"),),
+        blocked=True,
+    ),
+    Bug(
+        "the scales of a stage's first K block for both",
+        (),
+        ((WEIGHTS, "+ block * scales_of_128(B_FORMAT);", ";"),),
+    ),
+    Bug(
+        "the scale of the first K block for all of them",
+        (),
+        ((TOKENS, "scale = ahead;", ""),),
+        pair=("FP8_BLOCK", "MXFP4"),
+    ),
+    Bug(
+        "the global scale of the first group for all of them",
+        (),
+        ((KERNEL, "problem.global_b + group * problem.global_b_stride", "problem.global_b"),),
+    ),
+)
+
+
+def problem_of(bug: Bug) -> Problem:
+    """More K blocks than the rings have stages; a tail of K."""
+    problem = random_problem(bug.pair, (5, 9), 72, 672 if bug.blocked else 800, spare_rows=4)
+    if not bug.blocked:
+        return problem
+    b = problem.b
+    rows, columns = b.scale.shape[-2:]
+    whole = torch.full((len(b.data), 128, -(-columns // 4) * 4), 0x7F, dtype=torch.uint8)
+    whole[:, :rows, :columns] = b.scale.view(torch.uint8)
+    blocked = torch.stack([to_blocked(matrix) for matrix in whole]).view(b.scale.dtype)
+    return replace(problem, b=BlockScaledTensor(b.data, blocked, b.format, b.global_scale, "blocked"))
+
+
+def run(bug: Bug, driver: EmulatedDriver, config: Sm90Bf16Config, seed: int) -> tuple[bool, list[str]]:
+    """(right, kinds of reports): right if every value is within the bound and no row outside the groups was touched."""
+    problem = problem_of(bug)
+    out = torch.full((problem.a.shape[0], problem.b.shape[1]), float("nan"))
+    with driver.configured(seed=seed, raise_on_reports=False, num_sms=1):
+        sm90_bf16.prepare(driver, problem.a, problem.b, problem.offs, out, config).launch(0)
+    assert driver.last_result is not None
+    valid = problem.valid_rows
+    close = (out[:valid].double() - exact_result(problem)).abs() <= error_bound(problem, out.dtype)
+    right = bool(close.all()) and bool(out[valid:].isnan().all())
+    return right, [report.kind for report in driver.last_result.reports]
+
+
+def config_of(bug: Bug) -> Sm90Bf16Config:
+    return Sm90Bf16Config(*bug.pair, block_m=8, num_stages=2, blocked=bug.blocked, out_dtype=torch.float32)
