@@ -1,9 +1,10 @@
-"""How fast the emulator is: `python tests/emulator_speed.py`. Warp-instructions a CPU second, best of three seeds."""
+"""How fast the emulator is: `python tools/emulator_speed.py`. Warp-instructions a CPU second, best of three seeds."""
 
 from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
@@ -12,7 +13,7 @@ import torch
 import padless
 from padless.emulator.fake_driver import driver_of
 
-RUNS = (("checks, exact products", {}), ("no checks", {"checks": False}),
+RUNS: tuple[tuple[str, dict[str, Any]], ...] = (("checks, exact products", {}), ("no checks", {"checks": False}),
         ("no checks, fast products", {"checks": False, "arithmetic": "fast"}))  # fmt: skip
 
 
@@ -20,9 +21,11 @@ def case(backend: str, fmt: padless.formats.BlockScaledFormat, rows: int, n: int
     generator = torch.Generator().manual_seed(0)
     sizes = [rows // 4, 0, rows - rows // 4]
     offs = padless.group_offsets(sizes)
-    options = {} if fmt == padless.FP8_BLOCK else {"scale_layout": "blocked_groups", "offs": offs}
+    options: dict[str, Any] = (
+        {} if fmt == padless.FP8_BLOCK else {"scale_layout": "blocked_groups", "offs": offs}
+    )
     a = padless.quantize(torch.randn(rows, k, generator=generator), fmt, **options)
-    layout = {} if fmt == padless.FP8_BLOCK else {"scale_layout": "blocked"}
+    layout: dict[str, Any] = {} if fmt == padless.FP8_BLOCK else {"scale_layout": "blocked"}
     b = padless.quantize(torch.randn(3, n, k, generator=generator), fmt, kind="weight", **layout)
     driver = driver_of(backend)
     for name, settings in RUNS:
@@ -32,6 +35,7 @@ def case(backend: str, fmt: padless.formats.BlockScaledFormat, rows: int, n: int
                 started = time.process_time()
                 padless.grouped_gemm(a, b, offs, backend=backend)
                 seconds = time.process_time() - started
+            assert driver.last_result is not None
             count = driver.last_result.statistics.warp_instructions
             best = max(best, count / seconds)
         print(f"{backend:18s} {fmt.name:10s} {count:7,d} warp-instructions  {name:26s} {best:9,.0f} a second")
