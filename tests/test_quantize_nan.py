@@ -1,4 +1,4 @@
-"""A block with a NaN or an Inf decodes to NaN and no other block notices: whatever the bits of the NaN, wherever it lies.
+"""A block with a NaN or an Inf decodes to NaN and no other block notices, whatever the bits and the place of the NaN.
 
 torch's maximum over a NaN is some NaN: which sign and payload it has depends on strides, shapes and the CPU. What
 decides here is only whether it is one.
