@@ -150,7 +150,7 @@ RUNS: dict[str, tuple[str, Epilogue, object]] = {
     "sm100, amax": ("sm100", AMAX, None),
 }
 QUICK = {"sm90_fp8, FP8_BLOCK"}
-QUICK_BITS = {"sm100, MXFP8"}
+QUICK_BITS = {"sm90_fp8, FP8_BLOCK, 256 rows", "sm100, MXFP8"}
 
 
 def slow_but(quick: set[str], names: object) -> list[object]:
