@@ -15,9 +15,9 @@ The arithmetic, element by element, all of it float32 and every operation that i
  4. x  =  fl(h * prob[m])                                           prob
     x is from here on D, (M, N_out). Rows in no group, and rows and columns that do not exist, are in none of
     what follows and nothing is stored for them.
- 5. amax[g] = max |D| over the rows of g, NaN if one of them is; what the buffer held before joins in (it starts at
-    -inf, so that a group without rows keeps -inf and a group of zeros has 0).
- 6. d      = D rounded to d_dtype (out of range: Inf)
+ 5. amax[g] = max |D| over the rows of g, the one NaN 0x7FC00000 if one of them is NaN; what the buffer held before joins
+    in unless its sign bit is set (it starts at -inf: a group without rows keeps -inf, a group of zeros has 0).
+ 6. d      = D rounded to d_dtype (out of range: Inf; NaN: some NaN)
  7. row_codes, row_scale: blocks of 1 x block along N, the last one short
  8. column_codes, column_scale: blocks of `block` x 1 along M, counted from the first row of the group, see below
 

@@ -258,6 +258,52 @@ def test_amax_of_empty_zero_and_nan_groups() -> None:
     assert t.amax[3].isnan()
 
 
+@pytest.mark.parametrize("nan", [0x7FC00000, -0x400000, 0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF], ids=hex)
+def test_amax_has_one_nan(nan: int) -> None:
+    """Whatever NaN a sum is, alone or among many, and over what the buffer held; what held a sign bit does not count."""
+    number = torch.tensor(nan, dtype=torch.int32).view(torch.float32)
+    epilogue = Epilogue(amax=True)
+    for shape in ((1, 8), (40, 160)):
+        acc = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        clean = acc.clone()
+        acc.view(torch.int32)[-1, 5] = nan
+        for held in (-math.inf, -3.0, 1e30):
+            t = poisoned(epilogue, *shape, 1)
+            assert t.amax is not None
+            t.amax.fill_(held)
+            epilogue_reference(acc, group_offsets([shape[0]]), epilogue, t)
+            assert t.amax.view(torch.int32).item() == 0x7FC00000, (shape, held)
+    t.amax[0] = number
+    epilogue_reference(clean, group_offsets([40]), epilogue, t)
+    if number.signbit():
+        assert t.amax[0] == clean.abs().max()
+    else:
+        assert t.amax.isnan().all()
+
+
+@pytest.mark.parametrize("nan", [0x7FC00000, -0x400000, 0x7FFFFFFF, -1, 0x7F800001], ids=hex)
+def test_scales_and_codes_do_not_show_which_nan_a_sum_was(nan: int) -> None:
+    """Rows and columns of every format and rule, the bytes of 0x7FC00000."""
+    for format, rules in SCALE_RULES.items():
+        for rule in rules:
+            columns = format if format.codes_per_byte == 1 else None
+            epilogue = Epilogue(row_format=format, column_format=columns, scale_rule=rule, amax=True)
+            found = []
+            for bits in (nan, 0x7FC00000):
+                acc = sums(40, 160)
+                acc.view(torch.int32)[3, 5] = bits
+                t = poisoned(
+                    epilogue, 40, 160, 1, global_scale=torch.tensor([0.01]), norm_const=torch.tensor([2.0])
+                )
+                epilogue_reference(acc, group_offsets([40]), epilogue, t)
+                found.append(t)
+            for name in ("row_codes", "row_scale", "column_codes", "column_scale", "amax"):
+                one, other = (getattr(t, name) for t in found)
+                if one is not None:
+                    same = one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)
+                    assert same.all(), (format.name, rule, name)
+
+
 def test_amax_is_of_what_was_not_rounded_yet() -> None:
     acc = torch.full((1, 8), 1.0 + 2.0**-20)
     epilogue = Epilogue(amax=True, d_dtype=torch.bfloat16)

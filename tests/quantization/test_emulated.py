@@ -123,25 +123,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     return kernels
 
 
-@pytest.fixture
-def positive_nans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs whose NaN have no sign: a GPU's float32 arithmetic returns one NaN, 0x7FFFFFFF, whatever went
-    in, and the
-    emulator's keeps the sign of an operand, which then shows in the FP4 codes of a broken block."""
-    original = triton_cases.awkward
-
-    def awkward(*args: Any) -> torch.Tensor:
-        x = original(*args)
-        return x.masked_fill(x.isnan(), float("nan"))
-
-    monkeypatch.setattr(triton_cases, "awkward", awkward)
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in triton_cases.CASES],
 )
-@pytest.mark.usefixtures("positive_nans")
 def test_machine_code(name: str, emulated: list[EmulatedKernel]) -> None:
     triton_cases.CASES[name]("cpu")
     assert sum(k.launches for k in emulated) > 0
@@ -149,9 +134,25 @@ def test_machine_code(name: str, emulated: list[EmulatedKernel]) -> None:
 
 @pytest.mark.parametrize("name", triton_cases.ROW_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.usefixtures("positive_nans")
 def test_a_few_rows(name: str, dtype: torch.dtype, emulated: list[EmulatedKernel]) -> None:
     x = triton_cases.awkward((21, 144), dtype, 5)
     for rule in triton_cases.rules(name):
         triton_cases.row_blocks_pair(x, name, rule, "cpu")
     assert sum(k.launches for k in emulated) == (6 if name == "NVFP4" else 2)
+
+
+@pytest.mark.parametrize("name", triton_cases.ROW_FORMATS)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float16, torch.float32))],
+)
+def test_nans_of_every_bit_pattern(name: str, dtype: torch.dtype, emulated: list[EmulatedKernel]) -> None:
+    triton_cases.nans_of_row_blocks(name, dtype, "cpu", triton_cases.rules(name)[:1])
+    assert sum(k.launches for k in emulated) == (6 if name == "NVFP4" else 2)
+
+
+@pytest.mark.parametrize("kind", ["activation", "weight"])
+def test_nans_of_fp8_blocks(kind: str, emulated: list[EmulatedKernel]) -> None:
+    x = triton_cases.with_nans(15, 130, torch.float32, 34)
+    triton_cases.fp8_block_pair(x, kind, "k", "cpu")
+    assert sum(k.launches for k in emulated) == 1

@@ -125,10 +125,17 @@ def reference(
 def differences(
     got: dict[str, Fenced], wanted: dict[str, Fenced], before: dict[str, Fenced]
 ) -> dict[str, int]:
-    """By output: bytes that differ, fences included. Zeros where the reference leaves padding of scales are allowed."""
+    """By output: bytes that differ, fences included. Allowed: zeros where the reference leaves padding of scales, and
+    another NaN in d.
+    """
     found = {}
     for name in got:
         wrong = got[name].bytes != wanted[name].bytes
+        if name == "d":
+            size = got[name].inside.element_size()
+            both_nan = (got[name].inside.isnan() & wanted[name].inside.isnan()).flatten()
+            written = wanted[name].bytes[FENCE:-FENCE] != before[name].bytes[FENCE:-FENCE]
+            wrong[FENCE:-FENCE] &= ~(both_nan & written.view(-1, size).any(1)).repeat_interleave(size)
         if name in SCALES and got[name].inside.dtype == torch.uint8:
             untouched = wanted[name].bytes == before[name].bytes
             untouched[:FENCE] = untouched[-FENCE:] = False

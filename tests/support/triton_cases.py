@@ -356,6 +356,59 @@ def fp4_alignments(device: str) -> None:
                 row_blocks_pair(x, name, rule, device)
 
 
+# --- NaN of both signs, quiet and signalling -------------------------------------------------------------
+
+# Without the sign. Inf last.
+PATTERNS = {
+    torch.float32: (0x7FC00000, 0x7FFFFFFF, 0x7F800001, 0x7FBFFFFF, 0x7FC12345, 0x7F800000),
+    torch.bfloat16: (0x7FC0, 0x7FFF, 0x7F81, 0x7FBF, 0x7FD2, 0x7F80),
+    torch.float16: (0x7E00, 0x7FFF, 0x7C01, 0x7DFF, 0x7E43, 0x7C00),
+}
+
+
+def with_nans(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Ordinary numbers; in all rows but the first a NaN or an Inf of either sign, some alone in a row and some not."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn((rows, columns), generator=generator).to(dtype)
+    word = torch.int32 if dtype == torch.float32 else torch.int16
+    sign = torch.tensor(-(1 << 31) if dtype == torch.float32 else -(1 << 15), dtype=word)
+    patterns = torch.tensor(PATTERNS[dtype], dtype=word)
+    patterns = torch.cat([patterns, patterns | sign])
+    for row in range(1, rows):
+        for _ in range(1 + row % 3):
+            column = int(torch.randint(columns, (), generator=generator))
+            x.view(word)[row, column] = patterns[
+                (row + int(torch.randint(2, (), generator=generator))) % len(patterns)
+            ]
+    return x
+
+
+@case
+def fp8_block_nans(device: str) -> None:
+    for seed, dtype in enumerate(PATTERNS):
+        x = with_nans(27, 257, dtype, 30 + seed)
+        fp8_block_pair(x, "activation", "mn", device)
+        fp8_block_pair(x.t(), "activation", "k", device)
+        fp8_block_pair(x, "weight", "k", device)
+
+
+def nans_of_row_blocks(name: str, dtype: torch.dtype, device: str, some_rules: tuple[str, ...]) -> None:
+    """Two calls a rule: rows of 16-byte loads, and a transposed x whose rows start on odd elements where copied."""
+    x = with_nans(29, 160, dtype, 33)
+    for rule in some_rules:
+        row_blocks_pair(x, name, rule, device)
+        row_blocks_pair(x[:, 1:].t()[:, :28], name, rule, device)
+
+
+@case
+def row_block_nans(device: str) -> None:
+    for name in ROW_FORMATS:
+        for dtype in PATTERNS:
+            nans_of_row_blocks(name, dtype, device, rules(name))
+            x = with_nans(30, 161, dtype, 36).to(device)  # rows further apart, which start on odd elements
+            row_blocks_pair(x[::2, 1:], name, rules(name)[0], device)
+
+
 # --- speed -----------------------------------------------------------------------------------------------
 
 SPEEDS = ("FP8_BLOCK", "FP8_BLOCK weight", "MXFP8", "MXFP4", "NVFP4")

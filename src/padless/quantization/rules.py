@@ -32,7 +32,10 @@ _NAN_BITS = 0x7FC00000
 
 
 def block_amax(values: torch.Tensor, block_rows: int, block_k: int) -> torch.Tensor:
-    """max |value| of each block, (.., row blocks, column blocks); NaN where the block has one."""
+    """max |value| of each block, (.., row blocks, column blocks); NaN where the block has one.
+
+    Which NaN is unspecified: that of torch's vectorised maximum on x86 has all bits set, the sign too.
+    """
     *batch, rows, columns = values.shape
     row_blocks, column_blocks = ceil_div(rows, block_rows), ceil_div(columns, block_k)
     padding = (0, column_blocks * block_k - columns, 0, row_blocks * block_rows - rows)
@@ -45,6 +48,11 @@ def expand_blocks(scale: torch.Tensor, block_rows: int, block_k: int, shape: tup
     if block_rows > 1:
         scale = scale.repeat_interleave(block_rows, dim=-2)
     return scale.repeat_interleave(block_k, dim=-1)[..., : shape[-2], : shape[-1]]
+
+
+def magnitude_bits(values: torch.Tensor) -> torch.Tensor:
+    """Bit patterns of |values|, float32: as int32 these order as the magnitudes do, and every NaN is above Inf."""
+    return values.view(torch.int32) & 0x7FFFFFFF
 
 
 # --- casts of elements -----------------------------------------------------------------------------------
@@ -112,7 +120,7 @@ def mx_scale_floor(amax: torch.Tensor, format: BlockScaledFormat) -> torch.Tenso
 
     Float32-subnormal amax counts as 2^-127. Elements up to twice the largest code can occur and saturate.
     """
-    bits = amax.view(torch.int32)
+    bits = magnitude_bits(amax)
     scale = ((bits >> 23) - ELEMENT_EMAX[format]).clamp(min=0)
     return scale.masked_fill(bits >= _INF_BITS, E8M0_NAN)
 
@@ -122,11 +130,11 @@ def mx_scale_rceil(amax: torch.Tensor, format: BlockScaledFormat) -> torch.Tenso
 
     The quotient is rounded to float32 first. No element saturates.
     """
-    quotient = (amax / _number(format.max_value, amax)).view(torch.int32)
+    quotient = magnitude_bits(amax / _number(format.max_value, amax))
     exponent, mantissa = quotient >> 23, quotient & 0x7FFFFF
     # Byte 0 is 2^-127, which as a float32 is subnormal: exponent 0 and mantissa 0x400000.
     above = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
-    return (exponent + above).masked_fill(amax.view(torch.int32) >= _INF_BITS, E8M0_NAN)
+    return (exponent + above).masked_fill(magnitude_bits(amax) >= _INF_BITS, E8M0_NAN)
 
 
 MX_SCALE_RULES = {"floor": mx_scale_floor, "rceil": mx_scale_rceil}

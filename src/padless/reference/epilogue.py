@@ -31,8 +31,7 @@ def epilogue_reference(
             continue
         d = group_values(acc[start:end], group, start, epilogue, tensors)
         if t.amax is not None:
-            largest = torch.maximum(d.abs().max(), t.amax[group].cpu())
-            t.amax[group] = largest.to(t.amax.device)
+            t.amax[group] = _raised(t.amax[group].cpu(), d.abs().max()).to(t.amax.device)
         if t.d is not None:
             t.d[start:end] = d.to(t.d.dtype).to(t.d.device)
         if epilogue.row_format is not None:
@@ -87,6 +86,13 @@ def _gate_and_up(x: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.
     column = torch.arange(n)
     is_gate = column // INTERLEAVE % 2 == 0
     return x[:, is_gate], x[:, ~is_gate]
+
+
+def _raised(held: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """The larger of the two as bit patterns, where every NaN that was found is 0x7FC00000; both ()."""
+    if largest.isnan():  # torch's own maximum may have the sign set, which would put it below every number
+        largest = torch.tensor(0x7FC00000, dtype=torch.int32).view(torch.float32)
+    return torch.maximum(held.view(torch.int32), largest.view(torch.int32)).view(torch.float32)
 
 
 # --- codes and scales ------------------------------------------------------------------------------------
