@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from padless.gradients import detached
+
 KINDS = ("activation", "weight")
 
 # How scales can lie in memory: as their logical shape says, or in the 32x4x4 tiles of padless.layouts, for
@@ -155,7 +157,8 @@ class BlockScaledTensor:
         (`padless.layouts.to_blocked_groups`).
 
     Where activations and weights have the same block, and for a tensor of one row, the scales serve as
-    either. Raises ValueError when the parts disagree.
+    either. Raises ValueError when the parts disagree, or when one requires grad; with grad mode off such a part is kept
+    detached.
     """
 
     data: torch.Tensor
@@ -166,6 +169,10 @@ class BlockScaledTensor:
 
     def __post_init__(self) -> None:
         _check_parts(self)
+        for name in ("data", "scale", "global_scale"):
+            part = getattr(self, name)
+            if part is not None and part.requires_grad:
+                object.__setattr__(self, name, detached(name, part))
 
     @property
     def shape(self) -> torch.Size:

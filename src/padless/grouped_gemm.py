@@ -15,6 +15,7 @@ from padless.backends import NAMES, backends
 from padless.checks import Activation, check_offs_values, check_operands, data_of, describe, output
 from padless.driver import Driver, cuda_driver
 from padless.formats import BlockScaledTensor
+from padless.gradients import refuse_gradients
 from padless.paths import find_path, format_name
 from padless.paths.launching import KernelConfig
 from padless.reference import grouped_gemm_reference
@@ -75,6 +76,9 @@ def grouped_gemm(
     FP8_BLOCK (row-major ones are copied first, which is faster than reading them in place), blocked or plain for
     the others.
 
+    There is no backward pass: with grad mode on an operand or ``out`` that requires grad is refused, here and in every
+    other call. Under torch.no_grad() it is read as any other tensor, and a new result requires no grad.
+
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
     """
@@ -123,6 +127,7 @@ def _run(
     config: KernelConfig | None,
 ) -> torch.Tensor:
     """A call that is not like one before. The weights of "gemm" come as (N, K)."""
+    refuse_gradients(a=a, b=b, out=out)
     weights = b
     if operation == "gemm":
         weights = BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale, b.scale_layout)

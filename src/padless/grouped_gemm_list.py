@@ -10,6 +10,7 @@ from padless.checks import check_operands, describe
 from padless.config import OUT_DTYPES
 from padless.config_sm100_grouped import Sm100GroupedConfig
 from padless.formats import BlockScaledTensor
+from padless.gradients import refuse_gradients
 from padless.grouped_gemm import _driver
 from padless.paths.sm100_grouped_list import PreparedList, prepare_list
 from padless.reference import gemm_reference
@@ -46,6 +47,7 @@ def grouped_gemm_list(
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
     """
+    refuse_gradients(a=a, b=b, out=out, alpha=alpha)
     outputs = _check(a, b, out, out_dtype, alpha)
     keep = [i for i, d in enumerate(outputs) if d.numel() > 0]
     if not keep:

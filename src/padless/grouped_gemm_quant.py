@@ -14,6 +14,7 @@ from padless.checks import check_offs_values
 from padless.cudnn_tensors import Operands, operands_of
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, ROW_FORMATS, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.gradients import refuse_gradients
 from padless.paths.launching import KernelConfig
 from padless.quant_outputs import QuantOutputs, allocate, check, default_row_layout, pack, run
 
@@ -166,6 +167,7 @@ def grouped_gemm_swiglu_quant(
 
 
 def _call(activation: str, **o: Any) -> QuantOutputs:
+    refuse_gradients(**o)
     check_fixed(o)
     operands = operands_of(o)
     epilogue = _epilogue(activation, operands, o)

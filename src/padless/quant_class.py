@@ -10,6 +10,7 @@ from padless.checks import check_layout, describe
 from padless.cudnn_tensors import Operands, operands_of
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, Epilogue, EpilogueTensors, column_tiles
 from padless.formats import BlockScaledFormat, ceil_div
+from padless.gradients import refuse_gradients
 from padless.grouped_gemm_quant import (
     D_DTYPES,
     FORMAT_OF_DTYPE,
@@ -72,6 +73,7 @@ class GroupedGemmQuant:
         config: KernelConfig | None = None,
     ) -> None:
         given = locals()
+        refuse_gradients(**given)
         self._samples = {name: given["sample_" + name.removesuffix("_tensor")] for name in _TENSORS}
         self._m_aligned = m_aligned
         self._options = {
@@ -123,6 +125,7 @@ class GroupedGemmQuant:
     ) -> None:
         """Computes into the outputs given. They and the operands are of the samples' types, N, K and G."""
         given = locals()
+        refuse_gradients(**given)
         expected = self._checked()
         if not self._compiled:
             raise RuntimeError("call compile() first")

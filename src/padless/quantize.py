@@ -26,6 +26,7 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
+from padless.gradients import refuse_gradients
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_MAJORS = ("mn", "k")
@@ -70,6 +71,7 @@ def quantize(
     The rules, and what zeros, NaN, Inf and subnormals become, are in docs/formats.md. In short: a block with
     a NaN or an Inf decodes to NaN, and no other block notices.
     """
+    refuse_gradients(x=x, global_scale=global_scale)
     _check_x(x, format, kind)
     scale_major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
     scale_rule = _check_scale_rule(format, scale_rule)
@@ -112,6 +114,7 @@ def dequantize(
     """
     if not isinstance(t, BlockScaledTensor):
         raise ValueError(f"t must be a BlockScaledTensor, got {type(t).__name__}")
+    refuse_gradients(t=t)
     block_rows, block_k = t.format.block("activation" if t.is_activation else "weight")
     scale = layouts.plain_scale(t, offs).to(torch.float32)
     codes = layouts.unpack_fp4(t.data) if t.format.codes_per_byte == 2 else t.data
@@ -177,7 +180,7 @@ def _nvfp4_global(
         from padless import quantize_triton_global
     if global_scale is not None:
         if isinstance(global_scale, torch.Tensor):
-            given = global_scale.to(dtype=torch.float32, device=x.device)
+            given = global_scale.detach().to(dtype=torch.float32, device=x.device)
         else:
             given = torch.full(
                 (), global_scale, dtype=torch.float32, device=x.device
