@@ -113,7 +113,13 @@ def torch_call() -> dict[str, Any]:
 
 
 def made(t: BlockScaledTensor) -> dict[str, Any]:
-    return {"data": t.data, "scale": t.scale, "format": t.format, "global_scale": t.global_scale}
+    return {
+        "data": t.data,
+        "scale": t.scale,
+        "format": t.format,
+        "global_scale": t.global_scale,
+        "offs": t.offs,
+    }
 
 
 @dataclass(frozen=True)

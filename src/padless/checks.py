@@ -8,8 +8,9 @@ import math
 import torch
 
 from padless.config import MAX_GROUPS, OUT_DTYPES
-from padless.formats import BlockScaledTensor
+from padless.formats import TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.paths import BF16, PATHS, format_name
+from padless.row_groups import clamped_ends
 
 Activation = BlockScaledTensor | torch.Tensor
 
@@ -70,6 +71,9 @@ def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: to
             raise ValueError(f"offs is on {offs.device} and a on {a.device}; they must be on one device")
         if not offs.is_contiguous():
             raise ValueError(f"offs must be contiguous, got stride {offs.stride(0)}; call .contiguous()")
+    if isinstance(a, BlockScaledTensor):
+        _check_row_groups(a, offs, num_groups)
+    _check_global_scales("b", b, num_groups)
     check_layout("a.data" if isinstance(a, BlockScaledTensor) else "a", data_of(a))
     check_layout("b.data", b.data)
     if m >= 2**30:
@@ -81,6 +85,42 @@ def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: to
         if a.scale.numel() >= 2**31 - 2**20:
             blocks = f"ceil(K / {a.format.block_k})"
             raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * {blocks} below 2^31")
+
+
+def as_one_group(b: object) -> BlockScaledTensor:
+    """The weights (N, K) of a dense product as (1, N, K). Raises ValueError for what are none."""
+    if not isinstance(b, BlockScaledTensor) or b.data.dim() != 2:
+        raise ValueError(f"b must be a BlockScaledTensor of rank 2, (N, K), got {describe(b)}")
+    if not b.is_weight:
+        raise ValueError(f"b has scales of shape {tuple(b.scale.shape)}; quantize it with kind='weight'")
+    _check_global_scales("b", b, 1)
+    return BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale, b.scale_layout)
+
+
+def _check_row_groups(a: BlockScaledTensor, offs: torch.Tensor | None, num_groups: int) -> None:
+    """Raises ValueError for scales of ``a`` that were made for other groups, as far as the host can know."""
+    rows = a.data.shape[0]
+    if a.row_groups is not None:
+        a.row_groups.check("a", offs, rows, num_groups, "b")
+    elif a.scale_layout == "blocked_groups" and offs is not None and offs.is_cpu:
+        ends = clamped_ends(offs.tolist(), rows)
+        needed = sum(ceil_div(end - start, TILE_ROWS) for start, end in itertools.pairwise([0, *ends]))
+        tiles = a.scale.numel() // blocked_size(1, a.scale_columns)
+        if needed > tiles:
+            raise ValueError(
+                f"a.scale has {tiles} tiles of {TILE_ROWS} rows and the groups of offs need {needed}; "
+                "quantize a with the offs of this call"
+            )
+    _check_global_scales("a", a, num_groups)
+
+
+def _check_global_scales(name: str, t: BlockScaledTensor, num_groups: int) -> None:
+    count = 1 if t.global_scale is None else t.global_scale.numel()
+    if count not in (1, num_groups):
+        groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
+        raise ValueError(
+            f"{name}.global_scale has {count} values and b {groups}; it must have one value, or one for each group"
+        )
 
 
 def _check_kinds(operation: str, a: Activation, b: BlockScaledTensor) -> None:

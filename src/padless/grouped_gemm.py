@@ -12,7 +12,7 @@ import torch
 
 from padless import launch_cache
 from padless.backends import NAMES, backends
-from padless.checks import Activation, check_offs_values, check_operands, data_of, describe, output
+from padless.checks import Activation, as_one_group, check_offs_values, check_operands, data_of, output
 from padless.driver import Driver, cuda_driver
 from padless.formats import BlockScaledTensor
 from padless.gradients import refuse_gradients
@@ -106,10 +106,6 @@ def gemm(
         out, launched = launch_cache.launch_again("gemm", a, b, None, out, out_dtype, config)
         if launched:
             return out
-    if not isinstance(b, BlockScaledTensor) or b.data.dim() != 2:
-        raise ValueError(f"b must be a BlockScaledTensor of rank 2, (N, K), got {describe(b)}")
-    if not b.is_weight:
-        raise ValueError(f"b has scales of shape {tuple(b.scale.shape)}; quantize it with kind='weight'")
     return _run("gemm", a, b, None, out, out_dtype, backend, config)
 
 
@@ -128,9 +124,7 @@ def _run(
 ) -> torch.Tensor:
     """A call that is not like one before. The weights of "gemm" come as (N, K)."""
     refuse_gradients(a=a, b=b, out=out)
-    weights = b
-    if operation == "gemm":
-        weights = BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale, b.scale_layout)
+    weights = as_one_group(b) if operation == "gemm" else b
     known = launch_cache.were_checked(operation, a, b, offs)
     if not known:
         check_operands(operation, a, weights, offs)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from padless.checks import check_operands, describe
+from padless.checks import as_one_group, check_operands, describe
 from padless.config import OUT_DTYPES
 from padless.config_sm100_grouped import Sm100GroupedConfig
 from padless.formats import BlockScaledTensor
@@ -153,18 +153,12 @@ def _check(
 
 
 def _check_problem(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
-    if not isinstance(b, BlockScaledTensor) or b.data.dim() != 2 or not b.is_weight:
-        raise ValueError(f"b must be a BlockScaledTensor of rank 2, (N, K), got {describe(b)}")
+    weights = as_one_group(b)
     if isinstance(a, BlockScaledTensor) and a.scale_layout == "blocked_groups":
         raise ValueError(
             "a has scales in layout 'blocked_groups'; a problem of a list is one group, use 'blocked'"
         )
-    check_operands(
-        "gemm",
-        a,
-        BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale, b.scale_layout),
-        None,
-    )
+    check_operands("gemm", a, weights, None)
 
 
 def _check_output(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor) -> None:

@@ -183,7 +183,7 @@ def _call(activation: str, **o: Any) -> QuantOutputs:
     outputs = allocate(epilogue, m, n, num_groups, a.device, o["m_aligned"])
     tensors = EpilogueTensors(**numbers, **outputs)
     run(a, b, offs, epilogue, tensors, o["backend"], o["config"], stream_handle(o["current_stream"]))
-    return pack(epilogue, tensors, operands.as_cudnn)
+    return pack(epilogue, tensors, operands.as_cudnn, offs)
 
 
 def _epilogue(activation: str, operands: Operands, o: dict[str, Any]) -> Epilogue:

@@ -53,12 +53,15 @@ _MAX_OUTPUTS = 256
 def _facts_of(operation: str, a: Any, b: Any, offs: Any) -> tuple[_Facts, _Facts] | None:
     """A key that tells most calls apart, and everything that a launch depends on; None for what is not on a GPU.
 
-    None too for what requires grad while grad mode is on: it may have been marked since it was remembered.
+    None too for what a memory of launches cannot speak for, since it changes without the addresses: what requires grad
+    while grad mode is on, and scales that were made for other groups than those of offs.
     """
     if type(b) is not BlockScaledTensor or not b.data.is_cuda:
         return None
     w, w_scale = b.data, b.scale
     if type(a) is BlockScaledTensor:
+        if a.row_groups is not None and not a.row_groups.is_of(offs):
+            return None
         x, x_scale = a.data, a.scale
         x_facts: _Facts = (id(a.format), a.scale_layout, x_scale.data_ptr(), x_scale.shape, x_scale.stride())
         if a.global_scale is not None:

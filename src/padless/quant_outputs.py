@@ -96,8 +96,10 @@ def _scales(
     return torch.zeros(shape, dtype=torch.uint8, device=device).view(format.scale_dtype)
 
 
-def pack(epilogue: Epilogue, t: EpilogueTensors, as_cudnn: bool) -> QuantOutputs:
-    """The outputs in `t` as the caller sees them; as_cudnn: with a third dimension of size 1."""
+def pack(
+    epilogue: Epilogue, t: EpilogueTensors, as_cudnn: bool, offs: torch.Tensor | None = None
+) -> QuantOutputs:
+    """The outputs in `t` as the caller sees them; as_cudnn: with a third dimension of 1; offs: what `row` remembers."""
     row = None
     d, d_col = t.d, t.column_codes
     sfd_row, sfd_col = t.row_scale, t.column_scale
@@ -105,7 +107,7 @@ def pack(epilogue: Epilogue, t: EpilogueTensors, as_cudnn: bool) -> QuantOutputs
         assert t.row_codes is not None
         assert t.row_scale is not None
         layout = "plain" if epilogue.row_layout == "plain_mn" else epilogue.row_layout
-        row = BlockScaledTensor(t.row_codes, t.row_scale, epilogue.row_format, t.global_scale, layout)
+        row = BlockScaledTensor(t.row_codes, t.row_scale, epilogue.row_format, t.global_scale, layout, offs)
         d = t.row_codes if d is None else d
         if layout != "plain":
             columns = row.scale_columns
