@@ -58,19 +58,8 @@ def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: to
         raise ValueError(f"b is on {b.device} and a on {a.device}; they must be on one device")
     if num_groups > MAX_GROUPS:
         raise ValueError(f"b has {num_groups} groups; at most {MAX_GROUPS} are supported")
-    if offs is not None:
-        if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
-            raise ValueError(
-                f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {describe(offs)}"
-            )
-        if offs.shape[0] != num_groups:
-            raise ValueError(
-                f"offs has {offs.shape[0]} entries and b {num_groups} groups; they must be as many"
-            )
-        if offs.device != a.device:
-            raise ValueError(f"offs is on {offs.device} and a on {a.device}; they must be on one device")
-        if not offs.is_contiguous():
-            raise ValueError(f"offs must be contiguous, got stride {offs.stride(0)}; call .contiguous()")
+    if operation == "grouped_gemm":
+        _check_offs(offs, num_groups, a.device)
     if isinstance(a, BlockScaledTensor):
         _check_row_groups(a, offs, num_groups)
     _check_global_scales("b", b, num_groups)
@@ -117,10 +106,30 @@ def _check_row_groups(a: BlockScaledTensor, offs: torch.Tensor | None, num_group
 def _check_global_scales(name: str, t: BlockScaledTensor, num_groups: int) -> None:
     count = 1 if t.global_scale is None else t.global_scale.numel()
     if count not in (1, num_groups):
-        groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
         raise ValueError(
-            f"{name}.global_scale has {count} values and b {groups}; it must have one value, or one for each group"
+            f"{name}.global_scale has {count} values and b {_groups(num_groups)}; it must have one value, or one for "
+            "each group"
         )
+
+
+def _groups(num_groups: int) -> str:
+    return "1 group" if num_groups == 1 else f"{num_groups} groups"
+
+
+def _check_offs(offs: torch.Tensor | None, num_groups: int, device: torch.device) -> None:
+    if offs is None:
+        raise ValueError(
+            f"offs is None and b has {_groups(num_groups)}; pass the int32 end row of each group (see "
+            "padless.group_offsets)"
+        )
+    if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
+        raise ValueError(f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {describe(offs)}")
+    if offs.shape[0] != num_groups:
+        raise ValueError(f"offs has {offs.shape[0]} entries and b {num_groups} groups; they must be as many")
+    if offs.device != device:
+        raise ValueError(f"offs is on {offs.device} and a on {device}; they must be on one device")
+    if not offs.is_contiguous():
+        raise ValueError(f"offs must be contiguous, got stride {offs.stride(0)}; call .contiguous()")
 
 
 def _check_kinds(operation: str, a: Activation, b: BlockScaledTensor) -> None:
