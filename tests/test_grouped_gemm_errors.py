@@ -177,7 +177,7 @@ BAD_CALLS = [
     ),
     Bad(
         "a_rows_apart",
-        lambda: {"a": with_data(activation(), rows_apart(codes(M, K), 8))},
+        lambda: {"backend": "emulator", "a": with_data(activation(), rows_apart(codes(M, K), 8))},
         ("a.data has strides (264, 1)", "multiples of 16 bytes", ".contiguous()"),
     ),
     Bad(
@@ -197,31 +197,33 @@ BAD_CALLS = [
     ),
     Bad(
         "out_rows_apart",
-        lambda: {"out": rows_apart(torch.zeros((M, N), dtype=torch.float16), 4)},
+        lambda: {"backend": "emulator", "out": rows_apart(torch.zeros((M, N), dtype=torch.float16), 4)},
         ("out has strides (28, 1)", "multiples of 16 bytes"),
     ),
     Bad(
         "a_misaligned",
         lambda: {
-            "a": with_data(activation(), shifted(codes(M, K).view(torch.uint8), 8).view(torch.float8_e4m3fn))
+            "backend": "emulator",
+            "a": with_data(activation(), shifted(codes(M, K).view(torch.uint8), 8).view(torch.float8_e4m3fn)),
         },
         ("a.data is at address 0x", "16-byte aligned", "clone"),
     ),
     Bad(
         "b_misaligned",
         lambda: {
-            "b": with_data(weight(), shifted(codes(G, N, K).view(torch.uint8), 1).view(torch.float8_e4m3fn))
+            "backend": "emulator",
+            "b": with_data(weight(), shifted(codes(G, N, K).view(torch.uint8), 1).view(torch.float8_e4m3fn)),
         },
         ("b.data is at address 0x", "16-byte aligned", "clone"),
     ),
     Bad(
         "out_misaligned",
-        lambda: {"out": shifted(torch.zeros((M, N), dtype=torch.bfloat16), 4)},
+        lambda: {"backend": "emulator", "out": shifted(torch.zeros((M, N), dtype=torch.bfloat16), 4)},
         ("out is at address 0x", "16-byte aligned", "clone"),
     ),
     Bad(
         "a_scale_misaligned",
-        lambda: {"a": with_scale(activation(), shifted(torch.ones((M, 2)), 1))},
+        lambda: {"backend": "emulator", "a": with_scale(activation(), shifted(torch.ones((M, 2)), 1))},
         ("a.scale is at address 0x", "16-byte aligned"),
     ),
     # backends

@@ -12,7 +12,16 @@ import torch
 
 from padless import launch_cache
 from padless.backends import NAMES, backends
-from padless.checks import Activation, as_one_group, check_offs_values, check_operands, data_of, output
+from padless.checks import (
+    Activation,
+    as_one_group,
+    check_offs_values,
+    check_operands,
+    check_operands_of_kernel,
+    check_output_of_kernel,
+    data_of,
+    output,
+)
 from padless.driver import Driver, cuda_driver
 from padless.formats import BlockScaledTensor
 from padless.gradients import refuse_gradients
@@ -68,6 +77,9 @@ def grouped_gemm(
 
     Returns:
         ``out``, (M, N).
+
+    The kernels read and write rows that start on multiples of 16 bytes; the reference takes tensors at any address, such
+    as those of a memory-mapped file.
 
     Arithmetic: nothing is requantised, and K is summed in one order whatever the tile. For FP8_BLOCK, for each 128 of K
     in order, the tensor core's sum of products times (scale of a * scale of b) is added in float32 by a fused
@@ -129,14 +141,16 @@ def _run(
     if not known:
         check_operands(operation, a, weights, offs)
     result = output(a, weights, out, out_dtype, any_n=_takes_any_n(operation, a, b, backend, config))
-    if not known:
-        launch_cache.remember_checked(operation, a, b, offs, result)
     if backend is None:
         backend = "cuda" if result.is_cuda else "reference"
     if backend == "reference":
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
         return grouped_gemm_reference(a, weights, ends, out=result)
     driver = _driver(backend, result)
+    check_output_of_kernel(result)
+    if not known:
+        check_operands_of_kernel(a, weights)
+        launch_cache.remember_checked(operation, a, b, offs, result)
     if result.numel() == 0 or weights.data.shape[0] == 0:
         return result
     rows_per_group = a.shape[0] / weights.data.shape[0]

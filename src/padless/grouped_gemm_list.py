@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from padless.checks import as_one_group, check_operands, describe
+from padless.checks import as_one_group, check_operands, check_operands_of_kernel, describe
 from padless.config import OUT_DTYPES
 from padless.config_sm100_grouped import Sm100GroupedConfig
 from padless.formats import BlockScaledTensor
@@ -63,6 +63,12 @@ def grouped_gemm_list(
         raise ValueError(
             f"backend {backend!r} is {driver.arch}; a list of problems needs Blackwell (sm_100a)"
         )
+    for i in keep:
+        try:
+            check_operands_of_kernel(a[i], b[i])
+            _check_output_of_kernel(outputs[i])
+        except ValueError as error:
+            raise ValueError(f"problem {i}: {error}") from None
     tensors: list[torch.Tensor | None] = [alpha]
     for i in keep:
         tensors += [
@@ -168,12 +174,21 @@ def _check_output(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor)
     if out.device != a.device:
         raise ValueError(f"out is on {out.device} and a on {a.device}; they must be on one device")
     if out.stride(1) == 1 or out.shape[1] == 1:
-        pieces = [out.data_ptr(), shape[1] * out.element_size()]
-        pieces += [out.stride(0) * out.element_size()] if shape[0] > 1 else []
-        if any(piece % 16 for piece in pieces):
-            raise ValueError(
-                f"out has rows of {shape[1]} {out.dtype} with strides {out.stride()}; rows must start on and be a "
-                "multiple of 16 bytes (or its columns be contiguous)"
-            )
+        if shape[1] * out.element_size() % 16:
+            raise ValueError(_about_rows(out))
     elif out.stride(0) != 1 and shape[0] > 1:
         raise ValueError(f"out has strides {out.stride()}; its rows or its columns must be contiguous")
+
+
+def _check_output_of_kernel(out: torch.Tensor) -> None:
+    if out.stride(1) == 1 or out.shape[1] == 1:
+        pitch = out.stride(0) * out.element_size() if out.shape[0] > 1 else 0
+        if (out.data_ptr() | pitch) % 16:
+            raise ValueError(_about_rows(out))
+
+
+def _about_rows(out: torch.Tensor) -> str:
+    return (
+        f"out has rows of {out.shape[1]} {out.dtype} with strides {out.stride()}; rows must start on and be a multiple "
+        "of 16 bytes (or its columns be contiguous)"
+    )

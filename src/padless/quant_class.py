@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from padless.checks import check_layout, describe
+from padless.checks import check_rows, describe
 from padless.cudnn_tensors import Operands, operands_of
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, Epilogue, EpilogueTensors, column_tiles
 from padless.formats import BlockScaledFormat, ceil_div
@@ -250,7 +250,7 @@ def _epilogue(given: dict[str, Any], options: dict[str, Any]) -> Epilogue:
 def _rows(name: str, t: torch.Tensor) -> torch.Tensor:
     """(M, N) of (M, N, 1)."""
     rows = t[:, :, 0]
-    check_layout(name, rows.view(torch.uint8) if rows.dtype == torch.float4_e2m1fn_x2 else rows)
+    check_rows(name, rows)
     return rows
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from padless import launch_cache, layouts
-from padless.checks import Activation, check_layout, check_operands, describe
+from padless.checks import Activation, check_alignment, check_operands, check_operands_of_kernel, describe
 from padless.epilogue import (
     INTERLEAVE,
     Epilogue,
@@ -202,6 +202,11 @@ def prepare(
         return None
     driver = _driver(backend, a.data if isinstance(a, BlockScaledTensor) else a)
     path = find_path(OPERATION, driver.arch, format_name(a), b.format.name, config)
+    check_operands_of_kernel(a, b)
+    for name in ("d", "row_codes", "column_codes"):
+        t = getattr(tensors, name)
+        if t is not None:
+            check_alignment(name, t)
     if a.shape[0] == 0 or b.data.shape[0] == 0:
         return None
     prepared: Prepared = path.load().prepare(driver, a, b, offs, tensors, config, epilogue=epilogue)
@@ -219,13 +224,6 @@ def run(
     stream: int | None = None,
 ) -> None:
     """Computes every output of `epilogue` into `tensors`. What `check` looks at has been checked."""
-    for name, t in (
-        ("d", tensors.d),
-        ("row_codes", tensors.row_codes),
-        ("column_codes", tensors.column_codes),
-    ):
-        if t is not None:
-            check_layout(name, t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t)
     prepared = prepare(a, b, offs, epilogue, tensors, backend, config)
     if prepared is not None:
         index = a.device.index or 0
