@@ -33,17 +33,25 @@ from padless.reference import grouped_gemm_reference
 def group_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
     """Cumulative end rows of groups of the given sizes: int32, on the device of ``sizes`` (the CPU for a list).
 
+    Raises ValueError for sizes that are negative or do not fit; those on a GPU are not looked at, since that would wait.
+
     Example: sizes [3, 0, 2] give [3, 3, 5].
     """
     if not isinstance(sizes, torch.Tensor):
+        if isinstance(sizes, Sequence) and all(type(size) is int for size in sizes):
+            _check_sizes(list(sizes))  # before torch meets an integer of more than 64 bits
         sizes = torch.tensor(sizes, dtype=torch.int64 if sizes == [] else None)
     if sizes.dim() != 1 or sizes.is_floating_point():
         raise ValueError(f"sizes must be a 1-D list or tensor of integers, got {sizes.dim()}-D {sizes.dtype}")
+    if sizes.is_cpu:
+        _check_sizes(sizes.tolist())
     ends = sizes.cumsum(0)
-    on_host = not ends.is_cuda and ends.numel() > 0  # on a GPU a look at the values would wait for it
-    if on_host and (int(sizes.min()) < 0 or int(ends[-1]) >= 2**31):
-        raise ValueError(f"sizes must not be negative and sum to less than 2^31, got {sizes.tolist()}")
     return ends.to(torch.int32)
+
+
+def _check_sizes(sizes: list[int]) -> None:
+    if min(sizes, default=0) < 0 or sum(sizes) >= 2**31:  # Python's sum does not wrap around
+        raise ValueError(f"sizes must not be negative and sum to less than 2^31, got {sizes}")
 
 
 def grouped_gemm(
