@@ -145,6 +145,7 @@ def test_a_remembered_launch_is_not_repeated(monkeypatch: pytest.MonkeyPatch) ->
     calls = [product() if name != "a" else product() | {"a": normal(M, K).bfloat16()} for name in names]
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(launch_cache, "_KNOWN", {})
+    monkeypatch.setattr(launch_cache, "current_stream", lambda index: 0)
     for name, arguments in zip(names, calls, strict=True):
         a, b, offs, out = (arguments[key] for key in ("a", "b", "offs", "out"))
         launches: list[int] = []

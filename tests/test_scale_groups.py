@@ -228,6 +228,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False, raising=False)
     monkeypatch.setattr(launch_cache, "_KNOWN", {})
+    monkeypatch.setattr(launch_cache, "current_stream", lambda index: 0)
     for reading in ("tolist", "item", "__int__", "__bool__", "clone"):
         monkeypatch.setattr(torch.Tensor, reading, lambda *_: pytest.fail("waits for the GPU"))
 
@@ -289,3 +290,36 @@ def remembered(a: BlockScaledTensor, offs: torch.Tensor) -> Remembered:
     launch_cache.remember_checked("grouped_gemm", *made.arguments, made.out)
     launch_cache.remember_launch("grouped_gemm", *made.arguments, made.out, None, made.launch)  # type: ignore[arg-type]
     return made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["blocked_groups", "plain"])
+@pytest.mark.parametrize("fmt", [MXFP8, NVFP4], ids=lambda fmt: fmt.name)
+def test_nothing_waits_for_a_real_gpu(fmt: padless.BlockScaledFormat, layout: str) -> None:
+    """What is refused and what runs, twice, so that the second call is a remembered one; and gradients beside it."""
+    offs, b = offsets().cuda(), padless.quantize(normal(4, N, K).cuda(), fmt, kind="weight")
+    groups = {"offs": offs} if layout == "blocked_groups" or fmt == NVFP4 else {}
+    a = padless.quantize(normal(M, K).cuda(), fmt, scale_layout=layout, **groups)
+    out = torch.empty((M, N), dtype=torch.bfloat16, device="cuda")
+    padless.grouped_gemm(a, b, offs, out=out)  # compiled
+    want = out[:257].clone()
+    other = offs.clone()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            padless.grouped_gemm(a, b, offs, out=out.fill_(float("nan")))
+            if groups:
+                with pytest.raises(
+                    ValueError, match=r"^offs is another tensor than the one that a was quantized"
+                ):
+                    padless.grouped_gemm(a, b, other, out=out)
+        b.scale.requires_grad_()
+        with pytest.raises(ValueError, match=r"^b\.scale requires grad"):
+            padless.grouped_gemm(a, b, offs, out=out)
+        with torch.no_grad():
+            padless.grouped_gemm(a, b, offs, out=out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out[:257], want)
+    assert not out.requires_grad
