@@ -42,6 +42,7 @@ from padless.formats import (
     blocked_size,
     ceil_div,
 )
+from padless.gradients import refuse_gradients
 from padless.layouts import from_blocked
 
 # --- one convention each ---------------------------------------------------------------------------------
@@ -49,6 +50,7 @@ from padless.layouts import from_blocked
 
 def from_deepseek(weight: torch.Tensor, scale_inv: torch.Tensor) -> BlockScaledTensor:
     """FP8_BLOCK weights of e4m3 (.., N, K) and one decode scale per 128 x 128, float32, bf16 or e8m0."""
+    refuse_gradients(weight=weight, scale_inv=scale_inv)
     return BlockScaledTensor(weight.contiguous(), scale_inv.to(torch.float32).contiguous(), FP8_BLOCK)
 
 
@@ -59,6 +61,7 @@ def from_compressed_tensors(
 
     The global scale is an encode scale, 2688 / amax; the decode scale kept is its float32 reciprocal.
     """
+    refuse_gradients(packed=packed, scale=scale, global_scale=global_scale)
     if global_scale is None:
         return _fp4(packed, scale, None)
     return _fp4(packed, scale, 1.0 / global_scale.to(torch.float32))
@@ -74,6 +77,7 @@ def from_torch(
     scale: e4m3 per 16 (NVFP4) or e8m0 per 32 (MXFP4, MXFP8, MXFP8_E5M2), plain or in 32x4x4 tiles.
     global_scale: NVFP4's decode scale, one or one per weight.
     """
+    refuse_gradients(data=data, scale=scale, global_scale=global_scale)
     if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         fmt = MXFP8 if data.dtype == torch.float8_e4m3fn else MXFP8_E5M2
         return BlockScaledTensor(data.contiguous(), _plain(scale, data, fmt), fmt, global_scale)
@@ -82,6 +86,7 @@ def from_torch(
 
 def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> BlockScaledTensor:
     """MXFP4 weights of uint8 blocks (.., N, K / 32, 16) and uint8 scales (.., N, K / 32)."""
+    refuse_gradients(blocks=blocks, scales=scales)
     if blocks.dtype != torch.uint8 or blocks.dim() < 3 or blocks.shape[-1] != 16:
         raise ValueError(
             f"blocks must be uint8 (.., N, K / 32, 16), got {blocks.dtype} {tuple(blocks.shape)}"
@@ -163,6 +168,7 @@ def concatenate_rows(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
 
 
 def _same_format(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
+    refuse_gradients(weights=weights)
     if not weights:
         raise ValueError("weights must not be empty")
     for i, t in enumerate(weights):

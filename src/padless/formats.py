@@ -8,9 +8,12 @@ has both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from padless.gradients import detached
+from padless.row_groups import RowGroups
 
 KINDS = ("activation", "weight")
 
@@ -160,9 +163,15 @@ class BlockScaledTensor:
         (blocked_size(R, C),), or (G, blocked_size(N, C)) for 3-D data; and, for activations,
         "blocked_groups": (bytes,) with every group's rows starting on a tile of its own
         (`padless.layouts.to_blocked_groups`).
+    offs: (G,) int32 cumulative END offsets of the groups of rows that scales in "blocked_groups", or global scales one
+        per group, were made for; None where nothing depends on groups, or where nobody said. A call with other groups
+        is refused: on a CPU by the values of the two offs, which are remembered here; on a GPU, where nothing waits for
+        values, by the number of groups and by the tensor: it must be the one given here, or share its memory, and
+        torch must not have written to it since. The tensor is kept alive.
 
     Where activations and weights have the same block, and for a tensor of one row, the scales serve as
-    either. Raises ValueError when the parts disagree.
+    either. Raises ValueError when the parts disagree, or when one requires grad; with grad mode off such a part is kept
+    detached.
     """
 
     data: torch.Tensor
@@ -170,9 +179,19 @@ class BlockScaledTensor:
     format: BlockScaledFormat
     global_scale: torch.Tensor | None = None
     scale_layout: str = "plain"
+    offs: torch.Tensor | None = None
+    row_groups: RowGroups | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         _check_parts(self)
+        if self.offs is not None:
+            depends = self.scale_layout == "blocked_groups" or _num_global_scales(self) > 1
+            object.__setattr__(self, "offs", self.offs if depends else None)
+            object.__setattr__(self, "row_groups", RowGroups(self.offs) if depends else None)
+        for name in ("data", "scale", "global_scale"):
+            part = getattr(self, name)
+            if part is not None and part.requires_grad:
+                object.__setattr__(self, name, detached(name, part))
 
     @property
     def shape(self) -> torch.Size:
@@ -244,6 +263,7 @@ def _check_parts(t: BlockScaledTensor) -> None:
         raise ValueError(f"scale must be on data's device {t.data.device}, got {t.scale.device}")
     _check_scale_layout(t)
     _check_global_scale(t)
+    _check_offs(t)
 
 
 def _check_scale_layout(t: BlockScaledTensor) -> None:
@@ -311,4 +331,28 @@ def _check_global_scale(t: BlockScaledTensor) -> None:
         raise ValueError(
             f"global_scale must be one value or one per group, got shape {tuple(scale.shape)} "
             f"for data of shape {tuple(t.data.shape)}"
+        )
+
+
+def _num_global_scales(t: BlockScaledTensor) -> int:
+    return 1 if t.global_scale is None else t.global_scale.numel()
+
+
+def _check_offs(t: BlockScaledTensor) -> None:
+    offs = t.offs
+    if offs is None:
+        return
+    if t.data.dim() != 2:
+        raise ValueError(
+            f"offs must be None for data of shape {tuple(t.data.shape)}: it is of groups of rows"
+        )
+    if not isinstance(offs, torch.Tensor) or offs.dim() != 1 or offs.dtype not in (torch.int32, torch.int64):
+        got = f"{tuple(offs.shape)} {offs.dtype}" if isinstance(offs, torch.Tensor) else type(offs).__name__
+        raise ValueError(f"offs must be a 1-D tensor of integers (padless.group_offsets), got {got}")
+    if offs.device != t.data.device:
+        raise ValueError(f"offs must be on data's device {t.data.device}, got {offs.device}")
+    if _num_global_scales(t) not in (1, len(offs)):
+        raise ValueError(
+            f"global_scale has {_num_global_scales(t)} values and offs {len(offs)} groups; it must have one value, "
+            "or one for each group"
         )

@@ -19,6 +19,7 @@ from padless.formats import (
     is_mn_major,
     round_up,
 )
+from padless.gradients import detached, refuse_gradients
 
 # --- MN-major float32 scales -----------------------------------------------------------------------------
 
@@ -34,6 +35,7 @@ def empty_mn_major(rows: int, columns: int, device: torch.device) -> torch.Tenso
 
 def to_mn_major(scale: torch.Tensor) -> torch.Tensor:
     """The (rows, columns) float32 scales, MN-major with zero padding; as they are if they already have it."""
+    scale = detached("scale", scale)
     if is_mn_major(scale):
         return scale
     rows, columns = scale.shape
@@ -61,7 +63,7 @@ def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack_fp4(data: torch.Tensor) -> torch.Tensor:
     """(.., K / 2) float4_e2m1fn_x2 or uint8 as (.., K) uint8 codes 0..15."""
-    packed = data.view(torch.uint8)
+    packed = detached("data", data).view(torch.uint8)
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
 
 
@@ -74,7 +76,7 @@ def to_blocked(scale: torch.Tensor) -> torch.Tensor:
     Padding rows and columns are zero bytes. Example: R = 130, C = 5: element (129, 4) is in tile row 1, tile
     column 1, at byte (1 * 2 + 1) * 512 + (1 % 32) * 16 + 0 * 4 + 0 = 1552.
     """
-    _check_bytes(scale, "scale")
+    scale = _checked_bytes(scale, "scale")
     if scale.dim() not in (2, 3):
         raise ValueError(f"scale must be (R, C) or (G, R, C), got shape {tuple(scale.shape)}")
     *batch, rows, columns = scale.shape
@@ -91,7 +93,7 @@ def from_blocked(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor
 
     A (G, blocked_size(rows, columns)) `blocked` gives (G, rows, columns).
     """
-    _check_bytes(blocked, "blocked")
+    blocked = _checked_bytes(blocked, "blocked")
     size = blocked_size(rows, columns)
     batched = blocked.dim() == 2 and blocked.shape[-1] == size
     if not batched and blocked.numel() != size:
@@ -113,7 +115,7 @@ def cudnn_view(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     blocked: (blocked_size(rows, columns),), then L = 1, or (L, blocked_size(rows, columns)).
     Element [r % 32, (r % 128) // 32, r // 128, c % 4, c // 4, l] is scale (r, c) of matrix l.
     """
-    _check_bytes(blocked, "blocked")
+    blocked = _checked_bytes(blocked, "blocked")
     size = blocked_size(rows, columns)
     if blocked.dim() not in (1, 2) or blocked.shape[-1] != size or not blocked.is_contiguous():
         raise ValueError(
@@ -125,7 +127,7 @@ def cudnn_view(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 def from_cudnn_view(view: torch.Tensor) -> torch.Tensor:
     """(L, bytes) of a (32, 4, row tiles, 4, column tiles, L) view; no copy of what cudnn_view made."""
-    _check_bytes(view, "view")
+    view = _checked_bytes(view, "view")
     if view.dim() != 6 or tuple(view.shape[i] for i in (0, 1, 3)) != (32, 4, TILE_COLUMNS):
         raise ValueError(
             f"view must be (32, 4, row tiles, 4, column tiles, L), got shape {tuple(view.shape)}"
@@ -174,7 +176,7 @@ def to_blocked_groups(scale: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         empty groups take no tile. The result has room for any offs, blocked_size(blocked_groups_rows(M, G),
         C) bytes, zero where no group lies. Rows past the last group are left out.
     """
-    _check_bytes(scale, "scale")
+    scale = _checked_bytes(scale, "scale")
     if scale.dim() != 2:
         raise ValueError(f"scale must be (M, C), got shape {tuple(scale.shape)}")
     rows, columns = scale.shape
@@ -186,7 +188,7 @@ def to_blocked_groups(scale: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
 
 def from_blocked_groups(blocked: torch.Tensor, offs: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """The (rows, columns) scales of to_blocked_groups; zero bytes for rows past the last group."""
-    _check_bytes(blocked, "blocked")
+    blocked = _checked_bytes(blocked, "blocked")
     capacity = blocked.numel() // blocked_size(1, columns) * TILE_ROWS
     padded = from_blocked(blocked, capacity, columns).view(torch.uint8)
     padded = torch.nn.functional.pad(padded, (0, 0, 0, 1))
@@ -195,8 +197,9 @@ def from_blocked_groups(blocked: torch.Tensor, offs: torch.Tensor, rows: int, co
 
 def plain_scale(t: BlockScaledTensor, offs: torch.Tensor | None = None) -> torch.Tensor:
     """The scales of t in their logical shape, whatever its scale_layout; "blocked_groups" needs offs."""
+    refuse_gradients(t=t)
     if t.scale_layout == "plain":
-        return t.scale
+        return detached("t.scale", t.scale)
     rows, columns = t.data.shape[-2], t.scale_columns
     if t.scale_layout == "blocked":
         return from_blocked(t.scale, rows, columns)
@@ -211,6 +214,7 @@ def _group_ends(offs: torch.Tensor, rows: int) -> torch.Tensor:
     return offs.to(torch.int64).clamp(0, rows).cummax(0).values
 
 
-def _check_bytes(t: torch.Tensor, name: str) -> None:
+def _checked_bytes(t: torch.Tensor, name: str) -> torch.Tensor:
     if t.dtype.itemsize != 1:
         raise ValueError(f"{name} must have a dtype of one byte, got {t.dtype}")
+    return detached(name, t)

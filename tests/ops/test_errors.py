@@ -136,6 +136,12 @@ BAD_CALLS = [
         ("out must be (M, N) = (6, 24) on cpu", "on meta"),
     ),
     # offs
+    Bad("offs_none", lambda: {"offs": None}, ("offs is None and b has 2 groups", "padless.group_offsets")),
+    Bad(
+        "offs_none_of_one_group",
+        lambda: {"offs": None, "b": weight(groups=1)},
+        ("offs is None and b has 1 group;", "padless.group_offsets"),
+    ),
     Bad("offs_list", lambda: {"offs": [2, 6]}, ("offs must be a 1-D int32 tensor", "list", "group_offsets")),
     Bad("offs_int64", lambda: {"offs": OFFS.long()}, ("offs must be a 1-D int32 tensor", "torch.int64")),
     Bad("offs_rank", lambda: {"offs": OFFS[None]}, ("offs must be a 1-D int32 tensor", "(1, 2)")),
@@ -171,7 +177,7 @@ BAD_CALLS = [
     ),
     Bad(
         "a_rows_apart",
-        lambda: {"a": with_data(activation(), rows_apart(codes(M, K), 8))},
+        lambda: {"backend": "emulator", "a": with_data(activation(), rows_apart(codes(M, K), 8))},
         ("a.data has strides (264, 1)", "multiples of 16 bytes", ".contiguous()"),
     ),
     Bad(
@@ -191,31 +197,33 @@ BAD_CALLS = [
     ),
     Bad(
         "out_rows_apart",
-        lambda: {"out": rows_apart(torch.zeros((M, N), dtype=torch.float16), 4)},
+        lambda: {"backend": "emulator", "out": rows_apart(torch.zeros((M, N), dtype=torch.float16), 4)},
         ("out has strides (28, 1)", "multiples of 16 bytes"),
     ),
     Bad(
         "a_misaligned",
         lambda: {
-            "a": with_data(activation(), shifted(codes(M, K).view(torch.uint8), 8).view(torch.float8_e4m3fn))
+            "backend": "emulator",
+            "a": with_data(activation(), shifted(codes(M, K).view(torch.uint8), 8).view(torch.float8_e4m3fn)),
         },
         ("a.data is at address 0x", "16-byte aligned", "clone"),
     ),
     Bad(
         "b_misaligned",
         lambda: {
-            "b": with_data(weight(), shifted(codes(G, N, K).view(torch.uint8), 1).view(torch.float8_e4m3fn))
+            "backend": "emulator",
+            "b": with_data(weight(), shifted(codes(G, N, K).view(torch.uint8), 1).view(torch.float8_e4m3fn)),
         },
         ("b.data is at address 0x", "16-byte aligned", "clone"),
     ),
     Bad(
         "out_misaligned",
-        lambda: {"out": shifted(torch.zeros((M, N), dtype=torch.bfloat16), 4)},
+        lambda: {"backend": "emulator", "out": shifted(torch.zeros((M, N), dtype=torch.bfloat16), 4)},
         ("out is at address 0x", "16-byte aligned", "clone"),
     ),
     Bad(
         "a_scale_misaligned",
-        lambda: {"a": with_scale(activation(), shifted(torch.ones((M, 2)), 1))},
+        lambda: {"backend": "emulator", "a": with_scale(activation(), shifted(torch.ones((M, 2)), 1))},
         ("a.scale is at address 0x", "16-byte aligned"),
     ),
     # backends
@@ -251,6 +259,18 @@ def test_a_bad_call_is_refused_by_check_offs_too() -> None:
             arguments = {"a": activation(), "b": weight(), "offs": OFFS, **bad.arguments()}
             with pytest.raises(ValueError, match=re.escape(bad.says[0])):
                 padless.grouped_gemm(**arguments, check_offs=True)
+
+
+@pytest.mark.parametrize("backend", ["reference", "emulator", "emulator:sm_100a"])
+@pytest.mark.parametrize("fmt", [FP8_BLOCK, MXFP8], ids=lambda fmt: fmt.name)
+def test_no_backend_takes_a_missing_offs_for_one_group(fmt: Any, backend: str) -> None:
+    """Every row would be multiplied by the first group's weights."""
+    a = padless.quantize(torch.randn(M, K), fmt)
+    b = padless.quantize(torch.randn(G, N, K), fmt, kind="weight")
+    guarded = GuardedOutput(M, N, torch.bfloat16)
+    with pytest.raises(ValueError, match="offs is None and b has 2 groups"):
+        padless.grouped_gemm(a, b, None, out=guarded.out, backend=backend)  # type: ignore[arg-type]
+    guarded.check(0)
 
 
 @pytest.mark.parametrize(

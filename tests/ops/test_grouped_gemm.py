@@ -322,8 +322,23 @@ def test_group_offsets_of_no_groups() -> None:
 
 
 def test_group_offsets_that_do_not_fit() -> None:
+    for sizes in (
+        [2**30, 2**30, 2**30],
+        [2**62] * 4,
+        [2**63 - 1, 2],
+        [2**31],
+        [5, 2**63],
+        [2**80],
+        [3, -1, 2],
+    ):
+        with pytest.raises(ValueError, match=r"sizes must not be negative and sum to less than 2\^31, got"):
+            padless.group_offsets(sizes)
+    assert padless.group_offsets([2**31 - 2, 1]).tolist() == [2**31 - 2, 2**31 - 1]
+    wide = torch.full((4,), 2**62)
     with pytest.raises(ValueError, match="sizes"):
-        padless.group_offsets([2**30, 2**30, 2**30])
+        padless.group_offsets(wide)
+    small = torch.full((9,), 100, dtype=torch.int8)
+    assert padless.group_offsets(small).tolist() == list(range(100, 1000, 100))
 
 
 # --- the checks above can fail ---------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def swiglu_of_driver(
     path = find_route(quant_outputs.OPERATION, driver.arch, format_name(a), b.format.name)
     prepared = path.load().prepare(driver, a, b, offs, tensors, None, epilogue=epilogue)
     prepared.launch(_stream(a.data))
-    row = quant_outputs.pack(epilogue, tensors, as_cudnn=False).row
+    row = quant_outputs.pack(epilogue, tensors, as_cudnn=False, offs=offs).row
     assert row is not None
     return row
 

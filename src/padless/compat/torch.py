@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.gradients import refuse_gradients
 from padless.layouts import to_mn_major
 from padless.ops.grouped_gemm import grouped_gemm
 
@@ -53,6 +54,7 @@ def scaled_grouped_mm(
     Raises:
         ValueError: anything else, with what is allowed.
     """
+    refuse_gradients(mat_a=mat_a, mat_b=mat_b, scale_a=scale_a, scale_b=scale_b, bias=bias)
     _require_recipe("scale_recipe_a", scale_recipe_a, "BlockWise1x128")
     _require_recipe("scale_recipe_b", scale_recipe_b, "BlockWise128x128")
     for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):

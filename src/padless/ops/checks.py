@@ -7,9 +7,10 @@ import math
 
 import torch
 
-from padless.formats import OUT_DTYPES, BlockScaledTensor
+from padless.formats import OUT_DTYPES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.table import BF16, ROUTES, format_name
+from padless.row_groups import clamped_ends
 
 Activation = BlockScaledTensor | torch.Tensor
 
@@ -37,7 +38,7 @@ def describe(value: object) -> str:
 
 
 def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: torch.Tensor | None) -> None:
-    """Raises ValueError for what can be seen without looking at values."""
+    """Raises ValueError for what can be seen without looking at values, whatever computes the product."""
     _check_kinds(operation, a, b)
     (m, k), (num_groups, n, b_k) = (data_of(a).shape[0], logical_k(a)), b.logical_shape
     if k != b_k:
@@ -57,30 +58,86 @@ def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: to
         raise ValueError(f"b is on {b.device} and a on {a.device}; they must be on one device")
     if num_groups > MAX_GROUPS:
         raise ValueError(f"b has {num_groups} groups; at most {MAX_GROUPS} are supported")
-    if offs is not None:
-        if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
-            raise ValueError(
-                f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {describe(offs)}"
-            )
-        if offs.shape[0] != num_groups:
-            raise ValueError(
-                f"offs has {offs.shape[0]} entries and b {num_groups} groups; they must be as many"
-            )
-        if offs.device != a.device:
-            raise ValueError(f"offs is on {offs.device} and a on {a.device}; they must be on one device")
-        if not offs.is_contiguous():
-            raise ValueError(f"offs must be contiguous, got stride {offs.stride(0)}; call .contiguous()")
-    check_layout("a.data" if isinstance(a, BlockScaledTensor) else "a", data_of(a))
-    check_layout("b.data", b.data)
+    if operation == "grouped_gemm":
+        _check_offs(offs, num_groups, a.device)
+    if isinstance(a, BlockScaledTensor):
+        _check_row_groups(a, offs, num_groups)
+    _check_global_scales("b", b, num_groups)
+    check_rows(_name_of_data(a), data_of(a))
+    check_rows("b.data", b.data)
     if m >= 2**30:
         raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * ceil(K / 128) below 2^31")
+    if isinstance(a, BlockScaledTensor) and a.scale.numel() >= 2**31 - 2**20:
+        blocks = f"ceil(K / {a.format.block_k})"
+        raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * {blocks} below 2^31")
+
+
+def check_operands_of_kernel(a: Activation, b: BlockScaledTensor) -> None:
+    """Raises ValueError for checked operands that the kernels cannot read, where the reference could."""
+    check_alignment(_name_of_data(a), data_of(a))
+    check_alignment("b.data", b.data)
     if isinstance(a, BlockScaledTensor):
-        if a.scale.data_ptr() % 16 != 0:
-            address = a.scale.data_ptr()
-            raise ValueError(f"a.scale is at address {address:#x}; it must be 16-byte aligned; clone() it")
-        if a.scale.numel() >= 2**31 - 2**20:
-            blocks = f"ceil(K / {a.format.block_k})"
-            raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * {blocks} below 2^31")
+        check_address("a.scale", a.scale)
+
+
+def _name_of_data(a: Activation) -> str:
+    return "a.data" if isinstance(a, BlockScaledTensor) else "a"
+
+
+def as_one_group(b: object) -> BlockScaledTensor:
+    """The weights (N, K) of a dense product as (1, N, K). Raises ValueError for what are none."""
+    if not isinstance(b, BlockScaledTensor) or b.data.dim() != 2:
+        raise ValueError(f"b must be a BlockScaledTensor of rank 2, (N, K), got {describe(b)}")
+    if not b.is_weight:
+        raise ValueError(f"b has scales of shape {tuple(b.scale.shape)}; quantize it with kind='weight'")
+    _check_global_scales("b", b, 1)
+    return BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale, b.scale_layout)
+
+
+def _check_row_groups(a: BlockScaledTensor, offs: torch.Tensor | None, num_groups: int) -> None:
+    """Raises ValueError for scales of ``a`` that were made for other groups, as far as the host can know."""
+    rows = a.data.shape[0]
+    if a.row_groups is not None:
+        a.row_groups.check("a", offs, rows, num_groups, "b")
+    elif a.scale_layout == "blocked_groups" and offs is not None and offs.is_cpu:
+        ends = clamped_ends(offs.tolist(), rows)
+        needed = sum(ceil_div(end - start, TILE_ROWS) for start, end in itertools.pairwise([0, *ends]))
+        tiles = a.scale.numel() // blocked_size(1, a.scale_columns)
+        if needed > tiles:
+            raise ValueError(
+                f"a.scale has {tiles} tiles of {TILE_ROWS} rows and the groups of offs need {needed}; "
+                "quantize a with the offs of this call"
+            )
+    _check_global_scales("a", a, num_groups)
+
+
+def _check_global_scales(name: str, t: BlockScaledTensor, num_groups: int) -> None:
+    count = 1 if t.global_scale is None else t.global_scale.numel()
+    if count not in (1, num_groups):
+        raise ValueError(
+            f"{name}.global_scale has {count} values and b {_groups(num_groups)}; it must have one value, or one for "
+            "each group"
+        )
+
+
+def _groups(num_groups: int) -> str:
+    return "1 group" if num_groups == 1 else f"{num_groups} groups"
+
+
+def _check_offs(offs: torch.Tensor | None, num_groups: int, device: torch.device) -> None:
+    if offs is None:
+        raise ValueError(
+            f"offs is None and b has {_groups(num_groups)}; pass the int32 end row of each group (see "
+            "padless.group_offsets)"
+        )
+    if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
+        raise ValueError(f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {describe(offs)}")
+    if offs.shape[0] != num_groups:
+        raise ValueError(f"offs has {offs.shape[0]} entries and b {num_groups} groups; they must be as many")
+    if offs.device != device:
+        raise ValueError(f"offs is on {offs.device} and a on {device}; they must be on one device")
+    if not offs.is_contiguous():
+        raise ValueError(f"offs must be contiguous, got stride {offs.stride(0)}; call .contiguous()")
 
 
 def _check_kinds(operation: str, a: Activation, b: BlockScaledTensor) -> None:
@@ -123,34 +180,55 @@ def output(
             raise ValueError(f"out must be a bfloat16, float16 or float32 tensor, got {describe(out)}")
         if tuple(out.shape) != (m, n) or out.device != a.device:
             raise ValueError(f"out must be (M, N) = {(m, n)} on {a.device}, got {describe(out)}")
-    alignment = 16 // out.element_size()
-    if n % alignment == 0:
-        check_layout("out", out)
-    elif not any_n:
-        raise ValueError(f"N is {n}; it must be a multiple of {alignment} for {out.dtype} output")
-    elif out.stride(1) != 1 or out.stride(0) < n:
+    if not any_n and not _has_whole_pieces(out):
         raise ValueError(
-            f"out has strides {out.stride()} elements; its rows must be contiguous; call .contiguous()"
+            f"N is {n}; it must be a multiple of {16 // out.element_size()} for {out.dtype} output"
         )
+    check_rows("out", out)
     return out
 
 
-def check_layout(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError unless the copy engine can address the rows of ``tensor``."""
-    size = tensor.element_size()
+def check_output_of_kernel(out: torch.Tensor) -> None:
+    """Raises ValueError for a checked output that the kernels cannot write: rows of whole 16 bytes lie on such."""
+    if _has_whole_pieces(out):
+        check_alignment("out", out)
+
+
+def _has_whole_pieces(out: torch.Tensor) -> bool:
+    return out.shape[1] * out.element_size() % 16 == 0
+
+
+def check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless the rows of ``tensor`` are contiguous and lie apart."""
+    rows_overlap = tensor.shape[-2] > 1 and tensor.stride(-2) < tensor.shape[-1]
+    if tensor.numel() > 0 and (tensor.stride(-1) != 1 or rows_overlap):
+        raise ValueError(_about_strides(name, tensor))
+
+
+def check_alignment(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless the copy engine can address the rows of ``tensor``: they start on 16 bytes."""
     if tensor.numel() == 0:
         return
-    rows_overlap = tensor.shape[-2] > 1 and tensor.stride(-2) < tensor.shape[-1]
+    size = tensor.element_size()
     outer = [s for s, length in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if length > 1]
-    if tensor.stride(-1) != 1 or any(s * size % 16 for s in outer) or rows_overlap:
-        raise ValueError(
-            f"{name} has strides {tensor.stride()} elements; the last must be 1 and the others multiples of 16 bytes; "
-            "call .contiguous()"
-        )
+    if any(s * size % 16 for s in outer):
+        raise ValueError(_about_strides(name, tensor))
+    check_address(name, tensor)
+
+
+def check_address(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless ``tensor`` starts on a multiple of 16 bytes."""
     if tensor.data_ptr() % 16 != 0:
         raise ValueError(
             f"{name} is at address {tensor.data_ptr():#x}; it must be 16-byte aligned; clone() it"
         )
+
+
+def _about_strides(name: str, tensor: torch.Tensor) -> str:
+    return (
+        f"{name} has strides {tensor.stride()} elements; the last must be 1 and the others multiples of 16 bytes; "
+        "call .contiguous()"
+    )
 
 
 def check_offs_values(offs: torch.Tensor, m: int) -> None:

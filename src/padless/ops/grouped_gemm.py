@@ -11,10 +11,20 @@ from functools import lru_cache
 import torch
 
 from padless.formats import BlockScaledTensor
+from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelConfig
 from padless.kernels.table import find_route, format_name
 from padless.ops import launch_cache
-from padless.ops.checks import Activation, check_offs_values, check_operands, data_of, describe, output
+from padless.ops.checks import (
+    Activation,
+    as_one_group,
+    check_offs_values,
+    check_operands,
+    check_operands_of_kernel,
+    check_output_of_kernel,
+    data_of,
+    output,
+)
 from padless.reference.gemm import grouped_gemm_reference
 from padless.runtime.devices import NAMES, backends
 from padless.runtime.driver import Driver, cuda_driver
@@ -23,17 +33,25 @@ from padless.runtime.driver import Driver, cuda_driver
 def group_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
     """Cumulative end rows of groups of the given sizes: int32, on the device of ``sizes`` (the CPU for a list).
 
+    Raises ValueError for sizes that are negative or do not fit; those on a GPU are not looked at, since that would wait.
+
     Example: sizes [3, 0, 2] give [3, 3, 5].
     """
     if not isinstance(sizes, torch.Tensor):
+        if isinstance(sizes, Sequence) and all(type(size) is int for size in sizes):
+            _check_sizes(list(sizes))  # before torch meets an integer of more than 64 bits
         sizes = torch.tensor(sizes, dtype=torch.int64 if sizes == [] else None)
     if sizes.dim() != 1 or sizes.is_floating_point():
         raise ValueError(f"sizes must be a 1-D list or tensor of integers, got {sizes.dim()}-D {sizes.dtype}")
+    if sizes.is_cpu:
+        _check_sizes(sizes.tolist())
     ends = sizes.cumsum(0)
-    on_host = not ends.is_cuda and ends.numel() > 0  # on a GPU a look at the values would wait for it
-    if on_host and (int(sizes.min()) < 0 or int(ends[-1]) >= 2**31):
-        raise ValueError(f"sizes must not be negative and sum to less than 2^31, got {sizes.tolist()}")
     return ends.to(torch.int32)
+
+
+def _check_sizes(sizes: list[int]) -> None:
+    if min(sizes, default=0) < 0 or sum(sizes) >= 2**31:  # Python's sum does not wrap around
+        raise ValueError(f"sizes must not be negative and sum to less than 2^31, got {sizes}")
 
 
 def grouped_gemm(
@@ -68,12 +86,18 @@ def grouped_gemm(
     Returns:
         ``out``, (M, N).
 
+    The kernels read and write rows that start on multiples of 16 bytes; the reference takes tensors at any address, such
+    as those of a memory-mapped file.
+
     Arithmetic: nothing is requantised, and K is summed in one order whatever the tile. For FP8_BLOCK, for each 128 of K
     in order, the tensor core's sum of products times (scale of a * scale of b) is added in float32 by a fused
     multiply-add; what the other pairs do is a column of ``padless.kernels.table.ROUTES``. No synchronisation; safe
     in CUDA graphs, streams and threads. It is one kernel launch where the kernel reads the scales' layout: MN-major for
     FP8_BLOCK (row-major ones are copied first, which is faster than reading them in place), blocked or plain for
     the others.
+
+    There is no backward pass: with grad mode on an operand or ``out`` that requires grad is refused, here and in every
+    other call. Under torch.no_grad() it is read as any other tensor, and a new result requires no grad.
 
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
@@ -102,10 +126,6 @@ def gemm(
         out, launched = launch_cache.launch_again("gemm", a, b, None, out, out_dtype, config)
         if launched:
             return out
-    if not isinstance(b, BlockScaledTensor) or b.data.dim() != 2:
-        raise ValueError(f"b must be a BlockScaledTensor of rank 2, (N, K), got {describe(b)}")
-    if not b.is_weight:
-        raise ValueError(f"b has scales of shape {tuple(b.scale.shape)}; quantize it with kind='weight'")
     return _run("gemm", a, b, None, out, out_dtype, backend, config)
 
 
@@ -123,21 +143,22 @@ def _run(
     config: KernelConfig | None,
 ) -> torch.Tensor:
     """A call that is not like one before. The weights of "gemm" come as (N, K)."""
-    weights = b
-    if operation == "gemm":
-        weights = BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale, b.scale_layout)
+    refuse_gradients(a=a, b=b, out=out)
+    weights = as_one_group(b) if operation == "gemm" else b
     known = launch_cache.were_checked(operation, a, b, offs)
     if not known:
         check_operands(operation, a, weights, offs)
     result = output(a, weights, out, out_dtype, any_n=_takes_any_n(operation, a, b, backend, config))
-    if not known:
-        launch_cache.remember_checked(operation, a, b, offs, result)
     if backend is None:
         backend = "cuda" if result.is_cuda else "reference"
     if backend == "reference":
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
         return grouped_gemm_reference(a, weights, ends, out=result)
     driver = _driver(backend, result)
+    check_output_of_kernel(result)
+    if not known:
+        check_operands_of_kernel(a, weights)
+        launch_cache.remember_checked(operation, a, b, offs, result)
     if result.numel() == 0 or weights.data.shape[0] == 0:
         return result
     rows_per_group = a.shape[0] / weights.data.shape[0]

@@ -21,7 +21,13 @@ from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor, cei
 from padless.kernels.launch import KernelConfig, Prepared
 from padless.kernels.table import find_route, format_name
 from padless.ops import launch_cache
-from padless.ops.checks import Activation, check_layout, check_operands, describe
+from padless.ops.checks import (
+    Activation,
+    check_alignment,
+    check_operands,
+    check_operands_of_kernel,
+    describe,
+)
 from padless.ops.grouped_gemm import _driver
 from padless.reference.epilogue import epilogue_reference
 from padless.reference.gemm import grouped_gemm_reference
@@ -97,8 +103,10 @@ def _scales(
     return torch.zeros(shape, dtype=torch.uint8, device=device).view(format.scale_dtype)
 
 
-def pack(epilogue: Epilogue, t: EpilogueTensors, as_cudnn: bool) -> QuantOutputs:
-    """The outputs in `t` as the caller sees them; as_cudnn: with a third dimension of size 1."""
+def pack(
+    epilogue: Epilogue, t: EpilogueTensors, as_cudnn: bool, offs: torch.Tensor | None = None
+) -> QuantOutputs:
+    """The outputs in `t` as the caller sees them; as_cudnn: with a third dimension of 1; offs: what `row` remembers."""
     row = None
     d, d_col = t.d, t.column_codes
     sfd_row, sfd_col = t.row_scale, t.column_scale
@@ -106,7 +114,7 @@ def pack(epilogue: Epilogue, t: EpilogueTensors, as_cudnn: bool) -> QuantOutputs
         assert t.row_codes is not None
         assert t.row_scale is not None
         layout = "plain" if epilogue.row_layout == "plain_mn" else epilogue.row_layout
-        row = BlockScaledTensor(t.row_codes, t.row_scale, epilogue.row_format, t.global_scale, layout)
+        row = BlockScaledTensor(t.row_codes, t.row_scale, epilogue.row_format, t.global_scale, layout, offs)
         d = t.row_codes if d is None else d
         if layout != "plain":
             columns = row.scale_columns
@@ -201,6 +209,11 @@ def prepare(
         return None
     driver = _driver(backend, a.data if isinstance(a, BlockScaledTensor) else a)
     path = find_route(OPERATION, driver.arch, format_name(a), b.format.name, config)
+    check_operands_of_kernel(a, b)
+    for name in ("d", "row_codes", "column_codes"):
+        t = getattr(tensors, name)
+        if t is not None:
+            check_alignment(name, t)
     if a.shape[0] == 0 or b.data.shape[0] == 0:
         return None
     prepared: Prepared = path.load().prepare(driver, a, b, offs, tensors, config, epilogue=epilogue)
@@ -218,13 +231,6 @@ def run(
     stream: int | None = None,
 ) -> None:
     """Computes every output of `epilogue` into `tensors`. What `check` looks at has been checked."""
-    for name, t in (
-        ("d", tensors.d),
-        ("row_codes", tensors.row_codes),
-        ("column_codes", tensors.column_codes),
-    ):
-        if t is not None:
-            check_layout(name, t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t)
     prepared = prepare(a, b, offs, epilogue, tensors, backend, config)
     if prepared is not None:
         index = a.device.index or 0

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from padless.formats import OUT_DTYPES, BlockScaledTensor
+from padless.gradients import refuse_gradients
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import PreparedList, prepare_list
-from padless.ops.checks import check_operands, describe
+from padless.ops.checks import as_one_group, check_operands, check_operands_of_kernel, describe
 from padless.ops.grouped_gemm import _driver
 from padless.reference.gemm import gemm_reference
 
@@ -45,6 +46,7 @@ def grouped_gemm_list(
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
     """
+    refuse_gradients(a=a, b=b, out=out, alpha=alpha)
     outputs = _check(a, b, out, out_dtype, alpha)
     keep = [i for i, d in enumerate(outputs) if d.numel() > 0]
     if not keep:
@@ -60,6 +62,12 @@ def grouped_gemm_list(
         raise ValueError(
             f"backend {backend!r} is {driver.arch}; a list of problems needs Blackwell (sm_100a)"
         )
+    for i in keep:
+        try:
+            check_operands_of_kernel(a[i], b[i])
+            _check_output_of_kernel(outputs[i])
+        except ValueError as error:
+            raise ValueError(f"problem {i}: {error}") from None
     tensors: list[torch.Tensor | None] = [alpha]
     for i in keep:
         tensors += [
@@ -150,18 +158,12 @@ def _check(
 
 
 def _check_problem(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
-    if not isinstance(b, BlockScaledTensor) or b.data.dim() != 2 or not b.is_weight:
-        raise ValueError(f"b must be a BlockScaledTensor of rank 2, (N, K), got {describe(b)}")
+    weights = as_one_group(b)
     if isinstance(a, BlockScaledTensor) and a.scale_layout == "blocked_groups":
         raise ValueError(
             "a has scales in layout 'blocked_groups'; a problem of a list is one group, use 'blocked'"
         )
-    check_operands(
-        "gemm",
-        a,
-        BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale, b.scale_layout),
-        None,
-    )
+    check_operands("gemm", a, weights, None)
 
 
 def _check_output(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor) -> None:
@@ -171,12 +173,21 @@ def _check_output(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor)
     if out.device != a.device:
         raise ValueError(f"out is on {out.device} and a on {a.device}; they must be on one device")
     if out.stride(1) == 1 or out.shape[1] == 1:
-        pieces = [out.data_ptr(), shape[1] * out.element_size()]
-        pieces += [out.stride(0) * out.element_size()] if shape[0] > 1 else []
-        if any(piece % 16 for piece in pieces):
-            raise ValueError(
-                f"out has rows of {shape[1]} {out.dtype} with strides {out.stride()}; rows must start on and be a "
-                "multiple of 16 bytes (or its columns be contiguous)"
-            )
+        if shape[1] * out.element_size() % 16:
+            raise ValueError(_about_rows(out))
     elif out.stride(0) != 1 and shape[0] > 1:
         raise ValueError(f"out has strides {out.stride()}; its rows or its columns must be contiguous")
+
+
+def _check_output_of_kernel(out: torch.Tensor) -> None:
+    if out.stride(1) == 1 or out.shape[1] == 1:
+        pitch = out.stride(0) * out.element_size() if out.shape[0] > 1 else 0
+        if (out.data_ptr() | pitch) % 16:
+            raise ValueError(_about_rows(out))
+
+
+def _about_rows(out: torch.Tensor) -> str:
+    return (
+        f"out has rows of {out.shape[1]} {out.dtype} with strides {out.stride()}; rows must start on and be a multiple "
+        "of 16 bytes (or its columns be contiguous)"
+    )

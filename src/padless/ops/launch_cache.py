@@ -21,6 +21,8 @@ from padless.runtime.driver import PreparedLaunch
 # on a GPU that would need it.
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
+is_grad_enabled = torch.is_grad_enabled
+
 _Facts = tuple[Any, ...]
 
 
@@ -48,17 +50,26 @@ _MAX_OUTPUTS = 256
 
 
 def _facts_of(operation: str, a: Any, b: Any, offs: Any) -> tuple[_Facts, _Facts] | None:
-    """A key that tells most calls apart, and everything that a launch depends on; None for what is not on a GPU."""
+    """A key that tells most calls apart, and everything that a launch depends on; None for what is not on a GPU.
+
+    None too for what a memory of launches cannot speak for, since it changes without the addresses: what requires grad
+    while grad mode is on, and scales that were made for other groups than those of offs.
+    """
     if type(b) is not BlockScaledTensor or not b.data.is_cuda:
         return None
     w, w_scale = b.data, b.scale
     if type(a) is BlockScaledTensor:
+        if a.row_groups is not None and not a.row_groups.is_of(offs):
+            return None
         x, x_scale = a.data, a.scale
         x_facts: _Facts = (id(a.format), a.scale_layout, x_scale.data_ptr(), x_scale.shape, x_scale.stride())
         if a.global_scale is not None:
+            if a.global_scale.requires_grad and is_grad_enabled():
+                return None
             x_facts += _tensor_facts(a.global_scale)
     elif isinstance(a, torch.Tensor):
-        x, x_facts = a, (a.dtype,)
+        x = x_scale = a
+        x_facts = (a.dtype,)
     else:
         return None
     if offs is None:
@@ -68,10 +79,16 @@ def _facts_of(operation: str, a: Any, b: Any, offs: Any) -> tuple[_Facts, _Facts
         ends, ends_facts = offs.data_ptr(), (offs.shape, offs.stride(), offs.dtype, offs.is_cuda)
     else:
         return None
+    if is_grad_enabled() and (
+        x.requires_grad or x_scale.requires_grad or w.requires_grad or w_scale.requires_grad
+    ):
+        return None
     shape = x.shape
     w_facts = (id(b.format), b.scale_layout, w.shape, w.stride())
     scale_facts: _Facts = (w_scale.data_ptr(), w_scale.shape, w_scale.stride())
     if b.global_scale is not None:
+        if b.global_scale.requires_grad and is_grad_enabled():
+            return None
         scale_facts += _tensor_facts(b.global_scale)
     facts = (operation, shape, x.stride(), x.is_cuda, x_facts, w_facts, scale_facts, ends_facts)
     return (x.data_ptr(), w.data_ptr(), ends, shape[0] if shape else 0), facts
@@ -96,7 +113,12 @@ def launch_again(
         if out_dtype not in OUT_DTYPES:
             return None, False
         out = torch.empty(known.shape, dtype=out_dtype, device=known.device)
-    elif not isinstance(out, torch.Tensor) or out.shape != known.shape or not out.is_cuda:
+    elif (
+        not isinstance(out, torch.Tensor)
+        or out.shape != known.shape
+        or not out.is_cuda
+        or (out.requires_grad and is_grad_enabled())
+    ):
         return out, False
     launch = known.launches.get((out.data_ptr(), out.dtype, out.stride(), config))
     if launch is None:

@@ -26,6 +26,7 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
+from padless.gradients import refuse_gradients
 from padless.quantization import rules as quantize_rules
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,11 +67,13 @@ def quantize(
         computes amax / 2688 of x, of each weight of a (G, N, K) x, or of each group of rows where offs is
         given.
     offs: (G,) int32 cumulative END offsets of groups of rows, for "blocked_groups" and for NVFP4. Rows past
-        the last group take its global scale.
+        the last group take its global scale. Scales that depend on the groups serve calls with these groups
+        alone: the result remembers offs, see BlockScaledTensor.
 
     The rules, and what zeros, NaN, Inf and subnormals become, are in docs/formats.md. In short: a block with
     a NaN or an Inf decodes to NaN, and no other block notices.
     """
+    refuse_gradients(x=x, global_scale=global_scale)
     _check_x(x, format, kind)
     scale_major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
     scale_rule = _check_scale_rule(format, scale_rule)
@@ -101,7 +104,7 @@ def _quantize(
         data, scale = quantize_triton_rows.row_blocks(x, format, scale_rule, scale_layout, offs, factors)
     else:
         data, scale = _row_blocks_torch(x, format, scale_rule, scale_layout, offs, factors)
-    return BlockScaledTensor(data, scale, format, decode, scale_layout)
+    return BlockScaledTensor(data, scale, format, decode, scale_layout, offs)
 
 
 def dequantize(
@@ -113,6 +116,9 @@ def dequantize(
     """
     if not isinstance(t, BlockScaledTensor):
         raise ValueError(f"t must be a BlockScaledTensor, got {type(t).__name__}")
+    refuse_gradients(t=t)
+    if t.row_groups is not None and offs is not None:
+        t.row_groups.check("t", offs, t.shape[0], len(offs), "offs")
     block_rows, block_k = t.format.block("activation" if t.is_activation else "weight")
     scale = layouts.plain_scale(t, offs).to(torch.float32)
     codes = layouts.unpack_fp4(t.data) if t.format.codes_per_byte == 2 else t.data
@@ -178,7 +184,7 @@ def _nvfp4_global(
         from padless.quantization.triton import global_scale as quantize_triton_global
     if global_scale is not None:
         if isinstance(global_scale, torch.Tensor):
-            given = global_scale.to(dtype=torch.float32, device=x.device)
+            given = global_scale.detach().to(dtype=torch.float32, device=x.device)
         else:
             given = torch.full(
                 (), global_scale, dtype=torch.float32, device=x.device

@@ -13,6 +13,7 @@ import torch
 from padless.compat.cudnn.operands import Operands, operands_of
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, ROW_FORMATS, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelConfig
 from padless.ops.checks import check_offs_values
 from padless.ops.grouped_gemm_epilogue import QuantOutputs, allocate, check, default_row_layout, pack, run
@@ -166,6 +167,7 @@ def grouped_gemm_swiglu_quant(
 
 
 def _call(activation: str, **o: Any) -> QuantOutputs:
+    refuse_gradients(**o)
     check_fixed(o)
     operands = operands_of(o)
     epilogue = _epilogue(activation, operands, o)
@@ -181,7 +183,7 @@ def _call(activation: str, **o: Any) -> QuantOutputs:
     outputs = allocate(epilogue, m, n, num_groups, a.device, o["m_aligned"])
     tensors = EpilogueTensors(**numbers, **outputs)
     run(a, b, offs, epilogue, tensors, o["backend"], o["config"], stream_handle(o["current_stream"]))
-    return pack(epilogue, tensors, operands.as_cudnn)
+    return pack(epilogue, tensors, operands.as_cudnn, offs)
 
 
 def _epilogue(activation: str, operands: Operands, o: dict[str, Any]) -> Epilogue:

@@ -17,8 +17,9 @@ from padless.compat.cudnn.calls import (
 from padless.compat.cudnn.operands import Operands, operands_of
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, Epilogue, EpilogueTensors, column_tiles
 from padless.formats import BlockScaledFormat, ceil_div
+from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelConfig
-from padless.ops.checks import check_layout, describe
+from padless.ops.checks import check_rows, describe
 from padless.ops.grouped_gemm_epilogue import check, check_tensor, prepare, run
 
 _TENSORS = (
@@ -72,6 +73,7 @@ class GroupedGemmQuant:
         config: KernelConfig | None = None,
     ) -> None:
         given = locals()
+        refuse_gradients(**given)
         self._samples = {name: given["sample_" + name.removesuffix("_tensor")] for name in _TENSORS}
         self._m_aligned = m_aligned
         self._options = {
@@ -123,6 +125,7 @@ class GroupedGemmQuant:
     ) -> None:
         """Computes into the outputs given. They and the operands are of the samples' types, N, K and G."""
         given = locals()
+        refuse_gradients(**given)
         expected = self._checked()
         if not self._compiled:
             raise RuntimeError("call compile() first")
@@ -247,7 +250,7 @@ def _epilogue(given: dict[str, Any], options: dict[str, Any]) -> Epilogue:
 def _rows(name: str, t: torch.Tensor) -> torch.Tensor:
     """(M, N) of (M, N, 1)."""
     rows = t[:, :, 0]
-    check_layout(name, rows.view(torch.uint8) if rows.dtype == torch.float4_e2m1fn_x2 else rows)
+    check_rows(name, rows)
     return rows
 
 

@@ -77,7 +77,7 @@ def number(name: str, t: object, shapes: list[tuple[int, ...]], device: torch.de
         raise ValueError(
             f"{name} must be {allowed}, float32, bfloat16 or float16, on {device}, got {describe(t)}"
         )
-    t = t.to(torch.float32)
+    t = t.detach().to(torch.float32)
     return t if name == "bias_tensor" else t.contiguous()
 
 

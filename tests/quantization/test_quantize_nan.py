@@ -13,9 +13,9 @@ import torch
 
 from padless.formats import FORMATS, FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
 from padless.layouts import from_blocked, unpack_fp4
-from padless.quantize import SCALE_RULES, dequantize, quantize
-from padless.quantize_rules import ELEMENT_EMAX, MX_SCALE_RULES, fp8_block, nvfp4, nvfp4_factors
-from padless.reference_epilogue import nearest_code
+from padless.quantization.quantize import SCALE_RULES, dequantize, quantize
+from padless.quantization.rules import ELEMENT_EMAX, MX_SCALE_RULES, fp8_block, nvfp4, nvfp4_factors
+from padless.reference.epilogue import nearest_code
 
 # Quiet and signalling NaN of both signs, what GPUs and x86 make, all bits set; and the two Inf.
 NANS = (0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FC12345, 0xFFA00000)

@@ -12,33 +12,31 @@ from types import ModuleType
 
 import pytest
 import torch
-from quant_cases import Fenced, QuantCase, plant, reference
-from sm90_quant_cases import DRIVER, Case, PairCase
-from sm90_quant_cases import check as check_sm90
-from sm100_quant import Problem
-from sm100_quant import check as check_sm100
 
-from padless import jit
-from padless.config import GemmConfig
 from padless.emulator.fake_driver import emulated_driver
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
+from padless.kernels.sm90_bf16 import host as sm90_bf16
+from padless.kernels.sm90_bf16 import host_quant as sm90_bf16_quant
+from padless.kernels.sm90_fp8 import host_quant as sm90_fp8_quant
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
+from padless.kernels.sm90_mxfp8 import host_quant as sm90_mxfp8_quant
+from padless.kernels.sm100_grouped import host_quant as sm100_grouped_quant
 from padless.layouts import unpack_fp4
-from padless.paths import (
-    sm90_bf16,
-    sm90_bf16_quant,
-    sm90_fp8_quant,
-    sm90_mxfp8,
-    sm90_mxfp8_quant,
-    sm100_grouped_quant,
-)
-from padless.reference import group_rows
+from padless.reference.gemm import group_rows
+from padless.runtime import jit
+from support.quant_cases import Fenced, QuantCase, plant, reference
+from support.sm90_quant_cases import DRIVER, Case, PairCase
+from support.sm90_quant_cases import check as check_sm90
+from support.sm100_quant import Problem
+from support.sm100_quant import check as check_sm100
 
 SLOW = pytest.mark.slow
 SIZES = (40, 0, 130, 1, 5)
 # Row 3 of the first group, row 100 of the third, the one of the fourth; and column 5 of the third.
 BROKEN_ROWS, BROKEN_GROUP, BROKEN_COLUMN = (3, 140, 170), 2, 5
-WIDE = GemmConfig(block_m=256, cluster_n=2)
+WIDE = Sm90Fp8Config(block_m=256, cluster_n=2)
 
 FP8 = Epilogue(row_format=FP8_BLOCK, column_format=FP8_BLOCK, d_dtype=torch.bfloat16, amax=True)
 FP8_CODES = dataclasses.replace(FP8, d_dtype=None)  # two units of a warpgroup have no room for more
@@ -272,7 +270,7 @@ def test_the_bits_of_a_nan_sum_do_not_matter(monkeypatch: pytest.MonkeyPatch, na
 def test_nan_sums_of_a_swiglu(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """Row maxima that two CTAs swap, on Hopper."""
     case = KERNELS[kernel][1](256)
-    config = GemmConfig(block_m=128, cluster_n=2) if kernel == "sm90_fp8" else None
+    config = Sm90Fp8Config(block_m=128, cluster_n=2) if kernel == "sm90_fp8" else None
     acc = sums_of(case)
     for planted in (False, True):
         if planted:

@@ -1,0 +1,43 @@
+"""Refusal of tensors that require grad: no call has a backward pass, and autograd would make up one from its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_PARTS = ("data", "scale", "global_scale")
+
+
+def refuse_gradients(**arguments: object) -> None:
+    """Raises ValueError for an argument that requires grad, unless grad mode is off.
+
+    arguments: by the names that the caller knows them by: tensors, `padless.BlockScaledTensor`s, sequences of either.
+        Anything else is passed over.
+    """
+    if torch.is_grad_enabled():
+        for name, value in arguments.items():
+            _refuse(name, value)
+
+
+def detached(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``; where it requires grad, cut off from its graph with grad mode off, and a ValueError with it on."""
+    if not tensor.requires_grad:
+        return tensor
+    refuse_gradients(**{name: tensor})
+    return tensor.detach()
+
+
+def _refuse(name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            raise ValueError(
+                f"{name} requires grad and padless computes no gradients; pass {name}.detach() or call under "
+                "torch.no_grad()"
+            )
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for i, one in enumerate(value):
+            _refuse(f"{name}[{i}]", one)
+    elif hasattr(value, "scale"):
+        for part in _PARTS:
+            _refuse(f"{name}.{part}", getattr(value, part, None))
