@@ -100,9 +100,9 @@ class InPlaceOfTheGpu:
             run_problem(problem, "cpu", "emulator")
         return run_problem(problem, "cpu", "reference")
 
-    def sums(self, problem: Any, arch: str, device: str, backend: str | None) -> torch.Tensor:
+    def sums(self, problem: Any, device: str, backend: str | None) -> torch.Tensor:
         with self.watched():
-            _SUMS(problem, arch, "cpu", "emulator")
+            _SUMS(problem, "cpu", "emulator")
         return grouped_gemm(problem.a, problem.b, problem.offs, out_dtype=torch.float32, backend="reference")
 
 

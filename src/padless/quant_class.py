@@ -18,7 +18,7 @@ from padless.grouped_gemm_quant import (
     check_fixed,
     stream_handle,
 )
-from padless.paths.launching import KernelConfig
+from padless.paths.launching import KernelChoice
 from padless.quant_outputs import check, check_tensor, prepare, run
 
 _TENSORS = (
@@ -69,7 +69,7 @@ class GroupedGemmQuant:
         gate_up: str | None = None,
         semantics: str = "implementation",
         backend: str | None = None,
-        config: KernelConfig | None = None,
+        config: KernelChoice | None = None,
     ) -> None:
         given = locals()
         self._samples = {name: given["sample_" + name.removesuffix("_tensor")] for name in _TENSORS}

@@ -21,7 +21,7 @@ from padless.epilogue import (
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor, ceil_div
 from padless.grouped_gemm import _driver
 from padless.paths import find_path, format_name
-from padless.paths.launching import KernelConfig, Prepared
+from padless.paths.launching import KernelChoice, Prepared, tile_of
 from padless.reference import grouped_gemm_reference
 from padless.reference_epilogue import epilogue_reference
 
@@ -187,7 +187,7 @@ def prepare(
     epilogue: Epilogue,
     tensors: EpilogueTensors,
     backend: str | None,
-    config: KernelConfig | None,
+    config: KernelChoice | None,
 ) -> Prepared | None:
     """The packed launch of the fused kernel; None for the reference and where there is nothing to compute.
 
@@ -202,7 +202,7 @@ def prepare(
     path = find_path(OPERATION, driver.arch, format_name(a), b.format.name, config)
     if a.shape[0] == 0 or b.data.shape[0] == 0:
         return None
-    prepared: Prepared = path.load().prepare(driver, a, b, offs, tensors, config, epilogue=epilogue)
+    prepared: Prepared = path.load().prepare(driver, a, b, offs, tensors, tile_of(config), epilogue=epilogue)
     return prepared
 
 
@@ -213,7 +213,7 @@ def run(
     epilogue: Epilogue,
     tensors: EpilogueTensors,
     backend: str | None,
-    config: KernelConfig | None,
+    config: KernelChoice | None,
     stream: int | None = None,
 ) -> None:
     """Computes every output of `epilogue` into `tensors`. What `check` looks at has been checked."""

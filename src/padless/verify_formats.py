@@ -17,7 +17,7 @@ from padless.fence import GuardedOutput
 from padless.formats import FORMATS, BlockScaledFormat, BlockScaledTensor
 from padless.grouped_gemm import group_offsets, grouped_gemm
 from padless.layouts import to_blocked, to_blocked_groups
-from padless.paths import BF16, PATHS, Path
+from padless.paths import BF16, PATHS, Path, find_path
 from padless.processes import in_order, worker_pool
 from padless.reference import grouped_gemm_reference
 from padless.verify_checks import ROW_ERROR_LIMIT, row_errors
@@ -39,11 +39,10 @@ def paths_of(arch: str) -> list[Path]:
 
 
 def configs_of(path: Path) -> list[Any]:
-    """Kernels to try: the one that is chosen when none is named (None, where no other path can be) and all tiles."""
+    """Kernels to try: the path's with the tile that it picks (None where the path is the default) and all tiles."""
     module = path.load()
-    pair = (path.operation, path.arch, path.a, path.b)
-    alone = sum((p.operation, p.arch, p.a, p.b) == pair for p in PATHS) == 1
-    configs: list[Any] = [None] if alone else []
+    default = find_path(path.operation, path.arch, path.a, path.b) == path
+    configs: list[Any] = [None if default else module.Config]
     if path.module == "sm90_bf16":
         tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128)]
         tiles += [(m, 256, warpgroups) for m in (8, 16, 32) for warpgroups in (2, 4)]
