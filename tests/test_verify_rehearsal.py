@@ -24,6 +24,7 @@ from padless import (
     verify_emulator,
     verify_epilogue,
     verify_formats,
+    verify_invariance,
     verify_small,
 )
 from padless.emulator import fake_driver
@@ -198,6 +199,13 @@ def test_the_formats_ask_for_nothing_else() -> None:
     with in_place_of_the_gpu() as (gpu, _):
         assert verify_formats.check_formats_accuracy()
     assert gpu.asked == listed("formats")
+
+
+def test_batch_invariance_asks_for_nothing_else() -> None:
+    with in_place_of_the_gpu() as (gpu, _):
+        assert verify_invariance.check_batch_invariance(1)
+    assert len(gpu.asked) > 20
+    assert gpu.asked <= listed("batch invariance")
 
 
 def test_the_epilogues_ask_for_nothing_else() -> None:

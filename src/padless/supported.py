@@ -13,7 +13,7 @@ _INVARIANCE = """
 ## What the bits of a row depend on
 
 On the row, the weights of its group, N, K, the architecture and the output's dtype; on nothing else. M, G, the sizes of
-groups, the rows around it, rows past the last group, the tile, the layout of the scales, graphs and streams change no bit
+groups, the rows around it, rows past the last group, the tile, the layout of scales, graphs and streams change no bit
 of it. Nor does the call: `gemm` is `grouped_gemm` of one group, `grouped_gemm_list` is `gemm` of each problem, and
 `grouped_gemm_quant` quantises the float32 sums that `grouped_gemm` rounds. So a token gets the same numbers alone and in
 a full batch, in prefill and in decoding. What is a function of many rows is not of one: column codes, amax, and the
@@ -27,7 +27,7 @@ configuration chooses the other, tile and all; the promise holds for each kernel
 | pair | on request | what it is for, and what it costs |
 |---|---|---|
 | MXFP8 x MXFP8, Hopper | `config=padless.Bf16GemmConfig` | {few_rows} |
-| MXFP8 x MXFP8, `gemm`, Blackwell | `config=padless.Sm100GroupedConfig` | the grouped kernel, for one group; not measured |
+| MXFP8 x MXFP8, `gemm`, Blackwell | `config=padless.Sm100GroupedConfig` | the grouped kernel; not measured |
 
 The Hopper figures are of one H200 ([record](measured/2026-11-21-h200-formats.jsonl)), which has no MXFP8 x MXFP8 by the
 bf16 kernel with more than 16 rows a group.

@@ -22,6 +22,7 @@ from padless import (
     verify_checks,
     verify_epilogue,
     verify_formats,
+    verify_invariance,
     verify_small,
 )
 from padless.driver import Driver
@@ -127,6 +128,9 @@ _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
     "formats": partial(_formats, verify_formats.JUDGED, ("cubin",)),
     "epilogues": _epilogues,
     "chains": lambda arch: [Rehearsal(partial(verify_chain.rehearse, arch))],
+    "batch invariance": lambda arch: [
+        Rehearsal(partial(verify_invariance.rehearse, *job)) for job in verify_invariance.problems_of(arch)
+    ],
 }
 _MODULES: dict[str, Callable[[str], list[Rehearsal]]] = {
     "padless.verify_checks": lambda arch: [_of_check(verify_checks.SMALL, arch)],
