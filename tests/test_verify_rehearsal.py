@@ -202,10 +202,42 @@ def test_the_formats_ask_for_nothing_else() -> None:
 
 
 def test_batch_invariance_asks_for_nothing_else() -> None:
-    with in_place_of_the_gpu() as (gpu, _):
-        assert verify_invariance.check_batch_invariance(1)
+    judge = verify_invariance.judge_problem
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def on_both(*args: Any, **options: Any) -> Any:
+            with gpu.watched():
+                call(*args, **options | {"backend": "emulator"})
+            return call(*args, **options | {"backend": "reference"})
+
+        return on_both
+
+    with in_place_of_the_gpu() as (gpu, patch):
+        for name in ("grouped_gemm", "gemm", "grouped_gemm_quant"):
+            patch.setattr(verify_invariance, name, watched(getattr(verify_invariance, name)))
+        patch.setattr(verify_invariance, "judge_problem", lambda problem: judge(problem, "cpu"))
+        patch.setattr(verify_invariance, "problems_of", lambda arch, problems: SOME_INVARIANT)
+        patch.setattr(verify_invariance, "cuda_driver", lambda: type("D", (), {"arch": H200.arch}))
+        assert verify_invariance.check_batch_invariance()
+    kernels, _ = kernels_of(
+        [Rehearsal(partial(verify_invariance.rehearse, *job)) for job in SOME_INVARIANT], H200
+    )
     assert len(gpu.asked) > 20
-    assert gpu.asked <= listed("batch invariance")
+    assert gpu.asked == set(kernels) <= listed("batch invariance")
+
+
+# One problem by each kernel of Hopper, one of them a second kernel for its pair. The reference's sums are exact.
+SOME_INVARIANT = [
+    (path, 0)
+    for path in verify_invariance.invariance_paths(H200.arch)
+    if (path.module, path.a, path.b)
+    in {
+        ("sm90_fp8", "FP8_BLOCK", "FP8_BLOCK"),
+        ("sm90_mxfp8", "MXFP8", "MXFP8"),
+        ("sm90_bf16", "MXFP8", "MXFP8"),
+        ("sm90_bf16", "NVFP4", "NVFP4"),
+    }
+]
 
 
 def test_the_epilogues_ask_for_nothing_else() -> None:
