@@ -13,9 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from quant_cases import plant
 
+from padless import (
+    Bf16GemmConfig,
+    BlockScaledTensor,
+    GemmConfig,
+    Sm90Mxfp8Config,
+    grouped_gemm,
+    verify_invariance,
+)
 from padless import config as fp8_config
-from padless import grouped_gemm, verify_invariance
 from padless.config_sm100_grouped import select_grouped_config
 from padless.emulator.fake_driver import driver_of
 from padless.grouped_gemm import group_offsets
@@ -90,23 +98,45 @@ def test_mxfp8_on_hopper_in_all_surroundings() -> None:
     assert judge_emulated(problem) > 6 * 12 * N
 
 
+def with_and_without_loud_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Bits of three rows of MXFP4 x MXFP4 on Hopper, whose scales are all inside of float16's range: among rows that
+    have others from the second stage of K on, and by themselves."""
+    problem = make_problem(path_of("sm90_bf16", "MXFP4", "MXFP4"), (9,), N, 544, torch.float32, 3)
+    assert isinstance(problem.a, BlockScaledTensor)
+    exponents = problem.a.scale.view(torch.uint8).int() - 127
+    beyond = (exponents < -18) | (exponents > 5)
+    quiet = torch.tensor([0, 2, 3])
+    assert beyond.any(dim=1).nonzero().flatten().tolist() == [1, 8]
+    assert not beyond[:, :8].any()
+    few = verify_invariance.rows_of(problem.a, quiet)
+    among, alone = (multiplied(p, None) for p in (problem, replace(problem, a=few, sizes=(3,))))
+    return among[quiet], alone
+
+
 def test_mxfp4_leaves_float16_for_the_rows_that_need_it_alone() -> None:
-    """A tile goes from f16 to bf16 products at the first scale beyond f16, which two of its rows have: no other row
-    may see it."""
-    path = path_of("sm90_bf16", "MXFP4", "MXFP4")
-    problem = make_problem(path, (9,), N, 288, torch.float32, 3)
-    scales = problem.a.scale.view(torch.uint8).int() - 127  # type: ignore[union-attr]
-    assert bool(((scales < -18) | (scales > 5)).any())
-    assert bool(((scales >= -18) & (scales <= 5)).all(dim=1).any())
-    assert judge_emulated(problem, ("dense",)) == (1 + 9) * N
-    few = verify_invariance.rows_of(problem.a, torch.tensor([0, 2, 3]))
-    inside = replace(problem, a=few, sizes=(3,))
-    backend = backend_of("sm_90a")
-    both = []
-    for p in (problem, inside):
-        out = grouped_gemm(p.a, p.b, group_offsets(p.sizes), out_dtype=torch.float32, backend=backend)
-        both.append(out.view(torch.int32))
-    assert torch.equal(both[0][[0, 2, 3]], both[1])
+    """A tile goes from f16 to bf16 products at the first scale beyond f16: no other row may see it."""
+    among, alone = with_and_without_loud_rows()
+    assert torch.equal(among, alone)
+
+
+def test_a_tile_that_leaves_float16_wrongly_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = "d[u][i] *= F16_UNSHIFT"
+    plant(monkeypatch, sm90_bf16, "sm90_bf16_multiply.cuh", old, "d[u][i] *= F16_UNSHIFT / 2")
+    among, alone = with_and_without_loud_rows()
+    assert bool((among != alone).any(dim=1).all())
+
+
+def test_a_class_chooses_the_kernel_and_leaves_the_tile_to_it() -> None:
+    problem = make_problem(path_of("sm90_mxfp8", *SPECIAL), SIZES, N, K, torch.float32, 2)
+    default, other = multiplied(problem, None), multiplied(problem, Bf16GemmConfig)
+    assert not torch.equal(default, other)
+    tile = sm90_bf16.select_config(*SPECIAL, sum(SIZES), len(SIZES))
+    assert torch.equal(multiplied(problem, tile), other)
+    assert torch.equal(multiplied(problem, Sm90Mxfp8Config), default)
+    with pytest.raises(
+        ValueError, match=r"config is a GemmConfig; .* takes a Sm90Mxfp8Config or Bf16GemmConfig"
+    ):
+        multiplied(problem, GemmConfig)
 
 
 @pytest.mark.slow
