@@ -31,7 +31,7 @@ POINT = FormatsPoint("prefill", 70, 64, 256, 3)
 
 @pytest.fixture(scope="module")
 def record() -> dict[str, Any]:
-    return measure_formats(POINT, 5, StandInTimer(), 4e12, "sm_90a", None, "cpu")
+    return measure_formats(POINT, 5, StandInTimer(), 4e12, "sm_90a", "cpu")
 
 
 def test_a_record_has_every_pair_that_has_a_kernel(record: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ def test_what_is_wrong_is_named_and_not_timed(damage: str, monkeypatch: pytest.M
 
     names, _ = offered("sm_90a")
     monkeypatch.setattr(formats, "own_entries", damaged)
-    record = measure_formats(point, 5, StandInTimer(), 4e12, "sm_90a", None, "cpu")
+    record = measure_formats(point, 5, StandInTimer(), 4e12, "sm_90a", "cpu")
     assert name not in record["gpu"]
     if damage == "raises":
         assert record["errors"][name] == "RuntimeError: boom"
@@ -152,7 +152,7 @@ def test_what_is_wrong_is_named_and_not_timed(damage: str, monkeypatch: pytest.M
 
 def test_the_competitions_shapes_run_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COMPETITION, "D", ((17, 3), 32, 96))
-    record = measure_formats(formats.competition("D"), 5, StandInTimer(), 4e12, "sm_90a", None, "cpu")
+    record = measure_formats(formats.competition("D"), 5, StandInTimer(), 4e12, "sm_90a", "cpu")
     assert record["wrong"] == {}
     assert record["sizes"] == [17, 3]
     # Twenty elements rounded to bf16 instead of float16 would not all pass.

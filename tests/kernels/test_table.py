@@ -45,19 +45,28 @@ def test_every_path_is_in_the_table_and_nothing_else() -> None:
 
 
 def test_the_named_default_is_the_one_that_is_taken() -> None:
-    text, decided_by_rows = supported_markdown(), 0
+    text = supported_markdown()
     for operation in {path.operation for path in ROUTES}:
         for (a, b), cells in rows_of(text, operation).items():
             for arch, cell in zip(("sm_90a", "sm_100a"), cells, strict=True):
                 if cell == "-":
                     continue
-                limit = re.search(r"up to (\d+) rows a group, `(\w+)` beyond", cell)
                 kernels = re.findall(r"`(\w+)`", cell)
-                rows = int(limit[1]) if limit else 1
-                taken = [find_route(operation, arch, a, b, None, r).name for r in (rows, rows + 1)]
-                assert taken == [kernels[0], limit[2] if limit else kernels[0]], cell
-                decided_by_rows += limit is not None
-    assert decided_by_rows == 8  # four pairs of MXFP8, grouped and dense
+                assert find_route(operation, arch, a, b).name == kernels[0], cell
+                for path in ROUTES:
+                    if (path.operation, path.arch, path.a, path.b) == (operation, arch, a, b):
+                        assert find_route(operation, arch, a, b, path.load().Config) == path, "by its class"
+
+
+def test_every_call_takes_the_same_kernel_for_a_pair() -> None:
+    """What is quantised is what grouped_gemm and gemm round: but for Blackwell's dense kernel one kernel does all."""
+    for path in ROUTES:
+        first = find_route(path.operation, path.arch, path.a, path.b)
+        grouped = find_route("grouped_gemm", path.arch, path.a, path.b)
+        if (path.operation, path.arch, path.a[:5]) == ("gemm", "sm_100a", "MXFP8"):
+            assert first.kernel == "sm100_dense/sm100_mxfp8_gemm.cu"
+        else:
+            assert (first.kernel, first.accumulation) == (grouped.kernel, grouped.accumulation)
 
 
 def test_a_new_path_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,7 @@ def build(
         if planted is not None and planted[0] == header:
             assert text.count(planted[1]) == 1, f"{header} changed: plant another bug than {planted[1]!r}"
             text = text.replace(planted[1], planted[2])
+        (folder / header).parent.mkdir(exist_ok=True)
         (folder / header).write_text(text)
     calls = " ".join(f"SHAPE({m}, {n}, {r})" for m, n, r in shapes)
     library = folder / "schedule.so"

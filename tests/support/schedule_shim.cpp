@@ -106,9 +106,9 @@ static void __syncwarp() {  // with a shuffle's own steps: all lanes come before
 }
 static void __threadfence() {}
 
-#include "pipeline.cuh"
-#include "scheduler.cuh"
-#include "group_table.cuh"
+#include "device/pipeline.cuh"
+#include "device/scheduler.cuh"
+#include "device/group_table.cuh"
 
 // The tile queue of each worker, whose readers take every tile at once. Only what is handed out is of interest here.
 static uint32_t shared_address(const void*);
@@ -138,7 +138,7 @@ static int atomicAdd(int* address, int value) {
     return old;
 }
 
-#include "tile_queue.cuh"
+#include "device/tile_queue.cuh"
 
 namespace {
 constexpr int MOST_GROUPS = 256;

@@ -171,7 +171,7 @@ def test_another_architectures_kernels_get_a_table_of_their_own(
     tile = Tile(128, 256, 1, 8)
     truth = {tile: TileCost(100.0, 60.0, 50.0)}
     monkeypatch.setitem(BUILT_IN, "sm100_made_up", CostTable({tile: TileCost(90, 80, 70)}, "a test"))
-    path = SimpleNamespace(kernel="sm100_made_up.cu", arch="sm_100a", operation="grouped_gemm")
+    path = SimpleNamespace(name="sm100_made_up", arch="sm_100a", operation="grouped_gemm")
     monkeypatch.setattr(tune, "ROUTES", (*tune.ROUTES, path))
     monkeypatch.setattr(tune, "_arch", lambda: "sm_100a")
     monkeypatch.setattr(tune, "gpu_clock", lambda path, repeats: knowing_clock(truth, 132))

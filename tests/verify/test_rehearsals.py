@@ -29,6 +29,7 @@ from padless.verify import against_emulator as verify_emulator
 from padless.verify import epilogue as verify_epilogue
 from padless.verify import formats as verify_formats
 from padless.verify import fp8_block as verify_checks
+from padless.verify import invariance as verify_invariance
 from padless.verify import run as verify
 from padless.verify import small as verify_small
 from padless.verify import tensor_core as verify_arithmetic
@@ -106,9 +107,9 @@ class InPlaceOfTheGpu:
             run_problem(problem, "cpu", "emulator")
         return run_problem(problem, "cpu", "reference")
 
-    def sums(self, problem: Any, arch: str, device: str, backend: str | None) -> torch.Tensor:
+    def sums(self, problem: Any, device: str, backend: str | None) -> torch.Tensor:
         with self.watched():
-            _SUMS(problem, arch, "cpu", "emulator")
+            _SUMS(problem, "cpu", "emulator")
         return grouped_gemm(problem.a, problem.b, problem.offs, out_dtype=torch.float32, backend="reference")
 
 
@@ -204,6 +205,45 @@ def test_the_formats_ask_for_nothing_else() -> None:
     with in_place_of_the_gpu() as (gpu, _):
         assert verify_formats.check_formats_accuracy()
     assert gpu.asked == listed("formats")
+
+
+def test_batch_invariance_asks_for_nothing_else() -> None:
+    judge = verify_invariance.judge_problem
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def on_both(*args: Any, **options: Any) -> Any:
+            with gpu.watched():
+                call(*args, **options | {"backend": "emulator"})
+            return call(*args, **options | {"backend": "reference"})
+
+        return on_both
+
+    with in_place_of_the_gpu() as (gpu, patch):
+        for name in ("grouped_gemm", "gemm", "grouped_gemm_quant"):
+            patch.setattr(verify_invariance, name, watched(getattr(verify_invariance, name)))
+        patch.setattr(verify_invariance, "judge_problem", lambda problem: judge(problem, "cpu"))
+        patch.setattr(verify_invariance, "problems_of", lambda arch, problems: SOME_INVARIANT)
+        patch.setattr(verify_invariance, "cuda_driver", lambda: type("D", (), {"arch": H200.arch}))
+        assert verify_invariance.check_batch_invariance()
+    kernels, _ = kernels_of(
+        [Rehearsal(partial(verify_invariance.rehearse, *job)) for job in SOME_INVARIANT], H200
+    )
+    assert len(gpu.asked) > 20
+    assert gpu.asked == set(kernels) <= listed("batch invariance")
+
+
+# One problem by each kernel of Hopper, one of them a second kernel for its pair. The reference's sums are exact.
+SOME_INVARIANT = [
+    (path, 0)
+    for path in verify_invariance.invariance_paths(H200.arch)
+    if (path.module, path.a, path.b)
+    in {
+        ("sm90_fp8", "FP8_BLOCK", "FP8_BLOCK"),
+        ("sm90_mxfp8", "MXFP8", "MXFP8"),
+        ("sm90_bf16", "MXFP8", "MXFP8"),
+        ("sm90_bf16", "NVFP4", "NVFP4"),
+    }
+]
 
 
 def test_the_epilogues_ask_for_nothing_else() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,6 @@ from padless.bench.results import Record, finite
 from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
 from padless.formats import BlockScaledTensor
 from padless.kernels.table import ROUTES, Route, kernels_arch
-from padless.runtime.driver import Driver
 from padless.testing import machine
 from padless.testing.operands import BF16, Operands, make_operands
 from padless.testing.timing import Timer
@@ -138,13 +137,12 @@ def offered(arch: str) -> tuple[dict[str, Route], list[str]]:
 
 def own_entries(
     names: dict[str, Route],
-    driver: Driver | None,
     sizes: list[int],
     point: FormatsPoint,
     seed: int,
     device: str,
 ) -> dict[str, Entry]:
-    """padless with every pair of formats. driver: None where the reference stands in for kernels (tests on the CPU)."""
+    """padless with every pair of formats. On the CPU the reference stands in for the kernels."""
     from padless.ops.grouped_gemm import grouped_gemm
 
     dtype = torch.float16 if point.case in COMPETITION else torch.bfloat16
@@ -156,30 +154,12 @@ def own_entries(
             made[pair] = make_operands(*pair, sizes, point.N, point.K, seed=seed, device=device)
         operands = made[pair]
         out = torch.full((sum(sizes), point.N), float("nan"), dtype=dtype, device=device)
-        default = "," not in name
-        if default or driver is None:
-            # Defaults by name: the public call picks the first path.
-            call = _public_call(grouped_gemm, operands, out)
-        else:
-            call = _prepared_call(path, driver, operands, out)
+        # A kernel that is not the default is chosen by its class, so that it too picks its tile.
+        choice = None if "," not in name else path.load().Config
+        call = partial(grouped_gemm, operands.a, operands.b, operands.offs, out=out, config=choice)
         contender = Contender(name, call, lambda out=out: out, _ROW_LIMIT)  # type: ignore[misc]
         entries[name] = Entry(contender, operands, operands.bytes + out.nbytes)
     return entries
-
-
-def _public_call(function: Any, operands: Operands, out: torch.Tensor) -> Any:
-    return lambda: function(operands.a, operands.b, operands.offs, out=out)
-
-
-def _prepared_call(path: Route, driver: Driver, operands: Operands, out: torch.Tensor) -> Any:
-    """A kernel that is not the default, with the configuration it picks; copies that it makes are timed too."""
-    module = path.load()
-
-    def call() -> None:
-        prepared = module.prepare(driver, operands.a, operands.b, operands.offs, out, None)
-        prepared.launch(torch.cuda.current_stream().cuda_stream)
-
-    return call
 
 
 def torch_entries(operands: dict[str, Operands], point: FormatsPoint) -> dict[str, Entry]:
@@ -297,13 +277,12 @@ def measure_formats(
     timer: Timer,
     copy_bytes_per_s: float,
     arch: str,
-    driver: Driver | None,
     device: str = "cuda",
 ) -> Record:
     """Record of one point: checks, GPU times and floors of every contender, and what there is no kernel for."""
     sizes = sizes_of(point, seed)
     names, missing = offered(arch)
-    entries = own_entries(names, driver, sizes, point, seed, device)
+    entries = own_entries(names, sizes, point, seed, device)
     errors: dict[str, str] = {}
     try:
         # On the dequantised operands of the pair whose weights are smallest, as an FP4 checkpoint would be run.
@@ -345,11 +324,11 @@ def run_formats(
     session = open_session("formats", out_dir, (), settings)
     from padless.runtime.driver import cuda_driver
 
-    driver = cuda_driver()
+    arch = cuda_driver().arch
 
     def measure(point: FormatsPoint) -> Record:
         copy = session.ceilings.copy_bytes_per_s
-        return measure_formats(point, settings.seed, session.timer, copy, driver.arch, driver)
+        return measure_formats(point, settings.seed, session.timer, copy, arch)
 
     records = run_points(session, "formats", grid_points, measure)
     print_formats(session.console, records)

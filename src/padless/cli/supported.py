@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 from padless.formats import FORMATS, BlockScaledFormat
-from padless.kernels.table import FEW_ROWS, ROUTES, Route, preferred
+from padless.kernels.table import ROUTES, Route
 
 _ARCHS = {"sm_90a": "Hopper (sm_90a)", "sm_100a": "Blackwell (sm_100a, sm_103a)"}
 _DTYPES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn_x2": "e2m1, two a byte"}
 _SCALES = {"float32": "float32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
+
+_INVARIANCE = """
+## What the bits of a row depend on
+
+On the row, the weights of its group, N, K, the architecture and the output's dtype; on nothing else. M, G, the sizes of
+groups, the rows around it, rows past the last group, the tile, the layout of scales, graphs and streams change no bit
+of it. Nor does the call: `gemm` is `grouped_gemm` of one group, `grouped_gemm_list` is `gemm` of each problem, and
+`grouped_gemm_quant` quantises the float32 sums that `grouped_gemm` rounds. So a token gets the same numbers alone and in
+a full batch, in prefill and in decoding. What is a function of many rows is not of one: column codes, amax, and the
+global scale that `quantize` finds for NVFP4. `padless verify` checks all this on a GPU ("batch invariance"), and
+tests/test_batch_invariance.py in the emulator, for every pair of these tables; of Blackwell there is the emulator alone.
+The reference promises it where float64 holds a block's sum of code products exactly, which e4m3 and FP4 codes ensure.
+
+Where a table says "on request" there are two kernels for a pair, and the default never changes. The class of the other's
+configuration chooses the other, tile and all; the promise holds for each kernel by itself.
+
+| pair | on request | what it is for, and what it costs |
+|---|---|---|
+| MXFP8 x MXFP8, Hopper | `config=padless.Bf16GemmConfig` | {few_rows} |
+| MXFP8 x MXFP8, `gemm`, Blackwell | `config=padless.Sm100GroupedConfig` | the grouped kernel; not measured |
+
+The Hopper figures are of one H200 ([record](measured/2026-11-21-h200-formats.jsonl)), which has no MXFP8 x MXFP8 by the
+bf16 kernel with more than 16 rows a group.
+"""
+_FEW_ROWS = (
+    "products are exact and sums keep 25 fractional bits, not 13. At most 16 rows a group: 0.87 to 1.06 of the "
+    "default's time, 0.94 on average. More: slower, by how much is not measured. Pairs that give this kernel less work, "
+    "BF16 x NVFP4 in prefill and NVFP4 x NVFP4 at 64 to 256 rows a group, take 1.05 to 1.29 of the default's time for "
+    "MXFP8"
+)
 
 
 def supported_markdown() -> str:
@@ -35,6 +65,8 @@ def supported_markdown() -> str:
         "| kernel | accumulation |",
         "|---|---|",
         *dict.fromkeys(f"| `{path.name}.cu` | {path.accumulation} |" for path in ROUTES),
+        "",
+        _INVARIANCE.strip().format(few_rows=_FEW_ROWS),
     ]
     return "\n".join(lines) + "\n"
 
@@ -75,14 +107,9 @@ def _operation_table(operation: str) -> list[str]:
 
 
 def _cell(paths: list[Route]) -> str:
-    """The kernel; where there are several, the default first, or the two that the rows of a group decide between."""
-    if not paths:
-        return "-"
-    few, many = _name(preferred(paths, FEW_ROWS)), _name(preferred(paths, FEW_ROWS + 1))
-    if few != many:
-        return f"{few} up to {FEW_ROWS} rows a group, {many} beyond; either on request"
-    others = [name for name in dict.fromkeys(map(_name, paths)) if name != many]
-    return f"{many}; on request {', '.join(others)}" if others else many
+    """The kernel; where there are several, the default, which is the first, and the others."""
+    default, *others = dict.fromkeys(map(_name, paths)) or ("-",)
+    return f"{default}; on request {', '.join(others)}" if others else default
 
 
 def _name(path: Route) -> str:

@@ -34,6 +34,15 @@ class KernelConfig(Protocol):
         ...
 
 
+# What a caller may choose a kernel by: a configuration, or the class of one, which leaves the tile to the kernel.
+KernelChoice = KernelConfig | type[KernelConfig]
+
+
+def tile_of(choice: KernelChoice | None) -> Any:
+    """The configuration that a caller gave, None where the kernel is to pick its own."""
+    return None if isinstance(choice, type) else choice
+
+
 @lru_cache(maxsize=1024)
 def load_kernel(driver: Driver, source: str, config: KernelConfig, device: int) -> tuple[CompiledKernel, Any]:
     """The kernel of ``kernels/<source>`` for ``config``, compiled, and its function on ``device``.

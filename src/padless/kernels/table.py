@@ -5,7 +5,8 @@ A route is a row of ``ROUTES``. Its module, in its kernel's folder, is the host 
     Config                                        the class of the kernel's configuration
     prepare(driver, a, b, offs, out, config)      checks what only this kernel needs, picks the configuration when
                                                   ``config`` is None, compiles, encodes tensor maps and packs the
-                                                  launch; returns a ``launch.Prepared``
+                                                  launch; returns a ``launch.Prepared``. No configuration changes
+                                                  how a row's products are added up
     ANY_N (optional)                              True where rows of ``out`` need not start on 16 bytes
 
 docs/supported.md is generated from this table.
@@ -14,7 +15,6 @@ docs/supported.md is generated from this table.
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -91,8 +91,9 @@ _BF16_BLOCKS = (
     "bf16 or f16 tensor cores inside 128 of K (25 fractional bits in 16), scaled and added in float32 across"
 )
 
-# Where two rows differ in the module alone, ``preferred`` says which is the default; a config of the other's class
-# chooses the other.
+# Where two rows differ in the module alone, the first is the default, whatever M, G and the groups' sizes are: kernels
+# may add up differently, and the bits of a row must not depend on what is around it. A config of the other's class
+# chooses the other. MXFP8 on Hopper: what each costs is in docs/kernels/sm90_mxfp8_grouped_gemm.md.
 ROUTES: tuple[Route, ...] = (
     *(
         Route(
@@ -107,6 +108,12 @@ ROUTES: tuple[Route, ...] = (
         for operation in ("grouped_gemm", "gemm")
     ),
     *(
+        Route(operation, "sm_90a", a, b, "sm90_mxfp8", "sm90_mxfp8/sm90_mxfp8_grouped_gemm.cu", _MXFP8)
+        for operation, a, b in itertools.product(
+            ("grouped_gemm", "gemm"), ("MXFP8", "MXFP8_E5M2"), ("MXFP8", "MXFP8_E5M2")
+        )
+    ),
+    *(
         Route(
             operation,
             "sm_90a",
@@ -117,12 +124,6 @@ ROUTES: tuple[Route, ...] = (
             _BF16_BLOCKS if a == "FP8_BLOCK" else _BF16_SUM,
         )
         for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), _BF16_PAIRS)
-    ),
-    *(
-        Route(operation, "sm_90a", a, b, "sm90_mxfp8", "sm90_mxfp8/sm90_mxfp8_grouped_gemm.cu", _MXFP8)
-        for operation, a, b in itertools.product(
-            ("grouped_gemm", "gemm"), ("MXFP8", "MXFP8_E5M2"), ("MXFP8", "MXFP8_E5M2")
-        )
     ),
     Route(
         "grouped_gemm_quant",
@@ -193,12 +194,12 @@ def format_name(t: BlockScaledTensor | torch.Tensor) -> str:
     return t.format.name if isinstance(t, BlockScaledTensor) else BF16
 
 
-def find_route(
-    operation: str, arch: str, a: str, b: str, config: object = None, rows_per_group: float = math.inf
-) -> Route:
-    """The path for formats ``a`` and ``b`` on ``arch``: the one that takes ``config``, else the default.
+def find_route(operation: str, arch: str, a: str, b: str, config: object = None) -> Route:
+    """The path for formats ``a`` and ``b`` on ``arch``: the first of ``ROUTES``, or the first that takes ``config``.
 
-    ``rows_per_group``: M / G, where the default depends on it. Raises ValueError that says what is supported instead.
+    ``config``: a kernel's configuration, or the class of one, which chooses the kernel and leaves the tile to it. The
+    shape of the problem is not among the arguments, so that one kernel multiplies a pair of formats in every call.
+    Raises ValueError that says what is supported instead.
     """
     arch = kernels_arch(arch)
     here = [path for path in ROUTES if path.operation == operation and path.arch == arch]
@@ -207,24 +208,10 @@ def find_route(
         pairs = ", ".join(dict.fromkeys(f"{path.a} x {path.b}" for path in here)) or "nothing yet"
         raise ValueError(f"{operation} of {a} x {b} has no kernel for {arch}; supported there: {pairs}")
     if config is None:
-        return preferred(found, rows_per_group)
+        return found[0]
+    wanted = config if isinstance(config, type) else type(config)
     for path in found:
-        if isinstance(config, path.load().Config):
+        if issubclass(wanted, path.load().Config):
             return path
     classes = " or ".join(dict.fromkeys(path.load().Config.__name__ for path in found))
-    raise ValueError(
-        f"config is a {type(config).__name__}; {operation} of {a} x {b} on {arch} takes a {classes}"
-    )
-
-
-# MXFP8 on Hopper, measured on an H200: FP8 tensor cores multiply faster, but up to so many rows a group the weights'
-# way into the multiprocessor is what takes time, and there tokens as columns of a small tile win.
-FEW_ROWS = 32
-
-
-def preferred(found: list[Route], rows_per_group: float) -> Route:
-    """The default among paths that differ in the module alone, by the mean number of rows a group."""
-    by_module = {path.module: path for path in found}
-    if {"sm90_bf16", "sm90_mxfp8"} <= by_module.keys():
-        return by_module["sm90_bf16" if rows_per_group <= FEW_ROWS else "sm90_mxfp8"]
-    return found[0]
+    raise ValueError(f"config is a {wanted.__name__}; {operation} of {a} x {b} on {arch} takes a {classes}")

@@ -18,7 +18,7 @@ from padless.epilogue import (
     row_scale_shape,
 )
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor, ceil_div
-from padless.kernels.launch import KernelConfig, Prepared
+from padless.kernels.launch import KernelChoice, Prepared, tile_of
 from padless.kernels.table import find_route, format_name
 from padless.ops import launch_cache
 from padless.ops.checks import (
@@ -196,7 +196,7 @@ def prepare(
     epilogue: Epilogue,
     tensors: EpilogueTensors,
     backend: str | None,
-    config: KernelConfig | None,
+    config: KernelChoice | None,
 ) -> Prepared | None:
     """The packed launch of the fused kernel; None for the reference and where there is nothing to compute.
 
@@ -216,7 +216,7 @@ def prepare(
             check_alignment(name, t)
     if a.shape[0] == 0 or b.data.shape[0] == 0:
         return None
-    prepared: Prepared = path.load().prepare(driver, a, b, offs, tensors, config, epilogue=epilogue)
+    prepared: Prepared = path.load().prepare(driver, a, b, offs, tensors, tile_of(config), epilogue=epilogue)
     return prepared
 
 
@@ -227,7 +227,7 @@ def run(
     epilogue: Epilogue,
     tensors: EpilogueTensors,
     backend: str | None,
-    config: KernelConfig | None,
+    config: KernelChoice | None,
     stream: int | None = None,
 ) -> None:
     """Computes every output of `epilogue` into `tensors`. What `check` looks at has been checked."""

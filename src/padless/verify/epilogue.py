@@ -9,14 +9,11 @@ outputs have to be exactly the reference's for those values.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from padless.epilogue import Epilogue
-from padless.kernels.sm90_bf16.host import Sm90Bf16Config
-from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
-from padless.kernels.table import Route, format_name, kernels_arch
+from padless.kernels.table import Route
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.reference.epilogue import epilogue_reference
 from padless.runtime.driver import cuda_driver
@@ -51,23 +48,14 @@ def _on_gpu(problem: EpilogueProblem) -> Outputs:
 
 def _sums_on_gpu(problem: EpilogueProblem) -> torch.Tensor:
     """The GPU's own float32 GEMM, by the kernel that the quantising call takes, on the CPU."""
-    return _sums(problem, cuda_driver().arch, "cuda", None).cpu()
+    return _sums(problem, "cuda", None).cpu()
 
 
-def _sums(problem: EpilogueProblem, arch: str, device: str, backend: str | None) -> torch.Tensor:
+def _sums(problem: EpilogueProblem, device: str, backend: str | None) -> torch.Tensor:
     a, b, offs = (moved(t, device) for t in (problem.a, problem.b, problem.offs))
-    config = _plain_config(problem, arch)
-    return grouped_gemm(a, b, offs, out_dtype=torch.float32, backend=backend, config=config)
-
-
-def _plain_config(problem: EpilogueProblem, arch: str) -> Any:
-    """What makes grouped_gemm take the quantising call's arithmetic, where a pair of formats has two kernels."""
     chosen = problem.options.get("config")
-    if isinstance(chosen, (Sm90Bf16Config, Sm90Mxfp8Config)):
-        return chosen
-    on_hopper = kernels_arch(arch) == "sm_90a"
-    both = {format_name(problem.a), problem.b.format.name} <= {"MXFP8", "MXFP8_E5M2"}
-    return Sm90Mxfp8Config() if on_hopper and both else None
+    kernel = None if chosen is None else type(chosen)  # its tile may be one that only an epilogue has
+    return grouped_gemm(a, b, offs, out_dtype=torch.float32, backend=backend, config=kernel)
 
 
 # --- judging ---------------------------------------------------------------------------------------------
@@ -214,7 +202,7 @@ def emulate_epilogue(path: Route, seed: int) -> tuple[dict[str, bytes], bytes] |
 def rehearse_epilogue(path: Route, seed: int) -> None:
     """Every call that ``check_epilogue`` makes of a problem, on the CPU; nobody looks at the outputs."""
     if emulate_epilogue(path, seed) is not None:
-        _sums(random_epilogue_problem(path, seed), path.arch, "cpu", backend_of(path.arch))
+        _sums(random_epilogue_problem(path, seed), "cpu", backend_of(path.arch))
 
 
 def _cost(path: Route, seed: int) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from padless.formats import FORMATS, BlockScaledFormat, BlockScaledTensor
-from padless.kernels.table import BF16, ROUTES, Route
+from padless.kernels.table import BF16, ROUTES, Route, find_route
 from padless.layouts import to_blocked, to_blocked_groups
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.reference.gemm import grouped_gemm_reference
@@ -39,11 +39,10 @@ def paths_of(arch: str) -> list[Route]:
 
 
 def configs_of(path: Route) -> list[Any]:
-    """Kernels to try: the one that is chosen when none is named (None, where no other path can be) and all tiles."""
+    """Kernels to try: the path's with the tile that it picks (None where the path is the default) and all tiles."""
     module = path.load()
-    pair = (path.operation, path.arch, path.a, path.b)
-    alone = sum((p.operation, p.arch, p.a, p.b) == pair for p in ROUTES) == 1
-    configs: list[Any] = [None] if alone else []
+    default = find_route(path.operation, path.arch, path.a, path.b) == path
+    configs: list[Any] = [None if default else module.Config]
     if path.module == "sm90_bf16":
         tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128)]
         tiles += [(m, 256, warpgroups) for m in (8, 16, 32) for warpgroups in (2, 4)]

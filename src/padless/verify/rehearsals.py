@@ -26,6 +26,7 @@ from padless.verify import chains as verify_chain
 from padless.verify import epilogue as verify_epilogue
 from padless.verify import formats as verify_formats
 from padless.verify import fp8_block as verify_checks
+from padless.verify import invariance as verify_invariance
 from padless.verify import small as verify_small
 from padless.verify import tensor_core as verify_arithmetic
 from padless.verify.against_emulator import PROBLEMS, backend_of, emulate
@@ -126,6 +127,9 @@ _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
     "formats": partial(_formats, verify_formats.JUDGED, ("cubin",)),
     "epilogues": _epilogues,
     "chains": lambda arch: [Rehearsal(partial(verify_chain.rehearse, arch))],
+    "batch invariance": lambda arch: [
+        Rehearsal(partial(verify_invariance.rehearse, *job)) for job in verify_invariance.problems_of(arch)
+    ],
 }
 _MODULES: dict[str, Callable[[str], list[Rehearsal]]] = {
     "padless.verify.fp8_block": lambda arch: [_of_check(verify_checks.SMALL, arch)],

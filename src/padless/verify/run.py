@@ -31,6 +31,7 @@ from padless.verify.chains import check_chains
 from padless.verify.epilogue import check_epilogue, check_epilogue_against_emulator
 from padless.verify.formats import check_formats_accuracy, check_formats_against_emulator
 from padless.verify.fp8_block import CHECKS
+from padless.verify.invariance import check_batch_invariance
 from padless.verify.rehearsals import Gpu, Rehearsal, compile_ahead, rehearsals_of
 from padless.verify.tensor_core import check_tensor_core
 
@@ -144,6 +145,7 @@ def jobs_of(
         jobs["formats"] = check_formats_accuracy
         jobs["epilogues"] = check_epilogue
         jobs["chains"] = check_chains
+        jobs["batch invariance"] = check_batch_invariance
     return jobs, [module for module in SANITIZED if fp8_block or module != SANITIZED[0]]
 
 

@@ -41,6 +41,7 @@ def build(folder: Path, planted: tuple[str, str] | None = None) -> ctypes.CDLL:
     if planted is not None:
         assert planted[0] in header, f"the header changed: plant another bug than {planted[0]!r}"
         header = header.replace(*planted, 1)
+    (folder / "sm100_dense").mkdir(exist_ok=True)
     (folder / "sm100_dense/tile_order.cuh").write_text(header)
     (folder / "shim.cpp").write_text(SHIM)
     library = folder / "order.so"

@@ -40,8 +40,7 @@ KERNELS = {
         looks_at_groups=True,
     ),
     "FP8_BLOCK with row-major scales": Kernel(FP8_BLOCK, (Sm90Fp8Config(scales="k"),), scale_major="k"),
-    # Without a config so few rows go to the kernel that dequantises.
-    "MXFP8": Kernel(MXFP8, (Sm90Mxfp8Config(),)),
+    "MXFP8": Kernel(MXFP8, (None, Sm90Mxfp8Config())),
 }
 FEW_IN_ALL = ((1,), (3, 0, 4), (8,), (5, 4), (1,) * 9, (30, 25))
 FEW_A_GROUP = ((30, 33), (33, 0, 40, 2), (100, 3, 0, 17), (16, 48, 0))

@@ -14,7 +14,7 @@ from padless.compat.cudnn.operands import Operands, operands_of
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, ROW_FORMATS, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.gradients import refuse_gradients
-from padless.kernels.launch import KernelConfig
+from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_offs_values
 from padless.ops.grouped_gemm_epilogue import QuantOutputs, allocate, check, default_row_layout, pack, run
 
@@ -61,7 +61,7 @@ def grouped_gemm_quant(
     semantics: str = "implementation",
     backend: str | None = None,
     check_offs: bool = False,
-    config: KernelConfig | None = None,
+    config: KernelChoice | None = None,
 ) -> QuantOutputs:
     """alpha, bias and prob on a grouped GEMM, and its result quantised along rows and columns, in one launch.
 
@@ -148,7 +148,7 @@ def grouped_gemm_swiglu_quant(
     semantics: str = "implementation",
     backend: str | None = None,
     check_offs: bool = False,
-    config: KernelConfig | None = None,
+    config: KernelChoice | None = None,
 ) -> QuantOutputs:
     """An expert's whole first projection: D = prob * silu(gate) * up, N_out = N / 2, quantised, in one launch.
 

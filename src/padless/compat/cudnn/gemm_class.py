@@ -18,7 +18,7 @@ from padless.compat.cudnn.operands import Operands, operands_of
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, Epilogue, EpilogueTensors, column_tiles
 from padless.formats import BlockScaledFormat, ceil_div
 from padless.gradients import refuse_gradients
-from padless.kernels.launch import KernelConfig
+from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_rows, describe
 from padless.ops.grouped_gemm_epilogue import check, check_tensor, prepare, run
 
@@ -70,7 +70,7 @@ class GroupedGemmQuant:
         gate_up: str | None = None,
         semantics: str = "implementation",
         backend: str | None = None,
-        config: KernelConfig | None = None,
+        config: KernelChoice | None = None,
     ) -> None:
         given = locals()
         refuse_gradients(**given)

@@ -1,0 +1,367 @@
+"""Batch invariance on this GPU: the bits of a row do not depend on what is around it, nor on the call that computes it.
+
+A problem is multiplied once, and then again and again with the same rows in other surroundings: every group alone, one
+row alone, permuted, behind a crowd that moves the average number of rows, in front of rows of no group, as a dense
+product, as a list, with scales in other layouts, and by the quantising call. Every row must have the bits it had.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from padless.compat.cudnn.calls import grouped_gemm_quant
+from padless.formats import FORMATS, FP8_BLOCK, MXFP8, BlockScaledTensor
+from padless.kernels.launch import KernelChoice
+from padless.kernels.table import BF16, ROUTES, Route, find_route, kernels_arch
+from padless.layouts import to_blocked, to_blocked_groups, to_mn_major
+from padless.ops.checks import Activation
+from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
+from padless.ops.grouped_gemm_list import grouped_gemm_list
+from padless.quantization.quantize import quantize
+from padless.runtime.driver import cuda_driver
+from padless.testing.guarded import GuardedOutput
+from padless.verify.against_emulator import backend_of
+from padless.verify.epilogue_problems import moved
+
+PROBLEMS = 2  # of each path: float32, which hides nothing, and bfloat16
+DTYPES = (torch.float32, torch.bfloat16)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_BY_NAME = {fmt.name: fmt for fmt in FORMATS}
+_CROWD = 40  # rows a group on average, at least, where groups of a few are put among many
+# Looks at what a launch wrote: the number of elements that it compared. Raises AssertionError.
+Judge = Callable[[], int]
+
+
+@dataclass(frozen=True, eq=False)
+class InvarianceProblem:
+    """Rows of groups, sorted, and nothing behind them. ``kernel``: the class that chooses it, None for the default."""
+
+    a: Activation
+    b: BlockScaledTensor
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    kernel: KernelChoice | None
+    arch: str
+
+
+def invariance_paths(arch: str) -> list[Route]:
+    """The grouped paths of an architecture; each kernel of a pair is a path of its own."""
+    return [p for p in ROUTES if (p.operation, p.arch) == ("grouped_gemm", kernels_arch(arch))]
+
+
+def make_problem(
+    path: Route, sizes: Sequence[int], n: int, k: int, dtype: torch.dtype, seed: int
+) -> InvarianceProblem:
+    """Normal values, rows of which differ by up to 2^8. In groups of two rows and more the second row is 2^20 times as
+    large and the last 2^-40 times, which takes a tile of MXFP4 out of float16's range in the middle of K for them alone.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    m = sum(sizes)
+    x = torch.randn(m, k, generator=generator)
+    x *= torch.exp2(torch.randint(-4, 5, (m, 1), generator=generator).float())
+    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+        if size > 1:
+            x[end - size + 1, k // 2 :] *= 2.0**20
+            x[end - 1, k // 2 :] *= 2.0**-40
+    w = torch.randn(len(sizes), n, k, generator=generator)
+    a = x.to(torch.bfloat16) if path.a == BF16 else quantize(x, _BY_NAME[path.a], kind="activation")
+    b = quantize(w, _BY_NAME[path.b], kind="weight")
+    default = find_route(path.operation, path.arch, path.a, path.b) == path
+    kernel = None if default else path.load().Config
+    return InvarianceProblem(a, b, tuple(sizes), dtype, kernel, path.arch)
+
+
+def random_problem(path: Route, seed: int, factor: int = 1) -> InvarianceProblem:
+    """Groups of every size that tiles are chosen by, tails of N and K. ``factor``: how many times larger N and K are."""
+    draw = random.Random(f"invariance {path.module} {path.a} {path.b} {seed}")
+    sizes = [0, 1, *(draw.randint(*span) for span in ((2, 8), (9, 16), (17, 32), (33, 64), (65, 131)))]
+    draw.shuffle(sizes)
+    n, k = factor * 16 * draw.randint(1, 24), factor * 32 * draw.randint(1, 20)
+    return make_problem(path, sizes, n, k, DTYPES[seed % len(DTYPES)], draw.randrange(2**31))
+
+
+# --- parts of operands -----------------------------------------------------------------------------------
+
+
+def _picked(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows or groups in memory of their own; narrow types are moved as bytes, which is all torch can do with them."""
+    narrow = t.element_size() == 1
+    return (t.view(torch.uint8) if narrow else t)[index].contiguous().view(t.dtype)
+
+
+def rows_of(a: Activation, index: torch.Tensor) -> Activation:
+    """These rows of activations with plain scales."""
+    if isinstance(a, torch.Tensor):
+        return _picked(a, index)
+    scale = _picked(a.scale, index)
+    if a.format == FP8_BLOCK:
+        scale = to_mn_major(scale)
+    return BlockScaledTensor(_picked(a.data, index), scale, a.format, a.global_scale)
+
+
+def groups_of(b: BlockScaledTensor, groups: Sequence[int]) -> BlockScaledTensor:
+    """The weights of these groups."""
+    index = torch.tensor(groups, device=b.device)
+    scale = b.global_scale
+    if scale is not None and scale.numel() > 1:
+        scale = _picked(scale, index)
+    return BlockScaledTensor(_picked(b.data, index), _picked(b.scale, index), b.format, scale)
+
+
+def _dense(b: BlockScaledTensor) -> BlockScaledTensor:
+    """Weights of one group as (N, K)."""
+    return BlockScaledTensor(b.data[0], b.scale[0], b.format, b.global_scale)
+
+
+# --- launches --------------------------------------------------------------------------------------------
+
+
+class _Calls:
+    """The calls of a problem on a device, and the product that every row of them is compared with."""
+
+    def __init__(self, problem: InvarianceProblem, device: str, backend: str | None) -> None:
+        self.problem = replace(problem, a=moved(problem.a, device), b=moved(problem.b, device))
+        self.device, self.backend = device, backend
+        self.options: dict[str, Any] = {"backend": backend, "config": problem.kernel}
+        self.offs = self.ends_of(problem.sizes)
+        self.whole = GuardedOutput(problem.a.shape[0], problem.b.shape[1], problem.dtype, device)
+        self.same = partial(_same, problem, self.whole.out)
+
+    def ends_of(self, sizes: Sequence[int]) -> torch.Tensor:
+        return group_offsets(sizes).to(self.device)
+
+    def empty(self, rows: int) -> torch.Tensor:
+        shape = (rows, self.whole.out.shape[1])
+        return torch.full(shape, float("nan"), dtype=self.problem.dtype, device=self.device)
+
+    def product(
+        self, a: Activation, b: BlockScaledTensor, offs: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = self.empty(a.shape[0]) if out is None else out
+        return grouped_gemm(a, b, offs, out=out, **self.options)
+
+    def quantising(self, **outputs: Any) -> Any:
+        p = self.problem
+        return grouped_gemm_quant(
+            a_tensor=p.a, b_tensor=p.b, padded_offsets=self.offs, return_amax=False, **outputs, **self.options
+        )
+
+    def part(self, group: int, start: int, size: int) -> tuple[Activation, BlockScaledTensor, torch.Tensor]:
+        """Rows of one group with its weights, and their numbers."""
+        index = torch.arange(start, start + size, device=self.device)
+        return rows_of(self.problem.a, index), groups_of(self.problem.b, [group]), index
+
+
+def launches(
+    problem: InvarianceProblem, device: str, backend: str | None, surroundings: Sequence[str] | None = None
+) -> Iterator[Judge]:
+    """Multiplies the problem and then its rows in other surroundings, each time with the judge of what came out.
+
+    ``surroundings``: names out of `SURROUNDINGS`, None for all of them.
+    """
+    calls = _Calls(problem, device, backend)
+    p = calls.problem
+    calls.product(p.a, p.b, calls.offs, calls.whole.out)
+    yield partial(_whole, calls.whole, p.a.shape[0])
+    for name in SURROUNDINGS if surroundings is None else surroundings:
+        yield from SURROUNDINGS[name](calls)
+
+
+def _reversed(calls: _Calls) -> Iterator[Judge]:
+    """Groups in reverse order, and the rows in each."""
+    p = calls.problem
+    everybody = torch.arange(sum(p.sizes), device=calls.device).split(p.sizes)
+    order = torch.cat([rows.flip(0) for rows in reversed(everybody)])
+    b, offs = groups_of(p.b, range(len(p.sizes))[::-1]), calls.ends_of(p.sizes[::-1])
+    yield partial(calls.same, "in reverse", calls.product(rows_of(p.a, order), b, offs), order)
+
+
+def _crowded(calls: _Calls) -> Iterator[Judge]:
+    """A large group behind, and then as many rows of no group: M, and M / G, of another size."""
+    p = calls.problem
+    m, num_groups = sum(p.sizes), len(p.sizes)
+    order = torch.arange(m + _CROWD * (num_groups + 1), device=calls.device) % m
+    a, crowd = rows_of(p.a, order), order.numel() - m
+    out = calls.product(a, groups_of(p.b, [*range(num_groups), 0]), calls.ends_of([*p.sizes, crowd]))
+    # What the crowd computes, by the first group's weights, is compared with nothing.
+    yield partial(calls.same, "before a crowded group", out, order, m)
+    yield partial(calls.same, "before rows of no group", calls.product(a, p.b, calls.offs), order, m)
+
+
+def _alone(calls: _Calls) -> Iterator[Judge]:
+    """Each group by itself; on Blackwell all of them as a list too."""
+    p, start = calls.problem, 0
+    listed: list[tuple[BlockScaledTensor, BlockScaledTensor, torch.Tensor]] = []
+    for group, size in enumerate(p.sizes):
+        if size > 0:
+            a, b, index = calls.part(group, start, size)
+            out = calls.product(a, b, calls.ends_of([size]))
+            yield partial(calls.same, f"the {size} rows of group {group} alone", out, index)
+            if isinstance(a, BlockScaledTensor):
+                listed.append((a, _dense(b), index))
+        start += size
+    if p.arch == "sm_100a" and p.kernel is None:
+        outs = [calls.empty(index.numel()) for *_, index in listed]
+        grouped_gemm_list([a for a, *_ in listed], [b for _, b, _ in listed], out=outs, backend=calls.backend)
+        for out, (*_, index) in zip(outs, listed, strict=True):
+            yield partial(calls.same, "in a list", out, index)
+
+
+def _dense_products(calls: _Calls) -> Iterator[Judge]:
+    """The largest group, and its last row, as dense products."""
+    p = calls.problem
+    group = max(range(len(p.sizes)), key=lambda g: p.sizes[g])
+    end, size = sum(p.sizes[: group + 1]), p.sizes[group]
+    for rows in (1, size):
+        a, b, index = calls.part(group, end - rows, rows)
+        out = gemm(a, _dense(b), out=calls.empty(rows), **calls.options)
+        yield partial(calls.same, f"gemm of {rows} rows", out, index)
+
+
+def _layouts(calls: _Calls) -> Iterator[Judge]:
+    """The same operands with their scales elsewhere."""
+    a, b = calls.problem.a, calls.problem.b
+
+    def lying(t: BlockScaledTensor, scale: torch.Tensor, layout: str) -> BlockScaledTensor:
+        return BlockScaledTensor(t.data, scale, t.format, t.global_scale, layout)
+
+    tiled = b if b.format == FP8_BLOCK else lying(b, to_blocked(b.scale), "blocked")
+    if isinstance(a, torch.Tensor):
+        moved_scales: list[Activation] = [a]
+    elif a.format == FP8_BLOCK:
+        moved_scales = [lying(a, a.scale.contiguous(), "plain")]
+    else:
+        moved_scales = [
+            lying(a, to_blocked(a.scale), "blocked"),
+            lying(a, to_blocked_groups(a.scale, calls.offs), "blocked_groups"),
+        ]
+    for activations in moved_scales:
+        out = calls.product(activations, tiled, calls.offs)
+        yield partial(calls.same, "scales in another layout", out)
+
+
+def _quantising_values(calls: _Calls) -> Iterator[Judge]:
+    """D of the quantising call, where it has nothing to do but to round."""
+    out = calls.quantising(d_dtype=calls.problem.dtype)["d_tensor"]
+    yield partial(calls.same, "D of the quantising call", out)
+
+
+def _quantising_codes(calls: _Calls) -> Iterator[Judge]:
+    """Codes of the quantising call, against `quantize` of the float32 product."""
+    if calls.problem.dtype == torch.float32:
+        codes = calls.quantising(d_format=MXFP8, column_output=False, row_layout="plain").row
+        yield partial(_quantized, calls.problem, calls.whole.out, codes)
+
+
+SURROUNDINGS: dict[str, Callable[[_Calls], Iterator[Judge]]] = {
+    "reversed": _reversed,
+    "crowded": _crowded,
+    "alone": _alone,
+    "dense": _dense_products,
+    "layouts": _layouts,
+    "values": _quantising_values,
+    "codes": _quantising_codes,
+}
+
+
+# --- judging ---------------------------------------------------------------------------------------------
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    return t.cpu().contiguous().view(_BITS[t.element_size()])
+
+
+def _whole(fenced: GuardedOutput, rows: int) -> int:
+    fenced.check(rows)
+    return 0
+
+
+def _same(
+    problem: InvarianceProblem,
+    whole: torch.Tensor,
+    what: str,
+    got: torch.Tensor,
+    order: torch.Tensor | None = None,
+    count: int | None = None,
+) -> int:
+    """``order``: the rows of ``whole`` that ``got`` should be, of which the first ``count`` are computed."""
+    expected = whole if order is None else whole[order]
+    count = min(expected.shape[0] if count is None else count, sum(problem.sizes))
+    wrong = (_bits(got[:count]) != _bits(expected[:count])).any(dim=1).nonzero().flatten().tolist()
+    if wrong:
+        a = BF16 if isinstance(problem.a, torch.Tensor) else problem.a.format.name
+        name = (
+            "the default" if problem.kernel is None else getattr(problem.kernel, "__name__", problem.kernel)
+        )
+        raise AssertionError(
+            f"{a} x {problem.b.format.name} on {problem.arch} by {name}, sizes {problem.sizes}, (N, K) "
+            f"{tuple(problem.b.shape[1:])}, {problem.dtype}: {what}: {len(wrong)} of {count} rows have other bits, the "
+            f"first is {wrong[0]}"
+        )
+    return got[:count].numel()
+
+
+def _quantized(problem: InvarianceProblem, whole: torch.Tensor, codes: BlockScaledTensor) -> int:
+    """The row codes are those that `quantize` makes of the float32 product."""
+    wanted = quantize(whole.cpu(), codes.format, kind="activation")
+    for what, got, expected in (
+        ("codes of the quantising call", codes.data, wanted.data),
+        ("scales of the quantising call", codes.scale, wanted.scale),
+    ):
+        _same(problem, expected, what, got)
+    return codes.data.numel()
+
+
+def settings_of(backend: str | None) -> AbstractContextManager[object]:
+    """Multiprocessors enough for the largest cluster, where the emulator runs the kernels."""
+    if backend is None or not backend.startswith("emulator"):
+        return nullcontext()
+    from padless.emulator.fake_driver import driver_of
+
+    return driver_of(backend).configured(num_sms=4)
+
+
+def judge_problem(
+    problem: InvarianceProblem,
+    device: str = "cuda",
+    backend: str | None = None,
+    surroundings: Sequence[str] | None = None,
+) -> int:
+    """Elements that were compared. Raises AssertionError at the first surroundings in which a row has other bits."""
+    with settings_of(backend):
+        return sum(judge() for judge in launches(problem, device, backend, surroundings))
+
+
+def problems_of(arch: str, problems: int = PROBLEMS) -> list[tuple[Route, int]]:
+    """So many problems of every path, each a path and a seed."""
+    return [(path, seed) for path in invariance_paths(arch) for seed in range(problems)]
+
+
+def rehearse(path: Route, seed: int) -> None:
+    """The launches of a problem on the CPU, by the emulator's backend; nobody looks at what they wrote."""
+    backend = backend_of(path.arch)
+    with settings_of(backend):
+        for _ in launches(random_problem(path, seed), "cpu", backend):
+            pass
+
+
+def check_batch_invariance(problems: int = PROBLEMS) -> str:
+    """Raises AssertionError with the paths on which a row's bits depend on what is around it."""
+    jobs = problems_of(cuda_driver().arch, problems)
+    elements, wrong = 0, []
+    for path, seed in jobs:
+        try:
+            elements += judge_problem(random_problem(path, seed))
+        except AssertionError as error:
+            wrong.append(str(error))
+    assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
+    paths = {path for path, _ in jobs}
+    return f"{len(jobs)} problems of {len(paths)} paths, {elements} elements, each with its bits in any surroundings"

@@ -1,0 +1,329 @@
+"""A row's bits are its own: for every pair of formats, whatever is around the row and whichever call computes it.
+
+Quick here: pairs without e5m2 in the emulator in a few surroundings, MXFP8 on Hopper in all of them, every pair by the
+reference. Slow: every pair in all surroundings, and every tile that is chosen for any number of rows. On a GPU: larger
+random shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from padless import (
+    BlockScaledTensor,
+    Sm90Bf16Config,
+    Sm90Fp8Config,
+    Sm90Mxfp8Config,
+    grouped_gemm,
+)
+from padless.emulator.fake_driver import driver_of
+from padless.kernels.sm90_bf16 import host as sm90_bf16
+from padless.kernels.sm90_bf16 import host_quant as sm90_bf16_quant
+from padless.kernels.sm90_fp8 import config as fp8_config
+from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
+from padless.kernels.sm90_mxfp8 import host_quant as sm90_mxfp8_quant
+from padless.kernels.sm100_grouped.config import select_grouped_config
+from padless.kernels.table import ROUTES, Route, find_route
+from padless.ops.grouped_gemm import group_offsets
+from padless.quantization.quantize import quantize
+from padless.verify import invariance as verify_invariance
+from padless.verify.against_emulator import backend_of, bits
+from padless.verify.invariance import (
+    SURROUNDINGS,
+    InvarianceProblem,
+    check_batch_invariance,
+    invariance_paths,
+    judge_problem,
+    make_problem,
+    random_problem,
+)
+from support.quant_cases import plant
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ALL = [*invariance_paths("sm_90a"), *invariance_paths("sm_100a")]
+# What a row was, a row alone and a row that is quantised: one, several and several rows a tile.
+FEW = ("dense", "values")
+SIZES, N, K = (3, 0, 9), 48, 160  # tails of N and K, two stages
+SPECIAL = ("MXFP8", "MXFP8")
+
+
+def name_of(path: Route) -> str:
+    return f"{path.module} {path.a} {path.b}"
+
+
+def path_of(module: str, a: str, b: str) -> Route:
+    return next(p for p in ALL if (p.module, p.a, p.b) == (module, a, b))
+
+
+def judge_emulated(problem: InvarianceProblem, surroundings: tuple[str, ...] | None = None) -> int:
+    """As `judge_problem`, without looking for races, which other tests do."""
+    backend = backend_of(problem.arch)
+    with driver_of(backend).configured(checks=False):
+        return judge_problem(problem, "cpu", backend, surroundings)
+
+
+# --- every pair ------------------------------------------------------------------------------------------
+
+
+def test_every_grouped_path_is_here_and_has_its_other_calls() -> None:
+    assert set(ALL) == {p for p in ROUTES if p.operation == "grouped_gemm"}
+    for path in ALL:
+        for operation in ("gemm", "grouped_gemm_quant"):
+            choice = make_problem(path, (1,), 16, 32, torch.float32, 0).kernel
+            assert find_route(operation, path.arch, path.a, path.b, choice)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=[pytest.mark.slow] if "E5M2" in p.a + p.b else []) for p in ALL],
+    ids=name_of,
+)
+def test_a_row_is_what_it_is_alone_and_quantised(path: Route) -> None:
+    assert judge_emulated(make_problem(path, SIZES, N, K, torch.float32, 1), FEW) == (1 + 9 + 12) * N
+
+
+def test_mxfp8_on_hopper_in_all_surroundings() -> None:
+    problem = make_problem(path_of("sm90_mxfp8", *SPECIAL), SIZES, N, K, torch.float32, 2)
+    assert problem.kernel is None
+    assert judge_emulated(problem) > 6 * 12 * N
+
+
+def with_and_without_loud_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Bits of three rows of MXFP4 x MXFP4 on Hopper, whose scales are all inside of float16's range: among rows that
+    have others from the second stage of K on, and by themselves."""
+    problem = make_problem(path_of("sm90_bf16", "MXFP4", "MXFP4"), (9,), N, 544, torch.float32, 3)
+    assert isinstance(problem.a, BlockScaledTensor)
+    exponents = problem.a.scale.view(torch.uint8).int() - 127
+    beyond = (exponents < -18) | (exponents > 5)
+    quiet = torch.tensor([0, 2, 3])
+    assert beyond.any(dim=1).nonzero().flatten().tolist() == [1, 8]
+    assert not beyond[:, :8].any()
+    few = verify_invariance.rows_of(problem.a, quiet)
+    among, alone = (multiplied(p, None) for p in (problem, replace(problem, a=few, sizes=(3,))))
+    return among[quiet], alone
+
+
+def test_mxfp4_leaves_float16_for_the_rows_that_need_it_alone() -> None:
+    """A tile goes from f16 to bf16 products at the first scale beyond f16: no other row may see it."""
+    among, alone = with_and_without_loud_rows()
+    assert torch.equal(among, alone)
+
+
+def test_a_tile_that_leaves_float16_wrongly_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = "d[u][i] *= F16_UNSHIFT"
+    plant(monkeypatch, sm90_bf16, "sm90_bf16/multiply.cuh", old, "d[u][i] *= F16_UNSHIFT / 2")
+    among, alone = with_and_without_loud_rows()
+    assert bool((among != alone).any(dim=1).all())
+
+
+def test_a_class_chooses_the_kernel_and_leaves_the_tile_to_it() -> None:
+    problem = make_problem(path_of("sm90_mxfp8", *SPECIAL), SIZES, N, K, torch.float32, 2)
+    default, other = multiplied(problem, None), multiplied(problem, Sm90Bf16Config)
+    assert not torch.equal(default, other)
+    tile = sm90_bf16.select_config(*SPECIAL, sum(SIZES), len(SIZES))
+    assert torch.equal(multiplied(problem, tile), other)
+    assert torch.equal(multiplied(problem, Sm90Mxfp8Config), default)
+    with pytest.raises(
+        ValueError, match=r"config is a Sm90Fp8Config; .* takes a Sm90Mxfp8Config or Sm90Bf16Config"
+    ):
+        multiplied(problem, Sm90Fp8Config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("path", ALL, ids=name_of)
+def test_every_pair_in_all_surroundings(path: Route, dtype: torch.dtype) -> None:
+    problem = make_problem(path, (2, 0, 17, 1), 80, 288, dtype, 4)
+    assert judge_emulated(problem) > 6 * 20 * 80
+
+
+@pytest.mark.parametrize("path", ALL, ids=name_of)
+def test_the_reference_in_all_surroundings(path: Route) -> None:
+    """Sums of e5m2's and of bf16's products may round in float64, whose order is the BLAS library's: they are compared
+    where nothing rounds."""
+    problem = make_problem(path, (5, 0, 33, 1), 80, 288, torch.float32, 5)
+    if "E5M2" in path.a + path.b or path.a == "BF16":
+        problem = with_integers(problem)
+    assert judge_problem(problem, "cpu", "reference") > 0
+
+
+def with_integers(problem: InvarianceProblem) -> InvarianceProblem:
+    x = torch.randint(-8, 9, tuple(problem.a.shape), generator=torch.Generator().manual_seed(5)).float()
+    whole = isinstance(problem.a, torch.Tensor)
+    a = x.to(torch.bfloat16) if whole else quantize(x, problem.a.format, kind="activation")  # type: ignore[union-attr]
+    return replace(problem, a=a)
+
+
+# --- every tile ------------------------------------------------------------------------------------------
+
+
+def chosen_tiles(path: Route, n: int) -> list[Any]:
+    """Every configuration that is picked for some number of rows, without what follows from the operands."""
+    numbers = [*range(1, 34), 48, 64, 65, 100, 128, 129, 192, 193, 256, 512, 1024, 4096, 65536]
+    found: dict[Any, None] = {}
+    for m in numbers:
+        for groups in (1, 2, 8):
+            if path.module == "sm90_bf16":
+                found[sm90_bf16.select_config(path.a, path.b, m, groups, out_dtype=torch.float32)] = None
+            elif path.module == "sm90_mxfp8":
+                found[sm90_mxfp8.select_config(m, n, groups, 132)] = None
+                found[sm90_mxfp8.select_config(m, 8192, groups, 132)] = None
+            elif path.module == "sm90_fp8":
+                for columns in (n, 4096):
+                    shape = fp8_config.Problem(m, columns, K, groups, torch.float32)
+                    found[fp8_config.select_config(shape)] = None
+            else:
+                found[select_grouped_config(m, n, groups)] = None
+                found[select_grouped_config(m, 4096, groups)] = None
+    return list(found)
+
+
+def test_the_tiles_that_are_chosen_are_many() -> None:
+    """For one pair of every kernel."""
+    counts = {path.module: len(chosen_tiles(path, 144)) for path in ALL if path.a == path.b}
+    assert set(counts) == {"sm90_fp8", "sm90_mxfp8", "sm90_bf16", "sm100_grouped"}
+    assert all(count >= 2 for count in counts.values()), counts
+    heights = {tile.block_m for tile in chosen_tiles(path_of("sm90_bf16", "NVFP4", "NVFP4"), 144)}
+    assert heights == {8, 16, 32, 64, 128}
+
+
+def multiplied(problem: InvarianceProblem, config: Any) -> torch.Tensor:
+    backend = backend_of(problem.arch)
+    offs = group_offsets(problem.sizes)
+    with driver_of(backend).configured(num_sms=8, checks=False):
+        out = grouped_gemm(
+            problem.a, problem.b, offs, out_dtype=problem.dtype, backend=backend, config=config
+        )
+    return bits(out, offs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ALL, ids=name_of)
+def test_every_tile_that_is_chosen_gives_the_same_bits(path: Route) -> None:
+    problem = make_problem(path, (2, 0, 17, 1), 144, 288, torch.float32, 6)
+    if isinstance(problem.a, torch.Tensor):
+        problem.a[4] = -0.0
+    else:
+        problem.a.data.view(torch.uint8)[4] = 0x88 if problem.a.format.codes_per_byte == 2 else 0x80
+    # Every product of row 4 by column 0 is a negative zero, and a stage past the end of K adds positive ones.
+    problem.b.data.view(torch.uint8)[:, 0] &= 0x77 if problem.b.format.codes_per_byte == 2 else 0x7F
+    first, *others = chosen_tiles(path, 144)
+    expected = multiplied(problem, first)
+    for config in others:
+        assert torch.equal(multiplied(problem, config), expected), config
+
+
+# --- bugs ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of MXFP8 on Hopper by M / G: up to 32 rows a group the one with bf16 products."""
+    right = sm90_mxfp8.prepare
+
+    def prepare(driver: Any, a: Any, b: Any, offs: Any, out: Any, config: Any) -> Any:
+        few = config is None and a.shape[0] <= 32 * b.shape[0]
+        return (sm90_bf16.prepare if few else right)(driver, a, b, offs, out, config)
+
+    monkeypatch.setattr(sm90_mxfp8, "prepare", prepare)
+
+
+@pytest.mark.parametrize(
+    ("surroundings", "where"), [("crowded", "before a crowded group"), ("values", "D of the quantising call")]
+)
+def test_a_choice_by_the_rows_of_a_group_is_seen(by_rows: None, surroundings: str, where: str) -> None:
+    problem = make_problem(path_of("sm90_mxfp8", *SPECIAL), SIZES, N, K, torch.float32, 2)
+    with pytest.raises(AssertionError, match=rf"MXFP8 x MXFP8 .*{where}: \d+ of 12 rows have other bits"):
+        judge_emulated(problem, (surroundings,))
+
+
+def test_a_quantising_call_that_adds_up_differently_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90_mxfp8_quant, "prepare", sm90_bf16_quant.prepare)
+    problem = make_problem(path_of("sm90_mxfp8", *SPECIAL), SIZES, N, K, torch.float32, 2)
+    with pytest.raises(AssertionError, match=r"codes of the quantising call: \d+ of 12 rows have other bits"):
+        judge_emulated(problem, ("codes",))
+
+
+@pytest.mark.parametrize("surroundings", [name for name in SURROUNDINGS if name != "codes"])
+def test_one_wrong_bit_of_one_row_is_seen_in_any_surroundings(
+    surroundings: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the reference, whose products after the first have the last bit of a row's first element turned."""
+    calls = 0
+
+    def wrong(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            result = function(*args, **options)
+            out = result if isinstance(result, torch.Tensor) else result["d_tensor"]
+            if calls > 1:
+                out.view(torch.int32)[0, 0] ^= 1
+            return result
+
+        return call
+
+    for name in ("grouped_gemm", "gemm", "grouped_gemm_quant"):
+        monkeypatch.setattr(verify_invariance, name, wrong(getattr(verify_invariance, name)))
+    problem = make_problem(path_of("sm90_mxfp8", *SPECIAL), (5, 0, 4), 48, 160, torch.float32, 7)
+    with pytest.raises(AssertionError, match="rows have other bits, the first is 0"):
+        judge_problem(problem, "cpu", "reference", (surroundings,))
+
+
+def test_rows_that_nobody_wrote_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_invariance, "grouped_gemm", lambda a, b, offs, out, **options: out)
+    problem = make_problem(path_of("sm90_mxfp8", *SPECIAL), (5, 0, 4), 48, 160, torch.float32, 7)
+    with pytest.raises(AssertionError, match="were not written"):
+        judge_problem(problem, "cpu", "reference", ("crowded",))
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("path", invariance_paths("sm_90a"), ids=name_of)
+def test_large_problems_on_a_gpu(path: Route, seed: int) -> None:
+    assert judge_problem(random_problem(path, seed, factor=4), "cuda") > 0
+
+
+@pytest.mark.gpu
+def test_the_check_of_verify() -> None:
+    assert "each with its bits in any surroundings" in check_batch_invariance()
+
+
+@pytest.mark.gpu
+def test_a_choice_by_the_rows_of_a_group_is_seen_on_a_gpu(by_rows: None) -> None:
+    problem = random_problem(path_of("sm90_mxfp8", *SPECIAL), 0)
+    with pytest.raises(AssertionError, match="rows have other bits"):
+        judge_problem(problem, "cuda", None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(1, 0, 40, 129, 9), (5,)], ids=str)
+def test_torchs_calling_convention_computes_the_same_rows(sizes: tuple[int, ...]) -> None:
+    from padless.compat.torch import scaled_grouped_mm
+
+    problem = make_problem(path_of("sm90_fp8", "FP8_BLOCK", "FP8_BLOCK"), sizes, 272, 400, torch.bfloat16, 8)
+    a, b = (verify_invariance.moved(t, "cuda") for t in (problem.a, problem.b))
+    offs = group_offsets(sizes).cuda()
+
+    def recipe(name: str) -> Any:
+        return type("Recipe", (), {"name": name})
+
+    got = scaled_grouped_mm(
+        a.data,
+        b.data.transpose(-2, -1),
+        a.scale,
+        recipe("BlockWise1x128"),
+        b.scale.transpose(-2, -1),
+        recipe("BlockWise128x128"),
+        offs=offs,
+    )
+    assert torch.equal(got, grouped_gemm(a, b, offs))
