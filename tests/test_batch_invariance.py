@@ -51,7 +51,7 @@ from padless.verify_invariance import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALL = [*invariance_paths("sm_90a"), *invariance_paths("sm_100a")]
-# What a row was, a row alone and a row that is quantised: one, several and several rows a tile.
+# Two of them for the quick tests: rows as dense products, and D of the quantising call.
 FEW = ("dense", "values")
 SIZES, N, K = (3, 0, 9), 48, 160  # tails of N and K, two stages
 SPECIAL = ("MXFP8", "MXFP8")
@@ -291,7 +291,7 @@ def test_rows_that_nobody_wrote_are_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("path", invariance_paths("sm_90a"), ids=name_of)
 def test_large_problems_on_a_gpu(path: Path, seed: int) -> None:
     assert judge_problem(random_problem(path, seed, factor=4), "cuda") > 0
