@@ -14,13 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from padless import (
-    BlockScaledTensor,
-    Sm90Bf16Config,
-    Sm90Fp8Config,
-    Sm90Mxfp8Config,
-    grouped_gemm,
-)
+from padless import BlockScaledTensor, Sm90Bf16Config, Sm90Fp8Config, Sm90Mxfp8Config, grouped_gemm
 from padless.emulator.fake_driver import driver_of
 from padless.kernels.sm90_bf16 import host as sm90_bf16
 from padless.kernels.sm90_bf16 import host_quant as sm90_bf16_quant
@@ -47,7 +41,7 @@ from support.quant_cases import plant
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALL = [*invariance_paths("sm_90a"), *invariance_paths("sm_100a")]
-# What a row was, a row alone and a row that is quantised: one, several and several rows a tile.
+# Two of them for the quick tests: rows as dense products, and D of the quantising call.
 FEW = ("dense", "values")
 SIZES, N, K = (3, 0, 9), 48, 160  # tails of N and K, two stages
 SPECIAL = ("MXFP8", "MXFP8")
@@ -287,7 +281,7 @@ def test_rows_that_nobody_wrote_are_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("path", invariance_paths("sm_90a"), ids=name_of)
 def test_large_problems_on_a_gpu(path: Route, seed: int) -> None:
     assert judge_problem(random_problem(path, seed, factor=4), "cuda") > 0
