@@ -18,7 +18,7 @@ of it. Nor does the call: `gemm` is `grouped_gemm` of one group, `grouped_gemm_l
 `grouped_gemm_quant` quantises the float32 sums that `grouped_gemm` rounds. So a token gets the same numbers alone and in
 a full batch, in prefill and in decoding. What is a function of many rows is not of one: column codes, amax, and the
 global scale that `quantize` finds for NVFP4. `padless verify` checks all this on a GPU ("batch invariance"), and
-tests/test_batch_invariance.py in the emulator, for every pair of these tables; of Blackwell there is the emulator alone.
+tests/ops/test_batch_invariance.py in the emulator, for every pair here; of Blackwell there is the emulator alone.
 The reference promises it where float64 holds a block's sum of code products exactly, which e4m3 and FP4 codes ensure.
 
 Where a table says "on request" there are two kernels for a pair, and the default never changes. The class of the other's
@@ -26,17 +26,14 @@ configuration chooses the other, tile and all; the promise holds for each kernel
 
 | pair | on request | what it is for, and what it costs |
 |---|---|---|
-| MXFP8 x MXFP8, Hopper | `config=padless.Bf16GemmConfig` | {few_rows} |
+| MXFP8 x MXFP8, Hopper | `config=padless.Sm90Bf16Config` | {few_rows} |
 | MXFP8 x MXFP8, `gemm`, Blackwell | `config=padless.Sm100GroupedConfig` | the grouped kernel; not measured |
 
-The Hopper figures are of one H200 ([record](measured/2026-11-21-h200-formats.jsonl)), which has no MXFP8 x MXFP8 by the
-bf16 kernel with more than 16 rows a group.
+The Hopper figures are of one H200 ([record](measured/2026-11-22-h200-formats.jsonl)).
 """
 _FEW_ROWS = (
     "products are exact and sums keep 25 fractional bits, not 13. At most 16 rows a group: 0.87 to 1.06 of the "
-    "default's time, 0.94 on average. More: slower, by how much is not measured. Pairs that give this kernel less work, "
-    "BF16 x NVFP4 in prefill and NVFP4 x NVFP4 at 64 to 256 rows a group, take 1.05 to 1.29 of the default's time for "
-    "MXFP8"
+    "default's time, 0.94 on average; 64 rows a group: 1.16 to 1.21; prefill (M 8192 to 32768): 1.13 to 1.27"
 )
 
 
