@@ -3,12 +3,12 @@
 The forward is `padless.epilogue`'s: h0 = silu(gate) * up, H = prob * h0. With dH the gradient of H, and fl() marking the
 one rounding of each operation (to nearest even, subnormals kept; fma rounds once):
 
-    x     = min(max(gate, -87.5), 87)                                 exp(-gate) within 2^-22 of its value:
+    y     = max(gate, -87.25),  x = min(y, 87)                        max keeps NaN; exp(-x) within 2^-22 of its value:
     n     = fl(fma(x, -log2(e), 1.5 * 2^23) - 1.5 * 2^23)             an integer, to nearest
-    r     = fma(n, -ln2_low, fma(n, -ln2, -x))                        |r| < 0.3466
-    e     = (1 + r + r^2 (c2 + c3 r + c4 r^2 + c5 r^3)) * 2^n         Horner's rule from c5 on, five fma
-    s     = fl(1 / fl(1 + e)),  0 where 1 + e is above 2^126
-    silu  = fl(gate * s)
+    r     = fma(n, ln2_low, fma(n, ln2, x))                           |r| < 0.3466
+    e     = (1 - r + r^2 (c2 - c3 r + c4 r^2 - c5 r^3)) * 2^n         Horner's rule from c5 on, five fma
+    s     = fl(1 / fl(1 + e))
+    silu  = fl(y * s)
     h0    = fl(silu * up)           H      = fl(h0 * prob)
     dh0   = fl(dH * prob)           d_up   = fl(dh0 * silu)
     slope = fma(silu, fl(1 - s), s) d_gate = fl(fl(dh0 * up) * slope)
@@ -17,7 +17,7 @@ one rounding of each operation (to nearest even, subnormals kept; fma rounds onc
 
 Without prob its multiplications are left out. The exponential is a polynomial so that a GPU and this file agree: the
 function unit's approximation has no bits of its own that torch could state. It is not the forward's, whose H may differ in
-the last bits.
+the last bits. Below -87.25, where s would come near float32's subnormals, a gate counts as -87.25: silu is -1e-36 there.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ import torch
 
 from padless.epilogue import INTERLEAVE
 
-# float32 bits. c2 .. c5: relative error of the polynomial below 2^-23.1, smallest possible with 1 and r given.
-LOG2E_BITS, LN2_BITS, LN2_LOW_BITS = 0x3FB8AA3B, 0x3F317218, -0x4EFD1CF8
-EXP_BITS = (0x3EFFFEFE, 0x3E2AABD8, 0x3D2B9532, 0x3C083128)
+# All are float32 numbers. c2 .. c5: relative error of the polynomial below 2^-23.1, the least with 1 and r given.
+LOG2E = float.fromhex("0x1.715476p+0")
+LN2 = float.fromhex("0x1.62e430p-1")
+LN2_LOW = float.fromhex("-0x1.05c610p-29")
+C2, C3, C4, C5 = (
+    float.fromhex(c) for c in ("0x1.fffdfcp-2", "0x1.5557b0p-3", "0x1.572a64p-5", "0x1.106250p-7")
+)
 ROUNDING = 12582912.0  # 1.5 * 2^23: float32 steps are 1 there
-SMALLEST, LARGEST = -87.5, 87.0
-LARGEST_SUM = 2.0**126
+SMALLEST, LARGEST = -87.25, 87.0
 BLOCK = 128
 
 
@@ -66,38 +69,31 @@ def backward(
 ) -> Gradients:
     """Gradients for dh, gate and up (M, I) of any float dtype and prob (M,) float32."""
     dh, gate, up = (t.to(torch.float32) for t in (dh, gate, up))
-    s = sigmoid(gate)
-    silu = gate * s
+    y = gate.clamp(min=SMALLEST)
+    s = sigmoid(y)
+    silu = y * s
     h0 = silu * up
     slope = fma(silu, 1.0 - s, s)
     dh0, hidden = (dh, h0) if prob is None else (dh * prob[:, None], h0 * prob[:, None])
     return Gradients(dh0 * up * slope, dh0 * silu, hidden, h0 * dh)
 
 
-def sigmoid(gate: torch.Tensor) -> torch.Tensor:
-    """s of the text above, float32."""
-    total = 1.0 + exp_minus(gate)
-    s = torch.ones((), device=gate.device) / total
-    return torch.where(total > LARGEST_SUM, 0.0, s)
+def sigmoid(y: torch.Tensor) -> torch.Tensor:
+    """s of the text above for y, float32 and at least SMALLEST."""
 
+    def number(value: float) -> torch.Tensor:
+        return torch.full((), value, dtype=torch.float32, device=y.device)
 
-def exp_minus(gate: torch.Tensor) -> torch.Tensor:
-    """e of the text above, float32."""
-
-    def number(bits: int) -> torch.Tensor:
-        return torch.full((), bits, dtype=torch.int32, device=gate.device).view(torch.float32)
-
-    x = gate.clamp(SMALLEST, LARGEST)
-    rounding = torch.full((), ROUNDING, device=gate.device)
-    t = fma(x, -number(LOG2E_BITS), rounding)
-    n = t - rounding
-    r = fma(n, -number(LN2_LOW_BITS), fma(n, -number(LN2_BITS), -x))
-    c2, c3, c4, c5 = (number(bits) for bits in EXP_BITS)
-    p = fma(fma(fma(c5, r, c4), r, c3), r, c2)
-    one = torch.ones((), device=gate.device)
-    p = fma(fma(p, r, one), r, one)
+    x = y.clamp(max=LARGEST)
+    t = fma(x, number(-LOG2E), number(ROUNDING))
+    n = t - number(ROUNDING)
+    r = fma(n, number(LN2_LOW), fma(n, number(LN2), x))
+    p = number(-C5)
+    for coefficient in (C4, -C3, C2, -1.0, 1.0):
+        p = fma(p, r, number(coefficient))
     # n is in the last bits of t: moved into the exponent.
-    return (p.view(torch.int32) + (t.view(torch.int32) << 23)).view(torch.float32)
+    e = (p.view(torch.int32) + (t.view(torch.int32) << 23)).view(torch.float32)
+    return number(1.0) / (number(1.0) + e)
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

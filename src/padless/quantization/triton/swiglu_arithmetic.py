@@ -13,13 +13,11 @@ from padless import triton_casts as casts
 from padless.quantization import swiglu_rules as rules
 from padless.quantization.triton import tiles
 
-_LOG2E, _LN2, _LN2_LOW = (
-    tl.constexpr(bits) for bits in (rules.LOG2E_BITS, rules.LN2_BITS, rules.LN2_LOW_BITS)
-)
-_C2, _C3, _C4, _C5 = (tl.constexpr(bits) for bits in rules.EXP_BITS)
+_MINUS_LOG2E, _LN2, _LN2_LOW = tl.constexpr(-rules.LOG2E), tl.constexpr(rules.LN2), tl.constexpr(rules.LN2_LOW)
+_C2, _MINUS_C3 = tl.constexpr(rules.C2), tl.constexpr(-rules.C3)
+_C4, _MINUS_C5 = tl.constexpr(rules.C4), tl.constexpr(-rules.C5)
 _ROUNDING = tl.constexpr(rules.ROUNDING)
 _SMALLEST, _LARGEST = tl.constexpr(rules.SMALLEST), tl.constexpr(rules.LARGEST)
-_LARGEST_SUM = tl.constexpr(rules.LARGEST_SUM)
 
 
 @triton.jit
@@ -39,32 +37,32 @@ def _fma(a, b, c, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _number(bits: tl.constexpr, like):
-    """The float32 of these bits, of like's shape."""
-    return tl.full(like.shape, bits, tl.int32).to(tl.float32, bitcast=True)
+def _number(value: tl.constexpr, like):
+    return tl.full(like.shape, value, tl.float32)
 
 
 @triton.jit
-def sigmoid(gate, HARDWARE: tl.constexpr):
-    """fl(1 / fl(1 + exp(-gate))), 0 where the sum is above 2^126."""
-    x = tl.minimum(tl.maximum(gate, _SMALLEST), _LARGEST)
-    rounding = tl.full(x.shape, _ROUNDING, tl.float32)
-    one = tl.full(x.shape, 1.0, tl.float32)
-    t = _fma(x, -_number(_LOG2E, x), rounding, HARDWARE)
-    n = t - rounding
-    r = _fma(n, -_number(_LN2_LOW, x), _fma(n, -_number(_LN2, x), -x, HARDWARE), HARDWARE)
-    p = _fma(_number(_C5, x), r, _number(_C4, x), HARDWARE)
-    p = _fma(p, r, _number(_C3, x), HARDWARE)
+def bounded(gate):
+    """y: gate, or the smallest number that sigmoid takes. NaN stays NaN."""
+    return tl.maximum(gate, _number(_SMALLEST, gate), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def sigmoid(y, HARDWARE: tl.constexpr):
+    """fl(1 / fl(1 + exp(-y)))."""
+    x = tl.minimum(y, _number(_LARGEST, y))
+    t = _fma(x, _number(_MINUS_LOG2E, x), _number(_ROUNDING, x), HARDWARE)
+    n = t - _ROUNDING
+    r = _fma(n, _number(_LN2_LOW, x), _fma(n, _number(_LN2, x), x, HARDWARE), HARDWARE)
+    p = _fma(_number(_MINUS_C5, x), r, _number(_C4, x), HARDWARE)
+    p = _fma(p, r, _number(_MINUS_C3, x), HARDWARE)
     p = _fma(p, r, _number(_C2, x), HARDWARE)
-    p = _fma(p, r, one, HARDWARE)
-    p = _fma(p, r, one, HARDWARE)
+    p = _fma(p, r, _number(-1.0, x), HARDWARE)
+    p = _fma(p, r, _number(1.0, x), HARDWARE)
     e = (p.to(tl.int32, bitcast=True) + (t.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
-    total = e + 1.0
     if HARDWARE:
-        s = casts.usual_reciprocal(total)
-    else:
-        s = casts.quotient(1.0, total)
-    return tl.where(total > _LARGEST_SUM, 0.0, s)
+        return casts.usual_reciprocal(e + 1.0)
+    return casts.quotient(1.0, e + 1.0)
 
 
 @triton.jit
@@ -77,7 +75,11 @@ def slope(s, silu, HARDWARE: tl.constexpr):
 def pairwise_sum(x):
     """(32,) sums of the rows of (32, 128): neighbours first, then the sums of neighbours, up to one."""
     for step in tl.static_range(7):
-        half: tl.constexpr = 64 >> step
-        even, odd = tl.split(tl.reshape(x, (tiles.QUADS, half, 2)))
-        x = even + odd
+        x = _sums_of_neighbours(x, 64 >> step)
     return tl.reshape(x, (tiles.QUADS,))
+
+
+@triton.jit
+def _sums_of_neighbours(x, HALF: tl.constexpr):
+    even, odd = tl.split(tl.reshape(x, (tiles.QUADS, HALF, 2)))
+    return even + odd

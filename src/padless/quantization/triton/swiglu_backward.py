@@ -143,7 +143,7 @@ def _pairs_of_blocks(
         of_gate = column
         end = I
         to_up = I
-    gate = tiles.load(z_ptr, row, rows_end, of_gate, end, z_stride)
+    gate = _bounded(tiles.load(z_ptr, row, rows_end, of_gate, end, z_stride))
     up = tiles.load(z_ptr + to_up, row, rows_end, of_gate, end, z_stride)
     dh = tiles.load(dh_ptr, row, rows_end, column, I, dh_stride)
     s = _sigmoids(gate, HARDWARE_CAST)
@@ -228,7 +228,7 @@ def _straddling_blocks(
     column = block * tiles.TILE + tl.arange(0, tiles.TILE)
     is_gate = column < I
     of_gate = tl.where(is_gate, column, tl.where(column < 2 * I, column - I, I))
-    gate = tiles.load(z_ptr, row, rows_end, of_gate, I, z_stride)
+    gate = _bounded(tiles.load(z_ptr, row, rows_end, of_gate, I, z_stride))
     up = tiles.load(z_ptr + I, row, rows_end, of_gate, I, z_stride)
     dh = tiles.load(dh_ptr, row, rows_end, of_gate, I, dh_stride)
     s = _sigmoids(gate, HARDWARE_CAST)
@@ -278,6 +278,16 @@ def _chosen(condition, x):
     """x in the columns of the condition, 0 in the others, whatever x is there."""
     c = condition[None, :]
     return tl.where(c, x[0], 0.0), tl.where(c, x[1], 0.0), tl.where(c, x[2], 0.0), tl.where(c, x[3], 0.0)
+
+
+@triton.jit
+def _bounded(gate):
+    return (
+        arithmetic.bounded(gate[0]),
+        arithmetic.bounded(gate[1]),
+        arithmetic.bounded(gate[2]),
+        arithmetic.bounded(gate[3]),
+    )
 
 
 @triton.jit

@@ -28,6 +28,16 @@ _E4M3_WORD_ASM = tl.constexpr(
     "mov.b32 $0, {low, high};}"
 )
 
+# $0 is the function unit's approximation of 1 / $2, and $1 one step of Newton's from it: the rounded reciprocal for
+# numbers from 2^-126 to below 2^126.
+_RECIPROCALS_ASM = tl.constexpr(
+    "{.reg .f32 e;\n"
+    "rcp.approx.ftz.f32 $0, $2;\n"
+    "neg.f32 e, $2;\n"
+    "fma.rn.f32 e, e, $0, 0f3F800000;\n"
+    "fma.rn.f32 $1, $0, e, $0;}"
+)
+
 
 @triton.jit
 def place(table_ptr, tile, num_tiles):
@@ -62,9 +72,14 @@ def _load_quarter(ptr, row, rows_end, column, num_columns, stride):
 @triton.jit
 def columns_amax(x):
     """(128,) bits of the largest magnitude in every column of a tile."""
-    low = tl.maximum(casts.magnitude_bits(x[0]), casts.magnitude_bits(x[1]))
-    high = tl.maximum(casts.magnitude_bits(x[2]), casts.magnitude_bits(x[3]))
-    return tl.max(tl.maximum(low, high), axis=0)
+    low, high = _larger_magnitude(x[0], x[1]), _larger_magnitude(x[2], x[3])
+    return tl.max(casts.magnitude_bits(_larger_magnitude(low, high)), axis=0)
+
+
+@triton.jit
+def _larger_magnitude(a, b):
+    """The larger of |a| and |b|, NaN if one of them is: one instruction."""
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -80,10 +95,14 @@ def scale_of(amax_bits, HARDWARE_CAST: tl.constexpr):
     part = tl.full(x.shape, 1.0 / 448.0, tl.float32)
     quotient = x * part
     left = tl.fma(quotient, tl.full(x.shape, -448.0, tl.float32), x)
-    bits = tl.fma(left, part, quotient).to(tl.int32, bitcast=True)
-    broken = tl.where(amax_bits > casts.INF_BITS, casts.NAN_BITS, casts.INF_BITS)
-    scale = tl.where(amax_bits < casts.INF_BITS, bits, broken).to(tl.float32, bitcast=True)
-    return scale, tl.where(amax_bits == casts.INF_BITS, 0.0, casts.usual_reciprocal(scale))
+    is_number = amax_bits < casts.INF_BITS
+    scale = tl.where(is_number, tl.fma(left, part, quotient), x)
+    rough, inverse = tl.inline_asm_elementwise(
+        _RECIPROCALS_ASM, "=&f,=&f,f", [scale], (tl.float32, tl.float32), is_pure=True, pack=1
+    )
+    inverse = tl.where(is_number, inverse, rough)  # 0 of Inf, NaN of NaN
+    one_nan = tl.full(x.shape, casts.NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(amax_bits > casts.INF_BITS, one_nan, scale), inverse
 
 
 @triton.jit
