@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         BlockScaledFormat,
         BlockScaledTensor,
     )
+    from padless.grouped_columns import GroupedColumns
     from padless.grouped_gemm import gemm, group_offsets, grouped_gemm
     from padless.grouped_gemm_list import grouped_gemm_list
     from padless.grouped_gemm_quant import grouped_gemm_quant, grouped_gemm_swiglu_quant
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from padless.paths.sm100_mxfp8_dense import Mxfp8GemmConfig
     from padless.quant_class import GroupedGemmQuant
     from padless.quant_outputs import QuantOutputs
+    from padless.quantization.rows_columns import quantize_rows_columns
+    from padless.quantization.swiglu_backward import swiglu_backward_quantize
+    from padless.quantization.weight_both import quantize_weight_both
     from padless.quantize import dequantize, quantize
     from padless.torch_api import scaled_grouped_mm
 
@@ -42,6 +46,7 @@ __all__ = [
     "BlockScaledFormat",
     "BlockScaledTensor",
     "GemmConfig",
+    "GroupedColumns",
     "GroupedGemmQuant",
     "Mxfp8GemmConfig",
     "QuantOutputs",
@@ -56,7 +61,10 @@ __all__ = [
     "grouped_gemm_quant",
     "grouped_gemm_swiglu_quant",
     "quantize",
+    "quantize_rows_columns",
+    "quantize_weight_both",
     "scaled_grouped_mm",
+    "swiglu_backward_quantize",
 ]
 
 _HOMES = {
@@ -69,6 +77,7 @@ _HOMES = {
     "BlockScaledFormat": "formats",
     "BlockScaledTensor": "formats",
     "GemmConfig": "config",
+    "GroupedColumns": "grouped_columns",
     "GroupedGemmQuant": "quant_class",
     "Mxfp8GemmConfig": "paths.sm100_mxfp8_dense",
     "QuantOutputs": "quant_outputs",
@@ -83,7 +92,10 @@ _HOMES = {
     "grouped_gemm_quant": "grouped_gemm_quant",
     "grouped_gemm_swiglu_quant": "grouped_gemm_quant",
     "quantize": "quantize",
+    "quantize_rows_columns": "quantization.rows_columns",
+    "quantize_weight_both": "quantization.weight_both",
     "scaled_grouped_mm": "torch_api",
+    "swiglu_backward_quantize": "quantization.swiglu_backward",
 }
 
 

@@ -64,9 +64,7 @@ def merge_gate_and_up(gate: torch.Tensor, up: torch.Tensor, gate_up: str) -> tor
     return torch.stack([t.unflatten(1, (-1, INTERLEAVE)) for t in (gate, up)], dim=2).flatten(1)
 
 
-def backward(
-    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, prob: torch.Tensor | None
-) -> Gradients:
+def backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, prob: torch.Tensor | None) -> Gradients:
     """Gradients for dh, gate and up (M, I) of any float dtype and prob (M,) float32."""
     dh, gate, up = (t.to(torch.float32) for t in (dh, gate, up))
     y = gate.clamp(min=SMALLEST)

@@ -69,4 +69,6 @@ def _fake(w: torch.Tensor) -> _Tensors:
     )
 
 
-_operator = register_operator("quantize_weight_both(Tensor w) -> (Tensor, Tensor, Tensor, Tensor)", _run, _fake)
+_operator = register_operator(
+    "quantize_weight_both(Tensor w) -> (Tensor, Tensor, Tensor, Tensor)", _run, _fake
+)

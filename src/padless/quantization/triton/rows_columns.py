@@ -34,7 +34,12 @@ class Columns(NamedTuple):
 
 
 def empty_columns(
-    num_rows: int, num_groups: int, features: int, block: tuple[int, int], alignment: int, device: torch.device
+    num_rows: int,
+    num_groups: int,
+    features: int,
+    block: tuple[int, int],
+    alignment: int,
+    device: torch.device,
 ) -> Columns:
     """Uninitialised codes and scales: the kernels write all of both."""
     width = grouped_columns.padded_tokens(num_rows, num_groups, alignment)

@@ -138,7 +138,9 @@ def store_transposed(words, ptr, column, num_columns, stride, first_word, num_wo
 
 
 @triton.jit
-def store_codes(x, inverse, j: tl.constexpr, row, rows_end, column, num_columns, ptr, stride, HARDWARE_CAST: tl.constexpr):
+def store_codes(
+    x, inverse, j: tl.constexpr, row, rows_end, column, num_columns, ptr, stride, HARDWARE_CAST: tl.constexpr
+):
     """Stores e4m3(x * inverse) of quarter j of a tile as rows."""
     at = row + j
     codes = casts.to_e4m3(x[j] * inverse, HARDWARE_CAST)
