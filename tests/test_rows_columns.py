@@ -1,4 +1,4 @@
-"""`quantize_rows_columns` on the CPU: what its codes, scales and starts are, against a slow and obvious reading of them."""
+"""`quantize_rows_columns` on the CPU: its codes, scales and starts against a slow and obvious reading of them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Quantizers of training: rows and token-contiguous columns in one read, weights and their transposes, SwiGLU's backward."""
+"""Quantizers of training: rows and their columns in one read, weights and their transposes, SwiGLU's backward."""

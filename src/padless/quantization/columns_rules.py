@@ -29,7 +29,8 @@ class GroupStarts(NamedTuple):
 def group_starts(offs: torch.Tensor, num_rows: int, alignment: int) -> GroupStarts:
     """Starts of the groups that end at ``offs``, (G,) int32; as for the GEMM, ends are made ascending and in range.
 
-    Example: offs [130, 130, 170], alignment 32 -> rows [0, 130, 130, 170], columns [0, 160, 160, 224], blocks [0, 2, 2, 3].
+    Example: offs [130, 130, 170], alignment 32 -> rows [0, 130, 130, 170], columns [0, 160, 160, 224],
+        blocks [0, 2, 2, 3].
     """
     ends = offs.to(torch.int64).clamp(0, num_rows).cummax(0).values
     rows = torch.cat([ends.new_zeros(1), ends])

@@ -16,8 +16,8 @@ from padless.quantize import INPUT_DTYPES, has_triton
 
 COLUMN_BLOCKS = ((1, 128), (128, 128))  # (features, tokens)
 
-# Tokens a group, on average, from which groups are aligned to 128 tokens: the slack is then at most an eighth of the codes,
-# and a product along the tokens reads whole lines (3 to 4.5% of its time).
+# Tokens a group, on average, from which groups are aligned to 128 tokens: the slack is then at most an eighth of the
+# codes, and a product along the tokens reads whole lines (3 to 4.5% of its time).
 ALIGN_TO_LINES_FROM = 1024
 
 
@@ -32,10 +32,10 @@ def quantize_rows_columns(
     """FP8_BLOCK codes of x along its features (an operand of a product along them) and along the tokens of every group.
 
     x: (M, features) bfloat16, float16 or float32, any strides; read once.
-    offs: (G,) int32 cumulative END rows of the groups, on x's device, never read by the host. Rows past the last group are
-        quantized as rows and are in no column. Ends that descend or leave 0 .. M are made ascending and in range.
-    column_block: (features, tokens) that share a scale of the columns, (1, 128) or (128, 128); tokens are counted from the
-        first of the group.
+    offs: (G,) int32 cumulative END rows of the groups, on x's device, never read by the host. Rows past the last group
+        are quantized as rows and are in no column. Ends that descend or leave 0 .. M are made ascending and in range.
+    column_block: (features, tokens) that share a scale of the columns, (1, 128) or (128, 128); tokens are counted from
+        the first of the group.
     alignment: tokens at whose multiples groups start in the columns, 32 or 128. None: 128 where M / G is at least
         ``ALIGN_TO_LINES_FROM``, else 32.
     rows: False leaves the rows out.

@@ -1,4 +1,4 @@
-"""Differentiates SwiGLU and quantizes all that comes of it, for the products of an expert's backward pass, in one read."""
+"""Differentiates SwiGLU and quantizes all that comes of it, in one read, for the products behind."""
 
 from __future__ import annotations
 
@@ -58,17 +58,18 @@ def swiglu_backward_quantize(
     z: (M, 2 I), the same dtypes: gate and up before the activation.
     offs: (G,) int32 cumulative END rows of the groups, on z's device, never read by the host.
     prob: (M,) float32 that multiplied the SwiGLU output, or None.
-    gate_up: where gate and up lie in z, without a default, since no error could tell the wrong one: "concatenated", gate in
-        the first I columns; or "interleaved", 32 columns of gate, 32 of up, 32 of gate, ..: then I is a multiple of 32.
+    gate_up: where gate and up lie in z, without a default, since no error could tell the wrong one: "concatenated",
+        gate in the first I columns; or "interleaved", 32 columns of gate, 32 of up, 32 of gate, ..: then I is a
+        multiple of 32.
     hidden_block: (features, tokens) that share a scale of H's columns, (1, 128) or (128, 128).
     alignment: as for ``quantize_rows_columns``.
 
-    Returns SwigluGradients: dZ as rows and as columns, H recomputed as columns, dprob. The float32 arithmetic, rounding by
-        rounding, is in `padless.quantization.swiglu_rules`; what is quantized is never rounded to 16 bits first. Rows past
-        the last group: their dZ rows are as computed, they are in no column, and their dprob is 0.
+    Returns SwigluGradients: dZ as rows and as columns, H recomputed as columns, dprob. The float32 arithmetic, rounding
+        by rounding, is in `padless.quantization.swiglu_rules`; what is quantized is never rounded to 16 bits first.
+        Rows past the last group: their dZ rows are as computed, they are in no column, and their dprob is 0.
 
-    On a GPU one kernel that reads 6 I bytes and writes 5 I a row of 16-bit values, and two small ones; no synchronisation;
-    the same bits each time. Raises ValueError for what is not allowed above.
+    On a GPU one kernel that reads 6 I bytes and writes 5 I a row of 16-bit values, and two small ones; no
+    synchronisation; the same bits each time. Raises ValueError for what is not allowed above.
     """
     check_values("dh", dh, "(M, I)")
     check_values("z", z, "(M, 2 I)")

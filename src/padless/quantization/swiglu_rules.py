@@ -1,7 +1,7 @@
 """SwiGLU's backward in float32, every rounding stated, in plain torch: what the Triton kernel must equal in every bit.
 
-The forward is `padless.epilogue`'s: h0 = silu(gate) * up, H = prob * h0. With dH the gradient of H, and fl() marking the
-one rounding of each operation (to nearest even, subnormals kept; fma rounds once):
+The forward is `padless.epilogue`'s: h0 = silu(gate) * up, H = prob * h0. With dH the gradient of H, and fl() marking
+the one rounding of each operation (to nearest even, subnormals kept; fma rounds once):
 
     y     = max(gate, -87.25),  x = min(y, 87)                        max keeps NaN; exp(-x) within 2^-22 of its value:
     n     = fl(fma(x, -log2(e), 1.5 * 2^23) - 1.5 * 2^23)             an integer, to nearest
@@ -12,12 +12,13 @@ one rounding of each operation (to nearest even, subnormals kept; fma rounds onc
     h0    = fl(silu * up)           H      = fl(h0 * prob)
     dh0   = fl(dH * prob)           d_up   = fl(dh0 * silu)
     slope = fma(silu, fl(1 - s), s) d_gate = fl(fl(dh0 * up) * slope)
-    dprob = sum over I of fl(h0 * dH): in blocks of 128 columns (0 where there are none) neighbours are added in pairs, and
-            the sums in pairs again, up to one; the blocks are then added one after the other, starting from 0
+    dprob = sum over I of fl(h0 * dH): in blocks of 128 columns (0 where there are none) neighbours are added in pairs,
+            and the sums in pairs again, up to one; the blocks are then added one after the other, starting from 0
 
 Without prob its multiplications are left out. The exponential is a polynomial so that a GPU and this file agree: the
-function unit's approximation has no bits of its own that torch could state. It is not the forward's, whose H may differ in
-the last bits. Below -87.25, where s would come near float32's subnormals, a gate counts as -87.25: silu is -1e-36 there.
+function unit's approximation has no bits of its own that torch could state. It is not the forward's, whose H may differ
+in the last bits. Below -87.25, where s would come near float32's subnormals, a gate counts as -87.25: silu is -1e-36
+there.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ def sigmoid(y: torch.Tensor) -> torch.Tensor:
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a * b + c of float32, rounded once.
 
-    In float64 the product is exact; the sum is rounded to odd, after which rounding to float32 is as if it were the only
-    one (float64 has more than twice the bits and two).
+    In float64 the product is exact; the sum is rounded to odd, after which rounding to float32 is as if it were the
+    only one (float64 has more than twice the bits and two).
     """
     product, addend = a.to(torch.float64) * b.to(torch.float64), c.to(torch.float64)
     total = product + addend

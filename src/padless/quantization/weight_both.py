@@ -1,4 +1,4 @@
-"""Quantizes a weight and its transpose in one read: the forward product's operand and that of the activations' gradient."""
+"""Quantizes a weight and its transpose in one read: operands of the forward product and of the input's gradient."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def quantize_weight_both(w: torch.Tensor) -> tuple[BlockScaledTensor, BlockScale
 
     w: (N, K) or (G, N, K) bfloat16, float16 or float32, any strides, N and K at least 1; read once.
 
-    Returns ``(quantize(w, FP8_BLOCK, kind="weight"), the weight (.., K, N))``. Nothing is quantized a second time: blocks of
-    128 x 128 are the same values both ways, the short ones at the ends included.
+    Returns ``(quantize(w, FP8_BLOCK, kind="weight"), the weight (.., K, N))``. Nothing is quantized a second time:
+    blocks of 128 x 128 are the same values both ways, the short ones at the ends included.
 
     One launch on a GPU. Raises ValueError for what is not allowed above.
     """

@@ -20,7 +20,6 @@ from padless.layouts import empty_mn_major
 from padless.quantization.triton import group_tiles as groups
 from padless.quantization.triton import tiles
 
-
 # A thread of the 256 holds 64 values: in so many registers two programs fit on a multiprocessor of Hopper, so that one
 # loads while the other computes. The compiler would take 162, and one would fit.
 MAX_REGISTERS = 128
@@ -56,7 +55,8 @@ def empty_columns(
 def rows_columns(
     x: torch.Tensor, offs: torch.Tensor, block: tuple[int, int], alignment: int, rows: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(row codes uint8, MN-major row scale, column codes uint8, column scale, starts, block_starts) of checked arguments.
+    """(row codes uint8, MN-major row scale, column codes uint8, column scale, starts, block_starts) of checked
+    arguments.
 
     rows False: the first two have no rows.
     """

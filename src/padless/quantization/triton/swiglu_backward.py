@@ -1,9 +1,9 @@
 """SwiGLU's backward and the quantization of all that it makes, as a Triton kernel: 6 I bytes read, 5 I written a row.
 
-The same arithmetic as `padless.quantization.swiglu_rules`, bit for bit, and FP8_BLOCK's codes and scales of its results.
-A program takes a tile of 128 tokens of one group x 128 columns of dH, and with them 256 columns of Z: where gate and up are
-concatenated, a block of each; where they are interleaved by 32, two blocks in a row. `group_tiles` runs before, and a small
-kernel adds up dprob behind.
+The same arithmetic as `padless.quantization.swiglu_rules`, bit for bit, and FP8_BLOCK's codes and scales of its
+results. A program takes a tile of 128 tokens of one group x 128 columns of dH, and with them 256 columns of Z: where
+gate and up are concatenated, a block of each; where they are interleaved by 32, two blocks in a row. `group_tiles` runs
+before, and a small kernel adds up dprob behind.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,7 +16,6 @@ import triton.language as tl
 from padless import triton_casts as casts
 from padless.formats import ceil_div
 from padless.layouts import empty_mn_major
-from padless.quantization import swiglu_rules
 from padless.quantization.triton import group_tiles as groups
 from padless.quantization.triton import swiglu_arithmetic as arithmetic
 from padless.quantization.triton import tiles
@@ -40,7 +39,8 @@ def swiglu_backward(
     hidden_block: tuple[int, int],
     alignment: int,
 ) -> tuple[torch.Tensor, ...]:
-    """(row codes, row scale, dZ column codes, scale, H column codes, scale, starts, block_starts, dprob) of checked arguments.
+    """(row codes, row scale, dZ column codes, scale, H column codes, scale, starts, block_starts, dprob) of checked
+    arguments.
 
     Without prob dprob has no elements.
     """

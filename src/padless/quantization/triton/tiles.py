@@ -1,9 +1,9 @@
 """Device functions on tiles of 128 rows x 128 columns, whose codes are also stored column by column.
 
-A tile is a tuple of four quarters of (32, 128): quarter j has rows 4 q + j, q = 0 .. 31. The codes of four rows that follow
-each other in memory once transposed are then in one thread, which packs them into a word: what goes through shared memory
-to be transposed are words of 32 bits, a quarter of the accesses that bytes would need, and rows of the transposed tile
-are whole lines of 128 bytes.
+A tile is a tuple of four quarters of (32, 128): quarter j has rows 4 q + j, q = 0 .. 31. The codes of four rows that
+follow each other in memory once transposed are then in one thread, which packs them into a word: what goes through
+shared memory to be transposed are words of 32 bits, a quarter of the accesses that bytes would need, and rows of the
+transposed tile are whole lines of 128 bytes.
 
 `row` is everywhere the (32,) rows of quarter 0, and `rows_end` the first that is not the tile's; `column` the (128,)
 columns, of which those from `num_columns` on do not exist.
@@ -171,8 +171,8 @@ def store_columns(
 ):  # fmt: skip
     """Transposed codes of a tile with a scale for each column; where it has no tokens both are 0.
 
-    tokens .. units: of `place`. codes_ptr: of column 0, rows of column_units * 8 words. scale_ptr: of column 0, rows that
-    are scale_stride apart.
+    tokens .. units: of `place`. codes_ptr: of column 0, rows of column_units * 8 words. scale_ptr: of column 0, rows
+    that are scale_stride apart.
     """
     scale, inverse = scale_of(columns_amax(x), HARDWARE_CAST)
     at = scale_ptr + tile.to(tl.int64) * scale_stride + column
