@@ -53,8 +53,9 @@ def quantize_rows_columns(
     row_codes, row_scale, codes, scale, starts, block_starts = _operator(
         x, offs, list(column_block), alignment, rows
     )
+    block = (column_block[0], column_block[1])
     columns = GroupedColumns(
-        codes.view(torch.float8_e4m3fn), scale, offs, starts, block_starts, tuple(column_block), alignment
+        codes.view(torch.float8_e4m3fn), scale, offs, starts, block_starts, block, alignment
     )
     if not rows:
         return None, columns

@@ -105,7 +105,7 @@ def swiglu_backward_quantize(
     return SwigluGradients(
         BlockScaledTensor(row_codes.view(torch.float8_e4m3fn), row_scale, FP8_BLOCK),
         columns(dz, dz_scale, (1, 128)),
-        columns(h, h_scale, tuple(hidden_block)),
+        columns(h, h_scale, (hidden_block[0], hidden_block[1])),
         None if prob is None else dprob,
     )
 

@@ -53,7 +53,8 @@ class Gradients(NamedTuple):
 def gate_and_up(z: torch.Tensor, gate_up: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(gate, up), (M, I) each, of z (M, 2 I)."""
     if gate_up == "concatenated":
-        return z.chunk(2, dim=1)
+        columns = z.shape[1] // 2
+        return z[:, :columns], z[:, columns:]
     pairs = z.unflatten(1, (-1, 2, INTERLEAVE))
     return pairs[:, :, 0].flatten(1), pairs[:, :, 1].flatten(1)
 

@@ -31,9 +31,9 @@ def quantize_weight_both(w: torch.Tensor) -> tuple[BlockScaledTensor, BlockScale
             f"w must be (N, K) or (num_groups, N, K) with N and K at least 1, got shape {tuple(w.shape)}"
         )
     codes, scale, transposed, transposed_scale = _operator(w)
-    return tuple(
-        BlockScaledTensor(data.view(torch.float8_e4m3fn), s, FP8_BLOCK)
-        for data, s in ((codes, scale), (transposed, transposed_scale))
+    return (
+        BlockScaledTensor(codes.view(torch.float8_e4m3fn), scale, FP8_BLOCK),
+        BlockScaledTensor(transposed.view(torch.float8_e4m3fn), transposed_scale, FP8_BLOCK),
     )
 
 
