@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +131,100 @@ QUICK = {"columns_alone", "columns_of_no_rows", "scale_boundaries"}
 def test_machine_code(name: str, emulated: list[EmulatedKernel]) -> None:
     cases.CASES[name]("cpu")
     assert sum(k.launches for k in emulated) > 0
+
+
+# --- what the compiler makes of them, without a GPU ------------------------------------------------------
+
+# Integers that the kernels are not specialized for.
+OF_M = {"M", "row_scale_ld", "column_units", "num_scale_rows", "num_tiles"}
+
+
+def instructions_of(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
+) -> Counter[str]:
+    """How often each mnemonic is in the PTX for sm_90; pointers and the other integers are multiples of 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    given = {name: types.get(name, "i32") for name in names if name not in constants}
+    source = ASTSource(
+        kernel,
+        signature={name: given.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in given if name not in OF_M},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return Counter(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)", compiled.asm["ptx"], re.MULTILINE))
+
+
+def assert_wide_and_ieee(found: Counter[str]) -> None:
+    """16-byte accesses of global memory, words in shared memory, and no approximation but that of reciprocals."""
+    assert found["ld.global.v4.b32"] > 0
+    assert found["st.global.v4.b32"] > 0
+    assert not [i for i in found if i.startswith(("ld.global", "st.global")) and i.endswith((".b8", ".b16"))]
+    assert not [i for i in found if i.startswith(("st.shared", "ld.shared")) and i.endswith((".b8", ".b16"))]
+    approximate = [i for i in found if ".ftz" in i or ".approx" in i or ".full" in i]
+    assert approximate == ["rcp.approx.ftz.f32"]  # made correct: test_usual_reciprocals
+    assert found["cvt.rn.satfinite.e4m3x2.f32"] > 0
+
+
+COLUMN_TYPES = {
+    "table_ptr": "*i32",
+    "row_codes_ptr": "*u8",
+    "row_scale_ptr": "*fp32",
+    "codes_ptr": "*i32",
+    "scale_ptr": "*fp32",
+}
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("input_type", ["bf16", "fp32"])
+@pytest.mark.parametrize("square", [False, True])
+def test_compiled_rows_columns(square: bool, input_type: str) -> None:
+    from padless.quantization.triton import rows_columns
+
+    constants = {"ROWS": True, "SQUARE": square, "HARDWARE_CAST": True}
+    types = {"x_ptr": f"*{input_type}", **COLUMN_TYPES}
+    found = instructions_of(rows_columns._rows_columns, types, constants, num_warps=8)
+    assert_wide_and_ieee(found)
+    # 128 x 128 values, 16 bytes a load, by 256 threads; each value cast twice, two at once.
+    assert found["ld.global.v4.b32"] == (8 if input_type == "bf16" else 16)
+    assert found["st.global.v4.b32"] == 8
+    assert found["cvt.rn.satfinite.e4m3x2.f32"] == 64
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+def test_compiled_weight_both() -> None:
+    from padless.quantization.triton import weight_both
+
+    types = {"w_ptr": "*bf16", "codes_ptr": "*u8", "scale_ptr": "*fp32"}
+    types |= {"transposed_ptr": "*i32", "transposed_scale_ptr": "*fp32"}
+    constants = {"WORDS": True, "HARDWARE_CAST": True}
+    found = instructions_of(weight_both._weight_both, types, constants, num_warps=8)
+    assert_wide_and_ieee(found)
+    assert (found["ld.global.v4.b32"], found["st.global.v4.b32"]) == (8, 8)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_compiled_swiglu_backward(interleaved: bool) -> None:
+    from padless.quantization.triton import swiglu_backward
+
+    types = {
+        "dh_ptr": "*bf16",
+        "z_ptr": "*bf16",
+        "prob_ptr": "*fp32",
+        "table_ptr": "*i32",
+        "row_codes_ptr": "*u8",
+    }
+    types |= dict.fromkeys(["row_scale_ptr", "dz_scale_ptr", "hidden_scale_ptr", "sums_ptr"], "*fp32")
+    types |= dict.fromkeys(["dz_codes_ptr", "hidden_codes_ptr"], "*i32")
+    constants = {"INTERLEAVED": interleaved, "WHOLE": True, "SQUARE": False, "HARDWARE_CAST": True}
+    found = instructions_of(
+        swiglu_backward._pairs_of_blocks, types, constants, num_warps=16, enable_fp_fusion=False
+    )
+    assert_wide_and_ieee(found)
+    # Every rounding is stated, so none may be fused away by the assembler either.
+    assert not {"mul.f32", "add.f32", "sub.f32"} & set(found)
+    assert found["ld.global.v4.b32"] == 12
