@@ -242,6 +242,7 @@ def swiglu_without_prob(device: str) -> None:
     dh, z, _ = swiglu_operands(20, 32, torch.float32, 9)
     for gate_up in ("concatenated", "interleaved"):
         swiglu_pair(dh, z, offs_of((15, 3), device), None, gate_up, (1, 128), 128, device)
+    swiglu_pair(dh[:, :9], z[:, :18], offs_of((15, 3), device), None, "concatenated", (1, 128), 128, device)
 
 
 @case

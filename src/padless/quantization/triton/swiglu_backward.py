@@ -57,7 +57,9 @@ def swiglu_backward(
     # Where blocks of 128 columns lie across the border of gate and up, a program takes one of them.
     straddling = gate_up == "concatenated" and hidden % 128 != 0
     kernel = _straddling_blocks if straddling else _pairs_of_blocks
-    layout = {} if straddling else {"INTERLEAVED": gate_up == "interleaved", "WHOLE": hidden % 128 == 0}
+    layout = {"INTERLEAVED": gate_up == "interleaved", "WHOLE": hidden % 128 == 0}
+    if straddling:
+        layout = {"ALIGNED": hidden % 16 == 0}
     kernel[(found.num_tiles * (ceil_div(2 * hidden, 128) if straddling else blocks),)](
         dh,
         z,
@@ -213,6 +215,7 @@ def _straddling_blocks(
     column_units,
     num_scale_rows,
     num_tiles,
+    ALIGNED: tl.constexpr,  # I is a multiple of 16
     SQUARE: tl.constexpr,
     HARDWARE_CAST: tl.constexpr,
 ):
@@ -229,7 +232,9 @@ def _straddling_blocks(
     rows_end = first_row + rows
     column = block * tiles.TILE + tl.arange(0, tiles.TILE)
     is_gate = column < I
-    of_gate = tl.where(is_gate, column, tl.where(column < 2 * I, column - I, I))
+    of_gate = tl.where(is_gate, column, column - I)  # from I on, and of no value, where column is from 2 I on
+    if ALIGNED:  # which no analysis sees behind the choice
+        of_gate = tl.max_contiguous(tl.multiple_of(of_gate, 16), 16)
     gate = _bounded(tiles.load(z_ptr, row, rows_end, of_gate, I, z_stride))
     up = tiles.load(z_ptr + I, row, rows_end, of_gate, I, z_stride)
     dh = tiles.load(dh_ptr, row, rows_end, of_gate, I, dh_stride)
