@@ -92,7 +92,13 @@ class UnfusedKernel(EmulatedKernel):
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     """Every kernel replaced by its emulated machine code, with the hardware's casts; inputs have NaN without signs."""
     from padless import triton_casts
-    from padless.quantization.triton import group_tiles, rows_columns, swiglu_backward, weight_both
+    from padless.quantization.triton import (
+        group_tiles,
+        nvfp4_random,
+        rows_columns,
+        swiglu_backward,
+        weight_both,
+    )
 
     original = triton_cases.awkward
 
@@ -110,6 +116,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
         (swiglu_backward, "_pairs_of_blocks"),
         (swiglu_backward, "_straddling_blocks"),
         (swiglu_backward, "_sum_blocks"),
+        (nvfp4_random, "_nvfp4_stochastic"),
+        (nvfp4_random, "_hadamard"),
     ):
         kernels.append(UnfusedKernel(getattr(module, name)))
         monkeypatch.setattr(module, name, kernels[-1])

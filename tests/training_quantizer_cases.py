@@ -261,6 +261,47 @@ def swiglu_of_many_groups(device: str) -> None:
                 swiglu_pair(dh, z, offs_of(sizes, device), prob, gate_up, block, alignment, device)
 
 
+# --- NVFP4 by chance -------------------------------------------------------------------------------------
+
+
+@case
+def nvfp4_stochastic(device: str) -> None:
+    from padless.quantization.nvfp4_random import stochastic_torch
+    from padless.quantization.triton import nvfp4_random
+    from padless.quantize import _nvfp4_global
+
+    for seed, (shape, dtype) in enumerate(
+        (
+            ((0, 16), torch.bfloat16),
+            ((5, 2), torch.bfloat16),
+            ((19, 144), torch.float32),
+            ((17, 290), torch.float16),
+        )
+    ):
+        x = awkward(shape, dtype, seed)
+        key = torch.tensor((0, -3, 12345678901234567, 2**63 - 1)[seed])
+        _, factors = _nvfp4_global(x, "te", None, None, False)
+        want = stochastic_torch(x, key, factors)
+        with poisoned_memory():
+            got = nvfp4_random.nvfp4_stochastic(x.to(device), key.to(device), factors.to(device))
+        assert_equal(got, want, "data scale")
+
+
+@case
+def nvfp4_hadamard(device: str) -> None:
+    from padless.quantization import nvfp4_random_rules
+    from padless.quantization.triton import nvfp4_random
+
+    for seed, (shape, dtype) in enumerate(
+        (((3, 16), torch.float16), ((19, 144), torch.bfloat16), ((2, 288), torch.float32))
+    ):
+        x = awkward(shape, dtype, seed).nan_to_num(0.0, 0.0, 0.0)  # a NaN has other bits on a GPU
+        for signs in (0, 0x5A3C, 0xFFFF):
+            with poisoned_memory():
+                got = nvfp4_random.hadamard(x.to(device), signs)
+            assert_equal((got,), (nvfp4_random_rules.hadamard(x, signs),), "transformed")
+
+
 def run_all(device: str, names: list[str]) -> dict[str, str | None]:
     """The cases of these names on a device: tracebacks, or None."""
     results: dict[str, str | None] = {}

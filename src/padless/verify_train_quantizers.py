@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from padless.grouped_gemm import group_offsets
+from padless.quantization.nvfp4_random import quantize_nvfp4_stochastic, random_hadamard
 from padless.quantization.rows_columns import quantize_rows_columns, rows_columns_torch
 from padless.quantization.swiglu_backward import swiglu_backward_quantize, swiglu_backward_torch
 from padless.quantization.weight_both import quantize_weight_both, weight_both_torch
@@ -38,6 +39,7 @@ _PROBLEMS = (
 # Columns of dH for each layout of gate and up: whole blocks, short ones, and blocks that both share.
 _SWIGLU = (("concatenated", 384), ("concatenated", 208), ("interleaved", 384), ("interleaved", 96))
 _WEIGHTS = ((3, 200, 1040), (136, 144), (2, 127, 257), (1, 1))
+_BY_CHANCE = ((1, 16), (129, 1040), (300, 272))
 
 
 def check_train_quantizers() -> str:
@@ -62,6 +64,10 @@ def check_train_quantizers() -> str:
         for shape in _WEIGHTS:
             for dtype in _DTYPES:
                 _check_weight(shape, dtype)
+                count += 1
+        for shape in _BY_CHANCE:
+            for dtype in _DTYPES:
+                _check_by_chance(shape, dtype)
                 count += 1
     if torch.cuda.is_available():
         _check_graph()
@@ -157,6 +163,15 @@ def _check_weight(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         t for weight in quantize_weight_both(w.cuda()) for t in (weight.data.view(torch.uint8), weight.scale)
     ]
     _require_same(got, weight_both_torch(w), f"weight {shape} {dtype}")
+
+
+def _check_by_chance(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = _values(shape, dtype, sum(shape)).nan_to_num(0.0, 0.0, 0.0)  # a NaN has other bits on a GPU
+    moved, signs, seed = x.cuda(), 0x5A3C, 12345678901234567
+    _require_same((random_hadamard(moved, signs),), (random_hadamard(x, signs),), f"Hadamard {shape} {dtype}")
+    got, want = (quantize_nvfp4_stochastic(t, seed=seed) for t in (moved, x))
+    for a, b in ((got.data, want.data), (got.scale, want.scale)):
+        _require_same((a.view(torch.uint8),), (b.view(torch.uint8),), f"by chance {shape} {dtype}")
 
 
 def _check_graph() -> None:
