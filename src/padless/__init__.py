@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         BlockScaledFormat,
         BlockScaledTensor,
     )
+    from padless.grouped_columns import GroupedColumns
     from padless.kernels.sm90_bf16.host import Sm90Bf16Config
     from padless.kernels.sm90_bf16.host import Sm90Bf16Config as Bf16GemmConfig
     from padless.kernels.sm90_fp8.config import Sm90Fp8Config
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from padless.ops.grouped_gemm_epilogue import QuantOutputs
     from padless.ops.grouped_gemm_list import grouped_gemm_list
     from padless.quantization.quantize import dequantize, quantize
+    from padless.quantization.rows_columns import quantize_rows_columns
+    from padless.quantization.swiglu_backward import swiglu_backward_quantize
+    from padless.quantization.weight_both import quantize_weight_both
     from padless.runtime.devices import backends
 
 __all__ = [
@@ -44,6 +48,7 @@ __all__ = [
     "BlockScaledFormat",
     "BlockScaledTensor",
     "GemmConfig",
+    "GroupedColumns",
     "GroupedGemmQuant",
     "Mxfp8GemmConfig",
     "QuantOutputs",
@@ -61,24 +66,28 @@ __all__ = [
     "grouped_gemm_quant",
     "grouped_gemm_swiglu_quant",
     "quantize",
+    "quantize_rows_columns",
+    "quantize_weight_both",
     "scaled_grouped_mm",
+    "swiglu_backward_quantize",
 ]
 
 _HOMES = {
+    "BlockScaledFormat": "formats",
+    "BlockScaledTensor": "formats",
     "FP8_BLOCK": "formats",
+    "GroupedColumns": "grouped_columns",
+    "GroupedGemmQuant": "compat.cudnn.gemm_class",
     "MXFP4": "formats",
     "MXFP8": "formats",
     "MXFP8_E5M2": "formats",
     "NVFP4": "formats",
-    "BlockScaledFormat": "formats",
-    "BlockScaledTensor": "formats",
-    "GroupedGemmQuant": "compat.cudnn.gemm_class",
     "QuantOutputs": "ops.grouped_gemm_epilogue",
+    "Sm100DenseConfig": "kernels.sm100_dense.host",
+    "Sm100GroupedConfig": "kernels.sm100_grouped.config",
     "Sm90Bf16Config": "kernels.sm90_bf16.host",
     "Sm90Fp8Config": "kernels.sm90_fp8.config",
     "Sm90Mxfp8Config": "kernels.sm90_mxfp8.host",
-    "Sm100DenseConfig": "kernels.sm100_dense.host",
-    "Sm100GroupedConfig": "kernels.sm100_grouped.config",
     "backends": "runtime.devices",
     "dequantize": "quantization.quantize",
     "gemm": "ops.grouped_gemm",
@@ -88,7 +97,10 @@ _HOMES = {
     "grouped_gemm_quant": "compat.cudnn.calls",
     "grouped_gemm_swiglu_quant": "compat.cudnn.calls",
     "quantize": "quantization.quantize",
+    "quantize_rows_columns": "quantization.rows_columns",
+    "quantize_weight_both": "quantization.weight_both",
     "scaled_grouped_mm": "compat.torch",
+    "swiglu_backward_quantize": "quantization.swiglu_backward",
 }
 # Earlier names of configurations.
 _ALIASES = {

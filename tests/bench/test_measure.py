@@ -299,6 +299,13 @@ def test_memory_bound_calls_run_and_count_their_bytes() -> None:
     assert moved["quantize NVFP4, plain scales"] == 100 * (512 + 128 + 16)
     assert moved["unpad bf16"] == 2 * 100 * 512
     assert moved["quantize weights"] == 8 * (256 * 256 * 3 + 4 * 4)
+    assert moved["rows and columns, 1x128"] == 100 * (512 + 256 + 256 + 8) + 4 * 256
+    assert moved["rows and columns, 128x128"] == 100 * (512 + 256 + 256 + 8) + 4 * 2
+    assert moved["columns alone, 1x128"] == 100 * (512 + 256) + 4 * 256
+    assert moved["weights and transposes"] == 8 * (256 * 256 * 4 + 2 * 4 * 4)
+    # dH and Z of 64 and 128 columns, dZ twice and H; prob and dprob; scales of one row block and of 192 columns.
+    rows = 2 * 64 + 2 * 128 + 128 + 128 + 64 + 4 + 4 + 4
+    assert moved["swiglu backward, interleaved"] == 100 * rows + 4 * 192
 
 
 @pytest.mark.gpu

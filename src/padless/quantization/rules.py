@@ -107,9 +107,14 @@ def fp8_block(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     block_rows, block_k = FP8_BLOCK.block(kind)
     values = x.to(torch.float32)
     amax = block_amax(values, block_rows, block_k)
-    scale = amax.clamp(min=AMAX_FLOOR) / _number(E4M3_MAX, x)
-    inverse = expand_blocks(_number(1.0, x) / scale, block_rows, block_k, tuple(x.shape))
-    return to_e4m3(values * inverse), scale.masked_fill(scale.isnan(), float("nan"))  # one NaN bit pattern
+    scale, inverse = fp8_block_scale(amax)
+    return to_e4m3(values * expand_blocks(inverse, block_rows, block_k, tuple(x.shape))), scale
+
+
+def fp8_block_scale(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, 1 / scale), float32, of blocks with these largest magnitudes: scale = max(amax, 1e-4) / 448."""
+    scale = amax.clamp(min=AMAX_FLOOR) / _number(E4M3_MAX, amax)
+    return scale.masked_fill(scale.isnan(), float("nan")), _number(1.0, amax) / scale  # one NaN bit pattern
 
 
 # --- MX --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
 from padless.testing.guarded import GuardedOutput
+from padless.verify.train_quantizers import check_train_quantizers
 
 DEVICE = "cuda"
 Shape = tuple[tuple[int, ...], int, int, int]  # sizes, rows past the last group, N, K
@@ -348,6 +349,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "streams and threads": check_streams_and_threads,
     "dense": check_dense,
     "quantizers agree": check_quantizers_agree,
+    "training quantizers agree": check_train_quantizers,
 }
 
 
@@ -366,6 +368,7 @@ CALLS: dict[str, tuple[tuple[Shape, ...], tuple[Variant, ...]]] = {
     "streams and threads": (_STREAMED, CHOSEN),
     "dense": (_DENSE, CHOSEN),
     "quantizers agree": ((), ()),
+    "training quantizers agree": ((), ()),
     SMALL: (_SMALL, _SMALL_VARIANTS),
 }
 

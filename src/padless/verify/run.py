@@ -39,6 +39,8 @@ SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Command lines of small launches: the first kernel's, then the other paths'.
 SANITIZED = ("padless.verify.fp8_block", "padless.verify.small")
 _SANITIZER_SECONDS = 240
+# Those of verify_checks.CHECKS that concern every GPU.
+QUANTIZER_CHECKS = ("quantizers agree", "training quantizers agree")
 
 Check = Callable[[], str]
 
@@ -130,7 +132,7 @@ def jobs_of(
     unknown = [name for name in checks or () if name not in CHECKS]
     if unknown:
         raise ValueError(f"checks has {unknown[0]!r}; allowed are {', '.join(map(repr, CHECKS))}")
-    names = checks if checks is not None else list(CHECKS) if fp8_block else ["quantizers agree"]
+    names = checks if checks is not None else list(CHECKS) if fp8_block else list(QUANTIZER_CHECKS)
     jobs = {name: CHECKS[name] for name in names}
     if against_emulator:
         if fp8_block:

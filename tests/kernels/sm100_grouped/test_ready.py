@@ -154,7 +154,7 @@ def test_the_backend_is_there(capability: tuple[int, int], monkeypatch: pytest.M
 def test_verify_runs_what_concerns_this_gpu(arch: str) -> None:
     jobs, sanitized = verify.jobs_of(arch, None, against_emulator=True)
     assert list(jobs) == [
-        "quantizers agree", "emulator agrees on formats", "emulator agrees on epilogues", "dense MXFP8",
+        "quantizers agree", "training quantizers agree", "emulator agrees on formats", "emulator agrees on epilogues", "dense MXFP8",
         "lists of problems", "formats", "epilogues", "chains", "batch invariance",
     ]  # fmt: skip
     assert sanitized == ["padless.verify.small"]

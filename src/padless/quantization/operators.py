@@ -1,0 +1,23 @@
+"""Registers the quantizers of training as operators of torch, so that a compiled graph passes over them unbroken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NAMESPACE = "padless"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def register_operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The operator ``padless::<schema>``: ``run`` computes on any device, ``fake`` makes empty outputs of its shapes.
+
+    Codes are bytes (uint8) in schemas: torch's checks of operators cannot compare float8.
+    """
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default

@@ -1,0 +1,156 @@
+"""Quantizes rows of ragged groups twice in one read: along their features, and along the tokens of every group."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from padless import grouped_columns
+from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
+from padless.grouped_columns import ALIGNMENTS, GroupedColumns
+from padless.layouts import empty_mn_major, to_mn_major
+from padless.quantization import columns_rules
+from padless.quantization import rules as quantize_rules
+from padless.quantization.operators import register_operator
+from padless.quantization.quantize import INPUT_DTYPES, has_triton
+
+COLUMN_BLOCKS = ((1, 128), (128, 128))  # (features, tokens)
+
+# Tokens a group, on average, from which groups are aligned to 128 tokens: the slack is then at most an eighth of the
+# codes, and a product along the tokens reads whole lines (3 to 4.5% of its time).
+ALIGN_TO_LINES_FROM = 1024
+
+
+def quantize_rows_columns(
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    column_block: tuple[int, int] = (1, 128),
+    alignment: int | None = None,
+    rows: bool = True,
+) -> tuple[BlockScaledTensor | None, GroupedColumns]:
+    """FP8_BLOCK codes of x along its features (an operand of a product along them) and along the tokens of every group.
+
+    x: (M, features) bfloat16, float16 or float32, any strides; read once.
+    offs: (G,) int32 cumulative END rows of the groups, on x's device, never read by the host. Rows past the last group
+        are quantized as rows and are in no column. Ends that descend or leave 0 .. M are made ascending and in range.
+    column_block: (features, tokens) that share a scale of the columns, (1, 128) or (128, 128); tokens are counted from
+        the first of the group.
+    alignment: tokens at whose multiples groups start in the columns, 32 or 128. None: 128 where M / G is at least
+        ``ALIGN_TO_LINES_FROM``, else 32.
+    rows: False leaves the rows out.
+
+    Returns (rows, columns). rows: ``quantize(x, FP8_BLOCK)`` to the bit, scales MN-major; None where left out. columns:
+        scale and code of a block as in ``quantize``: scale = max(amax, 1e-4) / 448, code = e4m3(x * (1 / scale)). Slack
+        columns are zero codes, scales of blocks without tokens are 0. A NaN or an Inf breaks its own blocks only.
+
+    Two launches on a GPU, no synchronisation. Raises ValueError for what is not allowed above.
+    """
+    check_values("x", x, "(M, features)")
+    check_offs(offs, x, "x")
+    check_column_block("column_block", column_block)
+    alignment = chosen_alignment(alignment, x.shape[0], offs.shape[0])
+    row_codes, row_scale, codes, scale, starts, block_starts = _operator(
+        x, offs, list(column_block), alignment, rows
+    )
+    block = (column_block[0], column_block[1])
+    columns = GroupedColumns(
+        codes.view(torch.float8_e4m3fn), scale, offs, starts, block_starts, block, alignment
+    )
+    if not rows:
+        return None, columns
+    return BlockScaledTensor(row_codes.view(torch.float8_e4m3fn), row_scale, FP8_BLOCK), columns
+
+
+# --- what the quantizers of groups share -----------------------------------------------------------------
+
+
+def check_values(name: str, x: torch.Tensor, wanted: str) -> None:
+    """Raise ValueError unless x is 2-D, of a dtype that is quantized, with columns."""
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in INPUT_DTYPES:
+        raise ValueError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(f"{name} must be {wanted} with at least one column, got shape {tuple(x.shape)}")
+
+
+def check_offs(offs: torch.Tensor, x: torch.Tensor, name: str) -> None:
+    """Raise ValueError unless offs is (G,) int32 on x's device, G >= 1."""
+    if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1 or len(offs) == 0:
+        got = f"{offs.dtype} {tuple(offs.shape)}" if isinstance(offs, torch.Tensor) else type(offs).__name__
+        raise ValueError(
+            f"offs must be a 1-D int32 tensor of at least one end row (padless.group_offsets), got {got}"
+        )
+    if offs.device != x.device:
+        raise ValueError(f"offs must be on {name}'s device {x.device}, got {offs.device}")
+
+
+def check_column_block(name: str, block: tuple[int, int]) -> None:
+    """Raise ValueError unless block is one of COLUMN_BLOCKS."""
+    if tuple(block) not in COLUMN_BLOCKS:
+        raise ValueError(f"{name} must be one of {COLUMN_BLOCKS} (features, tokens), got {block}")
+
+
+def chosen_alignment(alignment: int | None, num_rows: int, num_groups: int) -> int:
+    """alignment, or for None the one for so many rows and groups. Raises ValueError for another number."""
+    if alignment is None:
+        return ALIGNMENTS[1] if num_rows >= ALIGN_TO_LINES_FROM * num_groups else ALIGNMENTS[0]
+    if alignment not in ALIGNMENTS:
+        raise ValueError(f"alignment must be one of {ALIGNMENTS} tokens or None, got {alignment!r}")
+    return alignment
+
+
+# --- the operator ----------------------------------------------------------------------------------------
+
+_Tensors = tuple[torch.Tensor, ...]
+
+
+def _run(x: torch.Tensor, offs: torch.Tensor, block: list[int], alignment: int, rows: bool) -> _Tensors:
+    on_gpu = x.is_cuda and has_triton()
+    with torch.cuda.device(x.device) if on_gpu else nullcontext():  # Triton launches on the current device
+        if on_gpu:
+            from padless.quantization.triton import rows_columns
+
+            return rows_columns.rows_columns(x, offs, (block[0], block[1]), alignment, rows)
+        return rows_columns_torch(x, offs, (block[0], block[1]), alignment, rows)
+
+
+def rows_columns_torch(
+    x: torch.Tensor, offs: torch.Tensor, block: tuple[int, int], alignment: int, rows: bool
+) -> _Tensors:
+    """What the Triton kernel writes, in plain torch."""
+    row_codes, row_scale = quantize_rules.fp8_block(x if rows else x[:0], "activation")
+    return (row_codes, to_mn_major(row_scale), *columns_rules.columns(x, offs, block, alignment))
+
+
+def _fake(x: torch.Tensor, offs: torch.Tensor, block: list[int], alignment: int, rows: bool) -> _Tensors:
+    kept_rows = x.shape[0] if rows else 0
+    row_codes = x.new_empty((kept_rows, x.shape[1]), dtype=torch.uint8)
+    row_scale = empty_mn_major(kept_rows, ceil_div(x.shape[1], 128), x.device)
+    return (row_codes, row_scale, *fake_columns(x, offs, x.shape[1], (block[0], block[1]), alignment))
+
+
+def fake_columns(
+    x: torch.Tensor, offs: torch.Tensor, features: int, block: tuple[int, int], alignment: int
+) -> _Tensors:
+    """Empty (codes, scale, starts, block_starts) for the columns of x's rows."""
+    num_rows, num_groups = x.shape[0], offs.shape[0]
+    codes = x.new_empty(
+        (features, grouped_columns.padded_tokens(num_rows, num_groups, alignment)), dtype=torch.uint8
+    )
+    scales = (
+        grouped_columns.num_scale_rows(num_rows, num_groups),
+        grouped_columns.scale_columns(features, block),
+    )
+    scale = x.new_empty(scales, dtype=torch.float32)
+    return codes, scale, torch.empty_like(offs), torch.empty_like(offs)
+
+
+_operator = register_operator(
+    "quantize_rows_columns(Tensor x, Tensor offs, int[] block, int alignment, bool rows) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
+)

@@ -1,0 +1,239 @@
+"""The Triton quantizers of training: equal to their definitions in the interpreter, on a GPU and as machine code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import training_quantizer_cases as cases
+from support import triton_cases
+
+triton = pytest.importorskip("triton")
+
+from test_quantize_emulated import EmulatedKernel  # noqa: E402
+
+HERE = Path(__file__).parent
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def run_interpreted(names: list[str]) -> dict[str, str | None]:
+    """The outcome of cases in Triton's interpreter, from one process of its own."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), env.get("PYTHONPATH", "")])
+    command = [sys.executable, str(HERE / "training_quantizer_cases.py"), *names]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str | None]:
+    """The outcomes of all short cases."""
+    return run_interpreted([name for name in cases.CASES if name not in cases.LONG])
+
+
+@pytest.mark.parametrize("name", [name for name in cases.CASES if name not in cases.LONG])
+def test_in_the_interpreter(name: str, interpreted: dict[str, str | None]) -> None:
+    assert interpreted[name] is None, interpreted[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(cases.LONG))
+def test_long_in_the_interpreter(name: str) -> None:
+    assert run_interpreted([name]) == {name: None}
+
+
+@pytest.mark.gpu(capability=None)
+@pytest.mark.parametrize("name", cases.CASES)
+def test_on_the_gpu(name: str) -> None:
+    cases.CASES[name]("cuda")
+
+
+@pytest.mark.gpu(capability=None)
+def test_software_casts_are_the_hardware_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What older GPUs and the interpreter run, on the GPU."""
+    from padless.quantization.triton import casts as triton_casts
+
+    monkeypatch.setattr(triton_casts, "casts_in_hardware", lambda device: False)
+    for name in ("columns_by_feature", "columns_by_square", "weights", "swiglu_concatenated"):
+        cases.CASES[name]("cuda")
+
+
+# --- machine code ----------------------------------------------------------------------------------------
+
+
+class UnfusedKernel(EmulatedKernel):
+    """An EmulatedKernel that passes on whether multiplications and additions are fused."""
+
+    def _launch(self, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+        self._fuse = options.pop("enable_fp_fusion", True)
+        super()._launch(grid, args, options)
+
+    def _compile(self, runtime: dict[str, Any], constants: dict[str, Any], num_warps: int) -> Any:
+        original = triton.compile
+
+        def compile_unfused(source: Any, target: Any, options: dict[str, Any]) -> Any:
+            return original(source, target=target, options=options | {"enable_fp_fusion": self._fuse})
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton, "compile", compile_unfused)
+            return super()._compile(runtime, constants, num_warps)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
+    """Every kernel replaced by its emulated machine code, with the hardware's casts; inputs have NaN without signs."""
+    from padless.quantization.triton import casts as triton_casts
+    from padless.quantization.triton import (
+        group_tiles,
+        nvfp4_random,
+        rows_columns,
+        swiglu_backward,
+        weight_both,
+    )
+
+    original = triton_cases.awkward
+
+    def awkward(*args: Any) -> torch.Tensor:
+        x = original(*args)
+        return x.masked_fill(x.isnan(), float("nan"))
+
+    monkeypatch.setattr(cases, "awkward", awkward)
+    monkeypatch.setattr(triton_casts, "casts_in_hardware", lambda device: True)
+    kernels = []
+    for module, name in (
+        (group_tiles, "_group_tiles"),
+        (rows_columns, "_rows_columns"),
+        (weight_both, "_weight_both"),
+        (swiglu_backward, "_pairs_of_blocks"),
+        (swiglu_backward, "_straddling_blocks"),
+        (swiglu_backward, "_sum_blocks"),
+        (nvfp4_random, "_nvfp4_stochastic"),
+        (nvfp4_random, "_hadamard"),
+    ):
+        kernels.append(UnfusedKernel(getattr(module, name)))
+        monkeypatch.setattr(module, name, kernels[-1])
+    return kernels
+
+
+QUICK = {"columns_alone", "columns_of_no_rows", "scale_boundaries"}
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow])
+        for n in cases.CASES
+        if n not in cases.LONG
+    ],
+)
+def test_machine_code(name: str, emulated: list[EmulatedKernel]) -> None:
+    cases.CASES[name]("cpu")
+    assert sum(k.launches for k in emulated) > 0
+
+
+# --- what the compiler makes of them, without a GPU ------------------------------------------------------
+
+# Integers that the kernels are not specialized for.
+OF_M = {"M", "row_scale_ld", "column_units", "num_scale_rows", "num_tiles"}
+
+
+def instructions_of(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
+) -> Counter[str]:
+    """How often each mnemonic is in the PTX for sm_90; pointers and the other integers are multiples of 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    given = {name: types.get(name, "i32") for name in names if name not in constants}
+    source = ASTSource(
+        kernel,
+        signature={name: given.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in given if name not in OF_M},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return Counter(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)", compiled.asm["ptx"], re.MULTILINE))
+
+
+def assert_wide_and_ieee(found: Counter[str]) -> None:
+    """16-byte accesses of global memory, words in shared memory, and no approximation but that of reciprocals."""
+    assert found["ld.global.v4.b32"] > 0
+    assert found["st.global.v4.b32"] > 0
+    assert not [i for i in found if i.startswith(("ld.global", "st.global")) and i.endswith((".b8", ".b16"))]
+    assert not [i for i in found if i.startswith(("st.shared", "ld.shared")) and i.endswith((".b8", ".b16"))]
+    approximate = [i for i in found if ".ftz" in i or ".approx" in i or ".full" in i]
+    assert approximate == ["rcp.approx.ftz.f32"]  # made correct: test_usual_reciprocals
+    assert found["cvt.rn.satfinite.e4m3x2.f32"] > 0
+
+
+COLUMN_TYPES = {
+    "table_ptr": "*i32",
+    "row_codes_ptr": "*u8",
+    "row_scale_ptr": "*fp32",
+    "codes_ptr": "*i32",
+    "scale_ptr": "*fp32",
+}
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("input_type", ["bf16", "fp32"])
+@pytest.mark.parametrize("square", [False, True])
+def test_compiled_rows_columns(square: bool, input_type: str) -> None:
+    from padless.quantization.triton import rows_columns
+
+    constants = {"ROWS": True, "SQUARE": square, "HARDWARE_CAST": True}
+    types = {"x_ptr": f"*{input_type}", **COLUMN_TYPES}
+    found = instructions_of(rows_columns._rows_columns, types, constants, num_warps=8)
+    assert_wide_and_ieee(found)
+    # 128 x 128 values, 16 bytes a load, by 256 threads; each value cast twice, two at once.
+    assert found["ld.global.v4.b32"] == (8 if input_type == "bf16" else 16)
+    assert found["st.global.v4.b32"] == 8
+    assert found["cvt.rn.satfinite.e4m3x2.f32"] == 64
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+def test_compiled_weight_both() -> None:
+    from padless.quantization.triton import weight_both
+
+    types = {"w_ptr": "*bf16", "codes_ptr": "*u8", "scale_ptr": "*fp32"}
+    types |= {"transposed_ptr": "*i32", "transposed_scale_ptr": "*fp32"}
+    constants = {"WORDS": True, "HARDWARE_CAST": True}
+    found = instructions_of(weight_both._weight_both, types, constants, num_warps=8)
+    assert_wide_and_ieee(found)
+    assert (found["ld.global.v4.b32"], found["st.global.v4.b32"]) == (8, 8)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_compiled_swiglu_backward(interleaved: bool) -> None:
+    from padless.quantization.triton import swiglu_backward
+
+    types = {
+        "dh_ptr": "*bf16",
+        "z_ptr": "*bf16",
+        "prob_ptr": "*fp32",
+        "table_ptr": "*i32",
+        "row_codes_ptr": "*u8",
+    }
+    types |= dict.fromkeys(["row_scale_ptr", "dz_scale_ptr", "hidden_scale_ptr", "sums_ptr"], "*fp32")
+    types |= dict.fromkeys(["dz_codes_ptr", "hidden_codes_ptr"], "*i32")
+    constants = {"INTERLEAVED": interleaved, "WHOLE": True, "SQUARE": False, "HARDWARE_CAST": True}
+    found = instructions_of(
+        swiglu_backward._pairs_of_blocks, types, constants, num_warps=16, enable_fp_fusion=False
+    )
+    assert_wide_and_ieee(found)
+    # Every rounding is stated, so none may be fused away by the assembler either.
+    assert not {"mul.f32", "add.f32", "sub.f32"} & set(found)
+    assert found["ld.global.v4.b32"] == 12
