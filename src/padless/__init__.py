@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from padless.grouped_gemm import gemm, group_offsets, grouped_gemm
     from padless.grouped_gemm_list import grouped_gemm_list
     from padless.grouped_gemm_quant import grouped_gemm_quant, grouped_gemm_swiglu_quant
+    from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
+    from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
     from padless.paths.sm90_bf16 import Bf16GemmConfig
     from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
     from padless.paths.sm100_mxfp8_dense import Mxfp8GemmConfig
@@ -47,6 +49,7 @@ __all__ = [
     "QuantOutputs",
     "Sm90Mxfp8Config",
     "Sm100GroupedConfig",
+    "WgradConfig",
     "backends",
     "dequantize",
     "gemm",
@@ -55,6 +58,7 @@ __all__ = [
     "grouped_gemm_list",
     "grouped_gemm_quant",
     "grouped_gemm_swiglu_quant",
+    "grouped_gemm_wgrad",
     "quantize",
     "scaled_grouped_mm",
 ]
@@ -74,6 +78,7 @@ _HOMES = {
     "QuantOutputs": "quant_outputs",
     "Sm90Mxfp8Config": "paths.sm90_mxfp8",
     "Sm100GroupedConfig": "config_sm100_grouped",
+    "WgradConfig": "kernels.sm90_fp8_wgrad.config",
     "backends": "backends",
     "dequantize": "quantize",
     "gemm": "grouped_gemm",
@@ -82,6 +87,7 @@ _HOMES = {
     "grouped_gemm_list": "grouped_gemm_list",
     "grouped_gemm_quant": "grouped_gemm_quant",
     "grouped_gemm_swiglu_quant": "grouped_gemm_quant",
+    "grouped_gemm_wgrad": "ops.grouped_gemm_wgrad",
     "quantize": "quantize",
     "scaled_grouped_mm": "torch_api",
 }

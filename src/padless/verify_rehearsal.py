@@ -26,7 +26,7 @@ from padless import (
 )
 from padless.driver import Driver
 from padless.emulator import fake_driver
-from padless.jit import ENTRY, CompiledKernel, compile_kernel
+from padless.jit import CompiledKernel, compile_kernel, entry_of
 from padless.paths import kernels_arch, launching
 from padless.processes import worker_pool
 from padless.verify_blackwell import PROBLEM_LISTS, PRODUCTS, dense_launches, list_launches
@@ -166,7 +166,7 @@ def listing(arch: str, kind: str, num_sms: int | None = None) -> Iterator[dict[K
 
     def write_down(source: str, prelude: str, arch: str, kind: str = "cubin") -> CompiledKernel:
         asked[Kernel(source, prelude, arch, kind)] = None
-        return CompiledKernel(b"", kind, ENTRY, 0, 128, 1, 0, 0, 0, "")
+        return CompiledKernel(b"", kind, entry_of(source), 0, 128, 1, 0, 0, 0, "")
 
     emulated = kernels_arch(arch)
     driver: Driver = _Listing(arch if kind == "cubin" else emulated, kind, num_sms)

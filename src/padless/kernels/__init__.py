@@ -1,0 +1,1 @@
+"""Device code, and the host side of the kernels that have a folder of their own."""
