@@ -18,6 +18,8 @@ from padless.emulator.parser import parse
 from padless.emulator.register_pool import registers_at_launch
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK
+from padless.kernels.sm90_fp8_wgrad import host as wgrad
+from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.paths import PATHS, sm90_bf16, sm90_fp8, sm90_mxfp8
 from padless.paths.quant_launch import QuantConfig
 from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
@@ -45,6 +47,7 @@ CONFIGS = {
     sm90_mxfp8.KERNEL: [Sm90Mxfp8Config(block_m=m) for m in (64, 128)]
     + [QuantConfig(Sm90Mxfp8Config(block_m=m), QUANT) for m in (64, 128)],
     sm90_bf16.KERNEL: [*bf16_configs(), QuantConfig(bf16_configs()[-1], QUANT)],
+    wgrad.KERNEL: [WgradConfig(block_m=128), WgradConfig(block_m=256)],
 }
 CASES = [(kernel, i) for kernel, configs in CONFIGS.items() for i in range(len(configs))]
 
@@ -82,7 +85,7 @@ def test_every_kernel_with_setmaxnreg_is_judged() -> None:
         name for name, text in jit.sources().items() if name.endswith(".cu") and "setmaxnreg_inc<" in text
     }
     assert using == set(CONFIGS)
-    assert using <= {path.kernel for path in PATHS}
+    assert using <= {path.kernel for path in PATHS} | {wgrad.KERNEL}
 
 
 @pytest.mark.parametrize("kernel", CONFIGS)

@@ -102,8 +102,8 @@ def _check_operands(dy: GroupedColumns, x: GroupedColumns) -> None:
         _check_columns(name, operand, dy)
     if x.scale.shape[0] != dy.scale.shape[0]:
         raise ValueError(
-            f"x.scale has {x.scale.shape[0]} rows and dy.scale {dy.scale.shape[0]}; copies of the same groups have equal "
-            "numbers of them"
+            f"x.scale has {x.scale.shape[0]} rows and dy.scale {dy.scale.shape[0]}; copies of the same groups have "
+            "equal numbers of them"
         )
 
 

@@ -3,8 +3,8 @@
 //
 //      consumer warpgroup                                  store warp, one for each of them
 //      ------------------                                  --------------------------------
-//      wait d_free[w]  <---------------- arrive ---------  ... after the last store out of this buffer has read
-//      stage; proxy fence; arrive --- d_full[w] -------->  wait d_full[w]; store
+//      wait d_free  <------------------- arrive ---------  ... after the last store out of the wave's buffer has read
+//      stage; proxy fence; arrive ---- d_full ---------->  wait d_full; store
 //
 // A wave is staged when the products of the next tile's first block are already under way (multiply.cuh). The first time a
 // consumer stages registers that hold no tile, and the store warp stores nothing: a branch there, while products are under
@@ -13,20 +13,20 @@
 
 constexpr int STORE_THREADS = 128 + 32;  // that meet at a barrier: a warpgroup and its store warp
 
-__device__ __forceinline__ uint32_t d_free(int warpgroup, int wave) {
-    return 1 + warpgroup * NUM_D + wave % NUM_D;
+__device__ __forceinline__ uint32_t d_free(int warpgroup) {
+    return 1 + warpgroup;
 }
-__device__ __forceinline__ uint32_t d_full(int warpgroup, int wave) {
-    return 1 + NUM_MMA_WARPGROUPS * NUM_D + warpgroup * NUM_D + wave % NUM_D;
+__device__ __forceinline__ uint32_t d_full(int warpgroup) {
+    return 1 + NUM_MMA_WARPGROUPS + warpgroup;
 }
 
 // Consumer: hands a wave of its tile to its store warp.
 __device__ __forceinline__ void stage_wave(const float (&d)[BLOCK_N / 2], SharedStorage& shared,
                                            int warpgroup, int wave, int warp, int lane) {
-    bar_sync(d_free(warpgroup, wave), STORE_THREADS);
+    bar_sync(d_free(warpgroup), STORE_THREADS);
     stage_tile<BLOCK_N, OUT_TYPE>(d, shared_address(shared.d[warpgroup][wave % NUM_D]), warp, lane);
     fence_proxy_async_shared();
-    bar_arrive(d_full(warpgroup, wave), STORE_THREADS);
+    bar_arrive(d_full(warpgroup), STORE_THREADS);
 }
 
 // One thread: stores or adds a wave, clipped to the rows and columns that exist.
@@ -52,8 +52,8 @@ __device__ __forceinline__ void meet_wave(SharedStorage& shared, const Problem& 
                                           int lane) {
     if (lane == 0) cp_async_bulk_wait_group_read<NUM_D - 1>();
     __syncwarp();
-    bar_arrive(d_free(warpgroup, wave), STORE_THREADS);
-    bar_sync(d_full(warpgroup, wave), STORE_THREADS);
+    bar_arrive(d_free(warpgroup), STORE_THREADS);
+    bar_sync(d_full(warpgroup), STORE_THREADS);
     if (lane == 0 && tile.rows > 0) store_wave(shared, problem, map_d, tile, warpgroup, wave);
     __syncwarp();
 }
