@@ -59,7 +59,7 @@ def code_complaints(sass: list[str], config: WgradConfig, kernel: jit.CompiledKe
         found.append("atomics other than the tile counter's")
     asked = {int(line.split(",")[-1], 16) for line in sass if line.startswith("USETMAXREG.TRY_ALLOC")}
     kept = {int(line.split()[-1], 16) for line in sass if line.startswith("USETMAXREG.DEALLOC")}
-    if (asked, kept) != ({232}, {40}) or 256 * 232 + 128 * 40 > kernel.registers * kernel.num_threads:
+    if (asked, kept) != ({232}, {40}) or kernel.registers * kernel.num_threads < 256 * 232 + 128 * 40:
         found.append(f"setmaxnreg asks for {asked} and keeps {kept} of {kernel.registers}")
     return found
 

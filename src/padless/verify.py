@@ -33,10 +33,12 @@ from padless.verify_emulator import check_against_emulator
 from padless.verify_epilogue import check_epilogue, check_epilogue_against_emulator
 from padless.verify_formats import check_formats_accuracy, check_formats_against_emulator
 from padless.verify_rehearsal import Gpu, Rehearsal, compile_ahead, rehearsals_of
+from padless.verify_wgrad import check_wgrad
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Command lines of small launches: the first kernel's, then the other paths'.
-SANITIZED = ("padless.verify_checks", "padless.verify_small")
+# Command lines of small launches: the first kernel's, the other paths', weight gradients'.
+SANITIZED = ("padless.verify_checks", "padless.verify_small", "padless.verify_wgrad")
+_HOPPERS = ("padless.verify_checks", "padless.verify_wgrad")
 _SANITIZER_SECONDS = 240
 
 Check = Callable[[], str]
@@ -144,7 +146,9 @@ def jobs_of(
         jobs["formats"] = check_formats_accuracy
         jobs["epilogues"] = check_epilogue
         jobs["chains"] = check_chains
-    return jobs, [module for module in SANITIZED if fp8_block or module != SANITIZED[0]]
+        if fp8_block:
+            jobs["weight gradients"] = check_wgrad
+    return jobs, [module for module in SANITIZED if fp8_block or module not in _HOPPERS]
 
 
 def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) -> str:

@@ -23,6 +23,7 @@ from padless import (
     verify_epilogue,
     verify_formats,
     verify_small,
+    verify_wgrad,
 )
 from padless.driver import Driver
 from padless.emulator import fake_driver
@@ -127,10 +128,12 @@ _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
     "formats": partial(_formats, verify_formats.JUDGED, ("cubin",)),
     "epilogues": _epilogues,
     "chains": lambda arch: [Rehearsal(partial(verify_chain.rehearse, arch))],
+    "weight gradients": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
 }
 _MODULES: dict[str, Callable[[str], list[Rehearsal]]] = {
     "padless.verify_checks": lambda arch: [_of_check(verify_checks.SMALL, arch)],
     "padless.verify_small": lambda arch: [Rehearsal(partial(verify_small.rehearse, arch, backend_of(arch)))],
+    "padless.verify_wgrad": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
 }
 
 
