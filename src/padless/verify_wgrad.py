@@ -1,4 +1,4 @@
-"""Weight gradients on a GPU: bits against the reference of the tensor core's arithmetic, and what must not change them."""
+"""Weight gradients on a GPU: bits against the reference of the tensor core's arithmetic, and what must not move them."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from padless.bench.paper import BenchResult, report_figure
 from padless.bench.results import Record, read_records, sessions_of
 from padless.bench.session import wide_console
 from padless.bench.tiles_report import print_tiles
+from padless.bench.wgrad_report import print_wgrad
 
 Records = Sequence[Record]
 
@@ -38,6 +39,7 @@ KINDS = {
     "formats": Kind(lambda console, records, _: print_formats(console, records), draw_formats),
     "epilogue": Kind(lambda console, records, _: print_epilogue(console, records)),
     "blackwell": Kind(lambda console, records, _: print_blackwell(console, records)),
+    "wgrad": Kind(lambda console, records, _: print_wgrad(console, records)),
     "tiles": Kind(lambda console, records, _: print_tiles(console, records)),
 }
 
