@@ -14,6 +14,7 @@ MAIN, STORAGE, LOAD, MULTIPLY, STORE, SCHEDULE = (
     FOLDER + name
     for name in ("sm90_fp8_wgrad.cu", "storage.cuh", "load.cuh", "multiply.cuh", "store.cuh", "schedule.cuh")
 )
+QUEUE = "tile_queue.cuh"
 STORED = WgradConfig(block_m=128, num_stages=2, out_dtype=torch.float32)
 TWO_WAVES = WgradConfig(block_m=256, num_stages=2, out_dtype=torch.float32)
 TWO_BUFFERS = WgradConfig(block_m=256, num_stages=2)
@@ -246,6 +247,21 @@ BUGS: tuple[Bug, ...] = (
         "global memory read before the kernels ahead have ended",
         ("grid-dependency",),
         ((MAIN, "griddepcontrol_wait();", ""),),
+    ),
+    Bug(
+        "consumers keep their slot of the queue",
+        ("deadlock",),
+        ((MAIN, "if (lane == 0) reader.release();", ""),),
+    ),
+    Bug(
+        "consumers pass over tiles",
+        ("deadlock", "mbarrier", "race"),
+        ((MULTIPLY, "if (wave == WAVES - 1) next();", "if (wave == WAVES - 1) next(), next();"),),
+    ),
+    Bug(
+        "a consumer reads the queue before it is filled",
+        ("race",),
+        ((QUEUE, "mbarrier_wait(full, pipeline.phase);", ";"),),
     ),
     Bug(
         "store warp keeps its slot of the queue",

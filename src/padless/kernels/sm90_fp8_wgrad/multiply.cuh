@@ -108,11 +108,11 @@ __device__ __forceinline__ void multiply_block(float (&d)[WAVES][BLOCK_N / 2], S
 }
 
 // Consumer: d = this warpgroup's waves of a tile of a group with tokens. What d holds is handed out by `stage(wave)` while the
-// first products run, so that the tensor core does not wait for it.
-template <class Stage>
+// first products run, and `next()` looks for the next tile while the last ones do, so that the tensor core waits for neither.
+template <class Stage, class Next>
 __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], SharedStorage& shared,
                                               const ConsumerView& view, int tokens, int lane,
-                                              Pipeline<STAGES>& pipeline, Stage stage) {
+                                              Pipeline<STAGES>& pipeline, Stage stage, Next next) {
     const auto nothing = [](int) {};
     const int blocks = token_blocks(tokens);
     const int last_steps = (tokens - (blocks - 1) * BLOCK_T + WGMMA_K - 1) / WGMMA_K;
@@ -121,5 +121,11 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
 #pragma unroll 4
     for (int block = 1; block < blocks - 1; ++block)
         multiply_block<false, true>(d, shared, view, 0, lane, pipeline, nothing);
-    if (blocks > 1) multiply_block<false, false>(d, shared, view, last_steps, lane, pipeline, nothing);
+    const auto next_in_last_wave = [&](int wave) {
+        if (wave == WAVES - 1) next();
+    };
+    if (blocks > 1)
+        multiply_block<false, false>(d, shared, view, last_steps, lane, pipeline, next_in_last_wave);
+    else
+        next();
 }

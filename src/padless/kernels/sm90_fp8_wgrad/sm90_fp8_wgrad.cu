@@ -69,17 +69,42 @@ __device__ __forceinline__ void rank_groups(SharedStorage& shared, const int* of
     __syncthreads();
 }
 
+// A consumer's walk through the queue, of which it needs to know no more than how many tokens a tile's group has.
+struct TokenReader {
+    SharedStorage& shared;
+    Reader reader;
+    int lane, tokens;  // of the tile at hand; -1: there are no more
+
+    __device__ __forceinline__ TokenReader(SharedStorage& shared, int lane)
+        : shared(shared), reader(shared.queue), lane(lane) {
+        read();
+    }
+
+    // Gives the slot back and goes on to the next tile.
+    __device__ __forceinline__ void next() {
+        if (lane == 0) reader.release();
+        reader.advance();
+        read();
+    }
+
+  private:
+    __device__ __forceinline__ void read() {
+        Tile tile;
+        tokens = -1;
+        if (lane == 0 && reader.next(tile)) tokens = shared.groups.tokens(tile.group);
+        tokens = __shfl_sync(0xffffffff, tokens, 0);
+    }
+};
+
 __device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgroup, int warp, int lane) {
     const ConsumerView view(shared, warpgroup, warp, lane);
-    Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
-    Tile tile{};
     float d[WAVES][BLOCK_N / 2] = {};  // the last tile, until the next one's products are under way
     const auto stage = [&](int wave) { stage_wave(d[wave], shared, warpgroup, wave, warp, lane); };
-    while (reader.next(tile, lane)) {
-        const int tokens = shared.groups.tokens(tile.group);
-        if (tokens > 0) {
-            multiply_tile(d, shared, view, tokens, lane, pipeline, stage);
+    TokenReader reader(shared, lane);
+    while (reader.tokens >= 0) {
+        if (reader.tokens > 0) {
+            multiply_tile(d, shared, view, reader.tokens, lane, pipeline, stage, [&] { reader.next(); });
         } else {
 #pragma unroll
             for (int w = 0; w < WAVES; ++w) {
@@ -87,9 +112,8 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgro
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i) d[w][i] = 0.0f;
             }
+            reader.next();
         }
-        if (lane == 0) reader.release();
-        reader.advance();
     }
 #pragma unroll
     for (int w = 0; w < WAVES; ++w) stage(w);

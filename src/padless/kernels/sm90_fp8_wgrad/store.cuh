@@ -8,7 +8,7 @@
 //
 // A wave is staged when the products of the next tile's first block are already under way (multiply.cuh). The first time a
 // consumer stages registers that hold no tile, and the store warp stores nothing: a branch there, while products are under
-// way, made the compiler spill registers.
+// way, takes registers that the largest kernels do not have.
 #pragma once
 
 constexpr int STORE_THREADS = 128 + 32;  // that meet at a barrier: a warpgroup and its store warp
