@@ -81,10 +81,13 @@ def tiles_of(problem: WgradProblem, block_m: int) -> int:
     return problem.num_groups * ceil_div(problem.n, block_m) * ceil_div(problem.k, BLOCK_N)
 
 
-# Cycles of shared memory for a block of 128 tokens, counted: what the copy engine writes, and what wgmma reads. For the
-# output: what is staged, and what the copy engine reads. They bound a tile's time more tightly than its products do
-# (docs/kernels/sm90_fp8_wgrad.md); reasoned, not measured.
-_BLOCK_CYCLES = {256: 1152, 128: 640}
+# Cycles of shared memory for a block of 128 tokens by rows of the tile, counted: what the copy engine writes, what wgmma
+# reads, scales. For the output: what is staged, and what the copy engine reads. They bound a tile's time more tightly
+# than its products do (docs/kernels/sm90_fp8_wgrad.md); reasoned, not measured.
+_BLOCK_CYCLES = {
+    "1d2d": {256: 384 + 768 + 40, 128: 256 + 384 + 24},
+    "1d1d": {256: 388 + 768 + 544, 128: 260 + 384 + 272},
+}
 _OUTPUT_CYCLES_PER_BYTE = 2 / 128
 
 
@@ -93,7 +96,7 @@ def estimated_cycles(problem: WgradProblem, block_m: int) -> float:
     blocks = ceil_div(ceil_div(problem.tokens, max(problem.num_groups, 1)), 128)
     output = block_m * BLOCK_N * problem.out_dtype.itemsize * _OUTPUT_CYCLES_PER_BYTE
     rounds = ceil_div(tiles_of(problem, block_m), problem.num_sms)
-    return rounds * (blocks * _BLOCK_CYCLES[block_m] + output)
+    return rounds * (blocks * _BLOCK_CYCLES[problem.mode][block_m] + output)
 
 
 def select_config(problem: WgradProblem) -> WgradConfig:
