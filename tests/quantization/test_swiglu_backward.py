@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_rows_columns import judge
 
 import padless
 from padless import FP8_BLOCK, dequantize, group_offsets, quantize, swiglu_backward_quantize
 from padless.quantization import swiglu_rules as rules
 from padless.reference import epilogue as reference_epilogue
 from support import triton_cases
+from support.columns_judge import judge
 from support.triton_cases import awkward, bits
 
 LAYOUTS = (("concatenated", 144), ("concatenated", 128), ("interleaved", 160))

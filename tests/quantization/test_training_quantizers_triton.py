@@ -14,22 +14,22 @@ from typing import Any
 import pytest
 import torch
 
+from support.ragged import ROOT
 from support import training_quantizer_cases as cases
 from support import triton_cases
 
 triton = pytest.importorskip("triton")
 
-from test_quantize_emulated import EmulatedKernel  # noqa: E402
+from support.emulated_triton import EmulatedKernel  # noqa: E402
 
-HERE = Path(__file__).parent
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def run_interpreted(names: list[str]) -> dict[str, str | None]:
     """The outcome of cases in Triton's interpreter, from one process of its own."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), env.get("PYTHONPATH", "")])
-    command = [sys.executable, str(HERE / "training_quantizer_cases.py"), *names]
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
+    command = [sys.executable, str(ROOT / "tests/support/training_quantizer_cases.py"), *names]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.ragged import ROOT
 from support import triton_cases
 
 triton = pytest.importorskip("triton")
@@ -20,16 +21,15 @@ import triton.language as tl  # noqa: E402
 
 from padless.quantization.triton import casts  # noqa: E402
 
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str | None]:
     """The outcome of every case in Triton's interpreter, from one process of its own."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [sys.executable, str(HERE / "triton_cases.py")], env=env, capture_output=True, text=True, timeout=280
+        [sys.executable, str(ROOT / "tests/support/triton_cases.py")], env=env, capture_output=True, text=True, timeout=280
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)

@@ -81,8 +81,8 @@ def test_the_cubin_and_the_ptx_have_the_same_constants(cache: Path, config: Sm90
     ptx = jit.compile_kernel(KERNEL, config.prelude(), ARCH, "ptx")
     assert cubin.image.startswith(b"\x7fELF")
     assert f".target {ARCH}" in ptx.image.decode()
-    assert ".entry padless_grouped_gemm" in ptx.image.decode()
-    assert cubin.entry == ptx.entry == "padless_grouped_gemm"
+    assert ".entry padless_sm90_fp8_grouped_gemm" in ptx.image.decode()
+    assert cubin.entry == ptx.entry == "padless_sm90_fp8_grouped_gemm"
     for field in ("shared_bytes", "num_threads", "num_stages"):
         assert getattr(cubin, field) == getattr(ptx, field) > 0, field
     if config.num_stages:

@@ -16,6 +16,7 @@ from padless.bench import chain as chain_bench
 from padless.bench import chain_problem
 from padless.bench import epilogue as epilogue_bench
 from padless.bench import formats as formats_bench
+from padless.bench import wgrad as wgrad_bench
 from padless.bench.group_sizes import DENSE_SHAPES
 from padless.bench.paper import BenchResult, run_paper
 from padless.bench.report import report_file
@@ -90,6 +91,12 @@ def epilogue(*, full: bool = False, **options: Unpack[Options]) -> int:
     """The fused quantising epilogue against separate kernels: 20 points (full) or 12."""
     points = epilogue_bench.grid(full=full)
     return _exit_code(epilogue_bench.run_epilogue(points, _out(options), _settings(options)))
+
+
+def wgrad(*, full: bool = False, **options: Unpack[Options]) -> int:
+    """Weight gradients against torch's bf16 product and DeepGEMM: 19 points (full) or 14."""
+    points = wgrad_bench.grid(full=full)
+    return _exit_code(wgrad_bench.run_wgrad(points, _out(options), _settings(options), full=full))
 
 
 def blackwell(**options: Unpack[Options]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from padless.bench.wgrad_report import print_wgrad
 from rich.console import Console
 
 from padless.bench import tables
@@ -38,6 +39,7 @@ KINDS = {
     "formats": Kind(lambda console, records, _: print_formats(console, records), draw_formats),
     "epilogue": Kind(lambda console, records, _: print_epilogue(console, records)),
     "blackwell": Kind(lambda console, records, _: print_blackwell(console, records)),
+    "wgrad": Kind(lambda console, records, _: print_wgrad(console, records)),
     "tiles": Kind(lambda console, records, _: print_tiles(console, records)),
 }
 

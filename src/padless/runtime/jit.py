@@ -20,7 +20,7 @@ from typing import Any
 from padless.runtime import elf, operand_reuse
 
 KERNELS = Path(__file__).parents[1] / "kernels"
-ENTRY = "padless_grouped_gemm"  # the name of every kernel
+_ENTRY = re.compile(r'extern "C" __global__[^;{]*?\b(padless_\w+)\(')
 _OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v", "--device-as-default-execution-space")
 
 
@@ -101,8 +101,8 @@ def _load_or_compile(source: str, prelude: str, arch: str, kind: str) -> Compile
     image, log = _run_nvrtc(text, source, arch, kind)
     if kind == "cubin":  # a kernel asks for it by naming how long a run pays
         run = elf.constant(image, "padless_reuse_run") or 0
-        image = operand_reuse.keep_shared_operands(image, ENTRY, run)
-    kernel = _describe(image, kind, log)
+        image = operand_reuse.keep_shared_operands(image, entry_of(source), run)
+    kernel = _describe(image, kind, log, entry_of(source))
     _write_cache(stem, kernel)
     return kernel
 
@@ -112,6 +112,15 @@ def sources() -> dict[str, str]:
     """Every device source file, by its path under ``kernels/``."""
     files = sorted(p for p in KERNELS.rglob("*") if p.suffix in (".cu", ".cuh"))
     return {str(p.relative_to(KERNELS)): p.read_text() for p in files}
+
+
+def entry_of(source: str) -> str:
+    """The name of the one kernel function of ``kernels/<source>``. Raises CompileError where there is not one."""
+    found = _ENTRY.findall(sources()[source])
+    if len(found) != 1:
+        raise CompileError(f"{source} has {len(found)} kernel functions named padless_..; it must have one")
+    entry: str = found[0]
+    return entry
 
 
 def _used_sources(source: str) -> list[str]:
@@ -180,7 +189,7 @@ def _run_nvrtc(text: str, name: str, arch: str, kind: str) -> tuple[bytes, str]:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _describe(image: bytes, kind: str, log: str) -> CompiledKernel:
+def _describe(image: bytes, kind: str, log: str, entry: str) -> CompiledKernel:
     read = _cubin_constant if kind == "cubin" else _ptx_constant
 
     def from_log(pattern: str) -> int:
@@ -189,7 +198,7 @@ def _describe(image: bytes, kind: str, log: str) -> CompiledKernel:
     return CompiledKernel(
         image=image,
         kind=kind,
-        entry=ENTRY,
+        entry=entry,
         shared_bytes=read(image, "padless_shared_bytes"),
         num_threads=read(image, "padless_num_threads"),
         num_stages=read(image, "padless_num_stages"),

@@ -20,7 +20,7 @@ from padless.emulator import fake_driver
 from padless.kernels import launch as launching
 from padless.kernels.table import kernels_arch
 from padless.runtime.driver import Driver
-from padless.runtime.jit import ENTRY, CompiledKernel, compile_kernel
+from padless.runtime.jit import CompiledKernel, compile_kernel, entry_of
 from padless.testing.processes import worker_pool
 from padless.verify import chains as verify_chain
 from padless.verify import epilogue as verify_epilogue
@@ -29,6 +29,7 @@ from padless.verify import fp8_block as verify_checks
 from padless.verify import invariance as verify_invariance
 from padless.verify import small as verify_small
 from padless.verify import tensor_core as verify_arithmetic
+from padless.verify import wgrad as verify_wgrad
 from padless.verify.against_emulator import PROBLEMS, backend_of, emulate
 from padless.verify.blackwell import PROBLEM_LISTS, PRODUCTS, dense_launches, list_launches
 
@@ -130,10 +131,12 @@ _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
     "batch invariance": lambda arch: [
         Rehearsal(partial(verify_invariance.rehearse, *job)) for job in verify_invariance.problems_of(arch)
     ],
+    "weight gradients": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
 }
 _MODULES: dict[str, Callable[[str], list[Rehearsal]]] = {
     "padless.verify.fp8_block": lambda arch: [_of_check(verify_checks.SMALL, arch)],
     "padless.verify.small": lambda arch: [Rehearsal(partial(verify_small.rehearse, arch, backend_of(arch)))],
+    "padless.verify.wgrad": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
 }
 
 
@@ -169,7 +172,7 @@ def listing(arch: str, kind: str, num_sms: int | None = None) -> Iterator[dict[K
 
     def write_down(source: str, prelude: str, arch: str, kind: str = "cubin") -> CompiledKernel:
         asked[Kernel(source, prelude, arch, kind)] = None
-        return CompiledKernel(b"", kind, ENTRY, 0, 128, 1, 0, 0, 0, "")
+        return CompiledKernel(b"", kind, entry_of(source), 0, 128, 1, 0, 0, 0, "")
 
     emulated = kernels_arch(arch)
     driver: Driver = _Listing(arch if kind == "cubin" else emulated, kind, num_sms)

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from padless.verify.wgrad import check_wgrad
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -36,8 +37,9 @@ from padless.verify.rehearsals import Gpu, Rehearsal, compile_ahead, rehearsals_
 from padless.verify.tensor_core import check_tensor_core
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Command lines of small launches: the first kernel's, then the other paths'.
-SANITIZED = ("padless.verify.fp8_block", "padless.verify.small")
+# Command lines of small launches: the first kernel's, the other paths', weight gradients'.
+SANITIZED = ("padless.verify.fp8_block", "padless.verify.small", "padless.verify.wgrad")
+_HOPPERS = ("padless.verify.fp8_block", "padless.verify.wgrad")
 _SANITIZER_SECONDS = 240
 # Those of verify_checks.CHECKS that concern every GPU.
 QUANTIZER_CHECKS = ("quantizers agree", "training quantizers agree")
@@ -148,7 +150,9 @@ def jobs_of(
         jobs["epilogues"] = check_epilogue
         jobs["chains"] = check_chains
         jobs["batch invariance"] = check_batch_invariance
-    return jobs, [module for module in SANITIZED if fp8_block or module != SANITIZED[0]]
+        if fp8_block:
+            jobs["weight gradients"] = check_wgrad
+    return jobs, [module for module in SANITIZED if fp8_block or module not in _HOPPERS]
 
 
 def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) -> str:

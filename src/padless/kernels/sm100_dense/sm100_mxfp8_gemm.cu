@@ -320,7 +320,7 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
     if (STORE_BYTES != 0 && lane == 0) cp_async_bulk_wait_group_read_all();
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm100_mxfp8_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_sfa, const __grid_constant__ TensorMap map_sfb,
     const __grid_constant__ TensorMap map_d, void* d, long long d_stride, int m, int n, int k,

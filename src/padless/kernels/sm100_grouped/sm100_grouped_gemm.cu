@@ -334,7 +334,7 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
 #endif
 
 extern "C" __global__ void
-    __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(const __grid_constant__ Problem problem) {
+    __launch_bounds__(NUM_THREADS, 1) padless_sm100_grouped_gemm(const __grid_constant__ Problem problem) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes

@@ -208,7 +208,7 @@ __device__ __forceinline__ void prefetch_rest(const Problem& problem, const Tens
         tma_prefetch_2d(map_sfa, kb * scales_of_128(A_FORMAT) - scale_offset<A_FORMAT>(kb), row);
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_sfa, const __grid_constant__ TensorMap map_sfb,
     const __grid_constant__ StoreMaps store_maps, const float* sfa, long long sfa_row_stride,

@@ -118,7 +118,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     if (CONSUMERS_STORE && warp == 0 && lane == 0) cp_async_bulk_wait_group_all();
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_sfa, const __grid_constant__ StoreMaps store_maps, const float* sfb,
     const int* offs, int m, int n, int k, int num_groups, int counter

@@ -129,7 +129,7 @@ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem
     if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_grouped_gemm(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_mxfp8_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ StoreMaps store_maps, const uint8_t* sfa, const uint8_t* sfb, const int* offs,
     int sfa_layout, int sfb_layout, int m, int n, int k, int num_groups, int counter) {

@@ -34,8 +34,8 @@ __device__ __forceinline__ uint64_t descriptor(const void* start) {
            static_cast<uint64_t>(256 >> 4) << 32;
 }
 
-extern "C" __global__ void __launch_bounds__(128, 1) padless_grouped_gemm(const Row16* a, const Row16* b,
-                                                                          const float* c, float* d) {
+extern "C" __global__ void __launch_bounds__(128, 1) padless_wgmma_probe(const Row16* a, const Row16* b,
+                                                                         const float* c, float* d) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const int problem = blockIdx.x, thread = threadIdx.x;

@@ -1,6 +1,6 @@
 """Rows and token-contiguous columns of ragged groups in FP8_BLOCK as a Triton kernel: one read, both codes written.
 
-The same arithmetic as `padless.quantization.rules.fp8_block` and `padless.quantization.columns_rules.columns`, bit for bit.
+The same arithmetic as `fp8_block` of `padless.quantization.rules` and `columns` of `.columns_rules`, bit for bit.
 A program takes a tile of 128 tokens of one group x 128 features. One launch of `group_tiles` before it finds the tiles.
 """
 

@@ -78,6 +78,23 @@ __device__ __forceinline__ void tma_store_2d(const TensorMap& map, uint32_t sour
         : "memory");
 }
 
+__device__ __forceinline__ void tma_store_3d(const TensorMap& map, uint32_t source, int c0, int c1, int c2) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+        "r"(source), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
+}
+
+// Adds the box to what is in global memory, in the element type of the map.
+__device__ __forceinline__ void tma_reduce_add_3d(const TensorMap& map, uint32_t source, int c0, int c1,
+                                                  int c2) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::
+            "l"(&map),
+        "r"(source), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
+}
+
 __device__ __forceinline__ void tma_store_4d(const TensorMap& map, uint32_t source, int c0, int c1, int c2,
                                              int c3) {
     asm volatile(
@@ -95,6 +112,12 @@ __device__ __forceinline__ void cp_async_bulk_commit_group() {
 // Waits until this thread's stores have read their shared memory (it may be overwritten then).
 __device__ __forceinline__ void cp_async_bulk_wait_group_read_all() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// The same, but for the PENDING last groups.
+template <int PENDING>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 // Waits until this thread's stores are complete.

@@ -1,0 +1,116 @@
+"""Configuration of the weight-gradient kernel, and which one a problem gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from padless.formats import OUT_DTYPES, ceil_div
+from padless.kernels.config import check_common_fields, cpp_constants, requirement_of, room_for_groups
+
+BLOCK_N = 128  # columns of a tile, and tokens of a block
+MODES = ("1d2d", "1d1d")
+WGRAD_OUT_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class WgradConfig:
+    """One compiled kernel. Each field becomes a constant in the device code. The number of tokens is not among them.
+
+    Attributes:
+        block_m: rows of the output tile (features of dY), 128 or 256, shared out to two consumer warpgroups 64 at a
+            time. A tile has 128 columns.
+        num_stages: depth of the shared-memory pipeline, a stage being 128 tokens; 0 means as many as fit.
+        raster_m: row tiles to a band of the tile order (see ``schedule.py``).
+        mode: "1d2d" (scales of X per 128 features and 128 tokens) or "1d1d" (per feature and 128 tokens).
+        max_groups: room in the table of groups.
+        out_dtype: bfloat16 or float32.
+    """
+
+    block_m: int = 256
+    num_stages: int = 0
+    raster_m: int = 8
+    mode: str = "1d2d"
+    max_groups: int = 256
+    out_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        require = requirement_of(self)
+        require(self.mode in MODES, "mode", " or ".join(MODES))
+        check_common_fields(self, require)
+        require(self.out_dtype in WGRAD_OUT_DTYPES, "out_dtype", "torch.bfloat16 or torch.float32")
+        allowed = "128, or 256 unless mode is '1d1d' and out_dtype is float32"
+        require(self.block_m in blocks_m(self.mode, self.out_dtype), "block_m", allowed)
+
+    def prelude(self) -> str:
+        """The C++ constants that the kernel source is compiled behind."""
+        constants = {
+            "BLOCK_M": self.block_m,
+            "NUM_STAGES": self.num_stages,
+            "RASTER_M": self.raster_m,
+            "MAX_GROUPS": self.max_groups,
+        }
+        flags = {"X_SCALES_ARE_BLOCKS": self.mode == "1d2d"}
+        return cpp_constants(constants, flags, {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
+
+
+def blocks_m(mode: str, out_dtype: torch.dtype) -> tuple[int, ...]:
+    """Rows a tile can have. With 256, scales a column and float32 output the sums do not fit in registers."""
+    return (128,) if mode == "1d1d" and out_dtype == torch.float32 else (128, 256)
+
+
+@dataclass(frozen=True)
+class WgradProblem:
+    """What ``select_config`` may look at. The tokens of each group stay on the device, so they are not here.
+
+    tokens: columns of the transposed copies, an upper bound of the tokens in all.
+    """
+
+    n: int
+    k: int
+    tokens: int
+    num_groups: int
+    mode: str
+    out_dtype: torch.dtype
+    num_sms: int = 132
+
+
+def tiles_of(problem: WgradProblem, block_m: int) -> int:
+    """Tiles of all groups."""
+    return problem.num_groups * ceil_div(problem.n, block_m) * ceil_div(problem.k, BLOCK_N)
+
+
+# Cycles of shared memory for a block of 128 tokens by rows of the tile, counted: what the copy engine writes, what wgmma
+# reads, scales. For the output: what is staged, and what the copy engine reads. They bound a tile's time more tightly
+# than its products do (docs/kernels/sm90_fp8_wgrad.md); reasoned, not measured.
+_BLOCK_CYCLES = {
+    "1d2d": {256: 384 + 768 + 40, 128: 256 + 384 + 24},
+    "1d1d": {256: 388 + 768 + 544, 128: 260 + 384 + 272},
+}
+_OUTPUT_CYCLES_PER_BYTE = 2 / 128
+
+
+def estimated_cycles(problem: WgradProblem, block_m: int) -> float:
+    """Cycles of the CTA that works longest, if all groups have as many tokens as each other."""
+    blocks = ceil_div(ceil_div(problem.tokens, max(problem.num_groups, 1)), 128)
+    output = block_m * BLOCK_N * problem.out_dtype.itemsize * _OUTPUT_CYCLES_PER_BYTE
+    rounds = ceil_div(tiles_of(problem, block_m), problem.num_sms)
+    return rounds * (blocks * _BLOCK_CYCLES[problem.mode][block_m] + output)
+
+
+def select_config(problem: WgradProblem) -> WgradConfig:
+    """The kernel for a problem: the tile with the least estimated time, the larger of equals."""
+    allowed = sorted(blocks_m(problem.mode, problem.out_dtype), reverse=True)
+    block_m = min(allowed, key=lambda block_m: estimated_cycles(problem, block_m))
+    return fit_config(WgradConfig(block_m=block_m, mode=problem.mode, out_dtype=problem.out_dtype), problem)
+
+
+def fit_config(config: WgradConfig, problem: WgradProblem) -> WgradConfig:
+    """``config`` with what has to follow from the operands: mode, output dtype and room for groups."""
+    return replace(
+        config,
+        mode=problem.mode,
+        out_dtype=problem.out_dtype,
+        max_groups=room_for_groups(problem.num_groups),
+    )

@@ -1,0 +1,72 @@
+// What the roles of sm90_fp8_wgrad.cu share: the constants that follow from its config, shared memory, the problem.
+#pragma once
+
+// The host defines, from WgradConfig: BLOCK_M, NUM_STAGES (0 = as many as fit), RASTER_M, MAX_GROUPS,
+// X_SCALES_ARE_BLOCKS (1d2d; else 1d1d), OUT_TYPE (OUT_BF16 or OUT_F32).
+constexpr int BLOCK_T = 128;  // tokens of a stage, bytes of an operand's row, tokens that share a scale
+constexpr int BLOCK_N = 128;  // columns of a tile: all have one scale in 1d2d
+constexpr int WGMMA_M = 64, WGMMA_K = 32;
+constexpr int NUM_MMA_WARPGROUPS = 2;
+constexpr int WAVES = BLOCK_M / WGMMA_M / NUM_MMA_WARPGROUPS;  // of 64 rows that a consumer warpgroup holds
+constexpr int WAVE_ROWS = NUM_MMA_WARPGROUPS * WGMMA_M;        // from one of them to the next
+constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
+constexpr int NUM_THREADS = 128 * (1 + NUM_MMA_WARPGROUPS);
+constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
+constexpr int NUM_TILE_READERS =
+    NUM_CONSUMER_WARPS + 1 + NUM_MMA_WARPGROUPS;  // with the producer and the store warps
+static_assert(BLOCK_M == 128 || BLOCK_M == 256, "two warpgroups of one or two waves");
+
+constexpr int A_BYTES = BLOCK_M * BLOCK_T;
+constexpr int B_BYTES = BLOCK_N * BLOCK_T;
+
+constexpr int SFB_FLOATS = X_SCALES_ARE_BLOCKS ? 1 : BLOCK_N;  // X's scales of a stage
+constexpr int SFB_STAGE_FLOATS =
+    (SFB_FLOATS + 31) / 32 * 32;  // the copy engine writes to multiples of 128 bytes
+
+constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
+constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
+constexpr int SLAB_BYTES = WGMMA_M * 128;
+constexpr int NUM_SLABS = BLOCK_N / SLAB_COLUMNS;
+// Buffers in which a warpgroup stages 64 rows. With float32 a second one would take a stage of the ring.
+constexpr int NUM_D = OUT_TYPE == OUT_F32 ? 1 : WAVES;
+
+template <int STAGES>
+struct alignas(1024) SharedStorageOf {
+    uint8_t a[STAGES][A_BYTES];
+    uint8_t b[STAGES][B_BYTES];
+    uint8_t d[NUM_MMA_WARPGROUPS][NUM_D][NUM_SLABS * SLAB_BYTES];
+    alignas(128) float sfa[STAGES][BLOCK_M];
+    alignas(128) float sfb[STAGES][SFB_STAGE_FLOATS];
+    uint64_t full[STAGES], empty[STAGES];
+    uint64_t next_tile_wanted;
+    TileQueueStorage queue;
+    RankedGroups<MAX_GROUPS> groups;
+};
+
+constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 12>() : NUM_STAGES;
+using SharedStorage = SharedStorageOf<STAGES>;
+#include "device/read_back.cuh"
+// How many multiply-adds of the promotion in a row read their common scale once (operand_reuse.py).
+extern "C" __device__ const int padless_reuse_run = WAVES == 2 ? 12 : 4;
+
+using Order = LongestFirst<BLOCK_M, BLOCK_N, RASTER_M, MAX_GROUPS>;
+using Reader = TileReader<1>;
+
+// A transposed operand: where every group begins in it.
+struct Columns {
+    const int* starts;  // [num_groups] first token of a group, a multiple of 32
+    int tokens;         // columns in all
+};
+
+struct Problem {
+    Columns a, b;
+    const int* block_starts;  // [num_groups] first row of a group in the scales
+    const float* sfb;         // (scale_rows, ceil(n_columns / 128)), where X's scales are blocks
+    int n_rows, n_columns, num_groups, scale_rows;
+    bool accumulate;
+};
+
+// Blocks of 128 tokens, the last one begun.
+__device__ __forceinline__ int token_blocks(int tokens) {
+    return (tokens + BLOCK_T - 1) / BLOCK_T;
+}

@@ -1,0 +1,148 @@
+"""Every weight-gradient kernel compiles for sm_90a, without spills and into the right instructions."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from padless.kernels.sm90_fp8_wgrad.config import (
+    MODES,
+    WGRAD_OUT_DTYPES,
+    WgradConfig,
+    WgradProblem,
+    blocks_m,
+    select_config,
+    tiles_of,
+)
+from padless.kernels.sm90_fp8_wgrad.host import KERNEL
+
+from padless.runtime import jit
+from support.machine_code import complaints, instructions
+
+pytestmark = pytest.mark.usefixtures("own_kernel_cache")
+
+CONFIGS = [
+    WgradConfig(block_m=block_m, mode=mode, out_dtype=dtype, max_groups=groups)
+    for mode, dtype, groups in itertools.product(MODES, WGRAD_OUT_DTYPES, (256, 1024))
+    for block_m in blocks_m(mode, dtype)
+]
+
+
+def name_of(config: WgradConfig) -> str:
+    return f"{config.mode}-{config.block_m}-{str(config.out_dtype)[6:]}-{config.max_groups}"
+
+
+def code_complaints(sass: list[str], config: WgradConfig, kernel: jit.CompiledKernel) -> list[str]:
+    """What is wrong with the instructions."""
+    opcodes = {line.split()[0] for line in sass}
+    found = [f"{o} (local memory)" for o in opcodes if re.match(r"(LDL|STL)\b", o)]
+    shape = "QGMMA.64x128x32.F32.E4M3.E4M3"
+    # A group that is committed where control flow has met is closed by a product of nothing.
+    empty = "HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0"
+    products = [line for line in sass if re.match(r"(QGMMA|HGMMA|IGMMA|HMMA)", line) and line != empty]
+    if len(products) < 4 or any(not line.startswith(shape) for line in products):
+        found.append(f"{len(products)} products, not all {shape}")
+    is_f32, is_blocks = config.out_dtype == torch.float32, config.mode == "1d2d"
+    wanted = {
+        "UTMALDG.2D": True,
+        "UTMASTG.3D": True,
+        "UTMAREDG.3D.ADD": is_f32,  # accumulating
+        "LDGSTS.E": is_blocks,  # X's scales, too few for the copy engine
+    }
+    found += [f"{o}: {o in opcodes}" for o, there in wanted.items() if (o in opcodes) != there]
+    if any(o.startswith("STSM") for o in opcodes) == is_f32:
+        found.append("stmatrix is for 16-bit output")
+    if any(re.match(r"(ATOMG|RED)\b", o) for o in opcodes - {"ATOMG.E.ADD.STRONG.GPU"}):
+        found.append("atomics other than the tile counter's")
+    asked = {int(line.split(",")[-1], 16) for line in sass if line.startswith("USETMAXREG.TRY_ALLOC")}
+    kept = {int(line.split()[-1], 16) for line in sass if line.startswith("USETMAXREG.DEALLOC")}
+    if (asked, kept) != ({232}, {40}) or kernel.registers * kernel.num_threads < 256 * 232 + 128 * 40:
+        found.append(f"setmaxnreg asks for {asked} and keeps {kept} of {kernel.registers}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(c, id=name_of(c), marks=pytest.mark.slow if c.max_groups == 1024 else ()) for c in CONFIGS],
+)
+def test_a_kernel_compiles_into_what_it_should(config: WgradConfig, tmp_path: Path) -> None:
+    kernel = jit.compile_kernel(KERNEL, config.prelude(), "sm_90a")
+    assert kernel.entry == "padless_sm90_fp8_wgrad"
+    assert complaints(kernel) == []
+    assert kernel.num_threads == 384
+    assert kernel.num_stages >= 3
+    assert code_complaints(instructions(kernel, tmp_path), config, kernel) == []
+
+
+def test_a_tile_too_large_for_the_registers_is_seen(tmp_path: Path) -> None:
+    """256 rows, a scale for every column and float32 output: WgradConfig refuses that for this reason."""
+    config = WgradConfig(block_m=128, mode="1d1d", out_dtype=torch.float32)
+    prelude = config.prelude().replace("BLOCK_M = 128", "BLOCK_M = 256")
+    kernel = jit.compile_kernel(KERNEL, prelude, "sm_90a")
+    assert any("spilled" in line for line in complaints(kernel))
+    assert any("LDL" in line for line in code_complaints(instructions(kernel, tmp_path), config, kernel))
+
+
+def test_a_fence_left_out_is_put_in_by_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = "sm90_fp8_wgrad/multiply.cuh"
+    sources = dict(jit.sources())
+    sources[file] = sources[file].replace("if (!WHOLE) wgmma_fence();\n    wgmma_commit", "wgmma_commit")
+    assert sources[file] != jit.sources()[file]
+    monkeypatch.setattr(jit, "sources", lambda: sources)
+    kernel = jit.compile_kernel(KERNEL, "// planted\n" + CONFIGS[0].prelude(), "sm_90a")
+    assert any("C7519" in line for line in complaints(kernel))
+
+
+# --- the choice --------------------------------------------------------------------------------------------
+
+
+def problem(**fields: object) -> WgradProblem:
+    given = {
+        "n": 4096,
+        "k": 7168,
+        "tokens": 32768,
+        "num_groups": 32,
+        "mode": "1d2d",
+        "out_dtype": torch.bfloat16,
+    }
+    return WgradProblem(**{**given, **fields})  # type: ignore[arg-type]
+
+
+def test_the_choice_is_compiled_above() -> None:
+    allowed = set(CONFIGS)
+    for mode, dtype, groups in itertools.product(MODES, WGRAD_OUT_DTYPES, (1, 8, 256, 257, 1024)):
+        for n, k, tokens in ((16, 16, 128), (4096, 7168, 8192), (7168, 2048, 65536), (768, 2048, 10**6)):
+            given = problem(n=n, k=k, tokens=tokens, num_groups=groups, mode=mode, out_dtype=dtype)
+            assert select_config(given) in allowed
+
+
+def test_the_larger_tile_where_there_is_work_for_it() -> None:
+    assert select_config(problem()).block_m == 256
+    few = problem(n=1024, k=1024, num_groups=4)  # 128 tiles of 256 x 128, one round either way at most
+    assert tiles_of(few, 256) == 128
+    assert select_config(problem(n=128, num_groups=1)).block_m == 128
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_m": 64}, r"WgradConfig.block_m is 64; allowed: 128, or 256"),
+        (
+            {"mode": "1d1d", "out_dtype": torch.float32},
+            r"block_m is 256; allowed: 128, or 256 unless mode is '1d1d'",
+        ),
+        ({"mode": "2d2d"}, r"mode is '2d2d'; allowed: 1d2d or 1d1d"),
+        (
+            {"out_dtype": torch.float16},
+            r"out_dtype is torch.float16; allowed: torch.bfloat16 or torch.float32",
+        ),
+        ({"num_stages": 1}, r"num_stages is 1; allowed: 0 \(as many as fit\) or 2 to 12"),
+        ({"raster_m": 0}, r"raster_m is 0; allowed: 1 or more"),
+    ],
+)
+def test_a_config_that_is_not_allowed(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WgradConfig(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,298 @@
+"""The planted bugs of the weight-gradient kernel: each an edit of its source, and what must be found when it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
+
+from support.emulator_variants import Edit
+
+FOLDER = "sm90_fp8_wgrad/"
+MAIN, STORAGE, LOAD, MULTIPLY, STORE, SCHEDULE = (
+    FOLDER + name
+    for name in ("sm90_fp8_wgrad.cu", "storage.cuh", "load.cuh", "multiply.cuh", "store.cuh", "schedule.cuh")
+)
+QUEUE = "device/tile_queue.cuh"
+STORED = WgradConfig(block_m=128, num_stages=2, out_dtype=torch.float32)
+TWO_WAVES = WgradConfig(block_m=256, num_stages=2, out_dtype=torch.float32)
+TWO_BUFFERS = WgradConfig(block_m=256, num_stages=2)
+COLUMN_SCALES = WgradConfig(block_m=128, num_stages=2, mode="1d1d", out_dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Bug:
+    """kinds: reports that name the fault itself; empty where only the output's bits can show it.
+
+    quick: runs with the quick tests. onto: whether the run accumulates. poisoned: NaN in codes of nobody.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    edits: tuple[Edit, ...]
+    config: WgradConfig = STORED
+    quick: bool = False
+    onto: bool = False
+    poisoned: bool = False
+    seeds: int = 4  # within which it must be found
+    nth: int = 0  # which occurrence of the edited text
+
+
+WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
+WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);"
+
+BUGS: tuple[Bug, ...] = (
+    # ---- what is multiplied
+    Bug(
+        "no K step left out of the last block",
+        (),
+        (
+            (
+                MULTIPLY,
+                "const int last_steps = (tokens - (blocks - 1) * BLOCK_T + WGMMA_K - 1) / WGMMA_K;",
+                "const int last_steps = 4;",
+            ),
+        ),
+        quick=True,
+        poisoned=True,
+    ),
+    Bug(
+        "a K step too many left out",
+        (),
+        (
+            (
+                MULTIPLY,
+                "(blocks - 1) * BLOCK_T + WGMMA_K - 1) / WGMMA_K;",
+                "(blocks - 1) * BLOCK_T + WGMMA_K - 2) / WGMMA_K;",
+            ),
+        ),
+    ),
+    Bug(
+        "a group of one block takes all its K steps",
+        (),
+        ((MULTIPLY, "blocks == 1 ? last_steps : BLOCK_T / WGMMA_K", "BLOCK_T / WGMMA_K"),),
+        poisoned=True,
+    ),
+    Bug(
+        "scale rows counted from padded starts",
+        (),
+        (
+            (
+                LOAD,
+                "const int block_start = problem.block_starts[tile.group];",
+                "const int block_start = a_start / BLOCK_T;",
+            ),
+        ),
+        quick=True,
+    ),
+    Bug(
+        "scales of X of the block before",
+        (),
+        ((LOAD, "tile.column, block_start + block);", "tile.column, block_start + block - 1);"),),
+    ),
+    Bug(
+        "tokens of X taken where dY has them",
+        (),
+        ((LOAD, "b_start + t, tile.column", "a_start + t, tile.column"),),
+    ),
+    Bug(
+        "first block added to the last tile",
+        (),
+        ((MULTIPLY, "FIRST ? 0.0f : d[i]", "d[i]"),),
+    ),
+    Bug(
+        "column scales of the wrong columns",
+        (),
+        ((MULTIPLY, "ld_shared_v2_f32(sfb + i * 32", "ld_shared_v2_f32(sfb + (i ^ 1) * 32"),),
+        COLUMN_SCALES,
+    ),
+    Bug("the lower rows take the upper rows' scale", (), ((MULTIPLY, "scale[i / 2 % 2]", "scale[0]"),)),
+    # ---- what is stored
+    Bug(
+        "first microbatch accumulates",
+        (),
+        ((STORE, "OUT_TYPE == OUT_F32 && problem.accumulate", "OUT_TYPE == OUT_F32"),),
+        quick=True,
+    ),
+    Bug(
+        "a later microbatch stores",
+        (),
+        ((STORE, "OUT_TYPE == OUT_F32 && problem.accumulate", "false"),),
+        onto=True,
+    ),
+    Bug(
+        "empty groups get zeros added",  # -0 and NaN do not survive it
+        (),
+        ((MAIN, "n_rows, n_columns, problem.accumulate};", "n_rows, n_columns, false};"),),
+        onto=True,
+    ),
+    Bug(
+        "empty groups not stored",
+        (),
+        ((MAIN, "n_rows, n_columns, problem.accumulate};", "n_rows, n_columns, true};"),),
+    ),
+    Bug(
+        "registers that hold no tile are stored",
+        (),
+        ((STORE, "if (lane == 0 && tile.rows > 0)", "if (lane == 0)"),),
+        onto=True,
+    ),
+    Bug(
+        "the last tile is not staged",
+        ("deadlock", "exit"),
+        ((MAIN, "#pragma unroll\n    for (int w = 0; w < WAVES; ++w) stage(w);\n}", "}"),),
+    ),
+    Bug(
+        "a band of the tile order too low",
+        (),
+        ((SCHEDULE, "(band * RASTER_M + in_band % height)", "(band * RASTER_M + in_band % RASTER_M)"),),
+    ),
+    # ---- waits, arrivals and fences
+    Bug("full barrier not waited for", ("race",), ((MULTIPLY, WAIT_FULL, ""),), quick=True),
+    Bug(
+        "empty barrier not waited for",
+        ("race", "mbarrier"),
+        ((LOAD, WAIT_EMPTY, ""),),
+    ),
+    Bug(
+        "products not waited for",
+        ("register-in-flight",),
+        ((MULTIPLY, "wgmma_wait_group<0>();", ""),),
+    ),
+    Bug(
+        "no wgmma.fence",
+        ("missing-wgmma-fence",),
+        ((MULTIPLY, "wgmma_fence();\n    const auto", "const auto"),),
+    ),
+    Bug(
+        "no proxy fence before the store",
+        ("missing-proxy-fence",),
+        ((STORE, "fence_proxy_async_shared();", ""),),
+        quick=True,
+    ),
+    Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
+    Bug(
+        "stage never released",
+        ("deadlock",),
+        ((MULTIPLY, "if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[stage]));", ""),),
+    ),
+    Bug(
+        "stage released before X's scales of its columns are read",
+        ("race",),
+        (
+            (
+                MULTIPLY,
+                "promote<FIRST>(d[w], p, scale, sfb);",
+                "if (w == WAVES - 1) release_stage(shared, stage, lane); promote<FIRST>(d[w], p, scale, sfb); continue;",
+            ),
+        ),
+        COLUMN_SCALES,
+    ),
+    Bug(
+        "scale of X not waited for",
+        ("race", "mbarrier", "uninitialised-shared"),
+        (
+            (LOAD, "X_SCALES_ARE_BLOCKS ? 2 : 1;", "1;"),
+            (LOAD, "cp_async_mbarrier_arrive_noinc(full);", ""),
+        ),
+    ),
+    Bug("scale of X never arrives", ("deadlock",), ((LOAD, "cp_async_mbarrier_arrive_noinc(full);", ""),)),
+    Bug("expect_tx forgets the scales", ("race", "mbarrier", "deadlock"), ((LOAD, "+ BLOCK_M * 4 +", "+"),)),
+    Bug(
+        "staged before the last store has read",
+        ("race",),
+        ((STORE, "if (lane == 0) cp_async_bulk_wait_group_read<NUM_D - 1>();", ""),),
+    ),
+    Bug(
+        "one store too few waited for",
+        ("race",),
+        ((STORE, "cp_async_bulk_wait_group_read<NUM_D - 1>", "cp_async_bulk_wait_group_read<NUM_D>"),),
+        TWO_BUFFERS,
+    ),
+    Bug(
+        "waves staged into one buffer without waiting",
+        ("race",),
+        ((STORE, "cp_async_bulk_wait_group_read<NUM_D - 1>", "cp_async_bulk_wait_group_read<1>"),),
+        TWO_WAVES,
+    ),
+    Bug(
+        "store does not wait for what is staged",
+        ("race", "deadlock", "barrier"),
+        ((STORE, "bar_sync(d_full(warpgroup), STORE_THREADS);", ""),),
+    ),
+    Bug(
+        "consumer does not wait for free memory",
+        ("race", "deadlock", "barrier"),
+        ((STORE, "bar_sync(d_free(warpgroup), STORE_THREADS);", ""),),
+    ),
+    Bug(
+        "both warpgroups share their barriers",
+        ("barrier", "race", "deadlock"),
+        ((STORE, "return 1 + warpgroup;", "return 1;"),),
+        seeds=8,
+    ),
+    Bug("store not committed", ("race", "exit"), ((STORE, "cp_async_bulk_commit_group();", ""),)),
+    Bug(
+        "CTA ends before its stores have read",
+        ("exit",),
+        ((STORE, "if (lane == 0) cp_async_bulk_wait_group_read_all();", ""),),
+    ),
+    Bug(
+        "empty groups ask for no next tile",
+        ("deadlock",),
+        ((LOAD, "if (blocks == 0) mbarrier_arrive(shared_address(&shared.next_tile_wanted));", ""),),
+    ),
+    Bug(
+        "global memory read before the kernels ahead have ended",
+        ("grid-dependency",),
+        ((MAIN, "griddepcontrol_wait();", ""),),
+    ),
+    Bug(
+        "consumers keep their slot of the queue",
+        ("deadlock",),
+        ((MAIN, "if (lane == 0) reader.release();", ""),),
+    ),
+    Bug(
+        "consumers pass over tiles",
+        ("deadlock", "mbarrier", "race"),
+        ((MULTIPLY, "if (wave == WAVES - 1) next();", "if (wave == WAVES - 1) next(), next();"),),
+    ),
+    Bug(
+        "a consumer reads the queue before it is filled",
+        ("race",),
+        ((QUEUE, "mbarrier_wait(full, pipeline.phase);", ";"),),
+    ),
+    Bug(
+        "store warp keeps its slot of the queue",
+        ("deadlock",),
+        ((STORE, "if (tile.rows > 0 && lane == 0) reader.release();", ""),),
+    ),
+    Bug(
+        "queue does not wait for the store warps",
+        ("race", "mbarrier"),
+        ((STORAGE, "NUM_CONSUMER_WARPS + 1 + NUM_MMA_WARPGROUPS;", "NUM_CONSUMER_WARPS + 1;"),),
+        seeds=8,
+    ),
+    Bug(
+        "the groups' order read before it is written",
+        ("race", "uninitialised-shared"),
+        ((MAIN, "= g;\n    __syncthreads();", "= g;"),),
+    ),
+    Bug(
+        "scale rows past the end",
+        ("out-of-bounds",),
+        (
+            (
+                LOAD,
+                "problem.sfb + static_cast<long long>(scale_row)",
+                "problem.sfb + static_cast<long long>(scale_row + problem.scale_rows)",
+            ),
+        ),
+    ),
+    Bug(
+        "consumers ask for 8 registers too many",
+        ("deadlock",),
+        ((STORAGE, "CONSUMER_REGISTERS = 232", "CONSUMER_REGISTERS = 240"),),
+    ),
+)
