@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from padless.grouped_gemm import gemm, group_offsets, grouped_gemm
     from padless.grouped_gemm_list import grouped_gemm_list
     from padless.grouped_gemm_quant import grouped_gemm_quant, grouped_gemm_swiglu_quant
+    from padless.moe import combine, moe, route
     from padless.paths.sm90_bf16 import Bf16GemmConfig
     from padless.paths.sm90_mxfp8 import Sm90Mxfp8Config
     from padless.paths.sm100_mxfp8_dense import Mxfp8GemmConfig
@@ -48,6 +49,7 @@ __all__ = [
     "Sm90Mxfp8Config",
     "Sm100GroupedConfig",
     "backends",
+    "combine",
     "dequantize",
     "gemm",
     "group_offsets",
@@ -55,7 +57,9 @@ __all__ = [
     "grouped_gemm_list",
     "grouped_gemm_quant",
     "grouped_gemm_swiglu_quant",
+    "moe",
     "quantize",
+    "route",
     "scaled_grouped_mm",
 ]
 
@@ -75,6 +79,7 @@ _HOMES = {
     "Sm90Mxfp8Config": "paths.sm90_mxfp8",
     "Sm100GroupedConfig": "config_sm100_grouped",
     "backends": "backends",
+    "combine": "moe.combining",
     "dequantize": "quantize",
     "gemm": "grouped_gemm",
     "group_offsets": "grouped_gemm",
@@ -82,7 +87,9 @@ _HOMES = {
     "grouped_gemm_list": "grouped_gemm_list",
     "grouped_gemm_quant": "grouped_gemm_quant",
     "grouped_gemm_swiglu_quant": "grouped_gemm_quant",
+    "moe": "moe.layer",
     "quantize": "quantize",
+    "route": "moe.routing",
     "scaled_grouped_mm": "torch_api",
 }
 

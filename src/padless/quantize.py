@@ -50,6 +50,7 @@ def quantize(
     scale_layout: str = "plain",
     global_scale: torch.Tensor | float | None = None,
     offs: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> BlockScaledTensor:
     """Codes and decode scales of x, all arithmetic in float32.
 
@@ -66,6 +67,8 @@ def quantize(
         given.
     offs: (G,) int32 cumulative END offsets of groups of rows, for "blocked_groups" and for NVFP4. Rows past
         the last group take its global scale.
+    rows: (R,) int32 or int64, for activations: the result is quantize(x[rows], ..), bit for bit, without the copy.
+        Values outside of x's rows count as the nearest row. NVFP4 must be given its global scale then.
 
     The rules, and what zeros, NaN, Inf and subnormals become, are in docs/formats.md. In short: a block with
     a NaN or an Inf decodes to NaN, and no other block notices.
@@ -74,8 +77,44 @@ def quantize(
     scale_major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
     scale_rule = _check_scale_rule(format, scale_rule)
     on_gpu = x.is_cuda and has_triton()
+    if rows is not None:
+        _check_rows(rows, x, format, kind, global_scale)
+        if on_gpu:
+            return _quantize_rows(x, format, scale_major, scale_rule, scale_layout, global_scale, offs, rows)
+        x = x[rows.to(torch.int64).clamp(0, max(x.shape[0] - 1, 0))]
     with torch.cuda.device(x.device) if on_gpu else nullcontext():  # Triton launches on the current device
         return _quantize(x, format, kind, scale_major, scale_rule, scale_layout, global_scale, offs, on_gpu)
+
+
+def _quantize_rows(
+    x: torch.Tensor,
+    format: BlockScaledFormat,
+    scale_major: str,
+    scale_rule: str,
+    scale_layout: str,
+    global_scale: torch.Tensor | float | None,
+    offs: torch.Tensor | None,
+    rows: torch.Tensor,
+) -> BlockScaledTensor:
+    """`quantize` of the rows of x on a GPU: gather and quantization in one kernel."""
+    from padless.moe.triton import quantize_rows
+
+    with torch.cuda.device(x.device):
+        decode, factors = None, None
+        if format == NVFP4:
+            decode, factors = _nvfp4_global(x, scale_rule, global_scale, offs, True)
+        data, scale = quantize_rows.quantize_rows(
+            x,
+            format,
+            rows=rows.contiguous(),
+            scale_major=scale_major,
+            scale_rule=scale_rule,
+            scale_layout=scale_layout,
+            offs=offs,
+            factors=factors,
+        )
+    assert scale is not None
+    return BlockScaledTensor(data, scale, format, decode, scale_layout)
 
 
 def _quantize(
@@ -281,6 +320,29 @@ def _check_options(
                 "offs must be a 1-D int32 tensor of at least one end offset (padless.group_offsets)"
             )
     return scale_major
+
+
+def _check_rows(
+    rows: object,
+    x: torch.Tensor,
+    format: BlockScaledFormat,
+    kind: str,
+    global_scale: torch.Tensor | float | None,
+) -> None:
+    if (
+        not isinstance(rows, torch.Tensor)
+        or rows.dtype not in (torch.int32, torch.int64)
+        or rows.dim() != 1
+        or rows.device != x.device
+    ):
+        got = f"{tuple(rows.shape)} {rows.dtype} on {rows.device}" if isinstance(rows, torch.Tensor) else rows
+        raise ValueError(f"rows must be 1-D int32 or int64 on {x.device}, got {got}")
+    if kind != "activation":
+        raise ValueError(f"rows must be None for kind={kind!r}: only rows of activations are gathered")
+    if x.shape[0] == 0 and rows.shape[0] > 0:
+        raise ValueError(f"rows has {rows.shape[0]} entries and x no rows; give x at least one")
+    if format == NVFP4 and global_scale is None:
+        raise ValueError("global_scale is None; with rows NVFP4 must be given it (of all of x: amax / 2688)")
 
 
 def _check_scale_rule(format: BlockScaledFormat, scale_rule: str | None) -> str:

@@ -1,0 +1,313 @@
+"""Quantizes rows that are gathered, activated or written more than once, as one Triton kernel for all formats.
+
+The arithmetic is that of `padless.quantize`, bit for bit. Beside it the kernel can read other rows than it writes
+(rows), apply an activation to what it reads, and write every quantized row to several rows (inverse): a token is then
+read and quantized once however many experts it goes to.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from padless import layouts, quantize_rules
+from padless import quantize_triton as fp8
+from padless import quantize_triton_rows as row_blocks
+from padless import triton_casts as casts
+from padless.formats import FP8_BLOCK, TILE_ROWS, BlockScaledFormat, blocked_size, ceil_div
+from padless.moe.activation import Activation
+from padless.moe.triton import arithmetic
+
+_ELEMENTS = {**row_blocks.ELEMENTS, FP8_BLOCK: "e4m3"}
+_NO_ACTIVATION = Activation(kind="silu")
+_ARRANGEMENTS = {"concatenated": 0, "interleaved": 1, "alternating": 2}
+_PROGRAMS = 512  # fewer than so many large tiles leave a GPU idle
+
+
+class Tile(NamedTuple):
+    """What one program quantizes: rows x columns of values, by how many warps."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+def choose_tile(rows: int, columns: int) -> Tile:
+    """The tile for a (rows, columns) input: 32 x 256 values, fewer rows where that makes too few programs."""
+    width = 256 if columns > 128 else 128
+    for height, num_warps in ((32, 4), (8, 2)):
+        if ceil_div(rows, height) * ceil_div(columns, width) >= _PROGRAMS:
+            return Tile(height, width, num_warps)
+    return Tile(1, width, 1) if rows <= 2 else Tile(2, width, 1)
+
+
+def quantize_rows(
+    x: torch.Tensor,
+    format: BlockScaledFormat | None,
+    *,
+    rows: torch.Tensor | None = None,
+    inverse: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    scale_major: str = "mn",
+    scale_rule: str = "",
+    scale_layout: str = "plain",
+    offs: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(data, scale) of checked arguments; format None: (bfloat16 values, None).
+
+    rows: (R,) which row of x each row of the result is. inverse: (rows of x, k) which rows of the result each row of x
+    is; complements of rows count as the rows. Not both.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    source_rows, K = x.shape[0], x.shape[1]
+    if activation is not None:
+        K = activation.out_columns(K)
+    top_k = 0 if inverse is None else inverse.shape[1]
+    items = source_rows if rows is None else rows.shape[0]
+    out_rows = items if inverse is None else items * top_k
+    data, scale, scale_row = _empty(x.device, format, out_rows, K, scale_major, scale_layout, offs)
+    group = None
+    if factors is not None and factors.numel() > 2:
+        assert offs is not None
+        group = layouts.group_of_rows(offs, out_rows).clamp(max=len(offs) - 1)
+    if items == 0 or K == 0 or out_rows == 0:
+        return data, _final(scale, format)
+    tile = choose_tile(items, K)
+    blocked = scale_layout != "plain"
+    columns = 0 if format is None else ceil_div(K, format.block_k)
+    mn_major = format == FP8_BLOCK and scale_major == "mn"
+    scale_rows = out_rows
+    if mn_major:
+        assert scale is not None
+        scale_rows = scale.stride(1)
+    elif scale_layout == "blocked_groups":
+        assert scale is not None
+        scale_rows = scale.numel() // blocked_size(1, columns) * TILE_ROWS
+    given = activation or _NO_ACTIVATION
+    _quantize_rows[(ceil_div(K, tile.columns) * ceil_div(items, tile.rows),)](
+        x,
+        data if format is None else data.view(torch.uint8),
+        scale,
+        rows,
+        inverse,
+        factors,
+        group,
+        scale_row,
+        items,
+        source_rows,
+        K,
+        x.stride(0),
+        columns,
+        1 if mn_major else columns,
+        scale_rows if mn_major else 1,
+        out_rows,
+        scale_rows,
+        given.alpha,
+        given.up_offset,
+        0.0 if given.limit is None else given.limit,
+        ELEMENT="bf16" if format is None else _ELEMENTS[format],
+        BLOCK=128 if format is None else format.block_k,
+        RULE="fp8_block" if format == FP8_BLOCK else scale_rule,
+        EMAX=0 if format is None else quantize_rules.ELEMENT_EMAX.get(format, 0),
+        MAX_MANTISSA=0 if format is None else row_blocks.MAX_MANTISSAS.get(format, 0),
+        FACTORS_BY_ROW=group is not None,
+        BLOCKED=blocked,
+        ACTIVATION="" if activation is None else activation.kind,
+        GATED=activation is not None and activation.is_gated,
+        ARRANGEMENT=_ARRANGEMENTS[given.gate_up],
+        HAS_LIMIT=given.limit is not None,
+        TOP_K=top_k,
+        HARDWARE_CAST=casts.casts_in_hardware(x.device),
+        BLOCK_M=tile.rows,
+        BLOCK_K=tile.columns,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=False,
+    )
+    return data, _final(scale, format)
+
+
+def _empty(
+    device: torch.device,
+    format: BlockScaledFormat | None,
+    rows: int,
+    K: int,
+    scale_major: str,
+    scale_layout: str,
+    offs: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Codes and scales to be filled, and for grouped tiles every row's tile row."""
+    if format is None:
+        return torch.empty((rows, K), dtype=torch.bfloat16, device=device), None, None
+    data = torch.empty((rows, K // format.codes_per_byte), dtype=torch.uint8, device=device)
+    columns = ceil_div(K, format.block_k)
+    if format == FP8_BLOCK:
+        if scale_major == "mn" and rows > 0:
+            return data.view(format.data_dtype), layouts.empty_mn_major(rows, columns, device), None
+        scale = torch.empty((rows, columns), dtype=torch.float32, device=device)
+        return data.view(format.data_dtype), layouts.to_mn_major(scale) if scale_major == "mn" else scale, None
+    if scale_layout == "plain":
+        return data.view(format.data_dtype), torch.empty((rows, columns), dtype=torch.uint8, device=device), None
+    if scale_layout == "blocked":
+        size, scale_row = blocked_size(rows, columns), None
+    else:
+        assert offs is not None
+        size = blocked_size(layouts.blocked_groups_rows(rows, offs.shape[0]), columns)
+        scale_row = layouts.padded_rows(offs, rows)
+    return data.view(format.data_dtype), torch.zeros(size, dtype=torch.uint8, device=device), scale_row
+
+
+def _final(scale: torch.Tensor | None, format: BlockScaledFormat | None) -> torch.Tensor | None:
+    return scale if scale is None or format is None else scale.view(format.scale_dtype)
+
+
+# What the number of rows decides is not compiled in.
+@triton.jit(do_not_specialize=["items", "source_rows", "scale_stride_k", "out_rows", "scale_rows"])
+def _quantize_rows(
+    x_ptr,  # (source_rows, W) bf16, fp16 or fp32, strides (x_stride, 1); W is K, or twice K with a gate
+    codes_ptr,  # (out_rows, K) uint8 or bf16, or (out_rows, K / 2) with two codes a byte, contiguous
+    scale_ptr,  # float32 with the strides, or uint8
+    rows_ptr,  # (items,) or None
+    inverse_ptr,  # (items, TOP_K) int32 or None
+    factors_ptr,  # NVFP4: (groups, 2) float32
+    group_ptr,  # FACTORS_BY_ROW: (out_rows,) int64
+    scale_row_ptr,  # (out_rows,) int64 for "blocked_groups", None for "blocked"
+    items,
+    source_rows,
+    K,
+    x_stride,
+    scale_columns,  # ceil(K / BLOCK)
+    scale_stride_m,
+    scale_stride_k,
+    out_rows,
+    scale_rows,  # FP8_BLOCK: rows with the padding to be zeroed; "blocked_groups": rows of tiles
+    alpha,
+    up_offset,
+    limit,
+    ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RULE: tl.constexpr,
+    EMAX: tl.constexpr,
+    MAX_MANTISSA: tl.constexpr,
+    FACTORS_BY_ROW: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    ARRANGEMENT: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HARDWARE_CAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    num_chunks = tl.cdiv(K, BLOCK_K)
+    pid = tl.program_id(0)
+    chunk = pid % num_chunks  # neighbours in time are neighbours in memory
+    item = (pid // num_chunks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = item < items
+    column = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = there[:, None] & (column[None, :] < K)
+    if rows_ptr is not None:
+        source = tl.load(rows_ptr + item, mask=there, other=0).to(tl.int64)
+        source = tl.minimum(tl.maximum(source, 0), source_rows - 1)
+    else:
+        source = item.to(tl.int64)
+    x = _load(x_ptr + source * x_stride, column, inside, K, chunk, ACTIVATION, GATED, ARRANGEMENT, BLOCK_M, BLOCK_K,
+              alpha, up_offset, limit, HAS_LIMIT)  # fmt: skip
+
+    BLOCKS: tl.constexpr = BLOCK_K // BLOCK
+    # Codes that are stored together, and how many there are in a row.
+    WIDTH: tl.constexpr = BLOCK_K // 2 if ELEMENT == "e2m1" else BLOCK_K
+    row_width = K // 2 if ELEMENT == "e2m1" else K
+    place = chunk * WIDTH + tl.arange(0, WIDTH)
+    scale = 0
+    if ELEMENT == "bf16":
+        codes = arithmetic.rounded(x, tl.bfloat16)
+    else:
+        x = tl.reshape(x, (BLOCK_M, BLOCKS, BLOCK))
+        amax_bits = tl.max(casts.magnitude_bits(x), axis=2)
+        if RULE == "fp8_block":
+            scale, multiplier = fp8._fp8_block_scale(amax_bits)
+        elif RULE == "te" or RULE == "torchao":
+            if FACTORS_BY_ROW:
+                group = tl.load(group_ptr + item, mask=there, other=0)
+            else:
+                group = tl.zeros((BLOCK_M,), tl.int64)
+            first = tl.load(factors_ptr + group * 2, mask=there, other=1.0)[:, None]
+            second = tl.load(factors_ptr + group * 2 + 1, mask=there, other=1.0)[:, None]
+            unusual = tl.max(row_blocks._far_from_one(second).to(tl.int32)) > 0
+            scale, multiplier = row_blocks._nvfp4_scale(amax_bits, first, second, unusual, RULE, HARDWARE_CAST)
+        else:
+            scale, multiplier = row_blocks._mx_scale(amax_bits, RULE, EMAX, MAX_MANTISSA)
+        if ELEMENT == "e2m1":
+            low, high = tl.split(tl.reshape(x, (BLOCK_M, WIDTH, 2)))
+            half = row_blocks._for_pairs(multiplier, BLOCK_M, BLOCKS, BLOCK) * 0.5
+            codes = casts.halves_to_e2m1(low * half, high * half, HARDWARE_CAST)
+        else:
+            y = tl.reshape(x * multiplier[:, :, None], (BLOCK_M, BLOCK_K))
+            codes = casts.to_e4m3(y, HARDWARE_CAST) if ELEMENT == "e4m3" else casts.to_e5m2(y, HARDWARE_CAST)
+
+    scale_column = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    codes_inside = there[:, None] & (place[None, :] < row_width)
+    scale_inside = there[:, None] & (scale_column[None, :] < scale_columns)
+    for j in tl.static_range(1 if TOP_K == 0 else TOP_K):
+        if TOP_K == 0:
+            row = item.to(tl.int64)
+        else:
+            row = tl.load(inverse_ptr + item * TOP_K + j, mask=there, other=0).to(tl.int64)
+            row = tl.where(row < 0, -1 - row, row)
+        tl.store(codes_ptr + row[:, None] * row_width + place[None, :], codes, mask=codes_inside)
+        if ELEMENT != "bf16":
+            if BLOCKED:
+                tile_row = row
+                if scale_row_ptr is not None:
+                    tile_row = tl.load(scale_row_ptr + row, mask=there, other=0)
+                tile = (tile_row // 128)[:, None] * tl.cdiv(scale_columns, 4) + (scale_column // 4)[None, :]
+                in_tile = (tile_row % 32 * 16 + tile_row % 128 // 32 * 4)[:, None] + (scale_column % 4)[None, :]
+                kept = scale_inside
+                if scale_row_ptr is not None:
+                    kept = kept & (tile_row[:, None] < scale_rows)  # else in no group
+                tl.store(scale_ptr + tile * 512 + in_tile, scale, mask=kept)
+            else:
+                offset = row[:, None] * scale_stride_m + scale_column.to(tl.int64)[None, :] * scale_stride_k
+                tl.store(scale_ptr + offset, scale, mask=scale_inside)
+    if RULE == "fp8_block":
+        if pid < num_chunks:  # the padding below MN-major scales
+            row = out_rows + tl.arange(0, 4)
+            offset = row.to(tl.int64)[:, None] + scale_column.to(tl.int64)[None, :] * scale_stride_k
+            padding = (row[:, None] < scale_rows) & (scale_column[None, :] < scale_columns)
+            tl.store(scale_ptr + offset, tl.zeros((4, BLOCKS), tl.float32), mask=padding)
+
+
+@triton.jit
+def _load(x_ptrs, column, inside, K, chunk, ACTIVATION: tl.constexpr, GATED: tl.constexpr, ARRANGEMENT: tl.constexpr,
+          BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, alpha, up_offset, limit, HAS_LIMIT: tl.constexpr):  # fmt: skip
+    """float32 (BLOCK_M, BLOCK_K) of the rows at x_ptrs, activated; 0 outside."""
+    if not GATED:
+        x = casts.to_float32(tl.load(x_ptrs[:, None] + column[None, :], mask=inside, other=0.0))
+        if ACTIVATION == "":
+            values = x
+        else:
+            values = arithmetic.activated(x, x, ACTIVATION, alpha, up_offset, limit, HAS_LIMIT)
+    else:
+        if ARRANGEMENT == 2:
+            wide = chunk * (2 * BLOCK_K) + tl.arange(0, 2 * BLOCK_K)
+            both_inside = tl.max(inside.to(tl.int32), axis=1)[:, None] > 0
+            both = tl.load(x_ptrs[:, None] + wide[None, :], mask=both_inside & (wide[None, :] < 2 * K), other=0.0)
+            gate, up = tl.split(tl.reshape(casts.to_float32(both), (BLOCK_M, BLOCK_K, 2)))
+        else:
+            if ARRANGEMENT == 0:
+                gate_column = column
+                up_column = K + column
+            else:
+                gate_column = column // 32 * 64 + column % 32
+                up_column = gate_column + 32
+            gate = casts.to_float32(tl.load(x_ptrs[:, None] + gate_column[None, :], mask=inside, other=0.0))
+            up = casts.to_float32(tl.load(x_ptrs[:, None] + up_column[None, :], mask=inside, other=0.0))
+        values = arithmetic.activated(gate, up, ACTIVATION, alpha, up_offset, limit, HAS_LIMIT)
+        values = tl.where(inside, values, 0.0)
+    return values
