@@ -2,7 +2,7 @@
 
 from padless.moe.activation import Activation
 from padless.moe.combining import combine, combine_backward
-from padless.moe.gather import activate_quantize, gather_backward, gather_quantize
+from padless.moe.gather import activate_quantize, gather_backward, gather_quantize, route_quantize
 from padless.moe.layer import moe
 from padless.moe.routing import Routing, route
 
@@ -16,4 +16,5 @@ __all__ = [
     "gather_quantize",
     "moe",
     "route",
+    "route_quantize",
 ]

@@ -134,7 +134,7 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)) of float32 x: the tanh form."""
     cubic = (x * x) * x
-    return x * sigmoid(GELU_SLOPE * (x + GELU_CUBIC * cubic))
+    return x * sigmoid((x + cubic * GELU_CUBIC) * GELU_SLOPE)
 
 
 def _number(value: float, like: torch.Tensor) -> torch.Tensor:

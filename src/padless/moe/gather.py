@@ -10,6 +10,7 @@ from padless.moe import ops
 from padless.moe.activation import Activation
 from padless.moe.checks import check_inverse, check_matrix, check_no_grad
 from padless.moe.combining import combine
+from padless.moe.routing import Routing, check_ids
 from padless.quantize import SCALE_RULES
 
 LAYOUTS = ("plain", "blocked")
@@ -35,12 +36,47 @@ def gather_quantize(
     """
     check_inverse(inverse, None, None)
     check_matrix("x", x, inverse.shape[0], None, inverse.device)
-    check_no_grad("gather_quantize", {"x": x, "global_scale": global_scale})
-    scale_rule = check_format(format, x.shape[1], scale_rule, scale_layout, global_scale)
-    if global_scale is not None and global_scale.numel() != 1:
-        raise ValueError(f"global_scale must be one value, got {describe(global_scale)}; quantize(rows=) takes one a group")
+    scale_rule = _check_gathered(x, format, scale_rule, scale_layout, global_scale)
     data, scale = ops.call("gather_quantize", x, inverse, format.name, scale_rule, scale_layout, global_scale)
     return BlockScaledTensor(data.view(format.data_dtype), scale, format, global_scale, scale_layout)
+
+
+def route_quantize(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    num_experts: int,
+    format: BlockScaledFormat,
+    *,
+    scale_rule: str | None = None,
+    scale_layout: str = "plain",
+    global_scale: torch.Tensor | None = None,
+) -> tuple[Routing, BlockScaledTensor]:
+    """(route(top_k_index, num_experts), gather_quantize of it): one launch up to 1024 slots. Raises ValueError."""
+    check_ids(top_k_index, num_experts)
+    check_matrix("x", x, top_k_index.shape[0], None, top_k_index.device)
+    scale_rule = _check_gathered(x, format, scale_rule, scale_layout, global_scale)
+    offs, tokens, inverse, data, scale = ops.call(
+        "route_quantize", x, top_k_index, num_experts, format.name, scale_rule, scale_layout, global_scale
+    )
+    t = BlockScaledTensor(data.view(format.data_dtype), scale, format, global_scale, scale_layout)
+    return Routing(offs, tokens, inverse), t
+
+
+def _check_gathered(
+    x: torch.Tensor,
+    format: BlockScaledFormat,
+    scale_rule: str | None,
+    scale_layout: str,
+    global_scale: torch.Tensor | None,
+) -> str:
+    """The scale rule to use. Raises ValueError."""
+    check_no_grad("quantization", {"x": x, "global_scale": global_scale})
+    rule = check_format(format, x.shape[1], scale_rule, scale_layout, global_scale)
+    if global_scale is not None and global_scale.numel() != 1:
+        raise ValueError(
+            f"global_scale must be one value, got {describe(global_scale)}; quantize(rows=) takes one for each group"
+        )
+    return rule
 
 
 def activate_quantize(

@@ -18,8 +18,8 @@ from padless.moe import ops
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K, check_matrix, check_no_grad
 from padless.moe.combining import combine
-from padless.moe.gather import activate_quantize, gather_quantize
-from padless.moe.routing import route
+from padless.moe.gather import activate_quantize, route_quantize
+from padless.moe.routing import Routing, route
 from padless.quantize import INPUT_DTYPES, quantize
 
 # What activations are quantized to where the caller does not say, by the weights' format.
@@ -134,24 +134,29 @@ def _moe(
     scales = [None, None]
     if format == NVFP4:
         scales = [_scale(x, scale) for scale in (global_scale1, global_scale2)]
-    routing = route(top_k_index, w13.shape[0])
-    if routing.tokens.numel() == 0:
-        return torch.zeros(x.shape, dtype=out_dtype, device=x.device)
-    rows = gathered(x, routing, format, scales[0])
+    if top_k_index.shape[0] == 0:
+        return torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    routing, rows = gathered(x, top_k_index, w13.shape[0], format, scales[0])
     hidden = first.activated(rows, routing.offs, act, format, scales[1])
     y = second.product(hidden, routing.offs)
     return combine(y, routing.inverse, top_k_weights, shared, out_dtype=out_dtype)
 
 
 def gathered(
-    x: torch.Tensor, routing: Any, format: BlockScaledFormat | None, global_scale: torch.Tensor | None
-) -> BlockScaledTensor | torch.Tensor:
-    """Rows of x sorted by expert, quantized to format; bfloat16 for None."""
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    num_experts: int,
+    format: BlockScaledFormat | None,
+    global_scale: torch.Tensor | None,
+) -> tuple[Routing, BlockScaledTensor | torch.Tensor]:
+    """The routing, and rows of x sorted by expert, quantized to format; bfloat16 for None."""
     if format is None:
-        return x.index_select(0, routing.tokens)
+        routing = route(top_k_index, num_experts)
+        return routing, x.index_select(0, routing.tokens)
     if global_scale is not None and global_scale.numel() > 1:  # a token's codes differ by expert
-        return quantize(x, format, rows=routing.tokens, global_scale=global_scale, offs=routing.offs)
-    return gather_quantize(x, routing.inverse, format, global_scale=global_scale)
+        routing = route(top_k_index, num_experts)
+        return routing, quantize(x, format, rows=routing.tokens, global_scale=global_scale, offs=routing.offs)
+    return route_quantize(x, top_k_index, num_experts, format, global_scale=global_scale)
 
 
 @dataclass(frozen=True, eq=False)

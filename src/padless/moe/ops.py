@@ -64,8 +64,7 @@ def _route(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, t
     from padless.moe.triton import route
 
     with on_device_of(top_k_index):
-        offs, tokens, inverse = route.route(top_k_index.contiguous(), num_experts, top_k_index.shape[1])
-    return offs, tokens, inverse.view(top_k_index.shape)
+        return route.route(top_k_index.contiguous(), num_experts)
 
 
 # --- quantization ----------------------------------------------------------------------------------------
@@ -96,12 +95,8 @@ def _quantized(
     """The Triton kernel's codes as bytes and scales."""
     from padless.moe.triton.quantize_rows import quantize_rows
 
-    factors = None
     with on_device_of(x):
-        if global_scale is not None:
-            from padless.quantize_triton_global import given_factors
-
-            factors = given_factors(global_scale, scale_rule)
+        factors = _factors(global_scale, scale_rule)
         data, scale = quantize_rows(
             x, format, scale_rule=scale_rule, scale_layout=scale_layout, factors=factors, offs=offs, **how
         )
@@ -157,6 +152,65 @@ def _gather_quantize(
         return _quantized_by_twin(rows, fmt, scale_rule, scale_layout, global_scale, None)
     inverse = inverse.contiguous()
     return _quantized(x, fmt, scale_rule, scale_layout, global_scale, None, inverse=inverse)
+
+
+def _route_quantize_fake(
+    x: torch.Tensor, top_k_index: torch.Tensor, num_experts: int, format: str, scale_rule: str, scale_layout: str,
+    global_scale: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    quantized = _quantized_fake(top_k_index.numel(), x.shape[1], format, scale_layout, x)
+    return *_route_fake(top_k_index, num_experts), *quantized
+
+
+@operator(
+    "route_quantize",
+    "(Tensor x, Tensor top_k_index, int num_experts, str format, str scale_rule, str scale_layout, "
+    "Tensor? global_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _route_quantize_fake,
+)
+def _route_quantize(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    num_experts: int,
+    format: str,
+    scale_rule: str,
+    scale_layout: str,
+    global_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    if not fuses_routing(x, top_k_index):
+        routing = _route(top_k_index, num_experts)
+        return *routing, *_gather_quantize(x, routing[2], format, scale_rule, scale_layout, global_scale)
+    from padless.moe.triton.quantize_rows import route_quantize
+
+    with on_device_of(x):
+        sorted_slots, data, scale = route_quantize(
+            x,
+            top_k_index.contiguous(),
+            num_experts,
+            BY_NAME[format],
+            scale_rule=scale_rule,
+            scale_layout=scale_layout,
+            factors=_factors(global_scale, scale_rule),
+        )
+    return *sorted_slots, data.view(torch.uint8), scale
+
+
+def fuses_routing(x: torch.Tensor, top_k_index: torch.Tensor) -> bool:
+    """Whether sorting and quantizing are one launch: on a GPU, for few slots."""
+    if not runs_triton(x) or x.shape[1] == 0:
+        return False
+    from padless.moe.triton.quantize_rows import ROUTED_SLOTS
+
+    return 0 < top_k_index.numel() <= ROUTED_SLOTS
+
+
+def _factors(global_scale: torch.Tensor | None, scale_rule: str) -> torch.Tensor | None:
+    """NVFP4's factors of a given global scale: a launch."""
+    if global_scale is None:
+        return None
+    from padless.quantize_triton_global import given_factors
+
+    return given_factors(global_scale, scale_rule)
 
 
 def _activate_quantize_fake(

@@ -36,6 +36,12 @@ def route(top_k_index: torch.Tensor, num_experts: int) -> Routing:
 
     One launch up to 4096 slots, else two. No synchronization; safe in CUDA graphs. Raises ValueError.
     """
+    check_ids(top_k_index, num_experts)
+    return Routing(*ops.call("route", top_k_index, num_experts))
+
+
+def check_ids(top_k_index: object, num_experts: int) -> None:
+    """Raises ValueError for ids that cannot be sorted."""
     if (
         not isinstance(top_k_index, torch.Tensor)
         or top_k_index.dtype not in (torch.int32, torch.int64)
@@ -46,4 +52,3 @@ def route(top_k_index: torch.Tensor, num_experts: int) -> Routing:
         raise ValueError(f"top_k_index must be (T, k) with k from 1 to {MAX_TOP_K}, got {describe(top_k_index)}")
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts is {num_experts}; it must be from 1 to {MAX_EXPERTS}")
-    return Routing(*ops.call("route", top_k_index, num_experts))

@@ -71,7 +71,7 @@ def sigmoid(x):
 def gelu(x):
     """x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): the tanh form."""
     cubic = (x * x) * x
-    return x * sigmoid(_GELU_SLOPE * (x + _GELU_CUBIC * cubic))
+    return x * sigmoid((x + cubic * _GELU_CUBIC) * _GELU_SLOPE)
 
 
 @triton.jit

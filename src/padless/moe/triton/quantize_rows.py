@@ -2,7 +2,7 @@
 
 The arithmetic is that of `padless.quantize`, bit for bit. Beside it the kernel can read other rows than it writes
 (rows), apply an activation to what it reads, and write every quantized row to several rows (inverse): a token is then
-read and quantized once however many experts it goes to.
+read and quantized once however many experts it goes to. For few slots it can also sort them itself (`route_quantize`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,12 +20,13 @@ from padless import quantize_triton_rows as row_blocks
 from padless import triton_casts as casts
 from padless.formats import FP8_BLOCK, TILE_ROWS, BlockScaledFormat, blocked_size, ceil_div
 from padless.moe.activation import Activation
-from padless.moe.triton import arithmetic
+from padless.moe.triton import arithmetic, route
 
 _ELEMENTS = {**row_blocks.ELEMENTS, FP8_BLOCK: "e4m3"}
 _NO_ACTIVATION = Activation(kind="silu")
 _ARRANGEMENTS = {"concatenated": 0, "interleaved": 1, "alternating": 2}
 _PROGRAMS = 512  # fewer than so many large tiles leave a GPU idle
+ROUTED_SLOTS = 1024  # up to here every program sorts the slots for itself
 
 
 class Tile(NamedTuple):
@@ -34,6 +35,9 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     num_warps: int
+
+
+_ROUTED_TILE = Tile(1, 512, 4)
 
 
 def choose_tile(rows: int, columns: int) -> Tile:
@@ -63,6 +67,41 @@ def quantize_rows(
     rows: (R,) which row of x each row of the result is. inverse: (rows of x, k) which rows of the result each row of x
     is; complements of rows count as the rows. Not both.
     """
+    return _launch(
+        x, format, rows, inverse, None, activation, scale_major, scale_rule, scale_layout, offs, factors
+    )
+
+
+def route_quantize(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    format: BlockScaledFormat,
+    *,
+    scale_rule: str,
+    scale_layout: str,
+    factors: torch.Tensor | None,
+) -> tuple[route.Sorted, torch.Tensor, torch.Tensor]:
+    """(sorted slots, data, scale) of contiguous ids (T, k), one to `ROUTED_SLOTS` of them, in one launch."""
+    slots = route.empty(ids, num_experts)
+    data, scale = _launch(x, format, None, ids, slots, None, "mn", scale_rule, scale_layout, None, factors)
+    assert scale is not None
+    return slots, data, scale
+
+
+def _launch(
+    x: torch.Tensor,
+    format: BlockScaledFormat | None,
+    rows: torch.Tensor | None,
+    inverse: torch.Tensor | None,  # with slots: the ids
+    slots: route.Sorted | None,
+    activation: Activation | None,
+    scale_major: str,
+    scale_rule: str,
+    scale_layout: str,
+    offs: torch.Tensor | None,
+    factors: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     x = x if x.stride(-1) == 1 else x.contiguous()
     source_rows, K = x.shape[0], x.shape[1]
     if activation is not None:
@@ -77,7 +116,8 @@ def quantize_rows(
         group = layouts.group_of_rows(offs, out_rows).clamp(max=len(offs) - 1)
     if items == 0 or K == 0 or out_rows == 0:
         return data, _final(scale, format)
-    tile = choose_tile(items, K)
+    tile = choose_tile(items, K) if slots is None else _ROUTED_TILE
+    ids_offs, ids_tokens, ids_inverse = (None, None, None) if slots is None else slots
     blocked = scale_layout != "plain"
     columns = 0 if format is None else ceil_div(K, format.block_k)
     mn_major = format == FP8_BLOCK and scale_major == "mn"
@@ -98,6 +138,9 @@ def quantize_rows(
         factors,
         group,
         scale_row,
+        ids_offs,
+        ids_tokens,
+        ids_inverse,
         items,
         source_rows,
         K,
@@ -110,6 +153,7 @@ def quantize_rows(
         given.alpha,
         given.up_offset,
         0.0 if given.limit is None else given.limit,
+        0 if ids_offs is None else ids_offs.shape[0],
         ELEMENT="bf16" if format is None else _ELEMENTS[format],
         BLOCK=128 if format is None else format.block_k,
         RULE="fp8_block" if format == FP8_BLOCK else scale_rule,
@@ -122,6 +166,7 @@ def quantize_rows(
         ARRANGEMENT=_ARRANGEMENTS[given.gate_up],
         HAS_LIMIT=given.limit is not None,
         TOP_K=top_k,
+        ROUTED=0 if slots is None else max(triton.next_power_of_2(items * top_k), 16),
         HARDWARE_CAST=casts.casts_in_hardware(x.device),
         BLOCK_M=tile.rows,
         BLOCK_K=tile.columns,
@@ -172,10 +217,13 @@ def _quantize_rows(
     codes_ptr,  # (out_rows, K) uint8 or bf16, or (out_rows, K / 2) with two codes a byte, contiguous
     scale_ptr,  # float32 with the strides, or uint8
     rows_ptr,  # (items,) or None
-    inverse_ptr,  # (items, TOP_K) int32 or None
+    inverse_ptr,  # (items, TOP_K) int32 or None; ROUTED: the ids, int32 or int64
     factors_ptr,  # NVFP4: (groups, 2) float32
     group_ptr,  # FACTORS_BY_ROW: (out_rows,) int64
     scale_row_ptr,  # (out_rows,) int64 for "blocked_groups", None for "blocked"
+    offs_ptr,  # ROUTED: what `route` makes of the ids
+    tokens_ptr,
+    new_inverse_ptr,
     items,
     source_rows,
     K,
@@ -188,6 +236,7 @@ def _quantize_rows(
     alpha,
     up_offset,
     limit,
+    num_experts,
     ELEMENT: tl.constexpr,
     BLOCK: tl.constexpr,
     RULE: tl.constexpr,
@@ -200,6 +249,7 @@ def _quantize_rows(
     ARRANGEMENT: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     TOP_K: tl.constexpr,
+    ROUTED: tl.constexpr,  # 0, or a power of two: at least the number of slots
     HARDWARE_CAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -254,9 +304,16 @@ def _quantize_rows(
     scale_column = chunk * BLOCKS + tl.arange(0, BLOCKS)
     codes_inside = there[:, None] & (place[None, :] < row_width)
     scale_inside = there[:, None] & (scale_column[None, :] < scale_columns)
+    if ROUTED > 0:  # BLOCK_M is 1
+        token = pid // num_chunks
+        sorted_rows, lane = route.sort_few(
+            inverse_ptr, offs_ptr, tokens_ptr, new_inverse_ptr, token, items, num_experts, chunk == 0, TOP_K, ROUTED
+        )
     for j in tl.static_range(1 if TOP_K == 0 else TOP_K):
         if TOP_K == 0:
             row = item.to(tl.int64)
+        elif ROUTED > 0:
+            row = tl.zeros((BLOCK_M,), tl.int64) + tl.sum(tl.where(lane == j, sorted_rows, 0), axis=0)
         else:
             row = tl.load(inverse_ptr + item * TOP_K + j, mask=there, other=0).to(tl.int64)
             row = tl.where(row < 0, -1 - row, row)
@@ -275,12 +332,11 @@ def _quantize_rows(
             else:
                 offset = row[:, None] * scale_stride_m + scale_column.to(tl.int64)[None, :] * scale_stride_k
                 tl.store(scale_ptr + offset, scale, mask=scale_inside)
-    if RULE == "fp8_block":
-        if pid < num_chunks:  # the padding below MN-major scales
-            row = out_rows + tl.arange(0, 4)
-            offset = row.to(tl.int64)[:, None] + scale_column.to(tl.int64)[None, :] * scale_stride_k
-            padding = (row[:, None] < scale_rows) & (scale_column[None, :] < scale_columns)
-            tl.store(scale_ptr + offset, tl.zeros((4, BLOCKS), tl.float32), mask=padding)
+    if RULE == "fp8_block":  # the padding below MN-major scales
+        padded = out_rows + tl.arange(0, 4)
+        place_in_padding = padded.to(tl.int64)[:, None] + scale_column.to(tl.int64)[None, :] * scale_stride_k
+        padding = (padded[:, None] < scale_rows) & (scale_column[None, :] < scale_columns) & (pid < num_chunks)
+        tl.store(scale_ptr + place_in_padding, tl.zeros((4, BLOCKS), tl.float32), mask=padding)
 
 
 @triton.jit

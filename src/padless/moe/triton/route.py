@@ -7,6 +7,8 @@ of its run of slots (`_count`), then adds up what the runs before it and the exp
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,21 +21,33 @@ MAX_RUNS = 128  # programs of the two launches
 _COUNTS_AT_ONCE = 16384
 
 
-def route(
-    ids: torch.Tensor, num_experts: int, top_k: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(offs, tokens, inverse) of contiguous ids (T, k), at least one of them; inverse (T * k,)."""
-    slots = ids.numel()
-    device = ids.device
-    offs = torch.empty(num_experts, dtype=torch.int32, device=device)
-    tokens = torch.empty(slots, dtype=torch.int32, device=device)
-    inverse = torch.empty(slots, dtype=torch.int32, device=device)
+class Sorted(NamedTuple):
+    """Sorted slots, as `padless.moe.Routing`."""
+
+    offs: torch.Tensor
+    tokens: torch.Tensor
+    inverse: torch.Tensor
+
+
+def empty(ids: torch.Tensor, num_experts: int) -> Sorted:
+    """What is to be filled for ids (T, k)."""
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=ids.device)
+
+    return Sorted(new(num_experts), new(ids.numel()), new(*ids.shape))
+
+
+def route(ids: torch.Tensor, num_experts: int) -> Sorted:
+    """The sorted slots of contiguous ids (T, k), at least one of them."""
+    slots, top_k, device = ids.numel(), ids.shape[1], ids.device
+    offs, tokens, inverse = empty(ids, num_experts)
     if slots <= FEW_SLOTS:
         block = max(triton.next_power_of_2(slots), 128)
         _route_few[(num_experts + 1,)](
             ids, offs, tokens, inverse, slots, num_experts, top_k, BLOCK=block, num_warps=4 if block <= 1024 else 8
         )
-        return offs, tokens, inverse
+        return Sorted(offs, tokens, inverse)
     tiles = ceil_div(slots, TILE)
     tiles_per_run = ceil_div(tiles, MAX_RUNS)
     runs = ceil_div(tiles, tiles_per_run)
@@ -53,10 +67,10 @@ def route(
         runs,
         BINS=bins,
         TILE=TILE,
-        RUNS_AT_ONCE=min(max(_COUNTS_AT_ONCE // bins, 1), MAX_RUNS),
+        RUNS_AT_ONCE=_COUNTS_AT_ONCE // bins,
         num_warps=8,
     )
-    return offs, tokens, inverse
+    return Sorted(offs, tokens, inverse)
 
 
 @triton.jit
@@ -94,6 +108,42 @@ def _route_few(
     _store_slots(tokens_ptr, inverse_ptr, start + rank - 1, slot, expert == num_experts, top_k, mine)
     if expert < num_experts:
         tl.store(offs_ptr + expert, start + tl.sum(mine.to(tl.int32), axis=0))
+
+
+@triton.jit
+def sort_few(
+    ids_ptr,
+    offs_ptr,
+    tokens_ptr,
+    inverse_ptr,
+    token,
+    tokens,
+    num_experts,
+    writes,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """(rows of one token's slots, their numbers), a power of two of them; with `writes` they are stored.
+
+    To be called by every program of a one-dimensional grid: each also stores its share of offs.
+    """
+    LANES: tl.constexpr = triton.next_power_of_2(TOP_K)
+    slot = tl.arange(0, SLOTS)
+    ids = _load_ids(ids_ptr, slot, tokens * TOP_K, num_experts)
+    lane = tl.arange(0, LANES)
+    my_slot = token * TOP_K + lane
+    mine = _load_ids(ids_ptr, my_slot, tokens * TOP_K, num_experts)
+    earlier = (ids[None, :] == mine[:, None]) & (slot[None, :] < my_slot[:, None])
+    rows = tl.sum(((ids[None, :] < mine[:, None]) | earlier).to(tl.int32), axis=1)
+    stored = (lane < TOP_K) & writes
+    tl.store(tokens_ptr + rows, token, mask=stored)
+    tl.store(inverse_ptr + my_slot, tl.where(mine == num_experts, -1 - rows, rows), mask=stored)
+    EXPERTS: tl.constexpr = 1 if SLOTS >= 512 else 512 // SLOTS
+    for first in range(tl.program_id(0) * EXPERTS, num_experts, tl.num_programs(0) * EXPERTS):
+        expert = first + tl.arange(0, EXPERTS)
+        ends = tl.sum((ids[None, :] <= expert[:, None]).to(tl.int32), axis=1)
+        tl.store(offs_ptr + expert, ends, mask=expert < num_experts)
+    return rows, lane
 
 
 @triton.jit(do_not_specialize=["slots", "tiles_per_run"])
