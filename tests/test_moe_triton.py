@@ -1,4 +1,4 @@
-"""The Triton kernels of the layer: equal to their twins in the interpreter, as machine code in the emulator, on a GPU."""
+"""The layer's Triton kernels: equal to their twins in the interpreter, as machine code in the emulator, on a GPU."""
 
 from __future__ import annotations
 
@@ -94,7 +94,11 @@ def test_machine_code_of_quantize_rows(name: str, emulated: list[EmulatedKernel]
     from padless import formats
     from padless.quantize import quantize
 
-    x, fmt, rule = moe_cases.awkward((7, 160), torch.bfloat16, 1), getattr(formats, name), moe_cases.rules(name)[0]
+    x, fmt, rule = (
+        moe_cases.awkward((7, 160), torch.bfloat16, 1),
+        getattr(formats, name),
+        moe_cases.rules(name)[0],
+    )
     given = moe_cases.given_scale(name)
     _, rows, inverse = twins.route(moe_cases.draw_ids(7, 3, 5, 2), 5)
     layout = moe_cases.layouts_of(name)[-1]
@@ -122,7 +126,9 @@ def compiled_ptx(kernel: Any) -> str:
     return "\n".join(c.asm["ptx"] for c in kernel._compiled.values())
 
 
-def test_products_and_sums_stay_apart(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_and_sums_stay_apart(
+    emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No fused multiply-add in what is defined as two operations, and 16-byte accesses where rows allow them."""
     monkeypatch.setattr(moe_cases, "PROBLEMS", ((3, 2, 512),))
     monkeypatch.setattr(moe_cases, "DTYPES", (torch.bfloat16,))

@@ -32,6 +32,7 @@ from padless.verify_checks import CHECKS
 from padless.verify_emulator import check_against_emulator
 from padless.verify_epilogue import check_epilogue, check_epilogue_against_emulator
 from padless.verify_formats import check_formats_accuracy, check_formats_against_emulator
+from padless.verify_moe import check_layer, check_passes
 from padless.verify_rehearsal import Gpu, Rehearsal, compile_ahead, rehearsals_of
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -144,6 +145,8 @@ def jobs_of(
         jobs["formats"] = check_formats_accuracy
         jobs["epilogues"] = check_epilogue
         jobs["chains"] = check_chains
+        jobs["passes of the MoE layer"] = check_passes
+        jobs["MoE layer"] = check_layer
     return jobs, [module for module in SANITIZED if fp8_block or module != SANITIZED[0]]
 
 

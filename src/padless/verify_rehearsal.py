@@ -22,6 +22,7 @@ from padless import (
     verify_checks,
     verify_epilogue,
     verify_formats,
+    verify_moe,
     verify_small,
 )
 from padless.driver import Driver
@@ -126,6 +127,8 @@ _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
     "lists of problems": partial(_launches, list_launches, PROBLEM_LISTS),
     "formats": partial(_formats, verify_formats.JUDGED, ("cubin",)),
     "epilogues": _epilogues,
+    "passes of the MoE layer": lambda arch: [],  # Triton's kernels
+    "MoE layer": lambda arch: [Rehearsal(partial(verify_moe.rehearse, arch, backend_of(arch)))],
     "chains": lambda arch: [Rehearsal(partial(verify_chain.rehearse, arch))],
 }
 _MODULES: dict[str, Callable[[str], list[Rehearsal]]] = {

@@ -51,7 +51,9 @@ def check_inverse(inverse: object, tokens: int | None, rows: int | None) -> None
     if not 1 <= inverse.shape[1] <= MAX_TOP_K:
         raise ValueError(f"inverse must be (T, k) with k from 1 to {MAX_TOP_K}, got {describe(inverse)}")
     if rows is not None and inverse.numel() > rows:
-        raise ValueError(f"inverse has {inverse.numel()} entries and there are {rows} rows; there must be as many rows")
+        raise ValueError(
+            f"inverse has {inverse.numel()} entries and there are {rows} rows; there must be as many rows"
+        )
 
 
 def runs_triton(t: torch.Tensor) -> bool:

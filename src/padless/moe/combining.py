@@ -54,13 +54,13 @@ def combine_backward(
 
     dy[inverse[t, j]] = fl(weights[t, j] * dout[t]), rounded once more to y's dtype; rows of the tail are 0.
     dweights[t, j] = y[inverse[t, j]] . dout[t], and 0 where inverse is negative. In float32, in one order whatever the
-    batch: lane l of 256 adds fl(y * dout) of columns l, l + 256, ..; then lanes c and c + 128 are added, c and c + 64, and
-    so on. Raises ValueError.
+    batch: lane l of 256 adds fl(y * dout) of columns l, l + 256, ..; then lanes c and c + 128 are added, c and c + 64,
+    and so on. Raises ValueError.
     """
     check_inverse(inverse, None, None)
     check_matrix("y", y, inverse.numel(), None, inverse.device)
     check_matrix("dout", dout, inverse.shape[0], y.shape[1], y.device)
-    check_matrix("weights", weights, *inverse.shape, y.device)
+    check_matrix("weights", weights, inverse.shape[0], inverse.shape[1], y.device)
     check_no_grad("combine_backward", {"dout": dout, "y": y, "weights": weights})
     dy, dweights = ops.call("combine_backward", dout, y, inverse, weights)
     return dy, dweights

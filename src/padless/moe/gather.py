@@ -111,7 +111,11 @@ def activate_quantize(
     if format is not None:
         scale_rule = check_format(format, k, scale_rule, scale_layout, global_scale)
         name = format.name
-        if global_scale is not None and global_scale.numel() != 1 and (offs is None or global_scale.shape != offs.shape):
+        if (
+            global_scale is not None
+            and global_scale.numel() != 1
+            and (offs is None or global_scale.shape != offs.shape)
+        ):
             raise ValueError(
                 f"global_scale must be one value or one for each group of offs, got {describe(global_scale)} and offs "
                 f"{describe(offs)}"
@@ -138,7 +142,11 @@ def gather_backward(
 
 
 def check_format(
-    format: BlockScaledFormat, k: int, scale_rule: str | None, scale_layout: str, global_scale: torch.Tensor | None
+    format: BlockScaledFormat,
+    k: int,
+    scale_rule: str | None,
+    scale_layout: str,
+    global_scale: torch.Tensor | None,
 ) -> str:
     """The scale rule to use. Raises ValueError."""
     if format not in FORMATS:
@@ -149,9 +157,13 @@ def check_format(
     rules = SCALE_RULES[format] or ("",)
     rule = rules[0] if scale_rule is None else scale_rule
     if rule not in rules:
-        raise ValueError(f"scale_rule is {scale_rule!r}; allowed for {format.name}: {', '.join(map(repr, rules))}")
+        raise ValueError(
+            f"scale_rule is {scale_rule!r}; allowed for {format.name}: {', '.join(map(repr, rules))}"
+        )
     if scale_layout not in LAYOUTS or (scale_layout == "blocked" and format.scale_dtype == torch.float32):
-        raise ValueError(f"scale_layout is {scale_layout!r}; allowed: 'plain', and 'blocked' for one-byte scales")
+        raise ValueError(
+            f"scale_layout is {scale_layout!r}; allowed: 'plain', and 'blocked' for one-byte scales"
+        )
     if (global_scale is None) == (format == NVFP4):
         wanted = "a float32 tensor" if format == NVFP4 else "None"
         raise ValueError(f"global_scale must be {wanted} for {format.name}, got {describe(global_scale)}")

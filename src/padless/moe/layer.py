@@ -69,8 +69,9 @@ def moe(
             1.702, 7.0, 1.0.
         bias13, bias2: (E, 2 I) or (E, I), and (E, H); float32, bfloat16 or float16.
         shared: (T, H), added to the result.
-        activations: format that x and the activated rows are quantized to, or torch.bfloat16 for none (for FP4 weights on
-            Hopper). None follows from w13: FP8_BLOCK for FP8_BLOCK and MXFP4 weights, MXFP8 for MXFP8, NVFP4 for NVFP4.
+        activations: format that x and the activated rows are quantized to, or torch.bfloat16 for none (for FP4 weights
+            on Hopper). None follows from w13: FP8_BLOCK for FP8_BLOCK and MXFP4 weights, MXFP8 for MXFP8, NVFP4 for
+            NVFP4.
         global_scale1, global_scale2: NVFP4's decode scales of x and of the activated rows, float32, one value or (E,);
             None is 1, which is right for magnitudes from 0.1 to 2688. A checkpoint's input scales.
         num_experts: E, to be held against the weights.
@@ -90,13 +91,15 @@ def moe(
     for name, scale in (("global_scale1", global_scale1), ("global_scale2", global_scale2)):
         _check_vector(name, scale, [(), (1,), (experts,)], (torch.float32,), x.device)
     if shared is not None:
-        check_matrix("shared", shared, *x.shape, x.device)
+        check_matrix("shared", shared, x.shape[0], x.shape[1], x.device)
     dtype = x.dtype if out_dtype is None else out_dtype
     if dtype not in INPUT_DTYPES:
         raise ValueError(f"out_dtype is {dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
     name = _activations(activations, w13, x)
     if name != NVFP4.name and (global_scale1 is not None or global_scale2 is not None):
-        raise ValueError(f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them")
+        raise ValueError(
+            f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them"
+        )
     result: torch.Tensor = ops.call(
         "moe", x, top_k_index, top_k_weights, *ops.packed(w13), *ops.packed(w2), bias13, bias2, shared, global_scale1,
         global_scale2, name, activation, gate_up, alpha, limit, up_offset, dtype, backend,
@@ -131,13 +134,12 @@ def _moe(
     second = Projection(ops.unpacked(w2, w2_scale, w2_global, w2_format, w2_layout), bias2, backend)
     act = Activation(activation, gate_up, alpha, limit, up_offset)
     format = ops.BY_NAME.get(activations)
-    scales = [None, None]
     if format == NVFP4:
-        scales = [_scale(x, scale) for scale in (global_scale1, global_scale2)]
+        global_scale1, global_scale2 = _scale(x, global_scale1), _scale(x, global_scale2)
     if top_k_index.shape[0] == 0:
         return torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    routing, rows = gathered(x, top_k_index, w13.shape[0], format, scales[0])
-    hidden = first.activated(rows, routing.offs, act, format, scales[1])
+    routing, rows = gathered(x, top_k_index, w13.shape[0], format, global_scale1)
+    hidden = first.activated(rows, routing.offs, act, format, global_scale2)
     y = second.product(hidden, routing.offs)
     return combine(y, routing.inverse, top_k_weights, shared, out_dtype=out_dtype)
 
@@ -253,12 +255,16 @@ def _check(
     check_matrix("top_k_weights", top_k_weights, tokens, top_k_index.shape[1], x.device)
     for name, w in (("w13", w13), ("w2", w2)):
         if not isinstance(w, BlockScaledTensor) or w.data.dim() != 3 or not w.is_weight:
-            raise ValueError(f"{name} must be a (E, N, K) BlockScaledTensor of kind 'weight', got {describe(w)}")
+            raise ValueError(
+                f"{name} must be a (E, N, K) BlockScaledTensor of kind 'weight', got {describe(w)}"
+            )
         if w.device != x.device:
             raise ValueError(f"{name} is on {w.device} and x on {x.device}; they must be on one device")
     experts, n, k = w13.logical_shape
     if k != h:
-        raise ValueError(f"w13 is (E, N, K) = {w13.logical_shape} and x {tuple(x.shape)}: K must be x's columns")
+        raise ValueError(
+            f"w13 is (E, N, K) = {w13.logical_shape} and x {tuple(x.shape)}: K must be x's columns"
+        )
     wanted = (experts, h, activation.out_columns(n))
     if w2.logical_shape != wanted:
         raise ValueError(f"w2 must be (E, H, I) = {wanted}, got {w2.logical_shape}")
@@ -289,7 +295,12 @@ def _check_vector(
 ) -> None:
     if t is None:
         return
-    if not isinstance(t, torch.Tensor) or tuple(t.shape) not in shapes or t.dtype not in dtypes or t.device != device:
+    if (
+        not isinstance(t, torch.Tensor)
+        or tuple(t.shape) not in shapes
+        or t.dtype not in dtypes
+        or t.device != device
+    ):
         allowed = " or ".join(map(str, shapes))
         kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} must be {allowed} {kinds} on {device}, got {describe(t)}")

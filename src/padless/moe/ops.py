@@ -33,7 +33,9 @@ def _is_traced(argument: object) -> bool:
     return isinstance(argument, torch.Tensor) and type(argument) not in (torch.Tensor, torch.nn.Parameter)
 
 
-def operator(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(
+    name: str, schema: str, fake: Callable[..., Any]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Defines padless::name with the decorated function for CPU and CUDA."""
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +52,9 @@ def operator(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Call
 # --- route -----------------------------------------------------------------------------------------------
 
 
-def _route_fake(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _route_fake(
+    top_k_index: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=top_k_index.device)
 
@@ -70,7 +74,9 @@ def _route(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, t
 # --- quantization ----------------------------------------------------------------------------------------
 
 
-def _quantized_fake(rows: int, K: int, format: str, scale_layout: str, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantized_fake(
+    rows: int, K: int, format: str, scale_layout: str, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes as bytes and scales of (rows, K) values; bfloat16 values and no scales for "BF16"."""
     if format == "BF16":
         return like.new_empty((rows, K), dtype=torch.bfloat16), like.new_empty((0,), dtype=torch.uint8)
@@ -309,10 +315,14 @@ def _by_rows(t: Any) -> Any:
 # --- moe -------------------------------------------------------------------------------------------------
 
 
-def unpacked(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None, format: str, layout: str) -> BlockScaledTensor:
+def unpacked(
+    data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None, format: str, layout: str
+) -> BlockScaledTensor:
     """A weight from what an operator can take."""
     fmt = BY_NAME[format]
-    return BlockScaledTensor(data.view(fmt.data_dtype), scale.view(fmt.scale_dtype), fmt, global_scale, layout)
+    return BlockScaledTensor(
+        data.view(fmt.data_dtype), scale.view(fmt.scale_dtype), fmt, global_scale, layout
+    )
 
 
 def packed(t: BlockScaledTensor) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ _GELU_SLOPE = tl.constexpr(GELU_SLOPE)
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """float32 x as DTYPE, to nearest even. bf16 is made in integers: the interpreter's conversion truncates."""
-    if DTYPE == tl.bfloat16:
+    if DTYPE == tl.bfloat16:  # noqa: SIM300 (which of them is a constant, ruff takes from the case of its letters)
         bits = x.to(tl.int32, bitcast=True)
         half = ((bits >> 16) & 1) + 0x7FFF
         top = ((bits + half) >> 16) & 0xFFFF
@@ -48,7 +48,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def exponential(x):
-    """e^x for x from EXP_LOW to EXP_HIGH (others count as the nearer end), off by less than 2 units in the last place."""
+    """e^x for x from EXP_LOW to EXP_HIGH, others count as the nearer end; off by less than 2 units in the last place."""
     x = tl.minimum(tl.maximum(x, _EXP_LOW), _EXP_HIGH)
     n = (x * _LOG2_E + _ROUNDER) - _ROUNDER
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW

@@ -45,7 +45,12 @@ def combine(
 
 
 def combine_backward(
-    dout: torch.Tensor, y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, dy: torch.Tensor, dweights: torch.Tensor
+    dout: torch.Tensor,
+    y: torch.Tensor,
+    inverse: torch.Tensor,
+    weights: torch.Tensor,
+    dy: torch.Tensor,
+    dweights: torch.Tensor,
 ) -> None:
     """Writes dy and dweights of checked arguments with at least one token and one column."""
     (tokens, n), top_k = dout.shape, inverse.shape[1]
@@ -101,7 +106,9 @@ def _combine(
             values = values * casts.to_float32(weight)
         total += values
     if shared_ptr is not None:
-        total += casts.to_float32(tl.load(shared_ptr + token * shared_stride + column, mask=inside, other=0.0))
+        total += casts.to_float32(
+            tl.load(shared_ptr + token * shared_stride + column, mask=inside, other=0.0)
+        )
     tl.store(out_ptr + token * out_stride + column, arithmetic.rounded(total, OUT), mask=inside)
 
 
@@ -143,7 +150,9 @@ def _combine_backward(
             arithmetic.rounded(dy, DY),
             mask=there[:, None] & inside[None, :],
         )
-    dots = tl.reshape(_halved(_halved(_halved(_halved(_halved(_halved(_halved(_halved(partial)))))))), (SLOTS,))
+    dots = tl.reshape(
+        _halved(_halved(_halved(_halved(_halved(_halved(_halved(_halved(partial)))))))), (SLOTS,)
+    )
     tl.store(dweights_ptr + token * TOP_K + slot, dots, mask=there)
 
 

@@ -40,10 +40,13 @@ class Tile(NamedTuple):
 _ROUTED_TILE = Tile(1, 512, 4)
 
 
-def choose_tile(rows: int, columns: int) -> Tile:
-    """The tile for a (rows, columns) input: 32 x 256 values, fewer rows where that makes too few programs."""
+def choose_tile(rows: int, columns: int, *, has_activation: bool) -> Tile:
+    """The tile for (rows, columns) values: 32 x 256, fewer rows where that makes too few programs.
+
+    An activation needs twice the registers and gets half the rows.
+    """
     width = 256 if columns > 128 else 128
-    for height, num_warps in ((32, 4), (8, 2)):
+    for height, num_warps in ((16 if has_activation else 32, 4), (8, 2)):
         if ceil_div(rows, height) * ceil_div(columns, width) >= _PROGRAMS:
             return Tile(height, width, num_warps)
     return Tile(1, width, 1) if rows <= 2 else Tile(2, width, 1)
@@ -116,7 +119,7 @@ def _launch(
         group = layouts.group_of_rows(offs, out_rows).clamp(max=len(offs) - 1)
     if items == 0 or K == 0 or out_rows == 0:
         return data, _final(scale, format)
-    tile = choose_tile(items, K) if slots is None else _ROUTED_TILE
+    tile = choose_tile(items, K, has_activation=activation is not None) if slots is None else _ROUTED_TILE
     ids_offs, ids_tokens, ids_inverse = (None, None, None) if slots is None else slots
     blocked = scale_layout != "plain"
     columns = 0 if format is None else ceil_div(K, format.block_k)
@@ -194,9 +197,17 @@ def _empty(
         if scale_major == "mn" and rows > 0:
             return data.view(format.data_dtype), layouts.empty_mn_major(rows, columns, device), None
         scale = torch.empty((rows, columns), dtype=torch.float32, device=device)
-        return data.view(format.data_dtype), layouts.to_mn_major(scale) if scale_major == "mn" else scale, None
+        return (
+            data.view(format.data_dtype),
+            layouts.to_mn_major(scale) if scale_major == "mn" else scale,
+            None,
+        )
     if scale_layout == "plain":
-        return data.view(format.data_dtype), torch.empty((rows, columns), dtype=torch.uint8, device=device), None
+        return (
+            data.view(format.data_dtype),
+            torch.empty((rows, columns), dtype=torch.uint8, device=device),
+            None,
+        )
     if scale_layout == "blocked":
         size, scale_row = blocked_size(rows, columns), None
     else:
@@ -290,7 +301,9 @@ def _quantize_rows(
             first = tl.load(factors_ptr + group * 2, mask=there, other=1.0)[:, None]
             second = tl.load(factors_ptr + group * 2 + 1, mask=there, other=1.0)[:, None]
             unusual = tl.max(row_blocks._far_from_one(second).to(tl.int32)) > 0
-            scale, multiplier = row_blocks._nvfp4_scale(amax_bits, first, second, unusual, RULE, HARDWARE_CAST)
+            scale, multiplier = row_blocks._nvfp4_scale(
+                amax_bits, first, second, unusual, RULE, HARDWARE_CAST
+            )
         else:
             scale, multiplier = row_blocks._mx_scale(amax_bits, RULE, EMAX, MAX_MANTISSA)
         if ELEMENT == "e2m1":
@@ -307,7 +320,16 @@ def _quantize_rows(
     if ROUTED > 0:  # BLOCK_M is 1
         token = pid // num_chunks
         sorted_rows, lane = route.sort_few(
-            inverse_ptr, offs_ptr, tokens_ptr, new_inverse_ptr, token, items, num_experts, chunk == 0, TOP_K, ROUTED
+            inverse_ptr,
+            offs_ptr,
+            tokens_ptr,
+            new_inverse_ptr,
+            token,
+            items,
+            num_experts,
+            chunk == 0,
+            TOP_K,
+            ROUTED,
         )
     for j in tl.static_range(1 if TOP_K == 0 else TOP_K):
         if TOP_K == 0:
@@ -324,7 +346,9 @@ def _quantize_rows(
                 if scale_row_ptr is not None:
                     tile_row = tl.load(scale_row_ptr + row, mask=there, other=0)
                 tile = (tile_row // 128)[:, None] * tl.cdiv(scale_columns, 4) + (scale_column // 4)[None, :]
-                in_tile = (tile_row % 32 * 16 + tile_row % 128 // 32 * 4)[:, None] + (scale_column % 4)[None, :]
+                in_tile = (tile_row % 32 * 16 + tile_row % 128 // 32 * 4)[:, None] + (scale_column % 4)[
+                    None, :
+                ]
                 kept = scale_inside
                 if scale_row_ptr is not None:
                     kept = kept & (tile_row[:, None] < scale_rows)  # else in no group
@@ -335,7 +359,9 @@ def _quantize_rows(
     if RULE == "fp8_block":  # the padding below MN-major scales
         padded = out_rows + tl.arange(0, 4)
         place_in_padding = padded.to(tl.int64)[:, None] + scale_column.to(tl.int64)[None, :] * scale_stride_k
-        padding = (padded[:, None] < scale_rows) & (scale_column[None, :] < scale_columns) & (pid < num_chunks)
+        padding = (
+            (padded[:, None] < scale_rows) & (scale_column[None, :] < scale_columns) & (pid < num_chunks)
+        )
         tl.store(scale_ptr + place_in_padding, tl.zeros((4, BLOCKS), tl.float32), mask=padding)
 
 
@@ -353,7 +379,9 @@ def _load(x_ptrs, column, inside, K, chunk, ACTIVATION: tl.constexpr, GATED: tl.
         if ARRANGEMENT == 2:
             wide = chunk * (2 * BLOCK_K) + tl.arange(0, 2 * BLOCK_K)
             both_inside = tl.max(inside.to(tl.int32), axis=1)[:, None] > 0
-            both = tl.load(x_ptrs[:, None] + wide[None, :], mask=both_inside & (wide[None, :] < 2 * K), other=0.0)
+            both = tl.load(
+                x_ptrs[:, None] + wide[None, :], mask=both_inside & (wide[None, :] < 2 * K), other=0.0
+            )
             gate, up = tl.split(tl.reshape(casts.to_float32(both), (BLOCK_M, BLOCK_K, 2)))
         else:
             if ARRANGEMENT == 0:
