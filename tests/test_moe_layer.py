@@ -144,6 +144,21 @@ def test_in_the_emulator(backend: str) -> None:
     assert torch.equal(layer.only(torch.tensor([4, 0, 2])).run(moe, backend=backend), out[[4, 0, 2]])
 
 
+ON_HOPPER = [("emulator", pair) for pair in PAIRS if pair != (MXFP4, MXFP4)]
+ON_BLACKWELL = [("emulator:sm_100a", pair) for pair in ((MXFP8, None), (NVFP4, None), (MXFP4, MXFP4))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate_up", ["concatenated", "interleaved", "alternating"])
+@pytest.mark.parametrize(("backend", "pair"), ON_HOPPER + ON_BLACKWELL)
+def test_every_format_in_the_emulator(backend: str, pair: Any, gate_up: str) -> None:
+    """I is no multiple of 128; in each kernel a token alone has the bits that it has among others."""
+    layer = draw_layer(pair, tokens=3, top_k=2, experts=2, h=128, i=192, seed=7, gate_up=gate_up)
+    out = layer.run(moe, backend=backend)
+    check_layer(out, layer, BOUNDS[activations_of(pair)])
+    assert torch.equal(layer.only(torch.tensor([1])).run(moe, backend=backend), out[1:2])
+
+
 def test_special_batches() -> None:
     layer = draw_layer((FP8_BLOCK, None), tokens=9)
     empty = layer.only(torch.arange(0)).run(moe)

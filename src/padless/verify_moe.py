@@ -227,7 +227,8 @@ class Layer:
             return t.to(device) if isinstance(t, torch.Tensor) else t
 
         options = {name: moved(value) for name, value in self.options.items()}
-        return Layer(*(moved(t) for t in (self.x, self.ids, self.weights, self.w13, self.w2)), options)
+        x, ids, weights, w13, w2 = map(moved, (self.x, self.ids, self.weights, self.w13, self.w2))
+        return Layer(x, ids, weights, w13, w2, options)
 
 
 GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
@@ -335,7 +336,7 @@ def composed(layer: Layer) -> torch.Tensor:
         for w, bias in ((there.w13, there.options.get("bias13")), (there.w2, there.options.get("bias2")))
     )
     ends = offs.to(DEVICE)
-    if fuses(layer.w13, act, format):
+    if fuses(layer.w13, act):
         hidden: Any = first.activated(a, ends, act, format, _on_gpu(scale))
     else:
         h = first.product(a, ends).cpu()
@@ -348,8 +349,10 @@ def composed(layer: Layer) -> torch.Tensor:
 
 def _moved(t: BlockScaledTensor) -> BlockScaledTensor:
     scale = None if t.global_scale is None else t.global_scale.to(DEVICE)
-    moved = t.scale.to(DEVICE)  # keeps strides, MN-major ones too
-    return BlockScaledTensor(t.data.to(DEVICE), moved, t.format, scale, t.scale_layout)
+    # MN-major scales become row-major: the same numbers.
+    return BlockScaledTensor(
+        t.data.to(DEVICE), t.scale.contiguous().to(DEVICE), t.format, scale, t.scale_layout
+    )
 
 
 def largest_error(out: torch.Tensor, layer: Layer) -> float:

@@ -13,9 +13,10 @@ from typing import TypedDict, Unpack
 
 from padless.bench import blackwell as blackwell_bench
 from padless.bench import chain as chain_bench
-from padless.bench import chain_problem
+from padless.bench import chain_problem, layer_problem
 from padless.bench import epilogue as epilogue_bench
 from padless.bench import formats as formats_bench
+from padless.bench import layer as layer_bench
 from padless.bench.group_sizes import DENSE_SHAPES
 from padless.bench.paper import BenchResult, run_paper
 from padless.bench.report import report_file
@@ -90,6 +91,12 @@ def epilogue(*, full: bool = False, **options: Unpack[Options]) -> int:
     """The fused quantising epilogue against separate kernels: 20 points (full) or 12."""
     points = epilogue_bench.grid(full=full)
     return _exit_code(epilogue_bench.run_epilogue(points, _out(options), _settings(options)))
+
+
+def layer(*, full: bool = False, **options: Unpack[Options]) -> int:
+    """Whole Mixture-of-Experts layers: 27 points (full) or six."""
+    points = layer_problem.grid(full=full)
+    return _exit_code(layer_bench.run_layer(points, options.get("only"), _out(options), _settings(options)))
 
 
 def blackwell(**options: Unpack[Options]) -> int:

@@ -192,7 +192,7 @@ class Projection:
         global_scale: torch.Tensor | None,
     ) -> BlockScaledTensor | torch.Tensor:
         """The activation of the product, quantized to format or rounded to bfloat16: in one launch where `fuses`."""
-        if not fuses(self.weights, activation, format):
+        if not fuses(self.weights, activation):
             h = self.product(a, offs)
             return activate_quantize(h, activation, format, global_scale=global_scale, offs=offs)
         outputs = grouped_gemm_swiglu_quant(
@@ -212,18 +212,16 @@ class Projection:
         return hidden
 
 
-def fuses(weights: BlockScaledTensor, activation: Activation, format: BlockScaledFormat | None) -> bool:
+def fuses(weights: BlockScaledTensor, activation: Activation) -> bool:
     """Whether the GEMM's epilogue computes the activation and quantizes: plain SwiGLU of halves, or of runs of 32.
 
     It follows from the weights alone, never from the number of tokens: the epilogue activates float32 sums and the
-    separate pass sums rounded to bfloat16. For halves I is a multiple of 128 and the weights' scales are plain.
+    separate pass sums rounded to bfloat16. I is a multiple of 64, and the weights' scales are plain for halves.
     """
     if not activation.is_plain_swiglu or activation.gate_up == "alternating":
         return False
-    n = weights.data.shape[1]
-    if activation.gate_up == "concatenated":
-        return n % 256 == 0 and weights.scale_layout == "plain"
-    return n % (64 if format != FP8_BLOCK else 256) == 0
+    apart = activation.gate_up == "concatenated"
+    return weights.data.shape[1] % 128 == 0 and not (apart and weights.scale_layout != "plain")
 
 
 # --- checks ----------------------------------------------------------------------------------------------
