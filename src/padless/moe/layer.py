@@ -100,11 +100,15 @@ def moe(
         raise ValueError(
             f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them"
         )
-    result: torch.Tensor = ops.call(
-        "moe", x, top_k_index, top_k_weights, *ops.packed(w13), *ops.packed(w2), bias13, bias2, shared, global_scale1,
-        global_scale2, name, activation, gate_up, alpha, limit, up_offset, dtype, backend,
-    )  # fmt: skip
-    return result
+    if ops.is_traced(x, top_k_index, top_k_weights, w13.data, w2.data):
+        result: torch.Tensor = torch.ops.padless.moe(
+            x, top_k_index, top_k_weights, *ops.packed(w13), *ops.packed(w2), bias13, bias2, shared, global_scale1,
+            global_scale2, name, activation, gate_up, alpha, limit, up_offset, dtype, backend,
+        )  # fmt: skip
+        return result
+    first, second = Projection(w13, bias13, backend), Projection(w2, bias2, backend)
+    scales = (global_scale1, global_scale2)
+    return _forward(x, top_k_index, top_k_weights, first, second, act, name, scales, shared, dtype)
 
 
 def _moe_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -133,13 +137,29 @@ def _moe(
     first = Projection(ops.unpacked(w13, w13_scale, w13_global, w13_format, w13_layout), bias13, backend)
     second = Projection(ops.unpacked(w2, w2_scale, w2_global, w2_format, w2_layout), bias2, backend)
     act = Activation(activation, gate_up, alpha, limit, up_offset)
-    format = ops.BY_NAME.get(activations)
-    if format == NVFP4:
-        global_scale1, global_scale2 = _scale(x, global_scale1), _scale(x, global_scale2)
+    scales = (global_scale1, global_scale2)
+    return _forward(x, top_k_index, top_k_weights, first, second, act, activations, scales, shared, out_dtype)
+
+
+def _forward(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    first: Projection,
+    second: Projection,
+    activation: Activation,
+    activations: str,
+    global_scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    shared: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """`moe` of checked arguments; activations: name of their format."""
     if top_k_index.shape[0] == 0:
         return torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    routing, rows = gathered(x, top_k_index, w13.shape[0], format, global_scale1)
-    hidden = first.activated(rows, routing.offs, act, format, global_scale2)
+    format = ops.BY_NAME.get(activations)
+    of_x, of_hidden = (_scale(x, scale) if format == NVFP4 else None for scale in global_scales)
+    routing, rows = gathered(x, top_k_index, first.weights.shape[0], format, of_x)
+    hidden = first.activated(rows, routing.offs, activation, format, of_hidden)
     y = second.product(hidden, routing.offs)
     return combine(y, routing.inverse, top_k_weights, shared, out_dtype=out_dtype)
 

@@ -23,14 +23,17 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 def call(name: str, *arguments: Any) -> Any:
     """The operator padless::name, or its function directly where nothing is being traced."""
-    if torch.compiler.is_compiling() or any(_is_traced(a) for a in arguments):
+    if is_traced(*arguments):
         return getattr(torch.ops.padless, name)(*arguments)
     return _FUNCTIONS[name](*arguments)
 
 
-def _is_traced(argument: object) -> bool:
-    """Whether it is a subclass of a tensor: a fake one, or one that traces."""
-    return isinstance(argument, torch.Tensor) and type(argument) not in (torch.Tensor, torch.nn.Parameter)
+def is_traced(*arguments: Any) -> bool:
+    """Whether a call is being compiled, or has a subclass of a tensor: a fake one, or one that traces."""
+    return torch.compiler.is_compiling() or any(
+        isinstance(a, torch.Tensor) and type(a) is not torch.Tensor and type(a) is not torch.nn.Parameter
+        for a in arguments
+    )
 
 
 def operator(
