@@ -13,11 +13,12 @@ import torch
 from padless.checks import describe
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.grouped_gemm import grouped_gemm
-from padless.grouped_gemm_quant import grouped_gemm_quant, grouped_gemm_swiglu_quant
+from padless.grouped_gemm_quant import grouped_gemm_quant
 from padless.moe import ops
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K, check_matrix, check_no_grad
 from padless.moe.combining import combine
+from padless.moe.fused import swiglu
 from padless.moe.gather import activate_quantize, route_quantize
 from padless.moe.routing import Routing, route
 from padless.quantize import INPUT_DTYPES, quantize
@@ -67,7 +68,7 @@ def moe(
         w2: (E, H, I) weights.
         activation, gate_up, alpha, limit, up_offset: see `padless.moe.Activation`. gpt-oss: "swiglu", "alternating",
             1.702, 7.0, 1.0.
-        bias13, bias2: (E, 2 I) or (E, I), and (E, H); float32, bfloat16 or float16.
+        bias13, bias2: (E, 2 I) or (E, I), and (E, H); float32, or bfloat16 or float16, which are converted every time.
         shared: (T, H), added to the result.
         activations: format that x and the activated rows are quantized to, or torch.bfloat16 for none (for FP4 weights
             on Hopper). None follows from w13: FP8_BLOCK for FP8_BLOCK and MXFP4 weights, MXFP8 for MXFP8, NVFP4 for
@@ -215,21 +216,16 @@ class Projection:
         if not fuses(self.weights, activation):
             h = self.product(a, offs)
             return activate_quantize(h, activation, format, global_scale=global_scale, offs=offs)
-        outputs = grouped_gemm_swiglu_quant(
+        return swiglu(
+            a,
+            self.weights,
+            offs,
             gate_up=activation.gate_up,
-            a_tensor=a,
-            b_tensor=self.weights,
-            padded_offsets=offs,
-            bias_tensor=self.bias,
-            d_format=format,
-            row_layout=None if format in (None, FP8_BLOCK) else "plain",
-            column_output=False,
-            global_scale_tensor=global_scale,
-            return_amax=False,
+            bias=self.bias,
+            format=format,
+            global_scale=global_scale,
             backend=self.backend,
         )
-        hidden: BlockScaledTensor | torch.Tensor = outputs["d_tensor"] if outputs.row is None else outputs.row
-        return hidden
 
 
 def fuses(weights: BlockScaledTensor, activation: Activation) -> bool:
