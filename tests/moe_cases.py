@@ -16,6 +16,8 @@ from unittest import mock
 import torch
 from triton_cases import assert_same, awkward, bits
 
+from padless.moe import Activation
+
 Case = Callable[[str], None]
 CASES: dict[str, Case] = {}
 
@@ -253,8 +255,6 @@ def routed_rows(device: str) -> None:
 
 
 def activations() -> list[object]:
-    from padless.moe import Activation
-
     return [
         *(Activation("swiglu", gate_up) for gate_up in ("concatenated", "interleaved", "alternating")),
         Activation("swiglu", "alternating", alpha=1.702, limit=7.0, up_offset=1.0),
@@ -296,8 +296,6 @@ def activated_rows(device: str) -> None:
 @case
 def activation_range(device: str) -> None:
     """The exponential over all magnitudes, Inf, NaN and both zeros, in bfloat16 and exactly by FP8_BLOCK's scales."""
-    from padless.moe import Activation
-
     edges = torch.tensor(
         [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 87.0, -87.0, 88.5, -88.5, 1e-45]
     )

@@ -126,6 +126,18 @@ def compiled_ptx(kernel: Any) -> str:
     return "\n".join(c.asm["ptx"] for c in kernel._compiled.values())
 
 
+def one_a_block() -> torch.Tensor:
+    """Values from -4 to 4, each alone in its block of 128: a block's scale has all bits of its activation."""
+    x = torch.zeros((40, 8, 128))
+    x[:, :, 5] = torch.linspace(-4, 4, 320).view(40, 8)
+    return x.flatten(1)
+
+
+def test_every_bit_of_an_activation(emulated: list[EmulatedKernel]) -> None:
+    for kind in ("silu", "gelu"):
+        moe_cases.assert_activated(moe_cases.Activation(kind), one_a_block(), ("FP8_BLOCK",), "cpu")
+
+
 def test_products_and_sums_stay_apart(
     emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,3 +151,22 @@ def test_products_and_sums_stay_apart(
         assert "fma.rn.f32" not in ptx
         assert ".ftz" not in ptx
     assert "v4.b32" in compiled_ptx(emulated[4])
+
+
+def test_a_fused_multiply_add_would_show(
+    emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison of bits fails when the compiler may contract, so it is no accident that it holds."""
+    monkeypatch.setattr(moe_cases, "PROBLEMS", ((5, 3, 264),))
+    monkeypatch.setattr(moe_cases, "DTYPES", (torch.float32,))
+    compile_ = EmulatedKernel._compile
+
+    def contracting(self: EmulatedKernel, runtime: Any, constants: Any, options: dict[str, int]) -> Any:
+        return compile_(self, runtime, constants, options | {"enable_fp_fusion": True})
+
+    monkeypatch.setattr(EmulatedKernel, "_compile", contracting)
+    with pytest.raises(AssertionError, match="values differ"):
+        moe_cases.combined("cpu")
+    with pytest.raises(AssertionError, match="differ"):
+        moe_cases.assert_activated(moe_cases.Activation("gelu"), one_a_block(), ("FP8_BLOCK",), "cpu")
+    assert "fma.rn.f32" in compiled_ptx(emulated[4])
