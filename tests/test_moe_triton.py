@@ -52,7 +52,7 @@ def test_on_the_gpu(name: str) -> None:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     """Every kernel of the layer replaced by its emulated machine code, with the hardware's casts."""
-    from padless import quantize_triton_global, triton_casts
+    from padless import quantize_triton, quantize_triton_global, quantize_triton_rows, triton_casts
     from padless.moe.triton import combine, quantize_rows, route
 
     monkeypatch.setattr(triton_casts, "casts_in_hardware", lambda device: True)
@@ -65,6 +65,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
         (combine, "_combine"),
         (combine, "_combine_backward"),
         (quantize_triton_global, "_factors_of_given"),
+        (quantize_triton, "_fp8_block_activation"),
+        (quantize_triton_rows, "_row_blocks"),
     ):
         kernels.append(EmulatedKernel(getattr(module, name)))
         monkeypatch.setattr(module, name, kernels[-1])
@@ -103,11 +105,12 @@ def test_machine_code_of_quantize_rows(name: str, emulated: list[EmulatedKernel]
     _, rows, inverse = twins.route(moe_cases.draw_ids(7, 3, 5, 2), 5)
     layout = moe_cases.layouts_of(name)[-1]
     want = quantize(x[rows.long()], fmt, scale_layout=layout, global_scale=given)
-    for how in ({"rows": rows}, {"inverse": inverse}):
-        moe_cases.assert_same(moe_cases.quantized(x, name, rule, layout, given=given, **how), want)
+    moe_cases.assert_same(moe_cases.quantized(x, name, rule, layout, given=given, inverse=inverse), want)
+    moe_cases.assert_same(moe_cases.gathered_by_kernel(x, name, rule, layout, rows, given), want)
     activation = moe_cases.activations()[moe_cases.FORMATS.index(name)]
     moe_cases.assert_activated(activation, torch.randn(3, 256) * 4, (name,), "cpu")
-    assert emulated[3].launches >= 4
+    assert emulated[3].launches == 2 + len(moe_cases.layouts_of(name))
+    assert sum(k.launches for k in emulated[-2:]) == 1
 
 
 def test_machine_code_of_routed_rows(emulated: list[EmulatedKernel]) -> None:

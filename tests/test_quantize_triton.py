@@ -265,7 +265,8 @@ def test_compiled_fp8_block(kind: str, input_type: str) -> None:
     if kind == "activation":
         kernel = quantize_triton._fp8_block_activation
         types = dict.fromkeys(["M", "K", "x_stride", "scale_rows", "scale_stride_m", "scale_stride_k"], "i32")
-        constants = {"BLOCK_M": 64 if input_type == "bf16" else 32, "HARDWARE_CAST": True}
+        types["x_rows"] = "i32"
+        constants = {"BLOCK_M": 64 if input_type == "bf16" else 32, "HARDWARE_CAST": True, "rows_ptr": None}
     else:
         kernel = quantize_triton._fp8_block_weight
         types = dict.fromkeys(["N", "K", "x_stride_g", "x_stride_n"], "i32")
@@ -283,7 +284,7 @@ ROWS_TYPES = {
     "factors_ptr": "*fp32",
     **dict.fromkeys(["group_ptr", "scale_row_ptr"], "*i64"),
     **dict.fromkeys(
-        ["rows", "K", "x_stride", "scale_columns", "rows_per_group", "scale_rows_per_group"],
+        ["rows", "K", "x_stride", "scale_columns", "rows_per_group", "scale_rows_per_group", "x_rows"],
         "i32",
     ),
 }
@@ -305,6 +306,7 @@ def test_compiled_row_blocks(element: str, block: int, rule: str, words: str, x_
     from padless import quantize_triton_rows
 
     constants = {
+        "rows_ptr": None,
         "ELEMENT": element,
         "BLOCK": block,
         "WORDS": words,

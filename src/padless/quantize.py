@@ -79,42 +79,13 @@ def quantize(
     on_gpu = x.is_cuda and has_triton()
     if rows is not None:
         _check_rows(rows, x, format, kind, global_scale)
-        if on_gpu:
-            return _quantize_rows(x, format, scale_major, scale_rule, scale_layout, global_scale, offs, rows)
-        x = x[rows.to(torch.int64).clamp(0, max(x.shape[0] - 1, 0))]
+        rows = rows.contiguous()
+        if not on_gpu:
+            x, rows = x[rows.to(torch.int64).clamp(0, max(x.shape[0] - 1, 0))], None
     with torch.cuda.device(x.device) if on_gpu else nullcontext():  # Triton launches on the current device
-        return _quantize(x, format, kind, scale_major, scale_rule, scale_layout, global_scale, offs, on_gpu)
-
-
-def _quantize_rows(
-    x: torch.Tensor,
-    format: BlockScaledFormat,
-    scale_major: str,
-    scale_rule: str,
-    scale_layout: str,
-    global_scale: torch.Tensor | float | None,
-    offs: torch.Tensor | None,
-    rows: torch.Tensor,
-) -> BlockScaledTensor:
-    """`quantize` of the rows of x on a GPU: gather and quantization in one kernel."""
-    from padless.moe.triton import quantize_rows
-
-    with torch.cuda.device(x.device):
-        decode, factors = None, None
-        if format == NVFP4:
-            decode, factors = _nvfp4_global(x, scale_rule, global_scale, offs, True)
-        data, scale = quantize_rows.quantize_rows(
-            x,
-            format,
-            rows=rows.contiguous(),
-            scale_major=scale_major,
-            scale_rule=scale_rule,
-            scale_layout=scale_layout,
-            offs=offs,
-            factors=factors,
+        return _quantize(
+            x, format, kind, scale_major, scale_rule, scale_layout, global_scale, offs, rows, on_gpu
         )
-    assert scale is not None
-    return BlockScaledTensor(data, scale, format, decode, scale_layout)
 
 
 def _quantize(
@@ -126,17 +97,20 @@ def _quantize(
     scale_layout: str,
     global_scale: torch.Tensor | float | None,
     offs: torch.Tensor | None,
+    rows: torch.Tensor | None,
     on_gpu: bool,
 ) -> BlockScaledTensor:
     if format == FP8_BLOCK:
-        return _quantize_fp8_block(x, kind, scale_major, on_gpu)
+        return _quantize_fp8_block(x, kind, scale_major, rows, on_gpu)
     decode, factors = None, None
     if format == NVFP4:
         decode, factors = _nvfp4_global(x, scale_rule, global_scale, offs, on_gpu)
     if on_gpu:
         from padless import quantize_triton_rows
 
-        data, scale = quantize_triton_rows.row_blocks(x, format, scale_rule, scale_layout, offs, factors)
+        data, scale = quantize_triton_rows.row_blocks(
+            x, format, scale_rule, scale_layout, offs, factors, rows
+        )
     else:
         data, scale = _row_blocks_torch(x, format, scale_rule, scale_layout, offs, factors)
     return BlockScaledTensor(data, scale, format, decode, scale_layout)
@@ -170,11 +144,13 @@ def has_triton() -> bool:
 # --- the two paths ---------------------------------------------------------------------------------------
 
 
-def _quantize_fp8_block(x: torch.Tensor, kind: str, scale_major: str, on_gpu: bool) -> BlockScaledTensor:
+def _quantize_fp8_block(
+    x: torch.Tensor, kind: str, scale_major: str, rows: torch.Tensor | None, on_gpu: bool
+) -> BlockScaledTensor:
     if on_gpu:
         from padless import quantize_triton
 
-        return quantize_triton.fp8_block(x, kind, scale_major)
+        return quantize_triton.fp8_block(x, kind, scale_major, rows)
     codes, scale = quantize_rules.fp8_block(x, kind)
     if kind == "activation" and scale_major == "mn":
         scale = layouts.to_mn_major(scale)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -149,8 +148,3 @@ def make_layer(point: LayerPoint, seed: int, device: str) -> LayerProblem:
         quantize(w13, FP8_BLOCK, kind="weight"),
         quantize(w2, FP8_BLOCK, kind="weight"),
     )
-
-
-def names_of(points: Sequence[LayerPoint]) -> list[str]:
-    """The models of points, each once."""
-    return list(dict.fromkeys(point.model for point in points))

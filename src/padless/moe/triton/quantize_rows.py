@@ -1,8 +1,8 @@
-"""Quantizes rows that are gathered, activated or written more than once, as one Triton kernel for all formats.
+"""Quantizes rows that are activated first, or written more than once, as one Triton kernel for all formats.
 
-The arithmetic is that of `padless.quantize`, bit for bit. Beside it the kernel can read other rows than it writes
-(rows), apply an activation to what it reads, and write every quantized row to several rows (inverse): a token is then
-read and quantized once however many experts it goes to. For few slots it can also sort them itself (`route_quantize`).
+The arithmetic is that of `padless.quantize`, bit for bit. Beside it the kernel can apply an activation to what it reads,
+and write every quantized row to several rows (inverse): a token is then read and quantized once however many experts it
+goes to. For few slots it can also sort them itself (`route_quantize`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +18,7 @@ from padless import layouts, quantize_rules
 from padless import quantize_triton as fp8
 from padless import quantize_triton_rows as row_blocks
 from padless import triton_casts as casts
-from padless.formats import FP8_BLOCK, TILE_ROWS, BlockScaledFormat, blocked_size, ceil_div
+from padless.formats import FP8_BLOCK, BlockScaledFormat, blocked_size, ceil_div
 from padless.moe.activation import Activation
 from padless.moe.triton import arithmetic, route
 
@@ -56,23 +56,19 @@ def quantize_rows(
     x: torch.Tensor,
     format: BlockScaledFormat | None,
     *,
-    rows: torch.Tensor | None = None,
     inverse: torch.Tensor | None = None,
     activation: Activation | None = None,
-    scale_major: str = "mn",
     scale_rule: str = "",
     scale_layout: str = "plain",
     offs: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(data, scale) of checked arguments; format None: (bfloat16 values, None).
+    """(data, scale) of checked arguments; format None: (bfloat16 values, None). FP8_BLOCK's scales are MN-major.
 
-    rows: (R,) which row of x each row of the result is. inverse: (rows of x, k) which rows of the result each row of x
-    is; complements of rows count as the rows. Not both.
+    inverse: (rows of x, k) which rows of the result each row of x is; complements of rows count as the rows.
+    factors: NVFP4's `quantize_rules.nvfp4_factors`, (2,) or with offs (groups, 2).
     """
-    return _launch(
-        x, format, rows, inverse, None, activation, scale_major, scale_rule, scale_layout, offs, factors
-    )
+    return _launch(x, format, inverse, None, activation, scale_rule, scale_layout, offs, factors)
 
 
 def route_quantize(
@@ -87,7 +83,7 @@ def route_quantize(
 ) -> tuple[route.Sorted, torch.Tensor, torch.Tensor]:
     """(sorted slots, data, scale) of contiguous ids (T, k), one to `ROUTED_SLOTS` of them, in one launch."""
     slots = route.empty(ids, num_experts)
-    data, scale = _launch(x, format, None, ids, slots, None, "mn", scale_rule, scale_layout, None, factors)
+    data, scale = _launch(x, format, ids, slots, None, scale_rule, scale_layout, None, factors)
     assert scale is not None
     return slots, data, scale
 
@@ -95,64 +91,47 @@ def route_quantize(
 def _launch(
     x: torch.Tensor,
     format: BlockScaledFormat | None,
-    rows: torch.Tensor | None,
     inverse: torch.Tensor | None,  # with slots: the ids
     slots: route.Sorted | None,
     activation: Activation | None,
-    scale_major: str,
     scale_rule: str,
     scale_layout: str,
     offs: torch.Tensor | None,
     factors: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     x = x if x.stride(-1) == 1 else x.contiguous()
-    source_rows, K = x.shape[0], x.shape[1]
+    items, K = x.shape
     if activation is not None:
         K = activation.out_columns(K)
     top_k = 0 if inverse is None else inverse.shape[1]
-    items = source_rows if rows is None else rows.shape[0]
     out_rows = items if inverse is None else items * top_k
-    data, scale, scale_row = _empty(x.device, format, out_rows, K, scale_major, scale_layout, offs)
+    data, scale = _empty(x.device, format, out_rows, K, scale_layout)
     group = None
     if factors is not None and factors.numel() > 2:
         assert offs is not None
         group = layouts.group_of_rows(offs, out_rows).clamp(max=len(offs) - 1)
-    if items == 0 or K == 0 or out_rows == 0:
-        return data, _final(scale, format)
+    if out_rows == 0 or K == 0:
+        return data, scale
     tile = choose_tile(items, K, has_activation=activation is not None) if slots is None else _ROUTED_TILE
     ids_offs, ids_tokens, ids_inverse = (None, None, None) if slots is None else slots
-    blocked = scale_layout != "plain"
     columns = 0 if format is None else ceil_div(K, format.block_k)
-    mn_major = format == FP8_BLOCK and scale_major == "mn"
-    scale_rows = out_rows
-    if mn_major:
-        assert scale is not None
-        scale_rows = scale.stride(1)
-    elif scale_layout == "blocked_groups":
-        assert scale is not None
-        scale_rows = scale.numel() // blocked_size(1, columns) * TILE_ROWS
     given = activation or _NO_ACTIVATION
     _quantize_rows[(ceil_div(K, tile.columns) * ceil_div(items, tile.rows),)](
         x,
         data if format is None else data.view(torch.uint8),
-        scale,
-        rows,
+        scale if format in (None, FP8_BLOCK) or scale is None else scale.view(torch.uint8),
         inverse,
         factors,
         group,
-        scale_row,
         ids_offs,
         ids_tokens,
         ids_inverse,
         items,
-        source_rows,
         K,
         x.stride(0),
         columns,
-        1 if mn_major else columns,
-        scale_rows if mn_major else 1,
+        0 if scale is None or format != FP8_BLOCK else scale.stride(1),
         out_rows,
-        scale_rows,
         given.alpha,
         given.up_offset,
         0.0 if given.limit is None else given.limit,
@@ -163,7 +142,7 @@ def _launch(
         EMAX=0 if format is None else quantize_rules.ELEMENT_EMAX.get(format, 0),
         MAX_MANTISSA=0 if format is None else row_blocks.MAX_MANTISSAS.get(format, 0),
         FACTORS_BY_ROW=group is not None,
-        BLOCKED=blocked,
+        BLOCKED=scale_layout == "blocked",
         ACTIVATION="" if activation is None else activation.kind,
         GATED=activation is not None and activation.is_gated,
         ARRANGEMENT=_ARRANGEMENTS[given.gate_up],
@@ -176,74 +155,48 @@ def _launch(
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
     )
-    return data, _final(scale, format)
+    return data, scale
 
 
 def _empty(
-    device: torch.device,
-    format: BlockScaledFormat | None,
-    rows: int,
-    K: int,
-    scale_major: str,
-    scale_layout: str,
-    offs: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Codes and scales to be filled, and for grouped tiles every row's tile row."""
+    device: torch.device, format: BlockScaledFormat | None, rows: int, K: int, scale_layout: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes and scales to be filled."""
     if format is None:
-        return torch.empty((rows, K), dtype=torch.bfloat16, device=device), None, None
-    data = torch.empty((rows, K // format.codes_per_byte), dtype=torch.uint8, device=device)
+        return torch.empty((rows, K), dtype=torch.bfloat16, device=device), None
+    data = torch.empty((rows, K // format.codes_per_byte), dtype=torch.uint8, device=device).view(
+        format.data_dtype
+    )
     columns = ceil_div(K, format.block_k)
     if format == FP8_BLOCK:
-        if scale_major == "mn" and rows > 0:
-            return data.view(format.data_dtype), layouts.empty_mn_major(rows, columns, device), None
-        scale = torch.empty((rows, columns), dtype=torch.float32, device=device)
-        return (
-            data.view(format.data_dtype),
-            layouts.to_mn_major(scale) if scale_major == "mn" else scale,
-            None,
-        )
+        if rows == 0:  # no kernel runs, so this zeroes what is then all padding
+            return data, layouts.to_mn_major(torch.empty((0, columns), device=device))
+        return data, layouts.empty_mn_major(rows, columns, device)
     if scale_layout == "plain":
-        return (
-            data.view(format.data_dtype),
-            torch.empty((rows, columns), dtype=torch.uint8, device=device),
-            None,
-        )
-    if scale_layout == "blocked":
-        size, scale_row = blocked_size(rows, columns), None
+        scale = torch.empty((rows, columns), dtype=torch.uint8, device=device)
     else:
-        assert offs is not None
-        size = blocked_size(layouts.blocked_groups_rows(rows, offs.shape[0]), columns)
-        scale_row = layouts.padded_rows(offs, rows)
-    return data.view(format.data_dtype), torch.zeros(size, dtype=torch.uint8, device=device), scale_row
-
-
-def _final(scale: torch.Tensor | None, format: BlockScaledFormat | None) -> torch.Tensor | None:
-    return scale if scale is None or format is None else scale.view(format.scale_dtype)
+        scale = torch.zeros(blocked_size(rows, columns), dtype=torch.uint8, device=device)
+    return data, scale.view(format.scale_dtype)
 
 
 # What the number of rows decides is not compiled in.
-@triton.jit(do_not_specialize=["items", "source_rows", "scale_stride_k", "out_rows", "scale_rows"])
+@triton.jit(do_not_specialize=["items", "scale_ld", "out_rows"])
 def _quantize_rows(
-    x_ptr,  # (source_rows, W) bf16, fp16 or fp32, strides (x_stride, 1); W is K, or twice K with a gate
+    x_ptr,  # (items, K), or (items, 2 K) with a gate; bf16, fp16 or fp32, strides (x_stride, 1)
     codes_ptr,  # (out_rows, K) uint8 or bf16, or (out_rows, K / 2) with two codes a byte, contiguous
-    scale_ptr,  # float32 with the strides, or uint8
-    rows_ptr,  # (items,) or None
+    scale_ptr,  # FP8_BLOCK: float32, strides (1, scale_ld); else uint8, row-major or BLOCKED
     inverse_ptr,  # (items, TOP_K) int32 or None; ROUTED: the ids, int32 or int64
     factors_ptr,  # NVFP4: (groups, 2) float32
     group_ptr,  # FACTORS_BY_ROW: (out_rows,) int64
-    scale_row_ptr,  # (out_rows,) int64 for "blocked_groups", None for "blocked"
     offs_ptr,  # ROUTED: what `route` makes of the ids
     tokens_ptr,
     new_inverse_ptr,
     items,
-    source_rows,
     K,
     x_stride,
     scale_columns,  # ceil(K / BLOCK)
-    scale_stride_m,
-    scale_stride_k,
+    scale_ld,  # FP8_BLOCK: elements from one column of scales to the next
     out_rows,
-    scale_rows,  # FP8_BLOCK: rows with the padding to be zeroed; "blocked_groups": rows of tiles
     alpha,
     up_offset,
     limit,
@@ -272,12 +225,8 @@ def _quantize_rows(
     there = item < items
     column = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = there[:, None] & (column[None, :] < K)
-    if rows_ptr is not None:
-        source = tl.load(rows_ptr + item, mask=there, other=0).to(tl.int64)
-        source = tl.minimum(tl.maximum(source, 0), source_rows - 1)
-    else:
-        source = item.to(tl.int64)
-    x = _load(x_ptr + source * x_stride, column, inside, K, chunk, ACTIVATION, GATED, ARRANGEMENT, BLOCK_M, BLOCK_K,
+    x_ptrs = x_ptr + item.to(tl.int64) * x_stride
+    x = _load(x_ptrs, column, inside, K, chunk, ACTIVATION, GATED, ARRANGEMENT, BLOCK_M, BLOCK_K,
               alpha, up_offset, limit, HAS_LIMIT)  # fmt: skip
 
     BLOCKS: tl.constexpr = BLOCK_K // BLOCK
@@ -341,27 +290,19 @@ def _quantize_rows(
             row = tl.where(row < 0, -1 - row, row)
         tl.store(codes_ptr + row[:, None] * row_width + place[None, :], codes, mask=codes_inside)
         if ELEMENT != "bf16":
-            if BLOCKED:
-                tile_row = row
-                if scale_row_ptr is not None:
-                    tile_row = tl.load(scale_row_ptr + row, mask=there, other=0)
-                tile = (tile_row // 128)[:, None] * tl.cdiv(scale_columns, 4) + (scale_column // 4)[None, :]
-                in_tile = (tile_row % 32 * 16 + tile_row % 128 // 32 * 4)[:, None] + (scale_column % 4)[
-                    None, :
-                ]
-                kept = scale_inside
-                if scale_row_ptr is not None:
-                    kept = kept & (tile_row[:, None] < scale_rows)  # else in no group
-                tl.store(scale_ptr + tile * 512 + in_tile, scale, mask=kept)
+            if RULE == "fp8_block":
+                offset = row[:, None] + scale_column.to(tl.int64)[None, :] * scale_ld
+            elif BLOCKED:
+                tile = (row // 128)[:, None] * tl.cdiv(scale_columns, 4) + (scale_column // 4)[None, :]
+                in_tile = (row % 32 * 16 + row % 128 // 32 * 4)[:, None] + (scale_column % 4)[None, :]
+                offset = tile * 512 + in_tile
             else:
-                offset = row[:, None] * scale_stride_m + scale_column.to(tl.int64)[None, :] * scale_stride_k
-                tl.store(scale_ptr + offset, scale, mask=scale_inside)
+                offset = row[:, None] * scale_columns + scale_column[None, :]
+            tl.store(scale_ptr + offset, scale, mask=scale_inside)
     if RULE == "fp8_block":  # the padding below MN-major scales
         padded = out_rows + tl.arange(0, 4)
-        place_in_padding = padded.to(tl.int64)[:, None] + scale_column.to(tl.int64)[None, :] * scale_stride_k
-        padding = (
-            (padded[:, None] < scale_rows) & (scale_column[None, :] < scale_columns) & (pid < num_chunks)
-        )
+        place_in_padding = padded.to(tl.int64)[:, None] + scale_column.to(tl.int64)[None, :] * scale_ld
+        padding = (padded[:, None] < scale_ld) & (scale_column[None, :] < scale_columns) & (pid < num_chunks)
         tl.store(scale_ptr + place_in_padding, tl.zeros((4, BLOCKS), tl.float32), mask=padding)
 
 
