@@ -250,6 +250,26 @@ def test_errors(change: dict[str, Any], named: str) -> None:
         replace(layer, **fields).run(moe, **options)
 
 
+@pytest.mark.parametrize("part", ["scale", "global_scale"])
+@pytest.mark.parametrize("name", ["w13", "w2"])
+def test_weights_that_require_grad(name: str, part: str) -> None:
+    layer = draw_layer((NVFP4, None), tokens=3)
+    w = getattr(layer, name)
+    parts = {"scale": w.scale, "global_scale": torch.full((5,), 0.1)}
+    if part == "scale":  # of FP8_BLOCK: floating point that can have a gradient
+        layer = draw_layer((FP8_BLOCK, None), tokens=3)
+        w = getattr(layer, name)
+        parts = {"scale": w.scale.clone(), "global_scale": None}
+    parts[part].requires_grad_()
+    changed = replace(
+        layer, **{name: BlockScaledTensor(w.data, parts["scale"], w.format, parts["global_scale"])}
+    )
+    with pytest.raises(ValueError, match=rf"{name}\.{part} requires grad.*detach"):
+        changed.run(moe)
+    with torch.no_grad():
+        assert not changed.run(moe).requires_grad
+
+
 def test_package_exports() -> None:
     import padless
 
