@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from padless._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
-    from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
     from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
     from padless.compat.cudnn.gemm_class import GroupedGemmQuant
     from padless.compat.torch import scaled_grouped_mm
@@ -27,13 +25,18 @@ if TYPE_CHECKING:
     from padless.kernels.sm90_bf16.host import Sm90Bf16Config as Bf16GemmConfig
     from padless.kernels.sm90_fp8.config import Sm90Fp8Config
     from padless.kernels.sm90_fp8.config import Sm90Fp8Config as GemmConfig
+    from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
     from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
     from padless.kernels.sm100_dense.host import Sm100DenseConfig
     from padless.kernels.sm100_dense.host import Sm100DenseConfig as Mxfp8GemmConfig
     from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
+    from padless.moe.combining import combine
+    from padless.moe.layer import moe
+    from padless.moe.routing import route
     from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
     from padless.ops.grouped_gemm_epilogue import QuantOutputs
     from padless.ops.grouped_gemm_list import grouped_gemm_list
+    from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
     from padless.quantization.quantize import dequantize, quantize
     from padless.quantization.rows_columns import quantize_rows_columns
     from padless.quantization.swiglu_backward import swiglu_backward_quantize
@@ -41,8 +44,6 @@ if TYPE_CHECKING:
     from padless.runtime.devices import backends
 
 __all__ = [
-    "grouped_gemm_wgrad",
-    "WgradConfig",
     "FP8_BLOCK",
     "MXFP4",
     "MXFP8",
@@ -61,7 +62,9 @@ __all__ = [
     "Sm90Mxfp8Config",
     "Sm100DenseConfig",
     "Sm100GroupedConfig",
+    "WgradConfig",
     "backends",
+    "combine",
     "dequantize",
     "gemm",
     "group_offsets",
@@ -69,9 +72,12 @@ __all__ = [
     "grouped_gemm_list",
     "grouped_gemm_quant",
     "grouped_gemm_swiglu_quant",
+    "grouped_gemm_wgrad",
+    "moe",
     "quantize",
     "quantize_rows_columns",
     "quantize_weight_both",
+    "route",
     "scaled_grouped_mm",
     "swiglu_backward_quantize",
 ]
@@ -94,6 +100,7 @@ _HOMES = {
     "Sm90Mxfp8Config": "kernels.sm90_mxfp8.host",
     "WgradConfig": "kernels.sm90_fp8_wgrad.config",
     "backends": "runtime.devices",
+    "combine": "moe.combining",
     "dequantize": "quantization.quantize",
     "gemm": "ops.grouped_gemm",
     "group_offsets": "ops.grouped_gemm",
@@ -102,9 +109,11 @@ _HOMES = {
     "grouped_gemm_quant": "compat.cudnn.calls",
     "grouped_gemm_swiglu_quant": "compat.cudnn.calls",
     "grouped_gemm_wgrad": "ops.grouped_gemm_wgrad",
+    "moe": "moe.layer",
     "quantize": "quantization.quantize",
     "quantize_rows_columns": "quantization.rows_columns",
     "quantize_weight_both": "quantization.weight_both",
+    "route": "moe.routing",
     "scaled_grouped_mm": "compat.torch",
     "swiglu_backward_quantize": "quantization.swiglu_backward",
 }

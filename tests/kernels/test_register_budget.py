@@ -10,8 +10,6 @@ import re
 
 import pytest
 import torch
-from padless.kernels.sm90_fp8_wgrad import host as wgrad
-from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 
 from padless.emulator.ptx.ast import Immediate, Instruction
 from padless.emulator.ptx.parser import parse
@@ -22,6 +20,8 @@ from padless.kernels.epilogue_launch import QuantConfig
 from padless.kernels.sm90_bf16 import host as sm90_bf16
 from padless.kernels.sm90_fp8 import host as sm90_fp8
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.kernels.sm90_fp8_wgrad import host as wgrad
+from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
 from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
 from padless.kernels.table import ROUTES

@@ -9,18 +9,13 @@ it: the conversion instructions, the division, NaN and subnormals, the packing o
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from padless.emulator import Emulator
-from support.emulated_triton import EmulatedKernel
 from support import triton_cases
+from support.emulated_triton import EmulatedKernel
 
 triton = pytest.importorskip("triton")
-
-}
 
 
 # The others take up to half a minute each.

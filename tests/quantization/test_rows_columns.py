@@ -14,7 +14,6 @@ from padless import FP8_BLOCK, GroupedColumns, group_offsets, quantize, quantize
 from padless.grouped_columns import num_scale_rows, padded_tokens
 from padless.quantization import columns_rules
 from padless.quantization.rows_columns import ALIGN_TO_LINES_FROM
-from padless.reference.epilogue import nearest_code
 from padless.reference.gemm import group_rows
 from support import triton_cases
 from support.columns_judge import judge

@@ -8,15 +8,14 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from support.ragged import ROOT
 from support import training_quantizer_cases as cases
 from support import triton_cases
+from support.ragged import ROOT
 
 triton = pytest.importorskip("triton")
 

@@ -7,20 +7,18 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from support.ragged import ROOT
 from support import triton_cases
+from support.ragged import ROOT
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from padless.quantization.triton import casts  # noqa: E402
-
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +27,11 @@ def interpreted() -> dict[str, str | None]:
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/triton_cases.py")], env=env, capture_output=True, text=True, timeout=280
+        [sys.executable, str(ROOT / "tests/support/triton_cases.py")],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
@@ -272,7 +274,8 @@ def test_compiled_fp8_block(kind: str, input_type: str) -> None:
     if kind == "activation":
         kernel = quantize_triton._fp8_block_activation
         types = dict.fromkeys(["M", "K", "x_stride", "scale_rows", "scale_stride_m", "scale_stride_k"], "i32")
-        constants = {"BLOCK_M": 64 if input_type == "bf16" else 32, "HARDWARE_CAST": True}
+        types["x_rows"] = "i32"
+        constants = {"BLOCK_M": 64 if input_type == "bf16" else 32, "HARDWARE_CAST": True, "rows_ptr": None}
     else:
         kernel = quantize_triton._fp8_block_weight
         types = dict.fromkeys(["N", "K", "x_stride_g", "x_stride_n"], "i32")
@@ -290,7 +293,7 @@ ROWS_TYPES = {
     "factors_ptr": "*fp32",
     **dict.fromkeys(["group_ptr", "scale_row_ptr"], "*i64"),
     **dict.fromkeys(
-        ["rows", "K", "x_stride", "scale_columns", "rows_per_group", "scale_rows_per_group"],
+        ["rows", "K", "x_stride", "scale_columns", "rows_per_group", "scale_rows_per_group", "x_rows"],
         "i32",
     ),
 }
@@ -312,6 +315,7 @@ def test_compiled_row_blocks(element: str, block: int, rule: str, words: str, x_
     from padless.quantization.triton import row_blocks as quantize_triton_rows
 
     constants = {
+        "rows_ptr": None,
         "ELEMENT": element,
         "BLOCK": block,
         "WORDS": words,

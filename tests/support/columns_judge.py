@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from padless import GroupedColumns
+from padless import FP8_BLOCK, GroupedColumns
 from padless.formats import round_up
 from padless.reference.epilogue import nearest_code
 from padless.reference.gemm import group_rows
+from support.triton_cases import bits
 
 
 def judge(columns: GroupedColumns, x: torch.Tensor, offs: torch.Tensor) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 
+from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from support.emulator_variants import Edit
 
 FOLDER = "sm90_fp8_wgrad/"

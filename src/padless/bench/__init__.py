@@ -2,6 +2,7 @@
 
 from padless.bench.chain import run_chain
 from padless.bench.formats import run_formats
+from padless.bench.layer import run_layer
 from padless.bench.paper import BenchResult, run_paper
 from padless.bench.report import report_file
 from padless.bench.session import RunSettings
@@ -16,6 +17,7 @@ __all__ = [
     "run_dense",
     "run_formats",
     "run_host",
+    "run_layer",
     "run_paper",
     "run_quantize",
 ]

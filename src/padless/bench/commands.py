@@ -13,9 +13,10 @@ from typing import TypedDict, Unpack
 
 from padless.bench import blackwell as blackwell_bench
 from padless.bench import chain as chain_bench
-from padless.bench import chain_problem
+from padless.bench import chain_problem, layer_problem
 from padless.bench import epilogue as epilogue_bench
 from padless.bench import formats as formats_bench
+from padless.bench import layer as layer_bench
 from padless.bench import wgrad as wgrad_bench
 from padless.bench.group_sizes import DENSE_SHAPES
 from padless.bench.paper import BenchResult, run_paper
@@ -97,6 +98,12 @@ def wgrad(*, full: bool = False, **options: Unpack[Options]) -> int:
     """Weight gradients against torch's bf16 product and DeepGEMM: 19 points (full) or 14."""
     points = wgrad_bench.grid(full=full)
     return _exit_code(wgrad_bench.run_wgrad(points, _out(options), _settings(options), full=full))
+
+
+def layer(*, full: bool = False, **options: Unpack[Options]) -> int:
+    """Whole Mixture-of-Experts layers: 27 points (full) or six."""
+    points = layer_problem.grid(full=full)
+    return _exit_code(layer_bench.run_layer(points, options.get("only"), _out(options), _settings(options)))
 
 
 def blackwell(**options: Unpack[Options]) -> int:

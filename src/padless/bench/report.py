@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from padless.bench.wgrad_report import print_wgrad
 from rich.console import Console
 
 from padless.bench import tables
@@ -14,10 +13,12 @@ from padless.bench.blackwell import print_blackwell
 from padless.bench.chain_report import print_chain
 from padless.bench.epilogue import print_epilogue
 from padless.bench.formats_report import draw_formats, print_formats
+from padless.bench.layer import print_layer
 from padless.bench.paper import BenchResult, report_figure
 from padless.bench.results import Record, read_records, sessions_of
 from padless.bench.session import wide_console
 from padless.bench.tiles_report import print_tiles
+from padless.bench.wgrad_report import print_wgrad
 
 Records = Sequence[Record]
 
@@ -38,6 +39,7 @@ KINDS = {
     "quantize": Kind(lambda console, records, _: tables.print_bandwidth(console, records)),
     "formats": Kind(lambda console, records, _: print_formats(console, records), draw_formats),
     "epilogue": Kind(lambda console, records, _: print_epilogue(console, records)),
+    "layer": Kind(lambda console, records, _: print_layer(console, records)),
     "blackwell": Kind(lambda console, records, _: print_blackwell(console, records)),
     "wgrad": Kind(lambda console, records, _: print_wgrad(console, records)),
     "tiles": Kind(lambda console, records, _: print_tiles(console, records)),

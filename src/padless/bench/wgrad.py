@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from padless.bench.wgrad_report import print_wgrad
-from padless.kernels.sm90_fp8_wgrad.config import WgradConfig, WgradProblem, blocks_m, select_config
 
 from padless.bench.group_sizes import draw_group_sizes
 from padless.bench.paper import BenchResult
 from padless.bench.peers import look_in, try_to_load
 from padless.bench.results import Record, finite
 from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
+from padless.bench.wgrad_report import print_wgrad
 from padless.formats import ceil_div, round_up
 from padless.grouped_columns import GroupedColumns, num_scale_rows, padded_tokens, scale_columns
+from padless.kernels.sm90_fp8_wgrad.config import WgradConfig, WgradProblem, blocks_m, select_config
 from padless.testing import machine
 from padless.testing.timing import Timer
 

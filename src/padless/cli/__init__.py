@@ -222,6 +222,18 @@ def wgrad(
 
 
 @bench.command()
+def layer(
+    full: Full = False,
+    peers: Peers = None,
+    out: OutDir = DEFAULT_OUT,
+    time_limit: TimeLimit = None,
+    repeats: Repeats = None,
+) -> None:
+    """A whole Mixture-of-Experts layer against torch's bf16, and the passes around its products."""
+    _bench_peers("layer", peers, None, out, time_limit, repeats, full=full)
+
+
+@bench.command()
 def blackwell(out: OutDir = DEFAULT_OUT, time_limit: TimeLimit = None) -> None:
     """For a B200: dense MXFP8 against torch, and the NVFP4 grouped GEMM competition by its timing rules."""
     _call(COMMANDS, "blackwell", out=out, time_limit_s=time_limit)

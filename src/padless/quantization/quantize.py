@@ -52,6 +52,7 @@ def quantize(
     scale_layout: str = "plain",
     global_scale: torch.Tensor | float | None = None,
     offs: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> BlockScaledTensor:
     """Codes and decode scales of x, all arithmetic in float32.
 
@@ -69,6 +70,8 @@ def quantize(
     offs: (G,) int32 cumulative END offsets of groups of rows, for "blocked_groups" and for NVFP4. Rows past
         the last group take its global scale. Scales that depend on the groups serve calls with these groups
         alone: the result remembers offs, see BlockScaledTensor.
+    rows: (R,) int32 or int64, for activations: the result is quantize(x[rows], ..), bit for bit, without the copy.
+        Values outside of x's rows count as the nearest row. NVFP4 must be given its global scale then.
 
     The rules, and what zeros, NaN, Inf and subnormals become, are in docs/formats.md. In short: a block with
     a NaN or an Inf decodes to NaN, and no other block notices.
@@ -78,8 +81,15 @@ def quantize(
     scale_major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
     scale_rule = _check_scale_rule(format, scale_rule)
     on_gpu = x.is_cuda and has_triton()
+    if rows is not None:
+        _check_rows(rows, x, format, kind, global_scale)
+        rows = rows.contiguous()
+        if not on_gpu:
+            x, rows = x[rows.to(torch.int64).clamp(0, max(x.shape[0] - 1, 0))], None
     with torch.cuda.device(x.device) if on_gpu else nullcontext():  # Triton launches on the current device
-        return _quantize(x, format, kind, scale_major, scale_rule, scale_layout, global_scale, offs, on_gpu)
+        return _quantize(
+            x, format, kind, scale_major, scale_rule, scale_layout, global_scale, offs, rows, on_gpu
+        )
 
 
 def _quantize(
@@ -91,17 +101,20 @@ def _quantize(
     scale_layout: str,
     global_scale: torch.Tensor | float | None,
     offs: torch.Tensor | None,
+    rows: torch.Tensor | None,
     on_gpu: bool,
 ) -> BlockScaledTensor:
     if format == FP8_BLOCK:
-        return _quantize_fp8_block(x, kind, scale_major, on_gpu)
+        return _quantize_fp8_block(x, kind, scale_major, rows, on_gpu)
     decode, factors = None, None
     if format == NVFP4:
         decode, factors = _nvfp4_global(x, scale_rule, global_scale, offs, on_gpu)
     if on_gpu:
         from padless.quantization.triton import row_blocks as quantize_triton_rows
 
-        data, scale = quantize_triton_rows.row_blocks(x, format, scale_rule, scale_layout, offs, factors)
+        data, scale = quantize_triton_rows.row_blocks(
+            x, format, scale_rule, scale_layout, offs, factors, rows
+        )
     else:
         data, scale = _row_blocks_torch(x, format, scale_rule, scale_layout, offs, factors)
     return BlockScaledTensor(data, scale, format, decode, scale_layout, offs)
@@ -138,11 +151,13 @@ def has_triton() -> bool:
 # --- the two paths ---------------------------------------------------------------------------------------
 
 
-def _quantize_fp8_block(x: torch.Tensor, kind: str, scale_major: str, on_gpu: bool) -> BlockScaledTensor:
+def _quantize_fp8_block(
+    x: torch.Tensor, kind: str, scale_major: str, rows: torch.Tensor | None, on_gpu: bool
+) -> BlockScaledTensor:
     if on_gpu:
         from padless.quantization.triton import fp8_block as quantize_triton
 
-        return quantize_triton.fp8_block(x, kind, scale_major)
+        return quantize_triton.fp8_block(x, kind, scale_major, rows)
     codes, scale = quantize_rules.fp8_block(x, kind)
     if kind == "activation" and scale_major == "mn":
         scale = layouts.to_mn_major(scale)
@@ -288,6 +303,29 @@ def _check_options(
                 "offs must be a 1-D int32 tensor of at least one end offset (padless.group_offsets)"
             )
     return scale_major
+
+
+def _check_rows(
+    rows: object,
+    x: torch.Tensor,
+    format: BlockScaledFormat,
+    kind: str,
+    global_scale: torch.Tensor | float | None,
+) -> None:
+    if (
+        not isinstance(rows, torch.Tensor)
+        or rows.dtype not in (torch.int32, torch.int64)
+        or rows.dim() != 1
+        or rows.device != x.device
+    ):
+        got = f"{tuple(rows.shape)} {rows.dtype} on {rows.device}" if isinstance(rows, torch.Tensor) else rows
+        raise ValueError(f"rows must be 1-D int32 or int64 on {x.device}, got {got}")
+    if kind != "activation":
+        raise ValueError(f"rows must be None for kind={kind!r}: only rows of activations are gathered")
+    if x.shape[0] == 0 and rows.shape[0] > 0:
+        raise ValueError(f"rows has {rows.shape[0]} entries and x no rows; give x at least one")
+    if format == NVFP4 and global_scale is None:
+        raise ValueError("global_scale is None; with rows NVFP4 must be given it (of all of x: amax / 2688)")
 
 
 def _check_scale_rule(format: BlockScaledFormat, scale_rule: str | None) -> str:

@@ -27,6 +27,7 @@ from padless.verify import epilogue as verify_epilogue
 from padless.verify import formats as verify_formats
 from padless.verify import fp8_block as verify_checks
 from padless.verify import invariance as verify_invariance
+from padless.verify import moe as verify_moe
 from padless.verify import small as verify_small
 from padless.verify import tensor_core as verify_arithmetic
 from padless.verify import wgrad as verify_wgrad
@@ -118,6 +119,10 @@ def _exhaust(launches: Callable[..., Iterator[object]], problems: int, backend: 
         pass
 
 
+def _nothing() -> None:
+    """The calls of a check of Triton's kernels alone, which Triton compiles."""
+
+
 _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
     "emulator's tensor core agrees": _arithmetic,
     "emulator agrees": _compared,
@@ -127,6 +132,8 @@ _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
     "lists of problems": partial(_launches, list_launches, PROBLEM_LISTS),
     "formats": partial(_formats, verify_formats.JUDGED, ("cubin",)),
     "epilogues": _epilogues,
+    "passes of the MoE layer": lambda arch: [Rehearsal(_nothing)],
+    "MoE layer": lambda arch: [Rehearsal(partial(verify_moe.rehearse, arch, backend_of(arch)))],
     "chains": lambda arch: [Rehearsal(partial(verify_chain.rehearse, arch))],
     "batch invariance": lambda arch: [
         Rehearsal(partial(verify_invariance.rehearse, *job)) for job in verify_invariance.problems_of(arch)

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from padless.verify.wgrad import check_wgrad
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -33,8 +32,10 @@ from padless.verify.epilogue import check_epilogue, check_epilogue_against_emula
 from padless.verify.formats import check_formats_accuracy, check_formats_against_emulator
 from padless.verify.fp8_block import CHECKS
 from padless.verify.invariance import check_batch_invariance
+from padless.verify.moe import check_layer, check_passes
 from padless.verify.rehearsals import Gpu, Rehearsal, compile_ahead, rehearsals_of
 from padless.verify.tensor_core import check_tensor_core
+from padless.verify.wgrad import check_wgrad
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Command lines of small launches: the first kernel's, the other paths', weight gradients'.
@@ -150,6 +151,8 @@ def jobs_of(
         jobs["epilogues"] = check_epilogue
         jobs["chains"] = check_chains
         jobs["batch invariance"] = check_batch_invariance
+        jobs["passes of the MoE layer"] = check_passes
+        jobs["MoE layer"] = check_layer
         if fp8_block:
             jobs["weight gradients"] = check_wgrad
     return jobs, [module for module in SANITIZED if fp8_block or module not in _HOPPERS]

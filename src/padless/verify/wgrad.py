@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+
+from padless.grouped_columns import GroupedColumns
 from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference_wgrad import grouped_gemm_wgrad_reference
@@ -23,8 +25,6 @@ from padless.verify_wgrad_problems import (
     same_bits,
     sizes_of,
 )
-
-from padless.grouped_columns import GroupedColumns
 
 _REPEATS = 20
 _REPEATED = WgradShape((300, 0, 7, 1029, 127, 64, 1), 0, 1008, 1040)

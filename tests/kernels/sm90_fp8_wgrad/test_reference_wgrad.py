@@ -7,6 +7,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
+
+from padless.emulator.units import arithmetic
+from padless.grouped_columns import GroupedColumns
 from padless.reference_wgrad import ACCUMULATIONS, grouped_gemm_wgrad_reference, multiply_accumulate
 from padless.verify_wgrad_problems import (
     WgradShape,
@@ -16,9 +19,6 @@ from padless.verify_wgrad_problems import (
     random_operands,
     same_bits,
 )
-
-from padless.emulator.units import arithmetic
-from padless.grouped_columns import GroupedColumns
 
 SHAPE = WgradShape((5, 0, 130, 1, 256), 3, 80, 144, (32, 128))
 MODES = ("1d2d", "1d1d")

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from padless.emulator.fake_driver import emulated_driver
+from padless.grouped_columns import GroupedColumns
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference_wgrad import grouped_gemm_wgrad_reference
@@ -22,9 +25,6 @@ from padless.verify_wgrad_problems import (
     same_bits,
     with_data,
 )
-
-from padless.emulator.fake_driver import emulated_driver
-from padless.grouped_columns import GroupedColumns
 
 EMULATOR = "emulator"
 # Every length of the last block of tokens, one tile to a group; N and K are not multiples of a tile.

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+
+from padless.emulator import KINDS
 from padless.kernels.sm90_fp8_wgrad import host
 from padless.reference_wgrad import grouped_gemm_wgrad_reference
 from padless.verify_wgrad_problems import GuardedGradient, WgradShape, poisoned, random_operands, same_bits
-from support.wgrad_bugs import BUGS, MAIN, Bug
-
-from padless.emulator import KINDS
 from support.emulator_variants import Variant
+from support.wgrad_bugs import BUGS, MAIN, Bug
 
 # An empty group, one of a block and a bit, one of three blocks, one of part of a block; several tiles to a CTA.
 SHAPE = WgradShape((0, 130, 300, 33), 3, 272, 144, (32, 128))

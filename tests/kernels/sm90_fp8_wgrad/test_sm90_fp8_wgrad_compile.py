@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from padless.kernels.sm90_fp8_wgrad.config import (
     MODES,
     WGRAD_OUT_DTYPES,
@@ -18,7 +19,6 @@ from padless.kernels.sm90_fp8_wgrad.config import (
     tiles_of,
 )
 from padless.kernels.sm90_fp8_wgrad.host import KERNEL
-
 from padless.runtime import jit
 from support.machine_code import complaints, instructions
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from padless.kernels.sm90_fp8_wgrad.schedule import tiles
 
 from padless.kernels.schedule import Tile, clean_offs, walk_of_groups
+from padless.kernels.sm90_fp8_wgrad.schedule import tiles
 from padless.runtime import jit
 
 SHIM = r"""

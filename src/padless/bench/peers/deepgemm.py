@@ -17,7 +17,7 @@ import torch
 from padless.bench.pad import pad_groups, unpad_rows
 from padless.bench.peers import Contender, Library, hopper_or_reason, look_in, point_at_cuda_toolkit
 from padless.bench.problem import DenseProblem, GroupedProblem, masked_operand
-from padless.formats import ceil_div, round_up
+from padless.formats import BlockScaledTensor, ceil_div, round_up
 
 # The masked kernel stores whole tiles of up to 128 rows.
 _MASKED_ROWS_MULTIPLE = 128
@@ -64,6 +64,13 @@ class DeepGemm(Library):
             Contender("pad_then_deepgemm", with_padding, unpadded),
             Contender("deepgemm_on_padded", on_padded, unpadded, whole=False),
         ]
+
+    def contiguous(
+        self, a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, group_index: torch.Tensor
+    ) -> None:
+        """out = a @ b of each row's group; groups are padded to 128 rows, a's scales MN-major."""
+        gemm = self._library.m_grouped_fp8_gemm_nt_contiguous
+        gemm((a.data, a.scale), (b.data, b.scale), out, group_index, disable_ue8m0_cast=True)
 
     def decode(self, problem: GroupedProblem) -> list[Contender]:
         rows = round_up(max(problem.sizes), _MASKED_ROWS_MULTIPLE)

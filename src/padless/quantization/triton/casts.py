@@ -160,6 +160,17 @@ def tile_rows(rows: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
+def source_rows(rows_ptr, row, rows, x_rows):
+    """The rows of x that rows `row` (int64) of the result are: themselves, or by rows_ptr, inside of x in any case."""
+    if rows_ptr is None:
+        source = row
+    else:
+        source = tl.load(rows_ptr + row, mask=row < rows, other=0).to(tl.int64)
+        source = tl.minimum(tl.maximum(source, 0), x_rows - 1)
+    return source
+
+
+@triton.jit
 def to_float32(x):
     """x as float32, exactly. bf16 goes by its bits: the interpreter's conversion is wrong for subnormals."""
     if x.dtype == tl.bfloat16:

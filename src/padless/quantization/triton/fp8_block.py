@@ -25,42 +25,52 @@ _E4M3_MAX = tl.constexpr(448.0)
 _AMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)  # float32 nearest to 1e-4
 
 
-def fp8_block(x: torch.Tensor, kind: str, scale_major: str) -> BlockScaledTensor:
+def fp8_block(
+    x: torch.Tensor, kind: str, scale_major: str, rows: torch.Tensor | None = None
+) -> BlockScaledTensor:
     """`padless.quantize(x, FP8_BLOCK, ...)` of checked arguments, on the GPU or in Triton's interpreter."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = _empty_scale(x, kind, scale_major)
-    if x.numel() > 0:
-        launch = _launch_activation if kind == "activation" else _launch_weight
-        launch(x, codes.view(torch.uint8), scale, casts.casts_in_hardware(x.device))
+    shape = tuple(x.shape) if rows is None else (rows.shape[0], x.shape[1])
+    codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = _empty_scale(shape, x.device, kind, scale_major)
+    if codes.numel() > 0 and kind == "activation":
+        _launch_activation(x, rows, codes.view(torch.uint8), scale, casts.casts_in_hardware(x.device))
+    elif codes.numel() > 0:
+        _launch_weight(x, codes.view(torch.uint8), scale, casts.casts_in_hardware(x.device))
     return BlockScaledTensor(codes, scale, FP8_BLOCK)
 
 
-def _empty_scale(x: torch.Tensor, kind: str, scale_major: str) -> torch.Tensor:
-    shape = FP8_BLOCK.scale_shape(tuple(x.shape), kind)
+def _empty_scale(values: tuple[int, ...], device: torch.device, kind: str, scale_major: str) -> torch.Tensor:
+    shape = FP8_BLOCK.scale_shape(values, kind)
     if kind == "activation" and scale_major == "mn" and shape[0] > 0:
-        return empty_mn_major(shape[0], shape[1], x.device)
-    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+        return empty_mn_major(shape[0], shape[1], device)
+    scale = torch.empty(shape, dtype=torch.float32, device=device)
     # No kernel runs for no rows, so this zeroes what is then all padding.
     return to_mn_major(scale) if kind == "activation" and scale_major == "mn" else scale
 
 
 def _launch_activation(
-    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, hardware_cast: bool
+    x: torch.Tensor,
+    rows: torch.Tensor | None,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    hardware_cast: bool,
 ) -> None:
-    rows, columns = x.shape
-    block_m = casts.tile_rows(rows, x.dtype)
-    grid = (ceil_div(columns, 128) * ceil_div(rows, block_m),)
+    m, columns = codes.shape
+    block_m = casts.tile_rows(m, x.dtype)
+    grid = (ceil_div(columns, 128) * ceil_div(m, block_m),)
     _fp8_block_activation[grid](
         x,
         codes,
         scale,
-        rows,
+        m,
         columns,
         x.stride(0),
-        scale.stride(1) if is_mn_major(scale) else rows,
+        scale.stride(1) if is_mn_major(scale) else m,
         scale.stride(0),
         scale.stride(1),
+        rows,
+        x.shape[0],
         BLOCK_M=block_m,
         HARDWARE_CAST=hardware_cast,
         num_warps=4 if block_m >= 32 else 1,
@@ -85,9 +95,9 @@ def _launch_weight(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, ha
 
 
 # What M decides is not compiled in: a new number of rows must not mean a new kernel.
-@triton.jit(do_not_specialize=["M", "scale_rows", "scale_stride_k"])
+@triton.jit(do_not_specialize=["M", "scale_rows", "scale_stride_k", "x_rows"])
 def _fp8_block_activation(
-    x_ptr,  # (M, K) bf16, fp16 or fp32, strides (x_stride, 1)
+    x_ptr,  # (x_rows, K) bf16, fp16 or fp32, strides (x_stride, 1)
     codes_ptr,  # (M, K) uint8, contiguous
     scale_ptr,  # (M, ceil(K / 128)) float32, strides (scale_stride_m, scale_stride_k)
     M,
@@ -96,6 +106,8 @@ def _fp8_block_activation(
     scale_rows,  # M, or M rounded up to 4 where the rows from M on are padding to be zeroed
     scale_stride_m,
     scale_stride_k,
+    rows_ptr,  # (M,) int32 or int64: rows of x; None where M is x_rows
+    x_rows,
     BLOCK_M: tl.constexpr,
     HARDWARE_CAST: tl.constexpr,
 ):
@@ -107,7 +119,10 @@ def _fp8_block_activation(
     inside = (row[:, None] < M) & (column[None, :] < K)
     row64 = row.to(tl.int64)
 
-    x = casts.to_float32(tl.load(x_ptr + row64[:, None] * x_stride + column[None, :], mask=inside, other=0.0))
+    source = casts.source_rows(rows_ptr, row64, M, x_rows)
+    x = casts.to_float32(
+        tl.load(x_ptr + source[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+    )
     scale, inverse = _fp8_block_scale(tl.max(casts.magnitude_bits(x), axis=1))
     codes = casts.to_e4m3(x * inverse[:, None], HARDWARE_CAST)
     tl.store(codes_ptr + row64[:, None] * K + column[None, :], codes, mask=inside)

@@ -77,17 +77,19 @@ def row_blocks(
     scale_layout: str,
     offs: torch.Tensor | None,
     factors: torch.Tensor | None,
+    source: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(data, scale) of checked arguments; factors: NVFP4's `quantize_rules.nvfp4_factors`, (2,) or (groups,
-    2).
+    2); source: rows of a 2-D x to quantize, (R,), None for all of them in order.
     """
     K = x.shape[-1]
     flat = as_rows(x)
-    rows = flat.shape[0]
+    rows = flat.shape[0] if source is None else source.shape[0]
+    leading = tuple(x.shape[:-1]) if source is None else (rows,)
     rows_per_group = x.shape[-2] if x.dim() == 3 else max(rows, 1)
     columns = ceil_div(K, format.block_k)
-    data = torch.empty((*x.shape[:-1], K // format.codes_per_byte), dtype=torch.uint8, device=x.device)
-    scale, scale_row = _empty_scale(x, columns, scale_layout, offs)
+    data = torch.empty((*leading, K // format.codes_per_byte), dtype=torch.uint8, device=x.device)
+    scale, scale_row = _empty_scale(leading, x.device, columns, scale_layout, offs)
     group = None
     if factors is not None and factors.numel() > 2 and x.dim() == 2:
         assert offs is not None
@@ -95,7 +97,7 @@ def row_blocks(
     scale_rows = round_up(rows_per_group, TILE_ROWS)
     if scale_layout == "blocked_groups":
         scale_rows = scale.numel() // blocked_size(1, columns) * TILE_ROWS
-    if x.numel() > 0:
+    if data.numel() > 0:
         tile = choose_tile(rows, K, x.dtype, format, scale_layout)
         grid = (ceil_div(K, tile.columns) * ceil_div(rows, tile.rows),)
         # Loaded as words of two, 16-bit values come 16 to a thread, a whole block of NVFP4; loaded one by one
@@ -116,6 +118,8 @@ def row_blocks(
             columns,
             rows_per_group,
             scale_rows,
+            source,
+            flat.shape[0],
             ELEMENT=ELEMENTS[format],
             BLOCK=format.block_k,
             WORDS=words,
@@ -152,25 +156,29 @@ def is_word_aligned(x: torch.Tensor) -> bool:
 
 
 def _empty_scale(
-    x: torch.Tensor, columns: int, scale_layout: str, offs: torch.Tensor | None
+    leading: tuple[int, ...],
+    device: torch.device,
+    columns: int,
+    scale_layout: str,
+    offs: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale bytes to be filled, zero where the layout pads; for grouped tiles also every row's tile row."""
     if scale_layout == "plain":
-        return torch.empty((*x.shape[:-1], columns), dtype=torch.uint8, device=x.device), None
+        return torch.empty((*leading, columns), dtype=torch.uint8, device=device), None
     if scale_layout == "blocked":
-        shape = (*x.shape[:-2], blocked_size(x.shape[-2], columns))
+        shape = (*leading[:-1], blocked_size(leading[-1], columns))
         # Whole tiles have no padding: all is written by the kernel.
-        whole = x.shape[-2] % TILE_ROWS == 0 and columns % TILE_COLUMNS == 0
-        return (torch.empty if whole else torch.zeros)(shape, dtype=torch.uint8, device=x.device), None
+        whole = leading[-1] % TILE_ROWS == 0 and columns % TILE_COLUMNS == 0
+        return (torch.empty if whole else torch.zeros)(shape, dtype=torch.uint8, device=device), None
     assert offs is not None
-    size = blocked_size(layouts.blocked_groups_rows(x.shape[0], offs.shape[0]), columns)
-    return torch.zeros(size, dtype=torch.uint8, device=x.device), layouts.padded_rows(offs, x.shape[0])
+    size = blocked_size(layouts.blocked_groups_rows(leading[0], offs.shape[0]), columns)
+    return torch.zeros(size, dtype=torch.uint8, device=device), layouts.padded_rows(offs, leading[0])
 
 
 # What M decides is not compiled in: a new number of rows must not mean a new kernel.
-@triton.jit(do_not_specialize=["rows", "rows_per_group", "scale_rows_per_group"])
+@triton.jit(do_not_specialize=["rows", "rows_per_group", "scale_rows_per_group", "x_rows"])
 def _row_blocks(
-    x_ptr,  # (rows, K) bf16, fp16 or fp32, strides (x_stride, 1)
+    x_ptr,  # (x_rows, K) bf16, fp16 or fp32, strides (x_stride, 1)
     codes_ptr,  # (rows, K) uint8, or (rows, K / 2) with two codes a byte, contiguous
     scale_ptr,  # uint8, in SCALE_LAYOUT
     factors_ptr,  # NVFP4: (groups, 2) float32
@@ -182,6 +190,8 @@ def _row_blocks(
     scale_columns,  # ceil(K / BLOCK)
     rows_per_group,  # N of weights
     scale_rows_per_group,  # rows of tiles: of a group, or with "blocked_groups" of all
+    rows_ptr,  # (rows,) int32 or int64: rows of x; None where rows is x_rows
+    x_rows,
     ELEMENT: tl.constexpr,
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,  # "bf16", "fp16": x_ptr is two values in an int32, x_stride counts those; or "none"
@@ -201,6 +211,7 @@ def _row_blocks(
     column = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = (row[:, None] < rows) & (column[None, :] < K)
     row64 = row.to(tl.int64)
+    source = casts.source_rows(rows_ptr, row64, rows, x_rows)
     BLOCKS: tl.constexpr = BLOCK_K // BLOCK
     HALF: tl.constexpr = BLOCK_K // 2
     BY_PAIRS: tl.constexpr = HARDWARE_CAST and WORDS != "none"  # two 16-bit values at once
@@ -209,10 +220,10 @@ def _row_blocks(
         pair = chunk * HALF + tl.arange(0, HALF)
         pairs_inside = (row[:, None] < rows) & (pair[None, :] < K // 2)
         if WORDS == "none":
-            x = tl.load(x_ptr + row64[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+            x = tl.load(x_ptr + source[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
             low, high = tl.split(tl.reshape(casts.to_float32(x), (BLOCK_M, HALF, 2)))
         else:
-            words = tl.load(x_ptr + row64[:, None] * x_stride + pair[None, :], mask=pairs_inside, other=0)
+            words = tl.load(x_ptr + source[:, None] * x_stride + pair[None, :], mask=pairs_inside, other=0)
             if not BY_PAIRS:
                 low, high = casts.unpack_words(words, WORDS)
         if BY_PAIRS:
@@ -221,7 +232,7 @@ def _row_blocks(
             bits = tl.maximum(casts.magnitude_bits(low), casts.magnitude_bits(high))
             amax_bits = tl.max(tl.reshape(bits, (BLOCK_M, BLOCKS, BLOCK // 2)), axis=2)
     else:
-        x = tl.load(x_ptr + row64[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+        x = tl.load(x_ptr + source[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
         x = tl.reshape(casts.to_float32(x), (BLOCK_M, BLOCKS, BLOCK))
         amax_bits = tl.max(casts.magnitude_bits(x), axis=2)
 

@@ -1,0 +1,286 @@
+"""A whole Mixture-of-Experts layer, FP8_BLOCK against torch's bf16, and the passes around its products, on one GPU.
+
+Contenders of a point; all begin with tokens, expert ids and weights and end with the tokens' sums in bfloat16:
+
+    torch bf16             argsort, gather, torch._grouped_mm, silu * up, torch._grouped_mm, weights, sum: what a
+                           plug-in does that quantizes nothing
+    padless, torch passes  padless' quantize and grouped_gemm with torch's indexing, activation and sum
+    deepgemm               DeepGEMM's contiguous grouped GEMM with padless' passes, and padding before it and after it
+    padless                padless.moe
+
+and the passes alone: route, gather_quantize (with the sorted slots; up to 1024 of them sorting included) and combine,
+beside which the fewest bytes that each must move are recorded.
+
+Up to 256 tokens every contender is replayed from a CUDA graph. Outputs are compared with float64 before anything is
+timed, on tokens from the first to the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from padless.bench import tables
+from padless.bench.layer_problem import DECODE_TOKENS, LayerPoint, LayerProblem, grid, make_layer
+from padless.bench.pad import pad_groups, unpad_rows
+from padless.bench.paper import BenchResult, resolve_peers
+from padless.bench.peers import Peer
+from padless.bench.peers.deepgemm import DeepGemm
+from padless.bench.results import Record, finite, time_us
+from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
+from padless.formats import FP8_BLOCK, round_up
+from padless.testing import machine
+from padless.testing.timing import Call, Timer, capture
+
+BF16, TODAY, DEEPGEMM, PADLESS = "torch bf16", "padless, torch passes", "deepgemm", "padless"
+PASSES = ("route", "gather_quantize", "combine")
+PEERS = ("deepgemm",)
+# Largest relative error of a token: activations quantized twice to e4m3, or bfloat16 roundings.
+TOLERANCE = {BF16: 0.02, TODAY: 0.1, DEEPGEMM: 0.1, PADLESS: 0.1}
+
+
+# --- contenders ------------------------------------------------------------------------------------------
+
+
+def calls(problem: LayerProblem, peers: Sequence[Peer] = (), backend: str | None = None) -> dict[str, Call]:
+    """Every contender of a problem, by name; each returns (T, H) bfloat16."""
+    found: dict[str, Call] = {
+        BF16: lambda: bf16_layer(problem),
+        TODAY: lambda: layer_of_torch_passes(problem, backend),
+        PADLESS: lambda: padless_layer(problem, backend),
+    }
+    p = problem.point
+    for peer in peers:
+        if isinstance(peer, DeepGemm) and p.hidden % 128 == 0 and p.intermediate % 128 == 0:
+            rows = sum(round_up(size, 128) for size in problem.sizes)
+            found[DEEPGEMM] = partial(padded_layer, problem, rows, peer.contiguous)
+    return found
+
+
+def padless_layer(problem: LayerProblem, backend: str | None = None) -> torch.Tensor:
+    """The public call."""
+    from padless.moe import moe
+
+    return moe(problem.x, problem.ids, problem.weights, problem.w13, problem.w2, backend=backend)
+
+
+def _sorted(problem: LayerProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(order of the slots by expert, its inverse, end offsets) by torch, without a look at values."""
+    flat = problem.ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0], device=order.device)
+    sizes = torch.histc(flat.float(), bins=problem.point.experts, min=0, max=problem.point.experts - 1)
+    return order, inverse, sizes.cumsum(0).to(torch.int32)
+
+
+def _summed(
+    problem: LayerProblem, y: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+) -> torch.Tensor:
+    """Rows times weights, back in the tokens' order and summed, by torch."""
+    p = problem.point
+    weighted = y * problem.weights.reshape(-1)[order][:, None].to(y.dtype)
+    return weighted[inverse].view(p.tokens, p.top_k, p.hidden).sum(dim=1).to(torch.bfloat16)
+
+
+def bf16_layer(problem: LayerProblem) -> torch.Tensor:
+    """torch's grouped products of bfloat16 operands, with torch's passes."""
+    order, inverse, offs = _sorted(problem)
+    x = problem.x[order // problem.point.top_k]
+    h = torch._grouped_mm(x, problem.w13_bf16.transpose(-2, -1), offs=offs)
+    gate, up = h.chunk(2, dim=-1)
+    hidden = torch.nn.functional.silu(gate) * up
+    y = torch._grouped_mm(hidden, problem.w2_bf16.transpose(-2, -1), offs=offs)
+    return _summed(problem, y, order, inverse)
+
+
+def layer_of_torch_passes(problem: LayerProblem, backend: str | None = None) -> torch.Tensor:
+    """padless' public calls on rows that torch gathers and sums."""
+    from padless.compat.cudnn.calls import grouped_gemm_swiglu_quant
+    from padless.ops.grouped_gemm import grouped_gemm
+    from padless.quantization.quantize import quantize
+
+    order, inverse, offs = _sorted(problem)
+    a = quantize(problem.x[order // problem.point.top_k], FP8_BLOCK)
+    hidden = grouped_gemm_swiglu_quant(
+        gate_up="concatenated",
+        a_tensor=a,
+        b_tensor=problem.w13,
+        padded_offsets=offs,
+        d_format=FP8_BLOCK,
+        column_output=False,
+        backend=backend,
+    ).row
+    assert hidden is not None
+    return _summed(problem, grouped_gemm(hidden, problem.w2, offs, backend=backend), order, inverse)
+
+
+def padded_layer(problem: LayerProblem, rows: int, gemm: Any) -> torch.Tensor:
+    """A product that takes groups of multiples of 128 rows, between padless' passes.
+
+    rows: of all padded groups, which the host happens to know. gemm: as DeepGEMM's contiguous one.
+    """
+    from padless.moe import Activation, activate_quantize, combine, route_quantize
+
+    p = problem.point
+    routing, a = route_quantize(problem.x, problem.ids, p.experts, FP8_BLOCK)
+    padded = pad_groups(a, routing.offs, rows=rows, group_index=True)
+    h = torch.empty((rows, 2 * p.intermediate), dtype=torch.bfloat16, device=problem.x.device)
+    gemm(padded.a, problem.w13, h, padded.group_index)
+    hidden = activate_quantize(h, Activation("swiglu"), FP8_BLOCK)
+    y = torch.empty((rows, p.hidden), dtype=torch.bfloat16, device=problem.x.device)
+    gemm(hidden, problem.w2, y, padded.group_index)
+    valid = torch.empty((p.slots, p.hidden), dtype=torch.bfloat16, device=problem.x.device)
+    unpad_rows(y, routing.offs, valid)
+    return combine(valid, routing.inverse, problem.weights)
+
+
+def passes(problem: LayerProblem) -> dict[str, Call]:
+    """The passes around the products, each alone."""
+    from padless.moe import combine, gather_quantize, route
+
+    p = problem.point
+    routing = route(problem.ids, p.experts)
+    y = torch.randn((p.slots, p.hidden), dtype=torch.bfloat16, device=problem.x.device)
+    return {
+        "route": lambda: route(problem.ids, p.experts),
+        "gather_quantize": lambda: gather_quantize(problem.x, routing.inverse, FP8_BLOCK),
+        "combine": lambda: combine(y, routing.inverse, problem.weights),
+    }
+
+
+def joined_passes(problem: LayerProblem) -> Call:
+    """Routing with quantization, and the sum, one after the other: what a layer adds to its products."""
+    from padless.moe import combine, route_quantize
+
+    p = problem.point
+    y = torch.randn((p.slots, p.hidden), dtype=torch.bfloat16, device=problem.x.device)
+
+    def all_of_them() -> Any:
+        routing, rows = route_quantize(problem.x, problem.ids, p.experts, FP8_BLOCK)
+        return rows, combine(y, routing.inverse, problem.weights)
+
+    return all_of_them
+
+
+# --- measuring -------------------------------------------------------------------------------------------
+
+
+def check(problem: LayerProblem, found: dict[str, Call]) -> tuple[dict[str, Call], Record]:
+    """The contenders that ran and are right, and the fields row_error, wrong and errors."""
+    tokens = problem.checked_tokens()
+    expected = {quantized: problem.expected(tokens, quantized=quantized) for quantized in (False, True)}
+    right: dict[str, Call] = {}
+    record: Record = {"row_error": {}, "wrong": {}, "errors": {}}
+    for name, call in found.items():
+        try:
+            out = call()[tokens.to(problem.x.device)].double().cpu()
+        except Exception as error:
+            record["errors"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            continue
+        want = expected[name != BF16]
+        worst = float(((out - want).norm(dim=1) / want.norm(dim=1)).nan_to_num(nan=float("inf")).max())
+        record["row_error"][name] = finite(worst)
+        if worst <= TOLERANCE[name]:
+            right[name] = call
+        else:
+            record["wrong"][name] = f"is wrong: a token is off by {worst:.3g}, allowed {TOLERANCE[name]}"
+    return right, record
+
+
+def measure_layer(
+    problem: LayerProblem, peers: Sequence[Peer], timer: Timer, *, graphs: bool, backend: str | None = None
+) -> Record:
+    """One point's record: checks, and microseconds of every contender that is right and of the passes.
+
+    graphs: each call is captured in a CUDA graph, which is replayed.
+    """
+    right, record = check(problem, calls(problem, peers, backend))
+    timed = right | {f"pass: {name}": call for name, call in passes(problem).items()}
+    timed["passes"] = joined_passes(problem)
+    if graphs:
+        timed = {name: _replayed(call) for name, call in timed.items()}
+    times = timer.gpu(timed)
+    return record | {
+        "flops": problem.point.flops,
+        "bytes": problem.bytes,
+        "sizes": problem.sizes,
+        "graphs": graphs,
+        "pass_bytes": problem.pass_bytes(),
+        "gpu": {name: timing.as_dict() for name, timing in times.items()},
+    }
+
+
+def _replayed(call: Call) -> Call:
+    return capture(call).replay
+
+
+def run_layer(
+    points: Sequence[LayerPoint] | None = None,
+    peers: Sequence[Peer] | Sequence[str] | None = None,
+    out_dir: str | Path = DEFAULT_OUT_DIR,
+    settings: RunSettings = DEFAULT_SETTINGS,
+) -> BenchResult:
+    """Measures every point (None: the quick grid), prints a table and writes layer.jsonl."""
+    machine.require_gpu("padless bench layer")
+    chosen = resolve_peers(PEERS if peers is None else peers, settings.peers_dir)
+    session = open_session("layer", out_dir, chosen, settings)
+
+    def measure(point: LayerPoint) -> Record:
+        problem = make_layer(point, settings.seed, "cuda")
+        record = measure_layer(problem, session.peers, session.timer, graphs=point.tokens <= DECODE_TOKENS)
+        floor = session.floor_us(record["flops"], record["bytes"])
+        copy = session.ceilings.copy_bytes_per_s
+        return record | {"floor_us": floor, "copy_gb_per_s": copy / 1e9, "clocks": machine.clocks()}
+
+    records = run_points(session, "layer", grid(full=False) if points is None else list(points), measure)
+    print_layer(session.console, records)
+    return BenchResult(records, session.file.path)
+
+
+# --- showing ---------------------------------------------------------------------------------------------
+
+
+def pass_rate(record: Record, name: str) -> float | None:
+    """Bytes a second of a pass over those of the copy; None where either was not measured."""
+    us, copy = time_us(record, "gpu", f"pass: {name}"), record.get("copy_gb_per_s")
+    return None if not us or not copy else record["pass_bytes"][name] / us * 1e-3 / copy
+
+
+def print_layer(console: Console, records: Sequence[Record]) -> None:
+    """Two tables of a line a point: microseconds of each contender and bf16 over padless; the passes alone."""
+    names = (BF16, TODAY, DEEPGEMM, PADLESS)
+    layers = _table("A Mixture-of-Experts layer: GPU time (us)", (*names, "floor", "bf16 / padless"))
+    alone = _table("Passes alone: GPU time (us), and bytes a second over those of a copy", ("all", *PASSES))
+    for record in records:
+        times = [time_us(record, "gpu", name) for name in names]
+        ratio = times[0] / times[3] if times[0] and times[3] else None
+        point = [record["point"]["model"], str(record["point"]["tokens"])]
+        cells = [_cell(us, "{:.0f}") for us in (*times, record.get("floor_us"))]
+        layers.add_row(*point, *cells, _cell(ratio, "{:.2f}x"))
+        cells = [_cell(time_us(record, "gpu", "passes"), "{:.1f}")]
+        for name in PASSES:
+            us, rate = time_us(record, "gpu", f"pass: {name}"), pass_rate(record, name)
+            cells.append(_cell(us, "{:.1f}") + ("" if rate is None else f" {rate:.0%}"))
+        alone.add_row(*point, *cells)
+    console.print(layers)
+    console.print(alone)
+    tables.print_failures(console, records)
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = tables.narrow_table(title, 1)
+    table.add_column("model", max_width=18)
+    for heading in ("T", *headings):
+        table.add_column(heading, justify="right", max_width=15)
+    return table
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

@@ -1,0 +1,66 @@
+"""Checks of arguments that the layer's functions share, and where a function runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from padless.ops.checks import describe
+from padless.quantization.quantize import INPUT_DTYPES, has_triton
+
+MAX_TOP_K = 16
+MAX_EXPERTS = 1024
+
+
+def check_no_grad(name: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Raises ValueError for a tensor whose gradient would be lost."""
+    if not torch.is_grad_enabled():
+        return
+    for argument, t in tensors.items():
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            raise ValueError(
+                f"{argument} requires grad, and {name} has no gradient; pass {argument}.detach() or call it under "
+                "torch.no_grad()"
+            )
+
+
+def check_matrix(name: str, t: object, rows: int | None, columns: int | None, device: torch.device) -> None:
+    """Raises ValueError unless t is a (rows, columns) tensor of values on the device; None is any size."""
+    sizes = ("any" if rows is None else rows, "any" if columns is None else columns)
+    if (
+        not isinstance(t, torch.Tensor)
+        or t.dtype not in INPUT_DTYPES
+        or t.dim() != 2
+        or (rows is not None and t.shape[0] != rows)
+        or (columns is not None and t.shape[1] != columns)
+        or t.device != device
+    ):
+        raise ValueError(
+            f"{name} must be {sizes[0]} x {sizes[1]} bfloat16, float16 or float32 on {device}, got {describe(t)}"
+        )
+
+
+def check_inverse(inverse: object, tokens: int | None, rows: int | None) -> None:
+    """Raises ValueError unless inverse is (T, k) int32 for so many tokens and rows."""
+    if not isinstance(inverse, torch.Tensor) or inverse.dtype != torch.int32 or inverse.dim() != 2:
+        raise ValueError(f"inverse must be (T, k) int32 (see padless.route), got {describe(inverse)}")
+    if tokens is not None and inverse.shape[0] != tokens:
+        raise ValueError(f"inverse must have a row for each of {tokens} tokens, got {describe(inverse)}")
+    if not 1 <= inverse.shape[1] <= MAX_TOP_K:
+        raise ValueError(f"inverse must be (T, k) with k from 1 to {MAX_TOP_K}, got {describe(inverse)}")
+    if rows is not None and inverse.numel() > rows:
+        raise ValueError(
+            f"inverse has {inverse.numel()} entries and there are {rows} rows; there must be as many rows"
+        )
+
+
+def runs_triton(t: torch.Tensor) -> bool:
+    """Whether the Triton kernels compute on t: it is on a GPU and Triton is installed."""
+    return t.is_cuda and has_triton()
+
+
+def on_device_of(t: torch.Tensor) -> AbstractContextManager[object]:
+    """Makes t's GPU the current one, on which Triton launches."""
+    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()

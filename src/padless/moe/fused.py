@@ -1,0 +1,125 @@
+"""First projection with SwiGLU and quantization in the GEMM's epilogue; packed launches are found again by addresses.
+
+A packed launch depends on addresses, shapes, strides and formats alone. All of them are read at every call and compared,
+as in `padless.launch_cache`, so no operand is kept alive and none is trusted to be what it was.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from padless.epilogue import Epilogue, EpilogueTensors
+from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+from padless.ops import launch_cache
+from padless.ops.grouped_gemm_epilogue import allocate, check, prepare, run
+from padless.runtime.driver import PreparedLaunch
+
+_LAUNCHES: dict[tuple[Any, ...], tuple[PreparedLaunch, tuple[Any, ...]]] = {}
+_MAX_LAUNCHES = 4096
+SCALE_RULES = {"FP8_BLOCK": "", "NVFP4": "te"}
+
+
+@lru_cache(maxsize=64)
+def epilogue_of(gate_up: str, has_bias: bool, format: BlockScaledFormat | None) -> Epilogue:
+    """SwiGLU, quantized to format with scales that the next product reads, or rounded to bfloat16 for None."""
+    if format is None:
+        return Epilogue(bias=has_bias, activation=f"swiglu_{gate_up}", d_dtype=torch.bfloat16)
+    return Epilogue(
+        bias=has_bias,
+        activation=f"swiglu_{gate_up}",
+        row_format=format,
+        row_layout="plain_mn" if format == FP8_BLOCK else "plain",
+        scale_rule=SCALE_RULES.get(format.name, "rceil"),
+    )
+
+
+def swiglu(
+    a: BlockScaledTensor | torch.Tensor,
+    weights: BlockScaledTensor,
+    offs: torch.Tensor,
+    *,
+    gate_up: str,
+    bias: torch.Tensor | None,
+    format: BlockScaledFormat | None,
+    global_scale: torch.Tensor | None,
+    backend: str | None,
+) -> BlockScaledTensor | torch.Tensor:
+    """silu(gate) * up of a @ weights of its group (+ bias), (M, N / 2), as `padless.grouped_gemm_swiglu_quant`.
+
+    bias: (G, N); in another dtype than float32 it is converted first. global_scale: NVFP4's, one value or (G,).
+    """
+    epilogue = epilogue_of(gate_up, bias is not None, format)
+    m, (num_groups, n, _) = a.shape[0], weights.data.shape
+    outputs = allocate(epilogue, m, n, num_groups, a.device, 1)
+    tensors = EpilogueTensors(
+        bias=None if bias is None else bias.to(torch.float32).contiguous(),
+        global_scale=None if global_scale is None else global_scale.reshape(-1),
+        **outputs,
+    )
+    if a.device.type != "cuda" or backend not in (None, "cuda"):
+        check(a, weights, offs, epilogue)
+        run(a, weights, offs, epilogue, tensors, backend, None)
+    else:
+        _launch(a, weights, offs, epilogue, tensors)
+    if format is None:
+        assert tensors.d is not None
+        return tensors.d
+    assert tensors.row_codes is not None
+    assert tensors.row_scale is not None
+    return BlockScaledTensor(tensors.row_codes, tensors.row_scale, format, global_scale)
+
+
+def _launch(
+    a: BlockScaledTensor | torch.Tensor,
+    weights: BlockScaledTensor,
+    offs: torch.Tensor,
+    epilogue: Epilogue,
+    tensors: EpilogueTensors,
+) -> None:
+    """Launches on the current stream: what was packed for the same addresses, or anew."""
+    key = facts_of(a, weights, offs, epilogue, tensors)
+    known = _LAUNCHES.get(key)
+    if known is None:
+        check(a, weights, offs, epilogue)
+        prepared = prepare(a, weights, offs, epilogue, tensors, "cuda", None)
+        if prepared is None:  # there is nothing to compute
+            return
+        launch = prepared.launch
+        if not prepared.copies:  # a copy has a new address every time
+            if len(_LAUNCHES) >= _MAX_LAUNCHES:
+                _LAUNCHES.clear()
+            a_format = a.format if isinstance(a, BlockScaledTensor) else None
+            _LAUNCHES[key] = (
+                launch,
+                (a_format, weights.format, epilogue),
+            )  # what the key names by id stays alive
+    else:
+        launch = known[0]
+    launch(launch_cache.current_stream(a.device.index or 0))
+
+
+def facts_of(
+    a: BlockScaledTensor | torch.Tensor,
+    weights: BlockScaledTensor,
+    offs: torch.Tensor,
+    epilogue: Epilogue,
+    tensors: EpilogueTensors,
+) -> tuple[Any, ...]:
+    """Everything that a packed launch depends on."""
+    facts: list[Any] = [id(epilogue), id(weights.format), weights.scale_layout, a.device.index]
+    operands = [weights.data, weights.scale, weights.global_scale, offs]
+    if isinstance(a, BlockScaledTensor):
+        facts += [id(a.format), a.scale_layout]
+        operands += [a.data, a.scale, a.global_scale]
+    else:
+        operands.append(a)
+    t = tensors
+    for one in (*operands, t.bias, t.global_scale, t.d, t.row_codes, t.row_scale):
+        if one is not None:
+            facts += (one.data_ptr(), one.shape, one.stride(), one.dtype)
+        else:
+            facts.append(None)
+    return tuple(facts)

@@ -1,0 +1,331 @@
+"""The whole Mixture-of-Experts layer, forward: `moe`.
+
+route -> gather_quantize -> first projection with activation and quantization -> second projection -> combine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from padless.compat.cudnn.calls import grouped_gemm_quant
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.moe import ops
+from padless.moe.activation import Activation
+from padless.moe.checks import MAX_TOP_K, check_matrix, check_no_grad
+from padless.moe.combining import combine
+from padless.moe.fused import swiglu
+from padless.moe.gather import activate_quantize, route_quantize
+from padless.moe.routing import Routing, route
+from padless.ops.checks import describe
+from padless.ops.grouped_gemm import grouped_gemm
+from padless.quantization.quantize import INPUT_DTYPES, quantize
+
+# What activations are quantized to where the caller does not say, by the weights' format.
+ACTIVATIONS: dict[BlockScaledFormat, BlockScaledFormat] = {
+    FP8_BLOCK: FP8_BLOCK,
+    MXFP8: MXFP8,
+    MXFP8_E5M2: MXFP8,
+    MXFP4: FP8_BLOCK,
+    NVFP4: NVFP4,
+}
+BF16 = "BF16"
+
+
+def moe(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    w13: BlockScaledTensor,
+    w2: BlockScaledTensor,
+    *,
+    activation: str = "swiglu",
+    gate_up: str = "concatenated",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    bias13: torch.Tensor | None = None,
+    bias2: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+    activations: BlockScaledFormat | torch.dtype | None = None,
+    global_scale1: torch.Tensor | None = None,
+    global_scale2: torch.Tensor | None = None,
+    num_experts: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t]), plus shared[t]; (T, H).
+
+    expert(e, x) = w2[e] @ act(w13[e] @ x + bias13[e]) + bias2[e].
+
+    Args:
+        x: (T, H) bfloat16, float16 or float32; T may be 0.
+        top_k_index: (T, k) int32 or int64, k from 1 to 16. Ids that are no expert add nothing.
+        top_k_weights: (T, k) bfloat16, float16 or float32.
+        w13: (E, 2 I, H) weights with a gate, (E, I, H) without, quantized with kind="weight".
+        w2: (E, H, I) weights.
+        activation, gate_up, alpha, limit, up_offset: see `padless.moe.Activation`. gpt-oss: "swiglu", "alternating",
+            1.702, 7.0, 1.0.
+        bias13, bias2: (E, 2 I) or (E, I), and (E, H); float32, or bfloat16 or float16, which are converted every time.
+        shared: (T, H), added to the result.
+        activations: format that x and the activated rows are quantized to, or torch.bfloat16 for none (for FP4 weights
+            on Hopper). None follows from w13: FP8_BLOCK for FP8_BLOCK and MXFP4 weights, MXFP8 for MXFP8, NVFP4 for
+            NVFP4.
+        global_scale1, global_scale2: NVFP4's decode scales of x and of the activated rows, float32, one value or (E,);
+            None is 1, which is right for magnitudes from 0.1 to 2688. A checkpoint's input scales.
+        num_experts: E, to be held against the weights.
+        out_dtype: of the result; None is x's dtype.
+        backend: of the products, as in `padless.grouped_gemm`.
+
+    A token's row depends, bit for bit, on its own x, ids, weights and shared row and on the weights alone, not on the
+    tokens around it. No synchronization; safe in CUDA graphs; memory is for T * k rows. Raises ValueError.
+    """
+    act = Activation(activation, gate_up, alpha, limit, up_offset)
+    _check(x, top_k_index, top_k_weights, w13, w2, num_experts, act)
+    experts, n = w13.data.shape[:2]
+    given = {"x": x, "top_k_weights": top_k_weights, "bias13": bias13, "bias2": bias2, "shared": shared}
+    given |= {"global_scale1": global_scale1, "global_scale2": global_scale2}
+    for argument, w in (("w13", w13), ("w2", w2)):
+        given |= {
+            f"{argument}.data": w.data,
+            f"{argument}.scale": w.scale,
+            f"{argument}.global_scale": w.global_scale,
+        }
+    check_no_grad("moe", given)
+    _check_vector("bias13", bias13, [(experts, n)], INPUT_DTYPES, x.device)
+    _check_vector("bias2", bias2, [(experts, x.shape[1])], INPUT_DTYPES, x.device)
+    for name, scale in (("global_scale1", global_scale1), ("global_scale2", global_scale2)):
+        _check_vector(name, scale, [(), (1,), (experts,)], (torch.float32,), x.device)
+    if shared is not None:
+        check_matrix("shared", shared, x.shape[0], x.shape[1], x.device)
+    dtype = x.dtype if out_dtype is None else out_dtype
+    if dtype not in INPUT_DTYPES:
+        raise ValueError(f"out_dtype is {dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
+    name = _activations(activations, w13, x)
+    if name != NVFP4.name and (global_scale1 is not None or global_scale2 is not None):
+        raise ValueError(
+            f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them"
+        )
+    if ops.is_traced(x, top_k_index, top_k_weights, w13.data, w2.data):
+        result: torch.Tensor = torch.ops.padless.moe(
+            x, top_k_index, top_k_weights, *ops.packed(w13), *ops.packed(w2), bias13, bias2, shared, global_scale1,
+            global_scale2, name, activation, gate_up, alpha, limit, up_offset, dtype, backend,
+        )  # fmt: skip
+        return result
+    first, second = Projection(w13, bias13, backend), Projection(w2, bias2, backend)
+    scales = (global_scale1, global_scale2)
+    return _forward(x, top_k_index, top_k_weights, first, second, act, name, scales, shared, dtype)
+
+
+def _moe_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=arguments[-2])
+
+
+@ops.operator(
+    "moe",
+    "(Tensor x, Tensor top_k_index, Tensor top_k_weights, "
+    "Tensor w13, Tensor w13_scale, Tensor? w13_global_scale, str w13_format, str w13_layout, "
+    "Tensor w2, Tensor w2_scale, Tensor? w2_global_scale, str w2_format, str w2_layout, "
+    "Tensor? bias13, Tensor? bias2, Tensor? shared, Tensor? global_scale1, Tensor? global_scale2, str activations, "
+    "str activation, str gate_up, float alpha, float? limit, float up_offset, ScalarType out_dtype, str? backend) "
+    "-> Tensor",
+    _moe_fake,
+)
+def _moe(
+    x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
+    w13: torch.Tensor, w13_scale: torch.Tensor, w13_global: torch.Tensor | None, w13_format: str, w13_layout: str,
+    w2: torch.Tensor, w2_scale: torch.Tensor, w2_global: torch.Tensor | None, w2_format: str, w2_layout: str,
+    bias13: torch.Tensor | None, bias2: torch.Tensor | None, shared: torch.Tensor | None,
+    global_scale1: torch.Tensor | None, global_scale2: torch.Tensor | None, activations: str,
+    activation: str, gate_up: str, alpha: float, limit: float | None, up_offset: float,
+    out_dtype: torch.dtype, backend: str | None,
+) -> torch.Tensor:  # fmt: skip
+    first = Projection(ops.unpacked(w13, w13_scale, w13_global, w13_format, w13_layout), bias13, backend)
+    second = Projection(ops.unpacked(w2, w2_scale, w2_global, w2_format, w2_layout), bias2, backend)
+    act = Activation(activation, gate_up, alpha, limit, up_offset)
+    scales = (global_scale1, global_scale2)
+    return _forward(x, top_k_index, top_k_weights, first, second, act, activations, scales, shared, out_dtype)
+
+
+def _forward(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    first: Projection,
+    second: Projection,
+    activation: Activation,
+    activations: str,
+    global_scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    shared: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """`moe` of checked arguments; activations: name of their format."""
+    if top_k_index.shape[0] == 0:
+        return torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    format = ops.BY_NAME.get(activations)
+    of_x, of_hidden = (_scale(x, scale) if format == NVFP4 else None for scale in global_scales)
+    routing, rows = gathered(x, top_k_index, first.weights.shape[0], format, of_x)
+    hidden = first.activated(rows, routing.offs, activation, format, of_hidden)
+    y = second.product(hidden, routing.offs)
+    return combine(y, routing.inverse, top_k_weights, shared, out_dtype=out_dtype)
+
+
+def gathered(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    num_experts: int,
+    format: BlockScaledFormat | None,
+    global_scale: torch.Tensor | None,
+) -> tuple[Routing, BlockScaledTensor | torch.Tensor]:
+    """The routing, and rows of x sorted by expert, quantized to format; bfloat16 for None."""
+    if format is None:
+        routing = route(top_k_index, num_experts)
+        return routing, x.index_select(0, routing.tokens)
+    if global_scale is not None and global_scale.numel() > 1:  # a token's codes differ by expert
+        routing = route(top_k_index, num_experts)
+        return routing, quantize(x, format, rows=routing.tokens, global_scale=global_scale, offs=routing.offs)
+    return route_quantize(x, top_k_index, num_experts, format, global_scale=global_scale)
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Weights (E, N, K), their bias (E, N) or None, and what multiplies."""
+
+    weights: BlockScaledTensor
+    bias: torch.Tensor | None
+    backend: str | None
+
+    def product(self, a: BlockScaledTensor | torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        """a @ weights of its expert, plus bias, rounded once to bfloat16; (M, N)."""
+        if self.bias is None:
+            return grouped_gemm(a, self.weights, offs, backend=self.backend)
+        d: torch.Tensor = grouped_gemm_quant(
+            a_tensor=a,
+            b_tensor=self.weights,
+            padded_offsets=offs,
+            bias_tensor=self.bias,
+            return_amax=False,
+            backend=self.backend,
+        )["d_tensor"]
+        return d
+
+    def activated(
+        self,
+        a: BlockScaledTensor | torch.Tensor,
+        offs: torch.Tensor,
+        activation: Activation,
+        format: BlockScaledFormat | None,
+        global_scale: torch.Tensor | None,
+    ) -> BlockScaledTensor | torch.Tensor:
+        """The activation of the product, quantized to format or rounded to bfloat16: in one launch where `fuses`."""
+        if not fuses(self.weights, activation):
+            h = self.product(a, offs)
+            return activate_quantize(h, activation, format, global_scale=global_scale, offs=offs)
+        return swiglu(
+            a,
+            self.weights,
+            offs,
+            gate_up=activation.gate_up,
+            bias=self.bias,
+            format=format,
+            global_scale=global_scale,
+            backend=self.backend,
+        )
+
+
+def fuses(weights: BlockScaledTensor, activation: Activation) -> bool:
+    """Whether the GEMM's epilogue computes the activation and quantizes: plain SwiGLU of halves, or of runs of 32.
+
+    It follows from the weights alone, never from the number of tokens: the epilogue activates float32 sums and the
+    separate pass sums rounded to bfloat16. I is a multiple of 64, and the weights' scales are plain for halves.
+    """
+    if not activation.is_plain_swiglu or activation.gate_up == "alternating":
+        return False
+    apart = activation.gate_up == "concatenated"
+    return weights.data.shape[1] % 128 == 0 and not (apart and weights.scale_layout != "plain")
+
+
+# --- checks ----------------------------------------------------------------------------------------------
+
+
+def _check(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    w13: BlockScaledTensor,
+    w2: BlockScaledTensor,
+    num_experts: int | None,
+    activation: Activation,
+) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    check_matrix("x", x, None, None, x.device)
+    tokens, h = x.shape
+    if (
+        not isinstance(top_k_index, torch.Tensor)
+        or top_k_index.dim() != 2
+        or top_k_index.shape[0] != tokens
+        or not 1 <= top_k_index.shape[1] <= MAX_TOP_K
+        or top_k_index.device != x.device
+    ):
+        raise ValueError(
+            f"top_k_index must be (T, k) = ({tokens}, 1 to {MAX_TOP_K}) on {x.device}, got {describe(top_k_index)}"
+        )
+    check_matrix("top_k_weights", top_k_weights, tokens, top_k_index.shape[1], x.device)
+    for name, w in (("w13", w13), ("w2", w2)):
+        if not isinstance(w, BlockScaledTensor) or w.data.dim() != 3 or not w.is_weight:
+            raise ValueError(
+                f"{name} must be a (E, N, K) BlockScaledTensor of kind 'weight', got {describe(w)}"
+            )
+        if w.device != x.device:
+            raise ValueError(f"{name} is on {w.device} and x on {x.device}; they must be on one device")
+    experts, n, k = w13.logical_shape
+    if k != h:
+        raise ValueError(
+            f"w13 is (E, N, K) = {w13.logical_shape} and x {tuple(x.shape)}: K must be x's columns"
+        )
+    wanted = (experts, h, activation.out_columns(n))
+    if w2.logical_shape != wanted:
+        raise ValueError(f"w2 must be (E, H, I) = {wanted}, got {w2.logical_shape}")
+    if num_experts is not None and num_experts != experts:
+        raise ValueError(f"num_experts is {num_experts} and w13 has {experts} experts; leave it None")
+
+
+def _activations(activations: object, w13: BlockScaledTensor, x: torch.Tensor) -> str:
+    """Name of the format that activations are quantized to, "BF16" for none."""
+    if activations is None:
+        return ACTIVATIONS[w13.format].name
+    if activations is torch.bfloat16:
+        if x.dtype != torch.bfloat16:
+            raise ValueError(f"activations is torch.bfloat16 and x is {x.dtype}; convert x to bfloat16")
+        return BF16
+    if isinstance(activations, BlockScaledFormat) and activations.name in ops.BY_NAME:
+        return activations.name
+    allowed = ", ".join(ops.BY_NAME)
+    raise ValueError(f"activations is {activations!r}; allowed: None, torch.bfloat16, {allowed}")
+
+
+def _check_vector(
+    name: str,
+    t: torch.Tensor | None,
+    shapes: list[tuple[int, ...]],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    if t is None:
+        return
+    if (
+        not isinstance(t, torch.Tensor)
+        or tuple(t.shape) not in shapes
+        or t.dtype not in dtypes
+        or t.device != device
+    ):
+        allowed = " or ".join(map(str, shapes))
+        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} must be {allowed} {kinds} on {device}, got {describe(t)}")
+
+
+def _scale(x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    return torch.ones((), dtype=torch.float32, device=x.device) if given is None else given

@@ -1,0 +1,338 @@
+"""Quantizes rows that are activated first, or written more than once, as one Triton kernel for all formats.
+
+The arithmetic is that of `padless.quantize`, bit for bit. Beside it the kernel can apply an activation to what it reads,
+and write every quantized row to several rows (inverse): a token is then read and quantized once however many experts it
+goes to. For few slots it can also sort them itself (`route_quantize`).
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from padless import layouts
+from padless.formats import FP8_BLOCK, BlockScaledFormat, blocked_size, ceil_div
+from padless.moe.activation import Activation
+from padless.moe.triton import arithmetic, route
+from padless.quantization import rules as quantize_rules
+from padless.quantization.triton import casts, row_blocks
+from padless.quantization.triton import fp8_block as fp8
+
+_ELEMENTS = {**row_blocks.ELEMENTS, FP8_BLOCK: "e4m3"}
+_NO_ACTIVATION = Activation(kind="silu")
+_ARRANGEMENTS = {"concatenated": 0, "interleaved": 1, "alternating": 2}
+_PROGRAMS = 512  # fewer than so many large tiles leave a GPU idle
+ROUTED_SLOTS = 1024  # up to here every program sorts the slots for itself
+
+
+class Tile(NamedTuple):
+    """What one program quantizes: rows x columns of values, by how many warps."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+_ROUTED_TILE = Tile(1, 512, 4)
+
+
+def choose_tile(rows: int, columns: int, *, has_activation: bool) -> Tile:
+    """The tile for (rows, columns) values: 32 x 256, fewer rows where that makes too few programs.
+
+    An activation needs twice the registers and gets half the rows.
+    """
+    width = 256 if columns > 128 else 128
+    for height, num_warps in ((16 if has_activation else 32, 4), (8, 2)):
+        if ceil_div(rows, height) * ceil_div(columns, width) >= _PROGRAMS:
+            return Tile(height, width, num_warps)
+    return Tile(1, width, 1) if rows <= 2 else Tile(2, width, 1)
+
+
+def quantize_rows(
+    x: torch.Tensor,
+    format: BlockScaledFormat | None,
+    *,
+    inverse: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    scale_rule: str = "",
+    scale_layout: str = "plain",
+    offs: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(data, scale) of checked arguments; format None: (bfloat16 values, None). FP8_BLOCK's scales are MN-major.
+
+    inverse: (rows of x, k) which rows of the result each row of x is; complements of rows count as the rows.
+    factors: NVFP4's `quantize_rules.nvfp4_factors`, (2,) or with offs (groups, 2).
+    """
+    return _launch(x, format, inverse, None, activation, scale_rule, scale_layout, offs, factors)
+
+
+def route_quantize(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    format: BlockScaledFormat,
+    *,
+    scale_rule: str,
+    scale_layout: str,
+    factors: torch.Tensor | None,
+) -> tuple[route.Sorted, torch.Tensor, torch.Tensor]:
+    """(sorted slots, data, scale) of contiguous ids (T, k), one to `ROUTED_SLOTS` of them, in one launch."""
+    slots = route.empty(ids, num_experts)
+    data, scale = _launch(x, format, ids, slots, None, scale_rule, scale_layout, None, factors)
+    assert scale is not None
+    return slots, data, scale
+
+
+def _launch(
+    x: torch.Tensor,
+    format: BlockScaledFormat | None,
+    inverse: torch.Tensor | None,  # with slots: the ids
+    slots: route.Sorted | None,
+    activation: Activation | None,
+    scale_rule: str,
+    scale_layout: str,
+    offs: torch.Tensor | None,
+    factors: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    items, K = x.shape
+    if activation is not None:
+        K = activation.out_columns(K)
+    top_k = 0 if inverse is None else inverse.shape[1]
+    out_rows = items if inverse is None else items * top_k
+    data, scale = _empty(x.device, format, out_rows, K, scale_layout)
+    group = None
+    if factors is not None and factors.numel() > 2:
+        assert offs is not None
+        group = layouts.group_of_rows(offs, out_rows).clamp(max=len(offs) - 1)
+    if out_rows == 0 or K == 0:
+        return data, scale
+    tile = choose_tile(items, K, has_activation=activation is not None) if slots is None else _ROUTED_TILE
+    ids_offs, ids_tokens, ids_inverse = (None, None, None) if slots is None else slots
+    columns = 0 if format is None else ceil_div(K, format.block_k)
+    given = activation or _NO_ACTIVATION
+    _quantize_rows[(ceil_div(K, tile.columns) * ceil_div(items, tile.rows),)](
+        x,
+        data if format is None else data.view(torch.uint8),
+        scale if format in (None, FP8_BLOCK) or scale is None else scale.view(torch.uint8),
+        inverse,
+        factors,
+        group,
+        ids_offs,
+        ids_tokens,
+        ids_inverse,
+        items,
+        K,
+        x.stride(0),
+        columns,
+        0 if scale is None or format != FP8_BLOCK else scale.stride(1),
+        out_rows,
+        given.alpha,
+        given.up_offset,
+        0.0 if given.limit is None else given.limit,
+        0 if ids_offs is None else ids_offs.shape[0],
+        ELEMENT="bf16" if format is None else _ELEMENTS[format],
+        BLOCK=128 if format is None else format.block_k,
+        RULE="fp8_block" if format == FP8_BLOCK else scale_rule,
+        EMAX=0 if format is None else quantize_rules.ELEMENT_EMAX.get(format, 0),
+        MAX_MANTISSA=0 if format is None else row_blocks.MAX_MANTISSAS.get(format, 0),
+        FACTORS_BY_ROW=group is not None,
+        BLOCKED=scale_layout == "blocked",
+        ACTIVATION="" if activation is None else activation.kind,
+        GATED=activation is not None and activation.is_gated,
+        ARRANGEMENT=_ARRANGEMENTS[given.gate_up],
+        HAS_LIMIT=given.limit is not None,
+        TOP_K=top_k,
+        ROUTED=0 if slots is None else max(triton.next_power_of_2(items * top_k), 16),
+        HARDWARE_CAST=casts.casts_in_hardware(x.device),
+        BLOCK_M=tile.rows,
+        BLOCK_K=tile.columns,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=False,
+    )
+    return data, scale
+
+
+def _empty(
+    device: torch.device, format: BlockScaledFormat | None, rows: int, K: int, scale_layout: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes and scales to be filled."""
+    if format is None:
+        return torch.empty((rows, K), dtype=torch.bfloat16, device=device), None
+    data = torch.empty((rows, K // format.codes_per_byte), dtype=torch.uint8, device=device).view(
+        format.data_dtype
+    )
+    columns = ceil_div(K, format.block_k)
+    if format == FP8_BLOCK:
+        if rows == 0:  # no kernel runs, so this zeroes what is then all padding
+            return data, layouts.to_mn_major(torch.empty((0, columns), device=device))
+        return data, layouts.empty_mn_major(rows, columns, device)
+    if scale_layout == "plain":
+        scale = torch.empty((rows, columns), dtype=torch.uint8, device=device)
+    else:
+        scale = torch.zeros(blocked_size(rows, columns), dtype=torch.uint8, device=device)
+    return data, scale.view(format.scale_dtype)
+
+
+# What the number of rows decides is not compiled in.
+@triton.jit(do_not_specialize=["items", "scale_ld", "out_rows"])
+def _quantize_rows(
+    x_ptr,  # (items, K), or (items, 2 K) with a gate; bf16, fp16 or fp32, strides (x_stride, 1)
+    codes_ptr,  # (out_rows, K) uint8 or bf16, or (out_rows, K / 2) with two codes a byte, contiguous
+    scale_ptr,  # FP8_BLOCK: float32, strides (1, scale_ld); else uint8, row-major or BLOCKED
+    inverse_ptr,  # (items, TOP_K) int32 or None; ROUTED: the ids, int32 or int64
+    factors_ptr,  # NVFP4: (groups, 2) float32
+    group_ptr,  # FACTORS_BY_ROW: (out_rows,) int64
+    offs_ptr,  # ROUTED: what `route` makes of the ids
+    tokens_ptr,
+    new_inverse_ptr,
+    items,
+    K,
+    x_stride,
+    scale_columns,  # ceil(K / BLOCK)
+    scale_ld,  # FP8_BLOCK: elements from one column of scales to the next
+    out_rows,
+    alpha,
+    up_offset,
+    limit,
+    num_experts,
+    ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RULE: tl.constexpr,
+    EMAX: tl.constexpr,
+    MAX_MANTISSA: tl.constexpr,
+    FACTORS_BY_ROW: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    ARRANGEMENT: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROUTED: tl.constexpr,  # 0, or a power of two: at least the number of slots
+    HARDWARE_CAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    num_chunks = tl.cdiv(K, BLOCK_K)
+    pid = tl.program_id(0)
+    chunk = pid % num_chunks  # neighbours in time are neighbours in memory
+    item = (pid // num_chunks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = item < items
+    column = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = there[:, None] & (column[None, :] < K)
+    x_ptrs = x_ptr + item.to(tl.int64) * x_stride
+    x = _load(x_ptrs, column, inside, K, chunk, ACTIVATION, GATED, ARRANGEMENT, BLOCK_M, BLOCK_K,
+              alpha, up_offset, limit, HAS_LIMIT)  # fmt: skip
+
+    BLOCKS: tl.constexpr = BLOCK_K // BLOCK
+    # Codes that are stored together, and how many there are in a row.
+    WIDTH: tl.constexpr = BLOCK_K // 2 if ELEMENT == "e2m1" else BLOCK_K
+    row_width = K // 2 if ELEMENT == "e2m1" else K
+    place = chunk * WIDTH + tl.arange(0, WIDTH)
+    scale = 0
+    if ELEMENT == "bf16":
+        codes = arithmetic.rounded(x, tl.bfloat16)
+    else:
+        x = tl.reshape(x, (BLOCK_M, BLOCKS, BLOCK))
+        amax_bits = tl.max(casts.magnitude_bits(x), axis=2)
+        if RULE == "fp8_block":
+            scale, multiplier = fp8._fp8_block_scale(amax_bits)
+        elif RULE == "te" or RULE == "torchao":
+            if FACTORS_BY_ROW:
+                group = tl.load(group_ptr + item, mask=there, other=0)
+            else:
+                group = tl.zeros((BLOCK_M,), tl.int64)
+            first = tl.load(factors_ptr + group * 2, mask=there, other=1.0)[:, None]
+            second = tl.load(factors_ptr + group * 2 + 1, mask=there, other=1.0)[:, None]
+            unusual = tl.max(row_blocks._far_from_one(second).to(tl.int32)) > 0
+            scale, multiplier = row_blocks._nvfp4_scale(
+                amax_bits, first, second, unusual, RULE, HARDWARE_CAST
+            )
+        else:
+            scale, multiplier = row_blocks._mx_scale(amax_bits, RULE, EMAX, MAX_MANTISSA)
+        if ELEMENT == "e2m1":
+            low, high = tl.split(tl.reshape(x, (BLOCK_M, WIDTH, 2)))
+            half = row_blocks._for_pairs(multiplier, BLOCK_M, BLOCKS, BLOCK) * 0.5
+            codes = casts.halves_to_e2m1(low * half, high * half, HARDWARE_CAST)
+        else:
+            y = tl.reshape(x * multiplier[:, :, None], (BLOCK_M, BLOCK_K))
+            codes = casts.to_e4m3(y, HARDWARE_CAST) if ELEMENT == "e4m3" else casts.to_e5m2(y, HARDWARE_CAST)
+
+    scale_column = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    codes_inside = there[:, None] & (place[None, :] < row_width)
+    scale_inside = there[:, None] & (scale_column[None, :] < scale_columns)
+    if ROUTED > 0:  # BLOCK_M is 1
+        token = pid // num_chunks
+        sorted_rows, lane = route.sort_few(
+            inverse_ptr,
+            offs_ptr,
+            tokens_ptr,
+            new_inverse_ptr,
+            token,
+            items,
+            num_experts,
+            chunk == 0,
+            TOP_K,
+            ROUTED,
+        )
+    for j in tl.static_range(1 if TOP_K == 0 else TOP_K):
+        if TOP_K == 0:
+            row = item.to(tl.int64)
+        elif ROUTED > 0:
+            row = tl.zeros((BLOCK_M,), tl.int64) + tl.sum(tl.where(lane == j, sorted_rows, 0), axis=0)
+        else:
+            row = tl.load(inverse_ptr + item * TOP_K + j, mask=there, other=0).to(tl.int64)
+            row = tl.where(row < 0, -1 - row, row)
+        tl.store(codes_ptr + row[:, None] * row_width + place[None, :], codes, mask=codes_inside)
+        if ELEMENT != "bf16":
+            if RULE == "fp8_block":
+                offset = row[:, None] + scale_column.to(tl.int64)[None, :] * scale_ld
+            elif BLOCKED:
+                tile = (row // 128)[:, None] * tl.cdiv(scale_columns, 4) + (scale_column // 4)[None, :]
+                in_tile = (row % 32 * 16 + row % 128 // 32 * 4)[:, None] + (scale_column % 4)[None, :]
+                offset = tile * 512 + in_tile
+            else:
+                offset = row[:, None] * scale_columns + scale_column[None, :]
+            tl.store(scale_ptr + offset, scale, mask=scale_inside)
+    if RULE == "fp8_block":  # the padding below MN-major scales
+        padded = out_rows + tl.arange(0, 4)
+        place_in_padding = padded.to(tl.int64)[:, None] + scale_column.to(tl.int64)[None, :] * scale_ld
+        padding = (padded[:, None] < scale_ld) & (scale_column[None, :] < scale_columns) & (pid < num_chunks)
+        tl.store(scale_ptr + place_in_padding, tl.zeros((4, BLOCKS), tl.float32), mask=padding)
+
+
+@triton.jit
+def _load(x_ptrs, column, inside, K, chunk, ACTIVATION: tl.constexpr, GATED: tl.constexpr, ARRANGEMENT: tl.constexpr,
+          BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, alpha, up_offset, limit, HAS_LIMIT: tl.constexpr):  # fmt: skip
+    """float32 (BLOCK_M, BLOCK_K) of the rows at x_ptrs, activated; 0 outside."""
+    if not GATED:
+        x = casts.to_float32(tl.load(x_ptrs[:, None] + column[None, :], mask=inside, other=0.0))
+        if ACTIVATION == "":
+            values = x
+        else:
+            values = arithmetic.activated(x, x, ACTIVATION, alpha, up_offset, limit, HAS_LIMIT)
+    else:
+        if ARRANGEMENT == 2:
+            wide = chunk * (2 * BLOCK_K) + tl.arange(0, 2 * BLOCK_K)
+            both_inside = tl.max(inside.to(tl.int32), axis=1)[:, None] > 0
+            both = tl.load(
+                x_ptrs[:, None] + wide[None, :], mask=both_inside & (wide[None, :] < 2 * K), other=0.0
+            )
+            gate, up = tl.split(tl.reshape(casts.to_float32(both), (BLOCK_M, BLOCK_K, 2)))
+        else:
+            if ARRANGEMENT == 0:
+                gate_column = column
+                up_column = K + column
+            else:
+                gate_column = column // 32 * 64 + column % 32
+                up_column = gate_column + 32
+            gate = casts.to_float32(tl.load(x_ptrs[:, None] + gate_column[None, :], mask=inside, other=0.0))
+            up = casts.to_float32(tl.load(x_ptrs[:, None] + up_column[None, :], mask=inside, other=0.0))
+        values = arithmetic.activated(gate, up, ACTIVATION, alpha, up_offset, limit, HAS_LIMIT)
+        values = tl.where(inside, values, 0.0)
+    return values

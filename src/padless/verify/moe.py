@@ -1,0 +1,421 @@
+"""The checks of ``padless verify`` for the Mixture-of-Experts layer: its passes, and the layer as a whole.
+
+Each raises AssertionError. Inputs are random, with ids that are no expert among them and NaN in what must not be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from padless.formats import FORMATS, FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.kernels.table import ROUTES, kernels_arch
+from padless.moe import (
+    Activation,
+    activate_quantize,
+    combine,
+    combine_backward,
+    gather_quantize,
+    moe,
+    ops,
+    route,
+    route_quantize,
+    twins,
+)
+from padless.moe.layer import Projection, fuses
+from padless.quantization.quantize import dequantize, quantize
+from padless.runtime.driver import cuda_driver
+from padless.testing.guarded import POISON
+
+DEVICE = "cuda"
+# (tokens, k, experts): one launch and two, up to 512 experts, k from 1 to 16, no tokens.
+ROUTINGS = (
+    (0, 4, 8),
+    (1, 8, 128),
+    (64, 8, 512),
+    (61, 16, 60),
+    (513, 8, 257),
+    (4097, 1, 512),
+    (8192, 8, 128),
+    (20011, 6, 64),
+)
+# (tokens, k, experts, columns)
+GATHERS = ((1, 8, 16, 256), (64, 8, 128, 2880), (700, 3, 9, 1040), (3000, 8, 64, 512))
+ACTIVATIONS = (
+    *(Activation("swiglu", gate_up) for gate_up in ("concatenated", "interleaved", "alternating")),
+    Activation("swiglu", "alternating", alpha=1.702, limit=7.0, up_offset=1.0),
+    Activation("geglu", limit=3.0),
+    Activation("relu2"),
+    Activation("gelu"),
+    Activation("silu"),
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def draw_ids(tokens: int, top_k: int, experts: int, seed: int) -> torch.Tensor:
+    """(T, k) int64 ids on the CPU, some of them no expert."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, experts, (tokens, top_k), generator=generator)
+    chance = torch.rand(ids.shape, generator=generator)
+    ids[chance < 0.03] = experts
+    ids[chance > 0.98] = -1
+    return ids
+
+
+def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    """Raises AssertionError unless all bits are equal, but that a NaN of floating point is any NaN."""
+    got = got.cpu()
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    if got.dtype in DTYPES:
+        bits = {2: torch.int16, 4: torch.int32}[got.dtype.itemsize]
+        nan = got.isnan()
+        assert torch.equal(nan, want.isnan()), f"{name}: other values are NaN"
+        wrong = (got.contiguous().view(bits) != want.contiguous().view(bits)) & ~nan
+    else:
+        wrong = _bytes(got) != _bytes(want)
+    assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} differ"
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(torch.uint8) if t.numel() else t.new_empty(0, dtype=torch.uint8)
+
+
+def same_quantized(name: str, got: BlockScaledTensor, want: BlockScaledTensor) -> None:
+    """Raises AssertionError unless codes and scales are equal in every bit."""
+    same_bits(f"{name}, codes", got.data.view(torch.uint8), want.data.view(torch.uint8))
+    same_bits(f"{name}, scales", got.scale, want.scale)
+
+
+# --- passes ----------------------------------------------------------------------------------------------
+
+
+def check_passes() -> str:
+    """Routing, gathered quantization, activation, sum and gradients on the GPU are their twins, bit for bit."""
+    counts = [_check_routings(), _check_gathers(), _check_activations(), _check_sums()]
+    return "{} routings, {} gathers, {} activations, {} sums with gradients, bit for bit".format(*counts)
+
+
+def _check_routings() -> int:
+    for seed, (tokens, top_k, experts) in enumerate(ROUTINGS):
+        for ids in (draw_ids(tokens, top_k, experts, seed), torch.full((tokens, top_k), experts // 2)):
+            want = twins.route(ids, experts)
+            for dtype in (torch.int64, torch.int32):
+                got = route(ids.to(DEVICE, dtype), experts)
+                for name, one, other in zip(got._fields, got, want, strict=True):
+                    same_bits(f"{name} of {tokens} tokens, k {top_k}, {experts} experts", one, other)
+    return 4 * len(ROUTINGS)
+
+
+def _scale_of(format: BlockScaledFormat) -> torch.Tensor | None:
+    return torch.tensor(0.003) if format == NVFP4 else None
+
+
+def _on_gpu(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.to(DEVICE)
+
+
+def _check_gathers() -> int:
+    count = 0
+    for seed, (tokens, top_k, experts, k) in enumerate(GATHERS):
+        ids = draw_ids(tokens, top_k, experts, seed)
+        rows = twins.route(ids, experts)[1]
+        for format, dtype in zip(FORMATS, (*DTYPES, *DTYPES), strict=False):
+            x = torch.randn(tokens, k, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            x[tokens // 2, 3] = float("nan")
+            for layout in ("plain",) if format == FP8_BLOCK else ("plain", "blocked"):
+                scale = _scale_of(format)
+                want = quantize(x[rows.long()], format, scale_layout=layout, global_scale=scale)
+                options: dict[str, Any] = {"scale_layout": layout, "global_scale": _on_gpu(scale)}
+                there = x.to(DEVICE)
+                routing, routed = route_quantize(there, ids.to(DEVICE), experts, format, **options)
+                name = f"{format.name} {layout} of {tokens} tokens"
+                same_quantized(f"route_quantize {name}", routed, want)
+                same_bits(f"tokens of {name}", routing.tokens, rows)
+                gathered = gather_quantize(there, routing.inverse, format, **options)
+                same_quantized(f"gather_quantize {name}", gathered, want)
+                by_rows = quantize(there, format, rows=routing.tokens, **options)
+                same_quantized(f"quantize(rows=) {name}", by_rows, want)
+                count += 3
+    return count
+
+
+def _check_activations() -> int:
+    count = 0
+    for seed, activation in enumerate(ACTIVATIONS):
+        for m, n, dtype in (
+            (5, 512, torch.bfloat16),
+            (700, 2880 * 2, torch.bfloat16),
+            (33, 1152, torch.float32),
+        ):
+            generator = torch.Generator().manual_seed(seed)
+            x = torch.randn(m, n, generator=generator) * torch.logspace(-3, 2, n)
+            x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
+            x = x.to(dtype)
+            values = twins.activated(x, activation, in_bfloat16=True)
+            got = activate_quantize(x.to(DEVICE), activation, None)
+            assert isinstance(got, torch.Tensor)
+            same_bits(f"{activation}", got, values)
+            exact = twins.activated(x, activation, in_bfloat16=False)
+            for format in FORMATS:
+                scale = _scale_of(format)
+                quantized = activate_quantize(x.to(DEVICE), activation, format, global_scale=_on_gpu(scale))
+                assert isinstance(quantized, BlockScaledTensor)
+                same_quantized(
+                    f"{activation} as {format.name}", quantized, quantize(exact, format, global_scale=scale)
+                )
+                count += 1
+    return count
+
+
+def _check_sums() -> int:
+    count = 0
+    for seed, (tokens, top_k, experts, n) in enumerate(GATHERS):
+        for dtype, weights_dtype in zip(DTYPES, (torch.float32, torch.bfloat16, torch.float32), strict=True):
+            generator = torch.Generator().manual_seed(seed)
+            inverse = twins.route(draw_ids(tokens, top_k, experts, seed), experts)[2]
+            y = torch.randn(tokens * top_k, n, generator=generator).to(dtype)
+            weights = torch.rand(tokens, top_k, generator=generator)
+            dropped = inverse < 0
+            y[-1 - inverse[dropped].long()] = float("nan")
+            weights[dropped] = float("nan")
+            weights = weights.to(weights_dtype)
+            shared = torch.randn(tokens, n, generator=generator).to(dtype)
+            there = [t.to(DEVICE) for t in (y, inverse, weights, shared)]
+            name = f"{tokens} tokens, k {top_k}, {dtype}"
+            same_bits(f"combine {name}", combine(*there), twins.combine(y, inverse, weights, shared, dtype))
+            want = twins.combine(y, inverse, None, None, torch.float32)
+            same_bits(f"sum {name}", combine(there[0], there[1], None, out_dtype=torch.float32), want)
+            gradients = combine_backward(there[3], *there[:3])
+            expected = twins.combine_backward(shared, y, inverse, weights)
+            for part, one, other in zip(("dy", "dweights"), gradients, expected, strict=True):
+                same_bits(f"{part} {name}", one, other)
+            count += 1
+    return count
+
+
+# --- the layer -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's weights, tokens and options."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    w13: BlockScaledTensor
+    w2: BlockScaledTensor
+    options: dict[str, Any]
+
+    def run(self, **more: Any) -> torch.Tensor:
+        return moe(self.x, self.ids, self.weights, self.w13, self.w2, **(self.options | more))
+
+    def only(self, tokens: torch.Tensor) -> Layer:
+        return replace(self, x=self.x[tokens], ids=self.ids[tokens], weights=self.weights[tokens])
+
+    def to(self, device: str) -> Layer:
+        def moved(t: Any) -> Any:
+            if isinstance(t, BlockScaledTensor):
+                scale = None if t.global_scale is None else t.global_scale.to(device)
+                return BlockScaledTensor(
+                    t.data.to(device), t.scale.to(device), t.format, scale, t.scale_layout
+                )
+            return t.to(device) if isinstance(t, torch.Tensor) else t
+
+        options = {name: moved(value) for name, value in self.options.items()}
+        x, ids, weights, w13, w2 = map(moved, (self.x, self.ids, self.weights, self.w13, self.w2))
+        return Layer(x, ids, weights, w13, w2, options)
+
+
+GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+# (weights, activations, (tokens, k, experts, H, I), other options, whether with biases)
+_CASES: tuple[tuple[BlockScaledFormat, Any, tuple[int, ...], dict[str, Any], bool], ...] = (
+    (FP8_BLOCK, None, (37, 4, 9, 384, 256), {}, False),
+    (FP8_BLOCK, None, (300, 6, 16, 640, 384), {}, True),
+    (FP8_BLOCK, None, (90, 2, 5, 272, 128), {"activation": "relu2"}, False),
+    (MXFP8, None, (70, 4, 9, 384, 256), {}, False),
+    (NVFP4, None, (70, 4, 9, 384, 256), {}, False),
+    (MXFP4, None, (70, 4, 9, 384, 256), GPT_OSS, True),
+    (MXFP4, torch.bfloat16, (70, 4, 9, 384, 256), GPT_OSS, True),
+    (MXFP4, torch.bfloat16, (21, 3, 5, 256, 128), {}, False),
+    (MXFP4, MXFP4, (70, 4, 9, 384, 256), {}, False),
+)
+# Largest error of a token over the root of the mean square of all tokens: quantizing activations twice, to e4m3 or e2m1.
+_BOUNDS = {"FP8_BLOCK": 0.1, "MXFP8": 0.12, "NVFP4": 0.4, "MXFP4": 0.6, "BF16": 0.02}
+
+
+def layers(arch: str) -> Iterator[Layer]:
+    """The layers whose pairs of formats have kernels on ``arch``; on the CPU."""
+    pairs = {(p.a, p.b) for p in ROUTES if p.operation == "grouped_gemm" and p.arch == kernels_arch(arch)}
+    for seed, (weights, activations, sizes, options, with_bias) in enumerate(_CASES):
+        if (activations_of(weights, activations), weights.name) in pairs:
+            yield draw_layer(weights, activations, sizes, options, with_bias, seed)
+
+
+def activations_of(weights: BlockScaledFormat, activations: Any) -> str:
+    """Name of the format of activations that moe() takes."""
+    if activations is None:
+        from padless.moe.layer import ACTIVATIONS as DEFAULTS
+
+        return DEFAULTS[weights].name
+    return "BF16" if activations is torch.bfloat16 else str(activations.name)
+
+
+def draw_layer(
+    format: BlockScaledFormat,
+    activations: Any,
+    sizes: tuple[int, ...],
+    options: dict[str, Any],
+    with_bias: bool,
+    seed: int,
+) -> Layer:
+    """A random layer on the CPU; sizes: tokens, k, experts, H, I."""
+    tokens, top_k, experts, h, i = sizes
+    generator = torch.Generator().manual_seed(seed)
+    n = i if options.get("activation") == "relu2" else 2 * i
+    given: dict[str, Any] = {**options, "activations": activations}
+    if with_bias:
+        given["bias13"] = torch.randn(experts, n, generator=generator) * 0.3
+        given["bias2"] = torch.randn(experts, h, generator=generator) * 0.3
+    w13 = torch.randn(experts, n, h, generator=generator) / h**0.5
+    w2 = torch.randn(experts, h, i, generator=generator) / i**0.5
+    return Layer(
+        torch.randn(tokens, h, generator=generator).bfloat16(),
+        draw_ids(tokens, top_k, experts, seed),
+        torch.rand(tokens, top_k, generator=generator),
+        quantize(w13, format, kind="weight"),
+        quantize(w2, format, kind="weight"),
+        given,
+    )
+
+
+def check_layer() -> str:
+    """moe() is its passes' twins around the GPU's products, right, the same alone as among others, and replays."""
+    worst, count = 0.0, 0
+    for on_cpu in layers(cuda_driver().arch):
+        layer = on_cpu.to(DEVICE)
+        out = layer.run()
+        name = f"{layer.w13.format.name} {layer.options}"
+        same_bits(f"moe() of {name}", out, composed(on_cpu))
+        error = largest_error(out.cpu(), on_cpu)
+        limit = _BOUNDS[activations_of(layer.w13.format, layer.options["activations"])]
+        assert error <= limit, f"moe() of {name}: a token is off by {error:.3f}, allowed {limit}"
+        worst = max(worst, error)
+        tokens = layer.x.shape[0]
+        for some in (torch.tensor([tokens // 3]), torch.randperm(tokens)[: tokens // 2]):
+            picked = some.to(DEVICE)
+            same_bits(f"some tokens of {name}", layer.only(picked).run(), out.cpu()[some])
+        _check_replay(layer, name)
+        _check_no_wait(layer)
+        count += 1
+    return f"{count} layers, worst error of a token {worst:.3f}"
+
+
+def composed(layer: Layer) -> torch.Tensor:
+    """The layer of twins on the CPU and the GPU's products."""
+    o = layer.options
+    act = Activation(
+        o.get("activation", "swiglu"),
+        o.get("gate_up", "concatenated"),
+        o.get("alpha", 1.0),
+        o.get("limit"),
+        o.get("up_offset", 0.0),
+    )
+    format = ops.BY_NAME.get(activations_of(layer.w13.format, o["activations"]))
+    scale = torch.ones(()) if format == NVFP4 else None
+    offs, tokens, inverse = twins.route(layer.ids, layer.w13.data.shape[0])
+    there = layer.to(DEVICE)
+    rows = layer.x[tokens.long()]
+    a: Any = rows.to(DEVICE) if format is None else _moved(quantize(rows, format, global_scale=scale))
+    first, second = (
+        Projection(w, bias, None)
+        for w, bias in ((there.w13, there.options.get("bias13")), (there.w2, there.options.get("bias2")))
+    )
+    ends = offs.to(DEVICE)
+    if fuses(layer.w13, act):
+        hidden: Any = first.activated(a, ends, act, format, _on_gpu(scale))
+    else:
+        h = first.product(a, ends).cpu()
+        values = twins.activated(h, act, in_bfloat16=format is None)
+        hidden = values.to(DEVICE) if format is None else _moved(quantize(values, format, global_scale=scale))
+    y = second.product(hidden, ends).cpu()
+    y[int(offs[-1]) :].view(POISON[2][0]).fill_(POISON[2][1])
+    return twins.combine(y, inverse, layer.weights, None, layer.x.dtype)
+
+
+def _moved(t: BlockScaledTensor) -> BlockScaledTensor:
+    scale = None if t.global_scale is None else t.global_scale.to(DEVICE)
+    # MN-major scales become row-major: the same numbers.
+    return BlockScaledTensor(
+        t.data.to(DEVICE), t.scale.contiguous().to(DEVICE), t.format, scale, t.scale_layout
+    )
+
+
+def largest_error(out: torch.Tensor, layer: Layer) -> float:
+    """Of a token against float64 of the dequantized weights, over the root of the mean square of all tokens' norms."""
+    o, experts = layer.options, layer.w13.data.shape[0]
+    w13, w2 = dequantize(layer.w13).double(), dequantize(layer.w2).double()
+    want = torch.zeros(layer.x.shape, dtype=torch.float64)
+    for e in range(experts):
+        token, slot = (layer.ids == e).nonzero(as_tuple=True)
+        h = layer.x[token].double() @ w13[e].t()
+        h = h if o.get("bias13") is None else h + o["bias13"][e].double()
+        y = _exact_activation(h, o) @ w2[e].t()
+        y = y if o.get("bias2") is None else y + o["bias2"][e].double()
+        want.index_add_(0, token, y * layer.weights[token, slot, None].double())
+    size = want.norm(dim=1).square().mean().sqrt()
+    return float(((out.double() - want).norm(dim=1) / size).max())
+
+
+def _exact_activation(h: torch.Tensor, o: dict[str, Any]) -> torch.Tensor:
+    if o.get("activation") == "relu2":
+        return h.clamp(min=0).square()
+    gate, up = (h[:, 0::2], h[:, 1::2]) if o.get("gate_up") == "alternating" else h.chunk(2, dim=1)
+    if o.get("limit") is not None:
+        gate, up = gate.clamp(max=o["limit"]), up.clamp(-o["limit"], o["limit"])
+    return gate * (gate * o.get("alpha", 1.0)).sigmoid() * (up + o.get("up_offset", 0.0))
+
+
+def _check_replay(layer: Layer, name: str) -> None:
+    """Captured in a CUDA graph, replayed with other tokens, ids and weights in the same buffers."""
+    static = replace(layer, x=layer.x.clone(), ids=layer.ids.clone(), weights=layer.weights.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = static.run()
+    order = torch.randperm(layer.x.shape[0], device=DEVICE)
+    other = replace(layer.only(order), ids=layer.ids.flip(1))
+    for target, source in ((static.x, other.x), (static.ids, other.ids), (static.weights, other.weights)):
+        target.copy_(source)
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    same_bits(f"replay of {name}", out, other.run().cpu())
+
+
+def _check_no_wait(layer: Layer) -> None:
+    """torch raises in the call if anything in it waits for the GPU."""
+    with _waiting_is_an_error():
+        layer.run()
+    torch.cuda.synchronize()
+
+
+@contextmanager
+def _waiting_is_an_error() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def rehearse(arch: str, backend: str) -> None:
+    """The products of `check_layer` on the CPU, by ``backend``; nobody looks at the outputs."""
+    for layer in layers(arch):
+        tokens = layer.x.shape[0]
+        for some in (torch.arange(tokens), torch.tensor([tokens // 3]), torch.arange(tokens // 2)):
+            layer.only(some).run(backend=backend)

@@ -1,0 +1,121 @@
+"""The benchmark of the layer: contenders compute one layer, wrong or missing ones show, and passes have their bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from padless import FP8_BLOCK, dequantize
+from padless.bench import commands, layer
+from padless.bench.layer_problem import MODELS, LayerPoint, grid, make_layer
+from padless.bench.measure import facts_of
+from padless.bench.paper import BenchResult
+from padless.bench.report import report_file
+from padless.bench.results import ResultFile, failures
+from padless.formats import BlockScaledTensor, round_up
+from support.bench_records import StandInTimer, timing
+
+POINT = LayerPoint("tiny", 19, 5, 3, 256, 128)
+
+
+@pytest.fixture(scope="module")
+def problem():  # type: ignore[no-untyped-def]
+    return make_layer(POINT, 3, "cpu")
+
+
+def padded_gemm(
+    a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, group_index: torch.Tensor
+) -> None:
+    """What DeepGEMM's contiguous one computes."""
+    x, w = dequantize(a), dequantize(b)
+    for row, group in enumerate(group_index.tolist()):
+        if group >= 0:
+            out[row] = x[row] @ w[group].t()
+
+
+def test_contenders_compute_one_layer(problem) -> None:  # type: ignore[no-untyped-def]
+    found = layer.calls(problem)
+    assert set(found) == {layer.BF16, layer.TODAY, layer.PADLESS}
+    rows = sum(round_up(size, 128) for size in problem.sizes)
+    found[layer.DEEPGEMM] = lambda: layer.padded_layer(problem, rows, padded_gemm)
+    right, record = layer.check(problem, found)
+    assert failures([record | {"point": facts_of(POINT)}]) == []
+    assert set(right) == set(found) == set(layer.TOLERANCE)
+    assert all(0 < error < layer.TOLERANCE[name] for name, error in record["row_error"].items())
+
+
+def test_a_wrong_or_broken_contender_is_noticed_and_not_timed(
+    problem, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    right = layer.calls
+
+    def broken() -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    def changed(*args: Any) -> dict[str, Any]:
+        found = right(*args)
+        return found | {layer.TODAY: broken, layer.PADLESS: lambda: found[layer.BF16]() * 1.2}
+
+    monkeypatch.setattr(layer, "calls", changed)
+    record = layer.measure_layer(problem, (), StandInTimer(), graphs=False) | {"point": facts_of(POINT)}
+    assert set(record["gpu"]) & set(layer.TOLERANCE) == {layer.BF16}
+    assert len(failures([record])) == 2
+
+
+def test_a_measured_point_is_shown(problem, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    record = layer.measure_layer(problem, (), StandInTimer(), graphs=False)
+    record |= {"kind": "layer", "point": facts_of(POINT), "seed": 0, "floor_us": 3.0, "copy_gb_per_s": 1000.0}
+    assert {f"pass: {name}" for name in layer.PASSES} | {"passes"} < set(record["gpu"])
+    file = ResultFile(tmp_path / "layer.jsonl")
+    file.append(record)
+    console = Console(width=100, record=True)
+    report_file(file.path, console=console)
+    text = console.export_text()
+    assert "…" not in text
+    assert "tiny" in text
+    assert "%" in text
+
+
+def test_bytes_of_the_passes(problem) -> None:  # type: ignore[no-untyped-def]
+    """Counted from the tensors that go in and out."""
+    from padless.moe import combine, gather_quantize, route
+
+    routing = route(problem.ids, 5)
+    rows = gather_quantize(problem.x, routing.inverse, FP8_BLOCK)
+    y = torch.zeros((57, 256), dtype=torch.bfloat16)
+    out = combine(y, routing.inverse, problem.weights)
+    inverse, weights = routing.inverse.nbytes, problem.weights.nbytes
+    assert problem.pass_bytes() == {
+        "route": problem.ids.nbytes + sum(t.nbytes for t in routing),
+        "gather_quantize": problem.x.nbytes + inverse + rows.data.nbytes + 57 * 2 * 4,
+        "combine": y.nbytes + inverse + weights + out.nbytes,
+    }
+    record = {"gpu": {"pass: combine": timing(2.0)}, "pass_bytes": {"combine": 4000}, "copy_gb_per_s": 4.0}
+    assert layer.pass_rate(record, "combine") == pytest.approx(0.5)
+
+
+def test_the_grid() -> None:
+    full, quick = grid(full=True), grid(full=False)
+    assert len(set(full)) == len(full) == 27
+    assert {point.model for point in full} == set(MODELS)
+    assert len(quick) == 6
+    assert set(quick) <= set(full)
+    assert LayerPoint("x", 8192, 1, 8, 2, 3).flops == 8192 * 8 * 36
+
+
+def test_options_reach_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def run(*args: Any) -> BenchResult:
+        seen.append(args)
+        return BenchResult([], tmp_path / "layer.jsonl")
+
+    monkeypatch.setattr(commands.layer_bench, "run_layer", run)
+    assert commands.layer(full=True, out=tmp_path, seed=3, time_limit_s=9.0) == 0
+    ((points, only, out, settings),) = seen
+    assert points == grid(full=True)
+    assert (only, out, settings.seed, settings.time_limit_s) == (None, tmp_path, 3, 9.0)

@@ -1,0 +1,114 @@
+"""The first projection in one launch: the bits of the public call, and packed launches that are found again."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor, grouped_gemm_swiglu_quant
+from padless.moe import fused
+from padless.moe.layer import ACTIVATIONS, gathered
+from support.moe_layer_problem import PAIRS, draw_layer, pair_name
+from support.triton_cases import bits
+
+
+def operands(pair: Any) -> tuple[Any, Any, Any, Any]:
+    """(a, weights, offs, format of activations)."""
+    fmt, activations = pair
+    layer = draw_layer(pair, tokens=11)
+    format = None if activations is torch.bfloat16 else activations or ACTIVATIONS[fmt]
+    scale = torch.tensor(0.01) if format == NVFP4 else None
+    routing, rows = gathered(layer.x, layer.ids, 5, format, scale)
+    return rows, layer.w13, routing.offs, format
+
+
+@pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
+def test_bits_of_the_public_call(pair: Any, has_bias: bool, gate_up: str) -> None:
+    a, w, offs, format = operands(pair)
+    bias = torch.randn(5, 256).bfloat16() if has_bias else None
+    scale = torch.tensor([0.02]) if format == NVFP4 else None
+    got = fused.swiglu(
+        a, w, offs, gate_up=gate_up, bias=bias, format=format, global_scale=scale, backend=None
+    )
+    out = grouped_gemm_swiglu_quant(
+        gate_up=gate_up, a_tensor=a, b_tensor=w, padded_offsets=offs, d_format=format, bias_tensor=bias,
+        row_layout=None if format in (None, FP8_BLOCK) else "plain", global_scale_tensor=scale, column_output=False,
+    )  # fmt: skip
+    end = int(offs[-1])
+    want = out["d_tensor"] if format is None else out.row
+    if isinstance(got, BlockScaledTensor):
+        assert torch.equal(bits(got.data[:end]), bits(want.data[:end]))
+        assert torch.equal(bits(got.scale[:end]), bits(want.scale[:end]))
+        assert got.scale.stride() == want.scale.stride()
+    else:
+        assert torch.equal(got[:end], want[:end])
+
+
+class Launches:
+    """Stands in for `prepare`: packs nothing, and counts."""
+
+    def __init__(self, copies: tuple[torch.Tensor, ...] = ()) -> None:
+        self.packed = self.launched = 0
+        self.copies = copies
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.packed += 1
+
+        def launch(stream: int) -> None:
+            self.launched += 1
+
+        return type("Prepared", (), {"launch": staticmethod(launch), "copies": self.copies})
+
+
+def call(
+    launches: Launches, a: Any, w: Any, offs: torch.Tensor, tensors: Any, format: Any = FP8_BLOCK
+) -> None:
+    with mock.patch.object(fused, "prepare", launches), mock.patch.object(fused, "check"):
+        fused._launch(a, w, offs, fused.epilogue_of("concatenated", False, format), tensors)
+
+
+def outputs(a: Any, w: Any, format: Any = FP8_BLOCK) -> fused.EpilogueTensors:
+    epilogue = fused.epilogue_of("concatenated", False, format)
+    return fused.EpilogueTensors(**fused.allocate(epilogue, a.shape[0], 256, 5, a.device, 1))
+
+
+def test_a_launch_is_found_again_by_what_it_depends_on() -> None:
+    fused._LAUNCHES.clear()
+    a, w, offs, _ = operands((FP8_BLOCK, None))
+    tensors, launches = outputs(a, w), Launches()
+    for _ in range(3):
+        same = BlockScaledTensor(a.data, a.scale, a.format)  # other objects, the same memory
+        call(launches, same, w, offs, tensors)
+    assert (launches.packed, launches.launched) == (1, 3)
+    others: list[tuple[Any, Any, Any, Any]] = [
+        (BlockScaledTensor(a.data.clone(), a.scale, a.format), w, offs, tensors),
+        (BlockScaledTensor(a.data, a.scale.contiguous(), a.format), w, offs, tensors),
+        (a, BlockScaledTensor(w.data.clone(), w.scale, w.format), offs, tensors),
+        (a, BlockScaledTensor(w.data, w.scale.clone(), w.format), offs, tensors),
+        (a, w, offs.clone(), tensors),
+        (a, w, offs, outputs(a, w)),
+        (BlockScaledTensor(a.data[:7], a.scale[:7].contiguous(), a.format), w, offs, tensors),
+    ]
+    for i, other in enumerate(others):
+        call(launches, *other)
+        assert launches.packed == 2 + i
+    call(launches, a, w, offs, tensors)
+    assert launches.packed == 1 + len(others)
+    call(launches, a, w, offs, outputs(a, w, MXFP8), MXFP8)
+    assert launches.packed == 2 + len(others)
+    fused._LAUNCHES.clear()
+
+
+def test_a_launch_with_copies_is_not_kept() -> None:
+    fused._LAUNCHES.clear()
+    a, w, offs, _ = operands((FP8_BLOCK, None))
+    tensors, launches = outputs(a, w), Launches((torch.zeros(1),))
+    for _ in range(2):
+        call(launches, a, w, offs, tensors)
+    assert (launches.packed, launches.launched) == (2, 2)
+    assert fused._LAUNCHES == {}

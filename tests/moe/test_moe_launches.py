@@ -1,0 +1,96 @@
+"""The whole layer as a GPU runs it, with every kernel's machine code in the emulator: its bits and its launches."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from padless import FP8_BLOCK, MXFP4, NVFP4
+from padless.moe import moe, ops
+from support.moe_layer_problem import PAIRS, draw_layer
+
+pytest.importorskip("triton")
+from support.emulated_triton import EmulatedKernel
+
+
+@pytest.fixture
+def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, EmulatedKernel]:
+    """The layer's Triton kernels, emulated, and the operators that take them for CPU tensors."""
+    from padless.moe.triton import combine, quantize_rows, route
+    from padless.quantization.triton import casts as triton_casts
+    from padless.quantization.triton import global_scale as quantize_triton_global
+
+    monkeypatch.setattr(triton_casts, "casts_in_hardware", lambda device: True)
+    monkeypatch.setattr(ops, "runs_triton", lambda t: True)
+    found = {}
+    for module, name in (
+        (route, "_route_few"),
+        (route, "_count"),
+        (route, "_place"),
+        (quantize_rows, "_quantize_rows"),
+        (combine, "_combine"),
+        (quantize_triton_global, "_factors_of_given"),
+    ):
+        found[name] = EmulatedKernel(getattr(module, name))
+        monkeypatch.setattr(module, name, found[name])
+    return found
+
+
+def counted(kernels: dict[str, EmulatedKernel]) -> dict[str, int]:
+    return {name: kernel.launches for name, kernel in kernels.items() if kernel.launches}
+
+
+CASES: list[tuple[str, Any, dict[str, Any], dict[str, int]]] = [
+    ("few slots", (FP8_BLOCK, None), {}, {"_quantize_rows": 1, "_combine": 1}),
+    (
+        "an activation of its own",
+        (FP8_BLOCK, None),
+        {"gate_up": "alternating", "limit": 2.0, "up_offset": 1.0},
+        {"_quantize_rows": 2, "_combine": 1},
+    ),
+    (
+        "global scales",
+        (NVFP4, None),
+        {},
+        {"_quantize_rows": 1, "_combine": 1, "_factors_of_given": 1},
+    ),
+    ("bfloat16 activations", (MXFP4, torch.bfloat16), {}, {"_route_few": 1, "_combine": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("pair", "options", "launches"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+def test_launches_and_bits(
+    pair: Any, options: dict[str, Any], launches: dict[str, int], triton_kernels: dict[str, EmulatedKernel]
+) -> None:
+    """A GPU launches these, and a product for each projection."""
+    assert pair in PAIRS
+    layer = draw_layer(pair, tokens=5, top_k=2, experts=3, h=128, i=64, seed=9, shared=True, **options)
+    got = layer.run(moe, backend="emulator")
+    assert counted(triton_kernels) == launches
+    with mock.patch.object(ops, "runs_triton", return_value=False):
+        assert torch.equal(got, layer.run(moe, backend="emulator"))
+    assert counted(triton_kernels) == launches
+
+
+@pytest.mark.parametrize(("most", "launches"), [(9, {"_route_few": 1}), (0, {"_count": 1, "_place": 1})])
+def test_launches_of_more_slots(
+    most: int,
+    launches: dict[str, int],
+    triton_kernels: dict[str, EmulatedKernel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond the slots that are sorted where they are quantized, and beyond those that one launch sorts."""
+    from padless.moe.triton import quantize_rows, route
+
+    monkeypatch.setattr(quantize_rows, "ROUTED_SLOTS", 9)
+    monkeypatch.setattr(route, "FEW_SLOTS", 1000 if most else 9)
+    layer = draw_layer((FP8_BLOCK, None), tokens=5, top_k=2, experts=3, h=128, i=64, seed=9)
+    got = layer.run(moe)
+    assert counted(triton_kernels) == {**launches, "_quantize_rows": 1, "_combine": 1}
+    with mock.patch.object(ops, "runs_triton", return_value=False):
+        assert torch.equal(got, layer.run(moe))

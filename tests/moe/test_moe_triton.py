@@ -1,0 +1,179 @@
+"""The layer's Triton kernels: equal to their twins in the interpreter, as machine code in the emulator, on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from padless.moe import twins
+from support import moe_cases, triton_cases
+from support.ragged import ROOT
+
+triton = pytest.importorskip("triton")
+from support.emulated_triton import EmulatedKernel  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str | None]:
+    """The outcome of every case in Triton's interpreter, from one process of its own."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "tests/support/moe_cases.py")],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", moe_cases.CASES)
+def test_in_the_interpreter(name: str, interpreted: dict[str, str | None]) -> None:
+    assert interpreted[name] is None, interpreted[name]
+
+
+@pytest.mark.gpu(capability=None)
+@pytest.mark.parametrize("name", moe_cases.CASES)
+def test_on_the_gpu(name: str) -> None:
+    moe_cases.CASES[name]("cuda")
+
+
+# --- machine code for Hopper, in the emulator ------------------------------------------------------------
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
+    """Every kernel of the layer replaced by its emulated machine code, with the hardware's casts."""
+    from padless.moe.triton import combine, quantize_rows, route
+    from padless.quantization.triton import casts as triton_casts
+    from padless.quantization.triton import fp8_block as quantize_triton
+    from padless.quantization.triton import global_scale as quantize_triton_global
+    from padless.quantization.triton import row_blocks as quantize_triton_rows
+
+    monkeypatch.setattr(triton_casts, "casts_in_hardware", lambda device: True)
+    kernels = []
+    for module, name in (
+        (route, "_route_few"),
+        (route, "_count"),
+        (route, "_place"),
+        (quantize_rows, "_quantize_rows"),
+        (combine, "_combine"),
+        (combine, "_combine_backward"),
+        (quantize_triton_global, "_factors_of_given"),
+        (quantize_triton, "_fp8_block_activation"),
+        (quantize_triton_rows, "_row_blocks"),
+    ):
+        kernels.append(EmulatedKernel(getattr(module, name)))
+        monkeypatch.setattr(module, name, kernels[-1])
+    # A GPU's arithmetic returns one NaN whatever went in, the emulator's keeps the sign of an operand.
+    original = triton_cases.awkward
+    monkeypatch.setattr(moe_cases, "awkward", lambda *a: _with_one_nan(original(*a)))
+    return kernels
+
+
+def _with_one_nan(x: torch.Tensor) -> torch.Tensor:
+    return x.masked_fill(x.isnan(), float("nan"))
+
+
+def test_machine_code_of_route(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    from padless.moe.triton import route
+
+    moe_cases.route_pair(moe_cases.draw_ids(9, 4, 5, 1), 5, "cpu")
+    monkeypatch.setattr(route, "FEW_SLOTS", 64)
+    monkeypatch.setattr(route, "MAX_RUNS", 3)
+    moe_cases.route_pair(moe_cases.draw_ids(110, 5, 7, 2), 7, "cpu")
+    assert [k.launches for k in emulated[:3]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", moe_cases.FORMATS)
+def test_machine_code_of_quantize_rows(name: str, emulated: list[EmulatedKernel]) -> None:
+    """Gathered, scattered and activated rows of one format."""
+    from padless import formats
+    from padless.quantization.quantize import quantize
+
+    x, fmt, rule = (
+        moe_cases.awkward((7, 160), torch.bfloat16, 1),
+        getattr(formats, name),
+        moe_cases.rules(name)[0],
+    )
+    given = moe_cases.given_scale(name)
+    _, rows, inverse = twins.route(moe_cases.draw_ids(7, 3, 5, 2), 5)
+    layout = moe_cases.layouts_of(name)[-1]
+    want = quantize(x[rows.long()], fmt, scale_layout=layout, global_scale=given)
+    moe_cases.assert_same(moe_cases.quantized(x, name, rule, layout, given=given, inverse=inverse), want)
+    moe_cases.assert_same(moe_cases.gathered_by_kernel(x, name, rule, layout, rows, given), want)
+    activation = moe_cases.activations()[moe_cases.FORMATS.index(name)]
+    moe_cases.assert_activated(activation, torch.randn(3, 256) * 4, (name,), "cpu")
+    assert emulated[3].launches == 2 + len(moe_cases.layouts_of(name))
+    assert sum(k.launches for k in emulated[-2:]) == 1
+
+
+def test_machine_code_of_routed_rows(emulated: list[EmulatedKernel]) -> None:
+    moe_cases.routed_rows("cpu")
+
+
+def test_machine_code_of_combine(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_cases, "PROBLEMS", ((5, 3, 264),))
+    moe_cases.combined("cpu")
+    moe_cases.combine_gradients("cpu")
+    assert all(k.launches for k in emulated[4:6])
+
+
+def compiled_ptx(kernel: Any) -> str:
+    """All PTX that an emulated kernel was compiled to."""
+    return "\n".join(c.asm["ptx"] for c in kernel._compiled.values())
+
+
+def one_a_block() -> torch.Tensor:
+    """Values from -4 to 4, each alone in its block of 128: a block's scale has all bits of its activation."""
+    x = torch.zeros((40, 8, 128))
+    x[:, :, 5] = torch.linspace(-4, 4, 320).view(40, 8)
+    return x.flatten(1)
+
+
+def test_every_bit_of_an_activation(emulated: list[EmulatedKernel]) -> None:
+    for kind in ("silu", "gelu"):
+        moe_cases.assert_activated(moe_cases.Activation(kind), one_a_block(), ("FP8_BLOCK",), "cpu")
+
+
+def test_products_and_sums_stay_apart(
+    emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No fused multiply-add in what is defined as two operations, and 16-byte accesses where rows allow them."""
+    monkeypatch.setattr(moe_cases, "PROBLEMS", ((3, 2, 512),))
+    monkeypatch.setattr(moe_cases, "DTYPES", (torch.bfloat16,))
+    moe_cases.combined("cpu")
+    moe_cases.combine_gradients("cpu")
+    for kernel in emulated[4:6]:
+        ptx = compiled_ptx(kernel)
+        assert "fma.rn.f32" not in ptx
+        assert ".ftz" not in ptx
+    assert "v4.b32" in compiled_ptx(emulated[4])
+
+
+def test_a_fused_multiply_add_would_show(
+    emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison of bits fails when the compiler may contract, so it is no accident that it holds."""
+    monkeypatch.setattr(moe_cases, "PROBLEMS", ((5, 3, 264),))
+    monkeypatch.setattr(moe_cases, "DTYPES", (torch.float32,))
+    compile_ = EmulatedKernel._compile
+
+    def contracting(self: EmulatedKernel, runtime: Any, constants: Any, options: dict[str, int]) -> Any:
+        return compile_(self, runtime, constants, options | {"enable_fp_fusion": True})
+
+    monkeypatch.setattr(EmulatedKernel, "_compile", contracting)
+    with pytest.raises(AssertionError, match="values differ"):
+        moe_cases.combined("cpu")
+    with pytest.raises(AssertionError, match="differ"):
+        moe_cases.assert_activated(moe_cases.Activation("gelu"), one_a_block(), ("FP8_BLOCK",), "cpu")
+    assert "fma.rn.f32" in compiled_ptx(emulated[4])
