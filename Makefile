@@ -9,7 +9,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 WORKERS ?= 2
-CUDA_SOURCES = $(shell find src -name '*.cu' -o -name '*.cuh')
+CUDA_SOURCES = $(shell find src docs -name '*.cu' -o -name '*.cuh')
 
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
