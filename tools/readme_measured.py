@@ -95,7 +95,9 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         if not options.check:
             (root / name).write_text(after, encoding="utf-8")
     if options.check and differ:
-        print(f"{' and '.join(differ)} differ from the records under {FOLDER}: run make readme", file=sys.stderr)
+        print(
+            f"{' and '.join(differ)} differ from the records under {FOLDER}: run make readme", file=sys.stderr
+        )
         return 1
     return 0
 

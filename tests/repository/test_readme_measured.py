@@ -136,7 +136,9 @@ def test_the_readmes_sections_are_among_those_of_the_other_page():
         targets = links.findall(text)
         assert targets
         assert all(((tool.ROOT / page).parent / target).exists() for target in targets), page
-    assert [line for line in tool.beside_the_records(readme).splitlines() if line not in every.splitlines()] == []
+    assert [
+        line for line in tool.beside_the_records(readme).splitlines() if line not in every.splitlines()
+    ] == []
 
 
 def test_another_record_makes_another_readme(tmp_path):
