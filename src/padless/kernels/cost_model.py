@@ -1,4 +1,4 @@
-"""What a tile costs on a GPU, what a problem then takes with it, and where the numbers come from.
+"""Cost model: what a tile costs on a GPU, what a problem takes with it, and where the numbers come from.
 
 A kernel's time is that of a queue: every CTA (or cluster) takes the next tile when it is free. ``simulate`` plays that
 queue for known group sizes. ``estimate_ns`` gives its mean when the sizes are unknown, which is what a choice of tile
