@@ -1,4 +1,4 @@
-"""Reads constants and code of a cubin, which is a 64-bit little-endian ELF file (System V gABI, "Sections", "Symbol Table")."""
+"""Reads a cubin, a 64-bit little-endian ELF file (System V gABI, "Sections", "Symbol Table")."""
 
 from __future__ import annotations
 
