@@ -58,25 +58,26 @@ def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
 
 
 @needs_mkdocs
-@pytest.mark.parametrize(
-    "planted", ["[x](no_such_page.md)", "[x](formats.md#no-such-heading)", "::: padless.no_such"]
-)
-def test_a_page_that_leads_nowhere_is_a_failure(tmp_path, planted):
+def test_a_page_that_leads_nowhere_is_a_failure(tmp_path):
     """On a tree of three pages, with the settings of the whole."""
     settings = (ROOT / "mkdocs.yml").read_text()
     (tmp_path / "mkdocs.yml").write_text(
         settings[: settings.index("\nnav:")].replace("hooks:", "hooks: []  #")
     )
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "measured").mkdir(parents=True)
     (tmp_path / "src").symlink_to(ROOT / "src")
     shutil.copy(DOCS / "formats.md", tmp_path / "docs")
-    (tmp_path / "docs" / "supported.md").write_text("# Supported\n")
-    (tmp_path / "docs" / "measured").mkdir()
+    (tmp_path / "docs" / "supported.md").write_text((DOCS / "supported.md").read_text())
     (tmp_path / "docs" / "measured" / "README.md").write_text("# Measured\n")
-    for text, code in (("# Start\n", 0), (f"# Start\n\n{planted}\n", 1)):
-        (tmp_path / "docs" / "index.md").write_text(text)
+    for planted, code in {
+        "nothing": 0,
+        "[x](no_such_page.md)": 1,
+        "[x](formats.md#no-such-heading)": 1,
+        "::: padless.no_such": 1,
+    }.items():
+        (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n{planted}\n")
         built = build(tmp_path, tmp_path / "site")
-        assert built.returncode == code, built.stderr
+        assert built.returncode == code, f"{planted}: {built.stderr}"
 
 
 def test_every_public_name_stands_in_the_reference_once():
