@@ -121,7 +121,7 @@ def main(lesson: Lesson) -> int:
         print(
             str(report).replace(f"{Path.cwd()}/", ""), end="\n\n"
         )  # the compiler puts it before names of files
-    print(f"{len(result.reports)} reports, largest error {error:g}")
+    print(f"reports: {len(result.reports)}, largest error: {error:g}")
     return 0 if not result.reports and error == 0 else 1
 
 

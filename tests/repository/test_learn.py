@@ -68,7 +68,11 @@ def test_script_prints_the_report_and_says_so_by_its_exit_code():
         )
 
     whole, broken = script(), script("--break", "no-proxy-fence")
-    assert (whole.returncode, whole.stdout) == (0, "0 reports, largest error 0\n"), whole.stderr
+    assert (whole.returncode, whole.stdout) == (0, "reports: 0, largest error: 0\n"), whole.stderr
     assert broken.returncode == 1
     assert re.match(r"missing-proxy-fence: .*tma_copy\.cu:\d+", broken.stdout)
-    assert broken.stdout.endswith("\n1 reports, largest error 0\n")
+    assert broken.stdout.endswith("\nreports: 1, largest error: 0\n")
+    shown = (FOLDER / "README.md").read_text()
+    places = re.findall(r"tma_copy\.cu:\d+", shown)
+    assert len(places) == 2
+    assert all(place in broken.stdout for place in places), "the report in docs/learn/README.md is another"
