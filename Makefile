@@ -19,7 +19,7 @@ DEV := $(VENV)/.installed-dev
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
-	@echo "make check     lint and the tests that run no kernel;  make test-all  the slow tests too"
+	@echo "make check     lint and the tests that run few kernels;  make test-all  the slow tests too"
 	@echo "make docs      the documentation's site, into site/;  make readme  measured figures, from docs/measured"
 	@echo "make lint, make format, make dev (install only), make clean"
 
@@ -32,7 +32,7 @@ test: lint
 test-all: lint
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow
 
-# What takes a minute: lint, and tests that run no kernel.
+# What takes a minute: lint, and tests that run few kernels.
 check: lint
 	@$(BIN)/python -m pytest -q -n $(WORKERS) tests/repository tests/model tests/ops tests/runtime tests/cli
 
