@@ -9,17 +9,18 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 WORKERS ?= 2
-CUDA_SOURCES = $(shell find src -name '*.cu' -o -name '*.cuh')
+CUDA_SOURCES = $(shell find src docs -name '*.cu' -o -name '*.cuh')
 
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test test-all readme lint format dev clean help
+.PHONY: demo test test-all check readme docs lint format dev clean help
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
-	@echo "make test-all  the slow tests too;  make readme  the README's figures, from docs/measured"
+	@echo "make check     lint and the tests that run few kernels;  make test-all  the slow tests too"
+	@echo "make docs      the documentation's site, into site/;  make readme  measured figures, from docs/measured"
 	@echo "make lint, make format, make dev (install only), make clean"
 
 demo: $(RUN)
@@ -30,6 +31,14 @@ test: lint
 
 test-all: lint
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow
+
+# What takes a minute: lint, and tests that run few kernels.
+check: lint
+	@$(BIN)/python -m pytest -q -n $(WORKERS) tests/repository tests/model tests/ops tests/runtime tests/cli
+
+docs: $(DEV)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
+	@echo "docs: site/index.html"
 
 readme: $(RUN)
 	@$(BIN)/python tools/readme_measured.py
@@ -49,7 +58,7 @@ format: $(DEV)
 dev: $(DEV)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "padless needs Python 3.11 or newer with venv: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -64,6 +73,6 @@ $(RUN): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt | $(RUN)
-	@echo "Installing the test and lint tools into $(VENV) (once; a minute)"
-	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@echo "Installing the test, lint and documentation tools into $(VENV) (once; a minute)"
+	@$(PIP) install -c constraints.txt -e '.[dev,docs]'
 	@touch $@

@@ -1,6 +1,6 @@
 """Draws barriers and tensor memory of the dense MXFP8 kernel and counts its bytes, from its compiled constants.
 
-``python tools/kernel_map.py`` prints what stands in docs/kernels/sm100_mxfp8_gemm.md.
+``python tools/kernel_map.py`` prints what stands in docs/kernels/sm100_dense/map.md.
 """
 
 from __future__ import annotations

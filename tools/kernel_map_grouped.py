@@ -1,6 +1,6 @@
 """Draws barriers and tensor memory of the grouped Blackwell kernel and counts its bytes, from its compiled constants.
 
-``python tools/kernel_map_grouped.py`` prints what stands in docs/kernels/sm100_grouped_gemm.md.
+``python tools/kernel_map_grouped.py`` prints what stands in docs/kernels/sm100_grouped/map.md.
 """
 
 from __future__ import annotations

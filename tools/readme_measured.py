@@ -1,11 +1,12 @@
-"""Writes what README.md says was measured, from the records under docs/measured.
+"""Writer of what README.md and docs/measured/README.md say was measured, from the records under docs/measured.
 
-    python tools/readme_measured.py          # rewrites the part between the marks in README.md
-    python tools/readme_measured.py --check  # exits with 1 and a sentence where README.md differs
+    python tools/readme_measured.py          # rewrites the part between the marks in both
+    python tools/readme_measured.py --check  # exits with 1 and a sentence for each that differs
 
 The newest record of each kind counts: `<date>-h200-<kind>.jsonl` of `padless bench`, `<date>-h200-verify.json` of
 `padless verify`. What no record holds is left out. A figure is typed nowhere: machine, dates, repeats and ranges of
-points are read from the records too, and what went wrong in one is said.
+points are read from the records too, and what went wrong in one is said. README.md has the sections of README_KINDS,
+docs/measured/README.md all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from measured_records import FOLDER, Measured, machine, measured, newest
@@ -41,41 +42,63 @@ SECTIONS: dict[str, Callable[[Measured], list[str]]] = {
     "epilogue": epilogue_section,
     "quantize": quantize_section,
 }
+CHECKS = "checks"  # of `padless verify`, after the sections
+EVERY_KIND = (*SECTIONS, CHECKS)
+README_KINDS = ("paper-full", "formats")
 
 
-def measured_block(folder: Path) -> str:
+def measured_block(folder: Path, kinds: Collection[str] = EVERY_KIND) -> str:
     """The text between the marks, of the records in a folder; links are those of README.md to docs/measured."""
     found = {kind: record for kind in SECTIONS if (record := measured(folder, kind)) is not None}
     parts = [machine(list(found.values()))] if found else []
     for kind, record in found.items():
-        parts += SECTIONS[kind](record)
+        parts += SECTIONS[kind](record) if kind in kinds else []
     verify = newest(folder, "verify.json")
-    parts += checks_section(verify) if verify is not None else []
+    parts += checks_section(verify) if verify is not None and CHECKS in kinds else []
     return "\n\n".join(parts) + "\n\n"
 
 
-def with_block(readme: str, block: str) -> str:
-    """README.md with another text between its marks."""
-    changed, count = BLOCK.subn(lambda match: match[1] + block + match[2], readme)
+def beside_the_records(block: str) -> str:
+    """The text with links of docs/measured/README.md in place of those of README.md."""
+    return block.replace(f"]({FOLDER}/", "](").replace("](docs/", "](../")
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """What stands between the marks of each page, by its path in the repository."""
+    return {
+        "README.md": measured_block(folder, README_KINDS),
+        f"{FOLDER}/README.md": beside_the_records(measured_block(folder)),
+    }
+
+
+def with_block(page: str, block: str) -> str:
+    """A page with another text between its marks."""
+    changed, count = BLOCK.subn(lambda match: match[1] + block + match[2], page)
     if count != 1:
-        raise ValueError(f"readme must have one pair of marks measured:begin and measured:end, found {count}")
+        raise ValueError(f"page must have one pair of marks measured:begin and measured:end, found {count}")
     return changed
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 where README.md differs"
+        "--check", action="store_true", help="write nothing; exit with 1 where a page differs"
     )
     options = parser.parse_args(arguments)
-    readme = root / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after = with_block(before, measured_block(root / FOLDER))
-    if options.check and before != after:
-        print(f"{readme} differs from its records under {FOLDER}: run make readme", file=sys.stderr)
+    differ = []
+    for name, block in pages(root / FOLDER).items():
+        before = (root / name).read_text(encoding="utf-8")
+        after = with_block(before, block)
+        if before == after:
+            continue
+        differ.append(name)
+        if not options.check:
+            (root / name).write_text(after, encoding="utf-8")
+    if options.check and differ:
+        print(
+            f"{' and '.join(differ)} differ from the records under {FOLDER}: run make readme", file=sys.stderr
+        )
         return 1
-    if before != after:
-        readme.write_text(after, encoding="utf-8")
     return 0
 
 

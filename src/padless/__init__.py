@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from padless._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from padless import moe as moe
     from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
     from padless.compat.cudnn.gemm_class import GroupedGemmQuant
     from padless.compat.torch import scaled_grouped_mm
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from padless.kernels.sm100_dense.host import Sm100DenseConfig
     from padless.kernels.sm100_dense.host import Sm100DenseConfig as Mxfp8GemmConfig
     from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
-    from padless.moe.combining import combine
-    from padless.moe.layer import moe
-    from padless.moe.routing import route
     from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
     from padless.ops.grouped_gemm_epilogue import QuantOutputs
     from padless.ops.grouped_gemm_list import grouped_gemm_list
@@ -64,7 +62,6 @@ __all__ = [
     "Sm100GroupedConfig",
     "WgradConfig",
     "backends",
-    "combine",
     "dequantize",
     "gemm",
     "group_offsets",
@@ -73,11 +70,9 @@ __all__ = [
     "grouped_gemm_quant",
     "grouped_gemm_swiglu_quant",
     "grouped_gemm_wgrad",
-    "moe",
     "quantize",
     "quantize_rows_columns",
     "quantize_weight_both",
-    "route",
     "scaled_grouped_mm",
     "swiglu_backward_quantize",
 ]
@@ -100,7 +95,6 @@ _HOMES = {
     "Sm90Mxfp8Config": "kernels.sm90_mxfp8.host",
     "WgradConfig": "kernels.sm90_fp8_wgrad.config",
     "backends": "runtime.devices",
-    "combine": "moe.combining",
     "dequantize": "quantization.quantize",
     "gemm": "ops.grouped_gemm",
     "group_offsets": "ops.grouped_gemm",
@@ -109,14 +103,15 @@ _HOMES = {
     "grouped_gemm_quant": "compat.cudnn.calls",
     "grouped_gemm_swiglu_quant": "compat.cudnn.calls",
     "grouped_gemm_wgrad": "ops.grouped_gemm_wgrad",
-    "moe": "moe.layer",
     "quantize": "quantization.quantize",
     "quantize_rows_columns": "quantization.rows_columns",
     "quantize_weight_both": "quantization.weight_both",
-    "route": "moe.routing",
     "scaled_grouped_mm": "compat.torch",
     "swiglu_backward_quantize": "quantization.swiglu_backward",
 }
+# Packages whose names are public: padless.moe.moe, padless.moe.route, ..
+_PACKAGES = ("moe",)
+
 # Earlier names of configurations.
 _ALIASES = {
     "Bf16GemmConfig": "Sm90Bf16Config",
@@ -126,13 +121,15 @@ _ALIASES = {
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})
 
 
 if not TYPE_CHECKING:  # a type checker knows the names from above, and refuses others
 
     def __getattr__(name: str) -> Any:
         """Imports a public name at its first use, so that ``padless --help`` does not wait for torch."""
+        if name in _PACKAGES:
+            return import_module(f"padless.{name}")
         home = _HOMES.get(_ALIASES.get(name, name))
         if home is None:
             raise AttributeError(f"module 'padless' has no attribute {name!r}")

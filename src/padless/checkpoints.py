@@ -1,4 +1,4 @@
-"""Quantised weights of other people's checkpoints as BlockScaledTensors. Nothing is requantised: codes and
+"""Quantized weights of other people's checkpoints as BlockScaledTensors. Nothing is requantized: codes and
 scales are taken as they are, and only their layout, their shape or the direction of a global scale changes.
 
     with Checkpoint("model/") as checkpoint:  # a folder, a .safetensors file or a dictionary of tensors

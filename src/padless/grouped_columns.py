@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from padless.formats import ceil_div, round_up
+from padless.gradients import refuse_gradients
 
 ALIGNMENTS = (32, 128)  # tokens: one wgmma K step, or one line of shared memory
 SCALE_BLOCK = 128  # tokens that share a scale, counted from the group's start
@@ -40,6 +41,9 @@ class GroupedColumns:
     block_starts: torch.Tensor
     block: tuple[int, int]
     alignment: int
+
+    def __post_init__(self) -> None:
+        refuse_gradients(data=self.data, scale=self.scale)
 
     @property
     def features(self) -> int:

@@ -1,4 +1,4 @@
-"""Where scales and packed codes lie in memory, in plain torch. Nothing here waits for the GPU.
+"""Layouts of scales and packed codes in memory, in plain torch. Nothing here waits for the GPU.
 
 The 32x4x4 layout of one-byte scales, which Blackwell's tensor cores read: tiles of 128 rows x 4 columns, 512
 contiguous bytes each, row-major over the tiles; inside a tile row r, column c is byte (r % 32) * 16 + (r //

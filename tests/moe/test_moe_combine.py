@@ -44,11 +44,11 @@ def check_combined(
 def test_combine(problem: tuple[int, int, int], dtype: torch.dtype) -> None:
     """NaN in rows and weights of slots that are dropped does not show."""
     y, inverse, weights, shared = combine_problem(*problem, dtype, 1)
-    out = padless.combine(y, inverse, weights, shared, out_dtype=dtype)
+    out = padless.moe.combine(y, inverse, weights, shared, out_dtype=dtype)
     check_combined(out, y, inverse, weights, shared)
-    without = padless.combine(y, inverse, weights, out_dtype=torch.float32)
+    without = padless.moe.combine(y, inverse, weights, out_dtype=torch.float32)
     check_combined(without, y, inverse, weights, torch.zeros_like(shared))
-    ones = padless.combine(y, inverse, None)
+    ones = padless.moe.combine(y, inverse, None)
     check_combined(ones, y, inverse, torch.ones_like(weights), torch.zeros_like(shared))
 
 
@@ -56,7 +56,9 @@ def test_rows_behind_the_last_are_not_read() -> None:
     y, inverse, weights, _ = combine_problem(6, 2, 16, torch.float32, 2)
     fenced = GuardedOutput(40, 16, torch.float32)
     fenced.out[:12] = y
-    assert torch.equal(padless.combine(fenced.out, inverse, weights), padless.combine(y, inverse, weights))
+    assert torch.equal(
+        padless.moe.combine(fenced.out, inverse, weights), padless.moe.combine(y, inverse, weights)
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_order_of_the_sum() -> None:
     """1e8 + 1 - 1e8 in float32 is 0 from left to right, and 1 in another order."""
     inverse = torch.tensor([[0, 1, 2], [0, 2, 1]], dtype=torch.int32)
     y = torch.tensor([[1e8], [1.0], [-1e8]]).repeat(2, 1)
-    assert padless.combine(y, inverse, None).tolist() == [[0.0], [1.0]]
+    assert padless.moe.combine(y, inverse, None).tolist() == [[0.0], [1.0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,7 +132,7 @@ def test_gradient_of_the_gather(dtype: torch.dtype) -> None:
 
 def test_no_tokens_and_no_columns() -> None:
     nothing = torch.empty((0, 3), dtype=torch.int32)
-    assert padless.combine(torch.empty(0, 8), nothing, torch.empty(0, 3)).shape == (0, 8)
+    assert padless.moe.combine(torch.empty(0, 8), nothing, torch.empty(0, 3)).shape == (0, 8)
     dy, dweights = combine_backward(torch.empty(0, 8), torch.empty(0, 8), nothing, torch.empty(0, 3))
     assert dy.shape == (0, 8)
     assert dweights.shape == (0, 3)
@@ -139,7 +141,7 @@ def test_no_tokens_and_no_columns() -> None:
 def test_gather_quantize_is_quantize_of_gathered_rows() -> None:
     """The tail too, in every format; a token's codes are those of the token alone."""
     x = torch.randn(21, 160).bfloat16()
-    routing = padless.route(torch.randint(-1, 6, (21, 3)), 5)
+    routing = padless.moe.route(torch.randint(-1, 6, (21, 3)), 5)
     for fmt in (padless.FP8_BLOCK, padless.MXFP8, padless.MXFP8_E5M2, padless.MXFP4, padless.NVFP4):
         given = torch.tensor(0.002) if fmt == padless.NVFP4 else None
         got = gather_quantize(x, routing.inverse, fmt, global_scale=given)
@@ -169,4 +171,4 @@ def test_errors(change: dict[str, object], named: str) -> None:
         "weights": torch.zeros(6, 2),
     }
     with pytest.raises(ValueError, match=named):
-        padless.combine(**(given | change))
+        padless.moe.combine(**(given | change))

@@ -273,6 +273,6 @@ def test_weights_that_require_grad(name: str, part: str) -> None:
 def test_package_exports() -> None:
     import padless
 
-    assert padless.moe is moe
-    assert padless.route.__module__ == "padless.moe.routing"
+    assert padless.moe.moe is moe
+    assert padless.moe.route.__module__ == "padless.moe.routing"
     assert problems.dense is dense

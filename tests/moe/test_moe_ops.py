@@ -96,12 +96,12 @@ def assert_compiles(function: Callable[..., Any], *arguments: Any) -> None:
 
 def test_compiled_parts() -> None:
     def parts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        offs, tokens, inverse = padless.route(ids, 5)
+        offs, tokens, inverse = padless.moe.route(ids, 5)
         again, rows = route_quantize(x, ids, 5, padless.FP8_BLOCK)
         gathered = gather_quantize(x, inverse, padless.MXFP8)
         h = x[tokens]
         hidden = activate_quantize(h, Activation("swiglu"), padless.FP8_BLOCK)
-        out = padless.combine(h, inverse, weights, x)
+        out = padless.moe.combine(h, inverse, weights, x)
         dy, dweights = combine_backward(x, h, inverse, weights)
         return (
             offs,

@@ -53,11 +53,11 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_route(name: str) -> None:
     ids, num_experts = CASES[name]
-    check_routing(padless.route(ids, num_experts), ids, num_experts)
+    check_routing(padless.moe.route(ids, num_experts), ids, num_experts)
 
 
 def test_the_example_of_the_docstring() -> None:
-    offs, tokens, inverse = padless.route(torch.tensor([[2, 0], [0, 9]]), 3)
+    offs, tokens, inverse = padless.moe.route(torch.tensor([[2, 0], [0, 9]]), 3)
     assert offs.tolist() == [2, 2, 3]
     assert tokens.tolist() == [0, 1, 0, 1]
     assert inverse.tolist() == [[2, 0], [1, -4]]
@@ -107,4 +107,4 @@ def test_a_wrong_routing_is_noticed(planted: Callable[[torch.Tensor, int], Routi
 )
 def test_errors(ids: object, num_experts: int, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        padless.route(ids, num_experts)
+        padless.moe.route(ids, num_experts)

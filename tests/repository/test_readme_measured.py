@@ -1,4 +1,4 @@
-"""The README's measured part is what tools/readme_measured.py makes of the records, and its figures are theirs."""
+"""Measured parts of README.md and docs/measured/README.md: what tools/readme_measured.py makes of the records."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from measured_tables import (
 from support.bench_records import timing
 
 RECORDS = tool.ROOT / tool.FOLDER
+PAGES = ("README.md", f"{tool.FOLDER}/README.md")
 
 
 def session(**changes) -> dict:
@@ -86,7 +87,7 @@ def rows_of(text: str) -> list[list[str]]:
     return [lines[0], *lines[2:]]
 
 
-# --- the README and its records -----------------------------------------------------------------------------
+# --- the pages and their records ----------------------------------------------------------------------------
 
 
 def test_readme_says_what_the_records_say(capsys):
@@ -96,29 +97,48 @@ def test_readme_says_what_the_records_say(capsys):
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """A tree with a README of its own and the records."""
-    (tmp_path / "docs").mkdir()
-    (tmp_path / tool.FOLDER).symlink_to(RECORDS, target_is_directory=True)
-    (tmp_path / "README.md").write_text((tool.ROOT / "README.md").read_text())
+    """A tree with pages of its own and the records."""
+    folder = tmp_path / tool.FOLDER
+    folder.mkdir(parents=True)
+    for record in RECORDS.iterdir():
+        if record.suffix != ".md":
+            (folder / record.name).symlink_to(record)
+    for page in PAGES:
+        (tmp_path / page).write_text((tool.ROOT / page).read_text())
     return tmp_path
 
 
-def test_a_figure_edited_by_hand_is_seen_and_put_right(copy, capsys):
-    readme = copy / "README.md"
-    right = readme.read_text()
+@pytest.mark.parametrize(("page", "least"), [(PAGES[0], 100), (PAGES[1], 200)])
+def test_a_figure_edited_by_hand_is_seen_and_put_right(copy, capsys, page, least):
+    edited_page = copy / page
+    right = edited_page.read_text()
     start, end = (right.index(f"<!-- measured:{mark} -->") for mark in ("begin", "end"))
     figures = list(re.compile(r"\d\.\d+|\d+%|\d+ of \d+").finditer(right, start, end))
-    assert len(figures) > 100
-    for figure in figures[:: len(figures) // 8]:
+    assert len(figures) > least
+    for figure in figures[:: len(figures) // 4]:
         digit = str((int(figure[0][0]) + 1) % 10)
         edited = right[: figure.start()] + digit + right[figure.start() + 1 :]
-        readme.write_text(edited)
+        edited_page.write_text(edited)
         assert tool.main(["--check"], root=copy) == 1, figure[0]
-        assert "README.md differs from its records" in capsys.readouterr().err
-        assert readme.read_text() == edited, "--check writes nothing"
+        assert capsys.readouterr().err.startswith(f"{page} differ from the records")
+        assert edited_page.read_text() == edited, "--check writes nothing"
     assert tool.main([], root=copy) == 0
-    assert readme.read_text() == right
+    assert edited_page.read_text() == right
     assert tool.main(["--check"], root=copy) == 0
+
+
+def test_the_readmes_sections_are_among_those_of_the_other_page():
+    readme, every = (tool.pages(RECORDS)[page] for page in PAGES)
+    assert set(tool.README_KINDS) < set(tool.EVERY_KIND)
+    assert readme != every
+    links = re.compile(r"\]\(([^)]+)\)")
+    for page, text in tool.pages(RECORDS).items():
+        targets = links.findall(text)
+        assert targets
+        assert all(((tool.ROOT / page).parent / target).exists() for target in targets), page
+    assert [
+        line for line in tool.beside_the_records(readme).splitlines() if line not in every.splitlines()
+    ] == []
 
 
 def test_another_record_makes_another_readme(tmp_path):

@@ -165,9 +165,22 @@ def test_one_version_everywhere():
 def test_development_pins_agree_with_the_constraints():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     constraints = dict(line.split("==") for line in lines if line and not line.startswith("#"))
-    pins = dict(requirement.split("==") for requirement in project()["optional-dependencies"]["dev"])
+    extras = project()["optional-dependencies"]
+    pins = dict(requirement.split("==") for requirement in extras["dev"] + extras["docs"])
     assert pins.items() <= constraints.items()
     assert "torch" in pins, "an unpinned torch pulls gigabytes"
+
+
+def test_pre_commit_runs_what_make_lint_runs():
+    recipe = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    tool = r"bin/|\$\(BIN\)/"
+    linted = re.findall(rf"(?:{tool})([a-z-]+(?: check| format)?)", recipe)
+    hooks = re.findall(
+        rf"entry: \.venv/(?:{tool})([a-z-]+(?: check| format)?)",
+        (ROOT / ".pre-commit-config.yaml").read_text(),
+    )
+    assert len(linted) >= 4
+    assert sorted(hooks) == sorted(linted)
 
 
 def test_public_names_are_what_they_say():

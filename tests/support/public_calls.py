@@ -34,6 +34,11 @@ def weight(fmt: padless.BlockScaledFormat = NVFP4, *groups: int) -> BlockScaledT
     return padless.quantize(normal(*groups, N, K), fmt, kind="weight")
 
 
+def columns(features: int, block: tuple[int, int] = (1, 128)) -> padless.GroupedColumns:
+    _, made = padless.quantize_rows_columns(normal(M, features), OFFS, column_block=block, rows=False)
+    return made
+
+
 def product() -> dict[str, Any]:
     out = torch.empty((M, N), dtype=torch.bfloat16)
     return {"a": activation(offs=OFFS), "b": weight(NVFP4, GROUPS), "offs": OFFS, "out": out}
@@ -170,9 +175,29 @@ PUBLIC: dict[str, Call] = {
     "quantize": Call(
         Q, lambda: {"x": normal(M, K), "format": NVFP4, "offs": OFFS, "global_scale": normal(GROUPS).abs()}
     ),
+    "quantize of gathered rows": Call(
+        Q, lambda: {"x": normal(M, K), "format": FP8_BLOCK, "rows": torch.tensor([3, 1, 1])}
+    ),
     "quantize to FP8_BLOCK": Call(Q, lambda: {"x": normal(M, K), "format": FP8_BLOCK}),
     "quantize to MXFP4": Call(Q, lambda: {"x": normal(M, K), "format": MXFP4, "kind": "weight"}),
     "scaled_grouped_mm": Call(padless.scaled_grouped_mm, torch_call),
+    "GroupedColumns": Call(padless.GroupedColumns, lambda: dict(vars(columns(N)))),
+    "grouped_gemm_wgrad": Call(
+        padless.grouped_gemm_wgrad,
+        lambda: {"dy": columns(N), "x": columns(K, (128, 128)), "out": torch.zeros(GROUPS, N, K)},
+    ),
+    "quantize_rows_columns": Call(padless.quantize_rows_columns, lambda: {"x": normal(M, K), "offs": OFFS}),
+    "quantize_weight_both": Call(padless.quantize_weight_both, lambda: {"w": normal(GROUPS, N, K)}),
+    "swiglu_backward_quantize": Call(
+        padless.swiglu_backward_quantize,
+        lambda: {
+            "dh": normal(M, K),
+            "z": normal(M, 2 * K),
+            "offs": OFFS,
+            "prob": normal(M),
+            "gate_up": "concatenated",
+        },
+    ),
 }
 E8M0, E4M3, U8 = torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.uint8
 CONVERTERS: dict[str, Call] = {

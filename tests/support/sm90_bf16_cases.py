@@ -125,7 +125,7 @@ def error_bound(problem: Problem, out_dtype: torch.dtype) -> torch.Tensor:
     """For every element, how far the stated accumulation can be from exact.
 
     An instruction adds 16 products and its float32 sum: 17 terms lose less than 2^-25 of the largest, and the sum less
-    than 2^-23 of itself (docs/kernels/sm90_bf16_grouped_gemm.md). No term and no sum exceeds the magnitudes' sum. Then
+    than 2^-23 of itself (docs/kernels/sm90_bf16/index.md). No term and no sum exceeds the magnitudes' sum. Then
     come one rounded multiply-add for each 128 of K (FP8_BLOCK), two multiplications, and the conversion of the output.
     """
     magnitudes = exact_result(absolute(problem))

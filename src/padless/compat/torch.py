@@ -41,7 +41,8 @@ def scaled_grouped_mm(
             transpose of a contiguous (G, N blocks, K blocks), which needs no copy. Where the two numbers of blocks
             differ, (G, N blocks, K blocks) itself is taken too.
         scale_recipe_b: ScalingType.BlockWise128x128, or a list of it.
-        swizzle_a, swizzle_b: None or SwizzleType.NO_SWIZZLE.
+        swizzle_a: None or SwizzleType.NO_SWIZZLE.
+        swizzle_b: None or SwizzleType.NO_SWIZZLE.
         bias: must be None.
         offs: (G,) int32 cumulative end rows.
         output_dtype: bfloat16 (None too), float16 or float32.

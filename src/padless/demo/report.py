@@ -1,4 +1,4 @@
-"""What the demo measured, and how it is printed."""
+"""Measurements of the demo, and the tables that show them."""
 
 from __future__ import annotations
 

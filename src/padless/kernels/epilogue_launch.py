@@ -1,4 +1,4 @@
-"""What the host sides of quantising kernels share: what they compile, check and hand to the kernel.
+"""Host side common to quantizing kernels: what they compile, check and pass to the kernel.
 
 The kernels' side is kernels/device/quant_outputs.cuh.
 """

@@ -1,4 +1,4 @@
-"""What the host sides of all kernels share: a loaded kernel for a configuration, and its tile counters."""
+"""Host side common to all kernels: a loaded kernel for a configuration, and its tile counters."""
 
 from __future__ import annotations
 

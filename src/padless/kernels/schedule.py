@@ -1,4 +1,4 @@
-"""The Python twin of ``kernels/device/scheduler.cuh``: the order in which the tiles of a ragged problem are handed out.
+"""The Python twin of ``kernels/device/scheduler.cuh``: the order in which the tiles of a ragged problem are taken.
 
 Used by tests (the two are compared exhaustively) and to reason about balance.
 """

@@ -1,4 +1,4 @@
-"""What runs where: for every operation, architecture and pair of formats, the kernel that does it.
+"""Table of what runs where: for every operation, architecture and pair of formats, the kernel that does it.
 
 A route is a row of ``ROUTES``. Its module, in its kernel's folder, is the host side of its kernel and has
 

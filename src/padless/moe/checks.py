@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from padless.gradients import refuse_gradients
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
 
@@ -16,14 +17,7 @@ MAX_EXPERTS = 1024
 
 def check_no_grad(name: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Raises ValueError for a tensor whose gradient would be lost."""
-    if not torch.is_grad_enabled():
-        return
-    for argument, t in tensors.items():
-        if isinstance(t, torch.Tensor) and t.requires_grad:
-            raise ValueError(
-                f"{argument} requires grad, and {name} has no gradient; pass {argument}.detach() or call it under "
-                "torch.no_grad()"
-            )
+    refuse_gradients(**tensors)
 
 
 def check_matrix(name: str, t: object, rows: int | None, columns: int | None, device: torch.device) -> None:
@@ -45,7 +39,7 @@ def check_matrix(name: str, t: object, rows: int | None, columns: int | None, de
 def check_inverse(inverse: object, tokens: int | None, rows: int | None) -> None:
     """Raises ValueError unless inverse is (T, k) int32 for so many tokens and rows."""
     if not isinstance(inverse, torch.Tensor) or inverse.dtype != torch.int32 or inverse.dim() != 2:
-        raise ValueError(f"inverse must be (T, k) int32 (see padless.route), got {describe(inverse)}")
+        raise ValueError(f"inverse must be (T, k) int32 (see padless.moe.route), got {describe(inverse)}")
     if tokens is not None and inverse.shape[0] != tokens:
         raise ValueError(f"inverse must have a row for each of {tokens} tokens, got {describe(inverse)}")
     if not 1 <= inverse.shape[1] <= MAX_TOP_K:

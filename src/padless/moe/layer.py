@@ -66,15 +66,17 @@ def moe(
         top_k_weights: (T, k) bfloat16, float16 or float32.
         w13: (E, 2 I, H) weights with a gate, (E, I, H) without, quantized with kind="weight".
         w2: (E, H, I) weights.
-        activation, gate_up, alpha, limit, up_offset: see `padless.moe.Activation`. gpt-oss: "swiglu", "alternating",
-            1.702, 7.0, 1.0.
-        bias13, bias2: (E, 2 I) or (E, I), and (E, H); float32, or bfloat16 or float16, which are converted every time.
+        activation: "swiglu" and others; with gate_up, alpha, limit and up_offset: see `padless.moe.Activation`. gpt-oss:
+            "swiglu", "alternating", 1.702, 7.0, 1.0.
+        bias13: (E, 2 I) or (E, I), float32; bfloat16 and float16 are converted every time.
+        bias2: (E, H), the same.
         shared: (T, H), added to the result.
         activations: format that x and the activated rows are quantized to, or torch.bfloat16 for none (for FP4 weights
             on Hopper). None follows from w13: FP8_BLOCK for FP8_BLOCK and MXFP4 weights, MXFP8 for MXFP8, NVFP4 for
             NVFP4.
-        global_scale1, global_scale2: NVFP4's decode scales of x and of the activated rows, float32, one value or (E,);
-            None is 1, which is right for magnitudes from 0.1 to 2688. A checkpoint's input scales.
+        global_scale1: NVFP4's decode scale of x, float32, one value or (E,); None is 1, which is right for magnitudes
+            from 0.1 to 2688. A checkpoint's input scale.
+        global_scale2: the same for the activated rows.
         num_experts: E, to be held against the weights.
         out_dtype: of the result; None is x's dtype.
         backend: of the products, as in `padless.grouped_gemm`.

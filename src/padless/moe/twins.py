@@ -11,7 +11,7 @@ LANES = 256  # partial sums of a dot product
 
 
 def route(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(offs, tokens, inverse (T, k)) of `padless.route`."""
+    """(offs, tokens, inverse (T, k)) of `padless.moe.route`."""
     top_k = top_k_index.shape[1]
     ids = top_k_index.reshape(-1).to(torch.int64)
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
@@ -47,7 +47,7 @@ def combine(
     shared: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`padless.combine` of checked arguments."""
+    """`padless.moe.combine` of checked arguments."""
     tokens, top_k = inverse.shape
     total = torch.zeros((tokens, y.shape[1]), dtype=torch.float32, device=y.device)
     for j in range(top_k if y.shape[0] > 0 else 0):

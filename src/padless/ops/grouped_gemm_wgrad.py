@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from padless.formats import ceil_div
+from padless.gradients import refuse_gradients
 from padless.grouped_columns import ALIGNMENTS, SCALE_BLOCK, GroupedColumns
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm90_fp8_wgrad import host
@@ -61,6 +62,7 @@ def grouped_gemm_wgrad(
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
     """
+    refuse_gradients(dy=dy, x=x, out=out)
     facts = _facts_of(dy, x, out, accumulate, config) if out is not None and out.is_cuda else None
     if facts is not None and backend in (None, "cuda") and (known := _LAUNCHES.get(facts)) is not None:
         known(current_stream(out.device.index or 0))  # type: ignore[union-attr]

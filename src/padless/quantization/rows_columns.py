@@ -8,6 +8,7 @@ import torch
 
 from padless import grouped_columns
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
+from padless.gradients import refuse_gradients
 from padless.grouped_columns import ALIGNMENTS, GroupedColumns
 from padless.layouts import empty_mn_major, to_mn_major
 from padless.quantization import columns_rules
@@ -47,6 +48,7 @@ def quantize_rows_columns(
 
     Two launches on a GPU, no synchronisation. Raises ValueError for what is not allowed above.
     """
+    refuse_gradients(x=x)
     check_values("x", x, "(M, features)")
     check_offs(offs, x, "x")
     check_column_block("column_block", column_block)

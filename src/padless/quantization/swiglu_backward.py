@@ -9,6 +9,7 @@ import torch
 
 from padless.epilogue import INTERLEAVE
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
+from padless.gradients import refuse_gradients
 from padless.grouped_columns import GroupedColumns
 from padless.layouts import empty_mn_major, to_mn_major
 from padless.quantization import columns_rules, swiglu_rules
@@ -71,6 +72,7 @@ def swiglu_backward_quantize(
     On a GPU one kernel that reads 6 I bytes and writes 5 I a row of 16-bit values, and two small ones; no
     synchronisation; the same bits each time. Raises ValueError for what is not allowed above.
     """
+    refuse_gradients(dh=dh, z=z, prob=prob)
     check_values("dh", dh, "(M, I)")
     check_values("z", z, "(M, 2 I)")
     num_rows, hidden = dh.shape

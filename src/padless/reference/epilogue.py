@@ -1,4 +1,4 @@
-"""From float32 sums to every output of an `Epilogue`, on the CPU: slow, obvious, and what the kernels are judged by.
+"""Reference of the epilogue: float32 sums to every output of an `Epilogue` on the CPU, slow and obvious.
 
 The arithmetic is the text at the top of epilogue.py. Shares nothing with the quantisers, the layouts or the kernels:
 codes are found by comparing with every code's value, scales by logarithms, bytes by the formula of the 32x4x4 layout.

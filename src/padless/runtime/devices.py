@@ -1,4 +1,4 @@
-"""What this machine can compute with, and why not, where it cannot."""
+"""Backends of this machine: what can compute here, and why something cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What padless reads of a cubin: a 64-bit little-endian ELF file (System V gABI, "Sections", "Symbol Table")."""
+"""Reads a cubin, a 64-bit little-endian ELF file (System V gABI, "Sections", "Symbol Table")."""
 
 from __future__ import annotations
 

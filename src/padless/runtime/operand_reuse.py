@@ -4,7 +4,7 @@ The tensor core's sums are in the registers, and it reads and writes them all th
 promote the sums can have of the register file is what it leaves. ``d = fma(sum, scale, d)`` reads three registers, of
 which ``scale`` is that of the instruction before. A bit of an instruction keeps an operand for the next one; ptxas sets
 it on every other multiply-add and, on the rest, one that gives the scheduler's turn away. Here it is set on more of
-them, in runs. Measured effects, and how long a run pays, are in docs/kernels/sm90_fp8_grouped_gemm.md.
+them, in runs. Measured effects, and how long a run pays, are in docs/kernels/sm90_fp8/ladder.md.
 
 No instruction is added, moved or changed in what it computes. The places of the bits were found by the assemblers that
 others wrote for these chips (maxas, CuAssembler, DeepGEMM's former interleaving of multiply-adds); that nothing but the

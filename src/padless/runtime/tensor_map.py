@@ -1,4 +1,4 @@
-"""Tensor maps: what the copy engine is told about a tensor (CUDA driver API, cuTensorMapEncodeTiled).
+"""Tensor maps: descriptions of tensors for TMA (CUDA driver API, cuTensorMapEncodeTiled).
 
 A map is described here by a ``TensorMapSpec`` and encoded by the driver at hand, the GPU's or the emulator's. All
 tuples are innermost dimension first, as in the driver's call.

@@ -1,4 +1,4 @@
-"""What `padless tune` does on Blackwell: times every tile of the grouped kernel beside the one that is chosen.
+"""`padless tune` on Blackwell: times every tile of the grouped kernel beside the one that is chosen.
 
 The choice there is a rule of a few thresholds (``select_grouped_config``) and no table of costs, so nothing is stored:
 what is printed says where the rule is wrong.

@@ -20,7 +20,7 @@ from padless.kernels.sm100_dense.host import KERNEL, Sm100DenseConfig
 from padless.runtime.jit import compile_kernel
 from support.ragged import ROOT
 
-PAGE = ROOT / "docs" / "kernels" / "sm100_mxfp8_gemm.md"
+FOLDER = ROOT / "docs" / "kernels" / "sm100_dense"
 PAIR = Sm100DenseConfig()
 CONFIGS = [
     PAIR,
@@ -31,12 +31,14 @@ CONFIGS = [
 
 
 def test_the_page_shows_the_code() -> None:
-    (drawn,) = re.findall(r"<!-- map:begin -->\n(.*?)<!-- map:end -->", PAGE.read_text(), re.DOTALL)
+    (drawn,) = re.findall(
+        r"<!-- map:begin -->\n(.*?)<!-- map:end -->", (FOLDER / "map.md").read_text(), re.DOTALL
+    )
     assert drawn.strip() == kernel_map_markdown().strip(), "run python tools/kernel_map.py"
 
 
 def test_the_page_says_what_is_known_of_speed() -> None:
-    assert "Verified by emulation; its speed has never been measured." in PAGE.read_text()
+    assert "Verified by emulation; its speed has never been measured." in (FOLDER / "index.md").read_text()
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.tile}-{c.chunk_columns}")

@@ -154,7 +154,7 @@ def main_loop(sass: list[str]) -> int:
     ids=["NVFP4", "MXFP8", "MXFP4"],
 )
 def test_the_main_loop_has_few_instructions(config: Sm90Bf16Config, most: int, tmp_path: Path) -> None:
-    """What bounds the kernel beside the tensor core: docs/kernels/sm90_bf16_grouped_gemm.md counts them."""
+    """What bounds the kernel beside the tensor core: docs/kernels/sm90_bf16/fragments.md counts them."""
     sass = instructions(jit.compile_kernel(KERNEL, config.prelude(), ARCH), tmp_path)
     units = config.block_n // 64 // config.num_warpgroups
     assert 24 * units * 4 < main_loop(sass) <= most  # 24 pairs of codes a unit and thread

@@ -1,4 +1,4 @@
-"""What kernels/sm100_grouped/sm100_grouped_gemm.cu is compiled for, and which of its tiles a problem gets."""
+"""Configuration of sm100_grouped_gemm.cu: its constants, and the tile that a problem gets."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@
 // The lower code is in the low half. The halves are bf16, whose exponent has room for MX scales, or f16 (IS_F16), in which
 // NVFP4 takes fewer instructions. A conversion is exact if the value is a number of that type: for bf16 one below 2^128 and a
 // multiple of 2^-133. MX scales can leave that range: there a value becomes infinite or is rounded, as documented in
-// docs/kernels/sm90_bf16_grouped_gemm.md. NVFP4 values and e4m3 codes are always exact.
+// docs/kernels/sm90_bf16/index.md. NVFP4 values and e4m3 codes are always exact.
 #pragma once
 
-// Formats of an operand, in the host's order (paths/sm90_bf16.py).
+// Formats of an operand, in the host's order (sm90_bf16/host.py).
 constexpr int FORMAT_BF16 = 0;
 constexpr int FORMAT_FP8_BLOCK = 1;
 constexpr int FORMAT_MXFP8 = 2;

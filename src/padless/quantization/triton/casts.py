@@ -1,4 +1,4 @@
-"""Device functions shared by the Triton quantisers: bit patterns, and float32 to the small formats.
+"""Device functions shared by the Triton quantizers: bit patterns, and float32 to the small formats.
 
 Every cast exists twice. HARDWARE_CAST uses the conversion instructions of compute capability 8.9 and later,
 which round to nearest even and saturate. Without it the same rounding is done in integers: for older GPUs,

@@ -1,4 +1,4 @@
-"""FP8_BLOCK's quantisers as Triton kernels: one read of the values, one write of codes and scales.
+"""FP8_BLOCK's quantizers as Triton kernels: one read of the values, one write of codes and scales.
 
 The same arithmetic as `padless.quantization.rules.fp8_block`, bit for bit, which rules out two things that Triton
 does by default: `/` is an approximate division, and `tl.max` drops NaN, so maxima are taken over bit

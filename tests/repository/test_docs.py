@@ -1,0 +1,133 @@
+"""Documentation: the site builds without a warning, pages name what exists, every public name has a reference."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import docs_hooks
+import padless
+from support.ragged import ROOT
+
+DOCS = ROOT / "docs"
+RECORDED = re.compile(r"\d{4}-\d{2}-\d{2}-")  # pages that a tool wrote on the day of a run
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(path for path in sorted(DOCS.rglob("*.md")) if not RECORDED.match(path.name)),
+]
+
+needs_mkdocs = pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None, reason="building the site needs mkdocs, as make installs"
+)
+
+
+def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """What `make docs` runs, for the mkdocs.yml of ``root``."""
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+
+
+# --- the site --------------------------------------------------------------------------------------------
+
+
+@needs_mkdocs
+def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
+    built = build(ROOT, tmp_path)
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    reference = (tmp_path / "api.html").read_text()
+    missing = [name for name in padless.__all__ if f'id="padless.{name}"' not in reference]
+    assert not missing
+    assert "Multiplies every group's rows" in reference, "docstrings are read"
+    assert "To add a kernel" in (tmp_path / "contributing.html").read_text()
+
+
+@needs_mkdocs
+def test_a_page_that_leads_nowhere_is_a_failure(tmp_path):
+    """On a tree of two pages, with the settings of the whole."""
+    settings = (ROOT / "mkdocs.yml").read_text()
+    (tmp_path / "mkdocs.yml").write_text(
+        settings[: settings.index("\nnav:")].replace("hooks:", "hooks: []  #")
+    )
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    (tmp_path / "docs" / "formats.md").write_text("# Formats\n")
+    for planted, code in {
+        "[x](formats.md#formats)": 0,
+        "[x](no_such_page.md)": 1,
+        "[x](formats.md#no-such-heading)": 1,
+        "::: padless.no_such": 1,
+    }.items():
+        (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n{planted}\n")
+        built = build(tmp_path, tmp_path / "site")
+        assert built.returncode == code, f"{planted}: {built.stderr}"
+
+
+def test_every_public_name_stands_in_the_reference_once():
+    named = re.findall(r"^::: padless\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(padless.__all__)
+
+
+def test_contributing_is_a_page_with_links_as_from_docs():
+    text = docs_hooks.contributing_page()
+    targets = re.findall(r"\]\(([^)#]+)", text)
+    assert "architecture.md" in targets
+    assert [target for target in targets if not (DOCS / target).is_file()] == []
+
+
+# --- what pages say --------------------------------------------------------------------------------------
+
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+# Names of files of the repository, as text: `src/padless/x.py`, `tests/a/b.py`, `tools/x.py`, `docs/x.md`.
+NAMED = re.compile(
+    r"(?<![\w/.-])((?:src/padless|tests|tools|docs)/[\w./-]*\w\.(?:py|cu|cuh|cpp|md|json|jsonl|yml))\b"
+)
+
+
+def leads_nowhere(page: Path, text: str) -> list[str]:
+    """Links of a page, and files that it names, that do not exist."""
+    links = [target for target in LINK.findall(text) if "://" not in target]
+    wrong = [target for target in links if not (page.parent / target).exists()]
+    return wrong + [name for name in NAMED.findall(text) if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_named_files_exist(page):
+    text = page.read_text()
+    if page == DOCS / "index.md":
+        text = text.replace("](contributing.md)", "](../CONTRIBUTING.md)")  # made by docs_hooks
+    assert leads_nowhere(page, text) == []
+
+
+def test_a_name_of_nothing_is_seen():
+    text = "[a](no.md#x) `tests/no_such.py` (docs/formats.md) [b](docs/formats.md) src/padless/no/x.cuh [c](https://x.y)"
+    assert leads_nowhere(ROOT / "README.md", text) == ["no.md", "tests/no_such.py", "src/padless/no/x.cuh"]
+
+
+# Folders with device code that is no kernel of a call.
+WITHOUT_PAGES = {"device", "wgmma_probe"}
+
+
+def test_every_kernel_has_pages_and_says_how_it_works_in_1500_words():
+    kernels = {path.parent.name for path in (ROOT / "src/padless/kernels").glob("*/*.cu")} - WITHOUT_PAGES
+    listed = (DOCS / "kernels" / "README.md").read_text()
+    for folder in sorted({*kernels, "quant_epilogue"}):
+        pages = DOCS / "kernels" / folder
+        words = len((pages / "index.md").read_text().split())
+        assert words <= 1500, f"{folder}/index.md has {words} words; move what was tried to ladder.md"
+        assert (pages / "ladder.md").is_file()
+        assert f"({folder}/index.md)" in listed

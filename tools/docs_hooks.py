@@ -1,0 +1,21 @@
+"""Hooks of the documentation's build (mkdocs.yml): CONTRIBUTING.md of the repository becomes a page of the site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def contributing_page() -> str:
+    """CONTRIBUTING.md with links as they are from within docs/."""
+    return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").replace("](docs/", "](")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the page to those of docs/ (MkDocs calls this before it reads any)."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "contributing.md", content=contributing_page()))
+    return files
