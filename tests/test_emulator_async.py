@@ -431,11 +431,15 @@ ret; }
 
 
 @pytest.mark.parametrize("threads", [1, 16, 33, 48])
-@pytest.mark.parametrize("leave", ["", "setp.eq.u32 %q, %t, 0; @%q exit;", "setp.gt.u32 %q, %t, 20; @%q exit;"])
+@pytest.mark.parametrize(
+    "leave", ["", "setp.eq.u32 %q, %t, 0; @%q exit;", "setp.gt.u32 %q, %t, 20; @%q exit;"]
+)
 def test_barrier_that_is_not_aligned_counts_the_threads_that_there_are(threads: int, leave: str) -> None:
     for seed in range(4):
         emulator = Emulator(BARRIER_OF_FEW.replace("EXIT", leave), seed=seed)
         out = np.zeros(threads, np.uint32)
         emulator.launch("k", 1, threads, [emulator.memory.register(out)]).raise_on_reports()
-        left = np.arange(threads) == 0 if "eq" in leave else np.arange(threads) > 20 if "gt" in leave else False
+        left = (
+            np.arange(threads) == 0 if "eq" in leave else np.arange(threads) > 20 if "gt" in leave else False
+        )
         assert (out == np.where(left, 0, np.arange(threads) + 7)).all()
