@@ -5,7 +5,6 @@ from __future__ import annotations
 from padless.emulator.ptx.ast import Address, Immediate, Not, Operand, Pair, Register, Sink, Symbol, Vector
 from padless.emulator.ptx.tokens import Tokens, number
 
-
 MOST_NESTED = 20  # braces, brackets and signs in one operand
 
 
