@@ -9,6 +9,8 @@ import pytest
 
 from support.emulator_cuda import kinds, launch, tiled
 
+from padless.emulator import Emulator
+
 SEEDS = range(6)
 RNG = np.random.default_rng(7)
 
@@ -411,3 +413,34 @@ def test_bank_conflicts_are_counted() -> None:
         result = launch(source.replace("STRIDE", str(stride)), [np.zeros(32, np.float32)], block=32)
         counts.append(result.raise_on_reports().statistics.bank_conflicts)
     assert counts == [0, 1, 31, 0]
+
+
+BARRIER_OF_FEW = """
+.version 8.7
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 out) {
+.reg .b32 %t, %v; .reg .b64 %o, %at; .reg .pred %q;
+.shared .align 4 .b32 words[64];
+mov.u32 %t, %tid.x; ld.param.u64 %o, [out];
+EXIT
+mul.wide.u32 %at, %t, 4; add.s64 %o, %o, %at;
+barrier.sync 0;
+add.u32 %v, %t, 7; st.global.u32 [%o], %v;
+ret; }
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 16, 33, 48])
+@pytest.mark.parametrize(
+    "leave", ["", "setp.eq.u32 %q, %t, 0; @%q exit;", "setp.gt.u32 %q, %t, 20; @%q exit;"]
+)
+def test_barrier_that_is_not_aligned_counts_the_threads_that_there_are(threads: int, leave: str) -> None:
+    for seed in range(4):
+        emulator = Emulator(BARRIER_OF_FEW.replace("EXIT", leave), seed=seed)
+        out = np.zeros(threads, np.uint32)
+        emulator.launch("k", 1, threads, [emulator.memory.register(out)]).raise_on_reports()
+        left = (
+            np.arange(threads) == 0 if "eq" in leave else np.arange(threads) > 20 if "gt" in leave else False
+        )
+        assert (out == np.where(left, 0, np.arange(threads) + 7)).all()

@@ -12,7 +12,7 @@ import pytest
 
 from padless.emulator import Emulator, LaunchResult
 from padless.emulator.ptx.parser import parse
-from padless.emulator.state.register_pool import registers_at_launch
+from padless.emulator.state.register_pool import GRANULE, registers_at_launch
 from support.emulator_cuda import kinds
 
 SEEDS = range(6)
@@ -81,6 +81,8 @@ FITTING = {
     "as many as at launch": (BOUNDS_640, ("-40", "-56", "+96", "+96", "+96")),
     "two CTAs an SM": (".maxntid 384 .minnctapersm 2", ("-24", "+104", "+104")),
     ".maxnreg": (".maxnreg 128", ("-24", "+232")),
+    "as many as an instruction can name": (".reqntid 256 .maxnreg 256", ("+256", "+256")),
+    "and with some given back": (".reqntid 256 .maxnreg 256", ("-240", "+256")),
     "an increase below the bounds, which lowers what launch gives": (BOUNDS_384, ("-24", "+160", "+160")),
 }
 
@@ -234,6 +236,11 @@ def ptxas(text: str, target: str, folder: Path) -> int | None:
 def test_registers_at_launch_are_those_of_ptxas(target: str, tmp_path: Path) -> None:
     wrong, seen = {}, set()
     cases = [(bounds, ROLES[0]) for bounds in BOUNDS]
+    cases += [
+        (b, roles)
+        for b in (".reqntid 256 .maxnreg 256", ".maxnreg 255")
+        for roles in (*ROLES[1:], ("-240", "+256"))
+    ]
     cases += [(bounds, roles) for bounds in (BOUNDS_384, BOUNDS_640, ".maxnreg 168") for roles in ROLES[1:]]
     for bounds, roles in cases:
         text = kernel(bounds, *roles, target=target)
@@ -241,6 +248,8 @@ def test_registers_at_launch_are_those_of_ptxas(target: str, tmp_path: Path) -> 
         instructions = [s for s in function.body if hasattr(s, "opcode")]
         found, expected = registers_at_launch(function, instructions), ptxas(text, target, tmp_path)
         seen.add(expected)
+        if expected is not None:
+            expected = -(-expected // GRANULE) * GRANULE  # 255 are allocated as 256
         if found != expected:
             wrong[bounds, roles] = (found, expected)
     assert not wrong

@@ -76,9 +76,12 @@ def read_description(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror}") from None
     try:
-        return tomllib.loads(raw.decode()) if path.suffix == ".toml" else json.loads(raw)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        found = tomllib.loads(raw.decode()) if path.suffix == ".toml" else json.loads(raw)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LaunchError(f"{path} is neither JSON nor TOML: {error}") from None
+    if not isinstance(found, dict):
+        raise LaunchError(f"{path} holds a {type(found).__name__}, a launch description is an object")
+    return found
 
 
 def run_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path) -> int:

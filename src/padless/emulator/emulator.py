@@ -17,6 +17,7 @@ from padless.emulator.run.machine import Machine
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.state.statistics import Statistics
 
+MOST_CTAS = 1 << 20
 ARITHMETICS = ("truncate", "exact", "separate_add", "fast")
 
 
@@ -126,6 +127,8 @@ class Emulator:
             dims[2] = program.function.cluster
         if any(g % c for g, c in zip(dims[0], dims[2], strict=True)):
             raise LaunchError(f"grid {dims[0]} is not a multiple of cluster {dims[2]}")
+        if dims[0][0] * dims[0][1] * dims[0][2] > MOST_CTAS:
+            raise LaunchError(f"grid {dims[0]} has more CTAs than the emulator runs, which is {MOST_CTAS}")
         threads = dims[1][0] * dims[1][1] * dims[1][2]
         if not 1 <= threads <= 1024:
             raise LaunchError(f"block {dims[1]} has {threads} threads, allowed are 1 to 1024")

@@ -52,12 +52,6 @@ def rows_of(fragment: Fragment) -> Any:
     return fragment.warp.first_row + np.flatnonzero(fragment.mask)
 
 
-def rows_for(fragment: Fragment, m: Any) -> Any:
-    if m is True and fragment.full:
-        return fragment.warp.rows
-    return fragment.warp.first_row + np.flatnonzero(fragment.mask if m is True else m)
-
-
 def release(fragment: Fragment) -> Any:
     """Publish the clocks of a fragment's lanes; None without checks."""
     clocks = fragment.warp.cta.cluster.clocks
@@ -122,6 +116,8 @@ def barrier(e: Emitter) -> None:
             )
         bar.expected = count
         bar.count += 32 if aligned else int(np.count_nonzero(f.mask))
+        lanes = bar.arrived.setdefault(w, np.zeros(32, bool))
+        lanes |= w.live if aligned else f.mask
         clock = release(f)
         if clock is not None:
             bar.clock = merge(bar.clock, clock)
@@ -147,7 +143,7 @@ def barrier(e: Emitter) -> None:
                 lane,
             )
         bar.everybody, bar.operation = everybody, operation
-        if bar.count >= count:
+        if bar.everybody_is_here(cta) if everybody else bar.count >= count:
             complete_barrier(cta, bar)
         return waiting
 
@@ -163,14 +159,14 @@ def complete_barrier(cta: Any, bar: Any) -> None:
     clock = None if bar.clock is None else bar.clock.copy()  # later arrivals go on changing the barrier's own
     for each in bar.waiting:
         each.done, each.clock, each.value = True, clock, value
-    bar.waiting, bar.count, bar.value = [], 0, None
+    bar.waiting, bar.count, bar.value, bar.arrived = [], 0, None, {}
     cta.machine.progress += 1
 
 
-def warp_ended(w: Any) -> None:
+def threads_ended(w: Any) -> None:
     """Threads that have ended are no longer waited for at barriers of the whole CTA and of the cluster."""
     for bar in w.cta.barriers:
-        if bar.count and bar.everybody and bar.count >= 32 * w.cta.live_warps():
+        if bar.count and bar.everybody and bar.everybody_is_here(w.cta):
             complete_barrier(w.cta, bar)
     cluster_barrier_check(w.cta.cluster)
 

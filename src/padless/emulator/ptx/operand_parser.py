@@ -5,6 +5,8 @@ from __future__ import annotations
 from padless.emulator.ptx.ast import Address, Immediate, Not, Operand, Pair, Register, Sink, Symbol, Vector
 from padless.emulator.ptx.tokens import Tokens, number
 
+MOST_NESTED = 20  # braces, brackets and signs in one operand
+
 
 class OperandParser(Tokens):
     """Reads operands. `scopes` and `labels`, innermost last, give the declared names their unique ones."""
@@ -14,6 +16,7 @@ class OperandParser(Tokens):
         self.scopes: list[dict[str, str]] = []
         self.labels: list[dict[str, str]] = []
         self.scope_count = 0
+        self.depth = 0  # of the operand being read
 
     def label(self, name: str) -> str:
         """The unique name of a label."""
@@ -51,6 +54,14 @@ class OperandParser(Tokens):
         return operand
 
     def _primary(self) -> Operand:
+        if self.depth == MOST_NESTED:
+            self.fail(f"an operand with more than {MOST_NESTED} others, one within another")
+        self.depth += 1
+        operand = self._nested()
+        self.depth -= 1
+        return operand
+
+    def _nested(self) -> Operand:
         token = self.token
         if token == "{":
             self.next()

@@ -32,6 +32,9 @@ _TYPES = {
     "f64",
     "pred",
 }
+MOST_REGISTERS = 1 << 20  # of a function: virtual ones, before any are assigned
+MOST_SCOPES = 200  # one within another
+MOST_BYTES = 1 << 30  # of a variable
 _SPACES = {".shared", ".global", ".const", ".local", ".param", ".tex"}
 _LINKAGE = {".visible", ".extern", ".weak", ".common"}
 
@@ -162,6 +165,8 @@ class _Parser(OperandParser):
                 continue
             size *= int(self.next(), 0)
             self.expect("]")
+        if size > MOST_BYTES:
+            self.fail(f"variable {name} has {size} bytes, allowed are {MOST_BYTES}")
         initial: bytes | None = None
         relocations: list[tuple[int, str, int]] = []
         if self.accept("="):
@@ -288,6 +293,8 @@ class _Parser(OperandParser):
 
     def _block(self, function: Function) -> None:
         self.expect("{")
+        if len(self.scopes) == MOST_SCOPES:
+            self.fail(f"more than {MOST_SCOPES} scopes, one within another")
         self.scope_count += 1
         self.labels.append(self._declared_labels())
         self.scopes.append({})
@@ -347,7 +354,12 @@ class _Parser(OperandParser):
             name = self.next()
             names = [name]
             if self.accept("<"):
-                names = [f"{name}{i}" for i in range(int(self.next()))]
+                count = int(self.next())
+                if len(function.registers) + count > MOST_REGISTERS:
+                    self.fail(
+                        f"{name}<{count}> makes more than {MOST_REGISTERS} registers in {function.name}"
+                    )
+                names = [f"{name}{i}" for i in range(count)]
                 self.expect(">")
             if vector:
                 names = [f"{n}.{c}" for n in names for c in "xyzw"[: int(vector[1:])]]

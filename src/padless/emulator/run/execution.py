@@ -147,8 +147,7 @@ def leave(machine: Machine, f: Fragment, b: Block) -> bool:
         f.mask = f.mask & ~gone
         f.full = False
         machine.progress += 1
-        if not w.live.any():
-            barriers.warp_ended(w)
+        barriers.threads_ended(w)
         for token in list(f.tokens):
             w.settle(token)
         for other in list(w.fragments):

@@ -15,8 +15,7 @@ REGISTERS_PER_SM = 64 * 1024
 WARPS_PER_SM = 64
 PARTITIONS = 4  # of an SM, each with a quarter of its registers and of its warps
 GRANULE = 8  # registers a thread in which a warp's share is allocated
-MOST_AT_LAUNCH = 248  # the largest granule multiple within the 255 that an instruction can name
-LEAST, MOST = 24, 256  # what setmaxnreg takes
+LEAST, MOST = 24, 256  # what setmaxnreg takes; at launch, too: 255 that an instruction can name take 256
 
 
 def registers_at_launch(function: Function, body: Iterable[Instruction]) -> int | None:
@@ -44,7 +43,7 @@ def registers_at_launch(function: Function, body: Iterable[Instruction]) -> int 
         for operand in instruction.operands
         if isinstance(operand, Immediate)
     ]
-    return min(*bounds, MOST_AT_LAUNCH, max(increases, default=MOST_AT_LAUNCH))
+    return min(*bounds, MOST, max(increases, default=MOST))
 
 
 class RegisterPool:

@@ -228,6 +228,12 @@ class NamedBarrier:
         self.value: Any = None
         self.everybody = False
         self.operation = ""
+        self.arrived: dict[Warp, Array] = {}  # the lanes of each warp that have arrived in this phase
+
+    def everybody_is_here(self, cta: Cta) -> bool:
+        """Whether every live thread of the CTA has arrived, warps of fewer than 32 threads included."""
+        nobody = np.zeros(32, bool)
+        return not any((w.live & ~self.arrived.get(w, nobody)).any() for w in cta.warps)
 
 
 class Cta:
