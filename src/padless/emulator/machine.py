@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ import numpy as np
 from .ast import Instruction
 from .asynchronous import AsyncOperation
 from .checks import Collector
+from .control_flow import Block
 from .deadlock import give_up, release_parked, report_deadlock
 from .errors import KernelFault, LaunchError
-from .execution import execute
+from .execution import execute, trace_block
+from .mbarrier import Mbarrier
 from .exit_checks import check_exit
 from .memory import DeviceMemory
 from .memory_access import shared_cells
@@ -32,6 +35,8 @@ IDLE_LIMIT = 4000  # turns without any change before spinning counts as a deadlo
 
 class Machine:
     """One launch."""
+
+    mbarrier: type[Mbarrier] = Mbarrier
 
     def __init__(
         self,
@@ -72,6 +77,10 @@ class Machine:
         self.target = program.module.target
         self.checks = checks
         self.trace = trace
+        # Called before a block runs; True: not yet, give the turn away. None costs nothing.
+        self.observe: Callable[[Fragment, Block], bool] | None = (
+            None if trace is None else partial(trace_block, self)
+        )
         self.programmatic = programmatic
         self.collector = Collector(seed, ignore=ignore)
         self.statistics = Statistics()

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import grid_dependency
 from ..ast import Vector
-from ..asynchronous import AsyncOperation
+from ..asynchronous import AsyncOperation, Work
 from ..race import IN_FLIGHT, pack
 from ..spaces import OFFSET_MASK
 from .operands import SharedOperand, locate
@@ -89,7 +89,7 @@ def asynchronous_store(e: Emitter) -> None:
             bar.arrive_from_outside(w, ins)
             bar.complete_tx(total, ins, w, ahead)
 
-        machine.enqueue(None, AsyncOperation(ins.name, land))
+        machine.enqueue(None, AsyncOperation(ins.name, land, work=Work("remote", cta, total)))
 
     def store(f: Fragment, m: Any) -> Wait | None:
         for lane in f.lanes(m).tolist():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..ast import Register, Sink, Vector
-from ..asynchronous import AsyncOperation
+from ..asynchronous import AsyncOperation, Work
 from ..spaces import OFFSET_MASK
 from . import bulk_transfer
 from .operands import SharedOperand, locate
@@ -87,7 +87,7 @@ def try_cancel(e: Emitter) -> None:
                 cta.shared.bytes[offset : offset + BYTES] = words.view(np.uint8)
                 bulk_transfer.complete(w, ins, cta, bar, cells, stamp, BYTES)
 
-        machine.enqueue(None, AsyncOperation(ins.name, answer))
+        machine.enqueue(None, AsyncOperation(ins.name, answer, work=Work("other", w.cta)))
 
     e.synchronise(request)
 

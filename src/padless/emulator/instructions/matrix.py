@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import tensor_core
 from ..ast import Immediate, Register, Vector
-from ..asynchronous import AsyncOperation
+from ..asynchronous import AsyncOperation, Work
 from ..checks import set_bits
 from ..memory_access import shared_groups
 from ..race import ASYNC, pack
@@ -425,4 +425,5 @@ def launch_wgmma(
         tensor_core.run_wgmma(machine, cta, warps, unit, a_slots, d_slots)
         op.done = True
 
-    machine.enqueue(("wgmma", id(group)), AsyncOperation(str(op.instruction.name), execute))
+    work = Work("wgmma", cta, 0, unit)
+    machine.enqueue(("wgmma", id(group)), AsyncOperation(str(op.instruction.name), execute, work=work))

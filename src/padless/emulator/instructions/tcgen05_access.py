@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import tensor_units
 from ..ast import Immediate, Register, Vector
-from ..asynchronous import AsyncOperation
+from ..asynchronous import AsyncOperation, Work
 from ..checks import set_bits
 from ..race import ASYNC, TENSOR, pack
 from ..register_checks import names_of
@@ -125,7 +125,8 @@ def access(e: Emitter, is_load: bool) -> None:
                 memory.words[lanes, columns] = values
             state.unfinished[kind] -= 1
 
-        machine.enqueue(("tmem", id(w)), AsyncOperation(ins.name, execute))
+        work = Work(f"tmem_{kind}", w.cta, 4 * lanes.size, w)
+        machine.enqueue(("tmem", id(w)), AsyncOperation(ins.name, execute, work=work))
         return None
 
     e.synchronise(tensor_access)

@@ -1,0 +1,283 @@
+"""A machine that keeps time: the same launch, its warps and operations in the order of simulated cycles.
+
+A warp's block first passes its time on the warp's issue server and then takes effect. So everything that others can see
+happens in the order of time, and barriers, queues and waits need no clocks of their own. Asynchronous operations
+finish when their servers are done with them. Values are moved, but matrix products are not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..asynchronous import AsyncOperation
+from ..control_flow import SYNC, Block
+from ..deadlock import release_parked, report_deadlock
+from ..instructions.barriers import BarrierWait
+from ..instructions.matrix import WgmmaWait
+from ..instructions.synchronisation import MbarrierWait
+from ..instructions.tcgen05_access import AccessWait
+from ..machine import Machine
+from ..mbarrier import Mbarrier
+from ..schedule import Schedule
+from ..warp import Cluster, Fragment
+from .costs import Costs
+from .events import Events
+from .rates import Chip
+from .timeline import Timeline, Wait
+from .units import Units
+
+SMALL = 40  # issue slots up to which a block slips in between those of another warp
+SCHEDULE = Schedule("late", 1.0, 0.0, 1 << 30, "lowest", 0.0, "forward")
+
+
+class TimedMbarrier(Mbarrier):
+    """Arrivals from another CTA are on their way for a while."""
+
+    def arrive(self, count: int, clock: Any, instruction: Any, warp: Any, lane: int) -> None:
+        machine = self.cta.machine
+        assert isinstance(machine, TimedMachine)
+        arrive = partial(super().arrive, count, clock, instruction, warp, lane)
+        if warp is not None and warp.cta is not self.cta and machine.current is not None:
+            machine.events.at(machine.now + machine.chip["remote_arrive"], arrive)
+        else:
+            arrive()
+
+
+def reason(wait: Any) -> str:
+    """What a warp waits for, in words that are the same for the same sort of thing."""
+    if isinstance(wait, MbarrierWait):
+        bar = wait.groups[0][0]
+        last = bar.last_arrival
+        if last is None:
+            return "a barrier"
+        if last.opcode == "tcgen05":
+            return "products"
+        if "expect_tx" in last.name:
+            return "copies"
+        return "arrivals of warps"
+    if isinstance(wait, WgmmaWait):
+        return "products"
+    if isinstance(wait, AccessWait):
+        return "tensor memory"
+    if isinstance(wait, BarrierWait):
+        return "named barrier"
+    return "stores" if "bulk" in type(wait).__name__.lower() else "others"
+
+
+class TimedMachine(Machine):
+    """Machine with a clock. ``chip``: whose rates. ``from_memory``: share of loaded bytes that L2 does not have. ``sms``: CTAs
+    at once. ``limit``: cycles after which the launch is given up as one that does not end."""
+
+    mbarrier = TimedMbarrier
+
+    def __init__(
+        self,
+        *arguments: Any,
+        chip: Chip,
+        from_memory: float = 0.0,
+        sms: int = 1 << 30,
+        record: bool = True,
+        limit: float = 1e8,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.chip = chip
+        self.schedule = SCHEDULE
+        self.checks = False
+        self.arithmetic = "none"
+        self.sms = sms
+        self.limit = limit
+        self.events = Events()
+        self.units = Units(chip, record, from_memory)
+        self.timeline = Timeline(chip, self.units.sms)
+        self.costs = Costs(chip, self.program.register_names, bool(self.program.uses & {"wgmma"}))
+        self.now = 0.0
+        self.current: Fragment | None = None
+        self._times: dict[Fragment, float] = {}
+        self._due: dict[Fragment, float] = {}  # blocks that have passed their time and are yet to take effect
+        self._since: dict[Fragment, tuple[float, str]] = {}
+        self._begun: dict[Any, float] = {}
+        self._loads: dict[Any, tuple[int, float]] = {}  # registers that loads will write, and when
+        trace = self.trace
+        self.observe = self._charge if trace is None else partial(self._traced, trace)
+
+    # ---- time
+    def clock(self, name: str) -> int:
+        value = int(self.now / self.chip.clocks_ghz[1] if "globaltimer" in name else self.now)
+        if name.endswith("_hi"):
+            return value >> 32
+        return value & (0xFFFFFFFF if "64" not in name and name != "%globaltimer" else -1)
+
+    def _traced(self, trace: Callable[[str], None], f: Fragment, b: Block) -> bool:
+        waiting = self._charge(f, b)
+        if not waiting:
+            trace(f"{self._times.get(f, 0.0):10.0f}  CTA {f.warp.cta.index} warp {f.warp.index} block {b.index}")
+        return waiting
+
+    def _charge(self, f: Fragment, b: Block) -> bool:
+        """Let a block's time pass on its warp; True if it is to take effect later than now."""
+        due = self._due.pop(f, None)
+        if due is not None:
+            self._times[f] = due
+            return False
+        cost = self.costs.of(b)
+        w = f.warp
+        start = self._time(f)
+        pending = self._loads.get(w)
+        if pending is not None and pending[0] & b.touches:
+            start = max(start, pending[1])
+            del self._loads[w]
+        sm = self.units.sm(w.cta.slot)
+        server = sm.issue[w.index % 4]
+        if cost.slots <= SMALL:
+            issued = server.squeeze(start, cost.slots)
+        else:
+            issued = server.take(start, cost.slots, "instructions")[1]
+        end = max(issued, start + cost.chain)
+        if cost.shared:
+            end = max(end, sm.shared.take(start, cost.shared)[1])
+        if cost.loads:
+            self._loads[w] = cost.loads, end + cost.load_latency
+        if cost.signal is None and b.kind != SYNC:
+            self._times[f] = end
+            return False
+        self._due[f] = end
+        at = end if b.kind == SYNC else min(end, start + (cost.signal or 0.0))
+        self._times[f] = at
+        if at <= self.now:
+            self._times[f] = self._due.pop(f)
+            return False
+        return True
+
+    def _time(self, f: Fragment) -> float:
+        found = self._times.get(f)
+        return self._begun.get(f.warp.cta.cluster, 0.0) if found is None else found
+
+    # ---- asynchronous operations
+    def enqueue(self, queue: Any, operation: AsyncOperation) -> None:
+        self.statistics.async_operations += 1
+        work = operation.work
+        if work is not None and work.unit == "wgmma":
+            (step,) = operation.steps
+            self.units.wgmma(queue, work, self.events, partial(self._product, step, self.now))
+            times = [self.now]
+        else:
+            times = self.units.finish(queue, work, self.now, len(operation.steps))
+            for step, at in zip(operation.steps, times, strict=True):
+                self.events.at(at, partial(self._happen, step))
+        if work is None:
+            return
+        what = {"wgmma": "product", "mma": "product", "load": "load", "store": "store"}.get(work.unit)
+        if what is not None:
+            self.timeline.mark(what, self.now, times[-1])
+        if self.current is not None:
+            w = self.current.warp
+            self.timeline.work_of[w.cta.slot, w.index][work.unit] += 1
+        self.timeline.cycles = max(self.timeline.cycles, times[-1])
+
+    def _product(self, step: Callable[[], None], issued: float) -> None:
+        self.timeline.mark("product", issued, self.events.now)
+        self._happen(step)
+
+    def _happen(self, step: Callable[[], None]) -> None:
+        self.current, before = None, self.current
+        step()
+        self.current = before
+        self.progress += 1
+
+    def step_async(self) -> bool:
+        return False  # everything is in the heap of events
+
+    # ---- running
+    def _run(self) -> None:
+        total = 1
+        for grid, size in zip(self.grid, self.cluster, strict=True):
+            total *= grid // size
+        self.waiting.extend(range(total))
+        self.statistics.ctas = self.grid[0] * self.grid[1] * self.grid[2]
+        size = self.cluster[0] * self.cluster[1] * self.cluster[2]
+        places = list(range(min(max(self.sms // size, 1), total)))[::-1]
+        while True:
+            while self.waiting and places:
+                cluster = Cluster(self, self.waiting.popleft(), places.pop())
+                self._begun[cluster] = self.now
+                self.clusters.append(cluster)
+            f, at = self._earliest()
+            if self.events.next <= at:
+                if f is None and self.events.next == float("inf"):
+                    if not self.clusters:
+                        break
+                    if release_parked(self):
+                        continue
+                    report_deadlock(self, "deadlock")
+                    break
+                self.events.step()
+                self.now = self.events.now
+                continue
+            assert f is not None
+            self.now = self.events.now = at
+            if at > self.limit:
+                report_deadlock(self, f"not over after {self.limit:.0f} cycles")
+                break
+            self._continue(f, at)
+            w = f.warp
+            if not w.live.any():
+                self.timeline.ended[w.cta.slot, w.index] = self.now
+                self._retire()
+                places += self._freed(size)
+        self.timeline.cycles = max(self.timeline.cycles, self.now)
+
+    def _freed(self, size: int) -> list[int]:
+        gone = [cluster for cluster in self._begun if cluster.finished() and cluster not in self.clusters]
+        for cluster in gone:
+            del self._begun[cluster]
+        return [cluster.ctas[0].slot // size for cluster in gone]
+
+    def _earliest(self) -> tuple[Fragment | None, float]:
+        """The fragment that can go on first; of equal ones that of the lowest CTA and warp."""
+        best, at = None, float("inf")
+        for cluster in self.clusters:
+            for cta in cluster.ctas:
+                if cta.exited:
+                    continue
+                for w in cta.warps:
+                    for f in w.fragments:
+                        time = self._time(f)
+                        if time >= at or (f.wait is not None and not f.wait.ready()):
+                            continue
+                        best, at = f, max(time, self.now)
+                        if at <= self.now:
+                            return best, at
+        return best, at
+
+    def _continue(self, f: Fragment, at: float) -> None:
+        self._times[f] = at
+        since = self._since.pop(f, None)
+        if since is not None:
+            if at > since[0]:
+                self.timeline.waits.append(Wait((f.warp.cta.slot, f.warp.index), since[0], at, since[1]))
+            self._times[f] = at + self._resumption(f.wait)
+        self.current = f
+        self._resume(f)
+        self.current = None
+        if f.wait is not None and f not in self._due:
+            self._since[f] = self._times[f], reason(f.wait)
+        for other in f.warp.fragments:  # lanes that went another way go on from here
+            if other not in self._times:
+                self._times[other] = self._times[f]
+
+    def _resumption(self, wait: Any) -> float:
+        if isinstance(wait, MbarrierWait):
+            return self.chip["mbarrier_wait"] / 2
+        if isinstance(wait, WgmmaWait):
+            return self.chip["wgmma_wait"]
+        if isinstance(wait, AccessWait):
+            return self.chip["tmem_wait"]
+        return self.chip["named_barrier"] if isinstance(wait, BarrierWait) else 0.0
+
+
+def timed(chip: Chip, **options: Any) -> Callable[..., Machine]:
+    """What ``Emulator(machine=..)`` takes to run launches on ``chip``'s clock; options as of TimedMachine."""
+    return partial(TimedMachine, chip=chip, **options)

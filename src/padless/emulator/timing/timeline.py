@@ -1,0 +1,110 @@
+"""What a timed run leaves: when every server was busy, and who waited for what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .rates import Chip
+from .units import Sm
+
+ROLES = ("load", "multiply", "store", "schedule", "other")
+
+
+@dataclass
+class Wait:
+    """Cycles [start, end) that a warp waited, and for what."""
+
+    warp: tuple[int, int]  # SM, warp
+    start: float
+    end: float
+    what: str
+
+
+@dataclass
+class Timeline:
+    """One run. Times are cycles from its first instruction.
+
+    marks: when what was done first and last, by what: "load", "product", "store".
+    """
+
+    chip: Chip
+    sms: dict[int, Sm]
+    cycles: float = 0.0
+    waits: list[Wait] = field(default_factory=list)
+    work_of: dict[tuple[int, int], dict[str, int]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(int))
+    )
+    ended: dict[tuple[int, int], float] = field(default_factory=dict)
+    marks: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def mark(self, what: str, start: float, end: float) -> None:
+        """Something was done."""
+        low, high = self.marks.get(what, (start, end))
+        self.marks[what] = min(low, start), max(high, end)
+
+    def role(self, warp: tuple[int, int]) -> str:
+        """What a warp is for, by what it has issued: products, loads or stores, the rarest first."""
+        did = self.work_of.get(warp, {})
+        if did.get("wgmma") or did.get("mma"):
+            return "multiply"
+        if did.get("tmem_ld"):
+            return "store"
+        if did.get("load"):
+            return "load"
+        if did.get("store"):
+            return "store"
+        return "schedule" if did.get("atomic") or did.get("other") else "other"
+
+    def waited(self) -> dict[str, dict[str, float]]:
+        """Cycles that a warp of each role waits, by what for: a mean over the role's warps."""
+        warps: dict[str, set[tuple[int, int]]] = defaultdict(set)
+        for warp in self.ended:
+            warps[self.role(warp)].add(warp)
+        total: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for wait in self.waits:
+            total[self.role(wait.warp)][wait.what] += wait.end - wait.start
+        return {
+            role: {what: cycles / max(len(warps[role]), 1) for what, cycles in by.items()}
+            for role, by in total.items()
+        }
+
+    def window(self) -> tuple[float, float]:
+        """From the first product to the last: where a kernel should be at the rate of something."""
+        return self.marks.get("product", (0.0, self.cycles))
+
+    def utilization(self, start: float | None = None, end: float | None = None) -> dict[str, float]:
+        """Share of [start, end), by default of ``window``, that each kind of server was busy: a mean over SMs."""
+        low, high = self.window()
+        low, high = low if start is None else start, high if end is None else end
+        by: dict[str, list[float]] = defaultdict(list)
+        for sm in self.sms.values():
+            issue = [s.utilization(low, high) for s in sm.issue]
+            tmem = [s.utilization(low, high) for s in sm.tensor_memory]
+            by["issue"].append(max(issue))
+            by["tensor memory"].append(max(tmem))
+            for server in (sm.tensor, sm.copy, sm.feed, sm.memory, sm.store):
+                by[server.name].append(server.utilization(low, high))
+            by["shared memory"].append(min(sm.shared.busy / max(self.cycles, 1), 1.0))
+        return {name: sum(values) / len(values) for name, values in by.items()}
+
+    def binding(self, enough: float = 0.9) -> str:
+        """What sets the pace between the first product and the last: the busiest server where it is busy for ``enough`` of
+        the time, else what the multiplying warps wait for most, or the issue of instructions if they wait for nothing."""
+        used = self.utilization()
+        name, share = max(used.items(), key=lambda item: item[1])
+        if share >= enough:
+            return name
+        waits = self.waited().get("multiply", {})
+        waits = {what: cycles for what, cycles in waits.items() if not what.startswith("the next tile")}
+        if not waits:
+            return "issue"
+        what, cycles = max(waits.items(), key=lambda item: item[1])
+        low, high = self.window()
+        return what if cycles > 0.05 * (high - low) else f"{name} ({share:.0%})"
+
+
+def total_wait(waits: Iterable[Wait], what: str) -> float:
+    """Cycles waited for ``what``, of all warps together."""
+    return sum(w.end - w.start for w in waits if w.what == what)
