@@ -25,15 +25,14 @@ class BlockCost:
     """Cycles of a warp: ``slots`` of the issuing sub-partition, ``chain`` at least; ``shared``, of shared memory's port.
 
     signal: cycles to the first instruction that others can see (an arrival, an atomic, a clock), or None.
-    loads: bits of registers that global loads write and nothing here reads; they are there ``load_latency`` later.
+    later: (cycles, bits of registers) of slow results that nothing here reads: they are there so long after the start.
     """
 
     slots: float
     chain: float
     shared: float
     signal: float | None
-    loads: int
-    load_latency: float
+    later: tuple[tuple[float, int], ...]
 
 
 def registers_of(operand: Any) -> Iterator[str]:
@@ -90,43 +89,42 @@ class Costs:
 
     def _work_out(self, block: Block) -> BlockCost:
         ready: dict[str, float] = {}  # registers that slow results lead to
-        pending: dict[str, float] = {}
-        slots = chain = shared = 0.0
+        unread: dict[str, float] = {}
+        slots = chain = stalls = shared = 0.0
         signal = None
         instructions = list(block.instructions)
         if block.terminator is not None and (not instructions or instructions[-1] is not block.terminator):
             instructions.append(block.terminator)
         for ins in instructions:
-            cost, latency = self.instruction(ins)
+            cost, latency, stall = self.instruction(ins)
             first = 0 if self._writes_nothing(ins) else 1
             sources = [n for operand in ins.operands[first:] for n in registers_of(operand)]
             if ins.guard is not None:
                 sources += registers_of(ins.guard)
             at = max((ready.get(name, 0.0) for name in sources), default=0.0)
             for name in sources:
-                pending.pop(name, None)
-            if is_signal(ins) and signal is None:
-                signal = max(slots + cost, at)
+                unread.pop(name, None)
             slots += cost
+            stalls += max(stall - cost, 0.0)
+            if is_signal(ins) and signal is None:
+                signal = max(slots, at) + stalls
+            if at:
+                chain = max(chain, at + cost)
             if self._touches_shared(ins):
                 shared += max(self._shared_bytes(ins) / self.chip["shared_bytes_per_clk"], 1.0)
             slow = at > 0 or latency > 2 * self.chip["alu_latency"]
             for name in (n for operand in ins.operands[:first] for n in registers_of(operand)):
+                unread.pop(name, None)
+                ready.pop(name, None)
                 if slow:
-                    ready[name] = at + latency
-                pending.pop(name, None)
-                if self._is_global_load(ins):
-                    pending[name] = latency
-            if slow and (first == 0 or not self._is_global_load(ins)):
-                chain = max(chain, at + cost)
+                    ready[name] = unread[name] = at + latency
         if block.kind == BRANCH and 0 <= block.target <= block.index:
-            slots += 1
-            chain = max(chain, 0.0) + self.chip["branch"]
-        loads = 0
-        for name in pending:
+            stalls += self.chip["branch"]
+        later: dict[float, int] = {}
+        for name, time in unread.items():
             if name in self.numbers:
-                loads |= 1 << self.numbers[name]
-        return BlockCost(slots, chain, shared, signal, loads, max(pending.values(), default=0.0))
+                later[time] = later.get(time, 0) | 1 << self.numbers[name]
+        return BlockCost(slots, max(chain, slots) + stalls, shared, signal, tuple(later.items()))
 
     @staticmethod
     def _writes_nothing(ins: Instruction) -> bool:
@@ -151,55 +149,55 @@ class Costs:
     def _is_global_load(ins: Instruction) -> bool:
         return ins.opcode == "ld" and not any(m.startswith(("shared", "param", "local")) for m in ins.modifiers)
 
-    def instruction(self, ins: Instruction) -> tuple[float, float]:
-        """(issue slots, cycles until the result can be used) of one instruction of a warp."""
+    def instruction(self, ins: Instruction) -> tuple[float, float, float]:
+        """(issue slots, cycles until the result can be used, cycles that the warp itself stands) of one instruction."""
         chip, op, mods = self.chip, ins.opcode, set(ins.modifiers)
         alu = chip["alu_latency"]
         wide = any(w in mods for w in WIDE)
         if op == "mov":
-            return 0.34, 0.34 if not wide else 0.68
+            return 0.34, 0.34, 0
         if op in ("fma", "mad") and "f32" in mods:
-            return self.fma, alu
+            return self.fma, alu, 0
         if op in ("ld", "ldu"):
             if self._is_global_load(ins):
-                return 1, chip["global_latency"]
-            return (1, chip["shared_latency"]) if any(m.startswith("shared") for m in mods) else (0.5, 8)
+                return 1, chip["global_latency"], 0
+            return (1, chip["shared_latency"], 0) if any(m.startswith("shared") for m in mods) else (0.5, 8, 0)
         if op == "ldmatrix":
-            return 1, chip["shared_latency"]
-        if op in ("atom",):
-            return 2, 2 * chip["global_latency"]
+            return 1, chip["shared_latency"], 0
+        if op == "atom":
+            return 2, 2 * chip["global_latency"], 0
         if op == "cvt":
             packs = any(m.startswith(("e4m3x2", "e5m2x2", "e2m1x2", "ue8m0x2")) for m in mods)
-            return (4 if packs else 2 if "f32" in mods or "bf16x2" in mods else 1), alu
+            return (4 if packs else 2 if "f32" in mods or "bf16x2" in mods else 1), alu, 0
         if op in UNARY_FUNCTIONS:
-            return 8, 20
+            return 8, 20, 0
         if op in ("div", "rem"):
-            return (90, 120) if wide else (30, 50)
+            return (90, 120, 0) if wide else (30, 50, 0)
         if op == "shfl":
-            return 2, chip["shuffle_latency"]
+            return 2, chip["shuffle_latency"], 0
         if op in ("vote", "match", "elect", "activemask", "redux"):
-            return 2, 12
+            return 2, 12, 0
         if op == "mbarrier":
             if "try_wait" in mods or "test_wait" in mods:
-                return 2, chip["mbarrier_wait"]
-            return (1, 1) if "init" in mods else (chip["mbarrier_arrive"], chip["mbarrier_arrive"])
-        if op == "fence" and "proxy" in mods or op == "fence" and any(m.startswith("proxy") for m in mods):
-            return chip["proxy_fence"], chip["proxy_fence"]
+                return 2, 0, chip["mbarrier_wait"]
+            return (1, 1, 0) if "init" in mods else (1, 1, chip["mbarrier_arrive"])
+        if op == "fence" and any(m.startswith("proxy") for m in mods):
+            return 1, 0, chip["proxy_fence"]
         if op in ("fence", "membar"):
-            return 10, 10
+            return 1, 0, 10
         if op == "wgmma":
-            return (chip["wgmma_issue"], 0) if "mma_async" in mods else (2, 0)
+            return (1, 0, chip["wgmma_issue"]) if "mma_async" in mods else (1, 0, 2)
         if op == "tcgen05":
             if "alloc" in mods:
-                return chip["tmem_alloc"], 0
-            return (chip["mma_issue"], 0) if "mma" in mods or "commit" in mods or "cp" in mods else (4, 0)
+                return 1, 0, chip["tmem_alloc"]
+            return (1, 0, chip["mma_issue"]) if "mma" in mods or "commit" in mods or "cp" in mods else (1, 0, 4)
         if op == "cp":
             waits = "wait_group" in mods or "commit_group" in mods or "wait_all" in mods
-            return (2, 0) if waits or "bulk" not in mods else (chip["tma_issue"], 0)
+            return (1, 0, 2) if waits or "bulk" not in mods else (1, 0, chip["tma_issue"])
         if op == "setmaxnreg":
-            return 30, 0
+            return 1, 0, 30
         if op in ("bar", "barrier"):
-            return 4, 0
+            return 1, 0, 4
         if op in ("mul", "mad") and wide:
-            return 4, 2 * alu
-        return (2, 2 * alu) if wide else (1, alu)
+            return 4, 2 * alu, 0
+        return (2, 2 * alu, 0) if wide else (1, alu, 0)

@@ -99,7 +99,7 @@ class TimedMachine(Machine):
         self._due: dict[Fragment, float] = {}  # blocks that have passed their time and are yet to take effect
         self._since: dict[Fragment, tuple[float, str]] = {}
         self._begun: dict[Any, float] = {}
-        self._loads: dict[Any, tuple[int, float]] = {}  # registers that loads will write, and when
+        self._pending: dict[Any, list[tuple[float, int]]] = {}  # when slow results come, and to which registers
         trace = self.trace
         self.observe = self._charge if trace is None else partial(self._traced, trace)
 
@@ -125,10 +125,12 @@ class TimedMachine(Machine):
         cost = self.costs.of(b)
         w = f.warp
         start = self._time(f)
-        pending = self._loads.get(w)
-        if pending is not None and pending[0] & b.touches:
-            start = max(start, pending[1])
-            del self._loads[w]
+        pending = self._pending.get(w)
+        if pending:
+            for time, registers in pending:
+                if registers & b.touches and time > start:
+                    start = time
+            pending[:] = [entry for entry in pending if entry[0] > start]
         sm = self.units.sm(w.cta.slot)
         server = sm.issue[w.index % 4]
         if cost.slots <= SMALL:
@@ -138,8 +140,8 @@ class TimedMachine(Machine):
         end = max(issued, start + cost.chain)
         if cost.shared:
             end = max(end, sm.shared.take(start, cost.shared)[1])
-        if cost.loads:
-            self._loads[w] = cost.loads, end + cost.load_latency
+        for latency, registers in cost.later:
+            self._pending.setdefault(w, []).append((start + latency, registers))
         if cost.signal is None and b.kind != SYNC:
             self._times[f] = end
             return False
