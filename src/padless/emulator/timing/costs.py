@@ -16,6 +16,7 @@ from ..ast import Address, Instruction, Not, Pair, Register, Vector
 from ..control_flow import BRANCH, Block
 from .rates import Chip
 
+SMALL = 40  # slots of float arithmetic up to which a block leaves room for others
 WIDE = ("u64", "s64", "b64", "f64")
 UNARY_FUNCTIONS = ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh")
 
@@ -26,6 +27,7 @@ class BlockCost:
 
     signal: cycles to the first instruction that others can see (an arrival, an atomic, a clock), or None.
     later: (cycles, bits of registers) of slow results that nothing here reads: they are there so long after the start.
+    dense: whether it is mostly independent arithmetic, which takes every slot; else other warps find slots between its own.
     """
 
     slots: float
@@ -33,6 +35,7 @@ class BlockCost:
     shared: float
     signal: float | None
     later: tuple[tuple[float, int], ...]
+    dense: bool
 
 
 def registers_of(operand: Any) -> Iterator[str]:
@@ -90,7 +93,7 @@ class Costs:
     def _work_out(self, block: Block) -> BlockCost:
         ready: dict[str, float] = {}  # registers that slow results lead to
         unread: dict[str, float] = {}
-        slots = chain = stalls = shared = 0.0
+        slots = chain = stalls = shared = floats = 0.0
         signal = None
         instructions = list(block.instructions)
         if block.terminator is not None and (not instructions or instructions[-1] is not block.terminator):
@@ -105,6 +108,8 @@ class Costs:
             for name in sources:
                 unread.pop(name, None)
             slots += cost
+            if "f32" in ins.modifiers:
+                floats += cost
             stalls += max(stall - cost, 0.0)
             if is_signal(ins) and signal is None:
                 signal = max(slots, at) + stalls
@@ -124,7 +129,7 @@ class Costs:
         for name, time in unread.items():
             if name in self.numbers:
                 later[time] = later.get(time, 0) | 1 << self.numbers[name]
-        return BlockCost(slots, max(chain, slots) + stalls, shared, signal, tuple(later.items()))
+        return BlockCost(slots, max(chain, slots) + stalls, shared, signal, tuple(later.items()), floats > SMALL)
 
     @staticmethod
     def _writes_nothing(ins: Instruction) -> bool:
@@ -172,7 +177,7 @@ class Costs:
         if op in UNARY_FUNCTIONS:
             return 8, 20, 0
         if op in ("div", "rem"):
-            return (90, 120, 0) if wide else (30, 50, 0)
+            return (40, 120, 0) if wide else (20, 50, 0)
         if op == "shfl":
             return 2, chip["shuffle_latency"], 0
         if op in ("vote", "match", "elect", "activemask", "redux"):

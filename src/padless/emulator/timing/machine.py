@@ -28,7 +28,6 @@ from .rates import Chip
 from .timeline import Timeline, Wait
 from .units import Units
 
-SMALL = 40  # issue slots up to which a block slips in between those of another warp
 SCHEDULE = Schedule("late", 1.0, 0.0, 1 << 30, "lowest", 0.0, "forward")
 
 
@@ -131,9 +130,12 @@ class TimedMachine(Machine):
                 if registers & b.touches and time > start:
                     start = time
             pending[:] = [entry for entry in pending if entry[0] > start]
+        if start > self.now:  # servers are asked in the order of time
+            self._times[f] = start
+            return True
         sm = self.units.sm(w.cta.slot)
         server = sm.issue[w.index % 4]
-        if cost.slots <= SMALL:
+        if not cost.dense:
             issued = server.squeeze(start, cost.slots)
         else:
             issued = server.take(start, cost.slots, "instructions")[1]

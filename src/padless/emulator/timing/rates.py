@@ -102,6 +102,10 @@ H200 = Chip(
         "store_bytes_per_clk": Rate(32, "B/clk out of an SM", "inferred", "half of the feed"),
         "memory_gb_per_s": Rate(4260, "GB/s, read and written", "measured", f"{_PL}: copies"),
         "l2_mb": Rate(50, "MB", "stated", "NVIDIA H100 white paper"),
+        "full_load_ghz": Rate(1.5, "GHz with the tensor cores always busy", "inferred", f"{_PL}: 1.43 to 1.53"),
+        "memory_overlap": Rate(
+            4, "exponent with which tiles' time and memory's add up", "inferred", "1 would be one after the other"
+        ),
         "launch_ns": Rate(
             5000, "ns from event to event of a kernel that does nothing", "inferred", f"{_PL}, {_QR}: 2.2 to 7.5 us"
         ),
@@ -155,6 +159,8 @@ B200 = Chip(
         "store_bytes_per_clk": Rate(40, "B/clk", "inferred", "half of the feed"),
         "memory_gb_per_s": Rate(7220, "GB/s", "measured", _SA),
         "l2_mb": Rate(126, "MB", "measured", _SA),
+        "full_load_ghz": Rate(1.58, "GHz", "measured", "flashinfer, 1000 W, sustained attention"),
+        "memory_overlap": Rate(4, "exponent", "inferred", "as on H200"),
         "launch_ns": Rate(5000, "ns", "inferred", _QR),
         "stage_floor": Rate(180, "clk a stage of a ring, however little it carries", "fitted", _SA),
         "shared_stream": Rate(3.05, "clk a row of B of at most 128 B from memory", "fitted", _SA),
