@@ -178,7 +178,9 @@ class TimedMachine(Machine):
             self.timeline.mark(what, self.now, times[-1])
         if self.current is not None:
             w = self.current.warp
-            self.timeline.work_of[w.cta.slot, w.index][work.unit] += 1
+            group = range(w.index & ~3, (w.index & ~3) + 4) if work.unit == "wgmma" else (w.index,)
+            for index in group:
+                self.timeline.work_of[w.cta.slot, index][work.unit] += 1
         self.timeline.cycles = max(self.timeline.cycles, times[-1])
 
     def _product(self, step: Callable[[], None], issued: float) -> None:
