@@ -133,9 +133,7 @@ def tile_points(name: str) -> list[Point]:
 def predict(points: Sequence[Point], times: dict[Shape, TileTimes], chip: Chip) -> list[float]:
     """Microseconds of each."""
     return [
-        call_time(
-            call_of(p.sizes, p.n, p.k, p.shape, p.raster_m, chip.num_sms), times[p.shape], chip
-        ).ns
+        call_time(call_of(p.sizes, p.n, p.k, p.shape, p.raster_m, chip.num_sms), times[p.shape], chip).ns
         / 1e3
         for p in points
     ]

@@ -49,10 +49,12 @@ def emulate(
         str, typer.Option("--arithmetic", help=f"Of the tensor cores: {', '.join(ARITHMETICS)}.")
     ] = "truncate",
     time: Annotated[
-        bool, typer.Option("--time", help="Print cycles by role and phase; computes no products, checks nothing.")
+        bool,
+        typer.Option("--time", help="Print cycles by role and phase; computes no products, checks nothing."),
     ] = False,
     chip: Annotated[
-        str | None, typer.Option("--chip", help=f"With --time: {', '.join(CHIPS)}; default by the PTX's target.")
+        str | None,
+        typer.Option("--chip", help=f"With --time: {', '.join(CHIPS)}; default by the PTX's target."),
     ] = None,
     time_trace: Annotated[
         Path | None, typer.Option("--time-trace", help="With --time: a JSON trace for Perfetto.")

@@ -18,8 +18,8 @@ from .control_flow import Block
 from .deadlock import give_up, release_parked, report_deadlock
 from .errors import KernelFault, LaunchError
 from .execution import execute, trace_block
-from .mbarrier import Mbarrier
 from .exit_checks import check_exit
+from .mbarrier import Mbarrier
 from .memory import DeviceMemory
 from .memory_access import shared_cells
 from .program import Program

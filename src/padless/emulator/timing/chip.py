@@ -17,8 +17,9 @@ from .rates import Chip
 class TileTimes:
     """Cycles of a kernel's tiles, by sort of tile (any key: units of rows, say).
 
-    start: from the kernel's first instruction to its first tile's first product. period: a K block. between: from a tile's
-    last K block to the next tile's first, on top of the period. end: from the last tile's last product to the end.
+    start: from the kernel's first instruction to its first tile's first product. period: a K block. between: from a
+    tile's last K block to the next tile's first, on top of the period. end: from the last tile's last product to the
+    end.
     """
 
     start: float
@@ -33,8 +34,8 @@ class TileTimes:
 
 @dataclass(frozen=True)
 class Call:
-    """One call. tiles: their sorts, in the order in which they are handed out. products: row x column x bytes of K that the
-    tensor cores multiply. memory_bytes: read and written at least once. workers: how many take tiles."""
+    """One call. tiles: their sorts, in the order in which they are handed out. products: row x column x bytes of K
+    that the tensor cores multiply. memory_bytes: read and written at least once. workers: how many take tiles."""
 
     tiles: Sequence[int]
     k_blocks: int
@@ -45,7 +46,8 @@ class Call:
 
 @dataclass(frozen=True)
 class CallTime:
-    """``cycles``: of the queue alone. ``memory_ns``: of the bytes alone. ``ghz``: the clock taken. ``ns``: event to event."""
+    """``cycles``: of the queue alone. ``memory_ns``: of the bytes alone. ``ghz``: the clock taken. ``ns``: event to
+    event."""
 
     cycles: float
     memory_ns: float
@@ -71,8 +73,8 @@ def queue_cycles(call: Call, times: TileTimes) -> float:
 
 
 def clock_under_load(chip: Chip, tensor_use: float, full_ghz: float) -> float:
-    """GHz at a share of use of the tensor cores. Power goes with use x frequency x voltage squared, and voltage about with
-    frequency: at a power limit the clock goes with the cube root of the use, up to the highest there is."""
+    """GHz at a share of use of the tensor cores. Power goes with use x frequency x voltage squared, and voltage about
+    with frequency: at a power limit the clock goes with the cube root of the use, up to the highest there is."""
     return min(chip.clocks_ghz[1], full_ghz * max(tensor_use, 1e-3) ** (-1 / 3))
 
 

@@ -1,9 +1,9 @@
 """What a straight run of PTX costs the warp that executes it: issue slots, and the longest chain of results.
 
-PTX has no issue costs, and the compiler reorders what it makes of it. So a block's time is the larger of two numbers that
-no order changes: the slots of all its instructions, and the latency of its longest chain. Arithmetic on what was known before
-can be done ahead, so only what follows a load, a shuffle or another slow result adds its latency to a chain. Moves, which
-mostly vanish when registers are assigned, count for a third of a slot.
+PTX has no issue costs, and the compiler reorders what it makes of it. So a block's time is the larger of two numbers
+that no order changes: the slots of all its instructions, and the latency of its longest chain. Arithmetic on what was
+known before can be done ahead, so only what follows a load, a shuffle or another slow result adds its latency to a
+chain. Moves, which mostly vanish when registers are assigned, count for a third of a slot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class BlockCost:
 
     signal: cycles to the first instruction that others can see (an arrival, an atomic, a clock), or None.
     later: (cycles, bits of registers) of slow results that nothing here reads: they are there so long after the start.
-    dense: whether it is mostly independent arithmetic, which takes every slot; else other warps find slots between its own.
+    dense: whether it is mostly independent arithmetic, which takes every slot; else other warps find slots between its
+    own.
     """
 
     slots: float
@@ -63,7 +64,9 @@ def is_signal(ins: Instruction) -> bool:
     if ins.opcode in ("ld", "st") and {"acquire", "release", "volatile", "relaxed"} & set(ins.modifiers):
         return True
     return any(
-        name.startswith(("%clock", "%globaltimer")) for operand in ins.operands for name in registers_of(operand)
+        name.startswith(("%clock", "%globaltimer"))
+        for operand in ins.operands
+        for name in registers_of(operand)
     )
 
 
@@ -129,7 +132,9 @@ class Costs:
         for name, time in unread.items():
             if name in self.numbers:
                 later[time] = later.get(time, 0) | 1 << self.numbers[name]
-        return BlockCost(slots, max(chain, slots) + stalls, shared, signal, tuple(later.items()), floats > SMALL)
+        return BlockCost(
+            slots, max(chain, slots) + stalls, shared, signal, tuple(later.items()), floats > SMALL
+        )
 
     @staticmethod
     def _writes_nothing(ins: Instruction) -> bool:
@@ -152,7 +157,9 @@ class Costs:
 
     @staticmethod
     def _is_global_load(ins: Instruction) -> bool:
-        return ins.opcode == "ld" and not any(m.startswith(("shared", "param", "local")) for m in ins.modifiers)
+        return ins.opcode == "ld" and not any(
+            m.startswith(("shared", "param", "local")) for m in ins.modifiers
+        )
 
     def instruction(self, ins: Instruction) -> tuple[float, float, float]:
         """(issue slots, cycles until the result can be used, cycles that the warp itself stands) of one instruction."""
@@ -166,7 +173,9 @@ class Costs:
         if op in ("ld", "ldu"):
             if self._is_global_load(ins):
                 return 1, chip["global_latency"], 0
-            return (1, chip["shared_latency"], 0) if any(m.startswith("shared") for m in mods) else (0.5, 8, 0)
+            return (
+                (1, chip["shared_latency"], 0) if any(m.startswith("shared") for m in mods) else (0.5, 8, 0)
+            )
         if op == "ldmatrix":
             return 1, chip["shared_latency"], 0
         if op == "atom":
@@ -195,7 +204,9 @@ class Costs:
         if op == "tcgen05":
             if "alloc" in mods:
                 return 1, 0, chip["tmem_alloc"]
-            return (1, 0, chip["mma_issue"]) if "mma" in mods or "commit" in mods or "cp" in mods else (1, 0, 4)
+            return (
+                (1, 0, chip["mma_issue"]) if "mma" in mods or "commit" in mods or "cp" in mods else (1, 0, 4)
+            )
         if op == "cp":
             waits = "wait_group" in mods or "commit_group" in mods or "wait_all" in mods
             return (1, 0, 2) if waits or "bulk" not in mods else (1, 0, chip["tma_issue"])

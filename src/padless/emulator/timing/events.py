@@ -68,8 +68,8 @@ class Barrier:
 
 
 class Simulation(Events):
-    """Processes are generators. They yield a number (cycles to pass), or (barrier, phases to have ended, cycles that going
-    on takes). ``waits``: cycles that each process has waited at each barrier, by names."""
+    """Processes are generators. They yield a number (cycles to pass), or (barrier, phases to have ended, cycles that
+    going on takes). ``waits``: cycles that each process has waited at each barrier, by names."""
 
     def __init__(self) -> None:
         super().__init__()

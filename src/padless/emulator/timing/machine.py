@@ -38,6 +38,8 @@ class TimedMbarrier(Mbarrier):
         machine = self.cta.machine
         assert isinstance(machine, TimedMachine)
         arrive = partial(super().arrive, count, clock, instruction, warp, lane)
+        if machine.current is not None:
+            machine.released(warp)
         if warp is not None and warp.cta is not self.cta and machine.current is not None:
             machine.events.at(machine.now + machine.chip["remote_arrive"], arrive)
         else:
@@ -50,7 +52,7 @@ def reason(wait: Any) -> str:
         bar = wait.groups[0][0]
         last = bar.last_arrival
         if last is None:
-            return "a barrier"
+            return "first arrivals"
         if last.opcode == "tcgen05":
             return "products"
         if "expect_tx" in last.name:
@@ -66,8 +68,8 @@ def reason(wait: Any) -> str:
 
 
 class TimedMachine(Machine):
-    """Machine with a clock. ``chip``: whose rates. ``from_memory``: share of loaded bytes that L2 does not have. ``sms``: CTAs
-    at once. ``limit``: cycles after which the launch is given up as one that does not end."""
+    """Machine with a clock. ``chip``: whose rates. ``from_memory``: share of loaded bytes that L2 does not have.
+    ``sms``: CTAs at once. ``limit``: cycles after which the launch is given up as one that does not end."""
 
     mbarrier = TimedMbarrier
 
@@ -98,7 +100,11 @@ class TimedMachine(Machine):
         self._due: dict[Fragment, float] = {}  # blocks that have passed their time and are yet to take effect
         self._since: dict[Fragment, tuple[float, str]] = {}
         self._begun: dict[Any, float] = {}
-        self._pending: dict[Any, list[tuple[float, int]]] = {}  # when slow results come, and to which registers
+        self._in_flight = 0
+        self._seen: dict[Any, float] = {}  # when a warp saw its products done, until it releases their stage
+        self._pending: dict[
+            Any, list[tuple[float, int]]
+        ] = {}  # when slow results come, and to which registers
         trace = self.trace
         self.observe = self._charge if trace is None else partial(self._traced, trace)
 
@@ -112,7 +118,9 @@ class TimedMachine(Machine):
     def _traced(self, trace: Callable[[str], None], f: Fragment, b: Block) -> bool:
         waiting = self._charge(f, b)
         if not waiting:
-            trace(f"{self._times.get(f, 0.0):10.0f}  CTA {f.warp.cta.index} warp {f.warp.index} block {b.index}")
+            trace(
+                f"{self._times.get(f, 0.0):10.0f}  CTA {f.warp.cta.index} warp {f.warp.index} block {b.index}"
+            )
         return waiting
 
     def _charge(self, f: Fragment, b: Block) -> bool:
@@ -171,6 +179,10 @@ class TimedMachine(Machine):
             times = self.units.finish(queue, work, self.now, len(operation.steps))
             for step, at in zip(operation.steps, times, strict=True):
                 self.events.at(at, partial(self._happen, step))
+        if work is not None and work.unit == "load":
+            self._in_flight += work.size
+            self.timeline.count_load(work.size, times[0] - self.now, self._in_flight)
+            self.events.at(times[0], partial(self._landed, work.size))
         if work is None:
             return
         what = {"wgmma": "product", "mma": "product", "load": "load", "store": "store"}.get(work.unit)
@@ -182,6 +194,15 @@ class TimedMachine(Machine):
             for index in group:
                 self.timeline.work_of[w.cta.slot, index][work.unit] += 1
         self.timeline.cycles = max(self.timeline.cycles, times[-1])
+
+    def _landed(self, size: int) -> None:
+        self._in_flight -= size
+
+    def released(self, warp: Any) -> None:
+        """A warp arrives at a barrier: if it has seen products end, it held their stage until now."""
+        seen = self._seen.pop(warp, None)
+        if seen is not None:
+            self.timeline.holds.append(self.now - seen)
 
     def _product(self, step: Callable[[], None], issued: float) -> None:
         self.timeline.mark("product", issued, self.events.now)
@@ -265,6 +286,8 @@ class TimedMachine(Machine):
             if at > since[0]:
                 self.timeline.waits.append(Wait((f.warp.cta.slot, f.warp.index), since[0], at, since[1]))
             self._times[f] = at + self._resumption(f.wait)
+        if since is not None and since[1] == "products" and isinstance(f.wait, WgmmaWait):
+            self._seen[f.warp] = at
         self.current = f
         self._resume(f)
         self.current = None

@@ -1,8 +1,9 @@
 """Rates of the chips that the clock knows: one table a chip, every number with its mark and its source.
 
-Cycles are those of a multiprocessor (SM) unless a name says otherwise. Marks: "measured" by the source, "fitted" to the
-source's raw data, "inferred" by arithmetic on published numbers, "stated" with no measurement to be seen, "other chip" for
-a measurement on a near relative. Nothing here belongs to a kernel: a number that only one kernel needs has no place.
+Cycles are those of a multiprocessor (SM) unless a name says otherwise. Marks: "measured" by the source, "fitted" to
+the source's raw data, "inferred" by arithmetic on published numbers, "stated" with no measurement to be seen, "other
+chip" for a measurement on a near relative. Nothing here belongs to a kernel: a number that only one kernel needs has no
+place.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Chip:
 
 _FGS = "FlashGPU-Sim, configuration SM90_H200 (MICRO 2026)"
 _SA = "SemiAnalysisAI/microbench-blackwell, raw data of a B200 (Apache-2.0)"
+_LOOPS = f"{_SA}, a third of its main loops of CUTLASS"
 _FB = "facebookexperimental/triton, latency model for B200"
 _QR = "ademeure/QuickRunCUDA, catalogue of a B300"
 _PL = "this project's records of an H200"
@@ -77,11 +79,15 @@ H200 = Chip(
         "wgmma_issue": Rate(4, "clk", "measured", f"{_FGS}: 4 with A in shared memory, 9 to 10 in registers"),
         "wgmma_wait": Rate(43, "clk from the last product to going on", "measured", _FGS),
         "wgmma_shared_overlap": Rate(
-            0.0, "share of a copy's bytes that the operands' reads wait for", "inferred",
+            0.0,
+            "share of a copy's bytes that the operands' reads wait for",
+            "inferred",
             f"{_PL}: 65536x6144x7168 leaves no room for more",
         ),
         "fma_beside_tensor": Rate(
-            2.0, "issue slots of a float multiply-add while products run", "inferred",
+            2.0,
+            "issue slots of a float multiply-add while products run",
+            "inferred",
             f"{_FGS}: 1024 B/clk of registers, of which products take 512; three operands, one of them kept",
         ),
         "mbarrier_wait": Rate(43, "clk of a try_wait that succeeds", "measured", _FGS),
@@ -93,7 +99,10 @@ H200 = Chip(
         "tma_issue": Rate(32, "clk of the issuing thread", "measured", _FGS),
         "tma_row": Rate(1.5, "clk a row of at most 128 B", "other chip", f"{_SA}, fitted"),
         "tma_latency": Rate(
-            600, "clk from issue to the first bytes, from L2", "inferred", f"{_FB}: 460 on B200; {_FGS}: L2 237 to 286"
+            600,
+            "clk from issue to the first bytes, from L2",
+            "inferred",
+            f"{_FB}: 460 on B200; {_FGS}: L2 237 to 286",
         ),
         "memory_latency": Rate(250, "clk more from memory than from L2", "measured", f"{_FGS}: 194 to 254"),
         "l2_feed": Rate(60, "B/clk into an SM, of all", "inferred", f"{_PL}: 40 to 50 reached, of 64"),
@@ -102,12 +111,20 @@ H200 = Chip(
         "store_bytes_per_clk": Rate(32, "B/clk out of an SM", "inferred", "half of the feed"),
         "memory_gb_per_s": Rate(4260, "GB/s, read and written", "measured", f"{_PL}: copies"),
         "l2_mb": Rate(50, "MB", "stated", "NVIDIA H100 white paper"),
-        "full_load_ghz": Rate(1.5, "GHz with the tensor cores always busy", "inferred", f"{_PL}: 1.43 to 1.53"),
+        "full_load_ghz": Rate(
+            1.5, "GHz with the tensor cores always busy", "inferred", f"{_PL}: 1.43 to 1.53"
+        ),
         "memory_overlap": Rate(
-            4, "exponent with which tiles' time and memory's add up", "inferred", "1 would be one after the other"
+            4,
+            "exponent with which tiles' time and memory's add up",
+            "inferred",
+            "1 would be one after the other",
         ),
         "launch_ns": Rate(
-            5000, "ns from event to event of a kernel that does nothing", "inferred", f"{_PL}, {_QR}: 2.2 to 7.5 us"
+            5000,
+            "ns from event to event of a kernel that does nothing",
+            "inferred",
+            f"{_PL}, {_QR}: 2.2 to 7.5 us",
         ),
     },
 )
@@ -126,7 +143,12 @@ B200 = Chip(
         "mma_shared_bytes_per_clk": Rate(
             128, "B/clk of A and B read for products", "fitted", f"{_SA}: 32 + N/4 clk at M = 128"
         ),
-        "mma_pair_extra": Rate(3, "clk of an instruction of a pair that shared memory binds", "fitted", _SA),
+        "mma_pair_extra": Rate(
+            3,
+            "clk of a pair's instruction that shared memory binds; a third of it with 64 rows a CTA",
+            "fitted",
+            _SA,
+        ),
         "mma_floor": Rate(18, "clk between instructions at least", "measured", f"{_SA}: pair, N = 64"),
         "mma_latency": Rate(
             104, "clk from the pipe's end to the barrier, one CTA, A in tensor memory", "fitted", _SA
@@ -135,7 +157,9 @@ B200 = Chip(
         "mma_latency_pair": Rate(34, "clk more of a pair", "fitted", _SA),
         "mma_issue": Rate(12, "clk of the issuing thread", "inferred", f"{_FB}: 30 for a tile of 4"),
         "cp_bytes_per_clk": Rate(
-            128, "B/clk of the tensor pipe for tcgen05.cp", "inferred",
+            128,
+            "B/clk of the tensor pipe for tcgen05.cp",
+            "inferred",
             "Triton's Gluon example, GB300: NVFP4 against MXFP4 at 2 to 23 clk per 512 B",
         ),
         "tmem_ld_bytes_per_clk": Rate(64, "B/clk a warp", "measured", f"{_QR} 53 to 57, {_FB}"),
@@ -150,7 +174,7 @@ B200 = Chip(
         "remote_arrive": Rate(210, "clk", "other chip", _QR),
         "cluster_barrier": Rate(190, "clk", "other chip", _QR),
         "tma_issue": Rate(40, "clk", "measured", f"{_FB} 30, {_QR} 48"),
-        "tma_row": Rate(1.5, "clk a row of at most 128 B", "fitted", f"{_SA}, main loops of CUTLASS"),
+        "tma_row": Rate(1.55, "clk a row of at most 128 B", "fitted", _LOOPS),
         "tma_latency": Rate(700, "clk", "fitted", f"{_SA}, main loops of CUTLASS"),
         "memory_latency": Rate(500, "clk", "inferred", "800 to 900 in all"),
         "l2_feed": Rate(71, "B/clk into an SM, of all", "measured", f"{_QR}, {_SA} 56 to 58 when shared"),
@@ -162,8 +186,14 @@ B200 = Chip(
         "full_load_ghz": Rate(1.58, "GHz", "measured", "flashinfer, 1000 W, sustained attention"),
         "memory_overlap": Rate(4, "exponent", "inferred", "as on H200"),
         "launch_ns": Rate(5000, "ns", "inferred", _QR),
-        "stage_floor": Rate(180, "clk a stage of a ring, however little it carries", "fitted", _SA),
-        "shared_stream": Rate(3.05, "clk a row of B of at most 128 B from memory", "fitted", _SA),
+        "stage_floor": Rate(185, "clk a stage of a ring, however little it carries", "fitted", _LOOPS),
+        "stream_bytes_per_clk": Rate(
+            41, "B/clk of the operand with more rows, alone on the chip", "fitted", _LOOPS
+        ),
+        "mma_least": Rate(44, "clk between products of a loop", "fitted", _LOOPS),
+        "ring_latency": Rate(650, "clk of a round trip besides its load and products", "fitted", _LOOPS),
+        "ring_load": Rate(1.6, "loads in a round trip", "fitted", _LOOPS),
+        "ring_products": Rate(1.3, "stages' products in a round trip", "fitted", _LOOPS),
     },
 )
 

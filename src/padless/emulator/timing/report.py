@@ -39,7 +39,5 @@ def lines_of(timeline: Timeline) -> list[str]:
     for role in ROLES:
         for what, cycles in sorted(waited.get(role, {}).items(), key=lambda x: -x[1]):
             if cycles >= 0.005 * timeline.cycles:
-                out.append(
-                    f"{role + ': ' + what:32s}{cycles:12,.0f}{cycles / max(timeline.cycles, 1):9.1%}"
-                )
+                out.append(f"{role + ': ' + what:32s}{cycles:12,.0f}{cycles / max(timeline.cycles, 1):9.1%}")
     return out

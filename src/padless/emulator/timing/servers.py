@@ -48,8 +48,9 @@ class Server:
 
 
 class Batches:
-    """A server with one line for every customer, which stays with one as long as that one has work, then goes on to whoever
-    has waited longest. So Hopper's tensor cores take the products of two warpgroups: not one of each in turns."""
+    """A server with one line for every customer, which stays with one as long as that one has work, then goes on to
+    whoever has waited longest. So Hopper's tensor cores take the products of two warpgroups: not one of each in
+    turns."""
 
     def __init__(self, server: Server, events: Events) -> None:
         self.server, self.events = server, events

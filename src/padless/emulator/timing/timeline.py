@@ -26,7 +26,9 @@ class Wait:
 class Timeline:
     """One run. Times are cycles from its first instruction.
 
-    marks: when what was done first and last, by what: "load", "product", "store".
+    marks: when what was done first and last, by what: "load", "product", "store". loads, loaded, load_cycles: their
+    number, bytes, and cycles from issue to arrival. most_in_flight: bytes on their way at once. holds: cycles of every stage's
+    release after its products (of kernels whose warps release them).
     """
 
     chip: Chip
@@ -38,6 +40,28 @@ class Timeline:
     )
     ended: dict[tuple[int, int], float] = field(default_factory=dict)
     marks: dict[str, tuple[float, float]] = field(default_factory=dict)
+    loads: int = 0
+    loaded: float = 0.0
+    load_cycles: float = 0.0
+    most_in_flight: float = 0.0
+    holds: list[float] = field(default_factory=list)
+
+    def count_load(self, size: float, cycles: float, in_flight: float) -> None:
+        """A load of ``size`` bytes that takes ``cycles``, with ``in_flight`` bytes on their way, its own too."""
+        self.loads += 1
+        self.loaded += size
+        self.load_cycles += cycles
+        self.most_in_flight = max(self.most_in_flight, in_flight)
+
+    @property
+    def product_cycles(self) -> float:
+        """Cycles of the tensor pipes of all SMs."""
+        return sum(sm.tensor.busy for sm in self.sms.values())
+
+    @property
+    def hold(self) -> float:
+        """Cycles, on average, from a warp having seen its products end to its release of their stage."""
+        return sum(self.holds) / len(self.holds) if self.holds else 0.0
 
     def mark(self, what: str, start: float, end: float) -> None:
         """Something was done."""
@@ -90,8 +114,9 @@ class Timeline:
         return {name: sum(values) / len(values) for name, values in by.items()}
 
     def binding(self, enough: float = 0.9) -> str:
-        """What sets the pace between the first product and the last: the busiest server where it is busy for ``enough`` of
-        the time, else what the multiplying warps wait for most, or the issue of instructions if they wait for nothing."""
+        """What sets the pace between the first product and the last: the busiest server where it is busy for
+        ``enough`` of the time, else what the multiplying warps wait for most, or the issue of instructions if they
+        wait for nothing."""
         used = self.utilization()
         name, share = max(used.items(), key=lambda item: item[1])
         if share >= enough:

@@ -10,13 +10,12 @@ from .timeline import Timeline
 
 
 def trace_of(timeline: Timeline) -> dict[str, Any]:
-    """Chrome's trace format. A cycle is drawn as a nanosecond; servers are threads, and so are warps, with their waits."""
+    """Chrome's trace format. A cycle is drawn as a nanosecond; servers are threads, and so are warps, with their
+    waits."""
     events: list[dict[str, Any]] = []
 
     def thread(sm: int, number: int, name: str) -> None:
-        events.append(
-            {"ph": "M", "name": "thread_name", "pid": sm, "tid": number, "args": {"name": name}}
-        )
+        events.append({"ph": "M", "name": "thread_name", "pid": sm, "tid": number, "args": {"name": name}})
 
     def span(sm: int, number: int, name: str, start: float, end: float) -> None:
         events.append(

@@ -49,7 +49,8 @@ def mma_cycles(chip: Chip, rows: int, n: int, k_bytes: int, pair: bool, a_in_sha
     if not a_in_shared:
         return pipe
     read = (rows * k_bytes + n * k_bytes / (2 if pair else 1)) / chip["mma_shared_bytes_per_clk"]
-    return max(pipe, read + (chip["mma_pair_extra"] if pair else 0))
+    extra = chip["mma_pair_extra"] / (3 if half else 1) if pair else 0
+    return max(pipe, read + extra)
 
 
 def mma_latency(chip: Chip, rows: int, pair: bool, a_in_shared: bool) -> float:
