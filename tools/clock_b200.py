@@ -106,7 +106,8 @@ def loop_errors(chip: Chip, loops: Sequence[MeasuredLoop]) -> Error:
 
 LOOP_RATES = {
     "tma_row": (1.2, 1.8, 0.05), "stream_bytes_per_clk": (36, 60, 1), "mma_least": (30, 60, 2),
-    "stage_floor": (150, 220, 5),    "ring_latency": (500, 1000, 25), "ring_load": (1.0, 3.0, 0.1), "ring_products": (0.8, 2.0, 0.1),
+    "stage_floor": (150, 220, 5), "ring_latency": (500, 1000, 25), "ring_load": (1.0, 3.0, 0.1),
+    "ring_products": (0.8, 2.0, 0.1),
 }  # fmt: skip
 
 

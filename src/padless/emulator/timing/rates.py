@@ -52,9 +52,11 @@ class Chip:
 _FGS = "FlashGPU-Sim, configuration SM90_H200 (MICRO 2026)"
 _SA = "SemiAnalysisAI/microbench-blackwell, raw data of a B200 (Apache-2.0)"
 _LOOPS = f"{_SA}, a third of its main loops of CUTLASS"
+_LADDER = "twelve published MXFP8 kernels at 2048 and 8192 (Vega-Myhre)"
 _FB = "facebookexperimental/triton, latency model for B200"
 _QR = "ademeure/QuickRunCUDA, catalogue of a B300"
 _PL = "this project's records of an H200"
+_CALLS = f"{_PL}: 5 dense shapes and 120 small problems with 3 tiles"
 _ISSUE = {
     "issue_per_clk": Rate(1, "warp-instructions/clk/sub-partition", "stated", "CUDA programming guide"),
     "alu_latency": Rate(4.5, "clk", "inferred", "dependent issue of 4 to 5 cycles since Volta"),
@@ -105,26 +107,17 @@ H200 = Chip(
             f"{_FB}: 460 on B200; {_FGS}: L2 237 to 286",
         ),
         "memory_latency": Rate(250, "clk more from memory than from L2", "measured", f"{_FGS}: 194 to 254"),
-        "l2_feed": Rate(60, "B/clk into an SM, of all", "inferred", f"{_PL}: 40 to 50 reached, of 64"),
+        "l2_feed": Rate(52, "B/clk into an SM, of all", "fitted", f"{_CALLS}; the limit is 64"),
         "global_latency": Rate(270, "clk of a load from L2", "measured", _FGS),
         "store_latency": Rate(600, "clk from issue to written", "inferred", "as a load"),
         "store_bytes_per_clk": Rate(32, "B/clk out of an SM", "inferred", "half of the feed"),
-        "memory_gb_per_s": Rate(4260, "GB/s, read and written", "measured", f"{_PL}: copies"),
+        "memory_gb_per_s": Rate(4700, "GB/s, read and written", "fitted", f"{_CALLS}; copies reach 4260"),
         "l2_mb": Rate(50, "MB", "stated", "NVIDIA H100 white paper"),
         "full_load_ghz": Rate(
-            1.5, "GHz with the tensor cores always busy", "inferred", f"{_PL}: 1.43 to 1.53"
+            1.48, "GHz with the tensor cores always busy", "fitted", f"{_CALLS}; counters: 1.43 to 1.53"
         ),
         "memory_overlap": Rate(
-            4,
-            "exponent with which tiles' time and memory's add up",
-            "inferred",
-            "1 would be one after the other",
-        ),
-        "launch_ns": Rate(
-            5000,
-            "ns from event to event of a kernel that does nothing",
-            "inferred",
-            f"{_PL}, {_QR}: 2.2 to 7.5 us",
+            2.5, "exponent with which times of tiles and of memory add up", "fitted", _CALLS
         ),
     },
 )
@@ -180,7 +173,13 @@ B200 = Chip(
         "l2_feed": Rate(71, "B/clk into an SM, of all", "measured", f"{_QR}, {_SA} 56 to 58 when shared"),
         "global_latency": Rate(310, "clk", "measured", _QR),
         "store_latency": Rate(700, "clk", "inferred", "as a load"),
-        "store_bytes_per_clk": Rate(40, "B/clk", "inferred", "half of the feed"),
+        "store_bytes_per_clk": Rate(24, "B/clk", "fitted", _LADDER),
+        "local_lookups": Rate(
+            2, "accesses of local memory one after the other between two barriers", "fitted", _LADDER
+        ),
+        "store_line": Rate(
+            0.5, "clk a line of 128 B that an instruction's lanes store to", "fitted", _LADDER
+        ),
         "memory_gb_per_s": Rate(7220, "GB/s", "measured", _SA),
         "l2_mb": Rate(126, "MB", "measured", _SA),
         "full_load_ghz": Rate(1.58, "GHz", "measured", "flashinfer, 1000 W, sustained attention"),

@@ -27,8 +27,8 @@ class Timeline:
     """One run. Times are cycles from its first instruction.
 
     marks: when what was done first and last, by what: "load", "product", "store". loads, loaded, load_cycles: their
-    number, bytes, and cycles from issue to arrival. most_in_flight: bytes on their way at once. holds: cycles of every stage's
-    release after its products (of kernels whose warps release them).
+    number, bytes, and cycles from issue to arrival. most_in_flight: bytes on their way at once. holds: cycles of every
+    stage's release after its products (of kernels whose warps release them).
     """
 
     chip: Chip

@@ -25,6 +25,7 @@ class Sm:
         self.products: Batches | None = None  # of Hopper, made on first use
         self.store = Server("stores", record)
         self.tensor_memory = [Server(f"tensor memory {i}", record) for i in range(4)]
+        self.landing: list[tuple[float, float]] = []  # copies whose writes are yet to be charged to products
         self.slow_tail = 0.0  # latency behind the last product
 
     def servers(self) -> Iterator[Server]:
@@ -116,9 +117,8 @@ class Units:
             _, read = target.memory.take(begin, size * self.from_memory / per_clk)
             fed = max(fed, read)
         done = max(fed, engine_end + latency)
-        overlap = chip.rates.get("wgmma_shared_overlap")
-        if overlap is not None and overlap.value:
-            target.tensor.take(done, overlap.value * size / chip["shared_bytes_per_clk"], "copies' writes")
+        if "wgmma_shared_overlap" in chip.rates and chip["wgmma_shared_overlap"]:
+            target.landing.append((done, size))
         target.shared.busy += size / chip["shared_bytes_per_clk"]
         return [done]
 
@@ -151,6 +151,10 @@ class Units:
         )
         if sm.products is None:
             sm.products = Batches(sm.tensor, events)
+        if sm.landing:
+            landed = sum(size for at, size in sm.landing if at <= events.now)
+            sm.landing = [(at, size) for at, size in sm.landing if at > events.now]
+            cycles += self.chip["wgmma_shared_overlap"] * landed / self.chip["shared_bytes_per_clk"]
         sm.products.put(queue, cycles, f"m64n{unit.n}", done)
 
     def _mma(self, work: Any, now: float) -> list[float]:
