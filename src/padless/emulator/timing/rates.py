@@ -113,6 +113,7 @@ H200 = Chip(
         "store_bytes_per_clk": Rate(32, "B/clk out of an SM", "inferred", "half of the feed"),
         "memory_gb_per_s": Rate(4700, "GB/s, read and written", "fitted", f"{_CALLS}; copies reach 4260"),
         "l2_mb": Rate(50, "MB", "stated", "NVIDIA H100 white paper"),
+        "launch_ns": Rate(6000, "ns from event to event besides the tiles", "fitted", _CALLS),
         "full_load_ghz": Rate(
             1.48, "GHz with the tensor cores always busy", "fitted", f"{_CALLS}; counters: 1.43 to 1.53"
         ),
@@ -190,9 +191,9 @@ B200 = Chip(
             41, "B/clk of the operand with more rows, alone on the chip", "fitted", _LOOPS
         ),
         "mma_least": Rate(44, "clk between products of a loop", "fitted", _LOOPS),
-        "ring_latency": Rate(650, "clk of a round trip besides its load and products", "fitted", _LOOPS),
-        "ring_load": Rate(1.6, "loads in a round trip", "fitted", _LOOPS),
-        "ring_products": Rate(1.3, "stages' products in a round trip", "fitted", _LOOPS),
+        "ring_latency": Rate(675, "clk of a round trip besides its load and products", "fitted", _LOOPS),
+        "ring_load": Rate(1.5, "loads in a round trip", "fitted", _LOOPS),
+        "ring_products": Rate(1.4, "stages' products in a round trip", "fitted", _LOOPS),
     },
 )
 
