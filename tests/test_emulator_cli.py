@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -157,3 +158,35 @@ def test_module_variables_point_at_each_other() -> None:
     out = np.zeros(1, np.int32)
     emulator.launch("k", 1, 1, [emulator.memory.register(out)]).raise_on_reports()
     assert out[0] == 42
+
+
+# ------------------------------------------------------------------------------------------------------ time
+def test_time_prints_cycles_and_writes_trace_and_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace, picture = tmp_path / "t.json", tmp_path / "t.png"
+    options = ["--time", "--chip", "H200", "--time-trace", str(trace), "--time-picture", str(picture)]
+    code, output = emulate(tmp_path, SOURCE, LAUNCH, *options)
+    assert code == 0
+    assert re.match(r"H200: [\d,]+ cycles, [\d.]+ to [\d.]+ us at 1.98 to 1.42 GHz", output)
+    assert "values" in output
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_time_repeats(tmp_path: Path) -> None:
+    first, second = (emulate(tmp_path, SOURCE, LAUNCH, "--time")[1] for _ in range(2))
+    assert first == second
+
+
+def test_time_goes_up_with_work(tmp_path: Path) -> None:
+    slow = SOURCE.replace("factor * s", "sinf(expf(factor)) / (1 + factor) * s")
+    cycles = [
+        int(emulate(tmp_path, source, LAUNCH, "--time")[1].split()[1].replace(",", ""))
+        for source in (SOURCE, slow)
+    ]
+    assert cycles[0] < cycles[1]
+
+
+def test_unknown_chip_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="--chip is 'A100', allowed are H200, B200"):
+        emulate(tmp_path, SOURCE, LAUNCH, "--time", "--chip", "A100")

@@ -11,7 +11,7 @@ from padless.emulator.timing import Chip
 from padless.emulator.timing.loops import Loop, loop_of, period
 from padless.emulator.timing.units import mma_cycles, mma_latency
 
-MEASURED = Path(__file__).resolve().parents[1] / "docs" / "measured"
+PUBLISHED = Path(__file__).resolve().parents[1] / "docs" / "measured" / "clock"
 CHAIN = 256  # products one after the other in an interval's measurement
 CLOCK_GHZ = 1.965  # of one busy multiprocessor: nothing limits power
 
@@ -52,7 +52,7 @@ class Error:
 
 def rows_of(name: str) -> list[dict[str, str]]:
     """Rows of a published table, without its first, which says where it is from."""
-    with (MEASURED / name).open() as lines:
+    with (PUBLISHED / name).open() as lines:
         next(lines)
         return list(csv.DictReader(lines))
 
@@ -63,7 +63,7 @@ def product_errors(chip: Chip, held_out: bool | None = None) -> tuple[Error, Err
 
     The constants come from kinds BF16 and E4M3; S8, F4, MXF8 and MXF4 are held out."""
     intervals, latencies = [], []
-    for row in rows_of("published-b200-products.csv"):
+    for row in rows_of("b200-products.csv"):
         fitted = row["kind"] in ("BF16", "E4M3")
         if held_out is not None and held_out == fitted:
             continue
@@ -91,7 +91,7 @@ class MeasuredLoop:
 def measured_loops(chip: Chip) -> list[MeasuredLoop]:
     """All of them."""
     out = []
-    for row in rows_of("published-b200-loops.csv"):
+    for row in rows_of("b200-loops.csv"):
         size = 2 if row["type"] == "BF16" else 1
         m, n, k = (int(row[name]) for name in ("tile_m", "tile_n", "tile_k"))
         loop = loop_of(m, n, k * size, mma_cycles(chip, m, n, 32, False, True), int(row["stages"]))

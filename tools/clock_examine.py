@@ -1,6 +1,6 @@
 """Examines the clock: predictions beside what was measured, by this project on an H200 and by others on a B200.
 
-    python tools/clock_examine.py [--fit] [--units RECORD] [--out docs/measured/NAME.jsonl]
+    python tools/clock_examine.py [--fit] [--units RECORD] [--out docs/measured/clock/DATE.jsonl]
 
 Prints the tables of docs/timing.md and writes a record. --fit fits the chip's rates of whole calls to the fitting set
 again and says what they would be; without it the rates are those of padless.emulator.timing.rates. --units takes the
@@ -15,7 +15,7 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,20 @@ class Prepared:
     def us(self, times: dict[Shape, TileTimes], chip: Chip) -> float:
         """Predicted microseconds."""
         return call_time(self.call, times[self.point.shape], chip).ns / 1e3
+
+
+def recorded_times(path: Path) -> dict[Shape, TileTimes]:
+    """Tile times of an earlier examination."""
+    times: dict[Shape, TileTimes] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row["kind"] == "tile":
+            block_m, block_n, cluster = row["tile"]
+            tile = times.setdefault((block_m, block_n, cluster), TileTimes(row["start"], row["end"], {}, {}))
+            periods, between = dict(tile.period), dict(tile.between)
+            periods[row["units"]], between[row["units"]] = row["period"], row["between"]
+            times[block_m, block_n, cluster] = replace(tile, period=periods, between=between)
+    return times
 
 
 def prepared(points: Sequence[Point]) -> list[Prepared]:
@@ -113,7 +127,7 @@ def examine_h200(fit: bool, units: Path | None, record: list[dict[str, Any]]) ->
             record.append(
                 {
                     "kind": "tile", "tile": [block_m, block_n, cluster], "units": unit,
-                    "period": tile.period[unit], "between": tile.between[unit],
+                    "period": tile.period[unit], "between": tile.between[unit], "start": tile.start, "end": tile.end,
                 }
             )  # fmt: skip
     print("\n### Whole kernels, cycles\n\n| M x N x K | counted | predicted | error |\n|---|---|---|---|")

@@ -28,6 +28,7 @@ from .rates import Chip
 from .timeline import Timeline, Wait
 from .units import Units
 
+NOTICED = 20  # cycles from which a wait for a loaded value is recorded
 SCHEDULE = Schedule("late", 1.0, 0.0, 1 << 30, "lowest", 0.0, "forward")
 
 
@@ -134,10 +135,13 @@ class TimedMachine(Machine):
         start = self._time(f)
         pending = self._pending.get(w)
         if pending:
+            asked = start
             for time, registers in pending:
                 if registers & b.touches and time > start:
                     start = time
             pending[:] = [entry for entry in pending if entry[0] > start]
+            if start > asked + NOTICED:
+                self.timeline.waits.append(Wait((w.cta.slot, w.index), asked, start, "values"))
         if start > self.now:  # servers are asked in the order of time
             self._times[f] = start
             return True

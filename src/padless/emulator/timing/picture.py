@@ -8,7 +8,7 @@ from .timeline import Timeline
 
 COLORS = {
     "copies": "#d08770", "products": "#5e81ac", "arrivals of warps": "#a3be8c", "named barrier": "#b48ead",
-    "tensor memory": "#ebcb8b",
+    "tensor memory": "#ebcb8b", "values": "#bf616a",
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .rates import Chip
@@ -121,7 +120,8 @@ class Timeline:
         name, share = max(used.items(), key=lambda item: item[1])
         if share >= enough:
             return name
-        waits = self.waited().get("multiply", {})
+        waited = self.waited()
+        waits = waited.get("multiply") or max(waited.values(), key=lambda by: sum(by.values()), default={})
         waits = {what: cycles for what, cycles in waits.items() if not what.startswith("the next tile")}
         if not waits:
             return "issue"
@@ -130,6 +130,3 @@ class Timeline:
         return what if cycles > 0.05 * (high - low) else f"{name} ({share:.0%})"
 
 
-def total_wait(waits: Iterable[Wait], what: str) -> float:
-    """Cycles waited for ``what``, of all warps together."""
-    return sum(w.end - w.start for w in waits if w.what == what)
