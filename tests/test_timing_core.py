@@ -231,6 +231,20 @@ def test_shared_memory_is_charged_by_bytes() -> None:
     assert (narrow.shared, wide.shared) == (1, 4)  # type: ignore[attr-defined]
 
 
+def test_global_bytes_are_counted() -> None:
+    (cost,) = cost_of("ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd1]; st.global.f32 [%rd1], %f5;")
+    assert (cost.loaded, cost.stored) == (512, 128)  # type: ignore[attr-defined]
+
+
+def test_products_of_a_warp_take_their_share() -> None:
+    body = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1, %f2, %f3, %f4}, {%r1, %r2, %r3, %r4}, {%r5, %r6}, "
+        "{%f5, %f6, %f7, %f8};"
+    )
+    cycles = max(cost.slots for cost in cost_of(body))  # type: ignore[attr-defined]
+    assert cycles == pytest.approx(16 * 8 * 32 / 1024 / H200["mma_sync_share"])
+
+
 # ------------------------------------------------------------------------------------------------------- chip
 TIMES = TileTimes(1000, 500, {1: 100, 2: 190}, {1: 60, 2: 70})
 

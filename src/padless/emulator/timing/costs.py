@@ -8,6 +8,7 @@ chain. Moves, which mostly vanish when registers are assigned, count for a third
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,8 @@ class BlockCost:
     signal: float | None
     later: tuple[tuple[float, int], ...]
     dense: bool
+    loaded: float  # bytes of global memory, of a warp whose lanes are neighbours
+    stored: float
 
 
 def registers_of(operand: Any) -> Iterator[str]:
@@ -77,6 +80,15 @@ def access_bytes(ins: Instruction) -> int:
     return 4 * width * count
 
 
+def matrix_bytes(ins: Instruction) -> float:
+    """Rows x columns x bytes of K of an mma.sync."""
+    shape = next(m for m in ins.modifiers if m[0] == "m" and m[1:2].isdigit())
+    m, n, k = (int(x) for x in re.findall(r"\d+", shape))
+    size = {"f16": 2, "bf16": 2, "tf32": 4, "f64": 8, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
+    of_a = [t for t in ins.modifiers if t in size or t in ("f32", "s32")][1:2]
+    return float(m * n * k * size.get(of_a[0] if of_a else "f16", 2))
+
+
 class Costs:
     """Costs of the blocks of one program on one chip, worked out when first asked for."""
 
@@ -96,7 +108,7 @@ class Costs:
     def _work_out(self, block: Block) -> BlockCost:
         ready: dict[str, float] = {}  # registers that slow results lead to
         unread: dict[str, float] = {}
-        slots = chain = stalls = shared = floats = 0.0
+        slots = chain = stalls = shared = floats = loaded = stored = 0.0
         signal = None
         instructions = list(block.instructions)
         if block.terminator is not None and (not instructions or instructions[-1] is not block.terminator):
@@ -120,6 +132,10 @@ class Costs:
                 chain = max(chain, at + cost)
             if self._touches_shared(ins):
                 shared += max(self._shared_bytes(ins) / self.chip["shared_bytes_per_clk"], 1.0)
+            if self._is_global_load(ins):
+                loaded += access_bytes(ins)
+            elif ins.opcode == "st" and not any(m.startswith(("shared", "local", "param")) for m in ins.modifiers):
+                stored += access_bytes(ins)
             slow = at > 0 or latency > 2 * self.chip["alu_latency"]
             for name in (n for operand in ins.operands[:first] for n in registers_of(operand)):
                 unread.pop(name, None)
@@ -133,7 +149,7 @@ class Costs:
             if name in self.numbers:
                 later[time] = later.get(time, 0) | 1 << self.numbers[name]
         return BlockCost(
-            slots, max(chain, slots) + stalls, shared, signal, tuple(later.items()), floats > SMALL
+            slots, max(chain, slots) + stalls, shared, signal, tuple(later.items()), floats > SMALL, loaded, stored
         )
 
     @staticmethod
@@ -199,6 +215,10 @@ class Costs:
             return 1, 0, chip["proxy_fence"]
         if op in ("fence", "membar"):
             return 1, 0, 10
+        if op == "mma":
+            share = self.chip["tensor_bytes_per_clk"] / 4 * self.chip["mma_sync_share"]
+            cycles = matrix_bytes(ins) / share
+            return cycles, cycles + 16, 0
         if op == "wgmma":
             return (1, 0, chip["wgmma_issue"]) if "mma_async" in mods else (1, 0, 2)
         if op == "tcgen05":

@@ -154,7 +154,11 @@ class TimedMachine(Machine):
         end = max(issued, start + cost.chain)
         if cost.shared:
             end = max(end, sm.shared.take(start, cost.shared)[1])
+        fed = sm.loads.take(start, cost.loaded / self.chip["l2_feed"], "loads")[1] if cost.loaded else start
+        if cost.stored:
+            sm.store.take(start, cost.stored / self.chip["store_bytes_per_clk"], "stores")
         for latency, registers in cost.later:
+            latency = max(latency, fed - start)
             self._pending.setdefault(w, []).append((start + latency, registers))
         if cost.signal is None and b.kind != SYNC:
             self._times[f] = end

@@ -78,6 +78,9 @@ H200 = Chip(
         "tensor_bytes_per_clk": Rate(
             4096, "row x column x byte of K /clk", "measured", f"{_FGS}: N/2 clk an m64nNk32"
         ),
+        "mma_sync_share": Rate(
+            0.62, "of the tensor cores' rate by mma.sync", "measured", "arXiv 2402.13499, mean over types"
+        ),
         "wgmma_issue": Rate(4, "clk", "measured", f"{_FGS}: 4 with A in shared memory, 9 to 10 in registers"),
         "wgmma_wait": Rate(43, "clk from the last product to going on", "measured", _FGS),
         "wgmma_shared_overlap": Rate(
@@ -133,6 +136,7 @@ B200 = Chip(
         "tensor_bytes_per_clk": Rate(
             8192, "row x column x byte of K /clk", "fitted", f"{_SA}: N/2 clk at M = 128, all kinds"
         ),
+        "mma_sync_share": Rate(0.25, "of the tensor cores' rate by mma.sync", "inferred", "half of Hopper's a clock"),
         "mma_half_rows": Rate(0.5, "of the rate with 64 rows a CTA", "fitted", _SA),
         "mma_shared_bytes_per_clk": Rate(
             128, "B/clk of A and B read for products", "fitted", f"{_SA}: 32 + N/4 clk at M = 128"

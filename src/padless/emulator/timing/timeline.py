@@ -107,7 +107,7 @@ class Timeline:
             tmem = [s.utilization(low, high) for s in sm.tensor_memory]
             by["issue"].append(max(issue))
             by["tensor memory"].append(max(tmem))
-            for server in (sm.tensor, sm.copy, sm.feed, sm.memory, sm.store):
+            for server in (sm.tensor, sm.copy, sm.feed, sm.loads, sm.memory, sm.store):
                 by[server.name].append(server.utilization(low, high))
             by["shared memory"].append(min(sm.shared.busy / max(self.cycles, 1), 1.0))
         return {name: sum(values) / len(values) for name, values in by.items()}

@@ -20,6 +20,7 @@ class Sm:
         self.shared = Server("shared memory", record)
         self.copy = Server("copy engine", record)
         self.feed = Server("L2", record)
+        self.loads = Server("L2, plain loads", record)  # apart: copies are entered before their bytes come
         self.memory = Server("memory", record)
         self.tensor = Server("tensor pipe", record)
         self.products: Batches | None = None  # of Hopper, made on first use
@@ -30,7 +31,7 @@ class Sm:
 
     def servers(self) -> Iterator[Server]:
         """All of them."""
-        yield from (self.tensor, self.shared, self.copy, self.feed, self.memory, self.store)
+        yield from (self.tensor, self.shared, self.copy, self.feed, self.loads, self.memory, self.store)
         yield from self.issue
         yield from self.tensor_memory
 
