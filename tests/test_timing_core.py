@@ -202,7 +202,7 @@ def test_independent_arithmetic_costs_its_slots() -> None:
     body = "\n".join(f"fma.rn.f32 %f{i}, %f{i}, %f90, %f{i};" for i in range(64))
     (alone,), (beside,) = cost_of(body), cost_of(body, tensor=True)
     assert alone.slots == pytest.approx(64 + 1.5)  # type: ignore[attr-defined]
-    assert beside.slots == pytest.approx(64 * H200["fma_beside_tensor"] + 1.5)  # type: ignore[attr-defined]
+    assert beside.slots == pytest.approx(64 * 2.5 * H200["operand_slots"] + 1.5)  # type: ignore[attr-defined]
     assert alone.dense  # type: ignore[attr-defined]
     assert not cost_of("add.f32 %f1, %f2, %f3;")[0].dense  # type: ignore[attr-defined]
 

@@ -101,12 +101,6 @@ def test_trace_is_what_perfetto_reads(baseline: Timeline) -> None:
 # ---------------------------------------------------------------------------------------- planted slow-downs
 
 
-def test_shorter_ring_is_named(baseline: Timeline) -> None:
-    shorter = time_fp8(GemmConfig(block_m=128, block_n=128, num_stages=2), 12)
-    assert shorter.cycles > 1.05 * baseline.cycles
-    assert [finding.cause for finding in compare(baseline, shorter)] == ["ring"]
-
-
 def test_ring_one_stage_shorter_is_named() -> None:
     three, two = (time_fp8(GemmConfig(block_m=128, block_n=128, num_stages=stages), 12) for stages in (3, 2))
     assert compare(three, two)[0].cause == "ring"

@@ -1,10 +1,10 @@
 """Examines the clock: predictions beside what was measured, by this project on an H200 and by others on a B200.
 
-    python tools/clock_examine.py [--fit] [--units RECORD] [--out docs/measured/clock/DATE.jsonl]
+    python tools/clock_examine.py [--fit] [--units RECORD] [--formats] [--out docs/measured/clock/DATE.jsonl]
 
 Prints the tables of docs/timing.md and writes a record. --fit fits the chip's rates of whole calls to the fitting set
 again and says what they would be; without it the rates are those of padless.emulator.timing.rates. --units takes the
-rates of Hopper's units from a record of `padless bench units` first.
+rates of Hopper's units from a record of `padless bench units` first. --formats takes two minutes more.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from clock_b200 import LOOP_RATES, Error, fit_loops, loop_errors, measured_loops, product_errors
+from clock_formats import examine as examine_formats
 from clock_h200 import MEASURED, Point, Shape, call_of, grid_points, tile_points, tile_times
 from clock_ladder import ladder_rows, ladder_table
 from clock_units import fit as fit_units
@@ -199,10 +200,16 @@ def main() -> None:
     )
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--units", type=Path)
+    parser.add_argument("--formats", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     record: list[dict[str, Any]] = []
     examine_h200(arguments.fit, arguments.units, record)
+    if arguments.formats:
+        print(f"\n### Kernels that nothing was fitted to, prefill, microseconds\n\n{HEAD}")
+        for pair, error, tile in examine_formats():
+            print(error.row(pair))
+            record.append({"kind": "formats", "pair": pair, "errors": error.values, "period": tile.period})
     examine_b200(arguments.fit, record)
     if arguments.out is not None:
         rates = {chip.name: {n: vars(r) for n, r in chip.rates.items()} for chip in (H200, B200)}

@@ -10,9 +10,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+
 from clock_b200 import Error
 from clock_h200 import MEASURED
-
 from padless.emulator.fake_driver import driver_of
 from padless.emulator.timing import H200, Chip, Timeline, timed
 from padless.emulator.timing.chip import Call, TileTimes, call_time

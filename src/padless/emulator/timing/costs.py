@@ -17,6 +17,7 @@ from ..ast import Address, Instruction, Not, Pair, Register, Vector
 from ..control_flow import BRANCH, Block
 from .rates import Chip
 
+COMPILER_REUSE = 2  # ptxas keeps an operand for the next instruction, every other time
 SMALL = 40  # slots of float arithmetic up to which a block leaves room for others
 WIDE = ("u64", "s64", "b64", "f64")
 UNARY_FUNCTIONS = ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh")
@@ -92,10 +93,14 @@ def matrix_bytes(ins: Instruction) -> float:
 class Costs:
     """Costs of the blocks of one program on one chip, worked out when first asked for."""
 
-    def __init__(self, chip: Chip, register_names: list[str], uses_tensor: bool) -> None:
+    def __init__(
+        self, chip: Chip, register_names: list[str], uses_tensor: bool, reuse_run: int = COMPILER_REUSE
+    ) -> None:
         self.chip = chip
         self.numbers = {name: i for i, name in enumerate(register_names)}
-        self.fma = chip["fma_beside_tensor"] if uses_tensor else 1.0
+        # A multiply-add reads three operands, of which one is kept over a run of its neighbours.
+        self.kept = 1 - 1 / max(reuse_run, 1)
+        self.operand = chip["operand_slots"] if uses_tensor else 0.0
         self._known: dict[int, BlockCost] = {}
 
     def of(self, block: Block) -> BlockCost:
@@ -134,7 +139,9 @@ class Costs:
                 shared += max(self._shared_bytes(ins) / self.chip["shared_bytes_per_clk"], 1.0)
             if self._is_global_load(ins):
                 loaded += access_bytes(ins)
-            elif ins.opcode == "st" and not any(m.startswith(("shared", "local", "param")) for m in ins.modifiers):
+            elif ins.opcode == "st" and not any(
+                m.startswith(("shared", "local", "param")) for m in ins.modifiers
+            ):
                 stored += access_bytes(ins)
             slow = at > 0 or latency > 2 * self.chip["alu_latency"]
             for name in (n for operand in ins.operands[:first] for n in registers_of(operand)):
@@ -149,7 +156,14 @@ class Costs:
             if name in self.numbers:
                 later[time] = later.get(time, 0) | 1 << self.numbers[name]
         return BlockCost(
-            slots, max(chain, slots) + stalls, shared, signal, tuple(later.items()), floats > SMALL, loaded, stored
+            slots,
+            max(chain, slots) + stalls,
+            shared,
+            signal,
+            tuple(later.items()),
+            floats > SMALL,
+            loaded,
+            stored,
         )
 
     @staticmethod
@@ -185,7 +199,7 @@ class Costs:
         if op == "mov":
             return 0.34, 0.34, 0
         if op in ("fma", "mad") and "f32" in mods:
-            return self.fma, alu, 0
+            return max(1.0, (3 - self.kept) * self.operand), alu, 0
         if op in ("ld", "ldu"):
             if self._is_global_load(ins):
                 return 1, chip["global_latency"], 0

@@ -22,7 +22,7 @@ from ..machine import Machine
 from ..mbarrier import Mbarrier
 from ..schedule import Schedule
 from ..warp import Cluster, Fragment
-from .costs import Costs
+from .costs import COMPILER_REUSE, Costs
 from .events import Events
 from .rates import Chip
 from .timeline import Timeline, Wait
@@ -94,7 +94,9 @@ class TimedMachine(Machine):
         self.events = Events()
         self.units = Units(chip, record, from_memory)
         self.timeline = Timeline(chip, self.units.sms)
-        self.costs = Costs(chip, self.program.register_names, bool(self.program.uses & {"wgmma"}))
+        self.costs = Costs(
+            chip, self.program.register_names, bool(self.program.uses & {"wgmma"}), self._reuse_run()
+        )
         self.now = 0.0
         self.current: Fragment | None = None
         self._times: dict[Fragment, float] = {}
@@ -108,6 +110,14 @@ class TimedMachine(Machine):
         ] = {}  # when slow results come, and to which registers
         trace = self.trace
         self.observe = self._charge if trace is None else partial(self._traced, trace)
+
+    def _reuse_run(self) -> int:
+        """How many neighbouring multiply-adds keep an operand, where the kernel's machine code is marked so: a constant
+        of its PTX says it. Else what ptxas does."""
+        for name, variable in self.program.module.variables.items():
+            if name.endswith("_reuse_run") and variable.initial:
+                return int.from_bytes(variable.initial[:4], "little")
+        return COMPILER_REUSE
 
     # ---- time
     def clock(self, name: str) -> int:

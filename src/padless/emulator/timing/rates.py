@@ -89,11 +89,11 @@ H200 = Chip(
             "inferred",
             f"{_PL}: 65536x6144x7168 leaves no room for more",
         ),
-        "fma_beside_tensor": Rate(
-            2.0,
-            "issue slots of a float multiply-add while products run",
+        "operand_slots": Rate(
+            1.0,
+            "issue slots a register operand of an arithmetic instruction while products run",
             "inferred",
-            f"{_FGS}: 1024 B/clk of registers, of which products take 512; three operands, one of them kept",
+            f"{_FGS}: 1024 B/clk of registers, of which products take 512",
         ),
         "mbarrier_wait": Rate(43, "clk of a try_wait that succeeds", "measured", _FGS),
         "mbarrier_arrive": Rate(6, "clk", "measured", _FGS),
@@ -136,7 +136,9 @@ B200 = Chip(
         "tensor_bytes_per_clk": Rate(
             8192, "row x column x byte of K /clk", "fitted", f"{_SA}: N/2 clk at M = 128, all kinds"
         ),
-        "mma_sync_share": Rate(0.25, "of the tensor cores' rate by mma.sync", "inferred", "half of Hopper's a clock"),
+        "mma_sync_share": Rate(
+            0.25, "of the tensor cores' rate by mma.sync", "inferred", "half of Hopper's a clock"
+        ),
         "mma_half_rows": Rate(0.5, "of the rate with 64 rows a CTA", "fitted", _SA),
         "mma_shared_bytes_per_clk": Rate(
             128, "B/clk of A and B read for products", "fitted", f"{_SA}: 32 + N/4 clk at M = 128"
@@ -166,7 +168,7 @@ B200 = Chip(
         "tmem_latency_busy": Rate(200, "clk behind products", "stated", "log of a public kernel for B200"),
         "tmem_wait": Rate(13, "clk", "stated", "tcgen05.wait alone"),
         "tmem_alloc": Rate(253, "clk", "stated", "tcgen05.alloc alone"),
-        "fma_beside_tensor": Rate(1.0, "issue slots", "inferred", "sums are not in registers"),
+        "operand_slots": Rate(0.0, "issue slots", "inferred", "sums are not in registers"),
         "mbarrier_wait": Rate(30, "clk", "measured", _FB),
         "mbarrier_arrive": Rate(27, "clk", "other chip", _QR),
         "remote_arrive": Rate(210, "clk", "other chip", _QR),

@@ -128,5 +128,3 @@ class Timeline:
         what, cycles = max(waits.items(), key=lambda item: item[1])
         low, high = self.window()
         return what if cycles > 0.05 * (high - low) else f"{name} ({share:.0%})"
-
-
