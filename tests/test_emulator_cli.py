@@ -15,6 +15,7 @@ from padless.emulator import Emulator, LaunchError
 from padless.emulator.ast import Address, Immediate, Instruction, Register, Vector
 from padless.emulator.cli import app
 from padless.emulator.parser import parse
+from padless.emulator.timing import H200
 
 SOURCE = r"""
 extern "C" __global__ void k(float* y, const float* x, int n, float factor) {
@@ -190,3 +191,35 @@ def test_time_goes_up_with_work(tmp_path: Path) -> None:
 def test_unknown_chip_is_named(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="--chip is 'A100', allowed are H200, B200"):
         emulate(tmp_path, SOURCE, LAUNCH, "--time", "--chip", "A100")
+
+
+WARP_PRODUCT = r"""
+extern "C" __global__ void k(float* y, const unsigned* x, int n, float factor) {
+  float d[4] = {factor, factor, factor, factor};
+  unsigned a = x[threadIdx.x];
+  for (int i = 0; i < n; ++i)
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %4, %4, %4}, {%4, %4}, "
+                 "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a));
+  y[threadIdx.x] = d[0] + d[1] + d[2] + d[3];
+}"""
+
+
+def test_products_of_one_warp_take_time(tmp_path: Path) -> None:
+    cycles = []
+    for n in (10, 110):
+        launch = {**LAUNCH, "args": ["y", "x", n, {"f32": 0.5}], "block": 32}
+        code, output = emulate(tmp_path, WARP_PRODUCT, launch, "--time")
+        assert code == 0
+        cycles.append(int(output.split()[1].replace(",", "")))
+    pipe = 16 * 8 * 32 / (H200["tensor_bytes_per_clk"] / 4 * H200["mma_sync_share"])
+    assert cycles[1] - cycles[0] >= 100 * pipe
+
+
+def test_target_without_a_chip_is_named(tmp_path: Path) -> None:
+    (tmp_path / "kernel.ptx").write_text(compile_cuda(SOURCE).replace(".target sm_90a", ".target sm_80"))
+    (tmp_path / "launch.json").write_text(json.dumps(LAUNCH))
+    result = CliRunner().invoke(
+        app, [str(tmp_path / "kernel.ptx"), "--launch", str(tmp_path / "launch.json"), "--time"]
+    )
+    assert isinstance(result.exception, LaunchError)
+    assert "--chip has to say which of H200, B200" in str(result.exception)

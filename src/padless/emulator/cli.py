@@ -82,8 +82,7 @@ def emulate(
     if name is None:
         raise LaunchError(f"--entry is needed, {kernel} has {', '.join(entries) or 'no entry'}")
     if time:
-        target = emulator.module.target
-        emulator.machine = timed(named_chip(chip) if chip else chip_of(target))
+        emulator.machine = timed(named_chip(chip, emulator.module.target))
         result = launch_once(emulator, name, description, seed, launch.parent)
         for report in result.reports:
             typer.echo(str(report))
@@ -111,8 +110,15 @@ def read_description(path: Path) -> dict[str, Any]:
         raise LaunchError(f"{path} is neither JSON nor TOML: {error}") from None
 
 
-def named_chip(name: str) -> Chip:
-    """The chip of that name. LaunchError for others."""
+def named_chip(name: str | None, target: str) -> Chip:
+    """The chip of that name, or the one that PTX for ``target`` runs on. LaunchError where there is none."""
+    if name is None:
+        try:
+            return chip_of(target)
+        except ValueError:
+            raise LaunchError(
+                f"the PTX is for {target}; --chip has to say which of {', '.join(CHIPS)} runs it"
+            ) from None
     if name not in CHIPS:
         raise LaunchError(f"--chip is {name!r}, allowed are {', '.join(CHIPS)}")
     return CHIPS[name]
