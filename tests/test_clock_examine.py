@@ -10,6 +10,7 @@ from clock_b200 import loop_errors, measured_loops, product_errors
 from clock_examine import FITTING, SHAPES, TESTING, Prepared, errors, order, prepared, recorded_times
 from clock_h200 import MEASURED, grid_points, tile_points, tile_times
 from clock_ladder import FITTED_SIZES, SIZES, ladder_errors, ladder_rows
+from clock_sm100 import PROBLEMS, predict
 from padless.emulator.timing import B200, H200
 from padless.emulator.timing.chip import TileTimes
 
@@ -111,3 +112,14 @@ def test_steps_of_the_ladder() -> None:
 def test_ladder_without_its_causes_is_worse() -> None:
     rows = ladder_rows(B200.changed("stated", "a test", local_lookups=0.0))
     assert ladder_errors(rows, TEST_SIZES).ratio > ladder_errors(ladder_rows(B200), TEST_SIZES).ratio
+
+
+@pytest.mark.slow
+def test_blackwell_prediction_is_a_band_above_the_speed_of_light() -> None:
+    problem = next(p for p in PROBLEMS if p.name == "D")
+    config, times, fast, slow = predict(problem)
+    assert fast < slow
+    rows = sum(problem.sizes)
+    ideal = rows * problem.n * problem.k / 2 / (B200["tensor_bytes_per_clk"] * B200.num_sms)
+    assert fast > ideal / B200.clocks_ghz[1] / 1e3
+    assert times.period[0] >= 0.97 * 128 * config.mma_n * 128 / B200["tensor_bytes_per_clk"]
