@@ -7,9 +7,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.emulator_cuda import kinds, launch, tiled
-
 from padless.emulator import Emulator
+from support.emulator_cuda import kinds, launch, tiled
 
 SEEDS = range(6)
 RNG = np.random.default_rng(7)

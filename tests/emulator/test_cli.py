@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from padless.emulator import Emulator, LaunchError
 from padless.emulator.cli import app
 from padless.emulator.ptx.ast import Address, Immediate, Instruction, Register, Vector
 from padless.emulator.ptx.parser import parse
+from padless.emulator.timing import H200
 from support.emulator_cuda import compile_cuda
 
 SOURCE = r"""
@@ -157,3 +159,67 @@ def test_module_variables_point_at_each_other() -> None:
     out = np.zeros(1, np.int32)
     emulator.launch("k", 1, 1, [emulator.memory.register(out)]).raise_on_reports()
     assert out[0] == 42
+
+
+# ------------------------------------------------------------------------------------------------------ time
+def test_time_prints_cycles_and_writes_trace_and_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace, picture = tmp_path / "t.json", tmp_path / "t.png"
+    options = ["--time", "--chip", "H200", "--time-trace", str(trace), "--time-picture", str(picture)]
+    code, output = emulate(tmp_path, SOURCE, LAUNCH, *options)
+    assert code == 0
+    assert re.match(r"H200: [\d,]+ cycles, [\d.]+ to [\d.]+ us at 1.98 to 1.42 GHz", output)
+    assert "values" in output
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_time_repeats(tmp_path: Path) -> None:
+    first, second = (emulate(tmp_path, SOURCE, LAUNCH, "--time")[1] for _ in range(2))
+    assert first == second
+
+
+def test_time_goes_up_with_work(tmp_path: Path) -> None:
+    slow = SOURCE.replace("factor * s", "sinf(expf(factor)) / (1 + factor) * s")
+    cycles = [
+        int(emulate(tmp_path, source, LAUNCH, "--time")[1].split()[1].replace(",", ""))
+        for source in (SOURCE, slow)
+    ]
+    assert cycles[0] < cycles[1]
+
+
+def test_unknown_chip_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="--chip is 'A100', allowed are H200, B200"):
+        emulate(tmp_path, SOURCE, LAUNCH, "--time", "--chip", "A100")
+
+
+WARP_PRODUCT = r"""
+extern "C" __global__ void k(float* y, const unsigned* x, int n, float factor) {
+  float d[4] = {factor, factor, factor, factor};
+  unsigned a = x[threadIdx.x];
+  for (int i = 0; i < n; ++i)
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %4, %4, %4}, {%4, %4}, "
+                 "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a));
+  y[threadIdx.x] = d[0] + d[1] + d[2] + d[3];
+}"""
+
+
+def test_products_of_one_warp_take_time(tmp_path: Path) -> None:
+    cycles = []
+    for n in (10, 110):
+        launch = {**LAUNCH, "args": ["y", "x", n, {"f32": 0.5}], "block": 32}
+        code, output = emulate(tmp_path, WARP_PRODUCT, launch, "--time")
+        assert code == 0
+        cycles.append(int(output.split()[1].replace(",", "")))
+    pipe = 16 * 8 * 32 / (H200["tensor_bytes_per_clk"] / 4 * H200["mma_sync_share"])
+    assert cycles[1] - cycles[0] >= 100 * pipe
+
+
+def test_target_without_a_chip_is_named(tmp_path: Path) -> None:
+    (tmp_path / "kernel.ptx").write_text(compile_cuda(SOURCE).replace(".target sm_90a", ".target sm_80"))
+    (tmp_path / "launch.json").write_text(json.dumps(LAUNCH))
+    result = CliRunner().invoke(
+        app, [str(tmp_path / "kernel.ptx"), "--launch", str(tmp_path / "launch.json"), "--time"]
+    )
+    assert isinstance(result.exception, LaunchError)
+    assert "--chip has to say which of H200, B200" in str(result.exception)

@@ -119,7 +119,7 @@ def test_a_name_of_nothing_is_seen():
 
 
 # Folders with device code that is no kernel of a call.
-WITHOUT_PAGES = {"device", "wgmma_probe"}
+WITHOUT_PAGES = {"unit_probe", "device", "wgmma_probe"}
 
 
 def test_every_kernel_has_pages_and_says_how_it_works_in_1500_words():

@@ -252,6 +252,12 @@ def host() -> None:
 
 
 @bench.command()
+def units(out: OutDir = DEFAULT_OUT) -> None:
+    """For a Hopper GPU: cycles of the tensor cores, the copy engine and both at once, for the emulator's clock."""
+    _call("padless.bench.units", "units", out=out)
+
+
+@bench.command()
 def report(
     files: Annotated[list[Path], typer.Argument(help="Result files (.jsonl) of any benchmark.")],
     figure: Annotated[

@@ -10,8 +10,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from padless.emulator.emulator import ARITHMETICS, Emulator
+from padless.emulator.emulator import ARITHMETICS, Emulator, LaunchResult
 from padless.emulator.errors import EmulatorError, LaunchError
+from padless.emulator.timing import CHIPS, Chip, chip_of, timed
+from padless.emulator.timing.picture import draw
+from padless.emulator.timing.report import lines_of
+from padless.emulator.timing.trace import write_trace
 
 app = typer.Typer(
     add_completion=False,
@@ -44,6 +48,20 @@ def emulate(
     arithmetic: Annotated[
         str, typer.Option("--arithmetic", help=f"Of the tensor cores: {', '.join(ARITHMETICS)}.")
     ] = "truncate",
+    time: Annotated[
+        bool,
+        typer.Option("--time", help="Print cycles by role and phase; computes no products, checks nothing."),
+    ] = False,
+    chip: Annotated[
+        str | None,
+        typer.Option("--chip", help=f"With --time: {', '.join(CHIPS)}; default by the PTX's target."),
+    ] = None,
+    time_trace: Annotated[
+        Path | None, typer.Option("--time-trace", help="With --time: a JSON trace for Perfetto.")
+    ] = None,
+    time_picture: Annotated[
+        Path | None, typer.Option("--time-picture", help="With --time: a picture; needs matplotlib.")
+    ] = None,
 ) -> None:
     """Run the kernel and print what was found; exit code 1 if anything was."""
     description = read_description(launch)
@@ -63,6 +81,17 @@ def emulate(
     name = entry or description.get("entry") or (entries[0] if len(entries) == 1 else None)
     if name is None:
         raise LaunchError(f"--entry is needed, {kernel} has {', '.join(entries) or 'no entry'}")
+    if time:
+        emulator.machine = timed(named_chip(chip, emulator.module.target))
+        result = launch_once(emulator, name, description, seed, launch.parent)
+        for report in result.reports:
+            typer.echo(str(report))
+        typer.echo("\n".join(lines_of(result.timeline)))
+        if time_trace is not None:
+            write_trace(result.timeline, time_trace)
+        if time_picture is not None:
+            draw(result.timeline, time_picture)
+        raise typer.Exit(1 if result.reports else 0)
     found = 0
     for each in range(seed, seed + seeds):
         found += run_once(emulator, name, description, each, launch.parent)
@@ -84,8 +113,38 @@ def read_description(path: Path) -> dict[str, Any]:
     return found
 
 
+def named_chip(name: str | None, target: str) -> Chip:
+    """The chip of that name, or the one that PTX for ``target`` runs on. LaunchError where there is none."""
+    if name is None:
+        try:
+            return chip_of(target)
+        except ValueError:
+            raise LaunchError(
+                f"the PTX is for {target}; --chip has to say which of {', '.join(CHIPS)} runs it"
+            ) from None
+    if name not in CHIPS:
+        raise LaunchError(f"--chip is {name!r}, allowed are {', '.join(CHIPS)}")
+    return CHIPS[name]
+
+
 def run_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path) -> int:
-    """One launch on fresh buffers; returns the number of reports."""
+    """One launch on fresh buffers, and what it found; returns the number of reports."""
+    result = launch_once(emulator, entry, description, seed, folder)
+    for report in result.reports:
+        typer.echo(str(report))
+    s = result.statistics
+    typer.echo(
+        f"seed {seed}: {len(result.reports)} reports, {s.ctas} CTAs, {s.warp_instructions} warp-instructions "
+        f"({s.warp_instructions_per_second:,.0f} a second), {s.async_operations} asynchronous operations, "
+        f"{s.bank_conflicts} extra passes for bank conflicts in {s.shared_accesses} shared accesses"
+    )
+    return len(result.reports)
+
+
+def launch_once(
+    emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path
+) -> LaunchResult:
+    """One launch on fresh buffers, which are saved and printed as described."""
     from padless.emulator.state.memory import DeviceMemory
 
     device = emulator.with_memory(DeviceMemory())
@@ -105,20 +164,12 @@ def run_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: 
         seed=seed,
         programmatic=programmatic,
     )
-    for report in result.reports:
-        typer.echo(str(report))
     for name, spec in description.get("buffers", {}).items():
         if "save" in spec:
             np.save(folder / spec["save"], arrays[name])
         if spec.get("print"):
             typer.echo(f"{name} = {np.array2string(arrays[name], threshold=64)}")
-    s = result.statistics
-    typer.echo(
-        f"seed {seed}: {len(result.reports)} reports, {s.ctas} CTAs, {s.warp_instructions} warp-instructions "
-        f"({s.warp_instructions_per_second:,.0f} a second), {s.async_operations} asynchronous operations, "
-        f"{s.bank_conflicts} extra passes for bank conflicts in {s.shared_accesses} shared accesses"
-    )
-    return len(result.reports)
+    return result
 
 
 def make_buffer(name: str, spec: dict[str, Any], folder: Path) -> np.ndarray[Any, Any]:

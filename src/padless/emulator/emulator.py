@@ -27,6 +27,7 @@ class LaunchResult:
 
     reports: tuple[Report, ...]
     statistics: Statistics
+    timeline: Any = None  # of a timed machine (padless.emulator.timing)
 
     def raise_on_reports(self) -> LaunchResult:
         """Raise LaunchError with every report, if there is one."""
@@ -42,7 +43,7 @@ class Emulator:
     round: "truncate" (bit for bit what Hopper does, and the published model of Blackwell), "exact" (one rounding a
     step), "separate_add" (the products' sum rounded, then added), "fast" (float32 matrix products). checks: look for
     races and misuse. trace: called with one line per instruction. memory: shared with other modules if given. ignore:
-    kinds of report to leave out (KINDS).
+    kinds of report to leave out (KINDS). machine: what runs a launch, Machine or `padless.emulator.timing.timed(chip)`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Emulator:
         memory: DeviceMemory | None = None,
         name: str = "<ptx>",
         ignore: Collection[str] = (),
+        machine: Callable[..., Machine] = Machine,
     ) -> None:
         if arithmetic not in ARITHMETICS:
             raise LaunchError(f"arithmetic is {arithmetic!r}, allowed are {', '.join(ARITHMETICS)}")
@@ -64,6 +66,7 @@ class Emulator:
         self.ignore = frozenset(ignore)
         self.module = parse(ptx, name)
         self.seed = seed
+        self.machine = machine
         self.arithmetic = arithmetic
         self.checks = checks
         self.trace = trace
@@ -137,13 +140,15 @@ class Emulator:
             raise LaunchError(
                 f"block {dims[1]} has {threads} threads, {entry} was compiled for at most {limit}"
             )
-        machine = Machine(
+        machine = self.machine(
             program, self.memory, self.symbols, pack_parameters(program, args), dims[0], dims[1], dims[2], shared_bytes,
             self.seed if seed is None else seed, self.arithmetic, self.checks, self.trace,
             self.ignore, programmatic,
         )  # fmt: skip
         machine.run()
-        return LaunchResult(tuple(machine.collector.reports), machine.statistics)
+        return LaunchResult(
+            tuple(machine.collector.reports), machine.statistics, getattr(machine, "timeline", None)
+        )
 
 
 def _three(value: Sequence[int] | int, name: str) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from padless.emulator.emulator import Emulator, LaunchResult
+from padless.emulator.run.machine import Machine
 from padless.emulator.state.memory import DeviceMemory
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class Settings:
     """How launches run. `num_sms` is what the device claims, so how many CTAs a persistent kernel gets.
     `raise_on_reports` turns findings into a LaunchError, else they are left in `EmulatedDriver.last_result`; `ignore`
-    names kinds of report to leave out."""
+    names kinds of report to leave out; `machine` is what runs a launch (Emulator)."""
 
     seed: int = 0
     arithmetic: str = "truncate"
@@ -31,6 +32,7 @@ class Settings:
     num_sms: int = 2
     raise_on_reports: bool = True
     ignore: tuple[str, ...] = ()
+    machine: Callable[..., Machine] = Machine
 
 
 class EmulatedDriver:
@@ -114,6 +116,7 @@ class EmulatedLaunch:
         emulator = self._emulator.with_memory(memory_of(self._tensors))
         emulator.arithmetic, emulator.checks = settings.arithmetic, settings.checks
         emulator.ignore = frozenset(settings.ignore)
+        emulator.machine = settings.machine
         result = emulator.launch(
             self._kernel.entry, self._shape.grid, self._shape.block, self._arguments, cluster=self._shape.cluster,
             shared_bytes=self._kernel.shared_bytes, seed=settings.seed,

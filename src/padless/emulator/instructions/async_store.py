@@ -16,7 +16,7 @@ from padless.emulator.order.race import IN_FLIGHT, pack
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Vector
 from padless.emulator.state import grid_dependency
-from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.asynchronous import AsyncOperation, Work
 from padless.emulator.state.spaces import OFFSET_MASK
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def asynchronous_store(e: Emitter) -> None:
             bar.arrive_from_outside(w, ins)
             bar.complete_tx(total, ins, w, ahead)
 
-        machine.enqueue(None, AsyncOperation(ins.name, land))
+        machine.enqueue(None, AsyncOperation(ins.name, land, work=Work("remote", cta, total)))
 
     def store(f: Fragment, m: Any) -> Wait | None:
         for lane in f.lanes(m).tolist():

@@ -10,7 +10,7 @@ from padless.emulator.instructions.operands import locate
 from padless.emulator.instructions.synchronisation import find_mbarrier
 from padless.emulator.order.race import ASYNC, IN_FLIGHT, pack
 from padless.emulator.state import grid_dependency
-from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.asynchronous import AsyncOperation, Work
 from padless.emulator.state.spaces import OFFSET_MASK
 
 if TYPE_CHECKING:
@@ -170,6 +170,7 @@ def tensor_load(
         # 16 bytes of which some are padding: written as a whole
         written = np.unique(plan.shared_address & ~15), 16
     ahead = grid_dependency.carried(w, lane)
+    first = True
     for cta, bar in destinations(w, lane, ins, start, barrier, mask, pair):
         cells = cells_of(*written, cta.granule_shift) if cta.checks else None
         stamp = begin_write(w, lane, ins, cta, cells, bar.column)
@@ -178,7 +179,9 @@ def tensor_load(
             tma.load(plan, lambda a, g: gather(w, ins, lane, a, g), cta.shared.bytes)
             complete(w, ins, cta, bar, cells, stamp, plan.transaction_bytes, ahead)
 
-        machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", land))
+        work = Work("load", cta, plan.transaction_bytes, tensor_map, w.cta, first)
+        machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", land, work=work))
+        first = False
 
 
 def complete(
@@ -201,6 +204,7 @@ def plain_load(
     if int(where.max()) + 16 > w.cta.shared.size:
         machine.fault(w, ins, "a bulk copy reaches past the CTA's shared memory", np.arange(32) == lane)
     ahead = grid_dependency.carried(w, lane)
+    first = True
     for cta, bar in destinations(w, lane, ins, to, barrier, mask, False):
         cells = cells_of(where, 16, cta.granule_shift) if cta.checks else None
         stamp = begin_write(w, lane, ins, cta, cells, bar.column)
@@ -210,7 +214,9 @@ def plain_load(
             cta.shared.bytes[where[0] : where[0] + count] = data.reshape(-1)
             complete(w, ins, cta, bar, cells, stamp, count, ahead)
 
-        machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", land))
+        work = Work("load", cta, count, None, w.cta, first)
+        machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", land, work=work))
+        first = False
 
 
 def begin_read(
@@ -259,7 +265,8 @@ def tensor_store(
             scatter(w, ins, lane, addresses, data)
         transfer.written = True
 
-    machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", read, write))
+    work = Work("store", cta, len(plan.shared_address) * plan.granule, tensor_map)
+    machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", read, write, work=work))
 
 
 def plain_store(
@@ -295,7 +302,8 @@ def plain_store(
         scatter(w, ins, lane, addresses, data)
         transfer.written = True
 
-    machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", read, write))
+    work = Work("store", cta, count)
+    machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", read, write, work=work))
 
 
 def reduce_bytes(old: Array, new: Array, kind: str, operation: str) -> Array:
@@ -343,7 +351,8 @@ def shared_to_shared(
         target.shared.bytes[start : start + count] = data
         complete(w, ins, target, bar, cells, stamp, count, ahead)
 
-    machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", land))
+    work = Work("remote", target, count, None, origin)
+    machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", land, work=work))
 
 
 def small_load(
@@ -385,4 +394,5 @@ def small_load(
             for function in transfer.after:
                 function()
 
-    machine.enqueue(None, AsyncOperation(ins.name, land))
+    read_bytes = sum(count for _, _, count in pieces)
+    machine.enqueue(None, AsyncOperation(ins.name, land, work=Work("small_load", w.cta, read_bytes)))

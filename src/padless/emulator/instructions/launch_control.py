@@ -15,7 +15,7 @@ from padless.emulator.instructions.operands import SharedOperand, locate
 from padless.emulator.instructions.synchronisation import find_mbarrier
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Register, Sink, Vector
-from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.asynchronous import AsyncOperation, Work
 from padless.emulator.state.spaces import OFFSET_MASK
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def try_cancel(e: Emitter) -> None:
                 cta.shared.bytes[offset : offset + BYTES] = words.view(np.uint8)
                 bulk_transfer.complete(w, ins, cta, bar, cells, stamp, BYTES)
 
-        machine.enqueue(None, AsyncOperation(ins.name, answer))
+        machine.enqueue(None, AsyncOperation(ins.name, answer, work=Work("other", w.cta)))
 
     e.synchronise(request)
 

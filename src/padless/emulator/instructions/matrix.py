@@ -13,7 +13,7 @@ from padless.emulator.order.reports import set_bits
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Immediate, Register, Vector
 from padless.emulator.state import tensor_core
-from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.asynchronous import AsyncOperation, Work
 from padless.emulator.state.memory_access import shared_groups
 from padless.emulator.state.registers import names_of
 from padless.emulator.state.warp import Wait
@@ -425,4 +425,5 @@ def launch_wgmma(
         tensor_core.run_wgmma(machine, cta, warps, unit, a_slots, d_slots)
         op.done = True
 
-    machine.enqueue(("wgmma", id(group)), AsyncOperation(str(op.instruction.name), execute))
+    work = Work("wgmma", cta, 0, unit)
+    machine.enqueue(("wgmma", id(group)), AsyncOperation(str(op.instruction.name), execute, work=work))

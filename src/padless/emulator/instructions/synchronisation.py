@@ -151,7 +151,7 @@ def initialise(e: Emitter) -> None:
                     lane,
                     old.instruction,
                 )
-            bar = Mbarrier(cta, offset, count, ins)
+            bar = cta.machine.mbarrier(cta, offset, count, ins)
             cta.mbarriers[offset] = bar
             cta.shared.bytes[offset : offset + 8] = 0
             clocks = cta.cluster.clocks

@@ -12,7 +12,7 @@ from padless.emulator.order.race import ASYNC, TENSOR, pack
 from padless.emulator.order.reports import set_bits
 from padless.emulator.ptx.ast import Immediate, Register, Vector
 from padless.emulator.state import tensor_units
-from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.asynchronous import AsyncOperation, Work
 from padless.emulator.state.registers import names_of
 from padless.emulator.state.warp import Wait
 from padless.emulator.state.warp_sync import whole_warp
@@ -125,7 +125,8 @@ def access(e: Emitter, is_load: bool) -> None:
                 memory.words[lanes, columns] = values
             state.unfinished[kind] -= 1
 
-        machine.enqueue(("tmem", id(w)), AsyncOperation(ins.name, execute))
+        work = Work(f"tmem_{kind}", w.cta, 4 * lanes.size, w)
+        machine.enqueue(("tmem", id(w)), AsyncOperation(ins.name, execute, work=work))
         return None
 
     e.synchronise(tensor_access)

@@ -17,7 +17,7 @@ from padless.emulator.instructions.tensor_memory import cells, tensor_memory
 from padless.emulator.order.race import ASYNC, BASE, BEFORE, READS, TENSOR, pack
 from padless.emulator.ptx.ast import Address, Immediate, Vector
 from padless.emulator.state import tensor_units
-from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.asynchronous import AsyncOperation, Work
 from padless.emulator.state.spaces import OFFSET_MASK
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ def issue(w: Warp, lane: int, ins: Instruction, ctas: list[Cta], unit: Any, run:
             machine.report("tensor-memory", str(finding), ins, w, lane)
         pipe.pending -= 1
 
-    machine.enqueue(("tcgen05", id(pipe)), AsyncOperation(ins.name, execute))
+    work = Work("mma" if hasattr(unit, "idesc") else "cp", cta, 0, unit)
+    machine.enqueue(("tcgen05", id(pipe)), AsyncOperation(ins.name, execute, work=work))
 
 
 def multiply(e: Emitter) -> None:
@@ -153,6 +154,8 @@ def multiply(e: Emitter) -> None:
             mode = w.cta.machine.arithmetic
 
             def run(unit: Any = unit, ctas: Any = ctas, mode: Any = mode) -> Any:
+                if mode == "none":  # for a clock, which needs no values
+                    return ()
                 return tensor_units.run_mma(
                     unit, [c.shared.bytes for c in ctas], [c.tensor_memory.words for c in ctas], mode
                 )
@@ -239,7 +242,8 @@ def commit(e: Emitter) -> None:
                         bar.arrive_from_outside(w, ins)
                         bar.arrive(1, clock, ins, w, lane)
 
-            machine.enqueue(("tcgen05", id(pipe)), AsyncOperation(ins.name, arrive))
+            work = Work("commit", cta)
+            machine.enqueue(("tcgen05", id(pipe)), AsyncOperation(ins.name, arrive, work=work))
         return None
 
     e.synchronise(commit_pipe)

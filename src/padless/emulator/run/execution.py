@@ -23,16 +23,16 @@ def execute(machine: Machine, f: Fragment) -> None:
     """Run a fragment until it waits, parks, ends or has had its turn."""
     w, blocks = f.warp, machine.blocks
     v = w.v
-    checks, trace = machine.checks, machine.trace
+    checks, observe = machine.checks, machine.observe
     budget = machine.random.randrange(1, QUANTUM)
     m: Any = f.active
     executed = 0
     while True:
         b = blocks[f.block]
+        if observe is not None and observe(f, b):
+            break
         executed += b.count
         kind = b.kind
-        if trace is not None:
-            trace_block(machine, f, b)
         if checks:
             if w.busy & b.touches:
                 check_busy(machine, w, b)
@@ -160,10 +160,11 @@ def leave(machine: Machine, f: Fragment, b: Block) -> bool:
     return True
 
 
-def trace_block(machine: Machine, f: Fragment, b: Block) -> None:
+def trace_block(machine: Machine, f: Fragment, b: Block) -> bool:
     assert machine.trace is not None
     for instruction in [*b.instructions, *([b.terminator] if b.terminator and b.kind != SYNC else [])]:
         machine.trace(
             f"{f.warp.cta.index} w{f.warp.index} {np.count_nonzero(f.mask):2d} lanes  "
             f"{instruction.line:5d}  {instruction}"
         )
+    return False

@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ from padless.emulator.checks.deadlock import give_up, release_parked, report_dea
 from padless.emulator.checks.exit import check_exit
 from padless.emulator.errors import KernelFault, LaunchError
 from padless.emulator.order.reports import Collector
+from padless.emulator.prepare.control_flow import Block
 from padless.emulator.prepare.program import Program
 from padless.emulator.ptx.ast import Instruction
-from padless.emulator.run.execution import execute
+from padless.emulator.run.execution import execute, trace_block
 from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.mbarrier import Mbarrier
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.state.memory_access import shared_cells
 from padless.emulator.state.schedule import Schedule
@@ -32,6 +35,8 @@ IDLE_LIMIT = 4000  # turns without any change before spinning counts as a deadlo
 
 class Machine:
     """One launch."""
+
+    mbarrier: type[Mbarrier] = Mbarrier
 
     def __init__(
         self,
@@ -72,6 +77,10 @@ class Machine:
         self.target = program.module.target
         self.checks = checks
         self.trace = trace
+        # Called before a block runs; True: not yet, give the turn away. None costs nothing.
+        self.observe: Callable[[Fragment, Block], bool] | None = (
+            None if trace is None else partial(trace_block, self)
+        )
         self.programmatic = programmatic
         self.collector = Collector(seed, ignore=ignore)
         self.statistics = Statistics()

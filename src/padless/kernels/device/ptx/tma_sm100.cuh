@@ -48,9 +48,3 @@ __device__ __forceinline__ void tma_load_2d_pair_multicast(const TensorMap& map,
         "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "h"(cta_mask)
         : "memory");
 }
-
-// Waits until at most PENDING of this thread's bulk groups still read their shared memory.
-template <int PENDING>
-__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}

@@ -1,0 +1,214 @@
+"""Rates of the chips that the clock knows: one table a chip, every number with its mark and its source.
+
+Cycles are those of a multiprocessor (SM) unless a name says otherwise. Marks: "measured" by the source, "fitted" to
+the source's raw data, "inferred" by arithmetic on published numbers, "stated" with no measurement to be seen, "other
+chip" for a measurement on a near relative. Nothing here belongs to a kernel: a number that only one kernel needs has no
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+MARKS = ("measured", "fitted", "inferred", "stated", "other chip")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One number: ``value`` in ``unit``, how it is known (``mark``, of MARKS) and from where (``source``)."""
+
+    value: float
+    unit: str
+    mark: str
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.mark not in MARKS:
+            raise ValueError(f"mark is {self.mark!r}, allowed are {', '.join(MARKS)}")
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU. ``clocks_ghz``: the band in which its clock is seen, under load and in bursts."""
+
+    name: str
+    arch: str
+    num_sms: int
+    clocks_ghz: tuple[float, float]
+    rates: Mapping[str, Rate]
+
+    def __getitem__(self, name: str) -> float:
+        return self.rates[name].value
+
+    def changed(self, mark: str, source: str, **values: float) -> Chip:
+        """The chip with other values of some rates, for a fit or a what-if."""
+        rates = dict(self.rates)
+        for name, value in values.items():
+            rates[name] = replace(rates[name], value=value, mark=mark, source=source)
+        return replace(self, rates=rates)
+
+
+_FGS = "FlashGPU-Sim, configuration SM90_H200 (MICRO 2026)"
+_SA = "SemiAnalysisAI/microbench-blackwell, raw data of a B200 (Apache-2.0)"
+_LOOPS = f"{_SA}, a third of its main loops of CUTLASS"
+_LADDER = "twelve published MXFP8 kernels at 2048 and 8192 (Vega-Myhre)"
+_FB = "facebookexperimental/triton, latency model for B200"
+_QR = "ademeure/QuickRunCUDA, catalogue of a B300"
+_PL = "this project's records of an H200"
+_CALLS = f"{_PL}: 5 dense shapes and 120 small problems with 3 tiles"
+_ISSUE = {
+    "issue_per_clk": Rate(1, "warp-instructions/clk/sub-partition", "stated", "CUDA programming guide"),
+    "alu_latency": Rate(4.5, "clk", "inferred", "dependent issue of 4 to 5 cycles since Volta"),
+    "shared_latency": Rate(29, "clk", "measured", _FGS),
+    "shuffle_latency": Rate(24, "clk", "measured", _QR),
+    "shared_bytes_per_clk": Rate(128, "B/clk", "measured", _FGS),
+    "branch": Rate(12, "clk, a loop's back edge", "measured", _FGS),
+    "named_barrier": Rate(18, "clk from the last arrival to going on", "measured", _FGS),
+    "proxy_fence": Rate(32, "clk", "measured", _FGS),
+}
+
+H200 = Chip(
+    "H200",
+    "sm_90a",
+    132,
+    (1.42, 1.98),
+    {
+        **_ISSUE,
+        "tensor_bytes_per_clk": Rate(
+            4096, "row x column x byte of K /clk", "measured", f"{_FGS}: N/2 clk an m64nNk32"
+        ),
+        "mma_sync_share": Rate(
+            0.62, "of the tensor cores' rate by mma.sync", "measured", "arXiv 2402.13499, mean over types"
+        ),
+        "wgmma_issue": Rate(4, "clk", "measured", f"{_FGS}: 4 with A in shared memory, 9 to 10 in registers"),
+        "wgmma_wait": Rate(43, "clk from the last product to going on", "measured", _FGS),
+        "wgmma_shared_overlap": Rate(
+            0.0,
+            "share of a copy's bytes that the operands' reads wait for",
+            "inferred",
+            f"{_PL}: 65536x6144x7168 leaves no room for more",
+        ),
+        "operand_slots": Rate(
+            1.0,
+            "issue slots a register operand of an arithmetic instruction while products run",
+            "inferred",
+            f"{_FGS}: 1024 B/clk of registers, of which products take 512",
+        ),
+        "mbarrier_wait": Rate(43, "clk of a try_wait that succeeds", "measured", _FGS),
+        "mbarrier_arrive": Rate(6, "clk", "measured", _FGS),
+        "remote_arrive": Rate(
+            210, "clk to the other CTA's barrier", "other chip", f"{_QR}: 207 to 223 a load of its memory"
+        ),
+        "cluster_barrier": Rate(190, "clk", "other chip", f"{_QR}: half of 370 to 395, arrival and wait"),
+        "tma_issue": Rate(32, "clk of the issuing thread", "measured", _FGS),
+        "tma_row": Rate(1.5, "clk a row of at most 128 B", "other chip", f"{_SA}, fitted"),
+        "tma_latency": Rate(
+            600,
+            "clk from issue to the first bytes, from L2",
+            "inferred",
+            f"{_FB}: 460 on B200; {_FGS}: L2 237 to 286",
+        ),
+        "memory_latency": Rate(250, "clk more from memory than from L2", "measured", f"{_FGS}: 194 to 254"),
+        "l2_feed": Rate(52, "B/clk into an SM, of all", "fitted", f"{_CALLS}; the limit is 64"),
+        "global_latency": Rate(270, "clk of a load from L2", "measured", _FGS),
+        "store_latency": Rate(600, "clk from issue to written", "inferred", "as a load"),
+        "store_bytes_per_clk": Rate(32, "B/clk out of an SM", "inferred", "half of the feed"),
+        "memory_gb_per_s": Rate(4700, "GB/s, read and written", "fitted", f"{_CALLS}; copies reach 4260"),
+        "l2_mb": Rate(50, "MB", "stated", "NVIDIA H100 white paper"),
+        "launch_ns": Rate(6000, "ns from event to event besides the tiles", "fitted", _CALLS),
+        "full_load_ghz": Rate(
+            1.48, "GHz with the tensor cores always busy", "fitted", f"{_CALLS}; counters: 1.43 to 1.53"
+        ),
+        "memory_overlap": Rate(
+            2.5, "exponent with which times of tiles and of memory add up", "fitted", _CALLS
+        ),
+    },
+)
+
+B200 = Chip(
+    "B200",
+    "sm_100a",
+    148,
+    (1.58, 1.965),
+    {
+        **_ISSUE,
+        "tensor_bytes_per_clk": Rate(
+            8192, "row x column x byte of K /clk", "fitted", f"{_SA}: N/2 clk at M = 128, all kinds"
+        ),
+        "mma_sync_share": Rate(
+            0.25, "of the tensor cores' rate by mma.sync", "inferred", "half of Hopper's a clock"
+        ),
+        "mma_half_rows": Rate(0.5, "of the rate with 64 rows a CTA", "fitted", _SA),
+        "mma_shared_bytes_per_clk": Rate(
+            128, "B/clk of A and B read for products", "fitted", f"{_SA}: 32 + N/4 clk at M = 128"
+        ),
+        "mma_pair_extra": Rate(
+            3,
+            "clk of a pair's instruction that shared memory binds; a third of it with 64 rows a CTA",
+            "fitted",
+            _SA,
+        ),
+        "mma_floor": Rate(18, "clk between instructions at least", "measured", f"{_SA}: pair, N = 64"),
+        "mma_latency": Rate(
+            104, "clk from the pipe's end to the barrier, one CTA, A in tensor memory", "fitted", _SA
+        ),
+        "mma_latency_shared_a": Rate(16, "clk more with 64 rows of A in shared memory", "fitted", _SA),
+        "mma_latency_pair": Rate(34, "clk more of a pair", "fitted", _SA),
+        "mma_issue": Rate(12, "clk of the issuing thread", "inferred", f"{_FB}: 30 for a tile of 4"),
+        "cp_bytes_per_clk": Rate(
+            128,
+            "B/clk of the tensor pipe for tcgen05.cp",
+            "inferred",
+            "Triton's Gluon example, GB300: NVFP4 against MXFP4 at 2 to 23 clk per 512 B",
+        ),
+        "tmem_ld_bytes_per_clk": Rate(64, "B/clk a warp", "measured", f"{_QR} 53 to 57, {_FB}"),
+        "tmem_st_bytes_per_clk": Rate(256, "B/clk a warp", "inferred", f"{_FB}: 64 clk for 128 x 64"),
+        "tmem_latency": Rate(50, "clk, idle", "inferred", _FB),
+        "tmem_latency_busy": Rate(200, "clk behind products", "stated", "log of a public kernel for B200"),
+        "tmem_wait": Rate(13, "clk", "stated", "tcgen05.wait alone"),
+        "tmem_alloc": Rate(253, "clk", "stated", "tcgen05.alloc alone"),
+        "operand_slots": Rate(0.0, "issue slots", "inferred", "sums are not in registers"),
+        "mbarrier_wait": Rate(30, "clk", "measured", _FB),
+        "mbarrier_arrive": Rate(27, "clk", "other chip", _QR),
+        "remote_arrive": Rate(210, "clk", "other chip", _QR),
+        "cluster_barrier": Rate(190, "clk", "other chip", _QR),
+        "tma_issue": Rate(40, "clk", "measured", f"{_FB} 30, {_QR} 48"),
+        "tma_row": Rate(1.55, "clk a row of at most 128 B", "fitted", _LOOPS),
+        "tma_latency": Rate(700, "clk", "fitted", f"{_SA}, main loops of CUTLASS"),
+        "memory_latency": Rate(500, "clk", "inferred", "800 to 900 in all"),
+        "l2_feed": Rate(71, "B/clk into an SM, of all", "measured", f"{_QR}, {_SA} 56 to 58 when shared"),
+        "global_latency": Rate(310, "clk", "measured", _QR),
+        "store_latency": Rate(700, "clk", "inferred", "as a load"),
+        "store_bytes_per_clk": Rate(24, "B/clk", "fitted", _LADDER),
+        "local_lookups": Rate(
+            2, "accesses of local memory one after the other between two barriers", "fitted", _LADDER
+        ),
+        "store_line": Rate(
+            0.5, "clk a line of 128 B that an instruction's lanes store to", "fitted", _LADDER
+        ),
+        "memory_gb_per_s": Rate(7220, "GB/s", "measured", _SA),
+        "l2_mb": Rate(126, "MB", "measured", _SA),
+        "full_load_ghz": Rate(1.58, "GHz", "measured", "flashinfer, 1000 W, sustained attention"),
+        "memory_overlap": Rate(4, "exponent", "inferred", "as on H200"),
+        "launch_ns": Rate(5000, "ns", "inferred", _QR),
+        "stage_floor": Rate(185, "clk a stage of a ring, however little it carries", "fitted", _LOOPS),
+        "stream_bytes_per_clk": Rate(
+            41, "B/clk of the operand with more rows, alone on the chip", "fitted", _LOOPS
+        ),
+        "mma_least": Rate(44, "clk between products of a loop", "fitted", _LOOPS),
+        "ring_latency": Rate(675, "clk of a round trip besides its load and products", "fitted", _LOOPS),
+        "ring_load": Rate(1.5, "loads in a round trip", "fitted", _LOOPS),
+        "ring_products": Rate(1.4, "stages' products in a round trip", "fitted", _LOOPS),
+    },
+)
+
+CHIPS = {chip.name: chip for chip in (H200, B200)}
+
+
+def chip_of(arch: str) -> Chip:
+    """The chip that stands for an architecture ("sm_90a", "sm_100a"). ValueError for others."""
+    for chip in CHIPS.values():
+        if chip.arch == arch:
+            return chip
+    raise ValueError(f"target is {arch!r}, the clock knows {', '.join(c.arch for c in CHIPS.values())}")

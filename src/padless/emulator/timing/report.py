@@ -1,0 +1,43 @@
+"""A timed run in words: cycles by phase and role, what each server was used, what sets the pace."""
+
+from __future__ import annotations
+
+from padless.emulator.timing.timeline import ROLES, Timeline
+
+
+def phases(timeline: Timeline) -> list[tuple[str, float]]:
+    """(name, cycles): until the first load, from there to the first product, products, and after the last."""
+    first_load = timeline.marks.get("load", (0.0, 0.0))[0]
+    low, high = timeline.window()
+    first_load = min(first_load, low)
+    return [
+        ("before the first load", first_load),
+        ("first load to first product", low - first_load),
+        ("products", high - low),
+        ("after the last product", timeline.cycles - high),
+    ]
+
+
+def lines_of(timeline: Timeline) -> list[str]:
+    """The report, a line each, in a fixed order: the same run gives the same text."""
+    chip = timeline.chip
+    low_ghz, high_ghz = chip.clocks_ghz
+    microseconds = [timeline.cycles / ghz / 1e3 for ghz in (high_ghz, low_ghz)]
+    out = [
+        f"{chip.name}: {timeline.cycles:,.0f} cycles, {microseconds[0]:.2f} to {microseconds[1]:.2f} us at "
+        f"{high_ghz:g} to {low_ghz:g} GHz, on {len(timeline.sms)} multiprocessors",
+        f"binding between the first product and the last: {timeline.binding()}",
+        "",
+        f"{'phase':32s}{'cycles':>12s}",
+    ]
+    out += [f"{name:32s}{cycles:12,.0f}" for name, cycles in phases(timeline)]
+    out += ["", f"{'server':32s}{'in use':>12s}"]
+    used = timeline.utilization()
+    out += [f"{name:32s}{share:12.1%}" for name, share in sorted(used.items(), key=lambda x: -x[1]) if share]
+    waited = timeline.waited()
+    out += ["", f"{'a warp of this role waits for':32s}{'cycles':>12s}{'of all':>9s}"]
+    for role in ROLES:
+        for what, cycles in sorted(waited.get(role, {}).items(), key=lambda x: -x[1]):
+            if cycles >= 0.005 * timeline.cycles:
+                out.append(f"{role + ': ' + what:32s}{cycles:12,.0f}{cycles / max(timeline.cycles, 1):9.1%}")
+    return out

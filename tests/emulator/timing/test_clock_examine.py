@@ -1,0 +1,124 @@
+"""The clock's errors against records and publications stay inside what is claimed, and would not if it were wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from clock_b200 import loop_errors, measured_loops, product_errors
+from clock_examine import FITTING, SHAPES, TESTING, Prepared, errors, order, prepared, recorded_times
+from clock_h200 import MEASURED, grid_points, tile_points, tile_times
+from clock_ladder import FITTED_SIZES, SIZES, ladder_errors, ladder_rows
+from clock_sm100 import PROBLEMS, predict
+from padless.emulator.timing import B200, H200
+from padless.emulator.timing.chip import TileTimes
+from support.ragged import ROOT
+
+RECORD = ROOT / "docs" / "measured" / "clock" / "2026-11-22.jsonl"
+TIMES = recorded_times(RECORD)
+TEST_SIZES = tuple(size for size in SIZES if size not in FITTED_SIZES)
+
+
+@pytest.fixture(scope="module")
+def paper() -> list[Prepared]:
+    """Every eighth point of the paper's grid: all of it takes five times as long."""
+    return prepared(grid_points(TESTING["paper"])[::8])
+
+
+def test_records_are_there() -> None:
+    assert set(TIMES) == set(SHAPES)
+    assert len(grid_points(TESTING["paper"])) == 576
+    assert len(grid_points(TESTING["decode"])) == 180
+    assert len(tile_points(FITTING["small tiles"])) == 360
+    assert (MEASURED / FITTING["dense"]).exists()
+
+
+def test_paper_grid_within_five_percent(paper: list[Prepared]) -> None:
+    error = errors(paper, TIMES, H200)
+    assert error.mape <= 0.05
+    assert error.largest <= 0.12
+
+
+def test_decoding_within_six_percent(paper: list[Prepared]) -> None:
+    decode = prepared(grid_points(TESTING["decode"])[::4])
+    error = errors(decode, TIMES, H200)
+    assert error.mape <= 0.06
+    assert error.largest <= 0.12
+    assert errors(paper + decode, TIMES, H200).mape <= 0.05
+
+
+def test_wrong_tiles_or_clock_would_be_seen(paper: list[Prepared]) -> None:
+    slower = {
+        shape: TileTimes(t.start, t.end, {unit: 1.15 * p for unit, p in t.period.items()}, t.between)
+        for shape, t in TIMES.items()
+    }
+    assert errors(paper, slower, H200).mape > 0.05
+    assert errors(paper, TIMES, H200.changed("stated", "a test", full_load_ghz=1.36)).mape > 0.05
+
+
+@pytest.mark.slow
+def test_tile_times_are_those_recorded() -> None:
+    for shape in SHAPES:
+        found = tile_times(shape, H200)
+        for unit, period in TIMES[shape].period.items():
+            assert found.period[unit] == pytest.approx(period, rel=0.01), (shape, unit)
+
+
+def test_one_tile_time_is_that_recorded() -> None:
+    shape = (128, 128, 1)
+    found = tile_times(shape, H200)
+    assert found.period == pytest.approx(TIMES[shape].period, rel=0.01)
+    assert found.start == pytest.approx(TIMES[shape].start, rel=0.01)
+
+
+def test_order_counts_pairs_once() -> None:
+    points = prepared([p for p in tile_points(FITTING["small tiles"]) if p.k == 7168 and p.n == 4096])
+    right, wrong = order(points, TIMES, H200)
+    assert 0 < right + wrong <= 3 * len({(p.point.sizes, p.point.n, p.point.k) for p in points})
+
+
+# ---------------------------------------------------------------------------------------------------- B200
+def test_products_within_two_percent() -> None:
+    for held_out in (False, True):
+        intervals, latencies = product_errors(B200, held_out)
+        assert intervals.mape <= 0.02
+        assert latencies.mape <= 0.05
+    wrong = B200.changed("stated", "a test", mma_shared_bytes_per_clk=112)
+    assert product_errors(wrong, True)[0].mape > 0.02
+
+
+def test_loops_within_five_percent() -> None:
+    loops = measured_loops(B200)
+    assert len(loops) == 592
+    test = [loop for i, loop in enumerate(loops) if i % 3]
+    error = loop_errors(B200, test)
+    assert error.mape <= 0.05
+    assert error.quantile(0.9) <= 0.13
+    for name, value in (("tma_row", 1.8), ("ring_latency", 900.0), ("stream_bytes_per_clk", 128.0)):
+        assert loop_errors(B200.changed("stated", "a test", **{name: value}), test).mape > 0.05, name
+
+
+def test_steps_of_the_ladder() -> None:
+    rows = ladder_rows(B200)
+    assert len(rows) == 48
+    test = ladder_errors(rows, TEST_SIZES)
+    assert test.ratio <= 0.08
+    assert test.right / test.pairs >= 0.85
+    everything = ladder_errors(rows)
+    assert everything.ratio <= 0.08
+    assert everything.right / everything.pairs >= 0.85
+
+
+def test_ladder_without_its_causes_is_worse() -> None:
+    rows = ladder_rows(B200.changed("stated", "a test", local_lookups=0.0))
+    assert ladder_errors(rows, TEST_SIZES).ratio > ladder_errors(ladder_rows(B200), TEST_SIZES).ratio
+
+
+@pytest.mark.slow
+def test_blackwell_prediction_is_a_band_above_the_speed_of_light() -> None:
+    problem = next(p for p in PROBLEMS if p.name == "D")
+    config, times, fast, slow = predict(problem)
+    assert fast < slow
+    rows = sum(problem.sizes)
+    ideal = rows * problem.n * problem.k / 2 / (B200["tensor_bytes_per_clk"] * B200.num_sms)
+    assert fast > ideal / B200.clocks_ghz[1] / 1e3
+    assert times.period[0] >= 0.97 * 128 * config.mma_n * 128 / B200["tensor_bytes_per_clk"]

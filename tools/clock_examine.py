@@ -1,0 +1,221 @@
+"""Examines the clock: predictions beside what was measured, by this project on an H200 and by others on a B200.
+
+    python tools/clock_examine.py [--fit] [--units RECORD] [--formats] [--out docs/measured/clock/DATE.jsonl]
+
+Prints the tables of docs/timing.md and writes a record. --fit fits the chip's rates of whole calls to the fitting set
+again and says what they would be; without it the rates are those of padless.emulator.timing.rates. --units takes the
+rates of Hopper's units from a record of `padless bench units` first. --formats takes two minutes more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clock_b200 import LOOP_RATES, Error, fit_loops, loop_errors, measured_loops, product_errors
+from clock_formats import examine as examine_formats
+from clock_h200 import MEASURED, Point, Shape, call_of, grid_points, tile_points, tile_times
+from clock_ladder import ladder_rows, ladder_table
+from clock_units import fit as fit_units
+from clock_units import read_record
+from padless.emulator.timing import B200, H200, Chip
+from padless.emulator.timing.chip import Call, TileTimes, call_time, queue_cycles
+
+SHAPES: tuple[Shape, ...] = ((256, 128, 2), (128, 192, 1), (128, 128, 1))
+FITTING = {"dense": "2026-11-21-h200-dense.jsonl", "small tiles": "2026-11-21-h200-tiles-small.jsonl"}
+TESTING = {
+    "paper": "2026-11-21-h200-paper-full.jsonl",
+    "decode": "2026-11-21-h200-decode.jsonl",
+    "tiles": "2026-11-21-h200-tiles.jsonl",
+}
+CALL_RATES = {
+    "full_load_ghz": (1.40, 1.44, 1.46, 1.48, 1.50, 1.54), "launch_ns": (5500, 5750, 6000, 6250, 6500),
+    "memory_gb_per_s": (4260, 4400, 4500, 4600, 4700), "memory_overlap": (2, 2.5, 3, 4),
+}  # fmt: skip
+HEAD = (
+    "| what | points | mean error | median | 9 of 10 within | largest | bias |\n|---|---|---|---|---|---|---|"
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A point with its call, so that rates can be tried without counting tiles again."""
+
+    point: Point
+    call: Call
+
+    def us(self, times: dict[Shape, TileTimes], chip: Chip) -> float:
+        """Predicted microseconds."""
+        return call_time(self.call, times[self.point.shape], chip).ns / 1e3
+
+
+def recorded_times(path: Path) -> dict[Shape, TileTimes]:
+    """Tile times of an earlier examination."""
+    times: dict[Shape, TileTimes] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row["kind"] == "tile":
+            block_m, block_n, cluster = row["tile"]
+            tile = times.setdefault((block_m, block_n, cluster), TileTimes(row["start"], row["end"], {}, {}))
+            periods, between = dict(tile.period), dict(tile.between)
+            periods[row["units"]], between[row["units"]] = row["period"], row["between"]
+            times[block_m, block_n, cluster] = replace(tile, period=periods, between=between)
+    return times
+
+
+def prepared(points: Sequence[Point]) -> list[Prepared]:
+    """Points whose tile has been timed."""
+    return [
+        Prepared(p, call_of(p.sizes, p.n, p.k, p.shape, p.raster_m, H200.num_sms))
+        for p in points
+        if p.shape in SHAPES
+    ]
+
+
+def errors(points: Sequence[Prepared], times: dict[Shape, TileTimes], chip: Chip) -> Error:
+    """Of times, from event to event."""
+    return Error(tuple(p.us(times, chip) / p.point.us - 1 for p in points))
+
+
+def fit_calls(points: Sequence[Prepared], times: dict[Shape, TileTimes], chip: Chip) -> Chip:
+    """The rates of whole calls that fit best, of a coarse grid."""
+    best: tuple[float, Chip] | None = None
+    for values in itertools.product(*CALL_RATES.values()):
+        tried = chip.changed("fitted", "", **dict(zip(CALL_RATES, values, strict=True)))
+        mape = errors(points, times, tried).mape
+        if best is None or mape < best[0]:
+            best = mape, tried
+    assert best is not None
+    return best[1]
+
+
+def counted_cycles(times: dict[Shape, TileTimes]) -> list[str]:
+    """Predicted cycles beside Nsight Compute's, where the sizes of groups are known: one group."""
+    lines = []
+    with (MEASURED / "2026-11-21-h200-tensor-pipe.csv").open() as file:
+        next(file)
+        for row in csv.DictReader(file):
+            if row["kernel"] != "padless" or row["groups"] != "1" or row["call"] != "1":
+                continue
+            m, n, k = int(row["M"]), int(row["N"]), int(row["K"])
+            shape = (256, 128, 2)
+            cycles = queue_cycles(call_of([m], n, k, shape, 8, H200.num_sms), times[shape])
+            measured = int(row["sm_cycles_elapsed"])
+            lines.append(f"| {m} x {n} x {k} | {measured:,} | {cycles:,.0f} | {cycles / measured - 1:+.1%} |")
+    return lines
+
+
+def examine_h200(fit: bool, units: Path | None, record: list[dict[str, Any]]) -> None:
+    """Tile times by emulation, then the records."""
+    chip = H200 if units is None else fit_units(read_record(units), H200, units.name)
+    started = time.perf_counter()
+    times = {shape: tile_times(shape, chip) for shape in SHAPES}
+    seconds = time.perf_counter() - started
+    print(f"### Tiles of the FP8_BLOCK kernel on an H200, cycles ({seconds:.0f} s)\n")
+    print("| tile | units of 64 rows | a K block | between tiles |\n|---|---|---|---|")
+    for (block_m, block_n, cluster), tile in times.items():
+        for unit in sorted(tile.period):
+            print(
+                f"| {block_m} x {block_n} x {cluster} | {unit} | {tile.period[unit]:.0f} | {tile.between[unit]:.0f} |"
+            )
+            record.append(
+                {
+                    "kind": "tile", "tile": [block_m, block_n, cluster], "units": unit,
+                    "period": tile.period[unit], "between": tile.between[unit], "start": tile.start, "end": tile.end,
+                }
+            )  # fmt: skip
+    print("\n### Whole kernels, cycles\n\n| M x N x K | counted | predicted | error |\n|---|---|---|---|")
+    print("\n".join(counted_cycles(times)))
+    sets = {
+        name: prepared(tile_points(file) if "tiles" in name else grid_points(file))
+        for name, file in (FITTING | TESTING).items()
+    }
+    fitting = [p for name in FITTING for p in sets[name]]
+    if fit:
+        chip = fit_calls(fitting, times, chip)
+        print("\nfitted: " + ", ".join(f"{name} {chip[name]:g}" for name in CALL_RATES))
+    print(f"\n### Calls, microseconds from event to event\n\n{HEAD}")
+    for name, points in sets.items():
+        error = errors(points, times, chip)
+        print(error.row(f"{name} ({'fitted to' if name in FITTING else 'test'})"))
+        record += [
+            {
+                "kind": "call", "set": name, "sizes": list(p.point.sizes), "n": p.point.n, "k": p.point.k,
+                "tile": list(p.point.shape), "measured_us": p.point.us, "predicted_us": round(p.us(times, chip), 2),
+            }
+            for p in points
+        ]  # fmt: skip
+    right, wrong = order(sets["tiles"], times, chip)
+    print(f"\nOrder of two tiles that differ by more than 3%: right in {right} of {right + wrong} pairs.")
+
+
+def order(points: Sequence[Prepared], times: dict[Shape, TileTimes], chip: Chip) -> tuple[int, int]:
+    """(right, wrong) pairs of tiles at one point, where their times differ by more than 3%."""
+    by_point: dict[tuple[tuple[int, ...], int, int], list[Prepared]] = {}
+    for p in points:
+        by_point.setdefault((p.point.sizes, p.point.n, p.point.k), []).append(p)
+    right = wrong = 0
+    for group in by_point.values():
+        for one, other in itertools.combinations(group, 2):
+            ratio = one.point.us / other.point.us
+            if abs(ratio - 1) > 0.03:
+                same = (one.us(times, chip) > other.us(times, chip)) == (ratio > 1)
+                right, wrong = right + same, wrong + (not same)
+    return right, wrong
+
+
+def examine_b200(fit: bool, record: list[dict[str, Any]]) -> None:
+    """Published cycles, and the ladder."""
+    print(f"\n### Products of a B200, published cycles\n\n{HEAD}")
+    for held_out, name in ((False, "fitted to"), (True, "test: other kinds")):
+        for what, error in zip(("interval", "latency"), product_errors(B200, held_out), strict=True):
+            print(error.row(f"{what} ({name})"))
+    loops = measured_loops(B200)
+    fitting, testing = loops[::3], [loop for i, loop in enumerate(loops) if i % 3]
+    chip = fit_loops(B200, fitting) if fit else B200
+    if fit:
+        print("\nfitted: " + ", ".join(f"{name} {chip[name]:g}" for name in LOOP_RATES))
+    print(f"\n### Main loops of one CTA on a B200, published milliseconds\n\n{HEAD}")
+    print(loop_errors(chip, fitting).row("every third (fitted to)"))
+    print(loop_errors(chip, testing).row("the others (test)"))
+    for kind in ("FP8_E4M3", "BF16"):
+        print(loop_errors(chip, [loop for loop in testing if loop.kind == kind]).row(f"the others, {kind}"))
+    rows = ladder_rows(B200)
+    print("\n### The eleven steps of a published MXFP8 GEMM on a B200\n")
+    print(ladder_table(rows))
+    record += [{"kind": "step", **row} for row in rows]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--units", type=Path)
+    parser.add_argument("--formats", action="store_true")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    record: list[dict[str, Any]] = []
+    examine_h200(arguments.fit, arguments.units, record)
+    if arguments.formats:
+        print(f"\n### Kernels that nothing was fitted to, prefill, microseconds\n\n{HEAD}")
+        for pair, error, tile in examine_formats():
+            print(error.row(pair))
+            record.append({"kind": "formats", "pair": pair, "errors": error.values, "period": tile.period})
+    examine_b200(arguments.fit, record)
+    if arguments.out is not None:
+        rates = {chip.name: {n: vars(r) for n, r in chip.rates.items()} for chip in (H200, B200)}
+        session: dict[str, Any] = {"kind": "session", "what": "clock", "rates": rates}
+        arguments.out.write_text("".join(json.dumps(line) + "\n" for line in (session, *record)))
+
+
+if __name__ == "__main__":
+    main()
