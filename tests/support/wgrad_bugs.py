@@ -202,34 +202,56 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "staged before the last store has read",
         ("race",),
-        ((STORE, "if (lane == 0) cp_async_bulk_wait_group_read<NUM_D - 1>();", ""),),
+        ((STORE, "if (lane == 0) cp_async_bulk_wait_group_read_all();", ""),),
     ),
     Bug(
         "one store too few waited for",
         ("race",),
-        ((STORE, "cp_async_bulk_wait_group_read<NUM_D - 1>", "cp_async_bulk_wait_group_read<NUM_D>"),),
+        ((STORE, "cp_async_bulk_wait_group_read_all", "cp_async_bulk_wait_group_read<1>"),),
         TWO_BUFFERS,
     ),
     Bug(
-        "waves staged into one buffer without waiting",
+        "one store of half a wave too few waited for",
         ("race",),
-        ((STORE, "cp_async_bulk_wait_group_read<NUM_D - 1>", "cp_async_bulk_wait_group_read<1>"),),
+        ((STORE, "cp_async_bulk_wait_group_read_all", "cp_async_bulk_wait_group_read<1>"),),
         TWO_WAVES,
+    ),
+    Bug(
+        "both buffers share a barrier",
+        ("barrier", "race", "deadlock"),
+        (
+            (
+                STORE,
+                "return 1 + warpgroup * NUM_D + piece % NUM_D;",
+                "return 1 + warpgroup * NUM_D;",
+            ),
+        ),
+        seeds=8,
+    ),
+    Bug(
+        "the first piece's buffer is never said to be free",
+        ("deadlock",),
+        ((STORE, "bar_arrive(d_free(warpgroup, 0), STORE_THREADS);", ""),),
+    ),
+    Bug(
+        "half a wave staged where the other half is",
+        (),
+        ((STORE, "piece % PIECES_PER_WAVE * PIECE_COLUMNS", "0"),),
     ),
     Bug(
         "store does not wait for what is staged",
         ("race", "deadlock", "barrier"),
-        ((STORE, "bar_sync(d_full(warpgroup), STORE_THREADS);", ""),),
+        ((STORE, "bar_sync(d_full(warpgroup, piece), STORE_THREADS);", ""),),
     ),
     Bug(
         "consumer does not wait for free memory",
         ("race", "deadlock", "barrier"),
-        ((STORE, "bar_sync(d_free(warpgroup), STORE_THREADS);", ""),),
+        ((STORE, "bar_sync(d_free(warpgroup, piece), STORE_THREADS);", ""),),
     ),
     Bug(
         "both warpgroups share their barriers",
         ("barrier", "race", "deadlock"),
-        ((STORE, "return 1 + warpgroup;", "return 1;"),),
+        ((STORE, "return 1 + warpgroup * NUM_D + piece % NUM_D;", "return 1 + piece % NUM_D;"),),
         seeds=8,
     ),
     Bug("store not committed", ("race", "exit"), ((STORE, "cp_async_bulk_commit_group();", ""),)),
@@ -237,6 +259,7 @@ BUGS: tuple[Bug, ...] = (
         "CTA ends before its stores have read",
         ("exit",),
         ((STORE, "if (lane == 0) cp_async_bulk_wait_group_read_all();", ""),),
+        nth=1,
     ),
     Bug(
         "empty groups ask for no next tile",
@@ -266,7 +289,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "store warp keeps its slot of the queue",
         ("deadlock",),
-        ((STORE, "if (tile.rows > 0 && lane == 0) reader.release();", ""),),
+        ((STORE, "if (next.rows > 0 && lane == 0) reader.release();", ""),),
     ),
     Bug(
         "queue does not wait for the store warps",

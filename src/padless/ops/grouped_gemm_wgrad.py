@@ -15,7 +15,7 @@ from padless.kernels.sm90_fp8_wgrad.config import WGRAD_OUT_DTYPES, WgradConfig
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm import _driver
 from padless.ops.launch_cache import current_stream
-from padless.reference_wgrad import grouped_gemm_wgrad_reference
+from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.runtime.driver import PreparedLaunch
 
 _FEATURES_MULTIPLE = 16  # rows of float32 scales, and of the output, start at multiples of 16 bytes

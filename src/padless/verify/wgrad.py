@@ -11,8 +11,8 @@ import torch
 from padless.grouped_columns import GroupedColumns
 from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
-from padless.reference_wgrad import grouped_gemm_wgrad_reference
-from padless.verify_wgrad_problems import (
+from padless.reference.wgrad import grouped_gemm_wgrad_reference
+from padless.verify.wgrad_problems import (
     SHAPES,
     VARIANTS,
     WgradShape,

@@ -14,7 +14,7 @@ from padless.bench import wgrad
 from padless.bench.report import KINDS
 from padless.bench.results import failures
 from padless.bench.wgrad import WgradPoint, grid, make_operands, measure_wgrad, rows_of, sizes_of
-from padless.reference_wgrad import grouped_gemm_wgrad_reference
+from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from support.bench_records import StandInTimer
 
 POINT = WgradPoint("drawn", 500, 48, 144, 4, 32)

@@ -10,8 +10,8 @@ import torch
 
 from padless.emulator.units import arithmetic
 from padless.grouped_columns import GroupedColumns
-from padless.reference_wgrad import ACCUMULATIONS, grouped_gemm_wgrad_reference, multiply_accumulate
-from padless.verify_wgrad_problems import (
+from padless.reference.wgrad import ACCUMULATIONS, grouped_gemm_wgrad_reference, multiply_accumulate
+from padless.verify.wgrad_problems import (
     WgradShape,
     padded_to_blocks,
     permuted,

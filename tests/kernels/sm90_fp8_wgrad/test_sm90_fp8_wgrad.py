@@ -12,8 +12,8 @@ from padless.emulator.fake_driver import emulated_driver
 from padless.grouped_columns import GroupedColumns
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
-from padless.reference_wgrad import grouped_gemm_wgrad_reference
-from padless.verify_wgrad_problems import (
+from padless.reference.wgrad import grouped_gemm_wgrad_reference
+from padless.verify.wgrad_problems import (
     VARIANTS,
     GuardedGradient,
     WgradShape,

@@ -39,6 +39,7 @@ using uint64_t = unsigned long long;
 #include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/memory.cuh"
+#include "device/ptx/special_registers.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/ptx/wgmma.cuh"
 
@@ -100,7 +101,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgro
     const ConsumerView view(shared, warpgroup, warp, lane);
     Pipeline<STAGES> pipeline;
     float d[WAVES][BLOCK_N / 2] = {};  // the last tile, until the next one's products are under way
-    const auto stage = [&](int wave) { stage_wave(d[wave], shared, warpgroup, wave, warp, lane); };
+    const auto stage = [&](int wave) { stage_wave(d[wave], shared, warpgroup, wave); };
     TokenReader reader(shared, lane);
     while (reader.tokens >= 0) {
         if (reader.tokens > 0) {

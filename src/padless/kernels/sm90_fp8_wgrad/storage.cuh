@@ -26,15 +26,20 @@ constexpr int SFB_STAGE_FLOATS =
 constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
 constexpr int SLAB_BYTES = WGMMA_M * 128;
-constexpr int NUM_SLABS = BLOCK_N / SLAB_COLUMNS;
-// Buffers in which a warpgroup stages 64 rows. With float32 a second one would take a stage of the ring.
-constexpr int NUM_D = OUT_TYPE == OUT_F32 ? 1 : WAVES;
+// A warpgroup stages its tile piece by piece, in two buffers in turn: waves (64 rows), or halves of their columns, where two
+// buffers of 64 rows would take a stage of the ring.
+constexpr int PIECES_PER_WAVE = OUT_TYPE == OUT_BF16 && WAVES == 2 ? 1 : 2;
+constexpr int NUM_PIECES = WAVES * PIECES_PER_WAVE;
+constexpr int PIECE_COLUMNS = BLOCK_N / PIECES_PER_WAVE;
+constexpr int PIECE_SLABS = PIECE_COLUMNS / SLAB_COLUMNS;
+constexpr int NUM_D = 2;
+static_assert(NUM_PIECES % NUM_D == 0, "a piece has the same buffer in every tile");
 
 template <int STAGES>
 struct alignas(1024) SharedStorageOf {
     uint8_t a[STAGES][A_BYTES];
     uint8_t b[STAGES][B_BYTES];
-    uint8_t d[NUM_MMA_WARPGROUPS][NUM_D][NUM_SLABS * SLAB_BYTES];
+    uint8_t d[NUM_MMA_WARPGROUPS][NUM_D][PIECE_SLABS * SLAB_BYTES];
     alignas(128) float sfa[STAGES][BLOCK_M];
     alignas(128) float sfb[STAGES][SFB_STAGE_FLOATS];
     uint64_t full[STAGES], empty[STAGES];
