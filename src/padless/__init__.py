@@ -20,13 +20,13 @@ if TYPE_CHECKING:
         BlockScaledFormat,
         BlockScaledTensor,
     )
-    from padless.kernels.sm90_bf16.host import Sm90Bf16Config
-    from padless.kernels.sm90_bf16.host import Sm90Bf16Config as Bf16GemmConfig
+    from padless.kernels.sm90_bf16.config import Sm90Bf16Config
+    from padless.kernels.sm90_bf16.config import Sm90Bf16Config as Bf16GemmConfig
     from padless.kernels.sm90_fp8.config import Sm90Fp8Config
     from padless.kernels.sm90_fp8.config import Sm90Fp8Config as GemmConfig
-    from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
-    from padless.kernels.sm100_dense.host import Sm100DenseConfig
-    from padless.kernels.sm100_dense.host import Sm100DenseConfig as Mxfp8GemmConfig
+    from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
+    from padless.kernels.sm100_dense.config import Sm100DenseConfig
+    from padless.kernels.sm100_dense.config import Sm100DenseConfig as Mxfp8GemmConfig
     from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
     from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
     from padless.ops.grouped_gemm_epilogue import QuantOutputs
@@ -74,10 +74,10 @@ _HOMES = {
     "BlockScaledTensor": "formats",
     "GroupedGemmQuant": "compat.cudnn.gemm_class",
     "QuantOutputs": "ops.grouped_gemm_epilogue",
-    "Sm90Bf16Config": "kernels.sm90_bf16.host",
+    "Sm90Bf16Config": "kernels.sm90_bf16.config",
     "Sm90Fp8Config": "kernels.sm90_fp8.config",
-    "Sm90Mxfp8Config": "kernels.sm90_mxfp8.host",
-    "Sm100DenseConfig": "kernels.sm100_dense.host",
+    "Sm90Mxfp8Config": "kernels.sm90_mxfp8.config",
+    "Sm100DenseConfig": "kernels.sm100_dense.config",
     "Sm100GroupedConfig": "kernels.sm100_grouped.config",
     "backends": "runtime.devices",
     "dequantize": "quantization.quantize",

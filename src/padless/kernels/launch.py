@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from padless.formats import ceil_div
 from padless.runtime.driver import Driver, PreparedLaunch
 from padless.runtime.jit import CompiledKernel, CompileError, compile_kernel
 
@@ -58,6 +59,19 @@ def load_kernel(driver: Driver, source: str, config: KernelConfig, device: int) 
             f"config does not fit in shared memory: {config}; lower num_stages (0 takes as many as fit) or the tile"
         ) from None
     return kernel, driver.load(kernel, device)
+
+
+def most_tiles(m: int, n: int, num_groups: int, tile_m: int, tile_n: int) -> int:
+    """Tiles that ``m`` rows can need at most, however they are split into groups: each group may end inside one."""
+    return (ceil_div(m, tile_m) + num_groups) * ceil_div(n, tile_n)
+
+
+def persistent_grid(num_sms: int, most_tiles: int, cluster: int = 1) -> int:
+    """CTAs of a kernel whose clusters take tile after tile: one for each multiprocessor, but no more than tiles.
+
+    A tile costs far more than finding the next one. 0 where the device is too small for one cluster.
+    """
+    return min(num_sms // cluster, most_tiles) * cluster
 
 
 _NUM_COUNTERS = 1 << 15  # the same number as in kernels/device/tile_queue.cuh

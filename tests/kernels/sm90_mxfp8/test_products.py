@@ -11,7 +11,8 @@ import padless
 from padless.emulator.errors import LaunchError
 from padless.formats import MXFP8, BlockScaledTensor
 from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
-from padless.kernels.sm90_mxfp8.host import KERNEL, Sm90Mxfp8Config, select_config
+from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config, select_config
+from padless.kernels.sm90_mxfp8.host import KERNEL
 from padless.kernels.table import find_route
 from padless.reference.gemm import grouped_gemm_reference
 from padless.runtime import jit
