@@ -10,7 +10,9 @@ from padless._version import __version__ as __version__
 if TYPE_CHECKING:
     from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
     from padless.compat.cudnn.gemm_class import GroupedGemmQuant
+    from padless.compat.cudnn.outputs import QuantOutputs
     from padless.compat.torch import scaled_grouped_mm
+    from padless.epilogue import Epilogue, EpilogueTensors
     from padless.formats import (
         FP8_BLOCK,
         MXFP4,
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from padless.kernels.sm100_dense.config import Sm100DenseConfig as Mxfp8GemmConfig
     from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
     from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
-    from padless.ops.grouped_gemm_epilogue import QuantOutputs
+    from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
     from padless.ops.grouped_gemm_list import grouped_gemm_list
     from padless.quantization.quantize import dequantize, quantize
     from padless.runtime.devices import backends
@@ -43,6 +45,8 @@ __all__ = [
     "Bf16GemmConfig",
     "BlockScaledFormat",
     "BlockScaledTensor",
+    "Epilogue",
+    "EpilogueTensors",
     "GemmConfig",
     "GroupedGemmQuant",
     "Mxfp8GemmConfig",
@@ -57,6 +61,7 @@ __all__ = [
     "gemm",
     "group_offsets",
     "grouped_gemm",
+    "grouped_gemm_epilogue",
     "grouped_gemm_list",
     "grouped_gemm_quant",
     "grouped_gemm_swiglu_quant",
@@ -72,8 +77,10 @@ _HOMES = {
     "NVFP4": "formats",
     "BlockScaledFormat": "formats",
     "BlockScaledTensor": "formats",
+    "Epilogue": "epilogue",
+    "EpilogueTensors": "epilogue",
     "GroupedGemmQuant": "compat.cudnn.gemm_class",
-    "QuantOutputs": "ops.grouped_gemm_epilogue",
+    "QuantOutputs": "compat.cudnn.outputs",
     "Sm90Bf16Config": "kernels.sm90_bf16.config",
     "Sm90Fp8Config": "kernels.sm90_fp8.config",
     "Sm90Mxfp8Config": "kernels.sm90_mxfp8.config",
@@ -84,6 +91,7 @@ _HOMES = {
     "gemm": "ops.grouped_gemm",
     "group_offsets": "ops.grouped_gemm",
     "grouped_gemm": "ops.grouped_gemm",
+    "grouped_gemm_epilogue": "ops.grouped_gemm_epilogue",
     "grouped_gemm_list": "ops.grouped_gemm_list",
     "grouped_gemm_quant": "compat.cudnn.calls",
     "grouped_gemm_swiglu_quant": "compat.cudnn.calls",

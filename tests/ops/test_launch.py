@@ -77,7 +77,7 @@ class RecordingDriver:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDriver:
     recording = RecordingDriver()
-    monkeypatch.setattr(MODULE, "_driver", lambda backend, out: recording)
+    monkeypatch.setattr(MODULE, "device_of", lambda backend, out: recording)
     monkeypatch.setattr(launching, "_COUNTERS", {})
     return recording
 

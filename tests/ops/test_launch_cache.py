@@ -64,7 +64,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     recording = Device()
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(MODULE, "_driver", lambda backend, out: recording)
+    monkeypatch.setattr(MODULE, "device_of", lambda backend, out: recording)
     monkeypatch.setattr(launch_cache, "current_stream", lambda index: 77)
     monkeypatch.setattr(launch_cache, "_KNOWN", {})
     return recording
@@ -390,7 +390,9 @@ def test_threads_share_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(launch_cache, "_MAX_OUTPUTS", 2)
     stream = threading.local()
     monkeypatch.setattr(launch_cache, "current_stream", lambda index: stream.number)
-    monkeypatch.setattr(MODULE, "_driver", lambda backend, out: stream.device)  # packing is each thread's own
+    monkeypatch.setattr(
+        MODULE, "device_of", lambda backend, out: stream.device
+    )  # packing is each thread's own
     launches = device.launches  # launching is noted in one place, whoever packed it
     shared = operands()
     problems: list[str] = []

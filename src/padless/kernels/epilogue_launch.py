@@ -139,7 +139,7 @@ def interleaved_rows(epilogue: Epilogue) -> int:
 
 
 def output_address(tensors: EpilogueTensors) -> int:
-    """The address that tells concurrent launches apart (see ``launching.tile_counter``)."""
+    """The address that tells concurrent launches apart (see ``launch.tile_counter``)."""
     written = (tensors.row_codes, tensors.column_codes, tensors.d, tensors.amax)
     return next(t.data_ptr() for t in written if t is not None)
 

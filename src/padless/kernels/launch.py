@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -26,7 +26,9 @@ class Prepared:
 
 
 class KernelConfig(Protocol):
-    """A frozen description of one compiled kernel."""
+    """A frozen dataclass that describes one compiled kernel."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __hash__(self) -> int: ...
 
@@ -39,7 +41,7 @@ class KernelConfig(Protocol):
 KernelChoice = KernelConfig | type[KernelConfig]
 
 
-def tile_of(choice: KernelChoice | None) -> Any:
+def tile_of(choice: KernelChoice | None) -> KernelConfig | None:
     """The configuration that a caller gave, None where the kernel is to pick its own."""
     return None if isinstance(choice, type) else choice
 

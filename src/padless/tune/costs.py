@@ -124,7 +124,7 @@ def path_of(kernel: str, arch: str) -> Route | None:
 
 def config_for(path: Route, tile: Tile) -> Any:
     """The kernel's configuration with this tile: the fields of Tile that the configuration has."""
-    config = path.load().Config
+    config = path.config_class
     names = {field.name for field in fields(config)}
     return config(**{f.name: getattr(tile, f.name) for f in fields(Tile) if f.name in names})
 

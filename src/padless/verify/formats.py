@@ -7,13 +7,18 @@ bit. Which pairs there are comes from ``padless.kernels.table``.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from padless.formats import FORMATS, BlockScaledFormat, BlockScaledTensor
-from padless.kernels.table import BF16, ROUTES, Route, find_route
+from padless.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+from padless.kernels.launch import KernelChoice, KernelConfig
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config, select_config
+from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
+from padless.kernels.table import BF16, ROUTES, Route, find_route, kernels_arch
 from padless.layouts import to_blocked, to_blocked_groups
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.reference.gemm import grouped_gemm_reference
@@ -29,47 +34,55 @@ JUDGED, COMPARED = 6, 10
 _BY_NAME = {fmt.name: fmt for fmt in FORMATS}
 # The FP8 tensor core keeps 13 bits of each sum of 32 products; a short row of widely spread values shows more of that
 # than the long sums that the limit was made for.
-_LIMIT_FACTOR = {"sm90_mxfp8": 4}
+_LIMIT_FACTOR: dict[type[KernelConfig], float] = {Sm90Mxfp8Config: 4}
 
 
 def paths_of(arch: str) -> list[Route]:
-    """The grouped paths of an architecture, without the one that ``verify_checks`` is about."""
-    arch = "sm_100a" if arch == "sm_103a" else arch
-    return [p for p in ROUTES if (p.operation, p.arch) == ("grouped_gemm", arch) and p.module != "sm90_fp8"]
+    """The grouped routes of an architecture, without the one that ``fp8_block`` is about."""
+    arch = kernels_arch(arch)
+    here = [route for route in ROUTES if (route.operation, route.arch) == ("grouped_gemm", arch)]
+    return [route for route in here if (route.a, route.b) != (FP8_BLOCK.name, FP8_BLOCK.name)]
 
 
-def configs_of(path: Route) -> list[Any]:
-    """Kernels to try: the path's with the tile that it picks (None where the path is the default) and all tiles."""
-    module = path.load()
-    default = find_route(path.operation, path.arch, path.a, path.b) == path
-    configs: list[Any] = [None if default else module.Config]
-    if path.module == "sm90_bf16":
-        tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128)]
-        tiles += [(m, 256, warpgroups) for m in (8, 16, 32) for warpgroups in (2, 4)]
-        tiles += [] if path.a == "FP8_BLOCK" else [(64, 256, 2)]
-        tiles += [(64, 256, 4)] if path.a != "FP8_BLOCK" and path.b in ("MXFP4", "NVFP4") else []
-        configs += [
-            module.Config(path.a, path.b, block_m=m, block_n=n, num_warpgroups=warpgroups)
-            for m, n, warpgroups in tiles
-        ]
-        # As chosen for 32 and 64 tokens: two blocks of K to a stage, where that is done.
-        configs += [module.select_config(path.a, path.b, tokens, 1) for tokens in (32, 64)]
-    elif path.module == "sm90_mxfp8":
-        configs += [module.Config(block_m=m, block_n=n) for m in (64, 128) for n in (64, 128)]
-    elif path.module == "sm100_grouped":
-        configs += [
-            module.Config(cta_group=ctas, multicast=multicast, tokens_on_n=tokens_on_n, mma_n=n)
-            for ctas, multicast in ((1, 1), (1, 4), (2, 1), (2, 2))
-            for tokens_on_n, n in (
-                (False, 128),
-                (False, 256),
-                (True, 32),
-                (True, 64),
-                (True, 128),
-                (True, 256),
-            )
-        ]
-    return configs
+def configs_of(route: Route) -> list[KernelChoice | None]:
+    """Kernels to try: the route's with the tile that it picks (None where the route is the default) and all tiles."""
+    default = find_route(route.operation, route.arch, route.a, route.b) == route
+    chosen: KernelChoice | None = None if default else route.config_class
+    return [chosen, *_TILES[route.config_class](route)]
+
+
+def _bf16_tiles(route: Route) -> list[KernelChoice]:
+    tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128)]
+    tiles += [(m, 256, warpgroups) for m in (8, 16, 32) for warpgroups in (2, 4)]
+    tiles += [] if route.a == "FP8_BLOCK" else [(64, 256, 2)]
+    tiles += [(64, 256, 4)] if route.a != "FP8_BLOCK" and route.b in ("MXFP4", "NVFP4") else []
+    configs: list[KernelChoice] = [
+        Sm90Bf16Config(route.a, route.b, block_m=m, block_n=n, num_warpgroups=warpgroups)
+        for m, n, warpgroups in tiles
+    ]
+    # As chosen for 32 and 64 tokens: two blocks of K to a stage, where that is done.
+    return configs + [select_config(route.a, route.b, tokens, 1) for tokens in (32, 64)]
+
+
+def _mxfp8_tiles(route: Route) -> list[KernelChoice]:
+    return [Sm90Mxfp8Config(block_m=m, block_n=n) for m in (64, 128) for n in (64, 128)]
+
+
+def _sm100_tiles(route: Route) -> list[KernelChoice]:
+    shapes = ((False, 128), (False, 256), (True, 32), (True, 64), (True, 128), (True, 256))
+    return [
+        Sm100GroupedConfig(cta_group=ctas, multicast=multicast, tokens_on_n=tokens_on_n, mma_n=n)
+        for ctas, multicast in ((1, 1), (1, 4), (2, 1), (2, 2))
+        for tokens_on_n, n in shapes
+    ]
+
+
+# By the kernel's configuration: every tile of it. A kernel without an entry is not verified: KeyError.
+_TILES: dict[type[KernelConfig], Callable[[Route], list[KernelChoice]]] = {
+    Sm90Bf16Config: _bf16_tiles,
+    Sm90Mxfp8Config: _mxfp8_tiles,
+    Sm100GroupedConfig: _sm100_tiles,
+}
 
 
 @dataclass(frozen=True)
@@ -210,7 +223,7 @@ def check_formats_accuracy(problems: int = JUDGED) -> str:
             continue
         error = float(row_errors(out[:valid].cpu()[rows], expected[rows]).max())
         where = f"{path.name}, {path.a} x {path.b}, problem {seed}"
-        limit = ROW_ERROR_LIMIT[problem.dtype] * _LIMIT_FACTOR.get(path.module, 1)
+        limit = ROW_ERROR_LIMIT[problem.dtype] * _LIMIT_FACTOR.get(path.config_class, 1)
         assert error < limit, f"{where}: a row is off by {error:.2e}"
         name = str(problem.dtype)[6:]
         worst[name] = max(worst.get(name, 0.0), error)

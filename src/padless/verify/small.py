@@ -14,6 +14,10 @@ from typing import Any
 import torch
 
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4
+from padless.kernels.launch import KernelChoice
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config, select_config
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.table import BF16, Route, kernels_arch
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.runtime.driver import cuda_driver
@@ -52,7 +56,7 @@ def small_paths(arch: str) -> list[Route]:
     """The paths that are launched: on Hopper a few pairs of the bf16 kernel, which differ in how operands are read."""
     chosen = []
     for path in paths_of(arch):
-        many = path.module == "sm90_bf16" or path.module == "sm90_mxfp8"
+        many = path.config_class in (Sm90Bf16Config, Sm90Mxfp8Config)
         if not many or (path.a, path.b) in _PAIRS:
             chosen.append(path)
     return chosen
@@ -74,16 +78,12 @@ def small_problem(path: Route, gate_up: str | None, options: dict[str, Any]) -> 
     return EpilogueProblem(a, b, group_offsets(_SIZES), gate_up, given, seed=1)
 
 
-def _configs(path: Route, m: int) -> list[Any]:
+def _configs(path: Route, m: int) -> list[KernelChoice | None]:
     """Kernels of a path: the default, and of the bf16 kernel the one for so many rows, with twice the warpgroups."""
-    module = path.load()
-    if path.module == "sm90_mxfp8":
-        return [module.Config()]
-    if path.module == "sm90_bf16":
-        return [
-            module.Config(path.a, path.b),
-            module.select_config(path.a, path.b, m, len(_SIZES)),
-        ]
+    if path.config_class is Sm90Mxfp8Config:
+        return [Sm90Mxfp8Config()]
+    if path.config_class is Sm90Bf16Config:
+        return [Sm90Bf16Config(path.a, path.b), select_config(path.a, path.b, m, len(_SIZES))]
     return [None]
 
 
@@ -120,7 +120,7 @@ def launches(device: str, backend: str | None, arch: str) -> Iterator[Iterable[C
             try:
                 outputs = run_problem(small_problem(path, gate_up, options), device, backend)
             except ValueError:
-                if path.module == "sm90_fp8_quant":  # the one that takes all of these calls
+                if path.config_class is Sm90Fp8Config:  # the one that takes all of these calls
                     raise
                 continue
             yield (partial(_judge_outputs, outputs),)

@@ -127,7 +127,7 @@ def test_quantising_calls_are_ready_to_launch() -> None:
     scale = torch.empty(blocked_size(4096, 64), dtype=torch.uint8)
     tensors = EpilogueTensors(row_codes=codes, row_scale=scale)
     path = find_route("grouped_gemm_quant", stub.arch, "MXFP8", "MXFP8")
-    assert path.load().prepare(stub, a, b, offs, tensors, None, epilogue=epilogue).copies == ()
+    assert path.load_quant().prepare(stub, a, b, offs, tensors, None, epilogue=epilogue).copies == ()
 
 
 def test_compute_capability_10_3_compiles_the_same_source() -> None:

@@ -20,7 +20,6 @@ _OUT_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 
 
 Config = Sm100DenseConfig
-ANY_N = True  # the plain store writes rows that start anywhere
 
 
 def prepare(
