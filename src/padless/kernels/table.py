@@ -81,7 +81,7 @@ class Route:
         operation: "grouped_gemm", "gemm" or one of the quantising calls, named as ``ROUTES`` does.
         arch: "sm_90a" (Hopper) or "sm_100a" (Blackwell).
         a, b: names of the formats of activations and weights; ``BF16`` for a plain tensor.
-        module: the host side, a key of ``_HOSTS``.
+        module: the host side, a key of ``_HOSTS``; verification's random problems are seeded by it.
         kernel: the device side, a file in ``kernels/``.
         accumulation: how products are added up, in a sentence.
         any_n: whether rows of the output may start anywhere, not on 16 bytes alone.

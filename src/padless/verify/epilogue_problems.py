@@ -1,6 +1,6 @@
 """Random calls of grouped_gemm_quant and grouped_gemm_swiglu_quant, run with every output between fences.
 
-A call is a function of its path and seed alone, so the GPU, the emulator in another process and the judge see the same.
+A call is a function of its route and seed alone, so the GPU, the emulator in another process and the judge see the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DTYPE_OF = {fmt: dtype for dtype, fmt in FORMAT_OF_DTYPE.items()}
 
 
 def quant_paths(arch: str) -> list[Route]:
-    """The paths of an architecture with a quantising epilogue."""
+    """The routes of an architecture with a quantising epilogue."""
     return [route for route in ROUTES if (route.operation, route.arch) == (QUANT, kernels_arch(arch))]
 
 
@@ -71,24 +71,24 @@ class EpilogueProblem:
 # --- drawing ---------------------------------------------------------------------------------------------
 
 
-def random_epilogue_problem(path: Route, seed: int) -> EpilogueProblem:
-    """A function of the path and the seed. Eighteen seeds in a row have each activation with each output format."""
-    draw = random.Random(f"{path.module} {path.a} {path.b} {seed}")
+def random_epilogue_problem(route: Route, seed: int) -> EpilogueProblem:
+    """A function of the route and the seed. Eighteen seeds in a row have each activation with each output format."""
+    draw = random.Random(f"{route.module} {route.a} {route.b} {seed}")
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     gate_up, out_format = GATE_UP[seed % 3], OUT_FORMATS[seed // 3 % 6]
     m_aligned = draw.choice((1, 1, 1, 128))
     small = (0, 1, 5, 63, 64, 65, 127, 129, draw.randrange(150))
     sizes = [draw.choice(small if m_aligned == 1 else (0, 128, 128, 256)) for _ in range(draw.randint(1, 4))]
     m, groups = sum(sizes) + draw.randrange(4), len(sizes)
-    n, k = _columns(draw, gate_up, out_format), (16 if path.a == path.b == "FP8_BLOCK" else 32)
+    n, k = _columns(draw, gate_up, out_format), (16 if route.a == route.b == "FP8_BLOCK" else 32)
     k *= draw.randint(1, 20)
     special = draw.randrange(6) == 0
-    a, b = operands(path, m, n, k, groups, generator, special)
+    a, b = operands(route, m, n, k, groups, generator, special)
     options = _outputs(draw, generator, out_format, groups) | {"m_aligned": m_aligned}
     options |= _numbers(draw, generator, m, n, groups, special)
     options["semantics"] = draw.choice(("implementation", "documented"))
     problem = EpilogueProblem(a, b, group_offsets(sizes), gate_up, options, seed)
-    options["config"] = draw.choice(_configs(path, problem))
+    options["config"] = draw.choice(_configs(route, problem))
     return problem
 
 
@@ -102,7 +102,7 @@ def _columns(draw: random.Random, gate_up: str | None, out_format: BlockScaledFo
 
 
 def operands(
-    path: Route, m: int, n: int, k: int, groups: int, generator: torch.Generator, special: bool
+    route: Route, m: int, n: int, k: int, groups: int, generator: torch.Generator, special: bool
 ) -> tuple[BlockScaledTensor | torch.Tensor, BlockScaledTensor]:
     x = torch.randn((m, k), generator=generator)
     x *= torch.exp2(torch.randint(-4, 5, (m, 1), generator=generator).float())
@@ -111,8 +111,8 @@ def operands(
         x[m // 3] *= 2.0**-100  # sums below every format's smallest scale
         x[m // 4] *= 30  # gates beyond the exponential's range
     w = torch.randn((groups, n, k), generator=generator)
-    a = x.to(torch.bfloat16) if path.a == BF16 else quantize(x, _BY_NAME[path.a], kind="activation")
-    return a, quantize(w, _BY_NAME[path.b], kind="weight")
+    a = x.to(torch.bfloat16) if route.a == BF16 else quantize(x, _BY_NAME[route.a], kind="activation")
+    return a, quantize(w, _BY_NAME[route.b], kind="weight")
 
 
 def _outputs(
@@ -159,9 +159,9 @@ def _numbers(
     return numbers
 
 
-def _configs(path: Route, problem: EpilogueProblem) -> list[Any]:
+def _configs(route: Route, problem: EpilogueProblem) -> list[Any]:
     """None and, on Hopper, every tile that can do this epilogue."""
-    if path.config_class is not Sm90Fp8Config:
+    if route.config_class is not Sm90Fp8Config:
         return [None]
     fmt = problem.options.get("d_format") or FORMAT_OF_DTYPE.get(
         problem.options.get("d_dtype", torch.bfloat16)

@@ -29,7 +29,7 @@ from padless.verify.against_emulator import backend_of, bits, emulation_cost
 from padless.verify.fp8_block import ROW_ERROR_LIMIT, row_errors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Problems of each path: judged by float64, and compared with the emulator.
+# Problems of each route: judged by float64, and compared with the emulator.
 JUDGED, COMPARED = 6, 10
 _BY_NAME = {fmt.name: fmt for fmt in FORMATS}
 # The FP8 tensor core keeps 13 bits of each sum of 32 products; a short row of widely spread values shows more of that
@@ -106,26 +106,26 @@ def _moved(t: Any) -> Any:
     return BlockScaledTensor(t.data.cuda(), t.scale.cuda(), t.format, scale, t.scale_layout)
 
 
-def random_formats_problem(path: Route, seed: int) -> FormatsProblem:
-    """A function of the path and the seed alone: ragged sizes, tails of M, N and K, scales in any layout.
+def random_formats_problem(route: Route, seed: int) -> FormatsProblem:
+    """A function of the route and the seed alone: ragged sizes, tails of M, N and K, scales in any layout.
 
     Codes are any finite bits; scales spread over 16 powers of two (NVFP4's: any positive e4m3).
     """
-    draw = random.Random(f"{path.module} {path.a} {path.b} {seed}")
+    draw = random.Random(f"{route.module} {route.a} {route.b} {seed}")
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     sizes = [
         draw.choice((0, 1, 5, 63, 64, 65, 127, 129, draw.randrange(150))) for _ in range(draw.randint(1, 4))
     ]
     m, n, k = sum(sizes) + draw.randrange(4), 8 * draw.randint(1, 34), 32 * draw.randint(1, 14)
     offs = group_offsets(sizes)
-    if path.a == BF16:
+    if route.a == BF16:
         a: BlockScaledTensor | torch.Tensor = torch.randn((m, k), generator=generator).to(torch.bfloat16)
     else:
         layout = draw.choice(("plain", "blocked", "blocked_groups"))
-        a = _operand(_BY_NAME[path.a], (m, k), "activation", layout, generator, len(sizes), offs)
+        a = _operand(_BY_NAME[route.a], (m, k), "activation", layout, generator, len(sizes), offs)
     layout = draw.choice(("plain", "blocked"))
-    b = _operand(_BY_NAME[path.b], (len(sizes), n, k), "weight", layout, generator, len(sizes), offs)
-    config, dtype = draw.choice(configs_of(path)), draw.choice(DTYPES)
+    b = _operand(_BY_NAME[route.b], (len(sizes), n, k), "weight", layout, generator, len(sizes), offs)
+    config, dtype = draw.choice(configs_of(route)), draw.choice(DTYPES)
     return FormatsProblem(a, b, offs, dtype, config)
 
 
@@ -167,12 +167,12 @@ def _operand(
     return BlockScaledTensor(tensor.data, blocked, fmt, global_scale, layout)
 
 
-def emulate_formats(path: Route, seed: int) -> torch.Tensor:
+def emulate_formats(route: Route, seed: int) -> torch.Tensor:
     """The bits of the valid rows, by the emulator."""
     from padless.emulator.fake_driver import driver_of
 
-    problem = random_formats_problem(path, seed)
-    backend = backend_of(path.arch)
+    problem = random_formats_problem(route, seed)
+    backend = backend_of(route.arch)
     with driver_of(backend).configured(num_sms=4):  # enough for the largest cluster
         out = grouped_gemm(
             problem.a,
@@ -186,19 +186,19 @@ def emulate_formats(path: Route, seed: int) -> torch.Tensor:
 
 
 def problems_of(arch: str, problems: int) -> list[tuple[Route, int]]:
-    """So many problems of every path, each a path and a seed."""
-    return [(path, seed) for path in paths_of(arch) for seed in range(problems)]
+    """So many problems of every route, each a route and a seed."""
+    return [(route, seed) for route in paths_of(arch) for seed in range(problems)]
 
 
-def _cost(path: Route, seed: int) -> float:
-    problem = random_formats_problem(path, seed)
+def _cost(route: Route, seed: int) -> float:
+    problem = random_formats_problem(route, seed)
     groups, n, k = problem.b.shape
     return emulation_cost(int(problem.offs[-1]), groups, n, k)
 
 
-def _on_gpu(path: Route, seed: int) -> tuple[FormatsProblem, torch.Tensor]:
+def _on_gpu(route: Route, seed: int) -> tuple[FormatsProblem, torch.Tensor]:
     """A problem and its output by the GPU, fenced."""
-    problem = random_formats_problem(path, seed)
+    problem = random_formats_problem(route, seed)
     a, b, offs = problem.on_gpu()
     fenced = GuardedOutput(a.shape[0], b.shape[1], problem.dtype, "cuda")
     grouped_gemm(a, b, offs, out=fenced.out, config=problem.config)
@@ -211,8 +211,8 @@ def check_formats_accuracy(problems: int = JUDGED) -> str:
     """Raises AssertionError where a row is further from float64 than the output's rounding and FP8's sums explain."""
     worst: dict[str, float] = {}
     jobs = problems_of(cuda_driver().arch, problems)
-    for path, seed in jobs:
-        problem, out = _on_gpu(path, seed)
+    for route, seed in jobs:
+        problem, out = _on_gpu(route, seed)
         valid = int(problem.offs[-1])
         expected = grouped_gemm_reference(
             problem.a, problem.b, problem.offs, out_dtype=torch.float64, accumulate="float64"
@@ -222,30 +222,30 @@ def check_formats_accuracy(problems: int = JUDGED) -> str:
         if not rows.any():
             continue
         error = float(row_errors(out[:valid].cpu()[rows], expected[rows]).max())
-        where = f"{path.name}, {path.a} x {path.b}, problem {seed}"
-        limit = ROW_ERROR_LIMIT[problem.dtype] * _LIMIT_FACTOR.get(path.config_class, 1)
+        where = f"{route.name}, {route.a} x {route.b}, problem {seed}"
+        limit = ROW_ERROR_LIMIT[problem.dtype] * _LIMIT_FACTOR.get(route.config_class, 1)
         assert error < limit, f"{where}: a row is off by {error:.2e}"
         name = str(problem.dtype)[6:]
         worst[name] = max(worst.get(name, 0.0), error)
-    return f"{len({path for path, _ in jobs})} paths, worst row error " + ", ".join(
+    return f"{len({route for route, _ in jobs})} paths, worst row error " + ", ".join(
         f"{d} {e:.1e}" for d, e in worst.items()
     )
 
 
 def check_formats_against_emulator(problems: int = COMPARED, workers: int | None = None) -> str:
-    """Raises AssertionError with every path whose bits differ between the GPU and the emulator."""
+    """Raises AssertionError with every route whose bits differ between the GPU and the emulator."""
     jobs = problems_of(cuda_driver().arch, problems)
     elements, wrong = 0, []
     with worker_pool(workers) as pool:
         emulated = in_order(pool, emulate_formats, jobs, _cost)
-        for (path, seed), expected in zip(jobs, emulated, strict=True):
-            problem, out = _on_gpu(path, seed)
+        for (route, seed), expected in zip(jobs, emulated, strict=True):
+            problem, out = _on_gpu(route, seed)
             computed = bits(out, problem.offs)
             differ = int((computed != expected).sum())
             elements += computed.numel()
             if differ:
-                where = f"{path.name}, {path.a} x {path.b}, problem {seed}"
+                where = f"{route.name}, {route.a} x {route.b}, problem {seed}"
                 wrong.append(f"{where} ({problem.config}): {differ} of {computed.numel()} elements differ")
     assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
-    paths = {path for path, _ in jobs}
-    return f"{len(jobs)} problems of {len(paths)} paths, {elements} elements, bit for bit the same"
+    routes = {route for route, _ in jobs}
+    return f"{len(jobs)} problems of {len(routes)} paths, {elements} elements, bit for bit the same"

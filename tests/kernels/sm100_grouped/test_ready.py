@@ -21,6 +21,7 @@ from padless.emulator.fake_driver import EmulatedDriver
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size
 from padless.kernels import cost_model
+from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import prepare_list
 from padless.kernels.table import find_route, kernels_arch
@@ -104,7 +105,7 @@ def test_the_dense_table_is_ready_to_launch() -> None:
         path = find_route("gemm", stub.arch, "MXFP8", "MXFP8")
         out = torch.empty((size, size), dtype=torch.bfloat16)
         path.load().prepare(stub, a, b, None, out, None)
-    assert path.module == "sm100_mxfp8_dense"
+    assert path.config_class is Sm100DenseConfig
     assert len(stub.shapes) == len(DENSE_SIZES)
 
 

@@ -187,7 +187,7 @@ def test_the_config_chooses_this_kernel() -> None:
     for operation in ("grouped_gemm", "gemm"):
         for pair in PAIRS:
             path = find_route(operation, "sm_90a", pair[0].name, pair[1].name, Sm90Mxfp8Config())
-            assert (path.module, path.kernel) == ("sm90_mxfp8", KERNEL)
+            assert (path.config_class, path.kernel) == (Sm90Mxfp8Config, KERNEL)
 
 
 @pytest.mark.parametrize(
