@@ -64,9 +64,9 @@ column_layout, with T tiles and S = T * 128 / block
 A kernel may store zeros in padding that shares a tile with scales that exist, and nothing anywhere else. Tiles at or
 past T, which only offsets that break the promise of `column_tiles` lead to, are not stored.
 
-How a kernel is called: `paths` has rows with operation "grouped_gemm_quant", whose module's
-prepare(driver, a, b, offs, tensors, config, epilogue=epilogue) gets `EpilogueTensors` in the place of ``out``. amax
-holds -inf when the launch starts.
+How a kernel is called: `kernels.table.ROUTES` has rows with operation "grouped_gemm_quant", whose module is a
+`kernels.table.QuantHost`: its prepare gets `EpilogueTensors` in the place of ``out``. amax holds -inf when the
+launch starts.
 """
 
 from __future__ import annotations
