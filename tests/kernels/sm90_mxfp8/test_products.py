@@ -249,7 +249,9 @@ def test_a_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch, bug: str) -> Non
     assert count == 1, f"the kernel has {count} places like {BUGS[bug][0]!r}: plant another fault"
     monkeypatch.setattr(jit, "sources", lambda: sources)
     driver = type(DRIVER)()
-    monkeypatch.setattr("support.sm90_mxfp8_cases.DRIVER", driver)  # a kernel prepared before is the right one
+    monkeypatch.setattr(
+        "support.sm90_mxfp8_cases.DRIVER", driver
+    )  # a kernel prepared before is the right one
     problem = random_problem((66, 3), 72, 416)
     config = Sm90Mxfp8Config(block_n=64, num_stages=2, raster_m=3 + list(BUGS).index(bug))
     with pytest.raises((LaunchError, AssertionError)):
