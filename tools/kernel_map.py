@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from padless.kernels.launch import KernelConfig
-from padless.kernels.sm100_dense.host import KERNEL, DenseProblem, Sm100DenseConfig, select_config
+from padless.kernels.sm100_dense.config import DenseProblem, Sm100DenseConfig, select_config
+from padless.kernels.sm100_dense.host import KERNEL
 from padless.runtime.jit import compile_kernel
 
 SHARED_LIMIT = 227 * 1024

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from padless import moe as moe
     from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
     from padless.compat.cudnn.gemm_class import GroupedGemmQuant
+    from padless.compat.cudnn.outputs import QuantOutputs
     from padless.compat.torch import scaled_grouped_mm
+    from padless.epilogue import Epilogue, EpilogueTensors
     from padless.formats import (
         FP8_BLOCK,
         MXFP4,
@@ -22,17 +24,17 @@ if TYPE_CHECKING:
         BlockScaledTensor,
     )
     from padless.grouped_columns import GroupedColumns
-    from padless.kernels.sm90_bf16.host import Sm90Bf16Config
-    from padless.kernels.sm90_bf16.host import Sm90Bf16Config as Bf16GemmConfig
+    from padless.kernels.sm90_bf16.config import Sm90Bf16Config
+    from padless.kernels.sm90_bf16.config import Sm90Bf16Config as Bf16GemmConfig
     from padless.kernels.sm90_fp8.config import Sm90Fp8Config
     from padless.kernels.sm90_fp8.config import Sm90Fp8Config as GemmConfig
     from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
-    from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
-    from padless.kernels.sm100_dense.host import Sm100DenseConfig
-    from padless.kernels.sm100_dense.host import Sm100DenseConfig as Mxfp8GemmConfig
+    from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
+    from padless.kernels.sm100_dense.config import Sm100DenseConfig
+    from padless.kernels.sm100_dense.config import Sm100DenseConfig as Mxfp8GemmConfig
     from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
     from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
-    from padless.ops.grouped_gemm_epilogue import QuantOutputs
+    from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
     from padless.ops.grouped_gemm_list import grouped_gemm_list
     from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
     from padless.quantization.quantize import dequantize, quantize
@@ -50,6 +52,8 @@ __all__ = [
     "Bf16GemmConfig",
     "BlockScaledFormat",
     "BlockScaledTensor",
+    "Epilogue",
+    "EpilogueTensors",
     "GemmConfig",
     "GroupedColumns",
     "GroupedGemmQuant",
@@ -66,6 +70,7 @@ __all__ = [
     "gemm",
     "group_offsets",
     "grouped_gemm",
+    "grouped_gemm_epilogue",
     "grouped_gemm_list",
     "grouped_gemm_quant",
     "grouped_gemm_swiglu_quant",
@@ -80,6 +85,8 @@ __all__ = [
 _HOMES = {
     "BlockScaledFormat": "formats",
     "BlockScaledTensor": "formats",
+    "Epilogue": "epilogue",
+    "EpilogueTensors": "epilogue",
     "FP8_BLOCK": "formats",
     "GroupedColumns": "grouped_columns",
     "GroupedGemmQuant": "compat.cudnn.gemm_class",
@@ -87,18 +94,19 @@ _HOMES = {
     "MXFP8": "formats",
     "MXFP8_E5M2": "formats",
     "NVFP4": "formats",
-    "QuantOutputs": "ops.grouped_gemm_epilogue",
-    "Sm100DenseConfig": "kernels.sm100_dense.host",
+    "QuantOutputs": "compat.cudnn.outputs",
+    "Sm100DenseConfig": "kernels.sm100_dense.config",
     "Sm100GroupedConfig": "kernels.sm100_grouped.config",
-    "Sm90Bf16Config": "kernels.sm90_bf16.host",
+    "Sm90Bf16Config": "kernels.sm90_bf16.config",
     "Sm90Fp8Config": "kernels.sm90_fp8.config",
-    "Sm90Mxfp8Config": "kernels.sm90_mxfp8.host",
+    "Sm90Mxfp8Config": "kernels.sm90_mxfp8.config",
     "WgradConfig": "kernels.sm90_fp8_wgrad.config",
     "backends": "runtime.devices",
     "dequantize": "quantization.quantize",
     "gemm": "ops.grouped_gemm",
     "group_offsets": "ops.grouped_gemm",
     "grouped_gemm": "ops.grouped_gemm",
+    "grouped_gemm_epilogue": "ops.grouped_gemm_epilogue",
     "grouped_gemm_list": "ops.grouped_gemm_list",
     "grouped_gemm_quant": "compat.cudnn.calls",
     "grouped_gemm_swiglu_quant": "compat.cudnn.calls",

@@ -64,9 +64,9 @@ column_layout, with T tiles and S = T * 128 / block
 A kernel may store zeros in padding that shares a tile with scales that exist, and nothing anywhere else. Tiles at or
 past T, which only offsets that break the promise of `column_tiles` lead to, are not stored.
 
-How a kernel is called: `paths` has rows with operation "grouped_gemm_quant", whose module's
-prepare(driver, a, b, offs, tensors, config, epilogue=epilogue) gets `EpilogueTensors` in the place of ``out``. amax
-holds -inf when the launch starts.
+How a kernel is called: `kernels.table.ROUTES` has rows with operation "grouped_gemm_quant", whose module is a
+`kernels.table.QuantHost`: its prepare gets `EpilogueTensors` in the place of ``out``. amax holds -inf when the
+launch starts.
 """
 
 from __future__ import annotations
@@ -115,30 +115,6 @@ SCALED_MAX: dict[tuple[str, BlockScaledFormat], float] = {
     ("cudnn_documented", MXFP8): 448.0,
     ("cudnn_documented", MXFP8_E5M2): 57344.0,
     ("cudnn_documented", MXFP4): 6.0,
-}
-
-_QUANT_NAMES = {
-    None: "QUANT_NONE",
-    FP8_BLOCK: "QUANT_FP8_BLOCK",
-    MXFP8: "QUANT_MXFP8",
-    MXFP8_E5M2: "QUANT_MXFP8_E5M2",
-    MXFP4: "QUANT_MXFP4",
-    NVFP4: "QUANT_NVFP4",
-}
-_RULE_NAMES = {
-    "": "MX_RCEIL",
-    "te": "MX_RCEIL",
-    "rceil": "MX_RCEIL",
-    "floor": "MX_FLOOR",
-    "cudnn": "MX_NORM_CONST",
-    "cudnn_documented": "MX_NORM_CONST_FIRST",
-}
-_GLU_NAMES = dict(zip(ACTIVATIONS, ("GLU_NONE", "GLU_INTERLEAVED", "GLU_CONCATENATED"), strict=True))
-_LAYOUT_NAMES = {
-    "plain": "SCALES_STRIDED",
-    "plain_mn": "SCALES_STRIDED",
-    "blocked": "SCALES_BLOCKED",
-    "blocked_groups": "SCALES_BLOCKED_GROUPS",
 }
 
 
@@ -243,30 +219,6 @@ class Epilogue:
     def out_columns(self, n: int) -> int:
         """N_out for B with n rows."""
         return n // 2 if self.is_glu else n
-
-    def prelude(self) -> str:
-        """The C++ constants of kernels/device/quant_outputs.cuh, to compile a kernel behind."""
-        constants = {
-            "HAS_PLAIN": self.d_dtype is not None,
-            "HAS_ALPHA": self.alpha,
-            "HAS_BIAS": self.bias,
-            "HAS_PROB": self.prob,
-            "HAS_AMAX": self.amax,
-            "BIAS_IS_GATED": self.bias_rule == "gated_bias",
-        }
-        lines = ["#define EPILOGUE_IS_QUANT 1"]
-        lines += [f"#define {name} {int(value)}" for name, value in constants.items()]
-        lines += [
-            f"#define GLU {_GLU_NAMES[self.activation]}",
-            f"#define ROW_QUANT {_QUANT_NAMES[self.row_format]}",
-            f"#define COLUMN_QUANT {_QUANT_NAMES[self.column_format]}",
-            f"#define MX_RULE {_RULE_NAMES[self.scale_rule]}",
-            f"#define ROW_SCALES {_LAYOUT_NAMES[self.row_layout if self.row_format else 'plain']}",
-            f"#define COLUMN_SCALES {_LAYOUT_NAMES[self.column_layout if self.column_format else 'plain']}",
-        ]
-        if self.norm_const and self.format is not None:
-            lines.append(f"#define SCALED_MAX {SCALED_MAX[self.scale_rule, self.format]}f")
-        return "\n".join(lines) + "\n"
 
 
 def _require_layouts(

@@ -147,6 +147,13 @@ def group_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.bucketize(torch.arange(rows, device=offs.device), ends, right=True)
 
 
+def group_max(row_amax: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """(G,) largest of each group's row_amax (M,), none negative; rows past the last group join it."""
+    row_amax = detached("row_amax", row_amax)
+    group = group_of_rows(offs, row_amax.shape[0]).clamp(max=offs.shape[0] - 1)
+    return row_amax.new_zeros(offs.shape[0]).scatter_reduce(0, group, row_amax, "amax")
+
+
 def blocked_groups_rows(rows: int, num_groups: int) -> int:
     """Rows that any split of `rows` into groups can need when every group is padded to 128."""
     return (rows + (TILE_ROWS - 1) * num_groups) // TILE_ROWS * TILE_ROWS

@@ -28,7 +28,7 @@ from padless import (
     layouts,
     quantize,
 )
-from padless.ops.grouped_gemm_epilogue import KEYS
+from padless.compat.cudnn.outputs import KEYS
 from padless.reference.gemm import group_rows
 from support.quant_calls import SIZES, as_cudnn, bits, check_groups, exact_d, operands
 

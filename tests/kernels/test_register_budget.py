@@ -18,12 +18,13 @@ from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK
 from padless.kernels.epilogue_launch import QuantConfig
 from padless.kernels.sm90_bf16 import host as sm90_bf16
+from padless.kernels.sm90_bf16.config import PAIRS
 from padless.kernels.sm90_fp8 import host as sm90_fp8
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.sm90_fp8_wgrad import host as wgrad
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
-from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
+from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.table import ROUTES
 from padless.runtime import jit
 
@@ -34,7 +35,7 @@ QUANT = Epilogue(row_format=FP8_BLOCK, row_layout="plain_mn")
 
 def bf16_configs() -> list[sm90_bf16.Sm90Bf16Config]:
     """One config for each way of dealing threads and tokens out that select_config knows, whatever the formats."""
-    every = itertools.product(sm90_bf16.PAIRS, (1, 16, 32, 64, 128), (False, True), (torch.bfloat16,))
+    every = itertools.product(PAIRS, (1, 16, 32, 64, 128), (False, True), (torch.bfloat16,))
     found = {}
     for pair, m, blocked, dtype in every:
         config = sm90_bf16.select_config(*pair, m, 1, blocked=blocked, out_dtype=dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
 
 import pytest
@@ -10,7 +12,7 @@ from padless import formats
 from padless.cli import supported
 from padless.cli.supported import supported_markdown
 from padless.kernels import table as paths_module
-from padless.kernels.table import ROUTES, find_route
+from padless.kernels.table import ROUTES, KernelHost, QuantHost, find_route
 from support.ragged import ROOT
 
 PAGE = ROOT / "docs/supported.md"
@@ -89,3 +91,42 @@ def test_every_format_is_described() -> None:
         assert f"| `{format.name}` |" in text
     assert "| `NVFP4` | e2m1, two a byte | e4m3, and a float32 for all | 1 x 16 | 1 x 16 | 4.50 |" in text
     assert "| `FP8_BLOCK` | e4m3 | float32 | 1 x 128 | 128 x 128 | 8.25 and 8.00 |" in text
+
+
+# --- host sides --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", sorted({route.module for route in ROUTES}))
+def test_a_host_side_is_what_the_protocol_says(module: str) -> None:
+    """Names and kinds of parameters, and that the configuration is a frozen dataclass with a prelude."""
+    route = next(route for route in ROUTES if route.module == module)
+    quant = route.operation == paths_module.QUANT
+    host, protocol = (route.load_quant(), QuantHost) if quant else (route.load(), KernelHost)
+    wanted = list(inspect.signature(protocol.prepare).parameters.values())[1:]
+    found = list(inspect.signature(host.prepare).parameters.values())
+    required = [p for p in found if p.default is p.empty]
+    assert [(p.name, p.kind) for p in required] == [(p.name, p.kind) for p in wanted]
+    assert route.config_class is host.Config
+    assert dataclasses.is_dataclass(host.Config)
+    assert host.Config.__dataclass_params__.frozen
+    assert callable(host.Config.prelude)
+
+
+def test_every_route_of_a_module_has_its_operation_in_common() -> None:
+    """So that load() and load_quant() are right for a whole module."""
+    for route in ROUTES:
+        assert route.module.endswith("_quant") == (route.operation == paths_module.QUANT)
+
+
+def test_the_configurations_tell_the_kernels_of_a_pair_apart() -> None:
+    for route in ROUTES:
+        same = [
+            r.config_class
+            for r in ROUTES
+            if (r.operation, r.arch, r.a, r.b) == (route.operation, route.arch, route.a, route.b)
+        ]
+        assert len(same) == len(set(same))
+
+
+def test_rows_may_start_anywhere_in_the_dense_kernel_alone() -> None:
+    assert {route.name for route in ROUTES if route.any_n} == {"sm100_mxfp8_gemm"}

@@ -20,6 +20,7 @@ from padless.epilogue import (
     SCALE_RULES,
     Epilogue,
 )
+from padless.kernels.epilogue_launch import prelude_of
 from padless.reference import epilogue as reference_epilogue
 from padless.reference.epilogue import epilogue_reference
 from support.epilogue_cases import POISON_BYTE, numbers_for, poisoned, sums
@@ -373,13 +374,13 @@ def test_every_field_reaches_the_prelude() -> None:
     }
     assert set(changes) == {field.name for field in fields(Epilogue)}
     for field, value in changes.items():
-        assert replace(base, **{field: value}).prelude() != base.prelude(), field
+        assert prelude_of(replace(base, **{field: value})) != prelude_of(base), field
 
 
 def test_the_layout_of_an_output_that_is_not_wanted_changes_no_kernel() -> None:
     only_columns = Epilogue(column_format=MXFP8, scale_rule="rceil", d_dtype=torch.bfloat16)
     only_rows = Epilogue(row_format=MXFP8, scale_rule="rceil", d_dtype=torch.bfloat16)
     for layout in ("blocked", "blocked_groups"):
-        assert replace(only_columns, row_layout=layout).prelude() == only_columns.prelude()
-        assert replace(only_rows, column_layout=layout).prelude() == only_rows.prelude()
-        assert replace(only_rows, row_layout=layout).prelude() != only_rows.prelude()
+        assert prelude_of(replace(only_columns, row_layout=layout)) == prelude_of(only_columns)
+        assert prelude_of(replace(only_rows, column_layout=layout)) == prelude_of(only_rows)
+        assert prelude_of(replace(only_rows, row_layout=layout)) != prelude_of(only_rows)

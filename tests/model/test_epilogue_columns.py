@@ -20,7 +20,7 @@ from padless.epilogue import (
     column_scale_shape,
     column_tiles,
 )
-from padless.ops.grouped_gemm_epilogue import allocate
+from padless.ops.grouped_gemm_epilogue import with_outputs
 from padless.reference import epilogue as reference_epilogue
 from padless.reference.epilogue import epilogue_reference
 from support.epilogue_cases import POISON_BYTE, poisoned, sums
@@ -135,8 +135,7 @@ def test_aligned_groups_have_cudnns_layout(sizes: list[int]) -> None:
     wanted = {"blocked": layouts.to_blocked(whole).view(torch.uint8), "blocked_groups": torch.cat(discrete)}
     for layout, expected in wanted.items():
         epilogue = Epilogue(column_format=MXFP8, column_layout=layout, scale_rule="rceil")
-        new = allocate(epilogue, m, n, len(sizes), torch.device("cpu"), 128)
-        t = EpilogueTensors(**new)
+        t = with_outputs(epilogue, EpilogueTensors(), m, n, len(sizes), torch.device("cpu"), 128)
         epilogue_reference(acc, offs, epilogue, t)
         assert torch.equal(t.column_scale.view(torch.uint8), expected), layout
 

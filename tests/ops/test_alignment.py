@@ -58,6 +58,9 @@ def moved_in(value: Any, name: str, wanted: str, move: Callable[[torch.Tensor], 
         return dataclasses.replace(
             value, **{part: moved_in(t, f"{name}.{part}", wanted, move) for part, t in parts.items()}
         )
+    if isinstance(value, padless.EpilogueTensors):
+        tensors = {part: moved_in(t, f"{name}.{part}", wanted, move) for part, t in vars(value).items()}
+        return dataclasses.replace(value, **tensors)
     if isinstance(value, list):
         return [moved_in(one, f"{name}[{i}]", wanted, move) for i, one in enumerate(value)]
     return value
@@ -141,7 +144,7 @@ def test_what_the_reference_took_is_looked_at_before_a_kernel_takes_it(
     arguments = with_moved(operands("FP8_BLOCK", 3) | {"offs": OFFS}, "b.data")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(launch_cache, "_KNOWN", {})
-    monkeypatch.setattr(MODULE, "_driver", lambda backend, out: None)
+    monkeypatch.setattr(MODULE, "device_of", lambda backend, out: None)
     padless.grouped_gemm(**arguments, backend="reference")
     with pytest.raises(ValueError, match=r"^b\.data is at address 0x"):
         padless.grouped_gemm(**arguments)

@@ -21,7 +21,7 @@ from padless.kernels.sm90_bf16 import host_quant as sm90_bf16_quant
 from padless.kernels.sm90_fp8 import config as fp8_config
 from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
 from padless.kernels.sm90_mxfp8 import host_quant as sm90_mxfp8_quant
-from padless.kernels.sm100_grouped.config import select_grouped_config
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
 from padless.kernels.table import ROUTES, Route, find_route
 from padless.ops.grouped_gemm import group_offsets
 from padless.quantization.quantize import quantize
@@ -51,8 +51,8 @@ def name_of(path: Route) -> str:
     return f"{path.module} {path.a} {path.b}"
 
 
-def path_of(module: str, a: str, b: str) -> Route:
-    return next(p for p in ALL if (p.module, p.a, p.b) == (module, a, b))
+def path_of(config_class: type, a: str, b: str) -> Route:
+    return next(p for p in ALL if (p.config_class, p.a, p.b) == (config_class, a, b))
 
 
 def judge_emulated(problem: InvarianceProblem, surroundings: tuple[str, ...] | None = None) -> int:
@@ -83,7 +83,7 @@ def test_a_row_is_what_it_is_alone_and_quantised(path: Route) -> None:
 
 
 def test_mxfp8_on_hopper_in_all_surroundings() -> None:
-    problem = make_problem(path_of("sm90_mxfp8", *SPECIAL), SIZES, N, K, torch.float32, 2)
+    problem = make_problem(path_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
     assert problem.kernel is None
     assert judge_emulated(problem) > 6 * 12 * N
 
@@ -91,7 +91,7 @@ def test_mxfp8_on_hopper_in_all_surroundings() -> None:
 def with_and_without_loud_rows() -> tuple[torch.Tensor, torch.Tensor]:
     """Bits of three rows of MXFP4 x MXFP4 on Hopper, whose scales are all inside of float16's range: among rows that
     have others from the second stage of K on, and by themselves."""
-    problem = make_problem(path_of("sm90_bf16", "MXFP4", "MXFP4"), (9,), N, 544, torch.float32, 3)
+    problem = make_problem(path_of(Sm90Bf16Config, "MXFP4", "MXFP4"), (9,), N, 544, torch.float32, 3)
     assert isinstance(problem.a, BlockScaledTensor)
     exponents = problem.a.scale.view(torch.uint8).int() - 127
     beyond = (exponents < -18) | (exponents > 5)
@@ -117,7 +117,7 @@ def test_a_tile_that_leaves_float16_wrongly_is_seen(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_class_chooses_the_kernel_and_leaves_the_tile_to_it() -> None:
-    problem = make_problem(path_of("sm90_mxfp8", *SPECIAL), SIZES, N, K, torch.float32, 2)
+    problem = make_problem(path_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
     default, other = multiplied(problem, None), multiplied(problem, Sm90Bf16Config)
     assert not torch.equal(default, other)
     tile = sm90_bf16.select_config(*SPECIAL, sum(SIZES), len(SIZES))
@@ -163,12 +163,12 @@ def chosen_tiles(path: Route, n: int) -> list[Any]:
     found: dict[Any, None] = {}
     for m in numbers:
         for groups in (1, 2, 8):
-            if path.module == "sm90_bf16":
+            if path.config_class is Sm90Bf16Config:
                 found[sm90_bf16.select_config(path.a, path.b, m, groups, out_dtype=torch.float32)] = None
-            elif path.module == "sm90_mxfp8":
+            elif path.config_class is Sm90Mxfp8Config:
                 found[sm90_mxfp8.select_config(m, n, groups, 132)] = None
                 found[sm90_mxfp8.select_config(m, 8192, groups, 132)] = None
-            elif path.module == "sm90_fp8":
+            elif path.config_class is Sm90Fp8Config:
                 for columns in (n, 4096):
                     shape = fp8_config.Problem(m, columns, K, groups, torch.float32)
                     found[fp8_config.select_config(shape)] = None
@@ -180,10 +180,10 @@ def chosen_tiles(path: Route, n: int) -> list[Any]:
 
 def test_the_tiles_that_are_chosen_are_many() -> None:
     """For one pair of every kernel."""
-    counts = {path.module: len(chosen_tiles(path, 144)) for path in ALL if path.a == path.b}
-    assert set(counts) == {"sm90_fp8", "sm90_mxfp8", "sm90_bf16", "sm100_grouped"}
+    counts = {path.config_class: len(chosen_tiles(path, 144)) for path in ALL if path.a == path.b}
+    assert set(counts) == {Sm90Fp8Config, Sm90Mxfp8Config, Sm90Bf16Config, Sm100GroupedConfig}
     assert all(count >= 2 for count in counts.values()), counts
-    heights = {tile.block_m for tile in chosen_tiles(path_of("sm90_bf16", "NVFP4", "NVFP4"), 144)}
+    heights = {tile.block_m for tile in chosen_tiles(path_of(Sm90Bf16Config, "NVFP4", "NVFP4"), 144)}
     assert heights == {8, 16, 32, 64, 128}
 
 
@@ -232,14 +232,14 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ("surroundings", "where"), [("crowded", "before a crowded group"), ("values", "D of the quantising call")]
 )
 def test_a_choice_by_the_rows_of_a_group_is_seen(by_rows: None, surroundings: str, where: str) -> None:
-    problem = make_problem(path_of("sm90_mxfp8", *SPECIAL), SIZES, N, K, torch.float32, 2)
+    problem = make_problem(path_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
     with pytest.raises(AssertionError, match=rf"MXFP8 x MXFP8 .*{where}: \d+ of 12 rows have other bits"):
         judge_emulated(problem, (surroundings,))
 
 
 def test_a_quantising_call_that_adds_up_differently_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90_mxfp8_quant, "prepare", sm90_bf16_quant.prepare)
-    problem = make_problem(path_of("sm90_mxfp8", *SPECIAL), SIZES, N, K, torch.float32, 2)
+    problem = make_problem(path_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
     with pytest.raises(AssertionError, match=r"codes of the quantising call: \d+ of 12 rows have other bits"):
         judge_emulated(problem, ("codes",))
 
@@ -265,14 +265,14 @@ def test_one_wrong_bit_of_one_row_is_seen_in_any_surroundings(
 
     for name in ("grouped_gemm", "gemm", "grouped_gemm_quant"):
         monkeypatch.setattr(verify_invariance, name, wrong(getattr(verify_invariance, name)))
-    problem = make_problem(path_of("sm90_mxfp8", *SPECIAL), (5, 0, 4), 48, 160, torch.float32, 7)
+    problem = make_problem(path_of(Sm90Mxfp8Config, *SPECIAL), (5, 0, 4), 48, 160, torch.float32, 7)
     with pytest.raises(AssertionError, match="rows have other bits, the first is 0"):
         judge_problem(problem, "cpu", "reference", (surroundings,))
 
 
 def test_rows_that_nobody_wrote_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_invariance, "grouped_gemm", lambda a, b, offs, out, **options: out)
-    problem = make_problem(path_of("sm90_mxfp8", *SPECIAL), (5, 0, 4), 48, 160, torch.float32, 7)
+    problem = make_problem(path_of(Sm90Mxfp8Config, *SPECIAL), (5, 0, 4), 48, 160, torch.float32, 7)
     with pytest.raises(AssertionError, match="were not written"):
         judge_problem(problem, "cpu", "reference", ("crowded",))
 
@@ -294,7 +294,7 @@ def test_the_check_of_verify() -> None:
 
 @pytest.mark.gpu
 def test_a_choice_by_the_rows_of_a_group_is_seen_on_a_gpu(by_rows: None) -> None:
-    problem = random_problem(path_of("sm90_mxfp8", *SPECIAL), 0)
+    problem = random_problem(path_of(Sm90Mxfp8Config, *SPECIAL), 0)
     with pytest.raises(AssertionError, match="rows have other bits"):
         judge_problem(problem, "cuda", None)
 
@@ -304,7 +304,9 @@ def test_a_choice_by_the_rows_of_a_group_is_seen_on_a_gpu(by_rows: None) -> None
 def test_torchs_calling_convention_computes_the_same_rows(sizes: tuple[int, ...]) -> None:
     from padless.compat.torch import scaled_grouped_mm
 
-    problem = make_problem(path_of("sm90_fp8", "FP8_BLOCK", "FP8_BLOCK"), sizes, 272, 400, torch.bfloat16, 8)
+    problem = make_problem(
+        path_of(Sm90Fp8Config, "FP8_BLOCK", "FP8_BLOCK"), sizes, 272, 400, torch.bfloat16, 8
+    )
     a, b = (verify_invariance.moved(t, "cuda") for t in (problem.a, problem.b))
     offs = group_offsets(sizes).cuda()
 

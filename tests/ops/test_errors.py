@@ -13,6 +13,7 @@ import torch
 
 import padless
 from padless.formats import FP8_BLOCK, MXFP8, BlockScaledTensor
+from padless.runtime import devices
 from support.ragged import GuardedOutput
 
 # The function has the name of its module.
@@ -315,7 +316,7 @@ def test_too_many_rows_for_the_kernels_arithmetic() -> None:
 def test_a_backend_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     found = dict(padless.backends())
     found[backend] = type(found[backend])(backend, False, "it was taken away")
-    monkeypatch.setattr(MODULE, "backends", lambda: found)
+    monkeypatch.setattr(devices, "backends", lambda: found)
     with pytest.raises(ValueError, match=f"backend '{backend}' is not available here: it was taken away"):
         padless.grouped_gemm(activation(), weight(), OFFS, backend=backend)
 
@@ -323,6 +324,6 @@ def test_a_backend_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch, b
 def test_a_gpu_backend_wants_tensors_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict(padless.backends())
     found["cuda"] = type(found["cuda"])("cuda", True, "pretended")
-    monkeypatch.setattr(MODULE, "backends", lambda: found)
+    monkeypatch.setattr(devices, "backends", lambda: found)
     with pytest.raises(ValueError, match="backend is 'cuda' and the tensors are on cpu; move them"):
         padless.grouped_gemm(activation(), weight(), OFFS, backend="cuda")

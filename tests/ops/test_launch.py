@@ -14,10 +14,11 @@ import torch
 import padless
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels import launch as launching
+from padless.kernels import maps
 from padless.kernels.sm90_fp8 import host as sm90_fp8
 from padless.kernels.sm90_fp8.config import SCALE_MAJORS, STORES, Sm90Fp8Config
 from padless.layouts import to_mn_major
-from padless.runtime import jit, tensor_map
+from padless.runtime import jit
 from padless.runtime.driver import Argument, LaunchShape
 from padless.runtime.jit import CompiledKernel
 from padless.runtime.tensor_map import TensorMapSpec
@@ -76,7 +77,7 @@ class RecordingDriver:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDriver:
     recording = RecordingDriver()
-    monkeypatch.setattr(MODULE, "_driver", lambda backend, out: recording)
+    monkeypatch.setattr(MODULE, "device_of", lambda backend, out: recording)
     monkeypatch.setattr(launching, "_COUNTERS", {})
     return recording
 
@@ -130,8 +131,8 @@ def test_the_arguments_are_the_kernels_parameters(
     assert numbers[7:] == [b.data.data_ptr(), 400, 136 * 400]
 
     # Every tensor map is of the operand it should be, and in the argument where the kernel looks for it.
-    maps = [argument for argument in launch.arguments if isinstance(argument, bytes)]
-    assert b"".join(maps) == b"".join((i + 1).to_bytes(128, "little") for i in range(len(launch.specs)))
+    encoded = [argument for argument in launch.arguments if isinstance(argument, bytes)]
+    assert b"".join(encoded) == b"".join((i + 1).to_bytes(128, "little") for i in range(len(launch.specs)))
     spec_a, spec_b, spec_scales, *spec_out = launch.specs
     assert (spec_a.address, spec_a.dims) == (a.data.data_ptr(), (400, 300))
     assert (spec_b.address, spec_b.dims) == (b.data.data_ptr(), (400, 136, 3))
@@ -139,9 +140,9 @@ def test_the_arguments_are_the_kernels_parameters(
     assert spec_scales.address == a.scale.data_ptr()
     assert spec_scales.dims == ((300, 4) if scales == "mn" else (1200,))
     if store == "pool":
-        assert tuple(spec_out) == tensor_map.output_pool(out, 64)
+        assert tuple(spec_out) == maps.output_pool(out, 64)
     else:
-        assert spec_out == [tensor_map.output_ragged(out, 64)]
+        assert spec_out == [maps.output_ragged(out, 64)]
 
 
 def test_the_dense_product_has_no_offs(device: RecordingDriver) -> None:

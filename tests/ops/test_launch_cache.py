@@ -64,7 +64,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     recording = Device()
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(MODULE, "_driver", lambda backend, out: recording)
+    monkeypatch.setattr(MODULE, "device_of", lambda backend, out: recording)
     monkeypatch.setattr(launch_cache, "current_stream", lambda index: 77)
     monkeypatch.setattr(launch_cache, "_KNOWN", {})
     return recording
@@ -390,7 +390,9 @@ def test_threads_share_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(launch_cache, "_MAX_OUTPUTS", 2)
     stream = threading.local()
     monkeypatch.setattr(launch_cache, "current_stream", lambda index: stream.number)
-    monkeypatch.setattr(MODULE, "_driver", lambda backend, out: stream.device)  # packing is each thread's own
+    monkeypatch.setattr(
+        MODULE, "device_of", lambda backend, out: stream.device
+    )  # packing is each thread's own
     launches = device.launches  # launching is noted in one place, whoever packed it
     shared = operands()
     problems: list[str] = []
@@ -416,3 +418,29 @@ def test_threads_share_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> No
     for thread in threads:
         thread.join()
     assert not problems, problems
+
+
+def test_the_operands_are_read_once_a_call(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the call is new, is like one before but for its output, or is one before."""
+    count, facts_of = [], launch_cache._facts_of
+    monkeypatch.setattr(launch_cache, "_facts_of", lambda *args: (count.append(1), facts_of(*args))[1])
+    a, b, offs = operands()
+    out, other = empty_out(), empty_out()
+    for calls, tensor in enumerate((out, other, out, other), start=1):
+        padless.grouped_gemm(a, b, offs, out=tensor)
+        assert len(count) == calls
+    assert device.prepared == 2
+    assert len(device.launches) == 4
+
+
+def test_operands_that_changed_since_they_were_missed_are_not_confused(device: Device) -> None:
+    """A launch is kept for what was read of the operands before it was packed."""
+    a, b, offs = operands()
+    out = empty_out()
+    _, missed = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out.dtype, None)
+    other, _, _ = operands(seed=1)
+    assert missed is not None
+    missed.remember_checked(a, b, out)
+    missed.remember_launch(out, None, lambda stream: None)
+    padless.grouped_gemm(other, b, offs, out=out)
+    assert device.prepared == 1, "other activations are packed for"

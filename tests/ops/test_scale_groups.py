@@ -288,8 +288,9 @@ class Remembered:
 
 def remembered(a: BlockScaledTensor, offs: torch.Tensor) -> Remembered:
     made = Remembered(a, offs)
-    launch_cache.remember_checked("grouped_gemm", *made.arguments, made.out)
-    launch_cache.remember_launch("grouped_gemm", *made.arguments, made.out, None, made.launch)  # type: ignore[arg-type]
+    _, missed = launch_cache.launch_again("grouped_gemm", *made.arguments, made.out, made.out.dtype, None)
+    missed.remember_checked(*made.arguments[:2], made.out)
+    missed.remember_launch(made.out, None, made.launch)
     return made
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import padless
-from padless.runtime import driver, jit
+from padless.runtime import devices, driver, jit
 
 # `padless.backends` is the function; the module is what it was defined in.
 MODULE = importlib.import_module("padless.runtime.devices")
@@ -123,6 +123,32 @@ def test_one_emulated_device_per_architecture() -> None:
         assert (hopper.settings.seed, blackwell.settings.seed) == (0, 5)
     with pytest.raises(ValueError, match="arch is 'sm_80'; allowed: 'sm_90a', 'sm_100a'"):
         emulated_driver("sm_80")
+
+
+def test_the_device_of_a_backend() -> None:
+    from padless.emulator.fake_driver import emulated_driver
+
+    t = torch.empty(1)
+    assert devices.device_of("emulator", t) is emulated_driver("sm_90a")
+    assert devices.device_of("emulator:sm_100a", t) is emulated_driver("sm_100a")
+    with pytest.raises(ValueError, match=r"backend is 'tpu'; allowed: None, 'cuda', 'emulator'"):
+        devices.device_of("tpu", t)
+
+
+def test_the_emulator_takes_no_tensors_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    with pytest.raises(
+        ValueError, match=r"backend is 'emulator' and the tensors are on .*; move them or leave it None"
+    ):
+        devices.device_of("emulator", torch.empty(1))
+
+
+def test_the_chosen_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    t = torch.empty(1)
+    assert devices.chosen_backend(None, t) == "reference"
+    assert devices.chosen_backend("emulator", t) == "emulator"
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    assert devices.chosen_backend(None, t) == "cuda"
 
 
 def test_the_default_on_the_cpu_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
+from padless.kernels import maps
 from padless.runtime import driver as driver_module
 from padless.runtime import tensor_map
 from padless.runtime.driver import CudaDriver, DriverError, LaunchShape
@@ -237,7 +238,7 @@ def test_encoding_a_tensor_map(stub: Stub) -> None:
 
 def test_numbers_that_need_64_bits(stub: Stub) -> None:
     d = torch.zeros((4, 64), dtype=torch.float32)
-    CudaDriver().encode(tensor_map.output_ragged(d, 64))
+    CudaDriver().encode(maps.output_ragged(d, 64))
     assert f"1073741824,256,64,1;2147418112,{4 * (2**34 - 64)},1,1;2147418112,-,1,1;" in stub.calls[-1]
 
 
@@ -405,7 +406,7 @@ def test_numbers_of_the_driver_api() -> None:
         (torch.bfloat16, "BFLOAT16"),
         (torch.float32, "FLOAT32"),
     ):
-        number, size = tensor_map._DATA_TYPES[dtype]
+        number, size = tensor_map.DATA_TYPES[dtype]
         assert number == getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_{name}")
         assert size == dtype.itemsize
     for kind in ("NONE", "32B", "64B", "128B"):

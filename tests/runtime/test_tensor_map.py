@@ -11,10 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from padless.kernels import maps
+from padless.kernels.maps import RAGGED_B
 from padless.layouts import empty_mn_major
 from padless.runtime import tensor_map
 from padless.runtime.jit import sources
-from padless.runtime.tensor_map import RAGGED_B, SWIZZLE_128B, SWIZZLE_NONE, TensorMapSpec
+from padless.runtime.tensor_map import SWIZZLE_128B, SWIZZLE_NONE, TensorMapSpec
 
 OUT_DTYPES = {torch.bfloat16: (9, 2), torch.float16: (6, 2), torch.float32: (7, 4)}
 
@@ -99,7 +101,7 @@ def test_scales() -> None:
 
 def test_the_ragged_descriptor() -> None:
     d = output(100, 72, torch.bfloat16, row_elements=80)
-    assert tensor_map.output_ragged(d, 64) == TensorMapSpec(
+    assert maps.output_ragged(d, 64) == TensorMapSpec(
         9,
         d.data_ptr(),
         (72, 2**30, 0x7FFF0000, 0x7FFF0000),
@@ -111,7 +113,7 @@ def test_the_ragged_descriptor() -> None:
 
 def test_the_descriptor_pool() -> None:
     d = output(100, 72, torch.float32)
-    pool = tensor_map.output_pool(d, 64)
+    pool = maps.output_pool(d, 64)
     assert [spec.box for spec in pool] == [(32, r) for r in (1, 2, 4, 8, 16, 32, 64)]
     for spec in pool:
         assert (spec.dims, spec.strides, spec.swizzle) == ((72, 100), (288,), SWIZZLE_128B)
@@ -198,7 +200,7 @@ def test_the_ragged_descriptor_hits_the_groups_rows_and_stops_at_its_end(
     d = output(sum(sizes) + past, n, dtype, row_elements=n + gap)
     if d.numel() == 0:
         return
-    spec = tensor_map.output_ragged(d, 64)
+    spec = maps.output_ragged(d, 64)
     assert encodable(spec, size) == []
     columns = 128 // size
     ends = list(itertools.accumulate(sizes))
@@ -216,7 +218,7 @@ def test_the_ragged_descriptor_hits_the_groups_rows_and_stops_at_its_end(
 def test_the_ragged_descriptor_in_a_tensor_of_many_gigabytes() -> None:
     """Rows far from the start, where the address needs more than 32 bits; nothing is allocated."""
     d = torch.empty((2**30 - 1, 8192), dtype=torch.bfloat16, device="meta")
-    spec = tensor_map.output_ragged(d, 64)
+    spec = maps.output_ragged(d, 64)
     assert encodable(spec, 2) == []
     for row, end in ((0, 3), (123_456_789, 123_456_800), (2**30 - 65, 2**30 - 1)):
         hit = element_addresses(spec, 2, (64, RAGGED_B - (end - row), end, RAGGED_B))
@@ -229,7 +231,7 @@ def test_the_ragged_descriptor_in_a_tensor_of_many_gigabytes() -> None:
 def test_a_wrong_stride_is_seen() -> None:
     """The large strides vanish only as a multiple of 2^64 bytes: one off, and the addresses are elsewhere."""
     d = output(100, 64, torch.bfloat16)
-    good = tensor_map.output_ragged(d, 64)
+    good = maps.output_ragged(d, 64)
     wanted = addresses_of(d[10:30])
     at = (0, RAGGED_B - 20, 30, RAGGED_B)
     assert element_addresses(good, 2, at) == wanted
@@ -252,7 +254,7 @@ def test_two_boxes_of_the_pool_cover_exactly_the_rows(rows: int, dtype: torch.dt
     size = OUT_DTYPES[dtype][1]
     columns = 128 // size
     d = output(200, 2 * columns, dtype)
-    pool = tensor_map.output_pool(d, 64)
+    pool = maps.output_pool(d, 64)
     first_row = 37
     box = max(i for i in range(7) if 1 << i <= rows)  # the largest power of two that fits
     spec = pool[box]
@@ -270,8 +272,8 @@ def test_columns_past_the_end_are_not_written() -> None:
     """N = 72 is not a multiple of 64 columns."""
     d = output(10, 72, torch.bfloat16, row_elements=128)
     for spec, at in (
-        (tensor_map.output_ragged(d, 64), (64, RAGGED_B - 3, 10, RAGGED_B)),
-        (tensor_map.output_pool(d, 64)[1], (64, 8)),
+        (maps.output_ragged(d, 64), (64, RAGGED_B - 3, 10, RAGGED_B)),
+        (maps.output_pool(d, 64)[1], (64, 8)),
     ):
         hit = element_addresses(spec, 2, at)
         assert set(hit) <= set(addresses_of(d[:, 64:72]))

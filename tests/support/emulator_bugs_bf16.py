@@ -13,7 +13,8 @@ import torch
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.formats import BlockScaledTensor
 from padless.kernels.sm90_bf16 import host as sm90_bf16
-from padless.kernels.sm90_bf16.host import KERNEL, Sm90Bf16Config
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config
+from padless.kernels.sm90_bf16.host import KERNEL
 from padless.kernels.table import BF16
 from padless.layouts import to_blocked
 from support.emulator_variants import Edit

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_dense.host import KERNEL as DENSE
-from padless.kernels.sm100_dense.host import Sm100DenseConfig
 from support.emulator_variants import Edit
 
 TCGEN05 = "device/ptx/tcgen05.cuh"

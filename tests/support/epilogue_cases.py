@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from padless.epilogue import (
     Epilogue,
     EpilogueTensors,
 )
-from padless.ops.grouped_gemm_epilogue import allocate
+from padless.ops.grouped_gemm_epilogue import with_outputs
 
 POISON_BYTE = 0xA5
 
@@ -24,11 +26,11 @@ def poisoned(
     epilogue: Epilogue, m: int, n: int, groups: int, m_aligned: int = 1, **numbers: torch.Tensor
 ) -> EpilogueTensors:
     """Outputs full of a byte pattern, so that what is not written shows; amax starts at -inf."""
-    new = allocate(epilogue, m, n, groups, torch.device("cpu"), m_aligned)
-    for name, t in new.items():
+    new = with_outputs(epilogue, EpilogueTensors(), m, n, groups, torch.device("cpu"), m_aligned)
+    for name, t in vars(new).items():
         if isinstance(t, torch.Tensor) and name != "amax":
             t.untyped_storage().fill_(POISON_BYTE)
-    return EpilogueTensors(**numbers, **new)
+    return replace(new, **numbers)
 
 
 def numbers_for(m: int, n: int, groups: int, seed: int = 1) -> dict[str, torch.Tensor]:

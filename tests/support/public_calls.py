@@ -12,6 +12,7 @@ import torch
 import padless
 from padless import checkpoints, layouts
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledTensor, blocked_size
+from padless.ops.grouped_gemm_epilogue import with_outputs
 
 M, N, K, GROUPS = 6, 64, 128, 3
 OFFS = torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -55,6 +56,32 @@ def product_of_list() -> dict[str, Any]:
 
 def numbers() -> dict[str, Any]:
     return {"alpha_tensor": normal(GROUPS), "prob_tensor": normal(M), "bias_tensor": normal(GROUPS, N)}
+
+
+def epilogue_outputs() -> dict[str, Any]:
+    epilogue = padless.Epilogue(
+        alpha=True,
+        bias=True,
+        prob=True,
+        amax=True,
+        d_dtype=torch.bfloat16,
+        row_format=NVFP4,
+        row_layout="blocked",
+        scale_rule="te",
+    )
+    tensors = padless.EpilogueTensors(
+        alpha=normal(GROUPS), bias=normal(GROUPS, N), prob=normal(M), global_scale=torch.tensor([0.01])
+    )
+    operands = {"a": activation(offs=OFFS), "b": weight(NVFP4, GROUPS), "offs": OFFS}
+    return {**operands, "epilogue": epilogue, "tensors": tensors}
+
+
+def into_given(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with the outputs that it would allocate, codes and values as zeros, among its tensors."""
+    t = with_outputs(call["epilogue"], call["tensors"], M, N, GROUPS, torch.device("cpu"))
+    for output in (t.d, t.row_codes):
+        output.untyped_storage().fill_(0)
+    return {**call, "tensors": t}
 
 
 def nvfp4_outputs() -> dict[str, Any]:
@@ -162,6 +189,10 @@ PUBLIC: dict[str, Call] = {
             "check_offs": True,
         },
     ),
+    "grouped_gemm_epilogue": Call(padless.grouped_gemm_epilogue, epilogue_outputs),
+    "grouped_gemm_epilogue into given outputs": Call(
+        padless.grouped_gemm_epilogue, lambda: into_given(epilogue_outputs())
+    ),
     "grouped_gemm_list": Call(padless.grouped_gemm_list, product_of_list),
     "grouped_gemm_quant": Call(padless.grouped_gemm_quant, nvfp4_outputs),
     "grouped_gemm_quant of cuDNN's tensors": Call(padless.grouped_gemm_quant, cudnn_outputs),
@@ -218,6 +249,7 @@ CONVERTERS: dict[str, Call] = {
         layouts.from_cudnn_view, lambda: {"view": layouts.cudnn_view(one_byte(E4M3, TILES), M, 5)}
     ),
     "layouts.group_of_rows": Call(layouts.group_of_rows, lambda: {"offs": OFFS, "rows": M}),
+    "layouts.group_max": Call(layouts.group_max, lambda: {"row_amax": normal(M).abs(), "offs": OFFS}),
     "layouts.padded_rows": Call(layouts.padded_rows, lambda: {"offs": OFFS, "rows": M}),
     "layouts.to_blocked_groups": Call(
         layouts.to_blocked_groups, lambda: {"scale": one_byte(E8M0, M, 5), "offs": OFFS}
@@ -264,6 +296,9 @@ def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, BlockScaledTensor):
         for part in ("data", "scale", "global_scale"):
             yield from tensors_in(getattr(value, part), f"{name}.{part}")
+    elif isinstance(value, padless.EpilogueTensors):
+        for part, t in vars(value).items():
+            yield from tensors_in(t, f"{name}.{part}")
     elif isinstance(value, (list, tuple)):
         for i, one in enumerate(value):
             yield from tensors_in(one, f"{name}[{i}]")

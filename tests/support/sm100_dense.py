@@ -11,7 +11,8 @@ import torch
 from padless.emulator import LaunchResult
 from padless.emulator.fake_driver import EmulatedDriver, emulated_driver
 from padless.formats import MXFP8, MXFP8_E5M2, BlockScaledFormat, BlockScaledTensor
-from padless.kernels.sm100_dense.host import Sm100DenseConfig, prepare
+from padless.kernels.sm100_dense.config import Sm100DenseConfig
+from padless.kernels.sm100_dense.host import prepare
 from padless.layouts import to_blocked
 from padless.quantization.quantize import quantize
 from support.ragged import GuardedOutput

@@ -10,7 +10,7 @@ from padless import formats
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.kernels.sm90_bf16 import host as sm90_bf16
-from padless.kernels.sm90_bf16.host import Sm90Bf16Config
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config
 from padless.kernels.table import BF16
 from padless.layouts import pack_fp4
 from padless.quantization.quantize import quantize

@@ -7,7 +7,7 @@ import torch
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.formats import MXFP8, MXFP8_E5M2, TILE_COLUMNS, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
-from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
+from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.layouts import from_blocked, plain_scale, to_blocked, to_blocked_groups
 from padless.reference.gemm import fma_float32, group_rows, round_to
 from support.grouped_problem import Problem, offsets

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from padless.formats import FORMATS, FP8_BLOCK, ceil_div
-from padless.kernels.table import ROUTES
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.kernels.table import QUANT, ROUTES
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.quantize import quantize
 from padless.verify import epilogue as verify_epilogue
@@ -31,7 +33,7 @@ from padless.verify.epilogue_problems import (
     untouched,
 )
 
-HOPPER = next(p for p in ROUTES if p.module == "sm90_fp8_quant")
+HOPPER = next(p for p in ROUTES if p.operation == QUANT and p.config_class is Sm90Fp8Config)
 Mistake = Callable[[EpilogueProblem, Outputs], None]
 
 
@@ -294,7 +296,8 @@ def test_the_small_launches_are_of_every_hopper_kernel() -> None:
     paths = [*verify_small.small_paths("sm_90a"), *quant_paths("sm_90a")]
     kernels = {p.kernel for p in ROUTES if p.arch == "sm_90a"}
     assert {p.kernel for p in paths} == kernels
-    pairs = {(p.a, p.b) for p in paths if p.module == "sm90_bf16"}
+    plain = [p for p in paths if p.operation == "grouped_gemm"]
+    pairs = {(p.a, p.b) for p in plain if p.config_class is Sm90Bf16Config}
     assert pairs == {("NVFP4", "NVFP4"), ("MXFP8", "MXFP8"), ("BF16", "MXFP4"), ("FP8_BLOCK", "NVFP4")}
 
 
@@ -309,8 +312,8 @@ def test_a_small_quantising_call_is_allowed_and_writes_every_output(index: int) 
 def test_the_small_launches_of_a_machine_are_counted() -> None:
     """All of them, by the reference, with their fences looked at."""
     launches = verify_small.small_launches("cpu", "reference", "sm_90a")
-    plain = [path.module for path in verify_small.small_paths("sm_90a")]
-    twice = plain.count("sm90_bf16")
+    plain = [path.config_class for path in verify_small.small_paths("sm_90a")]
+    twice = plain.count(Sm90Bf16Config)
     assert twice == 4
     assert launches == len(plain) + twice + len(verify_small.QUANT_CALLS) * len(quant_paths("sm_90a"))
     assert len(plain) == 5

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from padless.formats import BlockScaledTensor
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.table import ROUTES
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.testing.guarded import GuardedOutput
@@ -14,13 +16,15 @@ from padless.verify.formats import check_formats_accuracy, configs_of, paths_of,
 
 
 def test_every_grouped_path_but_the_first_kernels_is_verified() -> None:
-    listed = {p for p in ROUTES if p.operation == "grouped_gemm" and p.module != "sm90_fp8"}
+    listed = {p for p in ROUTES if p.operation == "grouped_gemm" and p.config_class is not Sm90Fp8Config}
     assert {p for arch in ("sm_90a", "sm_100a") for p in paths_of(arch)} == listed
     assert paths_of("sm_103a") == paths_of("sm_100a")
 
 
 def test_the_draws_reach_all_configurations_layouts_and_output_types() -> None:
-    path = next(p for p in paths_of("sm_90a") if (p.module, p.a, p.b) == ("sm90_bf16", "NVFP4", "NVFP4"))
+    path = next(
+        p for p in paths_of("sm_90a") if (p.config_class, p.a, p.b) == (Sm90Bf16Config, "NVFP4", "NVFP4")
+    )
     problems = [random_formats_problem(path, seed) for seed in range(150)]
     assert {p.config for p in problems} == set(configs_of(path))
     assert {p.dtype for p in problems} == set(verify_formats.DTYPES)
@@ -34,7 +38,9 @@ def test_the_draws_reach_all_configurations_layouts_and_output_types() -> None:
 
 def test_the_check_sees_one_wrong_row_and_one_write_past_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole check on the CPU, the reference in the GPU's place: right, then with two planted mistakes."""
-    path = next(p for p in paths_of("sm_90a") if (p.module, p.a, p.b) == ("sm90_bf16", "MXFP4", "MXFP4"))
+    path = next(
+        p for p in paths_of("sm_90a") if (p.config_class, p.a, p.b) == (Sm90Bf16Config, "MXFP4", "MXFP4")
+    )
     monkeypatch.setattr(verify_formats, "paths_of", lambda arch: [path])
     monkeypatch.setattr(verify_formats, "cuda_driver", lambda: type("D", (), {"arch": "sm_90a"}))
 

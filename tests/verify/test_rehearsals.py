@@ -20,6 +20,9 @@ from padless.emulator import fake_driver
 from padless.formats import BlockScaledTensor
 from padless.kernels import launch as launching
 from padless.kernels.schedule import clean_offs
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.reference.gemm import grouped_gemm_reference
 from padless.runtime import jit
@@ -236,12 +239,12 @@ def test_batch_invariance_asks_for_nothing_else() -> None:
 SOME_INVARIANT = [
     (path, 0)
     for path in verify_invariance.invariance_paths(H200.arch)
-    if (path.module, path.a, path.b)
+    if (path.config_class, path.a, path.b)
     in {
-        ("sm90_fp8", "FP8_BLOCK", "FP8_BLOCK"),
-        ("sm90_mxfp8", "MXFP8", "MXFP8"),
-        ("sm90_bf16", "MXFP8", "MXFP8"),
-        ("sm90_bf16", "NVFP4", "NVFP4"),
+        (Sm90Fp8Config, "FP8_BLOCK", "FP8_BLOCK"),
+        (Sm90Mxfp8Config, "MXFP8", "MXFP8"),
+        (Sm90Bf16Config, "MXFP8", "MXFP8"),
+        (Sm90Bf16Config, "NVFP4", "NVFP4"),
     }
 ]
 

@@ -162,28 +162,26 @@ def gemm_of_driver(
     """What grouped_gemm launches, by another driver than the process's."""
     from padless.kernels.table import find_route, format_name
 
-    path = find_route("grouped_gemm", driver.arch, format_name(a), b.format.name)
-    path.load().prepare(driver, a, b, offs, out, None).launch(_stream(out))
+    route = find_route("grouped_gemm", driver.arch, format_name(a), b.format.name)
+    route.load().prepare(driver, a, b, offs, out, None).launch(launch_cache.stream_of(out))
 
 
 def swiglu_of_driver(
     driver: Driver, a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor
 ) -> BlockScaledTensor:
     """What grouped_gemm_swiglu_quant launches for FP8_BLOCK rows alone, by another driver than the process's."""
-    from padless.kernels.table import find_route, format_name
-    from padless.ops import grouped_gemm_epilogue as quant_outputs
+    from padless.kernels.table import QUANT, find_route, format_name
+    from padless.ops.grouped_gemm_epilogue import default_row_layout, row_tensor, with_outputs
 
     epilogue = Epilogue(
-        activation="swiglu_concatenated",
-        row_format=FP8_BLOCK,
-        row_layout=quant_outputs.default_row_layout(FP8_BLOCK),
+        activation="swiglu_concatenated", row_format=FP8_BLOCK, row_layout=default_row_layout(FP8_BLOCK)
     )
     m, (groups, n, _) = a.shape[0], b.data.shape
-    tensors = EpilogueTensors(**quant_outputs.allocate(epilogue, m, n, groups, a.device, 1))
-    path = find_route(quant_outputs.OPERATION, driver.arch, format_name(a), b.format.name)
-    prepared = path.load().prepare(driver, a, b, offs, tensors, None, epilogue=epilogue)
-    prepared.launch(_stream(a.data))
-    row = quant_outputs.pack(epilogue, tensors, as_cudnn=False, offs=offs).row
+    tensors = with_outputs(epilogue, EpilogueTensors(), m, n, groups, a.device)
+    route = find_route(QUANT, driver.arch, format_name(a), b.format.name)
+    prepared = route.load_quant().prepare(driver, a, b, offs, tensors, None, epilogue=epilogue)
+    prepared.launch(launch_cache.stream_of(a.data))
+    row = row_tensor(epilogue, tensors, offs)
     assert row is not None
     return row
 
@@ -210,10 +208,6 @@ def mlp_of_driver(driver: Driver, first: GroupedProblem, second: GroupedProblem,
     """What `mlp` launches, by another driver than the process's."""
     hidden = swiglu_of_driver(driver, first.a, first.b, first.offs)
     gemm_of_driver(driver, hidden, second.b, first.offs, out)
-
-
-def _stream(t: torch.Tensor) -> int:
-    return launch_cache.current_stream(t.device.index or 0) if t.is_cuda else 0
 
 
 # --- measuring -----------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class Entry:
 
 
 def offered(arch: str) -> tuple[dict[str, Route], list[str]]:
-    """Contenders' names with their paths on ``arch``, and the wanted pairs that have none.
+    """Contenders' names with their routes on ``arch``, and the wanted pairs that have none.
 
     A pair that several kernels take has a contender for each, named after the kernel but for the default.
     """
@@ -127,10 +127,10 @@ def offered(arch: str) -> tuple[dict[str, Route], list[str]]:
     missing = []
     arch = kernels_arch(arch)
     for a, b in WANTED:
-        paths = [p for p in ROUTES if (p.operation, p.arch, p.a, p.b) == ("grouped_gemm", arch, a, b)]
-        for i, path in enumerate(paths):
-            found[f"{a} x {b}" if i == 0 else f"{a} x {b}, {path.name}"] = path
-        if not paths:
+        routes = [p for p in ROUTES if (p.operation, p.arch, p.a, p.b) == ("grouped_gemm", arch, a, b)]
+        for i, route in enumerate(routes):
+            found[f"{a} x {b}" if i == 0 else f"{a} x {b}, {route.name}"] = route
+        if not routes:
             missing.append(f"{a} x {b}")
     return found, missing
 
@@ -148,14 +148,14 @@ def own_entries(
     dtype = torch.float16 if point.case in COMPETITION else torch.bfloat16
     entries: dict[str, Entry] = {}
     made: dict[tuple[str, str], Operands] = {}
-    for name, path in names.items():
-        pair = (path.a, path.b)
+    for name, route in names.items():
+        pair = (route.a, route.b)
         if pair not in made:
             made[pair] = make_operands(*pair, sizes, point.N, point.K, seed=seed, device=device)
         operands = made[pair]
         out = torch.full((sum(sizes), point.N), float("nan"), dtype=dtype, device=device)
         # A kernel that is not the default is chosen by its class, so that it too picks its tile.
-        choice = None if "," not in name else path.load().Config
+        choice = None if "," not in name else route.config_class
         call = partial(grouped_gemm, operands.a, operands.b, operands.offs, out=out, config=choice)
         contender = Contender(name, call, lambda out=out: out, _ROW_LIMIT)  # type: ignore[misc]
         entries[name] = Entry(contender, operands, operands.bytes + out.nbytes)

@@ -1,6 +1,6 @@
 """How fast a Hopper multiprocessor's units are, in cycles: what the emulator's clock takes from a GPU.
 
-Small kernels (kernels/unit_probe/unit_probe.cu) time themselves with clock64, so the GPU's clock frequency is not in the numbers.
+Small kernels (unit_probe.cu) time themselves with clock64, so the GPU's clock frequency is not in the numbers.
 """
 
 from __future__ import annotations

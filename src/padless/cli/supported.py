@@ -1,4 +1,4 @@
-"""Which formats run where: a table made from ``paths.ROUTES``. docs/supported.md is this function's output."""
+"""Formats by operation and architecture, from ``padless.kernels.table.ROUTES``: the content of docs/supported.md."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def supported_markdown() -> str:
         "|---|---|---|---|---|---|",
         *(_format_row(format) for format in FORMATS),
     ]
-    for operation in dict.fromkeys(path.operation for path in ROUTES):
+    for operation in dict.fromkeys(route.operation for route in ROUTES):
         lines += ["", f"## `{operation}`", "", *_operation_table(operation)]
     lines += [
         "",
@@ -61,7 +61,7 @@ def supported_markdown() -> str:
         "",
         "| kernel | accumulation |",
         "|---|---|",
-        *dict.fromkeys(f"| `{path.name}.cu` | {path.accumulation} |" for path in ROUTES),
+        *dict.fromkeys(f"| `{route.name}.cu` | {route.accumulation} |" for route in ROUTES),
         "",
         _INVARIANCE.strip().format(few_rows=_FEW_ROWS),
     ]
@@ -88,26 +88,27 @@ def _format_row(format: BlockScaledFormat) -> str:
 
 def _operation_table(operation: str) -> list[str]:
     """A line for each pair of formats, a column for each architecture."""
-    here = [path for path in ROUTES if path.operation == operation]
-    archs = list(dict.fromkeys([*_ARCHS, *(path.arch for path in here)]))
-    pairs = dict.fromkeys((path.a, path.b) for path in here)
+    here = [route for route in ROUTES if route.operation == operation]
+    archs = list(dict.fromkeys([*_ARCHS, *(route.arch for route in here)]))
+    pairs = dict.fromkeys((route.a, route.b) for route in here)
     lines = [
         "| activations | weights | " + " | ".join(_ARCHS.get(arch, arch) for arch in archs) + " |",
         "|---|---|" + "---|" * len(archs),
     ]
     for a, b in pairs:
         cells = [
-            _cell([path for path in here if (path.a, path.b, path.arch) == (a, b, arch)]) for arch in archs
+            _cell([route for route in here if (route.a, route.b, route.arch) == (a, b, arch)])
+            for arch in archs
         ]
         lines.append(f"| `{a}` | `{b}` | " + " | ".join(cells) + " |")
     return lines
 
 
-def _cell(paths: list[Route]) -> str:
+def _cell(routes: list[Route]) -> str:
     """The kernel; where there are several, the default, which is the first, and the others."""
-    default, *others = dict.fromkeys(map(_name, paths)) or ("-",)
+    default, *others = dict.fromkeys(map(_name, routes)) or ("-",)
     return f"{default}; on request {', '.join(others)}" if others else default
 
 
-def _name(path: Route) -> str:
-    return f"`{path.name}`"
+def _name(route: Route) -> str:
+    return f"`{route.name}`"

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from padless.demo.layer import per_expert, relative, timed
 from padless.formats import FORMATS, BlockScaledTensor
-from padless.kernels.table import BF16, ROUTES
+from padless.kernels.table import BF16, ROUTES, kernels_arch
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.quantization.quantize import dequantize, quantize
 
@@ -119,7 +119,7 @@ def _arch(device: torch.device) -> str | None:
         return None
     from padless.runtime.driver import cuda_driver
 
-    return {"sm_103a": "sm_100a"}.get(cuda_driver().arch, cuda_driver().arch)
+    return kernels_arch(cuda_driver().arch)
 
 
 def print_formats(console: Console, table: FormatTable, where: str) -> None:

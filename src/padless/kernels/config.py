@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Protocol
+
+import torch
 
 from padless.formats import OUT_DTYPES as OUT_DTYPES
 
@@ -32,8 +34,21 @@ def requirement_of(config: object) -> Requirement:
     return require
 
 
-def check_common_fields(config: Any, require: Requirement, most_stages: int = 12) -> None:
-    """Checks what every grouped kernel's configuration has: num_stages, raster_m, max_groups and out_dtype."""
+class GroupedFields(Protocol):
+    """The fields that every grouped kernel's configuration has."""
+
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def raster_m(self) -> int: ...
+    @property
+    def max_groups(self) -> int: ...
+    @property
+    def out_dtype(self) -> torch.dtype: ...
+
+
+def check_common_fields(config: GroupedFields, require: Requirement, most_stages: int = 12) -> None:
+    """Checks the common fields of a configuration. Raises ValueError by ``require``."""
     stages = config.num_stages
     allowed = f"0 (as many as fit) or 2 to {most_stages}"
     require(stages == 0 or 2 <= stages <= most_stages, "num_stages", allowed)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.epilogue import Epilogue, EpilogueTensors
+from padless.epilogue import ACTIVATIONS, SCALED_MAX, Epilogue, EpilogueTensors
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4
+from padless.kernels import maps
 from padless.kernels.launch import KernelConfig
 from padless.runtime import tensor_map
 from padless.runtime.driver import Driver
@@ -35,8 +37,62 @@ class QuantConfig:
 
     def prelude(self) -> str:
         """The constants that the kernel source is compiled behind."""
-        return self.tile.prelude() + self.epilogue.prelude()
+        return self.tile.prelude() + prelude_of(self.epilogue)
 
+
+# --- names on the device side ---------------------------------------------------------------------------------
+
+_QUANT_NAMES = {
+    None: "QUANT_NONE",
+    FP8_BLOCK: "QUANT_FP8_BLOCK",
+    MXFP8: "QUANT_MXFP8",
+    MXFP8_E5M2: "QUANT_MXFP8_E5M2",
+    MXFP4: "QUANT_MXFP4",
+    NVFP4: "QUANT_NVFP4",
+}
+_RULE_NAMES = {
+    "": "MX_RCEIL",
+    "te": "MX_RCEIL",
+    "rceil": "MX_RCEIL",
+    "floor": "MX_FLOOR",
+    "cudnn": "MX_NORM_CONST",
+    "cudnn_documented": "MX_NORM_CONST_FIRST",
+}
+_GLU_NAMES = dict(zip(ACTIVATIONS, ("GLU_NONE", "GLU_INTERLEAVED", "GLU_CONCATENATED"), strict=True))
+_LAYOUT_NAMES = {
+    "plain": "SCALES_STRIDED",
+    "plain_mn": "SCALES_STRIDED",
+    "blocked": "SCALES_BLOCKED",
+    "blocked_groups": "SCALES_BLOCKED_GROUPS",
+}
+
+
+def prelude_of(epilogue: Epilogue) -> str:
+    """The C++ constants of kernels/device/quant_outputs.cuh, to compile a kernel behind."""
+    constants = {
+        "HAS_PLAIN": epilogue.d_dtype is not None,
+        "HAS_ALPHA": epilogue.alpha,
+        "HAS_BIAS": epilogue.bias,
+        "HAS_PROB": epilogue.prob,
+        "HAS_AMAX": epilogue.amax,
+        "BIAS_IS_GATED": epilogue.bias_rule == "gated_bias",
+    }
+    lines = ["#define EPILOGUE_IS_QUANT 1"]
+    lines += [f"#define {name} {int(value)}" for name, value in constants.items()]
+    lines += [
+        f"#define GLU {_GLU_NAMES[epilogue.activation]}",
+        f"#define ROW_QUANT {_QUANT_NAMES[epilogue.row_format]}",
+        f"#define COLUMN_QUANT {_QUANT_NAMES[epilogue.column_format]}",
+        f"#define MX_RULE {_RULE_NAMES[epilogue.scale_rule]}",
+        f"#define ROW_SCALES {_LAYOUT_NAMES[epilogue.row_layout if epilogue.row_format else 'plain']}",
+        f"#define COLUMN_SCALES {_LAYOUT_NAMES[epilogue.column_layout if epilogue.column_format else 'plain']}",
+    ]
+    if epilogue.norm_const and epilogue.format is not None:
+        lines.append(f"#define SCALED_MAX {SCALED_MAX[epilogue.scale_rule, epilogue.format]}f")
+    return "\n".join(lines) + "\n"
+
+
+# --- checks ---------------------------------------------------------------------------------------------------
 
 # What N has to be a multiple of: 16 bytes of D; gate and up in runs of 32 columns, or in halves of 16 bytes. In the FP8
 # kernel each half has whole blocks of scales.
@@ -74,8 +130,16 @@ def check_outputs(
         )
 
 
+# --- arguments ------------------------------------------------------------------------------------------------
+
+
+def interleaved_rows(epilogue: Epilogue) -> int:
+    """Weight rows that come together: a tile's, or with gate and up apart half of them from either (``maps``)."""
+    return TILE_COLUMNS // (2 if epilogue.gate_and_up_apart else 1)
+
+
 def output_address(tensors: EpilogueTensors) -> int:
-    """The address that tells concurrent launches apart (see ``launching.tile_counter``)."""
+    """The address that tells concurrent launches apart (see ``launch.tile_counter``)."""
     written = (tensors.row_codes, tensors.column_codes, tensors.d, tensors.amax)
     return next(t.data_ptr() for t in written if t is not None)
 
@@ -93,13 +157,13 @@ def outputs_argument(
     specs: list[TensorMapSpec | None] = [None, None, None]
     if by_copies:
         if t.d is not None:
-            specs[0] = tensor_map.output_ragged(t.d, 64)
+            specs[0] = maps.output_ragged(t.d, 64)
         if epilogue.row_format is not None and t.row_codes is not None:
             specs[1] = _codes_map(t.row_codes, epilogue, epilogue.row_format.codes_per_byte)
         if t.column_codes is not None:
             specs[2] = _codes_map(t.column_codes, epilogue, 1)
-    maps = b"".join(bytes(128) if spec is None else driver.encode(spec) for spec in specs)
-    packed = outputs_bytes(tensors, epilogue, n, maps)
+    encoded = b"".join(bytes(128) if spec is None else driver.encode(spec) for spec in specs)
+    packed = outputs_bytes(tensors, epilogue, n, encoded)
     return packed + bytes(-len(packed) % 128)
 
 
@@ -118,5 +182,5 @@ def outputs_bytes(tensors: EpilogueTensors, epilogue: Epilogue, n: int, maps: by
 def _codes_map(codes: torch.Tensor, epilogue: Epilogue, codes_per_byte: int) -> TensorMapSpec:
     """The ragged descriptor of a quantised output: a tile's columns wide, 64 rows."""
     width = TILE_COLUMNS // (2 if epilogue.is_glu else 1) // codes_per_byte
-    spec = tensor_map.output_ragged(codes.view(torch.uint8), 64)
+    spec = maps.output_ragged(codes.view(torch.uint8), 64)
     return replace(spec, box=(width, *spec.box[1:]), swizzle=_SWIZZLES[width])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
+from padless.formats import ceil_div
 from padless.runtime.driver import Driver, PreparedLaunch
 from padless.runtime.jit import CompiledKernel, CompileError, compile_kernel
 
@@ -25,7 +26,9 @@ class Prepared:
 
 
 class KernelConfig(Protocol):
-    """A frozen description of one compiled kernel."""
+    """A frozen dataclass that describes one compiled kernel."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __hash__(self) -> int: ...
 
@@ -38,7 +41,7 @@ class KernelConfig(Protocol):
 KernelChoice = KernelConfig | type[KernelConfig]
 
 
-def tile_of(choice: KernelChoice | None) -> Any:
+def tile_of(choice: KernelChoice | None) -> KernelConfig | None:
     """The configuration that a caller gave, None where the kernel is to pick its own."""
     return None if isinstance(choice, type) else choice
 
@@ -58,6 +61,19 @@ def load_kernel(driver: Driver, source: str, config: KernelConfig, device: int) 
             f"config does not fit in shared memory: {config}; lower num_stages (0 takes as many as fit) or the tile"
         ) from None
     return kernel, driver.load(kernel, device)
+
+
+def most_tiles(m: int, n: int, num_groups: int, tile_m: int, tile_n: int) -> int:
+    """Tiles that ``m`` rows can need at most, however they are split into groups: each group may end inside one."""
+    return (ceil_div(m, tile_m) + num_groups) * ceil_div(n, tile_n)
+
+
+def persistent_grid(num_sms: int, most_tiles: int, cluster: int = 1) -> int:
+    """CTAs of a kernel whose clusters take tile after tile: one for each multiprocessor, but no more than tiles.
+
+    A tile costs far more than finding the next one. 0 where the device is too small for one cluster.
+    """
+    return min(num_sms // cluster, most_tiles) * cluster
 
 
 _NUM_COUNTERS = 1 << 15  # the same number as in kernels/device/tile_queue.cuh

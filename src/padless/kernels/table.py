@@ -1,15 +1,7 @@
 """Table of what runs where: for every operation, architecture and pair of formats, the kernel that does it.
 
-A route is a row of ``ROUTES``. Its module, in its kernel's folder, is the host side of its kernel and has
-
-    Config                                        the class of the kernel's configuration
-    prepare(driver, a, b, offs, out, config)      checks what only this kernel needs, picks the configuration when
-                                                  ``config`` is None, compiles, encodes tensor maps and packs the
-                                                  launch; returns a ``launch.Prepared``. No configuration changes
-                                                  how a row's products are added up
-    ANY_N (optional)                              True where rows of ``out`` need not start on 16 bytes
-
-docs/supported.md is generated from this table.
+A route is a row of ``ROUTES``. Its module, in its kernel's folder, is the host side of its kernel: a ``KernelHost``,
+or a ``QuantHost`` for the quantising call. docs/supported.md is generated from this table.
 """
 
 from __future__ import annotations
@@ -17,13 +9,68 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
 from padless.formats import BlockScaledTensor
 
+if TYPE_CHECKING:
+    from padless.epilogue import Epilogue, EpilogueTensors
+    from padless.kernels.launch import KernelConfig, Prepared
+    from padless.runtime.driver import Driver
+
+QUANT = "grouped_gemm_quant"  # the operation of the quantising calls
 BF16 = "BF16"  # stands in the format column for plain bfloat16 activations
+
+
+class KernelHost(Protocol):
+    """The host side of a kernel that stores sums: a module with these names."""
+
+    @property
+    def Config(self) -> type[KernelConfig]:
+        """The class of the kernel's configuration."""
+        ...
+
+    def prepare(
+        self,
+        driver: Driver,
+        a: BlockScaledTensor | torch.Tensor,
+        b: BlockScaledTensor,
+        offs: torch.Tensor | None,
+        out: torch.Tensor,
+        config: KernelConfig | None,
+    ) -> Prepared:
+        """Packs the launch of out = a @ b of its group.
+
+        a (M, K); b (G, N, K); offs (G,) end rows, None for one group of all rows; out (M, N). It checks what only this
+        kernel needs, picks the configuration where ``config`` is None, compiles and encodes tensor maps. No
+        configuration changes how a row's products are added up. Raises ValueError.
+        """
+        ...
+
+
+class QuantHost(Protocol):
+    """The host side of a kernel with a quantising epilogue: a module with these names."""
+
+    @property
+    def Config(self) -> type[KernelConfig]:
+        """The class of the kernel's configuration."""
+        ...
+
+    def prepare(
+        self,
+        driver: Driver,
+        a: BlockScaledTensor | torch.Tensor,
+        b: BlockScaledTensor,
+        offs: torch.Tensor | None,
+        tensors: EpilogueTensors,
+        config: KernelConfig | None,
+        *,
+        epilogue: Epilogue,
+    ) -> Prepared:
+        """Packs the launch of a @ b of its group with all that ``epilogue`` does; amax holds -inf. Raises ValueError."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,9 +81,10 @@ class Route:
         operation: "grouped_gemm", "gemm" or one of the quantising calls, named as ``ROUTES`` does.
         arch: "sm_90a" (Hopper) or "sm_100a" (Blackwell).
         a, b: names of the formats of activations and weights; ``BF16`` for a plain tensor.
-        module: the host side, a key of ``_HOSTS``.
+        module: the host side, a key of ``_HOSTS``; verification's random problems are seeded by it.
         kernel: the device side, a file in ``kernels/``.
         accumulation: how products are added up, in a sentence.
+        any_n: whether rows of the output may start anywhere, not on 16 bytes alone.
     """
 
     operation: str
@@ -46,15 +94,25 @@ class Route:
     module: str
     kernel: str
     accumulation: str
+    any_n: bool = False
 
     @property
     def name(self) -> str:
         """The kernel's name, as records and documentation have it: the device file's, without ".cu"."""
         return self.kernel.rpartition("/")[2].removesuffix(".cu")
 
-    def load(self) -> Any:
-        """The module of the host side."""
-        return import_module(f"padless.kernels.{_HOSTS[self.module]}")
+    @property
+    def config_class(self) -> type[KernelConfig]:
+        """The class of the kernel's configuration, which tells one kernel from another."""
+        return self.load().Config
+
+    def load(self) -> KernelHost:
+        """The host side of a route that stores sums."""
+        return cast("KernelHost", import_module(f"padless.kernels.{_HOSTS[self.module]}"))
+
+    def load_quant(self) -> QuantHost:
+        """The host side of a route of the quantising call."""
+        return cast("QuantHost", import_module(f"padless.kernels.{_HOSTS[self.module]}"))
 
 
 _HOSTS = {
@@ -126,7 +184,7 @@ ROUTES: tuple[Route, ...] = (
         for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), _BF16_PAIRS)
     ),
     Route(
-        "grouped_gemm_quant",
+        QUANT,
         "sm_90a",
         "FP8_BLOCK",
         "FP8_BLOCK",
@@ -136,7 +194,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     *(
         Route(
-            "grouped_gemm_quant",
+            QUANT,
             "sm_90a",
             a,
             b,
@@ -148,7 +206,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     *(
         Route(
-            "grouped_gemm_quant",
+            QUANT,
             "sm_90a",
             a,
             b,
@@ -159,7 +217,9 @@ ROUTES: tuple[Route, ...] = (
         for a, b in _BF16_PAIRS
     ),
     *(
-        Route("gemm", "sm_100a", a, b, "sm100_mxfp8_dense", "sm100_dense/sm100_mxfp8_gemm.cu", _MX)
+        Route(
+            "gemm", "sm_100a", a, b, "sm100_mxfp8_dense", "sm100_dense/sm100_mxfp8_gemm.cu", _MX, any_n=True
+        )
         for a, b in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2)
     ),
     *(
@@ -168,7 +228,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     *(
         Route(
-            "grouped_gemm_quant",
+            QUANT,
             "sm_100a",
             a,
             b,
@@ -180,13 +240,13 @@ ROUTES: tuple[Route, ...] = (
     ),
 )
 
-# Devices that run the code of another architecture's paths.
-_SAME_PATHS = {"sm_103a": "sm_100a"}
+# Devices that run the code of another architecture's kernels.
+_SAME_KERNELS = {"sm_103a": "sm_100a"}
 
 
 def kernels_arch(arch: str) -> str:
-    """The architecture whose paths a device of ``arch`` runs: "sm_100a" for "sm_103a"."""
-    return _SAME_PATHS.get(arch, arch)
+    """The architecture whose kernels a device of ``arch`` runs: "sm_100a" for "sm_103a"."""
+    return _SAME_KERNELS.get(arch, arch)
 
 
 def format_name(t: BlockScaledTensor | torch.Tensor) -> str:
@@ -195,23 +255,23 @@ def format_name(t: BlockScaledTensor | torch.Tensor) -> str:
 
 
 def find_route(operation: str, arch: str, a: str, b: str, config: object = None) -> Route:
-    """The path for formats ``a`` and ``b`` on ``arch``: the first of ``ROUTES``, or the first that takes ``config``.
+    """The route for formats ``a`` and ``b`` on ``arch``: the first of ``ROUTES``, or the first that takes ``config``.
 
     ``config``: a kernel's configuration, or the class of one, which chooses the kernel and leaves the tile to it. The
     shape of the problem is not among the arguments, so that one kernel multiplies a pair of formats in every call.
     Raises ValueError that says what is supported instead.
     """
     arch = kernels_arch(arch)
-    here = [path for path in ROUTES if path.operation == operation and path.arch == arch]
-    found = [path for path in here if (path.a, path.b) == (a, b)]
+    here = [route for route in ROUTES if route.operation == operation and route.arch == arch]
+    found = [route for route in here if (route.a, route.b) == (a, b)]
     if not found:
-        pairs = ", ".join(dict.fromkeys(f"{path.a} x {path.b}" for path in here)) or "nothing yet"
+        pairs = ", ".join(dict.fromkeys(f"{route.a} x {route.b}" for route in here)) or "nothing yet"
         raise ValueError(f"{operation} of {a} x {b} has no kernel for {arch}; supported there: {pairs}")
     if config is None:
         return found[0]
     wanted = config if isinstance(config, type) else type(config)
-    for path in found:
-        if issubclass(wanted, path.load().Config):
-            return path
-    classes = " or ".join(dict.fromkeys(path.load().Config.__name__ for path in found))
+    for route in found:
+        if issubclass(wanted, route.config_class):
+            return route
+    classes = " or ".join(dict.fromkeys(route.config_class.__name__ for route in found))
     raise ValueError(f"config is a {wanted.__name__}; {operation} of {a} x {b} on {arch} takes a {classes}")

@@ -14,7 +14,9 @@ import torch
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.ops import launch_cache
-from padless.ops.grouped_gemm_epilogue import allocate, check, prepare, run
+from padless.ops.checks import check_operands
+from padless.ops.epilogue_checks import check_columns
+from padless.ops.grouped_gemm_epilogue import compute, prepare, with_outputs
 from padless.runtime.driver import PreparedLaunch
 
 _LAUNCHES: dict[tuple[Any, ...], tuple[PreparedLaunch, tuple[Any, ...]]] = {}
@@ -53,15 +55,14 @@ def swiglu(
     """
     epilogue = epilogue_of(gate_up, bias is not None, format)
     m, (num_groups, n, _) = a.shape[0], weights.data.shape
-    outputs = allocate(epilogue, m, n, num_groups, a.device, 1)
-    tensors = EpilogueTensors(
+    numbers = EpilogueTensors(
         bias=None if bias is None else bias.to(torch.float32).contiguous(),
         global_scale=None if global_scale is None else global_scale.reshape(-1),
-        **outputs,
     )
+    tensors = with_outputs(epilogue, numbers, m, n, num_groups, a.device)
     if a.device.type != "cuda" or backend not in (None, "cuda"):
-        check(a, weights, offs, epilogue)
-        run(a, weights, offs, epilogue, tensors, backend, None)
+        _check(a, weights, offs, epilogue)
+        compute(a, weights, offs, epilogue, tensors, backend, None)
     else:
         _launch(a, weights, offs, epilogue, tensors)
     if format is None:
@@ -70,6 +71,14 @@ def swiglu(
     assert tensors.row_codes is not None
     assert tensors.row_scale is not None
     return BlockScaledTensor(tensors.row_codes, tensors.row_scale, format, global_scale)
+
+
+def _check(
+    a: BlockScaledTensor | torch.Tensor, weights: BlockScaledTensor, offs: torch.Tensor, epilogue: Epilogue
+) -> None:
+    """Raises ValueError for operands that no epilogue, or not this one, can have."""
+    check_operands("grouped_gemm", a, weights, offs)
+    check_columns(epilogue, weights.data.shape[1])
 
 
 def _launch(
@@ -83,7 +92,7 @@ def _launch(
     key = facts_of(a, weights, offs, epilogue, tensors)
     known = _LAUNCHES.get(key)
     if known is None:
-        check(a, weights, offs, epilogue)
+        _check(a, weights, offs, epilogue)
         prepared = prepare(a, weights, offs, epilogue, tensors, "cuda", None)
         if prepared is None:  # there is nothing to compute
             return

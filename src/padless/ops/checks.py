@@ -148,7 +148,7 @@ def _check_kinds(operation: str, a: Activation, b: BlockScaledTensor) -> None:
             raise ValueError(f"{name} must be a BlockScaledTensor (see padless.quantize), got {describe(t)}")
         if data_of(t).dim() != rank:
             raise ValueError(f"{name} must have rank {rank}, {shape}, got {describe(t)}")
-    pairs = dict.fromkeys((path.a, path.b) for path in ROUTES if path.operation == operation)
+    pairs = dict.fromkeys((route.a, route.b) for route in ROUTES if route.operation == operation)
     if (format_name(a), b.format.name) not in pairs:
         supported = ", ".join(f"{x} x {y}" for x, y in pairs)
         raise ValueError(
@@ -239,4 +239,13 @@ def check_offs_values(offs: torch.Tensor, m: int) -> None:
             raise ValueError(
                 f"offs[{g}] is {end}; offs must not be negative nor decrease (the entry before is {before}) "
                 f"nor pass M = {m}"
+            )
+
+
+def check_offs_aligned(offs: torch.Tensor, m_aligned: int, name: str = "offs") -> None:
+    """Raises ValueError for an end offset that is no multiple of m_aligned. Waits for the device."""
+    for group, end in enumerate(offs.tolist()):
+        if end % m_aligned != 0:
+            raise ValueError(
+                f"{name}[{group}] is {end}, which is no multiple of m_aligned = {m_aligned}; use 1"
             )

@@ -6,7 +6,6 @@ The walk is described in docs/walkthrough.md; the table of what runs where is pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 
@@ -26,8 +25,7 @@ from padless.ops.checks import (
     output,
 )
 from padless.reference.gemm import grouped_gemm_reference
-from padless.runtime.devices import NAMES, backends
-from padless.runtime.driver import Driver, cuda_driver
+from padless.runtime.devices import chosen_backend, device_of
 
 
 def group_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
@@ -111,10 +109,12 @@ def grouped_gemm(
         check_operands("grouped_gemm", a, b, offs)
         check_offs_values(offs, data_of(a).shape[0])
     if backend is None or backend == "cuda":
-        out, launched = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out_dtype, config)
-        if launched:
+        out, missed = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out_dtype, config)
+        if missed is None:
             return out
-    return _run("grouped_gemm", a, b, offs, out, out_dtype, backend, config)
+    else:
+        missed = launch_cache.NOT_LOOKED_UP
+    return _run(missed, "grouped_gemm", a, b, offs, out, out_dtype, backend, config)
 
 
 def gemm(
@@ -128,16 +128,19 @@ def gemm(
 ) -> torch.Tensor:
     """The dense product a @ b.T: a (M, K), b (N, K), out (M, N). Otherwise as grouped_gemm with one group."""
     if backend is None or backend == "cuda":
-        out, launched = launch_cache.launch_again("gemm", a, b, None, out, out_dtype, config)
-        if launched:
+        out, missed = launch_cache.launch_again("gemm", a, b, None, out, out_dtype, config)
+        if missed is None:
             return out
-    return _run("gemm", a, b, None, out, out_dtype, backend, config)
+    else:
+        missed = launch_cache.NOT_LOOKED_UP
+    return _run(missed, "gemm", a, b, None, out, out_dtype, backend, config)
 
 
 # -------------------------------------------------------------------------------------------------- running
 
 
 def _run(
+    missed: launch_cache.Missed,
     operation: str,
     a: Activation,
     b: BlockScaledTensor,
@@ -147,60 +150,33 @@ def _run(
     backend: str | None,
     config: KernelChoice | None,
 ) -> torch.Tensor:
-    """A call that is not like one before. The weights of "gemm" come as (N, K)."""
+    """A call that is not like one before: check, find, prepare, launch. The weights of "gemm" come as (N, K)."""
+    # Check what any way of computing needs.
     refuse_gradients(a=a, b=b, out=out)
     weights = as_one_group(b) if operation == "gemm" else b
-    known = launch_cache.were_checked(operation, a, b, offs)
-    if not known:
+    if not missed.checked:
         check_operands(operation, a, weights, offs)
-    result = output(a, weights, out, out_dtype, any_n=_takes_any_n(operation, a, b, backend, config))
-    if backend is None:
-        backend = "cuda" if result.is_cuda else "reference"
+    backend = chosen_backend(backend, data_of(a))
     if backend == "reference":
+        result = output(a, weights, out, out_dtype)
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
         return grouped_gemm_reference(a, weights, ends, out=result)
-    driver = _driver(backend, result)
-    check_output_of_kernel(result)
-    if not known:
+
+    # Find the device and the kernel, and check what they need.
+    driver = device_of(backend, data_of(a))
+    if not missed.checked:
         check_operands_of_kernel(a, weights)
-        launch_cache.remember_checked(operation, a, b, offs, result)
+    route = find_route(operation, driver.arch, format_name(a), b.format.name, config)
+    result = output(a, weights, out, out_dtype, any_n=route.any_n)
+    check_output_of_kernel(result)
+    if not missed.checked:
+        missed.remember_checked(a, b, result)
     if result.numel() == 0 or weights.data.shape[0] == 0:
         return result
-    path = find_route(operation, driver.arch, format_name(a), b.format.name, config)
-    prepared = path.load().prepare(driver, a, weights, offs, result, tile_of(config))
+
+    # Prepare, and launch.
+    prepared = route.load().prepare(driver, a, weights, offs, result, tile_of(config))
     if not prepared.copies:  # a copy has a new address every time, so there is nothing to remember
-        launch_cache.remember_launch(operation, a, b, offs, result, config, prepared.launch)
-    prepared.launch(launch_cache.current_stream(result.device.index or 0) if result.is_cuda else 0)
+        missed.remember_launch(result, config, prepared.launch)
+    prepared.launch(launch_cache.stream_of(result))
     return result
-
-
-def _takes_any_n(
-    operation: str, a: Activation, b: BlockScaledTensor, backend: str | None, config: KernelChoice | None
-) -> bool:
-    """Whether the kernel writes rows that do not start on 16 bytes: Blackwell's dense one does."""
-    if operation != "gemm" or backend == "reference" or (backend is None and not data_of(a).is_cuda):
-        return False
-    arch = _driver(backend or "cuda", data_of(a)).arch
-    return getattr(find_route(operation, arch, format_name(a), b.format.name, config).load(), "ANY_N", False)
-
-
-def _driver(backend: str, out: torch.Tensor) -> Driver:
-    if backend == "cuda" and out.is_cuda and _cuda_is_available():
-        return cuda_driver()
-    if backend not in NAMES:
-        raise ValueError(f"backend is {backend!r}; allowed: None, {', '.join(map(repr, NAMES))}")
-    found = backends()[backend]
-    if not found.available:
-        raise ValueError(f"backend {backend!r} is not available here: {found.reason}")
-    if (backend == "cuda") != out.is_cuda:
-        raise ValueError(
-            f"backend is {backend!r} and the tensors are on {out.device}; move them or leave it None"
-        )
-    from padless.emulator.fake_driver import driver_of
-
-    return driver_of(backend)
-
-
-@lru_cache(maxsize=1)
-def _cuda_is_available() -> bool:
-    return backends()["cuda"].available

@@ -10,9 +10,11 @@ from padless.formats import OUT_DTYPES, BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import PreparedList, prepare_list
+from padless.kernels.table import kernels_arch
 from padless.ops.checks import as_one_group, check_operands, check_operands_of_kernel, describe
-from padless.ops.grouped_gemm import _driver
+from padless.ops.launch_cache import stream_of
 from padless.reference.gemm import gemm_reference
+from padless.runtime.devices import chosen_backend, device_of
 
 
 def grouped_gemm_list(
@@ -51,14 +53,13 @@ def grouped_gemm_list(
     keep = [i for i, d in enumerate(outputs) if d.numel() > 0]
     if not keep:
         return outputs
-    if backend is None:
-        backend = "cuda" if outputs[0].is_cuda else "reference"
+    backend = chosen_backend(backend, outputs[0])
     if backend == "reference":
         for i in keep:
             _reference(a[i], b[i], outputs[i], None if alpha is None else alpha.view(-1)[i])
         return outputs
-    driver = _driver(backend, outputs[0])
-    if driver.arch not in ("sm_100a", "sm_103a"):
+    driver = device_of(backend, outputs[0])
+    if kernels_arch(driver.arch) != "sm_100a":
         raise ValueError(
             f"backend {backend!r} is {driver.arch}; a list of problems needs Blackwell (sm_100a)"
         )
@@ -93,7 +94,7 @@ def grouped_gemm_list(
         )
         if not prepared.copies and alphas is alpha:
             _remember(key, prepared)
-    prepared.launch(torch.cuda.current_stream(outputs[0].device).cuda_stream if outputs[0].is_cuda else 0)
+    prepared.launch(stream_of(outputs[0]))
     return outputs
 
 

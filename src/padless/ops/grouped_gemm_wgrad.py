@@ -13,9 +13,9 @@ from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm90_fp8_wgrad import host
 from padless.kernels.sm90_fp8_wgrad.config import WGRAD_OUT_DTYPES, WgradConfig
 from padless.ops.checks import describe
-from padless.ops.grouped_gemm import _driver
 from padless.ops.launch_cache import current_stream
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
+from padless.runtime.devices import device_of
 from padless.runtime.driver import PreparedLaunch
 
 _FEATURES_MULTIPLE = 16  # rows of float32 scales, and of the output, start at multiples of 16 bytes
@@ -73,7 +73,7 @@ def grouped_gemm_wgrad(
         backend = "cuda" if result.is_cuda else "reference"
     if backend == "reference":
         return grouped_gemm_wgrad_reference(dy, x, out=result, accumulate=accumulate)
-    driver = _driver(backend, result)
+    driver = device_of(backend, result)
     if driver.arch != "sm_90a":
         raise ValueError(f"backend {backend!r} is {driver.arch}; grouped_gemm_wgrad has a kernel for sm_90a")
     if dy.num_groups == 0:

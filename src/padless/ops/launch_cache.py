@@ -98,20 +98,56 @@ def _tensor_facts(t: Any) -> _Facts:
     return (t.data_ptr(), t.shape, t.stride(), t.dtype)
 
 
+class Missed:
+    """A call whose launch is not remembered, with the facts that it was looked up by.
+
+    checked: whether operands like these passed every check before.
+    """
+
+    __slots__ = ("_found", "_known", "checked")
+
+    def __init__(self, found: tuple[_Facts, _Facts] | None, known: _Known | None) -> None:
+        self._found = found
+        self._known = known
+        self.checked = known is not None
+
+    def remember_checked(self, a: Any, b: Any, out: torch.Tensor) -> None:
+        """Keeps that these operands passed every check. Tensors that are not on a GPU are not remembered."""
+        if self._found is None or not out.is_cuda:
+            return
+        formats = (b.format, a.format if isinstance(a, BlockScaledTensor) else None)
+        if len(_KNOWN) >= _MAX_OPERANDS:
+            _KNOWN.clear()
+        key, facts = self._found
+        self._known = _KNOWN[key] = _Known(facts, formats, (out.shape[0], out.shape[1]), out.device)
+
+    def remember_launch(self, out: torch.Tensor, config: object, launch: PreparedLaunch) -> None:
+        """Keeps a launch for operands that are remembered."""
+        if self._known is None:
+            return
+        launches = self._known.launches
+        if len(launches) >= _MAX_OUTPUTS:
+            launches.clear()
+        launches[out.data_ptr(), out.dtype, out.stride(), config] = launch
+
+
+NOT_LOOKED_UP = Missed(None, None)  # a call that nothing is remembered of
+
+
 def launch_again(
     operation: str, a: Any, b: Any, offs: Any, out: Any, out_dtype: torch.dtype, config: object
-) -> tuple[Any, bool]:
-    """Launches a call like one that was remembered: (output, whether it was launched).
+) -> tuple[Any, Missed | None]:
+    """Launches a call like one that was remembered: (output, None). Where there is none: (``out``, what was missed).
 
-    Where it was not, the output is ``out``, or a new one for operands that are known: to be packed for, since another
-    allocation would have another address every time.
+    For operands that are known and no ``out`` the output is a new one, to be packed for: another allocation would have
+    another address every time.
     """
     found = _facts_of(operation, a, b, offs)
     if found is None or (known := _KNOWN.get(found[0])) is None or known.facts != found[1]:
-        return out, False
+        return out, Missed(found, None)
     if out is None:
         if out_dtype not in OUT_DTYPES:
-            return None, False
+            return None, Missed(found, known)
         out = torch.empty(known.shape, dtype=out_dtype, device=known.device)
     elif (
         not isinstance(out, torch.Tensor)
@@ -119,38 +155,14 @@ def launch_again(
         or not out.is_cuda
         or (out.requires_grad and is_grad_enabled())
     ):
-        return out, False
+        return out, Missed(found, known)
     launch = known.launches.get((out.data_ptr(), out.dtype, out.stride(), config))
     if launch is None:
-        return out, False
+        return out, Missed(found, known)
     launch(current_stream(known.index))
-    return out, True
+    return out, None
 
 
-def were_checked(operation: str, a: Any, b: Any, offs: Any) -> bool:
-    """Whether operands like these passed every check before."""
-    found = _facts_of(operation, a, b, offs)
-    return found is not None and (known := _KNOWN.get(found[0])) is not None and known.facts == found[1]
-
-
-def remember_checked(operation: str, a: Any, b: Any, offs: Any, out: torch.Tensor) -> None:
-    """Keeps that these operands passed every check. Tensors that are not on a GPU are not remembered."""
-    found = _facts_of(operation, a, b, offs)
-    if found is None or not out.is_cuda:
-        return
-    formats = (b.format, a.format if isinstance(a, BlockScaledTensor) else None)
-    if len(_KNOWN) >= _MAX_OPERANDS:
-        _KNOWN.clear()
-    _KNOWN[found[0]] = _Known(found[1], formats, (out.shape[0], out.shape[1]), out.device)
-
-
-def remember_launch(
-    operation: str, a: Any, b: Any, offs: Any, out: torch.Tensor, config: object, launch: PreparedLaunch
-) -> None:
-    """Keeps a launch for operands that are remembered."""
-    found = _facts_of(operation, a, b, offs)
-    if found is None or (known := _KNOWN.get(found[0])) is None or known.facts != found[1]:
-        return
-    if len(known.launches) >= _MAX_OUTPUTS:
-        known.launches.clear()
-    known.launches[out.data_ptr(), out.dtype, out.stride(), config] = launch
+def stream_of(t: torch.Tensor) -> int:
+    """The handle of torch's current stream on the device of ``t``; 0 on the CPU."""
+    return current_stream(t.device.index or 0) if t.is_cuda else 0

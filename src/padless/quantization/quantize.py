@@ -219,15 +219,9 @@ def _nvfp4_global(
     elif offs is None:
         amax = quantize_rules.finite_amax(x, (0, 1))
     else:
-        amax = group_max(quantize_rules.finite_amax(x, (1,)), offs)
+        amax = layouts.group_max(quantize_rules.finite_amax(x, (1,)), offs)
     decode = quantize_rules.nvfp4_global_scale(amax)
     return decode, quantize_rules.nvfp4_factors(scale_rule, decode, amax)
-
-
-def group_max(row_amax: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """(G,) largest of each group's row_amax (M,), none negative; rows past the last group join it."""
-    group = layouts.group_of_rows(offs, row_amax.shape[0]).clamp(max=offs.shape[0] - 1)
-    return row_amax.new_zeros(offs.shape[0]).scatter_reduce(0, group, row_amax, "amax")
 
 
 def _per_row(values: torch.Tensor, shape: tuple[int, ...], offs: torch.Tensor | None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -31,6 +32,37 @@ def backends() -> dict[str, Backend]:
         Backend("reference", True, "exact and slow, in torch on the CPU"),
     )
     return {backend.name: backend for backend in found}
+
+
+def chosen_backend(backend: str | None, tensor: torch.Tensor) -> str:
+    """``backend``; where it is None "cuda" for a tensor on a GPU, else "reference"."""
+    return ("cuda" if tensor.is_cuda else "reference") if backend is None else backend
+
+
+def device_of(backend: str, tensor: torch.Tensor) -> driver.Driver:
+    """What executes kernels on ``tensor``: the GPU by its driver, or the emulator.
+
+    Raises ValueError where ``backend`` is unknown, not available here, or not for the tensor's device.
+    """
+    if backend == "cuda" and tensor.is_cuda and _cuda_is_available():
+        return driver.cuda_driver()
+    if backend not in NAMES:
+        raise ValueError(f"backend is {backend!r}; allowed: None, {', '.join(map(repr, NAMES))}")
+    found = backends()[backend]
+    if not found.available:
+        raise ValueError(f"backend {backend!r} is not available here: {found.reason}")
+    if (backend == "cuda") != tensor.is_cuda:
+        raise ValueError(
+            f"backend is {backend!r} and the tensors are on {tensor.device}; move them or leave it None"
+        )
+    from padless.emulator.fake_driver import driver_of
+
+    return driver_of(backend)
+
+
+@lru_cache(maxsize=1)
+def _cuda_is_available() -> bool:
+    return backends()["cuda"].available
 
 
 def _compiler_missing() -> str | None:

@@ -115,21 +115,21 @@ def measure_costs(
 
 
 def path_of(kernel: str, arch: str) -> Route | None:
-    """The first path that runs ``kernel`` (a file name without ".cu") on ``arch``."""
-    for path in ROUTES:
-        if (path.name, path.arch, path.operation) == (kernel, arch, "grouped_gemm"):
-            return path
+    """The first route that runs ``kernel`` (a file name without ".cu") on ``arch``."""
+    for route in ROUTES:
+        if (route.name, route.arch, route.operation) == (kernel, arch, "grouped_gemm"):
+            return route
     return None
 
 
-def config_for(path: Route, tile: Tile) -> Any:
+def config_for(route: Route, tile: Tile) -> Any:
     """The kernel's configuration with this tile: the fields of Tile that the configuration has."""
-    config = path.load().Config
+    config = route.config_class
     names = {field.name for field in fields(config)}
     return config(**{f.name: getattr(tile, f.name) for f in fields(Tile) if f.name in names})
 
 
-def gpu_clock(path: Route, repeats: int) -> Clock:
+def gpu_clock(route: Route, repeats: int) -> Clock:
     """Times trials on the current GPU: operands random, L2 flushed between calls, medians of ``repeats``."""
     import torch
 
@@ -142,8 +142,8 @@ def gpu_clock(path: Route, repeats: int) -> Clock:
     def clock(turn: Sequence[Trial]) -> list[float]:
         calls = {}
         for i, trial in enumerate(turn):
-            sizes, config = list(trial.sizes), config_for(path, trial.tile)
-            operands = make_operands(path.a, path.b, sizes, trial.n, trial.k, seed=i, device="cuda")
+            sizes, config = list(trial.sizes), config_for(route, trial.tile)
+            operands = make_operands(route.a, route.b, sizes, trial.n, trial.k, seed=i, device="cuda")
             out = torch.empty((sum(sizes), trial.n), dtype=torch.bfloat16, device="cuda")
             calls[str(i)] = lambda o=operands, d=out, c=config: grouped_gemm(
                 o.a, o.b, o.offs, out=d, config=c
@@ -172,7 +172,7 @@ def run_tune(
         console.print(f"removed {file}" if file.exists() else f"nothing is stored for {gpu}", soft_wrap=True)
         file.unlink(missing_ok=True)
         return 0
-    found = {name: path for name in cost_model.BUILT_IN if (path := path_of(name, _arch())) is not None}
+    found = {name: route for name in cost_model.BUILT_IN if (route := path_of(name, _arch())) is not None}
     if not found and kernels_arch(_arch()) == "sm_100a":
         with _progress(console, len(tune_tiles.points())) as step:
             times = tune_tiles.compare(tune_tiles.gpu_clock(repeats), step)
@@ -184,9 +184,9 @@ def run_tune(
         return 0
     new: dict[str, Mapping[Tile, TileCost]] = {}
     with _progress(console, len(found) * len(STEPS)) as step:
-        for name, path in found.items():
+        for name, route in found.items():
             tiles = list(cost_model.BUILT_IN[name].costs)
-            new[name] = measure_costs(tiles, _num_sms(), gpu_clock(path, repeats), step)
+            new[name] = measure_costs(tiles, _num_sms(), gpu_clock(route, repeats), step)
     for name, costs in new.items():
         console.print(comparison(name, cost_model.cost_table(name), costs))
     if dry_run:

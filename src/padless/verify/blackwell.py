@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
-from padless.kernels.sm100_dense.host import Sm100DenseConfig
+from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.layouts import to_blocked
 from padless.ops.grouped_gemm import gemm

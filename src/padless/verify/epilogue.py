@@ -1,4 +1,4 @@
-"""Every path with a quantising epilogue on this GPU: the reference's bits from the GPU's own sums, the emulator's bits,
+"""Every route with a quantising epilogue on this GPU: the reference's bits from the GPU's sums, the emulator's bits,
 nothing written anywhere else.
 
 Without an activation every byte has to be right. SwiGLU's exponential is approximate, so a call with one is made twice:
@@ -186,9 +186,9 @@ def _where(wrong: torch.Tensor) -> str:
 # --- beside the emulator ---------------------------------------------------------------------------------
 
 
-def emulate_epilogue(path: Route, seed: int) -> tuple[dict[str, bytes], bytes] | None:
+def emulate_epilogue(route: Route, seed: int) -> tuple[dict[str, bytes], bytes] | None:
     """All bytes of every output by the emulator; and of SwiGLU's float32 values, else none. None for a refused call."""
-    problem, backend = random_epilogue_problem(path, seed), backend_of(path.arch)
+    problem, backend = random_epilogue_problem(route, seed), backend_of(route.arch)
     values = b""
     try:
         outputs = run_problem(problem, "cpu", backend).bytes
@@ -199,14 +199,14 @@ def emulate_epilogue(path: Route, seed: int) -> tuple[dict[str, bytes], bytes] |
     return {name: t.numpy().tobytes() for name, t in outputs.items()}, values
 
 
-def rehearse_epilogue(path: Route, seed: int) -> None:
+def rehearse_epilogue(route: Route, seed: int) -> None:
     """Every call that ``check_epilogue`` makes of a problem, on the CPU; nobody looks at the outputs."""
-    if emulate_epilogue(path, seed) is not None:
-        _sums(random_epilogue_problem(path, seed), "cpu", backend_of(path.arch))
+    if emulate_epilogue(route, seed) is not None:
+        _sums(random_epilogue_problem(route, seed), "cpu", backend_of(route.arch))
 
 
-def _cost(path: Route, seed: int) -> float:
-    problem = random_epilogue_problem(path, seed)
+def _cost(route: Route, seed: int) -> float:
+    problem = random_epilogue_problem(route, seed)
     groups, n, k = problem.b.shape
     calls = 1 if problem.gate_up is None else 2
     return calls * emulation_cost(problem.valid_rows, groups, n, k)
@@ -262,17 +262,17 @@ def _assert_close(
 
 
 def problems_of(arch: str, problems: int = PROBLEMS, first_seed: int = 0) -> list[tuple[Route, int]]:
-    """What both checks are about, each problem a path and a seed."""
+    """What both checks are about, each problem a route and a seed."""
     return _dealt(quant_paths(arch), problems, first_seed)
 
 
-def _dealt(paths: list[Route], problems: int, first_seed: int) -> list[tuple[Route, int]]:
-    """So many problems, dealt out to the paths in turn, each with a seed of its own."""
-    return [(paths[i % len(paths)], first_seed + i) for i in range(problems)] if paths else []
+def _dealt(routes: list[Route], problems: int, first_seed: int) -> list[tuple[Route, int]]:
+    """So many problems, dealt out to the routes in turn, each with a seed of its own."""
+    return [(routes[i % len(routes)], first_seed + i) for i in range(problems)] if routes else []
 
 
 def _paths(jobs: list[tuple[Route, int]]) -> int:
-    return len({path for path, _ in jobs})
+    return len({route for route, _ in jobs})
 
 
 def _check_refused(refused: int, problems: int) -> None:
@@ -283,8 +283,8 @@ def check_epilogue(problems: int = PROBLEMS, first_seed: int = 0) -> str:
     """Raises AssertionError where an output is not what the reference makes of the GPU's own float32 GEMM."""
     jobs, found = problems_of(cuda_driver().arch, problems, first_seed), Judgement()
     refused = 0
-    for path, seed in jobs:
-        problem = random_epilogue_problem(path, seed)
+    for route, seed in jobs:
+        problem = random_epilogue_problem(route, seed)
         try:
             outputs = _on_gpu(problem)
             values = None if problem.gate_up is None else _on_gpu(problem.for_values())
@@ -311,12 +311,12 @@ def check_epilogue_against_emulator(
     wrong: list[str] = []
     with worker_pool(workers) as pool:
         emulated = in_order(pool, emulate_epilogue, jobs, _cost)
-        for (path, seed), outputs in zip(jobs, emulated, strict=True):
+        for (route, seed), outputs in zip(jobs, emulated, strict=True):
             if outputs is None:
                 refused += 1
                 continue
             try:
-                compared, differ = _compare(random_epilogue_problem(path, seed), outputs)
+                compared, differ = _compare(random_epilogue_problem(route, seed), outputs)
                 count, inexact = count + compared, inexact + differ
             except AssertionError as error:
                 wrong.append(str(error))

@@ -1,6 +1,6 @@
 """Random calls of grouped_gemm_quant and grouped_gemm_swiglu_quant, run with every output between fences.
 
-A call is a function of its path and seed alone, so the GPU, the emulator in another process and the judge see the same.
+A call is a function of its route and seed alone, so the GPU, the emulator in another process and the judge see the same.
 """
 
 from __future__ import annotations
@@ -8,22 +8,19 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import torch
 
+from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, CudnnRequest
 from padless.epilogue import COLUMN_FORMATS, Epilogue, EpilogueTensors
 from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
-from padless.kernels.table import BF16, ROUTES, Route
+from padless.kernels.table import BF16, QUANT, ROUTES, Route, kernels_arch
 from padless.layouts import empty_mn_major
-from padless.ops import grouped_gemm_epilogue as quant_outputs
 from padless.ops.grouped_gemm import group_offsets
+from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue, with_outputs
 from padless.quantization.quantize import quantize
-
-# Not the attribute of the package, which is the function of the same name.
-_CALLS: Any = import_module("padless.compat.cudnn.calls")
 
 FENCE = 4096
 GATE_UP = (None, "interleaved", "concatenated")
@@ -31,13 +28,12 @@ OUT_FORMATS: tuple[BlockScaledFormat | None, ...] = (None, *FORMATS)
 _BY_NAME = {fmt.name: fmt for fmt in FORMATS}
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 _N_MULTIPLE = {None: 32, "interleaved": 64, "concatenated": 128}
-_DTYPE_OF = {fmt: dtype for dtype, fmt in _CALLS.FORMAT_OF_DTYPE.items()}
+_DTYPE_OF = {fmt: dtype for dtype, fmt in FORMAT_OF_DTYPE.items()}
 
 
 def quant_paths(arch: str) -> list[Route]:
-    """The paths of an architecture with a quantising epilogue."""
-    arch = "sm_100a" if arch == "sm_103a" else arch
-    return [p for p in ROUTES if (p.operation, p.arch) == (quant_outputs.OPERATION, arch)]
+    """The routes of an architecture with a quantising epilogue."""
+    return [route for route in ROUTES if (route.operation, route.arch) == (QUANT, kernels_arch(arch))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,24 +71,24 @@ class EpilogueProblem:
 # --- drawing ---------------------------------------------------------------------------------------------
 
 
-def random_epilogue_problem(path: Route, seed: int) -> EpilogueProblem:
-    """A function of the path and the seed. Eighteen seeds in a row have each activation with each output format."""
-    draw = random.Random(f"{path.module} {path.a} {path.b} {seed}")
+def random_epilogue_problem(route: Route, seed: int) -> EpilogueProblem:
+    """A function of the route and the seed. Eighteen seeds in a row have each activation with each output format."""
+    draw = random.Random(f"{route.module} {route.a} {route.b} {seed}")
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     gate_up, out_format = GATE_UP[seed % 3], OUT_FORMATS[seed // 3 % 6]
     m_aligned = draw.choice((1, 1, 1, 128))
     small = (0, 1, 5, 63, 64, 65, 127, 129, draw.randrange(150))
     sizes = [draw.choice(small if m_aligned == 1 else (0, 128, 128, 256)) for _ in range(draw.randint(1, 4))]
     m, groups = sum(sizes) + draw.randrange(4), len(sizes)
-    n, k = _columns(draw, gate_up, out_format), (16 if path.a == path.b == "FP8_BLOCK" else 32)
+    n, k = _columns(draw, gate_up, out_format), (16 if route.a == route.b == "FP8_BLOCK" else 32)
     k *= draw.randint(1, 20)
     special = draw.randrange(6) == 0
-    a, b = operands(path, m, n, k, groups, generator, special)
+    a, b = operands(route, m, n, k, groups, generator, special)
     options = _outputs(draw, generator, out_format, groups) | {"m_aligned": m_aligned}
     options |= _numbers(draw, generator, m, n, groups, special)
     options["semantics"] = draw.choice(("implementation", "documented"))
     problem = EpilogueProblem(a, b, group_offsets(sizes), gate_up, options, seed)
-    options["config"] = draw.choice(_configs(path, problem))
+    options["config"] = draw.choice(_configs(route, problem))
     return problem
 
 
@@ -106,7 +102,7 @@ def _columns(draw: random.Random, gate_up: str | None, out_format: BlockScaledFo
 
 
 def operands(
-    path: Route, m: int, n: int, k: int, groups: int, generator: torch.Generator, special: bool
+    route: Route, m: int, n: int, k: int, groups: int, generator: torch.Generator, special: bool
 ) -> tuple[BlockScaledTensor | torch.Tensor, BlockScaledTensor]:
     x = torch.randn((m, k), generator=generator)
     x *= torch.exp2(torch.randint(-4, 5, (m, 1), generator=generator).float())
@@ -115,8 +111,8 @@ def operands(
         x[m // 3] *= 2.0**-100  # sums below every format's smallest scale
         x[m // 4] *= 30  # gates beyond the exponential's range
     w = torch.randn((groups, n, k), generator=generator)
-    a = x.to(torch.bfloat16) if path.a == BF16 else quantize(x, _BY_NAME[path.a], kind="activation")
-    return a, quantize(w, _BY_NAME[path.b], kind="weight")
+    a = x.to(torch.bfloat16) if route.a == BF16 else quantize(x, _BY_NAME[route.a], kind="activation")
+    return a, quantize(w, _BY_NAME[route.b], kind="weight")
 
 
 def _outputs(
@@ -124,7 +120,7 @@ def _outputs(
 ) -> dict[str, Any]:
     options: dict[str, Any] = {"return_amax": draw.choice((None, True, False))}
     if fmt is None:
-        return options | {"d_dtype": draw.choice(_CALLS.D_DTYPES)}
+        return options | {"d_dtype": draw.choice(D_DTYPES)}
     by_dtype = fmt in _DTYPE_OF and draw.random() < 0.5
     options |= {"d_dtype": _DTYPE_OF[fmt]} if by_dtype else {"d_format": fmt}
     options["row_output"], options["column_output"] = True, None
@@ -163,11 +159,13 @@ def _numbers(
     return numbers
 
 
-def _configs(path: Route, problem: EpilogueProblem) -> list[Any]:
+def _configs(route: Route, problem: EpilogueProblem) -> list[Any]:
     """None and, on Hopper, every tile that can do this epilogue."""
-    if path.module != "sm90_fp8_quant":
+    if route.config_class is not Sm90Fp8Config:
         return [None]
-    fmt = problem.options.get("d_format") or _CALLS.FORMAT_OF_DTYPE.get(problem.options.get("d_dtype"))
+    fmt = problem.options.get("d_format") or FORMAT_OF_DTYPE.get(
+        problem.options.get("d_dtype", torch.bfloat16)
+    )
     columns = fmt in COLUMN_FORMATS and problem.options["column_output"] is not False
     heights = [128]
     if fmt is not None or problem.options["d_dtype"] != torch.float32 or problem.gate_up is not None:
@@ -184,34 +182,32 @@ def _configs(path: Route, problem: EpilogueProblem) -> list[Any]:
 
 
 class FencedOutputs:
-    """Allocates a call's outputs as `quant_outputs.allocate` does, but among random bytes: the same at every use.
+    """The outputs of an epilogue as the call allocates them, but among random bytes: the same at every use.
 
-    After a call ``epilogue`` is what it asked for, ``tensors`` its outputs and ``buffers`` all their bytes, by name.
+    tensors: the outputs by their names in EpilogueTensors, and column_tiles. buffers: all their bytes, by name.
     """
 
-    def __init__(self, seed: int, complement: bool = False) -> None:
-        self._seed, self._complement = seed, complement
-        self.epilogue: Epilogue | None = None
+    def __init__(
+        self, problem: EpilogueProblem, epilogue: Epilogue, device: str, complement: bool = False
+    ) -> None:
+        draw = torch.Generator().manual_seed(problem.seed)
+        (groups, n), m = problem.b.shape[:2], problem.a.shape[0]
+        m_aligned = problem.options["m_aligned"]
+        like = with_outputs(epilogue, EpilogueTensors(), m, n, groups, torch.device("cpu"), m_aligned)
         self.tensors: dict[str, Any] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-
-    def __call__(
-        self, epilogue: Epilogue, m: int, n: int, num_groups: int, device: torch.device, m_aligned: int
-    ) -> dict[str, Any]:
-        draw = torch.Generator().manual_seed(self._seed)
-        shapes = quant_outputs.allocate(epilogue, m, n, num_groups, torch.device("cpu"), m_aligned)
-        self.epilogue, self.tensors = epilogue, dict(shapes)
-        for name, t in shapes.items():
+        for name, t in vars(like).items():
             if not isinstance(t, torch.Tensor):
                 continue
             size = t.untyped_storage().nbytes()
             noise = torch.randint(0, 256, (FENCE + size + FENCE,), dtype=torch.uint8, generator=draw)
-            self.buffers[name] = (~noise if self._complement else noise).to(device)
+            self.buffers[name] = (~noise if complement else noise).to(device)
             inside = self.buffers[name][FENCE : FENCE + size].view(t.dtype)
             self.tensors[name] = inside.as_strided(t.shape, t.stride())
             if name == "amax":
                 self.tensors[name].fill_(-math.inf)
-        return dict(self.tensors)
+        if like.column_scale is not None:
+            self.tensors["column_tiles"] = like.column_tiles
 
 
 @dataclass(frozen=True)
@@ -223,27 +219,29 @@ class Outputs:
 
 
 def run_problem(problem: EpilogueProblem, device: str, backend: str | None) -> Outputs:
-    """The public call, with its allocator alone replaced."""
-    fenced = FencedOutputs(problem.seed)
-    options = {k: moved(v, device) for k, v in problem.options.items()}
-    options |= {
-        "a_tensor": moved(problem.a, device),
-        "b_tensor": moved(problem.b, device),
-        "padded_offsets": problem.offs.to(device),
-        "backend": backend,
-    }
-    allocate, _CALLS.allocate = _CALLS.allocate, fenced
-    try:
-        if problem.gate_up is None:
-            _CALLS.grouped_gemm_quant(**options)
-        else:
-            _CALLS.grouped_gemm_swiglu_quant(gate_up=problem.gate_up, **options)
-    finally:
-        _CALLS.allocate = allocate
+    """The call as its arguments resolve to it, into fenced outputs."""
+    request = CudnnRequest(
+        a_tensor=moved(problem.a, device),
+        b_tensor=moved(problem.b, device),
+        padded_offsets=problem.offs.to(device),
+        gate_up=problem.gate_up,
+        **{k: moved(v, device) for k, v in problem.options.items()},
+    )
+    call = request.resolve()
+    fenced = FencedOutputs(problem, call.epilogue, device)
+    grouped_gemm_epilogue(
+        call.operands.a,
+        call.operands.b,
+        call.operands.offs,
+        call.epilogue,
+        replace(call.tensors, **fenced.tensors),
+        m_aligned=request.m_aligned,
+        backend=backend,
+        config=request.config,
+    )
     if device == "cuda":
         torch.cuda.synchronize()
-    assert fenced.epilogue is not None
-    return Outputs(fenced.epilogue, {name: t.cpu() for name, t in fenced.buffers.items()})
+    return Outputs(call.epilogue, {name: t.cpu() for name, t in fenced.buffers.items()})
 
 
 def moved(t: Any, device: str) -> Any:
@@ -264,11 +262,7 @@ def moved(t: Any, device: str) -> Any:
 
 def untouched(problem: EpilogueProblem, epilogue: Epilogue, complement: bool = False) -> FencedOutputs:
     """The outputs of ``epilogue`` as they are before the call, on the CPU."""
-    fenced = FencedOutputs(problem.seed, complement)
-    groups, n = problem.b.shape[:2]
-    m_aligned = problem.options["m_aligned"]
-    fenced(epilogue, problem.a.shape[0], n, groups, torch.device("cpu"), m_aligned)
-    return fenced
+    return FencedOutputs(problem, epilogue, "cpu", complement)
 
 
 def epilogue_tensors(problem: EpilogueProblem, outputs: FencedOutputs) -> EpilogueTensors:

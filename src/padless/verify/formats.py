@@ -7,13 +7,18 @@ bit. Which pairs there are comes from ``padless.kernels.table``.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from padless.formats import FORMATS, BlockScaledFormat, BlockScaledTensor
-from padless.kernels.table import BF16, ROUTES, Route, find_route
+from padless.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+from padless.kernels.launch import KernelChoice, KernelConfig
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config, select_config
+from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
+from padless.kernels.table import BF16, ROUTES, Route, find_route, kernels_arch
 from padless.layouts import to_blocked, to_blocked_groups
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.reference.gemm import grouped_gemm_reference
@@ -24,52 +29,60 @@ from padless.verify.against_emulator import backend_of, bits, emulation_cost
 from padless.verify.fp8_block import ROW_ERROR_LIMIT, row_errors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Problems of each path: judged by float64, and compared with the emulator.
+# Problems of each route: judged by float64, and compared with the emulator.
 JUDGED, COMPARED = 6, 10
 _BY_NAME = {fmt.name: fmt for fmt in FORMATS}
 # The FP8 tensor core keeps 13 bits of each sum of 32 products; a short row of widely spread values shows more of that
 # than the long sums that the limit was made for.
-_LIMIT_FACTOR = {"sm90_mxfp8": 4}
+_LIMIT_FACTOR: dict[type[KernelConfig], float] = {Sm90Mxfp8Config: 4}
 
 
 def paths_of(arch: str) -> list[Route]:
-    """The grouped paths of an architecture, without the one that ``verify_checks`` is about."""
-    arch = "sm_100a" if arch == "sm_103a" else arch
-    return [p for p in ROUTES if (p.operation, p.arch) == ("grouped_gemm", arch) and p.module != "sm90_fp8"]
+    """The grouped routes of an architecture, without the one that ``fp8_block`` is about."""
+    arch = kernels_arch(arch)
+    here = [route for route in ROUTES if (route.operation, route.arch) == ("grouped_gemm", arch)]
+    return [route for route in here if (route.a, route.b) != (FP8_BLOCK.name, FP8_BLOCK.name)]
 
 
-def configs_of(path: Route) -> list[Any]:
-    """Kernels to try: the path's with the tile that it picks (None where the path is the default) and all tiles."""
-    module = path.load()
-    default = find_route(path.operation, path.arch, path.a, path.b) == path
-    configs: list[Any] = [None if default else module.Config]
-    if path.module == "sm90_bf16":
-        tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128)]
-        tiles += [(m, 256, warpgroups) for m in (8, 16, 32) for warpgroups in (2, 4)]
-        tiles += [] if path.a == "FP8_BLOCK" else [(64, 256, 2)]
-        tiles += [(64, 256, 4)] if path.a != "FP8_BLOCK" and path.b in ("MXFP4", "NVFP4") else []
-        configs += [
-            module.Config(path.a, path.b, block_m=m, block_n=n, num_warpgroups=warpgroups)
-            for m, n, warpgroups in tiles
-        ]
-        # As chosen for 32 and 64 tokens: two blocks of K to a stage, where that is done.
-        configs += [module.select_config(path.a, path.b, tokens, 1) for tokens in (32, 64)]
-    elif path.module == "sm90_mxfp8":
-        configs += [module.Config(block_m=m, block_n=n) for m in (64, 128) for n in (64, 128)]
-    elif path.module == "sm100_grouped":
-        configs += [
-            module.Config(cta_group=ctas, multicast=multicast, tokens_on_n=tokens_on_n, mma_n=n)
-            for ctas, multicast in ((1, 1), (1, 4), (2, 1), (2, 2))
-            for tokens_on_n, n in (
-                (False, 128),
-                (False, 256),
-                (True, 32),
-                (True, 64),
-                (True, 128),
-                (True, 256),
-            )
-        ]
-    return configs
+def configs_of(route: Route) -> list[KernelChoice | None]:
+    """Kernels to try: the route's with the tile that it picks (None where the route is the default) and all tiles."""
+    default = find_route(route.operation, route.arch, route.a, route.b) == route
+    chosen: KernelChoice | None = None if default else route.config_class
+    return [chosen, *_TILES[route.config_class](route)]
+
+
+def _bf16_tiles(route: Route) -> list[KernelChoice]:
+    tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128)]
+    tiles += [(m, 256, warpgroups) for m in (8, 16, 32) for warpgroups in (2, 4)]
+    tiles += [] if route.a == "FP8_BLOCK" else [(64, 256, 2)]
+    tiles += [(64, 256, 4)] if route.a != "FP8_BLOCK" and route.b in ("MXFP4", "NVFP4") else []
+    configs: list[KernelChoice] = [
+        Sm90Bf16Config(route.a, route.b, block_m=m, block_n=n, num_warpgroups=warpgroups)
+        for m, n, warpgroups in tiles
+    ]
+    # As chosen for 32 and 64 tokens: two blocks of K to a stage, where that is done.
+    return configs + [select_config(route.a, route.b, tokens, 1) for tokens in (32, 64)]
+
+
+def _mxfp8_tiles(route: Route) -> list[KernelChoice]:
+    return [Sm90Mxfp8Config(block_m=m, block_n=n) for m in (64, 128) for n in (64, 128)]
+
+
+def _sm100_tiles(route: Route) -> list[KernelChoice]:
+    shapes = ((False, 128), (False, 256), (True, 32), (True, 64), (True, 128), (True, 256))
+    return [
+        Sm100GroupedConfig(cta_group=ctas, multicast=multicast, tokens_on_n=tokens_on_n, mma_n=n)
+        for ctas, multicast in ((1, 1), (1, 4), (2, 1), (2, 2))
+        for tokens_on_n, n in shapes
+    ]
+
+
+# By the kernel's configuration: every tile of it. A kernel without an entry is not verified: KeyError.
+_TILES: dict[type[KernelConfig], Callable[[Route], list[KernelChoice]]] = {
+    Sm90Bf16Config: _bf16_tiles,
+    Sm90Mxfp8Config: _mxfp8_tiles,
+    Sm100GroupedConfig: _sm100_tiles,
+}
 
 
 @dataclass(frozen=True)
@@ -93,26 +106,26 @@ def _moved(t: Any) -> Any:
     return BlockScaledTensor(t.data.cuda(), t.scale.cuda(), t.format, scale, t.scale_layout)
 
 
-def random_formats_problem(path: Route, seed: int) -> FormatsProblem:
-    """A function of the path and the seed alone: ragged sizes, tails of M, N and K, scales in any layout.
+def random_formats_problem(route: Route, seed: int) -> FormatsProblem:
+    """A function of the route and the seed alone: ragged sizes, tails of M, N and K, scales in any layout.
 
     Codes are any finite bits; scales spread over 16 powers of two (NVFP4's: any positive e4m3).
     """
-    draw = random.Random(f"{path.module} {path.a} {path.b} {seed}")
+    draw = random.Random(f"{route.module} {route.a} {route.b} {seed}")
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     sizes = [
         draw.choice((0, 1, 5, 63, 64, 65, 127, 129, draw.randrange(150))) for _ in range(draw.randint(1, 4))
     ]
     m, n, k = sum(sizes) + draw.randrange(4), 8 * draw.randint(1, 34), 32 * draw.randint(1, 14)
     offs = group_offsets(sizes)
-    if path.a == BF16:
+    if route.a == BF16:
         a: BlockScaledTensor | torch.Tensor = torch.randn((m, k), generator=generator).to(torch.bfloat16)
     else:
         layout = draw.choice(("plain", "blocked", "blocked_groups"))
-        a = _operand(_BY_NAME[path.a], (m, k), "activation", layout, generator, len(sizes), offs)
+        a = _operand(_BY_NAME[route.a], (m, k), "activation", layout, generator, len(sizes), offs)
     layout = draw.choice(("plain", "blocked"))
-    b = _operand(_BY_NAME[path.b], (len(sizes), n, k), "weight", layout, generator, len(sizes), offs)
-    config, dtype = draw.choice(configs_of(path)), draw.choice(DTYPES)
+    b = _operand(_BY_NAME[route.b], (len(sizes), n, k), "weight", layout, generator, len(sizes), offs)
+    config, dtype = draw.choice(configs_of(route)), draw.choice(DTYPES)
     return FormatsProblem(a, b, offs, dtype, config)
 
 
@@ -154,12 +167,12 @@ def _operand(
     return BlockScaledTensor(tensor.data, blocked, fmt, global_scale, layout)
 
 
-def emulate_formats(path: Route, seed: int) -> torch.Tensor:
+def emulate_formats(route: Route, seed: int) -> torch.Tensor:
     """The bits of the valid rows, by the emulator."""
     from padless.emulator.fake_driver import driver_of
 
-    problem = random_formats_problem(path, seed)
-    backend = backend_of(path.arch)
+    problem = random_formats_problem(route, seed)
+    backend = backend_of(route.arch)
     with driver_of(backend).configured(num_sms=4):  # enough for the largest cluster
         out = grouped_gemm(
             problem.a,
@@ -173,19 +186,19 @@ def emulate_formats(path: Route, seed: int) -> torch.Tensor:
 
 
 def problems_of(arch: str, problems: int) -> list[tuple[Route, int]]:
-    """So many problems of every path, each a path and a seed."""
-    return [(path, seed) for path in paths_of(arch) for seed in range(problems)]
+    """So many problems of every route, each a route and a seed."""
+    return [(route, seed) for route in paths_of(arch) for seed in range(problems)]
 
 
-def _cost(path: Route, seed: int) -> float:
-    problem = random_formats_problem(path, seed)
+def _cost(route: Route, seed: int) -> float:
+    problem = random_formats_problem(route, seed)
     groups, n, k = problem.b.shape
     return emulation_cost(int(problem.offs[-1]), groups, n, k)
 
 
-def _on_gpu(path: Route, seed: int) -> tuple[FormatsProblem, torch.Tensor]:
+def _on_gpu(route: Route, seed: int) -> tuple[FormatsProblem, torch.Tensor]:
     """A problem and its output by the GPU, fenced."""
-    problem = random_formats_problem(path, seed)
+    problem = random_formats_problem(route, seed)
     a, b, offs = problem.on_gpu()
     fenced = GuardedOutput(a.shape[0], b.shape[1], problem.dtype, "cuda")
     grouped_gemm(a, b, offs, out=fenced.out, config=problem.config)
@@ -198,8 +211,8 @@ def check_formats_accuracy(problems: int = JUDGED) -> str:
     """Raises AssertionError where a row is further from float64 than the output's rounding and FP8's sums explain."""
     worst: dict[str, float] = {}
     jobs = problems_of(cuda_driver().arch, problems)
-    for path, seed in jobs:
-        problem, out = _on_gpu(path, seed)
+    for route, seed in jobs:
+        problem, out = _on_gpu(route, seed)
         valid = int(problem.offs[-1])
         expected = grouped_gemm_reference(
             problem.a, problem.b, problem.offs, out_dtype=torch.float64, accumulate="float64"
@@ -209,30 +222,30 @@ def check_formats_accuracy(problems: int = JUDGED) -> str:
         if not rows.any():
             continue
         error = float(row_errors(out[:valid].cpu()[rows], expected[rows]).max())
-        where = f"{path.name}, {path.a} x {path.b}, problem {seed}"
-        limit = ROW_ERROR_LIMIT[problem.dtype] * _LIMIT_FACTOR.get(path.module, 1)
+        where = f"{route.name}, {route.a} x {route.b}, problem {seed}"
+        limit = ROW_ERROR_LIMIT[problem.dtype] * _LIMIT_FACTOR.get(route.config_class, 1)
         assert error < limit, f"{where}: a row is off by {error:.2e}"
         name = str(problem.dtype)[6:]
         worst[name] = max(worst.get(name, 0.0), error)
-    return f"{len({path for path, _ in jobs})} paths, worst row error " + ", ".join(
+    return f"{len({route for route, _ in jobs})} paths, worst row error " + ", ".join(
         f"{d} {e:.1e}" for d, e in worst.items()
     )
 
 
 def check_formats_against_emulator(problems: int = COMPARED, workers: int | None = None) -> str:
-    """Raises AssertionError with every path whose bits differ between the GPU and the emulator."""
+    """Raises AssertionError with every route whose bits differ between the GPU and the emulator."""
     jobs = problems_of(cuda_driver().arch, problems)
     elements, wrong = 0, []
     with worker_pool(workers) as pool:
         emulated = in_order(pool, emulate_formats, jobs, _cost)
-        for (path, seed), expected in zip(jobs, emulated, strict=True):
-            problem, out = _on_gpu(path, seed)
+        for (route, seed), expected in zip(jobs, emulated, strict=True):
+            problem, out = _on_gpu(route, seed)
             computed = bits(out, problem.offs)
             differ = int((computed != expected).sum())
             elements += computed.numel()
             if differ:
-                where = f"{path.name}, {path.a} x {path.b}, problem {seed}"
+                where = f"{route.name}, {route.a} x {route.b}, problem {seed}"
                 wrong.append(f"{where} ({problem.config}): {differ} of {computed.numel()} elements differ")
     assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
-    paths = {path for path, _ in jobs}
-    return f"{len(jobs)} problems of {len(paths)} paths, {elements} elements, bit for bit the same"
+    routes = {route for route, _ in jobs}
+    return f"{len(jobs)} problems of {len(routes)} paths, {elements} elements, bit for bit the same"

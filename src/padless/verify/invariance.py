@@ -31,7 +31,7 @@ from padless.testing.guarded import GuardedOutput
 from padless.verify.against_emulator import backend_of
 from padless.verify.epilogue_problems import moved
 
-PROBLEMS = 2  # of each path: float32, which hides nothing, and bfloat16
+PROBLEMS = 2  # of each route: float32, which hides nothing, and bfloat16
 DTYPES = (torch.float32, torch.bfloat16)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _BY_NAME = {fmt.name: fmt for fmt in FORMATS}
@@ -53,12 +53,12 @@ class InvarianceProblem:
 
 
 def invariance_paths(arch: str) -> list[Route]:
-    """The grouped paths of an architecture; each kernel of a pair is a path of its own."""
+    """The grouped routes of an architecture; each kernel of a pair is a route of its own."""
     return [p for p in ROUTES if (p.operation, p.arch) == ("grouped_gemm", kernels_arch(arch))]
 
 
 def make_problem(
-    path: Route, sizes: Sequence[int], n: int, k: int, dtype: torch.dtype, seed: int
+    route: Route, sizes: Sequence[int], n: int, k: int, dtype: torch.dtype, seed: int
 ) -> InvarianceProblem:
     """Normal values, rows of which differ by up to 2^8. In groups of two rows and more the second row is 2^20 times as
     large and the last 2^-40 times, which takes a tile of MXFP4 out of float16's range in the middle of K for them alone.
@@ -69,24 +69,24 @@ def make_problem(
     x = torch.randn(m, k, generator=generator)
     x *= torch.exp2(torch.randint(-4, 5, (m, 1), generator=generator).float())
     for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
-        if size > 1 and path.a != "NVFP4":
+        if size > 1 and route.a != "NVFP4":
             x[end - size + 1, k // 2 :] *= 2.0**20
             x[end - 1, k // 2 :] *= 2.0**-40
     w = torch.randn(len(sizes), n, k, generator=generator)
-    a = x.to(torch.bfloat16) if path.a == BF16 else quantize(x, _BY_NAME[path.a], kind="activation")
-    b = quantize(w, _BY_NAME[path.b], kind="weight")
-    default = find_route(path.operation, path.arch, path.a, path.b) == path
-    kernel = None if default else path.load().Config
-    return InvarianceProblem(a, b, tuple(sizes), dtype, kernel, path.arch)
+    a = x.to(torch.bfloat16) if route.a == BF16 else quantize(x, _BY_NAME[route.a], kind="activation")
+    b = quantize(w, _BY_NAME[route.b], kind="weight")
+    default = find_route(route.operation, route.arch, route.a, route.b) == route
+    kernel = None if default else route.config_class
+    return InvarianceProblem(a, b, tuple(sizes), dtype, kernel, route.arch)
 
 
-def random_problem(path: Route, seed: int, factor: int = 1) -> InvarianceProblem:
+def random_problem(route: Route, seed: int, factor: int = 1) -> InvarianceProblem:
     """Groups of every size that tiles are chosen by, tails of N and K. ``factor``: how many times larger N and K are."""
-    draw = random.Random(f"invariance {path.module} {path.a} {path.b} {seed}")
+    draw = random.Random(f"invariance {route.module} {route.a} {route.b} {seed}")
     sizes = [0, 1, *(draw.randint(*span) for span in ((2, 8), (9, 16), (17, 32), (33, 64), (65, 131)))]
     draw.shuffle(sizes)
     n, k = factor * 16 * draw.randint(1, 24), factor * 32 * draw.randint(1, 20)
-    return make_problem(path, sizes, n, k, DTYPES[seed % len(DTYPES)], draw.randrange(2**31))
+    return make_problem(route, sizes, n, k, DTYPES[seed % len(DTYPES)], draw.randrange(2**31))
 
 
 # --- parts of operands -----------------------------------------------------------------------------------
@@ -344,27 +344,27 @@ def judge_problem(
 
 
 def problems_of(arch: str, problems: int = PROBLEMS) -> list[tuple[Route, int]]:
-    """So many problems of every path, each a path and a seed."""
-    return [(path, seed) for path in invariance_paths(arch) for seed in range(problems)]
+    """So many problems of every route, each a route and a seed."""
+    return [(route, seed) for route in invariance_paths(arch) for seed in range(problems)]
 
 
-def rehearse(path: Route, seed: int) -> None:
+def rehearse(route: Route, seed: int) -> None:
     """The launches of a problem on the CPU, by the emulator's backend; nobody looks at what they wrote."""
-    backend = backend_of(path.arch)
+    backend = backend_of(route.arch)
     with settings_of(backend):
-        for _ in launches(random_problem(path, seed), "cpu", backend):
+        for _ in launches(random_problem(route, seed), "cpu", backend):
             pass
 
 
 def check_batch_invariance(problems: int = PROBLEMS) -> str:
-    """Raises AssertionError with the paths on which a row's bits depend on what is around it."""
+    """Raises AssertionError with the routes on which a row's bits depend on what is around it."""
     jobs = problems_of(cuda_driver().arch, problems)
     elements, wrong = 0, []
-    for path, seed in jobs:
+    for route, seed in jobs:
         try:
-            elements += judge_problem(random_problem(path, seed))
+            elements += judge_problem(random_problem(route, seed))
         except AssertionError as error:
             wrong.append(str(error))
     assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
-    paths = {path for path, _ in jobs}
-    return f"{len(jobs)} problems of {len(paths)} paths, {elements} elements, each with its bits in any surroundings"
+    routes = {route for route, _ in jobs}
+    return f"{len(jobs)} problems of {len(routes)} paths, {elements} elements, each with its bits in any surroundings"

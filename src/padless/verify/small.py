@@ -14,6 +14,10 @@ from typing import Any
 import torch
 
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4
+from padless.kernels.launch import KernelChoice
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config, select_config
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.table import BF16, Route, kernels_arch
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.runtime.driver import cuda_driver
@@ -49,16 +53,16 @@ QUANT_CALLS: tuple[tuple[str | None, dict[str, Any]], ...] = (
 
 
 def small_paths(arch: str) -> list[Route]:
-    """The paths that are launched: on Hopper a few pairs of the bf16 kernel, which differ in how operands are read."""
+    """The routes that are launched: on Hopper a few pairs of the bf16 kernel, which differ in how operands are read."""
     chosen = []
-    for path in paths_of(arch):
-        many = path.module == "sm90_bf16" or path.module == "sm90_mxfp8"
-        if not many or (path.a, path.b) in _PAIRS:
-            chosen.append(path)
+    for route in paths_of(arch):
+        many = route.config_class in (Sm90Bf16Config, Sm90Mxfp8Config)
+        if not many or (route.a, route.b) in _PAIRS:
+            chosen.append(route)
     return chosen
 
 
-def small_problem(path: Route, gate_up: str | None, options: dict[str, Any]) -> EpilogueProblem:
+def small_problem(route: Route, gate_up: str | None, options: dict[str, Any]) -> EpilogueProblem:
     """A quantising call; "alpha", "bias" and "prob" in ``options`` stand for tensors of random numbers."""
     generator = torch.Generator().manual_seed(1)
     m, groups = sum(_SIZES) + _PAST, len(_SIZES)
@@ -70,20 +74,16 @@ def small_problem(path: Route, gate_up: str | None, options: dict[str, Any]) -> 
     }
     given: dict[str, Any] = {f"{k}_tensor": numbers[k] for k in numbers if options.get(k)}
     given |= {k: v for k, v in options.items() if k not in numbers} | {"m_aligned": 1}
-    a, b = operands(path, m, n, _K, groups, generator, special=False)
+    a, b = operands(route, m, n, _K, groups, generator, special=False)
     return EpilogueProblem(a, b, group_offsets(_SIZES), gate_up, given, seed=1)
 
 
-def _configs(path: Route, m: int) -> list[Any]:
-    """Kernels of a path: the default, and of the bf16 kernel the one for so many rows, with twice the warpgroups."""
-    module = path.load()
-    if path.module == "sm90_mxfp8":
-        return [module.Config()]
-    if path.module == "sm90_bf16":
-        return [
-            module.Config(path.a, path.b),
-            module.select_config(path.a, path.b, m, len(_SIZES)),
-        ]
+def _configs(route: Route, m: int) -> list[KernelChoice | None]:
+    """Kernels of a route: the default, and of the bf16 kernel the one for so many rows, with twice the warpgroups."""
+    if route.config_class is Sm90Mxfp8Config:
+        return [Sm90Mxfp8Config()]
+    if route.config_class is Sm90Bf16Config:
+        return [Sm90Bf16Config(route.a, route.b), select_config(route.a, route.b, m, len(_SIZES))]
     return [None]
 
 
@@ -100,11 +100,11 @@ def small_launches(device: str = "cuda", backend: str | None = None, arch: str |
 def launches(device: str, backend: str | None, arch: str) -> Iterator[Iterable[Callable[[], object]]]:
     """Makes one launch after the other, each time with what looks at its outputs."""
     draw = random.Random(0)
-    for path in small_paths(arch):
+    for route in small_paths(arch):
         generator = torch.Generator().manual_seed(draw.randrange(2**31))
         m = sum(_SIZES) + _PAST
-        a, b = operands(path, m, _N, _K, len(_SIZES), generator, special=False)
-        for config in _configs(path, m):
+        a, b = operands(route, m, _N, _K, len(_SIZES), generator, special=False)
+        for config in _configs(route, m):
             fenced = GuardedOutput(m, _N, torch.bfloat16, device)
             grouped_gemm(
                 moved(a, device),
@@ -115,12 +115,12 @@ def launches(device: str, backend: str | None, arch: str) -> Iterator[Iterable[C
                 config=config,
             )
             yield (partial(fenced.check, sum(_SIZES)),)
-    for path in quant_paths(arch):
+    for route in quant_paths(arch):
         for gate_up, options in QUANT_CALLS:
             try:
-                outputs = run_problem(small_problem(path, gate_up, options), device, backend)
+                outputs = run_problem(small_problem(route, gate_up, options), device, backend)
             except ValueError:
-                if path.module == "sm90_fp8_quant":  # the one that takes all of these calls
+                if route.config_class is Sm90Fp8Config:  # the one that takes all of these calls
                     raise
                 continue
             yield (partial(_judge_outputs, outputs),)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from padless.formats import OUT_DTYPES
-from padless.kernels.sm100_dense.host import KERNEL, DenseProblem, Sm100DenseConfig, select_config
+from padless.kernels.sm100_dense.config import DenseProblem, Sm100DenseConfig, select_config
+from padless.kernels.sm100_dense.host import KERNEL
 from padless.runtime import jit
 from support.machine_code import complaints, instructions
 

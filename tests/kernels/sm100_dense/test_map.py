@@ -16,7 +16,8 @@ from kernel_map import (
     kernel_map_markdown,
     tensor_memory_map,
 )
-from padless.kernels.sm100_dense.host import KERNEL, Sm100DenseConfig
+from padless.kernels.sm100_dense.config import Sm100DenseConfig
+from padless.kernels.sm100_dense.host import KERNEL
 from padless.runtime.jit import compile_kernel
 from support.ragged import ROOT
 

@@ -11,7 +11,8 @@ import torch
 import padless
 from padless.emulator.fake_driver import emulated_driver
 from padless.formats import BlockScaledTensor
-from padless.kernels.sm100_dense.host import KERNEL, DenseProblem, Sm100DenseConfig, prepare, select_config
+from padless.kernels.sm100_dense.config import DenseProblem, Sm100DenseConfig, select_config
+from padless.kernels.sm100_dense.host import KERNEL, prepare
 from padless.kernels.table import find_route
 from padless.reference.gemm import round_to
 from support.ragged import GuardedOutput

@@ -21,6 +21,7 @@ from padless.emulator.fake_driver import EmulatedDriver
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size
 from padless.kernels import cost_model
+from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import prepare_list
 from padless.kernels.table import find_route, kernels_arch
@@ -104,7 +105,7 @@ def test_the_dense_table_is_ready_to_launch() -> None:
         path = find_route("gemm", stub.arch, "MXFP8", "MXFP8")
         out = torch.empty((size, size), dtype=torch.bfloat16)
         path.load().prepare(stub, a, b, None, out, None)
-    assert path.module == "sm100_mxfp8_dense"
+    assert path.config_class is Sm100DenseConfig
     assert len(stub.shapes) == len(DENSE_SIZES)
 
 
@@ -127,7 +128,7 @@ def test_quantising_calls_are_ready_to_launch() -> None:
     scale = torch.empty(blocked_size(4096, 64), dtype=torch.uint8)
     tensors = EpilogueTensors(row_codes=codes, row_scale=scale)
     path = find_route("grouped_gemm_quant", stub.arch, "MXFP8", "MXFP8")
-    assert path.load().prepare(stub, a, b, offs, tensors, None, epilogue=epilogue).copies == ()
+    assert path.load_quant().prepare(stub, a, b, offs, tensors, None, epilogue=epilogue).copies == ()
 
 
 def test_compute_capability_10_3_compiles_the_same_source() -> None:

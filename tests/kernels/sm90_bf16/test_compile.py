@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from padless.kernels.sm90_bf16.host import KERNEL, PAIRS, Sm90Bf16Config, select_config
+from padless.kernels.sm90_bf16.config import PAIRS, Sm90Bf16Config, select_config
+from padless.kernels.sm90_bf16.host import KERNEL
 from padless.runtime import jit
 from support.machine_code import complaints, instructions
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from padless.formats import MXFP4, BlockScaledTensor
-from padless.kernels.sm90_bf16.host import Sm90Bf16Config
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config
 from padless.layouts import to_blocked
 from padless.runtime import jit
 from support.sm90_bf16_cases import error_bound, exact_result, multiply, random_problem

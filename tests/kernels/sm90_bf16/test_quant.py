@@ -13,7 +13,7 @@ from padless.formats import FP8_BLOCK, MXFP8, NVFP4
 from padless.kernels.epilogue_launch import QuantConfig
 from padless.kernels.sm90_bf16 import host as sm90_bf16
 from padless.kernels.sm90_bf16 import host_quant as sm90_bf16_quant
-from padless.kernels.sm90_bf16.host import PAIRS, Sm90Bf16Config
+from padless.kernels.sm90_bf16.config import PAIRS, Sm90Bf16Config
 from padless.runtime import jit
 from support.machine_code import complaints
 from support.quant_cases import ALL, SIZES, plant, slow_but

@@ -10,8 +10,8 @@ import torch
 import padless
 from padless import BlockScaledTensor, Sm90Fp8Config, grouped_gemm
 from padless.formats import FP8_BLOCK, MXFP8, BlockScaledFormat
-from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
-from padless.runtime.tensor_map import row_box
+from padless.kernels.maps import row_box
+from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from support.ragged import GuardedOutput
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from padless.verify import wgrad_problems as verify_wgrad_problems
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.verify import wgrad as verify_wgrad
+from padless.verify import wgrad_problems as verify_wgrad_problems
 from padless.verify.rehearsals import listing, rehearsals_of
 from padless.verify.run import jobs_of
 from padless.verify.wgrad import check_accumulation, check_bits, check_independence, check_repeats, subnormals

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from padless.formats import OUT_DTYPES
-from padless.kernels.sm90_mxfp8.host import KERNEL, Sm90Mxfp8Config
+from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
+from padless.kernels.sm90_mxfp8.host import KERNEL
 from padless.runtime import jit
 from support.machine_code import complaints, cuobjdump, instructions
 

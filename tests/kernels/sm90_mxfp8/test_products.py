@@ -11,7 +11,8 @@ import padless
 from padless.emulator.errors import LaunchError
 from padless.formats import MXFP8, BlockScaledTensor
 from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
-from padless.kernels.sm90_mxfp8.host import KERNEL, Sm90Mxfp8Config, select_config
+from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config, select_config
+from padless.kernels.sm90_mxfp8.host import KERNEL
 from padless.kernels.table import find_route
 from padless.reference.gemm import grouped_gemm_reference
 from padless.runtime import jit
@@ -186,7 +187,7 @@ def test_the_config_chooses_this_kernel() -> None:
     for operation in ("grouped_gemm", "gemm"):
         for pair in PAIRS:
             path = find_route(operation, "sm_90a", pair[0].name, pair[1].name, Sm90Mxfp8Config())
-            assert (path.module, path.kernel) == ("sm90_mxfp8", KERNEL)
+            assert (path.config_class, path.kernel) == (Sm90Mxfp8Config, KERNEL)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,9 @@ def test_a_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch, bug: str) -> Non
     assert count == 1, f"the kernel has {count} places like {BUGS[bug][0]!r}: plant another fault"
     monkeypatch.setattr(jit, "sources", lambda: sources)
     driver = type(DRIVER)()
-    monkeypatch.setattr("sm90_mxfp8_cases.DRIVER", driver)  # a kernel prepared before is the right one
+    monkeypatch.setattr(
+        "support.sm90_mxfp8_cases.DRIVER", driver
+    )  # a kernel prepared before is the right one
     problem = random_problem((66, 3), 72, 416)
     config = Sm90Mxfp8Config(block_n=64, num_stages=2, raster_m=3 + list(BUGS).index(bug))
     with pytest.raises((LaunchError, AssertionError)):

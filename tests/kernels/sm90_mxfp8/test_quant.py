@@ -15,7 +15,7 @@ from padless.formats import FP8_BLOCK, MXFP8, NVFP4
 from padless.kernels.epilogue_launch import QuantConfig
 from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
 from padless.kernels.sm90_mxfp8 import host_quant as sm90_mxfp8_quant
-from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
+from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.runtime import jit
 from support.machine_code import complaints
 from support.quant_cases import ALL, SIZES, plant, reference, slow_but

@@ -1,31 +1,18 @@
 """A grouped GEMM whose epilogue scales, gates, activates and quantises: cuDNN's "Grouped GEMM + Quant", without padding.
 
 What each call computes, and how it compares with cuDNN's, is in docs/grouped_gemm_quant.md; the arithmetic in
-epilogue.py.
+epilogue.py; the rules of the arguments in request.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from padless.compat.cudnn.operands import Operands, operands_of
-from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, ROW_FORMATS, Epilogue, EpilogueTensors
-from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
-from padless.gradients import refuse_gradients
+from padless.compat.cudnn.outputs import QuantOutputs, pack
+from padless.compat.cudnn.request import GATE_UP, CudnnRequest, Stream, stream_handle
+from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
-from padless.ops.checks import check_offs_values
-from padless.ops.grouped_gemm_epilogue import QuantOutputs, allocate, check, default_row_layout, pack, run
-
-SEMANTICS = ("implementation", "documented")
-GATE_UP = {"interleaved": "swiglu_interleaved", "concatenated": "swiglu_concatenated"}
-D_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FORMAT_OF_DTYPE = {
-    torch.float8_e4m3fn: MXFP8,
-    torch.float8_e5m2: MXFP8_E5M2,
-    torch.float4_e2m1fn_x2: MXFP4,
-}
+from padless.ops.grouped_gemm_epilogue import compute, with_outputs
 
 
 def grouped_gemm_quant(
@@ -49,7 +36,7 @@ def grouped_gemm_quant(
     vector_f32: bool = False,
     m_aligned: int = 1,
     discrete_col_sfd: bool = False,
-    current_stream: Any = None,
+    current_stream: Stream = None,
     d_format: BlockScaledFormat | None = None,
     row_output: bool = True,
     column_output: bool | None = None,
@@ -110,8 +97,37 @@ def grouped_gemm_quant(
     launch for these formats on this GPU. Nothing is done in several launches instead: for that, call
     grouped_gemm(out_dtype=torch.float32) and quantize.
     """
-    options = locals()
-    return _call("none", **options)
+    request = CudnnRequest(
+        a_tensor=a_tensor,
+        b_tensor=b_tensor,
+        sfa_tensor=sfa_tensor,
+        sfb_tensor=sfb_tensor,
+        padded_offsets=padded_offsets,
+        alpha_tensor=alpha_tensor,
+        norm_const_tensor=norm_const_tensor,
+        prob_tensor=prob_tensor,
+        bias_tensor=bias_tensor,
+        acc_dtype=acc_dtype,
+        d_dtype=d_dtype,
+        cd_major=cd_major,
+        sf_vec_size=sf_vec_size,
+        m_aligned=m_aligned,
+        discrete_col_sfd=discrete_col_sfd,
+        current_stream=current_stream,
+        d_format=d_format,
+        row_output=row_output,
+        column_output=column_output,
+        row_layout=row_layout,
+        column_layout=column_layout,
+        scale_rule=scale_rule,
+        global_scale_tensor=global_scale_tensor,
+        return_amax=return_amax,
+        semantics=semantics,
+        backend=backend,
+        check_offs=check_offs,
+        config=config,
+    )
+    return _run(request)
 
 
 def grouped_gemm_swiglu_quant(
@@ -136,7 +152,7 @@ def grouped_gemm_swiglu_quant(
     vector_f32: bool = False,
     m_aligned: int = 1,
     discrete_col_sfd: bool = False,
-    current_stream: Any = None,
+    current_stream: Stream = None,
     d_format: BlockScaledFormat | None = None,
     row_output: bool = True,
     column_output: bool | None = None,
@@ -159,159 +175,55 @@ def grouped_gemm_swiglu_quant(
 
     All else as grouped_gemm_quant.
     """
-    options = locals()
-    gate_up = options.pop("gate_up")
     if gate_up not in GATE_UP:
         raise ValueError(f"gate_up is {gate_up!r}; allowed: {', '.join(map(repr, GATE_UP))}")
-    return _call(GATE_UP[gate_up], **options)
-
-
-def _call(activation: str, **o: Any) -> QuantOutputs:
-    refuse_gradients(**o)
-    check_fixed(o)
-    operands = operands_of(o)
-    epilogue = _epilogue(activation, operands, o)
-    check(operands.a, operands.b, operands.offs, epilogue)
-    a, b, offs = operands.a, operands.b, operands.offs
-    (num_groups, n), m = b.data.shape[:2], a.shape[0]
-    if not isinstance(o["m_aligned"], int) or o["m_aligned"] < 1:
-        raise ValueError(f"m_aligned is {o['m_aligned']!r}; it must be an integer of 1 or more")
-    numbers = operands.numbers(o, epilogue)
-    if o["check_offs"]:
-        check_offs_values(offs, m)
-        check_aligned(offs, o["m_aligned"])
-    outputs = allocate(epilogue, m, n, num_groups, a.device, o["m_aligned"])
-    tensors = EpilogueTensors(**numbers, **outputs)
-    run(a, b, offs, epilogue, tensors, o["backend"], o["config"], stream_handle(o["current_stream"]))
-    return pack(epilogue, tensors, operands.as_cudnn, offs)
-
-
-def _epilogue(activation: str, operands: Operands, o: dict[str, Any]) -> Epilogue:
-    """What the arguments ask for. Raises ValueError in the arguments' words."""
-    format, d_dtype = _outputs(o)
-    rule = _scale_rule(format, o)
-    rows = format if o["row_output"] else None
-    columns = _column_format(format, o)
-    if format is not None and rows is None and columns is None:
-        raise ValueError(
-            "row_output and column_output are both off; nothing would be left of the quantised output"
-        )
-    amax = d_dtype in (torch.bfloat16, torch.float16) if o["return_amax"] is None else o["return_amax"]
-    row_layout = o["row_layout"] or ("plain" if rows is None else default_row_layout(rows))
-    column_layout = o["column_layout"]
-    if column_layout is None:
-        tiled = columns is not None and columns != FP8_BLOCK
-        column_layout = ("blocked_groups" if o["discrete_col_sfd"] else "blocked") if tiled else "plain"
-    elif columns is None:
-        raise ValueError(f"column_layout is {column_layout!r} and there is no column output; leave it None")
-    gated_bias = activation == "none" and o["semantics"] == "implementation"
-    return Epilogue(
-        alpha=o["alpha_tensor"] is not None,
-        bias=o["bias_tensor"] is not None,
-        prob=o["prob_tensor"] is not None,
-        bias_rule="gated_bias" if gated_bias else "gated_sum",
-        activation=activation,
-        amax=bool(amax),
+    request = CudnnRequest(
+        gate_up=gate_up,
+        a_tensor=a_tensor,
+        b_tensor=b_tensor,
+        sfa_tensor=sfa_tensor,
+        sfb_tensor=sfb_tensor,
+        padded_offsets=padded_offsets,
+        alpha_tensor=alpha_tensor,
+        norm_const_tensor=norm_const_tensor,
+        prob_tensor=prob_tensor,
+        bias_tensor=bias_tensor,
+        acc_dtype=acc_dtype,
         d_dtype=d_dtype,
-        row_format=rows,
+        cd_major=cd_major,
+        sf_vec_size=sf_vec_size,
+        m_aligned=m_aligned,
+        discrete_col_sfd=discrete_col_sfd,
+        current_stream=current_stream,
+        d_format=d_format,
+        row_output=row_output,
+        column_output=column_output,
         row_layout=row_layout,
-        column_format=columns,
         column_layout=column_layout,
-        scale_rule=rule,
+        scale_rule=scale_rule,
+        global_scale_tensor=global_scale_tensor,
+        return_amax=return_amax,
+        semantics=semantics,
+        backend=backend,
+        check_offs=check_offs,
+        config=config,
     )
+    return _run(request)
 
 
-def _outputs(o: dict[str, Any]) -> tuple[BlockScaledFormat | None, torch.dtype | None]:
-    """(format of codes, dtype of values): one of them is None."""
-    if o["d_format"] is not None:
-        if o["d_format"] not in ROW_FORMATS:
-            names = ", ".join(format.name for format in ROW_FORMATS)
-            raise ValueError(
-                f"d_format is {getattr(o['d_format'], 'name', o['d_format'])!r}; allowed: {names}, None"
-            )
-        return o["d_format"], None
-    if o["d_dtype"] in FORMAT_OF_DTYPE:
-        return FORMAT_OF_DTYPE[o["d_dtype"]], None
-    if o["d_dtype"] not in D_DTYPES:
-        allowed = ", ".join(map(str, (*D_DTYPES, *FORMAT_OF_DTYPE)))
-        raise ValueError(f"d_dtype is {o['d_dtype']}; allowed: {allowed}")
-    return None, o["d_dtype"]
-
-
-def _scale_rule(format: BlockScaledFormat | None, o: dict[str, Any]) -> str:
-    # Where no scales are made norm_const is dropped, as in cuDNN: a call need not change with d_dtype.
-    rule = o["scale_rule"]
-    if format in (None, FP8_BLOCK, NVFP4):
-        name = str(o["d_dtype"]) if format is None else format.name
-        if format is not None and o["norm_const_tensor"] is not None:
-            raise ValueError(f"norm_const_tensor must be None for {name} output; the MX formats have one")
-        if rule is not None:
-            raise ValueError(f"scale_rule is {rule!r}; it must be None for {name} output")
-        if format is None and o["global_scale_tensor"] is not None:
-            raise ValueError("global_scale_tensor must be None for output that has no scales")
-        if format == NVFP4 and o["global_scale_tensor"] is None:
-            raise ValueError(
-                "global_scale_tensor is None; NVFP4 output needs its decode scale, amax / 2688 of D"
-            )
-        if format == FP8_BLOCK and o["global_scale_tensor"] is not None:
-            raise ValueError("global_scale_tensor must be None for FP8_BLOCK output")
-        return "te" if format == NVFP4 else ""
-    if o["global_scale_tensor"] is not None:
-        raise ValueError(f"global_scale_tensor must be None for {format.name} output")
-    if o["norm_const_tensor"] is None:
-        if rule not in (None, "rceil", "floor"):
-            raise ValueError(f"scale_rule is {rule!r}; allowed: None, 'rceil', 'floor'")
-        return rule or "rceil"
-    if rule is not None:
-        raise ValueError(f"scale_rule is {rule!r}; with norm_const_tensor it must be None (see semantics)")
-    return NORM_CONST_RULES[SEMANTICS.index(o["semantics"])]
-
-
-def _column_format(format: BlockScaledFormat | None, o: dict[str, Any]) -> BlockScaledFormat | None:
-    if format is None:
-        if o["column_output"]:
-            raise ValueError(
-                f"column_output is True and d_dtype {o['d_dtype']} has no codes; ask for an FP8 format"
-            )
-        return None
-    possible = format in COLUMN_FORMATS
-    if o["column_output"] and not possible:
-        names = ", ".join(allowed.name for allowed in COLUMN_FORMATS)
-        raise ValueError(f"column_output is True for {format.name}; only {names} are quantised along columns")
-    wanted = possible if o["column_output"] is None else o["column_output"]
-    return format if wanted else None
-
-
-# --- checks that the class makes too -------------------------------------------------------------------------
-
-
-def check_fixed(o: dict[str, Any]) -> None:
-    """Raises ValueError for cuDNN's arguments that have one value, and for unknown semantics."""
-    if o["acc_dtype"] != torch.float32:
-        raise ValueError(f"acc_dtype is {o['acc_dtype']}; it must be torch.float32")
-    if o["cd_major"] != "n":
-        raise ValueError(f"cd_major is {o['cd_major']!r}; only 'n' is supported")
-    if o["semantics"] not in SEMANTICS:
-        raise ValueError(f"semantics is {o['semantics']!r}; allowed: {', '.join(map(repr, SEMANTICS))}")
-
-
-def check_aligned(offs: torch.Tensor, m_aligned: int) -> None:
-    """Raises ValueError for an end offset that is no multiple of m_aligned. Waits for the device."""
-    for group, end in enumerate(offs.tolist()):
-        if end % m_aligned != 0:
-            raise ValueError(
-                f"padded_offsets[{group}] is {end}, which is no multiple of m_aligned = {m_aligned}; use 1"
-            )
-
-
-def stream_handle(stream: Any) -> int | None:
-    """The number of a stream: a torch.cuda.Stream, a CUstream, a number, or None for torch's current one."""
-    if stream is None:
-        return None
-    handle = getattr(stream, "cuda_stream", stream)
-    try:
-        return int(handle)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"current_stream must be a stream or its number, got {type(stream).__name__}"
-        ) from None
+def _run(request: CudnnRequest) -> QuantOutputs:
+    resolved = request.resolve()
+    operands, epilogue = resolved.operands, resolved.epilogue
+    tensors = with_outputs(
+        epilogue,
+        resolved.tensors,
+        operands.m,
+        operands.n,
+        operands.num_groups,
+        operands.device,
+        request.m_aligned,
+    )
+    stream = stream_handle(request.current_stream)
+    a, b, offs = operands.a, operands.b, operands.offs
+    compute(a, b, offs, epilogue, tensors, request.backend, request.config, stream)
+    return pack(epilogue, tensors, operands.as_cudnn, offs)

@@ -2,31 +2,148 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
-from padless.compat.cudnn.calls import (
-    D_DTYPES,
-    FORMAT_OF_DTYPE,
-    GATE_UP,
-    SEMANTICS,
-    check_fixed,
-    stream_handle,
-)
-from padless.compat.cudnn.operands import Operands, operands_of
+from padless.compat.cudnn.operands import SEMANTICS, Inputs, Operands
+from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, GATE_UP, Stream, stream_handle
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, Epilogue, EpilogueTensors, column_tiles
 from padless.formats import BlockScaledFormat, ceil_div
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_rows, describe
-from padless.ops.grouped_gemm_epilogue import check, check_tensor, prepare, run
+from padless.ops.epilogue_checks import check_columns, check_tensor
+from padless.ops.grouped_gemm_epilogue import compute, prepare
 
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Buffers(Inputs):
+    """Operands and outputs of one execution, in the words of `execute`, and the options of the class."""
+
+    d_tensor: torch.Tensor
+    d_col_tensor: torch.Tensor | None
+    sfd_row_tensor: torch.Tensor | None
+    sfd_col_tensor: torch.Tensor | None
+    amax_tensor: torch.Tensor | None
+    gate_up: str | None
+
+    def tensors(self) -> dict[str, object]:
+        """The tensors by name, None for those that were not given."""
+        return {name: getattr(self, name) for name in _TENSORS}
+
+    def bind(self) -> Bound:
+        """What padless computes with, everything checked. Raises ValueError."""
+        self.check_fixed()
+        operands = self.operands()
+        if not operands.as_cudnn:
+            raise ValueError(
+                "sample_b must be a tensor (N, K, G); for BlockScaledTensors call grouped_gemm_quant"
+            )
+        epilogue = self.epilogue()
+        operands.check()
+        check_columns(epilogue, operands.n, "b_tensor", "gate_up='interleaved'")
+        numbers = self.numbers(operands, epilogue)
+        return Bound(operands, epilogue, self._with_outputs(numbers, operands, epilogue))
+
+    def epilogue(self) -> Epilogue:
+        """What the given outputs ask for. Raises ValueError."""
+        d, gate_up = self.d_tensor, self.gate_up
+        if not isinstance(d, torch.Tensor) or d.dtype not in (*D_DTYPES, *FORMAT_OF_DTYPE):
+            allowed = ", ".join(map(str, (*D_DTYPES, *FORMAT_OF_DTYPE)))
+            raise ValueError(f"d_tensor must be a (M, N, 1) tensor, {allowed}, got {describe(d)}")
+        if gate_up is not None and gate_up not in GATE_UP:
+            raise ValueError(f"gate_up is {gate_up!r}; allowed: None, {', '.join(map(repr, GATE_UP))}")
+        format = FORMAT_OF_DTYPE.get(d.dtype)
+        has_column = self.d_col_tensor is not None
+        if has_column != (self.sfd_col_tensor is not None):
+            raise ValueError("d_col_tensor and sfd_col_tensor must be given both or neither")
+        if format is None and (has_column or self.sfd_row_tensor is not None):
+            raise ValueError(
+                f"d_tensor is {d.dtype}, which has no scales; sfd_row, d_col and sfd_col must be None"
+            )
+        if format is not None and (self.sfd_row_tensor is None or self.norm_const_tensor is None):
+            missing = "sfd_row_tensor" if self.sfd_row_tensor is None else "norm_const_tensor"
+            raise ValueError(
+                f"{missing} is None; sfd_row and norm_const are needed with {d.dtype} (ones for no effect)"
+            )
+        if has_column and format not in COLUMN_FORMATS:
+            raise ValueError(f"d_col_tensor must be None for {d.dtype}; only FP8 is quantised along columns")
+        activation = "none" if gate_up is None else GATE_UP[gate_up]
+        column_layout = "blocked_groups" if self.discrete_col_sfd else "blocked"
+        return Epilogue(
+            alpha=self.alpha_tensor is not None,
+            bias=self.bias_tensor is not None,
+            prob=self.prob_tensor is not None,
+            bias_rule=self.bias_rule(activation),
+            activation=activation,
+            amax=self.amax_tensor is not None,
+            d_dtype=d.dtype if format is None else None,
+            row_format=format,
+            row_layout="plain" if format is None else "blocked",
+            column_format=format if has_column else None,
+            column_layout=column_layout if has_column else "plain",
+            scale_rule="" if format is None else NORM_CONST_RULES[SEMANTICS.index(self.semantics)],
+        )
+
+    def _with_outputs(
+        self, numbers: EpilogueTensors, operands: Operands, epilogue: Epilogue
+    ) -> EpilogueTensors:
+        m, groups, device = operands.m, operands.num_groups, operands.device
+        n_out, d, format = epilogue.out_columns(operands.n), self.d_tensor, epilogue.row_format
+        t = numbers
+        if epilogue.amax:
+            amax = check_tensor("amax_tensor", self.amax_tensor, (groups, 1), (torch.float32,), device)
+            t = replace(t, amax=amax[:, 0])
+        shape = (m, n_out // (1 if format is None else format.codes_per_byte), 1)
+        rows = _rows("d_tensor", check_tensor("d_tensor", d, shape, (d.dtype,), device))
+        if format is None:
+            return replace(t, d=rows)
+        columns = ceil_div(ceil_div(n_out, format.block_k), 4)
+        scale = _tiles("sfd_row_tensor", self.sfd_row_tensor, (ceil_div(m, 128), columns), format, device)
+        t = replace(t, row_codes=rows, row_scale=scale)
+        if epilogue.column_format is None:
+            return t
+        d_col = check_tensor("d_col_tensor", self.d_col_tensor, (m, n_out, 1), (d.dtype,), device)
+        column_codes = _rows("d_col_tensor", d_col)
+        sfd_col = self.sfd_col_tensor
+        needed = column_tiles(m, groups, self.m_aligned)
+        room = sfd_col.shape[4] if isinstance(sfd_col, torch.Tensor) and sfd_col.dim() == 6 else needed
+        if room < needed:
+            raise ValueError(
+                f"sfd_col_tensor has {room} column tiles; {groups} groups of {m} rows that end anywhere can need "
+                f"{needed}. Give it shape (32, 4, {ceil_div(n_out, 128)}, 4, {needed}, 1), or pass m_aligned=256 "
+                "if every end offset is a multiple of 256"
+            )
+        tiles = (ceil_div(n_out, 128), room)
+        scale = _tiles("sfd_col_tensor", sfd_col, tiles, epilogue.column_format, device)
+        return replace(t, column_codes=column_codes, column_scale=scale, column_tiles=room)
+
+
+# Of Buffers: what `execute` takes anew.
 _TENSORS = (
     *("a_tensor", "b_tensor", "d_tensor", "sfa_tensor", "sfb_tensor", "padded_offsets", "alpha_tensor"),
     *("d_col_tensor", "sfd_row_tensor", "sfd_col_tensor", "amax_tensor", "norm_const_tensor", "prob_tensor"),
     "bias_tensor",
 )
+
+
+# Epilogue, formats of a and b, and (G, N, K) of b's codes.
+Kind = tuple[Epilogue, tuple[BlockScaledFormat, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A set of buffers as padless has them: tensors holds the epilogue's operands and outputs."""
+
+    operands: Operands
+    epilogue: Epilogue
+    tensors: EpilogueTensors
+
+    @property
+    def kind(self) -> Kind:
+        """What executions have in common with the samples."""
+        return self.epilogue, self.operands.formats, tuple(self.operands.b.data.shape)
 
 
 class GroupedGemmQuant:
@@ -72,36 +189,44 @@ class GroupedGemmQuant:
         backend: str | None = None,
         config: KernelChoice | None = None,
     ) -> None:
-        given = locals()
-        refuse_gradients(**given)
-        self._samples = {name: given["sample_" + name.removesuffix("_tensor")] for name in _TENSORS}
-        self._m_aligned = m_aligned
-        self._options = {
-            "acc_dtype": acc_dtype,
-            "cd_major": "n",
-            "sf_vec_size": sf_vec_size,
-            "discrete_col_sfd": discrete_col_sfd,
-            "gate_up": gate_up,
-            "semantics": semantics,
-        }
+        self._samples = Buffers(
+            a_tensor=sample_a,
+            b_tensor=sample_b,
+            d_tensor=sample_d,
+            sfa_tensor=sample_sfa,
+            sfb_tensor=sample_sfb,
+            padded_offsets=sample_padded_offsets,
+            alpha_tensor=sample_alpha,
+            d_col_tensor=sample_d_col,
+            sfd_row_tensor=sample_sfd_row,
+            sfd_col_tensor=sample_sfd_col,
+            amax_tensor=sample_amax,
+            norm_const_tensor=sample_norm_const,
+            prob_tensor=sample_prob,
+            bias_tensor=sample_bias,
+            acc_dtype=acc_dtype,
+            sf_vec_size=sf_vec_size,
+            m_aligned=m_aligned,
+            discrete_col_sfd=discrete_col_sfd,
+            gate_up=gate_up,
+            semantics=semantics,
+        )
+        samples = self._samples.tensors().items()
+        refuse_gradients(**{"sample_" + name.removesuffix("_tensor"): t for name, t in samples})
         self._backend, self._config = backend, config
-        self._epilogue: Epilogue | None = None
-        self._formats: tuple[BlockScaledFormat, ...] = ()
+        self._kind: Kind | None = None
         self._compiled = False
 
     def check_support(self) -> bool:
         """True, or a ValueError that says what is not supported and what is. Nothing is compiled."""
-        operands, epilogue, _ = self._bind(self._samples)
-        self._epilogue = epilogue
-        self._formats = (operands.a.format, operands.b.format)  # type: ignore[union-attr]
-        self._sizes = tuple(operands.b.data.shape)
+        self._kind = self._samples.bind().kind
         return True
 
     def compile(self) -> None:
         """Compiles the kernel for the samples; nothing to do for the reference backend."""
-        self._checked()
-        operands, epilogue, tensors = self._bind(self._samples)
-        prepare(operands.a, operands.b, operands.offs, epilogue, tensors, self._backend, self._config)
+        bound = self._samples.bind()
+        self._kind, o = bound.kind, bound.operands
+        prepare(o.a, o.b, o.offs, bound.epilogue, bound.tensors, self._backend, self._config)
         self._compiled = True
 
     def execute(
@@ -121,130 +246,46 @@ class GroupedGemmQuant:
         norm_const_tensor: torch.Tensor | None = None,
         prob_tensor: torch.Tensor | None = None,
         bias_tensor: torch.Tensor | None = None,
-        current_stream: Any = None,
+        current_stream: Stream = None,
     ) -> None:
         """Computes into the outputs given. They and the operands are of the samples' types, N, K and G."""
-        given = locals()
-        refuse_gradients(**given)
-        expected = self._checked()
-        if not self._compiled:
+        given = replace(
+            self._samples,
+            a_tensor=a_tensor,
+            b_tensor=b_tensor,
+            d_tensor=d_tensor,
+            sfa_tensor=sfa_tensor,
+            sfb_tensor=sfb_tensor,
+            padded_offsets=padded_offsets,
+            alpha_tensor=alpha_tensor,
+            d_col_tensor=d_col_tensor,
+            sfd_row_tensor=sfd_row_tensor,
+            sfd_col_tensor=sfd_col_tensor,
+            amax_tensor=amax_tensor,
+            norm_const_tensor=norm_const_tensor,
+            prob_tensor=prob_tensor,
+            bias_tensor=bias_tensor,
+        )
+        refuse_gradients(**given.tensors())
+        if not self._compiled or self._kind is None:
+            self.check_support()
             raise RuntimeError("call compile() first")
-        tensors_given = {name: given[name] for name in _TENSORS}
-        for name, t in tensors_given.items():
-            if (t is None) != (self._samples[name] is None):
-                without = "without" if self._samples[name] is None else "with"
+        samples = self._samples.tensors()
+        for name, t in given.tensors().items():
+            if (t is None) != (samples[name] is None):
+                without = "without" if samples[name] is None else "with"
                 raise ValueError(
                     f"{name} is {describe(t)}; the samples came {without} one, so must this call"
                 )
-        operands, epilogue, tensors = self._bind(tensors_given)
-        formats = (operands.a.format, operands.b.format)  # type: ignore[union-attr]
-        sizes = tuple(operands.b.data.shape)
-        if (epilogue, formats, sizes) != (expected, self._formats, self._sizes):
+        bound, expected = given.bind(), self._kind
+        if bound.kind != expected:
+            (epilogue, formats, sizes), (was, their_formats, their_sizes) = bound.kind, expected
             raise ValueError(
-                f"the tensors differ from the samples: b is {sizes} and was {self._sizes}, formats "
-                f"{[f.name for f in formats]} and were {[f.name for f in self._formats]}, {epilogue} and was {expected}"
+                f"the tensors differ from the samples: b is {sizes} and was {their_sizes}, formats "
+                f"{[f.name for f in formats]} and were {[f.name for f in their_formats]}, {epilogue} and was {was}"
             )
-        stream = stream_handle(current_stream)
-        run(operands.a, operands.b, operands.offs, epilogue, tensors, self._backend, self._config, stream)
-
-    def _checked(self) -> Epilogue:
-        if self._epilogue is None:
-            self.check_support()
-        assert self._epilogue is not None
-        return self._epilogue
-
-    def _bind(self, given: dict[str, Any]) -> tuple[Operands, Epilogue, EpilogueTensors]:
-        """Operands, epilogue and tensors of a set of arguments, everything checked."""
-        check_fixed(self._options)
-        operands = operands_of(given | self._options)
-        if not operands.as_cudnn:
-            raise ValueError(
-                "sample_b must be a tensor (N, K, G); for BlockScaledTensors call grouped_gemm_quant"
-            )
-        epilogue = _epilogue(given, self._options)
-        check(operands.a, operands.b, operands.offs, epilogue)
-        numbers = operands.numbers(given, epilogue)
-        return operands, epilogue, EpilogueTensors(**numbers, **self._outputs(given, operands, epilogue))
-
-    def _outputs(self, given: dict[str, Any], operands: Operands, epilogue: Epilogue) -> dict[str, Any]:
-        (groups, n), m = operands.b.data.shape[:2], operands.a.shape[0]
-        device, n_out = operands.a.device, epilogue.out_columns(n)
-        new: dict[str, Any] = {}
-        if epilogue.amax:
-            amax = check_tensor("amax_tensor", given["amax_tensor"], (groups, 1), (torch.float32,), device)
-            new["amax"] = amax[:, 0]
-        d = given["d_tensor"]
-        format = epilogue.row_format
-        if format is None:
-            shape = (m, n_out, 1)
-            new["d"] = _rows("d_tensor", check_tensor("d_tensor", d, shape, (d.dtype,), device))
-            return new
-        shape = (m, n_out // format.codes_per_byte, 1)
-        new["row_codes"] = _rows("d_tensor", check_tensor("d_tensor", d, shape, (d.dtype,), device))
-        columns = ceil_div(ceil_div(n_out, format.block_k), 4)
-        new["row_scale"] = _tiles(
-            "sfd_row_tensor", given["sfd_row_tensor"], (ceil_div(m, 128), columns), format, device
-        )
-        if epilogue.column_format is not None:
-            d_col = check_tensor("d_col_tensor", given["d_col_tensor"], (m, n_out, 1), (d.dtype,), device)
-            new["column_codes"] = _rows("d_col_tensor", d_col)
-            sfd_col = given["sfd_col_tensor"]
-            needed = column_tiles(m, groups, self._m_aligned)
-            room = sfd_col.shape[4] if isinstance(sfd_col, torch.Tensor) and sfd_col.dim() == 6 else needed
-            if room < needed:
-                raise ValueError(
-                    f"sfd_col_tensor has {room} column tiles; {groups} groups of {m} rows that end anywhere can need "
-                    f"{needed}. Give it shape (32, 4, {ceil_div(n_out, 128)}, 4, {needed}, 1), or pass m_aligned=256 "
-                    "if every end offset is a multiple of 256"
-                )
-            new["column_tiles"] = room
-            new["column_scale"] = _tiles(
-                "sfd_col_tensor", sfd_col, (ceil_div(n_out, 128), room), epilogue.column_format, device
-            )
-        return new
-
-
-def _epilogue(given: dict[str, Any], options: dict[str, Any]) -> Epilogue:
-    d, gate_up = given["d_tensor"], options["gate_up"]
-    if not isinstance(d, torch.Tensor) or d.dtype not in (*D_DTYPES, *FORMAT_OF_DTYPE):
-        allowed = ", ".join(map(str, (*D_DTYPES, *FORMAT_OF_DTYPE)))
-        raise ValueError(f"d_tensor must be a (M, N, 1) tensor, {allowed}, got {describe(d)}")
-    if gate_up is not None and gate_up not in GATE_UP:
-        raise ValueError(f"gate_up is {gate_up!r}; allowed: None, {', '.join(map(repr, GATE_UP))}")
-    format = FORMAT_OF_DTYPE.get(d.dtype)
-    has_column = given["d_col_tensor"] is not None
-    if has_column != (given["sfd_col_tensor"] is not None):
-        raise ValueError("d_col_tensor and sfd_col_tensor must be given both or neither")
-    scales = [name for name in ("sfd_row_tensor", "norm_const_tensor") if given[name] is not None]
-    if format is None and (has_column or "sfd_row_tensor" in scales):
-        raise ValueError(
-            f"d_tensor is {d.dtype}, which has no scales; sfd_row, d_col and sfd_col must be None"
-        )
-    if format is not None and len(scales) != 2:
-        missing = next(n for n in ("sfd_row_tensor", "norm_const_tensor") if n not in scales)
-        raise ValueError(
-            f"{missing} is None; sfd_row and norm_const are needed with {d.dtype} (ones for no effect)"
-        )
-    if has_column and format not in COLUMN_FORMATS:
-        raise ValueError(f"d_col_tensor must be None for {d.dtype}; only FP8 is quantised along columns")
-    activation = "none" if gate_up is None else GATE_UP[gate_up]
-    gated_bias = activation == "none" and options["semantics"] == "implementation"
-    return Epilogue(
-        alpha=given["alpha_tensor"] is not None,
-        bias=given["bias_tensor"] is not None,
-        prob=given["prob_tensor"] is not None,
-        bias_rule="gated_bias" if gated_bias else "gated_sum",
-        activation=activation,
-        amax=given["amax_tensor"] is not None,
-        d_dtype=d.dtype if format is None else None,
-        row_format=format,
-        row_layout="plain" if format is None else "blocked",
-        column_format=format if has_column else None,
-        column_layout=("blocked_groups" if options["discrete_col_sfd"] else "blocked")
-        if has_column
-        else "plain",
-        scale_rule="" if format is None else NORM_CONST_RULES[SEMANTICS.index(options["semantics"])],
-    )
+        o, stream = bound.operands, stream_handle(current_stream)
+        compute(o.a, o.b, o.offs, bound.epilogue, bound.tensors, self._backend, self._config, stream)
 
 
 def _rows(name: str, t: torch.Tensor) -> torch.Tensor:

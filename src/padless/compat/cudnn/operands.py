@@ -1,13 +1,13 @@
-"""From the tensors that cuDNN's grouped GEMM calls take, or from this package's own, to checked operands."""
+"""Operands of cuDNN's grouped GEMM calls, in cuDNN's tensors or this package's own, to checked operands of padless."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from padless.epilogue import Epilogue
+from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import (
     MXFP4,
     MXFP8,
@@ -18,8 +18,9 @@ from padless.formats import (
     ceil_div,
 )
 from padless.layouts import from_cudnn_view
-from padless.ops.checks import Activation, describe
+from padless.ops.checks import Activation, check_operands, describe
 
+SEMANTICS = ("implementation", "documented")
 NUMBER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP4_DTYPES = (torch.float4_e2m1fn_x2, torch.uint8)
 # (codes, scales) -> format; uint8 is two FP4 codes.
@@ -33,39 +34,127 @@ _FORMATS = {
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """a (M, K), b (G, N, K) and offs; as_cudnn: they came as cuDNN's 3-D tensors."""
+    """a (M, K), b (G, N, K) and offs (G,); as_cudnn: they came as cuDNN's 3-D tensors."""
 
     a: Activation
     b: BlockScaledTensor
     offs: torch.Tensor
     as_cudnn: bool
 
-    def numbers(self, given: dict[str, Any], epilogue: Epilogue) -> dict[str, Any]:
-        """alpha, bias, prob, norm_const and global_scale as EpilogueTensors has them. Raises ValueError."""
-        groups, n = self.b.data.shape[:2]
-        m, device = self.a.shape[0], self.a.device
-        result: dict[str, Any] = {}
+    @property
+    def formats(self) -> tuple[BlockScaledFormat, ...]:
+        """The block-scaled formats among a and b, in this order."""
+        return tuple(t.format for t in (self.a, self.b) if isinstance(t, BlockScaledTensor))
+
+    @property
+    def m(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def n(self) -> int:
+        return self.b.data.shape[1]
+
+    @property
+    def num_groups(self) -> int:
+        return self.b.data.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.a.device
+
+    def check(self) -> None:
+        """Raises ValueError for operands that no grouped product can have."""
+        if self.offs is None:
+            raise ValueError(
+                "padded_offsets is None; it must be (G,) int32 end rows (see padless.group_offsets)"
+            )
+        check_operands("grouped_gemm", self.a, self.b, self.offs)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Inputs:
+    """The arguments that both calls and the class of cuDNN have, in their words; see grouped_gemm_quant."""
+
+    a_tensor: torch.Tensor | BlockScaledTensor
+    b_tensor: torch.Tensor | BlockScaledTensor
+    sfa_tensor: torch.Tensor | None = None
+    sfb_tensor: torch.Tensor | None = None
+    padded_offsets: torch.Tensor
+    alpha_tensor: torch.Tensor | None = None
+    norm_const_tensor: torch.Tensor | None = None
+    prob_tensor: torch.Tensor | None = None
+    bias_tensor: torch.Tensor | None = None
+    global_scale_tensor: torch.Tensor | None = None
+    acc_dtype: torch.dtype = torch.float32
+    cd_major: str = "n"
+    sf_vec_size: int | None = None
+    m_aligned: int = 1
+    discrete_col_sfd: bool = False
+    semantics: str = "implementation"
+
+    def check_fixed(self) -> None:
+        """Raises ValueError for cuDNN's arguments that have one value, and for unknown semantics."""
+        if self.acc_dtype != torch.float32:
+            raise ValueError(f"acc_dtype is {self.acc_dtype}; it must be torch.float32")
+        if self.cd_major != "n":
+            raise ValueError(f"cd_major is {self.cd_major!r}; only 'n' is supported")
+        if self.semantics not in SEMANTICS:
+            raise ValueError(f"semantics is {self.semantics!r}; allowed: {', '.join(map(repr, SEMANTICS))}")
+
+    def bias_rule(self, activation: str) -> str:
+        """Epilogue.bias_rule: cuDNN's kernel has prob multiply the bias alone, its documentation the sum."""
+        gated_bias = activation == "none" and self.semantics == "implementation"
+        return "gated_bias" if gated_bias else "gated_sum"
+
+    def operands(self) -> Operands:
+        """a, b and offs. Raises ValueError in the words of the arguments."""
+        a, b = self.a_tensor, self.b_tensor
+        if isinstance(b, BlockScaledTensor):
+            for name, t in (("sfa_tensor", self.sfa_tensor), ("sfb_tensor", self.sfb_tensor)):
+                if t is not None:
+                    raise ValueError(f"{name} must be None with a BlockScaledTensor, which has its scales")
+            if b.data.dim() != 3:
+                raise ValueError(f"b_tensor must be (G, N, K), got {describe(b)}")
+            _check_vec_size(self.sf_vec_size, b.format)
+            return Operands(a, b, self.padded_offsets, False)
+        if isinstance(a, BlockScaledTensor):
+            raise ValueError(
+                f"a_tensor is a BlockScaledTensor, so b_tensor must be one too, got {describe(b)}"
+            )
+        for name, t in (("a_tensor", a), ("b_tensor", b)):
+            if not isinstance(t, torch.Tensor) or t.dim() != 3:
+                shape = "(M, K, 1)" if name == "a_tensor" else "(N, K, G)"
+                raise ValueError(f"{name} must be a {shape} tensor or a BlockScaledTensor, got {describe(t)}")
+        if a.shape[2] != 1:
+            raise ValueError(f"a_tensor must be (M, K, 1), got {describe(a)}")
+        operand_a = _operand("a", a[:, :, 0], self.sfa_tensor, 1, self.sf_vec_size)
+        operand_b = _operand("b", b.permute(2, 0, 1), self.sfb_tensor, b.shape[2], self.sf_vec_size)
+        return Operands(operand_a, operand_b, self.padded_offsets, True)
+
+    def numbers(self, operands: Operands, epilogue: Epilogue) -> EpilogueTensors:
+        """alpha, bias, prob, norm_const and global_scale, of those that the epilogue has. Raises ValueError."""
+        groups, n, m, device = operands.num_groups, operands.n, operands.m, operands.device
+        alpha = prob = bias = norm_const = global_scale = None
         if epilogue.alpha:
-            result["alpha"] = number("alpha_tensor", given["alpha_tensor"], [(groups,)], device)
+            alpha = number("alpha_tensor", self.alpha_tensor, [(groups,)], device)
         if epilogue.prob:
-            prob = number("prob_tensor", given["prob_tensor"], [(m, 1, 1), (m,)], device)
-            result["prob"] = prob.reshape(m)
+            prob = number("prob_tensor", self.prob_tensor, [(m, 1, 1), (m,)], device).reshape(m)
         if epilogue.bias:
-            bias = given["bias_tensor"]
-            shape = (n, groups) if self.as_cudnn else (groups, n)
-            bias = number("bias_tensor", bias, [shape], device)
-            result["bias"] = (bias.t() if self.as_cudnn else bias).contiguous()
+            shape = (n, groups) if operands.as_cudnn else (groups, n)
+            bias = number("bias_tensor", self.bias_tensor, [shape], device)
+            bias = (bias.t() if operands.as_cudnn else bias).contiguous()
         if epilogue.norm_const:
-            shapes: list[tuple[int, ...]] = [(1,), (1, 1), (1, 1, 1), ()]
-            norm_const = number("norm_const_tensor", given["norm_const_tensor"], shapes, device)
-            result["norm_const"] = norm_const.reshape(1)
-        if given.get("global_scale_tensor") is not None:
-            scale = number("global_scale_tensor", given["global_scale_tensor"], [(), (1,), (groups,)], device)
-            result["global_scale"] = scale.reshape(-1)
-        return result
+            shapes = [(1,), (1, 1), (1, 1, 1), ()]
+            norm_const = number("norm_const_tensor", self.norm_const_tensor, shapes, device).reshape(1)
+        if self.global_scale_tensor is not None:
+            scale = number("global_scale_tensor", self.global_scale_tensor, [(), (1,), (groups,)], device)
+            global_scale = scale.reshape(-1)
+        return EpilogueTensors(
+            alpha=alpha, bias=bias, prob=prob, norm_const=norm_const, global_scale=global_scale
+        )
 
 
-def number(name: str, t: object, shapes: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
+def number(name: str, t: object, shapes: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:
     """`t` in float32 and contiguous, if it has one of the shapes; bias keeps its strides. ValueError if not."""
     if (
         not isinstance(t, torch.Tensor)
@@ -79,31 +168,6 @@ def number(name: str, t: object, shapes: list[tuple[int, ...]], device: torch.de
         )
     t = t.detach().to(torch.float32)
     return t if name == "bias_tensor" else t.contiguous()
-
-
-def operands_of(given: dict[str, Any]) -> Operands:
-    """a, b and offs of a call. Raises ValueError in the words of its arguments."""
-    a, b = given["a_tensor"], given["b_tensor"]
-    sfa, sfb, offs = given["sfa_tensor"], given["sfb_tensor"], given["padded_offsets"]
-    if isinstance(b, BlockScaledTensor):
-        for name, t in (("sfa_tensor", sfa), ("sfb_tensor", sfb)):
-            if t is not None:
-                raise ValueError(f"{name} must be None with a BlockScaledTensor, which has its scales")
-        if b.data.dim() != 3:
-            raise ValueError(f"b_tensor must be (G, N, K), got {describe(b)}")
-        _check_vec_size(given["sf_vec_size"], b.format)
-        return Operands(a, b, offs, False)
-    if isinstance(a, BlockScaledTensor):
-        raise ValueError(f"a_tensor is a BlockScaledTensor, so b_tensor must be one too, got {describe(b)}")
-    for name, t in (("a_tensor", a), ("b_tensor", b)):
-        if not isinstance(t, torch.Tensor) or t.dim() != 3:
-            shape = "(M, K, 1)" if name == "a_tensor" else "(N, K, G)"
-            raise ValueError(f"{name} must be a {shape} tensor or a BlockScaledTensor, got {describe(t)}")
-    if a.shape[2] != 1:
-        raise ValueError(f"a_tensor must be (M, K, 1), got {describe(a)}")
-    operand_a = _operand("a", a[:, :, 0], sfa, 1, given["sf_vec_size"])
-    operand_b = _operand("b", b.permute(2, 0, 1), sfb, b.shape[2], given["sf_vec_size"])
-    return Operands(operand_a, operand_b, offs, True)
 
 
 def _operand(

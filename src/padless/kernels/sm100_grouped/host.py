@@ -9,7 +9,7 @@ import torch
 
 from padless.formats import MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.kernels.config import MAX_GROUPS, room_for_groups
-from padless.kernels.launch import Prepared, load_kernel, tile_counter
+from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
 from padless.layouts import to_blocked
 from padless.runtime import tensor_map
@@ -47,7 +47,7 @@ def prepare(
         config = on_device(select_grouped_config(m, n, num_groups), driver, device)
     config = fit(config, a, b, out)
     kernel, function = load_kernel(driver, KERNEL, config, device)
-    most_tiles = (ceil_div(m, config.tile_m) + num_groups) * ceil_div(n, config.cluster_n)
+    tiles = most_tiles(m, n, num_groups, config.tile_m, config.cluster_n)
 
     counter = tile_counter(config, device, out.data_ptr())
     problem = problem_bytes(
@@ -60,7 +60,7 @@ def prepare(
     )
     optional = (a.global_scale, b.global_scale, alpha, offs)
     tensors = [a.data, a.scale, b.data, b.scale, out, *(t for t in optional if t is not None)]
-    shape = launch_shape(driver, device, config, most_tiles, kernel.num_threads)
+    shape = launch_shape(driver, device, config, tiles, kernel.num_threads)
     return Prepared(driver.prepare(function, kernel, shape, [problem], tensors), copies)
 
 
@@ -70,16 +70,16 @@ def on_device(config: Sm100GroupedConfig, driver: Driver, device: int) -> Sm100G
 
 
 def launch_shape(
-    driver: Driver, device: int, config: Sm100GroupedConfig, most_tiles: int, num_threads: int
+    driver: Driver, device: int, config: Sm100GroupedConfig, tiles: int, num_threads: int
 ) -> LaunchShape:
-    """A cluster for every so many multiprocessors, and no more than there can be tiles."""
-    clusters = min(driver.num_sms(device) // config.cluster, most_tiles)
-    if clusters == 0:
+    """The persistent grid of at most ``tiles`` tiles. Raises ValueError where the device is too small for a cluster."""
+    grid = persistent_grid(driver.num_sms(device), tiles, config.cluster)
+    if grid == 0:
         raise ValueError(
             f"config has cta_group {config.cta_group} and multicast {config.multicast}, clusters of "
             f"{config.cluster} CTAs; the device has {driver.num_sms(device)} multiprocessors; lower one of the two"
         )
-    return LaunchShape(clusters * config.cluster, num_threads, config.cluster)
+    return LaunchShape(grid, num_threads, config.cluster)
 
 
 def operand_bytes(

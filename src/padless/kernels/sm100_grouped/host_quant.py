@@ -13,7 +13,7 @@ import torch
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.kernels.epilogue_launch import QuantConfig, check_columns, output_address, outputs_bytes, present
-from padless.kernels.launch import Prepared, load_kernel, tile_counter
+from padless.kernels.launch import Prepared, load_kernel, most_tiles, tile_counter
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, with_multicast
 from padless.kernels.sm100_grouped.host import (
     KERNEL,
@@ -61,7 +61,7 @@ def prepare(
     tile = fit(config, a, b, tensors, epilogue)
     compiled = QuantConfig(tile, epilogue)
     kernel, function = load_kernel(driver, KERNEL, compiled, device)
-    most_tiles = (ceil_div(m, tile.tile_m) + num_groups) * ceil_div(n, tile.cluster_n)
+    tiles = most_tiles(m, n, num_groups, tile.tile_m, tile.cluster_n)
 
     counter = tile_counter(compiled, device, output_address(tensors))
     apart = epilogue.gate_and_up_apart
@@ -69,7 +69,7 @@ def prepare(
     problem = problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
     optional = (t for t in (a.global_scale, b.global_scale, offs) if t is not None)
     used = [a.data, a.scale, b.data, b.scale, *optional, *present(tensors)]
-    shape = launch_shape(driver, device, tile, most_tiles, kernel.num_threads)
+    shape = launch_shape(driver, device, tile, tiles, kernel.num_threads)
     arguments = [problem + target_bytes(tensors, epilogue, n)]
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
 

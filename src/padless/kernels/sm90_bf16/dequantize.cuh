@@ -13,7 +13,7 @@
 // docs/kernels/sm90_bf16/index.md. NVFP4 values and e4m3 codes are always exact.
 #pragma once
 
-// Formats of an operand, in the host's order (sm90_bf16/host.py).
+// Formats of an operand, in the host's order (sm90_bf16/config.py).
 constexpr int FORMAT_BF16 = 0;
 constexpr int FORMAT_FP8_BLOCK = 1;
 constexpr int FORMAT_MXFP8 = 2;

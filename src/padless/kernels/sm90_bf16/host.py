@@ -6,152 +6,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.formats import OUT_DTYPES, TILE_BYTES, BlockScaledTensor, round_up
-from padless.kernels.config import (
-    FEW_GROUPS,
-    check_common_fields,
-    cpp_constants,
-    requirement_of,
-    room_for_groups,
-)
-from padless.kernels.launch import Prepared, load_kernel, tile_counter
-from padless.kernels.table import BF16, ROUTES, format_name
+from padless.formats import TILE_BYTES, BlockScaledTensor, round_up
+from padless.kernels import maps
+from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, select_config
+from padless.kernels.table import format_name
 from padless.layouts import plain_scale
 from padless.runtime import tensor_map
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 KERNEL = "sm90_bf16/sm90_bf16_grouped_gemm.cu"
 
-# Formats by the numbers of kernels/sm90_bf16/dequantize.cuh.
-FORMATS = {BF16: 0, "FP8_BLOCK": 1, "MXFP8": 2, "MXFP8_E5M2": 3, "MXFP4": 4, "NVFP4": 5}
-# (activations, weights) that the kernel multiplies.
-PAIRS: tuple[tuple[str, str], ...] = tuple(
-    dict.fromkeys((path.a, path.b) for path in ROUTES if path.kernel == KERNEL)
-)
-
 _SCALE_ROW_BYTES = 16  # what one copy brings of a row of row-major scales
 
 
-@dataclass(frozen=True)
-class Sm90Bf16Config:
-    """One compiled kernel. Each field becomes a constant of the device code; M is not here, and must never be.
-
-    Attributes:
-        a_format, b_format: names of the formats of activations and weights; "BF16" for plain activations.
-        block_m: tokens of the output tile: 8, 16, 32, 64 or 128.
-        block_n: weight rows of the output tile: 128 or 256, shared out to the consumer warpgroups 64 at a time.
-        num_warpgroups: consumer warpgroups, 2 or 4. With 4 a thread has fewer registers: at most 64 tokens.
-        num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
-        stage_blocks: blocks of 128 of K to a stage, 1 or 2; 2 needs FP4 weights and activations other than FP8_BLOCK.
-            0 chooses: 2 with at most 16 tokens, where that can be.
-        raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
-        blocked: whether the scales of the weights are in the 32x4x4 layout, else row-major.
-        max_groups: room in the table of groups.
-        out_dtype: bfloat16, float16 or float32.
-    """
-
-    a_format: str
-    b_format: str
-    block_m: int = 128
-    block_n: int = 128
-    num_warpgroups: int = 2
-    num_stages: int = 0
-    stage_blocks: int = 0
-    raster_m: int = 8
-    blocked: bool = False
-    max_groups: int = FEW_GROUPS
-    out_dtype: torch.dtype = torch.bfloat16
-
-    def __post_init__(self) -> None:
-        require = requirement_of(self)
-        require(self.a_format in {a for a, _ in PAIRS}, "a_format", ", ".join(dict(PAIRS)))
-        with_a = [b for a, b in PAIRS if a == self.a_format]
-        require(self.b_format in with_a, "b_format", f"{', '.join(with_a)} with {self.a_format}")
-        require(self.block_m in (8, 16, 32, 64, 128), "block_m", "8, 16, 32, 64 or 128")
-        require(self.block_n in (128, 256), "block_n", "128 or 256")
-        require(self.num_warpgroups in (2, 4), "num_warpgroups", "2 or 4")
-        if self.num_warpgroups == 4:
-            require(self.block_n == 256, "block_n", "256 with 4 warpgroups")
-            require(self.block_m <= 64, "block_m", "at most 64 with 4 warpgroups")
-        if self.a_format == "FP8_BLOCK" and self.block_m >= 64:
-            require(self.block_n == 128, "block_n", "128 with 64 or more tokens of FP8_BLOCK")
-        require(self.stage_blocks in (0, 1, 2), "stage_blocks", "0 (chosen), 1 or 2")
-        if self.stage_blocks == 2:
-            require(
-                self.can_pair_blocks, "stage_blocks", "0 or 1 with weights of FP8 or FP8_BLOCK activations"
-            )
-        check_common_fields(self, require)
-
-    @property
-    def blocks_of_stage(self) -> int:
-        """``stage_blocks``, chosen."""
-        return self.stage_blocks or (2 if self.can_pair_blocks and self.block_m <= 16 else 1)
-
-    @property
-    def can_pair_blocks(self) -> bool:
-        """Whether a stage can have two blocks of 128 of K."""
-        return self.b_format in ("MXFP4", "NVFP4") and self.a_format != "FP8_BLOCK"
-
-    def prelude(self) -> str:
-        """The C++ constants that the kernel source is compiled behind."""
-        constants = {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "NUM_MMA_WARPGROUPS": self.num_warpgroups,
-            "NUM_STAGES": self.num_stages,
-            "STAGE_BLOCKS": self.blocks_of_stage,
-            "RASTER_M": self.raster_m,
-            "MAX_GROUPS": self.max_groups,
-            "A_FORMAT": FORMATS[self.a_format],
-            "B_FORMAT": FORMATS[self.b_format],
-        }
-        macros = {"OUT_TYPE": OUT_DTYPES[self.out_dtype]}
-        return cpp_constants(constants, {"SFB_IS_BLOCKED": self.blocked}, macros)
-
-
 Config = Sm90Bf16Config
-
-
-def select_config(
-    a_format: str,
-    b_format: str,
-    m: int,
-    num_groups: int,
-    *,
-    blocked: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Sm90Bf16Config:
-    """The kernel for a problem: a pure function of the formats, M and G, since the groups' sizes are on the device.
-
-    A tile has about as many tokens as a group. Many tokens to a tile make the weights' dequantisation, which every tile
-    does anew, cheap against the products; few leave no part of an instruction idle. FP4 weights for up to 64 tokens
-    take four warpgroups, which hide latencies that two leave open.
-    """
-    per_group = -(-m // max(min(num_groups, m), 1))
-    block_m = next((size for size in (8, 16, 32, 64) if per_group <= size), 128)
-    decoding = block_m <= 32
-    # With FP8_BLOCK's second set of sums 256 rows of many tokens exceed the registers; 256 rows of 128 tokens and
-    # their float32 output the shared memory.
-    if a_format == "FP8_BLOCK":
-        wide = decoding
-    else:
-        wide = block_m < 128 or out_dtype != torch.float32
-    fp4 = b_format in ("MXFP4", "NVFP4")
-    # 32 tokens of FP4 leave room for three stages of two blocks, 32 of bf16 for two, and 64 of FP4 for two beside an
-    # output of 16 bits.
-    most = 64 if out_dtype != torch.float32 else 32
-    two_blocks = fp4 and 32 <= block_m <= most and a_format in ("MXFP4", "NVFP4")
-    return Sm90Bf16Config(
-        a_format,
-        b_format,
-        block_m=block_m,
-        block_n=256 if wide else 128,
-        num_warpgroups=4 if fp4 and wide and block_m <= 64 else 2,
-        stage_blocks=2 if two_blocks else 0,
-        blocked=blocked,
-        max_groups=room_for_groups(num_groups),
-        out_dtype=out_dtype,
-    )
 
 
 def prepare(
@@ -179,27 +48,13 @@ def prepare(
     kernel, function = load_kernel(driver, KERNEL, config, device)
     read = operands(a, b, offs, config)
     arguments: list[Argument] = [driver.encode(spec) for spec in read.maps]
-    arguments += [driver.encode(tensor_map.output_ragged(out, config.block_m)), *read.numbers]
+    arguments += [driver.encode(maps.output_ragged(out, config.block_m)), *read.numbers]
     arguments += [(tile_counter(config, device, out.data_ptr()), 4)]
-    # As many CTAs as multiprocessors: a tile costs far more than finding the next one. No more than there can be tiles.
-    most_tiles = (-(-m // config.block_m) + num_groups) * -(-n // config.block_n)
-    shape = LaunchShape(min(driver.num_sms(device), most_tiles), kernel.num_threads, 1, programmatic=True)
+    tiles = most_tiles(m, n, num_groups, config.block_m, config.block_n)
+    grid = persistent_grid(driver.num_sms(device), tiles)
+    shape = LaunchShape(grid, kernel.num_threads, 1, programmatic=True)
     prepared = driver.prepare(function, kernel, shape, arguments, [*read.tensors, out])
     return Prepared(prepared, read.copies)
-
-
-def fit(
-    config: Sm90Bf16Config, a: BlockScaledTensor | torch.Tensor, b: BlockScaledTensor, out_dtype: torch.dtype
-) -> Sm90Bf16Config:
-    """``config`` with what has to follow from the operands and the output."""
-    return replace(
-        config,
-        a_format=format_name(a),
-        b_format=b.format.name,
-        blocked=b.scale_layout == "blocked",
-        max_groups=room_for_groups(b.data.shape[0]),
-        out_dtype=out_dtype,
-    )
 
 
 @dataclass(frozen=True)

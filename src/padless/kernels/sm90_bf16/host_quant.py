@@ -19,8 +19,9 @@ from padless.kernels.epilogue_launch import (
     outputs_argument,
     present,
 )
-from padless.kernels.launch import Prepared, load_kernel, tile_counter
-from padless.kernels.sm90_bf16.host import KERNEL, Sm90Bf16Config, fit, operands, select_config
+from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, select_config
+from padless.kernels.sm90_bf16.host import KERNEL, operands
 from padless.kernels.table import format_name
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
@@ -72,8 +73,9 @@ def prepare(
     arguments: list[Argument] = [driver.encode(spec) for spec in read.maps]
     arguments += [_direct_outputs(driver, tensors, epilogue, n), *read.numbers]
     arguments += [(tile_counter(compiled, device, output_address(tensors)), 4)]
-    most_tiles = (-(-m // tile.block_m) + num_groups) * -(-n // tile.block_n)
-    shape = LaunchShape(min(driver.num_sms(device), most_tiles), kernel.num_threads, 1, programmatic=True)
+    tiles = most_tiles(m, n, num_groups, tile.block_m, tile.block_n)
+    grid = persistent_grid(driver.num_sms(device), tiles)
+    shape = LaunchShape(grid, kernel.num_threads, 1, programmatic=True)
     used = [*read.tensors, *present(tensors)]
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), read.copies)
 

@@ -15,7 +15,7 @@ from padless.kernels.config import (
     room_for_groups,
 )
 from padless.kernels.cost_model import best_tile, cost_table
-from padless.runtime.tensor_map import has_few_rows
+from padless.kernels.maps import has_few_rows
 
 STORES = ("ragged", "pool")
 SCALE_MAJORS = ("mn", "k")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from padless.formats import BlockScaledTensor
-from padless.kernels.launch import Prepared, load_kernel, tile_counter
+from padless.kernels import maps
+from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.schedule import has_halves
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, fit_config, select_config
 from padless.layouts import to_mn_major
@@ -46,13 +47,11 @@ def prepare(
 
 
 def ctas_of(problem: Problem, config: Sm90Fp8Config) -> int:
-    """As many CTAs as multiprocessors, for a tile costs far more than finding the next one; but no more than there can
-    be pieces of work. Where tiles that have halves are few, every one is cut in two (``schedule.tiles_to_cut``).
-    """
-    most_tiles = -(-problem.m // config.block_m) + problem.num_groups
-    most_tiles *= -(-problem.n // (config.block_n * config.cluster_n))
-    most_pieces = most_tiles * (2 if has_halves(config.block_m) else 1)
-    return min(problem.num_sms // config.cluster_n, most_pieces) * config.cluster_n
+    """The grid. Where tiles that have halves are few, every one is cut in two (``schedule.tiles_to_cut``)."""
+    columns = config.block_n * config.cluster_n
+    tiles = most_tiles(problem.m, problem.n, problem.num_groups, config.block_m, columns)
+    pieces = tiles * (2 if has_halves(config.block_m) else 1)
+    return persistent_grid(problem.num_sms, pieces, config.cluster_n)
 
 
 def _tensor_maps(
@@ -64,8 +63,8 @@ def _tensor_maps(
     else:
         scales = tensor_map.flat(a.scale, 256)
     return [
-        (tensor_map.rows_operand(a.data, b.data.shape[0] if config.scales == "mn" else None),),
+        (maps.rows_operand(a.data, b.data.shape[0] if config.scales == "mn" else None),),
         (tensor_map.operand(b.data, config.block_n),),
         (scales,),
-        tensor_map.output_pool(out, 64) if config.store == "pool" else (tensor_map.output_ragged(out, 64),),
+        maps.output_pool(out, 64) if config.store == "pool" else (maps.output_ragged(out, 64),),
     ]

@@ -5,18 +5,18 @@ What an epilogue does is in padless.epilogue; the kernel's side of it in kernels
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.kernels import maps
 from padless.kernels.cost_model import Tile, best_tile, cost_table
 from padless.kernels.epilogue_launch import (
     FP8_BLOCK_MULTIPLES_OF_N,
     TILE_COLUMNS,
     QuantConfig,
     check_outputs,
+    interleaved_rows,
     output_address,
     outputs_argument,
     present,
@@ -27,7 +27,6 @@ from padless.kernels.sm90_fp8.host import ctas_of
 from padless.layouts import to_mn_major
 from padless.runtime import tensor_map
 from padless.runtime.driver import Argument, Driver, LaunchShape
-from padless.runtime.tensor_map import TensorMapSpec
 
 KERNEL = "sm90_fp8/sm90_fp8_grouped_gemm.cu"
 Config = Sm90Fp8Config
@@ -68,8 +67,8 @@ def prepare(
     kernel, function = load_kernel(driver, KERNEL, compiled, device)
 
     specs = [
-        tensor_map.rows_operand(a.data, num_groups),
-        dealt_operand(b.data, epilogue),
+        maps.rows_operand(a.data, num_groups),
+        maps.interleaved_operand(b.data, interleaved_rows(epilogue)),
         tensor_map.mn_major_scales(a.scale, 96 if tile.block_m == 256 else tile.block_m + 4),
     ]
     arguments: list[Argument] = [driver.encode(spec) for spec in specs]
@@ -81,19 +80,6 @@ def prepare(
     used = [a.data, a.scale, b.data, b.scale, *present(tensors)] + ([] if offs is None else [offs])
     shape = LaunchShape(ctas_of(problem, tile), kernel.num_threads, tile.cluster_n, programmatic=True)
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
-
-
-def dealt_operand(weight: torch.Tensor, epilogue: Epilogue) -> TensorMapSpec:
-    """Weights (G, N, K) of one-byte elements, N a multiple of 4, as a map that counts rows in fours: K, 4, N / 4, G.
-
-    A copy moves half of a tile's rows of 128 bytes, two of every four (see kernels/device/sm90/wgmma_fragment.cuh);
-    with gate and up apart a quarter.
-    """
-    rows = TILE_COLUMNS // (4 if epilogue.gate_and_up_apart else 2)
-    plain = tensor_map.operand(weight, rows)
-    (k, n, groups), (row, group) = plain.dims, plain.strides
-    dims, strides, box = (k, 4, n // 4, groups), (row, 4 * row, group), (128, 2, rows // 2, 1)
-    return replace(plain, dims=dims, strides=strides, box=box)
 
 
 # --- tiles -----------------------------------------------------------------------------------------------

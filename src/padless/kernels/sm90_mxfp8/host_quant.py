@@ -9,18 +9,19 @@ import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.kernels import maps
 from padless.kernels.epilogue_launch import (
     TILE_COLUMNS,
     QuantConfig,
     check_outputs,
+    interleaved_rows,
     output_address,
     outputs_argument,
     present,
 )
-from padless.kernels.launch import Prepared, load_kernel, tile_counter
-from padless.kernels.sm90_fp8.host_quant import dealt_operand
-from padless.kernels.sm90_mxfp8.host import KERNEL, Sm90Mxfp8Config, fit, problem_arguments, readable_scales
-from padless.runtime import tensor_map
+from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
+from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config, fit
+from padless.kernels.sm90_mxfp8.host import KERNEL, problem_arguments, readable_scales
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 Config = Sm90Mxfp8Config
@@ -56,16 +57,17 @@ def prepare(
     scales, copies = readable_scales(a, b)
 
     specs = (
-        tensor_map.rows_operand(a.data.view(torch.uint8)),
-        dealt_operand(b.data.view(torch.uint8), epilogue),
+        maps.rows_operand(a.data.view(torch.uint8)),
+        maps.interleaved_operand(b.data.view(torch.uint8), interleaved_rows(epilogue)),
     )
     arguments: list[Argument] = [driver.encode(spec) for spec in specs]
     arguments += [outputs_argument(driver, tensors, epilogue, n)]
     arguments += problem_arguments(a, b, scales, offs)
     arguments += [(tile_counter(compiled, device, output_address(tensors)), 4)]
     used = [a.data, scales[0], b.data, scales[1], *present(tensors)] + ([] if offs is None else [offs])
-    most_tiles = (-(-m // tile.block_m) + num_groups) * -(-n // TILE_COLUMNS)
-    shape = LaunchShape(min(driver.num_sms(device), most_tiles), kernel.num_threads, 1, programmatic=True)
+    tiles = most_tiles(m, n, num_groups, tile.block_m, TILE_COLUMNS)
+    grid = persistent_grid(driver.num_sms(device), tiles)
+    shape = LaunchShape(grid, kernel.num_threads, 1, programmatic=True)
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
 
 

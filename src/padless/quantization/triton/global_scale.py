@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from padless.formats import ceil_div
+from padless.layouts import group_max
 from padless.quantization.triton import casts
 from padless.quantization.triton.row_blocks import WORD_INPUTS, as_rows, is_word_aligned
 
@@ -55,8 +56,6 @@ def given_factors(decode: torch.Tensor, scale_rule: str) -> torch.Tensor:
 
 def partial_amax(x: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
     """(1, n), or (groups, n) for groups of rows and weights, float32: what the largest finite |x| are the largest of."""
-    from padless.quantization.quantize import group_max
-
     flat = as_rows(x)
     rows, K = flat.shape
     # A number for each row and chunk of it, or for each tile: no atomics, so nothing depends on an order.

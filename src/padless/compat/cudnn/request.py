@@ -1,0 +1,188 @@
+"""A call of grouped_gemm_quant or grouped_gemm_swiglu_quant as one value, and the rules of its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import SupportsInt, cast
+
+import torch
+
+from padless.compat.cudnn.operands import SEMANTICS, Inputs, Operands
+from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, ROW_FORMATS, Epilogue, EpilogueTensors
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
+from padless.gradients import refuse_gradients
+from padless.kernels.launch import KernelChoice
+from padless.ops.checks import check_offs_aligned, check_offs_values
+from padless.ops.epilogue_checks import check_columns, check_m_aligned
+from padless.ops.grouped_gemm_epilogue import default_row_layout
+
+GATE_UP = {"interleaved": "swiglu_interleaved", "concatenated": "swiglu_concatenated"}
+D_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FORMAT_OF_DTYPE = {
+    torch.float8_e4m3fn: MXFP8,
+    torch.float8_e5m2: MXFP8_E5M2,
+    torch.float4_e2m1fn_x2: MXFP4,
+}
+# A torch.cuda.Stream, a CUstream or its number; None is torch's current one.
+Stream = torch.cuda.Stream | SupportsInt | None
+
+
+@dataclass(frozen=True, eq=False)
+class Resolved:
+    """What a request comes to in padless's words, checked; tensors: the epilogue's operands, without outputs."""
+
+    operands: Operands
+    epilogue: Epilogue
+    tensors: EpilogueTensors
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CudnnRequest(Inputs):
+    """All arguments of a call, in its words; see grouped_gemm_quant. gate_up None: without an activation."""
+
+    gate_up: str | None = None
+    d_dtype: torch.dtype = torch.bfloat16
+    d_format: BlockScaledFormat | None = None
+    row_output: bool = True
+    column_output: bool | None = None
+    row_layout: str | None = None
+    column_layout: str | None = None
+    scale_rule: str | None = None
+    return_amax: bool | None = None
+    current_stream: Stream = None
+    backend: str | None = None
+    check_offs: bool = False
+    config: KernelChoice | None = None
+
+    def resolve(self) -> Resolved:
+        """Operands, epilogue and its operands. Raises ValueError in the arguments' words for what is not allowed."""
+        refuse_gradients(**vars(self))
+        self.check_fixed()
+        operands = self.operands()
+        epilogue = self.epilogue()
+        operands.check()
+        check_columns(epilogue, operands.n, "b_tensor", "gate_up='interleaved'")
+        check_m_aligned(self.m_aligned)
+        tensors = self.numbers(operands, epilogue)
+        if self.check_offs:
+            check_offs_values(operands.offs, operands.m)
+            check_offs_aligned(operands.offs, self.m_aligned, "padded_offsets")
+        return Resolved(operands, epilogue, tensors)
+
+    @property
+    def format(self) -> BlockScaledFormat | None:
+        """The format of codes, None where the output is values. Raises ValueError."""
+        if self.d_format is not None:
+            if self.d_format not in ROW_FORMATS:
+                names = ", ".join(format.name for format in ROW_FORMATS)
+                raise ValueError(
+                    f"d_format is {getattr(self.d_format, 'name', self.d_format)!r}; allowed: {names}, None"
+                )
+            return self.d_format
+        if self.d_dtype in FORMAT_OF_DTYPE:
+            return FORMAT_OF_DTYPE[self.d_dtype]
+        if self.d_dtype not in D_DTYPES:
+            allowed = ", ".join(map(str, (*D_DTYPES, *FORMAT_OF_DTYPE)))
+            raise ValueError(f"d_dtype is {self.d_dtype}; allowed: {allowed}")
+        return None
+
+    def epilogue(self) -> Epilogue:
+        """What the arguments ask for. Raises ValueError in their words."""
+        format = self.format
+        d_dtype = self.d_dtype if format is None else None
+        rule = self.epilogue_scale_rule(format)
+        rows = format if self.row_output else None
+        columns = self.column_format(format)
+        if format is not None and rows is None and columns is None:
+            raise ValueError(
+                "row_output and column_output are both off; nothing would be left of the quantised output"
+            )
+        amax = d_dtype in (torch.bfloat16, torch.float16) if self.return_amax is None else self.return_amax
+        activation = "none" if self.gate_up is None else GATE_UP[self.gate_up]
+        return Epilogue(
+            alpha=self.alpha_tensor is not None,
+            bias=self.bias_tensor is not None,
+            prob=self.prob_tensor is not None,
+            bias_rule=self.bias_rule(activation),
+            activation=activation,
+            amax=bool(amax),
+            d_dtype=d_dtype,
+            row_format=rows,
+            row_layout=self.row_layout or ("plain" if rows is None else default_row_layout(rows)),
+            column_format=columns,
+            column_layout=self.epilogue_column_layout(columns),
+            scale_rule=rule,
+        )
+
+    def epilogue_scale_rule(self, format: BlockScaledFormat | None) -> str:
+        """Epilogue.scale_rule. Raises ValueError for factors and rules that ``format`` has not."""
+        # Where no scales are made norm_const is dropped, as in cuDNN: a call need not change with d_dtype.
+        rule = self.scale_rule
+        if format in (None, FP8_BLOCK, NVFP4):
+            name = str(self.d_dtype) if format is None else format.name
+            if format is not None and self.norm_const_tensor is not None:
+                raise ValueError(f"norm_const_tensor must be None for {name} output; the MX formats have one")
+            if rule is not None:
+                raise ValueError(f"scale_rule is {rule!r}; it must be None for {name} output")
+            if format is None and self.global_scale_tensor is not None:
+                raise ValueError("global_scale_tensor must be None for output that has no scales")
+            if format == NVFP4 and self.global_scale_tensor is None:
+                raise ValueError(
+                    "global_scale_tensor is None; NVFP4 output needs its decode scale, amax / 2688 of D"
+                )
+            if format == FP8_BLOCK and self.global_scale_tensor is not None:
+                raise ValueError("global_scale_tensor must be None for FP8_BLOCK output")
+            return "te" if format == NVFP4 else ""
+        if self.global_scale_tensor is not None:
+            raise ValueError(f"global_scale_tensor must be None for {format.name} output")
+        if self.norm_const_tensor is None:
+            if rule not in (None, "rceil", "floor"):
+                raise ValueError(f"scale_rule is {rule!r}; allowed: None, 'rceil', 'floor'")
+            return rule or "rceil"
+        if rule is not None:
+            raise ValueError(
+                f"scale_rule is {rule!r}; with norm_const_tensor it must be None (see semantics)"
+            )
+        return NORM_CONST_RULES[SEMANTICS.index(self.semantics)]
+
+    def column_format(self, format: BlockScaledFormat | None) -> BlockScaledFormat | None:
+        """Epilogue.column_format, for codes of ``format``. Raises ValueError where there can be none."""
+        if format is None:
+            if self.column_output:
+                raise ValueError(
+                    f"column_output is True and d_dtype {self.d_dtype} has no codes; ask for an FP8 format"
+                )
+            return None
+        possible = format in COLUMN_FORMATS
+        if self.column_output and not possible:
+            names = ", ".join(allowed.name for allowed in COLUMN_FORMATS)
+            raise ValueError(
+                f"column_output is True for {format.name}; only {names} are quantised along columns"
+            )
+        wanted = possible if self.column_output is None else self.column_output
+        return format if wanted else None
+
+    def epilogue_column_layout(self, columns: BlockScaledFormat | None) -> str:
+        """Epilogue.column_layout. Raises ValueError for a layout of columns that are not there."""
+        if self.column_layout is None:
+            if columns is None or columns == FP8_BLOCK:
+                return "plain"
+            return "blocked_groups" if self.discrete_col_sfd else "blocked"
+        if columns is None:
+            raise ValueError(
+                f"column_layout is {self.column_layout!r} and there is no column output; leave it None"
+            )
+        return self.column_layout
+
+
+def stream_handle(stream: Stream) -> int | None:
+    """The number of a stream, None for torch's current one. Raises ValueError for what is no stream."""
+    if stream is None:
+        return None
+    handle = cast("SupportsInt", getattr(stream, "cuda_stream", stream))
+    try:
+        return int(handle)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"current_stream must be a stream or its number, got {type(stream).__name__}"
+        ) from None

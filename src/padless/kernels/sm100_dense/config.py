@@ -1,0 +1,145 @@
+"""Configurations of sm100_mxfp8_gemm.cu, and the one that a problem gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from padless.formats import OUT_DTYPES, ceil_div
+from padless.kernels.config import cpp_constants, requirement_of
+from padless.kernels.sm100_dense.tile_order import TILE_ORDERS
+
+BLOCK_M = 128  # rows of a CTA
+STORES = ("direct", "staged")
+DATA_DTYPES: dict[torch.dtype, str] = {torch.float8_e4m3fn: "MMA_E4M3", torch.float8_e5m2: "MMA_E5M2"}
+
+
+@dataclass(frozen=True)
+class Sm100DenseConfig:
+    """One compiled kernel. M, N and K are not here: a kernel serves all.
+
+    Attributes:
+        cta_group: CTAs that work on a tile as one, 1 or 2; the tile has 128 rows for each.
+        block_n: columns of the tile, 128 or 256.
+        block_k: elements of K in a stage, 128 or 256.
+        num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
+        chunk_columns: 32, 64 or 128 columns of sums that a thread takes into registers at a time, and by which two
+            accumulators of 256 columns overlap.
+        store: "direct", registers to global memory in pieces of 32 bytes, or "staged", through swizzled shared memory
+            and the copy engine.
+        store_bytes: with "staged", 64 or 128 bytes of a row that one copy writes. A warp has two buffers of 32 rows.
+        tile_order: "row" or "hilbert" (``padless.kernels.sm100_dense.tile_order``).
+        a_dtype, b_dtype: float8_e4m3fn or float8_e5m2.
+        out_dtype: bfloat16, float16 or float32.
+    """
+
+    cta_group: int = 2
+    block_n: int = 256
+    block_k: int = 256
+    num_stages: int = 0
+    chunk_columns: int = 64
+    store: str = "direct"
+    store_bytes: int = 64
+    tile_order: str = "row"
+    a_dtype: torch.dtype = torch.float8_e4m3fn
+    b_dtype: torch.dtype = torch.float8_e4m3fn
+    out_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        require = requirement_of(self)
+        stages = self.num_stages
+        chunk_bytes = self.chunk_columns * self.out_dtype.itemsize
+        require(self.cta_group in (1, 2), "cta_group", "1 or 2")
+        require(self.block_n in (128, 256), "block_n", "128 or 256")
+        require(self.block_k in (128, 256), "block_k", "128 or 256")
+        require(stages == 0 or 2 <= stages <= 12, "num_stages", "0 (as many as fit) or 2 to 12")
+        require(self.chunk_columns in (32, 64, 128), "chunk_columns", "32, 64 or 128")
+        require(self.store in STORES, "store", " or ".join(STORES))
+        require(self.store_bytes in (64, 128), "store_bytes", "64 or 128")
+        require(self.tile_order in TILE_ORDERS, "tile_order", " or ".join(TILE_ORDERS))
+        require(self.a_dtype in DATA_DTYPES, "a_dtype", " or ".join(map(str, DATA_DTYPES)))
+        require(self.b_dtype in DATA_DTYPES, "b_dtype", " or ".join(map(str, DATA_DTYPES)))
+        require(self.out_dtype in OUT_DTYPES, "out_dtype", "torch.bfloat16, torch.float16 or torch.float32")
+        if self.store == "staged":
+            require(chunk_bytes % self.store_bytes == 0, "store_bytes", f"a divisor of {chunk_bytes}")
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """(rows, columns) of the tile that a worker, one CTA or a pair, computes at a time."""
+        return BLOCK_M * self.cta_group, self.block_n
+
+    def prelude(self) -> str:
+        """The C++ constants that the kernel source is compiled behind."""
+        constants = {
+            "CTA_GROUP": self.cta_group,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "NUM_STAGES": self.num_stages,
+            "CHUNK_COLUMNS": self.chunk_columns,
+            "STORE_BYTES": self.store_bytes if self.store == "staged" else 0,
+        }
+        macros = {
+            "TILE_ORDER": f"ORDER_{self.tile_order.upper()}",
+            "FORMAT_A": DATA_DTYPES[self.a_dtype],
+            "FORMAT_B": DATA_DTYPES[self.b_dtype],
+            "OUT_TYPE": OUT_DTYPES[self.out_dtype],
+        }
+        return cpp_constants(constants, macros=macros)
+
+
+@dataclass(frozen=True)
+class DenseProblem:
+    """What ``select_config`` may look at."""
+
+    m: int
+    n: int
+    k: int
+    out_dtype: torch.dtype = torch.bfloat16
+    a_dtype: torch.dtype = torch.float8_e4m3fn
+    b_dtype: torch.dtype = torch.float8_e4m3fn
+    num_sms: int = 148
+    can_stage: bool = True  # rows of the output start on 16-byte boundaries
+
+
+# (cta_group, block_n): estimated time of a tile, in that of 128 x 128 by one CTA. Guesses, not measured: what the
+# products of 256 x 256 take, and a fifth more for each of those of a smaller tile, which reads more operand bytes.
+_TILE_COSTS: dict[tuple[int, int], float] = {(2, 256): 1.6, (2, 128): 0.95, (1, 128): 1.0}
+_LARGE = 8192
+
+
+def select_config(problem: DenseProblem) -> Sm100DenseConfig:
+    """The kernel for a problem: a pure function.
+
+    The tile with the least estimated time. The Hilbert order and the staged store from 8192 in M, N and K on, where the
+    author of the design that this kernel follows measured a gain on a B200 ("MXFP8 GEMM: Up to 99% of cuBLAS performance
+    using CUDA + PTX"); below it the row order and direct stores were the faster ones. Not measured by this project.
+    """
+
+    def estimate(tile: tuple[int, int]) -> float:
+        cta_group, block_n = tile
+        workers = max(problem.num_sms // cta_group, 1)
+        tiles = ceil_div(problem.m, BLOCK_M * cta_group) * ceil_div(problem.n, block_n)
+        return ceil_div(tiles, workers) * _TILE_COSTS[tile]
+
+    pairs = problem.m > BLOCK_M and problem.num_sms > 1
+    cta_group, block_n = min((t for t in _TILE_COSTS if pairs or t[0] == 1), key=estimate)
+    is_large = min(problem.m, problem.n, problem.k) >= _LARGE
+    return Sm100DenseConfig(
+        cta_group=cta_group,
+        block_n=block_n,
+        store="staged" if is_large and problem.can_stage else "direct",
+        tile_order="hilbert" if is_large else "row",
+        a_dtype=problem.a_dtype,
+        b_dtype=problem.b_dtype,
+        out_dtype=problem.out_dtype,
+    )
+
+
+def fit(config: Sm100DenseConfig, problem: DenseProblem) -> Sm100DenseConfig:
+    """``config`` with the dtypes of the operands."""
+    if config.store == "staged" and not problem.can_stage:
+        raise ValueError(
+            "config has store='staged' and rows of out are not all on 16-byte boundaries; use store='direct'"
+        )
+    return replace(config, a_dtype=problem.a_dtype, b_dtype=problem.b_dtype, out_dtype=problem.out_dtype)
