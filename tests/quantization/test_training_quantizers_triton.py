@@ -192,7 +192,8 @@ COLUMN_TYPES = {
 def test_compiled_rows_columns(square: bool, input_type: str) -> None:
     from padless.quantization.triton import rows_columns
 
-    constants = {"ROWS": True, "SQUARE": square, "HARDWARE_CAST": True}
+    held = input_type if input_type == "bf16" else ""
+    constants = {"ROWS": True, "SQUARE": square, "HARDWARE_CAST": True, "DTYPE": held}
     types = {"x_ptr": f"*{input_type}", **COLUMN_TYPES}
     found = instructions_of(rows_columns._rows_columns, types, constants, num_warps=8)
     assert_wide_and_ieee(found)
@@ -208,7 +209,7 @@ def test_compiled_weight_both() -> None:
 
     types = {"w_ptr": "*bf16", "codes_ptr": "*u8", "scale_ptr": "*fp32"}
     types |= {"transposed_ptr": "*i32", "transposed_scale_ptr": "*fp32"}
-    constants = {"WORDS": True, "HARDWARE_CAST": True}
+    constants = {"WORDS": True, "HARDWARE_CAST": True, "DTYPE": "bf16"}
     found = instructions_of(weight_both._weight_both, types, constants, num_warps=8)
     assert_wide_and_ieee(found)
     assert (found["ld.global.v4.b32"], found["st.global.v4.b32"]) == (8, 8)
