@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,7 +194,8 @@ COLUMN_TYPES = {
 def test_compiled_rows_columns(square: bool, input_type: str) -> None:
     from padless.quantization.triton import rows_columns
 
-    constants = {"ROWS": True, "SQUARE": square, "HARDWARE_CAST": True}
+    held = input_type if input_type == "bf16" else ""
+    constants = {"ROWS": True, "SQUARE": square, "HARDWARE_CAST": True, "DTYPE": held}
     types = {"x_ptr": f"*{input_type}", **COLUMN_TYPES}
     found = instructions_of(rows_columns._rows_columns, types, constants, num_warps=8)
     assert_wide_and_ieee(found)
@@ -208,10 +211,56 @@ def test_compiled_weight_both() -> None:
 
     types = {"w_ptr": "*bf16", "codes_ptr": "*u8", "scale_ptr": "*fp32"}
     types |= {"transposed_ptr": "*i32", "transposed_scale_ptr": "*fp32"}
-    constants = {"WORDS": True, "HARDWARE_CAST": True}
+    constants = {"WORDS": True, "HARDWARE_CAST": True, "DTYPE": "bf16"}
     found = instructions_of(weight_both._weight_both, types, constants, num_warps=8)
     assert_wide_and_ieee(found)
     assert (found["ld.global.v4.b32"], found["st.global.v4.b32"]) == (8, 8)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("input_type", ["bf16", "fp16", "fp32"])
+def test_a_weight_of_one_value_reads_no_unset_register(input_type: str) -> None:
+    """N, K and the stride of 1 are constants then; ptxas puts R1, the stack's pointer, where a register is not set."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import compiler
+    from triton.compiler import ASTSource
+
+    from padless.quantization.triton import weight_both
+
+    kernel = weight_both._weight_both
+    names = kernel.arg_names
+    constants: dict[str, Any] = {
+        "N": 1,
+        "K": 1,
+        "w_stride_n": 1,
+        "WORDS": False,
+        "HARDWARE_CAST": True,
+        "DTYPE": "",
+    }
+    types = {"w_ptr": f"*{input_type}", "codes_ptr": "*u8", "scale_ptr": "*fp32"}
+    types |= {"transposed_ptr": "*u8", "transposed_scale_ptr": "*fp32", "w_stride_g": "i32"}
+    source = ASTSource(
+        kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
+    )
+    options = {"num_warps": weight_both.NUM_WARPS, "maxnreg": weight_both.MAX_REGISTERS_OF_FLOAT32}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = "\n".join(line.split("//")[0] for line in compiled.asm["ptx"].splitlines())
+    counts = Counter(re.findall(r"%(?:r|rs|rd|p)\d+\b", ptx))
+    assert [register for register, count in counts.items() if count == 1] == []
+
+    nvdisasm = Path(compiler.__file__).parent / "bin/nvdisasm"
+    if not nvdisasm.exists():
+        return
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        sass = subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    assert "F2FP.SATFINITE.E4M3" in sass
+    stack = [line for line in sass.splitlines() if re.search(r"\bR1\b", line) and "c[0x0][0x28]" not in line]
+    assert stack == []
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")

@@ -353,14 +353,14 @@ def eighth_of_bf16_words(words):
 
 
 @triton.jit
-def _larger_bf16_magnitudes(a, b):
+def larger_bf16_magnitudes(a, b):
     return tl.inline_asm_elementwise(
         "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def _larger_fp16_magnitudes(a, b):
+def larger_fp16_magnitudes(a, b):
     return tl.inline_asm_elementwise(
         "max.NaN.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1
     )
@@ -374,9 +374,9 @@ def amax_bits_of_words(words, DTYPE: tl.constexpr):
     capability 8.6.
     """
     if DTYPE == "bf16":
-        pair = tl.reduce(words, 2, _larger_bf16_magnitudes)
+        pair = tl.reduce(words, 2, larger_bf16_magnitudes)
     else:
-        pair = tl.reduce(words, 2, _larger_fp16_magnitudes)
+        pair = tl.reduce(words, 2, larger_fp16_magnitudes)
     low, high = unpack_words(pair & 0x7FFF7FFF, DTYPE)
     return tl.maximum(low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True))
 
@@ -395,3 +395,10 @@ def _e2m1_code(y):
     halves = (rounded * 2.0).to(tl.int32)
     code = tl.where(rounded < 1.0, halves, normal) | ((bits >> 28) & 0x8)
     return tl.where((bits & 0x7FFFFFFF) > INF_BITS, 0, code).to(tl.uint8)
+
+
+def word_type(x: torch.Tensor) -> str:
+    """ "bf16" or "fp16" where pairs of neighbours in the rows of x can be read as aligned words, else ""."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(x.dtype, "")
+    aligned = x.data_ptr() % 4 == 0 and all(s % 2 == 0 for s in (x.shape[-1], *x.stride()[:-1]))
+    return name if aligned and casts_in_hardware(x.device) else ""

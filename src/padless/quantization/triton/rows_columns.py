@@ -19,9 +19,12 @@ from padless.layouts import empty_mn_major
 from padless.quantization.triton import casts, tiles
 from padless.quantization.triton import group_tiles as groups
 
-# A thread of the 256 holds 64 values: in so many registers two programs fit on a multiprocessor of Hopper, so that one
-# loads while the other computes. The compiler would take 162, and one would fit.
-MAX_REGISTERS = 128
+# A thread of the 256 holds 64 values, of 16 bits in 32 registers: three programs fit on a multiprocessor of Hopper, so
+# that some load while others compute, and four without the rows.
+NUM_WARPS = 8
+MAX_REGISTERS = 80
+MAX_REGISTERS_OF_COLUMNS = 64
+MAX_REGISTERS_OF_FLOAT32 = 128
 
 
 class Columns(NamedTuple):
@@ -67,6 +70,7 @@ def rows_columns(
     row_scale = empty_mn_major(kept_rows, ceil_div(features, 128), x.device)
     columns = empty_columns(num_rows, num_groups, features, block, alignment, x.device)
     found = groups.group_tiles(offs, num_rows, alignment)
+    words = casts.word_type(x)
     _rows_columns[(found.num_tiles * ceil_div(features, 128),)](
         x,
         found.table,
@@ -84,8 +88,13 @@ def rows_columns(
         ROWS=rows,
         SQUARE=block[0] == 128,
         HARDWARE_CAST=casts.casts_in_hardware(x.device),
-        num_warps=8,
-        maxnreg=MAX_REGISTERS,
+        DTYPE=words,
+        num_warps=NUM_WARPS,
+        maxnreg=MAX_REGISTERS_OF_FLOAT32
+        if not words
+        else MAX_REGISTERS
+        if rows
+        else MAX_REGISTERS_OF_COLUMNS,
     )
     return row_codes, row_scale, columns.codes, columns.scale, found.starts, found.block_starts
 
@@ -114,6 +123,7 @@ def _rows_columns(
     ROWS: tl.constexpr,
     SQUARE: tl.constexpr,  # scales of columns are of 128 features
     HARDWARE_CAST: tl.constexpr,
+    DTYPE: tl.constexpr,  # "bf16" or "fp16": F, x_stride are even, and x is read in words of two; or ""
 ):
     num_blocks = tl.cdiv(F, tiles.TILE)
     pid = tl.program_id(0)
@@ -126,6 +136,27 @@ def _rows_columns(
     column = block * tiles.TILE + tl.arange(0, tiles.TILE)
     row = first_row + 4 * tl.arange(0, tiles.QUADS)
     rows_end = first_row + rows
+    if DTYPE != "":
+        pair = block * tiles.PAIRS + tl.arange(0, tiles.PAIRS)
+        words_ptr = x_ptr.to(tl.pointer_type(tl.int32))
+        x = tiles.load_words(words_ptr, row, rows_end, pair, F // 2, x_stride // 2)
+        if ROWS:
+            scale_column = row_scale_ptr + block.to(tl.int64) * row_scale_ld
+            pairs_ptr = row_codes_ptr.to(tl.pointer_type(tl.int16))
+            tiles.store_rows_of_words(x, row, rows_end, pair, F // 2, pairs_ptr, scale_column, DTYPE)
+            tiles.store_padding(scale_column, M, row_scale_ld, tile == 0)
+        if SQUARE:
+            tiles.store_square_columns_of_words(
+                x, tile, tokens, first_unit, units, column, F, codes_ptr, column_units, scale_ptr + block, num_blocks,
+                num_scale_rows, DTYPE,
+            )  # fmt: skip
+        else:
+            tiles.store_columns_of_words(
+                x, tile, tokens, first_unit, units, column, F, codes_ptr, column_units, scale_ptr, F, num_scale_rows,
+                DTYPE,
+            )  # fmt: skip
+        return
+
     x = tiles.load(x_ptr, row, rows_end, column, F, x_stride)
     if ROWS:
         scale_column = row_scale_ptr + block.to(tl.int64) * row_scale_ld

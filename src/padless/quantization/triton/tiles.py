@@ -39,6 +39,40 @@ _RECIPROCALS_ASM = tl.constexpr(
 )
 
 
+def _unpack_asm(word: str, low: str, high: str, dtype: str) -> str:
+    """PTX: float32 low and high of the two "bf16" or "fp16" values in a word."""
+    if dtype == "bf16":
+        return f"shl.b32 t, {word}, 16; mov.b32 {low}, t; and.b32 t, {word}, 0xFFFF0000; mov.b32 {high}, t;\n"
+    return f"mov.b32 {{p, q}}, {word}; cvt.f32.f16 {low}, p; cvt.f32.f16 {high}, q;\n"
+
+
+def _pair_asm(dtype: str) -> str:
+    """PTX: $0, 16 bits, the e4m3 codes of the two values in $1 times $2."""
+    return (
+        "{.reg .b32 t; .reg .b16 p, q; .reg .f32 a, b;\n"
+        + _unpack_asm("$1", "a", "b", dtype)
+        + "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $2;\ncvt.rn.satfinite.e4m3x2.f32 $0, b, a;}"
+    )
+
+
+def _quads_asm(dtype: str) -> str:
+    """PTX: $0 and $1, the e4m3 codes of the low and of the high values in $2 .. $5 times $6 and $7."""
+    lines = "{.reg .b32 t; .reg .b16 p, q; .reg .f32 a<4>, b<4>;\n"
+    for i in range(4):
+        lines += _unpack_asm(f"${2 + i}", f"a{i}", f"b{i}", dtype)
+        lines += f"mul.rn.f32 a{i}, a{i}, $6; mul.rn.f32 b{i}, b{i}, $7;\n"
+    for out, x in (("$0", "a"), ("$1", "b")):
+        lines += f"cvt.rn.satfinite.e4m3x2.f32 p, {x}1, {x}0;\ncvt.rn.satfinite.e4m3x2.f32 q, {x}3, {x}2;\n"
+        lines += f"mov.b32 {out}, {{p, q}};\n"
+    return lines + "}"
+
+
+_PAIR_BF16_ASM, _PAIR_FP16_ASM = tl.constexpr(_pair_asm("bf16")), tl.constexpr(_pair_asm("fp16"))
+_QUADS_BF16_ASM, _QUADS_FP16_ASM = tl.constexpr(_quads_asm("bf16")), tl.constexpr(_quads_asm("fp16"))
+
+PAIRS = tl.constexpr(64)
+
+
 @triton.jit
 def place(table_ptr, tile, num_tiles):
     """(first row, rows, tokens, first column / 32, columns / 32) of a tile in the table of `group_tiles`."""
@@ -143,7 +177,14 @@ def store_codes(
 ):
     """Stores e4m3(x * inverse) of quarter j of a tile as rows."""
     at = row + j
-    codes = casts.to_e4m3(x[j] * inverse, HARDWARE_CAST)
+    y = x[j] * inverse
+    if HARDWARE_CAST:
+        # Four neighbours in a register. Of the halves that Triton's own conversion leaves LLVM builds vectors with bytes
+        # that are not set yet, and ptxas 12.8 has taken all of one for not set where the columns after the first were
+        # known to be zero.
+        codes = tl.inline_asm_elementwise(_E4M3_WORD_ASM, "=r,f,f,f,f", [y], tl.uint8, is_pure=True, pack=4)
+    else:
+        codes = casts.to_e4m3(y, False)
     mask = (at[:, None] < rows_end) & (column[None, :] < num_columns)
     tl.store(ptr + at.to(tl.int64)[:, None] * stride + column[None, :], codes, mask=mask)
 
@@ -191,4 +232,143 @@ def store_square_columns(
     at = scale_ptr + tile.to(tl.int64) * scale_stride
     tl.store(at, tl.where(tokens > 0, scale, 0.0), mask=tile < num_scale_rows)
     words = code_words(x, inverse, HARDWARE_CAST) & kept_bytes(tokens)[:, None]
+    store_transposed(words, codes_ptr, column, num_columns, column_units * 8, first_unit * 8, units * 8)
+
+
+# --- tiles of 16-bit values, two columns to a word ---------------------------------------------------------
+#
+# Quarters of (32, 64) int32 as they were loaded: half the registers of float32, and magnitudes are compared two at
+# once. A value is converted where it is multiplied. pair: the (64,) pairs of columns.
+
+
+@triton.jit
+def load_words(ptr, row, rows_end, pair, num_pairs, stride):
+    """The words of a tile, 0 where there are none; stride in words."""
+    return (
+        _load_words(ptr, row, rows_end, pair, num_pairs, stride),
+        _load_words(ptr, row + 1, rows_end, pair, num_pairs, stride),
+        _load_words(ptr, row + 2, rows_end, pair, num_pairs, stride),
+        _load_words(ptr, row + 3, rows_end, pair, num_pairs, stride),
+    )
+
+
+@triton.jit
+def _load_words(ptr, row, rows_end, pair, num_pairs, stride):
+    mask = (row[:, None] < rows_end) & (pair[None, :] < num_pairs)
+    return tl.load(ptr + row.to(tl.int64)[:, None] * stride + pair[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _larger_of_words(a, b, DTYPE: tl.constexpr):
+    if DTYPE == "bf16":
+        return casts.larger_bf16_magnitudes(a, b)
+    return casts.larger_fp16_magnitudes(a, b)
+
+
+@triton.jit
+def _reduce_words(words, AXIS: tl.constexpr, DTYPE: tl.constexpr):
+    """float32 bits of the largest magnitudes along an axis, of the low values and of the high ones."""
+    if DTYPE == "bf16":
+        largest = tl.reduce(words, AXIS, casts.larger_bf16_magnitudes)
+    else:
+        largest = tl.reduce(words, AXIS, casts.larger_fp16_magnitudes)
+    low, high = casts.unpack_words(largest & 0x7FFF7FFF, DTYPE)
+    return low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def words_columns_amax(x, DTYPE: tl.constexpr):
+    """Bits of the largest magnitude in every column: (64,) of the low ones and (64,) of the high ones."""
+    low, high = _larger_of_words(x[0], x[1], DTYPE), _larger_of_words(x[2], x[3], DTYPE)
+    return _reduce_words(_larger_of_words(low, high, DTYPE), 0, DTYPE)
+
+
+@triton.jit
+def code_words_of_words(x, low, high, DTYPE: tl.constexpr):
+    """(32, 128) as `code_words`: of the low values times `low` and of the high ones times `high`."""
+    if DTYPE == "bf16":
+        even, odd = tl.inline_asm_elementwise(
+            _QUADS_BF16_ASM, "=&r,=&r,r,r,r,r,f,f", [x[0], x[1], x[2], x[3], low, high], (tl.int32, tl.int32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            _QUADS_FP16_ASM, "=&r,=&r,r,r,r,r,f,f", [x[0], x[1], x[2], x[3], low, high], (tl.int32, tl.int32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    return tl.reshape(tl.join(even, odd), (QUADS, TILE))
+
+
+@triton.jit
+def store_codes_of_words(
+    x, inverse, j: tl.constexpr, row, rows_end, pair, num_pairs, ptr, DTYPE: tl.constexpr
+):
+    """Stores the codes of quarter j of a tile as rows of num_pairs pairs; ptr: int16."""
+    at = row + j
+    if DTYPE == "bf16":
+        codes = tl.inline_asm_elementwise(
+            _PAIR_BF16_ASM, "=h,r,f", [x[j], inverse], tl.int16, is_pure=True, pack=1
+        )
+    else:
+        codes = tl.inline_asm_elementwise(
+            _PAIR_FP16_ASM, "=h,r,f", [x[j], inverse], tl.int16, is_pure=True, pack=1
+        )
+    mask = (at[:, None] < rows_end) & (pair[None, :] < num_pairs)
+    tl.store(ptr + at.to(tl.int64)[:, None] * num_pairs + pair[None, :], codes, mask=mask)
+
+
+@triton.jit
+def store_rows_of_words(x, row, rows_end, pair, num_pairs, ptr, scale_ptr, DTYPE: tl.constexpr):
+    """As `store_rows`."""
+    scale0 = _store_row_of_words(x, 0, row, rows_end, pair, num_pairs, ptr, DTYPE)
+    scale1 = _store_row_of_words(x, 1, row, rows_end, pair, num_pairs, ptr, DTYPE)
+    scale2 = _store_row_of_words(x, 2, row, rows_end, pair, num_pairs, ptr, DTYPE)
+    scale3 = _store_row_of_words(x, 3, row, rows_end, pair, num_pairs, ptr, DTYPE)
+    _store_row_scales(scale0, scale1, scale2, scale3, row, rows_end, scale_ptr)
+
+
+@triton.jit
+def _store_row_of_words(x, j: tl.constexpr, row, rows_end, pair, num_pairs, ptr, DTYPE: tl.constexpr):
+    low, high = _reduce_words(x[j], 1, DTYPE)
+    scale, inverse = scale_of(tl.maximum(low, high), True)
+    store_codes_of_words(x, inverse[:, None], j, row, rows_end, pair, num_pairs, ptr, DTYPE)
+    return scale
+
+
+@triton.jit
+def _store_row_scales(scale0, scale1, scale2, scale3, row, rows_end, scale_ptr):
+    """One store of the four quarters' scales: each would go through shared memory by itself."""
+    scale = tl.reshape(tl.join(tl.join(scale0, scale2), tl.join(scale1, scale3)), (TILE,))
+    at = tl.reshape(row[:, None] + tl.arange(0, 4)[None, :], (TILE,))
+    tl.store(scale_ptr + at, scale, mask=at < rows_end)
+
+
+@triton.jit
+def store_columns_of_words(
+    x, tile, tokens, first_unit, units, column, num_columns, codes_ptr, column_units, scale_ptr, scale_stride,
+    num_scale_rows, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """As `store_columns`."""
+    low, high = words_columns_amax(x, DTYPE)
+    low_scale, low_inverse = scale_of(low, True)
+    high_scale, high_inverse = scale_of(high, True)
+    at = scale_ptr + tile.to(tl.int64) * scale_stride + column
+    scale = tl.reshape(tl.join(low_scale, high_scale), (TILE,))
+    tl.store(at, tl.where(tokens > 0, scale, 0.0), mask=(column < num_columns) & (tile < num_scale_rows))
+    words = code_words_of_words(x, low_inverse[None, :], high_inverse[None, :], DTYPE)
+    words = words & kept_bytes(tokens)[:, None]
+    store_transposed(words, codes_ptr, column, num_columns, column_units * 8, first_unit * 8, units * 8)
+
+
+@triton.jit
+def store_square_columns_of_words(
+    x, tile, tokens, first_unit, units, column, num_columns, codes_ptr, column_units, scale_ptr, scale_stride,
+    num_scale_rows, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """As `store_square_columns`."""
+    low, high = words_columns_amax(x, DTYPE)
+    scale, inverse = scale_of(tl.max(tl.maximum(low, high), axis=0), True)
+    at = scale_ptr + tile.to(tl.int64) * scale_stride
+    tl.store(at, tl.where(tokens > 0, scale, 0.0), mask=tile < num_scale_rows)
+    words = code_words_of_words(x, inverse, inverse, DTYPE) & kept_bytes(tokens)[:, None]
     store_transposed(words, codes_ptr, column, num_columns, column_units * 8, first_unit * 8, units * 8)

@@ -12,7 +12,11 @@ import triton.language as tl
 
 from padless.formats import ceil_div
 from padless.quantization.triton import casts, tiles
-from padless.quantization.triton.rows_columns import MAX_REGISTERS
+
+# Four programs of 256 threads fit on a multiprocessor of Hopper, so that some load while others compute.
+NUM_WARPS = 8
+MAX_REGISTERS = 64
+MAX_REGISTERS_OF_FLOAT32 = 128
 
 
 def weight_both(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,6 +30,7 @@ def weight_both(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     transposed_scale = torch.empty((*batch, *reversed(blocks)), dtype=torch.float32, device=w.device)
     if w.numel() > 0:
         words = N % 4 == 0
+        dtype = casts.word_type(w)
         _weight_both[(scale.numel(),)](
             w,
             codes,
@@ -38,8 +43,9 @@ def weight_both(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
             w.stride(-2),
             WORDS=words,
             HARDWARE_CAST=casts.casts_in_hardware(w.device),
-            num_warps=8,
-            maxnreg=MAX_REGISTERS,
+            DTYPE=dtype,
+            num_warps=NUM_WARPS,
+            maxnreg=MAX_REGISTERS if dtype else MAX_REGISTERS_OF_FLOAT32,
         )
     return codes, scale, transposed, transposed_scale
 
@@ -57,6 +63,7 @@ def _weight_both(
     w_stride_n,
     WORDS: tl.constexpr,
     HARDWARE_CAST: tl.constexpr,
+    DTYPE: tl.constexpr,  # "bf16" or "fp16": K and the strides are even, and w is read in words of two; or ""
 ):
     num_k_blocks = tl.cdiv(K, tiles.TILE)
     num_n_blocks = tl.cdiv(N, tiles.TILE)
@@ -67,14 +74,28 @@ def _weight_both(
     k = k_block * tiles.TILE + tl.arange(0, tiles.TILE)
     n = n_block * tiles.TILE + 4 * tl.arange(0, tiles.QUADS)
 
-    x = tiles.load(w_ptr + group * w_stride_g, n, N, k, K, w_stride_n)
-    scale, inverse = tiles.scale_of(tl.max(tiles.columns_amax(x), axis=0), HARDWARE_CAST)
+    if DTYPE != "":
+        pair = k_block * tiles.PAIRS + tl.arange(0, tiles.PAIRS)
+        words_ptr = (w_ptr + group * w_stride_g).to(tl.pointer_type(tl.int32))
+        x = tiles.load_words(words_ptr, n, N, pair, K // 2, w_stride_n // 2)
+        low, high = tiles.words_columns_amax(x, DTYPE)
+        amax = tl.max(tl.maximum(low, high), axis=0)
+    else:
+        x = tiles.load(w_ptr + group * w_stride_g, n, N, k, K, w_stride_n)
+        amax = tl.max(tiles.columns_amax(x), axis=0)
+    scale, inverse = tiles.scale_of(amax, HARDWARE_CAST)
     tl.store(scale_ptr + pid, scale)
     transposed_block = (group * num_k_blocks + k_block) * num_n_blocks + n_block
     tl.store(transposed_scale_ptr + transposed_block, scale)
-    for j in tl.static_range(4):
-        tiles.store_codes(x, inverse, j, n, N, k, K, codes_ptr + group * N * K, K, HARDWARE_CAST)
-    words = tiles.code_words(x, inverse, HARDWARE_CAST)
+    if DTYPE != "":
+        pairs_ptr = (codes_ptr + group * N * K).to(tl.pointer_type(tl.int16))
+        for j in tl.static_range(4):
+            tiles.store_codes_of_words(x, inverse, j, n, N, pair, K // 2, pairs_ptr, DTYPE)
+        words = tiles.code_words_of_words(x, inverse, inverse, DTYPE)
+    else:
+        for j in tl.static_range(4):
+            tiles.store_codes(x, inverse, j, n, N, k, K, codes_ptr + group * N * K, K, HARDWARE_CAST)
+        words = tiles.code_words(x, inverse, HARDWARE_CAST)
     if WORDS:
         first = n_block * tiles.QUADS
         target = transposed_ptr + group * K * (N // 4)
