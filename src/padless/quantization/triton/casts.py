@@ -139,6 +139,14 @@ _USUAL_RECIPROCAL_ASM = tl.constexpr(
     "fma.rn.f32 $0, r, e, r;}"
 )
 
+# One value at a time into a whole register. ptxas 12.8 miscompiles the code of Triton's own cast where the two bytes
+# of `cvt.e4m3x2` are taken apart and packed with each other again, as scales are: it merges that into the
+# conversion, which then reads a register that was never written.
+_TO_E4M3_SCALE_ASM = tl.constexpr(
+    "{.reg .f32 zero; .reg .b16 h; mov.f32 zero, 0f00000000; "
+    "cvt.rn.satfinite.e4m3x2.f32 h, zero, $1; cvt.u32.u16 $0, h;}"
+)
+
 _E4M3_TO_FLOAT32_ASM = tl.constexpr(
     "{.reg .b16 h, zero; .reg .b32 halves; cvt.u16.u32 h, $1; cvt.rn.f16x2.e4m3x2 halves, h; "
     "mov.b32 {h, zero}, halves; cvt.f32.f16 $0, h;}"
@@ -238,6 +246,14 @@ def to_e4m3(y, HARDWARE_CAST: tl.constexpr):
 
 
 @triton.jit
+def to_e4m3_scale(y, HARDWARE_CAST: tl.constexpr):
+    """float32 to e4m3 codes as `to_e4m3`, but in int32, for scales."""
+    if HARDWARE_CAST:
+        return tl.inline_asm_elementwise(_TO_E4M3_SCALE_ASM, "=r,f", [y], tl.int32, is_pure=True, pack=1)
+    return to_e4m3(y, HARDWARE_CAST).to(tl.int32)
+
+
+@triton.jit
 def to_e5m2(y, HARDWARE_CAST: tl.constexpr):
     """float32 to e5m2 codes (uint8): nearest even, magnitudes above 57344 to 57344, NaN to 0x7F."""
     if HARDWARE_CAST:
@@ -254,15 +270,14 @@ def to_e5m2(y, HARDWARE_CAST: tl.constexpr):
 
 @triton.jit
 def e4m3_to_float32(code, HARDWARE_CAST: tl.constexpr):
-    """float32 value of non-negative finite e4m3 codes (uint8)."""
-    wide = code.to(tl.int32)
+    """float32 value of non-negative finite e4m3 codes (int32)."""
     if HARDWARE_CAST:
         return tl.inline_asm_elementwise(
-            _E4M3_TO_FLOAT32_ASM, "=f,r", [wide], tl.float32, is_pure=True, pack=1
+            _E4M3_TO_FLOAT32_ASM, "=f,r", [code], tl.float32, is_pure=True, pack=1
         )
-    normal = ((wide + ((127 - 7) << 3)) << 20).to(tl.float32, bitcast=True)
-    subnormal = wide.to(tl.float32) * 0.001953125  # 2^-9
-    return tl.where(wide < 8, subnormal, normal)
+    normal = ((code + ((127 - 7) << 3)) << 20).to(tl.float32, bitcast=True)
+    subnormal = code.to(tl.float32) * 0.001953125  # 2^-9
+    return tl.where(code < 8, subnormal, normal)
 
 
 @triton.jit

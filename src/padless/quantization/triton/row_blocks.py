@@ -346,7 +346,7 @@ def _nvfp4_scale(amax_bits, first, second, unusual, RULE: tl.constexpr, HARDWARE
     first = tl.broadcast_to(first, amax.shape)
     second = tl.broadcast_to(second, amax.shape)
     if RULE == "te":
-        byte = casts.to_e4m3(tl.minimum(amax * first, casts.FLOAT32_MAX), HARDWARE_CAST)
+        byte = casts.to_e4m3_scale(tl.minimum(amax * first, casts.FLOAT32_MAX), HARDWARE_CAST)
         decoded = casts.e4m3_to_float32(byte, HARDWARE_CAST) * second
         if HARDWARE_CAST:
             # The multiplier of a scale of 0 is the largest float32 in the end: a minimum ignores NaN.
@@ -357,7 +357,7 @@ def _nvfp4_scale(amax_bits, first, second, unusual, RULE: tl.constexpr, HARDWARE
             multiplier = casts.reciprocal(decoded, HARDWARE_CAST)
     else:
         wanted = tl.math.div_rn(casts.divided_by(amax, 6.0), first)
-        byte = casts.to_e4m3(tl.minimum(tl.maximum(wanted, 0.015625), 448.0), HARDWARE_CAST)
+        byte = casts.to_e4m3_scale(tl.minimum(tl.maximum(wanted, 0.015625), 448.0), HARDWARE_CAST)
         multiplier = tl.math.div_rn(second, casts.e4m3_to_float32(byte, HARDWARE_CAST))
     multiplier = tl.minimum(multiplier, casts.FLOAT32_MAX)
     nan = tl.full(amax_bits.shape, casts.NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
