@@ -158,7 +158,7 @@ def columns_of_wrong_offs(device: str) -> None:
 @case
 def columns_of_strided_rows(device: str) -> None:
     wide = awkward((9, 320), torch.bfloat16, 6)
-    for x in (wide[:, :48], wide[:, 1:50], wide.t()[:9, :8], wide[:, :64:2]):
+    for x in (wide[:, :48], wide[:, 1:50], wide[:, 1:49], wide.t()[:9, :8], wide[:, :64:2]):
         rows_columns_pair(x, offs_of((4, 3), device), (1, 128), 32, True, device)
 
 

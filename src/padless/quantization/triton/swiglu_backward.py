@@ -334,9 +334,15 @@ def _load_prob(prob_ptr, row, rows_end):
 @triton.jit
 def _store_sums(x, sums_ptr, row, rows_end, tokens):
     """The sum of each row; 0 for rows past the last group, which no output depends on."""
-    for j in tl.static_range(4):
-        total = tl.where(tokens > 0, arithmetic.pairwise_sum(x[j]), 0.0)
-        tl.store(sums_ptr + row + j, total, mask=row + j < rows_end)
+    tiles.store_of_rows(
+        tl.where(tokens > 0, arithmetic.pairwise_sum(x[0]), 0.0),
+        tl.where(tokens > 0, arithmetic.pairwise_sum(x[1]), 0.0),
+        tl.where(tokens > 0, arithmetic.pairwise_sum(x[2]), 0.0),
+        tl.where(tokens > 0, arithmetic.pairwise_sum(x[3]), 0.0),
+        row,
+        rows_end,
+        sums_ptr,
+    )
 
 
 @triton.jit

@@ -192,10 +192,20 @@ def store_codes(
 @triton.jit
 def store_rows(x, row, rows_end, column, num_columns, ptr, stride, scale_ptr, HARDWARE_CAST: tl.constexpr):
     """Codes of a tile with a scale for each row; scale_ptr: of row 0 and these columns, rows adjacent."""
-    for j in tl.static_range(4):
-        scale, inverse = scale_of(tl.max(casts.magnitude_bits(x[j]), axis=1), HARDWARE_CAST)
-        store_codes(x, inverse[:, None], j, row, rows_end, column, num_columns, ptr, stride, HARDWARE_CAST)
-        tl.store(scale_ptr + row + j, scale, mask=row + j < rows_end)
+    scale0 = _store_row(x, 0, row, rows_end, column, num_columns, ptr, stride, HARDWARE_CAST)
+    scale1 = _store_row(x, 1, row, rows_end, column, num_columns, ptr, stride, HARDWARE_CAST)
+    scale2 = _store_row(x, 2, row, rows_end, column, num_columns, ptr, stride, HARDWARE_CAST)
+    scale3 = _store_row(x, 3, row, rows_end, column, num_columns, ptr, stride, HARDWARE_CAST)
+    store_of_rows(scale0, scale1, scale2, scale3, row, rows_end, scale_ptr)
+
+
+@triton.jit
+def _store_row(
+    x, j: tl.constexpr, row, rows_end, column, num_columns, ptr, stride, HARDWARE_CAST: tl.constexpr
+):
+    scale, inverse = scale_of(tl.max(casts.magnitude_bits(x[j]), axis=1), HARDWARE_CAST)
+    store_codes(x, inverse[:, None], j, row, rows_end, column, num_columns, ptr, stride, HARDWARE_CAST)
+    return scale
 
 
 @triton.jit
@@ -324,7 +334,7 @@ def store_rows_of_words(x, row, rows_end, pair, num_pairs, ptr, scale_ptr, DTYPE
     scale1 = _store_row_of_words(x, 1, row, rows_end, pair, num_pairs, ptr, DTYPE)
     scale2 = _store_row_of_words(x, 2, row, rows_end, pair, num_pairs, ptr, DTYPE)
     scale3 = _store_row_of_words(x, 3, row, rows_end, pair, num_pairs, ptr, DTYPE)
-    _store_row_scales(scale0, scale1, scale2, scale3, row, rows_end, scale_ptr)
+    store_of_rows(scale0, scale1, scale2, scale3, row, rows_end, scale_ptr)
 
 
 @triton.jit
@@ -336,11 +346,11 @@ def _store_row_of_words(x, j: tl.constexpr, row, rows_end, pair, num_pairs, ptr,
 
 
 @triton.jit
-def _store_row_scales(scale0, scale1, scale2, scale3, row, rows_end, scale_ptr):
-    """One store of the four quarters' scales: each would go through shared memory by itself."""
-    scale = tl.reshape(tl.join(tl.join(scale0, scale2), tl.join(scale1, scale3)), (TILE,))
+def store_of_rows(x0, x1, x2, x3, row, rows_end, ptr):
+    """One store of a number for each row of the quarters: each quarter's would go through shared memory by itself."""
+    x = tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (TILE,))
     at = tl.reshape(row[:, None] + tl.arange(0, 4)[None, :], (TILE,))
-    tl.store(scale_ptr + at, scale, mask=at < rows_end)
+    tl.store(ptr + at, x, mask=at < rows_end)
 
 
 @triton.jit
