@@ -93,6 +93,22 @@ def test_machine_code_of_route(emulated: list[EmulatedKernel], monkeypatch: pyte
     monkeypatch.setattr(route, "MAX_RUNS", 3)
     moe_cases.route_pair(moe_cases.draw_ids(110, 5, 7, 2), 7, "cpu")
     assert [k.launches for k in emulated[:3]] == [1, 1, 1]
+    # Runs of two tiles at once, of four in two steps, and of one tile with 1024 bins.
+    for tokens, experts in ((250, 200), (900, 7), (150, 600)):
+        moe_cases.route_pair(moe_cases.draw_ids(tokens, 2, experts, experts), experts, "cpu")
+    assert [k.launches for k in emulated[:3]] == [1, 4, 4]
+
+
+def test_ranks_do_not_reduce_across_lanes(
+    emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reduction of a warp for every slot would be most of the time that routing takes."""
+    from padless.moe.triton import route
+
+    monkeypatch.setattr(route, "FEW_SLOTS", 64)
+    moe_cases.route_pair(moe_cases.draw_ids(65, 4, 7, 3), 7, "cpu")
+    ptx = compiled_ptx(emulated[1])
+    assert ptx.count("redux.sync") + ptx.count("shfl.sync") < 32
 
 
 @pytest.mark.parametrize("name", moe_cases.FORMATS)
