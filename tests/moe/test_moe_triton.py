@@ -180,6 +180,29 @@ def test_nvfp4_in_the_tiles_of_many_rows(
     assert any("e4m3x2" in compiled.asm["ptx"] for compiled in kernel._compiled.values())
 
 
+@pytest.mark.parametrize("name", ["FP8_BLOCK", "NVFP4"])
+def test_gathered_rows_in_their_tile(
+    name: str, emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tile of many gathered rows, with rows and columns left over, and rows of no expert."""
+    from padless import formats
+    from padless.moe.triton import quantize_rows
+    from padless.quantization.quantize import quantize
+
+    tile = quantize_rows.choose_tile(8192, 7168, has_activation=False, is_gathered=True)
+    assert tile == (8, 512, 4)
+    monkeypatch.setattr(quantize_rows, "choose_tile", lambda *a, **k: tile)
+    x, given, rule = (
+        moe_cases.awkward((11, 672), torch.bfloat16, 4),
+        moe_cases.given_scale(name),
+        moe_cases.rules(name)[0],
+    )
+    _, rows, inverse = twins.route(moe_cases.draw_ids(11, 3, 5, 6), 5)
+    assert (inverse < 0).any()
+    want = quantize(x[rows.long()], getattr(formats, name), global_scale=given)
+    moe_cases.assert_same(moe_cases.quantized(x, name, rule, "plain", given=given, inverse=inverse), want)
+
+
 def one_a_block() -> torch.Tensor:
     """Values from -4 to 4, each alone in its block of 128: a block's scale has all bits of its activation."""
     x = torch.zeros((40, 8, 128))
