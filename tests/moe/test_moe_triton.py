@@ -93,6 +93,22 @@ def test_machine_code_of_route(emulated: list[EmulatedKernel], monkeypatch: pyte
     monkeypatch.setattr(route, "MAX_RUNS", 3)
     moe_cases.route_pair(moe_cases.draw_ids(110, 5, 7, 2), 7, "cpu")
     assert [k.launches for k in emulated[:3]] == [1, 1, 1]
+    # Runs of two tiles at once, of four in two steps, and of one tile with 1024 bins.
+    for tokens, experts in ((250, 200), (900, 7), (150, 600)):
+        moe_cases.route_pair(moe_cases.draw_ids(tokens, 2, experts, experts), experts, "cpu")
+    assert [k.launches for k in emulated[:3]] == [1, 4, 4]
+
+
+def test_ranks_do_not_reduce_across_lanes(
+    emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reduction of a warp for every slot would be most of the time that routing takes."""
+    from padless.moe.triton import route
+
+    monkeypatch.setattr(route, "FEW_SLOTS", 64)
+    moe_cases.route_pair(moe_cases.draw_ids(65, 4, 7, 3), 7, "cpu")
+    ptx = compiled_ptx(emulated[1])
+    assert ptx.count("redux.sync") + ptx.count("shfl.sync") < 32
 
 
 @pytest.mark.parametrize("name", moe_cases.FORMATS)
@@ -162,6 +178,29 @@ def test_nvfp4_in_the_tiles_of_many_rows(
         if "e4m3x2" in compiled.asm["ptx"]:
             assert not e4m3_pairs_taken_apart(compiled.asm["ptx"])
     assert any("e4m3x2" in compiled.asm["ptx"] for compiled in kernel._compiled.values())
+
+
+@pytest.mark.parametrize("name", ["FP8_BLOCK", "NVFP4"])
+def test_gathered_rows_in_their_tile(
+    name: str, emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tile of many gathered rows, with rows and columns left over, and rows of no expert."""
+    from padless import formats
+    from padless.moe.triton import quantize_rows
+    from padless.quantization.quantize import quantize
+
+    tile = quantize_rows.choose_tile(8192, 7168, has_activation=False, is_gathered=True)
+    assert tile == (8, 512, 4)
+    monkeypatch.setattr(quantize_rows, "choose_tile", lambda *a, **k: tile)
+    x, given, rule = (
+        moe_cases.awkward((11, 672), torch.bfloat16, 4),
+        moe_cases.given_scale(name),
+        moe_cases.rules(name)[0],
+    )
+    _, rows, inverse = twins.route(moe_cases.draw_ids(11, 3, 5, 6), 5)
+    assert (inverse < 0).any()
+    want = quantize(x[rows.long()], getattr(formats, name), global_scale=given)
+    moe_cases.assert_same(moe_cases.quantized(x, name, rule, "plain", given=given, inverse=inverse), want)
 
 
 def one_a_block() -> torch.Tensor:

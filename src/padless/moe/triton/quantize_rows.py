@@ -40,13 +40,16 @@ class Tile(NamedTuple):
 _ROUTED_TILE = Tile(1, 512, 4)
 
 
-def choose_tile(rows: int, columns: int, *, has_activation: bool) -> Tile:
+def choose_tile(rows: int, columns: int, *, has_activation: bool, is_gathered: bool = False) -> Tile:
     """The tile for (rows, columns) values: 32 x 256, fewer rows where that makes too few programs.
 
-    An activation needs twice the registers and gets half the rows.
+    An activation needs twice the registers and gets half the rows. Gathered rows are written many times: tiles of half
+    the values, twice as many at once on a multiprocessor, read while others write, and wide ones need fewer addresses.
     """
+    if is_gathered and columns % 512 == 0 and ceil_div(rows, 8) * (columns // 512) >= _PROGRAMS:
+        return Tile(8, 512, 4)
     width = 256 if columns > 128 else 128
-    for height, num_warps in ((16 if has_activation else 32, 4), (8, 2)):
+    for height, num_warps in ((16 if has_activation or is_gathered else 32, 4), (8, 2)):
         if ceil_div(rows, height) * ceil_div(columns, width) >= _PROGRAMS:
             return Tile(height, width, num_warps)
     return Tile(1, width, 1) if rows <= 2 else Tile(2, width, 1)
@@ -112,7 +115,9 @@ def _launch(
         group = layouts.group_of_rows(offs, out_rows).clamp(max=len(offs) - 1)
     if out_rows == 0 or K == 0:
         return data, scale
-    tile = choose_tile(items, K, has_activation=activation is not None) if slots is None else _ROUTED_TILE
+    tile = _ROUTED_TILE
+    if slots is None:
+        tile = choose_tile(items, K, has_activation=activation is not None, is_gathered=inverse is not None)
     ids_offs, ids_tokens, ids_inverse = (None, None, None) if slots is None else slots
     columns = 0 if format is None else ceil_div(K, format.block_k)
     given = activation or _NO_ACTIVATION
@@ -226,6 +231,9 @@ def _quantize_rows(
     column = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = there[:, None] & (column[None, :] < K)
     x_ptrs = x_ptr + item.to(tl.int64) * x_stride
+    # Rows are loaded ahead of the stores before theirs, which no compiler moves them across.
+    if TOP_K > 0 and ROUTED == 0:
+        next_row = tl.load(inverse_ptr + item * TOP_K, mask=there, other=0)
     x = _load(x_ptrs, column, inside, K, chunk, ACTIVATION, GATED, ARRANGEMENT, BLOCK_M, BLOCK_K,
               alpha, up_offset, limit, HAS_LIMIT)  # fmt: skip
 
@@ -286,8 +294,10 @@ def _quantize_rows(
         elif ROUTED > 0:
             row = tl.zeros((BLOCK_M,), tl.int64) + tl.sum(tl.where(lane == j, sorted_rows, 0), axis=0)
         else:
-            row = tl.load(inverse_ptr + item * TOP_K + j, mask=there, other=0).to(tl.int64)
+            row = next_row.to(tl.int64)
             row = tl.where(row < 0, -1 - row, row)
+            if j + 1 < TOP_K:
+                next_row = tl.load(inverse_ptr + item * TOP_K + j + 1, mask=there, other=0)
         tl.store(codes_ptr + row[:, None] * row_width + place[None, :], codes, mask=codes_inside)
         if ELEMENT != "bf16":
             if RULE == "fp8_block":

@@ -1,7 +1,9 @@
 """Routing as Triton kernels: a stable counting sort of expert ids, in one launch for few slots and two for many.
 
 No atomic decides an order. Few slots: every expert's program reads all ids and counts. Many: each program counts the ids
-of its run of slots (`_count`), then adds up what the runs before it and the experts before each hold (`_place`).
+of its run of slots and ranks every slot among those of its run and expert (`_rank`), then adds up what the runs before
+it and the experts before each hold (`_place`). A run is a few tiles that are ranked side by side, so that a program
+waits once for each thing it waits for, not once for each tile.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +20,9 @@ from padless.formats import ceil_div
 FEW_SLOTS = 4096  # up to here one launch
 TILE = 128  # slots that are ranked at once, by comparing all pairs
 MAX_RUNS = 128  # programs of the two launches
-_COUNTS_AT_ONCE = 16384
+MAX_TILES = 4  # of a run at once, four warps each
+_BINS_AT_ONCE = 1024  # counts of all tiles of a run at once, as far as they are several
+_COUNTS_AT_ONCE = 32768
 
 
 class Sorted(NamedTuple):
@@ -56,12 +60,25 @@ def route(ids: torch.Tensor, num_experts: int) -> Sorted:
             num_warps=4 if block <= 1024 else 8,
         )
         return Sorted(offs, tokens, inverse)
+    bins = max(triton.next_power_of_2(num_experts + 2), 128)  # experts, dropped ids, and lanes past the end
     tiles = ceil_div(slots, TILE)
     tiles_per_run = ceil_div(tiles, MAX_RUNS)
-    runs = ceil_div(tiles, tiles_per_run)
-    bins = max(triton.next_power_of_2(num_experts + 2), 128)  # experts, dropped ids, and lanes past the end
+    tiles_at_once = max(min(triton.next_power_of_2(tiles_per_run), MAX_TILES, _BINS_AT_ONCE // bins), 1)
+    steps = ceil_div(tiles_per_run, tiles_at_once)
+    runs = ceil_div(tiles, steps * tiles_at_once)
     counts = torch.empty((runs, bins), dtype=torch.int32, device=device)
-    _count[(runs,)](ids, counts, slots, num_experts, tiles_per_run, BINS=bins, TILE=TILE, num_warps=4)
+    _rank[(runs,)](
+        ids,
+        counts,
+        inverse,
+        slots,
+        num_experts,
+        steps,
+        BINS=bins,
+        TILES=tiles_at_once,
+        TILE=TILE,
+        num_warps=4 * tiles_at_once,
+    )
     _place[(runs,)](
         ids,
         counts,
@@ -71,12 +88,12 @@ def route(ids: torch.Tensor, num_experts: int) -> Sorted:
         slots,
         num_experts,
         top_k,
-        tiles_per_run,
+        steps,
         runs,
         BINS=bins,
-        TILE=TILE,
+        SLOTS=tiles_at_once * TILE,
         RUNS_AT_ONCE=_COUNTS_AT_ONCE // bins,
-        num_warps=8,
+        num_warps=16,
     )
     return Sorted(offs, tokens, inverse)
 
@@ -154,38 +171,51 @@ def sort_few(
     return rows, lane
 
 
-@triton.jit(do_not_specialize=["slots", "tiles_per_run"])
-def _count(
+@triton.jit(do_not_specialize=["slots", "steps"])
+def _rank(
     ids_ptr,
     counts_ptr,  # (runs, BINS) int32
+    ranks_ptr,  # (slots,) int32
     slots,
     num_experts,
-    tiles_per_run,
+    steps,
     BINS: tl.constexpr,
+    TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     run = tl.program_id(0)
+    lane = tl.arange(0, TILE)
     counts = tl.zeros((BINS,), tl.int32)
-    for tile in range(run * tiles_per_run, (run + 1) * tiles_per_run):
-        ids = _load_ids(ids_ptr, tile * TILE + tl.arange(0, TILE), slots, num_experts)
-        counts += tl.histogram(ids, BINS)
+    for step in range(run * steps, (run + 1) * steps):
+        slot = step * (TILES * TILE) + tl.arange(0, TILES * TILE)
+        ids = _load_ids(ids_ptr, slot, slots, num_experts)
+        by_tile = tl.reshape(ids, (TILES, TILE))
+        # Summed along the axis that a thread has for itself: along the last it would be one reduction of a warp a slot.
+        earlier = (by_tile[:, :, None] == by_tile[:, None, :]) & (lane[None, :, None] < lane[None, None, :])
+        rank = tl.reshape(tl.sum(earlier.to(tl.int32), axis=1), (TILES * TILE,))
+        place = tl.arange(0, TILES * TILE) // TILE * BINS + ids
+        of_tiles = tl.reshape(tl.histogram(place, TILES * BINS), (TILES, BINS))
+        before = counts[None, :] + tl.cumsum(of_tiles, axis=0) - of_tiles
+        rank += tl.gather(tl.reshape(before, (TILES * BINS,)), place, axis=0)
+        tl.store(ranks_ptr + slot, rank, mask=slot < slots)
+        counts += tl.sum(of_tiles, axis=0)
     tl.store(counts_ptr + run * BINS + tl.arange(0, BINS), counts)
 
 
-@triton.jit(do_not_specialize=["slots", "tiles_per_run", "runs"])
+@triton.jit(do_not_specialize=["slots", "steps", "runs"])
 def _place(
     ids_ptr,
     counts_ptr,
     offs_ptr,
     tokens_ptr,
-    inverse_ptr,
+    inverse_ptr,  # holds the ranks
     slots,
     num_experts,
     top_k,
-    tiles_per_run,
+    steps,
     runs,
     BINS: tl.constexpr,
-    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
     RUNS_AT_ONCE: tl.constexpr,
 ):
     run = tl.program_id(0)
@@ -194,20 +224,18 @@ def _place(
     total = tl.zeros((BINS,), tl.int32)
     for first in range(0, runs, RUNS_AT_ONCE):
         other = first + tl.arange(0, RUNS_AT_ONCE)
-        wanted = (other[:, None] < runs) & (bins[None, :] <= num_experts)
+        # Four bins are wanted or none of them, so that they are loaded together.
+        wanted = (other[:, None] < runs) & ((bins // 4 * 4)[None, :] <= num_experts)
         counts = tl.load(counts_ptr + other[:, None] * BINS + bins[None, :], mask=wanted, other=0)
         total += tl.sum(counts, axis=0)
         before += tl.sum(tl.where(other[:, None] < run, counts, 0), axis=0)
     ends = tl.cumsum(total, axis=0)
     if run == 0:
         tl.store(offs_ptr + bins, ends, mask=bins < num_experts)
-    next_row = ends - total + before
-    lane = tl.arange(0, TILE)
-    for tile in range(run * tiles_per_run, (run + 1) * tiles_per_run):
-        slot = tile * TILE + lane
+    first_row = ends - total + before
+    for step in range(run * steps, (run + 1) * steps):
+        slot = step * SLOTS + tl.arange(0, SLOTS)
         ids = _load_ids(ids_ptr, slot, slots, num_experts)
-        earlier = (ids[:, None] == ids[None, :]) & (lane[None, :] < lane[:, None])
-        rank = tl.sum(earlier.to(tl.int32), axis=1)
-        row = tl.gather(next_row, ids, axis=0) + rank
+        rank = tl.load(inverse_ptr + slot, mask=slot < slots, other=0)
+        row = tl.gather(first_row, ids, axis=0) + rank
         _store_slots(tokens_ptr, inverse_ptr, row, slot, ids == num_experts, top_k, slot < slots)
-        next_row += tl.histogram(ids, BINS)
