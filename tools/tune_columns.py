@@ -168,7 +168,7 @@ def time_shape(rows: int, columns: int) -> int:
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
     """The bytes of what is defined: all of it, padding excepted."""
-    return t.contiguous().view(torch.uint8)
+    return t.flatten().view(torch.uint8)
 
 
 def main() -> int:
