@@ -62,7 +62,10 @@ def options_of(variant: Variant) -> Iterator[None]:
         registers: dict[str, Any] = dict.fromkeys(
             ("MAX_REGISTERS", "MAX_REGISTERS_OF_FLOAT32"), variant.registers
         )
-        of_columns: dict[str, Any] = {"MAX_REGISTERS_OF_COLUMNS": variant.registers}
+        of_columns: dict[str, Any] = {
+            "MAX_REGISTERS_OF_COLUMNS": variant.registers,
+            "NUM_WARPS_OF_COLUMNS": variant.warps,
+        }
         word_type = casts.word_type if variant.words else lambda x: ""
         with (
             mock.patch.multiple(rows_columns, NUM_WARPS=variant.warps, **registers, **of_columns),
