@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from padless import FP8_BLOCK, MXFP4, quantize
 
@@ -149,3 +150,62 @@ def _write(source: Path, folder: Path, tensors: dict[str, torch.Tensor], setting
 def load(folder: Path, **arguments: Any) -> Any:
     """The model for inference, in bfloat16 where it is not quantized."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **arguments).eval()
+
+
+def load_dequantized(folder: Path, device: str = "cpu") -> Any:
+    """The checkpoint as transformers itself dequantizes it to bfloat16."""
+    method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
+    config = (FineGrainedFP8Config if method == "fp8" else Mxfp4Config)(dequantize=True)
+    return load(folder, quantization_config=config).to(device)
+
+
+def experts_of(model: Any) -> list[Any]:
+    """The experts modules of a model."""
+    return [module for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+def dequantized(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """(.., N, K) float64 values of e4m3 codes and their scales of 128 x 128."""
+    n, k = codes.shape[-2:]
+    codes, scale = codes.detach(), scale.detach()
+    blocks = scale.float().double().repeat_interleave(128, -2).repeat_interleave(128, -1)
+    return codes.to(torch.float64) * blocks[..., :n, :k]
+
+
+def reference_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    rounded: Callable[[torch.Tensor], torch.Tensor] = lambda t: t,
+    act: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The experts in float64, token by token; ids outside of w13 add nothing.
+
+    rounded: applied to what each product reads. act: of the first product; SwiGLU of halves where it is None.
+    """
+
+    def swiglu(h: torch.Tensor) -> torch.Tensor:
+        gate, up = h.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    out = torch.zeros(x.shape[0], w2.shape[1], dtype=torch.float64, device=x.device)
+    for token in range(x.shape[0]):
+        for slot in range(ids.shape[1]):
+            expert = int(ids[token, slot])
+            if 0 <= expert < w13.shape[0]:
+                row = rounded(x[token : token + 1].double())
+                h = (act or swiglu)(row @ w13[expert].T)
+                out[token] += weights[token, slot].double() * (rounded(h) @ w2[expert].T)[0]
+    return out
+
+
+def row_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Norm of the error of each row over the norm of the row."""
+    return (got.double() - want).norm(dim=-1) / want.norm(dim=-1)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the error over the norm."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
