@@ -164,9 +164,10 @@ def test_save_and_load(folder_of: Callable[..., Path], tmp_path: Path) -> None:
     assert torch.equal(logits(again), before)
 
 
-def test_switching_implementations(folder_of: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_switching_implementations(device: str, folder_of: Callable[..., Path]) -> None:
     """transformers' own implementations multiply by padless where its kernel is missing, linear layers too."""
-    model = load(folder_of("qwen3_moe", "linear"), experts_implementation="padless")
+    model = load(folder_of("qwen3_moe", "linear"), experts_implementation="padless").to(device)
     assert isinstance(model.model.layers[0].self_attn.q_proj, FP8Linear)
     before = logits(model)
     for name in ("grouped_mm", "batched_mm", "eager"):
@@ -247,14 +248,15 @@ def test_quantize_experts_takes_three_formats(folder_of: Callable[..., Path]) ->
 # --- compiling and importing -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("name", "kind"), [("qwen3_moe", "ue8m0"), pytest.param("gpt_oss", "mxfp4", marks=pytest.mark.slow)]
 )
-def test_compiled_experts(name: str, kind: str, folder_of: Callable[..., Path]) -> None:
-    model = load(folder_of(name, kind), experts_implementation="padless")
+def test_compiled_experts(name: str, kind: str, device: str, folder_of: Callable[..., Path]) -> None:
+    model = load(folder_of(name, kind), experts_implementation="padless").to(device)
     experts = experts_of(model)[0]
-    x = torch.randn(11, model.config.hidden_size).bfloat16()
-    weights, ids = torch.rand(11, 4).softmax(-1).topk(2)
+    x = torch.randn(11, model.config.hidden_size).bfloat16().to(device)
+    weights, ids = torch.rand(11, 4).softmax(-1).to(device).topk(2)
     with torch.no_grad():
         compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(x, ids, weights), experts(x, ids, weights))
@@ -281,3 +283,22 @@ except ImportError as error:
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install 'padless[transformers]'" in found.stdout
+
+
+@pytest.mark.gpu
+def test_experts_in_a_cuda_graph(folder_of: Callable[..., Path]) -> None:
+    """A captured layer replays with other tokens and ids: nothing waits for the device."""
+    model = load(folder_of("qwen3_moe", "fp8"), experts_implementation="padless").to("cuda")
+    experts = experts_of(model)[0]
+    x = torch.randn(16, model.config.hidden_size, device="cuda").bfloat16()
+    weights, ids = torch.rand(16, experts.num_experts, device="cuda").topk(2)
+    with torch.no_grad():
+        experts(x, ids, weights)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = experts(x, ids, weights)
+        x.copy_(torch.randn_like(x))
+        ids.copy_(torch.rand(16, experts.num_experts, device="cuda").topk(2).indices)
+        graph.replay()
+        assert torch.equal(out, experts(x, ids, weights))

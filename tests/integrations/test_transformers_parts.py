@@ -236,6 +236,10 @@ def test_weights_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
         module.down_proj_scale_inv.copy_((2 * module.down_proj_scale_inv.float()).to(torch.float8_e8m0fnu))
         assert torch.equal(module(x, ids, top_k_weights).float(), 2 * before.float())
         assert len(calls) == 2
+        # No copy of the scale may decide by an address that is free again.
+        assert any(
+            t.data_ptr() == module.gate_up_proj_scale_inv.data_ptr() for t in weights._BUILT[module].sources
+        )
         scale = (module.gate_up_proj_scale_inv.float() / 4).to(torch.float8_e8m0fnu)
         module.gate_up_proj_scale_inv = nn.Parameter(scale, requires_grad=False)
         assert not torch.equal(module(x, ids, top_k_weights).float(), 2 * before.float())

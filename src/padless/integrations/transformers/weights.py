@@ -47,7 +47,16 @@ class ExpertWeights:
         return torch.bfloat16 if self.activations == BF16 else ops.BY_NAME[self.activations]
 
 
-_BUILT: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], ExpertWeights]] = WeakKeyDictionary()
+@dataclass(frozen=True, eq=False)
+class _Built:
+    """Weights, and the parameters that they were built from: alive, so that no new one can be at an old address."""
+
+    key: tuple[Any, ...]
+    weights: ExpertWeights
+    sources: tuple[torch.Tensor, ...]
+
+
+_BUILT: WeakKeyDictionary[nn.Module, _Built] = WeakKeyDictionary()
 
 
 def expert_weights(module: Any) -> ExpertWeights:
@@ -61,10 +70,11 @@ def expert_weights(module: Any) -> ExpertWeights:
         return _build(module)
     key = _key(module)
     known = _BUILT.get(module)
-    if known is None or known[0] != key:
-        known = (key, _build(module))
+    if known is None or known.key != key:
+        sources = tuple(t.detach() for t in module._parameters.values() if t is not None)
+        known = _Built(key, _build(module), sources)
         _BUILT[module] = known
-    return known[1]
+    return known.weights
 
 
 def first_projection(module: Any) -> str:
