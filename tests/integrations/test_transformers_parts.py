@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import runpy
 import sys
 import weakref
@@ -44,8 +45,10 @@ def fp8_experts(**more: Any) -> Any:
     kind = use_experts_implementation(
         type("Experts", (FP8Experts,), {}), experts_interface=FP8ExpertsInterface()
     )
-    module = kind(config(**more), **({"block_size": (128, 128)} | arguments))
     fp4 = arguments.get("expert_dtype") == "fp4"
+    if fp4 and "expert_dtype" not in inspect.signature(FP8Experts.__init__).parameters:
+        more["expert_dtype"] = arguments.pop("expert_dtype")  # where transformers 5.17 looks for it
+    module = kind(config(**more), **({"block_size": (128, 128)} | arguments))
     ue8m0 = arguments.get("scale_fmt") == "ue8m0"
     mx = fp4 or arguments.get("block_size") == (1, 32)
     module.originals = {}
