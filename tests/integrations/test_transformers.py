@@ -302,3 +302,16 @@ def test_experts_in_a_cuda_graph(folder_of: Callable[..., Path]) -> None:
         ids.copy_(torch.rand(16, experts.num_experts, device="cuda").topk(2).indices)
         graph.replay()
         assert torch.equal(out, experts(x, ids, weights))
+
+
+@pytest.mark.slow
+def test_importing_leaves_the_public_names() -> None:
+    """`padless.moe` is a function and a folder of modules; importing these first must not take the name."""
+    code = """
+import types
+import padless.integrations.transformers
+import padless
+wrong = [name for name in padless.__all__ if isinstance(getattr(padless, name), types.ModuleType)]
+assert not wrong, wrong
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -24,6 +24,8 @@ if tuple(int(part) for part in _transformers.__version__.split(".")[:2]) < (5, 1
         "pip install 'padless[transformers]'"
     )
 
+# The function before any module of the folder of its name, or `padless.moe` would be the folder from here on.
+from padless import moe as _moe  # noqa: F401
 from padless.integrations.transformers.experts import NAME, experts_forward
 from padless.integrations.transformers.fp8_kernels import use_padless_fp8_kernels
 from padless.integrations.transformers.quantizers import register_quantizers
