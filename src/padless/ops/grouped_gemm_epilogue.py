@@ -54,12 +54,15 @@ def grouped_gemm_epilogue(
     """Multiplies as grouped_gemm does, and stores what ``epilogue`` makes of the float32 sums, in one launch.
 
     Args:
-        a, b, offs: as in grouped_gemm, (M, K), (G, N, K) and (G,) int32 end rows.
+        a: (M, K) activations, as in grouped_gemm.
+        b: (G, N, K) weights, as in grouped_gemm.
+        offs: (G,) int32 end rows.
         epilogue: what is done, see padless.epilogue for the arithmetic, and which operands and outputs it has.
         tensors: the operands of the epilogue (alpha, bias, prob, norm_const, global_scale) and outputs to write into;
             outputs that are None are allocated. What an ``amax`` given holds joins in: fill it with -inf first.
         m_aligned: what every end offset is a multiple of; decides the tiles that column scales need (``column_tiles``).
-        backend, config: as in grouped_gemm.
+        backend: as in grouped_gemm.
+        config: as in grouped_gemm.
         stream: handle of the CUDA stream to launch on, None for torch's current one.
         check_offs: look at the values of offs first, and whether they are multiples of m_aligned. This synchronises.
 

@@ -1,0 +1,1 @@
+"""Plug-ins for frameworks. Importing padless imports none of them; each says what it needs."""

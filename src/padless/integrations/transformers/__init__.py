@@ -1,0 +1,52 @@
+"""Experts of Hugging Face transformers computed by `padless.moe`: importing this module registers "padless".
+
+    import padless.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(.., experts_implementation="padless", device_map="cuda")
+
+FP8 checkpoints (128 x 128 blocks), MXFP8 and MXFP4 ones keep their codes; `quantize_experts` quantizes the experts of a
+bfloat16 model. docs/transformers.md describes it.
+"""
+
+from __future__ import annotations
+
+try:
+    import transformers as _transformers
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise ImportError(
+        "padless.integrations.transformers needs transformers 5.17 or newer: pip install 'padless[transformers]'"
+    ) from error
+
+if tuple(int(part) for part in _transformers.__version__.split(".")[:2]) < (5, 17):
+    raise ImportError(
+        f"transformers is {_transformers.__version__}; padless.integrations.transformers needs 5.17 or newer: "
+        "pip install 'padless[transformers]'"
+    )
+
+from padless.integrations.transformers.experts import NAME, experts_forward
+from padless.integrations.transformers.fp8_kernels import use_padless_fp8_kernels
+from padless.integrations.transformers.quantizers import register_quantizers
+from padless.integrations.transformers.weights import quantize_experts
+
+__all__ = ["NAME", "experts_forward", "quantize_experts", "register", "use_padless_fp8_kernels"]
+
+
+def register() -> None:
+    """Registers "padless" for plain and for FP8 experts, the quantizers, and the FP8 products where none are installed.
+
+    The import does it; calling it again changes nothing.
+    """
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+    from transformers.integrations.moe import ExpertsInterface
+    from transformers.utils import is_kernels_available
+
+    # A name that is in one of the two registries is accepted for every model and then missed at the first forward.
+    ExpertsInterface.register(NAME, experts_forward)
+    FP8ExpertsInterface.register(NAME, experts_forward)
+    register_quantizers()
+    if not is_kernels_available():
+        use_padless_fp8_kernels()
+
+
+register()

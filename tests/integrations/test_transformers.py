@@ -1,0 +1,317 @@
+"""Whole models of transformers with experts_implementation="padless": logits, tokens, files, switching, compiling."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface, FP8Linear
+
+import padless
+import padless.integrations.transformers
+from padless import FP8_BLOCK, MXFP4, MXFP8, dequantize, quantize
+from padless.integrations.transformers import quantize_experts
+from support.hub_checkpoints import (
+    VOCABULARY,
+    dequantized,
+    error,
+    experts_of,
+    load,
+    load_dequantized,
+    reference_experts,
+    row_errors,
+    write_bf16,
+    write_fp8,
+    write_mxfp4,
+)
+
+FP8_MODELS = ("qwen3_moe", "deepseek_v3", "mixtral", "glm4_moe")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """folder_of(name, kind): a checkpoint, written once. kind: bf16, fp8, ue8m0, linear or mxfp4."""
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(name: str, kind: str) -> Path:
+        path = root / f"{name}-{kind}"
+        if path.exists():
+            return path
+        if kind == "bf16":
+            return write_bf16(name, path)
+        source = folder(name, "bf16")
+        if kind == "mxfp4":
+            return write_mxfp4(source, path)
+        return write_fp8(
+            source, path, scales="ue8m0" if kind == "ue8m0" else "float", linear=kind == "linear"
+        )
+
+    return folder
+
+
+def tokens(device: str = "cpu") -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(7)).to(device)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(tokens(model.device.type)).logits.double()
+    return result
+
+
+# --- values ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FP8_MODELS)
+def test_logits_of_fp8_checkpoints(name: str, device: str, folder_of: Callable[..., Path]) -> None:
+    original = load(folder_of(name, "bf16")).to(device)
+    model = load(folder_of(name, "fp8"), experts_implementation="padless").to(device)
+    for experts in experts_of(model):
+        assert experts.gate_up_proj.dtype == torch.float8_e4m3fn
+    want = logits(original)
+    assert error(logits(model), want) < 0.015
+    with torch.no_grad():  # the bound says something: without the experts the logits are far away
+        for experts in experts_of(original):
+            experts.down_proj.zero_()
+    assert error(logits(original), want) > 0.03
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["fp8", "ue8m0"])
+@pytest.mark.parametrize("router_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", FP8_MODELS)
+def test_one_block(
+    name: str, router_dtype: torch.dtype, kind: str, device: str, folder_of: Callable[..., Path]
+) -> None:
+    """Against float64 with the dequantized weights, by row and by expert; some ids are no expert of this rank."""
+    model = load(folder_of(name, kind), experts_implementation="padless").to(device)
+    experts = experts_of(model)[-1]
+    assert experts.gate_up_proj_scale_inv.dtype == (
+        torch.float8_e8m0fnu if kind == "ue8m0" else torch.float32
+    )
+    generator = torch.Generator().manual_seed(3)
+    x = (8 * torch.randn(37, model.config.hidden_size, generator=generator)).bfloat16().to(device)
+    ids = torch.rand(37, experts.num_experts + 1, generator=generator).argsort(-1)[:, :2].to(device)
+    weights = torch.rand(37, 2, generator=generator).to(router_dtype).to(device)
+    assert (ids == experts.num_experts).any()
+    with torch.no_grad():
+        got = experts(x, ids, weights)
+        lonely = experts(x, torch.full_like(ids, experts.num_experts), weights)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(lonely, torch.zeros_like(lonely))
+    w13 = dequantized(experts.gate_up_proj, experts.gate_up_proj_scale_inv)
+    w2 = dequantized(experts.down_proj, experts.down_proj_scale_inv)
+    want = reference_experts(x, ids, weights, w13, w2)
+    assert error(got, want) < 0.06
+    assert row_errors(got, want).max() < 0.08
+    for expert in range(experts.num_experts):
+        rows = (ids == expert).any(-1)
+        assert error(got[rows], want[rows]) < 0.065, expert
+    # The same numbers with the activations rounded as padless rounds them: what is left is rounding to bfloat16.
+    rounded = reference_experts(x, ids, weights, w13, w2, rounded=as_quantized)
+    assert error(got, rounded) < 0.006
+    swapped = reference_experts(x, ids, weights, w13.roll(w13.shape[1] // 2, 1), w2)
+    assert error(got, swapped) > 0.3, "gate and up must not be interchangeable"
+
+
+def as_quantized(t: torch.Tensor) -> torch.Tensor:
+    return dequantize(quantize(t.float(), FP8_BLOCK), torch.float32).double()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_generates_the_tokens_of_dequantized_weights(name: str, folder_of: Callable[..., Path]) -> None:
+    """Greedy tokens equal those of experts computed in float64 from the same codes and rounded activations."""
+
+    def reference(self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        w13 = dequantized(self.gate_up_proj, self.gate_up_proj_scale_inv)
+        w2 = dequantized(self.down_proj, self.down_proj_scale_inv)
+        return reference_experts(hidden, ids, weights, w13, w2, rounded=as_quantized).to(hidden.dtype)
+
+    FP8ExpertsInterface.register("padless_test_reference", reference)
+    model = load(folder_of(name, "fp8"), experts_implementation="padless")
+    arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    prompt = tokens()[:, :9]
+    got = model.generate(prompt, **arguments)
+    model.set_experts_implementation("padless_test_reference")
+    want = model.generate(prompt, **arguments)
+    assert torch.equal(got, want)
+    assert got.shape[1] > 9
+    with torch.no_grad():
+        for experts in experts_of(model):
+            experts.down_proj.view(torch.uint8).bitwise_xor_(0x80)  # every sign
+    model.set_experts_implementation("padless")
+    assert not torch.equal(model.generate(prompt, **arguments), want)
+
+
+# --- files and switching ---------------------------------------------------------------------------------
+
+
+def test_save_and_load(folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    model = load(folder_of("qwen3_moe", "fp8"), experts_implementation="padless")
+    before = logits(model)
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert any("experts" in name and t.dtype == torch.float8_e4m3fn for name, t in saved.items())
+    again = load(tmp_path / "saved", experts_implementation="padless")
+    assert torch.equal(logits(again), before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_switching_implementations(device: str, folder_of: Callable[..., Path]) -> None:
+    """transformers' own implementations multiply by padless where its kernel is missing, linear layers too."""
+    model = load(folder_of("qwen3_moe", "linear"), experts_implementation="padless").to(device)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, FP8Linear)
+    before = logits(model)
+    for name in ("grouped_mm", "batched_mm", "eager"):
+        model.set_experts_implementation(name)
+        other = logits(model)
+        assert 0 < error(other, before) < 0.05, name
+    model.set_experts_implementation("padless")
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers keeps FP8 where there is a GPU")
+def test_other_implementations_load_as_ever(folder_of: Callable[..., Path]) -> None:
+    model = load(folder_of("qwen3_moe", "fp8"))
+    assert experts_of(model)[0].gate_up_proj.dtype == torch.bfloat16
+    asked = load_dequantized(folder_of("qwen3_moe", "fp8"))
+    assert torch.equal(logits(model), logits(asked))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gpt_oss_keeps_its_blocks(device: str, folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    folder = folder_of("gpt_oss", "mxfp4")
+    model = load(folder, experts_implementation="padless").to(device)
+    experts = experts_of(model)[0]
+    bits = sum(p.numel() * 8 for name, p in experts.named_parameters() if not name.endswith("bias"))
+    values = 2 * experts.gate_up_proj.numel() + 2 * experts.down_proj.numel()
+    assert bits / values == 4.25
+    want = logits(load_dequantized(folder, device))
+    got = logits(model)
+    assert error(got, want) < 0.01
+    model.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved", experts_implementation="padless").to(device)
+    assert torch.equal(logits(again), got)
+    with torch.no_grad():
+        for each in experts_of(model):
+            each.gate_up_proj_bias.zero_()
+    assert error(logits(model), want) > 0.02, "the bias must count"
+
+
+# --- bfloat16 models -------------------------------------------------------------------------------------
+
+
+def test_bf16_experts_are_refused(folder_of: Callable[..., Path]) -> None:
+    model = load(folder_of("mixtral", "bf16"), experts_implementation="padless")
+    with pytest.raises(
+        ValueError, match=r"gate_up_proj of MixtralExperts is torch.bfloat16.*quantize_experts"
+    ):
+        logits(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "bound"),
+    [
+        ("mixtral", FP8_BLOCK, 0.015),
+        ("mixtral", MXFP8, 0.015),
+        ("mixtral", MXFP4, 0.05),
+        ("gpt_oss", MXFP4, 0.05),  # transposed, with biases and a gate of its own
+    ],
+)
+def test_quantize_experts(
+    name: str, format: padless.BlockScaledFormat, bound: float, folder_of: Callable[..., Path]
+) -> None:
+    model = load(folder_of(name, "bf16"), experts_implementation="padless")
+    want = logits(load(folder_of(name, "bf16"), experts_implementation="eager"))
+    size = sum(p.numel() * p.element_size() for p in experts_of(model)[0].parameters())
+    assert quantize_experts(model, format) is model
+    assert sum(p.numel() * p.element_size() for p in experts_of(model)[0].parameters()) < 0.56 * size
+    assert 1e-4 < error(logits(model), want) < bound
+    with pytest.raises(ValueError, match="model has no experts in bfloat16"):
+        quantize_experts(model, format)
+
+
+def test_quantize_experts_takes_three_formats(folder_of: Callable[..., Path]) -> None:
+    model = load(folder_of("mixtral", "bf16"))
+    with pytest.raises(ValueError, match="format is 'NVFP4'; allowed: FP8_BLOCK, MXFP8, MXFP4"):
+        quantize_experts(model, padless.NVFP4)
+
+
+# --- compiling and importing -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("qwen3_moe", "ue8m0"), pytest.param("gpt_oss", "mxfp4", marks=pytest.mark.slow)]
+)
+def test_compiled_experts(name: str, kind: str, device: str, folder_of: Callable[..., Path]) -> None:
+    model = load(folder_of(name, kind), experts_implementation="padless").to(device)
+    experts = experts_of(model)[0]
+    x = torch.randn(11, model.config.hidden_size).bfloat16().to(device)
+    weights, ids = torch.rand(11, 4).softmax(-1).to(device).topk(2)
+    with torch.no_grad():
+        compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, ids, weights), experts(x, ids, weights))
+
+
+@pytest.mark.slow
+def test_compiled_model(folder_of: Callable[..., Path]) -> None:
+    """Attention, FP8 linear layers, routers and experts as one graph."""
+    model = load(folder_of("qwen3_moe", "linear"), experts_implementation="padless")
+    before = logits(model)
+    assert torch.equal(logits(torch.compile(model, fullgraph=True, backend="eager")), before)
+
+
+def test_needs_transformers_to_be_there() -> None:
+    code = """
+import sys, padless
+padless.quantize
+assert "transformers" not in sys.modules, "importing padless imports nothing of transformers"
+sys.modules["transformers"] = None
+try:
+    import padless.integrations.transformers
+except ImportError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'padless[transformers]'" in found.stdout
+
+
+@pytest.mark.gpu
+def test_experts_in_a_cuda_graph(folder_of: Callable[..., Path]) -> None:
+    """A captured layer replays with other tokens and ids: nothing waits for the device."""
+    model = load(folder_of("qwen3_moe", "fp8"), experts_implementation="padless").to("cuda")
+    experts = experts_of(model)[0]
+    x = torch.randn(16, model.config.hidden_size, device="cuda").bfloat16()
+    weights, ids = torch.rand(16, experts.num_experts, device="cuda").topk(2)
+    with torch.no_grad():
+        experts(x, ids, weights)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = experts(x, ids, weights)
+        x.copy_(torch.randn_like(x))
+        ids.copy_(torch.rand(16, experts.num_experts, device="cuda").topk(2).indices)
+        graph.replay()
+        assert torch.equal(out, experts(x, ids, weights))
+
+
+@pytest.mark.slow
+def test_importing_leaves_the_public_names() -> None:
+    """Importing the integration first must not put a module in the place of a public name."""
+    code = """
+import types
+import padless.integrations.transformers
+import padless
+wrong = [name for name in padless.__all__ if isinstance(getattr(padless, name), types.ModuleType)]
+assert not wrong, wrong
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
