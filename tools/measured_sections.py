@@ -8,27 +8,32 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from measured_records import FOLDER, Measured, axis_span, command, peers
-from measured_tables import (
-    SAVED,
-    TFLOPS,
-    Column,
+from padless.bench.cases.chain import DEEPGEMM, MLP, MLP_ORDINARY, ORDINARY, PADLESS, PROGRAMMATIC
+from padless.bench.cases.epilogue import PAIRS, cost
+from padless.bench.cases.formats import TORCH, by_case, contenders_of, floor_shares, speedups
+from padless.bench.group_sizes import full_grid
+from padless.bench.report.markdown import (
     bullets,
-    comparison_columns,
-    comparison_table,
     failure_sentence,
     listed,
-    of_all,
+    markdown,
     paragraph,
     span,
-    table,
     won_sentence,
 )
-from padless.bench.chain_report import DEEPGEMM, MLP, MLP_ORDINARY, ORDINARY, PADLESS, PROGRAMMATIC
-from padless.bench.epilogue import GEMM, PAIRS
-from padless.bench.formats_report import BASELINE, by_case, contenders_of, floor_shares, speedups
-from padless.bench.group_sizes import full_grid
+from padless.bench.report.table import (
+    SAVED,
+    TFLOPS,
+    Table,
+    caption,
+    comparison_columns,
+    comparison_table,
+    labels,
+    of_all,
+    ratio,
+    time,
+)
 from padless.bench.results import Record, point_key, ratios, time_us
-from padless.bench.tables import caption
 
 SANITIZER = re.compile(r"(compute-sanitizer \w+) of ")
 EPILOGUE_M = 8192
@@ -55,7 +60,7 @@ def paper_section(found: Measured) -> list[str]:
     columns = [SAVED, TFLOPS, *comparison_columns(points)]
     picture = found.path.with_suffix(".png")
     drawn = f"![Acceleration and memory saving over the paper's grid]({FOLDER}/{picture.name})"
-    shown = comparison_table(points, ("M", "groups"), columns)
+    shown = markdown(comparison_table(points, ("M", "groups"), columns))
     return [text, shown, *([drawn] if picture.exists() else [])]
 
 
@@ -68,7 +73,8 @@ def decode_section(found: Measured) -> list[str]:
         caption(found.points, found.sessions),
         failure_sentence(found.points),
     )
-    return [text, comparison_table(found.points, ("groups",), comparison_columns(found.points))]
+    columns = comparison_columns(found.points)
+    return [text, markdown(comparison_table(found.points, ("groups",), columns))]
 
 
 def chain_section(found: Measured) -> list[str]:
@@ -81,21 +87,14 @@ def chain_section(found: Measured) -> list[str]:
         failure_sentence(found.points),
     )
 
-    def against(heading: str, other: str, own: str) -> Column:
-        return Column(heading, lambda records: ratios(records, "gpu", other, own), "x", 3)
-
     columns = [
-        Column("us a call", lambda records: times(records, PADLESS), digits=1, totals=False),
-        against("ordinary launches", ORDINARY, PADLESS),
-        against("DeepGEMM masked", DEEPGEMM, PADLESS),
-        against("the same, programmatic", DEEPGEMM + PROGRAMMATIC, PADLESS),
-        against("MLP, ordinary launches", MLP_ORDINARY, MLP),
+        time(PADLESS, "us a call", totals=False),
+        ratio("ordinary launches", ORDINARY, unit="x"),
+        ratio("DeepGEMM masked", DEEPGEMM, unit="x"),
+        ratio("the same, programmatic", DEEPGEMM + PROGRAMMATIC, unit="x"),
+        ratio("MLP, ordinary launches", MLP_ORDINARY, MLP, unit="x"),
     ]
-    return [text, comparison_table(found.points, ("groups", "N", "K"), columns)]
-
-
-def times(records: Sequence[Record], name: str) -> list[float]:
-    return [us for record in records if (us := time_us(record, "gpu", name)) is not None]
+    return [text, markdown(comparison_table(found.points, ("groups", "N", "K"), columns))]
 
 
 def dense_section(found: Measured) -> list[str]:
@@ -106,7 +105,7 @@ def dense_section(found: Measured) -> list[str]:
         failure_sentence(found.points),
     )
     columns = [TFLOPS, *comparison_columns(found.points)]
-    return [text, comparison_table(found.points, ("M", "N", "K"), columns)]
+    return [text, markdown(comparison_table(found.points, ("M", "N", "K"), columns))]
 
 
 def formats_section(found: Measured) -> list[str]:
@@ -122,7 +121,7 @@ def formats_section(found: Measured) -> list[str]:
     header = ("a x b", "prefill", "of FP8_BLOCK", "decoding", "of floor")
     rows = []
     for pair in contenders_of(found.points):
-        if BASELINE not in pair and "," not in pair:  # a comma: a second kernel for the same pair
+        if TORCH not in pair and "," not in pair:  # a comma: a second kernel for the same pair
             shares = (
                 speedups(prefill, pair),
                 ratios(prefill, "gpu", FP8_BLOCK, pair),
@@ -130,7 +129,7 @@ def formats_section(found: Measured) -> list[str]:
                 floor_shares(decode, pair),
             )
             rows.append([pair, *(span(values, ".2f") for values in shares)])
-    return [text, table(header, rows)]
+    return [text, markdown(Table("", labels(*header), rows))]
 
 
 def epilogue_section(found: Measured) -> list[str]:
@@ -144,16 +143,13 @@ def epilogue_section(found: Measured) -> list[str]:
     )
     rows = []
     for fused, separate in PAIRS:
-        costs = [
-            [100 * (ratio - 1) for ratio in ratios(of_depth(points, depth), "gpu", fused, GEMM)]
-            for depth in depths
-        ]
+        costs = [cost(fused, "").values(of_depth(points, depth)) for depth in depths]
         gains = ratios(points, "gpu", separate, fused)
         if gains:
             cells = [span(values, "+.1f") + ("%" if values else "") for values in costs]
             rows.append([fused.removeprefix("fused "), *cells, span(gains, ".2f") + "x"])
     header = ("quantised", *(f"K {depth}" for depth in depths), "than separate kernels")
-    return [text, table(header, rows)] if rows else []
+    return [text, markdown(Table("", labels(*header), rows))] if rows else []
 
 
 def of_depth(records: Sequence[Record], depth: int) -> list[Record]:

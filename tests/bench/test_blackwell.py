@@ -13,8 +13,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from padless.bench import blackwell, commands
-from padless.bench.blackwell import (
+from padless.bench import commands
+from padless.bench.case import CASES
+from padless.bench.cases import blackwell
+from padless.bench.cases.blackwell import (
     NEW,
     OWN,
     TORCH,
@@ -25,7 +27,8 @@ from padless.bench.blackwell import (
     measure_dense_mxfp8,
     outside,
 )
-from padless.bench.paper import BenchResult
+from padless.bench.results import BenchResult
+from padless.bench.run import show_records
 from padless.bench.session import RunSettings
 from padless.formats import MXFP8
 from support.bench_records import StandInTimer
@@ -169,7 +172,7 @@ def test_the_tables_show_all_of_it(tiny: list[int]) -> None:
     for record, point in zip(records, points, strict=True):
         record["point"] = {"case": point.case, "M": point.M, "N": point.N, "K": point.K}
     text = io.StringIO()
-    blackwell.print_blackwell(Console(file=text, width=160), records)
+    show_records(CASES["blackwell"], records, {}, Console(file=text, width=160))
     shown = text.getvalue()
     assert "10.00" in shown
     assert f"{TORCH} does not run here" in shown
@@ -178,10 +181,10 @@ def test_the_tables_show_all_of_it(tiny: list[int]) -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     got: list[Any] = []
 
-    def run(points: Any, out: Path, settings: RunSettings) -> BenchResult:
-        got.extend((points, out, settings.seed))
+    def run(name: str, points: Any, peers: Any, out: Path, settings: RunSettings) -> BenchResult:
+        got.extend((name, points, peers, out, settings.seed))
         return BenchResult([], tmp_path / "x.jsonl")
 
-    monkeypatch.setattr(blackwell, "run_blackwell", run)
-    assert commands.blackwell(out=tmp_path, seed=3) == 0
-    assert got == [None, tmp_path, 3]
+    monkeypatch.setattr(commands, "run", run)
+    assert commands.bench("blackwell", out=tmp_path, seed=3) == 0
+    assert got == ["blackwell", "full", None, tmp_path, 3]

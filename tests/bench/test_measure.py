@@ -265,15 +265,20 @@ def test_without_a_gpu_runs_refuse_with_one_sentence(tmp_path: Path) -> None:
 
 def test_names_and_grids_are_checked(tmp_path: Path) -> None:
     from padless import bench
-    from padless.bench.paper import resolve_grid, resolve_peers
+    from padless.bench.case import CASES
+    from padless.bench.peers import resolve_peers
+    from padless.bench.run import resolve_grid
 
-    assert len(resolve_grid("quick")) == 14
-    assert len(resolve_grid("balanced")) == 72
-    assert len(resolve_grid("full")) == 576
-    assert resolve_grid([POINT]) == [POINT]
-    with pytest.raises(ValueError, match="points must be one of"):
+    paper = CASES["paper"]
+    assert len(resolve_grid(paper, "quick")) == len(resolve_grid(paper, None)) == 14
+    assert len(resolve_grid(paper, "balanced")) == 72
+    assert len(resolve_grid(paper, "full")) == 576
+    assert resolve_grid(paper, [POINT]) == [POINT]
+    with pytest.raises(
+        ValueError, match=r"points of paper is 'all'; allowed: 'quick', 'balanced', 'full', or"
+    ):
         bench.run_paper("all", out_dir=tmp_path)
-    with pytest.raises(ValueError, match="'quick', 'full' or a list"):
+    with pytest.raises(ValueError, match="'quick', 'full', or a list"):
         bench.run_decode("balanced", out_dir=tmp_path)
     assert [peer.name for peer in resolve_peers(["mslk"], None)] == ["mslk"]
     assert len(resolve_peers(None, None)) == 4
@@ -287,7 +292,7 @@ def test_names_and_grids_are_checked(tmp_path: Path) -> None:
 
 
 def test_memory_bound_calls_run_and_count_their_bytes() -> None:
-    from padless.bench.sizes import memory_bound_calls
+    from padless.bench.cases.quantize import memory_bound_calls
 
     calls, moved = memory_bound_calls(Point(100, 256, 256, 32), 0, "cpu")
     assert set(calls) == set(moved)
@@ -322,7 +327,7 @@ def test_a_small_run_on_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.gpu(capability=None)
 @pytest.mark.slow
 def test_padding_runs_near_the_copy_ceiling() -> None:
-    from padless.bench.sizes import memory_bound_calls
+    from padless.bench.cases.quantize import memory_bound_calls
     from padless.testing.timing import GpuTimer, copy_bytes_per_second
 
     timer = GpuTimer()

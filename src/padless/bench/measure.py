@@ -150,7 +150,7 @@ def measure_grouped(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer
         "padded_rows": problem.padded_rows,
         "memory_saving_percent": memory_saving_percent(problem.sizes),
     }
-    return record | _facts(problem) | _times(contenders, timer)
+    return record | _facts(problem) | timed(contenders, timer)
 
 
 def measure_decode(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:
@@ -158,21 +158,21 @@ def measure_decode(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer)
     contenders, errors = gather(own_decode_contender(problem), peers, lambda peer: peer.decode(problem))
     contenders += traffic_contenders(problem.point.bytes, problem.seed or 0, problem.device)
     contenders, record = check(contenders, sample_reference(problem), errors)
-    return record | _facts(problem) | _times(contenders, timer)
+    return record | _facts(problem) | timed(contenders, timer)
 
 
 def measure_dense(problem: DenseProblem, peers: Sequence[Peer], timer: Timer) -> Record:
     """Record of one dense shape."""
     contenders, errors = gather(own_dense_contender(problem), peers, lambda peer: peer.dense(problem))
     contenders, record = check(contenders, sample_reference(problem), errors)
-    return record | {"flops": problem.shape.flops} | _times(contenders, timer)
+    return record | {"flops": problem.shape.flops} | timed(contenders, timer)
 
 
 def _facts(problem: GroupedProblem) -> Record:
     return {"sizes": problem.sizes, "flops": problem.point.flops, "bytes": problem.point.bytes}
 
 
-def _times(contenders: Sequence[Contender], timer: Timer) -> Record:
+def timed(contenders: Sequence[Contender], timer: Timer) -> Record:
     gpu = timer.gpu({contender.name: contender.call for contender in contenders})
     whole = timer.end_to_end({c.name: c.call for c in contenders if c.whole})
     return {

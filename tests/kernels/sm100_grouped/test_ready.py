@@ -15,8 +15,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from padless.bench.blackwell import DENSE_SIZES
-from padless.bench.formats import COMPETITION, offered
+from padless.bench.cases.blackwell import DENSE_SIZES
+from padless.bench.cases.formats import COMPETITION, offered
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size

@@ -6,7 +6,7 @@ contender must move at least is its own quantised operands and the bf16 result: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,17 +14,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from padless.bench.formats_report import draw_formats, print_formats
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
-from padless.bench.paper import BenchResult
 from padless.bench.peers import Contender
-from padless.bench.results import Record, finite
-from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
+from padless.bench.report.table import Records, Sessions, Table, axes, by_point, labels, table_of, time
+from padless.bench.results import Record, finite, ratios, time_us
+from padless.bench.session import Session
 from padless.formats import BlockScaledTensor
 from padless.kernels.table import ROUTES, Route, kernels_arch
 from padless.testing import machine
 from padless.testing.operands import BF16, Operands, make_operands
-from padless.testing.timing import Timer
+from padless.testing.timing import Timer, geomean
 
 # What is compared where there is a kernel for it; a pair without one is listed as missing.
 WANTED = (
@@ -39,7 +38,6 @@ WANTED = (
 )
 TORCH = "torch_bf16"
 DEQUANTIZE = "dequantize MXFP8, torch_bf16"
-FIGURE_NAME = "formats.png"
 _CHECKED_ROWS = 16
 _ROW_LIMIT = 0.01  # rounding to bf16 costs at most 2^-9 of an element, FP8 tensor cores about as much again
 
@@ -82,10 +80,10 @@ def competition(shape: str) -> FormatsPoint:
     return FormatsPoint(shape, sum(sizes), n, k, len(sizes))
 
 
-def grid(*, full: bool, seed: int = 0) -> list[FormatsPoint]:
-    """Prefill, decode, competition: 18 + 24 + 4 points, or 4 + 6 + 4."""
+def grid(name: str, seed: int = 0) -> list[FormatsPoint]:
+    """Prefill, decode, competition: 18 + 24 + 4 points ("full"), or 4 + 6 + 4."""
     shapes = ((4096, 7168), (7168, 4096), (3072, 8192))
-    if full:
+    if name == "full":
         points = [prefill(m, n, k, g) for m in (8192, 16384, 32768) for g in (8, 32) for n, k in shapes]
         points += [decode(g, r, n, k, seed) for g in (8, 32) for r in (1, 4, 16, 64) for n, k in shapes]
     else:
@@ -311,26 +309,94 @@ def _all(entries: dict[str, Entry]) -> dict[str, Operands]:
     return {name: entry.operands for name, entry in entries.items()}
 
 
-def run_formats(
-    points: Sequence[FormatsPoint] | None = None,
-    out_dir: str | Path = DEFAULT_OUT_DIR,
-    settings: RunSettings = DEFAULT_SETTINGS,
-) -> BenchResult:
-    """Measures every point (None: the quick grid); writes formats.jsonl and formats.png, prints the tables.
-
-    Raises ValueError without a CUDA GPU.
-    """
-    grid_points = grid(full=False, seed=settings.seed) if points is None else list(points)
-    session = open_session("formats", out_dir, (), settings)
+def start(session: Session) -> Callable[[FormatsPoint], Record]:
+    """Every pair of formats at a point."""
     from padless.runtime.driver import cuda_driver
 
     arch = cuda_driver().arch
 
     def measure(point: FormatsPoint) -> Record:
         copy = session.ceilings.copy_bytes_per_s
-        return measure_formats(point, settings.seed, session.timer, copy, arch)
+        return measure_formats(point, session.settings.seed, session.timer, copy, arch)
 
-    records = run_points(session, "formats", grid_points, measure)
-    print_formats(session.console, records)
-    figure = draw_formats(records, Path(out_dir) / FIGURE_NAME, session.console)
-    return BenchResult(records, session.file.path, figure)
+    return measure
+
+
+# ------------------------------------------------------------------------------------------------- report
+
+_AXES = ("case", "M", "N", "K", "groups", "rows")
+# Characters that these columns take, and the widest heading of a contender's.
+_AXES_WIDTH = 44
+_NAME_WIDTH = 11
+
+
+def contenders_of(records: Sequence[Record]) -> list[str]:
+    """Names of everything that was timed, in the order of first appearance, torch last."""
+    names = list(dict.fromkeys(name for record in records for name in record["gpu"]))
+    return [name for name in names if TORCH not in name] + [name for name in names if TORCH in name]
+
+
+def speedups(records: Sequence[Record], name: str) -> list[float]:
+    """t(torch's bf16 product) / t(name) of every record that has both."""
+    return ratios(records, "gpu", TORCH, name)
+
+
+def floor_shares(records: Sequence[Record], name: str) -> list[float]:
+    """Time that the contender's own bytes take at the rate of a copy, over its time."""
+    pairs = ((r["floors_us"].get(name), time_us(r, "gpu", name)) for r in records)
+    return [floor / own for floor, own in pairs if floor is not None and own]
+
+
+def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table | str]:
+    """Times of every point, as many contenders a table as the width allows; a summary for each case; what is missing."""
+    names = contenders_of(records)
+    per_table = max(2, (width - _AXES_WIDTH) // (_NAME_WIDTH + 2))
+    shown: list[Table | str] = []
+    for first in range(0, len(names), per_table):
+        part = [time(name, _heading(name), width=_NAME_WIDTH) for name in names[first : first + per_table]]
+        shown.append(table_of("GPU time (us)", [*axes(*_AXES), *part], by_point(records), 2))
+    shown.append(_summary(records, names))
+    missing = list(dict.fromkeys(name for record in records for name in record["missing"]))
+    return [*shown, f"no kernel on this GPU for: {', '.join(missing)}"] if missing else shown
+
+
+def _heading(name: str) -> str:
+    """A name whose every word fits into a column."""
+    return " ".join(word if len(word) <= _NAME_WIDTH else word.replace("_", " ") for word in name.split())
+
+
+def by_case(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records of prefill, of decode, and of the competition's shapes together."""
+    cases: dict[str, list[Record]] = {}
+    for record in records:
+        case = record["point"]["case"]
+        cases.setdefault(case if case in ("prefill", "decode") else "competition", []).append(record)
+    return cases
+
+
+def _summary(records: Records, names: Sequence[str]) -> Table:
+    rows = []
+    for case, part in by_case(records).items():
+        for name in names:
+            gains, shares = speedups(part, name), floor_shares(part, name)
+            if gains and name != TORCH:
+                cells = (geomean(gains), min(gains), max(gains), geomean(shares))
+                rows.append([case, name, str(len(gains)), *(f"{value:.2f}" for value in cells)])
+    columns = labels("case", "contender", left=True)
+    columns += labels("points", "faster, geomean", "smallest", "largest", "of its floor", left=False)
+    title = "Times faster than torch's bf16 product; and share of the copy rate that its bytes reach"
+    return Table(title, columns, rows, between=2)
+
+
+def draw(records: Records, path: Path) -> Path | None:
+    """For each case and contender, times faster than torch's bf16 product; None where nothing can be compared."""
+    from padless.bench.report.figures import draw_bars
+
+    names = [name for name in contenders_of(records) if name != TORCH]
+    gains = {
+        f"{case}, {len(part)} points": {name: speedups(part, name) for name in names}
+        for case, part in by_case(records).items()
+    }
+    if not any(values for of_case in gains.values() for values in of_case.values()):
+        return None
+    return draw_bars(gains, "times faster than torch's bf16 grouped product", path)

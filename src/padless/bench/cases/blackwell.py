@@ -15,26 +15,34 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from padless.bench.formats import COMPETITION
-from padless.bench.paper import BenchResult
+from padless.bench.cases.formats import COMPETITION
 from padless.bench.peers import Contender
-from padless.bench.results import Record, failures, finite, time_us
-from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
+from padless.bench.report.table import (
+    Column,
+    Records,
+    Sessions,
+    Table,
+    axes,
+    by_point,
+    ratio,
+    table_of,
+    time,
+    times,
+)
+from padless.bench.results import Record, finite, tflops
+from padless.bench.session import Session
 from padless.formats import MXFP8, BlockScaledTensor
 from padless.layouts import to_blocked
 from padless.testing import machine
-from padless.testing.timing import FLUSH_BYTES, Timer, geomean
+from padless.testing.timing import FLUSH_BYTES, Timer
 
 DENSE_SIZES = (2048, 4096, 8192, 16384)
 OWN, TORCH = "padless", "torch._scaled_mm"
@@ -58,7 +66,7 @@ class BlackwellPoint:
     K: int
 
 
-def grid() -> list[BlackwellPoint]:
+def grid(name: str = "full", seed: int = 0) -> list[BlackwellPoint]:
     """The dense sizes, then the competition's shapes."""
     shapes = [BlackwellPoint(name, sum(sizes), n, k) for name, (sizes, n, k) in COMPETITION.items()]
     return [*(BlackwellPoint("dense", size, size, size) for size in DENSE_SIZES), *shapes]
@@ -241,9 +249,9 @@ def measure_competition(
     order = random.Random(seed)
     means: dict[str, list[float]] = {NEW: [], OWN: []}
     record: Record = {"flops": 2 * point.M * point.N * point.K, "wrong": {}, "errors": {}, "missing": {}}
-    began = time.monotonic()
+    began = monotonic()
     try:
-        while not enough(means[OWN], time.monotonic() - began) and not record["wrong"]:
+        while not enough(means[OWN], monotonic() - began) and not record["wrong"]:
             order.shuffle(sets)
             fresh = [dataset.cloned() for dataset in sets]
             outs = [
@@ -283,52 +291,43 @@ def _mean(means_us: Sequence[float]) -> Record:
 # ------------------------------------------------------------------------------------------------- a run
 
 
-def print_blackwell(console: Console, records: Sequence[Record]) -> None:
-    """Both tables, and what is missing or wrong."""
-    dense = [record for record in records if record["point"]["case"] == "dense"]
-    table = Table(title="Dense MXFP8, bf16 output: TFLOPS (GPU time)")
-    for heading in ("M = N = K", OWN, TORCH, "padless / torch"):
-        table.add_column(heading, justify="right")
-    for record in dense:
-        own, other = (time_us(record, "gpu", name) for name in (OWN, TORCH))
-        rates = ["-" if us is None else f"{record['flops'] / us * 1e-6:.0f}" for us in (own, other)]
-        table.add_row(str(record["point"]["M"]), *rates, f"{other / own:.3f}" if own and other else "-")
-    console.print(table)
-    shapes = [record for record in records if record["point"]["case"] != "dense"]
-    table = Table(title="GPU MODE's NVFP4 grouped GEMM: us a call")
-    for heading in ("shape", "M", "N", "K", OWN, NEW, "repeats"):
-        table.add_column(heading, justify="right")
-    for record in shapes:
-        point = record["point"]
-        times = [time_us(record, "gpu", name) for name in (OWN, NEW)]
-        repeats = len(record["gpu"].get(OWN, {}).get("samples_us", ()))
-        cells = [point["case"], *(str(point[axis]) for axis in ("M", "N", "K"))]
-        table.add_row(*cells, *("-" if us is None else f"{us:.2f}" for us in times), str(repeats))
-    columns = [[us for r in shapes if (us := time_us(r, "gpu", name)) is not None] for name in (OWN, NEW)]
-    if all(len(column) == len(COMPETITION) for column in columns):
-        table.add_row("geomean", "", "", "", *(f"{geomean(column):.2f}" for column in columns), "")
-    console.print(table)
-    for name, text in {item for record in records for item in record["missing"].items()}:
-        console.print(f"{name} does not run here: {text}", highlight=False, markup=False)
-    for line in failures(records)[:10]:
-        console.print(line, style="red", markup=False)
-
-
-def run_blackwell(
-    points: Sequence[BlackwellPoint] | None = None,
-    out_dir: str | Path = DEFAULT_OUT_DIR,
-    settings: RunSettings = DEFAULT_SETTINGS,
-) -> BenchResult:
-    """Measures every point (None: `grid`), writes blackwell.jsonl, prints the tables. ValueError without a CUDA GPU."""
-    chosen = grid() if points is None else list(points)
-    session = open_session("blackwell", out_dir, (), settings)
-    clock = cuda_clock()
+def start(session: Session) -> Callable[[BlackwellPoint], Record]:
+    """A dense product or a shape of the competition."""
+    clock, seed = cuda_clock(), session.settings.seed
 
     def measure(point: BlackwellPoint) -> Record:
         if point.case == "dense":
-            return measure_dense_mxfp8(point, settings.seed, session.timer)
-        return measure_competition(point, settings.seed, clock)
+            return measure_dense_mxfp8(point, seed, session.timer)
+        return measure_competition(point, seed, clock)
 
-    records = run_points(session, "blackwell", chosen, measure)
-    print_blackwell(session.console, records)
-    return BenchResult(records, session.file.path)
+    return measure
+
+
+def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table | str]:
+    """Both tables, and what is missing."""
+    dense = [record for record in records if record["point"]["case"] == "dense"]
+    shapes = [record for record in records if record["point"]["case"] != "dense"]
+    columns = [Column("M = N = K", text=lambda part: str(part[0]["point"]["M"]))]
+    columns += [Column(name, partial(_rates, name=name), 0) for name in (OWN, TORCH)]
+    columns.append(ratio("padless / torch", TORCH, OWN))
+    title = "Dense MXFP8, bf16 output: TFLOPS (GPU time)"
+    repeats = Column("repeats", text=lambda part: str(len(part[0]["gpu"].get(OWN, {}).get("samples_us", ()))))
+    case = Column("shape", text=lambda part: str(part[0]["point"]["case"]))
+    timed = [time(name, digits=2) for name in (OWN, NEW)]
+    found = table_of(
+        "GPU MODE's NVFP4 grouped GEMM: us a call",
+        [case, *axes("M", "N", "K"), *timed, repeats],
+        by_point(shapes),
+    )
+    if all(len(times(shapes, name)) == len(COMPETITION) for name in (OWN, NEW)):
+        found.rows.append(["geomean", "", "", "", *(column.cell(shapes) for column in timed), ""])
+    missing = {item for record in records for item in record["missing"].items()}
+    return [
+        table_of(title, columns, by_point(dense)),
+        found,
+        *(f"{name} does not run here: {text}" for name, text in missing),
+    ]
+
+
+def _rates(part: Records, name: str) -> list[float]:
+    return [rate for record in part if (rate := tflops(record, name)) is not None]
