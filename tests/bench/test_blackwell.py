@@ -25,7 +25,7 @@ from padless.bench.cases.blackwell import (
     make_dataset,
     measure_competition,
     measure_dense_mxfp8,
-    outside,
+    wrong_elements,
 )
 from padless.bench.results import BenchResult
 from padless.bench.run import show_records
@@ -82,11 +82,11 @@ def test_the_data_is_the_competitions() -> None:
 def test_wrong_and_missing_outputs_are_counted() -> None:
     data = make_dataset((3,), 128, 256, 1, "cpu")
     right = data.expected[0].half()
-    assert outside([right], data) == 0
+    assert wrong_elements([right], data) == 0
     wrong = right.clone()
     wrong[1, 5] += 1 + wrong[1, 5].abs()
     wrong[2, 6] = float("nan")
-    assert outside([wrong], data) == 2
+    assert wrong_elements([wrong], data) == 2
 
 
 def test_every_call_has_its_own_operands_and_is_checked(

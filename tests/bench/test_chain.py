@@ -19,9 +19,10 @@ from padless.bench.case import CASES
 from padless.bench.cases import chain, chain_problem
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes
 from padless.bench.peers import Contender, deepgemm
-from padless.bench.problem import make_grouped, same_bits
+from padless.bench.problem import make_grouped
 from padless.bench.results import BenchResult, ResultFile, failures
 from padless.bench.run import show_records
+from padless.testing.judge import same_bits
 from support.bench_records import StandInTimer, timing
 from support.deepgemm import stand_in_deepgemm
 

@@ -16,6 +16,7 @@ from padless.bench import measure, problem
 from padless.bench.group_sizes import DenseShape, Point, group_sizes, memory_saving_percent, padded_rows
 from padless.bench.peers import Availability, Contender
 from padless.bench.results import ResultFile
+from padless.testing import judge
 from support.bench_records import StandInTimer
 
 POINT = Point(70, 136, 272, 5)
@@ -163,24 +164,24 @@ def test_masked_operand_holds_every_row(grouped: problem.GroupedProblem) -> None
 
 
 def test_largest_row_difference_is_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem, "_ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(judge, "_ROWS_AT_ONCE", 3)
     y = torch.full((8, 4), 100.0)
     y[6:] = torch.tensor([[1.0], [0.0]])
     x = y.clone()
-    assert problem.largest_row_difference(x, y) == 0.0
+    assert judge.largest_row_difference(x, y) == 0.0
     x[6, 0] = 1.5  # nothing beside the other rows' size
-    assert problem.largest_row_difference(x, y) == pytest.approx(0.25)
+    assert judge.largest_row_difference(x, y) == pytest.approx(0.25)
     x[7, 0] = 1e-6
-    assert problem.largest_row_difference(x, y) == float("inf")
+    assert judge.largest_row_difference(x, y) == float("inf")
     x[7, 0], x[2, 1] = 0.0, float("nan")
-    assert problem.largest_row_difference(x, y) == float("inf")
+    assert judge.largest_row_difference(x, y) == float("inf")
 
 
 def test_same_bits_sees_the_sign_of_zero() -> None:
     zero, minus = torch.zeros(2, 2, dtype=torch.bfloat16), -torch.zeros(2, 2, dtype=torch.bfloat16)
-    assert problem.same_bits(zero, zero.clone())
-    assert not problem.same_bits(zero, minus)
-    assert not problem.same_bits(zero, zero[:1])
+    assert judge.same_bits(zero, zero.clone())
+    assert not judge.same_bits(zero, minus)
+    assert not judge.same_bits(zero, zero[:1])
 
 
 # --- runs ------------------------------------------------------------------------------------------------

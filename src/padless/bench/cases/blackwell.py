@@ -37,11 +37,12 @@ from padless.bench.report.table import (
     time,
     times,
 )
-from padless.bench.results import Record, finite, tflops
+from padless.bench.results import Record, tflops
 from padless.bench.session import Session
-from padless.formats import MXFP8, BlockScaledTensor
-from padless.layouts import to_blocked
+from padless.formats import MXFP8, NVFP4, BlockScaledTensor
 from padless.testing import machine
+from padless.testing.judge import SampledReference, check, describe, float64_rows, outside, values_of
+from padless.testing.operands import cloned, in_layout, make_operands
 from padless.testing.timing import FLUSH_BYTES, Timer
 
 DENSE_SIZES = (2048, 4096, 8192, 16384)
@@ -77,20 +78,16 @@ def grid(name: str = "full", seed: int = 0) -> list[BlackwellPoint]:
 
 def dense_contenders(
     size: tuple[int, int, int], seed: int, device: str
-) -> tuple[list[Contender], torch.Tensor, torch.Tensor]:
-    """padless and torch on one product of (M, N, K); some rows and their float64 values."""
+) -> tuple[list[Contender], SampledReference]:
+    """padless and torch on one product of (M, N, K); some rows in float64."""
     from padless.ops.grouped_gemm import gemm
-    from padless.quantization.quantize import dequantize, quantize
 
     m, n, k = size
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def operand(rows: int, kind: str) -> BlockScaledTensor:
-        values = torch.randn(rows, k, dtype=torch.bfloat16, device=device, generator=generator)
-        t = quantize(values, MXFP8, kind=kind)
-        return BlockScaledTensor(t.data, to_blocked(t.scale), MXFP8, scale_layout="blocked")
-
-    a, b = operand(m, "activation"), operand(n, "weight")
+    operands = make_operands("MXFP8", "MXFP8", [m], n, k, seed=seed, device=device)
+    reference = float64_rows(operands.a, operands.b, [m], rows=_CHECKED_ROWS)
+    assert isinstance(operands.a, BlockScaledTensor)
+    weights = BlockScaledTensor(operands.b.data[0], operands.b.scale[0], MXFP8)
+    a, b = in_layout(operands.a, "blocked"), in_layout(weights, "blocked")
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device=device)
     results: dict[str, torch.Tensor] = {}
 
@@ -99,45 +96,21 @@ def dense_contenders(
             a.data, b.data.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=torch.bfloat16
         )
 
-    rows = torch.linspace(0, m - 1, min(m, _CHECKED_ROWS), device=device).round().to(torch.int64)
-    x, w = (dequantize(t, torch.float32) for t in (a, b))
-    expected = x[rows].double() @ w.double().t()
     contenders = [
         Contender(OWN, lambda: gemm(a, b, out=out), lambda: out),
         Contender(TORCH, by_torch, lambda: results[TORCH]),
     ]
-    return contenders, rows, expected
+    return contenders, reference
 
 
 def measure_dense_mxfp8(point: BlackwellPoint, seed: int, timer: Timer, device: str = "cuda") -> Record:
     """Record of one dense product: checks and GPU times. A torch that cannot is `missing`, which is no failure."""
-    contenders, rows, expected = dense_contenders((point.M, point.N, point.K), seed, device)
-    errors: dict[str, str] = {}
-    missing: dict[str, str] = {}
-    wrong: dict[str, str] = {}
-    row_error: dict[str, float | None] = {}
-    right = []
-    for contender in contenders:
-        assert contender.output is not None
-        try:
-            contender.call()
-            got = contender.output()[rows].double()
-        except Exception as error:
-            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            (missing if contender.name == TORCH else errors)[contender.name] = text
-            continue
-        worst = float(((got - expected).norm(dim=1) / expected.norm(dim=1)).nan_to_num(nan=math.inf).max())
-        row_error[contender.name] = finite(worst)
-        if worst <= contender.tolerance:
-            right.append(contender)
-        else:
-            wrong[contender.name] = f"is wrong: relative error of a row {worst:.3g}"
+    contenders, reference = dense_contenders((point.M, point.N, point.K), seed, device)
+    right, record = check(contenders, reference, {})
+    missing = {name: record["errors"].pop(name) for name in (TORCH,) if name in record["errors"]}
     times = timer.gpu({contender.name: contender.call for contender in right})
-    return {
+    return record | {
         "flops": 2 * point.M * point.N * point.K,
-        "row_error": row_error,
-        "wrong": wrong,
-        "errors": errors,
         "missing": missing,
         "gpu": {name: timing.as_dict() for name, timing in times.items()},
         "clocks": machine.clocks(),
@@ -157,17 +130,7 @@ class Dataset:
 
     def cloned(self) -> Dataset:
         """The same values at other addresses."""
-        return Dataset([_clone(t) for t in self.a], [_clone(t) for t in self.b], self.expected)
-
-
-def _clone(t: BlockScaledTensor) -> BlockScaledTensor:
-    return BlockScaledTensor(
-        _bytes_clone(t.data), _bytes_clone(t.scale), t.format, scale_layout=t.scale_layout
-    )
-
-
-def _bytes_clone(t: torch.Tensor) -> torch.Tensor:
-    return t.view(torch.uint8).clone().view(t.dtype)
+        return Dataset([cloned(t) for t in self.a], [cloned(t) for t in self.b], self.expected)
 
 
 def make_dataset(sizes: Sequence[int], n: int, k: int, seed: int, device: str) -> Dataset:
@@ -175,33 +138,27 @@ def make_dataset(sizes: Sequence[int], n: int, k: int, seed: int, device: str) -
 
     Sums of them are exact in float32 in any order, so the outputs can be judged by the competition's tolerance.
     """
-    from padless.formats import NVFP4
-    from padless.quantization.quantize import dequantize
-
     generator = torch.Generator(device=device).manual_seed(seed)
-    a, b, expected = [], [], []
+    a: list[BlockScaledTensor] = []
+    b: list[BlockScaledTensor] = []
+    expected = []
     for m in sizes:
         pair = []
         for rows in (m, n):
             codes = torch.randint(0, 255, (rows, k // 2), generator=generator, device=device) & 0xBB
             scale = torch.randint(1, 3, (rows, k // 16), generator=generator, device=device).float()
             data = codes.to(torch.uint8).view(NVFP4.data_dtype)
-            plain = BlockScaledTensor(data, scale.to(torch.float8_e4m3fn), NVFP4)
-            pair.append((plain, dequantize(plain, torch.float32)))
-        (x, x_values), (y, y_values) = pair
-        a.append(BlockScaledTensor(x.data, to_blocked(x.scale), NVFP4, scale_layout="blocked"))
-        b.append(BlockScaledTensor(y.data, to_blocked(y.scale), NVFP4, scale_layout="blocked"))
-        expected.append(x_values.double() @ y_values.double().t())
+            pair.append(BlockScaledTensor(data, scale.to(torch.float8_e4m3fn), NVFP4))
+        for side, plain in zip((a, b), pair, strict=True):
+            side.append(in_layout(plain, "blocked"))
+        expected.append(values_of(pair[0]) @ values_of(pair[1]).t())
     return Dataset(a, b, expected)
 
 
-def outside(outputs: Sequence[torch.Tensor], dataset: Dataset) -> int:
+def wrong_elements(outputs: Sequence[torch.Tensor], dataset: Dataset) -> int:
     """Elements further from the expected ones than the competition allows; NaN is."""
-    count = 0
-    for out, expected in zip(outputs, dataset.expected, strict=True):
-        near = (out.double() - expected).abs() <= TOLERANCE + TOLERANCE * expected.abs()
-        count += int((~near).sum())
-    return count
+    pairs = zip(outputs, dataset.expected, strict=True)
+    return sum(outside(out, expected, TOLERANCE) for out, expected in pairs)
 
 
 # Microseconds that these calls take together.
@@ -268,12 +225,12 @@ def measure_competition(
                         d.fill_(float("nan"))
                 jobs = [partial(grouped_gemm_list, fresh[i].a, fresh[i].b, out=outs[i]) for i in places]
                 means[name].append(clock(jobs) / calls)
-                bad = sum(outside(out, dataset) for out, dataset in zip(outs, fresh, strict=True))
+                bad = sum(wrong_elements(out, dataset) for out, dataset in zip(outs, fresh, strict=True))
                 if bad:
                     text = f"is wrong: {bad} elements are outside the competition's tolerance"
                     record["wrong"][name] = text
     except Exception as error:
-        record["errors"][OWN] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        record["errors"][OWN] = describe(error)
     right = not record["wrong"] and not record["errors"]
     return record | {
         "gpu": {name: _mean(values) for name, values in means.items()} if right else {},

@@ -31,10 +31,9 @@ import torch
 from padless.bench.cases import chain_problem
 from padless.bench.cases.chain_problem import ChainProblem, make_chain
 from padless.bench.group_sizes import DecodePoint
-from padless.bench.measure import check
 from padless.bench.peers import Contender, Peer
 from padless.bench.peers.deepgemm import DeepGemm
-from padless.bench.problem import GroupedProblem, SampledReference, same_bits
+from padless.bench.problem import GroupedProblem
 from padless.bench.report.table import (
     POINTS,
     Column,
@@ -56,6 +55,7 @@ from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.ops import launch_cache
 from padless.runtime.driver import Driver
 from padless.testing import machine
+from padless.testing.judge import SampledReference, check, describe, same_bits
 from padless.testing.timing import Timer, Timing, capture
 
 PADLESS = "padless"
@@ -265,7 +265,7 @@ def measure_chain(problem: ChainProblem, peers: Sequence[Peer], timer: Timer, or
         try:
             products += peer_chains(problem, peer)
         except Exception as error:
-            errors[peer.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            errors[peer.name] = describe(error)
     of_products, of_mlps = problem.references()
     judged = _Judged([(products, of_products), (mlp_chains(problem, ordinary), of_mlps)], {}, {}, errors)
     judged.check()

@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
 from padless.bench.peers import Contender
 from padless.bench.report.table import Records, Sessions, Table, axes, by_point, labels, table_of, time
-from padless.bench.results import Record, finite, ratios, time_us
+from padless.bench.results import Record, ratios, time_us
 from padless.bench.session import Session
 from padless.formats import BlockScaledTensor
 from padless.kernels.table import ROUTES, Route, kernels_arch
 from padless.testing import machine
-from padless.testing.operands import BF16, Operands, make_operands
+from padless.testing.judge import SampledReference, check, describe, float64_rows, outside
+from padless.testing.operands import BF16, Operands, group_of, make_operands
 from padless.testing.timing import Timer, geomean
 
 # What is compared where there is a kernel for it; a pair without one is listed as missing.
@@ -38,7 +39,6 @@ WANTED = (
 )
 TORCH = "torch_bf16"
 DEQUANTIZE = "dequantize MXFP8, torch_bf16"
-_CHECKED_ROWS = 16
 _ROW_LIMIT = 0.01  # rounding to bf16 costs at most 2^-9 of an element, FP8 tensor cores about as much again
 
 # GPU MODE's NVFP4 grouped GEMM shapes: rows of each group, N, K; float16 results within 1e-3 + 1e-3 |expected|.
@@ -170,7 +170,7 @@ def torch_entries(operands: dict[str, Operands], point: FormatsPoint) -> dict[st
     def values(t: BlockScaledTensor | torch.Tensor) -> torch.Tensor:
         return t if isinstance(t, torch.Tensor) else dequantize(t, torch.bfloat16)
 
-    x, w = values(source.a), torch.cat([values(_expert(source.b, g)) for g in range(point.groups)])
+    x, w = values(source.a), torch.cat([values(group_of(source.b, g)) for g in range(point.groups)])
     results: dict[str, torch.Tensor] = {}
 
     def product() -> None:
@@ -191,82 +191,37 @@ def torch_entries(operands: dict[str, Operands], point: FormatsPoint) -> dict[st
     return entries
 
 
-def _expert(b: BlockScaledTensor, g: int) -> BlockScaledTensor:
-    """Weights of one expert, (1, N, K)."""
-    scale = b.global_scale
-    if scale is not None and scale.numel() > 1:
-        scale = scale[g : g + 1]
-    return BlockScaledTensor(b.data[g : g + 1], b.scale[g : g + 1], b.format, scale, b.scale_layout)
-
-
 # ------------------------------------------------------------------------------------------------- checks
-
-
-def expected_rows(operands: Operands, sizes: Sequence[int], every: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, their float64 products): some of the largest group, or every row."""
-    from padless.reference.gemm import grouped_gemm_reference
-
-    rows, products, start = [], [], 0
-    largest = max(range(len(sizes)), key=lambda g: sizes[g])
-    for g, size in enumerate(sizes):
-        if size and (every or g == largest):
-            count = size if every else min(size, _CHECKED_ROWS)
-            picked = torch.linspace(start, start + size - 1, count).round().to(torch.int64)
-            rows.append(picked)
-            picked = picked.to(operands.offs.device)
-            a = operands.a
-            if isinstance(a, BlockScaledTensor):
-                a = BlockScaledTensor(_rows(a.data, picked), _rows(a.scale, picked), a.format, a.global_scale)
-            else:
-                a = a[picked]
-            end = torch.tensor([count], dtype=torch.int32, device=picked.device)
-            expert = _expert(operands.b, g)
-            products.append(
-                grouped_gemm_reference(a, expert, end, out_dtype=torch.float64, accumulate="float64")
-            )
-        start += size
-    return torch.cat(rows).to(operands.offs.device), torch.cat(products)
-
-
-def _rows(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of codes or scales; one-byte types are moved as bytes."""
-    if t.dtype.itemsize > 1:
-        return t[rows].contiguous()
-    return t.contiguous().view(torch.uint8)[rows].view(t.dtype)
 
 
 def check_entries(
     entries: dict[str, Entry], sizes: Sequence[int], case: str, errors: dict[str, str]
 ) -> tuple[list[Contender], Record]:
-    """Calls every contender once; those that ran and are right, and the fields row_error, wrong and errors."""
-    right, row_error, wrong = [], {}, {}
-    for name, entry in entries.items():
-        contender = entry.contender
-        try:
-            contender.call()
-            assert contender.output is not None
-            out = contender.output()
-            rows, expected = expected_rows(entry.operands, sizes, case in COMPETITION)
-            got = out[rows].to(torch.float64)
-        except Exception as error:
-            errors[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            continue
-        relative = (got - expected).norm(dim=1) / expected.norm(dim=1)
-        worst = float(relative.nan_to_num(nan=float("inf")).max())
-        row_error[name] = finite(worst)
-        if not worst <= contender.tolerance:
-            wrong[name] = f"is wrong: relative error of a row {worst:.3g}, allowed {contender.tolerance}"
-            continue
-        if case in COMPETITION and name.startswith("NVFP4 x NVFP4"):
-            limit = _COMPETITION_TOLERANCE
-            outside = int((~((got - expected).abs() <= limit + limit * expected.abs())).sum())
-            if outside:
-                wrong[name] = (
-                    f"is wrong: {outside} elements are off by more than {limit} + {limit} |expected|"
+    """Those that ran and are right, and the fields row_error, wrong and errors: rows of the largest group; at the
+    competition's shapes every row, and NVFP4's every element.
+    """
+    known: dict[int, SampledReference] = {}
+    largest = max(range(len(sizes)), key=lambda g: sizes[g])
+
+    def reference(name: str) -> SampledReference:
+        operands = entries[name].operands
+        if id(operands) not in known:
+            every = {"groups": None, "rows": None} if case in COMPETITION else {"groups": (largest,)}
+            known[id(operands)] = float64_rows(operands.a, operands.b, sizes, **every)  # type: ignore[arg-type]
+        return known[id(operands)]
+
+    contenders = [entry.contender for entry in entries.values()]
+    right, record = check(contenders, reference, errors, compare_all=False)
+    for contender in list(right) if case in COMPETITION else ():
+        if contender.name.startswith("NVFP4 x NVFP4"):
+            expected, limit = reference(contender.name), _COMPETITION_TOLERANCE
+            count = outside(contender.output()[expected.rows], expected.values, limit)
+            if count:
+                right.remove(contender)
+                record["wrong"][contender.name] = (
+                    f"is wrong: {count} elements are off by more than {limit} + {limit} |expected|"
                 )
-                continue
-        right.append(contender)
-    return right, {"row_error": row_error, "wrong": wrong, "errors": errors}
+    return right, record
 
 
 def measure_formats(
@@ -289,7 +244,7 @@ def measure_formats(
         order = sorted(chosen, key=lambda name: name != source)
         entries |= torch_entries({n: chosen[n] for n in order} or _all(entries), point)
     except Exception as error:
-        errors[TORCH] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        errors[TORCH] = describe(error)
     right, record = check_entries(entries, sizes, point.case, errors)
     times = timer.gpu({contender.name: contender.call for contender in right})
     return record | {

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from padless.bench.group_sizes import PAPER_GROUPS, PAPER_K, PAPER_N, Point, group_sizes, quick_grid
-from padless.bench.measure import check, timed
+from padless.bench.measure import timed
 from padless.bench.peers import Contender
 from padless.bench.problem import GroupedProblem, make_grouped, sample_reference
 from padless.bench.report.table import (
@@ -31,6 +31,7 @@ from padless.bench.results import AXES, Record
 from padless.bench.session import Session
 from padless.kernels.cost_model import BUILT_IN, Tile
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.testing.judge import check
 from padless.testing.timing import Timer
 
 KERNEL = "sm90_fp8_grouped_gemm"
