@@ -185,6 +185,6 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         got.extend((name, points, peers, out, settings.seed))
         return BenchResult([], tmp_path / "x.jsonl")
 
-    monkeypatch.setattr(commands, "run", run)
+    monkeypatch.setattr(commands, "run_case", run)
     assert commands.bench("blackwell", out=tmp_path, seed=3) == 0
     assert got == ["blackwell", "full", None, tmp_path, 3]

@@ -397,7 +397,7 @@ def test_the_command_passes_its_options_on(
         calls.append(args)
         return BenchResult([], tmp_path / "x.jsonl")
 
-    monkeypatch.setattr(commands, "run", run)
+    monkeypatch.setattr(commands, "run_case", run)
     more: dict[str, Any] = {"full": True, "only": ["torch"], "out": tmp_path, "peers": Path("x")}
     assert commands.bench("chain", **more, **options, seed=3, time_limit=9.0) == 0
     ((name, points, peers, out, settings),) = calls

@@ -33,7 +33,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
         wrong = {"wrong": {"X": "is wrong"}} if args[0] == "formats" else {}
         return BenchResult([record(POINT, **wrong)], tmp_path / "x.jsonl")
 
-    monkeypatch.setattr(commands, "run", run)
+    monkeypatch.setattr(commands, "run_case", run)
     return calls
 
 

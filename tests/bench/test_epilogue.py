@@ -115,7 +115,7 @@ def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_
         calls.append(args)
         return BenchResult([], tmp_path / "x.jsonl")
 
-    monkeypatch.setattr(commands, "run", run)
+    monkeypatch.setattr(commands, "run_case", run)
     assert commands.bench("epilogue", full=True, out=tmp_path, seed=3, time_limit=9.0) == 0
     ((name, points, peers, out, settings),) = calls
     assert (name, points, peers) == ("epilogue", "full", None)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from padless.bench import run as run_module
+from padless.bench import run_tiles
 from padless.bench.cases import tiles
 from padless.bench.group_sizes import Point
 from padless.bench.problem import GroupedProblem, make_grouped
+from padless.bench.results import ResultFile
+from padless.bench.session import Ceilings, RunSettings, Session
 from padless.kernels.cost_model import BUILT_IN, Tile
+from padless.testing import machine
 from support.bench_records import StandInTimer
 
 
@@ -68,6 +76,38 @@ def test_the_record_of_a_point(problem: GroupedProblem, monkeypatch: pytest.Monk
     record = tiles.measure(problem, StandInTimer(2.0))
     assert list(record["wrong"]) == ["128 x 128"]
     assert "128 x 128" not in record["gpu"]
+
+
+def test_a_run_from_the_grid_to_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one run of all benchmarks with a stand-in for the GPU: file, tables, and that it goes on."""
+    file = ResultFile(tmp_path / "tiles.jsonl")
+    text = io.StringIO()
+    settings = RunSettings(progress=False, console=Console(file=text, width=100), seed=3)
+    opened: list[Any] = []
+
+    def open_session(*args: Any) -> Session:
+        opened.append(args)
+        ceilings = Ceilings(4.0e12, 1.4e15, {})
+        return Session(file, [], StandInTimer(), ceilings, settings, "now", started=1e9)
+
+    monkeypatch.setattr(run_module, "open_session", open_session)
+    monkeypatch.setattr(machine, "require_gpu", lambda what: None)
+    made = tiles.make_grouped
+    monkeypatch.setattr(tiles, "make_grouped", lambda point, sizes, seed, _: made(point, sizes, seed, "cpu"))
+    points = [Point(70, 256, 128, 3), Point(33, 136, 144, 2)]
+    first = run_tiles(points[:1], tmp_path, settings)
+    assert opened == [("tiles", tmp_path, [], settings, (), tiles.facts())]
+    assert [record["point"] for record in first.records] == [points[0].as_dict()]
+    result = run_tiles(points, tmp_path, settings)
+    assert (result.failures, result.figure, result.file) == ([], None, file.path)
+    assert [record["point"] for record in result.records] == [point.as_dict() for point in points]
+    assert result.records[0] == first.records[0]
+    assert "1 of 2 points are there already" in text.getvalue()
+    # The names of tiles are as long as their times: 256 x 128 over 128 x 64.
+    (line,) = [
+        line.split() for line in text.getvalue().splitlines() if line.split()[:4] == ["33", "136", "144", "2"]
+    ]
+    assert line == ["33", "136", "144", "2", "9.0", "9.0", "9.0", "8.0", "1.125"]
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Benchmarks: the paper's comparison, decode and dense sizes, chains, formats, epilogues, the memory-bound kernels.
 
-`run(name, points, peers, out_dir, settings)` runs each of them; ``run_<name>`` is the same with its name.
+`run_case(name, points, peers, out_dir, settings)` runs each of them; ``run_<name>`` is the same with its name.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from padless.bench.cases.host import run_host
     from padless.bench.results import BenchResult
-    from padless.bench.run import report_file, run
+    from padless.bench.run import report_file, run_case
     from padless.bench.session import RunSettings
 
-__all__ = ["BenchResult", "RunSettings", "report_file", "run", "run_host"]
+__all__ = ["BenchResult", "RunSettings", "report_file", "run_case", "run_host"]
 _HOMES = {
     "BenchResult": "results",
     "RunSettings": "session",
     "report_file": "run",
-    "run": "run",
+    "run_case": "run",
     "run_host": "cases.host",
 }
 
 
 def _without_peers(name: str, points: Any = None, *out_dir_and_settings: Any, **options: Any) -> Any:
-    from padless.bench.run import run
+    from padless.bench.run import run_case
 
-    return run(name, points, None, *out_dir_and_settings, **options)
+    return run_case(name, points, None, *out_dir_and_settings, **options)
 
 
 def __getattr__(name: str) -> Any:
@@ -42,4 +42,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'padless.bench' has no attribute {name!r}")
     if case.peers == ():
         return partial(_without_peers, case.name)
-    return partial(import_module("padless.bench.run").run, case.name)
+    return partial(import_module("padless.bench.run").run_case, case.name)

@@ -13,7 +13,7 @@ from padless.bench.case import CASES
 from padless.bench.cases import host as host_case
 from padless.bench.report.terminal import wide_console
 from padless.bench.results import BenchResult
-from padless.bench.run import report_file, run
+from padless.bench.run import report_file, run_case
 from padless.bench.session import DEFAULT_OUT_DIR, RunSettings
 
 
@@ -38,7 +38,7 @@ def bench(
     known = CASES[case]
     grid = "full" if full else "balanced" if balanced else known.grids[0]
     settings = RunSettings(peers, seed, repeats or known.repeats, time_limit_s=time_limit)
-    return _exit_code(run(case, grid, only, out, settings))
+    return _exit_code(run_case(case, grid, only, out, settings))
 
 
 def host() -> int:

@@ -18,7 +18,7 @@ from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings
 from padless.testing import machine
 
 
-def run(
+def run_case(
     name: str,
     points: str | Sequence[Any] | None = None,
     peers: Sequence[Peer] | Sequence[str] | None = None,

@@ -17,7 +17,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from padless._version import __version__
 from padless.kernels.table import ROUTES, kernels_arch
 from padless.runtime.devices import backends
 from padless.runtime.driver import cuda_driver
@@ -211,8 +210,7 @@ def about_the_machine() -> dict[str, str]:
     return {
         "date": found["date"][:10],
         "gpu, driver, power limit": ", ".join(gpu),
-        "padless": __version__,
-        **{name: str(found["versions"].get(name)) for name in ("torch", "triton")},
+        **{name: str(found["versions"].get(name)) for name in ("padless", "torch", "triton")},
         "cuda": str(found["cuda"]),
         "python": found["python"],
         "command": "padless " + " ".join(sys.argv[1:]),
