@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -123,22 +123,14 @@ def outside(out: torch.Tensor, expected: torch.Tensor, tolerance: float) -> int:
 # --- contenders ------------------------------------------------------------------------------------------
 
 
-class Judged(Protocol):
-    """What is judged: `padless.bench.peers.Contender`."""
-
-    name: str
-    call: Callable[[], Any]
-    output: Callable[[], torch.Tensor] | None
-    tolerance: float
-
-
 def check(
     contenders: Sequence[Any], reference: Any, errors: dict[str, str], compare_all: bool = True
 ) -> tuple[list[Any], Record]:
     """Calls every contender once; compares sampled rows with float64, all rows with the first right result.
 
-    contenders: as `Judged`. reference: a SampledReference, or of a contender's name. compare_all: False where
-        contenders multiply operands of other formats, so that their results differ.
+    contenders: with name, call, output and tolerance, as `padless.bench.peers.Contender`. reference: a SampledReference,
+        or of a contender's name. compare_all: False where contenders multiply operands of other formats, so that their
+        results differ.
 
     Returns those that ran and are right, and the record's fields row_error, wrong and errors.
     """
@@ -146,7 +138,7 @@ def check(
     anchor: torch.Tensor | None = None
     for contender in contenders:
 
-        def result(contender: Judged = contender) -> torch.Tensor | None:
+        def result(contender: Any = contender) -> torch.Tensor | None:
             contender.call()
             return None if contender.output is None else contender.output()
 

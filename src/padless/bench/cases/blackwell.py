@@ -25,18 +25,7 @@ import torch
 
 from padless.bench.cases.formats import COMPETITION
 from padless.bench.peers import Contender
-from padless.bench.report.table import (
-    Column,
-    Records,
-    Sessions,
-    Table,
-    axes,
-    by_point,
-    ratio,
-    table_of,
-    time,
-    times,
-)
+from padless.bench.report import table
 from padless.bench.results import Record, tflops
 from padless.bench.session import Session
 from padless.formats import MXFP8, NVFP4, BlockScaledTensor
@@ -260,31 +249,33 @@ def start(session: Session) -> Callable[[BlackwellPoint], Record]:
     return measure
 
 
-def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table | str]:
+def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table | str]:
     """Both tables, and what is missing."""
     dense = [record for record in records if record["point"]["case"] == "dense"]
     shapes = [record for record in records if record["point"]["case"] != "dense"]
-    columns = [Column("M = N = K", text=lambda part: str(part[0]["point"]["M"]))]
-    columns += [Column(name, partial(_rates, name=name), 0) for name in (OWN, TORCH)]
-    columns.append(ratio("padless / torch", TORCH, OWN))
+    columns = [table.Column("M = N = K", text=lambda part: str(part[0]["point"]["M"]))]
+    columns += [table.Column(name, partial(_rates, name=name), 0) for name in (OWN, TORCH)]
+    columns.append(table.ratio("padless / torch", TORCH, OWN))
     title = "Dense MXFP8, bf16 output: TFLOPS (GPU time)"
-    repeats = Column("repeats", text=lambda part: str(len(part[0]["gpu"].get(OWN, {}).get("samples_us", ()))))
-    case = Column("shape", text=lambda part: str(part[0]["point"]["case"]))
-    timed = [time(name, digits=2) for name in (OWN, NEW)]
-    found = table_of(
-        "GPU MODE's NVFP4 grouped GEMM: us a call",
-        [case, *axes("M", "N", "K"), *timed, repeats],
-        by_point(shapes),
+    repeats = table.Column(
+        "repeats", text=lambda part: str(len(part[0]["gpu"].get(OWN, {}).get("samples_us", ())))
     )
-    if all(len(times(shapes, name)) == len(COMPETITION) for name in (OWN, NEW)):
+    case = table.Column("shape", text=lambda part: str(part[0]["point"]["case"]))
+    timed = [table.time(name, digits=2) for name in (OWN, NEW)]
+    found = table.table_of(
+        "GPU MODE's NVFP4 grouped GEMM: us a call",
+        [case, *table.axes("M", "N", "K"), *timed, repeats],
+        table.by_point(shapes),
+    )
+    if all(len(table.times(shapes, name)) == len(COMPETITION) for name in (OWN, NEW)):
         found.rows.append(["geomean", "", "", "", *(column.cell(shapes) for column in timed), ""])
     missing = {item for record in records for item in record["missing"].items()}
     return [
-        table_of(title, columns, by_point(dense)),
+        table.table_of(title, columns, table.by_point(dense)),
         found,
         *(f"{name} does not run here: {text}" for name, text in missing),
     ]
 
 
-def _rates(part: Records, name: str) -> list[float]:
+def _rates(part: table.Records, name: str) -> list[float]:
     return [rate for record in part if (rate := tflops(record, name)) is not None]

@@ -34,20 +34,7 @@ from padless.bench.group_sizes import DecodePoint
 from padless.bench.peers import Contender, Peer
 from padless.bench.peers.deepgemm import DeepGemm
 from padless.bench.problem import GroupedProblem
-from padless.bench.report.table import (
-    POINTS,
-    Column,
-    Records,
-    Sessions,
-    Table,
-    axes,
-    by_point,
-    caption,
-    ratio,
-    table_of,
-    time,
-    with_least,
-)
+from padless.bench.report import table
 from padless.bench.results import Record, time_us
 from padless.bench.session import Session
 from padless.epilogue import Epilogue, EpilogueTensors
@@ -336,30 +323,33 @@ _TIMES = (
 )
 
 
-def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table]:
+def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
     """A line a point; a line for each number of groups and size of the weights, and one for all."""
-    columns = [*axes("groups", "rows", "N", "K"), Column("calls", text=lambda part: str(part[0]["calls"]))]
-    columns += [time(name, heading) for name, heading in _TIMES]
-    columns.append(ratio("ordinary\n/ padless", ORDINARY))
+    columns = [
+        *table.axes("groups", "rows", "N", "K"),
+        table.Column("calls", text=lambda part: str(part[0]["calls"])),
+    ]
+    columns += [table.time(name, heading) for name, heading in _TIMES]
+    columns.append(table.ratio("ordinary\n/ padless", ORDINARY))
     title = "Chains of calls in a CUDA graph: GPU time (us) of a call, of a pair for mlp"
-    points = table_of(title, columns, by_point(records), 1)
-    return [points, replace(_by_weights(records), caption=caption(records, sessions))]
+    points = table.table_of(title, columns, table.by_point(records), 1)
+    return [points, replace(_by_weights(records), caption=table.caption(records, sessions))]
 
 
-def _by_weights(records: Records) -> Table:
+def _by_weights(records: table.Records) -> table.Table:
     """By groups and megabytes of weight codes of a call: padless's time, what ordinary launches cost a call, ratios."""
     columns = [
-        Column("groups", text=lambda part: str(part[0]["point"]["groups"])),
-        Column("MB", text=lambda part: f"{_weight_mb(part[0]):.0f}"),
-        POINTS,
-        time(PADLESS, "padless\nus"),
-        Column("ordinary\n+ us", _more, 2, average=fmean),
-        *with_least(
+        table.Column("groups", text=lambda part: str(part[0]["point"]["groups"])),
+        table.Column("MB", text=lambda part: f"{_weight_mb(part[0]):.0f}"),
+        table.POINTS,
+        table.time(PADLESS, "padless\nus"),
+        table.Column("ordinary\n+ us", _more, 2, average=fmean),
+        *table.with_least(
             (
-                ratio("ordinary\n/ padless", ORDINARY),
-                ratio("deepgemm\n/ padless", DEEPGEMM),
-                ratio("the same,\nprogramm.", DEEPGEMM + PROGRAMMATIC),
-                ratio("mlp, ord.\n/ mlp", MLP_ORDINARY, MLP),
+                table.ratio("ordinary\n/ padless", ORDINARY),
+                table.ratio("deepgemm\n/ padless", DEEPGEMM),
+                table.ratio("the same,\nprogramm.", DEEPGEMM + PROGRAMMATIC),
+                table.ratio("mlp, ord.\n/ mlp", MLP_ORDINARY, MLP),
             ),
             "least",
         ),
@@ -368,9 +358,9 @@ def _by_weights(records: Records) -> Table:
     for record in records:
         parts.setdefault((record["point"]["groups"], _weight_mb(record)), []).append(record)
     title = "By groups and MB of weights a call (geomean, and the least)"
-    table = table_of(title, columns, [parts[key] for key in sorted(parts)], 1)
-    table.rows.append(["all", "", *(column.cell(records) for column in columns[2:])])
-    return table
+    found = table.table_of(title, columns, [parts[key] for key in sorted(parts)], 1)
+    found.rows.append(["all", "", *(column.cell(records) for column in columns[2:])])
+    return found
 
 
 def _weight_mb(record: Record) -> float:
@@ -378,7 +368,7 @@ def _weight_mb(record: Record) -> float:
     return float(point["groups"] * point["N"] * point["K"] / 1e6)
 
 
-def _more(part: Records) -> list[float]:
+def _more(part: table.Records) -> list[float]:
     """Microseconds that ordinary launches cost a call."""
     pairs = ((time_us(r, "gpu", PADLESS), time_us(r, "gpu", ORDINARY)) for r in part)
     return [other - us for us, other in pairs if us is not None and other is not None]

@@ -10,25 +10,8 @@ from dataclasses import replace
 from padless.bench.group_sizes import DecodePoint, Point, decode_grid, decode_sizes
 from padless.bench.measure import measure_decode
 from padless.bench.problem import make_grouped
+from padless.bench.report import table
 from padless.bench.report.bounds import bounds_tables
-from padless.bench.report.table import (
-    OF,
-    POINTS,
-    Records,
-    Sessions,
-    Table,
-    axes,
-    by_axes,
-    caption,
-    measured,
-    points_table,
-    ratio,
-    stacked,
-    summary_table,
-    table_of,
-    time,
-    with_least,
-)
 from padless.bench.results import COPY, READ, Record
 from padless.bench.session import Session
 
@@ -55,20 +38,22 @@ def start(session: Session) -> Callable[[DecodePoint], Record]:
     return measure
 
 
-def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table]:
+def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
     """Points, a summary by number of groups, the comparisons and what limits allow."""
     names = ("padless", "deepgemm_masked", "mslk", "floor", COPY, READ)
-    shown = [points_table("Decode sizes: GPU time (us)", records, names, LIMITS)]
-    peers = [ratio(f"{stacked(name)}\n/ padless", name) for name in measured(records, _PEERS)]
-    shares = [ratio(OF[name], name) for name in measured(records, LIMITS)]
+    shown = [table.points_table("Decode sizes: GPU time (us)", records, names, LIMITS)]
+    peers = [
+        table.ratio(f"{table.stacked(name)}\n/ padless", name) for name in table.measured(records, _PEERS)
+    ]
+    shares = [table.ratio(table.OF[name], name) for name in table.measured(records, LIMITS)]
     for title, columns in (("By groups: peers", peers), ("By groups: share of limits", shares)):
         if columns:
             edges = [
-                time("padless", "shortest\nus", average=min),
-                time("padless", "longest\nus", average=max),
+                table.time("padless", "shortest\nus", average=min),
+                table.time("padless", "longest\nus", average=max),
             ]
-            all_of_them = [*axes("groups"), POINTS, *edges, *with_least(columns)]
+            all_of_them = [*table.axes("groups"), table.POINTS, *edges, *table.with_least(columns)]
             title = f"{title} (geomean, and the smallest)"
-            shown.append(table_of(title, all_of_them, by_axes(records, ("groups",)), 2))
-    shown[-1] = replace(shown[-1], caption=caption(records, sessions))
-    return [*shown, summary_table(records), *bounds_tables(records, LIMITS, sessions)]
+            shown.append(table.table_of(title, all_of_them, table.by_axes(records, ("groups",)), 2))
+    shown[-1] = replace(shown[-1], caption=table.caption(records, sessions))
+    return [*shown, table.summary_table(records), *bounds_tables(records, LIMITS, sessions)]

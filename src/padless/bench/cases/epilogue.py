@@ -24,17 +24,7 @@ import torch
 
 from padless.bench.group_sizes import Point, group_sizes
 from padless.bench.problem import GroupedProblem, make_grouped
-from padless.bench.report.table import (
-    Column,
-    Records,
-    Sessions,
-    Table,
-    axes,
-    by_point,
-    ratio,
-    table_of,
-    time,
-)
+from padless.bench.report import table
 from padless.bench.results import Record, ratios
 from padless.bench.session import Session
 from padless.formats import FP8_BLOCK
@@ -144,23 +134,23 @@ def start(session: Session) -> Callable[[Point], Record]:
     return one
 
 
-def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table]:
+def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
     """A line a point: microseconds of the GEMM, and of each fused call with its cost over the GEMM and its gain."""
-    columns = [*axes("M", "N", "K", "groups", width=6), time(GEMM, width=6)]
+    columns = [*table.axes("M", "N", "K", "groups", width=6), table.time(GEMM, width=6)]
     for fused, separate in PAIRS:
         columns += [
-            time(fused, width=7),
+            table.time(fused, width=7),
             cost(fused, "over gemm", width=7),
-            ratio("apart", separate, fused, 2, unit="x", width=7),
+            table.ratio("apart", separate, fused, 2, unit="x", width=7),
         ]
     title = "Fused quantising epilogue: GPU time (us), over the GEMM, and times as fast as apart"
-    return [table_of(title, columns, by_point(records), 1)]
+    return [table.table_of(title, columns, table.by_point(records), 1)]
 
 
-def cost(fused: str, heading: str, **style: Any) -> Column:
+def cost(fused: str, heading: str, **style: Any) -> table.Column:
     """What a fused call costs over the GEMM, in percent."""
 
-    def percents(part: Records) -> list[float]:
+    def percents(part: table.Records) -> list[float]:
         return [100 * (value - 1) for value in ratios(part, "gpu", fused, GEMM)]
 
-    return Column(heading, percents, 1, "%", sign="+", **style)
+    return table.Column(heading, percents, 1, "%", sign="+", **style)

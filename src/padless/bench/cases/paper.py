@@ -12,25 +12,8 @@ from typing import Any
 from padless.bench.group_sizes import Point, balanced_grid, full_grid, group_sizes, quick_grid
 from padless.bench.measure import measure_grouped
 from padless.bench.problem import make_grouped
+from padless.bench.report import table
 from padless.bench.report.bounds import UNITS, bounds_tables
-from padless.bench.report.table import (
-    POINTS,
-    SAVED,
-    TFLOPS,
-    Column,
-    Records,
-    Sessions,
-    Table,
-    axes,
-    by_axes,
-    by_point,
-    caption,
-    labels,
-    number,
-    summary_table,
-    table_of,
-    time,
-)
 from padless.bench.results import (
     AXES,
     Record,
@@ -74,24 +57,24 @@ def start(session: Session) -> Callable[[Point], Record]:
     return measure
 
 
-def draw(records: Records, path: Path) -> Path:
+def draw(records: table.Records, path: Path) -> Path:
     """Figure 2."""
     from padless.bench.report.figures import draw_figure2
 
     return draw_figure2(records, path)
 
 
-def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table | str]:
+def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table | str]:
     """Points, the comparisons, what limits allow, the correlations and equality of bits."""
     baseline = baseline_of(records)
     if len(records) <= _MAX_POINT_LINES:
         shown = _point_tables(records, baseline, width)
     else:
         shown = [_aggregate_table(records, baseline)]
-    shown[-1] = replace(shown[-1], caption=caption(records, sessions))
-    found: list[Table | str] = [
+    shown[-1] = replace(shown[-1], caption=table.caption(records, sessions))
+    found: list[table.Table | str] = [
         *shown,
-        summary_table(records),
+        table.summary_table(records),
         *bounds_tables(records, ("floor", UNITS), sessions),
     ]
     title = f"Table 2: correlation with acceleration over {baseline} (%)"
@@ -106,24 +89,28 @@ def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table |
     return found
 
 
-def _saved(heading: str) -> Column:
-    return Column(heading, SAVED.values, 1, average=fmean)
+def _saved(heading: str) -> table.Column:
+    return table.Column(heading, table.SAVED.values, 1, average=fmean)
 
 
-def _gains(baseline: str) -> Callable[[Records], list[float]]:
+def _gains(baseline: str) -> Callable[[table.Records], list[float]]:
     return lambda part: [gain for gain in accelerations(part, baseline) if math.isfinite(gain)]
 
 
-def _point_tables(records: Records, baseline: str, width: int) -> list[Table]:
+def _point_tables(records: table.Records, baseline: str, width: int) -> list[table.Table]:
     """One line per point: results first, then the times of as many contenders a table as the width allows."""
-    columns = [*axes(*AXES), time("padless", "padless us"), TFLOPS]
-    columns += [Column("accel. %", _gains(baseline), 1), _saved("memory %"), Column("bits", text=_bits)]
-    shown = [table_of("Points, valid rows", columns, by_point(records))]
+    columns = [*table.axes(*AXES), table.time("padless", "padless us"), table.TFLOPS]
+    columns += [
+        table.Column("accel. %", _gains(baseline), 1),
+        _saved("memory %"),
+        table.Column("bits", text=_bits),
+    ]
+    shown = [table.table_of("Points, valid rows", columns, table.by_point(records))]
     names = sorted({name for record in records for name in record["gpu"]}, key=_column_order)
     per_table = max(2, (width - _AXES_WIDTH) // _TIME_WIDTH)
     for first in range(0, len(names), per_table):
-        part = [time(name, name.replace("_", " ")) for name in names[first : first + per_table]]
-        shown.append(table_of("GPU time (us)", [*axes(*AXES), *part], by_point(records)))
+        part = [table.time(name, name.replace("_", " ")) for name in names[first : first + per_table]]
+        shown.append(table.table_of("GPU time (us)", [*table.axes(*AXES), *part], table.by_point(records)))
     return shown
 
 
@@ -131,22 +118,31 @@ def _column_order(name: str) -> tuple[int, str]:
     return (_ORDER.index(name) if name in _ORDER else len(_ORDER), name)
 
 
-def _bits(part: Records) -> str:
+def _bits(part: table.Records) -> str:
     same = part[0].get("bitwise_identical")
     return "-" if same is None else "same" if same else "DIFFER"
 
 
-def _aggregate_table(records: Records, baseline: str) -> Table:
-    def faster(part: Records) -> list[float]:
+def _aggregate_table(records: table.Records, baseline: str) -> table.Table:
+    def faster(part: table.Records) -> list[float]:
         return [1 + gain / 100 for gain in _gains(baseline)(part)]
 
-    columns = [*axes("M", "groups"), POINTS, TFLOPS, Column("faster, geomean", faster, 3)]
-    columns += [Column("smallest", faster, 3, average=min), _saved("memory %")]
-    return table_of(f"By M and groups, over {baseline}", columns, by_axes(records, ("M", "groups")))
+    columns = [
+        *table.axes("M", "groups"),
+        table.POINTS,
+        table.TFLOPS,
+        table.Column("faster, geomean", faster, 3),
+    ]
+    columns += [table.Column("smallest", faster, 3, average=min), _saved("memory %")]
+    return table.table_of(
+        f"By M and groups, over {baseline}", columns, table.by_axes(records, ("M", "groups"))
+    )
 
 
-def _correlation(title: str, records: Records, values: Sequence[float]) -> Table:
+def _correlation(title: str, records: table.Records, values: Sequence[float]) -> table.Table:
     names = (*AXES, "value")
     matrix: Any = correlation_table(records, values)
-    rows = [[name, *(number(value, 4) for value in row)] for name, row in zip(names, matrix, strict=True)]
-    return Table(title, labels("", *names), rows)
+    rows = [
+        [name, *(table.number(value, 4) for value in row)] for name, row in zip(names, matrix, strict=True)
+    ]
+    return table.Table(title, table.labels("", *names), rows)

@@ -16,17 +16,7 @@ from padless.bench.group_sizes import PAPER_GROUPS, PAPER_K, PAPER_N, Point, gro
 from padless.bench.measure import timed
 from padless.bench.peers import Contender
 from padless.bench.problem import GroupedProblem, make_grouped, sample_reference
-from padless.bench.report.table import (
-    Column,
-    Records,
-    Sessions,
-    Table,
-    axes,
-    by_point,
-    table_of,
-    time,
-    times,
-)
+from padless.bench.report import table
 from padless.bench.results import AXES, Record
 from padless.bench.session import Session
 from padless.kernels.cost_model import BUILT_IN, Tile
@@ -86,14 +76,18 @@ def start(session: Session) -> Callable[[Point], Record]:
     return one
 
 
-def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table]:
+def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
     """A line a point: microseconds with each tile, and what the first tile takes over the fastest one."""
     names = list(dict.fromkeys(name for record in records for name in record["gpu"]))
 
-    def over_least(part: Records) -> list[float]:
-        first = times(part, names[0])
-        return [first[0] / min(us for name in names for us in times(part, name))] if first else []
+    def over_least(part: table.Records) -> list[float]:
+        first = table.times(part, names[0])
+        return [first[0] / min(us for name in names for us in table.times(part, name))] if first else []
 
-    columns = [*axes(*AXES), *(time(name) for name in names), Column("first / least", over_least, 3)]
+    columns = [
+        *table.axes(*AXES),
+        *(table.time(name) for name in names),
+        table.Column("first / least", over_least, 3),
+    ]
     title = "Tiles: GPU time (us), and the first tile's over the least"
-    return [table_of(title, columns, by_point(records), 1)]
+    return [table.table_of(title, columns, table.by_point(records), 1)]
