@@ -27,7 +27,8 @@ Asked = tuple[str, str, str]  # kernel file's stem, constants, architecture
 
 def asked_for() -> set[Asked]:
     """Kernels that the calls of ``padless verify`` compile on each of ``GPUS``."""
-    from padless.verify.rehearsals import Gpu, kernels_of, rehearsals_of
+    from padless.testing.compile_ahead import Gpu, kernels_of
+    from padless.verify.rehearsals import rehearsals_of
     from padless.verify.run import jobs_of
 
     found: set[Asked] = set()

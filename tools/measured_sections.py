@@ -8,27 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from measured_records import FOLDER, Measured, axis_span, command, peers
-from measured_tables import (
-    SAVED,
-    TFLOPS,
-    Column,
+from padless.bench.cases.chain import DEEPGEMM, MLP, MLP_ORDINARY, ORDINARY, PADLESS, PROGRAMMATIC
+from padless.bench.cases.epilogue import PAIRS, cost
+from padless.bench.cases.formats import TORCH, by_case, contenders_of, floor_shares, speedups
+from padless.bench.group_sizes import full_grid
+from padless.bench.report import table
+from padless.bench.report.markdown import (
     bullets,
-    comparison_columns,
-    comparison_table,
     failure_sentence,
     listed,
-    of_all,
+    markdown,
     paragraph,
     span,
-    table,
     won_sentence,
 )
-from padless.bench.chain_report import DEEPGEMM, MLP, MLP_ORDINARY, ORDINARY, PADLESS, PROGRAMMATIC
-from padless.bench.epilogue import GEMM, PAIRS
-from padless.bench.formats_report import BASELINE, by_case, contenders_of, floor_shares, speedups
-from padless.bench.group_sizes import full_grid
 from padless.bench.results import Record, point_key, ratios, time_us
-from padless.bench.tables import caption
 
 SANITIZER = re.compile(r"(compute-sanitizer \w+) of ")
 EPILOGUE_M = 8192
@@ -38,24 +32,24 @@ FP8_BLOCK = "FP8_BLOCK x FP8_BLOCK"
 def paper_section(found: Measured) -> list[str]:
     points = found.points
     grid = {point_key(point.as_dict()) for point in full_grid()}
-    there = of_all(len(grid & {point_key(r["point"]) for r in points}), len(grid))
+    there = table.of_all(len(grid & {point_key(r["point"]) for r in points}), len(grid))
     same = [bool(r["bitwise_identical"]) for r in points if "bitwise_identical" in r]
     text = paragraph(
         f"**The paper's grid**, {there} points ({found.link}; {peers(found)}; {found.medians}).",
         f"To repeat it: `{command(found, '--full')}`." if there.startswith("all") else "",
         won_sentence(points),
-        f"Valid rows are bit for bit those of padding + the same GEMM on {of_all(sum(same), len(same))} points."
+        f"Valid rows are bit for bit those of padding + the same GEMM on {table.of_all(sum(same), len(same))} points."
         if same
         else "",
         "Saved is padding's share of the padded rows. DeepGEMM (padded) runs on data that somebody has padded for it "
         "before; the paper's GEMM is its kernel alone, its call everything from Python to the result.",
-        caption(points, found.sessions),
+        table.caption(points, found.sessions),
         failure_sentence(points),
     )
-    columns = [SAVED, TFLOPS, *comparison_columns(points)]
+    columns = [table.SAVED, table.TFLOPS, *table.comparison_columns(points)]
     picture = found.path.with_suffix(".png")
     drawn = f"![Acceleration and memory saving over the paper's grid]({FOLDER}/{picture.name})"
-    shown = comparison_table(points, ("M", "groups"), columns)
+    shown = markdown(table.comparison_table(points, ("M", "groups"), columns))
     return [text, shown, *([drawn] if picture.exists() else [])]
 
 
@@ -65,10 +59,11 @@ def decode_section(found: Measured) -> list[str]:
         f"group, N {axis_span(found.points, 'N')}, K {axis_span(found.points, 'K')} ({found.link}; "
         f"{peers(found)}; {found.medians}).",
         won_sentence(found.points),
-        caption(found.points, found.sessions),
+        table.caption(found.points, found.sessions),
         failure_sentence(found.points),
     )
-    return [text, comparison_table(found.points, ("groups",), comparison_columns(found.points))]
+    columns = table.comparison_columns(found.points)
+    return [text, markdown(table.comparison_table(found.points, ("groups",), columns))]
 
 
 def chain_section(found: Measured) -> list[str]:
@@ -77,36 +72,29 @@ def chain_section(found: Measured) -> list[str]:
         f"CUDA graph of {axis_span(found.points, 'calls')} calls, each with weights of its own ({found.link}; "
         f"{peers(found)}; {found.medians}). A kernel begins while the one ahead is ending; with ordinary launches it "
         "waits. MLP: pairs of a quantising SwiGLU call and a call that reads its rows.",
-        caption(found.points, found.sessions),
+        table.caption(found.points, found.sessions),
         failure_sentence(found.points),
     )
 
-    def against(heading: str, other: str, own: str) -> Column:
-        return Column(heading, lambda records: ratios(records, "gpu", other, own), "x", 3)
-
     columns = [
-        Column("us a call", lambda records: times(records, PADLESS), digits=1, totals=False),
-        against("ordinary launches", ORDINARY, PADLESS),
-        against("DeepGEMM masked", DEEPGEMM, PADLESS),
-        against("the same, programmatic", DEEPGEMM + PROGRAMMATIC, PADLESS),
-        against("MLP, ordinary launches", MLP_ORDINARY, MLP),
+        table.time(PADLESS, "us a call", totals=False),
+        table.ratio("ordinary launches", ORDINARY, unit="x"),
+        table.ratio("DeepGEMM masked", DEEPGEMM, unit="x"),
+        table.ratio("the same, programmatic", DEEPGEMM + PROGRAMMATIC, unit="x"),
+        table.ratio("MLP, ordinary launches", MLP_ORDINARY, MLP, unit="x"),
     ]
-    return [text, comparison_table(found.points, ("groups", "N", "K"), columns)]
-
-
-def times(records: Sequence[Record], name: str) -> list[float]:
-    return [us for record in records if (us := time_us(record, "gpu", name)) is not None]
+    return [text, markdown(table.comparison_table(found.points, ("groups", "N", "K"), columns))]
 
 
 def dense_section(found: Measured) -> list[str]:
     text = paragraph(
         f"**Dense products** ({found.link}; {peers(found)}; {found.medians}).",
         won_sentence(found.points),
-        caption(found.points, found.sessions),
+        table.caption(found.points, found.sessions),
         failure_sentence(found.points),
     )
-    columns = [TFLOPS, *comparison_columns(found.points)]
-    return [text, comparison_table(found.points, ("M", "N", "K"), columns)]
+    columns = [table.TFLOPS, *table.comparison_columns(found.points)]
+    return [text, markdown(table.comparison_table(found.points, ("M", "N", "K"), columns))]
 
 
 def formats_section(found: Measured) -> list[str]:
@@ -122,7 +110,7 @@ def formats_section(found: Measured) -> list[str]:
     header = ("a x b", "prefill", "of FP8_BLOCK", "decoding", "of floor")
     rows = []
     for pair in contenders_of(found.points):
-        if BASELINE not in pair and "," not in pair:  # a comma: a second kernel for the same pair
+        if TORCH not in pair and "," not in pair:  # a comma: a second kernel for the same pair
             shares = (
                 speedups(prefill, pair),
                 ratios(prefill, "gpu", FP8_BLOCK, pair),
@@ -130,7 +118,7 @@ def formats_section(found: Measured) -> list[str]:
                 floor_shares(decode, pair),
             )
             rows.append([pair, *(span(values, ".2f") for values in shares)])
-    return [text, table(header, rows)]
+    return [text, markdown(table.Table("", table.labels(*header), rows))]
 
 
 def epilogue_section(found: Measured) -> list[str]:
@@ -144,16 +132,13 @@ def epilogue_section(found: Measured) -> list[str]:
     )
     rows = []
     for fused, separate in PAIRS:
-        costs = [
-            [100 * (ratio - 1) for ratio in ratios(of_depth(points, depth), "gpu", fused, GEMM)]
-            for depth in depths
-        ]
+        costs = [cost(fused, "").values(of_depth(points, depth)) for depth in depths]
         gains = ratios(points, "gpu", separate, fused)
         if gains:
             cells = [span(values, "+.1f") + ("%" if values else "") for values in costs]
             rows.append([fused.removeprefix("fused "), *cells, span(gains, ".2f") + "x"])
     header = ("quantised", *(f"K {depth}" for depth in depths), "than separate kernels")
-    return [text, table(header, rows)] if rows else []
+    return [text, markdown(table.Table("", table.labels(*header), rows))] if rows else []
 
 
 def of_depth(records: Sequence[Record], depth: int) -> list[Record]:

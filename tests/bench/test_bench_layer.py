@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from rich.console import Console
 
 from padless import FP8_BLOCK, dequantize
-from padless.bench import commands, layer
-from padless.bench.layer_problem import MODELS, LayerPoint, grid, make_layer
+from padless.bench import commands, report_file
+from padless.bench.case import CASES
+from padless.bench.cases import layer
+from padless.bench.cases.layer_problem import MODELS, LayerPoint, make_layer
 from padless.bench.measure import facts_of
-from padless.bench.paper import BenchResult
-from padless.bench.report import report_file
-from padless.bench.results import ResultFile, failures
+from padless.bench.results import BenchResult, ResultFile, failures
+from padless.bench.run import resolve_grid, resolve_peers
 from padless.formats import BlockScaledTensor, round_up
 from support.bench_records import StandInTimer, timing
 
@@ -99,12 +101,35 @@ def test_bytes_of_the_passes(problem) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_the_grid() -> None:
-    full, quick = grid(full=True), grid(full=False)
+    full, quick = layer.grid("full", 0), layer.grid("quick", 0)
     assert len(set(full)) == len(full) == 27
     assert {point.model for point in full} == set(MODELS)
     assert len(quick) == 6
     assert set(quick) <= set(full)
     assert LayerPoint("x", 8192, 1, 8, 2, 3).flops == 8192 * 8 * 36
+
+
+def test_a_run_adds_the_floor_and_the_copys_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 256 tokens in CUDA graphs; the session's peers, seed and ceilings reach the point."""
+    seen: list[Any] = []
+
+    def measure(problem: Any, peers: Any, timer: Any, *, graphs: bool) -> dict[str, Any]:
+        seen.append((problem, peers, graphs))
+        return {"flops": 7, "bytes": 5}
+
+    monkeypatch.setattr(layer, "make_layer", lambda point, seed, device: (point.tokens, seed, device))
+    monkeypatch.setattr(layer, "measure_layer", measure)
+    session: Any = SimpleNamespace(
+        peers=["a peer"],
+        timer=None,
+        settings=SimpleNamespace(seed=3),
+        ceilings=SimpleNamespace(copy_bytes_per_s=2e12),
+        floor_us=lambda flops, bytes_: 10 * flops + bytes_,
+    )
+    run = layer.start(session)
+    records = [run(LayerPoint("tiny", tokens, 5, 3, 256, 128)) for tokens in (256, 257)]
+    assert seen == [((256, 3, "cuda"), ["a peer"], True), ((257, 3, "cuda"), ["a peer"], False)]
+    assert [(r["floor_us"], r["copy_gb_per_s"]) for r in records] == [(75, 2000.0)] * 2
 
 
 def test_options_reach_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -114,8 +139,9 @@ def test_options_reach_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         seen.append(args)
         return BenchResult([], tmp_path / "layer.jsonl")
 
-    monkeypatch.setattr(commands.layer_bench, "run_layer", run)
-    assert commands.layer(full=True, out=tmp_path, seed=3, time_limit_s=9.0) == 0
-    ((points, only, out, settings),) = seen
-    assert points == grid(full=True)
-    assert (only, out, settings.seed, settings.time_limit_s) == (None, tmp_path, 3, 9.0)
+    monkeypatch.setattr(commands, "run_case", run)
+    assert commands.bench("layer", full=True, out=tmp_path, seed=3, time_limit=9.0) == 0
+    ((name, points, only, out, settings),) = seen
+    assert resolve_grid(CASES[name], points, 3) == layer.grid("full", 3)
+    assert (name, only, out, settings.seed, settings.time_limit_s) == ("layer", None, tmp_path, 3, 9.0)
+    assert [peer.name for peer in resolve_peers(CASES[name].peers, None)] == ["deepgemm"]

@@ -13,8 +13,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from padless.bench import blackwell, commands
-from padless.bench.blackwell import (
+from padless.bench import commands
+from padless.bench.case import CASES
+from padless.bench.cases import blackwell
+from padless.bench.cases.blackwell import (
     NEW,
     OWN,
     TORCH,
@@ -23,9 +25,10 @@ from padless.bench.blackwell import (
     make_dataset,
     measure_competition,
     measure_dense_mxfp8,
-    outside,
+    wrong_elements,
 )
-from padless.bench.paper import BenchResult
+from padless.bench.results import BenchResult
+from padless.bench.run import show_records
 from padless.bench.session import RunSettings
 from padless.formats import MXFP8
 from support.bench_records import StandInTimer
@@ -79,11 +82,11 @@ def test_the_data_is_the_competitions() -> None:
 def test_wrong_and_missing_outputs_are_counted() -> None:
     data = make_dataset((3,), 128, 256, 1, "cpu")
     right = data.expected[0].half()
-    assert outside([right], data) == 0
+    assert wrong_elements([right], data) == 0
     wrong = right.clone()
     wrong[1, 5] += 1 + wrong[1, 5].abs()
     wrong[2, 6] = float("nan")
-    assert outside([wrong], data) == 2
+    assert wrong_elements([wrong], data) == 2
 
 
 def test_every_call_has_its_own_operands_and_is_checked(
@@ -169,7 +172,7 @@ def test_the_tables_show_all_of_it(tiny: list[int]) -> None:
     for record, point in zip(records, points, strict=True):
         record["point"] = {"case": point.case, "M": point.M, "N": point.N, "K": point.K}
     text = io.StringIO()
-    blackwell.print_blackwell(Console(file=text, width=160), records)
+    show_records(CASES["blackwell"], records, {}, Console(file=text, width=160))
     shown = text.getvalue()
     assert "10.00" in shown
     assert f"{TORCH} does not run here" in shown
@@ -178,10 +181,10 @@ def test_the_tables_show_all_of_it(tiny: list[int]) -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     got: list[Any] = []
 
-    def run(points: Any, out: Path, settings: RunSettings) -> BenchResult:
-        got.extend((points, out, settings.seed))
+    def run(name: str, points: Any, peers: Any, out: Path, settings: RunSettings) -> BenchResult:
+        got.extend((name, points, peers, out, settings.seed))
         return BenchResult([], tmp_path / "x.jsonl")
 
-    monkeypatch.setattr(blackwell, "run_blackwell", run)
-    assert commands.blackwell(out=tmp_path, seed=3) == 0
-    assert got == [None, tmp_path, 3]
+    monkeypatch.setattr(commands, "run_case", run)
+    assert commands.bench("blackwell", out=tmp_path, seed=3) == 0
+    assert got == ["blackwell", "full", None, tmp_path, 3]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from padless.bench.bounds import UNITS, bounds, limit_us
+from padless.bench.report.bounds import UNITS, bounds, limit_us
 from padless.bench.results import of_kind, read_records, sessions_of
 from support.ragged import ROOT
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import sys
@@ -15,12 +14,15 @@ import torch
 from rich.console import Console
 
 from padless import FP8_BLOCK, cli, dequantize, grouped_gemm, grouped_gemm_swiglu_quant
-from padless.bench import chain, chain_problem, chain_report, commands, report_file, run_chain, warm_up_worker
+from padless.bench import commands, report_file, run_chain, warm_up_worker
+from padless.bench.case import CASES
+from padless.bench.cases import chain, chain_problem
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes
-from padless.bench.paper import BenchResult
 from padless.bench.peers import Contender, deepgemm
-from padless.bench.problem import make_grouped, same_bits
-from padless.bench.results import ResultFile, failures
+from padless.bench.problem import make_grouped
+from padless.bench.results import BenchResult, ResultFile, failures
+from padless.bench.run import show_records
+from padless.testing.judge import same_bits
 from support.bench_records import StandInTimer, timing
 from support.deepgemm import stand_in_deepgemm
 
@@ -381,7 +383,7 @@ def test_every_number_of_a_large_point_fits(tmp_path: Path) -> None:
 
 def test_nothing_measured_says_so() -> None:
     text = io.StringIO()
-    chain_report.print_chain(Console(file=text), [])
+    show_records(CASES["chain"], [], {}, Console(file=text))
     assert "nothing measured" in text.getvalue()
 
 
@@ -395,28 +397,27 @@ def test_the_command_passes_its_options_on(
         calls.append(args)
         return BenchResult([], tmp_path / "x.jsonl")
 
-    monkeypatch.setattr(commands.chain_bench, "run_chain", run)
+    monkeypatch.setattr(commands, "run_case", run)
     more: dict[str, Any] = {"full": True, "only": ["torch"], "out": tmp_path, "peers": Path("x")}
-    assert commands.chain(**more, **options, seed=3, time_limit_s=9.0) == 0
-    ((points, peers, out, settings),) = calls
-    assert points == chain_problem.grid(full=True)
+    assert commands.bench("chain", **more, **options, seed=3, time_limit=9.0) == 0
+    ((name, points, peers, out, settings),) = calls
+    assert (name, points) == ("chain", "full")
     assert (peers, out) == (["torch"], tmp_path)
     assert (settings.seed, settings.repeats, settings.time_limit_s) == (3, repeats, 9.0)
     assert settings.peers_dir == Path("x")
-    given = set(inspect.signature(cli.chain).parameters)
-    assert given == {"full", "peers", "out", "time_limit", "repeats"}
+    assert set(CASES["chain"].options) == {"full", "peers", "out", "time_limit", "repeats"}
 
 
 def test_the_command_line_reaches_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(commands, "chain", lambda **options: calls.append(options) or 0)
+    monkeypatch.setattr(commands, "bench", lambda **options: calls.append(options) or 0)
     assert CliRunner().invoke(cli.app, ["bench", "chain", "--full", "--repeats", "3"]).exit_code == 0
     (options,) = calls
     assert options["full"]
     assert options["repeats"] == 3
-    assert set(options) - {"full"} <= set(commands.Options.__annotations__)
+    assert set(options) == {"case", *CASES["chain"].options}
 
 
 def test_without_a_gpu_the_run_refuses_with_one_sentence(tmp_path: Path) -> None:

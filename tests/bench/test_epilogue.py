@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from padless import FP8_BLOCK, cli, dequantize, grouped_gemm
-from padless.bench import commands, epilogue
+from padless import FP8_BLOCK, dequantize, grouped_gemm
+from padless.bench import commands
+from padless.bench.case import CASES
+from padless.bench.cases import epilogue
 from padless.bench.group_sizes import Point
-from padless.bench.paper import BenchResult
 from padless.bench.problem import make_grouped
-from padless.bench.results import failures
+from padless.bench.results import BenchResult, failures
+from padless.bench.run import show_records
 from padless.testing.timing import Call
 from support.bench_records import StandInTimer
 
@@ -48,7 +48,7 @@ def test_contenders_compute_what_they_are_compared_for(problem) -> None:  # type
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_grid_has_every_k_that_the_cost_is_predicted_for(full: bool) -> None:
-    points = epilogue.grid(full=full)
+    points = epilogue.grid("full" if full else "quick", 0)
     wanted = {Point(8192, n, k, g) for n in (4096, 7168) for k in (2048, 4096, 7168) for g in (8, 32)}
     assert wanted <= set(points)
     assert len(set(points)) == len(points) == (20 if full else 12)
@@ -69,7 +69,7 @@ def test_a_right_point_has_every_time_and_no_failure(problem) -> None:  # type: 
     assert record["equality"] == {"codes": 70 * 256, "wrong_codes": 0, "wrong_scales": 0}
     assert failures([record]) == []
     console = Console(width=200, record=True)
-    epilogue.print_epilogue(console, [record])
+    show_records(CASES["epilogue"], [record], {}, console)
     text = console.export_text()
     assert "70" in text
     assert "+11.1%" in text  # "fused rows" has ten letters, the GEMM nine
@@ -105,7 +105,7 @@ def test_a_missing_kernel_is_a_failure_and_the_others_are_measured(
     assert failures([record]) == [
         "M=70 N=256 K=128 groups=3: fused rows failed: grouped_gemm_quant has no kernel"
     ]
-    epilogue.print_epilogue(Console(width=200, quiet=True), [record])
+    show_records(CASES["epilogue"], [record], {}, Console(width=200, quiet=True))
 
 
 def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -115,11 +115,9 @@ def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_
         calls.append(args)
         return BenchResult([], tmp_path / "x.jsonl")
 
-    monkeypatch.setattr(commands.epilogue_bench, "run_epilogue", run)
-    assert commands.epilogue(full=True, out=tmp_path, seed=3, time_limit_s=9.0) == 0
-    ((points, out, settings),) = calls
-    assert points == epilogue.grid(full=True)
+    monkeypatch.setattr(commands, "run_case", run)
+    assert commands.bench("epilogue", full=True, out=tmp_path, seed=3, time_limit=9.0) == 0
+    ((name, points, peers, out, settings),) = calls
+    assert (name, points, peers) == ("epilogue", "full", None)
     assert (out, settings.seed, settings.time_limit_s) == (tmp_path, 3, 9.0)
-    given = set(inspect.signature(cli.epilogue).parameters)
-    assert given == {"full", "out", "time_limit"}
-    assert importlib.import_module("padless.cli").bench.registered_commands
+    assert set(CASES["epilogue"].options) == {"full", "out", "time_limit"}

@@ -11,8 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from padless.bench import formats, formats_report
-from padless.bench.formats import (
+from padless.bench import run_formats
+from padless.bench.case import CASES
+from padless.bench.cases import formats
+from padless.bench.cases.formats import (
     COMPETITION,
     TORCH,
     FormatsPoint,
@@ -21,6 +23,7 @@ from padless.bench.formats import (
     offered,
     sizes_of,
 )
+from padless.bench.run import draw, show_records
 from padless.kernels.table import ROUTES
 from padless.quantization.quantize import dequantize
 from padless.testing.operands import make_operands
@@ -168,7 +171,7 @@ def test_the_competitions_shapes_are_as_published() -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_grid(full: bool) -> None:
-    points = grid(full=full)
+    points = grid("full" if full else "quick")
     assert len(set(points)) == len(points) == (46 if full else 14)
     assert {p.case for p in points} == {"prefill", "decode", "A", "B", "C", "D"}
     for point in points:
@@ -205,7 +208,7 @@ def test_tables_say_how_much_faster_and_what_is_missing() -> None:
         made_up("A", {"X": 7.0, TORCH: 21.0}, errors={"Y": "RuntimeError: boom"}),
     ]
     buffer = io.StringIO()
-    formats_report.print_formats(Console(file=buffer, width=200), records)
+    show_records(CASES["formats"], records, {}, Console(file=buffer, width=200))
     text = buffer.getvalue()
     (line,) = [x for x in text.splitlines() if "prefill" in x and "4.00" in x]
     assert line.split() == ["prefill", "X", "2", "4.00", "2.00", "8.00", "0.50"]
@@ -216,9 +219,11 @@ def test_tables_say_how_much_faster_and_what_is_missing() -> None:
 
 def test_the_picture_is_drawn_when_there_is_something_to_draw(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
-    assert formats_report.draw_formats([], tmp_path / "a.png", console) is None
+    assert draw(CASES["formats"], [], tmp_path / "a.png", console) is None
+    without = [made_up("prefill", {"X": 50.0})]
+    assert draw(CASES["formats"], without, tmp_path / "a.png", console) is None
     records = [made_up("prefill", {"X": 50.0, TORCH: 100.0}), made_up("decode", {"X": 5.0, TORCH: 9.0})]
-    path = formats_report.draw_formats(records, tmp_path / "b" / "c.png", console)
+    path = draw(CASES["formats"], records, tmp_path / "b" / "c.png", console)
     assert path is not None
     assert path.read_bytes()[:4] == b"\x89PNG"
 
@@ -226,4 +231,4 @@ def test_the_picture_is_drawn_when_there_is_something_to_draw(tmp_path: Path) ->
 def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="padless bench formats needs a CUDA GPU"):
-        formats.run_formats([], tmp_path)
+        run_formats([], tmp_path)

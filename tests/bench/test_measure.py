@@ -16,6 +16,7 @@ from padless.bench import measure, problem
 from padless.bench.group_sizes import DenseShape, Point, group_sizes, memory_saving_percent, padded_rows
 from padless.bench.peers import Availability, Contender
 from padless.bench.results import ResultFile
+from padless.testing import judge
 from support.bench_records import StandInTimer
 
 POINT = Point(70, 136, 272, 5)
@@ -163,24 +164,24 @@ def test_masked_operand_holds_every_row(grouped: problem.GroupedProblem) -> None
 
 
 def test_largest_row_difference_is_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem, "_ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(judge, "_ROWS_AT_ONCE", 3)
     y = torch.full((8, 4), 100.0)
     y[6:] = torch.tensor([[1.0], [0.0]])
     x = y.clone()
-    assert problem.largest_row_difference(x, y) == 0.0
+    assert judge.largest_row_difference(x, y) == 0.0
     x[6, 0] = 1.5  # nothing beside the other rows' size
-    assert problem.largest_row_difference(x, y) == pytest.approx(0.25)
+    assert judge.largest_row_difference(x, y) == pytest.approx(0.25)
     x[7, 0] = 1e-6
-    assert problem.largest_row_difference(x, y) == float("inf")
+    assert judge.largest_row_difference(x, y) == float("inf")
     x[7, 0], x[2, 1] = 0.0, float("nan")
-    assert problem.largest_row_difference(x, y) == float("inf")
+    assert judge.largest_row_difference(x, y) == float("inf")
 
 
 def test_same_bits_sees_the_sign_of_zero() -> None:
     zero, minus = torch.zeros(2, 2, dtype=torch.bfloat16), -torch.zeros(2, 2, dtype=torch.bfloat16)
-    assert problem.same_bits(zero, zero.clone())
-    assert not problem.same_bits(zero, minus)
-    assert not problem.same_bits(zero, zero[:1])
+    assert judge.same_bits(zero, zero.clone())
+    assert not judge.same_bits(zero, minus)
+    assert not judge.same_bits(zero, zero[:1])
 
 
 # --- runs ------------------------------------------------------------------------------------------------
@@ -265,15 +266,20 @@ def test_without_a_gpu_runs_refuse_with_one_sentence(tmp_path: Path) -> None:
 
 def test_names_and_grids_are_checked(tmp_path: Path) -> None:
     from padless import bench
-    from padless.bench.paper import resolve_grid, resolve_peers
+    from padless.bench.case import CASES
+    from padless.bench.peers import resolve_peers
+    from padless.bench.run import resolve_grid
 
-    assert len(resolve_grid("quick")) == 14
-    assert len(resolve_grid("balanced")) == 72
-    assert len(resolve_grid("full")) == 576
-    assert resolve_grid([POINT]) == [POINT]
-    with pytest.raises(ValueError, match="points must be one of"):
+    paper = CASES["paper"]
+    assert len(resolve_grid(paper, "quick")) == len(resolve_grid(paper, None)) == 14
+    assert len(resolve_grid(paper, "balanced")) == 72
+    assert len(resolve_grid(paper, "full")) == 576
+    assert resolve_grid(paper, [POINT]) == [POINT]
+    with pytest.raises(
+        ValueError, match=r"points of paper is 'all'; allowed: 'quick', 'balanced', 'full', or"
+    ):
         bench.run_paper("all", out_dir=tmp_path)
-    with pytest.raises(ValueError, match="'quick', 'full' or a list"):
+    with pytest.raises(ValueError, match="'quick', 'full', or a list"):
         bench.run_decode("balanced", out_dir=tmp_path)
     assert [peer.name for peer in resolve_peers(["mslk"], None)] == ["mslk"]
     assert len(resolve_peers(None, None)) == 4
@@ -287,7 +293,7 @@ def test_names_and_grids_are_checked(tmp_path: Path) -> None:
 
 
 def test_memory_bound_calls_run_and_count_their_bytes() -> None:
-    from padless.bench.sizes import memory_bound_calls
+    from padless.bench.cases.quantize import memory_bound_calls
 
     calls, moved = memory_bound_calls(Point(100, 256, 256, 32), 0, "cpu")
     assert set(calls) == set(moved)
@@ -329,7 +335,7 @@ def test_a_small_run_on_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.gpu(capability=None)
 @pytest.mark.slow
 def test_padding_runs_near_the_copy_ceiling() -> None:
-    from padless.bench.sizes import memory_bound_calls
+    from padless.bench.cases.quantize import memory_bound_calls
     from padless.testing.timing import GpuTimer, copy_bytes_per_second
 
     timer = GpuTimer()

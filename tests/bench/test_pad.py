@@ -132,14 +132,14 @@ def test_torch_twin(sizes: tuple[int, ...], extra: int, K: int, major: str, exac
 
 def test_triton_kernels_in_the_interpreter() -> None:
     script = (
-        "import test_bench_pad as t\n"
+        "import test_pad as t\n"
         "for sizes, extra, K in t.CASES:\n"
         "    for major, exact in (('mn', False), ('k', True)):\n"
         "        t.check_case(sizes, extra, K, major, 'triton', exact, 'cpu')\n"
         "        print('checked', sizes, K, major, exact)\n"
     )
     here = Path(__file__).resolve().parent
-    path = os.pathsep.join([str(here.parent / "src"), str(here), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([*sys.path, str(here)])
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from padless.bench import report, report_file
+from padless.bench import commands, report_file
+from padless.bench.case import CASES
 from padless.bench.group_sizes import Point
 from padless.bench.results import ResultFile, read_records
 from support.bench_records import record
@@ -32,7 +33,7 @@ def shown(file: Path, figure: Path | None = None, width: int = 100) -> tuple[str
 def test_there_are_committed_records_of_the_usual_kinds() -> None:
     kinds = {line["kind"] for path in COMMITTED for line in read_records(path)} - {"session"}
     assert kinds >= {"paper", "decode", "dense", "formats", "epilogue", "quantize"}
-    assert kinds <= set(report.KINDS)
+    assert kinds <= set(CASES)
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
@@ -113,6 +114,34 @@ def test_a_session_without_points_is_nothing(tmp_path: Path) -> None:
     text, result = shown(file.path)
     assert "nothing measured" in text
     assert result.records == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "nothing measured"),
+        (b"\n\n", "nothing measured"),
+        (b'{"kind": "paper", "poi', "nothing measured"),  # a run that was cut in its first record
+        (b"padless\nis no JSON\n", "line 1 is not JSON"),
+        (b"[1]\n[2]\n", "line 1 is not a JSON object"),
+        (b"\xff\xfe\x00 a picture", "codec can't decode"),
+        (b'{"point": {}, "gpu": {}}\n', "a record has no 'kind'"),
+        (b'{"kind": "paper", "point": {}}\n', "a record has no 'gpu'"),
+        (b'{"kind": "session"}\n', "a record has no 'id'"),
+    ],
+)
+def test_an_empty_or_broken_file_is_said_and_is_an_exit_code(
+    tmp_path: Path, content: bytes, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    assert commands.report(files=[path]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert said in out
+    assert "x.jsonl" in out
+    text, result = shown(path)
+    assert len(text.splitlines()) == 1
+    assert len(result.failures) == 1
 
 
 def test_what_cannot_be_shown_is_refused_in_one_sentence(tmp_path: Path) -> None:

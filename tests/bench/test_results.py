@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from padless.bench import results, tables
+from padless.bench import results
+from padless.bench.case import CASES
 from padless.bench.group_sizes import Point, quick_grid
+from padless.bench.run import show_records
 from support.bench_records import full_records, record, timing
 
 POINT = Point(8192, 3072, 8192, 32)
 
 
-def printed(show: Any, *args: Any, width: int = 240) -> str:
+def printed(kind: str, records: Any, sessions: Any = None, width: int = 240) -> str:
     text = io.StringIO()
-    show(Console(file=text, width=width), *args)
+    show_records(CASES[kind], records, sessions or {}, Console(file=text, width=width))
     return text.getvalue()
 
 
@@ -163,7 +165,7 @@ def test_tflops_counts_valid_rows() -> None:
 
 def test_the_quick_table_has_a_line_per_point() -> None:
     records = [record(point) for point in quick_grid()]
-    text = printed(tables.print_grouped, records)
+    text = printed("paper", records)
     assert text.count("same") >= len(records)
     assert "24.0" in text
     assert "Valid rows bitwise identical to pad + the same GEMM: 14 of 14" in text
@@ -180,7 +182,7 @@ def test_times_are_whole_at_any_width(width: int) -> None:
     records = [record(point) for point in quick_grid()]
     for one in records:
         one["gpu"] |= extra
-    text = printed(tables.print_grouped, records, width=width)
+    text = printed("paper", records, width=width)
     assert text.count("1234.5") == 4 * len(records)
     assert "…" not in text
 
@@ -189,28 +191,28 @@ def test_the_full_table_is_aggregated_and_failures_are_cut() -> None:
     records = full_records()
     for broken in records[:30]:
         broken["bitwise_identical"] = False
-    text = printed(tables.print_grouped, records)
+    text = printed("paper", records)
     assert "By M and groups" in text
     assert "546 of 576" in text
     assert "and 20 more" in text
 
 
 def test_tables_of_nothing_and_of_one_point() -> None:
-    assert "nothing measured" in printed(tables.print_grouped, [])
-    assert "-" in printed(tables.print_grouped, [record(POINT)])
+    assert "nothing measured" in printed("paper", [])
+    assert "-" in printed("paper", [record(POINT)])
 
 
 def test_dense_and_bandwidth_tables() -> None:
     dense = record(
         POINT, point={"M": 4096, "N": 4096, "K": 4096}, gpu={"padless": timing(100.0)}, floor_us=91.0
     )
-    text = printed(tables.print_dense, [dense])
+    text = printed("dense", [dense])
     assert "padless" in text
     assert "deepgemm" not in text
     assert "0.91" in text
     moved = {"kind": "quantize", "point": {"M": 10, "K": 20}, "gpu": {"pad": timing(2.0)}}
     moved |= {"bytes": {"pad": 4_000_000}, "copy_gb_per_s": 4000.0}
-    text = printed(tables.print_bandwidth, [moved])
+    text = printed("quantize", [moved])
     assert "2000" in text
     assert "50%" in text
 
@@ -233,7 +235,7 @@ def test_decode_tables_set_padless_beside_a_copy_and_a_read_of_as_many_bytes() -
         decode_record(8, padless=20.0, deepgemm_masked=22.0, **{copy_: 12.0, read: 16.0}),
         decode_record(8, padless=40.0, deepgemm_masked=36.0, **{copy_: 30.0, read: 20.0}),
     ]
-    text = printed(tables.print_decode, records, width=100)
+    text = printed("decode", records, width=100)
     first = "8 4 2048 2048 20.0 22.0 10.0 12.0 16.0 0.50 0.60 0.80"
     assert " ".join(cells_of(text, "Decode sizes", "8")) == first
     # Geomeans of 0.5 and 0.25, of 0.6 and 0.75, of 0.8 and 0.5, each with the smallest.
@@ -246,23 +248,23 @@ def test_decode_tables_set_padless_beside_a_copy_and_a_read_of_as_many_bytes() -
 
 def test_records_without_a_copy_show_what_they_have() -> None:
     """Decode records of before the copy was measured, and of runs whose copy did not fit."""
-    text = printed(tables.print_decode, [decode_record(8, padless=20.0)], width=100)
+    text = printed("decode", [decode_record(8, padless=20.0)], width=100)
     assert " ".join(cells_of(text, "Decode sizes", "8")) == "8 4 2048 2048 20.0 10.0 0.50"
     assert "of a copy" not in text
     mixed = [decode_record(8, padless=20.0), decode_record(8, padless=20.0, copy__of__as__many__bytes=15.0)]
-    text = printed(tables.print_decode, mixed, width=100)
+    text = printed("decode", mixed, width=100)
     assert " ".join(cells_of(text, "Decode sizes", "8")) == "8 4 2048 2048 20.0 10.0 - 0.50 -"
 
 
 def test_a_copy_is_no_peer() -> None:
     only = decode_record(8, padless=20.0, copy__of__as__many__bytes=15.0, read__of__as__many__bytes=15.0)
-    text = printed(tables.print_decode, [only], width=100)
+    text = printed("decode", [only], width=100)
     assert "copy of as many bytes / padless" in text
     assert "What the peers' times allow" not in text
     assert "By groups: peers" not in text
 
 
-@pytest.mark.parametrize("show", [tables.print_grouped, tables.print_decode, tables.print_dense])
+@pytest.mark.parametrize("show", ["paper", "decode", "dense"])
 def test_captions_say_how_l2_was_flushed(show: Any) -> None:
     records = [record(POINT), record(POINT, session="later")]
     old = {"kind": "session", "id": "then", "ceilings": {"dense_tflops": 1400.0, "copy_gb_per_s": 4000.0}}
@@ -286,7 +288,7 @@ def test_captions_say_how_l2_was_flushed(show: Any) -> None:
 
 @pytest.mark.parametrize("full", [False, True], ids=["quick", "full"])
 def test_figure_draws_both_panels(tmp_path: Path, full: bool) -> None:
-    figures = pytest.importorskip("padless.bench.figures")
+    figures = pytest.importorskip("padless.bench.report.figures")
     pytest.importorskip("matplotlib")
     records = full_records() if full else [record(point) for point in quick_grid()]
     path = figures.draw_figure2(records, tmp_path / "sub" / "figure2.png")
@@ -304,6 +306,6 @@ def test_figure_draws_both_panels(tmp_path: Path, full: bool) -> None:
 
 
 def test_figure_of_nothing_is_refused(tmp_path: Path) -> None:
-    figures = pytest.importorskip("padless.bench.figures")
+    figures = pytest.importorskip("padless.bench.report.figures")
     with pytest.raises(ValueError, match="at least one measured point"):
         figures.draw_figure2([], tmp_path / "x.png")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import subprocess
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 
 import padless
 from padless import cli
+from padless.cli.bench import commands
 from support.ragged import ROOT
 
 
@@ -138,24 +138,23 @@ def test_a_wrong_option_is_a_usage_error(main):
 
 @pytest.mark.parametrize("name", ["paper", "dense", "decode"])
 def test_bench_passes_its_options_on(main, recorded, name, tmp_path):
-    calls = recorded("padless.bench.commands", name, returns=0)
+    calls = recorded("padless.bench.commands", "bench", returns=0)
     assert main("bench", name)[0] == 0
     options = ("--full", "--peers", str(tmp_path), "--out", "there", "--only", "x", "--time-limit", "9")
     options += ("--repeats", "3")
     assert main("bench", name, *options)[0] == 0
-    balanced = {"balanced": False} if name == "paper" else {}
-    nothing = {"full": False, "peers": None, "only": None, "out": Path("padless-out"), "time_limit_s": None}
-    everything = {"full": True, "peers": tmp_path, "only": ["x"], "out": Path("there"), "time_limit_s": 9.0}
-    assert calls == [nothing | balanced | {"repeats": None}, everything | balanced | {"repeats": 3}]
+    same = {"case": name} | ({"balanced": False} if name == "paper" else {})
+    nothing = {"full": False, "peers": None, "only": None, "out": Path("padless-out"), "time_limit": None}
+    everything = {"full": True, "peers": tmp_path, "only": ["x"], "out": Path("there"), "time_limit": 9.0}
+    assert calls == [nothing | same | {"repeats": None}, everything | same | {"repeats": 3}]
 
 
 def test_bench_quantize_host_and_report_pass_their_options_on(main, recorded, tmp_path):
-    quantize = recorded("padless.bench.commands", "quantize", returns=0)
+    benches = recorded("padless.bench.commands", "bench", returns=0)
     assert main("bench", "quantize", "--full", "--out", "there")[0] == 0
-    assert quantize == [{"full": True, "out": Path("there")}]
-    formats = recorded("padless.bench.commands", "formats", returns=0)
     assert main("bench", "formats", "--full", "--time-limit", "9")[0] == 0
-    assert formats == [{"full": True, "out": Path("padless-out"), "time_limit_s": 9.0}]
+    formats = {"case": "formats", "full": True, "out": Path("padless-out"), "time_limit": 9.0}
+    assert benches == [{"case": "quantize", "full": True, "out": Path("there")}, formats]
     host = recorded("padless.bench.commands", "host", returns=0)
     assert main("bench", "host")[0] == 0
     assert host == [{}]
@@ -165,15 +164,36 @@ def test_bench_quantize_host_and_report_pass_their_options_on(main, recorded, tm
     assert report == [{"files": files, "figure": Path("x.png")}]
 
 
-def test_bench_options_are_those_the_benchmarks_take():
+def test_bench_has_a_command_for_every_case_with_the_options_it_takes(main):
     """The command line passes by keyword: a name that the other side does not know would only fail in use."""
-    commands = importlib.import_module("padless.bench.commands")
-    for name in ("paper", "dense", "decode", "formats", "quantize", "host", "report"):
-        given = set(inspect.signature(getattr(cli, name)).parameters)
-        taken = set(inspect.signature(getattr(commands, name)).parameters)
-        if "options" in taken:
-            taken |= set(commands.Options.__annotations__)
-        assert {"time_limit_s" if option == "time_limit" else option for option in given} <= taken, name
+    from padless.bench.case import CASES
+    from padless.bench.commands import bench
+
+    taken = set(inspect.signature(bench).parameters) | {"case"}
+    made = commands().commands
+    assert set(made) == {*CASES, "host", "units", "report"}
+    for name, case in CASES.items():
+        given = {parameter.name for parameter in made[name].params} - {"help"}
+        assert given == set(case.options) <= taken
+    code, out, _ = main("bench", "--help")
+    assert code == 0
+    assert all(name in out for name in made)
+    assert main("bench", "weather")[0] == 2
+
+
+def test_the_help_of_a_benchmark_does_not_wait_for_torch():
+    script = """
+import sys
+from padless.cli import app
+try:
+    app(["bench", "paper", "--help"])
+except SystemExit as stop:
+    assert stop.code == 0, stop.code
+assert not {"torch", "numpy", "triton", "matplotlib"} & set(sys.modules)
+"""
+    found = run_python("-c", script)
+    assert found.returncode == 0, found.stderr
+    assert "--balanced" in found.stdout
 
 
 def test_tune_options_are_those_it_takes():

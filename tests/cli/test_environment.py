@@ -13,6 +13,7 @@ from rich.console import Console
 
 import padless
 from padless.cli import environment as info
+from padless.testing import machine
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_versions_are_those_imported(cache):
 
 
 def test_an_absent_package_is_none(cache, monkeypatch):
-    monkeypatch.setattr(info, "PACKAGES", ("torch", "no-such-package-anywhere"))
+    monkeypatch.setattr(machine, "PACKAGES", ("torch", "no-such-package-anywhere"))
     assert info.collect()["packages"]["no-such-package-anywhere"] is None
     assert "not installed" in printed()
 

@@ -20,15 +20,8 @@ from measured_sections import (
     formats_section,
     paper_section,
 )
-from measured_tables import (
-    comparison_columns,
-    comparison_table,
-    failure_sentence,
-    paragraph,
-    span,
-    table,
-    won_sentence,
-)
+from padless.bench.report.markdown import failure_sentence, markdown, paragraph, span, won_sentence
+from padless.bench.report.table import Table, comparison_columns, comparison_table, labels
 from support.bench_records import timing
 
 RECORDS = tool.ROOT / tool.FOLDER
@@ -242,7 +235,7 @@ TWO = [
 
 
 def test_comparisons_by_hand():
-    shown = rows_of(comparison_table(TWO, ("M", "groups"), comparison_columns(TWO)))
+    shown = rows_of(markdown(comparison_table(TWO, ("M", "groups"), comparison_columns(TWO))))
     assert shown == [
         ["M", "groups", "pad + DeepGEMM", "MSLK (1 of 2)", "of floor"],
         ["64", "4", "2.00x", "-", "0.20"],
@@ -274,7 +267,10 @@ def test_spans_and_alignment():
     assert span([1.001, 1.002], ".2f") == "1.00"
     assert span([]) == "-"
     assert axis_span(TWO, "M") == "64 to 128"
-    assert table(("a", "bcde"), [("long", "1")]) == "| a    | bcde |\n| ---- | ---: |\n| long |    1 |"
+    assert (
+        markdown(Table("", labels("a", "bcde"), [["long", "1"]]))
+        == "| a    | bcde |\n| ---- | ---: |\n| long |    1 |"
+    )
 
 
 def test_no_line_becomes_a_list():

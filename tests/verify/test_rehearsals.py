@@ -7,6 +7,7 @@ kernels down, so that what a check asks for is seen where it asks.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -26,6 +27,8 @@ from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.reference.gemm import grouped_gemm_reference
 from padless.runtime import jit
+from padless.runtime.jit import Kernel
+from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead, kernels_of, listing
 from padless.testing.guarded import GuardedOutput
 from padless.testing.processes import worker_pool
 from padless.verify import against_emulator as verify_emulator
@@ -36,16 +39,9 @@ from padless.verify import invariance as verify_invariance
 from padless.verify import run as verify
 from padless.verify import small as verify_small
 from padless.verify import tensor_core as verify_arithmetic
+from padless.verify import train_quantizers as verify_training
 from padless.verify.epilogue_problems import run_problem
-from padless.verify.rehearsals import (
-    Gpu,
-    Kernel,
-    Rehearsal,
-    compile_ahead,
-    kernels_of,
-    listing,
-    rehearsals_of,
-)
+from padless.verify.rehearsals import rehearsals_of
 
 H200, B300 = Gpu("sm_90a", 132), Gpu("sm_103a", 148)
 
@@ -136,7 +132,8 @@ def in_place_of_the_gpu() -> Iterator[tuple[InPlaceOfTheGpu, pytest.MonkeyPatch]
 
 
 def _patch(monkeypatch: pytest.MonkeyPatch, here: InPlaceOfTheGpu, graph: type) -> None:
-    monkeypatch.setattr(verify_checks, "DEVICE", "cpu")
+    for module in (verify_checks, verify_formats, verify_emulator, verify_training):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(verify_checks, "_REPEATS", 1)
     for name, stub in (
         ("synchronize", lambda: None),
@@ -146,10 +143,6 @@ def _patch(monkeypatch: pytest.MonkeyPatch, here: InPlaceOfTheGpu, graph: type) 
         ("graph", lambda graph: nullcontext()),
     ):
         monkeypatch.setattr(torch.cuda, name, stub)
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
-    monkeypatch.setattr(
-        verify_formats, "GuardedOutput", lambda m, n, dtype, device: GuardedOutput(m, n, dtype, "cpu")
-    )
     for module in (verify_checks, verify_formats, verify_emulator):
         monkeypatch.setattr(module, "grouped_gemm", here.grouped_gemm)
     monkeypatch.setattr(verify_checks, "gemm", here.gemm)
@@ -364,14 +357,26 @@ def test_the_choice_is_made_for_the_gpus_multiprocessors() -> None:
     assert listed("accuracy", Gpu("sm_90a", 132)) != listed("accuracy", Gpu("sm_90a", 8))
 
 
-def test_a_listing_leaves_nothing_behind() -> None:
+def test_a_listing_is_of_its_block_and_its_thread() -> None:
     device = fake_driver.emulated_driver()
-    with suppress(ZeroDivisionError), listing("sm_90a", "cubin", 132):
-        assert launching.compile_kernel is not jit.compile_kernel
+    elsewhere: list[Any] = []
+    question = ("sm90_fp8/sm90_fp8_grouped_gemm.cu", "", "sm_90a")
+    with suppress(ZeroDivisionError), listing("sm_90a", "cubin", 132) as asked:
+        assert jit.compile_kernel(*question).image == b""
         assert fake_driver.emulated_driver() is not device
+        with listing("sm_90a", "ptx") as inner:
+            jit.compile_kernel(*question, "ptx")
+        assert jit.compile_kernel(*question).kind == "cubin"
+        thread = threading.Thread(target=lambda: elsewhere.append(fake_driver.emulated_driver()))
+        thread.start()
+        thread.join()
         raise ZeroDivisionError
-    assert launching.compile_kernel is verify_arithmetic.compile_kernel is jit.compile_kernel
+    assert list(asked) == [Kernel(*question, "cubin")]
+    assert list(inner) == [Kernel(*question, "ptx")]
+    assert elsewhere == [device]
     assert fake_driver.emulated_driver() is device
+    with pytest.raises(KeyError):
+        jit.compile_kernel("no_such_kernel.cu", "", "sm_90a")
 
 
 # --- compiling -------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from padless.runtime.devices import Backend
-from padless.verify import rehearsals as verify_rehearsal
+from padless.testing import compile_ahead
 from padless.verify import run as verify
 from padless.verify.against_emulator import emulate, random_problem
 from padless.verify.fp8_block import CHECKS, ROW_ERROR_LIMIT, row_errors
@@ -134,7 +134,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     monkeypatch.setattr(verify, "backends", lambda: {"cuda": Backend("cuda", True, "pretended")})
     monkeypatch.setattr(verify, "cuda_driver", Driver)
-    monkeypatch.setattr(verify, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(verify, "about_the_machine", lambda: {"gpu": "none"})
     return pretend
 
 
@@ -157,7 +157,7 @@ def test_a_run_records_everything_in_order(
     pretended_gpu({"one": passing, "two": failing, "three": third}, ["first"])
     rehearsals = [verify.Rehearsal(failing, ())]
     monkeypatch.setattr(verify, "rehearsals_of", lambda arch, checks, modules: rehearsals)
-    ahead = verify_rehearsal.Ahead(set(), ["left out"])
+    ahead = compile_ahead.Ahead(set(), ["left out"])
     given: list[object] = []
     monkeypatch.setattr(verify, "compile_ahead", lambda *args: given.append(args[:2]) or ahead)
     text = io.StringIO()

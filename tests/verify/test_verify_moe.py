@@ -74,7 +74,8 @@ def test_nan_is_any_nan_but_a_value_is_not() -> None:
 
 def test_what_the_rehearsal_lists() -> None:
     """Kernels of every pair of formats that the check multiplies."""
-    from padless.verify.rehearsals import Gpu, kernels_of, rehearsals_of
+    from padless.testing.compile_ahead import Gpu, kernels_of
+    from padless.verify.rehearsals import rehearsals_of
 
     some = (verify_moe._CASES[0], verify_moe._CASES[7])
     with mock.patch.object(verify_moe, "_CASES", some):

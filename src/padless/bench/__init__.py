@@ -1,23 +1,45 @@
-"""Benchmarks: the paper's comparison, decode and dense sizes, the memory-bound kernels, the host's share."""
+"""Benchmarks: the paper's comparison, decode and dense sizes, chains, formats, epilogues, the memory-bound kernels.
 
-from padless.bench.chain import run_chain
-from padless.bench.formats import run_formats
-from padless.bench.layer import run_layer
-from padless.bench.paper import BenchResult, run_paper
-from padless.bench.report import report_file
-from padless.bench.session import RunSettings
-from padless.bench.sizes import run_decode, run_dense, run_host, run_quantize
+`run_case(name, points, peers, out_dir, settings)` runs each of them; ``run_<name>`` is the same with its name.
+"""
 
-__all__ = [
-    "BenchResult",
-    "RunSettings",
-    "report_file",
-    "run_chain",
-    "run_decode",
-    "run_dense",
-    "run_formats",
-    "run_host",
-    "run_layer",
-    "run_paper",
-    "run_quantize",
-]
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from padless.bench.cases.host import run_host
+    from padless.bench.results import BenchResult
+    from padless.bench.run import report_file, run_case
+    from padless.bench.session import RunSettings
+
+__all__ = ["BenchResult", "RunSettings", "report_file", "run_case", "run_host"]
+_HOMES = {
+    "BenchResult": "results",
+    "RunSettings": "session",
+    "report_file": "run",
+    "run_case": "run",
+    "run_host": "cases.host",
+}
+
+
+def _without_peers(name: str, points: Any = None, *out_dir_and_settings: Any, **options: Any) -> Any:
+    from padless.bench.run import run_case
+
+    return run_case(name, points, None, *out_dir_and_settings, **options)
+
+
+def __getattr__(name: str) -> Any:
+    """Imports at the first use: the command line imports this package to name the benchmarks."""
+    from padless.bench.case import CASES
+
+    if name in _HOMES:
+        return getattr(import_module(f"padless.bench.{_HOMES[name]}"), name)
+    case = CASES.get(name.removeprefix("run_")) if name.startswith("run_") else None
+    if case is None:
+        raise AttributeError(f"module 'padless.bench' has no attribute {name!r}")
+    if case.peers == ():
+        return partial(_without_peers, case.name)
+    return partial(import_module("padless.bench.run").run_case, case.name)

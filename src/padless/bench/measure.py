@@ -13,17 +13,11 @@ import torch
 from padless.bench.group_sizes import memory_saving_percent
 from padless.bench.pad import pad_groups, unpad_rows
 from padless.bench.peers import Contender, Peer
-from padless.bench.problem import (
-    DenseProblem,
-    GroupedProblem,
-    SampledReference,
-    largest_row_difference,
-    same_bits,
-    sample_reference,
-)
-from padless.bench.results import Record, finite
+from padless.bench.problem import DenseProblem, GroupedProblem, sample_reference
+from padless.bench.results import Record
 from padless.bench.traffic import traffic_contenders
 from padless.testing import machine
+from padless.testing.judge import check, describe, same_bits
 from padless.testing.timing import Timer
 
 
@@ -89,39 +83,8 @@ def gather(
         try:
             contenders += contenders_of(peer)
         except Exception as error:
-            errors[peer.name] = _describe(error)
+            errors[peer.name] = describe(error)
     return contenders, errors
-
-
-def check(
-    contenders: list[Contender], reference: SampledReference, errors: dict[str, str]
-) -> tuple[list[Contender], Record]:
-    """Calls every contender once; compares sampled rows with float64, all rows with the first right result.
-
-    Returns those that ran and are right, and the record's fields row_error, wrong and errors.
-    """
-    right, row_error, wrong = [], {}, {}
-    anchor: torch.Tensor | None = None
-    for contender in contenders:
-        try:
-            contender.call()
-            out = None if contender.output is None else contender.output()
-            _synchronize()
-        except Exception as problem:
-            errors[contender.name] = _describe(problem)
-            continue
-        if out is not None:
-            error = reference.row_error(out)
-            if anchor is not None:
-                error = max(error, largest_row_difference(out, anchor))
-            row_error[contender.name] = finite(error)
-            if not error <= contender.tolerance:
-                limit = contender.tolerance
-                wrong[contender.name] = f"is wrong: relative error of a row {error:.3g}, allowed {limit}"
-                continue
-            anchor = out if anchor is None else anchor
-        right.append(contender)
-    return right, {"row_error": row_error, "wrong": wrong, "errors": errors}
 
 
 def bitwise_identical(contenders: Sequence[Contender]) -> bool | None:
@@ -150,7 +113,7 @@ def measure_grouped(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer
         "padded_rows": problem.padded_rows,
         "memory_saving_percent": memory_saving_percent(problem.sizes),
     }
-    return record | _facts(problem) | _times(contenders, timer)
+    return record | _facts(problem) | timed(contenders, timer)
 
 
 def measure_decode(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:
@@ -158,21 +121,21 @@ def measure_decode(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer)
     contenders, errors = gather(own_decode_contender(problem), peers, lambda peer: peer.decode(problem))
     contenders += traffic_contenders(problem.point.bytes, problem.seed or 0, problem.device)
     contenders, record = check(contenders, sample_reference(problem), errors)
-    return record | _facts(problem) | _times(contenders, timer)
+    return record | _facts(problem) | timed(contenders, timer)
 
 
 def measure_dense(problem: DenseProblem, peers: Sequence[Peer], timer: Timer) -> Record:
     """Record of one dense shape."""
     contenders, errors = gather(own_dense_contender(problem), peers, lambda peer: peer.dense(problem))
     contenders, record = check(contenders, sample_reference(problem), errors)
-    return record | {"flops": problem.shape.flops} | _times(contenders, timer)
+    return record | {"flops": problem.shape.flops} | timed(contenders, timer)
 
 
 def _facts(problem: GroupedProblem) -> Record:
     return {"sizes": problem.sizes, "flops": problem.point.flops, "bytes": problem.point.bytes}
 
 
-def _times(contenders: Sequence[Contender], timer: Timer) -> Record:
+def timed(contenders: Sequence[Contender], timer: Timer) -> Record:
     gpu = timer.gpu({contender.name: contender.call for contender in contenders})
     whole = timer.end_to_end({c.name: c.call for c in contenders if c.whole})
     return {
@@ -180,16 +143,6 @@ def _times(contenders: Sequence[Contender], timer: Timer) -> Record:
         "end_to_end": {name: timing.as_dict() for name, timing in whole.items()},
         "clocks": machine.clocks(),
     }
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # what a kernel did wrong is found here and blamed on the right contender
-
-
-def _describe(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
 
 
 def facts_of(point: Any) -> dict[str, Any]:

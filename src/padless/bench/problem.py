@@ -1,11 +1,9 @@
-"""Operands of a benchmark problem, and whether a result of it is right."""
+"""Operands of a benchmark problem, and rows of its result in float64."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -13,10 +11,7 @@ from padless.bench.group_sizes import DenseShape, Point, padded_rows
 from padless.bench.pad import PaddedGroups, empty_padded, pad_groups
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div, round_up
 from padless.layouts import to_mn_major
-
-# Rows compared with float64 in each of at most three groups: the group's first and last, and some between.
-_CHECKED_ROWS = 16
-_ROWS_AT_ONCE = 8192
+from padless.testing.judge import SampledReference, float64_rows
 
 
 @dataclass
@@ -35,7 +30,6 @@ class GroupedProblem:
     b: BlockScaledTensor
     offs: torch.Tensor
     seed: int | None
-    _reference: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -138,79 +132,15 @@ def make_dense(shape: DenseShape, seed: int, device: str | torch.device) -> Dens
     return DenseProblem(shape, grouped.a, b)
 
 
-# --- is a result right? ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SampledReference:
-    """float64 products of some rows of the quantised operands: `values[i]` is row `rows[i]`."""
-
-    rows: torch.Tensor
-    values: torch.Tensor
-
-    def row_error(self, out: torch.Tensor) -> float:
-        """Largest relative error |out - ref| / |ref| of a sampled row (Euclidean norms); inf for NaN."""
-        if self.rows.numel() == 0:
-            return 0.0
-        got = out[self.rows].to(torch.float64)
-        error = (got - self.values).norm(dim=1) / self.values.norm(dim=1)
-        worst = error.nan_to_num(nan=math.inf, posinf=math.inf).max()
-        return float(worst)
-
-
 def sample_reference(problem: GroupedProblem | DenseProblem) -> SampledReference:
-    """Rows of up to three groups (first and last that are not empty, and the largest), in float64 on the
-    device.
-
-    Codes and scales are dequantised here with plain torch, so this shares no code with what it judges.
-    """
+    """Rows of up to three groups (first and last that are not empty, and the largest), in float64 on the device."""
     if isinstance(problem, DenseProblem):
-        sizes, weights, scales = [problem.shape.M], problem.b.data[None], problem.b.scale[None]
-    else:
-        sizes, weights, scales = problem.sizes, problem.b.data, problem.b.scale
-    nonempty = [group for group, size in enumerate(sizes) if size]
-    if not nonempty:
-        empty = torch.zeros(0, dtype=torch.int64, device=problem.device)
-        return SampledReference(empty, torch.zeros(0, weights.shape[1], device=problem.device))
+        weights = BlockScaledTensor(problem.b.data[None], problem.b.scale[None], problem.b.format)
+        return float64_rows(problem.a, weights, [problem.shape.M])
+    sizes = problem.sizes
+    nonempty = [group for group, size in enumerate(sizes) if size] or [0]
     largest = max(nonempty, key=lambda group: sizes[group])
-    rows, values = [], []
-    for group in sorted({nonempty[0], largest, nonempty[-1]}):
-        start, size = sum(sizes[:group]), sizes[group]
-        count = min(size, _CHECKED_ROWS)
-        picked = torch.linspace(start, start + size - 1, count).round().to(torch.int64).to(problem.device)
-        a = _expand(problem.a.data[picked], problem.a.scale[picked], 1)
-        b = _expand(weights[group], scales[group], 128)
-        rows.append(picked)
-        values.append(a @ b.t())
-    return SampledReference(torch.cat(rows), torch.cat(values))
-
-
-def _expand(data: torch.Tensor, scale: torch.Tensor, block_rows: int) -> torch.Tensor:
-    """float64 values of (rows, K) codes with one scale per block_rows x 128."""
-    rows, columns = data.shape
-    wide = scale.to(torch.float64).repeat_interleave(128, dim=1)[:, :columns]
-    if block_rows > 1:
-        wide = wide.repeat_interleave(block_rows, dim=0)[:rows]
-    return data.to(torch.float32).to(torch.float64) * wide
-
-
-def largest_row_difference(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Largest |x - y| / |y| of a row (Euclidean norms) over all rows; inf for NaN, 0 where both are zero."""
-    worst = 0.0
-    for first in range(0, x.shape[0], _ROWS_AT_ONCE):  # in parts: float32 copies of all rows would be large
-        a = x[first : first + _ROWS_AT_ONCE].to(torch.float32)
-        b = y[first : first + _ROWS_AT_ONCE].to(torch.float32)
-        apart, size = (a - b).norm(dim=1), b.norm(dim=1)
-        relative = torch.where(apart == 0, apart, apart / size).nan_to_num(nan=math.inf, posinf=math.inf)
-        worst = max(worst, float(relative.max()))
-    return worst
-
-
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two bf16 tensors hold the same bits, NaN and the sign of zero included."""
-    return x.shape == y.shape and torch.equal(
-        x.contiguous().view(torch.int16), y.contiguous().view(torch.int16)
-    )
+    return float64_rows(problem.a, problem.b, sizes, (nonempty[0], largest, nonempty[-1]))
 
 
 def masked_operand(problem: GroupedProblem, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Result files (JSON lines), what is computed from them, and the tables.
+"""Result files (JSON lines), and what is computed from them.
 
 A file holds one `session` record per run (machine, versions, ceilings, peers) and one record per measured
 point, which names its session. Runs append, and skip the points that a file already holds: a run that was cut
@@ -48,6 +48,10 @@ COMPARISONS = (
 )
 # What these comparisons set padless against that is nobody's product of the same matrices.
 NOT_PEERS = ("pad_then_padless", "floor", COPY, READ)
+
+
+class BrokenRecord(ValueError):
+    """A line of a result file that no benchmark has written."""
 
 
 class ResultFile:
@@ -101,11 +105,14 @@ def read_records(path: str | Path) -> list[Record]:
         if not line.strip():
             continue
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break
-            raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+            raise BrokenRecord(f"{path} line {number} is not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise BrokenRecord(f"{path} line {number} is not a JSON object: {line[:80]}")
+        records.append(record)
     return records
 
 
@@ -141,6 +148,29 @@ def ratios(records: Sequence[Record], clock: str, numerator: str, denominator: s
     """t(numerator) / t(denominator) of every record that has both."""
     pairs = ((time_us(r, clock, numerator), time_us(r, clock, denominator)) for r in records)
     return [top / bottom for top, bottom in pairs if top is not None and bottom]
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What a run has measured, its earlier parts included.
+
+    records: one per point, as in the result file (docs/benchmarking.md has the fields).
+    file: the JSON lines. figure: the PNG, where one is drawn. problems: what keeps a file from being reported.
+    """
+
+    records: list[Record]
+    file: Path
+    figure: Path | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        return summarise(self.records)
+
+    @property
+    def failures(self) -> list[str]:
+        """What is wrong with the file, differing bits, wrong results and contenders that raised, one line each."""
+        return [*self.problems, *failures(self.records)]
 
 
 @dataclass(frozen=True)

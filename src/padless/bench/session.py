@@ -21,6 +21,7 @@ from padless.bench.group_sizes import DecodePoint, DenseShape, Point
 from padless.bench.measure import facts_of, measure_dense
 from padless.bench.peers import Peer, resolve_folder
 from padless.bench.problem import make_dense
+from padless.bench.report.terminal import wide_console
 from padless.bench.results import Record, ResultFile, of_kind, point_key, time_us
 from padless.bench.warm_up import warm_up
 from padless.testing import machine
@@ -28,7 +29,6 @@ from padless.testing.timing import FLUSH, REPEATS, GpuTimer, Timer, copy_bytes_p
 
 DEFAULT_OUT_DIR = Path("padless-out/bench")
 PAUSE_S = 0.002
-_PIPE_WIDTH = 100
 CEILING_SHAPE = DenseShape(8192, 8192, 8192)
 # One scale per tensor is another product: it is recorded as an upper bound and is no ceiling.
 _NO_CEILING = ("cublaslt_tensor",)
@@ -51,14 +51,8 @@ class RunSettings:
     repeats: int = REPEATS
     pause_s: float = PAUSE_S
     time_limit_s: float | None = None
-    console: Console = field(default_factory=lambda: wide_console())
+    console: Console = field(default_factory=wide_console)
     progress: bool = True
-
-
-def wide_console() -> Console:
-    """The terminal; or, where the output goes to a file or a pipe, something wide enough for the tables."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
 
 
 DEFAULT_SETTINGS = RunSettings()
@@ -135,11 +129,13 @@ def open_session(
     peers: Sequence[Peer],
     settings: RunSettings,
     compile_ahead: Sequence[Point] | Sequence[DecodePoint] = (),
+    facts: Record | None = None,
 ) -> Session:
     """Checks that there is a GPU, opens `out_dir`/`what`.jsonl, measures the ceilings, writes the session
     record.
 
     compile_ahead: points whose kernels are compiled before anything is timed, unless they are in the file already.
+    facts: further fields of the session record.
     """
     machine.require_gpu(f"padless bench {what}")
     started = time.monotonic()
@@ -161,14 +157,14 @@ def open_session(
     timer = GpuTimer(repeats=settings.repeats, pause_s=settings.pause_s)
     with console.status("measuring the ceilings"):
         ceilings = measure_ceilings(usable, timer, settings.seed)
-    facts = machine.describe()
-    session = Session(file, usable, timer, ceilings, settings, facts["date"], started)
+    about = machine.describe()
+    session = Session(file, usable, timer, ceilings, settings, about["date"], started)
     file.append(
         {
             "kind": "session",
             "id": session.id,
             "what": what,
-            "machine": facts,
+            "machine": about,
             "peers": described,
             "ceilings": ceilings.as_dict(),
             "repeats": settings.repeats,
@@ -176,6 +172,7 @@ def open_session(
             "flush": FLUSH,
             "ready_after_s": round(time.monotonic() - started, 1),
         }
+        | (facts or {})
     )
     return session
 

@@ -11,21 +11,22 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from padless._version import __version__, package_version
+from padless._version import __version__
 
-PACKAGES = ("torch", "triton", "numpy", "cuda-bindings", "nvidia-cuda-nvrtc")
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 
 def collect() -> dict[str, Any]:
     """Everything `padless info` shows, of JSON types only."""
+    from padless.testing import machine
+
     return {
         "padless": __version__,
         "python": platform.python_version(),
-        "packages": {name: package_version(name) for name in PACKAGES},
+        "packages": machine.packages(),
         "nvrtc": _nvrtc(),
         "driver": _driver_version(),
-        "devices": _devices(),
+        "devices": machine.devices(),
         "backends": _backends(),
         "tile_costs": _tile_costs(),
         "cache": _cache(),
@@ -104,24 +105,6 @@ def _driver_version() -> str | None:
         return None
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
     return found[0] if found else None
-
-
-def _devices() -> list[dict[str, Any]]:
-    import torch
-
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        devices.append(
-            {
-                "index": index,
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "multiprocessors": properties.multi_processor_count,
-                "memory_bytes": properties.total_memory,
-            }
-        )
-    return devices
 
 
 def _backends() -> dict[str, dict[str, Any]]:

@@ -154,13 +154,27 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> DeviceMemory:
 
 
 _DRIVERS = {arch: EmulatedDriver(arch) for arch in ("sm_90a", "sm_100a")}
+_in_place = threading.local()  # by architecture, the device that stands in for this thread's emulated one
 
 
 def emulated_driver(arch: str = "sm_90a") -> EmulatedDriver:
     """The one emulated device of an architecture in this process: sm_90a (Hopper) or sm_100a (Blackwell)."""
     if arch not in _DRIVERS:
         raise ValueError(f"arch is {arch!r}; allowed: {', '.join(map(repr, _DRIVERS))}")
-    return _DRIVERS[arch]
+    found: EmulatedDriver = vars(_in_place).get(arch, _DRIVERS[arch])
+    return found
+
+
+@contextmanager
+def standing_in(device: EmulatedDriver, arch: str) -> Iterator[None]:
+    """In this block `device` is this thread's emulated device of ``arch``."""
+    before = dict(vars(_in_place))
+    setattr(_in_place, arch, device)
+    try:
+        yield
+    finally:
+        vars(_in_place).clear()
+        vars(_in_place).update(before)
 
 
 def driver_of(backend: str) -> EmulatedDriver:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from padless._version import package_version
+from padless._version import __version__, package_version
 
-_PACKAGES = ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy", "padless")
+PACKAGES = ("torch", "triton", "numpy", "cuda-bindings", "nvidia-cuda-nvrtc")
 _QUERY = {
     "name": "gpu",
     "driver_version": "driver",
@@ -37,21 +37,42 @@ def require_gpu(what: str) -> None:
         raise ValueError(f"{what} needs a CUDA GPU, and torch sees none on this machine")
 
 
+def packages() -> dict[str, str | None]:
+    """Versions of what is computed with; None for what is not installed."""
+    return {name: package_version(name) for name in PACKAGES}
+
+
+def devices() -> list[dict[str, Any]]:
+    """The GPUs that torch sees."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        about = {"index": index, "name": properties.name}
+        about["capability"] = f"{properties.major}.{properties.minor}"
+        about |= {
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+        }
+        found.append(about)
+    return found
+
+
 def describe() -> dict[str, Any]:
     """Date, host software and GPU of a run, for its result file."""
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "versions": {name: version for name in _PACKAGES if (version := package_version(name)) is not None},
+        "versions": {name: version for name, version in packages().items() if version is not None}
+        | {"padless": __version__},
     }
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpu = devices()[torch.cuda.current_device()]
         facts |= {
-            "gpu": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "sms": properties.multi_processor_count,
-            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "gpu": gpu["name"],
+            "capability": gpu["capability"],
+            "sms": gpu["multiprocessors"],
+            "memory_gib": round(gpu["memory_bytes"] / 2**30, 1),
         }
     return facts | nvidia_smi(_QUERY)
 

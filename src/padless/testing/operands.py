@@ -1,14 +1,22 @@
-"""Operands of any pair of formats for a benchmark: random values, quantised."""
+"""Operands of any pair of formats: drawn, moved to a device, and parts of them.
+
+For tests, verification, benchmarks and tuning.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from padless.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+from padless.layouts import empty_mn_major, to_blocked, to_blocked_groups, to_mn_major
 
 BF16 = "BF16"  # plain bfloat16 activations, as in padless.kernels.table
+Activation = BlockScaledTensor | torch.Tensor
 FORMAT_BY_NAME: dict[str, BlockScaledFormat] = {format.name: format for format in FORMATS}
 
 
@@ -16,7 +24,7 @@ FORMAT_BY_NAME: dict[str, BlockScaledFormat] = {format.name: format for format i
 class Operands:
     """a: (M, K) activations; b: (G, N, K) weights; offs: (G,) int32 end rows of the groups."""
 
-    a: BlockScaledTensor | torch.Tensor
+    a: Activation
     b: BlockScaledTensor
     offs: torch.Tensor
 
@@ -26,7 +34,7 @@ class Operands:
         return sum(_bytes(t) for t in (self.a, self.b))
 
 
-def _bytes(t: BlockScaledTensor | torch.Tensor) -> int:
+def _bytes(t: Activation) -> int:
     parts = (t,) if isinstance(t, torch.Tensor) else (t.data, t.scale, t.global_scale)
     return sum(part.nbytes for part in parts if part is not None)
 
@@ -40,7 +48,6 @@ def make_operands(
     is needed beside them. Raises ValueError for an unknown format.
     """
     from padless.ops.grouped_gemm import group_offsets
-    from padless.quantization.quantize import quantize
 
     for name, allowed in ((a_format, {BF16, *FORMAT_BY_NAME}), (b_format, set(FORMAT_BY_NAME))):
         if name not in allowed:
@@ -49,14 +56,11 @@ def make_operands(
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.randn(sum(sizes), k, dtype=torch.bfloat16, device=device, generator=generator)
     offs = group_offsets(torch.tensor(sizes, device=device))
-    a: BlockScaledTensor | torch.Tensor = x
-    if a_format != BF16:
-        major = "mn" if FORMAT_BY_NAME[a_format] == FP8_BLOCK else None
-        a = quantize(x, FORMAT_BY_NAME[a_format], kind="activation", scale_major=major)
-    experts = []
+    a = quantized(x, a_format, "activation", scale_major="mn" if a_format == FP8_BLOCK.name else None)
+    experts: list[Any] = []
     for _ in sizes:
         w = torch.randn(1, n, k, dtype=torch.bfloat16, device=device, generator=generator)
-        experts.append(quantize(w, FORMAT_BY_NAME[b_format], kind="weight"))
+        experts.append(quantized(w, b_format, "weight"))
     return Operands(a, _stacked(experts), offs)
 
 
@@ -79,3 +83,116 @@ def _stacked(experts: list[BlockScaledTensor]) -> BlockScaledTensor:
         torch.cat(scales) if scales else None,
         first.scale_layout,
     )
+
+
+def quantized(values: torch.Tensor, format: str, kind: str, **options: Any) -> Any:
+    """Values in a format by its name, "BF16" for plain bfloat16 activations. kind: "activation" or "weight"."""
+    from padless.quantization.quantize import quantize
+
+    if format == BF16:
+        return values.to(torch.bfloat16)
+    return quantize(values, FORMAT_BY_NAME[format], kind=kind, **options)
+
+
+def any_codes(
+    fmt: BlockScaledFormat, shape: tuple[int, ...], kind: str, groups: int, generator: torch.Generator
+) -> BlockScaledTensor:
+    """Codes of any finite bits, and scales over 16 powers of two (NVFP4's: any positive e4m3), plain.
+
+    Sums of products stay inside float16. groups: NVFP4 has one global scale or one for each group.
+    """
+    stored = (*shape[:-1], shape[-1] // fmt.codes_per_byte)
+    byte = torch.randint(0, 256, stored, generator=generator, dtype=torch.uint8)
+    if fmt.codes_per_byte == 1:
+        finite = byte.view(fmt.data_dtype).float().isfinite()
+        byte = torch.where(finite, byte, torch.zeros_like(byte))
+        if fmt.data_dtype == torch.float8_e5m2:
+            byte &= 0xBF
+    scale_shape = fmt.scale_shape(shape, kind)
+    global_scale = None
+    if fmt.scale_dtype == torch.float32:
+        scale = torch.exp2(torch.rand(scale_shape, generator=generator) * 8 - 12)
+    elif fmt.scale_dtype == torch.float8_e8m0fnu:
+        scale = torch.randint(127 - 12, 127 + 4, scale_shape, generator=generator, dtype=torch.uint8)
+        scale = scale.view(torch.float8_e8m0fnu)
+    else:
+        scale = torch.randint(1, 0x7F, scale_shape, generator=generator, dtype=torch.uint8)
+        scale = scale.view(torch.float8_e4m3fn)
+        count = (1, groups)[int(torch.randint(0, 2, (), generator=generator))]
+        global_scale = torch.exp2(torch.rand(count, generator=generator) * 4 - 10)
+    return BlockScaledTensor(byte.view(fmt.data_dtype), scale, fmt, global_scale)
+
+
+# --- the same operands elsewhere -------------------------------------------------------------------------
+
+
+def in_layout(t: BlockScaledTensor, layout: str, offs: torch.Tensor | None = None) -> BlockScaledTensor:
+    """The operand, of plain scales, with them in another layout. offs: for "blocked_groups"."""
+    if layout == "plain":
+        return t
+    if layout == "blocked":
+        scale = to_blocked(t.scale)
+    else:
+        assert offs is not None, "blocked_groups needs offs"
+        scale = to_blocked_groups(t.scale, offs)
+    return BlockScaledTensor(t.data, scale, t.format, t.global_scale, layout)
+
+
+def moved(t: Any, device: str | torch.device) -> Any:
+    """Tensors and BlockScaledTensors on the device, all else as it is. MN-major scales stay MN-major, and what lies
+    between their columns is NaN.
+    """
+    if isinstance(t, torch.Tensor):
+        return t.to(device)
+    if not isinstance(t, BlockScaledTensor):
+        return t
+    scale = t.scale.to(device)
+    if t.scale.dtype == torch.float32 and t.scale_major == "mn":  # .to() drops what lies between the columns
+        rows, columns = scale.shape
+        padded = empty_mn_major(rows, columns, scale.device)
+        padded.as_strided((columns, padded.stride(1)), (padded.stride(1), 1)).fill_(math.nan)
+        scale = padded.copy_(scale)
+    global_scale = None if t.global_scale is None else t.global_scale.to(device)
+    return BlockScaledTensor(t.data.to(device), scale, t.format, global_scale, t.scale_layout)
+
+
+def cloned(t: BlockScaledTensor) -> BlockScaledTensor:
+    """The same codes and scales at other addresses."""
+    data, scale = (x.view(torch.uint8).clone().view(x.dtype) for x in (t.data, t.scale))
+    return BlockScaledTensor(data, scale, t.format, t.global_scale, t.scale_layout)
+
+
+# --- parts of operands -----------------------------------------------------------------------------------
+
+
+def picked(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows or groups in memory of their own; narrow types are moved as bytes, which is all torch can do with them."""
+    narrow = t.element_size() == 1
+    return (t.contiguous().view(torch.uint8) if narrow else t)[index].contiguous().view(t.dtype)
+
+
+def rows_of(a: Activation, index: torch.Tensor) -> Activation:
+    """These rows of activations with plain scales."""
+    if isinstance(a, torch.Tensor):
+        return picked(a, index)
+    scale = picked(a.scale, index)
+    if a.format == FP8_BLOCK:
+        scale = to_mn_major(scale)
+    return BlockScaledTensor(picked(a.data, index), scale, a.format, a.global_scale)
+
+
+def groups_of(b: BlockScaledTensor, groups: Sequence[int]) -> BlockScaledTensor:
+    """The weights of these groups, (len(groups), N, K), with plain scales."""
+    index = torch.tensor(groups, device=b.device)
+    scale = b.global_scale
+    if scale is not None and scale.numel() > 1:
+        scale = picked(scale, index)
+    return BlockScaledTensor(picked(b.data, index), picked(b.scale, index), b.format, scale)
+
+
+def group_of(b: BlockScaledTensor, group: int) -> BlockScaledTensor:
+    """The weights of one group, (1, N, K), where they are."""
+    scale, part = b.global_scale, slice(group, group + 1)
+    if scale is not None and scale.numel() > 1:
+        scale = scale[part]
+    return BlockScaledTensor(b.data[part], b.scale[part], b.format, scale, b.scale_layout)

@@ -11,9 +11,11 @@ from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.table import kernels_arch
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
+from padless.testing.operands import moved
 from padless.testing.processes import in_order, worker_pool
 from padless.verify.fp8_block import CONFIGS
 
+DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROBLEMS = 200
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -89,8 +91,8 @@ def check_against_emulator(problems: int = PROBLEMS, first_seed: int = 0, worker
         outputs = in_order(pool, emulate, [(seed,) for seed in seeds], _cost)
         for seed, emulated in zip(seeds, outputs, strict=True):
             a, b, offs, config, dtype = random_problem(seed)
-            on_gpu = [BlockScaledTensor(t.data.cuda(), t.scale.cuda(), FP8_BLOCK) for t in (a, b)]
-            out = grouped_gemm(on_gpu[0], on_gpu[1], offs.cuda(), out_dtype=dtype, config=config)
+            on_gpu = [moved(t, DEVICE) for t in (a, b, offs)]
+            out = grouped_gemm(*on_gpu, out_dtype=dtype, config=config)
             computed = bits(out, offs)
             wrong = int((computed != emulated).sum())
             assert wrong == 0, f"problem {seed} ({config}): {wrong} of {computed.numel()} elements differ"

@@ -17,11 +17,11 @@ import torch
 from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
 from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
-from padless.layouts import to_blocked
 from padless.ops.grouped_gemm import gemm
 from padless.ops.grouped_gemm_list import grouped_gemm_list
-from padless.quantization.quantize import dequantize
 from padless.testing.guarded import GuardedOutput
+from padless.testing.judge import values_of
+from padless.testing.operands import in_layout, moved
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PRODUCTS, PROBLEM_LISTS = 20, 12
@@ -60,7 +60,7 @@ def dense_launches(problems: int, device: str, backend: str | None) -> Iterator[
             n = ceil_div(n, 8) * 8  # rows on 16-byte boundaries
         a, b = (_operand(f, rows, k, draw, generator) for f, rows in zip(formats, (m, n), strict=True))
         fenced = GuardedOutput(m, n, dtype, device)
-        gemm(_on(a, device), _on(b, device), out=fenced.out, backend=backend, config=config)
+        gemm(moved(a, device), moved(b, device), out=fenced.out, backend=backend, config=config)
         what = f"problem {seed}, {(m, n, k)}, {config}"
         yield partial(_judge_product, fenced, fenced.out, (a, b), None, what)
 
@@ -88,7 +88,7 @@ def list_launches(problems: int, device: str, backend: str | None) -> Iterator[J
         alpha = torch.rand(len(sizes), generator=generator) + 0.5
         fences = [GuardedOutput(*((n, m) if column_major else (m, n)), dtype, device) for m, n, _ in sizes]
         outs = [fence.out.t() if column_major else fence.out for fence in fences]
-        a, b = ([_on(t, device) for t in side] for side in zip(*operands, strict=True))
+        a, b = ([moved(t, device) for t in side] for side in zip(*operands, strict=True))
         config = LISTS[seed % len(LISTS)]
         grouped_gemm_list(a, b, out=outs, alpha=alpha.to(device), backend=backend, config=config)
         for i, (pair, fence, out) in enumerate(zip(operands, fences, outs, strict=True)):
@@ -122,18 +122,12 @@ def _operand(
     blocks = (rows, ceil_div(k, fmt.block_k))
     exponents = torch.randint(-1, 2, blocks, generator=generator)
     scale = (exponents + 7 << 3 if fmt == NVFP4 else exponents + 127).to(torch.uint8).view(fmt.scale_dtype)
-    layout = draw.choice(("plain", "blocked"))
-    scale = to_blocked(scale) if layout == "blocked" else scale
-    return BlockScaledTensor(data.view(fmt.data_dtype), scale, fmt, None, layout)
-
-
-def _on(t: BlockScaledTensor, device: str) -> BlockScaledTensor:
-    return BlockScaledTensor(t.data.to(device), t.scale.to(device), t.format, None, t.scale_layout)
+    plain = BlockScaledTensor(data.view(fmt.data_dtype), scale, fmt)
+    return in_layout(plain, draw.choice(("plain", "blocked")))
 
 
 def _product(a: BlockScaledTensor, b: BlockScaledTensor) -> torch.Tensor:
-    x, y = (dequantize(t, torch.float32).double() for t in (a, b))
-    return x @ y.t()
+    return values_of(a) @ values_of(b).t()
 
 
 def _compare(out: torch.Tensor, expected: torch.Tensor, what: Any) -> None:

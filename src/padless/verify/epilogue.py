@@ -17,6 +17,7 @@ from padless.kernels.table import Route
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.reference.epilogue import epilogue_reference
 from padless.runtime.driver import cuda_driver
+from padless.testing.operands import moved
 from padless.testing.processes import in_order, worker_pool
 from padless.verify.against_emulator import backend_of, emulation_cost
 from padless.verify.epilogue_problems import (
@@ -25,7 +26,6 @@ from padless.verify.epilogue_problems import (
     FencedOutputs,
     Outputs,
     epilogue_tensors,
-    moved,
     quant_paths,
     random_epilogue_problem,
     run_problem,

@@ -16,16 +16,14 @@ from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, CudnnRequest
 from padless.epilogue import COLUMN_FORMATS, Epilogue, EpilogueTensors
 from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
-from padless.kernels.table import BF16, QUANT, ROUTES, Route, kernels_arch
-from padless.layouts import empty_mn_major
+from padless.kernels.table import QUANT, ROUTES, Route, kernels_arch
 from padless.ops.grouped_gemm import group_offsets
 from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue, with_outputs
-from padless.quantization.quantize import quantize
+from padless.testing.operands import moved, quantized
 
 FENCE = 4096
 GATE_UP = (None, "interleaved", "concatenated")
 OUT_FORMATS: tuple[BlockScaledFormat | None, ...] = (None, *FORMATS)
-_BY_NAME = {fmt.name: fmt for fmt in FORMATS}
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 _N_MULTIPLE = {None: 32, "interleaved": 64, "concatenated": 128}
 _DTYPE_OF = {fmt: dtype for dtype, fmt in FORMAT_OF_DTYPE.items()}
@@ -111,8 +109,7 @@ def operands(
         x[m // 3] *= 2.0**-100  # sums below every format's smallest scale
         x[m // 4] *= 30  # gates beyond the exponential's range
     w = torch.randn((groups, n, k), generator=generator)
-    a = x.to(torch.bfloat16) if route.a == BF16 else quantize(x, _BY_NAME[route.a], kind="activation")
-    return a, quantize(w, _BY_NAME[route.b], kind="weight")
+    return quantized(x, route.a, "activation"), quantized(w, route.b, "weight")
 
 
 def _outputs(
@@ -242,22 +239,6 @@ def run_problem(problem: EpilogueProblem, device: str, backend: str | None) -> O
     if device == "cuda":
         torch.cuda.synchronize()
     return Outputs(call.epilogue, {name: t.cpu() for name, t in fenced.buffers.items()})
-
-
-def moved(t: Any, device: str) -> Any:
-    """Tensors and BlockScaledTensors on the device, all else as it is."""
-    if isinstance(t, torch.Tensor):
-        return t.to(device)
-    if not isinstance(t, BlockScaledTensor):
-        return t
-    scale = t.scale.to(device)
-    if t.scale.dtype == torch.float32 and t.scale_major == "mn":  # .to() drops what lies between the columns
-        rows, columns = scale.shape
-        padded = empty_mn_major(rows, columns, scale.device)
-        padded.as_strided((columns, padded.stride(1)), (padded.stride(1), 1)).fill_(math.nan)
-        scale = padded.copy_(scale)
-    global_scale = None if t.global_scale is None else t.global_scale.to(device)
-    return BlockScaledTensor(t.data.to(device), scale, t.format, global_scale, t.scale_layout)
 
 
 def untouched(problem: EpilogueProblem, epilogue: Epilogue, complement: bool = False) -> FencedOutputs:

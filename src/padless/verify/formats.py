@@ -13,25 +13,26 @@ from typing import Any
 
 import torch
 
-from padless.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.launch import KernelChoice, KernelConfig
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, select_config
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.table import BF16, ROUTES, Route, find_route, kernels_arch
-from padless.layouts import to_blocked, to_blocked_groups
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.reference.gemm import grouped_gemm_reference
 from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import GuardedOutput
+from padless.testing.judge import row_errors
+from padless.testing.operands import FORMAT_BY_NAME, any_codes, in_layout, moved
 from padless.testing.processes import in_order, worker_pool
 from padless.verify.against_emulator import backend_of, bits, emulation_cost
-from padless.verify.fp8_block import ROW_ERROR_LIMIT, row_errors
+from padless.verify.fp8_block import ROW_ERROR_LIMIT
 
+DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Problems of each route: judged by float64, and compared with the emulator.
 JUDGED, COMPARED = 6, 10
-_BY_NAME = {fmt.name: fmt for fmt in FORMATS}
 # The FP8 tensor core keeps 13 bits of each sum of 32 products; a short row of widely spread values shows more of that
 # than the long sums that the limit was made for.
 _LIMIT_FACTOR: dict[type[KernelConfig], float] = {Sm90Mxfp8Config: 4}
@@ -95,16 +96,6 @@ class FormatsProblem:
     dtype: torch.dtype
     config: Any
 
-    def on_gpu(self) -> tuple[Any, BlockScaledTensor, torch.Tensor]:
-        return _moved(self.a), _moved(self.b), self.offs.cuda()
-
-
-def _moved(t: Any) -> Any:
-    if isinstance(t, torch.Tensor):
-        return t.cuda()
-    scale = None if t.global_scale is None else t.global_scale.cuda()
-    return BlockScaledTensor(t.data.cuda(), t.scale.cuda(), t.format, scale, t.scale_layout)
-
 
 def random_formats_problem(route: Route, seed: int) -> FormatsProblem:
     """A function of the route and the seed alone: ragged sizes, tails of M, N and K, scales in any layout.
@@ -122,15 +113,15 @@ def random_formats_problem(route: Route, seed: int) -> FormatsProblem:
         a: BlockScaledTensor | torch.Tensor = torch.randn((m, k), generator=generator).to(torch.bfloat16)
     else:
         layout = draw.choice(("plain", "blocked", "blocked_groups"))
-        a = _operand(_BY_NAME[route.a], (m, k), "activation", layout, generator, len(sizes), offs)
+        a = _operand(route.a, (m, k), "activation", layout, generator, len(sizes), offs)
     layout = draw.choice(("plain", "blocked"))
-    b = _operand(_BY_NAME[route.b], (len(sizes), n, k), "weight", layout, generator, len(sizes), offs)
+    b = _operand(route.b, (len(sizes), n, k), "weight", layout, generator, len(sizes), offs)
     config, dtype = draw.choice(configs_of(route)), draw.choice(DTYPES)
     return FormatsProblem(a, b, offs, dtype, config)
 
 
 def _operand(
-    fmt: BlockScaledFormat,
+    name: str,
     shape: tuple[int, ...],
     kind: str,
     layout: str,
@@ -138,33 +129,8 @@ def _operand(
     groups: int,
     offs: torch.Tensor,
 ) -> BlockScaledTensor:
-    stored = (*shape[:-1], shape[-1] // fmt.codes_per_byte)
-    byte = torch.randint(0, 256, stored, generator=generator, dtype=torch.uint8)
-    if fmt.codes_per_byte == 1:
-        finite = byte.view(fmt.data_dtype).float().isfinite()
-        byte = torch.where(finite, byte, torch.zeros_like(byte))
-        if fmt.data_dtype == torch.float8_e5m2:  # keep sums of products inside float16
-            byte &= 0xBF
-    scale_shape = fmt.scale_shape(shape, kind)
-    global_scale = None
-    if fmt.scale_dtype == torch.float32:
-        scale = torch.exp2(torch.rand(scale_shape, generator=generator) * 8 - 12)
-    elif fmt.scale_dtype == torch.float8_e8m0fnu:
-        scale = torch.randint(127 - 12, 127 + 4, scale_shape, generator=generator, dtype=torch.uint8)
-        scale = scale.view(torch.float8_e8m0fnu)
-    else:
-        scale = torch.randint(1, 0x7F, scale_shape, generator=generator, dtype=torch.uint8)
-        scale = scale.view(torch.float8_e4m3fn)
-        count = (1, groups)[int(torch.randint(0, 2, (), generator=generator))]
-        global_scale = torch.exp2(torch.rand(count, generator=generator) * 4 - 10)
-    tensor = BlockScaledTensor(byte.view(fmt.data_dtype), scale, fmt, global_scale)
-    if layout == "plain" or fmt.scale_dtype == torch.float32:
-        return tensor
-    if layout == "blocked_groups":
-        blocked = to_blocked_groups(scale, offs)
-    else:
-        blocked = to_blocked(scale)
-    return BlockScaledTensor(tensor.data, blocked, fmt, global_scale, layout)
+    t = any_codes(FORMAT_BY_NAME[name], shape, kind, groups, generator)
+    return t if t.format.scale_dtype == torch.float32 else in_layout(t, layout, offs)
 
 
 def emulate_formats(route: Route, seed: int) -> torch.Tensor:
@@ -199,8 +165,8 @@ def _cost(route: Route, seed: int) -> float:
 def _on_gpu(route: Route, seed: int) -> tuple[FormatsProblem, torch.Tensor]:
     """A problem and its output by the GPU, fenced."""
     problem = random_formats_problem(route, seed)
-    a, b, offs = problem.on_gpu()
-    fenced = GuardedOutput(a.shape[0], b.shape[1], problem.dtype, "cuda")
+    a, b, offs = (moved(t, DEVICE) for t in (problem.a, problem.b, problem.offs))
+    fenced = GuardedOutput(a.shape[0], b.shape[1], problem.dtype, DEVICE)
     grouped_gemm(a, b, offs, out=fenced.out, config=problem.config)
     torch.cuda.synchronize()
     fenced.check(int(offs[-1]), expect_finite=False)

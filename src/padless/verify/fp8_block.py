@@ -19,6 +19,8 @@ from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
 from padless.testing.guarded import GuardedOutput
+from padless.testing.judge import float64_rows, row_errors
+from padless.testing.operands import moved
 from padless.verify.train_quantizers import check_train_quantizers
 
 DEVICE = "cuda"
@@ -136,27 +138,15 @@ def random_operands(
     x = torch.randn(m, k, generator=generator) * spread
     w = torch.randn(len(sizes), n, k, generator=generator)
     a, b = quantize(x, FP8_BLOCK, kind="activation", scale_major="k"), quantize(w, FP8_BLOCK, kind="weight")
-    a = BlockScaledTensor(a.data.to(device), a.scale.to(device), FP8_BLOCK)
-    b = BlockScaledTensor(b.data.to(device), b.scale.to(device), FP8_BLOCK)
-    return Operands(a, b, group_offsets(sizes).to(device), sum(sizes)).with_scales("mn")
+    a, b, offs = (moved(t, device) for t in (a, b, group_offsets(sizes)))
+    return Operands(a, b, offs, sum(sizes)).with_scales("mn")
 
 
 def float64_product(operands: Operands) -> torch.Tensor:
     """The valid rows, (rows, N) float64, from codes and scales."""
-
-    def values(t: BlockScaledTensor, rows: int) -> torch.Tensor:
-        scale = t.scale.double().repeat_interleave(rows, -2).repeat_interleave(128, -1)
-        return t.data.double() * scale[..., : t.data.shape[-2], : t.data.shape[-1]]
-
-    a, b = values(operands.a, 1), values(operands.b, 128)
     ends = [0, *operands.offs.tolist()]
-    parts = [a[s:e] @ b[g].t() for g, (s, e) in enumerate(itertools.pairwise(ends))]
-    return torch.cat(parts)
-
-
-def row_errors(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """|out - expected| / |expected|, one for each row."""
-    return (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    sizes = [end - start for start, end in itertools.pairwise(ends)]
+    return float64_rows(operands.a, operands.b, sizes, rows=None).values
 
 
 def _each_problem() -> Iterator[Operands]:
@@ -331,7 +321,7 @@ def check_quantizers_agree() -> str:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             x = (torch.randn(shape) * torch.exp2(torch.randint(-6, 7, shape).float())).to(dtype)
             on_cpu = quantize(x, FP8_BLOCK, kind=kind, scale_major=major)
-            on_gpu = quantize(x.cuda(), FP8_BLOCK, kind=kind, scale_major=major)
+            on_gpu = quantize(x.to(DEVICE), FP8_BLOCK, kind=kind, scale_major=major)
             assert torch.equal(on_gpu.scale.cpu(), on_cpu.scale), f"scales differ: {kind} {shape} {dtype}"
             same = torch.equal(on_gpu.data.cpu().view(torch.uint8), on_cpu.data.view(torch.uint8))
             assert same, f"codes differ: {kind} {shape} {dtype}"

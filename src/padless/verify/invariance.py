@@ -18,23 +18,20 @@ from typing import Any
 import torch
 
 from padless.compat.cudnn.calls import grouped_gemm_quant
-from padless.formats import FORMATS, FP8_BLOCK, MXFP8, BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP8, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
 from padless.kernels.table import BF16, ROUTES, Route, find_route, kernels_arch
-from padless.layouts import to_blocked, to_blocked_groups, to_mn_major
-from padless.ops.checks import Activation
 from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.ops.grouped_gemm_list import grouped_gemm_list
 from padless.quantization.quantize import quantize
 from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import GuardedOutput
+from padless.testing.operands import Activation, groups_of, in_layout, moved, quantized, rows_of
 from padless.verify.against_emulator import backend_of
-from padless.verify.epilogue_problems import moved
 
 PROBLEMS = 2  # of each route: float32, which hides nothing, and bfloat16
 DTYPES = (torch.float32, torch.bfloat16)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_BY_NAME = {fmt.name: fmt for fmt in FORMATS}
 _CROWD = 40  # rows a group on average, at least, where groups of a few are put among many
 # Looks at what a launch wrote: the number of elements that it compared. Raises AssertionError.
 Judge = Callable[[], int]
@@ -73,8 +70,7 @@ def make_problem(
             x[end - size + 1, k // 2 :] *= 2.0**20
             x[end - 1, k // 2 :] *= 2.0**-40
     w = torch.randn(len(sizes), n, k, generator=generator)
-    a = x.to(torch.bfloat16) if route.a == BF16 else quantize(x, _BY_NAME[route.a], kind="activation")
-    b = quantize(w, _BY_NAME[route.b], kind="weight")
+    a, b = quantized(x, route.a, "activation"), quantized(w, route.b, "weight")
     default = find_route(route.operation, route.arch, route.a, route.b) == route
     kernel = None if default else route.config_class
     return InvarianceProblem(a, b, tuple(sizes), dtype, kernel, route.arch)
@@ -87,34 +83,6 @@ def random_problem(route: Route, seed: int, factor: int = 1) -> InvarianceProble
     draw.shuffle(sizes)
     n, k = factor * 16 * draw.randint(1, 24), factor * 32 * draw.randint(1, 20)
     return make_problem(route, sizes, n, k, DTYPES[seed % len(DTYPES)], draw.randrange(2**31))
-
-
-# --- parts of operands -----------------------------------------------------------------------------------
-
-
-def _picked(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows or groups in memory of their own; narrow types are moved as bytes, which is all torch can do with them."""
-    narrow = t.element_size() == 1
-    return (t.view(torch.uint8) if narrow else t)[index].contiguous().view(t.dtype)
-
-
-def rows_of(a: Activation, index: torch.Tensor) -> Activation:
-    """These rows of activations with plain scales."""
-    if isinstance(a, torch.Tensor):
-        return _picked(a, index)
-    scale = _picked(a.scale, index)
-    if a.format == FP8_BLOCK:
-        scale = to_mn_major(scale)
-    return BlockScaledTensor(_picked(a.data, index), scale, a.format, a.global_scale)
-
-
-def groups_of(b: BlockScaledTensor, groups: Sequence[int]) -> BlockScaledTensor:
-    """The weights of these groups."""
-    index = torch.tensor(groups, device=b.device)
-    scale = b.global_scale
-    if scale is not None and scale.numel() > 1:
-        scale = _picked(scale, index)
-    return BlockScaledTensor(_picked(b.data, index), _picked(b.scale, index), b.format, scale)
 
 
 def _dense(b: BlockScaledTensor) -> BlockScaledTensor:
@@ -231,19 +199,13 @@ def _layouts(calls: _Calls) -> Iterator[Judge]:
     """The same operands with their scales elsewhere."""
     a, b = calls.problem.a, calls.problem.b
 
-    def lying(t: BlockScaledTensor, scale: torch.Tensor, layout: str) -> BlockScaledTensor:
-        return BlockScaledTensor(t.data, scale, t.format, t.global_scale, layout)
-
-    tiled = b if b.format == FP8_BLOCK else lying(b, to_blocked(b.scale), "blocked")
+    tiled = b if b.format == FP8_BLOCK else in_layout(b, "blocked")
     if isinstance(a, torch.Tensor):
         moved_scales: list[Activation] = [a]
     elif a.format == FP8_BLOCK:
-        moved_scales = [lying(a, a.scale.contiguous(), "plain")]
+        moved_scales = [BlockScaledTensor(a.data, a.scale.contiguous(), a.format)]
     else:
-        moved_scales = [
-            lying(a, to_blocked(a.scale), "blocked"),
-            lying(a, to_blocked_groups(a.scale, calls.offs), "blocked_groups"),
-        ]
+        moved_scales = [in_layout(a, layout, calls.offs) for layout in ("blocked", "blocked_groups")]
     for activations in moved_scales:
         out = calls.product(activations, tiled, calls.offs)
         yield partial(calls.same, "scales in another layout", out)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
-import platform
 import shutil
 import subprocess
 import sys
@@ -16,14 +14,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from padless._version import __version__
 from padless.kernels.table import ROUTES, kernels_arch
 from padless.runtime.devices import backends
 from padless.runtime.driver import cuda_driver
+from padless.testing import machine
+from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead
 from padless.testing.processes import useful_workers, worker_pool
 from padless.verify.against_emulator import check_against_emulator
 from padless.verify.blackwell import check_dense_mxfp8, check_problem_lists
@@ -33,7 +31,7 @@ from padless.verify.formats import check_formats_accuracy, check_formats_against
 from padless.verify.fp8_block import CHECKS
 from padless.verify.invariance import check_batch_invariance
 from padless.verify.moe import check_layer, check_passes
-from padless.verify.rehearsals import Gpu, Rehearsal, compile_ahead, rehearsals_of
+from padless.verify.rehearsals import rehearsals_of
 from padless.verify.tensor_core import check_tensor_core
 from padless.verify.wgrad import check_wgrad
 
@@ -90,7 +88,7 @@ def run_verify(
     tools = sanitizers_of(sanitized) if sanitizer and _sanitizer() else {}
     rehearsals = rehearsals_of(gpu.arch, jobs, sanitized if tools else ())
     records: list[Record] = []
-    about = machine() if out is not None else {}
+    about = about_the_machine() if out is not None else {}
 
     def run_in_turn(some: dict[str, Check], task: TaskID) -> None:
         for name, check in some.items():
@@ -212,23 +210,18 @@ def _sanitize(tool: str, module: str) -> str:
     return summary[-1].strip("= ") if summary else "clean"
 
 
-def machine() -> dict[str, str]:
+def about_the_machine() -> dict[str, str]:
     """What a record has to say about where it was made."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
-    try:
-        gpu = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        gpu = torch.cuda.get_device_name()
-    import triton
-
+    found = machine.describe()
+    gpu = [str(found.get(name, "unknown")) for name in ("gpu", "driver")]
+    if "power_limit_w" in found:
+        gpu.append(f"{found['power_limit_w']:.2f} W")
     return {
-        "date": datetime.date.today().isoformat(),
-        "gpu, driver, power limit": gpu.splitlines()[0] if gpu else torch.cuda.get_device_name(),
-        "padless": __version__,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
+        "date": found["date"][:10],
+        "gpu, driver, power limit": ", ".join(gpu),
+        **{name: str(found["versions"].get(name)) for name in ("padless", "torch", "triton")},
+        "cuda": str(found["cuda"]),
+        "python": found["python"],
         "command": "padless " + " ".join(sys.argv[1:]),
     }
 

@@ -22,11 +22,11 @@ from padless.kernels.table import BF16, Route, kernels_arch
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import GuardedOutput
+from padless.testing.operands import moved
 from padless.verify.blackwell import dense_launches, list_launches
 from padless.verify.epilogue_problems import (
     EpilogueProblem,
     Outputs,
-    moved,
     operands,
     quant_paths,
     run_problem,

@@ -15,6 +15,7 @@ from padless.quantization.rows_columns import quantize_rows_columns, rows_column
 from padless.quantization.swiglu_backward import swiglu_backward_quantize, swiglu_backward_torch
 from padless.quantization.weight_both import quantize_weight_both, weight_both_torch
 
+DEVICE = "cuda"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCKS = ((1, 128), (128, 128))
 _ALIGNMENTS = (32, 128)
@@ -119,7 +120,9 @@ def _check_rows_columns(
     x = _values((sum(rows.sizes) + rows.past, rows.columns), dtype, seed)
     offs = group_offsets(list(rows.sizes))
     want = rows_columns_torch(x, offs, block, alignment, True)
-    found, columns = quantize_rows_columns(x.cuda(), offs.cuda(), column_block=block, alignment=alignment)
+    found, columns = quantize_rows_columns(
+        x.to(DEVICE), offs.to(DEVICE), column_block=block, alignment=alignment
+    )
     assert found is not None
     of_columns = (columns.data.view(torch.uint8), columns.scale, columns.starts, columns.block_starts)
     got = (found.data.view(torch.uint8), found.scale, *of_columns)
@@ -141,10 +144,10 @@ def _check_swiglu(
     offs = group_offsets(list(rows.sizes))
     want = swiglu_backward_torch(dh, z, offs, prob, gate_up, block, alignment)
     found = swiglu_backward_quantize(
-        dh.cuda(),
-        z.cuda(),
-        offs.cuda(),
-        None if prob is None else prob.cuda(),
+        dh.to(DEVICE),
+        z.to(DEVICE),
+        offs.to(DEVICE),
+        None if prob is None else prob.to(DEVICE),
         gate_up=gate_up,
         hidden_block=block,
         alignment=alignment,
@@ -160,14 +163,16 @@ def _check_swiglu(
 def _check_weight(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     w = _values(shape, dtype, sum(shape))
     got = [
-        t for weight in quantize_weight_both(w.cuda()) for t in (weight.data.view(torch.uint8), weight.scale)
+        t
+        for weight in quantize_weight_both(w.to(DEVICE))
+        for t in (weight.data.view(torch.uint8), weight.scale)
     ]
     _require_same(got, weight_both_torch(w), f"weight {shape} {dtype}")
 
 
 def _check_by_chance(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = _values(shape, dtype, sum(shape)).nan_to_num(0.0, 0.0, 0.0)  # a NaN has other bits on a GPU
-    moved, signs, seed = x.cuda(), 0x5A3C, 12345678901234567
+    moved, signs, seed = x.to(DEVICE), 0x5A3C, 12345678901234567
     _require_same((random_hadamard(moved, signs),), (random_hadamard(x, signs),), f"Hadamard {shape} {dtype}")
     got, want = (quantize_nvfp4_stochastic(t, seed=seed) for t in (moved, x))
     for a, b in ((got.data, want.data), (got.scale, want.scale)):
@@ -183,7 +188,7 @@ def _check_graph() -> None:
         torch.rand(m),
     )
     offs = group_offsets([100, 0, 57, 99])
-    given = [t.cuda() for t in (dh, z, prob, offs)]
+    given = [t.to(DEVICE) for t in (dh, z, prob, offs)]
 
     def step() -> list[torch.Tensor]:
         rows, of_rows = quantize_rows_columns(given[0], given[3], alignment=32)

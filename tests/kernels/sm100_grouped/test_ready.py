@@ -15,8 +15,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from padless.bench.blackwell import DENSE_SIZES
-from padless.bench.formats import COMPETITION, offered
+from padless.bench.cases.blackwell import DENSE_SIZES
+from padless.bench.cases.formats import COMPETITION, offered
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size
@@ -157,12 +157,13 @@ def test_verify_runs_what_concerns_this_gpu(arch: str) -> None:
     assert list(jobs) == [
         "quantizers agree", "training quantizers agree", "emulator agrees on formats", "emulator agrees on epilogues",
         "dense MXFP8", "lists of problems", "formats", "epilogues", "chains", "batch invariance",
+        "passes of the MoE layer", "MoE layer",
     ]  # fmt: skip
     assert sanitized == ["padless.verify.small"]
     assert {p.arch for p in paths_of(arch)} == {"sm_100a"}
     on_hopper, both = verify.jobs_of("sm_90a", None, against_emulator=True)
     assert set(jobs) - {"dense MXFP8", "lists of problems"} < set(on_hopper)
-    assert len(both) == 2
+    assert len(both) == 3
     assert list(verify.jobs_of(arch, ["dense"])[0]) == ["dense"]
 
 

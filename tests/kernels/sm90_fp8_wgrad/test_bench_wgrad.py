@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +11,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from padless.bench import wgrad
-from padless.bench.report import KINDS
-from padless.bench.results import failures
-from padless.bench.wgrad import WgradPoint, grid, make_operands, measure_wgrad, rows_of, sizes_of
+from padless.bench.case import CASES
+from padless.bench.cases import wgrad
+from padless.bench.cases.wgrad import grid, measure_wgrad
+from padless.bench.cases.wgrad_problem import WgradPoint, make_operands, rows_of, sizes_of
+from padless.bench.measure import facts_of
+from padless.bench.peers.deepgemm import DeepGemm
+from padless.bench.results import BenchResult, failures
+from padless.bench.run import resolve_grid, resolve_peers, show_records
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from support.bench_records import StandInTimer
 
-POINT = WgradPoint("drawn", 500, 48, 144, 4, 32)
+POINT = WgradPoint("drawn", 500, 48, 144, 4, 32, every_tile=True)
 
 
 def deepgemm(
@@ -37,12 +42,19 @@ def deepgemm(
         start += k
 
 
-LIBRARY = SimpleNamespace(k_grouped_fp8_gemm_nt_contiguous=deepgemm)
-
-
 def measured(**changes: Any) -> Any:
-    arguments: dict[str, Any] = {"library": LIBRARY, "full": True, "device": "cpu", **changes}
-    return measure_wgrad(POINT, 1, StandInTimer(), **arguments) | {"point": POINT.__dict__}
+    arguments: dict[str, Any] = {"point": POINT, "k_grouped": deepgemm, "device": "cpu", **changes}
+    record = measure_wgrad(seed=1, timer=StandInTimer(), **arguments)
+    return record | {"point": facts_of(arguments["point"])}
+
+
+def test_the_other_tile_of_both_modes_is_measured_where_it_is_asked_for() -> None:
+    every, few = (
+        {name for name in measured(point=replace(POINT, every_tile=asked))["gpu"] if "tile" in name}
+        for asked in (True, False)
+    )
+    assert few < every
+    assert all("1d1d" in name for name in every - few)
 
 
 def test_every_contender_computes_the_gradient() -> None:
@@ -115,15 +127,17 @@ def test_one_that_raises_is_named() -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("no such\n layout")
 
-    record = measured(library=SimpleNamespace(k_grouped_fp8_gemm_nt_contiguous=broken))
+    record = measured(k_grouped=broken)
     assert record["errors"] == {"deepgemm_k_grouped": "RuntimeError: no such layout"}
     assert "torch_bf16" in record["gpu"]
 
 
 def test_the_grid_is_that_of_the_tables() -> None:
-    points = grid(full=False)
+    points, full = grid("quick", 0), grid("full", 0)
     assert len(set(points)) == 14
-    assert len(set(grid(full=True))) == 19
+    assert len(set(full)) == 19
+    assert [replace(point, every_tile=False) for point in full[:14]] == points
+    assert all(point.every_tile for point in full)
     assert WgradPoint("equal", 32768, 4096, 7168, 32) in points
     for point in points:
         sizes = sizes_of(point, 0)
@@ -138,14 +152,51 @@ def test_the_tables_show_times_ratios_and_failures() -> None:
     record["floors_us"] = dict.fromkeys(record["bytes"], 11.0)
     record["wrong"] = {"padless 1d2d float32": "is wrong: too much"}
     console = Console(width=200, record=True)
-    KINDS["wgrad"].show(console, [record], {})
+    show_records(CASES["wgrad"], [record], {}, console)
     text = console.export_text()
     assert "padless 1d2d bfloat16" in text
     assert "0.48" in text  # "torch_bf16" has 10 letters, "padless 1d2d bfloat16" 21
     assert "is wrong: too much" in text
 
 
-def test_the_command_runs_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mean_of_points_without_a_peer() -> None:
+    """What a column's points lack is a dash, and the mean is of those that have it."""
+    names = {"padless": 10.0, "torch_bf16": 20.0, "deepgemm_k_grouped": 5.0}
+    record = measured()
+    both = record | {"gpu": {n: {"us": us} for n, us in names.items()}, "floors_us": {"padless": 2.0}}
+    alone = record | {
+        "gpu": {"padless": {"us": 2.5}, "torch_bf16": {"us": 20.0}},
+        "floors_us": {"padless": 2.0},
+    }
+    first = wgrad.tables([both, alone], {}, 100)[0]
+    cells = [row[-3:] for row in first.rows]
+    assert cells == [["2.00", "0.50", "0.20"], ["8.00", "-", "0.80"], ["4.00", "0.50", "0.40"]]
+    assert [row[-4] for row in first.rows[:2]] == [f"{500 * 48 * 144 * 2 / us / 1e6:.0f}" for us in (10, 2.5)]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_run_takes_the_peers_product(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = DeepGemm(None)
+    peer._library = SimpleNamespace(**({"k_grouped_fp8_gemm_nt_contiguous": deepgemm} if there else {}))
+    seen: list[Any] = []
+
+    def measure(point: Any, seed: int, timer: Any, k_grouped: Any) -> dict[str, Any]:
+        seen.append((point, seed, k_grouped))
+        return {"flops": 3, "bytes": {"x": 4, "y": 5}}
+
+    monkeypatch.setattr(wgrad, "measure_wgrad", measure)
+    session: Any = SimpleNamespace(
+        peers=[peer],
+        timer=None,
+        settings=SimpleNamespace(seed=7),
+        floor_us=lambda flops, bytes_: 10 * flops + bytes_,
+    )
+    record = wgrad.start(session)(POINT)
+    assert seen == [(POINT, 7, deepgemm if there else None)]
+    assert record["floors_us"] == {"x": 34, "y": 35}
+
+
+def test_the_command_runs_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from padless import cli
@@ -153,12 +204,13 @@ def test_the_command_runs_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None
 
     asked: list[Any] = []
 
-    def run(points: Any, out: Any, settings: Any, *, full: bool) -> Any:
-        asked.append((len(points), full, settings.repeats))
-        return SimpleNamespace(file="nowhere", failures=[])
+    def run(name: str, points: Any, peers: Any, out: Any, settings: Any) -> BenchResult:
+        asked.append((name, len(resolve_grid(CASES[name], points)), peers, settings.repeats))
+        return BenchResult([], tmp_path / "wgrad.jsonl")
 
-    monkeypatch.setattr(commands.wgrad_bench, "run_wgrad", run)
+    monkeypatch.setattr(commands, "run_case", run)
     result = CliRunner().invoke(cli.app, ["bench", "wgrad", "--full", "--repeats", "3"])
     assert result.exit_code == 0, result.output
-    assert asked == [(19, True, 3)]
+    assert asked == [("wgrad", 19, None, 3)]
+    assert [peer.name for peer in resolve_peers(CASES["wgrad"].peers, None)] == ["deepgemm"]
     assert wgrad.TORCH == "torch_bf16"

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
+from padless.testing.compile_ahead import listing
 from padless.verify import wgrad as verify_wgrad
 from padless.verify import wgrad_problems as verify_wgrad_problems
-from padless.verify.rehearsals import listing, rehearsals_of
+from padless.verify.rehearsals import rehearsals_of
 from padless.verify.run import jobs_of
 from padless.verify.wgrad import check_accumulation, check_bits, check_independence, check_repeats, subnormals
 from padless.verify.wgrad_problems import SHAPES, VARIANTS, WgradShape, random_operands, sizes_of

@@ -123,6 +123,14 @@ def find_peers(folder: str | Path | None = None, names: Sequence[str] | None = N
     return [peer for peer in known if peer.name in names]
 
 
+def resolve_peers(peers: Sequence[Peer] | Sequence[str] | None, peers_dir: str | Path | None) -> list[Peer]:
+    """Peers by name (all of them for None) or as they are given."""
+    names = None if peers is None else [peer for peer in peers if isinstance(peer, str)]
+    given = [] if peers is None else [peer for peer in peers if not isinstance(peer, str)]
+    found = find_peers(peers_dir, names) if names is None or names else []
+    return found + given
+
+
 def resolve_folder(folder: str | Path | None) -> Path | None:
     """The folder of peers as an absolute path, or None where there is none."""
     if folder is None:

@@ -8,7 +8,7 @@ does not know.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,6 +90,11 @@ class DeepGemm(Library):
             return torch.cat([out[group, :size] for group, size in enumerate(problem.sizes)])
 
         return [Contender("deepgemm_masked", masked, valid, buffer=out)]
+
+    @property
+    def k_grouped(self) -> Callable[..., Any] | None:
+        """Its product along the tokens of each group, added to what is there; None in versions without it."""
+        return getattr(self._library, "k_grouped_fp8_gemm_nt_contiguous", None)
 
     @property
     def has_programmatic_launches(self) -> bool:

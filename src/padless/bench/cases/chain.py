@@ -21,36 +21,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
-from padless.bench.chain_problem import ChainProblem, grid, make_chain
-from padless.bench.chain_report import MLP, MLP_ORDINARY, ORDINARY, PADLESS, PROGRAMMATIC, print_chain
+from padless.bench.cases import chain_problem
+from padless.bench.cases.chain_problem import ChainProblem, make_chain
 from padless.bench.group_sizes import DecodePoint
-from padless.bench.measure import check
-from padless.bench.paper import BenchResult, resolve_peers
 from padless.bench.peers import Contender, Peer
 from padless.bench.peers.deepgemm import DeepGemm
-from padless.bench.problem import (
-    GroupedProblem,
-    SampledReference,
-    same_bits,
-)
-from padless.bench.results import Record, sessions_of
-from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
+from padless.bench.problem import GroupedProblem
+from padless.bench.report import table
+from padless.bench.results import Record, time_us
+from padless.bench.session import Session
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.ops import launch_cache
 from padless.runtime.driver import Driver
 from padless.testing import machine
+from padless.testing.judge import SampledReference, check, describe, same_bits
 from padless.testing.timing import Timer, Timing, capture
 
-REPEATS = 5
-PEERS = ("deepgemm",)
+PADLESS = "padless"
+ORDINARY = "padless, ordinary launches"
+PROGRAMMATIC = ", programmatic"
+DEEPGEMM = "deepgemm_masked"
+MLP = "mlp"
+MLP_ORDINARY = "mlp, ordinary launches"
 # Row error of an expert's MLP. Between its projections values are rounded to e4m3, in the reference from other sums than
 # in the kernel: one near the middle of two codes gets the other code, an eighth away. That moved rows by up to 1.6%.
 MLP_TOLERANCE = 0.03
@@ -246,7 +246,7 @@ def measure_chain(problem: ChainProblem, peers: Sequence[Peer], timer: Timer, or
         try:
             products += peer_chains(problem, peer)
         except Exception as error:
-            errors[peer.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            errors[peer.name] = describe(error)
     of_products, of_mlps = problem.references()
     judged = _Judged([(products, of_products), (mlp_chains(problem, ordinary), of_mlps)], {}, {}, errors)
     judged.check()
@@ -277,33 +277,92 @@ def _a_call(replay: Timing, calls: int) -> Timing:
     return Timing(tuple(us / calls for us in replay.samples_us))
 
 
-def run_chain(
-    points: Sequence[DecodePoint] | None = None,
-    peers: Sequence[Peer] | Sequence[str] | None = None,
-    out_dir: str | Path = DEFAULT_OUT_DIR,
-    settings: RunSettings = DEFAULT_SETTINGS,
-) -> BenchResult:
-    """Measures every point (None: the quick grid); writes chain.jsonl and prints the tables.
+def grid(name: str, seed: int) -> list[DecodePoint]:
+    """36 points ("full") or six."""
+    return chain_problem.grid(full=name == "full")
 
-    peers: peers or their names; None for DeepGEMM.
 
-    Raises ValueError without a CUDA GPU, and where the environment turns programmatic launches off.
-    """
-    machine.require_gpu("padless bench chain")
-    from padless.runtime.driver import CudaDriver, cuda_driver
+def require_programmatic_launches() -> None:
+    """ValueError where the environment turns them off."""
+    from padless.runtime.driver import cuda_driver
 
     if not cuda_driver().programmatic:
         raise ValueError("PADLESS_PROGRAMMATIC_LAUNCH is 0; unset it: both ways to launch are compared here")
-    chosen = resolve_peers(PEERS if peers is None else peers, settings.peers_dir)
-    wanted = grid(full=False) if points is None else list(points)
-    session = open_session("chain", out_dir, chosen, settings, compile_ahead=wanted)
+
+
+def start(session: Session) -> Callable[[DecodePoint], Record]:
+    """Every chain at a point."""
+    from padless.runtime.driver import CudaDriver
+
     ordinary = CudaDriver(programmatic=False)
 
     def measure(point: DecodePoint) -> Record:
-        problem = make_chain(point, settings.seed, "cuda")
+        problem = make_chain(point, session.settings.seed, "cuda")
         record = measure_chain(problem, session.peers, session.timer, ordinary)
         return record | {"floor_us": session.floor_us(record["flops"], record["bytes"])}
 
-    records = run_points(session, "chain", wanted, measure)
-    print_chain(session.console, records, sessions_of(session.file.records))
-    return BenchResult(records, session.file.path)
+    return measure
+
+
+# --- tables --------------------------------------------------------------------------------------------------
+
+_TIMES = (
+    (PADLESS, "padless"),
+    (ORDINARY, "ordinary\nlaunches"),
+    (DEEPGEMM, "deepgemm\nmasked"),
+    (DEEPGEMM + PROGRAMMATIC, "the same,\nprogramm."),
+    (MLP, "mlp"),
+    (MLP_ORDINARY, "mlp, ord.\nlaunches"),
+    ("floor", "floor"),
+)
+
+
+def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
+    """A line a point; a line for each number of groups and size of the weights, and one for all."""
+    columns = [
+        *table.axes("groups", "rows", "N", "K"),
+        table.Column("calls", text=lambda part: str(part[0]["calls"])),
+    ]
+    columns += [table.time(name, heading) for name, heading in _TIMES]
+    columns.append(table.ratio("ordinary\n/ padless", ORDINARY))
+    title = "Chains of calls in a CUDA graph: GPU time (us) of a call, of a pair for mlp"
+    points = table.table_of(title, columns, table.by_point(records), 1)
+    return [points, replace(_by_weights(records), caption=table.caption(records, sessions))]
+
+
+def _by_weights(records: table.Records) -> table.Table:
+    """By groups and megabytes of weight codes of a call: padless's time, what ordinary launches cost a call, ratios."""
+    columns = [
+        table.Column("groups", text=lambda part: str(part[0]["point"]["groups"])),
+        table.Column("MB", text=lambda part: f"{_weight_mb(part[0]):.0f}"),
+        table.POINTS,
+        table.time(PADLESS, "padless\nus"),
+        table.Column("ordinary\n+ us", _more, 2, average=fmean),
+        *table.with_least(
+            (
+                table.ratio("ordinary\n/ padless", ORDINARY),
+                table.ratio("deepgemm\n/ padless", DEEPGEMM),
+                table.ratio("the same,\nprogramm.", DEEPGEMM + PROGRAMMATIC),
+                table.ratio("mlp, ord.\n/ mlp", MLP_ORDINARY, MLP),
+            ),
+            "least",
+        ),
+    ]
+    parts: dict[tuple[int, float], list[Record]] = {}
+    for record in records:
+        parts.setdefault((record["point"]["groups"], _weight_mb(record)), []).append(record)
+    title = "By groups and MB of weights a call (geomean, and the least)"
+    found = table.table_of(title, columns, [parts[key] for key in sorted(parts)], 1)
+    found.rows.append(["all", "", *(column.cell(records) for column in columns[2:])])
+    return found
+
+
+def _weight_mb(record: Record) -> float:
+    point = record["point"]
+    return float(point["groups"] * point["N"] * point["K"] / 1e6)
+
+
+def _more(part: table.Records) -> list[float]:
+    """Microseconds that ordinary launches cost a call."""
+    pairs = ((time_us(r, "gpu", PADLESS), time_us(r, "gpu", ORDINARY)) for r in part)
+    return [other - us for us, other in pairs if us is not None and other is not None]

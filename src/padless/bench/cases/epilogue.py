@@ -17,19 +17,16 @@ float32 GEMM: scales and codes that differ are counted, and more than one code i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from padless.bench import tables
 from padless.bench.group_sizes import Point, group_sizes
-from padless.bench.paper import BenchResult
 from padless.bench.problem import GroupedProblem, make_grouped
-from padless.bench.results import Record, time_us
-from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
+from padless.bench.report import table
+from padless.bench.results import Record, ratios
+from padless.bench.session import Session
 from padless.formats import FP8_BLOCK
 from padless.testing import machine
 from padless.testing.timing import Call, Timer
@@ -44,10 +41,10 @@ PAIRS = (
 _MOST_WRONG_CODES = 1e-5
 
 
-def grid(*, full: bool) -> list[Point]:
-    """M 8192 over the K that decides what an epilogue costs: 12 points; full, 8 of decode and prefill sizes more."""
+def grid(name: str, seed: int) -> list[Point]:
+    """M 8192 over the K that decides what an epilogue costs: 12 points; "full", 8 of decode and prefill sizes more."""
     points = [Point(8192, n, k, g) for k in (2048, 4096, 7168) for n in (4096, 7168) for g in (8, 32)]
-    if full:
+    if name == "full":
         shapes = ((4096, 7168), (7168, 4096))
         points += [Point(m, n, k, g) for m in (1024, 32768) for g in (8, 32) for n, k in shapes]
     return points
@@ -126,48 +123,34 @@ def measure(problem: GroupedProblem, timer: Timer, backend: str | None = None) -
     return record
 
 
-def run_epilogue(
-    points: Sequence[Point],
-    out_dir: str | Path = DEFAULT_OUT_DIR,
-    settings: RunSettings = DEFAULT_SETTINGS,
-) -> BenchResult:
-    """Measures every contender at every point, prints a table and writes epilogue.jsonl."""
-    session = open_session("epilogue", out_dir, (), settings)
+def start(session: Session) -> Callable[[Point], Record]:
+    """Every contender at a point."""
+    seed = session.settings.seed
 
     def one(point: Point) -> Record:
-        sizes = group_sizes(point, settings.seed)
-        problem = make_grouped(point, sizes, settings.seed, "cuda")
+        problem = make_grouped(point, group_sizes(point, seed), seed, "cuda")
         return measure(problem, session.timer) | {"clocks": machine.clocks()}
 
-    records = run_points(session, "epilogue", list(points), one)
-    print_epilogue(session.console, records)
-    return BenchResult(records, session.file.path)
+    return one
 
 
-def print_epilogue(console: Console, records: Sequence[Record]) -> None:
+def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
     """A line a point: microseconds of the GEMM, and of each fused call with its cost over the GEMM and its gain."""
-    table = tables.narrow_table(
-        "Fused quantising epilogue: GPU time (us), over the GEMM, and times as fast as apart", 1
-    )
-    for heading in ("M", "N", "K", "groups", GEMM):
-        table.add_column(heading, justify="right", max_width=6)
-    for fused, _ in PAIRS:
-        for heading in (fused, "over gemm", "apart"):
-            table.add_column(heading, justify="right", max_width=7)
-    for record in records:
-        gemm = time_us(record, "gpu", GEMM)
-        cells = [str(record["point"][axis]) for axis in ("M", "N", "K", "groups")] + [_cell(gemm, "{:.1f}")]
-        for fused, separate in PAIRS:
-            own, other = (time_us(record, "gpu", name) for name in (fused, separate))
-            cells += [
-                _cell(own, "{:.1f}"),
-                _cell(own / gemm - 1 if own and gemm else None, "{:+.1%}"),
-                _cell(other / own if own and other else None, "{:.2f}x"),
-            ]
-        table.add_row(*cells)
-    console.print(table)
-    tables.print_failures(console, records)
+    columns = [*table.axes("M", "N", "K", "groups", width=6), table.time(GEMM, width=6)]
+    for fused, separate in PAIRS:
+        columns += [
+            table.time(fused, width=7),
+            cost(fused, "over gemm", width=7),
+            table.ratio("apart", separate, fused, 2, unit="x", width=7),
+        ]
+    title = "Fused quantising epilogue: GPU time (us), over the GEMM, and times as fast as apart"
+    return [table.table_of(title, columns, table.by_point(records), 1)]
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+def cost(fused: str, heading: str, **style: Any) -> table.Column:
+    """What a fused call costs over the GEMM, in percent."""
+
+    def percents(part: table.Records) -> list[float]:
+        return [100 * (value - 1) for value in ratios(part, "gpu", fused, GEMM)]
+
+    return table.Column(heading, percents, 1, "%", sign="+", **style)

@@ -1,13 +1,14 @@
-"""The paper's Figure 2 from benchmark records: acceleration and memory saving over the grid."""
+"""Figures of benchmark records: the paper's Figure 2, and bars of how many times faster contenders are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from padless.bench.results import Record, accelerations, baseline_of, memory_savings
+from padless.testing.timing import geomean
 
 _BASELINE_TITLES = {
     "pad_then_deepgemm": "padding + DeepGEMM",
@@ -25,12 +26,8 @@ def draw_figure2(records: Sequence[Record], path: str | Path, baseline: str | No
     """
     if not records:
         raise ValueError("records must hold at least one measured point to draw, got none")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     baseline = baseline_of(records) if baseline is None else baseline
-    figure = Figure(figsize=(12.0, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(12.0)
     left, right = figure.subplots(1, 2)
     _panel(left, records, accelerations(records, baseline), "N", "M")
     left.set_title(f"(a) acceleration over {_BASELINE_TITLES.get(baseline, baseline)}")
@@ -42,7 +39,36 @@ def draw_figure2(records: Sequence[Record], path: str | Path, baseline: str | No
     for axis in (left, right):
         axis.axhline(0.0, color="0.6", linewidth=0.8)
         axis.grid(alpha=0.3)
-    path = Path(path)
+    return _saved(figure, Path(path))
+
+
+def draw_bars(gains: Mapping[str, Mapping[str, Sequence[float]]], label: str, path: Path) -> Path:
+    """Writes a PNG with a panel for each title: by name a bar for the geomean of its values and a dot for each."""
+    figure = _figure(4.6 * len(gains))
+    panels = figure.subplots(1, len(gains), squeeze=False)[0]
+    for axis, (title, by_name) in zip(panels, gains.items(), strict=True):
+        for row, values in enumerate(by_name.values()):
+            if values:
+                axis.barh(row, geomean(values), color=f"C{row % 10}", alpha=0.5)
+                axis.scatter(values, [row] * len(values), s=10, color=f"C{row % 10}")
+        axis.set_yticks(range(len(by_name)), list(by_name), fontsize="small")
+        axis.invert_yaxis()
+        axis.axvline(1.0, color="0.4", linewidth=0.8)
+        axis.set_xlabel(label)
+        axis.set_title(title)
+    return _saved(figure, path)
+
+
+def _figure(width: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _saved(figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     return path

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes
-from padless.bench.problem import GroupedProblem, SampledReference, make_grouped, sample_reference
+from padless.bench.problem import GroupedProblem, make_grouped, sample_reference
 from padless.formats import FP8_BLOCK, ceil_div, round_up
+from padless.testing.judge import SampledReference
 
 WEIGHT_BYTES = 300 * 10**6  # of all layers together: several times what L2 holds
 LEAST_LAYERS = 2

@@ -17,30 +17,27 @@ timed, on tokens from the first to the last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from padless.bench import tables
-from padless.bench.layer_problem import DECODE_TOKENS, LayerPoint, LayerProblem, grid, make_layer
+from padless.bench.cases import layer_problem
+from padless.bench.cases.layer_problem import DECODE_TOKENS, LayerPoint, LayerProblem, make_layer
 from padless.bench.pad import pad_groups, unpad_rows
-from padless.bench.paper import BenchResult, resolve_peers
 from padless.bench.peers import Peer
 from padless.bench.peers.deepgemm import DeepGemm
+from padless.bench.report import table
 from padless.bench.results import Record, finite, time_us
-from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
+from padless.bench.session import Session
 from padless.formats import FP8_BLOCK, round_up
 from padless.testing import machine
+from padless.testing.judge import describe, row_errors, worst
 from padless.testing.timing import Call, Timer, capture
 
 BF16, TODAY, DEEPGEMM, PADLESS = "torch bf16", "padless, torch passes", "deepgemm", "padless"
 PASSES = ("route", "gather_quantize", "combine")
-PEERS = ("deepgemm",)
 # Largest relative error of a token: activations quantized twice to e4m3, or bfloat16 roundings.
 TOLERANCE = {BF16: 0.02, TODAY: 0.1, DEEPGEMM: 0.1, PADLESS: 0.1}
 
@@ -180,17 +177,18 @@ def check(problem: LayerProblem, found: dict[str, Call]) -> tuple[dict[str, Call
     record: Record = {"row_error": {}, "wrong": {}, "errors": {}}
     for name, call in found.items():
         try:
-            out = call()[tokens.to(problem.x.device)].double().cpu()
+            out = call()[tokens.to(problem.x.device)].cpu()
         except Exception as error:
-            record["errors"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            record["errors"][name] = describe(error)
             continue
-        want = expected[name != BF16]
-        worst = float(((out - want).norm(dim=1) / want.norm(dim=1)).nan_to_num(nan=float("inf")).max())
-        record["row_error"][name] = finite(worst)
-        if worst <= TOLERANCE[name]:
+        error_of_row = worst(row_errors(out, expected[name != BF16]))
+        record["row_error"][name] = finite(error_of_row)
+        if error_of_row <= TOLERANCE[name]:
             right[name] = call
         else:
-            record["wrong"][name] = f"is wrong: a token is off by {worst:.3g}, allowed {TOLERANCE[name]}"
+            record["wrong"][name] = (
+                f"is wrong: a token is off by {error_of_row:.3g}, allowed {TOLERANCE[name]}"
+            )
     return right, record
 
 
@@ -221,27 +219,22 @@ def _replayed(call: Call) -> Call:
     return capture(call).replay
 
 
-def run_layer(
-    points: Sequence[LayerPoint] | None = None,
-    peers: Sequence[Peer] | Sequence[str] | None = None,
-    out_dir: str | Path = DEFAULT_OUT_DIR,
-    settings: RunSettings = DEFAULT_SETTINGS,
-) -> BenchResult:
-    """Measures every point (None: the quick grid), prints a table and writes layer.jsonl."""
-    machine.require_gpu("padless bench layer")
-    chosen = resolve_peers(PEERS if peers is None else peers, settings.peers_dir)
-    session = open_session("layer", out_dir, chosen, settings)
+def grid(name: str, seed: int) -> list[LayerPoint]:
+    """27 points ("full") or six."""
+    return layer_problem.grid(full=name == "full")
+
+
+def start(session: Session) -> Callable[[LayerPoint], Record]:
+    """Every contender and the passes at a point."""
+    copy = session.ceilings.copy_bytes_per_s
 
     def measure(point: LayerPoint) -> Record:
-        problem = make_layer(point, settings.seed, "cuda")
+        problem = make_layer(point, session.settings.seed, "cuda")
         record = measure_layer(problem, session.peers, session.timer, graphs=point.tokens <= DECODE_TOKENS)
         floor = session.floor_us(record["flops"], record["bytes"])
-        copy = session.ceilings.copy_bytes_per_s
         return record | {"floor_us": floor, "copy_gb_per_s": copy / 1e9, "clocks": machine.clocks()}
 
-    records = run_points(session, "layer", grid(full=False) if points is None else list(points), measure)
-    print_layer(session.console, records)
-    return BenchResult(records, session.file.path)
+    return measure
 
 
 # --- showing ---------------------------------------------------------------------------------------------
@@ -253,34 +246,30 @@ def pass_rate(record: Record, name: str) -> float | None:
     return None if not us or not copy else record["pass_bytes"][name] / us * 1e-3 / copy
 
 
-def print_layer(console: Console, records: Sequence[Record]) -> None:
+def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
     """Two tables of a line a point: microseconds of each contender and bf16 over padless; the passes alone."""
-    names = (BF16, TODAY, DEEPGEMM, PADLESS)
-    layers = _table("A Mixture-of-Experts layer: GPU time (us)", (*names, "floor", "bf16 / padless"))
-    alone = _table("Passes alone: GPU time (us), and bytes a second over those of a copy", ("all", *PASSES))
-    for record in records:
-        times = [time_us(record, "gpu", name) for name in names]
-        ratio = times[0] / times[3] if times[0] and times[3] else None
-        point = [record["point"]["model"], str(record["point"]["tokens"])]
-        cells = [_cell(us, "{:.0f}") for us in (*times, record.get("floor_us"))]
-        layers.add_row(*point, *cells, _cell(ratio, "{:.2f}x"))
-        cells = [_cell(time_us(record, "gpu", "passes"), "{:.1f}")]
-        for name in PASSES:
-            us, rate = time_us(record, "gpu", f"pass: {name}"), pass_rate(record, name)
-            cells.append(_cell(us, "{:.1f}") + ("" if rate is None else f" {rate:.0%}"))
-        alone.add_row(*point, *cells)
-    console.print(layers)
-    console.print(alone)
-    tables.print_failures(console, records)
+    point = [
+        table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=18),
+        table.Column("T", text=lambda part: str(part[0]["point"]["tokens"])),
+    ]
+    layers = [table.time(name, digits=0, width=15) for name in (BF16, TODAY, DEEPGEMM, PADLESS, "floor")]
+    layers.append(table.ratio("bf16 / padless", BF16, PADLESS, 2, unit="x", width=15))
+    alone = [table.time("passes", "all"), *(_pass_column(name) for name in PASSES)]
+    rows = table.by_point(records)
+    return [
+        table.table_of("A Mixture-of-Experts layer: GPU time (us)", [*point, *layers], rows, 1),
+        table.table_of(
+            "Passes alone: GPU time (us), and bytes a second over those of a copy", [*point, *alone], rows, 1
+        ),
+    ]
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
-    table = tables.narrow_table(title, 1)
-    table.add_column("model", max_width=18)
-    for heading in ("T", *headings):
-        table.add_column(heading, justify="right", max_width=15)
-    return table
+def _pass_column(name: str) -> table.Column:
+    """Microseconds of a pass, and its rate over that of the copy."""
 
+    def text(part: table.Records) -> str:
+        rate = pass_rate(part[0], name)
+        us = table.number(time_us(part[0], "gpu", f"pass: {name}"), 1)
+        return us if rate is None else f"{us} {rate:.0%}"
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+    return table.Column(name, text=text, width=15)

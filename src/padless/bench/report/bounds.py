@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from padless.bench.group_sizes import padded_rows
+from padless.bench.report.table import Column, Table, labels, number
 from padless.bench.results import COMPARISONS, NOT_PEERS, Record, time_us
 from padless.testing.timing import geomean
 
@@ -85,3 +86,23 @@ def bounds(records: Sequence[Record], limits: Sequence[str], sessions: Mapping[s
 def _ratio(times: Sequence[float | None], limits: Sequence[float | None]) -> Ratio | None:
     values = [time / limit for time, limit in zip(times, limits, strict=True) if time is not None and limit]
     return Ratio(len(values), geomean(values), min(values)) if values else None
+
+
+def bounds_tables(
+    records: Sequence[Record], limits: Sequence[str], sessions: Mapping[str, Record]
+) -> list[Table]:
+    """What the peers' times allow, if there are peers: one table or none."""
+    lines = bounds(records, limits, sessions)
+    if not lines:
+        return []
+    limits = [limit for limit in limits if any(line.limits[limit] for line in lines)]
+    columns = labels("peer")
+    for heading in ("padless", *limits):
+        columns += [Column(f"/ {heading}", width=12), Column("smallest")]
+    rows = []
+    for line in lines:
+        found = [line.padless, *(line.limits[limit] for limit in limits)]
+        values = [value for r in found for value in ((None, None) if r is None else (r.geomean, r.smallest))]
+        rows.append([line.title, *(number(value, 3) for value in values)])
+    title = "What the peers' times allow: a peer's time / that of padless, and / each limit"
+    return [Table(title, columns, rows, between=2)]

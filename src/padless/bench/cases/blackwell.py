@@ -15,26 +15,24 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from padless.bench.formats import COMPETITION
-from padless.bench.paper import BenchResult
+from padless.bench.cases.formats import COMPETITION
 from padless.bench.peers import Contender
-from padless.bench.results import Record, failures, finite, time_us
-from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
-from padless.formats import MXFP8, BlockScaledTensor
-from padless.layouts import to_blocked
+from padless.bench.report import table
+from padless.bench.results import Record, tflops
+from padless.bench.session import Session
+from padless.formats import MXFP8, NVFP4, BlockScaledTensor
 from padless.testing import machine
-from padless.testing.timing import FLUSH_BYTES, Timer, geomean
+from padless.testing.judge import SampledReference, check, describe, float64_rows, outside, values_of
+from padless.testing.operands import cloned, in_layout, make_operands
+from padless.testing.timing import FLUSH_BYTES, Timer
 
 DENSE_SIZES = (2048, 4096, 8192, 16384)
 OWN, TORCH = "padless", "torch._scaled_mm"
@@ -58,7 +56,7 @@ class BlackwellPoint:
     K: int
 
 
-def grid() -> list[BlackwellPoint]:
+def grid(name: str = "full", seed: int = 0) -> list[BlackwellPoint]:
     """The dense sizes, then the competition's shapes."""
     shapes = [BlackwellPoint(name, sum(sizes), n, k) for name, (sizes, n, k) in COMPETITION.items()]
     return [*(BlackwellPoint("dense", size, size, size) for size in DENSE_SIZES), *shapes]
@@ -69,20 +67,16 @@ def grid() -> list[BlackwellPoint]:
 
 def dense_contenders(
     size: tuple[int, int, int], seed: int, device: str
-) -> tuple[list[Contender], torch.Tensor, torch.Tensor]:
-    """padless and torch on one product of (M, N, K); some rows and their float64 values."""
+) -> tuple[list[Contender], SampledReference]:
+    """padless and torch on one product of (M, N, K); some rows in float64."""
     from padless.ops.grouped_gemm import gemm
-    from padless.quantization.quantize import dequantize, quantize
 
     m, n, k = size
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def operand(rows: int, kind: str) -> BlockScaledTensor:
-        values = torch.randn(rows, k, dtype=torch.bfloat16, device=device, generator=generator)
-        t = quantize(values, MXFP8, kind=kind)
-        return BlockScaledTensor(t.data, to_blocked(t.scale), MXFP8, scale_layout="blocked")
-
-    a, b = operand(m, "activation"), operand(n, "weight")
+    operands = make_operands("MXFP8", "MXFP8", [m], n, k, seed=seed, device=device)
+    reference = float64_rows(operands.a, operands.b, [m], rows=_CHECKED_ROWS)
+    assert isinstance(operands.a, BlockScaledTensor)
+    weights = BlockScaledTensor(operands.b.data[0], operands.b.scale[0], MXFP8)
+    a, b = in_layout(operands.a, "blocked"), in_layout(weights, "blocked")
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device=device)
     results: dict[str, torch.Tensor] = {}
 
@@ -91,45 +85,21 @@ def dense_contenders(
             a.data, b.data.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=torch.bfloat16
         )
 
-    rows = torch.linspace(0, m - 1, min(m, _CHECKED_ROWS), device=device).round().to(torch.int64)
-    x, w = (dequantize(t, torch.float32) for t in (a, b))
-    expected = x[rows].double() @ w.double().t()
     contenders = [
         Contender(OWN, lambda: gemm(a, b, out=out), lambda: out),
         Contender(TORCH, by_torch, lambda: results[TORCH]),
     ]
-    return contenders, rows, expected
+    return contenders, reference
 
 
 def measure_dense_mxfp8(point: BlackwellPoint, seed: int, timer: Timer, device: str = "cuda") -> Record:
     """Record of one dense product: checks and GPU times. A torch that cannot is `missing`, which is no failure."""
-    contenders, rows, expected = dense_contenders((point.M, point.N, point.K), seed, device)
-    errors: dict[str, str] = {}
-    missing: dict[str, str] = {}
-    wrong: dict[str, str] = {}
-    row_error: dict[str, float | None] = {}
-    right = []
-    for contender in contenders:
-        assert contender.output is not None
-        try:
-            contender.call()
-            got = contender.output()[rows].double()
-        except Exception as error:
-            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            (missing if contender.name == TORCH else errors)[contender.name] = text
-            continue
-        worst = float(((got - expected).norm(dim=1) / expected.norm(dim=1)).nan_to_num(nan=math.inf).max())
-        row_error[contender.name] = finite(worst)
-        if worst <= contender.tolerance:
-            right.append(contender)
-        else:
-            wrong[contender.name] = f"is wrong: relative error of a row {worst:.3g}"
+    contenders, reference = dense_contenders((point.M, point.N, point.K), seed, device)
+    right, record = check(contenders, reference, {})
+    missing = {name: record["errors"].pop(name) for name in (TORCH,) if name in record["errors"]}
     times = timer.gpu({contender.name: contender.call for contender in right})
-    return {
+    return record | {
         "flops": 2 * point.M * point.N * point.K,
-        "row_error": row_error,
-        "wrong": wrong,
-        "errors": errors,
         "missing": missing,
         "gpu": {name: timing.as_dict() for name, timing in times.items()},
         "clocks": machine.clocks(),
@@ -149,17 +119,7 @@ class Dataset:
 
     def cloned(self) -> Dataset:
         """The same values at other addresses."""
-        return Dataset([_clone(t) for t in self.a], [_clone(t) for t in self.b], self.expected)
-
-
-def _clone(t: BlockScaledTensor) -> BlockScaledTensor:
-    return BlockScaledTensor(
-        _bytes_clone(t.data), _bytes_clone(t.scale), t.format, scale_layout=t.scale_layout
-    )
-
-
-def _bytes_clone(t: torch.Tensor) -> torch.Tensor:
-    return t.view(torch.uint8).clone().view(t.dtype)
+        return Dataset([cloned(t) for t in self.a], [cloned(t) for t in self.b], self.expected)
 
 
 def make_dataset(sizes: Sequence[int], n: int, k: int, seed: int, device: str) -> Dataset:
@@ -167,33 +127,27 @@ def make_dataset(sizes: Sequence[int], n: int, k: int, seed: int, device: str) -
 
     Sums of them are exact in float32 in any order, so the outputs can be judged by the competition's tolerance.
     """
-    from padless.formats import NVFP4
-    from padless.quantization.quantize import dequantize
-
     generator = torch.Generator(device=device).manual_seed(seed)
-    a, b, expected = [], [], []
+    a: list[BlockScaledTensor] = []
+    b: list[BlockScaledTensor] = []
+    expected = []
     for m in sizes:
         pair = []
         for rows in (m, n):
             codes = torch.randint(0, 255, (rows, k // 2), generator=generator, device=device) & 0xBB
             scale = torch.randint(1, 3, (rows, k // 16), generator=generator, device=device).float()
             data = codes.to(torch.uint8).view(NVFP4.data_dtype)
-            plain = BlockScaledTensor(data, scale.to(torch.float8_e4m3fn), NVFP4)
-            pair.append((plain, dequantize(plain, torch.float32)))
-        (x, x_values), (y, y_values) = pair
-        a.append(BlockScaledTensor(x.data, to_blocked(x.scale), NVFP4, scale_layout="blocked"))
-        b.append(BlockScaledTensor(y.data, to_blocked(y.scale), NVFP4, scale_layout="blocked"))
-        expected.append(x_values.double() @ y_values.double().t())
+            pair.append(BlockScaledTensor(data, scale.to(torch.float8_e4m3fn), NVFP4))
+        for side, plain in zip((a, b), pair, strict=True):
+            side.append(in_layout(plain, "blocked"))
+        expected.append(values_of(pair[0]) @ values_of(pair[1]).t())
     return Dataset(a, b, expected)
 
 
-def outside(outputs: Sequence[torch.Tensor], dataset: Dataset) -> int:
+def wrong_elements(outputs: Sequence[torch.Tensor], dataset: Dataset) -> int:
     """Elements further from the expected ones than the competition allows; NaN is."""
-    count = 0
-    for out, expected in zip(outputs, dataset.expected, strict=True):
-        near = (out.double() - expected).abs() <= TOLERANCE + TOLERANCE * expected.abs()
-        count += int((~near).sum())
-    return count
+    pairs = zip(outputs, dataset.expected, strict=True)
+    return sum(outside(out, expected, TOLERANCE) for out, expected in pairs)
 
 
 # Microseconds that these calls take together.
@@ -241,9 +195,9 @@ def measure_competition(
     order = random.Random(seed)
     means: dict[str, list[float]] = {NEW: [], OWN: []}
     record: Record = {"flops": 2 * point.M * point.N * point.K, "wrong": {}, "errors": {}, "missing": {}}
-    began = time.monotonic()
+    began = monotonic()
     try:
-        while not enough(means[OWN], time.monotonic() - began) and not record["wrong"]:
+        while not enough(means[OWN], monotonic() - began) and not record["wrong"]:
             order.shuffle(sets)
             fresh = [dataset.cloned() for dataset in sets]
             outs = [
@@ -260,12 +214,12 @@ def measure_competition(
                         d.fill_(float("nan"))
                 jobs = [partial(grouped_gemm_list, fresh[i].a, fresh[i].b, out=outs[i]) for i in places]
                 means[name].append(clock(jobs) / calls)
-                bad = sum(outside(out, dataset) for out, dataset in zip(outs, fresh, strict=True))
+                bad = sum(wrong_elements(out, dataset) for out, dataset in zip(outs, fresh, strict=True))
                 if bad:
                     text = f"is wrong: {bad} elements are outside the competition's tolerance"
                     record["wrong"][name] = text
     except Exception as error:
-        record["errors"][OWN] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        record["errors"][OWN] = describe(error)
     right = not record["wrong"] and not record["errors"]
     return record | {
         "gpu": {name: _mean(values) for name, values in means.items()} if right else {},
@@ -283,52 +237,45 @@ def _mean(means_us: Sequence[float]) -> Record:
 # ------------------------------------------------------------------------------------------------- a run
 
 
-def print_blackwell(console: Console, records: Sequence[Record]) -> None:
-    """Both tables, and what is missing or wrong."""
-    dense = [record for record in records if record["point"]["case"] == "dense"]
-    table = Table(title="Dense MXFP8, bf16 output: TFLOPS (GPU time)")
-    for heading in ("M = N = K", OWN, TORCH, "padless / torch"):
-        table.add_column(heading, justify="right")
-    for record in dense:
-        own, other = (time_us(record, "gpu", name) for name in (OWN, TORCH))
-        rates = ["-" if us is None else f"{record['flops'] / us * 1e-6:.0f}" for us in (own, other)]
-        table.add_row(str(record["point"]["M"]), *rates, f"{other / own:.3f}" if own and other else "-")
-    console.print(table)
-    shapes = [record for record in records if record["point"]["case"] != "dense"]
-    table = Table(title="GPU MODE's NVFP4 grouped GEMM: us a call")
-    for heading in ("shape", "M", "N", "K", OWN, NEW, "repeats"):
-        table.add_column(heading, justify="right")
-    for record in shapes:
-        point = record["point"]
-        times = [time_us(record, "gpu", name) for name in (OWN, NEW)]
-        repeats = len(record["gpu"].get(OWN, {}).get("samples_us", ()))
-        cells = [point["case"], *(str(point[axis]) for axis in ("M", "N", "K"))]
-        table.add_row(*cells, *("-" if us is None else f"{us:.2f}" for us in times), str(repeats))
-    columns = [[us for r in shapes if (us := time_us(r, "gpu", name)) is not None] for name in (OWN, NEW)]
-    if all(len(column) == len(COMPETITION) for column in columns):
-        table.add_row("geomean", "", "", "", *(f"{geomean(column):.2f}" for column in columns), "")
-    console.print(table)
-    for name, text in {item for record in records for item in record["missing"].items()}:
-        console.print(f"{name} does not run here: {text}", highlight=False, markup=False)
-    for line in failures(records)[:10]:
-        console.print(line, style="red", markup=False)
-
-
-def run_blackwell(
-    points: Sequence[BlackwellPoint] | None = None,
-    out_dir: str | Path = DEFAULT_OUT_DIR,
-    settings: RunSettings = DEFAULT_SETTINGS,
-) -> BenchResult:
-    """Measures every point (None: `grid`), writes blackwell.jsonl, prints the tables. ValueError without a CUDA GPU."""
-    chosen = grid() if points is None else list(points)
-    session = open_session("blackwell", out_dir, (), settings)
-    clock = cuda_clock()
+def start(session: Session) -> Callable[[BlackwellPoint], Record]:
+    """A dense product or a shape of the competition."""
+    clock, seed = cuda_clock(), session.settings.seed
 
     def measure(point: BlackwellPoint) -> Record:
         if point.case == "dense":
-            return measure_dense_mxfp8(point, settings.seed, session.timer)
-        return measure_competition(point, settings.seed, clock)
+            return measure_dense_mxfp8(point, seed, session.timer)
+        return measure_competition(point, seed, clock)
 
-    records = run_points(session, "blackwell", chosen, measure)
-    print_blackwell(session.console, records)
-    return BenchResult(records, session.file.path)
+    return measure
+
+
+def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table | str]:
+    """Both tables, and what is missing."""
+    dense = [record for record in records if record["point"]["case"] == "dense"]
+    shapes = [record for record in records if record["point"]["case"] != "dense"]
+    columns = [table.Column("M = N = K", text=lambda part: str(part[0]["point"]["M"]))]
+    columns += [table.Column(name, partial(_rates, name=name), 0) for name in (OWN, TORCH)]
+    columns.append(table.ratio("padless / torch", TORCH, OWN))
+    title = "Dense MXFP8, bf16 output: TFLOPS (GPU time)"
+    repeats = table.Column(
+        "repeats", text=lambda part: str(len(part[0]["gpu"].get(OWN, {}).get("samples_us", ())))
+    )
+    case = table.Column("shape", text=lambda part: str(part[0]["point"]["case"]))
+    timed = [table.time(name, digits=2) for name in (OWN, NEW)]
+    found = table.table_of(
+        "GPU MODE's NVFP4 grouped GEMM: us a call",
+        [case, *table.axes("M", "N", "K"), *timed, repeats],
+        table.by_point(shapes),
+    )
+    if all(len(table.times(shapes, name)) == len(COMPETITION) for name in (OWN, NEW)):
+        found.rows.append(["geomean", "", "", "", *(column.cell(shapes) for column in timed), ""])
+    missing = {item for record in records for item in record["missing"].items()}
+    return [
+        table.table_of(title, columns, table.by_point(dense)),
+        found,
+        *(f"{name} does not run here: {text}" for name, text in missing),
+    ]
+
+
+def _rates(part: table.Records, name: str) -> list[float]:
+    return [rate for record in part if (rate := tflops(record, name)) is not None]

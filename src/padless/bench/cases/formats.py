@@ -6,7 +6,7 @@ contender must move at least is its own quantised operands and the bf16 result: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from padless.bench.formats_report import draw_formats, print_formats
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
-from padless.bench.paper import BenchResult
 from padless.bench.peers import Contender
-from padless.bench.results import Record, finite
-from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
+from padless.bench.report.table import Records, Sessions, Table, axes, by_point, labels, table_of, time
+from padless.bench.results import Record, ratios, time_us
+from padless.bench.session import Session
 from padless.formats import BlockScaledTensor
 from padless.kernels.table import ROUTES, Route, kernels_arch
 from padless.testing import machine
-from padless.testing.operands import BF16, Operands, make_operands
-from padless.testing.timing import Timer
+from padless.testing.judge import SampledReference, check, describe, float64_rows, outside
+from padless.testing.operands import BF16, Operands, group_of, make_operands
+from padless.testing.timing import Timer, geomean
 
 # What is compared where there is a kernel for it; a pair without one is listed as missing.
 WANTED = (
@@ -39,8 +39,6 @@ WANTED = (
 )
 TORCH = "torch_bf16"
 DEQUANTIZE = "dequantize MXFP8, torch_bf16"
-FIGURE_NAME = "formats.png"
-_CHECKED_ROWS = 16
 _ROW_LIMIT = 0.01  # rounding to bf16 costs at most 2^-9 of an element, FP8 tensor cores about as much again
 
 # GPU MODE's NVFP4 grouped GEMM shapes: rows of each group, N, K; float16 results within 1e-3 + 1e-3 |expected|.
@@ -82,10 +80,10 @@ def competition(shape: str) -> FormatsPoint:
     return FormatsPoint(shape, sum(sizes), n, k, len(sizes))
 
 
-def grid(*, full: bool, seed: int = 0) -> list[FormatsPoint]:
-    """Prefill, decode, competition: 18 + 24 + 4 points, or 4 + 6 + 4."""
+def grid(name: str, seed: int = 0) -> list[FormatsPoint]:
+    """Prefill, decode, competition: 18 + 24 + 4 points ("full"), or 4 + 6 + 4."""
     shapes = ((4096, 7168), (7168, 4096), (3072, 8192))
-    if full:
+    if name == "full":
         points = [prefill(m, n, k, g) for m in (8192, 16384, 32768) for g in (8, 32) for n, k in shapes]
         points += [decode(g, r, n, k, seed) for g in (8, 32) for r in (1, 4, 16, 64) for n, k in shapes]
     else:
@@ -172,7 +170,7 @@ def torch_entries(operands: dict[str, Operands], point: FormatsPoint) -> dict[st
     def values(t: BlockScaledTensor | torch.Tensor) -> torch.Tensor:
         return t if isinstance(t, torch.Tensor) else dequantize(t, torch.bfloat16)
 
-    x, w = values(source.a), torch.cat([values(_expert(source.b, g)) for g in range(point.groups)])
+    x, w = values(source.a), torch.cat([values(group_of(source.b, g)) for g in range(point.groups)])
     results: dict[str, torch.Tensor] = {}
 
     def product() -> None:
@@ -193,82 +191,37 @@ def torch_entries(operands: dict[str, Operands], point: FormatsPoint) -> dict[st
     return entries
 
 
-def _expert(b: BlockScaledTensor, g: int) -> BlockScaledTensor:
-    """Weights of one expert, (1, N, K)."""
-    scale = b.global_scale
-    if scale is not None and scale.numel() > 1:
-        scale = scale[g : g + 1]
-    return BlockScaledTensor(b.data[g : g + 1], b.scale[g : g + 1], b.format, scale, b.scale_layout)
-
-
 # ------------------------------------------------------------------------------------------------- checks
-
-
-def expected_rows(operands: Operands, sizes: Sequence[int], every: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, their float64 products): some of the largest group, or every row."""
-    from padless.reference.gemm import grouped_gemm_reference
-
-    rows, products, start = [], [], 0
-    largest = max(range(len(sizes)), key=lambda g: sizes[g])
-    for g, size in enumerate(sizes):
-        if size and (every or g == largest):
-            count = size if every else min(size, _CHECKED_ROWS)
-            picked = torch.linspace(start, start + size - 1, count).round().to(torch.int64)
-            rows.append(picked)
-            picked = picked.to(operands.offs.device)
-            a = operands.a
-            if isinstance(a, BlockScaledTensor):
-                a = BlockScaledTensor(_rows(a.data, picked), _rows(a.scale, picked), a.format, a.global_scale)
-            else:
-                a = a[picked]
-            end = torch.tensor([count], dtype=torch.int32, device=picked.device)
-            expert = _expert(operands.b, g)
-            products.append(
-                grouped_gemm_reference(a, expert, end, out_dtype=torch.float64, accumulate="float64")
-            )
-        start += size
-    return torch.cat(rows).to(operands.offs.device), torch.cat(products)
-
-
-def _rows(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of codes or scales; one-byte types are moved as bytes."""
-    if t.dtype.itemsize > 1:
-        return t[rows].contiguous()
-    return t.contiguous().view(torch.uint8)[rows].view(t.dtype)
 
 
 def check_entries(
     entries: dict[str, Entry], sizes: Sequence[int], case: str, errors: dict[str, str]
 ) -> tuple[list[Contender], Record]:
-    """Calls every contender once; those that ran and are right, and the fields row_error, wrong and errors."""
-    right, row_error, wrong = [], {}, {}
-    for name, entry in entries.items():
-        contender = entry.contender
-        try:
-            contender.call()
-            assert contender.output is not None
-            out = contender.output()
-            rows, expected = expected_rows(entry.operands, sizes, case in COMPETITION)
-            got = out[rows].to(torch.float64)
-        except Exception as error:
-            errors[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            continue
-        relative = (got - expected).norm(dim=1) / expected.norm(dim=1)
-        worst = float(relative.nan_to_num(nan=float("inf")).max())
-        row_error[name] = finite(worst)
-        if not worst <= contender.tolerance:
-            wrong[name] = f"is wrong: relative error of a row {worst:.3g}, allowed {contender.tolerance}"
-            continue
-        if case in COMPETITION and name.startswith("NVFP4 x NVFP4"):
-            limit = _COMPETITION_TOLERANCE
-            outside = int((~((got - expected).abs() <= limit + limit * expected.abs())).sum())
-            if outside:
-                wrong[name] = (
-                    f"is wrong: {outside} elements are off by more than {limit} + {limit} |expected|"
+    """Those that ran and are right, and the fields row_error, wrong and errors: rows of the largest group; at the
+    competition's shapes every row, and NVFP4's every element.
+    """
+    known: dict[int, SampledReference] = {}
+    largest = max(range(len(sizes)), key=lambda g: sizes[g])
+
+    def reference(name: str) -> SampledReference:
+        operands = entries[name].operands
+        if id(operands) not in known:
+            every = {"groups": None, "rows": None} if case in COMPETITION else {"groups": (largest,)}
+            known[id(operands)] = float64_rows(operands.a, operands.b, sizes, **every)  # type: ignore[arg-type]
+        return known[id(operands)]
+
+    contenders = [entry.contender for entry in entries.values()]
+    right, record = check(contenders, reference, errors, compare_all=False)
+    for contender in list(right) if case in COMPETITION else ():
+        if contender.name.startswith("NVFP4 x NVFP4"):
+            expected, limit = reference(contender.name), _COMPETITION_TOLERANCE
+            count = outside(contender.output()[expected.rows], expected.values, limit)
+            if count:
+                right.remove(contender)
+                record["wrong"][contender.name] = (
+                    f"is wrong: {count} elements are off by more than {limit} + {limit} |expected|"
                 )
-                continue
-        right.append(contender)
-    return right, {"row_error": row_error, "wrong": wrong, "errors": errors}
+    return right, record
 
 
 def measure_formats(
@@ -291,7 +244,7 @@ def measure_formats(
         order = sorted(chosen, key=lambda name: name != source)
         entries |= torch_entries({n: chosen[n] for n in order} or _all(entries), point)
     except Exception as error:
-        errors[TORCH] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        errors[TORCH] = describe(error)
     right, record = check_entries(entries, sizes, point.case, errors)
     times = timer.gpu({contender.name: contender.call for contender in right})
     return record | {
@@ -311,26 +264,94 @@ def _all(entries: dict[str, Entry]) -> dict[str, Operands]:
     return {name: entry.operands for name, entry in entries.items()}
 
 
-def run_formats(
-    points: Sequence[FormatsPoint] | None = None,
-    out_dir: str | Path = DEFAULT_OUT_DIR,
-    settings: RunSettings = DEFAULT_SETTINGS,
-) -> BenchResult:
-    """Measures every point (None: the quick grid); writes formats.jsonl and formats.png, prints the tables.
-
-    Raises ValueError without a CUDA GPU.
-    """
-    grid_points = grid(full=False, seed=settings.seed) if points is None else list(points)
-    session = open_session("formats", out_dir, (), settings)
+def start(session: Session) -> Callable[[FormatsPoint], Record]:
+    """Every pair of formats at a point."""
     from padless.runtime.driver import cuda_driver
 
     arch = cuda_driver().arch
 
     def measure(point: FormatsPoint) -> Record:
         copy = session.ceilings.copy_bytes_per_s
-        return measure_formats(point, settings.seed, session.timer, copy, arch)
+        return measure_formats(point, session.settings.seed, session.timer, copy, arch)
 
-    records = run_points(session, "formats", grid_points, measure)
-    print_formats(session.console, records)
-    figure = draw_formats(records, Path(out_dir) / FIGURE_NAME, session.console)
-    return BenchResult(records, session.file.path, figure)
+    return measure
+
+
+# ------------------------------------------------------------------------------------------------- report
+
+_AXES = ("case", "M", "N", "K", "groups", "rows")
+# Characters that these columns take, and the widest heading of a contender's.
+_AXES_WIDTH = 44
+_NAME_WIDTH = 11
+
+
+def contenders_of(records: Sequence[Record]) -> list[str]:
+    """Names of everything that was timed, in the order of first appearance, torch last."""
+    names = list(dict.fromkeys(name for record in records for name in record["gpu"]))
+    return [name for name in names if TORCH not in name] + [name for name in names if TORCH in name]
+
+
+def speedups(records: Sequence[Record], name: str) -> list[float]:
+    """t(torch's bf16 product) / t(name) of every record that has both."""
+    return ratios(records, "gpu", TORCH, name)
+
+
+def floor_shares(records: Sequence[Record], name: str) -> list[float]:
+    """Time that the contender's own bytes take at the rate of a copy, over its time."""
+    pairs = ((r["floors_us"].get(name), time_us(r, "gpu", name)) for r in records)
+    return [floor / own for floor, own in pairs if floor is not None and own]
+
+
+def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table | str]:
+    """Times of every point, as many contenders a table as the width allows; a summary for each case; what is missing."""
+    names = contenders_of(records)
+    per_table = max(2, (width - _AXES_WIDTH) // (_NAME_WIDTH + 2))
+    shown: list[Table | str] = []
+    for first in range(0, len(names), per_table):
+        part = [time(name, _heading(name), width=_NAME_WIDTH) for name in names[first : first + per_table]]
+        shown.append(table_of("GPU time (us)", [*axes(*_AXES), *part], by_point(records), 2))
+    shown.append(_summary(records, names))
+    missing = list(dict.fromkeys(name for record in records for name in record["missing"]))
+    return [*shown, f"no kernel on this GPU for: {', '.join(missing)}"] if missing else shown
+
+
+def _heading(name: str) -> str:
+    """A name whose every word fits into a column."""
+    return " ".join(word if len(word) <= _NAME_WIDTH else word.replace("_", " ") for word in name.split())
+
+
+def by_case(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records of prefill, of decode, and of the competition's shapes together."""
+    cases: dict[str, list[Record]] = {}
+    for record in records:
+        case = record["point"]["case"]
+        cases.setdefault(case if case in ("prefill", "decode") else "competition", []).append(record)
+    return cases
+
+
+def _summary(records: Records, names: Sequence[str]) -> Table:
+    rows = []
+    for case, part in by_case(records).items():
+        for name in names:
+            gains, shares = speedups(part, name), floor_shares(part, name)
+            if gains and name != TORCH:
+                cells = (geomean(gains), min(gains), max(gains), geomean(shares))
+                rows.append([case, name, str(len(gains)), *(f"{value:.2f}" for value in cells)])
+    columns = labels("case", "contender", left=True)
+    columns += labels("points", "faster, geomean", "smallest", "largest", "of its floor", left=False)
+    title = "Times faster than torch's bf16 product; and share of the copy rate that its bytes reach"
+    return Table(title, columns, rows, between=2)
+
+
+def draw(records: Records, path: Path) -> Path | None:
+    """For each case and contender, times faster than torch's bf16 product; None where nothing can be compared."""
+    from padless.bench.report.figures import draw_bars
+
+    names = [name for name in contenders_of(records) if name != TORCH]
+    gains = {
+        f"{case}, {len(part)} points": {name: speedups(part, name) for name in names}
+        for case, part in by_case(records).items()
+    }
+    if not any(values for of_case in gains.values() for values in of_case.values()):
+        return None
+    return draw_bars(gains, "times faster than torch's bf16 grouped product", path)

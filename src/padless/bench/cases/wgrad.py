@@ -17,24 +17,24 @@ float64; what is stored is compared once more after the last timed call.
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
-from padless.bench.group_sizes import draw_group_sizes
-from padless.bench.paper import BenchResult
-from padless.bench.peers import look_in, try_to_load
-from padless.bench.results import Record, finite
-from padless.bench.session import DEFAULT_OUT_DIR, DEFAULT_SETTINGS, RunSettings, open_session, run_points
-from padless.bench.wgrad_report import print_wgrad
-from padless.formats import ceil_div, round_up
-from padless.grouped_columns import GroupedColumns, num_scale_rows, padded_tokens, scale_columns
+from padless.bench.cases import wgrad_problem
+from padless.bench.cases.wgrad_problem import WgradOperands, WgradPoint, make_operands, rows_of, values_of
+from padless.bench.peers.deepgemm import DeepGemm
+from padless.bench.report import table
+from padless.bench.results import Record, finite, tflops
+from padless.bench.session import Session
+from padless.formats import round_up
+from padless.grouped_columns import GroupedColumns
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig, WgradProblem, blocks_m, select_config
 from padless.testing import machine
+from padless.testing.judge import describe, row_errors, worst
 from padless.testing.timing import Timer
 
 TORCH, DEEPGEMM = "torch_bf16", "deepgemm_k_grouped"
@@ -44,115 +44,6 @@ _TOLERANCE = (
 _BF16_TOLERANCE = 0.02  # operands rounded to bf16 too
 _CHECKED_ROWS = 16
 _NUM_SMS = 132
-
-
-@dataclass(frozen=True)
-class WgradPoint:
-    """sizes: "equal", or "drawn" as in the paper's Appendix C.1. alignment: of the groups in the transposed copies."""
-
-    sizes: str
-    M: int
-    N: int
-    K: int
-    groups: int
-    alignment: int = 128
-
-
-def equal(groups: int, tokens: int, n: int, k: int) -> WgradPoint:
-    """Groups of as many tokens each."""
-    return WgradPoint("equal", groups * tokens, n, k, groups)
-
-
-DRAWN = (
-    WgradPoint("drawn", 8192, 4096, 7168, 8),
-    WgradPoint("drawn", 16384, 4096, 7168, 32),
-    WgradPoint("drawn", 32768, 4096, 7168, 32),
-    WgradPoint("drawn", 32768, 2048, 2048, 64),
-    WgradPoint("drawn", 65536, 7168, 2048, 32),
-)
-EQUAL = (
-    equal(8, 1024, 4096, 7168),
-    equal(8, 4096, 4096, 7168),
-    equal(32, 256, 4096, 7168),
-    equal(32, 512, 4096, 7168),
-    equal(32, 1024, 4096, 7168),
-    equal(64, 512, 2048, 2048),
-    equal(64, 1024, 2816, 2048),
-    equal(32, 2048, 7168, 2048),
-    equal(128, 512, 1536, 2048),
-)
-
-
-def grid(*, full: bool) -> list[WgradPoint]:
-    """14 points; full, with the drawn ones in copies of the closer alignment too, 19."""
-    closer = [replace(point, alignment=32) for point in DRAWN] if full else []
-    return [*DRAWN, *EQUAL, *closer]
-
-
-def sizes_of(point: WgradPoint, seed: int) -> list[int]:
-    """Tokens of each group; the same for both alignments."""
-    if point.sizes == "equal":
-        return [point.M // point.groups] * point.groups
-    if point.sizes != "drawn":
-        raise ValueError(f"sizes is {point.sizes!r}; allowed: 'equal', 'drawn'")
-    rng = random.Random(f"{seed}:{point.M}:{point.N}:{point.K}:{point.groups}")
-    return draw_group_sizes(point.groups, point.M, rng)
-
-
-# ----------------------------------------------------------------------------------------------- operands
-
-
-def make_columns(
-    sizes: Sequence[int], features: int, block: tuple[int, int], alignment: int, seed: int, device: str
-) -> GroupedColumns:
-    """A transposed copy made where it is used: normal codes, scales within a factor of two of one."""
-    generator = torch.Generator(device).manual_seed(seed)
-    rows, groups = sum(sizes), len(sizes)
-    tokens = padded_tokens(rows, groups, alignment)
-    values = torch.randn((features, tokens), generator=generator, device=device).mul_(112).clamp_(-448, 448)
-    starts = [0, *itertools.accumulate(round_up(size, alignment) for size in sizes)]
-    own = torch.zeros(tokens, dtype=torch.bool)
-    for start, size in zip(starts, sizes, strict=False):
-        own[start : start + size] = True
-    data = (values * own.to(device)).to(torch.float8_e4m3fn)
-    del values
-    scale_shape = (num_scale_rows(rows, groups), scale_columns(features, block))
-    scale = torch.exp2(torch.rand(scale_shape, generator=generator, device=device) * 2 - 1) / 112
-    blocks = [0, *itertools.accumulate(ceil_div(size, 128) for size in sizes)]
-    integers = (list(itertools.accumulate(sizes)), starts[:groups], blocks[:groups])
-    offs, first, first_block = (torch.tensor(v, dtype=torch.int32, device=device) for v in integers)
-    return GroupedColumns(data, scale, offs, first, first_block, block, alignment)
-
-
-def values_of(operand: GroupedColumns, group: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """(features, size) values of a group's tokens."""
-    start, block = int(operand.starts[group]), int(operand.block_starts[group])
-    scale = operand.scale[block : block + ceil_div(size, 128)].to(dtype)
-    scale = scale.repeat_interleave(128, 0)[:size].repeat_interleave(operand.block[0], 1)
-    return operand.data[:, start : start + size].to(dtype) * scale[:, : operand.features].t()
-
-
-def rows_of(operand: GroupedColumns, sizes: Sequence[int]) -> torch.Tensor:
-    """(M, features) bf16, as they were before the copy: what a bf16 product reads."""
-    return torch.cat([values_of(operand, g, s, torch.float32).t().bfloat16() for g, s in enumerate(sizes)])
-
-
-@dataclass(frozen=True)
-class WgradOperands:
-    """What is multiplied: dY, and X in both modes with the same codes; sizes on the host."""
-
-    dy: GroupedColumns
-    x: dict[str, GroupedColumns]
-    sizes: list[int]
-
-
-def make_operands(point: WgradPoint, seed: int, device: str) -> WgradOperands:
-    """Operands of a point. X's scales per feature are those of its blocks, so that all contenders multiply one thing."""
-    sizes = sizes_of(point, seed)
-    dy = make_columns(sizes, point.N, (1, 128), point.alignment, seed, device)
-    blocks = make_columns(sizes, point.K, (128, 128), point.alignment, seed + 1, device)
-    columns = blocks.scale.repeat_interleave(128, 1)[:, : point.K].contiguous()
-    return WgradOperands(dy, {"1d2d": blocks, "1d1d": replace(blocks, scale=columns, block=(1, 128))}, sizes)
 
 
 # --------------------------------------------------------------------------------------------- contenders
@@ -174,9 +65,7 @@ class WgradContender:
     tolerance: float = _TOLERANCE
 
 
-def own_contenders(
-    point: WgradPoint, operands: WgradOperands, *, full: bool, device: str
-) -> list[WgradContender]:
+def own_contenders(point: WgradPoint, operands: WgradOperands, device: str) -> list[WgradContender]:
     """padless in both modes and all outputs. Outputs of one type share memory: they are big, and looked at in turn."""
     from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 
@@ -192,7 +81,9 @@ def own_contenders(
         name = f"padless {mode} {str(dtype)[6:]}" + (" +=" if accumulates else "")
         bytes_ = operands.dy.data.nbytes + x.data.nbytes + operands.dy.scale.nbytes + x.scale.nbytes
         bytes_ += out.nbytes * (2 if accumulates else 1)
-        others = [m for m in blocks_m(mode, dtype) if m != picked.block_m and (full or mode == "1d2d")]
+        others = [
+            m for m in blocks_m(mode, dtype) if m != picked.block_m and (point.every_tile or mode == "1d2d")
+        ]
         for block_m in (picked.block_m, *others):
             config: WgradConfig | None = (
                 None if block_m == picked.block_m else replace(picked, block_m=block_m)
@@ -227,10 +118,10 @@ def torch_contender(point: WgradPoint, operands: WgradOperands) -> WgradContende
 
 
 def deepgemm_contender(
-    point: WgradPoint, operands: WgradOperands, library: Any, device: str
+    point: WgradPoint, operands: WgradOperands, k_grouped: Callable[..., Any], device: str
 ) -> WgradContender:
     """DeepGEMM's k-grouped kernel with c = d, on operands in its layout: groups of 128 tokens and multiples, one after
-    the other, each (features, tokens of the group). Padding and laying out are not timed.
+    the other, each (features, tokens of the group). Padding and laying out are not timed. k_grouped: its function.
     """
     ks = [round_up(size, 128) for size in operands.sizes]
     flat, scales = [], []
@@ -245,11 +136,10 @@ def deepgemm_contender(
         scales.append(operand.scale[: sum(ks) // 128].contiguous())
     out = torch.zeros((point.groups, point.N, point.K), device=device)
     ks_tensor = torch.tensor(ks, dtype=torch.int32, device=device)
-    function = library.k_grouped_fp8_gemm_nt_contiguous
 
     def product() -> None:
         a, b = ((codes, scale.t()) for codes, scale in zip(flat, scales, strict=True))
-        function(a, b, out, ks, ks_tensor, out)
+        k_grouped(a, b, out, ks, ks_tensor, out)
 
     bytes_ = sum(t.nbytes for t in (*flat, *scales)) + 2 * out.nbytes
     return WgradContender(DEEPGEMM, product, lambda: out, bytes_, True, out)
@@ -285,12 +175,9 @@ def expected_rows(operands: WgradOperands) -> list[Expected]:
 
 def row_error(out: torch.Tensor, expected: Sequence[Expected]) -> float:
     """Largest relative error of the rows; NaN counts as infinite."""
-    worst = 0.0
-    for part in expected:
-        got = out[part.group][part.rows].double()
-        error = (got - part.product).norm(dim=1) / part.product.norm(dim=1)
-        worst = max(worst, float(error.nan_to_num(nan=float("inf")).max()))
-    return worst
+    return max(
+        (worst(row_errors(out[part.group][part.rows], part.product)) for part in expected), default=0.0
+    )
 
 
 def is_wrong(contender: WgradContender, expected: Sequence[Expected], *, fresh: bool) -> tuple[float, str]:
@@ -309,30 +196,28 @@ def measure_wgrad(
     point: WgradPoint,
     seed: int,
     timer: Timer,
-    library: Any = None,
-    *,
-    full: bool = False,
+    k_grouped: Callable[..., Any] | None = None,
     device: str = "cuda",
 ) -> Record:
-    """Record of one point: checks, GPU times, and the bytes of every contender."""
+    """Record of one point: checks, GPU times, and the bytes of every contender. k_grouped: DeepGEMM's or None."""
     operands = make_operands(point, seed, device)
-    contenders = own_contenders(point, operands, full=full, device=device)
+    contenders = own_contenders(point, operands, device)
     errors: dict[str, str] = {}
     makers: dict[str, Callable[[], WgradContender]] = {TORCH: lambda: torch_contender(point, operands)}
-    if library is not None:
-        makers[DEEPGEMM] = lambda: deepgemm_contender(point, operands, library, device)
+    if k_grouped is not None:
+        makers[DEEPGEMM] = partial(deepgemm_contender, point, operands, k_grouped, device)
     for name, make in makers.items():
         try:
             contenders.append(make())
         except Exception as error:  # a peer may fail in any way; the others are measured
-            errors[name] = _describe(error)
+            errors[name] = describe(error)
     expected = expected_rows(operands)
     right, row_errors, wrong = [], {}, {}
     for contender in contenders:
         try:
             off, complaint = is_wrong(contender, expected, fresh=True)
         except Exception as error:
-            errors[contender.name] = _describe(error)
+            errors[contender.name] = describe(error)
             continue
         row_errors[contender.name] = finite(off)
         if complaint:
@@ -359,49 +244,52 @@ def measure_wgrad(
     }
 
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+def grid(name: str, seed: int) -> list[WgradPoint]:
+    """19 points ("full") or 14."""
+    return wgrad_problem.grid(full=name == "full")
 
 
-def find_deepgemm(folder: Path | None) -> tuple[Any, str]:
-    """The library with its k-grouped product, or None and why."""
-    from padless.bench.peers.deepgemm import DeepGemm
-
-    peer = DeepGemm(folder)
-
-    def load() -> Any:
-        look_in(folder, "deepgemm")
-        import deep_gemm
-
-        return deep_gemm
-
-    library, answer = try_to_load(peer.obstacle(), load, peer.loading, ("k_grouped_fp8_gemm_nt_contiguous",))
-    return (library, "") if answer.usable else (None, answer.reason)
-
-
-def run_wgrad(
-    points: Sequence[WgradPoint],
-    out_dir: str | Path = DEFAULT_OUT_DIR,
-    settings: RunSettings = DEFAULT_SETTINGS,
-    *,
-    full: bool = False,
-) -> BenchResult:
-    """Measures every contender at every point, prints the tables and writes wgrad.jsonl.
-
-    Raises ValueError without a CUDA GPU.
-    """
-    from padless.bench.peers import resolve_folder
-
-    session = open_session("wgrad", out_dir, (), settings)
-    library, reason = find_deepgemm(resolve_folder(settings.peers_dir))
-    session.console.print(f"DeepGEMM: {reason or 'found'}", highlight=False, markup=False)
+def start(session: Session) -> Callable[[WgradPoint], Record]:
+    """Every contender at a point."""
+    k_grouped = next((peer.k_grouped for peer in session.peers if isinstance(peer, DeepGemm)), None)
 
     def measure(point: WgradPoint) -> Record:
-        record = measure_wgrad(point, settings.seed, session.timer, library, full=full)
+        record = measure_wgrad(point, session.settings.seed, session.timer, k_grouped)
         flops = record["flops"]
         floors = {name: session.floor_us(flops, bytes_) for name, bytes_ in record["bytes"].items()}
         return record | {"floors_us": floors}
 
-    records = run_points(session, "wgrad", list(points), measure)
-    print_wgrad(session.console, records)
-    return BenchResult(records, session.file.path)
+    return measure
+
+
+# ------------------------------------------------------------------------------------------------- tables
+
+_AXES = ("sizes", "M", "groups", "N", "K", "alignment")
+
+
+def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
+    """A table a contender: time, TFLOP/s, times as fast as the others, share of the floor."""
+    names = list(dict.fromkeys(name for record in records for name in record["gpu"]))
+    return [_table(name, [record for record in records if name in record["gpu"]]) for name in names]
+
+
+def _table(name: str, records: table.Records) -> table.Table:
+    ratios = [
+        table.ratio("torch /", TORCH, name, 2),
+        table.ratio("DeepGEMM /", DEEPGEMM, name, 2),
+        table.Column("floor /", partial(_of_floor, name), 2),
+    ]
+    columns = [
+        *table.axes(*_AXES),
+        table.time(name, "us"),
+        table.Column("TF", lambda part: [rate for r in part if (rate := tflops(r, name)) is not None], 0),
+        *ratios,
+    ]
+    shown = table.table_of(f"Weight gradients: {name}", columns, table.by_point(records), 1)
+    shown.rows.append(["geomean", *[""] * (len(_AXES) + 1), *(ratio.cell(records) for ratio in ratios)])
+    return shown
+
+
+def _of_floor(name: str, part: table.Records) -> list[float]:
+    floors = ((r["floors_us"].get(name), r["gpu"][name]["us"]) for r in part)
+    return [floor / us for floor, us in floors if floor is not None]

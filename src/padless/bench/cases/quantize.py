@@ -1,118 +1,40 @@
-"""Benchmarks beside the paper's grid: decode sizes, dense products, memory-bound kernels, host time."""
+"""The memory-bound kernels, quantising and padding, against a device-to-device copy of the same run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from padless.bench import tables
-from padless.bench.group_sizes import (
-    DENSE_SHAPES,
-    DecodePoint,
-    DenseShape,
-    Point,
-    decode_grid,
-    decode_sizes,
-    group_sizes,
-)
-from padless.bench.measure import measure_decode, measure_dense
+from padless.bench.group_sizes import Point, group_sizes
 from padless.bench.pad import pad_bytes, pad_groups, unpad_rows
-from padless.bench.paper import BenchResult, resolve_peers
-from padless.bench.peers import Peer
-from padless.bench.problem import make_dense, make_grouped
-from padless.bench.results import Record, sessions_of
-from padless.bench.session import (
-    DEFAULT_OUT_DIR,
-    DEFAULT_SETTINGS,
-    RunSettings,
-    open_session,
-    run_points,
-)
+from padless.bench.problem import make_grouped
+from padless.bench.report.table import Records, Sessions, Table, labels, number
+from padless.bench.results import Record
+from padless.bench.session import Session
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, ceil_div
 from padless.testing import machine
-from padless.testing.timing import REPEATS, Call, GpuTimer, capture, host_us_per_call
+from padless.testing.timing import Call
 
 # Rows x K of the memory-bound kernels: the paper's smallest and largest activations and two between.
 QUANTIZE_SHAPES = ((8192, 3072), (8192, 8192), (32768, 7168), (65536, 8192))
-HOST_POINT = Point(8192, 3072, 8192, 32)
 _PADDED_GROUPS = 32
 _WEIGHT_GROUPS = 8
 
 
-def run_decode(
-    points: str | Sequence[DecodePoint] = "quick",
-    peers: Sequence[Peer] | Sequence[str] | None = None,
-    out_dir: str | Path = DEFAULT_OUT_DIR,
-    settings: RunSettings = DEFAULT_SETTINGS,
-) -> BenchResult:
-    """Groups of few rows: padless against DeepGEMM's masked GEMM, MSLK, the memory floor, and a copy and a read of as
-    many bytes.
-
-    points: "quick" (12), "full" (180) or a list. Writes decode.jsonl; the other arguments are those of
-        run_paper.
-    """
-    if isinstance(points, str) and points not in ("quick", "full"):
-        raise ValueError(f"points must be 'quick', 'full' or a list of points, got {points!r}")
-    grid = decode_grid(quick=points == "quick") if isinstance(points, str) else list(points)
-    seed = settings.seed
-
-    chosen = resolve_peers(peers, settings.peers_dir)
-    session = open_session("decode", out_dir, chosen, settings, compile_ahead=grid)
-
-    def measure(decode: DecodePoint) -> Record:
-        sizes = decode_sizes(decode, seed)
-        point = Point(sum(sizes), decode.N, decode.K, decode.groups)
-        problem = make_grouped(point, sizes, seed, "cuda")
-        record = measure_decode(problem, session.peers, session.timer)
-        return record | {"floor_us": session.floor_us(point.flops, point.bytes)}
-
-    records = run_points(session, "decode", grid, measure)
-    tables.print_decode(session.console, records, sessions_of(session.file.records))
-    return BenchResult(records, session.file.path)
+def grid(name: str, seed: int) -> list[Point]:
+    """Four sizes ("full") or one."""
+    shapes = QUANTIZE_SHAPES if name == "full" else QUANTIZE_SHAPES[1:2]
+    return [Point(m, k, k, _PADDED_GROUPS) for m, k in shapes]
 
 
-def run_dense(
-    shapes: Sequence[DenseShape] = DENSE_SHAPES,
-    peers: Sequence[Peer] | Sequence[str] | None = None,
-    out_dir: str | Path = DEFAULT_OUT_DIR,
-    settings: RunSettings = DEFAULT_SETTINGS,
-) -> BenchResult:
-    """Dense products: padless against DeepGEMM and cuBLASLt with the same scales.
-
-    Writes dense.jsonl; otherwise as run_paper.
-    """
-    session = open_session("dense", out_dir, resolve_peers(peers, settings.peers_dir), settings)
-    seed = settings.seed
-
-    def measure(shape: DenseShape) -> Record:
-        point = Point(shape.M, shape.N, shape.K, 1)
-        record = measure_dense(make_dense(shape, seed, "cuda"), session.peers, session.timer)
-        floor = session.floor_us(point.flops, point.bytes)
-        return record | {"bytes": point.bytes, "floor_us": floor}
-
-    records = run_points(session, "dense", list(shapes), measure)
-    tables.print_dense(session.console, records, sessions_of(session.file.records))
-    return BenchResult(records, session.file.path)
-
-
-def run_quantize(
-    shapes: Sequence[tuple[int, int]] = QUANTIZE_SHAPES,
-    out_dir: str | Path = DEFAULT_OUT_DIR,
-    settings: RunSettings = DEFAULT_SETTINGS,
-) -> BenchResult:
-    """The memory-bound kernels, quantising and padding, against a device-to-device copy of this run.
-
-    shapes: (M, K). Writes quantize.jsonl.
-    """
-    session = open_session("quantize", out_dir, (), settings)
-    points = [Point(m, k, k, _PADDED_GROUPS) for m, k in shapes]
+def start(session: Session) -> Callable[[Point], Record]:
+    """Every kernel at a size."""
 
     def measure(point: Point) -> Record:
-        calls, moved = memory_bound_calls(point, settings.seed)
+        calls, moved = memory_bound_calls(point, session.settings.seed)
         timings = session.timer.gpu(calls)
         return {
             "gpu": {name: timing.as_dict() for name, timing in timings.items()},
@@ -121,15 +43,26 @@ def run_quantize(
             "clocks": machine.clocks(),
         }
 
-    records = run_points(session, "quantize", points, measure)
-    tables.print_bandwidth(session.console, records)
-    return BenchResult(records, session.file.path)
+    return measure
+
+
+def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table]:
+    """A line for each kernel and size."""
+    headings = labels("kernel", "M", "K", "us", "spread", "GB/s", "of a copy")
+    rows = []
+    for record in records:
+        for name, timing in record["gpu"].items():
+            rate = record["bytes"][name] / timing["us"] * 1e-3
+            spread, share = f"{timing['spread_percent']:.1f}%", f"{100 * rate / record['copy_gb_per_s']:.0f}%"
+            size = (str(record["point"][axis]) for axis in ("M", "K"))
+            rows.append([name, *size, number(timing["us"], 1), spread, number(rate, 0), share])
+    return [Table("Memory-bound kernels", headings, rows)]
 
 
 def memory_bound_calls(
     point: Point, seed: int, device: str = "cuda"
 ) -> tuple[dict[str, Call], dict[str, int]]:
-    """The kernels of run_quantize at one size: calls, and the fewest bytes each must move."""
+    """The kernels at one size: calls, and the fewest bytes each must move."""
     from padless.quantization.quantize import quantize
 
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -211,27 +144,3 @@ def training_calls(
         scales = m * ceil_div(2 * hidden, 128) + ceil_div(m, 128) * 3 * hidden
         moved[name] = 11 * m * hidden + 8 * m + 4 * scales
     return calls, moved
-
-
-def run_host(point: Point = HOST_POINT, *, seed: int = 0, repeats: int = REPEATS) -> dict[str, float]:
-    """What the host adds to a grouped GEMM whose `out` is given: microseconds.
-
-    host_us: Python time of an eager call. kernel_us: GPU time of an eager call. graph_us: GPU time of a graph
-        replay.
-    """
-    from padless.ops.grouped_gemm import grouped_gemm
-
-    machine.require_gpu("padless bench host")
-    problem = make_grouped(point, group_sizes(point, seed), seed, "cuda")
-    out = problem.empty_out()
-
-    def call() -> Any:
-        return grouped_gemm(problem.a, problem.b, problem.offs, out=out)
-
-    graph = capture(call)
-    timings = GpuTimer(repeats=repeats).gpu({"kernel": call, "graph": graph.replay})
-    return {
-        "host_us": host_us_per_call(call),
-        "kernel_us": timings["kernel"].median_us,
-        "graph_us": timings["graph"].median_us,
-    }

@@ -1,0 +1,139 @@
+"""The benchmarks: a `Case` for each, by which `padless bench`, its runs and its reports know it.
+
+What a benchmark does is its module `padless.bench.cases.<name>` (`CaseModule`), which is imported when it is needed:
+this one imports nothing, so that the command line can name them all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from padless.bench.report.table import Records, Sessions, Table
+    from padless.bench.results import Record
+    from padless.bench.session import Session
+
+RUN = ("out", "time_limit")
+FULL = ("full", *RUN)
+PEERS = ("full", "peers", "only", *RUN, "repeats")
+
+
+class CaseModule(Protocol):
+    """A benchmark's module. One whose Case has a figure also has ``draw(records, path) -> Path | None``; one may have
+    ``facts()``, further fields of a run's session record.
+    """
+
+    @staticmethod
+    def grid(name: str, seed: int) -> list[Any]:
+        """The points of a named grid: dataclasses."""
+
+    @staticmethod
+    def start(session: Session) -> Callable[[Any], Record]:
+        """What measures one point of a run; called once a run, before the first point."""
+
+    @staticmethod
+    def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table | str]:
+        """Tables of records, and sentences between them, for a terminal of so many columns."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A benchmark.
+
+    name: of the command, of the records' kind and of the result file. about: the command's help.
+    options: of the command. grids: names that `grid` takes, of which ``default`` is that of a call from Python.
+    peers: names of libraries it is compared with; () none, None every known one. repeats: timed calls.
+    compiles: whether the kernels of all points are compiled before the first is timed.
+    figure: the picture's file name, "" for none. needs: a function of the module that raises ValueError where it
+    cannot run.
+    """
+
+    name: str
+    about: str
+    options: tuple[str, ...] = FULL
+    grids: tuple[str, ...] = ("quick", "full")
+    default: str = "quick"
+    peers: tuple[str, ...] | None = ()
+    repeats: int = 10
+    compiles: bool = False
+    figure: str = ""
+    needs: str = ""
+
+    def load(self) -> Any:
+        """The benchmark's module, a `CaseModule`."""
+        return import_module(f"padless.bench.cases.{self.name}")
+
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case(
+            "paper",
+            "The paper's grid: against padding plus the same GEMM, time, memory saved and equality of valid rows.",
+            ("full", "balanced", *PEERS[1:]),
+            ("quick", "balanced", "full"),
+            peers=None,
+            compiles=True,
+            figure="figure2.png",
+        ),
+        Case("dense", "One group: the dense product.", PEERS, default="full", peers=None),
+        Case(
+            "decode",
+            "A few rows per group, as when generating token by token.",
+            PEERS,
+            peers=None,
+            compiles=True,
+        ),
+        Case(
+            "chain",
+            "Calls one after the other in a CUDA graph: what it is worth that kernels may overlap.",
+            ("full", "peers", *RUN, "repeats"),
+            peers=("deepgemm",),
+            repeats=5,
+            compiles=True,
+            needs="require_programmatic_launches",
+        ),
+        Case(
+            "formats",
+            "Every pair of formats against torch's bf16 product, at prefill and decode sizes.",
+            figure="formats.png",
+        ),
+        Case(
+            "epilogue",
+            "The fused quantising epilogue, against the same GEMM alone and with separate kernels after it.",
+        ),
+        Case(
+            "wgrad",
+            "Weight gradients along the tokens of ragged groups, against torch's bf16 product and DeepGEMM.",
+            ("full", "peers", *RUN, "repeats"),
+            peers=("deepgemm",),
+        ),
+        Case(
+            "layer",
+            "A whole Mixture-of-Experts layer against torch's bf16, and the passes around its products.",
+            ("full", "peers", *RUN, "repeats"),
+            peers=("deepgemm",),
+        ),
+        Case(
+            "blackwell",
+            "For a B200: dense MXFP8 against torch, and the NVFP4 grouped GEMM competition by its timing rules.",
+            RUN,
+            ("full",),
+            "full",
+        ),
+        Case(
+            "quantize",
+            "The quantizers and the padding kernel, against a device copy of the same bytes.",
+            ("full", "out"),
+            default="full",
+        ),
+        Case(
+            "tiles",
+            "Every tile of FP8_BLOCK's kernel on the same problems, in turns: by what the choice of a tile is judged.",
+            ("full", *RUN, "repeats"),
+        ),
+    )
+}
