@@ -197,7 +197,7 @@ def _run_nvrtc(text: str, name: str, arch: str, kind: str) -> tuple[bytes, str]:
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         failed = int(result) != 0
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        buffer = b" " * size
+        buffer = _room(size)
         nvrtc.nvrtcGetProgramLog(program, buffer)
         log = buffer.rstrip(b"\0").decode(errors="replace")
         if failed:
@@ -209,11 +209,16 @@ def _run_nvrtc(text: str, name: str, arch: str, kind: str) -> tuple[bytes, str]:
         )
         result, size = get_size(program)
         _check(result)
-        image = b" " * size
+        image = _room(size)
         _check(get(program, image)[0])
         return image, log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _room(size: int) -> bytes:
+    """Bytes for NVRTC to write into. Never one alone: that would be the object that every b" " of the process is."""
+    return bytes(max(size, 2))
 
 
 def _describe(image: bytes, kind: str, log: str, entry: str) -> CompiledKernel:
