@@ -68,7 +68,7 @@ class Launches:
 def call(
     launches: Launches, a: Any, w: Any, offs: torch.Tensor, tensors: Any, format: Any = FP8_BLOCK
 ) -> None:
-    with mock.patch.object(fused, "prepare", launches), mock.patch.object(fused, "check"):
+    with mock.patch.object(fused, "prepare", launches), mock.patch.object(fused, "_check"):
         fused._launch(a, w, offs, fused.epilogue_of("concatenated", False, format), tensors)
 
 

@@ -194,7 +194,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, module: ModuleType, file: str, old: s
 
     def load_kernel(driver: EmulatedDriver, source: str, config: QuantConfig, _: int) -> object:
         image, log = jit._run_nvrtc(config.prelude() + texts[source], source, driver.arch, driver.kind)
-        kernel = jit._describe(image, driver.kind, log)
+        kernel = jit._describe(image, driver.kind, log, jit.entry_of(source))
         return kernel, driver.load(kernel, 0)
 
     monkeypatch.setattr(module, "load_kernel", load_kernel)

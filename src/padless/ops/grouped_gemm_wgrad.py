@@ -76,6 +76,7 @@ def grouped_gemm_wgrad(
     driver = device_of(backend, result)
     if driver.arch != "sm_90a":
         raise ValueError(f"backend {backend!r} is {driver.arch}; grouped_gemm_wgrad has a kernel for sm_90a")
+    _check_rows_of_kernel(result)
     if dy.num_groups == 0:
         return result
     launch = host.prepare(driver, dy, x, result, accumulate, config).launch
@@ -175,12 +176,8 @@ def _output(
         return torch.empty(shape, dtype=dtype, device=dy.data.device)
     if tuple(out.shape) != shape or out.device != dy.data.device:
         raise ValueError(f"out must be (G, N, K) = {shape} on {dy.data.device}, got {describe(out)}")
-    strides = [out.stride(i) * out.element_size() for i in (0, 1) if out.shape[i] > 1]
-    if out.stride(2) != 1 or any(stride % 16 for stride in strides) or out.data_ptr() % 16 != 0:
-        raise ValueError(
-            f"out must be contiguous along K and have rows that start at multiples of 16 bytes, got strides "
-            f"{out.stride()}"
-        )
+    if out.stride(2) != 1:
+        raise ValueError(f"out must be contiguous along K, got strides {out.stride()}; call .contiguous()")
     if any(stride < size for stride, size in _overlapping(out)):
         raise ValueError(
             f"out has rows that overlap, with strides {out.stride()}; give a tensor of distinct elements"
@@ -222,3 +219,13 @@ def _remember(facts: tuple[Any, ...], launch: PreparedLaunch) -> None:
     if len(_LAUNCHES) >= _MOST_LAUNCHES:
         _LAUNCHES.clear()
     _LAUNCHES[facts] = launch
+
+
+def _check_rows_of_kernel(out: torch.Tensor) -> None:
+    """Raises ValueError unless the copy engine can store the rows of ``out``."""
+    strides = [out.stride(i) * out.element_size() for i in (0, 1) if out.shape[i] > 1]
+    if any(stride % 16 for stride in strides) or out.data_ptr() % 16 != 0:
+        raise ValueError(
+            f"out must have rows that start at multiples of 16 bytes, got strides {out.stride()} of "
+            f"{out.element_size()} bytes at address {out.data_ptr():#x}"
+        )

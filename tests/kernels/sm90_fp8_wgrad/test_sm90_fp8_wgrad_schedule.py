@@ -58,6 +58,7 @@ def build(folder: Path, planted: tuple[str, str] | None = None) -> Walk:
         assert text.count(planted[0]) == 1, f"schedule.cuh changed: plant another bug than {planted[0]!r}"
         text = text.replace(*planted)
     (folder / "schedule.cuh").write_text(text)
+    (folder / "device").mkdir(exist_ok=True)
     (folder / "device/scheduler.cuh").write_text((jit.KERNELS / "device/scheduler.cuh").read_text())
     (folder / "shim.cpp").write_text(SHIM)
     command = [compiler, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{folder}"]
