@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from padless.gradients import refuse_gradients
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
 
 MAX_TOP_K = 16
 MAX_EXPERTS = 1024
-
-
-def check_no_grad(name: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """Raises ValueError for a tensor whose gradient would be lost."""
-    refuse_gradients(**tensors)
 
 
 def check_matrix(name: str, t: object, rows: int | None, columns: int | None, device: torch.device) -> None:

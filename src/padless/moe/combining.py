@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from padless.gradients import refuse_gradients
 from padless.moe import ops
-from padless.moe.checks import check_inverse, check_matrix, check_no_grad
+from padless.moe.checks import check_inverse, check_matrix
 from padless.quantization.quantize import INPUT_DTYPES
 
 
@@ -36,7 +37,7 @@ def combine(
         check_matrix("weights", weights, tokens, top_k, y.device)
     if shared is not None:
         check_matrix("shared", shared, tokens, y.shape[1], y.device)
-    check_no_grad("combine", {"y": y, "weights": weights, "shared": shared})
+    refuse_gradients(y=y, weights=weights, shared=shared)
     dtype = y.dtype if out_dtype is None else out_dtype
     if dtype not in INPUT_DTYPES:
         raise ValueError(f"out_dtype is {dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
@@ -61,6 +62,6 @@ def combine_backward(
     check_matrix("y", y, inverse.numel(), None, inverse.device)
     check_matrix("dout", dout, inverse.shape[0], y.shape[1], y.device)
     check_matrix("weights", weights, inverse.shape[0], inverse.shape[1], y.device)
-    check_no_grad("combine_backward", {"dout": dout, "y": y, "weights": weights})
+    refuse_gradients(dout=dout, y=y, weights=weights)
     dy, dweights = ops.call("combine_backward", dout, y, inverse, weights)
     return dy, dweights

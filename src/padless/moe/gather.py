@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from padless.formats import FORMATS, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.gradients import refuse_gradients
 from padless.moe import ops
 from padless.moe.activation import Activation
-from padless.moe.checks import check_inverse, check_matrix, check_no_grad
+from padless.moe.checks import check_inverse, check_matrix
 from padless.moe.combining import combine
 from padless.moe.routing import Routing, check_ids
 from padless.ops.checks import describe
@@ -70,7 +71,7 @@ def _check_gathered(
     global_scale: torch.Tensor | None,
 ) -> str:
     """The scale rule to use. Raises ValueError."""
-    check_no_grad("quantization", {"x": x, "global_scale": global_scale})
+    refuse_gradients(x=x, global_scale=global_scale)
     rule = check_format(format, x.shape[1], scale_rule, scale_layout, global_scale)
     if global_scale is not None and global_scale.numel() != 1:
         raise ValueError(
@@ -103,7 +104,7 @@ def activate_quantize(
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
     check_matrix("x", x, None, None, x.device)
-    check_no_grad("activate_quantize", {"x": x, "global_scale": global_scale})
+    refuse_gradients(x=x, global_scale=global_scale)
     if not isinstance(activation, Activation):
         raise ValueError(f"activation must be a padless.moe.Activation, got {type(activation).__name__}")
     k = activation.out_columns(x.shape[1])

@@ -12,9 +12,10 @@ import torch
 
 from padless.compat.cudnn.calls import grouped_gemm_quant
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.gradients import refuse_gradients
 from padless.moe import ops
 from padless.moe.activation import Activation
-from padless.moe.checks import MAX_TOP_K, check_matrix, check_no_grad
+from padless.moe.checks import MAX_TOP_K, check_matrix
 from padless.moe.combining import combine
 from padless.moe.fused import swiglu
 from padless.moe.gather import activate_quantize, route_quantize
@@ -95,7 +96,7 @@ def moe(
             f"{argument}.scale": w.scale,
             f"{argument}.global_scale": w.global_scale,
         }
-    check_no_grad("moe", given)
+    refuse_gradients(**given)
     _check_vector("bias13", bias13, [(experts, n)], INPUT_DTYPES, x.device)
     _check_vector("bias2", bias2, [(experts, x.shape[1])], INPUT_DTYPES, x.device)
     for name, scale in (("global_scale1", global_scale1), ("global_scale2", global_scale2)):
