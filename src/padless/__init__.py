@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         BlockScaledFormat,
         BlockScaledTensor,
     )
-    from padless.grouped_columns import GroupedColumns
     from padless.kernels.sm90_bf16.config import Sm90Bf16Config
     from padless.kernels.sm90_bf16.config import Sm90Bf16Config as Bf16GemmConfig
     from padless.kernels.sm90_fp8.config import Sm90Fp8Config
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from padless.kernels.sm100_dense.config import Sm100DenseConfig
     from padless.kernels.sm100_dense.config import Sm100DenseConfig as Mxfp8GemmConfig
     from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
+    from padless.layouts import GroupedColumns
     from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
     from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
     from padless.ops.grouped_gemm_list import grouped_gemm_list
@@ -88,7 +88,7 @@ _HOMES = {
     "Epilogue": "epilogue",
     "EpilogueTensors": "epilogue",
     "FP8_BLOCK": "formats",
-    "GroupedColumns": "grouped_columns",
+    "GroupedColumns": "layouts",
     "GroupedGemmQuant": "compat.cudnn.gemm_class",
     "MXFP4": "formats",
     "MXFP8": "formats",

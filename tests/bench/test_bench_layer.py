@@ -14,7 +14,7 @@ from padless import FP8_BLOCK, dequantize
 from padless.bench import commands, report_file
 from padless.bench.case import CASES
 from padless.bench.cases import layer
-from padless.bench.cases.layer_problem import MODELS, LayerPoint, make_layer
+from padless.bench.cases.problems.layer import MODELS, LayerPoint, make_layer
 from padless.bench.measure import facts_of
 from padless.bench.results import BenchResult, ResultFile, failures
 from padless.bench.run import resolve_grid, resolve_peers

@@ -16,7 +16,8 @@ from rich.console import Console
 from padless import FP8_BLOCK, cli, dequantize, grouped_gemm, grouped_gemm_swiglu_quant
 from padless.bench import commands, report_file, run_chain, warm_up_worker
 from padless.bench.case import CASES
-from padless.bench.cases import chain, chain_problem
+from padless.bench.cases import chain
+from padless.bench.cases.problems import chain as chain_problem
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes
 from padless.bench.peers import Contender, deepgemm
 from padless.bench.problem import make_grouped

@@ -197,7 +197,7 @@ assert not {"torch", "numpy", "triton", "matplotlib"} & set(sys.modules)
 
 
 def test_tune_options_are_those_it_takes():
-    from padless.tune.costs import run_tune
+    from padless.bench.tune.costs import run_tune
 
     given = set(inspect.signature(cli.tune).parameters)
     assert given == {"dry_run", "reset", "repeats"} <= set(inspect.signature(run_tune).parameters)
@@ -214,7 +214,7 @@ def test_verify_passes_its_options_on_and_its_exit_code_back(main, recorded):
 
 
 def test_tune_passes_its_options_on(main, recorded):
-    calls = recorded("padless.tune.costs", "run_tune", returns=0)
+    calls = recorded("padless.bench.tune.costs", "run_tune", returns=0)
     assert main("tune")[0] == 0
     assert main("tune", "--dry-run", "--repeats", "3")[0] == 0
     assert main("tune", "--reset")[0] == 0

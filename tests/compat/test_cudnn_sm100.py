@@ -10,7 +10,7 @@ import torch
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.verify.epilogue import judge
-from padless.verify.epilogue_problems import (
+from padless.verify.problems.epilogue import (
     EpilogueProblem,
     Outputs,
     quant_paths,

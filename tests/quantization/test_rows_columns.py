@@ -11,7 +11,7 @@ import torch
 
 import padless
 from padless import FP8_BLOCK, GroupedColumns, group_offsets, quantize, quantize_rows_columns
-from padless.grouped_columns import num_scale_rows, padded_tokens
+from padless.layouts import num_scale_rows, padded_tokens
 from padless.quantization import columns_rules
 from padless.quantization.rows_columns import ALIGN_TO_LINES_FROM
 from padless.reference.gemm import group_rows

@@ -21,7 +21,7 @@ from padless.quantization.quantize import quantize
 from padless.verify import epilogue as verify_epilogue
 from padless.verify import small as verify_small
 from padless.verify.epilogue import check_epilogue, check_epilogue_against_emulator
-from padless.verify.epilogue_problems import (
+from padless.verify.problems.epilogue import (
     FENCE,
     GATE_UP,
     EpilogueProblem,

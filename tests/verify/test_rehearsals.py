@@ -40,7 +40,7 @@ from padless.verify import run as verify
 from padless.verify import small as verify_small
 from padless.verify import tensor_core as verify_arithmetic
 from padless.verify import train_quantizers as verify_training
-from padless.verify.epilogue_problems import run_problem
+from padless.verify.problems.epilogue import run_problem
 from padless.verify.rehearsals import rehearsals_of
 
 H200, B300 = Gpu("sm_90a", 132), Gpu("sm_103a", 148)

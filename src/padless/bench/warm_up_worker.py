@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from padless.bench.cases.chain import mlp_chains
-from padless.bench.cases.chain_problem import ChainProblem, second_projection
+from padless.bench.cases.problems.chain import ChainProblem, second_projection
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
 from padless.bench.measure import gather, own_contenders, own_decode_contender
 from padless.bench.peers import Contender, Peer, find_peers

@@ -111,7 +111,7 @@ def tune(
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each product.")] = 20,
 ) -> None:
     """Measure on this GPU what tiles cost, so that the choice of tile fits it."""
-    call("padless.tune.costs", "run_tune", dry_run=dry_run, reset=reset, repeats=repeats)
+    call("padless.bench.tune.costs", "run_tune", dry_run=dry_run, reset=reset, repeats=repeats)
 
 
 @app.command()

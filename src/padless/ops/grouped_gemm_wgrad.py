@@ -8,10 +8,10 @@ import torch
 
 from padless.formats import ceil_div
 from padless.gradients import refuse_gradients
-from padless.grouped_columns import ALIGNMENTS, SCALE_BLOCK, GroupedColumns
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm90_fp8_wgrad import host
 from padless.kernels.sm90_fp8_wgrad.config import WGRAD_OUT_DTYPES, WgradConfig
+from padless.layouts import ALIGNMENTS, SCALE_BLOCK, GroupedColumns
 from padless.ops.checks import describe
 from padless.ops.launch_cache import current_stream
 from padless.reference.wgrad import grouped_gemm_wgrad_reference

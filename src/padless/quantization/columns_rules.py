@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from padless import grouped_columns
-from padless.grouped_columns import SCALE_BLOCK
-from padless.layouts import group_of_rows
+from padless import layouts
+from padless.layouts import SCALE_BLOCK, group_of_rows
 from padless.quantization import rules as quantize_rules
 
 
@@ -55,8 +54,8 @@ def columns(
     group = group_of_rows(offs, num_rows)
     inside = group < num_groups
     token = torch.arange(num_rows, device=values.device) - starts.rows[group]
-    num_blocks = grouped_columns.num_scale_rows(num_rows, num_groups)
-    width = grouped_columns.padded_tokens(num_rows, num_groups, alignment)
+    num_blocks = layouts.num_scale_rows(num_rows, num_groups)
+    width = layouts.padded_tokens(num_rows, num_groups, alignment)
     # One block and one column more than there are collect what is in no group.
     row_block = torch.where(inside, starts.blocks[group] + token // SCALE_BLOCK, num_blocks)
     column = torch.where(inside, starts.columns[group] + token, width)

@@ -6,11 +6,10 @@ from contextlib import nullcontext
 
 import torch
 
-from padless import grouped_columns
+from padless import layouts
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.gradients import refuse_gradients
-from padless.grouped_columns import ALIGNMENTS, GroupedColumns
-from padless.layouts import empty_mn_major, to_mn_major
+from padless.layouts import ALIGNMENTS, GroupedColumns, empty_mn_major, to_mn_major
 from padless.quantization import columns_rules
 from padless.quantization import rules as quantize_rules
 from padless.quantization.operators import register_operator
@@ -139,12 +138,10 @@ def fake_columns(
 ) -> _Tensors:
     """Empty (codes, scale, starts, block_starts) for the columns of x's rows."""
     num_rows, num_groups = x.shape[0], offs.shape[0]
-    codes = x.new_empty(
-        (features, grouped_columns.padded_tokens(num_rows, num_groups, alignment)), dtype=torch.uint8
-    )
+    codes = x.new_empty((features, layouts.padded_tokens(num_rows, num_groups, alignment)), dtype=torch.uint8)
     scales = (
-        grouped_columns.num_scale_rows(num_rows, num_groups),
-        grouped_columns.scale_columns(features, block),
+        layouts.num_scale_rows(num_rows, num_groups),
+        layouts.scale_columns(features, block),
     )
     scale = x.new_empty(scales, dtype=torch.float32)
     return codes, scale, torch.empty_like(offs), torch.empty_like(offs)

@@ -10,8 +10,7 @@ import torch
 from padless.epilogue import INTERLEAVE
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.gradients import refuse_gradients
-from padless.grouped_columns import GroupedColumns
-from padless.layouts import empty_mn_major, to_mn_major
+from padless.layouts import GroupedColumns, empty_mn_major, to_mn_major
 from padless.quantization import columns_rules, swiglu_rules
 from padless.quantization import rules as quantize_rules
 from padless.quantization.operators import register_operator

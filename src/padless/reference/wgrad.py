@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.grouped_columns import GroupedColumns
+from padless.layouts import GroupedColumns
 from padless.reference.gemm import fma_float32, group_rows, round_to
 
 ACCUMULATIONS = ("tensor_core", "fp8_block", "float64")

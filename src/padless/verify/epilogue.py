@@ -20,7 +20,7 @@ from padless.runtime.driver import cuda_driver
 from padless.testing.operands import moved
 from padless.testing.processes import in_order, worker_pool
 from padless.verify.against_emulator import backend_of, emulation_cost
-from padless.verify.epilogue_problems import (
+from padless.verify.problems.epilogue import (
     FENCE,
     EpilogueProblem,
     FencedOutputs,

@@ -24,14 +24,14 @@ from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import GuardedOutput
 from padless.testing.operands import moved
 from padless.verify.blackwell import dense_launches, list_launches
-from padless.verify.epilogue_problems import (
+from padless.verify.formats import paths_of
+from padless.verify.problems.epilogue import (
     EpilogueProblem,
     Outputs,
     operands,
     quant_paths,
     run_problem,
 )
-from padless.verify.formats import paths_of
 
 # No rows, one row, more than a tile of 128 rows; rows past the last group.
 _SIZES, _PAST = (5, 0, 130, 1), 3

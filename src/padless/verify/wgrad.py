@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from padless.grouped_columns import GroupedColumns
 from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig
+from padless.layouts import GroupedColumns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
-from padless.verify.wgrad_problems import (
+from padless.verify.problems.wgrad import (
     SHAPES,
     VARIANTS,
     WgradShape,

@@ -17,6 +17,8 @@ from rich.console import Console
 
 from padless.bench.cases.blackwell import DENSE_SIZES
 from padless.bench.cases.formats import COMPETITION, offered
+from padless.bench.tune import costs as tune
+from padless.bench.tune import tiles_sm100 as tune_tiles
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size
@@ -28,8 +30,6 @@ from padless.kernels.table import find_route, kernels_arch
 from padless.runtime import driver, jit
 from padless.runtime.devices import backends
 from padless.runtime.driver import LaunchShape
-from padless.tune import costs as tune
-from padless.tune import tiles_sm100 as tune_tiles
 from padless.verify import formats as verify_formats
 from padless.verify import run as verify
 from padless.verify import small as verify_small

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from padless.bench.case import CASES
 from padless.bench.cases import wgrad
+from padless.bench.cases.problems.wgrad import WgradPoint, make_operands, rows_of, sizes_of
 from padless.bench.cases.wgrad import grid, measure_wgrad
-from padless.bench.cases.wgrad_problem import WgradPoint, make_operands, rows_of, sizes_of
 from padless.bench.measure import facts_of
 from padless.bench.peers.deepgemm import DeepGemm
 from padless.bench.results import BenchResult, failures

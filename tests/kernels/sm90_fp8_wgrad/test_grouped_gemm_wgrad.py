@@ -12,11 +12,11 @@ import torch
 import padless
 from padless import WgradConfig, grouped_gemm_wgrad
 from padless.emulator.fake_driver import emulated_driver
-from padless.grouped_columns import GroupedColumns
 from padless.kernels.sm90_fp8_wgrad import host
 from padless.kernels.sm90_fp8_wgrad.config import WgradProblem, tiles_of
+from padless.layouts import GroupedColumns
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
-from padless.verify.wgrad_problems import WgradShape, random_operands, same_bits
+from padless.verify.problems.wgrad import WgradShape, random_operands, same_bits
 
 SHAPE = WgradShape((33, 0, 129, 1), 3, 48, 80)
 Operands = tuple[GroupedColumns, GroupedColumns]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from padless.emulator.units import arithmetic
-from padless.grouped_columns import GroupedColumns
+from padless.layouts import GroupedColumns
 from padless.reference.wgrad import ACCUMULATIONS, grouped_gemm_wgrad_reference, multiply_accumulate
-from padless.verify.wgrad_problems import (
+from padless.verify.problems.wgrad import (
     WgradShape,
     padded_to_blocks,
     permuted,

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from padless.emulator.fake_driver import emulated_driver
-from padless.grouped_columns import GroupedColumns
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
+from padless.layouts import GroupedColumns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
-from padless.verify.wgrad_problems import (
+from padless.verify.problems.wgrad import (
     VARIANTS,
     GuardedGradient,
     WgradShape,

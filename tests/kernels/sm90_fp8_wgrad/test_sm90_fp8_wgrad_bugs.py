@@ -10,7 +10,7 @@ import torch
 from padless.emulator import KINDS
 from padless.kernels.sm90_fp8_wgrad import host
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
-from padless.verify.wgrad_problems import GuardedGradient, WgradShape, poisoned, random_operands, same_bits
+from padless.verify.problems.wgrad import GuardedGradient, WgradShape, poisoned, random_operands, same_bits
 from support.emulator_variants import Variant
 from support.wgrad_bugs import BUGS, MAIN, Bug
 

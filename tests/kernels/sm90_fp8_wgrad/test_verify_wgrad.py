@@ -11,11 +11,11 @@ import torch
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.testing.compile_ahead import listing
 from padless.verify import wgrad as verify_wgrad
-from padless.verify import wgrad_problems as verify_wgrad_problems
+from padless.verify.problems import wgrad as verify_wgrad_problems
+from padless.verify.problems.wgrad import SHAPES, VARIANTS, WgradShape, random_operands, sizes_of
 from padless.verify.rehearsals import rehearsals_of
 from padless.verify.run import jobs_of
 from padless.verify.wgrad import check_accumulation, check_bits, check_independence, check_repeats, subnormals
-from padless.verify.wgrad_problems import SHAPES, VARIANTS, WgradShape, random_operands, sizes_of
 
 SMALL = (WgradShape((5, 0, 33), 3, 16, 48, (32, 128)),)
 ON_CPU: dict[str, Any] = {"device": "cpu", "backend": "emulator"}

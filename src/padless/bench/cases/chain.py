@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from padless.bench.cases import chain_problem
-from padless.bench.cases.chain_problem import ChainProblem, make_chain
+from padless.bench.cases.problems import chain as chain_problem
+from padless.bench.cases.problems.chain import ChainProblem, make_chain
 from padless.bench.group_sizes import DecodePoint
 from padless.bench.peers import Contender, Peer
 from padless.bench.peers.deepgemm import DeepGemm

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from padless.bench.cases import layer_problem
-from padless.bench.cases.layer_problem import DECODE_TOKENS, LayerPoint, LayerProblem, make_layer
+from padless.bench.cases.problems import layer as layer_problem
+from padless.bench.cases.problems.layer import DECODE_TOKENS, LayerPoint, LayerProblem, make_layer
 from padless.bench.pad import pad_groups, unpad_rows
 from padless.bench.peers import Peer
 from padless.bench.peers.deepgemm import DeepGemm

@@ -24,15 +24,15 @@ from typing import Any
 
 import torch
 
-from padless.bench.cases import wgrad_problem
-from padless.bench.cases.wgrad_problem import WgradOperands, WgradPoint, make_operands, rows_of, values_of
+from padless.bench.cases.problems import wgrad as wgrad_problem
+from padless.bench.cases.problems.wgrad import WgradOperands, WgradPoint, make_operands, rows_of, values_of
 from padless.bench.peers.deepgemm import DeepGemm
 from padless.bench.report import table
 from padless.bench.results import Record, finite, tflops
 from padless.bench.session import Session
 from padless.formats import round_up
-from padless.grouped_columns import GroupedColumns
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig, WgradProblem, blocks_m, select_config
+from padless.layouts import GroupedColumns
 from padless.testing import machine
 from padless.testing.judge import describe, row_errors, worst
 from padless.testing.timing import Timer

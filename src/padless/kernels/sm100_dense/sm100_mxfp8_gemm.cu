@@ -36,7 +36,6 @@ using uint64_t = unsigned long long;
 
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/memory.cuh"
-#include "device/ptx/memory_sm100.cuh"
 #include "device/ptx/tcgen05.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/ptx/tma_sm100.cuh"

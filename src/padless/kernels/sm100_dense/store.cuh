@@ -71,8 +71,8 @@ __device__ __forceinline__ void store_by_copy(const uint32_t (&words)[WORDS], co
             // The swizzle exchanges 16-byte pieces by address bits 7 and up; eight lanes meet all 32 banks.
             const uint32_t at = buffer + lane * BYTES + j * 16;
             const int w = i * (BYTES / 4) + j * 4;
-            st_shared_v4(at ^ (at >> 7 & (BYTES / 16 - 1)) << 4, words[w], words[w + 1], words[w + 2],
-                         words[w + 3]);
+            st_shared_v4_b32(at ^ (at >> 7 & (BYTES / 16 - 1)) << 4, words[w], words[w + 1], words[w + 2],
+                             words[w + 3]);
         }
         fence_proxy_async_shared();
         __syncwarp();

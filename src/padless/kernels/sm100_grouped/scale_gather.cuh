@@ -74,8 +74,8 @@ __device__ __forceinline__ void store_scales(const uint32_t (&words)[K_ATOMS][4]
 #pragma unroll
     for (int i = 0; i < K_ATOMS; ++i) {
         if (i < atoms)
-            st_shared_v4(destination + i * 512 + lane * 16, words[i][0], words[i][1], words[i][2],
-                         words[i][3]);
+            st_shared_v4_b32(destination + i * 512 + lane * 16, words[i][0], words[i][1], words[i][2],
+                             words[i][3]);
     }
 }
 

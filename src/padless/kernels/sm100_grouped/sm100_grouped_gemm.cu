@@ -52,11 +52,10 @@ using uint64_t = unsigned long long;
 
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/memory.cuh"
-#include "device/ptx/memory_sm100.cuh"
 #include "device/ptx/tcgen05.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/ptx/tma_sm100.cuh"
-#include "device/ptx/tma_hint_sm100.cuh"
+#include "sm100_grouped/tma_hint.cuh"
 
 // In this order: later ones use earlier ones.
 #include "device/sm100/descriptors.cuh"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from padless.grouped_columns import GroupedColumns
 from padless.kernels.launch import Prepared, load_kernel, tile_counter
 from padless.kernels.sm90_fp8_wgrad.config import (
     BLOCK_N,
@@ -14,6 +13,7 @@ from padless.kernels.sm90_fp8_wgrad.config import (
     select_config,
     tiles_of,
 )
+from padless.layouts import GroupedColumns
 from padless.runtime import tensor_map
 from padless.runtime.driver import Argument, Driver, LaunchShape
 from padless.runtime.tensor_map import SWIZZLE_128B, TensorMapSpec, outer_stride

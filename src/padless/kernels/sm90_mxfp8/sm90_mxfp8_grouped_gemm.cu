@@ -39,11 +39,10 @@ using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 
+#include "device/ptx/conversion.cuh"
 #include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/memory.cuh"
-#include "device/ptx/packed_halves.cuh"
-#include "device/ptx/shared_words.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/ptx/wgmma.cuh"
 #include "device/ptx/wgmma_m64k16.cuh"
@@ -61,7 +60,6 @@ using uint64_t = unsigned long long;
 #include "sm90_mxfp8/scale_products.cuh"
 #if EPILOGUE_IS_QUANT
 #include "device/ptx/conversion.cuh"
-#include "device/ptx/shared_vectors.cuh"
 #include "device/quant_rules.cuh"
 #include "device/quant_outputs.cuh"
 #include "device/sm90/wgmma_fragment.cuh"

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from padless import grouped_columns
+from padless import layouts
 from padless.formats import ceil_div
 from padless.layouts import empty_mn_major
 from padless.quantization.triton import casts, tiles
@@ -42,10 +42,10 @@ def empty_columns(
     device: torch.device,
 ) -> Columns:
     """Uninitialised codes and scales: the kernels write all of both."""
-    width = grouped_columns.padded_tokens(num_rows, num_groups, alignment)
+    width = layouts.padded_tokens(num_rows, num_groups, alignment)
     scales = (
-        grouped_columns.num_scale_rows(num_rows, num_groups),
-        grouped_columns.scale_columns(features, block),
+        layouts.num_scale_rows(num_rows, num_groups),
+        layouts.scale_columns(features, block),
     )
     return Columns(
         torch.empty((features, width), dtype=torch.uint8, device=device),

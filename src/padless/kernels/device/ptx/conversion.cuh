@@ -1,4 +1,5 @@
-// Instructions that quantising needs: conversions to FP8, maxima, the approximate exponential, and the small stores.
+// Instructions that quantizing needs: conversions to FP8, maxima, arithmetic on the halves of a word (PTX ISA, "max",
+// "fma"), the approximate exponential, and the small stores.
 #pragma once
 
 // Two float32 to two e4m3 codes, nearest even, magnitudes above 448 to 448, NaN to 0x7F. `low` lands in the low byte.
@@ -33,6 +34,18 @@ __device__ __forceinline__ float cvt_f32_e4m3(uint16_t code) {
 __device__ __forceinline__ float max_nan_abs(float x, float y) {
     float value;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(value) : "f"(fabsf(x)), "f"(fabsf(y)));
+    return value;
+}
+
+__device__ __forceinline__ uint32_t max_u16x2(uint32_t x, uint32_t y) {
+    uint32_t value;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(value) : "r"(x), "r"(y));
+    return value;
+}
+
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t x, uint32_t y, uint32_t z) {
+    uint32_t value;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(value) : "r"(x), "r"(y), "r"(z));
     return value;
 }
 

@@ -15,6 +15,43 @@ __device__ __forceinline__ void st_shared_v2_f32(uint32_t address, float x, floa
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
+// `memory` in the loads: what other threads wrote before a barrier may not be read before it.
+__device__ __forceinline__ void ld_shared_v4_f32(uint32_t address, float (&v)[4]) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void st_shared_v4_f32(uint32_t address, const float (&v)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]),
+                 "f"(v[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ uint32_t ld_shared_b32(uint32_t address) {
+    uint32_t value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
+    return value;
+}
+
+__device__ __forceinline__ void st_shared_v2_b32(uint32_t address, uint32_t x, uint32_t y) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_v4_b32(uint32_t address, uint32_t x, uint32_t y, uint32_t z,
+                                                 uint32_t w) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+
+// Eight words to a 32-byte boundary (Blackwell), keeping no copy in L1: the output is not read again.
+__device__ __forceinline__ void st_global_no_allocate_v8(void* address, const uint32_t (&r)[8]) {
+    asm volatile("st.global.L1::no_allocate.v8.b32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8};" ::"l"(address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(r[4]), "r"(r[5]), "r"(r[6]), "r"(r[7])
+                 : "memory");
+}
+
 // Writes four words at the same shared-memory offset in CTA `cta_rank` of the cluster.
 __device__ __forceinline__ void st_cluster_v4(uint32_t address, uint32_t cta_rank, int x, int y, int z,
                                               int w) {

@@ -1,4 +1,5 @@
-// The copy engine on Blackwell: loads by a pair of CTAs that signal the barrier of one of them (.cta_group::2).
+// TMA on Blackwell (PTX ISA, "cp.async.bulk.tensor"): loads by a pair of CTAs that signal the barrier of one of them
+// (.cta_group::2).
 #pragma once
 
 // Both forms take a barrier of either CTA of the pair, as a shared::cluster address: pair_even_address gives the even one's.

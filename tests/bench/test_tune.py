@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from padless.bench.tune import costs as tune
+from padless.bench.tune.costs import STEPS, Trial, fit, measure_costs, trials
 from padless.kernels import cost_model
 from padless.kernels.cost_model import BUILT_IN, CostTable, Tile, TileCost, simulate
-from padless.tune import costs as tune
-from padless.tune.costs import STEPS, Trial, fit, measure_costs, trials
 
 KERNEL = "sm90_fp8_grouped_gemm"
 TILES = list(BUILT_IN[KERNEL].costs)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import ceil_div, round_up
-from padless.grouped_columns import GroupedColumns, num_scale_rows, padded_tokens, scale_columns
 from padless.kernels.sm90_fp8_wgrad.config import MODES, WGRAD_OUT_DTYPES, WgradConfig, blocks_m
+from padless.layouts import GroupedColumns, num_scale_rows, padded_tokens, scale_columns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.testing.guarded import POISON
 

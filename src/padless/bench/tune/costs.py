@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from padless.bench.tune import tiles_sm100 as tune_tiles
 from padless.kernels import cost_model
 from padless.kernels.cost_model import Tile, TileCost, simulate
 from padless.kernels.table import ROUTES, Route, kernels_arch
-from padless.tune import tiles_sm100 as tune_tiles
 
 _LONG_K, _SHORT_K = 8192, 1024
 _ROUNDS, _FEW_ROUNDS = 12, 4

@@ -1,0 +1,1 @@
+"""Problems of the benchmarks of more than one product: points, operands, float64 rows."""

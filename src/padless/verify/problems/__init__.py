@@ -1,0 +1,1 @@
+"""Problems that checks draw: shapes, operands, guarded outputs, expected values."""
