@@ -47,8 +47,9 @@ lint: $(DEV)
 	@$(BIN)/ruff check --quiet --output-format concise
 	@$(BIN)/ruff format --quiet --check --output-format concise
 	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports --no-logo >$(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
 	@test -z "$(CUDA_SOURCES)" || $(BIN)/clang-format --dry-run -Werror $(CUDA_SOURCES)
-	@echo "lint: ruff, mypy and clang-format found nothing"
+	@echo "lint: ruff, mypy, import-linter and clang-format found nothing"
 
 format: $(DEV)
 	@$(BIN)/ruff check --quiet --fix
@@ -58,7 +59,7 @@ format: $(DEV)
 dev: $(DEV)
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "padless needs Python 3.11 or newer with venv: make PYTHON=/path/to/python3.11"; exit 1; }

@@ -9,9 +9,16 @@ from typing import Protocol
 import torch
 
 from padless.formats import OUT_DTYPES as OUT_DTYPES
+from padless.formats import BlockScaledTensor
 
+BF16 = "BF16"  # stands for a format's name where activations are plain bfloat16
 FEW_GROUPS = 256  # the table of groups in shared memory comes in these sizes
 MAX_GROUPS = 1024
+
+
+def format_name(t: BlockScaledTensor | torch.Tensor) -> str:
+    """The name of an operand's format in ``padless.kernels.table.ROUTES``."""
+    return t.format.name if isinstance(t, BlockScaledTensor) else BF16
 
 
 def room_for_groups(num_groups: int) -> int:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import padless
+from padless._version import __version__
 from padless.kernels.schedule import has_halves, tiles_to_cut, walk_of_groups
 from padless.runtime.jit import cache_dir, write_atomically
 
@@ -199,7 +199,7 @@ def gpu_name() -> str | None:
 def tuned_file(gpu: str) -> Path:
     """Where the tables of this version for ``gpu`` are stored."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", gpu).strip("-")
-    return cache_dir() / "tuned" / f"{slug}-{padless.__version__}.json"
+    return cache_dir() / "tuned" / f"{slug}-{__version__}.json"
 
 
 def read_tuned(gpu: str) -> dict[str, CostTable]:

@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
-import torch
-
-from padless.formats import BlockScaledTensor
+from padless.kernels.config import BF16 as BF16
+from padless.kernels.config import format_name as format_name
+from padless.kernels.sm90_bf16 import config as sm90_bf16
 
 if TYPE_CHECKING:
+    import torch
+
     from padless.epilogue import Epilogue, EpilogueTensors
+    from padless.formats import BlockScaledTensor
     from padless.kernels.launch import KernelConfig, Prepared
     from padless.runtime.driver import Driver
 
 QUANT = "grouped_gemm_quant"  # the operation of the quantising calls
-BF16 = "BF16"  # stands in the format column for plain bfloat16 activations
 
 
 class KernelHost(Protocol):
@@ -136,14 +138,6 @@ _MX_PAIRS = (
     ("MXFP4", "MXFP4"),
 )
 
-# Pairs of which every value, code times block scale, is a bf16 number; FP8_BLOCK's float32 scales are applied outside.
-_BF16_PAIRS = (
-    *itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2),
-    ("MXFP4", "MXFP4"),
-    ("NVFP4", "NVFP4"),
-    *itertools.product(("MXFP8", "MXFP8_E5M2"), ("MXFP4",)),
-    *itertools.product((BF16, "FP8_BLOCK"), ("MXFP4", "NVFP4")),
-)
 _BF16_SUM = "bf16 or f16 tensor cores, values exact, float32 sum (25 fractional bits in 16 of K)"
 _BF16_BLOCKS = (
     "bf16 or f16 tensor cores inside 128 of K (25 fractional bits in 16), scaled and added in float32 across"
@@ -181,7 +175,7 @@ ROUTES: tuple[Route, ...] = (
             "sm90_bf16/sm90_bf16_grouped_gemm.cu",
             _BF16_BLOCKS if a == "FP8_BLOCK" else _BF16_SUM,
         )
-        for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), _BF16_PAIRS)
+        for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), sm90_bf16.PAIRS)
     ),
     Route(
         QUANT,
@@ -214,7 +208,7 @@ ROUTES: tuple[Route, ...] = (
             "sm90_bf16/sm90_bf16_grouped_gemm.cu",
             _BF16_BLOCKS if a == "FP8_BLOCK" else _BF16_SUM,
         )
-        for a, b in _BF16_PAIRS
+        for a, b in sm90_bf16.PAIRS
     ),
     *(
         Route(
@@ -247,11 +241,6 @@ _SAME_KERNELS = {"sm_103a": "sm_100a"}
 def kernels_arch(arch: str) -> str:
     """The architecture whose kernels a device of ``arch`` runs: "sm_100a" for "sm_103a"."""
     return _SAME_KERNELS.get(arch, arch)
-
-
-def format_name(t: BlockScaledTensor | torch.Tensor) -> str:
-    """How ``ROUTES`` calls the format of an operand."""
-    return t.format.name if isinstance(t, BlockScaledTensor) else BF16
 
 
 def find_route(operation: str, arch: str, a: str, b: str, config: object = None) -> Route:

@@ -1,4 +1,4 @@
-"""The layer's functions as torch.library operators `padless::*`, with kernels for CPU and CUDA and with fake tensors.
+"""The layer's functions as torch.library operators `padless::*`, with fake tensors.
 
 Eager calls go to the function itself: the dispatcher would cost more time than the launch. Compiled ones, and calls with
 fake tensors, go to the operator.
@@ -16,6 +16,7 @@ from padless.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, BlockScaledTe
 from padless.moe import twins
 from padless.moe.activation import Activation
 from padless.moe.checks import on_device_of, runs_triton
+from padless.runtime.operators import register_operator
 
 BY_NAME = {format.name: format for format in FORMATS}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
@@ -39,13 +40,10 @@ def is_traced(*arguments: Any) -> bool:
 def operator(
     name: str, schema: str, fake: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Defines padless::name with the decorated function for CPU and CUDA."""
+    """Defines padless::name with the decorated function for every device, and for `call`."""
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
-        qualified = f"padless::{name}"
-        torch.library.define(qualified, schema)
-        torch.library.impl(qualified, ("cpu", "cuda"), function)
-        torch.library.register_fake(qualified, fake)
+        register_operator(name + schema, function, fake)
         _FUNCTIONS[name] = function
         return function
 

@@ -9,9 +9,9 @@ import torch
 from padless import layouts
 from padless.formats import NVFP4, BlockScaledTensor, ceil_div
 from padless.quantization import nvfp4_random_rules
-from padless.quantization.operators import register_operator
 from padless.quantization.quantize import _nvfp4_global, has_triton
 from padless.quantization.rows_columns import check_values
+from padless.runtime.operators import register_operator
 
 
 def quantize_nvfp4_stochastic(

@@ -12,8 +12,8 @@ from padless.gradients import refuse_gradients
 from padless.layouts import ALIGNMENTS, GroupedColumns, empty_mn_major, to_mn_major
 from padless.quantization import columns_rules
 from padless.quantization import rules as quantize_rules
-from padless.quantization.operators import register_operator
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
+from padless.runtime.operators import register_operator
 
 COLUMN_BLOCKS = ((1, 128), (128, 128))  # (features, tokens)
 

@@ -13,7 +13,6 @@ from padless.gradients import refuse_gradients
 from padless.layouts import GroupedColumns, empty_mn_major, to_mn_major
 from padless.quantization import columns_rules, swiglu_rules
 from padless.quantization import rules as quantize_rules
-from padless.quantization.operators import register_operator
 from padless.quantization.quantize import has_triton
 from padless.quantization.rows_columns import (
     check_column_block,
@@ -22,6 +21,7 @@ from padless.quantization.rows_columns import (
     chosen_alignment,
     fake_columns,
 )
+from padless.runtime.operators import register_operator
 
 GATE_UP = ("concatenated", "interleaved")
 

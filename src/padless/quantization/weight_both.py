@@ -9,8 +9,8 @@ import torch
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.quantization import rules as quantize_rules
-from padless.quantization.operators import register_operator
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
+from padless.runtime.operators import register_operator
 
 
 def quantize_weight_both(w: torch.Tensor) -> tuple[BlockScaledTensor, BlockScaledTensor]:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
 
 from padless.formats import OUT_DTYPES, BlockScaledTensor
 from padless.kernels.config import (
+    BF16,
     FEW_GROUPS,
     check_common_fields,
     cpp_constants,
+    format_name,
     requirement_of,
     room_for_groups,
 )
-from padless.kernels.table import BF16, ROUTES, format_name
-
-_KERNEL = "sm90_bf16_grouped_gemm"
 
 # Formats by the numbers of kernels/sm90_bf16/dequantize.cuh.
 FORMATS = {BF16: 0, "FP8_BLOCK": 1, "MXFP8": 2, "MXFP8_E5M2": 3, "MXFP4": 4, "NVFP4": 5}
-# (activations, weights) that the kernel multiplies.
-PAIRS: tuple[tuple[str, str], ...] = tuple(
-    dict.fromkeys((route.a, route.b) for route in ROUTES if route.name == _KERNEL)
+_MXFP8 = ("MXFP8", "MXFP8_E5M2")
+# (activations, weights) that the kernel multiplies: every value, code times block scale, is a bf16 number; FP8_BLOCK's
+# float32 scales are applied outside.
+PAIRS: tuple[tuple[str, str], ...] = (
+    *itertools.product(_MXFP8, _MXFP8),
+    ("MXFP4", "MXFP4"),
+    ("NVFP4", "NVFP4"),
+    *itertools.product(_MXFP8, ("MXFP4",)),
+    *itertools.product((BF16, "FP8_BLOCK"), ("MXFP4", "NVFP4")),
 )
 
 

@@ -8,9 +8,9 @@ import torch
 
 from padless.formats import TILE_BYTES, BlockScaledTensor, round_up
 from padless.kernels import maps
+from padless.kernels.config import format_name
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, select_config
-from padless.kernels.table import format_name
 from padless.layouts import plain_scale
 from padless.runtime import tensor_map
 from padless.runtime.driver import Argument, Driver, LaunchShape

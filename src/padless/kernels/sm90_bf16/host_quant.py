@@ -12,6 +12,7 @@ import torch
 
 from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.kernels.config import format_name
 from padless.kernels.epilogue_launch import (
     QuantConfig,
     check_outputs,
@@ -22,7 +23,6 @@ from padless.kernels.epilogue_launch import (
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, select_config
 from padless.kernels.sm90_bf16.host import KERNEL, operands
-from padless.kernels.table import format_name
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 Config = Sm90Bf16Config

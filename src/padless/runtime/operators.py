@@ -1,4 +1,4 @@
-"""Registers the quantizers of training as operators of torch, so that a compiled graph passes over them unbroken."""
+"""Registers functions as operators of torch, so that a compiled graph passes over them unbroken."""
 
 from __future__ import annotations
 
