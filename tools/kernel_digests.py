@@ -41,11 +41,11 @@ def asked_for() -> set[Asked]:
 
 
 def chosen(kernels: Iterable[Asked]) -> list[Asked]:
-    """At most ``PER_KERNEL`` of each kernel and architecture, half of them quantising where there are such."""
+    """At most ``PER_KERNEL`` of each kernel and architecture, half of them quantizing where there are such."""
     groups: dict[tuple[str, str, bool], list[Asked]] = {}
     for kernel in sorted(kernels, key=name_of):
-        quantising = "EPILOGUE_IS_QUANT 1" in kernel[1]
-        groups.setdefault((kernel[0], kernel[2], quantising), []).append(kernel)
+        quantizing = "EPILOGUE_IS_QUANT 1" in kernel[1]
+        groups.setdefault((kernel[0], kernel[2], quantizing), []).append(kernel)
     return [kernel for group in groups.values() for kernel in group[:PER_KERNEL]]
 
 
@@ -73,11 +73,28 @@ def normalised(kernel: object) -> str:
     return "\n".join(line for line in lines if line and not line.lstrip().startswith((".file", ".loc")))
 
 
-def main() -> int:
+def recorded() -> dict[Asked, str]:
+    """The kernels of ``FILE`` with their digests."""
+    found = {}
+    for name, entry in json.loads(FILE.read_text()).items():
+        stem, arch, _ = name.split("-")
+        found[stem, entry["constants"], arch] = entry["digest"]
+    return found
+
+
+def sample(kernels: Iterable[Asked]) -> list[Asked]:
+    """One of each kernel, with and without a quantizing epilogue: that with the fewest constants, by name among equals."""
+    groups: dict[tuple[str, bool], list[Asked]] = {}
+    for kernel in sorted(kernels, key=lambda kernel: (len(kernel[1].splitlines()), name_of(kernel))):
+        groups.setdefault((kernel[0], "EPILOGUE_IS_QUANT 1" in kernel[1]), []).append(kernel)
+    return [group[0] for group in groups.values()]
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--write", action="store_true", help="write the file anew")
     parser.add_argument("--workers", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     kernels = chosen(asked_for())
     with ProcessPoolExecutor(arguments.workers) as pool:
         now = {
