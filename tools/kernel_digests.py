@@ -83,7 +83,7 @@ def recorded() -> dict[Asked, str]:
 
 
 def sample(kernels: Iterable[Asked]) -> list[Asked]:
-    """One of each kernel, with and without a quantizing epilogue: that with the fewest constants, by name among equals."""
+    """One of each kernel, with and without a quantizing epilogue: with the fewest constants, first by name."""
     groups: dict[tuple[str, bool], list[Asked]] = {}
     for kernel in sorted(kernels, key=lambda kernel: (len(kernel[1].splitlines()), name_of(kernel))):
         groups.setdefault((kernel[0], "EPILOGUE_IS_QUANT 1" in kernel[1]), []).append(kernel)

@@ -110,6 +110,19 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
     return (bits >> 16).astype(np.uint16)
 
 
+def product(emulator: Emulator, m: int, n: int, k: int) -> tuple[LaunchResult, float]:
+    """A (m x k) times B (n x k) transposed in bf16, by 128 threads: small integers, so that every sum is exact."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-8, 9, (rows, k)).astype(np.float32) for rows in (m, n))
+    out = np.full((m, n), np.nan, np.float32)
+    maps = [
+        tiled(emulator, to_bfloat16(x), (k, rows), element="bfloat16", swizzle=True)
+        for x, rows in ((a, m), (b, n))
+    ]
+    result = emulator.launch("lesson", 1, 128, [*maps, emulator.memory.register(out)])
+    return result, float(np.abs(out - a @ b.T).max())
+
+
 def main(lesson: Lesson) -> int:
     """Command line of a lesson. Returns 0 when the run found nothing, else 1."""
     parser = argparse.ArgumentParser(description=f"Runs {lesson.source} in the emulator.")

@@ -229,20 +229,28 @@ def divided_by(numerator, denominator: tl.constexpr):
 
 
 @triton.jit
+def _fp8_codes(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, ANCHOR: tl.constexpr):
+    """float32 to FP8 codes (uint8) by integer arithmetic: nearest even, magnitudes up to LARGEST, NaN to 0x7F."""
+    CUT: tl.constexpr = 23 - MANTISSA
+    FIRST_NORMAL: tl.constexpr = (127 - BIAS + 1) << 23  # 2^(1 - BIAS)
+    bits = y.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Normal: keep MANTISSA bits (add half of the last, less one where it is even, and cut), rebase the exponent.
+    rounded = (magnitude + ((1 << (CUT - 1)) - 1) + ((magnitude >> CUT) & 1)) >> CUT
+    normal = rounded - ((127 - BIAS) << MANTISSA)
+    # Below: adding ANCHOR, whose last bit is worth as much as a code's, leaves the code in the low bits.
+    shifted = magnitude.to(tl.float32, bitcast=True) + ANCHOR
+    subnormal = shifted.to(tl.int32, bitcast=True) & ((2 << MANTISSA) - 1)
+    code = tl.where(magnitude < FIRST_NORMAL, subnormal, tl.minimum(normal, LARGEST)) | ((bits >> 24) & 0x80)
+    return tl.where(magnitude > INF_BITS, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
 def to_e4m3(y, HARDWARE_CAST: tl.constexpr):
     """float32 to e4m3 codes (uint8): nearest even, magnitudes above 448 to 448, NaN to 0x7F."""
     if HARDWARE_CAST:
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = y.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # From 2^-6: keep 3 mantissa bits (add half of the last, less one where it is even, and cut), rebase the
-    # exponent.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Below: adding 2^14, whose last bit is 2^-9, leaves the multiple of 2^-9 in the low bits.
-    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
-    subnormal = shifted.to(tl.int32, bitcast=True) & 0xF
-    code = tl.where(magnitude < 0x3C800000, subnormal, tl.minimum(normal, 0x7E)) | ((bits >> 24) & 0x80)
-    return tl.where(magnitude > INF_BITS, 0x7F, code).to(tl.uint8)
+    return _fp8_codes(y, 3, 7, 0x7E, 16384.0)
 
 
 @triton.jit
@@ -258,14 +266,7 @@ def to_e5m2(y, HARDWARE_CAST: tl.constexpr):
     """float32 to e5m2 codes (uint8): nearest even, magnitudes above 57344 to 57344, NaN to 0x7F."""
     if HARDWARE_CAST:
         return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    bits = y.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - ((127 - 15) << 2)
-    # Below 2^-14 the step is 2^-16, the last bit of 2^7.
-    shifted = magnitude.to(tl.float32, bitcast=True) + 128.0
-    subnormal = shifted.to(tl.int32, bitcast=True) & 0x7
-    code = tl.where(magnitude < 0x38800000, subnormal, tl.minimum(normal, 0x7B)) | ((bits >> 24) & 0x80)
-    return tl.where(magnitude > INF_BITS, 0x7F, code).to(tl.uint8)
+    return _fp8_codes(y, 2, 15, 0x7B, 128.0)
 
 
 @triton.jit
