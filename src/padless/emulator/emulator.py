@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from padless.emulator import instructions as instructions  # fills the table of instructions
 from padless.emulator.errors import LaunchError
 from padless.emulator.order.reports import KINDS, Report
-from padless.emulator.prepare.program import Program, prepare
+from padless.emulator.prepare.program import prepare
 from padless.emulator.ptx.parser import parse
 from padless.emulator.run.machine import Machine
 from padless.emulator.state.memory import DeviceMemory
+from padless.emulator.state.program import Program
 from padless.emulator.state.statistics import Statistics
 
 MOST_CTAS = 1 << 20

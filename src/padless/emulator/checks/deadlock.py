@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from padless.emulator.run.machine import Machine
+from padless.emulator.state.program import Block
+from padless.emulator.state.warp import Cluster
+
+
+class Machine(Protocol):
+    """A launch that runs, with the clusters on the machine."""
+
+    clusters: list[Cluster]
+    blocks: list[Block]
+    progress: int
+    gave_up_at: int  # progress when waits last gave up
+    report: Any
 
 
 def release_parked(machine: Machine) -> bool:

@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from padless.emulator.order.race import ASYNC, COLUMN_SHIFT, IN_FLIGHT
+from padless.emulator.order.grid_dependency import KIND, UNWAITED
+from padless.emulator.order.race import ASYNC, BASE, COLUMN_SHIFT, IN_FLIGHT
+from padless.emulator.state.barriers import complete_cluster_barrier
+from padless.emulator.state.groups import Groups
+from padless.emulator.state.warp import Cta, Warp
 
-if TYPE_CHECKING:
-    from padless.emulator.state.warp import Cta
+
+def check_exit(cta: Cta) -> None:
+    """Report what a CTA leaves unfinished. Like the race checks it asks what was waited for, not what happened."""
+    cluster, report = cta.cluster, cta.launch.report
+    complete_cluster_barrier(cluster)
+    if cta.tensor_memory is not None:
+        _check_tensor_memory(cta)
+    if cluster.clocks is None:
+        return
+    first = cta.warps[0]
+    if cluster.grids is not None and cta.rank not in cluster.grids.waited:
+        report(KIND, UNWAITED, first.end, first, 0)
+    for warp in cta.warps:
+        for (family, lane), groups in warp.groups.items():
+            if family == "bulk":
+                _check_stores(warp, lane, groups)
+        if warp.busy:
+            owner = next(iter(warp.busy_owner.values()), None)
+            report("exit", "the warp ends without waiting for its asynchronous products", owner, warp, 0)
+    known = cluster.clocks.time[BASE, first.first_row : first.first_row + cta.rows].max(axis=0)
+    _check_copies(cta, known)
+    for bar in cta.mbarriers.values():
+        phase, site = bar.foreign
+        if bar.valid and phase > bar.waited_phase:
+            site.report("exit", f"CTA {cta.index} ends without having waited for this arrival on {bar.name}")
+            break
+    for row, (event, site) in cta.remote.items():
+        if known[row] < event:
+            message = (
+                f"CTA {cta.index} ends with nothing ordering this access from another CTA before its end"
+            )
+            site.report("exit", message)
+            break
+
+
+def _check_stores(warp: Warp, lane: int, groups: Groups) -> None:
+    """Bulk stores of a thread that it has not waited for."""
+    last = max((i + 1 for i, group in enumerate(groups.closed) if group), default=0)
+    if groups.open or warp.clocks.time[BASE, warp.first_row + lane, groups.column] < last:
+        store = (groups.closed[last - 1] if last else groups.open)[0]
+        message = "the CTA ends before this thread has waited for its bulk stores to read shared memory"
+        warp.launch.report("exit", message, store.instruction, warp, lane)
 
 
 def _check_copies(cta: Cta, known: Any) -> None:
@@ -17,64 +61,25 @@ def _check_copies(cta: Cta, known: Any) -> None:
     shadow = cta.shared.shadow
     cells = np.flatnonzero(shadow.written & np.uint64(ASYNC))
     stamps = shadow.written[cells]
-    missed = cells[
-        known[(stamps >> np.uint64(COLUMN_SHIFT)).astype(np.intp)] < (stamps & np.uint64(IN_FLIGHT))
-    ]
+    seen = known[(stamps >> np.uint64(COLUMN_SHIFT)).astype(np.intp)]
+    missed = cells[seen < (stamps & np.uint64(IN_FLIGHT))]
     if len(missed):
-        site = int(shadow.write_site[missed[0]])
-        cta.machine.report(
-            "exit",
+        instruction = cta.launch.program.instructions[int(shadow.write_site[missed[0]])]
+        message = (
             f"CTA {cta.index} ends and nobody in it has waited for a copy into byte {int(missed[0]) * shadow.scale} "
-            "of its memory",
-            cta.machine.program.instructions[site], cta.warps[0], 0,
-        )  # fmt: skip
+            "of its memory"
+        )
+        cta.launch.report("exit", message, instruction, cta.warps[0], 0)
 
 
-def check_exit(cta: Cta) -> None:
-    """Report what a CTA leaves unfinished. Like the race checks it asks what was waited for, not what happened."""
-    cluster, report = cta.cluster, cta.machine.report
-    from padless.emulator.instructions import barriers, tensor_memory
-
-    barriers.cluster_barrier_check(cluster)
-    tensor_memory.check_exit(cta)
-    clocks = cluster.clocks
-    if clocks is None:
-        return
-    if cluster.grids is not None:
-        cluster.grids.check_exit(cta)
-    for warp in cta.warps:
-        for lane in range(32):
-            groups = cluster.bulk_groups.get(warp.first_row + lane)
-            if groups is None:
-                continue
-            last = max((i + 1 for i, group in enumerate(groups.groups) if group), default=0)
-            stores = groups.groups[last - 1] if last else groups.open
-            if groups.open or clocks.time[0, warp.first_row + lane, groups.column] < last:
-                report(
-                    "exit", "the CTA ends before this thread has waited for its bulk stores to read shared memory",
-                    stores[0].instruction if stores else groups.open[0].instruction, warp, lane,
-                )  # fmt: skip
-        if warp.busy:
-            owner = next(iter(warp.busy_owner.values()), None)
-            report("exit", "the warp ends without waiting for its asynchronous products", owner, warp, 0)
-    rows = slice(cta.warps[0].first_row, cta.warps[-1].first_row + 32)
-    known = clocks.time[0, rows].max(axis=0)
-    _check_copies(cta, known)
-    for bar in cta.mbarriers.values():
-        phase, instruction, warp = bar.foreign
-        if bar.valid and phase > bar.waited_phase:
-            report(
-                "exit",
-                f"CTA {cta.index} ends without having waited for this arrival on {bar.name}",
-                instruction,
-                warp,
-                0,
-            )
-            break
-    for row, (event, instruction, warp) in cta.remote.items():
-        if known[row] < event:
-            report(
-                "exit", f"CTA {cta.index} ends with nothing ordering this access from another CTA before its end",
-                instruction, warp, row % 32,
-            )  # fmt: skip
-            break
+def _check_tensor_memory(cta: Cta) -> None:
+    """A CTA must have freed its tensor memory and waited for what its pipe does."""
+    memory = cta.tensor_memory
+    for start, (count, site) in memory.allocated.items():
+        columns = f"columns {start} to {start + count - 1}"
+        site.report("tensor-memory", f"{columns} are still allocated when the CTA ends")
+    if memory.shadow is not None and memory.sequence:
+        known = int(cta.cluster.clocks.time[BASE, :, memory.done].max())
+        if known < memory.sequence:
+            message = f"the CTA ends without waiting for {memory.sequence - known} of its tcgen05 operations"
+            cta.launch.report("exit", message, memory.last, cta.warps[0], key="tcgen05")

@@ -6,42 +6,32 @@ proxy").
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from padless.emulator.instructions.operands import SharedOperand, locate
-from padless.emulator.instructions.synchronisation import find_mbarrier
+from padless.emulator.instructions.operands import SharedOperand
 from padless.emulator.order.race import IN_FLIGHT, pack
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Vector
-from padless.emulator.state import grid_dependency
 from padless.emulator.state.asynchronous import AsyncOperation, Work
+from padless.emulator.state.atomics import OPERATIONS as FUNCTIONS
+from padless.emulator.state.mbarrier import find_mbarrier
+from padless.emulator.state.memory import NUMPY
+from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
-    from padless.emulator.state.warp import Fragment, Wait, Warp
+from padless.emulator.state.warp import Fragment, Wait
 
 OPERATIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
 def asynchronous_store(e: Emitter) -> None:
     """[address], value, [mbarrier]; a vector for st.async only."""
-    from padless.emulator.state.atomics import OPERATIONS as FUNCTIONS
-    from padless.emulator.state.memory import NUMPY
-
     e.only(
-        "async",
-        "weak",
-        "relaxed",
-        "cluster",
-        "shared::cluster",
-        "mbarrier::complete_tx::bytes",
-        "v2",
-        "v4",
+        "async", "weak", "relaxed", "cluster", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4",
         *OPERATIONS,
-    )
+    )  # fmt: skip
     if "mbarrier::complete_tx::bytes" not in e.modifiers:
         e.unsupported("only with an mbarrier")
     address, value, barrier = e.operands
@@ -57,25 +47,24 @@ def asynchronous_store(e: Emitter) -> None:
     e.preparation.granule = min(e.preparation.granule, size)
     ins = e.instruction
 
-    def issue(w: Warp, lane: int) -> None:
-        machine, clocks = w.cta.machine, w.cta.cluster.clocks
-        cta, offset = locate(w, where.one(w, lane), ins, lane)
+    def issue(site: Site) -> None:
+        w, lane = site.warp, site.lane
+        cta, offset = site.locate(where.one(w, lane))
         if offset % total:
-            machine.fault(w, ins, f"address {offset:#x} is not a multiple of {total}", np.arange(32) == lane)
+            site.fault(f"address {offset:#x} is not a multiple of {total}")
         to = signal.one(w, lane)
         if to >> 24 != cta.rank:
-            machine.report("mbarrier", "the data and the mbarrier are in different CTAs", ins, w, lane)
-        bar = find_mbarrier(w, cta.rank << 24 | (to & OFFSET_MASK), ins, lane, later=True)
+            site.report("mbarrier", "the data and the mbarrier are in different CTAs")
+        bar = find_mbarrier(site, cta.rank << 24 | (to & OFFSET_MASK), later=True)
         if bar is None:
             return
         values = np.array([w.v[s][lane] for s in slots])
         cells = slice(offset >> cta.granule_shift, (offset + total) >> cta.granule_shift)
         stamp = pack(bar.column, IN_FLIGHT)
-        if clocks is not None and function is None:
-            clock = clocks.meet(np.array([w.first_row + lane]))
-            cta.shared.shadow.bulk(cells, clock, stamp, ins, w, lane, write=True, generic_plane=0)
-
-        ahead = grid_dependency.carried(w, lane)
+        shadow = cta.shared.shadow if function is None else None
+        if shadow is not None:
+            shadow.bulk(cells, site.clock(), stamp, site, write=True, generic_plane=0)
+        ahead = site.carried()
 
         def land() -> None:
             memory = cta.shared.views[NUMPY[view]]
@@ -84,16 +73,16 @@ def asynchronous_store(e: Emitter) -> None:
                 memory[at : at + len(slots)] = values
             else:
                 memory[at] = function(memory[at], values[0])
-            if clocks is not None and function is None:
-                cta.shared.shadow.restamp(cells, stamp, pack(bar.column, bar.phase + 1))
-            bar.arrive_from_outside(w, ins)
-            bar.complete_tx(total, ins, w, ahead)
+            if shadow is not None:
+                shadow.restamp(cells, stamp, pack(bar.column, bar.phase + 1))
+            bar.arrive_from_outside(site)
+            bar.complete_tx(total, site, ahead)
 
-        machine.enqueue(None, AsyncOperation(ins.name, land, work=Work("remote", cta, total)))
+        w.launch.enqueue(None, AsyncOperation(ins.name, land, work=Work("remote", cta, total, None, w.cta)))
 
     def store(f: Fragment, m: Any) -> Wait | None:
         for lane in f.lanes(m).tolist():
-            issue(f.warp, lane)
+            issue(Site(f.warp, ins, lane))
         return None
 
     e.synchronise(store)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from padless.emulator.instructions import bulk_transfer
 from padless.emulator.instructions.cp_async import small_copy
 from padless.emulator.instructions.data import cache_qualifier
 from padless.emulator.instructions.operands import GenericOperand, SharedOperand
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Address, Immediate
-from padless.emulator.state import grid_dependency
+from padless.emulator.state.global_access import check_grids
+from padless.emulator.state.groups import GroupWait, groups_of
+from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import PARAM_WINDOW, SHARED_WINDOW
-from padless.emulator.state.warp import Wait
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
-    from padless.emulator.ptx.ast import Instruction
-    from padless.emulator.state.warp import Fragment, Warp
+from padless.emulator.state.warp import Fragment, Wait
+from padless.emulator.units import tensor_map
 
 
 @instruction("cp")
@@ -51,65 +48,20 @@ REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
 # ---- bulk groups of one thread
-class BulkGroups:
-    """The bulk groups of one lane: which of its copies are still reading, and which still writing."""
-
-    def __init__(self, warp: Warp, lane: int) -> None:
-        self.open: list[Any] = []
-        self.groups: list[list[Any]] = []
-        clocks = warp.cta.cluster.clocks
-        self.column = clocks.new_column() if clocks is not None else -1
-
-
-def bulk_groups(warp: Warp, lane: int) -> BulkGroups:
-    groups = warp.cta.cluster.bulk_groups
-    key = warp.first_row + lane
-    if key not in groups:
-        groups[key] = BulkGroups(warp, lane)
-    result: BulkGroups = groups[key]
-    return result
+FAMILY = "bulk"
 
 
 def commit_group(e: Emitter) -> Any:
     def bulk_commit(f: Fragment, m: Any) -> Wait | None:
         for lane in f.lanes(m).tolist():
-            groups = bulk_groups(f.warp, lane)
-            groups.groups.append(groups.open)
-            groups.open = []
+            groups_of(f.warp, FAMILY, lane).commit()
         return None
 
     return bulk_commit
 
 
-class BulkWait(Wait):
-    def __init__(self, warp: Warp, lanes: list[int], pending: int, read: bool) -> None:
-        self.warp = warp
-        self.read = read
-        self.parts = []
-        for lane in lanes:
-            groups = bulk_groups(warp, lane)
-            self.parts.append((lane, groups, max(len(groups.groups) - pending, 0)))
-
-    def _unfinished(self) -> int:
-        return sum(
-            not (t.read if self.read else t.written)
-            for _, groups, upto in self.parts
-            for group in groups.groups[:upto]
-            for t in group
-        )
-
-    def ready(self) -> bool:
-        return self._unfinished() == 0
-
-    def finish(self, fragment: Fragment) -> Wait | None:
-        clocks = self.warp.cta.cluster.clocks
-        if clocks is not None:
-            for lane, groups, upto in self.parts:
-                clocks.observe(np.array([self.warp.first_row + lane]), groups.column, upto)
-        return None
-
-    def describe(self) -> str:
-        return f"{self._unfinished()} bulk copies to " + ("be read" if self.read else "finish")
+class BulkWait(GroupWait):
+    what = "bulk copies"
 
 
 def wait_group(e: Emitter) -> Any:
@@ -117,40 +69,35 @@ def wait_group(e: Emitter) -> Any:
     if not isinstance(operand, Immediate):
         e.unsupported()
         return None
-    pending, read = operand.value, e.has("read")
+    pending, stage = operand.value, "read" if e.has("read") else "written"
 
     def bulk_wait(f: Fragment, m: Any) -> Wait | None:
-        waiting = BulkWait(f.warp, f.lanes(m).tolist(), pending, read)
-        return waiting.finish(f) if waiting.ready() else waiting
+        w = f.warp
+        parts = [(w.first_row + lane, groups_of(w, FAMILY, lane)) for lane in f.lanes(m).tolist()]
+        return BulkWait(w, parts, pending, stage).begin(f)
 
     return bulk_wait
 
 
 # ---- operands
-def read_tensor_map(w: Warp, address: int, ins: Instruction, lane: int) -> Any:
+def read_tensor_map(site: Site, address: int) -> Any:
     """Decode the 128 bytes at a generic address: kernel parameter, global or constant memory."""
-    from padless.emulator.units import tensor_map
-
-    machine = w.cta.machine
+    launch = site.warp.launch
     if address % 64:
-        machine.fault(
-            w, ins, f"tensor map address {address:#x} is not a multiple of 64", np.arange(32) == lane
-        )
+        site.fault(f"tensor map address {address:#x} is not a multiple of 64")
     if address >> 60 == PARAM_WINDOW >> 60:
         at = address - PARAM_WINDOW
-        raw = machine.parameters[at : at + 128].tobytes()
+        raw = launch.parameters[at : at + 128].tobytes()
     elif address >> 60 == SHARED_WINDOW >> 60:
-        machine.fault(w, ins, "a tensor map in shared memory cannot be used", np.arange(32) == lane)
-        raise AssertionError
+        site.fault("a tensor map in shared memory cannot be used")
     else:
-        raw = machine.memory.read_bytes(address, 128)
-    cache = machine.__dict__.setdefault("_tensor_maps", {})
-    if raw not in cache:
+        raw = launch.memory.read_bytes(address, 128)
+    if raw not in launch.tensor_maps:
         try:
-            cache[raw] = tensor_map.decode(raw)
+            launch.tensor_maps[raw] = tensor_map.decode(raw)
         except ValueError as error:
-            machine.fault(w, ins, f"not a tensor map: {error}", np.arange(32) == lane)
-    return cache[raw]
+            site.fault(f"not a tensor map: {error}")
+    return launch.tensor_maps[raw]
 
 
 def space_order(e: Emitter) -> str:
@@ -204,26 +151,21 @@ def tensor_copy(e: Emitter, operation: str) -> None:
 
     def bulk_tensor(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
-        grid_dependency.check(w, f.lanes(m), ins)
+        check_grids(w, f.lanes(m), ins)
         for lane in f.lanes(m).tolist():
-            tensor_map = read_tensor_map(w, map_operand.one(w, lane), ins, lane)
+            site = Site(w, ins, lane)
+            found = read_tensor_map(site, map_operand.one(w, lane))
             where = tuple(int(w.v[c][lane]) for c in coordinates)
-            if tensor_map.rank != rank:
-                w.cta.machine.report(
-                    "tma", f"a {rank}-d copy through a tensor map of rank {tensor_map.rank}", ins, w, lane
-                )
+            if found.rank != rank:
+                site.report("tma", f"a {rank}-d copy through a tensor map of rank {found.rank}")
                 continue
             start = memory.one(w, lane)
-            if direction == "load":
-                assert barrier is not None
+            if barrier is not None:
                 mask = int(w.v[mask_slot][lane]) if mask_slot >= 0 else None
-                bulk_transfer.tensor_load(
-                    w, lane, ins, tensor_map, where, start, barrier.one(w, lane), mask, pair, mode
-                )
+                bulk_transfer.tensor_load(site, found, where, start, barrier.one(w, lane), mask, pair, mode)
             else:
-                bulk_transfer.tensor_store(
-                    w, lane, ins, tensor_map, where, start, operation, mode, bulk_groups(w, lane)
-                )
+                groups = groups_of(w, FAMILY, lane)
+                bulk_transfer.tensor_store(site, found, where, start, operation, mode, groups)
         return None
 
     e.synchronise(bulk_tensor)
@@ -244,36 +186,27 @@ def plain_copy(e: Emitter, operation: str) -> None:
         origin = GenericOperand(e, source) if direction == "load" else SharedOperand(e, source)
     barrier = SharedOperand(e, rest[0]) if direction != "store" else None
     mask_slot = e.source_slot(rest[1], "u16") if e.has("multicast::cluster") else -1
-    kind = e.types[-1] if operation else ""
+    reduce = (e.types[-1], operation) if operation else None
 
     def bulk_copy(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
         for lane in f.lanes(m).tolist():
+            site = Site(w, ins, lane)
             count = int(w.v[size_slot][lane])
-            to, source_address = target.one(w, lane), origin.one(w, lane)
-            if count % 16 or to % 16 or source_address % 16:
-                w.cta.machine.fault(
-                    w, ins, f"bulk copy of {count} bytes from {source_address:#x} to {to:#x}: not multiples of 16",
-                    np.arange(32) == lane,
-                )  # fmt: skip
-            if count and direction != "cluster":
-                grid_dependency.check(w, [lane], ins)
-            mask = int(w.v[mask_slot][lane]) if mask_slot >= 0 else None
-            if direction == "load":
-                assert barrier is not None
-                bulk_transfer.plain_load(w, lane, ins, to, source_address, count, barrier.one(w, lane), mask)
-            elif direction == "store":
-                bulk_transfer.plain_store(
-                    w, lane, ins, to, source_address, count, operation, kind, bulk_groups(w, lane)
-                )
+            to, start = target.one(w, lane), origin.one(w, lane)
+            if count % 16 or to % 16 or start % 16:
+                site.fault(f"bulk copy of {count} bytes from {start:#x} to {to:#x}: not multiples of 16")
+            if not count:
+                continue
+            if direction != "cluster":
+                check_grids(w, [lane], ins)
+            if barrier is None:
+                bulk_transfer.plain_store(site, to, start, count, reduce, groups_of(w, FAMILY, lane))
+            elif direction == "load":
+                mask = int(w.v[mask_slot][lane]) if mask_slot >= 0 else None
+                bulk_transfer.plain_load(site, to, start, count, barrier.one(w, lane), mask)
             else:
-                assert barrier is not None
-                bulk_transfer.shared_to_shared(
-                    w, lane, ins, to, source_address, count, barrier.one(w, lane), operation, kind
-                )
+                bulk_transfer.shared_to_shared(site, to, start, count, barrier.one(w, lane), reduce)
         return None
 
     e.synchronise(bulk_copy)
-
-
-# ---- cp.async of 4, 8 or 16 bytes a lane

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
-from padless.emulator.instructions.operands import locate
-from padless.emulator.instructions.synchronisation import find_mbarrier
 from padless.emulator.order.race import ASYNC, IN_FLIGHT, pack
-from padless.emulator.state import grid_dependency
 from padless.emulator.state.asynchronous import AsyncOperation, Work
+from padless.emulator.state.groups import Groups, Operation
+from padless.emulator.state.mbarrier import Mbarrier, find_mbarrier
+from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
-
-if TYPE_CHECKING:
-    from padless.emulator.ptx.ast import Instruction
-    from padless.emulator.state.mbarrier import Mbarrier
-    from padless.emulator.state.warp import Cta, Warp
+from padless.emulator.state.warp import Cta
+from padless.emulator.units import tma
 
 Array = np.ndarray[Any, Any]
-
-
-class Transfer:
-    """One store in flight: has it read its source, has it written its destination."""
-
-    __slots__ = ("after", "instruction", "read", "written")
-
-    def __init__(self, instruction: Instruction) -> None:
-        self.instruction = instruction
-        self.read = False
-        self.written = False
-        self.after: list[Any] = []
 
 
 def cells_of(addresses: Array, granule: int, shift: int) -> Any:
@@ -43,356 +29,245 @@ def cells_of(addresses: Array, granule: int, shift: int) -> Any:
     return np.unique(cells) if granule >> shift == 0 else cells.reshape(-1)
 
 
-def gather(w: Warp, ins: Instruction, lane: int, addresses: Array, granule: int) -> Array:
-    """Read `granule`-byte pieces of global memory; what lies outside every allocation is reported and reads as 0xFF."""
-    memory = w.cta.machine.memory
-    out = np.full((len(addresses), granule), 0xFF, np.uint8)
+# ---- global memory
+def pieces(site: Site, addresses: Array, granule: int, verb: str) -> Iterable[tuple[Any, Array, Array]]:
+    """`granule`-byte pieces by the allocation that they lie in: (allocation, which pieces, offsets in it). What lies
+    outside every allocation is reported, once per 4 KiB, and left out."""
+    memory = site.warp.launch.memory
+    where = addresses.astype(np.int64)
     left = np.ones(len(addresses), bool)
     while left.any():
         at = int(np.argmax(left))
-        address = int(addresses[at])
+        address = int(where[at])
         found = memory.find(address)
         if found is None or address + granule > found.end:
-            w.cta.machine.report(
-                "out-of-bounds",
-                f"a bulk copy reads global address {address:#x}, outside every registered array",
-                ins,
-                w,
-                lane,
-            )
+            message = f"a bulk copy {verb} global address {address:#x}, outside every registered array"
+            site.report("out-of-bounds", message)
             left[at] = False
             if found is None:
-                outside = left & (addresses.astype(np.int64) // 4096 == address // 4096)
-                left &= ~outside
+                left &= where // 4096 != address // 4096
             continue
-        offsets = addresses.astype(np.int64) - found.address
+        offsets = where - found.address
         inside = left & (offsets >= 0) & (offsets + granule <= found.size)
-        picked = offsets[inside]
-        if granule in (2, 4, 8, 16) and not (picked % granule).any() and granule <= 8:
-            kind = f"u{granule}"
-            out[inside] = found.view(np.dtype(kind))[picked // granule].view(np.uint8).reshape(-1, granule)
-        elif granule == 16 and not (picked % 16).any():
-            out[inside] = found.view(np.dtype("u8,u8"))[picked // 16].view(np.uint8).reshape(-1, 16)
-        else:
-            out[inside] = found.bytes[picked[:, None] + np.arange(granule)]
+        yield found, inside, offsets[inside]
         left &= ~inside
+
+
+def gather(site: Site, addresses: Array, granule: int) -> Array:
+    """Read pieces of global memory; what lies outside every allocation reads as 0xFF."""
+    out = np.full((len(addresses), granule), 0xFF, np.uint8)
+    for found, inside, offsets in pieces(site, addresses, granule, "reads"):
+        if granule in (2, 4, 8, 16) and not (offsets % granule).any():
+            kind = np.dtype(f"u{granule}" if granule < 16 else "u8,u8")
+            out[inside] = found.view(kind)[offsets // granule].view(np.uint8).reshape(-1, granule)
+        else:
+            out[inside] = found.bytes[offsets[:, None] + np.arange(granule)]
     return out
 
 
-def scatter(w: Warp, ins: Instruction, lane: int, addresses: Array, data: Array) -> None:
-    memory = w.cta.machine.memory
-    granule = data.shape[1]
-    left = np.ones(len(addresses), bool)
-    while left.any():
-        at = int(np.argmax(left))
-        address = int(addresses[at])
-        found = memory.find(address)
-        if found is None or address + granule > found.end:
-            w.cta.machine.report(
-                "out-of-bounds",
-                f"a bulk copy writes global address {address:#x}, outside every registered array",
-                ins,
-                w,
-                lane,
-            )
-            left[at] = False
-            continue
-        offsets = addresses.astype(np.int64) - found.address
-        inside = left & (offsets >= 0) & (offsets + granule <= found.size)
-        found.bytes[offsets[inside][:, None] + np.arange(granule)] = data[inside]
-        left &= ~inside
+def scatter(site: Site, addresses: Array, data: Array) -> None:
+    for found, inside, offsets in pieces(site, addresses, data.shape[1], "writes"):
+        found.bytes[offsets[:, None] + np.arange(data.shape[1])] = data[inside]
 
 
-def destinations(
-    w: Warp, lane: int, ins: Instruction, start: int, barrier: int, mask: int | None, pair: bool
+# ---- shared memory
+def check_bounds(site: Site, cta: Cta, where: Array, granule: int) -> None:
+    if int(where.max()) + granule > cta.shared.size:
+        site.fault("a bulk copy reaches past the CTA's shared memory")
+
+
+def receivers(
+    site: Site, start: int, barrier: int, mask: int | None, pair: bool
 ) -> list[tuple[Cta, Mbarrier]]:
     """The CTAs that receive a copy, each with the barrier it completes on."""
-    cta, _ = locate(w, start, ins, lane)
-    cluster = w.cta.cluster
-    ranks = [cta.rank] if mask is None else [r for r in range(16) if mask >> r & 1]
+    cta, _ = site.locate(start)
+    ctas = site.warp.cta.cluster.ctas
     out = []
     bar_rank = barrier >> 24
-    for rank in ranks:
-        if rank >= len(cluster.ctas):
-            w.cta.machine.report(
-                "tma", f"multicast to CTA {rank} of a cluster of {len(cluster.ctas)}", ins, w, lane
-            )
+    for rank in [cta.rank] if mask is None else [r for r in range(16) if mask >> r & 1]:
+        if rank >= len(ctas):
+            site.report("tma", f"multicast to CTA {rank} of a cluster of {len(ctas)}")
             continue
         signalled = rank
         if pair:
             signalled = (rank & ~1) | (bar_rank & 1)
         elif mask is None and bar_rank != rank:
-            w.cta.machine.report(
+            site.report(
                 "tma",
                 f"data goes to CTA {rank}, the mbarrier is in CTA {bar_rank}; only .cta_group::2 allows it",
-                ins, w, lane,
-            )  # fmt: skip
-            signalled = bar_rank
-        bar = find_mbarrier(w, (signalled << 24) | (barrier & OFFSET_MASK), ins, lane, asynchronous=True)
-        target = cluster.ctas[rank]
-        if target.exited:
-            w.cta.machine.report(
-                "exit", f"copies into shared memory of CTA {target.index}, which has exited", ins, w, lane
             )
+            signalled = bar_rank
+        bar = find_mbarrier(site, (signalled << 24) | (barrier & OFFSET_MASK), asynchronous=True)
+        if ctas[rank].exited:
+            message = f"copies into shared memory of CTA {ctas[rank].index}, which has exited"
+            site.report("exit", message)
         if bar is not None:
-            out.append((target, bar))
+            out.append((ctas[rank], bar))
     return out
 
 
-def begin_write(w: Warp, lane: int, ins: Instruction, cta: Cta, cells: Any, column: int) -> Any:
-    """Check a write to shared memory at issue, and mark the bytes as in flight."""
-    clocks = w.cta.cluster.clocks
-    if clocks is None:
-        return None
-    stamp = pack(column, IN_FLIGHT, ASYNC)
-    row = np.array([w.first_row + lane])
-    cta.shared.shadow.bulk(cells, clocks.meet(row), stamp, ins, w, lane, write=True)
-    return stamp
+class Landing:
+    """A write to a CTA's shared memory that completes on an mbarrier: checked at issue, in flight until it is over."""
+
+    def __init__(self, site: Site, cta: Cta, bar: Mbarrier, where: Array, granule: int) -> None:
+        self.site, self.cta, self.bar = site, cta, bar
+        self.ahead = site.carried()
+        if site.warp.clocks is not None:
+            self.cells = cells_of(where, granule, cta.granule_shift)
+            self.stamp = pack(bar.column, IN_FLIGHT, ASYNC)
+            cta.shared.shadow.bulk(self.cells, site.clock(), self.stamp, site, write=True)
+
+    def complete(self, size: int) -> None:
+        """The bytes have landed: they belong to the barrier's current phase, and count down its transactions."""
+        if self.site.warp.clocks is not None:
+            over = pack(self.bar.column, self.bar.phase + 1, ASYNC)
+            self.cta.shared.shadow.restamp(self.cells, self.stamp, over)
+        self.bar.complete_tx(size, self.site, self.ahead)
 
 
-def tensor_load(
-    w: Warp, lane: int, ins: Instruction, tensor_map: Any, coordinates: tuple[int, ...], start: int, barrier: int,
-    mask: int | None, pair: bool, mode: str,
+def load(
+    site: Site, targets: Iterable[tuple[Cta, Mbarrier]], where: Array, granule: int, size: int,
+    fill: Callable[[Array], None], detail: Any = None, unit: str = "load",
 ) -> None:  # fmt: skip
-    from padless.emulator.units import tma
+    """Queue one copy into the shared memory of each target: `fill` writes the bytes, of which `where` are the offsets,
+    in pieces of `granule` bytes; `size` of them count on the target's mbarrier."""
+    first = True
+    for cta, bar in targets:
+        landing = Landing(site, cta, bar, where, granule)
 
-    machine = w.cta.machine
-    offset = start & OFFSET_MASK
-    plan = tma.plan(tensor_map, coordinates, offset, store=False, mode=mode)
+        def land(landing: Landing = landing) -> None:
+            fill(landing.cta.shared.bytes)
+            landing.complete(size)
+
+        work = Work(unit, cta, size, detail, site.warp.cta, first)
+        site.warp.launch.enqueue(None, AsyncOperation(site.description, land, work=work))
+        first = False
+
+
+def store(
+    site: Site, cta: Cta, groups: Groups, where: Array, granule: int, take: Callable[[], list[Any]],
+    reduce: tuple[str, str] | None, detail: Any = None,
+) -> None:  # fmt: skip
+    """Queue one copy out of shared memory, of a thread's bulk group: `take` reads it as (addresses, data), to be written
+    or, with `reduce` (element type, operation), combined with what is there."""
+    operation = Operation(site.instruction)
+    if site.warp.clocks is not None:  # the read ends with the thread's bulk group
+        stamp = int(pack(groups.column, groups.event, ASYNC))
+        cells = cells_of(where, granule, cta.granule_shift)
+        cta.shared.shadow.bulk(cells, site.clock(), stamp, site, write=False)
+    groups.add(operation)
+    taken: list[Any] = []
+
+    def read() -> None:
+        taken.extend(take())
+        operation.read = True
+
+    def write() -> None:
+        for addresses, data in taken:
+            if reduce is not None:
+                data = tma.reduce_values(gather(site, addresses, data.shape[1]), data, *reduce)
+            scatter(site, addresses, np.asarray(data))
+        operation.finish()
+
+    work = Work("store", cta, len(where) * granule, detail)
+    site.warp.launch.enqueue(None, AsyncOperation(site.description, read, write, work=work))
+
+
+# ---- copies with a tensor map
+def tensor_load(
+    site: Site, tensor_map: Any, coordinates: tuple[int, ...], start: int, barrier: int, mask: int | None, pair: bool,
+    mode: str,
+) -> None:  # fmt: skip
+    plan = tma.plan(tensor_map, coordinates, start & OFFSET_MASK, store=False, mode=mode)
     for problem in plan.problems:
-        machine.report("tma", problem, ins, w, lane)
+        site.report("tma", problem)
     if not len(plan.shared_address):
         return
-    if int(plan.shared_address.max()) + plan.granule > w.cta.shared.size:
-        machine.fault(w, ins, "a bulk copy reaches past the CTA's shared memory", np.arange(32) == lane)
+    check_bounds(site, site.warp.cta, plan.shared_address, plan.granule)
     written = plan.shared_address, plan.granule
     if tensor_map.shared_bits != tensor_map.element_bits:
         # 16 bytes of which some are padding: written as a whole
         written = np.unique(plan.shared_address & ~15), 16
-    ahead = grid_dependency.carried(w, lane)
-    first = True
-    for cta, bar in destinations(w, lane, ins, start, barrier, mask, pair):
-        cells = cells_of(*written, cta.granule_shift) if cta.checks else None
-        stamp = begin_write(w, lane, ins, cta, cells, bar.column)
 
-        def land(cta: Cta = cta, bar: Mbarrier = bar, cells: Any = cells, stamp: Any = stamp) -> None:
-            tma.load(plan, lambda a, g: gather(w, ins, lane, a, g), cta.shared.bytes)
-            complete(w, ins, cta, bar, cells, stamp, plan.transaction_bytes, ahead)
+    def fill(shared: Array) -> None:
+        tma.load(plan, lambda addresses, granule: gather(site, addresses, granule), shared)
 
-        work = Work("load", cta, plan.transaction_bytes, tensor_map, w.cta, first)
-        machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", land, work=work))
-        first = False
-
-
-def complete(
-    w: Warp, ins: Instruction, cta: Cta, bar: Mbarrier, cells: Any, stamp: Any, size: int, ahead: Any = None
-) -> None:
-    """The bytes have landed: they belong to the barrier's current phase, and count down its transactions. `ahead`: what
-    their issuer knew of the kernels ahead (GridDependency.carried)."""
-    if stamp is not None:
-        cta.shared.shadow.restamp(cells, stamp, pack(bar.column, bar.phase + 1, ASYNC))
-    bar.complete_tx(size, ins, w, ahead)
-
-
-def plain_load(
-    w: Warp, lane: int, ins: Instruction, to: int, source: int, count: int, barrier: int, mask: int | None
-) -> None:
-    machine = w.cta.machine
-    if not count:
-        return
-    where = (to & OFFSET_MASK) + np.arange(0, count, 16)
-    if int(where.max()) + 16 > w.cta.shared.size:
-        machine.fault(w, ins, "a bulk copy reaches past the CTA's shared memory", np.arange(32) == lane)
-    ahead = grid_dependency.carried(w, lane)
-    first = True
-    for cta, bar in destinations(w, lane, ins, to, barrier, mask, False):
-        cells = cells_of(where, 16, cta.granule_shift) if cta.checks else None
-        stamp = begin_write(w, lane, ins, cta, cells, bar.column)
-
-        def land(cta: Cta = cta, bar: Mbarrier = bar, cells: Any = cells, stamp: Any = stamp) -> None:
-            data = gather(w, ins, lane, source + np.arange(0, count, 16), 16)
-            cta.shared.bytes[where[0] : where[0] + count] = data.reshape(-1)
-            complete(w, ins, cta, bar, cells, stamp, count, ahead)
-
-        work = Work("load", cta, count, None, w.cta, first)
-        machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", land, work=work))
-        first = False
-
-
-def begin_read(
-    w: Warp, lane: int, ins: Instruction, cta: Cta, where: Array, granule: int, groups: Any
-) -> Transfer:
-    """Check a read of shared memory at issue and leave its stamp; the read ends with the thread's bulk group."""
-    clocks = w.cta.cluster.clocks
-    if clocks is not None:
-        cells = cells_of(where, granule, cta.granule_shift)
-        stamp = int(pack(groups.column, len(groups.groups) + 1, ASYNC))
-        row = np.array([w.first_row + lane])
-        cta.shared.shadow.bulk(cells, clocks.meet(row), stamp, ins, w, lane, write=False)
-    transfer = Transfer(ins)
-    groups.open.append(transfer)
-    return transfer
+    targets = receivers(site, start, barrier, mask, pair)
+    load(site, targets, *written, plan.transaction_bytes, fill, tensor_map)
 
 
 def tensor_store(
-    w: Warp, lane: int, ins: Instruction, tensor_map: Any, coordinates: tuple[int, ...], start: int, operation: str,
-    mode: str, groups: Any,
-) -> None:  # fmt: skip
-    from padless.emulator.units import tma
-
-    machine = w.cta.machine
-    cta, offset = locate(w, start, ins, lane)
+    site: Site,
+    tensor_map: Any,
+    coordinates: tuple[int, ...],
+    start: int,
+    operation: str,
+    mode: str,
+    groups: Groups,
+) -> None:
+    cta, offset = site.locate(start)
     plan = tma.plan(tensor_map, coordinates, offset, store=True, mode=mode)
     for problem in plan.problems:
-        machine.report("tma", problem, ins, w, lane)
+        site.report("tma", problem)
     if not len(plan.shared_address):
         return
-    if int(plan.shared_address.max()) + plan.granule > cta.shared.size:
-        machine.fault(w, ins, "a bulk copy reaches past the CTA's shared memory", np.arange(32) == lane)
-    transfer = begin_read(w, lane, ins, cta, plan.shared_address, plan.granule, groups)
-    taken: list[Any] = []
+    check_bounds(site, cta, plan.shared_address, plan.granule)
 
-    def read() -> None:
+    def take() -> list[Any]:
+        taken: list[Any] = []
         tma.store(plan, cta.shared.bytes, lambda a, data: taken.append((a, np.array(data, copy=True))))
-        transfer.read = True
+        return taken
 
-    def write() -> None:
-        for addresses, values in taken:
-            data = values
-            if operation:
-                old = gather(w, ins, lane, addresses, data.shape[1])
-                data = tma.reduce_values(old, data, tensor_map.element, operation)
-            scatter(w, ins, lane, addresses, data)
-        transfer.written = True
+    reduce = (tensor_map.element, operation) if operation else None
+    store(site, cta, groups, plan.shared_address, plan.granule, take, reduce, tensor_map)
 
-    work = Work("store", cta, len(plan.shared_address) * plan.granule, tensor_map)
-    machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", read, write, work=work))
+
+# ---- copies of a run of bytes
+def plain_load(site: Site, to: int, source: int, count: int, barrier: int, mask: int | None) -> None:
+    where = (to & OFFSET_MASK) + np.arange(0, count, 16)
+    check_bounds(site, site.warp.cta, where, 16)
+
+    def fill(shared: Array) -> None:
+        data = gather(site, source + np.arange(0, count, 16), 16)
+        shared[where[0] : where[0] + count] = data.reshape(-1)
+
+    load(site, receivers(site, to, barrier, mask, False), where, 16, count, fill)
 
 
 def plain_store(
-    w: Warp,
-    lane: int,
-    ins: Instruction,
-    to: int,
-    source: int,
-    count: int,
-    operation: str,
-    kind: str,
-    groups: Any,
+    site: Site, to: int, source: int, count: int, reduce: tuple[str, str] | None, groups: Groups
 ) -> None:
-    machine = w.cta.machine
-    cta, offset = locate(w, source, ins, lane)
-    if not count:
-        return
+    cta, offset = site.locate(source)
     where = offset + np.arange(0, count, 16)
-    if int(where.max()) + 16 > cta.shared.size:
-        machine.fault(w, ins, "a bulk copy reaches past the CTA's shared memory", np.arange(32) == lane)
-    transfer = begin_read(w, lane, ins, cta, where, 16, groups)
-    taken: list[Array] = []
+    check_bounds(site, cta, where, 16)
 
-    def read() -> None:
-        taken.append(cta.shared.bytes[offset : offset + count].copy().reshape(-1, 16))
-        transfer.read = True
+    def take() -> list[Any]:
+        data = cta.shared.bytes[offset : offset + count].copy().reshape(-1, 16)
+        return [(to + np.arange(0, count, 16), data)]
 
-    def write() -> None:
-        data = taken[0]
-        addresses = to + np.arange(0, count, 16)
-        if operation:
-            data = reduce_bytes(gather(w, ins, lane, addresses, 16), data, kind, operation)
-        scatter(w, ins, lane, addresses, data)
-        transfer.written = True
-
-    work = Work("store", cta, count)
-    machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", read, write, work=work))
-
-
-def reduce_bytes(old: Array, new: Array, kind: str, operation: str) -> Array:
-    from padless.emulator.units import tma
-
-    return np.asarray(tma.reduce_values(old, new, kind, operation))
+    store(site, cta, groups, where, 16, take, reduce)
 
 
 def shared_to_shared(
-    w: Warp,
-    lane: int,
-    ins: Instruction,
-    to: int,
-    source: int,
-    count: int,
-    barrier: int,
-    operation: str,
-    kind: str,
+    site: Site, to: int, source: int, count: int, barrier: int, reduce: tuple[str, str] | None
 ) -> None:
     """Distributed shared memory: own shared memory to another CTA's, completing on a barrier there."""
-    machine = w.cta.machine
-    origin, offset = locate(w, source, ins, lane)
-    target, start = locate(w, to, ins, lane)
-    bar = find_mbarrier(w, barrier, ins, lane, asynchronous=True)
+    origin, offset = site.locate(source)
+    target, start = site.locate(to)
+    bar = find_mbarrier(site, barrier, asynchronous=True)
     if bar is None:
         return
-    clocks = w.cta.cluster.clocks
-    cells = stamp = None
-    if clocks is not None:
-        row = np.array([w.first_row + lane])
-        reads = cells_of(offset + np.arange(0, count, 16), 16, origin.granule_shift)
-        # The source is free again when the barrier completes.
-        origin.shared.shadow.bulk(
-            reads, clocks.meet(row), int(pack(bar.column, bar.phase + 1, ASYNC)), ins, w, lane, write=False
-        )
-        cells = cells_of(start + np.arange(0, count, 16), 16, target.granule_shift)
-        stamp = begin_write(w, lane, ins, target, cells, bar.column)
-    ahead = grid_dependency.carried(w, lane)
+    step = np.arange(0, count, 16)
+    if site.warp.clocks is not None:  # the source is free again when the barrier completes
+        stamp = int(pack(bar.column, bar.phase + 1, ASYNC))
+        cells = cells_of(offset + step, 16, origin.granule_shift)
+        origin.shared.shadow.bulk(cells, site.clock(), stamp, site, write=False)
 
-    def land() -> None:
+    def fill(shared: Array) -> None:
         data = origin.shared.bytes[offset : offset + count].copy()
-        if operation:
-            old = target.shared.bytes[start : start + count].reshape(-1, 16)
-            data = reduce_bytes(old, data.reshape(-1, 16), kind, operation).reshape(-1)
-        target.shared.bytes[start : start + count] = data
-        complete(w, ins, target, bar, cells, stamp, count, ahead)
+        if reduce is not None:
+            old = shared[start : start + count].reshape(-1, 16)
+            data = np.asarray(tma.reduce_values(old, data.reshape(-1, 16), *reduce)).reshape(-1)
+        shared[start : start + count] = data
 
-    work = Work("remote", target, count, None, origin)
-    machine.enqueue(None, AsyncOperation(f"{ins.name} of CTA {w.cta.index}", land, work=work))
-
-
-def small_load(
-    w: Warp, lanes: list[int], ins: Instruction, pieces: list[tuple[int, int, int]], size: int, state: Any
-) -> None:
-    """cp.async: `size` bytes per lane, of which `count` are read and the rest are zero."""
-    machine = w.cta.machine
-    clocks = w.cta.cluster.clocks
-    work = []
-    for lane, (to, source, count) in zip(lanes, pieces, strict=True):
-        cta, offset = locate(w, to, ins, lane)
-        if offset % size or source % size:
-            machine.fault(
-                w,
-                ins,
-                f"cp.async of {size} bytes from {source:#x} to {to:#x}: misaligned",
-                np.arange(32) == lane,
-            )
-        transfer = Transfer(ins)
-        state.open[lane].append(transfer)
-        stamp = cells = None
-        if clocks is not None:
-            cells = slice(offset >> cta.granule_shift, (offset + size) >> cta.granule_shift)
-            row = np.array([w.first_row + lane])
-            # cp.async is not the async proxy: it is ordered like an ordinary write of this thread, when waited for.
-            stamp = pack(state.columns[lane], IN_FLIGHT)
-            cta.shared.shadow.bulk(cells, clocks.meet(row), stamp, ins, w, lane, write=True, generic_plane=0)
-        work.append((lane, cta, offset, source, count, transfer, cells, stamp, len(state.groups[lane]) + 1))
-
-    def land() -> None:
-        for lane, cta, offset, source, count, transfer, cells, stamp, group in work:
-            data = np.zeros(size, np.uint8)
-            if count:
-                data[:count] = gather(w, ins, lane, np.array([source]), count)[0]
-            cta.shared.bytes[offset : offset + size] = data
-            if stamp is not None:
-                cta.shared.shadow.restamp(cells, stamp, pack(state.columns[lane], group))
-            transfer.written = transfer.read = True
-            for function in transfer.after:
-                function()
-
-    read_bytes = sum(count for _, _, count in pieces)
-    machine.enqueue(None, AsyncOperation(ins.name, land, work=Work("small_load", w.cta, read_bytes)))
+    load(site, [(target, bar)], start + step, 16, count, fill, unit="remote")

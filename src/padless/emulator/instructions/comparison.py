@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from padless.emulator.instructions import floating
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Pair, Sink
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
 
 Array = np.ndarray[Any, Any]
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from padless.emulator.instructions import floating
 from padless.emulator.instructions.floating_values import narrow_bf16, narrow_f16, round_directed
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import helper, instruction
 from padless.emulator.ptx.ast import Operand
 from padless.emulator.state.spaces import SHARED_WINDOW, VIEW_SIZE, WINDOW_OF
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
 
 Array = np.ndarray[Any, Any]
 INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")

@@ -2,105 +2,82 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
-from padless.emulator.instructions import bulk_transfer
+from padless.emulator.instructions.bulk_transfer import gather
 from padless.emulator.instructions.data import cache_qualifier
 from padless.emulator.instructions.operands import GenericOperand, SharedOperand
-from padless.emulator.instructions.synchronisation import find_mbarrier
-from padless.emulator.order.race import merge
+from padless.emulator.order.race import BEFORE, IN_FLIGHT, merge, pack
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Immediate
-from padless.emulator.state import grid_dependency
-from padless.emulator.state.warp import Wait
+from padless.emulator.state.asynchronous import AsyncOperation, Work
+from padless.emulator.state.global_access import check_grids
+from padless.emulator.state.groups import GroupWait, Operation, groups_of
+from padless.emulator.state.mbarrier import find_mbarrier
+from padless.emulator.state.site import Site
+from padless.emulator.state.warp import Fragment, Wait, Warp
 
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
-    from padless.emulator.state.warp import Fragment, Warp
-
-
-class SmallGroups:
-    """cp.async groups of one warp, by lane."""
-
-    def __init__(self, w: Warp) -> None:
-        clocks = w.cta.cluster.clocks
-        self.columns = [clocks.new_column() for _ in range(32)] if clocks is not None else [-1] * 32
-        self.open: list[list[Any]] = [[] for _ in range(32)]
-        self.groups: list[list[list[Any]]] = [[] for _ in range(32)]
+FAMILY = "cp.async"
 
 
-def small_groups(w: Warp) -> SmallGroups:
-    agents = w.cta.cluster.agents
-    key = ("cp.async", w.cta.rank, w.index)
-    if key not in agents:
-        agents[key] = SmallGroups(w)
-    result: SmallGroups = agents[key]
-    return result
-
-
-class SmallWait(Wait):
-    def __init__(self, f: Fragment, lanes: list[int], pending: int) -> None:
-        self.warp = f.warp
-        self.state = small_groups(f.warp)
-        self.parts = [(lane, max(len(self.state.groups[lane]) - pending, 0)) for lane in lanes]
-
-    def ready(self) -> bool:
-        return all(t.written for lane, upto in self.parts for g in self.state.groups[lane][:upto] for t in g)
-
-    def finish(self, fragment: Fragment) -> Wait | None:
-        clocks = self.warp.cta.cluster.clocks
-        if clocks is not None:
-            for lane, upto in self.parts:
-                clocks.observe(np.array([self.warp.first_row + lane]), self.state.columns[lane], upto)
-        return None
-
-    def describe(self) -> str:
-        return "cp.async copies to finish"
+class SmallWait(GroupWait):
+    what = "cp.async copies"
 
 
 def small_copy(e: Emitter) -> None:
-    ins = e.instruction
     if e.has("commit_group"):
-
-        def commit(f: Fragment, m: Any) -> Wait | None:
-            state = small_groups(f.warp)
-            for lane in f.lanes(m).tolist():
-                state.groups[lane].append(state.open[lane])
-                state.open[lane] = []
-            return None
-
         e.synchronise(commit)
-        return
-    if e.has("wait_group") or e.has("wait_all"):
-        operand = e.operands[0] if e.operands else Immediate(0)
-        pending = operand.value if isinstance(operand, Immediate) else 0
-        everything = e.has("wait_all")
+    elif e.has("wait_group") or e.has("wait_all"):
+        e.synchronise(make_wait(e))
+    elif "mbarrier" in e.modifiers:
+        e.synchronise(make_arrive(e))
+    else:
+        e.synchronise(make_copy(e))
 
-        def wait(f: Fragment, m: Any) -> Wait | None:
-            lanes = f.lanes(m).tolist()
-            if everything:
-                commit_open(f, lanes)
-            waiting = SmallWait(f, lanes, pending)
-            return waiting.finish(f) if waiting.ready() else waiting
 
-        e.synchronise(wait)
-        return
-    if e.has("mbarrier", "arrive") or "mbarrier" in e.modifiers:
-        small_arrive(e)
-        return
+def commit(f: Fragment, m: Any) -> Wait | None:
+    for lane in f.lanes(m).tolist():
+        groups_of(f.warp, FAMILY, lane).commit()
+    return None
+
+
+def commit_open(w: Warp, lanes: Iterable[int]) -> None:
+    for lane in lanes:
+        groups = groups_of(w, FAMILY, lane)
+        if groups.open:
+            groups.commit()
+
+
+def make_wait(e: Emitter) -> Any:
+    operand = e.operands[0] if e.operands else Immediate(0)
+    pending = operand.value if isinstance(operand, Immediate) else 0
+    everything = e.has("wait_all")
+
+    def wait(f: Fragment, m: Any) -> Wait | None:
+        w, lanes = f.warp, f.lanes(m).tolist()
+        if everything:
+            commit_open(w, lanes)
+        parts = [(w.first_row + lane, groups_of(w, FAMILY, lane)) for lane in lanes]
+        return SmallWait(w, parts, pending).begin(f)
+
+    return wait
+
+
+def make_copy(e: Emitter) -> Any:
+    ins = e.instruction
     destination, source, size, *rest = e.operands
     for modifier in e.modifiers:
-        if modifier not in ("async", "ca", "cg", "shared", "shared::cta", "global") and not cache_qualifier(
-            modifier
-        ):
+        allowed = ("async", "ca", "cg", "shared", "shared::cta", "global")
+        if modifier not in allowed and not cache_qualifier(modifier):
             e.unsupported(f"modifier .{modifier}")
     assert isinstance(size, Immediate)
     target, origin = SharedOperand(e, destination), GenericOperand(e, source)
     count_slot = ignore_slot = -1
-    for operand in rest[
-        : len(rest) - e.has("L2::cache_hint")
-    ]:  # the source's size or whether to ignore the source
+    # the source's size or whether to ignore the source
+    for operand in rest[: len(rest) - e.has("L2::cache_hint")]:
         if e.width(operand) == 0:
             ignore_slot = e.source_slot(operand, "pred")
         else:
@@ -109,76 +86,97 @@ def small_copy(e: Emitter) -> None:
 
     def cp_async(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
-        lanes = f.lanes(m).tolist()
-        pieces = []
-        for lane in lanes:
+        copies = []
+        for lane in f.lanes(m).tolist():
             count = int(w.v[count_slot][lane]) if count_slot >= 0 else size.value
             if ignore_slot >= 0 and w.v[ignore_slot][lane]:
                 count = 0
-            pieces.append((target.one(w, lane), origin.one(w, lane), min(count, size.value)))
-        if w.cta.cluster.grids is not None:
-            reading = [lane for lane, piece in zip(lanes, pieces, strict=True) if piece[2]]
-            w.cta.cluster.grids.check(w, np.array(reading, np.intp), ins)
-        bulk_transfer.small_load(w, lanes, ins, pieces, size.value, small_groups(w))
+            copies.append(
+                (Site(w, ins, lane), target.one(w, lane), origin.one(w, lane), min(count, size.value))
+            )
+        check_grids(w, [site.lane for site, _, _, count in copies if count], ins)
+        copy(w, copies, size.value)
         return None
 
-    e.synchronise(cp_async)
+    return cp_async
 
 
-def commit_open(f: Fragment, lanes: list[int]) -> None:
-    state = small_groups(f.warp)
-    for lane in lanes:
-        if state.open[lane]:
-            state.groups[lane].append(state.open[lane])
-            state.open[lane] = []
+def copy(w: Warp, copies: list[tuple[Site, int, int, int]], size: int) -> None:
+    """`size` bytes per lane, of which `count` are read and the rest are zero."""
+    work = []
+    for site, to, source, count in copies:
+        cta, offset = site.locate(to)
+        if offset % size or source % size:
+            message = f"cp.async of {size} bytes from {source:#x} to {to:#x}: misaligned"
+            site.fault(message, "misaligned")
+        groups = groups_of(w, FAMILY, site.lane)
+        operation = Operation(site.instruction)
+        stamp = cells = None
+        if w.clocks is not None:
+            cells = slice(offset >> cta.granule_shift, (offset + size) >> cta.granule_shift)
+            # cp.async is not the async proxy: it is ordered like an ordinary write of this thread, when waited for.
+            stamp = pack(groups.column, IN_FLIGHT)
+            cta.shared.shadow.bulk(cells, site.clock(), stamp, site, write=True, generic_plane=0)
+        work.append((site, cta, offset, source, count, operation, cells, stamp, groups.column, groups.event))
+        groups.add(operation)
+
+    def land() -> None:
+        for site, cta, offset, source, count, operation, cells, stamp, column, event in work:
+            data = np.zeros(size, np.uint8)
+            if count:
+                data[:count] = gather(site, np.array([source]), count)[0]
+            cta.shared.bytes[offset : offset + size] = data
+            if stamp is not None:
+                cta.shared.shadow.restamp(cells, stamp, pack(column, event))
+            operation.finish()
+
+    read_bytes = sum(count for _, _, _, count in copies)
+    name = copies[0][0].instruction.name if copies else ""
+    w.launch.enqueue(None, AsyncOperation(name, land, work=Work("small_load", w.cta, read_bytes)))
 
 
-def small_arrive(e: Emitter) -> None:
+def make_arrive(e: Emitter) -> Any:
     """cp.async.mbarrier.arrive: an arrival once the lane's earlier cp.async copies are done."""
     where = SharedOperand(e, e.operands[0])
     keep = e.has("noinc")
     ins = e.instruction
 
     def arrive(f: Fragment, m: Any) -> Wait | None:
-        w = f.warp
-        state = small_groups(w)
-        clocks = w.cta.cluster.clocks
         for lane in f.lanes(m).tolist():
-            bar = find_mbarrier(w, where.one(w, lane), ins, lane)
-            if bar is None:
-                continue
-            if not keep:
-                bar.pending += 1
-            commit_open(f, [lane])
-            upto = len(state.groups[lane])
-            column = state.columns[lane]
-            outstanding = [t for g in state.groups[lane] for t in g if not t.written]
-            left = [len(outstanding)]
-            ahead = grid_dependency.carried(w, lane)
-
-            def finish(
-                bar: Any = bar,
-                lane: int = lane,
-                upto: int = upto,
-                column: int = column,
-                left: list[int] = left,
-                ahead: Any = ahead,
-            ) -> None:
-                left[0] -= 1
-                if left[0] > 0:  # copies finish in any order
-                    return
-                clock = None
-                if clocks is not None:
-                    clock = np.zeros((4, clocks.columns), np.uint32)
-                    clock[:, column] = upto
-                    if ahead is not None:
-                        clock = merge(clock, ahead)
-                bar.arrive(1, clock, ins, w, lane)
-
-            for transfer in outstanding:
-                transfer.after.append(finish)
-            if not outstanding:
-                finish()
+            arrive_after(Site(f.warp, ins, lane), where.one(f.warp, lane), keep)
         return None
 
-    e.synchronise(arrive)
+    return arrive
+
+
+def arrive_after(site: Site, address: int, keep: bool) -> None:
+    """The lane's copies so far finish in any order; the last to do so arrives. keep: the arrival is a counted one."""
+    w = site.warp
+    bar = find_mbarrier(site, address)
+    if bar is None:
+        return
+    if not keep:
+        bar.pending += 1
+    commit_open(w, [site.lane])
+    groups = groups_of(w, FAMILY, site.lane)
+    upto = len(groups.closed)
+    outstanding = groups.unfinished(upto)
+    left = [len(outstanding)]
+    ahead = site.carried()
+
+    def finish() -> None:
+        left[0] -= 1
+        if left[0] > 0:
+            return
+        clock = None
+        if w.clocks is not None:
+            clock = np.zeros((BEFORE + 1, w.clocks.columns), np.uint32)
+            clock[:, groups.column] = upto
+            if ahead is not None:
+                clock = merge(clock, ahead)
+        bar.arrive(1, clock, site)
+
+    for operation in outstanding:
+        operation.after.append(finish)
+    if not outstanding:
+        finish()

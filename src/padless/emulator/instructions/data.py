@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from padless.emulator.instructions.async_store import asynchronous_store
 from padless.emulator.instructions.conversion import wide_source
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import HELPERS, helper, instruction
-from padless.emulator.ptx.ast import Address, Immediate, Register, Sink, Symbol, Vector
-from padless.emulator.state import grid_dependency
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
+from padless.emulator.ptx.ast import Immediate, Register, Sink, Symbol, Vector
+from padless.emulator.state import atomics
+from padless.emulator.state.global_access import check_grids
+from padless.emulator.state.memory import NUMPY
+from padless.emulator.state.memory_access import LOADS, STORES, MemoryAccess, at_addresses, load_local_at
+from padless.emulator.state.site import Site, lanes_of
+from padless.emulator.state.warp import Warp
 
 Array = np.ndarray[Any, Any]
 DYNAMIC = {"%clock": "u32", "%clock_hi": "u32", "%clock64": "u64", "%globaltimer": "u64", "%globaltimer_lo": "u32",
@@ -43,7 +46,7 @@ def cache_qualifier(modifier: str) -> bool:
 def move(e: Emitter) -> None:
     d, a = e.operands
     if isinstance(d, Register) and isinstance(a, Register) and a.name in DYNAMIC:
-        e.assign(e.destination(d, DYNAMIC[a.name]), f"w.cta.machine.clock({a.name!r})")
+        e.assign(e.destination(d, DYNAMIC[a.name]), f"w.launch.clock({a.name!r})")
         return
     if isinstance(a, Vector):
         total = sum(e.width(i) for i in a.items)
@@ -92,25 +95,13 @@ def batch(w: Any, m: Any, function: Any, destinations: Array, *sources: Array) -
     rows[destinations] = values if m is True else np.where(m, values, rows[destinations])
 
 
-class MemoryAccess:
-    """A load or a store as decoded when the kernel is prepared."""
-
-    def __init__(self, e: Emitter, space: str, address: Any, view: str, slots: list[int]) -> None:
-        self.instruction = e.instruction
-        self.space = space
-        self.base, self.offset = e.address(address)
-        self.view = view
-        self.size = int(view[1:]) // 8
-        self.slots = slots  # one register slot per vector element, -1 for `_`
-        self.symbol = address.base.name if isinstance(address.base, Symbol) else ""
-        modifiers = set(e.instruction.modifiers)
-        self.acquire = bool(modifiers & {"acquire", "acq_rel"})
-        self.release = bool(modifiers & {"release", "acq_rel"})
-        self.strong = bool(modifiers & {"relaxed", "volatile", "mmio", "acquire", "release", "acq_rel"})
-
-    @property
-    def bytes(self) -> int:
-        return self.size * len(self.slots)
+def decoded(e: Emitter, address: Any, view: str, slots: list[int]) -> MemoryAccess:
+    """The access to `address` in the space that the modifiers name; it may set the grain of the race shadow."""
+    symbol = address.base.name if isinstance(address.base, Symbol) else ""
+    a = MemoryAccess(e.instruction, space_of(e), *e.address(address), view, slots, symbol)
+    if a.space in ("shared", "generic"):
+        e.preparation.granule = min(e.preparation.granule, a.size)
+    return a
 
 
 def space_of(e: Emitter) -> str:
@@ -131,7 +122,6 @@ def access(e: Emitter, address: Any, value: Any, store: bool) -> MemoryAccess:
             or modifier in ("v2", "v4", "v8", *e.types)
         ):
             e.unsupported(f"modifier .{modifier}")
-    space = space_of(e)
     items = value.items if isinstance(value, Vector) else (value,)
     kind = e.type
     if kind == "b128":
@@ -143,7 +133,7 @@ def access(e: Emitter, address: Any, value: Any, store: bool) -> MemoryAccess:
                 cls, row = e.preparation.row(item.name)
                 slots.append(e.preparation.slot(cls, row + k, "u64"))
             (e.reads if store else e.writes).append(item.name)
-        return MemoryAccess(e, space, address, view, slots)
+        return decoded(e, address, view, slots)
     view = e.view
     size = int(view[1:]) // 8
     slots = []
@@ -160,46 +150,48 @@ def access(e: Emitter, address: Any, value: Any, store: bool) -> MemoryAccess:
             slots.append(e.source_slot(item, f"u{8 * width}"))
         else:
             slots.append(e.destination_slot(item, f"{'s' if view[0] == 's' else 'u'}{8 * width}"))
-    result = MemoryAccess(e, space, address, view, slots)
-    if space in ("shared", "generic"):
-        e.preparation.granule = min(e.preparation.granule, size)
-    return result
+    return decoded(e, address, view, slots)
 
 
 @instruction("ld", "ldu")
 def load(e: Emitter) -> None:
-    from padless.emulator.state import memory_access
-
     d, address = e.operands[:2]
     a = access(e, address, d, store=False)
-    parameter = a.space == "param" or (
-        isinstance(address, Address) and isinstance(address.base, Symbol) and a.space == "generic"
-    )
-    run = memory_access.load_parameter(e, a, address) if parameter else memory_access.LOADS[a.space](a)
-    e.call(run)
+    at = LOADS[a.space]
+    if a.symbol and a.space in ("param", "generic"):
+        if any(p.name == a.symbol for p in e.preparation.function.parameters):
+            e.call(load_parameter(a))
+            return
+        at = load_local_at  # a call's parameter variable
+    e.call(at_addresses(at, a))
+
+
+def load_parameter(a: MemoryAccess) -> Any:
+    """ld.param from the launch's parameter block, one value for all lanes."""
+
+    def ld_param(w: Warp, v: Any, m: Any) -> None:
+        start = w.launch.parameter_offsets[a.symbol] + a.offset
+        raw = w.launch.parameters[start : start + a.bytes].view(NUMPY[a.view])
+        for k, slot in enumerate(a.slots):
+            if slot >= 0:
+                np.copyto(v[slot], raw[k], where=m, casting="unsafe")
+
+    return ld_param
 
 
 @instruction("st")
 def store(e: Emitter) -> None:
-    from padless.emulator.state import memory_access
-
     if e.has("async"):
         asynchronous_store(e)
         return
     address, s = e.operands[:2]
     a = access(e, address, s, store=True)
-    e.call(
-        memory_access.store_parameter(e, a, address)
-        if a.space == "param"
-        else memory_access.STORES[a.space](a)
-    )
+    e.call(at_addresses(STORES[a.space], a))
 
 
 @instruction("atom", "red")
 def atomic(e: Emitter) -> None:
     """Read-modify-write, lane after lane. red has no destination."""
-    from padless.emulator.state import atomics
-
     operations = ("add", "min", "max", "inc", "dec", "and", "or", "xor", "exch", "cas")
     if e.has("async"):
         asynchronous_store(e)
@@ -230,9 +222,7 @@ def atomic(e: Emitter) -> None:
     sources = [slots(o, True) for o in values[:needed]]
     count = len(sources[0])
     results = [-1] * count if isinstance(destination, Sink) else slots(destination, False)
-    a = MemoryAccess(e, space_of(e), address, "u64" if e.type == "b128" else e.view, results)
-    if a.space in ("shared", "generic"):
-        e.preparation.granule = min(e.preparation.granule, a.size)
+    a = decoded(e, address, "u64" if e.type == "b128" else e.view, results)
     e.call(atomics.atomic(a, operation, e.type, sources))
 
 
@@ -246,8 +236,8 @@ def discard(e: Emitter) -> None:
     """The bytes become indeterminate; here they stay. It counts as a write of global memory (PTX ISA, "discard")."""
     ins = e.instruction
 
-    def discarded(w: Any, v: Any, m: Any) -> None:
-        grid_dependency.check(w, np.arange(32) if m is True else np.flatnonzero(m), ins)
+    def discarded(w: Warp, v: Any, m: Any) -> None:
+        check_grids(w, lanes_of(m), ins)
 
     e.call(discarded)
 
@@ -273,9 +263,9 @@ def external(e: Emitter) -> None:
         e.unsupported(f"external function {name}")
 
 
-def assertion_failed(w: Any, v: Any, m: Any, instruction: Any) -> None:
+def assertion_failed(w: Warp, v: Any, m: Any, instruction: Any) -> None:
     if m is True or np.any(m):
-        w.cta.machine.fault(w, instruction, "device-side assert", m)
+        Site(w, instruction, int(lanes_of(m)[0])).fault("device-side assert")
 
 
 @instruction("alloca", "stacksave", "stackrestore")

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
-from padless.emulator.ptx.ast import Immediate
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
-    from padless.emulator.ptx.ast import Operand
+from padless.emulator.ptx.ast import Immediate, Operand
 
 ROUNDINGS = ("rn", "rz", "rm", "rp")
 

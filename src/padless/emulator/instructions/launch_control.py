@@ -6,21 +6,20 @@ that says whether there was one (PTX ISA, "clusterlaunchcontrol").
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from padless.emulator.instructions import bulk_transfer
-from padless.emulator.instructions.operands import SharedOperand, locate
-from padless.emulator.instructions.synchronisation import find_mbarrier
+from padless.emulator.instructions.bulk_transfer import Landing
+from padless.emulator.instructions.operands import SharedOperand
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Register, Sink, Vector
 from padless.emulator.state.asynchronous import AsyncOperation, Work
+from padless.emulator.state.mbarrier import find_mbarrier
+from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
-    from padless.emulator.state.warp import Fragment, Wait, Warp
+from padless.emulator.state.warp import Fragment, Wait, Warp
 
 Array = np.ndarray[Any, Any]
 BYTES = 16
@@ -49,45 +48,30 @@ def try_cancel(e: Emitter) -> None:
 
     def request(f: Fragment, m: Any) -> Wait | None:
         for lane in f.lanes(m).tolist():
-            issue(f.warp, lane, response.one(f.warp, lane), barrier.one(f.warp, lane))
+            issue(Site(f.warp, ins, lane), response.one(f.warp, lane), barrier.one(f.warp, lane))
         return None
 
-    def issue(w: Warp, lane: int, to: int, signal: int) -> None:
-        machine, cluster = w.cta.machine, w.cta.cluster
-        _, offset = locate(w, to, ins, lane)
+    def issue(site: Site, to: int, signal: int) -> None:
+        own = site.warp.cta
+        _, offset = site.locate(to)
         if offset % BYTES:
-            machine.fault(
-                w, ins, f"response address {offset:#x} is not a multiple of 16", np.arange(32) == lane
-            )
-        if cluster.cancel_failed:
-            machine.report(
-                "launch-control",
-                "asks again after a response that said that no cluster is left",
-                ins,
-                w,
-                lane,
-            )
-        targets = []
-        for cta in cluster.ctas if multicast else [w.cta]:
-            address = cta.rank << 24 | (signal & OFFSET_MASK)
-            bar = find_mbarrier(w, address, ins, lane, asynchronous=True)
+            site.fault(f"response address {offset:#x} is not a multiple of 16")
+        if own.cluster.cancel_failed:
+            site.report("launch-control", "asks again after a response that said that no cluster is left")
+        landings = []
+        for cta in own.cluster.ctas if multicast else [own]:
+            bar = find_mbarrier(site, cta.rank << 24 | (signal & OFFSET_MASK), asynchronous=True)
             if bar is not None:
-                cells = (
-                    bulk_transfer.cells_of(np.array([offset]), BYTES, cta.granule_shift)
-                    if cta.checks
-                    else None
-                )
-                stamp = bulk_transfer.begin_write(w, lane, ins, cta, cells, bar.column)
-                targets.append((cta, bar, cells, stamp))
+                landings.append(Landing(site, cta, bar, np.array([offset]), BYTES))
 
         def answer() -> None:
-            first = machine.cancel_cluster()
+            first = own.launch.cancel_cluster()
             words = np.array([*(first or (0, 0, 0)), FAILED if first is None else CANCELLED], np.uint32)
-            for cta, bar, cells, stamp in targets:
-                cta.shared.bytes[offset : offset + BYTES] = words.view(np.uint8)
-                bulk_transfer.complete(w, ins, cta, bar, cells, stamp, BYTES)
+            for landing in landings:
+                landing.cta.shared.bytes[offset : offset + BYTES] = words.view(np.uint8)
+                landing.complete(BYTES)
 
-        machine.enqueue(None, AsyncOperation(ins.name, answer, work=Work("other", w.cta)))
+        own.launch.enqueue(None, AsyncOperation(ins.name, answer, work=Work("other", own)))
 
     e.synchronise(request)
 
@@ -112,32 +96,26 @@ def query_cancel(e: Emitter) -> None:
             )
 
 
-def state(w: Any, m: Any, high: Array, instruction: Any) -> Array:
+def state(w: Warp, m: Any, high: Array, instruction: Any) -> Array:
     """Whether each lane's response names a cluster."""
     flags = high >> np.uint64(32)
     lanes = np.ones(32, bool) if m is True else np.asarray(m)
     strange = lanes & (flags != FAILED) & (flags != CANCELLED)
     if strange.any():
-        w.cta.machine.report(
-            "launch-control", "queries 16 bytes that are no response", instruction, w, int(np.argmax(strange))
-        )
+        site = Site(w, instruction, int(np.argmax(strange)))
+        site.report("launch-control", "queries 16 bytes that are no response")
     return np.asarray(flags == CANCELLED)
 
 
-def is_cancelled(w: Any, v: Any, m: Any, d: Array, high: Array, instruction: Any) -> None:
+def is_cancelled(w: Warp, v: Any, m: Any, d: Array, high: Array, instruction: Any) -> None:
     found = state(w, m, high, instruction)
     np.copyto(d, found, where=m)
     if not found[0 if m is True else int(np.argmax(m))]:
         w.cta.cluster.cancel_failed = True
 
 
-def check_cancelled(w: Any, v: Any, m: Any, high: Array, instruction: Any) -> None:
+def check_cancelled(w: Warp, v: Any, m: Any, high: Array, instruction: Any) -> None:
     lanes = ~state(w, m, high, instruction) & (True if m is True else m)
     if lanes.any():
-        w.cta.machine.report(
-            "launch-control",
-            "takes the CTA of a response that names none",
-            instruction,
-            w,
-            int(np.argmax(lanes)),
-        )
+        site = Site(w, instruction, int(np.argmax(lanes)))
+        site.report("launch-control", "takes the CTA of a response that names none")

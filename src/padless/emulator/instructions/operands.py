@@ -1,18 +1,15 @@
-"""Addresses as operands: in shared memory (and the CTA that one lies in), generic, in tensor memory."""
+"""Addresses as operands: in shared memory, generic, in tensor memory."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from padless.emulator.ptx.ast import Address, Register
-from padless.emulator.state.spaces import OFFSET_MASK, SHARED_WINDOW
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
-    from padless.emulator.ptx.ast import Instruction, Operand
-    from padless.emulator.state.warp import Cta, Warp
+from padless.emulator.prepare.emitter import Emitter
+from padless.emulator.ptx.ast import Address, Operand, Register
+from padless.emulator.state.spaces import SHARED_WINDOW
+from padless.emulator.state.warp import Warp
 
 Array = np.ndarray[Any, Any]
 
@@ -22,7 +19,6 @@ class SharedOperand:
 
     def __init__(self, e: Emitter, operand: Operand) -> None:
         self.slot, self.offset = e.address(operand)
-        self.instruction = e.instruction
 
     def values(self, w: Warp) -> Array:
         """shared::cluster addresses of all 32 lanes."""
@@ -42,17 +38,6 @@ class GenericOperand:
 
     def one(self, w: Warp, lane: int) -> int:
         return int(w.v[self.slot][lane]) + self.offset
-
-
-def locate(w: Warp, address: int, instruction: Instruction, lane: int) -> tuple[Cta, int]:
-    """(CTA, offset) of a shared::cluster address."""
-    rank, offset = address >> 24, address & OFFSET_MASK
-    ctas = w.cta.cluster.ctas
-    if not 0 <= rank < len(ctas) or offset >= ctas[rank].shared.size:
-        w.cta.machine.fault(
-            w, instruction, f"shared address {address:#x} is in no CTA of the cluster", np.arange(32) == lane
-        )
-    return ctas[rank], offset
 
 
 def tensor_address(e: Emitter, operand: Any) -> tuple[int, int]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Immediate
 from padless.emulator.state.register_pool import GRANULE, LEAST, MOST, RegisterPool, registers_at_launch
-from padless.emulator.state.warp import Wait
+from padless.emulator.state.site import Site
+from padless.emulator.state.warp import Cta, Fragment, Wait
 from padless.emulator.state.warp_sync import whole_warp
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
-    from padless.emulator.state.warp import Cta, Fragment
 
 
 class RegisterWait(Wait):
@@ -38,10 +36,10 @@ class RegisterWait(Wait):
 def pool_of(cta: Cta) -> RegisterPool | None:
     """The CTA's pool; None where nothing in the PTX says how many registers a thread has at launch."""
     if cta.registers is None:
-        program = cta.machine.program
+        program = cta.launch.program
         at_launch = registers_at_launch(program.function, program.instructions)
         if at_launch is not None:
-            cta.registers = RegisterPool(cta, at_launch)
+            cta.registers = RegisterPool(len(cta.warps), at_launch)
     return cta.registers
 
 
@@ -59,22 +57,22 @@ def set_registers(e: Emitter) -> None:
     @whole_warp
     def setmaxnreg(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
-        machine = w.cta.machine
+        site = Site(w, ins)
         group = w.cta.warps[w.index & ~3 : (w.index & ~3) + 4]
         if len(group) < 4:
-            machine.report("registers", "setmaxnreg in a warpgroup of fewer than four warps", ins, w)
+            site.report("registers", "setmaxnreg in a warpgroup of fewer than four warps")
         pool = pool_of(w.cta)
         if pool is None:
             return None
         held = pool.held[w.index]
         if count < held if increase else count > held:
-            machine.report("registers", f"the warp holds {held} registers a thread", ins, w, key=held)
+            site.report("registers", f"the warp holds {held} registers a thread", key=held)
             return None
         if increase:
             waiting = RegisterWait(pool, w.index, count)
             return waiting.finish(f) if waiting.ready() else waiting
         pool.give(w.index, count)
-        machine.progress += 1
+        w.launch.progress += 1
         return None
 
     e.synchronise(setmaxnreg)

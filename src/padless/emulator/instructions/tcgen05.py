@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from padless.emulator.instructions.tcgen05_access import load, store, wait
 from padless.emulator.instructions.tcgen05_allocation import allocate, deallocate, relinquish
 from padless.emulator.instructions.tcgen05_pipe import commit, copy, multiply
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
+from padless.emulator.state.site import rows_of
+from padless.emulator.state.warp import Warp
 
 
 @instruction("tcgen05")
@@ -34,13 +32,11 @@ def fence(e: Emitter) -> None:
     e.call(fence_before if before else fence_after)
 
 
-def fence_before(w: Any, v: Any, m: Any) -> None:
-    clocks = w.cta.cluster.clocks
-    if clocks is not None:
-        clocks.fence_before(w.rows if m is True else w.first_row + np.flatnonzero(m))
+def fence_before(w: Warp, v: Any, m: Any) -> None:
+    if w.clocks is not None:
+        w.clocks.fence_before(rows_of(w, m))
 
 
-def fence_after(w: Any, v: Any, m: Any) -> None:
-    clocks = w.cta.cluster.clocks
-    if clocks is not None:
-        clocks.fence_after(w.rows if m is True else w.first_row + np.flatnonzero(m))
+def fence_after(w: Warp, v: Any, m: Any) -> None:
+    if w.clocks is not None:
+        w.clocks.fence_after(rows_of(w, m))

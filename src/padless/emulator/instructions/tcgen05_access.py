@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from padless.emulator.instructions.operands import tensor_address, value
-from padless.emulator.instructions.tensor_memory import COLUMNS, tensor_memory
 from padless.emulator.order.race import ASYNC, TENSOR, pack
 from padless.emulator.order.reports import set_bits
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Immediate, Register, Vector
 from padless.emulator.state import tensor_units
 from padless.emulator.state.asynchronous import AsyncOperation, Work
-from padless.emulator.state.registers import names_of
-from padless.emulator.state.warp import Wait
+from padless.emulator.state.groups import GroupWait, Operation, groups_of
+from padless.emulator.state.site import Site
+from padless.emulator.state.tensor_memory import COLUMNS, tensor_memory
+from padless.emulator.state.warp import Fragment, Wait
 from padless.emulator.state.warp_sync import whole_warp
 
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
-    from padless.emulator.state.warp import Fragment, Warp
-
-
-class WarpAccesses:
-    """The tcgen05.ld and st of one warp: numbered, waited for all at once."""
-
-    def __init__(self, w: Warp) -> None:
-        clocks = w.cta.cluster.clocks
-        self.columns = {kind: clocks.new_column() if clocks is not None else -1 for kind in ("ld", "st")}
-        self.count = {"ld": 0, "st": 0}
-        self.unfinished = {"ld": 0, "st": 0}
-
-
-def accesses(w: Warp) -> WarpAccesses:
-    if w.tensor_loads is None:
-        w.tensor_loads = WarpAccesses(w)
-    result: WarpAccesses = w.tensor_loads
-    return result
+FAMILY = {"ld": "tcgen05.ld", "st": "tcgen05.st"}
 
 
 def load(e: Emitter) -> None:
@@ -74,42 +57,39 @@ def access(e: Emitter, is_load: bool) -> None:
     @whole_warp
     def tensor_access(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
-        machine = w.cta.machine
+        site = Site(w, ins)
         memory = tensor_memory(w.cta)
         where = value(w.v, t_slot, int(np.argmax(f.mask)))
         quarter = w.index % 4
         field = where >> 16 & 0x7F
         if field // 32 not in (0, quarter):
-            machine.report(
-                "tensor-memory",
-                f"warp {w.index} may touch lanes {32 * quarter} to {32 * quarter + 31}, not lane {field}", ins, w,
-            )  # fmt: skip
+            own = f"lanes {32 * quarter} to {32 * quarter + 31}"
+            site.report("tensor-memory", f"warp {w.index} may touch {own}, not lane {field}")
         lanes, columns = tensor_units.register_map(shape, repeat, where, quarter, split, packed)
         if len(slots) != lanes.shape[1] // (2 if packed else 1):
-            machine.fault(w, ins, f"{len(slots)} registers for {shape}.x{repeat}", True)
+            site.fault(f"{len(slots)} registers for {shape}.x{repeat}")
         first, end = int(columns.min()), int(columns.max()) + 1
         if not memory.owns(first, end):
-            machine.report("tensor-memory", f"columns {first} to {end - 1} are not allocated", ins, w)
+            site.report("tensor-memory", f"columns {first} to {end - 1} are not allocated")
             return None
-        state = accesses(w)
-        state.count[kind] += 1
+        groups = groups_of(w, FAMILY[kind])
         if memory.shadow is not None:
-            clock = w.cta.cluster.clocks.meet(w.rows)
-            stamp = int(pack(state.columns[kind], state.count[kind], ASYNC))
+            stamp = int(pack(groups.column, groups.event, ASYNC))
             touched = np.unique(lanes * COLUMNS + columns)
             if w.busy & bits:
-                names = names_of(machine, w.busy & bits)
-                machine.report(
-                    "register-in-flight", f"{names} are still in use by an unfinished operation", ins, w
-                )
+                names = w.launch.program.names_of(w.busy & bits)
+                site.report("register-in-flight", f"{names} are still in use by an unfinished operation")
             memory.shadow.bulk(
-                touched, clock, stamp, ins, w, 0, write=not is_load, generic_plane=TENSOR, async_plane=TENSOR
-            )
+                touched, w.clocks.meet(w.rows), stamp, site, write=not is_load, generic_plane=TENSOR,
+                async_plane=TENSOR,
+            )  # fmt: skip
             w.busy |= bits
             w.busy_owner.update(owners)
             if is_load:
                 w.written |= bits
-        state.unfinished[kind] += 1
+        operation = Operation(ins)
+        groups.add(operation)
+        groups.commit()
 
         def execute() -> None:
             if is_load:
@@ -123,36 +103,31 @@ def access(e: Emitter, is_load: bool) -> None:
                 if packed:
                     values = np.stack([values & 0xFFFF, values >> 16], axis=2).reshape(32, -1)
                 memory.words[lanes, columns] = values
-            state.unfinished[kind] -= 1
+            operation.finish()
 
         work = Work(f"tmem_{kind}", w.cta, 4 * lanes.size, w)
-        machine.enqueue(("tmem", id(w)), AsyncOperation(ins.name, execute, work=work))
+        w.launch.enqueue(("tmem", id(w)), AsyncOperation(ins.name, execute, work=work))
         return None
 
     e.synchronise(tensor_access)
 
 
-class AccessWait(Wait):
-    def __init__(self, w: Warp, kind: str) -> None:
-        self.warp, self.kind = w, kind
-
-    def ready(self) -> bool:
-        return accesses(self.warp).unfinished[self.kind] == 0
+class AccessWait(GroupWait):
+    """tcgen05.wait: for all of the warp's loads, or all of its stores."""
 
     def finish(self, fragment: Fragment) -> Wait | None:
         w = self.warp
-        state = accesses(w)
-        if not any(state.unfinished.values()):
+        if not any(
+            groups.unfinished(len(groups.closed)) for groups in (groups_of(w, x) for x in FAMILY.values())
+        ):
             w.busy = 0
-        clocks = w.cta.cluster.clocks
-        if clocks is not None:
-            column = state.columns[self.kind]
-            clocks.observe(w.rows, column, state.count[self.kind])
-            clocks.time[TENSOR, w.rows, column] = state.count[self.kind]
-        return None
+        if w.clocks is not None:
+            _, groups, upto = self.parts[0]
+            w.clocks.time[TENSOR, w.rows, groups.column] = upto
+        return super().finish(fragment)
 
     def describe(self) -> str:
-        return f"tcgen05.wait::{self.kind}"
+        return f"{len(self.unfinished())} accesses before tcgen05.wait"
 
 
 def wait(e: Emitter) -> None:
@@ -160,7 +135,6 @@ def wait(e: Emitter) -> None:
 
     @whole_warp
     def tensor_wait(f: Fragment, m: Any) -> Wait | None:
-        result = AccessWait(f.warp, kind)
-        return result.finish(f) if result.ready() else result
+        return AccessWait(f.warp, [(f.warp.rows, groups_of(f.warp, FAMILY[kind]))]).begin(f)
 
     e.synchronise(tensor_wait)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from padless.emulator.instructions.operands import SharedOperand, locate
-from padless.emulator.instructions.tensor_memory import COLUMNS, LANES, TensorMemory, cells, tensor_memory
+from padless.emulator.instructions.operands import SharedOperand
 from padless.emulator.order.race import BASE
-from padless.emulator.state import tensor_units
-from padless.emulator.state.warp import Wait
+from padless.emulator.prepare.emitter import Emitter
+from padless.emulator.state.memory_access import MemoryAccess
+from padless.emulator.state.shared_access import check_access
+from padless.emulator.state.site import Site
+from padless.emulator.state.tensor_memory import LANES, TensorMemory, cells, tensor_memory
+from padless.emulator.state.warp import Fragment, Wait
 from padless.emulator.state.warp_sync import whole_warp
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
-    from padless.emulator.state.warp import Fragment
 
 
 class AllocationWait(Wait):
@@ -37,50 +36,35 @@ def allocate(e: Emitter) -> None:
     e.only("alloc", "cta_group::1", "cta_group::2", "sync", "aligned", "shared::cta")
     where, count_slot = SharedOperand(e, e.operands[0]), e.source_slot(e.operands[1], "u32")
     ins = e.instruction
+    word = MemoryAccess(ins, "shared", -1, 0, "u32", [-1])
 
     @whole_warp
     def alloc(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
-        lane = int(np.argmax(f.mask))
-        count = int(w.v[count_slot][lane])
+        site = Site(w, ins, int(np.argmax(f.mask)))
+        count = int(w.v[count_slot][site.lane])
         memory = tensor_memory(w.cta)
-        report = w.cta.machine.report
         if count not in (32, 64, 128, 256, 512):
-            report(
-                "tensor-memory",
-                f"tcgen05.alloc of {count} columns; allowed are 32, 64, 128, 256, 512",
-                ins,
-                w,
-                lane,
-            )
+            message = f"tcgen05.alloc of {count} columns; allowed are 32, 64, 128, 256, 512"
+            site.report("tensor-memory", message)
             return None
         if memory.relinquished:
-            report("tensor-memory", "tcgen05.alloc after relinquish_alloc_permit", ins, w, lane)
+            site.report("tensor-memory", "tcgen05.alloc after relinquish_alloc_permit")
         if count > memory.smallest:
-            report(
-                "tensor-memory",
-                f"tcgen05.alloc of {count} columns after one of {memory.smallest}",
-                ins,
-                w,
-                lane,
-            )
+            site.report("tensor-memory", f"tcgen05.alloc of {count} columns after one of {memory.smallest}")
         memory.smallest = min(memory.smallest, count)
 
         def finish(fragment: Fragment) -> None:
             start = memory.free_start(count)
-            memory.allocated[start] = (count, ins, w)
+            memory.allocated[start] = (count, site)
             memory.words[:, start : start + count] = 0x7FFFFFFF
             if memory.shadow is not None:
-                for array in (memory.shadow.written, memory.shadow.reader_slots):
-                    array.reshape(LANES, COLUMNS)[:, start : start + count] = 0
-                memory.shadow.read.reshape(-1, LANES, COLUMNS)[:, :, start : start + count] = 0
-            cta, offset = locate(w, where.one(w, lane), ins, lane)
+                memory.shadow.forget(cells((0, LANES, start, start + count)))
+            cta, offset = site.locate(where.one(w, site.lane))
             if cta.shared.shadow is not None:
-                w.cta.machine.generic_shared(
-                    w, cta, np.array([lane]), np.array([offset]), tensor_units.WordAccess(ins), write=True
-                )
+                check_access(w, cta, np.array([site.lane]), np.array([offset]), word, write=True)
             cta.shared.bytes[offset : offset + 4].view(np.uint32)[0] = start
-            w.cta.machine.progress += 1
+            w.launch.progress += 1
 
         if memory.free_start(count) < 0:
             return AllocationWait(memory, count, finish)
@@ -99,24 +83,19 @@ def deallocate(e: Emitter) -> None:
     @whole_warp
     def dealloc(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
-        lane = int(np.argmax(f.mask))
-        start, count = int(w.v[address_slot][lane]) & 0xFFFF, int(w.v[count_slot][lane])
+        site = Site(w, ins, int(np.argmax(f.mask)))
+        start, count = int(w.v[address_slot][site.lane]) & 0xFFFF, int(w.v[count_slot][site.lane])
         memory = tensor_memory(w.cta)
         found = memory.allocated.get(start)
         if found is None or found[0] != count:
             have = f"{found[0]} columns are allocated there" if found else "nothing is allocated there"
-            w.cta.machine.report(
-                "tensor-memory", f"tcgen05.dealloc of {count} columns at {start}: {have}", ins, w, lane
-            )
+            site.report("tensor-memory", f"tcgen05.dealloc of {count} columns at {start}: {have}")
             return None
         if memory.shadow is not None:
-            clock = w.cta.cluster.clocks.meet(np.array([w.first_row + lane]))
-            memory.shadow.bulk(
-                cells((0, LANES, start, start + count)), clock, 0, ins, w, lane, write=True, generic_plane=BASE,
-                async_plane=BASE,
-            )  # fmt: skip
+            freed = cells((0, LANES, start, start + count))
+            memory.shadow.bulk(freed, site.clock(), 0, site, write=True, generic_plane=BASE)
         del memory.allocated[start]
-        w.cta.machine.progress += 1
+        w.launch.progress += 1
         return None
 
     e.synchronise(dealloc)

@@ -7,107 +7,83 @@ thread that issued it and whoever that thread hands over to.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from padless.emulator.instructions.operands import SharedOperand, tensor_address, value
-from padless.emulator.instructions.synchronisation import find_mbarrier
-from padless.emulator.instructions.tensor_memory import cells, tensor_memory
 from padless.emulator.order.race import ASYNC, BASE, BEFORE, READS, TENSOR, pack
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Address, Immediate, Vector
 from padless.emulator.state import tensor_units
 from padless.emulator.state.asynchronous import AsyncOperation, Work
+from padless.emulator.state.mbarrier import find_mbarrier
+from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
-    from padless.emulator.ptx.ast import Instruction
-    from padless.emulator.state.warp import Cta, Fragment, Wait, Warp
+from padless.emulator.state.tensor_memory import cells, tensor_memory
+from padless.emulator.state.warp import Cta, Fragment, Wait
 
 
-def targets_of(w: Warp, pair: bool, ins: Instruction) -> list[Cta]:
+def targets_of(site: Site, pair: bool) -> list[Cta]:
     """The CTA, or both CTAs of the pair, even rank first."""
-    cta = w.cta
+    cta = site.warp.cta
     if not pair:
         return [cta]
     base = cta.rank & ~1
     if base + 1 >= len(cta.cluster.ctas):
-        cta.machine.fault(w, ins, "cta_group::2 outside a CTA pair", True)
+        site.fault("cta_group::2 outside a CTA pair")
     return [cta.cluster.ctas[base], cta.cluster.ctas[base + 1]]
 
 
-def issue(w: Warp, lane: int, ins: Instruction, ctas: list[Cta], unit: Any, run: Any) -> None:
+def issue(site: Site, ctas: list[Cta], unit: Any, run: Any) -> None:
     """Check an operation's reads and writes at issue, stamp them, and queue it behind the pipe's earlier ones."""
-    cta = w.cta
+    cta = site.warp.cta
     pipe = tensor_memory(cta)
     pipe.sequence += 1
-    pipe.last = ins
-    row = w.first_row + lane
-    pipe.issuers[row] = pipe.sequence
-    machine = cta.machine
+    pipe.last = site.instruction
+    pipe.issuers[site.row] = pipe.sequence
     for problem in tensor_units.problems(unit):
-        machine.report("descriptor", problem, ins, w, lane)
+        site.report("descriptor", problem)
     ranges = tensor_units.shared_ranges(unit)
     reads, writes = tensor_units.tmem_reads(unit), tensor_units.tmem_writes(unit)
-    clocks = cta.cluster.clocks
     for target in ctas:
-        memory = tensor_memory(target)
         if target.exited:
-            machine.report("exit", f"uses memory of CTA {target.index}, which has exited", ins, w, lane)
-        for rectangle in (*reads, *writes):
-            if not memory.owns(rectangle[2], rectangle[3]):
-                machine.report(
-                    "tensor-memory",
-                    f"columns {rectangle[2]} to {rectangle[3] - 1} are not allocated in CTA {target.index}",
-                    ins, w, lane,
-                )  # fmt: skip
+            site.report("exit", f"uses memory of CTA {target.index}, which has exited")
+        for _, _, first, end in (*reads, *writes):
+            if not tensor_memory(target).owns(first, end):
+                where = f"columns {first} to {end - 1}"
+                site.report("tensor-memory", f"{where} are not allocated in CTA {target.index}")
                 return
         for _, high in ranges:
             if high > target.shared.size:
-                machine.fault(
-                    w, ins, f"a descriptor reaches byte {high} of {target.shared.size} of shared memory", True
-                )
+                site.fault(f"a descriptor reaches byte {high} of {target.shared.size} of shared memory")
+    clocks = cta.cluster.clocks
     if clocks is not None:
-        clock = clocks.meet(np.array([row]))
+        clock = site.clock()
         # Of this pipe's operations it is enough that they were issued before: it runs in order.
         for target in ctas:
             other = tensor_memory(target)
             clock[TENSOR, other.done] = max(clock[TENSOR, other.done], clock[TENSOR, other.issued])
-        clock[TENSOR, pipe.done] = max(clock[TENSOR, pipe.done], clocks.time[TENSOR, row, pipe.issued])
+        clock[TENSOR, pipe.done] = max(clock[TENSOR, pipe.done], clocks.time[TENSOR, site.row, pipe.issued])
         stamp = int(pack(pipe.done, pipe.sequence, ASYNC))
+        planes = {"generic_plane": TENSOR, "async_plane": TENSOR}
         for target in ctas:
-            memory = tensor_memory(target)
-            for r in ranges:
-                part = slice(r[0] >> target.granule_shift, -(-r[1] >> target.granule_shift))
-                target.shared.shadow.bulk(part, clock, stamp, ins, w, lane, write=False)
+            shadow = tensor_memory(target).shadow
+            for low, high in ranges:
+                part = slice(low >> target.granule_shift, -(-high >> target.granule_shift))
+                target.shared.shadow.bulk(part, clock, stamp, site, write=False)
             for rectangle in reads:
-                memory.shadow.bulk(
-                    cells(rectangle),
-                    clock,
-                    stamp,
-                    ins,
-                    w,
-                    lane,
-                    write=False,
-                    generic_plane=TENSOR,
-                    async_plane=TENSOR,
-                )
+                shadow.bulk(cells(rectangle), clock, stamp, site, write=False, **planes)
             for rectangle in writes:
-                memory.shadow.bulk(
-                    cells(rectangle), clock, stamp, ins, w, lane, write=True, generic_plane=TENSOR, async_plane=TENSOR,
-                    own=stamp,
-                )  # fmt: skip
-        clocks.time[[BASE, TENSOR], row, pipe.issued] = pipe.sequence
-    pipe.pending += 1
+                shadow.bulk(cells(rectangle), clock, stamp, site, write=True, own=stamp, **planes)
+        clocks.time[[BASE, TENSOR], site.row, pipe.issued] = pipe.sequence
 
     def execute() -> None:
         for finding in run() or ():
-            machine.report("tensor-memory", str(finding), ins, w, lane)
-        pipe.pending -= 1
+            site.report("tensor-memory", str(finding))
 
     work = Work("mma" if hasattr(unit, "idesc") else "cp", cta, 0, unit)
-    machine.enqueue(("tcgen05", id(pipe)), AsyncOperation(ins.name, execute, work=work))
+    cta.launch.enqueue(("tcgen05", id(pipe)), AsyncOperation(site.instruction.name, execute, work=work))
 
 
 def multiply(e: Emitter) -> None:
@@ -140,7 +116,8 @@ def multiply(e: Emitter) -> None:
         w = f.warp
         v = w.v
         for lane in f.lanes(m).tolist():
-            ctas = targets_of(w, pair, ins)
+            site = Site(w, ins, lane)
+            ctas = targets_of(site, pair)
             try:
                 unit = tensor_units.mma(
                     kind, 2 if pair else 1, int(v[i_slot][lane]), value(v, d_slot, lane),
@@ -150,8 +127,8 @@ def multiply(e: Emitter) -> None:
                     block=block, scale_input=scale_input, disabled=tuple(int(v[s][lane]) for s in disable),
                 )  # fmt: skip
             except ValueError as error:
-                w.cta.machine.fault(w, ins, f"tcgen05.mma: {error}", np.arange(32) == lane)
-            mode = w.cta.machine.arithmetic
+                site.fault(f"tcgen05.mma: {error}")
+            mode = w.launch.arithmetic
 
             def run(unit: Any = unit, ctas: Any = ctas, mode: Any = mode) -> Any:
                 if mode == "none":  # for a clock, which needs no values
@@ -160,7 +137,7 @@ def multiply(e: Emitter) -> None:
                     unit, [c.shared.bytes for c in ctas], [c.tensor_memory.words for c in ctas], mode
                 )
 
-            issue(w, lane, ins, ctas, unit, run)
+            issue(site, ctas, unit, run)
         return None
 
     e.synchronise(mma)
@@ -178,14 +155,15 @@ def copy(e: Emitter) -> None:
     def cp(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
         for lane in f.lanes(m).tolist():
-            ctas = targets_of(w, pair, ins)
+            site = Site(w, ins, lane)
+            ctas = targets_of(site, pair)
             unit = tensor_units.copy(shape, multicast, int(w.v[s_slot][lane]), value(w.v, t_slot, lane))
 
             def run(unit: Any = unit, ctas: Any = ctas) -> Any:
                 for cta in ctas:
                     unit.execute(cta.shared.bytes, cta.tensor_memory.words)
 
-            issue(w, lane, ins, ctas, unit, run)
+            issue(site, ctas, unit, run)
         return None
 
     e.synchronise(cp)
@@ -206,44 +184,36 @@ def commit(e: Emitter) -> None:
 
     def commit_pipe(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
-        cta = w.cta
-        machine = cta.machine
-        pipe = tensor_memory(cta)
+        pipe = tensor_memory(w.cta)
         for lane in f.lanes(m).tolist():
-            row = w.first_row + lane
-            if row not in pipe.issuers:
-                machine.report(
-                    "tensor-memory",
-                    "commit by a thread that has issued no tcgen05 operation: it covers none",
-                    ins,
-                    w,
-                    lane,
-                )
+            site = Site(w, ins, lane)
+            if site.row not in pipe.issuers:
+                message = "commit by a thread that has issued no tcgen05 operation: it covers none"
+                site.report("tensor-memory", message)
             address = where.one(w, lane)
             addresses = [address]
             if mask_slot >= 0:
                 mask = int(w.v[mask_slot][lane])
                 addresses = [(r << 24) | (address & OFFSET_MASK) for r in range(16) if mask >> r & 1]
             # A generic-proxy arrival (PTX ISA).
-            bars = [find_mbarrier(w, a, ins, lane, later=True) for a in addresses]
-            upto = pipe.issuers.get(row, 0)
-            clocks = cta.cluster.clocks
+            bars = [find_mbarrier(site, a, later=True) for a in addresses]
             clock = None
-            if clocks is not None:
+            if w.clocks is not None:
                 # What the thread knew to have happened when it issued the operations has happened when they are over;
                 # but nothing is said of its own ordinary accesses, which it has not released.
-                clock = clocks.join(np.array([row]))
-                clock[:, row] = 0
+                clock = w.clocks.join(np.array([site.row]))
+                clock[:, site.row] = 0
+                upto = pipe.issuers.get(site.row, 0)
                 clock[BASE, pipe.done] = clock[BEFORE, pipe.done] = clock[READS, pipe.done] = upto
 
-            def arrive(bars: Any = bars, clock: Any = clock, lane: int = lane) -> None:
+            def arrive(bars: Any = bars, clock: Any = clock, site: Site = site) -> None:
                 for bar in bars:
                     if bar is not None:
-                        bar.arrive_from_outside(w, ins)
-                        bar.arrive(1, clock, ins, w, lane)
+                        bar.arrive_from_outside(site)
+                        bar.arrive(1, clock, site)
 
-            work = Work("commit", cta)
-            machine.enqueue(("tcgen05", id(pipe)), AsyncOperation(ins.name, arrive, work=work))
+            work = Work("commit", w.cta)
+            w.launch.enqueue(("tcgen05", id(pipe)), AsyncOperation(ins.name, arrive, work=work))
         return None
 
     e.synchronise(commit_pipe)

@@ -2,49 +2,66 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from padless.emulator.instructions.operands import GenericOperand, SharedOperand, locate
+from padless.emulator.instructions.operands import GenericOperand, SharedOperand
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Immediate
-from padless.emulator.state import grid_dependency
+from padless.emulator.state.global_access import check_grids
+from padless.emulator.state.site import Site, lanes_of
+from padless.emulator.state.warp import Warp
+from padless.emulator.units import tensor_map
 
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
+BYTES = 128
 
 
 def blank_tensor_map() -> bytes:
     """A legal map of rank 5 whose every field is about to be replaced."""
-    from padless.emulator.units import tensor_map
-
     return tensor_map.encode_tiled(0, 16, (16, 1, 1, 1, 1), (16,) * 4, (16, 1, 1, 1, 1))
+
+
+def map_bytes(site: Site, address: int, verb: str) -> Any:
+    """The 128 bytes of a map in global memory, to be written."""
+    found = site.warp.launch.memory.find(address)
+    if found is None or address + BYTES > found.end:
+        site.fault(f"{verb} an unregistered address, {address:#x}")
+    check_grids(site.warp, [site.lane], site.instruction)
+    return found.bytes[address - found.address :][:BYTES]
 
 
 @instruction("tensormap")
 def tensor_map_update(e: Emitter) -> None:
     """tensormap.replace: one field of a map in shared or global memory. tensormap.cp_fenceproxy: copy and fence."""
-    ins = e.instruction
     if e.has("cp_fenceproxy"):
-        destination, source, _ = e.operands
-        target, origin = GenericOperand(e, destination), SharedOperand(e, source)
+        copy_map(e)
+    else:
+        replace_field(e)
 
-        def cp_fenceproxy(w: Any, v: Any, m: Any) -> None:
-            lane = 0 if m is True else int(np.argmax(m))
-            cta, offset = locate(w, origin.one(w, lane), ins, lane)
-            machine = w.cta.machine
-            found = machine.memory.find(target.one(w, lane))
-            if found is None:
-                machine.fault(w, ins, "tensormap copy to an unregistered address", m)
-            at = target.one(w, lane) - found.address
-            grid_dependency.check(w, [lane], ins)
-            found.bytes[at : at + 128] = cta.shared.bytes[offset : offset + 128]
 
-        e.call(cp_fenceproxy)
-        return
+def copy_map(e: Emitter) -> None:
+    destination, source, _ = e.operands
+    target, origin = GenericOperand(e, destination), SharedOperand(e, source)
+    ins = e.instruction
+
+    def cp_fenceproxy(w: Warp, v: Any, m: Any) -> None:
+        lanes = lanes_of(m)
+        if not len(lanes):
+            return
+        site = Site(w, ins, int(lanes[0]))
+        cta, offset = site.locate(origin.one(w, site.lane))
+        into = map_bytes(site, target.one(w, site.lane), "tensormap copy to")
+        into[:] = cta.shared.bytes[offset : offset + BYTES]
+
+    e.call(cp_fenceproxy)
+
+
+def replace_field(e: Emitter) -> None:
     fields = ("global_address", "rank", "box_dim", "global_dim", "global_stride", "element_stride", "elemtype",
               "interleave_layout", "swizzle_mode", "fill_mode", "swizzle_atomicity")  # fmt: skip
+    ins = e.instruction
     field = next((m for m in ins.modifiers if m in fields), "")
     if not field:
         e.unsupported()
@@ -58,27 +75,21 @@ def tensor_map_update(e: Emitter) -> None:
         ordinal = values[0].value
     value_slot = e.source_slot(values[-1], kind)
 
-    def replace(w: Any, v: Any, m: Any) -> None:
-        from padless.emulator.units import tensor_map
-
-        for lane in range(32) if m is True else np.flatnonzero(m).tolist():
-            machine = w.cta.machine
+    def replace(w: Warp, v: Any, m: Any) -> None:
+        for lane in lanes_of(m).tolist():
+            site = Site(w, ins, lane)
             if in_shared:
-                cta, offset = locate(w, where.one(w, lane), ins, lane)
-                buffer = cta.shared.bytes
+                cta, offset = site.locate(where.one(w, lane))
+                buffer = cta.shared.bytes[offset : offset + BYTES]
             else:
-                found = machine.memory.find(where.one(w, lane))
-                if found is None:
-                    machine.fault(w, ins, "tensormap.replace at an unregistered address", m)
-                grid_dependency.check(w, [lane], ins)
-                buffer, offset = found.bytes, where.one(w, lane) - found.address
-            raw = buffer[offset : offset + 128].tobytes()
+                buffer = map_bytes(site, where.one(w, lane), "tensormap.replace at")
+            raw = buffer.tobytes()
             if not any(raw):  # kernels may build a map from nothing, field by field
                 raw = blank_tensor_map()
             try:
                 new = tensor_map.replace(raw, field, int(v[value_slot][lane]), ordinal)
             except ValueError as error:
-                machine.fault(w, ins, f"tensormap.replace: {error}", np.arange(32) == lane)
-            buffer[offset : offset + 128] = np.frombuffer(new, np.uint8)
+                site.fault(f"tensormap.replace: {error}")
+            buffer[:] = np.frombuffer(new, np.uint8)
 
     e.call(replace)

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Not, Operand, Pair, Sink
+from padless.emulator.state.site import Site, lanes_of
+from padless.emulator.state.warp import Fragment, Wait, Warp
 from padless.emulator.state.warp_sync import gather_members
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
-    from padless.emulator.state.warp import Fragment, Wait
 
 Array = np.ndarray[Any, Any]
 LANE = np.arange(32)
 
 
-def active_lanes(f: Fragment, m: Any) -> Array:
-    return f.mask.copy() if m is True else np.asarray(m)
+def with_members(e: Emitter, members: Operand, run: Callable[[Warp, Array], None]) -> None:
+    """This instruction is `run` for the lanes of a membermask, once all of them are here."""
+    slot = e.source_slot(members, "u32")
+    ins = e.instruction
+
+    def synchronised(f: Fragment, m: Any) -> Wait | None:
+        wait = gather_members(f, m, slot, synchronised, ins)
+        if wait is None:
+            run(f.warp, f.mask.copy())
+        return wait
+
+    e.synchronise(synchronised)
 
 
 def write(v: Any, slot: int, values: Any, lanes: Array) -> None:
@@ -51,16 +61,11 @@ def shuffle(e: Emitter) -> None:
     d, a, b, c, members = e.operands
     mode = next(m for m in e.instruction.modifiers if m in ("up", "down", "bfly", "idx"))
     source, lane_slot, control = e.source_slot(a, "u32"), e.source_slot(b, "u32"), e.source_slot(c, "u32")
-    member_slot = e.source_slot(members, "u32")
     out, flag = value_and_flag(e, d)
     ins = e.instruction
 
-    def shfl(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_members(f, m, member_slot, shfl, ins)
-        if wait is not None:
-            return wait
-        v = f.warp.v
-        lanes = active_lanes(f, m if m is True else f.mask)
+    def shfl(w: Warp, lanes: Array) -> None:
+        v = w.v
         b_, c_ = (v[lane_slot] & 31).astype(int), v[control].astype(int)
         segment, clamp = (c_ >> 8) & 31, c_ & 31
         top = (LANE & segment) | (clamp & ~segment)
@@ -78,19 +83,13 @@ def shuffle(e: Emitter) -> None:
         silent = lanes & ~lanes[j & 31]
         if silent.any():
             lane = int(np.argmax(silent))
-            f.warp.cta.machine.report(
-                "divergence",
-                f"lane {lane} reads lane {int(j[lane])}, which does not take part",
-                ins,
-                f.warp,
-                lane,
-            )
+            message = f"lane {lane} reads lane {int(j[lane])}, which does not take part"
+            Site(w, ins, lane).report("divergence", message)
         values = v[source][j & 31]
         write(v, out, values, lanes)
         write(v, flag, ok, lanes)
-        return None
 
-    e.synchronise(shfl)
+    with_members(e, members, shfl)
 
 
 @instruction("vote")
@@ -98,17 +97,11 @@ def vote(e: Emitter) -> None:
     e.only("sync", "all", "any", "uni", "ballot")
     d, a, members = e.operands
     source, negated = predicate_source(e, a)
-    member_slot = e.source_slot(members, "u32")
     mode = next(m for m in e.instruction.modifiers if m in ("all", "any", "uni", "ballot"))
     out = e.destination_slot(d, "u32" if mode == "ballot" else "pred")
-    ins = e.instruction
 
-    def vote_sync(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_members(f, m, member_slot, vote_sync, ins)
-        if wait is not None:
-            return wait
-        v = f.warp.v
-        lanes = active_lanes(f, f.mask)
+    def vote_sync(w: Warp, lanes: Array) -> None:
+        v = w.v
         p = ~v[source] if negated else v[source]
         held = p[lanes]
         result: Any
@@ -117,9 +110,8 @@ def vote(e: Emitter) -> None:
         else:
             result = {"all": held.all(), "any": held.any(), "uni": held.all() or not held.any()}[mode]
         write(v, out, result, lanes)
-        return None
 
-    e.synchronise(vote_sync)
+    with_members(e, members, vote_sync)
 
 
 @instruction("match")
@@ -127,17 +119,11 @@ def match(e: Emitter) -> None:
     e.only("sync", "any", "all")
     d, a, members = e.operands
     source = e.source_slot(a, e.view)
-    member_slot = e.source_slot(members, "u32")
     out, flag = value_and_flag(e, d)
     every = e.has("all")
-    ins = e.instruction
 
-    def match_sync(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_members(f, m, member_slot, match_sync, ins)
-        if wait is not None:
-            return wait
-        v = f.warp.v
-        lanes = active_lanes(f, f.mask)
+    def match_sync(w: Warp, lanes: Array) -> None:
+        v = w.v
         values = v[source]
         bits = np.array(
             [sum(1 << int(j) for j in np.flatnonzero(lanes & (values == values[i]))) for i in range(32)]
@@ -147,9 +133,8 @@ def match(e: Emitter) -> None:
             bits = bits if same else np.zeros(32, int)
             write(v, flag, same, lanes)
         write(v, out, bits, lanes)
-        return None
 
-    e.synchronise(match_sync)
+    with_members(e, members, match_sync)
 
 
 @instruction("redux")
@@ -162,23 +147,17 @@ def redux(e: Emitter) -> None:
     magnitude = e.has("abs")
     d, a, members = e.operands
     operation = next(operations[m] for m in e.instruction.modifiers if m in operations)
-    source, member_slot = e.source_slot(a, e.view), e.source_slot(members, "u32")
+    source = e.source_slot(a, e.view)
     out = e.destination_slot(d, e.view)
-    ins = e.instruction
     if e.type == "f32" and not e.has("NaN"):
         operation = np.fmin if e.has("min") else np.fmax
 
-    def redux_sync(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_members(f, m, member_slot, redux_sync, ins)
-        if wait is not None:
-            return wait
-        lanes = active_lanes(f, f.mask)
-        values = f.warp.v[source][lanes]
+    def redux_sync(w: Warp, lanes: Array) -> None:
+        values = w.v[source][lanes]
         values = np.abs(values) if magnitude else values
-        write(f.warp.v, out, operation.reduce(values).astype(values.dtype), lanes)
-        return None
+        write(w.v, out, operation.reduce(values).astype(values.dtype), lanes)
 
-    e.synchronise(redux_sync)
+    with_members(e, members, redux_sync)
 
 
 @instruction("elect")
@@ -186,27 +165,20 @@ def elect(e: Emitter) -> None:
     """One leader among the members; the schedule says which, since the ISA does not."""
     e.only("sync")
     d, members = e.operands
-    member_slot = e.source_slot(members, "u32")
     out, flag = value_and_flag(e, d)
-    ins = e.instruction
 
-    def elect_sync(f: Fragment, m: Any) -> Wait | None:
-        wait = gather_members(f, m, member_slot, elect_sync, ins)
-        if wait is not None:
-            return wait
-        machine = f.warp.cta.machine
-        lanes = active_lanes(f, f.mask)
+    def elect_sync(w: Warp, lanes: Array) -> None:
+        launch = w.launch
         ids = np.flatnonzero(lanes)
-        how = machine.schedule.elect
+        how = launch.schedule.elect
         if how == "random":  # the same lane each time for one mask, as the ISA asks
-            leader = int(ids[(machine.seed * 2654435761 + int(ids.sum())) % len(ids)])
+            leader = int(ids[(launch.seed * 2654435761 + int(ids.sum())) % len(ids)])
         else:
             leader = int(ids[0] if how == "lowest" else ids[-1])
-        write(f.warp.v, out, leader, lanes)
-        write(f.warp.v, flag, leader == LANE, lanes)
-        return None
+        write(w.v, out, leader, lanes)
+        write(w.v, flag, leader == LANE, lanes)
 
-    e.synchronise(elect_sync)
+    with_members(e, members, elect_sync)
 
 
 @instruction("activemask")
@@ -214,6 +186,5 @@ def active_mask(e: Emitter) -> None:
     e.call(set_active_mask, e.destination(e.operands[0], "u32"))
 
 
-def set_active_mask(w: Any, v: Any, m: Any, d: Array) -> None:
-    lanes = np.arange(32) if m is True else np.flatnonzero(m)
-    np.copyto(d, sum(1 << int(i) for i in lanes), where=m, casting="unsafe")
+def set_active_mask(w: Warp, v: Any, m: Any, d: Array) -> None:
+    np.copyto(d, sum(1 << int(i) for i in lanes_of(m)), where=m, casting="unsafe")

@@ -18,7 +18,7 @@ to execute things in, so that most races show on any seed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -65,6 +65,12 @@ class Clocks:
     def join(self, rows: Any) -> Array:
         """What a release by these lanes publishes: all planes but the last, the greatest over the lanes."""
         return self.time[:TENSOR, rows].max(axis=1)
+
+    def release(self, rows: Any) -> Array:
+        """`join`, and a new event of each lane: what they do next is not published."""
+        clock = self.join(rows)
+        self.tick(rows)
+        return clock
 
     def meet(self, rows: Any) -> Array:
         """What all of these lanes are ordered after: all five planes."""
@@ -115,12 +121,20 @@ def merge(one: Array | None, two: Array) -> Array:
     return one
 
 
+class Site(Protocol):
+    """Where an access happens, for reports: a lane of a warp at an instruction."""
+
+    warp: Any
+    instruction: Any
+    lane: int
+
+
 class Shadow:
-    """Stamps of one memory: shared memory of a CTA by granule, or tensor memory by cell."""
+    """Stamps of one memory: shared memory of a CTA by granule of `scale` bytes, or tensor memory by cell."""
 
     def __init__(
-        self, size: int, clocks: Clocks, collector: Collector, instructions: list[Any], what: str
-    ) -> None:
+        self, size: int, clocks: Clocks, collector: Collector, instructions: list[Any], what: str, scale: int = 1
+    ) -> None:  # fmt: skip
         self.written = np.zeros(size, np.uint64)
         self.write_site = np.full(size, -1, np.int32)
         self.reader_slots = np.zeros(size, np.uint8)
@@ -130,29 +144,23 @@ class Shadow:
         self.collector = collector
         self.instructions = instructions
         self.what = what
-        self.kind_uninitialised = (
-            "uninitialised-shared" if what == "shared memory" else "uninitialised-tensor-memory"
-        )
-        self.scale = 1
+        self.scale = scale
+
+    def forget(self, cells: Any) -> None:
+        """Nothing has touched these cells."""
+        self.written[cells] = 0
+        self._forget_reads(cells)
 
     # ---- ordinary accesses, one row of cells per lane
     def access(
-        self,
-        warp: Any,
-        lanes: Array,
-        cells: Array,
-        instruction: Any,
-        write: bool,
-        strong: bool = False,
-        plane: int = 0,
+        self, warp: Any, lanes: Array, cells: Array, instruction: Any, write: bool, strong: bool = False
     ) -> None:
         """`cells` has one row per lane. Checks against earlier stamps, then leaves its own."""
         rows = warp.first_row + lanes
-        time = self.clocks.time[plane]
+        time = self.clocks.time
         stamps = self.written[cells]
-        self._check_rows(
-            stamps, rows, time, self.write_site, cells, instruction, warp, lanes, "written", strong
-        )
+        who = instruction, warp, lanes, strong
+        self._check_rows(stamps, rows, time[BASE], self.write_site, cells, "written", *who)
         if not write:
             if not stamps.all():
                 self._report_uninitialised(instruction, warp, int(lanes[np.argmin(stamps.min(axis=1))]))
@@ -160,43 +168,34 @@ class Shadow:
             slots = int(np.bitwise_or.reduce(self.reader_slots[cells], axis=None))
             for slot in range(READER_SLOTS):
                 if slots >> slot & 1:
-                    self._check_rows(
-                        self.read[slot][cells], rows, self.clocks.time[READS] if plane == BASE else time,
-                        self.read_site[slot], cells, instruction, warp, lanes, "read", strong,
-                    )  # fmt: skip
-        stamp = pack(rows, self.clocks.time[0, rows, rows], STRONG if strong else 0)[:, None]
+                    stale = self.read[slot][cells]
+                    self._check_rows(stale, rows, time[READS], self.read_site[slot], cells, "read", *who)
+        stamp = pack(rows, time[BASE, rows, rows], STRONG if strong else 0)[:, None]
         if write:
             self.written[cells] = stamp
             self.write_site[cells] = instruction.index
             if slots:
                 self._forget_reads(cells)
         else:
-            slot = (warp.cta.rank * 5 + warp.index) % 4
-            self.read[slot][cells] = stamp
-            self.read_site[slot][cells] = instruction.index
-            self.reader_slots[cells] |= np.uint8(1 << slot)
+            self._remember_read((warp.cta.rank * 5 + warp.index) % 4, cells, stamp, instruction)
 
     def _report_uninitialised(self, instruction: Any, warp: Any, lane: int) -> None:
-        message = f"reads {self.what} that nothing has written"
-        self.collector.add(self.kind_uninitialised, message, instruction, warp, lane)
+        kind = "uninitialised-" + ("shared" if self.what == "shared memory" else "tensor-memory")
+        self.collector.add(kind, f"reads {self.what} that nothing has written", instruction, warp, lane)
 
     def _forget_reads(self, cells: Any) -> None:
         self.reader_slots[cells] = 0
         self.read[:, cells] = 0
 
+    def _remember_read(self, slot: int, cells: Any, stamp: Any, instruction: Any) -> None:
+        self.read[slot][cells] = stamp
+        self.read_site[slot][cells] = instruction.index
+        self.reader_slots[cells] |= np.uint8(1 << slot)
+
     def _check_rows(
-        self,
-        stamps: Array,
-        rows: Array,
-        time: Array,
-        sites: Array,
-        cells: Array,
-        instruction: Any,
-        warp: Any,
-        lanes: Array,
-        did: str,
-        strong: bool,
-    ) -> None:
+        self, stamps: Array, rows: Array, time: Array, sites: Array, cells: Array, did: str, instruction: Any,
+        warp: Any, lanes: Array, strong: bool,
+    ) -> None:  # fmt: skip
         first = stamps.flat[0]
         if (stamps == first).all():
             if first == 0:
@@ -212,47 +211,31 @@ class Shadow:
             bad = bad & (stamps & np.uint64(STRONG) == 0)
         if not bad.any():
             return
-        which = np.argwhere(bad)[0]
-        cell = cells[which[0], which[1]]
+        row, column = np.argwhere(bad)[0]
+        cell = int(cells[row, column])
         self.conflict(
-            int(stamps[which[0], which[1]]),
-            int(sites[cell]),
-            int(cell),
-            instruction,
-            warp,
-            int(lanes[which[0]]),
-            did,
+            int(stamps[row, column]), int(sites[cell]), cell, did, "race", instruction, warp, int(lanes[row])
         )
 
     def conflict(
-        self,
-        stamp: int,
-        site: int,
-        cell: int,
-        instruction: Any,
-        warp: Any,
-        lane: int,
-        did: str,
-        kind: str = "race",
+        self, stamp: int, site: int, cell: int, did: str, kind: str, instruction: Any, warp: Any, lane: int
     ) -> None:
-        other = self.instructions[site] if site >= 0 else None
+        """Report an access to a cell whose stamp, left by the instruction number `site`, nothing orders before it."""
         who = self.describe(stamp)
+        where = f"{self.what} at {self.position(cell)}"
         if stamp & IN_FLIGHT == IN_FLIGHT:
-            message = f"{self.what} at {self.position(cell)} is being {did} by an unfinished {who}"
+            message = f"{where} is being {did} by an unfinished {who}"
         elif kind == "race":
-            message = f"{self.what} at {self.position(cell)} was {did} by {who}, and nothing orders this access after it"
+            message = f"{where} was {did} by {who}, and nothing orders this access after it"
         else:
-            message = (
-                f"{self.what} at {self.position(cell)} was {did} by {who} with no {FENCE_OF[kind]} in between"
-            )
+            message = f"{where} was {did} by {who} with no {FENCE_OF[kind]} in between"
+        other = self.instructions[site] if site >= 0 else None
         self.collector.add(kind, message, instruction, warp, lane, other)
 
     def position(self, cell: int) -> str:
-        return (
-            f"byte {cell * self.scale}"
-            if self.what == "shared memory"
-            else f"lane {cell // 512}, column {cell % 512}"
-        )
+        if self.what == "shared memory":
+            return f"byte {cell * self.scale}"
+        return f"lane {cell // 512}, column {cell % 512}"
 
     def describe(self, stamp: int) -> str:
         column = stamp >> COLUMN_SHIFT
@@ -266,13 +249,10 @@ class Shadow:
         cells: Any,
         clock: Array,
         stamp: Any,
-        instruction: Any,
-        warp: Any,
-        lane: int,
+        site: Site,
         write: bool,
-        generic_plane: int = 1,
-        async_plane: int = 0,
-        uninitialised: bool = True,
+        generic_plane: int = PROXY,
+        async_plane: int = BASE,
         own: int = 0,
     ) -> None:
         """An asynchronous access to `cells` (slice or index array) by an operation issued under `clock` (five planes).
@@ -281,52 +261,28 @@ class Shadow:
         `own` is a stamp to overlook: that of the same operation's other accesses.
         """
         stamps = self.written[cells]
-        self._check_bulk(
-            stamps,
-            cells,
-            clock,
-            self.write_site,
-            instruction,
-            warp,
-            lane,
-            "written",
-            generic_plane,
-            async_plane,
-        )
-        if not write and uninitialised and not stamps.all():
-            self._report_uninitialised(instruction, warp, lane)
-        if write:
-            slots = int(np.bitwise_or.reduce(self.reader_slots[cells], axis=None))
-            for slot in range(READER_SLOTS):
-                if slots >> slot & 1:
-                    self._check_bulk(
-                        self.read[slot][cells], cells, clock, self.read_site[slot], instruction, warp, lane, "read",
-                        READS if generic_plane != TENSOR else TENSOR, async_plane, own,
-                    )  # fmt: skip
-            self.written[cells] = stamp
-            self.write_site[cells] = instruction.index
-            if slots:
-                self._forget_reads(cells)
-        else:
-            slot = 4 + (int(stamp) >> COLUMN_SHIFT) % 4
-            self.read[slot][cells] = stamp
-            self.read_site[slot][cells] = instruction.index
-            self.reader_slots[cells] |= np.uint8(1 << slot)
+        planes = generic_plane, async_plane
+        self._check_bulk(stamps, cells, clock, self.write_site, site, "written", planes)
+        if not write:
+            if not stamps.all():
+                self._report_uninitialised(site.instruction, site.warp, site.lane)
+            self._remember_read(4 + (int(stamp) >> COLUMN_SHIFT) % 4, cells, stamp, site.instruction)
+            return
+        slots = int(np.bitwise_or.reduce(self.reader_slots[cells], axis=None))
+        planes = (READS if generic_plane != TENSOR else TENSOR), async_plane
+        for slot in range(READER_SLOTS):
+            if slots >> slot & 1:
+                stale = self.read[slot][cells]
+                self._check_bulk(stale, cells, clock, self.read_site[slot], site, "read", planes, own)
+        self.written[cells] = stamp
+        self.write_site[cells] = site.instruction.index
+        if slots:
+            self._forget_reads(cells)
 
     def _check_bulk(
-        self,
-        stamps: Array,
-        cells: Any,
-        clock: Array,
-        sites: Array,
-        instruction: Any,
-        warp: Any,
-        lane: int,
-        did: str,
-        generic_plane: int,
-        async_plane: int,
+        self, stamps: Array, cells: Any, clock: Array, sites: Array, site: Site, did: str, planes: tuple[int, int],
         own: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         flat = stamps.reshape(-1)
         if flat.size == 0:
             return
@@ -335,11 +291,12 @@ class Shadow:
         kinds = kinds[(kinds != 0) & (kinds != np.uint64(own))]
         if kinds.size == 0:
             return
+        generic_plane, async_plane = planes
         columns = (kinds >> _SHIFT).astype(np.intp)
         inside = np.minimum(columns, clock.shape[1] - 1)
         events = kinds & _LOW
         is_async = (kinds & np.uint64(ASYNC)) != 0
-        known = np.where(columns < clock.shape[1], clock[0][inside], 0)
+        known = np.where(columns < clock.shape[1], clock[BASE][inside], 0)
         reached = np.where(is_async, clock[async_plane][inside], clock[generic_plane][inside])
         reached = np.where(columns < clock.shape[1], reached, 0)
         bad = reached < events
@@ -348,19 +305,15 @@ class Shadow:
         worst = np.flatnonzero(bad)
         # An access that nothing orders at all is the graver finding.
         pick = next((i for i in worst if known[i] < events[i]), worst[0])
-        stamp = int(kinds[pick])
         position = int(np.flatnonzero(flat == kinds[pick])[0])
-        cell = (
-            cells.start + position
-            if isinstance(cells, slice)
-            else int(np.asarray(cells).reshape(-1)[position])
-        )
+        whole = isinstance(cells, slice)
+        cell = cells.start + position if whole else int(np.asarray(cells).reshape(-1)[position])
         kind = "race"
         if known[pick] >= events[pick]:
-            kind = (
-                "missing-tcgen05-fence" if TENSOR in (async_plane, generic_plane) else "missing-proxy-fence"
-            )
-        self.conflict(stamp, int(sites[cell]), cell, instruction, warp, lane, did, kind)
+            kind = "missing-tcgen05-fence" if TENSOR in planes else "missing-proxy-fence"
+        self.conflict(
+            int(kinds[pick]), int(sites[cell]), cell, did, kind, site.instruction, site.warp, site.lane
+        )
 
     def restamp(self, cells: Any, old: Any, new: Any) -> None:
         """An asynchronous write has finished: its cells, unless overwritten meanwhile, get their event number."""

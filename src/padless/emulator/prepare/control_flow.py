@@ -2,40 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from padless.emulator.errors import EmulatorError
-from padless.emulator.ptx.ast import Instruction, Label, Module
-
-if TYPE_CHECKING:
-    from padless.emulator.prepare.emitter import Emitter
-
-FALL, BRANCH, EXIT, INDEXED, SYNC, TRAP = range(6)
-TERMINATORS = {"bra": BRANCH, "brx": INDEXED, "exit": EXIT, "ret": EXIT, "trap": TRAP, "brkpt": TRAP}
-
-
-@dataclass(slots=True)
-class Block:
-    """A straight run of instructions with one way out."""
-
-    index: int
-    instructions: list[Instruction]
-    terminator: Instruction | None = None
-    kind: int = FALL
-    target: int = -1
-    next: int = -1
-    targets: tuple[int, ...] = ()
-    guard: int = -1  # slot of the predicate of a conditional branch
-    guard_negated: bool = False
-    join: int = -1  # block where the two sides of the branch meet again
-    run: Callable[..., None] | None = None
-    sync: Callable[..., Any] | None = None
-    count: int = 0
-    reads: int = 0  # registers read before written, as a bit set over register numbers
-    writes: int = 0
-    touches: int = 0
+from padless.emulator.prepare.emitter import Emitter
+from padless.emulator.ptx.ast import Label, Module
+from padless.emulator.state.program import BRANCH, EXIT, INDEXED, SYNC, TERMINATORS, TRAP, Block
 
 
 def find_blocks(

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.errors import EmulatorError, UnsupportedInstruction
-from padless.emulator.prepare import registry
 from padless.emulator.ptx.ast import (
     Address,
     Function,
@@ -25,7 +24,7 @@ from padless.emulator.ptx.ast import (
     Register,
     Symbol,
 )
-from padless.emulator.ptx.parser import type_size
+from padless.emulator.ptx.types import SPECIAL_REGISTERS, TYPES, type_size
 from padless.emulator.state.spaces import CLASS_OF_SIZE, STORAGE, VIEW_SIZE, VIEWS
 
 
@@ -71,8 +70,8 @@ class Preparation:
             return found
         if name in self.register_types:
             size = type_size(self.register_types[name])
-        elif name in registry.SPECIAL_REGISTERS:
-            size = registry.SPECIAL_REGISTERS[name]
+        elif name in SPECIAL_REGISTERS:
+            size = SPECIAL_REGISTERS[name]
         else:
             raise EmulatorError(f"undeclared register {name}")
         cls = CLASS_OF_SIZE[size]
@@ -121,7 +120,7 @@ class Emitter:
         self.opcode = instruction.opcode
         self.modifiers = set(instruction.modifiers)
         self.operands = instruction.operands
-        self.types = [t for t in instruction.modifiers if t in registry.TYPES]
+        self.types = [t for t in instruction.modifiers if t in TYPES]
         self.lines: list[str] = []
         self.sync: Callable[..., Any] | None = None
         self.reads: list[str] = []
@@ -159,7 +158,7 @@ class Emitter:
     def only(self, *allowed: str) -> None:
         """Refuse any modifier that is neither a type nor in `allowed`, rather than ignore it."""
         for modifier in self.modifiers:
-            if modifier not in allowed and modifier not in registry.TYPES:
+            if modifier not in allowed and modifier not in TYPES:
                 self.unsupported(f"modifier .{modifier}")
 
     # ---- operands
@@ -283,13 +282,3 @@ def immediate_bits(immediate: Immediate, view: str) -> int:
             number = np.float64(immediate.value)
         return int(np.asarray(number, dtype=np.float64).astype(kind).view(f"u{size // 8}"))
     return immediate.value & ((1 << size) - 1)
-
-
-def emit(preparation: Preparation, instruction: Instruction) -> Emitter:
-    emitter = Emitter(preparation, instruction)
-    function = registry.EMITTERS.get(instruction.opcode)
-    if function is None:
-        emitter.unsupported("unknown instruction")
-    else:
-        function(emitter)
-    return emitter

@@ -5,24 +5,14 @@ into one generated Python function over 32 lanes (see emitter.py).
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from padless.emulator.errors import EmulatorError, UnsupportedInstruction
-from padless.emulator.prepare import registry
-from padless.emulator.prepare.control_flow import (
-    BRANCH,
-    EXIT,
-    INDEXED,
-    SYNC,
-    TERMINATORS,
-    Block,
-    find_blocks,
-    find_joins,
-)
-from padless.emulator.prepare.emitter import Emitter, Preparation, emit, immediate_bits
+from padless.emulator.prepare.control_flow import find_blocks, find_joins
+from padless.emulator.prepare.emitter import Emitter, Preparation, immediate_bits
+from padless.emulator.prepare.registry import HELPERS, emit
 from padless.emulator.ptx.ast import (
     Address,
     Call,
@@ -37,33 +27,7 @@ from padless.emulator.ptx.ast import (
     Variable,
     Vector,
 )
-
-
-@dataclass(slots=True)
-class Program:
-    """One prepared kernel entry."""
-
-    name: str
-    module: Module
-    function: Function
-    blocks: list[Block]
-    instructions: list[Instruction]
-    rows: dict[str, int]  # class -> number of rows
-    slots: list[tuple[str, int, str]]  # slot -> (class, row, view)
-    constants: list[tuple[str, int, int]]  # (class, row, bit pattern)
-    specials: list[tuple[str, str, int]]  # (special register, class, row)
-    symbols: list[tuple[str, int, str, int]]  # (class, row, symbol, offset)
-    register_names: list[str]
-    register_rows: list[tuple[str, int]]
-    parameters: dict[str, tuple[int, int]]  # name -> (offset, size)
-    parameter_bytes: int
-    local: dict[str, tuple[int, int]]
-    local_bytes: int
-    shared: dict[str, tuple[int, int]]
-    static_shared_bytes: int
-    shared_alignment: int
-    granule: int  # bytes of the finest shared-memory access, the grain of the race shadow
-    uses: set[str] = field(default_factory=set)
+from padless.emulator.state.program import BRANCH, EXIT, INDEXED, SYNC, TERMINATORS, Block, Program
 
 
 def prepare(module: Module, entry: str) -> Program:
@@ -321,7 +285,7 @@ def _compile(blocks: list[Block], emitted: dict[int, Emitter], preparation: Prep
         if lines:
             text.append(f"def block{block.index}(w, v, m):")
             text.extend("    " + line for line in lines)
-    preparation.names.update(registry.HELPERS)
+    preparation.names.update(HELPERS)
     exec(compile("\n".join(text), f"<{preparation.module.name}>", "exec"), preparation.names)
     for block in blocks:
         block.run = preparation.names.get(f"block{block.index}")

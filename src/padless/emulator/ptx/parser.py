@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import struct
 
-from padless.emulator.errors import PtxSyntaxError
 from padless.emulator.ptx.ast import (
     Call,
     Function,
@@ -19,34 +18,13 @@ from padless.emulator.ptx.ast import (
 )
 from padless.emulator.ptx.operand_parser import OperandParser
 from padless.emulator.ptx.tokens import number
+from padless.emulator.ptx.types import TYPES, type_size
 
-_SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
-_TYPES = {
-    *(f"{k}{n}" for k in "bus" for n in (8, 16, 32, 64, 128)),
-    "f16",
-    "f16x2",
-    "bf16",
-    "bf16x2",
-    "tf32",
-    "f32",
-    "f64",
-    "pred",
-}
 MOST_REGISTERS = 1 << 20  # of a function: virtual ones, before any are assigned
 MOST_SCOPES = 200  # one within another
 MOST_BYTES = 1 << 30  # of a variable
 _SPACES = {".shared", ".global", ".const", ".local", ".param", ".tex"}
 _LINKAGE = {".visible", ".extern", ".weak", ".common"}
-
-
-def type_size(name: str) -> int:
-    """Bytes of a PTX type name without its dot ("b32", "f64", "f16x2"); 0 for pred."""
-    if name == "pred":
-        return 0
-    found = re.match(r"(?:bf|tf|[busf])(\d+)(x2)?", name)
-    if not found:
-        raise PtxSyntaxError(f"unknown type .{name}")
-    return _SIZES[found[1]] * (2 if found[2] else 1)
 
 
 def parse(text: str | bytes, name: str = "<ptx>") -> Module:
@@ -157,7 +135,7 @@ class _Parser(OperandParser):
             else:
                 type_name = token[1:]
         name = self.next()
-        size = (type_size(type_name) if type_name in _TYPES else 8) * vector
+        size = (type_size(type_name) if type_name in TYPES else 8) * vector
         element, unsized = size, False
         while self.accept("["):
             if self.accept("]"):

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from padless.emulator.checks.registers import check_busy, check_written
-from padless.emulator.instructions import barriers
-from padless.emulator.prepare.control_flow import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block
+from padless.emulator.ptx.ast import Instruction
+from padless.emulator.state.barriers import threads_ended
+from padless.emulator.state.launch import Launch
+from padless.emulator.state.program import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block, Program
+from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Fragment, Token
-
-if TYPE_CHECKING:
-    from padless.emulator.ptx.ast import Instruction
-    from padless.emulator.run.machine import Machine
 
 Array = np.ndarray[Any, Any]
 QUANTUM = 400  # warp-instructions before a loop gives way, at most
 
 
-def execute(machine: Machine, f: Fragment) -> None:
+Observer = Callable[[Fragment, Block], bool]  # called before a block runs; True: not yet, give the turn away
+
+
+def execute(launch: Launch, f: Fragment, observe: Observer | None) -> None:
     """Run a fragment until it waits, parks, ends or has had its turn."""
-    w, blocks = f.warp, machine.blocks
+    w, blocks = f.warp, launch.blocks
     v = w.v
-    checks, observe = machine.checks, machine.observe
-    budget = machine.random.randrange(1, QUANTUM)
+    checks = launch.checks
+    budget = launch.random.randrange(1, QUANTUM)
     m: Any = f.active
     executed = 0
     while True:
@@ -35,15 +38,15 @@ def execute(machine: Machine, f: Fragment) -> None:
         kind = b.kind
         if checks:
             if w.busy & b.touches:
-                check_busy(machine, w, b)
+                check_busy(w, b)
             if b.reads & ~w.written:
-                check_written(machine, w, b)
+                check_written(w, b)
             w.written |= b.writes
             w.dirty |= b.writes
         if kind == SYNC:
             active = m
             if b.instructions[0].guard is not None:
-                active = guarded(machine, b.instructions[0], v, f)
+                active = guarded(launch.program, b.instructions[0], v, f)
             if active is True or active.any():
                 assert b.sync is not None
                 f.wait = b.sync(f, active)
@@ -53,7 +56,7 @@ def execute(machine: Machine, f: Fragment) -> None:
             if not w.arrive(f):
                 break
             m = f.active
-            if f.yielded or machine.random.random() < machine.schedule.preempt:
+            if f.yielded or launch.random.random() < launch.schedule.preempt:
                 f.yielded = False
                 break
             budget -= 1
@@ -83,7 +86,7 @@ def execute(machine: Machine, f: Fragment) -> None:
                         break
                     break
         elif kind in (EXIT, TRAP):
-            if not leave(machine, f, b):
+            if not leave(launch, f, b):
                 break
             m = f.active
         elif kind == INDEXED:
@@ -98,23 +101,22 @@ def execute(machine: Machine, f: Fragment) -> None:
             if not w.arrive(f):
                 break
             m = f.active
-    machine.statistics.warp_instructions += executed
+    launch.statistics.warp_instructions += executed
 
 
-def guarded(machine: Machine, instruction: Instruction, v: Any, f: Fragment) -> Any:
+def guarded(program: Program, instruction: Instruction, v: Any, f: Fragment) -> Any:
     """The fragment's lanes that the guard lets execute; True for all 32."""
-    slot = guard_slot(machine, instruction)
+    slot = guard_slot(program, instruction)
     active = (~v[slot] if instruction.guard_negated else v[slot]) & f.mask
     return True if active.all() else active
 
 
-def guard_slot(machine: Machine, instruction: Instruction) -> int:
-    found = machine.guard_slots.get(instruction.index)
+def guard_slot(program: Program, instruction: Instruction) -> int:
+    found = program.guard_slots.get(instruction.index)
     if found is None:
         assert instruction.guard is not None
-        names = machine.program.register_names
-        cls, row = machine.program.register_rows[names.index(instruction.guard.name)]
-        found = machine.guard_slots[instruction.index] = machine.program.slots.index((cls, row, "pred"))
+        cls, row = program.register_rows[program.register_names.index(instruction.guard.name)]
+        found = program.guard_slots[instruction.index] = program.slots.index((cls, row, "pred"))
     return found
 
 
@@ -131,7 +133,7 @@ def split(f: Fragment, b: Block, ways: list[tuple[int, Array]]) -> None:
         w.arrive(new)
 
 
-def leave(machine: Machine, f: Fragment, b: Block) -> bool:
+def leave(launch: Launch, f: Fragment, b: Block) -> bool:
     """exit, ret or trap; False if no lane is left in the fragment."""
     w = f.warp
     end = b.terminator
@@ -141,13 +143,13 @@ def leave(machine: Machine, f: Fragment, b: Block) -> bool:
         gone &= taken
     if gone.any():
         if b.kind == TRAP and end is not None:
-            machine.fault(w, end, end.opcode, gone)
+            Site(w, end, int(np.argmax(gone))).fault(end.opcode)
         w.live &= ~gone
         w.end = end
         f.mask = f.mask & ~gone
         f.full = False
-        machine.progress += 1
-        barriers.threads_ended(w)
+        launch.progress += 1
+        threads_ended(w)
         for token in list(f.tokens):
             w.settle(token)
         for other in list(w.fragments):
@@ -160,10 +162,10 @@ def leave(machine: Machine, f: Fragment, b: Block) -> bool:
     return True
 
 
-def trace_block(machine: Machine, f: Fragment, b: Block) -> bool:
-    assert machine.trace is not None
+def trace_block(launch: Launch, f: Fragment, b: Block) -> bool:
+    assert launch.trace is not None
     for instruction in [*b.instructions, *([b.terminator] if b.terminator and b.kind != SYNC else [])]:
-        machine.trace(
+        launch.trace(
             f"{f.warp.cta.index} w{f.warp.index} {np.count_nonzero(f.mask):2d} lanes  "
             f"{instruction.line:5d}  {instruction}"
         )

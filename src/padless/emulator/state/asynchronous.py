@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from padless.emulator.state.warp import Cta
+
+class Processor(Protocol):
+    """Where an operation runs: the CTA, of which a clock needs the multiprocessor."""
+
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +24,10 @@ class Work:
     """
 
     unit: str
-    cta: Cta
+    cta: Processor
     size: int = 0
     detail: Any = None
-    source: Cta | None = None
+    source: Processor | None = None
     first: bool = True
 
 

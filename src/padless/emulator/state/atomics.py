@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from padless.emulator.state.global_access import global_index
 from padless.emulator.state.memory import NUMPY
-from padless.emulator.state.memory_access import addresses, global_index, lanes_of, shared_groups
+from padless.emulator.state.memory_access import MemoryAccess, addresses
+from padless.emulator.state.shared_access import check_access, shared_groups
+from padless.emulator.state.site import lanes_of
+from padless.emulator.state.strong_access import synchronise
+from padless.emulator.state.warp import Warp
 from padless.emulator.units import number_formats
 
-if TYPE_CHECKING:
-    from padless.emulator.instructions.data import MemoryAccess
-
+Array = np.ndarray[Any, Any]
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda old, x: old + x,
     "min": min,
@@ -48,31 +51,18 @@ def atomic(a: MemoryAccess, operation: str, kind: str, sources: list[list[int]])
     function = OPERATIONS.get(operation)
     if kind in ("f16", "bf16", "f16x2", "bf16x2") and operation in ("add", "min", "max"):
         function = packed(kind, operation)
+    a.strong = True
 
-    def atom(w: Any, v: Any, m: Any) -> None:
+    def atom(w: Warp, v: Any, m: Any) -> None:
         lanes = lanes_of(m)
         if not len(lanes):
             return
-        machine = w.cta.machine
         where = addresses(a, v, lanes)
         for lane, address in zip(lanes.tolist(), where.tolist(), strict=True):
-            space = address >> 60 if a.space == "generic" else (1 if a.space == "shared" else 0)
-            one = np.array([lane])
-            if space == 1:
-                local_address = np.array([address & 0xFFFFFFFF])
-                groups = shared_groups(a.instruction, w, local_address, one, a.bytes)
-                if not groups:
-                    continue
-                cta, offsets, _ = groups[0]
-                if cta.shared.shadow is not None:
-                    machine.generic_shared(w, cta, one, offsets, a, write=True, strong=True)
-                view, index = cta.shared.views[NUMPY[a.view]], int(offsets[0]) // a.size
-            else:
-                view, found, _, _ = global_index(a, w, np.array([address]), one)
-                if view is None:
-                    continue
-                index = int(found[0])
-                machine.synchronise_global(w, one, np.array([address]), a)
+            found = element(a, w, np.array([lane]), address)
+            if found is None:
+                continue
+            view, index = found
             part = slice(index, index + len(a.slots))
             old = view[part].copy()
             if operation == "cas":
@@ -83,6 +73,25 @@ def atomic(a: MemoryAccess, operation: str, kind: str, sources: list[list[int]])
             for slot, x in zip(a.slots, old, strict=True):
                 if slot >= 0:
                     v[slot][lane] = x
-        machine.progress += 1
+        w.launch.progress += 1
 
     return atom
+
+
+def element(a: MemoryAccess, w: Warp, lane: Array, address: int) -> tuple[Array, int] | None:
+    """(view, index) of what one lane's atomic changes, which is checked and ordered; None if it is out of bounds."""
+    space = address >> 60 if a.space == "generic" else (1 if a.space == "shared" else 0)
+    if space == 1:
+        groups = shared_groups(a.instruction, w, np.array([address & 0xFFFFFFFF]), lane, a.bytes)
+        if not groups:
+            return None
+        cta, offsets, _ = groups[0]
+        if cta.shared.shadow is not None:
+            check_access(w, cta, lane, offsets, a, write=True)
+        return cta.shared.views[NUMPY[a.view]], int(offsets[0]) // a.size
+    view, index, _, _ = global_index(a, w, np.array([address]), lane)
+    if view is None:
+        return None
+    if w.clocks is not None:
+        synchronise(w, lane, "global", np.array([address]), a.instruction.opcode)
+    return view, int(index[0])

@@ -1,15 +1,17 @@
-"""The mbarrier object: phase, pending arrivals, transaction count; and the clocks that travel through it."""
+"""The mbarrier object: phase, pending arrivals, transaction count; the clocks that travel through it; waits for it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from padless.emulator.order import race
+import numpy as np
 
-if TYPE_CHECKING:
-    from padless.emulator.ptx.ast import Instruction
-    from padless.emulator.state.warp import Cta
+from padless.emulator.order.race import merge
+from padless.emulator.ptx.ast import Instruction
+from padless.emulator.state.site import Site
+from padless.emulator.state.warp import Cta, Fragment, Wait, Warp
 
+Array = np.ndarray[Any, Any]
 TX_LIMIT = (1 << 20) - 1
 
 
@@ -32,14 +34,13 @@ class Mbarrier:
         self.published = False  # by a fence and a relaxed cluster barrier, which order nothing else
         self.waited_phase = -1  # the latest phase that somebody has seen complete
         # the latest phase in which another CTA's asynchronous work arrived
-        self.foreign: tuple[int, Any, Any] = (-1, None, None)
+        self.foreign: tuple[int, Site | None] = (-1, None)
         self.valid = True
         self.last_arrival: Instruction | None = None
 
     @property
     def name(self) -> str:
-        symbol = self.cta.symbol_at(self.offset)
-        return f"mbarrier {symbol} of CTA {self.cta.index}"
+        return f"mbarrier {self.cta.symbol_at(self.offset)} of CTA {self.cta.index}"
 
     def state(self) -> str:
         text = f"phase {self.phase} (parity {self.phase & 1}), {self.pending} of {self.expected} arrivals pending"
@@ -48,61 +49,144 @@ class Mbarrier:
     def complete(self, parity: int) -> bool:
         return self.phase & 1 != parity
 
-    def _maybe_flip(self, instruction: Instruction | None, warp: Any, lane: int) -> None:
+    def _maybe_flip(self, site: Site) -> None:
         """End the phase if nothing is pending. Two phases ending with no wait in between hide one from the waiters:
         they test a parity, and it is back where it was (PTX ISA, "Phase of the mbarrier object")."""
         if self.pending == 0 and self.tx == 0:
             if self.phase >= 1 and self.waited_phase < self.phase - 1 and self.cta.checks:
-                self.cta.machine.report(
+                site.report(
                     "mbarrier",
                     f"ends phase {self.phase} of {self.name}, but nobody has waited for phase {self.phase - 1}",
-                    instruction, warp, lane, key="overrun",
-                )  # fmt: skip
+                    key="overrun",
+                )
             self.phase += 1
             self.pending = self.expected
             self.done_clock = None if self.clock is None else self.clock.copy()
-        self.cta.machine.progress += 1
+        self.cta.launch.progress += 1
 
-    def arrive(self, count: int, clock: Any, instruction: Instruction | None, warp: Any, lane: int) -> None:
-        report = self.cta.machine.report
+    def arrive(self, count: int, clock: Any, site: Site) -> None:
+        """`count` arrivals that release `clock`."""
         if count > self.pending:
-            report(
+            site.report(
                 "mbarrier",
                 f"{count} more arrivals on {self.name}, which expects {self.expected} a phase: {self.state()}",
-                instruction, warp, lane,
-            )  # fmt: skip
+            )
             count = self.pending
             if count == 0:
                 return
-        self.last_arrival = instruction
+        self.last_arrival = site.instruction
         self.pending -= count
         if clock is not None:
-            self.clock = race.merge(self.clock, clock)
-        self._maybe_flip(instruction, warp, lane)
+            self.clock = merge(self.clock, clock)
+        self._maybe_flip(site)
 
-    def arrive_from_outside(self, warp: Any, instruction: Instruction) -> None:
+    def arrive_from_outside(self, site: Site) -> None:
         """An asynchronous arrival is about to happen; remember it if it comes from another CTA."""
-        if warp.cta is not self.cta:
-            self.foreign = (self.phase, instruction, warp)
+        if site.warp.cta is not self.cta:
+            self.foreign = (self.phase, site)
             if self.cta.exited:
-                self.cta.machine.report(
-                    "exit", f"signals {self.name} after that CTA has exited", instruction, warp, 0
-                )
+                site.report("exit", f"signals {self.name} after that CTA has exited")
 
-    def expect(self, size: int, instruction: Instruction | None, warp: Any, lane: int) -> None:
+    def expect(self, size: int, site: Site) -> None:
         self.tx += size
         if abs(self.tx) > TX_LIMIT:
-            self.cta.machine.report(
-                "mbarrier",
-                f"the transaction count of {self.name} overflows: {self.tx}",
-                instruction,
-                warp,
-                lane,
-            )
+            site.report("mbarrier", f"the transaction count of {self.name} overflows: {self.tx}")
 
-    def complete_tx(self, size: int, instruction: Instruction | None, warp: Any, clock: Any = None) -> None:
+    def complete_tx(self, size: int, site: Site, clock: Any = None) -> None:
         """`clock`: what is known to have happened before the operation that is over now, besides that itself."""
         if clock is not None:
-            self.clock = race.merge(self.clock, clock)
-        self.expect(-size, instruction, warp, -1)
-        self._maybe_flip(instruction, warp, -1)
+            self.clock = merge(self.clock, clock)
+        self.expect(-size, site)
+        self._maybe_flip(site)
+
+
+def find_mbarrier(
+    site: Site, address: int, remote: bool = True, asynchronous: bool = False, later: bool = False
+) -> Mbarrier | None:
+    """The barrier at an address, checked to be initialised, published and alive.
+
+    `asynchronous`: it is the async proxy that will use it, `later`: whoever will, does so after the instruction. The
+    barrier's own CTA must then have seen the end of that before it exits, and not the thread that asked for it.
+    """
+    cta, offset = site.locate(address)
+    bar: Mbarrier | None = cta.mbarriers.get(offset)
+    if bar is None or not bar.valid:
+        what = "was invalidated" if bar is not None else "was never initialised"
+        site.report("mbarrier", f"the mbarrier {cta.symbol_at(offset)} of CTA {cta.index} {what}")
+        return None
+    outside = cta is not site.warp.cta
+    if outside:
+        if not remote:
+            site.report("mbarrier", f"waits on {bar.name}, which is in another CTA")
+            return None
+        if cta.exited:
+            site.report("exit", f"signals {bar.name} after that CTA has exited")
+    clocks = site.warp.clocks
+    if clocks is not None:
+        if outside and not asynchronous and not later:
+            # It must not exit before this use of its shared memory.
+            cta.remote[site.row] = (int(clocks.time[0, site.row, site.row]), site)
+        column, event = bar.init_stamp
+        if not bar.published and clocks.time[0, site.row, column] < event:
+            message = f"{bar.name} is used, but nothing orders its initialisation before"
+            site.report("mbarrier", message, bar.instruction)
+        elif (asynchronous or outside) and not bar.init_fenced and clocks.time[1, site.row, column] < event:
+            site.report(
+                "mbarrier",
+                f"{bar.name} is used by the async proxy or another CTA with no fence.mbarrier_init or fence.proxy.async "
+                "after its initialisation",
+                bar.instruction,
+            )
+    return bar
+
+
+class MbarrierWait(Wait):
+    """try_wait on one or more barriers, one per group of lanes."""
+
+    def __init__(
+        self, fragment: Fragment, groups: list[tuple[Mbarrier, int, Array]], out: int, by_parity: bool
+    ) -> None:
+        self.fragment = fragment
+        self.groups = groups
+        self.out = out
+        self.by_parity = by_parity
+
+    def done(self, bar: Mbarrier, value: int) -> bool:
+        return bar.complete(value) if self.by_parity else bar.phase > value
+
+    def ready(self) -> bool:
+        return all(self.done(bar, value) for bar, value, _ in self.groups)
+
+    def finish(self, fragment: Fragment) -> Wait | None:
+        for bar, _, lanes in self.groups:
+            self.succeed(fragment.warp, bar, lanes)
+        return None
+
+    def give_up(self, fragment: Fragment) -> bool:
+        for bar, value, lanes in self.groups:
+            if self.done(bar, value):
+                self.succeed(fragment.warp, bar, lanes)
+            else:
+                fragment.warp.v[self.out][lanes] = False
+        return True
+
+    def succeed(self, w: Warp, bar: Mbarrier, lanes: Array) -> None:
+        """The wait is over: the lanes acquire what the phase's arrivals released and its copies wrote."""
+        w.v[self.out][lanes] = True
+        bar.waited_phase = max(bar.waited_phase, bar.phase - 1)
+        clocks = w.clocks
+        if clocks is None or bar.phase == 0:
+            return
+        rows: Any = w.rows if len(lanes) == 32 else w.first_row + lanes
+        if bar.done_clock is not None:
+            clocks.acquire(rows, bar.done_clock)
+        clocks.observe(rows, bar.column, bar.phase)
+
+    def describe(self) -> str:
+        texts = []
+        for bar, value, _ in self.groups:
+            kind = f"parity {value}" if self.by_parity else f"phase {value}"
+            last = bar.last_arrival
+            after = f"; last arrival at {last.source or last.line}" if last else ""
+            texts.append(f"waits for {kind} of {bar.name}, which is in {bar.state()}{after}")
+        return "; ".join(texts)

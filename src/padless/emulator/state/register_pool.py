@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from padless.emulator.ptx.ast import Function, Immediate, Instruction
-
-if TYPE_CHECKING:
-    from padless.emulator.state.warp import Cta
 
 REGISTERS_PER_SM = 64 * 1024
 WARPS_PER_SM = 64
@@ -52,9 +48,9 @@ class RegisterPool:
     Warps that have ended keep theirs: only setmaxnreg.dec returns registers.
     """
 
-    def __init__(self, cta: Cta, at_launch: int) -> None:
+    def __init__(self, warps: int, at_launch: int) -> None:
         self.at_launch = at_launch
-        self.held = [at_launch] * len(cta.warps)  # by warp
+        self.held = [at_launch] * warps  # by warp
         self.wanted = list(self.held)  # the same, with what waiting warps ask for
         self.free = 0  # registers
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from padless.emulator.run.machine import Machine
-    from padless.emulator.state.warp import Cta, Warp
+from padless.emulator.state.warp import Cta, Warp
+from padless.emulator.units import wgmma
+from padless.emulator.units.mma_sync import mma
 
 Array = np.ndarray[Any, Any]
 WGMMA_TYPES = ("f32", "f16", "bf16", "tf32", "e4m3", "e5m2", "s32", "s8", "u8")
@@ -46,8 +46,6 @@ class WgmmaShape:
 @lru_cache(maxsize=4096)
 def wgmma_unit(shape: WgmmaShape, a_descriptor: int | None, b_descriptor: int, accumulate: bool) -> Any:
     """The unit of one wgmma with its descriptors, from the cache: kernels use few of them."""
-    from padless.emulator.units import wgmma
-
     return wgmma.Wgmma(
         shape.n, shape.d_type, shape.a_type, shape.b_type, a_descriptor, b_descriptor, accumulate, shape.sign_a < 0,
         shape.sign_b < 0, "mn" if shape.transpose_a else "k", "mn" if shape.transpose_b else "k",
@@ -70,34 +68,29 @@ def cells_of_ranges(ranges: tuple[tuple[int, int], ...], shift: int) -> Any:
     return np.concatenate([np.arange(a >> shift, -(-b >> shift)) for a, b in ranges])
 
 
-def run_wgmma(
-    machine: Machine, cta: Cta, warps: list[Warp], unit: Any, a_slots: list[int], d_slots: list[int]
-) -> None:
+def run_wgmma(cta: Cta, warps: list[Warp], unit: Any, a_slots: list[int], d_slots: list[int]) -> None:
     """Read the fragments of four warps, multiply, and write the accumulators back."""
-    if machine.arithmetic == "none":  # for a clock, which needs no values
+    launch = cta.launch
+    if launch.arithmetic == "none":  # for a clock, which needs no values
         return
     started = time.perf_counter()
     d = np.concatenate([np.stack([w.v[s] for s in d_slots], axis=1) for w in warps])
     a = np.concatenate([np.stack([w.v[s] for s in a_slots], axis=1) for w in warps]) if a_slots else None
-    result = np.asarray(unit.execute(cta.shared.bytes, d.view(np.uint32), a, mode=machine.arithmetic))
+    result = np.asarray(unit.execute(cta.shared.bytes, d.view(np.uint32), a, mode=launch.arithmetic))
     result = result.view(d.dtype)
     for i, w in enumerate(warps):
         part = result[32 * i : 32 * i + 32]
         for j, slot in enumerate(d_slots):
             w.v[slot][:] = part[:, j]
-    machine.statistics.tensor_seconds += time.perf_counter() - started
+    launch.statistics.tensor_seconds += time.perf_counter() - started
 
 
-def mma_sync(
-    a: list[Array], b: list[Array], c: list[Array], k: int, kinds: list[str], mode: str, target: str
-) -> list[Array]:
-    """One warp's m16n8kK; fragments as register rows of 32 lanes. Returns D's registers."""
+def mma_sync(parts: list[list[Array]], k: int, kinds: list[str], mode: str, target: str) -> list[Array]:
+    """One warp's m16n8kK; parts: the fragments of A, B and C as register rows of 32 lanes. Returns D's registers."""
     if mode == "none":  # for a clock, which needs no values
-        return c
-    from padless.emulator.units.mma_sync import mma
-
-    stacked = [np.stack([x.view(np.uint32) for x in part], axis=1) for part in (a, b, c)]
-    result = np.asarray(mma(16, 8, k, kinds[0], kinds[1], kinds[2], *stacked, mode=mode, target=target))
+        return parts[2]
+    a, b, c = (np.stack([x.view(np.uint32) for x in part], axis=1) for part in parts)
+    result = np.asarray(mma(16, 8, k, kinds[0], kinds[1], kinds[2], a, b, c, mode=mode, target=target))
     result = result.view(np.uint32).reshape(32, -1)
     view = {"f32": np.float32, "s32": np.int32}.get(kinds[0], np.uint32)
     return [np.ascontiguousarray(result[:, i]).view(view) for i in range(result.shape[1])]

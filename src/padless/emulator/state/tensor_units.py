@@ -7,17 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from padless.emulator.units import tcgen05, tensor_memory
+
 Array = np.ndarray[Any, Any]
 SHAPES = ("32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2")
-
-
-class WordAccess:
-    """A four-byte store, as the checks of ordinary accesses want it described."""
-
-    def __init__(self, instruction: Any) -> None:
-        self.instruction = instruction
-        self.bytes = self.size = 4
-        self.strong = False
 
 
 def mma(
@@ -25,8 +18,6 @@ def mma(
     enable_d: bool, sfa: int | None = None, sfb: int | None = None, *, block: str = "", scale_input: int = 0,
     disabled: tuple[int, ...] = (),
 ) -> Any:  # fmt: skip
-    from padless.emulator.units import tcgen05
-
     size = {"": 32 if sfa is not None else 0, "block16": 16, "scale_vec::4X": 16}.get(block, 32)
     return tcgen05.Mma(
         kind=kind, cta_group=cta_group, idesc=idesc, d=d, a_descriptor=a_descriptor, a_tmem=a_tmem,
@@ -36,8 +27,6 @@ def mma(
 
 
 def copy(shape: str, multicast: str, descriptor: int, address: int) -> Any:
-    from padless.emulator.units import tensor_memory
-
     return tensor_memory.Copy(shape, multicast, descriptor, address)
 
 
@@ -74,8 +63,6 @@ def register_map(
 ) -> tuple[Array, Array]:
     """(lanes, columns), each (32, words), of the tensor-memory words that a warp's registers stand for. A packed access
     has two words a register, side by side."""
-    from padless.emulator.units import tensor_memory
-
     lanes, columns = tensor_memory.register_map(shape, repeat, address, quarter, split)
     if packed:
         base = address & 0x1FF

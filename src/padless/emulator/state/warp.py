@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from padless.emulator.order.grid_dependency import GridDependency
+from padless.emulator.order.race import Clocks, Shadow
+from padless.emulator.ptx.ast import Instruction
+from padless.emulator.state.launch import Launch
 from padless.emulator.state.memory import SharedMemory
 from padless.emulator.state.spaces import STORAGE, VIEWS
-
-if TYPE_CHECKING:
-    from padless.emulator.ptx.ast import Instruction
-    from padless.emulator.run.machine import Machine
-    from padless.emulator.state.grid_dependency import GridDependency
-    from padless.emulator.state.mbarrier import Mbarrier
 
 Array = np.ndarray[Any, Any]
 
@@ -67,9 +65,13 @@ class Fragment:
 
 
 class Warp:
+    """Thirty-two lanes: their registers and local memory, and what the checks know of them."""
+
     def __init__(self, cta: Cta, index: int, threads: int) -> None:
-        program = cta.machine.program
+        program = cta.launch.program
         self.cta = cta
+        self.launch = cta.launch
+        self.clocks = cta.cluster.clocks  # None without checks
         self.index = index
         self.first_row = cta.rank * cta.rows + 32 * index
         self.rows = slice(self.first_row, self.first_row + 32)
@@ -95,34 +97,32 @@ class Warp:
         self.busy_owner: dict[int, Any] = {}
         self.dirty = 0
         self.written = 0
-        # State of the asynchronous instruction families, made on first use.
-        self.wgmma: Any = None
-        self.tensor_loads: Any = None
-        self._special_registers()
+        # Groups of asynchronous operations by family and lane, made on first use.
+        self.groups: dict[Any, Any] = {}
 
-    def _special_registers(self) -> None:
-        cta, machine = self.cta, self.cta.machine
-        program = machine.program
+    def special_registers(self) -> None:
+        cta, launch = self.cta, self.launch
+        program = launch.program
         thread = 32 * self.index + np.arange(32)
-        bx, by, _ = machine.block
+        bx, by, _ = launch.block
         lane = np.arange(32)
         bits = np.uint32(1) << lane.astype(np.uint32)
         values: dict[str, Any] = {
             "%laneid": lane, "%warpid": self.index, "%nwarpid": len(cta.warps) or 1, "%smid": cta.slot, "%nsmid": 132,
-            "%cluster_ctarank": cta.rank, "%cluster_nctarank": int(np.prod(machine.cluster)),
-            "%is_explicit_cluster": machine.cluster != (1, 1, 1),
+            "%cluster_ctarank": cta.rank, "%cluster_nctarank": int(np.prod(launch.cluster)),
+            "%is_explicit_cluster": launch.cluster != (1, 1, 1),
             "%lanemask_eq": bits, "%lanemask_lt": bits - 1, "%lanemask_le": (bits - 1) | bits,
             "%lanemask_gt": ~((bits - 1) | bits), "%lanemask_ge": ~(bits - 1),
-            "%dynamic_smem_size": machine.dynamic_shared, "%total_smem_size": cta.shared.size, "%gridid": 1,
+            "%dynamic_smem_size": launch.dynamic_shared, "%total_smem_size": cta.shared.size, "%gridid": 1,
             "%tid.x": thread % bx, "%tid.y": thread // bx % by, "%tid.z": thread // (bx * by),
         }  # fmt: skip
         for axis, letter in enumerate("xyz"):
-            size = machine.cluster[axis]
-            values[f"%ntid.{letter}"] = machine.block[axis]
+            size = launch.cluster[axis]
+            values[f"%ntid.{letter}"] = launch.block[axis]
             values[f"%ctaid.{letter}"] = cta.index[axis]
-            values[f"%nctaid.{letter}"] = machine.grid[axis]
+            values[f"%nctaid.{letter}"] = launch.grid[axis]
             values[f"%clusterid.{letter}"] = cta.index[axis] // size
-            values[f"%nclusterid.{letter}"] = machine.grid[axis] // size
+            values[f"%nclusterid.{letter}"] = launch.grid[axis] // size
             values[f"%cluster_ctaid.{letter}"] = cta.index[axis] % size
             values[f"%cluster_nctaid.{letter}"] = size
         for name, cls, row in program.specials:
@@ -131,12 +131,6 @@ class Warp:
         for cls, row, symbol, offset in program.symbols:
             self.arrays[cls][row] = np.array(cta.symbol_address(symbol) + offset).astype(STORAGE[cls])
 
-    def leave(self, fragment: Fragment, lanes: Array) -> None:
-        """Lanes that will never reach the fragment's pending meeting points."""
-        for token in fragment.tokens:
-            token.expected &= ~lanes
-            self.settle(token)
-
     def settle(self, token: Token) -> None:
         """Wake the fragments parked at a meeting point once all that will come have come."""
         if not token.parked:
@@ -144,13 +138,12 @@ class Warp:
         arrived = np.logical_or.reduce([f.mask for f in token.parked])
         if (token.expected & self.live & ~arrived).any():
             return
-        first, *others = token.parked
+        first = token.parked[0]
         token.parked = []
         first.mask = arrived
         first.full = bool(arrived.all())
         first.tokens = first.tokens[: first.tokens.index(token)]
         self.fragments.append(first)
-        del others
         self.arrive(first)
 
     def arrive(self, fragment: Fragment) -> bool:
@@ -237,46 +230,52 @@ class NamedBarrier:
 
 
 class Cta:
+    """One CTA: its shared memory and barriers, its warps, and what instructions keep for it."""
+
     def __init__(self, cluster: Cluster, rank: int, index: tuple[int, int, int], slot: int) -> None:
-        machine = cluster.machine
-        self.machine: Machine = machine
+        launch = self.launch = cluster.launch
         self.cluster = cluster
         self.rank = rank
         self.index = index
         self.slot = slot
-        self.checks = machine.checks
+        self.checks = launch.checks
         self.exited = False
-        self.shared = SharedMemory(machine.shared_bytes)
-        self.granule_shift = machine.program.granule.bit_length() - 1
-        self.threads = int(np.prod(machine.block))
+        self.shared = SharedMemory(launch.shared_bytes)
+        self.granule_shift = launch.program.granule.bit_length() - 1
+        if cluster.clocks is not None:
+            self.shared.shadow = Shadow(
+                len(self.shared.bytes) >> self.granule_shift, cluster.clocks, launch.collector,
+                launch.program.instructions, "shared memory", launch.program.granule,
+            )  # fmt: skip
+        self.threads = int(np.prod(launch.block))
         count = -(-self.threads // 32)
         self.rows = 32 * count
-        self.mbarriers: dict[int, Mbarrier] = {}
+        self.mbarriers: dict[int, Any] = {}  # Mbarrier by offset
         self.barriers = [NamedBarrier() for _ in range(16)]
-        self.tensor_memory: Any = None
-        self.registers: Any = None  # the pool of setmaxnreg, made on first use
+        self.tensor_memory: Any = None  # TensorMemory, made on first use
+        self.registers: Any = None  # RegisterPool, made on first use
+        self.warpgroups: dict[int, Any] = {}  # wgmma state, made on first use
         self.remote: dict[int, Any] = {}  # clock row of another CTA's lane -> its last use of our memory
-        self.warps: list[Warp] = []
-        for i in range(count):
-            self.warps.append(Warp(self, i, min(32, self.threads - 32 * i)))
+        self.warps = [Warp(self, i, min(32, self.threads - 32 * i)) for i in range(count)]
         for warp in self.warps:
+            warp.special_registers()
             warp.fragments.append(Fragment(warp, 0, warp.live.copy(), []))
 
     def symbol_address(self, name: str) -> int:
-        program = self.machine.program
+        program = self.launch.program
         if name in program.shared:
-            return (self.rank << 24) | (self.machine.shared_base + program.shared[name][0])
+            return (self.rank << 24) | (self.launch.shared_base + program.shared[name][0])
         if name in program.parameters:
             return program.parameters[name][0]
         if name in program.local:
             return program.local[name][0]
-        return self.machine.symbol_address(name)
+        return self.launch.symbol_address(name)
 
     def symbol_at(self, offset: int) -> str:
         """A readable name of a shared-memory offset."""
         best, base = "", -1
-        for name, (at, size) in self.machine.program.shared.items():
-            start = at + self.machine.shared_base
+        for name, (at, size) in self.launch.program.shared.items():
+            start = at + self.launch.shared_base
             if start <= offset and start > base and (size < 0 or offset < start + size):
                 best, base = name, start
         return f"{best}+{offset - base}" if best else f"at {offset:#x}"
@@ -286,42 +285,35 @@ class Cta:
 
 
 class Cluster:
-    def __init__(self, machine: Machine, index: int, slot: int) -> None:
-        self.machine = machine
-        size = machine.cluster
-        base = machine.cluster_position(index)
+    """CTAs that run together, with the clocks that order their accesses."""
+
+    def __init__(self, launch: Launch, index: int, slot: int) -> None:
+        self.launch = launch
+        size = launch.cluster
+        base = launch.cluster_position(index)
         count = size[0] * size[1] * size[2]
-        self.clocks: Any = None
+        threads = launch.block[0] * launch.block[1] * launch.block[2]
+        self.clocks: Any = None  # Clocks, with checks
         self.grids: GridDependency | None = None
-        self.ctas: list[Cta] = []
-        self.bulk_groups: dict[int, Any] = {}
-        self.agents: dict[Any, Any] = {}
-        for rank in range(count):
-            inside = (rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1]))
-            position = tuple(b * s + i for b, s, i in zip(base, size, inside, strict=True))
-            self.ctas.append(Cta(self, rank, (position[0], position[1], position[2]), slot * count + rank))
-        self.arrived = 0
+        if launch.checks:
+            clocks = self.clocks = Clocks(count * 32 * -(-threads // 32))
+            if launch.programmatic:
+                self.grids = GridDependency(clocks)
+        # The cluster barrier: lanes of each warp that have arrived, their clock, who waits, and warps that have arrived
+        # in the last phase and are yet to wait.
+        self.arrived: dict[Warp, Array] = {}
         self.barrier_clock: Any = None
-        self.barrier_generation = 0
-        self.barrier_waiting: list[Any] = []
+        self.barrier_waiting: dict[Warp, Any] = {}
+        self.barrier_done: dict[Warp, Any] = {}
         # mbarriers whose initialisation a relaxed arrival at the cluster barrier will publish
         self.fenced_inits: list[Any] = []
+        self.published: dict[Any, Any] = {}  # clocks released by strong accesses, by address
         self.cancel_failed = False  # somebody has seen that no cluster is left to cancel
-        if machine.checks:
-            from padless.emulator.order.race import Clocks, Shadow
-
-            rows = sum(cta.rows for cta in self.ctas)
-            self.clocks = Clocks(rows)
-            for cta in self.ctas:
-                cells = len(cta.shared.bytes) >> cta.granule_shift
-                cta.shared.shadow = Shadow(
-                    cells, self.clocks, machine.collector, machine.program.instructions, "shared memory"
-                )
-                cta.shared.shadow.scale = machine.program.granule
-            if machine.programmatic:
-                from padless.emulator.state.grid_dependency import GridDependency
-
-                self.grids = GridDependency(self)
+        self.ctas: list[Cta] = []
+        for rank in range(count):
+            inside = (rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1]))
+            x, y, z = (b * s + i for b, s, i in zip(base, size, inside, strict=True))
+            self.ctas.append(Cta(self, rank, (x, y, z), slot * count + rank))
 
     def fragments(self) -> list[Fragment]:
         return [f for cta in self.ctas for warp in cta.warps for f in warp.fragments]

@@ -8,28 +8,29 @@ from typing import Any
 
 import numpy as np
 
+from padless.emulator.ptx.ast import Instruction
+from padless.emulator.state.site import Site, rows_of
 from padless.emulator.state.warp import Fragment, Wait, gather
 
 _BIT = np.uint32(1) << np.arange(32, dtype=np.uint32)
 _ALL = np.ones(32, bool)
 
 
-def gather_members(fragment: Fragment, m: Any, slot: int, again: Any, instruction: Any) -> Wait | None:
+def gather_members(f: Fragment, m: Any, slot: int, again: Any, instruction: Instruction) -> Wait | None:
     """Wait until all live lanes of the membermask (a register, the same in all lanes) are here."""
-    if fragment.full:
-        together(fragment)
+    if f.full:
+        together(f)
         return None
-    lanes = np.flatnonzero(fragment.mask)
-    members = int(fragment.warp.v[slot][lanes[0]])
+    lanes = np.flatnonzero(f.mask)
+    members = int(f.warp.v[slot][lanes[0]])
     needed = (np.uint32(members) & _BIT) != 0
     if not needed[lanes].all():
-        fragment.warp.cta.machine.report(
-            "divergence", f"lane {int(lanes[~needed[lanes]][0])} is not in membermask {members:#010x}", instruction,
-            fragment.warp, int(lanes[0]),
-        )  # fmt: skip
-    wait = gather(fragment, needed, again)
+        stranger = int(lanes[~needed[lanes]][0])
+        message = f"lane {stranger} is not in membermask {members:#010x}"
+        Site(f.warp, instruction, int(lanes[0])).report("divergence", message)
+    wait = gather(f, needed, again)
     if wait is None:
-        together(fragment)
+        together(f)
     return wait
 
 
@@ -50,8 +51,6 @@ def whole_warp(function: Callable[[Fragment, Any], Wait | None]) -> Callable[[Fr
 
 def together(fragment: Fragment) -> None:
     """The lanes of the fragment execute one instruction at once."""
-    clocks = fragment.warp.cta.cluster.clocks
-    if clocks is not None:
-        clocks.order_reads(
-            fragment.warp.rows if fragment.full else fragment.warp.first_row + np.flatnonzero(fragment.mask)
-        )
+    w = fragment.warp
+    if w.clocks is not None:
+        w.clocks.order_reads(rows_of(w, fragment.active))

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from padless.emulator.prepare.control_flow import BRANCH, Block
 from padless.emulator.ptx.ast import Address, Instruction, Not, Pair, Register, Vector
+from padless.emulator.state.program import BRANCH, Block
 from padless.emulator.timing.rates import Chip
 
 COMPILER_REUSE = 2  # ptxas keeps an operand for the next instruction, every other time

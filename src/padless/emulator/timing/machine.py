@@ -12,15 +12,15 @@ from functools import partial
 from typing import Any
 
 from padless.emulator.checks.deadlock import release_parked, report_deadlock
-from padless.emulator.instructions.barriers import BarrierWait
 from padless.emulator.instructions.matrix import WgmmaWait
-from padless.emulator.instructions.synchronisation import MbarrierWait
 from padless.emulator.instructions.tcgen05_access import AccessWait
-from padless.emulator.prepare.control_flow import SYNC, Block
 from padless.emulator.run.machine import Machine
 from padless.emulator.state.asynchronous import AsyncOperation
-from padless.emulator.state.mbarrier import Mbarrier
+from padless.emulator.state.barriers import BarrierWait
+from padless.emulator.state.mbarrier import Mbarrier, MbarrierWait
+from padless.emulator.state.program import SYNC, Block
 from padless.emulator.state.schedule import Schedule
+from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cluster, Fragment
 from padless.emulator.timing.costs import COMPILER_REUSE, Costs
 from padless.emulator.timing.events import Events
@@ -35,13 +35,13 @@ SCHEDULE = Schedule("late", 1.0, 0.0, 1 << 30, "lowest", 0.0, "forward")
 class TimedMbarrier(Mbarrier):
     """Arrivals from another CTA are on their way for a while."""
 
-    def arrive(self, count: int, clock: Any, instruction: Any, warp: Any, lane: int) -> None:
-        machine = self.cta.machine
+    def arrive(self, count: int, clock: Any, site: Site) -> None:
+        machine = self.cta.launch
         assert isinstance(machine, TimedMachine)
-        arrive = partial(super().arrive, count, clock, instruction, warp, lane)
+        arrive = partial(super().arrive, count, clock, site)
         if machine.current is not None:
-            machine.released(warp)
-        if warp is not None and warp.cta is not self.cta and machine.current is not None:
+            machine.released(site.warp)
+        if site.warp.cta is not self.cta and machine.current is not None:
             machine.events.at(machine.now + machine.chip["remote_arrive"], arrive)
         else:
             arrive()
@@ -72,7 +72,7 @@ class TimedMachine(Machine):
     """Machine with a clock. ``chip``: whose rates. ``from_memory``: share of loaded bytes that L2 does not have.
     ``sms``: CTAs at once. ``limit``: cycles after which the launch is given up as one that does not end."""
 
-    mbarrier = TimedMbarrier
+    make_mbarrier = TimedMbarrier
 
     def __init__(
         self,

@@ -1,0 +1,130 @@
+"""One launch as instructions and checks see it: shape, parameters, memory, pending operations, findings."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from padless.emulator.errors import LaunchError
+from padless.emulator.order.reports import Collector
+from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.memory import DeviceMemory
+from padless.emulator.state.program import Program
+from padless.emulator.state.schedule import Schedule
+from padless.emulator.state.statistics import Statistics
+
+Array = np.ndarray[Any, Any]
+SHARED_BASE = 1024  # where a CTA's own shared memory starts; the first KiB is the system's
+SHARED_LIMIT = 227 * 1024
+
+
+class Launch:
+    """What a launch was given and what has happened to it. `run.machine.Machine` runs it."""
+
+    make_mbarrier: Callable[..., Any]  # the class of mbarriers
+
+    def __init__(
+        self,
+        program: Program,
+        memory: DeviceMemory,
+        symbols: dict[str, int],
+        parameters: bytes,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        cluster: tuple[int, int, int],
+        dynamic_shared: int,
+        seed: int,
+        arithmetic: str,
+        checks: bool,
+        trace: Callable[[str], None] | None = None,
+        ignore: frozenset[str] = frozenset(),
+        programmatic: bool = False,
+    ) -> None:
+        self.program = program
+        self.blocks = program.blocks
+        self.memory = memory
+        self.symbols = symbols
+        self.parameters: Array = np.frombuffer(parameters, np.uint8)
+        self.parameter_offsets = {name: at for name, (at, _) in program.parameters.items()}
+        self.grid, self.block, self.cluster = grid, block, cluster
+        self.dynamic_shared = dynamic_shared
+        alignment = max(program.shared_alignment, 16)
+        self.shared_base = -(-SHARED_BASE // alignment) * alignment if alignment <= 1024 else SHARED_BASE
+        self.shared_bytes = self.shared_base + program.static_shared_bytes + dynamic_shared
+        if self.shared_bytes - SHARED_BASE > SHARED_LIMIT:
+            raise LaunchError(
+                f"shared memory: {self.shared_bytes - SHARED_BASE} bytes asked for, a CTA has {SHARED_LIMIT}"
+            )
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.schedule = Schedule.draw(seed)
+        self.arithmetic = arithmetic
+        self.target = program.module.target
+        self.checks = checks
+        self.trace = trace
+        self.programmatic = programmatic
+        self.collector = Collector(seed, ignore=ignore)
+        self.report = self.collector.add
+        self.statistics = Statistics()
+        self.tensor_maps: dict[bytes, Any] = {}  # decoded, by their bytes
+        self.queues: dict[Any, deque[AsyncOperation]] = {}
+        self.waiting: deque[int] = deque()  # clusters that have not started
+        self.progress = 0
+        self.ticks = 0
+
+    def symbol_address(self, name: str) -> int:
+        if name not in self.symbols:
+            if name in self.program.module.functions:
+                return 0
+            raise LaunchError(f"unknown symbol {name}")
+        return self.symbols[name]
+
+    def clock(self, name: str) -> int:
+        """The value of a special register that counts time."""
+        self.ticks += 37
+        value = self.statistics.warp_instructions + self.ticks
+        if name.endswith("_hi"):
+            return value >> 32
+        return value & (0xFFFFFFFF if "64" not in name and name != "%globaltimer" else -1)
+
+    # ---- clusters
+    def cluster_position(self, index: int) -> tuple[int, int, int]:
+        """Where in the grid of clusters the cluster with this number lies."""
+        x, y, _ = (g // s for g, s in zip(self.grid, self.cluster, strict=True))
+        return index % x, index // x % y, index // (x * y)
+
+    def cancel_cluster(self) -> tuple[int, int, int] | None:
+        """Take a cluster that has not started out of the grid: its first CTA, or None when all have."""
+        if not self.waiting:
+            return None
+        x, y, z = self.cluster_position(self.waiting.popleft())
+        return x * self.cluster[0], y * self.cluster[1], z * self.cluster[2]
+
+    # ---- asynchronous operations
+    def enqueue(self, queue: Any, operation: AsyncOperation) -> None:
+        """Operations of one queue finish in order; those of different queues in any order. None: a queue of its own."""
+        self.statistics.async_operations += 1
+        key = ("own", self.statistics.async_operations) if queue is None else queue
+        self.queues.setdefault(key, deque()).append(operation)
+
+    def step_async(self) -> bool:
+        """Let one operation, drawn at random, take its next step."""
+        if not self.queues:
+            return False
+        key = self.random.choice(list(self.queues))
+        queue = self.queues[key]
+        operation = queue[0]
+        step = operation.steps.popleft()
+        if self.trace:
+            self.trace(f"async {operation.description}")
+        step()
+        self.progress += 1
+        if not operation.steps:
+            queue.popleft()
+            if not queue:
+                del self.queues[key]
+        return True
