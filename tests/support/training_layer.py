@@ -1,4 +1,4 @@
-"""Problems of a grouped layer's training, and what they are judged by: the layer in float64 under torch's own autograd."""
+"""Problems of a grouped layer's training, and their judge: the layer in float64 under torch's own autograd."""
 
 from __future__ import annotations
 

@@ -31,7 +31,14 @@ from padless.nn.linear_function import (
 )
 from padless.nn.products import Columns, Rows, product, swiglu_product
 from padless.nn.recipe import Recipe, as_recipe
-from padless.nn.weight_codes import WeightOperands, flat, joined, weight_operands
+from padless.nn.weight_codes import (
+    WeightOperands,
+    flat,
+    flat_operands,
+    joined,
+    joined_operands,
+    weight_operands,
+)
 from padless.nn.weight_gradient import DelayedWgrad, deliver
 from padless.quantization.swiglu_backward import GATE_UP, swiglu_backward_quantize
 
@@ -90,11 +97,11 @@ def experts(
         )
     if shared is not None:
         check_matrix("shared", shared, x.shape[0], x.shape[1], x.device)
-    forward13, dgrad13 = weight_operands(w13, recipe) if operands13 is None else operands13
-    forward2, dgrad2 = weight_operands(w2, recipe) if operands2 is None else operands2
+    made13 = weight_operands(w13, recipe) if operands13 is None else operands13
+    made2 = weight_operands(w2, recipe) if operands2 is None else operands2
     out: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         x, top_k_weights, w13, w2, shared, top_k_index, _Plan(recipe, gate_up, delayed_wgrad),
-        *flat(forward13), *flat(dgrad13), *flat(forward2), *flat(dgrad2),
+        *flat_operands(made13), *flat_operands(made2),
     )  # fmt: skip
     return out
 
@@ -117,10 +124,10 @@ class _Experts(torch.autograd.Function):
         shared: torch.Tensor | None,
         top_k_index: torch.Tensor,
         plan: _Plan,
-        *weights: torch.Tensor | None,
+        *operands: Any,
     ) -> torch.Tensor:
         recipe = plan.recipe
-        forward13, dgrad13, forward2, dgrad2 = (weights[i : i + 2] for i in range(0, 8, 2))
+        made13, made2 = joined_operands(*operands[:4]), joined_operands(*operands[4:])
         needs_x, needs_prob, needs13, needs2 = ctx.needs_input_grad[:4]
         trains = needs_x or needs_prob or needs13 or needs2
         routing = route(top_k_index, w13.shape[0])
@@ -128,8 +135,8 @@ class _Experts(torch.autograd.Function):
 
         # First product: rows for it, and what its weight's gradient reads.
         rows, columns = _gathered(x, routing.tokens, routing.inverse, offs, recipe, needs13)
-        z, hidden = _hidden(rows, joined(*forward13), offs, plan)  # type: ignore[arg-type]
-        y = product(hidden, joined(*forward2), offs, transposed=False, zero_tail=False)  # type: ignore[arg-type]
+        z, hidden = _hidden(rows, made13.forward, offs, plan)
+        y = product(hidden, made2.forward, offs, transposed=False, zero_tail=False)
         out = combine(y, routing.inverse, top_k_weights, shared, out_dtype=x.dtype)
 
         ctx.plan = plan
@@ -150,10 +157,10 @@ class _Experts(torch.autograd.Function):
             keeps_x = (needs13 and not recipe.fp8_wgrad) or (
                 recipe.save == "recompute" and not recipe.fp8_forward
             )
-            again = forward13 if recipe.save == "recompute" else (None, None)
+            again = flat(made13.forward) if recipe.save == "recompute" else (None, None)
             ctx.save_for_backward(
                 offs, routing.tokens, routing.inverse, top_k_weights, x if keeps_x else None,
-                *kept, *saved_columns, *dgrad13, *dgrad2, *again,
+                *kept, *saved_columns, *flat(made13.dgrad), *flat(made2.dgrad), *again,
             )  # fmt: skip
         return out
 

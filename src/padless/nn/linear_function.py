@@ -11,7 +11,14 @@ from padless.grouped_columns import GroupedColumns
 from padless.moe import ops
 from padless.nn.products import Columns, Rows, product
 from padless.nn.recipe import Recipe, as_recipe
-from padless.nn.weight_codes import WeightOperands, flat, joined, weight_operands
+from padless.nn.weight_codes import (
+    WeightOperands,
+    flat,
+    flat_operands,
+    joined,
+    joined_operands,
+    weight_operands,
+)
 from padless.nn.weight_gradient import DelayedWgrad, deliver
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES
@@ -58,9 +65,9 @@ def grouped_linear(
         raise ValueError(
             f"offs has {offs.shape[0]} groups and weight {weight.shape[0]}; they must be as many"
         )
-    forward, dgrad = weight_operands(weight, recipe) if operands is None else operands
+    made = weight_operands(weight, recipe) if operands is None else operands
     y: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
-        x, weight, offs, recipe, *flat(forward), *flat(dgrad), delayed_wgrad
+        x, weight, offs, recipe, delayed_wgrad, *flat_operands(made)
     )
     return y
 
@@ -94,19 +101,17 @@ class _GroupedLinear(torch.autograd.Function):
         weight: torch.Tensor,
         offs: torch.Tensor,
         recipe: Recipe,
-        forward_data: torch.Tensor,
-        forward_scale: torch.Tensor | None,
-        dgrad_data: torch.Tensor,
-        dgrad_scale: torch.Tensor | None,
         delayed_wgrad: DelayedWgrad | None,
+        *operands: Any,
     ) -> torch.Tensor:
         needs_wgrad = ctx.needs_input_grad[1]
         rows, columns = operands_of_rows(
             x, offs, recipe.fp8_forward, recipe.fp8_wgrad and needs_wgrad, recipe.column_block
         )
-        y = product(rows, joined(forward_data, forward_scale), offs, transposed=False, zero_tail=True)
+        made = joined_operands(*operands)
+        y = product(rows, made.forward, offs, transposed=False, zero_tail=True)
         saved = flat_columns(columns) if needs_wgrad else (None,) * 4
-        ctx.save_for_backward(offs, dgrad_data, dgrad_scale, *saved)
+        ctx.save_for_backward(offs, *flat(made.dgrad), *saved)
         ctx.how = (recipe, x.dtype, columns_facts(columns))
         ctx.weight, ctx.delayed_wgrad = weight if needs_wgrad else None, delayed_wgrad
         return y.to(x.dtype)
@@ -126,7 +131,7 @@ class _GroupedLinear(torch.autograd.Function):
         if needs_wgrad:
             x_columns = joined_columns(saved, facts, offs)
             dw = deliver(ctx.weight, ctx.delayed_wgrad, columns, x_columns, offs)
-        return dx, dw, None, None, None, None, None, None, None
+        return dx, dw, None, None, None, *(None,) * 4
 
 
 # --- operands of rows ------------------------------------------------------------------------------------

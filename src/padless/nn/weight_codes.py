@@ -106,6 +106,23 @@ def _facts_of(weight: torch.Tensor, recipe: Recipe) -> tuple[Any, ...] | None:
     )
 
 
+def flat_operands(operands: WeightOperands) -> tuple[torch.Tensor | None, ...]:
+    """Four tensors that a function under autograd can take; the last two are None where both operands are one."""
+    of_dgrad = (None, None) if operands.dgrad is operands.forward else flat(operands.dgrad)
+    return (*flat(operands.forward), *of_dgrad)
+
+
+def joined_operands(
+    data: torch.Tensor,
+    scale: torch.Tensor | None,
+    dgrad_data: torch.Tensor | None,
+    dgrad_scale: torch.Tensor | None,
+) -> WeightOperands:
+    """The inverse of `flat_operands`."""
+    forward = joined(data, scale)
+    return WeightOperands(forward, forward if dgrad_data is None else joined(dgrad_data, dgrad_scale))
+
+
 def flat(t: BlockScaledTensor | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(codes, scale) or (values, None): what autograd can save."""
     return (t.data, t.scale) if isinstance(t, BlockScaledTensor) else (t, None)
