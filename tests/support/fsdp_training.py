@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from padless.nn import Experts, weight_codes
-from support.training_layer import Layer, layer
+from support.training_layer import Layer, layer, module
 
 WORLD = 2
 STEPS = 3
@@ -32,28 +32,19 @@ def halves(problem: Layer, rank: int) -> Layer:
     return Layer(w13=problem.w13, w2=problem.w2, **parts)
 
 
-def made(problem: Layer, recipe: str) -> Experts:
-    experts, hidden, intermediate = problem.w2.shape
-    module = Experts(hidden, intermediate, experts, recipe=recipe)
-    with torch.no_grad():
-        module.w13.copy_(problem.w13)
-        module.w2.copy_(problem.w2)
-    return module
-
-
-def update(module: Experts) -> None:
+def update(trained: Experts) -> None:
     """A step of descent that no torch.optim.Optimizer takes part in: only the module can see that weights changed."""
     with torch.no_grad():
-        for weight in module.parameters():
+        for weight in trained.parameters():
             weight.sub_(0.05 * weight.grad)
-    module.zero_grad()
+    trained.zero_grad()
 
 
-def step(module: Experts, problem: Layer) -> dict[str, torch.Tensor]:
+def step(trained: Experts, problem: Layer) -> dict[str, torch.Tensor]:
     """Two microbatches."""
     p = problem.leaves(torch.float32)
     for _ in range(2):
-        out = module(p["x"], problem.index, p["prob"], p["shared"])
+        out = trained(p["x"], problem.index, p["prob"], p["shared"])
         out.backward(problem.dout)
     return {"out": out.detach(), "x": p["x"].grad}
 
@@ -64,27 +55,31 @@ def full(t: torch.Tensor) -> torch.Tensor:
 
 def main(port: str, rank: int, recipe: str, stale: bool) -> None:
     facts_of = weight_codes._facts_of
-    weight_codes._facts_of = lambda weight, recipe: [f for f in facts_of(weight, recipe) if f != weight.data_ptr()]
+    weight_codes._facts_of = lambda weight, recipe: [
+        f for f in facts_of(weight, recipe) if f != weight.data_ptr()
+    ]
     if stale:
         weight_codes.WeightCodes.forget = lambda self: None
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     problem = layer(tokens=64, hidden=48, intermediate=32)
-    sharded, alone = made(problem, recipe), [made(problem, recipe) for _ in range(WORLD)]
+    sharded, alone = module(problem, recipe), [module(problem, recipe) for _ in range(WORLD)]
     fully_shard(sharded, mesh=init_device_mesh("cpu", (WORLD,)))
     differences: dict[str, float] = {}
     for number in range(STEPS):
         got = step(sharded, halves(problem, rank))
-        found = [step(module, halves(problem, other)) for other, module in enumerate(alone)]
+        found = [step(one, halves(problem, other)) for other, one in enumerate(alone)]
         want = dict(found[rank])
         for name in ("w13", "w2"):
-            mean = sum(getattr(module, name).grad for module in alone) / WORLD
+            mean = sum(getattr(one, name).grad for one in alone) / WORLD
             got[name], want[name] = full(getattr(sharded, name).grad), mean
-            for module in alone:
-                getattr(module, name).grad = mean.clone()
+            for one in alone:
+                getattr(one, name).grad = mean.clone()
         for name, value in got.items():
-            differences[f"{name} of step {number}"] = float((value - want[name]).abs().max() / want[name].abs().max())
-        for module in (sharded, *alone):
-            update(module)
+            differences[f"{name} of step {number}"] = float(
+                (value - want[name]).abs().max() / want[name].abs().max()
+            )
+        for one in (sharded, *alone):
+            update(one)
     if rank == 0:
         print(json.dumps(differences))
     dist.destroy_process_group()

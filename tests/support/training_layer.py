@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-HUGE = 1e30  # what rows of no group hold, beside NaN
+from padless.nn import RECIPES, Experts, Recipe
+
+BF16 = torch.bfloat16
+EVERY_RECIPE = {
+    **RECIPES,
+    "fp8, Z in bf16": Recipe(save="bf16"),
+    "fp8, recompute": Recipe(save="recompute"),
+    "bf16, recompute": Recipe(BF16, BF16, BF16, save="recompute"),
+    "bf16 dgrad": Recipe(dgrad=BF16, save="recompute"),
+    "bf16 forward": Recipe(forward=BF16),
+    "bf16 forward and dgrad": Recipe(forward=BF16, dgrad=BF16),
+}
 
 
 @dataclass
@@ -28,18 +41,29 @@ class Layer:
         return {name: getattr(self, name).detach().to(dtype).requires_grad_() for name in self.NAMES}
 
 
+SIZES = (129, 1, 127, 0)  # tokens of the first experts; a third of the other slots are no expert's
+
+
 def layer(
-    tokens: int = 150,
+    tokens: int = 100,
     hidden: int = 160,
     intermediate: int = 144,
     experts: int = 5,
     top_k: int = 3,
     seed: int = 0,
 ) -> Layer:
-    """Normal values of a trained layer's sizes; the last expert is chosen by no token, and two ids are no expert."""
+    """Normal values of a trained layer's sizes. Experts have `SIZES` tokens for 100 tokens, for others in proportion."""
     g = torch.Generator().manual_seed(seed)
-    index = torch.randint(-1, experts, (tokens, top_k), generator=g)
-    index = torch.where(index == experts - 1, experts + 7, index)
+    ids = [expert for expert, size in enumerate(SIZES) for _ in range(size * tokens * top_k // 300)]
+    others = tokens * top_k - len(ids)
+    ids += (
+        [experts - 1] * (others - others // 3)
+        + [-1, experts + 7] * (others // 6)
+        + [experts] * (others // 3 % 2)
+    )
+    index = torch.tensor(ids, dtype=torch.int64)[torch.randperm(tokens * top_k, generator=g)].view(
+        tokens, top_k
+    )
     return Layer(
         torch.randn(tokens, hidden, generator=g),
         index,
@@ -77,3 +101,43 @@ def sqnr(got: torch.Tensor, want: torch.Tensor) -> float:
     """Signal over error in dB; NaN where got has one."""
     got, want = got.detach().double(), want.detach().double()
     return float(10 * torch.log10(want.square().sum() / (got - want).square().sum()))
+
+
+def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest error of a row relative to that row, by their norms; rows of zeros count absolutely."""
+    got, want = got.detach().double().flatten(0, -2), want.detach().double().flatten(0, -2)
+    norm = want.norm(dim=1)
+    return float(((got - want).norm(dim=1) / torch.where(norm == 0, 1.0, norm)).max())
+
+
+def module(problem: Layer, recipe: Recipe | str, **options: Any) -> Experts:
+    """`padless.nn.Experts` with the problem's weights."""
+    num_experts, hidden, intermediate = problem.w2.shape
+    made = Experts(hidden, intermediate, num_experts, recipe=recipe, **options)
+    with torch.no_grad():
+        made.w13.copy_(problem.w13)
+        made.w2.copy_(problem.w2)
+    return made
+
+
+def gradients(
+    made: Experts,
+    problem: Layer,
+    dtype: torch.dtype = torch.float32,
+    call: Callable[..., torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The output and the gradients of one step of the module, or of ``call``, which is made of it."""
+    p = problem.leaves(dtype)
+    made.zero_grad()
+    out = (call or made)(p["x"], problem.index, p["prob"], p["shared"])
+    out.backward(problem.dout.to(dtype))
+    found = {"out": out.detach(), "w13": made.w13.grad, "w2": made.w2.grad}
+    return found | {name: p[name].grad for name in ("x", "prob", "shared")}
+
+
+def truth(problem: Layer, gate_up: str = "concatenated") -> dict[str, torch.Tensor]:
+    """The same in float64 by torch's autograd, nothing quantized."""
+    p = problem.leaves(torch.float64)
+    out = layer_in_torch(p, problem.index, gate_up)
+    out.backward(problem.dout.double())
+    return {"out": out.detach()} | {name: p[name].grad for name in Layer.NAMES}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from padless.nn.experts_function import experts
+from padless.nn.experts_function import check_gate_up, experts
 from padless.nn.linear import QuantizedModule
 from padless.nn.recipe import Recipe
 from padless.nn.weight_gradient import DelayedWgrad
@@ -43,6 +43,7 @@ class Experts(QuantizedModule):
     ) -> None:
         super().__init__(recipe, delayed_wgrad)
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
+        check_gate_up(gate_up, intermediate)
         self.gate_up = gate_up
         self._add_weight("w13", (num_experts, 2 * intermediate, hidden), dtype=dtype, device=device)
         self._add_weight("w2", (num_experts, hidden, intermediate), dtype=dtype, device=device)

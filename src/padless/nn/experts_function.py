@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
+from padless.epilogue import INTERLEAVE
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.moe import ops
 from padless.moe.activation import Activation
@@ -90,11 +92,7 @@ def experts(
             f"w13 is {tuple(w13.shape)} and w2 {tuple(w2.shape)}; they must be (E, 2 I, H) and (E, H, I), H and I "
             "multiples of 16"
         )
-    if gate_up not in GATE_UP or (gate_up == "interleaved" and w13.shape[1] % 64):
-        raise ValueError(
-            f"gate_up is {gate_up!r} and I {w13.shape[1] // 2}; allowed: {', '.join(map(repr, GATE_UP))}, the latter "
-            "for multiples of 32"
-        )
+    check_gate_up(gate_up, w13.shape[1] // 2)
     if shared is not None:
         check_matrix("shared", shared, x.shape[0], x.shape[1], x.device)
     made13 = weight_operands(w13, recipe) if operands13 is None else operands13
@@ -104,6 +102,15 @@ def experts(
         *flat_operands(made13), *flat_operands(made2),
     )  # fmt: skip
     return out
+
+
+def check_gate_up(gate_up: str, intermediate: int) -> None:
+    """Raises ValueError for an order of gate and up that I columns cannot have."""
+    if gate_up not in GATE_UP or (gate_up == "interleaved" and intermediate % INTERLEAVE):
+        raise ValueError(
+            f"gate_up is {gate_up!r} and I {intermediate}; allowed: {', '.join(map(repr, GATE_UP))}, the latter for "
+            f"multiples of {INTERLEAVE}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +172,7 @@ class _Experts(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs_x, needs_prob, needs13, needs2, needs_shared = ctx.needs_input_grad[:5]
         dx = dprob = dw13 = dw2 = None

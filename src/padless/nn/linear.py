@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from padless.nn.linear_function import grouped_linear
+from padless.nn.linear_function import MULTIPLE, grouped_linear
 from padless.nn.recipe import Recipe, as_recipe
 from padless.nn.weight_codes import WeightCodes, WeightOperands
 from padless.nn.weight_gradient import DelayedWgrad
@@ -44,6 +44,11 @@ class QuantizedModule(nn.Module):
             codes.forget()
 
     def _add_weight(self, name: str, shape: tuple[int, int, int], **factory: Any) -> None:
+        """Registers a parameter (G, N, K). Raises ValueError for sizes that no recipe takes."""
+        if min(shape) < 1 or shape[1] % MULTIPLE or shape[2] % MULTIPLE:
+            raise ValueError(
+                f"{name} would be (num_groups, N, K) = {shape}; N and K must be positive multiples of {MULTIPLE}"
+            )
         self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
         self._codes[name] = WeightCodes()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from padless.formats import BlockScaledTensor
 from padless.grouped_columns import GroupedColumns
@@ -24,7 +25,7 @@ from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES
 from padless.quantization.rows_columns import check_offs, quantize_rows_columns
 
-_MULTIPLE = 16  # of N and K: rows of 16 bytes in every operand
+MULTIPLE = 16  # of N and K: rows of 16 bytes in every operand
 
 
 def grouped_linear(
@@ -87,9 +88,9 @@ def check_weight(name: str, weight: object, k: int, recipe: Recipe) -> None:
         raise ValueError(f"{name} must be (num_groups, N, K) with K = {k}, got {describe(weight)}")
     check_rows(name, weight[0] if weight.shape[0] else weight.flatten(1), recipe)
     n = weight.shape[1]
-    if n == 0 or k == 0 or n % _MULTIPLE or k % _MULTIPLE:
+    if n == 0 or k == 0 or n % MULTIPLE or k % MULTIPLE:
         raise ValueError(
-            f"{name} is (num_groups, N, K) = {tuple(weight.shape)}; N and K must be positive multiples of {_MULTIPLE}"
+            f"{name} is (num_groups, N, K) = {tuple(weight.shape)}; N and K must be positive multiples of {MULTIPLE}"
         )
 
 
@@ -117,6 +118,7 @@ class _GroupedLinear(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         offs, dgrad_data, dgrad_scale, *saved = ctx.saved_tensors
         recipe, dtype, facts = ctx.how
