@@ -1,0 +1,80 @@
+"""An expert layer's step as its recipe defines it, expert by expert in float64: slow, obvious, of public calls alone.
+
+Operands are quantized by `padless.quantize` and decoded, products are float64 matrix products, and what is stored
+between them is rounded as the layer stores it. Shares neither the column layout nor a product nor the derivative of
+SwiGLU with what it judges.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from padless import FP8_BLOCK, dequantize, quantize
+from padless.nn import Recipe
+from support.training_layer import Layer
+
+
+def decoded(x: torch.Tensor, kind: str = "activation") -> torch.Tensor:
+    """x as FP8_BLOCK keeps it, in float64."""
+    return dequantize(quantize(x.detach().float(), FP8_BLOCK, kind=kind)).double()
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """x as bfloat16 keeps it, in float64."""
+    return x.float().bfloat16().double()
+
+
+def of_rows(x: torch.Tensor, fp8: bool) -> torch.Tensor:
+    return decoded(x) if fp8 else rounded(x)
+
+
+def of_tokens(x: torch.Tensor, fp8: bool, square: bool = False) -> torch.Tensor:
+    """x (tokens of one expert, features) with scales along the tokens, counted from the expert's first."""
+    if not fp8:
+        return rounded(x)
+    return decoded(x.T.contiguous(), "weight" if square else "activation").T
+
+
+def step(problem: Layer, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The output and the gradients, float64; gate above up in w13."""
+    forward, dgrad, wgrad = recipe.fp8_forward, recipe.fp8_dgrad, recipe.fp8_wgrad
+    square = recipe.wgrad_mode == "1d2d"
+    found = {
+        "out": problem.shared.double(),
+        "x": torch.zeros(problem.x.shape, dtype=torch.float64),
+        "prob": torch.zeros(problem.prob.shape, dtype=torch.float64),
+        "w13": torch.zeros(problem.w13.shape, dtype=torch.float64),
+        "w2": torch.zeros(problem.w2.shape, dtype=torch.float64),
+    }
+    half = problem.w2.shape[2]
+    for e in range(problem.w2.shape[0]):
+        token, slot = torch.nonzero(problem.index == e, as_tuple=True)
+        if len(token) == 0:
+            continue
+        x, prob = problem.x[token], problem.prob[token, slot].double()[:, None]
+        weights = {
+            (name, fp8): decoded(w[e], "weight") if fp8 else rounded(w[e])
+            for name, w in (("w13", problem.w13), ("w2", problem.w2))
+            for fp8 in (forward, dgrad)
+        }
+        z = of_rows(x, forward) @ weights["w13", forward].T
+        fused = forward and recipe.save == "recompute" and 2 * half % 128 == 0
+        hidden = torch.nn.functional.silu((z if fused else rounded(z))[:, :half])
+        hidden = hidden * (z if fused else rounded(z))[:, half:]
+        y = rounded(of_rows(hidden, forward) @ weights["w2", forward].T)
+        found["out"].index_add_(0, token, y * prob)
+
+        dy = problem.dout[token]
+        dh = rounded(of_rows(dy, dgrad) @ weights["w2", dgrad])
+        kept = (rounded(decoded(rounded(z))) if recipe.save == "fp8" else rounded(z)).requires_grad_()
+        of_prob = prob.clone().requires_grad_()
+        hidden = torch.nn.functional.silu(kept[:, :half]) * kept[:, half:] * of_prob
+        hidden.backward(dh)
+        dz = kept.grad
+        if not (dgrad and wgrad):  # stored in between
+            dz, hidden = rounded(dz), rounded(hidden.detach())
+        found["prob"][token, slot] = of_prob.grad[:, 0]
+        found["x"].index_add_(0, token, rounded(of_rows(dz, dgrad) @ weights["w13", dgrad]))
+        found["w13"][e] = of_tokens(dz, wgrad).T @ of_tokens(x, wgrad, square)
+        found["w2"][e] = of_tokens(dy, wgrad).T @ of_tokens(hidden.detach(), wgrad, square)
+    return found
