@@ -10,11 +10,11 @@ from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from support.emulator_variants import Edit
 
 FOLDER = "sm90_fp8_wgrad/"
-MAIN, STORAGE, LOAD, MULTIPLY, STORE, SCHEDULE = (
-    FOLDER + name
-    for name in ("sm90_fp8_wgrad.cu", "storage.cuh", "load.cuh", "multiply.cuh", "store.cuh", "schedule.cuh")
+MAIN, STORAGE, LOAD, MULTIPLY = (
+    FOLDER + name for name in ("sm90_fp8_wgrad.cu", "storage.cuh", "load.cuh", "multiply.cuh")
 )
-QUEUE = "device/tile_queue.cuh"
+STORE, SCHEDULE = "device/sm90/gradient_store.cuh", "device/longest_first.cuh"
+TILES, QUEUE = "device/gradient_tiles.cuh", "device/tile_queue.cuh"
 STORED = WgradConfig(block_m=128, num_stages=2, out_dtype=torch.float32)
 TWO_WAVES = WgradConfig(block_m=256, num_stages=2, out_dtype=torch.float32)
 TWO_BUFFERS = WgradConfig(block_m=256, num_stages=2)
@@ -236,7 +236,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "half a wave staged where the other half is",
         (),
-        ((STORE, "piece % PIECES_PER_WAVE * PIECE_COLUMNS", "0"),),
+        ((STORAGE, "piece % PIECES_PER_WAVE * PIECE_COLUMNS", "0"),),
     ),
     Bug(
         "store does not wait for what is staged",
@@ -274,7 +274,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "consumers keep their slot of the queue",
         ("deadlock",),
-        ((MAIN, "if (lane == 0) reader.release();", ""),),
+        ((TILES, "if (lane == 0) reader.release();", ""),),
     ),
     Bug(
         "consumers pass over tiles",
@@ -300,7 +300,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the groups' order read before it is written",
         ("race", "uninitialised-shared"),
-        ((MAIN, "= g;\n    __syncthreads();", "= g;"),),
+        ((TILES, "= g;\n    __syncthreads();", "= g;"),),
     ),
     Bug(
         "scale rows past the end",

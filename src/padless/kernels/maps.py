@@ -1,4 +1,4 @@
-"""Tensor maps of the kernels: boxes of rows, interleaved weights, and outputs whose last row is bounded."""
+"""Tensor maps of the kernels: boxes of rows, interleaved weights, and rows whose last one is bounded."""
 
 from __future__ import annotations
 
@@ -71,5 +71,21 @@ def output_ragged(d: torch.Tensor, rows: int) -> TensorMapSpec:
         (d.shape[1], RAGGED_B, _RAGGED_HUGE, _RAGGED_HUGE),
         (s * size, s * size, (2**34 - s) * size),
         (128 // size, rows, 1, 1),
+        SWIZZLE_128B,
+    )
+
+
+def gradient_output(out: torch.Tensor) -> TensorMapSpec:
+    """A weight gradient (G, N, K), written in boxes of 128 bytes x 64 rows of one group, clipped to its N and K.
+
+    FLOAT32 and not FLOAT32_FTZ: where the copy engine adds, it is not asked to flush subnormals.
+    """
+    data_type, size = DATA_TYPES[out.dtype]
+    return TensorMapSpec(
+        data_type,
+        out.data_ptr(),
+        (out.shape[2], out.shape[1], out.shape[0]),
+        (outer_stride(out, 1), outer_stride(out, 0)),
+        (128 // size, 64, 1),
         SWIZZLE_128B,
     )

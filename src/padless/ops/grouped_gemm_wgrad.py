@@ -2,59 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from padless.formats import ceil_div
 from padless.gradients import refuse_gradients
 from padless.kernels.config import MAX_GROUPS
+from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.kernels.sm90_fp8_wgrad import host
-from padless.kernels.sm90_fp8_wgrad.config import WGRAD_OUT_DTYPES, WgradConfig
+from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.layouts import ALIGNMENTS, SCALE_BLOCK, GroupedColumns
 from padless.ops.checks import describe
+from padless.ops.grouped_gemm_wgrad_rows import grouped_gemm_wgrad_rows
 from padless.ops.launch_cache import current_stream
+from padless.ops.wgrad_checks import (
+    check_gradient_of_kernel,
+    gradient_output,
+    known_launch,
+    remember_launch,
+)
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.runtime.devices import device_of
-from padless.runtime.driver import PreparedLaunch
 
 _FEATURES_MULTIPLE = 16  # rows of float32 scales, and of the output, start at multiples of 16 bytes
 
 
 def grouped_gemm_wgrad(
-    dy: GroupedColumns,
-    x: GroupedColumns,
+    dy: GroupedColumns | torch.Tensor,
+    x: GroupedColumns | torch.Tensor,
     *,
+    offs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     accumulate: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str | None = None,
-    config: WgradConfig | None = None,
+    config: WgradConfig | Bf16WgradConfig | None = None,
 ) -> torch.Tensor:
     """Multiplies along each group's tokens: out[g] (+)= dY[rows of g]^T @ X[rows of g].
 
     Args:
-        dy: gradients of the outputs, a token-contiguous copy of N features with a scale per feature and 128 tokens.
-        x: inputs of the layer, a copy of K features of the same groups, with a scale per 128 features and 128 tokens
-            ("1d2d", the faster) or per feature and 128 tokens ("1d1d"). N and K are multiples of 16. The two may have
-            different alignments; where groups end is taken from ``dy``.
+        dy: gradients of the outputs: plain bfloat16 rows (M, N), or a token-contiguous FP8 copy of N features with a
+            scale per feature and 128 tokens (`padless.quantize_rows_columns`).
+        x: inputs of the layer, of the same kind and groups: rows (M, K), or a copy of K features with a scale per 128
+            features and 128 tokens ("1d2d", the faster) or per feature and 128 tokens ("1d1d"). N and K are multiples of
+            16, of rows multiples of 8 and at least 16. The two copies may have different alignments; where groups end is
+            taken from ``dy``.
+        offs: (G,) int32, for rows alone: cumulative END row of each group, which may start anywhere. Rows at or past
+            offs[-1] belong to no group.
         out: (G, N, K) bfloat16 or float32 to write into, or None for a new tensor. The innermost dimension is
             contiguous, the others have strides of a multiple of 16 bytes.
         accumulate: adds to what ``out`` holds instead, in float32; ``out`` has to be given, as float32.
         out_dtype: torch.bfloat16 or float32, when ``out`` is None.
         backend: "cuda", "reference", "emulator", or None: the GPU's kernel for tensors on a GPU, else the reference.
-        config: the kernel to use in place of the one that is picked; mode, output dtype and room for groups are taken
-            from the operands.
+        config: the kernel to use in place of the one that is picked (WgradConfig for copies, Bf16WgradConfig for rows);
+            mode, output dtype and room for groups are taken from the operands.
 
     Returns:
         ``out``, (G, N, K). A group without a token gets zeros; with ``accumulate`` not a byte of it is touched.
 
-    Arithmetic: for each 128 tokens of a group in order, counted from its start, d = fma(sum of products, scale of dY *
-    scale of X, d) in float32, where the product of the scales is rounded to float32 and the tensor core sums the
-    products 32 tokens at a time with 13 fractional bits of the largest term; then one rounding to ``out``'s type, or one
-    float32 addition to it. The sum over a group's tokens is never split, and nothing of other groups takes part: a
-    group's bits do not depend on them, on the tile or on the order of work. What is added to a subnormal number, or
-    gives one, may be flushed to zero where ``accumulate`` is set.
+    Arithmetic: of copies, for each 128 tokens of a group in order, counted from its start, d = fma(sum of products,
+    scale of dY * scale of X, d) in float32, where the product of the scales is rounded to float32 and the tensor core
+    sums the products 32 tokens at a time with 13 fractional bits of the largest term; of rows, the tensor core adds 16
+    tokens at a time to d, with 25 fractional bits. Then one rounding to ``out``'s type, or one float32 addition to it.
+    The reference sums in float64 (128 tokens of a copy, all of a group's rows) and rounds to float32. The sum over a
+    group's tokens is never split, and nothing of other groups takes part: a group's bits do not depend on them, on the
+    tile or on the order of work. What is added to a subnormal number, or gives one, may be flushed to zero where
+    ``accumulate`` is set.
 
     One kernel launch, no synchronization, no other pass over ``out``; safe in CUDA graphs. Wrong offsets or starts give
     a wrong result and no access outside the tensors.
@@ -62,13 +76,42 @@ def grouped_gemm_wgrad(
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
     """
+    if isinstance(dy, torch.Tensor) and isinstance(x, torch.Tensor):
+        return grouped_gemm_wgrad_rows(
+            dy,
+            x,
+            offs,
+            out=out,
+            accumulate=accumulate,
+            out_dtype=out_dtype,
+            backend=backend,
+            config=config,
+        )
+    if offs is not None:
+        raise ValueError("offs is given and dy and x are copies, which have their own; leave it out")
+    copies = cast("tuple[GroupedColumns, GroupedColumns]", (dy, x))
+    return _of_copies(*copies, out, accumulate, out_dtype, backend, config)
+
+
+def _of_copies(
+    dy: GroupedColumns,
+    x: GroupedColumns,
+    out: torch.Tensor | None,
+    accumulate: bool,
+    out_dtype: torch.dtype,
+    backend: str | None,
+    config: object,
+) -> torch.Tensor:
     refuse_gradients(dy=dy, x=x, out=out)
     facts = _facts_of(dy, x, out, accumulate, config) if out is not None and out.is_cuda else None
-    if facts is not None and backend in (None, "cuda") and (known := _LAUNCHES.get(facts)) is not None:
-        known(current_stream(out.device.index or 0))  # type: ignore[union-attr]
-        return out  # type: ignore[return-value]
+    if out is not None and backend in (None, "cuda") and (known := known_launch(facts)) is not None:
+        known(current_stream(out.device.index or 0))
+        return out
     _check_operands(dy, x)
-    result = _output(dy, x, out, out_dtype, accumulate)
+    if config is not None and not isinstance(config, WgradConfig):
+        raise ValueError(f"config is a {type(config).__name__}; copies of grouped columns take a WgradConfig")
+    shape = (dy.num_groups, dy.features, x.features)
+    result = gradient_output(shape, dy.data.device, out, out_dtype, accumulate)
     if backend is None:
         backend = "cuda" if result.is_cuda else "reference"
     if backend == "reference":
@@ -76,12 +119,12 @@ def grouped_gemm_wgrad(
     driver = device_of(backend, result)
     if driver.arch != "sm_90a":
         raise ValueError(f"backend {backend!r} is {driver.arch}; grouped_gemm_wgrad has a kernel for sm_90a")
-    _check_rows_of_kernel(result)
+    check_gradient_of_kernel(result)
     if dy.num_groups == 0:
         return result
     launch = host.prepare(driver, dy, x, result, accumulate, config).launch
     if facts is not None:
-        _remember(facts, launch)
+        remember_launch(facts, launch)
     launch(current_stream(result.device.index or 0) if result.is_cuda else 0)
     return result
 
@@ -93,7 +136,9 @@ def _check_operands(dy: GroupedColumns, x: GroupedColumns) -> None:
     """Raises ValueError for what can be seen without looking at values."""
     for name, operand in (("dy", dy), ("x", x)):
         if not isinstance(operand, GroupedColumns):
-            raise ValueError(f"{name} must be GroupedColumns, got {describe(operand)}")
+            raise ValueError(
+                f"{name} must be GroupedColumns, got {describe(operand)}; dy and x are both copies, or both rows"
+            )
     blocks = ((1, SCALE_BLOCK), (SCALE_BLOCK, SCALE_BLOCK))
     if dy.block != blocks[0]:
         raise ValueError(f"dy has scales per {dy.block} features and tokens; allowed: {blocks[0]}")
@@ -160,48 +205,11 @@ def _check_columns(name: str, operand: GroupedColumns, dy: GroupedColumns) -> No
         )
 
 
-def _output(
-    dy: GroupedColumns, x: GroupedColumns, out: torch.Tensor | None, out_dtype: torch.dtype, accumulate: bool
-) -> torch.Tensor:
-    """``out`` when it is allowed, or a new tensor."""
-    shape = (dy.num_groups, dy.features, x.features)
-    dtype = out_dtype if out is None else out.dtype
-    if dtype not in WGRAD_OUT_DTYPES:
-        name = "out_dtype" if out is None else "out.dtype"
-        raise ValueError(f"{name} is {dtype}; allowed: torch.bfloat16 or torch.float32")
-    if accumulate and (out is None or dtype != torch.float32):
-        given = "None" if out is None else str(out.dtype)
-        raise ValueError(f"accumulate adds to float32 and out is {given}; give a float32 tensor as out")
-    if out is None:
-        return torch.empty(shape, dtype=dtype, device=dy.data.device)
-    if tuple(out.shape) != shape or out.device != dy.data.device:
-        raise ValueError(f"out must be (G, N, K) = {shape} on {dy.data.device}, got {describe(out)}")
-    if out.stride(2) != 1:
-        raise ValueError(f"out must be contiguous along K, got strides {out.stride()}; call .contiguous()")
-    if any(stride < size for stride, size in _overlapping(out)):
-        raise ValueError(
-            f"out has rows that overlap, with strides {out.stride()}; give a tensor of distinct elements"
-        )
-    return out
-
-
-def _overlapping(out: torch.Tensor) -> list[tuple[int, int]]:
-    """(stride, elements that it has to leave room for) of the outer dimensions."""
-    groups, n, k = out.shape
-    rows = [(out.stride(1), k)] if n > 1 else []
-    return rows + ([(out.stride(0), (n - 1) * out.stride(1) + k if n > 1 else k)] if groups > 1 else [])
-
-
 # ------------------------------------------------------------------------------------- launches remembered
-
-# A packed launch depends on addresses, shapes and strides alone; all of them are compared again at every call, and no
-# operand is kept alive.
-_LAUNCHES: dict[tuple[Any, ...], PreparedLaunch] = {}
-_MOST_LAUNCHES = 4096
 
 
 def _facts_of(
-    dy: GroupedColumns, x: GroupedColumns, out: torch.Tensor, accumulate: bool, config: WgradConfig | None
+    dy: GroupedColumns, x: GroupedColumns, out: torch.Tensor, accumulate: bool, config: object
 ) -> tuple[Any, ...] | None:
     """Everything that a launch depends on; None for what is no operand."""
     if type(dy) is not GroupedColumns or type(x) is not GroupedColumns:
@@ -213,19 +221,3 @@ def _facts_of(
 
 
 _TENSORS = ("data", "scale", "offs", "starts", "block_starts")
-
-
-def _remember(facts: tuple[Any, ...], launch: PreparedLaunch) -> None:
-    if len(_LAUNCHES) >= _MOST_LAUNCHES:
-        _LAUNCHES.clear()
-    _LAUNCHES[facts] = launch
-
-
-def _check_rows_of_kernel(out: torch.Tensor) -> None:
-    """Raises ValueError unless the copy engine can store the rows of ``out``."""
-    strides = [out.stride(i) * out.element_size() for i in (0, 1) if out.shape[i] > 1]
-    if any(stride % 16 for stride in strides) or out.data_ptr() % 16 != 0:
-        raise ValueError(
-            f"out must have rows that start at multiples of 16 bytes, got strides {out.stride()} of "
-            f"{out.element_size()} bytes at address {out.data_ptr():#x}"
-        )

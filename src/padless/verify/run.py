@@ -24,6 +24,7 @@ from padless.testing import machine
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead
 from padless.testing.processes import useful_workers, worker_pool
 from padless.verify.against_emulator import check_against_emulator
+from padless.verify.bf16.wgrad import check_bf16_wgrad
 from padless.verify.blackwell import check_dense_mxfp8, check_problem_lists
 from padless.verify.chains import check_chains
 from padless.verify.epilogue import check_epilogue, check_epilogue_against_emulator
@@ -37,8 +38,13 @@ from padless.verify.wgrad import check_wgrad
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Command lines of small launches: the first kernel's, the other paths', weight gradients'.
-SANITIZED = ("padless.verify.fp8_block", "padless.verify.small", "padless.verify.wgrad")
-_HOPPERS = ("padless.verify.fp8_block", "padless.verify.wgrad")
+SANITIZED = (
+    "padless.verify.fp8_block",
+    "padless.verify.small",
+    "padless.verify.wgrad",
+    "padless.verify.bf16.wgrad",
+)
+_HOPPERS = ("padless.verify.fp8_block", "padless.verify.wgrad", "padless.verify.bf16.wgrad")
 _SANITIZER_SECONDS = 240
 # racecheck does not follow a cp.async to the mbarrier at which it arrives when it is complete, and reports every scale
 # that the weight-gradient kernel hands over so. The emulator does; its tests plant the waits that are missing.
@@ -156,6 +162,7 @@ def jobs_of(
         jobs["MoE layer"] = check_layer
         if fp8_block:
             jobs["weight gradients"] = check_wgrad
+            jobs["bf16 weight gradients"] = check_bf16_wgrad
     return jobs, [module for module in SANITIZED if fp8_block or module not in _HOPPERS]
 
 

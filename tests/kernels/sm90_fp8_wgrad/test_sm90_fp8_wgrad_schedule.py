@@ -1,4 +1,4 @@
-"""The order of a weight gradient's tiles: schedule.cuh, compiled for the CPU, is its Python twin and covers all."""
+"""The order of a weight gradient's tiles: device/longest_first.cuh, for the CPU, is its Python twin and covers all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from padless.kernels.longest_first import tiles
 from padless.kernels.schedule import Tile, clean_offs, walk_of_groups
-from padless.kernels.sm90_fp8_wgrad.schedule import tiles
 from padless.runtime import jit
 
 SHIM = r"""
@@ -20,7 +20,7 @@ SHIM = r"""
 #define __forceinline__ inline
 #define __restrict__
 #include "device/scheduler.cuh"
-#include "schedule.cuh"
+#include "device/longest_first.cuh"
 template <int M, int R>
 int walk(const int* ends, int groups, int n, int k, int skips, int* out, int room) {
     static RankedGroups<1024> ranked;
@@ -53,12 +53,14 @@ def build(folder: Path, planted: tuple[str, str] | None = None) -> Walk:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler (g++ or c++ on the PATH)")
-    text = (jit.KERNELS / "sm90_fp8_wgrad/schedule.cuh").read_text()
+    text = (jit.KERNELS / "device/longest_first.cuh").read_text()
     if planted is not None:
-        assert text.count(planted[0]) == 1, f"schedule.cuh changed: plant another bug than {planted[0]!r}"
+        assert text.count(planted[0]) == 1, (
+            f"longest_first.cuh changed: plant another bug than {planted[0]!r}"
+        )
         text = text.replace(*planted)
-    (folder / "schedule.cuh").write_text(text)
     (folder / "device").mkdir(exist_ok=True)
+    (folder / "device/longest_first.cuh").write_text(text)
     (folder / "device/scheduler.cuh").write_text((jit.KERNELS / "device/scheduler.cuh").read_text())
     (folder / "shim.cpp").write_text(SHIM)
     command = [compiler, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{folder}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from padless.kernels import maps
 from padless.kernels.launch import Prepared, load_kernel, tile_counter
 from padless.kernels.sm90_fp8_wgrad.config import (
     BLOCK_N,
@@ -16,11 +17,10 @@ from padless.kernels.sm90_fp8_wgrad.config import (
 from padless.layouts import GroupedColumns
 from padless.runtime import tensor_map
 from padless.runtime.driver import Argument, Driver, LaunchShape
-from padless.runtime.tensor_map import SWIZZLE_128B, TensorMapSpec, outer_stride
+from padless.runtime.tensor_map import TensorMapSpec, outer_stride
 
 KERNEL = "sm90_fp8_wgrad/sm90_fp8_wgrad.cu"
 Config = WgradConfig
-_WGMMA_ROWS = 64  # of the output, that one copy writes
 
 
 def mode_of(x: GroupedColumns) -> str:
@@ -76,7 +76,7 @@ def _tensor_maps(
         _scale_rows(x.scale, BLOCK_N)
         if config.mode == "1d1d"
         else sfa,  # 128 x 128 scales are fetched without
-        _output(out),
+        maps.gradient_output(out),
     )
 
 
@@ -88,20 +88,4 @@ def _scale_rows(scale: torch.Tensor, features: int) -> TensorMapSpec:
         (scale.shape[1], scale.shape[0]),
         (outer_stride(scale, 0),),
         (features, 1),
-    )
-
-
-def _output(out: torch.Tensor) -> TensorMapSpec:
-    """(G, N, K), written in boxes of 128 bytes x 64 rows of one group, which are clipped to its N and K.
-
-    FLOAT32 and not FLOAT32_FTZ: where the copy engine adds, it is not asked to flush subnormals.
-    """
-    data_type = {torch.bfloat16: 9, torch.float32: 7}[out.dtype]
-    return TensorMapSpec(
-        data_type,
-        out.data_ptr(),
-        (out.shape[2], out.shape[1], out.shape[0]),
-        (outer_stride(out, 1), outer_stride(out, 0)),
-        (128 // out.element_size(), _WGMMA_ROWS, 1),
-        SWIZZLE_128B,
     )

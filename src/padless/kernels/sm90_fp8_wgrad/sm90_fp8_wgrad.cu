@@ -24,7 +24,7 @@
 //      load A, B, scales --> full[s] (bytes) ---->  wait full[s]; wgmma; promote
 //      arrive queue empty[q]                        arrive queue empty[q] at the end of the tile
 //
-//      A tile stays in registers until the next tile's first products run; then it is staged for the store warps (store.cuh).
+//      A tile stays in registers until the next tile's first products run; then it is staged for the store warps (gradient_store.cuh).
 //
 // Padding-free rule: a load may bring tokens of other groups behind the group's last block; no K step multiplies them. Nothing
 // of another group has an influence on a group's result, and the order of a group's sum depends on nothing but its tokens.
@@ -50,58 +50,20 @@ using uint64_t = unsigned long long;
 #include "device/scheduler.cuh"
 #include "device/group_table.cuh"
 #include "device/tile_queue.cuh"
+#include "device/longest_first.cuh"
 
-#include "sm90_fp8_wgrad/schedule.cuh"
 #include "sm90_fp8_wgrad/storage.cuh"
 
+#include "device/gradient_tiles.cuh"
 #include "sm90_fp8_wgrad/load.cuh"
-#include "sm90_fp8_wgrad/store.cuh"
+#include "device/sm90/gradient_store.cuh"
 #include "sm90_fp8_wgrad/multiply.cuh"
-
-// All threads of the CTA: cleans offs and ranks the groups. Ends with both visible to all of them.
-__device__ __forceinline__ void rank_groups(SharedStorage& shared, const int* offs, const Problem& problem,
-                                            int warp, int lane) {
-    const int most = problem.a.tokens < problem.b.tokens ? problem.a.tokens : problem.b.tokens;
-    if (warp == 0) clean_offs(offs, problem.num_groups, most, shared.groups.ends, lane);
-    __syncthreads();
-#pragma unroll 1
-    for (int g = threadIdx.x; g < problem.num_groups; g += NUM_THREADS)
-        shared.groups.order[place_of_group(shared.groups.ends, problem.num_groups, g)] = g;
-    __syncthreads();
-}
-
-// A consumer's walk through the queue, of which it needs to know no more than how many tokens a tile's group has.
-struct TokenReader {
-    SharedStorage& shared;
-    Reader reader;
-    int lane, tokens;  // of the tile at hand; -1: there are no more
-
-    __device__ __forceinline__ TokenReader(SharedStorage& shared, int lane)
-        : shared(shared), reader(shared.queue), lane(lane) {
-        read();
-    }
-
-    // Gives the slot back and goes on to the next tile.
-    __device__ __forceinline__ void next() {
-        if (lane == 0) reader.release();
-        reader.advance();
-        read();
-    }
-
-  private:
-    __device__ __forceinline__ void read() {
-        Tile tile;
-        tokens = -1;
-        if (lane == 0 && reader.next(tile)) tokens = shared.groups.tokens(tile.group);
-        tokens = __shfl_sync(0xffffffff, tokens, 0);
-    }
-};
 
 __device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgroup, int warp, int lane) {
     const ConsumerView view(shared, warpgroup, warp, lane);
     Pipeline<STAGES> pipeline;
     float d[WAVES][BLOCK_N / 2] = {};  // the last tile, until the next one's products are under way
-    const auto stage = [&](int wave) { stage_wave(d[wave], shared, warpgroup, wave); };
+    const auto stage = [&](int wave) { stage_part<PIECES_PER_WAVE>(d[wave], shared, warpgroup, wave); };
     TokenReader reader(shared, lane);
     while (reader.tokens >= 0) {
         if (reader.tokens > 0) {
@@ -154,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_wg
     // Nothing of global memory is touched before the kernels ahead have ended, which may still be writing it: this kernel may
     // begin before (LaunchShape.programmatic).
     griddepcontrol_wait();
-    rank_groups(shared, offs, problem, warp, lane);
+    rank_groups(shared, offs, num_groups, a_tokens < b_tokens ? a_tokens : b_tokens, warp, lane);
 
     if (warp >= NUM_CONSUMER_WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();

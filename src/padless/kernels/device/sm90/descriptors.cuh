@@ -2,8 +2,8 @@
 #pragma once
 
 //   bits  0-13  start address / 16
-//   bits 16-29  leading byte offset / 16: not used by a swizzled K-major operand
-//   bits 32-45  stride byte offset / 16: from one group of 8 rows to the next
+//   bits 16-29  leading byte offset / 16: not used by a swizzled K-major operand; MN-major, from one 128 bytes of rows to the next
+//   bits 32-45  stride byte offset / 16: from one group of 8 rows to the next; MN-major, of 8 K
 //   bits 49-51  base offset: 0, every tile starts on a 1024-byte boundary
 //   bits 62-63  1 = 128-byte swizzle
 //
@@ -19,6 +19,15 @@ __device__ __forceinline__ uint32_t descriptor_low(uint32_t tile_address) {
 
 __device__ __forceinline__ uint64_t k_major_128b_descriptor(uint32_t low) {
     constexpr uint64_t LAYOUT = (uint64_t(1) << 62) | (uint64_t(1024 >> 4) << 32);
+    return LAYOUT | low;
+}
+
+// An MN-major tile of 16-bit elements: chunks of 64 rows or columns (128 bytes), K after K inside a chunk, CHUNK_BYTES from one
+// chunk to the next. The leading offset is that distance, the stride one of 8 K (1024 bytes); 16 K further are 2048 bytes.
+template <int CHUNK_BYTES>
+__device__ __forceinline__ uint64_t mn_major_128b_descriptor(uint32_t low) {
+    constexpr uint64_t LAYOUT =
+        (uint64_t(1) << 62) | (uint64_t(1024 >> 4) << 32) | (uint64_t(CHUNK_BYTES >> 4) << 16);
     return LAYOUT | low;
 }
 

@@ -4,7 +4,7 @@
 // L2.
 //
 // Like device/scheduler.cuh this is plain C++ apart from the qualifiers: the tests compile it for the CPU and compare it with
-// schedule.py.
+// its Python twin, longest_first.py.
 #pragma once
 
 // Where the tokens of the groups end, and the groups from the longest to the shortest.

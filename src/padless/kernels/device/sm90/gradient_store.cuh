@@ -1,14 +1,18 @@
-// The store of sm90_fp8_wgrad.cu: a tile's registers are converted into staging memory piece by piece, from which the copy engine
-// writes them, or adds them to what is there.
+// The store of a weight gradient's kernel: a tile's registers are converted into staging memory piece by piece, from which the copy
+// engine writes them, or adds them to what is there.
 //
 //      consumer warpgroup                                  store warp, one for each of them
 //      ------------------                                  --------------------------------
 //      wait d_free[b]  <---------------- arrive ---------  ... after the piece before the last has been read
 //      stage; proxy fence; arrive ---- d_full[b] ------->  wait d_full[b]; store
 //
-// A wave is staged when the products of the next tile's first block are already under way (multiply.cuh). The first time a
-// consumer stages registers that hold no tile, and the store warp stores nothing: a branch there, while products are under
-// way, takes registers that the largest kernels do not have.
+// A warpgroup has its tile in parts, of PIECES pieces each, which are staged in NUM_D = 2 buffers in turn. A piece is PIECE_COLUMNS
+// columns of 64 rows (PIECE_SLABS slabs), a tile NUM_PIECES of them. The first time a consumer stages
+// registers that hold no tile, and the store warp stores nothing: where parts are staged when other products are already under
+// way, a branch there takes registers that the largest kernels do not have.
+//
+// Included behind the kernel's SharedStorage, Reader, Problem and these constants, and piece_row and piece_column: where in the
+// result a warpgroup's piece of a tile begins.
 #pragma once
 
 constexpr int STORE_THREADS = 128 + 32;  // that meet at a barrier: a warpgroup and its store warp
@@ -20,17 +24,18 @@ __device__ __forceinline__ uint32_t d_full(int warpgroup, int piece) {
     return 1 + NUM_MMA_WARPGROUPS * NUM_D + warpgroup * NUM_D + piece % NUM_D;
 }
 
-// Consumer: hands a wave of its tile to its store warp.
-__device__ __forceinline__ void stage_wave(const float (&d)[BLOCK_N / 2], SharedStorage& shared,
-                                           int warpgroup, int wave) {
+// Consumer: hands a part of its tile to its store warp.
+template <int PIECES>
+__device__ __forceinline__ void stage_part(const float (&d)[PIECES * PIECE_COLUMNS / 2],
+                                           SharedStorage& shared, int warpgroup, int part) {
     using Piece = const float (&)[PIECE_COLUMNS / 2];
     const uint32_t tid = read_tid_x();
     const int warp = tid / 32 % 4, lane = tid % 32;
 #pragma unroll
-    for (int part = 0; part < PIECES_PER_WAVE; ++part) {
-        const int piece = wave * PIECES_PER_WAVE + part;
+    for (int i = 0; i < PIECES; ++i) {
+        const int piece = part * PIECES + i;
         bar_sync(d_free(warpgroup, piece), STORE_THREADS);
-        stage_tile<PIECE_COLUMNS, OUT_TYPE>(reinterpret_cast<Piece>(d[part * (PIECE_COLUMNS / 2)]),
+        stage_tile<PIECE_COLUMNS, OUT_TYPE>(reinterpret_cast<Piece>(d[i * (PIECE_COLUMNS / 2)]),
                                             shared_address(shared.d[warpgroup][piece % NUM_D]), warp, lane);
         fence_proxy_async_shared();
         bar_arrive(d_full(warpgroup, piece), STORE_THREADS);
@@ -41,9 +46,9 @@ __device__ __forceinline__ void stage_wave(const float (&d)[BLOCK_N / 2], Shared
 __device__ __forceinline__ void store_piece(SharedStorage& shared, const Problem& problem,
                                             const TensorMap& map_d, const Tile& tile, int warpgroup,
                                             int piece) {
-    const int row = tile.row + piece / PIECES_PER_WAVE * WAVE_ROWS + warpgroup * WGMMA_M;
+    const int row = piece_row(tile, warpgroup, piece);
     for (int s = 0; s < PIECE_SLABS; ++s) {
-        const int column = tile.column + piece % PIECES_PER_WAVE * PIECE_COLUMNS + s * SLAB_COLUMNS;
+        const int column = piece_column(tile, piece) + s * SLAB_COLUMNS;
         if (row >= problem.n_rows || column >= problem.n_columns) break;
         const uint32_t slab = shared_address(shared.d[warpgroup][piece % NUM_D] + s * SLAB_BYTES);
         if (OUT_TYPE == OUT_F32 && problem.accumulate)

@@ -1,0 +1,42 @@
+// What the roles of a weight gradient's kernel know of its groups and tiles. Included behind the kernel's SharedStorage, which has
+// `groups` (RankedGroups) and `queue`, its Reader and NUM_THREADS.
+#pragma once
+
+// All threads of the CTA: cleans offs, of which none may be above `most`, and ranks the groups. Ends with both visible to all of
+// them.
+__device__ __forceinline__ void rank_groups(SharedStorage& shared, const int* offs, int num_groups, int most,
+                                            int warp, int lane) {
+    if (warp == 0) clean_offs(offs, num_groups, most, shared.groups.ends, lane);
+    __syncthreads();
+#pragma unroll 1
+    for (int g = threadIdx.x; g < num_groups; g += NUM_THREADS)
+        shared.groups.order[place_of_group(shared.groups.ends, num_groups, g)] = g;
+    __syncthreads();
+}
+
+// A consumer's walk through the queue, of which it needs to know no more than how many tokens a tile's group has.
+struct TokenReader {
+    SharedStorage& shared;
+    Reader reader;
+    int lane, tokens;  // of the tile at hand; -1: there are no more
+
+    __device__ __forceinline__ TokenReader(SharedStorage& shared, int lane)
+        : shared(shared), reader(shared.queue), lane(lane) {
+        read();
+    }
+
+    // Gives the slot back and goes on to the next tile.
+    __device__ __forceinline__ void next() {
+        if (lane == 0) reader.release();
+        reader.advance();
+        read();
+    }
+
+  private:
+    __device__ __forceinline__ void read() {
+        Tile tile;
+        tokens = -1;
+        if (lane == 0 && reader.next(tile)) tokens = shared.groups.tokens(tile.group);
+        tokens = __shfl_sync(0xffffffff, tokens, 0);
+    }
+};

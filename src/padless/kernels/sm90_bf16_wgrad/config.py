@@ -1,0 +1,111 @@
+"""Configuration of the bf16 weight-gradient kernel, and which one a problem gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from padless.formats import OUT_DTYPES, ceil_div
+from padless.kernels.config import check_common_fields, cpp_constants, requirement_of, room_for_groups
+
+BLOCK_M = 128  # rows of a tile, 64 to a consumer warpgroup
+BLOCKS_N = (128, 256)
+BLOCKS_T = (32, 64)
+WGRAD_OUT_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Bf16WgradConfig:
+    """One compiled kernel. Each field becomes a constant in the device code. The number of tokens is not among them.
+
+    Attributes:
+        block_n: columns of the output tile (features of X), 128 or 256. A tile has 128 rows (features of dY), 64 to
+            each of two consumer warpgroups.
+        block_t: tokens of a stage of the shared-memory pipeline, 32 or 64.
+        num_stages: depth of the pipeline; 0 means as many as fit.
+        lead: stages, 0 to 3, that the first warpgroup is ahead of the second at the start of a tile, so that one
+            multiplies while the other stores.
+        piece_slabs: 128-byte columns, 1 or 2, of a buffer through which a finished tile is stored; a warpgroup has two.
+        raster_m: row tiles to a band of the tile order (see ``device/longest_first.cuh``).
+        max_groups: room in the table of groups.
+        out_dtype: bfloat16 or float32.
+    """
+
+    block_n: int = 256
+    block_t: int = 64
+    num_stages: int = 0
+    lead: int = 1
+    piece_slabs: int = 1
+    raster_m: int = 8
+    max_groups: int = 256
+    out_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        require = requirement_of(self)
+        require(self.block_n in BLOCKS_N, "block_n", "128 or 256")
+        require(self.block_t in BLOCKS_T, "block_t", "32 or 64")
+        check_common_fields(self, require)
+        require(self.out_dtype in WGRAD_OUT_DTYPES, "out_dtype", "torch.bfloat16 or torch.float32")
+        require(self.lead in range(4), "lead", "0 to 3")
+        two_pieces = self.piece_slabs * 128 <= self.block_n // 2 * self.out_dtype.itemsize
+        allowed = "1, or 2 unless block_n is 128 and out_dtype bfloat16"
+        require(self.piece_slabs in (1, 2) and two_pieces, "piece_slabs", allowed)
+        stages = self.num_stages
+        require(stages == 0 or stages >= self.lead, "lead", f"0 to num_stages, which is {stages}")
+
+    def prelude(self) -> str:
+        """The C++ constants that the kernel source is compiled behind."""
+        constants = {
+            "BLOCK_N": self.block_n,
+            "BLOCK_T": self.block_t,
+            "NUM_STAGES": self.num_stages,
+            "LEAD": self.lead,
+            "PIECE_SLABS": self.piece_slabs,
+            "RASTER_M": self.raster_m,
+            "MAX_GROUPS": self.max_groups,
+        }
+        return cpp_constants(constants, macros={"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
+
+
+@dataclass(frozen=True)
+class Bf16WgradProblem:
+    """What ``select_config`` may look at. The tokens of each group stay on the device, so they are not here."""
+
+    n: int
+    k: int
+    tokens: int
+    num_groups: int
+    out_dtype: torch.dtype
+    num_sms: int = 132
+
+
+def tiles_of(problem: Bf16WgradProblem, block_n: int) -> int:
+    """Tiles of all groups."""
+    return problem.num_groups * ceil_div(problem.n, BLOCK_M) * ceil_div(problem.k, block_n)
+
+
+# Cycles of 64 tokens by the columns of the tile, counted: of the tensor core, or of shared memory where that takes
+# longer (what the copy engine writes and wgmma reads). For the output: what is staged, and what the copy engine reads.
+# Reasoned, not measured (docs/kernels/sm90_bf16_wgrad/ladder.md).
+_BLOCK_CYCLES = {256: 1024, 128: 640}
+_OUTPUT_CYCLES_PER_BYTE = 2 / 128
+
+
+def estimated_cycles(problem: Bf16WgradProblem, block_n: int) -> float:
+    """Cycles of the CTA that works longest, if all groups have as many tokens as each other."""
+    blocks = ceil_div(ceil_div(problem.tokens, max(problem.num_groups, 1)), 64)
+    output = BLOCK_M * block_n * problem.out_dtype.itemsize * _OUTPUT_CYCLES_PER_BYTE
+    rounds = ceil_div(tiles_of(problem, block_n), problem.num_sms)
+    return rounds * (blocks * _BLOCK_CYCLES[block_n] + output)
+
+
+def select_config(problem: Bf16WgradProblem) -> Bf16WgradConfig:
+    """The kernel for a problem: the tile with the least estimated time, the larger of equals."""
+    block_n = min(sorted(BLOCKS_N, reverse=True), key=lambda block_n: estimated_cycles(problem, block_n))
+    return fit_config(Bf16WgradConfig(block_n=block_n, out_dtype=problem.out_dtype), problem)
+
+
+def fit_config(config: Bf16WgradConfig, problem: Bf16WgradProblem) -> Bf16WgradConfig:
+    """``config`` with what has to follow from the operands: output dtype and room for groups."""
+    return replace(config, out_dtype=problem.out_dtype, max_groups=room_for_groups(problem.num_groups))

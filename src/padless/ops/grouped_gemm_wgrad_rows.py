@@ -1,0 +1,116 @@
+"""The weight gradient of grouped layers from plain bfloat16 rows: check, choose a configuration, launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from padless.gradients import refuse_gradients
+from padless.kernels.config import MAX_GROUPS
+from padless.kernels.sm90_bf16_wgrad import host
+from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
+from padless.ops.checks import check_alignment, check_rows, describe
+from padless.ops.launch_cache import current_stream
+from padless.ops.wgrad_checks import (
+    check_gradient_of_kernel,
+    gradient_output,
+    known_launch,
+    remember_launch,
+)
+from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
+from padless.runtime.devices import device_of
+
+_FEATURES_MULTIPLE, _LEAST_FEATURES = 8, 16  # rows start at multiples of 16 bytes
+
+
+def grouped_gemm_wgrad_rows(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    offs: torch.Tensor | None,
+    *,
+    out: torch.Tensor | None,
+    accumulate: bool,
+    out_dtype: torch.dtype,
+    backend: str | None,
+    config: object,
+) -> torch.Tensor:
+    """out[g] (+)= dy[rows of g]^T @ x[rows of g], (G, N, K): ``grouped_gemm_wgrad`` for dy (M, N) and x (M, K)."""
+    refuse_gradients(dy=dy, x=x, out=out)
+    facts = None
+    if out is not None and out.is_cuda and backend in (None, "cuda"):
+        facts = _facts_of(dy, x, offs, out, accumulate, config)
+        if (known := known_launch(facts)) is not None:
+            known(current_stream(out.device.index or 0))
+            return out
+    ends = _check_operands(dy, x, offs)
+    if config is not None and not isinstance(config, Bf16WgradConfig):
+        raise ValueError(f"config is a {type(config).__name__}; rows take a Bf16WgradConfig")
+    shape = (ends.shape[0], dy.shape[1], x.shape[1])
+    result = gradient_output(shape, dy.device, out, out_dtype, accumulate)
+    if backend is None:
+        backend = "cuda" if result.is_cuda else "reference"
+    if backend == "reference":
+        return grouped_gemm_wgrad_rows_reference(dy, x, ends, out=result, accumulate=accumulate)
+    driver = device_of(backend, result)
+    if driver.arch != "sm_90a":
+        raise ValueError(f"backend {backend!r} is {driver.arch}; grouped_gemm_wgrad has a kernel for sm_90a")
+    check_gradient_of_kernel(result)
+    check_alignment("dy", dy)
+    check_alignment("x", x)
+    if ends.shape[0] == 0:
+        return result
+    if dy.shape[0] == 0:
+        return result if accumulate else result.zero_()
+    launch = host.prepare(driver, dy, x, ends, result, accumulate, config).launch
+    if facts is not None:
+        remember_launch(facts, launch)
+    launch(current_stream(result.device.index or 0) if result.is_cuda else 0)
+    return result
+
+
+def _check_operands(dy: torch.Tensor, x: torch.Tensor, offs: Any) -> torch.Tensor:
+    """``offs``. Raises ValueError for what can be seen without looking at values."""
+    for name, rows in (("dy", dy), ("x", x)):
+        if rows.dim() != 2 or rows.dtype != torch.bfloat16:
+            raise ValueError(
+                f"{name} must be (M, features) bfloat16, or GroupedColumns, got {describe(rows)}"
+            )
+        features = rows.shape[1]
+        if features < _LEAST_FEATURES or features % _FEATURES_MULTIPLE != 0:
+            raise ValueError(
+                f"{name} has {features} features; they must be a multiple of {_FEATURES_MULTIPLE} and at least "
+                f"{_LEAST_FEATURES}"
+            )
+        check_rows(name, rows)
+    if x.shape[0] != dy.shape[0] or x.device != dy.device:
+        raise ValueError(
+            f"x is {describe(x)} and dy {describe(dy)}; they must have the same rows on one device"
+        )
+    if dy.shape[0] >= 2**30:
+        raise ValueError(f"dy has {dy.shape[0]} rows; they must be fewer than 2^30")
+    if offs is None:
+        raise ValueError(
+            "offs is None; rows need the int32 end row of each group (see padless.group_offsets)"
+        )
+    if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
+        raise ValueError(f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {describe(offs)}")
+    if not offs.is_contiguous() or offs.device != dy.device:
+        raise ValueError(
+            f"offs must be contiguous on {dy.device}, got {describe(offs)}, strides {offs.stride()}"
+        )
+    if offs.shape[0] > MAX_GROUPS:
+        raise ValueError(f"offs has {offs.shape[0]} groups; at most {MAX_GROUPS} are supported")
+    return offs
+
+
+def _facts_of(
+    dy: torch.Tensor, x: torch.Tensor, offs: Any, out: torch.Tensor, accumulate: bool, config: object
+) -> tuple[Any, ...] | None:
+    """Everything that a launch depends on; None for what is no operand."""
+    facts: list[Any] = [accumulate, config]
+    for tensor in (out, dy, x, offs):
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        facts += [tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
+    return tuple(facts)

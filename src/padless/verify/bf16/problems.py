@@ -1,0 +1,141 @@
+"""Random problems of bf16 weight gradients, and changes that must not change their bits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from padless.kernels.sm90_bf16_wgrad.config import WGRAD_OUT_DTYPES, Bf16WgradConfig
+from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
+from padless.row_groups import clamped_ends
+from padless.verify.wgrad_problems import GuardedGradient
+
+_STEP = 16  # tokens that the tensor core adds at once
+
+
+@dataclass(frozen=True)
+class RowsShape:
+    """Rows of each group, rows past the last group, N, K."""
+
+    sizes: tuple[int, ...]
+    past: int
+    n: int
+    k: int
+
+
+# M, N and K differ everywhere; every length of a last block; groups of 0, 1, 127, 129 rows; more tiles than CTAs; rows
+# of 16 bytes and more, and K that no tile divides.
+SHAPES = (
+    RowsShape((1,), 0, 16, 48),
+    RowsShape((0, 0, 0), 3, 80, 144),
+    RowsShape((5, 0, 130, 1), 3, 264, 136),
+    RowsShape((127, 128, 129, 1), 0, 272, 400),
+    RowsShape((0, 64, 65, 63, 0), 7, 520, 384),
+    RowsShape((15, 16, 17, 31, 32, 33, 47, 48, 49), 0, 152, 208),
+    RowsShape((300, 0, 7, 1029, 127), 11, 1008, 1048),
+    RowsShape((4112,), 0, 528, 656),
+    RowsShape(tuple((37 * g) % 53 for g in range(40)), 5, 200, 656),
+    RowsShape((257, 0, 640), 1, 2064, 4104),
+)
+VARIANTS = tuple(
+    Bf16WgradConfig(block_n=block_n, block_t=block_t, lead=lead, out_dtype=dtype)
+    for dtype, (block_n, block_t, lead) in itertools.product(
+        WGRAD_OUT_DTYPES, ((256, 64, 1), (128, 64, 1), (256, 32, 0))
+    )
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """dY (M, N) and X (M, K) bfloat16, and where groups end."""
+
+    dy: torch.Tensor
+    x: torch.Tensor
+    offs: torch.Tensor
+
+    def to(self, device: str) -> Rows:
+        """The same on another device."""
+        return Rows(self.dy.to(device), self.x.to(device), self.offs.to(device))
+
+    @property
+    def groups(self) -> list[tuple[int, int]]:
+        """[start, end) of each group's rows."""
+        ends = clamped_ends(self.offs.tolist(), self.dy.shape[0])
+        return list(itertools.pairwise([0, *ends]))
+
+
+def random_rows(shape: RowsShape, seed: int = 0, *, wide: bool = False) -> Rows:
+    """Operands on the CPU, a function of the arguments alone: normal, or over forty powers of two (``wide``)."""
+    generator = torch.Generator().manual_seed(seed + 7919 * shape.n + shape.k)
+    m = sum(shape.sizes) + shape.past
+
+    def values(features: int) -> torch.Tensor:
+        found = torch.randn((m, features), generator=generator)
+        if wide:
+            found *= torch.exp2(torch.randint(-20, 21, (m, features), generator=generator).float())
+        return found.to(torch.bfloat16)
+
+    offs = torch.tensor(shape.sizes, dtype=torch.int64).cumsum(0).to(torch.int32)
+    return Rows(values(shape.n), values(shape.k), offs)
+
+
+def poisoned(rows: Rows, only: int | None = None) -> Rows:
+    """NaN in every row of no group; with ``only`` in every row but that group's."""
+    keep = torch.zeros(rows.dy.shape[0], dtype=torch.bool, device=rows.dy.device)
+    for group, (start, end) in enumerate(rows.groups):
+        keep[start:end] = only is None or group == only
+    dy, x = (t.where(keep[:, None], float("nan")) for t in (rows.dy, rows.x))
+    return Rows(dy, x, rows.offs)
+
+
+def _gathered(rows: Rows, parts: Sequence[tuple[int, int]], before: int) -> Rows:
+    """Groups with the rows [start, end) of ``rows``, one after the other, behind ``before`` rows of NaN's own group."""
+    ends = list(itertools.accumulate((end - start for start, end in parts), initial=before))
+    dy, x = (
+        torch.cat([t.new_full((before, t.shape[1]), float("nan")), *(t[start:end] for start, end in parts)])
+        for t in (rows.dy, rows.x)
+    )
+    return Rows(dy, x, torch.tensor(ends, dtype=torch.int32, device=rows.offs.device))
+
+
+def permuted(rows: Rows, order: Sequence[int]) -> Rows:
+    """The groups in another order, behind a first one of NaN that shifts them all by 3 rows."""
+    return _gathered(rows, [rows.groups[g] for g in order], 3)
+
+
+def padded(rows: Rows) -> Rows:
+    """Every group filled up with rows of zeros to a multiple of 16, which the tensor core adds anyway."""
+
+    def filled(t: torch.Tensor) -> torch.Tensor:
+        parts = [t[:0]]
+        for start, end in rows.groups:
+            parts += [t[start:end], t.new_zeros((-(end - start) % _STEP, t.shape[1]))]
+        return torch.cat(parts)
+
+    sizes = [end - start + -(end - start) % _STEP for start, end in rows.groups]
+    offs = torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(rows.offs)
+    return Rows(filled(rows.dy), filled(rows.x), offs)
+
+
+def run(
+    rows: Rows, config: Bf16WgradConfig, backend: str | None = None, onto: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The kernel's result in a guarded output; ``onto``: what it is accumulated onto."""
+    shape = (rows.offs.shape[0], rows.dy.shape[1], rows.x.shape[1])
+    guarded = GuardedGradient(shape, config.out_dtype, str(rows.dy.device), onto)
+    grouped_gemm_wgrad(
+        rows.dy,
+        rows.x,
+        offs=rows.offs,
+        out=guarded.out,
+        accumulate=onto is not None,
+        backend=backend,
+        config=config,
+    )
+    if guarded.out.is_cuda:
+        torch.cuda.synchronize()
+    guarded.check()
+    return guarded.out

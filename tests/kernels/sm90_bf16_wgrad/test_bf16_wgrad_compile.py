@@ -1,0 +1,132 @@
+"""Every bf16 weight-gradient kernel compiles for sm_90a, without spills and into the right instructions."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from padless.kernels.sm90_bf16_wgrad.config import (
+    BLOCKS_N,
+    WGRAD_OUT_DTYPES,
+    Bf16WgradConfig,
+    Bf16WgradProblem,
+    select_config,
+    tiles_of,
+)
+from padless.kernels.sm90_bf16_wgrad.host import KERNEL
+from padless.runtime import jit
+from support.machine_code import complaints, instructions
+
+pytestmark = pytest.mark.usefixtures("own_kernel_cache")
+
+CONFIGS = [
+    Bf16WgradConfig(block_n=block_n, block_t=block_t, lead=lead, out_dtype=dtype, max_groups=groups)
+    for block_n, dtype, (block_t, lead), groups in itertools.product(
+        BLOCKS_N, WGRAD_OUT_DTYPES, ((64, 1), (32, 0)), (256, 1024)
+    )
+]
+
+
+def name_of(config: Bf16WgradConfig) -> str:
+    return f"{config.block_n}-{config.block_t}-{str(config.out_dtype)[6:]}-{config.max_groups}"
+
+
+def code_complaints(sass: list[str], config: Bf16WgradConfig, kernel: jit.CompiledKernel) -> list[str]:
+    """What is wrong with the instructions."""
+    opcodes = {line.split()[0] for line in sass}
+    found = [f"{o} (local memory)" for o in opcodes if re.match(r"(LDL|STL)\b", o)]
+    shape = f"HGMMA.64x{config.block_n}x16.F32.BF16"
+    # A group that is committed where control flow has met is closed by a product of nothing.
+    empty = "HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0"
+    products = [line for line in sass if re.match(r"(QGMMA|HGMMA|IGMMA|HMMA)", line) and line != empty]
+    # A whole stage's, of which only the last ends a group: they run back to back; and one by one a group's last stage's.
+    steps = config.block_t // 16
+    if len(products) != 2 * steps or any(not line.startswith(shape) for line in products):
+        found.append(f"{len(products)} products, not {2 * steps} {shape}")
+    if any(".tnspA.tnspB" not in line for line in products):
+        found.append("an operand is not read MN-major")
+    if sum("gsb0" not in line for line in products) != steps - 1:
+        found.append("products that wait for each other")
+    is_f32 = config.out_dtype == torch.float32
+    wanted = {
+        "UTMALDG.2D": True,
+        "UTMALDG.4D": True,  # a group's last rows
+        "UTMASTG.3D": True,
+        "UTMAREDG.3D.ADD": is_f32,  # accumulating
+    }
+    found += [f"{o}: {o in opcodes}" for o, there in wanted.items() if (o in opcodes) != there]
+    if any(o.startswith("STSM") for o in opcodes) == is_f32:
+        found.append("stmatrix is for 16-bit output")
+    if any(re.match(r"(ATOMG|RED)\b", o) for o in opcodes - {"ATOMG.E.ADD.STRONG.GPU"}):
+        found.append("atomics other than the tile counter's")
+    asked = {int(line.split(",")[-1], 16) for line in sass if line.startswith("USETMAXREG.TRY_ALLOC")}
+    kept = {int(line.split()[-1], 16) for line in sass if line.startswith("USETMAXREG.DEALLOC")}
+    if (asked, kept) != ({232}, {40}) or kernel.registers * kernel.num_threads < 256 * 232 + 128 * 40:
+        found.append(f"setmaxnreg asks for {asked} and keeps {kept} of {kernel.registers}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(
+            c, id=name_of(c), marks=pytest.mark.slow if (c.block_t, c.max_groups) != (64, 256) else ()
+        )
+        for c in CONFIGS
+    ],
+)
+def test_a_kernel_compiles_into_what_it_should(config: Bf16WgradConfig, tmp_path: Path) -> None:
+    kernel = jit.compile_kernel(KERNEL, config.prelude(), "sm_90a")
+    assert kernel.entry == "padless_sm90_bf16_wgrad"
+    assert complaints(kernel) == []
+    assert kernel.num_threads == 384
+    assert kernel.num_stages >= (3 if config.block_t == 64 else 6)
+    assert code_complaints(instructions(kernel, tmp_path), config, kernel) == []
+
+
+def test_a_fence_left_out_is_put_in_by_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = "device/sm90/bf16_multiply.cuh"
+    sources = dict(jit.sources())
+    sources[file] = sources[file].replace("if (!WHOLE) wgmma_fence();\n    wgmma_commit", "wgmma_commit")
+    assert sources[file] != jit.sources()[file]
+    monkeypatch.setattr(jit, "sources", lambda: sources)
+    kernel = jit.compile_kernel(KERNEL, "// planted\n" + CONFIGS[0].prelude(), "sm_90a")
+    assert any("C7519" in line for line in complaints(kernel))
+
+
+# --- the choice --------------------------------------------------------------------------------------------
+
+
+def problem(**fields: object) -> Bf16WgradProblem:
+    given = {"n": 4096, "k": 7168, "tokens": 32768, "num_groups": 32, "out_dtype": torch.bfloat16}
+    return Bf16WgradProblem(**{**given, **fields})  # type: ignore[arg-type]
+
+
+def test_the_larger_tile_where_there_is_work_for_it() -> None:
+    assert select_config(problem()).block_n == 256
+    assert select_config(problem(num_groups=1024)).max_groups == 1024
+    few = problem(n=1024, k=1024, num_groups=2)  # 64 tiles of 256 columns, 128 of 128
+    assert tiles_of(few, 256) == 64
+    assert select_config(few).block_n == 128
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_n": 64}, r"Bf16WgradConfig.block_n is 64; allowed: 128 or 256"),
+        ({"block_t": 128}, r"block_t is 128; allowed: 32 or 64"),
+        ({"lead": 4}, r"lead is 4; allowed: 0 to 3"),
+        ({"lead": 3, "num_stages": 2}, r"lead is 3; allowed: 0 to num_stages, which is 2"),
+        ({"piece_slabs": 3}, r"piece_slabs is 3; allowed: 1, or 2 unless"),
+        ({"piece_slabs": 2, "block_n": 128}, r"piece_slabs is 2; allowed: 1, or 2 unless block_n is 128"),
+        ({"out_dtype": torch.float16}, r"out_dtype is torch.float16; allowed: torch.bfloat16 or"),
+        ({"num_stages": 1}, r"num_stages is 1; allowed: 0 \(as many as fit\) or 2 to 12"),
+    ],
+)
+def test_a_config_that_is_not_allowed(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Bf16WgradConfig(**fields)  # type: ignore[arg-type]
