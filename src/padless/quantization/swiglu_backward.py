@@ -23,6 +23,7 @@ from padless.quantization.rows_columns import (
     chosen_alignment,
     fake_columns,
 )
+from padless.runtime.devices import hopper_driver
 
 GATE_UP = ("concatenated", "interleaved")
 
@@ -132,7 +133,8 @@ def _run(
         if on_gpu:
             from padless.quantization.triton import swiglu_backward
 
-            return swiglu_backward.swiglu_backward(dh, z, offs, prob, gate_up, block, alignment)
+            driver = hopper_driver(z)
+            return swiglu_backward.swiglu_backward(dh, z, offs, prob, gate_up, block, alignment, driver)
         return swiglu_backward_torch(dh, z, offs, prob, gate_up, block, alignment)
 
 
