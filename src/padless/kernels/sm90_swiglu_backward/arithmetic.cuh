@@ -1,27 +1,6 @@
 // SwiGLU's backward in float32, rounding by rounding as in quantization/swiglu_rules.py.
 #pragma once
 
-// max(x, y), NaN where either is NaN.
-__device__ __forceinline__ float max_nan(float x, float y) {
-    float value;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(value) : "f"(x), "f"(y));
-    return value;
-}
-
-// The e4m3 codes of four values, the first in the lowest byte.
-__device__ __forceinline__ uint32_t four_codes(float x0, float x1, float x2, float x3) {
-    uint32_t word;
-    asm("{\n"
-        ".reg .b16 low, high;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-        "mov.b32 %0, {low, high};\n"
-        "}"
-        : "=r"(word)
-        : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
-    return word;
-}
-
 // fl(1 / fl(1 + exp(-y))) for y of at least -87.25, the exponential by a polynomial that torch can compute too.
 __device__ __forceinline__ float sigmoid(float y) {
     constexpr float LOG2E = 0x1.715476p+0f, LN2 = 0x1.62e430p-1f, LN2_LOW = -0x1.05c610p-29f;

@@ -1,12 +1,6 @@
 // Transposed codes: scales of columns over all tokens of a tile, codes through shared memory, whole lines to global memory.
 #pragma once
 
-// Where 8 tokens of warp `warp` lie among the 16 such in a row of `codes`, for columns of lane `lane`: stores of 16 lanes, whose
-// columns are 4 apart, and loads of two such columns each touch every bank once.
-__device__ __forceinline__ int slot_of(int warp, int lane) {
-    return warp ^ (lane % NUM_WARPS);
-}
-
 // Threads of the first 12 warps: scale of an output's column.
 __device__ __forceinline__ void scale_columns(SharedStorage& shared, const Problem& problem, const Item& item,
                                               int tokens) {
@@ -28,7 +22,7 @@ __device__ __forceinline__ void scale_columns(SharedStorage& shared, const Probl
     const Fp8Block rule{};
     const float scale = rule.scale(largest);
     shared.inverse[output][column] = rule.multiplier(scale);
-    if (item.tile >= problem.num_scale_rows) return;
+    if (item.tile >= problem.table.num_scale_rows) return;
     const int64_t row = item.tile;
     const float stored = tokens > 0 ? scale : 0.0f;
     const int of_dh = item.block * TILE + column;
@@ -45,11 +39,10 @@ __device__ __forceinline__ void scale_columns(SharedStorage& shared, const Probl
 // Codes of a warp's tokens into shared memory, transposed; ALL: all of the warp's are kept, else the first `kept`.
 template <bool ALL>
 __device__ __forceinline__ void stage_columns(SharedStorage& shared,
-                                              const float (&values)[NUM_OUTPUTS][ROWS][COLUMNS], int kept, int warp,
-                                              int lane) {
-    const uint32_t low_mask = kept >= 4 ? 0xffffffffu : kept > 0 ? (1u << (8 * kept)) - 1 : 0;
-    const uint32_t high_mask = kept >= 8 ? 0xffffffffu : kept > 4 ? (1u << (8 * (kept - 4))) - 1 : 0;
-    const uint32_t target = shared_address(&shared.codes[0][lane * COLUMNS][slot_of(warp, lane)]);
+                                              const float (&values)[NUM_OUTPUTS][ROWS][COLUMNS], int kept,
+                                              int warp, int lane) {
+    const KeptCodes mask(kept);
+    const uint32_t target = shared_address(&shared.codes[0].columns[lane * COLUMNS][slot_of(warp, lane)]);
 #pragma unroll
     for (int output = 0; output < NUM_OUTPUTS; ++output) {
         float inverse[COLUMNS];
@@ -59,26 +52,19 @@ __device__ __forceinline__ void stage_columns(SharedStorage& shared,
             const auto code = [&](int row) { return __fmul_rn(values[output][row][i], inverse[i]); };
             const uint32_t low = four_codes(code(0), code(1), code(2), code(3));
             const uint32_t high = four_codes(code(4), code(5), code(6), code(7));
-            st_shared_v2_b32(target + (output * TILE + i) * TILE, ALL ? low : low & low_mask,
-                             ALL ? high : high & high_mask);
+            st_shared_v2_b32(target + (output * TILE + i) * TILE, ALL ? low : low & mask.low,
+                             ALL ? high : high & mask.high);
         }
     }
 }
 
-// A tile's transposed codes to global memory, 16 tokens a lane: a line of 128 tokens is 8 lanes'.
+// A tile's transposed codes to global memory.
 __device__ __forceinline__ void store_columns(SharedStorage& shared, const Problem& problem, const Item& item,
                                               int warp, int lane) {
-    constexpr int TOKENS = 16, LANES = TILE / TOKENS, STEPS = 2;
-    const int* entry = problem.table + item.tile;
-    const int chunk = lane % LANES;
-    const int64_t first_token = 32 * entry[3 * problem.num_tiles] + TOKENS * chunk;
-    if (TOKENS * chunk >= 32 * entry[4 * problem.num_tiles]) return;
-    // A warp's columns are 4 apart, so that their slots begin at other banks. In the second step they are 64 further.
-    const int of_lane = warp / 4 * 4 + lane / LANES;  // the lane that stored them
-    const int column = of_lane * COLUMNS + warp % 4;
-    const uint32_t first = shared_address(&shared.codes[0][column][slot_of(2 * chunk, of_lane)]);
-    const uint32_t second = shared_address(&shared.codes[0][column][slot_of(2 * chunk + 1, of_lane)]);
-    const int of_dh = item.block * TILE + column;
+    const Lines lines(shared.codes[0], warp, lane);
+    if (!lines.is_inside(problem.table.units(item.tile))) return;
+    const int64_t first_token = UNIT * problem.table.first_unit(item.tile) + Lines::TOKENS * lines.chunk;
+    const int of_dh = item.block * TILE + lines.column;
     const int64_t line = problem.tokens;
     uint8_t* dz = problem.dz_codes + gate_column(of_dh) * line + first_token;
     uint8_t* hidden = problem.hidden_codes + of_dh * line + first_token;
@@ -86,13 +72,9 @@ __device__ __forceinline__ void store_columns(SharedStorage& shared, const Probl
     for (int output = 0; output < NUM_OUTPUTS; ++output) {
         uint8_t* target = output == HIDDEN ? hidden : output == UP ? dz + up_offset(problem) * line : dz;
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            const int offset = (output * TILE + step * TILE / STEPS) * TILE;
-            uint32_t words[4];
-            ld_shared_v2_b32(first + offset, words[0], words[1]);
-            ld_shared_v2_b32(second + offset, words[2], words[3]);
-            st_global_v4_b32(target, words);
-            target += (output == HIDDEN ? TILE / STEPS : gate_column(TILE / STEPS)) * line;
+        for (int step = 0; step < Lines::STEPS; ++step) {
+            lines.store(output, step, target);
+            target += (output == HIDDEN ? Lines::STEP : gate_column(Lines::STEP)) * line;
         }
     }
 }

@@ -1,14 +1,6 @@
 // Values of a tile from shared memory, dprob's sums, and dZ's rows: codes and scales.
 #pragma once
 
-// Reduces `low` and `high` with the lane `distance` away: lanes without that bit get low's result, the others high's.
-template <typename Operation>
-__device__ __forceinline__ float halved(float low, float high, int lane, int distance, Operation operation) {
-    const bool upper = lane & distance;
-    const float kept = upper ? high : low, sent = upper ? low : high;
-    return operation(kept, __shfl_xor_sync(0xffffffff, sent, distance));
-}
-
 __device__ __forceinline__ float sum_of(float x, float y) {
     return __fadd_rn(x, y);
 }
@@ -20,8 +12,8 @@ struct RowCopies {
     int rows;  // of the item, from this lane's first one on
     uint32_t target;
 
-    __device__ __forceinline__ RowCopies(SharedStorage& shared, const Problem& problem, const Item& item, int warp,
-                                         int lane) {
+    __device__ __forceinline__ RowCopies(SharedStorage& shared, const Problem& problem, const Item& item,
+                                         int warp, int lane) {
         const int row = ROWS * warp + ROWS / 2 * (lane / 16), chunk = lane % 16;
         rows = item.rows - row;
         const int64_t source = rows > 0 ? item.first_row + row : 0;
@@ -46,14 +38,6 @@ struct RowCopies {
     }
 };
 
-__device__ __forceinline__ float low_bf16(uint32_t word) {
-    return __uint_as_float(word << 16);
-}
-
-__device__ __forceinline__ float high_bf16(uint32_t word) {
-    return __uint_as_float(word & 0xffff0000u);
-}
-
 // Gradients of a row's columns of this lane; the sum of their products with dH.
 __device__ __forceinline__ float differentiate(const uint32_t (&gate)[2], const uint32_t (&up)[2],
                                                const uint32_t (&dh)[2], float prob,
@@ -61,7 +45,7 @@ __device__ __forceinline__ float differentiate(const uint32_t (&gate)[2], const 
     float products[COLUMNS];
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) {
-        const auto value = [&](const uint32_t(&words)[2]) {
+        const auto value = [&](const uint32_t (&words)[2]) {
             return i % 2 == 0 ? low_bf16(words[i / 2]) : high_bf16(words[i / 2]);
         };
         const Gradients found = gradients_of<HAS_PROB>(value(dh), value(gate), value(up), prob);
@@ -80,7 +64,8 @@ __device__ __forceinline__ float largest_of(const float (&values)[COLUMNS]) {
 // Codes and scales of dZ's rows of a warp. Half a warp has one block of 128 columns' scale of every row: gate's and up's, or of
 // interleaved ones the first 64 columns of both and the second.
 __device__ __forceinline__ void store_rows(const Problem& problem, const Item& item,
-                                           const float (&values)[NUM_OUTPUTS][ROWS][COLUMNS], int warp, int lane) {
+                                           const float (&values)[NUM_OUTPUTS][ROWS][COLUMNS], int warp,
+                                           int lane) {
     float largest[ROWS];
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
@@ -97,10 +82,12 @@ __device__ __forceinline__ void store_rows(const Problem& problem, const Item& i
     const Fp8Block rule{};
     const float scale = rule.scale(mine), inverse = rule.multiplier(scale);
     const int first = ROWS * warp, rows = item.rows - first;
-    const int scale_block = INTERLEAVED ? 2 * item.block + lane / 16 : item.block + lane / 16 * problem.num_blocks();
+    const int scale_block =
+        INTERLEAVED ? 2 * item.block + lane / 16 : item.block + lane / 16 * problem.num_blocks();
     const int of_lane = lane / 2 % ROWS;
     if (lane % 2 == 0 && of_lane < rows)
-        problem.row_scale[int64_t(scale_block) * problem.row_scale_ld + item.first_row + first + of_lane] = scale;
+        problem.row_scale[int64_t(scale_block) * problem.row_scale_ld + item.first_row + first + of_lane] =
+            scale;
 
     const int column = gate_column(item.block * TILE + lane * COLUMNS);
     uint8_t* codes = problem.row_codes + int64_t(item.first_row + first) * (2 * problem.hidden) + column;
@@ -109,8 +96,9 @@ __device__ __forceinline__ void store_rows(const Problem& problem, const Item& i
         const float of_gate = __shfl_sync(0xffffffff, inverse, INTERLEAVED ? (lane & 16) + 2 * row : 2 * row);
         const float of_up = INTERLEAVED ? of_gate : __shfl_sync(0xffffffff, inverse, 16 + 2 * row);
         const auto code = [&](int output, float by) {
-            const float(&v)[COLUMNS] = values[output][row];
-            return four_codes(__fmul_rn(v[0], by), __fmul_rn(v[1], by), __fmul_rn(v[2], by), __fmul_rn(v[3], by));
+            const float (&v)[COLUMNS] = values[output][row];
+            return four_codes(__fmul_rn(v[0], by), __fmul_rn(v[1], by), __fmul_rn(v[2], by),
+                              __fmul_rn(v[3], by));
         };
         const uint32_t gate = code(GATE, of_gate), up = code(UP, of_up);
         if (row < rows) {

@@ -39,6 +39,7 @@ using uint64_t = unsigned long long;
 
 // In this order: later ones use earlier ones.
 #include "device/quant_rules.cuh"
+#include "device/token_tiles.cuh"
 #include "sm90_swiglu_backward/arithmetic.cuh"
 #include "sm90_swiglu_backward/storage.cuh"
 
@@ -59,18 +60,25 @@ __device__ __forceinline__ float load_prob(const Problem& problem, const Item& i
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu_backward(
-    const uint8_t* dh, const uint8_t* z, const float* prob, const int* table, uint8_t* row_codes, float* row_scale,
-    uint8_t* dz_codes, float* dz_scale, uint8_t* hidden_codes, float* hidden_scale, float* sums, int num_rows,
-    int hidden, int dh_stride, int z_stride, int row_scale_ld, int tokens, int num_scale_rows, int num_tiles) {
+    const uint8_t* dh, const uint8_t* z, const float* prob, const int* table, uint8_t* row_codes,
+    float* row_scale, uint8_t* dz_codes, float* dz_scale, uint8_t* hidden_codes, float* hidden_scale,
+    float* sums, int num_rows, int hidden, int dh_stride, int z_stride, int row_scale_ld, int tokens,
+    int num_scale_rows, int num_tiles) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-    const Problem problem{dh,       z,      prob,      table,    row_codes,    row_scale, dz_codes,       dz_scale,
-                          hidden_codes, hidden_scale, sums, num_rows, hidden, dh_stride, z_stride, row_scale_ld,
-                          tokens,   num_scale_rows, num_tiles};
+    const Problem problem{dh,           z,
+                          prob,         {table, num_tiles, num_scale_rows},
+                          row_codes,    row_scale,
+                          dz_codes,     dz_scale,
+                          hidden_codes, hidden_scale,
+                          sums,         num_rows,
+                          hidden,       dh_stride,
+                          z_stride,     row_scale_ld,
+                          tokens};
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
 
-    Items items(problem);
+    Items items(problem.table, problem.num_blocks());
     Item item = items.take();
     {
         RowCopies copies(shared, problem, item, warp, lane);
@@ -83,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
         const Item next = items.take();
         RowCopies copies(shared, problem, next, warp, lane);
         const float next_probs = load_prob(problem, next, warp, lane);
-        const int tokens_of_tile = table[2 * num_tiles + item.tile];
+        const int tokens_of_tile = problem.table.tokens(item.tile);
         float values[NUM_OUTPUTS][ROWS][COLUMNS];
         float sum[ROWS / 2];
 #pragma unroll
@@ -106,8 +114,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
             for (int half = 0; half < 2; ++half) {
                 const int row = pair + ROWS / 2 * half;
                 const float by = HAS_PROB ? __shfl_sync(0xffffffff, probs, row) : 1.0f;
-                sums_of_rows[half] = differentiate(words[half][GATE], words[half][UP], words[half][HIDDEN], by,
-                                                   values, row);
+                sums_of_rows[half] =
+                    differentiate(words[half][GATE], words[half][UP], words[half][HIDDEN], by, values, row);
             }
             if (HAS_PROB) sum[pair] = halved(sums_of_rows[0], sums_of_rows[1], lane, 1, sum_of);
         }
@@ -119,7 +127,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
             total = __fadd_rn(total, __shfl_xor_sync(0xffffffff, total, 16));
             const int row = ROWS * warp + 4 * (lane & 1) + (lane & 2) + (lane >> 2 & 1);
             if (lane < ROWS && row < item.rows)
-                sums[int64_t(item.block) * num_rows + item.first_row + row] = tokens_of_tile > 0 ? total : 0.0f;
+                sums[int64_t(item.block) * num_rows + item.first_row + row] =
+                    tokens_of_tile > 0 ? total : 0.0f;
         }
         store_rows(problem, item, values, warp, lane);
 #pragma unroll
@@ -129,7 +138,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
             for (int i = 0; i < COLUMNS; ++i) {
                 largest[i] = max_nan_abs(values[output][0][i], values[output][1][i]);
 #pragma unroll
-                for (int row = 2; row < ROWS; ++row) largest[i] = max_nan_abs(largest[i], values[output][row][i]);
+                for (int row = 2; row < ROWS; ++row)
+                    largest[i] = max_nan_abs(largest[i], values[output][row][i]);
             }
             st_shared_v4_f32(shared_address(&shared.largest[warp][output][lane * COLUMNS]), largest);
         }
