@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,51 @@ def load_dequantized(folder: Path, device: str = "cpu") -> Any:
 def experts_of(model: Any) -> list[Any]:
     """The experts modules of a model."""
     return [module for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+# What an experts module was called with: ids and weights (tokens, k).
+Decision = tuple[torch.Tensor, torch.Tensor]
+
+
+@contextmanager
+def recorded_routing(model: Any) -> Iterator[list[Decision]]:
+    """In this block every call of an experts module is noted down, in order."""
+    found: list[Decision] = []
+
+    def note(module: Any, arguments: tuple[Any, ...]) -> None:
+        found.append((arguments[1], arguments[2]))
+
+    handles = [experts.register_forward_pre_hook(note) for experts in experts_of(model)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def following_routing(model: Any, decisions: list[Decision]) -> Iterator[list[list[int]]]:
+    """In this block tokens that `model` would send to other experts than `decisions` go to those, with their weights;
+    the others keep their own weights. Yields the tokens that were sent elsewhere, a list for each call.
+
+    The router reads what the layers before it computed, and where two experts are nearly as likely a rounding decides
+    between them. Which of the two is no matter of how exact the experts are, yet it changes a token by far more.
+    """
+    elsewhere: list[list[int]] = []
+
+    def follow(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids, weights = arguments[1], arguments[2]
+        to, by = decisions[len(elsewhere)]
+        differs = (ids.sort(-1).values != to.sort(-1).values).any(-1, keepdim=True)
+        elsewhere.append(differs.flatten().nonzero().flatten().tolist())
+        return arguments[0], torch.where(differs, to, ids), torch.where(differs, by, weights), *arguments[3:]
+
+    handles = [experts.register_forward_pre_hook(follow) for experts in experts_of(model)]
+    try:
+        yield elsewhere
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def dequantized(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from padless.quantization import columns_rules
 from padless.quantization import rules as quantize_rules
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
 from padless.runtime.operators import register_operator
+from padless.runtime.devices import hopper_driver
 
 COLUMN_BLOCKS = ((1, 128), (128, 128))  # (features, tokens)
 
@@ -114,7 +115,8 @@ def _run(x: torch.Tensor, offs: torch.Tensor, block: list[int], alignment: int, 
         if on_gpu:
             from padless.quantization.triton import rows_columns
 
-            return rows_columns.rows_columns(x, offs, (block[0], block[1]), alignment, rows)
+            driver = hopper_driver(x)
+            return rows_columns.rows_columns(x, offs, (block[0], block[1]), alignment, rows, driver)
         return rows_columns_torch(x, offs, (block[0], block[1]), alignment, rows)
 
 

@@ -22,6 +22,7 @@ from padless.quantization.rows_columns import (
     fake_columns,
 )
 from padless.runtime.operators import register_operator
+from padless.runtime.devices import hopper_driver
 
 GATE_UP = ("concatenated", "interleaved")
 
@@ -131,7 +132,8 @@ def _run(
         if on_gpu:
             from padless.quantization.triton import swiglu_backward
 
-            return swiglu_backward.swiglu_backward(dh, z, offs, prob, gate_up, block, alignment)
+            driver = hopper_driver(z)
+            return swiglu_backward.swiglu_backward(dh, z, offs, prob, gate_up, block, alignment, driver)
         return swiglu_backward_torch(dh, z, offs, prob, gate_up, block, alignment)
 
 

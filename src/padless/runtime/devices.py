@@ -60,6 +60,14 @@ def device_of(backend: str, tensor: torch.Tensor) -> driver.Driver:
     return driver_of(backend)
 
 
+def hopper_driver(tensor: torch.Tensor) -> driver.Driver | None:
+    """The driver of the Hopper GPU that ``tensor`` is on; None elsewhere, and where no kernel can be compiled."""
+    if not tensor.is_cuda or not _cuda_is_available():
+        return None
+    found = driver.cuda_driver()
+    return found if found.arch == "sm_90a" else None
+
+
 @lru_cache(maxsize=1)
 def _cuda_is_available() -> bool:
     return backends()["cuda"].available

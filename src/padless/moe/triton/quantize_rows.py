@@ -17,7 +17,7 @@ import triton.language as tl
 from padless import layouts
 from padless.formats import FP8_BLOCK, BlockScaledFormat, blocked_size, ceil_div
 from padless.moe.activation import Activation
-from padless.moe.triton import arithmetic, route
+from padless.moe.triton import arithmetic, place_scales, route
 from padless.quantization import rules as quantize_rules
 from padless.quantization.triton import casts, row_blocks
 from padless.quantization.triton import fp8_block as fp8
@@ -27,6 +27,9 @@ _NO_ACTIVATION = Activation(kind="silu")
 _ARRANGEMENTS = {"concatenated": 0, "interleaved": 1, "alternating": 2}
 _PROGRAMS = 512  # fewer than so many large tiles leave a GPU idle
 ROUTED_SLOTS = 1024  # up to here every program sorts the slots for itself
+# From so many rows on scales are placed by a launch of their own: see `place_scales`.
+PLACED_ROWS = 16384
+GATHER_TILE: Tile | None = None
 
 
 class Tile(NamedTuple):
@@ -46,6 +49,8 @@ def choose_tile(rows: int, columns: int, *, has_activation: bool, is_gathered: b
     An activation needs twice the registers and gets half the rows. Gathered rows are written many times: tiles of half
     the values, twice as many at once on a multiprocessor, read while others write, and wide ones need fewer addresses.
     """
+    if is_gathered and GATHER_TILE is not None:
+        return GATHER_TILE
     if is_gathered and columns % 512 == 0 and ceil_div(rows, 8) * (columns // 512) >= _PROGRAMS:
         return Tile(8, 512, 4)
     width = 256 if columns > 128 else 128
@@ -119,6 +124,9 @@ def _launch(
     if slots is None:
         tile = choose_tile(items, K, has_activation=activation is not None, is_gathered=inverse is not None)
     ids_offs, ids_tokens, ids_inverse = (None, None, None) if slots is None else slots
+    placed = None
+    if format == FP8_BLOCK and slots is None and top_k > 1 and out_rows >= PLACED_ROWS:
+        placed = place_scales.empty(items, K, out_rows, x.device)
     columns = 0 if format is None else ceil_div(K, format.block_k)
     given = activation or _NO_ACTIVATION
     _quantize_rows[(ceil_div(K, tile.columns) * ceil_div(items, tile.rows),)](
@@ -131,6 +139,8 @@ def _launch(
         ids_offs,
         ids_tokens,
         ids_inverse,
+        None if placed is None else placed.scale,
+        None if placed is None else placed.items,
         items,
         K,
         x.stride(0),
@@ -160,6 +170,9 @@ def _launch(
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
     )
+    if placed is not None:
+        assert scale is not None
+        place_scales.place(placed, scale)
     return data, scale
 
 
@@ -196,6 +209,8 @@ def _quantize_rows(
     offs_ptr,  # ROUTED: what `route` makes of the ids
     tokens_ptr,
     new_inverse_ptr,
+    placed_scale_ptr,  # (items, ceil(K / BLOCK)) float32 and (out_rows,) int32 of `place_scales`, or None
+    placed_items_ptr,
     items,
     K,
     x_stride,
@@ -299,7 +314,9 @@ def _quantize_rows(
             if j + 1 < TOP_K:
                 next_row = tl.load(inverse_ptr + item * TOP_K + j + 1, mask=there, other=0)
         tl.store(codes_ptr + row[:, None] * row_width + place[None, :], codes, mask=codes_inside)
-        if ELEMENT != "bf16":
+        if placed_scale_ptr is not None:
+            tl.store(placed_items_ptr + row, item, mask=there & (chunk == 0))
+        elif ELEMENT != "bf16":
             if RULE == "fp8_block":
                 offset = row[:, None] + scale_column.to(tl.int64)[None, :] * scale_ld
             elif BLOCKED:
@@ -309,7 +326,10 @@ def _quantize_rows(
             else:
                 offset = row[:, None] * scale_columns + scale_column[None, :]
             tl.store(scale_ptr + offset, scale, mask=scale_inside)
-    if RULE == "fp8_block":  # the padding below MN-major scales
+    if placed_scale_ptr is not None:
+        of_item = item.to(tl.int64)[:, None] * scale_columns + scale_column[None, :]
+        tl.store(placed_scale_ptr + of_item, scale, mask=scale_inside)
+    elif RULE == "fp8_block":  # the padding below MN-major scales
         padded = out_rows + tl.arange(0, 4)
         place_in_padding = padded.to(tl.int64)[:, None] + scale_column.to(tl.int64)[None, :] * scale_ld
         padding = (padded[:, None] < scale_ld) & (scale_column[None, :] < scale_columns) & (pid < num_chunks)

@@ -1,5 +1,6 @@
-"""Rows and token-contiguous columns of ragged groups in FP8_BLOCK as a Triton kernel: one read, both codes written.
+"""Rows and token-contiguous columns of ragged groups in FP8_BLOCK on a GPU: one read, both codes written.
 
+A CUDA kernel takes the usual operands on Hopper (`padless.kernels.sm90_rows_columns`), the Triton kernel here all others.
 The same arithmetic as `fp8_block` of `padless.quantization.rules` and `columns` of `.columns_rules`, bit for bit.
 A program takes a tile of 128 tokens of one group x 128 features. One launch of `group_tiles` before it finds the tiles.
 """
@@ -15,9 +16,11 @@ import triton.language as tl
 
 from padless import layouts
 from padless.formats import ceil_div
+from padless.kernels.sm90_rows_columns import host
 from padless.layouts import empty_mn_major
 from padless.quantization.triton import casts, tiles
 from padless.quantization.triton import group_tiles as groups
+from padless.runtime.driver import Driver
 
 # A thread of the 256 holds 64 values, of 16 bits in 32 registers: three programs fit on a multiprocessor of Hopper, so
 # that some load while others compute. Without the rows 128 threads are 2 to 9% faster (tools/tune_columns.py).
@@ -54,12 +57,17 @@ def empty_columns(
 
 
 def rows_columns(
-    x: torch.Tensor, offs: torch.Tensor, block: tuple[int, int], alignment: int, rows: bool
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    block: tuple[int, int],
+    alignment: int,
+    rows: bool,
+    driver: Driver | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(row codes uint8, MN-major row scale, column codes uint8, column scale, starts, block_starts) of checked
     arguments.
 
-    rows False: the first two have no rows.
+    rows False: the first two have no rows. driver: of a Hopper GPU that may run the CUDA kernel, or None.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     num_rows, features = x.shape
@@ -69,6 +77,13 @@ def rows_columns(
     row_scale = empty_mn_major(kept_rows, ceil_div(features, 128), x.device)
     columns = empty_columns(num_rows, num_groups, features, block, alignment, x.device)
     found = groups.group_tiles(offs, num_rows, alignment)
+    results = (row_codes, row_scale, columns.codes, columns.scale, found.starts, found.block_starts)
+    if driver is not None and host.fits(x):
+        config = host.RowsColumnsConfig(rows, block[0] == 128, host.CTAS_PER_SM)
+        of_rows = (row_codes, with_padding(row_scale)) if rows else (None, None)
+        launch = host.prepare(driver, x, found.table, *of_rows, *columns, config).launch
+        launch(torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0)
+        return results
     words = casts.word_type(x)
     _rows_columns[(found.num_tiles * ceil_div(features, 128),)](
         x,
@@ -95,7 +110,7 @@ def rows_columns(
         if rows
         else MAX_REGISTERS_OF_COLUMNS,
     )
-    return row_codes, row_scale, columns.codes, columns.scale, found.starts, found.block_starts
+    return results
 
 
 def with_padding(scale: torch.Tensor) -> torch.Tensor:

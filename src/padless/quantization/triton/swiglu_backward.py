@@ -1,5 +1,6 @@
-"""SwiGLU's backward and the quantization of all that it makes, as a Triton kernel: 6 I bytes read, 5 I written a row.
+"""SwiGLU's backward and the quantization of all that it makes on a GPU: 6 I bytes read, 5 I written a row.
 
+A CUDA kernel takes the usual operands on Hopper (`padless.kernels.sm90_swiglu_backward`), the Triton kernel here all others.
 The same arithmetic as `padless.quantization.swiglu_rules`, bit for bit, and FP8_BLOCK's codes and scales of its
 results. A program takes a tile of 128 tokens of one group x 128 columns of dH, and with them 256 columns of Z: where
 gate and up are concatenated, a block of each; where they are interleaved by 32, two blocks in a row. `group_tiles` runs
@@ -14,11 +15,13 @@ import triton
 import triton.language as tl
 
 from padless.formats import ceil_div
+from padless.kernels.sm90_swiglu_backward import host
 from padless.layouts import empty_mn_major
 from padless.quantization.triton import casts, tiles
 from padless.quantization.triton import group_tiles as groups
 from padless.quantization.triton import swiglu_arithmetic as arithmetic
 from padless.quantization.triton.rows_columns import empty_columns, with_padding
+from padless.runtime.driver import Driver
 
 # One program on a multiprocessor of Hopper: 256 threads with all their registers are 18% faster than 512 with half of
 # them (measured, tools/tune_columns.py).
@@ -36,11 +39,12 @@ def swiglu_backward(
     gate_up: str,
     hidden_block: tuple[int, int],
     alignment: int,
+    driver: Driver | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(row codes, row scale, dZ column codes, scale, H column codes, scale, starts, block_starts, dprob) of checked
     arguments.
 
-    Without prob dprob has no elements.
+    driver: of a Hopper GPU that may run the CUDA kernel, or None. Without prob dprob has no elements.
     """
     dh, z = (t if t.stride(-1) == 1 else t.contiguous() for t in (dh, z))
     num_rows, hidden = dh.shape
@@ -52,45 +56,69 @@ def swiglu_backward(
     blocks = ceil_div(hidden, 128)
     sums = torch.empty((blocks, num_rows if prob is not None else 0), dtype=torch.float32, device=z.device)
     found = groups.group_tiles(offs, num_rows, alignment)
-    # Where blocks of 128 columns lie across the border of gate and up, a program takes one of them.
-    straddling = gate_up == "concatenated" and hidden % 128 != 0
-    kernel = _straddling_blocks if straddling else _pairs_of_blocks
-    layout = {"INTERLEAVED": gate_up == "interleaved", "WHOLE": hidden % 128 == 0}
-    if straddling:
-        layout = {"ALIGNED": hidden % 16 == 0}
-    kernel[(found.num_tiles * (ceil_div(2 * hidden, 128) if straddling else blocks),)](
-        dh,
-        z,
-        None if prob is None else prob.contiguous(),
-        found.table,
-        row_codes,
-        with_padding(row_scale),
-        of_dz.codes.view(torch.int32),
-        of_dz.scale,
-        of_hidden.codes.view(torch.int32),
-        of_hidden.scale,
-        sums if prob is not None else None,
-        num_rows,
-        hidden,
-        dh.stride(0),
-        z.stride(0),
-        row_scale.stride(1),
-        of_dz.codes.shape[1] // 32,
-        of_dz.scale.shape[0],
-        found.num_tiles,
-        **layout,
-        SQUARE=hidden_block[0] == 128,
-        HARDWARE_CAST=casts.casts_in_hardware(z.device),
-        num_warps=NUM_WARPS,
-        maxnreg=MAX_REGISTERS,
-        enable_fp_fusion=False,
+    out = host.Outputs(
+        row_codes, with_padding(row_scale), *of_dz, *of_hidden, sums if prob is not None else None
     )
+    prob = None if prob is None else prob.contiguous()
+    square = hidden_block[0] == 128
+    if driver is not None and host.fits(dh, z):
+        config = host.SwigluBackwardConfig(prob is not None, gate_up == "interleaved", square)
+        launch = host.prepare(driver, dh, z, prob, found.table, out, config).launch
+        launch(torch._C._cuda_getCurrentRawStream(z.device.index) if z.is_cuda else 0)
+    else:
+        _launch(dh, z, prob, found, out, gate_up, square)
     dprob = torch.empty(sums.shape[1], dtype=torch.float32, device=z.device)
     if dprob.numel() > 0:
         _sum_blocks[(ceil_div(num_rows, _ROWS_AT_ONCE),)](
             sums, dprob, num_rows, blocks, BLOCK_M=_ROWS_AT_ONCE, num_warps=4
         )
     return (row_codes, row_scale, *of_dz, *of_hidden, found.starts, found.block_starts, dprob)
+
+
+def _launch(
+    dh: torch.Tensor,
+    z: torch.Tensor,
+    prob: torch.Tensor | None,
+    found: groups.GroupTiles,
+    out: host.Outputs,
+    gate_up: str,
+    square: bool,
+) -> None:
+    """The Triton kernel for any operands."""
+    num_rows, hidden = dh.shape
+    # Where blocks of 128 columns lie across the border of gate and up, a program takes one of them.
+    straddling = gate_up == "concatenated" and hidden % 128 != 0
+    kernel = _straddling_blocks if straddling else _pairs_of_blocks
+    layout = {"INTERLEAVED": gate_up == "interleaved", "WHOLE": hidden % 128 == 0}
+    if straddling:
+        layout = {"ALIGNED": hidden % 16 == 0}
+    kernel[(found.num_tiles * ceil_div(2 * hidden if straddling else hidden, 128),)](
+        dh,
+        z,
+        prob,
+        found.table,
+        out.row_codes,
+        out.row_scale,
+        out.dz_codes.view(torch.int32),
+        out.dz_scale,
+        out.hidden_codes.view(torch.int32),
+        out.hidden_scale,
+        out.sums,
+        num_rows,
+        hidden,
+        dh.stride(0),
+        z.stride(0),
+        out.row_scale.stride(1),
+        out.dz_codes.shape[1] // 32,
+        out.dz_scale.shape[0],
+        found.num_tiles,
+        **layout,
+        SQUARE=square,
+        HARDWARE_CAST=casts.casts_in_hardware(z.device),
+        num_warps=NUM_WARPS,
+        maxnreg=MAX_REGISTERS,
+        enable_fp_fusion=False,
+    )
 
 
 _OF_M = ["M", "row_scale_ld", "column_units", "num_scale_rows", "num_tiles"]

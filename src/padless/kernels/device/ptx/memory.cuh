@@ -35,6 +35,10 @@ __device__ __forceinline__ uint32_t ld_shared_b32(uint32_t address) {
     return value;
 }
 
+__device__ __forceinline__ void ld_shared_v2_b32(uint32_t address, uint32_t& x, uint32_t& y) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
+}
+
 __device__ __forceinline__ void st_shared_v2_b32(uint32_t address, uint32_t x, uint32_t y) {
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }

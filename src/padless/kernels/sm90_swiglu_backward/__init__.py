@@ -1,0 +1,1 @@
+"""SwiGLU's backward with quantization on Hopper, as a CUDA kernel."""

@@ -1,0 +1,75 @@
+"""Places FP8_BLOCK's scales of gathered rows: from one row a token to MN-major ones, as a small Triton kernel.
+
+A token's scales go to as many rows as it has experts, each to another line of memory: 4 bytes a store, and as many lines
+as the codes of 128 columns take. So the quantizing kernel stores them once, beside each other, and says which token each
+row is; behind it this kernel reads 128 rows' scales and stores them in runs along the rows.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from padless.formats import ceil_div
+
+_ROWS_AT_ONCE = 128
+_MOST_COLUMNS = 16
+
+
+class Placed(NamedTuple):
+    """scale: (items, ceil(K / 128)) float32 of each item. items: (rows,) int32, the item of each row."""
+
+    scale: torch.Tensor
+    items: torch.Tensor
+
+
+def empty(items: int, K: int, rows: int, device: torch.device) -> Placed:
+    """What the quantizing kernel fills."""
+    return Placed(
+        torch.empty((items, ceil_div(K, 128)), dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=torch.int32, device=device),
+    )
+
+
+def place(placed: Placed, scale: torch.Tensor) -> None:
+    """Writes the scales (rows, ceil(K / 128)), MN-major, and the zeros of their padding."""
+    rows, columns = scale.shape
+    width = min(triton.next_power_of_2(columns), _MOST_COLUMNS)
+    ld = scale.stride(1)
+    _place_scales[(ceil_div(ld, _ROWS_AT_ONCE) * ceil_div(columns, width),)](
+        placed.scale,
+        placed.items,
+        scale,
+        rows,
+        columns,
+        ld,
+        ROWS=_ROWS_AT_ONCE,
+        COLUMNS=width,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "ld"])
+def _place_scales(
+    from_ptr,  # (items, columns) float32, contiguous
+    items_ptr,  # (rows,) int32
+    to_ptr,  # (rows, columns) float32, strides (1, ld)
+    rows,
+    columns,
+    ld,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    chunks = tl.cdiv(columns, COLUMNS)
+    pid = tl.program_id(0)
+    row = pid // chunks * ROWS + tl.arange(0, ROWS)
+    column = pid % chunks * COLUMNS + tl.arange(0, COLUMNS)
+    item = tl.load(items_ptr + row, mask=row < rows, other=0).to(tl.int64)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    scale = tl.load(from_ptr + item[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    at = to_ptr + column.to(tl.int64)[None, :] * ld + row[:, None]
+    tl.store(at, scale, mask=(row[:, None] < ld) & (column[None, :] < columns))
