@@ -58,7 +58,7 @@ def choose_backend(
     from padless.distributed.symm import SymmBackend
     from padless.distributed.symm_state import allocate
 
-    return SymmBackend(allocate(group, device, settings, len(placement.local_experts)), settings, placement)
+    return SymmBackend(allocate(group, device, settings), settings, placement)
 
 
 def _on_one_host(group: dist.ProcessGroup) -> bool:

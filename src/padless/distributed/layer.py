@@ -47,8 +47,8 @@ def expert_parallel_moe(
     """
     if (experts_fn is None) == (w13 is None or w2 is None):
         raise ValueError("experts_fn or both w13 and w2 must be given, and not both; give one of them")
-    rows, plan = ep.dispatch(x, ids, weights, global_scale=global_scale1)
     if experts_fn is not None:
+        rows, plan = ep.dispatch(x, ids, weights, global_scale=global_scale1)
         return ep.combine(experts_fn(rows, plan.offs), plan, weighted=True)
     assert w13 is not None
     assert w2 is not None
@@ -58,6 +58,7 @@ def expert_parallel_moe(
                 f"{name} must be (Eloc, N, K) weights of this rank's {len(ep.local_experts)} experts, got shape "
                 f"{tuple(w.data.shape)}"
             )
+    rows, plan = ep.dispatch(x, ids, weights, global_scale=global_scale1)
     fmt = ep.settings.row_format.format
     hidden_format = fmt if isinstance(fmt, BlockScaledFormat) else None
     first, second = Projection(w13, None, backend), Projection(w2, None, backend)
