@@ -20,6 +20,12 @@ def buffer_of(pointers_ptr, rank, offset):
 
 
 @triton.jit
+def region(pointers_ptr, rank, offset, DTYPE: tl.constexpr):
+    """Pointer to a 16-byte boundary in a rank's buffer."""
+    return tl.multiple_of((tl.load(pointers_ptr + rank) + offset).to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
 def wait(
     pointers_ptr,
     rank,

@@ -61,15 +61,16 @@ def publish(
             tl.store(weights + at, prob, mask=at < count)
     own = buffer_of(pointers_ptr, rank, x_region + half * max_tokens * record_bytes)
     for token in range(pid, T, programs):
-        record = tl.multiple_of(own + tl.cast(token, tl.int64) * record_bytes, 16)
+        record = own + tl.cast(token, tl.int64) * record_bytes
         if QUANTIZE:
             _quantize_row(x_ptr + tl.cast(token, tl.int64) * x_stride, record, H, HARDWARE_CAST)
         else:
             words = tl.arange(0, triton.next_power_of_2(CODE_BYTES // 4))
             source = (x_ptr + tl.cast(token, tl.int64) * CODE_BYTES).to(tl.pointer_type(tl.int32), bitcast=True)
             source = tl.multiple_of(source, 16)
-            there = record.to(tl.pointer_type(tl.int32))
-            tl.store(there + words, tl.load(source + words, mask=words < CODE_BYTES // 4), mask=words < CODE_BYTES // 4)
+            there = tl.multiple_of(record.to(tl.pointer_type(tl.int32)), 16)
+            inside = words < CODE_BYTES // 4
+            tl.store(there + words, tl.load(source + words, mask=inside), mask=inside)
             if SCALE_BYTES > 0:
                 lane = tl.arange(0, triton.next_power_of_2(SCALE_BYTES))
                 scales = tl.load(scale_ptr + tl.cast(token, tl.int64) * SCALE_BYTES + lane, mask=lane < SCALE_BYTES)
@@ -91,5 +92,6 @@ def _quantize_row(x_ptr, record, H: tl.constexpr, HARDWARE_CAST: tl.constexpr):
     x = casts.to_float32(tl.load(x_ptr + column, mask=inside, other=0.0))
     scale, inverse = _fp8_block_scale(tl.max(casts.magnitude_bits(x), axis=1))
     codes = casts.to_e4m3(x * inverse[:, None], HARDWARE_CAST)
-    tl.store(record.to(tl.pointer_type(tl.uint8)) + column, codes, mask=inside)
+    there = tl.multiple_of(record.to(tl.pointer_type(tl.uint8)), 16)
+    tl.store(there + column, codes, mask=inside)
     tl.store((record + H).to(tl.pointer_type(tl.float32)) + block, scale, mask=block < COLUMNS)

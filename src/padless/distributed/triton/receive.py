@@ -107,8 +107,8 @@ def fan_out(
         kept = (rows >= 0) & (rows < capacity)
         if tl.max(kept.to(tl.int32), axis=0) > 0:
             record = buffer_of(pointers_ptr, source, x_region + (half * max_tokens + token) * record_bytes)
-            record = tl.multiple_of(record, 16)
-            words = tl.load(record.to(tl.pointer_type(tl.int32)) + word, mask=word < WORDS)
+            codes = tl.multiple_of(record.to(tl.pointer_type(tl.int32)), 16)
+            words = tl.load(codes + word, mask=word < WORDS)
             if all_offs_ptr is not None:
                 first = weights_region + half * R * max_tokens * TOP_K * 4
                 weights = buffer_of(pointers_ptr, rank, first).to(tl.pointer_type(tl.float32))

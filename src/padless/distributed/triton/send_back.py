@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from padless.distributed.triton.cells import buffer_of, is_last, signal, wait
+from padless.distributed.triton.cells import buffer_of, is_last, region, signal, wait
 from padless.moe.triton import arithmetic
 from padless.quantization.triton import casts
 
@@ -63,7 +63,7 @@ def fan_in(
                     values = values * tl.load(prob_ptr + row, mask=kept, other=0.0)
                 total += values
             first = part_region + (rank * max_tokens + token) * H * PART_BYTES
-            part = tl.multiple_of(buffer_of(pointers_ptr, source, first), 16).to(tl.pointer_type(PART))
+            part = region(pointers_ptr, source, first, PART)
             tl.store(part + column, arithmetic.rounded(total, PART), mask=inside)
             if dprob_ptr is not None:
                 if chunk == 0:
@@ -120,7 +120,7 @@ def finish(
         for r in tl.static_range(R):
             is_there = tl.max((ranks == r).to(tl.int32), axis=0) > 0
             first = part_region + (r * max_tokens + token) * H * PART_BYTES
-            part = tl.multiple_of(buffer_of(pointers_ptr, rank, first), 16).to(tl.pointer_type(PART))
+            part = region(pointers_ptr, rank, first, PART)
             total += casts.to_float32(tl.load(part + column, mask=inside & is_there, other=0.0))
         if there == 0:  # nobody takes what a dead rank left for a result
             total += float("nan")
