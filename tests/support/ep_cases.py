@@ -1,155 +1,37 @@
 """Cases of expert parallelism that all ranks of a group run together: the same on gloo and on GPUs, with each backend.
 
-As a program, `python ep_cases.py` spawns two gloo processes, runs all cases in them and prints one JSON object, case ->
-error or null.
+As a program, `python ep_cases.py [--cuda] [symm | collective]` spawns two processes, runs all cases in them and
+prints one JSON object, case -> error or null.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import padless
 from padless.distributed import ExpertParallel, expert_parallel_moe
-from support import ep_reference as reference
-from support.ep_reference import Problem, draw
-
-FORMATS = (
-    (padless.FP8_BLOCK, None),
-    (padless.FP8_BLOCK, "k"),
-    (padless.MXFP8, None),
-    (padless.MXFP4, None),
-    (padless.NVFP4, None),
-    (torch.bfloat16, None),
-    (torch.float32, None),
-)
-
-
-@dataclass
-class Ranks:
-    """Where a case runs: this process's rank, device and backend."""
-
-    rank: int
-    size: int
-    device: torch.device
-    backend: str
-
-    def make(self, p: Problem, **options: Any) -> ExpertParallel:
-        e, (_, h) = len(p.expert_map), p.tokens[0].shape
-        most = options.pop("max_tokens", max(*(len(t) for t in p.tokens), 1))
-        options = {"expert_map": p.expert_map, "backend": self.backend, "device": self.device, **options}
-        return ExpertParallel(None, e, h, p.ids[0].shape[1], most, **options)
-
-    def own(self, p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        r = self.rank
-        return p.tokens[r].to(self.device), p.ids[r].to(self.device), p.weights[r].to(self.device)
-
-    def counts(self, first: int, others: int) -> list[int]:
-        """Tokens of each rank: those of rank 0, and fewer on every further one."""
-        return [first, *(max(others - r, 0) for r in range(self.size - 1))]
-
+from padless.testing import exchange as reference
+from padless.testing.exchange import Problem, draw
+from padless.testing.ranks import Rank, raise_first, run_ranks
+from padless.verify.exchange import Ranks, check_exchange, check_formats, check_invariance, check_sizes
+from padless.verify.ranks import together
 
 Case = Callable[[Ranks], None]
-CASES: dict[str, Case] = {}
+CASES: dict[str, Case] = {"formats": check_formats, "sizes": check_sizes, "invariance": check_invariance}
 
 
 def case(function: Case) -> Case:
     CASES[function.__name__] = function
     return function
-
-
-def outputs_of(p: Problem, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Random rows for a combine, of every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [len(reference.slots_of(p, r)) for r in range(p.num_ranks)]
-    return [torch.randn((n, p.tokens[0].shape[1]), generator=generator).to(dtype) for n in sizes]
-
-
-def check_exchange(ranks: Ranks, p: Problem, ep: ExpertParallel, fmt: Any, major: str | None, seed: int) -> None:
-    """Dispatch and both combines of a problem against the loops."""
-    scale = torch.tensor(0.01) if fmt == padless.NVFP4 else None
-    rows, plan = ep.dispatch(*ranks.own(p), global_scale=None if scale is None else scale.to(ranks.device))
-    r = ranks.rank
-    want = reference.rows_of(p, r, fmt, scale_major=major, global_scale=scale)
-    assert plan.offs.tolist() == reference.offs_of(p, r)
-    assert plan.offs.dtype == torch.int32
-    assert int(plan.overflow) == 0
-    reference.assert_rows(rows, want, f"{fmt}")
-    prob = reference.prob_of(p, r)
-    assert torch.equal(plan.prob[: len(prob)].cpu(), prob)
-    partial = ep.settings.partial
-    outputs = outputs_of(p, partial, seed)
-    mine = torch.full((plan.prob.shape[0], p.tokens[0].shape[1]), float("nan"), dtype=partial)
-    mine[: len(outputs[r])] = outputs[r]
-    for weighted in (False, True):
-        got = ep.combine(mine.to(ranks.device), plan, weighted=weighted)
-        expected = reference.combined(p, outputs, partial, weighted=weighted)[r]
-        assert got.dtype == partial
-        assert torch.equal(reference.bits(got), reference.bits(expected)), f"{fmt} weighted={weighted}"
-
-
-@case
-def formats(ranks: Ranks) -> None:
-    """Every format, uneven T, ids -1, ids that occur twice; three calls of one object."""
-    for fmt, major in FORMATS:
-        p = draw(ranks.counts(7, 5), 2 * ranks.size, 160, 3, 1)
-        ep = ranks.make(p, fmt=fmt, scale_major=major)
-        for seed in range(3):
-            p = draw(ranks.counts(7 - seed, 5 + seed), 2 * ranks.size, 160, 3, seed)
-            check_exchange(ranks, p, ep, fmt, major, seed)
-
-
-@case
-def sizes(ranks: Ranks) -> None:
-    """No tokens on one rank and on all, k = 1, k = E, all tokens to one rank and to one expert, uneven experts."""
-    n = ranks.size
-    uneven = [r for r in range(n) for _ in range(r + 1)]
-    for counts, experts, top_k, expert_map in (
-        ([0] + [6] * (n - 1), 2 * n, 2, None),
-        ([4] * (n - 1) + [0], 2 * n, 1, None),
-        ([0] * n, n, 2, None),
-        ([5] * n, n, n, None),
-        ([5] * n, len(uneven), 2, uneven),
-        ([3] * n, 3 * n, 2, [e % n for e in range(3 * n)]),
-    ):
-        p = draw(counts, experts, 64, top_k, 3, expert_map=expert_map)
-        check_exchange(ranks, p, ranks.make(p, max_tokens=7), padless.FP8_BLOCK, None, 1)
-    for chosen in (0, 2 * n - 1, -1):
-        p = draw([5] * n, 2 * n, 64, 3, 4)
-        p.ids = [torch.full_like(ids, chosen) for ids in p.ids]
-        capacity = n * 5 * 3  # an id that occurs three times is three rows
-        check_exchange(ranks, p, ranks.make(p, capacity=capacity), padless.FP8_BLOCK, None, 1)
-
-
-@case
-def invariance(ranks: Ranks) -> None:
-    """A token's bits alone, among others, in another place, and with another T on other ranks."""
-    p = draw(ranks.counts(9, 7), 2 * ranks.size, 96, 2, 5, distinct=True)
-    ep = ranks.make(p, fmt=torch.bfloat16, max_tokens=9)
-
-    def through(q: Problem) -> torch.Tensor:
-        rows, plan = ep.dispatch(*ranks.own(q))
-        return ep.combine((rows * 1.7).to(torch.bfloat16), plan, weighted=True)
-
-    full = through(p)
-    order = [torch.randperm(len(t), generator=torch.Generator().manual_seed(1)) for t in p.tokens]
-    moved = Problem(*([t[o] for t, o in zip(ts, order, strict=True)] for ts in (p.tokens, p.ids, p.weights)), p.expert_map)
-    assert torch.equal(through(moved), full[order[ranks.rank].to(full.device)])
-    alone = Problem(*([t[: 1 if r == 0 else 0] for r, t in enumerate(ts)] for ts in (p.tokens, p.ids, p.weights)), p.expert_map)
-    got = through(alone)
-    assert torch.equal(got, full[: len(got)])
 
 
 def dense(p: Problem, w13: torch.Tensor, w2: torch.Tensor, tokens: list, weights: list) -> list[torch.Tensor]:
@@ -171,8 +53,7 @@ def experts_of(w13: torch.Tensor, w2: torch.Tensor) -> Callable[[torch.Tensor, t
     def function(rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         ends = [0, *offs.tolist()]
         parts = [
-            torch.tanh(rows[a:b] @ w13[g].T) @ w2[g].T
-            for g, (a, b) in enumerate(zip(ends, ends[1:], strict=False))
+            torch.tanh(rows[a:b] @ w13[g].T) @ w2[g].T for g, (a, b) in enumerate(itertools.pairwise(ends))
         ]
         return torch.cat([*parts, torch.zeros_like(rows[ends[-1] :])])
 
@@ -207,7 +88,9 @@ def gradients(ranks: Ranks) -> None:
         ("out", out, want[r]), ("x", x.grad, tokens[r].grad), ("weights", weight.grad, weights[r].grad),
         ("w13", own13.grad, leaves[0].grad[mine]), ("w2", own2.grad, leaves[1].grad[mine]),
     ):  # fmt: skip
-        torch.testing.assert_close(got.detach().cpu(), expected.detach(), rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got.detach().cpu(), expected.detach(), rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @case
@@ -270,7 +153,7 @@ def layer(ranks: Ranks) -> None:
         outputs = []
         for r in range(ranks.size):
             experts = [x for x, owner in enumerate(p.expert_map) if owner == r]
-            first, second = (Projection(w.to(ranks.device) if False else w, None, None) for w in weights(experts, ranks.device))
+            first, second = (Projection(w, None, None) for w in weights(experts, ranks.device))
             rows = reference.rows_of(p, r, fmt, global_scale=one)
             if len(rows.data):
                 rows = on(rows, ranks.device)
@@ -284,7 +167,9 @@ def layer(ranks: Ranks) -> None:
         ep = ranks.make(p, fmt=fmt)
         own13, own2 = weights(list(ep.local_experts), ranks.device)
         scale = None if one is None else one.to(ranks.device)
-        got = expert_parallel_moe(*ranks.own(p), ep, w13=own13, w2=own2, global_scale1=scale, global_scale2=scale)
+        got = expert_parallel_moe(
+            *ranks.own(p), ep, w13=own13, w2=own2, global_scale1=scale, global_scale2=scale
+        )
         assert torch.equal(reference.bits(got), reference.bits(want)), fmt.name
 
 
@@ -314,7 +199,9 @@ def errors(ranks: Ranks) -> None:
     x, ids, weights = ranks.own(p)
     if ranks.backend == "collective":
         wrong = torch.cat([x, x]) if ranks.rank == 0 else x
-        with pytest.raises(ValueError, match="max_tokens is 4" if ranks.rank == 0 else "rank 0 was given wrong arguments"):
+        with pytest.raises(
+            ValueError, match="max_tokens is 4" if ranks.rank == 0 else "rank 0 was given wrong arguments"
+        ):
             ep.dispatch(wrong, ids, weights)
         wrong_ids = ids.clone()
         if ranks.rank == 1:
@@ -367,26 +254,18 @@ def run_cases(ranks: Ranks, names: list[str]) -> dict[str, str | None]:
     return found
 
 
-def _process(rank: int, size: int, store: str, path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=40)
-    )
-    found = run_cases(Ranks(rank, size, torch.device("cpu"), "collective"), list(CASES))
-    if rank == 0:
-        with open(path, "w") as f:
-            json.dump(found, f)
-    dist.destroy_process_group()
+def run_all(rank: Rank, names: list[str] | None = None) -> dict[str, str | None]:
+    found = run_cases(Ranks(rank), names or list(CASES))
+    together(rank)
+    return found
 
 
-def run_on_gloo(size: int = 2) -> dict[str, str | None]:
-    """All cases in `size` gloo processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "found.json")
-        mp.spawn(_process, (size, os.path.join(folder, "store"), path), nprocs=size)
-        with open(path) as f:
-            return json.load(f)
+def run(size: int = 2, *, cuda: bool = False, backend: str = "collective", timeout_s: float = 100.0) -> Any:
+    """Outcome of every case, in processes of their own."""
+    return raise_first(run_ranks(run_all, size, cuda=cuda, backend=backend, timeout_s=timeout_s))[0]
 
 
 if __name__ == "__main__":
-    json.dump(run_on_gloo(), sys.stdout)
+    on_gpus = "--cuda" in sys.argv
+    given = [a for a in sys.argv[1:] if a in ("symm", "collective")] or ["collective"]
+    json.dump(run(cuda=on_gpus, backend=given[0]), sys.stdout, indent=1)

@@ -9,7 +9,13 @@ import torch
 from padless.emulator import Emulator
 from support.emulated_triton import EmulatedKernel
 
-KERNELS = (("publish", "publish"), ("receive", "localize"), ("receive", "fan_out"), ("send_back", "fan_in"), ("send_back", "finish"))  # fmt: skip
+KERNELS = (
+    ("publish", "publish"),
+    ("receive", "localize"),
+    ("receive", "fan_out"),
+    ("send_back", "fan_in"),
+    ("send_back", "finish"),
+)
 
 
 class EmulatedExchange(EmulatedKernel):

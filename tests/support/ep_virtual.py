@@ -1,4 +1,4 @@
-"""Virtual ranks: the "symm" backend's kernels for R ranks on one device, step by step, in Triton's interpreter or on a GPU."""
+"""Virtual ranks: the "symm" backend's kernels for R ranks on one device, step by step, interpreted or on a GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from padless.distributed.settings import Settings
 from padless.distributed.symm import SymmBackend
 from padless.distributed.symm_state import State, allocate_virtual
 from padless.formats import FP8_BLOCK
-from support import ep_reference
-from support.ep_reference import Problem
+from padless.testing import exchange
+from padless.testing.exchange import Problem
 
 
 @dataclass
@@ -74,7 +74,9 @@ def make(
     ]  # fmt: skip
     states = allocate_virtual(settings, torch.device(device))
     backends = [
-        SymmBackend(state, s, place(len(p.expert_map), num_ranks, s.rank, p.expert_map).to(torch.device(device)))
+        SymmBackend(
+            state, s, place(len(p.expert_map), num_ranks, s.rank, p.expert_map).to(torch.device(device))
+        )
         for state, s in zip(states, settings, strict=True)
     ]
     return Ranks(backends, states, settings, device)
@@ -85,7 +87,7 @@ def expert_outputs(p: Problem, ranks: Ranks, seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     outputs = []
     for rank, plan in enumerate(ranks.plans):
-        used = len(ep_reference.slots_of(p, rank))
+        used = len(exchange.slots_of(p, rank))
         dtype = ranks.settings[rank].partial
         rows = torch.full((plan.prob.shape[0], p.tokens[0].shape[1]), float("nan"), dtype=dtype)
         rows[:used] = torch.randn((used, rows.shape[1]), generator=generator).to(dtype)

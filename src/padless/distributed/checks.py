@@ -65,7 +65,7 @@ def device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> to
         nccl = "nccl" in str(dist.get_backend(group))
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
+    if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     return device
 
@@ -109,7 +109,9 @@ def check_tokens(
                     "torch.no_grad()"
                 )
     elif tokens.dtype != fmt and torch.is_grad_enabled() and tokens.requires_grad:
-        raise ValueError(f"tokens is {tokens.dtype} and rows are {fmt}; convert tokens, which is differentiated")
+        raise ValueError(
+            f"tokens is {tokens.dtype} and rows are {fmt}; convert tokens, which is differentiated"
+        )
 
 
 def check_rows(s: Settings, device: torch.device, rows: object, plan: object) -> None:
@@ -123,4 +125,6 @@ def check_rows(s: Settings, device: torch.device, rows: object, plan: object) ->
         or tuple(rows.shape) != wanted
         or rows.device != device
     ):
-        raise ValueError(f"rows must be {wanted[0]} x {wanted[1]} {s.partial} on {device}, got {describe(rows)}")
+        raise ValueError(
+            f"rows must be {wanted[0]} x {wanted[1]} {s.partial} on {device}, got {describe(rows)}"
+        )

@@ -113,7 +113,7 @@ class CollectiveBackend:
     def _all_ids(
         self, ids: torch.Tensor | None, weights: torch.Tensor | None, problem: str | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids (R, Tmax, k) int32, -1 where there is none; weights float32) of all ranks. Raises on all ranks or none."""
+        """(ids (R, Tmax, k) int32, -1 for none; weights float32) of all ranks. Raises on all ranks or on none."""
         s = self._settings
         size = s.max_tokens * s.top_k
         mine = torch.full((2 * size + 1,), -1, dtype=torch.int32, device=self._placement.rank_of.device)

@@ -27,14 +27,15 @@ class ExpertParallel:
 
     Args:
         group_or_mesh: ProcessGroup or one-dimensional DeviceMesh of R ranks; None is the default group.
-        num_experts: E. hidden: H, a multiple of 32. top_k: k, 1 to 16. max_tokens: most tokens of a rank in a call, Tmax.
+        num_experts: E. hidden: H, a multiple of 32. top_k: k, 1 to 16.
+        max_tokens: most tokens of a rank in a call, Tmax.
         fmt: what rows are dispatched in: a block-scaled format, or torch.bfloat16 or torch.float32 for values as they
             are, which alone can be differentiated.
-        backend: "symm" (kernels over torch's symmetric memory, GPUs of one NVLink host), "collective" (gloo and NCCL, the
-            reference: the same bits, but it reads sizes on the host), or "auto".
-        capacity: C, rows that a rank can receive. None is R * Tmax * min(k, its experts), which only ids that occur twice
-            for a token can exceed. More rows than fit are an error, never a silent drop: "collective" raises on all
-            ranks; with "symm" `ExpertPlan.overflow` is not 0 and the next call, or `check`, raises. "exact", for
+        backend: "symm" (kernels over torch's symmetric memory, GPUs of one NVLink host), "collective" (gloo and NCCL,
+            the reference: the same bits, but it reads sizes on the host), or "auto".
+        capacity: C, rows that a rank can receive. None is R * Tmax * min(k, its experts), which only ids that occur
+            twice for a token can exceed. More rows than fit are an error, never a silent drop: "collective" raises on
+            all ranks; with "symm" `ExpertPlan.overflow` is not 0 and the next call, or `check`, raises. "exact", for
             "collective" alone, is as many rows as there are.
         expert_map: (E,) ranks, where each expert is; None is runs of E / R experts, for which E must be a multiple of R.
         scale_major, scale_rule: of FP8_BLOCK's scales, "mn" (default) or "k"; and as in `padless.quantize`.
@@ -74,7 +75,9 @@ class ExpertParallel:
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
         self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        major = checks.check_settings(num_experts, hidden, top_k, max_tokens, fmt, scale_major, timeout, programs)
+        major = checks.check_settings(
+            num_experts, hidden, top_k, max_tokens, fmt, scale_major, timeout, programs
+        )
         self.device = checks.device_of(group, device)
         placement = place(num_experts, self.num_ranks, self.rank, expert_map)
         self.local_experts = placement.local_experts
@@ -87,9 +90,7 @@ class ExpertParallel:
             torch.float32 if fmt == torch.float32 else torch.bfloat16,
             timeout, programs or 0,
         )  # fmt: skip
-        self._backend = choose_backend(
-            backend, group, self.device, self.settings, placement.to(self.device)
-        )
+        self._backend = choose_backend(backend, group, self.device, self.settings, placement.to(self.device))
 
     @property
     def backend(self) -> str:
@@ -116,9 +117,9 @@ class ExpertParallel:
         them, in the order of (expert, source rank, token, slot), the bits of `padless.quantize` of the token. Rows from
         plan.offs[-1] on are undefined. plan: `ExpertPlan`.
 
-        A collective call. With "symm": no synchronization with the host, safe in CUDA graphs, replayed with other tokens,
-        ids and weights. Raises ValueError for wrong arguments, on all ranks with "collective"; ids from E on are found by
-        the device with "symm", count as none, and the next call raises.
+        A collective call. With "symm": no synchronization with the host, safe in CUDA graphs, replayed with other
+        tokens, ids and weights. Raises ValueError for wrong arguments, on all ranks with "collective"; ids from E on are
+        found by the device with "symm", count as none, and the next call raises.
         """
         self._backend.check()
         problem: str | None = None
@@ -145,12 +146,14 @@ class ExpertParallel:
 
         out[t] = bf16(sum over ranks in order, float32, of bf16(sum over the token's slots there in order, float32, of
         rows[slot])), a weighted row being fl(prob * row), without fused multiply-add; float32 throughout for float32
-        rows. The own rank's sum is rounded too. So a token's bits depend on its rows and on where its experts are, not on
-        T, other tokens, its place, or timing. A token without experts is 0. A collective call. Raises ValueError.
+        rows. The own rank's sum is rounded too. So a token's bits depend on its rows and on where its experts are, not
+        on T, other tokens, its place, or timing. A token without experts is 0. A collective call. Raises ValueError.
         """
         self._backend.check()
         checks.check_rows(self.settings, self.device, rows, plan)
-        wants_grad = torch.is_grad_enabled() and (rows.requires_grad or (weighted and plan.prob.requires_grad))
+        wants_grad = torch.is_grad_enabled() and (
+            rows.requires_grad or (weighted and plan.prob.requires_grad)
+        )
         if wants_grad:
             out: torch.Tensor = Combine.apply(self._backend, rows, weighted, *plan)  # type: ignore[no-untyped-call]
             return out
@@ -158,9 +161,9 @@ class ExpertParallel:
         return self._backend.combine(rows.detach(), plan, prob, None)[0]
 
     def check(self) -> None:
-        """Raises RuntimeError for what a device found out in calls that have ended: a rank that did not answer within the
-        timeout, more rows than the capacity, ids that are no expert. It reads host memory and waits for nothing; call it
-        after a synchronization to learn of everything before. Every dispatch and combine calls it first.
+        """Raises RuntimeError for what a device found out in calls that have ended: a rank that did not answer within
+        the timeout, more rows than the capacity, ids that are no expert. It reads host memory and waits for nothing;
+        call it after a synchronization to learn of everything before. Every dispatch and combine calls it first.
         """
         self._backend.check()
 
@@ -168,7 +171,9 @@ class ExpertParallel:
 def process_group(group_or_mesh: Any) -> dist.ProcessGroup:
     """The ProcessGroup of an argument. Raises ValueError."""
     if not dist.is_available() or not dist.is_initialized():
-        raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
+        raise ValueError(
+            "torch.distributed is not initialized; call torch.distributed.init_process_group first"
+        )
     if group_or_mesh is None:
         group = dist.group.WORLD
         assert group is not None
@@ -179,6 +184,7 @@ def process_group(group_or_mesh: Any) -> dist.ProcessGroup:
         found: dist.ProcessGroup = group_or_mesh.get_group()
         return found
     raise ValueError(
-        f"group_or_mesh must be a ProcessGroup, a one-dimensional DeviceMesh or None, got {type(group_or_mesh).__name__}; "
+        f"group_or_mesh must be a ProcessGroup, a one-dimensional DeviceMesh or None, got "
+        f"{type(group_or_mesh).__name__}; "
         'give mesh["ep"] of a larger mesh'
     )

@@ -32,11 +32,11 @@ def expert_parallel_moe(
     """out[t] = sum over j of weights[t, j] * expert(ids[t, j], x[t]), the experts being spread over ranks; (T, H).
 
     Args:
-        x, ids, weights: as `ExpertParallel.dispatch` takes them: this rank's tokens, T of any number up to max_tokens.
+        x, ids, weights: as `ExpertParallel.dispatch` takes them: this rank's tokens, T up to max_tokens.
         ep: the exchange.
-        experts_fn: (rows, offs) -> (C, H) in bfloat16 (float32 where ep's format is): this rank's experts, row r of group
-            g by its expert ep.local_experts[g]. With it the layer is differentiable where ep's format is bfloat16 or
-            float32 and the function is.
+        experts_fn: (rows, offs) -> (C, H) in bfloat16 (float32 where ep's format is): this rank's experts, rows of
+            group g by its expert ep.local_experts[g]. With it the layer is differentiable where ep's format is bfloat16
+            or float32 and the function is.
         w13, w2: instead of it, this rank's weights (Eloc, 2 I, H) and (Eloc, H, I), for inference: the products and the
             activation of `padless.moe.moe`, rows of ep's format.
         activation: of the layer with w13 and w2; None is SwiGLU, gate above up.

@@ -16,8 +16,8 @@ class ExpertPlan(NamedTuple):
 
     offs: (Eloc,) int32, end row of each expert, at most C. Rows are in the order of (expert, source rank, token, slot).
     prob: (C,) float32, the weight of each row; undefined from offs[-1] on. Differentiable where the weights are.
-    inverse: (R * Tmax, k) int32, the row of each slot of token ``source * Tmax + token``; negative where the slot's expert
-        is not on this rank, C or more where the row did not fit.
+    inverse: (R * Tmax, k) int32, the row of each slot of token ``source * Tmax + token``; negative where the slot's
+        expert is not on this rank, C or more where the row did not fit.
     ids: (T, k) int32, this rank's own ids.
     overflow: () int32, rows that did not fit into the capacity. Where it is not 0 the next call of the object raises.
     """

@@ -40,9 +40,10 @@ def compare_across_ranks(group: dist.ProcessGroup, arguments: dict[str, object])
     for name, value in mine.items():
         for rank, other in enumerate(every):
             first = every[0]
-            assert other is not None and first is not None
+            assert other is not None
+            assert first is not None
             if other.get(name) != first.get(name):
                 raise ValueError(
-                    f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank} (here: {value}); it must "
-                    "be the same on all ranks"
+                    f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank} (here: {value}); it "
+                    "must be the same on all ranks"
                 )

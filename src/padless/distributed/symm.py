@@ -1,9 +1,10 @@
 """Exchange by kernels over symmetric memory: GPUs of one NVLink host, no synchronization with the host.
 
-A dispatch is `publish` (quantize into the own buffer, ids and weights to all ranks, signal), and `receive` (wait for all
-signals, sort the slots, pull every token that has rows here and store it to all of them). A combine is `send_back` (sum a
-token's rows, store the sum at its origin, signal) and `finish` (wait, add the ranks' sums in order). No step waits for a
-later step of another rank, so on one device virtual ranks can run step by step, each step for all of them.
+A dispatch is `publish` (quantize into the own buffer, ids and weights to all ranks, signal), and `receive` (wait for
+all signals, sort the slots, pull every token that has rows here and store it to all of them). A combine is
+`send_back` (sum a token's rows, store the sum at its origin, signal) and `finish` (wait, add the ranks' sums in
+order). No step waits for a later step of another rank, so on one device virtual ranks can run step by step, each step
+for all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from padless.distributed.placement import Placement
-from padless.distributed.plan import ExpertPlan, sort_slots
+from padless.distributed.plan import ExpertPlan, Sorted, sort_slots
 from padless.distributed.row_format import RowFormat, as_bytes
 from padless.distributed.settings import Settings
 from padless.distributed.symm_state import LATE, OVERFLOW, WRONG_ID, State
@@ -82,8 +83,8 @@ class SymmBackend:
         if int(status[OVERFLOW]):
             needed, status[OVERFLOW] = int(status[OVERFLOW]), 0
             raise RuntimeError(
-                f"capacity is {self._settings.capacity} rows and rank {self._settings.rank} received {needed} more in an "
-                "earlier dispatch, whose results are wrong; give a larger capacity or None"
+                f"capacity is {self._settings.capacity} rows and rank {self._settings.rank} received {needed} more in "
+                "an earlier dispatch, whose results are wrong; give a larger capacity or None"
             )
         if int(status[WRONG_ID]):
             source, status[WRONG_ID] = int(status[WRONG_ID]) - 1, 0
@@ -120,6 +121,10 @@ class SymmBackend:
         self, kept_ids: torch.Tensor, global_scale: torch.Tensor | None
     ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
         """Rows and plan of what all ranks have published."""
+        return self.fan_out(kept_ids, self.sort(), global_scale)
+
+    def sort(self) -> Sorted:
+        """Waits for all ranks and sorts their slots by local expert."""
         from padless.distributed.triton import receive
 
         s, state, layout = self._settings, self._state, self._state.layout
@@ -132,16 +137,21 @@ class SymmBackend:
                 s.rank, s.num_experts, table, layout.published, layout.aborted, layout.ids, self._limit,
                 R=s.num_ranks, TOP_K=s.top_k, CLOCK=self._has_clock, BLOCK=LOCALIZE_BLOCK, num_warps=4,
             )  # fmt: skip
-        all_offs, inverse = sort_slots(locals_, len(self._placement.local_experts))
-        capacity = int(s.capacity)
+        return sort_slots(locals_, len(self._placement.local_experts))
+
+    def fan_out(
+        self, kept_ids: torch.Tensor, found: Sorted, global_scale: torch.Tensor | None
+    ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
+        """Rows and plan of sorted slots."""
+        capacity = int(self._settings.capacity)
         plan = ExpertPlan(
-            self._empty(len(all_offs), dtype=torch.int32),
+            self._empty(len(found.offs), dtype=torch.int32),
             self._empty(capacity, dtype=torch.float32),
-            inverse,
+            found.inverse,
             kept_ids,
             self._empty(dtype=torch.int32),
         )
-        return self._fan_out(s.row_format, plan, all_offs, global_scale), plan
+        return self._fan_out(self._settings.row_format, plan, found.offs, global_scale), plan
 
     def receive_again(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         """Rows of what all ranks have published again, by an earlier plan."""
@@ -230,7 +240,9 @@ class SymmBackend:
             if row_format.scale_major == "mn":
                 scale = empty_mn_major(capacity, columns, self._device)
             else:
-                scale = self._empty(capacity, columns, dtype=torch.uint8 if row_format.scale_itemsize == 1 else torch.float32)
+                scale = self._empty(
+                    capacity, columns, dtype=torch.uint8 if row_format.scale_itemsize == 1 else torch.float32
+                )
         with self._on_device():
             receive.fan_out[(self._programs,)](
                 state.pointers, state.counters, state.status, plan.inverse, all_offs, plan.offs, plan.overflow,

@@ -1,4 +1,4 @@
-"""Memory of the "symm" backend: one buffer on every rank that all ranks can address, and what a rank keeps for itself."""
+"""Memory of the "symm" backend: a buffer on every rank that all ranks can address, and what a rank keeps to itself."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def allocate(group: dist.ProcessGroup, device: torch.device, s: Settings) -> Sta
     import torch.distributed._symmetric_memory as symmetric_memory
 
     if s.num_ranks > MAX_RANKS:
-        raise ValueError(f"the group has {s.num_ranks} ranks; 'symm' takes up to {MAX_RANKS}, use 'collective'")
+        raise ValueError(
+            f"the group has {s.num_ranks} ranks; 'symm' takes up to {MAX_RANKS}, use 'collective'"
+        )
     layout = layout_of(s)
     with torch.cuda.device(device):
         buffer = symmetric_memory.empty(layout.size, dtype=torch.uint8, device=device)

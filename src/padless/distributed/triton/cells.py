@@ -1,8 +1,8 @@
 """Signals between ranks: 64-bit cells {epoch << 32 | number}, released by the writer and acquired by the reader.
 
-A cell is written by one rank and never cleared: the reader waits for the epoch that it is at. A wait ends with the clock,
-or, in the interpreter and the emulator, with a number of polls; then the rank that is late is written to the `aborted`
-cell of all ranks and every wait ends at once.
+A cell is written by one rank and never cleared: the reader waits for the epoch that it is at. A wait ends with the
+clock, or, in the interpreter and the emulator, with a number of polls; then the rank that is late is written to the
+`aborted` cell of all ranks and every wait ends at once.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -37,7 +37,7 @@ def wait(
     R: tl.constexpr,
     CLOCK: tl.constexpr,
 ):
-    """1 when all R cells have the epoch, 0 after a timeout or an abort. All threads of the program see what was released."""
+    """1 when all R cells have the epoch, 0 after a timeout or an abort. All threads see what was released."""
     LANES: tl.constexpr = triton.next_power_of_2(R + 1)
     own = tl.load(pointers_ptr + rank)
     lane = tl.arange(0, LANES)

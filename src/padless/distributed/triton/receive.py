@@ -123,7 +123,9 @@ def fan_out(
             for j in tl.static_range(TOP_K):
                 row = tl.load(inverse_ptr + at + j)
                 if (row >= 0) & (row < capacity):
-                    to = (data_ptr + row.to(tl.int64) * CODE_BYTES).to(tl.pointer_type(tl.int32), bitcast=True)
+                    to = (data_ptr + row.to(tl.int64) * CODE_BYTES).to(
+                        tl.pointer_type(tl.int32), bitcast=True
+                    )
                     to = tl.multiple_of(to, 16)
                     tl.store(to + word, words, mask=word < WORDS)
                     if SCALES > 0:

@@ -65,7 +65,7 @@ def fan_in(
             first = part_region + (rank * max_tokens + token) * H * PART_BYTES
             part = region(pointers_ptr, source, first, PART)
             tl.store(part + column, arithmetic.rounded(total, PART), mask=inside)
-            if dprob_ptr is not None:
+            if dprob_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
                 if chunk == 0:
                     kept = (rows >= 0) & (rows < capacity)
                     slots = buffer_of(pointers_ptr, source, slots_region + token * TOP_K * 4)
@@ -125,11 +125,11 @@ def finish(
         if there == 0:  # nobody takes what a dead rank left for a result
             total += float("nan")
         tl.store(out_ptr + token * H + column, arithmetic.rounded(total, PART), mask=inside)
-        if slots_ptr is not None:
+        if slots_ptr is not None:  # noqa: SIM102
             if chunk == 0:
                 slots = buffer_of(pointers_ptr, rank, slots_region + token * TOP_K * 4)
                 values = tl.load(slots.to(tl.pointer_type(tl.float32)) + lane, mask=is_expert, other=0.0)
                 tl.store(slots_ptr + token * TOP_K + lane, values, mask=lane < TOP_K)
-    if is_last(counters_ptr + 4):
+    if is_last(counters_ptr + 4):  # noqa: SIM102
         if there == 1:
             signal(pointers_ptr, rank, finished, epoch.to(tl.int64) << 32, R)
