@@ -118,6 +118,13 @@ CASES: dict[str, Case] = {
             peers=("deepgemm",),
         ),
         Case(
+            "ep",
+            "Expert parallelism on all GPUs of this host: dispatch, combine and layer against NCCL's all_to_all.",
+            ("full", *RUN, "repeats"),
+            repeats=50,
+            needs="require_gpus",
+        ),
+        Case(
             "blackwell",
             "For a B200: dense MXFP8 against torch, and the NVFP4 grouped GEMM competition by its timing rules.",
             RUN,

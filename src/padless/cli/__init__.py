@@ -125,8 +125,15 @@ def verify(
         bool,
         typer.Option("--against-emulator", help="Compare random problems with the emulator, bit for bit."),
     ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", help="Instead: expert parallelism, on so many GPUs or CPU processes."),
+    ] = None,
 ) -> None:
     """Run every check that needs a GPU, compute-sanitizer included, and record the result."""
+    if ranks is not None:
+        call("padless.verify.ranks", "run_verify_ranks", ranks=ranks, out=out)
+        return
     options = {"sanitizer": sanitizer, "against_emulator": against_emulator, "checks": checks or None}
     call("padless.verify.run", "run_verify", out=out, **options)
 

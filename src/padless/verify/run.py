@@ -105,7 +105,7 @@ def run_verify(
             records.append(_record(console, name, check))
             if out is not None:  # a run that is ended before its time leaves what it knows
                 left = len(jobs) + len(tools) - len(records)
-                _write(out, records, about | {"compiled ahead": compiled, "not run yet": str(left)})
+                write_records(out, records, about | {"compiled ahead": compiled, "not run yet": str(left)})
             progress.advance(task)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -123,7 +123,7 @@ def run_verify(
     seconds = round(time.perf_counter() - start, 1)
     console.print(f"{passed} passed, {len(records) - passed} failed, in {seconds} s")
     if out is not None:
-        _write(out, records, about | {"compiled ahead": compiled, "seconds in all": str(seconds)})
+        write_records(out, records, about | {"compiled ahead": compiled, "seconds in all": str(seconds)})
         console.print(f"recorded in {out / 'verify.md'}")
     return 0 if passed == len(records) else 1
 
@@ -237,8 +237,8 @@ def about_the_machine() -> dict[str, str]:
     }
 
 
-def _write(out: Path, records: list[Record], about: dict[str, str]) -> None:
-    """about: what to say of the machine and of the run, by name."""
+def write_records(out: Path, records: list[Record], about: dict[str, str]) -> None:
+    """Writes verify.json and verify.md. about: what to say of the machine and of the run, by name."""
     out.mkdir(parents=True, exist_ok=True)
     content = {"machine": about, "checks": [asdict(record) for record in records]}
     (out / "verify.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,219 @@
+"""Expert parallelism over the GPUs of this host: dispatch, combine and the whole layer, against NCCL's all_to_all.
+
+Contenders of a point; times are those of the slowest rank, in microseconds, from a barrier of the devices on:
+
+    dispatch, combine, layer          padless, replayed from CUDA graphs: bfloat16 tokens to rows in FP8_BLOCK as the
+                                      GEMM takes them; its rows to (T, H); both, with the two projections between
+    .. eager                          the same, called from Python
+    nccl dispatch, combine, layer     all_to_all of bfloat16 rows, with sorting, permuting, quantizing and summing
+
+and padless' steps alone: publish, sort (ids of all ranks to an order of rows), fan_out, send_back, finish.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from padless.bench.cases.ep_problem import EpPoint, EpProblem, NcclExchange
+from padless.bench.cases.ep_problem import points as points_of
+from padless.bench.report import table
+from padless.bench.results import Record
+from padless.bench.session import Session
+from padless.distributed.symm import SymmBackend
+from padless.testing import machine
+from padless.testing.judge import row_errors, worst
+from padless.testing.ranks import Rank, raise_first, run_ranks
+from padless.testing.timing import Call, capture
+
+SECONDS = 140.0  # of a point
+FLUSH_BYTES = 256 << 20
+SLEEP_CYCLES = 1_000_000  # half a millisecond, in which the host issues a call
+STEPS = ("publish", "sort", "fan_out", "send_back", "finish")
+TOLERANCE = 0.1  # of a token, between a layer whose rows were quantized before they were sent and one after
+
+
+def require_gpus() -> None:
+    """ValueError where there are not two GPUs."""
+    if torch.cuda.device_count() < 2:
+        raise ValueError(f"padless bench ep needs two GPUs, and torch sees {torch.cuda.device_count()} here")
+
+
+def grid(name: str, seed: int) -> list[EpPoint]:
+    """Ten points ("full") or three, for all GPUs there are."""
+    return points_of(torch.cuda.device_count(), full=name == "full")
+
+
+def start(session: Session) -> Callable[[EpPoint], Record]:
+    """A point: processes of its own, one for each GPU."""
+
+    def measure(point: EpPoint) -> Record:
+        arguments = ([point], session.settings.seed, session.settings.repeats)
+        found = run_ranks(
+            measure_points, point.ranks, *arguments, cuda=True, backend="symm", timeout_s=SECONDS
+        )
+        record: Record = raise_first(found)[0][0]
+        return record | {"clocks": machine.clocks()}
+
+    return measure
+
+
+def measure_points(
+    rank: Rank, wanted: list[EpPoint], seed: int, repeats: int, programs: int | None = None
+) -> list[Record]:
+    """Records of points, on every rank of a group of GPUs."""
+    return [measure_point(rank, point, seed, repeats, programs) for point in wanted]
+
+
+def measure_point(rank: Rank, point: EpPoint, seed: int, repeats: int, programs: int | None) -> Record:
+    p = EpProblem(rank, point, seed, programs)
+    nccl = NcclExchange(p)
+    rows, plan = p.ep.dispatch(p.x, p.ids, p.weights)
+    y = p.products(rows, plan.offs)
+
+    def layer() -> torch.Tensor:
+        its_rows, its_plan = p.ep.dispatch(p.x, p.ids, p.weights)
+        return p.ep.combine(p.products(its_rows, its_plan.offs), its_plan, weighted=True)
+
+    error = worst(row_errors(layer().cpu(), nccl.layer().cpu().double()))
+    assert error < TOLERANCE, f"a token of the layer is off by {error} from that over NCCL"
+    nccl_rows, nccl_offs = nccl.dispatch()
+    nccl_y = p.products(nccl_rows, nccl_offs)
+    eager: dict[str, Call] = {
+        "dispatch": lambda: p.ep.dispatch(p.x, p.ids, p.weights),
+        "combine": lambda: p.ep.combine(y, plan, weighted=True),
+        "layer": layer,
+    }
+    calls: dict[str, Call] = {name: capture(call).replay for name, call in eager.items()}
+    calls |= {f"{name}, eager": call for name, call in eager.items()}
+    calls |= {
+        "nccl dispatch": nccl.dispatch,
+        "nccl combine": lambda: nccl.combine(nccl_y),
+        "nccl layer": nccl.layer,
+    }
+    times = timed(rank, calls, repeats)
+    times |= timed_steps(rank, p, y, repeats)
+    p.ep.check()
+    link = max(gathered(rank, p.link_rows()))
+    record_bytes = p.ep.settings.row_format.record_bytes
+    return {
+        "gpu": times,
+        "row_error": float(error),
+        "link_bytes": {"fan_out": link * record_bytes, "send_back": link * point.hidden * 2},
+        "programs": programs,
+    }
+
+
+def gathered(rank: Rank, value: Any) -> list[Any]:
+    """The value of every rank."""
+    every: list[Any] = [None] * rank.size
+    dist.all_gather_object(every, value)
+    return every
+
+
+def timed(rank: Rank, calls: dict[str, Call], repeats: int) -> Record:
+    """Times of calls in turns, each begun on all devices at once; of the slowest rank."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=rank.device)
+    tiny = torch.zeros(1, device=rank.device)
+    for i in range(repeats + 2):
+        for name, call in calls.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            torch.cuda._sleep(SLEEP_CYCLES)
+            dist.all_reduce(tiny)
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            if i >= 2:
+                samples[name].append(1e3 * begin.elapsed_time(end))
+    return slowest(rank, samples)
+
+
+def timed_steps(rank: Rank, p: EpProblem, y: torch.Tensor, repeats: int) -> Record:
+    """Times of padless' steps, one after the other behind a sleep that covers their launches."""
+    backend = p.ep._backend
+    assert isinstance(backend, SymmBackend)
+    samples: dict[str, list[float]] = {name: [] for name in STEPS}
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=rank.device)
+    tiny = torch.zeros(1, device=rank.device)
+    for i in range(repeats + 2):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(STEPS) + 2)]
+        flush.zero_()
+        torch.cuda._sleep(2 * SLEEP_CYCLES)
+        dist.all_reduce(tiny)
+        events[0].record()
+        ids = backend.publish(p.x, p.ids, p.weights, None)
+        events[1].record()
+        found = backend.sort()
+        events[2].record()
+        _, plan = backend.fan_out(ids, found, None)
+        events[3].record()
+        dist.all_reduce(tiny)
+        events[4].record()
+        backend.send_back(y, plan, plan.prob, None)
+        events[5].record()
+        backend.finish(plan, with_slots=False)
+        events[6].record()
+        torch.cuda.synchronize()
+        if i >= 2:
+            for name, first in zip(STEPS, (0, 1, 2, 4, 5), strict=True):
+                samples[name].append(1e3 * events[first].elapsed_time(events[first + 1]))
+    return slowest(rank, samples)
+
+
+def slowest(rank: Rank, samples: dict[str, list[float]]) -> Record:
+    """For each name the median and quartiles' distance of the largest times over ranks."""
+    every = gathered(rank, samples)
+    found = {}
+    for name in samples:
+        largest = [max(times) for times in zip(*(s[name] for s in every), strict=True)]
+        median = statistics.median(largest)
+        first, _, third = (
+            statistics.quantiles(largest, n=4, method="inclusive") if len(largest) > 1 else (0, 0, 0)
+        )
+        found[name] = {"us": round(median, 2), "spread_percent": round(100 * (third - first) / median, 1)}
+    return found
+
+
+# --- showing ---------------------------------------------------------------------------------------------
+
+
+def link_rate(record: Record, step: str) -> float | None:
+    """GB/s over the link in one direction during a step."""
+    us = record["gpu"].get(step, {}).get("us")
+    return record["link_bytes"][step] / us * 1e-3 if us else None
+
+
+def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
+    """Times with NCCL's over padless', and the steps with the link's rate."""
+    point = [
+        table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=8),
+        table.Column("ranks", text=lambda part: str(part[0]["point"]["ranks"])),
+        table.Column("T", text=lambda part: str(part[0]["point"]["tokens"])),
+    ]
+    rows = table.by_point(records)
+    against = []
+    for name in ("dispatch", "combine", "layer"):
+        against += [table.time(name), table.time(f"nccl {name}", digits=0)]
+        against.append(table.ratio("x", f"nccl {name}", name, 1, unit="x"))
+    steps = [table.time(name) for name in STEPS]
+    rates = [_rate_column(step) for step in ("fan_out", "send_back")]
+    return [
+        table.table_of("Expert parallelism: time of the slowest rank (us)", [*point, *against], rows, 1),
+        table.table_of(
+            "Steps (us), and GB/s over the link in one direction", [*point, *steps, *rates], rows, 1
+        ),
+    ]
+
+
+def _rate_column(step: str) -> table.Column:
+    def text(part: table.Records) -> str:
+        return table.number(link_rate(part[0], step), 0)
+
+    return table.Column(f"{step} GB/s", text=text)

@@ -1,0 +1,71 @@
+"""Interface of the backends, and the choice of one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from padless.distributed.collective import CollectiveBackend
+from padless.distributed.placement import Placement
+from padless.distributed.plan import ExpertPlan
+from padless.distributed.settings import Settings
+from padless.formats import BlockScaledTensor
+from padless.quantization.quantize import has_triton
+
+BACKENDS = ("auto", "collective", "symm")
+
+
+class Backend(Protocol):
+    """Moves rows. Calls are collective: every rank makes the same ones in the same order."""
+
+    name: str
+
+    def dispatch(
+        self,
+        tokens: torch.Tensor | None,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        global_scale: torch.Tensor | None,
+        problem: str | None = None,
+    ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
+        """Rows and plan of tokens (T, H), ids and weights (T, k). problem: this rank's error, told to the others."""
+
+    def redispatch(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        """Rows of x (T, H), as they are, by the plan of an earlier dispatch."""
+
+    def combine(
+        self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(sums (T, H), dprob by slot (T, k) or None) of rows (C, H), each times its prob."""
+
+    def check(self) -> None:
+        """Raises RuntimeError for what a device found out."""
+
+
+def choose_backend(
+    backend: str, group: dist.ProcessGroup, device: torch.device, settings: Settings, placement: Placement
+) -> Backend:
+    """The backend of a name; "auto": "symm" for GPUs of one host with Triton, else "collective"."""
+    if backend == "auto":
+        one_host = device.type == "cuda" and has_triton() and _on_one_host(group)
+        backend = "symm" if one_host and settings.capacity != "exact" else "collective"
+    if backend == "collective":
+        return CollectiveBackend(group, settings, placement)
+    if device.type != "cuda":
+        raise ValueError(
+            f"backend is 'symm' and the device {device}; it needs GPUs, use 'collective' or 'auto'"
+        )
+    from padless.distributed.symm import SymmBackend
+    from padless.distributed.symm_state import allocate
+
+    return SymmBackend(allocate(group, device, settings), settings, placement)
+
+
+def _on_one_host(group: dist.ProcessGroup) -> bool:
+    import socket
+
+    hosts: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    return len(set(hosts)) == 1

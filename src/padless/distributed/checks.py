@@ -1,0 +1,130 @@
+"""Checks of arguments of expert parallelism."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from padless.distributed.plan import ExpertPlan
+from padless.distributed.row_format import PLAIN
+from padless.distributed.settings import Settings
+from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat
+from padless.moe.checks import MAX_EXPERTS, MAX_TOP_K, check_matrix
+from padless.ops.checks import describe
+
+HIDDEN_MULTIPLE = 32  # so that codes of every format are whole 16-byte words
+
+
+def check_settings(
+    num_experts: int,
+    hidden: int,
+    top_k: int,
+    max_tokens: int,
+    fmt: object,
+    scale_major: str | None,
+    timeout: float,
+    programs: int | None,
+) -> str:
+    """The scale_major to use. Raises ValueError."""
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts is {num_experts}; it must be from 1 to {MAX_EXPERTS}")
+    if hidden < HIDDEN_MULTIPLE or hidden % HIDDEN_MULTIPLE != 0:
+        raise ValueError(f"hidden is {hidden}; it must be a positive multiple of {HIDDEN_MULTIPLE}")
+    if not 1 <= top_k <= MAX_TOP_K:
+        raise ValueError(f"top_k is {top_k}; it must be from 1 to {MAX_TOP_K}")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
+    if timeout <= 0:
+        raise ValueError(f"timeout is {timeout} seconds; it must be positive")
+    if programs is not None and programs < 1:
+        raise ValueError(f"programs is {programs}; it must be at least 1, or None")
+    if fmt not in PLAIN and fmt not in FORMATS:
+        names = ", ".join(f.name for f in FORMATS)
+        raise ValueError(f"fmt is {fmt!r}; allowed: {names}, torch.bfloat16, torch.float32")
+    if scale_major not in (None, "mn", "k") or (scale_major == "mn" and fmt != FP8_BLOCK):
+        raise ValueError(f"scale_major is {scale_major!r}; allowed: 'mn' for FP8_BLOCK, 'k', None")
+    return scale_major or ("mn" if fmt == FP8_BLOCK else "k")
+
+
+def check_capacity(capacity: int | str | None, backend: str, default: int) -> int | str:
+    """The capacity to use. Raises ValueError."""
+    if capacity is None:
+        return default
+    if capacity == "exact" and backend != "symm":
+        return capacity
+    if isinstance(capacity, int) and capacity >= 1:
+        return capacity
+    raise ValueError(
+        f"capacity is {capacity!r}; allowed: a positive number of rows, None, and 'exact' for the collective backend"
+    )
+
+
+def device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
+    """The device that tensors must be on. Raises ValueError."""
+    if device is None:
+        nccl = "nccl" in str(dist.get_backend(group))
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    device = torch.device(device)
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def check_tokens(
+    s: Settings,
+    device: torch.device,
+    tokens: object,
+    ids: object,
+    weights: object,
+    global_scale: torch.Tensor | None,
+) -> None:
+    """Raises ValueError for what cannot be dispatched."""
+    check_matrix("tokens", tokens, None, s.hidden, device)
+    assert isinstance(tokens, torch.Tensor)
+    count = tokens.shape[0]
+    if count > s.max_tokens:
+        raise ValueError(
+            f"tokens has {count} rows and max_tokens is {s.max_tokens}; give fewer, or make the object with more"
+        )
+    if (
+        not isinstance(ids, torch.Tensor)
+        or ids.dtype not in (torch.int32, torch.int64)
+        or tuple(ids.shape) != (count, s.top_k)
+        or ids.device != device
+    ):
+        raise ValueError(f"ids must be {count} x {s.top_k} int32 or int64 on {device}, got {describe(ids)}")
+    check_matrix("weights", weights, count, s.top_k, device)
+    fmt = s.row_format.format
+    if (global_scale is None) == (fmt == NVFP4):
+        wanted = "one float32 value" if fmt == NVFP4 else "None"
+        raise ValueError(f"global_scale must be {wanted}, got {describe(global_scale)}")
+    if global_scale is not None and (global_scale.numel() != 1 or global_scale.dtype != torch.float32):
+        raise ValueError(f"global_scale must be one float32 value, got {describe(global_scale)}")
+    if isinstance(fmt, BlockScaledFormat):
+        for name, t in (("tokens", tokens), ("weights", weights)):
+            assert isinstance(t, torch.Tensor)
+            if torch.is_grad_enabled() and t.requires_grad:
+                raise ValueError(
+                    f"{name} requires grad and rows in {fmt.name} carry none; use fmt=torch.bfloat16, or call under "
+                    "torch.no_grad()"
+                )
+    elif tokens.dtype != fmt and torch.is_grad_enabled() and tokens.requires_grad:
+        raise ValueError(
+            f"tokens is {tokens.dtype} and rows are {fmt}; convert tokens, which is differentiated"
+        )
+
+
+def check_rows(s: Settings, device: torch.device, rows: object, plan: object) -> None:
+    """Raises ValueError for what cannot be combined."""
+    if not isinstance(plan, ExpertPlan):
+        raise ValueError(f"plan must be the ExpertPlan of a dispatch, got {type(plan).__name__}")
+    wanted = (plan.prob.shape[0], s.hidden)
+    if (
+        not isinstance(rows, torch.Tensor)
+        or rows.dtype != s.partial
+        or tuple(rows.shape) != wanted
+        or rows.device != device
+    ):
+        raise ValueError(
+            f"rows must be {wanted[0]} x {wanted[1]} {s.partial} on {device}, got {describe(rows)}"
+        )

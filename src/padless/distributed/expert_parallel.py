@@ -1,0 +1,190 @@
+"""`ExpertParallel`: dispatch of tokens to the ranks of their experts, and the sum of what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from padless.distributed import checks
+from padless.distributed.backend import BACKENDS, choose_backend
+from padless.distributed.functions import Combine, Dispatch
+from padless.distributed.placement import place
+from padless.distributed.plan import ExpertPlan
+from padless.distributed.row_format import RowFormat
+from padless.distributed.settings import Settings, compare_across_ranks
+from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+
+
+class ExpertParallel:
+    """Exchange of tokens between ranks that each have some of the experts.
+
+    A token is sent once to a rank, however many of its experts are there, and what a rank's experts give for a token is
+    summed there and sent back once. Nothing but the (T, k) ids and weights is exchanged ahead of the rows; every rank
+    derives the order of its rows from them, and no atomic decides an order.
+
+    Args:
+        group_or_mesh: ProcessGroup or one-dimensional DeviceMesh of R ranks; None is the default group.
+        num_experts: E. hidden: H, a multiple of 32. top_k: k, 1 to 16.
+        max_tokens: most tokens of a rank in a call, Tmax.
+        fmt: what rows are dispatched in: a block-scaled format, or torch.bfloat16 or torch.float32 for values as they
+            are, which alone can be differentiated.
+        backend: "symm" (kernels over torch's symmetric memory, GPUs of one NVLink host), "collective" (gloo and NCCL,
+            the reference: the same bits, but it reads sizes on the host), or "auto".
+        capacity: C, rows that a rank can receive. None is R * Tmax * min(k, its experts), which only ids that occur
+            twice for a token can exceed. More rows than fit are an error, never a silent drop: "collective" raises on
+            all ranks; with "symm" `ExpertPlan.overflow` is not 0 and the next call, or `check`, raises. "exact", for
+            "collective" alone, is as many rows as there are.
+        expert_map: (E,) ranks, where each expert is; None is runs of E / R experts, for which E must be a multiple of R.
+        scale_major, scale_rule: of FP8_BLOCK's scales, "mn" (default) or "k"; and as in `padless.quantize`.
+        device: of the tensors; None is the current GPU where the group has NCCL, else the CPU.
+        timeout: seconds after which a rank that does not answer is an error ("symm"; others have the group's).
+        programs: CTAs of a kernel that moves rows ("symm"); None is four for every SM.
+
+    All arguments must be the same on all ranks; they are compared once, here. Raises ValueError.
+    """
+
+    def __init__(
+        self,
+        group_or_mesh: Any,
+        num_experts: int,
+        hidden: int,
+        top_k: int,
+        max_tokens: int,
+        fmt: BlockScaledFormat | torch.dtype = FP8_BLOCK,
+        backend: str = "auto",
+        capacity: int | str | None = None,
+        *,
+        expert_map: Sequence[int] | None = None,
+        scale_major: str | None = None,
+        scale_rule: str | None = None,
+        device: torch.device | str | None = None,
+        timeout: float = 100.0,
+        programs: int | None = None,
+    ) -> None:
+        group = process_group(group_or_mesh)
+        given = {
+            "num_experts": num_experts, "hidden": hidden, "top_k": top_k, "max_tokens": max_tokens,
+            "fmt": getattr(fmt, "name", fmt), "backend": backend, "capacity": capacity,
+            "expert_map": None if expert_map is None else list(expert_map),
+            "scale_major": scale_major, "scale_rule": scale_rule, "timeout": timeout, "programs": programs,
+        }  # fmt: skip
+        compare_across_ranks(group, given)
+        if backend not in BACKENDS:
+            raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
+        self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        major = checks.check_settings(
+            num_experts, hidden, top_k, max_tokens, fmt, scale_major, timeout, programs
+        )
+        self.device = checks.device_of(group, device)
+        placement = place(num_experts, self.num_ranks, self.rank, expert_map)
+        self.local_experts = placement.local_experts
+        most = max(torch.bincount(placement.rank_of.long(), minlength=self.num_ranks).tolist())
+        default = self.num_ranks * max_tokens * min(top_k, most)
+        self.settings = Settings(
+            self.rank, self.num_ranks, num_experts, hidden, top_k, max_tokens,
+            RowFormat(fmt, hidden, major, scale_rule),
+            checks.check_capacity(capacity, backend, default),
+            torch.float32 if fmt == torch.float32 else torch.bfloat16,
+            timeout, programs or 0,
+        )  # fmt: skip
+        self._backend = choose_backend(backend, group, self.device, self.settings, placement.to(self.device))
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend: "collective" or "symm"."""
+        return self._backend.name
+
+    def dispatch(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        global_scale: torch.Tensor | None = None,
+    ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
+        """The rows of this rank's experts from the tokens of all ranks, and the plan.
+
+        Args:
+            tokens: (T, H) bfloat16, float16 or float32; T from 0 to max_tokens, it may differ by rank.
+            ids: (T, k) int32 or int64 experts. Negative ids are no row; an id that occurs twice for a token is two rows.
+            weights: (T, k) bfloat16, float16 or float32 router weights.
+            global_scale: NVFP4's decode scale, one float32 value, the same on all ranks.
+
+        Returns (rows, plan). rows: (C, H) in the object's format, FP8_BLOCK with MN-major scales as `grouped_gemm` takes
+        them, in the order of (expert, source rank, token, slot), the bits of `padless.quantize` of the token. Rows from
+        plan.offs[-1] on are undefined. plan: `ExpertPlan`.
+
+        A collective call. With "symm": no synchronization with the host, safe in CUDA graphs, replayed with other
+        tokens, ids and weights. Raises ValueError for wrong arguments, on all ranks with "collective"; ids from E on are
+        found by the device with "symm", count as none, and the next call raises.
+        """
+        self._backend.check()
+        problem: str | None = None
+        try:
+            checks.check_tokens(self.settings, self.device, tokens, ids, weights, global_scale)
+        except ValueError as error:
+            problem = str(error)
+        if problem is not None:
+            self._backend.dispatch(None, None, None, None, problem)
+            raise ValueError(problem)
+        wants_grad = torch.is_grad_enabled() and (tokens.requires_grad or weights.requires_grad)
+        if not wants_grad:
+            return self._backend.dispatch(tokens.detach(), ids, weights.detach(), global_scale)
+        rows, *plan = Dispatch.apply(self._backend, tokens, weights, ids)  # type: ignore[no-untyped-call]
+        return rows, ExpertPlan(*plan)
+
+    def combine(self, rows: torch.Tensor, plan: ExpertPlan, *, weighted: bool = False) -> torch.Tensor:
+        """Sums, at the ranks that the tokens came from, of what the experts gave for them; (T, H).
+
+        rows: (C, H) bfloat16 (float32 where the object's format is), rows as `dispatch` gave them; those from
+            plan.offs[-1] on are not read.
+        weighted: whether each row is multiplied by plan.prob here. Leave it False where the weights went in before, such
+            as with SwiGLU.
+
+        out[t] = bf16(sum over ranks in order, float32, of bf16(sum over the token's slots there in order, float32, of
+        rows[slot])), a weighted row being fl(prob * row), without fused multiply-add; float32 throughout for float32
+        rows. The own rank's sum is rounded too. So a token's bits depend on its rows and on where its experts are, not
+        on T, other tokens, its place, or timing. A token without experts is 0. A collective call. Raises ValueError.
+        """
+        self._backend.check()
+        checks.check_rows(self.settings, self.device, rows, plan)
+        wants_grad = torch.is_grad_enabled() and (
+            rows.requires_grad or (weighted and plan.prob.requires_grad)
+        )
+        if wants_grad:
+            out: torch.Tensor = Combine.apply(self._backend, rows, weighted, *plan)  # type: ignore[no-untyped-call]
+            return out
+        prob = plan.prob.detach() if weighted else None
+        return self._backend.combine(rows.detach(), plan, prob, None)[0]
+
+    def check(self) -> None:
+        """Raises RuntimeError for what a device found out in calls that have ended: a rank that did not answer within
+        the timeout, more rows than the capacity, ids that are no expert. It reads host memory and waits for nothing;
+        call it after a synchronization to learn of everything before. Every dispatch and combine calls it first.
+        """
+        self._backend.check()
+
+
+def process_group(group_or_mesh: Any) -> dist.ProcessGroup:
+    """The ProcessGroup of an argument. Raises ValueError."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "torch.distributed is not initialized; call torch.distributed.init_process_group first"
+        )
+    if group_or_mesh is None:
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+    if isinstance(group_or_mesh, dist.ProcessGroup):
+        return group_or_mesh
+    if hasattr(group_or_mesh, "get_group") and getattr(group_or_mesh, "ndim", 0) == 1:
+        found: dist.ProcessGroup = group_or_mesh.get_group()
+        return found
+    raise ValueError(
+        f"group_or_mesh must be a ProcessGroup, a one-dimensional DeviceMesh or None, got "
+        f"{type(group_or_mesh).__name__}; "
+        'give mesh["ep"] of a larger mesh'
+    )

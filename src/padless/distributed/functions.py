@@ -1,0 +1,54 @@
+"""Gradients of dispatch and combine. Each is the other's transpose, by the same plan."""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from padless.distributed.plan import ExpertPlan
+
+
+class Dispatch(torch.autograd.Function):
+    """(rows, *plan) of tokens and weights; plan.prob carries the gradient of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: Any, tokens: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor):
+        rows, plan = backend.dispatch(tokens.detach(), ids, weights.detach(), None)
+        ctx.backend, ctx.dtypes = backend, (tokens.dtype, weights.dtype)
+        ctx.save_for_backward(plan.offs, plan.inverse, plan.ids, plan.overflow)
+        ctx.mark_non_differentiable(plan.offs, plan.inverse, plan.ids, plan.overflow)
+        return rows, *plan
+
+    @staticmethod
+    def backward(ctx: Any, drows: torch.Tensor, _offs: Any, dprob: torch.Tensor, *_: Any):
+        """dtokens = the sum of a token's rows of drows, as combine sums; dweights = dprob of each slot's row."""
+        offs, inverse, ids, overflow = ctx.saved_tensors
+        plan = ExpertPlan(offs, dprob, inverse, ids, overflow)
+        dtokens, dweights = ctx.backend.combine(drows.contiguous(), plan, None, dprob.contiguous())
+        return None, dtokens.to(ctx.dtypes[0]), dweights.to(ctx.dtypes[1]), None
+
+
+class Combine(torch.autograd.Function):
+    """out of rows, each times plan.prob where it is weighted."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: Any, rows: torch.Tensor, weighted: bool, *plan: torch.Tensor):
+        p = ExpertPlan(*(t.detach() for t in plan))
+        ctx.backend, ctx.weighted = backend, weighted
+        ctx.save_for_backward(rows if weighted else None, *p)
+        return backend.combine(rows.detach(), p, p.prob if weighted else None, None)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor):
+        """drows[r] = prob * dout of the row's token; dprob[r] = rows[r] . dout of the row's token, in float32."""
+        rows, *saved = ctx.saved_tensors
+        plan = ExpertPlan(*saved)
+        drows = ctx.backend.redispatch(dout.contiguous(), plan)
+        dprob = None
+        if ctx.weighted:
+            of_token = drows.to(torch.float32)
+            dprob = (rows.to(torch.float32) * of_token).sum(dim=1)
+            drows = (plan.prob[:, None] * of_token).to(drows.dtype)
+        return None, drows, None, None, dprob, None, None, None

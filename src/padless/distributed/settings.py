@@ -1,0 +1,49 @@
+"""Settings of expert parallelism that all ranks share, and their comparison across ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from padless.distributed.row_format import RowFormat
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a backend is told.
+
+    row_format: of dispatched rows. capacity: rows of a rank, or "exact". partial: dtype of a rank's sums, bfloat16, or
+    float32 for float32 rows. timeout: seconds to wait for another rank. programs: of a kernel that moves rows; 0 is
+    chosen by the device.
+    """
+
+    rank: int
+    num_ranks: int
+    num_experts: int
+    hidden: int
+    top_k: int
+    max_tokens: int
+    row_format: RowFormat
+    capacity: int | str
+    partial: torch.dtype
+    timeout: float = 100.0
+    programs: int = 0
+
+
+def compare_across_ranks(group: dist.ProcessGroup, arguments: dict[str, object]) -> None:
+    """Raises ValueError on all ranks where an argument differs between ranks: one all_gather, at construction."""
+    mine = {name: str(value) for name, value in arguments.items()}
+    every: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    for name, value in mine.items():
+        for rank, other in enumerate(every):
+            first = every[0]
+            assert other is not None
+            assert first is not None
+            if other.get(name) != first.get(name):
+                raise ValueError(
+                    f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank} (here: {value}); it "
+                    "must be the same on all ranks"
+                )

@@ -1,0 +1,281 @@
+"""Exchange by kernels over symmetric memory: GPUs of one NVLink host, no synchronization with the host.
+
+A dispatch is `publish` (quantize into the own buffer, ids and weights to all ranks, signal), and `receive` (wait for
+all signals, sort the slots, pull every token that has rows here and store it to all of them). A combine is
+`send_back` (sum a token's rows, store the sum at its origin, signal) and `finish` (wait, add the ranks' sums in
+order). No step waits for a later step of another rank, so on one device virtual ranks can run step by step, each step
+for all of them.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from padless.distributed.placement import Placement
+from padless.distributed.plan import ExpertPlan, Sorted, sort_slots
+from padless.distributed.row_format import RowFormat, as_bytes
+from padless.distributed.settings import Settings
+from padless.distributed.symm_state import LATE, OVERFLOW, WRONG_ID, State
+from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
+from padless.layouts import empty_mn_major
+
+PROGRAMS_PER_SM = 4
+LOCALIZE_BLOCK = 1024
+COLUMNS = 1024  # of a row that a program sums at once
+VIRTUAL_PROGRAMS = 3
+VIRTUAL_POLLS = 3
+
+
+class SymmBackend:
+    """Dispatch and combine of checked arguments over a `State`."""
+
+    name = "symm"
+
+    def __init__(self, state: State, settings: Settings, placement: Placement) -> None:
+        self._state, self._settings, self._placement = state, settings, placement
+        self._device = state.buffer.device
+        on_gpu = self._device.type == "cuda"
+        self._limit = int(settings.timeout * 1e9) if on_gpu else VIRTUAL_POLLS
+        self._programs = settings.programs
+        if not self._programs and on_gpu:
+            sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+            self._programs = PROGRAMS_PER_SM * sms
+        self._programs = self._programs or VIRTUAL_PROGRAMS
+
+    # --- calls ---------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        tokens: torch.Tensor | None,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        global_scale: torch.Tensor | None,
+        problem: str | None = None,
+    ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
+        if problem is not None:
+            raise ValueError(problem)
+        assert tokens is not None
+        assert ids is not None
+        assert weights is not None
+        kept_ids = self.publish(tokens, ids, weights, global_scale)
+        return self.receive(kept_ids, global_scale)
+
+    def redispatch(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        self.publish_again(x)
+        return self.receive_again(x, plan)
+
+    def combine(
+        self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.send_back(rows, plan, prob, dprob)
+        return self.finish(plan, with_slots=dprob is not None)
+
+    def check(self) -> None:
+        status = self._state.status
+        if int(status[LATE]):
+            raise RuntimeError(
+                f"rank {int(status[LATE]) - 1} did not answer rank {self._settings.rank} or another within "
+                f"{self._settings.timeout} seconds; results since then are wrong, start the group anew"
+            )
+        if int(status[OVERFLOW]):
+            needed, status[OVERFLOW] = int(status[OVERFLOW]), 0
+            raise RuntimeError(
+                f"capacity is {self._settings.capacity} rows and rank {self._settings.rank} received {needed} more in "
+                "an earlier dispatch, whose results are wrong; give a larger capacity or None"
+            )
+        if int(status[WRONG_ID]):
+            source, status[WRONG_ID] = int(status[WRONG_ID]) - 1, 0
+            raise RuntimeError(
+                f"ids of rank {source} held a value that is no expert in an earlier dispatch; they must be below "
+                f"{self._settings.num_experts}, or negative for none"
+            )
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        global_scale: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Quantizes and publishes tokens; the plan's copy of ids (T, k) int32."""
+        row_format = self._settings.row_format
+        kept_ids = torch.empty(ids.shape, dtype=torch.int32, device=self._device)
+        quantizes = row_format.format == FP8_BLOCK
+        if quantizes:
+            x, scale = (tokens if tokens.stride(1) == 1 else tokens.contiguous()), None
+        else:
+            x, scale = row_format.parts(tokens, global_scale)
+        self._publish(x, scale, ids.contiguous(), weights.contiguous(), kept_ids, row_format, quantizes)
+        return kept_ids
+
+    def publish_again(self, x: torch.Tensor) -> None:
+        """Publishes x (T, H), as it is, for the plan of an earlier dispatch."""
+        self._publish(as_bytes(x), None, None, None, None, RowFormat(x.dtype, x.shape[1]), False)
+
+    def receive(
+        self, kept_ids: torch.Tensor, global_scale: torch.Tensor | None
+    ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
+        """Rows and plan of what all ranks have published."""
+        return self.fan_out(kept_ids, self.sort(), global_scale)
+
+    def sort(self) -> Sorted:
+        """Waits for all ranks and sorts their slots by local expert."""
+        from padless.distributed.triton import receive
+
+        s, state, layout = self._settings, self._state, self._state.layout
+        table = s.max_tokens * s.top_k
+        locals_ = self._empty(s.num_ranks * s.max_tokens, s.top_k, dtype=torch.int32)
+        pieces = s.num_ranks * ceil_div(table, LOCALIZE_BLOCK)
+        with self._on_device():
+            receive.localize[(min(pieces, self._programs),)](
+                state.pointers, state.counters, state.status, self._placement.local_index, locals_,
+                s.rank, s.num_experts, table, layout.published, layout.aborted, layout.ids, self._limit,
+                R=s.num_ranks, TOP_K=s.top_k, CLOCK=self._has_clock, BLOCK=LOCALIZE_BLOCK, num_warps=4,
+            )  # fmt: skip
+        return sort_slots(locals_, len(self._placement.local_experts))
+
+    def fan_out(
+        self, kept_ids: torch.Tensor, found: Sorted, global_scale: torch.Tensor | None
+    ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
+        """Rows and plan of sorted slots."""
+        capacity = int(self._settings.capacity)
+        plan = ExpertPlan(
+            self._empty(len(found.offs), dtype=torch.int32),
+            self._empty(capacity, dtype=torch.float32),
+            found.inverse,
+            kept_ids,
+            self._empty(dtype=torch.int32),
+        )
+        return self._fan_out(self._settings.row_format, plan, found.offs, global_scale), plan
+
+    def receive_again(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        """Rows of what all ranks have published again, by an earlier plan."""
+        rows = self._fan_out(RowFormat(x.dtype, x.shape[1]), plan, None, None)
+        assert isinstance(rows, torch.Tensor)
+        return rows
+
+    def send_back(
+        self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None
+    ) -> None:
+        """Sums the rows of every token here and stores the sum at the token's origin."""
+        from padless.distributed.triton import send_back
+
+        s, state, layout = self._settings, self._state, self._state.layout
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        with self._on_device():
+            send_back.fan_in[(self._programs,)](
+                state.pointers, state.counters, state.status, plan.inverse, rows, prob, dprob,
+                s.rank, s.max_tokens, plan.prob.shape[0], rows.stride(0),
+                layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
+                R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part, PART_BYTES=s.partial.itemsize,
+                CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+
+    def finish(self, plan: ExpertPlan, *, with_slots: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sums of what all ranks have sent back, and values by slot."""
+        from padless.distributed.triton import send_back
+
+        s, state, layout = self._settings, self._state, self._state.layout
+        tokens = plan.ids.shape[0]
+        out = self._empty(tokens, s.hidden, dtype=s.partial)
+        slots = self._empty(tokens, s.top_k, dtype=torch.float32) if with_slots else None
+        with self._on_device():
+            send_back.finish[(self._programs,)](
+                state.pointers, state.counters, state.status, plan.ids, self._placement.rank_of, out, slots,
+                s.rank, tokens, s.max_tokens, s.num_experts,
+                layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
+                R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part, PART_BYTES=s.partial.itemsize,
+                CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+        return out, slots
+
+    # --- parts ---------------------------------------------------------------------------------------------
+
+    def _publish(
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        kept_ids: torch.Tensor | None,
+        row_format: RowFormat,
+        quantizes: bool,
+    ) -> None:
+        from padless.distributed.triton.publish import publish
+        from padless.quantization.triton import casts
+
+        s, state, layout = self._settings, self._state, self._state.layout
+        scale_bytes = 0 if scale is None else scale.shape[1]
+        with self._on_device():
+            publish[(self._programs,)](
+                state.pointers, state.counters, x, scale if scale_bytes else None, ids, weights, kept_ids,
+                s.rank, x.shape[0], x.stride(0), s.num_experts, s.max_tokens * s.top_k, s.max_tokens,
+                layout.published, layout.ids, layout.weights, layout.x, layout.record_bytes,
+                R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, QUANTIZE=quantizes,
+                CODE_BYTES=row_format.code_bytes, SCALE_BYTES=scale_bytes,
+                HARDWARE_CAST=casts.casts_in_hardware(self._device), num_warps=4,
+            )  # fmt: skip
+
+    def _fan_out(
+        self,
+        row_format: RowFormat,
+        plan: ExpertPlan,
+        all_offs: torch.Tensor | None,
+        global_scale: torch.Tensor | None,
+    ) -> BlockScaledTensor | torch.Tensor:
+        """Rows by the plan; with all_offs, the plan's offs, prob and overflow too."""
+        from padless.distributed.triton import receive
+
+        s, state, layout = self._settings, self._state, self._state.layout
+        capacity = plan.prob.shape[0]
+        data = self._empty(capacity, row_format.code_bytes, dtype=torch.uint8)
+        scale = None
+        if not isinstance(row_format.format, torch.dtype):
+            columns = row_format.scale_columns
+            if row_format.scale_major == "mn":
+                scale = empty_mn_major(capacity, columns, self._device)
+            else:
+                scale = self._empty(
+                    capacity, columns, dtype=torch.uint8 if row_format.scale_itemsize == 1 else torch.float32
+                )
+        with self._on_device():
+            receive.fan_out[(self._programs,)](
+                state.pointers, state.counters, state.status, plan.inverse, all_offs, plan.offs, plan.overflow,
+                plan.prob, data, None if scale is None else _integers(scale),
+                s.rank, s.max_tokens, capacity, len(plan.offs),
+                0 if scale is None else scale.stride(0), 0 if scale is None else scale.stride(1),
+                layout.published, layout.aborted, layout.weights, layout.x, layout.record_bytes, self._limit,
+                R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=row_format.code_bytes, SCALES=row_format.scale_columns,
+                SCALE_BYTES=row_format.scale_itemsize, CLOCK=self._has_clock, num_warps=4,
+            )  # fmt: skip
+        if isinstance(row_format.format, torch.dtype):
+            return data.view(row_format.format)
+        assert scale is not None
+        fmt = row_format.format
+        return BlockScaledTensor(data.view(fmt.data_dtype), scale.view(fmt.scale_dtype), fmt, global_scale)
+
+    @property
+    def _has_clock(self) -> bool:
+        return self._device.type == "cuda"
+
+    @property
+    def _part(self) -> Any:
+        import triton.language as tl
+
+        return tl.float32 if self._settings.partial == torch.float32 else tl.bfloat16
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+
+def _integers(scale: torch.Tensor) -> torch.Tensor:
+    """The scales' bits, in the same layout."""
+    return scale.view(torch.int32) if scale.dtype == torch.float32 else scale

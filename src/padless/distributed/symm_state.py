@@ -1,0 +1,123 @@
+"""Memory of the "symm" backend: a buffer on every rank that all ranks can address, and what a rank keeps to itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from padless.distributed.settings import Settings
+from padless.formats import round_up
+
+CELL = 8  # bytes: epoch << 32 | number
+HEADER_ALIGNMENT = 256
+MAX_RANKS = 64
+
+# Words of `State.counters`, int32, device memory.
+DISPATCHES, COMBINES, TICKETS = 0, 1, 2
+NUM_COUNTERS = 8
+
+# Words of `State.status`, int64, host memory that the device writes.
+LATE, OVERFLOW, WRONG_ID = 0, 1, 2
+NUM_STATUS = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets in bytes of the buffer's regions, each from 256-byte boundaries.
+
+    published: 2 x R cells {epoch, T}: the rows and ids of a rank's dispatch are there. By parity of the epoch, as a fast
+        rank may be one ahead.
+    summed: R cells {epoch, 0}: a rank's partial sums of a combine are there. finished: R cells: a rank has read its
+        partial sums, so that the next may be stored. aborted: one cell, 1 + the rank that did not answer.
+    ids, weights: 2 x R x Tmax x k int32 and float32, by parity and source rank.
+    slots: Tmax x k float32: what a combine brings back by slot (gradients of weights).
+    x: 2 x Tmax records, by parity. part: R x Tmax x H partial sums, by the rank that summed.
+    """
+
+    published: int
+    summed: int
+    finished: int
+    aborted: int
+    ids: int
+    weights: int
+    slots: int
+    x: int
+    part: int
+    size: int
+    record_bytes: int
+
+
+def layout_of(s: Settings) -> Layout:
+    """The layout for settings; records have room for rows as they are, too, which the backward pass sends."""
+    record = max(s.row_format.record_bytes, s.hidden * s.partial.itemsize)
+    table = s.max_tokens * s.top_k * 4
+    sizes = {
+        "published": 2 * s.num_ranks * CELL,
+        "summed": s.num_ranks * CELL,
+        "finished": s.num_ranks * CELL,
+        "aborted": CELL,
+        "ids": 2 * s.num_ranks * table,
+        "weights": 2 * s.num_ranks * table,
+        "slots": table,
+        "x": 2 * s.max_tokens * record,
+        "part": s.num_ranks * s.max_tokens * s.hidden * s.partial.itemsize,
+    }
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end = round_up(end + size, HEADER_ALIGNMENT)
+    return Layout(**offsets, size=end, record_bytes=record)
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What a rank's kernels work on.
+
+    buffer: this rank's, uint8. pointers: (R,) int64 addresses of all ranks' buffers. counters: int32 on the device.
+    status: int64, host memory pinned for the device. owner: keeps the mapping alive.
+    """
+
+    layout: Layout
+    buffer: torch.Tensor
+    pointers: torch.Tensor
+    counters: torch.Tensor
+    status: torch.Tensor
+    owner: object = None
+
+
+def allocate(group: dist.ProcessGroup, device: torch.device, s: Settings) -> State:
+    """The state of a group of GPUs on one NVLink host, by torch's symmetric memory. Collective. Raises ValueError."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    if s.num_ranks > MAX_RANKS:
+        raise ValueError(
+            f"the group has {s.num_ranks} ranks; 'symm' takes up to {MAX_RANKS}, use 'collective'"
+        )
+    layout = layout_of(s)
+    with torch.cuda.device(device):
+        buffer = symmetric_memory.empty(layout.size, dtype=torch.uint8, device=device)
+        handle = symmetric_memory.rendezvous(buffer, group=group)
+        buffer.zero_()
+        state = _state(layout, buffer, [int(p) for p in handle.buffer_ptrs], handle)
+        torch.cuda.synchronize(device)
+        dist.barrier(group)
+    return state
+
+
+def allocate_virtual(settings: list[Settings], device: torch.device) -> list[State]:
+    """The states of R ranks that share a device: for running the kernels phase by phase, for all ranks in turn."""
+    layouts = [layout_of(s) for s in settings]
+    buffers = [torch.zeros(layout.size, dtype=torch.uint8, device=device) for layout in layouts]
+    pointers = [b.data_ptr() for b in buffers]
+    return [
+        _state(layout, buffer, pointers, buffers) for layout, buffer in zip(layouts, buffers, strict=True)
+    ]
+
+
+def _state(layout: Layout, buffer: torch.Tensor, pointers: list[int], owner: object) -> State:
+    device = buffer.device
+    status = torch.zeros(NUM_STATUS, dtype=torch.int64, pin_memory=device.type == "cuda")
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+    return State(layout, buffer, torch.tensor(pointers, device=device), counters, status, owner)

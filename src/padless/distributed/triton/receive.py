@@ -1,0 +1,133 @@
+"""`localize`: the ids of all ranks as this rank's experts; `fan_out`: each token that has rows here, to all of them."""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from padless.distributed.triton.cells import buffer_of, wait
+
+
+@triton.jit(do_not_specialize=["rank", "limit"])
+def localize(
+    pointers_ptr,
+    counters_ptr,
+    status_ptr,  # int64, host memory
+    local_index_ptr,  # (E,) int32
+    table_ptr,  # (R, Tmax * k) int32: local experts, -1 for none
+    rank,
+    num_experts,
+    table,  # Tmax * k
+    published,
+    aborted,
+    ids_region,
+    limit,
+    R: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    epoch = tl.load(counters_ptr)
+    half = (epoch % 2).to(tl.int64)
+    cells = published + half * R * 8
+    there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
+    cell = buffer_of(pointers_ptr, rank, cells).to(tl.pointer_type(tl.int64))
+    ids = buffer_of(pointers_ptr, rank, ids_region + half * R * table * 4).to(tl.pointer_type(tl.int32))
+    pieces = tl.cdiv(table, BLOCK)
+    for piece in range(tl.program_id(0), pieces * R, tl.num_programs(0)):
+        source = piece // pieces
+        at = piece % pieces * BLOCK + tl.arange(0, BLOCK)
+        count = (tl.load(cell + source) & 0xFFFFFFFF).to(tl.int32) * TOP_K * there
+        slot = source * table + at
+        values = tl.load(ids + slot, mask=at < count, other=-1)
+        is_expert = (values >= 0) & (values < num_experts)
+        local = tl.load(local_index_ptr + values, mask=is_expert, other=-1)
+        tl.store(table_ptr + slot, local, mask=at < table)
+        wrong = tl.max((values >= num_experts).to(tl.int32), axis=0)
+        if wrong > 0:
+            tl.store(status_ptr + 2, 1 + tl.cast(source, tl.int64))
+
+
+@triton.jit(do_not_specialize=["rank", "limit", "capacity", "scale_stride_m", "scale_stride_k"])
+def fan_out(
+    pointers_ptr,
+    counters_ptr,
+    status_ptr,
+    inverse_ptr,  # (R * Tmax, k) int32
+    all_offs_ptr,  # (Eloc,) int32, or None for a saved plan
+    offs_ptr,  # (Eloc,) int32: cut at the capacity
+    overflow_ptr,  # () int32
+    prob_ptr,  # (C,) float32
+    data_ptr,  # (C, CODE_BYTES) uint8
+    scale_ptr,  # (C, SCALES), strides (scale_stride_m, scale_stride_k), int32 or uint8; or None
+    rank,
+    max_tokens,
+    capacity,
+    num_local_experts,
+    scale_stride_m,
+    scale_stride_k,
+    published,
+    aborted,
+    weights_region,
+    x_region,
+    record_bytes,
+    limit,
+    R: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CODE_BYTES: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,  # of one scale: 1 or 4
+    CLOCK: tl.constexpr,
+):
+    SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
+    WORDS: tl.constexpr = CODE_BYTES // 4
+    pid = tl.program_id(0)
+    epoch = tl.load(counters_ptr)
+    half = (epoch % 2).to(tl.int64)
+    pairs = R * max_tokens
+    if all_offs_ptr is None:  # otherwise localize has waited
+        cells = published + half * R * 8
+        there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
+        pairs = pairs * there
+    elif pid == 0:
+        for group in range(num_local_experts):
+            tl.store(offs_ptr + group, tl.minimum(tl.load(all_offs_ptr + group), capacity))
+        over = tl.maximum(tl.load(all_offs_ptr + num_local_experts - 1) - capacity, 0)
+        tl.store(overflow_ptr, over)
+        if over > 0:
+            tl.store(status_ptr + 1, over.to(tl.int64))
+    lane = tl.arange(0, SLOTS)
+    word = tl.arange(0, triton.next_power_of_2(WORDS))
+    for pair in range(pid, pairs, tl.num_programs(0)):
+        source = (rank + 1 + pair % R) % R  # all links at once, none by all ranks
+        token = tl.cast(pair // R, tl.int64)
+        at = (source * max_tokens + token) * TOP_K
+        rows = tl.load(inverse_ptr + at + lane, mask=lane < TOP_K, other=-1)
+        kept = (rows >= 0) & (rows < capacity)
+        if tl.max(kept.to(tl.int32), axis=0) > 0:
+            record = buffer_of(pointers_ptr, source, x_region + (half * max_tokens + token) * record_bytes)
+            codes = tl.multiple_of(record.to(tl.pointer_type(tl.int32)), 16)
+            words = tl.load(codes + word, mask=word < WORDS)
+            if all_offs_ptr is not None:
+                first = weights_region + half * R * max_tokens * TOP_K * 4
+                weights = buffer_of(pointers_ptr, rank, first).to(tl.pointer_type(tl.float32))
+                tl.store(prob_ptr + rows, tl.load(weights + at + lane, mask=kept), mask=kept)
+            if SCALES > 0:
+                column = tl.arange(0, triton.next_power_of_2(SCALES))
+                if SCALE_BYTES == 4:
+                    behind = (record + CODE_BYTES).to(tl.pointer_type(tl.int32))
+                else:
+                    behind = (record + CODE_BYTES).to(tl.pointer_type(tl.uint8))
+                scales = tl.load(behind + column, mask=column < SCALES)
+            for j in tl.static_range(TOP_K):
+                row = tl.load(inverse_ptr + at + j)
+                if (row >= 0) & (row < capacity):
+                    to = (data_ptr + row.to(tl.int64) * CODE_BYTES).to(
+                        tl.pointer_type(tl.int32), bitcast=True
+                    )
+                    to = tl.multiple_of(to, 16)
+                    tl.store(to + word, words, mask=word < WORDS)
+                    if SCALES > 0:
+                        place = row.to(tl.int64) * scale_stride_m + column.to(tl.int64) * scale_stride_k
+                        tl.store(scale_ptr + place, scales, mask=column < SCALES)

@@ -1,0 +1,135 @@
+"""`fan_in`: the sum of a token's rows here to the rank it came from; `finish`: the sum of what all ranks sent."""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from padless.distributed.triton.cells import buffer_of, is_last, region, signal, wait
+from padless.moe.triton import arithmetic
+from padless.quantization.triton import casts
+
+
+@triton.jit(do_not_specialize=["rank", "limit", "capacity"])
+def fan_in(
+    pointers_ptr,
+    counters_ptr,
+    status_ptr,
+    inverse_ptr,  # (R * Tmax, k) int32
+    rows_ptr,  # (C, H) bfloat16 or float32
+    prob_ptr,  # (C,) float32, or None for ones
+    dprob_ptr,  # (C,) float32 to be brought to its slots, or None
+    rank,
+    max_tokens,
+    capacity,
+    rows_stride,
+    summed,
+    finished,
+    aborted,
+    slots_region,
+    part_region,
+    limit,
+    R: tl.constexpr,
+    TOP_K: tl.constexpr,
+    H: tl.constexpr,
+    PART: tl.constexpr,  # dtype of partial sums
+    PART_BYTES: tl.constexpr,
+    CLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
+    CHUNKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    epoch = tl.load(counters_ptr + 1) + 1
+    # All ranks have read what the combine before left in their buffers.
+    there = wait(pointers_ptr, rank, finished, aborted, epoch - 1, status_ptr, limit, R, CLOCK)
+    lane = tl.arange(0, SLOTS)
+    for item in range(tl.program_id(0), R * max_tokens * CHUNKS * there, tl.num_programs(0)):
+        pair, chunk = item // CHUNKS, item % CHUNKS
+        source = (rank + 1 + pair % R) % R
+        token = tl.cast(pair // R, tl.int64)
+        at = (source * max_tokens + token) * TOP_K
+        rows = tl.load(inverse_ptr + at + lane, mask=lane < TOP_K, other=-1)
+        if tl.max(rows, axis=0) >= 0:
+            column = chunk * BLOCK + tl.arange(0, BLOCK)
+            inside = column < H
+            total = tl.zeros((BLOCK,), tl.float32)
+            for j in tl.static_range(TOP_K):
+                row = tl.load(inverse_ptr + at + j).to(tl.int64)
+                kept = (row >= 0) & (row < capacity)
+                values = tl.load(rows_ptr + row * rows_stride + column, mask=inside & kept, other=0.0)
+                values = casts.to_float32(values)
+                if prob_ptr is not None:
+                    values = values * tl.load(prob_ptr + row, mask=kept, other=0.0)
+                total += values
+            first = part_region + (rank * max_tokens + token) * H * PART_BYTES
+            part = region(pointers_ptr, source, first, PART)
+            tl.store(part + column, arithmetic.rounded(total, PART), mask=inside)
+            if dprob_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
+                if chunk == 0:
+                    kept = (rows >= 0) & (rows < capacity)
+                    slots = buffer_of(pointers_ptr, source, slots_region + token * TOP_K * 4)
+                    values = tl.load(dprob_ptr + rows, mask=kept, other=0.0)
+                    tl.store(slots.to(tl.pointer_type(tl.float32)) + lane, values, mask=rows >= 0)
+    if is_last(counters_ptr + 3):
+        tl.store(counters_ptr + 1, epoch)
+        if there == 1:
+            signal(pointers_ptr, rank, summed, epoch.to(tl.int64) << 32, R)
+
+
+@triton.jit(do_not_specialize=["rank", "limit", "T"])
+def finish(
+    pointers_ptr,
+    counters_ptr,
+    status_ptr,
+    ids_ptr,  # (T, k) int32
+    rank_of_ptr,  # (E,) int32
+    out_ptr,  # (T, H)
+    slots_ptr,  # (T, k) float32, or None
+    rank,
+    T,
+    max_tokens,
+    num_experts,
+    summed,
+    finished,
+    aborted,
+    slots_region,
+    part_region,
+    limit,
+    R: tl.constexpr,
+    TOP_K: tl.constexpr,
+    H: tl.constexpr,
+    PART: tl.constexpr,
+    PART_BYTES: tl.constexpr,
+    CLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
+    CHUNKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    epoch = tl.load(counters_ptr + 1)
+    there = wait(pointers_ptr, rank, summed, aborted, epoch, status_ptr, limit, R, CLOCK)
+    lane = tl.arange(0, SLOTS)
+    for item in range(tl.program_id(0), T * CHUNKS, tl.num_programs(0)):
+        token, chunk = tl.cast(item // CHUNKS, tl.int64), item % CHUNKS
+        ids = tl.load(ids_ptr + token * TOP_K + lane, mask=lane < TOP_K, other=-1)
+        is_expert = (ids >= 0) & (ids < num_experts)
+        ranks = tl.load(rank_of_ptr + ids, mask=is_expert, other=-1)
+        column = chunk * BLOCK + tl.arange(0, BLOCK)
+        inside = column < H
+        total = tl.zeros((BLOCK,), tl.float32)
+        for r in tl.static_range(R):
+            is_there = tl.max((ranks == r).to(tl.int32), axis=0) > 0
+            first = part_region + (r * max_tokens + token) * H * PART_BYTES
+            part = region(pointers_ptr, rank, first, PART)
+            total += casts.to_float32(tl.load(part + column, mask=inside & is_there, other=0.0))
+        if there == 0:  # nobody takes what a dead rank left for a result
+            total += float("nan")
+        tl.store(out_ptr + token * H + column, arithmetic.rounded(total, PART), mask=inside)
+        if slots_ptr is not None:  # noqa: SIM102
+            if chunk == 0:
+                slots = buffer_of(pointers_ptr, rank, slots_region + token * TOP_K * 4)
+                values = tl.load(slots.to(tl.pointer_type(tl.float32)) + lane, mask=is_expert, other=0.0)
+                tl.store(slots_ptr + token * TOP_K + lane, values, mask=lane < TOP_K)
+    if is_last(counters_ptr + 4):  # noqa: SIM102
+        if there == 1:
+            signal(pointers_ptr, rank, finished, epoch.to(tl.int64) << 32, R)

@@ -1,0 +1,103 @@
+"""``padless verify --ranks``: expert parallelism in processes of its own, on GPUs, or gloo where there are too few."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from padless.testing.ranks import Rank, RankError, run_ranks
+from padless.verify import exchange, exchange_stress
+from padless.verify.run import Record, about_the_machine, write_records
+
+SECONDS = 100.0  # of a check, its processes' start included
+
+
+def small(rank: Rank) -> str:
+    """Formats, sizes and invariance, against loops."""
+    ranks = exchange.Ranks(rank)
+    for check in (exchange.check_formats, exchange.check_sizes, exchange.check_invariance):
+        check(ranks)
+    together(rank)
+    return f"{len(exchange.FORMATS)} formats, sizes, invariance"
+
+
+def stress(rank: Rank) -> str:
+    """What needs GPUs and one start of the processes."""
+    s = exchange_stress
+    checks: list[tuple[Callable[..., str], tuple[int, ...]]] = [
+        (s.check_large, (4096, 7168, 8, 64)),
+        (s.check_large, (16, 7168, 8, 64)),
+        (s.check_host, (1000,)),
+        (s.check_graphs, (1000,)),
+        (s.check_delays, (10_000,)),
+        (s.check_two_groups, (200,)),
+    ]
+    done: list[str] = []
+    for check, arguments in checks:
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        try:
+            done.append(f"{name}: {check(rank, *arguments)}")
+        except Exception as error:  # the ranks may be at odds now, so nothing follows
+            raise AssertionError(f"{'; '.join(done)}; then {name} failed") from error
+    together(rank)
+    return "; ".join(done)
+
+
+def together(rank: Rank) -> None:
+    """Ends when all ranks are here: none may go while another reads its memory."""
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def dead_rank(rank: Rank) -> str:
+    return exchange_stress.check_dead_rank(rank, 3.0)
+
+
+def run_verify_ranks(ranks: int, out: Path | None = None, *, console: Console | None = None) -> int:
+    """Runs the checks on `ranks` ranks and records them like `run_verify`; 0 when all passed, else 1.
+
+    Each check is a start of processes that are killed after a time. Raises ValueError.
+    """
+    if ranks < 2:
+        raise ValueError(f"ranks is {ranks}; it must be at least 2")
+    console = console or Console()
+    cuda = torch.cuda.device_count() >= ranks
+    jobs: dict[str, tuple[Callable[[Rank], str], str, int]] = {
+        "expert parallelism, collective": (small, "collective", 0)
+    }
+    if cuda:
+        jobs["expert parallelism, symm"] = (small, "symm", 0)
+        jobs["expert parallelism, symm, large and long"] = (stress, "symm", 0)
+        jobs["expert parallelism, a dead rank"] = (dead_rank, "symm", 1)
+    else:
+        console.print(f"{ranks} GPUs are not here: gloo on the CPU, and only what runs there")
+    records = []
+    for name, (function, backend, may_die) in jobs.items():
+        start = time.perf_counter()
+        results = run_ranks(function, ranks, cuda=cuda, backend=backend, timeout_s=SECONDS)
+        seconds = round(time.perf_counter() - start, 2)
+        detail, passed = judge(results, may_die)
+        console.print(f"{'pass' if passed else 'FAIL'}  {name}: {detail} ({seconds} s)", markup=False)
+        records.append(Record(name, passed, detail, seconds))
+        if out is not None:
+            write_records(
+                out, records, about_the_machine() | {"ranks": str(ranks), "device": "cuda" if cuda else "cpu"}
+            )
+    failed = sum(not r.passed for r in records)
+    console.print(f"{len(records) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+def judge(results: list[Any], may_die: int) -> tuple[str, bool]:
+    """(what to say, whether all is well) of the ranks' results; the last may_die ranks are to end without one."""
+    for rank, result in enumerate(results[: len(results) - may_die]):
+        if isinstance(result, RankError):
+            return f"rank {rank}: {result}", False
+    return str(results[0]), True

@@ -1,0 +1,271 @@
+"""Cases of expert parallelism that all ranks of a group run together: the same on gloo and on GPUs, with each backend.
+
+As a program, `python ep_cases.py [--cuda] [symm | collective]` spawns two processes, runs all cases in them and
+prints one JSON object, case -> error or null.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import padless
+from padless.distributed import ExpertParallel, expert_parallel_moe
+from padless.testing import exchange as reference
+from padless.testing.exchange import Problem, draw
+from padless.testing.ranks import Rank, raise_first, run_ranks
+from padless.verify.exchange import Ranks, check_exchange, check_formats, check_invariance, check_sizes
+from padless.verify.ranks import together
+
+Case = Callable[[Ranks], None]
+CASES: dict[str, Case] = {"formats": check_formats, "sizes": check_sizes, "invariance": check_invariance}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def dense(p: Problem, w13: torch.Tensor, w2: torch.Tensor, tokens: list, weights: list) -> list[torch.Tensor]:
+    """The layer in one process and in float32."""
+    out = []
+    for x, ids, weight in zip(tokens, p.ids, weights, strict=True):
+        total = torch.zeros_like(x)
+        for j in range(ids.shape[1]):
+            h = torch.einsum("th,tih->ti", x, w13[ids[:, j].clamp(min=0)])
+            y = torch.einsum("ti,thi->th", torch.tanh(h), w2[ids[:, j].clamp(min=0)])
+            total = total + torch.where(ids[:, j, None] >= 0, weight[:, j, None] * y, torch.zeros_like(y))
+        out.append(total)
+    return out
+
+
+def experts_of(w13: torch.Tensor, w2: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The local experts as a differentiable function of rows and offs."""
+
+    def function(rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        ends = [0, *offs.tolist()]
+        parts = [
+            torch.tanh(rows[a:b] @ w13[g].T) @ w2[g].T for g, (a, b) in enumerate(itertools.pairwise(ends))
+        ]
+        return torch.cat([*parts, torch.zeros_like(rows[ends[-1] :])])
+
+    return function
+
+
+@case
+def gradients(ranks: Ranks) -> None:
+    """Output and all gradients of the layer in float32 against the dense layer of one process."""
+    e, h, i = 2 * ranks.size, 32, 24
+    generator = torch.Generator().manual_seed(3)
+    p = draw(ranks.counts(6, 4), e, h, 3, 6, dtype=torch.float32)
+    p.tokens = [torch.randn(t.shape, generator=generator) for t in p.tokens]
+    w13, w2 = torch.randn((e, i, h), generator=generator) / 6, torch.randn((e, h, i), generator=generator) / 5
+    douts = [torch.randn(t.shape, generator=generator) for t in p.tokens]
+    leaves = [w13, w2, *p.tokens, *p.weights]
+    leaves = [t.clone().requires_grad_() for t in leaves]
+    tokens, weights = leaves[2 : 2 + ranks.size], leaves[2 + ranks.size :]
+    want = dense(p, leaves[0], leaves[1], tokens, weights)
+    sum((o * d).sum() for o, d in zip(want, douts, strict=True)).backward()
+
+    ep = ranks.make(p, fmt=torch.float32)
+    mine = [e for e, r in enumerate(p.expert_map) if r == ranks.rank]
+    own13, own2 = (w[mine].to(ranks.device).requires_grad_() for w in (w13, w2))
+    x, ids, weight = ranks.own(p)
+    x.requires_grad_()
+    weight = weight.clone().requires_grad_()
+    out = expert_parallel_moe(x, ids, weight, ep, experts_fn=experts_of(own13, own2))
+    (out * douts[ranks.rank].to(ranks.device)).sum().backward()
+    r = ranks.rank
+    for name, got, expected in (
+        ("out", out, want[r]), ("x", x.grad, tokens[r].grad), ("weights", weight.grad, weights[r].grad),
+        ("w13", own13.grad, leaves[0].grad[mine]), ("w2", own2.grad, leaves[1].grad[mine]),
+    ):  # fmt: skip
+        torch.testing.assert_close(
+            got.detach().cpu(), expected.detach(), rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@case
+def transposes(ranks: Ranks) -> None:
+    """In bfloat16, with numbers whose sums are exact: <dispatch(x), y> = <x, combine(y)>, and the weights' gradient."""
+    p = draw(ranks.counts(6, 5), 2 * ranks.size, 64, 2, 7)
+    generator = torch.Generator().manual_seed(8)
+    p.tokens = [torch.randint(-4, 5, t.shape, generator=generator).to(torch.bfloat16) for t in p.tokens]
+    p.weights = [torch.randint(1, 5, w.shape, generator=generator).float() for w in p.weights]
+    ep = ranks.make(p, fmt=torch.bfloat16)
+    x, ids, weight = ranks.own(p)
+    x.requires_grad_()
+    weight.requires_grad_()
+    rows, plan = ep.dispatch(x, ids, weight)
+    used = int(plan.offs[-1])
+    y = torch.randint(-4, 5, rows.shape, generator=generator).to(rows)
+    (rows[:used] * y[:used]).sum().backward(retain_graph=True)
+    assert torch.equal(x.grad, ep.combine(y, plan._replace(prob=plan.prob.detach())))
+    x.grad = None
+    back = y.clone().requires_grad_()
+    out = ep.combine(back, plan, weighted=True)
+    dout = torch.randint(-3, 4, out.shape, generator=generator).to(out)
+    out.backward(dout)
+    token = {slot[1:]: i for i, slot in enumerate(reference.slots_of(p, ranks.rank))}
+    douts: list = [None] * ranks.size
+    dist.all_gather_object(douts, dout.cpu())
+    ys: list = [None] * ranks.size
+    dist.all_gather_object(ys, y[:used].cpu())
+    for (source, t, j), row in token.items():
+        want = (p.weights[source][t, j] * douts[source][t].float()).to(torch.bfloat16)
+        assert torch.equal(back.grad[row].cpu(), want), "gradient of rows"
+    slots = {r: {s[1:]: i for i, s in enumerate(reference.slots_of(p, r))} for r in range(ranks.size)}
+    for t, row_ids in enumerate(p.ids[ranks.rank].tolist()):
+        for j, expert in enumerate(row_ids):
+            want = 0.0
+            if expert >= 0:
+                r = p.expert_map[expert]
+                want = float((ys[r][slots[r][ranks.rank, t, j]].float() * dout[t].cpu().float()).sum())
+            assert float(weight.grad[t, j]) == want, "gradient of weights"
+
+
+@case
+def layer(ranks: Ranks) -> None:
+    """The layer of FP8_BLOCK, MXFP8 and NVFP4 weights equals the same products in one process, bit for bit."""
+    from padless.moe.activation import Activation
+    from padless.moe.layer import Projection
+
+    e, h, i = 2 * ranks.size, 128, 64
+    for fmt in (padless.FP8_BLOCK, padless.MXFP8, padless.NVFP4):
+        generator = torch.Generator().manual_seed(9)
+        p = draw(ranks.counts(6, 5), e, h, 3, 10)
+        p.tokens = [t.clamp(-4, 4) for t in p.tokens]
+        w13 = torch.randn((e, 2 * i, h), generator=generator) / 11
+        w2 = torch.randn((e, h, i), generator=generator) / 8
+        one = torch.tensor(0.01) if fmt == padless.NVFP4 else None
+
+        def weights(experts: list[int], device: Any, w13: Any = w13, w2: Any = w2, fmt: Any = fmt) -> list:
+            return [padless.quantize(w[experts].to(device), fmt, kind="weight") for w in (w13, w2)]
+
+        outputs = []
+        for r in range(ranks.size):
+            experts = [x for x, owner in enumerate(p.expert_map) if owner == r]
+            first, second = (Projection(w, None, None) for w in weights(experts, ranks.device))
+            rows = reference.rows_of(p, r, fmt, global_scale=one)
+            if len(rows.data):
+                rows = on(rows, ranks.device)
+                offs = torch.tensor(reference.offs_of(p, r), dtype=torch.int32, device=ranks.device)
+                scale = None if one is None else one.to(ranks.device)
+                hidden = first.activated(rows, offs, Activation(), fmt, scale)
+                outputs.append(second.product(hidden, offs).cpu())
+            else:
+                outputs.append(torch.empty((0, h), dtype=torch.bfloat16))
+        want = reference.combined(p, outputs, torch.bfloat16, weighted=True)[ranks.rank]
+        ep = ranks.make(p, fmt=fmt)
+        own13, own2 = weights(list(ep.local_experts), ranks.device)
+        scale = None if one is None else one.to(ranks.device)
+        got = expert_parallel_moe(
+            *ranks.own(p), ep, w13=own13, w2=own2, global_scale1=scale, global_scale2=scale
+        )
+        assert torch.equal(reference.bits(got), reference.bits(want)), fmt.name
+
+
+def on(t: padless.BlockScaledTensor, device: torch.device) -> padless.BlockScaledTensor:
+    """t on a device, FP8_BLOCK's scales MN-major."""
+    from padless.layouts import to_mn_major
+
+    scale = t.scale.to(device)
+    if t.format == padless.FP8_BLOCK:
+        scale = to_mn_major(scale.contiguous())
+    scale_g = None if t.global_scale is None else t.global_scale.to(device)
+    return padless.BlockScaledTensor(t.data.to(device), scale, t.format, scale_g)
+
+
+@case
+def errors(ranks: Ranks) -> None:
+    """Wrong use is a sentence on every rank, and the next call works."""
+    p = draw([4] * ranks.size, 2 * ranks.size, 64, 2, 11)
+    with pytest.raises(ValueError, match=r"hidden is .* on rank 0 and .* on rank 1"):
+        ExpertParallel(None, 4, 64 if ranks.rank == 0 else 96, 2, 4, device=ranks.device)
+    with pytest.raises(ValueError, match="num_experts is 5 and there are"):
+        ExpertParallel(None, 5 if ranks.size == 2 else ranks.size + 1, 64, 2, 4, device=ranks.device)
+    with pytest.raises(ValueError, match="backend is 'nccl'"):
+        ranks.make(p, backend="nccl")
+    ep = ranks.make(p)
+    assert ep.backend == ranks.backend
+    x, ids, weights = ranks.own(p)
+    if ranks.backend == "collective":
+        wrong = torch.cat([x, x]) if ranks.rank == 0 else x
+        with pytest.raises(
+            ValueError, match="max_tokens is 4" if ranks.rank == 0 else "rank 0 was given wrong arguments"
+        ):
+            ep.dispatch(wrong, ids, weights)
+        wrong_ids = ids.clone()
+        if ranks.rank == 1:
+            wrong_ids[2, 1] = 2 * ranks.size
+        with pytest.raises(ValueError, match="ids of rank 1 hold a value at token 2"):
+            ep.dispatch(x, wrong_ids, weights)
+        small = ranks.make(p, capacity=1)
+        with pytest.raises(ValueError, match="capacity is 1 rows and rank 0 receives"):
+            small.dispatch(x, ids, weights)
+        exact = ranks.make(p, capacity="exact")
+        rows, plan = exact.dispatch(x, ids, weights)
+        assert rows.shape[0] == max(int(plan.offs[-1]), 1)
+    else:
+        small = ranks.make(p, capacity=1)
+        _, plan = small.dispatch(x, ids, weights)
+        assert int(plan.overflow) == len(reference.slots_of(p, ranks.rank)) - 1
+        assert int(plan.offs[-1]) == 1
+        with pytest.raises(RuntimeError, match="capacity is 1 rows and rank"):
+            small.check()
+    with pytest.raises(ValueError, match="rows must be"):
+        ep.combine(x, ep.dispatch(x, ids, weights)[1])
+    x.requires_grad_()
+    with pytest.raises(ValueError, match=r"requires grad|wrong arguments"):
+        ep.dispatch(x, ids, weights)
+    x.requires_grad_(False)
+    check_exchange(ranks, p, ep, padless.FP8_BLOCK, None, 2)
+
+
+# --- processes -------------------------------------------------------------------------------------------
+
+
+def run_cases(ranks: Ranks, names: list[str]) -> dict[str, str | None]:
+    """Outcome of every case on this rank; nothing runs after a failure anywhere, as ranks may then be at odds."""
+    found: dict[str, str | None] = {}
+    failed = ""
+    for name in names:
+        if failed:
+            found[name] = f"not run: {failed} failed"
+            continue
+        try:
+            CASES[name](ranks)
+            found[name] = None
+        except BaseException:
+            found[name] = traceback.format_exc()
+        outcomes: list[Any] = [None] * ranks.size
+        dist.all_gather_object(outcomes, found[name])
+        if any(outcomes):
+            failed = name
+            found[name] = next(f"rank {r}: {o}" for r, o in enumerate(outcomes) if o)
+    return found
+
+
+def run_all(rank: Rank, names: list[str] | None = None) -> dict[str, str | None]:
+    found = run_cases(Ranks(rank), names or list(CASES))
+    together(rank)
+    return found
+
+
+def run(size: int = 2, *, cuda: bool = False, backend: str = "collective", timeout_s: float = 100.0) -> Any:
+    """Outcome of every case, in processes of their own."""
+    return raise_first(run_ranks(run_all, size, cuda=cuda, backend=backend, timeout_s=timeout_s))[0]
+
+
+if __name__ == "__main__":
+    on_gpus = "--cuda" in sys.argv
+    given = [a for a in sys.argv[1:] if a in ("symm", "collective")] or ["collective"]
+    json.dump(run(cuda=on_gpus, backend=given[0]), sys.stdout, indent=1)
