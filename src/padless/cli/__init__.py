@@ -138,6 +138,31 @@ def verify(
     call("padless.verify.run", "run_verify", out=out, **options)
 
 
+@app.command()
+def fuzz(
+    minutes: Annotated[float | None, typer.Option(help="Stop after this time; compiling counts.")] = None,
+    problems: Annotated[int | None, typer.Option(help="Stop after so many problems.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the problems; drawn where it is not given.")] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="cuda, emulator, emulator:sm_100a or reference; the GPU if there is one."),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; one for each core.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File that a record of the run is added to.")
+    ] = None,
+    calls: Annotated[
+        list[str] | None, typer.Option("--call", help="Only this call; can be repeated.")
+    ] = None,
+    repeat: Annotated[
+        str | None, typer.Option(help="Judge this one problem, as a failure prints it.")
+    ] = None,
+) -> None:
+    """Judge random problems over every public call by float64, by each other and by what they must not touch."""
+    options = {"minutes": minutes, "problems": problems, "seed": seed, "backend": backend, "workers": workers}
+    call("padless.verify.fuzz.run", "run_fuzz", out=out, repeat=repeat, calls=calls or None, **options)
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,

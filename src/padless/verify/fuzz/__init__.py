@@ -1,0 +1,1 @@
+"""Random problems over every public call, judged by float64 and by each other: ``padless fuzz``."""

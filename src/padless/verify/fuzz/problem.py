@@ -1,0 +1,109 @@
+"""A random problem as text that can be read back: a call and its options, all of them literals."""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+Options = dict[str, Any]
+Choice = TypeVar("Choice")
+
+DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of ``call``. ``str`` gives ``call(option=value, ..)``, which ``parse`` reads."""
+
+    call: str
+    options: Options
+
+    def __str__(self) -> str:
+        return f"{self.call}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+
+    def but(self, **changes: Any) -> Problem:
+        """The same call with other options."""
+        return replace(self, options=self.options | changes)
+
+    @classmethod
+    def parse(cls, text: str) -> Problem:
+        """Reads what ``str`` wrote. Raises ValueError for anything else."""
+        try:
+            tree = ast.parse(text.strip(), mode="eval").body
+            if not isinstance(tree, ast.Call) or tree.args:
+                raise ValueError("no call by keywords")
+            call = ast.unparse(tree.func)
+            options = {str(one.arg): ast.literal_eval(one.value) for one in tree.keywords}
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"problem is {text!r}; it must be call(option=value, ..): {error}") from None
+        return cls(call, options)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large problems get: groups, rows of a group, N and K in multiples of what a format needs."""
+
+    groups: int
+    rows: int
+    n: int
+    k: int
+
+
+# Small enough that drawing and judging, not multiplying, takes the time; the emulator runs a few thousand instructions
+# a second.
+LIMITS = {
+    "cuda": Limits(8, 300, 512, 1024),
+    "reference": Limits(4, 24, 96, 192),
+    "emulator": Limits(3, 20, 64, 128),
+}
+
+
+class Draw(random.Random):
+    """A seeded source of options, within limits."""
+
+    def __init__(self, seed: str, backend: str) -> None:
+        super().__init__(seed)
+        self.backend = backend
+        self.limits = LIMITS[backend.split(":")[0]]
+
+    def maybe(self, chance: float) -> bool:
+        return self.random() < chance
+
+    def one(self, choices: Sequence[Choice]) -> Choice:
+        return self.choice(choices)
+
+    def data_seed(self) -> int:
+        return self.randrange(2**31)
+
+    def multiple(self, of: int, most: int) -> int:
+        """A multiple of ``of``, at least one of it and at most ``most`` where that is possible."""
+        return of * self.randint(1, max(1, most // of))
+
+    def sizes(self, most_groups: int | None = None) -> list[int]:
+        """Rows of each group: empty ones, one row, the borders of tiles, few and many groups."""
+        most = self.limits.rows
+        groups = self.randint(1, most_groups or self.limits.groups)
+        if most_groups is None and self.backend == "cuda" and self.maybe(0.006):
+            return [self.one((0, 0, 1, 1, 2, 5)) for _ in range(self.one((30, 255, 257, 400)))]
+        borders = [size for size in (0, 0, 1, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65) if size <= most]
+        if most > 129:
+            borders += [127, 128, 129, 255, 257]
+        large = [127, 128, 129] if self.maybe(0.03) and self.backend == "reference" else []
+        sizes = [self.one(borders) if self.maybe(0.6) else self.randint(0, most) for _ in range(groups)]
+        for size in large[:1]:
+            sizes[self.randrange(groups)] = size + self.randint(0, 2)
+        return sizes
+
+    def past(self) -> int:
+        """Rows that belong to no group."""
+        return self.one((0, 0, 0, 1, 3, 17))
+
+    def hostile_ends(self, groups: int, rows: int) -> list[int]:
+        """End offsets that are no partition: descending, negative, past M, extreme."""
+        wild = (-1, -(2**31), 2**31 - 1, rows + 1, rows + 1000, -rows, 2**30)
+        return [self.one(wild) if self.maybe(0.4) else self.randint(0, max(rows, 1)) for _ in range(groups)]

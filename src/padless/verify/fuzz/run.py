@@ -1,0 +1,211 @@
+"""``padless fuzz``: workers side by side, what they found, and the record of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from padless.testing import machine
+from padless.testing.processes import cpus
+from padless.verify.fuzz.place import place_of
+from padless.verify.fuzz.problem import Problem
+from padless.verify.fuzz.subjects import judged
+from padless.verify.fuzz.worker import Tally, Task, run_process
+from padless.verify.invariance import settings_of
+
+_PROGRESS_S = 15.0
+_MOST_REFUSED = 1 / 3  # of a call's problems: beyond, nothing was fuzzed
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+def run_fuzz(
+    minutes: float | None = None,
+    problems: int | None = None,
+    seed: int | None = None,
+    backend: str | None = None,
+    workers: int | None = None,
+    out: Path | None = None,
+    repeat: str | None = None,
+    calls: list[str] | None = None,
+    show: Callable[[str], None] = print,
+) -> int:
+    """Draws and judges random problems until the time or the number is over, whichever is first.
+
+    Args:
+        minutes: of wall time, compiling included; None: no limit, or one minute where ``problems`` is None too.
+        problems: how many in all, shared out to the workers.
+        seed: None draws one, which the record has.
+        backend: "cuda", "emulator", "emulator:sm_100a" or "reference"; None: the GPU where there is one.
+        workers: processes; None: one for each core.
+        out: file that a record of the run, one line of JSON, is added to.
+        repeat: a problem as text: only this one is judged.
+        calls: only these calls.
+
+    Returns 0 when nothing was wrong, else 1. Raises ValueError for what is not possible here.
+    """
+    backend = backend or _default_backend()
+    if repeat is not None:
+        return _repeat(Problem.parse(repeat), backend, show)
+    _check(minutes, problems, workers, calls)
+    if minutes is None and problems is None:
+        minutes = 1.0
+    seed = random.SystemRandom().randrange(2**31) if seed is None else seed
+    workers = cpus() if workers is None else workers
+    workers = workers if problems is None else max(1, min(workers, problems))
+    start = time.time()
+    deadline = start + (minutes * 60 if minutes is not None else 10.0**9)
+    shares = [(problems or 0) * (i + 1) // workers - (problems or 0) * i // workers for i in range(workers)]
+    tasks = [Task(i, seed, backend, deadline, shares[i], tuple(calls or ())) for i in range(workers)]
+    show(f"padless fuzz: {backend}, {workers} workers, seed {seed}")
+    total, crashes = _supervise(tasks, show, start)
+    seconds = time.time() - start
+    _report(total, crashes, backend, seconds, show)
+    if out is not None:
+        _append(out, _record(total, crashes, backend, seed, workers, seconds))
+        show(f"added to {out}")
+    few = [
+        call for call, count in total.refused.items() if count > _MOST_REFUSED * (count + total.done[call])
+    ]
+    for call in few:
+        show(f"WRONG {call}: {total.refused[call]} problems were refused and {total.done[call]} made")
+    nothing = sum(total.done.values()) == 0
+    return 1 if total.wrong or crashes or few or nothing else 0
+
+
+def _default_backend() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "reference"
+
+
+def _check(minutes: float | None, problems: int | None, workers: int | None, calls: list[str] | None) -> None:
+    from padless.verify.fuzz.subjects import SUBJECTS
+
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes is {minutes}; it must be positive")
+    for name, value in (("problems", problems), ("workers", workers)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be 1 or more")
+    for call in calls or ():
+        if call not in SUBJECTS:
+            raise ValueError(f"call is {call!r}; allowed: {', '.join(SUBJECTS)}")
+
+
+def _repeat(problem: Problem, backend: str, show: Callable[[str], None]) -> int:
+    with settings_of(backend):
+        wrong = judged(problem, place_of(backend))
+    show(f"{problem}")
+    show("nothing is wrong" if not wrong else "WRONG: " + "; ".join(wrong))
+    return 1 if wrong else 0
+
+
+def _supervise(
+    tasks: list[Task], show: Callable[[str], None], start: float
+) -> tuple[Tally, list[dict[str, Any]]]:
+    """What all workers did, and those that ended before their time with the batch that they were at."""
+    context = get_context("spawn")
+    before = {name: os.environ.get(name) for name in _ONE_THREAD}
+    os.environ.update(_ONE_THREAD)
+    total, crashes = Tally(), list[dict[str, Any]]()
+    open_: dict[Connection, Task] = {}
+    at: dict[int, list[str]] = {}
+    processes = []
+    try:
+        for task in tasks:
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=run_process, args=(task, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            open_[mine] = task
+        shown = time.time()
+        while open_:
+            for connection in wait(list(open_), timeout=_PROGRESS_S):
+                assert isinstance(connection, Connection)
+                task = open_[connection]
+                try:
+                    kind, content = connection.recv()
+                except (EOFError, OSError):
+                    kind, content = "ended", "the process ended"
+                if kind == "started":
+                    at[task.worker] = content
+                elif kind == "tally":
+                    total.add(content)
+                    for text, names, smaller in content.wrong:
+                        _show_wrong(text, names, smaller, task.backend, show)
+                else:
+                    del open_[connection]
+                    if content:
+                        crashes.append({"error": content, "problems": at.get(task.worker, [])})
+                        show(f"WRONG worker {task.worker} ended: {content}")
+            if time.time() - shown >= _PROGRESS_S:
+                shown = time.time()
+                show(f"{shown - start:6.0f} s  {sum(total.done.values())} problems, {len(total.wrong)} wrong")
+    finally:
+        for process in processes:
+            process.join(timeout=30)
+            if process.is_alive():
+                process.terminate()
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return total, crashes
+
+
+def _show_wrong(text: str, names: list[str], smaller: str, backend: str, show: Callable[[str], None]) -> None:
+    show(f"WRONG {'; '.join(names)}")
+    show(f"  padless fuzz --backend {backend} --repeat {json.dumps(smaller)}")
+    if smaller != text:
+        show(f"  found as {text}")
+
+
+def _report(
+    total: Tally, crashes: list[dict[str, Any]], backend: str, seconds: float, show: Callable[[str], None]
+) -> None:
+    for call in sorted(total.done | total.refused):
+        refused = f", {total.refused[call]} refused" if total.refused[call] else ""
+        show(f"{total.done[call]:8d}  {call}{refused}")
+    for reason, count in total.reasons.most_common(5):
+        show(f"  refused {count} times: {reason}")
+    for crash in crashes:
+        show(f"WRONG one of these ended a worker ({crash['error']}):")
+        for text in crash["problems"]:
+            show(f"  padless fuzz --backend {backend} --repeat {json.dumps(text)}")
+    done = sum(total.done.values())
+    show(f"{done} problems in {seconds:.1f} s, {len(total.wrong) + len(crashes)} wrong")
+
+
+def _record(
+    total: Tally, crashes: list[dict[str, Any]], backend: str, seed: int, workers: int, seconds: float
+) -> dict[str, Any]:
+    """One run: a problem is one random call with all that it is judged by; refused calls are not among them."""
+    about = machine.describe()
+    return {
+        "kind": "fuzz",
+        "date": about["date"],
+        "backend": backend,
+        "machine": about,
+        "seed": seed,
+        "workers": workers,
+        "seconds": round(seconds, 1),
+        "problems": sum(total.done.values()),
+        "by_call": dict(sorted(total.done.items())),
+        "refused": dict(sorted(total.refused.items())),
+        "wrong": [{"problem": text, "names": names, "smaller": less} for text, names, less in total.wrong],
+        "ended": crashes,
+    }
+
+
+def _append(out: Path, record: dict[str, Any]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a") as file:
+        file.write(json.dumps(record, separators=(",", ":")) + "\n")

@@ -1,0 +1,139 @@
+"""One process that draws, launches and judges problems, a batch at a time, until its time or its number is over."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from padless.verify.fuzz.place import Place, place_of
+from padless.verify.fuzz.problem import Draw, Options, Problem
+from padless.verify.fuzz.shrink import shrunk
+from padless.verify.fuzz.subjects import Subject, subjects_of
+from padless.verify.invariance import settings_of
+
+BATCH = {"cuda": 48, "reference": 16, "emulator": 1}
+_SHRUNK = 3  # wrong problems that a worker makes smaller
+_SHOWN = 300  # characters of an error
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker does. ``deadline``: time.time() at which it stops; ``problems``: after so many, 0 for no limit."""
+
+    worker: int
+    seed: int
+    backend: str
+    deadline: float
+    problems: int
+    calls: tuple[str, ...] = ()
+
+
+@dataclass
+class Tally:
+    """What came of problems, by call; wrong: (problem, what is wrong, the problem made smaller)."""
+
+    done: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    wrong: list[tuple[str, list[str], str]] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        self.done += other.done
+        self.refused += other.refused
+        self.reasons += other.reasons
+        self.wrong += other.wrong
+
+
+def problems_of(task: Task, subjects: dict[str, Subject]) -> Iterator[Problem]:
+    """The problems of a worker, without end: a function of the task's seed, worker and backend alone.
+
+    Where kernels are compiled, a worker has few draws of what they are compiled for.
+    """
+    compiles = task.backend != "reference"
+    kits: dict[str, list[Options]] = {}
+    for name, subject in subjects.items():
+        draw = Draw(f"{task.seed} kit {task.worker} {name}", task.backend)
+        kits[name] = [subject.constants(draw) for _ in range(subject.variants)] if compiles else []
+    names, shares = list(subjects), [s.share for s in subjects.values()]
+    number = 0
+    while True:
+        draw = Draw(f"{task.seed} {task.worker} {number}", task.backend)
+        name = draw.choices(names, shares)[0]
+        fixed = draw.one(kits[name]) if kits[name] else None
+        yield subjects[name].draw(name, draw, fixed)
+        number += 1
+
+
+def run_batch(
+    batch: list[Problem], subjects: dict[str, Subject], place: Place
+) -> tuple[Tally, dict[int, list[str]]]:
+    """(what was done, what is wrong by position). Waits for the device once, behind all launches."""
+    tally, raised = Tally(), dict[int, list[str]]()
+    refused = set()
+    for i, problem in enumerate(batch):
+        place.judge.problem = i
+        try:
+            subjects[problem.call].judge(problem.options, place)
+        except ValueError as error:
+            if not place.has_kernels:
+                raised[i] = [f"raised ValueError: {error}"[:_SHOWN]]
+                continue
+            refused.add(i)
+            tally.refused[problem.call] += 1
+            tally.reasons[f"{problem.call}: {error}"[:_SHOWN]] += 1
+        except Exception as error:
+            if "CUDA" in f"{type(error).__name__}{error}":
+                raise
+            raised[i] = [f"raised {type(error).__name__}: {error}"[:_SHOWN]]
+    wrong = place.judge.verdicts() | raised
+    for i, problem in enumerate(batch):
+        if i not in refused:
+            tally.done[problem.call] += 1
+    return tally, {i: names for i, names in wrong.items() if i not in refused}
+
+
+def work(task: Task, tell: Callable[[tuple[str, Any]], None]) -> None:
+    """Runs batches. tell: gets ("started", problems as text), ("tally", Tally), and at the end ("ended", "")."""
+    import torch
+
+    torch.set_num_threads(1)
+    place = place_of(task.backend)
+    subjects = subjects_of(task.backend, place.arch)
+    if task.calls:
+        subjects = {name: s for name, s in subjects.items() if name in task.calls}
+    with settings_of(task.backend):
+        _work(task, place, subjects, tell)
+
+
+def _work(
+    task: Task, place: Place, subjects: dict[str, Subject], tell: Callable[[tuple[str, Any]], None]
+) -> None:
+    size = BATCH[task.backend.split(":")[0]]
+    source, done, shrunken = problems_of(task, subjects), 0, 0
+    while time.time() < task.deadline and (task.problems == 0 or done < task.problems):
+        count = size if task.problems == 0 else min(size, task.problems - done)
+        batch = [next(source) for _ in range(count)]
+        tell(("started", [str(problem) for problem in batch]))
+        tally, wrong = run_batch(batch, subjects, place)
+        for i, names in wrong.items():
+            smaller, again = batch[i], names
+            if shrunken < _SHRUNK:
+                shrunken += 1
+                smaller, again = shrunk(batch[i], place)
+            repeated = names if again else [*names, "(not repeated alone)"]
+            tally.wrong.append((str(batch[i]), repeated, str(smaller)))
+        done += count
+        tell(("tally", tally))
+    tell(("ended", ""))
+
+
+def run_process(task: Task, connection: Any) -> None:
+    """``work`` in a process of its own, told through a connection."""
+    try:
+        work(task, connection.send)
+    except Exception as error:
+        connection.send(("ended", f"{type(error).__name__}: {' '.join(str(error).split())[:2000]}"))
+    connection.close()
