@@ -7,18 +7,15 @@ gate_up_proj (E, 2 I, H) e4m3 and gate_up_proj_scale_inv. The shapes and dtypes 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from padless.checkpoints import from_deepseek, from_torch
-from padless.formats import FP8_BLOCK, MXFP4, MXFP8, BlockScaledFormat, BlockScaledTensor, ceil_div
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, BlockScaledFormat, BlockScaledTensor
 from padless.integrations.transformers.operators import aligned
-from padless.moe import ops
-from padless.moe.layer import ACTIVATIONS, BF16
+from padless.integrations.weights import ExpertWeights, activations_for, block_scaled
 from padless.quantization.quantize import quantize
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4)
@@ -26,25 +23,6 @@ _HOW_TO_QUANTIZE = (
     "load an FP8 checkpoint, or call padless.integrations.transformers.quantize_experts(model) "
     "after from_pretrained"
 )
-
-
-@dataclass(frozen=True, eq=False)
-class ExpertWeights:
-    """Both projections of E experts: w13 (E, 2 I, H) or without a gate (E, I, H), w2 (E, H, I), biases or None.
-
-    activations: name of the format that activations are quantized to, "BF16" for none.
-    """
-
-    w13: BlockScaledTensor
-    w2: BlockScaledTensor
-    bias13: torch.Tensor | None
-    bias2: torch.Tensor | None
-    activations: str
-
-    @property
-    def activation_format(self) -> BlockScaledFormat | torch.dtype:
-        """activations as `padless.moe` takes them."""
-        return torch.bfloat16 if self.activations == BF16 else ops.BY_NAME[self.activations]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,24 +78,11 @@ def _build(module: Any) -> ExpertWeights:
     first = first_projection(module)
     w13, w2 = _weight(module, first), _weight(module, "down_proj")
     bias13, bias2 = (_detached(getattr(module, f"{name}_bias", None)) for name in (first, "down_proj"))
-    return ExpertWeights(w13, w2, bias13, bias2, _activations(w13))
+    return ExpertWeights(w13, w2, bias13, bias2, activations_for(w13))
 
 
 def _detached(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else t.detach()
-
-
-def _activations(weights: BlockScaledTensor) -> str:
-    """MXFP4 weights take bfloat16 activations where a kernel does, as the models were made for; the others their own."""
-    if weights.format != MXFP4:
-        return ACTIVATIONS[weights.format].name
-    on_blackwell = weights.device.type == "cuda" and _capability(weights.device.index or 0) >= (10, 0)
-    return MXFP4.name if on_blackwell else BF16
-
-
-@lru_cache(maxsize=16)
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
 
 
 def _weight(module: Any, name: str) -> BlockScaledTensor:
@@ -132,18 +97,7 @@ def _weight(module: Any, name: str) -> BlockScaledTensor:
         raise ValueError(
             f"{name} of {type(module).__name__} is (E, K, N) and quantized; padless takes (E, N, K): {_HOW_TO_QUANTIZE}"
         )
-    codes, scale = aligned_parameter(codes), scale.detach()
-    if codes.dtype == torch.int8:
-        return from_torch(codes.view(torch.uint8), _exponents(scale))
-    experts, n, k = codes.shape
-    if tuple(scale.shape) == (experts, n, ceil_div(k, MXFP8.block_k)):
-        return from_torch(codes, _exponents(scale))
-    if tuple(scale.shape) == (experts, ceil_div(n, 128), ceil_div(k, 128)):
-        return from_deepseek(codes, scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale)
-    raise ValueError(
-        f"{name}_scale_inv has shape {tuple(scale.shape)} for {name} of {tuple(codes.shape)}; padless takes a scale for "
-        f"each 128 x 128 or 1 x 32 values: choose another experts_implementation"
-    )
+    return block_scaled(name, aligned_parameter(codes), scale, "choose another experts_implementation")
 
 
 def aligned_parameter(parameter: torch.Tensor) -> torch.Tensor:
@@ -151,13 +105,6 @@ def aligned_parameter(parameter: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return parameter.detach().contiguous()
     return aligned(parameter.detach())
-
-
-def _exponents(scale: torch.Tensor) -> torch.Tensor:
-    """Power-of-two scales as e8m0: as they are, bytes reinterpreted, and float32 converted, which is exact."""
-    if scale.dtype == torch.uint8:
-        return scale.view(torch.float8_e8m0fnu)
-    return scale.to(torch.float8_e8m0fnu)
 
 
 # --- quantizing ------------------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""Weights of a framework's experts as BlockScaledTensors: codes and scales by their dtypes and shapes, built once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from padless.checkpoints import from_deepseek, from_torch
+from padless.formats import MXFP4, MXFP8, BlockScaledFormat, BlockScaledTensor, ceil_div
+from padless.moe import ops
+from padless.moe.layer import ACTIVATIONS, BF16
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWeights:
+    """Both projections of E experts: w13 (E, 2 I, H) or without a gate (E, I, H), w2 (E, H, I), biases or None.
+
+    activations: name of the format that activations are quantized to, "BF16" for none.
+    """
+
+    w13: BlockScaledTensor
+    w2: BlockScaledTensor
+    bias13: torch.Tensor | None
+    bias2: torch.Tensor | None
+    activations: str
+
+    @property
+    def activation_format(self) -> BlockScaledFormat | torch.dtype:
+        """activations as `padless.moe` takes them."""
+        return torch.bfloat16 if self.activations == BF16 else ops.BY_NAME[self.activations]
+
+
+def block_scaled(name: str, codes: torch.Tensor, scale: torch.Tensor, remedy: str) -> BlockScaledTensor:
+    """The weight of codes (E, N, K) float8_e4m3fn, or (E, N, K / 2) int8 or uint8 of two FP4 values, and its scales.
+
+    scale: one for each 128 x 128 values, float32, bfloat16, float8_e8m0fnu or its bytes (FP8_BLOCK), or one power of
+        two for each 1 x 32 (MXFP8, MXFP4). float32 scales of blocks and one-byte scales are not copied.
+    name, remedy: words of the errors. Raises ValueError.
+    """
+    codes, scale = codes.detach(), scale.detach()
+    if codes.dtype in (torch.int8, torch.uint8):
+        return from_torch(codes.view(torch.uint8), exponents(scale))
+    if codes.dtype != torch.float8_e4m3fn or codes.dim() != 3:
+        raise ValueError(f"{name} is {tuple(codes.shape)} {codes.dtype}; padless takes FP8 or FP4: {remedy}")
+    experts, n, k = codes.shape
+    if tuple(scale.shape) == (experts, n, ceil_div(k, MXFP8.block_k)):
+        return from_torch(codes, exponents(scale))
+    if tuple(scale.shape) == (experts, ceil_div(n, 128), ceil_div(k, 128)):
+        return from_deepseek(codes, scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale)
+    raise ValueError(
+        f"the scales of {name} have shape {tuple(scale.shape)} for {tuple(codes.shape)}; padless takes a scale for "
+        f"each 128 x 128 or 1 x 32 values: {remedy}"
+    )
+
+
+def exponents(scale: torch.Tensor) -> torch.Tensor:
+    """Power-of-two scales as e8m0: as they are, bytes reinterpreted, and float32 converted, which is exact."""
+    if scale.dtype == torch.uint8:
+        return scale.view(torch.float8_e8m0fnu)
+    return scale.to(torch.float8_e8m0fnu)
+
+
+def activations_for(weights: BlockScaledTensor) -> str:
+    """Name of the format for activations beside the weights, "BF16" for none.
+
+    MXFP4 weights take bfloat16 activations where a kernel does, as the models were made for; the others their own.
+    """
+    if weights.format != MXFP4:
+        return ACTIVATIONS[weights.format].name
+    on_blackwell = weights.device.type == "cuda" and capability(weights.device.index or 0) >= (10, 0)
+    return MXFP4.name if on_blackwell else BF16
+
+
+@lru_cache(maxsize=16)
+def capability(index: int) -> tuple[int, int]:
+    """Compute capability of a GPU."""
+    return torch.cuda.get_device_capability(index)
+
+
+class WeightCache:
+    """ExpertWeights of one layer, built at the first call and again when a tensor is another or was written to."""
+
+    def __init__(self, remedy: str) -> None:
+        self._remedy = remedy
+        self._key: tuple[Any, ...] | None = None
+        self._weights: ExpertWeights | None = None
+        self._sources: tuple[torch.Tensor | None, ...] = ()
+
+    def get(
+        self,
+        w13: torch.Tensor,
+        w13_scale: torch.Tensor,
+        w2: torch.Tensor,
+        w2_scale: torch.Tensor,
+        bias13: torch.Tensor | None = None,
+        bias2: torch.Tensor | None = None,
+    ) -> ExpertWeights:
+        """The weights of these codes, scales and biases. Raises ValueError for a layout that is not known."""
+        sources = (w13, w13_scale, w2, w2_scale, bias13, bias2)
+        key = tuple(None if t is None else _identity(t) for t in sources)
+        if self._weights is None or key != self._key:
+            first = block_scaled("w13", w13, w13_scale, self._remedy)
+            second = block_scaled("w2", w2, w2_scale, self._remedy)
+            self._weights = ExpertWeights(
+                first, second, _float32(bias13), _float32(bias2), activations_for(first)
+            )
+            # The tensors are kept, so that no other one can be at the address of a freed one.
+            self._key, self._sources = key, sources
+        return self._weights
+
+
+def _float32(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.detach().float().contiguous()
+
+
+def _identity(t: torch.Tensor) -> tuple[int, int]:
+    return t.data_ptr(), 0 if t.is_inference() else t._version
