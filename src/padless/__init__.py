@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from padless._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from padless import autograd as autograd
     from padless import moe as moe
+    from padless import nn as nn
     from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
     from padless.compat.cudnn.gemm_class import GroupedGemmQuant
     from padless.compat.cudnn.outputs import QuantOutputs
@@ -118,7 +120,7 @@ _HOMES = {
     "swiglu_backward_quantize": "quantization.swiglu_backward",
 }
 # Packages whose names are public: padless.moe.moe, padless.moe.route, ..
-_PACKAGES = ("moe",)
+_PACKAGES = ("autograd", "moe", "nn")
 
 # Earlier names of configurations.
 _ALIASES = {

@@ -1,0 +1,8 @@
+"""Layers that train in block-scaled FP8: modules, recipes, and weight gradients that wait."""
+
+from padless.nn.experts import Experts, MoE
+from padless.nn.linear import GroupedLinear
+from padless.nn.recipe import RECIPES, Recipe
+from padless.nn.weight_gradient import DelayedWgrad
+
+__all__ = ["RECIPES", "DelayedWgrad", "Experts", "GroupedLinear", "MoE", "Recipe"]

@@ -1,0 +1,271 @@
+"""The experts of a Mixture-of-Experts layer under autograd: `experts`.
+
+Forward:  route -> gather, quantize -> w13 -> SwiGLU, quantize -> w2 -> weighted sum.
+Backward: gather dout, quantize -> dH by w2 -> SwiGLU's gradients, quantized -> dx by w13 -> sum of a token's rows, and
+the two weight gradients.
+
+The routing weights multiply rows after w2 in the forward pass and H before it in the backward pass, which is the same
+derivative: so nothing of w2's size is kept for their gradient, and dout needs no pass of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.moe import ops
+from padless.moe.activation import Activation
+from padless.moe.checks import check_matrix
+from padless.moe.combining import combine
+from padless.moe.gather import activate_quantize, gather_backward, gather_quantize
+from padless.moe.routing import check_ids, route
+from padless.nn.linear_function import (
+    check_weight,
+    columns_facts,
+    flat_columns,
+    joined_columns,
+    operands_of_rows,
+)
+from padless.nn.products import Columns, Rows, product, swiglu_product
+from padless.nn.recipe import Recipe, as_recipe
+from padless.nn.weight_codes import WeightOperands, flat, joined, weight_operands
+from padless.nn.weight_gradient import DelayedWgrad, deliver
+from padless.quantization.swiglu_backward import GATE_UP, swiglu_backward_quantize
+
+_FUSED_MULTIPLE = 128  # of 2 I: columns of a tile of the epilogue
+
+
+def experts(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    recipe: Recipe | str = "fp8",
+    *,
+    shared: torch.Tensor | None = None,
+    gate_up: str = "concatenated",
+    operands13: WeightOperands | None = None,
+    operands2: WeightOperands | None = None,
+    delayed_wgrad: DelayedWgrad | None = None,
+) -> torch.Tensor:
+    """out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t]), plus shared[t]; (T, H) in x's dtype.
+
+    expert(e, x) = w2[e] @ (silu(gate) * up), gate and up being the halves of w13[e] @ x. Differentiable for x,
+    top_k_weights, w13, w2 and shared.
+
+    x: (T, H) bfloat16, float16 or float32; T may be 0.
+    top_k_index: (T, k) int32 or int64, k from 1 to 16. Ids below 0 or from E on are no expert and add nothing.
+    top_k_weights: (T, k) bfloat16, float16 or float32.
+    w13: (E, 2 I, H), the same dtypes; H and I multiples of 16. w2: (E, H, I).
+    recipe: a `padless.nn.Recipe` or the name of one.
+    shared: (T, H), added to the result.
+    gate_up: which rows of w13 make gate and up, "concatenated" or "interleaved" by 32 (then I is a multiple of 32).
+    operands13, operands2: as ``operands`` of `padless.autograd.grouped_linear`.
+    delayed_wgrad: where the weight gradients are left for later; None computes them in the backward pass.
+
+    Kept for the backward pass, in bytes a row (T * k rows): of an FP8 weight gradient H codes of x and H / 32 of scales
+    (H / 4096 in mode "1d2d"), of a bfloat16 one nothing but x itself; and of the values before the activation 2 I codes
+    and I / 16 of scales ("fp8"), 4 I ("bf16"), or the first product's operand ("recompute"). No synchronization. It can
+    be differentiated once. Raises ValueError.
+    """
+    recipe = as_recipe(recipe)
+    check_ids(top_k_index, w13.shape[0])
+    check_matrix("x", x, top_k_index.shape[0], None, top_k_index.device)
+    check_matrix("top_k_weights", top_k_weights, x.shape[0], top_k_index.shape[1], x.device)
+    check_weight("w13", w13, x.shape[1], recipe)
+    check_weight("w2", w2, w13.shape[1] // 2, recipe)
+    if tuple(w2.shape) != (w13.shape[0], x.shape[1], w13.shape[1] // 2) or w13.shape[1] % 32:
+        raise ValueError(
+            f"w13 is {tuple(w13.shape)} and w2 {tuple(w2.shape)}; they must be (E, 2 I, H) and (E, H, I), H and I "
+            "multiples of 16"
+        )
+    if gate_up not in GATE_UP or (gate_up == "interleaved" and w13.shape[1] % 64):
+        raise ValueError(
+            f"gate_up is {gate_up!r} and I {w13.shape[1] // 2}; allowed: {', '.join(map(repr, GATE_UP))}, the latter "
+            "for multiples of 32"
+        )
+    if shared is not None:
+        check_matrix("shared", shared, x.shape[0], x.shape[1], x.device)
+    forward13, dgrad13 = weight_operands(w13, recipe) if operands13 is None else operands13
+    forward2, dgrad2 = weight_operands(w2, recipe) if operands2 is None else operands2
+    out: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+        x, top_k_weights, w13, w2, shared, top_k_index, _Plan(recipe, gate_up, delayed_wgrad),
+        *flat(forward13), *flat(dgrad13), *flat(forward2), *flat(dgrad2),
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    recipe: Recipe
+    gate_up: str
+    delayed_wgrad: DelayedWgrad | None
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        shared: torch.Tensor | None,
+        top_k_index: torch.Tensor,
+        plan: _Plan,
+        *weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        recipe = plan.recipe
+        forward13, dgrad13, forward2, dgrad2 = (weights[i : i + 2] for i in range(0, 8, 2))
+        needs_x, needs_prob, needs13, needs2 = ctx.needs_input_grad[:4]
+        trains = needs_x or needs_prob or needs13 or needs2
+        routing = route(top_k_index, w13.shape[0])
+        offs = routing.offs
+
+        # First product: rows for it, and what its weight's gradient reads.
+        rows, columns = _gathered(x, routing.tokens, routing.inverse, offs, recipe, needs13)
+        z, hidden = _hidden(rows, joined(*forward13), offs, plan)  # type: ignore[arg-type]
+        y = product(hidden, joined(*forward2), offs, transposed=False, zero_tail=False)  # type: ignore[arg-type]
+        out = combine(y, routing.inverse, top_k_weights, shared, out_dtype=x.dtype)
+
+        ctx.plan = plan
+        ctx.num_experts, ctx.dtypes = w13.shape[0], (x.dtype, top_k_weights.dtype)
+        ctx.weights = (w13 if needs13 else None, w2 if needs2 else None)
+        ctx.facts = None
+        if trains:
+            kept: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+            if recipe.save == "bf16":
+                kept = (z, None)
+            elif recipe.save == "fp8":
+                kept = ops.call("quantize_rows", z)
+            elif recipe.fp8_forward:
+                kept = flat(rows)
+            saved_columns: tuple[torch.Tensor | None, ...] = (None,) * 4
+            if columns is not None:
+                ctx.facts, saved_columns = columns_facts(columns), flat_columns(columns)
+            keeps_x = (needs13 and not recipe.fp8_wgrad) or (
+                recipe.save == "recompute" and not recipe.fp8_forward
+            )
+            again = forward13 if recipe.save == "recompute" else (None, None)
+            ctx.save_for_backward(
+                offs, routing.tokens, routing.inverse, top_k_weights, x if keeps_x else None,
+                *kept, *saved_columns, *dgrad13, *dgrad2, *again,
+            )  # fmt: skip
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needs_x, needs_prob, needs13, needs2, needs_shared = ctx.needs_input_grad[:5]
+        dx = dprob = dw13 = dw2 = None
+        if needs_x or needs_prob or needs13 or needs2:
+            dx, dprob, dw13, dw2 = _gradients(ctx, dout)
+        dshared = dout if needs_shared else None
+        return dx, dprob, dw13, dw2, dshared, None, None, *(None,) * 8
+
+
+def _gathered(
+    x: torch.Tensor,
+    tokens: torch.Tensor,
+    inverse: torch.Tensor,
+    offs: torch.Tensor,
+    recipe: Recipe,
+    needs_wgrad: bool,
+) -> tuple[Rows, Columns | None]:
+    """x by experts: the operand of the first product, and that of its weight's gradient where it is quantized."""
+    fp8_columns = recipe.fp8_wgrad and needs_wgrad
+    if recipe.fp8_forward and not fp8_columns:
+        return gather_quantize(x, inverse, FP8_BLOCK), None
+    found = operands_of_rows(
+        x.index_select(0, tokens), offs, recipe.fp8_forward, fp8_columns, recipe.column_block
+    )
+    return found if fp8_columns else (found[0], None)
+
+
+def _hidden(rows: Rows, w13: Rows, offs: torch.Tensor, plan: _Plan) -> tuple[torch.Tensor | None, Rows]:
+    """(values before the activation, the operand of the second product); in one launch where the former are not kept."""
+    recipe = plan.recipe
+    if recipe.fp8_forward and recipe.save == "recompute" and w13.shape[1] % _FUSED_MULTIPLE == 0:
+        assert isinstance(rows, BlockScaledTensor)
+        assert isinstance(w13, BlockScaledTensor)
+        return None, swiglu_product(rows, w13, offs, plan.gate_up)
+    z = product(rows, w13, offs, transposed=False, zero_tail=False)
+    activation = Activation(gate_up=plan.gate_up)
+    return z, activate_quantize(z, activation, FP8_BLOCK if recipe.fp8_forward else None)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of x, top_k_weights, w13 and w2, None where they are not needed."""
+    plan: _Plan = ctx.plan
+    recipe = plan.recipe
+    needs_x, needs_prob, needs13, needs2 = ctx.needs_input_grad[:4]
+    offs, tokens, inverse, top_k_weights, x, *saved = ctx.saved_tensors
+    kept, saved_columns, dgrad13, dgrad2, again = (
+        saved[i:j] for i, j in ((0, 2), (2, 6), (6, 8), (8, 10), (10, 12))
+    )
+    z = _values_before_activation(plan, kept, x, tokens, again, offs)
+
+    # Second product.
+    dy_rows, dy_columns = operands_of_rows(
+        dout.index_select(0, tokens), offs, recipe.fp8_dgrad, recipe.fp8_wgrad and needs2, (1, 128)
+    )
+    dh = product(dy_rows, joined(*dgrad2), offs, transposed=True, zero_tail=False)
+    prob = ops.call("slots_to_rows", top_k_weights, inverse)
+    dz_rows, dz_columns, h_columns, dprob_rows = _activation_gradients(dh, z, offs, prob, plan)
+    del dh, z, dy_rows
+    w13, w2 = ctx.weights
+    dw2 = deliver(w2, plan.delayed_wgrad, dy_columns, h_columns, offs) if needs2 else None
+    del dy_columns, h_columns
+    dprob = ops.call("rows_to_slots", dprob_rows, inverse, ctx.dtypes[1]) if needs_prob else None
+
+    # First product.
+    dx = dw13 = None
+    if needs_x:
+        dx_rows = product(dz_rows, joined(*dgrad13), offs, transposed=True, zero_tail=False)
+        dx = gather_backward(dx_rows, inverse, out_dtype=ctx.dtypes[0])
+        del dx_rows
+    if needs13:
+        x_columns: Columns
+        if ctx.facts is None:
+            x_columns = x.index_select(0, tokens).to(torch.bfloat16)
+        else:
+            x_columns = joined_columns(saved_columns, ctx.facts, offs)
+        dw13 = deliver(w13, plan.delayed_wgrad, dz_columns, x_columns, offs)
+    return dx, dprob, dw13, dw2
+
+
+def _values_before_activation(
+    plan: _Plan, kept: Any, x: torch.Tensor | None, tokens: torch.Tensor, w13: Any, offs: torch.Tensor
+) -> torch.Tensor:
+    """(T * k, 2 I) bfloat16: as they were kept, or multiplied again."""
+    recipe = plan.recipe
+    if recipe.save != "recompute":
+        z: torch.Tensor = kept[0] if recipe.save == "bf16" else ops.call("dequantize_rows", *kept)
+        return z
+    rows: Rows
+    if recipe.fp8_forward:
+        rows = joined(*kept)
+    else:
+        assert x is not None
+        rows = x.index_select(0, tokens).to(torch.bfloat16)
+    return product(rows, joined(*w13), offs, transposed=False, zero_tail=False)
+
+
+def _activation_gradients(
+    dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor, plan: _Plan
+) -> tuple[Rows, Columns, Columns, torch.Tensor]:
+    """dZ as rows and as columns, H as columns, and the gradient of each row's routing weight."""
+    recipe = plan.recipe
+    if recipe.fp8_dgrad and recipe.fp8_wgrad:
+        found = swiglu_backward_quantize(
+            dh, z, offs, prob, gate_up=plan.gate_up, hidden_block=recipe.column_block
+        )
+        assert found.dprob is not None
+        return found.dz_rows, found.dz_columns, found.hidden_columns, found.dprob
+    dz, h, dprob = ops.call("swiglu_backward", dh, z, offs, prob, plan.gate_up)
+    dz_rows, dz_columns = operands_of_rows(dz, offs, recipe.fp8_dgrad, recipe.fp8_wgrad, (1, 128))
+    _, h_columns = operands_of_rows(h, offs, False, recipe.fp8_wgrad, recipe.column_block)
+    return dz_rows, dz_columns, h_columns, dprob

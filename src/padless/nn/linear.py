@@ -1,0 +1,98 @@
+"""A grouped linear layer with its weight: `GroupedLinear`; and what modules with quantized weights share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from padless.nn.linear_function import grouped_linear
+from padless.nn.recipe import Recipe, as_recipe
+from padless.nn.weight_codes import WeightCodes, WeightOperands
+from padless.nn.weight_gradient import DelayedWgrad
+
+
+class QuantizedModule(nn.Module):
+    """A module whose weights (G, N, K) are multiplied in the formats of a recipe; codes are made once for each value.
+
+    recipe: a `padless.nn.Recipe`; another one may be assigned, also by its name.
+    delayed_wgrad: a `padless.nn.DelayedWgrad` that the weight gradients are left in, or None.
+    """
+
+    def __init__(self, recipe: Recipe | str, delayed_wgrad: DelayedWgrad | None) -> None:
+        super().__init__()
+        self._codes: dict[str, WeightCodes] = {}
+        self.recipe = as_recipe(recipe)
+        self.delayed_wgrad = delayed_wgrad
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As for any module; a weight that is replaced, also by FSDP2, leaves its codes."""
+        codes = self.__dict__.get("_codes", {}).get(name)
+        if codes is not None:
+            codes.forget()
+        value = as_recipe(value) if name == "recipe" else value
+        super().__setattr__(name, value)
+
+    def forget_codes(self) -> None:
+        """Lets the next call quantize the weights again.
+
+        Needed only after a write that torch cannot know of: to ``weight.data`` outside a torch.optim.Optimizer's step.
+        """
+        for codes in self._codes.values():
+            codes.forget()
+
+    def _add_weight(self, name: str, shape: tuple[int, int, int], **factory: Any) -> None:
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
+        self._codes[name] = WeightCodes()
+
+    def _operands(self, name: str) -> WeightOperands:
+        weight: torch.Tensor = getattr(self, name)
+        return self._codes[name].of(weight, self.recipe)
+
+    def reset_parameters(self) -> None:
+        """Draws the weights uniformly from +- 1 / sqrt(K), as torch.nn.Linear does."""
+        for name in self._codes:
+            weight: torch.Tensor = getattr(self, name)
+            bound = 1 / math.sqrt(weight.shape[2])
+            nn.init.uniform_(weight, -bound, bound)
+
+
+class GroupedLinear(QuantizedModule):
+    """y[rows of g] = x[rows of g] @ weight[g].T, trained in the formats of a recipe.
+
+    num_groups, in_features, out_features: G, K, N; the latter two multiples of 16.
+    recipe: a `padless.nn.Recipe` or the name of one.
+    delayed_wgrad: where weight gradients are left for later.
+    dtype, device: of ``weight``, the parameter (G, N, K): bfloat16, float16 or float32.
+
+    Codes of the weight are made at the first call after a change of it. Raises ValueError.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        recipe: Recipe | str = "fp8",
+        delayed_wgrad: DelayedWgrad | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(recipe, delayed_wgrad)
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self._add_weight("weight", (num_groups, out_features, in_features), dtype=dtype, device=device)
+        self.reset_parameters()
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        """`padless.autograd.grouped_linear` of x (M, K) and offs (G,) with the weight: (M, N)."""
+        return grouped_linear(
+            x, self.weight, offs, self.recipe, self._operands("weight"), delayed_wgrad=self.delayed_wgrad
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {self.in_features}, {self.out_features}, recipe={self.recipe}"

@@ -1,0 +1,174 @@
+"""A grouped linear layer under autograd: `grouped_linear`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from padless.formats import BlockScaledTensor
+from padless.grouped_columns import GroupedColumns
+from padless.moe import ops
+from padless.nn.products import Columns, Rows, product
+from padless.nn.recipe import Recipe, as_recipe
+from padless.nn.weight_codes import WeightOperands, flat, joined, weight_operands
+from padless.nn.weight_gradient import DelayedWgrad, deliver
+from padless.ops.checks import describe
+from padless.quantization.quantize import INPUT_DTYPES
+from padless.quantization.rows_columns import check_offs, quantize_rows_columns
+
+_MULTIPLE = 16  # of N and K: rows of 16 bytes in every operand
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    recipe: Recipe | str = "fp8",
+    operands: WeightOperands | None = None,
+    *,
+    delayed_wgrad: DelayedWgrad | None = None,
+) -> torch.Tensor:
+    """y[rows of g] = x[rows of g] @ weight[g].T, differentiable for x and weight.
+
+    x: (M, K) bfloat16, float16 or float32; float64 with a bfloat16 recipe on a CPU is computed in float64.
+    weight: (G, N, K), the same dtypes; N and K multiples of 16.
+    offs: (G,) int32 cumulative END rows of the groups, on x's device, never read by the host. Rows past the last group
+        take part in nothing, whatever they hold: y and the gradient of x are zeros there.
+    recipe: a `padless.nn.Recipe` or the name of one. ``save`` has no meaning here.
+    operands: of `padless.nn.weight_codes.weight_operands` for this weight and recipe, to be used again while the weight
+        is unchanged; None makes them.
+    delayed_wgrad: where the weight gradient is left for later; None computes it in the backward pass.
+
+    Returns (M, N) in x's dtype, rounded from bfloat16 products.
+
+    Backward: dx = dy @ weight, the weights' codes transposed and not quantized again; dw[g] = dy[rows of g].T @ x[rows
+    of g], added to ``weight.main_grad`` where that attribute exists (`padless.nn.weight_gradient.computed`). dy is read
+    once and quantized along its rows and along the tokens. No synchronization. It can be differentiated once.
+
+    Raises ValueError for what is not allowed above.
+    """
+    recipe = as_recipe(recipe)
+    check_rows("x", x, recipe)
+    check_weight("weight", weight, x.shape[1], recipe)
+    if weight.device != x.device:
+        raise ValueError(f"weight is on {weight.device} and x on {x.device}; they must be on one device")
+    check_offs(offs, x, "x")
+    if offs.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"offs has {offs.shape[0]} groups and weight {weight.shape[0]}; they must be as many"
+        )
+    forward, dgrad = weight_operands(weight, recipe) if operands is None else operands
+    y: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
+        x, weight, offs, recipe, *flat(forward), *flat(dgrad), delayed_wgrad
+    )
+    return y
+
+
+def check_rows(name: str, x: object, recipe: Recipe) -> None:
+    """Raises ValueError unless x is a matrix that the recipe can take."""
+    allowed: tuple[torch.dtype, ...] = INPUT_DTYPES
+    if not (recipe.fp8_forward or recipe.fp8_dgrad or recipe.fp8_wgrad):
+        allowed = (*INPUT_DTYPES, torch.float64)
+    if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.dtype not in allowed:
+        raise ValueError(f"{name} must be a matrix in bfloat16, float16 or float32, got {describe(x)}")
+
+
+def check_weight(name: str, weight: object, k: int, recipe: Recipe) -> None:
+    """Raises ValueError unless weight is (G, N, k) in a dtype that the recipe can take."""
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 3 or weight.shape[2] != k:
+        raise ValueError(f"{name} must be (num_groups, N, K) with K = {k}, got {describe(weight)}")
+    check_rows(name, weight[0] if weight.shape[0] else weight.flatten(1), recipe)
+    n = weight.shape[1]
+    if n == 0 or k == 0 or n % _MULTIPLE or k % _MULTIPLE:
+        raise ValueError(
+            f"{name} is (num_groups, N, K) = {tuple(weight.shape)}; N and K must be positive multiples of {_MULTIPLE}"
+        )
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        offs: torch.Tensor,
+        recipe: Recipe,
+        forward_data: torch.Tensor,
+        forward_scale: torch.Tensor | None,
+        dgrad_data: torch.Tensor,
+        dgrad_scale: torch.Tensor | None,
+        delayed_wgrad: DelayedWgrad | None,
+    ) -> torch.Tensor:
+        needs_wgrad = ctx.needs_input_grad[1]
+        rows, columns = operands_of_rows(
+            x, offs, recipe.fp8_forward, recipe.fp8_wgrad and needs_wgrad, recipe.column_block
+        )
+        y = product(rows, joined(forward_data, forward_scale), offs, transposed=False, zero_tail=True)
+        saved = flat_columns(columns) if needs_wgrad else (None,) * 4
+        ctx.save_for_backward(offs, dgrad_data, dgrad_scale, *saved)
+        ctx.how = (recipe, x.dtype, columns_facts(columns))
+        ctx.weight, ctx.delayed_wgrad = weight if needs_wgrad else None, delayed_wgrad
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        offs, dgrad_data, dgrad_scale, *saved = ctx.saved_tensors
+        recipe, dtype, facts = ctx.how
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        dx = dw = None
+        rows, columns = operands_of_rows(
+            dy, offs, recipe.fp8_dgrad and needs_dgrad, recipe.fp8_wgrad and needs_wgrad, (1, 128)
+        )
+        if needs_dgrad:
+            w = joined(dgrad_data, dgrad_scale)
+            dx = product(rows, w, offs, transposed=True, zero_tail=True).to(dtype)
+        if needs_wgrad:
+            x_columns = joined_columns(saved, facts, offs)
+            dw = deliver(ctx.weight, ctx.delayed_wgrad, columns, x_columns, offs)
+        return dx, dw, None, None, None, None, None, None, None
+
+
+# --- operands of rows ------------------------------------------------------------------------------------
+
+
+def operands_of_rows(
+    x: torch.Tensor, offs: torch.Tensor, fp8_rows: bool, fp8_columns: bool, block: tuple[int, int]
+) -> tuple[Rows, Columns]:
+    """x (M, N) for a product along N and for one along the tokens, each FP8_BLOCK or in the type of plain products."""
+    rows: Rows
+    columns: Columns
+    rows = columns = x if x.dtype == torch.float64 or (fp8_rows and fp8_columns) else x.to(torch.bfloat16)
+    if fp8_columns:
+        quantized, columns = quantize_rows_columns(x, offs, column_block=block, rows=fp8_rows)
+        rows = rows if quantized is None else quantized
+    elif fp8_rows:
+        codes, scale = ops.call("quantize_rows", x)
+        rows = joined(codes.view(torch.float8_e4m3fn), scale)
+    return rows, columns
+
+
+def flat_columns(columns: Columns) -> tuple[torch.Tensor | None, ...]:
+    """What autograd saves of an operand along the tokens."""
+    if isinstance(columns, GroupedColumns):
+        return columns.data, columns.scale, columns.starts, columns.block_starts
+    return columns, None, None, None
+
+
+def columns_facts(columns: Columns) -> tuple[tuple[int, int], int] | None:
+    """(block, alignment) of a quantized operand along the tokens, else None."""
+    return (columns.block, columns.alignment) if isinstance(columns, GroupedColumns) else None
+
+
+def joined_columns(saved: Any, facts: tuple[tuple[int, int], int] | None, offs: torch.Tensor) -> Columns:
+    """The inverse of `flat_columns` and `columns_facts`."""
+    if facts is None:
+        plain: torch.Tensor = saved[0]
+        return plain
+    data, scale, starts, block_starts = saved
+    return GroupedColumns(data, scale, offs, starts, block_starts, *facts)
+
+
+def is_quantized(rows: Rows) -> bool:
+    """Whether an operand has codes."""
+    return isinstance(rows, BlockScaledTensor)

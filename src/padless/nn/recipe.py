@@ -1,0 +1,96 @@
+"""Choice of formats for training a grouped layer: which products are FP8, and what is kept for the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from padless.formats import FP8_BLOCK, BlockScaledFormat
+
+Format = BlockScaledFormat | torch.dtype
+FORMATS: tuple[Format, ...] = (FP8_BLOCK, torch.bfloat16)
+WGRAD_MODES = {
+    "1d2d": (128, 128),
+    "1d1d": (1, 128),
+}  # (features, tokens) that share a scale of the inputs' columns
+SAVED = ("fp8", "bf16", "recompute")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Formats of a layer's three products, and what its forward pass keeps.
+
+    forward: of y = x @ w.T, `padless.FP8_BLOCK` or torch.bfloat16. In FP8_BLOCK x has a scale per 128 columns of a
+        row and w one per 128 x 128, as in DeepSeek-V3 (arXiv 2412.19437).
+    dgrad: of dx = dy @ w, the same two. In FP8_BLOCK the weights' codes are those of the forward product, transposed,
+        bit for bit, and dy has a scale per 128 columns of a row: never one per 128 x 128, with which DeepSeek-V3's
+        authors saw training diverge.
+    wgrad: of dw = dy.T @ x, the same two. In FP8_BLOCK dy has a scale per feature and 128 tokens of a group.
+    wgrad_mode: scales of x in an FP8_BLOCK wgrad: "1d2d", one per 128 features and 128 tokens; "1d1d", one per
+        feature and 128 tokens.
+    save: how `Experts` keep the values before their activation for the backward pass: "fp8", in FP8_BLOCK; "bf16"; or
+        "recompute", which keeps the first product's operand and multiplies again.
+
+    Raises ValueError for other values.
+
+    Example: Recipe(wgrad=torch.bfloat16) has FP8 products for the outputs and for the inputs' gradients, and weight
+        gradients in bfloat16.
+    """
+
+    forward: Format = FP8_BLOCK
+    dgrad: Format = FP8_BLOCK
+    wgrad: Format = FP8_BLOCK
+    wgrad_mode: str = "1d2d"
+    save: str = "fp8"
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "dgrad", "wgrad"):
+            format = getattr(self, name)
+            if format not in FORMATS:
+                raise ValueError(f"{name} is {format!r}; allowed: padless.FP8_BLOCK, torch.bfloat16")
+        if self.wgrad_mode not in WGRAD_MODES:
+            raise ValueError(
+                f"wgrad_mode is {self.wgrad_mode!r}; allowed: {', '.join(map(repr, WGRAD_MODES))}"
+            )
+        if self.save not in SAVED:
+            raise ValueError(f"save is {self.save!r}; allowed: {', '.join(map(repr, SAVED))}")
+
+    @property
+    def fp8_forward(self) -> bool:
+        """Whether the forward product is FP8_BLOCK."""
+        return self.forward is not torch.bfloat16
+
+    @property
+    def fp8_dgrad(self) -> bool:
+        """Whether the product for the inputs' gradients is FP8_BLOCK."""
+        return self.dgrad is not torch.bfloat16
+
+    @property
+    def fp8_wgrad(self) -> bool:
+        """Whether the product for the weights' gradients is FP8_BLOCK."""
+        return self.wgrad is not torch.bfloat16
+
+    @property
+    def column_block(self) -> tuple[int, int]:
+        """(features, tokens) that share a scale of the inputs' columns."""
+        return WGRAD_MODES[self.wgrad_mode]
+
+
+RECIPES = {
+    "fp8": Recipe(),
+    "fp8_1d1d": Recipe(wgrad_mode="1d1d"),
+    "fp8_bf16_wgrad": Recipe(wgrad=torch.bfloat16, save="bf16"),
+    "bf16": Recipe(torch.bfloat16, torch.bfloat16, torch.bfloat16, save="bf16"),
+}
+
+
+def as_recipe(recipe: Recipe | str) -> Recipe:
+    """A recipe, or the preset of that name. Raises ValueError."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str) or recipe not in RECIPES:
+        raise ValueError(
+            f"recipe is {recipe!r}; allowed: a padless.nn.Recipe or {', '.join(map(repr, RECIPES))}"
+        )
+    return RECIPES[recipe]

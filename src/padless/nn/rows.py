@@ -1,0 +1,86 @@
+"""Passes over rows that training needs beside the quantizers: definitions in torch, and where Triton computes them."""
+
+from __future__ import annotations
+
+import torch
+
+from padless.moe.checks import on_device_of, runs_triton
+from padless.quantization import swiglu_rules
+from padless.reference.gemm import group_rows
+
+
+def spans(offs: torch.Tensor, num_rows: int) -> list[tuple[int, int]]:
+    """[start, end) of each group's rows; offs on a CPU."""
+    return group_rows(offs, num_rows)
+
+
+def zero_tail(t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """t (M, N), contiguous, with zeros written to the rows from offs[-1] on."""
+    if runs_triton(t):
+        from padless.nn.triton import rows as kernels
+
+        with on_device_of(t):
+            kernels.zero_tail(t, offs)
+        return t
+    if t.is_cuda:
+        tail = torch.arange(t.shape[0], device=t.device) >= offs[-1]
+        return t.masked_fill_(tail[:, None], 0.0)
+    t[max(int(offs[-1]), 0) :] = 0.0
+    return t
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """bfloat16 values, each code * scale of FP8_BLOCK rows (M, N) rounded once."""
+    if runs_triton(codes) and codes.numel() > 0:
+        from padless.nn.triton import rows as kernels
+
+        with on_device_of(codes):
+            return kernels.dequantize(codes, scale)
+    per_column = scale.repeat_interleave(128, dim=1)[:, : codes.shape[1]]
+    return (codes.to(torch.float32) * per_column).to(torch.bfloat16)
+
+
+def slots_to_rows(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """(T * k,) float32: the value (T, k) of each row's slot; also for rows of the tail."""
+    if runs_triton(values) and values.numel() > 0:
+        from padless.nn.triton import rows as kernels
+
+        with on_device_of(values):
+            return kernels.slots_to_rows(values.contiguous(), inverse)
+    out = torch.empty(inverse.numel(), dtype=torch.float32, device=values.device)
+    return out.scatter_(0, _rows_of(inverse), values.reshape(-1).to(torch.float32))
+
+
+def rows_to_slots(values: torch.Tensor, inverse: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """(T, k): the value (T * k,) of each slot's row, 0 for slots of no expert."""
+    if runs_triton(values) and values.numel() > 0:
+        from padless.nn.triton import rows as kernels
+
+        with on_device_of(values):
+            return kernels.rows_to_slots(values, inverse, out_dtype)
+    found = values[_rows_of(inverse)].view(inverse.shape)
+    return torch.where(inverse >= 0, found, 0.0).to(out_dtype)
+
+
+def _rows_of(inverse: torch.Tensor) -> torch.Tensor:
+    flat = inverse.reshape(-1).to(torch.int64)
+    return torch.where(flat < 0, -1 - flat, flat)
+
+
+def swiglu_backward(
+    dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor, gate_up: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dZ (M, 2 I), H (M, I), dprob (M,) float32) of `padless.quantization.swiglu_rules`, rounded to z's dtype.
+
+    Rows past the last group: dZ and H as computed, dprob 0.
+    """
+    if runs_triton(z) and z.numel() > 0:
+        from padless.nn.triton import swiglu as kernels
+
+        with on_device_of(z):
+            return kernels.swiglu_backward(dh, z, offs, prob, gate_up)
+    found = swiglu_rules.backward(dh, *swiglu_rules.gate_and_up(z, gate_up), prob)
+    dz = swiglu_rules.merge_gate_and_up(found.gate, found.up, gate_up)
+    in_a_group = torch.arange(z.shape[0], device=z.device) < offs[-1]
+    dprob = torch.where(in_a_group, swiglu_rules.dprob(found.products), 0.0)
+    return dz.to(z.dtype), found.hidden.to(z.dtype), dprob

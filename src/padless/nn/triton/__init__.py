@@ -1,0 +1,1 @@
+"""Triton kernels of training that are no quantizers."""

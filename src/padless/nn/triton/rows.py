@@ -1,0 +1,141 @@
+"""Passes over rows as Triton kernels: zeros behind the last group, FP8_BLOCK rows decoded, values of slots and rows."""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from padless.formats import ceil_div
+from padless.moe.triton import arithmetic
+from padless.moe.triton.combine import DTYPES
+from padless.quantization.triton import casts
+
+_TAIL_ROWS, _TAIL_COLUMNS = 32, 512
+_DECODED_ROWS, _BLOCK = 64, 128
+_SLOTS = 256
+_F16_PER_E4M3 = tl.constexpr(256.0)
+
+
+def zero_tail(t: torch.Tensor, offs: torch.Tensor) -> None:
+    """Writes zeros to the rows from offs[-1] on of t (M, N), contiguous. Programs that have none of them end at once."""
+    rows, columns = t.shape
+    if t.numel() > 0:
+        _zero_tail[(ceil_div(rows, _TAIL_ROWS),)](
+            t, offs, rows, columns, offs.shape[0], ROWS=_TAIL_ROWS, COLUMNS=_TAIL_COLUMNS, num_warps=4
+        )
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """bfloat16 values of FP8_BLOCK codes (M, N), contiguous, M and N not 0, with MN-major scales."""
+    rows, columns = codes.shape
+    out = torch.empty((rows, columns), dtype=torch.bfloat16, device=codes.device)
+    blocks = ceil_div(columns, _BLOCK)
+    _dequantize[(ceil_div(rows, _DECODED_ROWS) * blocks,)](
+        codes.view(torch.uint8), scale, out, rows, columns, scale.stride(1), blocks,
+        ROWS=_DECODED_ROWS, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def slots_to_rows(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """(T * k,) float32: values (T, k), contiguous, in the order of rows. T is not 0."""
+    count = inverse.numel()
+    out = torch.empty(count, dtype=torch.float32, device=values.device)
+    _slots_to_rows[(ceil_div(count, _SLOTS),)](values, inverse, out, count, SLOTS=_SLOTS, num_warps=4)
+    return out
+
+
+def rows_to_slots(values: torch.Tensor, inverse: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """(T, k) in out_dtype: values (T * k,) float32 in the order of slots, 0 where inverse is negative. T is not 0."""
+    count = inverse.numel()
+    out = torch.empty(inverse.shape, dtype=out_dtype, device=values.device)
+    _rows_to_slots[(ceil_div(count, _SLOTS),)](
+        values, inverse, out, count, OUT=DTYPES[out_dtype], SLOTS=_SLOTS, num_warps=4
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["M"])
+def _zero_tail(
+    t_ptr,  # (M, N), contiguous
+    offs_ptr,  # (num_groups,) int32
+    M,
+    N,
+    num_groups,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    first = tl.program_id(0) * ROWS
+    end = tl.load(offs_ptr + num_groups - 1)
+    if first + ROWS <= end:
+        return
+    row = first + tl.arange(0, ROWS)
+    kept = (row >= end) & (row < M)
+    start = tl.program_id(0) * 0
+    while start < N:
+        column = start + tl.arange(0, COLUMNS)
+        place = row.to(tl.int64)[:, None] * N + column[None, :]
+        tl.store(t_ptr + place, 0.0, mask=kept[:, None] & (column < N)[None, :])
+        start += COLUMNS
+
+
+@triton.jit(do_not_specialize=["M", "scale_ld"])
+def _dequantize(
+    codes_ptr,  # (M, N) uint8, contiguous
+    scale_ptr,  # (M, blocks) float32, strides (1, scale_ld)
+    out_ptr,  # (M, N) bfloat16, contiguous
+    M,
+    N,
+    scale_ld,
+    blocks,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0) % blocks
+    row = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < M)[:, None] & (column < N)[None, :]
+    place = row.to(tl.int64)[:, None] * N + column[None, :]
+    codes = tl.load(codes_ptr + place, mask=inside, other=0).to(tl.int32)
+    scale = tl.load(scale_ptr + block.to(tl.int64) * scale_ld + row, mask=row < M, other=0.0)
+    # An e4m3 number is 256 times the float16 with its sign, exponent and mantissa, subnormals included.
+    magnitude = codes & 0x7F
+    half = ((codes & 0x80) << 8) | (magnitude << 7)
+    value = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * _F16_PER_E4M3
+    nan = tl.full((ROWS, BLOCK), casts.NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude == 0x7F, nan, value) * scale[:, None]
+    tl.store(out_ptr + place, arithmetic.rounded(value, tl.bfloat16), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _slots_to_rows(
+    values_ptr,  # (count,) in the order of slots
+    inverse_ptr,  # (count,) int32
+    out_ptr,  # (count,) float32, in the order of rows
+    count,
+    SLOTS: tl.constexpr,
+):
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    there = slot < count
+    row = tl.load(inverse_ptr + slot, mask=there, other=0)
+    row = tl.where(row < 0, -1 - row, row)
+    value = casts.to_float32(tl.load(values_ptr + slot, mask=there, other=0.0))
+    tl.store(out_ptr + row, value, mask=there)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _rows_to_slots(
+    values_ptr,  # (count,) float32, in the order of rows
+    inverse_ptr,  # (count,) int32
+    out_ptr,  # (count,) in the order of slots
+    count,
+    OUT: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    there = slot < count
+    row = tl.load(inverse_ptr + slot, mask=there, other=-1)
+    value = tl.load(values_ptr + row, mask=row >= 0, other=0.0)
+    tl.store(out_ptr + slot, arithmetic.rounded(value, OUT), mask=there)

@@ -1,0 +1,85 @@
+"""Where weight gradients go: into ``weight.main_grad``, into a queue, or back to autograd."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from padless.nn.products import Columns, wgrad, wgrad_into
+
+_OUT_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class _Pending(NamedTuple):
+    weight: torch.Tensor
+    dy: Columns
+    x: Columns
+    offs: torch.Tensor
+
+
+class DelayedWgrad:
+    """Weight gradients to be computed later, in the order of the backward passes: for zero-bubble pipelines.
+
+    Give it to layers as ``delayed_wgrad``: their backward passes then leave the weight gradients here, with the
+    operands that they need, and return none. `flush` computes them: into ``weight.main_grad`` where that attribute
+    exists, else into ``weight.grad``, added to what is there. Hooks that wait for a weight's gradient, such as FSDP2's,
+    are not called.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[_Pending] = deque()
+
+    def __len__(self) -> int:
+        """Weight gradients not computed yet."""
+        return len(self._pending)
+
+    def put(self, weight: torch.Tensor, dy: Columns, x: Columns, offs: torch.Tensor) -> None:
+        """Keeps dy.T @ x of each group, the gradient of ``weight``, for later."""
+        self._pending.append(_Pending(weight, dy, x, offs))
+
+    def flush(self, count: int | None = None) -> None:
+        """Computes the oldest ``count`` weight gradients; None, all of them."""
+        for _ in range(len(self._pending) if count is None else min(count, len(self._pending))):
+            weight, dy, x, offs = self._pending.popleft()
+            found = computed(weight, dy, x, offs)
+            if found is not None and getattr(weight, "main_grad", None) is None:
+                weight.grad = found if weight.grad is None else weight.grad + found
+
+
+def deliver(
+    weight: torch.Tensor, queue: DelayedWgrad | None, dy: Columns, x: Columns, offs: torch.Tensor
+) -> torch.Tensor | None:
+    """The gradient of ``weight`` for autograd: None where it went into ``weight.main_grad`` or into the queue."""
+    if queue is None:
+        return computed(weight, dy, x, offs)
+    queue.put(weight, dy, x, offs)
+    return None
+
+
+def computed(weight: torch.Tensor, dy: Columns, x: Columns, offs: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of ``weight`` in its dtype; or, where it has a ``main_grad``, that after adding to it.
+
+    The protocol is Megatron-LM's and TransformerEngine's: ``main_grad`` (G, N, K), float32 or bfloat16, is added to,
+    and overwritten where ``weight.overwrite_main_grad`` is true (the first microbatch, which then needs no zeros).
+    Where ``weight`` has the attribute ``grad_added_to_main_grad`` it is set to True and a tensor of the weight's shape
+    is returned that nobody is to read, since hooks of data parallelism wait for one: uninitialized, or zeros where
+    ``weight.zero_out_wgrad`` is true.
+    """
+    main = getattr(weight, "main_grad", None)
+    if main is None:
+        exact = weight.dtype in _OUT_DTYPES or weight.dtype == torch.float64
+        found = wgrad(dy, x, offs, weight.dtype if exact else torch.float32)
+        return found if exact else found.to(weight.dtype)
+    accumulate = not getattr(weight, "overwrite_main_grad", False)
+    if accumulate and main.dtype != torch.float32:
+        main += wgrad(dy, x, offs, torch.float32).to(main.dtype)
+    else:
+        wgrad_into(main, dy, x, offs, accumulate=accumulate)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight, requires_grad=False)
+    return torch.empty_like(weight, requires_grad=False)
