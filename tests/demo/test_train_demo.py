@@ -17,10 +17,12 @@ from padless.demo.train import run as demo
 from padless.demo.train.model import Model, ModelSize
 from padless.demo.train.report import draw_losses, print_training, save_training
 from padless.demo.train.text import draw_batch, help_topics, library_sources
-from padless.nn import RECIPES
+from padless.formats import BlockScaledTensor
+from padless.layouts import to_mn_major
+from padless.nn import RECIPES, experts_function
+from padless.nn.weight_codes import WeightCodes
 
 TINY = ModelSize(layers=1, hidden=128, heads=2, experts=4, top_k=2, intermediate=128, length=32, batch=4)
-PARITY = replace(TINY, layers=2, experts=8, length=64, batch=8)
 
 
 def test_a_batch_is_text_and_the_bytes_that_follow():
@@ -63,14 +65,18 @@ def test_model_is_causal_and_uses_its_experts():
         assert parameter.grad.abs().amax() > 0, name
 
 
+STEPS = 14
+AGAIN = "fp8 again"
+
+
 @pytest.fixture(scope="module")
 def trained() -> demo.Training:
-    return demo.train(["bf16", "fp8"], size=TINY, steps=30, seeds=(0,))
+    return demo.train(["bf16", "fp8", (AGAIN, RECIPES["fp8"])], size=TINY, steps=STEPS)
 
 
 def test_both_recipes_learn_from_the_same_start(trained: demo.Training):
     for curve in trained.curves:
-        assert len(curve.losses) == 30
+        assert len(curve.losses) == STEPS
         assert curve.last < curve.losses[0] - 1.0, curve
     bf16, fp8 = trained.of("bf16")[0], trained.of("fp8")[0]
     assert bf16.losses != fp8.losses
@@ -78,8 +84,7 @@ def test_both_recipes_learn_from_the_same_start(trained: demo.Training):
 
 
 def test_runs_repeat_to_the_bit(trained: demo.Training):
-    again = demo.train(["fp8"], size=TINY, steps=30, seeds=(0,))
-    assert again.curves[0].losses == trained.of("fp8")[0].losses
+    assert trained.of(AGAIN)[0].losses == trained.of("fp8")[0].losses
 
 
 def test_report_and_picture(trained: demo.Training, tmp_path: Path):
@@ -91,11 +96,11 @@ def test_report_and_picture(trained: demo.Training, tmp_path: Path):
     assert f"{trained.of('fp8')[0].last:.4f}" in said
     assert f"{trained.difference('fp8', 'bf16'):+.2%}" in said
     record = json.loads((tmp_path / "train-demo.json").read_text())
-    assert [c["recipe"] for c in record["curves"]] == ["bf16", "fp8"]
+    assert [c["recipe"] for c in record["curves"]] == ["bf16", "fp8", AGAIN]
     assert record["curves"][1]["losses"] == trained.of("fp8")[0].losses
     blue, red = _count(tmp_path / "train-demo.png")
-    assert blue > 500
-    assert red > 500
+    assert blue > 60
+    assert red > 60
     only = replace(trained, curves=trained.of("bf16"))
     draw_losses(only, tmp_path / "one.png")
     assert _count(tmp_path / "one.png")[1] == 0
@@ -114,6 +119,57 @@ def test_command_writes_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     text = io.StringIO()
     demo.run_train_demo(recipes=["fp8"], steps=10, out=tmp_path, console=Console(file=text, width=100))
     assert len(json.loads((tmp_path / "train-demo.json").read_text())["curves"][0]["losses"]) == 10
+
+
+# --- loss parity -----------------------------------------------------------------------------------------
+
+PARITY_STEPS, SEEDS = 120, (0, 1, 2)
+LIMIT = 0.01  # of a model this small; docs/training.md has the large one
+
+
+@pytest.fixture(scope="module")
+def parity() -> demo.Training:
+    return demo.train(["bf16", "fp8", "fp8_1d1d"], size=TINY, steps=PARITY_STEPS, seeds=SEEDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_1d1d"])
+def test_fp8_ends_where_bf16_does(parity: demo.Training, recipe: str):
+    difference = parity.difference(recipe, "bf16")
+    assert abs(difference) < LIMIT, difference
+    assert abs(difference) < 2 * parity.spread("bf16"), (difference, parity.spread("bf16"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["stale codes", "scales of the row before"])
+def test_a_faulty_recipe_shows(parity: demo.Training, fault: str, monkeypatch: pytest.MonkeyPatch):
+    plant(fault, monkeypatch)
+    faulty = demo.train(["fp8"], size=TINY, steps=PARITY_STEPS, seeds=SEEDS[:1])
+    assert faulty.curves[0].last / parity.of("bf16")[0].last - 1 > LIMIT
+
+
+def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes FP8 training wrong in one of the ways that it has gone wrong for others."""
+    if fault == "stale codes":  # a weight is quantized once and never after an optimizer's step
+        made: dict[int, Any] = {}
+        fresh = WeightCodes.of
+
+        def stale(self: WeightCodes, weight: torch.Tensor, recipe: Any) -> Any:
+            if id(self) not in made:
+                made[id(self)] = self, fresh(self, weight, recipe)
+            return made[id(self)][1]
+
+        monkeypatch.setattr(WeightCodes, "of", stale)
+    else:
+        quantized = experts_function.operands_of_rows
+
+        def shifted(*arguments: Any) -> Any:
+            rows, columns = quantized(*arguments)
+            if isinstance(rows, BlockScaledTensor):
+                rows = BlockScaledTensor(rows.data, to_mn_major(rows.scale.roll(1, 0)), rows.format)
+            return rows, columns
+
+        monkeypatch.setattr(experts_function, "operands_of_rows", shifted)
 
 
 def _count(path: Path) -> tuple[int, int]:

@@ -17,12 +17,12 @@ from padless.demo.train.text import SOURCES, TOPICS, draw_batch, help_topics, li
 from padless.nn import RECIPES, Recipe
 
 SMALL = ModelSize(
-    layers=2, hidden=128, heads=4, experts=8, top_k=2, intermediate=128, length=64, batch=8
+    layers=2, hidden=128, heads=4, experts=8, top_k=2, intermediate=256, length=64, batch=4
 )  # two minutes on two CPU cores
 LARGE = ModelSize(
     layers=8, hidden=1024, heads=16, experts=32, top_k=4, intermediate=1024, length=512, batch=32
 )  # three minutes on an H200
-STEPS = {"cpu": 200, "cuda": 600}
+STEPS = {"cpu": 150, "cuda": 600}
 LEARNING_RATE = {"cpu": 3e-3, "cuda": 6e-4}
 WARM_UP = 0.1  # fraction of steps over which the learning rate rises; it then falls to a tenth along a cosine
 LAST = 0.2  # fraction of steps at the end whose mean loss is compared
@@ -78,7 +78,9 @@ class Training:
 class Contender:
     """A model under one recipe with its optimizer."""
 
-    def __init__(self, name: str, recipe: Recipe, size: ModelSize, seed: int, steps: int, device: str) -> None:
+    def __init__(
+        self, name: str, recipe: Recipe, size: ModelSize, seed: int, steps: int, device: str
+    ) -> None:
         torch.manual_seed(seed)
         self.curve = Curve(name, seed)
         self.model = Model(size, recipe).to(device)
