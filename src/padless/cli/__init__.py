@@ -88,6 +88,20 @@ def demo(
 
 
 @app.command()
+def train_demo(
+    recipes: Annotated[
+        list[str] | None, typer.Option("--recipe", help="Train under this one; can be repeated. bf16 and fp8.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps. 150 on a CPU, 600 on a GPU.")] = None,
+    seeds: Annotated[int, typer.Option(help="Runs with other weights and batches.")] = 1,
+    out: OutDir = DEFAULT_OUT,
+) -> None:
+    """Train a small Mixture-of-Experts language model in bf16 and in FP8 side by side and draw the losses."""
+    options = {"recipes": recipes or (), "steps": steps, "seeds": seeds, "out": out}
+    call("padless.demo.train.run", "run_train_demo", **options)
+
+
+@app.command()
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     formats: Annotated[bool, typer.Option("--formats", help="Which formats run where, as Markdown.")] = False,

@@ -1,0 +1,218 @@
+"""`padless train-demo`: the same model, batches and seed under several recipes, step by step in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from padless.demo.train.model import Model, ModelSize
+from padless.demo.train.text import SOURCES, TOPICS, draw_batch, help_topics, library_sources
+from padless.nn import RECIPES, Recipe
+
+SMALL = ModelSize(
+    layers=2, hidden=128, heads=4, experts=8, top_k=2, intermediate=256, length=64, batch=4
+)  # two minutes on two CPU cores
+LARGE = ModelSize(
+    layers=8, hidden=1024, heads=16, experts=32, top_k=4, intermediate=1024, length=512, batch=32
+)  # three minutes on an H200
+STEPS = {"cpu": 150, "cuda": 600}
+LEARNING_RATE = {"cpu": 3e-3, "cuda": 6e-4}
+WARM_UP = 0.1  # fraction of steps over which the learning rate rises; it then falls to a tenth along a cosine
+LAST = 0.2  # fraction of steps at the end whose mean loss is compared
+
+
+@dataclass
+class Curve:
+    """Losses of one recipe and seed, and what its steps took.
+
+    losses: cross entropy of each step, nats a byte. step_seconds: median of the steps after the first tenth.
+    step_bytes: most memory of a GPU that a step took beyond what it found; None on a CPU.
+    """
+
+    recipe: str
+    seed: int
+    losses: list[float] = field(default_factory=list)
+    step_seconds: float = 0.0
+    step_bytes: int | None = None
+
+    @property
+    def last(self) -> float:
+        """Mean loss of the last fifth of the steps."""
+        tail = self.losses[-max(1, round(LAST * len(self.losses))) :]
+        return sum(tail) / len(tail)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Curves of a run, those of one seed side by side, and what was trained on what."""
+
+    size: ModelSize
+    source: str
+    device: str
+    curves: list[Curve]
+    seconds: float
+
+    def of(self, recipe: str) -> list[Curve]:
+        """Curves of one recipe, by seed."""
+        return [c for c in self.curves if c.recipe == recipe]
+
+    def difference(self, recipe: str, against: str) -> float:
+        """Mean over seeds of last / last of the other recipe - 1."""
+        pairs = zip(self.of(recipe), self.of(against), strict=True)
+        ratios = [mine.last / other.last - 1 for mine, other in pairs]
+        return sum(ratios) / len(ratios)
+
+    def spread(self, recipe: str) -> float:
+        """Standard deviation of a recipe's last losses over seeds, relative to their mean; NaN for one seed."""
+        lasts = torch.tensor([c.last for c in self.of(recipe)], dtype=torch.float64)
+        return float(lasts.std() / lasts.mean()) if lasts.numel() > 1 else float("nan")
+
+
+class Contender:
+    """A model under one recipe with its optimizer."""
+
+    def __init__(
+        self, name: str, recipe: Recipe, size: ModelSize, seed: int, steps: int, device: str
+    ) -> None:
+        torch.manual_seed(seed)
+        self.curve = Curve(name, seed)
+        self.model = Model(size, recipe).to(device)
+        rate = LEARNING_RATE[device]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95), fused=True)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _rate_of(steps))
+        self._losses: list[torch.Tensor] = []
+        self._times: list[float] = []
+        self._device = device
+
+    def step(self, ids: torch.Tensor, following: torch.Tensor) -> None:
+        """One optimizer step. The device is synchronized around it, as contenders take turns on it."""
+        found = self._synchronize()
+        begin = time.perf_counter()
+        loss, entropy = self.model.loss(ids, following)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        self._times.append(time.perf_counter() - begin)
+        self._losses.append(entropy)
+        if self._device == "cuda" and len(self._losses) > 1:  # the first makes the optimizer's state
+            taken = torch.cuda.max_memory_allocated() - found
+            self.curve.step_bytes = max(self.curve.step_bytes or 0, taken)
+
+    def finish(self) -> Curve:
+        """Its curve."""
+        self.curve.losses = torch.stack(self._losses).tolist()
+        settled = sorted(self._times[len(self._times) // 10 :])
+        self.curve.step_seconds = settled[len(settled) // 2]
+        return self.curve
+
+    def _synchronize(self) -> int:
+        """Waits for the device; bytes allocated there."""
+        if self._device != "cuda":
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+
+def train(
+    recipes: Sequence[str | tuple[str, Recipe]],
+    *,
+    size: ModelSize,
+    steps: int,
+    seeds: Sequence[int] = (0,),
+    device: str = "cpu",
+    text: torch.Tensor | None = None,
+    source: str = TOPICS,
+    on_step: Callable[[], None] | None = None,
+) -> Training:
+    """Trains one model for every recipe and seed, those of a seed in turns on the same batches.
+
+    recipes: names in `padless.nn.RECIPES`, or (name, recipe). text: (bytes,) uint8; None is Python's help topics.
+    """
+    named = [(r, RECIPES[r]) if isinstance(r, str) else r for r in recipes]
+    text = help_topics() if text is None else text
+    begin = time.perf_counter()
+    curves: list[Curve] = []
+    for seed in seeds:
+        contenders = [Contender(name, recipe, size, seed, steps, device) for name, recipe in named]
+        generator = torch.Generator().manual_seed(seed)
+        for step in range(steps):
+            ids, following = draw_batch(text, size.batch, size.length, generator)
+            ids, following = ids.to(device), following.to(device)
+            turn = step % len(contenders)
+            for contender in contenders[turn:] + contenders[:turn]:
+                contender.step(ids, following)
+                if on_step is not None:
+                    on_step()
+        curves += [contender.finish() for contender in contenders]
+    return Training(size, source, device, curves, time.perf_counter() - begin)
+
+
+def run_train_demo(
+    *,
+    recipes: Sequence[str] = (),
+    steps: int | None = None,
+    seeds: int = 1,
+    out: Path = Path("padless-out"),
+    console: Console | None = None,
+) -> Training:
+    """Trains with a progress bar, prints a table and draws the losses to out / "train-demo.png".
+
+    Raises ValueError for a recipe that does not exist, fewer than ten steps or no seed.
+    """
+    from padless.demo.train.report import print_training, save_training
+    from padless.runtime.devices import backends
+
+    console = console or Console()
+    names = list(recipes) or ["bf16", "fp8"]
+    for name in names:
+        if name not in RECIPES:
+            raise ValueError(f"recipe is {name!r}; allowed: {', '.join(RECIPES)}")
+    device = "cuda" if backends()["cuda"].available else "cpu"
+    steps = STEPS[device] if steps is None else steps
+    if steps < 10 or seeds < 1:
+        raise ValueError(f"steps is {steps} and seeds {seeds}; allowed: at least 10 steps and 1 seed")
+    on_gpu = device == "cuda"
+    size, source = (LARGE, SOURCES) if on_gpu else (SMALL, TOPICS)
+    text = library_sources() if on_gpu else help_topics()
+    with _progress(console, steps * seeds * len(names), names) as advance:
+        training = train(
+            names, size=size, steps=steps, seeds=range(seeds), device=device, text=text, source=source,
+            on_step=advance,
+        )  # fmt: skip
+    print_training(console, training)
+    save_training(console, training, out)
+    return training
+
+
+def _rate_of(steps: int) -> Callable[[int], float]:
+    rising = max(1, round(WARM_UP * steps))
+
+    def rate(step: int) -> float:
+        if step < rising:
+            return (step + 1) / rising
+        along = torch.tensor((step - rising) / max(1, steps - rising) * torch.pi)
+        return 0.1 + 0.45 * (1 + float(along.cos()))
+
+    return rate
+
+
+@contextmanager
+def _progress(console: Console, total: int, names: Sequence[str]) -> Iterator[Callable[[], None]]:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(bar_width=32), MofNCompleteColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"Training {' and '.join(names)}", total=total)
+        yield lambda: progress.advance(task)
