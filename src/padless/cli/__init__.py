@@ -90,7 +90,8 @@ def demo(
 @app.command()
 def train_demo(
     recipes: Annotated[
-        list[str] | None, typer.Option("--recipe", help="Train under this one; can be repeated. bf16 and fp8.")
+        list[str] | None,
+        typer.Option("--recipe", help="Train under this one; can be repeated. bf16 and fp8."),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps. 150 on a CPU, 600 on a GPU.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs with other weights and batches.")] = 1,

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from padless.formats import BlockScaledTensor
-from padless.grouped_columns import GroupedColumns
+from padless.layouts import GroupedColumns
 from padless.moe import ops
 from padless.nn.products import Columns, Rows, product
 from padless.nn.recipe import Recipe, as_recipe

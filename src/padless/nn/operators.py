@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.grouped_columns import GroupedColumns
-from padless.layouts import empty_mn_major
+from padless.layouts import GroupedColumns, empty_mn_major
 from padless.moe.fused import swiglu
 from padless.moe.ops import operator
 from padless.nn import rows

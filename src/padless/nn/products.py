@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from padless.formats import BlockScaledTensor
-from padless.grouped_columns import GroupedColumns
+from padless.layouts import GroupedColumns
 from padless.moe import ops
 from padless.nn import operators
 from padless.nn.operators import bytes_of, columns_of

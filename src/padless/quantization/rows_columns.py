@@ -13,8 +13,8 @@ from padless.layouts import ALIGNMENTS, GroupedColumns, empty_mn_major, to_mn_ma
 from padless.quantization import columns_rules
 from padless.quantization import rules as quantize_rules
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
-from padless.runtime.operators import register_operator
 from padless.runtime.devices import hopper_driver
+from padless.runtime.operators import register_operator
 
 COLUMN_BLOCKS = ((1, 128), (128, 128))  # (features, tokens)
 

@@ -21,8 +21,8 @@ from padless.quantization.rows_columns import (
     chosen_alignment,
     fake_columns,
 )
-from padless.runtime.operators import register_operator
 from padless.runtime.devices import hopper_driver
+from padless.runtime.operators import register_operator
 
 GATE_UP = ("concatenated", "interleaved")
 

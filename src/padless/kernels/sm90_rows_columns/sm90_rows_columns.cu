@@ -27,7 +27,6 @@ using uint64_t = unsigned long long;
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/global_words.cuh"
 #include "device/ptx/memory.cuh"
-#include "device/ptx/shared_vectors.cuh"
 
 // In this order: later ones use earlier ones.
 #include "device/quant_rules.cuh"

@@ -11,7 +11,7 @@ import torch
 from padless.kernels.sm90_bf16_wgrad.config import WGRAD_OUT_DTYPES, Bf16WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.row_groups import clamped_ends
-from padless.verify.wgrad_problems import GuardedGradient
+from padless.verify.problems.wgrad import GuardedGradient
 
 _STEP = 16  # tokens that the tensor core adds at once
 

@@ -23,7 +23,7 @@ from padless.verify.bf16.problems import (
     random_rows,
     run,
 )
-from padless.verify.wgrad_problems import same_bits
+from padless.verify.problems.wgrad import same_bits
 
 _REPEATS = 20
 _REPEATED = RowsShape((300, 0, 7, 1029, 127, 64, 1), 0, 1008, 1040)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from padless.formats import FP8_BLOCK, NVFP4, BlockScaledTensor
-from padless.grouped_columns import GroupedColumns
+from padless.layouts import GroupedColumns
 from padless.quantization.quantize import SCALE_RULES, dequantize, quantize
 from padless.quantization.rows_columns import quantize_rows_columns
 from padless.quantization.weight_both import quantize_weight_both

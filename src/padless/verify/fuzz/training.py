@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from padless.formats import FP8_BLOCK
-from padless.grouped_columns import GroupedColumns, num_scale_rows, padded_tokens, scale_columns
 from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig, blocks_m
+from padless.layouts import GroupedColumns, num_scale_rows, padded_tokens, scale_columns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.quantization.swiglu_backward import swiglu_backward_quantize
 from padless.verify.fuzz import exact
@@ -19,7 +19,7 @@ from padless.verify.fuzz.operands import spans
 from padless.verify.fuzz.place import Fenced, Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.fuzz.quantizers import STRIDES, strided
-from padless.verify.wgrad_problems import block_of
+from padless.verify.problems.wgrad import block_of
 
 # FP8 tensor cores keep 13 fractional bits of the largest of 32 products and of the sum.
 _FP8_SUM, _FLOAT32_SUM = 2.0**-8, 2.0**-17
