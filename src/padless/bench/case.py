@@ -118,6 +118,12 @@ CASES: dict[str, Case] = {
             peers=("deepgemm",),
         ),
         Case(
+            "train",
+            "A layer's training step, forward and backward, in padless' recipes against torch's bf16.",
+            ("full", *RUN, "repeats"),
+            repeats=6,
+        ),
+        Case(
             "blackwell",
             "For a B200: dense MXFP8 against torch, and the NVFP4 grouped GEMM competition by its timing rules.",
             RUN,
