@@ -20,7 +20,7 @@ from padless.bench.measure import facts_of
 from padless.bench.results import ResultFile, failures, time_us
 from support.bench_records import StandInTimer
 
-POINT = LayerPoint("tiny", 30, 4, 2, 80, 64)
+POINT = LayerPoint("tiny", 30, 4, 2, 144, 128)
 
 
 @pytest.fixture(scope="module")
