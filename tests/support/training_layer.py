@@ -129,7 +129,7 @@ def gradients(
     """The output and the gradients of one step of the module, or of ``call``, which is made of it."""
     p = problem.leaves(dtype)
     made.zero_grad()
-    out = (call or made)(p["x"], problem.index, p["prob"], p["shared"])
+    out = (made if call is None else call)(p["x"], problem.index, p["prob"], p["shared"])
     out.backward(problem.dout.to(dtype))
     found = {"out": out.detach(), "w13": made.w13.grad, "w2": made.w2.grad}
     return found | {name: p[name].grad for name in ("x", "prob", "shared")}

@@ -118,6 +118,12 @@ CASES: dict[str, Case] = {
             peers=("deepgemm",),
         ),
         Case(
+            "train",
+            "A layer's training step, forward and backward, in padless' recipes against torch's bf16.",
+            ("full", *RUN, "repeats"),
+            repeats=6,
+        ),
+        Case(
             "ep",
             "Expert parallelism on all GPUs of this host: dispatch, combine and layer against NCCL's all_to_all.",
             ("full", *RUN, "repeats"),

@@ -17,7 +17,7 @@ WGRAD_MODES = {
 SAVED = ("fp8", "bf16", "recompute")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
     """Formats of a layer's three products, and what its forward pass keeps.
 
@@ -56,6 +56,10 @@ class Recipe:
         if self.save not in SAVED:
             raise ValueError(f"save is {self.save!r}; allowed: {', '.join(map(repr, SAVED))}")
 
+    def __repr__(self) -> str:
+        names = (f"{part}={_name(getattr(self, part))}" for part in ("forward", "dgrad", "wgrad"))
+        return f"Recipe({', '.join(names)}, wgrad_mode={self.wgrad_mode!r}, save={self.save!r})"
+
     @property
     def fp8_forward(self) -> bool:
         """Whether the forward product is FP8_BLOCK."""
@@ -75,6 +79,10 @@ class Recipe:
     def column_block(self) -> tuple[int, int]:
         """(features, tokens) that share a scale of the inputs' columns."""
         return WGRAD_MODES[self.wgrad_mode]
+
+
+def _name(format: Format) -> str:
+    return format.name if isinstance(format, BlockScaledFormat) else str(format)
 
 
 RECIPES = {

@@ -99,8 +99,9 @@ def grouped_gemm(
     FP8_BLOCK (row-major ones are copied first, which is faster than reading them in place), blocked or plain for
     the others.
 
-    There is no backward pass: with grad mode on an operand or ``out`` that requires grad is refused, here and in every
-    other call. Under torch.no_grad() it is read as any other tensor, and a new result requires no grad.
+    There is no backward pass here: with grad mode on an operand or ``out`` that requires grad is refused, as by every
+    call outside `padless.autograd` and `padless.nn`. Under torch.no_grad() it is read as any other tensor, and a new
+    result requires no grad.
 
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
