@@ -183,6 +183,8 @@ def _report(
         show(f"{total.done[call]:8d}  {call}{refused}")
     for reason, count in total.reasons.most_common(5):
         show(f"  refused {count} times: {reason}")
+    for line, count in total.waits.most_common(5):
+        show(f"  waited for the GPU {count} times in {line}")
     for crash in crashes:
         show(f"WRONG one of these ended a worker ({crash['error']}):")
         for text in crash["problems"]:
@@ -209,6 +211,7 @@ def _record(
         "refused": dict(sorted(total.refused.items())),
         "wrong": [{"problem": text, "names": names, "smaller": less} for text, names, less in total.wrong],
         "ended": crashes,
+        "waits": sum(total.waits.values()),
     }
 
 
