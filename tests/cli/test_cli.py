@@ -49,7 +49,7 @@ assert {{m for m in sys.modules if m.startswith("padless")}} == {{"padless", "pa
 """
     found = run_python("-c", script)
     assert found.returncode == 0, found.stderr
-    for command in ("demo", "train-demo", "info", "tune", "verify", "bench", "emulate"):
+    for command in ("demo", "train-demo", "info", "tune", "verify", "fuzz", "bench", "emulate"):
         assert command in found.stdout
 
 

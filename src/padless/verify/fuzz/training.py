@@ -43,7 +43,7 @@ def swiglu_constants(draw: Draw) -> Options:
 
 
 def swiglu_rest(draw: Draw, fixed: Options) -> Options:
-    sizes = draw.sizes(5)
+    sizes = draw.sizes(3)
     step = 32 if fixed["gate_up"] == "interleaved" else draw.one((1, 16, 128))
     return {
         "sizes": sizes,

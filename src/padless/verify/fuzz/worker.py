@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,18 +35,23 @@ class Task:
 
 @dataclass
 class Tally:
-    """What came of problems, by call; wrong: (problem, what is wrong, the problem made smaller)."""
+    """What came of problems, by call; wrong: (problem, what is wrong, the problem made smaller).
+
+    waits: lines of Python that made torch wait for the GPU before all of a batch was launched.
+    """
 
     done: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     wrong: list[tuple[str, list[str], str]] = field(default_factory=list)
+    waits: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Tally) -> None:
         self.done += other.done
         self.refused += other.refused
         self.reasons += other.reasons
         self.wrong += other.wrong
+        self.waits += other.waits
 
 
 def problems_of(task: Task, subjects: dict[str, Subject]) -> Iterator[Problem]:
@@ -71,8 +78,21 @@ def run_batch(
     batch: list[Problem], subjects: dict[str, Subject], place: Place
 ) -> tuple[Tally, dict[int, list[str]]]:
     """(what was done, what is wrong by position). Waits for the device once, behind all launches."""
-    tally, raised = Tally(), dict[int, list[str]]()
-    refused = set()
+    tally = Tally()
+    with _waits(place, tally):
+        raised, refused = _launch(batch, subjects, place, tally)
+    wrong = place.judge.verdicts() | raised
+    for i, problem in enumerate(batch):
+        if i not in refused:
+            tally.done[problem.call] += 1
+    return tally, {i: names for i, names in wrong.items() if i not in refused}
+
+
+def _launch(
+    batch: list[Problem], subjects: dict[str, Subject], place: Place, tally: Tally
+) -> tuple[dict[int, list[str]], set[int]]:
+    """(what calls raised, problems that were refused), by position."""
+    raised, refused = dict[int, list[str]](), set[int]()
     for i, problem in enumerate(batch):
         place.judge.problem = i
         try:
@@ -88,11 +108,27 @@ def run_batch(
             if "CUDA" in f"{type(error).__name__}{error}":
                 raise
             raised[i] = [f"raised {type(error).__name__}: {error}"[:_SHOWN]]
-    wrong = place.judge.verdicts() | raised
-    for i, problem in enumerate(batch):
-        if i not in refused:
-            tally.done[problem.call] += 1
-    return tally, {i: names for i, names in wrong.items() if i not in refused}
+    return raised, refused
+
+
+@contextmanager
+def _waits(place: Place, tally: Tally) -> Iterator[None]:
+    """Counts the lines that wait for the GPU in this block."""
+    if place.device.type != "cuda":
+        yield
+        return
+    import torch
+
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for warning in found:
+        if "synchronizing" in str(warning.message):
+            tally.waits[f"{warning.filename}:{warning.lineno}"] += 1
 
 
 def work(task: Task, tell: Callable[[tuple[str, Any]], None]) -> None:
