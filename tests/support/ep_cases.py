@@ -260,6 +260,39 @@ def run_all(rank: Rank, names: list[str] | None = None) -> dict[str, str | None]
     return found
 
 
+def run_with_bug(rank: Rank, bug: str, name: str) -> dict[str, str | None]:
+    """A case with a bug in the collective backend of every rank."""
+    from padless.distributed import collective
+    from padless.distributed.plan import Sorted, sort_slots
+
+    backend, call = collective.CollectiveBackend, collective.ops.call
+    combine = backend.combine
+
+    def from_the_last(table: torch.Tensor, experts: int) -> Sorted:
+        found = sort_slots(table.flip(0, 1), experts)
+        return Sorted(found.offs, found.inverse.flip(0, 1))
+
+    def unweighted(name: str, *given: Any) -> Any:
+        return call(name, given[0], given[1], None, *given[3:]) if name == "combine" else call(name, *given)
+
+    def expert_0_is_none(self: Any, ids: torch.Tensor) -> torch.Tensor:
+        return torch.where(ids > 0, self._placement.rank_of[ids.clamp(min=0).long()], -1)
+
+    def without_slots(self: Any, rows: Any, plan: Any, prob: Any, dprob: Any) -> Any:
+        out, slots = combine(self, rows, plan, prob, dprob)
+        return out, None if slots is None else slots * 0.99
+
+    patches: dict[str, tuple[Any, str, Any]] = {
+        "order": (collective, "sort_slots", from_the_last),
+        "unweighted": (collective.ops, "call", unweighted),
+        "lost": (backend, "_ranks_of", expert_0_is_none),
+        "slots": (backend, "combine", without_slots),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*patches[bug])
+        return run_cases(Ranks(rank), [name])
+
+
 def run(size: int = 2, *, cuda: bool = False, backend: str = "collective", timeout_s: float = 100.0) -> Any:
     """Outcome of every case, in processes of their own."""
     return raise_first(run_ranks(run_all, size, cuda=cuda, backend=backend, timeout_s=timeout_s))[0]

@@ -147,7 +147,7 @@ def verify(
 ) -> None:
     """Run every check that needs a GPU, compute-sanitizer included, and record the result."""
     if ranks is not None:
-        call("padless.verify.ranks", "run_verify_ranks", ranks=ranks, out=out)
+        call("padless.verify.ranks", "run_verify_ranks", ranks=ranks, out=out, checks=checks or None)
         return
     options = {"sanitizer": sanitizer, "against_emulator": against_emulator, "checks": checks or None}
     call("padless.verify.run", "run_verify", out=out, **options)

@@ -22,7 +22,7 @@ from padless.distributed.symm_state import LATE, OVERFLOW, WRONG_ID, State
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.layouts import empty_mn_major
 
-PROGRAMS_PER_SM = 4
+PROGRAMS_PER_SM = 8
 LOCALIZE_BLOCK = 1024
 COLUMNS = 1024  # of a row that a program sums at once
 VIRTUAL_PROGRAMS = 3
@@ -34,11 +34,14 @@ class SymmBackend:
 
     name = "symm"
 
-    def __init__(self, state: State, settings: Settings, placement: Placement) -> None:
+    def __init__(
+        self, state: State, settings: Settings, placement: Placement, polls: int = VIRTUAL_POLLS
+    ) -> None:
+        """polls: how often to look for a rank where there is no clock."""
         self._state, self._settings, self._placement = state, settings, placement
         self._device = state.buffer.device
         on_gpu = self._device.type == "cuda"
-        self._limit = int(settings.timeout * 1e9) if on_gpu else VIRTUAL_POLLS
+        self._limit = int(settings.timeout * 1e9) if on_gpu else polls
         self._programs = settings.programs
         if not self._programs and on_gpu:
             sms = torch.cuda.get_device_properties(self._device).multi_processor_count
@@ -132,7 +135,7 @@ class SymmBackend:
         locals_ = self._empty(s.num_ranks * s.max_tokens, s.top_k, dtype=torch.int32)
         pieces = s.num_ranks * ceil_div(table, LOCALIZE_BLOCK)
         with self._on_device():
-            receive.localize[(min(pieces, self._programs),)](
+            receive.localize[self._grid(pieces)](
                 state.pointers, state.counters, state.status, self._placement.local_index, locals_,
                 s.rank, s.num_experts, table, layout.published, layout.aborted, layout.ids, self._limit,
                 R=s.num_ranks, TOP_K=s.top_k, CLOCK=self._has_clock, BLOCK=LOCALIZE_BLOCK, num_warps=4,
@@ -168,7 +171,7 @@ class SymmBackend:
         s, state, layout = self._settings, self._state, self._state.layout
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         with self._on_device():
-            send_back.fan_in[(self._programs,)](
+            send_back.fan_in[self._grid(s.num_ranks * s.max_tokens * ceil_div(s.hidden, COLUMNS))](
                 state.pointers, state.counters, state.status, plan.inverse, rows, prob, dprob,
                 s.rank, s.max_tokens, plan.prob.shape[0], rows.stride(0),
                 layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
@@ -185,7 +188,7 @@ class SymmBackend:
         out = self._empty(tokens, s.hidden, dtype=s.partial)
         slots = self._empty(tokens, s.top_k, dtype=torch.float32) if with_slots else None
         with self._on_device():
-            send_back.finish[(self._programs,)](
+            send_back.finish[self._grid(tokens * ceil_div(s.hidden, COLUMNS))](
                 state.pointers, state.counters, state.status, plan.ids, self._placement.rank_of, out, slots,
                 s.rank, tokens, s.max_tokens, s.num_experts,
                 layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
@@ -212,7 +215,7 @@ class SymmBackend:
         s, state, layout = self._settings, self._state, self._state.layout
         scale_bytes = 0 if scale is None else scale.shape[1]
         with self._on_device():
-            publish[(self._programs,)](
+            publish[self._grid(max(x.shape[0], s.num_ranks))](
                 state.pointers, state.counters, x, scale if scale_bytes else None, ids, weights, kept_ids,
                 s.rank, x.shape[0], x.stride(0), s.num_experts, s.max_tokens * s.top_k, s.max_tokens,
                 layout.published, layout.ids, layout.weights, layout.x, layout.record_bytes,
@@ -244,7 +247,7 @@ class SymmBackend:
                     capacity, columns, dtype=torch.uint8 if row_format.scale_itemsize == 1 else torch.float32
                 )
         with self._on_device():
-            receive.fan_out[(self._programs,)](
+            receive.fan_out[self._grid(s.num_ranks * s.max_tokens)](
                 state.pointers, state.counters, state.status, plan.inverse, all_offs, plan.offs, plan.overflow,
                 plan.prob, data, None if scale is None else _integers(scale),
                 s.rank, s.max_tokens, capacity, len(plan.offs),
@@ -258,6 +261,10 @@ class SymmBackend:
         assert scale is not None
         fmt = row_format.format
         return BlockScaledTensor(data.view(fmt.data_dtype), scale.view(fmt.scale_dtype), fmt, global_scale)
+
+    def _grid(self, items: int) -> tuple[int]:
+        """Programs for so many pieces of work: no more than there are pieces, at least one, which signals."""
+        return (max(min(items, self._programs), 1),)
 
     @property
     def _has_clock(self) -> bool:

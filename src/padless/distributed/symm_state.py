@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,8 @@ class State:
 
 def allocate(group: dist.ProcessGroup, device: torch.device, s: Settings) -> State:
     """The state of a group of GPUs on one NVLink host, by torch's symmetric memory. Collective. Raises ValueError."""
+    # Read when a buffer is first shared. Multicast is of no use here, and a rank that dies can leave some behind.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symmetric_memory
 
     if s.num_ranks > MAX_RANKS:
@@ -100,7 +103,9 @@ def allocate(group: dist.ProcessGroup, device: torch.device, s: Settings) -> Sta
         buffer = symmetric_memory.empty(layout.size, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(buffer, group=group)
         buffer.zero_()
-        state = _state(layout, buffer, [int(p) for p in handle.buffer_ptrs], handle)
+        bases = [int(p) for p in handle.buffer_ptrs]
+        offset = buffer.data_ptr() - bases[s.rank]  # a buffer may lie inside of a shared allocation
+        state = _state(layout, buffer, [base + offset for base in bases], handle)
         torch.cuda.synchronize(device)
         dist.barrier(group)
     return state
