@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -139,9 +138,9 @@ def test_weights_on_the_input() -> None:
 
 
 def test_batch_invariance() -> None:
-    layer = layer_of(tokens=131)
+    layer = layer_of(tokens=67)
     whole = run(layer)
-    order = torch.randperm(131, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(67, generator=torch.Generator().manual_seed(1))
     assert torch.equal(run(layer.only(order)), whole[order])
     assert torch.equal(run(layer.only(torch.arange(40, 49))), whole[40:49])
 
@@ -223,16 +222,6 @@ def test_the_entry_point_and_the_parameters() -> None:
     core = plugin("runner").PadlessRunnerCore
     assert not core.__abstractmethods__
     assert list(inspect.signature(core.run_from_dispatch).parameters) == sglang_seam.RUN
-
-
-@pytest.mark.skipif(HAS_SGLANG, reason="SGLang is there")
-def test_without_sglang_one_sentence() -> None:
-    code = "import padless, sys; assert 'sglang' not in sys.modules; import padless.integrations.sglang"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
-        "ImportError: padless.integrations.sglang needs SGLang 0.5.23: pip install 'padless[sglang]'"
-    )
 
 
 @needs_sglang
