@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -214,11 +213,11 @@ def test_weights_on_the_input() -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_batch_invariance(kind: str) -> None:
     """What `_supports_batch_invariance` promises: a token's bits do not depend on the others."""
-    layer = draw_layer(FORMATS[kind], tokens=131, h=256, i=128)
+    layer = draw_layer(FORMATS[kind], tokens=67, h=256, i=128)
     experts = experts_of(layer)
     assert experts._supports_batch_invariance()
     whole = run(experts, layer)
-    order = torch.randperm(131, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(67, generator=torch.Generator().manual_seed(1))
     assert torch.equal(run(experts, layer.only(order)), whole[order])
     for tokens in (torch.tensor([7]), torch.arange(40, 49)):
         assert torch.equal(run(experts, layer.only(tokens)), whole[tokens])
@@ -301,13 +300,3 @@ def test_the_entry_point() -> None:
     points = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
     module, _, name = points["vllm.general_plugins"]["padless"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
-
-
-@pytest.mark.skipif(HAS_VLLM, reason="vLLM is there")
-def test_without_vllm_one_sentence() -> None:
-    code = "import padless, sys; assert 'vllm' not in sys.modules; import padless.integrations.vllm"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
-        "ImportError: padless.integrations.vllm needs vLLM 0.33: pip install 'padless[vllm]'"
-    )

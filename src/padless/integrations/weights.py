@@ -34,7 +34,7 @@ class ExpertWeights:
 
 
 def block_scaled(name: str, codes: torch.Tensor, scale: torch.Tensor, remedy: str) -> BlockScaledTensor:
-    """The weight of codes (E, N, K) float8_e4m3fn, or (E, N, K / 2) int8 or uint8 of two FP4 values, and its scales.
+    """The weight of codes (.., N, K) float8_e4m3fn, or (.., N, K / 2) int8 or uint8 of two FP4 values, and its scales.
 
     scale: one for each 128 x 128 values, float32, bfloat16, float8_e8m0fnu or its bytes (FP8_BLOCK), or one power of
         two for each 1 x 32 (MXFP8, MXFP4). float32 scales of blocks and one-byte scales are not copied.
@@ -43,12 +43,12 @@ def block_scaled(name: str, codes: torch.Tensor, scale: torch.Tensor, remedy: st
     codes, scale = codes.detach(), scale.detach()
     if codes.dtype in (torch.int8, torch.uint8):
         return from_torch(codes.view(torch.uint8), exponents(scale))
-    if codes.dtype != torch.float8_e4m3fn or codes.dim() != 3:
+    if codes.dtype != torch.float8_e4m3fn or codes.dim() not in (2, 3):
         raise ValueError(f"{name} is {tuple(codes.shape)} {codes.dtype}; padless takes FP8 or FP4: {remedy}")
-    experts, n, k = codes.shape
-    if tuple(scale.shape) == (experts, n, ceil_div(k, MXFP8.block_k)):
+    *experts, n, k = codes.shape
+    if tuple(scale.shape) == (*experts, n, ceil_div(k, MXFP8.block_k)):
         return from_torch(codes, exponents(scale))
-    if tuple(scale.shape) == (experts, ceil_div(n, 128), ceil_div(k, 128)):
+    if tuple(scale.shape) == (*experts, ceil_div(n, 128), ceil_div(k, 128)):
         return from_deepseek(codes, scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale)
     raise ValueError(
         f"the scales of {name} have shape {tuple(scale.shape)} for {tuple(codes.shape)}; padless takes a scale for "
