@@ -49,6 +49,7 @@ lint: $(DEV)
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo >$(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
 	@test -z "$(CUDA_SOURCES)" || $(BIN)/clang-format --dry-run -Werror $(CUDA_SOURCES)
+	@$(BIN)/python tools/lines.py
 	@echo "lint: ruff, mypy, import-linter and clang-format found nothing"
 
 format: $(DEV)
