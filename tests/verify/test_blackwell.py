@@ -1,4 +1,4 @@
-"""What `padless verify` runs on Blackwell beside the grouped paths, here in the emulator, and that it sees errors."""
+"""Checks of `padless verify` on Blackwell beside the grouped routes, here in the emulator, and that it sees errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `padless verify` compiles ahead is what its checks then ask for, and what fails there hides nothing.
+"""Kernels that `padless verify` compiles ahead: those that its checks then ask for; a failure there hides nothing.
 
 The checks themselves run here, with the reference in the GPU's place: every call is also made of the driver that writes
 kernels down, so that what a check asks for is seen where it asks.

@@ -197,7 +197,7 @@ def gpu_name() -> str | None:
 
 
 def tuned_file(gpu: str) -> Path:
-    """Where the tables of this version for ``gpu`` are stored."""
+    """The file of this version's tables for ``gpu``."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", gpu).strip("-")
     return cache_dir() / "tuned" / f"{slug}-{__version__}.json"
 

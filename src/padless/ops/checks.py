@@ -1,4 +1,4 @@
-"""What can be said against the operands of a call without looking at their values."""
+"""Checks of operands by dtype, shape, stride and address; no value is read."""
 
 from __future__ import annotations
 

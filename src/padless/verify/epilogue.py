@@ -262,7 +262,7 @@ def _assert_close(
 
 
 def problems_of(arch: str, problems: int = PROBLEMS, first_seed: int = 0) -> list[tuple[Route, int]]:
-    """What both checks are about, each problem a route and a seed."""
+    """Problems of both checks, each a route and a seed."""
     return _dealt(quant_paths(arch), problems, first_seed)
 
 

@@ -51,7 +51,7 @@ Check = Callable[[], str]
 
 @dataclass(frozen=True)
 class Record:
-    """What came of a check."""
+    """The outcome of a check."""
 
     check: str
     passed: bool
@@ -215,7 +215,7 @@ def _sanitize(tool: str, module: str) -> str:
 
 
 def about_the_machine() -> dict[str, str]:
-    """What a record has to say about where it was made."""
+    """The machine, as a record describes it."""
     found = machine.describe()
     gpu = [str(found.get(name, "unknown")) for name in ("gpu", "driver")]
     if "power_limit_w" in found:

@@ -90,7 +90,7 @@ class Sm100DenseConfig:
 
 @dataclass(frozen=True)
 class DenseProblem:
-    """What ``select_config`` may look at."""
+    """Inputs of ``select_config``."""
 
     m: int
     n: int

@@ -59,7 +59,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class Operands:
-    """What the kernel is given of its operands: the maps before the output's, the numbers after it but for the tile
+    """Arguments of the kernel from its operands: the maps before the output's, the numbers after it but for the tile
     counter, the tensors that are read, and those among them that are copies."""
 
     maps: tuple[tensor_map.TensorMapSpec, ...]

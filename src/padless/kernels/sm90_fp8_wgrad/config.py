@@ -62,7 +62,7 @@ def blocks_m(mode: str, out_dtype: torch.dtype) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class WgradProblem:
-    """What ``select_config`` may look at. The tokens of each group stay on the device, so they are not here.
+    """Inputs of ``select_config``. The tokens of each group stay on the device, so they are not here.
 
     tokens: columns of the transposed copies, an upper bound of the tokens in all.
     """

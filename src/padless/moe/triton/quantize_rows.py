@@ -30,7 +30,7 @@ ROUTED_SLOTS = 1024  # up to here every program sorts the slots for itself
 
 
 class Tile(NamedTuple):
-    """What one program quantizes: rows x columns of values, by how many warps."""
+    """The part that one program quantizes: rows x columns of values, by how many warps."""
 
     rows: int
     columns: int

@@ -209,7 +209,7 @@ class FencedOutputs:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a call wrote: for every output all bytes, fences included, on the CPU."""
+    """Outputs of a call: all bytes of each, guards included, on the CPU."""
 
     epilogue: Epilogue
     bytes: dict[str, torch.Tensor]
