@@ -13,7 +13,7 @@ from padless.verify.epilogue import judge
 from padless.verify.problems.epilogue import (
     EpilogueProblem,
     Outputs,
-    quant_paths,
+    quant_routes,
     random_epilogue_problem,
     run_problem,
     untouched,
@@ -21,7 +21,7 @@ from padless.verify.problems.epilogue import (
 from support.sm100_grouped import make_case
 
 BLACKWELL, HOPPER = "emulator:sm_100a", "emulator"
-ROUTES = {path.a: path for path in quant_paths("sm_100a") if path.a == path.b}
+ROUTES = {route.a: route for route in quant_routes("sm_100a") if route.a == route.b}
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_batch_invariance_asks_for_nothing_else() -> None:
 # One problem by each kernel of Hopper, one of them a second kernel for its pair. The reference's sums are exact.
 SOME_INVARIANT = [
     (path, 0)
-    for path in verify_invariance.invariance_paths(H200.arch)
+    for path in verify_invariance.invariance_routes(H200.arch)
     if (path.config_class, path.a, path.b)
     in {
         (Sm90Fp8Config, "FP8_BLOCK", "FP8_BLOCK"),

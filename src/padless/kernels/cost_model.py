@@ -24,7 +24,7 @@ from padless.runtime.jit import cache_dir, write_atomically
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile shape, and how tiles are handed out: a cluster of ``cluster_n`` CTAs takes as many side by side."""
+    """A tile shape, and how tiles are scheduled: a cluster of ``cluster_n`` CTAs takes as many side by side."""
 
     block_m: int
     block_n: int

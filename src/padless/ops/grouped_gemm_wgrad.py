@@ -222,7 +222,7 @@ def _remember(facts: tuple[Any, ...], launch: PreparedLaunch) -> None:
 
 
 def _check_rows_of_kernel(out: torch.Tensor) -> None:
-    """Raises ValueError unless the copy engine can store the rows of ``out``."""
+    """Raises ValueError unless TMA can store the rows of ``out``."""
     strides = [out.stride(i) * out.element_size() for i in (0, 1) if out.shape[i] > 1]
     if any(stride % 16 for stride in strides) or out.data_ptr() % 16 != 0:
         raise ValueError(

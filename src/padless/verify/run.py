@@ -36,7 +36,7 @@ from padless.verify.tensor_core import check_tensor_core
 from padless.verify.wgrad import check_wgrad
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Command lines of small launches: the first kernel's, the other paths', weight gradients'.
+# Command lines of small launches: the first kernel's, the other routes', weight gradients'.
 SANITIZED = ("padless.verify.fp8_block", "padless.verify.small", "padless.verify.wgrad")
 _HOPPERS = ("padless.verify.fp8_block", "padless.verify.wgrad")
 _SANITIZER_SECONDS = 240
@@ -74,7 +74,7 @@ def run_verify(
     Args:
         out: folder for ``verify.json`` and ``verify.md``, or None to print only.
         sanitizer: run compute-sanitizer's tools too, where it is installed.
-        against_emulator: also compare single tensor-core instructions and random problems of every path with the
+        against_emulator: also compare single tensor-core instructions and random problems of every route with the
             emulator, bit for bit (a minute on many cores).
         checks: names out of ``verify_checks.CHECKS``; all of them when None.
 

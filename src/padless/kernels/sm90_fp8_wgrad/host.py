@@ -94,7 +94,7 @@ def _scale_rows(scale: torch.Tensor, features: int) -> TensorMapSpec:
 def _output(out: torch.Tensor) -> TensorMapSpec:
     """(G, N, K), written in boxes of 128 bytes x 64 rows of one group, which are clipped to its N and K.
 
-    FLOAT32 and not FLOAT32_FTZ: where the copy engine adds, it is not asked to flush subnormals.
+    FLOAT32 and not FLOAT32_FTZ: where TMA adds, it is not asked to flush subnormals.
     """
     data_type = {torch.bfloat16: 9, torch.float32: 7}[out.dtype]
     return TensorMapSpec(

@@ -1,4 +1,4 @@
-// The store of sm90_fp8_wgrad.cu: a tile's registers are converted into staging memory piece by piece, from which the copy engine
+// The store of sm90_fp8_wgrad.cu: a tile's registers are converted into staging memory piece by piece, from which TMA
 // writes them, or adds them to what is there.
 //
 //      consumer warpgroup                                  store warp, one for each of them
