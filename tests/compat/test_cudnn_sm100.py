@@ -20,6 +20,8 @@ from padless.verify.problems.epilogue import (
 )
 from support.sm100_grouped import make_case
 
+pytestmark = pytest.mark.kernels
+
 BLACKWELL, HOPPER = "emulator:sm_100a", "emulator"
 ROUTES = {route.a: route for route in quant_routes("sm_100a") if route.a == route.b}
 

@@ -38,7 +38,7 @@ from padless.verify.invariance import (
 )
 from support.quant_cases import plant
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.kernels]
 
 ALL = [*invariance_routes("sm_90a"), *invariance_routes("sm_100a")]
 # Two of them for the quick tests: rows as dense products, and D of the quantising call.
