@@ -64,7 +64,7 @@ def beside_the_records(block: str) -> str:
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """What stands between the marks of each page, by its path in the repository."""
+    """The text between the marks of each page, by its path in the repository."""
     return {
         "README.md": measured_block(folder, README_KINDS),
         f"{FOLDER}/README.md": beside_the_records(measured_block(folder)),

@@ -1,4 +1,4 @@
-"""What is said to be available, and why something is not."""
+"""Availability of backends, and the reason where one is missing."""
 
 from __future__ import annotations
 

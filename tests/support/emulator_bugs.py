@@ -411,7 +411,7 @@ BUGS: tuple[Bug, ...] = (
         (
             (
                 LOAD,
-                "if (DRAWS_LATE && kb == ask_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));",
+                "if (TAKES_LATE && kb == ask_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));",
                 "",
             ),
         ),
@@ -435,7 +435,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "barrier of the next tile not made",
         ("mbarrier",),
-        ((MAIN, "if (DRAWS_LATE) mbarrier_init(shared_address(&shared.next_tile_wanted), 1);", ""),),
+        ((MAIN, "if (TAKES_LATE) mbarrier_init(shared_address(&shared.next_tile_wanted), 1);", ""),),
         config=TWO_UNITS,
         sizes=(300, 3),
     ),

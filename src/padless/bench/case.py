@@ -32,7 +32,7 @@ class CaseModule(Protocol):
 
     @staticmethod
     def start(session: Session) -> Callable[[Any], Record]:
-        """What measures one point of a run; called once a run, before the first point."""
+        """The function that measures a point; called once a run, before the first point."""
 
     @staticmethod
     def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table | str]:

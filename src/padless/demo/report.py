@@ -26,7 +26,7 @@ class Product:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What a run measured.
+    """Measurements of a run.
 
     source: where the data is from; data: a word for it. sizes: rows per expert. twins: the products again,
     with normal random data. formats: products again in every format. layer_error, bf16_layer_error: (T,),

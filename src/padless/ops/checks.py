@@ -1,4 +1,4 @@
-"""What can be said against the operands of a call without looking at their values."""
+"""Checks of operands by dtype, shape, stride and address; no value is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from padless.row_groups import clamped_ends
 
 Activation = BlockScaledTensor | torch.Tensor
 
-# K in values has to be a multiple of: rows of 16 bytes for the copy engine, and whole blocks of the MX formats.
+# K in values has to be a multiple of: rows of 16 bytes for TMA, and whole blocks of the MX formats.
 _K_MULTIPLE = {"FP8_BLOCK": 16, "MXFP8": 32, "MXFP8_E5M2": 32, "MXFP4": 32, "NVFP4": 32, BF16: 8}
 
 
@@ -206,7 +206,7 @@ def check_rows(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_alignment(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError unless the copy engine can address the rows of ``tensor``: they start on 16 bytes."""
+    """Raises ValueError unless TMA can address the rows of ``tensor``: they start on 16 bytes."""
     if tensor.numel() == 0:
         return
     size = tensor.element_size()

@@ -152,7 +152,7 @@ def _scales(
 
 
 def default_row_layout(format: BlockScaledFormat) -> str:
-    """What the next GEMM reads: MN-major float32 scales, or cuDNN's 32x4x4 tiles over all rows."""
+    """The layout that the next GEMM reads: MN-major float32 scales, or cuDNN's 32x4x4 tiles over all rows."""
     return "plain_mn" if format == FP8_BLOCK else "blocked"
 
 

@@ -123,7 +123,7 @@ def _run(x: torch.Tensor, offs: torch.Tensor, block: list[int], alignment: int, 
 def rows_columns_torch(
     x: torch.Tensor, offs: torch.Tensor, block: tuple[int, int], alignment: int, rows: bool
 ) -> _Tensors:
-    """What the Triton kernel writes, in plain torch."""
+    """The Triton kernel's outputs, in plain torch."""
     row_codes, row_scale = quantize_rules.fp8_block(x if rows else x[:0], "activation")
     return (row_codes, to_mn_major(row_scale), *columns_rules.columns(x, offs, block, alignment))
 

@@ -29,7 +29,7 @@ GATE_UP = ("concatenated", "interleaved")
 
 @dataclass(frozen=True, eq=False)
 class SwigluGradients:
-    """What `swiglu_backward_quantize` returns.
+    """The result of `swiglu_backward_quantize`.
 
     dz_rows: FP8_BLOCK (M, 2 I), scales MN-major: the operand of the input's gradient.
     dz_columns: GroupedColumns of 2 I features, scales (1, 128): the gradient's operand of the first weight's gradient.
@@ -146,7 +146,7 @@ def swiglu_backward_torch(
     hidden_block: tuple[int, int],
     alignment: int,
 ) -> _Tensors:
-    """What the Triton kernel writes, in plain torch."""
+    """The Triton kernel's outputs, in plain torch."""
     found = swiglu_rules.backward(dh, *swiglu_rules.gate_and_up(z, gate_up), prob)
     dz = swiglu_rules.merge_gate_and_up(found.gate, found.up, gate_up)
     row_codes, row_scale = quantize_rules.fp8_block(dz, "activation")

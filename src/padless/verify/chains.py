@@ -32,7 +32,7 @@ _SLEEP_CYCLES = 20_000_000  # 10 ms, in which the host puts all calls behind one
 
 @dataclass(frozen=True)
 class Input:
-    """What the first layer reads."""
+    """Input of the first layer."""
 
     x: BlockScaledTensor
     offs: torch.Tensor

@@ -37,7 +37,7 @@ from padless.verify.tensor_core import check_tensor_core
 from padless.verify.wgrad import check_wgrad
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Command lines of small launches: the first kernel's, the other paths', weight gradients'.
+# Command lines of small launches: the first kernel's, the other routes', weight gradients'.
 SANITIZED = (
     "padless.verify.fp8_block",
     "padless.verify.small",
@@ -57,7 +57,7 @@ Check = Callable[[], str]
 
 @dataclass(frozen=True)
 class Record:
-    """What came of a check."""
+    """The outcome of a check."""
 
     check: str
     passed: bool
@@ -80,7 +80,7 @@ def run_verify(
     Args:
         out: folder for ``verify.json`` and ``verify.md``, or None to print only.
         sanitizer: run compute-sanitizer's tools too, where it is installed.
-        against_emulator: also compare single tensor-core instructions and random problems of every path with the
+        against_emulator: also compare single tensor-core instructions and random problems of every route with the
             emulator, bit for bit (a minute on many cores).
         checks: names out of ``verify_checks.CHECKS``; all of them when None.
 
@@ -222,7 +222,7 @@ def _sanitize(tool: str, module: str) -> str:
 
 
 def about_the_machine() -> dict[str, str]:
-    """What a record has to say about where it was made."""
+    """The machine, as a record describes it."""
     found = machine.describe()
     gpu = [str(found.get(name, "unknown")) for name in ("gpu", "driver")]
     if "power_limit_w" in found:

@@ -61,7 +61,7 @@ def first_projection(module: Any) -> str:
 
 
 def _key(module: Any) -> tuple[Any, ...]:
-    """What the weights were built from: addresses, versions, dtypes and shapes."""
+    """The key of the sources of weights: addresses, versions, dtypes and shapes."""
     key: list[Any] = []
     for t in module._parameters.values():
         if t is not None:

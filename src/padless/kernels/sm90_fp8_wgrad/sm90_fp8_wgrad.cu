@@ -14,7 +14,7 @@
 // a time (its FP8 path keeps 13 fractional bits of the largest term), then d = fma(sum, sfa * sfb, d) in float32, sfa * sfb rounded
 // to float32. It is stored rounded to nearest even, or added to what was there, in float32.
 //
-// Roles. One producer warpgroup, in which one thread drives the copy engine, one the scheduler (device/tile_queue.cuh), and two warps
+// Roles. One producer warpgroup, in which one thread drives TMA, one the scheduler (device/tile_queue.cuh), and two warps
 // store finished tiles; two consumer warpgroups with the tile in registers, 64 rows to a wave. CTAs are persistent.
 //
 //      producer                                     consumer warpgroup
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_wg
         } else if (role == 1) {
             const Order order{shared.groups, num_groups, n_rows, n_columns, problem.accumulate};
             if (elect_one())
-                hand_out_tiles<1, false, true>(shared.queue, order, counter, blockIdx.x, gridDim.x,
+                schedule_tiles<1, false, true>(shared.queue, order, counter, blockIdx.x, gridDim.x,
                                                &shared.next_tile_wanted);
         } else {
             store_tiles(shared, problem, map_d, role - 2, lane);

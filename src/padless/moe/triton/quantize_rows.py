@@ -33,7 +33,7 @@ GATHER_TILE: Tile | None = None
 
 
 class Tile(NamedTuple):
-    """What one program quantizes: rows x columns of values, by how many warps."""
+    """The part that one program quantizes: rows x columns of values, by how many warps."""
 
     rows: int
     columns: int

@@ -30,7 +30,7 @@ MAX_REGISTERS_OF_FLOAT32 = 128
 
 
 class Columns(NamedTuple):
-    """What a kernel writes of a `GroupedColumns`: codes (features, T') uint8 and scale (S, ..) float32."""
+    """The kernel's outputs of a `GroupedColumns`: codes (features, T') uint8 and scale (S, ..) float32."""
 
     codes: torch.Tensor
     scale: torch.Tensor
