@@ -53,12 +53,19 @@ class Clocks:
         diagonal = np.arange(lanes)
         self.time[0, diagonal, diagonal] = 1
         self.time[2] = self.time[0]
+        self._diagonals()
+
+    def _diagonals(self) -> None:
+        """Each lane's own event, in planes 0 and 2: views, in which a slice of rows is a slice."""
+        step = self.time.shape[2] + 1
+        self.now, self.now_read = (self.time[k].reshape(-1)[::step][: self.lanes] for k in (BASE, READS))
 
     def new_column(self) -> int:
         if self.columns == self.time.shape[2]:
             wider = np.zeros((5, self.lanes, 2 * self.columns), np.uint32)
             wider[:, :, : self.columns] = self.time
             self.time = wider
+            self._diagonals()
         self.columns += 1
         return self.columns - 1
 
@@ -78,10 +85,8 @@ class Clocks:
 
     def tick(self, rows: Any) -> None:
         """Start a new event of each lane. The fenced planes have not seen it: later writes need a later fence."""
-        if isinstance(rows, slice):
-            rows = np.arange(rows.start, rows.stop)
-        self.time[0, rows, rows] += 1
-        self.time[2, rows, rows] = self.time[0, rows, rows]
+        self.now[rows] += 1
+        self.now_read[rows] = self.now[rows]
 
     def fence_before(self, rows: Any) -> None:
         """tcgen05.fence::before_thread_sync."""
@@ -170,7 +175,7 @@ class Shadow:
                 if slots >> slot & 1:
                     stale = self.read[slot][cells]
                     self._check_rows(stale, rows, time[READS], self.read_site[slot], cells, "read", *who)
-        stamp = pack(rows, time[BASE, rows, rows], STRONG if strong else 0)[:, None]
+        stamp = pack(rows, self.clocks.now[rows], STRONG if strong else 0)[:, None]
         if write:
             self.written[cells] = stamp
             self.write_site[cells] = instruction.index
