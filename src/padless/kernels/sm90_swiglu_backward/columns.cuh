@@ -22,7 +22,7 @@ __device__ __forceinline__ void scale_columns(SharedStorage& shared, const Probl
     const Fp8Block rule{};
     const float scale = rule.scale(largest);
     shared.inverse[output][column] = rule.multiplier(scale);
-    if (item.tile >= problem.table.num_scale_rows) return;
+    if (item.tile >= problem.groups.num_scale_rows) return;
     const int64_t row = item.tile;
     const float stored = tokens > 0 ? scale : 0.0f;
     const int of_dh = item.block * TILE + column;
@@ -62,10 +62,10 @@ __device__ __forceinline__ void stage_columns(SharedStorage& shared,
 __device__ __forceinline__ void store_columns(SharedStorage& shared, const Problem& problem, const Item& item,
                                               int warp, int lane) {
     const Lines lines(shared.codes[0], warp, lane);
-    if (!lines.is_inside(problem.table.units(item.tile))) return;
-    const int64_t first_token = UNIT * problem.table.first_unit(item.tile) + Lines::TOKENS * lines.chunk;
+    if (!lines.is_inside(item.units)) return;
+    const int64_t first_token = UNIT * item.first_unit + Lines::TOKENS * lines.chunk;
     const int of_dh = item.block * TILE + lines.column;
-    const int64_t line = problem.tokens;
+    const int64_t line = problem.groups.tokens;
     uint8_t* dz = problem.dz_codes + gate_column(of_dh) * line + first_token;
     uint8_t* hidden = problem.hidden_codes + of_dh * line + first_token;
 #pragma unroll

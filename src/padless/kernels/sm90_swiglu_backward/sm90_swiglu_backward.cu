@@ -5,9 +5,8 @@
 //       dZ and H as columns: codes (2 I, T') and (I, T'), scales (S, 2 I) and (S, I), one per feature and 128 tokens of a group
 //       sums (I / 128, M): dprob of every 128 columns
 //
-// An item of work is a tile of 128 tokens of one group (group_tiles.py) x 128 columns of dH. CTAs are persistent: one of 16 warps
-// a multiprocessor takes every so manieth item. A warp has 8 tokens and a lane 4 columns of each, so that a row's scale is found
-// within a warp, and 8 codes of a column, which follow each other in memory once transposed, are in one thread.
+// An item of work is a tile of 128 tokens of one group x 128 columns of dH (device/token_tiles.cuh). CTAs are persistent: one of
+// 16 warps a multiprocessor takes every so manieth item.
 //
 //      each warp                                                   all warps
 //      ---------                                                   ---------
@@ -16,7 +15,7 @@
 //      differentiate: dZ and H in 96 registers, until the end
 //      scales and codes of dZ's rows
 //      largest magnitude of its columns -> shared memory     -->   barrier
-//                                                                  scales of columns (12 warps)
+//                                                                  scales of columns (12 warps); the item after the next (1)
 //                                                                  barrier
 //      codes of columns, transposed -> shared memory         -->   barrier
 //      whole lines of transposed codes -> global memory
@@ -60,38 +59,40 @@ __device__ __forceinline__ float load_prob(const Problem& problem, const Item& i
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu_backward(
-    const uint8_t* dh, const uint8_t* z, const float* prob, const int* table, uint8_t* row_codes,
+    const uint8_t* dh, const uint8_t* z, const float* prob, const int* offs, uint8_t* row_codes,
     float* row_scale, uint8_t* dz_codes, float* dz_scale, uint8_t* hidden_codes, float* hidden_scale,
-    float* sums, int num_rows, int hidden, int dh_stride, int z_stride, int row_scale_ld, int tokens,
-    int num_scale_rows, int num_tiles) {
+    float* sums, int* starts, int* block_starts, int num_rows, int hidden, int dh_stride, int z_stride,
+    int row_scale_ld, int num_groups, int alignment, int tokens, int num_scale_rows, int num_tiles) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-    const Problem problem{dh,           z,
-                          prob,         {table, num_tiles, num_scale_rows},
-                          row_codes,    row_scale,
-                          dz_codes,     dz_scale,
-                          hidden_codes, hidden_scale,
-                          sums,         num_rows,
-                          hidden,       dh_stride,
-                          z_stride,     row_scale_ld,
-                          tokens};
+    const Groups groups{offs,           num_groups, num_rows, alignment,   tokens,
+                        num_scale_rows, num_tiles,  starts,   block_starts};
+    const Problem problem{dh,       z,         prob,         groups,       row_codes, row_scale,
+                          dz_codes, dz_scale,  hidden_codes, hidden_scale, sums,      num_rows,
+                          hidden,   dh_stride, z_stride,     row_scale_ld};
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
 
-    Items items(problem.table, problem.num_blocks());
-    Item item = items.take();
+    if (warp == NUM_WARPS - 1) {
+        shared.schedule.begin(groups, problem.num_blocks(), lane);
+        shared.schedule.take(groups, problem.num_blocks(), 0, lane);
+        shared.schedule.take(groups, problem.num_blocks(), 1, lane);
+    }
+    __syncthreads();
     {
-        RowCopies copies(shared, problem, item, warp, lane);
+        RowCopies copies(shared, problem, shared.schedule.items[0], warp, lane);
 #pragma unroll
         for (int pair = 0; pair < ROWS / 2; ++pair) copies.start(problem, pair);
     }
-    float probs = load_prob(problem, item, warp, lane);
+    float probs = load_prob(problem, shared.schedule.items[0], warp, lane);
 
-    while (item.tile < num_tiles) {
-        const Item next = items.take();
+#pragma unroll 1
+    for (int number = 0;; ++number) {
+        const Item& item = shared.schedule.items[number % 4];
+        const Item& next = shared.schedule.items[(number + 1) % 4];
+        if (item.tile >= num_tiles) break;
         RowCopies copies(shared, problem, next, warp, lane);
         const float next_probs = load_prob(problem, next, warp, lane);
-        const int tokens_of_tile = problem.table.tokens(item.tile);
         float values[NUM_OUTPUTS][ROWS][COLUMNS];
         float sum[ROWS / 2];
 #pragma unroll
@@ -127,8 +128,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
             total = __fadd_rn(total, __shfl_xor_sync(0xffffffff, total, 16));
             const int row = ROWS * warp + 4 * (lane & 1) + (lane & 2) + (lane >> 2 & 1);
             if (lane < ROWS && row < item.rows)
-                sums[int64_t(item.block) * num_rows + item.first_row + row] =
-                    tokens_of_tile > 0 ? total : 0.0f;
+                sums[int64_t(item.block) * num_rows + item.first_row + row] = item.tokens > 0 ? total : 0.0f;
         }
         store_rows(problem, item, values, warp, lane);
 #pragma unroll
@@ -144,17 +144,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
             st_shared_v4_f32(shared_address(&shared.largest[warp][output][lane * COLUMNS]), largest);
         }
         __syncthreads();
-        scale_columns(shared, problem, item, tokens_of_tile);
+        scale_columns(shared, problem, item, item.tokens);
+        if (warp == NUM_WARPS - 1) shared.schedule.take(groups, problem.num_blocks(), number + 2, lane);
         zero_padding(problem, item);
         __syncthreads();
-        const int kept = tokens_of_tile - ROWS * warp;
+        const int kept = item.tokens - ROWS * warp;
         if (kept >= ROWS)
             stage_columns<true>(shared, values, kept, warp, lane);
         else
             stage_columns<false>(shared, values, kept, warp, lane);
         __syncthreads();
         store_columns(shared, problem, item, warp, lane);
-        item = next;
         probs = next_probs;
     }
     cp_async_wait<0>();
