@@ -93,44 +93,52 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
         if (item.tile >= num_tiles) break;
         RowCopies copies(shared, problem, next, warp, lane);
         const float next_probs = load_prob(problem, next, warp, lane);
-        float values[NUM_OUTPUTS][ROWS][COLUMNS];
-        float sum[ROWS / 2];
+        float values[NUM_OUTPUTS][ROWS][COLUMNS] = {};
+        if (ROWS * warp < item.rows) {
+            float sum[ROWS / 2];
 #pragma unroll
-        for (int pair = 0; pair < ROWS / 2; ++pair) {
-            cp_async_wait<ROWS / 2 - 1>();  // this pair's copies were the first of as many
-            __syncwarp();
-            uint32_t words[2][3][2];
+            for (int pair = 0; pair < ROWS / 2; ++pair) {
+                cp_async_wait<ROWS / 2 - 1>();  // this pair's copies were the first of as many
+                __syncwarp();
+                uint32_t words[2][3][2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+                for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int operand = 0; operand < 3; ++operand) {
-                    const int row = ROWS * warp + pair + ROWS / 2 * half;
-                    ld_shared_v2_b32(shared_address(&shared.values[operand][row].words[2 * lane]),
-                                     words[half][operand][0], words[half][operand][1]);
+                    for (int operand = 0; operand < 3; ++operand) {
+                        const int row = ROWS * warp + pair + ROWS / 2 * half;
+                        ld_shared_v2_b32(shared_address(&shared.values[operand][row].words[2 * lane]),
+                                         words[half][operand][0], words[half][operand][1]);
+                    }
+                __syncwarp();
+                copies.start(problem, pair);
+                float sums_of_rows[2];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = pair + ROWS / 2 * half;
+                    const float by = HAS_PROB ? __shfl_sync(0xffffffff, probs, row) : 1.0f;
+                    sums_of_rows[half] = differentiate(words[half][GATE], words[half][UP],
+                                                       words[half][HIDDEN], by, values, row);
                 }
-            __syncwarp();
-            copies.start(problem, pair);
-            float sums_of_rows[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = pair + ROWS / 2 * half;
-                const float by = HAS_PROB ? __shfl_sync(0xffffffff, probs, row) : 1.0f;
-                sums_of_rows[half] =
-                    differentiate(words[half][GATE], words[half][UP], words[half][HIDDEN], by, values, row);
+                if (HAS_PROB) sum[pair] = halved(sums_of_rows[0], sums_of_rows[1], lane, 1, sum_of);
             }
-            if (HAS_PROB) sum[pair] = halved(sums_of_rows[0], sums_of_rows[1], lane, 1, sum_of);
+            if (HAS_PROB) {  // neighbours have been added, and now sums of neighbours
+                sum[0] = halved(sum[0], sum[2], lane, 2, sum_of);
+                sum[1] = halved(sum[1], sum[3], lane, 2, sum_of);
+                float total = halved(sum[0], sum[1], lane, 4, sum_of);
+                total = __fadd_rn(total, __shfl_xor_sync(0xffffffff, total, 8));
+                total = __fadd_rn(total, __shfl_xor_sync(0xffffffff, total, 16));
+                const int row = ROWS * warp + 4 * (lane & 1) + (lane & 2) + (lane >> 2 & 1);
+                if (lane < ROWS && row < item.rows)
+                    sums[int64_t(item.block) * num_rows + item.first_row + row] =
+                        item.tokens > 0 ? total : 0.0f;
+            }
+            store_rows(problem, item, values, warp, lane);
+        } else {  // a warp without rows has nothing to compute: zeros
+            cp_async_wait<0>();
+            __syncwarp();
+#pragma unroll
+            for (int pair = 0; pair < ROWS / 2; ++pair) copies.start(problem, pair);
         }
-        if (HAS_PROB) {  // neighbours have been added, and now sums of neighbours
-            sum[0] = halved(sum[0], sum[2], lane, 2, sum_of);
-            sum[1] = halved(sum[1], sum[3], lane, 2, sum_of);
-            float total = halved(sum[0], sum[1], lane, 4, sum_of);
-            total = __fadd_rn(total, __shfl_xor_sync(0xffffffff, total, 8));
-            total = __fadd_rn(total, __shfl_xor_sync(0xffffffff, total, 16));
-            const int row = ROWS * warp + 4 * (lane & 1) + (lane & 2) + (lane >> 2 & 1);
-            if (lane < ROWS && row < item.rows)
-                sums[int64_t(item.block) * num_rows + item.first_row + row] = item.tokens > 0 ? total : 0.0f;
-        }
-        store_rows(problem, item, values, warp, lane);
 #pragma unroll
         for (int output = 0; output < NUM_OUTPUTS; ++output) {
             float largest[COLUMNS];

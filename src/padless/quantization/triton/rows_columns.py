@@ -76,14 +76,16 @@ def rows_columns(
     row_scale = empty_mn_major(kept_rows, ceil_div(features, 128), x.device)
     columns = empty_columns(num_rows, offs.shape[0], features, block, alignment, x.device)
     if driver is not None and host.fits(x, offs):
-        found = groups.token_groups(offs, num_rows, alignment)
-        of_rows = (row_codes, with_padding(row_scale)) if rows else (None, None)
-        launch = host.prepare(driver, x, found, *of_rows, *columns, square=block[0] == 128).launch
-        launch(torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0)
+        of = groups.token_groups(offs, num_rows, alignment)
+        starts, block_starts = of.starts, of.block_starts
+        to = (row_codes, with_padding(row_scale)) if rows else (None, None)
+        prepared = host.prepare(driver, x, of, to[0], to[1], columns.codes, columns.scale, block[0] == 128)
+        prepared.launch(torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0)
     else:
         found = groups.group_tiles(offs, num_rows, alignment)
+        starts, block_starts = found.starts, found.block_starts
         _launch(x, found, row_codes, with_padding(row_scale), columns, rows, block[0] == 128)
-    return row_codes, row_scale, columns.codes, columns.scale, found.starts, found.block_starts
+    return row_codes, row_scale, columns.codes, columns.scale, starts, block_starts
 
 
 def _launch(

@@ -62,18 +62,20 @@ def swiglu_backward(
     prob = None if prob is None else prob.contiguous()
     square, interleaved = hidden_block[0] == 128, gate_up == "interleaved"
     if driver is not None and host.fits(dh, z, offs):
-        found = groups.token_groups(offs, num_rows, alignment)
-        launch = host.prepare(driver, dh, z, prob, found, out, interleaved, square).launch
+        of = groups.token_groups(offs, num_rows, alignment)
+        starts, block_starts = of.starts, of.block_starts
+        launch = host.prepare(driver, dh, z, prob, of, out, interleaved, square).launch
         launch(torch._C._cuda_getCurrentRawStream(z.device.index) if z.is_cuda else 0)
     else:
         found = groups.group_tiles(offs, num_rows, alignment)
+        starts, block_starts = found.starts, found.block_starts
         _launch(dh, z, prob, found, out, interleaved, square)
     dprob = torch.empty(sums.shape[1], dtype=torch.float32, device=z.device)
     if dprob.numel() > 0:
         _sum_blocks[(ceil_div(num_rows, _ROWS_AT_ONCE),)](
             sums, dprob, num_rows, blocks, BLOCK_M=_ROWS_AT_ONCE, num_warps=4
         )
-    return (row_codes, row_scale, *of_dz, *of_hidden, found.starts, found.block_starts, dprob)
+    return (row_codes, row_scale, *of_dz, *of_hidden, starts, block_starts, dprob)
 
 
 def _launch(
