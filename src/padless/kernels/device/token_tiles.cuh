@@ -5,6 +5,7 @@
 // each other in memory once transposed, are in one thread.
 #pragma once
 
+// The host defines BAND: blocks of 128 features that are done tile by tile before the next ones.
 constexpr int TILE = 128;  // tokens, and features
 constexpr int NUM_WARPS = 16, NUM_THREADS = 32 * NUM_WARPS;
 constexpr int ROWS = TILE / NUM_WARPS;  // tokens of a warp
@@ -42,8 +43,8 @@ template <int MOST>
 struct Schedule {
     int first_row[MOST + 1], first_tile[MOST + 1],
         first_unit[MOST + 1];  // of each group, and of what is behind
-    int tile, block, group, tiles_a_step, blocks_a_step;
-    Item items[4];  // of numbers n, n + 1 and n + 2, in turn
+    int next, group;  // number of the item to be looked at next, of all; a group that its tile is not before
+    Item items[4];    // of numbers n - 1, n, n + 1 and n + 2, in turn
 
     // One warp: ends that are not ascending, negative or above M count as the nearest that can be.
     __device__ __forceinline__ void begin(const Groups& groups, int num_blocks, int lane) {
@@ -88,51 +89,46 @@ struct Schedule {
             first_tile[groups.num_groups] = tiles;
             first_unit[groups.num_groups] = units;
             group = 0;
-            tile = blockIdx.x / num_blocks;
-            block = blockIdx.x % num_blocks;
-            tiles_a_step = gridDim.x / num_blocks;
-            blocks_a_step = gridDim.x % num_blocks;
+            next = blockIdx.x;
         }
         __syncwarp();
     }
 
-    // One warp: finds item `number`, of every so manieth of those that have something to do. Neighbours in time are neighbours in
-    // memory.
+    // One warp: finds item `number`, of every so manieth of those that have something to do. A band of BAND blocks is done tile by
+    // tile before the next band: what is under way at once are runs of memory along rows and along columns.
     __device__ __forceinline__ void take(const Groups& groups, int num_blocks, int number, int lane) {
         Item item{groups.num_tiles, 0, 0, 0, 0, 0, 0, 0};
-        int at = tile, at_block = block, of = group;
+        int at = next, of = group;
         bool found = false;
-        while (!found && at < groups.num_tiles) {
+        while (!found && at < groups.num_tiles * num_blocks) {
+            const int band = at / (groups.num_tiles * BAND), in_band = at - band * groups.num_tiles * BAND;
+            const int left = num_blocks - band * BAND, width = left < BAND ? left : BAND;
+            const int tile = in_band / width;
+            if (tile < first_tile[of]) of = 0;
             uint32_t begun;  // groups after `of` whose tiles begin no later
             do {
-                const int next = of + 1 + lane;
-                const bool is_begun = next <= groups.num_groups && first_tile[next] <= at;
+                const int other = of + 1 + lane;
+                const bool is_begun = other <= groups.num_groups && first_tile[other] <= tile;
                 begun = __popc(__ballot_sync(0xffffffff, is_begun));
                 of += begun;
             } while (begun == 32);
             const bool is_group = of < groups.num_groups;
             const int end_row = is_group ? first_row[of + 1] : groups.num_rows;
             const int end_unit = is_group ? first_unit[of + 1] : groups.tokens / UNIT;
-            const int index = at - first_tile[of];
+            const int index = tile - first_tile[of];
             item.first_row = first_row[of] + TILE * index;
             item.first_unit = first_unit[of] + TILE / UNIT * index;
             item.rows = clipped(end_row - item.first_row, TILE);
             item.units = clipped(end_unit - item.first_unit, TILE / UNIT);
             item.tokens = is_group ? item.rows : 0;
-            item.block = at_block;
-            found = item.rows > 0 || item.units > 0 || at < groups.num_scale_rows;
-            item.tile = found ? at : groups.num_tiles;
-            at += tiles_a_step;
-            at_block += blocks_a_step;
-            if (at_block >= num_blocks) {
-                at_block -= num_blocks;
-                ++at;
-            }
+            item.block = band * BAND + in_band - tile * width;
+            found = item.rows > 0 || item.units > 0 || tile < groups.num_scale_rows;
+            item.tile = found ? tile : groups.num_tiles;
+            at += gridDim.x;
         }
         __syncwarp();
         if (lane == 0) {
-            tile = at;
-            block = at_block;
+            next = at;
             group = of;
             items[number % 4] = item;
         }

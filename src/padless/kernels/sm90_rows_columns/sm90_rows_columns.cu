@@ -7,16 +7,16 @@
 // An item of work is a tile of 128 tokens x 128 features (device/token_tiles.cuh). CTAs are persistent, two of 16 warps a
 // multiprocessor.
 //
-//      each warp                                                   all warps
-//      ---------                                                   ---------
+//      each warp                                                   some warps too
+//      ---------                                                   --------------
 //      wait for the copies of its 8 rows; read them;
 //      start copying the same rows of the next item
-//      largest magnitude of its columns -> shared memory     -->   barrier
-//      scales and codes of rows                                    scales of columns (4 warps, before their rows);
-//                                                                  the item after the next (1 warp, before its rows)
-//                                                            -->   barrier
-//      codes of columns, transposed -> shared memory         -->   barrier
-//      whole lines of transposed codes -> global memory
+//      largest magnitude of its columns -> shared memory
+//                                        barrier
+//      lines of the last item's transposed codes -> global         scales of columns (4); the item after the next (1)
+//      scales and codes of rows
+//                                        barrier
+//      codes of columns, transposed -> shared memory
 using uint8_t = unsigned char;
 using uint16_t = unsigned short;
 using uint32_t = unsigned int;
@@ -174,13 +174,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, CTAS_PER_SM) padless_s
 
     if (warp == NUM_WARPS - 1) {
         shared.schedule.begin(groups, problem.num_blocks(), lane);
-        shared.schedule.take(groups, problem.num_blocks(), 0, lane);
-        shared.schedule.take(groups, problem.num_blocks(), 1, lane);
+#pragma unroll 1
+        for (int first = 0; first < 2; ++first)
+            shared.schedule.take(groups, problem.num_blocks(), first, lane);
     }
     __syncthreads();
     start_copies(shared, problem, shared.schedule.items[0], warp, lane);
+    int number = 0;
 #pragma unroll 1
-    for (int number = 0;; ++number) {
+    for (;; ++number) {
         const Item& item = shared.schedule.items[number % 4];
         if (item.tile >= num_tiles) break;
         cp_async_wait<0>();
@@ -201,16 +203,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, CTAS_PER_SM) padless_s
         }
         st_shared_v2_b32(shared_address(&shared.largest[warp][2 * lane]), largest[0], largest[1]);
         __syncthreads();
-        scale_columns(shared, problem, item, item.tokens);
         if (warp == NUM_WARPS - 1) shared.schedule.take(groups, problem.num_blocks(), number + 2, lane);
+        scale_columns(shared, problem, item, item.tokens);
+        if (number > 0) store_columns(shared, problem, shared.schedule.items[(number + 3) % 4], warp, lane);
         if (HAS_ROWS) {
             if (ROWS * warp < item.rows) store_rows(problem, item, words, warp, lane);
             zero_padding(problem, item);
         }
         __syncthreads();
         stage_columns(shared, words, item.tokens, warp, lane);
-        __syncthreads();
-        store_columns(shared, problem, item, warp, lane);
     }
+    __syncthreads();
+    if (number > 0) store_columns(shared, problem, shared.schedule.items[(number + 3) % 4], warp, lane);
     cp_async_wait<0>();
 }

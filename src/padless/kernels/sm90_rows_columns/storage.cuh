@@ -1,7 +1,7 @@
 // What the steps of sm90_rows_columns.cu share: shared memory, the problem, magnitudes of bf16 pairs.
 #pragma once
 
-// The host defines, from RowsColumnsConfig: HAS_ROWS, SQUARE, MAX_GROUPS, CTAS_PER_SM.
+// The host defines, from RowsColumnsConfig: HAS_ROWS, SQUARE, MAX_GROUPS, CTAS_PER_SM, BAND.
 constexpr int STAGES = 2;  // of loads: the rows at hand, and the next tile's
 
 struct alignas(1024) SharedStorage {

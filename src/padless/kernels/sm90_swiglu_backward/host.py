@@ -12,6 +12,7 @@ from padless.kernels.launch import Prepared, load_kernel, persistent_grid
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 KERNEL = "sm90_swiglu_backward/sm90_swiglu_backward.cu"
+BAND = 8
 _TILE = 128
 
 
@@ -24,17 +25,19 @@ class SwigluBackwardConfig:
         interleaved: gate and up lie in runs of 32 columns; else concatenated.
         square: 128 features of H share a scale; else each has its own.
         max_groups: room for groups.
+        band: blocks of 128 features that are done tile by tile before the next ones.
     """
 
     has_prob: bool = True
     interleaved: bool = False
     square: bool = False
     max_groups: int = FEW_GROUPS
+    band: int = BAND
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
         flags = {"HAS_PROB": self.has_prob, "INTERLEAVED": self.interleaved, "SQUARE": self.square}
-        return cpp_constants({"MAX_GROUPS": self.max_groups}, flags)
+        return cpp_constants({"MAX_GROUPS": self.max_groups, "BAND": self.band}, flags)
 
 
 def fits(dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor) -> bool:
@@ -72,7 +75,9 @@ def prepare(
     square: bool,
 ) -> Prepared:
     """Packs the launch for operands that fit, with at least one column."""
-    config = SwigluBackwardConfig(prob is not None, interleaved, square, room_for_groups(groups.num_groups))
+    config = SwigluBackwardConfig(
+        prob is not None, interleaved, square, room_for_groups(groups.num_groups), BAND
+    )
     device = dh.device.index or 0
     kernel, function = load_kernel(driver, KERNEL, config, device)
     num_rows, hidden = dh.shape

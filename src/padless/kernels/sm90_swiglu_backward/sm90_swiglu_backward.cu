@@ -75,8 +75,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
 
     if (warp == NUM_WARPS - 1) {
         shared.schedule.begin(groups, problem.num_blocks(), lane);
-        shared.schedule.take(groups, problem.num_blocks(), 0, lane);
-        shared.schedule.take(groups, problem.num_blocks(), 1, lane);
+#pragma unroll 1
+        for (int first = 0; first < 2; ++first)
+            shared.schedule.take(groups, problem.num_blocks(), first, lane);
     }
     __syncthreads();
     {
@@ -86,8 +87,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
     }
     float probs = load_prob(problem, shared.schedule.items[0], warp, lane);
 
+    int number = 0;
 #pragma unroll 1
-    for (int number = 0;; ++number) {
+    for (;; ++number) {
         const Item& item = shared.schedule.items[number % 4];
         const Item& next = shared.schedule.items[(number + 1) % 4];
         if (item.tile >= num_tiles) break;
@@ -132,7 +134,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
                     sums[int64_t(item.block) * num_rows + item.first_row + row] =
                         item.tokens > 0 ? total : 0.0f;
             }
-            store_rows(problem, item, values, warp, lane);
         } else {  // a warp without rows has nothing to compute: zeros
             cp_async_wait<0>();
             __syncwarp();
@@ -152,8 +153,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
             st_shared_v4_f32(shared_address(&shared.largest[warp][output][lane * COLUMNS]), largest);
         }
         __syncthreads();
-        scale_columns(shared, problem, item, item.tokens);
         if (warp == NUM_WARPS - 1) shared.schedule.take(groups, problem.num_blocks(), number + 2, lane);
+        scale_columns(shared, problem, item, item.tokens);
+        if (number > 0) store_columns(shared, problem, shared.schedule.items[(number + 3) % 4], warp, lane);
+        if (ROWS * warp < item.rows) store_rows(problem, item, values, warp, lane);
         zero_padding(problem, item);
         __syncthreads();
         const int kept = item.tokens - ROWS * warp;
@@ -161,9 +164,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
             stage_columns<true>(shared, values, kept, warp, lane);
         else
             stage_columns<false>(shared, values, kept, warp, lane);
-        __syncthreads();
-        store_columns(shared, problem, item, warp, lane);
         probs = next_probs;
     }
+    __syncthreads();
+    if (number > 0) store_columns(shared, problem, shared.schedule.items[(number + 3) % 4], warp, lane);
     cp_async_wait<0>();
 }

@@ -1,7 +1,7 @@
 // What the steps of sm90_swiglu_backward.cu share: constants, shared memory, the problem, an item of work.
 #pragma once
 
-// The host defines, from SwigluBackwardConfig: HAS_PROB, INTERLEAVED, SQUARE, MAX_GROUPS.
+// The host defines, from SwigluBackwardConfig: HAS_PROB, INTERLEAVED, SQUARE, MAX_GROUPS, BAND.
 constexpr int GATE = 0, UP = 1, HIDDEN = 2, NUM_OUTPUTS = 3;
 constexpr int RUN = 32;    // columns of gate, then of up, where they are interleaved
 constexpr int STAGES = 2;  // of loads: the rows at hand, and the next tile's
