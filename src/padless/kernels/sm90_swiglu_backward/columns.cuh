@@ -4,7 +4,8 @@
 // Threads of the first 12 warps: scale of an output's column.
 __device__ __forceinline__ void scale_columns(SharedStorage& shared, const Problem& problem, const Item& item,
                                               int tokens) {
-    const int output = threadIdx.x / TILE, column = threadIdx.x % TILE;
+    const int thread = read_tid_x(), output = thread / TILE,
+              column = thread % TILE;  // read anew: registers are full
     if (output >= NUM_OUTPUTS) return;
     float largest = shared.largest[0][output][column];
 #pragma unroll
@@ -14,7 +15,7 @@ __device__ __forceinline__ void scale_columns(SharedStorage& shared, const Probl
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2)
             largest = max_nan(largest, __shfl_xor_sync(0xffffffff, largest, distance));
-        if (threadIdx.x % 32 == 0) shared.largest_of_warps[column / 32] = largest;
+        if (thread % 32 == 0) shared.largest_of_warps[column / 32] = largest;
         bar_sync(1, TILE);
         largest = max_nan(max_nan(shared.largest_of_warps[0], shared.largest_of_warps[1]),
                           max_nan(shared.largest_of_warps[2], shared.largest_of_warps[3]));

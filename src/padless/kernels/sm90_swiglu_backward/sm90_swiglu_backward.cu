@@ -35,6 +35,7 @@ using uint64_t = unsigned long long;
 #include "device/ptx/memory.cuh"
 #include "device/ptx/shared_vectors.cuh"
 #include "device/ptx/shared_words.cuh"
+#include "device/ptx/special_registers.cuh"
 
 // In this order: later ones use earlier ones.
 #include "device/quant_rules.cuh"
@@ -47,15 +48,10 @@ using uint64_t = unsigned long long;
 
 // Rows from M on of MN-major scales are padding.
 __device__ __forceinline__ void zero_padding(const Problem& problem, const Item& item) {
-    const int row = problem.num_rows + int(threadIdx.x) % 4, which = threadIdx.x / 4;
+    const int thread = read_tid_x(), row = problem.num_rows + thread % 4, which = thread / 4;
     if (item.tile != 0 || which >= 2 || row >= problem.row_scale_ld) return;
     const int block = INTERLEAVED ? 2 * item.block + which : item.block + which * problem.num_blocks();
     problem.row_scale[int64_t(block) * problem.row_scale_ld + row] = 0.0f;
-}
-
-__device__ __forceinline__ float load_prob(const Problem& problem, const Item& item, int warp, int lane) {
-    const int row = ROWS * warp + lane;
-    return HAS_PROB && lane < ROWS && row < item.rows ? problem.prob[item.first_row + row] : 0.0f;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu_backward(
@@ -81,11 +77,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
     }
     __syncthreads();
     {
+        copy_probs(shared, problem, shared.schedule.items[0], 0, warp,
+                   lane);  // part of the first pair's group
         RowCopies copies(shared, problem, shared.schedule.items[0], warp, lane);
 #pragma unroll
         for (int pair = 0; pair < ROWS / 2; ++pair) copies.start(problem, pair);
     }
-    float probs = load_prob(problem, shared.schedule.items[0], warp, lane);
 
     int number = 0;
 #pragma unroll 1
@@ -94,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
         const Item& next = shared.schedule.items[(number + 1) % 4];
         if (item.tile >= num_tiles) break;
         RowCopies copies(shared, problem, next, warp, lane);
-        const float next_probs = load_prob(problem, next, warp, lane);
+        copy_probs(shared, problem, next, number + 1, warp, lane);
         float values[NUM_OUTPUTS][ROWS][COLUMNS] = {};
         if (ROWS * warp < item.rows) {
             float sum[ROWS / 2];
@@ -117,7 +114,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int row = pair + ROWS / 2 * half;
-                    const float by = HAS_PROB ? __shfl_sync(0xffffffff, probs, row) : 1.0f;
+                    const float by =
+                        HAS_PROB ? ld_shared_f32(shared_address(&shared.probs[number % 2][ROWS * warp + row]))
+                                 : 1.0f;
                     sums_of_rows[half] = differentiate(words[half][GATE], words[half][UP],
                                                        words[half][HIDDEN], by, values, row);
                 }
@@ -164,7 +163,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_swiglu
             stage_columns<true>(shared, values, kept, warp, lane);
         else
             stage_columns<false>(shared, values, kept, warp, lane);
-        probs = next_probs;
     }
     __syncthreads();
     if (number > 0) store_columns(shared, problem, shared.schedule.items[(number + 3) % 4], warp, lane);

@@ -7,7 +7,8 @@ constexpr int RUN = 32;    // columns of gate, then of up, where they are interl
 constexpr int STAGES = 2;  // of loads: the rows at hand, and the next tile's
 
 struct alignas(1024) SharedStorage {
-    Row values[3][TILE];  // gate, up, dH of a tile; a row is the next tile's as soon as it has been read
+    Row values[3][TILE];   // gate, up, dH of a tile; a row is the next tile's as soon as it has been read
+    float probs[2][TILE];  // of a tile and the next one's, in turn
     float largest[NUM_WARPS][NUM_OUTPUTS][TILE];  // magnitude of each column over a warp's tokens
     float inverse[NUM_OUTPUTS][TILE];             // 1 / scale of each column
     float largest_of_warps[4];
