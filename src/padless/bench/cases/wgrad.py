@@ -12,8 +12,8 @@ Contenders of a point, of which every one multiplies the same values:
     deepgemm_k_grouped                 its kernel alone, on groups padded to 128 tokens before, added in float32
 
 Before they are timed every output is poisoned, or cleared where it is added to, and some of its rows are compared with
-float64; what is stored is compared once more after the last timed call. In floors a bf16 operation counts as two: the ceiling
-is of FP8.
+float64; what is stored is compared once more after the last timed call. In floors a bf16 operation counts as two, as
+the ceiling is that of FP8.
 """
 
 from __future__ import annotations
