@@ -1,5 +1,5 @@
 // What the roles of a weight gradient's kernel know of its groups and tiles. Included behind the kernel's SharedStorage, which has
-// `groups` (RankedGroups) and `queue`, its Reader and NUM_THREADS.
+// `groups` (RankedGroups) and `queue`, its Reader, Problem, OUT_TYPE and NUM_THREADS.
 #pragma once
 
 // All threads of the CTA: cleans offs, of which none may be above `most`, and ranks the groups. Ends with both visible to all of
@@ -40,3 +40,16 @@ struct TokenReader {
         tokens = __shfl_sync(0xffffffff, tokens, 0);
     }
 };
+
+// For device/sm90/piece_store.cuh: stores or adds, clipped by the map.
+__device__ __forceinline__ bool is_in_result(const Problem& problem, const Tile& /*tile*/, int row,
+                                             int column) {
+    return row < problem.n_rows && column < problem.n_columns;
+}
+__device__ __forceinline__ void write_slab(const Problem& problem, const TensorMap& map_d, uint32_t slab,
+                                           const Tile& tile, int row, int column) {
+    if (OUT_TYPE == OUT_F32 && problem.accumulate)
+        tma_reduce_add_3d(map_d, slab, column, row, tile.group);
+    else
+        tma_store_3d(map_d, slab, column, row, tile.group);
+}

@@ -22,7 +22,7 @@
 //      load A, B ---------> full[s] (bytes) ----->  wait full[s]; wgmma      (device/sm90/bf16_multiply.cuh)
 //      arrive queue empty[q]                        arrive queue empty[q] at the end of the tile
 //
-//      A finished tile is staged for the store warps (device/sm90/gradient_store.cuh) while the other warpgroup multiplies.
+//      A finished tile is staged for the store warps (device/sm90/piece_store.cuh) while the other warpgroup multiplies.
 //
 // Padding-free rule: no byte of another group is multiplied. A group's last block of tokens is read through a map that ends at
 // the group's last token, behind which the copy engine writes zeros. Nothing of another group has an influence on a group's
@@ -55,7 +55,7 @@ using uint64_t = unsigned long long;
 
 #include "device/gradient_tiles.cuh"
 #include "sm90_bf16_wgrad/load.cuh"
-#include "device/sm90/gradient_store.cuh"
+#include "device/sm90/piece_store.cuh"
 #include "device/sm90/bf16_multiply.cuh"
 
 __device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgroup, int warp, int lane) {

@@ -23,7 +23,7 @@ constexpr int A_WARPGROUP_BYTES = WGMMA_M / CHUNK_FEATURES * CHUNK_BYTES;
 constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
 constexpr int SLAB_BYTES = WGMMA_M * 128;
-// A warpgroup's tile is one part in device/sm90/gradient_store.cuh.
+// A warpgroup's tile is one part in device/sm90/piece_store.cuh.
 constexpr int PIECE_COLUMNS = PIECE_SLABS * SLAB_COLUMNS;
 constexpr int NUM_PIECES = BLOCK_N / PIECE_COLUMNS;
 constexpr int NUM_D = 2;
@@ -54,7 +54,7 @@ struct Problem {
     bool accumulate;
 };
 
-// Where in the result a warpgroup's piece of a tile begins (device/sm90/gradient_store.cuh).
+// Where in the result a warpgroup's piece of a tile begins (device/sm90/piece_store.cuh).
 __device__ __forceinline__ int piece_row(const Tile& tile, int warpgroup, int /*piece*/) {
     return tile.row + warpgroup * WGMMA_M;
 }
