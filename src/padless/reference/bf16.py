@@ -57,6 +57,29 @@ def grouped_gemm_wgrad_rows_reference(
     return out
 
 
+def grouped_gemm_plain_reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulation: str = "float32",
+) -> torch.Tensor:
+    """out[m, n] = sum over k of a[m, k] * b[g, n, k] for the rows m of each group g, (M, N); rounded to nearest even.
+
+    a: (M, K), b: (G, N, K), bfloat16, any strides. offs: (G,) cumulative END rows. Rows in no group are left as they are
+    in ``out``; in a new result they are NaN. out_dtype is ignored when ``out`` is given.
+    """
+    _check(accumulation)
+    if out is None:
+        out = torch.full((a.shape[0], b.shape[1]), float("nan"), dtype=out_dtype, device=a.device)
+    for group, (start, end) in enumerate(group_rows(offs, a.shape[0])):
+        if start < end:
+            out[start:end] = round_to(product(a[start:end], b[group], accumulation), out.dtype)
+    return out
+
+
 def _check(accumulation: str) -> None:
     if accumulation not in ACCUMULATIONS:
         raise ValueError(f"accumulation is {accumulation!r}; allowed: {', '.join(map(repr, ACCUMULATIONS))}")

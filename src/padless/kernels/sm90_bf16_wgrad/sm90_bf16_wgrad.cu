@@ -53,6 +53,7 @@ using uint64_t = unsigned long long;
 
 #include "sm90_bf16_wgrad/storage.cuh"
 
+#include "device/rank_groups.cuh"
 #include "device/gradient_tiles.cuh"
 #include "sm90_bf16_wgrad/load.cuh"
 #include "device/sm90/piece_store.cuh"

@@ -54,6 +54,7 @@ using uint64_t = unsigned long long;
 
 #include "sm90_fp8_wgrad/storage.cuh"
 
+#include "device/rank_groups.cuh"
 #include "device/gradient_tiles.cuh"
 #include "sm90_fp8_wgrad/load.cuh"
 #include "device/sm90/piece_store.cuh"

@@ -76,6 +76,14 @@ struct Stagger {
         }
     }
 
+    // In place of a tile, by the second warpgroup.
+    __device__ __forceinline__ void skip(SharedStorage& shared) {
+        if constexpr (LEAD > 0) {
+            mbarrier_wait(shared_address(&shared.ahead[tile.stage]), tile.phase);
+            tile.advance();
+        }
+    }
+
     // After the products of a stage have been issued. leader: one thread of the first warpgroup.
     __device__ __forceinline__ void issued(SharedStorage& shared, bool leader) {
         if constexpr (LEAD > 0) {
