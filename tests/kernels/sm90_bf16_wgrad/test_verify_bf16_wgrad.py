@@ -19,7 +19,7 @@ from padless.verify.run import jobs_of
 
 SMALL = (RowsShape((5, 0, 17), 3, 16, 24),)
 ON_CPU: dict[str, Any] = {"device": "cpu", "backend": "emulator"}
-FEW = (Bf16WgradConfig(block_n=128, block_t=32, out_dtype=torch.float32),)
+FEW = (Bf16WgradConfig(block_n=128, out_dtype=torch.float32),)
 
 
 @pytest.fixture

@@ -22,8 +22,6 @@ class Bf16PlainConfig:
         block_n: columns of the output tile (weight rows), 128 or 256. A tile has 128 rows of activations, 64 to each of
             two consumer warpgroups.
         num_stages: depth of the shared-memory pipeline, a stage being 64 of K; 0 means as many as fit.
-        lead: stages, 0 to 3, that the first warpgroup is ahead of the second at the start of a tile, so that one
-            multiplies while the other stores.
         piece_slabs: 128-byte columns, 1 or 2, of a buffer through which a finished tile is stored; a warpgroup has two.
         raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
         n_major: whether N is contiguous in the weights, else K.
@@ -33,7 +31,6 @@ class Bf16PlainConfig:
 
     block_n: int = 256
     num_stages: int = 0
-    lead: int = 1
     piece_slabs: int = 1
     raster_m: int = 8
     n_major: bool = False
@@ -44,19 +41,15 @@ class Bf16PlainConfig:
         require = requirement_of(self)
         require(self.block_n in BLOCKS_N, "block_n", "128 or 256")
         check_common_fields(self, require)
-        require(self.lead in range(4), "lead", "0 to 3")
         two_pieces = self.piece_slabs * 128 <= self.block_n // 2 * self.out_dtype.itemsize
         allowed = "1, or 2 unless block_n is 128 and out_dtype has 16 bits"
         require(self.piece_slabs in (1, 2) and two_pieces, "piece_slabs", allowed)
-        stages = self.num_stages
-        require(stages == 0 or stages >= self.lead, "lead", f"0 to num_stages, which is {stages}")
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
         constants = {
             "BLOCK_N": self.block_n,
             "NUM_STAGES": self.num_stages,
-            "LEAD": self.lead,
             "PIECE_SLABS": self.piece_slabs,
             "RASTER_M": self.raster_m,
             "MAX_GROUPS": self.max_groups,

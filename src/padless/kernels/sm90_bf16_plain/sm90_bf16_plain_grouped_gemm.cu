@@ -57,22 +57,19 @@ using uint64_t = unsigned long long;
 
 // Consumer: a tile that has no row of this warpgroup.
 __device__ __forceinline__ void skip_tile(SharedStorage& shared, int blocks, int lane,
-                                          Pipeline<STAGES>& pipeline, Stagger& stagger) {
+                                          Pipeline<STAGES>& pipeline) {
     for (int block = 0; block < blocks; ++block) {
         mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
         release_stage(shared, pipeline.stage, lane);
         pipeline.advance();
     }
-    stagger.skip(shared);
 }
 
 __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem, int warpgroup,
-                                              int warp, int lane) {
+                                              int lane) {
     const OperandView view(shared, warpgroup);
-    const bool leader = warp == 0 && lane == 0;
     const int blocks = problem.k_blocks(), last_steps = problem.last_steps();
     Pipeline<STAGES> pipeline;
-    Stagger stagger;
     float d[BLOCK_N / 2] = {};
     Reader reader(shared.queue);
     Tile tile{};
@@ -85,10 +82,9 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     stage_part<NUM_PIECES>(d, shared, warpgroup, 0);  // no tile, which is not stored
     while (tile.rows > 0) {
         if (warpgroup * WGMMA_M < tile.rows) {
-            multiply_tile(d, shared, view, blocks, last_steps, warpgroup, lane, leader, pipeline, stagger,
-                          next);
+            multiply_tile(d, shared, view, blocks, last_steps, lane, pipeline, next);
         } else {
-            skip_tile(shared, blocks, lane, pipeline, stagger);
+            skip_tile(shared, blocks, lane, pipeline);
             next();
         }
         stage_part<NUM_PIECES>(d, shared, warpgroup, 0);  // a skipped one's too, which is not stored
@@ -115,7 +111,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_p
             mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);
         }
         mbarrier_init(shared_address(&shared.next_tile_wanted), 1);
-        for (int i = 0; i < 2; ++i) mbarrier_init(shared_address(&shared.ahead[i]), 1);
         for (int s = 0; s < QUEUE_SLOTS; ++s) {
             mbarrier_init(shared_address(&shared.queue.full[s]), 1);
             mbarrier_init(shared_address(&shared.queue.empty[s]), NUM_TILE_READERS);
@@ -142,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_p
         __syncwarp();
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consume_tiles(shared, problem, warp / 4, warp, lane);
+        consume_tiles(shared, problem, warp / 4, lane);
         __syncwarp();
     }
 }

@@ -59,19 +59,16 @@ using uint64_t = unsigned long long;
 #include "device/sm90/piece_store.cuh"
 #include "device/sm90/bf16_multiply.cuh"
 
-__device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgroup, int warp, int lane) {
+__device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgroup, int lane) {
     const OperandView view(shared, warpgroup);
-    const bool leader = warp == 0 && lane == 0;
     Pipeline<STAGES> pipeline;
-    Stagger stagger;
     float d[BLOCK_N / 2] = {};
     TokenReader reader(shared, lane);
     stage_part<NUM_PIECES>(d, shared, warpgroup, 0);  // no tile, which is not stored
     while (reader.tokens >= 0) {
         if (reader.tokens > 0) {
             const int blocks = token_blocks(reader.tokens), steps = last_block_steps(reader.tokens, blocks);
-            multiply_tile(d, shared, view, blocks, steps, warpgroup, lane, leader, pipeline, stagger,
-                          [&] { reader.next(); });
+            multiply_tile(d, shared, view, blocks, steps, lane, pipeline, [&] { reader.next(); });
         } else {
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; ++i) d[i] = 0.0f;
@@ -104,7 +101,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_w
             mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);
         }
         mbarrier_init(shared_address(&shared.next_tile_wanted), 1);
-        for (int i = 0; i < 2; ++i) mbarrier_init(shared_address(&shared.ahead[i]), 1);
         for (int s = 0; s < QUEUE_SLOTS; ++s) {
             mbarrier_init(shared_address(&shared.queue.full[s]), 1);
             mbarrier_init(shared_address(&shared.queue.empty[s]), NUM_TILE_READERS);
@@ -132,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_w
         __syncwarp();
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consume_tiles(shared, warp / 4, warp, lane);
+        consume_tiles(shared, warp / 4, lane);
         __syncwarp();
     }
 }

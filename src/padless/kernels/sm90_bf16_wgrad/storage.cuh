@@ -1,7 +1,7 @@
 // What the roles of sm90_bf16_wgrad.cu share: the constants that follow from its config, shared memory, the problem.
 #pragma once
 
-// The host defines, from Bf16WgradConfig: BLOCK_N, BLOCK_T, NUM_STAGES (0 = as many as fit), LEAD (bf16_multiply.cuh), PIECE_SLABS, RASTER_M, MAX_GROUPS,
+// The host defines, from Bf16WgradConfig: BLOCK_N, BLOCK_T, NUM_STAGES (0 = as many as fit), PIECE_SLABS, RASTER_M, MAX_GROUPS,
 // OUT_TYPE (OUT_BF16 or OUT_F32).
 constexpr int BLOCK_M = 128;
 constexpr int WGMMA_M = 64, WGMMA_K = 16;
@@ -36,7 +36,6 @@ struct alignas(1024) SharedStorageOf {
     uint8_t d[NUM_MMA_WARPGROUPS][NUM_D][PIECE_SLABS * SLAB_BYTES];
     uint64_t full[STAGES], empty[STAGES];
     uint64_t next_tile_wanted;
-    uint64_t ahead[2];
     TileQueueStorage queue;
     RankedGroups<MAX_GROUPS> groups;
 };
@@ -44,7 +43,6 @@ struct alignas(1024) SharedStorageOf {
 constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 12>() : NUM_STAGES;
 using SharedStorage = SharedStorageOf<STAGES>;
 #include "device/read_back.cuh"
-static_assert(LEAD <= STAGES, "the first warpgroup gets ahead while the ring is its own");
 
 using Order = LongestFirst<BLOCK_M, BLOCK_N, RASTER_M, MAX_GROUPS>;
 using Reader = TileReader<1>;
