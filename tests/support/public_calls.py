@@ -217,6 +217,15 @@ PUBLIC: dict[str, Call] = {
         padless.grouped_gemm_wgrad,
         lambda: {"dy": columns(N), "x": columns(K, (128, 128)), "out": torch.zeros(GROUPS, N, K)},
     ),
+    "grouped_gemm_wgrad of rows": Call(
+        padless.grouped_gemm_wgrad,
+        lambda: {
+            "dy": normal(M, N).bfloat16(),
+            "x": normal(M, K).bfloat16(),
+            "offs": OFFS,
+            "out": torch.zeros(GROUPS, N, K),
+        },
+    ),
     "quantize_rows_columns": Call(padless.quantize_rows_columns, lambda: {"x": normal(M, K), "offs": OFFS}),
     "quantize_weight_both": Call(padless.quantize_weight_both, lambda: {"w": normal(GROUPS, N, K)}),
     "swiglu_backward_quantize": Call(

@@ -122,6 +122,7 @@ _HOSTS = {
     "sm90_fp8_quant": "sm90_fp8.host_quant",
     "sm90_bf16": "sm90_bf16.host",
     "sm90_bf16_quant": "sm90_bf16.host_quant",
+    "sm90_bf16_plain": "sm90_bf16_plain.host",
     "sm90_mxfp8": "sm90_mxfp8.host",
     "sm90_mxfp8_quant": "sm90_mxfp8.host_quant",
     "sm100_grouped": "sm100_grouped.host",
@@ -232,6 +233,21 @@ ROUTES: tuple[Route, ...] = (
         )
         for a, b in _MX_PAIRS
     ),
+)
+
+# Products of plain bfloat16 tensors on both sides, which no table of formats describes. They have calls of their own
+# (padless.ops.grouped_gemm_plain).
+PLAIN_ROUTES: tuple[Route, ...] = tuple(
+    Route(
+        operation,
+        "sm_90a",
+        BF16,
+        BF16,
+        "sm90_bf16_plain",
+        "sm90_bf16_plain/sm90_bf16_plain_grouped_gemm.cu",
+        "bf16 tensor cores, float32 sum (25 fractional bits in 16 of K)",
+    )
+    for operation in ("grouped_gemm", "gemm")
 )
 
 # Devices that run the code of another architecture's kernels.

@@ -6,6 +6,7 @@ The walk is described in docs/walkthrough.md; the table of what runs where is pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -22,8 +23,10 @@ from padless.ops.checks import (
     check_operands_of_kernel,
     check_output_of_kernel,
     data_of,
+    describe,
     output,
 )
+from padless.ops.grouped_gemm_plain import grouped_gemm_plain
 from padless.reference.gemm import grouped_gemm_reference
 from padless.runtime.devices import chosen_backend, device_of
 
@@ -54,7 +57,7 @@ def _check_sizes(sizes: list[int]) -> None:
 
 def grouped_gemm(
     a: Activation,
-    b: BlockScaledTensor,
+    b: BlockScaledTensor | torch.Tensor,
     offs: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
@@ -69,7 +72,9 @@ def grouped_gemm(
         a: activations, data (M, K) in values: FP8_BLOCK, MXFP8, MXFP4 or NVFP4, scales in any of the format's layouts,
             or a plain bfloat16 tensor. M may be 0; K is a multiple of 16 for FP8_BLOCK x FP8_BLOCK, else of 32.
         b: weights, data (G, N, K) in values. N is a multiple of 8 (of 4 for float32 output). docs/supported.md lists the
-            pairs of formats that have a kernel on each architecture.
+            pairs of formats that have a kernel on each architecture. Beside plain activations a plain bfloat16 tensor
+            too: then K is a multiple of 8, and K or N is contiguous (``w.transpose(1, 2)`` of weights (G, K, N), as an
+            input gradient has them, is read in place).
         offs: (G,) int32 on a's device, cumulative END row of each group; equal neighbours are an empty group.
         out: (M, N) to write into, or None for a new tensor. Rows at or past offs[-1] are left as they are, so in a
             new tensor they hold whatever was in memory.
@@ -106,6 +111,19 @@ def grouped_gemm(
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
     """
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return grouped_gemm_plain(
+            a,
+            b,
+            offs,
+            dense=False,
+            out=out,
+            out_dtype=out_dtype,
+            backend=backend,
+            check_offs=check_offs,
+            config=config,
+        )
+    b = cast("BlockScaledTensor", b)
     if check_offs:
         check_operands("grouped_gemm", a, b, offs)
         check_offs_values(offs, data_of(a).shape[0])
@@ -120,7 +138,7 @@ def grouped_gemm(
 
 def gemm(
     a: Activation,
-    b: BlockScaledTensor,
+    b: BlockScaledTensor | torch.Tensor,
     *,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -128,6 +146,21 @@ def gemm(
     config: KernelChoice | None = None,
 ) -> torch.Tensor:
     """The dense product a @ b.T: a (M, K), b (N, K), out (M, N). Otherwise as grouped_gemm with one group."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if b.dim() != 2:
+            raise ValueError(f"b must have rank 2, (N, K), got {describe(b)}")
+        return grouped_gemm_plain(
+            a,
+            b,
+            None,
+            dense=True,
+            out=out,
+            out_dtype=out_dtype,
+            backend=backend,
+            check_offs=False,
+            config=config,
+        )
+    b = cast("BlockScaledTensor", b)
     if backend is None or backend == "cuda":
         out, missed = launch_cache.launch_again("gemm", a, b, None, out, out_dtype, config)
         if missed is None:

@@ -18,6 +18,7 @@ from padless.verify import small as verify_small
 from padless.verify import tensor_core as verify_arithmetic
 from padless.verify import wgrad as verify_wgrad
 from padless.verify.against_emulator import PROBLEMS, backend_of, emulate
+from padless.verify.bf16 import forward as verify_bf16_forward
 from padless.verify.bf16 import wgrad as verify_bf16_wgrad
 from padless.verify.blackwell import PROBLEM_LISTS, PRODUCTS, dense_launches, list_launches
 
@@ -95,12 +96,16 @@ _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
         Rehearsal(partial(verify_invariance.rehearse, *job)) for job in verify_invariance.problems_of(arch)
     ],
     "weight gradients": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
+    "bf16 products": lambda arch: [Rehearsal(partial(verify_bf16_forward.rehearse, backend_of(arch)))],
     "bf16 weight gradients": lambda arch: [Rehearsal(partial(verify_bf16_wgrad.rehearse, backend_of(arch)))],
 }
 _MODULES: dict[str, Callable[[str], list[Rehearsal]]] = {
     "padless.verify.fp8_block": lambda arch: [_of_check(verify_checks.SMALL, arch)],
     "padless.verify.small": lambda arch: [Rehearsal(partial(verify_small.rehearse, arch, backend_of(arch)))],
     "padless.verify.wgrad": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
+    "padless.verify.bf16.forward": lambda arch: [
+        Rehearsal(partial(verify_bf16_forward.rehearse, backend_of(arch)))
+    ],
     "padless.verify.bf16.wgrad": lambda arch: [
         Rehearsal(partial(verify_bf16_wgrad.rehearse, backend_of(arch)))
     ],

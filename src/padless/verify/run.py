@@ -24,6 +24,7 @@ from padless.testing import machine
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead
 from padless.testing.processes import useful_workers, worker_pool
 from padless.verify.against_emulator import check_against_emulator
+from padless.verify.bf16.forward import check_bf16_products
 from padless.verify.bf16.wgrad import check_bf16_wgrad
 from padless.verify.blackwell import check_dense_mxfp8, check_problem_lists
 from padless.verify.chains import check_chains
@@ -43,8 +44,14 @@ SANITIZED = (
     "padless.verify.small",
     "padless.verify.wgrad",
     "padless.verify.bf16.wgrad",
+    "padless.verify.bf16.forward",
 )
-_HOPPERS = ("padless.verify.fp8_block", "padless.verify.wgrad", "padless.verify.bf16.wgrad")
+_HOPPERS = (
+    "padless.verify.fp8_block",
+    "padless.verify.wgrad",
+    "padless.verify.bf16.wgrad",
+    "padless.verify.bf16.forward",
+)
 _SANITIZER_SECONDS = 240
 # racecheck does not follow a cp.async to the mbarrier at which it arrives when it is complete, and reports every scale
 # that the weight-gradient kernel hands over so. The emulator does; its tests plant the waits that are missing.
@@ -163,6 +170,7 @@ def jobs_of(
         if fp8_block:
             jobs["weight gradients"] = check_wgrad
             jobs["bf16 weight gradients"] = check_bf16_wgrad
+            jobs["bf16 products"] = check_bf16_products
     return jobs, [module for module in SANITIZED if fp8_block or module not in _HOPPERS]
 
 

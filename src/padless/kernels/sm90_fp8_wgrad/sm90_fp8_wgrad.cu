@@ -24,7 +24,7 @@
 //      load A, B, scales --> full[s] (bytes) ---->  wait full[s]; wgmma; promote
 //      arrive queue empty[q]                        arrive queue empty[q] at the end of the tile
 //
-//      A tile stays in registers until the next tile's first products run; then it is staged for the store warps (gradient_store.cuh).
+//      A tile stays in registers until the next tile's first products run; then it is staged for the store warps (piece_store.cuh).
 //
 // Padding-free rule: a load may bring tokens of other groups behind the group's last block; no K step multiplies them. Nothing
 // of another group has an influence on a group's result, and the order of a group's sum depends on nothing but its tokens.
@@ -54,9 +54,10 @@ using uint64_t = unsigned long long;
 
 #include "sm90_fp8_wgrad/storage.cuh"
 
+#include "device/rank_groups.cuh"
 #include "device/gradient_tiles.cuh"
 #include "sm90_fp8_wgrad/load.cuh"
-#include "device/sm90/gradient_store.cuh"
+#include "device/sm90/piece_store.cuh"
 #include "sm90_fp8_wgrad/multiply.cuh"
 
 __device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgroup, int warp, int lane) {

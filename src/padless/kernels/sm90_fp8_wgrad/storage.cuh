@@ -27,7 +27,7 @@ constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
 constexpr int SLAB_BYTES = WGMMA_M * 128;
 // A warpgroup stages its tile piece by piece, in two buffers in turn: waves (64 rows), or halves of their columns, where two
-// buffers of 64 rows would take a stage of the ring. In device/sm90/gradient_store.cuh a wave is a part.
+// buffers of 64 rows would take a stage of the ring. In device/sm90/piece_store.cuh a wave is a part.
 constexpr int PIECES_PER_WAVE = OUT_TYPE == OUT_BF16 && WAVES == 2 ? 1 : 2;
 constexpr int NUM_PIECES = WAVES * PIECES_PER_WAVE;
 constexpr int PIECE_COLUMNS = BLOCK_N / PIECES_PER_WAVE;
@@ -71,7 +71,7 @@ struct Problem {
     bool accumulate;
 };
 
-// Where in the result a warpgroup's piece of a tile begins (device/sm90/gradient_store.cuh).
+// Where in the result a warpgroup's piece of a tile begins (device/sm90/piece_store.cuh).
 __device__ __forceinline__ int piece_row(const Tile& tile, int warpgroup, int piece) {
     return tile.row + piece / PIECES_PER_WAVE * WAVE_ROWS + warpgroup * WGMMA_M;
 }
