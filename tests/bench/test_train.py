@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from padless.bench.cases.layer_problem import LayerPoint
+from padless.bench.cases.problems.layer import LayerPoint
 from rich.console import Console
 
 from padless.bench import report_file

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from padless.bench.cases.layer_problem import MODELS, LayerPoint, make_layer
+from padless.bench.cases.problems.layer import MODELS, LayerPoint, make_layer
 
 _CHECKED_TOKENS, _CHECKED_ROWS = 6, 16
 
