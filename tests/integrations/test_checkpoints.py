@@ -15,7 +15,7 @@ from padless.checkpoints import Checkpoint
 from padless.integrations.checkpoints import load_experts
 from padless.moe import moe
 
-EXPERTS, H, I = 5, 256, 128
+EXPERTS, H, INTER = 5, 256, 128
 PREFIX = "model.layers.3.mlp.experts"
 Tensors = dict[str, torch.Tensor]
 
@@ -25,7 +25,7 @@ def drawn(format: BlockScaledFormat, *, gated: bool = True) -> tuple[BlockScaled
     g = torch.Generator().manual_seed(1)
     size = torch.rand(EXPERTS, 1, 1, generator=g) + 0.5
     weights = []
-    for n, k in (((2 if gated else 1) * I, H), (H, I)):
+    for n, k in (((2 if gated else 1) * INTER, H), (H, INTER)):
         values = torch.randn(EXPERTS, n, k, generator=g) * size / k**0.5
         more = {"global_scale": 0.01 * size.flatten()} if format == NVFP4 else {}
         weights.append(quantize(values, format, kind="weight", **more))
@@ -48,11 +48,11 @@ def one_by_one(
     store: Callable[[str, torch.Tensor, torch.Tensor, Any], Tensors],
 ) -> Tensors:
     tensors: Tensors = {}
-    gated = w13.data.shape[1] == 2 * I
+    gated = w13.data.shape[1] == 2 * INTER
     for e in range(EXPERTS):
         for name, t, rows in (
-            (names[0], w13, slice(0, I)),
-            (names[1], w13, slice(I, 2 * I) if gated else slice(0, I)),
+            (names[0], w13, slice(0, INTER)),
+            (names[1], w13, slice(INTER, 2 * INTER) if gated else slice(0, INTER)),
             (names[2], w2, slice(0, H)),
         ):
             if gated or name != names[0]:
@@ -186,7 +186,7 @@ def test_at_once(format: BlockScaledFormat) -> None:
 
 def test_gpt_oss() -> None:
     w13, w2 = drawn(MXFP4)
-    bias13, bias2 = torch.randn(EXPERTS, 2 * I).bfloat16(), torch.randn(EXPERTS, H).bfloat16()
+    bias13, bias2 = torch.randn(EXPERTS, 2 * INTER).bfloat16(), torch.randn(EXPERTS, H).bfloat16()
     tensors: Tensors = {}
     for name, t, bias in (("gate_up_proj", w13, bias13), ("down_proj", w2, bias2)):
         tensors[f"{PREFIX}.{name}_blocks"] = t.data.view(torch.uint8).unflatten(-1, (-1, 16))
@@ -213,7 +213,7 @@ def test_what_cannot_be_read() -> None:
     checkpoint = Checkpoint(tensors)
     with pytest.raises(ValueError, match=r"experts is \[0, 5\] .* from 0 to 4"):
         load_experts(checkpoint, PREFIX, [0, 5])
-    with pytest.raises(ValueError, match="prefix is 'model.layers.4.mlp.experts'"):
+    with pytest.raises(ValueError, match=r"prefix is 'model[.]layers[.]4"):
         load_experts(checkpoint, "model.layers.4.mlp.experts")
     plain = {f"{PREFIX}.0.{name}.weight": torch.randn(8, 8) for name in HUB}
     with pytest.raises(ValueError, match="has no quantized experts there"):

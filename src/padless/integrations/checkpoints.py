@@ -159,7 +159,7 @@ def _at_once(checkpoint: Checkpoint, prefix: str, first: str, experts: Sequence[
     if first == "gate_up_proj":
         alternating = f"{prefix}.{first}_blocks" in checkpoint
         options["gate_up"] = "alternating" if alternating else "concatenated"
-    return LayerExperts(*weights, options)
+    return LayerExperts(weights[0], weights[1], options)
 
 
 def _picked(t: BlockScaledTensor, chosen: list[int]) -> BlockScaledTensor:
