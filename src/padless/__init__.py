@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from padless.kernels.sm90_bf16.config import Sm90Bf16Config
     from padless.kernels.sm90_bf16.config import Sm90Bf16Config as Bf16GemmConfig
+    from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
     from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
     from padless.kernels.sm90_fp8.config import Sm90Fp8Config
     from padless.kernels.sm90_fp8.config import Sm90Fp8Config as GemmConfig
@@ -53,6 +54,7 @@ __all__ = [
     "MXFP8_E5M2",
     "NVFP4",
     "Bf16GemmConfig",
+    "Bf16PlainConfig",
     "Bf16WgradConfig",
     "BlockScaledFormat",
     "BlockScaledTensor",
@@ -87,6 +89,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Bf16PlainConfig": "kernels.sm90_bf16_plain.config",
     "Bf16WgradConfig": "kernels.sm90_bf16_wgrad.config",
     "BlockScaledFormat": "formats",
     "BlockScaledTensor": "formats",

@@ -213,6 +213,18 @@ PUBLIC: dict[str, Call] = {
     "quantize to MXFP4": Call(Q, lambda: {"x": normal(M, K), "format": MXFP4, "kind": "weight"}),
     "scaled_grouped_mm": Call(padless.scaled_grouped_mm, torch_call),
     "GroupedColumns": Call(padless.GroupedColumns, lambda: dict(vars(columns(N)))),
+    "grouped_gemm of plain tensors": Call(
+        padless.grouped_gemm,
+        lambda: {
+            "a": normal(M, K).bfloat16(),
+            "b": normal(GROUPS, N, K).bfloat16(),
+            "offs": OFFS,
+            "out": torch.zeros(M, N),
+        },
+    ),
+    "gemm of plain tensors": Call(
+        padless.gemm, lambda: {"a": normal(M, K).bfloat16(), "b": normal(N, K).bfloat16()}
+    ),
     "grouped_gemm_wgrad": Call(
         padless.grouped_gemm_wgrad,
         lambda: {"dy": columns(N), "x": columns(K, (128, 128)), "out": torch.zeros(GROUPS, N, K)},
