@@ -68,6 +68,8 @@ def grouped_gemm_wgrad(
         known(current_stream(out.device.index or 0))  # type: ignore[union-attr]
         return out  # type: ignore[return-value]
     _check_operands(dy, x)
+    if config is not None and not isinstance(config, WgradConfig):
+        raise ValueError(f"config is a {type(config).__name__}; grouped_gemm_wgrad takes a WgradConfig")
     result = _output(dy, x, out, out_dtype, accumulate)
     if backend is None:
         backend = "cuda" if result.is_cuda else "reference"
