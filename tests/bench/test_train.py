@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from padless.bench.cases.problems.layer import LayerPoint
 from rich.console import Console
 
 from padless.bench import report_file
 from padless.bench.cases import train
+from padless.bench.cases.problems.layer import LayerPoint
 from padless.bench.cases.train import contenders
 from padless.bench.cases.train.contenders import BF16, KEPT, Maker, Step, makers
 from padless.bench.cases.train.problem import TrainProblem, make_problem

@@ -270,6 +270,15 @@ CONVERTERS: dict[str, Call] = {
         layouts.from_cudnn_view, lambda: {"view": layouts.cudnn_view(one_byte(E4M3, TILES), M, 5)}
     ),
     "layouts.group_of_rows": Call(layouts.group_of_rows, lambda: {"offs": OFFS, "rows": M}),
+    "layouts.offs_from_indptr": Call(
+        layouts.offs_from_indptr, lambda: {"m_indptr": torch.tensor([0, 2, 2, 5])}
+    ),
+    "layouts.offs_from_indices": Call(
+        layouts.offs_from_indices, lambda: {"m_indices": torch.tensor([0, 0, -1, 2]), "num_groups": 3}
+    ),
+    "layouts.from_masked": Call(
+        layouts.from_masked, lambda: {"masked_m": torch.tensor([2, 0, 3]), "max_m": 4}
+    ),
     "layouts.group_max": Call(layouts.group_max, lambda: {"row_amax": normal(M).abs(), "offs": OFFS}),
     "layouts.padded_rows": Call(layouts.padded_rows, lambda: {"offs": OFFS, "rows": M}),
     "layouts.to_blocked_groups": Call(

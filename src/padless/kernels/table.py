@@ -280,3 +280,17 @@ def find_route(operation: str, arch: str, a: str, b: str, config: object = None)
             return route
     classes = " or ".join(dict.fromkeys(route.config_class.__name__ for route in found))
     raise ValueError(f"config is a {wanted.__name__}; {operation} of {a} x {b} on {arch} takes a {classes}")
+
+
+def check_config(operation: str, a: str, b: str, config: object) -> None:
+    """Raises ValueError for a ``config`` that no kernel of ``operation`` takes for formats ``a`` and ``b``, anywhere.
+
+    For the reference, which runs none of them: a call is refused on a CPU as it would be on a GPU.
+    """
+    if config is None:
+        return
+    wanted = config if isinstance(config, type) else type(config)
+    found = [route for route in ROUTES if (route.operation, route.a, route.b) == (operation, a, b)]
+    if not any(issubclass(wanted, route.config_class) for route in found):
+        classes = " or ".join(dict.fromkeys(route.config_class.__name__ for route in found))
+        raise ValueError(f"config is a {wanted.__name__}; {operation} of {a} x {b} takes a {classes}")

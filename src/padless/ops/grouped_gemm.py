@@ -13,10 +13,11 @@ import torch
 from padless.formats import BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice, tile_of
-from padless.kernels.table import find_route, format_name
+from padless.kernels.table import check_config, find_route, format_name
 from padless.ops import launch_cache
 from padless.ops.checks import (
     Activation,
+    as_int32,
     as_one_group,
     check_offs_values,
     check_operands,
@@ -75,14 +76,16 @@ def grouped_gemm(
             pairs of formats that have a kernel on each architecture. Beside plain activations a plain bfloat16 tensor
             too: then K is a multiple of 8, and K or N is contiguous (``w.transpose(1, 2)`` of weights (G, K, N), as an
             input gradient has them, is read in place).
-        offs: (G,) int32 on a's device, cumulative END row of each group; equal neighbours are an empty group.
+        offs: (G,) int32 on a's device, cumulative END row of each group; equal neighbours are an empty group. G is at
+            most 1024. int64, what torch's cumsum gives, is cast first, a launch more on a GPU.
         out: (M, N) to write into, or None for a new tensor. Rows at or past offs[-1] are left as they are, so in a
             new tensor they hold whatever was in memory.
         out_dtype: torch.bfloat16, float16 or float32, when ``out`` is None.
         backend: "cuda", "reference", "emulator" (Hopper's kernels on the CPU), "emulator:sm_100a" (Blackwell's), or
             None: the GPU's kernel for tensors on a GPU, else the reference.
         check_offs: look at the values of offs first (this synchronises with the device). Without it a decreasing,
-            negative or too large value gives a wrong result, but never an access outside the tensors.
+            negative or too large value gives a wrong result on a GPU and in the emulator, but never an access outside
+            the tensors. The reference looks every time.
         config: the kernel to use in place of the one that is picked (Sm90Fp8Config for FP8_BLOCK; each kernel has a
             class of its own); what has to follow from the operands, such as the output dtype, is taken from them. The
             class itself chooses the kernel and leaves the tile to it: Sm90Bf16Config for MXFP8 on Hopper, see below.
@@ -111,6 +114,8 @@ def grouped_gemm(
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
     """
+    if isinstance(offs, torch.Tensor) and offs.dtype is torch.int64:
+        a, offs = as_int32(a, offs)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return grouped_gemm_plain(
             a,
@@ -192,6 +197,9 @@ def _run(
         check_operands(operation, a, weights, offs)
     backend = chosen_backend(backend, data_of(a))
     if backend == "reference":
+        check_config(operation, format_name(a), b.format.name, config)
+        if offs is not None:
+            check_offs_values(offs, a.shape[0])
         result = output(a, weights, out, out_dtype)
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
         return grouped_gemm_reference(a, weights, ends, out=result)

@@ -16,8 +16,8 @@ from padless.quantization import rules as quantize_rules
 from padless.quantization.quantize import has_triton
 from padless.quantization.rows_columns import (
     check_column_block,
-    check_offs,
     check_values,
+    checked_offs,
     chosen_alignment,
     fake_columns,
 )
@@ -57,7 +57,7 @@ def swiglu_backward_quantize(
 
     dh: (M, I) bfloat16, float16 or float32, any strides.
     z: (M, 2 I), the same dtypes: gate and up before the activation.
-    offs: (G,) int32 cumulative END rows of the groups, on z's device, never read by the host.
+    offs: (G,) int32 or int64 cumulative END rows of the groups, on z's device, never read by the host.
     prob: (M,) float32 that multiplied the SwiGLU output, or None.
     gate_up: where gate and up lie in z, without a default, since no error could tell the wrong one: "concatenated",
         gate in the first I columns; or "interleaved", 32 columns of gate, 32 of up, 32 of gate, ..: then I is a
@@ -80,7 +80,7 @@ def swiglu_backward_quantize(
         raise ValueError(
             f"z must be (M, 2 I) = {(num_rows, 2 * hidden)} on {dh.device}, got shape {tuple(z.shape)} on {z.device}"
         )
-    check_offs(offs, z, "z")
+    offs = checked_offs(offs, z, "z")
     if prob is not None and (
         prob.dtype != torch.float32 or tuple(prob.shape) != (num_rows,) or prob.device != z.device
     ):

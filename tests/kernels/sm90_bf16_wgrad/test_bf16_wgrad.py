@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from padless.verify.wgrad_problems import same_bits
+from padless.verify.problems.wgrad import same_bits
 
 from padless.emulator.fake_driver import emulated_driver
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from padless.verify.wgrad_problems import GuardedGradient, same_bits
+from padless.verify.problems.wgrad import GuardedGradient, same_bits
 
 from padless.emulator import KINDS
 from padless.kernels.sm90_bf16_wgrad import host

@@ -62,7 +62,7 @@ def run_fuzz(
     start = time.time()
     deadline = start + (minutes * 60 if minutes is not None else 10.0**9)
     shares = [(problems or 0) * (i + 1) // workers - (problems or 0) * i // workers for i in range(workers)]
-    tasks = [Task(i, seed, backend, deadline, shares[i], tuple(calls or ())) for i in range(workers)]
+    tasks = [Task(i, seed, backend, deadline, shares[i], tuple(calls or ()), workers) for i in range(workers)]
     show(f"padless fuzz: {backend}, {workers} workers, seed {seed}")
     total, crashes = _supervise(tasks, show, start)
     seconds = time.time() - start

@@ -223,7 +223,7 @@ def _columns(
             0x7F  # past a multiple of 32 tokens nothing is read, or taken for one of the group
         )
         if group == o["nan_group"] and size:
-            data[features // 2, column + size // 2] = 0x7F
+            data[features // 2, column + size // 2].fill_(0x7F)
         if size:
             own = scale[row : row + count].double().t()
             if block[0] > 1:

@@ -17,13 +17,18 @@ from padless.verify.fuzz.subjects import Subject, subjects_of
 from padless.verify.invariance import settings_of
 
 BATCH = {"cuda": 48, "reference": 16, "emulator": 1}
+_KITS = 4  # of all workers together
+_FIRST = 3  # problems of each part of a kit at the start, of several sizes, for which tiles differ
 _SHRUNK = 3  # wrong problems that a worker makes smaller
 _SHOWN = 300  # characters of an error
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker does. ``deadline``: time.time() at which it stops; ``problems``: after so many, 0 for no limit."""
+    """What a worker does. ``deadline``: time.time() at which it stops; ``problems``: after so many, 0 for no limit.
+
+    workers: how many there are, which share kits; see ``problems_of``.
+    """
 
     worker: int
     seed: int
@@ -31,6 +36,7 @@ class Task:
     deadline: float
     problems: int
     calls: tuple[str, ...] = ()
+    workers: int = 1
 
 
 @dataclass
@@ -55,23 +61,37 @@ class Tally:
 
 
 def problems_of(task: Task, subjects: dict[str, Subject]) -> Iterator[Problem]:
-    """The problems of a worker, without end: a function of the task's seed, worker and backend alone.
+    """The problems of a worker, without end: a function of the task alone.
 
-    Where kernels are compiled, a worker has few draws of what they are compiled for.
+    Where kernels are compiled, a worker has a kit: a few draws of what they are compiled for, of each call. Several
+    workers have the same kit, and each begins with a part of it, so that what one compiled the others find on disk.
     """
-    compiles = task.backend != "reference"
-    kits: dict[str, list[Options]] = {}
-    for name, subject in subjects.items():
-        draw = Draw(f"{task.seed} kit {task.worker} {name}", task.backend)
-        kits[name] = [subject.constants(draw) for _ in range(subject.variants)] if compiles else []
     names, shares = list(subjects), [s.share for s in subjects.values()]
+    kit: dict[str, list[Options]] = {}
+    if task.backend != "reference":
+        kits = min(_KITS, task.workers)
+        sharers = len(range(task.worker % kits, task.workers, kits))
+        kit = kit_of(task, task.worker % kits, subjects)
+        every = [(name, fixed) for name in names for fixed in kit[name]]
+        for name, fixed in every[task.worker // kits :: sharers]:
+            for number in range(_FIRST):
+                draw = Draw(f"{task.seed} first {task.worker} {number} {name}", task.backend)
+                yield subjects[name].draw(name, draw, fixed)
     number = 0
     while True:
         draw = Draw(f"{task.seed} {task.worker} {number}", task.backend)
         name = draw.choices(names, shares)[0]
-        fixed = draw.one(kits[name]) if kits[name] else None
-        yield subjects[name].draw(name, draw, fixed)
+        yield subjects[name].draw(name, draw, draw.one(kit[name]) if kit else None)
         number += 1
+
+
+def kit_of(task: Task, kit: int, subjects: dict[str, Subject]) -> dict[str, list[Options]]:
+    """What kernels are compiled for, by call, in kit number ``kit`` of a run."""
+    found = {}
+    for name, subject in subjects.items():
+        draw = Draw(f"{task.seed} kit {kit} {name}", task.backend)
+        found[name] = [subject.constants(draw) for _ in range(subject.variants)]
+    return found
 
 
 def run_batch(
@@ -119,13 +139,13 @@ def _waits(place: Place, tally: Tally) -> Iterator[None]:
         return
     import torch
 
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     for warning in found:
         if "synchronizing" in str(warning.message):
             tally.waits[f"{warning.filename}:{warning.lineno}"] += 1
@@ -150,7 +170,8 @@ def _work(
     size = BATCH[task.backend.split(":")[0]]
     source, done, shrunken = problems_of(task, subjects), 0, 0
     while time.time() < task.deadline and (task.problems == 0 or done < task.problems):
-        count = size if task.problems == 0 else min(size, task.problems - done)
+        count = min(size, 8 if done < 40 else size)  # the first ones compile
+        count = count if task.problems == 0 else min(count, task.problems - done)
         batch = [next(source) for _ in range(count)]
         tell(("started", [str(problem) for problem in batch]))
         tally, wrong = run_batch(batch, subjects, place)
