@@ -62,14 +62,14 @@ BUGS = {
         (
             (
                 "receive",
-                "tl.minimum(tl.load(all_offs_ptr + group), capacity)",
-                "tl.load(all_offs_ptr + group)",
+                "tl.minimum(ends, capacity)",
+                "ends",
             ),
         ),
     ),
     "rows are stored past the capacity, few": Bug(
         "capacity",
-        (("receive_few", "kept = is_here & (rows < capacity)", "kept = is_here"),),
+        (("receive_few", "tl.max((kept & (lane == j))", "tl.max((is_here & (lane == j))"),),
     ),
     "one half for all epochs, few": Bug(
         "one_rank_ahead", (("publish", HALF, ONE_HALF), ("receive_few", HALF, ONE_HALF))
