@@ -132,8 +132,7 @@ class SymmBackend:
         self, kept_ids: torch.Tensor, global_scale: torch.Tensor | None
     ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
         """Rows and plan of what all ranks have published."""
-        s = self._settings
-        if s.num_ranks * s.max_tokens * s.top_k <= self.few_slots:
+        if self._settings.num_slots <= self.few_slots:
             return self._receive_few(kept_ids, global_scale)
         return self.fan_out(kept_ids, self.sort(), global_scale)
 
@@ -169,7 +168,6 @@ class SymmBackend:
         s, state, layout = self._settings, self._state, self._state.layout
         plan = self._empty_plan(kept_ids, self._empty(s.num_ranks * s.max_tokens, s.top_k, dtype=torch.int32))
         rows = self._empty_rows(s.row_format, plan.prob.shape[0])
-        slots = s.num_ranks * s.max_tokens * s.top_k
         with self._on_device():
             receive_few.receive_few[(s.num_ranks * s.max_tokens,)](
                 state.pointers, state.counters, state.status, self._placement.local_index, plan.inverse, plan.offs,
@@ -177,7 +175,7 @@ class SymmBackend:
                 s.rank, s.num_experts, len(plan.offs), s.max_tokens, plan.prob.shape[0], *rows.scale_strides,
                 layout.published, layout.aborted, layout.ids, layout.weights, layout.x, layout.record_bytes, self._limit,
                 R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=s.row_format.code_bytes, SCALES=s.row_format.scale_columns,
-                SCALE_BYTES=s.row_format.scale_itemsize, GROUPS=self._groups, SLOTS=max(power_of_2(slots), 128),
+                SCALE_BYTES=s.row_format.scale_itemsize, GROUPS=self._groups, SLOTS=max(power_of_2(s.num_slots), 128),
                 CLOCK=self._has_clock, num_warps=4,
             )  # fmt: skip
         return rows.tensor(s.row_format, global_scale), plan
