@@ -81,16 +81,16 @@ def test_on_two_gpus() -> None:
 def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels, as compiled, on two ranks: rows, sums, and no multiply-add where two roundings are defined."""
     p = exchange.draw([2, 1], 4, 256, 3, 1)
-    ranks = ep_virtual.make(p)
-    kernels = ep_emulated.emulate(monkeypatch, [s.buffer for s in ranks.states])
-    for call in range(2):
-        ep_symm_cases.check_dispatch(p, ranks, ranks.settings[0].row_format.format, ranks.dispatch(p))
-        ep_symm_cases.check_combine(p, ranks, call, weighted=True)
-    ep_symm_cases.check_again(p, ranks, 1)
-    ep_symm_cases.check_no_error(ranks)
-    assert {name: k.launches for name, k in kernels.items()} == {
-        "publish": 6, "localize": 4, "fan_out": 6, "fan_in": 4, "finish": 4,
-    }  # fmt: skip
+    for few_slots, launches in ((0, {"localize": 2, "fan_out": 4}), (1024, {"receive_few": 2, "fan_out": 2})):
+        ranks = ep_virtual.make(p, few_slots=few_slots)
+        with monkeypatch.context() as patch:
+            kernels = ep_emulated.emulate(patch, [s.buffer for s in ranks.states])
+            ep_symm_cases.check_dispatch(p, ranks, ranks.settings[0].row_format.format, ranks.dispatch(p))
+            ep_symm_cases.check_combine(p, ranks, few_slots, weighted=True)
+            ep_symm_cases.check_again(p, ranks, 1)
+            ep_symm_cases.check_no_error(ranks)
+        launches |= {"publish": 4, "fan_in": 2, "finish": 2}
+        assert {name: k.launches for name, k in kernels.items() if k.launches} == launches
     for name in ("fan_in", "finish"):
         assert all("fma.rn.f32" not in c.asm["ptx"] for c in kernels[name]._compiled.values())
 
@@ -99,7 +99,7 @@ def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_move_in_words_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads from and stores to other ranks' buffers, whose addresses are numbers to the compiler."""
     p = exchange.draw([1, 1], 2, 2048, 2, 2)
-    ranks = ep_virtual.make(p)
+    ranks = ep_virtual.make(p, few_slots=0)
     kernels = ep_emulated.emulate(monkeypatch, [s.buffer for s in ranks.states])
     ranks.dispatch(p)
     ep_symm_cases.check_combine(p, ranks, 1, weighted=False)
@@ -113,7 +113,7 @@ def test_rows_move_in_words_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 def test_a_signal_is_released_and_acquired_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     p = exchange.draw([1, 1], 2, 64, 2, 3)
-    ranks = ep_virtual.make(p)
+    ranks = ep_virtual.make(p, few_slots=0)
     kernels = ep_emulated.emulate(monkeypatch, [s.buffer for s in ranks.states])
     ranks.dispatch(p)
     ep_symm_cases.check_combine(p, ranks, 1, weighted=False)

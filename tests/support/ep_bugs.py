@@ -15,7 +15,7 @@ from pathlib import Path
 
 import padless.distributed.triton as package
 
-MODULES = ("cells", "publish", "receive", "send_back")
+MODULES = ("cells", "publish", "receive", "receive_few", "send_back")
 NAME = package.__name__
 
 
@@ -31,7 +31,8 @@ HALF = "half = (epoch % 2).to(tl.int64)"
 ONE_HALF = "half = (epoch % 1).to(tl.int64)"
 BUGS = {
     "one half for all epochs": Bug(
-        "one_rank_ahead", (("publish", HALF, ONE_HALF), ("receive", HALF, ONE_HALF))
+        "one_rank_ahead",
+        (("publish", HALF, ONE_HALF), ("receive", HALF, ONE_HALF), ("receive_few", HALF, ONE_HALF)),
     ),
     "weights of the other epoch": Bug(
         "two_ranks",
@@ -61,11 +62,22 @@ BUGS = {
         (
             (
                 "receive",
-                "tl.minimum(tl.load(all_offs_ptr + group), capacity)",
-                "tl.load(all_offs_ptr + group)",
+                "tl.minimum(ends, capacity)",
+                "ends",
             ),
         ),
     ),
+    "rows are stored past the capacity, few": Bug(
+        "capacity",
+        (("receive_few", "tl.max((kept & (lane == j))", "tl.max((is_here & (lane == j))"),),
+    ),
+    "one half for all epochs, few": Bug(
+        "one_rank_ahead", (("publish", HALF, ONE_HALF), ("receive_few", HALF, ONE_HALF))
+    ),
+    "equal experts in any order": Bug(
+        "two_ranks", (("receive_few", "(slot[None, :] < mine[:, None])", "(slot[None, :] > mine[:, None])"),)
+    ),
+    "rows of a rank that is not there, few": Bug("waits", (("receive_few", "* TOP_K * there", "* TOP_K"),)),
     "row 0 is no row": Bug("three_ranks", (("receive", "if (row >= 0) &", "if (row > 0) &"),)),
     "rows of a rank that is not there": Bug("waits", (("receive", "* TOP_K * there", "* TOP_K"),)),
     "sums are stored before the last were read": Bug(

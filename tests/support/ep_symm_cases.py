@@ -32,6 +32,17 @@ def case(function: Case) -> Case:
     return function
 
 
+def both_ways(function: Callable[[str, int], None]) -> Callable[[str, int], None]:
+    """Add `function` to CASES, to be called for a receive in three launches and in one."""
+
+    def run_both(device: str) -> None:
+        for few_slots in (0, 1024):
+            function(device, few_slots)
+
+    CASES[function.__name__] = run_both
+    return function
+
+
 def check_dispatch(p: Problem, ranks: Ranks, fmt: Any, rows: list, scale: Any = None) -> None:
     """Rows and plans of all ranks against the loops."""
     for r, (got, plan) in enumerate(zip(rows, ranks.plans, strict=True)):
@@ -78,10 +89,10 @@ def check_no_error(ranks: Ranks) -> None:
 @case
 def two_ranks(device: str) -> None:
     """FP8_BLOCK, three calls of everything, uneven tokens; several programs and one."""
-    for programs in (0, 1):
+    for programs, few_slots in ((0, 0), (1, 0), (0, 1024)):
         p = draw([5, 3], 4, 160, 3, 1)
-        ranks = make(p, device=device, programs=programs)
-        for call in range(3 if programs == 0 else 1):
+        ranks = make(p, device=device, programs=programs, few_slots=few_slots)
+        for call in range(1 if programs else 3):
             p = draw([5 - call, 3 + call], 4, 160, 3, call)
             check_dispatch(p, ranks, padless.FP8_BLOCK, ranks.dispatch(p))
             check_combine(p, ranks, call, weighted=call % 2 == 0)
@@ -94,8 +105,9 @@ def two_ranks(device: str) -> None:
 def three_ranks(device: str) -> None:
     """bfloat16; a rank without tokens, uneven experts."""
     p = draw([4, 0, 3], 5, 64, 2, 2, expert_map=[2, 0, 1, 2, 2])
-    ranks = make(p, fmt=torch.bfloat16, device=device)
-    check_dispatch(p, ranks, torch.bfloat16, ranks.dispatch(p))
+    for few_slots in (0, 1024):
+        ranks = make(p, fmt=torch.bfloat16, device=device, few_slots=few_slots)
+        check_dispatch(p, ranks, torch.bfloat16, ranks.dispatch(p))
     check_combine(p, ranks, 1, weighted=False)
     check_combine(p, ranks, 2, weighted=True)
     check_no_error(ranks)
@@ -104,7 +116,7 @@ def three_ranks(device: str) -> None:
 @case
 def eight_ranks(device: str) -> None:
     p = draw([2, 1, 2, 0, 1, 2, 1, 1], 16, 96, 4, 3)
-    ranks = make(p, fmt=torch.bfloat16, device=device)
+    ranks = make(p, fmt=torch.bfloat16, device=device, few_slots=0)
     check_dispatch(p, ranks, torch.bfloat16, ranks.dispatch(p))
     check_combine(p, ranks, 1, weighted=True)
     check_no_error(ranks)
@@ -134,11 +146,11 @@ def formats(device: str) -> None:
         check_no_error(ranks)
 
 
-@case
-def one_rank_ahead(device: str) -> None:
+@both_ways
+def one_rank_ahead(device: str, few_slots: int) -> None:
     """A rank that has received publishes again, with other ids, before the other receives."""
     first, second = draw([4, 4], 4, 64, 2, 5), draw([3, 4], 4, 64, 2, 6)
-    ranks = make(first, device=device)
+    ranks = make(first, device=device, few_slots=few_slots)
     a, b = ranks.backends
 
     def given(p: Problem, r: int) -> list:
@@ -164,13 +176,13 @@ def late(ranks: Ranks, rank: int) -> None:
                 backend.check()
 
 
-@case
-def waits(device: str) -> None:
+@both_ways
+def waits(device: str, few_slots: int) -> None:
     """Each step that needs another rank's waits for it, gives up in the end and says for whom it waited."""
     p = draw([3, 2, 2], 6, 64, 2, 7, distinct=True)
 
     def fresh() -> tuple[Ranks, list]:
-        ranks = make(p, device=device, polls=5, timeout=0.05)
+        ranks = make(p, device=device, polls=5, timeout=0.05, few_slots=few_slots)
         given = [[t.to(device) for t in parts] for parts in zip(p.tokens, p.ids, p.weights, strict=True)]
         return ranks, given
 
@@ -217,13 +229,13 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-@case
-def capacity(device: str) -> None:
+@both_ways
+def capacity(device: str, few_slots: int) -> None:
     """Rows that do not fit are counted and not stored; what lies behind the last row is not written."""
     p = draw([6, 5], 4, 64, 3, 8)
     needed = [len(exchange.slots_of(p, r)) for r in range(2)]
     for size in (needed[0] - 3, max(needed) + 5):
-        ranks = make(p, fmt=torch.bfloat16, capacity=size, device=device)
+        ranks = make(p, fmt=torch.bfloat16, capacity=size, device=device, few_slots=few_slots)
         guards: list[GuardedOutput] = []
         original = SymmBackend._empty
 
@@ -256,13 +268,13 @@ def capacity(device: str) -> None:
             ranks.backends[r].check()
 
 
-@case
-def wrong_ids(device: str) -> None:
+@both_ways
+def wrong_ids(device: str, few_slots: int) -> None:
     """An id that is no expert counts as none and is said."""
     p = draw([3, 3], 4, 64, 2, 9)
     wrong = Problem(p.tokens, [ids.clone() for ids in p.ids], p.weights, p.expert_map)
     wrong.ids[1][2, 0], p.ids[1][2, 0] = 2**33, -1
-    ranks = make(p, device=device)
+    ranks = make(p, device=device, few_slots=few_slots)
     check_dispatch(p, ranks, padless.FP8_BLOCK, ranks.dispatch(wrong))
     synchronize(device)
     for backend in ranks.backends:

@@ -62,6 +62,7 @@ def make(
     programs: int = 0,
     polls: int = 3,
     timeout: float = 2.0,
+    few_slots: int = 1024,
 ) -> Ranks:
     """Ranks for a problem's sizes. capacity: None is for every slot."""
     hidden, top_k, num_ranks = p.tokens[0].shape[1], p.ids[0].shape[1], p.num_ranks
@@ -82,6 +83,7 @@ def make(
             s,
             place(len(p.expert_map), num_ranks, s.rank, p.expert_map).to(torch.device(device)),
             polls,
+            few_slots,
         )
         for state, s in zip(states, settings, strict=True)
     ]

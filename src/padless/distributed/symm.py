@@ -10,6 +10,7 @@ for all of them.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ LOCALIZE_BLOCK = 1024
 COLUMNS = 1024  # of a row that a program sums at once
 VIRTUAL_PROGRAMS = 3
 VIRTUAL_POLLS = 3
+FEW_SLOTS = 1024  # of all ranks: up to here a dispatch is two launches
 
 
 class SymmBackend:
@@ -35,9 +37,15 @@ class SymmBackend:
     name = "symm"
 
     def __init__(
-        self, state: State, settings: Settings, placement: Placement, polls: int = VIRTUAL_POLLS
+        self,
+        state: State,
+        settings: Settings,
+        placement: Placement,
+        polls: int = VIRTUAL_POLLS,
+        few_slots: int = FEW_SLOTS,
     ) -> None:
         """polls: how often to look for a rank where there is no clock."""
+        self.few_slots = few_slots
         self._state, self._settings, self._placement = state, settings, placement
         self._device = state.buffer.device
         on_gpu = self._device.type == "cuda"
@@ -124,6 +132,8 @@ class SymmBackend:
         self, kept_ids: torch.Tensor, global_scale: torch.Tensor | None
     ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
         """Rows and plan of what all ranks have published."""
+        if self._settings.num_slots <= self.few_slots:
+            return self._receive_few(kept_ids, global_scale)
         return self.fan_out(kept_ids, self.sort(), global_scale)
 
     def sort(self) -> Sorted:
@@ -146,15 +156,29 @@ class SymmBackend:
         self, kept_ids: torch.Tensor, found: Sorted, global_scale: torch.Tensor | None
     ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
         """Rows and plan of sorted slots."""
-        capacity = int(self._settings.capacity)
-        plan = ExpertPlan(
-            self._empty(len(found.offs), dtype=torch.int32),
-            self._empty(capacity, dtype=torch.float32),
-            found.inverse,
-            kept_ids,
-            self._empty(dtype=torch.int32),
-        )
+        plan = self._empty_plan(kept_ids, found.inverse)
         return self._fan_out(self._settings.row_format, plan, found.offs, global_scale), plan
+
+    def _receive_few(
+        self, kept_ids: torch.Tensor, global_scale: torch.Tensor | None
+    ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
+        """`receive` in one launch."""
+        from padless.distributed.triton import receive_few
+
+        s, state, layout = self._settings, self._state, self._state.layout
+        plan = self._empty_plan(kept_ids, self._empty(s.num_ranks * s.max_tokens, s.top_k, dtype=torch.int32))
+        rows = self._empty_rows(s.row_format, plan.prob.shape[0])
+        with self._on_device():
+            receive_few.receive_few[(s.num_ranks * s.max_tokens,)](
+                state.pointers, state.counters, state.status, self._placement.local_index, plan.inverse, plan.offs,
+                plan.overflow, plan.prob, rows.data, rows.integers,
+                s.rank, s.num_experts, len(plan.offs), s.max_tokens, plan.prob.shape[0], *rows.scale_strides,
+                layout.published, layout.aborted, layout.ids, layout.weights, layout.x, layout.record_bytes, self._limit,
+                R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=s.row_format.code_bytes, SCALES=s.row_format.scale_columns,
+                SCALE_BYTES=s.row_format.scale_itemsize, GROUPS=self._groups, SLOTS=max(power_of_2(s.num_slots), 128),
+                CLOCK=self._has_clock, num_warps=4,
+            )  # fmt: skip
+        return rows.tensor(s.row_format, global_scale), plan
 
     def receive_again(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         """Rows of what all ranks have published again, by an earlier plan."""
@@ -235,32 +259,41 @@ class SymmBackend:
         from padless.distributed.triton import receive
 
         s, state, layout = self._settings, self._state, self._state.layout
-        capacity = plan.prob.shape[0]
-        data = self._empty(capacity, row_format.code_bytes, dtype=torch.uint8)
-        scale = None
-        if not isinstance(row_format.format, torch.dtype):
-            columns = row_format.scale_columns
-            if row_format.scale_major == "mn":
-                scale = empty_mn_major(capacity, columns, self._device)
-            else:
-                scale = self._empty(
-                    capacity, columns, dtype=torch.uint8 if row_format.scale_itemsize == 1 else torch.float32
-                )
+        rows = self._empty_rows(row_format, plan.prob.shape[0])
         with self._on_device():
             receive.fan_out[self._grid(s.num_ranks * s.max_tokens)](
                 state.pointers, state.counters, state.status, plan.inverse, all_offs, plan.offs, plan.overflow,
-                plan.prob, data, None if scale is None else _integers(scale),
-                s.rank, s.max_tokens, capacity, len(plan.offs),
-                0 if scale is None else scale.stride(0), 0 if scale is None else scale.stride(1),
+                plan.prob, rows.data, rows.integers,
+                s.rank, s.max_tokens, plan.prob.shape[0], len(plan.offs), *rows.scale_strides,
                 layout.published, layout.aborted, layout.weights, layout.x, layout.record_bytes, self._limit,
                 R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=row_format.code_bytes, SCALES=row_format.scale_columns,
-                SCALE_BYTES=row_format.scale_itemsize, CLOCK=self._has_clock, num_warps=4,
+                SCALE_BYTES=row_format.scale_itemsize, GROUPS=self._groups, CLOCK=self._has_clock, num_warps=4,
             )  # fmt: skip
-        if isinstance(row_format.format, torch.dtype):
-            return data.view(row_format.format)
-        assert scale is not None
-        fmt = row_format.format
-        return BlockScaledTensor(data.view(fmt.data_dtype), scale.view(fmt.scale_dtype), fmt, global_scale)
+        return rows.tensor(row_format, global_scale)
+
+    def _empty_plan(self, kept_ids: torch.Tensor, inverse: torch.Tensor) -> ExpertPlan:
+        capacity = int(self._settings.capacity)
+        return ExpertPlan(
+            self._empty(len(self._placement.local_experts), dtype=torch.int32),
+            self._empty(capacity, dtype=torch.float32),
+            inverse,
+            kept_ids,
+            self._empty(dtype=torch.int32),
+        )
+
+    def _empty_rows(self, row_format: RowFormat, capacity: int) -> Rows:
+        data = self._empty(capacity, row_format.code_bytes, dtype=torch.uint8)
+        columns = row_format.scale_columns
+        if row_format.is_plain:
+            return Rows(data, None)
+        if row_format.scale_major == "mn":
+            return Rows(data, empty_mn_major(capacity, columns, self._device))
+        dtype = torch.uint8 if row_format.scale_itemsize == 1 else torch.float32
+        return Rows(data, self._empty(capacity, columns, dtype=dtype))
+
+    @property
+    def _groups(self) -> int:
+        return power_of_2(len(self._placement.local_experts))
 
     def _grid(self, items: int) -> tuple[int]:
         """Programs for so many pieces of work: no more than there are pieces, at least one, which signals."""
@@ -283,6 +316,36 @@ class SymmBackend:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
-def _integers(scale: torch.Tensor) -> torch.Tensor:
-    """The scales' bits, in the same layout."""
-    return scale.view(torch.int32) if scale.dtype == torch.float32 else scale
+@dataclass(frozen=True)
+class Rows:
+    """Memory of rows: bytes of codes (C, code_bytes), and scales."""
+
+    data: torch.Tensor
+    scale: torch.Tensor | None
+
+    @property
+    def integers(self) -> torch.Tensor | None:
+        """The scales' bits, in the same layout."""
+        if self.scale is None or self.scale.dtype == torch.uint8:
+            return self.scale
+        return self.scale.view(torch.int32)
+
+    @property
+    def scale_strides(self) -> tuple[int, int]:
+        return (0, 0) if self.scale is None else (self.scale.stride(0), self.scale.stride(1))
+
+    def tensor(
+        self, row_format: RowFormat, global_scale: torch.Tensor | None
+    ) -> BlockScaledTensor | torch.Tensor:
+        fmt = row_format.format
+        if isinstance(fmt, torch.dtype):
+            return self.data.view(fmt)
+        assert self.scale is not None
+        return BlockScaledTensor(
+            self.data.view(fmt.data_dtype), self.scale.view(fmt.scale_dtype), fmt, global_scale
+        )
+
+
+def power_of_2(value: int) -> int:
+    """Smallest power of two that is not below value."""
+    return 1 << max(value - 1, 0).bit_length()
