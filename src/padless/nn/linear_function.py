@@ -23,7 +23,7 @@ from padless.nn.weight_codes import (
 from padless.nn.weight_gradient import DelayedWgrad, deliver
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES
-from padless.quantization.rows_columns import check_offs, quantize_rows_columns
+from padless.quantization.rows_columns import checked_offs, quantize_rows_columns
 
 MULTIPLE = 16  # of N and K: rows of 16 bytes in every operand
 
@@ -61,7 +61,7 @@ def grouped_linear(
     check_weight("weight", weight, x.shape[1], recipe)
     if weight.device != x.device:
         raise ValueError(f"weight is on {weight.device} and x on {x.device}; they must be on one device")
-    check_offs(offs, x, "x")
+    offs = checked_offs(offs, x, "x")
     if offs.shape[0] != weight.shape[0]:
         raise ValueError(
             f"offs has {offs.shape[0]} groups and weight {weight.shape[0]}; they must be as many"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from padless.verify.problems.wgrad import same_bits
 
 from padless.emulator.fake_driver import emulated_driver
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
@@ -23,6 +22,7 @@ from padless.verify.bf16.problems import (
     random_rows,
     run,
 )
+from padless.verify.problems.wgrad import same_bits
 
 EMULATOR = "emulator"
 # Every length of the last step and stage, one tile to a group; N and K are not multiples of a tile.

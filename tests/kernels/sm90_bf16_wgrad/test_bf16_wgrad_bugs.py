@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from padless.verify.problems.wgrad import GuardedGradient, same_bits
 
 from padless.emulator import KINDS
 from padless.kernels.sm90_bf16_wgrad import host
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.verify.bf16.problems import RowsShape, poisoned, random_rows
+from padless.verify.problems.wgrad import GuardedGradient, same_bits
 from support.bf16_wgrad_bugs import BUGS, MAIN, Bug
 from support.emulator_variants import Variant
 

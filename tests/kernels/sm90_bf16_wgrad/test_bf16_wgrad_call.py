@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from padless.verify.problems.wgrad import WgradShape, random_operands, same_bits
 
 import padless
 from padless import Bf16WgradConfig, WgradConfig, grouped_gemm_wgrad
@@ -17,6 +16,7 @@ from padless.kernels.sm90_bf16_wgrad import host
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradProblem, tiles_of
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.verify.bf16.problems import Rows, RowsShape, random_rows
+from padless.verify.problems.wgrad import WgradShape, random_operands, same_bits
 
 SHAPE = RowsShape((33, 0, 129, 1), 3, 24, 72)
 
