@@ -26,7 +26,7 @@ from padless.kernels.table import ROUTES, Route, find_route
 from padless.ops.grouped_gemm import group_offsets
 from padless.quantization.quantize import quantize
 from padless.verify import invariance as verify_invariance
-from padless.verify.against_emulator import backend_of, bits
+from padless.verify.emulator.kernels import backend_of, bits
 from padless.verify.invariance import (
     SURROUNDINGS,
     InvarianceProblem,

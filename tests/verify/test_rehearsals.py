@@ -31,15 +31,15 @@ from padless.runtime.jit import Kernel
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead, kernels_of, listing
 from padless.testing.guarded import GuardedOutput
 from padless.testing.processes import worker_pool
-from padless.verify import against_emulator as verify_emulator
 from padless.verify import epilogue as verify_epilogue
 from padless.verify import formats as verify_formats
 from padless.verify import fp8_block as verify_checks
 from padless.verify import invariance as verify_invariance
 from padless.verify import run as verify
 from padless.verify import small as verify_small
-from padless.verify import tensor_core as verify_arithmetic
 from padless.verify import train_quantizers as verify_training
+from padless.verify.emulator import kernels as verify_emulator
+from padless.verify.emulator import tensor_core as verify_arithmetic
 from padless.verify.problems.epilogue import run_problem
 from padless.verify.rehearsals import rehearsals_of
 

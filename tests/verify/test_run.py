@@ -16,7 +16,7 @@ from rich.console import Console
 from padless.runtime.devices import Backend
 from padless.testing import compile_ahead
 from padless.verify import run as verify
-from padless.verify.against_emulator import emulate, random_problem
+from padless.verify.emulator.kernels import emulate, random_problem
 from padless.verify.fp8_block import CHECKS, ROW_ERROR_LIMIT, row_errors
 from padless.verify.run import SANITIZER_TOOLS, run_verify, sanitizers_of
 

@@ -19,7 +19,7 @@ from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
 from padless.runtime.driver import cuda_driver
 from padless.testing.operands import moved
-from padless.verify.against_emulator import backend_of
+from padless.verify.emulator.kernels import backend_of
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4)
 LAYERS = 6

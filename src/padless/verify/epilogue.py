@@ -19,7 +19,7 @@ from padless.reference.epilogue import epilogue_reference
 from padless.runtime.driver import cuda_driver
 from padless.testing.operands import moved
 from padless.testing.processes import in_order, worker_pool
-from padless.verify.against_emulator import backend_of, emulation_cost
+from padless.verify.emulator.kernels import backend_of, emulation_cost
 from padless.verify.problems.epilogue import (
     FENCE,
     EpilogueProblem,

@@ -26,7 +26,7 @@ from padless.testing.guarded import GuardedOutput
 from padless.testing.judge import row_errors
 from padless.testing.operands import FORMAT_BY_NAME, any_codes, in_layout, moved
 from padless.testing.processes import in_order, worker_pool
-from padless.verify.against_emulator import backend_of, bits, emulation_cost
+from padless.verify.emulator.kernels import backend_of, bits, emulation_cost
 from padless.verify.fp8_block import ROW_ERROR_LIMIT
 
 DEVICE = "cuda"

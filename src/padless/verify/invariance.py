@@ -27,7 +27,7 @@ from padless.quantization.quantize import quantize
 from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import GuardedOutput
 from padless.testing.operands import Activation, groups_of, in_layout, moved, quantized, rows_of
-from padless.verify.against_emulator import backend_of
+from padless.verify.emulator.kernels import backend_of
 
 PROBLEMS = 2  # of each route: float32, which hides nothing, and bfloat16
 DTYPES = (torch.float32, torch.bfloat16)

@@ -15,12 +15,12 @@ from padless.verify import fp8_block as verify_checks
 from padless.verify import invariance as verify_invariance
 from padless.verify import moe as verify_moe
 from padless.verify import small as verify_small
-from padless.verify import tensor_core as verify_arithmetic
 from padless.verify import wgrad as verify_wgrad
-from padless.verify.against_emulator import PROBLEMS, backend_of, emulate
 from padless.verify.bf16 import forward as verify_bf16_forward
 from padless.verify.bf16 import wgrad as verify_bf16_wgrad
 from padless.verify.blackwell import PROBLEM_LISTS, PRODUCTS, dense_launches, list_launches
+from padless.verify.emulator import tensor_core as verify_arithmetic
+from padless.verify.emulator.kernels import PROBLEMS, backend_of, emulate
 
 
 def rehearsals_of(arch: str, checks: Iterable[str], modules: Iterable[str]) -> list[Rehearsal]:

@@ -23,18 +23,18 @@ from padless.runtime.driver import cuda_driver
 from padless.testing import machine
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead
 from padless.testing.processes import useful_workers, worker_pool
-from padless.verify.against_emulator import check_against_emulator
 from padless.verify.bf16.forward import check_bf16_products
 from padless.verify.bf16.wgrad import check_bf16_wgrad
 from padless.verify.blackwell import check_dense_mxfp8, check_problem_lists
 from padless.verify.chains import check_chains
+from padless.verify.emulator.kernels import check_against_emulator
+from padless.verify.emulator.tensor_core import check_tensor_core
 from padless.verify.epilogue import check_epilogue, check_epilogue_against_emulator
 from padless.verify.formats import check_formats_accuracy, check_formats_against_emulator
 from padless.verify.fp8_block import CHECKS
 from padless.verify.invariance import check_batch_invariance
 from padless.verify.moe import check_layer, check_passes
 from padless.verify.rehearsals import rehearsals_of
-from padless.verify.tensor_core import check_tensor_core
 from padless.verify.wgrad import check_wgrad
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
