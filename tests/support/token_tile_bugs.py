@@ -16,20 +16,20 @@ SWIGLU_MAIN = SWIGLU + MAIN
 
 @dataclass(frozen=True)
 class Bug:
-    """kernel: the file that is compiled. nth: which occurrence of the edited text."""
+    """kernel: the file that is compiled. many_groups: more of them than a warp scans at once."""
 
     name: str
     kernel: str
     edit: Edit
-    nth: int = 0
+    many_groups: bool = False
 
 
-def _columns(name: str, old: str, new: str, file: str = COLUMNS_MAIN, nth: int = 0) -> Bug:
-    return Bug(name, COLUMNS_MAIN, (file, old, new), nth)
+def _columns(name: str, old: str, new: str, file: str = COLUMNS_MAIN, many_groups: bool = False) -> Bug:
+    return Bug(name, COLUMNS_MAIN, (file, old, new), many_groups)
 
 
-def _swiglu(name: str, file: str, old: str, new: str, nth: int = 0) -> Bug:
-    return Bug(name, SWIGLU_MAIN, (SWIGLU + file, old, new), nth)
+def _swiglu(name: str, file: str, old: str, new: str) -> Bug:
+    return Bug(name, SWIGLU_MAIN, (SWIGLU + file, old, new))
 
 
 BUGS = (
@@ -48,7 +48,7 @@ BUGS = (
     # ---- groups
     _columns("slack of groups left out", "& -groups.alignment", "", TILES),
     _columns("ends not ascending", "end = end > row ? end : row;", "", TILES),
-    _columns("a group's end of the first 32 alone", "row = __shfl_sync(0xffffffff, end, 31);", "", TILES),
+    _columns("a group's end of the first 32 alone", "row = __shfl_sync(0xffffffff, end, 31);", "", TILES, True),
     _columns("starts not written", "groups.starts[group] =", "const int unused =", TILES),
     _columns("a band as wide as the others", "left < BAND ? left : BAND", "BAND", TILES),
     _columns("a group behind kept for the next band", "if (tile < first_tile[of]) of = 0;", "", TILES),

@@ -47,7 +47,7 @@ def quantize_rows_columns(
         scale and code of a block as in ``quantize``: scale = max(amax, 1e-4) / 448, code = e4m3(x * (1 / scale)). Slack
         columns are zero codes, scales of blocks without tokens are 0. A NaN or an Inf breaks its own blocks only.
 
-    Two launches on a GPU, no synchronisation. Raises ValueError for what is not allowed above.
+    One or two launches on a GPU, no synchronisation. Raises ValueError for what is not allowed above.
     """
     refuse_gradients(x=x)
     check_values("x", x, "(M, features)")

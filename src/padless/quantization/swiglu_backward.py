@@ -69,7 +69,7 @@ def swiglu_backward_quantize(
         by rounding, is in `padless.quantization.swiglu_rules`; what is quantized is never rounded to 16 bits first.
         Rows past the last group: their dZ rows are as computed, they are in no column, and their dprob is 0.
 
-    On a GPU one kernel that reads 6 I bytes and writes 5 I a row of 16-bit values, and two small ones; no
+    On a GPU one kernel that reads 6 I bytes and writes 5 I a row of 16-bit values, and one or two small ones; no
     synchronisation; the same bits each time. Raises ValueError for what is not allowed above.
     """
     refuse_gradients(dh=dh, z=z, prob=prob)

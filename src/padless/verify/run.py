@@ -9,20 +9,21 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from padless.kernels.table import ROUTES, kernels_arch
 from padless.runtime.devices import backends
 from padless.runtime.driver import cuda_driver
 from padless.testing import machine
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead
-from padless.testing.processes import useful_workers, worker_pool
+from padless.testing.processes import cpus, useful_workers, worker_pool
 from padless.verify.bf16.forward import check_bf16_products
 from padless.verify.bf16.wgrad import check_bf16_wgrad
 from padless.verify.blackwell import check_dense_mxfp8, check_problem_lists
@@ -62,6 +63,10 @@ QUANTIZER_CHECKS = ("quantizers agree", "training quantizers agree")
 Check = Callable[[], str]
 
 
+# Checks at a time, each in a process of its own: most of their time is one core's.
+_MOST_WORKERS, _CORES_OF_ONE = 4, 4
+
+
 @dataclass(frozen=True)
 class Record:
     """The outcome of a check."""
@@ -72,12 +77,26 @@ class Record:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Jobs:
+    """Which checks: names out of ``verify.fp8_block.CHECKS`` or None for all, and whether the emulator is asked."""
+
+    arch: str
+    checks: tuple[str, ...] | None
+    against_emulator: bool
+
+    def all(self) -> tuple[dict[str, Check], list[str]]:
+        """Checks by name, and modules of small launches for the sanitizer."""
+        return jobs_of(self.arch, None if self.checks is None else list(self.checks), self.against_emulator)
+
+
 def run_verify(
     out: Path | None = None,
     *,
     sanitizer: bool = True,
     against_emulator: bool = False,
     checks: list[str] | None = None,
+    workers: int | None = None,
     console: Console | None = None,
 ) -> int:
     """Runs every check on the GPU, then a few small launches under compute-sanitizer.
@@ -89,7 +108,9 @@ def run_verify(
         sanitizer: run compute-sanitizer's tools too, where it is installed.
         against_emulator: also compare single tensor-core instructions and random problems of every route with the
             emulator, bit for bit (a minute on many cores).
-        checks: names out of ``verify_checks.CHECKS``; all of them when None.
+        checks: names out of ``verify.fp8_block.CHECKS``; all of them when None.
+        workers: checks and runs of the sanitizer at a time, each in a process of its own. 1 runs them here, one after
+            the other; None is one for every four cores, at most four.
 
     Returns:
         0 when all passed, else 1. Raises ValueError when this machine cannot run the kernels.
@@ -100,28 +121,29 @@ def run_verify(
     console = console or Console()
     start = time.perf_counter()
     gpu = Gpu(cuda_driver().arch, cuda_driver().num_sms(0))
-    jobs, sanitized = jobs_of(gpu.arch, checks, against_emulator)
+    asked = Jobs(gpu.arch, None if checks is None else tuple(checks), against_emulator)
+    jobs, sanitized = asked.all()
     tools = sanitizers_of(sanitized) if sanitizer and _sanitizer() else {}
     rehearsals = rehearsals_of(gpu.arch, jobs, sanitized if tools else ())
     records: list[Record] = []
     about = about_the_machine() if out is not None else {}
-
-    def run_in_turn(some: dict[str, Check], task: TaskID) -> None:
-        for name, check in some.items():
-            progress.update(task, description=name)
-            records.append(_record(console, name, check))
-            if out is not None:  # a run that is ended before its time leaves what it knows
-                left = len(jobs) + len(tools) - len(records)
-                write_records(out, records, about | {"compiled ahead": compiled, "not run yet": str(left)})
-            progress.advance(task)
-
+    workers = max(1, min(_MOST_WORKERS, cpus() // _CORES_OF_ONE)) if workers is None else workers
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         with worker_pool():
             compiled = _compile_ahead(rehearsals, gpu, progress)
-            task = progress.add_task("verify", total=len(jobs) + len(tools))
-            run_in_turn(jobs, task)
-        run_in_turn(tools, task)
+        task = progress.add_task("verify", total=len(jobs) + len(tools))
+        for some in (jobs, tools):
+            with _running(some, asked, workers) as results:
+                for name in some:
+                    progress.update(task, description=name)
+                    records.append(_shown(console, *next(results)))
+                    if out is not None:  # a run that is ended before its time leaves what it knows
+                        left = len(jobs) + len(tools) - len(records)
+                        write_records(
+                            out, records, about | {"compiled ahead": compiled, "not run yet": str(left)}
+                        )
+                    progress.advance(task)
     if sanitizer and not tools:
         console.print(
             "compute-sanitizer is not installed (it comes with the CUDA toolkit); those checks were not run"
@@ -189,17 +211,41 @@ def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) ->
     return found
 
 
-def _record(console: Console, name: str, check: Check) -> Record:
-    """Runs a check and prints what came of it, with the traceback of one that failed."""
+@contextmanager
+def _running(checks: dict[str, Check], asked: Jobs, workers: int) -> Iterator[Iterator[tuple[Record, str]]]:
+    """Yields what came of every check, in order, while those behind it run."""
+    if workers == 1:
+        yield (_record(name, check) for name, check in checks.items())
+        return
+    with worker_pool(workers) as pool:
+        started = [pool.submit(_record_of, name, asked) for name in checks]
+        yield (future.result() for future in started)
+
+
+def _record_of(name: str, asked: Jobs) -> tuple[Record, str]:
+    """`_record` of a check by its name, in a process that has not made the checks."""
+    jobs, modules = asked.all()
+    return _record(name, (jobs | sanitizers_of(modules))[name])
+
+
+def _record(name: str, check: Check) -> tuple[Record, str]:
+    """What came of a check, and the traceback of one that failed."""
     start = time.perf_counter()
+    trace = ""
     try:
         detail, passed = check(), True
     except Exception as error:  # a check may fail in any way; the others still run
-        detail, passed = f"{type(error).__name__}: {error}", False
-        console.print(traceback.format_exc(), style="red", markup=False)
-    seconds = round(time.perf_counter() - start, 2)
-    console.print(f"{'pass' if passed else 'FAIL'}  {name}: {detail} ({seconds} s)", markup=False)
-    return Record(name, passed, detail, seconds)
+        detail, passed, trace = f"{type(error).__name__}: {error}", False, traceback.format_exc()
+    return Record(name, passed, detail, round(time.perf_counter() - start, 2)), trace
+
+
+def _shown(console: Console, record: Record, trace: str) -> Record:
+    """Prints what came of a check."""
+    if trace:
+        console.print(trace, style="red", markup=False)
+    outcome = "pass" if record.passed else "FAIL"
+    console.print(f"{outcome}  {record.check}: {record.detail} ({record.seconds} s)", markup=False)
+    return record
 
 
 def sanitizers_of(modules: Iterable[str]) -> dict[str, Check]:
