@@ -39,7 +39,9 @@ def emulate(
         str | None, typer.Option("--entry", help="Entry to run; the only one if there is one.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="First seed of the schedule.")] = 0,
-    seeds: Annotated[int, typer.Option("--seeds", help="How many seeds to run, one after the other.")] = 1,
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, help="How many seeds to run, one after the other.")
+    ] = 1,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Look for races and misuse.")] = True,
     trace: Annotated[bool, typer.Option("--trace", help="Print every warp-instruction.")] = False,
     ignore: Annotated[

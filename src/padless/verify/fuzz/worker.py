@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from padless.verify.fuzz.place import Place, place_of
+from padless.verify.fuzz.place import Place, place_of, reserve
 from padless.verify.fuzz.problem import Draw, Options, Problem
 from padless.verify.fuzz.shrink import shrunk
 from padless.verify.fuzz.subjects import Subject, subjects_of
@@ -157,6 +157,7 @@ def work(task: Task, tell: Callable[[tuple[str, Any]], None]) -> None:
 
     torch.set_num_threads(1)
     place = place_of(task.backend)
+    reserve(place)
     subjects = subjects_of(task.backend, place.arch)
     if task.calls:
         subjects = {name: s for name, s in subjects.items() if name in task.calls}
