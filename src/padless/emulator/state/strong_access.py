@@ -58,15 +58,17 @@ class Word:
                     cluster.elsewhere[number] = merge(cluster.elsewhere.get(number), clock)
 
     def visit(self, site: Site) -> None:
-        """A strong access to global memory: it comes after all earlier ones to the same word."""
+        """A strong access to global memory. In which order those of several threads come is chance: that it came after
+        earlier ones holds for what its lane decides by the value it got, which is until its next strong access."""
         self.turn += 1
         event = int(site.warp.clocks.now[site.row])
         self.last[site.warp.cta.cluster.number, site.row] = self.turn, event, site
+        site.warp.latest[site.lane] = self
 
     def check_weak(self, site: Site) -> None:
         cluster = site.warp.cta.cluster
         mine = cluster.number, site.row
-        turn = self.last[mine][0] if mine in self.last else -1
+        turn = self.last[mine][0] if site.warp.latest.get(site.lane) is self else -1
         for (number, row), (when, event, other) in self.last.items():
             if when > turn and (number, row) != mine and not knows(cluster, site.row, number, row, event):
                 message = f"global memory that CTA {other.warp.cta.index} accesses by atomics or other strong accesses"

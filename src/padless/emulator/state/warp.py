@@ -97,6 +97,7 @@ class Warp:
         self.busy_owner: dict[int, Any] = {}
         self.dirty = 0
         self.written = 0
+        self.latest: dict[int, Any] = {}  # by lane, the Word of its latest strong access to global memory
         # Groups of asynchronous operations by family and lane, made on first use.
         self.groups: dict[Any, Any] = {}
 
