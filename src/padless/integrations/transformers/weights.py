@@ -121,7 +121,8 @@ def quantize_experts(model: nn.Module, format: BlockScaledFormat = FP8_BLOCK) ->
 
     format: FP8_BLOCK, MXFP8, MXFP4 (4.25 bits a weight) or NVFP4 (4.5). Weights become (E, N, K) codes with scales
     beside them, and with NVFP4 a global scale an expert; the originals are freed, and gradients with them. Save the
-    model before: transformers does not know what to do with these parameters in a file. Other experts implementations cannot compute with them.
+    model before: transformers does not know what to do with these parameters in a file. Other experts implementations
+    cannot compute with them.
 
     Raises ValueError for another format and where no experts are found.
     """
