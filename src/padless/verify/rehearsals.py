@@ -19,6 +19,7 @@ from padless.verify import tensor_core as verify_arithmetic
 from padless.verify import wgrad as verify_wgrad
 from padless.verify.against_emulator import PROBLEMS, backend_of, emulate
 from padless.verify.blackwell import PROBLEM_LISTS, PRODUCTS, dense_launches, list_launches
+from padless.verify.training import layer as verify_training
 
 
 def rehearsals_of(arch: str, checks: Iterable[str], modules: Iterable[str]) -> list[Rehearsal]:
@@ -93,6 +94,7 @@ _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
     "batch invariance": lambda arch: [
         Rehearsal(partial(verify_invariance.rehearse, *job)) for job in verify_invariance.problems_of(arch)
     ],
+    "training layer": lambda arch: [Rehearsal(partial(verify_training.rehearse, backend_of(arch)))],
     "weight gradients": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
 }
 _MODULES: dict[str, Callable[[str], list[Rehearsal]]] = {

@@ -33,6 +33,7 @@ from padless.verify.invariance import check_batch_invariance
 from padless.verify.moe import check_layer, check_passes
 from padless.verify.rehearsals import rehearsals_of
 from padless.verify.tensor_core import check_tensor_core
+from padless.verify.training.layer import check_training_layer
 from padless.verify.wgrad import check_wgrad
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -156,6 +157,7 @@ def jobs_of(
         jobs["MoE layer"] = check_layer
         if fp8_block:
             jobs["weight gradients"] = check_wgrad
+            jobs["training layer"] = check_training_layer
     return jobs, [module for module in SANITIZED if fp8_block or module not in _HOPPERS]
 
 
