@@ -90,7 +90,8 @@ def test_codes_are_made_in_every_step_or_kept(problem: TrainProblem, monkeypatch
 
     made: list[int] = []
     right = weight_codes.weight_operands
-    monkeypatch.setattr(weight_codes, "weight_operands", lambda w, recipe: made.append(1) or right(w, recipe))
+    for module in (weight_codes, contenders):
+        monkeypatch.setattr(module, "weight_operands", lambda w, recipe: made.append(1) or right(w, recipe))
     for name, expected in (("padless fp8", 6), ("padless fp8" + KEPT, 2)):
         made.clear()
         step = contenders.padless_step(problem, name, contenders.MEASURED["padless fp8"])
@@ -102,12 +103,14 @@ def test_codes_are_made_in_every_step_or_kept(problem: TrainProblem, monkeypatch
 def test_a_measured_point_is_shown(record: dict[str, Any], tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "train.jsonl")
     kept = dict.fromkeys(record["saved_bytes_per_row"], 11616.0)
-    file.append(record | {"kind": "train", "seed": 0, "saved_bytes_per_row": kept})
+    host = dict.fromkeys(record["saved_bytes_per_row"], 4321.0)
+    file.append(record | {"kind": "train", "seed": 0, "saved_bytes_per_row": kept, "host_us": host})
     console = Console(width=100, record=True)
     report_file(file.path, console=console)
     text = console.export_text()
     assert "…" not in text
     assert "11616" in text
+    assert "4321" in text
     assert f"{time_us(record, 'gpu', 'padless fp8'):.0f}" in text
     ratio = time_us(record, "gpu", BF16) / time_us(record, "gpu", "padless fp8 1d1d")
     assert f"{ratio:.2f}x" in text

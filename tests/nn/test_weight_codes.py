@@ -135,14 +135,14 @@ def test_once_for_all_microbatches_of_a_step(name: str, made: list[torch.Size]) 
 def test_codes_of_dgrad_are_the_weights_transposed(rows: tuple[int, int]) -> None:
     """Bit for bit, also where N and K are no multiples of 128: nothing is quantized again."""
     linear = GroupedLinear(3, *rows)
-    operands = linear._operands("weight")
+    operands = linear._operands("weight", linear.weight)
     assert torch.equal(operands.dgrad.data.view(torch.uint8), operands.forward.data.view(torch.uint8).mT)
     assert torch.equal(operands.dgrad.scale, operands.forward.scale.mT)
 
 
 def test_a_weight_in_bfloat16_is_read_where_it_is() -> None:
     linear = GroupedLinear(3, 32, 48, recipe="bf16", dtype=BF16)
-    forward, dgrad = linear._operands("weight")
+    forward, dgrad = linear._operands("weight", linear.weight)
     assert forward is dgrad
     assert forward.data_ptr() == linear.weight.data_ptr()
 

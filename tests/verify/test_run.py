@@ -19,8 +19,8 @@ from padless.testing import compile_ahead
 from padless.verify import run as verify
 from padless.verify.emulator.kernels import emulate, random_problem
 from padless.verify.fp8_block import CHECKS, ROW_ERROR_LIMIT, row_errors
-from support.verify_jobs import PretendedJobs
 from padless.verify.run import SANITIZER_TOOLS, run_verify, sanitizers_of
+from support.verify_jobs import PretendedJobs
 
 
 @pytest.mark.gpu

@@ -58,7 +58,11 @@ def wgrad(dy: Columns, x: Columns, offs: torch.Tensor, out_dtype: torch.dtype) -
     assert isinstance(x, GroupedColumns)
     if ops.is_traced(dy.data, x.data, offs):
         return _tensor(torch.ops.padless.grouped_gemm_wgrad(*columns_of(dy), *columns_of(x), offs, out_dtype))
-    return grouped_gemm_wgrad(dy, x, out_dtype=out_dtype)
+    # Launches are remembered for outputs that are given.
+    out = torch.empty(
+        (offs.shape[0], dy.data.shape[0], x.data.shape[0]), dtype=out_dtype, device=dy.data.device
+    )
+    return grouped_gemm_wgrad(dy, x, out=out)
 
 
 def wgrad_into(out: torch.Tensor, dy: Columns, x: Columns, offs: torch.Tensor, *, accumulate: bool) -> None:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.formats import BlockScaledTensor
 from padless.moe import ops
+from padless.nn.quantizers import quantized
 from padless.nn.recipe import Recipe
 from padless.quantization.weight_both import quantize_weight_both
 
@@ -130,4 +131,4 @@ def flat(t: BlockScaledTensor | torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def joined(data: torch.Tensor, scale: torch.Tensor | None) -> BlockScaledTensor | torch.Tensor:
     """The inverse of `flat`."""
-    return data if scale is None else BlockScaledTensor(data, scale, FP8_BLOCK)
+    return data if scale is None else quantized(data, scale)

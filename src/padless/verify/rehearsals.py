@@ -21,6 +21,7 @@ from padless.verify.bf16 import wgrad as verify_bf16_wgrad
 from padless.verify.blackwell import PROBLEM_LISTS, PRODUCTS, dense_launches, list_launches
 from padless.verify.emulator import tensor_core as verify_arithmetic
 from padless.verify.emulator.kernels import PROBLEMS, backend_of, emulate
+from padless.verify.training import layer as verify_training
 
 
 def rehearsals_of(arch: str, checks: Iterable[str], modules: Iterable[str]) -> list[Rehearsal]:
@@ -95,6 +96,7 @@ _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
     "batch invariance": lambda arch: [
         Rehearsal(partial(verify_invariance.rehearse, *job)) for job in verify_invariance.problems_of(arch)
     ],
+    "training layer": lambda arch: [Rehearsal(partial(verify_training.rehearse, backend_of(arch)))],
     "weight gradients": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
     "bf16 products": lambda arch: [Rehearsal(partial(verify_bf16_forward.rehearse, backend_of(arch)))],
     "bf16 weight gradients": lambda arch: [Rehearsal(partial(verify_bf16_wgrad.rehearse, backend_of(arch)))],

@@ -36,6 +36,7 @@ from padless.verify.fp8_block import CHECKS
 from padless.verify.invariance import check_batch_invariance
 from padless.verify.moe import check_layer, check_passes
 from padless.verify.rehearsals import rehearsals_of
+from padless.verify.training.layer import check_training_layer
 from padless.verify.wgrad import check_wgrad
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -193,6 +194,7 @@ def jobs_of(
             jobs["weight gradients"] = check_wgrad
             jobs["bf16 weight gradients"] = check_bf16_wgrad
             jobs["bf16 products"] = check_bf16_products
+            jobs["training layer"] = check_training_layer
     return jobs, [module for module in SANITIZED if fp8_block or module not in _HOPPERS]
 
 

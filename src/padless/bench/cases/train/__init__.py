@@ -10,6 +10,7 @@ the gradients of the tokens, the weights of the experts' sums and both weight ma
                            the same in a later microbatch of a step, which finds the weights' codes
 
 and alone: each recipe's forward pass, and the FP8 products of the forward pass beside those of the input's gradient.
+Everything is replayed from CUDA graphs, so that the host's part is in no time of the GPU; it has a column of its own.
 Bytes that the forward pass keeps for the backward pass are those of the device's allocator.
 
 Outputs and gradients are compared with float64 before anything is timed, and those of the last timed step again.
@@ -31,13 +32,42 @@ from padless.bench.results import Record, finite, time_us
 from padless.bench.session import Session
 from padless.testing import machine
 from padless.testing.judge import describe, row_errors, worst
-from padless.testing.timing import Timer
+from padless.testing.timing import Call, Timer, host_us_per_call
 
 # Largest relative error of a row: gradients that went through five products of e4m3 operands, or bfloat16 roundings.
 TOLERANCE, BF16_TOLERANCE = 0.2, 0.03
 
 
 # --- measuring -------------------------------------------------------------------------------------------
+
+
+def _as_it_is(call: Call) -> Call:
+    return call
+
+
+class Graphs:
+    """Captures calls in CUDA graphs that share their memory: each writes its results anew when it is replayed."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, call: Call) -> Call:
+        """What replays the call, which ran before."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            call()
+        return graph.replay
+
+
+def _host_us(step: Step) -> float | None:
+    """Microseconds of Python of a step, None without a GPU."""
+    return host_us_per_call(step.call, calls=50) if step.device.type == "cuda" else None
 
 
 def errors_of(problem: TrainProblem, step: Step) -> dict[str, float]:
@@ -71,10 +101,15 @@ def saved_bytes(step: Step) -> int | None:
     return kept
 
 
-def measure_train(problem: TrainProblem, timer: Timer, makers: Sequence[Maker]) -> Record:
-    """One point's record: checks, bytes kept, and microseconds of every step that is right and of the parts."""
+def measure_train(
+    problem: TrainProblem, timer: Timer, makers: Sequence[Maker], graphs: Callable[[Call], Call] = _as_it_is
+) -> Record:
+    """One point's record: checks, bytes kept, and microseconds of every step that is right and of the parts.
+
+    graphs: makes of a call what replays it.
+    """
     right: list[Step] = []
-    record: Record = {"row_error": {}, "wrong": {}, "errors": {}, "saved_bytes_per_row": {}}
+    record: Record = {"row_error": {}, "wrong": {}, "errors": {}, "saved_bytes_per_row": {}, "host_us": {}}
     for maker in makers:
         try:
             step = maker.make(problem)
@@ -89,17 +124,25 @@ def measure_train(problem: TrainProblem, timer: Timer, makers: Sequence[Maker]) 
             continue
         kept = saved_bytes(step)
         record["saved_bytes_per_row"][step.name] = None if kept is None else kept / problem.point.slots
+        record["host_us"][step.name] = _host_us(step)
         step.forget()
         right.append(step)
-    timed = {step.name: step.call for step in right}
-    timed |= {f"forward: {step.name}": step.forward_alone for step in right if step.is_whole}
     parts = products(problem)
-    times = timer.gpu(timed | {f"product: {name}": part.call for name, part in parts.items()})
+    timed = {f"product: {name}": part.call for name, part in parts.items()}
+    replays: dict[str, Call] = {}
     for step in right:
-        step.call()
-        if wrong := complaint(step, errors_of(problem, step)):
-            record["wrong"][step.name] = f"after timing it {wrong}"
-        step.forget()
+        try:
+            if step.is_whole:
+                timed[f"forward: {step.name}"] = graphs(step.forward_alone)
+            replays[step.name] = graphs(step.call)
+        except Exception as error:
+            record["errors"][step.name] = f"in a CUDA graph: {describe(error)}"
+    times = timer.gpu(replays | timed)
+    for step in right:
+        if step.name in replays:
+            replays[step.name]()
+            if wrong := complaint(step, errors_of(problem, step)):
+                record["wrong"][step.name] = f"after timing it {wrong}"
     return record | {
         "flops": 3 * problem.point.flops,
         "product_flops": {name: part.flops for name, part in parts.items()},
@@ -119,7 +162,7 @@ def start(session: Session) -> Callable[[Any], Record]:
 
     def measure(point: Any) -> Record:
         problem = make_problem(point, session.settings.seed, "cuda")
-        record = measure_train(problem, session.timer, makers(compiled=True))
+        record = measure_train(problem, session.timer, makers(compiled=True), Graphs())
         del problem
         torch.cuda.empty_cache()
         return record
@@ -142,11 +185,12 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     lines = [[{**record, "contender": name}] for record in records for name in names if name in record["gpu"]]
     steps = [
         *_point_columns(),
-        table.Column("contender", text=lambda part: str(part[0]["contender"]), left=True, width=30),
+        table.Column("contender", text=lambda part: str(part[0]["contender"]), left=True, width=24),
         table.Column("us", text=lambda part: table.number(_us(part, "{}"), 0), width=8),
         table.Column("bf16 /", text=_against_bf16, width=7),
         table.Column("forward", text=lambda part: table.number(_us(part, "forward: {}"), 0), width=8),
         table.Column("kept B", text=_kept, width=8),
+        table.Column("host us", text=_host, width=8),
     ]
     parts = [
         *_point_columns(),
@@ -154,7 +198,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     ]
     return [
         table.table_of(
-            "A training step of an expert layer: GPU time (us), bytes kept a row", steps, lines, 1
+            "A training step of an expert layer: GPU time (us), bytes kept a row, Python", steps, lines, 1
         ),
         table.table_of("FP8 products alone (TFLOP/s)", parts, table.by_point(records), 1),
     ]
@@ -186,6 +230,10 @@ def _against_bf16(part: table.Records) -> str:
 
 def _kept(part: table.Records) -> str:
     return table.number(part[0]["saved_bytes_per_row"].get(part[0]["contender"]), 0)
+
+
+def _host(part: table.Records) -> str:
+    return table.number(part[0]["host_us"].get(part[0]["contender"]), 0)
 
 
 def _rate_text(name: str, part: table.Records) -> str:

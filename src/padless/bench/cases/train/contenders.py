@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from padless.autograd import experts, weight_operands
 from padless.bench.cases.train.problem import TrainProblem
 from padless.nn import RECIPES, Experts, Recipe
 from padless.testing.timing import Call
@@ -85,13 +86,24 @@ class Step:
 
 
 def padless_step(problem: TrainProblem, name: str, recipe: Recipe) -> Step:
-    """`padless.nn.Experts`; the codes of weights are made in every step, unless the name says that they are kept."""
+    """`padless.nn.Experts`; codes of weights are made in every step, or, where the name says so, before the first."""
     p = problem.point
-    experts = Experts(p.hidden, p.intermediate, p.experts, recipe=recipe, device="meta", dtype=torch.bfloat16)
-    experts.w13, experts.w2 = (torch.nn.Parameter(w) for w in (problem.w13, problem.w2))
-    forget = None if name.endswith(KEPT) else experts.forget_codes
-    weights: dict[str, torch.Tensor] = {"w13": experts.w13, "w2": experts.w2}
-    return Step(name, problem, lambda x, prob: experts(x, problem.ids, prob), weights, forget)
+    if name.endswith(KEPT):
+        return _step_of_kept_codes(problem, name, recipe)
+    module = Experts(p.hidden, p.intermediate, p.experts, recipe=recipe, device="meta", dtype=torch.bfloat16)
+    module.w13, module.w2 = (torch.nn.Parameter(w) for w in (problem.w13, problem.w2))
+    weights: dict[str, torch.Tensor] = {"w13": module.w13, "w2": module.w2}
+    return Step(name, problem, lambda x, prob: module(x, problem.ids, prob), weights, module.forget_codes)
+
+
+def _step_of_kept_codes(problem: TrainProblem, name: str, recipe: Recipe) -> Step:
+    w13, w2 = (w.detach().requires_grad_() for w in (problem.w13, problem.w2))
+    made13, made2 = weight_operands(w13, recipe), weight_operands(w2, recipe)
+
+    def layer(x: torch.Tensor, prob: torch.Tensor) -> torch.Tensor:
+        return experts(x, problem.ids, prob, w13, w2, recipe, operands13=made13, operands2=made2)
+
+    return Step(name, problem, layer, {"w13": w13, "w2": w2})
 
 
 @dataclass(frozen=True)
