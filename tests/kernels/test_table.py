@@ -12,9 +12,10 @@ from padless import formats
 from padless.cli import supported
 from padless.cli.supported import supported_markdown
 from padless.kernels import table as paths_module
-from padless.kernels.table import ROUTES, KernelHost, QuantHost, find_route
+from padless.kernels.table import PLAIN_ROUTES, ROUTES, KernelHost, QuantHost, find_route
 from support.ragged import ROOT
 
+EVERY = (*ROUTES, *PLAIN_ROUTES)
 PAGE = ROOT / "docs/supported.md"
 
 
@@ -40,9 +41,9 @@ def test_every_route_is_in_the_table_and_nothing_else() -> None:
             for arch, cell in zip(archs, cells, strict=True)
             for kernel in re.findall(r"`(\w+)`", cell)
         }
-        wanted = {((p.a, p.b), p.arch, p.name) for p in ROUTES if p.operation == operation}
+        wanted = {((p.a, p.b), p.arch, p.name) for p in EVERY if p.operation == operation}
         assert listed == wanted
-    for route in ROUTES:
+    for route in EVERY:
         assert f"| `{route.name}.cu` | {route.accumulation} |" in text
 
 
@@ -55,7 +56,7 @@ def test_the_named_default_is_the_one_that_is_taken() -> None:
                     continue
                 kernels = re.findall(r"`(\w+)`", cell)
                 assert find_route(operation, arch, a, b).name == kernels[0], cell
-                for route in ROUTES:
+                for route in EVERY:
                     if (route.operation, route.arch, route.a, route.b) == (operation, arch, a, b):
                         assert find_route(operation, arch, a, b, route.load().Config) == route, "by its class"
 
@@ -96,10 +97,10 @@ def test_every_format_is_described() -> None:
 # --- host sides --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", sorted({route.module for route in ROUTES}))
+@pytest.mark.parametrize("module", sorted({route.module for route in EVERY}))
 def test_a_host_side_is_what_the_protocol_says(module: str) -> None:
     """Names and kinds of parameters, and that the configuration is a frozen dataclass with a prelude."""
-    route = next(route for route in ROUTES if route.module == module)
+    route = next(route for route in EVERY if route.module == module)
     quant = route.operation == paths_module.QUANT
     host, protocol = (route.load_quant(), QuantHost) if quant else (route.load(), KernelHost)
     wanted = list(inspect.signature(protocol.prepare).parameters.values())[1:]

@@ -260,14 +260,15 @@ def kernels_arch(arch: str) -> str:
 
 
 def find_route(operation: str, arch: str, a: str, b: str, config: object = None) -> Route:
-    """The route for formats ``a`` and ``b`` on ``arch``: the first of ``ROUTES``, or the first that takes ``config``.
+    """The route for formats ``a`` and ``b`` on ``arch``: the first of the tables, or the first that takes ``config``.
 
     ``config``: a kernel's configuration, or the class of one, which chooses the kernel and leaves the tile to it. The
     shape of the problem is not among the arguments, so that one kernel multiplies a pair of formats in every call.
     Raises ValueError that says what is supported instead.
     """
     arch = kernels_arch(arch)
-    here = [route for route in ROUTES if route.operation == operation and route.arch == arch]
+    every = (*ROUTES, *PLAIN_ROUTES)
+    here = [route for route in every if route.operation == operation and route.arch == arch]
     found = [route for route in here if (route.a, route.b) == (a, b)]
     if not found:
         pairs = ", ".join(dict.fromkeys(f"{route.a} x {route.b}" for route in here)) or "nothing yet"

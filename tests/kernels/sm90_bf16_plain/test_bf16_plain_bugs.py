@@ -16,7 +16,7 @@ from support.bf16_plain_bugs import BUGS, MAIN, N_MAJOR, STORED, Bug
 from support.emulator_variants import Variant
 
 # An empty group, one of two tiles, one that has no row for the second warpgroup, rows past the last group.
-SHAPE = PlainShape((0, 130, 33), 3, 136, 200)
+SHAPE = PlainShape((0, 130, 33), 3, 136, 216)
 LAST = 163
 
 
