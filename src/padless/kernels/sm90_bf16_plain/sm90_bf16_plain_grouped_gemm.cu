@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_p
             if (elect_one()) load_tiles(shared, problem, map_a, map_b);
         } else if (role == 1) {
             if (elect_one())
-                hand_out_tiles<1, false, true>(shared.queue, Order(shared.groups, num_groups, n), counter,
+                schedule_tiles<1, false, true>(shared.queue, Order(shared.groups, num_groups, n), counter,
                                                blockIdx.x, gridDim.x, &shared.next_tile_wanted);
         } else {
             store_tiles(shared, problem, map_d, role - 2, lane);

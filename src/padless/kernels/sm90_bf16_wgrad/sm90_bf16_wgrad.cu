@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_w
         } else if (role == 1) {
             const Order order{shared.groups, num_groups, n_rows, n_columns, problem.accumulate};
             if (elect_one())
-                hand_out_tiles<1, false, true>(shared.queue, order, counter, blockIdx.x, gridDim.x,
+                schedule_tiles<1, false, true>(shared.queue, order, counter, blockIdx.x, gridDim.x,
                                                &shared.next_tile_wanted);
         } else {
             store_tiles(shared, problem, map_d, role - 2, lane);
