@@ -21,9 +21,9 @@ def layer_section(found: Measured) -> list[str]:
     decode = [r for r in found.points if r["point"]["tokens"] <= 64]
     text = paragraph(
         f"**A whole Mixture-of-Experts layer**, forward ({found.link}; {_peers(found)}{found.medians}): routing, "
-        "gather, quantization, both products, weighted sum, replayed in a CUDA graph; microseconds. bf16 is torch's grouped product with the "
-        "passes that transformers puts around it; `torch passes` are padless's products with those passes; the floor is "
-        "padless's products alone and the bytes of its passes at the rate of a copy. "
+        "gather, quantization, both products, weighted sum, replayed in a CUDA graph; microseconds. bf16 is torch's "
+        "grouped product with the passes that transformers puts around it; `torch passes` are padless's products with "
+        "those passes; the floor is padless's products alone and the bytes of its passes at the rate of a copy. "
         f"bf16 over padless: {_mean(prefill, layer.BF16, layer.PADLESS)} from {PREFILL} tokens on, "
         f"{_mean(decode, layer.BF16, layer.PADLESS)} up to 64.",
         failure_sentence(found.points),
