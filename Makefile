@@ -33,7 +33,7 @@ test-all: lint
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow
 
 # A minute on two cores: lint, and every part's tests but those of kernels, of the emulator's runs and of the Triton kernels.
-CHECKED := repository model reference ops compat runtime cli demo testing emulator/units
+CHECKED := repository model reference ops compat runtime cli testing emulator/units
 check: lint
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not kernels' $(addprefix tests/,$(CHECKED))
 

@@ -20,8 +20,7 @@ constexpr int A_BYTES = BLOCK_M * BLOCK_T;
 constexpr int B_BYTES = BLOCK_N * BLOCK_T;
 
 constexpr int SFB_FLOATS = X_SCALES_ARE_BLOCKS ? 1 : BLOCK_N;  // X's scales of a stage
-constexpr int SFB_STAGE_FLOATS =
-    (SFB_FLOATS + 31) / 32 * 32;  // TMA writes to multiples of 128 bytes
+constexpr int SFB_STAGE_FLOATS = (SFB_FLOATS + 31) / 32 * 32;  // TMA writes to multiples of 128 bytes
 
 constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
