@@ -91,11 +91,8 @@ def test_reads_are_done_with_when_any_arrival_follows_them() -> None:
             result, out, data = run(handed(READ, arrival, waited), seed, block=64)
             assert not result.reports
             assert (out == data).all()
-    first = handed({**READ, "FIRST": "if (lane == 0) ld(v, at)"}, "", "").replace("bar), 32", "bar), 1")
-    early = first.replace("{ if", '{ ARRIVE("release.cta.shared::cta.b64", smem(&bar)); if').replace(
-        "{ ;", f"{{ {ACQUIRE};"
-    )
-    assert "race" in kinds(run(early.replace("init(smem(&bar), 1)", "init(smem(&bar), 32)"), 0, block=64)[0])
+    early = handed({**READ, "FIRST": f"{RELEASE}; ld(v, at)"}, "", ACQUIRE)
+    assert "race" in kinds(run(early, 0, block=64)[0])
 
 
 # ---- a cluster: CTA 1 writes into CTA 0's memory (or reads its own) and arrives there

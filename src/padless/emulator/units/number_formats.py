@@ -290,3 +290,16 @@ def round_to_odd(value: Array) -> Array:
     inexact = (back != value) & np.isfinite(value) & (bits & 1 == 0)
     away = (np.abs(back) < np.abs(value)).astype(np.int32) * 2 - 1
     return np.where(inexact, bits + away, bits).view(np.float32)
+
+
+def nibbles(octets: Array) -> Array:
+    """uint8 (rows, n) to 4-bit codes (rows, 2 n), the low nibble first."""
+    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(octets), -1)
+
+
+def six_bits(octets: Array) -> Array:
+    """uint8 (rows, 3 n) to 6-bit codes (rows, 4 n), little-endian."""
+    a, b, c = (octets[:, i::3].astype(np.uint32) for i in range(3))
+    word = a | b << np.uint32(8) | c << np.uint32(16)
+    codes = np.stack([(word >> np.uint32(6 * i)) & np.uint32(63) for i in range(4)], axis=-1)
+    return codes.reshape(len(octets), -1).astype(np.uint8)
