@@ -44,8 +44,8 @@ class ExpertParallel:
         programs: CTAs of a kernel that moves rows ("symm"); None is eight for every SM.
 
     All arguments must be the same on all ranks; they are compared once, here. Calls are collective: all ranks make the
-    same ones in the same order, and those of one object follow one another, on one stream or on streams that wait for each
-    other. Raises ValueError.
+    same ones in the same order, and those of one object follow one another, on one stream or on streams that wait for
+    each other. Raises ValueError.
     """
 
     def __init__(
