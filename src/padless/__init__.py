@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from padless._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from padless import distributed as distributed
     from padless import moe as moe
     from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
     from padless.compat.cudnn.gemm_class import GroupedGemmQuant
@@ -117,8 +118,8 @@ _HOMES = {
     "scaled_grouped_mm": "compat.torch",
     "swiglu_backward_quantize": "quantization.swiglu_backward",
 }
-# Packages whose names are public: padless.moe.moe, padless.moe.route, ..
-_PACKAGES = ("moe",)
+# Packages whose names are public: padless.moe.moe, padless.distributed.ExpertParallel, ..
+_PACKAGES = ("distributed", "moe")
 
 # Earlier names of configurations.
 _ALIASES = {
