@@ -9,6 +9,7 @@ from padless._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from padless import autograd as autograd
+    from padless import distributed as distributed
     from padless import moe as moe
     from padless import nn as nn
     from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
@@ -125,8 +126,8 @@ _HOMES = {
     "scaled_grouped_mm": "compat.torch",
     "swiglu_backward_quantize": "quantization.swiglu_backward",
 }
-# Packages whose names are public: padless.moe.moe, padless.moe.route, ..
-_PACKAGES = ("autograd", "moe", "nn")
+# Packages whose names are public: padless.moe.moe, padless.distributed.ExpertParallel, ..
+_PACKAGES = ("autograd", "distributed", "moe", "nn")
 
 # Earlier names of configurations.
 _ALIASES = {

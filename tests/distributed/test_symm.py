@@ -81,7 +81,10 @@ def test_on_two_gpus() -> None:
 def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels, as compiled, on two ranks: rows, sums, and no multiply-add where two roundings are defined."""
     p = exchange.draw([2, 1], 4, 256, 3, 1)
-    for few_slots, launches in ((0, {"localize": 2, "fan_out": 4}), (1024, {"receive_few": 2, "fan_out": 2})):
+    for few_slots, launches in (
+        (0, {"publish_ids": 2, "localize": 2, "fan_out": 4}),
+        (1024, {"receive_few": 2, "fan_out": 2}),
+    ):
         ranks = ep_virtual.make(p, few_slots=few_slots)
         with monkeypatch.context() as patch:
             kernels = ep_emulated.emulate(patch, [s.buffer for s in ranks.states])

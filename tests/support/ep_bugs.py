@@ -27,8 +27,8 @@ class Bug:
     changes: tuple[tuple[str, str, str], ...]
 
 
-HALF = "half = (epoch % 2).to(tl.int64)"
-ONE_HALF = "half = (epoch % 1).to(tl.int64)"
+HALF = "% 2).to(tl.int64)"
+ONE_HALF = "% 1).to(tl.int64)"
 BUGS = {
     "one half for all epochs": Bug(
         "one_rank_ahead",
@@ -36,7 +36,7 @@ BUGS = {
     ),
     "weights of the other epoch": Bug(
         "two_ranks",
-        (("receive", "weights_region + half * R * max_tokens", "weights_region + 0 * R * max_tokens"),),
+        (("receive", "weights_region + ids_half * R", "weights_region + 0 * R"),),
     ),
     "ids are cut to 32 bits": Bug(
         "wrong_ids",
@@ -78,6 +78,16 @@ BUGS = {
         "two_ranks", (("receive_few", "(slot[None, :] < mine[:, None])", "(slot[None, :] > mine[:, None])"),)
     ),
     "rows of a rank that is not there, few": Bug("waits", (("receive_few", "* TOP_K * there", "* TOP_K"),)),
+    "rows are not waited for": Bug(
+        "waits_for_rows",
+        (
+            (
+                "receive",
+                "aborted, epoch, status_ptr, limit, R, CLOCK)\n    for pair",
+                "aborted, 0, status_ptr, limit, R, CLOCK)\n    for pair",
+            ),
+        ),
+    ),
     "row 0 is no row": Bug("three_ranks", (("receive", "if (row >= 0) &", "if (row > 0) &"),)),
     "rows of a rank that is not there": Bug("waits", (("receive", "* TOP_K * there", "* TOP_K"),)),
     "sums are stored before the last were read": Bug(

@@ -11,6 +11,7 @@ from support.emulated_triton import EmulatedKernel
 
 KERNELS = (
     ("publish", "publish"),
+    ("publish", "publish_ids"),
     ("receive", "localize"),
     ("receive", "fan_out"),
     ("receive_few", "receive_few"),

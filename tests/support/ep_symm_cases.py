@@ -224,6 +224,22 @@ def waits(device: str, few_slots: int) -> None:
     assert int(ranks.states[0].status[0]) == 3
 
 
+@case
+def waits_for_rows(device: str) -> None:
+    """Ids of all ranks are there and the rows of one are not."""
+    p = draw([3, 2, 2], 6, 64, 2, 7, distinct=True)
+    ranks = make(p, device=device, polls=5, timeout=0.05, few_slots=0)
+    given = [[t.to(device) for t in parts] for parts in zip(p.tokens, p.ids, p.weights, strict=True)]
+    ids = [b.publish_ids(*g[1:]) for b, g in zip(ranks.backends, given, strict=True)]
+    for b, (tokens, _, _) in list(zip(ranks.backends, given, strict=True))[1:]:
+        b.publish_rows(tokens, None)
+    _, plan = ranks.backends[1].receive(ids[1], None)
+    synchronize(device)
+    assert plan.offs.tolist() == exchange.offs_of(p, 1)
+    assert int(ranks.states[1].status[0]) == 1
+    late(ranks, 0)
+
+
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()

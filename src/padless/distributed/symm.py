@@ -24,7 +24,10 @@ from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.layouts import empty_mn_major
 
 PROGRAMS_PER_SM = 8
+SHARE_OF_PUBLISH = 3 / 8  # of these programs, so that there is room for the sort beside it
+SHARE_OF_FINISH = 2
 LOCALIZE_BLOCK = 1024
+IDS_AT_ONCE = 1024  # of `publish_ids`
 COLUMNS = 1024  # of a row that a program sums at once
 VIRTUAL_PROGRAMS = 3
 VIRTUAL_POLLS = 3
@@ -55,6 +58,7 @@ class SymmBackend:
             sms = torch.cuda.get_device_properties(self._device).multi_processor_count
             self._programs = PROGRAMS_PER_SM * sms
         self._programs = self._programs or VIRTUAL_PROGRAMS
+        self._side = torch.cuda.Stream(self._device, priority=-1) if on_gpu else None
 
     # --- calls ---------------------------------------------------------------------------------------------
 
@@ -71,8 +75,16 @@ class SymmBackend:
         assert tokens is not None
         assert ids is not None
         assert weights is not None
-        kept_ids = self.publish(tokens, ids, weights, global_scale)
-        return self.receive(kept_ids, global_scale)
+        if self._settings.num_slots <= self.few_slots or self._side is None:
+            return self.receive(self.publish(tokens, ids, weights, global_scale), global_scale)
+        kept_ids = self.publish_ids(ids, weights)
+        main = torch.cuda.current_stream(self._device)
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):  # beside the quantization of the rows
+            found = self.sort()
+        self.publish_rows(tokens, global_scale)
+        main.wait_stream(self._side)
+        return self.fan_out(kept_ids, found, global_scale)
 
     def redispatch(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         self.publish_again(x)
@@ -114,15 +126,31 @@ class SymmBackend:
         global_scale: torch.Tensor | None,
     ) -> torch.Tensor:
         """Quantizes and publishes tokens; the plan's copy of ids (T, k) int32."""
-        row_format = self._settings.row_format
-        kept_ids = torch.empty(ids.shape, dtype=torch.int32, device=self._device)
-        quantizes = row_format.format == FP8_BLOCK
-        if quantizes:
-            x, scale = (tokens if tokens.stride(1) == 1 else tokens.contiguous()), None
-        else:
-            x, scale = row_format.parts(tokens, global_scale)
-        self._publish(x, scale, ids.contiguous(), weights.contiguous(), kept_ids, row_format, quantizes)
+        if self._settings.num_slots > self.few_slots:
+            kept_ids = self.publish_ids(ids, weights)
+            self.publish_rows(tokens, global_scale)
+            return kept_ids
+        kept_ids = self._empty(*ids.shape, dtype=torch.int32)
+        self._publish_tokens(tokens, global_scale, ids.contiguous(), weights.contiguous(), kept_ids)
         return kept_ids
+
+    def publish_ids(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Publishes ids and weights; the plan's copy of ids (T, k) int32."""
+        from padless.distributed.triton import publish
+
+        s, state, layout = self._settings, self._state, self._state.layout
+        kept_ids = self._empty(*ids.shape, dtype=torch.int32)
+        with self._on_device():
+            publish.publish_ids[self._grid(s.num_ranks * ceil_div(max(ids.numel(), 1), IDS_AT_ONCE))](
+                state.pointers, state.counters, ids.contiguous(), weights.contiguous(), kept_ids,
+                s.rank, ids.shape[0], s.num_experts, s.max_tokens * s.top_k, layout.listed, layout.ids, layout.weights,
+                R=s.num_ranks, TOP_K=s.top_k, num_warps=4,
+            )  # fmt: skip
+        return kept_ids
+
+    def publish_rows(self, tokens: torch.Tensor, global_scale: torch.Tensor | None) -> None:
+        """Quantizes and publishes tokens."""
+        self._publish_tokens(tokens, global_scale, None, None, None)
 
     def publish_again(self, x: torch.Tensor) -> None:
         """Publishes x (T, H), as it is, for the plan of an earlier dispatch."""
@@ -147,7 +175,7 @@ class SymmBackend:
         with self._on_device():
             receive.localize[self._grid(pieces)](
                 state.pointers, state.counters, state.status, self._placement.local_index, locals_,
-                s.rank, s.num_experts, table, layout.published, layout.aborted, layout.ids, self._limit,
+                s.rank, s.num_experts, table, layout.listed, layout.aborted, layout.ids, self._limit,
                 R=s.num_ranks, TOP_K=s.top_k, CLOCK=self._has_clock, BLOCK=LOCALIZE_BLOCK, num_warps=4,
             )  # fmt: skip
         return sort_slots(locals_, len(self._placement.local_experts))
@@ -173,7 +201,8 @@ class SymmBackend:
                 state.pointers, state.counters, state.status, self._placement.local_index, plan.inverse, plan.offs,
                 plan.overflow, plan.prob, rows.data, rows.integers,
                 s.rank, s.num_experts, len(plan.offs), s.max_tokens, plan.prob.shape[0], *rows.scale_strides,
-                layout.published, layout.aborted, layout.ids, layout.weights, layout.x, layout.record_bytes, self._limit,
+                layout.listed, layout.published, layout.aborted, layout.ids, layout.weights, layout.x,
+                layout.record_bytes, self._limit,
                 R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=s.row_format.code_bytes, SCALES=s.row_format.scale_columns,
                 SCALE_BYTES=s.row_format.scale_itemsize, GROUPS=self._groups, SLOTS=max(power_of_2(s.num_slots), 128),
                 CLOCK=self._has_clock, num_warps=4,
@@ -212,7 +241,7 @@ class SymmBackend:
         out = self._empty(tokens, s.hidden, dtype=s.partial)
         slots = self._empty(tokens, s.top_k, dtype=torch.float32) if with_slots else None
         with self._on_device():
-            send_back.finish[self._grid(tokens * ceil_div(s.hidden, COLUMNS))](
+            send_back.finish[self._grid(tokens * ceil_div(s.hidden, COLUMNS), SHARE_OF_FINISH)](
                 state.pointers, state.counters, state.status, plan.ids, self._placement.rank_of, out, slots,
                 s.rank, tokens, s.max_tokens, s.num_experts,
                 layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
@@ -222,6 +251,22 @@ class SymmBackend:
         return out, slots
 
     # --- parts ---------------------------------------------------------------------------------------------
+
+    def _publish_tokens(
+        self,
+        tokens: torch.Tensor,
+        global_scale: torch.Tensor | None,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        kept_ids: torch.Tensor | None,
+    ) -> None:
+        row_format = self._settings.row_format
+        if row_format.format == FP8_BLOCK:
+            x = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+            self._publish(x, None, ids, weights, kept_ids, row_format, True)
+        else:
+            x, scale = row_format.parts(tokens, global_scale)
+            self._publish(x, scale, ids, weights, kept_ids, row_format, False)
 
     def _publish(
         self,
@@ -239,10 +284,10 @@ class SymmBackend:
         s, state, layout = self._settings, self._state, self._state.layout
         scale_bytes = 0 if scale is None else scale.shape[1]
         with self._on_device():
-            publish[self._grid(max(x.shape[0], s.num_ranks))](
+            publish[self._grid(max(x.shape[0], s.num_ranks), SHARE_OF_PUBLISH)](
                 state.pointers, state.counters, x, scale if scale_bytes else None, ids, weights, kept_ids,
                 s.rank, x.shape[0], x.stride(0), s.num_experts, s.max_tokens * s.top_k, s.max_tokens,
-                layout.published, layout.ids, layout.weights, layout.x, layout.record_bytes,
+                layout.listed, layout.published, layout.ids, layout.weights, layout.x, layout.record_bytes,
                 R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, QUANTIZE=quantizes,
                 CODE_BYTES=row_format.code_bytes, SCALE_BYTES=scale_bytes,
                 HARDWARE_CAST=casts.casts_in_hardware(self._device), num_warps=4,
@@ -295,9 +340,9 @@ class SymmBackend:
     def _groups(self) -> int:
         return power_of_2(len(self._placement.local_experts))
 
-    def _grid(self, items: int) -> tuple[int]:
+    def _grid(self, items: int, times: float = 1) -> tuple[int]:
         """Programs for so many pieces of work: no more than there are pieces, at least one, which signals."""
-        return (max(min(items, self._programs), 1),)
+        return (max(min(items, int(times * self._programs)), 1),)
 
     @property
     def _has_clock(self) -> bool:

@@ -19,7 +19,7 @@ def localize(
     rank,
     num_experts,
     table,  # Tmax * k
-    published,
+    listed,
     aborted,
     ids_region,
     limit,
@@ -28,9 +28,9 @@ def localize(
     CLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    epoch = tl.load(counters_ptr)
+    epoch = tl.load(counters_ptr + 6)
     half = (epoch % 2).to(tl.int64)
-    cells = published + half * R * 8
+    cells = listed + half * R * 8
     there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
     cell = buffer_of(pointers_ptr, rank, cells).to(tl.pointer_type(tl.int64))
     ids = buffer_of(pointers_ptr, rank, ids_region + half * R * table * 4).to(tl.pointer_type(tl.int32))
@@ -85,17 +85,15 @@ def fan_out(
     pid = tl.program_id(0)
     epoch = tl.load(counters_ptr)
     half = (epoch % 2).to(tl.int64)
-    pairs = R * max_tokens
-    if all_offs_ptr is None:  # otherwise localize has waited
-        cells = published + half * R * 8
-        there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
-        pairs = pairs * there
-    elif pid == 0:
+    ids_half = (tl.load(counters_ptr + 6) % 2).to(tl.int64)
+    if all_offs_ptr is not None and pid == 0:
         group = tl.arange(0, GROUPS)
         ends = tl.load(all_offs_ptr + group, mask=group < num_local_experts, other=0)
         store_offs(offs_ptr, overflow_ptr, status_ptr, group, ends, num_local_experts, capacity)
     lane = tl.arange(0, SLOTS)
-    for pair in range(pid, pairs, tl.num_programs(0)):
+    cells = published + half * R * 8
+    there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
+    for pair in range(pid, R * max_tokens * there, tl.num_programs(0)):
         source = (rank + 1 + pair % R) % R  # all links at once, none by all ranks
         token = tl.cast(pair // R, tl.int64)
         at = (source * max_tokens + token) * TOP_K
@@ -105,7 +103,7 @@ def fan_out(
             record = buffer_of(pointers_ptr, source, x_region + (half * max_tokens + token) * record_bytes)
             words, scales = load_record(record, CODE_BYTES, SCALES, SCALE_BYTES)
             if all_offs_ptr is not None:
-                first = weights_region + half * R * max_tokens * TOP_K * 4
+                first = weights_region + ids_half * R * max_tokens * TOP_K * 4
                 weights = buffer_of(pointers_ptr, rank, first).to(tl.pointer_type(tl.float32))
                 tl.store(prob_ptr + rows, tl.load(weights + at + lane, mask=kept), mask=kept)
             for j in tl.static_range(TOP_K):

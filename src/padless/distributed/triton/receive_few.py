@@ -55,6 +55,7 @@ def receive_few(
     capacity,
     scale_stride_m,
     scale_stride_k,
+    listed,
     published,
     aborted,
     ids_region,
@@ -75,12 +76,13 @@ def receive_few(
     pid = tl.program_id(0)
     epoch = tl.load(counters_ptr)
     half = (epoch % 2).to(tl.int64)
-    cells = published + half * R * 8
+    ids_half = (tl.load(counters_ptr + 6) % 2).to(tl.int64)
+    cells = published + half * R * 8  # signalled after `listed`
     there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
-    cell = buffer_of(pointers_ptr, rank, cells).to(tl.pointer_type(tl.int64))
+    cell = buffer_of(pointers_ptr, rank, listed + ids_half * R * 8).to(tl.pointer_type(tl.int64))
     table = max_tokens * TOP_K
     slots = R * table
-    first = half * slots * 4
+    first = ids_half * slots * 4
     ids = buffer_of(pointers_ptr, rank, ids_region + first).to(tl.pointer_type(tl.int32))
     slot = tl.arange(0, SLOTS)
     keys, are_wrong = _keys(
