@@ -26,11 +26,13 @@ help:
 demo: $(RUN)
 	@$(BIN)/padless demo
 
+# And half a minute of the slow tests, one in thirty, which the commit chooses.
 test: lint
-	@$(BIN)/python -m pytest -q -n $(WORKERS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --slow-share 30
 
+# Goes on where it was ended before, as long as no file has changed.
 test-all: lint
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow --resume
 
 # A minute on two cores: lint, and every part's tests but those of kernels, of the emulator's runs and of the Triton kernels.
 CHECKED := repository model reference ops compat runtime cli testing emulator/units

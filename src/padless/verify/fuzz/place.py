@@ -113,7 +113,7 @@ def place_of(backend: str) -> Place:
 
 
 def reserve(place: Place) -> None:
-    """Takes memory from the GPU's driver at once, for torch to hand out: every later request to the driver would wait for
+    """Takes memory from the GPU's driver at once, for torch to hand out: each later request to the driver would wait for
     all that runs, that of other processes too.
     """
     if place.device.type == "cuda":
