@@ -23,7 +23,7 @@ import torch
 from padless import FP8_BLOCK
 from support import sglang_seam
 from support.absent_binaries import absent
-from support.moe_layer_problem import Layer, dense, draw_layer
+from support.moe_layer_problem import Layer, dense, draw_layer, on_device
 
 HAS_SGLANG = find_spec("sglang") is not None
 needs_sglang = pytest.mark.skipif(not HAS_SGLANG, reason="needs SGLang's Python files on PYTHONPATH")
@@ -87,7 +87,7 @@ def run(layer: Layer, **more: Any) -> torch.Tensor:
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
+    return float((got.double().cpu() - want.cpu()).norm() / want.norm())
 
 
 # --- values ----------------------------------------------------------------------------------------------
@@ -110,11 +110,12 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
         ({"activation": "relu2", "is_gated": False}, {"activation": "relu2", "gated": False}),
     ],
 )
-def test_values(how: dict[str, Any], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_values(how: dict[str, Any], options: dict[str, Any], device: str) -> None:
     """Against float64 with unquantized activations; ids of no expert of this rank, -1, add nothing."""
     layer = layer_of(**options)
     assert (layer.ids < 0).any()
-    want = dense(layer)
+    want, layer = dense(layer), on_device(layer, device)
     got = run(layer, **how)
     assert error(got, want) < 0.07
     if how and how.get("is_gated", True):
