@@ -13,11 +13,10 @@ from padless.nn import RECIPES, Experts, Recipe
 BF16 = torch.bfloat16
 EVERY_RECIPE = {
     **RECIPES,
-    "fp8, Z in bf16": Recipe(save="bf16"),
     "fp8, recompute": Recipe(save="recompute"),
     "bf16, recompute": Recipe(BF16, BF16, BF16, save="recompute"),
     "bf16 dgrad": Recipe(dgrad=BF16, save="recompute"),
-    "bf16 forward": Recipe(forward=BF16),
+    "bf16 forward": Recipe(forward=BF16, save="fp8"),
     "bf16 forward and dgrad": Recipe(forward=BF16, dgrad=BF16),
 }
 

@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from padless.epilogue import INTERLEAVE
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.moe import ops
 from padless.moe.checks import check_matrix
 from padless.moe.layer import BF16
 from padless.moe.routing import check_ids
+from padless.nn.calls import call
 from padless.nn.linear_function import (
     check_weight,
     columns_facts,
@@ -76,9 +76,9 @@ def experts(
     delayed_wgrad: where the weight gradients are left for later; None computes them in the backward pass.
 
     Kept for the backward pass, in bytes a row (T * k rows): of an FP8 weight gradient H codes of x and H / 32 of scales
-    (H / 4096 in mode "1d2d"), of a bfloat16 one nothing but x itself; and of the values before the activation 2 I codes
-    and I / 16 of scales ("fp8"), 4 I ("bf16"), or the first product's operand ("recompute"). No synchronization. It can
-    be differentiated once. Raises ValueError.
+    (H / 4096 in mode "1d2d"), of a bfloat16 one nothing but x itself; and of the values before the activation 4 I
+    ("bf16"), 2 I codes and I / 16 of scales ("fp8"), or the first product's operand ("recompute"). No synchronization.
+    It can be differentiated once. Raises ValueError.
     """
     recipe = as_recipe(recipe)
     check_tokens(x, top_k_index, top_k_weights, shared, w13.shape[0])
@@ -173,13 +173,13 @@ class _Experts(torch.autograd.Function):
         made13, made2 = joined_operands(*operands[:4]), joined_operands(*operands[4:])
         needs_x, needs_prob, needs13, needs2 = ctx.needs_input_grad[:4]
         trains = needs_x or needs_prob or needs13 or needs2
-        offs, tokens, inverse = ops.call("route", top_k_index, w13.shape[0])
+        offs, tokens, inverse = call("route", top_k_index, w13.shape[0])
 
         # First product: rows for it, and what its weight's gradient reads.
         rows, columns = _gathered(x, tokens, inverse, offs, recipe, needs13)
         z, hidden = _hidden(rows, made13.forward, offs, plan)
         y = product(hidden, made2.forward, offs, transposed=False, zero_tail=False)
-        out: torch.Tensor = ops.call("combine", y, inverse, top_k_weights, shared, x.dtype)
+        out: torch.Tensor = call("combine", y, inverse, top_k_weights, shared, x.dtype)
 
         ctx.plan = plan
         ctx.num_experts, ctx.dtypes = w13.shape[0], (x.dtype, top_k_weights.dtype)
@@ -190,7 +190,8 @@ class _Experts(torch.autograd.Function):
             if recipe.save == "bf16":
                 kept = (z, None)
             elif recipe.save == "fp8":
-                kept = ops.call("quantize_rows", z)
+                assert z is not None
+                kept = call("quantize_rows", z)
             elif recipe.fp8_forward:
                 kept = flat(rows)
             saved_columns: tuple[torch.Tensor | None, ...] = (None,) * 4
@@ -228,7 +229,7 @@ def _gathered(
     """x by experts: the operand of the first product, and that of its weight's gradient where it is quantized."""
     fp8_columns = recipe.fp8_wgrad and needs_wgrad
     if recipe.fp8_forward and not fp8_columns:
-        return quantized(*ops.call("gather_quantize", x, inverse, FP8_BLOCK.name, "", "plain", None)), None
+        return quantized(*call("gather_quantize", x, inverse, FP8_BLOCK.name, "", "plain", None)), None
     found = operands_of_rows(
         x.index_select(0, tokens), offs, recipe.fp8_forward, fp8_columns, recipe.column_block
     )
@@ -244,7 +245,7 @@ def _hidden(rows: Rows, w13: Rows, offs: torch.Tensor, plan: Plan) -> tuple[torc
         return None, swiglu_product(rows, w13, offs, plan.gate_up)
     z = product(rows, w13, offs, transposed=False, zero_tail=False)
     name = FP8_BLOCK.name if recipe.fp8_forward else BF16
-    data, scale = ops.call(
+    data, scale = call(
         "activate_quantize", z, "swiglu", plan.gate_up, 1.0, None, 0.0, name, "", "plain", None, None
     )
     return z, quantized(data, scale) if recipe.fp8_forward else data
@@ -266,19 +267,19 @@ def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dout.index_select(0, tokens), offs, recipe.fp8_dgrad, recipe.fp8_wgrad and needs2, (1, 128)
     )
     dh = product(dy_rows, joined(*dgrad2), offs, transposed=True, zero_tail=False)
-    prob = ops.call("slots_to_rows", top_k_weights, inverse)
+    prob = call("slots_to_rows", top_k_weights, inverse)
     dz_rows, dz_columns, h_columns, dprob_rows = _activation_gradients(dh, z, offs, prob, plan)
     del dh, z, dy_rows
     w13, w2 = ctx.weights
     dw2 = deliver(w2, plan.delayed_wgrad, dy_columns, h_columns, offs) if needs2 else None
     del dy_columns, h_columns
-    dprob = ops.call("rows_to_slots", dprob_rows, inverse, ctx.dtypes[1]) if needs_prob else None
+    dprob = call("rows_to_slots", dprob_rows, inverse, ctx.dtypes[1]) if needs_prob else None
 
     # First product.
     dx = dw13 = None
     if needs_x:
         dx_rows = product(dz_rows, joined(*dgrad13), offs, transposed=True, zero_tail=False)
-        dx = ops.call("combine", dx_rows, inverse, None, None, ctx.dtypes[0])
+        dx = call("combine", dx_rows, inverse, None, None, ctx.dtypes[0])
         del dx_rows
     if needs13:
         x_columns: Columns
@@ -296,7 +297,7 @@ def _values_before_activation(
     """(T * k, 2 I) bfloat16: as they were kept, or multiplied again."""
     recipe = plan.recipe
     if recipe.save != "recompute":
-        z: torch.Tensor = kept[0] if recipe.save == "bf16" else ops.call("dequantize_rows", *kept)
+        z: torch.Tensor = kept[0] if recipe.save == "bf16" else call("dequantize_rows", *kept)
         return z
     rows: Rows
     if recipe.fp8_forward:
@@ -316,7 +317,7 @@ def _activation_gradients(
         found = activation_gradients(dh, z, offs, prob, plan.gate_up, recipe.column_block)
         assert found.dprob is not None
         return found.dz_rows, found.dz_columns, found.hidden_columns, found.dprob
-    dz, h, dprob = ops.call("swiglu_backward", dh, z, offs, prob, plan.gate_up)
+    dz, h, dprob = call("swiglu_backward", dh, z, offs, prob, plan.gate_up)
     dz_rows, dz_columns = operands_of_rows(dz, offs, recipe.fp8_dgrad, recipe.fp8_wgrad, (1, 128))
     _, h_columns = operands_of_rows(h, offs, False, recipe.fp8_wgrad, recipe.column_block)
     return dz_rows, dz_columns, h_columns, dprob

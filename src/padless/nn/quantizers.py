@@ -9,10 +9,11 @@ import torch
 
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import GroupedColumns
-from padless.moe import ops
-from padless.quantization import rows_columns, swiglu_backward
+from padless.nn.calls import call, is_traced
+from padless.quantization import rows_columns, swiglu_backward, weight_both
 from padless.quantization.rows_columns import chosen_alignment, quantize_rows_columns
 from padless.quantization.swiglu_backward import SwigluGradients, swiglu_backward_quantize
+from padless.quantization.weight_both import quantize_weight_both
 
 _E4M3 = torch.float8_e4m3fn
 
@@ -37,14 +38,14 @@ def quantized(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
 
 def quantize_rows(x: torch.Tensor) -> BlockScaledTensor:
     """x (M, N) along its rows."""
-    return quantized(*ops.call("quantize_rows", x))
+    return quantized(*call("quantize_rows", x))
 
 
 def rows_and_columns(
     x: torch.Tensor, offs: torch.Tensor, block: tuple[int, int], rows: bool
 ) -> tuple[BlockScaledTensor | None, GroupedColumns]:
     """x (M, N) along its rows, None without ``rows``, and along the tokens of every group, by one read."""
-    if ops.is_traced(x, offs):
+    if is_traced(x):
         return quantize_rows_columns(x, offs, column_block=block, rows=rows)
     alignment = chosen_alignment(None, x.shape[0], offs.shape[0])
     codes, scale, of_columns, column_scale, starts, block_starts = rows_columns._run(
@@ -65,7 +66,7 @@ def activation_gradients(
     block: tuple[int, int],
 ) -> SwigluGradients:
     """SwiGLU's gradients for dh (M, I) and z (M, 2 I), and H, all quantized."""
-    if ops.is_traced(dh, z, offs, prob):
+    if is_traced(dh):
         return swiglu_backward_quantize(dh, z, offs, prob, gate_up=gate_up, hidden_block=block)
     alignment = chosen_alignment(None, z.shape[0], offs.shape[0])
     codes, scale, dz, dz_scale, h, h_scale, starts, block_starts, dprob = swiglu_backward._run(
@@ -77,3 +78,11 @@ def activation_gradients(
         GroupedColumns(h.view(_E4M3), h_scale, offs, starts, block_starts, block, alignment),
         dprob,
     )
+
+
+def weight_and_transpose(weight: torch.Tensor) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+    """A weight (G, N, K) and its transpose (G, K, N), whose codes and scales are the first's, transposed."""
+    if is_traced(weight):
+        return quantize_weight_both(weight)
+    codes, scale, transposed, transposed_scale = weight_both._run(weight)
+    return quantized(codes, scale), quantized(transposed, transposed_scale)

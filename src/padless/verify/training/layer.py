@@ -30,7 +30,6 @@ WORST_DB = {True: 19.0, False: 38.0}  # against float64 of nothing quantized, by
 AS_ON_CPU_DB = 30.0  # the tensor core keeps 13 fraction bits of a sum, and a code may be another one for it
 CHECKED: dict[str, Recipe] = {
     **RECIPES,
-    "fp8, Z in bf16": Recipe(save="bf16"),
     "fp8, recompute": Recipe(save="recompute"),
 }
 Result = dict[str, torch.Tensor]

@@ -18,13 +18,13 @@ KEPT = ", codes kept"
 # Recipes by the names of tables.
 MEASURED: dict[str, Recipe] = {
     "padless fp8": RECIPES["fp8"],
-    "padless fp8, Z bf16": Recipe(save="bf16"),
+    "padless fp8 compact": RECIPES["fp8_compact"],
     "padless fp8, recompute": Recipe(save="recompute"),
     "padless fp8 1d1d": RECIPES["fp8_1d1d"],
     "padless fp8, bf16 wgrad": RECIPES["fp8_bf16_wgrad"],
     "padless bf16": RECIPES["bf16"],
 }
-_KEPT_CODES = ("padless fp8", "padless fp8, Z bf16")
+_KEPT_CODES = ("padless fp8", "padless fp8 compact")
 
 
 class Step:
