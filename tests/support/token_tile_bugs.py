@@ -50,8 +50,8 @@ BUGS = (
         "shared.schedule.items[number % 4]",
     ),
     # ---- groups
-    _columns("slack of groups left out", "& -groups.alignment", "", TILES),
-    _columns("ends not ascending", "end = end > row ? end : row;", "", TILES),
+    _columns("slack of groups left out", "+ groups.alignment - 1)", ")", TILES),
+    _columns("ends not ascending", "end = end > row ? end : row;", "", TILES, many_groups=True),
     _columns("only the first 32 groups", "row = __shfl_sync(0xffffffff, end, 31);", "", TILES, many_groups=True),
     _columns("starts not written", "groups.starts[group] =", "const int unused =", TILES),
     _columns("a band as wide as the others", "left < BAND ? left : BAND", "BAND", TILES, band=4),
