@@ -39,7 +39,6 @@ class EmulatedKernel:
     def _launch(self, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
         num_warps = options.pop("num_warps")
         options.pop("maxnreg", None)  # which says nothing to the compiler of PTX
-        options.pop("launch_pdl", None)  # launches run one after the other here
         compiled_with = {"num_warps": num_warps}
         if "enable_fp_fusion" in options:
             compiled_with["enable_fp_fusion"] = options.pop("enable_fp_fusion")

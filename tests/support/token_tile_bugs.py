@@ -16,16 +16,20 @@ SWIGLU_MAIN = SWIGLU + MAIN
 
 @dataclass(frozen=True)
 class Bug:
-    """kernel: the file that is compiled. many_groups: more of them than a warp scans at once."""
+    """kernel: the file that is compiled. many_groups: more of them than a warp scans at once. band: of the
+    kernel's configuration."""
 
     name: str
     kernel: str
     edit: Edit
     many_groups: bool = False
+    band: int = 1
 
 
-def _columns(name: str, old: str, new: str, file: str = COLUMNS_MAIN, many_groups: bool = False) -> Bug:
-    return Bug(name, COLUMNS_MAIN, (file, old, new), many_groups)
+def _columns(
+    name: str, old: str, new: str, file: str = COLUMNS_MAIN, *, many_groups: bool = False, band: int = 1
+) -> Bug:
+    return Bug(name, COLUMNS_MAIN, (file, old, new), many_groups, band)
 
 
 def _swiglu(name: str, file: str, old: str, new: str) -> Bug:
@@ -46,11 +50,11 @@ BUGS = (
         "shared.schedule.items[number % 4]",
     ),
     # ---- groups
-    _columns("slack of groups left out", "& -groups.alignment", "", TILES),
-    _columns("ends not ascending", "end = end > row ? end : row;", "", TILES),
-    _columns("a group's end of the first 32 alone", "row = __shfl_sync(0xffffffff, end, 31);", "", TILES, True),
+    _columns("slack of groups left out", "+ groups.alignment - 1)", ")", TILES),
+    _columns("ends not ascending", "end = end > row ? end : row;", "", TILES, many_groups=True),
+    _columns("only the first 32 groups", "row = __shfl_sync(0xffffffff, end, 31);", "", TILES, many_groups=True),
     _columns("starts not written", "groups.starts[group] =", "const int unused =", TILES),
-    _columns("a band as wide as the others", "left < BAND ? left : BAND", "BAND", TILES),
+    _columns("a band as wide as the others", "left < BAND ? left : BAND", "BAND", TILES, band=4),
     _columns("a group behind kept for the next band", "if (tile < first_tile[of]) of = 0;", "", TILES),
     _columns("rows past the last group in columns", "is_group ? item.rows : 0", "item.rows", TILES),
     # ---- values

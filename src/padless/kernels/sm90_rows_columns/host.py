@@ -13,8 +13,8 @@ from padless.kernels.launch import Prepared, load_kernel, persistent_grid
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 KERNEL = "sm90_rows_columns/sm90_rows_columns.cu"
-CTAS_PER_SM = 2
-BAND = 8
+CTAS_PER_SM = 2  # the same number as in kernels/sm90_rows_columns/storage.cuh
+BAND = 2
 _TILE = 128
 
 
@@ -27,21 +27,17 @@ class RowsColumnsConfig:
         square: 128 features of the columns share a scale; else each has its own.
         max_groups: room for groups.
         band: blocks of 128 features that are done tile by tile before the next ones.
-        ctas_per_sm: CTAs that a multiprocessor holds at once.
     """
 
     has_rows: bool = True
     square: bool = False
     max_groups: int = FEW_GROUPS
     band: int = BAND
-    ctas_per_sm: int = CTAS_PER_SM
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
         flags = {"HAS_ROWS": self.has_rows, "SQUARE": self.square}
-        return cpp_constants(
-            {"MAX_GROUPS": self.max_groups, "BAND": self.band, "CTAS_PER_SM": self.ctas_per_sm}, flags
-        )
+        return cpp_constants({"MAX_GROUPS": self.max_groups, "BAND": self.band}, flags)
 
 
 def fits(x: torch.Tensor, offs: torch.Tensor) -> bool:
@@ -64,9 +60,7 @@ def prepare(
     row_codes (M, F) uint8, row_scale (ld, ceil(F / 128)) float32 with strides (1, ld), padding included: None without
     rows. codes (F, T') uint8; scale (S, F), or (S, ceil(F / 128)) of square blocks.
     """
-    config = RowsColumnsConfig(
-        row_codes is not None, square, room_for_groups(groups.num_groups), BAND, CTAS_PER_SM
-    )
+    config = RowsColumnsConfig(row_codes is not None, square, room_for_groups(groups.num_groups), BAND)
     device = x.device.index or 0
     kernel, function = load_kernel(driver, KERNEL, config, device)
     num_rows, features = x.shape
@@ -80,7 +74,7 @@ def prepare(
     )
     arguments += [(value, 4) for value in integers]
     arguments += groups.arguments(codes, scale)
-    sms = driver.num_sms(device) * config.ctas_per_sm
+    sms = driver.num_sms(device) * CTAS_PER_SM
     ctas = persistent_grid(sms, groups.num_tiles * ceil_div(features, _TILE))
     shape = LaunchShape(ctas, kernel.num_threads, 1)
     return Prepared(

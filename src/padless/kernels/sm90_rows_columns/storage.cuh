@@ -1,7 +1,8 @@
 // What the steps of sm90_rows_columns.cu share: shared memory, the problem, magnitudes of bf16 pairs.
 #pragma once
 
-// The host defines, from RowsColumnsConfig: HAS_ROWS, SQUARE, MAX_GROUPS, CTAS_PER_SM, BAND.
+// The host defines, from RowsColumnsConfig: HAS_ROWS, SQUARE, MAX_GROUPS, BAND.
+constexpr int CTAS_PER_SM = 2;
 constexpr int STAGES = 2;  // of loads: the rows at hand, and the next tile's
 
 struct alignas(1024) SharedStorage {

@@ -13,18 +13,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from padless.formats import ceil_div
 
 _ROWS_AT_ONCE = 128
 _MOST_COLUMNS = 16
-PROGRAMMATIC = True
-
-
-def is_programmatic(device: torch.device) -> bool:
-    """Whether the launch may begin before the quantizing one has ended (programmatic dependent launch): on Hopper."""
-    return PROGRAMMATIC and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class Placed(NamedTuple):
@@ -56,9 +49,7 @@ def place(placed: Placed, scale: torch.Tensor) -> None:
         ld,
         ROWS=_ROWS_AT_ONCE,
         COLUMNS=width,
-        PROGRAMMATIC=is_programmatic(scale.device),
         num_warps=4,
-        **({"launch_pdl": True} if is_programmatic(scale.device) else {}),
     )
 
 
@@ -72,10 +63,7 @@ def _place_scales(
     ld,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
 ):
-    if PROGRAMMATIC:
-        gdc_wait()
     chunks = tl.cdiv(columns, COLUMNS)
     pid = tl.program_id(0)
     row = pid // chunks * ROWS + tl.arange(0, ROWS)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from padless import layouts
 from padless.formats import FP8_BLOCK, BlockScaledFormat, blocked_size, ceil_div
@@ -167,7 +166,6 @@ def _launch(
         TOP_K=top_k,
         ROUTED=0 if slots is None else max(triton.next_power_of_2(items * top_k), 16),
         HARDWARE_CAST=casts.casts_in_hardware(x.device),
-        PROGRAMMATIC=placed is not None and place_scales.is_programmatic(x.device),
         BLOCK_M=tile.rows,
         BLOCK_K=tile.columns,
         num_warps=tile.num_warps,
@@ -238,12 +236,9 @@ def _quantize_rows(
     TOP_K: tl.constexpr,
     ROUTED: tl.constexpr,  # 0, or a power of two: at least the number of slots
     HARDWARE_CAST: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,  # the launch behind may begin when all programs have
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    if PROGRAMMATIC:
-        gdc_launch_dependents()
     num_chunks = tl.cdiv(K, BLOCK_K)
     pid = tl.program_id(0)
     chunk = pid % num_chunks  # neighbours in time are neighbours in memory
