@@ -139,6 +139,20 @@ def test_machine_code_of_routed_rows(emulated: list[EmulatedKernel]) -> None:
     moe_cases.routed_rows("cpu")
 
 
+def test_machine_code_of_routed_rows_in_wide_tiles(
+    emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What many tokens of wide rows are quantized in; few get more programs."""
+    from padless.moe.triton import quantize_rows
+
+    widths = [
+        quantize_rows.routed_tile(*size).columns for size in ((64, 7168), (64, 2048), (16, 7168), (1, 2048))
+    ]
+    assert widths == [1024, 512, 512, 512]
+    monkeypatch.setattr(quantize_rows, "routed_tile", lambda *size: quantize_rows.Tile(1, 1024, 4))
+    moe_cases.routed_rows("cpu")
+
+
 def test_machine_code_of_placed_scales(emulated: list[EmulatedKernel]) -> None:
     """A launch behind the quantizing one, whose scales go to the tokens' rows: 4 bytes a row and block, in runs."""
     moe_cases.placed_scales("cpu")

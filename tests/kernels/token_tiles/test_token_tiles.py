@@ -16,6 +16,7 @@ from padless.kernels.sm90_swiglu_backward import host as swiglu_host
 from padless.quantization.rows_columns import rows_columns_torch
 from padless.quantization.swiglu_backward import swiglu_backward_torch
 from padless.runtime import jit
+from padless.runtime.driver import cuda_driver
 from support.emulator_variants import Variant
 from support.machine_code import complaints, instructions
 from support.token_tile_bugs import BUGS, COLUMNS_MAIN, Bug
@@ -36,7 +37,7 @@ def with_one_nan(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_columns(
-    driver: EmulatedDriver,
+    driver: Any,
     sizes: tuple[int, ...],
     past: int,
     features: int,
@@ -44,20 +45,20 @@ def check_columns(
     alignment: int,
     rows: bool = True,
     ends: list[int] | None = None,
+    device: str = "cpu",
 ) -> None:
     """Raises AssertionError unless every output equals the definition's, padding and slack included."""
     x = with_one_nan(awkward((sum(sizes) + past, features), torch.bfloat16, features))
     offs = offs_of(sizes, "cpu") if ends is None else torch.tensor(ends, dtype=torch.int32)
     want = rows_columns_torch(x, offs, block, alignment, rows)
     with poisoned_memory():
-        got = rows_columns.rows_columns(x, offs, block, alignment, rows, driver)
-    assert driver.last_result is not None
+        got = rows_columns.rows_columns(x.to(device), offs.to(device), block, alignment, rows, driver)
     names = COLUMNS if rows else COLUMNS.split(" ", 2)[2]
     assert_equal(got if rows else got[2:], want if rows else want[2:], names)
 
 
 def check_swiglu(
-    driver: EmulatedDriver,
+    driver: Any,
     sizes: tuple[int, ...],
     past: int,
     columns: int,
@@ -65,13 +66,14 @@ def check_swiglu(
     block: tuple[int, int],
     alignment: int,
     with_prob: bool = True,
+    device: str = "cpu",
 ) -> None:
     dh, z, prob = swiglu_operands(sum(sizes) + past, columns, torch.bfloat16, columns)
     operands = (with_one_nan(dh), with_one_nan(z), offs_of(sizes, "cpu"), prob if with_prob else None)
     want = swiglu_backward_torch(*operands, gate_up, block, alignment)
     with poisoned_memory():
-        got = swiglu_backward.swiglu_backward(*operands, gate_up, block, alignment, driver)
-    assert driver.last_result is not None
+        moved = (None if t is None else t.to(device) for t in operands)
+        got = swiglu_backward.swiglu_backward(*moved, gate_up, block, alignment, driver)
     assert_equal(got, want, SWIGLU_NAMES)
 
 
@@ -93,11 +95,15 @@ def bands_of(blocks: int) -> Iterator[None]:
 
 def test_columns(driver: EmulatedDriver) -> None:
     """A tile of few tokens, a group of none, one block of features that is not whole, rows past the last group."""
+    before = driver.last_result
     check_columns(driver, (5, 0, 33), 2, 136, BY_FEATURE, 32)
+    assert driver.last_result is not before
 
 
 def test_swiglu(driver: EmulatedDriver) -> None:
+    before = driver.last_result
     check_swiglu(driver, (12, 0, 33), 2, 128, "concatenated", BY_FEATURE, 32)
+    assert driver.last_result is not before
 
 
 COLUMN_CASES: list[tuple[Any, ...]] = [
@@ -108,7 +114,7 @@ COLUMN_CASES: list[tuple[Any, ...]] = [
     ((129, 128), 90, 264, BY_FEATURE, 128),
     ((), 61, 32, BY_FEATURE, 32, True, [90, 10, -5, 40]),
     ((), 61, 32, BY_FEATURE, 32, True, [0, 2**30, -(2**31), 5, 2**31 - 1]),
-    (tuple((7 * g) % 5 for g in range(70)), 7, 24, BY_FEATURE, 32),
+    (tuple((7 * g) % 5 for g in range(40)), 7, 24, BY_FEATURE, 32),
 ]
 SWIGLU_CASES: list[tuple[Any, ...]] = [
     ((12, 0, 33), 2, 128, "interleaved", SQUARE, 32),
@@ -118,18 +124,40 @@ SWIGLU_CASES: list[tuple[Any, ...]] = [
 ]
 
 
+def name_of(case: tuple[Any, ...]) -> str:
+    return f"{len(case[0])} groups, {sum(case[0])} + {case[1]} rows, {case[2]} columns"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", COLUMN_CASES, ids=str)
+@pytest.mark.parametrize("case", COLUMN_CASES, ids=name_of)
 def test_columns_of_all_kinds(case: tuple[Any, ...], driver: EmulatedDriver) -> None:
     with bands_of(2):
         check_columns(driver, *case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SWIGLU_CASES, ids=str)
+@pytest.mark.parametrize("case", SWIGLU_CASES, ids=name_of)
 def test_swiglu_of_all_kinds(case: tuple[Any, ...], driver: EmulatedDriver) -> None:
     with bands_of(1):
         check_swiglu(driver, *case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [1, 2, 8])
+@pytest.mark.parametrize("case", COLUMN_CASES, ids=name_of)
+def test_columns_on_the_gpu(case: tuple[Any, ...], blocks: int) -> None:
+    with bands_of(blocks):
+        check_columns(cuda_driver(), *case, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [1, 8])
+@pytest.mark.parametrize(
+    "case", [*SWIGLU_CASES, ((500, 0, 700), 9, 1152, "interleaved", BY_FEATURE, 32)], ids=str
+)
+def test_swiglu_on_the_gpu(case: tuple[Any, ...], blocks: int) -> None:
+    with bands_of(blocks):
+        check_swiglu(cuda_driver(), *case, device="cuda")
 
 
 def test_what_does_not_fit_is_left_to_triton() -> None:
