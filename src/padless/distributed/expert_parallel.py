@@ -27,7 +27,9 @@ class ExpertParallel:
 
     Args:
         group_or_mesh: ProcessGroup or one-dimensional DeviceMesh of R ranks; None is the default group.
-        num_experts: E. hidden: H, a multiple of 32. top_k: k, 1 to 16.
+        num_experts: E.
+        hidden: H, a multiple of 32.
+        top_k: k, 1 to 16.
         max_tokens: most tokens of a rank in a call, Tmax.
         fmt: what rows are dispatched in: a block-scaled format, or torch.bfloat16 or torch.float32 for values as they
             are, which alone can be differentiated.
@@ -38,7 +40,8 @@ class ExpertParallel:
             all ranks; with "symm" `ExpertPlan.overflow` is not 0 and the next call, or `check`, raises. "exact", for
             "collective" alone, is as many rows as there are.
         expert_map: (E,) ranks, where each expert is; None is runs of E / R experts, for which E must be a multiple of R.
-        scale_major, scale_rule: of FP8_BLOCK's scales, "mn" (default) or "k"; and as in `padless.quantize`.
+        scale_major: of FP8_BLOCK's scales, "mn" (default) or "k".
+        scale_rule: as in `padless.quantize`.
         device: of the tensors; None is the current GPU where the group has NCCL, else the CPU.
         timeout: seconds after which a rank that does not answer is an error ("symm"; others have the group's).
         programs: CTAs of a kernel that moves rows ("symm"); None is eight for every SM.

@@ -1,8 +1,8 @@
 """Prediction of dispatch and combine on more GPUs than there are here: `python -m padless.distributed.planning`.
 
 Tokens are drawn and sent to ranks as the exchange sends them, once for each rank; the slowest rank decides. Rates are
-those measured on two H200s: the link with both directions busy, copies in memory, and how much of the local work the link
-does not hide. What is not modelled: contention inside of the NVLink switch and of the network, and skew between ranks.
+those measured on two H200s: the link with both directions busy, copies in memory, and how much of the local work the
+link does not hide. What is not modelled: contention inside of the NVLink switch and of the network, and skew between ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ SAMPLES = 20_000
 class Machine:
     """Rates in GB/s of a GPU, one way, and times in us.
 
-    link: NVLink inside of a host. network: to other hosts; an assumption, of a 400 Gb/s adapter for each GPU. memory:
-    bytes read and written. fixed_dispatch, fixed_combine: launches and signals. unhidden_store, unhidden_sum: share of storing
-    rows by expert, and of reading them again for the sum, that takes time beside the transfer.
+    link: NVLink inside of a host.
+    network: to other hosts; an assumption, of a 400 Gb/s adapter for each GPU.
+    memory: bytes read and written.
+    fixed_dispatch, fixed_combine: launches and signals.
+    unhidden_store, unhidden_sum: share of storing rows by expert, and of reading them again for the sum, that takes time
+        beside the transfer.
     """
 
     link: float = 350.0
