@@ -39,8 +39,8 @@ def expert_parallel_moe(
         experts_fn: (rows, offs) -> (C, H) in bfloat16 (float32 where ep's format is): this rank's experts, rows of
             group g by its expert ep.local_experts[g]. With it the layer is differentiable where ep's format is bfloat16
             or float32 and the function is.
-        w13: instead of it, with w2, this rank's (Eloc, 2 I, H) weights, for inference: the products and the activation of
-            `padless.moe.moe`, rows of ep's format.
+        w13: instead of it, with w2, this rank's (Eloc, 2 I, H) weights, for inference: the products and the activation
+            of `padless.moe.moe`, rows of ep's format.
         w2: (Eloc, H, I).
         activation: of the layer with w13 and w2; None is SwiGLU, gate above up.
         global_scale1: NVFP4's decode scale of x, one float32 value.

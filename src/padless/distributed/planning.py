@@ -2,7 +2,8 @@
 
 Tokens are drawn and sent to ranks as the exchange sends them, once for each rank; the slowest rank decides. Rates are
 those measured on two H200s: the link with both directions busy, copies in memory, and how much of the local work the
-link does not hide. What is not modelled: contention inside of the NVLink switch and of the network, and skew between ranks.
+link does not hide. What is not modelled: contention inside of the NVLink switch and of the network, and skew between
+ranks.
 """
 
 from __future__ import annotations
