@@ -40,7 +40,7 @@ class ExpertParallel:
             all ranks; with "symm" `ExpertPlan.overflow` is not 0 and the next call, or `check`, raises. "exact", for
             "collective" alone, is as many rows as there are.
         expert_map: (E,) ranks, where each expert is; None is runs of E / R experts, for which E must be a multiple of R.
-        scale_major: order of FP8_BLOCK's scales, "mn" (default) or "k".
+        scale_major: of FP8_BLOCK's scales, "mn" (default) or "k".
         scale_rule: as in `padless.quantize`.
         device: of the tensors; None is the current GPU where the group has NCCL, else the CPU.
         timeout: seconds after which a rank that does not answer is an error ("symm"; others have the group's).

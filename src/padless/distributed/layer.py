@@ -32,19 +32,19 @@ def expert_parallel_moe(
     """out[t] = sum over j of weights[t, j] * expert(ids[t, j], x[t]), the experts being spread over ranks; (T, H).
 
     Args:
-        x: this rank's tokens (T, H), T up to max_tokens, as `ExpertParallel.dispatch` takes them.
-        ids: their experts (T, k).
-        weights: of these experts (T, k).
+        x: (T, H) this rank's tokens, as `ExpertParallel.dispatch` takes them; T up to max_tokens.
+        ids: (T, k) experts.
+        weights: (T, k) router weights.
         ep: the exchange.
         experts_fn: (rows, offs) -> (C, H) in bfloat16 (float32 where ep's format is): this rank's experts, rows of
             group g by its expert ep.local_experts[g]. With it the layer is differentiable where ep's format is bfloat16
             or float32 and the function is.
-        w13: instead of it, this rank's weights (Eloc, 2 I, H), for inference: the products and the activation of
-            `padless.moe.moe`, rows of ep's format.
-        w2: the same, (Eloc, H, I).
+        w13: instead of it, with w2, this rank's (Eloc, 2 I, H) weights, for inference: the products and the activation
+            of `padless.moe.moe`, rows of ep's format.
+        w2: (Eloc, H, I).
         activation: of the layer with w13 and w2; None is SwiGLU, gate above up.
         global_scale1: NVFP4's decode scale of x, one float32 value.
-        global_scale2: that of activated rows.
+        global_scale2: the same for the activated rows.
         backend: of the products, as in `padless.grouped_gemm`.
 
     Rows are weighted when they are summed, see `ExpertParallel.combine`. A collective call. Raises ValueError.

@@ -20,9 +20,12 @@ SAMPLES = 20_000
 class Machine:
     """Rates in GB/s of a GPU, one way, and times in us.
 
-    link: NVLink inside of a host. network: to other hosts; an assumption, of a 400 Gb/s adapter for each GPU. memory:
-    bytes read and written. fixed_dispatch, fixed_combine: launches and signals. unhidden_store, unhidden_sum: share of
-    storing rows by expert, and of reading them again for the sum, that takes time beside the transfer.
+    link: NVLink inside of a host.
+    network: to other hosts; an assumption, of a 400 Gb/s adapter for each GPU.
+    memory: bytes read and written.
+    fixed_dispatch, fixed_combine: launches and signals.
+    unhidden_store, unhidden_sum: share of storing rows by expert, and of reading them again for the sum, that takes time
+        beside the transfer.
     """
 
     link: float = 350.0

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import pickle
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+GROUP_SECONDS = 60.0  # after which a collective call that others do not make is an error
 # NVLink multicast is a resource of the whole host, and these processes may be killed.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
@@ -31,42 +31,76 @@ class Rank:
     backend: str
 
 
+class RankPool:
+    """Ranks of a new group, NCCL with a GPU each, or gloo, that call one function after the other; a context manager."""
+
+    def __init__(self, size: int, *, cuda: bool, backend: str) -> None:
+        self._size, self._cuda, self._backend = size, cuda, backend
+        self._ranks: list[tuple[Any, Any]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> list[Any]:
+        """What function(Rank, *arguments) returned on each rank.
+
+        function and arguments are pickled, as are results. The result of a rank that raised is a `RankError` with the
+        traceback; so is that of one that ended or was killed, timeout_s after the call. Then all ranks are killed, and
+        the next call starts others.
+        """
+        if not self._ranks:
+            self._start()
+        deadline = time.monotonic() + timeout_s
+        results: list[Any] = []
+        for _, pipe in self._ranks:
+            with suppress(ConnectionError):  # of a rank that is dead, which is found out below
+                pipe.send((function, arguments))
+        for process, pipe in self._ranks:
+            try:
+                if pipe.poll(max(deadline - time.monotonic(), 0.1)):
+                    results.append(pipe.recv())
+                else:
+                    results.append(RankError(f"no result within {timeout_s} s, killed"))
+            except (EOFError, ConnectionError):
+                process.join(5)
+                results.append(RankError(f"ended with exit code {process.exitcode} and no result"))
+        if any(isinstance(result, RankError) for result in results):
+            self.end()
+        return results
+
+    def end(self) -> None:
+        """Kills the ranks."""
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join(10)
+            pipe.close()
+        self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        context = get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        for rank in range(self._size):
+            ours, theirs = context.Pipe()
+            given = (rank, self._size, self._folder.name, self._cuda, self._backend, theirs)
+            process = context.Process(target=_serve, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+
 def run_ranks(
     function: Callable[..., Any], size: int, *arguments: Any, cuda: bool, backend: str, timeout_s: float
 ) -> list[Any]:
-    """What function(Rank, *arguments) returned on each of `size` ranks of a new group: NCCL with a GPU each, or gloo.
-
-    function and arguments are pickled, as are results. A result of a rank that raised is the traceback as a string in a
-    `RankError`; so is that of one that was killed, timeout_s after the start.
-    """
-    context = get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(
-                target=_run,
-                args=(function, rank, size, folder, cuda, backend, timeout_s, arguments),
-                daemon=True,
-            )
-            for rank in range(size)
-        ]
-        for p in processes:
-            p.start()
-        deadline = time.monotonic() + timeout_s
-        for p in processes:
-            p.join(max(deadline - time.monotonic(), 0.1))
-        results: list[Any] = []
-        for rank, p in enumerate(processes):
-            path = Path(folder, f"{rank}.pickle")
-            if path.exists():
-                results.append(pickle.loads(path.read_bytes()))
-            elif p.is_alive():
-                results.append(RankError(f"no result within {timeout_s} s, killed"))
-            else:
-                results.append(RankError(f"ended with exit code {p.exitcode} and no result"))
-            if p.is_alive():
-                p.kill()
-                p.join(10)
-        return results
+    """`RankPool.call` on ranks of its own."""
+    with RankPool(size, cuda=cuda, backend=backend) as pool:
+        return pool.call(function, *arguments, timeout_s=timeout_s)
 
 
 class RankError(Exception):
@@ -81,37 +115,38 @@ def raise_first(results: list[Any]) -> list[Any]:
     return results
 
 
-def _run(
-    function: Callable[..., Any],
-    rank: int,
-    size: int,
-    folder: str,
-    cuda: bool,
-    backend: str,
-    timeout_s: float,
-    arguments: tuple[Any, ...],
-) -> None:
+def _serve(rank: int, size: int, folder: str, cuda: bool, backend: str, pipe: Any) -> None:
+    """A rank's process: calls what comes through the pipe until it is killed."""
     torch.set_num_threads(1)
     for name, value in NO_MULTICAST.items():
         os.environ.setdefault(name, value)
-    result: Any
-    try:
-        device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-        if cuda:
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if cuda else None,
-        )
-        result = function(Rank(rank, size, device, backend), *arguments)
-    except BaseException:
-        result = RankError(traceback.format_exc())
-    path = Path(folder, f"{rank}.pickle")
-    path.with_suffix(".part").write_bytes(pickle.dumps(result))
-    path.with_suffix(".part").rename(path)
-    # Neither torch's nor NCCL's end waits here for a rank that is dead.
-    os._exit(1 if isinstance(result, RankError) else 0)
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    made = False
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:  # the parent is gone
+            os._exit(1)
+        result: Any
+        try:
+            if not made:
+                _make_group(rank, size, folder, device)
+                made = True
+            result = function(Rank(rank, size, device, backend), *arguments)
+        except BaseException:
+            result = RankError(traceback.format_exc())
+        pipe.send(result)
+
+
+def _make_group(rank: int, size: int, folder: str, device: torch.device) -> None:
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=GROUP_SECONDS),
+        device_id=device if cuda else None,
+    )

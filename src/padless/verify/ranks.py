@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from padless.testing.ranks import Rank, RankError, run_ranks
+from padless.testing.ranks import Rank, RankError, RankPool
 from padless.verify import exchange, exchange_stress
 from padless.verify.run import Record, about_the_machine, write_records
 
@@ -65,7 +65,7 @@ def run_verify_ranks(
 ) -> int:
     """Runs the checks on `ranks` ranks and records them like `run_verify`; 0 when all passed, else 1.
 
-    Each check is a start of processes that are killed after a time. checks: names of
+    The ranks are processes of their own, which are killed when a check takes too long. checks: names of
     them; all when None. Raises ValueError.
     """
     if ranks < 2:
@@ -87,9 +87,14 @@ def run_verify_ranks(
         console.print(f"{ranks} GPUs are not here: gloo on the CPU, and only what runs there")
         jobs = {name: job for name, job in jobs.items() if job[1] == "collective"}
     records = []
+    pools: dict[str, RankPool] = {}
     for name, (function, backend, may_die) in jobs.items():
         start = time.perf_counter()
-        results = run_ranks(function, ranks, cuda=cuda, backend=backend, timeout_s=SECONDS)
+        if backend not in pools:
+            for other in pools.values():
+                other.end()
+            pools[backend] = RankPool(ranks, cuda=cuda, backend=backend)
+        results = pools[backend].call(function, timeout_s=SECONDS)
         seconds = round(time.perf_counter() - start, 2)
         detail, passed = judge(results, may_die)
         console.print(f"{'pass' if passed else 'FAIL'}  {name}: {detail} ({seconds} s)", markup=False)
@@ -98,6 +103,8 @@ def run_verify_ranks(
             write_records(
                 out, records, about_the_machine() | {"ranks": str(ranks), "device": "cuda" if cuda else "cpu"}
             )
+    for pool in pools.values():
+        pool.end()
     failed = sum(not r.passed for r in records)
     console.print(f"{len(records) - failed} passed, {failed} failed")
     return 1 if failed else 0

@@ -29,10 +29,10 @@ from padless.bench.session import Session
 from padless.distributed.symm import SymmBackend
 from padless.testing import machine
 from padless.testing.judge import row_errors, worst
-from padless.testing.ranks import Rank, raise_first, run_ranks
+from padless.testing.ranks import Rank, RankError, RankPool
 from padless.testing.timing import WARM_UP_CALLS, Call
 
-SECONDS = 140.0  # of a point
+SECONDS = 60.0  # of a point
 FLUSH_BYTES = 256 << 20
 SLEEP_CYCLES = 2_000_000  # a millisecond, in which the host issues a call
 STEPS = ("publish", "sort", "fan_out", "send_back", "finish")
@@ -51,27 +51,23 @@ def grid(name: str, seed: int) -> list[EpPoint]:
 
 
 def start(session: Session) -> Callable[[EpPoint], Record]:
-    """A point: processes of its own, one for each GPU."""
+    """A point, on processes that stay, one for each GPU. One that fails has the error for a record."""
+    pool = RankPool(torch.cuda.device_count(), cuda=True, backend="symm")
 
     def measure(point: EpPoint) -> Record:
-        arguments = ([point], session.settings.seed, session.settings.repeats)
-        found = run_ranks(
-            measure_points, point.ranks, *arguments, cuda=True, backend="symm", timeout_s=SECONDS
-        )
-        record: Record = raise_first(found)[0][0]
+        arguments = (point, session.settings.seed, session.settings.repeats, None)
+        found = pool.call(measure_point, *arguments, timeout_s=SECONDS)
+        failed = next((str(result) for result in found if isinstance(result, RankError)), None)
+        if failed is not None:
+            return {"gpu": {}, "errors": {"padless": failed[-400:]}}
+        record: Record = found[0]
         return record | {"clocks": machine.clocks()}
 
     return measure
 
 
-def measure_points(
-    rank: Rank, wanted: list[EpPoint], seed: int, repeats: int, programs: int | None = None
-) -> list[Record]:
-    """Records of points, on every rank of a group of GPUs."""
-    return [measure_point(rank, point, seed, repeats, programs) for point in wanted]
-
-
 def measure_point(rank: Rank, point: EpPoint, seed: int, repeats: int, programs: int | None) -> Record:
+    """The record of a point, on every rank of a group of GPUs."""
     p = EpProblem(rank, point, seed, programs)
     nccl = NcclExchange(p)
     rows, plan = p.ep.dispatch(p.x, p.ids, p.weights)
@@ -100,6 +96,7 @@ def measure_point(rank: Rank, point: EpPoint, seed: int, repeats: int, programs:
     times = timed(rank, calls, repeats)
     times |= timed_steps(rank, p, y, repeats)
     p.ep.check()
+    torch.cuda.empty_cache()
     link = max(gathered(rank, p.link_rows()))
     record_bytes = p.ep.settings.row_format.record_bytes
     return {
