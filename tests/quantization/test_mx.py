@@ -245,10 +245,10 @@ BAD_CALLS = {
         (2, 4),
         {"offs": torch.tensor([2], dtype=torch.int32)},
     ),
-    "offs must be a 1-D int32 tensor": (
+    "offs must be a 1-D int32 or int64 tensor": (
         MXFP8,
         (2, 4),
-        {"offs": torch.tensor([2]), "scale_layout": "blocked_groups"},
+        {"offs": torch.tensor([2.0]), "scale_layout": "blocked_groups"},
     ),
     "offs must be None for kind='weight'": (
         MXFP8,

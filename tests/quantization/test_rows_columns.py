@@ -290,7 +290,7 @@ def test_compiled(backend: str) -> None:
         ({"x": torch.zeros(4)}, r"x must be \(M, features\)"),
         ({"x": torch.zeros(4, 0)}, "at least one column"),
         ({"x": None}, "x must be a torch.Tensor"),
-        ({"offs": torch.tensor([4])}, "offs must be a 1-D int32"),
+        ({"offs": torch.tensor([4.0])}, "offs must be a 1-D int32 or int64"),
         ({"offs": torch.zeros(0, dtype=torch.int32)}, "at least one end row"),
         ({"offs": torch.zeros(2, dtype=torch.int32, device="meta")}, "offs must be on x's device"),
         ({"column_block": (128, 1)}, "column_block must be one of"),

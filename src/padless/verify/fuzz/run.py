@@ -155,6 +155,10 @@ def _supervise(
             if time.time() - shown >= _PROGRESS_S:
                 shown = time.time()
                 show(f"{shown - start:6.0f} s  {sum(total.done.values())} problems, {len(total.wrong)} wrong")
+    except KeyboardInterrupt:  # what was done counts
+        show("ended by the keyboard")
+        for process in processes:
+            process.terminate()
     finally:
         for process in processes:
             process.join(timeout=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections import Counter
@@ -73,10 +74,11 @@ def problems_of(task: Task, subjects: dict[str, Subject]) -> Iterator[Problem]:
         sharers = len(range(task.worker % kits, task.workers, kits))
         kit = kit_of(task, task.worker % kits, subjects)
         every = [(name, fixed) for name in names for fixed in kit[name]]
-        for name, fixed in every[task.worker // kits :: sharers]:
-            for number in range(_FIRST):
-                draw = Draw(f"{task.seed} first {task.worker} {number} {name}", task.backend)
-                yield subjects[name].draw(name, draw, fixed)
+        mine = every[task.worker // kits :: sharers]
+        Draw(f"{task.seed} order {task.worker}", task.backend).shuffle(mine)
+        for number, (name, fixed) in itertools.product(range(_FIRST), mine):
+            draw = Draw(f"{task.seed} first {task.worker} {number} {name}", task.backend)
+            yield subjects[name].draw(name, draw, fixed)
     number = 0
     while True:
         draw = Draw(f"{task.seed} {task.worker} {number}", task.backend)
