@@ -47,6 +47,10 @@ def emulate(
     arithmetic: Annotated[
         str, typer.Option("--arithmetic", help=f"Of the tensor cores: {', '.join(ARITHMETICS)}.")
     ] = "truncate",
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Count what the ISA forbids and today's chips are known to let pass."),
+    ] = False,
     max_memory: Annotated[
         int, typer.Option("--max-memory", help="MiB that a launch may take, its buffers included.")
     ] = MOST_MEMORY >> 20,
@@ -90,6 +94,7 @@ def emulate(
         name=str(kernel),
         ignore=ignore or (),
         max_memory=max_memory << 20,
+        strict=strict,
     )
     entries = emulator.module.entries()
     name = entry or description.get("entry") or (entries[0] if len(entries) == 1 else None)
@@ -151,7 +156,7 @@ def named_chip(name: str | None, target: str) -> Chip:
 
 
 def run_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path) -> int:
-    """One launch on fresh buffers, and what it found; returns the number of reports."""
+    """One launch on fresh buffers, and what it found; returns the number of reports that are not tolerated."""
     result = launch_once(emulator, entry, description, seed, folder)
     for report in result.reports:
         typer.echo(str(report))
@@ -161,7 +166,7 @@ def run_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: 
         f"({s.warp_instructions_per_second:,.0f} a second), {s.async_operations} asynchronous operations, "
         f"{s.bank_conflicts} extra passes for bank conflicts in {s.shared_accesses} shared accesses"
     )
-    return len(result.reports)
+    return len(result.errors)
 
 
 def launch_once(

@@ -11,7 +11,7 @@ import numpy as np
 
 from padless.emulator import instructions as instructions  # fills the table of instructions
 from padless.emulator.errors import LaunchError
-from padless.emulator.order.reports import KINDS, Report
+from padless.emulator.order.reports import KINDS, TOLERATED, Report
 from padless.emulator.prepare.program import prepare
 from padless.emulator.ptx.ast import Module
 from padless.emulator.ptx.parser import parse
@@ -35,9 +35,14 @@ class LaunchResult:
     statistics: Statistics
     timeline: Any = None  # of a timed machine (padless.emulator.timing)
 
+    @property
+    def errors(self) -> tuple[Report, ...]:
+        """The reports but those of the kind "tolerated"."""
+        return tuple(report for report in self.reports if report.kind != TOLERATED)
+
     def raise_on_reports(self) -> LaunchResult:
-        """Raise LaunchError with every report, if there is one."""
-        if self.reports:
+        """Raise LaunchError with every report, if there is one that is not tolerated."""
+        if self.errors:
             raise LaunchError(f"{len(self.reports)} reports:\n" + "\n".join(map(str, self.reports)))
         return self
 
@@ -50,7 +55,8 @@ class Emulator:
     step), "separate_add" (the products' sum rounded, then added), "fast" (float32 matrix products). checks: look for
     races and misuse. trace: called with one line per instruction. memory: shared with other modules if given. ignore:
     kinds of report to leave out (KINDS). max_memory: bytes that the module's variables, or the CTAs that run at once,
-    may take on this machine; a launch that needs more is refused. machine: what runs a launch, Machine or
+    may take on this machine; a launch that needs more is refused. strict: False gives what today's chips are known to
+    let pass the kind "tolerated". machine: what runs a launch, Machine or
     `padless.emulator.timing.timed(chip)`.
     """
 
@@ -66,6 +72,7 @@ class Emulator:
         name: str = "<ptx>",
         ignore: Collection[str] = (),
         max_memory: int = MOST_MEMORY,
+        strict: bool = True,
         machine: Callable[..., Machine] = Machine,
     ) -> None:
         if arithmetic not in ARITHMETICS:
@@ -74,6 +81,7 @@ class Emulator:
             raise LaunchError(f"ignore names {sorted(unknown)}, the kinds of report are {', '.join(KINDS)}")
         self.ignore = frozenset(ignore)
         self.max_memory = max_memory
+        self.strict = strict
         self.module = parse(ptx, name)
         self.seed = seed
         self.machine = machine
@@ -175,7 +183,7 @@ class Emulator:
         machine = self.machine(
             program, self.memory, self.symbols, pack_parameters(program, args), dims[0], dims[1], dims[2], shared_bytes,
             self.seed if seed is None else seed, self.arithmetic, self.checks, self.trace,
-            self.ignore, programmatic,
+            self.ignore, programmatic, self.strict,
         )  # fmt: skip
         machine.run()
         return LaunchResult(

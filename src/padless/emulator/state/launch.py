@@ -60,6 +60,7 @@ class Launch:
         trace: Callable[[str], None] | None = None,
         ignore: frozenset[str] = frozenset(),
         programmatic: bool = False,
+        strict: bool = True,
     ) -> None:
         self.program = program
         self.blocks = program.blocks
@@ -84,7 +85,7 @@ class Launch:
         self.checks = checks
         self.trace = trace
         self.programmatic = programmatic
-        self.collector = Collector(seed, ignore=ignore)
+        self.collector = Collector(seed, ignore=ignore, strict=strict)
         self.report = self.collector.add
         self.statistics = Statistics()
         self.tensor_maps: dict[bytes, Any] = {}  # decoded, by their bytes
