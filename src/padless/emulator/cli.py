@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from padless.emulator.emulator import ARITHMETICS, Emulator, LaunchResult
+from padless.emulator.emulator import ARITHMETICS, MOST_MEMORY, Emulator, LaunchResult
 from padless.emulator.errors import EmulatorError, LaunchError
+from padless.emulator.launch_file import buffer_bytes, make_argument, make_buffer, part_of, read_description
 from padless.emulator.mutation import Survey, table
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.timing import CHIPS, Chip, chip_of, timed
@@ -29,9 +28,6 @@ app = typer.Typer(
         "names, {f32 = 1.5}, {tensor_map = {...}}, {hex = '...'}); docs/emulator.md has an example."
     ),
 )
-SWIZZLES = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
-DATA_TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5, "float16": 6, "float32": 7,
-              "float64": 8, "bfloat16": 9}  # fmt: skip
 
 
 @app.command()
@@ -53,6 +49,13 @@ def emulate(
     arithmetic: Annotated[
         str, typer.Option("--arithmetic", help=f"Of the tensor cores: {', '.join(ARITHMETICS)}.")
     ] = "truncate",
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Count what the ISA forbids and today's chips are known to let pass."),
+    ] = False,
+    max_memory: Annotated[
+        int, typer.Option("--max-memory", help="MiB that a launch may take, its buffers included.")
+    ] = MOST_MEMORY >> 20,
     mutate: Annotated[
         int | None,
         typer.Option(
@@ -76,11 +79,15 @@ def emulate(
     ] = None,
 ) -> None:
     """Run the kernel and print what was found; exit code 1 if anything was."""
+    if seeds < 1:
+        raise LaunchError(f"--seeds is {seeds}, at least 1 is needed")
     description = read_description(launch)
     try:
         text = kernel.read_text()
     except OSError as error:
         raise LaunchError(f"{kernel}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise LaunchError(f"{kernel} is no text: PTX is needed, not a cubin") from None
     emulator = Emulator(
         text,
         arithmetic=arithmetic,
@@ -88,6 +95,8 @@ def emulate(
         trace=typer.echo if trace else None,
         name=str(kernel),
         ignore=ignore or (),
+        max_memory=max_memory << 20,
+        strict=strict,
     )
     entries = emulator.module.entries()
     name = entry or description.get("entry") or (entries[0] if len(entries) == 1 else None)
@@ -134,20 +143,6 @@ def run_mutants(
     return sum(not verdict.killed_by for verdict in verdicts)
 
 
-def read_description(path: Path) -> dict[str, Any]:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise LaunchError(f"{path}: {error.strerror}") from None
-    try:
-        found = tomllib.loads(raw.decode()) if path.suffix == ".toml" else json.loads(raw)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise LaunchError(f"{path} is neither JSON nor TOML: {error}") from None
-    if not isinstance(found, dict):
-        raise LaunchError(f"{path} holds a {type(found).__name__}, a launch description is an object")
-    return found
-
-
 def named_chip(name: str | None, target: str) -> Chip:
     """The chip of that name, or the one that PTX for ``target`` runs on. LaunchError where there is none."""
     if name is None:
@@ -163,7 +158,7 @@ def named_chip(name: str | None, target: str) -> Chip:
 
 
 def run_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path) -> int:
-    """One launch on fresh buffers, and what it found; returns the number of reports."""
+    """One launch on fresh buffers, and what it found; returns the number of reports that are not tolerated."""
     result = launch_once(emulator, entry, description, seed, folder)
     for report in result.reports:
         typer.echo(str(report))
@@ -173,7 +168,7 @@ def run_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: 
         f"({s.warp_instructions_per_second:,.0f} a second), {s.async_operations} asynchronous operations, "
         f"{s.bank_conflicts} extra passes for bank conflicts in {s.shared_accesses} shared accesses"
     )
-    return len(result.reports)
+    return len(result.errors)
 
 
 def launch_once(
@@ -194,12 +189,15 @@ def launch_on_buffers(
 ) -> tuple[LaunchResult, dict[str, Any]]:
     """One launch, and its buffers as it left them."""
     device = emulator.with_memory(DeviceMemory())
-    arrays = {name: make_buffer(name, spec, folder) for name, spec in description.get("buffers", {}).items()}
+    buffers = part_of(description, "buffers", dict)
+    sizes = [buffer_bytes(name, spec) for name, spec in buffers.items()]
+    device.check_memory(sum(sizes), "the buffers")
+    arrays = {name: make_buffer(name, spec, folder) for name, spec in buffers.items()}
     addresses = {name: device.memory.register(array, name=name) for name, array in arrays.items()}
     programmatic = description.get("programmatic", False)
     if not isinstance(programmatic, bool):
         raise LaunchError(f"programmatic is {programmatic!r}, allowed are true and false")
-    arguments = [make_argument(a, addresses, arrays) for a in description.get("args", [])]
+    arguments = [make_argument(a, addresses, arrays) for a in part_of(description, "args", list)]
     result = device.launch(
         entry,
         description.get("grid", 1),
@@ -211,72 +209,6 @@ def launch_on_buffers(
         programmatic=programmatic,
     )
     return result, arrays
-
-
-def make_buffer(name: str, spec: dict[str, Any], folder: Path) -> np.ndarray[Any, Any]:
-    """A buffer: `load` an .npy file, or `dtype`, `shape` and `fill` ("random", "nan", a number; default zeros)."""
-    if "load" in spec:
-        return np.ascontiguousarray(np.load(folder / spec["load"]))
-    try:
-        dtype, shape = np.dtype(spec["dtype"]), tuple(spec["shape"])
-    except (KeyError, TypeError) as error:
-        raise LaunchError(f"buffer {name}: needs dtype and shape, or load ({error})") from None
-    fill = spec.get("fill", 0)
-    if fill == "random":
-        rng = np.random.default_rng(spec.get("seed", 0))
-        if dtype.kind == "f":
-            return rng.standard_normal(shape).astype(dtype)
-        info = np.iinfo(dtype)
-        return rng.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
-    if fill == "index":
-        return np.arange(int(np.prod(shape))).astype(dtype).reshape(shape)
-    if fill == "nan" and dtype.kind != "f":
-        raise LaunchError(f"buffer {name}: fill 'nan' needs a floating-point dtype, got {dtype}")
-    return np.full(shape, np.nan if fill == "nan" else fill, dtype)
-
-
-def make_argument(argument: Any, addresses: dict[str, int], arrays: dict[str, Any]) -> Any:
-    if isinstance(argument, bool | int | float):
-        return argument
-    if isinstance(argument, str):
-        if argument not in addresses:
-            raise LaunchError(
-                f"argument {argument!r} names no buffer; there are {', '.join(addresses) or 'none'}"
-            )
-        return addresses[argument]
-    if isinstance(argument, dict) and len(argument) == 1:
-        ((kind, value),) = argument.items()
-        if kind == "hex":
-            return bytes.fromhex(value)
-        if kind == "tensor_map":
-            return tensor_map(value, addresses, arrays)
-        if kind in ("f32", "f64"):
-            return np.dtype(f"float{kind[1:]}").type(value)
-        if kind in ("s32", "u32", "s64", "u64"):
-            return np.dtype(f"{'u' if kind[0] == 'u' else ''}int{kind[1:]}").type(value)
-    raise LaunchError(
-        f"argument {argument!r} is not a number, a buffer name, or one of hex, tensor_map, f32, u64, ..."
-    )
-
-
-def tensor_map(spec: dict[str, Any], addresses: dict[str, int], arrays: dict[str, Any]) -> bytes:
-    """A tiled tensor map: buffer, box, swizzle; dims and strides (bytes) follow from the buffer's shape by default."""
-    from padless.emulator.units import tensor_map as unit
-
-    try:
-        name, box = spec["buffer"], tuple(spec["box"])
-        array = arrays[name]
-    except KeyError as error:
-        raise LaunchError(f"tensor_map: missing or unknown {error}") from None
-    kind = spec.get("dtype", str(array.dtype))
-    if kind not in DATA_TYPES:
-        raise LaunchError(f"tensor_map: dtype is {kind!r}, allowed are {', '.join(DATA_TYPES)}")
-    dims = tuple(spec.get("dims", array.shape[::-1]))
-    strides = tuple(spec.get("strides", array.strides[::-1][1:]))
-    swizzle = spec.get("swizzle", "none")
-    if swizzle not in SWIZZLES:
-        raise LaunchError(f"tensor_map: swizzle is {swizzle!r}, allowed are {', '.join(SWIZZLES)}")
-    return unit.encode_tiled(DATA_TYPES[kind], addresses[name], dims, strides, box, swizzle=SWIZZLES[swizzle])
 
 
 def main() -> None:

@@ -11,16 +11,19 @@ import numpy as np
 
 from padless.emulator import instructions as instructions  # fills the table of instructions
 from padless.emulator.errors import LaunchError
-from padless.emulator.order.reports import KINDS, Report
+from padless.emulator.order.reports import KINDS, TOLERATED, Report
 from padless.emulator.prepare.program import prepare
 from padless.emulator.ptx.ast import Module
 from padless.emulator.ptx.parser import parse
 from padless.emulator.run.machine import Machine
+from padless.emulator.state.launch import bytes_needed
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.state.program import Program
 from padless.emulator.state.statistics import Statistics
 
 MOST_CTAS = 1 << 20
+MOST_CLUSTER = 16
+MOST_MEMORY = 8 << 30
 ARITHMETICS = ("truncate", "exact", "separate_add", "fast")
 
 
@@ -32,9 +35,14 @@ class LaunchResult:
     statistics: Statistics
     timeline: Any = None  # of a timed machine (padless.emulator.timing)
 
+    @property
+    def errors(self) -> tuple[Report, ...]:
+        """The reports but those of the kind "tolerated"."""
+        return tuple(report for report in self.reports if report.kind != TOLERATED)
+
     def raise_on_reports(self) -> LaunchResult:
-        """Raise LaunchError with every report, if there is one."""
-        if self.reports:
+        """Raise LaunchError with every report, if there is one that is not tolerated."""
+        if self.errors:
             raise LaunchError(f"{len(self.reports)} reports:\n" + "\n".join(map(str, self.reports)))
         return self
 
@@ -46,7 +54,10 @@ class Emulator:
     round: "truncate" (bit for bit what Hopper does, and the published model of Blackwell), "exact" (one rounding a
     step), "separate_add" (the products' sum rounded, then added), "fast" (float32 matrix products). checks: look for
     races and misuse. trace: called with one line per instruction. memory: shared with other modules if given. ignore:
-    kinds of report to leave out (KINDS). machine: what runs a launch, Machine or `padless.emulator.timing.timed(chip)`.
+    kinds of report to leave out (KINDS). max_memory: bytes that the module's variables, or the CTAs that run at once,
+    may take on this machine; a launch that needs more is refused. strict: False gives what today's chips are known to
+    let pass the kind "tolerated". machine: what runs a launch, Machine or
+    `padless.emulator.timing.timed(chip)`.
     """
 
     def __init__(
@@ -60,6 +71,8 @@ class Emulator:
         memory: DeviceMemory | None = None,
         name: str = "<ptx>",
         ignore: Collection[str] = (),
+        max_memory: int = MOST_MEMORY,
+        strict: bool = True,
         machine: Callable[..., Machine] = Machine,
     ) -> None:
         if arithmetic not in ARITHMETICS:
@@ -67,6 +80,8 @@ class Emulator:
         if unknown := set(ignore) - set(KINDS):
             raise LaunchError(f"ignore names {sorted(unknown)}, the kinds of report are {', '.join(KINDS)}")
         self.ignore = frozenset(ignore)
+        self.max_memory = max_memory
+        self.strict = strict
         self.module = parse(ptx, name)
         self.seed = seed
         self.machine = machine
@@ -81,6 +96,7 @@ class Emulator:
 
     def _place_variables(self) -> None:
         variables = [v for v in self.module.variables.values() if v.space in ("global", "const")]
+        self.check_memory(sum(max(v.size, 0) for v in variables), "the module's variables")
         for variable in variables:
             data = np.zeros(-(-max(variable.size, 1) // 16) * 16, np.uint8)
             if variable.initial:
@@ -93,6 +109,14 @@ class Emulator:
             for offset, symbol, addend in variable.relocations:
                 value = self.symbols.get(symbol, 0) + addend
                 data[offset : offset + 8] = np.frombuffer(struct.pack("<Q", value), np.uint8)
+
+    def check_memory(self, needed: int, what: str) -> None:
+        """Raise LaunchError if `what` needs more bytes than max_memory."""
+        if needed > self.max_memory:
+            raise LaunchError(
+                f"{what} take about {needed >> 20:,} MiB, allowed are {self.max_memory >> 20:,}; "
+                "max_memory (--max-memory, in MiB) raises the bound"
+            )
 
     def with_memory(self, memory: DeviceMemory) -> Emulator:
         """The same prepared module on another device memory, its variables as the module initialises them."""
@@ -149,10 +173,17 @@ class Emulator:
             raise LaunchError(
                 f"block {dims[1]} has {threads} threads, {entry} was compiled for at most {limit}"
             )
+        if not isinstance(shared_bytes, int) or shared_bytes < 0:
+            raise LaunchError(f"shared_bytes is {shared_bytes!r}, it must be an integer of at least 0")
+        ctas = dims[2][0] * dims[2][1] * dims[2][2]
+        if ctas > MOST_CLUSTER:
+            raise LaunchError(f"cluster {dims[2]} has {ctas} CTAs, allowed are {MOST_CLUSTER}")
+        needed = bytes_needed(program, threads, ctas, shared_bytes, self.checks)
+        self.check_memory(needed, "the CTAs that run at once")
         machine = self.machine(
             program, self.memory, self.symbols, pack_parameters(program, args), dims[0], dims[1], dims[2], shared_bytes,
             self.seed if seed is None else seed, self.arithmetic, self.checks, self.trace,
-            self.ignore, programmatic,
+            self.ignore, programmatic, self.strict,
         )  # fmt: skip
         machine.run()
         return LaunchResult(
@@ -161,8 +192,11 @@ class Emulator:
 
 
 def _three(value: Sequence[int] | int, name: str) -> tuple[int, int, int]:
-    values = [value] if isinstance(value, int) else [int(x) for x in value]
-    values += [1] * (3 - len(values))
+    try:
+        values = [value] if isinstance(value, int) else [int(x) for x in value]
+    except (TypeError, ValueError):
+        values = []
+    values = values and values + [1] * (3 - len(values))
     if len(values) != 3 or any(x < 1 for x in values):
         raise LaunchError(f"{name} is {value!r}, it must be one to three positive integers")
     return values[0], values[1], values[2]

@@ -179,8 +179,8 @@ class Survey:
         self.expected: dict[int, dict[str, Array]] = {}
         for seed in self.seeds:
             result, self.expected[seed] = run(emulator, seed)
-            if result.reports:
-                raise LaunchError(f"the kernel itself is reported with seed {seed}: {result.reports[0]}")
+            if result.errors:
+                raise LaunchError(f"the kernel itself is reported with seed {seed}: {result.errors[0]}")
         self.mutants = mutants_of(self.program, self.coverage.blocks)
 
     def sample(self, count: int, seed: int) -> list[Mutant]:
@@ -200,8 +200,8 @@ class Survey:
                 result, arrays = self.run(emulator, seed)
             except EmulatorError as error:
                 return Verdict(mutant, f"refused: {error}")
-            if result.reports:
-                return Verdict(mutant, result.reports[0].kind)
+            if result.errors:
+                return Verdict(mutant, result.errors[0].kind)
             expected = self.expected[seed]
             if any(arrays[name].tobytes() != expected[name].tobytes() for name in expected):
                 return Verdict(mutant, "output")

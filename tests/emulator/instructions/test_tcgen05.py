@@ -4,12 +4,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from padless.emulator import LaunchResult
-from support.emulator_cuda import kinds, launch, tiled
+from padless.emulator import Emulator, LaunchError, LaunchResult
+from padless.emulator.cli import app
+from support.emulator_cuda import compile_cuda, kinds, launch, tiled
 from support.ragged import ROOT
 
 SOURCE = (ROOT / "tests/emulator/programs" / "sm100_mxfp8_gemm.cu").read_text()
@@ -227,3 +232,79 @@ def test_stmatrix_stores_bytes_transposed(count: int) -> None:
             for b in range(4):
                 row, column = lane // 4 + 8 * (b // 2), 2 * (lane % 4) + b % 2
                 assert stored[k, column, row] == fragments[lane, k, b]
+
+
+# ---- what chips tolerate
+WAIT_LD = 'asm volatile("tcgen05.wait::ld.sync.aligned;" : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]) :: "memory");'
+AFTER = 'asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");'
+
+
+def run_widened(edits: dict[str, str], strict: bool) -> tuple[LaunchResult, bool]:
+    source = WIDENED
+    for old, new in edits.items():
+        assert old in source
+        source = source.replace(old, new)
+    data, out = (
+        np.random.default_rng(8).integers(0, 1 << 32, 512, dtype=np.uint32),
+        np.full(512, 9, np.uint32),
+    )
+    emulator = Emulator(compile_cuda(source, "100a"), strict=strict, seed=1)
+    result = emulator.launch("k", 1, 128, [emulator.memory.register(x) for x in (out, data)])
+    return result, bool(
+        (out.view(np.uint8).reshape(128, 16) & 15 == out.view(np.uint8).reshape(128, 16)).all()
+    )
+
+
+@pytest.mark.parametrize(
+    ("edits", "kind", "sentence", "left"),
+    [
+        (
+            {"wait(smem(&done), 0);\n  " + AFTER: "wait(smem(&done), 0);"},
+            "missing-tcgen05-fence",
+            "tcgen05.fence::after_thread_sync",
+            set(),
+        ),
+        ({WAIT_LD: ""}, "register-in-flight", "tcgen05.wait::ld waits for it", {"exit"}),
+    ],
+    ids=["no fence", "no wait"],
+)
+def test_what_chips_tolerate_is_said_and_is_an_error_when_strict(
+    edits: dict[str, str], kind: str, sentence: str, left: set[str]
+) -> None:
+    strict, right = run_widened(edits, strict=True)
+    assert right
+    assert kind in kinds(strict)
+    with pytest.raises(LaunchError, match=kind):
+        strict.raise_on_reports()
+    lenient, right = run_widened(edits, strict=False)
+    assert right
+    found = [r for r in lenient.reports if r.kind == "tolerated"]
+    assert any(r.message.startswith(f"{kind}: ") and sentence in r.message for r in found)
+    assert kind not in kinds(lenient)
+    assert {r.kind for r in lenient.errors} == left
+
+
+def test_the_command_takes_strict(tmp_path: Path) -> None:
+    source = WIDENED.replace("wait(smem(&done), 0);\n  " + AFTER, "wait(smem(&done), 0);")
+    buffers = {name: {"dtype": "uint32", "shape": [512], "fill": "random"} for name in ("out", "in")}
+    (tmp_path / "k.ptx").write_text(compile_cuda(source, "100a"))
+    (tmp_path / "k.json").write_text(json.dumps({"block": 128, "buffers": buffers, "args": ["out", "in"]}))
+    for options, code, word in (([], 0, "tolerated: "), (["--strict"], 1, "missing-tcgen05-fence: ")):
+        arguments = [str(tmp_path / "k.ptx"), "--launch", str(tmp_path / "k.json"), *options]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == code
+        assert result.output.startswith(word)
+
+
+def test_what_is_packed_before_the_wait_stays_in_flight() -> None:
+    """A mov is no use: the register that it writes is in flight instead, until the wait or the first real use."""
+    moved = 'unsigned q; asm volatile("mov.b32 %0, %1;" : "=r"(q) : "r"(r[3]) : "memory");'
+    used = "for (int i = 0; i < 4; ++i) out[4 * threadIdx.x + i] = r[i];"
+    store = "for (int i = 0; i < 3; ++i) out[4 * threadIdx.x + i] = r[i]; out[4 * threadIdx.x + 3] = q;"
+    result, right = run_widened({WAIT_LD: moved + WAIT_LD, used: store}, strict=True)
+    assert right
+    assert not result.reports
+    early = moved + 'asm volatile("add.u32 %0, %0, 0;" : "+r"(q) :: "memory");' + WAIT_LD
+    result, right = run_widened({WAIT_LD: early, used: store}, strict=True)
+    assert right
+    assert kinds(result) == {"register-in-flight"}

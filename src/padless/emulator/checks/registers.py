@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from padless.emulator.order.reports import set_bits
+from padless.emulator.ptx.ast import Instruction, Register, Vector
 from padless.emulator.state.program import SYNC, Block
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Warp
@@ -16,20 +17,36 @@ def check_busy(w: Warp, b: Block) -> None:
         return  # these check their own operands
     program = w.launch.program
     names = program.register_names
-    candidates = set_bits(w.busy & b.touches)
     for instruction in [*b.instructions, *([b.terminator] if b.terminator else [])]:
         text = str(instruction)
         hit = 0
-        for i in candidates:
+        for i in set_bits(w.busy & b.touches):
             if names[i] in text and _mentions(text, names[i]):
                 hit |= 1 << i
         if hit:
             owner = w.busy_owner.get((hit & -hit).bit_length() - 1)
+            if instruction.opcode == "mov" and owner is not None and "ld" in owner.modifiers:
+                _carry(w, instruction, owner)
+                continue
             what = owner.opcode if owner else "operation"
             message = f"touches {program.names_of(hit)}, which an unfinished {what} uses"
             Site(w, instruction).report("register-in-flight", message, owner)
             _settle(w)
             return
+
+
+def _carry(w: Warp, move: Instruction, load: Instruction) -> None:
+    """Copies and packings of what an unfinished tcgen05.ld loads, which compilers place where they like: what they write
+    is in flight as well. The values are there from now on."""
+    names = w.launch.program.register_names
+    destination = move.operands[0]
+    items = destination.items if isinstance(destination, Vector) else (destination,)
+    for item in items:
+        if isinstance(item, Register):
+            number = names.index(item.name)
+            w.busy |= 1 << number
+            w.busy_owner[number] = load
+    _settle(w)
 
 
 def _settle(w: Warp) -> None:

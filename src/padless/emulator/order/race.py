@@ -31,6 +31,7 @@ from padless.emulator.order.reports import Collector
 
 Array = np.ndarray[Any, Any]
 BASE, PROXY, READS, BEFORE, TENSOR = range(5)  # planes; all but the last travel
+PLANES = 5
 IN_FLIGHT = 0xFFFFFFFF
 ASYNC = 1 << 32
 STRONG = 1 << 33
@@ -188,6 +189,8 @@ class Site(Protocol):
 
 class Shadow:
     """Stamps of one memory: shared memory of a CTA by granule of `scale` bytes, or tensor memory by cell."""
+
+    CELL_BYTES = 8 + 4 + 1 + 12 * READER_SLOTS  # of the arrays below
 
     def __init__(
         self, size: int, clocks: Clocks, collector: Collector, instructions: list[Any], what: str, scale: int = 1

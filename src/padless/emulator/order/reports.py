@@ -32,7 +32,25 @@ KINDS = {
     "grid-dependency": "a programmatic launch that touches global memory, or ends, with no griddepcontrol.wait before",
     "launch-control": "clusterlaunchcontrol used against its rules",
     "fault": "what stops real hardware: trap, failed assertion",
+    "tolerated": "against the ISA, and what today's chips are known to let pass; another kind's where checks are strict",
 }
+TOLERATED = "tolerated"
+
+
+def tolerance(kind: str, instruction: Instruction | None, other: Instruction | None) -> str:
+    """What the ISA says, of a finding that NVIDIA's own kernels give rise to on chips that run them right; else ""."""
+    loaded = other is not None and other.opcode == "tcgen05" and "ld" in other.modifiers
+    if kind == "missing-tcgen05-fence":
+        return (
+            "accesses of different threads are ordered by tcgen05.fence::before_thread_sync, a barrier and "
+            "tcgen05.fence::after_thread_sync (PTX ISA, tcgen05 memory consistency)"
+        )
+    if kind == "register-in-flight" and loaded:
+        return "tcgen05.ld is asynchronous, tcgen05.wait::ld waits for it (PTX ISA, tcgen05.ld)"
+    frees = instruction is not None and instruction.opcode == "tcgen05" and "dealloc" in instruction.modifiers
+    if kind == "race" and loaded and frees:
+        return "all uses have to be over before tcgen05.dealloc, a tcgen05.ld by its wait (PTX ISA, tcgen05.dealloc)"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -94,6 +112,7 @@ class Collector:
     seen: set[tuple[Any, ...]] = field(default_factory=set)
     limit: int = 50  # of each kind
     ignore: frozenset[str] = frozenset()
+    strict: bool = True  # else what chips tolerate is of that kind
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(
@@ -108,6 +127,10 @@ class Collector:
     ) -> None:
         """`key` tells apart reports of the same two lines; by default they count once."""
         assert kind in KINDS, kind
+        if kind in self.ignore:
+            return
+        if not self.strict and (sentence := tolerance(kind, instruction, other)):
+            kind, message = TOLERATED, f"{kind}: {message}; {sentence}"
         identity = (kind, instruction.line if instruction else message, other.line if other else 0, key)
         if kind in self.ignore or identity in self.seen or self.counts[kind] >= self.limit:
             return

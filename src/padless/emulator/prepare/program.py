@@ -29,6 +29,9 @@ from padless.emulator.ptx.ast import (
 )
 from padless.emulator.state.program import BRANCH, EXIT, INDEXED, SYNC, TERMINATORS, Block, Program
 
+MOST_INSTRUCTIONS = 1 << 20  # of a kernel with its calls inlined
+MOST_CALLS = 20  # one within another
+
 
 def prepare(module: Module, entry: str) -> Program:
     """Build the Program of one entry. Raises UnsupportedInstruction for the first instruction that is not modelled."""
@@ -161,7 +164,7 @@ def _inline(
                         )
                     )
                     continue
-                if depth > 20:
+                if depth > MOST_CALLS:
                     raise UnsupportedInstruction(
                         f"{module.name}:{call.instruction.line}: recursive call of {call.target} is not supported"
                     )
@@ -199,8 +202,25 @@ def _inline(
                     new = dataclasses.replace(new, opcode="bra", modifiers=(), operands=(Symbol(end),))
                 body.append(new)
 
+    if _inlined_size(module, function, 0, {}) > MOST_INSTRUCTIONS:
+        raise UnsupportedInstruction(
+            f"{module.name}:{function.line}: with its calls inlined {function.name} has more than {MOST_INSTRUCTIONS} "
+            "instructions, which is the most the emulator prepares"
+        )
     expand(function, {}, "", 0, "")
     return body, registers, variables, branch_targets
+
+
+def _inlined_size(module: Module, function: Function, depth: int, known: dict[str, int]) -> int:
+    """Statements of a body with its calls replaced, down to the depth at which calls are refused."""
+    if function.name not in known:
+        known[function.name] = len(function.body)
+        for statement in function.body:
+            if isinstance(statement, Call) and depth <= MOST_CALLS:
+                callee = module.functions.get(statement.target)
+                if callee is not None:
+                    known[function.name] += _inlined_size(module, callee, depth + 1, known)
+    return known[function.name]
 
 
 SHORTEST_BATCH = 3

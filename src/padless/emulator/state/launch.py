@@ -10,16 +10,33 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.errors import LaunchError
+from padless.emulator.order.race import PLANES, Shadow
 from padless.emulator.order.reports import Collector
 from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.state.program import Program
 from padless.emulator.state.schedule import Schedule
+from padless.emulator.state.spaces import STORAGE
 from padless.emulator.state.statistics import Statistics
 
 Array = np.ndarray[Any, Any]
 SHARED_BASE = 1024  # where a CTA's own shared memory starts; the first KiB is the system's
 SHARED_LIMIT = 227 * 1024
+
+
+def bytes_needed(
+    program: Program, block: int, cluster: int, shared_bytes: int, checks: bool, clusters: int = 3
+) -> int:
+    """About what `clusters` clusters on the machine take: registers, local and shared memory, clocks and shadows."""
+    warps = -(-block // 32)
+    registers = sum(32 * count * np.dtype(STORAGE[cls]).itemsize for cls, count in program.rows.items())
+    shared = SHARED_BASE + program.static_shared_bytes + shared_bytes
+    cta = warps * (registers + 32 * program.local_bytes) + shared
+    total = cluster * cta
+    if checks:
+        lanes = 32 * warps * cluster
+        total += PLANES * lanes * (lanes + 64) * 4 + cluster * shared // program.granule * Shadow.CELL_BYTES
+    return clusters * total
 
 
 class Launch:
@@ -43,6 +60,7 @@ class Launch:
         trace: Callable[[str], None] | None = None,
         ignore: frozenset[str] = frozenset(),
         programmatic: bool = False,
+        strict: bool = True,
     ) -> None:
         self.program = program
         self.blocks = program.blocks
@@ -67,7 +85,7 @@ class Launch:
         self.checks = checks
         self.trace = trace
         self.programmatic = programmatic
-        self.collector = Collector(seed, ignore=ignore)
+        self.collector = Collector(seed, ignore=ignore, strict=strict)
         self.report = self.collector.add
         self.statistics = Statistics()
         self.tensor_maps: dict[bytes, Any] = {}  # decoded, by their bytes
