@@ -6,6 +6,7 @@ elsewhere it is `support.sglang_seam`.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import sys
@@ -249,6 +250,10 @@ def test_sglang_s_own_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     registry.apply_hooks()
     choices = importlib.import_module("sglang.srt.arg_groups.choices").MOE_RUNNER_BACKEND_CHOICES
     assert choices.count("padless") == 1
+    parser = argparse.ArgumentParser()
+    importlib.import_module("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
+    arguments = parser.parse_args(["--model-path", "model", "--moe-runner-backend", "padless"])
+    assert arguments.moe_runner_backend == "padless"
     flags = importlib.import_module("sglang.srt.runtime_context").get_flags().moe
     monkeypatch.setattr(flags, "runner_backend", sglang("utils").resolve_moe_runner_backend("padless"))
 

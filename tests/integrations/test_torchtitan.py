@@ -141,6 +141,19 @@ def test_recipes_by_name() -> None:
         build(config_of(), recipe="fp4")
 
 
+@pytest.mark.slow
+def test_compiled() -> None:
+    """Forward and backward in one graph, with the bits of eager calls."""
+    module = filled(plugin().fp8_experts(config_of()).build())
+    want = trained(module, rows())
+    module.zero_grad()
+    got = trained(torch.compile(module, fullgraph=True, backend="aot_eager"), rows())
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.dx, want.dx)
+    for name, gradient in want.gradients.items():
+        assert torch.equal(got.gradients[f"_orig_mod.{name}"], gradient), name
+
+
 # --- the seam --------------------------------------------------------------------------------------------
 
 

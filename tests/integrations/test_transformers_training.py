@@ -36,7 +36,7 @@ def tokens() -> torch.Tensor:
 def step(model: Any) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
     """Loss, logits and gradients of one step."""
     model.train()
-    ids = tokens()
+    ids = tokens().to(model.device)
     result = model(ids, labels=ids)
     result.loss.backward()
     return (
@@ -46,11 +46,12 @@ def step(model: Any) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
     )
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_gradients(name: str, folder_of: Callable[[str], Path]) -> None:
+def test_gradients(name: str, device: str, folder_of: Callable[[str], Path]) -> None:
     """Loss, logits and the gradient of every parameter near those of transformers' own bfloat16 experts."""
-    want = step(load(folder_of(name), experts_implementation="eager"))
-    model = load(folder_of(name), experts_implementation="padless_train")
+    want = step(load(folder_of(name), experts_implementation="eager").to(device))
+    model = load(folder_of(name), experts_implementation="padless_train").to(device)
     got = step(model)
     assert abs(got[0] - want[0]) < 0.002 * want[0]
     assert 1e-4 < error(got[1], want[1]) < 0.015
