@@ -73,6 +73,27 @@ def test_compiled_by_inductor(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_steps_add_to_main_grad(backend: str) -> None:
+    problem = layer(tokens=40)
+    made = module(problem, "fp8")
+    want = gradients(made, problem)
+    made.zero_grad()
+    for name in ("w13", "w2"):
+        weight = getattr(made, name)
+        weight.main_grad = torch.full_like(weight, 2.0, requires_grad=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(made, fullgraph=True, backend=backend)
+    for _ in range(2):
+        p = problem.leaves(torch.float32)
+        compiled(p["x"], problem.index, p["prob"], p["shared"]).backward(problem.dout)
+    for name in ("w13", "w2"):
+        weight = getattr(made, name)
+        assert weight.grad is None
+        assert torch.equal(weight.main_grad, 2.0 + want[name] + want[name])
+
+
+@pytest.mark.slow
 def test_compiled_layers_around_the_experts() -> None:
     torch._dynamo.reset()
     moe = MoE(64, 48, 4, 2, shared_intermediate=32)
