@@ -12,15 +12,14 @@ from rich.console import Console
 
 from padless.bench import report_file
 from padless.bench.cases import train
-from padless.bench.cases.problems.layer import LayerPoint
 from padless.bench.cases.train import contenders
 from padless.bench.cases.train.contenders import BF16, KEPT, Maker, Step, makers
-from padless.bench.cases.train.problem import TrainProblem, make_problem
+from padless.bench.cases.train.problem import TrainPoint, TrainProblem, make_problem
 from padless.bench.measure import facts_of
 from padless.bench.results import ResultFile, failures, time_us
 from support.bench_records import StandInTimer
 
-POINT = LayerPoint("tiny", 30, 4, 2, 144, 128)
+POINT = TrainPoint("tiny", 30, 4, 2, 144, 128)
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +29,14 @@ def problem() -> TrainProblem:
 
 @pytest.fixture(scope="module")
 def record(problem: TrainProblem) -> dict[str, Any]:
-    return train.measure_train(problem, StandInTimer(), makers(compiled=False)) | {"point": facts_of(POINT)}
+    return train.measure_train(problem, StandInTimer(), makers(compiled=False, every_recipe=True)) | {
+        "point": facts_of(POINT)
+    }
 
 
 def test_contenders_compute_one_step(record: dict[str, Any]) -> None:
     assert failures([record]) == []
-    names = {BF16, *contenders.MEASURED, "padless fp8" + KEPT, "padless fp8 compact" + KEPT}
+    names = {BF16, *contenders.MEASURED, "padless fp8" + KEPT}
     assert set(record["row_error"]) == names
     for name, found in record["row_error"].items():
         assert set(found) == {"out", "x", "prob", "w13", "w2"}
@@ -119,5 +120,8 @@ def test_a_measured_point_is_shown(record: dict[str, Any], tmp_path: Path) -> No
 def test_the_grid() -> None:
     full, quick = train.grid("full", 0), train.grid("quick", 0)
     assert len(set(full)) == len(full) == 7
-    assert set(quick) <= set(full)
+    assert {(point.model, point.tokens) for point in quick} < {(point.model, point.tokens) for point in full}
+    assert all(point.every_recipe for point in full)
+    names = [maker.name for maker in makers(compiled=False, every_recipe=False)]
+    assert names == [BF16, *contenders.USUAL, "padless fp8" + KEPT]
     assert [point.slots for point in quick] == [32768, 32768, 65536]

@@ -53,6 +53,32 @@ def test_gradients_are_those_of_the_recipe(name: str, intermediate: int) -> None
         assert worst_row(got[what], want[what]) <= 0.02, what
 
 
+def test_a_compact_layer_keeps_the_least_slack() -> None:
+    """Bytes that are kept, from the tensors that autograd is given: codes and scales of x and of Z, and the routing."""
+    problem = layer(tokens=400)
+    kept: dict[int, int] = {}
+
+    def note(t: torch.Tensor) -> torch.Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    made = module(problem, "fp8_compact")
+    p = problem.leaves(torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        made(p["x"], problem.index, p["prob"])
+    weights = {
+        t.untyped_storage().data_ptr()
+        for o in made._codes.values()
+        for w in o._operands
+        for t in (w.data, w.scale)
+    }
+    rows, hidden, half = 1200, 160, 144
+    tokens = (rows + 31 * 5 + 127) // 128 * 128
+    least = hidden * tokens + rows * (2 * half + 4 * 3) + 4 * 2 * (rows // 128 + 5)
+    routing = rows * (4 + 4 + 4) + 3 * 4 * 5
+    assert least <= sum(size for at, size in kept.items() if at not in weights) <= least + routing
+
+
 # --- faults ----------------------------------------------------------------------------------------------
 
 
@@ -80,7 +106,10 @@ def test_blocks_of_dy_in_dgrad_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
     """A scale for 128 rows of dy drowns the small ones: what made training diverge for DeepSeek-V3's authors."""
     right = experts_function.operands_of_rows
 
-    def by_blocks(x: torch.Tensor, *arguments: object) -> tuple[Rows, object]:
+    def by_blocks(
+        x: torch.Tensor, *arguments: object, tokens: torch.Tensor | None = None
+    ) -> tuple[Rows, object]:
+        x = x if tokens is None else x[tokens.long()]
         square = dequantize(quantize(x, FP8_BLOCK, kind="weight"))
         return right(square, *arguments)[0], right(x, *arguments)[1]
 

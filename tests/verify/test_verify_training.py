@@ -63,7 +63,15 @@ def planted_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_gradient, "wgrad_into", lambda *a, accumulate: right(*a, accumulate=False))
 
 
-@pytest.mark.parametrize("plant", [planted_dgrad, planted_wgrad, planted_chance, planted_store])
+def test_microbatches_that_overwrite_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = check.draw(144, 128, 0)
+    check.check_main_grad(problem, check.CHECKED["fp8"])
+    planted_store(monkeypatch)
+    with pytest.raises(AssertionError, match="main_grad"):
+        check.check_main_grad(problem, check.CHECKED["fp8"])
+
+
+@pytest.mark.parametrize("plant", [planted_dgrad, planted_wgrad, planted_chance])
 def test_what_is_wrong_is_noticed(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "CHECKED", {"fp8": check.CHECKED["fp8"]})
     plant(monkeypatch)

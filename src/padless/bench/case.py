@@ -121,7 +121,7 @@ CASES: dict[str, Case] = {
             "train",
             "A layer's training step, forward and backward, in padless' recipes against torch's bf16.",
             ("full", *RUN, "repeats"),
-            repeats=6,
+            repeats=5,
         ),
         Case(
             "ep",

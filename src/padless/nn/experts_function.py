@@ -44,6 +44,7 @@ from padless.nn.weight_gradient import DelayedWgrad, deliver
 from padless.quantization.swiglu_backward import GATE_UP
 
 _FUSED_MULTIPLE = 128  # of 2 I: columns of a tile of the epilogue
+_COMPACT_ALIGNMENT = 32  # tokens: the least slack between groups, where little is to be kept
 
 
 def experts(
@@ -231,7 +232,13 @@ def _gathered(
     if recipe.fp8_forward and not fp8_columns:
         return quantized(*call("gather_quantize", x, inverse, FP8_BLOCK.name, "", "plain", None)), None
     found = operands_of_rows(
-        x.index_select(0, tokens), offs, recipe.fp8_forward, fp8_columns, recipe.column_block
+        x,
+        offs,
+        recipe.fp8_forward,
+        fp8_columns,
+        recipe.column_block,
+        tokens=tokens,
+        alignment=_COMPACT_ALIGNMENT if recipe.save == "fp8" else None,
     )
     return found if fp8_columns else (found[0], None)
 
@@ -264,7 +271,7 @@ def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
     # Second product.
     dy_rows, dy_columns = operands_of_rows(
-        dout.index_select(0, tokens), offs, recipe.fp8_dgrad, recipe.fp8_wgrad and needs2, (1, 128)
+        dout, offs, recipe.fp8_dgrad, recipe.fp8_wgrad and needs2, (1, 128), tokens=tokens
     )
     dh = product(dy_rows, joined(*dgrad2), offs, transposed=True, zero_tail=False)
     prob = call("slots_to_rows", top_k_weights, inverse)

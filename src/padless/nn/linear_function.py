@@ -139,14 +139,27 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def operands_of_rows(
-    x: torch.Tensor, offs: torch.Tensor, fp8_rows: bool, fp8_columns: bool, block: tuple[int, int]
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    fp8_rows: bool,
+    fp8_columns: bool,
+    block: tuple[int, int],
+    *,
+    tokens: torch.Tensor | None = None,
+    alignment: int | None = None,
 ) -> tuple[Rows, Columns]:
-    """x (M, N) for a product along N and for one along the tokens, each FP8_BLOCK or in the type of plain products."""
+    """x (M, N) for a product along N and for one along the tokens, each FP8_BLOCK or in the type of plain products.
+
+    tokens: (M,) int32, where the rows are x[tokens]. alignment: of quantized columns; None leaves it to the quantizer.
+    """
     rows: Rows
     columns: Columns
-    rows = columns = x if x.dtype == torch.float64 or (fp8_rows and fp8_columns) else x.to(torch.bfloat16)
+    both = fp8_rows and fp8_columns
+    if tokens is not None and not both:
+        x, tokens = x.index_select(0, tokens), None
+    rows = columns = x if x.dtype == torch.float64 or both else x.to(torch.bfloat16)
     if fp8_columns:
-        quantized, columns = rows_and_columns(x, offs, block, fp8_rows)
+        quantized, columns = rows_and_columns(x, offs, block, fp8_rows, tokens, alignment)
         rows = rows if quantized is None else quantized
     elif fp8_rows:
         rows = quantize_rows(x)

@@ -42,12 +42,19 @@ def quantize_rows(x: torch.Tensor) -> BlockScaledTensor:
 
 
 def rows_and_columns(
-    x: torch.Tensor, offs: torch.Tensor, block: tuple[int, int], rows: bool
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    block: tuple[int, int],
+    rows: bool,
+    tokens: torch.Tensor | None = None,
+    alignment: int | None = None,
 ) -> tuple[BlockScaledTensor | None, GroupedColumns]:
-    """x (M, N) along its rows, None without ``rows``, and along the tokens of every group, by one read."""
+    """x (M, N), or x[tokens], along its rows, None without ``rows``, and along the tokens of every group."""
+    if tokens is not None:
+        x = x.index_select(0, tokens)
     if is_traced(x):
-        return quantize_rows_columns(x, offs, column_block=block, rows=rows)
-    alignment = chosen_alignment(None, x.shape[0], offs.shape[0])
+        return quantize_rows_columns(x, offs, column_block=block, alignment=alignment, rows=rows)
+    alignment = chosen_alignment(alignment, x.shape[0], offs.shape[0])
     codes, scale, of_columns, column_scale, starts, block_starts = rows_columns._run(
         x, offs, list(block), alignment, rows
     )

@@ -67,7 +67,7 @@ class Graphs:
 
 def _host_us(step: Step) -> float | None:
     """Microseconds of Python of a step, None without a GPU."""
-    return host_us_per_call(step.call, calls=50) if step.device.type == "cuda" else None
+    return host_us_per_call(step.call, calls=20) if step.device.type == "cuda" else None
 
 
 def errors_of(problem: TrainProblem, step: Step) -> dict[str, float]:
@@ -162,7 +162,9 @@ def start(session: Session) -> Callable[[Any], Record]:
 
     def measure(point: Any) -> Record:
         problem = make_problem(point, session.settings.seed, "cuda")
-        record = measure_train(problem, session.timer, makers(compiled=True), Graphs())
+        record = measure_train(
+            problem, session.timer, makers(compiled=True, every_recipe=point.every_recipe), Graphs()
+        )
         del problem
         torch.cuda.empty_cache()
         return record

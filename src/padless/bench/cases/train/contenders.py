@@ -24,7 +24,8 @@ MEASURED: dict[str, Recipe] = {
     "padless fp8, bf16 wgrad": RECIPES["fp8_bf16_wgrad"],
     "padless bf16": RECIPES["bf16"],
 }
-_KEPT_CODES = ("padless fp8", "padless fp8 compact")
+USUAL = ("padless fp8", "padless fp8 compact", "padless bf16")
+_KEPT_CODES = ("padless fp8",)
 
 
 class Step:
@@ -114,9 +115,9 @@ class Maker:
     make: Callable[[TrainProblem], Step]
 
 
-def makers(*, compiled: bool) -> list[Maker]:
-    """torch's step, compiled or not, and padless' by `MEASURED`."""
-    names = [*MEASURED, *(name + KEPT for name in _KEPT_CODES)]
+def makers(*, compiled: bool, every_recipe: bool) -> list[Maker]:
+    """torch's step, compiled or not, and padless' by `MEASURED`, or by the `USUAL` ones of them."""
+    names = [*(MEASURED if every_recipe else USUAL), *(name + KEPT for name in _KEPT_CODES)]
     own = [
         Maker(name, partial(padless_step, name=name, recipe=MEASURED[name.removesuffix(KEPT)]))
         for name in names

@@ -12,20 +12,27 @@ from padless.bench.cases.problems.layer import MODELS, LayerPoint, make_layer
 _CHECKED_TOKENS, _CHECKED_ROWS = 6, 16
 
 
-def points(*, full: bool) -> list[LayerPoint]:
-    """DeepSeek-V3's experts on 8 and 32 GPUs' worth of rows, and Qwen3-30B's; full: few rows, and two more models."""
+@dataclass(frozen=True)
+class TrainPoint(LayerPoint):
+    """A layer and a number of tokens. every_recipe: all recipes take part, not the usual ones alone."""
+
+    every_recipe: bool = False
+
+
+def points(*, full: bool) -> list[TrainPoint]:
+    """DeepSeek-V3's experts as on 32 and 8 GPUs, and Qwen3-30B's; full: every recipe, few rows, and two more models."""
     experts, top_k, hidden, intermediate = MODELS["DeepSeek-V3 / 8"]
     found = [
-        LayerPoint("DeepSeek-V3 / 32", 8192, 8, 4, hidden, intermediate),
-        LayerPoint("DeepSeek-V3 / 8", 4096, experts, top_k, hidden, intermediate),
-        LayerPoint("Qwen3-30B", 8192, *MODELS["Qwen3-30B"]),
+        TrainPoint("DeepSeek-V3 / 32", 8192, 8, 4, hidden, intermediate, full),
+        TrainPoint("DeepSeek-V3 / 8", 4096, experts, top_k, hidden, intermediate, full),
+        TrainPoint("Qwen3-30B", 8192, *MODELS["Qwen3-30B"], full),
     ]
     if full:
         found += [
-            LayerPoint("DeepSeek-V3 / 8", 1024, experts, top_k, hidden, intermediate),
-            LayerPoint("Qwen3-30B", 4096, *MODELS["Qwen3-30B"]),
-            LayerPoint("Qwen3-235B", 4096, *MODELS["Qwen3-235B"]),
-            LayerPoint("gpt-oss-120b sizes", 4096, *MODELS["gpt-oss-120b sizes"]),
+            TrainPoint("DeepSeek-V3 / 8", 1024, experts, top_k, hidden, intermediate, full),
+            TrainPoint("Qwen3-30B", 4096, *MODELS["Qwen3-30B"], full),
+            TrainPoint("Qwen3-235B", 4096, *MODELS["Qwen3-235B"], full),
+            TrainPoint("gpt-oss-120b sizes", 4096, *MODELS["gpt-oss-120b sizes"], full),
         ]
     return found
 
@@ -34,7 +41,7 @@ def points(*, full: bool) -> list[LayerPoint]:
 class TrainProblem:
     """x, dout (T, H), w13 (E, 2 I, H), w2 (E, H, I) in bfloat16, ids (T, k) int64, prob (T, k) float32."""
 
-    point: LayerPoint
+    point: TrainPoint
     x: torch.Tensor
     ids: torch.Tensor
     prob: torch.Tensor
@@ -63,8 +70,10 @@ class TrainProblem:
         return min((e for e in range(self.point.experts) if self.sizes[e] > 0), key=lambda e: self.sizes[e])
 
     def rows_of(self, name: str, result: torch.Tensor) -> torch.Tensor:
-        """The rows of a result that are compared."""
-        return result[self.checked_expert][self.rows] if name in ("w13", "w2") else result[self.tokens]
+        """The rows of a result that are compared; of prob, whose rows are few numbers each, one row of all of them."""
+        if name in ("w13", "w2"):
+            return result[self.checked_expert][self.rows]
+        return result[self.tokens].reshape(1, -1) if name == "prob" else result[self.tokens]
 
     @cached_property
     def expected(self) -> dict[str, torch.Tensor]:
@@ -87,7 +96,7 @@ class TrainProblem:
         assert prob.grad is not None
         assert w13.grad is not None
         assert w2.grad is not None
-        found = {"out": out.detach(), "x": x.grad, "prob": prob.grad}
+        found = {"out": out.detach(), "x": x.grad, "prob": prob.grad.reshape(1, -1)}
         return found | {"w13": w13.grad[self.rows], "w2": w2.grad[self.rows]}
 
     @staticmethod
@@ -96,7 +105,7 @@ class TrainProblem:
         return (torch.nn.functional.silu(gate) * up) @ w2.T
 
 
-def make_problem(point: LayerPoint, seed: int, device: str) -> TrainProblem:
+def make_problem(point: TrainPoint, seed: int, device: str) -> TrainProblem:
     """Values of `layer_problem.make_layer`, and a normal gradient of the output."""
     made = make_layer(point, seed, device)
     generator = torch.Generator(device).manual_seed(seed)
