@@ -43,10 +43,14 @@ def grouped_gemm_plain(
     dense: ``gemm`` for b (N, K), without offs.
     """
     refuse_gradients(a=a, b=b, out=out)
-    facts = None
-    if out is not None and out.is_cuda and backend in (None, "cuda") and not check_offs:
-        facts = facts_of(("plain", dense, config), out, a, b, *(() if offs is None else (offs,)))
-        if (known := known_launch(facts)) is not None:
+    if config is not None and config is not Bf16PlainConfig and not isinstance(config, Bf16PlainConfig):
+        name = config.__name__ if isinstance(config, type) else type(config).__name__
+        raise ValueError(f"config is a {name}; plain tensors take a Bf16PlainConfig")
+    settings, inputs = ("plain", dense, config), (a, b, *(() if offs is None else (offs,)))
+    on_gpu = a.is_cuda and backend in (None, "cuda")
+    if out is not None and on_gpu and not check_offs:
+        known = known_launch(facts_of(settings, out, *inputs))
+        if known is not None:
             known(current_stream(out.device.index or 0))
             return out
     weights = b[None] if dense else b
@@ -55,9 +59,6 @@ def grouped_gemm_plain(
         _check_offs(offs, weights, a)
     if check_offs and offs is not None:
         check_offs_values(offs, a.shape[0])
-    if config is not None and config is not Bf16PlainConfig and not isinstance(config, Bf16PlainConfig):
-        name = config.__name__ if isinstance(config, type) else type(config).__name__
-        raise ValueError(f"config is a {name}; plain tensors take a Bf16PlainConfig")
     result = _output(a, weights, out, out_dtype)
     backend = chosen_backend(backend, a)
     if backend == "reference":
@@ -73,9 +74,12 @@ def grouped_gemm_plain(
     check_output_of_kernel(result)
     if result.numel() == 0 or weights.shape[0] == 0:
         return result
-    launch = host.prepare(driver, a, weights, offs, result, tile_of(config)).launch  # type: ignore[arg-type]
-    if facts is not None:
-        remember_launch(facts, launch)
+    facts = facts_of(settings, result, *inputs) if on_gpu else None
+    launch = known_launch(facts)  # a new output may have the address of an old one
+    if launch is None:
+        launch = host.prepare(driver, a, weights, offs, result, tile_of(config)).launch  # type: ignore[arg-type]
+        if facts is not None:
+            remember_launch(facts, launch)
     launch(current_stream(result.device.index or 0) if result.is_cuda else 0)
     return result
 

@@ -33,15 +33,14 @@ def grouped_gemm_wgrad_rows(
 ) -> torch.Tensor:
     """out[g] (+)= dy[rows of g]^T @ x[rows of g], (G, N, K): ``grouped_gemm_wgrad`` for dy (M, N) and x (M, K)."""
     refuse_gradients(dy=dy, x=x, out=out)
-    facts = None
-    if out is not None and out.is_cuda and backend in (None, "cuda"):
-        facts = facts_of(("wgrad of rows", accumulate, config), out, dy, x, offs)
-        if (known := known_launch(facts)) is not None:
-            known(current_stream(out.device.index or 0))
-            return out
-    ends = _check_operands(dy, x, offs)
     if config is not None and not isinstance(config, Bf16WgradConfig):
         raise ValueError(f"config is a {type(config).__name__}; rows take a Bf16WgradConfig")
+    settings, inputs = ("wgrad of rows", accumulate, config), (dy, x, offs)
+    on_gpu = dy.is_cuda and backend in (None, "cuda")
+    if out is not None and on_gpu and (known := known_launch(facts_of(settings, out, *inputs))) is not None:
+        known(current_stream(out.device.index or 0))
+        return out
+    ends = _check_operands(dy, x, offs)
     shape = (ends.shape[0], dy.shape[1], x.shape[1])
     result = gradient_output(shape, dy.device, out, out_dtype, accumulate)
     if backend is None:
@@ -58,9 +57,12 @@ def grouped_gemm_wgrad_rows(
         return result
     if dy.shape[0] == 0:
         return result if accumulate else result.zero_()
-    launch = host.prepare(driver, dy, x, ends, result, accumulate, config).launch
-    if facts is not None:
-        remember_launch(facts, launch)
+    facts = facts_of(settings, result, *inputs) if on_gpu else None
+    launch = known_launch(facts)  # a new output may have the address of an old one
+    if launch is None:
+        launch = host.prepare(driver, dy, x, ends, result, accumulate, config).launch
+        if facts is not None:
+            remember_launch(facts, launch)
     launch(current_stream(result.device.index or 0) if result.is_cuda else 0)
     return result
 

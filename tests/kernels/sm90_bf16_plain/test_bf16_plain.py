@@ -84,10 +84,10 @@ def test_other_rows_have_no_influence() -> None:
 
 
 @pytest.mark.slow
-def test_no_report_on_forty_schedules() -> None:
-    plain = random_plain(PlainShape((100, 0, 200, 40), 3, 264, 136), 6)
+def test_no_report_on_sixteen_schedules() -> None:
+    plain = random_plain(PlainShape((130, 0, 40), 3, 136, 136), 6)
     wanted = None
-    for seed in range(40):
+    for seed in range(16):
         config = replace(
             VARIANTS[seed % len(VARIANTS)], num_stages=2 + seed % 2, out_dtype=torch.float32, piece_slabs=1
         )
@@ -104,7 +104,7 @@ def test_wrong_offsets_stay_inside(offs: list[int]) -> None:
 
 @pytest.mark.slow
 def test_more_groups_than_lanes_and_threads() -> None:
-    plain = random_plain(PlainShape(tuple((7 * g) % 11 for g in range(390)), 0, 16, 24), 9)
+    plain = random_plain(PlainShape(tuple(int(g % 13 == 5) for g in range(390)), 0, 16, 24), 9)
     assert same_bits(launched(plain, STORED), reference(plain))
 
 

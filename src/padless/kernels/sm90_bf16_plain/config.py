@@ -82,7 +82,11 @@ def select_config(
         return rounds * (ceil_div(k, 64) * _BLOCK_CYCLES[block_n] + output)
 
     block_n = min(sorted(BLOCKS_N, reverse=True), key=cycles)
-    return fit_config(Bf16PlainConfig(block_n=block_n, out_dtype=out_dtype), num_groups, n_major, out_dtype)
+    # As measured for the bf16 weight gradients with stages as large: wider buffers are worth one of four stages where
+    # the output has 16 bits, and not for float32.
+    slabs = 2 if out_dtype != torch.float32 and block_n == 256 else 1
+    config = Bf16PlainConfig(block_n=block_n, piece_slabs=slabs)
+    return fit_config(config, num_groups, n_major, out_dtype)
 
 
 def fit_config(

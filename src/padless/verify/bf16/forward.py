@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.kernels.sm90_bf16_plain.config import BLOCKS_N, Bf16PlainConfig
+from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
 from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.row_groups import clamped_ends
@@ -206,7 +206,7 @@ def small_launches(device: str = "cuda", backend: str | None = None) -> int:
 def rehearse(backend: str) -> None:
     """Every kernel that the checks ask for, on the CPU, by ``backend``; nobody looks at the outputs."""
     plain = random_plain(_SMALL[0])
-    for config, operands in itertools.product((*VARIANTS, *_picked()), (plain, plain.n_major())):
+    for config, operands in itertools.product(VARIANTS, (plain, plain.n_major())):
         grouped_gemm(
             operands.a,
             operands.b,
@@ -215,14 +215,6 @@ def rehearse(backend: str) -> None:
             backend=backend,
             config=config,
         )
-
-
-def _picked() -> list[Bf16PlainConfig]:
-    """What calls without a configuration may take, by ``select_config``."""
-    dtypes = dict.fromkeys(config.out_dtype for config in VARIANTS)
-    return [
-        Bf16PlainConfig(block_n=block_n, out_dtype=d) for block_n, d in itertools.product(BLOCKS_N, dtypes)
-    ]
 
 
 if __name__ == "__main__":
