@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,6 @@ def test_convert_to_nvfp4(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert number(r"same most likely token: ([\d.]+)%", printed) > 85
 
 
-@pytest.mark.skipif(find_spec("padless.autograd") is None, reason="needs padless.autograd")
 def test_fine_tune_qwen3_moe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -20,8 +20,6 @@ import torch
 from padless import FP8_BLOCK, dequantize, quantize
 from support import torchtitan_seam
 
-pytestmark = pytest.mark.skipif(find_spec("padless.autograd") is None, reason="needs padless.autograd")
-
 HAS_TITAN = find_spec("torchtitan") is not None
 needs_titan = pytest.mark.skipif(not HAS_TITAN, reason="needs torchtitan's Python files on PYTHONPATH")
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao on PYTHONPATH")

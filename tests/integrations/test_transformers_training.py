@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 
 import padless.integrations.transformers as integration
 from support.hub_checkpoints import VOCABULARY, error, experts_of, load, write_bf16, write_fp8
-
-pytestmark = pytest.mark.skipif(find_spec("padless.autograd") is None, reason="needs padless.autograd")
 
 
 @pytest.fixture(scope="module")

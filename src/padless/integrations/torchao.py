@@ -29,8 +29,8 @@ from torchao.prototype.moe_training.utils import unwrap_weight
 from torchao.quantization.transform_module import register_quantize_module_handler
 from torchao.utils import register_as_pytree_constant
 
-from padless.autograd import grouped_linear  # type: ignore[import-not-found]
-from padless.nn.recipe import as_recipe  # type: ignore[import-not-found]
+from padless.autograd import grouped_linear
+from padless.nn.recipe import as_recipe
 
 __all__ = ["PadlessTrainingOpConfig", "PadlessWeight"]
 _GROUPED_MM = ("_grouped_mm", "grouped_mm")

@@ -26,8 +26,8 @@ except ModuleNotFoundError as error:
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import GroupedExperts
 
-from padless.autograd import grouped_linear  # type: ignore[import-not-found]
-from padless.nn.recipe import as_recipe  # type: ignore[import-not-found]
+from padless.autograd import grouped_linear
+from padless.nn.recipe import as_recipe
 
 __all__ = ["fp8_experts", "padless_experts"]
 

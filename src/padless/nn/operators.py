@@ -17,6 +17,7 @@ from padless.nn import rows
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.quantization.quantize import quantize
+from padless.runtime.devices import hopper_driver
 
 E4M3 = torch.float8_e4m3fn
 
@@ -120,7 +121,10 @@ def _bf16_grouped_gemm(
 ) -> torch.Tensor:
     """a (M, K) @ w[g].T, or @ w[g] when transposed; w (G, N, K), in a's dtype."""
     if a.is_cuda and a.shape[0] > 0:
-        out: torch.Tensor = torch._grouped_mm(a.contiguous(), w if transposed else w.mT, offs=offs)
+        if _has_bf16_kernels(a):
+            out = grouped_gemm(a, w.mT if transposed else w, offs)
+        else:
+            out = torch._grouped_mm(a.contiguous(), w if transposed else w.mT, offs=offs)
         return rows.zero_tail(out, offs) if zero_tail else out
     out = a.new_full((a.shape[0], w.shape[2 if transposed else 1]), 0.0 if zero_tail else float("nan"))
     wide = _wide(a.dtype)
@@ -184,6 +188,8 @@ def _bf16_wgrad(
 ) -> torch.Tensor:
     """dy[rows of g].T @ x[rows of g], (G, N, K); dy (M, N), x (M, K) of one dtype."""
     if dy.is_cuda and dy.shape[0] > 0:
+        if _has_bf16_kernels(dy) and out_dtype in (torch.bfloat16, torch.float32):
+            return grouped_gemm_wgrad(dy, x, offs=offs, out_dtype=out_dtype)
         out: torch.Tensor = torch._grouped_mm(dy.contiguous().T, x.contiguous(), offs=offs)
         return out.to(out_dtype)
     out = dy.new_zeros((offs.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype)
@@ -202,11 +208,19 @@ def _bf16_wgrad(
 def _bf16_wgrad_into(
     out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor, accumulate: bool
 ) -> None:
+    if dy.shape[0] > 0 and _has_bf16_kernels(dy) and (out.dtype == torch.float32 or not accumulate):
+        grouped_gemm_wgrad(dy, x, offs=offs, out=out, accumulate=accumulate)
+        return
     found = _bf16_wgrad(dy, x, offs, out.dtype)
     if accumulate:
         out += found
     else:
         out.copy_(found)
+
+
+def _has_bf16_kernels(t: torch.Tensor) -> bool:
+    """Whether products of plain tensors like ``t`` are this library's: bfloat16 on Hopper."""
+    return t.dtype == torch.bfloat16 and hopper_driver(t) is not None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

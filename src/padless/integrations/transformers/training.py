@@ -30,9 +30,9 @@ def train_forward(
 
     Raises ValueError for other experts.
     """
-    from padless.autograd import experts  # type: ignore[import-not-found]
-    from padless.nn.recipe import as_recipe  # type: ignore[import-not-found]
-    from padless.nn.weight_codes import WeightCodes  # type: ignore[import-not-found]
+    from padless.autograd import experts
+    from padless.nn.recipe import as_recipe
+    from padless.nn.weight_codes import WeightCodes
 
     w13, w2 = _trainable(self)
     recipe = as_recipe(getattr(self, "padless_recipe", "fp8"))
