@@ -29,7 +29,7 @@ def test_three_processes() -> None:
 
 @pytest.mark.slow
 def test_planted_bugs_are_found() -> None:
-    """Rows in another order, weights left out, ids 0 left out, gradients of weights a hundredth too small."""
+    """Rows in another order, weights left out, a row left out, gradients of weights a hundredth too small."""
     for bug, case in (
         ("order", "formats"),
         ("unweighted", "formats"),

@@ -194,9 +194,9 @@ def errors(ranks: Ranks) -> None:
     """Wrong use is a sentence on every rank, and the next call works."""
     p = draw([4] * ranks.size, 2 * ranks.size, 64, 2, 11)
     with pytest.raises(ValueError, match=r"hidden is .* on rank 0 and .* on rank 1"):
-        ExpertParallel(None, 4, 64 if ranks.rank == 0 else 96, 2, 4, device=ranks.device)
-    with pytest.raises(ValueError, match="num_experts is 5 and there are"):
-        ExpertParallel(None, 5 if ranks.size == 2 else ranks.size + 1, 64, 2, 4, device=ranks.device)
+        ExpertParallel(None, 2 * ranks.size, 64 if ranks.rank == 0 else 96, 2, 4, device=ranks.device)
+    with pytest.raises(ValueError, match=r"num_experts is \d+ and there are"):
+        ExpertParallel(None, 2 * ranks.size + 1, 64, 2, 4, device=ranks.device)
     with pytest.raises(ValueError, match="backend is 'nccl'"):
         ranks.make(p, backend="nccl")
     ep = ranks.make(p)
@@ -326,7 +326,7 @@ def run_with_bug(rank: Rank, bug: str, name: str) -> dict[str, str | None]:
     from padless.distributed.plan import Sorted, sort_slots
 
     backend, call = collective.CollectiveBackend, collective.ops.call
-    combine = backend.combine
+    combine, fan_out = backend.combine, backend._fan_out
 
     def from_the_last(table: torch.Tensor, experts: int) -> Sorted:
         found = sort_slots(table.flip(0, 1), experts)
@@ -335,8 +335,10 @@ def run_with_bug(rank: Rank, bug: str, name: str) -> dict[str, str | None]:
     def unweighted(name: str, *given: Any) -> Any:
         return call(name, given[0], given[1], None, *given[3:]) if name == "combine" else call(name, *given)
 
-    def expert_0_is_none(self: Any, ids: torch.Tensor) -> torch.Tensor:
-        return torch.where(ids > 0, self._placement.rank_of[ids.clamp(min=0).long()], -1)
+    def without_row_0(self: Any, records: torch.Tensor, plan: Any) -> torch.Tensor:
+        rows = fan_out(self, records, plan)
+        rows[:1] = 0
+        return rows
 
     def without_slots(self: Any, rows: Any, plan: Any, prob: Any, dprob: Any) -> Any:
         out, slots = combine(self, rows, plan, prob, dprob)
@@ -345,7 +347,7 @@ def run_with_bug(rank: Rank, bug: str, name: str) -> dict[str, str | None]:
     patches: dict[str, tuple[Any, str, Any]] = {
         "order": (collective, "sort_slots", from_the_last),
         "unweighted": (collective.ops, "call", unweighted),
-        "lost": (backend, "_ranks_of", expert_0_is_none),
+        "lost": (backend, "_fan_out", without_row_0),
         "slots": (backend, "combine", without_slots),
     }
     with pytest.MonkeyPatch.context() as patch:
