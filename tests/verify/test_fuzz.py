@@ -20,6 +20,7 @@ from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Draw, Problem
 from padless.verify.fuzz.shrink import shrunk
 from padless.verify.fuzz.subjects import SUBJECTS, judged
+from support.ragged import ROOT
 
 REFERENCE = place_of("reference")
 TRIES = 60  # problems in which a planted bug must be found
@@ -420,6 +421,15 @@ def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert record["problems"] == sum(record["by_call"].values()) == 21
         assert record["wrong"] == record["ended"] == []
         assert (record["backend"], record["seed"], record["workers"]) == ("reference", 3, 2)
+
+
+def test_the_records_that_were_kept() -> None:
+    records = [json.loads(line) for line in (ROOT / "docs/measured/fuzz.jsonl").read_text().splitlines()]
+    assert records
+    for record in records:
+        assert record["kind"] == "fuzz"
+        assert record["problems"] == sum(record["by_call"].values()) > 0
+        assert record["wrong"] == record["ended"] == []
 
 
 @pytest.mark.parametrize(
