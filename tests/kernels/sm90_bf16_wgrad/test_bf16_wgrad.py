@@ -146,8 +146,8 @@ def test_no_report_on_any_schedule() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", variants())
-def test_no_report_on_fifty_schedules(config: Bf16WgradConfig) -> None:
-    check_schedules(config, range(50))
+def test_no_report_on_24_schedules(config: Bf16WgradConfig) -> None:
+    check_schedules(config, range(24))
 
 
 @pytest.mark.parametrize("offs", [[100, 10, -5, 70], [2**31 - 1] * 4, [0, 2**30, -(2**31), 5]])
