@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from padless.emulator import Emulator
+from padless.emulator.run import machine
 from support.emulator_cuda import kinds, launch, tiled
 
 SEEDS = range(6)
@@ -391,7 +392,8 @@ def test_threads_that_have_ended_do_not_hold_a_barrier() -> None:
     assert out.all()
 
 
-def test_aligned_instruction_in_divergent_code_is_reported() -> None:
+def test_aligned_instruction_in_divergent_code_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "IDLE_LIMIT", 600)  # turns of spinning; forward progress is given up at 256
     source = r"""
     extern "C" __global__ void k(unsigned* out) {
       if (threadIdx.x < 7) asm volatile("bar.sync 1, 32;" ::: "memory");

@@ -74,7 +74,7 @@ def test_memory_that_the_bound_does_not_allow() -> None:
     emulator = Emulator(HEAD + ".visible .entry k() {" + body + "}", max_memory=1 << 20)
     with pytest.raises(LaunchError, match="the CTAs that run at once take about"):
         emulator.launch("k", 1, 1024, [])
-    many = ".reg .b64 %r<1000000>;" + "".join(f"mov.b64 %r{i}, {i};" for i in range(500))
+    many = ".reg .b64 %r<500>;" + "".join(f"mov.b64 %r{i}, {i};" for i in range(500))
     wide = Emulator(HEAD + ".visible .entry k() {" + many + " ret; }", max_memory=8 << 20)
     with pytest.raises(LaunchError, match="the CTAs that run at once take about"):
         wide.launch("k", 1, 1024, [])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from padless.emulator import LaunchResult
+from padless.emulator.state import strong_access
 from support.emulator_cuda import kinds, launch
 
 RNG = np.random.default_rng(11)
@@ -262,3 +263,33 @@ def test_accumulators_that_were_read_need_a_wgmma_fence() -> None:
         result, out, _ = run(PRODUCTS.replace("FENCE", text), 0, block=128)
         assert kinds(result) == expected
         assert (out == 1 + 32 + 2 + 64).all()
+
+
+def test_words_beyond_those_told_apart_order_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release at one word and an acquire at another order nothing, unless words are so many that they count as one."""
+    source = r"""
+    extern "C" __global__ void k(unsigned* out, const unsigned* in) {
+      __shared__ unsigned data;
+      if (threadIdx.x == 32) { data = in[3]; asm volatile("atom.release.gpu.global.add.u32 %0, [%1], 1;" : "=r"(out[9]) : "l"(out + 4) : "memory"); }
+      if (threadIdx.x == 0) {
+        unsigned v = 0;
+        while (v == 0) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(out + 9) : "memory");
+        asm volatile("atom.acquire.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(out + 5) : "memory");
+        out[0] = data;
+      }
+    }"""
+    for most, expected in ((strong_access.MOST_WORDS, {"race"}), (0, set())):
+        monkeypatch.setattr(strong_access, "MOST_WORDS", most)
+        found = {
+            r.kind
+            for seed in SEEDS
+            for r in run_counted(source, seed).reports
+            if "shared memory" in r.message
+        }
+        assert found == expected
+
+
+def run_counted(source: str, seed: int) -> LaunchResult:
+    data, out = RNG.integers(1, 1 << 32, 32, dtype=np.uint32), np.zeros(32, np.uint32)
+    out[4] = 1
+    return launch(ORDER + source, [out, data], seed=seed, block=64)

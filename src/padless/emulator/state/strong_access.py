@@ -7,15 +7,32 @@ access to such a word has to come after the strong ones before it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from padless.emulator.order.race import BASE, CLUSTER, CTA, GPU, merge
+from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cluster, Warp
 
 Array = np.ndarray[Any, Any]
+
+
+MOST_WORDS = (
+    1 << 14
+)  # that are told apart; those that come later count as one, which orders too much rather than too little
+REST = -1
+
+
+class Visit(NamedTuple):
+    """A strong access of a lane: how many had written, its event, whether it acquired, and where it is."""
+
+    turn: int
+    event: int
+    acquired: bool
+    warp: Warp
+    instruction: Instruction
 
 
 class Word:
@@ -26,10 +43,8 @@ class Word:
         self.wide: dict[
             tuple[int, int], Array
         ] = {}  # by cluster and scope, at that of the cluster or the device
-        self.last: dict[
-            tuple[int, int], tuple[int, int, Site]
-        ] = {}  # by cluster and lane: (turn, event, site)
-        self.turn = 0
+        self.last: dict[tuple[int, int], Visit] = {}  # by cluster and lane
+        self.turn = 0  # how many have written
 
     def release(self, w: Warp, clock: Array, scope: int) -> None:
         cluster = w.cta.cluster
@@ -57,24 +72,21 @@ class Word:
                 if number != cluster.number and reach == GPU:
                     cluster.elsewhere[number] = merge(cluster.elsewhere.get(number), clock)
 
-    def visit(self, site: Site) -> None:
-        """A strong access to global memory. In which order those of several threads come is chance: that it came after
-        earlier ones holds for what its lane decides by the value it got, which is until its next strong access."""
-        self.turn += 1
-        event = int(site.warp.clocks.now[site.row])
-        self.last[site.warp.cta.cluster.number, site.row] = self.turn, event, site
-        site.warp.latest[site.lane] = self
-
     def check_weak(self, site: Site) -> None:
         cluster = site.warp.cta.cluster
         mine = cluster.number, site.row
-        turn = self.last[mine][0] if site.warp.latest.get(site.lane) is self else -1
-        for (number, row), (when, event, other) in self.last.items():
-            if when > turn and (number, row) != mine and not knows(cluster, site.row, number, row, event):
-                message = f"global memory that CTA {other.warp.cta.index} accesses by atomics or other strong accesses"
-                site.report(
-                    "race", f"{message}, and nothing orders this weak one after them", other.instruction
-                )
+        # In which order strong accesses of several threads come is chance. That one came after others holds for what its
+        # lane decides by the value it got, which is until its next strong access.
+        turn = self.last[mine].turn if site.warp.latest.get(site.lane) is self else -1
+        for (number, row), seen in self.last.items():
+            if (
+                seen.turn > turn
+                and (number, row) != mine
+                and not knows(cluster, site.row, number, row, seen.event)
+            ):
+                who = f"CTA {seen.warp.cta.index} accesses by atomics or other strong accesses"
+                message = f"global memory that {who}, and nothing orders this weak one after them"
+                site.report("race", message, seen.instruction)
                 return
 
 
@@ -88,16 +100,23 @@ def knows(cluster: Cluster, lane: int, number: int, row: int, event: int) -> boo
 
 def synchronise(w: Warp, lanes: Array, words: dict[int, Any], where: Array, a: Any) -> None:
     """A MemoryAccess that is strong: a release publishes the lane's clock at the address, an acquire takes it."""
-    clocks = w.clocks
+    clocks, number = w.clocks, w.cta.cluster.number
+    everywhere = words is w.launch.words
     for lane, address in zip(lanes.tolist(), where.tolist(), strict=True):
-        word = words.get(address)
-        if word is None:
-            word = words[address] = Word()
-        rows = np.array([w.first_row + lane])
+        word = words.get(address) or words.setdefault(address if len(words) < MOST_WORDS else REST, Word())
+        row = w.first_row + lane
+        event = int(clocks.now[row])
+        if not a.writes and (seen := word.last.get((number, row))) is not None:
+            known = seen.turn == word.turn and seen.event == event and seen.acquired >= a.acquires
+            if known and (not everywhere or w.latest.get(lane) is word):
+                continue  # a lane that spins
+        rows = np.array([row])
         if a.reads:
             word.acquire(w, rows, a.scope, a.acquires)
-        if words is w.launch.words:
-            word.visit(Site(w, a.instruction, lane))
+        word.turn += a.writes
+        word.last[number, row] = Visit(word.turn, event, a.acquires, w, a.instruction)
+        if everywhere:
+            w.latest[lane] = word
         if a.writes:
             for clock, scope in clocks.published(rows, a.releases, a.scope):
                 word.release(w, clock, scope)
