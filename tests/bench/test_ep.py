@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from padless.bench.cases import ep
-from padless.bench.cases.ep_problem import EpPoint, EpProblem, NcclExchange, points
+from padless.bench.cases.ep.problem import EpPoint, EpProblem, NcclExchange, points
 from padless.testing.judge import row_errors, worst
 from padless.testing.ranks import Rank, raise_first, run_ranks
 
