@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from padless.bench.cases import ep
-from padless.bench.cases.ep_problem import EpPoint, EpProblem, NcclExchange, points
+from padless.bench.cases.ep.problem import EpPoint, EpProblem, NcclExchange, points
 from padless.testing.judge import row_errors, worst
 from padless.testing.ranks import Rank, raise_first, run_ranks
 
@@ -27,6 +28,7 @@ def contenders(rank: Rank) -> tuple[float, int, list[int]]:
     return worst(row_errors(mine, nccl.layer().double())), p.link_rows(), plan.offs.tolist()
 
 
+@pytest.mark.slow
 def test_contenders_agree() -> None:
     """NCCL's path, on gloo here, hands over the same rows in the same order; sums differ by bfloat16's rounding."""
     found = raise_first(run_ranks(contenders, 2, cuda=False, backend="collective", timeout_s=60))

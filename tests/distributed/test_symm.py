@@ -17,7 +17,7 @@ from support.ragged import ROOT
 pytest.importorskip("triton")
 from support import ep_bugs, ep_cases, ep_emulated, ep_symm_cases, ep_virtual
 
-QUICK = ("three_ranks", "one_rank_ahead", "waits", "capacity")
+QUICK = ("three_ranks", "one_rank_ahead", "waits")
 
 
 def interpreted(program: str, *arguments: str) -> dict[str, Any]:

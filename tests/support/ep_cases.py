@@ -27,8 +27,8 @@ from padless.distributed import ExpertParallel, expert_parallel_moe
 from padless.testing import exchange as reference
 from padless.testing.exchange import Problem, draw
 from padless.testing.ranks import Rank, raise_first, run_ranks
-from padless.verify.exchange import Ranks, check_exchange, check_formats, check_invariance, check_sizes
 from padless.verify.ranks import together
+from padless.verify.ranks.exchange import Ranks, check_exchange, check_formats, check_invariance, check_sizes
 
 Case = Callable[[Ranks], None]
 CASES: dict[str, Case] = {"formats": check_formats, "sizes": check_sizes, "invariance": check_invariance}

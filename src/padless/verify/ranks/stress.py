@@ -99,9 +99,9 @@ def check_graphs(rank: Rank, replays: int) -> str:
     return f"{replays} replays"
 
 
-def check_delays(rank: Rank, calls: int) -> str:
+def check_delays(rank: Rank, calls: int, tokens: int = 64) -> str:
     """Calls one after the other, with random delays of host and device on every rank; no synchronization between."""
-    p = _Problems(rank, 64, 512, 4, 16)
+    p = _Problems(rank, tokens, 512, 4, 16)
     wanted = [p.layer(inputs) for inputs in p.inputs]
     late = random.Random(rank.rank)
     wrong = torch.zeros((), dtype=torch.int64, device=rank.device)
@@ -115,7 +115,7 @@ def check_delays(rank: Rank, calls: int) -> str:
             torch.cuda.synchronize()  # no more than so many calls ahead
     assert int(wrong) == 0, f"{int(wrong)} values differ over {calls} calls"
     p.ep.check()
-    return f"{calls} calls"
+    return f"{calls} calls of {tokens} tokens"
 
 
 def check_host(rank: Rank, calls: int) -> str:

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from rich.console import Console
 
 from padless.testing.ranks import Rank, RankError, RankPool
-from padless.verify import exchange, exchange_stress
+from padless.verify.ranks import exchange, stress
 from padless.verify.run import Record, about_the_machine, write_records
 
 SECONDS = 100.0  # of a check, its processes' start included
 
 
-def small(rank: Rank) -> str:
+def run_small(rank: Rank) -> str:
     """Formats, sizes and invariance, against loops."""
     ranks = exchange.Ranks(rank)
     for check in (exchange.check_formats, exchange.check_sizes, exchange.check_invariance):
@@ -27,15 +27,16 @@ def small(rank: Rank) -> str:
     return f"{len(exchange.FORMATS)} formats, sizes, invariance"
 
 
-def stress(rank: Rank) -> str:
+def run_stress(rank: Rank) -> str:
     """What needs GPUs and one start of the processes."""
-    s = exchange_stress
+    s = stress
     checks: list[tuple[Callable[..., str], tuple[int, ...]]] = [
         (s.check_large, (4096, 7168, 8, 64)),
         (s.check_large, (16, 7168, 8, 64)),
         (s.check_host, (1000,)),
         (s.check_graphs, (1000,)),
-        (s.check_delays, (10_000,)),
+        (s.check_delays, (10_000, 64)),  # received in one launch
+        (s.check_delays, (3_000, 200)),  # sorted on a second stream
         (s.check_two_groups, (200,)),
     ]
     done: list[str] = []
@@ -57,7 +58,7 @@ def together(rank: Rank) -> None:
 
 
 def dead_rank(rank: Rank) -> str:
-    return exchange_stress.check_dead_rank(rank, 3.0)
+    return stress.check_dead_rank(rank, 3.0)
 
 
 def run_verify_ranks(
@@ -73,9 +74,9 @@ def run_verify_ranks(
     console = console or Console()
     cuda = torch.cuda.device_count() >= ranks
     jobs: dict[str, tuple[Callable[[Rank], str], str, int]] = {
-        "expert parallelism, collective": (small, "collective", 0),
-        "expert parallelism, symm": (small, "symm", 0),
-        "expert parallelism, symm, large and long": (stress, "symm", 0),
+        "expert parallelism, collective": (run_small, "collective", 0),
+        "expert parallelism, symm": (run_small, "symm", 0),
+        "expert parallelism, symm, large and long": (run_stress, "symm", 0),
         "expert parallelism, a dead rank": (dead_rank, "symm", 1),
     }
     unknown = [name for name in checks or () if name not in jobs]

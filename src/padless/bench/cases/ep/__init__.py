@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from padless.bench.cases.ep_problem import EpPoint, EpProblem, NcclExchange
-from padless.bench.cases.ep_problem import points as points_of
+from padless.bench.cases.ep.problem import EpPoint, EpProblem, NcclExchange
+from padless.bench.cases.ep.problem import points as points_of
 from padless.bench.report import table
 from padless.bench.results import Record
 from padless.bench.session import Session
