@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 CONFIGS = [
     Bf16PlainConfig(
         block_n=block_n,
-        piece_slabs=2 if block_n == 256 and dtype != torch.float32 else 1,
         n_major=n_major,
         out_dtype=dtype,
         max_groups=groups,
@@ -80,7 +79,7 @@ def test_a_kernel_compiles_into_what_it_should(config: Bf16PlainConfig, tmp_path
 
 
 def test_the_smaller_tile_where_the_larger_leaves_multiprocessors_idle() -> None:
-    assert select_config(8192, 4096, 7168, 8) == Bf16PlainConfig(piece_slabs=2)
+    assert select_config(8192, 4096, 7168, 8) == Bf16PlainConfig()
     assert select_config(256, 4096, 7168, 1) == Bf16PlainConfig(block_n=128)
     for groups, n_major, dtype in itertools.product(
         (8, 1000), (False, True), (torch.bfloat16, torch.float16, torch.float32)

@@ -32,7 +32,7 @@ class Bf16PlainConfig:
     block_n: int = 256
     num_stages: int = 0
     piece_slabs: int = 1
-    raster_m: int = 8
+    raster_m: int = 16
     n_major: bool = False
     max_groups: int = 256
     out_dtype: torch.dtype = torch.bfloat16
@@ -82,10 +82,7 @@ def select_config(
         return rounds * (ceil_div(k, 64) * _BLOCK_CYCLES[block_n] + output)
 
     block_n = min(sorted(BLOCKS_N, reverse=True), key=cycles)
-    # As measured for the bf16 weight gradients with stages as large: wider buffers are worth one of four stages where
-    # the output has 16 bits, and not for float32.
-    slabs = 2 if out_dtype != torch.float32 and block_n == 256 else 1
-    config = Bf16PlainConfig(block_n=block_n, piece_slabs=slabs)
+    config = Bf16PlainConfig(block_n=block_n)
     return fit_config(config, num_groups, n_major, out_dtype)
 
 
