@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from padless.verify.fuzz import epilogues, layers, products, quantizers, training
+from padless.verify.fuzz import epilogues, layers, products, quantizers, training, whole_layer
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Draw, Options, Problem
 
@@ -104,7 +104,9 @@ SUBJECTS: dict[str, Subject] = {
         layers.activation_constants, layers.activation_rest, layers.judge_activate_quantize, 6, 4
     ),
     "moe.combine": Subject(layers.combine_constants, layers.combine_rest, layers.judge_combine, 7, 4),
-    "moe.moe": Subject(layers.layer_constants, layers.layer_rest, layers.judge_moe, 4, 1, emulated=True),
+    "moe.moe": Subject(
+        whole_layer.layer_constants, whole_layer.layer_rest, whole_layer.judge_moe, 4, 1, emulated=True
+    ),
 }
 
 
