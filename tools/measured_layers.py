@@ -13,7 +13,8 @@ from padless.bench.results import Record, ratios
 from padless.testing.timing import geomean
 
 PREFILL = 2048  # tokens from which a layer's point is no decoding
-FP8 = "padless fp8"
+# The recipe "fp8", which has kept values before the activation in bf16 since records said so in its name.
+FP8 = ("padless fp8, Z bf16", "padless fp8")
 
 
 def layer_section(found: Measured) -> list[str]:
@@ -39,16 +40,17 @@ def train_section(found: Measured) -> list[str]:
         "from an earlier microbatch of the same optimizer step. Kept: bytes a routed row for the backward pass.",
         failure_sentence(found.points),
     )
+    own = next(name for name in FP8 if any(name in record["gpu"] for record in found.points))
     columns = [
         table.Column("model", text=lambda part: str(part[0]["point"]["model"])),
         table.Column("rows", text=lambda part: str(part[0]["point"]["tokens"] * part[0]["point"]["top_k"])),
         table.Column("experts", text=lambda part: str(part[0]["point"]["experts"])),
         table.time(BF16, "bf16 us", 0),
-        table.time(FP8, "FP8 us", 0),
-        table.ratio("bf16 / FP8", BF16, FP8, 2, unit="x"),
-        table.ratio("codes kept", BF16, FP8 + KEPT, 2, unit="x"),
+        table.time(own, "FP8 us", 0),
+        table.ratio("bf16 / FP8", BF16, own, 2, unit="x"),
+        table.ratio("codes kept", BF16, own + KEPT, 2, unit="x"),
         table.Column("bf16 kept", text=lambda part: _saved(part, BF16)),
-        table.Column("FP8 kept", text=lambda part: _saved(part, FP8)),
+        table.Column("FP8 kept", text=lambda part: _saved(part, own)),
     ]
     return [text, markdown(table.table_of("", columns, table.by_point(found.points)))]
 
