@@ -197,6 +197,8 @@ class Costs:
         alu = chip["alu_latency"]
         wide = any(w in mods for w in WIDE)
         if op == "mov":
+            if is_signal(ins):
+                return 1, 1, chip["clock_read"]
             return 0.34, 0.34, 0
         if op in ("fma", "mad") and "f32" in mods:
             return max(1.0, (3 - self.kept) * self.operand), alu, 0

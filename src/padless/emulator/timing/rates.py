@@ -66,6 +66,7 @@ _ISSUE = {
     "branch": Rate(12, "clk, a loop's back edge", "measured", _FGS),
     "named_barrier": Rate(18, "clk from the last arrival to going on", "measured", _FGS),
     "proxy_fence": Rate(32, "clk", "measured", _FGS),
+    "clock_read": Rate(20, "clk of a read of %clock", "other chip", "an H200 by `padless bench units`"),
 }
 
 H200 = Chip(
