@@ -19,22 +19,25 @@ DEV := $(VENV)/.installed-dev
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
-	@echo "make check     lint and the tests that run few kernels;  make test-all  the slow tests too"
+	@echo "make check     lint and the tests that run few kernels, a minute;  make test-all  the slow tests too"
 	@echo "make docs      the documentation's site, into site/;  make readme  measured figures, from docs/measured"
 	@echo "make lint, make format, make dev (install only), make clean"
 
 demo: $(RUN)
 	@$(BIN)/padless demo
 
+# And half a minute of the slow tests, one in thirty, which the commit chooses.
 test: lint
-	@$(BIN)/python -m pytest -q -n $(WORKERS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --slow-share 30
 
+# Goes on where it was ended before, as long as no file has changed.
 test-all: lint
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow --resume
 
-# What takes a minute: lint, and tests that run few kernels.
+# A minute on two cores: lint, and every part's tests but those of kernels, of the emulator's runs and of the Triton kernels.
+CHECKED := repository model reference ops compat runtime cli testing emulator/units
 check: lint
-	@$(BIN)/python -m pytest -q -n $(WORKERS) tests/repository tests/model tests/ops tests/runtime tests/cli
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not kernels' $(addprefix tests/,$(CHECKED))
 
 docs: $(DEV)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
@@ -49,6 +52,7 @@ lint: $(DEV)
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo >$(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
 	@test -z "$(CUDA_SOURCES)" || $(BIN)/clang-format --dry-run -Werror $(CUDA_SOURCES)
+	@$(BIN)/python tools/lines.py
 	@echo "lint: ruff, mypy, import-linter and clang-format found nothing"
 
 format: $(DEV)

@@ -1,6 +1,7 @@
 """Fixtures shared by every test: the GPU marker, seeded inputs, fenced outputs and ragged groups.
 
-What is not a fixture can be imported: `from support.ragged import RAGGED_CASES, GuardedOutput`.
+What is not a fixture can be imported: `from support import slow_share
+from support.ragged import RAGGED_CASES, GuardedOutput`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from support import slow_share
 from support.ragged import RAGGED_CASES, GuardedOutput, RaggedCase, missing_gpu
 
 settings.register_profile(
@@ -37,10 +39,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-slow", action="store_true", help="run the tests marked slow too")
+    slow_share.add_options(parser)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    slow_share.configure(config)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     for item in items:
         gpu = item.get_closest_marker("gpu")
@@ -48,8 +54,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = missing_gpu(capability, gpu.kwargs.get("capability", (9, 0)))
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
-        if item.get_closest_marker("slow") and not config.getoption("--run-slow"):
-            item.add_marker(pytest.mark.skip(reason="slow: run with --run-slow"))
 
 
 @pytest.fixture

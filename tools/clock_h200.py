@@ -59,7 +59,7 @@ def tile_times(shape: Shape, chip: Chip) -> TileTimes:
 
 
 def call_of(sizes: Sequence[int], n: int, k: int, shape: Shape, raster_m: int, num_sms: int) -> Call:
-    """What a chip does for a grouped product with an output of 16 bits."""
+    """Work of a chip for a grouped product with an output of 16 bits."""
     block_m, block_n, cluster = shape
     workers = num_sms // cluster
     ends = [sum(sizes[: g + 1]) for g in range(len(sizes))]

@@ -29,7 +29,7 @@ FITTED_SIZES = (2048, 8192)  # to which two rates of stores and GHZ were fitted
 
 
 def design_of(step: int, size: int) -> Design:
-    """What the kernel of a step does at a size. What L1 keeps of stores is not modelled: step 7 is step 6."""
+    """Work of the kernel of a step at a size. What L1 keeps of stores is not modelled: step 7 is step 6."""
     design = Design(128, 128, 0, 16, False, True)
     if step >= 1:
         design = replace(design, n=256, shared_columns=128)

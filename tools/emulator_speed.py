@@ -1,4 +1,4 @@
-"""How fast the emulator is: `python tools/emulator_speed.py`. Warp-instructions a CPU second, best of three seeds."""
+"""Speed of the emulator: `python tools/emulator_speed.py`. Warp-instructions a CPU second, best of three seeds."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def barriers(config: Sm100DenseConfig) -> list[tuple[str, int, str]]:
 
 
 def barrier_graph(config: Sm100DenseConfig) -> list[str]:
-    """Who arrives on which barrier, what ends a phase of it and where it is, and who waits."""
+    """Barriers: arrivals, the end of a phase, the place in memory, and waits."""
     even, both = ("own CTA", "own CTA") if config.cta_group == 1 else ("even CTA", "both CTAs")
     ends = {
         "full": ("load_tiles", even, "issue_mma"),

@@ -109,7 +109,7 @@ def regions(config: Sm100GroupedConfig) -> list[tuple[str, int, int]]:
 
 
 def barrier_graph(config: Sm100GroupedConfig) -> list[str]:
-    """Who arrives on which barrier, what ends a phase of it and where it is, and who waits."""
+    """Barriers: arrivals, the end of a phase, the place in memory, and waits."""
     c = constants(config, KERNEL)
     producers = "load A, load B" + (", gather" if {config.scales_a, config.scales_b} != {"tiled"} else "")
     pair = config.cta_group == 2

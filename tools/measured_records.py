@@ -50,7 +50,7 @@ def measured(folder: Path, file_kind: str) -> Measured | None:
 
 
 def machine(all_measured: Sequence[Measured]) -> str:
-    """Where and how all of it was measured: every value that the sessions have."""
+    """Machine and settings of all of it: every value that the sessions have."""
     sessions = [session for found in all_measured for session in found.sessions.values()]
     about: list[dict[str, Any]] = [session["machine"] for session in sessions]
 

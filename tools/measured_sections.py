@@ -1,4 +1,4 @@
-"""What README.md says of each kind of record: a caption that links it, and a table or list right after the caption."""
+"""Sections of README.md for each kind of record: a caption that links it, and a table or list right after it."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def copy_share(record: Record, name: str) -> float:
 
 
 def checks_section(path: Path) -> list[str]:
-    """What passed and what failed, by tool of the sanitizer, and the emulator's counts in the checks' own words."""
+    """Passes and failures, by tool of the sanitizer, and the emulator's counts in the checks' own words."""
     verify = json.loads(path.read_text(encoding="utf-8"))
     about, checks = verify["machine"], verify["checks"]
     failed = [f"`{check['check']}`" for check in checks if not check["passed"]]

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from measured_layers import ep_section, layer_section, train_section, wgrad_section
 from measured_records import FOLDER, Measured, machine, measured, newest
 from measured_sections import (
     chain_section,
@@ -34,6 +35,10 @@ BLOCK = re.compile(r"(<!-- measured:begin -->\n).*?(<!-- measured:end -->)", re.
 
 # By the last part of the file's name, in the README's order.
 SECTIONS: dict[str, Callable[[Measured], list[str]]] = {
+    "layer": layer_section,
+    "train": train_section,
+    "ep": ep_section,
+    "wgrad": wgrad_section,
     "paper-full": paper_section,
     "decode": decode_section,
     "chain": chain_section,
@@ -44,7 +49,7 @@ SECTIONS: dict[str, Callable[[Measured], list[str]]] = {
 }
 CHECKS = "checks"  # of `padless verify`, after the sections
 EVERY_KIND = (*SECTIONS, CHECKS)
-README_KINDS = ("paper-full", "formats")
+README_KINDS = ("layer", "train", "paper-full")
 
 
 def measured_block(folder: Path, kinds: Collection[str] = EVERY_KIND) -> str:
@@ -64,7 +69,7 @@ def beside_the_records(block: str) -> str:
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """What stands between the marks of each page, by its path in the repository."""
+    """The text between the marks of each page, by its path in the repository."""
     return {
         "README.md": measured_block(folder, README_KINDS),
         f"{FOLDER}/README.md": beside_the_records(measured_block(folder)),

@@ -98,7 +98,7 @@ def call_of(variant: Variant, rows: int, columns: int) -> Callable[[], tuple[tor
 
 
 def bytes_of(variant: Variant, rows: int, columns: int) -> int:
-    """What a call reads and writes, without scales."""
+    """Bytes that a call reads and writes, without scales."""
     elements = rows * columns
     if variant.call == "swiglu":
         return elements * 11 // 2

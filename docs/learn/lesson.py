@@ -78,7 +78,7 @@ def run(lesson: Lesson, name: str | None = None, seed: int = 0) -> tuple[LaunchR
 
 
 def kinds(result: LaunchResult, error: float) -> set[str]:
-    """What a run found: kinds of report, and WRONG_VALUES where the output is not the expected one."""
+    """Findings of a run: kinds of report, and WRONG_VALUES where the output is not the expected one."""
     return {report.kind for report in result.reports} | ({WRONG_VALUES} if error != 0 else set())
 
 

@@ -9,6 +9,7 @@ from padless._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from padless import autograd as autograd
+    from padless import distributed as distributed
     from padless import moe as moe
     from padless import nn as nn
     from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     )
     from padless.kernels.sm90_bf16.config import Sm90Bf16Config
     from padless.kernels.sm90_bf16.config import Sm90Bf16Config as Bf16GemmConfig
+    from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
+    from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
     from padless.kernels.sm90_fp8.config import Sm90Fp8Config
     from padless.kernels.sm90_fp8.config import Sm90Fp8Config as GemmConfig
     from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
@@ -52,6 +55,8 @@ __all__ = [
     "MXFP8_E5M2",
     "NVFP4",
     "Bf16GemmConfig",
+    "Bf16PlainConfig",
+    "Bf16WgradConfig",
     "BlockScaledFormat",
     "BlockScaledTensor",
     "Epilogue",
@@ -85,6 +90,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Bf16PlainConfig": "kernels.sm90_bf16_plain.config",
+    "Bf16WgradConfig": "kernels.sm90_bf16_wgrad.config",
     "BlockScaledFormat": "formats",
     "BlockScaledTensor": "formats",
     "Epilogue": "epilogue",
@@ -119,8 +126,8 @@ _HOMES = {
     "scaled_grouped_mm": "compat.torch",
     "swiglu_backward_quantize": "quantization.swiglu_backward",
 }
-# Packages whose names are public: padless.moe.moe, padless.moe.route, ..
-_PACKAGES = ("autograd", "moe", "nn")
+# Packages whose names are public: padless.moe.moe, padless.distributed.ExpertParallel, ..
+_PACKAGES = ("autograd", "distributed", "moe", "nn")
 
 # Earlier names of configurations.
 _ALIASES = {

@@ -10,7 +10,9 @@ of experts is allowed everywhere):
 DeepSeek            NAME.weight e4m3 (N, K), NAME.weight_scale_inv (ceil(N/128), ceil(K/128)); also NAME and
                     NAME_scale_inv. The scales, float32, bf16 or e8m0, multiply the codes in spite of the
                     name.
-compressed-tensors  NAME.weight_packed uint8 (N, K/2), NAME.weight_scale e4m3 (N, K/16) and
+compressed-tensors  NAME.weight e4m3 (N, K), NAME.weight_scale (ceil(N/128), ceil(K/128)) float32, bf16 or fp16,
+                    which multiplies: FP8 by blocks. Or
+                    NAME.weight_packed uint8 (N, K/2), NAME.weight_scale e4m3 (N, K/16) and
                     NAME.weight_global_scale, which DIVIDES: the decode scale is its reciprocal. With uint8 or
                     e8m0 scales (N, K/32) and no global scale it is MXFP4.
 ModelOpt, torch     NAME.weight uint8 or float4_e2m1fn_x2 (N, K/2), NAME.weight_scale e4m3, plain or in 32x4x4
@@ -45,12 +47,17 @@ from padless.formats import (
 from padless.gradients import refuse_gradients
 from padless.layouts import from_blocked
 
+_BLOCK_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+
 # --- one convention each ---------------------------------------------------------------------------------
 
 
 def from_deepseek(weight: torch.Tensor, scale_inv: torch.Tensor) -> BlockScaledTensor:
     """FP8_BLOCK weights of e4m3 (.., N, K) and one decode scale per 128 x 128, float32, bf16 or e8m0."""
     refuse_gradients(weight=weight, scale_inv=scale_inv)
+    if scale_inv.dtype not in _BLOCK_SCALES:
+        allowed = "float32, bfloat16, float16 or float8_e8m0fnu"
+        raise ValueError(f"scale_inv must be {allowed}, got {scale_inv.dtype} {tuple(scale_inv.shape)}")
     return BlockScaledTensor(weight.contiguous(), scale_inv.to(torch.float32).contiguous(), FP8_BLOCK)
 
 
@@ -59,11 +66,16 @@ def from_compressed_tensors(
 ) -> BlockScaledTensor:
     """NVFP4 or MXFP4 weights of `weight_packed`, `weight_scale` and `weight_global_scale`.
 
-    The global scale is an encode scale, 2688 / amax; the decode scale kept is its float32 reciprocal.
+    The global scale is an encode scale, 2688 / amax; the decode scale kept is its float32 reciprocal. On a CPU its
+    values are looked at: they must be positive and finite.
     """
     refuse_gradients(packed=packed, scale=scale, global_scale=global_scale)
     if global_scale is None:
         return _fp4(packed, scale, None)
+    if global_scale.is_cpu and not bool((global_scale.isfinite() & (global_scale > 0)).all()):
+        raise ValueError(
+            f"global_scale is {global_scale.flatten().tolist()[:4]}; an encode scale must be positive and finite"
+        )
     return _fp4(packed, scale, 1.0 / global_scale.to(torch.float32))
 
 
@@ -74,10 +86,13 @@ def from_torch(
 
     data: FP4 as uint8 or float4_e2m1fn_x2 (.., N, K / 2), even elements in the low half of a byte, or float8
         (.., N, K).
-    scale: e4m3 per 16 (NVFP4) or e8m0 per 32 (MXFP4, MXFP8, MXFP8_E5M2), plain or in 32x4x4 tiles.
+    scale: e4m3 per 16 (NVFP4) or e8m0 per 32 (MXFP4, MXFP8, MXFP8_E5M2), plain or in 32x4x4 tiles, flat or 32 rows of
+        16 bytes a tile; or, for e4m3 data, float32, bf16 or fp16 per 128 x 128 (FP8_BLOCK).
     global_scale: NVFP4's decode scale, one or one per weight.
     """
     refuse_gradients(data=data, scale=scale, global_scale=global_scale)
+    if data.dtype == torch.float8_e4m3fn and scale.is_floating_point() and scale.dtype.itemsize > 1:
+        return _fp8_block(data, scale, global_scale)
     if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         fmt = MXFP8 if data.dtype == torch.float8_e4m3fn else MXFP8_E5M2
         return BlockScaledTensor(data.contiguous(), _plain(scale, data, fmt), fmt, global_scale)
@@ -92,6 +107,19 @@ def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> BlockScaledTenso
             f"blocks must be uint8 (.., N, K / 32, 16), got {blocks.dtype} {tuple(blocks.shape)}"
         )
     return _fp4(blocks.flatten(-2), scales, None)
+
+
+def _fp8_block(
+    data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None
+) -> BlockScaledTensor:
+    """e4m3 weights with scales of 16 or 32 bits, which are per block in the one case that is multiplied here."""
+    wanted = FP8_BLOCK.scale_shape(tuple(data.shape), "weight") if data.dim() in (2, 3) else None
+    if tuple(scale.shape) != wanted or global_scale is not None:
+        raise ValueError(
+            f"scale is {scale.dtype} {tuple(scale.shape)} beside e4m3 of shape {tuple(data.shape)}; allowed: one for "
+            f"each 128 x 128, {wanted}, and no global_scale; a scale of a tensor or of a row is not supported"
+        )
+    return from_deepseek(data, scale)
 
 
 def _fp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None) -> BlockScaledTensor:
@@ -123,10 +151,12 @@ def _plain(scale: torch.Tensor, data: torch.Tensor, fmt: BlockScaledFormat) -> t
         return scale.contiguous()
     size = blocked_size(rows, columns)
     groups = batch[0] if batch else 1
-    if scale.numel() != groups * size:
+    tall, wide = 32 * ceil_div(rows, 128), 16 * ceil_div(columns, 4)
+    allowed = ((*batch, size), (*batch, tall, wide), (groups * size,))
+    if tuple(scale.shape) not in allowed:
         raise ValueError(
-            f"scale must have shape {(*batch, rows, columns)}, or the {groups * size} bytes of its 32x4x4 "
-            f"tiles, got {tuple(scale.shape)}"
+            f"scale must have shape {(*batch, rows, columns)}, or be 32x4x4 tiles of shape {allowed[0]} or "
+            f"{allowed[1]}, got {tuple(scale.shape)}"
         )
     tiles = scale.contiguous().view(groups, size)
     return from_blocked(tiles, rows, columns).view(*batch, rows, columns)
@@ -210,8 +240,11 @@ def _join(
 class Checkpoint:
     """Tensors by name, in a .safetensors file, a folder of them or a mapping; read when asked for.
 
-    `weight` and `experts` find out which of the conventions above holds for a name. Use it in a with
-    statement.
+    A folder with a ``*.safetensors.index.json`` has the tensors that it lists, each in the file that it says; one
+    without has those of all its .safetensors files, whose names must differ. `weight` and `experts` find out which of
+    the conventions above holds for a name. Use it in a with statement.
+
+    Raises ValueError for files that cannot be read, do not hold what the index says or are outside of the folder.
     """
 
     def __init__(
@@ -222,18 +255,52 @@ class Checkpoint:
         self._where: dict[str, Any] = {}
         self._metadata: dict[str, str] = {}
         if isinstance(source, Mapping):
+            for name, tensor in source.items():
+                if not isinstance(tensor, torch.Tensor):
+                    raise ValueError(f"source[{name!r}] must be a torch.Tensor, got {type(tensor).__name__}")
             self._where = dict(source)
             return
-        for path in _safetensors_files(Path(source)):
+        try:
+            self._open_all(Path(source))
+        except BaseException:
+            self._close(None, None, None)
+            raise
+
+    def _open_all(self, source: Path) -> None:
+        """Opens the files of ``source`` and finds out which has which tensor."""
+        index = None if source.is_file() else _index_of(source)
+        paths = [source] if source.is_file() else _files_of(source, index)
+        homes: dict[str, Path] = {}
+        for path in paths:
             file = _open(path, self._device)
             self._files.append(file)
-            self._where.update(dict.fromkeys(file.keys(), file))
             self._metadata.update(file.metadata() or {})
+            for name in list(file.keys()):
+                if index is not None and index.get(name) != path.name:
+                    continue  # what the index does not have here is left over from something else
+                if name in homes:
+                    raise ValueError(
+                        f"source has {name!r} in both {homes[name].name} and {path.name}, and no index.json that says "
+                        "which; remove one"
+                    )
+                homes[name] = path
+                self._where[name] = file
+        missing = [name for name in index or () if name not in homes]
+        if missing:
+            raise ValueError(
+                f"source has an index with {missing[0]!r} in {(index or {})[missing[0]]}, where it is not "
+                f"({len(missing)} of {len(index or ())} names are missing)"
+            )
 
     def __enter__(self) -> Checkpoint:
         return self
 
     def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(kind, error, trace)
+
+    def _close(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for file in self._files:
@@ -276,7 +343,13 @@ class Checkpoint:
 
     def experts(self, pattern: str, num_experts: int) -> BlockScaledTensor:
         """Weights pattern.format(0), .. pattern.format(num_experts - 1) as one (G, N, K)."""
-        return stack_experts([self.weight(pattern.format(g)) for g in range(num_experts)])
+        try:
+            names = [pattern.format(g) for g in range(num_experts)]
+        except (IndexError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"pattern is {pattern!r}; it must have one {{}}, for the expert: {error}"
+            ) from None
+        return stack_experts([self.weight(name) for name in names])
 
     def _find(self, keys: Sequence[str]) -> list[torch.Tensor | None] | None:
         """The tensors of all keys, or None; one that ends in a question mark may be absent, then None."""
@@ -291,7 +364,15 @@ class Checkpoint:
         described = self._metadata.get(f"{name}.weight", self._metadata.get(name))
         if described is None:
             return
-        kind = json.loads(described).get("_type")
+        try:
+            content = json.loads(described)
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            raise ValueError(
+                f"name is {name!r}, whose metadata must be a JSON object, got {described[:60]!r}"
+            )
+        kind = content.get("_type")
         if kind not in ("NVFP4Tensor", "MXTensor", "Tensor"):
             raise ValueError(f"name must be an NVFP4Tensor or MXTensor of torchao, {name!r} is a {kind}")
 
@@ -300,18 +381,50 @@ def _keys(stem: str, *endings: str) -> tuple[str, ...]:
     return tuple(stem + ending for ending in endings)
 
 
-def _safetensors_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"source must be a .safetensors file or a folder of them, got {str(path)!r}")
+def _index_of(folder: Path) -> dict[str, str] | None:
+    """Which tensor is in which file of the folder, by its index; None where there is no index. Raises ValueError."""
+    found = sorted(folder.glob("*.safetensors.index.json"))
+    if not found:
+        return None
+    if len(found) > 1:
+        raise ValueError(
+            f"source has {len(found)} indexes, {', '.join(path.name for path in found)}; it must have one at most"
+        )
+    try:
+        content = json.loads(found[0].read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"source has an index that cannot be read, {found[0].name}: {error}") from None
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise ValueError(f"source has {found[0].name}, whose weight_map must be an object of file names")
+    for name, file in names.items():
+        if not file or "/" in file or "\\" in file or file in (".", ".."):
+            raise ValueError(
+                f"source has {found[0].name} with {name!r} in {file!r}; it must be the name of a file in the folder"
+            )
+    return names
+
+
+def _files_of(folder: Path, index: dict[str, str] | None) -> list[Path]:
+    """The files to open. Raises ValueError where there are none, or one is missing."""
+    if index is None:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"source must be a .safetensors file or a folder of them, got {str(folder)!r}")
+        return files
+    files = [folder / name for name in sorted(set(index.values()))]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"source has an index that names {file.name}, which is not in {str(folder)!r}")
     return files
 
 
 def _open(path: Path, device: torch.device) -> Any:
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError("reading checkpoints needs safetensors: pip install safetensors") from error
-    return safe_open(str(path), framework="pt", device=str(device)).__enter__()
+    try:
+        return safe_open(str(path), framework="pt", device=str(device)).__enter__()
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"source has {path.name}, which is no whole .safetensors file: {error}") from None

@@ -1,4 +1,4 @@
-"""What is done with the float32 sums of a grouped GEMM before anything is stored: `Epilogue`, and where it all goes.
+"""Epilogues: from float32 sums of a grouped GEMM to stored outputs. `Epilogue`, and the tensors that it writes.
 
 The arithmetic, element by element, all of it float32 and every operation that is written rounded once to nearest even
 (no contraction to a fused multiply-add, subnormals kept). fl() marks the rounding.

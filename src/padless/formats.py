@@ -8,6 +8,7 @@ has both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +61,9 @@ class BlockScaledFormat:
     max_value: float
     codes_per_byte: int = 1
     has_global_scale: bool = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _format_from, tuple(str(v) if isinstance(v, torch.dtype) else v for v in vars(self).values())
 
     @property
     def block_k(self) -> int:
@@ -149,7 +153,7 @@ def blocked_size(rows: int, columns: int) -> int:
     return TILE_BYTES * ceil_div(rows, TILE_ROWS) * ceil_div(columns, TILE_COLUMNS)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockScaledTensor:
     """Codes with their decode scales: value = code * scale (* global_scale).
 
@@ -168,6 +172,10 @@ class BlockScaledTensor:
         is refused: on a CPU by the values of the two offs, which are remembered here; on a GPU, where nothing waits for
         values, by the number of groups and by the tensor: it must be the one given here, or share its memory, and
         torch must not have written to it since. The tensor is kept alive.
+
+    It moves, copies and is saved as a tensor is: `to`, `cpu`, `cuda`, `clone`, pickle, and torch.save with
+    torch.load(weights_only=True) where `padless.BlockScaledTensor` has been imported. `offs` goes along: calls on
+    another device take the ``offs`` of the result. Weights of several groups are indexed by group.
 
     Where activations and weights have the same block, and for a tensor of one row, the scales serve as
     either. Raises ValueError when the parts disagree, or when one requires grad; with grad mode off such a part is kept
@@ -192,6 +200,72 @@ class BlockScaledTensor:
             part = getattr(self, name)
             if part is not None and part.requires_grad:
                 object.__setattr__(self, name, detached(name, part))
+
+    def __repr__(self) -> str:
+        parts = [self.format.name, str(tuple(self.logical_shape)), f"scale {tuple(self.scale.shape)}"]
+        parts += [
+            self.scale_layout if self.scale_layout != "plain" or self.scale_major == "k" else "mn-major"
+        ]
+        parts += [] if self.global_scale is None else [f"global_scale {tuple(self.global_scale.shape)}"]
+        parts += [] if self.offs is None else [f"for {len(self.offs)} groups"]
+        return f"BlockScaledTensor({', '.join(parts)}, {self.device})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        data, scale = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (self.data, self.scale))
+        return _tensor_from, (data, scale, self.format, self.global_scale, self.scale_layout, self.offs)
+
+    def __getitem__(self, group: int | slice) -> BlockScaledTensor:
+        """Weights of one group, (N, K), or of a slice of groups, (G', N, K): views. Without groups a ValueError."""
+        if self.data.dim() != 3:
+            raise ValueError(f"t is {tuple(self.data.shape)}; only weights (G, N, K) are indexed, by group")
+        if not isinstance(group, (int, slice)):
+            raise ValueError(f"group must be an integer or a slice, got {type(group).__name__}")
+        shared = self.global_scale
+        if shared is not None and shared.numel() > 1:
+            shared = shared[group]
+        data, scale = (
+            t.view(_CARRIER.get(t.element_size(), t.dtype))[group] for t in (self.data, self.scale)
+        )
+        data, scale = data.view(self.data.dtype), scale.view(self.scale.dtype)
+        return BlockScaledTensor(data, scale, self.format, shared, self.scale_layout)
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockScaledTensor:
+        """The same on a device; itself where it is there. Values in another dtype: `padless.dequantize`."""
+        if isinstance(device, torch.dtype):
+            raise ValueError(
+                f"device is {device}; to() moves, and padless.dequantize gives values of a dtype"
+            )
+        if torch.empty(0, device=self.device).to(device=device).device == self.device:
+            return self
+        return self._with(lambda t: t.to(device=device, non_blocking=non_blocking))
+
+    def cpu(self) -> BlockScaledTensor:
+        """The same on the CPU."""
+        return self.to("cpu")
+
+    def cuda(self, device: torch.device | str | int | None = None) -> BlockScaledTensor:
+        """The same on a GPU, None for the current one."""
+        return self.to("cuda" if device is None else device)
+
+    def clone(self) -> BlockScaledTensor:
+        """A copy in memory of its own."""
+        return self._with(torch.clone)
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BlockScaledTensor:
+        """Every part changed; narrow types as bytes, MN-major scales with what lies between their columns as zeros."""
+
+        def changed(t: torch.Tensor) -> torch.Tensor:
+            return change(t.view(torch.uint8)).view(t.dtype) if t.element_size() == 1 else change(t)
+
+        scale = self.scale
+        if scale.dtype == torch.float32 and is_mn_major(scale):
+            whole = scale.new_zeros((scale.shape[1], scale.stride(1)))
+            whole[:, : scale.shape[0]] = scale.t()
+            scale = change(whole).t()[: scale.shape[0]]
+        else:
+            scale = changed(scale)
+        shared, offs = (None if t is None else change(t) for t in (self.global_scale, self.offs))
+        return BlockScaledTensor(changed(self.data), scale, self.format, shared, self.scale_layout, offs)
 
     @property
     def shape(self) -> torch.Size:
@@ -244,6 +318,35 @@ class BlockScaledTensor:
 
     def _has_scale_shape(self, kind: str) -> bool:
         return tuple(self.scale.shape) == self.format.scale_shape(self.logical_shape, kind)
+
+
+_CARRIER = {1: torch.uint8}  # torch copies and indexes one-byte types as bytes
+
+
+def _tensor_from(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    format: BlockScaledFormat,
+    global_scale: torch.Tensor | None,
+    scale_layout: str,
+    offs: torch.Tensor | None,
+) -> BlockScaledTensor:
+    """What ``BlockScaledTensor.__reduce__`` took apart."""
+    data, scale = (
+        t if t.dtype == dtype else t.view(dtype)
+        for t, dtype in ((data, format.data_dtype), (scale, format.scale_dtype))
+    )
+    return BlockScaledTensor(data, scale, format, global_scale, scale_layout, offs)
+
+
+def _format_from(name: str, data_dtype: str, scale_dtype: str, *others: object) -> BlockScaledFormat:
+    """The format of these fields: the package's own where it is one."""
+    dtypes = (getattr(torch, dtype.removeprefix("torch.")) for dtype in (data_dtype, scale_dtype))
+    made = BlockScaledFormat(name, *dtypes, *others)  # type: ignore[arg-type]
+    return next((format for format in FORMATS if format == made), made)
+
+
+torch.serialization.add_safe_globals([_tensor_from, _format_from])
 
 
 def _check_parts(t: BlockScaledTensor) -> None:

@@ -1,4 +1,7 @@
-"""Refusal of tensors that require grad: no call has a backward pass, and autograd would make up one from its parts."""
+"""Refusal of tensors that require grad by calls without a backward pass, which autograd would make up from their parts.
+
+`padless.autograd` and `padless.nn` are what trains.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,8 @@ def _refuse(name: str, value: object) -> None:
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             raise ValueError(
-                f"{name} requires grad and padless computes no gradients; pass {name}.detach() or call under "
-                "torch.no_grad()"
+                f"{name} requires grad and this call computes no gradients; train with padless.nn or padless.autograd, "
+                f"pass {name}.detach() or call under torch.no_grad()"
             )
     elif isinstance(value, Sequence) and not isinstance(value, str):
         for i, one in enumerate(value):

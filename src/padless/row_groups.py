@@ -70,5 +70,5 @@ def clamped_ends(offs: list[int], rows: int) -> list[int]:
 
 
 def _version_of(offs: torch.Tensor) -> int | None:
-    """How often torch wrote to the tensor; unknown for one that was made in inference mode."""
+    """The number of times torch wrote to the tensor; unknown for one that was made in inference mode."""
     return None if offs.is_inference() else offs._version

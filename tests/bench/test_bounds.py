@@ -1,4 +1,4 @@
-"""What the peers' times allow: recomputed by hand for tiny records, and for the committed records of a whole grid."""
+"""Bounds by the peers' times: recomputed by hand for tiny records, and for the committed records of a whole grid."""
 
 from __future__ import annotations
 

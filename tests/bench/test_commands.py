@@ -74,6 +74,7 @@ def test_options_reach_the_run(
         ("epilogue", 20, 12),
         ("wgrad", 19, 14),
         ("layer", 27, 6),
+        ("train", 7, 3),
         ("quantize", 4, 1),
         ("tiles", 288, 7),
         ("blackwell", 8, None),

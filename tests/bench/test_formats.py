@@ -40,7 +40,7 @@ def record() -> dict[str, Any]:
 def test_a_record_has_every_pair_that_has_a_kernel(record: dict[str, Any]) -> None:
     names, missing = offered("sm_90a")
     assert set(names) <= set(record["gpu"])
-    assert TORCH in record["gpu"]
+    assert {TORCH, "BF16 x BF16"} <= set(record["gpu"])
     assert record["missing"] == missing
     assert record["errors"] == {}
     assert record["wrong"] == {}
@@ -88,13 +88,22 @@ def test_bytes_are_those_of_codes_scales_and_result(record: dict[str, Any]) -> N
 
 def test_torch_multiplies_the_dequantised_operands() -> None:
     operands = make_operands("NVFP4", "NVFP4", [3, 0, 9], 32, 64, seed=1, device="cpu")
-    entry = formats.torch_entries({"NVFP4 x NVFP4": operands}, FormatsPoint("prefill", 12, 32, 64, 3))[TORCH]
-    entry.contender.call()
-    assert entry.contender.output is not None
-    out = entry.contender.output().double()
+    point = FormatsPoint("prefill", 12, 32, 64, 3)
+    entries = formats.bf16_entries({"NVFP4 x NVFP4": operands}, point, formats.plain_names("sm_90a"))
+    assert set(entries) == {TORCH, "BF16 x BF16"}
+    assert entries[TORCH].bytes == entries["BF16 x BF16"].bytes
     x, w = dequantize(operands.a).bfloat16().double(), dequantize(operands.b).bfloat16().double()
     expected = torch.cat([x[:3] @ w[0].t(), x[3:] @ w[2].t()])
-    torch.testing.assert_close(out, expected, rtol=2**-8, atol=1e-2)
+    for entry in entries.values():
+        entry.contender.call()
+        assert entry.contender.output is not None
+        out = entry.contender.output().double()
+        torch.testing.assert_close(out, expected, rtol=2**-8, atol=1e-2)
+
+
+def test_plain_tensors_are_multiplied_where_there_is_a_kernel_for_them() -> None:
+    assert formats.plain_names("sm_90a") == ["BF16 x BF16"]
+    assert formats.plain_names("sm_100a") == []
 
 
 def test_all_formats_have_the_same_values() -> None:

@@ -37,7 +37,11 @@ def test_there_are_committed_records_of_the_usual_kinds() -> None:
 
 
 # What names a point in its line, where that is not all of it.
-AXES = {"layer": ("model", "tokens"), "wgrad": ("sizes", "M", "groups", "N", "K")}
+AXES = {
+    "layer": ("model", "tokens"),
+    "train": ("model", "tokens", "top_k", "experts"),
+    "wgrad": ("sizes", "M", "groups", "N", "K"),
+}
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
@@ -57,7 +61,7 @@ def test_every_committed_record_is_shown_within_100_columns(path: Path) -> None:
         for point in points:
             shown_axes = AXES.get(kind, point["point"])
             axes = [str(point["point"][axis]) for axis in shown_axes]
-            digits = 0 if kind == "layer" else 1
+            digits = 0 if kind in ("layer", "train") else 1
             own = next(f"{timing['us']:.{digits}f}" for timing in point["gpu"].values())
             assert any(
                 own in line and all(axis in line for axis in axes if kind != "quantize") for line in lines

@@ -49,7 +49,7 @@ assert {{m for m in sys.modules if m.startswith("padless")}} == {{"padless", "pa
 """
     found = run_python("-c", script)
     assert found.returncode == 0, found.stderr
-    for command in ("demo", "train-demo", "info", "tune", "verify", "bench", "emulate"):
+    for command in ("demo", "train-demo", "info", "tune", "verify", "fuzz", "bench", "emulate"):
         assert command in found.stdout
 
 
@@ -208,8 +208,20 @@ def test_verify_passes_its_options_on_and_its_exit_code_back(main, recorded):
     assert main("verify", "--out", "there", "--no-sanitizer")[0] == 3
     assert main("verify", "--check", "one", "--check", "two")[0] == 3
     assert calls == [
-        {"out": Path("there"), "sanitizer": False, "against_emulator": False, "checks": None},
-        {"out": None, "sanitizer": True, "against_emulator": False, "checks": ["one", "two"]},
+        {
+            "out": Path("there"),
+            "sanitizer": False,
+            "against_emulator": False,
+            "checks": None,
+            "workers": None,
+        },
+        {
+            "out": None,
+            "sanitizer": True,
+            "against_emulator": False,
+            "checks": ["one", "two"],
+            "workers": None,
+        },
     ]
 
 

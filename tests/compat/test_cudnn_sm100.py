@@ -13,15 +13,17 @@ from padless.verify.epilogue import judge
 from padless.verify.problems.epilogue import (
     EpilogueProblem,
     Outputs,
-    quant_paths,
+    quant_routes,
     random_epilogue_problem,
     run_problem,
     untouched,
 )
 from support.sm100_grouped import make_case
 
+pytestmark = pytest.mark.kernels
+
 BLACKWELL, HOPPER = "emulator:sm_100a", "emulator"
-ROUTES = {path.a: path for path in quant_paths("sm_100a") if path.a == path.b}
+ROUTES = {route.a: route for route in quant_routes("sm_100a") if route.a == route.b}
 
 
 @pytest.mark.parametrize(

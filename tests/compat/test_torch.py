@@ -155,7 +155,7 @@ OFFS = padless.group_offsets([2, 4])
         ({"bias": torch.zeros(136)}, "bias must be None"),
         ({"contraction_dim": (1, 1)}, r"contraction_dim is \(1, 1\)"),
         ({"offs": None}, "offs is None; pass the"),
-        ({"offs": OFFS.long()}, "offs must be a 1-D int32 tensor"),
+        ({"offs": OFFS.float()}, "offs must be a 1-D int32 or int64 tensor"),
         ({"scale_a": [GOOD[0].scale, GOOD[0].scale]}, "scale_a must be one tensor, or a list of one"),
         ({"scale_b": []}, "scale_b must be one tensor, or a list of one"),
         ({"mat_b": GOOD[1].data}, r"mat_b must be \(G, K, N\) and column-major .*\(2, 136, 272\)"),

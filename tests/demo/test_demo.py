@@ -332,3 +332,39 @@ def test_a_wrong_row_of_another_format_fails_the_demo_too(tmp_path, monkeypatch)
     monkeypatch.setattr(demo.synthetic_inputs, "__defaults__", (64,))
     with pytest.raises(ValueError, match="a row of the grouped GEMM is off by"):
         run(tmp_path, synthetic=True)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The synthetic demo with few tokens and no other formats."""
+    monkeypatch.setattr(demo_formats, "PAIRS", ())
+    monkeypatch.setattr(demo.synthetic_inputs, "__defaults__", (32,))
+
+
+def test_without_matplotlib_everything_but_the_picture(tmp_path, monkeypatch, small):
+    """It is said at the start, not after the work. Piped output has a line for each step."""
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    monkeypatch.setattr(demo, "draw_padding", lambda *_: pytest.fail("matplotlib is not there"))
+    result, text = run(tmp_path, synthetic=True)
+    assert result.picture is None
+    assert text.startswith(
+        "There will be no picture: matplotlib is not installed (pip install 'padless[demo]')."
+    )
+    assert "Arithmetic" in text
+    assert "Picture" not in text
+    assert list(tmp_path.iterdir()) == []
+    steps = [line for line in text.splitlines() if line[4:7] == " s "]
+    assert len(steps) == demo.NUM_STEPS
+    assert steps[0] == "   0 s  Making random data"
+    assert "\x1b" not in text
+
+
+def test_what_was_measured_is_printed_before_it_is_drawn(tmp_path, monkeypatch, small):
+    def broken(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(demo, "draw_padding", broken)
+    buffer = io.StringIO()
+    with pytest.raises(OSError, match="no room"):
+        demo.run_demo(out=tmp_path, synthetic=True, console=Console(file=buffer, width=120))
+    assert "Arithmetic" in buffer.getvalue()

@@ -64,6 +64,14 @@ def test_finds_a_race_and_says_so_with_its_exit_code(tmp_path: Path) -> None:
     assert code == 0
 
 
+@pytest.mark.parametrize("seeds", ["0", "-1"])
+def test_no_seeds_is_an_error(tmp_path: Path, seeds: str) -> None:
+    """Nothing would be run, and nothing found."""
+    code, output = emulate(tmp_path, SOURCE, LAUNCH, "--seeds", seeds)
+    assert code == 2
+    assert "--seeds" in output
+
+
 def test_trace_prints_instructions(tmp_path: Path) -> None:
     code, output = emulate(tmp_path, SOURCE, LAUNCH, "--trace")
     assert code == 0

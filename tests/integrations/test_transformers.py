@@ -237,6 +237,7 @@ def test_bf16_experts_are_refused(folder_of: Callable[..., Path]) -> None:
         ("mixtral", FP8_BLOCK, 0.015),
         ("mixtral", MXFP8, 0.015),
         ("mixtral", MXFP4, 0.05),
+        ("mixtral", padless.NVFP4, 0.04),
         ("gpt_oss", MXFP4, 0.05),  # transposed, with biases and a gate of its own
     ],
 )
@@ -253,10 +254,10 @@ def test_quantize_experts(
         quantize_experts(model, format)
 
 
-def test_quantize_experts_takes_three_formats(folder_of: Callable[..., Path]) -> None:
+def test_quantize_experts_takes_four_formats(folder_of: Callable[..., Path]) -> None:
     model = load(folder_of("mixtral", "bf16"))
-    with pytest.raises(ValueError, match="format is 'NVFP4'; allowed: FP8_BLOCK, MXFP8, MXFP4"):
-        quantize_experts(model, padless.NVFP4)
+    with pytest.raises(ValueError, match="format is 'MXFP8_E5M2'; allowed: FP8_BLOCK, MXFP8, MXFP4, NVFP4"):
+        quantize_experts(model, padless.MXFP8_E5M2)
 
 
 # --- compiling and importing -----------------------------------------------------------------------------

@@ -19,13 +19,17 @@ from padless.formats import FP8_BLOCK
 from padless.kernels.epilogue_launch import QuantConfig
 from padless.kernels.sm90_bf16 import host as sm90_bf16
 from padless.kernels.sm90_bf16.config import PAIRS
+from padless.kernels.sm90_bf16_plain import host as bf16_plain
+from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
+from padless.kernels.sm90_bf16_wgrad import host as bf16_wgrad
+from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.kernels.sm90_fp8 import host as sm90_fp8
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.sm90_fp8_wgrad import host as wgrad
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
-from padless.kernels.table import ROUTES
+from padless.kernels.table import PLAIN_ROUTES, ROUTES
 from padless.runtime import jit
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
@@ -52,6 +56,8 @@ CONFIGS = {
     + [QuantConfig(Sm90Mxfp8Config(block_m=m), QUANT) for m in (64, 128)],
     sm90_bf16.KERNEL: [*bf16_configs(), QuantConfig(bf16_configs()[-1], QUANT)],
     wgrad.KERNEL: [WgradConfig(block_m=128), WgradConfig(block_m=256)],
+    bf16_plain.KERNEL: [Bf16PlainConfig(block_n=128), Bf16PlainConfig(block_n=256)],
+    bf16_wgrad.KERNEL: [Bf16WgradConfig(block_n=128), Bf16WgradConfig(block_n=256)],
 }
 CASES = [(kernel, i) for kernel, configs in CONFIGS.items() for i in range(len(configs))]
 
@@ -89,7 +95,7 @@ def test_every_kernel_with_setmaxnreg_is_judged() -> None:
         name for name, text in jit.sources().items() if name.endswith(".cu") and "setmaxnreg_inc<" in text
     }
     assert using == set(CONFIGS)
-    assert using <= {path.kernel for path in ROUTES} | {wgrad.KERNEL}
+    assert using <= {path.kernel for path in (*ROUTES, *PLAIN_ROUTES)} | {wgrad.KERNEL, bf16_wgrad.KERNEL}
 
 
 @pytest.mark.parametrize("kernel", CONFIGS)

@@ -12,9 +12,10 @@ from padless import formats
 from padless.cli import supported
 from padless.cli.supported import supported_markdown
 from padless.kernels import table as paths_module
-from padless.kernels.table import ROUTES, KernelHost, QuantHost, find_route
+from padless.kernels.table import PLAIN_ROUTES, ROUTES, KernelHost, QuantHost, find_route
 from support.ragged import ROOT
 
+EVERY = (*ROUTES, *PLAIN_ROUTES)
 PAGE = ROOT / "docs/supported.md"
 
 
@@ -29,9 +30,9 @@ def test_the_page_is_the_generators_output() -> None:
     assert PAGE.read_text() == supported_markdown(), "run: padless info --formats > docs/supported.md"
 
 
-def test_every_path_is_in_the_table_and_nothing_else() -> None:
+def test_every_route_is_in_the_table_and_nothing_else() -> None:
     text = supported_markdown()
-    for operation in {path.operation for path in ROUTES}:
+    for operation in {route.operation for route in ROUTES}:
         rows = rows_of(text, operation)
         archs = ["sm_90a", "sm_100a"]
         listed = {
@@ -40,45 +41,45 @@ def test_every_path_is_in_the_table_and_nothing_else() -> None:
             for arch, cell in zip(archs, cells, strict=True)
             for kernel in re.findall(r"`(\w+)`", cell)
         }
-        wanted = {((p.a, p.b), p.arch, p.name) for p in ROUTES if p.operation == operation}
+        wanted = {((p.a, p.b), p.arch, p.name) for p in EVERY if p.operation == operation}
         assert listed == wanted
-    for path in ROUTES:
-        assert f"| `{path.name}.cu` | {path.accumulation} |" in text
+    for route in EVERY:
+        assert f"| `{route.name}.cu` | {route.accumulation} |" in text
 
 
 def test_the_named_default_is_the_one_that_is_taken() -> None:
     text = supported_markdown()
-    for operation in {path.operation for path in ROUTES}:
+    for operation in {route.operation for route in ROUTES}:
         for (a, b), cells in rows_of(text, operation).items():
             for arch, cell in zip(("sm_90a", "sm_100a"), cells, strict=True):
                 if cell == "-":
                     continue
                 kernels = re.findall(r"`(\w+)`", cell)
                 assert find_route(operation, arch, a, b).name == kernels[0], cell
-                for path in ROUTES:
-                    if (path.operation, path.arch, path.a, path.b) == (operation, arch, a, b):
-                        assert find_route(operation, arch, a, b, path.load().Config) == path, "by its class"
+                for route in EVERY:
+                    if (route.operation, route.arch, route.a, route.b) == (operation, arch, a, b):
+                        assert find_route(operation, arch, a, b, route.load().Config) == route, "by its class"
 
 
 def test_every_call_takes_the_same_kernel_for_a_pair() -> None:
     """What is quantised is what grouped_gemm and gemm round: but for Blackwell's dense kernel one kernel does all."""
-    for path in ROUTES:
-        first = find_route(path.operation, path.arch, path.a, path.b)
-        grouped = find_route("grouped_gemm", path.arch, path.a, path.b)
-        if (path.operation, path.arch, path.a[:5]) == ("gemm", "sm_100a", "MXFP8"):
+    for route in ROUTES:
+        first = find_route(route.operation, route.arch, route.a, route.b)
+        grouped = find_route("grouped_gemm", route.arch, route.a, route.b)
+        if (route.operation, route.arch, route.a[:5]) == ("gemm", "sm_100a", "MXFP8"):
             assert first.kernel == "sm100_dense/sm100_mxfp8_gemm.cu"
         else:
             assert (first.kernel, first.accumulation) == (grouped.kernel, grouped.accumulation)
 
 
-def test_a_new_path_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_route_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     before = supported_markdown()
     extra = paths_module.Route("gemm", "sm_90a", "NVFP4", "MXFP8", "nothing", "made_up.cu", "by hand")
     monkeypatch.setattr(supported, "ROUTES", (*ROUTES, extra))
     text = supported_markdown()
     assert text != before
     assert rows_of(text, "gemm")["NVFP4", "MXFP8"] == ["`made_up`", "-"]
-    default = next(path for path in ROUTES if path.operation == "gemm")
+    default = next(route for route in ROUTES if route.operation == "gemm")
     other = paths_module.Route("gemm", default.arch, default.a, default.b, "nothing", "other.cu", "by hand")
     monkeypatch.setattr(supported, "ROUTES", (*ROUTES, other))
     cells = rows_of(supported_markdown(), "gemm")[default.a, default.b]
@@ -96,10 +97,10 @@ def test_every_format_is_described() -> None:
 # --- host sides --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", sorted({route.module for route in ROUTES}))
+@pytest.mark.parametrize("module", sorted({route.module for route in EVERY}))
 def test_a_host_side_is_what_the_protocol_says(module: str) -> None:
     """Names and kinds of parameters, and that the configuration is a frozen dataclass with a prelude."""
-    route = next(route for route in ROUTES if route.module == module)
+    route = next(route for route in EVERY if route.module == module)
     quant = route.operation == paths_module.QUANT
     host, protocol = (route.load_quant(), QuantHost) if quant else (route.load(), KernelHost)
     wanted = list(inspect.signature(protocol.prepare).parameters.values())[1:]

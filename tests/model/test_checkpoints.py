@@ -247,8 +247,8 @@ WRONG = {
     "scale must be float8_e4m3fn, float8_e8m0fnu or uint8, got torch.float32": lambda: from_torch(
         random_bytes(4, 8, seed=1), torch.ones(4, 1)
     ),
-    "scale must have shape (4, 1), or the 512 bytes of its 32x4x4 tiles, got (4, 2)": lambda: from_torch(
-        random_bytes(4, 8, seed=1), e4m3(4, 2, seed=1)
+    "scale must have shape (4, 1), or be 32x4x4 tiles of shape (512,) or (32, 16), got (4, 2)": lambda: (
+        from_torch(random_bytes(4, 8, seed=1), e4m3(4, 2, seed=1))
     ),
     "global_scale must be None beside power-of-two scales": lambda: from_compressed_tensors(
         random_bytes(4, 16, seed=1), random_bytes(4, 1, seed=1), torch.ones(1)

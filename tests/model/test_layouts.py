@@ -1,4 +1,4 @@
-"""Where scales and packed codes lie in memory, byte by byte, from the published index formulas."""
+"""Layouts of scales and packed codes in memory, byte by byte, from the published index formulas."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_on_the_gpu(name: str) -> None:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     """Every kernel of the layer replaced by its emulated machine code, with the hardware's casts."""
-    from padless.moe.triton import combine, quantize_rows, route
+    from padless.moe.triton import combine, place_scales, quantize_rows, route
     from padless.quantization.triton import casts as triton_casts
     from padless.quantization.triton import fp8_block as quantize_triton
     from padless.quantization.triton import global_scale as quantize_triton_global
@@ -69,6 +69,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
         (quantize_rows, "_quantize_rows"),
         (combine, "_combine"),
         (combine, "_combine_backward"),
+        (place_scales, "_place_scales"),
         (quantize_triton_global, "_factors_of_given"),
         (quantize_triton, "_fp8_block_activation"),
         (quantize_triton_rows, "_row_blocks"),
@@ -136,6 +137,36 @@ def test_machine_code_of_quantize_rows(name: str, emulated: list[EmulatedKernel]
 
 def test_machine_code_of_routed_rows(emulated: list[EmulatedKernel]) -> None:
     moe_cases.routed_rows("cpu")
+
+
+def test_machine_code_of_placed_scales(emulated: list[EmulatedKernel]) -> None:
+    """A launch behind the quantizing one, whose scales go to the tokens' rows: 4 bytes a row and block, in runs."""
+    moe_cases.placed_scales("cpu")
+    assert [k.launches for k in emulated[3:7:3]] == [2, 2]
+    assert "st.global.b32" in compiled_ptx(emulated[6])
+
+
+def test_scales_are_placed_where_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the number of scales, which the host knows: never where slots are sorted in the same launch."""
+    from padless import FP8_BLOCK
+    from padless.moe.triton import place_scales, quantize_rows
+
+    asked = []
+    monkeypatch.setattr(quantize_rows, "_quantize_rows", NoKernel())
+    monkeypatch.setattr(place_scales, "_place_scales", NoKernel())
+    monkeypatch.setattr(place_scales, "place", lambda placed, scale: asked.append(scale.numel()))
+    for tokens, top_k, k in ((2048, 8, 2048), (8192, 4, 2048), (8192, 8, 1024), (1 << 16, 1, 1024)):
+        x = torch.empty((tokens, k), dtype=torch.bfloat16, device="meta")
+        inverse = torch.empty((tokens, top_k), dtype=torch.int32, device="meta")
+        quantize_rows.quantize_rows(x, FP8_BLOCK, inverse=inverse)
+    assert asked == [1 << 19, 1 << 19]
+
+
+class NoKernel:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **options: None
 
 
 def test_machine_code_of_combine(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,7 @@ def test_the_second_derivative_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"x": torch.zeros(8, 144)}, "w13 must be"),
+        ({"x": torch.zeros(8, 144), "shared": torch.zeros(8, 144)}, r"x must be \(T, 160\)"),
         ({"x": torch.zeros(8, 160, dtype=torch.float64)}, "x must be"),
         ({"index": torch.zeros(8, 3)}, "top_k_index must be"),
         ({"prob": torch.zeros(8, 2)}, "top_k_weights must be"),

@@ -26,32 +26,32 @@ from padless.kernels.table import ROUTES, Route, find_route
 from padless.ops.grouped_gemm import group_offsets
 from padless.quantization.quantize import quantize
 from padless.verify import invariance as verify_invariance
-from padless.verify.against_emulator import backend_of, bits
+from padless.verify.emulator.kernels import backend_of, bits
 from padless.verify.invariance import (
     SURROUNDINGS,
     InvarianceProblem,
     check_batch_invariance,
-    invariance_paths,
+    invariance_routes,
     judge_problem,
     make_problem,
     random_problem,
 )
 from support.quant_cases import plant
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.kernels]
 
-ALL = [*invariance_paths("sm_90a"), *invariance_paths("sm_100a")]
+ALL = [*invariance_routes("sm_90a"), *invariance_routes("sm_100a")]
 # Two of them for the quick tests: rows as dense products, and D of the quantising call.
 FEW = ("dense", "values")
 SIZES, N, K = (3, 0, 9), 48, 160  # tails of N and K, two stages
 SPECIAL = ("MXFP8", "MXFP8")
 
 
-def name_of(path: Route) -> str:
-    return f"{path.module} {path.a} {path.b}"
+def name_of(route: Route) -> str:
+    return f"{route.module} {route.a} {route.b}"
 
 
-def path_of(config_class: type, a: str, b: str) -> Route:
+def route_of(config_class: type, a: str, b: str) -> Route:
     return next(p for p in ALL if (p.config_class, p.a, p.b) == (config_class, a, b))
 
 
@@ -65,25 +65,25 @@ def judge_emulated(problem: InvarianceProblem, surroundings: tuple[str, ...] | N
 # --- every pair ------------------------------------------------------------------------------------------
 
 
-def test_every_grouped_path_is_here_and_has_its_other_calls() -> None:
+def test_every_grouped_route_is_here_and_has_its_other_calls() -> None:
     assert set(ALL) == {p for p in ROUTES if p.operation == "grouped_gemm"}
-    for path in ALL:
+    for route in ALL:
         for operation in ("gemm", "grouped_gemm_quant"):
-            choice = make_problem(path, (1,), 16, 32, torch.float32, 0).kernel
-            assert find_route(operation, path.arch, path.a, path.b, choice)
+            choice = make_problem(route, (1,), 16, 32, torch.float32, 0).kernel
+            assert find_route(operation, route.arch, route.a, route.b, choice)
 
 
 @pytest.mark.parametrize(
-    "path",
+    "route",
     [pytest.param(p, marks=[pytest.mark.slow] if "E5M2" in p.a + p.b else []) for p in ALL],
     ids=name_of,
 )
-def test_a_row_is_what_it_is_alone_and_quantised(path: Route) -> None:
-    assert judge_emulated(make_problem(path, SIZES, N, K, torch.float32, 1), FEW) == (1 + 9 + 12) * N
+def test_a_row_is_what_it_is_alone_and_quantised(route: Route) -> None:
+    assert judge_emulated(make_problem(route, SIZES, N, K, torch.float32, 1), FEW) == (1 + 9 + 12) * N
 
 
 def test_mxfp8_on_hopper_in_all_surroundings() -> None:
-    problem = make_problem(path_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
+    problem = make_problem(route_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
     assert problem.kernel is None
     assert judge_emulated(problem) > 6 * 12 * N
 
@@ -91,7 +91,7 @@ def test_mxfp8_on_hopper_in_all_surroundings() -> None:
 def with_and_without_loud_rows() -> tuple[torch.Tensor, torch.Tensor]:
     """Bits of three rows of MXFP4 x MXFP4 on Hopper, whose scales are all inside of float16's range: among rows that
     have others from the second stage of K on, and by themselves."""
-    problem = make_problem(path_of(Sm90Bf16Config, "MXFP4", "MXFP4"), (9,), N, 544, torch.float32, 3)
+    problem = make_problem(route_of(Sm90Bf16Config, "MXFP4", "MXFP4"), (9,), N, 544, torch.float32, 3)
     assert isinstance(problem.a, BlockScaledTensor)
     exponents = problem.a.scale.view(torch.uint8).int() - 127
     beyond = (exponents < -18) | (exponents > 5)
@@ -117,7 +117,7 @@ def test_a_tile_that_leaves_float16_wrongly_is_seen(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_class_chooses_the_kernel_and_leaves_the_tile_to_it() -> None:
-    problem = make_problem(path_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
+    problem = make_problem(route_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
     default, other = multiplied(problem, None), multiplied(problem, Sm90Bf16Config)
     assert not torch.equal(default, other)
     tile = sm90_bf16.select_config(*SPECIAL, sum(SIZES), len(SIZES))
@@ -131,18 +131,18 @@ def test_a_class_chooses_the_kernel_and_leaves_the_tile_to_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_every_pair_in_all_surroundings(path: Route, dtype: torch.dtype) -> None:
-    problem = make_problem(path, (2, 0, 17, 1), 80, 288, dtype, 4)
+@pytest.mark.parametrize("route", ALL, ids=name_of)
+def test_every_pair_in_all_surroundings(route: Route, dtype: torch.dtype) -> None:
+    problem = make_problem(route, (2, 0, 17, 1), 80, 288, dtype, 4)
     assert judge_emulated(problem) > 6 * 20 * 80
 
 
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_the_reference_in_all_surroundings(path: Route) -> None:
+@pytest.mark.parametrize("route", ALL, ids=name_of)
+def test_the_reference_in_all_surroundings(route: Route) -> None:
     """Sums of e5m2's and of bf16's products may round in float64, whose order is the BLAS library's: they are compared
     where nothing rounds."""
-    problem = make_problem(path, (5, 0, 33, 1), 80, 288, torch.float32, 5)
-    if "E5M2" in path.a + path.b or path.a == "BF16":
+    problem = make_problem(route, (5, 0, 33, 1), 80, 288, torch.float32, 5)
+    if "E5M2" in route.a + route.b or route.a == "BF16":
         problem = with_integers(problem)
     assert judge_problem(problem, "cpu", "reference") > 0
 
@@ -157,18 +157,18 @@ def with_integers(problem: InvarianceProblem) -> InvarianceProblem:
 # --- every tile ------------------------------------------------------------------------------------------
 
 
-def chosen_tiles(path: Route, n: int) -> list[Any]:
+def chosen_tiles(route: Route, n: int) -> list[Any]:
     """Every configuration that is picked for some number of rows, without what follows from the operands."""
     numbers = [*range(1, 34), 48, 64, 65, 100, 128, 129, 192, 193, 256, 512, 1024, 4096, 65536]
     found: dict[Any, None] = {}
     for m in numbers:
         for groups in (1, 2, 8):
-            if path.config_class is Sm90Bf16Config:
-                found[sm90_bf16.select_config(path.a, path.b, m, groups, out_dtype=torch.float32)] = None
-            elif path.config_class is Sm90Mxfp8Config:
+            if route.config_class is Sm90Bf16Config:
+                found[sm90_bf16.select_config(route.a, route.b, m, groups, out_dtype=torch.float32)] = None
+            elif route.config_class is Sm90Mxfp8Config:
                 found[sm90_mxfp8.select_config(m, n, groups, 132)] = None
                 found[sm90_mxfp8.select_config(m, 8192, groups, 132)] = None
-            elif path.config_class is Sm90Fp8Config:
+            elif route.config_class is Sm90Fp8Config:
                 for columns in (n, 4096):
                     shape = fp8_config.Problem(m, columns, K, groups, torch.float32)
                     found[fp8_config.select_config(shape)] = None
@@ -180,10 +180,10 @@ def chosen_tiles(path: Route, n: int) -> list[Any]:
 
 def test_the_tiles_that_are_chosen_are_many() -> None:
     """For one pair of every kernel."""
-    counts = {path.config_class: len(chosen_tiles(path, 144)) for path in ALL if path.a == path.b}
+    counts = {route.config_class: len(chosen_tiles(route, 144)) for route in ALL if route.a == route.b}
     assert set(counts) == {Sm90Fp8Config, Sm90Mxfp8Config, Sm90Bf16Config, Sm100GroupedConfig}
     assert all(count >= 2 for count in counts.values()), counts
-    heights = {tile.block_m for tile in chosen_tiles(path_of(Sm90Bf16Config, "NVFP4", "NVFP4"), 144)}
+    heights = {tile.block_m for tile in chosen_tiles(route_of(Sm90Bf16Config, "NVFP4", "NVFP4"), 144)}
     assert heights == {8, 16, 32, 64, 128}
 
 
@@ -198,16 +198,16 @@ def multiplied(problem: InvarianceProblem, config: Any) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_every_tile_that_is_chosen_gives_the_same_bits(path: Route) -> None:
-    problem = make_problem(path, (2, 0, 17, 1), 144, 288, torch.float32, 6)
+@pytest.mark.parametrize("route", ALL, ids=name_of)
+def test_every_tile_that_is_chosen_gives_the_same_bits(route: Route) -> None:
+    problem = make_problem(route, (2, 0, 17, 1), 144, 288, torch.float32, 6)
     if isinstance(problem.a, torch.Tensor):
         problem.a[4] = -0.0
     else:
         problem.a.data.view(torch.uint8)[4] = 0x88 if problem.a.format.codes_per_byte == 2 else 0x80
     # Every product of row 4 by column 0 is a negative zero, and a stage past the end of K adds positive ones.
     problem.b.data.view(torch.uint8)[:, 0] &= 0x77 if problem.b.format.codes_per_byte == 2 else 0x7F
-    first, *others = chosen_tiles(path, 144)
+    first, *others = chosen_tiles(route, 144)
     expected = multiplied(problem, first)
     for config in others:
         assert torch.equal(multiplied(problem, config), expected), config
@@ -232,14 +232,14 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ("surroundings", "where"), [("crowded", "before a crowded group"), ("values", "D of the quantising call")]
 )
 def test_a_choice_by_the_rows_of_a_group_is_seen(by_rows: None, surroundings: str, where: str) -> None:
-    problem = make_problem(path_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
+    problem = make_problem(route_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
     with pytest.raises(AssertionError, match=rf"MXFP8 x MXFP8 .*{where}: \d+ of 12 rows have other bits"):
         judge_emulated(problem, (surroundings,))
 
 
 def test_a_quantising_call_that_adds_up_differently_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90_mxfp8_quant, "prepare", sm90_bf16_quant.prepare)
-    problem = make_problem(path_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
+    problem = make_problem(route_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
     with pytest.raises(AssertionError, match=r"codes of the quantising call: \d+ of 12 rows have other bits"):
         judge_emulated(problem, ("codes",))
 
@@ -265,14 +265,14 @@ def test_one_wrong_bit_of_one_row_is_seen_in_any_surroundings(
 
     for name in ("grouped_gemm", "gemm", "grouped_gemm_quant"):
         monkeypatch.setattr(verify_invariance, name, wrong(getattr(verify_invariance, name)))
-    problem = make_problem(path_of(Sm90Mxfp8Config, *SPECIAL), (5, 0, 4), 48, 160, torch.float32, 7)
+    problem = make_problem(route_of(Sm90Mxfp8Config, *SPECIAL), (5, 0, 4), 48, 160, torch.float32, 7)
     with pytest.raises(AssertionError, match="rows have other bits, the first is 0"):
         judge_problem(problem, "cpu", "reference", (surroundings,))
 
 
 def test_rows_that_nobody_wrote_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_invariance, "grouped_gemm", lambda a, b, offs, out, **options: out)
-    problem = make_problem(path_of(Sm90Mxfp8Config, *SPECIAL), (5, 0, 4), 48, 160, torch.float32, 7)
+    problem = make_problem(route_of(Sm90Mxfp8Config, *SPECIAL), (5, 0, 4), 48, 160, torch.float32, 7)
     with pytest.raises(AssertionError, match="were not written"):
         judge_problem(problem, "cpu", "reference", ("crowded",))
 
@@ -282,9 +282,9 @@ def test_rows_that_nobody_wrote_are_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("path", invariance_paths("sm_90a"), ids=name_of)
-def test_large_problems_on_a_gpu(path: Route, seed: int) -> None:
-    assert judge_problem(random_problem(path, seed, factor=4), "cuda") > 0
+@pytest.mark.parametrize("route", invariance_routes("sm_90a"), ids=name_of)
+def test_large_problems_on_a_gpu(route: Route, seed: int) -> None:
+    assert judge_problem(random_problem(route, seed, factor=4), "cuda") > 0
 
 
 @pytest.mark.gpu
@@ -294,7 +294,7 @@ def test_the_check_of_verify() -> None:
 
 @pytest.mark.gpu
 def test_a_choice_by_the_rows_of_a_group_is_seen_on_a_gpu(by_rows: None) -> None:
-    problem = random_problem(path_of(Sm90Mxfp8Config, *SPECIAL), 0)
+    problem = random_problem(route_of(Sm90Mxfp8Config, *SPECIAL), 0)
     with pytest.raises(AssertionError, match="rows have other bits"):
         judge_problem(problem, "cuda", None)
 
@@ -305,7 +305,7 @@ def test_torchs_calling_convention_computes_the_same_rows(sizes: tuple[int, ...]
     from padless.compat.torch import scaled_grouped_mm
 
     problem = make_problem(
-        path_of(Sm90Fp8Config, "FP8_BLOCK", "FP8_BLOCK"), sizes, 272, 400, torch.bfloat16, 8
+        route_of(Sm90Fp8Config, "FP8_BLOCK", "FP8_BLOCK"), sizes, 272, 400, torch.bfloat16, 8
     )
     a, b = (verify_invariance.moved(t, "cuda") for t in (problem.a, problem.b))
     offs = group_offsets(sizes).cuda()

@@ -143,9 +143,17 @@ BAD_CALLS = [
         lambda: {"offs": None, "b": weight(groups=1)},
         ("offs is None and b has 1 group;", "padless.group_offsets"),
     ),
-    Bad("offs_list", lambda: {"offs": [2, 6]}, ("offs must be a 1-D int32 tensor", "list", "group_offsets")),
-    Bad("offs_int64", lambda: {"offs": OFFS.long()}, ("offs must be a 1-D int32 tensor", "torch.int64")),
-    Bad("offs_rank", lambda: {"offs": OFFS[None]}, ("offs must be a 1-D int32 tensor", "(1, 2)")),
+    Bad(
+        "offs_list",
+        lambda: {"offs": [2, 6]},
+        ("offs must be a 1-D int32 or int64 tensor", "list", "group_offsets"),
+    ),
+    Bad(
+        "offs_int16",
+        lambda: {"offs": OFFS.short()},
+        ("offs must be a 1-D int32 or int64 tensor", "torch.int16"),
+    ),
+    Bad("offs_rank", lambda: {"offs": OFFS[None]}, ("offs must be a 1-D int32 or int64 tensor", "(1, 2)")),
     Bad("offs_short", lambda: {"offs": OFFS[:1]}, ("offs has 1 entries and b 2 groups",)),
     Bad(
         "offs_with_a_leading_zero",

@@ -17,7 +17,8 @@ from padless.ops import launch_cache
 from support.public_calls import CALLS, GROUPS, OFFS, K, M, N, normal, product, same, tensors_in
 
 REFUSED = (
-    r"requires grad and padless computes no gradients; pass .*\.detach\(\) or call under torch\.no_grad\(\)"
+    r"requires grad and this call computes no gradients; train with padless\.nn or padless\.autograd, "
+    r"pass .*\.detach\(\) or call under torch\.no_grad\(\)"
 )
 # torch's call has a bias in its signature and refuses any. The others hold what they were given; calls look at that.
 ONLY_NONE = {("scaled_grouped_mm", "bias")}

@@ -259,11 +259,17 @@ def test_quantised_numbers_multiply_as_the_numbers_do() -> None:
     m=st.sampled_from((0, 1, 33, 50)),
 )
 def test_wrong_offs_never_write_outside(offs: list[int], m: int) -> None:
-    """Whatever they hold, every written row is a row of `out` that some group can claim."""
+    """Where they are no partition the reference refuses them, and writes nothing."""
     a, b = random_operands(m, 24, 144, len(offs), "mn", 17)
     guarded = GuardedOutput(m, 24, torch.bfloat16)
-    padless.grouped_gemm(a, b, torch.tensor(offs, dtype=torch.int32), out=guarded.out)
-    guarded.check(min(max(0, *offs), m))
+    ends = [0, *offs, m]
+    if ends == sorted(ends):
+        padless.grouped_gemm(a, b, torch.tensor(offs, dtype=torch.int32), out=guarded.out)
+        guarded.check(offs[-1])
+        return
+    with pytest.raises(ValueError, match=r"^offs\[\d\] is -?\d+; offs must not be negative nor decrease"):
+        padless.grouped_gemm(a, b, torch.tensor(offs, dtype=torch.int32), out=guarded.out)
+    guarded.check(0)
 
 
 @pytest.mark.parametrize(
@@ -279,10 +285,10 @@ def test_check_offs_looks_at_the_values(offs: list[int], message: str) -> None:
     a, b = random_operands(10, 24, 144, 3, "mn", 19)
     guarded = GuardedOutput(10, 24, torch.bfloat16)
     values = torch.tensor(offs, dtype=torch.int32)
-    with pytest.raises(ValueError, match=message):
-        padless.grouped_gemm(a, b, values, out=guarded.out, check_offs=True)
+    for check_offs, kind in ((True, torch.int32), (False, torch.int32), (False, torch.int64)):
+        with pytest.raises(ValueError, match=message):
+            padless.grouped_gemm(a, b, values.to(kind), out=guarded.out, check_offs=check_offs)
     guarded.check(0)
-    padless.grouped_gemm(a, b, values, out=guarded.out)  # unchecked it must pass
 
 
 def test_check_offs_lets_right_values_pass() -> None:

@@ -1,4 +1,4 @@
-"""What a call asks of the device: one launch, with arguments that fit the kernel's parameters, never more."""
+"""Launches of a call: one launch, with arguments that fit the kernel's parameters, never more."""
 
 from __future__ import annotations
 

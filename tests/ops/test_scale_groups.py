@@ -137,8 +137,9 @@ def test_equal_groups_are_accepted(made: str) -> None:
     assert wanted[:257].isfinite().all()
     for again in (a, copy.deepcopy(a)):
         assert torch.equal(padless.grouped_gemm(again, b, offsets())[:257], wanted[:257])
-    dead = torch.tensor([-3, 127, 256, 257], dtype=torch.int32)
-    assert torch.equal(padless.grouped_gemm(a, b, dead)[:257], wanted[:257])
+    assert torch.equal(padless.grouped_gemm(a, b, offsets().long())[:257], wanted[:257])
+    with pytest.raises(ValueError, match=r"offs\[0\] is -3"):  # the same rows, but no partition
+        padless.grouped_gemm(a, b, torch.tensor([-3, 127, 256, 257], dtype=torch.int32))
     values = [padless.dequantize(t, offs=offsets())[:257] for t in (a, plain)]
     assert torch.equal(*values)
 

@@ -1,9 +1,10 @@
-"""What is said to be available, and why something is not."""
+"""Availability of backends, and the reason where one is missing."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,3 +168,18 @@ def test_the_default_on_the_cpu_is_the_reference(monkeypatch: pytest.MonkeyPatch
     by_default = padless.grouped_gemm(a, b, offs)
     assert calls == [1]
     assert torch.equal(by_default, padless.grouped_gemm(a, b, offs, backend="reference"))
+
+
+def test_the_driver_of_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None on a CPU, on another GPU, and where kernels cannot be compiled."""
+    t = torch.empty(1)
+    drivers = {arch: SimpleNamespace(arch=arch) for arch in ("sm_90a", "sm_100a")}
+    monkeypatch.setattr(devices, "_cuda_is_available", lambda: True)
+    monkeypatch.setattr(devices.driver, "cuda_driver", lambda: drivers["sm_90a"])
+    assert devices.hopper_driver(t) is None
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    assert devices.hopper_driver(t) is drivers["sm_90a"]
+    monkeypatch.setattr(devices.driver, "cuda_driver", lambda: drivers["sm_100a"])
+    assert devices.hopper_driver(t) is None
+    monkeypatch.setattr(devices, "_cuda_is_available", lambda: False)
+    assert devices.hopper_driver(t) is None

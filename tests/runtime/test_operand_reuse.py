@@ -23,6 +23,8 @@ from padless.runtime import jit, operand_reuse
 from padless.runtime.operand_reuse import keep_shared_operands
 from support.machine_code import cuobjdump
 
+pytestmark = pytest.mark.kernels
+
 KERNEL = "sm90_fp8/sm90_fp8_grouped_gemm.cu"
 GLU = Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK)
 CONFIGS = {

@@ -1,4 +1,4 @@
-"""What the copy engine is told: the elements that a map's box covers, worked out from the specification alone."""
+"""Tensor maps: the elements that a map's box covers, worked out from the specification alone."""
 
 from __future__ import annotations
 

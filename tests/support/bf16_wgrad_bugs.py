@@ -11,10 +11,9 @@ from support.emulator_variants import Edit
 
 FOLDER = "sm90_bf16_wgrad/"
 MAIN, STORAGE, LOAD = (FOLDER + name for name in ("sm90_bf16_wgrad.cu", "storage.cuh", "load.cuh"))
-MULTIPLY, STORE = "device/sm90/bf16_multiply.cuh", "device/sm90/gradient_store.cuh"
+MULTIPLY, STORE = "device/sm90/bf16_multiply.cuh", "device/sm90/piece_store.cuh"
 TILES, DESCRIPTORS = "device/gradient_tiles.cuh", "device/sm90/descriptors.cuh"
-STORED = Bf16WgradConfig(block_n=128, num_stages=2, out_dtype=torch.float32)
-LONG_LEAD = Bf16WgradConfig(block_n=128, num_stages=4, lead=3, out_dtype=torch.float32)
+STORED = Bf16WgradConfig(block_n=128, block_t=64, num_stages=2, out_dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -125,12 +124,12 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "first microbatch accumulates",
         (),
-        ((STORE, "OUT_TYPE == OUT_F32 && problem.accumulate", "OUT_TYPE == OUT_F32"),),
+        ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "OUT_TYPE == OUT_F32"),),
     ),
     Bug(
         "a later microbatch stores",
         (),
-        ((STORE, "OUT_TYPE == OUT_F32 && problem.accumulate", "false"),),
+        ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "false"),),
         onto=True,
     ),
     Bug(
@@ -201,17 +200,6 @@ BUGS: tuple[Bug, ...] = (
         "expect_tx forgets A",
         ("race", "mbarrier", "deadlock"),
         ((LOAD, "STAGE_BYTES = A_BYTES + B_BYTES", "STAGE_BYTES = B_BYTES"),),
-    ),
-    Bug(
-        "the first warpgroup never says that it is ahead",
-        ("deadlock",),
-        ((MULTIPLY, "if (leader) mbarrier_arrive(shared_address(&shared.ahead[tile.stage]));", ""),),
-    ),
-    Bug(
-        "the lead is longer than the tile",
-        ("deadlock",),
-        ((MULTIPLY, "left = blocks < LEAD ? blocks : LEAD;", "left = LEAD;"),),
-        LONG_LEAD,
     ),
     Bug(
         "staged before the last store has read",

@@ -22,6 +22,7 @@ MULTIPLY = "sm90_fp8/multiply.cuh"
 STORE = "sm90_fp8/store.cuh"
 EPILOGUE = "device/sm90/output.cuh"
 MEMORY = "device/ptx/memory.cuh"
+MBARRIER = "device/ptx/mbarrier.cuh"
 QUEUE = "device/tile_queue.cuh"
 BASE = Sm90Fp8Config(block_m=128, block_n=128, num_stages=3)
 CONSUMERS_STORE = dataclasses.replace(BASE, block_n=192)
@@ -41,6 +42,7 @@ class Bug:
     k: int = 640
     seeds: int = 4  # within which it must be found
     nth: int = 0  # which occurrence of the edited text
+    workers: int = 1  # CTAs, or clusters of them
 
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
@@ -411,7 +413,7 @@ BUGS: tuple[Bug, ...] = (
         (
             (
                 LOAD,
-                "if (DRAWS_LATE && kb == ask_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));",
+                "if (TAKES_LATE && kb == ask_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));",
                 "",
             ),
         ),
@@ -435,7 +437,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "barrier of the next tile not made",
         ("mbarrier",),
-        ((MAIN, "if (DRAWS_LATE) mbarrier_init(shared_address(&shared.next_tile_wanted), 1);", ""),),
+        ((MAIN, "if (TAKES_LATE) mbarrier_init(shared_address(&shared.next_tile_wanted), 1);", ""),),
         config=TWO_UNITS,
         sizes=(300, 3),
     ),
@@ -493,6 +495,43 @@ BUGS: tuple[Bug, ...] = (
         ((MAIN, "CLUSTER_N * NUM_CONSUMER_WARPS);", "NUM_CONSUMER_WARPS);"),),
         CLUSTER,
         n=512,
+    ),
+    # ---- memory order
+    Bug(
+        "arrivals release nothing",
+        ("race",),
+        (
+            (
+                MBARRIER,
+                "mbarrier.arrive.release.cta.shared::cta.b64",
+                "mbarrier.arrive.relaxed.cta.shared::cta.b64",
+            ),
+        ),
+    ),
+    Bug(
+        "waits acquire nothing",
+        ("race",),
+        ((MBARRIER, "try_wait.parity.acquire.cta", "try_wait.parity.relaxed.cta"),),
+    ),
+    Bug(
+        "tiles are queued for the other CTA at CTA scope",
+        ("race",),
+        ((QUEUE, "mbarrier_arrive_release_cluster(", "mbarrier_arrive_cluster("),),
+        CLUSTER,
+        n=512,
+    ),
+    Bug(
+        "tiles of the other CTA are waited for at CTA scope",
+        ("race",),
+        ((MBARRIER, "try_wait.parity.acquire.cluster", "try_wait.parity.acquire.cta"),),
+        CLUSTER,
+        n=512,
+    ),
+    Bug(
+        "the counter is set back with no fence after the last draw",
+        ("race",),
+        ((QUEUE, "__threadfence();", ""),),
+        workers=2,
     ),
     # ---- row-major scales
     Bug(

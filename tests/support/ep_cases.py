@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import padless
 from padless.distributed import ExpertParallel, expert_parallel_moe
@@ -230,6 +235,61 @@ def errors(ranks: Ranks) -> None:
     check_exchange(ranks, p, ep, padless.FP8_BLOCK, None, 2)
 
 
+class Experts(torch.nn.Module):
+    """This rank's experts, weights sharded over the "ep" dimension of a mesh."""
+
+    def __init__(self, w13: torch.Tensor, w2: torch.Tensor, mesh: Any) -> None:
+        super().__init__()
+        for name, w in (("w13", w13), ("w2", w2)):
+            self.register_parameter(name, torch.nn.Parameter(distribute_tensor(w, mesh["ep"], [Shard(0)])))
+
+    def forward(self, rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return experts_of(self.w13.to_local(), self.w2.to_local())(rows, offs)
+
+
+@case
+def meshes(ranks: Ranks) -> None:
+    """Meshes (efsdp, ep) = (1, R) and (R, 1) with FSDP2: gradients, and a checkpoint from one mesh to the other."""
+    e, h, i, n = 2 * ranks.size, 32, 24, ranks.size
+    generator = torch.Generator().manual_seed(12)
+    p = draw(ranks.counts(5, 4), e, h, 2, 13, dtype=torch.float32)
+    p.tokens = [torch.randn(t.shape, generator=generator) for t in p.tokens]
+    w13, w2 = torch.randn((e, i, h), generator=generator) / 6, torch.randn((e, h, i), generator=generator) / 5
+    leaves = [w13.clone().requires_grad_(), w2.clone().requires_grad_()]
+    wanted = dense(p, *leaves, p.tokens, p.weights)
+    sum(o.square().sum() for o in wanted).backward()
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, src=0)
+    for shape in ((1, n), (n, 1)):
+        mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("efsdp", "ep"))
+        experts = Experts(w13.to(ranks.device), w2.to(ranks.device), mesh)
+        fully_shard(experts, mesh=mesh["efsdp"])
+        group, options = mesh["ep"], {"fmt": torch.float32, "backend": ranks.backend, "device": ranks.device}
+        ep = ExpertParallel(group, e, h, 2, max(len(t) for t in p.tokens), **options)
+        assert len(ep.local_experts) == e // shape[1]
+        out = expert_parallel_moe(*ranks.own(p), ep, experts_fn=experts)
+        torch.testing.assert_close(out.detach().cpu(), wanted[ranks.rank].detach(), rtol=2e-5, atol=2e-5)
+        out.square().sum().backward()
+        for name, leaf in (("w13", leaves[0]), ("w2", leaves[1])):
+            got = getattr(experts, name).grad.full_tensor().cpu()
+            # FSDP averages over its ranks; gradients of experts are summed over "ep" by the exchange itself.
+            torch.testing.assert_close(
+                got, leaf.grad / shape[0], rtol=3e-5, atol=3e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        if shape[0] == 1:
+            checkpoint.save({"experts": experts.state_dict()}, checkpoint_id=folder[0])
+        else:
+            other = Experts(
+                torch.zeros_like(w13, device=ranks.device), torch.zeros_like(w2, device=ranks.device), mesh
+            )
+            fully_shard(other, mesh=mesh["efsdp"])
+            state = {"experts": other.state_dict()}
+            checkpoint.load(state, checkpoint_id=folder[0])
+            other.load_state_dict(state["experts"])
+            assert torch.equal(other.w13.full_tensor().cpu(), w13)
+            assert torch.equal(other.w2.full_tensor().cpu(), w2)
+
+
 # --- processes -------------------------------------------------------------------------------------------
 
 
@@ -258,6 +318,39 @@ def run_all(rank: Rank, names: list[str] | None = None) -> dict[str, str | None]
     found = run_cases(Ranks(rank), names or list(CASES))
     together(rank)
     return found
+
+
+def run_with_bug(rank: Rank, bug: str, name: str) -> dict[str, str | None]:
+    """A case with a bug in the collective backend of every rank."""
+    from padless.distributed import collective
+    from padless.distributed.plan import Sorted, sort_slots
+
+    backend, call = collective.CollectiveBackend, collective.ops.call
+    combine = backend.combine
+
+    def from_the_last(table: torch.Tensor, experts: int) -> Sorted:
+        found = sort_slots(table.flip(0, 1), experts)
+        return Sorted(found.offs, found.inverse.flip(0, 1))
+
+    def unweighted(name: str, *given: Any) -> Any:
+        return call(name, given[0], given[1], None, *given[3:]) if name == "combine" else call(name, *given)
+
+    def expert_0_is_none(self: Any, ids: torch.Tensor) -> torch.Tensor:
+        return torch.where(ids > 0, self._placement.rank_of[ids.clamp(min=0).long()], -1)
+
+    def without_slots(self: Any, rows: Any, plan: Any, prob: Any, dprob: Any) -> Any:
+        out, slots = combine(self, rows, plan, prob, dprob)
+        return out, None if slots is None else slots * 0.99
+
+    patches: dict[str, tuple[Any, str, Any]] = {
+        "order": (collective, "sort_slots", from_the_last),
+        "unweighted": (collective.ops, "call", unweighted),
+        "lost": (backend, "_ranks_of", expert_0_is_none),
+        "slots": (backend, "combine", without_slots),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*patches[bug])
+        return run_cases(Ranks(rank), [name])
 
 
 def run(size: int = 2, *, cuda: bool = False, backend: str = "collective", timeout_s: float = 100.0) -> Any:

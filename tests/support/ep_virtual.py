@@ -59,6 +59,10 @@ def make(
     capacity: int | None = None,
     scale_major: str | None = None,
     device: str = "cpu",
+    programs: int = 0,
+    polls: int = 3,
+    timeout: float = 2.0,
+    few_slots: int = 1024,
 ) -> Ranks:
     """Ranks for a problem's sizes. capacity: None is for every slot."""
     hidden, top_k, num_ranks = p.tokens[0].shape[1], p.ids[0].shape[1], p.num_ranks
@@ -68,14 +72,18 @@ def make(
         Settings(
             rank, num_ranks, len(p.expert_map), hidden, top_k, most,
             RowFormat(fmt, hidden, major), capacity or num_ranks * most * top_k,
-            torch.float32 if fmt == torch.float32 else torch.bfloat16,
+            torch.float32 if fmt == torch.float32 else torch.bfloat16, timeout, programs,
         )
         for rank in range(num_ranks)
     ]  # fmt: skip
     states = allocate_virtual(settings, torch.device(device))
     backends = [
         SymmBackend(
-            state, s, place(len(p.expert_map), num_ranks, s.rank, p.expert_map).to(torch.device(device))
+            state,
+            s,
+            place(len(p.expert_map), num_ranks, s.rank, p.expert_map).to(torch.device(device)),
+            polls,
+            few_slots,
         )
         for state, s in zip(states, settings, strict=True)
     ]

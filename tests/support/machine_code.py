@@ -1,4 +1,4 @@
-"""What the compiler says of a kernel, and the kernel's SASS."""
+"""Reads the compiler's log of a kernel, and the kernel's SASS."""
 
 from __future__ import annotations
 

@@ -247,6 +247,25 @@ for name_ in FORMATS:
 
 
 @case
+def placed_scales(device: str) -> None:
+    """Scales by a launch of their own: more rows than a tile of them, slots of no expert, columns left over."""
+    from unittest import mock
+
+    from padless import FP8_BLOCK
+    from padless.moe import twins
+    from padless.moe.triton import quantize_rows
+    from padless.quantization.quantize import quantize
+    from support.training_quantizer_cases import poisoned_memory
+
+    for seed, (tokens, top_k, k) in enumerate(((45, 3, 672), (50, 5, 2304))):
+        x = awkward((tokens, k), torch.bfloat16, seed)
+        _, rows, inverse = twins.route(draw_ids(tokens, top_k, 5, seed), 5)
+        want = quantize(x[rows.long()], FP8_BLOCK)
+        with mock.patch.object(quantize_rows, "PLACED_SCALES", 1), poisoned_memory():
+            assert_same(quantized(x.to(device), "FP8_BLOCK", "", "plain", inverse=inverse), want)
+
+
+@case
 def routed_rows(device: str) -> None:
     """Sorting and quantizing in one launch."""
     from padless import formats

@@ -124,3 +124,15 @@ def dense(layer: Layer) -> torch.Tensor:
                 y = y if o.get("bias2") is None else y + o["bias2"][e].double()
                 out[t] += layer.weights[t, j].double() * y
     return out
+
+
+def on_device(layer: Layer, device: str) -> Layer:
+    """The layer with all its tensors on the device."""
+
+    def moved(t: Any) -> Any:
+        if isinstance(t, BlockScaledTensor):
+            return replace(t, data=moved(t.data), scale=moved(t.scale), global_scale=moved(t.global_scale))
+        return t.to(device) if isinstance(t, torch.Tensor) else t
+
+    tensors = {name: moved(getattr(layer, name)) for name in ("x", "ids", "weights", "w13", "w2")}
+    return replace(layer, **tensors, options={name: moved(value) for name, value in layer.options.items()})

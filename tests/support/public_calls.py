@@ -213,9 +213,30 @@ PUBLIC: dict[str, Call] = {
     "quantize to MXFP4": Call(Q, lambda: {"x": normal(M, K), "format": MXFP4, "kind": "weight"}),
     "scaled_grouped_mm": Call(padless.scaled_grouped_mm, torch_call),
     "GroupedColumns": Call(padless.GroupedColumns, lambda: dict(vars(columns(N)))),
+    "grouped_gemm of plain tensors": Call(
+        padless.grouped_gemm,
+        lambda: {
+            "a": normal(M, K).bfloat16(),
+            "b": normal(GROUPS, N, K).bfloat16(),
+            "offs": OFFS,
+            "out": torch.zeros(M, N),
+        },
+    ),
+    "gemm of plain tensors": Call(
+        padless.gemm, lambda: {"a": normal(M, K).bfloat16(), "b": normal(N, K).bfloat16()}
+    ),
     "grouped_gemm_wgrad": Call(
         padless.grouped_gemm_wgrad,
         lambda: {"dy": columns(N), "x": columns(K, (128, 128)), "out": torch.zeros(GROUPS, N, K)},
+    ),
+    "grouped_gemm_wgrad of rows": Call(
+        padless.grouped_gemm_wgrad,
+        lambda: {
+            "dy": normal(M, N).bfloat16(),
+            "x": normal(M, K).bfloat16(),
+            "offs": OFFS,
+            "out": torch.zeros(GROUPS, N, K),
+        },
     ),
     "quantize_rows_columns": Call(padless.quantize_rows_columns, lambda: {"x": normal(M, K), "offs": OFFS}),
     "quantize_weight_both": Call(padless.quantize_weight_both, lambda: {"w": normal(GROUPS, N, K)}),
@@ -249,6 +270,15 @@ CONVERTERS: dict[str, Call] = {
         layouts.from_cudnn_view, lambda: {"view": layouts.cudnn_view(one_byte(E4M3, TILES), M, 5)}
     ),
     "layouts.group_of_rows": Call(layouts.group_of_rows, lambda: {"offs": OFFS, "rows": M}),
+    "layouts.offs_from_indptr": Call(
+        layouts.offs_from_indptr, lambda: {"m_indptr": torch.tensor([0, 2, 2, 5])}
+    ),
+    "layouts.offs_from_indices": Call(
+        layouts.offs_from_indices, lambda: {"m_indices": torch.tensor([0, 0, -1, 2]), "num_groups": 3}
+    ),
+    "layouts.from_masked": Call(
+        layouts.from_masked, lambda: {"masked_m": torch.tensor([2, 0, 3]), "max_m": 4}
+    ),
     "layouts.group_max": Call(layouts.group_max, lambda: {"row_amax": normal(M).abs(), "offs": OFFS}),
     "layouts.padded_rows": Call(layouts.padded_rows, lambda: {"offs": OFFS, "rows": M}),
     "layouts.to_blocked_groups": Call(

@@ -190,12 +190,12 @@ struct Shape {
         for (int i = 0; i < count; ++i) put(out + 4 * i, tiles.tile_at(wanted[i]));
     }
     static void worker() {
-        hand_out_tiles<1, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
+        schedule_tiles<1, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
                                           launch.counter, threads::me, launch.workers,
                                           &launch.wanted[threads::me], launch.first_is_queued);
     }
     static void cluster_worker() {
-        hand_out_tiles<2, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
+        schedule_tiles<2, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
                                           launch.counter, threads::me, launch.workers,
                                           &launch.wanted[threads::me], launch.first_is_queued);
     }
@@ -212,7 +212,7 @@ struct Shape {
     }
     static void queue_first() {  // one warp
         const int lane = threads::me;
-        const int end = given_end(input.offs, input.num_groups, input.m, lane);
+        const int end = load_group_end(input.offs, input.num_groups, input.m, lane);
         const PlacedGroup group = place_group<M>(end, input.num_groups, input.m, lane);
         queue_first_tile<Order>(launch.queues[0], group, Order::tiles_along(n_of_launch), launch.counter,
                                 launch.workers, lane);

@@ -13,11 +13,10 @@ from padless.nn import RECIPES, Experts, Recipe
 BF16 = torch.bfloat16
 EVERY_RECIPE = {
     **RECIPES,
-    "fp8, Z in bf16": Recipe(save="bf16"),
     "fp8, recompute": Recipe(save="recompute"),
     "bf16, recompute": Recipe(BF16, BF16, BF16, save="recompute"),
     "bf16 dgrad": Recipe(dgrad=BF16, save="recompute"),
-    "bf16 forward": Recipe(forward=BF16),
+    "bf16 forward": Recipe(forward=BF16, save="fp8"),
     "bf16 forward and dgrad": Recipe(forward=BF16, dgrad=BF16),
 }
 
@@ -129,7 +128,7 @@ def gradients(
     """The output and the gradients of one step of the module, or of ``call``, which is made of it."""
     p = problem.leaves(dtype)
     made.zero_grad()
-    out = (call or made)(p["x"], problem.index, p["prob"], p["shared"])
+    out = (made if call is None else call)(p["x"], problem.index, p["prob"], p["shared"])
     out.backward(problem.dout.to(dtype))
     found = {"out": out.detach(), "w13": made.w13.grad, "w2": made.w2.grad}
     return found | {name: p[name].grad for name in ("x", "prob", "shared")}

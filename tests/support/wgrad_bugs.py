@@ -13,8 +13,9 @@ FOLDER = "sm90_fp8_wgrad/"
 MAIN, STORAGE, LOAD, MULTIPLY = (
     FOLDER + name for name in ("sm90_fp8_wgrad.cu", "storage.cuh", "load.cuh", "multiply.cuh")
 )
-STORE, SCHEDULE = "device/sm90/gradient_store.cuh", "device/longest_first.cuh"
+STORE, SCHEDULE = "device/sm90/piece_store.cuh", "device/longest_first.cuh"
 TILES, QUEUE = "device/gradient_tiles.cuh", "device/tile_queue.cuh"
+RANK = "device/rank_groups.cuh"
 STORED = WgradConfig(block_m=128, num_stages=2, out_dtype=torch.float32)
 TWO_WAVES = WgradConfig(block_m=256, num_stages=2, out_dtype=torch.float32)
 TWO_BUFFERS = WgradConfig(block_m=256, num_stages=2)
@@ -112,13 +113,13 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "first microbatch accumulates",
         (),
-        ((STORE, "OUT_TYPE == OUT_F32 && problem.accumulate", "OUT_TYPE == OUT_F32"),),
+        ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "OUT_TYPE == OUT_F32"),),
         quick=True,
     ),
     Bug(
         "a later microbatch stores",
         (),
-        ((STORE, "OUT_TYPE == OUT_F32 && problem.accumulate", "false"),),
+        ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "false"),),
         onto=True,
     ),
     Bug(
@@ -300,7 +301,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the groups' order read before it is written",
         ("race", "uninitialised-shared"),
-        ((TILES, "= g;\n    __syncthreads();", "= g;"),),
+        ((RANK, "= g;\n    __syncthreads();", "= g;"),),
     ),
     Bug(
         "scale rows past the end",

@@ -1,4 +1,4 @@
-"""What `padless verify` runs on Blackwell beside the grouped paths, here in the emulator, and that it sees errors."""
+"""Checks of `padless verify` on Blackwell beside the grouped routes, here in the emulator, and that it sees errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_verify_runs_them_on_blackwell_alone() -> None:
 
 
 def test_the_sanitizer_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_small, "small_paths", lambda arch: [])
-    monkeypatch.setattr(verify_small, "quant_paths", lambda arch: [])
+    monkeypatch.setattr(verify_small, "small_routes", lambda arch: [])
+    monkeypatch.setattr(verify_small, "quant_routes", lambda arch: [])
     assert verify_small.small_launches("cpu", "emulator:sm_100a", "sm_100a") == 2
     assert verify_small.small_launches("cpu", "emulator", "sm_90a") == 0

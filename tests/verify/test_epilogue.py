@@ -27,7 +27,7 @@ from padless.verify.problems.epilogue import (
     EpilogueProblem,
     Outputs,
     moved,
-    quant_paths,
+    quant_routes,
     random_epilogue_problem,
     run_problem,
     untouched,
@@ -48,11 +48,11 @@ def drawn(count: int = 180) -> list[EpilogueProblem]:
     return [random_epilogue_problem(HOPPER, seed) for seed in range(count)]
 
 
-def test_every_quantising_path_is_verified() -> None:
+def test_every_quantising_route_is_verified() -> None:
     listed = {p for p in ROUTES if p.operation == "grouped_gemm_quant"}
     assert listed
-    assert {p for arch in ("sm_90a", "sm_100a") for p in quant_paths(arch)} == listed
-    assert quant_paths("sm_103a") == quant_paths("sm_100a")
+    assert {p for arch in ("sm_90a", "sm_100a") for p in quant_routes(arch)} == listed
+    assert quant_routes("sm_103a") == quant_routes("sm_100a")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_draws_reach_every_format_activation_number_tile_and_odd_group() -> 
     assert any(p.b.shape[2] % 128 for p in problems)
 
 
-def test_a_problem_is_a_function_of_path_and_seed() -> None:
+def test_a_problem_is_a_function_of_route_and_seed() -> None:
     x, y = drawn()[7], random_epilogue_problem(HOPPER, 7)
     assert str(x) == str(y)
     assert torch.equal(x.b.data.view(torch.uint8), y.b.data.view(torch.uint8))
@@ -139,20 +139,20 @@ def in_place_of_the_gpu(
     monkeypatch.setattr(verify_epilogue, "_on_gpu", on_gpu)
     monkeypatch.setattr(verify_epilogue, "_sums_on_gpu", sums)
     monkeypatch.setattr(verify_epilogue, "cuda_driver", lambda: type("D", (), {"arch": "sm_90a"}))
-    monkeypatch.setattr(verify_epilogue, "quant_paths", lambda arch: [HOPPER])
+    monkeypatch.setattr(verify_epilogue, "quant_routes", lambda arch: [HOPPER])
 
 
 def test_what_the_reference_computes_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     in_place_of_the_gpu(monkeypatch, "reference")
-    assert check_epilogue(36).startswith("36 problems of 1 paths (0 refused)")
+    assert check_epilogue(36).startswith("36 problems of 1 routes (0 refused)")
 
 
-def test_problems_are_dealt_out_to_all_paths() -> None:
-    paths = quant_paths("sm_90a")
-    dealt = verify_epilogue._dealt(paths, 54, 3)
-    assert {path for path, _ in dealt} == set(paths)
-    assert [seed for _, seed in dealt] == list(range(3, 57))
-    assert verify_epilogue._dealt([], 54, 0) == []
+def test_problems_go_to_all_routes_in_turn() -> None:
+    routes = quant_routes("sm_90a")
+    problems = verify_epilogue._in_turn(routes, 54, 3)
+    assert {route for route, _ in problems} == set(routes)
+    assert [seed for _, seed in problems] == list(range(3, 57))
+    assert verify_epilogue._in_turn([], 54, 0) == []
 
 
 def seed_with(wanted: Callable[[EpilogueProblem], bool]) -> int:
@@ -285,7 +285,7 @@ def test_both_checks_with_the_emulator_in_the_gpus_place(monkeypatch: pytest.Mon
     candidates = [p for p in drawn() if is_rows_of_codes(p) and p.valid_rows > 0]
     seed = min(candidates, key=lambda p: p.valid_rows * p.b.shape[1] * (p.b.shape[2] + 512)).seed
     in_place_of_the_gpu(monkeypatch, "emulator")
-    assert check_epilogue(1, seed).startswith("1 problems of 1 paths")
+    assert check_epilogue(1, seed).startswith("1 problems of 1 routes")
     assert "bytes the same, but 0 that" in check_epilogue_against_emulator(1, seed, workers=1)
 
 
@@ -293,10 +293,10 @@ def test_both_checks_with_the_emulator_in_the_gpus_place(monkeypatch: pytest.Mon
 
 
 def test_the_small_launches_are_of_every_hopper_kernel() -> None:
-    paths = [*verify_small.small_paths("sm_90a"), *quant_paths("sm_90a")]
+    routes = [*verify_small.small_routes("sm_90a"), *quant_routes("sm_90a")]
     kernels = {p.kernel for p in ROUTES if p.arch == "sm_90a"}
-    assert {p.kernel for p in paths} == kernels
-    plain = [p for p in paths if p.operation == "grouped_gemm"]
+    assert {p.kernel for p in routes} == kernels
+    plain = [p for p in routes if p.operation == "grouped_gemm"]
     pairs = {(p.a, p.b) for p in plain if p.config_class is Sm90Bf16Config}
     assert pairs == {("NVFP4", "NVFP4"), ("MXFP8", "MXFP8"), ("BF16", "MXFP4"), ("FP8_BLOCK", "NVFP4")}
 
@@ -312,8 +312,8 @@ def test_a_small_quantising_call_is_allowed_and_writes_every_output(index: int) 
 def test_the_small_launches_of_a_machine_are_counted() -> None:
     """All of them, by the reference, with their fences looked at."""
     launches = verify_small.small_launches("cpu", "reference", "sm_90a")
-    plain = [path.config_class for path in verify_small.small_paths("sm_90a")]
+    plain = [route.config_class for route in verify_small.small_routes("sm_90a")]
     twice = plain.count(Sm90Bf16Config)
     assert twice == 4
-    assert launches == len(plain) + twice + len(verify_small.QUANT_CALLS) * len(quant_paths("sm_90a"))
+    assert launches == len(plain) + twice + len(verify_small.QUANT_CALLS) * len(quant_routes("sm_90a"))
     assert len(plain) == 5

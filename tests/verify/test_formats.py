@@ -12,41 +12,41 @@ from padless.kernels.table import ROUTES
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.testing.guarded import GuardedOutput
 from padless.verify import formats as verify_formats
-from padless.verify.formats import check_formats_accuracy, configs_of, paths_of, random_formats_problem
+from padless.verify.formats import check_formats_accuracy, configs_of, random_formats_problem, routes_of
 
 
-def test_every_grouped_path_but_the_first_kernels_is_verified() -> None:
+def test_every_grouped_route_but_the_first_kernels_is_verified() -> None:
     listed = {p for p in ROUTES if p.operation == "grouped_gemm" and p.config_class is not Sm90Fp8Config}
-    assert {p for arch in ("sm_90a", "sm_100a") for p in paths_of(arch)} == listed
-    assert paths_of("sm_103a") == paths_of("sm_100a")
+    assert {p for arch in ("sm_90a", "sm_100a") for p in routes_of(arch)} == listed
+    assert routes_of("sm_103a") == routes_of("sm_100a")
 
 
 def test_the_draws_reach_all_configurations_layouts_and_output_types() -> None:
-    path = next(
-        p for p in paths_of("sm_90a") if (p.config_class, p.a, p.b) == (Sm90Bf16Config, "NVFP4", "NVFP4")
+    route = next(
+        p for p in routes_of("sm_90a") if (p.config_class, p.a, p.b) == (Sm90Bf16Config, "NVFP4", "NVFP4")
     )
-    problems = [random_formats_problem(path, seed) for seed in range(150)]
-    assert {p.config for p in problems} == set(configs_of(path))
+    problems = [random_formats_problem(route, seed) for seed in range(150)]
+    assert {p.config for p in problems} == set(configs_of(route))
     assert {p.dtype for p in problems} == set(verify_formats.DTYPES)
     a_layouts = {p.a.scale_layout for p in problems if isinstance(p.a, BlockScaledTensor)}
     assert a_layouts == {"plain", "blocked", "blocked_groups"}
     assert {p.b.scale_layout for p in problems} == {"plain", "blocked"}
     assert any(int(p.offs[-1]) < p.a.shape[0] for p in problems), "rows past the last group"
-    again = random_formats_problem(path, 7)
+    again = random_formats_problem(route, 7)
     assert torch.equal(again.b.data.view(torch.uint8), problems[7].b.data.view(torch.uint8))
 
 
 def test_the_check_sees_one_wrong_row_and_one_write_past_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole check on the CPU, the reference in the GPU's place: right, then with two planted mistakes."""
-    path = next(
-        p for p in paths_of("sm_90a") if (p.config_class, p.a, p.b) == (Sm90Bf16Config, "MXFP4", "MXFP4")
+    route = next(
+        p for p in routes_of("sm_90a") if (p.config_class, p.a, p.b) == (Sm90Bf16Config, "MXFP4", "MXFP4")
     )
-    monkeypatch.setattr(verify_formats, "paths_of", lambda arch: [path])
+    monkeypatch.setattr(verify_formats, "routes_of", lambda arch: [route])
     monkeypatch.setattr(verify_formats, "cuda_driver", lambda: type("D", (), {"arch": "sm_90a"}))
 
     def on_cpu(mistake: str | None) -> None:
         def run(path_: object, seed: int) -> tuple[object, torch.Tensor]:
-            problem = random_formats_problem(path, seed)
+            problem = random_formats_problem(route, seed)
             fenced = GuardedOutput(problem.a.shape[0], problem.b.shape[1], problem.dtype)
             grouped_gemm(problem.a, problem.b, problem.offs, out=fenced.out, backend="reference")
             valid = int(problem.offs[-1])
@@ -60,7 +60,7 @@ def test_the_check_sees_one_wrong_row_and_one_write_past_the_groups(monkeypatch:
         monkeypatch.setattr(verify_formats, "_on_gpu", run)
 
     on_cpu(None)
-    assert check_formats_accuracy(4).startswith("1 paths, worst row error")
+    assert check_formats_accuracy(4).startswith("1 routes, worst row error")
     on_cpu("row")
     with pytest.raises(AssertionError, match=r"MXFP4 x MXFP4, problem .*: a row is off by"):
         check_formats_accuracy(4)

@@ -1,4 +1,4 @@
-"""What `padless verify` compiles ahead is what its checks then ask for, and what fails there hides nothing.
+"""Kernels that `padless verify` compiles ahead: those that its checks then ask for; a failure there hides nothing.
 
 The checks themselves run here, with the reference in the GPU's place: every call is also made of the driver that writes
 kernels down, so that what a check asks for is seen where it asks.
@@ -31,15 +31,15 @@ from padless.runtime.jit import Kernel
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead, kernels_of, listing
 from padless.testing.guarded import GuardedOutput
 from padless.testing.processes import worker_pool
-from padless.verify import against_emulator as verify_emulator
 from padless.verify import epilogue as verify_epilogue
 from padless.verify import formats as verify_formats
 from padless.verify import fp8_block as verify_checks
 from padless.verify import invariance as verify_invariance
 from padless.verify import run as verify
 from padless.verify import small as verify_small
-from padless.verify import tensor_core as verify_arithmetic
 from padless.verify import train_quantizers as verify_training
+from padless.verify.emulator import kernels as verify_emulator
+from padless.verify.emulator import tensor_core as verify_arithmetic
 from padless.verify.problems.epilogue import run_problem
 from padless.verify.rehearsals import rehearsals_of
 
@@ -231,7 +231,7 @@ def test_batch_invariance_asks_for_nothing_else() -> None:
 # One problem by each kernel of Hopper, one of them a second kernel for its pair. The reference's sums are exact.
 SOME_INVARIANT = [
     (path, 0)
-    for path in verify_invariance.invariance_paths(H200.arch)
+    for path in verify_invariance.invariance_routes(H200.arch)
     if (path.config_class, path.a, path.b)
     in {
         (Sm90Fp8Config, "FP8_BLOCK", "FP8_BLOCK"),

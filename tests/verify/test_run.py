@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,10 @@ from rich.console import Console
 from padless.runtime.devices import Backend
 from padless.testing import compile_ahead
 from padless.verify import run as verify
-from padless.verify.against_emulator import emulate, random_problem
+from padless.verify.emulator.kernels import emulate, random_problem
 from padless.verify.fp8_block import CHECKS, ROW_ERROR_LIMIT, row_errors
 from padless.verify.run import SANITIZER_TOOLS, run_verify, sanitizers_of
+from support.verify_jobs import PretendedJobs
 
 
 @pytest.mark.gpu
@@ -100,7 +102,7 @@ def test_every_failure_of_a_tool_is_recorded_in_its_place(
     records, traces = [], []
     for name, check in sanitizers_of(["first", "second"]).items():
         printed = io.StringIO()
-        records.append(verify._record(Console(file=printed, width=200), name, check))
+        records.append(verify._shown(Console(file=printed, width=200), *verify._record(name, check)))
         traces.append("Traceback" in printed.getvalue())
     names = [f"compute-sanitizer {tool} of {m}" for tool in SANITIZER_TOOLS for m in ("first", "second")]
     assert [record.check for record in records] == names
@@ -161,7 +163,7 @@ def test_a_run_records_everything_in_order(
     given: list[object] = []
     monkeypatch.setattr(verify, "compile_ahead", lambda *args: given.append(args[:2]) or ahead)
     text = io.StringIO()
-    assert run_verify(tmp_path / "out", console=Console(file=text, width=200)) == 1
+    assert run_verify(tmp_path / "out", workers=1, console=Console(file=text, width=200)) == 1
     assert given == [(rehearsals, verify.Gpu("sm_90a", 132))]
 
     written = json.loads((tmp_path / "out" / "verify.json").read_text())
@@ -182,6 +184,19 @@ def test_a_run_records_everything_in_order(
     assert len(list(tmp_path.glob("*check first"))) == 4
 
 
+def test_checks_side_by_side_are_recorded_in_order() -> None:
+    asked = PretendedJobs("sm_90a", None, against_emulator=False)
+    jobs, _ = asked.all()
+    with verify._running(jobs, asked, 2) as results:
+        found = list(results)
+    assert [record.check for record, _ in found] == ["slow", "fails", "other process"]
+    assert [record.passed for record, _ in found] == [True, False, True]
+    assert found[1][0].detail == "RuntimeError: planted"
+    assert "Traceback" in found[1][1]
+    assert int(found[2][0].detail) != os.getpid()
+    assert found[0][0].seconds >= 0.2
+
+
 def test_a_check_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="checks has 'denes'; allowed are 'accuracy', "):
         verify.jobs_of("sm_90a", ["dense", "denes"])
@@ -195,7 +210,7 @@ def test_only_what_runs_is_rehearsed(
     monkeypatch.setattr(
         verify, "rehearsals_of", lambda arch, *names: asked.append((arch, *map(list, names))) or []
     )
-    assert run_verify(sanitizer=False, console=Console(file=io.StringIO())) == 0
+    assert run_verify(sanitizer=False, workers=1, console=Console(file=io.StringIO())) == 0
     monkeypatch.setattr(verify, "_sanitizer", lambda: None)
-    assert run_verify(console=Console(file=io.StringIO())) == 0
+    assert run_verify(workers=1, console=Console(file=io.StringIO())) == 0
     assert asked == [("sm_90a", ["one"], [])] * 2

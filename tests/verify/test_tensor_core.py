@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from padless.emulator.fake_driver import emulated_driver
-from padless.verify import tensor_core as verify_arithmetic
-from padless.verify.tensor_core import KINDS_OF_DATA, PAIRS, TYPES, problems_of, run_wgmma
+from padless.verify.emulator import tensor_core as verify_arithmetic
+from padless.verify.emulator.tensor_core import KINDS_OF_DATA, PAIRS, TYPES, problems_of, run_wgmma
 
 
 def in_rows(d: torch.Tensor) -> torch.Tensor:

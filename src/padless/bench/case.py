@@ -32,7 +32,7 @@ class CaseModule(Protocol):
 
     @staticmethod
     def start(session: Session) -> Callable[[Any], Record]:
-        """What measures one point of a run; called once a run, before the first point."""
+        """The function that measures a point; called once a run, before the first point."""
 
     @staticmethod
     def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table | str]:
@@ -116,6 +116,12 @@ CASES: dict[str, Case] = {
             "A whole Mixture-of-Experts layer against torch's bf16, and the passes around its products.",
             ("full", "peers", *RUN, "repeats"),
             peers=("deepgemm",),
+        ),
+        Case(
+            "train",
+            "A layer's training step, forward and backward, in padless' recipes against torch's bf16.",
+            ("full", *RUN, "repeats"),
+            repeats=6,
         ),
         Case(
             "ep",

@@ -1,4 +1,4 @@
-"""What `padless bench ...` runs, with the command line's options. Each function returns the exit code.
+"""Commands of `padless bench`, with the command line's options. Each function returns the exit code.
 
 The exit code is 1 when something measured is wrong (bits that differ, a result out of tolerance, a contender
 that raised), so that a script notices; slow is not wrong.
@@ -42,7 +42,7 @@ def bench(
 
 
 def host() -> int:
-    """What the host adds to a call."""
+    """Time that the host adds to a call."""
     console = wide_console()
     for name, value in host_case.run_host().items():
         console.print(f"{name:<10} {value:8.2f}", highlight=False)

@@ -81,7 +81,7 @@ class ResultFile:
 
 
 def _plain(value: Any) -> Any:
-    """What json cannot write: numpy and torch scalars as numbers."""
+    """Numpy and torch scalars, which json cannot write, as numbers."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} is no JSON value")
@@ -152,7 +152,7 @@ def ratios(records: Sequence[Record], clock: str, numerator: str, denominator: s
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What a run has measured, its earlier parts included.
+    """Records of a run, its earlier parts included.
 
     records: one per point, as in the result file (docs/benchmarking.md has the fields).
     file: the JSON lines. figure: the PNG, where one is drawn. problems: what keeps a file from being reported.
@@ -169,7 +169,7 @@ class BenchResult:
 
     @property
     def failures(self) -> list[str]:
-        """What is wrong with the file, differing bits, wrong results and contenders that raised, one line each."""
+        """Damage of the file, differing bits, wrong results and contenders that raised, one line each."""
         return [*self.problems, *failures(self.records)]
 
 
@@ -239,7 +239,7 @@ def tflops(record: Record, name: str = "padless") -> float | None:
 
 
 def failures(records: Sequence[Record]) -> list[str]:
-    """What is wrong in these records: differing bits, results out of tolerance, contenders that raised."""
+    """Failures in these records: differing bits, results out of tolerance, contenders that raised."""
     found = []
     for record in records:
         where = " ".join(f"{axis}={value}" for axis, value in record["point"].items())

@@ -1,4 +1,4 @@
-"""What all benchmark runs share: where results go, the session record with the ceilings, the loop with its
+"""Parts of every benchmark run: the place of results, the session record with the ceilings, the loop with its
 progress bar.
 
 A run is one process that measures many points. It can be cut at any moment (time_limit_s cuts it in an
@@ -36,7 +36,7 @@ _NO_CEILING = ("cublaslt_tensor",)
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a benchmark run measures and where it looks.
+    """Settings of a benchmark run.
 
     peers_dir: folder of the peers' libraries; None for ./.peers if it exists.
     seed: of group sizes and values.
@@ -60,7 +60,7 @@ DEFAULT_SETTINGS = RunSettings()
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this GPU reaches in this run.
+    """Rates that this GPU reaches in this run.
 
     copy_bytes_per_s: a device-to-device copy, bytes read plus written.
     dense_flops_per_s: the fastest dense 1x128 / 128x128 product at 8192^3, of any contender.

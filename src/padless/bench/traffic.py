@@ -1,4 +1,4 @@
-"""What moving as many bytes as a call takes: a copy and a read, timed in turns with the calls of decoding.
+"""Times of moving as many bytes as a call: a copy and a read, timed in turns with the calls of decoding.
 
 The ceiling of a 1 GiB copy is out of reach for a call of ten microseconds, whatever it does: the first bytes take a
 microsecond to arrive and the last ones find most of the GPU idle. Two calls without arithmetic of the same size say

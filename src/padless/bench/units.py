@@ -1,4 +1,4 @@
-"""How fast a Hopper multiprocessor's units are, in cycles: what the emulator's clock takes from a GPU.
+"""Rates of a Hopper multiprocessor's units, in cycles, for the emulator's clock.
 
 Small kernels (unit_probe.cu) time themselves with clock64, so the GPU's clock frequency is not in the numbers.
 """

@@ -140,6 +140,9 @@ def verify(
         bool,
         typer.Option("--against-emulator", help="Compare random problems with the emulator, bit for bit."),
     ] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Checks at a time. One for every four cores, at most four.")
+    ] = None,
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", help="Instead: expert parallelism, on so many GPUs or CPU processes."),
@@ -147,10 +150,10 @@ def verify(
 ) -> None:
     """Run every check that needs a GPU, compute-sanitizer included, and record the result."""
     if ranks is not None:
-        call("padless.verify.ranks", "run_verify_ranks", ranks=ranks, out=out)
+        call("padless.verify.ranks", "run_verify_ranks", ranks=ranks, out=out, checks=checks or None)
         return
     options = {"sanitizer": sanitizer, "against_emulator": against_emulator, "checks": checks or None}
-    call("padless.verify.run", "run_verify", out=out, **options)
+    call("padless.verify.run", "run_verify", out=out, workers=workers, **options)
 
 
 @app.command()

@@ -79,7 +79,7 @@ def _command(name: str, options: dict[str, tuple[Any, Any]]) -> Callable[..., No
 
 
 def _host() -> None:
-    """What the host adds to a call."""
+    """Time that the host adds to a call."""
     call(COMMANDS, "host")
 
 

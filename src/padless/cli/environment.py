@@ -117,7 +117,7 @@ def _backends() -> dict[str, dict[str, Any]]:
 
 
 def _tile_costs() -> dict[str, str]:
-    """Where the table that a kernel's tiles are chosen by is from."""
+    """The source of the table that a kernel's tiles are chosen by."""
     from padless.kernels.cost_model import BUILT_IN, cost_table
 
     return {kernel: cost_table(kernel).source for kernel in BUILT_IN}

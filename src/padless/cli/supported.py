@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from padless.formats import FORMATS, BlockScaledFormat
-from padless.kernels.table import ROUTES, Route
+from padless.kernels.table import PLAIN_ROUTES, ROUTES, Route
 
 _ARCHS = {"sm_90a": "Hopper (sm_90a)", "sm_100a": "Blackwell (sm_100a, sm_103a)"}
 _DTYPES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn_x2": "e2m1, two a byte"}
@@ -43,7 +43,7 @@ def supported_markdown() -> str:
         "# What runs where",
         "",
         "Generated from the code: `padless info --formats`. Pairs that are not listed get a `ValueError` that says what",
-        "is supported. `BF16` stands for plain bfloat16 activations. Every pair also runs on the CPU: in plain torch by",
+        "is supported. `BF16` stands for plain bfloat16 tensors. Every pair also runs on the CPU: in plain torch by",
         '`backend="reference"`, and the kernels themselves in the emulator, by `backend="emulator"` those of',
         'sm_90a and `backend="emulator:sm_100a"` those of sm_100a.',
         "",
@@ -61,7 +61,7 @@ def supported_markdown() -> str:
         "",
         "| kernel | accumulation |",
         "|---|---|",
-        *dict.fromkeys(f"| `{route.name}.cu` | {route.accumulation} |" for route in ROUTES),
+        *dict.fromkeys(f"| `{r.name}.cu` | {r.accumulation} |" for r in (*ROUTES, *PLAIN_ROUTES)),
         "",
         _INVARIANCE.strip().format(few_rows=_FEW_ROWS),
     ]
@@ -88,7 +88,7 @@ def _format_row(format: BlockScaledFormat) -> str:
 
 def _operation_table(operation: str) -> list[str]:
     """A line for each pair of formats, a column for each architecture."""
-    here = [route for route in ROUTES if route.operation == operation]
+    here = [route for route in (*ROUTES, *PLAIN_ROUTES) if route.operation == operation]
     archs = list(dict.fromkeys([*_ARCHS, *(route.arch for route in here)]))
     pairs = dict.fromkeys((route.a, route.b) for route in here)
     lines = [

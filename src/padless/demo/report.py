@@ -26,11 +26,11 @@ class Product:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What a run measured.
+    """Measurements of a run.
 
     source: where the data is from; data: a word for it. sizes: rows per expert. twins: the products again,
     with normal random data. formats: products again in every format. layer_error, bf16_layer_error: (T,),
-    whole layer, per token, padless and bf16.
+    whole layer, per token, padless and bf16. picture: where it is drawn, None for nowhere.
     """
 
     source: str
@@ -42,7 +42,7 @@ class DemoResult:
     formats: list[FormatTable]
     layer_error: torch.Tensor
     bf16_layer_error: torch.Tensor
-    picture: Path
+    picture: Path | None
     seconds: float
 
     @property
@@ -54,7 +54,7 @@ class DemoResult:
 
 
 def print_report(console: Console, result: DemoResult) -> None:
-    """Everything in `result`; the last line says where the picture is."""
+    """Everything in `result` but the picture."""
     on_gpu = result.device.type == "cuda"
     where = torch.cuda.get_device_name(result.device) if on_gpu else "the CPU, with the reference backend"
     console.print(f"\n[bold]{result.source}.[/]")
@@ -66,7 +66,6 @@ def print_report(console: Console, result: DemoResult) -> None:
     for table in result.formats:
         print_formats(console, table, "GPU" if on_gpu else "reference")
     _print_summary(console, result)
-    console.print(f"\nPicture of where padding would have gone: [bold]{result.picture}[/]", soft_wrap=True)
 
 
 def _print_groups(console: Console, sizes: list[int]) -> None:

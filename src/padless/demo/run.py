@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from padless.demo.report import DemoResult, Product, print_report
 
 NUM_TOKENS = 12 * demo_model.WINDOW
 HIDDEN_LAYER = 3  # whose feed-forward input is routed: the middle of six
-NUM_STEPS = 6
+NUM_STEPS = 5
 
 # Rounding the result to bf16 costs at most 2^-9 of each element; Hopper's tensor cores keep 13 fraction bits
 # while adding, which may cost a row as much again where terms cancel. A wrong row is off by a tenth or more.
@@ -29,12 +30,15 @@ ARITHMETIC_LIMIT = 0.015
 def run_demo(
     *, synthetic: bool = False, out: Path = Path("padless-out"), console: Console | None = None
 ) -> DemoResult:
-    """Run the demo, print it to console and write its picture to out / "demo.png".
+    """Run the demo, print it to console and then write its picture to out / "demo.png", where matplotlib is installed.
 
     synthetic: random activations with outlier channels; the model need not be installed.
     Raises ValueError where the model is missing, and where a result is off by more than arithmetic explains.
     """
     console = console or Console()
+    if not (draws := find_spec("matplotlib") is not None):
+        missing = "There will be no picture: matplotlib is not installed (pip install 'padless[demo]').\n"
+        console.print(missing, markup=False)
     device = torch.device(_device())
     begin = time.perf_counter()
     with _progress(console) as step:
@@ -60,9 +64,7 @@ def run_demo(
         step("Every format side by side")
         compared = products if device.type == "cuda" else products[:1]  # the reference takes seconds for each
         formats = [compare_formats(p.name, p.gemm.x, p.gemm.w, sizes) for p in compared]
-        step("Drawing")
-        picture = out / "demo.png"
-        draw_padding(sizes, picture, source)
+    picture = out / "demo.png" if draws else None
     seconds = time.perf_counter() - begin
     result = DemoResult(
         source=source,
@@ -83,6 +85,9 @@ def run_demo(
             f"a row of the grouped GEMM is off by {result.worst_arithmetic:.3g} from the float64 product of "
             f"the same codes, and rounding explains {ARITHMETIC_LIMIT}: please report it with padless info"
         )
+    if picture is not None:  # last, so that nothing is lost where it cannot be drawn
+        draw_padding(sizes, picture, source)
+        console.print(f"\nPicture of where padding would have gone: [bold]{picture}[/]", soft_wrap=True)
     return result
 
 
@@ -126,7 +131,14 @@ def _device() -> str:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yields step(text), which names the step that begins. The bar disappears at the end."""
+    """Yields step(text), which names the step that begins. The bar disappears at the end.
+
+    Where the output is no terminal, a line for each step, with the time since the start.
+    """
+    if not console.is_terminal:
+        begin = time.perf_counter()
+        yield lambda text: console.print(f"{time.perf_counter() - begin:4.0f} s  {text}", highlight=False)
+        return
     columns = (
         SpinnerColumn(),
         BarColumn(bar_width=24),

@@ -41,9 +41,11 @@ class ExpertParallel:
         scale_major, scale_rule: of FP8_BLOCK's scales, "mn" (default) or "k"; and as in `padless.quantize`.
         device: of the tensors; None is the current GPU where the group has NCCL, else the CPU.
         timeout: seconds after which a rank that does not answer is an error ("symm"; others have the group's).
-        programs: CTAs of a kernel that moves rows ("symm"); None is four for every SM.
+        programs: CTAs of a kernel that moves rows ("symm"); None is eight for every SM.
 
-    All arguments must be the same on all ranks; they are compared once, here. Raises ValueError.
+    All arguments must be the same on all ranks; they are compared once, here. Calls are collective: all ranks make the
+    same ones in the same order, and those of one object follow one another, on one stream or on streams that wait for
+    each other. Raises ValueError.
     """
 
     def __init__(

@@ -31,6 +31,11 @@ class Settings:
     timeout: float = 100.0
     programs: int = 0
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of all ranks, each with max_tokens."""
+        return self.num_ranks * self.max_tokens * self.top_k
+
 
 def compare_across_ranks(group: dist.ProcessGroup, arguments: dict[str, object]) -> None:
     """Raises ValueError on all ranks where an argument differs between ranks: one all_gather, at construction."""

@@ -10,6 +10,7 @@ for all of them.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +23,15 @@ from padless.distributed.symm_state import LATE, OVERFLOW, WRONG_ID, State
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.layouts import empty_mn_major
 
-PROGRAMS_PER_SM = 4
+PROGRAMS_PER_SM = 8
+SHARE_OF_PUBLISH = 3 / 8  # of these programs, so that there is room for the sort beside it
+SHARE_OF_FINISH = 2
 LOCALIZE_BLOCK = 1024
+IDS_AT_ONCE = 1024  # of `publish_ids`
 COLUMNS = 1024  # of a row that a program sums at once
 VIRTUAL_PROGRAMS = 3
 VIRTUAL_POLLS = 3
+FEW_SLOTS = 1024  # of all ranks: up to here a dispatch is two launches
 
 
 class SymmBackend:
@@ -34,16 +39,26 @@ class SymmBackend:
 
     name = "symm"
 
-    def __init__(self, state: State, settings: Settings, placement: Placement) -> None:
+    def __init__(
+        self,
+        state: State,
+        settings: Settings,
+        placement: Placement,
+        polls: int = VIRTUAL_POLLS,
+        few_slots: int = FEW_SLOTS,
+    ) -> None:
+        """polls: how often to look for a rank where there is no clock."""
+        self.few_slots = few_slots
         self._state, self._settings, self._placement = state, settings, placement
         self._device = state.buffer.device
         on_gpu = self._device.type == "cuda"
-        self._limit = int(settings.timeout * 1e9) if on_gpu else VIRTUAL_POLLS
+        self._limit = int(settings.timeout * 1e9) if on_gpu else polls
         self._programs = settings.programs
         if not self._programs and on_gpu:
             sms = torch.cuda.get_device_properties(self._device).multi_processor_count
             self._programs = PROGRAMS_PER_SM * sms
         self._programs = self._programs or VIRTUAL_PROGRAMS
+        self._side = torch.cuda.Stream(self._device, priority=-1) if on_gpu else None
 
     # --- calls ---------------------------------------------------------------------------------------------
 
@@ -60,8 +75,16 @@ class SymmBackend:
         assert tokens is not None
         assert ids is not None
         assert weights is not None
-        kept_ids = self.publish(tokens, ids, weights, global_scale)
-        return self.receive(kept_ids, global_scale)
+        if self._settings.num_slots <= self.few_slots or self._side is None:
+            return self.receive(self.publish(tokens, ids, weights, global_scale), global_scale)
+        kept_ids = self.publish_ids(ids, weights)
+        main = torch.cuda.current_stream(self._device)
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):  # beside the quantization of the rows
+            found = self.sort()
+        self.publish_rows(tokens, global_scale)
+        main.wait_stream(self._side)
+        return self.fan_out(kept_ids, found, global_scale)
 
     def redispatch(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         self.publish_again(x)
@@ -103,15 +126,31 @@ class SymmBackend:
         global_scale: torch.Tensor | None,
     ) -> torch.Tensor:
         """Quantizes and publishes tokens; the plan's copy of ids (T, k) int32."""
-        row_format = self._settings.row_format
-        kept_ids = torch.empty(ids.shape, dtype=torch.int32, device=self._device)
-        quantizes = row_format.format == FP8_BLOCK
-        if quantizes:
-            x, scale = (tokens if tokens.stride(1) == 1 else tokens.contiguous()), None
-        else:
-            x, scale = row_format.parts(tokens, global_scale)
-        self._publish(x, scale, ids.contiguous(), weights.contiguous(), kept_ids, row_format, quantizes)
+        if self._settings.num_slots > self.few_slots:
+            kept_ids = self.publish_ids(ids, weights)
+            self.publish_rows(tokens, global_scale)
+            return kept_ids
+        kept_ids = self._empty(*ids.shape, dtype=torch.int32)
+        self._publish_tokens(tokens, global_scale, ids.contiguous(), weights.contiguous(), kept_ids)
         return kept_ids
+
+    def publish_ids(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Publishes ids and weights; the plan's copy of ids (T, k) int32."""
+        from padless.distributed.triton import publish
+
+        s, state, layout = self._settings, self._state, self._state.layout
+        kept_ids = self._empty(*ids.shape, dtype=torch.int32)
+        with self._on_device():
+            publish.publish_ids[self._grid(s.num_ranks * ceil_div(max(ids.numel(), 1), IDS_AT_ONCE))](
+                state.pointers, state.counters, ids.contiguous(), weights.contiguous(), kept_ids,
+                s.rank, ids.shape[0], s.num_experts, s.max_tokens * s.top_k, layout.listed, layout.ids, layout.weights,
+                R=s.num_ranks, TOP_K=s.top_k, num_warps=4,
+            )  # fmt: skip
+        return kept_ids
+
+    def publish_rows(self, tokens: torch.Tensor, global_scale: torch.Tensor | None) -> None:
+        """Quantizes and publishes tokens."""
+        self._publish_tokens(tokens, global_scale, None, None, None)
 
     def publish_again(self, x: torch.Tensor) -> None:
         """Publishes x (T, H), as it is, for the plan of an earlier dispatch."""
@@ -121,6 +160,8 @@ class SymmBackend:
         self, kept_ids: torch.Tensor, global_scale: torch.Tensor | None
     ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
         """Rows and plan of what all ranks have published."""
+        if self._settings.num_slots <= self.few_slots:
+            return self._receive_few(kept_ids, global_scale)
         return self.fan_out(kept_ids, self.sort(), global_scale)
 
     def sort(self) -> Sorted:
@@ -132,9 +173,9 @@ class SymmBackend:
         locals_ = self._empty(s.num_ranks * s.max_tokens, s.top_k, dtype=torch.int32)
         pieces = s.num_ranks * ceil_div(table, LOCALIZE_BLOCK)
         with self._on_device():
-            receive.localize[(min(pieces, self._programs),)](
+            receive.localize[self._grid(pieces)](
                 state.pointers, state.counters, state.status, self._placement.local_index, locals_,
-                s.rank, s.num_experts, table, layout.published, layout.aborted, layout.ids, self._limit,
+                s.rank, s.num_experts, table, layout.listed, layout.aborted, layout.ids, self._limit,
                 R=s.num_ranks, TOP_K=s.top_k, CLOCK=self._has_clock, BLOCK=LOCALIZE_BLOCK, num_warps=4,
             )  # fmt: skip
         return sort_slots(locals_, len(self._placement.local_experts))
@@ -143,15 +184,30 @@ class SymmBackend:
         self, kept_ids: torch.Tensor, found: Sorted, global_scale: torch.Tensor | None
     ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
         """Rows and plan of sorted slots."""
-        capacity = int(self._settings.capacity)
-        plan = ExpertPlan(
-            self._empty(len(found.offs), dtype=torch.int32),
-            self._empty(capacity, dtype=torch.float32),
-            found.inverse,
-            kept_ids,
-            self._empty(dtype=torch.int32),
-        )
+        plan = self._empty_plan(kept_ids, found.inverse)
         return self._fan_out(self._settings.row_format, plan, found.offs, global_scale), plan
+
+    def _receive_few(
+        self, kept_ids: torch.Tensor, global_scale: torch.Tensor | None
+    ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
+        """`receive` in one launch."""
+        from padless.distributed.triton import receive_few
+
+        s, state, layout = self._settings, self._state, self._state.layout
+        plan = self._empty_plan(kept_ids, self._empty(s.num_ranks * s.max_tokens, s.top_k, dtype=torch.int32))
+        rows = self._empty_rows(s.row_format, plan.prob.shape[0])
+        with self._on_device():
+            receive_few.receive_few[(s.num_ranks * s.max_tokens,)](
+                state.pointers, state.counters, state.status, self._placement.local_index, plan.inverse, plan.offs,
+                plan.overflow, plan.prob, rows.data, rows.integers,
+                s.rank, s.num_experts, len(plan.offs), s.max_tokens, plan.prob.shape[0], *rows.scale_strides,
+                layout.listed, layout.published, layout.aborted, layout.ids, layout.weights, layout.x,
+                layout.record_bytes, self._limit,
+                R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=s.row_format.code_bytes, SCALES=s.row_format.scale_columns,
+                SCALE_BYTES=s.row_format.scale_itemsize, GROUPS=self._groups, SLOTS=max(power_of_2(s.num_slots), 128),
+                CLOCK=self._has_clock, num_warps=4,
+            )  # fmt: skip
+        return rows.tensor(s.row_format, global_scale), plan
 
     def receive_again(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         """Rows of what all ranks have published again, by an earlier plan."""
@@ -168,7 +224,7 @@ class SymmBackend:
         s, state, layout = self._settings, self._state, self._state.layout
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         with self._on_device():
-            send_back.fan_in[(self._programs,)](
+            send_back.fan_in[self._grid(s.num_ranks * s.max_tokens * ceil_div(s.hidden, COLUMNS))](
                 state.pointers, state.counters, state.status, plan.inverse, rows, prob, dprob,
                 s.rank, s.max_tokens, plan.prob.shape[0], rows.stride(0),
                 layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
@@ -185,7 +241,7 @@ class SymmBackend:
         out = self._empty(tokens, s.hidden, dtype=s.partial)
         slots = self._empty(tokens, s.top_k, dtype=torch.float32) if with_slots else None
         with self._on_device():
-            send_back.finish[(self._programs,)](
+            send_back.finish[self._grid(tokens * ceil_div(s.hidden, COLUMNS), SHARE_OF_FINISH)](
                 state.pointers, state.counters, state.status, plan.ids, self._placement.rank_of, out, slots,
                 s.rank, tokens, s.max_tokens, s.num_experts,
                 layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
@@ -195,6 +251,22 @@ class SymmBackend:
         return out, slots
 
     # --- parts ---------------------------------------------------------------------------------------------
+
+    def _publish_tokens(
+        self,
+        tokens: torch.Tensor,
+        global_scale: torch.Tensor | None,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        kept_ids: torch.Tensor | None,
+    ) -> None:
+        row_format = self._settings.row_format
+        if row_format.format == FP8_BLOCK:
+            x = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+            self._publish(x, None, ids, weights, kept_ids, row_format, True)
+        else:
+            x, scale = row_format.parts(tokens, global_scale)
+            self._publish(x, scale, ids, weights, kept_ids, row_format, False)
 
     def _publish(
         self,
@@ -212,10 +284,10 @@ class SymmBackend:
         s, state, layout = self._settings, self._state, self._state.layout
         scale_bytes = 0 if scale is None else scale.shape[1]
         with self._on_device():
-            publish[(self._programs,)](
+            publish[self._grid(max(x.shape[0], s.num_ranks), SHARE_OF_PUBLISH)](
                 state.pointers, state.counters, x, scale if scale_bytes else None, ids, weights, kept_ids,
                 s.rank, x.shape[0], x.stride(0), s.num_experts, s.max_tokens * s.top_k, s.max_tokens,
-                layout.published, layout.ids, layout.weights, layout.x, layout.record_bytes,
+                layout.listed, layout.published, layout.ids, layout.weights, layout.x, layout.record_bytes,
                 R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, QUANTIZE=quantizes,
                 CODE_BYTES=row_format.code_bytes, SCALE_BYTES=scale_bytes,
                 HARDWARE_CAST=casts.casts_in_hardware(self._device), num_warps=4,
@@ -232,32 +304,45 @@ class SymmBackend:
         from padless.distributed.triton import receive
 
         s, state, layout = self._settings, self._state, self._state.layout
-        capacity = plan.prob.shape[0]
-        data = self._empty(capacity, row_format.code_bytes, dtype=torch.uint8)
-        scale = None
-        if not isinstance(row_format.format, torch.dtype):
-            columns = row_format.scale_columns
-            if row_format.scale_major == "mn":
-                scale = empty_mn_major(capacity, columns, self._device)
-            else:
-                scale = self._empty(
-                    capacity, columns, dtype=torch.uint8 if row_format.scale_itemsize == 1 else torch.float32
-                )
+        rows = self._empty_rows(row_format, plan.prob.shape[0])
         with self._on_device():
-            receive.fan_out[(self._programs,)](
+            receive.fan_out[self._grid(s.num_ranks * s.max_tokens)](
                 state.pointers, state.counters, state.status, plan.inverse, all_offs, plan.offs, plan.overflow,
-                plan.prob, data, None if scale is None else _integers(scale),
-                s.rank, s.max_tokens, capacity, len(plan.offs),
-                0 if scale is None else scale.stride(0), 0 if scale is None else scale.stride(1),
+                plan.prob, rows.data, rows.integers,
+                s.rank, s.max_tokens, plan.prob.shape[0], len(plan.offs), *rows.scale_strides,
                 layout.published, layout.aborted, layout.weights, layout.x, layout.record_bytes, self._limit,
                 R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=row_format.code_bytes, SCALES=row_format.scale_columns,
-                SCALE_BYTES=row_format.scale_itemsize, CLOCK=self._has_clock, num_warps=4,
+                SCALE_BYTES=row_format.scale_itemsize, GROUPS=self._groups, CLOCK=self._has_clock, num_warps=4,
             )  # fmt: skip
-        if isinstance(row_format.format, torch.dtype):
-            return data.view(row_format.format)
-        assert scale is not None
-        fmt = row_format.format
-        return BlockScaledTensor(data.view(fmt.data_dtype), scale.view(fmt.scale_dtype), fmt, global_scale)
+        return rows.tensor(row_format, global_scale)
+
+    def _empty_plan(self, kept_ids: torch.Tensor, inverse: torch.Tensor) -> ExpertPlan:
+        capacity = int(self._settings.capacity)
+        return ExpertPlan(
+            self._empty(len(self._placement.local_experts), dtype=torch.int32),
+            self._empty(capacity, dtype=torch.float32),
+            inverse,
+            kept_ids,
+            self._empty(dtype=torch.int32),
+        )
+
+    def _empty_rows(self, row_format: RowFormat, capacity: int) -> Rows:
+        data = self._empty(capacity, row_format.code_bytes, dtype=torch.uint8)
+        columns = row_format.scale_columns
+        if row_format.is_plain:
+            return Rows(data, None)
+        if row_format.scale_major == "mn":
+            return Rows(data, empty_mn_major(capacity, columns, self._device))
+        dtype = torch.uint8 if row_format.scale_itemsize == 1 else torch.float32
+        return Rows(data, self._empty(capacity, columns, dtype=dtype))
+
+    @property
+    def _groups(self) -> int:
+        return power_of_2(len(self._placement.local_experts))
+
+    def _grid(self, items: int, times: float = 1) -> tuple[int]:
+        """Programs for so many pieces of work: no more than there are pieces, at least one, which signals."""
+        return (max(min(items, int(times * self._programs)), 1),)
 
     @property
     def _has_clock(self) -> bool:
@@ -276,6 +361,36 @@ class SymmBackend:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
-def _integers(scale: torch.Tensor) -> torch.Tensor:
-    """The scales' bits, in the same layout."""
-    return scale.view(torch.int32) if scale.dtype == torch.float32 else scale
+@dataclass(frozen=True)
+class Rows:
+    """Memory of rows: bytes of codes (C, code_bytes), and scales."""
+
+    data: torch.Tensor
+    scale: torch.Tensor | None
+
+    @property
+    def integers(self) -> torch.Tensor | None:
+        """The scales' bits, in the same layout."""
+        if self.scale is None or self.scale.dtype == torch.uint8:
+            return self.scale
+        return self.scale.view(torch.int32)
+
+    @property
+    def scale_strides(self) -> tuple[int, int]:
+        return (0, 0) if self.scale is None else (self.scale.stride(0), self.scale.stride(1))
+
+    def tensor(
+        self, row_format: RowFormat, global_scale: torch.Tensor | None
+    ) -> BlockScaledTensor | torch.Tensor:
+        fmt = row_format.format
+        if isinstance(fmt, torch.dtype):
+            return self.data.view(fmt)
+        assert self.scale is not None
+        return BlockScaledTensor(
+            self.data.view(fmt.data_dtype), self.scale.view(fmt.scale_dtype), fmt, global_scale
+        )
+
+
+def power_of_2(value: int) -> int:
+    """Smallest power of two that is not below value."""
+    return 1 << max(value - 1, 0).bit_length()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ HEADER_ALIGNMENT = 256
 MAX_RANKS = 64
 
 # Words of `State.counters`, int32, device memory.
-DISPATCHES, COMBINES, TICKETS = 0, 1, 2
+# 0: rows published. 1: combines. 2 to 5: tickets of publish, fan_in, finish, publish_ids. 6: ids published.
 NUM_COUNTERS = 8
 
 # Words of `State.status`, int64, host memory that the device writes.
@@ -27,8 +28,10 @@ NUM_STATUS = 4
 class Layout:
     """Offsets in bytes of the buffer's regions, each from 256-byte boundaries.
 
-    published: 2 x R cells {epoch, T}: the rows and ids of a rank's dispatch are there. By parity of the epoch, as a fast
-        rank may be one ahead.
+    listed: 2 x R cells {epoch, T}: ids and weights of a dispatch are there. By parity of the epoch, as a
+        fast rank may be one ahead.
+    published: 2 x R cells {epoch, T}: rows of a dispatch are there. A dispatch by an earlier plan has rows and
+        no ids, so that each has epochs of its own.
     summed: R cells {epoch, 0}: a rank's partial sums of a combine are there. finished: R cells: a rank has read its
         partial sums, so that the next may be stored. aborted: one cell, 1 + the rank that did not answer.
     ids, weights: 2 x R x Tmax x k int32 and float32, by parity and source rank.
@@ -36,6 +39,7 @@ class Layout:
     x: 2 x Tmax records, by parity. part: R x Tmax x H partial sums, by the rank that summed.
     """
 
+    listed: int
     published: int
     summed: int
     finished: int
@@ -54,6 +58,7 @@ def layout_of(s: Settings) -> Layout:
     record = max(s.row_format.record_bytes, s.hidden * s.partial.itemsize)
     table = s.max_tokens * s.top_k * 4
     sizes = {
+        "listed": 2 * s.num_ranks * CELL,
         "published": 2 * s.num_ranks * CELL,
         "summed": s.num_ranks * CELL,
         "finished": s.num_ranks * CELL,
@@ -89,6 +94,8 @@ class State:
 
 def allocate(group: dist.ProcessGroup, device: torch.device, s: Settings) -> State:
     """The state of a group of GPUs on one NVLink host, by torch's symmetric memory. Collective. Raises ValueError."""
+    # Read when a buffer is first shared. Multicast is of no use here, and a rank that dies can leave some behind.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symmetric_memory
 
     if s.num_ranks > MAX_RANKS:
@@ -100,7 +107,9 @@ def allocate(group: dist.ProcessGroup, device: torch.device, s: Settings) -> Sta
         buffer = symmetric_memory.empty(layout.size, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(buffer, group=group)
         buffer.zero_()
-        state = _state(layout, buffer, [int(p) for p in handle.buffer_ptrs], handle)
+        bases = [int(p) for p in handle.buffer_ptrs]
+        offset = buffer.data_ptr() - bases[s.rank]  # a buffer may lie inside of a shared allocation
+        state = _state(layout, buffer, [base + offset for base in bases], handle)
         torch.cuda.synchronize(device)
         dist.barrier(group)
     return state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,8 @@ import typer
 
 from padless.emulator.emulator import ARITHMETICS, Emulator, LaunchResult
 from padless.emulator.errors import EmulatorError, LaunchError
+from padless.emulator.mutation import Survey, table
+from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.timing import CHIPS, Chip, chip_of, timed
 from padless.emulator.timing.picture import draw
 from padless.emulator.timing.report import lines_of
@@ -39,7 +42,9 @@ def emulate(
         str | None, typer.Option("--entry", help="Entry to run; the only one if there is one.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="First seed of the schedule.")] = 0,
-    seeds: Annotated[int, typer.Option("--seeds", help="How many seeds to run, one after the other.")] = 1,
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, help="How many seeds to run, one after the other.")
+    ] = 1,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Look for races and misuse.")] = True,
     trace: Annotated[bool, typer.Option("--trace", help="Print every warp-instruction.")] = False,
     ignore: Annotated[
@@ -48,6 +53,13 @@ def emulate(
     arithmetic: Annotated[
         str, typer.Option("--arithmetic", help=f"Of the tensor cores: {', '.join(ARITHMETICS)}.")
     ] = "truncate",
+    mutate: Annotated[
+        int | None,
+        typer.Option(
+            "--mutate",
+            help="Run so many mutants, kernels with one synchronisation deleted or weakened, drawn with --seed; 0: all.",
+        ),
+    ] = None,
     time: Annotated[
         bool,
         typer.Option("--time", help="Print cycles by role and phase; computes no products, checks nothing."),
@@ -92,11 +104,34 @@ def emulate(
         if time_picture is not None:
             draw(result.timeline, time_picture)
         raise typer.Exit(1 if result.reports else 0)
+    if mutate is not None:
+        survivors = run_mutants(emulator, name, description, range(seed, seed + seeds), mutate, launch.parent)
+        raise typer.Exit(1 if survivors else 0)
     found = 0
     for each in range(seed, seed + seeds):
         found += run_once(emulator, name, description, each, launch.parent)
     if found:
         raise typer.Exit(1)
+
+
+def run_mutants(
+    emulator: Emulator, entry: str, description: dict[str, Any], seeds: range, count: int, folder: Path
+) -> int:
+    """Judge mutants of the kernel and print the table; returns the number of survivors."""
+    if count < 0 or not emulator.checks:
+        raise LaunchError("--mutate takes a number of mutants, 0 for all of them, and needs the checks")
+
+    def run(emulator: Emulator, seed: int) -> tuple[LaunchResult, dict[str, Any]]:
+        return launch_on_buffers(emulator, entry, description, seed, folder)
+
+    survey = Survey(emulator, entry, run, seeds)
+    mutants = survey.sample(count, seeds.start)
+    with typer.progressbar(
+        mutants, label=f"{len(mutants)} of {len(survey.mutants)} mutants", file=sys.stderr
+    ) as bar:
+        verdicts = [survey.judge(mutant) for mutant in bar]
+    typer.echo("\n".join(table(verdicts)))
+    return sum(not verdict.killed_by for verdict in verdicts)
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -145,8 +180,19 @@ def launch_once(
     emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path
 ) -> LaunchResult:
     """One launch on fresh buffers, which are saved and printed as described."""
-    from padless.emulator.state.memory import DeviceMemory
+    result, arrays = launch_on_buffers(emulator, entry, description, seed, folder)
+    for name, spec in description.get("buffers", {}).items():
+        if "save" in spec:
+            np.save(folder / spec["save"], arrays[name])
+        if spec.get("print"):
+            typer.echo(f"{name} = {np.array2string(arrays[name], threshold=64)}")
+    return result
 
+
+def launch_on_buffers(
+    emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path
+) -> tuple[LaunchResult, dict[str, Any]]:
+    """One launch, and its buffers as it left them."""
     device = emulator.with_memory(DeviceMemory())
     arrays = {name: make_buffer(name, spec, folder) for name, spec in description.get("buffers", {}).items()}
     addresses = {name: device.memory.register(array, name=name) for name, array in arrays.items()}
@@ -164,12 +210,7 @@ def launch_once(
         seed=seed,
         programmatic=programmatic,
     )
-    for name, spec in description.get("buffers", {}).items():
-        if "save" in spec:
-            np.save(folder / spec["save"], arrays[name])
-        if spec.get("print"):
-            typer.echo(f"{name} = {np.array2string(arrays[name], threshold=64)}")
-    return result
+    return result, arrays
 
 
 def make_buffer(name: str, spec: dict[str, Any], folder: Path) -> np.ndarray[Any, Any]:
@@ -240,8 +281,6 @@ def tensor_map(spec: dict[str, Any], addresses: dict[str, int], arrays: dict[str
 
 def main() -> None:
     """Entry point of `python -m padless.emulator.cli`."""
-    import sys
-
     try:
         app()
     except EmulatorError as error:

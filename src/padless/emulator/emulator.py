@@ -13,6 +13,7 @@ from padless.emulator import instructions as instructions  # fills the table of 
 from padless.emulator.errors import LaunchError
 from padless.emulator.order.reports import KINDS, Report
 from padless.emulator.prepare.program import prepare
+from padless.emulator.ptx.ast import Module
 from padless.emulator.ptx.parser import parse
 from padless.emulator.run.machine import Machine
 from padless.emulator.state.memory import DeviceMemory
@@ -99,6 +100,12 @@ class Emulator:
         other.__dict__.update(self.__dict__)
         other.memory, other.symbols, other._arrays = memory, {}, []
         other._place_variables()
+        return other
+
+    def with_module(self, module: Module) -> Emulator:
+        """The same device with another module, such as a changed one."""
+        other = self.with_memory(DeviceMemory())
+        other.module, other._programs = module, {}
         return other
 
     def program(self, entry: str) -> Program:

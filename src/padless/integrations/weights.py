@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from padless.checkpoints import from_deepseek, from_torch
-from padless.formats import MXFP4, MXFP8, BlockScaledFormat, BlockScaledTensor, ceil_div
+from padless.formats import MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
 from padless.moe import ops
 from padless.moe.layer import ACTIVATIONS, BF16
 
@@ -33,22 +33,33 @@ class ExpertWeights:
         return torch.bfloat16 if self.activations == BF16 else ops.BY_NAME[self.activations]
 
 
-def block_scaled(name: str, codes: torch.Tensor, scale: torch.Tensor, remedy: str) -> BlockScaledTensor:
-    """The weight of codes (E, N, K) float8_e4m3fn, or (E, N, K / 2) int8 or uint8 of two FP4 values, and its scales.
+def block_scaled(
+    name: str,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    remedy: str,
+    global_scale: torch.Tensor | None = None,
+) -> BlockScaledTensor:
+    """The weight of codes (.., N, K) float8_e4m3fn, or (.., N, K / 2) int8 or uint8 of two FP4 values, and its scales.
 
     scale: one for each 128 x 128 values, float32, bfloat16, float8_e8m0fnu or its bytes (FP8_BLOCK), or one power of
-        two for each 1 x 32 (MXFP8, MXFP4). float32 scales of blocks and one-byte scales are not copied.
+        two for each 1 x 32 (MXFP8, MXFP4), or float8_e4m3fn for each 1 x 16 (NVFP4). float32 scales of blocks and
+        one-byte scales are not copied.
+    global_scale: NVFP4's decode scale, one or one for each expert.
     name, remedy: words of the errors. Raises ValueError.
     """
     codes, scale = codes.detach(), scale.detach()
     if codes.dtype in (torch.int8, torch.uint8):
-        return from_torch(codes.view(torch.uint8), exponents(scale))
-    if codes.dtype != torch.float8_e4m3fn or codes.dim() != 3:
+        packed = codes.view(torch.uint8)
+        if scale.dtype == torch.float8_e4m3fn:
+            return from_torch(packed, scale, None if global_scale is None else global_scale.detach())
+        return from_torch(packed, exponents(scale))
+    if codes.dtype != torch.float8_e4m3fn or codes.dim() not in (2, 3):
         raise ValueError(f"{name} is {tuple(codes.shape)} {codes.dtype}; padless takes FP8 or FP4: {remedy}")
-    experts, n, k = codes.shape
-    if tuple(scale.shape) == (experts, n, ceil_div(k, MXFP8.block_k)):
+    *experts, n, k = codes.shape
+    if tuple(scale.shape) == (*experts, n, ceil_div(k, MXFP8.block_k)):
         return from_torch(codes, exponents(scale))
-    if tuple(scale.shape) == (experts, ceil_div(n, 128), ceil_div(k, 128)):
+    if tuple(scale.shape) == (*experts, ceil_div(n, 128), ceil_div(k, 128)):
         return from_deepseek(codes, scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale)
     raise ValueError(
         f"the scales of {name} have shape {tuple(scale.shape)} for {tuple(codes.shape)}; padless takes a scale for "
@@ -66,12 +77,13 @@ def exponents(scale: torch.Tensor) -> torch.Tensor:
 def activations_for(weights: BlockScaledTensor) -> str:
     """Name of the format for activations beside the weights, "BF16" for none.
 
-    MXFP4 weights take bfloat16 activations where a kernel does, as the models were made for; the others their own.
+    FP4 weights take bfloat16 activations where a kernel does, MXFP4 ones as the models were made for; the others take
+    their own format.
     """
-    if weights.format != MXFP4:
+    if weights.format not in (MXFP4, NVFP4):
         return ACTIVATIONS[weights.format].name
     on_blackwell = weights.device.type == "cuda" and capability(weights.device.index or 0) >= (10, 0)
-    return MXFP4.name if on_blackwell else BF16
+    return weights.format.name if on_blackwell else BF16
 
 
 @lru_cache(maxsize=16)

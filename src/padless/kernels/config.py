@@ -22,7 +22,7 @@ def format_name(t: BlockScaledTensor | torch.Tensor) -> str:
 
 
 def room_for_groups(num_groups: int) -> int:
-    """How large the table of groups is compiled for ``num_groups``: one of two sizes, so that few kernels serve all."""
+    """Size of the compiled table of groups for ``num_groups``: one of two, so that few kernels serve all."""
     return FEW_GROUPS if num_groups <= FEW_GROUPS else MAX_GROUPS
 
 

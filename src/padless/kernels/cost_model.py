@@ -24,7 +24,7 @@ from padless.runtime.jit import cache_dir, write_atomically
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile shape, and how tiles are handed out: a cluster of ``cluster_n`` CTAs takes as many side by side."""
+    """A tile shape, and how tiles are scheduled: a cluster of ``cluster_n`` CTAs takes as many side by side."""
 
     block_m: int
     block_n: int
@@ -197,7 +197,7 @@ def gpu_name() -> str | None:
 
 
 def tuned_file(gpu: str) -> Path:
-    """Where the tables of this version for ``gpu`` are stored."""
+    """The file of this version's tables for ``gpu``."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", gpu).strip("-")
     return cache_dir() / "tuned" / f"{slug}-{__version__}.json"
 

@@ -20,7 +20,7 @@ from padless.runtime.driver import Driver
 from padless.runtime.tensor_map import TensorMapSpec
 
 TILE_COLUMNS = 128  # of a tile that is stored by copies of codes
-NO_MAPS = bytes(3 * 128)  # where no store is the copy engine's
+NO_MAPS = bytes(3 * 128)  # where no store is TMA's
 _SWIZZLES = {
     128: tensor_map.SWIZZLE_128B,
     64: tensor_map.SWIZZLE_64B,
@@ -152,7 +152,7 @@ def present(tensors: EpilogueTensors) -> list[torch.Tensor]:
 def outputs_argument(
     driver: Driver, tensors: EpilogueTensors, epilogue: Epilogue, n: int, *, by_copies: bool = True
 ) -> bytes:
-    """struct QuantOutputs as an argument of its own; by_copies: with the maps of the copy engine's stores."""
+    """struct QuantOutputs as an argument of its own; by_copies: with the maps of TMA's stores."""
     t = tensors
     specs: list[TensorMapSpec | None] = [None, None, None]
     if by_copies:

@@ -1,4 +1,4 @@
-"""The Python twin of ``device/longest_first.cuh``: the order in which the tiles of a weight gradient are handed out."""
+"""The Python twin of ``device/longest_first.cuh``: the order in which the tiles of a weight gradient are scheduled."""
 
 from __future__ import annotations
 

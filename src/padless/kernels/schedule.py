@@ -67,8 +67,8 @@ def has_halves(block_m: int) -> bool:
 
 
 def tiles_to_cut(count: int, workers: int) -> int:
-    """How many of ``count`` tiles, the last ones, are cut in two: of those in the last round, as many as leave no worker
-    more than one piece of it. Example: for 66 workers all of 10, 16 of 50.
+    """The number of tiles, the last of ``count``, that are cut in two: of those in the last round, as many as leave no
+    worker more than one half tile of it. Example: for 66 workers all of 10, 16 of 50.
     """
     last_round = count % workers
     return min(last_round, workers - last_round)

@@ -122,6 +122,7 @@ _HOSTS = {
     "sm90_fp8_quant": "sm90_fp8.host_quant",
     "sm90_bf16": "sm90_bf16.host",
     "sm90_bf16_quant": "sm90_bf16.host_quant",
+    "sm90_bf16_plain": "sm90_bf16_plain.host",
     "sm90_mxfp8": "sm90_mxfp8.host",
     "sm90_mxfp8_quant": "sm90_mxfp8.host_quant",
     "sm100_grouped": "sm100_grouped.host",
@@ -234,6 +235,21 @@ ROUTES: tuple[Route, ...] = (
     ),
 )
 
+# Products of plain bfloat16 tensors on both sides, which no table of formats describes. They have calls of their own
+# (padless.ops.grouped_gemm_plain).
+PLAIN_ROUTES: tuple[Route, ...] = tuple(
+    Route(
+        operation,
+        "sm_90a",
+        BF16,
+        BF16,
+        "sm90_bf16_plain",
+        "sm90_bf16_plain/sm90_bf16_plain_grouped_gemm.cu",
+        "bf16 tensor cores, float32 sum (25 fractional bits in 16 of K)",
+    )
+    for operation in ("grouped_gemm", "gemm")
+)
+
 # Devices that run the code of another architecture's kernels.
 _SAME_KERNELS = {"sm_103a": "sm_100a"}
 
@@ -244,14 +260,15 @@ def kernels_arch(arch: str) -> str:
 
 
 def find_route(operation: str, arch: str, a: str, b: str, config: object = None) -> Route:
-    """The route for formats ``a`` and ``b`` on ``arch``: the first of ``ROUTES``, or the first that takes ``config``.
+    """The route for formats ``a`` and ``b`` on ``arch``: the first of the tables, or the first that takes ``config``.
 
     ``config``: a kernel's configuration, or the class of one, which chooses the kernel and leaves the tile to it. The
     shape of the problem is not among the arguments, so that one kernel multiplies a pair of formats in every call.
     Raises ValueError that says what is supported instead.
     """
     arch = kernels_arch(arch)
-    here = [route for route in ROUTES if route.operation == operation and route.arch == arch]
+    every = (*ROUTES, *PLAIN_ROUTES)
+    here = [route for route in every if route.operation == operation and route.arch == arch]
     found = [route for route in here if (route.a, route.b) == (a, b)]
     if not found:
         pairs = ", ".join(dict.fromkeys(f"{route.a} x {route.b}" for route in here)) or "nothing yet"
@@ -264,3 +281,17 @@ def find_route(operation: str, arch: str, a: str, b: str, config: object = None)
             return route
     classes = " or ".join(dict.fromkeys(route.config_class.__name__ for route in found))
     raise ValueError(f"config is a {wanted.__name__}; {operation} of {a} x {b} on {arch} takes a {classes}")
+
+
+def check_config(operation: str, a: str, b: str, config: object) -> None:
+    """Raises ValueError for a ``config`` that no kernel of ``operation`` takes for formats ``a`` and ``b``, anywhere.
+
+    For the reference, which runs none of them: a call is refused on a CPU as it would be on a GPU.
+    """
+    if config is None:
+        return
+    wanted = config if isinstance(config, type) else type(config)
+    found = [route for route in ROUTES if (route.operation, route.a, route.b) == (operation, a, b)]
+    if not any(issubclass(wanted, route.config_class) for route in found):
+        classes = " or ".join(dict.fromkeys(route.config_class.__name__ for route in found))
+        raise ValueError(f"config is a {wanted.__name__}; {operation} of {a} x {b} takes a {classes}")

@@ -50,4 +50,8 @@ def runs_triton(t: torch.Tensor) -> bool:
 
 def on_device_of(t: torch.Tensor) -> AbstractContextManager[object]:
     """Makes t's GPU the current one, on which Triton launches."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
+    if (
+        not t.is_cuda or t.device.index == torch.cuda.current_device()
+    ):  # changing it takes longer than looking
+        return nullcontext()
+    return torch.cuda.device(t.device)

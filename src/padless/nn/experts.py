@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from padless.nn.experts_function import check_gate_up, experts
+from padless.nn.experts_function import Plan, apply_experts, check_gate_up, check_tokens
 from padless.nn.linear import QuantizedModule
 from padless.nn.recipe import Recipe
 from padless.nn.weight_gradient import DelayedWgrad
@@ -57,19 +57,15 @@ class Experts(QuantizedModule):
         shared: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`padless.autograd.experts` of x (T, H), ids and weights (T, k) and shared (T, H): (T, H)."""
-        return experts(
-            x,
-            top_k_index,
-            top_k_weights,
-            self.w13,
-            self.w2,
-            self.recipe,
-            shared=shared,
-            gate_up=self.gate_up,
-            operands13=self._operands("w13"),
-            operands2=self._operands("w2"),
-            delayed_wgrad=self.delayed_wgrad,
-        )
+        w13, w2 = self.w13, self.w2
+        check_tokens(x, top_k_index, top_k_weights, shared, self.num_experts)
+        if x.shape[1] != self.hidden or w13.device != x.device:
+            raise ValueError(
+                f"x must be (T, {self.hidden}) on the weights' {w13.device}, got {tuple(x.shape)} on {x.device}"
+            )
+        operands = self._operands("w13", w13), self._operands("w2", w2)
+        plan = Plan(self.recipe, self.gate_up, self.delayed_wgrad)
+        return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, *operands)
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden}, {self.intermediate}, {self.num_experts}"

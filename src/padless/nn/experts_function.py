@@ -18,12 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from padless.epilogue import INTERLEAVE
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.moe import ops
-from padless.moe.activation import Activation
 from padless.moe.checks import check_matrix
-from padless.moe.combining import combine
-from padless.moe.gather import activate_quantize, gather_backward, gather_quantize
-from padless.moe.routing import check_ids, route
+from padless.moe.layer import BF16
+from padless.moe.routing import check_ids
+from padless.nn.calls import call
 from padless.nn.linear_function import (
     check_weight,
     columns_facts,
@@ -32,6 +30,7 @@ from padless.nn.linear_function import (
     operands_of_rows,
 )
 from padless.nn.products import Columns, Rows, product, swiglu_product
+from padless.nn.quantizers import activation_gradients, quantized
 from padless.nn.recipe import Recipe, as_recipe
 from padless.nn.weight_codes import (
     WeightOperands,
@@ -42,7 +41,7 @@ from padless.nn.weight_codes import (
     weight_operands,
 )
 from padless.nn.weight_gradient import DelayedWgrad, deliver
-from padless.quantization.swiglu_backward import GATE_UP, swiglu_backward_quantize
+from padless.quantization.swiglu_backward import GATE_UP
 
 _FUSED_MULTIPLE = 128  # of 2 I: columns of a tile of the epilogue
 
@@ -77,14 +76,12 @@ def experts(
     delayed_wgrad: where the weight gradients are left for later; None computes them in the backward pass.
 
     Kept for the backward pass, in bytes a row (T * k rows): of an FP8 weight gradient H codes of x and H / 32 of scales
-    (H / 4096 in mode "1d2d"), of a bfloat16 one nothing but x itself; and of the values before the activation 2 I codes
-    and I / 16 of scales ("fp8"), 4 I ("bf16"), or the first product's operand ("recompute"). No synchronization. It can
-    be differentiated once. Raises ValueError.
+    (H / 4096 in mode "1d2d"), of a bfloat16 one nothing but x itself; and of the values before the activation 4 I
+    ("bf16"), 2 I codes and I / 16 of scales ("fp8"), or the first product's operand ("recompute"). No synchronization.
+    It can be differentiated once. Raises ValueError.
     """
     recipe = as_recipe(recipe)
-    check_ids(top_k_index, w13.shape[0])
-    check_matrix("x", x, top_k_index.shape[0], None, top_k_index.device)
-    check_matrix("top_k_weights", top_k_weights, x.shape[0], top_k_index.shape[1], x.device)
+    check_tokens(x, top_k_index, top_k_weights, shared, w13.shape[0])
     check_weight("w13", w13, x.shape[1], recipe)
     check_weight("w2", w2, w13.shape[1] // 2, recipe)
     if tuple(w2.shape) != (w13.shape[0], x.shape[1], w13.shape[1] // 2) or w13.shape[1] % 32:
@@ -93,15 +90,26 @@ def experts(
             "multiples of 16"
         )
     check_gate_up(gate_up, w13.shape[1] // 2)
-    if shared is not None:
-        check_matrix("shared", shared, x.shape[0], x.shape[1], x.device)
     made13 = weight_operands(w13, recipe) if operands13 is None else operands13
     made2 = weight_operands(w2, recipe) if operands2 is None else operands2
-    out: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-        x, top_k_weights, w13, w2, shared, top_k_index, _Plan(recipe, gate_up, delayed_wgrad),
-        *flat_operands(made13), *flat_operands(made2),
-    )  # fmt: skip
-    return out
+    plan = Plan(recipe, gate_up, delayed_wgrad)
+    return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, made13, made2)
+
+
+def check_tokens(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    num_experts: int,
+) -> None:
+    """Raises ValueError for tokens, ids and weights that do not fit together."""
+    check_ids(top_k_index, num_experts)
+    tokens, top_k = top_k_index.shape
+    check_matrix("x", x, tokens, None, top_k_index.device)
+    check_matrix("top_k_weights", top_k_weights, tokens, top_k, x.device)
+    if shared is not None:
+        check_matrix("shared", shared, tokens, x.shape[1], x.device)
 
 
 def check_gate_up(gate_up: str, intermediate: int) -> None:
@@ -114,10 +122,38 @@ def check_gate_up(gate_up: str, intermediate: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class Plan:
+    """What `experts` does beside its tensors, by the names of its arguments."""
+
     recipe: Recipe
     gate_up: str
     delayed_wgrad: DelayedWgrad | None
+
+
+def apply_experts(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    shared: torch.Tensor | None,
+    plan: Plan,
+    operands13: WeightOperands,
+    operands2: WeightOperands,
+) -> torch.Tensor:
+    """`experts` of checked arguments."""
+    out: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+        x,
+        top_k_weights,
+        w13,
+        w2,
+        shared,
+        top_k_index,
+        plan,
+        *flat_operands(operands13),
+        *flat_operands(operands2),
+    )
+    return out
 
 
 class _Experts(torch.autograd.Function):
@@ -130,21 +166,20 @@ class _Experts(torch.autograd.Function):
         w2: torch.Tensor,
         shared: torch.Tensor | None,
         top_k_index: torch.Tensor,
-        plan: _Plan,
+        plan: Plan,
         *operands: Any,
     ) -> torch.Tensor:
         recipe = plan.recipe
         made13, made2 = joined_operands(*operands[:4]), joined_operands(*operands[4:])
         needs_x, needs_prob, needs13, needs2 = ctx.needs_input_grad[:4]
         trains = needs_x or needs_prob or needs13 or needs2
-        routing = route(top_k_index, w13.shape[0])
-        offs = routing.offs
+        offs, tokens, inverse = call("route", top_k_index, w13.shape[0])
 
         # First product: rows for it, and what its weight's gradient reads.
-        rows, columns = _gathered(x, routing.tokens, routing.inverse, offs, recipe, needs13)
+        rows, columns = _gathered(x, tokens, inverse, offs, recipe, needs13)
         z, hidden = _hidden(rows, made13.forward, offs, plan)
         y = product(hidden, made2.forward, offs, transposed=False, zero_tail=False)
-        out = combine(y, routing.inverse, top_k_weights, shared, out_dtype=x.dtype)
+        out: torch.Tensor = call("combine", y, inverse, top_k_weights, shared, x.dtype)
 
         ctx.plan = plan
         ctx.num_experts, ctx.dtypes = w13.shape[0], (x.dtype, top_k_weights.dtype)
@@ -155,7 +190,8 @@ class _Experts(torch.autograd.Function):
             if recipe.save == "bf16":
                 kept = (z, None)
             elif recipe.save == "fp8":
-                kept = ops.call("quantize_rows", z)
+                assert z is not None
+                kept = call("quantize_rows", z)
             elif recipe.fp8_forward:
                 kept = flat(rows)
             saved_columns: tuple[torch.Tensor | None, ...] = (None,) * 4
@@ -166,7 +202,7 @@ class _Experts(torch.autograd.Function):
             )
             again = flat(made13.forward) if recipe.save == "recompute" else (None, None)
             ctx.save_for_backward(
-                offs, routing.tokens, routing.inverse, top_k_weights, x if keeps_x else None,
+                offs, tokens, inverse, top_k_weights, x if keeps_x else None,
                 *kept, *saved_columns, *flat(made13.dgrad), *flat(made2.dgrad), *again,
             )  # fmt: skip
         return out
@@ -193,14 +229,14 @@ def _gathered(
     """x by experts: the operand of the first product, and that of its weight's gradient where it is quantized."""
     fp8_columns = recipe.fp8_wgrad and needs_wgrad
     if recipe.fp8_forward and not fp8_columns:
-        return gather_quantize(x, inverse, FP8_BLOCK), None
+        return quantized(*call("gather_quantize", x, inverse, FP8_BLOCK.name, "", "plain", None)), None
     found = operands_of_rows(
         x.index_select(0, tokens), offs, recipe.fp8_forward, fp8_columns, recipe.column_block
     )
     return found if fp8_columns else (found[0], None)
 
 
-def _hidden(rows: Rows, w13: Rows, offs: torch.Tensor, plan: _Plan) -> tuple[torch.Tensor | None, Rows]:
+def _hidden(rows: Rows, w13: Rows, offs: torch.Tensor, plan: Plan) -> tuple[torch.Tensor | None, Rows]:
     """(values before the activation, the operand of the second product); in one launch where the former are not kept."""
     recipe = plan.recipe
     if recipe.fp8_forward and recipe.save == "recompute" and w13.shape[1] % _FUSED_MULTIPLE == 0:
@@ -208,13 +244,16 @@ def _hidden(rows: Rows, w13: Rows, offs: torch.Tensor, plan: _Plan) -> tuple[tor
         assert isinstance(w13, BlockScaledTensor)
         return None, swiglu_product(rows, w13, offs, plan.gate_up)
     z = product(rows, w13, offs, transposed=False, zero_tail=False)
-    activation = Activation(gate_up=plan.gate_up)
-    return z, activate_quantize(z, activation, FP8_BLOCK if recipe.fp8_forward else None)
+    name = FP8_BLOCK.name if recipe.fp8_forward else BF16
+    data, scale = call(
+        "activate_quantize", z, "swiglu", plan.gate_up, 1.0, None, 0.0, name, "", "plain", None, None
+    )
+    return z, quantized(data, scale) if recipe.fp8_forward else data
 
 
 def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Gradients of x, top_k_weights, w13 and w2, None where they are not needed."""
-    plan: _Plan = ctx.plan
+    plan: Plan = ctx.plan
     recipe = plan.recipe
     needs_x, needs_prob, needs13, needs2 = ctx.needs_input_grad[:4]
     offs, tokens, inverse, top_k_weights, x, *saved = ctx.saved_tensors
@@ -228,19 +267,19 @@ def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dout.index_select(0, tokens), offs, recipe.fp8_dgrad, recipe.fp8_wgrad and needs2, (1, 128)
     )
     dh = product(dy_rows, joined(*dgrad2), offs, transposed=True, zero_tail=False)
-    prob = ops.call("slots_to_rows", top_k_weights, inverse)
+    prob = call("slots_to_rows", top_k_weights, inverse)
     dz_rows, dz_columns, h_columns, dprob_rows = _activation_gradients(dh, z, offs, prob, plan)
     del dh, z, dy_rows
     w13, w2 = ctx.weights
     dw2 = deliver(w2, plan.delayed_wgrad, dy_columns, h_columns, offs) if needs2 else None
     del dy_columns, h_columns
-    dprob = ops.call("rows_to_slots", dprob_rows, inverse, ctx.dtypes[1]) if needs_prob else None
+    dprob = call("rows_to_slots", dprob_rows, inverse, ctx.dtypes[1]) if needs_prob else None
 
     # First product.
     dx = dw13 = None
     if needs_x:
         dx_rows = product(dz_rows, joined(*dgrad13), offs, transposed=True, zero_tail=False)
-        dx = gather_backward(dx_rows, inverse, out_dtype=ctx.dtypes[0])
+        dx = call("combine", dx_rows, inverse, None, None, ctx.dtypes[0])
         del dx_rows
     if needs13:
         x_columns: Columns
@@ -253,12 +292,12 @@ def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 def _values_before_activation(
-    plan: _Plan, kept: Any, x: torch.Tensor | None, tokens: torch.Tensor, w13: Any, offs: torch.Tensor
+    plan: Plan, kept: Any, x: torch.Tensor | None, tokens: torch.Tensor, w13: Any, offs: torch.Tensor
 ) -> torch.Tensor:
     """(T * k, 2 I) bfloat16: as they were kept, or multiplied again."""
     recipe = plan.recipe
     if recipe.save != "recompute":
-        z: torch.Tensor = kept[0] if recipe.save == "bf16" else ops.call("dequantize_rows", *kept)
+        z: torch.Tensor = kept[0] if recipe.save == "bf16" else call("dequantize_rows", *kept)
         return z
     rows: Rows
     if recipe.fp8_forward:
@@ -270,17 +309,15 @@ def _values_before_activation(
 
 
 def _activation_gradients(
-    dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor, plan: _Plan
+    dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor, plan: Plan
 ) -> tuple[Rows, Columns, Columns, torch.Tensor]:
     """dZ as rows and as columns, H as columns, and the gradient of each row's routing weight."""
     recipe = plan.recipe
     if recipe.fp8_dgrad and recipe.fp8_wgrad:
-        found = swiglu_backward_quantize(
-            dh, z, offs, prob, gate_up=plan.gate_up, hidden_block=recipe.column_block
-        )
+        found = activation_gradients(dh, z, offs, prob, plan.gate_up, recipe.column_block)
         assert found.dprob is not None
         return found.dz_rows, found.dz_columns, found.hidden_columns, found.dprob
-    dz, h, dprob = ops.call("swiglu_backward", dh, z, offs, prob, plan.gate_up)
+    dz, h, dprob = call("swiglu_backward", dh, z, offs, prob, plan.gate_up)
     dz_rows, dz_columns = operands_of_rows(dz, offs, recipe.fp8_dgrad, recipe.fp8_wgrad, (1, 128))
     _, h_columns = operands_of_rows(h, offs, False, recipe.fp8_wgrad, recipe.column_block)
     return dz_rows, dz_columns, h_columns, dprob

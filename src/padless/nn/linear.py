@@ -52,8 +52,7 @@ class QuantizedModule(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
         self._codes[name] = WeightCodes()
 
-    def _operands(self, name: str) -> WeightOperands:
-        weight: torch.Tensor = getattr(self, name)
+    def _operands(self, name: str, weight: torch.Tensor) -> WeightOperands:
         return self._codes[name].of(weight, self.recipe)
 
     def reset_parameters(self) -> None:
@@ -95,9 +94,9 @@ class GroupedLinear(QuantizedModule):
 
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """`padless.autograd.grouped_linear` of x (M, K) and offs (G,) with the weight: (M, N)."""
-        return grouped_linear(
-            x, self.weight, offs, self.recipe, self._operands("weight"), delayed_wgrad=self.delayed_wgrad
-        )
+        weight = self.weight
+        operands = self._operands("weight", weight)
+        return grouped_linear(x, weight, offs, self.recipe, operands, delayed_wgrad=self.delayed_wgrad)
 
     def extra_repr(self) -> str:
         return f"{self.num_groups}, {self.in_features}, {self.out_features}, recipe={self.recipe}"

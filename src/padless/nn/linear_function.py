@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from padless.formats import BlockScaledTensor
 from padless.layouts import GroupedColumns
-from padless.moe import ops
 from padless.nn.products import Columns, Rows, product
+from padless.nn.quantizers import quantize_rows, rows_and_columns
 from padless.nn.recipe import Recipe, as_recipe
 from padless.nn.weight_codes import (
     WeightOperands,
@@ -23,7 +22,7 @@ from padless.nn.weight_codes import (
 from padless.nn.weight_gradient import DelayedWgrad, deliver
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES
-from padless.quantization.rows_columns import check_offs, quantize_rows_columns
+from padless.quantization.rows_columns import checked_offs
 
 MULTIPLE = 16  # of N and K: rows of 16 bytes in every operand
 
@@ -61,7 +60,7 @@ def grouped_linear(
     check_weight("weight", weight, x.shape[1], recipe)
     if weight.device != x.device:
         raise ValueError(f"weight is on {weight.device} and x on {x.device}; they must be on one device")
-    check_offs(offs, x, "x")
+    offs = checked_offs(offs, x, "x")
     if offs.shape[0] != weight.shape[0]:
         raise ValueError(
             f"offs has {offs.shape[0]} groups and weight {weight.shape[0]}; they must be as many"
@@ -147,11 +146,10 @@ def operands_of_rows(
     columns: Columns
     rows = columns = x if x.dtype == torch.float64 or (fp8_rows and fp8_columns) else x.to(torch.bfloat16)
     if fp8_columns:
-        quantized, columns = quantize_rows_columns(x, offs, column_block=block, rows=fp8_rows)
+        quantized, columns = rows_and_columns(x, offs, block, fp8_rows)
         rows = rows if quantized is None else quantized
     elif fp8_rows:
-        codes, scale = ops.call("quantize_rows", x)
-        rows = joined(codes.view(torch.float8_e4m3fn), scale)
+        rows = quantize_rows(x)
     return rows, columns
 
 
@@ -174,8 +172,3 @@ def joined_columns(saved: Any, facts: tuple[tuple[int, int], int] | None, offs: 
         return plain
     data, scale, starts, block_starts = saved
     return GroupedColumns(data, scale, offs, starts, block_starts, *facts)
-
-
-def is_quantized(rows: Rows) -> bool:
-    """Whether an operand has codes."""
-    return isinstance(rows, BlockScaledTensor)

@@ -11,8 +11,8 @@ import torch
 
 from padless.formats import BlockScaledTensor
 from padless.layouts import GroupedColumns
-from padless.moe import ops
 from padless.nn import operators
+from padless.nn.calls import call, is_traced
 from padless.nn.operators import bytes_of, columns_of
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 
@@ -33,9 +33,9 @@ def product(a: Rows, w: Rows, offs: torch.Tensor, *, transposed: bool, zero_tail
     zero_tail: rows past the last group are zeros; without it they hold anything.
     """
     if isinstance(a, torch.Tensor):
-        return _tensor(ops.call("bf16_grouped_gemm", a, w, offs, transposed, zero_tail))
+        return _tensor(call("bf16_grouped_gemm", a, w, offs, transposed, zero_tail))
     assert isinstance(w, BlockScaledTensor)
-    if ops.is_traced(a.data, w.data, offs):
+    if is_traced(a.data):
         out_dtype = torch.bfloat16
         return _tensor(torch.ops.padless.grouped_gemm(*bytes_of(a), *bytes_of(w), offs, out_dtype, zero_tail))
     return operators.fp8_product(a, w, offs, torch.bfloat16, zero_tail)
@@ -45,7 +45,7 @@ def swiglu_product(
     a: BlockScaledTensor, w: BlockScaledTensor, offs: torch.Tensor, gate_up: str
 ) -> BlockScaledTensor:
     """silu(gate) * up of a @ w[g].T, quantized in the product's epilogue: FP8_BLOCK (M, I)."""
-    if ops.is_traced(a.data, w.data, offs):
+    if is_traced(a.data):
         codes, scale = torch.ops.padless.grouped_gemm_swiglu(*bytes_of(a), *bytes_of(w), offs, gate_up)
         return BlockScaledTensor(codes.view(operators.E4M3), scale, a.format)
     return operators.fp8_swiglu(a, w, offs, gate_up)
@@ -54,20 +54,24 @@ def swiglu_product(
 def wgrad(dy: Columns, x: Columns, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """dy[rows of g].T @ x[rows of g], (G, N, K): `padless.grouped_gemm_wgrad`, or its like of plain rows."""
     if isinstance(dy, torch.Tensor):
-        return _tensor(ops.call("bf16_grouped_gemm_wgrad", dy, x, offs, out_dtype))
+        return _tensor(call("bf16_grouped_gemm_wgrad", dy, x, offs, out_dtype))
     assert isinstance(x, GroupedColumns)
-    if ops.is_traced(dy.data, x.data, offs):
+    if is_traced(dy.data):
         return _tensor(torch.ops.padless.grouped_gemm_wgrad(*columns_of(dy), *columns_of(x), offs, out_dtype))
-    return grouped_gemm_wgrad(dy, x, out_dtype=out_dtype)
+    # Launches are remembered for outputs that are given.
+    out = torch.empty(
+        (offs.shape[0], dy.data.shape[0], x.data.shape[0]), dtype=out_dtype, device=dy.data.device
+    )
+    return grouped_gemm_wgrad(dy, x, out=out)
 
 
 def wgrad_into(out: torch.Tensor, dy: Columns, x: Columns, offs: torch.Tensor, *, accumulate: bool) -> None:
     """Writes `wgrad` to ``out`` (G, N, K), or adds it in float32."""
     if isinstance(dy, torch.Tensor):
-        ops.call("bf16_grouped_gemm_wgrad_", out, dy, x, offs, accumulate)
+        call("bf16_grouped_gemm_wgrad_", out, dy, x, offs, accumulate)
         return
     assert isinstance(x, GroupedColumns)
-    if ops.is_traced(out, dy.data, x.data, offs):
+    if is_traced(out):
         torch.ops.padless.grouped_gemm_wgrad_(out, *columns_of(dy), *columns_of(x), offs, accumulate)
     else:
         grouped_gemm_wgrad(dy, x, out=out, accumulate=accumulate)

@@ -14,10 +14,10 @@ WGRAD_MODES = {
     "1d2d": (128, 128),
     "1d1d": (1, 128),
 }  # (features, tokens) that share a scale of the inputs' columns
-SAVED = ("fp8", "bf16", "recompute")
+SAVED = ("bf16", "fp8", "recompute")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
     """Formats of a layer's three products, and what its forward pass keeps.
 
@@ -29,8 +29,8 @@ class Recipe:
     wgrad: of dw = dy.T @ x, the same two. In FP8_BLOCK dy has a scale per feature and 128 tokens of a group.
     wgrad_mode: scales of x in an FP8_BLOCK wgrad: "1d2d", one per 128 features and 128 tokens; "1d1d", one per
         feature and 128 tokens.
-    save: how `Experts` keep the values before their activation for the backward pass: "fp8", in FP8_BLOCK; "bf16"; or
-        "recompute", which keeps the first product's operand and multiplies again.
+    save: how `Experts` keep the values before their activation for the backward pass: "bf16"; "fp8", in FP8_BLOCK, half
+        of that; or "recompute", which keeps the first product's operand and multiplies again.
 
     Raises ValueError for other values.
 
@@ -42,7 +42,7 @@ class Recipe:
     dgrad: Format = FP8_BLOCK
     wgrad: Format = FP8_BLOCK
     wgrad_mode: str = "1d2d"
-    save: str = "fp8"
+    save: str = "bf16"
 
     def __post_init__(self) -> None:
         for name in ("forward", "dgrad", "wgrad"):
@@ -55,6 +55,10 @@ class Recipe:
             )
         if self.save not in SAVED:
             raise ValueError(f"save is {self.save!r}; allowed: {', '.join(map(repr, SAVED))}")
+
+    def __repr__(self) -> str:
+        names = (f"{part}={_name(getattr(self, part))}" for part in ("forward", "dgrad", "wgrad"))
+        return f"Recipe({', '.join(names)}, wgrad_mode={self.wgrad_mode!r}, save={self.save!r})"
 
     @property
     def fp8_forward(self) -> bool:
@@ -77,11 +81,16 @@ class Recipe:
         return WGRAD_MODES[self.wgrad_mode]
 
 
+def _name(format: Format) -> str:
+    return format.name if isinstance(format, BlockScaledFormat) else str(format)
+
+
 RECIPES = {
     "fp8": Recipe(),
+    "fp8_compact": Recipe(save="fp8"),
     "fp8_1d1d": Recipe(wgrad_mode="1d1d"),
-    "fp8_bf16_wgrad": Recipe(wgrad=torch.bfloat16, save="bf16"),
-    "bf16": Recipe(torch.bfloat16, torch.bfloat16, torch.bfloat16, save="bf16"),
+    "fp8_bf16_wgrad": Recipe(wgrad=torch.bfloat16),
+    "bf16": Recipe(torch.bfloat16, torch.bfloat16, torch.bfloat16),
 }
 
 

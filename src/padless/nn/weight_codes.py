@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.moe import ops
+from padless.formats import BlockScaledTensor
+from padless.nn.calls import is_traced
+from padless.nn.quantizers import quantized, weight_and_transpose
 from padless.nn.recipe import Recipe
-from padless.quantization.weight_both import quantize_weight_both
 
 # Steps of optimizers so far.
 _steps = [0]
@@ -43,7 +43,7 @@ class WeightOperands(NamedTuple):
 def weight_operands(weight: torch.Tensor, recipe: Recipe) -> WeightOperands:
     """Operands of a weight (G, N, K) for a recipe, made now. Their values are not followed by autograd."""
     weight = weight.detach()
-    fp8 = quantize_weight_both(weight) if recipe.fp8_forward or recipe.fp8_dgrad else None
+    fp8 = weight_and_transpose(weight) if recipe.fp8_forward or recipe.fp8_dgrad else None
     plain = weight
     if not (recipe.fp8_forward and recipe.fp8_dgrad) and weight.dtype != torch.float64:
         plain = weight.to(torch.bfloat16)
@@ -69,7 +69,7 @@ class WeightCodes:
         While torch.compile traces, and while a CUDA graph is captured, they are made every time: the graph is to
         quantize when it runs.
         """
-        if ops.is_traced(weight) or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if is_traced(weight) or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return weight_operands(weight, recipe)
         facts = _facts_of(weight, recipe)
         if facts is None or facts != self._facts:
@@ -130,4 +130,4 @@ def flat(t: BlockScaledTensor | torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def joined(data: torch.Tensor, scale: torch.Tensor | None) -> BlockScaledTensor | torch.Tensor:
     """The inverse of `flat`."""
-    return data if scale is None else BlockScaledTensor(data, scale, FP8_BLOCK)
+    return data if scale is None else quantized(data, scale)

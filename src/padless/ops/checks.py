@@ -1,9 +1,10 @@
-"""What can be said against the operands of a call without looking at their values."""
+"""Checks of operands by dtype, shape, stride and address; no value is read."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,7 @@ from padless.row_groups import clamped_ends
 
 Activation = BlockScaledTensor | torch.Tensor
 
-# K in values has to be a multiple of: rows of 16 bytes for the copy engine, and whole blocks of the MX formats.
+# K in values has to be a multiple of: rows of 16 bytes for TMA, and whole blocks of the MX formats.
 _K_MULTIPLE = {"FP8_BLOCK": 16, "MXFP8": 32, "MXFP8_E5M2": 32, "MXFP4": 32, "NVFP4": 32, BF16: 8}
 
 
@@ -57,7 +58,10 @@ def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: to
     if b.device != a.device:
         raise ValueError(f"b is on {b.device} and a on {a.device}; they must be on one device")
     if num_groups > MAX_GROUPS:
-        raise ValueError(f"b has {num_groups} groups; at most {MAX_GROUPS} are supported")
+        raise ValueError(
+            f"b has {num_groups} groups; at most {MAX_GROUPS} are supported: multiply by b[:{MAX_GROUPS}] and so on, "
+            "each with its own offs"
+        )
     if operation == "grouped_gemm":
         _check_offs(offs, num_groups, a.device)
     if isinstance(a, BlockScaledTensor):
@@ -124,14 +128,31 @@ def _groups(num_groups: int) -> str:
     return "1 group" if num_groups == 1 else f"{num_groups} groups"
 
 
+def as_int32(a: Activation, offs: torch.Tensor) -> tuple[Activation, torch.Tensor]:
+    """``offs`` as int32 on its device, where it is int64, and ``a`` as an operand of those: a cast, and no wait.
+
+    What does not fit counts as the nearest end that does, which is past every M. Raises ValueError where ``a`` has
+    scales for other groups.
+    """
+    if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int64 or offs.dim() != 1:
+        return a, offs
+    ends = offs.clamp(-1, 2**31 - 1).to(torch.int32)
+    if isinstance(a, BlockScaledTensor) and a.row_groups is not None:
+        a.row_groups.check("a", offs, a.shape[0], len(offs), "offs")
+        a = replace(a, offs=ends)
+    return a, ends
+
+
 def _check_offs(offs: torch.Tensor | None, num_groups: int, device: torch.device) -> None:
     if offs is None:
         raise ValueError(
-            f"offs is None and b has {_groups(num_groups)}; pass the int32 end row of each group (see "
+            f"offs is None and b has {_groups(num_groups)}; pass the end row of each group (see "
             "padless.group_offsets)"
         )
     if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
-        raise ValueError(f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {describe(offs)}")
+        raise ValueError(
+            f"offs must be a 1-D int32 or int64 tensor (see padless.group_offsets), got {describe(offs)}"
+        )
     if offs.shape[0] != num_groups:
         raise ValueError(f"offs has {offs.shape[0]} entries and b {num_groups} groups; they must be as many")
     if offs.device != device:
@@ -206,7 +227,7 @@ def check_rows(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_alignment(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError unless the copy engine can address the rows of ``tensor``: they start on 16 bytes."""
+    """Raises ValueError unless TMA can address the rows of ``tensor``: they start on 16 bytes."""
     if tensor.numel() == 0:
         return
     size = tensor.element_size()

@@ -6,24 +6,28 @@ The walk is described in docs/walkthrough.md; the table of what runs where is pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from padless.formats import BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice, tile_of
-from padless.kernels.table import find_route, format_name
+from padless.kernels.table import check_config, find_route, format_name
 from padless.ops import launch_cache
 from padless.ops.checks import (
     Activation,
+    as_int32,
     as_one_group,
     check_offs_values,
     check_operands,
     check_operands_of_kernel,
     check_output_of_kernel,
     data_of,
+    describe,
     output,
 )
+from padless.ops.grouped_gemm_plain import grouped_gemm_plain
 from padless.reference.gemm import grouped_gemm_reference
 from padless.runtime.devices import chosen_backend, device_of
 
@@ -54,7 +58,7 @@ def _check_sizes(sizes: list[int]) -> None:
 
 def grouped_gemm(
     a: Activation,
-    b: BlockScaledTensor,
+    b: BlockScaledTensor | torch.Tensor,
     offs: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
@@ -69,15 +73,19 @@ def grouped_gemm(
         a: activations, data (M, K) in values: FP8_BLOCK, MXFP8, MXFP4 or NVFP4, scales in any of the format's layouts,
             or a plain bfloat16 tensor. M may be 0; K is a multiple of 16 for FP8_BLOCK x FP8_BLOCK, else of 32.
         b: weights, data (G, N, K) in values. N is a multiple of 8 (of 4 for float32 output). docs/supported.md lists the
-            pairs of formats that have a kernel on each architecture.
-        offs: (G,) int32 on a's device, cumulative END row of each group; equal neighbours are an empty group.
+            pairs of formats that have a kernel on each architecture. Beside plain activations a plain bfloat16 tensor
+            too: then K is a multiple of 8, and K or N is contiguous (``w.transpose(1, 2)`` of weights (G, K, N), as an
+            input gradient has them, is read in place).
+        offs: (G,) int32 on a's device, cumulative END row of each group; equal neighbours are an empty group. G is at
+            most 1024. int64, what torch's cumsum gives, is cast first, a launch more on a GPU.
         out: (M, N) to write into, or None for a new tensor. Rows at or past offs[-1] are left as they are, so in a
             new tensor they hold whatever was in memory.
         out_dtype: torch.bfloat16, float16 or float32, when ``out`` is None.
         backend: "cuda", "reference", "emulator" (Hopper's kernels on the CPU), "emulator:sm_100a" (Blackwell's), or
             None: the GPU's kernel for tensors on a GPU, else the reference.
         check_offs: look at the values of offs first (this synchronises with the device). Without it a decreasing,
-            negative or too large value gives a wrong result, but never an access outside the tensors.
+            negative or too large value gives a wrong result on a GPU and in the emulator, but never an access outside
+            the tensors. The reference looks every time.
         config: the kernel to use in place of the one that is picked (Sm90Fp8Config for FP8_BLOCK; each kernel has a
             class of its own); what has to follow from the operands, such as the output dtype, is taken from them. The
             class itself chooses the kernel and leaves the tile to it: Sm90Bf16Config for MXFP8 on Hopper, see below.
@@ -99,12 +107,28 @@ def grouped_gemm(
     FP8_BLOCK (row-major ones are copied first, which is faster than reading them in place), blocked or plain for
     the others.
 
-    There is no backward pass: with grad mode on an operand or ``out`` that requires grad is refused, here and in every
-    other call. Under torch.no_grad() it is read as any other tensor, and a new result requires no grad.
+    There is no backward pass here: with grad mode on an operand or ``out`` that requires grad is refused, as by every
+    call outside `padless.autograd` and `padless.nn`. Under torch.no_grad() it is read as any other tensor, and a new
+    result requires no grad.
 
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
     """
+    if isinstance(offs, torch.Tensor) and offs.dtype is torch.int64:
+        a, offs = as_int32(a, offs)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return grouped_gemm_plain(
+            a,
+            b,
+            offs,
+            dense=False,
+            out=out,
+            out_dtype=out_dtype,
+            backend=backend,
+            check_offs=check_offs,
+            config=config,
+        )
+    b = cast("BlockScaledTensor", b)
     if check_offs:
         check_operands("grouped_gemm", a, b, offs)
         check_offs_values(offs, data_of(a).shape[0])
@@ -119,7 +143,7 @@ def grouped_gemm(
 
 def gemm(
     a: Activation,
-    b: BlockScaledTensor,
+    b: BlockScaledTensor | torch.Tensor,
     *,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -127,6 +151,21 @@ def gemm(
     config: KernelChoice | None = None,
 ) -> torch.Tensor:
     """The dense product a @ b.T: a (M, K), b (N, K), out (M, N). Otherwise as grouped_gemm with one group."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if b.dim() != 2:
+            raise ValueError(f"b must have rank 2, (N, K), got {describe(b)}")
+        return grouped_gemm_plain(
+            a,
+            b,
+            None,
+            dense=True,
+            out=out,
+            out_dtype=out_dtype,
+            backend=backend,
+            check_offs=False,
+            config=config,
+        )
+    b = cast("BlockScaledTensor", b)
     if backend is None or backend == "cuda":
         out, missed = launch_cache.launch_again("gemm", a, b, None, out, out_dtype, config)
         if missed is None:
@@ -158,6 +197,9 @@ def _run(
         check_operands(operation, a, weights, offs)
     backend = chosen_backend(backend, data_of(a))
     if backend == "reference":
+        check_config(operation, format_name(a), b.format.name, config)
+        if offs is not None:
+            check_offs_values(offs, a.shape[0])
         result = output(a, weights, out, out_dtype)
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
         return grouped_gemm_reference(a, weights, ends, out=result)

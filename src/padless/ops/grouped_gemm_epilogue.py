@@ -21,10 +21,11 @@ from padless.epilogue import (
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.gradients import detached, refuse_gradients
 from padless.kernels.launch import KernelChoice, Prepared, tile_of
-from padless.kernels.table import QUANT, find_route, format_name
+from padless.kernels.table import QUANT, check_config, find_route, format_name
 from padless.ops import launch_cache
 from padless.ops.checks import (
     Activation,
+    as_int32,
     check_alignment,
     check_offs_aligned,
     check_offs_values,
@@ -56,7 +57,7 @@ def grouped_gemm_epilogue(
     Args:
         a: (M, K) activations, as in grouped_gemm.
         b: (G, N, K) weights, as in grouped_gemm.
-        offs: (G,) int32 end rows.
+        offs: (G,) int32 or int64 end rows, as in grouped_gemm.
         epilogue: what is done, see padless.epilogue for the arithmetic, and which operands and outputs it has.
         tensors: the operands of the epilogue (alpha, bias, prob, norm_const, global_scale) and outputs to write into;
             outputs that are None are allocated. What an ``amax`` given holds joins in: fill it with -inf first.
@@ -77,6 +78,7 @@ def grouped_gemm_epilogue(
     """
     refuse_gradients(a=a, b=b)
     given = EpilogueTensors() if tensors is None else _detached(tensors)
+    a, offs = as_int32(a, offs)
     check_operands("grouped_gemm", a, b, offs)
     (num_groups, n), m = b.data.shape[:2], a.shape[0]
     check_columns(epilogue, n)
@@ -152,7 +154,7 @@ def _scales(
 
 
 def default_row_layout(format: BlockScaledFormat) -> str:
-    """What the next GEMM reads: MN-major float32 scales, or cuDNN's 32x4x4 tiles over all rows."""
+    """The layout that the next GEMM reads: MN-major float32 scales, or cuDNN's 32x4x4 tiles over all rows."""
     return "plain_mn" if format == FP8_BLOCK else "blocked"
 
 
@@ -222,6 +224,10 @@ def compute(
     prepared = prepare(a, b, offs, epilogue, tensors, backend, config)
     if prepared is not None:
         prepared.launch(launch_cache.stream_of(data_of(a)) if stream is None else stream)
-    elif a.shape[0] != 0 and chosen_backend(backend, data_of(a)) == "reference":
+    elif chosen_backend(backend, data_of(a)) == "reference":
+        check_config(QUANT, format_name(a), b.format.name, config)
+        check_offs_values(offs, a.shape[0])
+        if a.shape[0] == 0:
+            return
         acc = grouped_gemm_reference(a, b, offs, out_dtype=torch.float32)
         epilogue_reference(acc, offs, epilogue, tensors)

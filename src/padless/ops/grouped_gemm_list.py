@@ -50,6 +50,8 @@ def grouped_gemm_list(
     """
     refuse_gradients(a=a, b=b, out=out, alpha=alpha)
     outputs = _check(a, b, out, out_dtype, alpha)
+    if config is not None and not isinstance(config, Sm100GroupedConfig):
+        raise ValueError(f"config is a {type(config).__name__}; grouped_gemm_list takes a Sm100GroupedConfig")
     keep = [i for i, d in enumerate(outputs) if d.numel() > 0]
     if not keep:
         return outputs

@@ -16,12 +16,8 @@ from padless.layouts import ALIGNMENTS, SCALE_BLOCK, GroupedColumns
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm_wgrad_rows import grouped_gemm_wgrad_rows
 from padless.ops.launch_cache import current_stream
-from padless.ops.wgrad_checks import (
-    check_gradient_of_kernel,
-    gradient_output,
-    known_launch,
-    remember_launch,
-)
+from padless.ops.remembered import facts_of, known_launch, remember_launch
+from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.runtime.devices import device_of
 
@@ -214,10 +210,8 @@ def _facts_of(
     """Everything that a launch depends on; None for what is no operand."""
     if type(dy) is not GroupedColumns or type(x) is not GroupedColumns:
         return None
-    facts: list[Any] = [accumulate, config, dy.block, x.block, dy.alignment, x.alignment, out.device]
-    for tensor in (out, *(getattr(o, part) for o in (dy, x) for part in _TENSORS)):
-        facts += [tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype]
-    return tuple(facts)
+    settings = (accumulate, config, dy.block, x.block, dy.alignment, x.alignment)
+    return facts_of(settings, out, *(getattr(o, part) for o in (dy, x) for part in _TENSORS))
 
 
 _TENSORS = ("data", "scale", "offs", "starts", "block_starts")

@@ -12,12 +12,8 @@ from padless.kernels.sm90_bf16_wgrad import host
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.ops.checks import check_alignment, check_rows, describe
 from padless.ops.launch_cache import current_stream
-from padless.ops.wgrad_checks import (
-    check_gradient_of_kernel,
-    gradient_output,
-    known_launch,
-    remember_launch,
-)
+from padless.ops.remembered import facts_of, known_launch, remember_launch
+from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.runtime.devices import device_of
 
@@ -39,7 +35,7 @@ def grouped_gemm_wgrad_rows(
     refuse_gradients(dy=dy, x=x, out=out)
     facts = None
     if out is not None and out.is_cuda and backend in (None, "cuda"):
-        facts = _facts_of(dy, x, offs, out, accumulate, config)
+        facts = facts_of(("wgrad of rows", accumulate, config), out, dy, x, offs)
         if (known := known_launch(facts)) is not None:
             known(current_stream(out.device.index or 0))
             return out
@@ -102,15 +98,3 @@ def _check_operands(dy: torch.Tensor, x: torch.Tensor, offs: Any) -> torch.Tenso
     if offs.shape[0] > MAX_GROUPS:
         raise ValueError(f"offs has {offs.shape[0]} groups; at most {MAX_GROUPS} are supported")
     return offs
-
-
-def _facts_of(
-    dy: torch.Tensor, x: torch.Tensor, offs: Any, out: torch.Tensor, accumulate: bool, config: object
-) -> tuple[Any, ...] | None:
-    """Everything that a launch depends on; None for what is no operand."""
-    facts: list[Any] = [accumulate, config]
-    for tensor in (out, dy, x, offs):
-        if not isinstance(tensor, torch.Tensor):
-            return None
-        facts += [tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
-    return tuple(facts)

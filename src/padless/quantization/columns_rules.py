@@ -1,4 +1,4 @@
-"""What a `GroupedColumns` holds, in plain torch: the definition that the GPU kernels must equal in every bit.
+"""Contents of a `GroupedColumns` in plain torch: the definition that the GPU kernels must equal in every bit.
 
 Rows of groups are laid out token-contiguous, and 128 tokens of one group share a scale: the rule for scale and codes is
 FP8_BLOCK's (`padless.quantization.rules.fp8_block`). Nothing here waits for the GPU.
@@ -16,7 +16,7 @@ from padless.quantization import rules as quantize_rules
 
 
 class GroupStarts(NamedTuple):
-    """Where groups start; int64, ``rows``, ``columns``, ``blocks`` have G + 1 entries, the last one the end of all.
+    """Starts of groups; int64, ``rows``, ``columns``, ``blocks`` have G + 1 entries, the last one the end of all.
 
     rows: first row in the source. columns: first column of the codes. blocks: first row of the scales.
     """

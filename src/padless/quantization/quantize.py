@@ -67,7 +67,7 @@ def quantize(
     global_scale: NVFP4's decode scale where it is known; one number, or one per group (float32). None
         computes amax / 2688 of x, of each weight of a (G, N, K) x, or of each group of rows where offs is
         given.
-    offs: (G,) int32 cumulative END offsets of groups of rows, for "blocked_groups" and for NVFP4. Rows past
+    offs: (G,) int32 or int64 cumulative END offsets of groups of rows, for "blocked_groups" and for NVFP4. Rows past
         the last group take its global scale. Scales that depend on the groups serve calls with these groups
         alone: the result remembers offs, see BlockScaledTensor.
     rows: (R,) int32 or int64, for activations: the result is quantize(x[rows], ..), bit for bit, without the copy.
@@ -289,12 +289,12 @@ def _check_options(
             raise ValueError(f"offs must be None for {format.name} with scale_layout {scale_layout!r}")
         if (
             not isinstance(offs, torch.Tensor)
-            or offs.dtype != torch.int32
+            or offs.dtype not in (torch.int32, torch.int64)
             or offs.dim() != 1
             or not len(offs)
         ):
             raise ValueError(
-                "offs must be a 1-D int32 tensor of at least one end offset (padless.group_offsets)"
+                "offs must be a 1-D int32 or int64 tensor of at least one end offset (padless.group_offsets)"
             )
     return scale_major
 

@@ -34,8 +34,9 @@ def quantize_rows_columns(
     """FP8_BLOCK codes of x along its features (an operand of a product along them) and along the tokens of every group.
 
     x: (M, features) bfloat16, float16 or float32, any strides; read once.
-    offs: (G,) int32 cumulative END rows of the groups, on x's device, never read by the host. Rows past the last group
-        are quantized as rows and are in no column. Ends that descend or leave 0 .. M are made ascending and in range.
+    offs: (G,) int32 or int64 cumulative END rows of the groups, on x's device, never read by the host. Rows past the
+        last group are quantized as rows and are in no column. Ends that descend or leave 0 .. M are made ascending and
+        in range.
     column_block: (features, tokens) that share a scale of the columns, (1, 128) or (128, 128); tokens are counted from
         the first of the group.
     alignment: tokens at whose multiples groups start in the columns, 32 or 128. None: 128 where M / G is at least
@@ -46,11 +47,11 @@ def quantize_rows_columns(
         scale and code of a block as in ``quantize``: scale = max(amax, 1e-4) / 448, code = e4m3(x * (1 / scale)). Slack
         columns are zero codes, scales of blocks without tokens are 0. A NaN or an Inf breaks its own blocks only.
 
-    Two launches on a GPU, no synchronisation. Raises ValueError for what is not allowed above.
+    One or two launches on a GPU, no synchronisation. Raises ValueError for what is not allowed above.
     """
     refuse_gradients(x=x)
     check_values("x", x, "(M, features)")
-    check_offs(offs, x, "x")
+    offs = checked_offs(offs, x, "x")
     check_column_block("column_block", column_block)
     alignment = chosen_alignment(alignment, x.shape[0], offs.shape[0])
     row_codes, row_scale, codes, scale, starts, block_starts = _operator(
@@ -78,15 +79,18 @@ def check_values(name: str, x: torch.Tensor, wanted: str) -> None:
         raise ValueError(f"{name} must be {wanted} with at least one column, got shape {tuple(x.shape)}")
 
 
-def check_offs(offs: torch.Tensor, x: torch.Tensor, name: str) -> None:
-    """Raise ValueError unless offs is (G,) int32 on x's device, G >= 1."""
-    if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1 or len(offs) == 0:
+def checked_offs(offs: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
+    """offs as int32. Raises ValueError unless it is (G,) int32 or int64 on x's device, G >= 1."""
+    kinds = (torch.int32, torch.int64)
+    if not isinstance(offs, torch.Tensor) or offs.dtype not in kinds or offs.dim() != 1 or len(offs) == 0:
         got = f"{offs.dtype} {tuple(offs.shape)}" if isinstance(offs, torch.Tensor) else type(offs).__name__
         raise ValueError(
-            f"offs must be a 1-D int32 tensor of at least one end row (padless.group_offsets), got {got}"
+            "offs must be a 1-D int32 or int64 tensor of at least one end row (padless.group_offsets), "
+            f"got {got}"
         )
     if offs.device != x.device:
         raise ValueError(f"offs must be on {name}'s device {x.device}, got {offs.device}")
+    return offs if offs.dtype == torch.int32 else offs.clamp(-1, 2**31 - 1).to(torch.int32)
 
 
 def check_column_block(name: str, block: tuple[int, int]) -> None:
@@ -123,7 +127,7 @@ def _run(x: torch.Tensor, offs: torch.Tensor, block: list[int], alignment: int, 
 def rows_columns_torch(
     x: torch.Tensor, offs: torch.Tensor, block: tuple[int, int], alignment: int, rows: bool
 ) -> _Tensors:
-    """What the Triton kernel writes, in plain torch."""
+    """The Triton kernel's outputs, in plain torch."""
     row_codes, row_scale = quantize_rules.fp8_block(x if rows else x[:0], "activation")
     return (row_codes, to_mn_major(row_scale), *columns_rules.columns(x, offs, block, alignment))
 

@@ -179,7 +179,7 @@ def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def nvfp4_encode_scale(amax: torch.Tensor) -> torch.Tensor:
-    """What "te" multiplies with: S = min(2688 / amax, largest float32), 1 for amax 0."""
+    """The factor of rule "te": S = min(2688 / amax, largest float32), 1 for amax 0."""
     scale = (_number(NVFP4_FULL_SCALE, amax) / amax).clamp(max=FLOAT32_MAX)
     return scale.masked_fill(amax == 0, 1.0)
 

@@ -16,8 +16,8 @@ from padless.quantization import rules as quantize_rules
 from padless.quantization.quantize import has_triton
 from padless.quantization.rows_columns import (
     check_column_block,
-    check_offs,
     check_values,
+    checked_offs,
     chosen_alignment,
     fake_columns,
 )
@@ -29,7 +29,7 @@ GATE_UP = ("concatenated", "interleaved")
 
 @dataclass(frozen=True, eq=False)
 class SwigluGradients:
-    """What `swiglu_backward_quantize` returns.
+    """The result of `swiglu_backward_quantize`.
 
     dz_rows: FP8_BLOCK (M, 2 I), scales MN-major: the operand of the input's gradient.
     dz_columns: GroupedColumns of 2 I features, scales (1, 128): the gradient's operand of the first weight's gradient.
@@ -57,7 +57,7 @@ def swiglu_backward_quantize(
 
     dh: (M, I) bfloat16, float16 or float32, any strides.
     z: (M, 2 I), the same dtypes: gate and up before the activation.
-    offs: (G,) int32 cumulative END rows of the groups, on z's device, never read by the host.
+    offs: (G,) int32 or int64 cumulative END rows of the groups, on z's device, never read by the host.
     prob: (M,) float32 that multiplied the SwiGLU output, or None.
     gate_up: where gate and up lie in z, without a default, since no error could tell the wrong one: "concatenated",
         gate in the first I columns; or "interleaved", 32 columns of gate, 32 of up, 32 of gate, ..: then I is a
@@ -69,7 +69,7 @@ def swiglu_backward_quantize(
         by rounding, is in `padless.quantization.swiglu_rules`; what is quantized is never rounded to 16 bits first.
         Rows past the last group: their dZ rows are as computed, they are in no column, and their dprob is 0.
 
-    On a GPU one kernel that reads 6 I bytes and writes 5 I a row of 16-bit values, and two small ones; no
+    On a GPU one kernel that reads 6 I bytes and writes 5 I a row of 16-bit values, and one or two small ones; no
     synchronisation; the same bits each time. Raises ValueError for what is not allowed above.
     """
     refuse_gradients(dh=dh, z=z, prob=prob)
@@ -80,7 +80,7 @@ def swiglu_backward_quantize(
         raise ValueError(
             f"z must be (M, 2 I) = {(num_rows, 2 * hidden)} on {dh.device}, got shape {tuple(z.shape)} on {z.device}"
         )
-    check_offs(offs, z, "z")
+    offs = checked_offs(offs, z, "z")
     if prob is not None and (
         prob.dtype != torch.float32 or tuple(prob.shape) != (num_rows,) or prob.device != z.device
     ):
@@ -146,7 +146,7 @@ def swiglu_backward_torch(
     hidden_block: tuple[int, int],
     alignment: int,
 ) -> _Tensors:
-    """What the Triton kernel writes, in plain torch."""
+    """The Triton kernel's outputs, in plain torch."""
     found = swiglu_rules.backward(dh, *swiglu_rules.gate_and_up(z, gate_up), prob)
     dz = swiglu_rules.merge_gate_and_up(found.gate, found.up, gate_up)
     row_codes, row_scale = quantize_rules.fp8_block(dz, "activation")

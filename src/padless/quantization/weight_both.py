@@ -53,7 +53,7 @@ def _run(w: torch.Tensor) -> _Tensors:
 
 
 def weight_both_torch(w: torch.Tensor) -> _Tensors:
-    """What the Triton kernel writes, in plain torch."""
+    """The Triton kernel's outputs, in plain torch."""
     codes, scale = quantize_rules.fp8_block(w, "weight")
     # Cloned, not made contiguous: one row or column is both, and outputs of an operator share no memory.
     transposed, transposed_scale = (t.mT.clone(memory_format=torch.contiguous_format) for t in (codes, scale))

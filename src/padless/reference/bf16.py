@@ -19,6 +19,7 @@ STEP = 16  # products that the tensor core adds at once
 _FRACTION = 25  # fractional bits, of the largest term, that it keeps of every term
 _SIGNIFICANT = 24  # bits that it keeps of a sum
 _LEAST = -149  # exponent of the smallest float32 number
+_NONE = -1000  # in place of zero's exponent
 _CHUNK = 1 << 24  # elements of a temporary tensor
 
 
@@ -56,6 +57,29 @@ def grouped_gemm_wgrad_rows_reference(
     return out
 
 
+def grouped_gemm_plain_reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulation: str = "float32",
+) -> torch.Tensor:
+    """out[m, n] = sum over k of a[m, k] * b[g, n, k] for the rows m of each group g, (M, N); rounded to nearest even.
+
+    a: (M, K), b: (G, N, K), bfloat16, any strides. offs: (G,) cumulative END rows. Rows in no group are left as they are
+    in ``out``; in a new result they are NaN. out_dtype is ignored when ``out`` is given.
+    """
+    _check(accumulation)
+    if out is None:
+        out = torch.full((a.shape[0], b.shape[1]), float("nan"), dtype=out_dtype, device=a.device)
+    for group, (start, end) in enumerate(group_rows(offs, a.shape[0])):
+        if start < end:
+            out[start:end] = round_to(product(a[start:end], b[group], accumulation), out.dtype)
+    return out
+
+
 def _check(accumulation: str) -> None:
     if accumulation not in ACCUMULATIONS:
         raise ValueError(f"accumulation is {accumulation!r}; allowed: {', '.join(map(repr, ACCUMULATIONS))}")
@@ -81,7 +105,7 @@ def multiply_accumulate(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> to
     float32.
 
     Products are exact. All terms, c among them, are cut toward zero to 25 fractional bits of the largest one's exponent
-    (a product's is the sum of its factors'; zero has the least), added exactly, and the sum is cut toward zero to
+    (a product's is the sum of its factors'; zero has none), added exactly, and the sum is cut toward zero to
     float32. What is not finite comes out as infinity or NaN, as in any arithmetic. Source: the models of MMA-Sim (arXiv
     2511.10909), checked on an H200.
     """
@@ -90,7 +114,8 @@ def multiply_accumulate(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> to
     c_significand, c_exponent = _split(c, _SIGNIFICANT)
     significand = a_significand[:, None, :] * b_significand[None, :, :]  # (N, K, T), 14 fractional bits
     exponent = a_exponent[:, None, :] + b_exponent[None, :, :]
-    largest = torch.maximum(exponent.amax(-1), c_exponent)
+    exponent = exponent.masked_fill(significand == 0, _NONE)
+    largest = torch.maximum(exponent.amax(-1), c_exponent.masked_fill(c == 0, _NONE))
     total = _cut(significand << (_FRACTION - 14), largest[..., None] - exponent).sum(-1)
     total += _cut(c_significand << (_FRACTION - 23), largest - c_exponent)
     unit = largest - _FRACTION  # the exponent of the total's last bit

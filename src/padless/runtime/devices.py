@@ -40,7 +40,7 @@ def chosen_backend(backend: str | None, tensor: torch.Tensor) -> str:
 
 
 def device_of(backend: str, tensor: torch.Tensor) -> driver.Driver:
-    """What executes kernels on ``tensor``: the GPU by its driver, or the emulator.
+    """The device that executes kernels on ``tensor``: the GPU by its driver, or the emulator.
 
     Raises ValueError where ``backend`` is unknown, not available here, or not for the tensor's device.
     """

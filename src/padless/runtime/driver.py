@@ -25,7 +25,7 @@ _TENSOR_MAP_ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """How many CTAs of how many threads, in clusters of how many CTAs along x.
+    """Number of CTAs, of threads in each, and of CTAs in a cluster along x.
 
     programmatic: the launch may begin before the kernel ahead of it in the stream has ended (programmatic dependent
     launch). Only for kernels that execute griddepcontrol.wait before they touch global memory.
@@ -48,13 +48,13 @@ class PreparedLaunch(Protocol):
 
 
 class Driver(Protocol):
-    """What grouped_gemm needs of a device."""
+    """Methods that grouped_gemm needs of a device."""
 
     kind: str  # of image that load() takes: "cubin" or "ptx"
 
     @property
     def arch(self) -> str:
-        """What it runs, such as "sm_90a"."""
+        """The architecture that it runs, such as "sm_90a"."""
         ...
 
     def __hash__(self) -> int: ...
@@ -140,7 +140,7 @@ class CudaDriver:
 
     @cached_property
     def arch(self) -> str:
-        """What kernels are compiled for, of the first device: a machine with several kinds is not supported."""
+        """The architecture that kernels are compiled for: the first device's; several kinds are not supported."""
         major, minor = (self._attribute(attribute, 0) for attribute in _COMPUTE_CAPABILITY)
         return f"sm_{major}{minor}a"
 

@@ -9,7 +9,7 @@ _SYMBOL_TABLE = 2  # the type of a section
 
 
 class Section(NamedTuple):
-    """Where a section is in the file, in bytes. link: number of the section that it refers to."""
+    """Place of a section in the file, in bytes. link: number of the section that it refers to."""
 
     name: str
     type: int

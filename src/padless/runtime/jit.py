@@ -60,7 +60,7 @@ class CompileError(RuntimeError):
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: $PADLESS_CACHE_DIR, else $XDG_CACHE_HOME/padless, else ~/.cache/padless."""
+    """The folder of compiled kernels: $PADLESS_CACHE_DIR, else $XDG_CACHE_HOME/padless, else ~/.cache/padless."""
     if explicit := os.environ.get("PADLESS_CACHE_DIR"):
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME")

@@ -1,4 +1,4 @@
-"""Which kernels calls will ask for, found by rehearsing them on the CPU, and compiled ahead by all cores.
+"""Compiles kernels ahead on all cores: those that calls ask for, found by rehearsing the calls on the CPU.
 
 A rehearsal makes the same public calls on operands of the same shapes, on the CPU, by the emulator's backend, down to
 where a kernel would be compiled: there it is written down, and nothing is compiled, loaded or launched. What all
@@ -24,7 +24,7 @@ from padless.testing.processes import worker_pool
 
 
 class Gpu(NamedTuple):
-    """What the choice of a kernel asks of the GPU."""
+    """Properties of the GPU that decide the choice of a kernel."""
 
     arch: str
     num_sms: int
@@ -72,7 +72,7 @@ def listing(arch: str, kind: str, num_sms: int | None = None) -> Iterator[dict[K
 
 
 def kernels_of(rehearsals: Sequence[Rehearsal], gpu: Gpu) -> tuple[list[Kernel], list[str]]:
-    """What the rehearsals ask for, each kernel once, and what kept a rehearsal from its end."""
+    """Kernels that the rehearsals ask for, each once, and what kept a rehearsal from its end."""
     found: dict[Kernel, None] = {}
     problems: list[str] = []
     for rehearsal in rehearsals:
@@ -88,7 +88,7 @@ def kernels_of(rehearsals: Sequence[Rehearsal], gpu: Gpu) -> tuple[list[Kernel],
 
 @dataclass
 class Ahead:
-    """What was compiled ahead. ``problems``: a sentence for each kernel or rehearsal that failed."""
+    """Kernels compiled ahead. ``problems``: a sentence for each kernel or rehearsal that failed."""
 
     kernels: set[Kernel]
     problems: list[str]

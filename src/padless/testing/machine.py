@@ -1,4 +1,4 @@
-"""What a result was measured on: GPU, driver, clocks, versions. Only reads; never changes a setting of the
+"""Description of the machine of a result: GPU, driver, clocks, versions. Only reads; never changes a setting of the
 GPU.
 """
 

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# NVLink multicast is a resource of the whole host, and these processes may be killed.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -89,6 +92,8 @@ def _run(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    for name, value in NO_MULTICAST.items():
+        os.environ.setdefault(name, value)
     result: Any
     try:
         device = torch.device("cuda", rank) if cuda else torch.device("cpu")

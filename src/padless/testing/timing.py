@@ -63,7 +63,7 @@ class Timing:
 
 
 class Timer(Protocol):
-    """What the benchmarks need of a clock: `GpuTimer`, or a stand-in for tests."""
+    """Methods that the benchmarks need of a clock: `GpuTimer`, or a stand-in for tests."""
 
     def gpu(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
         """GPU time of each call, interleaved."""
@@ -93,7 +93,7 @@ class GpuTimer:
         torch.sum(self._clean, 0, out=self._sum)
 
     def _host_us(self, call: Call) -> float:
-        """How long the host takes to issue a call (warmed up, in a busy stream)."""
+        """Microseconds that the host takes to issue a call (warmed up, in a busy stream)."""
         for _ in range(WARM_UP_CALLS):
             call()
         torch.cuda.synchronize()
@@ -157,7 +157,7 @@ class GpuTimer:
 
 
 def _sleep_us(host_us: float) -> float:
-    """How long the stream sleeps in front of a call that the host issues in ``host_us``."""
+    """Microseconds that the stream sleeps in front of a call that the host issues in ``host_us``."""
     return min(2 * host_us + _SLEEP_MARGIN_US, _SLEEP_MAX_US)
 
 

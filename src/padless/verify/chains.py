@@ -19,7 +19,7 @@ from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
 from padless.runtime.driver import cuda_driver
 from padless.testing.operands import moved
-from padless.verify.against_emulator import backend_of
+from padless.verify.emulator.kernels import backend_of
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4)
 LAYERS = 6
@@ -32,7 +32,7 @@ _SLEEP_CYCLES = 20_000_000  # 10 ms, in which the host puts all calls behind one
 
 @dataclass(frozen=True)
 class Input:
-    """What the first layer reads."""
+    """Input of the first layer."""
 
     x: BlockScaledTensor
     offs: torch.Tensor

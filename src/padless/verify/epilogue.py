@@ -19,14 +19,14 @@ from padless.reference.epilogue import epilogue_reference
 from padless.runtime.driver import cuda_driver
 from padless.testing.operands import moved
 from padless.testing.processes import in_order, worker_pool
-from padless.verify.against_emulator import backend_of, emulation_cost
+from padless.verify.emulator.kernels import backend_of, emulation_cost
 from padless.verify.problems.epilogue import (
     FENCE,
     EpilogueProblem,
     FencedOutputs,
     Outputs,
     epilogue_tensors,
-    quant_paths,
+    quant_routes,
     random_epilogue_problem,
     run_problem,
     untouched,
@@ -262,16 +262,16 @@ def _assert_close(
 
 
 def problems_of(arch: str, problems: int = PROBLEMS, first_seed: int = 0) -> list[tuple[Route, int]]:
-    """What both checks are about, each problem a route and a seed."""
-    return _dealt(quant_paths(arch), problems, first_seed)
+    """Problems of both checks, each a route and a seed."""
+    return _in_turn(quant_routes(arch), problems, first_seed)
 
 
-def _dealt(routes: list[Route], problems: int, first_seed: int) -> list[tuple[Route, int]]:
-    """So many problems, dealt out to the routes in turn, each with a seed of its own."""
+def _in_turn(routes: list[Route], problems: int, first_seed: int) -> list[tuple[Route, int]]:
+    """So many problems, routes in turn, each with a seed of its own."""
     return [(routes[i % len(routes)], first_seed + i) for i in range(problems)] if routes else []
 
 
-def _paths(jobs: list[tuple[Route, int]]) -> int:
+def _num_routes(jobs: list[tuple[Route, int]]) -> int:
     return len({route for route, _ in jobs})
 
 
@@ -294,7 +294,7 @@ def check_epilogue(problems: int = PROBLEMS, first_seed: int = 0) -> str:
         found += judge(problem, _sums_on_gpu(problem), outputs, values)
     _check_refused(refused, len(jobs))
     return (
-        f"{len(jobs) - refused} problems of {_paths(jobs)} paths ({refused} refused), {found.bytes} bytes as the "
+        f"{len(jobs) - refused} problems of {_num_routes(jobs)} routes ({refused} refused), {found.bytes} bytes as the "
         f"reference; SwiGLU: "
         f"{found.inexact} of {found.values} values not exactly rounded, by at most {found.worst:.1e}"
     )
@@ -306,7 +306,7 @@ def check_epilogue_against_emulator(
     """Raises AssertionError with the problems whose outputs differ between the GPU and the emulator."""
     jobs = problems_of(cuda_driver().arch, problems, first_seed)
     if not jobs:
-        return "0 problems: no path has a quantising epilogue here"
+        return "0 problems: no route has a quantising epilogue here"
     count, inexact, refused = 0, 0, 0
     wrong: list[str] = []
     with worker_pool(workers) as pool:
@@ -323,6 +323,6 @@ def check_epilogue_against_emulator(
     assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
     _check_refused(refused, len(jobs))
     return (
-        f"{len(jobs) - refused} problems of {_paths(jobs)} paths ({refused} refused), {count} bytes the same, but "
+        f"{len(jobs) - refused} problems of {_num_routes(jobs)} routes ({refused} refused), {count} bytes the same, but "
         f"{inexact} that SwiGLU's exponential moved"
     )

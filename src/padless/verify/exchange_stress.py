@@ -81,6 +81,7 @@ def check_graphs(rank: Rank, replays: int) -> str:
     wanted = [p.layer(inputs) for inputs in p.inputs]
     static: Inputs = tuple(t.clone() for t in p.inputs[0])  # type: ignore[assignment]
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # calls of one object follow one another
     with torch.cuda.stream(stream):
         p.layer(static)
     torch.cuda.synchronize()
@@ -142,7 +143,7 @@ def check_two_groups(rank: Rank, calls: int) -> str:
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in both]
     wrong = torch.zeros(2, dtype=torch.int64, device=rank.device)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # calls of one object follow one another
     for i in range(calls):
         for j, (p, stream) in enumerate(zip(both, streams, strict=True)):
             with torch.cuda.stream(stream):

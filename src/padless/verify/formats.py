@@ -26,7 +26,7 @@ from padless.testing.guarded import GuardedOutput
 from padless.testing.judge import row_errors
 from padless.testing.operands import FORMAT_BY_NAME, any_codes, in_layout, moved
 from padless.testing.processes import in_order, worker_pool
-from padless.verify.against_emulator import backend_of, bits, emulation_cost
+from padless.verify.emulator.kernels import backend_of, bits, emulation_cost
 from padless.verify.fp8_block import ROW_ERROR_LIMIT
 
 DEVICE = "cuda"
@@ -38,7 +38,7 @@ JUDGED, COMPARED = 6, 10
 _LIMIT_FACTOR: dict[type[KernelConfig], float] = {Sm90Mxfp8Config: 4}
 
 
-def paths_of(arch: str) -> list[Route]:
+def routes_of(arch: str) -> list[Route]:
     """The grouped routes of an architecture, without the one that ``fp8_block`` is about."""
     arch = kernels_arch(arch)
     here = [route for route in ROUTES if (route.operation, route.arch) == ("grouped_gemm", arch)]
@@ -153,7 +153,7 @@ def emulate_formats(route: Route, seed: int) -> torch.Tensor:
 
 def problems_of(arch: str, problems: int) -> list[tuple[Route, int]]:
     """So many problems of every route, each a route and a seed."""
-    return [(route, seed) for route in paths_of(arch) for seed in range(problems)]
+    return [(route, seed) for route in routes_of(arch) for seed in range(problems)]
 
 
 def _cost(route: Route, seed: int) -> float:
@@ -193,7 +193,7 @@ def check_formats_accuracy(problems: int = JUDGED) -> str:
         assert error < limit, f"{where}: a row is off by {error:.2e}"
         name = str(problem.dtype)[6:]
         worst[name] = max(worst.get(name, 0.0), error)
-    return f"{len({route for route, _ in jobs})} paths, worst row error " + ", ".join(
+    return f"{len({route for route, _ in jobs})} routes, worst row error " + ", ".join(
         f"{d} {e:.1e}" for d, e in worst.items()
     )
 
@@ -214,4 +214,4 @@ def check_formats_against_emulator(problems: int = COMPARED, workers: int | None
                 wrong.append(f"{where} ({problem.config}): {differ} of {computed.numel()} elements differ")
     assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
     routes = {route for route, _ in jobs}
-    return f"{len(jobs)} problems of {len(routes)} paths, {elements} elements, bit for bit the same"
+    return f"{len(jobs)} problems of {len(routes)} routes, {elements} elements, bit for bit the same"

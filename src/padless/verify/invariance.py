@@ -27,7 +27,7 @@ from padless.quantization.quantize import quantize
 from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import GuardedOutput
 from padless.testing.operands import Activation, groups_of, in_layout, moved, quantized, rows_of
-from padless.verify.against_emulator import backend_of
+from padless.verify.emulator.kernels import backend_of
 
 PROBLEMS = 2  # of each route: float32, which hides nothing, and bfloat16
 DTYPES = (torch.float32, torch.bfloat16)
@@ -49,7 +49,7 @@ class InvarianceProblem:
     arch: str
 
 
-def invariance_paths(arch: str) -> list[Route]:
+def invariance_routes(arch: str) -> list[Route]:
     """The grouped routes of an architecture; each kernel of a pair is a route of its own."""
     return [p for p in ROUTES if (p.operation, p.arch) == ("grouped_gemm", kernels_arch(arch))]
 
@@ -307,7 +307,7 @@ def judge_problem(
 
 def problems_of(arch: str, problems: int = PROBLEMS) -> list[tuple[Route, int]]:
     """So many problems of every route, each a route and a seed."""
-    return [(route, seed) for route in invariance_paths(arch) for seed in range(problems)]
+    return [(route, seed) for route in invariance_routes(arch) for seed in range(problems)]
 
 
 def rehearse(route: Route, seed: int) -> None:
@@ -329,4 +329,4 @@ def check_batch_invariance(problems: int = PROBLEMS) -> str:
             wrong.append(str(error))
     assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
     routes = {route for route, _ in jobs}
-    return f"{len(jobs)} problems of {len(routes)} paths, {elements} elements, each with its bits in any surroundings"
+    return f"{len(jobs)} problems of {len(routes)} routes, {elements} elements, each with its bits in any surroundings"

@@ -60,24 +60,32 @@ def dead_rank(rank: Rank) -> str:
     return exchange_stress.check_dead_rank(rank, 3.0)
 
 
-def run_verify_ranks(ranks: int, out: Path | None = None, *, console: Console | None = None) -> int:
+def run_verify_ranks(
+    ranks: int, out: Path | None = None, *, checks: list[str] | None = None, console: Console | None = None
+) -> int:
     """Runs the checks on `ranks` ranks and records them like `run_verify`; 0 when all passed, else 1.
 
-    Each check is a start of processes that are killed after a time. Raises ValueError.
+    Each check is a start of processes that are killed after a time. checks: names of
+    them; all when None. Raises ValueError.
     """
     if ranks < 2:
         raise ValueError(f"ranks is {ranks}; it must be at least 2")
     console = console or Console()
     cuda = torch.cuda.device_count() >= ranks
     jobs: dict[str, tuple[Callable[[Rank], str], str, int]] = {
-        "expert parallelism, collective": (small, "collective", 0)
+        "expert parallelism, collective": (small, "collective", 0),
+        "expert parallelism, symm": (small, "symm", 0),
+        "expert parallelism, symm, large and long": (stress, "symm", 0),
+        "expert parallelism, a dead rank": (dead_rank, "symm", 1),
     }
-    if cuda:
-        jobs["expert parallelism, symm"] = (small, "symm", 0)
-        jobs["expert parallelism, symm, large and long"] = (stress, "symm", 0)
-        jobs["expert parallelism, a dead rank"] = (dead_rank, "symm", 1)
-    else:
+    unknown = [name for name in checks or () if name not in jobs]
+    if unknown:
+        raise ValueError(f"checks has {unknown[0]!r}; allowed with ranks are {', '.join(map(repr, jobs))}")
+    if checks:
+        jobs = {name: job for name, job in jobs.items() if name in checks}
+    if not cuda:
         console.print(f"{ranks} GPUs are not here: gloo on the CPU, and only what runs there")
+        jobs = {name: job for name, job in jobs.items() if job[1] == "collective"}
     records = []
     for name, (function, backend, may_die) in jobs.items():
         start = time.perf_counter()

@@ -15,11 +15,13 @@ from padless.verify import fp8_block as verify_checks
 from padless.verify import invariance as verify_invariance
 from padless.verify import moe as verify_moe
 from padless.verify import small as verify_small
-from padless.verify import tensor_core as verify_arithmetic
 from padless.verify import wgrad as verify_wgrad
-from padless.verify.against_emulator import PROBLEMS, backend_of, emulate
+from padless.verify.bf16 import forward as verify_bf16_forward
 from padless.verify.bf16 import wgrad as verify_bf16_wgrad
 from padless.verify.blackwell import PROBLEM_LISTS, PRODUCTS, dense_launches, list_launches
+from padless.verify.emulator import tensor_core as verify_arithmetic
+from padless.verify.emulator.kernels import PROBLEMS, backend_of, emulate
+from padless.verify.training import layer as verify_training
 
 
 def rehearsals_of(arch: str, checks: Iterable[str], modules: Iterable[str]) -> list[Rehearsal]:
@@ -94,13 +96,18 @@ _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
     "batch invariance": lambda arch: [
         Rehearsal(partial(verify_invariance.rehearse, *job)) for job in verify_invariance.problems_of(arch)
     ],
+    "training layer": lambda arch: [Rehearsal(partial(verify_training.rehearse, backend_of(arch)))],
     "weight gradients": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
+    "bf16 products": lambda arch: [Rehearsal(partial(verify_bf16_forward.rehearse, backend_of(arch)))],
     "bf16 weight gradients": lambda arch: [Rehearsal(partial(verify_bf16_wgrad.rehearse, backend_of(arch)))],
 }
 _MODULES: dict[str, Callable[[str], list[Rehearsal]]] = {
     "padless.verify.fp8_block": lambda arch: [_of_check(verify_checks.SMALL, arch)],
     "padless.verify.small": lambda arch: [Rehearsal(partial(verify_small.rehearse, arch, backend_of(arch)))],
     "padless.verify.wgrad": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
+    "padless.verify.bf16.forward": lambda arch: [
+        Rehearsal(partial(verify_bf16_forward.rehearse, backend_of(arch)))
+    ],
     "padless.verify.bf16.wgrad": lambda arch: [
         Rehearsal(partial(verify_bf16_wgrad.rehearse, backend_of(arch)))
     ],

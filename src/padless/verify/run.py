@@ -9,42 +9,51 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from padless.kernels.table import ROUTES, kernels_arch
 from padless.runtime.devices import backends
 from padless.runtime.driver import cuda_driver
 from padless.testing import machine
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead
-from padless.testing.processes import useful_workers, worker_pool
-from padless.verify.against_emulator import check_against_emulator
+from padless.testing.processes import cpus, useful_workers, worker_pool
+from padless.verify.bf16.forward import check_bf16_products
 from padless.verify.bf16.wgrad import check_bf16_wgrad
 from padless.verify.blackwell import check_dense_mxfp8, check_problem_lists
 from padless.verify.chains import check_chains
+from padless.verify.emulator.kernels import check_against_emulator
+from padless.verify.emulator.tensor_core import check_tensor_core
 from padless.verify.epilogue import check_epilogue, check_epilogue_against_emulator
 from padless.verify.formats import check_formats_accuracy, check_formats_against_emulator
 from padless.verify.fp8_block import CHECKS
 from padless.verify.invariance import check_batch_invariance
 from padless.verify.moe import check_layer, check_passes
 from padless.verify.rehearsals import rehearsals_of
-from padless.verify.tensor_core import check_tensor_core
+from padless.verify.training.layer import check_training_layer
 from padless.verify.wgrad import check_wgrad
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Command lines of small launches: the first kernel's, the other paths', weight gradients'.
+# Command lines of small launches: the first kernel's, the other routes', weight gradients'.
 SANITIZED = (
     "padless.verify.fp8_block",
     "padless.verify.small",
     "padless.verify.wgrad",
     "padless.verify.bf16.wgrad",
+    "padless.verify.bf16.forward",
 )
-_HOPPERS = ("padless.verify.fp8_block", "padless.verify.wgrad", "padless.verify.bf16.wgrad")
+_HOPPERS = (
+    "padless.verify.fp8_block",
+    "padless.verify.wgrad",
+    "padless.verify.bf16.wgrad",
+    "padless.verify.bf16.forward",
+)
 _SANITIZER_SECONDS = 240
 # racecheck does not follow a cp.async to the mbarrier at which it arrives when it is complete, and reports every scale
 # that the weight-gradient kernel hands over so. The emulator does; its tests plant the waits that are missing.
@@ -55,14 +64,31 @@ QUANTIZER_CHECKS = ("quantizers agree", "training quantizers agree")
 Check = Callable[[], str]
 
 
+# Checks at a time, each in a process of its own: most of their time is one core's.
+_MOST_WORKERS, _CORES_OF_ONE = 4, 4
+
+
 @dataclass(frozen=True)
 class Record:
-    """What came of a check."""
+    """The outcome of a check."""
 
     check: str
     passed: bool
     detail: str
     seconds: float
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Which checks: names out of ``verify.fp8_block.CHECKS`` or None for all, and whether the emulator is asked."""
+
+    arch: str
+    checks: tuple[str, ...] | None
+    against_emulator: bool
+
+    def all(self) -> tuple[dict[str, Check], list[str]]:
+        """Checks by name, and modules of small launches for the sanitizer."""
+        return jobs_of(self.arch, None if self.checks is None else list(self.checks), self.against_emulator)
 
 
 def run_verify(
@@ -71,6 +97,7 @@ def run_verify(
     sanitizer: bool = True,
     against_emulator: bool = False,
     checks: list[str] | None = None,
+    workers: int | None = None,
     console: Console | None = None,
 ) -> int:
     """Runs every check on the GPU, then a few small launches under compute-sanitizer.
@@ -80,9 +107,11 @@ def run_verify(
     Args:
         out: folder for ``verify.json`` and ``verify.md``, or None to print only.
         sanitizer: run compute-sanitizer's tools too, where it is installed.
-        against_emulator: also compare single tensor-core instructions and random problems of every path with the
+        against_emulator: also compare single tensor-core instructions and random problems of every route with the
             emulator, bit for bit (a minute on many cores).
-        checks: names out of ``verify_checks.CHECKS``; all of them when None.
+        checks: names out of ``verify.fp8_block.CHECKS``; all of them when None.
+        workers: checks and runs of the sanitizer at a time, each in a process of its own. 1 runs them here, one after
+            the other; None is one for every four cores, at most four.
 
     Returns:
         0 when all passed, else 1. Raises ValueError when this machine cannot run the kernels.
@@ -93,28 +122,29 @@ def run_verify(
     console = console or Console()
     start = time.perf_counter()
     gpu = Gpu(cuda_driver().arch, cuda_driver().num_sms(0))
-    jobs, sanitized = jobs_of(gpu.arch, checks, against_emulator)
+    asked = Jobs(gpu.arch, None if checks is None else tuple(checks), against_emulator)
+    jobs, sanitized = asked.all()
     tools = sanitizers_of(sanitized) if sanitizer and _sanitizer() else {}
     rehearsals = rehearsals_of(gpu.arch, jobs, sanitized if tools else ())
     records: list[Record] = []
     about = about_the_machine() if out is not None else {}
-
-    def run_in_turn(some: dict[str, Check], task: TaskID) -> None:
-        for name, check in some.items():
-            progress.update(task, description=name)
-            records.append(_record(console, name, check))
-            if out is not None:  # a run that is ended before its time leaves what it knows
-                left = len(jobs) + len(tools) - len(records)
-                write_records(out, records, about | {"compiled ahead": compiled, "not run yet": str(left)})
-            progress.advance(task)
-
+    workers = max(1, min(_MOST_WORKERS, cpus() // _CORES_OF_ONE)) if workers is None else workers
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         with worker_pool():
             compiled = _compile_ahead(rehearsals, gpu, progress)
-            task = progress.add_task("verify", total=len(jobs) + len(tools))
-            run_in_turn(jobs, task)
-        run_in_turn(tools, task)
+        task = progress.add_task("verify", total=len(jobs) + len(tools))
+        for some in (jobs, tools):
+            with _running(some, asked, workers) as results:
+                for name in some:
+                    progress.update(task, description=name)
+                    records.append(_shown(console, *next(results)))
+                    if out is not None:  # a run that is ended before its time leaves what it knows
+                        left = len(jobs) + len(tools) - len(records)
+                        write_records(
+                            out, records, about | {"compiled ahead": compiled, "not run yet": str(left)}
+                        )
+                    progress.advance(task)
     if sanitizer and not tools:
         console.print(
             "compute-sanitizer is not installed (it comes with the CUDA toolkit); those checks were not run"
@@ -163,6 +193,8 @@ def jobs_of(
         if fp8_block:
             jobs["weight gradients"] = check_wgrad
             jobs["bf16 weight gradients"] = check_bf16_wgrad
+            jobs["bf16 products"] = check_bf16_products
+            jobs["training layer"] = check_training_layer
     return jobs, [module for module in SANITIZED if fp8_block or module not in _HOPPERS]
 
 
@@ -181,17 +213,41 @@ def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) ->
     return found
 
 
-def _record(console: Console, name: str, check: Check) -> Record:
-    """Runs a check and prints what came of it, with the traceback of one that failed."""
+@contextmanager
+def _running(checks: dict[str, Check], asked: Jobs, workers: int) -> Iterator[Iterator[tuple[Record, str]]]:
+    """Yields what came of every check, in order, while those behind it run."""
+    if workers == 1:
+        yield (_record(name, check) for name, check in checks.items())
+        return
+    with worker_pool(workers) as pool:
+        started = [pool.submit(_record_of, name, asked) for name in checks]
+        yield (future.result() for future in started)
+
+
+def _record_of(name: str, asked: Jobs) -> tuple[Record, str]:
+    """`_record` of a check by its name, in a process that has not made the checks."""
+    jobs, modules = asked.all()
+    return _record(name, (jobs | sanitizers_of(modules))[name])
+
+
+def _record(name: str, check: Check) -> tuple[Record, str]:
+    """What came of a check, and the traceback of one that failed."""
     start = time.perf_counter()
+    trace = ""
     try:
         detail, passed = check(), True
     except Exception as error:  # a check may fail in any way; the others still run
-        detail, passed = f"{type(error).__name__}: {error}", False
-        console.print(traceback.format_exc(), style="red", markup=False)
-    seconds = round(time.perf_counter() - start, 2)
-    console.print(f"{'pass' if passed else 'FAIL'}  {name}: {detail} ({seconds} s)", markup=False)
-    return Record(name, passed, detail, seconds)
+        detail, passed, trace = f"{type(error).__name__}: {error}", False, traceback.format_exc()
+    return Record(name, passed, detail, round(time.perf_counter() - start, 2)), trace
+
+
+def _shown(console: Console, record: Record, trace: str) -> Record:
+    """Prints what came of a check."""
+    if trace:
+        console.print(trace, style="red", markup=False)
+    outcome = "pass" if record.passed else "FAIL"
+    console.print(f"{outcome}  {record.check}: {record.detail} ({record.seconds} s)", markup=False)
+    return record
 
 
 def sanitizers_of(modules: Iterable[str]) -> dict[str, Check]:
@@ -222,7 +278,7 @@ def _sanitize(tool: str, module: str) -> str:
 
 
 def about_the_machine() -> dict[str, str]:
-    """What a record has to say about where it was made."""
+    """The machine, as a record describes it."""
     found = machine.describe()
     gpu = [str(found.get(name, "unknown")) for name in ("gpu", "driver")]
     if "power_limit_w" in found:

@@ -24,12 +24,12 @@ from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import GuardedOutput
 from padless.testing.operands import moved
 from padless.verify.blackwell import dense_launches, list_launches
-from padless.verify.formats import paths_of
+from padless.verify.formats import routes_of
 from padless.verify.problems.epilogue import (
     EpilogueProblem,
     Outputs,
     operands,
-    quant_paths,
+    quant_routes,
     run_problem,
 )
 
@@ -52,10 +52,10 @@ QUANT_CALLS: tuple[tuple[str | None, dict[str, Any]], ...] = (
 )
 
 
-def small_paths(arch: str) -> list[Route]:
+def small_routes(arch: str) -> list[Route]:
     """The routes that are launched: on Hopper a few pairs of the bf16 kernel, which differ in how operands are read."""
     chosen = []
-    for route in paths_of(arch):
+    for route in routes_of(arch):
         many = route.config_class in (Sm90Bf16Config, Sm90Mxfp8Config)
         if not many or (route.a, route.b) in _PAIRS:
             chosen.append(route)
@@ -100,7 +100,7 @@ def small_launches(device: str = "cuda", backend: str | None = None, arch: str |
 def launches(device: str, backend: str | None, arch: str) -> Iterator[Iterable[Callable[[], object]]]:
     """Makes one launch after the other, each time with what looks at its outputs."""
     draw = random.Random(0)
-    for route in small_paths(arch):
+    for route in small_routes(arch):
         generator = torch.Generator().manual_seed(draw.randrange(2**31))
         m = sum(_SIZES) + _PAST
         a, b = operands(route, m, _N, _K, len(_SIZES), generator, special=False)
@@ -115,7 +115,7 @@ def launches(device: str, backend: str | None, arch: str) -> Iterator[Iterable[C
                 config=config,
             )
             yield (partial(fenced.check, sum(_SIZES)),)
-    for route in quant_paths(arch):
+    for route in quant_routes(arch):
         for gate_up, options in QUANT_CALLS:
             try:
                 outputs = run_problem(small_problem(route, gate_up, options), device, backend)

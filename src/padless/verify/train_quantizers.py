@@ -91,7 +91,7 @@ def _values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor
 
 @contextmanager
 def _poisoned_memory() -> Iterator[None]:
-    """What torch.empty allocates is full of NaN, or of 0x7F."""
+    """Fills what torch.empty allocates with NaN, or with 0x7F."""
     original = torch.empty
 
     def empty(*args: Any, **options: Any) -> torch.Tensor:

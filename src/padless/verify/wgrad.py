@@ -77,7 +77,7 @@ def check_bits(
 
 
 def same_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Which elements have the same bits."""
+    """Elementwise equality of bits."""
     kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return a.contiguous().view(kind) == b.contiguous().view(kind)
 
@@ -128,7 +128,7 @@ def check_accumulation(device: str = "cuda", backend: str | None = None) -> str:
 
 
 def subnormals(device: str = "cuda", backend: str | None = None) -> str:
-    """What accumulating a subnormal number onto another gives: one ("are kept") or zero ("are flushed")."""
+    """The result of accumulating a subnormal number onto another: one ("are kept") or zero ("are flushed")."""
     dy, x = (moved(operand, device) for operand in random_operands(_SMALL[0], "1d2d"))
     tiny = (
         replace(dy, scale=torch.full_like(dy.scale, 2.0**-100)),

@@ -168,3 +168,62 @@ def test_pair_bugs(changes: dict[str, str], expected: str) -> None:
     for seed in range(4):
         found |= kinds(run_pair(seed, **changes)[1])
     assert expected in found
+
+
+WIDENED = r"""
+extern "C" __global__ void k(unsigned* out, const unsigned* in) {
+  __shared__ alignas(1024) unsigned s[512]; __shared__ alignas(8) uint64_t done; __shared__ unsigned base;
+  for (int i = threadIdx.x; i < 512; i += 128) s[i] = in[i];
+  if (threadIdx.x == 0) { init(smem(&done), 1); fence_init(); }
+  fence_async();
+  if (threadIdx.x < 32) asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], 32;" ::"r"(smem(&base)) : "memory");
+  asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); __syncthreads(); asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+  const unsigned t = base;
+  if (threadIdx.x == 0) {
+    asm volatile("tcgen05.cp.cta_group::1.128x128b.b8x16.b4x16_p64 [%0], %1;" ::"r"(t), "l"(1ull << 46 | 8ull << 32 | smem(s) >> 4) : "memory");
+    asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(smem(&done)) : "memory");
+  }
+  wait(smem(&done), 0);
+  asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+  unsigned r[4];
+  asm volatile("tcgen05.ld.sync.aligned.32x32b.x4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(t + (threadIdx.x / 32 * 32 << 16)));
+  asm volatile("tcgen05.wait::ld.sync.aligned;" : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]) :: "memory");
+  for (int i = 0; i < 4; ++i) out[4 * threadIdx.x + i] = r[i];
+  asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); __syncthreads(); asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+  if (threadIdx.x < 32) asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, 32;" ::"r"(t));
+}"""
+
+
+def test_copy_widens_four_bit_numbers() -> None:
+    data, out = (
+        np.random.default_rng(8).integers(0, 1 << 32, 512, dtype=np.uint32),
+        np.full(512, 9, np.uint32),
+    )
+    launch(WIDENED, [out, data], arch="100a").raise_on_reports()
+    packed = data.view(np.uint8).reshape(128, 16)[:, :8]
+    wanted = np.stack([packed & 15, packed >> 4], axis=2).reshape(128, 16)
+    assert (out.view(np.uint8).reshape(128, 16) == wanted).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_stmatrix_stores_bytes_transposed(count: int) -> None:
+    """Matrix k of 16 x 8 bytes, fragments as mma's accumulators, is stored as 8 rows of 16 at lanes 8 k and up."""
+    registers = ", ".join(f"%{i + 1}" for i in range(count))
+    values = ", ".join(f'"r"(in[{count} * threadIdx.x + {i}])' for i in range(count))
+    source = f"""
+    extern "C" __global__ void k(unsigned* out, const unsigned* in) {{
+      __shared__ alignas(128) unsigned s[{32 * count}];
+      asm volatile("stmatrix.sync.aligned.m16n8.x{count}.trans.shared.b8 [%0], {{{registers}}};" :: "r"(smem(&s[4 * (threadIdx.x % {8 * count})])), {values} : "memory");
+      __syncwarp();
+      for (int i = threadIdx.x; i < {32 * count}; i += 32) out[i] = s[i];
+    }}"""
+    data = np.random.default_rng(9).integers(0, 1 << 32, 32 * count, dtype=np.uint32)
+    out = np.zeros(32 * count, np.uint32)
+    launch(source, [out, data], block=32, arch="100a").raise_on_reports()
+    fragments = data.view(np.uint8).reshape(32, count, 4)
+    stored = out.view(np.uint8).reshape(count, 8, 16)
+    for k in range(count):
+        for lane in range(32):
+            for b in range(4):
+                row, column = lane // 4 + 8 * (b // 2), 2 * (lane % 4) + b % 2
+                assert stored[k, column, row] == fragments[lane, k, b]

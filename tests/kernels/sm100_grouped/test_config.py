@@ -1,4 +1,4 @@
-"""Which tile of the grouped Blackwell kernel a problem gets, and what is refused."""
+"""Choice of tile for the grouped Blackwell kernel, and refused configurations."""
 
 from __future__ import annotations
 

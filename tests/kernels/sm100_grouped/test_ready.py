@@ -33,7 +33,7 @@ from padless.runtime.driver import LaunchShape
 from padless.verify import formats as verify_formats
 from padless.verify import run as verify
 from padless.verify import small as verify_small
-from padless.verify.formats import configs_of, emulate_formats, paths_of
+from padless.verify.formats import configs_of, emulate_formats, routes_of
 from support.ragged import missing_gpu
 
 ARCHS = ("sm_100a", "sm_103a")
@@ -91,9 +91,9 @@ def test_grouped_products_are_ready_to_launch(rows: int) -> None:
     stub = Stub()
     for fmt in (MXFP8, NVFP4):
         a, b, offs = problem(fmt, rows, 4096, 7168, 8)
-        path = find_route("grouped_gemm", stub.arch, fmt.name, fmt.name)
+        route = find_route("grouped_gemm", stub.arch, fmt.name, fmt.name)
         out = torch.empty((8 * rows, 4096), dtype=torch.bfloat16)
-        assert path.load().prepare(stub, a, b, offs, out, None).copies == ()
+        assert route.load().prepare(stub, a, b, offs, out, None).copies == ()
     # Many tokens are shared by two pairs of a cluster.
     assert {shape.cluster for shape in stub.shapes} == {2 if rows == 16 else 4}
 
@@ -102,10 +102,10 @@ def test_the_dense_table_is_ready_to_launch() -> None:
     stub = Stub()
     for size in DENSE_SIZES:
         a, b = empty_operand(MXFP8, (size, size)), empty_operand(MXFP8, (1, size, size), 1)
-        path = find_route("gemm", stub.arch, "MXFP8", "MXFP8")
+        route = find_route("gemm", stub.arch, "MXFP8", "MXFP8")
         out = torch.empty((size, size), dtype=torch.bfloat16)
-        path.load().prepare(stub, a, b, None, out, None)
-    assert path.config_class is Sm100DenseConfig
+        route.load().prepare(stub, a, b, None, out, None)
+    assert route.config_class is Sm100DenseConfig
     assert len(stub.shapes) == len(DENSE_SIZES)
 
 
@@ -127,8 +127,8 @@ def test_quantising_calls_are_ready_to_launch() -> None:
     codes = torch.empty((4096, 2048), dtype=torch.uint8)
     scale = torch.empty(blocked_size(4096, 64), dtype=torch.uint8)
     tensors = EpilogueTensors(row_codes=codes, row_scale=scale)
-    path = find_route("grouped_gemm_quant", stub.arch, "MXFP8", "MXFP8")
-    assert path.load_quant().prepare(stub, a, b, offs, tensors, None, epilogue=epilogue).copies == ()
+    route = find_route("grouped_gemm_quant", stub.arch, "MXFP8", "MXFP8")
+    assert route.load_quant().prepare(stub, a, b, offs, tensors, None, epilogue=epilogue).copies == ()
 
 
 def test_compute_capability_10_3_compiles_the_same_source() -> None:
@@ -160,7 +160,7 @@ def test_verify_runs_what_concerns_this_gpu(arch: str) -> None:
         "passes of the MoE layer", "MoE layer",
     ]  # fmt: skip
     assert sanitized == ["padless.verify.small"]
-    assert {p.arch for p in paths_of(arch)} == {"sm_100a"}
+    assert {p.arch for p in routes_of(arch)} == {"sm_100a"}
     on_hopper, both = verify.jobs_of("sm_90a", None, against_emulator=True)
     assert set(jobs) - {"dense MXFP8", "lists of problems"} < set(on_hopper)
     assert len(both) == 3
@@ -168,8 +168,8 @@ def test_verify_runs_what_concerns_this_gpu(arch: str) -> None:
 
 
 def test_verify_tries_every_tile() -> None:
-    for path in paths_of("sm_100a"):
-        configs = configs_of(path)
+    for route in routes_of("sm_100a"):
+        configs = configs_of(route)
         assert configs[0] is None
         tiles = {(c.cta_group, c.tokens_on_n, c.mma_n) for c in configs[1:]}
         assert len(tiles) == 12
@@ -181,7 +181,7 @@ def test_verify_tries_every_tile() -> None:
 @pytest.mark.parametrize("fmt", ["MXFP8", "NVFP4"])
 def test_small_launches_of_verify_in_the_emulator(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compute-sanitizer would watch on a GPU: the product and every quantising call that Blackwell takes."""
-    for name in ("small_paths", "quant_paths"):
+    for name in ("small_routes", "quant_routes"):
         of = getattr(verify_small, name)
         monkeypatch.setattr(
             verify_small, name, lambda arch, of=of: [p for p in of(arch) if (p.a, p.b) == (fmt, fmt)]
@@ -231,12 +231,12 @@ def test_tests_that_need_a_blackwell_name_it() -> None:
 @pytest.mark.parametrize("seed", [0, pytest.param(5, marks=pytest.mark.slow)])
 def test_verify_emulates_clusters(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulated device has room for the largest cluster that verify tries."""
-    path = next(p for p in paths_of("sm_100a") if (p.a, p.b) == ("MXFP8", "MXFP8"))
-    drawn = verify_formats.random_formats_problem(path, seed)
-    expected = emulate_formats(path, seed)
-    widest = max(configs_of(path)[1:], key=lambda c: (c.cluster, c.cta_group))
+    route = next(p for p in routes_of("sm_100a") if (p.a, p.b) == ("MXFP8", "MXFP8"))
+    drawn = verify_formats.random_formats_problem(route, seed)
+    expected = emulate_formats(route, seed)
+    widest = max(configs_of(route)[1:], key=lambda c: (c.cluster, c.cta_group))
     assert widest.cluster == 4
     monkeypatch.setattr(
-        verify_formats, "random_formats_problem", lambda path, seed: replace(drawn, config=widest)
+        verify_formats, "random_formats_problem", lambda route, seed: replace(drawn, config=widest)
     )
-    assert torch.equal(emulate_formats(path, seed), expected)
+    assert torch.equal(emulate_formats(route, seed), expected)

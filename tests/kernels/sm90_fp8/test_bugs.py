@@ -31,7 +31,7 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
     kinds: list[str] = []
     for seed in range(bug.seeds):
         with driver.configured(
-            seed=seed, raise_on_reports=False, num_sms=bug.config.cluster_n, arithmetic="fast"
+            seed=seed, raise_on_reports=False, num_sms=bug.workers * bug.config.cluster_n, arithmetic="fast"
         ):
             right, result = run_case(driver, case, bug.config)
         assert result is not None

@@ -1,4 +1,4 @@
-"""How many CTAs the FP8_BLOCK GEMM on Hopper starts: one for every piece of work, if there are multiprocessors."""
+"""Grid of the FP8_BLOCK GEMM on Hopper: one CTA for every piece of work, if there are multiprocessors."""
 
 from __future__ import annotations
 

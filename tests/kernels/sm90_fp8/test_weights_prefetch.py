@@ -1,4 +1,4 @@
-"""What a CTA of Hopper's FP8 kernel asks into L2 before offs are known (kernels/device/weights_prefetch.cuh).
+"""Prefetches of weights into L2 by Hopper's FP8 kernel before offs are known (kernels/device/weights_prefetch.cuh).
 
 A prefetch changes nothing, so a load takes its place here, and the emulator tells what is read. (A load would have to
 wait for the kernels ahead; a prefetch need not.)

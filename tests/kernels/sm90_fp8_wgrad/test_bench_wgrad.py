@@ -19,6 +19,7 @@ from padless.bench.measure import facts_of
 from padless.bench.peers.deepgemm import DeepGemm
 from padless.bench.results import BenchResult, failures
 from padless.bench.run import resolve_grid, resolve_peers, show_records
+from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from support.bench_records import StandInTimer
 
@@ -63,7 +64,9 @@ def test_every_contender_computes_the_gradient() -> None:
     assert record["wrong"] == {}
     names = set(record["gpu"])
     modes = {
-        f"padless {mode} {out}" for mode in ("1d2d", "1d1d") for out in ("bfloat16", "float32", "float32 +=")
+        f"padless {mode} {out}"
+        for mode in ("1d2d", "1d1d", "bf16")
+        for out in ("bfloat16", "float32", "float32 +=")
     }
     assert modes | {"torch_bf16", "deepgemm_k_grouped"} <= names
     assert any("tile" in name for name in names)
@@ -94,12 +97,19 @@ def test_both_modes_and_the_rows_hold_the_same_values() -> None:
         start = end
 
 
+def right(dy: Any, x: Any, out: torch.Tensor, accumulate: bool, offs: torch.Tensor | None) -> torch.Tensor:
+    """The reference's result, of copies or of rows."""
+    if offs is not None:
+        return grouped_gemm_wgrad_rows_reference(dy, x, offs, out=out, accumulate=accumulate)
+    return grouped_gemm_wgrad_reference(dy, x, out=out, accumulate=accumulate)
+
+
 def test_a_wrong_result_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(dy: Any, x: Any, *, out: torch.Tensor, accumulate: bool, config: Any) -> torch.Tensor:
+    def wrong(dy: Any, x: Any, *, out: torch.Tensor, accumulate: bool, **rest: Any) -> torch.Tensor:
         if out.dtype == torch.float32 and not accumulate:
             out.zero_()
             return out
-        return grouped_gemm_wgrad_reference(dy, x, out=out, accumulate=accumulate)
+        return right(dy, x, out, accumulate, rest.get("offs"))
 
     monkeypatch.setattr("padless.ops.grouped_gemm_wgrad.grouped_gemm_wgrad", wrong)
     record = measured()
@@ -111,9 +121,9 @@ def test_a_wrong_result_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch) 
 def test_one_that_is_wrong_under_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
-    def later(dy: Any, x: Any, *, out: torch.Tensor, accumulate: bool, config: Any) -> torch.Tensor:
+    def later(dy: Any, x: Any, *, out: torch.Tensor, accumulate: bool, **rest: Any) -> torch.Tensor:
         calls.append(1)
-        result = grouped_gemm_wgrad_reference(dy, x, out=out, accumulate=accumulate)
+        result = right(dy, x, out, accumulate, rest.get("offs"))
         if len(calls) > 20:
             out[:, 0] = float("nan")
         return result

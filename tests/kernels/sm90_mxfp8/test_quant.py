@@ -107,7 +107,7 @@ GLU = GLU_EPILOGUES["concatenated, MXFP8 rows and columns"]
 BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     "the weights' scales are not dealt": (
         LOAD,
-        "row = dealt_weight_row(problem, tile.column, row) - tile.column",
+        "row = interleaved_weight_row(problem, tile.column, row) - tile.column",
         "row = row",
         GLU,
     ),

@@ -1,4 +1,4 @@
-"""What a Blackwell owner runs first: dense MXFP8 against torch, and the NVFP4 grouped GEMM competition by its own rules.
+"""First measurements on Blackwell: dense MXFP8 against torch, and the NVFP4 grouped GEMM competition by its own rules.
 
 Dense: M = N = K of 2048 to 16384, both contenders on the same codes and the same 32x4x4 scales.
 
@@ -173,7 +173,7 @@ def cuda_clock() -> CallsClock:
 
 
 def enough(means_us: Sequence[float], seconds: float) -> bool:
-    """Whether the competition stops repeating after these means of a repeat, ``seconds`` after it began."""
+    """True when the competition stops repeating after these means of a repeat, ``seconds`` after it began."""
     if len(means_us) >= _MOST_REPEATS or seconds >= _MOST_SECONDS:
         return True
     if sum(means_us) * CALLS * 1e-6 >= _MOST_TIMED_SECONDS:

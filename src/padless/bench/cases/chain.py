@@ -159,7 +159,7 @@ def peer_chains(problem: ChainProblem, peer: Peer) -> list[Chain]:
 def gemm_of_driver(
     driver: Driver, a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """What grouped_gemm launches, by another driver than the process's."""
+    """Launches of grouped_gemm by another driver than the process's."""
     from padless.kernels.table import find_route, format_name
 
     route = find_route("grouped_gemm", driver.arch, format_name(a), b.format.name)
@@ -169,7 +169,7 @@ def gemm_of_driver(
 def swiglu_of_driver(
     driver: Driver, a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor
 ) -> BlockScaledTensor:
-    """What grouped_gemm_swiglu_quant launches for FP8_BLOCK rows alone, by another driver than the process's."""
+    """Launches of grouped_gemm_swiglu_quant for FP8_BLOCK rows alone, by another driver than the process's."""
     from padless.kernels.table import QUANT, find_route, format_name
     from padless.ops.grouped_gemm_epilogue import default_row_layout, row_tensor, with_outputs
 
@@ -205,7 +205,7 @@ def mlp(first: GroupedProblem, second: GroupedProblem, out: torch.Tensor, backen
 
 
 def mlp_of_driver(driver: Driver, first: GroupedProblem, second: GroupedProblem, out: torch.Tensor) -> None:
-    """What `mlp` launches, by another driver than the process's."""
+    """Launches of `mlp` by another driver than the process's."""
     hidden = swiglu_of_driver(driver, first.a, first.b, first.offs)
     gemm_of_driver(driver, hidden, second.b, first.offs, out)
 

@@ -7,11 +7,13 @@ Contenders of a point; times are those of the slowest rank, in microseconds, fro
     .. eager                          the same, called from Python
     nccl dispatch, combine, layer     all_to_all of bfloat16 rows, with sorting, permuting, quantizing and summing
 
-and padless' steps alone: publish, sort (ids of all ranks to an order of rows), fan_out, send_back, finish.
+and padless' steps alone: publish; sort (ids of all ranks to an order of rows) and fan_out, or both as receive;
+send_back; finish.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,11 +30,11 @@ from padless.distributed.symm import SymmBackend
 from padless.testing import machine
 from padless.testing.judge import row_errors, worst
 from padless.testing.ranks import Rank, raise_first, run_ranks
-from padless.testing.timing import Call, capture
+from padless.testing.timing import WARM_UP_CALLS, Call
 
 SECONDS = 140.0  # of a point
 FLUSH_BYTES = 256 << 20
-SLEEP_CYCLES = 1_000_000  # half a millisecond, in which the host issues a call
+SLEEP_CYCLES = 2_000_000  # a millisecond, in which the host issues a call
 STEPS = ("publish", "sort", "fan_out", "send_back", "finish")
 TOLERANCE = 0.1  # of a token, between a layer whose rows were quantized before they were sent and one after
 
@@ -88,7 +90,7 @@ def measure_point(rank: Rank, point: EpPoint, seed: int, repeats: int, programs:
         "combine": lambda: p.ep.combine(y, plan, weighted=True),
         "layer": layer,
     }
-    calls: dict[str, Call] = {name: capture(call).replay for name, call in eager.items()}
+    calls: dict[str, Call] = {name: replayed(call) for name, call in eager.items()}
     calls |= {f"{name}, eager": call for name, call in eager.items()}
     calls |= {
         "nccl dispatch": nccl.dispatch,
@@ -106,6 +108,17 @@ def measure_point(rank: Rank, point: EpPoint, seed: int, repeats: int, programs:
         "link_bytes": {"fan_out": link * record_bytes, "send_back": link * point.hidden * 2},
         "programs": programs,
     }
+
+
+def replayed(call: Call) -> Call:
+    """The replay of a CUDA graph of a call. NCCL's own thread may ask for events meanwhile."""
+    for _ in range(WARM_UP_CALLS):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
 
 
 def gathered(rank: Rank, value: Any) -> list[Any]:
@@ -136,34 +149,49 @@ def timed(rank: Rank, calls: dict[str, Call], repeats: int) -> Record:
 
 
 def timed_steps(rank: Rank, p: EpProblem, y: torch.Tensor, repeats: int) -> Record:
-    """Times of padless' steps, one after the other behind a sleep that covers their launches."""
+    """Times of padless' steps, one after the other behind a sleep that covers their launches.
+
+    "sort" and "fan_out" where they are launches of their own, else "receive".
+    """
     backend = p.ep._backend
     assert isinstance(backend, SymmBackend)
-    samples: dict[str, list[float]] = {name: [] for name in STEPS}
+    few = p.ep.settings.num_slots <= backend.few_slots
+    names = ("publish", "receive", "send_back", "finish") if few else STEPS
+    samples: dict[str, list[float]] = {name: [] for name in names}
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=rank.device)
     tiny = torch.zeros(1, device=rank.device)
     for i in range(repeats + 2):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(STEPS) + 2)]
+        events: list[tuple[str, torch.cuda.Event]] = []
+
+        def mark(name: str, events: list[tuple[str, torch.cuda.Event]] = events) -> None:
+            events.append((name, torch.cuda.Event(enable_timing=True)))
+            events[-1][1].record()
+
         flush.zero_()
-        torch.cuda._sleep(2 * SLEEP_CYCLES)
+        torch.cuda._sleep(SLEEP_CYCLES)
         dist.all_reduce(tiny)
-        events[0].record()
+        mark("begin")
         ids = backend.publish(p.x, p.ids, p.weights, None)
-        events[1].record()
-        found = backend.sort()
-        events[2].record()
-        _, plan = backend.fan_out(ids, found, None)
-        events[3].record()
+        mark("publish")
+        if few:
+            _, plan = backend.receive(ids, None)
+            mark("receive")
+        else:
+            found = backend.sort()
+            mark("sort")
+            _, plan = backend.fan_out(ids, found, None)
+            mark("fan_out")
         dist.all_reduce(tiny)
-        events[4].record()
+        mark("between")
         backend.send_back(y, plan, plan.prob, None)
-        events[5].record()
+        mark("send_back")
         backend.finish(plan, with_slots=False)
-        events[6].record()
+        mark("finish")
         torch.cuda.synchronize()
         if i >= 2:
-            for name, first in zip(STEPS, (0, 1, 2, 4, 5), strict=True):
-                samples[name].append(1e3 * events[first].elapsed_time(events[first + 1]))
+            for (_, first), (name, last) in itertools.pairwise(events):
+                if name in samples:
+                    samples[name].append(1e3 * first.elapsed_time(last))
     return slowest(rank, samples)
 
 
@@ -202,7 +230,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     for name in ("dispatch", "combine", "layer"):
         against += [table.time(name), table.time(f"nccl {name}", digits=0)]
         against.append(table.ratio("x", f"nccl {name}", name, 1, unit="x"))
-    steps = [table.time(name) for name in STEPS]
+    steps = [table.time(name) for name in ("publish", "receive", *STEPS[1:])]
     rates = [_rate_column(step) for step in ("fan_out", "send_back")]
     return [
         table.table_of("Expert parallelism: time of the slowest rank (us)", [*point, *against], rows, 1),

@@ -148,7 +148,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
 
 
 def cost(fused: str, heading: str, **style: Any) -> table.Column:
-    """What a fused call costs over the GEMM, in percent."""
+    """Cost of a fused call over the GEMM, in percent."""
 
     def percents(part: table.Records) -> list[float]:
         return [100 * (value - 1) for value in ratios(part, "gpu", fused, GEMM)]

@@ -20,7 +20,7 @@ from padless.bench.report.table import Records, Sessions, Table, axes, by_point,
 from padless.bench.results import Record, ratios, time_us
 from padless.bench.session import Session
 from padless.formats import BlockScaledTensor
-from padless.kernels.table import ROUTES, Route, kernels_arch
+from padless.kernels.table import PLAIN_ROUTES, ROUTES, Route, kernels_arch
 from padless.testing import machine
 from padless.testing.judge import SampledReference, check, describe, float64_rows, outside
 from padless.testing.operands import BF16, Operands, group_of, make_operands
@@ -38,6 +38,7 @@ WANTED = (
     ("FP8_BLOCK", "MXFP4"),
 )
 TORCH = "torch_bf16"
+PLAIN = f"{BF16} x {BF16}"
 DEQUANTIZE = "dequantize MXFP8, torch_bf16"
 _ROW_LIMIT = 0.01  # rounding to bf16 costs at most 2^-9 of an element, FP8 tensor cores about as much again
 
@@ -133,6 +134,12 @@ def offered(arch: str) -> tuple[dict[str, Route], list[str]]:
     return found, missing
 
 
+def plain_names(arch: str) -> list[str]:
+    """Names of the products of plain tensors on ``arch``."""
+    here = ("grouped_gemm", kernels_arch(arch))
+    return [f"{p.a} x {p.b}" for p in PLAIN_ROUTES if (p.operation, p.arch) == here]
+
+
 def own_entries(
     names: dict[str, Route],
     sizes: list[int],
@@ -160,8 +167,13 @@ def own_entries(
     return entries
 
 
-def torch_entries(operands: dict[str, Operands], point: FormatsPoint) -> dict[str, Entry]:
-    """torch's bf16 grouped product of dequantised operands, and dequantising MXFP8 at every call before it."""
+def bf16_entries(
+    operands: dict[str, Operands], point: FormatsPoint, plain_routes: Sequence[str]
+) -> dict[str, Entry]:
+    """torch's bf16 grouped product of dequantised operands, dequantising MXFP8 at every call before it, and padless's
+    product of the same tensors where ``plain_routes``, of "BF16 x BF16", has it.
+    """
+    from padless.ops.grouped_gemm import grouped_gemm
     from padless.quantization.quantize import dequantize
 
     grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
@@ -180,6 +192,10 @@ def torch_entries(operands: dict[str, Operands], point: FormatsPoint) -> dict[st
     plain = Operands(x, source.b, source.offs)
     # bf16 rounds what it dequantises, so it may be a little further from the codes' product than the kernels are.
     entries = {TORCH: Entry(Contender(TORCH, product, lambda: results[TORCH], 0.02), plain, bytes_)}
+    if PLAIN in plain_routes:
+        out = torch.full((point.M, point.N), float("nan"), dtype=torch.bfloat16, device=x.device)
+        call = partial(grouped_gemm, x, w, source.offs, out=out)
+        entries[PLAIN] = Entry(Contender(PLAIN, call, lambda: out, 0.02), plain, bytes_)
     mx = operands.get("MXFP8 x MXFP8")
     if mx is not None:
 
@@ -242,7 +258,8 @@ def measure_formats(
         source = next((name for name in ("NVFP4 x NVFP4", "BF16 x NVFP4") if name in entries), None)
         chosen = {n: e.operands for n, e in entries.items() if n in (source, "MXFP8 x MXFP8")}
         order = sorted(chosen, key=lambda name: name != source)
-        entries |= torch_entries({n: chosen[n] for n in order} or _all(entries), point)
+        sources = {n: chosen[n] for n in order} or _all(entries)
+        entries |= bf16_entries(sources, point, plain_names(arch))
     except Exception as error:
         errors[TORCH] = describe(error)
     right, record = check_entries(entries, sizes, point.case, errors)

@@ -7,11 +7,13 @@ Contenders of a point, of which every one multiplies the same values:
     padless 1d2d float32 +=            added to what is there, in the same launch
     padless 1d1d ...                   X's scales per feature and 128 tokens
     ..., tile 128                      the same with the tile that is not picked
-    torch_bf16                         torch._grouped_mm of bf16 rows, bf16 stored
+    padless bf16 ...                   of bf16 rows, the three outputs
+    torch_bf16                         torch._grouped_mm of the same rows, bf16 stored
     deepgemm_k_grouped                 its kernel alone, on groups padded to 128 tokens before, added in float32
 
 Before they are timed every output is poisoned, or cleared where it is added to, and some of its rows are compared with
-float64; what is stored is compared once more after the last timed call.
+float64; what is stored is compared once more after the last timed call. In floors a bf16 operation counts as two, as
+the ceiling is that of FP8.
 """
 
 from __future__ import annotations
@@ -38,6 +40,12 @@ from padless.testing.judge import describe, row_errors, worst
 from padless.testing.timing import Timer
 
 TORCH, DEEPGEMM = "torch_bf16", "deepgemm_k_grouped"
+BF16 = "padless bf16"
+_OUTPUTS = (
+    (torch.bfloat16, False),
+    (torch.float32, False),
+    (torch.float32, True),
+)  # type, whether it is added to
 _TOLERANCE = (
     0.01  # relative error of a row; rounding to bf16 takes 2^-9 of an element, FP8 tensor cores as much
 )
@@ -65,16 +73,21 @@ class WgradContender:
     tolerance: float = _TOLERANCE
 
 
-def own_contenders(point: WgradPoint, operands: WgradOperands, device: str) -> list[WgradContender]:
-    """padless in both modes and all outputs. Outputs of one type share memory: they are big, and looked at in turn."""
+Outputs = dict[torch.dtype, torch.Tensor]
+
+
+def make_outputs(point: WgradPoint, device: str) -> Outputs:
+    """An output of each type, which contenders share: they are big, and looked at in turn."""
+    shape = (point.groups, point.N, point.K)
+    return {d: torch.empty(shape, dtype=d, device=device) for d in (torch.bfloat16, torch.float32)}
+
+
+def own_contenders(point: WgradPoint, operands: WgradOperands, outs: Outputs) -> list[WgradContender]:
+    """padless in both FP8 modes and all outputs."""
     from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 
-    shape = (point.groups, point.N, point.K)
-    outs = {d: torch.empty(shape, dtype=d, device=device) for d in (torch.bfloat16, torch.float32)}
     found = []
-    for mode, (dtype, accumulates) in itertools.product(
-        ("1d2d", "1d1d"), ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True))
-    ):
+    for mode, (dtype, accumulates) in itertools.product(("1d2d", "1d1d"), _OUTPUTS):
         x, out = operands.x[mode], outs[dtype]
         problem = WgradProblem(point.N, point.K, x.data.shape[1], point.groups, mode, dtype, _NUM_SMS)
         picked = select_config(problem)
@@ -104,16 +117,40 @@ def own_contenders(point: WgradPoint, operands: WgradOperands, device: str) -> l
     return found
 
 
-def torch_contender(point: WgradPoint, operands: WgradOperands) -> WgradContender:
+def bf16_contenders(
+    rows: tuple[torch.Tensor, torch.Tensor], offs: torch.Tensor, outs: Outputs
+) -> list[WgradContender]:
+    """padless on bf16 rows of dY and X, all outputs."""
+    from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
+
+    dy, x = rows
+    found = []
+    for dtype, accumulates in _OUTPUTS:
+        out = outs[dtype]
+
+        def call(out: torch.Tensor = out, accumulates: bool = accumulates) -> None:
+            grouped_gemm_wgrad(dy, x, offs=offs, out=out, accumulate=accumulates)
+
+        bytes_ = dy.nbytes + x.nbytes + out.nbytes * (2 if accumulates else 1)
+        name = f"{BF16} {str(dtype)[6:]}" + (" +=" if accumulates else "")
+        result = partial(_itself, out)
+        found.append(WgradContender(name, call, result, bytes_, accumulates, out, _BF16_TOLERANCE))
+    return found
+
+
+def _itself(out: torch.Tensor) -> torch.Tensor:
+    return out
+
+
+def torch_contender(rows: tuple[torch.Tensor, torch.Tensor], offs: torch.Tensor) -> WgradContender:
     """torch's grouped product along the rows of bf16 operands."""
-    dy, x = rows_of(operands.dy, operands.sizes), rows_of(operands.x["1d2d"], operands.sizes)
-    offs = operands.dy.offs
+    dy, x = rows
     results: dict[str, torch.Tensor] = {}
 
     def product() -> None:
         results[TORCH] = torch._grouped_mm(dy.t(), x, offs=offs)
 
-    bytes_ = dy.nbytes + x.nbytes + 2 * point.groups * point.N * point.K
+    bytes_ = dy.nbytes + x.nbytes + 2 * offs.shape[0] * dy.shape[1] * x.shape[1]
     return WgradContender(TORCH, product, lambda: results[TORCH], bytes_, tolerance=_BF16_TOLERANCE)
 
 
@@ -201,9 +238,11 @@ def measure_wgrad(
 ) -> Record:
     """Record of one point: checks, GPU times, and the bytes of every contender. k_grouped: DeepGEMM's or None."""
     operands = make_operands(point, seed, device)
-    contenders = own_contenders(point, operands, device)
+    outs = make_outputs(point, device)
+    rows = (rows_of(operands.dy, operands.sizes), rows_of(operands.x["1d2d"], operands.sizes))
+    contenders = own_contenders(point, operands, outs) + bf16_contenders(rows, operands.dy.offs, outs)
     errors: dict[str, str] = {}
-    makers: dict[str, Callable[[], WgradContender]] = {TORCH: lambda: torch_contender(point, operands)}
+    makers: dict[str, Callable[[], WgradContender]] = {TORCH: lambda: torch_contender(rows, operands.dy.offs)}
     if k_grouped is not None:
         makers[DEEPGEMM] = partial(deepgemm_contender, point, operands, k_grouped, device)
     for name, make in makers.items():
@@ -256,7 +295,10 @@ def start(session: Session) -> Callable[[WgradPoint], Record]:
     def measure(point: WgradPoint) -> Record:
         record = measure_wgrad(point, session.settings.seed, session.timer, k_grouped)
         flops = record["flops"]
-        floors = {name: session.floor_us(flops, bytes_) for name, bytes_ in record["bytes"].items()}
+        floors = {
+            name: session.floor_us(flops * (2 if name == TORCH or name.startswith(BF16) else 1), bytes_)
+            for name, bytes_ in record["bytes"].items()
+        }
         return record | {"floors_us": floors}
 
     return measure

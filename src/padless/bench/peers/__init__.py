@@ -27,7 +27,7 @@ DEFAULT_FOLDER = Path(".peers")
 
 
 class Availability(NamedTuple):
-    """Whether a peer can be used here; if not, why."""
+    """Availability of a peer here; the reason where it is not."""
 
     usable: bool
     reason: str = ""
@@ -77,7 +77,7 @@ class Peer(Protocol):
 
 
 class Library:
-    """What the adapters of libraries that have to be imported share: a subclass says how, and why not."""
+    """Base of adapters of libraries that have to be imported: a subclass says how, and why not."""
 
     loading = "loading it"  # what load does, for the reason where it fails
     needs: tuple[str, ...] = ()  # functions that the library must have
@@ -87,7 +87,7 @@ class Library:
         self._library: Any = None
 
     def obstacle(self) -> str:
-        """Why loading is not even tried; empty where it is."""
+        """The reason not to try loading; empty where there is none."""
         raise NotImplementedError
 
     def load(self) -> Any:
@@ -102,7 +102,7 @@ class Library:
         return Availability(True)
 
     def version(self) -> str:
-        """What the library calls its version."""
+        """The library's version, in its own words."""
         return str(getattr(self._library, "__version__", "unknown"))
 
 
@@ -142,7 +142,7 @@ def resolve_folder(folder: str | Path | None) -> Path | None:
 
 
 def hopper_or_reason() -> str:
-    """Why the Hopper-only peers cannot run on the current device; empty where they can."""
+    """The reason that keeps Hopper-only peers from this device; empty where none does."""
     if not torch.cuda.is_available():
         return "needs a CUDA GPU"
     major, minor = torch.cuda.get_device_capability()

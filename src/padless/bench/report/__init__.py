@@ -1,1 +1,1 @@
-"""What records say, as tables (terminal and Markdown), figures, and what limits allow."""
+"""Records as tables (terminal and Markdown) and figures, beside the limits of the machine."""

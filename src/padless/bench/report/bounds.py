@@ -1,4 +1,4 @@
-"""What the peers' times allow: their ratios to a product that takes no longer than a limit.
+"""Bounds by the peers' times: their ratios to a product that takes no longer than a limit.
 
 A peer's time over padless's says how much faster padless is; the same time over a limit says how much faster anything
 could be. Limits of a record, in microseconds:
@@ -91,7 +91,7 @@ def _ratio(times: Sequence[float | None], limits: Sequence[float | None]) -> Rat
 def bounds_tables(
     records: Sequence[Record], limits: Sequence[str], sessions: Mapping[str, Record]
 ) -> list[Table]:
-    """What the peers' times allow, if there are peers: one table or none."""
+    """Bounds by the peers' times, if there are peers: one table or none."""
     lines = bounds(records, limits, sessions)
     if not lines:
         return []

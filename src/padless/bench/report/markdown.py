@@ -30,7 +30,7 @@ def won_sentence(records: Sequence[Record]) -> str:
 
 
 def failure_sentence(records: Sequence[Record]) -> str:
-    """How much is wrong in the records and the first of it; nothing where all went well."""
+    """The number of failures in the records and the first of them; nothing where all went well."""
     found = failures(records)
     if not found:
         return ""

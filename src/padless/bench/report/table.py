@@ -35,7 +35,7 @@ class Column:
     width: int | None = None
 
     def cell(self, records: Records, average: Average | None = None, digits: int | None = None) -> str:
-        """What a row of these records shows; "-" where none of them has a number."""
+        """The text of a cell for these records; "-" where none of them has a number."""
         if self.text is not None:
             return self.text(records)
         values = self.values(records)
@@ -156,7 +156,7 @@ LIMITS = ("floor", COPY, READ)
 
 
 def comparison_heading(title: str, numerator: str, denominator: str) -> str:
-    """What a column or a sentence calls a comparison."""
+    """A comparison's name in a column or a sentence."""
     return HEADINGS.get(numerator, title.removesuffix(f" / {denominator}"))
 
 
@@ -233,7 +233,7 @@ def points_table(
 
 
 def caption(records: Records, sessions: Sessions) -> str:
-    """How L2 was flushed before every call, and the ceilings that make the floor, of the records' sessions."""
+    """The way L2 was flushed before every call, and the ceilings that make the floor, of the records' sessions."""
     ids = dict.fromkeys(record.get("session", "") for record in records)
     flushes = dict.fromkeys(_flush(sessions.get(name)) for name in ids)
     parts = [f"L2 flushed before every call: {' / '.join(flushes)}."] if ids else []

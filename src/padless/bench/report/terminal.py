@@ -47,7 +47,7 @@ def show(console: Console, *shown: Table | str) -> None:
 
 
 def show_failures(console: Console, records: Records) -> None:
-    """What is wrong, if anything."""
+    """Prints failures, if there are any."""
     found = failures(records)
     for line in found[:_SHOWN_FAILURES]:
         console.print(line, style="red", markup=False)

@@ -61,7 +61,7 @@ def grouped_gemm_quant(
         b_tensor: (N, K, G) codes, K contiguous. [(G, N, K)]
         sfa_tensor, sfb_tensor: scales, (32, 4, ceil(M / 128), 4, ceil(ceil(K / v) / 4), 1) and (.., ceil(N / 128), ..,
             G), 32x4x4 tiles over all rows; float8_e8m0fnu (v = 32) or float8_e4m3fn (v = 16). [None]
-        padded_offsets: (G,) int32 END row of each group. Any row: nothing has to be padded.
+        padded_offsets: (G,) int32 or int64 END row of each group. Any row: nothing has to be padded.
         alpha_tensor: (G,) float32; None is 1.
         prob_tensor: (M, 1, 1) or (M,) float32; None is 1.
         bias_tensor: (N, G) float32, bfloat16 or float16. [(G, N)]

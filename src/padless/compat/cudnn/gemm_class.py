@@ -33,7 +33,7 @@ class Buffers(Inputs):
         return {name: getattr(self, name) for name in _TENSORS}
 
     def bind(self) -> Bound:
-        """What padless computes with, everything checked. Raises ValueError."""
+        """Operands in padless's words, checked. Raises ValueError."""
         self.check_fixed()
         operands = self.operands()
         if not operands.as_cudnn:
@@ -47,7 +47,7 @@ class Buffers(Inputs):
         return Bound(operands, epilogue, self._with_outputs(numbers, operands, epilogue))
 
     def epilogue(self) -> Epilogue:
-        """What the given outputs ask for. Raises ValueError."""
+        """The epilogue that the given outputs ask for. Raises ValueError."""
         d, gate_up = self.d_tensor, self.gate_up
         if not isinstance(d, torch.Tensor) or d.dtype not in (*D_DTYPES, *FORMAT_OF_DTYPE):
             allowed = ", ".join(map(str, (*D_DTYPES, *FORMAT_OF_DTYPE)))
@@ -142,7 +142,7 @@ class Bound:
 
     @property
     def kind(self) -> Kind:
-        """What executions have in common with the samples."""
+        """The key that executions have in common with the samples."""
         return self.epilogue, self.operands.formats, tuple(self.operands.b.data.shape)
 
 

@@ -18,7 +18,7 @@ from padless.formats import (
     ceil_div,
 )
 from padless.layouts import from_cudnn_view
-from padless.ops.checks import Activation, check_operands, describe
+from padless.ops.checks import Activation, as_int32, check_operands, describe
 
 SEMANTICS = ("implementation", "documented")
 NUMBER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -116,7 +116,7 @@ class Inputs:
             if b.data.dim() != 3:
                 raise ValueError(f"b_tensor must be (G, N, K), got {describe(b)}")
             _check_vec_size(self.sf_vec_size, b.format)
-            return Operands(a, b, self.padded_offsets, False)
+            return Operands(*_with_ends(a, b, self.padded_offsets), False)
         if isinstance(a, BlockScaledTensor):
             raise ValueError(
                 f"a_tensor is a BlockScaledTensor, so b_tensor must be one too, got {describe(b)}"
@@ -129,7 +129,7 @@ class Inputs:
             raise ValueError(f"a_tensor must be (M, K, 1), got {describe(a)}")
         operand_a = _operand("a", a[:, :, 0], self.sfa_tensor, 1, self.sf_vec_size)
         operand_b = _operand("b", b.permute(2, 0, 1), self.sfb_tensor, b.shape[2], self.sf_vec_size)
-        return Operands(operand_a, operand_b, self.padded_offsets, True)
+        return Operands(*_with_ends(operand_a, operand_b, self.padded_offsets), True)
 
     def numbers(self, operands: Operands, epilogue: Epilogue) -> EpilogueTensors:
         """alpha, bias, prob, norm_const and global_scale, of those that the epilogue has. Raises ValueError."""
@@ -152,6 +152,13 @@ class Inputs:
         return EpilogueTensors(
             alpha=alpha, bias=bias, prob=prob, norm_const=norm_const, global_scale=global_scale
         )
+
+
+def _with_ends(
+    a: Activation, b: BlockScaledTensor, offs: torch.Tensor
+) -> tuple[Activation, BlockScaledTensor, torch.Tensor]:
+    a, offs = as_int32(a, offs)
+    return a, b, offs
 
 
 def number(name: str, t: object, shapes: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:

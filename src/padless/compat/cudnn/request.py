@@ -29,7 +29,7 @@ Stream = torch.cuda.Stream | SupportsInt | None
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
-    """What a request comes to in padless's words, checked; tensors: the epilogue's operands, without outputs."""
+    """A request in padless's words, checked; tensors: the epilogue's operands, without outputs."""
 
     operands: Operands
     epilogue: Epilogue
@@ -87,7 +87,7 @@ class CudnnRequest(Inputs):
         return None
 
     def epilogue(self) -> Epilogue:
-        """What the arguments ask for. Raises ValueError in their words."""
+        """The epilogue that the arguments ask for. Raises ValueError in their words."""
         format = self.format
         d_dtype = self.d_dtype if format is None else None
         rule = self.epilogue_scale_rule(format)

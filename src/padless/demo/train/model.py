@@ -46,7 +46,7 @@ class ModelSize:
 
 
 class Model(nn.Module):
-    """(batch, length) bytes to (batch, length, 256) logits. Parameters are float32, products bfloat16 or the recipe's."""
+    """(batch, length) bytes to (batch, length, 256) logits. Parameters are float32, products bfloat16 or FP8."""
 
     def __init__(self, size: ModelSize, recipe: Recipe) -> None:
         super().__init__()

@@ -25,6 +25,7 @@ LARGE = ModelSize(
 STEPS = {"cpu": 150, "cuda": 600}
 LEARNING_RATE = {"cpu": 3e-3, "cuda": 6e-4}
 WARM_UP = 0.1  # fraction of steps over which the learning rate rises; it then falls to a tenth along a cosine
+EAGER_STEPS = 4  # of a contender on a GPU before its passes are captured
 LAST = 0.2  # fraction of steps at the end whose mean loss is compared
 
 
@@ -76,7 +77,11 @@ class Training:
 
 
 class Contender:
-    """A model under one recipe with its optimizer."""
+    """A model under one recipe with its optimizer.
+
+    On a GPU the first steps run call by call; the forward and backward passes of the others are one CUDA graph, since at
+    this size a host takes longer to launch them than a GPU to compute them.
+    """
 
     def __init__(
         self, name: str, recipe: Recipe, size: ModelSize, seed: int, steps: int, device: str
@@ -89,23 +94,30 @@ class Contender:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _rate_of(steps))
         self._losses: list[torch.Tensor] = []
         self._times: list[float] = []
-        self._device = device
+        self._on_gpu = device == "cuda"
+        self._graph: Graph | None = None
 
     def step(self, ids: torch.Tensor, following: torch.Tensor) -> None:
         """One optimizer step. The device is synchronized around it, as contenders take turns on it."""
-        found = self._synchronize()
+        if self._on_gpu and len(self._losses) == EAGER_STEPS:
+            self.optimizer.zero_grad(set_to_none=True)
+            self._graph = Graph(self.model, ids, following)
+        found = self._synchronized()
         begin = time.perf_counter()
-        loss, entropy = self.model.loss(ids, following)
-        loss.backward()
+        if self._graph is None:
+            self.optimizer.zero_grad(set_to_none=True)
+            loss, entropy = self.model.loss(ids, following)
+            loss.backward()
+        else:
+            entropy = self._graph.replay(ids, following)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
-        if self._device == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize()
         self._times.append(time.perf_counter() - begin)
         self._losses.append(entropy)
-        if self._device == "cuda" and len(self._losses) > 1:  # the first makes the optimizer's state
+        if self._on_gpu and 1 < len(self._losses) <= EAGER_STEPS:  # the first makes the optimizer's state
             taken = torch.cuda.max_memory_allocated() - found
             self.curve.step_bytes = max(self.curve.step_bytes or 0, taken)
 
@@ -116,13 +128,31 @@ class Contender:
         self.curve.step_seconds = settled[len(settled) // 2]
         return self.curve
 
-    def _synchronize(self) -> int:
+    def _synchronized(self) -> int:
         """Waits for the device; bytes allocated there."""
-        if self._device != "cuda":
+        if not self._on_gpu:
             return 0
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
+
+
+class Graph:
+    """A model's forward and backward passes as a CUDA graph. Gradients are written anew by every replay."""
+
+    def __init__(self, model: Model, ids: torch.Tensor, following: torch.Tensor) -> None:
+        self._ids, self._following = ids.clone(), following.clone()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            loss, self._entropy = model.loss(self._ids, self._following)
+            loss.backward()
+
+    def replay(self, ids: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """The cross entropy of a batch; the gradients are in the model's parameters."""
+        self._ids.copy_(ids)
+        self._following.copy_(following)
+        self._graph.replay()
+        return self._entropy.clone()
 
 
 def train(

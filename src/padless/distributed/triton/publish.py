@@ -1,4 +1,4 @@
-"""`publish`: this rank's tokens into its own buffer, its ids and weights into all buffers, then a signal to all."""
+"""`publish_ids`: this rank's ids and weights into all buffers; `publish`: its tokens into its own. Each then signals."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -11,13 +11,75 @@ from padless.quantization.triton import casts
 from padless.quantization.triton.fp8_block import _fp8_block_scale
 
 
+@triton.jit
+def _push_ids(
+    pointers_ptr,
+    ids_ptr,  # (T, k) int32 or int64
+    weights_ptr,  # (T, k)
+    kept_ids_ptr,  # (T, k) int32: the plan's copy
+    rank,
+    T,
+    num_experts,
+    table,  # Tmax * k
+    half,
+    ids_region,
+    weights_region,
+    R: tl.constexpr,
+    TOP_K: tl.constexpr,
+):
+    """The share of this program of a grid in what all ranks are told: ids below 0 as -1, those from E on as E."""
+    count = T * TOP_K
+    pieces = tl.cdiv(count, 1024)
+    for piece in range(tl.program_id(0), pieces * R, tl.num_programs(0)):
+        peer = (rank + 1 + piece % R) % R
+        at = piece // R * 1024 + tl.arange(0, 1024)
+        first = (half * R + rank) * table * 4
+        ids = buffer_of(pointers_ptr, peer, ids_region + first).to(tl.pointer_type(tl.int32))
+        weights = buffer_of(pointers_ptr, peer, weights_region + first).to(tl.pointer_type(tl.float32))
+        values = tl.load(ids_ptr + at, mask=at < count, other=-1)
+        values = tl.where(values < 0, -1, tl.minimum(values, num_experts)).to(tl.int32)
+        tl.store(ids + at, values, mask=at < count)
+        if peer == rank:
+            tl.store(kept_ids_ptr + at, values, mask=at < count)
+        prob = casts.to_float32(tl.load(weights_ptr + at, mask=at < count, other=0.0))
+        tl.store(weights + at, prob, mask=at < count)
+
+
+@triton.jit(do_not_specialize=["T", "rank"])
+def publish_ids(
+    pointers_ptr,  # (R,) int64
+    counters_ptr,  # int32, see `State`
+    ids_ptr,
+    weights_ptr,
+    kept_ids_ptr,
+    rank,
+    T,
+    num_experts,
+    table,
+    listed,  # offsets of regions
+    ids_region,
+    weights_region,
+    R: tl.constexpr,
+    TOP_K: tl.constexpr,
+):
+    epoch = tl.load(counters_ptr + 6) + 1
+    half = (epoch % 2).to(tl.int64)
+    _push_ids(
+        pointers_ptr, ids_ptr, weights_ptr, kept_ids_ptr, rank, T, num_experts, table, half, ids_region, weights_region,
+        R, TOP_K,
+    )  # fmt: skip
+    if is_last(counters_ptr + 5):
+        tl.store(counters_ptr + 6, epoch)
+        signal(pointers_ptr, rank, listed + half * R * 8, (epoch.to(tl.int64) << 32) | T, R)
+
+
 @triton.jit(do_not_specialize=["T", "rank"])
 def publish(
     pointers_ptr,  # (R,) int64
-    counters_ptr,  # int32: dispatches, combines, tickets
+    counters_ptr,  # int32, see `State`
     x_ptr,  # (T, H) values to quantize to FP8_BLOCK; else (T, CODE_BYTES) bytes
     scale_ptr,  # (T, SCALE_BYTES) bytes, or None
-    ids_ptr,  # (T, k) int32 or int64, or None for a saved plan
+    ids_ptr,  # (T, k) int32 or int64, or None where `publish_ids` has gone before, and for a saved plan
     weights_ptr,  # (T, k)
     kept_ids_ptr,  # (T, k) int32: the plan's copy
     rank,
@@ -26,7 +88,8 @@ def publish(
     num_experts,
     table,  # Tmax * k
     max_tokens,
-    published,  # offsets of regions
+    listed,  # offsets of regions
+    published,
     ids_region,
     weights_region,
     x_region,
@@ -39,28 +102,17 @@ def publish(
     SCALE_BYTES: tl.constexpr,
     HARDWARE_CAST: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    programs = tl.num_programs(0)
     epoch = tl.load(counters_ptr) + 1
     half = (epoch % 2).to(tl.int64)
     if ids_ptr is not None:
-        count = T * TOP_K
-        pieces = tl.cdiv(count, 1024)
-        for piece in range(pid, pieces * R, programs):
-            peer = (rank + 1 + piece % R) % R
-            at = piece // R * 1024 + tl.arange(0, 1024)
-            first = (half * R + rank) * table * 4
-            ids = buffer_of(pointers_ptr, peer, ids_region + first).to(tl.pointer_type(tl.int32))
-            weights = buffer_of(pointers_ptr, peer, weights_region + first).to(tl.pointer_type(tl.float32))
-            values = tl.load(ids_ptr + at, mask=at < count, other=-1)
-            values = tl.where(values < 0, -1, tl.minimum(values, num_experts)).to(tl.int32)
-            tl.store(ids + at, values, mask=at < count)
-            if peer == rank:
-                tl.store(kept_ids_ptr + at, values, mask=at < count)
-            prob = casts.to_float32(tl.load(weights_ptr + at, mask=at < count, other=0.0))
-            tl.store(weights + at, prob, mask=at < count)
+        ids_epoch = tl.load(counters_ptr + 6) + 1
+        ids_half = (ids_epoch % 2).to(tl.int64)
+        _push_ids(
+            pointers_ptr, ids_ptr, weights_ptr, kept_ids_ptr, rank, T, num_experts, table, ids_half, ids_region,
+            weights_region, R, TOP_K,
+        )  # fmt: skip
     own = buffer_of(pointers_ptr, rank, x_region + half * max_tokens * record_bytes)
-    for token in range(pid, T, programs):
+    for token in range(tl.program_id(0), T, tl.num_programs(0)):
         record = own + tl.cast(token, tl.int64) * record_bytes
         if QUANTIZE:
             _quantize_row(x_ptr + tl.cast(token, tl.int64) * x_stride, record, H, HARDWARE_CAST)
@@ -82,6 +134,9 @@ def publish(
                 tl.store(behind + lane, scales, mask=lane < SCALE_BYTES)
     if is_last(counters_ptr + 2):
         tl.store(counters_ptr, epoch)
+        if ids_ptr is not None:
+            tl.store(counters_ptr + 6, ids_epoch)
+            signal(pointers_ptr, rank, listed + ids_half * R * 8, (ids_epoch.to(tl.int64) << 32) | T, R)
         signal(pointers_ptr, rank, published + half * R * 8, (epoch.to(tl.int64) << 32) | T, R)
 
 

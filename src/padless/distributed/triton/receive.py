@@ -19,7 +19,7 @@ def localize(
     rank,
     num_experts,
     table,  # Tmax * k
-    published,
+    listed,
     aborted,
     ids_region,
     limit,
@@ -28,9 +28,9 @@ def localize(
     CLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    epoch = tl.load(counters_ptr)
+    epoch = tl.load(counters_ptr + 6)
     half = (epoch % 2).to(tl.int64)
-    cells = published + half * R * 8
+    cells = listed + half * R * 8
     there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
     cell = buffer_of(pointers_ptr, rank, cells).to(tl.pointer_type(tl.int64))
     ids = buffer_of(pointers_ptr, rank, ids_region + half * R * table * 4).to(tl.pointer_type(tl.int32))
@@ -78,28 +78,22 @@ def fan_out(
     CODE_BYTES: tl.constexpr,
     SCALES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,  # of one scale: 1 or 4
+    GROUPS: tl.constexpr,  # a power of two, at least Eloc
     CLOCK: tl.constexpr,
 ):
     SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
-    WORDS: tl.constexpr = CODE_BYTES // 4
     pid = tl.program_id(0)
     epoch = tl.load(counters_ptr)
     half = (epoch % 2).to(tl.int64)
-    pairs = R * max_tokens
-    if all_offs_ptr is None:  # otherwise localize has waited
-        cells = published + half * R * 8
-        there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
-        pairs = pairs * there
-    elif pid == 0:
-        for group in range(num_local_experts):
-            tl.store(offs_ptr + group, tl.minimum(tl.load(all_offs_ptr + group), capacity))
-        over = tl.maximum(tl.load(all_offs_ptr + num_local_experts - 1) - capacity, 0)
-        tl.store(overflow_ptr, over)
-        if over > 0:
-            tl.store(status_ptr + 1, over.to(tl.int64))
+    ids_half = (tl.load(counters_ptr + 6) % 2).to(tl.int64)
+    if all_offs_ptr is not None and pid == 0:
+        group = tl.arange(0, GROUPS)
+        ends = tl.load(all_offs_ptr + group, mask=group < num_local_experts, other=0)
+        store_offs(offs_ptr, overflow_ptr, status_ptr, group, ends, num_local_experts, capacity)
     lane = tl.arange(0, SLOTS)
-    word = tl.arange(0, triton.next_power_of_2(WORDS))
-    for pair in range(pid, pairs, tl.num_programs(0)):
+    cells = published + half * R * 8
+    there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
+    for pair in range(pid, R * max_tokens * there, tl.num_programs(0)):
         source = (rank + 1 + pair % R) % R  # all links at once, none by all ranks
         token = tl.cast(pair // R, tl.int64)
         at = (source * max_tokens + token) * TOP_K
@@ -107,27 +101,73 @@ def fan_out(
         kept = (rows >= 0) & (rows < capacity)
         if tl.max(kept.to(tl.int32), axis=0) > 0:
             record = buffer_of(pointers_ptr, source, x_region + (half * max_tokens + token) * record_bytes)
-            codes = tl.multiple_of(record.to(tl.pointer_type(tl.int32)), 16)
-            words = tl.load(codes + word, mask=word < WORDS)
+            words, scales = load_record(record, CODE_BYTES, SCALES, SCALE_BYTES)
             if all_offs_ptr is not None:
-                first = weights_region + half * R * max_tokens * TOP_K * 4
+                first = weights_region + ids_half * R * max_tokens * TOP_K * 4
                 weights = buffer_of(pointers_ptr, rank, first).to(tl.pointer_type(tl.float32))
                 tl.store(prob_ptr + rows, tl.load(weights + at + lane, mask=kept), mask=kept)
-            if SCALES > 0:
-                column = tl.arange(0, triton.next_power_of_2(SCALES))
-                if SCALE_BYTES == 4:
-                    behind = (record + CODE_BYTES).to(tl.pointer_type(tl.int32))
-                else:
-                    behind = (record + CODE_BYTES).to(tl.pointer_type(tl.uint8))
-                scales = tl.load(behind + column, mask=column < SCALES)
             for j in tl.static_range(TOP_K):
                 row = tl.load(inverse_ptr + at + j)
                 if (row >= 0) & (row < capacity):
-                    to = (data_ptr + row.to(tl.int64) * CODE_BYTES).to(
-                        tl.pointer_type(tl.int32), bitcast=True
+                    store_row(
+                        data_ptr,
+                        scale_ptr,
+                        row,
+                        words,
+                        scales,
+                        scale_stride_m,
+                        scale_stride_k,
+                        CODE_BYTES,
+                        SCALES,
                     )
-                    to = tl.multiple_of(to, 16)
-                    tl.store(to + word, words, mask=word < WORDS)
-                    if SCALES > 0:
-                        place = row.to(tl.int64) * scale_stride_m + column.to(tl.int64) * scale_stride_k
-                        tl.store(scale_ptr + place, scales, mask=column < SCALES)
+
+
+@triton.jit
+def store_offs(offs_ptr, overflow_ptr, status_ptr, group, ends, num_local_experts, capacity):
+    """Ends of groups, cut at the capacity, and how many rows are over it."""
+    tl.store(offs_ptr + group, tl.minimum(ends, capacity), mask=group < num_local_experts)
+    over = tl.maximum(tl.max(tl.where(group < num_local_experts, ends, 0), axis=0) - capacity, 0)
+    tl.store(overflow_ptr, over)
+    if over > 0:
+        tl.store(status_ptr + 1, over.to(tl.int64))
+
+
+@triton.jit
+def load_record(record, CODE_BYTES: tl.constexpr, SCALES: tl.constexpr, SCALE_BYTES: tl.constexpr):
+    """(codes as 32-bit words, scales' bits) of a token at an address of any rank."""
+    word = tl.arange(0, triton.next_power_of_2(CODE_BYTES // 4))
+    codes = tl.multiple_of(record.to(tl.pointer_type(tl.int32)), 16)
+    words = tl.load(codes + word, mask=word < CODE_BYTES // 4)
+    if SCALES > 0:
+        column = tl.arange(0, triton.next_power_of_2(SCALES))
+        if SCALE_BYTES == 4:
+            behind = (record + CODE_BYTES).to(tl.pointer_type(tl.int32))
+        else:
+            behind = (record + CODE_BYTES).to(tl.pointer_type(tl.uint8))
+        scales = tl.load(behind + column, mask=column < SCALES)
+    else:
+        scales = 0
+    return words, scales
+
+
+@triton.jit
+def store_row(
+    data_ptr,
+    scale_ptr,
+    row,
+    words,
+    scales,
+    scale_stride_m,
+    scale_stride_k,
+    CODE_BYTES: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """A record as one row of the result."""
+    word = tl.arange(0, triton.next_power_of_2(CODE_BYTES // 4))
+    to = (data_ptr + row.to(tl.int64) * CODE_BYTES).to(tl.pointer_type(tl.int32), bitcast=True)
+    to = tl.multiple_of(to, 16)
+    tl.store(to + word, words, mask=word < CODE_BYTES // 4)
+    if SCALES > 0:
+        column = tl.arange(0, triton.next_power_of_2(SCALES))
+        place = row.to(tl.int64) * scale_stride_m + column.to(tl.int64) * scale_stride_k
+        tl.store(scale_ptr + place, scales, mask=column < SCALES)

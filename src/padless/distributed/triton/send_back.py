@@ -67,10 +67,10 @@ def fan_in(
             tl.store(part + column, arithmetic.rounded(total, PART), mask=inside)
             if dprob_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
                 if chunk == 0:
-                    kept = (rows >= 0) & (rows < capacity)
+                    there_is = (rows >= 0) & (rows < capacity)
                     slots = buffer_of(pointers_ptr, source, slots_region + token * TOP_K * 4)
-                    values = tl.load(dprob_ptr + rows, mask=kept, other=0.0)
-                    tl.store(slots.to(tl.pointer_type(tl.float32)) + lane, values, mask=rows >= 0)
+                    by_slot = tl.load(dprob_ptr + rows, mask=there_is, other=0.0)
+                    tl.store(slots.to(tl.pointer_type(tl.float32)) + lane, by_slot, mask=rows >= 0)
     if is_last(counters_ptr + 3):
         tl.store(counters_ptr + 1, epoch)
         if there == 1:
@@ -128,8 +128,8 @@ def finish(
         if slots_ptr is not None:  # noqa: SIM102
             if chunk == 0:
                 slots = buffer_of(pointers_ptr, rank, slots_region + token * TOP_K * 4)
-                values = tl.load(slots.to(tl.pointer_type(tl.float32)) + lane, mask=is_expert, other=0.0)
-                tl.store(slots_ptr + token * TOP_K + lane, values, mask=lane < TOP_K)
+                by_slot = tl.load(slots.to(tl.pointer_type(tl.float32)) + lane, mask=is_expert, other=0.0)
+                tl.store(slots_ptr + token * TOP_K + lane, by_slot, mask=lane < TOP_K)
     if is_last(counters_ptr + 4):  # noqa: SIM102
         if there == 1:
             signal(pointers_ptr, rank, finished, epoch.to(tl.int64) << 32, R)

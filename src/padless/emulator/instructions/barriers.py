@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.instructions.operands import GenericOperand
+from padless.emulator.instructions.operands import GenericOperand, scope_of
 from padless.emulator.instructions.warp_wide import predicate_source, write
-from padless.emulator.order.race import merge
+from padless.emulator.order.race import CLUSTER, GPU, merge
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.state.barriers import (
@@ -149,9 +149,10 @@ def cluster_barrier(e: Emitter) -> None:
         cluster = w.cta.cluster
         if relaxed:
             publish_inits(f)
-        elif w.clocks is not None:
-            clock = w.clocks.release(rows_of(w, f.active))
-            cluster.barrier_clock = merge(cluster.barrier_clock, clock)
+        if w.clocks is not None:
+            for clock, scope in w.clocks.published(rows_of(w, f.active), not relaxed, CLUSTER):
+                if scope >= CLUSTER:
+                    cluster.barrier_clock = merge(cluster.barrier_clock, clock)
         lanes = cluster.arrived.setdefault(w, np.zeros(32, bool))
         if (lanes & f.mask).any():
             Site(w, ins).report("barrier", "barrier.cluster.arrive twice without a wait")
@@ -177,8 +178,8 @@ def cluster_barrier(e: Emitter) -> None:
 
 @instruction("fence", "membar")
 def fence(e: Emitter) -> None:
-    """fence.proxy.async orders ordinary writes before the async proxy; fence.mbarrier_init publishes inits. The other
-    fences order what barriers and strong accesses here order already."""
+    """fence.proxy.async orders ordinary writes before the async proxy; fence.mbarrier_init publishes inits. Those of no
+    proxy make relaxed accesses before and after them acquire and release."""
     known = {
         "sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys", "gl", "level", "proxy", "async", "alias",
         "mbarrier_init", "async::global", "async::shared::cta", "async::shared::cluster", "tensormap::generic", "global",
@@ -193,6 +194,16 @@ def fence(e: Emitter) -> None:
             e.call(proxy_fence)
     elif e.has("mbarrier_init"):
         e.call(mbarrier_init_fence)
+    elif not e.has("proxy"):
+        e.call(make_fence(scope_of(e, GPU), not e.has("acquire"), not e.has("release")))
+
+
+def make_fence(scope: int, release: bool, acquire: bool) -> Any:
+    def memory_fence(w: Warp, v: Any, m: Any) -> None:
+        if w.clocks is not None and np.any(m):
+            w.clocks.fence(rows_of(w, m), scope, release, acquire)
+
+    return memory_fence
 
 
 def acquire_tensor_map(e: Emitter) -> None:

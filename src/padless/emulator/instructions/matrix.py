@@ -191,7 +191,7 @@ def make_mma(e: Emitter) -> Any:
             names = w.launch.program.names_of(dirty)
             site.report(
                 "missing-wgmma-fence",
-                f"{names} were written since the last wgmma.fence" if w.dirty != -1
+                f"{names} were read or written since the last wgmma.fence" if w.dirty != -1
                 else "no wgmma.fence before the first wgmma",
             )  # fmt: skip
         if accumulate and d_bits & ~w.written:

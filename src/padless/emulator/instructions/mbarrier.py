@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.instructions.operands import SharedOperand
-from padless.emulator.order.race import STRONG, pack
+from padless.emulator.instructions.operands import SharedOperand, scope_of
+from padless.emulator.order.race import CLUSTER, CTA, STRONG, merge, pack
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Address, Sink
@@ -104,6 +104,24 @@ def state_of(bar: Mbarrier) -> int:
     return bar.phase | bar.pending << 32
 
 
+def published(w: Warp, bar: Mbarrier, rows: Array, release: bool, scope: int) -> tuple[Any, Any]:
+    """What an arrival tells every wait that acquires, and what only those that do so at cluster scope."""
+    clocks = w.clocks
+    if clocks is None:
+        return None, None
+    own = bar.cta is w.cta
+    if own and release:
+        return clocks.release(rows), None
+    clock, wide = clocks.completed(rows), None
+    for found, reach in clocks.published(rows, release, scope):
+        if own:
+            clock = merge(clock, found)
+        elif reach >= CLUSTER:
+            wide = merge(wide, found)
+    clocks.tick(rows)
+    return clock, wide
+
+
 def arrive(e: Emitter) -> None:
     operands = list(e.operands)
     state_slot = -1
@@ -115,6 +133,7 @@ def arrive(e: Emitter) -> None:
     number = e.source_slot(operands[1], "u32") if len(operands) > 1 else -1
     expect = e.has("expect_tx")
     drop = e.has("arrive_drop")
+    release, scope = not e.has("relaxed"), scope_of(e, CTA)
     ins = e.instruction
 
     def mbarrier_arrive(w: Warp, v: Any, m: Any) -> None:
@@ -126,7 +145,7 @@ def arrive(e: Emitter) -> None:
             bar = find_mbarrier(site, address)
             if bar is None:
                 continue
-            clock = None if w.clocks is None else w.clocks.release(w.first_row + group)
+            clock, wide = published(w, bar, w.first_row + group, release, scope)
             if state_slot >= 0:
                 v[state_slot][group] = state_of(bar)
             count = len(group)
@@ -136,7 +155,7 @@ def arrive(e: Emitter) -> None:
                 count = int(v[number][group].sum())
             if drop:
                 bar.expected -= count
-            bar.arrive(count, clock, site)
+            bar.arrive(count, clock, site, wide)
 
     e.call(mbarrier_arrive)
 
@@ -163,6 +182,7 @@ def wait(e: Emitter) -> None:
     by_parity = e.has("parity")
     value_slot = e.source_slot(state, "u32" if by_parity else "u64")
     blocking = e.has("try_wait")
+    acquire, scope = not e.has("relaxed"), scope_of(e, CTA)
     ins = e.instruction
 
     def mbarrier_wait(f: Fragment, m: Any) -> Wait | None:
@@ -178,7 +198,7 @@ def wait(e: Emitter) -> None:
                 (bar, int(value) & (1 if by_parity else 0xFFFFFFFF), group[values[group] == value])
                 for value in np.unique(values[group]).tolist()
             ]
-        waiting = MbarrierWait(f, groups, out, by_parity)
+        waiting = MbarrierWait(groups, out, by_parity, acquire, scope)
         if waiting.ready():
             return waiting.finish(f)
         if len(groups) > 1 or not blocking or w.launch.random.random() < w.launch.schedule.refuse:

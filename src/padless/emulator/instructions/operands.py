@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from padless.emulator.order.race import CLUSTER, CTA, GPU
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Address, Operand, Register
 from padless.emulator.state.spaces import SHARED_WINDOW
@@ -38,6 +39,14 @@ class GenericOperand:
 
     def one(self, w: Warp, lane: int) -> int:
         return int(w.v[self.slot][lane]) + self.offset
+
+
+SCOPES = {"cta": CTA, "cluster": CLUSTER, "gpu": GPU, "gl": GPU, "sys": GPU}
+
+
+def scope_of(e: Emitter, default: int) -> int:
+    """The scope that a modifier names."""
+    return next((SCOPES[m] for m in e.instruction.modifiers if m in SCOPES), default)
 
 
 def tensor_address(e: Emitter, operand: Any) -> tuple[int, int]:

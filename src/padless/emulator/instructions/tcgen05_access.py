@@ -117,9 +117,7 @@ class AccessWait(GroupWait):
 
     def finish(self, fragment: Fragment) -> Wait | None:
         w = self.warp
-        if not any(
-            groups.unfinished(len(groups.closed)) for groups in (groups_of(w, x) for x in FAMILY.values())
-        ):
+        if all(groups.over(len(groups.closed)) for groups in (groups_of(w, x) for x in FAMILY.values())):
             w.busy = 0
         if w.clocks is not None:
             _, groups, upto = self.parts[0]

@@ -147,8 +147,10 @@ def copy(e: Emitter) -> None:
     ins = e.instruction
     shape = next((m for m in ins.modifiers if m[0].isdigit()), "")
     multicast = next((m for m in ins.modifiers if m.startswith("warpx")), "")
-    if any(m in e.modifiers for m in ("b8x16", "b4x16_p64", "b6x16_p32")):
-        e.unsupported("decompression")
+    e.only("cp", "cta_group::1", "cta_group::2", shape, multicast, "b8x16", "b4x16_p64", "b6x16_p32")
+    source = next((m for m in ins.modifiers if m in ("b4x16_p64", "b6x16_p32")), "")
+    if bool(source) != e.has("b8x16"):
+        e.unsupported("formats")
     pair = e.has("cta_group::2")
     t_slot, s_slot = tensor_address(e, e.operands[0]), e.source_slot(e.operands[1], "u64")
 
@@ -157,7 +159,9 @@ def copy(e: Emitter) -> None:
         for lane in f.lanes(m).tolist():
             site = Site(w, ins, lane)
             ctas = targets_of(site, pair)
-            unit = tensor_units.copy(shape, multicast, int(w.v[s_slot][lane]), value(w.v, t_slot, lane))
+            unit = tensor_units.copy(
+                shape, multicast, int(w.v[s_slot][lane]), value(w.v, t_slot, lane), source
+            )
 
             def run(unit: Any = unit, ctas: Any = ctas) -> Any:
                 for cta in ctas:

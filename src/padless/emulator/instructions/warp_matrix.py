@@ -19,9 +19,13 @@ from padless.emulator.state.warp_sync import whole_warp
 
 
 def matrix_shape(e: Emitter) -> int:
-    e.only("sync", "aligned", "m8n8", "m16n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16")
-    if not e.has("m8n8") or e.type != "b16":
-        e.unsupported("only .m8n8 of .b16")
+    """How many matrices; of m8n8 of 16 bits, or of m16n8 bytes for a transposing stmatrix."""
+    e.only(
+        "sync", "aligned", "m8n8", "m16n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16", "b8"
+    )
+    of_bytes = e.opcode == "stmatrix" and e.has("m16n8", "trans") and e.type == "b8"
+    if not of_bytes and (not e.has("m8n8") or e.type != "b16"):
+        e.unsupported("only .m8n8 of .b16, and stmatrix.m16n8.trans of .b8")
     return int(next((m for m in e.instruction.modifiers if m in ("x1", "x2", "x4")), "x1")[1])
 
 
@@ -30,6 +34,7 @@ def matrix_move(e: Emitter) -> None:
     """Lane l gives the address of row l % 8 of matrix l / 8; lane t holds row t / 4, columns 2 (t % 4) and the next."""
     count = matrix_shape(e)
     load = e.opcode == "ldmatrix"
+    of_bytes = e.type == "b8"
     registers, address = (e.operands[0], e.operands[1]) if load else (e.operands[1], e.operands[0])
     items = registers.items if isinstance(registers, Vector) else (registers,)
     slots = [e.destination_slot(i, "u32") if load else e.source_slot(i, "u32") for i in items]
@@ -51,6 +56,11 @@ def matrix_move(e: Emitter) -> None:
         halves = np.zeros((rows, 8), np.uint16)
         if not load:
             for k, slot in enumerate(slots):
+                if of_bytes:
+                    # Byte b of lane t is row t/4 + 8 (b/2), column 2 (t%4) + b%2 of m16n8; a stored row is a column.
+                    octets = v[slot].view(np.uint8).reshape(8, 4, 2, 2).transpose(1, 3, 2, 0)
+                    halves[8 * k : 8 * k + 8] = np.ascontiguousarray(octets).reshape(8, 16).view(np.uint16)
+                    continue
                 tile = v[slot].view(np.uint16).reshape(8, 8)  # [row t/4, columns 2(t%4) + half]
                 halves[8 * k : 8 * k + 8] = tile.T if transpose else tile
         for cta, offsets, who in groups:

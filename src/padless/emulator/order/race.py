@@ -9,6 +9,11 @@ together: a warp issues in order, so those reads have been served, while its wri
 Plane 3 counts what a tcgen05.fence::before_thread_sync has published on the way, and plane 4, which does not travel,
 what a tcgen05.fence::after_thread_sync of the lane itself has taken: the order that tensor-memory accesses need.
 
+Memory order. A release publishes a lane's clock and an acquire takes it if the scopes of both reach the other thread.
+A relaxed access publishes what its lane knew at its last fence, and what it has seen is acquired at the next fence
+(PTX ISA, "Release and Acquire Patterns"). An mbarrier arrival that releases nothing, or not far enough, still says that
+what came before it is done with: reads that have been served and asynchronous operations that have been waited for.
+
 Shadow. Each granule of shared memory (each cell of tensor memory) remembers a stamp of its last write and up to eight
 stamps of reads since: column, event number, and whether the access was through the async proxy. An access is ordered
 after a stamp if the accessing lane's clock for that column has reached the event. An unfinished asynchronous write has
@@ -31,6 +36,7 @@ ASYNC = 1 << 32
 STRONG = 1 << 33
 COLUMN_SHIFT = 34
 READER_SLOTS = 8
+CTA, CLUSTER, GPU = range(3)  # scopes; that of the system is the device's here
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(COLUMN_SHIFT)
 
@@ -53,12 +59,22 @@ class Clocks:
         diagonal = np.arange(lanes)
         self.time[0, diagonal, diagonal] = 1
         self.time[2] = self.time[0]
+        self._diagonals()
+        # By lane and scope: what it knew at its last fence, and what it will know after the next one.
+        self.fenced: dict[int, dict[int, Array]] = {}
+        self.pending: dict[int, dict[int, Array]] = {}
+
+    def _diagonals(self) -> None:
+        """Each lane's own event, in planes 0 and 2: views, in which a slice of rows is a slice."""
+        step = self.time.shape[2] + 1
+        self.now, self.now_read = (self.time[k].reshape(-1)[::step][: self.lanes] for k in (BASE, READS))
 
     def new_column(self) -> int:
         if self.columns == self.time.shape[2]:
             wider = np.zeros((5, self.lanes, 2 * self.columns), np.uint32)
             wider[:, :, : self.columns] = self.time
             self.time = wider
+            self._diagonals()
         self.columns += 1
         return self.columns - 1
 
@@ -72,16 +88,50 @@ class Clocks:
         self.tick(rows)
         return clock
 
+    def completed(self, rows: Any) -> Array:
+        """What has been done with when these lanes go on, whoever is told so and how: their reads, and the asynchronous
+        operations that they have waited for. Writes of lanes are not in it: those need a release to be seen."""
+        return reads_of(self.join(rows), self.lanes)
+
+    def published(self, rows: Any, release: bool, scope: int) -> list[tuple[Array, int]]:
+        """What a strong access of these lanes publishes, with its scope: of a release all they know, of a relaxed access
+        what they knew at their last fence."""
+        if release:
+            return [(self.release(rows), scope)]
+        by_scope: dict[int, Array] = {}
+        if self.fenced:
+            for row in np.arange(self.lanes)[rows].tolist():
+                for reach, clock in self.fenced.get(row, {}).items():
+                    known = min(reach, scope)
+                    by_scope[known] = merge(by_scope.get(known), clock)
+        return [(clock, reach) for reach, clock in by_scope.items()]
+
+    def fence(self, rows: Any, scope: int, release: bool = True, acquire: bool = True) -> None:
+        """fence.acq_rel or .sc, or half of it: relaxed accesses of these lanes before it acquire, later ones release."""
+        for row in np.arange(self.lanes)[rows].tolist():
+            for reach, clock in list(self.pending.get(row, {}).items()) if acquire else ():
+                if reach <= scope:
+                    self.acquire(slice(row, row + 1), clock)
+                    del self.pending[row][reach]
+            if release:
+                known = self.join(slice(row, row + 1))
+                self.fenced.setdefault(row, {}).update(dict.fromkeys(range(scope + 1), known))
+        self.tick(rows)
+
+    def postpone(self, rows: Any, scope: int, clock: Array) -> None:
+        """Relaxed accesses of these lanes have seen what was released at a scope: the next fence acquires it."""
+        for row in np.arange(self.lanes)[rows].tolist():
+            waiting = self.pending.setdefault(row, {})
+            waiting[scope] = merge(waiting.get(scope), clock)
+
     def meet(self, rows: Any) -> Array:
         """What all of these lanes are ordered after: all five planes."""
         return self.time[:, rows].min(axis=1)
 
     def tick(self, rows: Any) -> None:
         """Start a new event of each lane. The fenced planes have not seen it: later writes need a later fence."""
-        if isinstance(rows, slice):
-            rows = np.arange(rows.start, rows.stop)
-        self.time[0, rows, rows] += 1
-        self.time[2, rows, rows] = self.time[0, rows, rows]
+        self.now[rows] += 1
+        self.now_read[rows] = self.now[rows]
 
     def fence_before(self, rows: Any) -> None:
         """tcgen05.fence::before_thread_sync."""
@@ -119,6 +169,13 @@ def merge(one: Array | None, two: Array) -> Array:
     width = two.shape[1]
     np.maximum(one[:, :width], two, out=one[:, :width])
     return one
+
+
+def reads_of(clock: Array, lanes: int) -> Array:
+    """A published clock without what lanes have written: Clocks.completed."""
+    found = clock.copy()
+    found[[[BASE], [PROXY], [BEFORE]], :lanes] = 0
+    return found
 
 
 class Site(Protocol):
@@ -170,7 +227,7 @@ class Shadow:
                 if slots >> slot & 1:
                     stale = self.read[slot][cells]
                     self._check_rows(stale, rows, time[READS], self.read_site[slot], cells, "read", *who)
-        stamp = pack(rows, time[BASE, rows, rows], STRONG if strong else 0)[:, None]
+        stamp = pack(rows, self.clocks.now[rows], STRONG if strong else 0)[:, None]
         if write:
             self.written[cells] = stamp
             self.write_site[cells] = instruction.index

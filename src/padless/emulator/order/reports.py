@@ -18,7 +18,7 @@ KINDS = {
     "out-of-bounds": "an access outside every allocation",
     "misaligned": "an address that is not a multiple of what the instruction needs",
     "register-in-flight": "a register of an unfinished asynchronous instruction is touched before its wait",
-    "missing-wgmma-fence": "registers of a wgmma were written since the last wgmma.fence",
+    "missing-wgmma-fence": "registers of a wgmma were read or written since the last wgmma.fence",
     "mbarrier": "an mbarrier used against its rules",
     "deadlock": "no warp can go on",
     "divergence": "an .aligned or .sync instruction that not all of its lanes reach together",

@@ -42,7 +42,7 @@ def execute(launch: Launch, f: Fragment, observe: Observer | None) -> None:
             if b.reads & ~w.written:
                 check_written(w, b)
             w.written |= b.writes
-            w.dirty |= b.writes
+            w.dirty |= b.touches
         if kind == SYNC:
             active = m
             if b.instructions[0].guard is not None:

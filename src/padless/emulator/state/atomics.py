@@ -93,5 +93,5 @@ def element(a: MemoryAccess, w: Warp, lane: Array, address: int) -> tuple[Array,
     if view is None:
         return None
     if w.clocks is not None:
-        synchronise(w, lane, "global", np.array([address]), a.instruction.opcode)
+        synchronise(w, lane, w.launch.words, np.array([address]), a)
     return view, int(index[0])

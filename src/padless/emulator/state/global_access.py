@@ -1,4 +1,4 @@
-"""What an access to global memory is checked for: bounds, alignment, a griddepcontrol.wait before it."""
+"""What an access to global memory is checked for: bounds, alignment, order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from padless.emulator.order.grid_dependency import EARLY, KIND
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.memory import NUMPY
 from padless.emulator.state.site import Site
-from padless.emulator.state.strong_access import synchronise
+from padless.emulator.state.strong_access import check_weak, synchronise
 from padless.emulator.state.warp import Warp
 
 Array = np.ndarray[Any, Any]
@@ -72,10 +72,12 @@ def global_pieces(a: Any, w: Warp, where: Array, lanes: Array) -> Iterator[tuple
     while len(lanes):
         view, index, took, inside = global_index(a, w, where, lanes)
         if view is not None:
-            if a.strong and w.clocks is not None:
-                synchronise(
-                    w, took, "global", where if inside is None else where[inside], a.instruction.opcode
-                )
+            if w.clocks is not None and (a.strong or w.launch.words):
+                at = where if inside is None else where[inside]
+                if a.strong:
+                    synchronise(w, took, w.launch.words, at, a)
+                else:
+                    check_weak(w, took, at, a)
             yield view, index, took
         if inside is None or view is None:
             break

@@ -51,13 +51,20 @@ class Groups:
         self.closed.append(self.open)
         self.open = []
 
-    def unfinished(self, upto: int, what: str = "written") -> list[Any]:
-        """Operations of the first `upto` groups that are not yet over."""
-        at = self._over[what]
-        while at < upto and all(getattr(x, what) for x in self.closed[at]):
+    def over(self, upto: int, stage: str = "written") -> bool:
+        """Whether the first `upto` groups have all been read, or written."""
+        at = self._over[stage]
+        while at < upto:
+            for x in self.closed[at]:
+                if not (x.written or (stage == "read" and x.read)):
+                    return False
             at += 1
-        self._over[what] = at
-        return [x for group in self.closed[at:upto] for x in group if not getattr(x, what)]
+            self._over[stage] = at
+        return True
+
+    def unfinished(self, upto: int, stage: str = "written") -> list[Any]:
+        """Operations of the first `upto` groups that are not over."""
+        return [x for group in self.closed[:upto] for x in group if not getattr(x, stage)]
 
     def later(self, upto: int) -> list[Any]:
         """Operations behind the first `upto` groups, committed or not."""
@@ -88,7 +95,7 @@ class GroupWait(Wait):
         return [x for _, groups, upto in self.parts for x in groups.unfinished(upto, self.stage)]
 
     def ready(self) -> bool:
-        return not any(groups.unfinished(upto, self.stage) for _, groups, upto in self.parts)
+        return all(groups.over(upto, self.stage) for _, groups, upto in self.parts)
 
     def finish(self, fragment: Fragment) -> Wait | None:
         if self.warp.clocks is not None:

@@ -72,6 +72,7 @@ class Launch:
         self.statistics = Statistics()
         self.tensor_maps: dict[bytes, Any] = {}  # decoded, by their bytes
         self.queues: dict[Any, deque[AsyncOperation]] = {}
+        self.words: dict[int, Any] = {}  # Word by address, of global memory
         self.waiting: deque[int] = deque()  # clusters that have not started
         self.progress = 0
         self.ticks = 0

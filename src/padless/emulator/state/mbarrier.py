@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.order.race import merge
+from padless.emulator.order.race import BEFORE, CLUSTER, CTA, TENSOR, merge, reads_of
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cta, Fragment, Wait, Warp
@@ -28,7 +28,9 @@ class Mbarrier:
         self.instruction = instruction
         self.column = -1  # of the copies that complete here
         self.clock: Any = None  # released by the arrivals so far
+        self.wide: Any = None  # released by other CTAs at cluster scope, for those who acquire at that scope
         self.done_clock: Any = None  # what a wait on the last completed phase acquires
+        self.done_wide: Any = None
         self.init_stamp: tuple[int, int] = (0, 0)
         self.init_fenced = False
         self.published = False  # by a fence and a relaxed cluster barrier, which order nothing else
@@ -62,10 +64,11 @@ class Mbarrier:
             self.phase += 1
             self.pending = self.expected
             self.done_clock = None if self.clock is None else self.clock.copy()
+            self.done_wide = None if self.wide is None else self.wide.copy()
         self.cta.launch.progress += 1
 
-    def arrive(self, count: int, clock: Any, site: Site) -> None:
-        """`count` arrivals that release `clock`."""
+    def arrive(self, count: int, clock: Any, site: Site, wide: Any = None) -> None:
+        """`count` arrivals that release `clock`, and `wide` to those who acquire at cluster scope."""
         if count > self.pending:
             site.report(
                 "mbarrier",
@@ -78,6 +81,8 @@ class Mbarrier:
         self.pending -= count
         if clock is not None:
             self.clock = merge(self.clock, clock)
+        if wide is not None:
+            self.wide = merge(self.wide, wide)
         self._maybe_flip(site)
 
     def arrive_from_outside(self, site: Site) -> None:
@@ -144,12 +149,13 @@ class MbarrierWait(Wait):
     """try_wait on one or more barriers, one per group of lanes."""
 
     def __init__(
-        self, fragment: Fragment, groups: list[tuple[Mbarrier, int, Array]], out: int, by_parity: bool
+        self, groups: list[tuple[Mbarrier, int, Array]], out: int, by_parity: bool, acquire: bool, scope: int
     ) -> None:
-        self.fragment = fragment
         self.groups = groups
         self.out = out
         self.by_parity = by_parity
+        self.acquire = acquire
+        self.scope = scope
 
     def done(self, bar: Mbarrier, value: int) -> bool:
         return bar.complete(value) if self.by_parity else bar.phase > value
@@ -178,9 +184,27 @@ class MbarrierWait(Wait):
         if clocks is None or bar.phase == 0:
             return
         rows: Any = w.rows if len(lanes) == 32 else w.first_row + lanes
+        if not self.acquire:
+            self._see(w, bar, rows)
+            return
         if bar.done_clock is not None:
             clocks.acquire(rows, bar.done_clock)
+        if bar.done_wide is not None:
+            if self.scope >= CLUSTER:
+                clocks.acquire(rows, bar.done_wide)
+            else:
+                clocks.postpone(rows, CLUSTER, bar.done_wide)
         clocks.observe(rows, bar.column, bar.phase)
+
+    def _see(self, w: Warp, bar: Mbarrier, rows: Any) -> None:
+        """A relaxed wait acquires nothing before the next fence."""
+        copied = np.zeros((TENSOR, w.clocks.columns), np.uint32)
+        copied[:BEFORE, bar.column] = bar.phase
+        w.clocks.postpone(rows, CTA, merge(copied, bar.done_clock) if bar.done_clock is not None else copied)
+        if bar.done_clock is not None:
+            w.clocks.acquire(rows, reads_of(bar.done_clock, w.clocks.lanes))
+        if bar.done_wide is not None:
+            w.clocks.postpone(rows, CLUSTER, bar.done_wide)
 
     def describe(self) -> str:
         texts = []

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from padless.emulator.order.race import CLUSTER, CTA, GPU
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.global_access import global_pieces
 from padless.emulator.state.memory import NUMPY, Array
@@ -36,7 +37,12 @@ class MemoryAccess:
         self.bytes = self.size * len(slots)
         self.symbol = symbol
         modifiers = set(instruction.modifiers)
+        self.scope = CTA if "cta" in modifiers else CLUSTER if "cluster" in modifiers else GPU
         self.strong = bool(modifiers & {"relaxed", "volatile", "mmio", "acquire", "release", "acq_rel"})
+        self.acquires = bool(modifiers & {"acquire", "acq_rel"})
+        self.releases = bool(modifiers & {"release", "acq_rel"})
+        self.reads = instruction.opcode not in ("st", "red")
+        self.writes = instruction.opcode != "ld"
 
 
 def put(destination: Array, lanes: Array, values: Array) -> None:

@@ -63,7 +63,7 @@ def check_access(w: Warp, cta: Cta, lanes: Array, offsets: Array, a: Any, write:
     strong = a.strong
     cta.shared.shadow.access(w, lanes, shared_cells(cta, offsets, a.bytes), a.instruction, write, strong)
     if strong:
-        synchronise(w, lanes, cta.rank, offsets, a.instruction.opcode)
+        synchronise(w, lanes, cta.words, offsets, a)
     if write and cta.mbarriers:
         for offset in np.unique(offsets >> 3).tolist():
             bar = cta.mbarriers.get(8 * offset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass
@@ -16,7 +16,6 @@ class Statistics:
     ctas: int = 0
     seconds: float = 0.0
     tensor_seconds: float = 0.0  # of which in matrix products
-    opcodes: dict[str, int] = field(default_factory=dict)
 
     @property
     def warp_instructions_per_second(self) -> float:

@@ -1,4 +1,9 @@
-"""Strong accesses: loads, stores and atomics that order what their lanes do, where they meet at an address."""
+"""Strong accesses: loads, stores and atomics that order what their lanes do, where they meet at an address.
+
+In one cluster by the clocks of its lanes. Between clusters, which have clocks of their own, at words of global memory
+only: what a lane acquires there from another cluster counts for its whole cluster, and relaxed accesses acquire. A weak
+access to such a word has to come after the strong ones before it.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +11,102 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.order.race import merge
-from padless.emulator.state.warp import Warp
+from padless.emulator.order.race import BASE, CLUSTER, CTA, GPU, merge
+from padless.emulator.state.site import Site
+from padless.emulator.state.warp import Cluster, Warp
 
 Array = np.ndarray[Any, Any]
 
 
-def synchronise(w: Warp, lanes: Array, space: Any, where: Array, opcode: str) -> None:
-    """A release publishes the lane's clock at the address, an acquire takes it. `space`: what `where` counts in.
+class Word:
+    """An address that strong accesses have met at: clocks that were released there, and in global memory who came."""
 
-    Relaxed accesses are treated as both: the fences that make them so are executed next to them.
-    """
+    def __init__(self) -> None:
+        self.narrow: dict[tuple[int, int], Array] = {}  # by cluster and CTA, at any scope
+        self.wide: dict[
+            tuple[int, int], Array
+        ] = {}  # by cluster and scope, at that of the cluster or the device
+        self.last: dict[
+            tuple[int, int], tuple[int, int, Site]
+        ] = {}  # by cluster and lane: (turn, event, site)
+        self.turn = 0
+
+    def release(self, w: Warp, clock: Array, scope: int) -> None:
+        cluster = w.cta.cluster
+        own = cluster.number, w.cta.rank
+        self.narrow[own] = merge(self.narrow.get(own), clock)
+        for reach in range(CLUSTER, scope + 1):
+            key = cluster.number, reach
+            self.wide[key] = merge(self.wide.get(key), clock)
+        if scope >= GPU:
+            for number, known in cluster.elsewhere.items():
+                self.wide[number, GPU] = merge(self.wide.get((number, GPU)), known)
+
+    def acquire(self, w: Warp, rows: Array, scope: int, now: bool) -> None:
+        """`now`, or at the next fence."""
+        cluster, clocks = w.cta.cluster, w.clocks
+        seen = [(CTA, self.narrow.get((cluster.number, w.cta.rank)))]
+        seen += [(reach, self.wide.get((cluster.number, reach))) for reach in range(CLUSTER, scope + 1)]
+        for reach, clock in seen:
+            if clock is not None and now:
+                clocks.acquire(rows, clock)
+            elif clock is not None:
+                clocks.postpone(rows, reach, clock)
+        if scope >= GPU:
+            for (number, reach), clock in self.wide.items():
+                if number != cluster.number and reach == GPU:
+                    cluster.elsewhere[number] = merge(cluster.elsewhere.get(number), clock)
+
+    def visit(self, site: Site) -> None:
+        """A strong access to global memory. In which order those of several threads come is chance: that it came after
+        earlier ones holds for what its lane decides by the value it got, which is until its next strong access."""
+        self.turn += 1
+        event = int(site.warp.clocks.now[site.row])
+        self.last[site.warp.cta.cluster.number, site.row] = self.turn, event, site
+        site.warp.latest[site.lane] = self
+
+    def check_weak(self, site: Site) -> None:
+        cluster = site.warp.cta.cluster
+        mine = cluster.number, site.row
+        turn = self.last[mine][0] if site.warp.latest.get(site.lane) is self else -1
+        for (number, row), (when, event, other) in self.last.items():
+            if when > turn and (number, row) != mine and not knows(cluster, site.row, number, row, event):
+                message = f"global memory that CTA {other.warp.cta.index} accesses by atomics or other strong accesses"
+                site.report(
+                    "race", f"{message}, and nothing orders this weak one after them", other.instruction
+                )
+                return
+
+
+def knows(cluster: Cluster, lane: int, number: int, row: int, event: int) -> bool:
+    """Whether a lane of a cluster is ordered after an event of a lane of the cluster of that number."""
+    if number == cluster.number:
+        return bool(cluster.clocks.time[BASE, lane, row] >= event)
+    clock = cluster.elsewhere.get(number)
+    return clock is not None and bool(clock[BASE, row] >= event)
+
+
+def synchronise(w: Warp, lanes: Array, words: dict[int, Any], where: Array, a: Any) -> None:
+    """A MemoryAccess that is strong: a release publishes the lane's clock at the address, an acquire takes it."""
     clocks = w.clocks
-    published = w.cta.cluster.published
     for lane, address in zip(lanes.tolist(), where.tolist(), strict=True):
-        key = space, address
-        row = np.array([w.first_row + lane])
-        if opcode not in ("st", "red") and key in published:
-            clocks.acquire(row, published[key])
-        if opcode != "ld":
-            published[key] = merge(published.get(key), clocks.release(row))
+        word = words.get(address)
+        if word is None:
+            word = words[address] = Word()
+        rows = np.array([w.first_row + lane])
+        if a.reads:
+            word.acquire(w, rows, a.scope, a.acquires)
+        if words is w.launch.words:
+            word.visit(Site(w, a.instruction, lane))
+        if a.writes:
+            for clock, scope in clocks.published(rows, a.releases, a.scope):
+                word.release(w, clock, scope)
+
+
+def check_weak(w: Warp, lanes: Array, where: Array, a: Any) -> None:
+    """A MemoryAccess to global memory that is weak, at words where strong ones met."""
+    words = w.launch.words
+    for lane, address in zip(lanes.tolist(), where.tolist(), strict=True):
+        for at in range(address, address + a.bytes, a.size):
+            if at in words:
+                words[at].check_weak(Site(w, a.instruction, lane))

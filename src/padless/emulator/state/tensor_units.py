@@ -26,8 +26,8 @@ def mma(
     )  # fmt: skip
 
 
-def copy(shape: str, multicast: str, descriptor: int, address: int) -> Any:
-    return tensor_memory.Copy(shape, multicast, descriptor, address)
+def copy(shape: str, multicast: str, descriptor: int, address: int, source: str) -> Any:
+    return tensor_memory.Copy(shape, multicast, descriptor, address, source)
 
 
 def run_mma(unit: Any, shared: list[Array], tensor: list[Array], mode: str) -> Any:

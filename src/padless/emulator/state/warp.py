@@ -97,6 +97,7 @@ class Warp:
         self.busy_owner: dict[int, Any] = {}
         self.dirty = 0
         self.written = 0
+        self.latest: dict[int, Any] = {}  # by lane, the Word of its latest strong access to global memory
         # Groups of asynchronous operations by family and lane, made on first use.
         self.groups: dict[Any, Any] = {}
 
@@ -255,6 +256,7 @@ class Cta:
         self.tensor_memory: Any = None  # TensorMemory, made on first use
         self.registers: Any = None  # RegisterPool, made on first use
         self.warpgroups: dict[int, Any] = {}  # wgmma state, made on first use
+        self.words: dict[int, Any] = {}  # Word by offset
         self.remote: dict[int, Any] = {}  # clock row of another CTA's lane -> its last use of our memory
         self.warps = [Warp(self, i, min(32, self.threads - 32 * i)) for i in range(count)]
         for warp in self.warps:
@@ -289,6 +291,7 @@ class Cluster:
 
     def __init__(self, launch: Launch, index: int, slot: int) -> None:
         self.launch = launch
+        self.number = index
         size = launch.cluster
         base = launch.cluster_position(index)
         count = size[0] * size[1] * size[2]
@@ -307,7 +310,9 @@ class Cluster:
         self.barrier_done: dict[Warp, Any] = {}
         # mbarriers whose initialisation a relaxed arrival at the cluster barrier will publish
         self.fenced_inits: list[Any] = []
-        self.published: dict[Any, Any] = {}  # clocks released by strong accesses, by address
+        self.elsewhere: dict[
+            int, Any
+        ] = {}  # clocks of other clusters that have been acquired, by their number
         self.cancel_failed = False  # somebody has seen that no cluster is left to cancel
         self.ctas: list[Cta] = []
         for rank in range(count):

@@ -35,10 +35,10 @@ SCHEDULE = Schedule("late", 1.0, 0.0, 1 << 30, "lowest", 0.0, "forward")
 class TimedMbarrier(Mbarrier):
     """Arrivals from another CTA are on their way for a while."""
 
-    def arrive(self, count: int, clock: Any, site: Site) -> None:
+    def arrive(self, count: int, clock: Any, site: Site, wide: Any = None) -> None:
         machine = self.cta.launch
         assert isinstance(machine, TimedMachine)
-        arrive = partial(super().arrive, count, clock, site)
+        arrive = partial(super().arrive, count, clock, site, wide)
         if machine.current is not None:
             machine.released(site.warp)
         if site.warp.cta is not self.cta and machine.current is not None:

@@ -83,7 +83,6 @@ FORMATS = {
         NumberFormat("f32", 8, 23, 127, "ieee", 0x7FFFFFFF),
     )
 }
-_INTEGERS = {f"{s}{b}": (s == "s", b) for s in "su" for b in (8, 16, 32, 64)}
 
 
 def number_format(name: str) -> NumberFormat:
@@ -260,73 +259,6 @@ def _pair_shape(f: NumberFormat) -> tuple[int, Any]:
     return (16, np.uint32) if f.bits == 16 else (8, np.uint16) if f.bits > 4 else (4, np.uint8)
 
 
-def float_to_int(values: Array, name: str, *, rounding: str = "rzi", source: str = "f32") -> Array:
-    """cvt.{rni,rzi,rmi,rpi} to "s8" .. "u64": out of range goes to the nearest end; returned as that numpy
-    type.
-
-    NaN gives 0, but the top bit alone where ``source`` is "f64" or the destination has 64 bits.
-    """
-    signed, bits = _integer(name)
-    step = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}.get(rounding)
-    if step is None:
-        raise ValueError(f"rounding: {rounding!r} is not one of rni, rzi, rmi, rpi")
-    whole = step(np.asarray(values, np.float64))
-    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
-    kind = np.dtype(f"{'i' if signed else 'u'}{bits // 8}")
-    above, below, nan = whole > float(high), whole < float(low), np.isnan(whole)
-    # float(2^63 - 1) is 2^63: what equals it is out of range too.
-    above |= (whole == float(high)) & (float(high) > high)
-    inside = np.where(above | below | nan, 0.0, whole)
-    wide = inside.astype(np.int64 if signed else np.uint64)
-    out = wide.astype(kind)
-    out[above], out[below] = high, low
-    out[nan] = 0
-    if source == "f64" or bits == 64:
-        out[nan] = np.array([1 << (bits - 1)], np.uint64).astype(f"u{bits // 8}").view(kind)[0]
-    return out
-
-
-def int_to_float(values: Array, name: str, *, rounding: str = "rn") -> Array:
-    """Codes of integers (any numpy integer type) in a float format, correctly rounded; "f64" gives float64
-    values."""
-    values = np.asarray(values)
-    negative = values < 0
-    magnitude = values.astype(np.uint64)
-    magnitude = np.where(negative, ~magnitude + np.uint64(1), magnitude)
-    if name == "f64":
-        return _int_to_double(magnitude, negative, rounding)
-    # Round to odd on 53 bits first: a second rounding to at most 24 bits is then correct.
-    low = magnitude & np.uint64(0x7FF)
-    odd = (magnitude - low) | np.where(low > 0, np.uint64(0x800), np.uint64(0))
-    exact = np.where(magnitude >> np.uint64(53) > 0, odd, magnitude).astype(np.float64)
-    return encode(np.where(negative, -exact, exact), name, rounding=rounding)
-
-
-def _int_to_double(magnitude: Array, negative: Array, rounding: str) -> Array:
-    wide = magnitude >> np.uint64(53) > 0
-    length = np.frexp((magnitude >> np.uint64(11)).astype(np.float64))[1] + 11
-    low_bits = np.where(wide, length - 53, 0).astype(np.uint64)
-    floor = ((magnitude >> low_bits) << low_bits).astype(np.float64)
-    rest = (magnitude & ((np.uint64(1) << low_bits) - np.uint64(1))) > 0
-    if rounding == "rn":
-        out = magnitude.astype(np.float64)
-    elif rounding in ("rz", "rp", "rm"):
-        away = rest & (negative == (rounding == "rm")) & (rounding != "rz")
-        out = np.where(away, np.nextafter(floor, np.inf), floor)
-    else:
-        raise ValueError(f"rounding: {rounding!r} is not one of rn, rz, rp, rm")
-    return np.where(negative, -out, out)
-
-
-def _integer(name: str) -> tuple[bool, int]:
-    if name not in _INTEGERS:
-        raise ValueError(f"name: {name!r} is not an integer type; known are {', '.join(_INTEGERS)}")
-    return _INTEGERS[name]
-
-
-# --- 16-bit floats as bits --------------------------------------------------------------------------------
-
-
 def widen_f16(bits: Array) -> Array:
     return bits.view(np.float16).astype(np.float64)
 
@@ -358,3 +290,16 @@ def round_to_odd(value: Array) -> Array:
     inexact = (back != value) & np.isfinite(value) & (bits & 1 == 0)
     away = (np.abs(back) < np.abs(value)).astype(np.int32) * 2 - 1
     return np.where(inexact, bits + away, bits).view(np.float32)
+
+
+def nibbles(octets: Array) -> Array:
+    """uint8 (rows, n) to 4-bit codes (rows, 2 n), the low nibble first."""
+    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(octets), -1)
+
+
+def six_bits(octets: Array) -> Array:
+    """uint8 (rows, 3 n) to 6-bit codes (rows, 4 n), little-endian."""
+    a, b, c = (octets[:, i::3].astype(np.uint32) for i in range(3))
+    word = a | b << np.uint32(8) | c << np.uint32(16)
+    codes = np.stack([(word >> np.uint32(6 * i)) & np.uint32(63) for i in range(4)], axis=-1)
+    return codes.reshape(len(octets), -1).astype(np.uint8)

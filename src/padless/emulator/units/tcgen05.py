@@ -23,7 +23,7 @@ import numpy as np
 from padless.emulator.units import arithmetic, instruction_descriptor, number_formats
 from padless.emulator.units import matrix_descriptor as descriptors
 from padless.emulator.units.instruction_descriptor import BLOCK_SCALED, InstructionDescriptor
-from padless.emulator.units.number_formats import Array
+from padless.emulator.units.number_formats import Array, nibbles, six_bits
 from padless.emulator.units.tensor_memory import (
     Rectangle,
     rectangle_problems,
@@ -317,16 +317,3 @@ class Mma:
             octets = np.ascontiguousarray(words).view(np.uint8).reshape(rows, 4)
             out.append(octets[:, first : first + per])
         return out[0], out[1]
-
-
-def nibbles(octets: Array) -> Array:
-    """uint8 (rows, n) to 4-bit codes (rows, 2 n), the low nibble first."""
-    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(octets), -1)
-
-
-def six_bits(octets: Array) -> Array:
-    """uint8 (rows, 3 n) to 6-bit codes (rows, 4 n), little-endian."""
-    a, b, c = (octets[:, i::3].astype(np.uint32) for i in range(3))
-    word = a | b << np.uint32(8) | c << np.uint32(16)
-    codes = np.stack([(word >> np.uint32(6 * i)) & np.uint32(63) for i in range(4)], axis=-1)
-    return codes.reshape(len(octets), -1).astype(np.uint8)

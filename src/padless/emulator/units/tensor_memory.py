@@ -12,11 +12,13 @@ from functools import lru_cache
 import numpy as np
 
 from padless.emulator.units import matrix_descriptor as descriptors
-from padless.emulator.units.number_formats import Array
+from padless.emulator.units.number_formats import Array, nibbles, six_bits
 
 LANES, COLUMNS = 128, 512
 Rectangle = tuple[int, int, int, int]
 
+# source -> (bytes in each 16, how they are unpacked)
+_PACKED = {"b4x16_p64": (8, nibbles), "b6x16_p32": (12, six_bits)}
 # shape -> (source rows, bytes per row, lanes that get row i)
 _COPIES = {
     ("32x128b", "warpx4"): (32, 16, lambda i: (i, i + 32, i + 64, i + 96)),
@@ -48,14 +50,19 @@ class Copy:
     Attributes:
         shape: 32x128b, 64x128b, 128x128b or 128x256b.  multicast: warpx4, warpx2::02_13, warpx2::01_23 or "".
         descriptor: 64 bits.  address: of the destination, lane 0.
+        source: b4x16_p64 or b6x16_p32, of which every 16 bytes hold 16 numbers and padding and become a byte for each
+            number, in its low bits (as ldmatrix leaves them); "" copies bytes.
     """
 
     shape: str
     multicast: str
     descriptor: int
     address: int
+    source: str = ""
 
     def __post_init__(self) -> None:
+        if self.source not in ("", *_PACKED):
+            raise ValueError(f"source: {self.source!r} is not one of {', '.join(_PACKED)}")
         if (self.shape, self.multicast) not in _COPIES:
             known = ", ".join(f"{s}.{m}".rstrip(".") for s, m in _COPIES)
             raise ValueError(f"shape: tcgen05.cp {self.shape}.{self.multicast} is not modelled; {known} are")
@@ -83,6 +90,10 @@ class Copy:
         rows, width, lanes = _COPIES[self.shape, self.multicast]
         d = descriptors.decode_tcgen05(self.descriptor)
         words = descriptors.gather(shared, d, rows, width // 4, 4, "k")
+        if self.source:
+            taken, unpack = _PACKED[self.source]
+            packed = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 16)[:, :taken]
+            words = unpack(packed).reshape(rows, width).view(np.uint32)
         column = self.address & 0x1FF
         for copies in zip(*(lanes(i) for i in range(rows)), strict=True):
             tmem[np.array(copies), column : column + width // 4] = words

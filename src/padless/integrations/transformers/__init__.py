@@ -1,10 +1,10 @@
-"""Experts of Hugging Face transformers computed by `padless.moe`: importing this module registers "padless".
+"""Experts of Hugging Face transformers computed by padless: importing this module registers "padless".
 
     import padless.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained(.., experts_implementation="padless", device_map="cuda")
 
 FP8 checkpoints (128 x 128 blocks), MXFP8 and MXFP4 ones keep their codes; `quantize_experts` quantizes the experts of a
-bfloat16 model. docs/transformers.md describes it.
+bfloat16 model. "padless_train" trains bfloat16 experts with FP8 products. docs/transformers.md describes it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,23 @@ if tuple(int(part) for part in _transformers.__version__.split(".")[:2]) < (5, 1
 from padless.integrations.transformers.experts import NAME, experts_forward
 from padless.integrations.transformers.fp8_kernels import use_padless_fp8_kernels
 from padless.integrations.transformers.quantizers import register_quantizers
+from padless.integrations.transformers.training import TRAIN_NAME, set_recipe, train_forward
 from padless.integrations.transformers.weights import quantize_experts
 
-__all__ = ["NAME", "experts_forward", "quantize_experts", "register", "use_padless_fp8_kernels"]
+__all__ = [
+    "NAME",
+    "TRAIN_NAME",
+    "experts_forward",
+    "quantize_experts",
+    "register",
+    "set_recipe",
+    "train_forward",
+    "use_padless_fp8_kernels",
+]
 
 
 def register() -> None:
-    """Registers "padless" for plain and for FP8 experts, the quantizers, and the FP8 products where none are installed.
+    """Registers "padless" and "padless_train" for plain and for FP8 experts, the quantizers, and FP8 products if needed.
 
     The import does it; calling it again changes nothing.
     """
@@ -42,8 +52,9 @@ def register() -> None:
     from transformers.utils import is_kernels_available
 
     # A name that is in one of the two registries is accepted for every model and then missed at the first forward.
-    ExpertsInterface.register(NAME, experts_forward)
-    FP8ExpertsInterface.register(NAME, experts_forward)
+    for name, forward in ((NAME, experts_forward), (TRAIN_NAME, train_forward)):
+        ExpertsInterface.register(name, forward)
+        FP8ExpertsInterface.register(name, forward)
     register_quantizers()
     if not is_kernels_available():
         use_padless_fp8_kernels()

@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from padless.formats import FP8_BLOCK, MXFP4, MXFP8, BlockScaledFormat, BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.integrations.transformers.operators import aligned
 from padless.integrations.weights import ExpertWeights, activations_for, block_scaled
 from padless.quantization.quantize import quantize
 
-FORMATS = (FP8_BLOCK, MXFP8, MXFP4)
+FORMATS = (FP8_BLOCK, MXFP8, MXFP4, NVFP4)
 _HOW_TO_QUANTIZE = (
     "load an FP8 checkpoint, or call padless.integrations.transformers.quantize_experts(model) "
     "after from_pretrained"
@@ -61,7 +61,7 @@ def first_projection(module: Any) -> str:
 
 
 def _key(module: Any) -> tuple[Any, ...]:
-    """What the weights were built from: addresses, versions, dtypes and shapes."""
+    """The key of the sources of weights: addresses, versions, dtypes and shapes."""
     key: list[Any] = []
     for t in module._parameters.values():
         if t is not None:
@@ -97,7 +97,13 @@ def _weight(module: Any, name: str) -> BlockScaledTensor:
         raise ValueError(
             f"{name} of {type(module).__name__} is (E, K, N) and quantized; padless takes (E, N, K): {_HOW_TO_QUANTIZE}"
         )
-    return block_scaled(name, aligned_parameter(codes), scale, "choose another experts_implementation")
+    return block_scaled(
+        name,
+        aligned_parameter(codes),
+        scale,
+        "choose another experts_implementation",
+        getattr(module, f"{name}_global_scale", None),
+    )
 
 
 def aligned_parameter(parameter: torch.Tensor) -> torch.Tensor:
@@ -113,9 +119,10 @@ def aligned_parameter(parameter: torch.Tensor) -> torch.Tensor:
 def quantize_experts(model: nn.Module, format: BlockScaledFormat = FP8_BLOCK) -> nn.Module:
     """Quantizes the experts of a bfloat16, float16 or float32 model in place, module by module; returns the model.
 
-    format: FP8_BLOCK, MXFP8 or MXFP4 (4.25 bits a weight). Weights become (E, N, K) codes with scales beside them;
-    the originals are freed, and gradients with them. Save the model before: transformers does not know what to do with
-    these parameters in a file. Other experts implementations cannot compute with them.
+    format: FP8_BLOCK, MXFP8, MXFP4 (4.25 bits a weight) or NVFP4 (4.5). Weights become (E, N, K) codes with scales
+    beside them, and with NVFP4 a global scale an expert; the originals are freed, and gradients with them. Save the
+    model before: transformers does not know what to do with these parameters in a file. Other experts implementations
+    cannot compute with them.
 
     Raises ValueError for another format and where no experts are found.
     """
@@ -148,7 +155,9 @@ def _quantize_parameter(module: Any, name: str, format: BlockScaledFormat) -> No
     if module.is_transposed:
         values = values.transpose(1, 2).contiguous()
     t = quantize(values, format, kind="weight")
-    codes = t.data.view(torch.int8) if format == MXFP4 else t.data
+    codes = t.data.view(torch.int8) if format.codes_per_byte == 2 else t.data
     delattr(module, name)
     module.register_parameter(name, nn.Parameter(codes, requires_grad=False))
     module.register_parameter(f"{name}_scale_inv", nn.Parameter(t.scale, requires_grad=False))
+    if t.global_scale is not None:
+        module.register_parameter(f"{name}_global_scale", nn.Parameter(t.global_scale, requires_grad=False))

@@ -15,9 +15,9 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
+from padless.integrations.vllm import NAME
 from padless.integrations.vllm.experts import FP8_SCHEME, MXFP4_SCHEME, PadlessExperts
 
-_NAME = "padless"
 _METHODS = ("fp8", "mxfp4", "gpt_oss_mxfp4")
 _REMEDY = "start vLLM without --quantization padless"
 
@@ -28,7 +28,7 @@ class PadlessConfig(QuantizationConfig):
     @classmethod
     def get_name(cls) -> str:
         """The name on the command line."""
-        return _NAME
+        return NAME
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -50,9 +50,9 @@ class PadlessConfig(QuantizationConfig):
         cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
         """ "padless" for FP8 and MXFP4 checkpoints of a user who said `--quantization padless`, else None."""
-        if user_quant != _NAME or not isinstance(hf_quant_cfg, dict):
+        if user_quant != NAME or not isinstance(hf_quant_cfg, dict):
             return None
-        return _NAME if hf_quant_cfg.get("quant_method") in _METHODS else None
+        return NAME if hf_quant_cfg.get("quant_method") in _METHODS else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:

@@ -1,18 +1,6 @@
 // What the roles of a weight gradient's kernel know of its groups and tiles. Included behind the kernel's SharedStorage, which has
-// `groups` (RankedGroups) and `queue`, its Reader and NUM_THREADS.
+// `groups` (RankedGroups) and `queue`, its Reader, Problem, OUT_TYPE and NUM_THREADS.
 #pragma once
-
-// All threads of the CTA: cleans offs, of which none may be above `most`, and ranks the groups. Ends with both visible to all of
-// them.
-__device__ __forceinline__ void rank_groups(SharedStorage& shared, const int* offs, int num_groups, int most,
-                                            int warp, int lane) {
-    if (warp == 0) clean_offs(offs, num_groups, most, shared.groups.ends, lane);
-    __syncthreads();
-#pragma unroll 1
-    for (int g = threadIdx.x; g < num_groups; g += NUM_THREADS)
-        shared.groups.order[place_of_group(shared.groups.ends, num_groups, g)] = g;
-    __syncthreads();
-}
 
 // A consumer's walk through the queue, of which it needs to know no more than how many tokens a tile's group has.
 struct TokenReader {
@@ -40,3 +28,16 @@ struct TokenReader {
         tokens = __shfl_sync(0xffffffff, tokens, 0);
     }
 };
+
+// For device/sm90/piece_store.cuh: stores or adds, clipped by the map.
+__device__ __forceinline__ bool is_in_result(const Problem& problem, const Tile& /*tile*/, int row,
+                                             int column) {
+    return row < problem.n_rows && column < problem.n_columns;
+}
+__device__ __forceinline__ void write_slab(const Problem& problem, const TensorMap& map_d, uint32_t slab,
+                                           const Tile& tile, int row, int column) {
+    if (OUT_TYPE == OUT_F32 && problem.accumulate)
+        tma_reduce_add_3d(map_d, slab, column, row, tile.group);
+    else
+        tma_store_3d(map_d, slab, column, row, tile.group);
+}

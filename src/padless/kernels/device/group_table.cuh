@@ -14,7 +14,7 @@ struct GroupTableStorage {
 constexpr int SMALL_TABLE = 32;  // groups whose table one warp builds, a group to a lane
 
 // Where group g ends, as given. A null `offs` is a dense problem: one group of m rows.
-__device__ __forceinline__ int given_end(const int* offs, int num_groups, int m, int g) {
+__device__ __forceinline__ int load_group_end(const int* offs, int num_groups, int m, int g) {
     return g >= num_groups ? 0 : offs == nullptr ? m : offs[g];
 }
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ void clean_offs(const int* offs, int num_groups, int 
 #pragma unroll 1  // short: all CTAs of few groups jump over it
     for (int base = 0; base < num_groups; base += 32) {
         const int g = base + lane;
-        const int end = clean_end(given_end(offs, num_groups, m, g), m, highest, lane);
+        const int end = clean_end(load_group_end(offs, num_groups, m, g), m, highest, lane);
         if (g < num_groups) group_ends[g] = end;
         highest = __shfl_sync(0xffffffff, end, 31);
     }
@@ -88,7 +88,7 @@ struct PlacedGroup {
 };
 
 // One warp, group g of at most SMALL_TABLE to a lane: its part of the table. Every CTA waits for this before anything else,
-// and it is a third of a microsecond less than the way of many groups. `end`: the given_end of this lane's group.
+// and it is a third of a microsecond less than the way of many groups. `end`: the load_group_end of this lane's group.
 template <int BLOCK_M>
 __device__ __forceinline__ PlacedGroup place_group(int end, int num_groups, int m, int lane) {
     int before = __shfl_up_sync(0xffffffff, end, 1);
@@ -132,7 +132,7 @@ __device__ __forceinline__ void build_group_table(GroupTableStorage<MAX_GROUPS>&
                                                   int num_groups, int m, int warp, int lane) {
     if (num_groups <= SMALL_TABLE) {
         if (warp == 1) {
-            const int end = given_end(offs, num_groups, m, lane);
+            const int end = load_group_end(offs, num_groups, m, lane);
             store_group(storage, place_group<BLOCK_M>(end, num_groups, m, lane), num_groups, lane);
         }
         __syncthreads();

@@ -2,16 +2,16 @@
 // they come, and queues the CTA's first tile as soon as they are here.
 #pragma once
 
-// Every thread, first of all: the queue warp's lanes ask for the end of a group each, if those are few. That warp should have
+// Every thread, first of all: the queue warp's lanes load the end of a group each, if those are few. That warp should have
 // nothing else to do at the beginning, for it waits here until the kernels ahead have ended.
 template <int QUEUE_WARP>
-__device__ __forceinline__ int ask_for_end(const int* offs, int num_groups, int m) {
+__device__ __forceinline__ int load_ends_early(const int* offs, int num_groups, int m) {
     if (threadIdx.x / 32 != QUEUE_WARP || num_groups > SMALL_TABLE) return 0;
     griddepcontrol_wait();
-    return given_end(offs, num_groups, m, threadIdx.x % 32);
+    return load_group_end(offs, num_groups, m, threadIdx.x % 32);
 }
 
-// All threads of the CTA. `end`: of ask_for_end. `readers`: arrivals that free a slot. Ends with the table visible to all of
+// All threads of the CTA. `end`: of load_ends_early. `readers`: arrivals that free a slot. Ends with the table visible to all of
 // them and, if groups are few (the result), with the first tile queued. Until then nothing of global memory may be touched: the
 // kernels ahead may still be writing it.
 template <class Order, int QUEUE_WARP, int BLOCK_M, int NUM_THREADS, int MAX_GROUPS>

@@ -1,4 +1,4 @@
-// Which output tile is number i: the order in which the tiles of a ragged problem are handed out.
+// Which output tile is number i: the order in which the tiles of a ragged problem are scheduled.
 //
 // The groups are walked from the one with the most rows to the one with the fewest, so that what is left at the end,
 // when some workers (CTAs, or clusters of CTAs side by side along N) run out of work, are small tiles. Inside a group

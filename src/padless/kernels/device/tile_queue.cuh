@@ -1,4 +1,4 @@
-// Hands tiles to the CTAs: a scheduler thread draws numbers and leaves the tiles in a short queue in shared memory, from
+// Schedules tiles: a scheduler thread takes tickets and leaves the tiles in a short queue in shared memory, from
 // which the producer and the consumers read. In a cluster the first CTA's scheduler serves all of them.
 //
 // A worker's first tile is the one with its own number: where groups are few a warp of every CTA queues it
@@ -24,7 +24,7 @@ struct TileQueueStorage {
     uint64_t empty[QUEUE_SLOTS];  // of the first CTA: every reader of every CTA arrives here
 };
 
-// One warp of each CTA, with a group of place_group in each lane: queues the worker's first tile (hand_out_tiles has to be
+// One warp of each CTA, with a group of place_group in each lane: queues the worker's first tile (schedule_tiles has to be
 // told). It is known here as soon as offs are, while a scheduler would have to search the table for it. It is a half only
 // where there are fewer tiles than workers. No number comes after the first tiles' then, so that in place of a half without
 // a row the end is queued (rows 0).
@@ -82,10 +82,10 @@ __device__ __forceinline__ void queue_tile(TileQueueStorage& queue, const Pipeli
 }
 
 // One thread of each worker. HALVES: the order has tiles without a row, which are passed over. ASKED: the number of the next
-// tile is drawn after an arrival at the barrier `wanted`, of which every tile that is handed out must bring one.
+// tile is taken after an arrival at the barrier `wanted`, of which every tile that is scheduled must bring one.
 // `first_is_queued`: queue_first_tile has been called.
 template <int CLUSTER, bool HALVES = false, bool ASKED = false, class Order>
-__device__ __forceinline__ void hand_out_tiles(TileQueueStorage& queue, Order order, int counter, int worker,
+__device__ __forceinline__ void schedule_tiles(TileQueueStorage& queue, Order order, int counter, int worker,
                                                int workers, uint64_t* wanted = nullptr,
                                                bool first_is_queued = false) {
     Pipeline<QUEUE_SLOTS> pipeline;

@@ -5,6 +5,7 @@
 // each other in memory once transposed, are in one thread.
 #pragma once
 
+// The host defines BAND: blocks of 128 features that are done tile by tile before the next ones.
 constexpr int TILE = 128;  // tokens, and features
 constexpr int NUM_WARPS = 16, NUM_THREADS = 32 * NUM_WARPS;
 constexpr int ROWS = TILE / NUM_WARPS;  // tokens of a warp
@@ -20,52 +21,123 @@ struct alignas(16) TransposedCodes {
     uint64_t columns[TILE][NUM_WARPS];
 };
 
-// The table of group_tiles.py.
-struct TileTable {
-    const int* entries;  // (5, num_tiles)
-    int num_tiles, num_scale_rows;
-
-    __device__ __forceinline__ int first_row(int tile) const { return entries[tile]; }
-    __device__ __forceinline__ int rows(int tile) const { return entries[num_tiles + tile]; }
-    __device__ __forceinline__ int tokens(int tile) const { return entries[2 * num_tiles + tile]; }
-    __device__ __forceinline__ int first_unit(int tile) const { return entries[3 * num_tiles + tile]; }
-    __device__ __forceinline__ int units(int tile) const { return entries[4 * num_tiles + tile]; }
+// Ragged groups of rows, and tiles of 128 tokens that each belong to one of them. Tiles of all groups come first, in order; those
+// behind hold the rows past the last group, and columns past the last group that are to be zeroed.
+struct Groups {
+    const int* offs;  // (num_groups) cumulative END rows
+    int num_groups, num_rows, alignment;
+    int tokens, num_scale_rows,
+        num_tiles;      // of the transposed codes; of the scales; enough for groups of any sizes
+    int* starts;        // (num_groups) first token of a group, which is written
+    int* block_starts;  // (num_groups) first tile of a group, which is written
 };
 
-// A tile of tokens and a block of features; tile is num_tiles where there are no more.
-struct Item {
-    int tile, block, first_row, rows;
+// A tile of tokens and a block of features: rows of the source, how many of them are tokens of a group (all or none), columns of
+// the transposed codes in units of 32. tile is num_tiles where there are no more.
+struct alignas(16) Item {
+    int tile, block, first_row, rows, tokens, first_unit, units, unused;
 };
 
-// Items of a CTA: every so manieth of those that have something to do. Neighbours in time are neighbours in memory.
-struct Items {
-    const TileTable table;
-    const int num_blocks;
-    int tile, block, tiles_a_step, blocks_a_step;
+// What a CTA works on next, worked out by one warp while the others do something else. MOST: room for groups.
+template <int MOST>
+struct Schedule {
+    int first_row[MOST + 1], first_tile[MOST + 1],
+        first_unit[MOST + 1];  // of each group, and of what is behind
+    int next, group;  // number of the item to be looked at next, of all; a group that its tile is not before
+    Item items[4];    // of numbers n - 1, n, n + 1 and n + 2, in turn
 
-    __device__ __forceinline__ Items(const TileTable& table, int num_blocks)
-        : table(table), num_blocks(num_blocks) {
-        tile = blockIdx.x / num_blocks;
-        block = blockIdx.x % num_blocks;
-        tiles_a_step = gridDim.x / num_blocks;
-        blocks_a_step = gridDim.x % num_blocks;
+    // One warp: ends that are not ascending, negative or above M count as the nearest that can be.
+    __device__ __forceinline__ void begin(const Groups& groups, int num_blocks, int lane) {
+        int row = 0, tiles = 0, units = 0;
+        for (int first = 0; first < groups.num_groups; first += 32) {
+            const int group = first + lane;
+            const bool there = group < groups.num_groups;
+            int end = there ? groups.offs[group] : 0;
+            end = end > groups.num_rows ? groups.num_rows : end;
+            end = end > row ? end : row;
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int before = __shfl_up_sync(0xffffffff, end, distance);
+                end = lane >= distance && before > end ? before : end;
+            }
+            const int before = __shfl_up_sync(0xffffffff, end, 1), start = lane == 0 ? row : before;
+            const int own_tiles = (end - start + TILE - 1) / TILE;
+            const int own_units = ((end - start + groups.alignment - 1) & -groups.alignment) / UNIT;
+            int all_tiles = own_tiles, all_units = own_units;
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int other_tiles = __shfl_up_sync(0xffffffff, all_tiles, distance);
+                const int other_units = __shfl_up_sync(0xffffffff, all_units, distance);
+                all_tiles += lane >= distance ? other_tiles : 0;
+                all_units += lane >= distance ? other_units : 0;
+            }
+            if (there) {
+                first_row[group] = start;
+                first_tile[group] = tiles + all_tiles - own_tiles;
+                first_unit[group] = units + all_units - own_units;
+                if (blockIdx.x == 0) {
+                    groups.starts[group] = UNIT * (units + all_units - own_units);
+                    groups.block_starts[group] = tiles + all_tiles - own_tiles;
+                }
+            }
+            row = __shfl_sync(0xffffffff, end, 31);
+            tiles += __shfl_sync(0xffffffff, all_tiles, 31);
+            units += __shfl_sync(0xffffffff, all_units, 31);
+        }
+        if (lane == 0) {
+            first_row[groups.num_groups] = row;
+            first_tile[groups.num_groups] = tiles;
+            first_unit[groups.num_groups] = units;
+            group = 0;
+            next = blockIdx.x;
+        }
+        __syncwarp();
     }
 
-    __device__ __forceinline__ Item take() {
-        Item item{table.num_tiles, 0, 0, 0};
+    // One warp: finds item `number`, of every so manieth of those that have something to do. A band of BAND blocks is done tile by
+    // tile before the next band: what is under way at once are runs of memory along rows and along columns.
+    __device__ __forceinline__ void take(const Groups& groups, int num_blocks, int number, int lane) {
+        Item item{groups.num_tiles, 0, 0, 0, 0, 0, 0, 0};
+        int at = next, of = group;
         bool found = false;
-        while (!found && tile < table.num_tiles) {
-            const int rows = table.rows(tile);
-            found = rows > 0 || table.units(tile) > 0 || tile < table.num_scale_rows;
-            if (found) item = Item{tile, block, table.first_row(tile), rows};
-            tile += tiles_a_step;
-            block += blocks_a_step;
-            if (block >= num_blocks) {
-                block -= num_blocks;
-                ++tile;
-            }
+        while (!found && at < groups.num_tiles * num_blocks) {
+            const int band = at / (groups.num_tiles * BAND), in_band = at - band * groups.num_tiles * BAND;
+            const int left = num_blocks - band * BAND, width = left < BAND ? left : BAND;
+            const int tile = in_band / width;
+            if (tile < first_tile[of]) of = 0;
+            uint32_t begun;  // groups after `of` whose tiles begin no later
+            do {
+                const int other = of + 1 + lane;
+                const bool is_begun = other <= groups.num_groups && first_tile[other] <= tile;
+                begun = __popc(__ballot_sync(0xffffffff, is_begun));
+                of += begun;
+            } while (begun == 32);
+            const bool is_group = of < groups.num_groups;
+            const int end_row = is_group ? first_row[of + 1] : groups.num_rows;
+            const int end_unit = is_group ? first_unit[of + 1] : groups.tokens / UNIT;
+            const int index = tile - first_tile[of];
+            item.first_row = first_row[of] + TILE * index;
+            item.first_unit = first_unit[of] + TILE / UNIT * index;
+            item.rows = clipped(end_row - item.first_row, TILE);
+            item.units = clipped(end_unit - item.first_unit, TILE / UNIT);
+            item.tokens = is_group ? item.rows : 0;
+            item.block = band * BAND + in_band - tile * width;
+            found = item.rows > 0 || item.units > 0 || tile < groups.num_scale_rows;
+            item.tile = found ? tile : groups.num_tiles;
+            at += gridDim.x;
         }
-        return item;
+        __syncwarp();
+        if (lane == 0) {
+            next = at;
+            group = of;
+            items[number % 4] = item;
+        }
+        __syncwarp();
+    }
+
+  private:
+    __device__ __forceinline__ static int clipped(int value, int most) {
+        return value < 0 ? 0 : value > most ? most : value;
     }
 };
 

@@ -14,7 +14,7 @@ __device__ __forceinline__ void prefetch_weights(const TensorMap& map_b, int n, 
 }
 
 // The same by the first THREADS threads of the CTA, a line of 128 bytes to each, for weights of one byte an element. Neither
-// the tensor map nor the copy engine is needed, so nothing comes before these requests but their own instructions.
+// the tensor map nor TMA is needed, so nothing comes before these requests but their own instructions.
 struct Weights {
     const uint8_t* data;               // (G, N, K)
     long long row_bytes, group_bytes;  // from one to the next

@@ -27,7 +27,7 @@ class Sm100DenseConfig:
         chunk_columns: 32, 64 or 128 columns of sums that a thread takes into registers at a time, and by which two
             accumulators of 256 columns overlap.
         store: "direct", registers to global memory in pieces of 32 bytes, or "staged", through swizzled shared memory
-            and the copy engine.
+            and TMA.
         store_bytes: with "staged", 64 or 128 bytes of a row that one copy writes. A warp has two buffers of 32 rows.
         tile_order: "row" or "hilbert" (``padless.kernels.sm100_dense.tile_order``).
         a_dtype, b_dtype: float8_e4m3fn or float8_e5m2.
@@ -90,7 +90,7 @@ class Sm100DenseConfig:
 
 @dataclass(frozen=True)
 class DenseProblem:
-    """What ``select_config`` may look at."""
+    """Inputs of ``select_config``."""
 
     m: int
     n: int

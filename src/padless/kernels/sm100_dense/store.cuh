@@ -46,13 +46,13 @@ __device__ __forceinline__ void store_row(const uint32_t (&words)[WORDS], void* 
     }
 }
 
-// Staged: a warp has two buffers of 32 rows of BYTES, written in turn while the copy engine stores the other. They begin
+// Staged: a warp has two buffers of 32 rows of BYTES, written in turn while TMA stores the other. They begin
 // on a 1024-byte boundary.
 constexpr int STORE_BUFFERS = 2;
 template <int BYTES>
 constexpr int WARP_STAGING_BYTES = STORE_BUFFERS * 32 * BYTES;
 
-// `words` of 32 rows from `row` on, by the copy engine, which leaves out what is not in D. `map_d` has boxes of 32 rows
+// `words` of 32 rows from `row` on, by TMA, which leaves out what is not in D. `map_d` has boxes of 32 rows
 // x BYTES and the swizzle of that width. `turn` counts the warp's buffers. When it is done lane 0 waits for the reads.
 template <int OUT_BYTES, int BYTES, int WORDS>
 __device__ __forceinline__ void store_by_copy(const uint32_t (&words)[WORDS], const TensorMap& map_d,

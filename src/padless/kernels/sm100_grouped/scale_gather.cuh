@@ -9,7 +9,7 @@
 // and 3 of it and word 0 of chunk 21 of tile 1, which is row 53 + 96 = 149 = 128 + 21.
 #pragma once
 
-constexpr int SCALES_TILED = 0;   // every 128 rows of a tile are one atom in memory: the copy engine's work
+constexpr int SCALES_TILED = 0;   // every 128 rows of a tile are one atom in memory: TMA's work
 constexpr int SCALES_WINDOW = 1;  // in 128-row tiles, but the rows may start anywhere
 constexpr int SCALES_PLAIN = 2;   // (rows, columns), columns a multiple of 4
 

@@ -394,7 +394,7 @@ extern "C" __global__ void
         if (pair_rank() == 0 && elect_one()) multiply_tiles(shared, problem, tensor_memory);
     } else if (warp == SCHEDULE_WARP) {
         if (cluster_rank() == 0 && elect_one())
-            hand_out_tiles<CLUSTER>(shared.queue, order, problem.counter, blockIdx.x / CLUSTER,
+            schedule_tiles<CLUSTER>(shared.queue, order, problem.counter, blockIdx.x / CLUSTER,
                                     gridDim.x / CLUSTER);
     } else {
         gather_tiles(shared, problem, warp - GATHER_WARP, lane);

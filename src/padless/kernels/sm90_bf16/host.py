@@ -33,7 +33,7 @@ def prepare(
 ) -> Prepared:
     """Packs the launch of out = a @ b of its group.
 
-    Scales that the copy engine cannot read in place are copied first: row-major ones whose rows are not a multiple of 16
+    Scales that TMA cannot read in place are copied first: row-major ones whose rows are not a multiple of 16
     bytes, and blocked ones of activations.
     """
     (m, n), num_groups = out.shape, b.data.shape[0]
@@ -59,7 +59,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class Operands:
-    """What the kernel is given of its operands: the maps before the output's, the numbers after it but for the tile
+    """Arguments of the kernel from its operands: the maps before the output's, the numbers after it but for the tile
     counter, the tensors that are read, and those among them that are copies."""
 
     maps: tuple[tensor_map.TensorMapSpec, ...]
@@ -139,7 +139,7 @@ def _activation_scales(
     config: Sm90Bf16Config,
     copies: list[torch.Tensor],
 ) -> tuple[torch.Tensor | None, tensor_map.TensorMapSpec | None]:
-    """The scales that the kernel reads and their map, where it reads them with the copy engine."""
+    """The scales that the kernel reads and their map, where it reads them with TMA."""
     if not isinstance(a, BlockScaledTensor):
         return None, None
     if config.a_format == "FP8_BLOCK":

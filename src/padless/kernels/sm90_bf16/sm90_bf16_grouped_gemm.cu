@@ -17,7 +17,7 @@
 // warpgroup that multiplies them; tokens, which all those warpgroups need, are dequantised once by converter warps.
 //
 // Roles. NUM_MMA_WARPGROUPS consumer warpgroups with UNITS_OF_WARPGROUP units of 64 weight rows each, two or four converter
-// warps, and two of whose threads one drives the copy engine and one schedules. CTAs are persistent.
+// warps, and two of whose threads one drives TMA and one schedules. CTAs are persistent.
 //
 //      producer                        converter                         consumer warpgroup
 //      --------                        ---------                         ------------------
@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_g
     const Problem problem{
         sfa, sfa_row_stride, sfa_k_stride, global_a, global_b, global_a_stride, global_b_stride, m, n,
         k,   num_groups};
-    const int end = ask_for_end<1>(offs, num_groups, m);
+    const int end = load_ends_early<1>(offs, num_groups, m);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
     const int lane = threadIdx.x % 32;
 
@@ -263,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_g
             if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa, map_sfb);
         } else if (warp == FIRST_PRODUCER_WARP + 1) {
             if (elect_one())
-                hand_out_tiles<1>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
+                schedule_tiles<1>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
                                   blockIdx.x, gridDim.x, nullptr, has_first_tile);
         } else if constexpr (CHECKERS_APART) {
             check_tiles(shared, problem, warp - (FIRST_PRODUCER_WARP + 2), lane);

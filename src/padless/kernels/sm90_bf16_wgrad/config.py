@@ -24,8 +24,6 @@ class Bf16WgradConfig:
             each of two consumer warpgroups.
         block_t: tokens of a stage of the shared-memory pipeline, 32 or 64.
         num_stages: depth of the pipeline; 0 means as many as fit.
-        lead: stages, 0 to 3, that the first warpgroup is ahead of the second at the start of a tile, so that one
-            multiplies while the other stores.
         piece_slabs: 128-byte columns, 1 or 2, of a buffer through which a finished tile is stored; a warpgroup has two.
         raster_m: row tiles to a band of the tile order (see ``device/longest_first.cuh``).
         max_groups: room in the table of groups.
@@ -33,9 +31,8 @@ class Bf16WgradConfig:
     """
 
     block_n: int = 256
-    block_t: int = 64
+    block_t: int = 32
     num_stages: int = 0
-    lead: int = 1
     piece_slabs: int = 1
     raster_m: int = 8
     max_groups: int = 256
@@ -47,12 +44,9 @@ class Bf16WgradConfig:
         require(self.block_t in BLOCKS_T, "block_t", "32 or 64")
         check_common_fields(self, require)
         require(self.out_dtype in WGRAD_OUT_DTYPES, "out_dtype", "torch.bfloat16 or torch.float32")
-        require(self.lead in range(4), "lead", "0 to 3")
         two_pieces = self.piece_slabs * 128 <= self.block_n // 2 * self.out_dtype.itemsize
         allowed = "1, or 2 unless block_n is 128 and out_dtype bfloat16"
         require(self.piece_slabs in (1, 2) and two_pieces, "piece_slabs", allowed)
-        stages = self.num_stages
-        require(stages == 0 or stages >= self.lead, "lead", f"0 to num_stages, which is {stages}")
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
@@ -60,7 +54,6 @@ class Bf16WgradConfig:
             "BLOCK_N": self.block_n,
             "BLOCK_T": self.block_t,
             "NUM_STAGES": self.num_stages,
-            "LEAD": self.lead,
             "PIECE_SLABS": self.piece_slabs,
             "RASTER_M": self.raster_m,
             "MAX_GROUPS": self.max_groups,
@@ -87,7 +80,6 @@ def tiles_of(problem: Bf16WgradProblem, block_n: int) -> int:
 
 # Cycles of 64 tokens by the columns of the tile, counted: of the tensor core, or of shared memory where that takes
 # longer (what the copy engine writes and wgmma reads). For the output: what is staged, and what the copy engine reads.
-# Reasoned, not measured (docs/kernels/sm90_bf16_wgrad/ladder.md).
 _BLOCK_CYCLES = {256: 1024, 128: 640}
 _OUTPUT_CYCLES_PER_BYTE = 2 / 128
 
@@ -103,7 +95,11 @@ def estimated_cycles(problem: Bf16WgradProblem, block_n: int) -> float:
 def select_config(problem: Bf16WgradProblem) -> Bf16WgradConfig:
     """The kernel for a problem: the tile with the least estimated time, the larger of equals."""
     block_n = min(sorted(BLOCKS_N, reverse=True), key=lambda block_n: estimated_cycles(problem, block_n))
-    return fit_config(Bf16WgradConfig(block_n=block_n, out_dtype=problem.out_dtype), problem)
+    # Two columns of 128 bytes to a buffer cost stages of the ring: measured, that pays for bfloat16, makes no difference
+    # for float32 that is stored, and costs where it is added to.
+    slabs = 2 if problem.out_dtype == torch.bfloat16 and block_n == 256 else 1
+    config = Bf16WgradConfig(block_n=block_n, piece_slabs=slabs, out_dtype=problem.out_dtype)
+    return fit_config(config, problem)
 
 
 def fit_config(config: Bf16WgradConfig, problem: Bf16WgradProblem) -> Bf16WgradConfig:

@@ -22,7 +22,7 @@
 //      load A, B ---------> full[s] (bytes) ----->  wait full[s]; wgmma      (device/sm90/bf16_multiply.cuh)
 //      arrive queue empty[q]                        arrive queue empty[q] at the end of the tile
 //
-//      A finished tile is staged for the store warps (device/sm90/gradient_store.cuh) while the other warpgroup multiplies.
+//      A finished tile is staged for the store warps (device/sm90/piece_store.cuh) while the other warpgroup multiplies.
 //
 // Padding-free rule: no byte of another group is multiplied. A group's last block of tokens is read through a map that ends at
 // the group's last token, behind which the copy engine writes zeros. Nothing of another group has an influence on a group's
@@ -53,24 +53,22 @@ using uint64_t = unsigned long long;
 
 #include "sm90_bf16_wgrad/storage.cuh"
 
+#include "device/rank_groups.cuh"
 #include "device/gradient_tiles.cuh"
 #include "sm90_bf16_wgrad/load.cuh"
-#include "device/sm90/gradient_store.cuh"
+#include "device/sm90/piece_store.cuh"
 #include "device/sm90/bf16_multiply.cuh"
 
-__device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgroup, int warp, int lane) {
+__device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgroup, int lane) {
     const OperandView view(shared, warpgroup);
-    const bool leader = warp == 0 && lane == 0;
     Pipeline<STAGES> pipeline;
-    Stagger stagger;
     float d[BLOCK_N / 2] = {};
     TokenReader reader(shared, lane);
     stage_part<NUM_PIECES>(d, shared, warpgroup, 0);  // no tile, which is not stored
     while (reader.tokens >= 0) {
         if (reader.tokens > 0) {
             const int blocks = token_blocks(reader.tokens), steps = last_block_steps(reader.tokens, blocks);
-            multiply_tile(d, shared, view, blocks, steps, warpgroup, lane, leader, pipeline, stagger,
-                          [&] { reader.next(); });
+            multiply_tile(d, shared, view, blocks, steps, lane, pipeline, [&] { reader.next(); });
         } else {
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; ++i) d[i] = 0.0f;
@@ -103,7 +101,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_w
             mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);
         }
         mbarrier_init(shared_address(&shared.next_tile_wanted), 1);
-        for (int i = 0; i < 2; ++i) mbarrier_init(shared_address(&shared.ahead[i]), 1);
         for (int s = 0; s < QUEUE_SLOTS; ++s) {
             mbarrier_init(shared_address(&shared.queue.full[s]), 1);
             mbarrier_init(shared_address(&shared.queue.empty[s]), NUM_TILE_READERS);
@@ -123,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_w
         } else if (role == 1) {
             const Order order{shared.groups, num_groups, n_rows, n_columns, problem.accumulate};
             if (elect_one())
-                hand_out_tiles<1, false, true>(shared.queue, order, counter, blockIdx.x, gridDim.x,
+                schedule_tiles<1, false, true>(shared.queue, order, counter, blockIdx.x, gridDim.x,
                                                &shared.next_tile_wanted);
         } else {
             store_tiles(shared, problem, map_d, role - 2, lane);
@@ -131,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_w
         __syncwarp();
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consume_tiles(shared, warp / 4, warp, lane);
+        consume_tiles(shared, warp / 4, lane);
         __syncwarp();
     }
 }

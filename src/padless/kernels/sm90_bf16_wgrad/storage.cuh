@@ -1,7 +1,7 @@
 // What the roles of sm90_bf16_wgrad.cu share: the constants that follow from its config, shared memory, the problem.
 #pragma once
 
-// The host defines, from Bf16WgradConfig: BLOCK_N, BLOCK_T, NUM_STAGES (0 = as many as fit), LEAD (bf16_multiply.cuh), PIECE_SLABS, RASTER_M, MAX_GROUPS,
+// The host defines, from Bf16WgradConfig: BLOCK_N, BLOCK_T, NUM_STAGES (0 = as many as fit), PIECE_SLABS, RASTER_M, MAX_GROUPS,
 // OUT_TYPE (OUT_BF16 or OUT_F32).
 constexpr int BLOCK_M = 128;
 constexpr int WGMMA_M = 64, WGMMA_K = 16;
@@ -23,7 +23,7 @@ constexpr int A_WARPGROUP_BYTES = WGMMA_M / CHUNK_FEATURES * CHUNK_BYTES;
 constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
 constexpr int SLAB_BYTES = WGMMA_M * 128;
-// A warpgroup's tile is one part in device/sm90/gradient_store.cuh.
+// A warpgroup's tile is one part in device/sm90/piece_store.cuh.
 constexpr int PIECE_COLUMNS = PIECE_SLABS * SLAB_COLUMNS;
 constexpr int NUM_PIECES = BLOCK_N / PIECE_COLUMNS;
 constexpr int NUM_D = 2;
@@ -36,7 +36,6 @@ struct alignas(1024) SharedStorageOf {
     uint8_t d[NUM_MMA_WARPGROUPS][NUM_D][PIECE_SLABS * SLAB_BYTES];
     uint64_t full[STAGES], empty[STAGES];
     uint64_t next_tile_wanted;
-    uint64_t ahead[2];
     TileQueueStorage queue;
     RankedGroups<MAX_GROUPS> groups;
 };
@@ -44,7 +43,6 @@ struct alignas(1024) SharedStorageOf {
 constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 12>() : NUM_STAGES;
 using SharedStorage = SharedStorageOf<STAGES>;
 #include "device/read_back.cuh"
-static_assert(LEAD <= STAGES, "the first warpgroup gets ahead while the ring is its own");
 
 using Order = LongestFirst<BLOCK_M, BLOCK_N, RASTER_M, MAX_GROUPS>;
 using Reader = TileReader<1>;
@@ -54,7 +52,7 @@ struct Problem {
     bool accumulate;
 };
 
-// Where in the result a warpgroup's piece of a tile begins (device/sm90/gradient_store.cuh).
+// Where in the result a warpgroup's piece of a tile begins (device/sm90/piece_store.cuh).
 __device__ __forceinline__ int piece_row(const Tile& tile, int warpgroup, int /*piece*/) {
     return tile.row + warpgroup * WGMMA_M;
 }

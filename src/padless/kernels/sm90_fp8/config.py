@@ -87,7 +87,7 @@ class Sm90Fp8Config:
 
 @dataclass(frozen=True)
 class Problem:
-    """What ``select_config`` may look at. The rows of each group stay on the device, so they are not here."""
+    """Inputs of ``select_config``. The rows of each group stay on the device, so they are not here."""
 
     m: int
     n: int

@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_stage(SharedStorage& shared, const Problem&
                                            const StageLoads<BY_UNITS>& loads, int kb, int stage) {
     const uint32_t full = shared_address(&shared.full[stage]);
     mbarrier_arrive_expect_tx(full, loads.bytes);
-    if constexpr (COLUMNS_ARE_DEALT) {  // see device/sm90/wgmma_fragment.cuh
+    if constexpr (COLUMNS_ARE_INTERLEAVED) {  // see device/sm90/wgmma_fragment.cuh
         constexpr int COPIES = GATE_AND_UP_APART ? 4 : 2;
 #pragma unroll
         for (int c = 0; c < COPIES; ++c) {
@@ -94,14 +94,14 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     Tile tile;
     while (reader.next(tile)) {
         const StageLoads<BY_UNITS> loads(problem, tile);
-        if (LOADS_AHEAD && DRAWS_LATE && ask_at < ahead)
+        if (LOADS_AHEAD && TAKES_LATE && ask_at < ahead)
             mbarrier_arrive(shared_address(&shared.next_tile_wanted));
         for (int kb = LOADS_AHEAD ? ahead : 0; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage;
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
             load_stage(shared, problem, map_a, map_b, map_sfa, tile, loads, kb, stage);
             pipeline.advance();
-            if (DRAWS_LATE && kb == ask_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));
+            if (TAKES_LATE && kb == ask_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));
 
             // The window of this tile may be fetched once the last tile's has been read: not before this tile's first
             // stages are on their way, or they would wait for it too.

@@ -9,7 +9,7 @@
 // Arithmetic, per output element and in this order: for each 128 of K, the tensor core sums the products (its FP8
 // path keeps 13 fractional bits of the largest term), then d = fma(sum, sfa * sfb, d) in float32.
 //
-// Roles. One producer warpgroup, in which one thread drives the copy engine, one the scheduler (device/tile_queue.cuh), and a
+// Roles. One producer warpgroup, in which one thread drives TMA, one the scheduler (device/tile_queue.cuh), and a
 // warp or two store finished tiles (sm90_fp8/store.cuh); NUM_MMA_WARPGROUPS consumer warpgroups with the tile in
 // registers, 64 rows to a wave. CTAs are persistent.
 //
@@ -59,10 +59,10 @@ using uint64_t = unsigned long long;
 #include "device/quant_outputs.cuh"
 #include "device/sm90/wgmma_fragment.cuh"
 constexpr bool GATE_AND_UP_APART = GLU == GLU_CONCATENATED;
-constexpr bool COLUMNS_ARE_DEALT = true;
+constexpr bool COLUMNS_ARE_INTERLEAVED = true;
 #else
 constexpr bool GATE_AND_UP_APART = false;
-constexpr bool COLUMNS_ARE_DEALT = false;
+constexpr bool COLUMNS_ARE_INTERLEAVED = false;
 #endif
 
 #include "sm90_fp8/storage.cuh"
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
     int end = 0;
     if (threadIdx.x / 32 == LOAD_WARP && has_small_table) {
         griddepcontrol_wait();
-        end = given_end(offs, num_groups, m, load_lane);
+        end = load_group_end(offs, num_groups, m, load_lane);
     }
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
 
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
             }
             mbarrier_init(shared_address(&shared.window_full), 1);
             mbarrier_init(shared_address(&shared.window_empty), NUM_CONSUMER_WARPS);
-            if (DRAWS_LATE) mbarrier_init(shared_address(&shared.next_tile_wanted), 1);
+            if (TAKES_LATE) mbarrier_init(shared_address(&shared.next_tile_wanted), 1);
             for (int s = 0; s < QUEUE_SLOTS; ++s) {
                 mbarrier_init(shared_address(&shared.queue.full[s]), 1);
                 mbarrier_init(shared_address(&shared.queue.empty[s]), CLUSTER_N * NUM_TILE_READERS);
@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
             }
         } else if (warp == NUM_CONSUMER_WARPS + 1 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
             if (elect_one())
-                hand_out_tiles<CLUSTER_N, HALVES, DRAWS_LATE>(
+                schedule_tiles<CLUSTER_N, HALVES, TAKES_LATE>(
                     shared.queue, Order(shared.groups.table(num_groups), n, gridDim.x / CLUSTER_N), counter,
                     blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N, &shared.next_tile_wanted, has_small_table);
         }

@@ -92,9 +92,9 @@ extern "C" __device__ const int padless_reuse_run = WAVES == 2 ? 12 : 4;
 // No scale of a column covers rows of both halves.
 constexpr bool HALVES = WAVES == 2;
 using Order = TileOrder<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M, HALVES>;
-// Tiles that take long are drawn late: when the producer begins with the last K_BLOCKS_AHEAD K blocks of the tile before. In a
+// Tiles that take long are taken late: when the producer begins with the last K_BLOCKS_AHEAD K blocks of the tile before. In a
 // half these take 6 us, of which an atomic and a message to the other CTA need less than half.
-constexpr bool DRAWS_LATE = HALVES || BLOCK_N == 192;
+constexpr bool TAKES_LATE = HALVES || BLOCK_N == 192;
 constexpr int K_BLOCKS_AHEAD = 16;
 using Reader = TileReader<CLUSTER_N>;
 

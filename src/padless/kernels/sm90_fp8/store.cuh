@@ -1,5 +1,5 @@
 // The store of sm90_fp8_grouped_gemm.cu for plain values: a tile's registers are converted into staging memory, from
-// which the copy engine writes the rows that exist.
+// which TMA writes the rows that exist.
 //
 //      consumer warpgroup                                  store warp, one for each of them
 //      ------------------                                  --------------------------------

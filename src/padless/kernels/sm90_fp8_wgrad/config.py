@@ -62,7 +62,7 @@ def blocks_m(mode: str, out_dtype: torch.dtype) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class WgradProblem:
-    """What ``select_config`` may look at. The tokens of each group stay on the device, so they are not here.
+    """Inputs of ``select_config``. The tokens of each group stay on the device, so they are not here.
 
     tokens: columns of the transposed copies, an upper bound of the tokens in all.
     """
@@ -81,8 +81,8 @@ def tiles_of(problem: WgradProblem, block_m: int) -> int:
     return problem.num_groups * ceil_div(problem.n, block_m) * ceil_div(problem.k, BLOCK_N)
 
 
-# Cycles of shared memory for a block of 128 tokens by rows of the tile, counted: what the copy engine writes, what wgmma
-# reads, scales. For the output: what is staged, and what the copy engine reads. They bound a tile's time more tightly
+# Cycles of shared memory for a block of 128 tokens by rows of the tile, counted: what TMA writes, what wgmma
+# reads, scales. For the output: what is staged, and what TMA reads. They bound a tile's time more tightly
 # than its products do (docs/kernels/sm90_fp8_wgrad/ladder.md); reasoned, not measured.
 _BLOCK_CYCLES = {
     "1d2d": {256: 384 + 768 + 40, 128: 256 + 384 + 24},

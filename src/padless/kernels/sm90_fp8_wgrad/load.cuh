@@ -6,9 +6,9 @@
 constexpr int BLOCKS_AHEAD = 8;
 
 constexpr uint32_t STAGE_BYTES = A_BYTES + B_BYTES + BLOCK_M * 4 + (X_SCALES_ARE_BLOCKS ? 0 : BLOCK_N * 4);
-constexpr int FULL_ARRIVALS = X_SCALES_ARE_BLOCKS ? 2 : 1;  // of the copy engine's bytes, and of cp.async
+constexpr int FULL_ARRIVALS = X_SCALES_ARE_BLOCKS ? 2 : 1;  // of TMA's bytes, and of cp.async
 
-// A tile's scale of 128 x 128 is one number a stage, too little for the copy engine, whose rows start at multiples of 16 bytes.
+// A tile's scale of 128 x 128 is one number a stage, too little for TMA, whose rows start at multiples of 16 bytes.
 // In the stage it is there when it is needed: a consumer that fetches it itself waits at the start of every tile.
 __device__ __forceinline__ void load_block_scale(const Problem& problem, float* sfb, uint32_t full,
                                                  int column, int scale_row) {

@@ -14,7 +14,7 @@
 // a time (its FP8 path keeps 13 fractional bits of the largest term), then d = fma(sum, sfa * sfb, d) in float32, sfa * sfb rounded
 // to float32. It is stored rounded to nearest even, or added to what was there, in float32.
 //
-// Roles. One producer warpgroup, in which one thread drives the copy engine, one the scheduler (device/tile_queue.cuh), and two warps
+// Roles. One producer warpgroup, in which one thread drives TMA, one the scheduler (device/tile_queue.cuh), and two warps
 // store finished tiles; two consumer warpgroups with the tile in registers, 64 rows to a wave. CTAs are persistent.
 //
 //      producer                                     consumer warpgroup
@@ -24,7 +24,7 @@
 //      load A, B, scales --> full[s] (bytes) ---->  wait full[s]; wgmma; promote
 //      arrive queue empty[q]                        arrive queue empty[q] at the end of the tile
 //
-//      A tile stays in registers until the next tile's first products run; then it is staged for the store warps (gradient_store.cuh).
+//      A tile stays in registers until the next tile's first products run; then it is staged for the store warps (piece_store.cuh).
 //
 // Padding-free rule: a load may bring tokens of other groups behind the group's last block; no K step multiplies them. Nothing
 // of another group has an influence on a group's result, and the order of a group's sum depends on nothing but its tokens.
@@ -54,9 +54,10 @@ using uint64_t = unsigned long long;
 
 #include "sm90_fp8_wgrad/storage.cuh"
 
+#include "device/rank_groups.cuh"
 #include "device/gradient_tiles.cuh"
 #include "sm90_fp8_wgrad/load.cuh"
-#include "device/sm90/gradient_store.cuh"
+#include "device/sm90/piece_store.cuh"
 #include "sm90_fp8_wgrad/multiply.cuh"
 
 __device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgroup, int warp, int lane) {
@@ -126,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_wg
         } else if (role == 1) {
             const Order order{shared.groups, num_groups, n_rows, n_columns, problem.accumulate};
             if (elect_one())
-                hand_out_tiles<1, false, true>(shared.queue, order, counter, blockIdx.x, gridDim.x,
+                schedule_tiles<1, false, true>(shared.queue, order, counter, blockIdx.x, gridDim.x,
                                                &shared.next_tile_wanted);
         } else {
             store_tiles(shared, problem, map_d, role - 2, lane);

@@ -20,14 +20,13 @@ constexpr int A_BYTES = BLOCK_M * BLOCK_T;
 constexpr int B_BYTES = BLOCK_N * BLOCK_T;
 
 constexpr int SFB_FLOATS = X_SCALES_ARE_BLOCKS ? 1 : BLOCK_N;  // X's scales of a stage
-constexpr int SFB_STAGE_FLOATS =
-    (SFB_FLOATS + 31) / 32 * 32;  // the copy engine writes to multiples of 128 bytes
+constexpr int SFB_STAGE_FLOATS = (SFB_FLOATS + 31) / 32 * 32;  // TMA writes to multiples of 128 bytes
 
 constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
 constexpr int SLAB_BYTES = WGMMA_M * 128;
 // A warpgroup stages its tile piece by piece, in two buffers in turn: waves (64 rows), or halves of their columns, where two
-// buffers of 64 rows would take a stage of the ring. In device/sm90/gradient_store.cuh a wave is a part.
+// buffers of 64 rows would take a stage of the ring. In device/sm90/piece_store.cuh a wave is a part.
 constexpr int PIECES_PER_WAVE = OUT_TYPE == OUT_BF16 && WAVES == 2 ? 1 : 2;
 constexpr int NUM_PIECES = WAVES * PIECES_PER_WAVE;
 constexpr int PIECE_COLUMNS = BLOCK_N / PIECES_PER_WAVE;
@@ -71,7 +70,7 @@ struct Problem {
     bool accumulate;
 };
 
-// Where in the result a warpgroup's piece of a tile begins (device/sm90/gradient_store.cuh).
+// Where in the result a warpgroup's piece of a tile begins (device/sm90/piece_store.cuh).
 __device__ __forceinline__ int piece_row(const Tile& tile, int warpgroup, int piece) {
     return tile.row + piece / PIECES_PER_WAVE * WAVE_ROWS + warpgroup * WGMMA_M;
 }

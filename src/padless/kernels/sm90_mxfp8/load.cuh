@@ -17,7 +17,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
             mbarrier_arrive_expect_tx(full, stage_bytes);
             const uint32_t b = shared_address(shared.b[stage]);
-            if constexpr (COLUMNS_ARE_DEALT) {
+            if constexpr (COLUMNS_ARE_INTERLEAVED) {
 #pragma unroll
                 for (int c = 0; c < B_COPIES; ++c)
                     tma_load_4d(map_b, b + c * (B_BYTES / B_COPIES), full, kb * BLOCK_K, c % 2 * 2,
@@ -67,8 +67,8 @@ __device__ __forceinline__ void write_scales(SharedStorage& shared, const Proble
 #pragma unroll
         for (int i = 0; i < ROWS / 32; ++i) {
             int row = lane + 32 * i;
-            if constexpr (!OF_A && COLUMNS_ARE_DEALT)
-                row = dealt_weight_row(problem, tile.column, row) - tile.column;
+            if constexpr (!OF_A && COLUMNS_ARE_INTERLEAVED)
+                row = interleaved_weight_row(problem, tile.column, row) - tile.column;
             at[i] = of_tile.of_row(first + (row < last ? row : last));
             words[i] = of_tile.word(at[i], 0);
         }

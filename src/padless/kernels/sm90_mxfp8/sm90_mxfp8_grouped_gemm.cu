@@ -11,7 +11,7 @@
 // instruction, 13 fractional bits of the largest term), then d = fma(sum, sfa * sfb, d) in float32. sfa * sfb is exact
 // (sm90_mxfp8/scale_products.cuh names its limits) and comes out of the tensor core as well.
 //
-// Roles. A producer warpgroup, in which one thread drives the copy engine, one the scheduler (device/tile_queue.cuh), and two
+// Roles. A producer warpgroup, in which one thread drives TMA, one the scheduler (device/tile_queue.cuh), and two
 // warps turn scales into bf16, those of A and those of B; one or two consumer warpgroups with 64 rows of the tile each,
 // in registers. CTAs are persistent.
 //
@@ -28,7 +28,7 @@
 // row past offs[G - 1] is ever written.
 //
 // With EPILOGUE_IS_QUANT the store is the one of device/sm90/quant_store.cuh, which quantises the tile; a GLU epilogue has the
-// gate's and the up projection's columns in the same tile, and the tile's columns are dealt out (dealt_weight_row).
+// gate's and the up projection's columns in the same tile, and the tile's columns are interleaved (interleaved_weight_row).
 
 #ifndef EPILOGUE_IS_QUANT
 #define EPILOGUE_IS_QUANT 0
@@ -64,10 +64,10 @@ using uint64_t = unsigned long long;
 #include "device/quant_outputs.cuh"
 #include "device/sm90/wgmma_fragment.cuh"
 constexpr bool GATE_AND_UP_APART = GLU == GLU_CONCATENATED;
-constexpr bool COLUMNS_ARE_DEALT = true;
+constexpr bool COLUMNS_ARE_INTERLEAVED = true;
 #else
 constexpr bool GATE_AND_UP_APART = false;
-constexpr bool COLUMNS_ARE_DEALT = false;
+constexpr bool COLUMNS_ARE_INTERLEAVED = false;
 #endif
 
 #include "sm90_mxfp8/storage.cuh"
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_mxfp8_
     const int columns = k / 32;
     const Problem problem{{sfa, columns, sfa_layout}, {sfb, columns, sfb_layout}, m, n, k, num_groups};
     constexpr int LOAD_WARP = NUM_CONSUMER_WARPS;  // first of the producer warpgroup
-    const int end = ask_for_end<LOAD_WARP>(offs, num_groups, m);
+    const int end = load_ends_early<LOAD_WARP>(offs, num_groups, m);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
     const int lane = threadIdx.x % 32;
 
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_mxfp8_
             if (elect_one()) load_tiles(shared, problem, map_a, map_b);
         } else if (warp == NUM_CONSUMER_WARPS + 1) {
             if (elect_one())
-                hand_out_tiles<1>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
+                schedule_tiles<1>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
                                   blockIdx.x, gridDim.x, nullptr, has_first_tile);
         } else if (warp == NUM_CONSUMER_WARPS + 2) {
             write_scales<true>(shared, problem, lane);

@@ -68,7 +68,7 @@ struct Problem {
     __device__ __forceinline__ int k_blocks() const { return (k + BLOCK_K - 1) / BLOCK_K; }
 };
 
-// Where the columns of a tile are dealt out (device/sm90/wgmma_fragment.cuh), B comes in copies of two of every four rows; of gate and
+// Where the columns of a tile are interleaved (device/sm90/wgmma_fragment.cuh), B comes in copies of two of every four rows; of gate and
 // of up, if they are apart.
 constexpr int B_COPIES = GATE_AND_UP_APART ? 4 : 2;
 
@@ -78,7 +78,7 @@ __device__ __forceinline__ int first_weight_row(const Problem& problem, int colu
 }
 
 // The row of the group's weights that row `row` of the tile's part of B is.
-__device__ __forceinline__ int dealt_weight_row(const Problem& problem, int column, int row) {
+__device__ __forceinline__ int interleaved_weight_row(const Problem& problem, int column, int row) {
     constexpr int COPY_ROWS = BLOCK_N / B_COPIES;
     const int copy = row / COPY_ROWS, in_copy = row % COPY_ROWS;
     return first_weight_row(problem, column, copy) + in_copy / 2 * 4 + copy % 2 * 2 + in_copy % 2;

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from padless.formats import ceil_div
-from padless.kernels.config import cpp_constants
+from padless.kernels import group_tiles
+from padless.kernels.config import FEW_GROUPS, cpp_constants, room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, persistent_grid
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 KERNEL = "sm90_rows_columns/sm90_rows_columns.cu"
-CTAS_PER_SM = 2
+CTAS_PER_SM = 2  # the same number as in kernels/sm90_rows_columns/storage.cuh
+BAND = 2
 _TILE = 128
-_LINE = 16  # bytes of a copy
 
 
 @dataclass(frozen=True)
@@ -24,63 +25,57 @@ class RowsColumnsConfig:
     Attributes:
         has_rows: rows are quantized too, not the columns alone.
         square: 128 features of the columns share a scale; else each has its own.
-        ctas_per_sm: CTAs that a multiprocessor holds at once.
+        max_groups: room for groups.
+        band: blocks of 128 features that are done tile by tile before the next ones.
     """
 
     has_rows: bool = True
     square: bool = False
-    ctas_per_sm: int = CTAS_PER_SM
+    max_groups: int = FEW_GROUPS
+    band: int = BAND
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
         flags = {"HAS_ROWS": self.has_rows, "SQUARE": self.square}
-        return cpp_constants({"CTAS_PER_SM": self.ctas_per_sm}, flags)
+        return cpp_constants({"MAX_GROUPS": self.max_groups, "BAND": self.band}, flags)
 
 
-def fits(x: torch.Tensor) -> bool:
-    """Whether the kernel takes x (M, F): bfloat16, F a multiple of 8, rows at multiples of 16 bytes."""
-    return (
-        x.dtype == torch.bfloat16
-        and x.shape[1] % 8 == 0
-        and x.stride(1) == 1
-        and x.data_ptr() % _LINE == 0
-        and x.stride(0) * x.element_size() % _LINE == 0
-    )
+def fits(x: torch.Tensor, offs: torch.Tensor) -> bool:
+    """Whether the kernel takes x (M, F): bfloat16, F a multiple of 8, rows at multiples of 16 bytes; few groups."""
+    return x.shape[1] % 8 == 0 and group_tiles.fits(offs, x)
 
 
 def prepare(
     driver: Driver,
     x: torch.Tensor,
-    table: torch.Tensor,
+    groups: group_tiles.TokenGroups,
     row_codes: torch.Tensor | None,
     row_scale: torch.Tensor | None,
     codes: torch.Tensor,
     scale: torch.Tensor,
-    config: RowsColumnsConfig,
+    square: bool,
 ) -> Prepared:
     """Packs the launch for an x that fits, with at least one column.
 
-    table: of `group_tiles`. row_codes (M, F) uint8, row_scale (ld, ceil(F / 128)) float32 with strides (1, ld), padding
-    included: None without rows. codes (F, T') uint8; scale (S, F), or (S, ceil(F / 128)) of square blocks.
+    row_codes (M, F) uint8, row_scale (ld, ceil(F / 128)) float32 with strides (1, ld), padding included: None without
+    rows. codes (F, T') uint8; scale (S, F), or (S, ceil(F / 128)) of square blocks.
     """
+    config = RowsColumnsConfig(row_codes is not None, square, room_for_groups(groups.num_groups), BAND)
     device = x.device.index or 0
     kernel, function = load_kernel(driver, KERNEL, config, device)
     num_rows, features = x.shape
-    num_tiles = table.shape[1]
-    pointers = (x, table, row_codes, row_scale, codes, scale)
+    pointers = (x, groups.offs, row_codes, row_scale, codes, scale, groups.starts, groups.block_starts)
     arguments: list[Argument] = [(0 if t is None else t.data_ptr(), 8) for t in pointers]
     integers = (
         num_rows,
         features,
         x.stride(0),
         0 if row_scale is None else row_scale.stride(1),
-        codes.shape[1],
-        scale.shape[0],
-        num_tiles,
     )
     arguments += [(value, 4) for value in integers]
-    sms = driver.num_sms(device) * config.ctas_per_sm
-    ctas = persistent_grid(sms, num_tiles * ceil_div(features, _TILE))
+    arguments += groups.arguments(codes, scale)
+    sms = driver.num_sms(device) * CTAS_PER_SM
+    ctas = persistent_grid(sms, groups.num_tiles * ceil_div(features, _TILE))
     shape = LaunchShape(ctas, kernel.num_threads, 1)
     return Prepared(
         driver.prepare(function, kernel, shape, arguments, [t for t in pointers if t is not None])

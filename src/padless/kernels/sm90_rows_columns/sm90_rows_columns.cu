@@ -1,21 +1,22 @@
 // FP8_BLOCK codes and scales of bf16 rows, and of the same values transposed, on Hopper: one read, both written.
 //
-//   x  (M, F) bf16, F a multiple of 16, in groups cut into tiles of 128 tokens (group_tiles.py)
+//   x  (M, F) bf16, F a multiple of 8, in groups that are cut into tiles of 128 tokens
 //   ->  rows: codes (M, F) e4m3, scales (F / 128, ld) float32, one per row and 128 features
 //       columns: codes (F, T') e4m3, scales (S, F) float32, one per feature and 128 tokens of a group, or per 128 features
 //
 // An item of work is a tile of 128 tokens x 128 features (device/token_tiles.cuh). CTAs are persistent, two of 16 warps a
 // multiprocessor.
 //
-//      each warp                                                   all warps
-//      ---------                                                   ---------
+//      each warp                                                   some warps too
+//      ---------                                                   --------------
 //      wait for the copies of its 8 rows; read them;
 //      start copying the same rows of the next item
-//      largest magnitude of its columns -> shared memory     -->   barrier
-//      scales and codes of rows                                    scales of columns (4 warps, before their rows)
-//                                                            -->   barrier
-//      codes of columns, transposed -> shared memory         -->   barrier
-//      whole lines of transposed codes -> global memory
+//      largest magnitude of its columns -> shared memory
+//                                        barrier
+//      lines of the last item's transposed codes -> global         scales of columns (4); the item after the next (1)
+//      scales and codes of rows
+//                                        barrier
+//      codes of columns, transposed -> shared memory
 using uint8_t = unsigned char;
 using uint16_t = unsigned short;
 using uint32_t = unsigned int;
@@ -109,7 +110,7 @@ __device__ __forceinline__ void scale_columns(SharedStorage& shared, const Probl
     const int feature = item.block * TILE + column;
     const float stored = tokens > 0 ? scale : 0.0f;
     const int64_t row = item.tile;
-    if (item.tile >= problem.table.num_scale_rows) return;
+    if (item.tile >= problem.groups.num_scale_rows) return;
     if (!SQUARE && feature < problem.features) problem.scale[row * problem.features + feature] = stored;
     if (SQUARE && column == 0) problem.scale[row * problem.num_blocks() + item.block] = stored;
 }
@@ -137,15 +138,15 @@ __device__ __forceinline__ void stage_columns(SharedStorage& shared, const uint3
 __device__ __forceinline__ void store_columns(SharedStorage& shared, const Problem& problem, const Item& item,
                                               int warp, int lane) {
     const Lines lines(shared.codes, warp, lane);
-    if (!lines.is_inside(problem.table.units(item.tile))) return;
+    if (!lines.is_inside(item.units)) return;
     int feature = item.block * TILE + lines.column;
-    const int64_t first_token = UNIT * problem.table.first_unit(item.tile) + Lines::TOKENS * lines.chunk;
-    uint8_t* target = problem.codes + int64_t(feature) * problem.tokens + first_token;
+    const int64_t first_token = UNIT * item.first_unit + Lines::TOKENS * lines.chunk;
+    uint8_t* target = problem.codes + int64_t(feature) * problem.groups.tokens + first_token;
 #pragma unroll
     for (int step = 0; step < Lines::STEPS; ++step) {
         if (feature < problem.features) lines.store(0, step, target);
         feature += Lines::STEP;
-        target += int64_t(Lines::STEP) * problem.tokens;
+        target += int64_t(Lines::STEP) * problem.groups.tokens;
     }
 }
 
@@ -157,25 +158,31 @@ __device__ __forceinline__ void zero_padding(const Problem& problem, const Item&
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, CTAS_PER_SM) padless_sm90_rows_columns(
-    const uint8_t* x, const int* table, uint8_t* row_codes, float* row_scale, uint8_t* codes, float* scale,
-    int num_rows, int features, int stride, int row_scale_ld, int tokens, int num_scale_rows, int num_tiles) {
+    const uint8_t* x, const int* offs, uint8_t* row_codes, float* row_scale, uint8_t* codes, float* scale,
+    int* starts, int* block_starts, int num_rows, int features, int stride, int row_scale_ld, int num_groups,
+    int alignment, int tokens, int num_scale_rows, int num_tiles) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-    const Problem problem{x,         {table, num_tiles, num_scale_rows},
-                          row_codes, row_scale,
-                          codes,     scale,
-                          num_rows,  features,
-                          stride,    row_scale_ld,
-                          tokens};
+    const Groups groups{offs,           num_groups, num_rows, alignment,   tokens,
+                        num_scale_rows, num_tiles,  starts,   block_starts};
+    const Problem problem{x,     groups,   row_codes, row_scale, codes,
+                          scale, num_rows, features,  stride,    row_scale_ld};
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
 
-    Items items(problem.table, problem.num_blocks());
-    Item item = items.take();
-    start_copies(shared, problem, item, warp, lane);
-    while (item.tile < num_tiles) {
-        const Item next = items.take();
-        const int tokens_of_tile = problem.table.tokens(item.tile);
+    if (warp == NUM_WARPS - 1) {
+        shared.schedule.begin(groups, problem.num_blocks(), lane);
+#pragma unroll 1
+        for (int first = 0; first < 2; ++first)
+            shared.schedule.take(groups, problem.num_blocks(), first, lane);
+    }
+    __syncthreads();
+    start_copies(shared, problem, shared.schedule.items[0], warp, lane);
+    int number = 0;
+#pragma unroll 1
+    for (;; ++number) {
+        const Item& item = shared.schedule.items[number % 4];
+        if (item.tile >= num_tiles) break;
         cp_async_wait<0>();
         __syncwarp();
         uint32_t words[ROWS][2];
@@ -184,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, CTAS_PER_SM) padless_s
             ld_shared_v2_b32(shared_address(&shared.values[ROWS * warp + row].words[2 * lane]), words[row][0],
                              words[row][1]);
         __syncwarp();
-        start_copies(shared, problem, next, warp, lane);
+        start_copies(shared, problem, shared.schedule.items[(number + 1) % 4], warp, lane);
         uint32_t largest[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -194,16 +201,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, CTAS_PER_SM) padless_s
         }
         st_shared_v2_b32(shared_address(&shared.largest[warp][2 * lane]), largest[0], largest[1]);
         __syncthreads();
-        scale_columns(shared, problem, item, tokens_of_tile);
+        if (warp == NUM_WARPS - 1) shared.schedule.take(groups, problem.num_blocks(), number + 2, lane);
+        scale_columns(shared, problem, item, item.tokens);
+        if (number > 0) store_columns(shared, problem, shared.schedule.items[(number + 3) % 4], warp, lane);
         if (HAS_ROWS) {
             if (ROWS * warp < item.rows) store_rows(problem, item, words, warp, lane);
             zero_padding(problem, item);
         }
         __syncthreads();
-        stage_columns(shared, words, tokens_of_tile, warp, lane);
-        __syncthreads();
-        store_columns(shared, problem, item, warp, lane);
-        item = next;
+        stage_columns(shared, words, item.tokens, warp, lane);
     }
+    __syncthreads();
+    if (number > 0) store_columns(shared, problem, shared.schedule.items[(number + 3) % 4], warp, lane);
     cp_async_wait<0>();
 }

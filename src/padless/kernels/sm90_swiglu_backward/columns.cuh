@@ -4,7 +4,8 @@
 // Threads of the first 12 warps: scale of an output's column.
 __device__ __forceinline__ void scale_columns(SharedStorage& shared, const Problem& problem, const Item& item,
                                               int tokens) {
-    const int output = threadIdx.x / TILE, column = threadIdx.x % TILE;
+    const int thread = read_tid_x(), output = thread / TILE,
+              column = thread % TILE;  // read anew: registers are full
     if (output >= NUM_OUTPUTS) return;
     float largest = shared.largest[0][output][column];
 #pragma unroll
@@ -14,7 +15,7 @@ __device__ __forceinline__ void scale_columns(SharedStorage& shared, const Probl
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2)
             largest = max_nan(largest, __shfl_xor_sync(0xffffffff, largest, distance));
-        if (threadIdx.x % 32 == 0) shared.largest_of_warps[column / 32] = largest;
+        if (thread % 32 == 0) shared.largest_of_warps[column / 32] = largest;
         bar_sync(1, TILE);
         largest = max_nan(max_nan(shared.largest_of_warps[0], shared.largest_of_warps[1]),
                           max_nan(shared.largest_of_warps[2], shared.largest_of_warps[3]));
@@ -22,7 +23,7 @@ __device__ __forceinline__ void scale_columns(SharedStorage& shared, const Probl
     const Fp8Block rule{};
     const float scale = rule.scale(largest);
     shared.inverse[output][column] = rule.multiplier(scale);
-    if (item.tile >= problem.table.num_scale_rows) return;
+    if (item.tile >= problem.groups.num_scale_rows) return;
     const int64_t row = item.tile;
     const float stored = tokens > 0 ? scale : 0.0f;
     const int of_dh = item.block * TILE + column;
@@ -62,10 +63,10 @@ __device__ __forceinline__ void stage_columns(SharedStorage& shared,
 __device__ __forceinline__ void store_columns(SharedStorage& shared, const Problem& problem, const Item& item,
                                               int warp, int lane) {
     const Lines lines(shared.codes[0], warp, lane);
-    if (!lines.is_inside(problem.table.units(item.tile))) return;
-    const int64_t first_token = UNIT * problem.table.first_unit(item.tile) + Lines::TOKENS * lines.chunk;
+    if (!lines.is_inside(item.units)) return;
+    const int64_t first_token = UNIT * item.first_unit + Lines::TOKENS * lines.chunk;
     const int of_dh = item.block * TILE + lines.column;
-    const int64_t line = problem.tokens;
+    const int64_t line = problem.groups.tokens;
     uint8_t* dz = problem.dz_codes + gate_column(of_dh) * line + first_token;
     uint8_t* hidden = problem.hidden_codes + of_dh * line + first_token;
 #pragma unroll

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from padless.kernels.config import cpp_constants
+from padless.kernels import group_tiles
+from padless.kernels.config import FEW_GROUPS, cpp_constants, room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, persistent_grid
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 KERNEL = "sm90_swiglu_backward/sm90_swiglu_backward.cu"
+BAND = 8
 _TILE = 128
-_LINE = 16  # bytes of a copy
 
 
 @dataclass(frozen=True)
@@ -23,27 +24,27 @@ class SwigluBackwardConfig:
         has_prob: the output was multiplied by a probability of its row.
         interleaved: gate and up lie in runs of 32 columns; else concatenated.
         square: 128 features of H share a scale; else each has its own.
+        max_groups: room for groups.
+        band: blocks of 128 features that are done tile by tile before the next ones.
     """
 
     has_prob: bool = True
     interleaved: bool = False
     square: bool = False
+    max_groups: int = FEW_GROUPS
+    band: int = BAND
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
         flags = {"HAS_PROB": self.has_prob, "INTERLEAVED": self.interleaved, "SQUARE": self.square}
-        return cpp_constants({}, flags)
+        return cpp_constants({"MAX_GROUPS": self.max_groups, "BAND": self.band}, flags)
 
 
-def fits(dh: torch.Tensor, z: torch.Tensor) -> bool:
-    """Whether the kernel takes dh (M, I) and z (M, 2 I): bfloat16, I a multiple of 128, rows at multiples of 16 bytes."""
-    return dh.shape[1] % _TILE == 0 and all(
-        t.dtype == torch.bfloat16
-        and t.stride(1) == 1
-        and t.data_ptr() % _LINE == 0
-        and t.stride(0) * t.element_size() % _LINE == 0
-        for t in (dh, z)
-    )
+def fits(dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor) -> bool:
+    """Whether the kernel takes dh (M, I) and z (M, 2 I): bfloat16, I a multiple of 128, rows at multiples of 16 bytes;
+    offs of few groups.
+    """
+    return dh.shape[1] % _TILE == 0 and group_tiles.fits(offs, dh, z)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,20 +69,23 @@ def prepare(
     dh: torch.Tensor,
     z: torch.Tensor,
     prob: torch.Tensor | None,
-    table: torch.Tensor,
+    groups: group_tiles.TokenGroups,
     out: Outputs,
-    config: SwigluBackwardConfig,
+    interleaved: bool,
+    square: bool,
 ) -> Prepared:
-    """Packs the launch for operands that fit, with at least one tile and one column; table: of `group_tiles`."""
+    """Packs the launch for operands that fit, with at least one column."""
+    config = SwigluBackwardConfig(
+        prob is not None, interleaved, square, room_for_groups(groups.num_groups), BAND
+    )
     device = dh.device.index or 0
     kernel, function = load_kernel(driver, KERNEL, config, device)
     num_rows, hidden = dh.shape
-    num_tiles = table.shape[1]
     pointers = (
         dh,
         z,
         prob,
-        table,
+        groups.offs,
         out.row_codes,
         out.row_scale,
         out.dz_codes,
@@ -89,6 +93,8 @@ def prepare(
         out.hidden_codes,
         out.hidden_scale,
         out.sums,
+        groups.starts,
+        groups.block_starts,
     )
     integers = (
         num_rows,
@@ -96,13 +102,11 @@ def prepare(
         dh.stride(0),
         z.stride(0),
         out.row_scale.stride(1),
-        out.dz_codes.shape[1],
-        out.dz_scale.shape[0],
-        num_tiles,
     )
     arguments: list[Argument] = [(0 if t is None else t.data_ptr(), 8) for t in pointers]
     arguments += [(value, 4) for value in integers]
-    ctas = persistent_grid(driver.num_sms(device), num_tiles * (hidden // _TILE))
+    arguments += groups.arguments(out.dz_codes, out.dz_scale)
+    ctas = persistent_grid(driver.num_sms(device), groups.num_tiles * (hidden // _TILE))
     shape = LaunchShape(ctas, kernel.num_threads, 1)
     tensors = [t for t in pointers if t is not None]
     return Prepared(driver.prepare(function, kernel, shape, arguments, tensors))

@@ -5,6 +5,16 @@ __device__ __forceinline__ float sum_of(float x, float y) {
     return __fadd_rn(x, y);
 }
 
+// A warp's prob of an item's rows, into the buffer of item `number`.
+__device__ __forceinline__ void copy_probs(SharedStorage& shared, const Problem& problem, const Item& item,
+                                           int number, int warp, int lane) {
+    const int row = ROWS * warp + lane;
+    if (!HAS_PROB || lane >= ROWS) return;
+    const bool there = row < item.rows;
+    cp_async_4_or_zeros(shared_address(&shared.probs[number % 2][row]),
+                        problem.prob + (there ? item.first_row + row : 0), there ? 4 : 0);
+}
+
 // Copies of an item's rows into shared memory, 16 bytes of each operand a lane: of rows `pair` and pair + 4 of the warp's at once,
 // where pair is 0, 1, 2, 3 in turn. Rows that are not there are zeros.
 struct RowCopies {

@@ -13,7 +13,6 @@ from padless.quantization.triton import casts
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 LANES = 256  # partial sums of a dot product
-WIDTH: tuple[int, int] | None = None
 
 
 def combine(
@@ -27,9 +26,6 @@ def combine(
     (tokens, n), top_k = out.shape, inverse.shape[1]
     # Up to 1024 columns a program; fewer where that would leave a GPU idle.
     width = min(max(triton.next_power_of_2(n), 128), 1024 if tokens * ceil_div(n, 1024) >= 512 else 256)
-    num_warps = max(width // 256, 1)
-    if WIDTH is not None:
-        width, num_warps = WIDTH
     _combine[(tokens * ceil_div(n, width),)](
         y,
         inverse,
@@ -43,7 +39,7 @@ def combine(
         OUT=DTYPES[out.dtype],
         TOP_K=top_k,
         BLOCK=width,
-        num_warps=num_warps,
+        num_warps=max(width // 256, 1),
         enable_fp_fusion=False,
     )
 

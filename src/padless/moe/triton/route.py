@@ -34,7 +34,7 @@ class Sorted(NamedTuple):
 
 
 def empty(ids: torch.Tensor, num_experts: int) -> Sorted:
-    """What is to be filled for ids (T, k)."""
+    """Unset outputs of routing for ids (T, k)."""
 
     def new(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=ids.device)

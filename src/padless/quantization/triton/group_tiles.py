@@ -15,6 +15,7 @@ import triton.language as tl
 
 from padless import layouts
 from padless.formats import ceil_div
+from padless.kernels.group_tiles import TokenGroups
 
 # Words of a tile in the table, each a row of it: first row of the source, rows, how many of them are tokens of a group
 # (all or none), first column / 32, columns / 32.
@@ -44,6 +45,15 @@ def num_tiles(num_rows: int, num_groups: int, alignment: int) -> int:
     columns = layouts.padded_tokens(num_rows, num_groups, alignment)
     for_columns = columns // 128 + ceil_div((128 - alignment) * num_groups, 128)
     return max(for_columns, num_rows // 128 + num_groups + 1)
+
+
+def token_groups(offs: torch.Tensor, num_rows: int, alignment: int) -> TokenGroups:
+    """The same groups for a CUDA kernel, which finds its tiles by itself and writes starts and block_starts."""
+    starts, block_starts = (
+        torch.empty(offs.shape[0], dtype=torch.int32, device=offs.device) for _ in range(2)
+    )
+    count = num_tiles(num_rows, offs.shape[0], alignment)
+    return TokenGroups(offs.contiguous(), starts, block_starts, alignment, count)
 
 
 def group_tiles(offs: torch.Tensor, num_rows: int, alignment: int) -> GroupTiles:

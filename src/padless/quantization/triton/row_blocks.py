@@ -43,7 +43,7 @@ ELEMENTS = {MXFP8: "e4m3", MXFP8_E5M2: "e5m2", MXFP4: "e2m1", NVFP4: "e2m1"}
 
 
 class Tile(NamedTuple):
-    """What one program quantises: rows x columns of values, by how many warps, of how many registers a thread."""
+    """The part that one program quantizes: rows x columns of values; its warps and registers a thread."""
 
     rows: int
     columns: int
@@ -144,7 +144,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _factors_by(factors: torch.Tensor | None, group: torch.Tensor | None) -> str:
-    """How the kernel finds a row's factors."""
+    """The way the kernel finds a row's factors."""
     if group is not None:
         return "row"
     return "group" if factors is not None and factors.numel() > 2 else "one"

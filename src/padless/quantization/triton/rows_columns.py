@@ -1,6 +1,6 @@
 """Rows and token-contiguous columns of ragged groups in FP8_BLOCK on a GPU: one read, both codes written.
 
-A CUDA kernel takes the usual operands on Hopper (`padless.kernels.sm90_rows_columns`), the Triton kernel here all others.
+A CUDA kernel takes the usual operands on Hopper (`padless.kernels.sm90_rows_columns`), the Triton kernel here others.
 The same arithmetic as `fp8_block` of `padless.quantization.rules` and `columns` of `.columns_rules`, bit for bit.
 A program takes a tile of 128 tokens of one group x 128 features. One launch of `group_tiles` before it finds the tiles.
 """
@@ -30,7 +30,7 @@ MAX_REGISTERS_OF_FLOAT32 = 128
 
 
 class Columns(NamedTuple):
-    """What a kernel writes of a `GroupedColumns`: codes (features, T') uint8 and scale (S, ..) float32."""
+    """The kernel's outputs of a `GroupedColumns`: codes (features, T') uint8 and scale (S, ..) float32."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -71,25 +71,40 @@ def rows_columns(
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     num_rows, features = x.shape
-    num_groups = offs.shape[0]
     kept_rows = num_rows if rows else 0
     row_codes = torch.empty((kept_rows, features), dtype=torch.uint8, device=x.device)
     row_scale = empty_mn_major(kept_rows, ceil_div(features, 128), x.device)
-    columns = empty_columns(num_rows, num_groups, features, block, alignment, x.device)
-    found = groups.group_tiles(offs, num_rows, alignment)
-    results = (row_codes, row_scale, columns.codes, columns.scale, found.starts, found.block_starts)
-    if driver is not None and host.fits(x):
-        config = host.RowsColumnsConfig(rows, block[0] == 128, host.CTAS_PER_SM)
-        of_rows = (row_codes, with_padding(row_scale)) if rows else (None, None)
-        launch = host.prepare(driver, x, found.table, *of_rows, *columns, config).launch
-        launch(torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0)
-        return results
+    columns = empty_columns(num_rows, offs.shape[0], features, block, alignment, x.device)
+    if driver is not None and host.fits(x, offs):
+        of = groups.token_groups(offs, num_rows, alignment)
+        starts, block_starts = of.starts, of.block_starts
+        to = (row_codes, with_padding(row_scale)) if rows else (None, None)
+        prepared = host.prepare(driver, x, of, to[0], to[1], columns.codes, columns.scale, block[0] == 128)
+        prepared.launch(torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0)
+    else:
+        found = groups.group_tiles(offs, num_rows, alignment)
+        starts, block_starts = found.starts, found.block_starts
+        _launch(x, found, row_codes, with_padding(row_scale), columns, rows, block[0] == 128)
+    return row_codes, row_scale, columns.codes, columns.scale, starts, block_starts
+
+
+def _launch(
+    x: torch.Tensor,
+    found: groups.GroupTiles,
+    row_codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    columns: Columns,
+    rows: bool,
+    square: bool,
+) -> None:
+    """The Triton kernel for any x."""
+    num_rows, features = x.shape
     words = casts.word_type(x)
     _rows_columns[(found.num_tiles * ceil_div(features, 128),)](
         x,
         found.table,
         row_codes,
-        with_padding(row_scale),
+        row_scale,
         columns.codes.view(torch.int32),
         columns.scale,
         num_rows,
@@ -100,7 +115,7 @@ def rows_columns(
         columns.scale.shape[0],
         found.num_tiles,
         ROWS=rows,
-        SQUARE=block[0] == 128,
+        SQUARE=square,
         HARDWARE_CAST=casts.casts_in_hardware(x.device),
         DTYPE=words,
         num_warps=NUM_WARPS if rows or not words else NUM_WARPS_OF_COLUMNS,
@@ -110,7 +125,6 @@ def rows_columns(
         if rows
         else MAX_REGISTERS_OF_COLUMNS,
     )
-    return results
 
 
 def with_padding(scale: torch.Tensor) -> torch.Tensor:

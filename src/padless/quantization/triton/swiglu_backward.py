@@ -1,6 +1,7 @@
 """SwiGLU's backward and the quantization of all that it makes on a GPU: 6 I bytes read, 5 I written a row.
 
-A CUDA kernel takes the usual operands on Hopper (`padless.kernels.sm90_swiglu_backward`), the Triton kernel here all others.
+A CUDA kernel takes the usual operands on Hopper (`padless.kernels.sm90_swiglu_backward`), the Triton kernels here
+others.
 The same arithmetic as `padless.quantization.swiglu_rules`, bit for bit, and FP8_BLOCK's codes and scales of its
 results. A program takes a tile of 128 tokens of one group x 128 columns of dH, and with them 256 columns of Z: where
 gate and up are concatenated, a block of each; where they are interleaved by 32, two blocks in a row. `group_tiles` runs
@@ -55,24 +56,26 @@ def swiglu_backward(
     of_hidden = empty_columns(num_rows, num_groups, hidden, hidden_block, alignment, z.device)
     blocks = ceil_div(hidden, 128)
     sums = torch.empty((blocks, num_rows if prob is not None else 0), dtype=torch.float32, device=z.device)
-    found = groups.group_tiles(offs, num_rows, alignment)
     out = host.Outputs(
         row_codes, with_padding(row_scale), *of_dz, *of_hidden, sums if prob is not None else None
     )
     prob = None if prob is None else prob.contiguous()
-    square = hidden_block[0] == 128
-    if driver is not None and host.fits(dh, z):
-        config = host.SwigluBackwardConfig(prob is not None, gate_up == "interleaved", square)
-        launch = host.prepare(driver, dh, z, prob, found.table, out, config).launch
+    square, interleaved = hidden_block[0] == 128, gate_up == "interleaved"
+    if driver is not None and host.fits(dh, z, offs):
+        of = groups.token_groups(offs, num_rows, alignment)
+        starts, block_starts = of.starts, of.block_starts
+        launch = host.prepare(driver, dh, z, prob, of, out, interleaved, square).launch
         launch(torch._C._cuda_getCurrentRawStream(z.device.index) if z.is_cuda else 0)
     else:
-        _launch(dh, z, prob, found, out, gate_up, square)
+        found = groups.group_tiles(offs, num_rows, alignment)
+        starts, block_starts = found.starts, found.block_starts
+        _launch(dh, z, prob, found, out, interleaved, square)
     dprob = torch.empty(sums.shape[1], dtype=torch.float32, device=z.device)
     if dprob.numel() > 0:
         _sum_blocks[(ceil_div(num_rows, _ROWS_AT_ONCE),)](
             sums, dprob, num_rows, blocks, BLOCK_M=_ROWS_AT_ONCE, num_warps=4
         )
-    return (row_codes, row_scale, *of_dz, *of_hidden, found.starts, found.block_starts, dprob)
+    return (row_codes, row_scale, *of_dz, *of_hidden, starts, block_starts, dprob)
 
 
 def _launch(
@@ -81,15 +84,15 @@ def _launch(
     prob: torch.Tensor | None,
     found: groups.GroupTiles,
     out: host.Outputs,
-    gate_up: str,
+    interleaved: bool,
     square: bool,
 ) -> None:
     """The Triton kernel for any operands."""
     num_rows, hidden = dh.shape
     # Where blocks of 128 columns lie across the border of gate and up, a program takes one of them.
-    straddling = gate_up == "concatenated" and hidden % 128 != 0
+    straddling = not interleaved and hidden % 128 != 0
     kernel = _straddling_blocks if straddling else _pairs_of_blocks
-    layout = {"INTERLEAVED": gate_up == "interleaved", "WHOLE": hidden % 128 == 0}
+    layout = {"INTERLEAVED": interleaved, "WHOLE": hidden % 128 == 0}
     if straddling:
         layout = {"ALIGNED": hidden % 16 == 0}
     kernel[(found.num_tiles * ceil_div(2 * hidden if straddling else hidden, 128),)](

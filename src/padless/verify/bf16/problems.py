@@ -41,9 +41,9 @@ SHAPES = (
     RowsShape((257, 0, 640), 1, 2064, 4104),
 )
 VARIANTS = tuple(
-    Bf16WgradConfig(block_n=block_n, block_t=block_t, lead=lead, out_dtype=dtype)
-    for dtype, (block_n, block_t, lead) in itertools.product(
-        WGRAD_OUT_DTYPES, ((256, 64, 1), (128, 64, 1), (256, 32, 0))
+    Bf16WgradConfig(block_n=block_n, block_t=block_t, piece_slabs=slabs, out_dtype=dtype)
+    for dtype, (block_n, block_t, slabs) in itertools.product(
+        WGRAD_OUT_DTYPES, ((256, 32, 2), (256, 32, 1), (128, 32, 1), (256, 64, 1))
     )
 )
 

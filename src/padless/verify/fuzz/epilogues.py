@@ -12,7 +12,7 @@ import torch
 
 from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
 from padless.epilogue import COLUMN_FORMATS, INTERLEAVE, Epilogue, EpilogueTensors, column_tiles
-from padless.formats import FP8_BLOCK, NVFP4, BlockScaledFormat
+from padless.formats import FP8_BLOCK, NVFP4, BlockScaledFormat, round_up
 from padless.kernels.launch import KernelChoice
 from padless.kernels.table import QUANT
 from padless.ops.grouped_gemm import grouped_gemm
@@ -383,7 +383,8 @@ def judge_epilogue(o: Options, place: Place) -> None:
     for name in ("row_scale", "column_scale"):
         t = getattr(like, name)
         if t is not None:
-            fences[name] = flat = Fenced(place, 1, t.untyped_storage().nbytes(), torch.uint8, guard=1)
+            size = t.untyped_storage().nbytes()
+            fences[name] = flat = Fenced(place, 1, size, torch.uint8, round_up(size + 1, 256) - size, guard=1)
             given[name] = _as(flat.out, t)
     if like.amax is not None:
         given["amax"] = torch.full((p.groups,), float("-inf"), device=place.device)

@@ -283,7 +283,7 @@ def _no_slot(inverse: torch.Tensor) -> torch.Tensor:
     rows = torch.ones(inverse.numel(), dtype=torch.bool, device=inverse.device)
     flat = inverse.reshape(-1).long()
     used = torch.zeros_like(rows)
-    used[flat.clamp(min=0)] = True
+    used.index_fill_(0, flat.clamp(min=0), True)
     # Row 0 is clamped to: whether it is used has to be asked for by itself.
     first = (flat == 0).any()
     index = torch.arange(flat.numel(), device=flat.device)

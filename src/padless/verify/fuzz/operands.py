@@ -139,7 +139,7 @@ def activation(
         x = torch.randn((rows, k), dtype=torch.bfloat16, device=place.device, generator=generator)
         x[valid:] = math.nan
         if 0 <= nan_row < rows:
-            x[nan_row, k // 2] = math.nan
+            x[nan_row, k // 2].fill_(math.nan)
         given = among_nan(place, x, gap // 2, math.nan)
         return Operand(x, given, x.double())
     format = FORMAT_BY_NAME[name]
@@ -148,7 +148,7 @@ def activation(
     nan = NAN_SCALE[format.scale_dtype]
     scale[valid:] = nan
     if 0 <= nan_row < rows:
-        scale[nan_row, scale.shape[1] // 2] = nan
+        scale[nan_row, scale.shape[1] // 2].fill_(nan)
     scale = scale.view(format.scale_dtype)
     shared = global_scales(place, globals_ if format.has_global_scale else 0, generator)
     values = exact.decoded(codes, format) * exact.spread(exact.scales(scale), format, "activation", (rows, k))
@@ -193,7 +193,7 @@ def weight(
     codes = _bytes(place, (groups, n, k // format.codes_per_byte), format, generator)
     scale = _scales(place, format.scale_shape((groups, n, k), "weight"), format, generator)
     if 0 <= nan_group < groups:
-        scale[nan_group, scale.shape[1] // 2, scale.shape[2] // 2] = NAN_SCALE[format.scale_dtype]
+        scale[nan_group, scale.shape[1] // 2, scale.shape[2] // 2].fill_(NAN_SCALE[format.scale_dtype])
     scale = scale.view(format.scale_dtype)
     shared = global_scales(place, globals_ if format.has_global_scale else 0, generator)
     values = exact.decoded(codes, format) * exact.spread(

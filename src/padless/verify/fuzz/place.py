@@ -112,6 +112,16 @@ def place_of(backend: str) -> Place:
     return Place(device, backend, kernels_arch(driver.arch))
 
 
+def reserve(place: Place) -> None:
+    """Takes memory from the GPU's driver at once, for torch to hand out: each later request to the driver would wait for
+    all that runs, that of other processes too.
+    """
+    if place.device.type == "cuda":
+        small = [torch.empty(1 << 19, dtype=torch.uint8, device=place.device) for _ in range(256)]
+        large = torch.empty(3 << 29, dtype=torch.uint8, device=place.device)
+        del small, large
+
+
 class Fenced:
     """A (rows, columns) output of poison inside of more poison: guard rows before and behind, and a gap after each row.
 

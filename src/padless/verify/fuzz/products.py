@@ -129,6 +129,7 @@ def shape(draw: Draw, constants: Options) -> Options:
         "nan_row": draw.one(valid) if valid and draw.maybe(0.1) else -1,
         "nan_group": draw.randrange(groups) if draw.maybe(0.05) else -1,
         "beside": draw.one(BESIDE),
+        "offs64": draw.maybe(0.1),
         "hostile": [],
         "seed": draw.data_seed(),
     }
@@ -156,6 +157,7 @@ class Product:
         self.ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         self.valid = self.ends[-1]
         self.offs = place.ends(o.get("hostile") or self.ends)
+        self.offs = self.offs.long() if o.get("offs64") else self.offs
         generator = place.generator(o["seed"])
         gaps = o["gaps"]
         self.a = operands.activation(

@@ -53,7 +53,7 @@ def run_fuzz(
     backend = backend or _default_backend()
     if repeat is not None:
         return _repeat(Problem.parse(repeat), backend, show)
-    _check(minutes, problems, workers, calls)
+    _check(minutes, problems, workers, calls, backend)
     if minutes is None and problems is None:
         minutes = 1.0
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
@@ -62,7 +62,7 @@ def run_fuzz(
     start = time.time()
     deadline = start + (minutes * 60 if minutes is not None else 10.0**9)
     shares = [(problems or 0) * (i + 1) // workers - (problems or 0) * i // workers for i in range(workers)]
-    tasks = [Task(i, seed, backend, deadline, shares[i], tuple(calls or ())) for i in range(workers)]
+    tasks = [Task(i, seed, backend, deadline, shares[i], tuple(calls or ()), workers) for i in range(workers)]
     show(f"padless fuzz: {backend}, {workers} workers, seed {seed}")
     total, crashes = _supervise(tasks, show, start)
     seconds = time.time() - start
@@ -85,7 +85,10 @@ def _default_backend() -> str:
     return "cuda" if torch.cuda.is_available() else "reference"
 
 
-def _check(minutes: float | None, problems: int | None, workers: int | None, calls: list[str] | None) -> None:
+def _check(
+    minutes: float | None, problems: int | None, workers: int | None, calls: list[str] | None, backend: str
+) -> None:
+    from padless.runtime.devices import NAMES, backends
     from padless.verify.fuzz.subjects import SUBJECTS
 
     if minutes is not None and not minutes > 0:
@@ -96,6 +99,10 @@ def _check(minutes: float | None, problems: int | None, workers: int | None, cal
     for call in calls or ():
         if call not in SUBJECTS:
             raise ValueError(f"call is {call!r}; allowed: {', '.join(SUBJECTS)}")
+    if backend not in NAMES:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, NAMES))}")
+    if not (found := backends()[backend]).available:
+        raise ValueError(f"backend {backend!r} is not available here: {found.reason}")
 
 
 def _repeat(problem: Problem, backend: str, show: Callable[[str], None]) -> int:
@@ -176,6 +183,8 @@ def _report(
         show(f"{total.done[call]:8d}  {call}{refused}")
     for reason, count in total.reasons.most_common(5):
         show(f"  refused {count} times: {reason}")
+    for line, count in total.waits.most_common(5):
+        show(f"  waited for the GPU {count} times in {line}")
     for crash in crashes:
         show(f"WRONG one of these ended a worker ({crash['error']}):")
         for text in crash["problems"]:
@@ -202,6 +211,7 @@ def _record(
         "refused": dict(sorted(total.refused.items())),
         "wrong": [{"problem": text, "names": names, "smaller": less} for text, names, less in total.wrong],
         "ended": crashes,
+        "waits": sum(total.waits.values()),
     }
 
 

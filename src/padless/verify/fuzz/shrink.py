@@ -29,7 +29,7 @@ _SIMPLE = {
     "up_offset": 0.0,
     "alignment": 32,
 }
-_KEPT = ("seed", "beside", "call", "module", "top_k")
+_KEPT = ("seed", "beside", "call", "module", "top_k", "m_aligned")
 
 
 def _smaller(options: Options) -> Iterator[Options]:

@@ -43,7 +43,7 @@ def swiglu_constants(draw: Draw) -> Options:
 
 
 def swiglu_rest(draw: Draw, fixed: Options) -> Options:
-    sizes = draw.sizes(5)
+    sizes = draw.sizes(3)
     step = 32 if fixed["gate_up"] == "interleaved" else draw.one((1, 16, 128))
     return {
         "sizes": sizes,
@@ -223,7 +223,7 @@ def _columns(
             0x7F  # past a multiple of 32 tokens nothing is read, or taken for one of the group
         )
         if group == o["nan_group"] and size:
-            data[features // 2, column + size // 2] = 0x7F
+            data[features // 2, column + size // 2].fill_(0x7F)
         if size:
             own = scale[row : row + count].double().t()
             if block[0] > 1:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from padless.verify.fuzz.place import Place, place_of
+from padless.verify.fuzz.place import Place, place_of, reserve
 from padless.verify.fuzz.problem import Draw, Options, Problem
 from padless.verify.fuzz.shrink import shrunk
 from padless.verify.fuzz.subjects import Subject, subjects_of
 from padless.verify.invariance import settings_of
 
 BATCH = {"cuda": 48, "reference": 16, "emulator": 1}
+_KITS = 4  # of all workers together
+_FIRST = 3  # problems of each part of a kit at the start, of several sizes, for which tiles differ
 _SHRUNK = 3  # wrong problems that a worker makes smaller
 _SHOWN = 300  # characters of an error
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker does. ``deadline``: time.time() at which it stops; ``problems``: after so many, 0 for no limit."""
+    """What a worker does. ``deadline``: time.time() at which it stops; ``problems``: after so many, 0 for no limit.
+
+    workers: how many there are, which share kits; see ``problems_of``.
+    """
 
     worker: int
     seed: int
@@ -29,50 +36,83 @@ class Task:
     deadline: float
     problems: int
     calls: tuple[str, ...] = ()
+    workers: int = 1
 
 
 @dataclass
 class Tally:
-    """What came of problems, by call; wrong: (problem, what is wrong, the problem made smaller)."""
+    """What came of problems, by call; wrong: (problem, what is wrong, the problem made smaller).
+
+    waits: lines of Python that made torch wait for the GPU before all of a batch was launched.
+    """
 
     done: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     wrong: list[tuple[str, list[str], str]] = field(default_factory=list)
+    waits: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Tally) -> None:
         self.done += other.done
         self.refused += other.refused
         self.reasons += other.reasons
         self.wrong += other.wrong
+        self.waits += other.waits
 
 
 def problems_of(task: Task, subjects: dict[str, Subject]) -> Iterator[Problem]:
-    """The problems of a worker, without end: a function of the task's seed, worker and backend alone.
+    """The problems of a worker, without end: a function of the task alone.
 
-    Where kernels are compiled, a worker has few draws of what they are compiled for.
+    Where kernels are compiled, a worker has a kit: a few draws of what they are compiled for, of each call. Several
+    workers have the same kit, and each begins with a part of it, so that what one compiled the others find on disk.
     """
-    compiles = task.backend != "reference"
-    kits: dict[str, list[Options]] = {}
-    for name, subject in subjects.items():
-        draw = Draw(f"{task.seed} kit {task.worker} {name}", task.backend)
-        kits[name] = [subject.constants(draw) for _ in range(subject.variants)] if compiles else []
     names, shares = list(subjects), [s.share for s in subjects.values()]
+    kit: dict[str, list[Options]] = {}
+    if task.backend != "reference":
+        kits = min(_KITS, task.workers)
+        sharers = len(range(task.worker % kits, task.workers, kits))
+        kit = kit_of(task, task.worker % kits, subjects)
+        every = [(name, fixed) for name in names for fixed in kit[name]]
+        for name, fixed in every[task.worker // kits :: sharers]:
+            for number in range(_FIRST):
+                draw = Draw(f"{task.seed} first {task.worker} {number} {name}", task.backend)
+                yield subjects[name].draw(name, draw, fixed)
     number = 0
     while True:
         draw = Draw(f"{task.seed} {task.worker} {number}", task.backend)
         name = draw.choices(names, shares)[0]
-        fixed = draw.one(kits[name]) if kits[name] else None
-        yield subjects[name].draw(name, draw, fixed)
+        yield subjects[name].draw(name, draw, draw.one(kit[name]) if kit else None)
         number += 1
+
+
+def kit_of(task: Task, kit: int, subjects: dict[str, Subject]) -> dict[str, list[Options]]:
+    """What kernels are compiled for, by call, in kit number ``kit`` of a run."""
+    found = {}
+    for name, subject in subjects.items():
+        draw = Draw(f"{task.seed} kit {kit} {name}", task.backend)
+        found[name] = [subject.constants(draw) for _ in range(subject.variants)]
+    return found
 
 
 def run_batch(
     batch: list[Problem], subjects: dict[str, Subject], place: Place
 ) -> tuple[Tally, dict[int, list[str]]]:
     """(what was done, what is wrong by position). Waits for the device once, behind all launches."""
-    tally, raised = Tally(), dict[int, list[str]]()
-    refused = set()
+    tally = Tally()
+    with _waits(place, tally):
+        raised, refused = _launch(batch, subjects, place, tally)
+    wrong = place.judge.verdicts() | raised
+    for i, problem in enumerate(batch):
+        if i not in refused:
+            tally.done[problem.call] += 1
+    return tally, {i: names for i, names in wrong.items() if i not in refused}
+
+
+def _launch(
+    batch: list[Problem], subjects: dict[str, Subject], place: Place, tally: Tally
+) -> tuple[dict[int, list[str]], set[int]]:
+    """(what calls raised, problems that were refused), by position."""
+    raised, refused = dict[int, list[str]](), set[int]()
     for i, problem in enumerate(batch):
         place.judge.problem = i
         try:
@@ -88,11 +128,27 @@ def run_batch(
             if "CUDA" in f"{type(error).__name__}{error}":
                 raise
             raised[i] = [f"raised {type(error).__name__}: {error}"[:_SHOWN]]
-    wrong = place.judge.verdicts() | raised
-    for i, problem in enumerate(batch):
-        if i not in refused:
-            tally.done[problem.call] += 1
-    return tally, {i: names for i, names in wrong.items() if i not in refused}
+    return raised, refused
+
+
+@contextmanager
+def _waits(place: Place, tally: Tally) -> Iterator[None]:
+    """Counts the lines that wait for the GPU in this block."""
+    if place.device.type != "cuda":
+        yield
+        return
+    import torch
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for warning in found:
+        if "synchronizing" in str(warning.message):
+            tally.waits[f"{warning.filename}:{warning.lineno}"] += 1
 
 
 def work(task: Task, tell: Callable[[tuple[str, Any]], None]) -> None:
@@ -101,6 +157,7 @@ def work(task: Task, tell: Callable[[tuple[str, Any]], None]) -> None:
 
     torch.set_num_threads(1)
     place = place_of(task.backend)
+    reserve(place)
     subjects = subjects_of(task.backend, place.arch)
     if task.calls:
         subjects = {name: s for name, s in subjects.items() if name in task.calls}
@@ -114,7 +171,8 @@ def _work(
     size = BATCH[task.backend.split(":")[0]]
     source, done, shrunken = problems_of(task, subjects), 0, 0
     while time.time() < task.deadline and (task.problems == 0 or done < task.problems):
-        count = size if task.problems == 0 else min(size, task.problems - done)
+        count = min(size, 8 if done < 40 else size)  # the first ones compile
+        count = count if task.problems == 0 else min(count, task.problems - done)
         batch = [next(source) for _ in range(count)]
         tell(("started", [str(problem) for problem in batch]))
         tally, wrong = run_batch(batch, subjects, place)

@@ -29,7 +29,7 @@ _N_MULTIPLE = {None: 32, "interleaved": 64, "concatenated": 128}
 _DTYPE_OF = {fmt: dtype for dtype, fmt in FORMAT_OF_DTYPE.items()}
 
 
-def quant_paths(arch: str) -> list[Route]:
+def quant_routes(arch: str) -> list[Route]:
     """The routes of an architecture with a quantising epilogue."""
     return [route for route in ROUTES if (route.operation, route.arch) == (QUANT, kernels_arch(arch))]
 
@@ -209,7 +209,7 @@ class FencedOutputs:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a call wrote: for every output all bytes, fences included, on the CPU."""
+    """Outputs of a call: all bytes of each, guards included, on the CPU."""
 
     epilogue: Epilogue
     bytes: dict[str, torch.Tensor]

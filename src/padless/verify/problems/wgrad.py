@@ -52,7 +52,7 @@ VARIANTS = tuple(
 
 
 def block_of(mode: str) -> tuple[int, int]:
-    """What shares a scale of X: features, tokens."""
+    """Features and tokens that share a scale of X."""
     return (1, 128) if mode == "1d1d" else (128, 128)
 
 

@@ -81,14 +81,14 @@ class LayerProblem:
 
     @property
     def bytes(self) -> int:
-        """What the two products must read and write at least, in FP8."""
+        """Bytes that the two products read and write at least, in FP8."""
         p = self.point
         weights = sum(size > 0 for size in self.sizes) * 3 * p.hidden * p.intermediate
         rows = p.slots * (p.hidden + 2 * p.intermediate + 2 * p.hidden)
         return weights + rows
 
     def pass_bytes(self) -> dict[str, int]:
-        """What each pass around the products must read and write at least."""
+        """Bytes that each pass around the products reads and writes at least."""
         p = self.point
         row = p.hidden + 4 * ceil_div(p.hidden, 128)
         return {

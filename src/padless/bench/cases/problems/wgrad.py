@@ -113,7 +113,7 @@ def rows_of(operand: GroupedColumns, sizes: Sequence[int]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class WgradOperands:
-    """What is multiplied: dY, and X in both modes with the same codes; sizes on the host."""
+    """Operands: dY, and X in both modes with the same codes; sizes on the host."""
 
     dy: GroupedColumns
     x: dict[str, GroupedColumns]

@@ -11,6 +11,11 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier)
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Copies 4 bytes, or zeros where `count` is 0.
+__device__ __forceinline__ void cp_async_4_or_zeros(uint32_t to, const void* from, int count) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");
+}
+
 // Copies 16 bytes, of which the first `count` are read (0 or 16 here) and the others are zeros. `from`: a multiple of 16.
 __device__ __forceinline__ void cp_async_16_or_zeros(uint32_t to, const void* from, int count) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");

@@ -29,7 +29,7 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32
         : "memory");
 }
 
-// One arrival, and `bytes` more to come from the copy engine before the phase can end.
+// One arrival, and `bytes` more to come from TMA before the phase can end.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
                  "r"(bytes)

@@ -2,10 +2,9 @@
 // STEPS products of 16 of K to a stage of the ring.
 //
 // A warpgroup has no registers for a second tile, so it multiplies nothing while it hands out a finished one. The other warpgroup
-// does then, if it is not at the same point: with LEAD > 0 the second warpgroup begins a tile when the first one is LEAD stages
-// ahead, and while one of them stores, the tensor core is the other's.
+// does meanwhile: nothing keeps the two at the same point but the ring.
 //
-// Included behind SharedStorage and these constants: BLOCK_N, STEPS, STAGES, LEAD; A_BYTES, B_BYTES of a stage;
+// Included behind SharedStorage and these constants: BLOCK_N, STEPS, STAGES; A_BYTES, B_BYTES of a stage;
 // A_IS_MN_MAJOR, B_IS_MN_MAJOR, CHUNK_BYTES (descriptors.cuh); A_WARPGROUP_BYTES from one warpgroup's rows to the next's.
 #pragma once
 
@@ -62,52 +61,24 @@ __device__ __forceinline__ void multiply_stage(float (&d)[BLOCK_N / 2], uint32_t
     wgmma_commit_group();
 }
 
-// The second warpgroup begins no tile before the first one has multiplied LEAD stages of it, or all. Two barriers in turn: a
-// warpgroup is at most one tile ahead of the other, which still reads its slot of the queue.
-struct Stagger {
-    Pipeline<2> tile;
-    int left = LEAD;  // stages of the tile until the other one may begin
-
-    // Before a tile of `blocks` stages.
-    __device__ __forceinline__ void begin(SharedStorage& shared, int warpgroup, int blocks) {
-        if constexpr (LEAD > 0) {
-            left = blocks < LEAD ? blocks : LEAD;
-            if (warpgroup == 1) mbarrier_wait(shared_address(&shared.ahead[tile.stage]), tile.phase);
-        }
-    }
-
-    // After the products of a stage have been issued. leader: one thread of the first warpgroup.
-    __device__ __forceinline__ void issued(SharedStorage& shared, bool leader) {
-        if constexpr (LEAD > 0) {
-            if (--left == 0) {
-                if (leader) mbarrier_arrive(shared_address(&shared.ahead[tile.stage]));
-                tile.advance();
-            }
-        }
-    }
-};
-
 // Consumer: d = a tile of `blocks` > 0 stages, of whose last one `last_steps` products are issued. `next()` looks for the next tile
 // while the last products run.
 template <class Next>
 __device__ __forceinline__ void multiply_tile(float (&d)[BLOCK_N / 2], SharedStorage& shared,
-                                              const OperandView& view, int blocks, int last_steps,
-                                              int warpgroup, int lane, bool leader,
-                                              Pipeline<STAGES>& pipeline, Stagger& stagger, Next next) {
+                                              const OperandView& view, int blocks, int last_steps, int lane,
+                                              Pipeline<STAGES>& pipeline, Next next) {
     uint32_t a, b;
     const auto wait = [&] {
         mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
         a = view.a + pipeline.stage * (A_BYTES / 16);
         b = view.b + pipeline.stage * (B_BYTES / 16);
     };
-    stagger.begin(shared, warpgroup, blocks);
     pin_registers(d);
     int before = -1;  // the stage before, whose products may still run
 #pragma unroll 1
     for (int block = 0; block < blocks - 1; ++block) {
         wait();
         multiply_stage<true>(d, a, b, STEPS, block != 0);
-        stagger.issued(shared, leader);
         wgmma_wait_group<1>();
         if (block != 0) release_stage(shared, before, lane);
         before = pipeline.stage;
@@ -115,7 +86,6 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCK_N / 2], SharedSto
     }
     wait();
     multiply_stage<false>(d, a, b, last_steps, blocks != 1);
-    stagger.issued(shared, leader);
     wgmma_wait_group<1>();
     if (blocks != 1) release_stage(shared, before, lane);
     next();

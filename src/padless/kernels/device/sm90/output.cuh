@@ -1,7 +1,7 @@
 // From accumulators to global memory, clipped to the rows of the group.
 //
 // A consumer warpgroup owns 64 rows of D. It converts them, lays them in shared memory as slabs of 128 bytes x 64 rows
-// with the 128-byte swizzle, and has the copy engine write them out. The engine never writes a row of another group:
+// with the 128-byte swizzle, and has TMA write them out. The engine never writes a row of another group:
 // either (a) a descriptor pool, boxes of 1, 2, 4 .. 64 rows, where a tail is written by two boxes that overlap; or
 // (b) one ragged descriptor whose bounds check drops the rows past the end of the group. See docs/kernels/.
 #pragma once
@@ -66,7 +66,7 @@ __device__ __forceinline__ void store_slab_pool(const DescriptorPool& pool, uint
 // (b) The ragged descriptor, a 4-D view of D with base b and row stride s: dimensions (innermost first) N, B = 2^30,
 // 2^31 - 2^16, 2^31 - 2^16 with strides 1, s, s, 2^34 - s elements. Coordinates (c, B - left, end, B) with
 // left = end - row address b + (B - left) s + end s + B (2^34 - s) = b + row s (mod 2^64), and the second coordinate
-// leaves its dimension exactly at row `end`, where the copy engine stops writing.
+// leaves its dimension exactly at row `end`, where TMA stops writing.
 constexpr int RAGGED_B = 1 << 30;
 
 __device__ __forceinline__ void store_slab_ragged(const TensorMap& map, uint32_t slab, int column, int row,

@@ -1,5 +1,5 @@
 // How many rows of A one copy, a box, brings. A tile is multiplied in units of 64 rows, but rows that are not its group's need
-// not be loaded: they take bandwidth, and those past the last row of all take the copy engine longer than rows that exist,
+// not be loaded: they take bandwidth, and those past the last row of all take TMA longer than rows that exist,
 // since it writes zeros for them (with 8 rows in all a call took 27% longer by boxes of 64 than by boxes of 8). So a box is no
 // taller than all rows need, in steps of 8 (1024 bytes, a group of the swizzle), and where groups are small a tile of the
 // FP8_BLOCK kernel takes as many boxes of 16 as its rows need. `row_box` of maps.py is the host's side.

@@ -5,7 +5,7 @@
 // 16 i + 4 (lane % 4) + e: a row lies in the four lanes of a quad, a column in the eight quads and two registers.
 //
 // wgmma itself gives a lane two neighbours of every 8 columns. It multiplies by rows of B, so which columns those are is
-// decided by the order of B's rows in shared memory. They are dealt out as they are loaded: a map that counts rows in
+// decided by the order of B's rows in shared memory. They are interleaved as they are loaded: a map that counts rows in
 // fours brings rows 0 and 1 of every four with one copy, and rows 2 and 3 with a second one. A lane then has four
 // neighbours, which are one word of FP8 codes.
 //

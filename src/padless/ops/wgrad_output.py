@@ -1,13 +1,10 @@
-"""What the calls of weight gradients have in common: checks of the output, and launches that are remembered."""
+"""Checks of a weight gradient, the output of two calls."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from padless.ops.checks import describe
-from padless.runtime.driver import PreparedLaunch
 
 OUT_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -55,21 +52,3 @@ def check_gradient_of_kernel(out: torch.Tensor) -> None:
             f"out must have rows that start at multiples of 16 bytes, got strides {out.stride()} of "
             f"{out.element_size()} bytes at address {out.data_ptr():#x}"
         )
-
-
-# A packed launch depends on addresses, shapes and strides alone; all of them are compared again at every call, and no
-# operand is kept alive.
-_LAUNCHES: dict[tuple[Any, ...], PreparedLaunch] = {}
-_MOST_LAUNCHES = 4096
-
-
-def known_launch(facts: tuple[Any, ...] | None) -> PreparedLaunch | None:
-    """The launch that was packed from ``facts`` before."""
-    return None if facts is None else _LAUNCHES.get(facts)
-
-
-def remember_launch(facts: tuple[Any, ...], launch: PreparedLaunch) -> None:
-    """Keeps a launch by everything that it depends on."""
-    if len(_LAUNCHES) >= _MOST_LAUNCHES:
-        _LAUNCHES.clear()
-    _LAUNCHES[facts] = launch

@@ -1,5 +1,5 @@
-// The store of a weight gradient's kernel: a tile's registers are converted into staging memory piece by piece, from which the copy
-// engine writes them, or adds them to what is there.
+// A store by warps of its own: a tile's registers are converted into staging memory piece by piece, from which the copy engine
+// writes them.
 //
 //      consumer warpgroup                                  store warp, one for each of them
 //      ------------------                                  --------------------------------
@@ -7,12 +7,13 @@
 //      stage; proxy fence; arrive ---- d_full[b] ------->  wait d_full[b]; store
 //
 // A warpgroup has its tile in parts, of PIECES pieces each, which are staged in NUM_D = 2 buffers in turn. A piece is PIECE_COLUMNS
-// columns of 64 rows (PIECE_SLABS slabs), a tile NUM_PIECES of them. The first time a consumer stages
-// registers that hold no tile, and the store warp stores nothing: where parts are staged when other products are already under
-// way, a branch there takes registers that the largest kernels do not have.
+// columns of 64 rows (PIECE_SLABS slabs), a tile NUM_PIECES of them. The first time a consumer stages registers that hold no tile,
+// and the store warp stores nothing: where parts are staged when other products are already under way, a branch there takes
+// registers that the largest kernels do not have.
 //
-// Included behind the kernel's SharedStorage, Reader, Problem and these constants, and piece_row and piece_column: where in the
-// result a warpgroup's piece of a tile begins.
+// Included behind the kernel's SharedStorage, Reader, Problem, these constants and these functions: piece_row and piece_column,
+// where in the result a warpgroup's piece of a tile begins; is_in_result, whether the result has a row and column of a tile; and
+// write_slab, which has the copy engine write 64 rows of SLAB_COLUMNS.
 #pragma once
 
 constexpr int STORE_THREADS = 128 + 32;  // that meet at a barrier: a warpgroup and its store warp
@@ -42,19 +43,16 @@ __device__ __forceinline__ void stage_part(const float (&d)[PIECES * PIECE_COLUM
     }
 }
 
-// One thread: stores or adds a piece, clipped to the rows and columns that exist.
+// One thread: writes a piece, clipped to the rows and columns that exist.
 __device__ __forceinline__ void store_piece(SharedStorage& shared, const Problem& problem,
                                             const TensorMap& map_d, const Tile& tile, int warpgroup,
                                             int piece) {
     const int row = piece_row(tile, warpgroup, piece);
     for (int s = 0; s < PIECE_SLABS; ++s) {
         const int column = piece_column(tile, piece) + s * SLAB_COLUMNS;
-        if (row >= problem.n_rows || column >= problem.n_columns) break;
+        if (!is_in_result(problem, tile, row, column)) break;
         const uint32_t slab = shared_address(shared.d[warpgroup][piece % NUM_D] + s * SLAB_BYTES);
-        if (OUT_TYPE == OUT_F32 && problem.accumulate)
-            tma_reduce_add_3d(map_d, slab, column, row, tile.group);
-        else
-            tma_store_3d(map_d, slab, column, row, tile.group);
+        write_slab(problem, map_d, slab, tile, row, column);
     }
     cp_async_bulk_commit_group();
 }

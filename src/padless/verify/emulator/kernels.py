@@ -69,7 +69,7 @@ def backend_of(arch: str) -> str:
 
 
 def emulation_cost(rows: int, groups: int, n: int, k: int) -> float:
-    """What the emulator's time for a problem is about proportional to: whole tiles, some of which are mostly empty."""
+    """A number about proportional to the emulator's time for a problem: whole tiles, some of which are mostly empty."""
     return (rows + 64 * groups) * (n + 64) * (k + 64)
 
 

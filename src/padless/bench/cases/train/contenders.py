@@ -1,0 +1,197 @@
+"""Contenders of the training step: padless' recipes, torch's bf16, and the products alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from padless.autograd import experts, weight_operands
+from padless.bench.cases.train.problem import TrainProblem
+from padless.nn import RECIPES, Experts, Recipe
+from padless.testing.timing import Call
+
+BF16 = "torch bf16"
+KEPT = ", codes kept"
+# Recipes by the names of tables.
+MEASURED: dict[str, Recipe] = {
+    "padless fp8": RECIPES["fp8"],
+    "padless fp8 compact": RECIPES["fp8_compact"],
+    "padless fp8, recompute": Recipe(save="recompute"),
+    "padless fp8 1d1d": RECIPES["fp8_1d1d"],
+    "padless fp8, bf16 wgrad": RECIPES["fp8_bf16_wgrad"],
+    "padless bf16": RECIPES["bf16"],
+}
+_KEPT_CODES = ("padless fp8", "padless fp8 compact")
+
+
+class Step:
+    """Forward and backward of one contender.
+
+    layer: (x, prob) -> output, under autograd. weights: whose gradients a step makes, "w13" and "w2". forget: called
+    before every step, beside forgetting the last one's results.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        problem: TrainProblem,
+        layer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        weights: dict[str, torch.Tensor],
+        forget: Call | None = None,
+    ) -> None:
+        self.name = name
+        self.is_bf16 = name in (BF16, "padless bf16")
+        self.is_whole = not name.endswith(KEPT)
+        self.device = problem.x.device
+        self._layer, self._forget = layer, forget
+        self._dout = problem.dout
+        self._leaves = {
+            "x": problem.x.detach().clone().requires_grad_(),
+            "prob": problem.prob.detach().clone().requires_grad_(),
+            **weights,
+        }
+        self._out: torch.Tensor | None = None
+
+    def forward(self) -> torch.Tensor:
+        """The output, with what the backward pass needs; codes of weights as they are."""
+        return self._layer(self._leaves["x"], self._leaves["prob"])
+
+    def forward_alone(self) -> None:
+        """The forward pass of a training step."""
+        self.forget()
+        self.forward()
+
+    def call(self) -> None:
+        """A step."""
+        self.forget()
+        out = self.forward()
+        out.backward(self._dout)
+        self._out = out.detach()
+
+    def forget(self) -> None:
+        """Frees what the last step made."""
+        self._out = None
+        for leaf in self._leaves.values():
+            leaf.grad = None
+        if self._forget is not None:
+            self._forget()
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """The output and the gradients of the last step."""
+        found = {"out": self._out, **{name: leaf.grad for name, leaf in self._leaves.items()}}
+        return {name: t for name, t in found.items() if t is not None}
+
+
+def padless_step(problem: TrainProblem, name: str, recipe: Recipe) -> Step:
+    """`padless.nn.Experts`; codes of weights are made in every step, or, where the name says so, before the first."""
+    p = problem.point
+    if name.endswith(KEPT):
+        return _step_of_kept_codes(problem, name, recipe)
+    module = Experts(p.hidden, p.intermediate, p.experts, recipe=recipe, device="meta", dtype=torch.bfloat16)
+    module.w13, module.w2 = (torch.nn.Parameter(w) for w in (problem.w13, problem.w2))
+    weights: dict[str, torch.Tensor] = {"w13": module.w13, "w2": module.w2}
+    return Step(name, problem, lambda x, prob: module(x, problem.ids, prob), weights, module.forget_codes)
+
+
+def _step_of_kept_codes(problem: TrainProblem, name: str, recipe: Recipe) -> Step:
+    w13, w2 = (w.detach().requires_grad_() for w in (problem.w13, problem.w2))
+    made13, made2 = weight_operands(w13, recipe), weight_operands(w2, recipe)
+
+    def layer(x: torch.Tensor, prob: torch.Tensor) -> torch.Tensor:
+        return experts(x, problem.ids, prob, w13, w2, recipe, operands13=made13, operands2=made2)
+
+    return Step(name, problem, layer, {"w13": w13, "w2": w2})
+
+
+@dataclass(frozen=True)
+class Maker:
+    """A contender before there is a problem."""
+
+    name: str
+    make: Callable[[TrainProblem], Step]
+
+
+def makers(*, compiled: bool) -> list[Maker]:
+    """torch's step, compiled or not, and padless' by `MEASURED`."""
+    names = [*MEASURED, *(name + KEPT for name in _KEPT_CODES)]
+    own = [
+        Maker(name, partial(padless_step, name=name, recipe=MEASURED[name.removesuffix(KEPT)]))
+        for name in names
+    ]
+    return [Maker(BF16, partial(torch_step, compiled=compiled)), *own]
+
+
+# --- torch -----------------------------------------------------------------------------------------------
+
+
+def _activated(z: torch.Tensor, prob: torch.Tensor) -> torch.Tensor:
+    gate, up = z.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up * prob[:, None]).to(torch.bfloat16)
+
+
+def _summed(y: torch.Tensor, inverse: torch.Tensor, top_k: int) -> torch.Tensor:
+    return y[inverse].view(-1, top_k, y.shape[1]).float().sum(dim=1).to(torch.bfloat16)
+
+
+def torch_step(problem: TrainProblem, *, compiled: bool) -> Step:
+    """torch's grouped products of bfloat16 under its own autograd. compiled: what is between them, by torch.compile."""
+    p = problem.point
+    w13, w2 = (w.detach().requires_grad_() for w in (problem.w13, problem.w2))
+    torch._dynamo.reset()  # another point is compiled for its own sizes
+    activated: Callable[..., torch.Tensor] = _activated
+    summed: Callable[..., torch.Tensor] = _summed
+    if compiled:
+        activated, summed = torch.compile(_activated, dynamic=False), torch.compile(_summed, dynamic=False)
+
+    def layer(x: torch.Tensor, prob: torch.Tensor) -> torch.Tensor:
+        flat = problem.ids.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.shape[0], device=order.device)
+        sizes = torch.histc(flat.float(), bins=p.experts, min=0, max=p.experts - 1)
+        offs = sizes.cumsum(0).to(torch.int32)
+        z = torch._grouped_mm(x[order // p.top_k], w13.transpose(-2, -1), offs=offs)
+        h = activated(z, prob.reshape(-1)[order])
+        y = torch._grouped_mm(h, w2.transpose(-2, -1), offs=offs)
+        return summed(y, inverse, p.top_k)
+
+    return Step(BF16, problem, layer, {"w13": w13, "w2": w2})
+
+
+# --- products alone --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of rows and weights. flops: of the rows in groups."""
+
+    call: Call
+    flops: int
+
+
+def products(problem: TrainProblem) -> dict[str, Product]:
+    """FP8 products of the forward pass and of the input's gradient, by the weight: the same sums, K and N exchanged."""
+    from padless.formats import FP8_BLOCK
+    from padless.moe.routing import route
+    from padless.ops.grouped_gemm import grouped_gemm
+    from padless.quantization.quantize import quantize
+    from padless.quantization.weight_both import quantize_weight_both
+
+    p = problem.point
+    offs = route(problem.ids, p.experts).offs
+    generator = torch.Generator(problem.x.device).manual_seed(p.slots)
+    found: dict[str, Product] = {}
+    for name, w in (("13", problem.w13), ("2", problem.w2)):
+        for kind, weight in zip(("forward", "dgrad"), quantize_weight_both(w), strict=True):
+            n, k = weight.shape[1:]
+            rows = torch.randn(
+                (p.slots, k), generator=generator, device=problem.x.device, dtype=torch.bfloat16
+            )
+            a = quantize(rows, FP8_BLOCK)
+            out = torch.empty((p.slots, n), dtype=torch.bfloat16, device=problem.x.device)
+            call = partial(grouped_gemm, a, weight, offs, out=out)
+            found[f"{kind} {name}"] = Product(call, 2 * p.slots * n * k)
+    return found

@@ -1,0 +1,1 @@
+"""Grouped GEMM of plain bf16 operands on Hopper."""

@@ -1,0 +1,88 @@
+"""Quantizers as layers call them: nothing that a layer made itself is checked, and eager calls go around the dispatcher.
+
+What they compute is `padless.quantize_rows_columns`', `padless.swiglu_backward_quantize`'s and `padless.quantize`'s.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.layouts import GroupedColumns
+from padless.nn.calls import call, is_traced
+from padless.quantization import rows_columns, swiglu_backward, weight_both
+from padless.quantization.rows_columns import chosen_alignment, quantize_rows_columns
+from padless.quantization.swiglu_backward import SwigluGradients, swiglu_backward_quantize
+from padless.quantization.weight_both import quantize_weight_both
+
+_E4M3 = torch.float8_e4m3fn
+
+
+def quantized(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+    """FP8_BLOCK codes, float8 or as bytes, with scales that fit them: not checked, but where a graph is traced."""
+    data = codes if codes.dtype == _E4M3 else codes.view(_E4M3)
+    if torch.compiler.is_compiling():
+        return BlockScaledTensor(data, scale, FP8_BLOCK)
+    made = object.__new__(BlockScaledTensor)
+    made.__dict__.update(
+        data=data,
+        scale=scale,
+        format=FP8_BLOCK,
+        global_scale=None,
+        scale_layout="plain",
+        offs=None,
+        row_groups=None,
+    )
+    return made
+
+
+def quantize_rows(x: torch.Tensor) -> BlockScaledTensor:
+    """x (M, N) along its rows."""
+    return quantized(*call("quantize_rows", x))
+
+
+def rows_and_columns(
+    x: torch.Tensor, offs: torch.Tensor, block: tuple[int, int], rows: bool
+) -> tuple[BlockScaledTensor | None, GroupedColumns]:
+    """x (M, N) along its rows, None without ``rows``, and along the tokens of every group, by one read."""
+    if is_traced(x):
+        return quantize_rows_columns(x, offs, column_block=block, rows=rows)
+    alignment = chosen_alignment(None, x.shape[0], offs.shape[0])
+    codes, scale, of_columns, column_scale, starts, block_starts = rows_columns._run(
+        x, offs, list(block), alignment, rows
+    )
+    columns = GroupedColumns(
+        of_columns.view(_E4M3), column_scale, offs, starts, block_starts, block, alignment
+    )
+    return (quantized(codes, scale) if rows else None), columns
+
+
+def activation_gradients(
+    dh: torch.Tensor,
+    z: torch.Tensor,
+    offs: torch.Tensor,
+    prob: torch.Tensor,
+    gate_up: str,
+    block: tuple[int, int],
+) -> SwigluGradients:
+    """SwiGLU's gradients for dh (M, I) and z (M, 2 I), and H, all quantized."""
+    if is_traced(dh):
+        return swiglu_backward_quantize(dh, z, offs, prob, gate_up=gate_up, hidden_block=block)
+    alignment = chosen_alignment(None, z.shape[0], offs.shape[0])
+    codes, scale, dz, dz_scale, h, h_scale, starts, block_starts, dprob = swiglu_backward._run(
+        dh, z, offs, prob, gate_up, list(block), alignment
+    )
+    return SwigluGradients(
+        quantized(codes, scale),
+        GroupedColumns(dz.view(_E4M3), dz_scale, offs, starts, block_starts, (1, 128), alignment),
+        GroupedColumns(h.view(_E4M3), h_scale, offs, starts, block_starts, block, alignment),
+        dprob,
+    )
+
+
+def weight_and_transpose(weight: torch.Tensor) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+    """A weight (G, N, K) and its transpose (G, K, N), whose codes and scales are the first's, transposed."""
+    if is_traced(weight):
+        return quantize_weight_both(weight)
+    codes, scale, transposed, transposed_scale = weight_both._run(weight)
+    return quantized(codes, scale), quantized(transposed, transposed_scale)

@@ -1,0 +1,145 @@
+"""The grouped and dense product of plain bfloat16 tensors: check, choose a configuration, launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from padless.formats import OUT_DTYPES
+from padless.gradients import refuse_gradients
+from padless.kernels.config import MAX_GROUPS
+from padless.kernels.launch import tile_of
+from padless.kernels.sm90_bf16_plain import host
+from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
+from padless.ops.checks import (
+    check_alignment,
+    check_offs_values,
+    check_output_of_kernel,
+    check_rows,
+    describe,
+)
+from padless.ops.launch_cache import current_stream
+from padless.ops.remembered import facts_of, known_launch, remember_launch
+from padless.reference.bf16 import grouped_gemm_plain_reference
+from padless.runtime.devices import chosen_backend, device_of
+
+_K_MULTIPLE = 8  # rows start at multiples of 16 bytes
+
+
+def grouped_gemm_plain(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None,
+    *,
+    dense: bool,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str | None,
+    check_offs: bool,
+    config: Any,
+) -> torch.Tensor:
+    """out[rows of g] = a[rows of g] @ b[g].T: ``grouped_gemm`` for bfloat16 a (M, K) and b (G, N, K), K or N contiguous.
+    dense: ``gemm`` for b (N, K), without offs.
+    """
+    refuse_gradients(a=a, b=b, out=out)
+    facts = None
+    if out is not None and out.is_cuda and backend in (None, "cuda") and not check_offs:
+        facts = facts_of(("plain", dense, config), out, a, b, *(() if offs is None else (offs,)))
+        if (known := known_launch(facts)) is not None:
+            known(current_stream(out.device.index or 0))
+            return out
+    weights = b[None] if dense else b
+    _check_operands(a, weights)
+    if not dense:
+        _check_offs(offs, weights, a)
+    if check_offs and offs is not None:
+        check_offs_values(offs, a.shape[0])
+    if config is not None and config is not Bf16PlainConfig and not isinstance(config, Bf16PlainConfig):
+        name = config.__name__ if isinstance(config, type) else type(config).__name__
+        raise ValueError(f"config is a {name}; plain tensors take a Bf16PlainConfig")
+    result = _output(a, weights, out, out_dtype)
+    backend = chosen_backend(backend, a)
+    if backend == "reference":
+        ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
+        return grouped_gemm_plain_reference(a, weights, ends, out=result)
+    driver = device_of(backend, a)
+    if driver.arch != "sm_90a":
+        raise ValueError(
+            f"backend {backend!r} is {driver.arch}; plain bfloat16 tensors have a kernel for sm_90a"
+        )
+    check_alignment("a", a)
+    check_alignment("b", weights.transpose(1, 2) if host.is_n_major(weights) else weights)
+    check_output_of_kernel(result)
+    if result.numel() == 0 or weights.shape[0] == 0:
+        return result
+    launch = host.prepare(driver, a, weights, offs, result, tile_of(config)).launch  # type: ignore[arg-type]
+    if facts is not None:
+        remember_launch(facts, launch)
+    launch(current_stream(result.device.index or 0) if result.is_cuda else 0)
+    return result
+
+
+def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raises ValueError for what can be seen without looking at values; b (G, N, K)."""
+    for name, tensor, rank, shape in (("a", a, 2, "(M, K)"), ("b", b, 3, "(G, N, K)")):
+        if tensor.dtype != torch.bfloat16:
+            raise ValueError(
+                f"{name} is {describe(tensor)}; plain operands are both bfloat16 (see padless.quantize for others)"
+            )
+        if tensor.dim() != rank:
+            raise ValueError(f"{name} must have rank {rank}, {shape}, got {describe(tensor)}")
+    (m, k), (num_groups, n, b_k) = a.shape, b.shape
+    if k != b_k:
+        raise ValueError(
+            f"a is (M, K) = {(m, k)} and b is (G, N, K) = {(num_groups, n, b_k)}: K must be the same"
+        )
+    if k == 0 or k % _K_MULTIPLE != 0:
+        raise ValueError(f"K is {k}; it must be a positive multiple of {_K_MULTIPLE}")
+    if b.device != a.device:
+        raise ValueError(f"b is on {b.device} and a on {a.device}; they must be on one device")
+    if num_groups > MAX_GROUPS:
+        raise ValueError(f"b has {num_groups} groups; at most {MAX_GROUPS} are supported")
+    if m >= 2**30:
+        raise ValueError(f"M is {m}; it must be below 2^30")
+    check_rows("a", a)
+    if b.numel() > 0 and not any(
+        b.stride(inner) == 1 and (b.shape[outer] == 1 or b.stride(outer) >= b.shape[inner])
+        for outer, inner in ((1, 2), (2, 1))
+    ):
+        raise ValueError(
+            f"b has strides {b.stride()}; K or N must be contiguous and rows lie apart; call .contiguous()"
+        )
+
+
+def _check_offs(offs: Any, b: torch.Tensor, a: torch.Tensor) -> None:
+    if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
+        raise ValueError(f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {describe(offs)}")
+    if offs.shape[0] != b.shape[0]:
+        raise ValueError(f"offs has {offs.shape[0]} entries and b {b.shape[0]} groups; they must be as many")
+    if not offs.is_contiguous() or offs.device != a.device:
+        raise ValueError(
+            f"offs must be contiguous on {a.device}, got {describe(offs)}, strides {offs.stride()}"
+        )
+
+
+def _output(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``out`` if it will do, or a new tensor. Raises ValueError."""
+    shape = (a.shape[0], b.shape[1])
+    if out is None:
+        if out_dtype not in OUT_DTYPES:
+            raise ValueError(
+                f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32"
+            )
+        out = torch.empty(shape, dtype=out_dtype, device=a.device)
+    elif not isinstance(out, torch.Tensor) or out.dtype not in OUT_DTYPES:
+        raise ValueError(f"out must be a bfloat16, float16 or float32 tensor, got {describe(out)}")
+    elif tuple(out.shape) != shape or out.device != a.device:
+        raise ValueError(f"out must be (M, N) = {shape} on {a.device}, got {describe(out)}")
+    multiple = 16 // out.element_size()
+    if shape[1] % multiple != 0:
+        raise ValueError(f"N is {shape[1]}; it must be a multiple of {multiple} for {out.dtype} output")
+    check_rows("out", out)
+    return out

@@ -1,0 +1,36 @@
+"""Launches that are remembered by everything that they depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from padless.runtime.driver import PreparedLaunch
+
+# A packed launch depends on addresses, shapes and strides alone; all of them are compared again at every call, and no
+# operand is kept alive.
+_LAUNCHES: dict[tuple[Any, ...], PreparedLaunch] = {}
+_MOST_LAUNCHES = 4096
+
+
+def facts_of(settings: tuple[Any, ...], *tensors: Any) -> tuple[Any, ...] | None:
+    """Everything that a launch of these tensors depends on beside ``settings``; None where one is no tensor."""
+    facts = list(settings)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        facts += [tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
+    return tuple(facts)
+
+
+def known_launch(facts: tuple[Any, ...] | None) -> PreparedLaunch | None:
+    """The launch that was packed from ``facts`` before."""
+    return None if facts is None else _LAUNCHES.get(facts)
+
+
+def remember_launch(facts: tuple[Any, ...], launch: PreparedLaunch) -> None:
+    """Keeps a launch by everything that it depends on."""
+    if len(_LAUNCHES) >= _MOST_LAUNCHES:
+        _LAUNCHES.clear()
+    _LAUNCHES[facts] = launch

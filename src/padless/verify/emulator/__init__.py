@@ -1,0 +1,1 @@
+"""Comparisons with the emulator: whole kernels, and single tensor-core instructions."""

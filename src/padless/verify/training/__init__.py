@@ -1,0 +1,1 @@
+"""The checks of ``padless verify`` for layers that train."""

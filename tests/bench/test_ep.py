@@ -1,0 +1,55 @@
+"""The expert-parallel benchmark without GPUs: its contenders agree on gloo, its tables show a record."""
+
+from __future__ import annotations
+
+import torch
+
+from padless.bench.cases import ep
+from padless.bench.cases.ep_problem import EpPoint, EpProblem, NcclExchange, points
+from padless.testing.judge import row_errors, worst
+from padless.testing.ranks import Rank, raise_first, run_ranks
+
+POINT = EpPoint("tiny", 2, 9, 128, 64, 6, 3)
+
+
+def contenders(rank: Rank) -> tuple[float, int, list[int]]:
+    """(worst difference of a token between both layers, rows over the link, rows here)."""
+    p = EpProblem(rank, POINT, 1)
+    nccl = NcclExchange(p)
+    rows, plan = p.ep.dispatch(p.x, p.ids, p.weights)
+    mine = p.ep.combine(p.products(rows, plan.offs), plan, weighted=True)
+    theirs, offs = nccl.dispatch()
+    assert torch.equal(offs, plan.offs)
+    used = int(offs[-1])
+    assert torch.equal(theirs.data.view(torch.uint8), rows.data[:used].view(torch.uint8))
+    assert torch.equal(theirs.scale, rows.scale[:used])
+    assert torch.equal(nccl.layer(), nccl.combine(p.products(theirs, offs)))
+    return worst(row_errors(mine, nccl.layer().double())), p.link_rows(), plan.offs.tolist()
+
+
+def test_contenders_agree() -> None:
+    """NCCL's path, on gloo here, hands over the same rows in the same order; sums differ by bfloat16's rounding."""
+    found = raise_first(run_ranks(contenders, 2, cuda=False, backend="collective", timeout_s=60))
+    assert all(0 < error < 0.02 for error, _, _ in found)
+    assert all(0 < rows <= POINT.tokens for _, rows, _ in found)
+    assert sum(offs[-1] for _, _, offs in found) == 2 * POINT.tokens * POINT.top_k
+
+
+def test_grid() -> None:
+    assert {p.ranks for p in points(4, full=True)} == {4}
+    assert len(points(2, full=True)) == 10
+    assert all(p.experts % p.ranks == 0 for p in points(8, full=True))
+
+
+def test_tables() -> None:
+    times = {name: {"us": 100.0} for name in ("dispatch", "combine", "layer", *ep.STEPS)}
+    times |= {f"nccl {name}": {"us": 350.0} for name in ("dispatch", "combine", "layer")}
+    record = {
+        "kind": "ep",
+        "point": vars(points(2, full=False)[2]),
+        "gpu": times,
+        "link_bytes": {"fan_out": 32_000_000, "send_back": 60_000_000},
+    }
+    first, second = ep.tables([record], {}, 120)
+    assert first.rows[0][3:6] == ["100.0", "350", "3.5x"]
+    assert second.rows[0][-2:] == ["320", "600"]

@@ -1,0 +1,123 @@
+"""The benchmark of a training step: contenders compute one layer's gradients, and wrong or missing ones show."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from padless.bench import report_file
+from padless.bench.cases import train
+from padless.bench.cases.problems.layer import LayerPoint
+from padless.bench.cases.train import contenders
+from padless.bench.cases.train.contenders import BF16, KEPT, Maker, Step, makers
+from padless.bench.cases.train.problem import TrainProblem, make_problem
+from padless.bench.measure import facts_of
+from padless.bench.results import ResultFile, failures, time_us
+from support.bench_records import StandInTimer
+
+POINT = LayerPoint("tiny", 30, 4, 2, 144, 128)
+
+
+@pytest.fixture(scope="module")
+def problem() -> TrainProblem:
+    return make_problem(POINT, 3, "cpu")
+
+
+@pytest.fixture(scope="module")
+def record(problem: TrainProblem) -> dict[str, Any]:
+    return train.measure_train(problem, StandInTimer(), makers(compiled=False)) | {"point": facts_of(POINT)}
+
+
+def test_contenders_compute_one_step(record: dict[str, Any]) -> None:
+    assert failures([record]) == []
+    names = {BF16, *contenders.MEASURED, "padless fp8" + KEPT, "padless fp8 compact" + KEPT}
+    assert set(record["row_error"]) == names
+    for name, found in record["row_error"].items():
+        assert set(found) == {"out", "x", "prob", "w13", "w2"}
+        assert all(
+            1e-4 < error < (0.02 if name in (BF16, "padless bf16") else 0.2) for error in found.values()
+        ), name
+    assert {f"forward: {name}" for name in contenders.MEASURED} < set(record["gpu"])
+    assert {f"product: {name}" for name in train.PRODUCTS} < set(record["gpu"])
+
+
+def test_the_float64_gradients_are_torchs(problem: TrainProblem) -> None:
+    """All tokens at once, in float64."""
+    p = {name: getattr(problem, name).double().requires_grad_() for name in ("x", "prob", "w13", "w2")}
+    out = torch.zeros_like(p["x"])
+    for e in range(POINT.experts):
+        token, slot = torch.nonzero(problem.ids == e, as_tuple=True)
+        y = problem._expert(p["x"][token], p["w13"][e], p["w2"][e])
+        out = out.index_add(0, token, y * p["prob"][token, slot, None])
+    out.backward(problem.dout.double())
+    for name, want in problem.expected.items():
+        got = problem.rows_of(name, out.detach() if name == "out" else p[name].grad)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def changed(problem: TrainProblem, name: str, result: str) -> Step:
+    """A step one of whose results is off."""
+    step = contenders.padless_step(problem, name, contenders.MEASURED["padless bf16"])
+    right = step.results
+
+    def results() -> dict[str, torch.Tensor]:
+        found = right()
+        return found | {result: found[result] * 1.3}
+
+    step.results = results
+    return step
+
+
+def test_wrong_and_broken_contenders_are_noticed_and_not_timed(problem: TrainProblem) -> None:
+    def broken(problem: TrainProblem) -> Step:
+        raise RuntimeError("no such kernel")
+
+    results = ("out", "x", "prob", "w13", "w2")
+    wrong = [Maker(f"off in {r}", partial(changed, name=f"off in {r}", result=r)) for r in results]
+    found = train.measure_train(problem, StandInTimer(), [Maker("broken", broken), *wrong])
+    assert set(found["errors"]) == {"broken"}
+    assert set(found["wrong"]) == {maker.name for maker in wrong}
+    assert not any("off" in name for name in found["gpu"])
+
+
+def test_codes_are_made_in_every_step_or_kept(problem: TrainProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    from padless.nn import weight_codes
+
+    made: list[int] = []
+    right = weight_codes.weight_operands
+    for module in (weight_codes, contenders):
+        monkeypatch.setattr(module, "weight_operands", lambda w, recipe: made.append(1) or right(w, recipe))
+    for name, expected in (("padless fp8", 6), ("padless fp8" + KEPT, 2)):
+        made.clear()
+        step = contenders.padless_step(problem, name, contenders.MEASURED["padless fp8"])
+        for _ in range(3):
+            step.call()
+        assert len(made) == expected
+
+
+def test_a_measured_point_is_shown(record: dict[str, Any], tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "train.jsonl")
+    kept = dict.fromkeys(record["saved_bytes_per_row"], 11616.0)
+    host = dict.fromkeys(record["saved_bytes_per_row"], 4321.0)
+    file.append(record | {"kind": "train", "seed": 0, "saved_bytes_per_row": kept, "host_us": host})
+    console = Console(width=100, record=True)
+    report_file(file.path, console=console)
+    text = console.export_text()
+    assert "…" not in text
+    assert "11616" in text
+    assert "4321" in text
+    assert f"{time_us(record, 'gpu', 'padless fp8'):.0f}" in text
+    ratio = time_us(record, "gpu", BF16) / time_us(record, "gpu", "padless fp8 1d1d")
+    assert f"{ratio:.2f}x" in text
+
+
+def test_the_grid() -> None:
+    full, quick = train.grid("full", 0), train.grid("quick", 0)
+    assert len(set(full)) == len(full) == 7
+    assert set(quick) <= set(full)
+    assert [point.slots for point in quick] == [32768, 32768, 65536]

@@ -1,0 +1,43 @@
+"""The planning model: what follows from counting, and the measured times of two GPUs."""
+
+from __future__ import annotations
+
+from math import comb
+
+import pytest
+
+from padless.distributed.planning import Exchange, Machine, predict, table
+
+# bfloat16 tokens to FP8 rows, and rows to sums, of two H200s (padless bench ep, first run on 2026-11-22).
+MEASURED = {4096: (171.3, 261.2)}
+
+
+@pytest.mark.parametrize(("ranks", "experts", "top_k"), [(2, 64, 8), (8, 256, 8), (8, 256, 6), (64, 256, 8)])
+def test_copies_are_those_of_a_closed_form(ranks: int, experts: int, top_k: int) -> None:
+    """D = R (1 - C(E - E/R, k) / C(E, k)) for distinct uniform experts."""
+    p = predict(Exchange(ranks, 4096, 7168, experts, top_k))
+    want = ranks * (1 - comb(experts - experts // ranks, top_k) / comb(experts, top_k))
+    assert p.copies == pytest.approx(want, rel=0.01)
+    assert p.rows == pytest.approx(4096 * top_k)
+
+
+def test_two_gpus_as_measured() -> None:
+    for tokens, (dispatch, combine) in MEASURED.items():
+        p = predict(Exchange(2, tokens, 7168, 64, 8))
+        assert p.dispatch == pytest.approx(dispatch, rel=0.2)
+        assert p.combine == pytest.approx(combine, rel=0.2)
+
+
+def test_what_slows_an_exchange() -> None:
+    usual = predict(Exchange(8, 4096, 7168, 256, 8))
+    assert predict(Exchange(8, 4096, 7168, 256, 8, skew=1.0)).dispatch > 1.3 * usual.dispatch
+    assert predict(Exchange(8, 4096, 7168, 256, 8), Machine(link=175)).combine > 1.5 * usual.combine
+    assert predict(Exchange(16, 4096, 7168, 256, 8)).dispatch > 3 * usual.dispatch  # the network
+    with pytest.raises(ValueError, match="experts is 10 and ranks 4"):
+        predict(Exchange(4, 1, 32, 10, 2))
+
+
+def test_table() -> None:
+    lines = table([2, 8], 128, 4096, 64, 6, 0.0, Machine()).splitlines()
+    assert len(lines) == 4
+    assert lines[2].startswith("| 2 | 32 |")

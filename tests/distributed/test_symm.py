@@ -1,0 +1,134 @@
+"""The "symm" backend: virtual ranks in Triton's interpreter and in the emulator, planted bugs, real processes, GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from padless.testing import exchange
+from support.ragged import ROOT
+
+pytest.importorskip("triton")
+from support import ep_bugs, ep_cases, ep_emulated, ep_symm_cases, ep_virtual
+
+QUICK = ("three_ranks", "one_rank_ahead", "waits", "capacity")
+
+
+def interpreted(program: str, *arguments: str) -> dict[str, Any]:
+    """The JSON that a program of tests/support prints, with kernels in Triton's interpreter."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
+    command = [sys.executable, str(ROOT / "tests/support" / program), *arguments]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.fixture(scope="module")
+def quick() -> dict[str, str | None]:
+    return interpreted("ep_symm_cases.py", *QUICK)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_virtual_ranks(name: str, quick: dict[str, str | None]) -> None:
+    assert quick[name] is None, quick[name]
+
+
+@pytest.mark.slow
+def test_all_virtual_ranks() -> None:
+    found = interpreted("ep_symm_cases.py", *(name for name in ep_symm_cases.CASES if name not in QUICK))
+    assert not any(found.values()), found
+
+
+@pytest.mark.slow
+def test_planted_bugs_are_found() -> None:
+    found = interpreted("ep_bugs.py")
+    assert list(found) == list(ep_bugs.BUGS)
+    assert all(found.values()), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_that_share_memory(size: int) -> None:
+    """The same cases as on gloo with no other synchronization than the kernels' own."""
+    found = interpreted("ep_shared.py", str(size), "invariance", "gradients", "transposes", "errors", "sizes")
+    assert not any(found.values()), found
+
+
+@pytest.mark.gpu(capability=None)
+@pytest.mark.parametrize("name", ep_symm_cases.CASES)
+def test_on_the_gpu(name: str) -> None:
+    ep_symm_cases.CASES[name]("cuda")
+
+
+@pytest.mark.gpu(capability=None)
+def test_on_two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = ep_cases.run(cuda=True, backend="symm")
+    assert not any(found.values()), found
+
+
+# --- machine code for Hopper, in the emulator ------------------------------------------------------------
+
+
+def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels, as compiled, on two ranks: rows, sums, and no multiply-add where two roundings are defined."""
+    p = exchange.draw([2, 1], 4, 256, 3, 1)
+    for few_slots, launches in (
+        (0, {"publish_ids": 2, "localize": 2, "fan_out": 4}),
+        (1024, {"receive_few": 2, "fan_out": 2}),
+    ):
+        ranks = ep_virtual.make(p, few_slots=few_slots)
+        with monkeypatch.context() as patch:
+            kernels = ep_emulated.emulate(patch, [s.buffer for s in ranks.states])
+            ep_symm_cases.check_dispatch(p, ranks, ranks.settings[0].row_format.format, ranks.dispatch(p))
+            ep_symm_cases.check_combine(p, ranks, few_slots, weighted=True)
+            ep_symm_cases.check_again(p, ranks, 1)
+            ep_symm_cases.check_no_error(ranks)
+        launches |= {"publish": 4, "fan_in": 2, "finish": 2}
+        assert {name: k.launches for name, k in kernels.items() if k.launches} == launches
+    for name in ("fan_in", "finish"):
+        assert all("fma.rn.f32" not in c.asm["ptx"] for c in kernels[name]._compiled.values())
+
+
+@pytest.mark.slow
+def test_rows_move_in_words_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads from and stores to other ranks' buffers, whose addresses are numbers to the compiler."""
+    p = exchange.draw([1, 1], 2, 2048, 2, 2)
+    ranks = ep_virtual.make(p, few_slots=0)
+    kernels = ep_emulated.emulate(monkeypatch, [s.buffer for s in ranks.states])
+    ranks.dispatch(p)
+    ep_symm_cases.check_combine(p, ranks, 1, weighted=False)
+    for name, loads, stores in (("fan_out", 1, 2), ("fan_in", 2, 1), ("finish", 2, 1), ("publish", 1, 1)):
+        for compiled in kernels[name]._compiled.values():
+            ptx = compiled.asm["ptx"]
+            assert ptx.count("ld.global.v4") >= loads, name
+            assert ptx.count("st.global.v4") >= stores, name
+
+
+@pytest.mark.slow
+def test_a_signal_is_released_and_acquired_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = exchange.draw([1, 1], 2, 64, 2, 3)
+    ranks = ep_virtual.make(p, few_slots=0)
+    kernels = ep_emulated.emulate(monkeypatch, [s.buffer for s in ranks.states])
+    ranks.dispatch(p)
+    ep_symm_cases.check_combine(p, ranks, 1, weighted=False)
+    for name, words in (
+        ("publish", ("atom.global.sys.acq_rel.add", "atom.global.sys.release.exch")),
+        ("localize", ("atom.global.sys.acquire.add",)),
+        (
+            "fan_in",
+            ("atom.global.sys.acquire.add", "atom.global.sys.acq_rel.add", "atom.global.sys.release.exch"),
+        ),
+        ("finish", ("atom.global.sys.acquire.add", "atom.global.sys.release.exch")),
+    ):
+        for compiled in kernels[name]._compiled.values():
+            for word in words:
+                assert word in compiled.asm["ptx"], f"{name} has no {word}"

@@ -1,0 +1,60 @@
+"""The examples, run in small: what they print is what they promise."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> str:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def number(pattern: str, printed: str) -> float:
+    found = re.search(pattern, printed)
+    assert found, printed
+    return float(found[1])
+
+
+def test_convert_to_nvfp4(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = run("convert_to_nvfp4.py", monkeypatch, capsys, "--tokens", "32")
+    ratio = number(r"([\d.]+) MB in NVFP4", printed) / number(r"([\d.]+) MB in bfloat16", printed)
+    assert 0.27 < ratio < 0.29  # 4.5 bits of 16
+    assert 1e-4 < number(r"relative error of the logits: ([\d.]+)", printed) < 0.03
+    assert number(r"divergence of the next token: ([\d.]+) nats", printed) < 1e-3
+    assert number(r"same most likely token: ([\d.]+)%", printed) > 85
+
+
+@pytest.mark.skipif(find_spec("padless.autograd") is None, reason="needs padless.autograd")
+def test_fine_tune_qwen3_moe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Both recipes learn, by other numbers, and what is saved is a model of transformers."""
+    small = ("--steps", "6", "--batch", "2", "--length", "48")
+    losses = []
+    for recipe in ("fp8", "bf16"):
+        folder = tmp_path / recipe
+        printed = run(
+            "fine_tune_qwen3_moe.py", monkeypatch, capsys, "--recipe", recipe, "--save", str(folder), *small
+        )
+        first = number(r"loss of the first step ([\d.]+)", printed)
+        losses.append(number(r"of the last ([\d.]+)", printed))
+        assert losses[-1] < 0.85 * first
+    assert abs(losses[0] - losses[1]) < 0.05
+    fp8, bf16 = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / recipe).state_dict() for recipe in ("fp8", "bf16")
+    )
+    assert any(not torch.equal(fp8[name], bf16[name]) for name in fp8)

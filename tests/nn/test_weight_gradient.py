@@ -1,0 +1,140 @@
+"""Weight gradients: Megatron-LM's main_grad, microbatch after microbatch, and those that wait in a queue."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from padless.nn import DelayedWgrad, Experts
+from support.training_layer import BF16, gradients, layer, module
+
+WEIGHTS = ("w13", "w2")
+
+
+def microbatches(experts: Experts, count: int = 4) -> list[dict[str, torch.Tensor]]:
+    """The gradients of each, with a layer that has no main_grad."""
+    alone = module(layer(), experts.recipe, dtype=experts.w13.dtype)
+    return [gradients(alone, layer(tokens=20 + 13 * i, seed=i), experts.w13.dtype) for i in range(count)]
+
+
+def train(experts: Experts, count: int = 4) -> None:
+    for i in range(count):
+        problem = layer(tokens=20 + 13 * i, seed=i)
+        p = problem.leaves(experts.w13.dtype)
+        out = experts(p["x"], problem.index, p["prob"], p["shared"])
+        out.backward(problem.dout.to(out.dtype))
+        for name in WEIGHTS:
+            getattr(experts, name).overwrite_main_grad = False
+
+
+def with_main_grads(
+    recipe: str, dtype: torch.dtype = torch.float32, main: torch.dtype = torch.float32
+) -> Experts:
+    """A layer whose first microbatch stores, over NaN."""
+    experts = module(layer(), recipe, dtype=dtype)
+    for name in WEIGHTS:
+        weight = getattr(experts, name)
+        weight.main_grad = torch.full(weight.shape, float("nan"), dtype=main)
+        weight.overwrite_main_grad = True
+    return experts
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_bf16_wgrad"])
+def test_main_grad_is_the_float32_sum_of_the_microbatches(recipe: str) -> None:
+    experts = with_main_grads(recipe)
+    train(experts)
+    single = microbatches(experts)
+    for name in WEIGHTS:
+        total = single[0][name].clone()
+        for one in single[1:]:
+            total += one[name]
+        weight = getattr(experts, name)
+        assert torch.equal(weight.main_grad, total), name
+        assert weight.grad is None
+        assert not hasattr(weight, "grad_added_to_main_grad")
+
+
+def test_an_expert_without_tokens_is_not_touched_when_accumulating() -> None:
+    experts = module(layer(), "fp8")
+    experts.w13.main_grad, experts.w2.main_grad = (torch.full_like(getattr(experts, n), 7.0) for n in WEIGHTS)
+    train(experts, 1)
+    assert (experts.w13.main_grad[3] == 7.0).all()
+    assert (experts.w2.main_grad[3] == 7.0).all()
+    assert not (experts.w13.main_grad[0] == 7.0).any()
+
+
+def test_storing_where_a_sum_is_wanted_is_seen() -> None:
+    """The planted fault: every microbatch the first."""
+    experts = with_main_grads("fp8")
+    for i in range(2):
+        experts.w13.overwrite_main_grad = True
+        train_one(experts, i)
+    assert not torch.equal(experts.w13.main_grad, sum(one["w13"] for one in microbatches(experts, 2)))
+
+
+def train_one(experts: Experts, seed: int) -> None:
+    problem = layer(tokens=20 + 13 * seed, seed=seed)
+    p = problem.leaves(torch.float32)
+    experts(p["x"], problem.index, p["prob"], p["shared"]).backward(problem.dout)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_hooks_get_a_gradient_where_they_wait_for_one(zeros: bool) -> None:
+    """The protocol of data parallelism: the attribute is set, and a gradient that nobody reads comes by."""
+    experts = with_main_grads("fp8")
+    seen: list[torch.Size] = []
+    for name in WEIGHTS:
+        weight = getattr(experts, name)
+        weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, zeros
+        weight.register_hook(lambda grad: seen.append(grad.shape))
+    train_one(experts, 0)
+    for name in WEIGHTS:
+        weight = getattr(experts, name)
+        assert weight.grad_added_to_main_grad
+        assert weight.shape in seen
+        assert not zeros or (weight.grad == 0).all()
+
+
+def test_main_grad_in_bfloat16() -> None:
+    experts = with_main_grads("fp8", BF16, BF16)
+    train(experts)
+    single = microbatches(experts)
+    for name in WEIGHTS:
+        total = sum(one[name].double() for one in single)
+        error = (getattr(experts, name).main_grad.double() - total).norm() / total.norm()
+        assert error < 2**-7
+
+
+# --- later -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_bf16_wgrad"])
+def test_delayed_gradients_are_the_same(recipe: str) -> None:
+    queue = DelayedWgrad()
+    experts = module(layer(), recipe, delayed_wgrad=queue)
+    train(experts)
+    assert experts.w13.grad is None
+    assert len(queue) == 8
+    queue.flush(3)
+    assert len(queue) == 5
+    queue.flush()
+    assert len(queue) == 0
+    single = microbatches(experts)
+    for name in WEIGHTS:
+        total = single[0][name].clone()
+        for one in single[1:]:
+            total += one[name]
+        assert torch.equal(getattr(experts, name).grad, total)
+
+
+def test_delayed_gradients_into_main_grad() -> None:
+    now, later = with_main_grads("fp8"), with_main_grads("fp8")
+    queue = DelayedWgrad()
+    later.delayed_wgrad = queue
+    train_one(now, 0)
+    train_one(later, 0)
+    assert later.w2.main_grad.isnan().all()
+    queue.flush()
+    assert torch.equal(now.w13.main_grad, later.w13.main_grad)
+    assert torch.equal(now.w2.main_grad, later.w2.main_grad)
+    assert later.w2.grad is None

@@ -1,0 +1,135 @@
+"""Commands that README, CONTRIBUTING and the lessons show: each is run, as far as it goes without a GPU and without CI.
+
+`make` targets are run dry; options of `padless` commands are parsed, and those that measure say that they need a GPU.
+Whole runs: tests/demo (demo), test_docs.py (docs), test_readme_measured.py (readme), tests/kernels/test_digests.py
+(digests), tests/cli (info), tests/emulator/test_cli.py (emulate), tests/bench/test_report.py (bench report),
+test_learn.py (lessons, with every break).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from padless import cli
+from support.ragged import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "learn").glob("*.md"))]
+TOOLS = ("make", "padless", "python", "pytest", "pre-commit", "pip", ".venv/bin/python")
+START = re.compile(rf"(?:{'|'.join(map(re.escape, TOOLS))}) [^`]+")
+
+
+def commands_of(text: str) -> list[str]:
+    """Commands of a page: lines of its fenced blocks and inline code, without comments and redirections. In a table a
+    cell may go on with other benchmarks: `padless bench layer`, `wgrad`.
+    """
+    found = []
+    fenced = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    for language, block in fenced.findall(text):
+        found += [line for line in block.splitlines() if not language and START.fullmatch(line)]
+    for line in fenced.sub("", text).splitlines():
+        first, *others = re.findall(r"`([^`]+)`", line.split("|")[1] if line.startswith("|") else line) or [
+            ""
+        ]
+        found += [code for code in (first, *others) if START.fullmatch(code)]
+        if line.startswith("|") and first.startswith("padless bench "):
+            found += [f"padless bench {name}" for name in others if " " not in name]
+    return sorted({re.split(r"\s+(?:#|>) ", command)[0].strip() for command in found})
+
+
+COMMANDS = sorted({command for page in PAGES for command in commands_of(page.read_text())})
+
+
+def of(tool: str) -> list[str]:
+    return [command for command in COMMANDS if shlex.split(command)[0] == tool]
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+
+
+def padless(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, arguments)
+
+
+def test_commands_are_found():
+    table = "| `padless bench one`, `two` | `padless t` |"
+    text = f"`make x`\n```\npadless a --b # c\nno\n```\n```text\nmake y\n```\n{table}\nso `python x.py > y` is `z`"
+    assert commands_of(text) == [
+        "make x",
+        "padless a --b",
+        "padless bench one",
+        "padless bench two",
+        "python x.py",
+    ]
+    assert len(COMMANDS) > 30
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("command", of("make"))
+def test_make_has_the_target(command):
+    found = run("make", "-n", *shlex.split(command)[1:])
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize("command", of("padless"))
+def test_padless_has_the_command_and_its_options(command):
+    found = padless(*shlex.split(command)[1:], "--help")
+    assert found.exit_code == 0, found.output
+
+
+@pytest.mark.parametrize("wrong", ["bench nothing", "verify --no-such-option", "no-such-command"])
+def test_a_wrong_command_is_seen(wrong):
+    assert padless(*wrong.split(), "--help").exit_code != 0
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in of("padless") if re.match(r"padless (tune|bench (?!report|host\b|blackwell))", c)]
+)
+def test_what_measures_says_that_it_needs_a_gpu(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert re.fullmatch(r"padless: .*(GPU|Hopper|Blackwell).*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("command", [*of("python"), *of(".venv/bin/python"), *of("pytest")])
+def test_scripts_run_and_named_tests_exist(command):
+    words = [
+        word for word in shlex.split(command) if word not in ("python", ".venv/bin/python", "-m", "pytest")
+    ]
+    assert (ROOT / words[0]).exists(), command
+    if words[0].startswith("tools/"):
+        assert run(sys.executable, *words, "--help").returncode == 0
+    elif words[0].startswith("docs/learn/"):
+        found = run(sys.executable, *words)
+        assert found.returncode == (1 if "--break" in words else 0), found.stderr
+
+
+def test_hooks_that_are_to_be_installed_are_configured():
+    config = (ROOT / ".pre-commit-config.yaml").read_text()
+    for command in of("pre-commit"):
+        kinds = re.findall(r"--hook-type (\S+)", command)
+        assert kinds
+        assert all(kind in config for kind in kinds), command

@@ -1,0 +1,161 @@
+"""Bugs to plant in the "symm" backend's kernels, and the case that must find each.
+
+As a program, in Triton's interpreter: plants one after the other and prints one JSON object, bug -> the end of the error
+that its case gave, or null where the case passed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import padless.distributed.triton as package
+
+MODULES = ("cells", "publish", "receive", "receive_few", "send_back")
+NAME = package.__name__
+
+
+@dataclass(frozen=True)
+class Bug:
+    """case: of ep_symm_cases. changes: (module, text, other text), each text being there."""
+
+    case: str
+    changes: tuple[tuple[str, str, str], ...]
+
+
+HALF = "% 2).to(tl.int64)"
+ONE_HALF = "% 1).to(tl.int64)"
+BUGS = {
+    "one half for all epochs": Bug(
+        "one_rank_ahead",
+        (("publish", HALF, ONE_HALF), ("receive", HALF, ONE_HALF), ("receive_few", HALF, ONE_HALF)),
+    ),
+    "weights of the other epoch": Bug(
+        "two_ranks",
+        (("receive", "weights_region + ids_half * R", "weights_region + 0 * R"),),
+    ),
+    "ids are cut to 32 bits": Bug(
+        "wrong_ids",
+        (("publish", "tl.where(values < 0, -1, tl.minimum(values, num_experts)).to", "values.to"),),
+    ),
+    "the first program signals": Bug("two_ranks", (("cells", "== programs - 1", "== 0"),)),
+    "an abort is not passed on": Bug(
+        "waits",
+        (
+            (
+                "cells",
+                "for peer in range(R):\n                there",
+                "for peer in range(0):\n                there",
+            ),
+        ),
+    ),
+    "the wrong rank is named": Bug("waits", (("cells", "axis=0).to(tl.int64) + 1", "axis=0).to(tl.int64)"),)),
+    "rows are stored past the capacity": Bug(
+        "capacity", (("receive", "if (row >= 0) & (row < capacity):", "if row >= 0:"),)
+    ),
+    "offs are not cut": Bug(
+        "capacity",
+        (
+            (
+                "receive",
+                "tl.minimum(ends, capacity)",
+                "ends",
+            ),
+        ),
+    ),
+    "rows are stored past the capacity, few": Bug(
+        "capacity",
+        (("receive_few", "tl.max((kept & (lane == j))", "tl.max((is_here & (lane == j))"),),
+    ),
+    "one half for all epochs, few": Bug(
+        "one_rank_ahead", (("publish", HALF, ONE_HALF), ("receive_few", HALF, ONE_HALF))
+    ),
+    "equal experts in any order": Bug(
+        "two_ranks", (("receive_few", "(slot[None, :] < mine[:, None])", "(slot[None, :] > mine[:, None])"),)
+    ),
+    "rows of a rank that is not there, few": Bug("waits", (("receive_few", "* TOP_K * there", "* TOP_K"),)),
+    "rows are not waited for": Bug(
+        "waits_for_rows",
+        (
+            (
+                "receive",
+                "aborted, epoch, status_ptr, limit, R, CLOCK)\n    for pair",
+                "aborted, 0, status_ptr, limit, R, CLOCK)\n    for pair",
+            ),
+        ),
+    ),
+    "row 0 is no row": Bug("three_ranks", (("receive", "if (row >= 0) &", "if (row > 0) &"),)),
+    "rows of a rank that is not there": Bug("waits", (("receive", "* TOP_K * there", "* TOP_K"),)),
+    "sums are stored before the last were read": Bug(
+        "waits",
+        (("send_back", "finished, aborted, epoch - 1, status_ptr", "finished, aborted, 0, status_ptr"),),
+    ),
+    "slots are added from the last": Bug(
+        "order_of_sums",
+        (("send_back", "tl.load(inverse_ptr + at + j)", "tl.load(inverse_ptr + at + TOP_K - 1 - j)"),),
+    ),
+    "ranks are added from the last": Bug(
+        "order_of_sums",
+        (
+            (
+                "send_back",
+                "for r in tl.static_range(R):\n",
+                "for q in tl.static_range(R):\n            r = R - 1 - q\n",
+            ),
+        ),
+    ),
+    "sums without a rank": Bug("waits", (("send_back", "if there == 0:", "if there == 2:"),)),
+    "values by slot go to the wrong rank": Bug(
+        "two_ranks",
+        (
+            (
+                "send_back",
+                "buffer_of(pointers_ptr, source, slots_region",
+                "buffer_of(pointers_ptr, rank, slots_region",
+            ),
+        ),
+    ),
+}
+
+
+def plant(bug: Bug | None, folder: str) -> None:
+    """Imports the kernels anew, with the bug in them."""
+    for name in MODULES:
+        sys.modules.pop(f"{NAME}.{name}", None)
+    for name in MODULES:
+        source = Path(package.__path__[0], f"{name}.py").read_text()
+        for module, text, other in () if bug is None else bug.changes:
+            if module == name:
+                assert source.count(text) >= 1, f"{text!r} is not in {name}.py"
+                source = source.replace(text, other)
+        path = Path(folder, f"{name}.py")
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(f"{NAME}.{name}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        setattr(package, name, module)
+
+
+def find_all(only: list[str]) -> dict[str, str | None]:
+    from support import ep_symm_cases
+
+    found: dict[str, str | None] = {}
+    for name, bug in BUGS.items():
+        if only and name not in only:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            plant(bug, folder)
+            error = ep_symm_cases.run([bug.case])[bug.case]
+        found[name] = None if error is None else error.strip().splitlines()[-1][-200:]
+    return found
+
+
+if __name__ == "__main__":
+    json.dump(find_all(sys.argv[1:]), sys.stdout, indent=1)

@@ -1,0 +1,314 @@
+"""The kernels of the "symm" backend for virtual ranks, against loops, on any device.
+
+`tests/distributed` runs every case on a GPU where there is one, and everywhere in Triton's interpreter. That needs
+TRITON_INTERPRET=1 before triton is imported, so a process of its own: this file as a program, which prints one JSON
+object, case -> error or null. Names of cases as arguments run these alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import padless
+from padless.distributed.symm import SymmBackend
+from padless.testing import exchange
+from padless.testing.exchange import Problem, draw
+from padless.testing.guarded import GuardedOutput
+from support.ep_virtual import Ranks, expert_outputs, make
+
+Case = Callable[[str], None]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def both_ways(function: Callable[[str, int], None]) -> Callable[[str, int], None]:
+    """Add `function` to CASES, to be called for a receive in three launches and in one."""
+
+    def run_both(device: str) -> None:
+        for few_slots in (0, 1024):
+            function(device, few_slots)
+
+    CASES[function.__name__] = run_both
+    return function
+
+
+def check_dispatch(p: Problem, ranks: Ranks, fmt: Any, rows: list, scale: Any = None) -> None:
+    """Rows and plans of all ranks against the loops."""
+    for r, (got, plan) in enumerate(zip(rows, ranks.plans, strict=True)):
+        assert plan.offs.tolist() == exchange.offs_of(p, r), f"rank {r}: offs"
+        exchange.assert_rows(got, exchange.rows_of(p, r, fmt, global_scale=scale), f"rank {r}")
+        prob = exchange.prob_of(p, r)
+        assert torch.equal(plan.prob[: len(prob)].cpu(), prob), f"rank {r}: prob"
+        assert int(plan.overflow) == 0
+
+
+def check_combine(p: Problem, ranks: Ranks, seed: int, *, weighted: bool) -> None:
+    """Sums, and values brought back by slot."""
+    outputs = expert_outputs(p, ranks, seed)
+    sizes = [len(exchange.slots_of(p, r)) for r in range(p.num_ranks)]
+    dprob = [torch.randn(plan.prob.shape[0]) for plan in ranks.plans]
+    found = ranks.combine(outputs, weighted=weighted, dprob=dprob)
+    used = [o[:n] for o, n in zip(outputs, sizes, strict=True)]
+    want = exchange.combined(p, used, ranks.settings[0].partial, weighted=weighted)
+    for r, ((got, slots), expected) in enumerate(zip(found, want, strict=True)):
+        assert torch.equal(exchange.bits(got), exchange.bits(expected)), f"rank {r}: sums"
+        by_slot = torch.zeros(p.ids[r].shape)
+        for owner in range(p.num_ranks):
+            for row, (_, source, token, slot) in enumerate(exchange.slots_of(p, owner)):
+                if source == r:
+                    by_slot[token, slot] = dprob[owner][row]
+        assert torch.equal(slots.cpu(), by_slot), f"rank {r}: values by slot"
+
+
+def check_again(p: Problem, ranks: Ranks, seed: int) -> None:
+    """Rows of other values by the plan that is there."""
+    generator = torch.Generator().manual_seed(seed)
+    partial = ranks.settings[0].partial
+    x = [torch.randn(t.shape, generator=generator).to(partial) for t in p.tokens]
+    other = Problem(x, p.ids, p.weights, p.expert_map)
+    for r, got in enumerate(ranks.redispatch(x)):
+        exchange.assert_rows(got, exchange.rows_of(other, r, partial), f"rank {r}, again")
+
+
+def check_no_error(ranks: Ranks) -> None:
+    for backend in ranks.backends:
+        backend.check()
+
+
+@case
+def two_ranks(device: str) -> None:
+    """FP8_BLOCK, three calls of everything, uneven tokens; several programs and one."""
+    for programs, few_slots in ((0, 0), (1, 0), (0, 1024)):
+        p = draw([5, 3], 4, 160, 3, 1)
+        ranks = make(p, device=device, programs=programs, few_slots=few_slots)
+        for call in range(1 if programs else 3):
+            p = draw([5 - call, 3 + call], 4, 160, 3, call)
+            check_dispatch(p, ranks, padless.FP8_BLOCK, ranks.dispatch(p))
+            check_combine(p, ranks, call, weighted=call % 2 == 0)
+            check_again(p, ranks, call)
+            check_combine(p, ranks, call, weighted=True)
+        check_no_error(ranks)
+
+
+@case
+def three_ranks(device: str) -> None:
+    """bfloat16; a rank without tokens, uneven experts."""
+    p = draw([4, 0, 3], 5, 64, 2, 2, expert_map=[2, 0, 1, 2, 2])
+    for few_slots in (0, 1024):
+        ranks = make(p, fmt=torch.bfloat16, device=device, few_slots=few_slots)
+        check_dispatch(p, ranks, torch.bfloat16, ranks.dispatch(p))
+    check_combine(p, ranks, 1, weighted=False)
+    check_combine(p, ranks, 2, weighted=True)
+    check_no_error(ranks)
+
+
+@case
+def eight_ranks(device: str) -> None:
+    p = draw([2, 1, 2, 0, 1, 2, 1, 1], 16, 96, 4, 3)
+    ranks = make(p, fmt=torch.bfloat16, device=device, few_slots=0)
+    check_dispatch(p, ranks, torch.bfloat16, ranks.dispatch(p))
+    check_combine(p, ranks, 1, weighted=True)
+    check_no_error(ranks)
+
+
+@case
+def order_of_sums(device: str) -> None:
+    """float32 throughout, where every other order shows: several slots at a rank, and several ranks."""
+    p = draw([5, 4, 5], 6, 64, 8, 3, dtype=torch.float32)
+    ranks = make(p, fmt=torch.float32, device=device)
+    check_dispatch(p, ranks, torch.float32, ranks.dispatch(p))
+    check_combine(p, ranks, 1, weighted=True)
+    check_no_error(ranks)
+
+
+@case
+def formats(device: str) -> None:
+    """Every format's codes and scales."""
+    for fmt in (padless.FP8_BLOCK, padless.MXFP8, padless.MXFP4, padless.NVFP4, torch.float32):
+        scale = torch.tensor(0.01) if fmt == padless.NVFP4 else None
+        p = draw([2, 3], 4, 160, 2, 4)
+        major = "k" if fmt == padless.FP8_BLOCK else None
+        ranks = make(p, fmt=fmt, scale_major=major, device=device)
+        check_dispatch(p, ranks, fmt, ranks.dispatch(p, scale), scale)
+        if fmt == torch.float32:
+            check_combine(p, ranks, 1, weighted=True)
+        check_no_error(ranks)
+
+
+@both_ways
+def one_rank_ahead(device: str, few_slots: int) -> None:
+    """A rank that has received publishes again, with other ids, before the other receives."""
+    first, second = draw([4, 4], 4, 64, 2, 5), draw([3, 4], 4, 64, 2, 6)
+    ranks = make(first, device=device, few_slots=few_slots)
+    a, b = ranks.backends
+
+    def given(p: Problem, r: int) -> list:
+        return [t[r].to(device) for t in (p.tokens, p.ids, p.weights)]
+
+    ids = [back.publish(*given(first, r), None) for r, back in enumerate((a, b))]
+    one = [a.receive(ids[0], None)]
+    next_ids = [a.publish(*given(second, 0), None)]
+    one.append(b.receive(ids[1], None))
+    next_ids.append(b.publish(*given(second, 1), None))
+    two = [back.receive(i, None) for back, i in zip((a, b), next_ids, strict=True)]
+    for p, found in ((first, one), (second, two)):
+        ranks.plans = [plan for _, plan in found]
+        check_dispatch(p, ranks, padless.FP8_BLOCK, [rows for rows, _ in found])
+    check_no_error(ranks)
+
+
+def late(ranks: Ranks, rank: int) -> None:
+    """All ranks that looked name the rank."""
+    for backend in ranks.backends:
+        if int(backend._state.status[0]):
+            with pytest.raises(RuntimeError, match=f"rank {rank} did not answer"):
+                backend.check()
+
+
+@both_ways
+def waits(device: str, few_slots: int) -> None:
+    """Each step that needs another rank's waits for it, gives up in the end and says for whom it waited."""
+    p = draw([3, 2, 2], 6, 64, 2, 7, distinct=True)
+
+    def fresh() -> tuple[Ranks, list]:
+        ranks = make(p, device=device, polls=5, timeout=0.05, few_slots=few_slots)
+        given = [[t.to(device) for t in parts] for parts in zip(p.tokens, p.ids, p.weights, strict=True)]
+        return ranks, given
+
+    ranks, given = fresh()
+    ids = [b.publish(*g, None) for b, g in zip(ranks.backends[:2], given[:2], strict=True)]
+    _, plan = ranks.backends[0].receive(ids[0], None)
+    synchronize(device)
+    assert plan.offs.tolist() == [0, 0], "rows of ranks that are not there"
+    ranks.backends[1].receive(ids[1], None)
+    synchronize(device)
+    assert [int(s.status[0]) for s in ranks.states] == [3, 3, 0]
+    late(ranks, 2)
+    with pytest.raises(RuntimeError, match="rank 2 did not answer"):
+        ranks.backends[0].check()
+    ranks.backends[2].receive(ranks.backends[2].publish(*given[2], None), None)  # it comes after all
+    synchronize(device)
+    assert int(ranks.states[2].status[0]) == 3, "the late rank has not been told"
+
+    ranks, _ = fresh()
+    ranks.dispatch(p)
+    outputs = [o.to(device) for o in expert_outputs(p, ranks, 1)]
+    for r in (0, 2):
+        ranks.backends[r].send_back(outputs[r], ranks.plans[r], None, None)
+    out, _ = ranks.backends[0].finish(ranks.plans[0], with_slots=False)
+    synchronize(device)
+    assert out.isnan().all(), "sums without a rank's are not NaN"
+    late(ranks, 1)
+    assert int(ranks.states[0].status[0]) == 2
+
+    ranks, _ = fresh()
+    ranks.dispatch(p)
+    for r in range(3):
+        ranks.backends[r].send_back(outputs[r], ranks.plans[r], None, None)
+    for r in (0, 1):
+        ranks.backends[r].finish(ranks.plans[r], with_slots=False)
+    ranks.backends[0].send_back(outputs[0], ranks.plans[0], None, None)  # rank 2 has not read the first sums
+    synchronize(device)
+    late(ranks, 2)
+    assert int(ranks.states[0].status[0]) == 3
+
+
+@case
+def waits_for_rows(device: str) -> None:
+    """Ids of all ranks are there and the rows of one are not."""
+    p = draw([3, 2, 2], 6, 64, 2, 7, distinct=True)
+    ranks = make(p, device=device, polls=5, timeout=0.05, few_slots=0)
+    given = [[t.to(device) for t in parts] for parts in zip(p.tokens, p.ids, p.weights, strict=True)]
+    ids = [b.publish_ids(*g[1:]) for b, g in zip(ranks.backends, given, strict=True)]
+    for b, (tokens, _, _) in list(zip(ranks.backends, given, strict=True))[1:]:
+        b.publish_rows(tokens, None)
+    _, plan = ranks.backends[1].receive(ids[1], None)
+    synchronize(device)
+    assert plan.offs.tolist() == exchange.offs_of(p, 1)
+    assert int(ranks.states[1].status[0]) == 1
+    late(ranks, 0)
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@both_ways
+def capacity(device: str, few_slots: int) -> None:
+    """Rows that do not fit are counted and not stored; what lies behind the last row is not written."""
+    p = draw([6, 5], 4, 64, 3, 8)
+    needed = [len(exchange.slots_of(p, r)) for r in range(2)]
+    for size in (needed[0] - 3, max(needed) + 5):
+        ranks = make(p, fmt=torch.bfloat16, capacity=size, device=device, few_slots=few_slots)
+        guards: list[GuardedOutput] = []
+        original = SymmBackend._empty
+
+        def guarded(
+            self: SymmBackend,
+            *shape: int,
+            dtype: torch.dtype,
+            guards: Any = guards,
+            size: int = size,
+            original: Any = original,
+        ) -> Any:
+            if shape == (size, 128) and dtype == torch.uint8:
+                guards.append(GuardedOutput(size, 64, torch.bfloat16, device))
+                return guards[-1].out.view(torch.uint8)
+            return original(self, *shape, dtype=dtype)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SymmBackend, "_empty", guarded)
+            rows = ranks.dispatch(p)
+        for r, (guard, plan) in enumerate(zip(guards, ranks.plans, strict=True)):
+            kept = min(needed[r], size)
+            guard.check(kept)
+            want = exchange.rows_of(p, r, torch.bfloat16)
+            exchange.assert_rows(rows[r], want[:kept], f"rank {r}")
+            assert plan.offs.tolist() == [min(o, size) for o in exchange.offs_of(p, r)]
+            assert int(plan.overflow) == max(needed[r] - size, 0)
+            if needed[r] > size:
+                with pytest.raises(RuntimeError, match=f"capacity is {size} rows and rank {r} received"):
+                    ranks.backends[r].check()
+            ranks.backends[r].check()
+
+
+@both_ways
+def wrong_ids(device: str, few_slots: int) -> None:
+    """An id that is no expert counts as none and is said."""
+    p = draw([3, 3], 4, 64, 2, 9)
+    wrong = Problem(p.tokens, [ids.clone() for ids in p.ids], p.weights, p.expert_map)
+    wrong.ids[1][2, 0], p.ids[1][2, 0] = 2**33, -1
+    ranks = make(p, device=device, few_slots=few_slots)
+    check_dispatch(p, ranks, padless.FP8_BLOCK, ranks.dispatch(wrong))
+    synchronize(device)
+    for backend in ranks.backends:
+        with pytest.raises(RuntimeError, match="ids of rank 1 held a value that is no expert"):
+            backend.check()
+        backend.check()
+
+
+def run(names: list[str], device: str = "cpu") -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            CASES[name](device)
+            found[name] = None
+        except BaseException:
+            found[name] = traceback.format_exc()
+    return found
+
+
+if __name__ == "__main__":
+    json.dump(run(sys.argv[1:] or list(CASES)), sys.stdout)

@@ -1,0 +1,94 @@
+"""Stand-in for what padless imports of torchtitan 0.3.0, where torchtitan is not installed.
+
+Names and parameters were read in that version; bodies are the least that the tests need. Where torchtitan's own files
+can be imported the same tests run on those.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+GROUPED_MM = ["self", "A", "B_t", "offs"]
+REGISTERED: dict[str, Any] = {}
+
+
+class GroupedExperts(nn.Module):
+    """Parameters w1, w3 (E, F, D), w2 (E, D, F); the three products go through `_grouped_mm`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        dim: int
+        hidden_dim: int
+        num_experts: int
+        _owner: ClassVar[type | None] = None
+
+        def build(self) -> Any:
+            assert self._owner is not None
+            return self._owner(self)
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.Config._owner = cls
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        e, f, d = config.num_experts, config.hidden_dim, config.dim
+        self.w1_EFD = nn.Parameter(torch.empty(e, f, d))
+        self.w2_EDF = nn.Parameter(torch.empty(e, d, f))
+        self.w3_EFD = nn.Parameter(torch.empty(e, f, d))
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        offs = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+        x = x_RD.bfloat16()
+        w1, w2, w3 = (w.bfloat16().transpose(-2, -1) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        h = nn.functional.silu(self._grouped_mm(A=x, B_t=w1, offs=offs)) * self._grouped_mm(
+            A=x, B_t=w3, offs=offs
+        )
+        return self._grouped_mm(A=h, B_t=w2, offs=offs).type_as(x_RD)
+
+    def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch._grouped_mm(A, B_t, offs=offs)
+        return result
+
+
+GroupedExperts.Config._owner = GroupedExperts
+
+
+def override(*, target: type, description: str = "") -> Callable[[Any], Any]:
+    def register(factory: Any) -> Any:
+        REGISTERED[f"{factory.__module__}.{factory.__name__}"] = (target, factory)
+        return factory
+
+    return register
+
+
+def derive(source: Any, target_cls: Any, **deltas: Any) -> Any:
+    shared = {f.name: getattr(source, f.name) for f in fields(target_cls) if hasattr(source, f.name)}
+    return target_cls(**(shared | deltas))
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Puts the stand-in into sys.modules."""
+    contents: dict[str, dict[str, Any]] = {
+        "torchtitan": {},
+        "torchtitan.config": {},
+        "torchtitan.config.override": {"override": override, "derive": derive},
+        "torchtitan.models": {},
+        "torchtitan.models.common": {},
+        "torchtitan.models.common.moe": {"GroupedExperts": GroupedExperts},
+    }
+    for name, names in contents.items():
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        module.__dict__.update(names)
+        patch.setitem(sys.modules, name, module)

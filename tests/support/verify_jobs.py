@@ -1,0 +1,29 @@
+"""Checks that need no GPU, to be found by name in another process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from padless.verify.run import Jobs
+
+
+def slow() -> str:
+    time.sleep(0.2)
+    return "done"
+
+
+def failing() -> str:
+    raise RuntimeError("planted")
+
+
+def process() -> str:
+    return str(os.getpid())
+
+
+class PretendedJobs(Jobs):
+    """Three checks, whatever was asked for."""
+
+    def all(self) -> tuple[dict[str, Callable[[], str]], list[str]]:
+        return {"slow": slow, "fails": failing, "other process": process}, []

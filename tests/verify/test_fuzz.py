@@ -1,0 +1,459 @@
+"""The fuzzer finds what it is made to find: bugs planted in every call, one at a time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from padless.cli import app
+from padless.formats import BlockScaledTensor
+from padless.verify.fuzz import epilogues, layers, products, quantizers, run, training, worker
+from padless.verify.fuzz.place import place_of
+from padless.verify.fuzz.problem import Draw, Problem
+from padless.verify.fuzz.shrink import shrunk
+from padless.verify.fuzz.subjects import SUBJECTS, judged
+
+REFERENCE = place_of("reference")
+TRIES = 60  # problems in which a planted bug must be found
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def drawn(call: str, number: int) -> Problem:
+    return SUBJECTS[call].draw(call, Draw(f"test {call} {number}", "reference"))
+
+
+def first_wrong(call: str) -> tuple[Problem, list[str]] | None:
+    for number in range(TRIES):
+        problem = drawn(call, number)
+        if wrong := judged(problem, REFERENCE):
+            return problem, wrong
+    return None
+
+
+# --- nothing is wrong ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", SUBJECTS)
+def test_problems_are_right(call: str) -> None:
+    for number in range(8):
+        problem = drawn(call, number)
+        assert judged(problem, REFERENCE) == [], problem
+
+
+@pytest.mark.parametrize("call", SUBJECTS)
+def test_text_is_read_back(call: str) -> None:
+    for backend, number in itertools.product(("reference", "emulator"), range(5)):
+        if backend == "emulator" and "sm_90a" not in SUBJECTS[call].kernels:
+            continue
+        problem = SUBJECTS[call].draw(call, Draw(f"{number}", backend))
+        assert Problem.parse(str(problem)) == problem
+        assert SUBJECTS[call].draw(call, Draw(f"{number}", backend)) == problem  # a function of its seed
+
+
+@pytest.mark.parametrize("text", ["", "gemm", "gemm(1)", "gemm(a=b)", "gemm(a=1", "import os"])
+def test_other_text_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="problem is"):
+        Problem.parse(text)
+
+
+# --- planted bugs ----------------------------------------------------------------------------------------
+
+Bug = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def after(change: Callable[[Any], Any]) -> Bug:
+    """A call whose result is changed."""
+    return lambda right: lambda *args, **kwargs: change(right(*args, **kwargs))
+
+
+def nudged(t: torch.Tensor) -> torch.Tensor:
+    """One bit of the last element of the first row, in place."""
+    if t.numel():
+        bits = t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])
+        bits[(0,) * (t.dim() - 1) + (-1,)] ^= 1
+    return t
+
+
+def of_columns(change: Callable[[torch.Tensor], torch.Tensor], part: str = "data") -> Bug:
+    """quantize_rows_columns, with a part of the columns changed."""
+
+    def changed(result: Any) -> Any:
+        rows, columns = result
+        raw = getattr(columns, part)
+        new = change(raw.view(torch.uint8).clone()).view(raw.dtype) if part == "data" else change(raw.clone())
+        return rows, replace(columns, **{part: new})
+
+    return after(changed)
+
+
+def swapped_weights(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Every group is multiplied by the weights of the next one."""
+
+    def wrong(a: Any, b: BlockScaledTensor, *args: Any, **kwargs: Any) -> Any:
+        data = b.data.view(torch.uint8).roll(1, 0).view(b.data.dtype)
+        return right(a, replace(b, data=data), *args, **kwargs)
+
+    return wrong
+
+
+def moved_by_m(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The last bit of everything depends on the number of rows: near float64, but not the row's own."""
+
+    def wrong(a: Any, *args: Any, **kwargs: Any) -> Any:
+        out = right(a, *args, **kwargs)
+        bits = out.view(torch.int16 if out.element_size() == 2 else torch.int32)
+        if a.shape[0] % 2:
+            valid = int(args[1][-1])
+            bits[:valid] ^= 1
+        return out
+
+    return wrong
+
+
+def writes_behind(right: Callable[..., Any]) -> Callable[..., Any]:
+    """One element more than the groups have is stored."""
+
+    def wrong(a: Any, b: Any, offs: torch.Tensor, **kwargs: Any) -> Any:
+        out = right(a, b, offs, **kwargs)
+        row = int(offs[-1])
+        torch.as_strided(out, (1,), (1,), out.storage_offset() + row * out.stride(0)).fill_(1.0)
+        return out
+
+    return wrong
+
+
+def forgets(name: str) -> Bug:
+    """A keyword that has no effect."""
+
+    def bug(right: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: right(*args, **(kwargs | {name: None} if name in kwargs else kwargs))
+
+    return bug
+
+
+def other_half(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Gate and up exchanged."""
+
+    def wrong(**kwargs: Any) -> Any:
+        b = kwargs["b_tensor"]
+        if (
+            kwargs.get("gate_up") == "concatenated"
+            and b.scale_layout == "plain"
+            and b.format.weight_block[0] == 1
+        ):
+            half = b.data.shape[1] // 2
+            data, scale = (t.view(torch.uint8).roll(half, 1).view(t.dtype) for t in (b.data, b.scale))
+            kwargs["b_tensor"] = replace(b, data=data, scale=scale)
+        return right(**kwargs)
+
+    return wrong
+
+
+def quant_output(key: str) -> Bug:
+    """One bit of an output of the quantising call."""
+
+    def change(made: Any) -> Any:
+        if made[key] is not None and made[key].numel() and made[key].dim() == 2:
+            nudged(made[key])
+        return made
+
+    return after(change)
+
+
+def epilogue_output(name: str) -> Bug:
+    def change(made: Any) -> Any:
+        t = getattr(made, name)
+        if t is not None and t.numel():
+            nudged(t)
+        return made
+
+    return after(change)
+
+
+def gathers_late(right: Callable[..., Any]) -> Callable[..., Any]:
+    """rows= takes the row behind."""
+
+    def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("rows") is not None:
+            kwargs["rows"] = (kwargs["rows"] + 1) % x.shape[0]
+        return right(x, *args, **kwargs)
+
+    return wrong
+
+
+def adds_twice(right: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("accumulate"):
+            right(*args, **kwargs)
+        return right(*args, **kwargs)
+
+    return wrong
+
+
+def tensor_nudged(t: BlockScaledTensor) -> BlockScaledTensor:
+    nudged(t.data.view(torch.uint8))
+    return t
+
+
+def scale_nudged(t: BlockScaledTensor) -> BlockScaledTensor:
+    nudged(t.scale if t.scale.dtype == torch.float32 else t.scale.view(torch.uint8))
+    return t
+
+
+BUGS: dict[str, tuple[str, Any, str, Bug]] = {
+    "weights of another group": ("grouped_gemm", products, "grouped_gemm", swapped_weights),
+    "bits that depend on M": ("grouped_gemm", products, "grouped_gemm", moved_by_m),
+    "a store behind the groups": ("grouped_gemm", products, "grouped_gemm", writes_behind),
+    "one bit of a dense product": ("gemm", products, "gemm", after(nudged)),
+    "a list without alpha": ("grouped_gemm_list", products, "grouped_gemm_list", forgets("alpha")),
+    "torch's call, one bit": ("scaled_grouped_mm", products, "scaled_grouped_mm", after(nudged)),
+    "a quantising call without bias": (
+        "grouped_gemm_quant",
+        epilogues,
+        "grouped_gemm_quant",
+        forgets("bias_tensor"),
+    ),
+    "one row code": ("grouped_gemm_quant", epilogues, "grouped_gemm_quant", quant_output("d_tensor")),
+    "one amax": ("grouped_gemm_quant", epilogues, "grouped_gemm_quant", quant_output("amax_tensor")),
+    "one column code": (
+        "grouped_gemm_epilogue",
+        epilogues,
+        "grouped_gemm_epilogue",
+        epilogue_output("column_codes"),
+    ),
+    "one row scale": (
+        "grouped_gemm_epilogue",
+        epilogues,
+        "grouped_gemm_epilogue",
+        epilogue_output("row_scale"),
+    ),
+    "gate and up exchanged": (
+        "grouped_gemm_swiglu_quant",
+        epilogues,
+        "grouped_gemm_swiglu_quant",
+        other_half,
+    ),
+    "one code": ("quantize", quantizers, "quantize", after(tensor_nudged)),
+    "one scale": ("quantize", quantizers, "quantize", after(scale_nudged)),
+    "gathered rows": ("quantize", quantizers, "quantize", gathers_late),
+    "dequantized": ("quantize", quantizers, "dequantize", after(nudged)),
+    "a transpose": (
+        "quantize_weight_both",
+        quantizers,
+        "quantize_weight_both",
+        after(lambda both: (both[0], tensor_nudged(both[1]))),
+    ),
+    "slack that is not zero": (
+        "quantize_rows_columns",
+        quantizers,
+        "quantize_rows_columns",
+        of_columns(lambda t: t | (t == 0).to(torch.uint8)),
+    ),
+    "scales of columns": (
+        "quantize_rows_columns",
+        quantizers,
+        "quantize_rows_columns",
+        of_columns(lambda t: t.roll(1, 0), "scale"),
+    ),
+    "a start": (
+        "quantize_rows_columns",
+        quantizers,
+        "quantize_rows_columns",
+        of_columns(lambda t: t + 32, "starts"),
+    ),
+    "SwiGLU's backward without prob": (
+        "swiglu_backward_quantize",
+        training,
+        "swiglu_backward_quantize",
+        lambda right: (
+            lambda dh, z, offs, prob, **kw: right(
+                dh, z, offs, None if prob is None else torch.ones_like(prob), **kw
+            )
+        ),
+    ),
+    "accumulated twice": ("grouped_gemm_wgrad", training, "grouped_gemm_wgrad", adds_twice),
+    "one bit of a weight gradient": (
+        "grouped_gemm_wgrad",
+        training,
+        "grouped_gemm_wgrad",
+        lambda right: (
+            lambda dy, x, **kw: nudged(right(dy, x, **kw)) if len(dy.offs) > 1 else right(dy, x, **kw)
+        ),
+    ),
+    "routing": (
+        "moe.route",
+        layers.moe,
+        "route",
+        after(lambda r: r._replace(tokens=r.tokens.flip(0))),
+    ),
+    "gathered quantization": ("moe.gather_quantize", layers.moe, "gather_quantize", after(tensor_nudged)),
+    "routed quantization": (
+        "moe.gather_quantize",
+        layers.moe,
+        "route_quantize",
+        after(lambda both: (both[0], scale_nudged(both[1]))),
+    ),
+    "an activation's offset": (
+        "moe.activate_quantize",
+        layers.moe,
+        "activate_quantize",
+        lambda right: (
+            lambda x, a, *rest, **kw: right(x, replace(a, up_offset=1.0) if a.is_gated else a, *rest, **kw)
+        ),
+    ),
+    "a sum without weights": (
+        "moe.combine",
+        layers.moe,
+        "combine",
+        lambda right: lambda y, inverse, weights, *rest, **kw: right(y, inverse, None, *rest, **kw),
+    ),
+    "the shared expert": ("moe.moe", layers.moe, "moe", forgets("shared")),
+    "a bias of the layer": ("moe.moe", layers.moe, "moe", forgets("bias2")),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, module, function, bug = BUGS[name]
+    monkeypatch.setattr(module, function, bug(getattr(module, function)))
+    assert first_wrong(call) is not None, f"{TRIES} problems of {call} and nothing was wrong"
+
+
+def test_every_call_has_a_planted_bug() -> None:
+    assert {call for call, *_ in BUGS.values()} == set(SUBJECTS)
+
+
+# --- shrinking and repeating -----------------------------------------------------------------------------
+
+
+def test_a_wrong_problem_is_made_smaller_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "grouped_gemm", swapped_weights(products.grouped_gemm))
+    found = first_wrong("grouped_gemm")
+    assert found is not None
+    smaller, wrong = shrunk(found[0], REFERENCE)
+    assert wrong
+    assert len(smaller.options["sizes"]) == 2  # the next group's weights are the own ones of one group
+    assert sum(smaller.options["sizes"]) == 1
+    assert smaller.options["k"] <= 32
+    assert smaller.options["past"] == 0
+    shown: list[str] = []
+    assert run.run_fuzz(backend="reference", repeat=str(smaller), show=shown.append) == 1
+    assert "WRONG" in shown[-1]
+    monkeypatch.undo()
+    assert run.run_fuzz(backend="reference", repeat=str(smaller), show=shown.append) == 0
+
+
+# --- workers ---------------------------------------------------------------------------------------------
+
+
+def told(task: worker.Task) -> tuple[worker.Tally, list[list[str]]]:
+    total, started = worker.Tally(), []
+
+    def tell(message: tuple[str, Any]) -> None:
+        kind, content = message
+        if kind == "tally":
+            total.add(content)
+        elif kind == "started":
+            started.append(content)
+
+    worker.work(task, tell)
+    return total, started
+
+
+def test_a_worker_counts_each_problem_once() -> None:
+    task = worker.Task(0, 7, "reference", 1e12, 40)
+    total, started = told(task)
+    texts = [text for batch in started for text in batch]
+    assert sum(total.done.values()) == len(texts) == 40
+    assert total.wrong == []
+    assert not total.refused
+    assert told(task)[1] == started
+    assert told(replace(task, worker=1))[1] != started
+
+
+def test_a_worker_tells_of_wrong_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizers, "quantize", after(tensor_nudged)(quantizers.quantize))
+    total, _ = told(worker.Task(0, 7, "reference", 1e12, 16, ("quantize",)))
+    assert total.wrong
+    for text, names, smaller in total.wrong:
+        assert any("codes by the rules" in name for name in names)
+        assert judged(Problem.parse(text), REFERENCE)
+        assert judged(Problem.parse(smaller), REFERENCE)
+
+
+def test_a_call_that_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("a must be something else")
+
+    monkeypatch.setattr(quantizers, "quantize_weight_both", raising)
+    total, _ = told(worker.Task(0, 7, "reference", 1e12, 4, ("quantize_weight_both",)))
+    assert [names for _, names, _ in total.wrong] == [["raised ValueError: a must be something else"]] * 4
+
+
+def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def supervise(tasks: list[worker.Task], *_: Any) -> tuple[worker.Tally, list[dict[str, Any]]]:
+        total = worker.Tally()
+        for task in tasks:
+            total.add(told(task)[0])
+        return total, []
+
+    monkeypatch.setattr(run, "_supervise", supervise)
+    shown: list[str] = []
+    out = tmp_path / "sub" / "fuzz.jsonl"
+    for _ in range(2):
+        assert (
+            run.run_fuzz(problems=21, seed=3, backend="reference", workers=2, out=out, show=shown.append) == 0
+        )
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(records) == 2
+    for record in records:
+        assert record["kind"] == "fuzz"
+        assert record["problems"] == sum(record["by_call"].values()) == 21
+        assert record["wrong"] == record["ended"] == []
+        assert (record["backend"], record["seed"], record["workers"]) == ("reference", 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--minutes", "0"], "minutes is 0.0; it must be positive"),
+        (["--problems", "0"], "problems is 0; it must be 1 or more"),
+        (["--workers", "0"], "workers is 0; it must be 1 or more"),
+        (["--call", "gem"], "call is 'gem'; allowed: grouped_gemm"),
+        (["--repeat", "gemm"], "problem is 'gemm'"),
+        (["--repeat", "gem(a=1)"], "problem is of 'gem'"),
+        (["--backend", "cpu"], "backend is 'cpu'"),
+    ],
+)
+def test_bad_options_get_a_sentence(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["fuzz", "--problems", "1", *options])
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
+
+
+@pytest.mark.slow
+def test_workers_in_processes(tmp_path: Path) -> None:
+    out = tmp_path / "fuzz.jsonl"
+    result = CliRunner().invoke(
+        app, ["fuzz", "--problems", "30", "--workers", "2", "--backend", "reference", "--out", str(out)]
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(out.read_text())["problems"] == 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [name for name, subject in SUBJECTS.items() if subject.emulated])
+def test_the_emulator_is_right(call: str) -> None:
+    backend = "emulator" if "sm_90a" in SUBJECTS[call].kernels else "emulator:sm_100a"
+    task = worker.Task(0, 11, backend, 1e12, 2, (call,))
+    total, _ = told(task)
+    assert total.wrong == []

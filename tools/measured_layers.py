@@ -1,0 +1,98 @@
+"""Sections of README.md for whole layers: forward, a training step, weight gradients, and experts on several GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from measured_records import Measured, peers
+from padless.bench.cases import ep, layer, wgrad
+from padless.bench.cases.train.contenders import BF16, KEPT
+from padless.bench.report import table
+from padless.bench.report.markdown import failure_sentence, markdown, paragraph, span
+from padless.bench.results import Record, ratios
+from padless.testing.timing import geomean
+
+PREFILL = 2048  # tokens from which a layer's point is no decoding
+FP8 = "padless fp8"
+
+
+def layer_section(found: Measured) -> list[str]:
+    prefill = [r for r in found.points if r["point"]["tokens"] >= PREFILL]
+    decode = [r for r in found.points if r["point"]["tokens"] <= 64]
+    text = paragraph(
+        f"**A whole Mixture-of-Experts layer**, forward ({found.link}; {_peers(found)}{found.medians}): routing, "
+        "gather, quantization, both products, weighted sum, replayed in a CUDA graph; microseconds. bf16 is torch's "
+        "grouped product with the passes that transformers puts around it; `torch passes` are padless's products with "
+        "those passes; the floor is padless's products alone and the bytes of its passes at the rate of a copy. "
+        f"bf16 over padless: {_mean(prefill, layer.BF16, layer.PADLESS)} from {PREFILL} tokens on, "
+        f"{_mean(decode, layer.BF16, layer.PADLESS)} up to 64.",
+        failure_sentence(found.points),
+    )
+    return [text, markdown(layer.tables(found.points, found.sessions, 0)[0])]
+
+
+def train_section(found: Measured) -> list[str]:
+    text = paragraph(
+        f"**A training step of an expert layer**, forward and backward, everything counted ({found.link}; "
+        f"{found.medians}): torch's bf16 grouped products with compiled elementwise kernels against "
+        "`padless.nn.Experts` in FP8_BLOCK, both in a CUDA graph. In the last comparison the weights' codes are kept "
+        "from an earlier microbatch of the same optimizer step. Kept: bytes a routed row for the backward pass.",
+        failure_sentence(found.points),
+    )
+    columns = [
+        table.Column("model", text=lambda part: str(part[0]["point"]["model"])),
+        table.Column("rows", text=lambda part: str(part[0]["point"]["tokens"] * part[0]["point"]["top_k"])),
+        table.Column("experts", text=lambda part: str(part[0]["point"]["experts"])),
+        table.time(BF16, "bf16 us", 0),
+        table.time(FP8, "FP8 us", 0),
+        table.ratio("bf16 / FP8", BF16, FP8, 2, unit="x"),
+        table.ratio("codes kept", BF16, FP8 + KEPT, 2, unit="x"),
+        table.Column("bf16 kept", text=lambda part: _saved(part, BF16)),
+        table.Column("FP8 kept", text=lambda part: _saved(part, FP8)),
+    ]
+    return [text, markdown(table.table_of("", columns, table.by_point(found.points)))]
+
+
+def wgrad_section(found: Measured) -> list[str]:
+    points = found.points
+    text = paragraph(
+        f"**Weight gradients** along the tokens of ragged groups, {len(points)} shapes ({found.link}; "
+        f"{_peers(found)}{found.medians}): times of torch's bf16 grouped product (bf16 output) and of DeepGEMM's "
+        "(float32, added to what is there, groups padded before) over those of padless, geometric mean and least to "
+        "most. `1d2d` and `1d1d` are FP8 with a scale per 128 x 128 or per 1 x 128 of the layer's inputs.",
+        failure_sentence(points),
+    )
+    others = (wgrad.TORCH, wgrad.DEEPGEMM)
+    names = [n for n in dict.fromkeys(n for r in points for n in r["gpu"]) if n not in others]
+    rows = [[name, *(_mean_and_span(points, other, name) for other in others)] for name in names]
+    return [text, markdown(table.Table("", table.labels("contender", "torch bf16", "DeepGEMM"), rows))]
+
+
+def ep_section(found: Measured) -> list[str]:
+    text = paragraph(
+        f"**Experts on several GPUs** ({found.link}; {found.medians}; the slowest rank's time): bf16 tokens to "
+        "quantized rows sorted by expert, products' rows back to tokens, and the whole layer, against NCCL's "
+        "all_to_all with the passes around it.",
+        failure_sentence(found.points),
+    )
+    shown = ep.tables(found.points, found.sessions, 0)
+    return [text, markdown(shown[0]), "Its steps:", markdown(shown[1])]
+
+
+def _peers(found: Measured) -> str:
+    named = peers(found)
+    return f"{named}; " if named else ""
+
+
+def _mean(records: Sequence[Record], numerator: str, denominator: str) -> str:
+    values = ratios(records, "gpu", numerator, denominator)
+    return f"{geomean(values):.2f}x" if values else "-"
+
+
+def _mean_and_span(records: Sequence[Record], numerator: str, denominator: str) -> str:
+    values = ratios(records, "gpu", numerator, denominator)
+    return f"{geomean(values):.2f}x ({span(values, '.2f')})" if values else "-"
+
+
+def _saved(part: table.Records, name: str) -> str:
+    return table.number(part[0]["saved_bytes_per_row"].get(name), 0)
