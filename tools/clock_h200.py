@@ -73,7 +73,7 @@ def call_of(sizes: Sequence[int], n: int, k: int, shape: Shape, raster_m: int, n
     rows = sum(sizes)
     used = sum(size > 0 for size in sizes)
     memory = rows * k + used * n * k + 2 * rows * n + 4 * (rows + used * n // 128) * k // 128
-    return Call(sorts, -(-k // 128), float(products), float(memory), workers)
+    return Call(sorts, -(-k // 128), float(products), float(memory), workers, 2.0 * rows * n)
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ class Costs:
         if op in UNARY_FUNCTIONS:
             return 8, 20, 0
         if op in ("div", "rem"):
-            return (40, 120, 0) if wide else (20, 50, 0)
+            return (40, 2.4 * chip["divide_latency"], 0) if wide else (20, chip["divide_latency"], 0)
         if op == "shfl":
             return 2, chip["shuffle_latency"], 0
         if op in ("vote", "match", "elect", "activemask", "redux"):
