@@ -48,9 +48,7 @@ def simulate(probes: Iterable[Probe], chip: Chip) -> list[Record]:
     it."""
     driver = emulated_driver("sm_90a")
     with driver.configured(machine=timed(alone(chip), record=False)):
-        return [
-            run_probe(driver, probe, torch.device("cpu"), {}) for probe in probes if probe.ctas <= FEW
-        ]
+        return [run_probe(driver, probe, torch.device("cpu"), {}) for probe in probes if probe.ctas <= FEW]
 
 
 def matches(record: Record, fields: Mapping[str, Any]) -> bool:
@@ -152,17 +150,23 @@ def fit(records: Iterable[Record], chip: Chip, source: str) -> Chip:
     for _ in range(PASSES):
         for step in STEPS:
             chip = moved(records, chip, source, step)
-    changes = {}
+    share = slowed(records, chip)
+    return chip if share is None else chip.changed("measured", source, wgmma_shared_overlap=share)
+
+
+def slowed(records: Iterable[Record], chip: Chip) -> float | None:
+    """Share of the cycles in which copies write shared memory that products take longer, from runs with and without
+    loads; None without both."""
     overlap = [record for record in records if record["name"] == "overlap"]
-    with_loads, without = (
-        per_item(overlap, "overlap", "batches", loads=loads)
-        for loads in (max((r["loads"] for r in overlap), default=0), 0)
-    )
-    if with_loads is not None and without is not None:
-        feed = chip["l2_feed_alone"]
-        written = without * feed / chip["shared_bytes_per_clk"]  # cycles of writes while a batch runs
-        changes["wgmma_shared_overlap"] = max((with_loads - without) / written, 0.0)
-    return chip.changed("measured", source, **changes)
+    without = {record["batches"]: record["products_cycles"] for record in overlap if not record["loads"]}
+    shares = []
+    for record in overlap:
+        if record["loads"] and record["batches"] in without:
+            alone_cycles = without[record["batches"]]
+            landed = min(alone_cycles / record["loads_cycles"], 1.0) * record["loads"]
+            written = landed * record["box_rows"] * 128 / chip["shared_bytes_per_clk"]
+            shares.append((record["products_cycles"] - alone_cycles) / written)
+    return max(median(shares), 0.0) if shares else None
 
 
 def moved(records: Sequence[Record], chip: Chip, source: str, step: Step) -> Chip:
@@ -192,14 +196,18 @@ def unit_table(records: Sequence[Record], chip: Chip, record: list[dict[str, Any
     found: dict[tuple[bool, str], list[float]] = {}
     for run, what, error in errors_of(records, chip):
         test = not is_fitted(run)
-        names = [run["name"] if what == "products_cycles" or run["name"] != "overlap" else "overlap, its loads"]
+        names = [
+            run["name"] if what == "products_cycles" or run["name"] != "overlap" else "overlap, its loads"
+        ]
         if not run["stamps"]:
             names.append("all but stamped rings")
         names.append("all")
         for name in names:
             found.setdefault((test, name), []).append(error)
         fields = {key: value for key, value in run.items() if key in FIELDS}
-        record.append({**fields, "kind": "unit error", "what": what, "fitted": not test, "error": round(error, 4)})
+        record.append(
+            {**fields, "kind": "unit error", "what": what, "fitted": not test, "error": round(error, 4)}
+        )
     order = ("wgmma", "load", "feed", "overlap", "overlap, its loads", "ring", "stamped ring")
     for test in (False, True):
         for name in (*order, "all but stamped rings", "all"):

@@ -80,9 +80,13 @@ def clock_under_load(chip: Chip, tensor_use: float, full_ghz: float) -> float:
     return min(chip.clocks_ghz[1], full_ghz * max(tensor_use, 1e-3) ** (-1 / 3))
 
 
-def call_time(call: Call, times: TileTimes, chip: Chip, ghz: float | None = None) -> CallTime:
-    """The time of a call. ``ghz``: a stated clock; None takes ``clock_under_load``."""
-    cycles = queue_cycles(call, times)
+def call_time(
+    call: Call, times: TileTimes, chip: Chip, ghz: float | None = None, cycles: float | None = None
+) -> CallTime:
+    """The time of a call. ``ghz``: a stated clock; None takes ``clock_under_load``. ``cycles``: of its queue, where they
+    are known."""
+    if cycles is None:
+        cycles = queue_cycles(call, times)
     use = min(call.products / (chip["tensor_bytes_per_clk"] * chip.num_sms) / cycles, 1.0)
     if ghz is None:
         ghz = clock_under_load(chip, use, chip["full_load_ghz"])

@@ -115,7 +115,12 @@ H200 = Chip(
             _UNITS,
         ),
         "memory_latency": Rate(250, "clk more from memory than from L2", "measured", f"{_FGS}: 194 to 254"),
-        "l2_feed": Rate(52, "B/clk into an SM, of all", "fitted", f"{_CALLS}; the limit is 64"),
+        "l2_feed": Rate(
+            78.3,
+            "B/clk into an SM, of all",
+            "measured",
+            f"{_UNITS}: all read the same; 35 where each has its own",
+        ),
         "l2_feed_alone": Rate(107.9, "B/clk into an SM that loads alone", "measured", _UNITS),
         "global_latency": Rate(270, "clk of a load from L2", "measured", _FGS),
         "store_latency": Rate(600, "clk from issue to written", "inferred", "as a load"),
@@ -125,9 +130,9 @@ H200 = Chip(
             4030, "GB/s written", "measured", f"{_PL}: copies of 0.2 to 13 GB, less their reads"
         ),
         "l2_mb": Rate(50, "MB", "stated", "NVIDIA H100 white paper"),
-        "launch_ns": Rate(6000, "ns from event to event besides the tiles", "fitted", _CALLS),
+        "launch_ns": Rate(5750, "ns from event to event besides the tiles", "fitted", _CALLS),
         "full_load_ghz": Rate(
-            1.48, "GHz with the tensor cores always busy", "fitted", f"{_CALLS}; counters: 1.43 to 1.53"
+            1.47, "GHz with the tensor cores always busy", "fitted", f"{_CALLS}; counters: 1.43 to 1.53"
         ),
         "memory_overlap": Rate(
             2.5, "exponent with which times of tiles and of memory add up", "fitted", _CALLS
