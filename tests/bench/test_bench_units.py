@@ -100,7 +100,7 @@ def test_needs_a_hopper_gpu(tmp_path: Any) -> None:
 
 
 TO_FIT = (
-    *(Probe("wgmma", n, 1, products, batches=32) for n in (128,) for products in (4, 16)),
+    *(Probe("wgmma", n, 1, products, batches=32) for n in (64, 128) for products in (4, 16)),
     *(Probe("load", loads=loads, in_flight=1, box_rows=8) for loads in (24, 48)),
     *(Probe("load", loads=loads, in_flight=5, box_rows=8) for loads in (24, 48)),
     *(Probe("load", loads=loads, in_flight=5, box_rows=256) for loads in (24, 48)),

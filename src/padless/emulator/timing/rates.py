@@ -89,7 +89,7 @@ H200 = Chip(
             0.0,
             "share of a copy's bytes that the operands' reads wait for",
             "measured",
-            _UNITS,
+            f"{_UNITS}: 0.007, less than a run's repeats tell",
         ),
         "operand_slots": Rate(
             1.0,
