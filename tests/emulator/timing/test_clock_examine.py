@@ -8,7 +8,7 @@ import pytest
 
 from clock_b200 import loop_errors, measured_loops, product_errors
 from clock_examine import FITTING, SHAPES, TESTING, Prepared, errors, order, prepared, recorded_times
-from clock_h200 import MEASURED, grid_points, tile_points, tile_times
+from clock_h200 import MEASURED, grid_points, memory_rates, tile_points, tile_times
 from clock_ladder import FITTED_SIZES, SIZES, ladder_errors, ladder_rows
 from clock_sm100 import PROBLEMS, predict
 from padless.emulator.timing import B200, H200
@@ -38,6 +38,12 @@ def test_paper_grid_within_five_percent(paper: list[Prepared]) -> None:
     error = errors(paper, TIMES, H200)
     assert error.mape <= 0.05
     assert error.largest <= 0.12
+
+
+def test_memory_rates_are_those_of_reads_and_copies() -> None:
+    read, written = memory_rates(TESTING["decode"])
+    assert read == pytest.approx(H200["memory_gb_per_s"], rel=0.005)
+    assert written == pytest.approx(H200["memory_write_gb_per_s"], rel=0.005)
 
 
 def test_decoding_within_eight_percent(paper: list[Prepared]) -> None:
