@@ -23,7 +23,7 @@ from padless.emulator.timing import Chip, timed
 Record = Mapping[str, Any]
 FIELDS = tuple(Probe.__dataclass_fields__)
 FEW = 2  # CTAs up to which an SM has L2 for itself
-PASSES = 3  # over all rates, since one moves what another is seen by
+PASSES = 5  # over all rates, since one moves what another is seen by
 
 
 def read_record(path: Path) -> list[Record]:

@@ -84,7 +84,7 @@ H200 = Chip(
         ),
         "wgmma_issue": Rate(4, "clk", "measured", f"{_FGS}: 4 with A in shared memory, 9 to 10 in registers"),
         "wgmma_register_a": Rate(3.0, "clk more of a product with A in registers", "measured", _UNITS),
-        "wgmma_wait": Rate(18.4, "clk from the last product to going on", "measured", _UNITS),
+        "wgmma_wait": Rate(18.6, "clk from the last product to going on", "measured", _UNITS),
         "wgmma_shared_overlap": Rate(
             0.0,
             "share of a copy's bytes that the operands' reads wait for",
@@ -103,13 +103,13 @@ H200 = Chip(
             210, "clk to the other CTA's barrier", "other chip", f"{_QR}: 207 to 223 a load of its memory"
         ),
         "cluster_barrier": Rate(190, "clk", "other chip", f"{_QR}: half of 370 to 395, arrival and wait"),
-        "clock_read": Rate(32, "clk of a read of %clock", "measured", _UNITS),
-        "divide_latency": Rate(164, "clk of a division of 32 bits, with its remainder", "measured", _UNITS),
+        "clock_read": Rate(33.3, "clk of a read of %clock", "measured", _UNITS),
+        "divide_latency": Rate(174, "clk of a division of 32 bits, with its remainder", "measured", _UNITS),
         "tma_issue": Rate(75.3, "clk of the issuing thread", "measured", _UNITS),
         "tma_row": Rate(1.19, "clk a row of at most 128 B", "measured", _UNITS),
         "tma_latency": Rate(214, "clk from issue to the first bytes, from L2", "measured", _UNITS),
         "tma_descriptor": Rate(
-            340,
+            243,
             "clk more of a tensor map's first load, where no prefetch has brought the map",
             "measured",
             _UNITS,
