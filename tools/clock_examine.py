@@ -24,7 +24,7 @@ from clock_formats import examine as examine_formats
 from clock_h200 import MEASURED, Point, Shape, call_of, grid_points, tile_points, tile_times
 from clock_ladder import ladder_rows, ladder_table
 from clock_units import fit as fit_units
-from clock_units import read_record
+from clock_units import read_record, unit_table
 from padless.emulator.timing import B200, H200, Chip
 from padless.emulator.timing.chip import Call, TileTimes, call_time, queue_cycles
 
@@ -35,9 +35,10 @@ TESTING = {
     "decode": "2026-11-21-h200-decode.jsonl",
     "tiles": "2026-11-21-h200-tiles.jsonl",
 }
+UNITS = MEASURED / "clock" / "units.jsonl"
 CALL_RATES = {
-    "full_load_ghz": (1.40, 1.44, 1.46, 1.48, 1.50, 1.54), "launch_ns": (5500, 5750, 6000, 6250, 6500),
-    "memory_gb_per_s": (4260, 4400, 4500, 4600, 4700), "memory_overlap": (2, 2.5, 3, 4),
+    "full_load_ghz": (1.40, 1.42, 1.44, 1.45, 1.46, 1.47, 1.48, 1.49, 1.50, 1.52, 1.54),
+    "launch_ns": (5250, 5500, 5750, 6000, 6250, 6500), "memory_overlap": (2, 2.5, 3, 4),
 }  # fmt: skip
 HEAD = (
     "| what | points | mean error | median | 9 of 10 within | largest | bias |\n|---|---|---|---|---|---|---|"
@@ -51,9 +52,9 @@ class Prepared:
     point: Point
     call: Call
 
-    def us(self, times: dict[Shape, TileTimes], chip: Chip) -> float:
-        """Predicted microseconds."""
-        return call_time(self.call, times[self.point.shape], chip).ns / 1e3
+    def us(self, times: dict[Shape, TileTimes], chip: Chip, cycles: float | None = None) -> float:
+        """Predicted microseconds; ``cycles``: of the queue, where they are known."""
+        return call_time(self.call, times[self.point.shape], chip, cycles=cycles).ns / 1e3
 
 
 def recorded_times(path: Path) -> dict[Shape, TileTimes]:
@@ -85,11 +86,14 @@ def errors(points: Sequence[Prepared], times: dict[Shape, TileTimes], chip: Chip
 
 
 def fit_calls(points: Sequence[Prepared], times: dict[Shape, TileTimes], chip: Chip) -> Chip:
-    """The rates of whole calls that fit best, of a coarse grid."""
+    """The rates of whole calls that fit best, of a coarse grid. Those of memory are not among them: reads and copies
+    tell them."""
     best: tuple[float, Chip] | None = None
+    cycles = [queue_cycles(p.call, times[p.point.shape]) for p in points]
     for values in itertools.product(*CALL_RATES.values()):
         tried = chip.changed("fitted", "", **dict(zip(CALL_RATES, values, strict=True)))
-        mape = errors(points, times, tried).mape
+        pairs = zip(points, cycles, strict=True)
+        mape = Error(tuple(p.us(times, tried, c) / p.point.us - 1 for p, c in pairs)).mape
         if best is None or mape < best[0]:
             best = mape, tried
     assert best is not None
@@ -113,12 +117,17 @@ def counted_cycles(times: dict[Shape, TileTimes]) -> list[str]:
 
 
 def examine_h200(fit: bool, units: Path | None, record: list[dict[str, Any]]) -> None:
-    """Tile times by emulation, then the records."""
+    """Units, then tile times by emulation, then the records of calls."""
     chip = H200 if units is None else fit_units(read_record(units), H200, units.name)
+    if units is not None:
+        moved = {n: r.value for n, r in chip.rates.items() if r.source == units.name}
+        print("fitted: " + ", ".join(f"{name} {value:.4g}" for name, value in moved.items()) + "\n")
+    print(f"### Units of an H200, cycles\n\n{HEAD}")
+    print("\n".join(unit_table(read_record(UNITS if units is None else units), chip, record)), flush=True)
     started = time.perf_counter()
     times = {shape: tile_times(shape, chip) for shape in SHAPES}
     seconds = time.perf_counter() - started
-    print(f"### Tiles of the FP8_BLOCK kernel on an H200, cycles ({seconds:.0f} s)\n")
+    print(f"\n### Tiles of the FP8_BLOCK kernel on an H200, cycles ({seconds:.0f} s)\n")
     print("| tile | units of 64 rows | a K block | between tiles |\n|---|---|---|---|")
     for (block_m, block_n, cluster), tile in times.items():
         for unit in sorted(tile.period):

@@ -96,7 +96,7 @@ def call_of(kernel: Kernel, sizes: list[int], n: int, k: int, memory: float) -> 
             rows = min(block_m, size - row)
             tiles += [min(s for s in SORTS if s >= rows)] * columns
     products = sum(sizes) * n * k * kernel.element_bytes
-    return Call(tiles, -(-k // 128), float(products), memory, H200.num_sms)
+    return Call(tiles, -(-k // 128), float(products), memory, H200.num_sms, 2.0 * sum(sizes) * n)
 
 
 def examine(pairs: tuple[str, ...] = PAIRS) -> Iterator[tuple[str, Error, TileTimes]]:

@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 import torch
 
+from padless.bench.results import COPY, READ
 from padless.emulator.fake_driver import driver_of
 from padless.emulator.timing import Chip, Timeline, timed
 from padless.emulator.timing.chip import Call, TileTimes, call_time
@@ -73,7 +75,7 @@ def call_of(sizes: Sequence[int], n: int, k: int, shape: Shape, raster_m: int, n
     rows = sum(sizes)
     used = sum(size > 0 for size in sizes)
     memory = rows * k + used * n * k + 2 * rows * n + 4 * (rows + used * n // 128) * k // 128
-    return Call(sorts, -(-k // 128), float(products), float(memory), workers)
+    return Call(sorts, -(-k // 128), float(products), float(memory), workers, 2.0 * rows * n)
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,19 @@ def grid_points(name: str) -> list[Point]:
         shape, raster = chosen(sum(sizes), at["N"], at["K"], len(sizes))
         points.append(Point(sizes, at["N"], at["K"], shape, raster, record["gpu"]["padless"]["us"]))
     return points
+
+
+def memory_rates(name: str, least: float = 2e8) -> tuple[float, float]:
+    """GB/s read and written, from the reads and the copies of as many bytes that were timed beside the calls of a record
+    (of ``least`` bytes or more): the slopes of their times. A copy reads one half and writes the other. This library's
+    times are not looked at."""
+    found = [record for record in _records(name) if record["kind"] != "session" and record["bytes"] >= least]
+    sizes = [record["bytes"] for record in found]
+    read, copy = (
+        linear_regression(sizes, [1e3 * record["gpu"][what]["us"] for record in found]).slope
+        for what in (READ, COPY)
+    )  # ns a byte
+    return 1 / read, 1 / (2 * copy - read)
 
 
 def tile_points(name: str) -> list[Point]:

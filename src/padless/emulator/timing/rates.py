@@ -56,6 +56,7 @@ _LADDER = "twelve published MXFP8 kernels at 2048 and 8192 (Vega-Myhre)"
 _FB = "facebookexperimental/triton, latency model for B200"
 _QR = "ademeure/QuickRunCUDA, catalogue of a B300"
 _PL = "this project's records of an H200"
+_UNITS = "`padless bench units` on an H200, 2026-11-22"
 _CALLS = f"{_PL}: 5 dense shapes and 120 small problems with 3 tiles"
 _ISSUE = {
     "issue_per_clk": Rate(1, "warp-instructions/clk/sub-partition", "stated", "CUDA programming guide"),
@@ -76,18 +77,19 @@ H200 = Chip(
     {
         **_ISSUE,
         "tensor_bytes_per_clk": Rate(
-            4096, "row x column x byte of K /clk", "measured", f"{_FGS}: N/2 clk an m64nNk32"
+            4084, "row x column x byte of K /clk", "measured", f"{_UNITS}; {_FGS}: N/2 clk an m64nNk32"
         ),
         "mma_sync_share": Rate(
             0.62, "of the tensor cores' rate by mma.sync", "measured", "arXiv 2402.13499, mean over types"
         ),
         "wgmma_issue": Rate(4, "clk", "measured", f"{_FGS}: 4 with A in shared memory, 9 to 10 in registers"),
-        "wgmma_wait": Rate(43, "clk from the last product to going on", "measured", _FGS),
+        "wgmma_register_a": Rate(3.0, "clk more of a product with A in registers", "measured", _UNITS),
+        "wgmma_wait": Rate(18.6, "clk from the last product to going on", "measured", _UNITS),
         "wgmma_shared_overlap": Rate(
             0.0,
             "share of a copy's bytes that the operands' reads wait for",
-            "inferred",
-            f"{_PL}: 65536x6144x7168 leaves no room for more",
+            "measured",
+            f"{_UNITS}: 0.007, less than a run's repeats tell",
         ),
         "operand_slots": Rate(
             1.0,
@@ -101,24 +103,36 @@ H200 = Chip(
             210, "clk to the other CTA's barrier", "other chip", f"{_QR}: 207 to 223 a load of its memory"
         ),
         "cluster_barrier": Rate(190, "clk", "other chip", f"{_QR}: half of 370 to 395, arrival and wait"),
-        "tma_issue": Rate(32, "clk of the issuing thread", "measured", _FGS),
-        "tma_row": Rate(1.5, "clk a row of at most 128 B", "other chip", f"{_SA}, fitted"),
-        "tma_latency": Rate(
-            600,
-            "clk from issue to the first bytes, from L2",
-            "inferred",
-            f"{_FB}: 460 on B200; {_FGS}: L2 237 to 286",
+        "clock_read": Rate(33.3, "clk of a read of %clock", "measured", _UNITS),
+        "divide_latency": Rate(174, "clk of a division of 32 bits, with its remainder", "measured", _UNITS),
+        "tma_issue": Rate(75.3, "clk of the issuing thread", "measured", _UNITS),
+        "tma_row": Rate(1.19, "clk a row of at most 128 B", "measured", _UNITS),
+        "tma_latency": Rate(214, "clk from issue to the first bytes, from L2", "measured", _UNITS),
+        "tma_descriptor": Rate(
+            243,
+            "clk more of a tensor map's first load, where no prefetch has brought the map",
+            "measured",
+            _UNITS,
         ),
         "memory_latency": Rate(250, "clk more from memory than from L2", "measured", f"{_FGS}: 194 to 254"),
-        "l2_feed": Rate(52, "B/clk into an SM, of all", "fitted", f"{_CALLS}; the limit is 64"),
+        "l2_feed": Rate(
+            78.3,
+            "B/clk into an SM, of all",
+            "measured",
+            f"{_UNITS}: all read the same; 35 where each has its own",
+        ),
+        "l2_feed_alone": Rate(107.9, "B/clk into an SM that loads alone", "measured", _UNITS),
         "global_latency": Rate(270, "clk of a load from L2", "measured", _FGS),
         "store_latency": Rate(600, "clk from issue to written", "inferred", "as a load"),
         "store_bytes_per_clk": Rate(32, "B/clk out of an SM", "inferred", "half of the feed"),
-        "memory_gb_per_s": Rate(4700, "GB/s, read and written", "fitted", f"{_CALLS}; copies reach 4260"),
+        "memory_gb_per_s": Rate(4540, "GB/s read", "measured", f"{_PL}: reads of 0.2 to 13 GB"),
+        "memory_write_gb_per_s": Rate(
+            4030, "GB/s written", "measured", f"{_PL}: copies of 0.2 to 13 GB, less their reads"
+        ),
         "l2_mb": Rate(50, "MB", "stated", "NVIDIA H100 white paper"),
-        "launch_ns": Rate(6000, "ns from event to event besides the tiles", "fitted", _CALLS),
+        "launch_ns": Rate(5750, "ns from event to event besides the tiles", "fitted", _CALLS),
         "full_load_ghz": Rate(
-            1.48, "GHz with the tensor cores always busy", "fitted", f"{_CALLS}; counters: 1.43 to 1.53"
+            1.47, "GHz with the tensor cores always busy", "fitted", f"{_CALLS}; counters: 1.43 to 1.53"
         ),
         "memory_overlap": Rate(
             2.5, "exponent with which times of tiles and of memory add up", "fitted", _CALLS
@@ -175,7 +189,10 @@ B200 = Chip(
         "cluster_barrier": Rate(190, "clk", "other chip", _QR),
         "tma_issue": Rate(40, "clk", "measured", f"{_FB} 30, {_QR} 48"),
         "tma_row": Rate(1.55, "clk a row of at most 128 B", "fitted", _LOOPS),
+        "clock_read": Rate(20, "clk", "inferred", "less than on an H200, 32"),
+        "divide_latency": Rate(50, "clk of a division of 32 bits", "inferred", "its instructions alone"),
         "tma_latency": Rate(700, "clk", "fitted", f"{_SA}, main loops of CUTLASS"),
+        "tma_descriptor": Rate(340, "clk more of a map's first load", "other chip", "an H200"),
         "memory_latency": Rate(500, "clk", "inferred", "800 to 900 in all"),
         "l2_feed": Rate(71, "B/clk into an SM, of all", "measured", f"{_QR}, {_SA} 56 to 58 when shared"),
         "global_latency": Rate(310, "clk", "measured", _QR),
@@ -187,7 +204,8 @@ B200 = Chip(
         "store_line": Rate(
             0.5, "clk a line of 128 B that an instruction's lanes store to", "fitted", _LADDER
         ),
-        "memory_gb_per_s": Rate(7220, "GB/s", "measured", _SA),
+        "memory_gb_per_s": Rate(7220, "GB/s read", "measured", _SA),
+        "memory_write_gb_per_s": Rate(7220, "GB/s written", "inferred", "as reads"),
         "l2_mb": Rate(126, "MB", "measured", _SA),
         "full_load_ghz": Rate(1.58, "GHz", "measured", "flashinfer, 1000 W, sustained attention"),
         "memory_overlap": Rate(4, "exponent", "inferred", "as on H200"),

@@ -28,6 +28,7 @@ class Sm:
         self.tensor_memory = [Server(f"tensor memory {i}", record) for i in range(4)]
         self.landing: list[tuple[float, float]] = []  # copies whose writes are yet to be charged to products
         self.slow_tail = 0.0  # latency behind the last product
+        self.maps: set[int] = set()  # identities of tensor maps that it has read
 
     def servers(self) -> Iterator[Server]:
         """All of them."""
@@ -67,7 +68,7 @@ def mma_latency(chip: Chip, rows: int, pair: bool, a_in_shared: bool) -> float:
 
 def wgmma_cycles(chip: Chip, n: int, k_bytes: int, a_in_shared: bool = True) -> float:
     """Cycles of one m64nNkK of Hopper, K of ``k_bytes`` bytes."""
-    pipe = 64 * n * k_bytes / chip["tensor_bytes_per_clk"]
+    pipe = 64 * n * k_bytes / chip["tensor_bytes_per_clk"] + (0 if a_in_shared else chip["wgmma_register_a"])
     read = (n + (64 if a_in_shared else 0)) * k_bytes / chip["shared_bytes_per_clk"]
     return max(pipe, read)
 
@@ -75,8 +76,11 @@ def wgmma_cycles(chip: Chip, n: int, k_bytes: int, a_in_shared: bool = True) -> 
 class Units:
     """Takes operations as they are issued and says when their steps are over."""
 
-    def __init__(self, chip: Chip, record: bool = True, from_memory: float = 0.0) -> None:
+    def __init__(
+        self, chip: Chip, record: bool = True, from_memory: float = 0.0, prefetched: bool = False
+    ) -> None:
         self.chip = chip
+        self.prefetched = prefetched  # whether the kernel brings its tensor maps ahead of their use
         self.record = record
         self.from_memory = from_memory  # share of loaded bytes that L2 does not have
         self.sms: dict[int, Sm] = {}
@@ -105,12 +109,19 @@ class Units:
         rows = box_rows(work.detail) if work.detail is not None else math.ceil(work.size / 128)
         if work.first:
             source.copy.take(now, rows * self.chip["tma_row"], f"load of {work.size} B")
-        return self.load(source, target, work.size, now, source.copy.free)
+        extra = 0.0
+        if work.detail is not None and id(work.detail) not in source.maps and not self.prefetched:
+            source.maps.add(id(work.detail))
+            extra = self.chip["tma_descriptor"]
+        return self.load(source, target, work.size, now, source.copy.free, extra)
 
-    def load(self, source: Sm, target: Sm, size: float, now: float, engine_end: float) -> list[float]:
-        """Bytes into ``target``, whose request leaves the engine of ``source`` at ``engine_end``."""
+    def load(
+        self, source: Sm, target: Sm, size: float, now: float, engine_end: float, extra: float = 0.0
+    ) -> list[float]:
+        """Bytes into ``target``, whose request leaves the engine of ``source`` at ``engine_end``, ``extra`` cycles later
+        than others."""
         chip = self.chip
-        latency = chip["tma_latency"] + self.from_memory * chip["memory_latency"]
+        latency = chip["tma_latency"] + self.from_memory * chip["memory_latency"] + extra
         begin = max(now, engine_end - size / 128 * chip["tma_row"]) + latency
         _, fed = target.feed.take(begin, size / chip["l2_feed"], f"{size:.0f} B")
         if self.from_memory:

@@ -9,7 +9,8 @@
 //   cta_rows   rows from where one CTA begins to read to where the next does; 0: all read the same
 //
 // The host defines BLOCK_N (columns of a product), WARPGROUPS (1 or 2, each with 64 rows of its own), PRODUCTS,
-// A_IN_REGISTERS (BLOCK_N is 64 then) and COUPLED: the products wait for the loads, a box a batch, in a ring of in_flight stages.
+// A_IN_REGISTERS (BLOCK_N is 64 then), COUPLED: the products wait for the loads, a box a batch, in a ring of in_flight stages;
+// STAMPS: a coupled run stores times of its stages, which costs some.
 using uint8_t = unsigned char;
 using uint16_t = unsigned short;
 using uint32_t = unsigned int;
@@ -149,10 +150,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_unit_probe(
             const uint32_t at =
                 COUPLED ? shared_address(shared.slots[slot]) : shared_address(shared.operands);
             if (COUPLED) mbarrier_wait(shared_address(&shared.full[slot]), phase);
-            const long long seen = cycles();
+            const long long seen = STAMPS ? cycles() : 0;
             multiply_batch(d, at + warpgroup * A_BYTES, at + WARPGROUPS * A_BYTES);
             if (COUPLED) {
-                if (threadIdx.x == 0 && OUT_STAMPS + 2 * i + 1 < OUT_WORDS) {
+                if (STAMPS && threadIdx.x == 0 && OUT_STAMPS + 2 * i + 1 < OUT_WORDS) {
                     mine[OUT_STAMPS + 2 * i] = seen - begin;
                     mine[OUT_STAMPS + 2 * i + 1] = cycles() - begin;
                 }
