@@ -25,8 +25,8 @@ RECORD = "units.jsonl"
 @dataclass(frozen=True)
 class Probe:
     """One run. name: of what it measures. block_n, warpgroups, products, a_in_registers, coupled, stamps: constants of
-    the kernel; batches, loads, in_flight, box_rows, ctas: of the launch. own_rows: whether every CTA reads rows of its own.
-    buffer_rows: rows of 128 bytes that are read over and over."""
+    the kernel; batches, loads, in_flight, box_rows, ctas: of the launch. own_rows: whether every CTA reads rows
+    of its own. buffer_rows: rows of 128 bytes that are read over and over."""
 
     name: str
     block_n: int = 128
