@@ -1,4 +1,4 @@
-"""How exact FP8 weight gradients of a model in training are, with a scale per 128 x 128 of the inputs and per 1 x 128.
+"""Exactness of FP8 weight gradients of a model in training, with a scale per 128 x 128 of the inputs and per 1 x 128.
 
     python tools/wgrad_sqnr.py [--steps 60] [--every 20]
 

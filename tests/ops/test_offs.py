@@ -161,7 +161,7 @@ def test_another_kernels_config_is_refused_on_a_cpu() -> None:
         padless.grouped_gemm_list([a], [dense], config=Sm90Fp8Config())  # type: ignore[arg-type]
     _, columns = padless.quantize_rows_columns(normal(M, 64), OFFS)
     with pytest.raises(
-        ValueError, match=r"^config is a Sm90Fp8Config; grouped_gemm_wgrad takes a WgradConfig"
+        ValueError, match=r"^config is a Sm90Fp8Config; copies of grouped columns take a WgradConfig"
     ):
         padless.grouped_gemm_wgrad(columns, columns, config=Sm90Fp8Config())  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What docs/bad_input.md says of every bad input is what the input gets."""
+"""Bad inputs get what docs/bad_input.md says of them."""
 
 from __future__ import annotations
 

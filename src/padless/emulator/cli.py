@@ -79,8 +79,6 @@ def emulate(
     ] = None,
 ) -> None:
     """Run the kernel and print what was found; exit code 1 if anything was."""
-    if seeds < 1:
-        raise LaunchError(f"--seeds is {seeds}, at least 1 is needed")
     description = read_description(launch)
     try:
         text = kernel.read_text()

@@ -1,4 +1,4 @@
-"""Where weight gradients go: into ``weight.main_grad``, into a queue, or back to autograd."""
+"""Destinations of weight gradients: into ``weight.main_grad``, into a queue, or back to autograd."""
 
 from __future__ import annotations
 

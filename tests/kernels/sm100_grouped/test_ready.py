@@ -163,7 +163,7 @@ def test_verify_runs_what_concerns_this_gpu(arch: str) -> None:
     assert {p.arch for p in routes_of(arch)} == {"sm_100a"}
     on_hopper, both = verify.jobs_of("sm_90a", None, against_emulator=True)
     assert set(jobs) - {"dense MXFP8", "lists of problems"} < set(on_hopper)
-    assert len(both) == 3
+    assert set(sanitized) < set(both)
     assert list(verify.jobs_of(arch, ["dense"])[0]) == ["dense"]
 
 

@@ -1,4 +1,4 @@
-"""Where problems run, what is said against them, and outputs between fences: all without waiting for the device.
+"""Places for problems: the device, what is said against results, outputs between guards; no wait for the device.
 
 A judgement is one truth value on the device. It is asked for when a whole batch of problems has been launched.
 """
