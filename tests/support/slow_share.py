@@ -23,13 +23,16 @@ import pytest
 TIME_IS_OVER = "slow: the time of this run's share is over"
 
 
+LONG_CASES = frozenset(Path(__file__).with_name("long_cases.txt").read_text().splitlines()[1:])
+
+
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="run the tests marked slow too")
     parser.addoption(
         "--slow-share", type=int, default=0, metavar="N", help="run one in N of them, chosen by the commit"
     )
     parser.addoption(
-        "--slow-seconds", type=float, default=30.0, metavar="S", help="of each process, for --slow-share"
+        "--slow-seconds", type=float, default=15.0, metavar="S", help="of each process, for --slow-share"
     )
     parser.addoption(
         "--resume", action="store_true", help="leave out what has passed with these files before"
@@ -70,7 +73,7 @@ class SlowTests:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        slow = [item for item in items if item.get_closest_marker("slow")]
+        slow = [item for item in items if item.get_closest_marker("slow") or item.nodeid in LONG_CASES]
         if self._all or not slow:
             return
         draws = {item.nodeid: draw_of(self._commit, item.nodeid) for item in slow}
