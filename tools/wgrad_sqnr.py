@@ -18,30 +18,18 @@ import torch
 
 from padless.demo.train import run as demo
 from padless.demo.train.text import draw_batch, help_topics
+from padless.layouts import GroupedColumns
 from padless.nn import RECIPES, weight_gradient
 from padless.quantization.rows_columns import quantize_rows_columns
+from padless.reference.wgrad import grouped_gemm_wgrad_reference
 
 MODES = {"1d2d": (128, 128), "1d1d": (1, 128)}
 OUTLIER, EVERY_FEATURE = 1024.0, 50
 
 
-def dequantized(x: torch.Tensor, offs: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """x (M, features) after quantization along the tokens of each group, float64."""
-    columns = quantize_rows_columns(x, offs, column_block=block, rows=False)[1]
-    scale = columns.scale.double()
-    if block[0] != 1:
-        scale = scale.repeat_interleave(block[0], 1)[:, : x.shape[1]]
-    out = torch.zeros_like(x, dtype=torch.float64)
-    begin = 0
-    for group, end in enumerate(offs.tolist()):
-        rows = end - begin
-        if rows:
-            start, first = int(columns.starts[group]), int(columns.block_starts[group])
-            codes = columns.data[:, start : start + rows].to(torch.float64).t()
-            of_row = scale[first : first + -(-rows // 128)].repeat_interleave(128, 0)[:rows]
-            out[begin:end] = codes * of_row
-        begin = end
-    return out
+def columns_of(x: torch.Tensor, offs: torch.Tensor, block: tuple[int, int]) -> GroupedColumns:
+    """x (M, features) quantized along the tokens of each group."""
+    return quantize_rows_columns(x, offs, column_block=block, rows=False)[1]
 
 
 def gradient(dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -63,11 +51,13 @@ def judged(dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor) -> dict[str, f
     ordinary = torch.ones(x.shape[1], dtype=torch.bool)
     ordinary[::EVERY_FEATURE] = False
     exact = gradient(dy, x, offs)
-    dy_codes = dequantized(dy, offs, (1, 128))
+    dy_columns = columns_of(dy, offs, (1, 128))
     for mode, block in MODES.items():
-        found[mode] = sqnr(gradient(dy_codes, dequantized(x, offs, block), offs), exact)
-        with_outliers = gradient(dy_codes, dequantized(large, offs, block), offs)
-        found[f"{mode}, outliers"] = sqnr(with_outliers[..., ordinary], exact[..., ordinary])
+        for name, of in ((mode, x), (f"{mode}, outliers", large)):
+            got = grouped_gemm_wgrad_reference(
+                dy_columns, columns_of(of, offs, block), out_dtype=torch.float64, accumulation="float64"
+            )
+            found[name] = sqnr(got, exact) if of is x else sqnr(got[..., ordinary], exact[..., ordinary])
     return found
 
 

@@ -179,7 +179,7 @@ def _check_kinds(operation: str, a: Activation, b: BlockScaledTensor) -> None:
 
 def output(
     a: Activation,
-    b: BlockScaledTensor,
+    b: BlockScaledTensor | torch.Tensor,
     out: torch.Tensor | None,
     out_dtype: torch.dtype,
     *,

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from padless.formats import OUT_DTYPES
 from padless.gradients import refuse_gradients
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.launch import tile_of
@@ -18,9 +17,10 @@ from padless.ops.checks import (
     check_output_of_kernel,
     check_rows,
     describe,
+    output,
 )
 from padless.ops.launch_cache import current_stream
-from padless.ops.remembered import facts_of, known_launch, remember_launch
+from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.runtime.devices import chosen_backend, device_of
 
@@ -59,7 +59,7 @@ def grouped_gemm_plain(
         _check_offs(offs, weights, a)
     if check_offs and offs is not None:
         check_offs_values(offs, a.shape[0])
-    result = _output(a, weights, out, out_dtype)
+    result = output(a, weights, out, out_dtype)
     backend = chosen_backend(backend, a)
     if backend == "reference":
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
@@ -74,13 +74,11 @@ def grouped_gemm_plain(
     check_output_of_kernel(result)
     if result.numel() == 0 or weights.shape[0] == 0:
         return result
-    facts = facts_of(settings, result, *inputs) if on_gpu else None
-    launch = known_launch(facts)  # a new output may have the address of an old one
-    if launch is None:
-        launch = host.prepare(driver, a, weights, offs, result, tile_of(config)).launch  # type: ignore[arg-type]
-        if facts is not None:
-            remember_launch(facts, launch)
-    launch(current_stream(result.device.index or 0) if result.is_cuda else 0)
+    launch_remembered(
+        facts_of(settings, result, *inputs) if on_gpu else None,
+        lambda: host.prepare(driver, a, weights, offs, result, tile_of(config)).launch,  # type: ignore[arg-type]
+        result,
+    )
     return result
 
 
@@ -125,25 +123,3 @@ def _check_offs(offs: Any, b: torch.Tensor, a: torch.Tensor) -> None:
         raise ValueError(
             f"offs must be contiguous on {a.device}, got {describe(offs)}, strides {offs.stride()}"
         )
-
-
-def _output(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """``out`` if it will do, or a new tensor. Raises ValueError."""
-    shape = (a.shape[0], b.shape[1])
-    if out is None:
-        if out_dtype not in OUT_DTYPES:
-            raise ValueError(
-                f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32"
-            )
-        out = torch.empty(shape, dtype=out_dtype, device=a.device)
-    elif not isinstance(out, torch.Tensor) or out.dtype not in OUT_DTYPES:
-        raise ValueError(f"out must be a bfloat16, float16 or float32 tensor, got {describe(out)}")
-    elif tuple(out.shape) != shape or out.device != a.device:
-        raise ValueError(f"out must be (M, N) = {shape} on {a.device}, got {describe(out)}")
-    multiple = 16 // out.element_size()
-    if shape[1] % multiple != 0:
-        raise ValueError(f"N is {shape[1]}; it must be a multiple of {multiple} for {out.dtype} output")
-    check_rows("out", out)
-    return out

@@ -16,7 +16,7 @@ from padless.layouts import ALIGNMENTS, SCALE_BLOCK, GroupedColumns
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm_wgrad_rows import grouped_gemm_wgrad_rows
 from padless.ops.launch_cache import current_stream
-from padless.ops.remembered import facts_of, known_launch, remember_launch
+from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.runtime.devices import device_of
@@ -118,10 +118,7 @@ def _of_copies(
     check_gradient_of_kernel(result)
     if dy.num_groups == 0:
         return result
-    launch = host.prepare(driver, dy, x, result, accumulate, config).launch
-    if facts is not None:
-        remember_launch(facts, launch)
-    launch(current_stream(result.device.index or 0) if result.is_cuda else 0)
+    launch_remembered(facts, lambda: host.prepare(driver, dy, x, result, accumulate, config).launch, result)
     return result
 
 

@@ -12,7 +12,7 @@ from padless.kernels.sm90_bf16_wgrad import host
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.ops.checks import check_alignment, check_rows, describe
 from padless.ops.launch_cache import current_stream
-from padless.ops.remembered import facts_of, known_launch, remember_launch
+from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.runtime.devices import device_of
@@ -57,13 +57,11 @@ def grouped_gemm_wgrad_rows(
         return result
     if dy.shape[0] == 0:
         return result if accumulate else result.zero_()
-    facts = facts_of(settings, result, *inputs) if on_gpu else None
-    launch = known_launch(facts)  # a new output may have the address of an old one
-    if launch is None:
-        launch = host.prepare(driver, dy, x, ends, result, accumulate, config).launch
-        if facts is not None:
-            remember_launch(facts, launch)
-    launch(current_stream(result.device.index or 0) if result.is_cuda else 0)
+    launch_remembered(
+        facts_of(settings, result, *inputs) if on_gpu else None,
+        lambda: host.prepare(driver, dy, x, ends, result, accumulate, config).launch,
+        result,
+    )
     return result
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from padless.ops.launch_cache import stream_of
 from padless.runtime.driver import PreparedLaunch
 
 # A packed launch depends on addresses, shapes and strides alone; all of them are compared again at every call, and no
@@ -34,3 +36,16 @@ def remember_launch(facts: tuple[Any, ...], launch: PreparedLaunch) -> None:
     if len(_LAUNCHES) >= _MOST_LAUNCHES:
         _LAUNCHES.clear()
     _LAUNCHES[facts] = launch
+
+
+def launch_remembered(
+    facts: tuple[Any, ...] | None, prepare: Callable[[], PreparedLaunch], out: torch.Tensor
+) -> None:
+    """Launches on the current stream of ``out`` what was packed from ``facts`` before: a new output may have the address
+    of an old one. Else what ``prepare`` packs, which is kept where there are facts."""
+    launch = known_launch(facts)
+    if launch is None:
+        launch = prepare()
+        if facts is not None:
+            remember_launch(facts, launch)
+    launch(stream_of(out))
