@@ -56,9 +56,7 @@ def main() -> None:
         after = model(ids).logits.float()
     log_p, log_q = before.log_softmax(-1), after.log_softmax(-1)
 
-    print(
-        f"experts: {size / 1e6:.2f} MB in bfloat16, {expert_bytes(model) / 1e6:.2f} MB in NVFP4 on {device}"
-    )
+    print(f"experts: {size / 1e6:.2f} MB in bfloat16, {expert_bytes(model) / 1e6:.2f} MB in NVFP4 on {device}")
     print(f"relative error of the logits: {float((after - before).norm() / before.norm()):.4f}")
     print(f"divergence of the next token: {float((log_p.exp() * (log_p - log_q)).sum(-1).mean()):.6f} nats")
     print(f"same most likely token: {float((before.argmax(-1) == after.argmax(-1)).float().mean()):.1%}")

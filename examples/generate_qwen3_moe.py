@@ -49,11 +49,7 @@ def main() -> None:
     model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)  # compiles the kernels
     start = time.perf_counter()
     out = model.generate(
-        ids,
-        max_new_tokens=arguments.new_tokens,
-        min_new_tokens=arguments.new_tokens,
-        do_sample=False,
-        pad_token_id=0,
+        ids, max_new_tokens=arguments.new_tokens, min_new_tokens=arguments.new_tokens, do_sample=False, pad_token_id=0
     )
     new = out[0, ids.shape[1] :].tolist()
     seconds = time.perf_counter() - start

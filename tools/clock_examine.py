@@ -40,9 +40,7 @@ CALL_RATES = {
     "full_load_ghz": (1.40, 1.42, 1.44, 1.45, 1.46, 1.47, 1.48, 1.49, 1.50, 1.52, 1.54),
     "launch_ns": (5250, 5500, 5750, 6000, 6250, 6500), "memory_overlap": (2, 2.5, 3, 4),
 }  # fmt: skip
-HEAD = (
-    "| what | points | mean error | median | 9 of 10 within | largest | bias |\n|---|---|---|---|---|---|---|"
-)
+HEAD = "| what | points | mean error | median | 9 of 10 within | largest | bias |\n|---|---|---|---|---|---|---|"
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,7 @@ def recorded_times(path: Path) -> dict[Shape, TileTimes]:
 def prepared(points: Sequence[Point]) -> list[Prepared]:
     """Points whose tile has been timed."""
     return [
-        Prepared(p, call_of(p.sizes, p.n, p.k, p.shape, p.raster_m, H200.num_sms))
-        for p in points
-        if p.shape in SHAPES
+        Prepared(p, call_of(p.sizes, p.n, p.k, p.shape, p.raster_m, H200.num_sms)) for p in points if p.shape in SHAPES
     ]
 
 
@@ -204,9 +200,7 @@ def examine_b200(fit: bool, record: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--units", type=Path)
     parser.add_argument("--formats", action="store_true")

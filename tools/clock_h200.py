@@ -66,10 +66,7 @@ def call_of(sizes: Sequence[int], n: int, k: int, shape: Shape, raster_m: int, n
     workers = num_sms // cluster
     ends = [sum(sizes[: g + 1]) for g in range(len(sizes))]
     halves = workers if has_halves(block_m) else None
-    sorts = [
-        -(-tile.rows // UNIT)
-        for tile in tiles(ends, ends[-1], n, block_m, block_n * cluster, raster_m, halves)
-    ]
+    sorts = [-(-tile.rows // UNIT) for tile in tiles(ends, ends[-1], n, block_m, block_n * cluster, raster_m, halves)]
     padded = -(-n // (block_n * cluster)) * block_n * cluster
     products = sum(-(-size // UNIT) * UNIT for size in sizes) * padded * k
     rows = sum(sizes)
@@ -122,8 +119,7 @@ def memory_rates(name: str, least: float = 2e8) -> tuple[float, float]:
     found = [record for record in _records(name) if record["kind"] != "session" and record["bytes"] >= least]
     sizes = [record["bytes"] for record in found]
     read, copy = (
-        linear_regression(sizes, [1e3 * record["gpu"][what]["us"] for record in found]).slope
-        for what in (READ, COPY)
+        linear_regression(sizes, [1e3 * record["gpu"][what]["us"] for record in found]).slope for what in (READ, COPY)
     )  # ns a byte
     return 1 / read, 1 / (2 * copy - read)
 
@@ -135,8 +131,7 @@ def tile_points(name: str) -> list[Point]:
     for record in _records(name):
         if record["kind"] == "session":
             known = {
-                key: ((t["block_m"], t["block_n"], t["cluster_n"]), t["raster_m"])
-                for key, t in record["tiles"].items()
+                key: ((t["block_m"], t["block_n"], t["cluster_n"]), t["raster_m"]) for key, t in record["tiles"].items()
             }
             continue
         at = record["point"]
@@ -148,7 +143,6 @@ def tile_points(name: str) -> list[Point]:
 def predict(points: Sequence[Point], times: dict[Shape, TileTimes], chip: Chip) -> list[float]:
     """Microseconds of each."""
     return [
-        call_time(call_of(p.sizes, p.n, p.k, p.shape, p.raster_m, chip.num_sms), times[p.shape], chip).ns
-        / 1e3
+        call_time(call_of(p.sizes, p.n, p.k, p.shape, p.raster_m, chip.num_sms), times[p.shape], chip).ns / 1e3
         for p in points
     ]

@@ -83,9 +83,7 @@ class LadderErrors:
 def ladder_errors(rows: list[dict[str, Any]], sizes: tuple[int, ...] = SIZES) -> LadderErrors:
     """Errors at some sizes."""
     rows = [row for row in rows if row["size"] in sizes]
-    ratios = [
-        abs(row["predicted_ratio"] / row["published_ratio"] - 1) for row in rows if "published_ratio" in row
-    ]
+    ratios = [abs(row["predicted_ratio"] / row["published_ratio"] - 1) for row in rows if "published_ratio" in row]
     absolute = [abs(row["predicted"] / row["published"] - 1) for row in rows]
     right = pairs = 0
     for one, other in itertools.combinations(rows, 2):
@@ -98,10 +96,7 @@ def ladder_errors(rows: list[dict[str, Any]], sizes: tuple[int, ...] = SIZES) ->
 
 def ladder_table(rows: list[dict[str, Any]]) -> str:
     """As Markdown."""
-    lines = [
-        "| step, TFLOP/s published and predicted | " + " | ".join(map(str, SIZES)) + " |",
-        "|---" * 5 + "|",
-    ]
+    lines = ["| step, TFLOP/s published and predicted | " + " | ".join(map(str, SIZES)) + " |", "|---" * 5 + "|"]
     for step, name in enumerate(NAMES):
         cells = [f"{r['published']:.0f}, {r['predicted']:.0f}" for r in rows if r["step"] == step]
         lines.append(f"| {step} {name} | " + " | ".join(cells) + " |")

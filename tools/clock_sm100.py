@@ -48,9 +48,7 @@ def run_tiles(fmt: str, config: Sm100GroupedConfig, rows: int, count: int, k_blo
     generator = torch.Generator().manual_seed(0)
     offs, k = group_offsets([rows] * count), K_BLOCK * k_blocks
     layout = "blocked_groups"
-    a = quantize(
-        torch.randn(rows * count, k, generator=generator), FORMATS[fmt], scale_layout=layout, offs=offs
-    )
+    a = quantize(torch.randn(rows * count, k, generator=generator), FORMATS[fmt], scale_layout=layout, offs=offs)
     weights = torch.randn(count, config.cluster_n, k, generator=generator)
     b = quantize(weights, FORMATS[fmt], kind="weight", scale_layout="blocked")
     driver = driver_of("emulator:sm_100a")

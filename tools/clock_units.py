@@ -60,11 +60,7 @@ def per_item(records: Iterable[Record], name: str, count: str, **fields: Any) ->
     """Cycles of one more item (``count``: "batches", "loads" or "products"): the slope between two runs that differ in
     nothing else. None without two such runs."""
     what = "loads_cycles" if count == "loads" else "products_cycles"
-    found = [
-        (record[count], record[what])
-        for record in records
-        if record["name"] == name and matches(record, fields)
-    ]
+    found = [(record[count], record[what]) for record in records if record["name"] == name and matches(record, fields)]
     low, high = min(found, default=(0, 0)), max(found, default=(0, 0))
     return None if low[0] == high[0] else (high[1] - low[1]) / (high[0] - low[0])
 
@@ -123,9 +119,7 @@ def tensor_rate(records: Iterable[Record]) -> float | None:
     rates = []
     for n in (64, 128, 192, 256):
         for warpgroups in (1, 2):
-            slope = per_item(
-                records, "wgmma", "products", block_n=n, warpgroups=warpgroups, a_in_registers=False
-            )
+            slope = per_item(records, "wgmma", "products", block_n=n, warpgroups=warpgroups, a_in_registers=False)
             if slope:
                 rates.append(64 * n * 32 * warpgroups * 32 / slope)  # 32 batches
     return max(rates, default=None)
@@ -197,18 +191,14 @@ def unit_table(records: Sequence[Record], chip: Chip, record: list[dict[str, Any
     for run, what, error in errors_of(records, chip):
         # The overlap's rate is taken from its products: what its loads take is a test.
         test = not is_fitted(run) or (run["name"] == "overlap" and what == "loads_cycles")
-        names = [
-            run["name"] if what == "products_cycles" or run["name"] != "overlap" else "overlap, its loads"
-        ]
+        names = [run["name"] if what == "products_cycles" or run["name"] != "overlap" else "overlap, its loads"]
         if not run["stamps"]:
             names.append("all but stamped rings")
         names.append("all")
         for name in names:
             found.setdefault((test, name), []).append(error)
         fields = {key: value for key, value in run.items() if key in FIELDS}
-        record.append(
-            {**fields, "kind": "unit error", "what": what, "fitted": not test, "error": round(error, 4)}
-        )
+        record.append({**fields, "kind": "unit error", "what": what, "fitted": not test, "error": round(error, 4)})
     order = ("wgmma", "load", "feed", "overlap", "overlap, its loads", "ring", "stamped ring")
     for test in (False, True):
         for name in (*order, "all but stamped rings", "all"):

@@ -21,9 +21,7 @@ def case(backend: str, fmt: padless.formats.BlockScaledFormat, rows: int, n: int
     generator = torch.Generator().manual_seed(0)
     sizes = [rows // 4, 0, rows - rows // 4]
     offs = padless.group_offsets(sizes)
-    options: dict[str, Any] = (
-        {} if fmt == padless.FP8_BLOCK else {"scale_layout": "blocked_groups", "offs": offs}
-    )
+    options: dict[str, Any] = {} if fmt == padless.FP8_BLOCK else {"scale_layout": "blocked_groups", "offs": offs}
     a = padless.quantize(torch.randn(rows, k, generator=generator), fmt, **options)
     layout: dict[str, Any] = {} if fmt == padless.FP8_BLOCK else {"scale_layout": "blocked"}
     b = padless.quantize(torch.randn(3, n, k, generator=generator), fmt, kind="weight", **layout)

@@ -96,9 +96,7 @@ def barrier_graph(config: Sm100DenseConfig) -> list[str]:
 def drawn_graph(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
     """A line for each barrier: (who arrives, what on, where it is, who waits)."""
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return [
-        f"{a:>{widths[0]}} ──[ {b:<{widths[1]}} │ {at:<{widths[2]}} ]──▶ {z}".rstrip() for a, b, at, z in rows
-    ]
+    return [f"{a:>{widths[0]}} ──[ {b:<{widths[1]}} │ {at:<{widths[2]}} ]──▶ {z}".rstrip() for a, b, at, z in rows]
 
 
 def shown() -> dict[str, Sm100DenseConfig]:

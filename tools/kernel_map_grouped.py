@@ -32,9 +32,7 @@ LISTED = {
     "pair 256 x 256, MXFP8, tiled": replace(_TILED, cta_group=2, mma_n=256),
     "pair 256 x 256, MXFP4, tiled": replace(_TILED, cta_group=2, mma_n=256, kind="MXFP4"),
     "pair 256 x 256, NVFP4, tiled": replace(_TILED, cta_group=2, mma_n=256, kind="NVFP4"),
-    "pair 256 x 256, NVFP4, gathered": _C(
-        cta_group=2, mma_n=256, kind="NVFP4", scales_b="tiled", wide_stores=True
-    ),
+    "pair 256 x 256, NVFP4, gathered": _C(cta_group=2, mma_n=256, kind="NVFP4", scales_b="tiled", wide_stores=True),
     "two pairs 256 x 256, MXFP8, tiled": replace(_TILED, cta_group=2, mma_n=256, multicast=2),
     "two pairs 256 x 256, NVFP4, tiled": replace(_TILED, cta_group=2, mma_n=256, multicast=2, kind="NVFP4"),
     "pair, 32 tokens, NVFP4": _C(cta_group=2, mma_n=32, tokens_on_n=True, kind="NVFP4", scales_b="tiled"),
@@ -48,9 +46,7 @@ _BOTH = replace(_EVERYTHING, row_format=MXFP8, column_format=MXFP8, scale_rule="
 QUANTISING = {
     "MXFP8 rows": Epilogue(row_format=MXFP8, scale_rule="rceil"),
     "MXFP8 rows and columns, everything": _BOTH,
-    "NVFP4 rows of a SwiGLU in halves": Epilogue(
-        row_format=NVFP4, scale_rule="te", activation="swiglu_concatenated"
-    ),
+    "NVFP4 rows of a SwiGLU in halves": Epilogue(row_format=NVFP4, scale_rule="te", activation="swiglu_concatenated"),
     "FP8_BLOCK rows and columns of an interleaved SwiGLU, everything": replace(
         _BOTH, row_format=FP8_BLOCK, column_format=FP8_BLOCK, scale_rule="", activation="swiglu_interleaved"
     ),
@@ -88,9 +84,7 @@ def tables() -> list[str]:
     ]
     for name, epilogue in QUANTISING.items():
         kernel = compile_kernel(KERNEL, QuantConfig(_PAIRS, epilogue).prelude(), "sm_100a")
-        quantising.append(
-            f"| {name} | {kernel.num_stages} | {kernel.shared_bytes:,} | {kernel.num_threads} |"
-        )
+        quantising.append(f"| {name} | {kernel.num_stages} | {kernel.shared_bytes:,} | {kernel.num_threads} |")
     return [*budgets, "", *columns, "", *quantising]
 
 
@@ -142,10 +136,7 @@ def byte_budget(config: Sm100GroupedConfig) -> list[tuple[str, int]]:
     stages = c["num_stages"]
     names = (("left", "left operand"), ("right", "right operand"), ("left_scale", "left scales"),
              ("right_scale", "right scales"))  # fmt: skip
-    rows = [
-        (f"{what}, {stages} stages of {c[f'{name}_bytes']}", stages * c[f"{name}_bytes"])
-        for name, what in names
-    ]
+    rows = [(f"{what}, {stages} stages of {c[f'{name}_bytes']}", stages * c[f"{name}_bytes"]) for name, what in names]
     rest = c["shared_bytes"] - sum(size for _, size in rows)
     return [*rows, ("barriers, queue of tiles, table of groups", rest)]
 

@@ -83,9 +83,7 @@ def main(root: Path = ROOT) -> int:
         print(f"  {wing.name:<28}{wing.lines:>7} of {wing.budget}{goal}{'  OVER' if wing.is_over else ''}")
     over = [wing.name for wing in found if wing.is_over]
     if over:
-        print(
-            f"over budget by more than {settings['tolerance']:.0%}: {', '.join(over)}; cut, or raise the budget"
-        )
+        print(f"over budget by more than {settings['tolerance']:.0%}: {', '.join(over)}; cut, or raise the budget")
     return 1 if over else 0
 
 

@@ -28,9 +28,7 @@ class Measured:
 
     @property
     def medians(self) -> str:
-        return (
-            f"medians of {listed([str(n) for n in sorted({s['repeats'] for s in self.sessions.values()})])}"
-        )
+        return f"medians of {listed([str(n) for n in sorted({s['repeats'] for s in self.sessions.values()})])}"
 
 
 def newest(folder: Path, name: str) -> Path | None:

@@ -13,15 +13,7 @@ from padless.bench.cases.epilogue import PAIRS, cost
 from padless.bench.cases.formats import TORCH, by_case, contenders_of, floor_shares, speedups
 from padless.bench.group_sizes import full_grid
 from padless.bench.report import table
-from padless.bench.report.markdown import (
-    bullets,
-    failure_sentence,
-    listed,
-    markdown,
-    paragraph,
-    span,
-    won_sentence,
-)
+from padless.bench.report.markdown import bullets, failure_sentence, listed, markdown, paragraph, span, won_sentence
 from padless.bench.results import Record, point_key, ratios, time_us
 
 SANITIZER = re.compile(r"(compute-sanitizer \w+) of ")

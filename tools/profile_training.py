@@ -30,14 +30,7 @@ class Layer:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
         self.layers = [
-            Experts(
-                options.hidden,
-                options.intermediate,
-                options.experts,
-                recipe=recipe,
-                dtype=dtype,
-                device=device,
-            )
+            Experts(options.hidden, options.intermediate, options.experts, recipe=recipe, dtype=dtype, device=device)
             for _ in range(options.layers)
         ]
         ids = torch.rand(options.tokens, options.experts, generator=g).topk(options.top_k, dim=-1).indices
@@ -94,17 +87,9 @@ def counted(call: Callable[[], object]) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", nargs="+", default=["fp8", "bf16"], choices=list(RECIPES))
-    for name, value in (
-        ("layers", 8),
-        ("tokens", 16384),
-        ("hidden", 1024),
-        ("intermediate", 1024),
-        ("experts", 32),
-    ):
+    for name, value in (("layers", 8), ("tokens", 16384), ("hidden", 1024), ("intermediate", 1024), ("experts", 32)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])

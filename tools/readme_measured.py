@@ -86,9 +86,7 @@ def with_block(page: str, block: str) -> str:
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 where a page differs"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page differs")
     options = parser.parse_args(arguments)
     differ = []
     for name, block in pages(root / FOLDER).items():
@@ -100,9 +98,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         if not options.check:
             (root / name).write_text(after, encoding="utf-8")
     if options.check and differ:
-        print(
-            f"{' and '.join(differ)} differ from the records under {FOLDER}: run make readme", file=sys.stderr
-        )
+        print(f"{' and '.join(differ)} differ from the records under {FOLDER}: run make readme", file=sys.stderr)
         return 1
     return 0
 

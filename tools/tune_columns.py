@@ -59,9 +59,7 @@ VARIANTS = [
 def options_of(variant: Variant) -> Iterator[None]:
     """Every quantizer launched as the variant says."""
     with mock.patch.multiple(swiglu_backward, NUM_WARPS=variant.warps, MAX_REGISTERS=variant.registers):
-        registers: dict[str, Any] = dict.fromkeys(
-            ("MAX_REGISTERS", "MAX_REGISTERS_OF_FLOAT32"), variant.registers
-        )
+        registers: dict[str, Any] = dict.fromkeys(("MAX_REGISTERS", "MAX_REGISTERS_OF_FLOAT32"), variant.registers)
         of_columns: dict[str, Any] = {
             "MAX_REGISTERS_OF_COLUMNS": variant.registers,
             "NUM_WARPS_OF_COLUMNS": variant.warps,

@@ -97,9 +97,7 @@ def tiled(
     """
     dims = (array.shape[1], array.shape[0] if rows is None else rows)
     address = emulator.memory.register(array)
-    return tensor_map.encode_tiled(
-        TYPES[element], address, dims, array.strides[:1], box, swizzle=3 if swizzle else 0
-    )
+    return tensor_map.encode_tiled(TYPES[element], address, dims, array.strides[:1], box, swizzle=3 if swizzle else 0)
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
@@ -116,8 +114,7 @@ def product(emulator: Emulator, m: int, n: int, k: int) -> tuple[LaunchResult, f
     a, b = (rng.integers(-8, 9, (rows, k)).astype(np.float32) for rows in (m, n))
     out = np.full((m, n), np.nan, np.float32)
     maps = [
-        tiled(emulator, to_bfloat16(x), (k, rows), element="bfloat16", swizzle=True)
-        for x, rows in ((a, m), (b, n))
+        tiled(emulator, to_bfloat16(x), (k, rows), element="bfloat16", swizzle=True) for x, rows in ((a, m), (b, n))
     ]
     result = emulator.launch("lesson", 1, 128, [*maps, emulator.memory.register(out)])
     return result, float(np.abs(out - a @ b.T).max())
@@ -131,9 +128,7 @@ def main(lesson: Lesson) -> int:
     options = parser.parse_args()
     result, error = run(lesson, options.name, options.seed)
     for report in result.reports:
-        print(
-            str(report).replace(f"{Path.cwd()}/", ""), end="\n\n"
-        )  # the compiler puts it before names of files
+        print(str(report).replace(f"{Path.cwd()}/", ""), end="\n\n")  # the compiler puts it before names of files
     print(f"reports: {len(result.reports)}, largest error: {error:g}")
     return 0 if not result.reports and error == 0 else 1
 

@@ -17,15 +17,7 @@ if TYPE_CHECKING:
     from padless.compat.cudnn.outputs import QuantOutputs
     from padless.compat.torch import scaled_grouped_mm
     from padless.epilogue import Epilogue, EpilogueTensors
-    from padless.formats import (
-        FP8_BLOCK,
-        MXFP4,
-        MXFP8,
-        MXFP8_E5M2,
-        NVFP4,
-        BlockScaledFormat,
-        BlockScaledTensor,
-    )
+    from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
     from padless.kernels.sm90_bf16.config import Sm90Bf16Config
     from padless.kernels.sm90_bf16.config import Sm90Bf16Config as Bf16GemmConfig
     from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
@@ -130,11 +122,7 @@ _HOMES = {
 _PACKAGES = ("autograd", "distributed", "moe", "nn")
 
 # Earlier names of configurations.
-_ALIASES = {
-    "Bf16GemmConfig": "Sm90Bf16Config",
-    "GemmConfig": "Sm90Fp8Config",
-    "Mxfp8GemmConfig": "Sm100DenseConfig",
-}
+_ALIASES = {"Bf16GemmConfig": "Sm90Bf16Config", "GemmConfig": "Sm90Fp8Config", "Mxfp8GemmConfig": "Sm100DenseConfig"}
 
 
 def __dir__() -> list[str]:

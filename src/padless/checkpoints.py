@@ -79,9 +79,7 @@ def from_compressed_tensors(
     return _fp4(packed, scale, 1.0 / global_scale.to(torch.float32))
 
 
-def from_torch(
-    data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None = None
-) -> BlockScaledTensor:
+def from_torch(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None = None) -> BlockScaledTensor:
     """Weights as torch's scaled matrix products, ModelOpt and torchao keep them.
 
     data: FP4 as uint8 or float4_e2m1fn_x2 (.., N, K / 2), even elements in the low half of a byte, or float8
@@ -103,15 +101,11 @@ def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> BlockScaledTenso
     """MXFP4 weights of uint8 blocks (.., N, K / 32, 16) and uint8 scales (.., N, K / 32)."""
     refuse_gradients(blocks=blocks, scales=scales)
     if blocks.dtype != torch.uint8 or blocks.dim() < 3 or blocks.shape[-1] != 16:
-        raise ValueError(
-            f"blocks must be uint8 (.., N, K / 32, 16), got {blocks.dtype} {tuple(blocks.shape)}"
-        )
+        raise ValueError(f"blocks must be uint8 (.., N, K / 32, 16), got {blocks.dtype} {tuple(blocks.shape)}")
     return _fp4(blocks.flatten(-2), scales, None)
 
 
-def _fp8_block(
-    data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None
-) -> BlockScaledTensor:
+def _fp8_block(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None) -> BlockScaledTensor:
     """e4m3 weights with scales of 16 or 32 bits, which are per block in the one case that is multiplied here."""
     wanted = FP8_BLOCK.scale_shape(tuple(data.shape), "weight") if data.dim() in (2, 3) else None
     if tuple(scale.shape) != wanted or global_scale is not None:
@@ -183,9 +177,7 @@ def concatenate_rows(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
     first = _same_format(weights)
     for i, t in enumerate(weights):
         if t.shape[:-2] != first.shape[:-2] or t.shape[-1] != first.shape[-1]:
-            raise ValueError(
-                f"weights must agree in K and in experts: {tuple(first.shape)}, {tuple(t.shape)}"
-            )
+            raise ValueError(f"weights must agree in K and in experts: {tuple(first.shape)}, {tuple(t.shape)}")
         if i + 1 < len(weights) and t.shape[-2] % t.format.weight_block[0] != 0:
             raise ValueError(
                 f"weights[{i}] has N = {t.shape[-2]}; before another one it must be a multiple of "
@@ -219,18 +211,14 @@ def _same_global_scale(a: BlockScaledTensor, b: BlockScaledTensor) -> bool:
 
 
 def _join(
-    weights: Sequence[BlockScaledTensor],
-    how: Callable[[Any], torch.Tensor],
-    keep_global: bool = False,
+    weights: Sequence[BlockScaledTensor], how: Callable[[Any], torch.Tensor], keep_global: bool = False
 ) -> BlockScaledTensor:
     first = weights[0]
     data = how([t.data.view(torch.uint8) for t in weights]).view(first.format.data_dtype)
     scale = how([t.scale.view(torch.uint8) for t in weights]).view(first.format.scale_dtype)
     global_scale = None
     if first.global_scale is not None and not keep_global:
-        global_scale = torch.stack(
-            [t.global_scale.reshape(()) for t in weights if t.global_scale is not None]
-        )
+        global_scale = torch.stack([t.global_scale.reshape(()) for t in weights if t.global_scale is not None])
     return BlockScaledTensor(data, scale, first.format, global_scale)
 
 
@@ -247,9 +235,7 @@ class Checkpoint:
     Raises ValueError for files that cannot be read, do not hold what the index says or are outside of the folder.
     """
 
-    def __init__(
-        self, source: str | Path | Mapping[str, torch.Tensor], device: str | torch.device = "cpu"
-    ) -> None:
+    def __init__(self, source: str | Path | Mapping[str, torch.Tensor], device: str | torch.device = "cpu") -> None:
         self._device = torch.device(device)
         self._files: list[Any] = []
         self._where: dict[str, Any] = {}
@@ -322,10 +308,7 @@ class Checkpoint:
         conventions: tuple[tuple[Callable[..., BlockScaledTensor], tuple[str, ...]], ...] = (
             (from_deepseek, (f"{name}.weight", f"{name}.weight_scale_inv")),
             (from_deepseek, (name, f"{name}_scale_inv")),
-            (
-                from_compressed_tensors,
-                _keys(name, ".weight_packed", ".weight_scale", ".weight_global_scale?"),
-            ),
+            (from_compressed_tensors, _keys(name, ".weight_packed", ".weight_scale", ".weight_global_scale?")),
             (from_gpt_oss, (f"{name}_blocks", f"{name}_scales")),
             (from_torch, _keys(f"{name}._weight", "_qdata", "_scale", "_per_tensor_scale?")),
             (from_torch, _keys(f"{parent}._{leaf}", "_qdata", "_scale", "_per_tensor_scale?")),
@@ -337,18 +320,14 @@ class Checkpoint:
                 self._check_torchao(name)
                 return convert(*parts)
         near = [key for key in self._where if key.startswith(name)][:6]
-        raise ValueError(
-            f"name must be a quantised weight in a known convention; under {name!r} there is {near}"
-        )
+        raise ValueError(f"name must be a quantised weight in a known convention; under {name!r} there is {near}")
 
     def experts(self, pattern: str, num_experts: int) -> BlockScaledTensor:
         """Weights pattern.format(0), .. pattern.format(num_experts - 1) as one (G, N, K)."""
         try:
             names = [pattern.format(g) for g in range(num_experts)]
         except (IndexError, KeyError, ValueError) as error:
-            raise ValueError(
-                f"pattern is {pattern!r}; it must have one {{}}, for the expert: {error}"
-            ) from None
+            raise ValueError(f"pattern is {pattern!r}; it must have one {{}}, for the expert: {error}") from None
         return stack_experts([self.weight(name) for name in names])
 
     def _find(self, keys: Sequence[str]) -> list[torch.Tensor | None] | None:
@@ -369,9 +348,7 @@ class Checkpoint:
         except ValueError:
             content = None
         if not isinstance(content, dict):
-            raise ValueError(
-                f"name is {name!r}, whose metadata must be a JSON object, got {described[:60]!r}"
-            )
+            raise ValueError(f"name is {name!r}, whose metadata must be a JSON object, got {described[:60]!r}")
         kind = content.get("_type")
         if kind not in ("NVFP4Tensor", "MXTensor", "Tensor"):
             raise ValueError(f"name must be an NVFP4Tensor or MXTensor of torchao, {name!r} is a {kind}")

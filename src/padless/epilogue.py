@@ -163,29 +163,19 @@ class Epilogue:
         row, column = self.row_format, self.column_format
         require(self.activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS))
         require(self.bias_rule in BIAS_RULES, "bias_rule", " or ".join(BIAS_RULES))
-        require(
-            self.bias_rule == "gated_sum" or self.activation == "none",
-            "bias_rule",
-            "gated_sum with an activation",
-        )
+        require(self.bias_rule == "gated_sum" or self.activation == "none", "bias_rule", "gated_sum with an activation")
         require(
             self.d_dtype is None or self.d_dtype in OUT_DTYPES,
             "d_dtype",
             "None, torch.bfloat16, torch.float16 or torch.float32",
         )
-        require(
-            row is None or row in ROW_FORMATS,
-            "row_format",
-            ", ".join(f.name for f in ROW_FORMATS) + " or None",
-        )
+        require(row is None or row in ROW_FORMATS, "row_format", ", ".join(f.name for f in ROW_FORMATS) + " or None")
         require(
             column is None or column in COLUMN_FORMATS,
             "column_format",
             ", ".join(f.name for f in COLUMN_FORMATS) + " or None",
         )
-        require(
-            row is None or column is None or row == column, "column_format", "that of the rows, or only one"
-        )
+        require(row is None or column is None or row == column, "column_format", "that of the rows, or only one")
         require(
             row is not None or column is not None or self.d_dtype is not None or self.amax,
             "d_dtype",

@@ -132,11 +132,7 @@ NVFP4 = BlockScaledFormat(
 FORMATS = (FP8_BLOCK, MXFP8, MXFP8_E5M2, MXFP4, NVFP4)
 
 # Element types of a product, with their names in device code.
-OUT_DTYPES: dict[torch.dtype, str] = {
-    torch.bfloat16: "OUT_BF16",
-    torch.float16: "OUT_F16",
-    torch.float32: "OUT_F32",
-}
+OUT_DTYPES: dict[torch.dtype, str] = {torch.bfloat16: "OUT_BF16", torch.float16: "OUT_F16", torch.float32: "OUT_F32"}
 
 
 def is_mn_major(scale: torch.Tensor) -> bool:
@@ -203,9 +199,7 @@ class BlockScaledTensor:
 
     def __repr__(self) -> str:
         parts = [self.format.name, str(tuple(self.logical_shape)), f"scale {tuple(self.scale.shape)}"]
-        parts += [
-            self.scale_layout if self.scale_layout != "plain" or self.scale_major == "k" else "mn-major"
-        ]
+        parts += [self.scale_layout if self.scale_layout != "plain" or self.scale_major == "k" else "mn-major"]
         parts += [] if self.global_scale is None else [f"global_scale {tuple(self.global_scale.shape)}"]
         parts += [] if self.offs is None else [f"for {len(self.offs)} groups"]
         return f"BlockScaledTensor({', '.join(parts)}, {self.device})"
@@ -223,18 +217,14 @@ class BlockScaledTensor:
         shared = self.global_scale
         if shared is not None and shared.numel() > 1:
             shared = shared[group]
-        data, scale = (
-            t.view(_CARRIER.get(t.element_size(), t.dtype))[group] for t in (self.data, self.scale)
-        )
+        data, scale = (t.view(_CARRIER.get(t.element_size(), t.dtype))[group] for t in (self.data, self.scale))
         data, scale = data.view(self.data.dtype), scale.view(self.scale.dtype)
         return BlockScaledTensor(data, scale, self.format, shared, self.scale_layout)
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockScaledTensor:
         """The same on a device; itself where it is there. Values in another dtype: `padless.dequantize`."""
         if isinstance(device, torch.dtype):
-            raise ValueError(
-                f"device is {device}; to() moves, and padless.dequantize gives values of a dtype"
-            )
+            raise ValueError(f"device is {device}; to() moves, and padless.dequantize gives values of a dtype")
         if torch.empty(0, device=self.device).to(device=device).device == self.device:
             return self
         return self._with(lambda t: t.to(device=device, non_blocking=non_blocking))
@@ -404,8 +394,7 @@ def _check_blocked_scale(t: BlockScaledTensor) -> None:
         wanted = (*t.data.shape[:-2], blocked_size(rows, columns))
         if tuple(t.scale.shape) != wanted:
             raise ValueError(
-                f"scale must have shape {wanted}, 32x4x4 tiles of {rows} x {columns} scales, "
-                f"got {tuple(t.scale.shape)}"
+                f"scale must have shape {wanted}, 32x4x4 tiles of {rows} x {columns} scales, got {tuple(t.scale.shape)}"
             )
         return
     if t.data.dim() != 2:
@@ -446,9 +435,7 @@ def _check_offs(t: BlockScaledTensor) -> None:
     if offs is None:
         return
     if t.data.dim() != 2:
-        raise ValueError(
-            f"offs must be None for data of shape {tuple(t.data.shape)}: it is of groups of rows"
-        )
+        raise ValueError(f"offs must be None for data of shape {tuple(t.data.shape)}: it is of groups of rows")
     if not isinstance(offs, torch.Tensor) or offs.dim() != 1 or offs.dtype not in (torch.int32, torch.int64):
         got = f"{tuple(offs.shape)} {offs.dtype}" if isinstance(offs, torch.Tensor) else type(offs).__name__
         raise ValueError(f"offs must be a 1-D tensor of integers (padless.group_offsets), got {got}")

@@ -66,9 +66,7 @@ def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
     Example: codes [0x1, 0xF] -> byte 0xF1.
     """
     if codes.dtype != torch.uint8 or codes.shape[-1] % 2 != 0:
-        raise ValueError(
-            f"codes must be uint8 with an even last size, got {codes.dtype} {tuple(codes.shape)}"
-        )
+        raise ValueError(f"codes must be uint8 with an even last size, got {codes.dtype} {tuple(codes.shape)}")
     return (codes[..., 0::2] | (codes[..., 1::2] << 4)).view(torch.float4_e2m1fn_x2)
 
 
@@ -129,9 +127,7 @@ def cudnn_view(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     blocked = _checked_bytes(blocked, "blocked")
     size = blocked_size(rows, columns)
     if blocked.dim() not in (1, 2) or blocked.shape[-1] != size or not blocked.is_contiguous():
-        raise ValueError(
-            f"blocked must be contiguous, ({size},) or (L, {size}), got shape {tuple(blocked.shape)}"
-        )
+        raise ValueError(f"blocked must be contiguous, ({size},) or (L, {size}), got shape {tuple(blocked.shape)}")
     row_tiles, column_tiles = ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS)
     return blocked.view(-1, row_tiles, column_tiles, 32, 4, TILE_COLUMNS).permute(3, 4, 1, 5, 2, 0)
 
@@ -140,9 +136,7 @@ def from_cudnn_view(view: torch.Tensor) -> torch.Tensor:
     """(L, bytes) of a (32, 4, row tiles, 4, column tiles, L) view; no copy of what cudnn_view made."""
     view = _checked_bytes(view, "view")
     if view.dim() != 6 or tuple(view.shape[i] for i in (0, 1, 3)) != (32, 4, TILE_COLUMNS):
-        raise ValueError(
-            f"view must be (32, 4, row tiles, 4, column tiles, L), got shape {tuple(view.shape)}"
-        )
+        raise ValueError(f"view must be (32, 4, row tiles, 4, column tiles, L), got shape {tuple(view.shape)}")
     return view.permute(5, 2, 4, 0, 1, 3).reshape(view.shape[5], -1)
 
 
@@ -183,9 +177,7 @@ def offs_from_indices(m_indices: torch.Tensor, num_groups: int) -> torch.Tensor:
     if m_indices.is_cpu:
         kept = m_indices[m_indices >= 0]
         if bool((kept.diff() < 0).any()) or bool((kept >= num_groups).any()):
-            raise ValueError(
-                f"m_indices must ascend and be below num_groups = {num_groups}, got {_shown(m_indices)}"
-            )
+            raise ValueError(f"m_indices must ascend and be below num_groups = {num_groups}, got {_shown(m_indices)}")
     if len(m_indices) == 0:
         return torch.zeros(num_groups, dtype=torch.int32, device=m_indices.device)
     filled = m_indices.to(torch.int64).cummax(0).values

@@ -26,9 +26,7 @@ class RowGroups:
     def is_of(self, offs: torch.Tensor | None) -> bool:
         """Whether ``offs`` is the same tensor, or another one over the same memory, unchanged as far as torch knows."""
         mine = self.offs
-        if offs is not mine and (
-            offs is None or offs.data_ptr() != mine.data_ptr() or offs.shape != mine.shape
-        ):
+        if offs is not mine and (offs is None or offs.data_ptr() != mine.data_ptr() or offs.shape != mine.shape):
             return False
         return offs.dtype == mine.dtype and _version_of(offs) == self._version
 
@@ -40,9 +38,7 @@ class RowGroups:
         again = f"quantize {name} with the offs of this call"
         if len(self.offs) != num_groups:
             groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
-            raise ValueError(
-                f"{name} has scales for {len(self.offs)} groups of rows and {whose} has {groups}; {again}"
-            )
+            raise ValueError(f"{name} has scales for {len(self.offs)} groups of rows and {whose} has {groups}; {again}")
         if offs is None:
             if self._ends is not None and (end := clamped_ends(self._ends, rows)[-1]) != rows:
                 raise ValueError(

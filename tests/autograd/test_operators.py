@@ -48,15 +48,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "swiglu_backward": (normal(M, K), normal(M, 2 * K), OFFS, normal(M), "concatenated"),
         "quantize_rows_columns": (normal(M, K), OFFS, [1, 128], 32, True),
         "quantize_weight_both": (normal(3, N, K),),
-        "swiglu_backward_quantize": (
-            normal(M, K),
-            normal(M, 2 * K),
-            OFFS,
-            None,
-            "concatenated",
-            [1, 128],
-            32,
-        ),
+        "swiglu_backward_quantize": (normal(M, K), normal(M, 2 * K), OFFS, None, "concatenated", [1, 128], 32),
     }
 
 
@@ -71,8 +63,6 @@ def test_a_result_of_another_shape_would_be_seen(monkeypatch: pytest.MonkeyPatch
     wrong = torch.library.Library("padless_test", "FRAGMENT")
     wrong.define("rows(Tensor x) -> (Tensor, Tensor)")
     wrong.impl("rows", operators._quantize_rows, "CPU")
-    torch.library.register_fake(
-        "padless_test::rows", lambda x: (x.new_empty(x.shape), x.new_empty(1)), lib=wrong
-    )
+    torch.library.register_fake("padless_test::rows", lambda x: (x.new_empty(x.shape), x.new_empty(1)), lib=wrong)
     with pytest.raises(Exception, match=r"(?i)mismatch|not equal|match"):
         torch.library.opcheck(torch.ops.padless_test.rows.default, (normal(M, K),))

@@ -29,9 +29,7 @@ def problem():  # type: ignore[no-untyped-def]
     return make_layer(POINT, 3, "cpu")
 
 
-def padded_gemm(
-    a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, group_index: torch.Tensor
-) -> None:
+def padded_gemm(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, group_index: torch.Tensor) -> None:
     """What DeepGEMM's contiguous one computes."""
     x, w = dequantize(a), dequantize(b)
     for row, group in enumerate(group_index.tolist()):
@@ -50,9 +48,7 @@ def test_contenders_compute_one_layer(problem) -> None:  # type: ignore[no-untyp
     assert all(0 < error < layer.TOLERANCE[name] for name, error in record["row_error"].items())
 
 
-def test_a_wrong_or_broken_contender_is_noticed_and_not_timed(
-    problem, monkeypatch: pytest.MonkeyPatch
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_or_broken_contender_is_noticed_and_not_timed(problem, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     right = layer.calls
 
     def broken() -> torch.Tensor:

@@ -85,9 +85,7 @@ def test_list_of_probes_has_two_lengths_of_everything() -> None:
         assert any(
             other.name == probe.name
             and any(getattr(other, field) != getattr(probe, field) for field in lengths)
-            and all(
-                getattr(other, field) == getattr(probe, field) for field in FIELDS if field not in lengths
-            )
+            and all(getattr(other, field) == getattr(probe, field) for field in FIELDS if field not in lengths)
             for other in everything
         ), probe
 
@@ -117,9 +115,7 @@ def test_clock_measures_its_own_rates() -> None:
 
 
 def test_fit_finds_rates_that_it_was_not_told() -> None:
-    true = H200.changed(
-        "measured", "a test", wgmma_wait=71.0, tma_issue=48.0, tma_latency=330.0, l2_feed_alone=61.0
-    )
+    true = H200.changed("measured", "a test", wgmma_wait=71.0, tma_issue=48.0, tma_latency=330.0, l2_feed_alone=61.0)
     records = simulate(TO_FIT, true)
     feed = {"name": "feed", "ctas": 132, "own_rows": False, "in_flight": 5, "box_rows": 128}
     records += [records[0] | feed | {"loads": n, "loads_cycles": 400 * n + 7} for n in (96, 288)]

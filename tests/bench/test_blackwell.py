@@ -59,12 +59,7 @@ def test_the_points_are_the_papers_and_the_competitions() -> None:
     points = blackwell.grid()
     assert [p.M for p in points if p.case == "dense"] == [2048, 4096, 8192, 16384]
     assert all(p.M == p.N == p.K for p in points if p.case == "dense")
-    assert [(p.case, p.M) for p in points if p.case != "dense"] == [
-        ("A", 1024),
-        ("B", 1024),
-        ("C", 512),
-        ("D", 512),
-    ]
+    assert [(p.case, p.M) for p in points if p.case != "dense"] == [("A", 1024), ("B", 1024), ("C", 512), ("D", 512)]
 
 
 def test_the_data_is_the_competitions() -> None:
@@ -89,9 +84,7 @@ def test_wrong_and_missing_outputs_are_counted() -> None:
     assert wrong_elements([wrong], data) == 2
 
 
-def test_every_call_has_its_own_operands_and_is_checked(
-    tiny: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_call_has_its_own_operands_and_is_checked(tiny: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     real = lists.grouped_gemm_list
 

@@ -124,7 +124,5 @@ def test_bounds_of_the_committed_grid() -> None:
         assert units is not None
         got = (floor.geomean, floor.smallest, units.geomean, units.smallest)
         assert got == pytest.approx(recomputed(raw, peer, 1) + recomputed(raw, peer, 64), rel=1e-9)
-        assert (
-            floor.geomean > units.geomean > units.smallest > 0.9
-        )  # an upper bound, and the lower of the two
+        assert floor.geomean > units.geomean > units.smallest > 0.9  # an upper bound, and the lower of the two
         assert floor.points == units.points == len(of_kind(records, "paper")) > 500

@@ -58,9 +58,7 @@ def test_a_chain_has_whole_rounds_of_layers_that_l2_cannot_hold(point: DecodePoi
     assert calls >= 8
     assert calls % layers == 0
     assert calls == layers or calls - layers < 8
-    half = Point(
-        1, point.K, point.N // 2, point.groups
-    )  # the second projection: FP8_BLOCK's block and SwiGLU's N
+    half = Point(1, point.K, point.N // 2, point.groups)  # the second projection: FP8_BLOCK's block and SwiGLU's N
     assert half.K % 128 == 0
     assert point.N % 128 == 0
 
@@ -121,9 +119,7 @@ class Graph:
 
 def swiglu(a: Any, b: Any, offs: Any, backend: str | None = None) -> Any:
     options: dict[str, Any] = {"a_tensor": a, "b_tensor": b, "padded_offsets": offs, "backend": backend}
-    return grouped_gemm_swiglu_quant(
-        **options, gate_up="concatenated", d_format=FP8_BLOCK, column_output=False
-    ).row
+    return grouped_gemm_swiglu_quant(**options, gate_up="concatenated", d_format=FP8_BLOCK, column_output=False).row
 
 
 Measure = Callable[..., dict[str, Any]]
@@ -133,9 +129,7 @@ Measure = Callable[..., dict[str, Any]]
 def measure(monkeypatch: pytest.MonkeyPatch, problem: chain_problem.ChainProblem) -> Measure:
     """measure_chain with the reference in the kernels' place, by any other driver too."""
     monkeypatch.setattr(chain, "capture", Graph)
-    monkeypatch.setattr(
-        chain, "gemm_of_driver", lambda driver, a, b, offs, out: grouped_gemm(a, b, offs, out=out)
-    )
+    monkeypatch.setattr(chain, "gemm_of_driver", lambda driver, a, b, offs, out: grouped_gemm(a, b, offs, out=out))
     monkeypatch.setattr(chain, "swiglu_of_driver", lambda driver, a, b, offs: swiglu(a, b, offs))
 
     def run(*peers: Any) -> dict[str, Any]:
@@ -149,12 +143,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, problem: chain_problem.ChainProblem
 def test_record_of_a_point(measure: Measure) -> None:
     record = measure()
     assert failures([record]) == []
-    assert list(record["gpu"]) == [
-        "padless",
-        "padless, ordinary launches",
-        "mlp",
-        "mlp, ordinary launches",
-    ]
+    assert list(record["gpu"]) == ["padless", "padless, ordinary launches", "mlp", "mlp, ordinary launches"]
     # Seven letters and nine more, over nine calls: the stand-in's times are of a replay, the record's of a call.
     assert record["gpu"]["padless"] == {"us": 1.28, "spread_percent": 39.13, "samples_us": [0.78, 1.78]}
     assert all(0 < error < 0.01 for error in record["row_error"].values())
@@ -165,9 +154,7 @@ def test_record_of_a_point(measure: Measure) -> None:
     assert record["flops"] == 2 * sum(sizes) * 256 * 128
 
 
-def test_one_bit_between_the_two_ways_to_launch_is_wrong(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_bit_between_the_two_ways_to_launch_is_wrong(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     def other_bit(driver: Any, a: Any, b: Any, offs: Any, out: torch.Tensor) -> None:
         grouped_gemm(a, b, offs, out=out)
         out.view(torch.int16)[0, 0] ^= 1
@@ -237,9 +224,7 @@ def usable_deepgemm(monkeypatch: pytest.MonkeyPatch, library: Any) -> deepgemm.D
     return peer
 
 
-def test_deepgemm_is_captured_with_both_kinds_of_launches(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deepgemm_is_captured_with_both_kinds_of_launches(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     library: Any = stand_in_deepgemm()
     state, captured = ["before"], []
     library.set_pdl = lambda on: state.__setitem__(0, on)
@@ -366,9 +351,7 @@ def test_the_tables_numbers(tmp_path: Path) -> None:
 
 def test_wrong_contenders_are_shown_and_not_ranked(tmp_path: Path) -> None:
     point = DecodePoint(8, 1, 2048, 2048)
-    lines, result = printed(
-        tmp_path, record_of(point, ordinary=11.0) | {"wrong": {"padless": "is wrong: its bits"}}
-    )
+    lines, result = printed(tmp_path, record_of(point, ordinary=11.0) | {"wrong": {"padless": "is wrong: its bits"}})
     assert result.failures == ["groups=8 rows=1 N=2048 K=2048: padless is wrong: its bits"]
     assert "8 34 1 - - - - - - - - - -" in lines
     assert any("padless is wrong: its bits" in line for line in lines)

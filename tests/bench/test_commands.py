@@ -51,9 +51,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
         ("tiles", {"repeats": 3}, "quick"),
     ],
 )
-def test_options_reach_the_run(
-    name: str, options: dict[str, Any], grid: str, runs: Calls, tmp_path: Path
-) -> None:
+def test_options_reach_the_run(name: str, options: dict[str, Any], grid: str, runs: Calls, tmp_path: Path) -> None:
     assert commands.bench(name, **options, out=tmp_path, seed=3) == 0
     ((*got, settings),) = runs
     assert got == [name, grid, options.get("only"), tmp_path]
@@ -124,9 +122,7 @@ def test_wrong_results_are_an_exit_code(tmp_path: Path) -> None:
         commands.report(files=[file.path, right.path], figure=tmp_path / "x.png")
 
 
-def test_host_prints_what_it_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_host_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(commands.host_case, "run_host", lambda: {"host_us": 6.543, "kernel_us": 300.0})
     assert commands.host() == 0
     assert "6.54" in capsys.readouterr().out

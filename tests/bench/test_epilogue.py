@@ -91,9 +91,7 @@ def test_a_wrong_fused_output_is_noticed_and_not_timed(problem, monkeypatch: pyt
     assert any("fused rows" in line for line in failures([record]))
 
 
-def test_a_missing_kernel_is_a_failure_and_the_others_are_measured(
-    problem, monkeypatch: pytest.MonkeyPatch
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_missing_kernel_is_a_failure_and_the_others_are_measured(problem, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     right = epilogue.calls
 
     def missing() -> None:
@@ -102,9 +100,7 @@ def test_a_missing_kernel_is_a_failure_and_the_others_are_measured(
     monkeypatch.setattr(epilogue, "calls", lambda *args: right(*args) | {"fused rows": missing})
     record = epilogue.measure(problem, StandInTimer()) | {"point": POINT.as_dict()}
     assert len(record["gpu"]) == 6
-    assert failures([record]) == [
-        "M=70 N=256 K=128 groups=3: fused rows failed: grouped_gemm_quant has no kernel"
-    ]
+    assert failures([record]) == ["M=70 N=256 K=128 groups=3: fused rows failed: grouped_gemm_quant has no kernel"]
     show_records(CASES["epilogue"], [record], {}, Console(width=200, quiet=True))
 
 

@@ -14,15 +14,7 @@ from rich.console import Console
 from padless.bench import run_formats
 from padless.bench.case import CASES
 from padless.bench.cases import formats
-from padless.bench.cases.formats import (
-    COMPETITION,
-    TORCH,
-    FormatsPoint,
-    grid,
-    measure_formats,
-    offered,
-    sizes_of,
-)
+from padless.bench.cases.formats import COMPETITION, TORCH, FormatsPoint, grid, measure_formats, offered, sizes_of
 from padless.bench.run import draw, show_records
 from padless.kernels.table import ROUTES
 from padless.quantization.quantize import dequantize
@@ -53,9 +45,7 @@ def test_a_record_has_every_pair_that_has_a_kernel(record: dict[str, Any]) -> No
 def test_wanted_pairs_are_offered_or_missing() -> None:
     for arch in ("sm_90a", "sm_100a"):
         names, missing = offered(arch)
-        assert {name.split(",")[0] for name in names} | set(missing) == {
-            f"{a} x {b}" for a, b in formats.WANTED
-        }
+        assert {name.split(",")[0] for name in names} | set(missing) == {f"{a} x {b}" for a, b in formats.WANTED}
         for name, path in names.items():
             assert name.startswith(f"{path.a} x {path.b}")
             assert path in ROUTES
@@ -113,10 +103,7 @@ def test_all_formats_have_the_same_values() -> None:
         other = make_operands(name, name, [5, 4], 32, 128, seed=3, device="cpu")
         assert isinstance(plain.a, torch.Tensor)
         assert not isinstance(other.a, torch.Tensor)
-        for got, wanted in (
-            (dequantize(other.a), plain.a.float()),
-            (dequantize(other.b), dequantize(plain.b)),
-        ):
+        for got, wanted in ((dequantize(other.a), plain.a.float()), (dequantize(other.b), dequantize(plain.b))):
             assert float((got - wanted).norm() / wanted.norm()) < limit
     with pytest.raises(ValueError, match="format is 'FP3'"):
         make_operands("FP3", "MXFP8", [5], 32, 128, seed=3, device="cpu")

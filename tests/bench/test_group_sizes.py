@@ -51,9 +51,7 @@ def test_all_zero_draws_are_drawn_again() -> None:
     assert gs.draw_group_sizes(3, 3, Zeros()) == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("groups", "total", "message"), [(0, 8, "groups"), (4, -1, "total"), (4, 3, "total")]
-)
+@pytest.mark.parametrize(("groups", "total", "message"), [(0, 8, "groups"), (4, -1, "total"), (4, 3, "total")])
 def test_impossible_draws_are_refused(groups: int, total: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gs.draw_group_sizes(groups, total, random.Random(0))

@@ -123,9 +123,7 @@ def test_operands_are_what_the_quantiser_makes_of_normal_values(grouped: problem
     assert x.shape == (70, 272)
     assert w.shape == (5, 136, 272)
     assert float(x.float().std()) == pytest.approx(1.0, abs=0.05)
-    assert torch.equal(
-        padless.quantize(x, padless.FP8_BLOCK).data.view(torch.uint8), grouped.a.data.view(torch.uint8)
-    )
+    assert torch.equal(padless.quantize(x, padless.FP8_BLOCK).data.view(torch.uint8), grouped.a.data.view(torch.uint8))
     again = problem.make_grouped(POINT, SIZES, 7, "cpu")
     assert torch.equal(again.b.data.view(torch.uint8), grouped.b.data.view(torch.uint8))
     other = problem.make_grouped(POINT, SIZES, 8, "cpu")
@@ -145,9 +143,7 @@ def test_sampled_reference_agrees_with_the_whole_product(grouped: problem.Groupe
     for row, values in zip(reference.rows.tolist(), reference.values, strict=True):
         group = next(g for g, end in enumerate(ends) if row < end)
         assert torch.allclose(values, a[row] @ b[group].t(), rtol=1e-5, atol=1e-5)
-    assert problem.sample_reference(
-        problem.make_grouped(Point(1, 8, 16, 1), [1], 0, "cpu")
-    ).rows.tolist() == [0]
+    assert problem.sample_reference(problem.make_grouped(Point(1, 8, 16, 1), [1], 0, "cpu")).rows.tolist() == [0]
 
 
 def test_masked_operand_holds_every_row(grouped: problem.GroupedProblem) -> None:
@@ -275,9 +271,7 @@ def test_names_and_grids_are_checked(tmp_path: Path) -> None:
     assert len(resolve_grid(paper, "balanced")) == 72
     assert len(resolve_grid(paper, "full")) == 576
     assert resolve_grid(paper, [POINT]) == [POINT]
-    with pytest.raises(
-        ValueError, match=r"points of paper is 'all'; allowed: 'quick', 'balanced', 'full', or"
-    ):
+    with pytest.raises(ValueError, match=r"points of paper is 'all'; allowed: 'quick', 'balanced', 'full', or"):
         bench.run_paper("all", out_dir=tmp_path)
     with pytest.raises(ValueError, match="'quick', 'full', or a list"):
         bench.run_decode("balanced", out_dir=tmp_path)

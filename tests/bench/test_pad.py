@@ -48,9 +48,7 @@ def make(
     codes = torch.randint(0, 256, (rows, K), dtype=torch.uint8, generator=generator)
     scale = torch.rand(rows, -(-K // 128), generator=generator) + 0.5
     codes, scale = codes.to(device), scale.to(device)
-    data = BlockScaledTensor(
-        codes.view(torch.float8_e4m3fn), to_mn_major(scale) if major == "mn" else scale, FP8_BLOCK
-    )
+    data = BlockScaledTensor(codes.view(torch.float8_e4m3fn), to_mn_major(scale) if major == "mn" else scale, FP8_BLOCK)
     return data, torch.tensor(sizes).cumsum(0).to(torch.int32).to(device)
 
 
@@ -93,9 +91,7 @@ def reference(
     return codes, scale, index, ends
 
 
-def check_case(
-    sizes: tuple[int, ...], extra: int, K: int, major: str, backend: str, exact: bool, device: str
-) -> None:
+def check_case(sizes: tuple[int, ...], extra: int, K: int, major: str, backend: str, exact: bool, device: str) -> None:
     a, offs = make(sizes, extra, K, major, seed=len(sizes) * 1000 + K, device=device)
     rows = padded_rows(sizes) if exact else pad.padded_rows_bound(a.shape[0], len(sizes))
     out, bytes_, floats, index = poisoned(a, offs, rows)
@@ -156,9 +152,7 @@ def test_triton_kernels_in_the_interpreter() -> None:
 @pytest.mark.parametrize("exact", [False, True], ids=["bound", "exact"])
 @pytest.mark.parametrize("major", ["mn", "k"])
 @pytest.mark.parametrize(("sizes", "extra", "K"), CASES, ids=IDS)
-def test_triton_kernels_on_the_gpu(
-    sizes: tuple[int, ...], extra: int, K: int, major: str, exact: bool
-) -> None:
+def test_triton_kernels_on_the_gpu(sizes: tuple[int, ...], extra: int, K: int, major: str, exact: bool) -> None:
     check_case(sizes, extra, K, major, "triton", exact, "cuda")
 
 

@@ -145,10 +145,7 @@ def paper_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_the_papers_code_is_loaded_under_another_name_and_its_launch_replayed(
-    paper_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    grouped: problem.GroupedProblem,
-    expected: torch.Tensor,
+    paper_folder: Path, monkeypatch: pytest.MonkeyPatch, grouped: problem.GroupedProblem, expected: torch.Tensor
 ) -> None:
     monkeypatch.setattr(tma_adaptive, "hopper_or_reason", lambda: "")
     monkeypatch.setattr(tma_adaptive, "point_at_cuda_toolkit", lambda: "")

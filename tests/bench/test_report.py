@@ -64,9 +64,7 @@ def test_every_committed_record_is_shown_within_100_columns(path: Path) -> None:
             axes = [str(point["point"][axis]) for axis in shown_axes]
             digits = 0 if kind in ("layer", "train") else 1
             own = next(f"{timing['us']:.{digits}f}" for timing in point["gpu"].values())
-            assert any(
-                own in line and all(axis in line for axis in axes if kind != "quantize") for line in lines
-            )
+            assert any(own in line and all(axis in line for axis in axes if kind != "quantize") for line in lines)
 
 
 def test_the_summary_of_the_grid_says_what_its_peers_allow() -> None:

@@ -176,9 +176,7 @@ def test_the_quick_table_has_a_line_per_point() -> None:
 
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_times_are_whole_at_any_width(width: int) -> None:
-    extra = {
-        name: timing(1234.5) for name in ("tma_adaptive", "tma_adaptive_kernel", "torch_rowwise", "mslk")
-    }
+    extra = {name: timing(1234.5) for name in ("tma_adaptive", "tma_adaptive_kernel", "torch_rowwise", "mslk")}
     records = [record(point) for point in quick_grid()]
     for one in records:
         one["gpu"] |= extra
@@ -203,9 +201,7 @@ def test_tables_of_nothing_and_of_one_point() -> None:
 
 
 def test_dense_and_bandwidth_tables() -> None:
-    dense = record(
-        POINT, point={"M": 4096, "N": 4096, "K": 4096}, gpu={"padless": timing(100.0)}, floor_us=91.0
-    )
+    dense = record(POINT, point={"M": 4096, "N": 4096, "K": 4096}, gpu={"padless": timing(100.0)}, floor_us=91.0)
     text = printed("dense", [dense])
     assert "padless" in text
     assert "deepgemm" not in text
@@ -276,9 +272,8 @@ def test_captions_say_how_l2_was_flushed(show: Any) -> None:
     assert "L2 flushed before every call: 7 MB written, 5 MB read. Floor: at 1500 TFLOP/s," in words(
         new, of=records[1:]
     )
-    assert (
-        "512 MB written, nothing read (record without flush). Floor: at 1400 TFLOP/s or 4000 GB/s"
-        in words(old, of=records[:1])
+    assert "512 MB written, nothing read (record without flush). Floor: at 1400 TFLOP/s or 4000 GB/s" in words(
+        old, of=records[:1]
     )
     both = words(old, new)
     assert "nothing read (record without flush) / 7 MB written, 5 MB read. " in both

@@ -33,9 +33,7 @@ def test_the_records_tiles_are_the_cost_models() -> None:
     assert list(named.values()) == list(BUILT_IN[tiles.KERNEL].costs)
 
 
-def test_every_tile_is_called_with_its_configuration(
-    problem: GroupedProblem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_tile_is_called_with_its_configuration(problem: GroupedProblem, monkeypatch: pytest.MonkeyPatch) -> None:
     from padless.ops import grouped_gemm as module
 
     seen: list[Any] = []
@@ -104,9 +102,7 @@ def test_a_run_from_the_grid_to_the_report(tmp_path: Path, monkeypatch: pytest.M
     assert result.records[0] == first.records[0]
     assert "1 of 2 points are there already" in text.getvalue()
     # The names of tiles are as long as their times: 256 x 128 over 128 x 64.
-    (line,) = [
-        line.split() for line in text.getvalue().splitlines() if line.split()[:4] == ["33", "136", "144", "2"]
-    ]
+    (line,) = [line.split() for line in text.getvalue().splitlines() if line.split()[:4] == ["33", "136", "144", "2"]]
     assert line == ["33", "136", "144", "2", "9.0", "9.0", "9.0", "8.0", "1.125"]
 
 

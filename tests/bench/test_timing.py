@@ -118,11 +118,7 @@ def test_contenders_take_turns_behind_a_flush_and_a_sleep(fake: FakeCuda) -> Non
     assert times["a"].samples_us == pytest.approx((10.0,) * 3)
     assert times["b"].samples_us == pytest.approx((20.0,) * 3)
     # Every round starts with another one, and everybody rests before a call.
-    turns = [
-        step
-        for name in "abbaab"
-        for step in ("sync", "rest", "flush", "sleep", "event", name, "event", "sync")
-    ]
+    turns = [step for name in "abbaab" for step in ("sync", "rest", "flush", "sleep", "event", name, "event", "sync")]
     assert fake.log[-len(turns) :] == turns
 
 

@@ -40,9 +40,7 @@ def test_contenders_compute_one_step(record: dict[str, Any]) -> None:
     assert set(record["row_error"]) == names
     for name, found in record["row_error"].items():
         assert set(found) == {"out", "x", "prob", "w13", "w2"}
-        assert all(
-            1e-4 < error < (0.02 if name in (BF16, "padless bf16") else 0.2) for error in found.values()
-        ), name
+        assert all(1e-4 < error < (0.02 if name in (BF16, "padless bf16") else 0.2) for error in found.values()), name
     assert {f"forward: {name}" for name in contenders.MEASURED} < set(record["gpu"])
     assert {f"product: {name}" for name in train.PRODUCTS} < set(record["gpu"])
 

@@ -93,9 +93,7 @@ def test_every_tile_takes_its_turn_in_every_step() -> None:
     assert [trial.tile for trial in seen] == TILES * len(STEPS)
 
 
-@pytest.mark.parametrize(
-    "times", [(100.0, 200.0, 50.0, 90.0), (500.0, 80.0, 90.0, 480.0), (500.0, 80.0, 35.0, 5000.0)]
-)
+@pytest.mark.parametrize("times", [(100.0, 200.0, 50.0, 90.0), (500.0, 80.0, 90.0, 480.0), (500.0, 80.0, 35.0, 5000.0)])
 def test_times_that_make_no_sense_are_refused(times: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match=r"fit no costs.*is the GPU busy"):
         fit(TILES[0], 132, times)

@@ -208,20 +208,8 @@ def test_verify_passes_its_options_on_and_its_exit_code_back(main, recorded):
     assert main("verify", "--out", "there", "--no-sanitizer")[0] == 3
     assert main("verify", "--check", "one", "--check", "two")[0] == 3
     assert calls == [
-        {
-            "out": Path("there"),
-            "sanitizer": False,
-            "against_emulator": False,
-            "checks": None,
-            "workers": None,
-        },
-        {
-            "out": None,
-            "sanitizer": True,
-            "against_emulator": False,
-            "checks": ["one", "two"],
-            "workers": None,
-        },
+        {"out": Path("there"), "sanitizer": False, "against_emulator": False, "checks": None, "workers": None},
+        {"out": None, "sanitizer": True, "against_emulator": False, "checks": ["one", "two"], "workers": None},
     ]
 
 

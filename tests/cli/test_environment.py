@@ -95,10 +95,7 @@ def test_tables_name_every_backend_and_its_reason(cache):
 @pytest.mark.parametrize(
     ("text", "version"),
     [
-        (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025\n",
-            "580.95.05",
-        ),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025\n", "580.95.05"),
         ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.12  Release Build\n", "570.12"),
         ("nothing to see\n", None),
     ],

@@ -118,8 +118,7 @@ def test_fp8_output_decodes_with_cudnns_formula(dtype: torch.dtype, discrete: bo
     if discrete:
         own = [(0, 256), (256, 768)]
         col_bytes = torch.cat(
-            [layouts.from_blocked(flat[s // 128 * 1024 : e // 128 * 1024], n, (e - s) // 32) for s, e in own],
-            dim=1,
+            [layouts.from_blocked(flat[s // 128 * 1024 : e // 128 * 1024], n, (e - s) // 32) for s, e in own], dim=1
         )
     else:
         col_bytes = layouts.from_blocked(flat, n, m // 32)
@@ -151,9 +150,7 @@ def test_nvfp4_output() -> None:
     a, b, offs = operands(NVFP4, n=256)
     d = grouped_gemm(a, b, offs, out_dtype=torch.float32)
     scale = d.abs().max() / 2688
-    outputs = grouped_gemm_quant(
-        a_tensor=a, b_tensor=b, padded_offsets=offs, d_format=NVFP4, global_scale_tensor=scale
-    )
+    outputs = grouped_gemm_quant(a_tensor=a, b_tensor=b, padded_offsets=offs, d_format=NVFP4, global_scale_tensor=scale)
     q = quantize(d, NVFP4, global_scale=scale)
     assert torch.equal(bits(outputs["d_tensor"]), bits(q.data))
     assert torch.equal(bits(layouts.plain_scale(outputs.row)), bits(q.scale))
@@ -221,9 +218,7 @@ def test_an_experts_two_projections_chain_without_a_quantisation(format, gate_up
     blocks = wanted.nan_to_num().abs()
     per_block = blocks.view(238, -1, format.block_k).amax(2).repeat_interleave(format.block_k, 1)
     error = (got.double() - wanted).abs()[:233]
-    assert (
-        error <= spacing * 1.01 * blocks[:233] + per_block[:233] * (0.17 if format == MXFP4 else 2.0**-10)
-    ).all()
+    assert (error <= spacing * 1.01 * blocks[:233] + per_block[:233] * (0.17 if format == MXFP4 else 2.0**-10)).all()
 
     down = quantize(torch.randn(4, 64, hidden), format, kind="weight")
     y = grouped_gemm(outputs.row, down, offs, out_dtype=torch.float32)
@@ -257,9 +252,7 @@ def test_swiglu_bias_is_added_before_the_activation_whatever_the_semantics() -> 
 
 def test_the_two_ways_of_laying_gate_and_up_are_permutations_of_the_weights() -> None:
     a, b, offs = operands(MXFP8, n=256)
-    order = torch.cat(
-        [torch.cat([torch.arange(c, c + 32), torch.arange(c + 128, c + 160)]) for c in range(0, 128, 32)]
-    )
+    order = torch.cat([torch.cat([torch.arange(c, c + 32), torch.arange(c + 128, c + 160)]) for c in range(0, 128, 32)])
     plain = layouts.plain_scale(b).view(torch.uint8)[:, order].view(b.scale.dtype)
     woven = padless.BlockScaledTensor(b.data.view(torch.uint8)[:, order].view(b.data.dtype), plain, MXFP8)
     common: dict[str, Any] = {"a_tensor": a, "padded_offsets": offs, "d_format": MXFP8}
@@ -283,12 +276,7 @@ def test_no_rows_and_hardly_any(sizes: list[int]) -> None:
 
 def test_outputs_that_are_not_wanted() -> None:
     a, b, offs = operands(MXFP8)
-    common: dict[str, Any] = {
-        "a_tensor": a,
-        "b_tensor": b,
-        "padded_offsets": offs,
-        "d_dtype": torch.float8_e4m3fn,
-    }
+    common: dict[str, Any] = {"a_tensor": a, "b_tensor": b, "padded_offsets": offs, "d_dtype": torch.float8_e4m3fn}
     both = grouped_gemm_quant(**common)
     rows = grouped_gemm_quant(**common, column_output=False)
     columns = grouped_gemm_quant(**common, row_output=False, return_amax=True)

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from padless import (
-    MXFP8,
-    GroupedGemmQuant,
-    grouped_gemm_quant,
-    layouts,
-)
+from padless import MXFP8, GroupedGemmQuant, grouped_gemm_quant, layouts
 from support.quant_calls import as_cudnn, bits, check_groups, exact_d, operands, refused
 
 
@@ -58,9 +53,7 @@ def test_the_class_computes_what_the_function_does(dtype: torch.dtype) -> None:
         # Blocks that exist: 70 rows are 3 in tile 0, 130 are 5 in tiles 1 and 2, 33 are 2 in tile 3.
         exist = [0, 1, 2, 4, 5, 6, 7, 8, 12, 13]
         one, two = (
-            layouts.from_blocked(layouts.from_cudnn_view(t)[0], 192, 4 * wanted.column_tiles).view(
-                torch.uint8
-            )
+            layouts.from_blocked(layouts.from_cudnn_view(t)[0], 192, 4 * wanted.column_tiles).view(torch.uint8)
             for t in (given["sfd_col_tensor"], wanted["sfd_col_tensor"])
         )
         assert torch.equal(one[:, exist], two[:, exist])
@@ -73,10 +66,7 @@ def test_the_class_refuses_by_name() -> None:
         (r"sfd_row_tensor is None", {"sfd_row_tensor": None}),
         (r"d_col_tensor and sfd_col_tensor must be given both or neither", {"sfd_col_tensor": None}),
         (r"which has no scales", {"d_tensor": torch.empty(233, 192, 1, dtype=torch.bfloat16)}),
-        (
-            r"d_tensor must be \(233, 192, 1\)",
-            {"d_tensor": torch.empty(233, 96, 1, dtype=torch.float8_e4m3fn)},
-        ),
+        (r"d_tensor must be \(233, 192, 1\)", {"d_tensor": torch.empty(233, 96, 1, dtype=torch.float8_e4m3fn)}),
         (r"sfd_row_tensor has strides", {"sfd_row_tensor": given["sfd_row_tensor"].contiguous()}),
         (
             r"sfd_col_tensor has 2 column tiles; 4 groups of 233 rows .* m_aligned=256",
@@ -105,10 +95,6 @@ def test_the_class_takes_other_rows_and_no_other_kind_of_call() -> None:
     api.execute(**other)
     wanted = exact_d(a, b, offs, given["alpha_tensor"], other["prob_tensor"])
     check_groups(other["d_tensor"][:, :, 0], wanted, offs, 0.1, 0.01)
-    refused(
-        api.execute,
-        r"alpha_tensor is NoneType; the samples came with one",
-        **(given | {"alpha_tensor": None}),
-    )
+    refused(api.execute, r"alpha_tensor is NoneType; the samples came with one", **(given | {"alpha_tensor": None}))
     halves = torch.empty(233, 192, 1, dtype=torch.float16)
     refused(api.execute, r"the tensors differ from the samples", **(given | {"d_tensor": halves}))

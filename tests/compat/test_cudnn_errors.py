@@ -24,17 +24,11 @@ from support.quant_calls import as_cudnn, operands, refused
         (r"d_dtype is torch.float64; allowed", {"d_dtype": torch.float64}),
         (r"d_format is 'E3M4'; allowed: FP8_BLOCK", {"d_format": "E3M4"}),
         (r"alpha_tensor must be \(4,\).*got \(3,\)", {"alpha_tensor": torch.ones(3)}),
-        (
-            r"alpha_tensor must be .*got \(4,\) torch.int32",
-            {"alpha_tensor": torch.ones(4, dtype=torch.int32)},
-        ),
+        (r"alpha_tensor must be .*got \(4,\) torch.int32", {"alpha_tensor": torch.ones(4, dtype=torch.int32)}),
         (r"prob_tensor must be \(233, 1, 1\) or \(233,\)", {"prob_tensor": torch.ones(232)}),
         (r"bias_tensor must be \(4, 192\)", {"bias_tensor": torch.ones(192, 4)}),
         (r"norm_const_tensor must be", {"norm_const_tensor": 0.01, "d_dtype": torch.float8_e4m3fn}),
-        (
-            r"norm_const_tensor must be None for FP8_BLOCK",
-            {"norm_const_tensor": torch.ones(1), "d_format": FP8_BLOCK},
-        ),
+        (r"norm_const_tensor must be None for FP8_BLOCK", {"norm_const_tensor": torch.ones(1), "d_format": FP8_BLOCK}),
         (r"scale_rule is 'te'; allowed", {"scale_rule": "te", "d_format": MXFP8}),
         (
             r"scale_rule is 'floor'; with norm_const",
@@ -42,10 +36,7 @@ from support.quant_calls import as_cudnn, operands, refused
         ),
         (r"scale_rule is 'floor'; it must be None", {"scale_rule": "floor"}),
         (r"global_scale_tensor is None; NVFP4", {"d_format": NVFP4}),
-        (
-            r"global_scale_tensor must be None for MXFP8",
-            {"d_format": MXFP8, "global_scale_tensor": torch.ones(1)},
-        ),
+        (r"global_scale_tensor must be None for MXFP8", {"d_format": MXFP8, "global_scale_tensor": torch.ones(1)}),
         (r"column_output is True for MXFP4", {"d_format": MXFP4, "column_output": True}),
         (r"column_output is True and d_dtype", {"column_output": True}),
         (
@@ -59,14 +50,8 @@ from support.quant_calls import as_cudnn, operands, refused
         (r"offs has 3 entries", {"padded_offsets": torch.tensor([1, 2, 3], dtype=torch.int32)}),
         (r"current_stream must be a stream", {"current_stream": "main"}),
         (r"backend is 'tpu'; allowed", {"backend": "tpu"}),
-        (
-            r"padded_offsets\[0\] is 70, which is no multiple of m_aligned = 128",
-            {"check_offs": True, "m_aligned": 128},
-        ),
-        (
-            r"offs\[3\] is 400",
-            {"check_offs": True, "padded_offsets": torch.tensor([1, 2, 3, 400], dtype=torch.int32)},
-        ),
+        (r"padded_offsets\[0\] is 70, which is no multiple of m_aligned = 128", {"check_offs": True, "m_aligned": 128}),
+        (r"offs\[3\] is 400", {"check_offs": True, "padded_offsets": torch.tensor([1, 2, 3, 400], dtype=torch.int32)}),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(match: str, change: dict[str, Any]) -> None:
@@ -103,10 +88,7 @@ def test_sizes_that_cannot_be_stored() -> None:
     common: dict[str, Any] = {"a_tensor": a, "b_tensor": b, "padded_offsets": offs}
     grouped_gemm_quant(**common)
     refused(
-        grouped_gemm_quant,
-        r"N of the output is 72; it must be a multiple of 16 for MXFP8",
-        **common,
-        d_format=MXFP8,
+        grouped_gemm_quant, r"N of the output is 72; it must be a multiple of 16 for MXFP8", **common, d_format=MXFP8
     )
     refused(grouped_gemm_quant, r"multiple of 32 for MXFP4", **common, d_format=MXFP4)
     refused(grouped_gemm_swiglu_quant, r"multiple of 64", **common, gate_up="interleaved")
@@ -121,9 +103,7 @@ def test_sizes_that_cannot_be_stored() -> None:
 
 def test_no_kernel_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no kernel does it in one launch nothing is put together from several."""
-    monkeypatch.setattr(
-        paths, "ROUTES", tuple(p for p in paths.ROUTES if p.operation != "grouped_gemm_quant")
-    )
+    monkeypatch.setattr(paths, "ROUTES", tuple(p for p in paths.ROUTES if p.operation != "grouped_gemm_quant"))
     a, b, offs = operands(MXFP8)
     for backend in ("emulator", "emulator:sm_100a"):
         refused(

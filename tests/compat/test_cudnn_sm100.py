@@ -98,9 +98,7 @@ def differences(x: Outputs, y: Outputs, before: dict[str, torch.Tensor]) -> dict
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.slow) for n in CALLS]
-)
+@pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.slow) for n in CALLS])
 def test_hopper_gives_the_same_bits(name: str) -> None:
     """The kernels share the arithmetic of an epilogue and nothing else; after exact sums every bit is the same."""
     problem = exact_problem(*CALLS[name])

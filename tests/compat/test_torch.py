@@ -73,11 +73,7 @@ def test_it_is_grouped_gemm(case: RaggedCase, major: str) -> None:
     assert torch.equal(out[: case.valid_rows], expected[: case.valid_rows])
 
 
-@given(
-    n=st.integers(1, 50).map(lambda x: 8 * x),
-    k=st.integers(1, 40).map(lambda x: 16 * x),
-    groups=st.integers(1, 3),
-)
+@given(n=st.integers(1, 50).map(lambda x: 8 * x), k=st.integers(1, 40).map(lambda x: 16 * x), groups=st.integers(1, 3))
 def test_the_scales_of_b_are_never_taken_for_their_transpose(n: int, k: int, groups: int) -> None:
     """As the transpose that torch has; and as they lie in memory, where the shape tells the two apart."""
     a, b = random_operands(4 * groups, n, k, groups)
@@ -128,9 +124,7 @@ def test_positional_arguments_are_in_torchs_order() -> None:
     a, b = random_operands(6, 136, 272, 2)
     offs = padless.group_offsets([2, 4])
     mat_b, scale_b = b.data.transpose(-2, -1), b.scale.transpose(-2, -1)
-    out = scaled_grouped_mm(
-        a.data, mat_b, a.scale, ROWS, scale_b, SQUARES, None, None, None, offs, torch.float32
-    )
+    out = scaled_grouped_mm(a.data, mat_b, a.scale, ROWS, scale_b, SQUARES, None, None, None, offs, torch.float32)
     assert torch.equal(out, padless.grouped_gemm(a, b, offs, out_dtype=torch.float32))
 
 

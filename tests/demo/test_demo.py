@@ -49,10 +49,7 @@ def test_feed_forward_inputs_lead_to_the_last_state():
     """The last layer's feed-forward block, by hand on the input returned for it, gives the last state."""
     encoder = demo_model.load_encoder()
     inputs, last = demo_model.feed_forward_inputs(encoder, torch.arange(2000, 2064).view(2, 32))
-    x, w = (
-        inputs[5].double(),
-        {name: value.double() for name, value in encoder.weights.items() if "layer.5" in name},
-    )
+    x, w = (inputs[5].double(), {name: value.double() for name, value in encoder.weights.items() if "layer.5" in name})
     up = x @ encoder.up[5].double().T + encoder.up_bias[5].double()
     y = F.gelu(up) @ encoder.down[5].double().T + w["encoder.layer.5.output.dense.bias"] + x
     y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, keepdim=True, unbiased=False) + 1e-12).sqrt()
@@ -85,9 +82,7 @@ def test_a_missing_model_is_one_sentence(monkeypatch, missing):
         monkeypatch.setitem(__import__("sys").modules, missing, None)
     else:
         find_spec = importlib.util.find_spec
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name)
-        )
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name))
     with pytest.raises(ValueError, match=r"pip install .*padless demo --synthetic"):
         demo_model.load_encoder()
 
@@ -289,17 +284,12 @@ def test_the_whole_demo(tmp_path, monkeypatch, synthetic):
     assert padding_pixels(tmp_path / "demo.png") > 1000
     for size in result.sizes:
         padding = f"+{-size % 128}" if size % 128 else "none"
-        assert any(f" {size:,} " in line and line.endswith(padding) for line in text.splitlines()), (
-            size,
-            text,
-        )
+        assert any(f" {size:,} " in line and line.endswith(padding) for line in text.splitlines()), (size, text)
     padded = sum(size + -size % 128 for size in result.sizes)
     assert f"{padded / 1024 - 1:.1%} more" in text
     assert demo_model.MODEL_NAME in text or synthetic
     for format in ("MXFP8", "BF16 x MXFP4"):
-        assert any(
-            line.startswith(f"{format} ") and line.rstrip().endswith("s") for line in text.splitlines()
-        )
+        assert any(line.startswith(f"{format} ") and line.rstrip().endswith("s") for line in text.splitlines())
     median = 100 * result.products[0].errors.against_bf16[: result.sizes[0]].median()
     assert f"{median:.2f}" in text
 
@@ -347,9 +337,7 @@ def test_without_matplotlib_everything_but_the_picture(tmp_path, monkeypatch, sm
     monkeypatch.setattr(demo, "draw_padding", lambda *_: pytest.fail("matplotlib is not there"))
     result, text = run(tmp_path, synthetic=True)
     assert result.picture is None
-    assert text.startswith(
-        "There will be no picture: matplotlib is not installed (pip install 'padless[demo]')."
-    )
+    assert text.startswith("There will be no picture: matplotlib is not installed (pip install 'padless[demo]').")
     assert "Arithmetic" in text
     assert "Picture" not in text
     assert list(tmp_path.iterdir()) == []

@@ -123,10 +123,7 @@ def test_a_signal_is_released_and_acquired_by_the_system(monkeypatch: pytest.Mon
     for name, words in (
         ("publish", ("atom.global.sys.acq_rel.add", "atom.global.sys.release.exch")),
         ("localize", ("atom.global.sys.acquire.add",)),
-        (
-            "fan_in",
-            ("atom.global.sys.acquire.add", "atom.global.sys.acq_rel.add", "atom.global.sys.release.exch"),
-        ),
+        ("fan_in", ("atom.global.sys.acquire.add", "atom.global.sys.acq_rel.add", "atom.global.sys.release.exch")),
         ("finish", ("atom.global.sys.acquire.add", "atom.global.sys.release.exch")),
     ):
         for compiled in kernels[name]._compiled.values():

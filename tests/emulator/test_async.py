@@ -239,9 +239,7 @@ def test_tensor_copy_clips_and_fills_with_zeros(swizzle: int, x: int, y: int) ->
 
 def test_negative_start_reads_zeros_and_is_refused_for_stores() -> None:
     data, out = RNG.integers(1, 60000, (61, 104)).astype(np.uint16), np.full((16, 32), 7, np.uint16)
-    source = TENSOR.replace("BYTES", "1024").replace(
-        "STORE(out, smem(s), x, y)", "tma_store(out, smem(s), 0, 0)"
-    )
+    source = TENSOR.replace("BYTES", "1024").replace("STORE(out, smem(s), x, y)", "tma_store(out, smem(s), 0, 0)")
     arguments = [tiled(data, (32, 16)), tiled(out, (32, 16)), -8, -3]
     launch(source, arguments, block=32, shared_bytes=8192).raise_on_reports()
     expected = np.zeros((16, 32), np.uint16)
@@ -252,15 +250,10 @@ def test_negative_start_reads_zeros_and_is_refused_for_stores() -> None:
 
 
 def test_tensor_reduction_adds() -> None:
-    data, out = (
-        RNG.standard_normal((16, 32)).astype(np.float32),
-        RNG.standard_normal((16, 32)).astype(np.float32),
-    )
+    data, out = (RNG.standard_normal((16, 32)).astype(np.float32), RNG.standard_normal((16, 32)).astype(np.float32))
     expected = data + out
     source = TENSOR.replace("BYTES", str(16 * 32 * 4)).replace("STORE", "tma_reduce_add")
-    launch(
-        source, [tiled(data, (32, 16)), tiled(out, (32, 16)), 0, 0], block=32, shared_bytes=8192
-    ).raise_on_reports()
+    launch(source, [tiled(data, (32, 16)), tiled(out, (32, 16)), 0, 0], block=32, shared_bytes=8192).raise_on_reports()
     assert (out == expected).all()
 
 
@@ -311,11 +304,7 @@ def test_multicast_and_distributed_shared_memory(seed: int) -> None:
 )
 def test_cluster_bugs(old: str, new: str, expected: str) -> None:
     assert old in CLUSTER
-    source = (
-        CLUSTER.replace(old, new)
-        .replace("END", "" if old == "READY" else "cluster_sync();")
-        .replace("READY", "")
-    )
+    source = CLUSTER.replace(old, new).replace("END", "" if old == "READY" else "cluster_sync();").replace("READY", "")
     found: set[str] = set()
     for seed in SEEDS:
         data, out = np.ones((1, 64), np.float32), np.zeros(128, np.float32)
@@ -433,15 +422,11 @@ ret; }
 
 
 @pytest.mark.parametrize("threads", [1, 16, 33, 48])
-@pytest.mark.parametrize(
-    "leave", ["", "setp.eq.u32 %q, %t, 0; @%q exit;", "setp.gt.u32 %q, %t, 20; @%q exit;"]
-)
+@pytest.mark.parametrize("leave", ["", "setp.eq.u32 %q, %t, 0; @%q exit;", "setp.gt.u32 %q, %t, 20; @%q exit;"])
 def test_barrier_that_is_not_aligned_counts_the_threads_that_there_are(threads: int, leave: str) -> None:
     for seed in range(4):
         emulator = Emulator(BARRIER_OF_FEW.replace("EXIT", leave), seed=seed)
         out = np.zeros(threads, np.uint32)
         emulator.launch("k", 1, threads, [emulator.memory.register(out)]).raise_on_reports()
-        left = (
-            np.arange(threads) == 0 if "eq" in leave else np.arange(threads) > 20 if "gt" in leave else False
-        )
+        left = np.arange(threads) == 0 if "eq" in leave else np.arange(threads) > 20 if "gt" in leave else False
         assert (out == np.where(left, 0, np.arange(threads) + 7)).all()

@@ -37,9 +37,7 @@ LAUNCH = {
 def emulate(folder: Path, source: str, launch: dict[str, object], *options: str) -> tuple[int, str]:
     (folder / "kernel.ptx").write_text(compile_cuda(source))
     (folder / "launch.json").write_text(json.dumps(launch))
-    result = CliRunner().invoke(
-        app, [str(folder / "kernel.ptx"), "--launch", str(folder / "launch.json"), *options]
-    )
+    result = CliRunner().invoke(app, [str(folder / "kernel.ptx"), "--launch", str(folder / "launch.json"), *options])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
@@ -94,9 +92,7 @@ def test_toml_and_tensor_maps(tmp_path: Path) -> None:
         '[buffers.x]\ndtype = "uint32"\nshape = [5, 32]\nfill = "index"\n'
         '[buffers.y]\ndtype = "uint32"\nshape = [64]\nsave = "y.npy"\n'
     )
-    result = CliRunner().invoke(
-        app, [str(tmp_path / "kernel.ptx"), "--launch", str(tmp_path / "launch.toml")]
-    )
+    result = CliRunner().invoke(app, [str(tmp_path / "kernel.ptx"), "--launch", str(tmp_path / "launch.toml")])
     assert result.exit_code == 0, result.output
     expected = np.zeros((4, 16), np.uint32)
     expected[:3] = np.arange(160).reshape(5, 32)[2:, 4:20]
@@ -141,11 +137,7 @@ def test_parser_keeps_modifiers_operands_and_lines() -> None:
     module = parse(text, "x.ptx")
     function = module.functions["k"]
     load, branch, copy, move, _ = (s for s in function.body if isinstance(s, Instruction))
-    assert (load.name, load.guard, load.guard_negated) == (
-        "ld.global.L2::cache_hint.v2.b32",
-        Register("%p"),
-        True,
-    )
+    assert (load.name, load.guard, load.guard_negated) == ("ld.global.L2::cache_hint.v2.b32", Register("%p"), True)
     assert load.operands[1] == Address(Register("%rd1"), -16)
     assert (load.line, str(load.source)) == (11, "a.cu:7")
     assert str(branch.source) == "a.cu:9 (inlined at a.cu:30)"
@@ -190,8 +182,7 @@ def test_time_repeats(tmp_path: Path) -> None:
 def test_time_goes_up_with_work(tmp_path: Path) -> None:
     slow = SOURCE.replace("factor * s", "sinf(expf(factor)) / (1 + factor) * s")
     cycles = [
-        int(emulate(tmp_path, source, LAUNCH, "--time")[1].split()[1].replace(",", ""))
-        for source in (SOURCE, slow)
+        int(emulate(tmp_path, source, LAUNCH, "--time")[1].split()[1].replace(",", "")) for source in (SOURCE, slow)
     ]
     assert cycles[0] < cycles[1]
 

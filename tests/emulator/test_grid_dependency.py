@@ -172,12 +172,10 @@ ORDERS = {
     "no warp barrier": (f"if (t % 32 == 9) {WAIT}", "true", False),
     "a shuffle": (f"if (t % 32 == 9) {WAIT} {SHUFFLE}", "true", False),
     "at the user's warp": (f"if (t == 0) {WAIT} __syncwarp(); __syncthreads();", "t >= 32", True),
-}  # fmt: skip
+}
 
 
-def order(
-    statements: str, user: str, count: int = 1, cluster: int = 1, last: str = "", seed: int = 0
-) -> LaunchResult:
+def order(statements: str, user: str, count: int = 1, cluster: int = 1, last: str = "", seed: int = 0) -> LaunchResult:
     source = ORDER.replace("STATEMENTS", statements).replace("USER", user).replace("COUNT", str(count))
     source = source.replace("CLUSTER", f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else "")
     source = source.replace("LAST", last)
@@ -264,9 +262,7 @@ def end(statements: str, grid: int = 4, cluster: str = "", **options: Any) -> La
 
 
 def test_every_cta_has_to_wait() -> None:
-    nobody = asm(
-        "{\\n.reg .pred p;\\nsetp.eq.u32 p, %0, 64;\\n@p griddepcontrol.wait;\\n}", '"r"(threadIdx.x)'
-    )
+    nobody = asm("{\\n.reg .pred p;\\nsetp.eq.u32 p, %0, 64;\\n@p griddepcontrol.wait;\\n}", '"r"(threadIdx.x)')
     for statements in ("", NEXT, f"if (threadIdx.x == 64) {WAIT}", nobody):
         ((kind, instruction),) = found(end(statements))
         assert kind == KIND
@@ -324,9 +320,7 @@ def test_the_launch_description_may_say_so(tmp_path: Path, value: Any, code: int
     description = {"block": 32, "programmatic": value, "args": ["x"],
                    "buffers": {"x": {"dtype": "float32", "shape": [32], "fill": 1}}}  # fmt: skip
     (tmp_path / "launch.json").write_text(json.dumps(description))
-    result = CliRunner().invoke(
-        app, [str(tmp_path / "kernel.ptx"), "--launch", str(tmp_path / "launch.json")]
-    )
+    result = CliRunner().invoke(app, [str(tmp_path / "kernel.ptx"), "--launch", str(tmp_path / "launch.json")])
     if code == 2:
         assert isinstance(result.exception, LaunchError)
         assert says in str(result.exception)

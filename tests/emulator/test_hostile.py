@@ -66,9 +66,7 @@ def test_calls_that_double_at_every_level() -> None:
 
 def test_memory_that_the_bound_does_not_allow() -> None:
     variables = "".join(f".global .b8 x{i}[1000000000];" for i in range(9))
-    with pytest.raises(
-        LaunchError, match=r"variables take about 8,583 MiB, allowed are 8,192; .*--max-memory"
-    ):
+    with pytest.raises(LaunchError, match=r"variables take about 8,583 MiB, allowed are 8,192; .*--max-memory"):
         Emulator(HEAD + variables)
     body = ".local .b8 deep[67108864]; ret;"
     emulator = Emulator(HEAD + ".visible .entry k() {" + body + "}", max_memory=1 << 20)
@@ -106,10 +104,7 @@ DESCRIPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "a float that is none": ({"args": [{"f32": "much"}]}, "argument"),
     "an integer too large": ({"args": [{"u32": 1 << 70}]}, "argument"),
     "a tensor map of a word": ({"args": [{"tensor_map": "x"}]}, "argument"),
-    "a box of words": (
-        {"buffers": {"x": X}, "args": [{"tensor_map": {"buffer": "x", "box": ["a"]}}]},
-        "argument",
-    ),
+    "a box of words": ({"buffers": {"x": X}, "args": [{"tensor_map": {"buffer": "x", "box": ["a"]}}]}, "argument"),
     "programmatic maybe": ({"programmatic": "maybe"}, "programmatic is 'maybe'"),
 }
 

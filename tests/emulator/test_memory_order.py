@@ -280,12 +280,7 @@ def test_words_beyond_those_told_apart_order_too_much(monkeypatch: pytest.Monkey
     }"""
     for most, expected in ((strong_access.MOST_WORDS, {"race"}), (0, set())):
         monkeypatch.setattr(strong_access, "MOST_WORDS", most)
-        found = {
-            r.kind
-            for seed in SEEDS
-            for r in run_counted(source, seed).reports
-            if "shared memory" in r.message
-        }
+        found = {r.kind for seed in SEEDS for r in run_counted(source, seed).reports if "shared memory" in r.message}
         assert found == expected
 
 

@@ -57,9 +57,7 @@ LAUNCH = {
 
 def survey(source: str, seeds: range = range(2)) -> Survey:
     emulator = Emulator(compile_cuda(source))
-    return Survey(
-        emulator, "k", lambda device, seed: launch_on_buffers(device, "k", LAUNCH, seed, Path()), seeds
-    )
+    return Survey(emulator, "k", lambda device, seed: launch_on_buffers(device, "k", LAUNCH, seed, Path()), seeds)
 
 
 def test_killed_mutants_of_a_small_kernel_are_as_recorded() -> None:
@@ -76,9 +74,7 @@ def test_killed_mutants_of_a_small_kernel_are_as_recorded() -> None:
 
 
 def test_mutants_are_drawn_from_executed_instructions_with_a_seed() -> None:
-    found = survey(
-        RING.replace("NEVER", "if (threadIdx.x == 99) { __threadfence(); fence_async(); }"), range(1)
-    )
+    found = survey(RING.replace("NEVER", "if (threadIdx.x == 99) { __threadfence(); fence_async(); }"), range(1))
     assert len(found.mutants) == MUTANTS
     some = found.sample(5, seed=3)
     assert some == found.sample(5, seed=3) != found.sample(5, seed=4)
@@ -86,9 +82,7 @@ def test_mutants_are_drawn_from_executed_instructions_with_a_seed() -> None:
     assert found.sample(0, 0) == found.sample(10**6, 0) == found.mutants
     for mutant in some:  # one instruction differs
         before = [str(x) for x in found.program.function.body if isinstance(x, Instruction)]
-        after = [
-            str(x) for x in mutated(found.program, mutant).functions["k"].body if isinstance(x, Instruction)
-        ]
+        after = [str(x) for x in mutated(found.program, mutant).functions["k"].body if isinstance(x, Instruction)]
         before.remove(str(mutant.instruction))
         if mutant.after is not None:
             after.remove(str(mutant.after))
@@ -119,7 +113,4 @@ def test_table_lists_who_survives() -> None:
     found = survey(RING.replace("NEVER", ""), range(1))
     lines = table([Verdict(found.mutants[0], "race"), Verdict(found.mutants[1], "")])
     assert lines[-1] == "1 of 2 mutants killed"
-    assert (
-        sum(line.startswith("survives: ") and str(found.mutants[1].instruction) in line for line in lines)
-        == 1
-    )
+    assert sum(line.startswith("survives: ") and str(found.mutants[1].instruction) in line for line in lines) == 1

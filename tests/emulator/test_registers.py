@@ -105,11 +105,7 @@ BEYOND = {
     ),
     "two CTAs an SM": (".maxntid 384 .minnctapersm 2", ("-24", "+112", "+112"), (31744, 30720, 104)),
     "nobody gives": (".maxnreg 96", ("+104", "+104"), (26624, 24576, 96)),
-    ".maxnreg below the launch bounds": (
-        BOUNDS_384 + " .maxnreg 96",
-        ("-40", "+128", "+128"),
-        (37888, 36864, 120),
-    ),
+    ".maxnreg below the launch bounds": (BOUNDS_384 + " .maxnreg 96", ("-40", "+128", "+128"), (37888, 36864, 120)),
 }
 
 
@@ -176,9 +172,7 @@ def test_registers_come_back_and_go_again() -> None:
         "setmaxnreg.inc.sync.aligned.u32 200; bar.arrive 1, 256; "
         f"{SET} bar.sync 2, 128; setmaxnreg.dec.sync.aligned.u32 56;"
     )
-    second = (
-        f"setmaxnreg.dec.sync.aligned.u32 56; bar.sync 1, 256; setmaxnreg.inc.sync.aligned.u32 200; {READ}"
-    )
+    second = f"setmaxnreg.dec.sync.aligned.u32 56; bar.sync 1, 256; setmaxnreg.inc.sync.aligned.u32 200; {READ}"
     for seed in SEEDS:
         result, out = run(kernel(".maxnreg 128", first, second), 256, seed)
         result.raise_on_reports()
@@ -237,9 +231,7 @@ def test_registers_at_launch_are_those_of_ptxas(target: str, tmp_path: Path) -> 
     wrong, seen = {}, set()
     cases = [(bounds, ROLES[0]) for bounds in BOUNDS]
     cases += [
-        (b, roles)
-        for b in (".reqntid 256 .maxnreg 256", ".maxnreg 255")
-        for roles in (*ROLES[1:], ("-240", "+256"))
+        (b, roles) for b in (".reqntid 256 .maxnreg 256", ".maxnreg 255") for roles in (*ROLES[1:], ("-240", "+256"))
     ]
     cases += [(bounds, roles) for bounds in (BOUNDS_384, BOUNDS_640, ".maxnreg 168") for roles in ROLES[1:]]
     for bounds, roles in cases:

@@ -93,11 +93,7 @@ def modelopt(name: str, codes: torch.Tensor, scale: torch.Tensor, one: torch.Ten
 
 
 def torchao(name: str, codes: torch.Tensor, scale: torch.Tensor, one: torch.Tensor) -> Tensors:
-    return {
-        f"{name}._weight_qdata": codes,
-        f"{name}._weight_scale": scale,
-        f"{name}._weight_per_tensor_scale": one,
-    }
+    return {f"{name}._weight_qdata": codes, f"{name}._weight_scale": scale, f"{name}._weight_per_tensor_scale": one}
 
 
 HUB, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")

@@ -14,9 +14,7 @@ from transformers import AutoModelForCausalLM
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> str:
+def run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return capsys.readouterr().out
@@ -45,14 +43,10 @@ def test_fine_tune_qwen3_moe(
     losses = []
     for recipe in ("fp8", "bf16"):
         folder = tmp_path / recipe
-        printed = run(
-            "fine_tune_qwen3_moe.py", monkeypatch, capsys, "--recipe", recipe, "--save", str(folder), *small
-        )
+        printed = run("fine_tune_qwen3_moe.py", monkeypatch, capsys, "--recipe", recipe, "--save", str(folder), *small)
         first = number(r"loss of the first step ([\d.]+)", printed)
         losses.append(number(r"of the last ([\d.]+)", printed))
         assert losses[-1] < 0.85 * first
     assert abs(losses[0] - losses[1]) < 0.05
-    fp8, bf16 = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / recipe).state_dict() for recipe in ("fp8", "bf16")
-    )
+    fp8, bf16 = (AutoModelForCausalLM.from_pretrained(tmp_path / recipe).state_dict() for recipe in ("fp8", "bf16"))
     assert any(not torch.equal(fp8[name], bf16[name]) for name in fp8)

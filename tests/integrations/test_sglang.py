@@ -131,9 +131,7 @@ def test_routed_scaling_factor() -> None:
 def test_weights_on_the_input() -> None:
     """Rows are weighted once, before the first product: silu makes that another sum than weighting after."""
     layer = layer_of(top_k=1)
-    weighted = replace(
-        layer, x=layer.x * layer.weights.to(torch.bfloat16), weights=torch.ones_like(layer.weights)
-    )
+    weighted = replace(layer, x=layer.x * layer.weights.to(torch.bfloat16), weights=torch.ones_like(layer.weights))
     got = run(layer, apply_router_weight_on_input=True)
     assert error(got, dense(weighted)) < 0.06
     assert error(got, dense(layer)) > 0.2
@@ -175,10 +173,7 @@ def test_dispatches_that_are_refused() -> None:
 
 def method_of(**more: Any) -> Any:
     return SimpleNamespace(
-        **(
-            {"use_mxfp8": False, "is_fp4_expert": False, "weight_block_size": [128, 128], "runner": None}
-            | more
-        )
+        **({"use_mxfp8": False, "is_fp4_expert": False, "weight_block_size": [128, 128], "runner": None} | more)
     )
 
 

@@ -200,9 +200,7 @@ def test_torchtitan_applies_the_override_by_name() -> None:
     assert 0.02 < error(results[0][0], results[1][0]) < 0.08
     assert 0.02 < error(results[0][1], results[1][1]) < 0.12
 
-    tree = RoutedExperts.Config(
-        inner_experts=GptOssGroupedExperts.Config(**sizes), token_dispatcher=dispatcher
-    )
+    tree = RoutedExperts.Config(inner_experts=GptOssGroupedExperts.Config(**sizes), token_dispatcher=dispatcher)
     apply_overrides(OverrideConfig(imports=[TARGET]), tree)
     module, base = filled(tree.inner_experts.build()), filled(GptOssGroupedExperts.Config(**sizes).build())
     assert isinstance(module, GptOssGroupedExperts)

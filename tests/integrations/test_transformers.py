@@ -51,9 +51,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         source = folder(name, "bf16")
         if kind == "mxfp4":
             return write_mxfp4(source, path)
-        return write_fp8(
-            source, path, scales="ue8m0" if kind == "ue8m0" else "float", linear=kind == "linear"
-        )
+        return write_fp8(source, path, scales="ue8m0" if kind == "ue8m0" else "float", linear=kind == "linear")
 
     return folder
 
@@ -108,9 +106,7 @@ def test_one_block(
     """Against float64 with the dequantized weights, by row and by expert; some ids are no expert of this rank."""
     model = load(folder_of(name, kind), experts_implementation="padless").to(device)
     experts = experts_of(model)[-1]
-    assert experts.gate_up_proj_scale_inv.dtype == (
-        torch.float8_e8m0fnu if kind == "ue8m0" else torch.float32
-    )
+    assert experts.gate_up_proj_scale_inv.dtype == (torch.float8_e8m0fnu if kind == "ue8m0" else torch.float32)
     generator = torch.Generator().manual_seed(3)
     x = (8 * torch.randn(37, model.config.hidden_size, generator=generator)).bfloat16().to(device)
     ids = torch.rand(37, experts.num_experts + 1, generator=generator).argsort(-1)[:, :2].to(device)
@@ -225,9 +221,7 @@ def test_gpt_oss_keeps_its_blocks(device: str, folder_of: Callable[..., Path], t
 
 def test_bf16_experts_are_refused(folder_of: Callable[..., Path]) -> None:
     model = load(folder_of("mixtral", "bf16"), experts_implementation="padless")
-    with pytest.raises(
-        ValueError, match=r"gate_up_proj of MixtralExperts is torch.bfloat16.*quantize_experts"
-    ):
+    with pytest.raises(ValueError, match=r"gate_up_proj of MixtralExperts is torch.bfloat16.*quantize_experts"):
         logits(model)
 
 

@@ -42,9 +42,7 @@ def config(**more: Any) -> SimpleNamespace:
 def fp8_experts(**more: Any) -> Any:
     """transformers' FP8 experts with random weights, dispatched as from_pretrained dispatches them."""
     arguments = {name: more.pop(name) for name in ("scale_fmt", "expert_dtype", "block_size") if name in more}
-    kind = use_experts_implementation(
-        type("Experts", (FP8Experts,), {}), experts_interface=FP8ExpertsInterface()
-    )
+    kind = use_experts_implementation(type("Experts", (FP8Experts,), {}), experts_interface=FP8ExpertsInterface())
     fp4 = arguments.get("expert_dtype") == "fp4"
     if fp4 and "expert_dtype" not in inspect.signature(FP8Experts.__init__).parameters:
         more["expert_dtype"] = arguments.pop("expert_dtype")  # where transformers 5.17 looks for it
@@ -233,16 +231,12 @@ def test_weights_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
         before = module(x, ids, top_k_weights)
         module(x, ids, top_k_weights)
         assert len(calls) == 1
-        assert expert_weights(module).w13.data.data_ptr() == module.gate_up_proj.data_ptr(), (
-            "no copy of codes"
-        )
+        assert expert_weights(module).w13.data.data_ptr() == module.gate_up_proj.data_ptr(), "no copy of codes"
         module.down_proj_scale_inv.copy_((2 * module.down_proj_scale_inv.float()).to(torch.float8_e8m0fnu))
         assert torch.equal(module(x, ids, top_k_weights).float(), 2 * before.float())
         assert len(calls) == 2
         # No copy of the scale may decide by an address that is free again.
-        assert any(
-            t.data_ptr() == module.gate_up_proj_scale_inv.data_ptr() for t in weights._BUILT[module].sources
-        )
+        assert any(t.data_ptr() == module.gate_up_proj_scale_inv.data_ptr() for t in weights._BUILT[module].sources)
         scale = (module.gate_up_proj_scale_inv.float() / 4).to(torch.float8_e8m0fnu)
         module.gate_up_proj_scale_inv = nn.Parameter(scale, requires_grad=False)
         assert not torch.equal(module(x, ids, top_k_weights).float(), 2 * before.float())

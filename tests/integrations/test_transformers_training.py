@@ -36,11 +36,7 @@ def step(model: Any) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
     ids = tokens().to(model.device)
     result = model(ids, labels=ids)
     result.loss.backward()
-    return (
-        float(result.loss.detach()),
-        result.logits.detach(),
-        {n: p.grad for n, p in model.named_parameters()},
-    )
+    return (float(result.loss.detach()), result.logits.detach(), {n: p.grad for n, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -109,9 +105,7 @@ def test_a_trained_model_is_saved_as_ever(folder_of: Callable[[str], Path], tmp_
 @pytest.mark.parametrize("name", ["gpt_oss", "fp8"])
 def test_experts_that_are_refused(name: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     """gpt-oss has biases and a gate of its own; FP8 checkpoints have no weights to train."""
-    folder = (
-        folder_of("gpt_oss") if name == "gpt_oss" else write_fp8(folder_of("qwen3_moe"), tmp_path / "fp8")
-    )
+    folder = folder_of("gpt_oss") if name == "gpt_oss" else write_fp8(folder_of("qwen3_moe"), tmp_path / "fp8")
     model = load(folder, experts_implementation="padless" if name == "fp8" else "padless_train")
     model.set_experts_implementation("padless_train")
     with pytest.raises(ValueError, match="Experts has quantized weights, biases or an activation of its own"):

@@ -144,9 +144,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
         ("RELU2_NO_MUL", None, {"activation": "relu2", "gated": False}),
     ],
 )
-def test_values(
-    kind: str, activation: str, limit: float | None, options: dict[str, Any], device: str
-) -> None:
+def test_values(kind: str, activation: str, limit: float | None, options: dict[str, Any], device: str) -> None:
     """Against float64 with unquantized activations, by token; ids of no expert add nothing."""
     layer = draw_layer(FORMATS[kind], tokens=37, h=256, i=128, bias=activation == "SWIGLUOAI", **options)
     want, layer = dense(layer), on_device(layer, device)
@@ -171,11 +169,7 @@ def test_packed_swiglu_of_gpt_oss() -> None:
 def test_activations_that_padless_does_not_have() -> None:
     experts = plugin()
     activations = vllm("activation").MoEActivation
-    known = {
-        name
-        for name in activations.__members__
-        if experts.PadlessExperts._supports_activation(activations[name])
-    }
+    known = {name for name in activations.__members__ if experts.PadlessExperts._supports_activation(activations[name])}
     assert known == {
         *("SILU", "GELU_TANH", "SWIGLUOAI", "SWIGLUOAI_UNINTERLEAVE"),
         *("SILU_NO_MUL", "GELU_TANH_NO_MUL", "RELU2_NO_MUL"),

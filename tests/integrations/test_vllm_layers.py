@@ -53,17 +53,11 @@ def config_of(checkpoint: dict[str, Any]) -> Any:
     return get_quantization_config("padless").from_config(checkpoint)
 
 
-def routed_experts(
-    layer: Layer, quant_config: Any, activation: str = "SILU", ranks: int = 1, **more: Any
-) -> Any:
+def routed_experts(layer: Layer, quant_config: Any, activation: str = "SILU", ranks: int = 1, **more: Any) -> Any:
     """vLLM's layer for `layer`'s sizes; of several expert-parallel ranks the last."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import (
-        FusedMoEConfig,
-        FusedMoEParallelConfig,
-        RoutingMethodType,
-    )
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
     from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 
     parallel = FusedMoEParallelConfig.make_no_parallel()
@@ -99,10 +93,7 @@ def load_fp8(module: Any, layer: Layer) -> None:
         ):
             blocks = slice(None) if rows.start is None else slice(rows.start // 128, rows.stop // 128)
             name = "w2" if shard == "w2" else "w13"
-            for kind, values in (
-                ("weight", w.data[expert, rows]),
-                ("weight_scale_inv", w.scale[expert, blocks]),
-            ):
+            for kind, values in (("weight", w.data[expert, rows]), ("weight_scale_inv", w.scale[expert, blocks])):
                 parameter = getattr(module, f"{name}_{kind}")
                 module.weight_loader(parameter, values.clone(), f"experts.{name}_{kind}", shard, expert)
     module.quant_method.process_weights_after_loading(module)
@@ -209,9 +200,7 @@ def test_the_stand_in_is_like_vllm() -> None:
     from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 
     for name, parameters in vllm_seam.PARAMETERS.items():
-        assert list(inspect.signature(getattr(mk.FusedMoEExpertsModular, name)).parameters) == parameters, (
-            name
-        )
+        assert list(inspect.signature(getattr(mk.FusedMoEExpertsModular, name)).parameters) == parameters, name
     abstract = mk.FusedMoEExpertsModular.__abstractmethods__
     assert abstract <= set(vllm_seam.PARAMETERS)
     assert {each.name: each.value for each in activation.MoEActivation} == vllm_seam.ACTIVATIONS
@@ -230,8 +219,6 @@ def test_vllm_finds_the_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     info = tmp_path / "padless-0.0.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: padless-here\nVersion: 0.0.0\n")
-    (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\npadless = padless.integrations.vllm:register\n"
-    )
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\npadless = padless.integrations.vllm:register\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert load_plugins_by_group(DEFAULT_PLUGINS_GROUP)["padless"] is plugin.register

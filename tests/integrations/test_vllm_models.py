@@ -74,9 +74,7 @@ def test_a_model_loads_its_checkpoint(name: str, tmp_path: Path, monkeypatch: py
     module, prefix, more = MODELS[name]
     folder = write(name, tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(
-        importlib.import_module(f"vllm.model_executor.models.{module}"), "Attention", NoAttention
-    )
+    monkeypatch.setattr(importlib.import_module(f"vllm.model_executor.models.{module}"), "Attention", NoAttention)
     model_config = ModelConfig(
         model=str(folder),
         tokenizer=str(folder),
@@ -86,9 +84,7 @@ def test_a_model_loads_its_checkpoint(name: str, tmp_path: Path, monkeypatch: py
         enforce_eager=True,
     )
     assert model_config.quantization == "padless"
-    config = VllmConfig(
-        model_config=model_config, device_config=DeviceConfig(device="cpu"), load_config=LoadConfig()
-    )
+    config = VllmConfig(model_config=model_config, device_config=DeviceConfig(device="cpu"), load_config=LoadConfig())
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)

@@ -34,9 +34,7 @@ for name in names:
 
 
 def test_nothing_is_imported_and_each_says_what_to_install() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *SENTENCES], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *SENTENCES], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         f"padless.integrations.{name} {sentence}" for name, sentence in SENTENCES.items()

@@ -97,9 +97,7 @@ def problems(seed: int, count: int) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def simulated_mean(
-    m: int, n: int, k: int, groups: int, tile: Tile, halves: bool = True, draws: int = 5
-) -> float:
+def simulated_mean(m: int, n: int, k: int, groups: int, tile: Tile, halves: bool = True, draws: int = 5) -> float:
     total = 0.0
     for draw in range(draws):
         sizes = [m] if groups == 1 else draw_group_sizes(groups, m, random.Random(f"{draw} {m} {groups}"))
@@ -116,9 +114,7 @@ def test_the_estimate_is_the_mean_of_the_simulation_and_its_choice_costs_little(
     errors, losses = [], []
     for m, n, k, groups in problems(3, 40):
         means = {tile: simulated_mean(m, n, k, groups, tile, halves or groups == 1) for tile in COSTS}
-        errors += [
-            estimate_ns(m, n, k, groups, tile, cost, 132) / means[tile] - 1 for tile, cost in COSTS.items()
-        ]
+        errors += [estimate_ns(m, n, k, groups, tile, cost, 132) / means[tile] - 1 for tile, cost in COSTS.items()]
         losses.append(means[best_tile(COSTS, m, n, k, groups, 132)] / min(means.values()) - 1)
     assert abs(sum(errors) / len(errors)) < 0.05
     assert rms(errors) < 0.12
@@ -289,9 +285,7 @@ def test_choices_would_lose_more_if_nothing_or_all_that_halves_spare_counted(
     assert mean_loss(COSTS) > 1.5 * now
 
 
-def test_choices_for_few_rows_would_lose_more_if_all_that_halves_spare_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_choices_for_few_rows_would_lose_more_if_all_that_halves_spare_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """M 512 to 4096, the model alone. One draw of sizes a point: no choice by M and groups is right for all of them."""
 
     def losses() -> list[float]:
@@ -360,9 +354,7 @@ def test_without_a_stored_table_the_built_in_one_is_used(gpu: str) -> None:
 def test_a_stored_table_is_used_and_decides(gpu: str) -> None:
     problem = Problem(8192, 3072, 3072, 4)
     before = select_config(problem)
-    slow = {
-        t: replace(c, full_ns=9 * c.full_ns) if t.block_n == before.block_n else c for t, c in COSTS.items()
-    }
+    slow = {t: replace(c, full_ns=9 * c.full_ns) if t.block_n == before.block_n else c for t, c in COSTS.items()}
     path = cost_model.store_tuned(gpu, "2031-02-03", {KERNEL: slow})
     assert path.parent.parent == Path(cost_model.cache_dir())
     assert select_config(problem) == before, "the table of a running process does not change"

@@ -54,7 +54,5 @@ def test_another_instruction_changes_a_digest(edited):
 
 
 def test_comments_and_the_entrys_name_change_none(edited):
-    now, before = edited(
-        "wgmma_probe/wgmma_probe.cu", "padless_wgmma_probe(", "padless_by_another_name(\n// so\n"
-    )
+    now, before = edited("wgmma_probe/wgmma_probe.cu", "padless_wgmma_probe(", "padless_by_another_name(\n// so\n")
     assert now == before

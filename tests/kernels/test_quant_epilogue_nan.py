@@ -48,11 +48,7 @@ NV = Epilogue(row_format=NVFP4, scale_rule="te", amax=True)
 AMAX = Epilogue(amax=True)
 COLUMNS = dataclasses.replace(FP8, row_format=None, d_dtype=None)
 SWAPPED = Epilogue(
-    row_format=FP8_BLOCK,
-    column_format=FP8_BLOCK,
-    amax=True,
-    activation="swiglu_interleaved",
-    d_dtype=torch.float32,
+    row_format=FP8_BLOCK, column_format=FP8_BLOCK, amax=True, activation="swiglu_interleaved", d_dtype=torch.float32
 )
 
 
@@ -97,13 +93,7 @@ def sm100_case(n: int) -> Problem:
 
 # By kernel: its module, a case, the header and the line that has a sum first, and the name of the sum.
 KERNELS: dict[str, tuple[ModuleType, Callable[[int], Case | PairCase | Problem], str, str, str]] = {
-    "sm90_fp8": (
-        sm90_fp8_quant,
-        fp8_case,
-        "device/sm90/quant_store.cuh",
-        "value = d[accumulator(i, h, e)];",
-        "value",
-    ),
+    "sm90_fp8": (sm90_fp8_quant, fp8_case, "device/sm90/quant_store.cuh", "value = d[accumulator(i, h, e)];", "value"),
     "sm90_mxfp8": (
         sm90_mxfp8_quant,
         mxfp8_case,
@@ -162,9 +152,7 @@ def sums_of(case: QuantCase) -> torch.Tensor:
     return case.sums(DRIVER)
 
 
-def run(
-    kernel: str, case: QuantCase, epilogue: Epilogue, config: object, acc: torch.Tensor
-) -> dict[str, Fenced]:
+def run(kernel: str, case: QuantCase, epilogue: Epilogue, config: object, acc: torch.Tensor) -> dict[str, Fenced]:
     """The kernel's outputs, which are the reference's to the byte."""
     if isinstance(case, Problem):
         return check_sm100(case, epilogue, config, acc=acc)  # type: ignore[arg-type]

@@ -17,18 +17,7 @@ from hypothesis import strategies as st
 
 from padless.kernels.schedule import clean_offs, walk_of_groups
 from padless.reference.gemm import group_rows
-from support.schedule_device import (
-    ALL_SHAPES,
-    BLOCKS_M,
-    SIZES,
-    Device,
-    Shape,
-    Table,
-    build,
-    ends_of,
-    shares_of,
-    twin,
-)
+from support.schedule_device import ALL_SHAPES, BLOCKS_M, SIZES, Device, Shape, Table, build, ends_of, shares_of, twin
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 
@@ -126,8 +115,7 @@ def test_each_element_of_each_group_is_in_exactly_one_tile(
 def test_large_groups_come_first(sizes: list[int], n: int, shape: Shape) -> None:
     """What is left for the last workers should be small."""
     order = [
-        group
-        for group, _ in itertools.groupby(tile.group for tile in twin(ends_of(tuple(sizes)), 10**5, n, shape))
+        group for group, _ in itertools.groupby(tile.group for tile in twin(ends_of(tuple(sizes)), 10**5, n, shape))
     ]
     assert order == sorted((g for g, size in enumerate(sizes) if size), key=lambda g: (-sizes[g], g))
 
@@ -158,9 +146,7 @@ def test_clean_offs_leaves_right_offs_alone(sizes: list[int], past: int) -> None
     m=st.integers(0, 700),
     block_m=st.sampled_from(BLOCKS_M),
 )
-def test_the_device_makes_the_same_of_wrong_offs(
-    device: Device, offs: list[int], m: int, block_m: int
-) -> None:
+def test_the_device_makes_the_same_of_wrong_offs(device: Device, offs: list[int], m: int, block_m: int) -> None:
     table = device.table(offs, m, block_m)
     assert table.cleaned == clean_offs(offs, m)
     assert list(zip(table.groups, table.starts, table.ends, strict=True)) == walk_of_groups(offs, m)
@@ -189,9 +175,7 @@ def test_the_first_tile_is_that_of_the_workers_number(
 # --- handing the tiles out ---------------------------------------------------------------------------------
 
 
-def check_handing_out(
-    device: Device, seed: int, counter: int, cluster: int = 1, first_is_queued: bool = False
-) -> None:
+def check_handing_out(device: Device, seed: int, counter: int, cluster: int = 1, first_is_queued: bool = False) -> None:
     """One launch, its threads interleaved as `seed` has it: every tile once, then an end to every worker."""
     pick = random.Random(seed)
     sizes = tuple(pick.choice((0, 1, 65, 300, 900)) for _ in range(pick.choice((1, 4, 40))))
@@ -309,9 +293,7 @@ def test_a_planted_bug_in_the_first_tile_is_detected(tmp_path: Path, planted: tu
         offs = ends_of(tuple(pick.choice(SIZES) for _ in range(pick.choice((1, 3, 32)))))
         m = pick.choice((offs[-1], offs[-1] // 2))
         expected = [*twin(offs, m, 400, shape), None]
-        differ |= any(
-            device.first_tile(offs, m, 400, shape, worker) != tile for worker, tile in enumerate(expected)
-        )
+        differ |= any(device.first_tile(offs, m, 400, shape, worker) != tile for worker, tile in enumerate(expected))
     assert differ
 
 

@@ -51,9 +51,7 @@ def numbered(device: Device, offs: list[int], m: int, n: int, shape: Shape, work
     return [tile for tile in found[:end] if tile is not None]
 
 
-def check_halves(
-    device: Device, offs: list[int], m: int, n: int, shape: Shape, workers: int
-) -> tuple[int, int]:
+def check_halves(device: Device, offs: list[int], m: int, n: int, shape: Shape, workers: int) -> tuple[int, int]:
     """The device hands out what the twin says; (tiles cut, halves without rows among their numbers)."""
     whole, every = twin(offs, m, n, shape), numbered(device, offs, m, n, shape, workers)
     cut = tiles_to_cut(len(whole), workers)
@@ -62,9 +60,7 @@ def check_halves(
     assert every[: len(whole) - cut] == whole[: len(whole) - cut]
     empty = {number for number, tile in enumerate(every) if tile.rows == -1}
     assert empty == {
-        len(whole) - cut + 2 * i + 1
-        for i, tile in enumerate(whole[len(whole) - cut :])
-        if 2 * tile.rows <= shape[0]
+        len(whole) - cut + 2 * i + 1 for i, tile in enumerate(whole[len(whole) - cut :]) if 2 * tile.rows <= shape[0]
     }
     return cut, len(empty)
 
@@ -75,9 +71,7 @@ def test_halves_are_the_twins(device: Device) -> None:
     counts = []
     for workers in range(1, 67):
         for shape in SHAPES:
-            sizes = tuple(
-                pick.choice((*SIZES, pick.randrange(2000))) for _ in range(pick.choice((1, 3, 8, 40)))
-            )
+            sizes = tuple(pick.choice((*SIZES, pick.randrange(2000))) for _ in range(pick.choice((1, 3, 8, 40))))
             offs = ends_of(sizes)
             m = pick.choice((offs[-1], offs[-1] + 9, offs[-1] // 2))
             counts.append(check_halves(device, offs, m, pick.choice((8, 700, 4096)), shape, workers))
@@ -102,9 +96,7 @@ def test_fewer_tiles_than_workers_and_none(device: Device) -> None:
     shape=st.sampled_from(ALL_SHAPES),
     workers=st.integers(1, 66),
 )
-def test_with_halves_each_element_is_in_exactly_one_tile(
-    sizes: list[int], n: int, shape: Shape, workers: int
-) -> None:
+def test_with_halves_each_element_is_in_exactly_one_tile(sizes: list[int], n: int, shape: Shape, workers: int) -> None:
     offs = ends_of(tuple(sizes))
     covered: Counter[tuple[int, int, int]] = Counter()
     for tile in twin(offs, sum(sizes), n, shape, workers):
@@ -179,9 +171,7 @@ def check_handing_out_halves(
 @pytest.mark.parametrize("first_is_queued", [False, True])
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("counter", [3, -1])
-def test_every_half_is_handed_out_once(
-    device: Device, counter: int, cluster: int, first_is_queued: bool
-) -> None:
+def test_every_half_is_handed_out_once(device: Device, counter: int, cluster: int, first_is_queued: bool) -> None:
     passed_over = sum(
         check_handing_out_halves(device, seed, counter, cluster, first_is_queued) for seed in range(1, 25)
     )
@@ -215,11 +205,7 @@ def test_a_planted_bug_in_the_halves_is_detected(tmp_path: Path, planted: tuple[
 
 PLANTED_IN_THE_FIRST_TILE = {
     "never_a_half": ("device/tile_queue.cuh", "all < workers ?", "false ?"),
-    "wrong_total": (
-        "device/group_table.cuh",
-        "group.all_tiles += tiles_of(other);",
-        "group.all_tiles = 1;",
-    ),
+    "wrong_total": ("device/group_table.cuh", "group.all_tiles += tiles_of(other);", "group.all_tiles = 1;"),
     "always_the_first_half": ("device/tile_queue.cuh", "half = past % 2", "half = 0"),
     "an_empty_half_is_queued": ("device/tile_queue.cuh", "if (tile.rows < 0) tile.rows = 0;", ""),
 }
@@ -239,11 +225,7 @@ def test_a_planted_bug_in_a_first_half_is_detected(tmp_path: Path, planted: tupl
 
 PLANTED_IN_THE_QUEUE = {
     "an_empty_half_is_handed_out": ("device/tile_queue.cuh", "!HALVES || tile.rows >= 0", "true"),
-    "drawn_unasked": (
-        "device/tile_queue.cuh",
-        "if (ASKED && tile.rows != 0)",
-        "if (ASKED && tile.rows == 0)",
-    ),
+    "drawn_unasked": ("device/tile_queue.cuh", "if (ASKED && tile.rows != 0)", "if (ASKED && tile.rows == 0)"),
 }
 
 
@@ -281,8 +263,7 @@ CASES = (("mn", 1), ("k", 2), ("k", 1), ("mn", 2))
 
 
 @pytest.mark.parametrize(
-    ("scales", "cluster_n"),
-    [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])],
+    ("scales", "cluster_n"), [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])]
 )
 def test_cutting_tiles_changes_no_bit(scales: str, cluster_n: int) -> None:
     config = Sm90Fp8Config(

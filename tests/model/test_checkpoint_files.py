@@ -65,9 +65,7 @@ def test_without_an_index_a_name_must_be_in_one_file(tmp_path: Path) -> None:
     save(tmp_path / "two.safetensors", b=torch.ones(2))
     assert "a" in Checkpoint(tmp_path)
     save(tmp_path / "two.safetensors", a=torch.zeros(2))
-    with pytest.raises(
-        ValueError, match=r"^source has 'a' in both one.safetensors and two.safetensors, and no index"
-    ):
+    with pytest.raises(ValueError, match=r"^source has 'a' in both one.safetensors and two.safetensors, and no index"):
         Checkpoint(tmp_path)
 
 
@@ -137,9 +135,7 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "offsets past the end": lambda whole: header(
         {"a": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}}, bytes(16)
     ),
-    "an unknown dtype": lambda whole: header(
-        {"a": {"dtype": "F7", "shape": [4], "data_offsets": [0, 16]}}, bytes(16)
-    ),
+    "an unknown dtype": lambda whole: header({"a": {"dtype": "F7", "shape": [4], "data_offsets": [0, 16]}}, bytes(16)),
     "a pickle": lambda whole: b"\x80\x04\x95" + bytes(100),
 }
 
@@ -150,9 +146,7 @@ def test_a_broken_file_gets_a_sentence(name: str, tmp_path: Path) -> None:
     save(path, a=torch.arange(4.0))
     path.write_bytes(BROKEN[name](path.read_bytes()))
     for source in (path, tmp_path):
-        with pytest.raises(
-            ValueError, match=r"^source has model.safetensors, which is no whole .safetensors file: "
-        ):
+        with pytest.raises(ValueError, match=r"^source has model.safetensors, which is no whole .safetensors file: "):
             Checkpoint(source)
 
 
@@ -196,18 +190,14 @@ def test_as_many_bytes_are_not_enough_to_be_tiles(shape: tuple[int, ...]) -> Non
     tiles = layouts.to_blocked(scale.view(torch.float8_e8m0fnu)).view(torch.uint8)
     for right in (tiles, tiles.view(32, 32)):
         assert torch.equal(dequantize(from_torch(packed, right)), want)
-    with pytest.raises(
-        ValueError, match=r"^scale must have shape \(128, 8\), or be 32x4x4 tiles of shape \(1024,\)"
-    ):
+    with pytest.raises(ValueError, match=r"^scale must have shape \(128, 8\), or be 32x4x4 tiles of shape \(1024,\)"):
         from_torch(packed, tiles.view(shape))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_an_encode_scale_that_cannot_be_is_refused(scale: float) -> None:
     packed, blocks = codes(4, 8), codes(4, 1).view(torch.float8_e4m3fn)
-    with pytest.raises(
-        ValueError, match=r"^global_scale is \[.*\]; an encode scale must be positive and finite"
-    ):
+    with pytest.raises(ValueError, match=r"^global_scale is \[.*\]; an encode scale must be positive and finite"):
         from_compressed_tensors(packed, blocks, torch.tensor([scale]))
     stacked = [t.expand(2, *t.shape) for t in (packed, codes(4, 1))]
     with pytest.raises(ValueError, match=r"^global_scale is"):
@@ -238,32 +228,17 @@ def test_scales_of_a_wrong_dtype_are_refused(dtype: torch.dtype) -> None:
 
 
 WRONG_PARTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-    "codes of int8": (
-        {"a.weight": codes(8, 8).view(torch.int8), "a.weight_scale": codes(8, 1)},
-        "packed must be",
-    ),
-    "codes of bf16": (
-        {"a.weight": torch.zeros(8, 8).bfloat16(), "a.weight_scale": codes(8, 1)},
-        "packed must be",
-    ),
+    "codes of int8": ({"a.weight": codes(8, 8).view(torch.int8), "a.weight_scale": codes(8, 1)}, "packed must be"),
+    "codes of bf16": ({"a.weight": torch.zeros(8, 8).bfloat16(), "a.weight_scale": codes(8, 1)}, "packed must be"),
     "deepseek in bf16": (
         {"a.weight": torch.zeros(8, 8).bfloat16(), "a.weight_scale_inv": torch.ones(1, 1)},
         "data must be torch.float8_e4m3fn for FP8_BLOCK, got torch.bfloat16",
     ),
     "a vector": ({"a.weight": codes(8), "a.weight_scale": codes(8)}, "packed must be"),
-    "four dimensions": (
-        {"a.weight_packed": codes(1, 1, 8, 8), "a.weight_scale": codes(1, 1, 8, 1)},
-        "packed must be",
-    ),
-    "scales of other rows": (
-        {"a.weight_packed": codes(8, 16), "a.weight_scale": codes(7, 1)},
-        "scale must have",
-    ),
+    "four dimensions": ({"a.weight_packed": codes(1, 1, 8, 8), "a.weight_scale": codes(1, 1, 8, 1)}, "packed must be"),
+    "scales of other rows": ({"a.weight_packed": codes(8, 16), "a.weight_scale": codes(7, 1)}, "scale must have"),
     "blocks of 8": ({"a_blocks": codes(8, 2, 8), "a_scales": codes(8, 2)}, "blocks must be uint8"),
-    "blocks and scales that differ": (
-        {"a_blocks": codes(8, 2, 16), "a_scales": codes(8, 3)},
-        "scale must have",
-    ),
+    "blocks and scales that differ": ({"a_blocks": codes(8, 2, 16), "a_scales": codes(8, 3)}, "scale must have"),
     "global scales of other groups": (
         {
             "a.weight": codes(2, 8, 8),

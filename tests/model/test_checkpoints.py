@@ -42,9 +42,7 @@ def codes_of_bytes(packed: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64).view(*packed.shape[:-1], -1)
 
 
-def decoded(
-    packed: torch.Tensor, scale: torch.Tensor, block: int, global_scale: object = 1.0
-) -> torch.Tensor:
+def decoded(packed: torch.Tensor, scale: torch.Tensor, block: int, global_scale: object = 1.0) -> torch.Tensor:
     """float32 values of FP4 codes and plain scales, from float64."""
     per_element = scale.to(torch.float64).repeat_interleave(block, -1)[..., : 2 * packed.shape[-1]]
     return (codes_of_bytes(packed) * per_element * torch.as_tensor(global_scale, dtype=torch.float64)).float()
@@ -146,11 +144,7 @@ def test_nvfp4_from_a_file(convention: str, nvfp4_parts: tuple, tmp_path: Path) 
     name, metadata = "model.layers.0.mlp.up_proj", {}
     if convention == "compressed-tensors":
         global_scale = 1.0 / torch.tensor([64.0])
-        tensors = {
-            "weight_packed": packed,
-            "weight_scale": scale,
-            "weight_global_scale": torch.tensor([64.0]),
-        }
+        tensors = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": torch.tensor([64.0])}
     elif convention == "torchao":
         tensors = {"_weight_qdata": packed, "_weight_scale": scale, "_weight_per_tensor_scale": global_scale}
         metadata = {f"{name}.weight": json.dumps({"_type": "NVFP4Tensor", "_data": {"block_size": 16}})}
@@ -233,9 +227,7 @@ WRONG = {
     "weights must be FP8_BLOCK with plain scales, weights[1] is MXFP8": lambda: stack_experts(
         [weight(4, 128), weight(4, 128, MXFP8)]
     ),
-    "weights must all be (4, 128), weights[1] is (5, 128)": lambda: stack_experts(
-        [weight(4, 128), weight(5, 128)]
-    ),
+    "weights must all be (4, 128), weights[1] is (5, 128)": lambda: stack_experts([weight(4, 128), weight(5, 128)]),
     "weights must agree in K": lambda: concatenate_rows([weight(128, 128), weight(128, 256)]),
     "weights[0] has N = 72; before another one it must be a multiple of 128": lambda: concatenate_rows(
         [weight(72, 128), weight(128, 128)]
@@ -247,8 +239,8 @@ WRONG = {
     "scale must be float8_e4m3fn, float8_e8m0fnu or uint8, got torch.float32": lambda: from_torch(
         random_bytes(4, 8, seed=1), torch.ones(4, 1)
     ),
-    "scale must have shape (4, 1), or be 32x4x4 tiles of shape (512,) or (32, 16), got (4, 2)": lambda: (
-        from_torch(random_bytes(4, 8, seed=1), e4m3(4, 2, seed=1))
+    "scale must have shape (4, 1), or be 32x4x4 tiles of shape (512,) or (32, 16), got (4, 2)": lambda: from_torch(
+        random_bytes(4, 8, seed=1), e4m3(4, 2, seed=1)
     ),
     "global_scale must be None beside power-of-two scales": lambda: from_compressed_tensors(
         random_bytes(4, 16, seed=1), random_bytes(4, 1, seed=1), torch.ones(1)
@@ -256,9 +248,9 @@ WRONG = {
     "blocks must be uint8 (.., N, K / 32, 16)": lambda: from_gpt_oss(
         random_bytes(4, 16, seed=1), random_bytes(4, 1, seed=1)
     ),
-    "name must be a quantised weight in a known convention; under 'up' there is ['up.weight']": lambda: (
-        Checkpoint({"up.weight": torch.ones(2, 2)}).weight("up")
-    ),
+    "name must be a quantised weight in a known convention; under 'up' there is ['up.weight']": lambda: Checkpoint(
+        {"up.weight": torch.ones(2, 2)}
+    ).weight("up"),
     "which has no 'down'": lambda: Checkpoint({}).tensor("down"),
     "source must be a .safetensors file or a folder of them": lambda: Checkpoint("/nowhere"),
 }

@@ -16,10 +16,7 @@ import pytest
 import torch
 
 from padless import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, group_offsets, layouts, quantize
-from padless.epilogue import (
-    SCALE_RULES,
-    Epilogue,
-)
+from padless.epilogue import SCALE_RULES, Epilogue
 from padless.kernels.epilogue_launch import prelude_of
 from padless.reference import epilogue as reference_epilogue
 from padless.reference.epilogue import epilogue_reference
@@ -57,9 +54,7 @@ def scalar_d(acc, alpha, bias, prob, rule: str, up=None, up_bias=None):  # type:
 )
 def test_d_is_the_stated_operations_in_the_stated_order(rule: str, activation: str) -> None:
     m, n, sizes = 9, 128, [4, 0, 5]
-    epilogue = Epilogue(
-        alpha=True, bias=True, prob=True, bias_rule=rule, activation=activation, d_dtype=torch.float32
-    )
+    epilogue = Epilogue(alpha=True, bias=True, prob=True, bias_rule=rule, activation=activation, d_dtype=torch.float32)
     acc, numbers = torch.randn(m, n), numbers_for(m, n, 3)
     t = poisoned(epilogue, m, n, 3, **numbers)
     epilogue_reference(acc, group_offsets(sizes), epilogue, t)
@@ -293,9 +288,7 @@ def test_scales_and_codes_do_not_show_which_nan_a_sum_was(nan: int) -> None:
             for bits in (nan, 0x7FC00000):
                 acc = sums(40, 160)
                 acc.view(torch.int32)[3, 5] = bits
-                t = poisoned(
-                    epilogue, 40, 160, 1, global_scale=torch.tensor([0.01]), norm_const=torch.tensor([2.0])
-                )
+                t = poisoned(epilogue, 40, 160, 1, global_scale=torch.tensor([0.01]), norm_const=torch.tensor([2.0]))
                 epilogue_reference(acc, group_offsets([40]), epilogue, t)
                 found.append(t)
             for name in ("row_codes", "row_scale", "column_codes", "column_scale", "amax"):
@@ -336,17 +329,9 @@ GOOD = Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="rceil")
         ("column_layout", {"column_layout": "plain_mn"}),
         (
             "column_layout",
-            {
-                "row_format": FP8_BLOCK,
-                "column_format": FP8_BLOCK,
-                "scale_rule": "",
-                "column_layout": "blocked",
-            },
+            {"row_format": FP8_BLOCK, "column_format": FP8_BLOCK, "scale_rule": "", "column_layout": "blocked"},
         ),
-        (
-            "row_layout",
-            {"row_format": FP8_BLOCK, "column_format": None, "scale_rule": "", "row_layout": "blocked"},
-        ),
+        ("row_layout", {"row_format": FP8_BLOCK, "column_format": None, "scale_rule": "", "row_layout": "blocked"}),
         ("d_dtype", {"row_format": None, "column_format": None, "scale_rule": ""}),
     ],
 )

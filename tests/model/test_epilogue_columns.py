@@ -55,9 +55,7 @@ def check_columns(epilogue: Epilogue, sizes: list[int], m: int, n: int) -> Epilo
     for size, scale in zip(sizes, column_scales(epilogue, t, sizes, n), strict=True):
         if size:
             alone = acc[start : start + size].t().contiguous()
-            keywords = (
-                {"scale_major": "k"} if epilogue.column_format == FP8_BLOCK else {"scale_rule": "rceil"}
-            )
+            keywords = {"scale_major": "k"} if epilogue.column_format == FP8_BLOCK else {"scale_rule": "rceil"}
             q = quantize(alone, epilogue.column_format, **keywords)
             codes = t.column_codes[start : start + size].view(torch.uint8)
             assert torch.equal(codes, q.data.view(torch.uint8).t()), "codes"

@@ -149,10 +149,7 @@ BAD_PARTS = {
         lambda: (fp8(4, 128), scales(4, 1).half(), FP8_BLOCK),
         "scale must be torch.float32 for FP8_BLOCK, got torch.float16",
     ),
-    "data rank": (
-        lambda: (fp8(128), scales(1), FP8_BLOCK),
-        "data must be (rows, K) or (num_groups, rows, K)",
-    ),
+    "data rank": (lambda: (fp8(128), scales(1), FP8_BLOCK), "data must be (rows, K) or (num_groups, rows, K)"),
     "scale device": (
         lambda: (fp8(4, 128), scales(4, 1).to("meta"), FP8_BLOCK),
         "scale must be on data's device cpu, got meta",
@@ -224,13 +221,7 @@ def test_packed_shapes() -> None:
 
 
 def test_blocked_size() -> None:
-    assert [blocked_size(r, c) for r, c in ((0, 4), (1, 1), (128, 4), (129, 4), (128, 5))] == [
-        0,
-        512,
-        512,
-        1024,
-        1024,
-    ]
+    assert [blocked_size(r, c) for r, c in ((0, 4), (1, 1), (128, 4), (129, 4), (128, 5))] == [0, 512, 512, 1024, 1024]
 
 
 def test_blocked_scales_are_accepted_where_they_fit() -> None:

@@ -73,9 +73,7 @@ def test_pack_wants_an_even_number_of_byte_codes() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(rows=st.integers(0, 300), columns=st.integers(1, 11), seed=st.integers(0, 2**31))
-def test_every_scale_is_where_the_formula_says(
-    dtype: torch.dtype, rows: int, columns: int, seed: int
-) -> None:
+def test_every_scale_is_where_the_formula_says(dtype: torch.dtype, rows: int, columns: int, seed: int) -> None:
     scale = random_bytes(rows, columns, seed=seed, dtype=dtype)
     blocked = layouts.to_blocked(scale)
     assert blocked.dtype == dtype
@@ -197,14 +195,7 @@ def test_wrong_offs_stay_inside(offs: list[int], rows: int) -> None:
 
 
 def test_padded_rows_example() -> None:
-    assert layouts.padded_rows(torch.tensor([2, 5], dtype=torch.int32), 6).tolist() == [
-        0,
-        1,
-        128,
-        129,
-        130,
-        256,
-    ]
+    assert layouts.padded_rows(torch.tensor([2, 5], dtype=torch.int32), 6).tolist() == [0, 1, 128, 129, 130, 256]
     assert layouts.group_of_rows(torch.tensor([2, 2, 5], dtype=torch.int32), 6).tolist() == [0, 0, 2, 2, 2, 3]
 
 

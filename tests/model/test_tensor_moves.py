@@ -172,9 +172,7 @@ def test_repr_is_a_line_without_values(case: str) -> None:
 
 def test_repr_says_what_matters() -> None:
     t = made(NVFP4, offs=OFFS)
-    assert repr(t) == (
-        "BlockScaledTensor(NVFP4, (7, 160), scale (7, 10), plain, global_scale (3,), for 3 groups, cpu)"
-    )
+    assert repr(t) == ("BlockScaledTensor(NVFP4, (7, 160), scale (7, 10), plain, global_scale (3,), for 3 groups, cpu)")
     assert repr(made(FP8_BLOCK)) == "BlockScaledTensor(FP8_BLOCK, (7, 160), scale (7, 2), mn-major, cpu)"
 
 
@@ -207,9 +205,7 @@ def test_a_modules_state() -> None:
 
 def test_a_format_of_ones_own_is_read_back() -> None:
     own = BlockScaledFormat("OWN", torch.float8_e4m3fn, torch.float32, (1, 64), (64, 64), 448.0)
-    t = BlockScaledTensor(
-        torch.zeros((2, 128), dtype=torch.uint8).view(own.data_dtype), torch.ones(2, 2), own
-    )
+    t = BlockScaledTensor(torch.zeros((2, 128), dtype=torch.uint8).view(own.data_dtype), torch.ones(2, 2), own)
     assert saved(t).format == own
     assert pickle.loads(pickle.dumps(MXFP8)) is MXFP8
 

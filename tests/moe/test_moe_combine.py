@@ -15,9 +15,7 @@ PROBLEMS = ((1, 1, 8), (7, 3, 130), (33, 8, 264), (5, 16, 40))
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 
 
-def dense(
-    y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor
-) -> torch.Tensor:
+def dense(y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     """(T, N) float64, slot by slot."""
     out = shared.double().clone()
     for t in range(inverse.shape[0]):
@@ -56,14 +54,10 @@ def test_rows_behind_the_last_are_not_read() -> None:
     y, inverse, weights, _ = combine_problem(6, 2, 16, torch.float32, 2)
     fenced = GuardedOutput(40, 16, torch.float32)
     fenced.out[:12] = y
-    assert torch.equal(
-        padless.moe.combine(fenced.out, inverse, weights), padless.moe.combine(y, inverse, weights)
-    )
+    assert torch.equal(padless.moe.combine(fenced.out, inverse, weights), padless.moe.combine(y, inverse, weights))
 
 
-@pytest.mark.parametrize(
-    "planted", ["weight of the wrong slot", "tail counted", "order of rows", "shared twice"]
-)
+@pytest.mark.parametrize("planted", ["weight of the wrong slot", "tail counted", "order of rows", "shared twice"])
 def test_a_wrong_sum_is_noticed(planted: str) -> None:
     y, inverse, weights, shared = combine_problem(33, 8, 264, torch.bfloat16, 1)
     given = [y, inverse, weights, shared]
@@ -104,9 +98,7 @@ def test_gradients(problem: tuple[int, int, int], dtype: torch.dtype) -> None:
         torch.where(y.isnan(), 0.0, y.double()).abs()[inverse.clamp(min=0).long()]
         * dout.to(dtype).double().abs()[:, None]
     ).sum(-1)
-    assert (
-        (dweights.double() - exact_weights.grad * kept).abs() <= size * (n // 256 + 10) * 2.0**-24 + 1e-40
-    ).all()
+    assert ((dweights.double() - exact_weights.grad * kept).abs() <= size * (n // 256 + 10) * 2.0**-24 + 1e-40).all()
     assert (dweights[~kept] == 0).all()
     assert (dy[(-1 - inverse[~kept]).long()] == 0).all()
 
@@ -165,10 +157,6 @@ def test_gather_quantize_is_quantize_of_gathered_rows() -> None:
     ],
 )
 def test_errors(change: dict[str, object], named: str) -> None:
-    given = {
-        "y": torch.zeros(12, 16),
-        "inverse": torch.zeros((6, 2), dtype=torch.int32),
-        "weights": torch.zeros(6, 2),
-    }
+    given = {"y": torch.zeros(12, 16), "inverse": torch.zeros((6, 2), dtype=torch.int32), "weights": torch.zeros(6, 2)}
     with pytest.raises(ValueError, match=named):
         padless.moe.combine(**(given | change))

@@ -32,9 +32,7 @@ def test_bits_of_the_public_call(pair: Any, has_bias: bool, gate_up: str) -> Non
     a, w, offs, format = operands(pair)
     bias = torch.randn(5, 256).bfloat16() if has_bias else None
     scale = torch.tensor([0.02]) if format == NVFP4 else None
-    got = fused.swiglu(
-        a, w, offs, gate_up=gate_up, bias=bias, format=format, global_scale=scale, backend=None
-    )
+    got = fused.swiglu(a, w, offs, gate_up=gate_up, bias=bias, format=format, global_scale=scale, backend=None)
     out = grouped_gemm_swiglu_quant(
         gate_up=gate_up, a_tensor=a, b_tensor=w, padded_offsets=offs, d_format=format, bias_tensor=bias,
         row_layout=None if format in (None, FP8_BLOCK) else "plain", global_scale_tensor=scale, column_output=False,
@@ -65,9 +63,7 @@ class Launches:
         return type("Prepared", (), {"launch": staticmethod(launch), "copies": self.copies})
 
 
-def call(
-    launches: Launches, a: Any, w: Any, offs: torch.Tensor, tensors: Any, format: Any = FP8_BLOCK
-) -> None:
+def call(launches: Launches, a: Any, w: Any, offs: torch.Tensor, tensors: Any, format: Any = FP8_BLOCK) -> None:
     with mock.patch.object(fused, "prepare", launches), mock.patch.object(fused, "_check"):
         fused._launch(a, w, offs, fused.epilogue_of("concatenated", False, format), tensors)
 

@@ -51,19 +51,12 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, int]]] = [
         {"gate_up": "alternating", "limit": 2.0, "up_offset": 1.0},
         {"_quantize_rows": 2, "_combine": 1},
     ),
-    (
-        "global scales",
-        (NVFP4, None),
-        {},
-        {"_quantize_rows": 1, "_combine": 1, "_factors_of_given": 1},
-    ),
+    ("global scales", (NVFP4, None), {}, {"_quantize_rows": 1, "_combine": 1, "_factors_of_given": 1}),
     ("bfloat16 activations", (MXFP4, torch.bfloat16), {}, {"_route_few": 1, "_combine": 1}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("pair", "options", "launches"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
-)
+@pytest.mark.parametrize(("pair", "options", "launches"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_launches_and_bits(
     pair: Any, options: dict[str, Any], launches: dict[str, int], triton_kernels: dict[str, EmulatedKernel]
 ) -> None:
@@ -79,10 +72,7 @@ def test_launches_and_bits(
 
 @pytest.mark.parametrize(("most", "launches"), [(9, {"_route_few": 1}), (0, {"_rank": 1, "_place": 1})])
 def test_launches_of_more_slots(
-    most: int,
-    launches: dict[str, int],
-    triton_kernels: dict[str, EmulatedKernel],
-    monkeypatch: pytest.MonkeyPatch,
+    most: int, launches: dict[str, int], triton_kernels: dict[str, EmulatedKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond the slots that are sorted where they are quantized, and beyond those that one launch sorts."""
     from padless.moe.triton import quantize_rows, route

@@ -67,14 +67,7 @@ def test_every_activation(kind: str, pair: Any) -> None:
 
 @pytest.mark.parametrize(
     "planted",
-    [
-        "weight of the wrong slot",
-        "tail counted",
-        "gate for up",
-        "no bias",
-        "no limit",
-        "rows of another expert",
-    ],
+    ["weight of the wrong slot", "tail counted", "gate for up", "no bias", "no limit", "rows of another expert"],
 )
 def test_a_wrong_layer_is_noticed(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = draw_layer((FP8_BLOCK, None), tokens=40, bias=True, limit=1.0, up_offset=1.0)
@@ -201,9 +194,7 @@ def test_global_scales() -> None:
         one = layer.only(torch.tensor([5])).run(moe, global_scale1=scale1, global_scale2=scale2)
         assert torch.equal(one, out[5:6])
     same = layer.run(moe, global_scale1=torch.full((5,), 0.01), global_scale2=torch.full((5,), 0.02))
-    assert torch.equal(
-        same, layer.run(moe, global_scale1=torch.tensor(0.01), global_scale2=torch.tensor(0.02))
-    )
+    assert torch.equal(same, layer.run(moe, global_scale1=torch.tensor(0.01), global_scale2=torch.tensor(0.02)))
 
 
 @pytest.mark.parametrize("blocked", [False, True])

@@ -10,15 +10,7 @@ import pytest
 import torch
 
 import padless
-from padless.moe import (
-    Activation,
-    activate_quantize,
-    combine_backward,
-    gather_quantize,
-    moe,
-    ops,
-    route_quantize,
-)
+from padless.moe import Activation, activate_quantize, combine_backward, gather_quantize, moe, ops, route_quantize
 from support.moe_cases import combine_problem, draw_ids
 from support.moe_layer_problem import PAIRS, draw_layer, pair_name
 
@@ -103,19 +95,7 @@ def test_compiled_parts() -> None:
         hidden = activate_quantize(h, Activation("swiglu"), padless.FP8_BLOCK)
         out = padless.moe.combine(h, inverse, weights, x)
         dy, dweights = combine_backward(x, h, inverse, weights)
-        return (
-            offs,
-            tokens,
-            inverse,
-            *again,
-            rows.data,
-            rows.scale,
-            gathered.data,
-            hidden.data,
-            out,
-            dy,
-            dweights,
-        )
+        return (offs, tokens, inverse, *again, rows.data, rows.scale, gathered.data, hidden.data, out, dy, dweights)
 
     assert_compiles(parts, X, IDS, torch.rand(6, 3))
 

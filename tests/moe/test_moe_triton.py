@@ -26,11 +26,7 @@ def interpreted() -> dict[str, str | None]:
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/moe_cases.py")],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=280,
+        [sys.executable, str(ROOT / "tests/support/moe_cases.py")], env=env, capture_output=True, text=True, timeout=280
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
@@ -100,9 +96,7 @@ def test_machine_code_of_route(emulated: list[EmulatedKernel], monkeypatch: pyte
     assert [k.launches for k in emulated[:3]] == [1, 4, 4]
 
 
-def test_ranks_do_not_reduce_across_lanes(
-    emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_do_not_reduce_across_lanes(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
     """A reduction of a warp for every slot would be most of the time that routing takes."""
     from padless.moe.triton import route
 
@@ -118,11 +112,7 @@ def test_machine_code_of_quantize_rows(name: str, emulated: list[EmulatedKernel]
     from padless import formats
     from padless.quantization.quantize import quantize
 
-    x, fmt, rule = (
-        moe_cases.awkward((7, 160), torch.bfloat16, 1),
-        getattr(formats, name),
-        moe_cases.rules(name)[0],
-    )
+    x, fmt, rule = (moe_cases.awkward((7, 160), torch.bfloat16, 1), getattr(formats, name), moe_cases.rules(name)[0])
     given = moe_cases.given_scale(name)
     _, rows, inverse = twins.route(moe_cases.draw_ids(7, 3, 5, 2), 5)
     layout = moe_cases.layouts_of(name)[-1]
@@ -145,9 +135,7 @@ def test_machine_code_of_routed_rows_in_wide_tiles(
     """What many tokens of wide rows are quantized in; few get more programs."""
     from padless.moe.triton import quantize_rows
 
-    widths = [
-        quantize_rows.routed_tile(*size).columns for size in ((64, 7168), (64, 2048), (16, 7168), (1, 2048))
-    ]
+    widths = [quantize_rows.routed_tile(*size).columns for size in ((64, 7168), (64, 2048), (16, 7168), (1, 2048))]
     assert widths == [1024, 512, 512, 512]
     monkeypatch.setattr(quantize_rows, "routed_tile", lambda *size: quantize_rows.Tile(1, 1024, 4))
     moe_cases.routed_rows("cpu")
@@ -260,9 +248,7 @@ def test_every_bit_of_an_activation(emulated: list[EmulatedKernel]) -> None:
         moe_cases.assert_activated(moe_cases.Activation(kind), one_a_block(), ("FP8_BLOCK",), "cpu")
 
 
-def test_products_and_sums_stay_apart(
-    emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_and_sums_stay_apart(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
     """No fused multiply-add in what is defined as two operations, and 16-byte accesses where rows allow them."""
     monkeypatch.setattr(moe_cases, "PROBLEMS", ((3, 2, 512),))
     monkeypatch.setattr(moe_cases, "DTYPES", (torch.bfloat16,))
@@ -275,9 +261,7 @@ def test_products_and_sums_stay_apart(
     assert "v4.b32" in compiled_ptx(emulated[4])
 
 
-def test_a_fused_multiply_add_would_show(
-    emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fused_multiply_add_would_show(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison of bits fails when the compiler may contract, so it is no accident that it holds."""
     monkeypatch.setattr(moe_cases, "PROBLEMS", ((5, 3, 264),))
     monkeypatch.setattr(moe_cases, "DTYPES", (torch.float32,))

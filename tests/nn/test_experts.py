@@ -38,11 +38,7 @@ def test_gradients_against_float64(name: str, gate_up: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "intermediate"),
-    [
-        *((name, 144) for name in EVERY_RECIPE),
-        ("fp8, recompute", 192),
-        ("fp8", 192),
-    ],  # 384: the epilogue activates
+    [*((name, 144) for name in EVERY_RECIPE), ("fp8, recompute", 192), ("fp8", 192)],  # 384: the epilogue activates
 )
 def test_gradients_are_those_of_the_recipe(name: str, intermediate: int) -> None:
     """Every row of every gradient; where float32 sums and float64 sums round apart, a code is another one."""
@@ -67,10 +63,7 @@ def test_a_compact_layer_keeps_the_least_slack() -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         made(p["x"], problem.index, p["prob"])
     weights = {
-        t.untyped_storage().data_ptr()
-        for o in made._codes.values()
-        for w in o._operands
-        for t in (w.data, w.scale)
+        t.untyped_storage().data_ptr() for o in made._codes.values() for w in o._operands for t in (w.data, w.scale)
     }
     rows, hidden, half = 1200, 160, 144
     tokens = (rows + 31 * 5 + 127) // 128 * 128
@@ -85,9 +78,7 @@ def test_a_compact_layer_keeps_the_least_slack() -> None:
 def outliers(seed: int = 1) -> Layer:
     """Rows of dout that differ in size by 2^16, as gradients of tokens do."""
     problem = layer(seed=seed)
-    problem.dout *= 2.0 ** torch.randint(
-        -8, 9, (len(problem.dout), 1), generator=torch.Generator().manual_seed(1)
-    )
+    problem.dout *= 2.0 ** torch.randint(-8, 9, (len(problem.dout), 1), generator=torch.Generator().manual_seed(1))
     return problem
 
 
@@ -106,9 +97,7 @@ def test_blocks_of_dy_in_dgrad_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
     """A scale for 128 rows of dy drowns the small ones: what made training diverge for DeepSeek-V3's authors."""
     right = experts_function.operands_of_rows
 
-    def by_blocks(
-        x: torch.Tensor, *arguments: object, tokens: torch.Tensor | None = None
-    ) -> tuple[Rows, object]:
+    def by_blocks(x: torch.Tensor, *arguments: object, tokens: torch.Tensor | None = None) -> tuple[Rows, object]:
         x = x if tokens is None else x[tokens.long()]
         square = dequantize(quantize(x, FP8_BLOCK, kind="weight"))
         return right(square, *arguments)[0], right(x, *arguments)[1]
@@ -146,9 +135,7 @@ def test_a_row_of_scales_off_by_one_is_seen(part: str, monkeypatch: pytest.Monke
 def test_a_gradient_that_forgets_the_routing_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = experts_function._activation_gradients
 
-    def without_prob(
-        dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor, plan: object
-    ) -> object:
+    def without_prob(dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor, plan: object) -> object:
         return right(dh, z, offs, torch.ones_like(prob), plan)
 
     monkeypatch.setattr(experts_function, "_activation_gradients", without_prob)

@@ -38,9 +38,7 @@ def test_checkpointing_keeps_nothing_of_the_layer() -> None:
     """What a layer saves goes through torch's hooks, without which checkpointing would not free it."""
     problem = layer(tokens=40)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.append(t) or len(kept) - 1, lambda i: kept[i]
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or len(kept) - 1, lambda i: kept[i]):
         gradients(module(problem, "fp8_compact"), problem)
     shapes = {tuple(t.shape) for t in kept}
     assert (40 * 3, 288) in shapes, "values before the activation"
@@ -48,8 +46,7 @@ def test_checkpointing_keeps_nothing_of_the_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "fp8" else pytest.mark.slow) for name in EVERY_RECIPE],
+    "name", [pytest.param(name, marks=[] if name == "fp8" else pytest.mark.slow) for name in EVERY_RECIPE]
 )
 def test_compiled_without_a_break(name: str) -> None:
     problem, recipe = layer(tokens=40), EVERY_RECIPE[name]

@@ -27,9 +27,7 @@ def train(experts: Experts, count: int = 4) -> None:
             getattr(experts, name).overwrite_main_grad = False
 
 
-def with_main_grads(
-    recipe: str, dtype: torch.dtype = torch.float32, main: torch.dtype = torch.float32
-) -> Experts:
+def with_main_grads(recipe: str, dtype: torch.dtype = torch.float32, main: torch.dtype = torch.float32) -> Experts:
     """A layer whose first microbatch stores, over NaN."""
     experts = module(layer(), recipe, dtype=dtype)
     for name in WEIGHTS:

@@ -137,9 +137,7 @@ def test_a_kernel_refuses_it_in_words(call: str, pair: str, name: str) -> None:
         getattr(padless, call)(**with_moved(arguments, name), backend="emulator")
 
 
-def test_what_the_reference_took_is_looked_at_before_a_kernel_takes_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_reference_took_is_looked_at_before_a_kernel_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that say they are on a GPU: what passed the checks of one backend has not passed those of another."""
     arguments = with_moved(operands("FP8_BLOCK", 3) | {"offs": OFFS}, "b.data")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)

@@ -74,9 +74,7 @@ def test_every_grouped_route_is_here_and_has_its_other_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    "route",
-    [pytest.param(p, marks=[pytest.mark.slow] if "E5M2" in p.a + p.b else []) for p in ALL],
-    ids=name_of,
+    "route", [pytest.param(p, marks=[pytest.mark.slow] if "E5M2" in p.a + p.b else []) for p in ALL], ids=name_of
 )
 def test_a_row_is_what_it_is_alone_and_quantised(route: Route) -> None:
     assert judge_emulated(make_problem(route, SIZES, N, K, torch.float32, 1), FEW) == (1 + 9 + 12) * N
@@ -123,9 +121,7 @@ def test_a_class_chooses_the_kernel_and_leaves_the_tile_to_it() -> None:
     tile = sm90_bf16.select_config(*SPECIAL, sum(SIZES), len(SIZES))
     assert torch.equal(multiplied(problem, tile), other)
     assert torch.equal(multiplied(problem, Sm90Mxfp8Config), default)
-    with pytest.raises(
-        ValueError, match=r"config is a Sm90Fp8Config; .* takes a Sm90Mxfp8Config or Sm90Bf16Config"
-    ):
+    with pytest.raises(ValueError, match=r"config is a Sm90Fp8Config; .* takes a Sm90Mxfp8Config or Sm90Bf16Config"):
         multiplied(problem, Sm90Fp8Config)
 
 
@@ -191,9 +187,7 @@ def multiplied(problem: InvarianceProblem, config: Any) -> torch.Tensor:
     backend = backend_of(problem.arch)
     offs = group_offsets(problem.sizes)
     with driver_of(backend).configured(num_sms=8, checks=False):
-        out = grouped_gemm(
-            problem.a, problem.b, offs, out_dtype=problem.dtype, backend=backend, config=config
-        )
+        out = grouped_gemm(problem.a, problem.b, offs, out_dtype=problem.dtype, backend=backend, config=config)
     return bits(out, offs)
 
 
@@ -304,9 +298,7 @@ def test_a_choice_by_the_rows_of_a_group_is_seen_on_a_gpu(by_rows: None) -> None
 def test_torchs_calling_convention_computes_the_same_rows(sizes: tuple[int, ...]) -> None:
     from padless.compat.torch import scaled_grouped_mm
 
-    problem = make_problem(
-        route_of(Sm90Fp8Config, "FP8_BLOCK", "FP8_BLOCK"), sizes, 272, 400, torch.bfloat16, 8
-    )
+    problem = make_problem(route_of(Sm90Fp8Config, "FP8_BLOCK", "FP8_BLOCK"), sizes, 272, 400, torch.bfloat16, 8)
     a, b = (verify_invariance.moved(t, "cuda") for t in (problem.a, problem.b))
     offs = group_offsets(sizes).cuda()
 

@@ -78,11 +78,7 @@ class Bad:
 
 BAD_CALLS = [
     # what a and b are
-    Bad(
-        "a_is_a_tensor",
-        lambda: {"a": torch.ones(M, K)},
-        ("a must be a BlockScaledTensor", "(6, 256) torch.float32"),
-    ),
+    Bad("a_is_a_tensor", lambda: {"a": torch.ones(M, K)}, ("a must be a BlockScaledTensor", "(6, 256) torch.float32")),
     Bad("b_is_none", lambda: {"b": None}, ("b must be a BlockScaledTensor", "NoneType", "padless.quantize")),
     Bad("a_rank", lambda: {"a": weight()}, ("a must have rank 2, (M, K)", "(2, 24, 256)")),
     Bad(
@@ -107,11 +103,7 @@ BAD_CALLS = [
     ),
     # shapes
     Bad("k_differs", lambda: {"b": weight(k=384)}, ("(6, 256)", "(2, 24, 384)", "K must be the same")),
-    Bad(
-        "k_not_16",
-        lambda: {"a": activation(k=264), "b": weight(k=264)},
-        ("K is 264", "positive multiple of 16"),
-    ),
+    Bad("k_not_16", lambda: {"a": activation(k=264), "b": weight(k=264)}, ("K is 264", "positive multiple of 16")),
     Bad("k_zero", lambda: {"a": activation(k=0), "b": weight(k=0)}, ("K is 0", "positive multiple of 16")),
     Bad("n_not_8", lambda: {"b": weight(n=20), "out": None}, ("N is 20", "multiple of 8", "bfloat16")),
     Bad(
@@ -121,11 +113,7 @@ BAD_CALLS = [
     ),
     Bad(
         "too_many_groups",
-        lambda: {
-            "b": weight(groups=1025, n=8, k=K),
-            "offs": torch.zeros(1025, dtype=torch.int32),
-            "out": None,
-        },
+        lambda: {"b": weight(groups=1025, n=8, k=K), "offs": torch.zeros(1025, dtype=torch.int32), "out": None},
         ("b has 1025 groups", "at most 1024"),
     ),
     # devices
@@ -143,16 +131,8 @@ BAD_CALLS = [
         lambda: {"offs": None, "b": weight(groups=1)},
         ("offs is None and b has 1 group;", "padless.group_offsets"),
     ),
-    Bad(
-        "offs_list",
-        lambda: {"offs": [2, 6]},
-        ("offs must be a 1-D int32 or int64 tensor", "list", "group_offsets"),
-    ),
-    Bad(
-        "offs_int16",
-        lambda: {"offs": OFFS.short()},
-        ("offs must be a 1-D int32 or int64 tensor", "torch.int16"),
-    ),
+    Bad("offs_list", lambda: {"offs": [2, 6]}, ("offs must be a 1-D int32 or int64 tensor", "list", "group_offsets")),
+    Bad("offs_int16", lambda: {"offs": OFFS.short()}, ("offs must be a 1-D int32 or int64 tensor", "torch.int16")),
     Bad("offs_rank", lambda: {"offs": OFFS[None]}, ("offs must be a 1-D int32 or int64 tensor", "(1, 2)")),
     Bad("offs_short", lambda: {"offs": OFFS[:1]}, ("offs has 1 entries and b 2 groups",)),
     Bad(
@@ -160,18 +140,10 @@ BAD_CALLS = [
         lambda: {"offs": torch.tensor([0, 2, 6], dtype=torch.int32)},
         ("offs has 3 entries and b 2 groups",),
     ),
-    Bad(
-        "offs_strided",
-        lambda: {"offs": OFFS.repeat_interleave(2)[::2]},
-        ("offs", "stride 2", ".contiguous()"),
-    ),
+    Bad("offs_strided", lambda: {"offs": OFFS.repeat_interleave(2)[::2]}, ("offs", "stride 2", ".contiguous()")),
     # out
     Bad("out_shape", lambda: {"out": torch.empty((M + 1, N), dtype=torch.bfloat16)}, ("(6, 24)", "(7, 24)")),
-    Bad(
-        "out_dtype_float64",
-        lambda: {"out": torch.empty((M, N), dtype=torch.float64)},
-        ("out", "torch.float64"),
-    ),
+    Bad("out_dtype_float64", lambda: {"out": torch.empty((M, N), dtype=torch.float64)}, ("out", "torch.float64")),
     Bad("out_is_numpy", lambda: {"out": torch.empty((M, N)).numpy()}, ("out must be", "ndarray")),
     Bad(
         "out_dtype",
@@ -282,11 +254,7 @@ def test_no_backend_takes_a_missing_offs_for_one_group(fmt: Any, backend: str) -
     guarded.check(0)
 
 
-@pytest.mark.parametrize(
-    "b",
-    [torch.ones(N, K), None, weight()],
-    ids=["tensor", "none", "grouped"],
-)
+@pytest.mark.parametrize("b", [torch.ones(N, K), None, weight()], ids=["tensor", "none", "grouped"])
 def test_the_dense_product_takes_two_dimensions(b: object) -> None:
     with pytest.raises(ValueError, match=re.escape("b must be a BlockScaledTensor of rank 2, (N, K)")):
         padless.gemm(activation(), b)
@@ -306,9 +274,7 @@ def test_what_torch_calls_contiguous_is() -> None:
     """The message says `call .contiguous()`, and that changes nothing here: one row with strides (1, 1)."""
     one_row = codes(K, 1).t()
     assert one_row.is_contiguous()
-    padless.grouped_gemm(
-        with_data(activation(m=1), one_row), weight(groups=1), torch.tensor([1], dtype=torch.int32)
-    )
+    padless.grouped_gemm(with_data(activation(m=1), one_row), weight(groups=1), torch.tensor([1], dtype=torch.int32))
 
 
 def test_too_many_rows_for_the_kernels_arithmetic() -> None:

@@ -49,9 +49,7 @@ def test_a_tensor_that_requires_grad_is_refused(call: str, name: str) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(("call", "name"), CASES, ids=[f"{call}: {name}" for call, name in CASES])
-def test_it_is_a_number_like_others_while_grad_mode_is_off(
-    call: str, name: str, mode: Callable[[], Any]
-) -> None:
+def test_it_is_a_number_like_others_while_grad_mode_is_off(call: str, name: str, mode: Callable[[], Any]) -> None:
     arguments = with_gradient(call, name)
     with mode():
         result = CALLS[call].function(**arguments)

@@ -40,16 +40,12 @@ def random_operands(
     k_blocks = -(-k // 128)
     sfa = 2.0 ** (torch.rand((m, k_blocks), generator=generator) * 4 - 12)
     sfb = 2.0 ** (torch.rand((num_groups, -(-n // 128), k_blocks), generator=generator) * 4 - 12)
-    a = BlockScaledTensor(
-        random_codes((m, k), generator), to_mn_major(sfa) if scale_major == "mn" else sfa, FP8_BLOCK
-    )
+    a = BlockScaledTensor(random_codes((m, k), generator), to_mn_major(sfa) if scale_major == "mn" else sfa, FP8_BLOCK)
     assert a.scale_major == scale_major or m == 0
     return a, BlockScaledTensor(random_codes((num_groups, n, k), generator), sfb, FP8_BLOCK)
 
 
-def expected(
-    a: BlockScaledTensor, b: BlockScaledTensor, sizes: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(a: BlockScaledTensor, b: BlockScaledTensor, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """(product, size of its terms) of the rows of all groups, in float64, from values and not from codes.
 
     The size of an element is the sum over K blocks of |the block's part of it|: what float32 promotion can lose is
@@ -70,9 +66,7 @@ def expected(
     return torch.cat(products), torch.cat(terms)
 
 
-def assert_every_element(
-    out: torch.Tensor, product: torch.Tensor, terms: torch.Tensor, k_blocks: int
-) -> None:
+def assert_every_element(out: torch.Tensor, product: torch.Tensor, terms: torch.Tensor, k_blocks: int) -> None:
     """Each element within what rounding explains.
 
     Per K block the partial sum, the product of scales and the fused multiply-add round once each, to 2^-24 of what
@@ -87,13 +81,7 @@ def assert_every_element(
 
 
 def check(
-    sizes: tuple[int, ...],
-    past: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    scale_major: str,
-    seed: int = 0,
+    sizes: tuple[int, ...], past: int, n: int, k: int, dtype: torch.dtype, scale_major: str, seed: int = 0
 ) -> torch.Tensor:
     m, valid = sum(sizes) + past, sum(sizes)
     a, b = random_operands(m, n, k, len(sizes), scale_major, seed)
@@ -112,14 +100,7 @@ def check(
 @pytest.mark.parametrize("scale_major", ["mn", "k"])
 @pytest.mark.parametrize("dtype", OUT_DTYPES, ids=str)
 def test_ragged_groups(ragged_case: RaggedCase, dtype: torch.dtype, scale_major: str) -> None:
-    check(
-        ragged_case.sizes,
-        ragged_case.M - ragged_case.valid_rows,
-        ragged_case.N,
-        ragged_case.K,
-        dtype,
-        scale_major,
-    )
+    check(ragged_case.sizes, ragged_case.M - ragged_case.valid_rows, ragged_case.N, ragged_case.K, dtype, scale_major)
 
 
 @given(
@@ -328,15 +309,7 @@ def test_group_offsets_of_no_groups() -> None:
 
 
 def test_group_offsets_that_do_not_fit() -> None:
-    for sizes in (
-        [2**30, 2**30, 2**30],
-        [2**62] * 4,
-        [2**63 - 1, 2],
-        [2**31],
-        [5, 2**63],
-        [2**80],
-        [3, -1, 2],
-    ):
+    for sizes in ([2**30, 2**30, 2**30], [2**62] * 4, [2**63 - 1, 2], [2**31], [5, 2**63], [2**80], [3, -1, 2]):
         with pytest.raises(ValueError, match=r"sizes must not be negative and sum to less than 2\^31, got"):
             padless.group_offsets(sizes)
     assert padless.group_offsets([2**31 - 2, 1]).tolist() == [2**31 - 2, 2**31 - 1]
@@ -387,9 +360,7 @@ def test_a_wrong_product_is_seen(wrong: str) -> None:
         out = padless.grouped_gemm(a, b, padless.group_offsets([31, 33]))
     elif wrong == "swapped_scales":
         scale = b.scale.flip(0).contiguous()
-        out = padless.grouped_gemm(
-            a, BlockScaledTensor(b.data, scale, FP8_BLOCK), padless.group_offsets(sizes)
-        )
+        out = padless.grouped_gemm(a, BlockScaledTensor(b.data, scale, FP8_BLOCK), padless.group_offsets(sizes))
     else:
         cut_a = BlockScaledTensor(a.data[:, :256], to_mn_major(a.scale[:, :2]), FP8_BLOCK)
         cut_b = BlockScaledTensor(b.data[..., :256], b.scale[..., :2].contiguous(), FP8_BLOCK)

@@ -20,9 +20,7 @@ from padless.ops import epilogue_checks
 from padless.ops.grouped_gemm_epilogue import row_tensor, with_outputs
 from padless.reference.epilogue import epilogue_reference
 
-MODULE: Any = importlib.import_module(
-    "padless.ops.grouped_gemm_epilogue"
-)  # the function has its module's name
+MODULE: Any = importlib.import_module("padless.ops.grouped_gemm_epilogue")  # the function has its module's name
 
 SIZES, M, N, K = (127, 0, 1, 129), 260, 96, 160  # three rows past the last group
 GROUPS = len(SIZES)
@@ -30,9 +28,7 @@ END = sum(SIZES)
 BACKEND = "reference"
 
 
-def operands(
-    format: BlockScaledFormat, n: int = N
-) -> tuple[BlockScaledTensor, BlockScaledTensor, torch.Tensor]:
+def operands(format: BlockScaledFormat, n: int = N) -> tuple[BlockScaledTensor, BlockScaledTensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(n)
     x, w = torch.randn(M, K, generator=generator), torch.randn(GROUPS, n, K, generator=generator)
     a, b = padless.quantize(x, format), padless.quantize(w, format, kind="weight")
@@ -62,9 +58,7 @@ EVERYTHING = Epilogue(
 )
 
 
-def guarded(
-    epilogue: Epilogue, tensors: EpilogueTensors, n: int = N
-) -> tuple[EpilogueTensors, Callable[[], None]]:
+def guarded(epilogue: Epilogue, tensors: EpilogueTensors, n: int = N) -> tuple[EpilogueTensors, Callable[[], None]]:
     """Outputs full of NaN or of a byte pattern between guards, and a check that the guards are as they were."""
     like = with_outputs(epilogue, tensors, M, n, GROUPS, torch.device("cpu"))
     made, guards = {}, []
@@ -103,9 +97,7 @@ def test_it_is_right_row_by_row_and_writes_nothing_past_the_groups(format: Block
     given, check_guards = guarded(EVERYTHING, numbers())
     done = padless.grouped_gemm_epilogue(a, b, offs, EVERYTHING, given, backend=BACKEND)
     check_guards()
-    assert all(getattr(done, name) is t for name, t in vars(given).items()), (
-        "it computes into what it was given"
-    )
+    assert all(getattr(done, name) is t for name, t in vars(given).items()), "it computes into what it was given"
     wanted = float64_values(a, b, given)
     error = (done.d[:END].double() - wanted).norm(dim=1) / wanted.norm(dim=1)
     assert error.max() < 1e-5
@@ -158,9 +150,7 @@ def test_cudnns_call_is_this_one(gate_up: str | None, format: BlockScaledFormat)
         column_layout="blocked" if format == MXFP8 else "plain",
         scale_rule={FP8_BLOCK: "", MXFP8: "rceil", NVFP4: "te"}[format],
     )
-    ours = padless.grouped_gemm_epilogue(
-        a, b, offs, epilogue, replace(t, global_scale=scale), backend=BACKEND
-    )
+    ours = padless.grouped_gemm_epilogue(a, b, offs, epilogue, replace(t, global_scale=scale), backend=BACKEND)
 
     def same(x: torch.Tensor, y: torch.Tensor) -> bool:
         x, y = (s.flatten().clone().view(torch.uint8) for s in (x, y))
@@ -199,9 +189,7 @@ def test_the_kernel_quantises_the_values_that_it_stores() -> None:
 def test_given_and_new_outputs_go_together() -> None:
     a, b, offs = operands(MXFP8)
     d = torch.full((M, N), math.nan)
-    done = padless.grouped_gemm_epilogue(
-        a, b, offs, EVERYTHING, replace(numbers(), d=d), backend=BACKEND, m_aligned=1
-    )
+    done = padless.grouped_gemm_epilogue(a, b, offs, EVERYTHING, replace(numbers(), d=d), backend=BACKEND, m_aligned=1)
     assert done.d is d
     assert done.column_tiles == 6  # 260 rows in four groups that end anywhere: (260 + 4 * 127) // 128
     assert done.column_scale.numel() == 512 * 6
@@ -319,9 +307,7 @@ def test_nothing_is_a_multiple_of_it(m_aligned: Any) -> None:
         padless.grouped_gemm_epilogue(a, b, offs, Epilogue(amax=True), m_aligned=m_aligned, backend=BACKEND)
 
 
-def test_the_tests_above_see_a_wrong_number_and_a_write_past_the_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_tests_above_see_a_wrong_number_and_a_write_past_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(sums: torch.Tensor, offs: torch.Tensor, epilogue: Epilogue, t: EpilogueTensors) -> None:
         epilogue_reference(sums, offs, replace(epilogue, alpha=False), t)
 

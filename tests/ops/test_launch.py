@@ -212,10 +212,7 @@ def test_a_config_that_cannot_be_fitted_is_refused(device: RecordingDriver) -> N
     a, b = operands(8, 8, 16 * 1100, 1)
     with pytest.raises(ValueError, match="config has scales='k' and K is 17600"):
         padless.gemm(
-            a,
-            BlockScaledTensor(b.data[0], b.scale[0], FP8_BLOCK),
-            backend="emulator",
-            config=Sm90Fp8Config(scales="k"),
+            a, BlockScaledTensor(b.data[0], b.scale[0], FP8_BLOCK), backend="emulator", config=Sm90Fp8Config(scales="k")
         )
     assert device.launches == []
 
@@ -223,9 +220,7 @@ def test_a_config_that_cannot_be_fitted_is_refused(device: RecordingDriver) -> N
 def test_a_config_that_does_not_fit_in_shared_memory_is_refused(device: RecordingDriver) -> None:
     a, b = operands(8, 8, 128, 1)
     with pytest.raises(ValueError, match="num_stages"):
-        padless.grouped_gemm(
-            a, b, padless.group_offsets([8]), backend="emulator", config=Sm90Fp8Config(num_stages=12)
-        )
+        padless.grouped_gemm(a, b, padless.group_offsets([8]), backend="emulator", config=Sm90Fp8Config(num_stages=12))
 
 
 # --- counters ----------------------------------------------------------------------------------------------
@@ -254,14 +249,7 @@ def test_when_all_counters_are_taken_the_shares_are_fixed(
 ) -> None:
     monkeypatch.setattr(launching, "_NUM_COUNTERS", 3)
     config = Sm90Fp8Config()
-    assert [launching.tile_counter(config, 0, address) for address in (16, 32, 48, 64, 32, 80)] == [
-        0,
-        1,
-        2,
-        -1,
-        1,
-        -1,
-    ]
+    assert [launching.tile_counter(config, 0, address) for address in (16, 32, 48, 64, 32, 80)] == [0, 1, 2, -1, 1, -1]
     # Another kernel or device has counters of its own.
     assert launching.tile_counter(Sm90Fp8Config(block_n=64), 0, 64) == 0
     assert launching.tile_counter(config, 1, 64) == 0

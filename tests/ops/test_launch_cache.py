@@ -78,9 +78,7 @@ def operands(seed: int = 0, m: int = M, n: int = N, k: int = K, groups: int = GR
 
     blocks = -(-k // 128)
     a = BlockScaledTensor(codes(m, k), to_mn_major(torch.rand(m, blocks, generator=generator)), FP8_BLOCK)
-    b = BlockScaledTensor(
-        codes(groups, n, k), torch.rand(groups, -(-n // 128), blocks, generator=generator), FP8_BLOCK
-    )
+    b = BlockScaledTensor(codes(groups, n, k), torch.rand(groups, -(-n // 128), blocks, generator=generator), FP8_BLOCK)
     return a, b, torch.tensor([100, 100, 250][:groups], dtype=torch.int32)
 
 
@@ -116,9 +114,7 @@ def test_other_objects_over_the_same_memory_pack_nothing(device: Device) -> None
     a, b, offs = operands()
     out = empty_out()
     padless.grouped_gemm(a, b, offs, out=out)
-    again = BlockScaledTensor(
-        a.data.view(a.data.shape), a.scale.as_strided(a.scale.shape, a.scale.stride()), a.format
-    )
+    again = BlockScaledTensor(a.data.view(a.data.shape), a.scale.as_strided(a.scale.shape, a.scale.stride()), a.format)
     assert again.data is not a.data
     padless.grouped_gemm(again, b, offs.view(-1), out=out.view(M, N))
     assert device.prepared == 1
@@ -154,9 +150,7 @@ def test_a_new_output_is_made_when_none_is_given(device: Device) -> None:
         padless.grouped_gemm(a, b, offs, out_dtype=torch.float64)
 
 
-def test_a_call_allocates_one_output_and_packs_for_that_one(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_allocates_one_output_and_packs_for_that_one(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocator that hands out two addresses in turns must not have every call packed anew."""
     a, b, offs = operands()
     places = [empty_out(), empty_out()]
@@ -171,10 +165,7 @@ def test_a_call_allocates_one_output_and_packs_for_that_one(
         padless.grouped_gemm(a, b, offs)
     assert len(asked) == 9
     assert device.prepared == 2
-    assert [launch[0][3].address for launch in device.launches[:2]] == [
-        places[1].data_ptr(),
-        places[0].data_ptr(),
-    ]
+    assert [launch[0][3].address for launch in device.launches[:2]] == [places[1].data_ptr(), places[0].data_ptr()]
 
 
 # Each changes one thing that a launch depends on, in place: the objects and, where it says so, the addresses stay.
@@ -294,13 +285,7 @@ def test_another_type_at_the_same_address_is_packed_again(device: Device) -> Non
 def test_another_config_is_packed_again(device: Device) -> None:
     a, b, offs = operands()
     out = empty_out()
-    for config in (
-        None,
-        Sm90Fp8Config(block_n=64),
-        None,
-        Sm90Fp8Config(block_n=64),
-        Sm90Fp8Config(block_n=128),
-    ):
+    for config in (None, Sm90Fp8Config(block_n=64), None, Sm90Fp8Config(block_n=64), Sm90Fp8Config(block_n=128)):
         padless.grouped_gemm(a, b, offs, out=out, config=config)
     assert device.prepared == 3
 
@@ -390,9 +375,7 @@ def test_threads_share_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(launch_cache, "_MAX_OUTPUTS", 2)
     stream = threading.local()
     monkeypatch.setattr(launch_cache, "current_stream", lambda index: stream.number)
-    monkeypatch.setattr(
-        MODULE, "device_of", lambda backend, out: stream.device
-    )  # packing is each thread's own
+    monkeypatch.setattr(MODULE, "device_of", lambda backend, out: stream.device)  # packing is each thread's own
     launches = device.launches  # launching is noted in one place, whoever packed it
     shared = operands()
     problems: list[str] = []

@@ -26,9 +26,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def operands(fmt: Any, **options: Any) -> tuple[BlockScaledTensor, BlockScaledTensor]:
-    return padless.quantize(normal(M, K), fmt, **options), padless.quantize(
-        normal(4, N, K), fmt, kind="weight"
-    )
+    return padless.quantize(normal(M, K), fmt, **options), padless.quantize(normal(4, N, K), fmt, kind="weight")
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -62,26 +60,20 @@ def test_int64_in_the_quantizers() -> None:
             padless.dequantize(a, offs=offs)[: OFFS[-1]], padless.dequantize(again, offs=OFFS)[: OFFS[-1]]
         )
         b = padless.quantize(normal(4, N, K), fmt, kind="weight")
-        products = [
-            padless.grouped_gemm(t, b, ends) for t, ends in itertools.product((a, again), (offs, OFFS))
-        ]
+        products = [padless.grouped_gemm(t, b, ends) for t, ends in itertools.product((a, again), (offs, OFFS))]
         assert all(same(products[0], product) for product in products)
     for made in (padless.quantize_rows_columns(x, offs), padless.quantize_rows_columns(x, OFFS)):
         assert made[1].offs.dtype == torch.int32
         assert made[1].starts.tolist() == [0, 32, 32, 64]
     dh, z = normal(M, 64), normal(M, 128)
-    got, want = (
-        padless.swiglu_backward_quantize(dh, z, ends, gate_up="concatenated") for ends in (offs, OFFS)
-    )
+    got, want = (padless.swiglu_backward_quantize(dh, z, ends, gate_up="concatenated") for ends in (offs, OFFS))
     assert torch.equal(got.dz_columns.data.view(torch.uint8), want.dz_columns.data.view(torch.uint8))
 
 
 def test_int64_for_other_groups_is_refused() -> None:
     a, b = operands(MXFP8, offs=OFFS.long(), scale_layout="blocked_groups")
     other = padless.group_offsets([2, 1, 1, 7]).long()
-    with pytest.raises(
-        ValueError, match=r"^offs\[0\] is 2 and a has scales for groups of which that one ends at 3"
-    ):
+    with pytest.raises(ValueError, match=r"^offs\[0\] is 2 and a has scales for groups of which that one ends at 3"):
         padless.grouped_gemm(a, b, other)
 
 
@@ -110,9 +102,7 @@ CALLS: dict[str, Callable[[BlockScaledTensor, BlockScaledTensor, torch.Tensor], 
     "grouped_gemm_epilogue": lambda a, b, offs: padless.grouped_gemm_epilogue(
         a, b, offs, padless.Epilogue(d_dtype=torch.bfloat16)
     ),
-    "grouped_gemm_quant": lambda a, b, offs: padless.grouped_gemm_quant(
-        a_tensor=a, b_tensor=b, padded_offsets=offs
-    ),
+    "grouped_gemm_quant": lambda a, b, offs: padless.grouped_gemm_quant(a_tensor=a, b_tensor=b, padded_offsets=offs),
 }
 
 
@@ -142,27 +132,20 @@ def test_another_kernels_config_is_refused_on_a_cpu() -> None:
         assert same(padless.grouped_gemm(a, b, OFFS, config=config), padless.grouped_gemm(a, b, OFFS))
     for config in (Sm90Bf16Config, Sm100GroupedConfig(), 3, "fast"):
         with pytest.raises(
-            ValueError,
-            match=r"^config is a \w+; grouped_gemm of FP8_BLOCK x FP8_BLOCK takes a Sm90Fp8Config$",
+            ValueError, match=r"^config is a \w+; grouped_gemm of FP8_BLOCK x FP8_BLOCK takes a Sm90Fp8Config$"
         ):
             padless.grouped_gemm(a, b, OFFS, config=config)  # type: ignore[arg-type]
-        with pytest.raises(
-            ValueError, match=r"^config is a \w+; grouped_gemm_quant of FP8_BLOCK x FP8_BLOCK takes"
-        ):
+        with pytest.raises(ValueError, match=r"^config is a \w+; grouped_gemm_quant of FP8_BLOCK x FP8_BLOCK takes"):
             padless.grouped_gemm_quant(a_tensor=a, b_tensor=b, padded_offsets=OFFS, config=config)  # type: ignore[arg-type]
     a, b = operands(MXFP8)
     assert same(padless.grouped_gemm(a, b, OFFS, config=Sm90Bf16Config), padless.grouped_gemm(a, b, OFFS))
     dense = b[0]
     with pytest.raises(ValueError, match=r"^config is a Sm90Fp8Config; gemm of MXFP8 x MXFP8 takes a "):
         padless.gemm(a, dense, config=Sm90Fp8Config)
-    with pytest.raises(
-        ValueError, match=r"^config is a Sm90Fp8Config; grouped_gemm_list takes a Sm100GroupedConfig"
-    ):
+    with pytest.raises(ValueError, match=r"^config is a Sm90Fp8Config; grouped_gemm_list takes a Sm100GroupedConfig"):
         padless.grouped_gemm_list([a], [dense], config=Sm90Fp8Config())  # type: ignore[arg-type]
     _, columns = padless.quantize_rows_columns(normal(M, 64), OFFS)
-    with pytest.raises(
-        ValueError, match=r"^config is a Sm90Fp8Config; copies of grouped columns take a WgradConfig"
-    ):
+    with pytest.raises(ValueError, match=r"^config is a Sm90Fp8Config; copies of grouped columns take a WgradConfig"):
         padless.grouped_gemm_wgrad(columns, columns, config=Sm90Fp8Config())  # type: ignore[arg-type]
 
 
@@ -178,9 +161,7 @@ def test_from_indptr() -> None:
     for bad in (torch.tensor([1, 3]), torch.zeros(0, dtype=torch.int32)):
         with pytest.raises(ValueError, match=r"^m_indptr must start with 0"):
             layouts.offs_from_indptr(bad)
-    with pytest.raises(
-        ValueError, match=r"^m_indptr must be a 1-D int32 or int64 tensor, got \(2,\) torch.float32"
-    ):
+    with pytest.raises(ValueError, match=r"^m_indptr must be a 1-D int32 or int64 tensor, got \(2,\) torch.float32"):
         layouts.offs_from_indptr(torch.zeros(2))
 
 
@@ -230,9 +211,7 @@ def test_from_indices_gives_every_row_its_group() -> None:
 
 def test_indices_that_descend_are_refused() -> None:
     for bad, groups in (([1, 0], 2), ([0, 2], 2), ([1, -1, 0], 2)):
-        with pytest.raises(
-            ValueError, match=rf"^m_indices must ascend and be below num_groups = {groups}, got \["
-        ):
+        with pytest.raises(ValueError, match=rf"^m_indices must ascend and be below num_groups = {groups}, got \["):
             layouts.offs_from_indices(torch.tensor(bad), groups)
 
 

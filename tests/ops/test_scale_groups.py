@@ -71,9 +71,7 @@ def test_another_number_of_global_scales_is_refused(groups: int, backend: str | 
     made = activations(NVFP4, offsets())
     a = BlockScaledTensor(made.data, made.scale, NVFP4, made.global_scale)
     offs = offsets([10] * groups)
-    wanted = (
-        f"a.global_scale has 4 values and b {groups} groups; it must have one value, or one for each group"
-    )
+    wanted = f"a.global_scale has 4 values and b {groups} groups; it must have one value, or one for each group"
     for call in calls(a, offs, backend):
         with pytest.raises(ValueError, match=re.escape(wanted)):
             call()
@@ -172,16 +170,10 @@ def test_the_dense_product_is_one_group_of_all_rows() -> None:
 
 
 def test_codes_of_a_fused_epilogue_remember_their_groups() -> None:
-    operands = {
-        "a_tensor": activations(NVFP4, offsets()),
-        "b_tensor": weights(NVFP4),
-        "padded_offsets": offsets(),
-    }
+    operands = {"a_tensor": activations(NVFP4, offsets()), "b_tensor": weights(NVFP4), "padded_offsets": offsets()}
     b = padless.quantize(normal(4, 16, N), NVFP4, kind="weight")
     b2 = padless.quantize(normal(4, 16, N), MXFP8, kind="weight")
-    scaled = padless.grouped_gemm_quant(
-        **operands, d_format=NVFP4, global_scale_tensor=torch.full((4,), 0.01)
-    )
+    scaled = padless.grouped_gemm_quant(**operands, d_format=NVFP4, global_scale_tensor=torch.full((4,), 0.01))
     tiled = padless.grouped_gemm_quant(**operands, d_format=MXFP8, row_layout="blocked_groups")
     for row, w in ((scaled.row, b), (tiled.row, b2)):
         assert row is not None
@@ -313,9 +305,7 @@ def test_nothing_waits_for_a_real_gpu(fmt: padless.BlockScaledFormat, layout: st
         for _ in range(2):
             padless.grouped_gemm(a, b, offs, out=out.fill_(float("nan")))
             if groups:
-                with pytest.raises(
-                    ValueError, match=r"^offs is another tensor than the one that a was quantized"
-                ):
+                with pytest.raises(ValueError, match=r"^offs is another tensor than the one that a was quantized"):
                     padless.grouped_gemm(a, b, other, out=out)
         b.scale.requires_grad_()
         with pytest.raises(ValueError, match=r"^b\.scale requires grad"):

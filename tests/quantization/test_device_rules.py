@@ -154,9 +154,7 @@ def test_reciprocals_of_ordinary_numbers_and_of_none() -> None:
 
 
 def test_scales_and_multipliers_of_fp8_blocks() -> None:
-    amax = np.concatenate(
-        [np.abs(SPECIAL), floats(1e-45, LARGEST, 20000), around(1e-4, 200), floats(1e-4, 2e-4, 5000)]
-    )
+    amax = np.concatenate([np.abs(SPECIAL), floats(1e-45, LARGEST, 20000), around(1e-4, 200), floats(1e-4, 2e-4, 5000)])
     wanted = np.maximum(amax, F32(1e-4)) / F32(448)
     wanted[np.isnan(amax)] = np.array(0x7FC00000, np.uint32).view(F32)
     got = run(SCALE, amax)

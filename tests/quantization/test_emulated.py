@@ -46,8 +46,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in triton_cases.CASES],
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in triton_cases.CASES]
 )
 def test_machine_code(name: str, emulated: list[EmulatedKernel]) -> None:
     triton_cases.CASES[name]("cpu")
@@ -65,8 +64,7 @@ def test_a_few_rows(name: str, dtype: torch.dtype, emulated: list[EmulatedKernel
 
 @pytest.mark.parametrize("name", triton_cases.ROW_FORMATS)
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float16, torch.float32))],
+    "dtype", [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float16, torch.float32))]
 )
 def test_nans_of_every_bit_pattern(name: str, dtype: torch.dtype, emulated: list[EmulatedKernel]) -> None:
     triton_cases.nans_of_row_blocks(name, dtype, "cpu", triton_cases.rules(name)[:1])

@@ -68,9 +68,7 @@ def test_codes_and_scales_are_the_definition(fmt: BlockScaledFormat, rule: str, 
 @every_format
 @every_rule
 @given(rows=st.integers(0, 4), half=st.integers(1, 50), seed=st.integers(0, 2**31))
-def test_any_shape_is_the_definition(
-    fmt: BlockScaledFormat, rule: str, rows: int, half: int, seed: int
-) -> None:
+def test_any_shape_is_the_definition(fmt: BlockScaledFormat, rule: str, rows: int, half: int, seed: int) -> None:
     x = random_values((rows, 2 * half), torch.float32, seed)
     t = quantize(x, fmt, scale_rule=rule)
     assert t.scale.shape == (rows, (2 * half + 31) // 32)
@@ -95,9 +93,7 @@ def test_scales_next_to_every_boundary(fmt: BlockScaledFormat, rule: str) -> Non
     assert_is_the_definition(x, quantize(x, fmt, scale_rule=rule), rule)
 
 
-@pytest.mark.parametrize(
-    ("fmt", "emax"), [(MXFP8, 8), (MXFP8_E5M2, 15), (MXFP4, 2)], ids=["e4m3", "e5m2", "e2m1"]
-)
+@pytest.mark.parametrize(("fmt", "emax"), [(MXFP8, 8), (MXFP8_E5M2, 15), (MXFP4, 2)], ids=["e4m3", "e5m2", "e2m1"])
 def test_known_bytes(fmt: BlockScaledFormat, emax: int) -> None:
     """Round-up keeps byte 127 up to the largest element and takes 128 one float above; floor only looks at
     the exponent.
@@ -123,9 +119,7 @@ def test_floor_saturates_and_rceil_never_does(fmt: BlockScaledFormat) -> None:
 @given(seed=st.integers(0, 2**31))
 def test_rceil_is_the_smallest_scale_without_saturation(fmt: BlockScaledFormat, seed: int) -> None:
     x = random_values((6, 32), torch.float32, seed)
-    for amax, byte in zip(
-        x.abs().amax(1).tolist(), bytes_of(quantize(x, fmt)).flatten().tolist(), strict=True
-    ):
+    for amax, byte in zip(x.abs().amax(1).tolist(), bytes_of(quantize(x, fmt)).flatten().tolist(), strict=True):
         bound = Fraction(fmt.max_value) * Fraction(2) ** (byte - 127)
         assert Fraction(amax) <= bound
         assert byte == 0 or Fraction(amax) > bound / 2
@@ -235,11 +229,7 @@ BAD_CALLS = {
     "scale_rule must be one of ('rceil', 'floor') for MXFP8, got 'te'": (MXFP8, (2, 4), {"scale_rule": "te"}),
     "scale_major must be 'k' for MXFP8, got 'mn'": (MXFP8, (2, 4), {"scale_major": "mn"}),
     "scale_layout must be one of": (MXFP8, (2, 4), {"scale_layout": "tiled"}),
-    "offs must be given for scale_layout 'blocked_groups'": (
-        MXFP8,
-        (2, 4),
-        {"scale_layout": "blocked_groups"},
-    ),
+    "offs must be given for scale_layout 'blocked_groups'": (MXFP8, (2, 4), {"scale_layout": "blocked_groups"}),
     "offs must be None for MXFP8 with scale_layout 'plain'": (
         MXFP8,
         (2, 4),

@@ -58,19 +58,9 @@ def test_codes_and_scales_are_the_definition(rule: str, dtype: torch.dtype) -> N
 
 
 @every_rule
-@given(
-    rows=st.integers(0, 4),
-    half=st.integers(1, 40),
-    seed=st.integers(0, 2**31),
-    exponent=st.integers(-140, 120),
-)
-def test_any_shape_and_size_is_the_definition(
-    rule: str, rows: int, half: int, seed: int, exponent: int
-) -> None:
-    x = (
-        random_values((rows, 2 * half), torch.float32, seed)
-        * torch.tensor(2.0).double().pow(exponent).float()
-    )
+@given(rows=st.integers(0, 4), half=st.integers(1, 40), seed=st.integers(0, 2**31), exponent=st.integers(-140, 120))
+def test_any_shape_and_size_is_the_definition(rule: str, rows: int, half: int, seed: int, exponent: int) -> None:
+    x = random_values((rows, 2 * half), torch.float32, seed) * torch.tensor(2.0).double().pow(exponent).float()
     t = quantize(x, NVFP4, scale_rule=rule)
     amax = amax_of(x)
     assert_is_the_definition(x, t, rule, slow_formats.nvfp4_global(amax), amax)
@@ -106,9 +96,7 @@ def test_te_multiplies_by_a_rounded_sixth() -> None:
     assert_is_the_definition(x, t, "te", slow_formats.nvfp4_global(Fraction(amax)), Fraction(amax))
     assert t.scale.float()[0, 1] == 0.3125
     encode = slow_formats.fl32(2688 / Fraction(amax))
-    assert slow_formats.fl32(Fraction(block) * slow_formats.fl32(encode / 6)) < Fraction(0.296875), (
-        "not a witness"
-    )
+    assert slow_formats.fl32(Fraction(block) * slow_formats.fl32(encode / 6)) < Fraction(0.296875), "not a witness"
 
 
 def test_the_two_orders_differ_where_blocks_are_small() -> None:
@@ -205,15 +193,11 @@ def test_layouts_hold_the_same_scales() -> None:
     groups = quantize(x, NVFP4, scale_layout="blocked_groups", offs=offs, global_scale=plain.global_scale)
     assert torch.equal(layouts.plain_scale(blocked).view(torch.uint8), plain.scale.view(torch.uint8))
     same = layouts.plain_scale(groups, offs).view(torch.uint8)[:137]
-    assert torch.equal(
-        same, quantize(x, NVFP4, global_scale=plain.global_scale).scale.view(torch.uint8)[:137]
-    )
+    assert torch.equal(same, quantize(x, NVFP4, global_scale=plain.global_scale).scale.view(torch.uint8)[:137])
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(
-        ValueError, match="scale_rule must be one of \\('te', 'torchao'\\) for NVFP4, got 'floor'"
-    ):
+    with pytest.raises(ValueError, match="scale_rule must be one of \\('te', 'torchao'\\) for NVFP4, got 'floor'"):
         quantize(torch.ones(2, 16), NVFP4, scale_rule="floor")
     with pytest.raises(ValueError, match="even for NVFP4"):
         quantize(torch.ones(2, 15), NVFP4)

@@ -36,9 +36,7 @@ def words(*values: int) -> list[torch.Tensor]:
         ),
     ],
 )
-def test_philox_known_answers(
-    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
-) -> None:
+def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]) -> None:
     """The answers that Random123 publishes for 4x32, 10 rounds."""
     seed = key[0] | key[1] << 32
     seed -= (1 << 64) if seed >= 1 << 63 else 0
@@ -69,10 +67,7 @@ def test_a_number_is_of_its_place() -> None:
     assert torch.equal(whole[:5, :33], rules.uniform(seed, 5, 33))
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
     scale = torch.tensor(0.01)
-    codes = [
-        quantize_nvfp4_stochastic(t, seed=-7, global_scale=scale).data.view(torch.uint8)
-        for t in (x, x[:5, :32])
-    ]
+    codes = [quantize_nvfp4_stochastic(t, seed=-7, global_scale=scale).data.view(torch.uint8) for t in (x, x[:5, :32])]
     assert torch.equal(codes[0][:5, :16], codes[1])
 
 
@@ -158,10 +153,7 @@ def test_hadamard(signs: int) -> None:
     assert bool(((got - exact).abs() <= largest * 2.0**-23).all())
     product = got.double() @ random_hadamard(w, signs).double().t()
     assert bool(
-        (
-            (product - x.double() @ w.double().t()).abs()
-            <= 2.0**-20 * (x.norm(dim=1)[:, None] * w.norm(dim=1))
-        ).all()
+        ((product - x.double() @ w.double().t()).abs() <= 2.0**-20 * (x.norm(dim=1)[:, None] * w.norm(dim=1))).all()
     )
     wrong = got.double() @ random_hadamard(w, signs ^ 0x0F0F).double().t()  # other signs: another product
     assert (wrong - product).abs().max() > 1
@@ -204,10 +196,7 @@ def test_compiled() -> None:
         (lambda: quantize_nvfp4_stochastic(torch.zeros(2, 3), seed=1), "even number of columns"),
         (lambda: quantize_nvfp4_stochastic(torch.zeros(2), seed=1), r"x must be \(M, K\)"),
         (lambda: quantize_nvfp4_stochastic(torch.zeros(2, 4), seed=2**63), "seed must be an int of 64 bits"),
-        (
-            lambda: quantize_nvfp4_stochastic(torch.zeros(2, 4), seed=torch.zeros(1)),
-            r"seed must be an int or a \(\)",
-        ),
+        (lambda: quantize_nvfp4_stochastic(torch.zeros(2, 4), seed=torch.zeros(1)), r"seed must be an int or a \(\)"),
         (
             lambda: quantize_nvfp4_stochastic(torch.zeros(2, 4), seed=1, global_scale=torch.ones(2)),
             r"global_scale must be a \(\) float32",

@@ -34,15 +34,9 @@ def assert_is_the_definition(x: torch.Tensor, t: BlockScaledTensor, kind: str) -
     scale = t.scale.tolist()
     for r in range(0, rows, block_rows):
         for c in range(0, columns, block_k):
-            cells = [
-                (i, j)
-                for i in range(r, min(r + block_rows, rows))
-                for j in range(c, min(c + block_k, columns))
-            ]
+            cells = [(i, j) for i in range(r, min(r + block_rows, rows)) for j in range(c, min(c + block_k, columns))]
             want_scale, want_codes = slow_formats.fp8_block([values[i][j] for i, j in cells])
-            assert scale[r // block_rows][c // block_k] == want_scale, (
-                f"scale of the block at row {r} column {c}"
-            )
+            assert scale[r // block_rows][c // block_k] == want_scale, f"scale of the block at row {r} column {c}"
             assert [codes[i][j] for i, j in cells] == want_codes, f"codes of the block at row {r} column {c}"
 
 
@@ -155,9 +149,7 @@ def test_dequantize_is_code_times_scale(seed: int, kind: str) -> None:
     for _ in range(40):
         r, c = (int(torch.randint(n, (), generator=generator)) for n in x.shape)
         code = t.data.view(torch.uint8)[r, c].item()
-        exact = slow_formats.E4M3.decode(code) * slow_formats.Fraction(
-            t.scale[r // block_rows, c // block_k].item()
-        )
+        exact = slow_formats.E4M3.decode(code) * slow_formats.Fraction(t.scale[r // block_rows, c // block_k].item())
         assert got[r, c].item() == float(slow_formats.fl32(exact))
     # Half a code at most: 2^-4 of the value, or half the smallest code where values are tiny.
     scale = t.scale.repeat_interleave(block_rows, 0).repeat_interleave(block_k, 1)[:130, :150]
@@ -173,10 +165,7 @@ def test_dequantize_of_one_row_weight_and_other_dtypes() -> None:
 BAD_CALLS = {
     "x must be a torch.Tensor": (([1.0], FP8_BLOCK), {}),
     "x must be bfloat16, float16 or float32, got torch.float64": ((torch.ones(2, 2).double(), FP8_BLOCK), {}),
-    "x must be \\(M, K\\) for kind='activation', got shape \\(2, 2, 2\\)": (
-        (torch.ones(2, 2, 2), FP8_BLOCK),
-        {},
-    ),
+    "x must be \\(M, K\\) for kind='activation', got shape \\(2, 2, 2\\)": ((torch.ones(2, 2, 2), FP8_BLOCK), {}),
     "x must be \\(N, K\\) or \\(num_groups, N, K\\)": ((torch.ones(2), FP8_BLOCK), {"kind": "weight"}),
     "x must have K > 0": ((torch.ones(2, 0), FP8_BLOCK), {}),
     "format must be a BlockScaledFormat": ((torch.ones(2, 2), "fp8"), {}),

@@ -71,7 +71,7 @@ def scale_bits(t) -> torch.Tensor:  # type: ignore[no-untyped-def]
 
 def check_broken_blocks(
     x: torch.Tensor, specials: dict[tuple[int, ...], int], kind: str, format: BlockScaledFormat, **options: object
-) -> None:  # fmt: skip
+) -> None:
     """x with specials (one a block) against x with zeros there: the blocks of them are broken, the rest is the same.
 
     Zeros, because what is not finite is not in NVFP4's global scale.
@@ -118,7 +118,7 @@ def check_broken_blocks(
 
 def draw_specials(
     shape: tuple[int, ...], format: BlockScaledFormat, kind: str, dtype: torch.dtype, draw: torch.Generator
-) -> dict[tuple[int, ...], int]:  # fmt: skip
+) -> dict[tuple[int, ...], int]:
     """Every special bit pattern once, at random places of random blocks; at least one block stays whole."""
     block_rows, block_k = format.block(kind)
     counts = [*shape[:-2], -(-shape[-2] // block_rows), -(-shape[-1] // block_k)]
@@ -138,9 +138,7 @@ def draw_specials(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("format", "rule"), RULES, ids=name_of)
-def test_any_nan_breaks_its_block_and_no_other(
-    format: BlockScaledFormat, rule: str | None, layout: str
-) -> None:
+def test_any_nan_breaks_its_block_and_no_other(format: BlockScaledFormat, rule: str | None, layout: str) -> None:
     """Every dtype, kind and bit pattern, with and without a short last block; shapes take torch's different loops."""
     draw = torch.Generator().manual_seed(FORMATS.index(format) * 100 + list(LAYOUTS).index(layout))
     for dtype in SPECIALS:

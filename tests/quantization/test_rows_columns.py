@@ -88,11 +88,7 @@ def test_wrong_offs_are_made_ascending_and_in_range(ends: list[int]) -> None:
 
 
 def test_the_alignment_follows_from_rows_and_groups() -> None:
-    for groups, m, wanted in (
-        (2, 2 * ALIGN_TO_LINES_FROM, 128),
-        (2, 2 * ALIGN_TO_LINES_FROM - 1, 32),
-        (3, 0, 32),
-    ):
+    for groups, m, wanted in ((2, 2 * ALIGN_TO_LINES_FROM, 128), (2, 2 * ALIGN_TO_LINES_FROM - 1, 32), (3, 0, 32)):
         offs = torch.zeros(groups, dtype=torch.int32)
         assert quantize_rows_columns(torch.zeros(m, 16), offs)[1].alignment == wanted
 
@@ -267,13 +263,7 @@ def test_compiled(backend: str) -> None:
     def step(x: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rows, columns = quantize_rows_columns(x * 2, offs, column_block=(128, 128))
         assert rows is not None
-        return (
-            rows.data.view(torch.uint8),
-            rows.scale,
-            columns.data.view(torch.uint8),
-            columns.scale,
-            columns.starts,
-        )
+        return (rows.data.view(torch.uint8), rows.scale, columns.data.view(torch.uint8), columns.scale, columns.starts)
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     for m, sizes in ((70, (33, 0, 30)), (150, (1, 140, 9)), (129, (64, 64, 0))):

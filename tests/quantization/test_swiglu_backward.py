@@ -48,9 +48,7 @@ def test_fma_rounds_once() -> None:
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(4000, generator=generator) for _ in range(2))
     c = -(a * b) * (1 + torch.randint(-3, 4, (4000,), generator=generator) * 2.0**-23)
-    c[::4] = torch.randn(1000, generator=generator) * torch.exp2(
-        torch.randint(-60, 60, (1000,), generator=generator)
-    )
+    c[::4] = torch.randn(1000, generator=generator) * torch.exp2(torch.randint(-60, 60, (1000,), generator=generator))
     a[1::8] *= 2.0**-75
     b[1::8] *= 2.0**-72
     c[1::8] *= 2.0**-147
@@ -127,9 +125,7 @@ def test_gradients_against_float64(with_prob: bool) -> None:
 def test_the_order_of_dprob() -> None:
     """Neighbours first inside 128 columns, then block after block: seen with numbers that do not commute."""
     x = torch.zeros(1, 300)
-    x[0, :4] = torch.tensor(
-        [1.0, 2.0**-24, 2.0**-24, 2.0**-24]
-    )  # (1 + e) + (e + e) = 1 + 2^-23; in turn it is 1
+    x[0, :4] = torch.tensor([1.0, 2.0**-24, 2.0**-24, 2.0**-24])  # (1 + e) + (e + e) = 1 + 2^-23; in turn it is 1
     assert rules.dprob(x).item() == 1 + 2.0**-23
     x[0, 128], x[0, 256] = 2.0**30, -(2.0**30)
     assert rules.dprob(x).item() == 0.0
@@ -235,18 +231,11 @@ def test_operator() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend: str) -> None:
-    def step(
-        dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def step(dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, ...]:
         got = swiglu_backward_quantize(dh, z * 2, offs, prob, gate_up="concatenated")
         tensors = (got.dz_rows.data, got.dz_columns.data, got.hidden_columns.data)
         assert got.dprob is not None
-        return (
-            *(t.view(torch.uint8) for t in tensors),
-            got.dz_rows.scale,
-            got.hidden_columns.scale,
-            got.dprob,
-        )
+        return (*(t.view(torch.uint8) for t in tensors), got.dz_rows.scale, got.hidden_columns.scale, got.dprob)
 
     given = problem(144)
     operands = [given[name] for name in ("dh", "z", "offs", "prob")]
@@ -264,20 +253,13 @@ def test_compiled(backend: str) -> None:
         ({"prob": torch.zeros(4).double()}, r"prob must be \(4,\) float32"),
         ({"prob": torch.zeros(4, 1)}, r"prob must be \(4,\) float32"),
         ({"gate_up": "mixed"}, "gate_up must be one of"),
-        (
-            {"dh": torch.zeros(4, 48), "z": torch.zeros(4, 96), "gate_up": "interleaved"},
-            "multiple of 32 columns",
-        ),
+        ({"dh": torch.zeros(4, 48), "z": torch.zeros(4, 96), "gate_up": "interleaved"}, "multiple of 32 columns"),
         ({"hidden_block": (128, 1)}, "hidden_block must be one of"),
         ({"alignment": 64}, "alignment must be one of"),
     ],
 )
 def test_errors(change: dict[str, Any], message: str) -> None:
-    given = {
-        "dh": torch.zeros(4, 64),
-        "z": torch.zeros(4, 128),
-        "offs": torch.tensor([2, 4], dtype=torch.int32),
-    }
+    given = {"dh": torch.zeros(4, 64), "z": torch.zeros(4, 128), "offs": torch.tensor([2, 4], dtype=torch.int32)}
     with pytest.raises(ValueError, match=message):
         swiglu_backward_quantize(**({"gate_up": "concatenated"} | given | change))
 

@@ -94,13 +94,7 @@ class UnfusedKernel(EmulatedKernel):
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     """Every kernel replaced by its emulated machine code, with the hardware's casts; inputs have NaN without signs."""
     from padless.quantization.triton import casts as triton_casts
-    from padless.quantization.triton import (
-        group_tiles,
-        nvfp4_random,
-        rows_columns,
-        swiglu_backward,
-        weight_both,
-    )
+    from padless.quantization.triton import group_tiles, nvfp4_random, rows_columns, swiglu_backward, weight_both
 
     original = triton_cases.awkward
 
@@ -132,11 +126,7 @@ QUICK = {"columns_alone", "columns_of_no_rows", "scale_boundaries"}
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow])
-        for n in cases.CASES
-        if n not in cases.LONG
-    ],
+    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in cases.CASES if n not in cases.LONG],
 )
 def test_machine_code(name: str, emulated: list[EmulatedKernel]) -> None:
     cases.CASES[name]("cpu")
@@ -149,9 +139,7 @@ def test_machine_code(name: str, emulated: list[EmulatedKernel]) -> None:
 OF_M = {"M", "row_scale_ld", "column_units", "num_scale_rows", "num_tiles"}
 
 
-def instructions_of(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
-) -> Counter[str]:
+def instructions_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> Counter[str]:
     """How often each mnemonic is in the PTX for sm_90; pointers and the other integers are multiples of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -229,14 +217,7 @@ def test_a_weight_of_one_value_reads_no_unset_register(input_type: str) -> None:
 
     kernel = weight_both._weight_both
     names = kernel.arg_names
-    constants: dict[str, Any] = {
-        "N": 1,
-        "K": 1,
-        "w_stride_n": 1,
-        "WORDS": False,
-        "HARDWARE_CAST": True,
-        "DTYPE": "",
-    }
+    constants: dict[str, Any] = {"N": 1, "K": 1, "w_stride_n": 1, "WORDS": False, "HARDWARE_CAST": True, "DTYPE": ""}
     types = {"w_ptr": f"*{input_type}", "codes_ptr": "*u8", "scale_ptr": "*fp32"}
     types |= {"transposed_ptr": "*u8", "transposed_scale_ptr": "*fp32", "w_stride_g": "i32"}
     source = ASTSource(
@@ -268,19 +249,11 @@ def test_a_weight_of_one_value_reads_no_unset_register(input_type: str) -> None:
 def test_compiled_swiglu_backward(interleaved: bool) -> None:
     from padless.quantization.triton import swiglu_backward
 
-    types = {
-        "dh_ptr": "*bf16",
-        "z_ptr": "*bf16",
-        "prob_ptr": "*fp32",
-        "table_ptr": "*i32",
-        "row_codes_ptr": "*u8",
-    }
+    types = {"dh_ptr": "*bf16", "z_ptr": "*bf16", "prob_ptr": "*fp32", "table_ptr": "*i32", "row_codes_ptr": "*u8"}
     types |= dict.fromkeys(["row_scale_ptr", "dz_scale_ptr", "hidden_scale_ptr", "sums_ptr"], "*fp32")
     types |= dict.fromkeys(["dz_codes_ptr", "hidden_codes_ptr"], "*i32")
     constants = {"INTERLEAVED": interleaved, "WHOLE": True, "SQUARE": False, "HARDWARE_CAST": True}
-    found = instructions_of(
-        swiglu_backward._pairs_of_blocks, types, constants, num_warps=16, enable_fp_fusion=False
-    )
+    found = instructions_of(swiglu_backward._pairs_of_blocks, types, constants, num_warps=16, enable_fp_fusion=False)
     assert_wide_and_ieee(found)
     # Every rounding is stated, so none may be fused away by the assembler either.
     assert not {"mul.f32", "add.f32", "sub.f32"} & set(found)

@@ -127,9 +127,7 @@ def test_at_least_85_percent_of_a_copy(name: str) -> None:
 
 def run_ptx(lines: list[str], operands: dict[str, np.ndarray]) -> np.ndarray:
     """The few instructions of triton_casts' packing on arrays of 32-bit registers."""
-    registers = {
-        k: v if v.dtype == np.uint32 else v.astype(np.float32).view(np.uint32) for k, v in operands.items()
-    }
+    registers = {k: v if v.dtype == np.uint32 else v.astype(np.float32).view(np.uint32) for k, v in operands.items()}
 
     def value(name: str) -> np.ndarray:
         if name in registers:
@@ -148,10 +146,7 @@ def run_ptx(lines: list[str], operands: dict[str, np.ndarray]) -> np.ndarray:
     def permuted(a: str, b: str, selector: str) -> np.ndarray:
         pool = value(a).astype(np.uint64) | value(b).astype(np.uint64) << np.uint64(32)
         picks = [int(selector, 16) >> 4 * i & 7 for i in range(4)]
-        taken = [
-            (pool >> np.uint64(8 * pick) & np.uint64(0xFF)) << np.uint64(8 * i)
-            for i, pick in enumerate(picks)
-        ]
+        taken = [(pool >> np.uint64(8 * pick) & np.uint64(0xFF)) << np.uint64(8 * i) for i, pick in enumerate(picks)]
         return sum(taken).astype(np.uint32)
 
     logic = {"0xF8": lambda a, b, c: a | (b & c), "0xE4": lambda a, b, c: (a & c) | (b & ~c)}
@@ -221,9 +216,7 @@ def test_scaled_words_round_and_pack() -> None:
     operands |= {f"${5 + i}": (multipliers[i] / 8).numpy() for i in range(4)}
     lines = triton_casts._e2m1_scaled_words_asm("bf16").strip("{}").split("\n")
     products = (x * multipliers[:, None]).reshape(8, -1).t().contiguous()
-    signless = quantize_rules.to_e2m1(
-        products.abs()
-    )  # a NaN has code 0, with the sign of x where the mask lets it
+    signless = quantize_rules.to_e2m1(products.abs())  # a NaN has code 0, with the sign of x where the mask lets it
     signs = x.reshape(8, -1).t().signbit().to(torch.uint8) << 3
     for word in range(4):  # and the signs of one word masked out
         masks = {f"${9 + i}": np.full(40000, 0 if i == word else 0x88888888, np.uint32) for i in range(4)}
@@ -237,9 +230,7 @@ def test_scaled_words_round_and_pack() -> None:
 # --- what the compiler makes of them, without a GPU ------------------------------------------------------
 
 
-def compile_for_sm90(
-    kernel: object, types: dict[str, str], constants: dict[str, object], num_warps: int
-) -> set[str]:
+def compile_for_sm90(kernel: object, types: dict[str, str], constants: dict[str, object], num_warps: int) -> set[str]:
     """Mnemonics in the PTX of a kernel whose pointers and integers are multiples of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -251,17 +242,13 @@ def compile_for_sm90(
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
     )
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm[
-        "ptx"
-    ]
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
     return set(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)", ptx, re.MULTILINE))
 
 
 def assert_ieee_and_wide(instructions: set[str]) -> None:
     """No division but correctly rounded ones, subnormals kept, 16-byte loads."""
-    assert not [
-        i for i in instructions if ".ftz" in i or i.startswith(("div.full", "div.approx", "rcp.approx"))
-    ]
+    assert not [i for i in instructions if ".ftz" in i or i.startswith(("div.full", "div.approx", "rcp.approx"))]
     assert "ld.global.v4.b32" in instructions
 
 
@@ -293,8 +280,7 @@ ROWS_TYPES = {
     "factors_ptr": "*fp32",
     **dict.fromkeys(["group_ptr", "scale_row_ptr"], "*i64"),
     **dict.fromkeys(
-        ["rows", "K", "x_stride", "scale_columns", "rows_per_group", "scale_rows_per_group", "x_rows"],
-        "i32",
+        ["rows", "K", "x_stride", "scale_columns", "rows_per_group", "scale_rows_per_group", "x_rows"], "i32"
     ),
 }
 

@@ -59,21 +59,14 @@ def test_the_judge_sees_planted_errors() -> None:
 
 def test_operator() -> None:
     for shape in ((40, 144), (2, 20, 130), (1, 1)):
-        torch.library.opcheck(
-            torch.ops.padless.quantize_weight_both.default, (torch.randn(shape).bfloat16(),)
-        )
+        torch.library.opcheck(torch.ops.padless.quantize_weight_both.default, (torch.randn(shape).bfloat16(),))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend: str) -> None:
     def step(w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weight, transposed = quantize_weight_both(w * 2)
-        return (
-            weight.data.view(torch.uint8),
-            weight.scale,
-            transposed.data.view(torch.uint8),
-            transposed.scale,
-        )
+        return (weight.data.view(torch.uint8), weight.scale, transposed.data.view(torch.uint8), transposed.scale)
 
     w = awkward((2, 40, 144), torch.bfloat16, 35)
     for got, want in zip(torch.compile(step, fullgraph=True, backend=backend)(w), step(w), strict=True):

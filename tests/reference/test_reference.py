@@ -22,9 +22,7 @@ ROUNDING = {torch.bfloat16: (8, -126), torch.float16: (11, -14), torch.float32: 
 def random_operand(shape: tuple[int, ...], kind: str, seed: int) -> BlockScaledTensor:
     """Any finite codes with any scales: nothing a quantiser would have to have made."""
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 127, shape, generator=generator) + 128 * torch.randint(
-        0, 2, shape, generator=generator
-    )
+    codes = torch.randint(0, 127, shape, generator=generator) + 128 * torch.randint(0, 2, shape, generator=generator)
     scale = 2.0 ** (torch.rand(FP8_BLOCK.scale_shape(shape, kind), generator=generator) * 8 - 12)
     return BlockScaledTensor(codes.to(torch.uint8).view(torch.float8_e4m3fn), scale, FP8_BLOCK)
 
@@ -91,9 +89,7 @@ def test_every_case_of_ragged_groups(ragged_case: RaggedCase) -> None:
     start = 0
     for g, size in enumerate(case.sizes):
         one = BlockScaledTensor(a.data[start : start + size], a.scale[start : start + size], FP8_BLOCK)
-        dense = gemm_reference(
-            one, BlockScaledTensor(b.data[g], b.scale[g], FP8_BLOCK), out_dtype=torch.float32
-        )
+        dense = gemm_reference(one, BlockScaledTensor(b.data[g], b.scale[g], FP8_BLOCK), out_dtype=torch.float32)
         assert torch.equal(guarded.out[start : start + size], dense), f"group {g}"
         start += size
 
@@ -149,9 +145,7 @@ def test_fma_rounds_once(case: int) -> None:
 
 @given(st.data())
 def test_fma_is_exact_arithmetic_rounded(data: st.DataObject) -> None:
-    floats = st.floats(
-        width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**60), max_value=2.0**60
-    )
+    floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**60), max_value=2.0**60)
     x, y, z = (data.draw(floats) for _ in range(3))
     got = fma_float32(*(torch.tensor([v], dtype=torch.float32) for v in (x, y, z)))
     assert got.item() == slow_formats.fl32(Fraction(x) * Fraction(y) + Fraction(z))
@@ -218,13 +212,7 @@ def one_scale(t: BlockScaledTensor, row: tuple[int, ...], k: int) -> Fraction:
 
 @pytest.mark.parametrize(
     ("a_format", "b_format", "step"),
-    [
-        (MXFP8, MXFP8, 32),
-        (MXFP8_E5M2, MXFP4, 32),
-        (NVFP4, NVFP4, 16),
-        (FP8_BLOCK, NVFP4, 16),
-        (MXFP8, FP8_BLOCK, 32),
-    ],
+    [(MXFP8, MXFP8, 32), (MXFP8_E5M2, MXFP4, 32), (NVFP4, NVFP4, 16), (FP8_BLOCK, NVFP4, 16), (MXFP8, FP8_BLOCK, 32)],
     ids=lambda v: getattr(v, "name", str(v)),
 )
 def test_any_two_formats(a_format: BlockScaledFormat, b_format: BlockScaledFormat, step: int) -> None:

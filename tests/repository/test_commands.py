@@ -38,9 +38,7 @@ def commands_of(text: str) -> list[str]:
     for language, block in fenced.findall(text):
         found += [line for line in block.splitlines() if not language and START.fullmatch(line)]
     for line in fenced.sub("", text).splitlines():
-        first, *others = re.findall(r"`([^`]+)`", line.split("|")[1] if line.startswith("|") else line) or [
-            ""
-        ]
+        first, *others = re.findall(r"`([^`]+)`", line.split("|")[1] if line.startswith("|") else line) or [""]
         found += [code for code in (first, *others) if START.fullmatch(code)]
         if line.startswith("|") and first.startswith("padless bench "):
             found += [f"padless bench {name}" for name in others if " " not in name]
@@ -73,13 +71,7 @@ def padless(*arguments: str) -> Result:
 def test_commands_are_found():
     table = "| `padless bench one`, `two` | `padless t` |"
     text = f"`make x`\n```\npadless a --b # c\nno\n```\n```text\nmake y\n```\n{table}\nso `python x.py > y` is `z`"
-    assert commands_of(text) == [
-        "make x",
-        "padless a --b",
-        "padless bench one",
-        "padless bench two",
-        "python x.py",
-    ]
+    assert commands_of(text) == ["make x", "padless a --b", "padless bench one", "padless bench two", "python x.py"]
     assert len(COMMANDS) > 30
 
 
@@ -116,9 +108,7 @@ def test_what_measures_says_that_it_needs_a_gpu(command, monkeypatch, tmp_path, 
 
 @pytest.mark.parametrize("command", [*of("python"), *of(".venv/bin/python"), *of("pytest")])
 def test_scripts_run_and_named_tests_exist(command):
-    words = [
-        word for word in shlex.split(command) if word not in ("python", ".venv/bin/python", "-m", "pytest")
-    ]
+    words = [word for word in shlex.split(command) if word not in ("python", ".venv/bin/python", "-m", "pytest")]
     assert (ROOT / words[0]).exists(), command
     if words[0].startswith("tools/"):
         assert run(sys.executable, *words, "--help").returncode == 0

@@ -60,9 +60,7 @@ def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
 def test_a_page_that_leads_nowhere_is_a_failure(tmp_path):
     """On a tree of two pages, with the settings of the whole."""
     settings = (ROOT / "mkdocs.yml").read_text()
-    (tmp_path / "mkdocs.yml").write_text(
-        settings[: settings.index("\nnav:")].replace("hooks:", "hooks: []  #")
-    )
+    (tmp_path / "mkdocs.yml").write_text(settings[: settings.index("\nnav:")].replace("hooks:", "hooks: []  #"))
     (tmp_path / "docs").mkdir()
     (tmp_path / "src").symlink_to(ROOT / "src")
     (tmp_path / "docs" / "formats.md").write_text("# Formats\n")
@@ -93,9 +91,7 @@ def test_contributing_is_a_page_with_links_as_from_docs():
 
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 # Names of files of the repository, as text: `src/padless/x.py`, `tests/a/b.py`, `tools/x.py`, `docs/x.md`.
-NAMED = re.compile(
-    r"(?<![\w/.-])((?:src/padless|tests|tools|docs)/[\w./-]*\w\.(?:py|cu|cuh|cpp|md|json|jsonl|yml))\b"
-)
+NAMED = re.compile(r"(?<![\w/.-])((?:src/padless|tests|tools|docs)/[\w./-]*\w\.(?:py|cu|cuh|cpp|md|json|jsonl|yml))\b")
 
 
 def leads_nowhere(page: Path, text: str) -> list[str]:
@@ -114,7 +110,9 @@ def test_links_and_named_files_exist(page):
 
 
 def test_a_name_of_nothing_is_seen():
-    text = "[a](no.md#x) `tests/no_such.py` (docs/formats.md) [b](docs/formats.md) src/padless/no/x.cuh [c](https://x.y)"
+    text = (
+        "[a](no.md#x) `tests/no_such.py` (docs/formats.md) [b](docs/formats.md) src/padless/no/x.cuh [c](https://x.y)"
+    )
     assert leads_nowhere(ROOT / "README.md", text) == ["no.md", "tests/no_such.py", "src/padless/no/x.cuh"]
 
 

@@ -20,9 +20,7 @@ def questions(path: Path, text: str, *, members: bool = True) -> list[str]:
     """Places of docstrings of a file that begin with a question; members: of functions and classes too."""
     found = []
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) or not (
-            doc := ast.get_docstring(node)
-        ):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) or not (doc := ast.get_docstring(node)):
             continue
         is_module = isinstance(node, ast.Module)
         first = doc.split(maxsplit=1)[0].strip(".,:'s").lower()
@@ -36,9 +34,7 @@ def python_files() -> list[Path]:
     folders = ("src", "tools", "tests", "docs/learn")
     if not (ROOT / ".git").exists():
         return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
     paths = [ROOT / name for name in listed.stdout.split("\0") if name.endswith(".py")]
     return [path for path in paths if path.is_file()]
 
@@ -65,10 +61,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
     [
         ('"""What a call does."""', 1),
         ('"""Whether it can."""\ndef f():\n    """Whether it can."""', 1),
-        (
-            '"""Checks."""\nclass C:\n    """Which one.\n\n    More."""\n    def f(self):\n        """How."""',
-            2,
-        ),
+        ('"""Checks."""\nclass C:\n    """Which one.\n\n    More."""\n    def f(self):\n        """How."""', 2),
         ('"""Whatsoever, however."""\ndef f():\n    """Returns what it was."""', 0),
     ],
 )

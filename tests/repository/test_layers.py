@@ -14,8 +14,7 @@ import pytest
 from support.ragged import ROOT
 
 needs_linter = pytest.mark.skipif(
-    importlib.util.find_spec("importlinter") is None,
-    reason="checking imports needs import-linter, as make installs",
+    importlib.util.find_spec("importlinter") is None, reason="checking imports needs import-linter, as make installs"
 )
 
 # Module, a line put at its end, and the contract that it breaks.
@@ -34,7 +33,7 @@ PLANTED = [
     ("quantization/rules.py", "import padless.emulator.units", "Definitions and kernels know nothing of the emulator"),
     ("moe/layer.py", "def _late():\n    import transformers", "Frameworks stay in integrations"),
     ("runtime/jit.py", "import rich.console", "The library prints nothing and draws nothing"),
-]  # fmt: skip
+]
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:

@@ -129,9 +129,7 @@ def test_the_readmes_sections_are_among_those_of_the_other_page():
         targets = links.findall(text)
         assert targets
         assert all(((tool.ROOT / page).parent / target).exists() for target in targets), page
-    assert [
-        line for line in tool.beside_the_records(readme).splitlines() if line not in every.splitlines()
-    ] == []
+    assert [line for line in tool.beside_the_records(readme).splitlines() if line not in every.splitlines()] == []
 
 
 def test_another_record_makes_another_readme(tmp_path):
@@ -182,11 +180,7 @@ def test_marks_are_demanded():
 
 
 def test_the_newest_record_of_a_kind_counts(tmp_path):
-    names = (
-        "2031-02-03-h200-formats.jsonl",
-        "2031-11-03-h200-formats.jsonl",
-        "2030-12-31-h200-formats.jsonl",
-    )
+    names = ("2031-02-03-h200-formats.jsonl", "2031-11-03-h200-formats.jsonl", "2030-12-31-h200-formats.jsonl")
     others = (
         "2032-01-01-h200-formats-competition.jsonl",
         "2032-01-01-h200-formats.png",
@@ -224,12 +218,7 @@ def test_sessions_of_other_points_do_not_count(tmp_path):
 # --- tables -------------------------------------------------------------------------------------------------
 
 TWO = [
-    point(
-        "paper",
-        {"M": 128, "groups": 4},
-        {"padless": 10.0, "mslk": 20.0, "pad_then_deepgemm": 5.0},
-        floor_us=8.0,
-    ),
+    point("paper", {"M": 128, "groups": 4}, {"padless": 10.0, "mslk": 20.0, "pad_then_deepgemm": 5.0}, floor_us=8.0),
     point("paper", {"M": 64, "groups": 4}, {"padless": 10.0, "pad_then_deepgemm": 20.0}, floor_us=2.0),
 ]
 
@@ -247,9 +236,7 @@ def test_comparisons_by_hand():
 
 def test_points_won_are_counted():
     assert won_sentence(TWO) == "Faster on 1 of 2 points than pad + DeepGEMM; on all 1 points than MSLK."
-    assert (
-        won_sentence(TWO[:1]) == "Faster on none of 1 points than pad + DeepGEMM; on all 1 points than MSLK."
-    )
+    assert won_sentence(TWO[:1]) == "Faster on none of 1 points than pad + DeepGEMM; on all 1 points than MSLK."
     same = [point("paper", {"M": 1}, {"padless": 3.0, "deepgemm": 3.0})]
     assert won_sentence(same) == "Faster on none of 1 points than DeepGEMM.", "as fast is not faster"
     assert won_sentence([]) == ""
@@ -268,8 +255,7 @@ def test_spans_and_alignment():
     assert span([]) == "-"
     assert axis_span(TWO, "M") == "64 to 128"
     assert (
-        markdown(Table("", labels("a", "bcde"), [["long", "1"]]))
-        == "| a    | bcde |\n| ---- | ---: |\n| long |    1 |"
+        markdown(Table("", labels("a", "bcde"), [["long", "1"]])) == "| a    | bcde |\n| ---- | ---: |\n| long |    1 |"
     )
 
 
@@ -327,24 +313,13 @@ def test_decoding_by_hand(tmp_path):
 
 def test_chains_by_hand(tmp_path):
     def at(groups: int, ordinary: float, masked: float) -> dict:
-        times = {
-            "padless": 10.0,
-            "padless, ordinary launches": ordinary,
-            "mlp": 20.0,
-            "deepgemm_masked": masked,
-        }
+        times = {"padless": 10.0, "padless, ordinary launches": ordinary, "mlp": 20.0, "deepgemm_masked": masked}
         times |= {"mlp, ordinary launches": 21.0, "deepgemm_masked, programmatic": 12.5}
         return point("chain", {"groups": groups, "rows": 4, "N": 64, "K": 32}, times, calls=groups)
 
     text, shown = chain_section(found(tmp_path, "chain", at(8, 11.0, 12.0), at(9, 10.5, 15.0)))
     assert "a CUDA graph of 8 to 9 calls" in " ".join(text.split())
-    head = [
-        "us a call",
-        "ordinary launches",
-        "DeepGEMM masked",
-        "the same, programmatic",
-        "MLP, ordinary launches",
-    ]
+    head = ["us a call", "ordinary launches", "DeepGEMM masked", "the same, programmatic", "MLP, ordinary launches"]
     assert rows_of(shown)[0] == ["groups", "N", "K", *head]
     assert rows_of(shown)[1] == ["8", "64", "32", "10.0", "1.100x", "1.200x", "1.250x", "1.050x"]
     assert rows_of(shown)[-1] == ["least", "", "", "", "1.050x", "1.200x", "1.250x", "1.050x"]
@@ -356,9 +331,7 @@ def test_formats_by_hand(tmp_path):
 
     def at(case: str, m: int, fp8_us: float, mx_us: float) -> dict:
         where = {"case": case, "M": m, "N": 1, "K": 1, "groups": 1, "rows": m}
-        return point(
-            "formats", where, {fp8: fp8_us, mx: mx_us} | others, floors_us={fp8: 4.0, mx: 6.0}, missing=[]
-        )
+        return point("formats", where, {fp8: fp8_us, mx: mx_us} | others, floors_us={fp8: 4.0, mx: 6.0}, missing=[])
 
     points = at("prefill", 512, 10.0, 20.0), at("prefill", 256, 5.0, 20.0), at("decode", 2, 5.0, 8.0)
     text, shown = formats_section(found(tmp_path, "formats", *points))
@@ -386,18 +359,14 @@ def test_epilogues_by_hand(tmp_path):
 
 
 def test_share_of_a_copy_by_hand():
-    record = point(
-        "quantize", {"M": 1, "K": 1}, {"quantize": 2.0}, bytes={"quantize": 4_000_000}, copy_gb_per_s=4000.0
-    )
+    record = point("quantize", {"M": 1, "K": 1}, {"quantize": 2.0}, bytes={"quantize": 4_000_000}, copy_gb_per_s=4000.0)
     assert copy_share(record, "quantize") == 0.5  # 4 MB in 2 us are 2 TB/s
 
 
 def checks(tmp_path: Path, *results: tuple[str, bool, str], **about: str) -> str:
     machine = {"command": "padless verify --against-emulator --out /elsewhere", "date": "2031-02-03"}
     machine |= {"gpu, driver, power limit": "NVIDIA H200, 600.1, 700.00 W"} | about
-    some = [
-        {"check": name, "passed": good, "detail": detail, "seconds": 1.0} for name, good, detail in results
-    ]
+    some = [{"check": name, "passed": good, "detail": detail, "seconds": 1.0} for name, good, detail in results]
     path = tmp_path / "2031-02-03-h200-verify.json"
     path.write_text(json.dumps({"machine": machine, "checks": some}))
     return " ".join("\n\n".join(checks_section(path)).split())
@@ -413,15 +382,10 @@ def test_checks_by_hand(tmp_path):
     ]
     text = checks(tmp_path, *results)
     assert ": 4 of 5 pass, `compute-sanitizer racecheck of a` fails. - on the GPU alone: 1 of 1 pass" in text
-    assert (
-        "memcheck: 1 of 1 pass - compute-sanitizer racecheck: 1 of 2 pass - emulator agrees: 7 problems, 8"
-        in text
-    )
+    assert "memcheck: 1 of 1 pass - compute-sanitizer racecheck: 1 of 2 pass - emulator agrees: 7 problems, 8" in text
     assert "elsewhere" not in text
     assert "100 lines" not in text
-    text = checks(
-        tmp_path, *results[:1], ("emulator agrees", False, "AssertionError: x"), **{"not run yet": "3"}
-    )
+    text = checks(tmp_path, *results[:1], ("emulator agrees", False, "AssertionError: x"), **{"not run yet": "3"})
     assert "1 of 2 pass, `emulator agrees` fails; the run ended before 3 more." in text
     assert "- emulator agrees: fails" in text
     assert "compute-sanitizer" not in text, "it did not run"

@@ -135,9 +135,7 @@ def test_every_measured_figure_names_its_record():
 def test_an_unrecorded_figure_is_seen(tmp_path):
     (tmp_path / "docs" / "measured").mkdir(parents=True)
     (tmp_path / "docs" / "measured" / "paper.json").write_text("{}")
-    kept, absent, bare = (
-        f"| a | 900 | {name} |" for name in ("docs/measured/paper.json", "docs/measured/no.json", "")
-    )
+    kept, absent, bare = (f"| a | 900 | {name} |" for name in ("docs/measured/paper.json", "docs/measured/no.json", ""))
     rows = f"| case | TF | record |\n|---|---|---|\n{kept}\n{absent}\n{bare}"
     table = "| case | TF |\n|---|---|\n| b | 800 |"
     headed = "| case | TF, docs/measured/paper.json |\n|---|---|\n| c | 700 |"
@@ -176,8 +174,7 @@ def test_pre_commit_runs_what_make_lint_runs():
     tool = r"bin/|\$\(BIN\)/"
     linted = re.findall(rf"(?:{tool})([a-z-]+(?: check| format)?)", recipe)
     hooks = re.findall(
-        rf"entry: \.venv/(?:{tool})([a-z-]+(?: check| format)?)",
-        (ROOT / ".pre-commit-config.yaml").read_text(),
+        rf"entry: \.venv/(?:{tool})([a-z-]+(?: check| format)?)", (ROOT / ".pre-commit-config.yaml").read_text()
     )
     assert len(linted) >= 4
     assert sorted(hooks) == sorted(linted)
@@ -230,14 +227,10 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     return zipfile.ZipFile(folder / "dist" / built.stdout.splitlines()[-1])
 
 
-@pytest.mark.skipif(
-    not setuptools_is_new_enough(), reason="building a wheel needs setuptools 77, as make installs"
-)
+@pytest.mark.skipif(not setuptools_is_new_enough(), reason="building a wheel needs setuptools 77, as make installs")
 def test_a_wheel_carries_the_kernels_and_the_command(wheel):
     names = set(wheel.namelist())
-    tracked = {
-        str(path.relative_to(ROOT / "src")) for path in tracked_files() if ROOT / "src" in path.parents
-    }
+    tracked = {str(path.relative_to(ROOT / "src")) for path in tracked_files() if ROOT / "src" in path.parents}
     assert tracked <= names, tracked - names
     device_sources = {f"padless/kernels/{name}" for name in jit.sources()}
     assert "padless/kernels/sm90_fp8/sm90_fp8_grouped_gemm.cu" in device_sources

@@ -14,9 +14,7 @@ MOST_MODULES, MOST_FOLDERS, MOST_FILES = 10, 16, 16
 
 def over_the_limits(package: Path) -> list[str]:
     """Sentences about what is too much; folders of the emulator may have more files."""
-    files = [
-        p for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts and p.suffix != ".pyc"
-    ]
+    files = [p for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts and p.suffix != ".pyc"]
     modules = [p for p in files if p.parent == package and p.suffix == ".py"]
     folders = {p.relative_to(package).parts[0] for p in files if p.parent != package}
     found = []

@@ -77,9 +77,7 @@ def test_a_missing_driver_is_named(hopper: pytest.MonkeyPatch) -> None:
         raise driver.DriverError("no CUDA driver on this machine (libcuda.so.1)")
 
     hopper.setattr(driver, "cuda_driver", missing)
-    assert padless.backends()["cuda"] == MODULE.Backend(
-        "cuda", False, "no CUDA driver on this machine (libcuda.so.1)"
-    )
+    assert padless.backends()["cuda"] == MODULE.Backend("cuda", False, "no CUDA driver on this machine (libcuda.so.1)")
 
 
 @pytest.mark.parametrize(
@@ -161,9 +159,7 @@ def test_the_default_on_the_cpu_is_the_reference(monkeypatch: pytest.MonkeyPatch
     module = importlib.import_module("padless.ops.grouped_gemm")
     product = module.grouped_gemm_reference
     monkeypatch.setattr(
-        module,
-        "grouped_gemm_reference",
-        lambda *arguments, **named: (calls.append(1), product(*arguments, **named))[1],
+        module, "grouped_gemm_reference", lambda *arguments, **named: (calls.append(1), product(*arguments, **named))[1]
     )
     by_default = padless.grouped_gemm(a, b, offs)
     assert calls == [1]

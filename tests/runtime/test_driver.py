@@ -187,9 +187,7 @@ def in_new_thread(work: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def prepared(
-    driver: CudaDriver, cluster: int = 1, programmatic: bool = False
-) -> driver_module.PreparedLaunch:
+def prepared(driver: CudaDriver, cluster: int = 1, programmatic: bool = False) -> driver_module.PreparedLaunch:
     arguments = [bytes([0x5A]) + bytes(254) + bytes([0xC3]), (0x123456789AB0, 8), (-7, 4)]
     shape = LaunchShape(grid=130, block=384, cluster=cluster, programmatic=programmatic)
     return driver.prepare(ctypes.c_void_p(0x7000000000020), KERNEL, shape, arguments, [torch.zeros(1)])
@@ -231,9 +229,7 @@ def test_encoding_a_tensor_map(stub: Stub) -> None:
         image = driver.encode(spec)
         assert len(image) == 128
         assert image == (0x7F0000001230).to_bytes(8, "little") + bytes([0xA5] * 120)
-    assert stub.calls[-1] == (
-        "cuTensorMapEncodeTiled 9 3 0x7f0000001230 72,160,64,1;100,16000,32,1;5,-,1,1; 0 3 2 0"
-    )
+    assert stub.calls[-1] == ("cuTensorMapEncodeTiled 9 3 0x7f0000001230 72,160,64,1;100,16000,32,1;5,-,1,1; 0 3 2 0")
 
 
 def test_numbers_that_need_64_bits(stub: Stub) -> None:
@@ -301,9 +297,7 @@ def test_threads_may_share_a_launch(stub: Stub) -> None:
     for thread in threads:
         thread.join()
     streams = re.findall(r"cuLaunchKernelEx .*stream=(\S+)", "\n".join(stub.calls))
-    assert {stream: streams.count(stream) for stream in set(streams)} == {
-        hex(16 * (i + 1)): 50 for i in range(6)
-    }
+    assert {stream: streams.count(stream) for stream in set(streams)} == {hex(16 * (i + 1)): 50 for i in range(6)}
 
 
 # --- failures ----------------------------------------------------------------------------------------------
@@ -427,6 +421,4 @@ def test_nothing_else_talks_to_the_driver() -> None:
         if re.search(r"libcuda\.so|cuLaunchKernel|cuda\.bindings import driver", path.read_text())
     }
     assert "driver.py" in naming
-    assert not {
-        name for name in naming if name not in ("driver.py", "info.py") and not name.startswith("emulator/")
-    }
+    assert not {name for name in naming if name not in ("driver.py", "info.py") and not name.startswith("emulator/")}

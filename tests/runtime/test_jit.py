@@ -239,10 +239,7 @@ def null(path: Path) -> None:
 
 
 DAMAGE = [
-    *(
-        (".cubin", damage)
-        for damage in (truncate, empty, flip_a_bit, garbage, another_kernels_image, Path.unlink)
-    ),
+    *((".cubin", damage) for damage in (truncate, empty, flip_a_bit, garbage, another_kernels_image, Path.unlink)),
     *((".json", damage) for damage in (truncate, empty, garbage, Path.unlink)),
     *((".json", damage) for damage in (without_a_field, with_an_unknown_field, a_list, null)),
 ]
@@ -250,11 +247,7 @@ DAMAGE = [
 
 @pytest.mark.parametrize(("suffix", "damage"), DAMAGE, ids=lambda value: getattr(value, "__name__", value))
 def test_a_damaged_file_is_compiled_again(
-    cache: Path,
-    compilations: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    suffix: str,
-    damage: Callable[[Path], None],
+    cache: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch, suffix: str, damage: Callable[[Path], None]
 ) -> None:
     good = jit.compile_kernel(SMALL, SMALL_PRELUDE, ARCH)
     (path,) = cache.glob(f"*{suffix}")
@@ -339,9 +332,7 @@ def test_processes_that_start_together_all_get_the_kernel(
 ) -> None:
     script = CHILD.format(kernel=SMALL, prelude=SMALL_PRELUDE, arch=ARCH)
     children = [
-        subprocess.Popen(
-            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
     for child in children:  # all imported and waiting, so that they collide

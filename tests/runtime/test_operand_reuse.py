@@ -69,9 +69,7 @@ def test_only_marks_change_and_each_is_used_at_once(
     plain, launched = both(monkeypatch, tmp_path, config)
     before, after = listing(plain, tmp_path), listing(launched, tmp_path)
     assert [line.replace(".reuse", "") for line in before] == [line.replace(".reuse", "") for line in after]
-    new = [
-        i for i, (b, a) in enumerate(zip(before, after, strict=True)) if a.count(".reuse") > b.count(".reuse")
-    ]
+    new = [i for i, (b, a) in enumerate(zip(before, after, strict=True)) if a.count(".reuse") > b.count(".reuse")]
     assert len(new) > 20
     multiply_add = re.compile(r"FFMA R(\d+), R\d+(?:\.reuse)?, R(\d+)(\.reuse)?, R\d+(?:\.reuse)? ;")
     for i in new:

@@ -57,11 +57,7 @@ def encodable(spec: TensorMapSpec, element_size: int) -> list[str]:
     found = []
     if spec.address % 16:
         found.append("address")
-    if (
-        not 1 <= len(spec.dims) <= 5
-        or len(spec.strides) != len(spec.dims) - 1
-        or len(spec.box) != len(spec.dims)
-    ):
+    if not 1 <= len(spec.dims) <= 5 or len(spec.strides) != len(spec.dims) - 1 or len(spec.box) != len(spec.dims):
         found.append("rank")
     if any(not 1 <= d <= 2**32 for d in spec.dims):
         found.append("dims")
@@ -79,9 +75,7 @@ def encodable(spec: TensorMapSpec, element_size: int) -> list[str]:
 
 def test_an_operand_of_two_and_of_three_dimensions() -> None:
     a = torch.zeros((5, 400), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    assert tensor_map.operand(a, 64) == TensorMapSpec(
-        0, a.data_ptr(), (400, 5), (400,), (128, 64), SWIZZLE_128B
-    )
+    assert tensor_map.operand(a, 64) == TensorMapSpec(0, a.data_ptr(), (400, 5), (400,), (128, 64), SWIZZLE_128B)
     b = torch.zeros((3, 24, 400), dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert tensor_map.operand(b, 192) == TensorMapSpec(
         0, b.data_ptr(), (400, 24, 3), (400, 24 * 400), (128, 192, 1), SWIZZLE_128B
@@ -94,20 +88,13 @@ def test_scales() -> None:
         7, scale.data_ptr(), (5, 3), (8 * 4,), (132, 1), SWIZZLE_NONE
     )
     row_major = torch.zeros((5, 3))
-    assert tensor_map.flat(row_major, 256) == TensorMapSpec(
-        7, row_major.data_ptr(), (15,), (), (256,), SWIZZLE_NONE
-    )
+    assert tensor_map.flat(row_major, 256) == TensorMapSpec(7, row_major.data_ptr(), (15,), (), (256,), SWIZZLE_NONE)
 
 
 def test_the_ragged_descriptor() -> None:
     d = output(100, 72, torch.bfloat16, row_elements=80)
     assert maps.output_ragged(d, 64) == TensorMapSpec(
-        9,
-        d.data_ptr(),
-        (72, 2**30, 0x7FFF0000, 0x7FFF0000),
-        (160, 160, 2 * (2**34 - 80)),
-        (64, 64, 1, 1),
-        SWIZZLE_128B,
+        9, d.data_ptr(), (72, 2**30, 0x7FFF0000, 0x7FFF0000), (160, 160, 2 * (2**34 - 80)), (64, 64, 1, 1), SWIZZLE_128B
     )
 
 
@@ -154,9 +141,7 @@ def test_a_column_of_mn_major_scales(m: int, k_blocks: int, row: int) -> None:
     assert encodable(spec, 4) == []
     first = row & ~3
     for kb in range(k_blocks):
-        assert element_addresses(spec, 4, (first, kb)) == addresses_of(
-            scale[first : first + 132, kb : kb + 1]
-        )
+        assert element_addresses(spec, 4, (first, kb)) == addresses_of(scale[first : first + 132, kb : kb + 1])
 
 
 @given(m=st.integers(1, 90), k_blocks=st.integers(1, 9), row=st.integers(0, 89), rows=st.integers(1, 64))
@@ -168,9 +153,7 @@ def test_a_window_of_row_major_scales(m: int, k_blocks: int, row: int, rows: int
     spec = tensor_map.flat(scale, 256)
     assert encodable(spec, 4) == []
     first, last = row * k_blocks & ~3, (row + rows) * k_blocks
-    copied = [
-        address for start in range(first, last, 256) for address in element_addresses(spec, 4, (start,))
-    ]
+    copied = [address for start in range(first, last, 256) for address in element_addresses(spec, 4, (start,))]
     shift = row * k_blocks & 3
     wanted = addresses_of(scale[row : row + rows])
     assert copied[shift : shift + len(wanted)] == wanted
@@ -236,13 +219,7 @@ def test_a_wrong_stride_is_seen() -> None:
     at = (0, RAGGED_B - 20, 30, RAGGED_B)
     assert element_addresses(good, 2, at) == wanted
     for stride in (2**32 - 64, 2**34 - 56):
-        bad = TensorMapSpec(
-            good.data_type,
-            good.address,
-            good.dims,
-            (*good.strides[:2], 2 * stride),
-            good.box,
-        )
+        bad = TensorMapSpec(good.data_type, good.address, good.dims, (*good.strides[:2], 2 * stride), good.box)
         assert element_addresses(bad, 2, at) != wanted
     assert len(element_addresses(good, 2, (0, RAGGED_B - 21, 30, RAGGED_B))) == 21 * 64
 

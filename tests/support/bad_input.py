@@ -204,9 +204,7 @@ def table() -> str:
 def write(page: Path) -> None:
     """Puts the table between the marks of the page."""
     before, rest = page.read_text().split("<!-- table:begin -->\n")
-    page.write_text(
-        f"{before}<!-- table:begin -->\n{table()}<!-- table:end -->{rest.split('<!-- table:end -->')[1]}"
-    )
+    page.write_text(f"{before}<!-- table:begin -->\n{table()}<!-- table:end -->{rest.split('<!-- table:end -->')[1]}")
 
 
 if __name__ == "__main__":

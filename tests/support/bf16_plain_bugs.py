@@ -10,9 +10,7 @@ from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
 from support.emulator_variants import Edit
 
 FOLDER = "sm90_bf16_plain/"
-MAIN, STORAGE, LOAD = (
-    FOLDER + name for name in ("sm90_bf16_plain_grouped_gemm.cu", "storage.cuh", "load.cuh")
-)
+MAIN, STORAGE, LOAD = (FOLDER + name for name in ("sm90_bf16_plain_grouped_gemm.cu", "storage.cuh", "load.cuh"))
 MULTIPLY, STORE = "device/sm90/bf16_multiply.cuh", "device/sm90/piece_store.cuh"
 ORDER = "device/ranked_rows.cuh"
 STORED = Bf16PlainConfig(block_n=128, num_stages=2, out_dtype=torch.float32)
@@ -54,19 +52,9 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "a K step too many left out",
         (),
-        (
-            (
-                STORAGE,
-                "(k_blocks() - 1) * BLOCK_K + WGMMA_K - 1) / WGMMA_K",
-                "(k_blocks() - 1) * BLOCK_K) / WGMMA_K",
-            ),
-        ),
+        ((STORAGE, "(k_blocks() - 1) * BLOCK_K + WGMMA_K - 1) / WGMMA_K", "(k_blocks() - 1) * BLOCK_K) / WGMMA_K"),),
     ),
-    Bug(
-        "weights of the first group for all",
-        (),
-        ((LOAD, "k, tile.column, tile.group);", "k, tile.column, 0);"),),
-    ),
+    Bug("weights of the first group for all", (), ((LOAD, "k, tile.column, tile.group);", "k, tile.column, 0);"),)),
     Bug(
         "a chunk of weights loaded where the first is",
         (),
@@ -80,11 +68,7 @@ BUGS: tuple[Bug, ...] = (
         N_MAJOR,
         quick=True,
     ),
-    Bug(
-        "both warpgroups multiply the same rows",
-        (),
-        ((MULTIPLY, "warpgroup * A_WARPGROUP_BYTES", "0"),),
-    ),
+    Bug("both warpgroups multiply the same rows", (), ((MULTIPLY, "warpgroup * A_WARPGROUP_BYTES", "0"),)),
     Bug("first products added to the last tile", (), ((MULTIPLY, "step != 0 || accumulate);", "true);"),)),
     Bug(
         "tiles counted from groups of one tile",
@@ -99,11 +83,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("full barrier not waited for", ("race",), ((MULTIPLY, WAIT_FULL, ""),), quick=True),
     Bug("empty barrier not waited for", ("race", "mbarrier"), ((LOAD, WAIT_EMPTY, ""),)),
     Bug("products not waited for", ("register-in-flight",), ((MULTIPLY, "wgmma_wait_group<0>();", ""),)),
-    Bug(
-        "no proxy fence before the store",
-        ("missing-proxy-fence",),
-        ((STORE, "fence_proxy_async_shared();", ""),),
-    ),
+    Bug("no proxy fence before the store", ("missing-proxy-fence",), ((STORE, "fence_proxy_async_shared();", ""),)),
     Bug(
         "the unit that is not loaded is waited for",
         ("race", "mbarrier", "deadlock"),

@@ -38,12 +38,7 @@ WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipelin
 
 BUGS: tuple[Bug, ...] = (
     # ---- what is multiplied
-    Bug(
-        "rows of the next group are multiplied",
-        (),
-        ((LOAD, "if (end - token >= BLOCK_T)", "if (true)"),),
-        quick=True,
-    ),
+    Bug("rows of the next group are multiplied", (), ((LOAD, "if (end - token >= BLOCK_T)", "if (true)"),), quick=True),
     Bug(
         "the ragged map ends where the block begins",
         (),
@@ -52,13 +47,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the ragged map ends a row late",
         (),
-        (
-            (
-                LOAD,
-                "RAGGED_B - (end - token), end, RAGGED_B",
-                "RAGGED_B - (end - token) - 1, end + 1, RAGGED_B",
-            ),
-        ),
+        ((LOAD, "RAGGED_B - (end - token), end, RAGGED_B", "RAGGED_B - (end - token) - 1, end + 1, RAGGED_B"),),
         quick=True,
     ),
     Bug(
@@ -93,11 +82,7 @@ BUGS: tuple[Bug, ...] = (
         (),
         ((MULTIPLY, "B_STEP = (B_IS_MN_MAJOR ? 16 * 128 : 32)", "B_STEP = (B_IS_MN_MAJOR ? 8 * 128 : 32)"),),
     ),
-    Bug(
-        "both warpgroups multiply the same rows",
-        (),
-        ((MULTIPLY, "warpgroup * A_WARPGROUP_BYTES", "0"),),
-    ),
+    Bug("both warpgroups multiply the same rows", (), ((MULTIPLY, "warpgroup * A_WARPGROUP_BYTES", "0"),)),
     Bug(
         "columns of X loaded where the first chunk is",
         (),
@@ -113,25 +98,14 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "consumers take another group's tokens",
         (),
-        (
-            (
-                TILES,
-                "tokens = shared.groups.tokens(tile.group);",
-                "tokens = shared.groups.tokens(tile.group - 1);",
-            ),
-        ),
+        ((TILES, "tokens = shared.groups.tokens(tile.group);", "tokens = shared.groups.tokens(tile.group - 1);"),),
     ),
     Bug(
         "first microbatch accumulates",
         (),
         ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "OUT_TYPE == OUT_F32"),),
     ),
-    Bug(
-        "a later microbatch stores",
-        (),
-        ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "false"),),
-        onto=True,
-    ),
+    Bug("a later microbatch stores", (), ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "false"),), onto=True),
     Bug(
         "empty groups get zeros added",  # -0 and NaN do not survive it
         (),
@@ -139,15 +113,9 @@ BUGS: tuple[Bug, ...] = (
         onto=True,
     ),
     Bug(
-        "empty groups not stored",
-        (),
-        ((MAIN, "n_rows, n_columns, problem.accumulate};", "n_rows, n_columns, true};"),),
+        "empty groups not stored", (), ((MAIN, "n_rows, n_columns, problem.accumulate};", "n_rows, n_columns, true};"),)
     ),
-    Bug(
-        "empty groups store the last tile",
-        (),
-        ((MAIN, "for (int i = 0; i < BLOCK_N / 2; ++i) d[i] = 0.0f;", ";"),),
-    ),
+    Bug("empty groups store the last tile", (), ((MAIN, "for (int i = 0; i < BLOCK_N / 2; ++i) d[i] = 0.0f;", ";"),)),
     Bug(
         "registers that hold no tile are stored",
         (),
@@ -159,11 +127,7 @@ BUGS: tuple[Bug, ...] = (
         (),
         ((STORAGE, "tile.row + warpgroup * WGMMA_M", "tile.row"),),
     ),
-    Bug(
-        "pieces stored over the first one",
-        (),
-        ((STORAGE, "tile.column + piece * PIECE_COLUMNS", "tile.column"),),
-    ),
+    Bug("pieces stored over the first one", (), ((STORAGE, "tile.column + piece * PIECE_COLUMNS", "tile.column"),)),
     # ---- waits, arrivals and fences
     Bug("full barrier not waited for", ("race",), ((MULTIPLY, WAIT_FULL, ""),), quick=True),
     Bug(
@@ -179,11 +143,7 @@ BUGS: tuple[Bug, ...] = (
         ((MULTIPLY, "wgmma_wait_group<1>();", "release_stage(shared, pipeline.stage, lane); continue;"),),
         seeds=8,
     ),
-    Bug(
-        "no wgmma.fence",
-        ("missing-wgmma-fence",),
-        ((MULTIPLY, "wgmma_fence();\n#pragma unroll", "#pragma unroll"),),
-    ),
+    Bug("no wgmma.fence", ("missing-wgmma-fence",), ((MULTIPLY, "wgmma_fence();\n#pragma unroll", "#pragma unroll"),)),
     Bug(
         "no proxy fence before the store",
         ("missing-proxy-fence",),
@@ -232,11 +192,7 @@ BUGS: tuple[Bug, ...] = (
         ("grid-dependency",),
         ((MAIN, "griddepcontrol_wait();", ""),),
     ),
-    Bug(
-        "consumers keep their slot of the queue",
-        ("deadlock",),
-        ((TILES, "if (lane == 0) reader.release();", ""),),
-    ),
+    Bug("consumers keep their slot of the queue", ("deadlock",), ((TILES, "if (lane == 0) reader.release();", ""),)),
     Bug(
         "consumers ask for 8 registers too many",
         ("deadlock",),

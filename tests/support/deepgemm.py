@@ -40,9 +40,7 @@ def stand_in_deepgemm() -> types.ModuleType:
         assert expected_m >= 1
         for group in range(groups):
             valid = int(masked_m[group])
-            d[group, :valid] = product(
-                codes[group, :valid], sfa[group, :valid], weights[group], sfb[group]
-            ).to(d.dtype)
+            d[group, :valid] = product(codes[group, :valid], sfa[group, :valid], weights[group], sfb[group]).to(d.dtype)
 
     def dense(a: Any, b: Any, d: Any, disable_ue8m0_cast: bool) -> None:
         assert a[1].stride(0) == 1

@@ -62,11 +62,7 @@ class EmulatedKernel:
 
         names = self._function.arg_names
         types = {
-            name: f"*{POINTEES[a.dtype]}"
-            if isinstance(a, torch.Tensor)
-            else "fp32"
-            if isinstance(a, float)
-            else "i32"
+            name: f"*{POINTEES[a.dtype]}" if isinstance(a, torch.Tensor) else "fp32" if isinstance(a, float) else "i32"
             for name, a in runtime.items()
         }
         aligned = [

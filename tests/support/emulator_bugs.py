@@ -53,11 +53,7 @@ CLUSTER_SYNC = "barrier_cluster_arrive();\n        barrier_cluster_wait();"
 
 BUGS: tuple[Bug, ...] = (
     # ---- fences
-    Bug(
-        "no proxy fence before the store",
-        ("missing-proxy-fence",),
-        ((STORE, "fence_proxy_async_shared();", ""),),
-    ),
+    Bug("no proxy fence before the store", ("missing-proxy-fence",), ((STORE, "fence_proxy_async_shared();", ""),)),
     Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
     Bug("no wgmma.fence", ("missing-wgmma-fence",), ((MULTIPLY, "wgmma_fence();", ""),)),
     Bug(
@@ -65,11 +61,7 @@ BUGS: tuple[Bug, ...] = (
         ("missing-proxy-fence",),
         (
             (STORE, "fence_proxy_async_shared();", ""),
-            (
-                STORE,
-                "cp_async_bulk_commit_group();",
-                "fence_proxy_async_shared(); cp_async_bulk_commit_group();",
-            ),
+            (STORE, "cp_async_bulk_commit_group();", "fence_proxy_async_shared(); cp_async_bulk_commit_group();"),
         ),
     ),
     # ---- waits
@@ -79,11 +71,7 @@ BUGS: tuple[Bug, ...] = (
         ("register-in-flight",),
         ((MULTIPLY, "wgmma_wait_group<0>", "wgmma_wait_group<1>"),),
     ),
-    Bug(
-        "products not committed",
-        ("register-in-flight", "deadlock"),
-        ((MULTIPLY, "wgmma_commit_group();", ""),),
-    ),
+    Bug("products not committed", ("register-in-flight", "deadlock"), ((MULTIPLY, "wgmma_commit_group();", ""),)),
     Bug("full barrier not waited for", ("race",), ((MULTIPLY, WAIT_FULL, ""),)),
     Bug(
         "full barrier waited for in a tile's first K block alone",
@@ -145,13 +133,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cleared rows not handed to the tensor core",
         ("missing-proxy-fence",),
-        (
-            (
-                "device/sm90/row_box.cuh",
-                "    fence_proxy_async_shared();  // the tensor core reads them\n",
-                "",
-            ),
-        ),
+        (("device/sm90/row_box.cuh", "    fence_proxy_async_shared();  // the tensor core reads them\n", ""),),
         sizes=(7, 0, 20, 3),
     ),
     Bug(
@@ -168,18 +150,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     # ---- phases and stages
     Bug(
-        "producer's parity flipped",
-        ("deadlock", "race", "mbarrier"),
-        ((LOAD, "pipeline.phase ^ 1", "pipeline.phase"),),
+        "producer's parity flipped", ("deadlock", "race", "mbarrier"), ((LOAD, "pipeline.phase ^ 1", "pipeline.phase"),)
     ),
     Bug(
         "consumer's parity flipped",
         ("race", "deadlock"),
         ((MULTIPLY, WAIT_FULL, WAIT_FULL.replace("pipeline.phase)", "pipeline.phase ^ 1)")),),
     ),
-    Bug(
-        "phase never toggles", ("deadlock", "race", "mbarrier"), (("device/pipeline.cuh", "phase ^= 1;", ""),)
-    ),
+    Bug("phase never toggles", ("deadlock", "race", "mbarrier"), (("device/pipeline.cuh", "phase ^= 1;", ""),)),
     Bug(
         "consumer waits on the stage before",
         ("race", "deadlock"),
@@ -227,11 +205,7 @@ BUGS: tuple[Bug, ...] = (
             ),
         ),
     ),
-    Bug(
-        "expect_tx 16 bytes too many",
-        ("deadlock",),
-        ((LOAD, "(full, loads.bytes);", "(full, loads.bytes + 16);"),),
-    ),
+    Bug("expect_tx 16 bytes too many", ("deadlock",), ((LOAD, "(full, loads.bytes);", "(full, loads.bytes + 16);"),)),
     Bug(
         "expect_tx 16 bytes too few",
         ("race", "mbarrier", "deadlock"),
@@ -270,13 +244,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "store warp does not wait for what is staged",
         ("race",),
-        (
-            (
-                STORE,
-                "bar_sync(d_full(warpgroup), STORE_THREADS);\n        if (lane == 0) {",
-                "if (lane == 0) {",
-            ),
-        ),
+        ((STORE, "bar_sync(d_full(warpgroup), STORE_THREADS);\n        if (lane == 0) {", "if (lane == 0) {"),),
     ),
     Bug(
         "no barrier between staging and a consumer's store",
@@ -310,11 +278,7 @@ BUGS: tuple[Bug, ...] = (
         ("deadlock", "race"),
         ((STORE, "if (warpgroup * WGMMA_M >= tile.rows) continue;", ""),),
     ),
-    Bug(
-        "store warp keeps its slot of the queue",
-        ("deadlock",),
-        ((STORE, "if (lane == 0) reader.release();", ""),),
-    ),
+    Bug("store warp keeps its slot of the queue", ("deadlock",), ((STORE, "if (lane == 0) reader.release();", ""),)),
     Bug(
         "queue does not wait for the store warps",
         ("race", "mbarrier"),
@@ -326,13 +290,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "all lanes of the producer warp load",
         ("mbarrier", "race"),
-        (
-            (
-                MAIN,
-                "if (elect_one()) {\n                if (SCALES_K_MAJOR",
-                "{\n                if (SCALES_K_MAJOR",
-            ),
-        ),
+        ((MAIN, "if (elect_one()) {\n                if (SCALES_K_MAJOR", "{\n                if (SCALES_K_MAJOR"),),
     ),
     Bug(
         "both warpgroups share one store barrier",
@@ -375,13 +333,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "swizzle bit wrong in the epilogue",
         (),
-        (
-            (
-                EPILOGUE,
-                "const uint32_t chunk = i % 8 + lane / 16;",
-                "const uint32_t chunk = (i % 8 + lane / 16) ^ 1;",
-            ),
-        ),
+        ((EPILOGUE, "const uint32_t chunk = i % 8 + lane / 16;", "const uint32_t chunk = (i % 8 + lane / 16) ^ 1;"),),
     ),
     Bug(
         "K step of a descriptor wrong",
@@ -397,26 +349,14 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "accumulators not cleared",
         ("uninitialised-register",),
-        (
-            (
-                MULTIPLY,
-                "k_major_128b_descriptor(b + k / 16), k != 0)",
-                "k_major_128b_descriptor(b + k / 16), 1)",
-            ),
-        ),
+        ((MULTIPLY, "k_major_128b_descriptor(b + k / 16), k != 0)", "k_major_128b_descriptor(b + k / 16), 1)"),),
     ),
     Bug("weight scale of the wrong K block", (), ((MULTIPLY, "kb & 31)", "(kb + 1) & 31)"),)),
     # ---- the queue of tiles
     Bug(
         "next tile never asked for",
         ("deadlock",),
-        (
-            (
-                LOAD,
-                "if (TAKES_LATE && kb == ask_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));",
-                "",
-            ),
-        ),
+        ((LOAD, "if (TAKES_LATE && kb == ask_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));", ""),),
         config=TWO_UNITS,
         sizes=(300, 3),
     ),
@@ -446,11 +386,7 @@ BUGS: tuple[Bug, ...] = (
         ("race", "uninitialised-shared"),
         ((QUEUE, "mbarrier_wait(full, pipeline.phase);", ";"),),
     ),
-    Bug(
-        "queue slot reused early",
-        ("race", "mbarrier"),
-        ((QUEUE, "mbarrier_wait(empty, pipeline.phase ^ 1);", ";"),),
-    ),
+    Bug("queue slot reused early", ("race", "mbarrier"), ((QUEUE, "mbarrier_wait(empty, pipeline.phase ^ 1);", ";"),)),
     Bug(
         "first tile announced before its lane has written it",
         ("race", "uninitialised-shared"),
@@ -461,11 +397,7 @@ BUGS: tuple[Bug, ...] = (
         ("mbarrier", "race"),
         ((MAIN, "bar_sync(START_BARRIER, NUM_THREADS);", "bar_sync(START_BARRIER, NUM_THREADS - 32);"),),
     ),
-    Bug(
-        "first tile queued twice",
-        ("race", "mbarrier", "deadlock"),
-        ((MAIN, ", has_small_table)", ")"),),
-    ),
+    Bug("first tile queued twice", ("race", "mbarrier", "deadlock"), ((MAIN, ", has_small_table)", ")"),)),
     # ---- clusters
     Bug("no cluster barrier after the set-up", ("mbarrier",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTER, n=512),
     Bug("no cluster barrier before the end", ("exit",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTER, n=512, nth=1),
@@ -500,18 +432,10 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "arrivals release nothing",
         ("race",),
-        (
-            (
-                MBARRIER,
-                "mbarrier.arrive.release.cta.shared::cta.b64",
-                "mbarrier.arrive.relaxed.cta.shared::cta.b64",
-            ),
-        ),
+        ((MBARRIER, "mbarrier.arrive.release.cta.shared::cta.b64", "mbarrier.arrive.relaxed.cta.shared::cta.b64"),),
     ),
     Bug(
-        "waits acquire nothing",
-        ("race",),
-        ((MBARRIER, "try_wait.parity.acquire.cta", "try_wait.parity.relaxed.cta"),),
+        "waits acquire nothing", ("race",), ((MBARRIER, "try_wait.parity.acquire.cta", "try_wait.parity.relaxed.cta"),)
     ),
     Bug(
         "tiles are queued for the other CTA at CTA scope",
@@ -567,13 +491,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the ring begins at a stage that was filled ahead",
         ("race", "mbarrier", "deadlock"),
-        (
-            (
-                LOAD,
-                "if constexpr (LOADS_AHEAD) pipeline = {ahead == STAGES ? 0 : ahead, ahead == STAGES};",
-                "",
-            ),
-        ),
+        ((LOAD, "if constexpr (LOADS_AHEAD) pipeline = {ahead == STAGES ? 0 : ahead, ahead == STAGES};", ""),),
     ),
     Bug(
         "after a full ring is loaded ahead, the producer does not wait for the first stage",

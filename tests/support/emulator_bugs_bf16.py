@@ -77,12 +77,7 @@ BUGS: tuple[Bug, ...] = (
             ),
         ),
     ),
-    Bug(
-        "tokens of the last stage never given back",
-        ("deadlock",),
-        ((MULTIPLY, FREE_TOKENS, ";"),),
-        nth=1,
-    ),
+    Bug("tokens of the last stage never given back", ("deadlock",), ((MULTIPLY, FREE_TOKENS, ";"),), nth=1),
     # ---- the ring of codes
     Bug(
         "stages are refilled without the converters' consent",
@@ -104,23 +99,13 @@ BUGS: tuple[Bug, ...] = (
                 "} else if (next_octet == LAST_PART) {",
                 "} else if (next_octet == LAST_PART) { arrive_warp(shared.empty[stage], lane);",
             ),
-            (
-                MULTIPLY,
-                "LAST_PART % 4 / OCTETS); arrive_warp(shared.empty[stage], lane);",
-                "LAST_PART % 4 / OCTETS);",
-            ),
+            (MULTIPLY, "LAST_PART % 4 / OCTETS); arrive_warp(shared.empty[stage], lane);", "LAST_PART % 4 / OCTETS);"),
         ),
     ),
     Bug(
         "the next K block's barrier not waited for",
         ("race", "uninitialised-shared"),
-        (
-            (
-                MULTIPLY,
-                "await_weights(shared, pipeline);",
-                "",
-            ),
-        ),
+        ((MULTIPLY, "await_weights(shared, pipeline);", ""),),
         nth=1,
     ),
     # ---- the checkers' word on a stage's scales
@@ -172,13 +157,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "two words of the tokens change places",
         (),
-        (
-            (
-                TOKENS,
-                "swizzle_128b(in_eight, octet % 2 * 4 + w)",
-                "swizzle_128b(in_eight, octet % 2 * 4 + (w ^ 1))",
-            ),
-        ),
+        ((TOKENS, "swizzle_128b(in_eight, octet % 2 * 4 + w)", "swizzle_128b(in_eight, octet % 2 * 4 + (w ^ 1))"),),
         quick=True,
     ),
     Bug(
@@ -206,11 +185,7 @@ BUGS: tuple[Bug, ...] = (
         ((WEIGHTS, "counting >> (16 * block);", "counting;"),),
         blocked=True,
     ),
-    Bug(
-        "the scales of a stage's first K block for both",
-        (),
-        ((WEIGHTS, "+ block * scales_of_128(B_FORMAT);", ";"),),
-    ),
+    Bug("the scales of a stage's first K block for both", (), ((WEIGHTS, "+ block * scales_of_128(B_FORMAT);", ";"),)),
     Bug(
         "the scale of the first K block for all of them",
         (),

@@ -43,9 +43,7 @@ ONE = dataclasses.replace(PAIR, cta_group=1, block_n=128)
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
 WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);"
-WAIT_FREE = (
-    "mbarrier_wait(shared_address(&shared.free[turn % FREE_BARRIERS]), (turn / FREE_BARRIERS & 1) ^ 1);"
-)
+WAIT_FREE = "mbarrier_wait(shared_address(&shared.free[turn % FREE_BARRIERS]), (turn / FREE_BARRIERS & 1) ^ 1);"
 WAIT_SUMS = "mbarrier_wait(shared_address(&shared.accumulator_full[accumulator]), turn >> 1 & 1);"
 FENCE_AFTER = "tcgen05_fence_after_thread_sync();"
 RELEASE = "if (i == LAST_NEEDED_CHUNK) release_columns(shared.free[turn % FREE_BARRIERS], lane);"
@@ -100,18 +98,11 @@ DENSE_BUGS: tuple[Bug, ...] = (
         (WAIT_FREE + " " + FENCE_AFTER, WAIT_FREE),
         (WAIT_FULL + " " + FENCE_AFTER, WAIT_FULL),
     ),
-    dense(
-        "no fence after the wait for sums",
-        ("missing-tcgen05-fence",),
-        (WAIT_SUMS + " " + FENCE_AFTER, WAIT_SUMS),
-    ),
+    dense("no fence after the wait for sums", ("missing-tcgen05-fence",), (WAIT_SUMS + " " + FENCE_AFTER, WAIT_SUMS)),
     dense(
         "no fence before columns are given back",
         ("missing-tcgen05-fence",),
-        (
-            "tcgen05_fence_before_thread_sync(); __syncwarp(); if (lane != 0) return;",
-            "__syncwarp(); if (lane) return;",
-        ),
+        ("tcgen05_fence_before_thread_sync(); __syncwarp(); if (lane != 0) return;", "__syncwarp(); if (lane) return;"),
     ),
     dense("loads of sums not waited for", ("register-in-flight",), ("tcgen05_wait_ld();", "")),
     dense(
@@ -122,16 +113,10 @@ DENSE_BUGS: tuple[Bug, ...] = (
     ),
     # ---- the overlap
     dense("columns not waited for", ("race",), (WAIT_FREE, "")),
-    dense(
-        "common columns given back after another chunk",
-        ("race",),
-        ("i == 0 ? CHUNKS - 1 : i - 1;", "i;"),
-    ),
+    dense("common columns given back after another chunk", ("race",), ("i == 0 ? CHUNKS - 1 : i - 1;", "i;")),
     dense("columns never given back", ("deadlock",), (RELEASE, "")),
     dense(
-        "columns given back for every chunk",
-        ("race", "mbarrier"),
-        ("if (i == LAST_NEEDED_CHUNK) release", "release"),
+        "columns given back for every chunk", ("race", "mbarrier"), ("if (i == LAST_NEEDED_CHUNK) release", "release")
     ),
     dense(
         "one barrier's parity for two accumulators",
@@ -141,10 +126,7 @@ DENSE_BUGS: tuple[Bug, ...] = (
     dense(
         "accumulators overlap by more than is waited for",
         ("race",),
-        (
-            "constexpr int ACCUMULATOR_1 = BLOCK_N - OVERLAP;",
-            "constexpr int ACCUMULATOR_1 = BLOCK_N - OVERLAP - 32;",
-        ),
+        ("constexpr int ACCUMULATOR_1 = BLOCK_N - OVERLAP;", "constexpr int ACCUMULATOR_1 = BLOCK_N - OVERLAP - 32;"),
     ),
     dense(
         "scales inside the second accumulator",
@@ -173,16 +155,8 @@ DENSE_BUGS: tuple[Bug, ...] = (
     # ---- loads
     dense("stage not waited for by the loads", ("race",), (WAIT_EMPTY, ""), problem=(140, 264, 800)),
     dense("stage not waited for by the products", ("race",), (WAIT_FULL, "")),
-    dense(
-        "too few bytes expected",
-        ("race", "mbarrier"),
-        ("own_full, CTA_GROUP * (slabs", "own_full, 1 * (slabs"),
-    ),
-    dense(
-        "too many bytes expected",
-        ("deadlock",),
-        ("+ SFA_BYTES + SFB_BYTES));", "+ SFA_BYTES + 2 * SFB_BYTES));"),
-    ),
+    dense("too few bytes expected", ("race", "mbarrier"), ("own_full, CTA_GROUP * (slabs", "own_full, 1 * (slabs")),
+    dense("too many bytes expected", ("deadlock",), ("+ SFA_BYTES + SFB_BYTES));", "+ SFA_BYTES + 2 * SFB_BYTES));")),
     dense(
         "expected by both CTAs, each its own",
         ("deadlock", "mbarrier", "race"),
@@ -196,16 +170,9 @@ DENSE_BUGS: tuple[Bug, ...] = (
     dense(
         "scales of B to one CTA",
         ("deadlock",),
-        (
-            "full, 0, atom, tile.column / 128 + j, 0b11);",
-            "full, 0, atom, tile.column / 128 + j, 1 << cta_rank);",
-        ),
+        ("full, 0, atom, tile.column / 128 + j, 0b11);", "full, 0, atom, tile.column / 128 + j, 1 << cta_rank);"),
     ),
-    dense(
-        "both CTAs load the same half of B",
-        (),
-        ("tile.column + cta_rank * B_ROWS;", "tile.column;"),
-    ),
+    dense("both CTAs load the same half of B", (), ("tile.column + cta_rank * B_ROWS;", "tile.column;")),
     dense(
         "end without waiting for the last commits",
         ("exit", "race"),
@@ -233,10 +200,7 @@ DENSE_BUGS: tuple[Bug, ...] = (
     dense(
         "rows of atoms of B exchanged",
         (),
-        (
-            "sfb + (j * SLABS + s) * (SCALE_ATOM_BYTES / 16)",
-            "sfb + (s * SLABS + j) * (SCALE_ATOM_BYTES / 16)",
-        ),
+        ("sfb + (j * SLABS + s) * (SCALE_ATOM_BYTES / 16)", "sfb + (s * SLABS + j) * (SCALE_ATOM_BYTES / 16)"),
     ),
     dense(
         "scales of the second slab over the first's",
@@ -254,9 +218,7 @@ DENSE_BUGS: tuple[Bug, ...] = (
     ),
     dense("steps past K", (), ("if (s * (SLAB_K / MMA_K) + j >= steps) break;", "")),
     # ---- products
-    dense(
-        "first product adds", ("uninitialised-tensor-memory",), ("kb != 0 || s != 0 || j != 0);", "true);")
-    ),
+    dense("first product adds", ("uninitialised-tensor-memory",), ("kb != 0 || s != 0 || j != 0);", "true);")),
     dense("every stage starts anew", (), ("kb != 0 || s != 0 || j != 0);", "s != 0 || j != 0);")),
     dense(
         "same K step twice",
@@ -276,9 +238,7 @@ DENSE_BUGS: tuple[Bug, ...] = (
         PAIR,
     ),
     dense(
-        "scales not told to be UE8M0",
-        ("descriptor",),
-        ("SHAPE | scale_ids(j)", "(SHAPE ^ 1u << 23) | scale_ids(j)"),
+        "scales not told to be UE8M0", ("descriptor",), ("SHAPE | scale_ids(j)", "(SHAPE ^ 1u << 23) | scale_ids(j)")
     ),
     # ---- tensor memory
     dense("never freed", ("tensor-memory",), ("tcgen05_dealloc<CTA_GROUP, TMEM_COLUMNS>(tmem);", "")),
@@ -295,9 +255,7 @@ DENSE_BUGS: tuple[Bug, ...] = (
         ("SFB_COLUMNS <= TMEM_COLUMNS ? 0", "SFB_COLUMNS <= 512 ? 0"),
     ),
     dense(
-        "lanes of another warp",
-        ("tensor-memory",),
-        ("tmem + (warp * 32 << 16);", "tmem + ((warp ^ 1) * 32 << 16);"),
+        "lanes of another warp", ("tensor-memory",), ("tmem + (warp * 32 << 16);", "tmem + ((warp ^ 1) * 32 << 16);")
     ),
     # ---- start and end
     dense("no fence after mbarrier init", ("mbarrier",), ("fence_mbarrier_init();", "")),
@@ -316,12 +274,7 @@ DENSE_BUGS: tuple[Bug, ...] = (
         ((EPILOGUE, "if (lane == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 1>();", ""),),
         STAGED,
     ),
-    Bug(
-        "buffers mixed up",
-        ("race",),
-        ((EPILOGUE, "staging + (turn & 1) *", "staging + (turn & 0) *"),),
-        STAGED,
-    ),
+    Bug("buffers mixed up", ("race",), ((EPILOGUE, "staging + (turn & 1) *", "staging + (turn & 0) *"),), STAGED),
     Bug("swizzle left out", (), ((EPILOGUE, "at ^ (at >> 7 & (BYTES / 16 - 1)) << 4", "at"),), STAGED),
     dense(
         "CTA ends before its stores have read",
@@ -346,9 +299,7 @@ DENSE_BUGS: tuple[Bug, ...] = (
         problem=(140, 269, 64),
     ),
     # ---- one CTA
-    dense(
-        "one CTA: sums not waited for", ("uninitialised-tensor-memory", "race"), (WAIT_SUMS, ""), config=ONE
-    ),
+    dense("one CTA: sums not waited for", ("uninitialised-tensor-memory", "race"), (WAIT_SUMS, ""), config=ONE),
     dense("one CTA: columns not waited for", ("race",), (WAIT_FREE, ""), config=ONE),
     dense(
         "one CTA: columns given back after the first chunk",
@@ -357,10 +308,6 @@ DENSE_BUGS: tuple[Bug, ...] = (
         config=ONE,
     ),
     dense(
-        "one CTA: stage not waited for by the loads",
-        ("race",),
-        (WAIT_EMPTY, ""),
-        config=ONE,
-        problem=(140, 264, 800),
+        "one CTA: stage not waited for by the loads", ("race",), (WAIT_EMPTY, ""), config=ONE, problem=(140, 264, 800)
     ),
 )

@@ -70,12 +70,7 @@ def compile_ptx(text: str, name: str, arch: str, files: Mapping[str, str] = Mapp
         [k.encode() for k, _ in headers],
     )  # fmt: skip
     assert int(result) == 0
-    options = [
-        f"--gpu-architecture=compute_{arch}",
-        "--std=c++17",
-        "-lineinfo",
-        "--device-as-default-execution-space",
-    ]
+    options = [f"--gpu-architecture=compute_{arch}", "--std=c++17", "-lineinfo", "--device-as-default-execution-space"]
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     if int(result):
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
@@ -103,9 +98,7 @@ def launch(source: str, arguments: list[Any], *, arch: str = "90a", **options: A
             addresses[id(argument)] = emulator.memory.register(argument)
             values.append(addresses[id(argument)])
         elif callable(argument):
-            values.append(
-                argument(lambda array: addresses.setdefault(id(array), emulator.memory.register(array)))
-            )
+            values.append(argument(lambda array: addresses.setdefault(id(array), emulator.memory.register(array))))
         else:
             values.append(argument)
     return emulator.launch("k", options.pop("grid", 1), options.pop("block", 128), values, **options)
@@ -119,12 +112,7 @@ def tiled(array: np.ndarray, box: tuple[int, ...], swizzle: int = 0) -> Any:
 
     def make(register: Any) -> bytes:
         return tensor_map.encode_tiled(
-            codes[str(array.dtype)],
-            register(array),
-            array.shape[::-1],
-            array.strides[::-1][1:],
-            box,
-            swizzle=swizzle,
+            codes[str(array.dtype)], register(array), array.shape[::-1], array.strides[::-1][1:], box, swizzle=swizzle
         )
 
     return make

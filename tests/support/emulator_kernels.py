@@ -51,10 +51,7 @@ def run(text: str, inputs: list[np.ndarray], output: Any, count: int = 32) -> np
     return out
 
 
-EDGES = {
-    "u": [0, 1, 2, 3, 7, 31, 32, 33, 0x7F, 0x80, 0xFF],
-    "s": [0, 1, -1, 2, -2, 7, -8, 31, -32],
-}
+EDGES = {"u": [0, 1, 2, 3, 7, 31, 32, 33, 0x7F, 0x80, 0xFF], "s": [0, 1, -1, 2, -2, 7, -8, 31, -32]}
 
 
 def values(kind: str, seed: int) -> np.ndarray:

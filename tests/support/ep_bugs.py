@@ -31,45 +31,26 @@ HALF = "% 2).to(tl.int64)"
 ONE_HALF = "% 1).to(tl.int64)"
 BUGS = {
     "one half for all epochs": Bug(
-        "one_rank_ahead",
-        (("publish", HALF, ONE_HALF), ("receive", HALF, ONE_HALF), ("receive_few", HALF, ONE_HALF)),
+        "one_rank_ahead", (("publish", HALF, ONE_HALF), ("receive", HALF, ONE_HALF), ("receive_few", HALF, ONE_HALF))
     ),
     "weights of the other epoch": Bug(
-        "two_ranks",
-        (("receive", "weights_region + ids_half * R", "weights_region + 0 * R"),),
+        "two_ranks", (("receive", "weights_region + ids_half * R", "weights_region + 0 * R"),)
     ),
     "ids are cut to 32 bits": Bug(
-        "wrong_ids",
-        (("publish", "tl.where(values < 0, -1, tl.minimum(values, num_experts)).to", "values.to"),),
+        "wrong_ids", (("publish", "tl.where(values < 0, -1, tl.minimum(values, num_experts)).to", "values.to"),)
     ),
     "the first program signals": Bug("two_ranks", (("cells", "== programs - 1", "== 0"),)),
     "an abort is not passed on": Bug(
         "waits",
-        (
-            (
-                "cells",
-                "for peer in range(R):\n                there",
-                "for peer in range(0):\n                there",
-            ),
-        ),
+        (("cells", "for peer in range(R):\n                there", "for peer in range(0):\n                there"),),
     ),
     "the wrong rank is named": Bug("waits", (("cells", "axis=0).to(tl.int64) + 1", "axis=0).to(tl.int64)"),)),
     "rows are stored past the capacity": Bug(
         "capacity", (("receive", "if (row >= 0) & (row < capacity):", "if row >= 0:"),)
     ),
-    "offs are not cut": Bug(
-        "capacity",
-        (
-            (
-                "receive",
-                "tl.minimum(ends, capacity)",
-                "ends",
-            ),
-        ),
-    ),
+    "offs are not cut": Bug("capacity", (("receive", "tl.minimum(ends, capacity)", "ends"),)),
     "rows are stored past the capacity, few": Bug(
-        "capacity",
-        (("receive_few", "tl.max((kept & (lane == j))", "tl.max((is_here & (lane == j))"),),
+        "capacity", (("receive_few", "tl.max((kept & (lane == j))", "tl.max((is_here & (lane == j))"),)
     ),
     "one half for all epochs, few": Bug(
         "one_rank_ahead", (("publish", HALF, ONE_HALF), ("receive_few", HALF, ONE_HALF))
@@ -91,33 +72,19 @@ BUGS = {
     "row 0 is no row": Bug("three_ranks", (("receive", "if (row >= 0) &", "if (row > 0) &"),)),
     "rows of a rank that is not there": Bug("waits", (("receive", "* TOP_K * there", "* TOP_K"),)),
     "sums are stored before the last were read": Bug(
-        "waits",
-        (("send_back", "finished, aborted, epoch - 1, status_ptr", "finished, aborted, 0, status_ptr"),),
+        "waits", (("send_back", "finished, aborted, epoch - 1, status_ptr", "finished, aborted, 0, status_ptr"),)
     ),
     "slots are added from the last": Bug(
-        "order_of_sums",
-        (("send_back", "tl.load(inverse_ptr + at + j)", "tl.load(inverse_ptr + at + TOP_K - 1 - j)"),),
+        "order_of_sums", (("send_back", "tl.load(inverse_ptr + at + j)", "tl.load(inverse_ptr + at + TOP_K - 1 - j)"),)
     ),
     "ranks are added from the last": Bug(
         "order_of_sums",
-        (
-            (
-                "send_back",
-                "for r in tl.static_range(R):\n",
-                "for q in tl.static_range(R):\n            r = R - 1 - q\n",
-            ),
-        ),
+        (("send_back", "for r in tl.static_range(R):\n", "for q in tl.static_range(R):\n            r = R - 1 - q\n"),),
     ),
     "sums without a rank": Bug("waits", (("send_back", "if there == 0:", "if there == 2:"),)),
     "values by slot go to the wrong rank": Bug(
         "two_ranks",
-        (
-            (
-                "send_back",
-                "buffer_of(pointers_ptr, source, slots_region",
-                "buffer_of(pointers_ptr, rank, slots_region",
-            ),
-        ),
+        (("send_back", "buffer_of(pointers_ptr, source, slots_region", "buffer_of(pointers_ptr, rank, slots_region"),),
     ),
 }
 

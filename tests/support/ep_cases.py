@@ -57,9 +57,7 @@ def experts_of(w13: torch.Tensor, w2: torch.Tensor) -> Callable[[torch.Tensor, t
 
     def function(rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         ends = [0, *offs.tolist()]
-        parts = [
-            torch.tanh(rows[a:b] @ w13[g].T) @ w2[g].T for g, (a, b) in enumerate(itertools.pairwise(ends))
-        ]
+        parts = [torch.tanh(rows[a:b] @ w13[g].T) @ w2[g].T for g, (a, b) in enumerate(itertools.pairwise(ends))]
         return torch.cat([*parts, torch.zeros_like(rows[ends[-1] :])])
 
     return function
@@ -172,9 +170,7 @@ def layer(ranks: Ranks) -> None:
         ep = ranks.make(p, fmt=fmt)
         own13, own2 = weights(list(ep.local_experts), ranks.device)
         scale = None if one is None else one.to(ranks.device)
-        got = expert_parallel_moe(
-            *ranks.own(p), ep, w13=own13, w2=own2, global_scale1=scale, global_scale2=scale
-        )
+        got = expert_parallel_moe(*ranks.own(p), ep, w13=own13, w2=own2, global_scale1=scale, global_scale2=scale)
         assert torch.equal(reference.bits(got), reference.bits(want)), fmt.name
 
 
@@ -279,9 +275,7 @@ def meshes(ranks: Ranks) -> None:
         if shape[0] == 1:
             checkpoint.save({"experts": experts.state_dict()}, checkpoint_id=folder[0])
         else:
-            other = Experts(
-                torch.zeros_like(w13, device=ranks.device), torch.zeros_like(w2, device=ranks.device), mesh
-            )
+            other = Experts(torch.zeros_like(w13, device=ranks.device), torch.zeros_like(w2, device=ranks.device), mesh)
             fully_shard(other, mesh=mesh["efsdp"])
             state = {"experts": other.state_dict()}
             checkpoint.load(state, checkpoint_id=folder[0])

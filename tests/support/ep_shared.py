@@ -71,7 +71,5 @@ def run_shared(rank: Rank, folder: str, names: list[str]) -> dict[str, str | Non
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as shared:
-        found = run_ranks(
-            run_shared, int(sys.argv[1]), shared, sys.argv[2:], cuda=False, backend="symm", timeout_s=400
-        )
+        found = run_ranks(run_shared, int(sys.argv[1]), shared, sys.argv[2:], cuda=False, backend="symm", timeout_s=400)
     json.dump(raise_first(found)[0], sys.stdout)

@@ -45,10 +45,7 @@ class Ranks:
         for i, (b, plan) in enumerate(zip(self.backends, self.plans, strict=True)):
             given = None if dprob is None else dprob[i].to(self.device)
             b.send_back(rows[i].to(self.device), plan, plan.prob if weighted else None, given)
-        return [
-            b.finish(plan, with_slots=dprob is not None)
-            for b, plan in zip(self.backends, self.plans, strict=True)
-        ]
+        return [b.finish(plan, with_slots=dprob is not None) for b, plan in zip(self.backends, self.plans, strict=True)]
 
 
 def make(

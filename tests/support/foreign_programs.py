@@ -34,8 +34,7 @@ def runtime(cuda: Path) -> ctypes.CDLL:
     """The stand-in for libcudart, compiled now, its symbols visible to programs loaded later."""
     target = Path(tempfile.mkdtemp()) / "libruntime.so"
     subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-O1", "-w", f"-I{cuda / 'include'}", str(SOURCE), "-o", str(target)],
-        check=True,
+        ["gcc", "-shared", "-fPIC", "-O1", "-w", f"-I{cuda / 'include'}", str(SOURCE), "-o", str(target)], check=True
     )
     return ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
 
@@ -57,12 +56,7 @@ class Device:
         (ptx,) = (p for p in folder.glob("*.ptx"))
         self.memory = DeviceMemory()
         self.emulator = Emulator(
-            ptx.read_text(),
-            seed=seed,
-            arithmetic=arithmetic,
-            checks=checks,
-            memory=self.memory,
-            name=ptx.name,
+            ptx.read_text(), seed=seed, arithmetic=arithmetic, checks=checks, memory=self.memory, name=ptx.name
         )
         self.major = int(self.emulator.module.target.removeprefix("sm_").rstrip("af")) // 10
         self.num_sms, self.checks, self.unchecked = num_sms, checks, unchecked
@@ -85,12 +79,7 @@ class Device:
                 values.append(ctypes.string_at(arguments[index], parameter.size))
             self.emulator.checks = self.checks and not (self.unchecked and re.search(self.unchecked, entry))
             result = self.emulator.launch(
-                entry,
-                grid,
-                block,
-                values,
-                cluster=cluster if cluster[0] else (1, 1, 1),
-                shared_bytes=shared_bytes,
+                entry, grid, block, values, cluster=cluster if cluster[0] else (1, 1, 1), shared_bytes=shared_bytes
             )
         except BaseException as error:
             self.failures.append(error)
@@ -137,11 +126,7 @@ class Device:
         u64 = ctypes.POINTER(ctypes.c_uint64)
         u32 = ctypes.POINTER(ctypes.c_uint32)
         launch = ctypes.CFUNCTYPE(
-            ctypes.c_int,
-            ctypes.c_char_p,
-            *[ctypes.c_uint] * 9,
-            ctypes.c_size_t,
-            ctypes.POINTER(ctypes.c_void_p),
+            ctypes.c_int, ctypes.c_char_p, *[ctypes.c_uint] * 9, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p)
         )
         encode = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p, u64, u64, u32, u32,
@@ -159,9 +144,7 @@ def main() -> int:
     parser.add_argument("--cuda", type=Path, default=Path("/usr/local/cuda"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sms", type=int, default=4)
-    parser.add_argument(
-        "--launches", type=int, default=1 << 30, help="run at most so many launches of one kernel"
-    )
+    parser.add_argument("--launches", type=int, default=1 << 30, help="run at most so many launches of one kernel")
     parser.add_argument("--arithmetic", default="truncate")
     parser.add_argument("--unchecked", default="", help="regular expression of kernels to run without checks")
     parser.add_argument("--no-check", action="store_true")

@@ -55,9 +55,7 @@ def full(t: torch.Tensor) -> torch.Tensor:
 
 def main(port: str, rank: int, recipe: str, stale: bool) -> None:
     facts_of = weight_codes._facts_of
-    weight_codes._facts_of = lambda weight, recipe: [
-        f for f in facts_of(weight, recipe) if f != weight.data_ptr()
-    ]
+    weight_codes._facts_of = lambda weight, recipe: [f for f in facts_of(weight, recipe) if f != weight.data_ptr()]
     if stale:
         weight_codes.WeightCodes.forget = lambda self: None
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
@@ -75,9 +73,7 @@ def main(port: str, rank: int, recipe: str, stale: bool) -> None:
             for one in alone:
                 getattr(one, name).grad = mean.clone()
         for name, value in got.items():
-            differences[f"{name} of step {number}"] = float(
-                (value - want[name]).abs().max() / want[name].abs().max()
-            )
+            differences[f"{name} of step {number}"] = float((value - want[name]).abs().max() / want[name].abs().max())
         for one in (sharded, *alone):
             update(one)
     if rank == 0:

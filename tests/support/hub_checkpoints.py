@@ -23,13 +23,7 @@ _COMMON = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-_ATTENTION = {
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
-}
+_ATTENTION = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
 # Every projection's N and K differ: H 256, I 128 or 384, 2 I 256 or 768.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {

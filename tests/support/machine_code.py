@@ -53,9 +53,7 @@ def instructions(kernel: CompiledKernel, folder: Path) -> list[str]:
     image = folder / "kernel.cubin"
     image.write_bytes(kernel.image)
     path = f"{tool.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    done = subprocess.run(
-        [str(tool), "-sass", str(image)], capture_output=True, env={**os.environ, "PATH": path}
-    )
+    done = subprocess.run([str(tool), "-sass", str(image)], capture_output=True, env={**os.environ, "PATH": path})
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     text = done.stdout.decode(errors="replace")
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", text)

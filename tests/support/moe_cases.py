@@ -180,11 +180,7 @@ def add_gather_cases(name: str) -> None:
             rows = torch.randint(-3, 25, (37,), generator=torch.Generator().manual_seed(seed))
             inside = rows.clamp(0, 18)
             for layout in layouts_of(name):
-                options = {
-                    "scale_rule": rule or None,
-                    "scale_layout": layout,
-                    "global_scale": given_scale(name),
-                }
+                options = {"scale_rule": rule or None, "scale_layout": layout, "global_scale": given_scale(name)}
                 want = quantize(x[inside], fmt, **options)
                 got = gathered_by_kernel(x.to(device), name, rule, layout, rows.int(), given_scale(name))
                 assert_same(got, want)
@@ -225,15 +221,9 @@ def add_gather_cases(name: str) -> None:
             _, rows, inverse = twins.route(draw_ids(tokens, top_k, 5, seed), 5)
             for rule in rules(name)[seed % len(rules(name)) :][:1]:
                 for layout in layouts_of(name):
-                    options = {
-                        "scale_rule": rule or None,
-                        "scale_layout": layout,
-                        "global_scale": given_scale(name),
-                    }
+                    options = {"scale_rule": rule or None, "scale_layout": layout, "global_scale": given_scale(name)}
                     want = quantize(x[rows.long()], fmt, **options)
-                    got = quantized(
-                        x.to(device), name, rule, layout, inverse=inverse, given=given_scale(name)
-                    )
+                    got = quantized(x.to(device), name, rule, layout, inverse=inverse, given=given_scale(name))
                     assert_same(got, want)
 
     gathered.__name__ = f"gathered_{name.lower()}"
@@ -275,12 +265,7 @@ def routed_rows(device: str) -> None:
     from padless.quantization.triton.global_scale import given_factors
 
     for seed, (tokens, top_k, experts, k, name) in enumerate(
-        (
-            (1, 1, 1, 128, "FP8_BLOCK"),
-            (7, 3, 5, 656, "FP8_BLOCK"),
-            (3, 8, 600, 544, "MXFP8"),
-            (2, 16, 20, 96, "NVFP4"),
-        )
+        ((1, 1, 1, 128, "FP8_BLOCK"), (7, 3, 5, 656, "FP8_BLOCK"), (3, 8, 600, 544, "MXFP8"), (2, 16, 20, 96, "NVFP4"))
     ):
         ids, x, fmt = (
             draw_ids(tokens, top_k, experts, seed),
@@ -342,9 +327,7 @@ def activated_rows(device: str) -> None:
 @case
 def activation_range(device: str) -> None:
     """The exponential over all magnitudes, Inf, NaN and both zeros, in bfloat16 and exactly by FP8_BLOCK's scales."""
-    edges = torch.tensor(
-        [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 87.0, -87.0, 88.5, -88.5, 1e-45]
-    )
+    edges = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 87.0, -87.0, 88.5, -88.5, 1e-45])
     x = torch.cat([edges, torch.linspace(-100, 100, 1270)]).view(-1, 128)
     for kind in ("silu", "gelu", "relu2"):
         assert_activated(Activation(kind), x, ("FP8_BLOCK",), device)
@@ -379,9 +362,7 @@ def combined(device: str) -> None:
 
     for seed, (tokens, top_k, n) in enumerate(PROBLEMS):
         for i, dtype in enumerate(DTYPES):
-            for weights_dtype in (torch.float32, torch.bfloat16, None)[seed % 2 * i :][
-                : 3 if seed == 1 else 1
-            ]:
+            for weights_dtype in (torch.float32, torch.bfloat16, None)[seed % 2 * i :][: 3 if seed == 1 else 1]:
                 y, inverse, weights, shared = combine_problem(tokens, top_k, n, dtype, seed)
                 weights = None if weights_dtype is None else weights.to(weights_dtype)
                 shared = shared.to(dtype) if seed % 2 else None

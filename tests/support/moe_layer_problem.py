@@ -44,9 +44,7 @@ class Layer:
         options = dict(self.options)
         if options.get("shared") is not None:
             options["shared"] = options["shared"][tokens]
-        return replace(
-            self, x=self.x[tokens], ids=self.ids[tokens], weights=self.weights[tokens], options=options
-        )
+        return replace(self, x=self.x[tokens], ids=self.ids[tokens], weights=self.weights[tokens], options=options)
 
 
 def draw_layer(

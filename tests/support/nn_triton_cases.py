@@ -104,9 +104,7 @@ def swiglu_backward(device: str) -> None:
         prob = torch.rand(45, generator=torch.Generator().manual_seed(seed))
         want = definition.swiglu_backward(dh, z, offs, prob, gate_up)
         with poisoned_memory():
-            got = swiglu.swiglu_backward(
-                dh.to(device), z.to(device), offs.to(device), prob.to(device), gate_up
-            )
+            got = swiglu.swiglu_backward(dh.to(device), z.to(device), offs.to(device), prob.to(device), gate_up)
         for name, one, other in zip(("dz", "h", "dprob"), got, want, strict=True):
             assert_bits(f"{name}, {gate_up}, {columns} columns of {dtype}", one, other)
         assert (got[2][38:] == 0).all()

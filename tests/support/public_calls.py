@@ -140,13 +140,7 @@ def torch_call() -> dict[str, Any]:
 
 
 def made(t: BlockScaledTensor) -> dict[str, Any]:
-    return {
-        "data": t.data,
-        "scale": t.scale,
-        "format": t.format,
-        "global_scale": t.global_scale,
-        "offs": t.offs,
-    }
+    return {"data": t.data, "scale": t.scale, "format": t.format, "global_scale": t.global_scale, "offs": t.offs}
 
 
 @dataclass(frozen=True)
@@ -170,24 +164,17 @@ PUBLIC: dict[str, Call] = {
     "GroupedGemmQuant.execute": Call(execute, buffers, padless.GroupedGemmQuant.execute),
     "dequantize": Call(padless.dequantize, lambda: {"t": activation(offs=OFFS), "offs": OFFS}),
     "gemm": Call(
-        padless.gemm,
-        lambda: {"a": activation(), "b": weight(), "out": torch.empty((M, N), dtype=torch.bfloat16)},
+        padless.gemm, lambda: {"a": activation(), "b": weight(), "out": torch.empty((M, N), dtype=torch.bfloat16)}
     ),
     "gemm of bf16": Call(padless.gemm, lambda: {"a": normal(M, K).bfloat16(), "b": weight()}),
     "group_offsets": Call(padless.group_offsets, lambda: {"sizes": torch.tensor([1, 2])}),
     "grouped_gemm": Call(padless.grouped_gemm, product),
     "grouped_gemm of bf16": Call(
-        padless.grouped_gemm,
-        lambda: {"a": normal(M, K).bfloat16(), "b": weight(NVFP4, GROUPS), "offs": OFFS},
+        padless.grouped_gemm, lambda: {"a": normal(M, K).bfloat16(), "b": weight(NVFP4, GROUPS), "offs": OFFS}
     ),
     "grouped_gemm of FP8_BLOCK": Call(
         padless.grouped_gemm,
-        lambda: {
-            "a": activation(FP8_BLOCK),
-            "b": weight(FP8_BLOCK, GROUPS),
-            "offs": OFFS,
-            "check_offs": True,
-        },
+        lambda: {"a": activation(FP8_BLOCK), "b": weight(FP8_BLOCK, GROUPS), "offs": OFFS, "check_offs": True},
     ),
     "grouped_gemm_epilogue": Call(padless.grouped_gemm_epilogue, epilogue_outputs),
     "grouped_gemm_epilogue into given outputs": Call(
@@ -200,8 +187,7 @@ PUBLIC: dict[str, Call] = {
         padless.grouped_gemm_swiglu_quant, lambda: {**nvfp4_outputs(), "gate_up": "concatenated"}
     ),
     "grouped_gemm_swiglu_quant of cuDNN's tensors": Call(
-        padless.grouped_gemm_swiglu_quant,
-        lambda: {**cudnn_outputs("concatenated"), "d_dtype": torch.bfloat16},
+        padless.grouped_gemm_swiglu_quant, lambda: {**cudnn_outputs("concatenated"), "d_dtype": torch.bfloat16}
     ),
     "quantize": Call(
         Q, lambda: {"x": normal(M, K), "format": NVFP4, "offs": OFFS, "global_scale": normal(GROUPS).abs()}
@@ -222,9 +208,7 @@ PUBLIC: dict[str, Call] = {
             "out": torch.zeros(M, N),
         },
     ),
-    "gemm of plain tensors": Call(
-        padless.gemm, lambda: {"a": normal(M, K).bfloat16(), "b": normal(N, K).bfloat16()}
-    ),
+    "gemm of plain tensors": Call(padless.gemm, lambda: {"a": normal(M, K).bfloat16(), "b": normal(N, K).bfloat16()}),
     "grouped_gemm_wgrad": Call(
         padless.grouped_gemm_wgrad,
         lambda: {"dy": columns(N), "x": columns(K, (128, 128)), "out": torch.zeros(GROUPS, N, K)},
@@ -242,48 +226,32 @@ PUBLIC: dict[str, Call] = {
     "quantize_weight_both": Call(padless.quantize_weight_both, lambda: {"w": normal(GROUPS, N, K)}),
     "swiglu_backward_quantize": Call(
         padless.swiglu_backward_quantize,
-        lambda: {
-            "dh": normal(M, K),
-            "z": normal(M, 2 * K),
-            "offs": OFFS,
-            "prob": normal(M),
-            "gate_up": "concatenated",
-        },
+        lambda: {"dh": normal(M, K), "z": normal(M, 2 * K), "offs": OFFS, "prob": normal(M), "gate_up": "concatenated"},
     ),
 }
 E8M0, E4M3, U8 = torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.uint8
 CONVERTERS: dict[str, Call] = {
     "layouts.to_mn_major": Call(layouts.to_mn_major, lambda: {"scale": normal(M, 3)}),
-    "layouts.to_mn_major of MN-major": Call(
-        layouts.to_mn_major, lambda: {"scale": layouts.to_mn_major(normal(M, 3))}
-    ),
+    "layouts.to_mn_major of MN-major": Call(layouts.to_mn_major, lambda: {"scale": layouts.to_mn_major(normal(M, 3))}),
     "layouts.pack_fp4": Call(layouts.pack_fp4, lambda: {"codes": one_byte(U8, 2, 4) % 16}),
     "layouts.unpack_fp4": Call(layouts.unpack_fp4, lambda: {"data": one_byte(torch.float4_e2m1fn_x2, 2, 4)}),
     "layouts.to_blocked": Call(layouts.to_blocked, lambda: {"scale": one_byte(E8M0, M, 5)}),
     "layouts.from_blocked": Call(
         layouts.from_blocked, lambda: {"blocked": one_byte(E8M0, TILES), "rows": M, "columns": 5}
     ),
-    "layouts.cudnn_view": Call(
-        layouts.cudnn_view, lambda: {"blocked": one_byte(E4M3, TILES), "rows": M, "columns": 5}
-    ),
+    "layouts.cudnn_view": Call(layouts.cudnn_view, lambda: {"blocked": one_byte(E4M3, TILES), "rows": M, "columns": 5}),
     "layouts.from_cudnn_view": Call(
         layouts.from_cudnn_view, lambda: {"view": layouts.cudnn_view(one_byte(E4M3, TILES), M, 5)}
     ),
     "layouts.group_of_rows": Call(layouts.group_of_rows, lambda: {"offs": OFFS, "rows": M}),
-    "layouts.offs_from_indptr": Call(
-        layouts.offs_from_indptr, lambda: {"m_indptr": torch.tensor([0, 2, 2, 5])}
-    ),
+    "layouts.offs_from_indptr": Call(layouts.offs_from_indptr, lambda: {"m_indptr": torch.tensor([0, 2, 2, 5])}),
     "layouts.offs_from_indices": Call(
         layouts.offs_from_indices, lambda: {"m_indices": torch.tensor([0, 0, -1, 2]), "num_groups": 3}
     ),
-    "layouts.from_masked": Call(
-        layouts.from_masked, lambda: {"masked_m": torch.tensor([2, 0, 3]), "max_m": 4}
-    ),
+    "layouts.from_masked": Call(layouts.from_masked, lambda: {"masked_m": torch.tensor([2, 0, 3]), "max_m": 4}),
     "layouts.group_max": Call(layouts.group_max, lambda: {"row_amax": normal(M).abs(), "offs": OFFS}),
     "layouts.padded_rows": Call(layouts.padded_rows, lambda: {"offs": OFFS, "rows": M}),
-    "layouts.to_blocked_groups": Call(
-        layouts.to_blocked_groups, lambda: {"scale": one_byte(E8M0, M, 5), "offs": OFFS}
-    ),
+    "layouts.to_blocked_groups": Call(layouts.to_blocked_groups, lambda: {"scale": one_byte(E8M0, M, 5), "offs": OFFS}),
     "layouts.from_blocked_groups": Call(
         layouts.from_blocked_groups,
         lambda: {"blocked": one_byte(E8M0, 3 * TILES), "offs": OFFS, "rows": M, "columns": 5},
@@ -312,9 +280,7 @@ CONVERTERS: dict[str, Call] = {
         checkpoints.from_gpt_oss, lambda: {"blocks": one_byte(U8, N, 4, 16), "scales": one_byte(U8, N, 4)}
     ),
     "checkpoints.stack_experts": Call(checkpoints.stack_experts, lambda: {"weights": [weight(), weight()]}),
-    "checkpoints.concatenate_rows": Call(
-        checkpoints.concatenate_rows, lambda: {"weights": [weight(), weight()]}
-    ),
+    "checkpoints.concatenate_rows": Call(checkpoints.concatenate_rows, lambda: {"weights": [weight(), weight()]}),
 }
 CALLS = PUBLIC | CONVERTERS
 

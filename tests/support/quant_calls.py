@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from padless import (
-    FP8_BLOCK,
-    dequantize,
-    group_offsets,
-    layouts,
-    quantize,
-)
+from padless import FP8_BLOCK, dequantize, group_offsets, layouts, quantize
 from padless.reference.gemm import group_rows
 
 SIZES = [70, 0, 130, 33]
@@ -60,9 +54,7 @@ def exact_d(a, b, offs, alpha=None, prob=None, bias=None, prob_on_bias=True):  #
     return d
 
 
-def check_groups(
-    got: torch.Tensor, wanted: torch.Tensor, offs: torch.Tensor, atol: float, rtol: float
-) -> None:
+def check_groups(got: torch.Tensor, wanted: torch.Tensor, offs: torch.Tensor, atol: float, rtol: float) -> None:
     """Every element of every group within atol + rtol * |wanted|; the message says which group."""
     for g, (start, end) in enumerate(group_rows(offs, got.shape[0])):
         error = (got[start:end].double() - wanted[start:end]).abs()

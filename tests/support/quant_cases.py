@@ -98,9 +98,7 @@ def _scale_dtype(fmt: BlockScaledFormat) -> torch.dtype:
     return torch.float32 if fmt.scale_dtype == torch.float32 else torch.uint8
 
 
-def tensors_of(
-    case: QuantCase, epilogue: Epilogue, outputs: dict[str, Fenced], tiles: int | None
-) -> EpilogueTensors:
+def tensors_of(case: QuantCase, epilogue: Epilogue, outputs: dict[str, Fenced], tiles: int | None) -> EpilogueTensors:
     if tiles is None:
         tiles = epilogues.column_tiles(case.m, len(case.sizes))
     return EpilogueTensors(
@@ -114,17 +112,13 @@ def tensors_of(
     )
 
 
-def reference(
-    case: QuantCase, epilogue: Epilogue, acc: torch.Tensor, tiles: int | None = None
-) -> dict[str, Fenced]:
+def reference(case: QuantCase, epilogue: Epilogue, acc: torch.Tensor, tiles: int | None = None) -> dict[str, Fenced]:
     outputs = make_outputs(case, epilogue, tiles)
     epilogue_reference(acc, case.offs, epilogue, tensors_of(case, epilogue, outputs, tiles))
     return outputs
 
 
-def differences(
-    got: dict[str, Fenced], wanted: dict[str, Fenced], before: dict[str, Fenced]
-) -> dict[str, int]:
+def differences(got: dict[str, Fenced], wanted: dict[str, Fenced], before: dict[str, Fenced]) -> dict[str, int]:
     """By output: bytes that differ, fences included. Allowed: zeros where the reference leaves padding of scales, and
     another NaN in d.
     """

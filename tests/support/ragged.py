@@ -22,9 +22,7 @@ def missing_gpu(present: tuple[int, int] | None, wanted: tuple[int, int] | None)
     if present is None:
         return "needs a CUDA GPU and this machine has none"
     if wanted is not None and present != wanted:
-        return (
-            f"needs a CUDA GPU of compute capability {wanted[0]}.{wanted[1]}, found {present[0]}.{present[1]}"
-        )
+        return f"needs a CUDA GPU of compute capability {wanted[0]}.{wanted[1]}, found {present[0]}.{present[1]}"
     return None
 
 

@@ -56,13 +56,7 @@ class Device:
         return Table(*map(list, columns))
 
     def tiles_at(
-        self,
-        offs: list[int] | None,
-        m: int,
-        n: int,
-        shape: Shape,
-        numbers: list[int],
-        halves_for: int | None = None,
+        self, offs: list[int] | None, m: int, n: int, shape: Shape, numbers: list[int], halves_for: int | None = None
     ) -> list[Tile | None]:
         """The tiles of ascending numbers; None past the last one. A half without rows is one of -1 rows."""
         self.table(offs, m, shape[0])
@@ -105,9 +99,7 @@ class Device:
         self.table(offs, m, shape[0])
         room = 20_000
         out = (ctypes.c_int * (5 * room))()
-        count = self.library.hand_out(
-            *shape, n, halves, cluster, counter, workers, seed, first_is_queued, out, room
-        )
+        count = self.library.hand_out(*shape, n, halves, cluster, counter, workers, seed, first_is_queued, out, room)
         assert count != -3, "the counter is not zero after the launch"
         assert count != -4, "a tile was drawn before it was asked for"
         assert 0 <= count < room
@@ -115,9 +107,7 @@ class Device:
         return [(entry[0], Tile(*entry[1:]) if entry[3] != 0 else None) for entry in entries]
 
 
-def build(
-    folder: Path, shapes: tuple[Shape, ...] = ALL_SHAPES, planted: tuple[str, str, str] | None = None
-) -> Device:
+def build(folder: Path, shapes: tuple[Shape, ...] = ALL_SHAPES, planted: tuple[str, str, str] | None = None) -> Device:
     """Compiles the headers, with a planted bug (header, text, replacement) if one is given."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:

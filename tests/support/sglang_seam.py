@@ -102,10 +102,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "sglang.srt.layers": {},
         _MOE: {},
         f"{_MOE}.moe_runner": {"MoeRunner": MoeRunner},
-        f"{_MOE}.moe_runner.base": {
-            "DispatchMoeRunnerCore": DispatchMoeRunnerCore,
-            "MoeRunnerConfig": MoeRunnerConfig,
-        },
+        f"{_MOE}.moe_runner.base": {"DispatchMoeRunnerCore": DispatchMoeRunnerCore, "MoeRunnerConfig": MoeRunnerConfig},
         f"{_MOE}.token_dispatcher": {},
         f"{_MOE}.token_dispatcher.standard": {
             "StandardDispatchOutput": StandardDispatchOutput,

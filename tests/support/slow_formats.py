@@ -165,6 +165,4 @@ def nvfp4_block(
         byte = E4M3.encode(min(max(wanted, Fraction(1, 64)), Fraction(448)))
         multiplier = capped_quotient(capped_quotient(1, global_scale), E4M3.decode(byte))
     # What overflows float32 saturates all the same.
-    return byte, [
-        E2M1.encode(round_binary(Fraction(v) * multiplier, 24, -126), is_negative(v)) for v in values
-    ]
+    return byte, [E2M1.encode(round_binary(Fraction(v) * multiplier, 24, -126), is_negative(v)) for v in values]

@@ -31,12 +31,8 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow-share", type=int, default=0, metavar="N", help="run one in N of them, chosen by the commit"
     )
-    parser.addoption(
-        "--slow-seconds", type=float, default=15.0, metavar="S", help="of each process, for --slow-share"
-    )
-    parser.addoption(
-        "--resume", action="store_true", help="leave out what has passed with these files before"
-    )
+    parser.addoption("--slow-seconds", type=float, default=15.0, metavar="S", help="of each process, for --slow-share")
+    parser.addoption("--resume", action="store_true", help="leave out what has passed with these files before")
 
 
 def configure(config: pytest.Config) -> None:
@@ -84,10 +80,7 @@ class SlowTests:
                 item.add_marker(pytest.mark.skip(reason="slow: run with --run-slow"))
         # In front, so that the last ones do not keep one process busy at the end.
         items.sort(
-            key=lambda item: (
-                item.nodeid not in self._chosen,
-                draws[item.nodeid] if item.nodeid in self._chosen else 0,
-            )
+            key=lambda item: (item.nodeid not in self._chosen, draws[item.nodeid] if item.nodeid in self._chosen else 0)
         )
 
     @pytest.hookimpl(tryfirst=True)

@@ -119,11 +119,7 @@ def random_case(m: int, n: int, k: int, seed: int = 0, formats: str = "e4m3 e4m3
 
 
 def launch(
-    driver: EmulatedDriver,
-    case: DenseCase,
-    out: torch.Tensor,
-    config: Sm100DenseConfig | None,
-    **settings: Any,
+    driver: EmulatedDriver, case: DenseCase, out: torch.Tensor, config: Sm100DenseConfig | None, **settings: Any
 ) -> LaunchResult:
     """Run the kernel; what it found."""
     settings = {"num_sms": 2, "raise_on_reports": False, **settings}

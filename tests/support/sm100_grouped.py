@@ -10,15 +10,7 @@ import torch
 
 from padless.emulator import LaunchResult
 from padless.emulator.fake_driver import EmulatedDriver, emulated_driver
-from padless.formats import (
-    MXFP4,
-    MXFP8,
-    MXFP8_E5M2,
-    NVFP4,
-    BlockScaledFormat,
-    BlockScaledTensor,
-    blocked_size,
-)
+from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host import prepare
 from padless.layouts import to_blocked, to_blocked_groups
@@ -121,9 +113,7 @@ def random_bytes(
     # Exact: 0.5, 1 and 2. Else NVFP4's are 2^-4 to 1 with three bits of mantissa, the others 2^-6 to 1.
     if fmt is NVFP4:
         scales = (
-            torch.randint(6, 9, blocks, generator=g) << 3
-            if exact
-            else torch.randint(0x18, 0x39, blocks, generator=g)
+            torch.randint(6, 9, blocks, generator=g) << 3 if exact else torch.randint(0x18, 0x39, blocks, generator=g)
         )
     else:
         low, high = (126, 129) if exact else (121, 128)
@@ -185,9 +175,7 @@ def run(
     guarded = GuardedOutput(n, m, dtype) if column_major else GuardedOutput(m, n, dtype)
     out = guarded.out.t() if column_major else guarded.out
     driver = emulated_driver("sm_100a") if driver is None else driver
-    with driver.configured(
-        seed=seed, num_sms=num_sms, arithmetic=arithmetic, checks=checks, raise_on_reports=False
-    ):
+    with driver.configured(seed=seed, num_sms=num_sms, arithmetic=arithmetic, checks=checks, raise_on_reports=False):
         prepare(driver, case.a, case.b, case.offs, out, config, alpha).launch(0)
     result = driver.last_result
     assert result is not None
@@ -199,8 +187,7 @@ def run(
             poison = GuardedOutput(n, m, dtype).out.t()
             bits = torch.int32 if dtype.itemsize == 4 else torch.int16
             assert torch.equal(
-                out[case.valid :].t().contiguous().view(bits),
-                poison[case.valid :].t().contiguous().view(bits),
+                out[case.valid :].t().contiguous().view(bits), poison[case.valid :].t().contiguous().view(bits)
             )
         else:
             guarded.check(case.valid)
@@ -227,6 +214,4 @@ def tolerance(case: Case, dtype: torch.dtype) -> torch.Tensor:
 def check_close(case: Case, out: torch.Tensor) -> None:
     error = (out.double() - case.exact).abs()[: case.valid]
     excess = error - tolerance(case, out.dtype)[: case.valid]
-    assert case.valid == 0 or excess.max() <= 0, (
-        f"row {int(excess.amax(1).argmax())} is off by {float(error.max())}"
-    )
+    assert case.valid == 0 or excess.max() <= 0, f"row {int(excess.amax(1).argmax())} is off by {float(error.max())}"

@@ -145,13 +145,7 @@ def found(bug: Bug) -> tuple[bool, list[str]]:
     wrong = False
     for seed in range(bug.seeds):
         result = run(
-            case,
-            bug.config,
-            seed=seed,
-            num_sms=bug.config.cluster,
-            arithmetic="fast",
-            driver=driver,
-            guard=False,
+            case, bug.config, seed=seed, num_sms=bug.config.cluster, arithmetic="fast", driver=driver, guard=False
         )
         kinds += [r.kind for r in result.result.reports]
         expected = case.exact.float() * (1.5 if bug.fmt == "NVFP4" else 1)

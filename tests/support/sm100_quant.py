@@ -67,9 +67,7 @@ def check(
     case = problem.case
     with driver.configured(seed=seed, num_sms=sms, raise_on_reports=False):
         tensors = tensors_of(problem, epilogue, got, tiles)
-        prepared = sm100_grouped_quant.prepare(
-            driver, case.a, case.b, case.offs, tensors, config, epilogue=epilogue
-        )
+        prepared = sm100_grouped_quant.prepare(driver, case.a, case.b, case.offs, tensors, config, epilogue=epilogue)
         prepared.launch(0)
     result = driver.last_result
     assert result is not None

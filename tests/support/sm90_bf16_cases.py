@@ -24,20 +24,12 @@ FORMATS: dict[str, BlockScaledFormat] = {fmt.name: fmt for fmt in formats.FORMAT
 
 
 def random_problem(
-    pair: tuple[str, str],
-    sizes: tuple[int, ...],
-    n: int,
-    k: int,
-    *,
-    spare_rows: int = 3,
-    layout: str = "plain",
+    pair: tuple[str, str], sizes: tuple[int, ...], n: int, k: int, *, spare_rows: int = 3, layout: str = "plain"
 ) -> Problem:
     """Normal values whose rows differ in magnitude by up to 2^6, quantized."""
     generator = torch.Generator().manual_seed(n * 31 + k)
     rows = sum(sizes) + spare_rows
-    x = torch.randn(rows, k, generator=generator) * 2.0 ** torch.randint(
-        -3, 4, (rows, 1), generator=generator
-    )
+    x = torch.randn(rows, k, generator=generator) * 2.0 ** torch.randint(-3, 4, (rows, 1), generator=generator)
     w = torch.randn(len(sizes), n, k, generator=generator)
     w = w * 2.0 ** torch.randint(-3, 4, (len(sizes), n, 1), generator=generator)
     offs = offsets(sizes)
@@ -56,9 +48,7 @@ def exact_problem(pair: tuple[str, str], sizes: tuple[int, ...], n: int, k: int)
         a = torch.randint(-8, 9, (sum(sizes), k), generator=generator).to(torch.bfloat16)
     else:
         a = _exact_operand(FORMATS[pair[0]], (sum(sizes), k), len(sizes), generator)
-    return Problem(
-        a, _exact_operand(FORMATS[pair[1]], (len(sizes), n, k), len(sizes), generator), offsets(sizes)
-    )
+    return Problem(a, _exact_operand(FORMATS[pair[1]], (len(sizes), n, k), len(sizes), generator), offsets(sizes))
 
 
 def _exact_operand(
@@ -103,9 +93,7 @@ def multiply(
 
 def exact_result(problem: Problem, out_dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Products and sums in float64, of the rows that are in a group."""
-    out = grouped_gemm_reference(
-        problem.a, problem.b, problem.offs, out_dtype=out_dtype, accumulate="float64"
-    )
+    out = grouped_gemm_reference(problem.a, problem.b, problem.offs, out_dtype=out_dtype, accumulate="float64")
     return out[: problem.valid_rows]
 
 

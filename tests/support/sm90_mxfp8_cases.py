@@ -37,9 +37,7 @@ def _nan_padding(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor
     assert real.numel() == size
     found = blocked.view(torch.uint8).clone()
     found[..., real == 0] = NAN_SCALE
-    assert torch.equal(
-        from_blocked(found, rows, columns), from_blocked(blocked.view(torch.uint8), rows, columns)
-    )
+    assert torch.equal(from_blocked(found, rows, columns), from_blocked(blocked.view(torch.uint8), rows, columns))
     return found.view(blocked.dtype)
 
 

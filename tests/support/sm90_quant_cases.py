@@ -10,15 +10,7 @@ import torch
 from padless import formats
 from padless.emulator.fake_driver import EmulatedDriver
 from padless.epilogue import Epilogue
-from padless.formats import (
-    FP8_BLOCK,
-    MXFP4,
-    MXFP8,
-    MXFP8_E5M2,
-    NVFP4,
-    BlockScaledFormat,
-    BlockScaledTensor,
-)
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.sm90_fp8 import host as sm90_fp8
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.table import BF16
@@ -87,17 +79,7 @@ class PairCase(Case):
     def sums(self, driver: EmulatedDriver) -> torch.Tensor:
         """(M, N) float32 of the plain kernel, NaN in rows of nobody."""
         assert self.plain is not None
-        key = (
-            self.plain,
-            self.sizes,
-            self.n,
-            self.k,
-            self.past,
-            self.seed,
-            self.scale,
-            self.pair,
-            self.layouts,
-        )
+        key = (self.plain, self.sizes, self.n, self.k, self.past, self.seed, self.scale, self.pair, self.layouts)
         if self.altered or key not in _SUMS:
             out = torch.full((self.m, self.n), float("nan"))
             with driver.configured(arithmetic="fast", num_sms=1):
@@ -171,9 +153,7 @@ EPILOGUES: dict[str, Epilogue] = {
         row_format=MXFP4, row_layout="blocked", scale_rule="rceil", d_dtype=torch.float16
     ),
     "MXFP4 rows, cudnn": Epilogue(row_format=MXFP4, scale_rule="cudnn", bias=True, prob=True),
-    "NVFP4 rows by group, everything": Epilogue(
-        row_format=NVFP4, row_layout="blocked_groups", scale_rule="te", **ALL
-    ),
+    "NVFP4 rows by group, everything": Epilogue(row_format=NVFP4, row_layout="blocked_groups", scale_rule="te", **ALL),
     "NVFP4 rows": Epilogue(row_format=NVFP4, scale_rule="te"),
     "bf16 alone": Epilogue(d_dtype=torch.bfloat16, alpha=True, bias=True, prob=True),
     "amax alone": Epilogue(amax=True, alpha=True),
@@ -181,12 +161,7 @@ EPILOGUES: dict[str, Epilogue] = {
 _VALUES = {"d_dtype": torch.float32}  # what glu_of_own_values judges
 GLU_EPILOGUES: dict[str, Epilogue] = {
     "interleaved, NVFP4 rows": Epilogue(
-        activation="swiglu_interleaved",
-        row_format=NVFP4,
-        row_layout="blocked",
-        scale_rule="te",
-        **ALL,
-        **_VALUES,
+        activation="swiglu_interleaved", row_format=NVFP4, row_layout="blocked", scale_rule="te", **ALL, **_VALUES
     ),
     "interleaved, MXFP8 rows and columns": Epilogue(
         activation="swiglu_interleaved",
@@ -199,12 +174,7 @@ GLU_EPILOGUES: dict[str, Epilogue] = {
         **_VALUES,
     ),
     "concatenated, MXFP8 rows and columns": Epilogue(
-        activation="swiglu_concatenated",
-        row_format=MXFP8,
-        column_format=MXFP8,
-        scale_rule="rceil",
-        **ALL,
-        **_VALUES,
+        activation="swiglu_concatenated", row_format=MXFP8, column_format=MXFP8, scale_rule="rceil", **ALL, **_VALUES
     ),
     "concatenated, MXFP4 rows": Epilogue(
         activation="swiglu_concatenated", row_format=MXFP4, scale_rule="rceil", amax=True, **_VALUES

@@ -50,9 +50,7 @@ class GroupedExperts(nn.Module):
         offs = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
         x = x_RD.bfloat16()
         w1, w2, w3 = (w.bfloat16().transpose(-2, -1) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
-        h = nn.functional.silu(self._grouped_mm(A=x, B_t=w1, offs=offs)) * self._grouped_mm(
-            A=x, B_t=w3, offs=offs
-        )
+        h = nn.functional.silu(self._grouped_mm(A=x, B_t=w1, offs=offs)) * self._grouped_mm(A=x, B_t=w3, offs=offs)
         return self._grouped_mm(A=h, B_t=w2, offs=offs).type_as(x_RD)
 
     def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:

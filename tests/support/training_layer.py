@@ -44,25 +44,14 @@ SIZES = (129, 1, 127, 0)  # tokens of the first experts; a third of the other sl
 
 
 def layer(
-    tokens: int = 100,
-    hidden: int = 160,
-    intermediate: int = 144,
-    experts: int = 5,
-    top_k: int = 3,
-    seed: int = 0,
+    tokens: int = 100, hidden: int = 160, intermediate: int = 144, experts: int = 5, top_k: int = 3, seed: int = 0
 ) -> Layer:
     """Normal values of a trained layer's sizes. Experts have `SIZES` tokens for 100 tokens, for others in proportion."""
     g = torch.Generator().manual_seed(seed)
     ids = [expert for expert, size in enumerate(SIZES) for _ in range(size * tokens * top_k // 300)]
     others = tokens * top_k - len(ids)
-    ids += (
-        [experts - 1] * (others - others // 3)
-        + [-1, experts + 7] * (others // 6)
-        + [experts] * (others // 3 % 2)
-    )
-    index = torch.tensor(ids, dtype=torch.int64)[torch.randperm(tokens * top_k, generator=g)].view(
-        tokens, top_k
-    )
+    ids += [experts - 1] * (others - others // 3) + [-1, experts + 7] * (others // 6) + [experts] * (others // 3 % 2)
+    index = torch.tensor(ids, dtype=torch.int64)[torch.randperm(tokens * top_k, generator=g)].view(tokens, top_k)
     return Layer(
         torch.randn(tokens, hidden, generator=g),
         index,
@@ -83,9 +72,7 @@ def split(z: torch.Tensor, gate_up: str) -> tuple[torch.Tensor, torch.Tensor]:
     return runs[..., 0, :].flatten(-2), runs[..., 1, :].flatten(-2)
 
 
-def layer_in_torch(
-    p: dict[str, torch.Tensor], index: torch.Tensor, gate_up: str = "concatenated"
-) -> torch.Tensor:
+def layer_in_torch(p: dict[str, torch.Tensor], index: torch.Tensor, gate_up: str = "concatenated") -> torch.Tensor:
     """The layer's output from leaves of any one dtype, expert by expert."""
     out = p["shared"]
     for e in range(p["w13"].shape[0]):
@@ -120,10 +107,7 @@ def module(problem: Layer, recipe: Recipe | str, **options: Any) -> Experts:
 
 
 def gradients(
-    made: Experts,
-    problem: Layer,
-    dtype: torch.dtype = torch.float32,
-    call: Callable[..., torch.Tensor] | None = None,
+    made: Experts, problem: Layer, dtype: torch.dtype = torch.float32, call: Callable[..., torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     """The output and the gradients of one step of the module, or of ``call``, which is made of it."""
     p = problem.leaves(dtype)

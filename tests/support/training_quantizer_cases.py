@@ -185,9 +185,7 @@ def scale_boundaries(device: str) -> None:
     rows_columns_pair(x, offs_of((17,), device), (1, 128), 32, True, device)
     floor = torch.tensor(1e-4)
     edges = [floor, *(torch.nextafter(floor, torch.tensor(d)) for d in (0.0, 1.0))]
-    edges += [
-        torch.tensor(v) for v in (3.4028234663852886e38, 1e-45, 0.0, float("inf"), float("nan"), 2.0**100)
-    ]
+    edges += [torch.tensor(v) for v in (3.4028234663852886e38, 1e-45, 0.0, float("inf"), float("nan"), 2.0**100)]
     x = torch.linspace(-1, 1, 20)[:, None] * torch.stack(edges)
     rows_columns_pair(x, offs_of((20,), device), (1, 128), 32, True, device)
 
@@ -220,9 +218,7 @@ def swiglu_operands(m: int, columns: int, dtype: torch.dtype, seed: int) -> tupl
     return dh, z.to(dtype), prob
 
 
-def add_swiglu_case(
-    name: str, gate_up: str, columns: int, dtype: torch.dtype, block: tuple[int, int]
-) -> None:
+def add_swiglu_case(name: str, gate_up: str, columns: int, dtype: torch.dtype, block: tuple[int, int]) -> None:
     def run(device: str) -> None:
         dh, z, prob = swiglu_operands(47, columns, dtype, columns)
         offs = offs_of((12, 0, 33), device)
@@ -272,12 +268,7 @@ def nvfp4_stochastic(device: str) -> None:
     from padless.quantization.triton import nvfp4_random
 
     for seed, (shape, dtype) in enumerate(
-        (
-            ((0, 16), torch.bfloat16),
-            ((5, 2), torch.bfloat16),
-            ((19, 144), torch.float32),
-            ((17, 290), torch.float16),
-        )
+        (((0, 16), torch.bfloat16), ((5, 2), torch.bfloat16), ((19, 144), torch.float32), ((17, 290), torch.float16))
     ):
         x = awkward(shape, dtype, seed)
         key = torch.tensor((0, -3, 12345678901234567, 2**63 - 1)[seed])

@@ -278,23 +278,11 @@ def global_scales(device: str) -> None:
         nothing[5, 6] = -0.0
         subnormal = torch.full_like(x, 3e-45 if dtype == torch.float32 else 1e-39)
         weights = torch.stack([x, nothing, x * 1e-4])
-        for values in (
-            x,
-            x * 1e-4,
-            x[7:30],
-            nothing,
-            subnormal,
-            x[:, 1:301],
-            x[:0],
-            weights,
-            weights[:, :37],
-        ):
+        for values in (x, x * 1e-4, x[7:30], nothing, subnormal, x[:, 1:301], x[:0], weights, weights[:, :37]):
             for groups in (None, offs) if values.dim() == 2 else (None,):
                 for rule in ("te", "torchao"):
                     want = _nvfp4_global(values, rule, None, groups, False)
-                    got = global_scale(
-                        values.to(device), rule, groups if groups is None else groups.to(device)
-                    )
+                    got = global_scale(values.to(device), rule, groups if groups is None else groups.to(device))
                     for a, b in zip(got, want, strict=True):
                         assert a.shape == b.shape
                         assert torch.equal(bits(a.reshape(-1)), bits(b.reshape(-1)))
@@ -306,18 +294,7 @@ def given_global_scales(device: str) -> None:
     from padless.quantization.rules import nvfp4_factors
     from padless.quantization.triton.global_scale import given_factors
 
-    edges = [
-        2.0**-149,
-        2.0**-127,
-        2.0**-126,
-        1e-30,
-        0.01,
-        1 / 3,
-        1.0,
-        2688.0,
-        2.0**126,
-        3.4028234663852886e38,
-    ]
+    edges = [2.0**-149, 2.0**-127, 2.0**-126, 1e-30, 0.01, 1 / 3, 1.0, 2688.0, 2.0**126, 3.4028234663852886e38]
     generator = torch.Generator().manual_seed(20)
     some = torch.exp2(240 * torch.rand(1050, generator=generator) - 120)
     scales = torch.cat([torch.tensor(edges), some * (1 + torch.rand(1050, generator=generator))])
@@ -377,9 +354,7 @@ def with_nans(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.T
     for row in range(1, rows):
         for _ in range(1 + row % 3):
             column = int(torch.randint(columns, (), generator=generator))
-            x.view(word)[row, column] = patterns[
-                (row + int(torch.randint(2, (), generator=generator))) % len(patterns)
-            ]
+            x.view(word)[row, column] = patterns[(row + int(torch.randint(2, (), generator=generator))) % len(patterns)]
     return x
 
 

@@ -52,12 +52,7 @@ ACTIVATIONS = {
     "GELU_TANH_NO_MUL": "gelu_tanh_no_mul",
     "RELU2_NO_MUL": "relu2_no_mul",
 }
-ALL2ALL = (
-    "use_all2all_kernels",
-    "use_ag_rs_all2all_kernels",
-    "use_deepep_ht_kernels",
-    "use_passthrough_all2all",
-)
+ALL2ALL = ("use_all2all_kernels", "use_ag_rs_all2all_kernels", "use_deepep_ht_kernels", "use_passthrough_all2all")
 _LAYERS = "vllm.model_executor.layers"
 MoEActivation = Enum("MoEActivation", ACTIVATIONS)  # type: ignore[misc]
 FusedMoEActivationFormat = Enum("FusedMoEActivationFormat", ["Standard", "BatchedExperts"])
@@ -101,11 +96,7 @@ class FusedMoEConfig:
 
 class FusedMoEExpertsModular(ABC):
     def __init__(
-        self,
-        moe_config: Any,
-        quant_config: Any,
-        max_num_tokens: int | None = None,
-        num_dispatchers: int | None = None,
+        self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None
     ) -> None:
         self.moe_config, self.quant_config = moe_config, quant_config
         q = quant_config
@@ -154,10 +145,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
             "FusedMoEActivationFormat": FusedMoEActivationFormat,
             "TopKWeightAndReduce": object,
         },
-        f"{moe}.activation": {
-            "MoEActivation": MoEActivation,
-            "ApplyMoEActivationConfig": ApplyMoEActivationConfig,
-        },
+        f"{moe}.activation": {"MoEActivation": MoEActivation, "ApplyMoEActivationConfig": ApplyMoEActivationConfig},
         f"{moe}.config": {
             "FusedMoEParallelConfig": FusedMoEParallelConfig,
             "FusedMoEConfig": FusedMoEConfig,

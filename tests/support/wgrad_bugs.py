@@ -92,16 +92,8 @@ BUGS: tuple[Bug, ...] = (
         (),
         ((LOAD, "tile.column, block_start + block);", "tile.column, block_start + block - 1);"),),
     ),
-    Bug(
-        "tokens of X taken where dY has them",
-        (),
-        ((LOAD, "b_start + t, tile.column", "a_start + t, tile.column"),),
-    ),
-    Bug(
-        "first block added to the last tile",
-        (),
-        ((MULTIPLY, "FIRST ? 0.0f : d[i]", "d[i]"),),
-    ),
+    Bug("tokens of X taken where dY has them", (), ((LOAD, "b_start + t, tile.column", "a_start + t, tile.column"),)),
+    Bug("first block added to the last tile", (), ((MULTIPLY, "FIRST ? 0.0f : d[i]", "d[i]"),)),
     Bug(
         "column scales of the wrong columns",
         (),
@@ -116,12 +108,7 @@ BUGS: tuple[Bug, ...] = (
         ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "OUT_TYPE == OUT_F32"),),
         quick=True,
     ),
-    Bug(
-        "a later microbatch stores",
-        (),
-        ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "false"),),
-        onto=True,
-    ),
+    Bug("a later microbatch stores", (), ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "false"),), onto=True),
     Bug(
         "empty groups get zeros added",  # -0 and NaN do not survive it
         (),
@@ -129,9 +116,7 @@ BUGS: tuple[Bug, ...] = (
         onto=True,
     ),
     Bug(
-        "empty groups not stored",
-        (),
-        ((MAIN, "n_rows, n_columns, problem.accumulate};", "n_rows, n_columns, true};"),),
+        "empty groups not stored", (), ((MAIN, "n_rows, n_columns, problem.accumulate};", "n_rows, n_columns, true};"),)
     ),
     Bug(
         "registers that hold no tile are stored",
@@ -151,21 +136,9 @@ BUGS: tuple[Bug, ...] = (
     ),
     # ---- waits, arrivals and fences
     Bug("full barrier not waited for", ("race",), ((MULTIPLY, WAIT_FULL, ""),), quick=True),
-    Bug(
-        "empty barrier not waited for",
-        ("race", "mbarrier"),
-        ((LOAD, WAIT_EMPTY, ""),),
-    ),
-    Bug(
-        "products not waited for",
-        ("register-in-flight",),
-        ((MULTIPLY, "wgmma_wait_group<0>();", ""),),
-    ),
-    Bug(
-        "no wgmma.fence",
-        ("missing-wgmma-fence",),
-        ((MULTIPLY, "wgmma_fence();\n    const auto", "const auto"),),
-    ),
+    Bug("empty barrier not waited for", ("race", "mbarrier"), ((LOAD, WAIT_EMPTY, ""),)),
+    Bug("products not waited for", ("register-in-flight",), ((MULTIPLY, "wgmma_wait_group<0>();", ""),)),
+    Bug("no wgmma.fence", ("missing-wgmma-fence",), ((MULTIPLY, "wgmma_fence();\n    const auto", "const auto"),)),
     Bug(
         "no proxy fence before the store",
         ("missing-proxy-fence",),
@@ -193,10 +166,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scale of X not waited for",
         ("race", "mbarrier", "uninitialised-shared"),
-        (
-            (LOAD, "X_SCALES_ARE_BLOCKS ? 2 : 1;", "1;"),
-            (LOAD, "cp_async_mbarrier_arrive_noinc(full);", ""),
-        ),
+        ((LOAD, "X_SCALES_ARE_BLOCKS ? 2 : 1;", "1;"), (LOAD, "cp_async_mbarrier_arrive_noinc(full);", "")),
     ),
     Bug("scale of X never arrives", ("deadlock",), ((LOAD, "cp_async_mbarrier_arrive_noinc(full);", ""),)),
     Bug("expect_tx forgets the scales", ("race", "mbarrier", "deadlock"), ((LOAD, "+ BLOCK_M * 4 +", "+"),)),
@@ -220,13 +190,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "both buffers share a barrier",
         ("barrier", "race", "deadlock"),
-        (
-            (
-                STORE,
-                "return 1 + warpgroup * NUM_D + piece % NUM_D;",
-                "return 1 + warpgroup * NUM_D;",
-            ),
-        ),
+        ((STORE, "return 1 + warpgroup * NUM_D + piece % NUM_D;", "return 1 + warpgroup * NUM_D;"),),
         seeds=8,
     ),
     Bug(
@@ -234,11 +198,7 @@ BUGS: tuple[Bug, ...] = (
         ("deadlock",),
         ((STORE, "bar_arrive(d_free(warpgroup, 0), STORE_THREADS);", ""),),
     ),
-    Bug(
-        "half a wave staged where the other half is",
-        (),
-        ((STORAGE, "piece % PIECES_PER_WAVE * PIECE_COLUMNS", "0"),),
-    ),
+    Bug("half a wave staged where the other half is", (), ((STORAGE, "piece % PIECES_PER_WAVE * PIECE_COLUMNS", "0"),)),
     Bug(
         "store does not wait for what is staged",
         ("race", "deadlock", "barrier"),
@@ -272,11 +232,7 @@ BUGS: tuple[Bug, ...] = (
         ("grid-dependency",),
         ((MAIN, "griddepcontrol_wait();", ""),),
     ),
-    Bug(
-        "consumers keep their slot of the queue",
-        ("deadlock",),
-        ((TILES, "if (lane == 0) reader.release();", ""),),
-    ),
+    Bug("consumers keep their slot of the queue", ("deadlock",), ((TILES, "if (lane == 0) reader.release();", ""),)),
     Bug(
         "consumers pass over tiles",
         ("deadlock", "mbarrier", "race"),

@@ -45,9 +45,7 @@ def test_a_write_past_the_valid_rows_is_seen(guarded, value):
         guarded.check(3)
 
 
-@pytest.mark.parametrize(
-    ("row", "where"), [(-1, "before"), (-GUARD_ROWS, "before"), (5, "behind"), (260, "behind")]
-)
+@pytest.mark.parametrize(("row", "where"), [(-1, "before"), (-GUARD_ROWS, "before"), (5, "behind"), (260, "behind")])
 def test_a_write_outside_the_output_is_seen(guarded, row, where):
     guarded.out[:] = 1.5
     # The same allocation seen without bounds, as a kernel sees it.

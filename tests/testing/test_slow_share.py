@@ -61,9 +61,7 @@ def run(folder: Path, *options: str, **environment: str) -> tuple[Counter[str], 
     assert done.returncode in (0, 1, 5), done.stdout + done.stderr
     passed = re.findall(r"(\S+::\S+) PASSED|PASSED (\S+::\S+)", done.stdout)
     last = done.stdout.strip().splitlines()[-1]
-    outcomes = {
-        word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|deselected)", last)
-    }
+    outcomes = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|deselected)", last)}
     return Counter(outcomes), sorted(a or b for a, b in passed), done.stdout
 
 
@@ -101,9 +99,7 @@ def test_without_a_repository_there_is_no_share(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_few.py").write_text(SLOW)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: slow\n")
-    outcomes, _, _ = run(
-        tmp_path, "--slow-share", "5", "--resume", GIT_CEILING_DIRECTORIES=str(tmp_path.parent)
-    )
+    outcomes, _, _ = run(tmp_path, "--slow-share", "5", "--resume", GIT_CEILING_DIRECTORIES=str(tmp_path.parent))
     assert (outcomes["passed"], outcomes["skipped"]) == (1, 60)
 
 

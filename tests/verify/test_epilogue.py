@@ -75,9 +75,7 @@ def test_the_draws_reach_every_value_of(option: str, wanted: set[Any]) -> None:
 
 def test_the_draws_reach_every_format_activation_number_tile_and_odd_group() -> None:
     problems = drawn()
-    assert {(p.gate_up, p.options.get("d_format")) for p in problems} >= {
-        (g, f) for g in GATE_UP for f in FORMATS
-    }
+    assert {(p.gate_up, p.options.get("d_format")) for p in problems} >= {(g, f) for g in GATE_UP for f in FORMATS}
     dtypes = {p.options.get("d_dtype") for p in problems}
     assert dtypes >= {torch.bfloat16, torch.float16, torch.float32, torch.float8_e5m2}
     for name in ("alpha", "bias", "prob", "norm_const", "global_scale"):
@@ -121,9 +119,7 @@ def run(seed: int, backend: str, values: bool = False) -> Outputs:
     return run_problem(problem.for_values() if values else problem, "cpu", backend)
 
 
-def in_place_of_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, backend: str, mistake: Mistake | None = None
-) -> None:
+def in_place_of_the_gpu(monkeypatch: pytest.MonkeyPatch, backend: str, mistake: Mistake | None = None) -> None:
     def on_gpu(problem: EpilogueProblem) -> Outputs:
         is_values = "row_layout" not in problem.options and "d_format" not in problem.options
         values = is_values and problem.options["d_dtype"] == torch.float32 and problem.gate_up is not None
@@ -207,9 +203,7 @@ def test_a_planted_mistake_is_seen_by_both_checks(monkeypatch: pytest.MonkeyPatc
         verify_epilogue._compare(drawn()[seed], (emulated, b""))
 
 
-def test_zeros_are_allowed_beside_scales_in_their_tile_and_nowhere_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_zeros_are_allowed_beside_scales_in_their_tile_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows with a number of scales that is no multiple of 4 leave columns of a tile; the last tiles have none at all."""
 
     def row_scales(p: EpilogueProblem) -> int:
@@ -240,9 +234,7 @@ def test_zeros_are_allowed_beside_scales_in_their_tile_and_nowhere_else(
 
 
 @pytest.mark.parametrize("size", [2.0**-23, 2.0**-18])
-def test_swiglu_may_be_off_by_what_its_exponential_explains(
-    monkeypatch: pytest.MonkeyPatch, size: float
-) -> None:
+def test_swiglu_may_be_off_by_what_its_exponential_explains(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
     """Values off by 2^-23 are counted, by 2^-18 refused; and codes have to follow from the values."""
     seed = seed_with(lambda p: p.gate_up is not None and p.options.get("d_format") == FP8_BLOCK)
 
@@ -261,12 +253,8 @@ def test_swiglu_may_be_off_by_what_its_exponential_explains(
         assert "1 of" in check_epilogue(1, seed)
 
 
-def test_beside_the_emulator_a_swiglu_with_the_same_values_has_the_same_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seed = seed_with(
-        lambda p: p.gate_up is not None and is_rows_of_codes(p) is False and "row_output" in p.options
-    )
+def test_beside_the_emulator_a_swiglu_with_the_same_values_has_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = seed_with(lambda p: p.gate_up is not None and is_rows_of_codes(p) is False and "row_output" in p.options)
     name = "row_codes" if drawn()[seed].options["row_output"] else "column_codes"
     emulated = {k: t.numpy().tobytes() for k, t in run(seed, "reference").bytes.items()}
     values = run(seed, "reference", True).bytes["d"].numpy().tobytes()

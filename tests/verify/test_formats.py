@@ -22,9 +22,7 @@ def test_every_grouped_route_but_the_first_kernels_is_verified() -> None:
 
 
 def test_the_draws_reach_all_configurations_layouts_and_output_types() -> None:
-    route = next(
-        p for p in routes_of("sm_90a") if (p.config_class, p.a, p.b) == (Sm90Bf16Config, "NVFP4", "NVFP4")
-    )
+    route = next(p for p in routes_of("sm_90a") if (p.config_class, p.a, p.b) == (Sm90Bf16Config, "NVFP4", "NVFP4"))
     problems = [random_formats_problem(route, seed) for seed in range(150)]
     assert {p.config for p in problems} == set(configs_of(route))
     assert {p.dtype for p in problems} == set(verify_formats.DTYPES)
@@ -38,9 +36,7 @@ def test_the_draws_reach_all_configurations_layouts_and_output_types() -> None:
 
 def test_the_check_sees_one_wrong_row_and_one_write_past_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole check on the CPU, the reference in the GPU's place: right, then with two planted mistakes."""
-    route = next(
-        p for p in routes_of("sm_90a") if (p.config_class, p.a, p.b) == (Sm90Bf16Config, "MXFP4", "MXFP4")
-    )
+    route = next(p for p in routes_of("sm_90a") if (p.config_class, p.a, p.b) == (Sm90Bf16Config, "MXFP4", "MXFP4"))
     monkeypatch.setattr(verify_formats, "routes_of", lambda arch: [route])
     monkeypatch.setattr(verify_formats, "cuda_driver", lambda: type("D", (), {"arch": "sm_90a"}))
 

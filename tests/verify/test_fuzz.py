@@ -146,11 +146,7 @@ def other_half(right: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrong(**kwargs: Any) -> Any:
         b = kwargs["b_tensor"]
-        if (
-            kwargs.get("gate_up") == "concatenated"
-            and b.scale_layout == "plain"
-            and b.format.weight_block[0] == 1
-        ):
+        if kwargs.get("gate_up") == "concatenated" and b.scale_layout == "plain" and b.format.weight_block[0] == 1:
             half = b.data.shape[1] // 2
             data, scale = (t.view(torch.uint8).roll(half, 1).view(t.dtype) for t in (b.data, b.scale))
             kwargs["b_tensor"] = replace(b, data=data, scale=scale)
@@ -217,32 +213,12 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
     "one bit of a dense product": ("gemm", products, "gemm", after(nudged)),
     "a list without alpha": ("grouped_gemm_list", products, "grouped_gemm_list", forgets("alpha")),
     "torch's call, one bit": ("scaled_grouped_mm", products, "scaled_grouped_mm", after(nudged)),
-    "a quantising call without bias": (
-        "grouped_gemm_quant",
-        epilogues,
-        "grouped_gemm_quant",
-        forgets("bias_tensor"),
-    ),
+    "a quantising call without bias": ("grouped_gemm_quant", epilogues, "grouped_gemm_quant", forgets("bias_tensor")),
     "one row code": ("grouped_gemm_quant", epilogues, "grouped_gemm_quant", quant_output("d_tensor")),
     "one amax": ("grouped_gemm_quant", epilogues, "grouped_gemm_quant", quant_output("amax_tensor")),
-    "one column code": (
-        "grouped_gemm_epilogue",
-        epilogues,
-        "grouped_gemm_epilogue",
-        epilogue_output("column_codes"),
-    ),
-    "one row scale": (
-        "grouped_gemm_epilogue",
-        epilogues,
-        "grouped_gemm_epilogue",
-        epilogue_output("row_scale"),
-    ),
-    "gate and up exchanged": (
-        "grouped_gemm_swiglu_quant",
-        epilogues,
-        "grouped_gemm_swiglu_quant",
-        other_half,
-    ),
+    "one column code": ("grouped_gemm_epilogue", epilogues, "grouped_gemm_epilogue", epilogue_output("column_codes")),
+    "one row scale": ("grouped_gemm_epilogue", epilogues, "grouped_gemm_epilogue", epilogue_output("row_scale")),
+    "gate and up exchanged": ("grouped_gemm_swiglu_quant", epilogues, "grouped_gemm_swiglu_quant", other_half),
     "one code": ("quantize", quantizers, "quantize", after(tensor_nudged)),
     "one scale": ("quantize", quantizers, "quantize", after(scale_nudged)),
     "gathered rows": ("quantize", quantizers, "quantize", gathers_late),
@@ -265,20 +241,13 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
         "quantize_rows_columns",
         of_columns(lambda t: t.roll(1, 0), "scale"),
     ),
-    "a start": (
-        "quantize_rows_columns",
-        quantizers,
-        "quantize_rows_columns",
-        of_columns(lambda t: t + 32, "starts"),
-    ),
+    "a start": ("quantize_rows_columns", quantizers, "quantize_rows_columns", of_columns(lambda t: t + 32, "starts")),
     "SwiGLU's backward without prob": (
         "swiglu_backward_quantize",
         training,
         "swiglu_backward_quantize",
         lambda right: (
-            lambda dh, z, offs, prob, **kw: right(
-                dh, z, offs, None if prob is None else torch.ones_like(prob), **kw
-            )
+            lambda dh, z, offs, prob, **kw: right(dh, z, offs, None if prob is None else torch.ones_like(prob), **kw)
         ),
     ),
     "accumulated twice": ("grouped_gemm_wgrad", training, "grouped_gemm_wgrad", adds_twice),
@@ -286,16 +255,9 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
         "grouped_gemm_wgrad",
         training,
         "grouped_gemm_wgrad",
-        lambda right: (
-            lambda dy, x, **kw: nudged(right(dy, x, **kw)) if len(dy.offs) > 1 else right(dy, x, **kw)
-        ),
+        lambda right: lambda dy, x, **kw: nudged(right(dy, x, **kw)) if len(dy.offs) > 1 else right(dy, x, **kw),
     ),
-    "routing": (
-        "moe.route",
-        layers.moe,
-        "route",
-        after(lambda r: r._replace(tokens=r.tokens.flip(0))),
-    ),
+    "routing": ("moe.route", layers.moe, "route", after(lambda r: r._replace(tokens=r.tokens.flip(0)))),
     "gathered quantization": ("moe.gather_quantize", layers.moe, "gather_quantize", after(tensor_nudged)),
     "routed quantization": (
         "moe.gather_quantize",
@@ -307,9 +269,7 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
         "moe.activate_quantize",
         layers.moe,
         "activate_quantize",
-        lambda right: (
-            lambda x, a, *rest, **kw: right(x, replace(a, up_offset=1.0) if a.is_gated else a, *rest, **kw)
-        ),
+        lambda right: lambda x, a, *rest, **kw: right(x, replace(a, up_offset=1.0) if a.is_gated else a, *rest, **kw),
     ),
     "a sum without weights": (
         "moe.combine",
@@ -411,9 +371,7 @@ def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     out = tmp_path / "sub" / "fuzz.jsonl"
     for _ in range(2):
-        assert (
-            run.run_fuzz(problems=21, seed=3, backend="reference", workers=2, out=out, show=shown.append) == 0
-        )
+        assert run.run_fuzz(problems=21, seed=3, backend="reference", workers=2, out=out, show=shown.append) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(records) == 2
     for record in records:

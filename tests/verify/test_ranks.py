@@ -15,9 +15,7 @@ from padless.verify.ranks import judge, run_verify_ranks
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="ranks is 1; it must be at least 2"):
         run_verify_ranks(1)
-    with pytest.raises(
-        ValueError, match="checks has 'formats'; allowed with ranks are 'expert parallelism, coll"
-    ):
+    with pytest.raises(ValueError, match="checks has 'formats'; allowed with ranks are 'expert parallelism, coll"):
         run_verify_ranks(2, checks=["formats"])
 
 
@@ -25,10 +23,7 @@ def test_judge() -> None:
     """A rank without a result fails the check, unless it is the one that was to die."""
     assert judge(["fine", "fine"], 0) == ("fine", True)
     assert judge(["fine", RankError("killed")], 0) == ("rank 1: killed", False)
-    assert judge(["an error after 3 s", RankError("ended with exit code 0")], 1) == (
-        "an error after 3 s",
-        True,
-    )
+    assert judge(["an error after 3 s", RankError("ended with exit code 0")], 1) == ("an error after 3 s", True)
     assert judge([RankError("no error"), RankError("ended")], 1)[1] is False
 
 

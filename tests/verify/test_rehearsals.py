@@ -221,9 +221,7 @@ def test_batch_invariance_asks_for_nothing_else() -> None:
         patch.setattr(verify_invariance, "problems_of", lambda arch, problems: SOME_INVARIANT)
         patch.setattr(verify_invariance, "cuda_driver", lambda: type("D", (), {"arch": H200.arch}))
         assert verify_invariance.check_batch_invariance()
-    kernels, _ = kernels_of(
-        [Rehearsal(partial(verify_invariance.rehearse, *job)) for job in SOME_INVARIANT], H200
-    )
+    kernels, _ = kernels_of([Rehearsal(partial(verify_invariance.rehearse, *job)) for job in SOME_INVARIANT], H200)
     assert len(gpu.asked) > 20
     assert gpu.asked == set(kernels) <= listed("batch invariance")
 
@@ -320,11 +318,7 @@ def test_what_runs_has_a_rehearsal() -> None:
 
 @pytest.mark.parametrize(
     ("where", "step"),
-    [
-        (B300, 16),
-        pytest.param(B300, 1, marks=pytest.mark.slow),
-        pytest.param(H200, 1, marks=pytest.mark.slow),
-    ],
+    [(B300, 16), pytest.param(B300, 1, marks=pytest.mark.slow), pytest.param(H200, 1, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_everything_that_runs_has_been_rehearsed(where: Gpu, step: int) -> None:
@@ -403,9 +397,7 @@ def missing_argument() -> None:
     raise TypeError("planted")
 
 
-def test_nothing_is_compiled_after_compiling_ahead(
-    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_compiled_after_compiling_ahead(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With processes and a disk; what fails is said, and fails again where it is needed."""
     drawn = (seed for seed in range(100) if verify_emulator.random_problem(seed)[2][-1] > 0)
     seeds = sorted(drawn, key=verify_emulator._cost)[:2]

@@ -59,9 +59,7 @@ def test_the_emulated_side_of_the_comparison_is_a_function_of_the_seed_and_right
     assert torch.equal(a.data.view(torch.uint8), again[0].data.view(torch.uint8))
     assert torch.equal(b.scale, again[1].scale)
     out = emulate(seed).view(dtype)
-    rows_of_b = b.scale.repeat_interleave(128, 1)[:, : b.shape[1]].repeat_interleave(128, 2)[
-        ..., : b.shape[2]
-    ]
+    rows_of_b = b.scale.repeat_interleave(128, 1)[:, : b.shape[1]].repeat_interleave(128, 2)[..., : b.shape[2]]
     weights = b.data.double() * rows_of_b
     values = a.data.double() * a.scale.repeat_interleave(128, 1)[:, : a.shape[1]]
     ends = [0, *offs.tolist()]
@@ -95,9 +93,7 @@ def fake_sanitizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_SANITIZER_SECONDS", 3)
 
 
-def test_every_failure_of_a_tool_is_recorded_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_failure_of_a_tool_is_recorded_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_sanitizer(tmp_path, monkeypatch)
     records, traces = [], []
     for name, check in sanitizers_of(["first", "second"]).items():
@@ -202,14 +198,10 @@ def test_a_check_that_does_not_exist_is_refused() -> None:
         verify.jobs_of("sm_90a", ["dense", "denes"])
 
 
-def test_only_what_runs_is_rehearsed(
-    monkeypatch: pytest.MonkeyPatch, pretended_gpu: Callable[..., None]
-) -> None:
+def test_only_what_runs_is_rehearsed(monkeypatch: pytest.MonkeyPatch, pretended_gpu: Callable[..., None]) -> None:
     pretended_gpu({"one": lambda: "right"}, ["first"])
     asked: list[object] = []
-    monkeypatch.setattr(
-        verify, "rehearsals_of", lambda arch, *names: asked.append((arch, *map(list, names))) or []
-    )
+    monkeypatch.setattr(verify, "rehearsals_of", lambda arch, *names: asked.append((arch, *map(list, names))) or [])
     assert run_verify(sanitizer=False, workers=1, console=Console(file=io.StringIO())) == 0
     monkeypatch.setattr(verify, "_sanitizer", lambda: None)
     assert run_verify(workers=1, console=Console(file=io.StringIO())) == 0

@@ -36,11 +36,7 @@ def test_small_integers_multiply_exactly(pair: tuple[str, str], generator: torch
     b = torch.randint(-2, 3, (3, 8, k), generator=generator).float().to(TYPES[pair[1]])
     c = torch.randint(-8, 9, (3, 128, 4), generator=generator).float()
     d = run_wgmma(
-        emulated_driver(),
-        pair,
-        verify_arithmetic.in_core_matrices(a),
-        verify_arithmetic.in_core_matrices(b),
-        c,
+        emulated_driver(), pair, verify_arithmetic.in_core_matrices(a), verify_arithmetic.in_core_matrices(b), c
     )
     expected = in_rows(c).double() + a.double() @ b.double().transpose(1, 2)
     assert torch.equal(in_rows(d).double(), expected)

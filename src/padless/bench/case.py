@@ -80,13 +80,7 @@ CASES: dict[str, Case] = {
             figure="figure2.png",
         ),
         Case("dense", "One group: the dense product.", PEERS, default="full", peers=None),
-        Case(
-            "decode",
-            "A few rows per group, as when generating token by token.",
-            PEERS,
-            peers=None,
-            compiles=True,
-        ),
+        Case("decode", "A few rows per group, as when generating token by token.", PEERS, peers=None, compiles=True),
         Case(
             "chain",
             "Calls one after the other in a CUDA graph: what it is worth that kernels may overlap.",
@@ -102,8 +96,7 @@ CASES: dict[str, Case] = {
             figure="formats.png",
         ),
         Case(
-            "epilogue",
-            "The fused quantising epilogue, against the same GEMM alone and with separate kernels after it.",
+            "epilogue", "The fused quantising epilogue, against the same GEMM alone and with separate kernels after it."
         ),
         Case(
             "wgrad",

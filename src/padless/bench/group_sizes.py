@@ -154,10 +154,7 @@ def decode_sizes(point: DecodePoint, seed: int = 0) -> list[int]:
 
 def full_grid() -> list[Point]:
     """The paper's 576 points, ordered by M, then groups, N and K."""
-    return [
-        Point(m, n, k, groups)
-        for m, groups, n, k in itertools.product(PAPER_M, PAPER_GROUPS, PAPER_N, PAPER_K)
-    ]
+    return [Point(m, n, k, groups) for m, groups, n, k in itertools.product(PAPER_M, PAPER_GROUPS, PAPER_N, PAPER_K)]
 
 
 def quick_grid() -> list[Point]:

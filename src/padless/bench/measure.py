@@ -61,9 +61,7 @@ def own_decode_contender(problem: GroupedProblem) -> list[Contender]:
     from padless.ops.grouped_gemm import grouped_gemm
 
     out = problem.empty_out()
-    return [
-        Contender("padless", lambda: grouped_gemm(problem.a, problem.b, problem.offs, out=out), lambda: out)
-    ]
+    return [Contender("padless", lambda: grouped_gemm(problem.a, problem.b, problem.offs, out=out), lambda: out)]
 
 
 def own_dense_contender(problem: DenseProblem) -> list[Contender]:
@@ -109,10 +107,7 @@ def measure_grouped(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer
     same = bitwise_identical(contenders)
     if same is not None:
         record["bitwise_identical"] = same
-    record |= {
-        "padded_rows": problem.padded_rows,
-        "memory_saving_percent": memory_saving_percent(problem.sizes),
-    }
+    record |= {"padded_rows": problem.padded_rows, "memory_saving_percent": memory_saving_percent(problem.sizes)}
     return record | _facts(problem) | timed(contenders, timer)
 
 

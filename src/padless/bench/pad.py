@@ -120,9 +120,7 @@ def pad_bytes(rows: int, padded_rows: int, K: int) -> int:
 
 def _check(a: BlockScaledTensor, offs: torch.Tensor, rows: int | None, backend: str | None) -> None:
     if not a.is_activation or a.dtype.itemsize != 1:
-        raise ValueError(
-            f"a must be (M, K) activations with one-byte codes, got {a.format.name} {tuple(a.shape)}"
-        )
+        raise ValueError(f"a must be (M, K) activations with one-byte codes, got {a.format.name} {tuple(a.shape)}")
     if not a.data.is_contiguous():
         raise ValueError(f"a.data must be contiguous, got strides {a.data.stride()}")
     if offs.dtype != torch.int32 or offs.dim() != 1 or offs.device != a.device or offs.numel() == 0:
@@ -169,9 +167,7 @@ def _pad_torch(a: BlockScaledTensor, offs: torch.Tensor, out: PaddedGroups) -> N
     out.offs.copy_(padded_ends.clamp(max=rows))
     if out.group_index is not None:
         out.group_index.fill_(-1)
-        out.group_index[destination] = torch.bucketize(source, offs.to(torch.int64), right=True).to(
-            torch.int32
-        )
+        out.group_index[destination] = torch.bucketize(source, offs.to(torch.int64), right=True).to(torch.int32)
 
 
 # --- Triton ----------------------------------------------------------------------------------------------

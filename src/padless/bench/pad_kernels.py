@@ -62,9 +62,7 @@ def pad_kernel(
     pid = tl.program_id(0)
     if pid < scale_programs:
         first = pid * MULTIPLE
-        group, start, padded_start, size, padded_ends = _find_group(
-            offs_ptr, num_groups, first, BLOCK_GROUPS, MULTIPLE
-        )
+        group, start, padded_start, size, padded_ends = _find_group(offs_ptr, num_groups, first, BLOCK_GROUPS, MULTIPLE)
         if pid == 0:
             g = tl.arange(0, BLOCK_GROUPS)
             tl.store(padded_offs_ptr + g, tl.minimum(padded_ends, rows), mask=g < num_groups)

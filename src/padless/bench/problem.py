@@ -73,9 +73,7 @@ def _values(point: Point, seed: int, device: torch.device) -> tuple[torch.Tensor
     return x, w
 
 
-def make_grouped(
-    point: Point, sizes: list[int], seed: int | None, device: str | torch.device
-) -> GroupedProblem:
+def make_grouped(point: Point, sizes: list[int], seed: int | None, device: str | torch.device) -> GroupedProblem:
     """Standard normal operands, drawn on the device and quantised to FP8_BLOCK; seed None: uninitialised
     memory.
     """

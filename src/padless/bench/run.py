@@ -87,9 +87,7 @@ def draw(case: Case, records: Records, path: Path, console: Console) -> Path | N
 # --- reports ---------------------------------------------------------------------------------------------
 
 
-def report_file(
-    file: str | Path, figure: str | Path | None = None, console: Console | None = None
-) -> BenchResult:
+def report_file(file: str | Path, figure: str | Path | None = None, console: Console | None = None) -> BenchResult:
     """Prints the tables of a result file, those that its records' `kind` asks for.
 
     figure: where to draw the figure, of the paper's grid or of formats; None draws none.

@@ -183,9 +183,7 @@ def missing_points(file: ResultFile, kind: str, points: Sequence[Any], seed: int
     return [point for point in points if point_key(facts_of(point)) not in done]
 
 
-def run_points(
-    session: Session, kind: str, points: Sequence[Any], measure: Callable[[Any], Record]
-) -> list[Record]:
+def run_points(session: Session, kind: str, points: Sequence[Any], measure: Callable[[Any], Record]) -> list[Record]:
     """Measures every point that the result file lacks; returns the records of all points, old ones too."""
     seed = session.settings.seed
     missing = missing_points(session.file, kind, points, seed)

@@ -67,13 +67,9 @@ def probes(num_sms: int) -> Iterator[Probe]:
     for ctas in sorted({1, 2, 8, 33, 66, num_sms}):
         for own in (False, True):
             for loads in (96, 288):
-                yield Probe(
-                    "feed", loads=loads, in_flight=5, ctas=ctas, own_rows=own, buffer_rows=num_sms * 1024
-                )
+                yield Probe("feed", loads=loads, in_flight=5, ctas=ctas, own_rows=own, buffer_rows=num_sms * 1024)
     for loads in (96, 288):  # 1.1 GB: from memory
-        yield Probe(
-            "memory", loads=loads, in_flight=5, ctas=num_sms, own_rows=True, buffer_rows=num_sms * 65536
-        )
+        yield Probe("memory", loads=loads, in_flight=5, ctas=num_sms, own_rows=True, buffer_rows=num_sms * 65536)
     for loads in (0, 256):
         for batches in (32, 96):
             yield Probe("overlap", 256, 1, 16, batches=batches, loads=loads, in_flight=5)
@@ -91,9 +87,7 @@ def probes(num_sms: int) -> Iterator[Probe]:
             )  # fmt: skip
 
 
-def run_probe(
-    driver: Driver, probe: Probe, device: torch.device, buffers: dict[int, torch.Tensor]
-) -> dict[str, Any]:
+def run_probe(driver: Driver, probe: Probe, device: torch.device, buffers: dict[int, torch.Tensor]) -> dict[str, Any]:
     """One run: the probe's fields, cycles of products and of loads (the slowest CTA's, 0 where there are none), and the
     stamps of a ring. The second of three launches on a GPU, whose first brings code and data."""
     kernel = compile_kernel(KERNEL, probe.prelude(), driver.arch, driver.kind)
@@ -105,10 +99,7 @@ def run_probe(
         buffers[probe.buffer_rows] = codes
     source = buffers[probe.buffer_rows]
     out = torch.zeros((probe.ctas, OUT_WORDS), dtype=torch.int64, device=device)
-    arguments: list[Argument] = [
-        driver.encode(tensor_map.operand(source, probe.box_rows)),
-        (out.data_ptr(), 8),
-    ]
+    arguments: list[Argument] = [driver.encode(tensor_map.operand(source, probe.box_rows)), (out.data_ptr(), 8)]
     cta_rows = probe.buffer_rows // probe.ctas // 256 * 256 if probe.own_rows else 0
     values = (probe.batches, probe.loads, probe.in_flight, probe.box_rows, probe.buffer_rows, cta_rows)
     arguments += [(value, 4) for value in values]

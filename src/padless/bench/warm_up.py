@@ -31,11 +31,7 @@ KINDS = ("paper", "decode", "chain")
 
 
 def warm_up(
-    kind: str,
-    points: Sequence[Point] | Sequence[DecodePoint],
-    folder: Path | None,
-    names: Sequence[str],
-    seed: int = 0,
+    kind: str, points: Sequence[Point] | Sequence[DecodePoint], folder: Path | None, names: Sequence[str], seed: int = 0
 ) -> None:
     """Compiles what `points` need; returns when all processes have ended. One point is not worth a process.
 
@@ -46,12 +42,7 @@ def warm_up(
     if len(points) < 2:
         return
     shares = share_out(points, _worker_count(points))
-    job = {
-        "kind": kind,
-        "folder": None if folder is None else str(folder),
-        "names": list(names),
-        "seed": seed,
-    }
+    job = {"kind": kind, "folder": None if folder is None else str(folder), "names": list(names), "seed": seed}
     workers = []
     for share in shares:
         worker = subprocess.Popen(

@@ -90,8 +90,7 @@ def demo(
 @app.command()
 def train_demo(
     recipes: Annotated[
-        list[str] | None,
-        typer.Option("--recipe", help="Train under this one; can be repeated. bf16 and fp8."),
+        list[str] | None, typer.Option("--recipe", help="Train under this one; can be repeated. bf16 and fp8.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps. 150 on a CPU, 600 on a GPU.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs with other weights and batches.")] = 1,
@@ -133,19 +132,15 @@ def tune(
 def verify(
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the record of the run.")] = None,
     sanitizer: Annotated[bool, typer.Option(help="Run compute-sanitizer where it is installed.")] = True,
-    checks: Annotated[
-        list[str] | None, typer.Option("--check", help="Only this check; can be repeated.")
-    ] = None,
+    checks: Annotated[list[str] | None, typer.Option("--check", help="Only this check; can be repeated.")] = None,
     against_emulator: Annotated[
-        bool,
-        typer.Option("--against-emulator", help="Compare random problems with the emulator, bit for bit."),
+        bool, typer.Option("--against-emulator", help="Compare random problems with the emulator, bit for bit.")
     ] = False,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Checks at a time. One for every four cores, at most four.")
     ] = None,
     ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", help="Instead: expert parallelism, on so many GPUs or CPU processes."),
+        int | None, typer.Option("--ranks", help="Instead: expert parallelism, on so many GPUs or CPU processes.")
     ] = None,
 ) -> None:
     """Run every check that needs a GPU, compute-sanitizer included, and record the result."""
@@ -162,19 +157,12 @@ def fuzz(
     problems: Annotated[int | None, typer.Option(help="Stop after so many problems.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the problems; drawn where it is not given.")] = None,
     backend: Annotated[
-        str | None,
-        typer.Option(help="cuda, emulator, emulator:sm_100a or reference; the GPU if there is one."),
+        str | None, typer.Option(help="cuda, emulator, emulator:sm_100a or reference; the GPU if there is one.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; one for each core.")] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="File that a record of the run is added to.")
-    ] = None,
-    calls: Annotated[
-        list[str] | None, typer.Option("--call", help="Only this call; can be repeated.")
-    ] = None,
-    repeat: Annotated[
-        str | None, typer.Option(help="Judge this one problem, as a failure prints it.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File that a record of the run is added to.")] = None,
+    calls: Annotated[list[str] | None, typer.Option("--call", help="Only this call; can be repeated.")] = None,
+    repeat: Annotated[str | None, typer.Option(help="Judge this one problem, as a failure prints it.")] = None,
 ) -> None:
     """Judge random problems over every public call by float64, by each other and by what they must not touch."""
     options = {"minutes": minutes, "problems": problems, "seed": seed, "backend": backend, "workers": workers}

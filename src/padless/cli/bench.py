@@ -16,30 +16,21 @@ COMMANDS = "padless.bench.commands"
 # Every option that a benchmark's command may take: type, with the text of --help, and default.
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "full": (
-        Annotated[
-            bool, typer.Option("--full/--quick", help="The whole grid, or a subset in about two minutes.")
-        ],
+        Annotated[bool, typer.Option("--full/--quick", help="The whole grid, or a subset in about two minutes.")],
         False,
     ),
-    "balanced": (
-        Annotated[bool, typer.Option("--balanced", help="72 points, every value equally often.")],
-        False,
-    ),
+    "balanced": (Annotated[bool, typer.Option("--balanced", help="72 points, every value equally often.")], False),
     "peers": (
         Annotated[
             Path | None,
-            typer.Option(
-                "--peers", help="Folder of other libraries to compare with, if importable from there."
-            ),
+            typer.Option("--peers", help="Folder of other libraries to compare with, if importable from there."),
         ],
         None,
     ),
     "only": (
         Annotated[
             list[str] | None,
-            typer.Option(
-                "--only", help="One of the other libraries, by name; may be repeated. Default: all."
-            ),
+            typer.Option("--only", help="One of the other libraries, by name; may be repeated. Default: all."),
         ],
         None,
     ),
@@ -47,9 +38,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "time_limit": (
         Annotated[
             float | None,
-            typer.Option(
-                "--time-limit", help="Seconds after which no new point is begun; the next run goes on."
-            ),
+            typer.Option("--time-limit", help="Seconds after which no new point is begun; the next run goes on."),
         ],
         None,
     ),

@@ -73,8 +73,7 @@ def print_info(console: Console, *, as_json: bool = False) -> None:
     for table in (versions, devices, backends, tile_costs):
         console.print(table, "")
     console.print(
-        f"[bold]Kernel cache[/]: {cache['entries']} kernels, {cache['bytes'] / 1e6:.1f} MB "
-        f"in {cache['directory']}",
+        f"[bold]Kernel cache[/]: {cache['entries']} kernels, {cache['bytes'] / 1e6:.1f} MB in {cache['directory']}",
         soft_wrap=True,
     )
 
@@ -110,10 +109,7 @@ def _driver_version() -> str | None:
 def _backends() -> dict[str, dict[str, Any]]:
     from padless.runtime.devices import backends
 
-    return {
-        name: {"available": backend.available, "reason": backend.reason}
-        for name, backend in backends().items()
-    }
+    return {name: {"available": backend.available, "reason": backend.reason} for name, backend in backends().items()}
 
 
 def _tile_costs() -> dict[str, str]:

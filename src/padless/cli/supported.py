@@ -72,13 +72,10 @@ def _format_row(format: BlockScaledFormat) -> str:
     rows, columns = format.activation_block
     codes = 8 / format.codes_per_byte
     bits = [
-        codes + 8 * format.scale_dtype.itemsize / (r * c)
-        for r, c in (format.activation_block, format.weight_block)
+        codes + 8 * format.scale_dtype.itemsize / (r * c) for r, c in (format.activation_block, format.weight_block)
     ]
     shown = " and ".join(dict.fromkeys(f"{b:.2f}" for b in bits))
-    scales = _SCALES[str(format.scale_dtype)[6:]] + (
-        ", and a float32 for all" if format.has_global_scale else ""
-    )
+    scales = _SCALES[str(format.scale_dtype)[6:]] + (", and a float32 for all" if format.has_global_scale else "")
     weights = " x ".join(map(str, format.weight_block))
     return (
         f"| `{format.name}` | {_DTYPES[str(format.data_dtype)[6:]]} | {scales} | {rows} x {columns} | {weights} "
@@ -96,10 +93,7 @@ def _operation_table(operation: str) -> list[str]:
         "|---|---|" + "---|" * len(archs),
     ]
     for a, b in pairs:
-        cells = [
-            _cell([route for route in here if (route.a, route.b, route.arch) == (a, b, arch)])
-            for arch in archs
-        ]
+        cells = [_cell([route for route in here if (route.a, route.b, route.arch) == (a, b, arch)]) for arch in archs]
         lines.append(f"| `{a}` | `{b}` | " + " | ".join(cells) + " |")
     return lines
 

@@ -75,14 +75,10 @@ def scaled_grouped_mm(
     b = mat_b.transpose(-2, -1)
     scale_of_a = _only("scale_a", scale_a)
     if scale_of_a.dim() == 2 and not scale_of_a.is_contiguous():
-        scale_of_a = to_mn_major(
-            scale_of_a
-        )  # torch's (1, M) strides are MN-major only where M is a multiple of 4
+        scale_of_a = to_mn_major(scale_of_a)  # torch's (1, M) strides are MN-major only where M is a multiple of 4
     a = BlockScaledTensor(mat_a, scale_of_a, FP8_BLOCK)
     scale_of_b = _scale_of_b(_only("scale_b", scale_b), tuple(b.shape))
-    return grouped_gemm(
-        a, BlockScaledTensor(b, scale_of_b, FP8_BLOCK), offs, out_dtype=output_dtype or torch.bfloat16
-    )
+    return grouped_gemm(a, BlockScaledTensor(b, scale_of_b, FP8_BLOCK), offs, out_dtype=output_dtype or torch.bfloat16)
 
 
 def _scale_of_b(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -126,11 +126,7 @@ def feed_forward_inputs(encoder: Encoder, ids: torch.Tensor) -> tuple[torch.Tens
     w = encoder.weights
     length = ids.shape[1]
     x = w["embeddings.word_embeddings.weight"][ids]
-    x = (
-        x
-        + w["embeddings.position_embeddings.weight"][:length]
-        + w["embeddings.token_type_embeddings.weight"][0]
-    )
+    x = x + w["embeddings.position_embeddings.weight"][:length] + w["embeddings.token_type_embeddings.weight"][0]
     x = _layer_norm(encoder, x, "embeddings.LayerNorm")
     inputs = []
     for i in range(encoder.num_layers):
@@ -139,9 +135,7 @@ def feed_forward_inputs(encoder: Encoder, ids: torch.Tensor) -> tuple[torch.Tens
         x = _layer_norm(encoder, x + attended, f"{layer}.attention.output.LayerNorm")
         inputs.append(x)
         up = F.gelu(_linear(encoder, x, f"{layer}.intermediate.dense"))
-        x = _layer_norm(
-            encoder, x + _linear(encoder, up, f"{layer}.output.dense"), f"{layer}.output.LayerNorm"
-        )
+        x = _layer_norm(encoder, x + _linear(encoder, up, f"{layer}.output.dense"), f"{layer}.output.LayerNorm")
     return torch.stack(inputs), x
 
 

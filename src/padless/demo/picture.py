@@ -65,9 +65,7 @@ def _memory(axes: Any, sizes: list[int]) -> None:
     axes.set_yticks([1, 0], ["padless", f"padded to {PADDED_TO}"])
     axes.set_ylim(-0.45, 1.45)
     axes.set_xlim(0, max(start_padded, 1))
-    axes.set_title(
-        "The activations in memory, expert after expert (hatched: padding)", loc="left", fontsize=10.5
-    )
+    axes.set_title("The activations in memory, expert after expert (hatched: padding)", loc="left", fontsize=10.5)
     _bare(axes, "row")
 
 
@@ -78,9 +76,7 @@ def _strips(axes: Any, sizes: list[int]) -> None:
         padded = padded_rows([size])
         axes.barh(g, size, height=BAR, color=_colour(g))
         _padding(axes, g, size, padded - size)
-        text = f"{size:,} row{'s' * (size != 1)}" + (
-            f"  + {padded - size} of padding" if padded > size else ""
-        )
+        text = f"{size:,} row{'s' * (size != 1)}" + (f"  + {padded - size} of padding" if padded > size else "")
         axes.text(padded + 0.01 * longest, g, text, va="center", fontsize=9)
     axes.set_xlim(0, longest * 1.34)
     axes.set_xticks(range(0, longest + 1, PADDED_TO * max(1, round(longest / PADDED_TO / 8))))

@@ -85,9 +85,7 @@ def _print_groups(console: Console, sizes: list[int]) -> None:
 def _print_memory(console: Console, result: DemoResult) -> None:
     rows, padded = sum(result.sizes), padded_rows(result.sizes)
     shapes = [product.gemm.w.shape for product in result.products]
-    ragged_mb, padded_mb = (
-        sum(activation_bytes(m, k, n) for _, n, k in shapes) / 1e6 for m in (rows, padded)
-    )
+    ragged_mb, padded_mb = (sum(activation_bytes(m, k, n) for _, n, k in shapes) / 1e6 for m in (rows, padded))
     console.print(
         f"[bold]Memory[/] of activations, scales and results: {ragged_mb:.1f} MB for {rows:,} rows. "
         f"Padded to {PADDED_TO}: {padded_mb:.1f} MB for {padded:,} rows, "
@@ -98,9 +96,7 @@ def _print_memory(console: Console, result: DemoResult) -> None:
 def _print_errors(console: Console, product: Product, twin: Product, result: DemoResult) -> None:
     num_groups, n, k = product.gemm.w.shape
     m = product.gemm.x.shape[0]
-    table = _table(
-        f"{product.name.capitalize()}, ({m:,}, {k}) x {num_groups} of ({n}, {k}): error of a row in %"
-    )
+    table = _table(f"{product.name.capitalize()}, ({m:,}, {k}) x {num_groups} of ({n}, {k}): error of a row in %")
     for heading in ("expert", "rows"):
         table.add_column(heading, justify="right")
     columns = []
@@ -111,9 +107,7 @@ def _print_errors(console: Console, product: Product, twin: Product, result: Dem
             ("vs float64", errors.against_exact, torch.median),
         ):
             table.add_column(f"{data}\n{heading}", justify="right", style="dim" if data == "random" else "")
-            columns.append(
-                [_percent(statistic(rows)) if len(rows) else "-" for rows in column.split(result.sizes)]
-            )
+            columns.append([_percent(statistic(rows)) if len(rows) else "-" for rows in column.split(result.sizes)])
     for g, cells in enumerate(zip(*columns, strict=True)):
         table.add_row(str(g), f"{result.sizes[g]:,}", *cells)
     console.print(table)

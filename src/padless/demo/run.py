@@ -27,9 +27,7 @@ NUM_STEPS = 5
 ARITHMETIC_LIMIT = 0.015
 
 
-def run_demo(
-    *, synthetic: bool = False, out: Path = Path("padless-out"), console: Console | None = None
-) -> DemoResult:
+def run_demo(*, synthetic: bool = False, out: Path = Path("padless-out"), console: Console | None = None) -> DemoResult:
     """Run the demo, print it to console and then write its picture to out / "demo.png", where matplotlib is installed.
 
     synthetic: random activations with outlier channels; the model need not be installed.
@@ -139,12 +137,7 @@ def _progress(console: Console) -> Iterator[Callable[[str], None]]:
         begin = time.perf_counter()
         yield lambda text: console.print(f"{time.perf_counter() - begin:4.0f} s  {text}", highlight=False)
         return
-    columns = (
-        SpinnerColumn(),
-        BarColumn(bar_width=24),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-    )
+    columns = (SpinnerColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=NUM_STEPS, completed=-1)
 

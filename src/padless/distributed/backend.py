@@ -54,9 +54,7 @@ def choose_backend(
     if backend == "collective":
         return CollectiveBackend(group, settings, placement)
     if device.type != "cuda":
-        raise ValueError(
-            f"backend is 'symm' and the device {device}; it needs GPUs, use 'collective' or 'auto'"
-        )
+        raise ValueError(f"backend is 'symm' and the device {device}; it needs GPUs, use 'collective' or 'auto'")
     from padless.distributed.symm import SymmBackend
     from padless.distributed.symm_state import allocate
 

@@ -71,12 +71,7 @@ def device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> to
 
 
 def check_tokens(
-    s: Settings,
-    device: torch.device,
-    tokens: object,
-    ids: object,
-    weights: object,
-    global_scale: torch.Tensor | None,
+    s: Settings, device: torch.device, tokens: object, ids: object, weights: object, global_scale: torch.Tensor | None
 ) -> None:
     """Raises ValueError for what cannot be dispatched."""
     check_matrix("tokens", tokens, None, s.hidden, device)
@@ -109,9 +104,7 @@ def check_tokens(
                     "torch.no_grad()"
                 )
     elif tokens.dtype != fmt and torch.is_grad_enabled() and tokens.requires_grad:
-        raise ValueError(
-            f"tokens is {tokens.dtype} and rows are {fmt}; convert tokens, which is differentiated"
-        )
+        raise ValueError(f"tokens is {tokens.dtype} and rows are {fmt}; convert tokens, which is differentiated")
 
 
 def check_rows(s: Settings, device: torch.device, rows: object, plan: object) -> None:
@@ -125,6 +118,4 @@ def check_rows(s: Settings, device: torch.device, rows: object, plan: object) ->
         or tuple(rows.shape) != wanted
         or rows.device != device
     ):
-        raise ValueError(
-            f"rows must be {wanted[0]} x {wanted[1]} {s.partial} on {device}, got {describe(rows)}"
-        )
+        raise ValueError(f"rows must be {wanted[0]} x {wanted[1]} {s.partial} on {device}, got {describe(rows)}")

@@ -76,11 +76,7 @@ class CollectiveBackend:
         return rows
 
     def combine(
-        self,
-        rows: torch.Tensor,
-        plan: ExpertPlan,
-        prob: torch.Tensor | None,
-        dprob: torch.Tensor | None,
+        self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(sums (T, H), values of dprob by slot (T, k) or None)."""
         s = self._settings

@@ -80,9 +80,7 @@ class ExpertParallel:
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
         self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        major = checks.check_settings(
-            num_experts, hidden, top_k, max_tokens, fmt, scale_major, timeout, programs
-        )
+        major = checks.check_settings(num_experts, hidden, top_k, max_tokens, fmt, scale_major, timeout, programs)
         self.device = checks.device_of(group, device)
         placement = place(num_experts, self.num_ranks, self.rank, expert_map)
         self.local_experts = placement.local_experts
@@ -156,9 +154,7 @@ class ExpertParallel:
         """
         self._backend.check()
         checks.check_rows(self.settings, self.device, rows, plan)
-        wants_grad = torch.is_grad_enabled() and (
-            rows.requires_grad or (weighted and plan.prob.requires_grad)
-        )
+        wants_grad = torch.is_grad_enabled() and (rows.requires_grad or (weighted and plan.prob.requires_grad))
         if wants_grad:
             out: torch.Tensor = Combine.apply(self._backend, rows, weighted, *plan)  # type: ignore[no-untyped-call]
             return out
@@ -176,9 +172,7 @@ class ExpertParallel:
 def process_group(group_or_mesh: Any) -> dist.ProcessGroup:
     """The ProcessGroup of an argument. Raises ValueError."""
     if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "torch.distributed is not initialized; call torch.distributed.init_process_group first"
-        )
+        raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
     if group_or_mesh is None:
         group = dist.group.WORLD
         assert group is not None

@@ -111,9 +111,7 @@ def predict(e: Exchange, machine: Machine | None = None, seed: int = 0) -> Predi
     )
 
 
-def table(
-    ranks: list[int], tokens: int, hidden: int, experts: int, top_k: int, skew: float, machine: Machine
-) -> str:
+def table(ranks: list[int], tokens: int, hidden: int, experts: int, top_k: int, skew: float, machine: Machine) -> str:
     """A Markdown table of a line for each number of ranks."""
     lines = ["| GPUs | experts a GPU | ranks a token goes to | tokens in | rows | dispatch us | combine us |"]
     lines.append("|---|---|---|---|---|---|---|")

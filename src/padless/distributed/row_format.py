@@ -67,17 +67,13 @@ class RowFormat:
         out[:, self.code_bytes : self.code_bytes + scales.shape[1]] = scales
         return out
 
-    def rows(
-        self, records: torch.Tensor, global_scale: torch.Tensor | None
-    ) -> BlockScaledTensor | torch.Tensor:
+    def rows(self, records: torch.Tensor, global_scale: torch.Tensor | None) -> BlockScaledTensor | torch.Tensor:
         """Rows of (M, record_bytes) uint8 records, as the grouped GEMM takes them."""
         codes = records[:, : self.code_bytes].contiguous()
         if isinstance(self.format, torch.dtype):
             return codes.view(self.format)
         size = self.scale_columns * self.scale_itemsize
-        scale = (
-            records[:, self.code_bytes : self.code_bytes + size].contiguous().view(self.format.scale_dtype)
-        )
+        scale = records[:, self.code_bytes : self.code_bytes + size].contiguous().view(self.format.scale_dtype)
         scale = scale.view(records.shape[0], self.scale_columns)
         if self.format == FP8_BLOCK and self.scale_major == "mn":
             scale = to_mn_major(scale)

@@ -119,11 +119,7 @@ class SymmBackend:
     # --- steps ---------------------------------------------------------------------------------------------
 
     def publish(
-        self,
-        tokens: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        global_scale: torch.Tensor | None,
+        self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, global_scale: torch.Tensor | None
     ) -> torch.Tensor:
         """Quantizes and publishes tokens; the plan's copy of ids (T, k) int32."""
         if self._settings.num_slots > self.few_slots:
@@ -294,11 +290,7 @@ class SymmBackend:
             )  # fmt: skip
 
     def _fan_out(
-        self,
-        row_format: RowFormat,
-        plan: ExpertPlan,
-        all_offs: torch.Tensor | None,
-        global_scale: torch.Tensor | None,
+        self, row_format: RowFormat, plan: ExpertPlan, all_offs: torch.Tensor | None, global_scale: torch.Tensor | None
     ) -> BlockScaledTensor | torch.Tensor:
         """Rows by the plan; with all_offs, the plan's offs, prob and overflow too."""
         from padless.distributed.triton import receive
@@ -379,16 +371,12 @@ class Rows:
     def scale_strides(self) -> tuple[int, int]:
         return (0, 0) if self.scale is None else (self.scale.stride(0), self.scale.stride(1))
 
-    def tensor(
-        self, row_format: RowFormat, global_scale: torch.Tensor | None
-    ) -> BlockScaledTensor | torch.Tensor:
+    def tensor(self, row_format: RowFormat, global_scale: torch.Tensor | None) -> BlockScaledTensor | torch.Tensor:
         fmt = row_format.format
         if isinstance(fmt, torch.dtype):
             return self.data.view(fmt)
         assert self.scale is not None
-        return BlockScaledTensor(
-            self.data.view(fmt.data_dtype), self.scale.view(fmt.scale_dtype), fmt, global_scale
-        )
+        return BlockScaledTensor(self.data.view(fmt.data_dtype), self.scale.view(fmt.scale_dtype), fmt, global_scale)
 
 
 def power_of_2(value: int) -> int:

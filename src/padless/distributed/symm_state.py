@@ -99,9 +99,7 @@ def allocate(group: dist.ProcessGroup, device: torch.device, s: Settings) -> Sta
     import torch.distributed._symmetric_memory as symmetric_memory
 
     if s.num_ranks > MAX_RANKS:
-        raise ValueError(
-            f"the group has {s.num_ranks} ranks; 'symm' takes up to {MAX_RANKS}, use 'collective'"
-        )
+        raise ValueError(f"the group has {s.num_ranks} ranks; 'symm' takes up to {MAX_RANKS}, use 'collective'")
     layout = layout_of(s)
     with torch.cuda.device(device):
         buffer = symmetric_memory.empty(layout.size, dtype=torch.uint8, device=device)
@@ -120,9 +118,7 @@ def allocate_virtual(settings: list[Settings], device: torch.device) -> list[Sta
     layouts = [layout_of(s) for s in settings]
     buffers = [torch.zeros(layout.size, dtype=torch.uint8, device=device) for layout in layouts]
     pointers = [b.data_ptr() for b in buffers]
-    return [
-        _state(layout, buffer, pointers, buffers) for layout, buffer in zip(layouts, buffers, strict=True)
-    ]
+    return [_state(layout, buffer, pointers, buffers) for layout, buffer in zip(layouts, buffers, strict=True)]
 
 
 def _state(layout: Layout, buffer: torch.Tensor, pointers: list[int], owner: object) -> State:

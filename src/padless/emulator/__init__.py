@@ -9,13 +9,7 @@ for report in result.reports: print(report)
 from __future__ import annotations
 
 from padless.emulator.emulator import Emulator, LaunchResult
-from padless.emulator.errors import (
-    EmulatorError,
-    KernelFault,
-    LaunchError,
-    PtxSyntaxError,
-    UnsupportedInstruction,
-)
+from padless.emulator.errors import EmulatorError, KernelFault, LaunchError, PtxSyntaxError, UnsupportedInstruction
 from padless.emulator.order.reports import KINDS, Report
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.state.schedule import Schedule

@@ -34,24 +34,17 @@ app = typer.Typer(
 def emulate(
     kernel: Annotated[Path, typer.Argument(help="PTX file.")],
     launch: Annotated[Path, typer.Option("--launch", help="Launch description, .json or .toml.")],
-    entry: Annotated[
-        str | None, typer.Option("--entry", help="Entry to run; the only one if there is one.")
-    ] = None,
+    entry: Annotated[str | None, typer.Option("--entry", help="Entry to run; the only one if there is one.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="First seed of the schedule.")] = 0,
-    seeds: Annotated[
-        int, typer.Option("--seeds", min=1, help="How many seeds to run, one after the other.")
-    ] = 1,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds to run, one after the other.")] = 1,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Look for races and misuse.")] = True,
     trace: Annotated[bool, typer.Option("--trace", help="Print every warp-instruction.")] = False,
-    ignore: Annotated[
-        list[str] | None, typer.Option("--ignore", help="A kind of report to leave out.")
-    ] = None,
+    ignore: Annotated[list[str] | None, typer.Option("--ignore", help="A kind of report to leave out.")] = None,
     arithmetic: Annotated[
         str, typer.Option("--arithmetic", help=f"Of the tensor cores: {', '.join(ARITHMETICS)}.")
     ] = "truncate",
     strict: Annotated[
-        bool,
-        typer.Option("--strict", help="Count what the ISA forbids and today's chips are known to let pass."),
+        bool, typer.Option("--strict", help="Count what the ISA forbids and today's chips are known to let pass.")
     ] = False,
     max_memory: Annotated[
         int, typer.Option("--max-memory", help="MiB that a launch may take, its buffers included.")
@@ -64,12 +57,10 @@ def emulate(
         ),
     ] = None,
     time: Annotated[
-        bool,
-        typer.Option("--time", help="Print cycles by role and phase; computes no products, checks nothing."),
+        bool, typer.Option("--time", help="Print cycles by role and phase; computes no products, checks nothing.")
     ] = False,
     chip: Annotated[
-        str | None,
-        typer.Option("--chip", help=f"With --time: {', '.join(CHIPS)}; default by the PTX's target."),
+        str | None, typer.Option("--chip", help=f"With --time: {', '.join(CHIPS)}; default by the PTX's target.")
     ] = None,
     time_trace: Annotated[
         Path | None, typer.Option("--time-trace", help="With --time: a JSON trace for Perfetto.")
@@ -133,9 +124,7 @@ def run_mutants(
 
     survey = Survey(emulator, entry, run, seeds)
     mutants = survey.sample(count, seeds.start)
-    with typer.progressbar(
-        mutants, label=f"{len(mutants)} of {len(survey.mutants)} mutants", file=sys.stderr
-    ) as bar:
+    with typer.progressbar(mutants, label=f"{len(mutants)} of {len(survey.mutants)} mutants", file=sys.stderr) as bar:
         verdicts = [survey.judge(mutant) for mutant in bar]
     typer.echo("\n".join(table(verdicts)))
     return sum(not verdict.killed_by for verdict in verdicts)
@@ -169,9 +158,7 @@ def run_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: 
     return len(result.errors)
 
 
-def launch_once(
-    emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path
-) -> LaunchResult:
+def launch_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path) -> LaunchResult:
     """One launch on fresh buffers, which are saved and printed as described."""
     result, arrays = launch_on_buffers(emulator, entry, description, seed, folder)
     for name, spec in description.get("buffers", {}).items():

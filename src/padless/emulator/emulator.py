@@ -170,9 +170,7 @@ class Emulator:
             raise LaunchError(f"block {dims[1]} has {threads} threads, allowed are 1 to 1024")
         limit = program.function.max_threads
         if limit is not None and threads > limit[0] * limit[1] * limit[2]:
-            raise LaunchError(
-                f"block {dims[1]} has {threads} threads, {entry} was compiled for at most {limit}"
-            )
+            raise LaunchError(f"block {dims[1]} has {threads} threads, {entry} was compiled for at most {limit}")
         if not isinstance(shared_bytes, int) or shared_bytes < 0:
             raise LaunchError(f"shared_bytes is {shared_bytes!r}, it must be an integer of at least 0")
         ctas = dims[2][0] * dims[2][1] * dims[2][2]
@@ -186,9 +184,7 @@ class Emulator:
             self.ignore, programmatic, self.strict,
         )  # fmt: skip
         machine.run()
-        return LaunchResult(
-            tuple(machine.collector.reports), machine.statistics, getattr(machine, "timeline", None)
-        )
+        return LaunchResult(tuple(machine.collector.reports), machine.statistics, getattr(machine, "timeline", None))
 
 
 def _three(value: Sequence[int] | int, name: str) -> tuple[int, int, int]:

@@ -133,9 +133,7 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> DeviceMemory:
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
-        reach = (
-            sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        )
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         start = tensor.data_ptr()
         spans.append([start, start + reach * tensor.element_size(), tensor.untyped_storage()])
     spans.sort(key=lambda s: s[0])

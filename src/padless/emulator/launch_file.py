@@ -96,9 +96,7 @@ def _argument(argument: Any, addresses: dict[str, int], arrays: dict[str, Any]) 
         return argument
     if isinstance(argument, str):
         if argument not in addresses:
-            raise LaunchError(
-                f"argument {argument!r} names no buffer; there are {', '.join(addresses) or 'none'}"
-            )
+            raise LaunchError(f"argument {argument!r} names no buffer; there are {', '.join(addresses) or 'none'}")
         return addresses[argument]
     if isinstance(argument, dict) and len(argument) == 1:
         ((kind, value),) = argument.items()
@@ -110,9 +108,7 @@ def _argument(argument: Any, addresses: dict[str, int], arrays: dict[str, Any]) 
             return np.dtype(f"float{kind[1:]}").type(value)
         if kind in ("s32", "u32", "s64", "u64"):
             return np.dtype(f"{'u' if kind[0] == 'u' else ''}int{kind[1:]}").type(value)
-    raise LaunchError(
-        f"argument {argument!r} is not a number, a buffer name, or one of hex, tensor_map, f32, u64, ..."
-    )
+    raise LaunchError(f"argument {argument!r} is not a number, a buffer name, or one of hex, tensor_map, f32, u64, ...")
 
 
 def tensor_map(spec: dict[str, Any], addresses: dict[str, int], arrays: dict[str, Any]) -> bytes:

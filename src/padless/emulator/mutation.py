@@ -23,9 +23,7 @@ from padless.emulator.state.program import Block, Program
 from padless.emulator.state.warp import Fragment
 
 Array = np.ndarray[Any, Any]
-Runner = Callable[
-    [Emulator, int], tuple[LaunchResult, dict[str, Array]]
-]  # a launch with a seed, and what it wrote
+Runner = Callable[[Emulator, int], tuple[LaunchResult, dict[str, Array]]]  # a launch with a seed, and what it wrote
 # What may go, by opcode: the instruction has one of these modifiers; no set means any.
 DELETED: dict[str, frozenset[str] | None] = {
     "fence": None,
@@ -75,19 +73,12 @@ def changes(ins: Instruction) -> Iterator[tuple[str, Instruction | None]]:
     if opcode == "mbarrier" and modifiers & {"try_wait", "test_wait"}:
         zero = Immediate(0)
         operands = (ins.operands[0], zero, zero)
-        yield (
-            "not waited for",
-            dataclasses.replace(ins, opcode="setp", modifiers=("eq", "u32"), operands=operands),
-        )
+        yield ("not waited for", dataclasses.replace(ins, opcode="setp", modifiers=("eq", "u32"), operands=operands))
     if opcode in ACCESSES[:-1]:
         for word in ORDERING:
             if word in modifiers:
                 yield f".{word} relaxed", _with(ins, word, "relaxed")
-        if (
-            opcode == "mbarrier"
-            and modifiers & {"arrive", "try_wait"}
-            and not modifiers & {*ORDERING, "relaxed"}
-        ):
+        if opcode == "mbarrier" and modifiers & {"arrive", "try_wait"} and not modifiers & {*ORDERING, "relaxed"}:
             yield "relaxed", dataclasses.replace(ins, modifiers=(*ins.modifiers, "relaxed", "cta"))
     if (opcode in ACCESSES or opcode == "membar") and not proxy and "async" not in modifiers:
         for word in BROADER:
@@ -147,9 +138,7 @@ class Coverage:
 class Recorder(Machine):
     """A machine that notes which blocks run, and gives up after `most` of them."""
 
-    def __init__(
-        self, *arguments: Any, coverage: Coverage, most: float = float("inf"), **options: Any
-    ) -> None:
+    def __init__(self, *arguments: Any, coverage: Coverage, most: float = float("inf"), **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.coverage = coverage
         self.most = most

@@ -172,7 +172,5 @@ def _chosen(experts: Sequence[int] | None, count: int, prefix: str) -> list[int]
     """The experts to read. Raises ValueError for ones that are not there."""
     chosen = list(range(count)) if experts is None else list(experts)
     if not chosen or min(chosen) < 0 or max(chosen) >= count:
-        raise ValueError(
-            f"experts is {chosen} and {prefix!r} has {count}; they must be from 0 to {count - 1}"
-        )
+        raise ValueError(f"experts is {chosen} and {prefix!r} has {count}; they must be from 0 to {count - 1}")
     return chosen

@@ -19,9 +19,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torchao":
         raise
-    raise ImportError(
-        "padless.integrations.torchao needs torchao 0.18: pip install 'padless[torchao]'"
-    ) from error
+    raise ImportError("padless.integrations.torchao needs torchao 0.18: pip install 'padless[torchao]'") from error
 
 from torchao.prototype.moe_training.config import TrainingOpBaseConfig
 from torchao.prototype.moe_training.tensor import TrainingWeightWrapperBaseTensor

@@ -34,11 +34,7 @@ class ExpertWeights:
 
 
 def block_scaled(
-    name: str,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    remedy: str,
-    global_scale: torch.Tensor | None = None,
+    name: str, codes: torch.Tensor, scale: torch.Tensor, remedy: str, global_scale: torch.Tensor | None = None
 ) -> BlockScaledTensor:
     """The weight of codes (.., N, K) float8_e4m3fn, or (.., N, K / 2) int8 or uint8 of two FP4 values, and its scales.
 
@@ -116,9 +112,7 @@ class WeightCache:
         if self._weights is None or key != self._key:
             first = block_scaled("w13", w13, w13_scale, self._remedy)
             second = block_scaled("w2", w2, w2_scale, self._remedy)
-            self._weights = ExpertWeights(
-                first, second, _float32(bias13), _float32(bias2), activations_for(first)
-            )
+            self._weights = ExpertWeights(first, second, _float32(bias13), _float32(bias2), activations_for(first))
             # The tensors are kept, so that no other one can be at the address of a freed one.
             self._key, self._sources = key, sources
         return self._weights

@@ -34,9 +34,7 @@ def requirement_of(config: object) -> Requirement:
 
     def require(ok: bool, field: str, allowed: str) -> None:
         if not ok:
-            raise ValueError(
-                f"{type(config).__name__}.{field} is {getattr(config, field)!r}; allowed: {allowed}"
-            )
+            raise ValueError(f"{type(config).__name__}.{field} is {getattr(config, field)!r}; allowed: {allowed}")
 
     return require
 

@@ -21,11 +21,7 @@ from padless.runtime.tensor_map import TensorMapSpec
 
 TILE_COLUMNS = 128  # of a tile that is stored by copies of codes
 NO_MAPS = bytes(3 * 128)  # where no store is TMA's
-_SWIZZLES = {
-    128: tensor_map.SWIZZLE_128B,
-    64: tensor_map.SWIZZLE_64B,
-    32: tensor_map.SWIZZLE_32B,
-}
+_SWIZZLES = {128: tensor_map.SWIZZLE_128B, 64: tensor_map.SWIZZLE_64B, 32: tensor_map.SWIZZLE_32B}
 
 
 @dataclass(frozen=True)
@@ -104,9 +100,7 @@ def check_columns(n: int, epilogue: Epilogue, multiples: Mapping[str, int] = MUL
     """Raises ValueError unless N is a multiple of what the activation needs, by ``multiples``."""
     multiple = multiples[epilogue.activation]
     if n % multiple != 0:
-        raise ValueError(
-            f"N is {n}; it must be a multiple of {multiple} for activation {epilogue.activation!r}"
-        )
+        raise ValueError(f"N is {n}; it must be a multiple of {multiple} for activation {epilogue.activation!r}")
 
 
 def check_outputs(
@@ -125,9 +119,7 @@ def check_outputs(
                 "rows must be contiguous and start on multiples of 16 bytes: N_out a multiple of 16, of 32 for FP4"
             )
     if tensors.bias is not None and tensors.bias.data_ptr() % 8 != 0:
-        raise ValueError(
-            f"bias is at address {tensors.bias.data_ptr():#x}; it must be 8-byte aligned; clone() it"
-        )
+        raise ValueError(f"bias is at address {tensors.bias.data_ptr():#x}; it must be 8-byte aligned; clone() it")
 
 
 # --- arguments ------------------------------------------------------------------------------------------------

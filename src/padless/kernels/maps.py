@@ -51,9 +51,7 @@ def output_pool(d: torch.Tensor, max_rows: int) -> tuple[TensorMapSpec, ...]:
     m, n = d.shape
     stride = (outer_stride(d, 0),)
     rows = [1 << i for i in range(max_rows.bit_length())]
-    return tuple(
-        TensorMapSpec(data_type, d.data_ptr(), (n, m), stride, (128 // size, r), SWIZZLE_128B) for r in rows
-    )
+    return tuple(TensorMapSpec(data_type, d.data_ptr(), (n, m), stride, (128 // size, r), SWIZZLE_128B) for r in rows)
 
 
 def output_ragged(d: torch.Tensor, rows: int) -> TensorMapSpec:

@@ -37,13 +37,7 @@ def walk_of_groups(offs: Sequence[int], m: int) -> list[tuple[int, int, int]]:
 
 
 def tiles(
-    offs: Sequence[int],
-    m: int,
-    n: int,
-    block_m: int,
-    block_n: int,
-    raster_m: int,
-    halves_for: int | None = None,
+    offs: Sequence[int], m: int, n: int, block_m: int, block_n: int, raster_m: int, halves_for: int | None = None
 ) -> Iterator[Tile]:
     """All tiles, in the order of their numbers. ``block_n`` counts the columns of a whole cluster.
 
@@ -74,9 +68,7 @@ def tiles_to_cut(count: int, workers: int) -> int:
     return min(last_round, workers - last_round)
 
 
-def _whole_tiles(
-    offs: Sequence[int], m: int, n: int, block_m: int, block_n: int, raster_m: int
-) -> Iterator[Tile]:
+def _whole_tiles(offs: Sequence[int], m: int, n: int, block_m: int, block_n: int, raster_m: int) -> Iterator[Tile]:
     n_tiles = -(-n // block_n)
     for group, start, end in walk_of_groups(offs, m):
         m_tiles = -(-(end - start) // block_m)

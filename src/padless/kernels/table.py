@@ -133,16 +133,10 @@ _HOSTS = {
 _FP8_BLOCK = "FP8 tensor cores inside 128 of K (13 fractional bits), float32 across"
 _MXFP8 = "FP8 tensor cores inside 32 of K (13 fractional bits), float32 across"
 _MX = "block-scaled tensor cores, float32 across K"
-_MX_PAIRS = (
-    *itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2),
-    ("NVFP4", "NVFP4"),
-    ("MXFP4", "MXFP4"),
-)
+_MX_PAIRS = (*itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2), ("NVFP4", "NVFP4"), ("MXFP4", "MXFP4"))
 
 _BF16_SUM = "bf16 or f16 tensor cores, values exact, float32 sum (25 fractional bits in 16 of K)"
-_BF16_BLOCKS = (
-    "bf16 or f16 tensor cores inside 128 of K (25 fractional bits in 16), scaled and added in float32 across"
-)
+_BF16_BLOCKS = "bf16 or f16 tensor cores inside 128 of K (25 fractional bits in 16), scaled and added in float32 across"
 
 # Where two rows differ in the module alone, the first is the default, whatever M, G and the groups' sizes are: kernels
 # may add up differently, and the bits of a row must not depend on what is around it. A config of the other's class
@@ -150,13 +144,7 @@ _BF16_BLOCKS = (
 ROUTES: tuple[Route, ...] = (
     *(
         Route(
-            operation,
-            "sm_90a",
-            "FP8_BLOCK",
-            "FP8_BLOCK",
-            "sm90_fp8",
-            "sm90_fp8/sm90_fp8_grouped_gemm.cu",
-            _FP8_BLOCK,
+            operation, "sm_90a", "FP8_BLOCK", "FP8_BLOCK", "sm90_fp8", "sm90_fp8/sm90_fp8_grouped_gemm.cu", _FP8_BLOCK
         )
         for operation in ("grouped_gemm", "gemm")
     ),
@@ -178,25 +166,9 @@ ROUTES: tuple[Route, ...] = (
         )
         for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), sm90_bf16.PAIRS)
     ),
-    Route(
-        QUANT,
-        "sm_90a",
-        "FP8_BLOCK",
-        "FP8_BLOCK",
-        "sm90_fp8_quant",
-        "sm90_fp8/sm90_fp8_grouped_gemm.cu",
-        _FP8_BLOCK,
-    ),
+    Route(QUANT, "sm_90a", "FP8_BLOCK", "FP8_BLOCK", "sm90_fp8_quant", "sm90_fp8/sm90_fp8_grouped_gemm.cu", _FP8_BLOCK),
     *(
-        Route(
-            QUANT,
-            "sm_90a",
-            a,
-            b,
-            "sm90_mxfp8_quant",
-            "sm90_mxfp8/sm90_mxfp8_grouped_gemm.cu",
-            _MXFP8,
-        )
+        Route(QUANT, "sm_90a", a, b, "sm90_mxfp8_quant", "sm90_mxfp8/sm90_mxfp8_grouped_gemm.cu", _MXFP8)
         for a, b in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2)
     ),
     *(
@@ -212,9 +184,7 @@ ROUTES: tuple[Route, ...] = (
         for a, b in sm90_bf16.PAIRS
     ),
     *(
-        Route(
-            "gemm", "sm_100a", a, b, "sm100_mxfp8_dense", "sm100_dense/sm100_mxfp8_gemm.cu", _MX, any_n=True
-        )
+        Route("gemm", "sm_100a", a, b, "sm100_mxfp8_dense", "sm100_dense/sm100_mxfp8_gemm.cu", _MX, any_n=True)
         for a, b in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2)
     ),
     *(
@@ -222,15 +192,7 @@ ROUTES: tuple[Route, ...] = (
         for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), _MX_PAIRS)
     ),
     *(
-        Route(
-            QUANT,
-            "sm_100a",
-            a,
-            b,
-            "sm100_grouped_quant",
-            "sm100_grouped/sm100_grouped_gemm.cu",
-            _MX,
-        )
+        Route(QUANT, "sm_100a", a, b, "sm100_grouped_quant", "sm100_grouped/sm100_grouped_gemm.cu", _MX)
         for a, b in _MX_PAIRS
     ),
 )

@@ -20,14 +20,7 @@ EXP_LOW, EXP_HIGH = -87.0, 88.0
 LOG2_E = 1.44269504088896341
 ROUNDER = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to an integer
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
-EXP_POLYNOMIAL = (
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
-)
+EXP_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 GELU_SLOPE = 1.5957691216057308  # 2 sqrt(2 / pi)
 GELU_CUBIC = 0.044715
 
@@ -59,9 +52,7 @@ class Activation:
         if self.gate_up not in GATE_UP:
             raise ValueError(f"gate_up is {self.gate_up!r}; allowed: {', '.join(map(repr, GATE_UP))}")
         if self.kind != "swiglu" and self.alpha != 1.0:
-            raise ValueError(
-                f"alpha is {self.alpha}; it must be 1 for activation {self.kind!r}, only 'swiglu' has it"
-            )
+            raise ValueError(f"alpha is {self.alpha}; it must be 1 for activation {self.kind!r}, only 'swiglu' has it")
         if not self.is_gated and (self.limit is not None or self.up_offset != 0.0):
             raise ValueError(
                 f"limit is {self.limit} and up_offset {self.up_offset}; activation {self.kind!r} has no gate, so they "

@@ -38,9 +38,7 @@ def check_inverse(inverse: object, tokens: int | None, rows: int | None) -> None
     if not 1 <= inverse.shape[1] <= MAX_TOP_K:
         raise ValueError(f"inverse must be (T, k) with k from 1 to {MAX_TOP_K}, got {describe(inverse)}")
     if rows is not None and inverse.numel() > rows:
-        raise ValueError(
-            f"inverse has {inverse.numel()} entries and there are {rows} rows; there must be as many rows"
-        )
+        raise ValueError(f"inverse has {inverse.numel()} entries and there are {rows} rows; there must be as many rows")
 
 
 def runs_triton(t: torch.Tensor) -> bool:
@@ -50,8 +48,6 @@ def runs_triton(t: torch.Tensor) -> bool:
 
 def on_device_of(t: torch.Tensor) -> AbstractContextManager[object]:
     """Makes t's GPU the current one, on which Triton launches."""
-    if (
-        not t.is_cuda or t.device.index == torch.cuda.current_device()
-    ):  # changing it takes longer than looking
+    if not t.is_cuda or t.device.index == torch.cuda.current_device():  # changing it takes longer than looking
         return nullcontext()
     return torch.cuda.device(t.device)

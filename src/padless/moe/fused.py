@@ -101,10 +101,7 @@ def _launch(
             if len(_LAUNCHES) >= _MAX_LAUNCHES:
                 _LAUNCHES.clear()
             a_format = a.format if isinstance(a, BlockScaledTensor) else None
-            _LAUNCHES[key] = (
-                launch,
-                (a_format, weights.format, epilogue),
-            )  # what the key names by id stays alive
+            _LAUNCHES[key] = (launch, (a_format, weights.format, epilogue))  # what the key names by id stays alive
     else:
         launch = known[0]
     launch(launch_cache.current_stream(a.device.index or 0))

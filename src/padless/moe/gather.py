@@ -143,11 +143,7 @@ def gather_backward(
 
 
 def check_format(
-    format: BlockScaledFormat,
-    k: int,
-    scale_rule: str | None,
-    scale_layout: str,
-    global_scale: torch.Tensor | None,
+    format: BlockScaledFormat, k: int, scale_rule: str | None, scale_layout: str, global_scale: torch.Tensor | None
 ) -> str:
     """The scale rule to use. Raises ValueError."""
     if format not in FORMATS:
@@ -158,13 +154,9 @@ def check_format(
     rules = SCALE_RULES[format] or ("",)
     rule = rules[0] if scale_rule is None else scale_rule
     if rule not in rules:
-        raise ValueError(
-            f"scale_rule is {scale_rule!r}; allowed for {format.name}: {', '.join(map(repr, rules))}"
-        )
+        raise ValueError(f"scale_rule is {scale_rule!r}; allowed for {format.name}: {', '.join(map(repr, rules))}")
     if scale_layout not in LAYOUTS or (scale_layout == "blocked" and format.scale_dtype == torch.float32):
-        raise ValueError(
-            f"scale_layout is {scale_layout!r}; allowed: 'plain', and 'blocked' for one-byte scales"
-        )
+        raise ValueError(f"scale_layout is {scale_layout!r}; allowed: 'plain', and 'blocked' for one-byte scales")
     if (global_scale is None) == (format == NVFP4):
         wanted = "a float32 tensor" if format == NVFP4 else "None"
         raise ValueError(f"global_scale must be {wanted} for {format.name}, got {describe(global_scale)}")

@@ -91,11 +91,7 @@ def moe(
     given = {"x": x, "top_k_weights": top_k_weights, "bias13": bias13, "bias2": bias2, "shared": shared}
     given |= {"global_scale1": global_scale1, "global_scale2": global_scale2}
     for argument, w in (("w13", w13), ("w2", w2)):
-        given |= {
-            f"{argument}.data": w.data,
-            f"{argument}.scale": w.scale,
-            f"{argument}.global_scale": w.global_scale,
-        }
+        given |= {f"{argument}.data": w.data, f"{argument}.scale": w.scale, f"{argument}.global_scale": w.global_scale}
     refuse_gradients(**given)
     _check_vector("bias13", bias13, [(experts, n)], INPUT_DTYPES, x.device)
     _check_vector("bias2", bias2, [(experts, x.shape[1])], INPUT_DTYPES, x.device)
@@ -108,9 +104,7 @@ def moe(
         raise ValueError(f"out_dtype is {dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
     name = _activations(activations, w13, x)
     if name != NVFP4.name and (global_scale1 is not None or global_scale2 is not None):
-        raise ValueError(
-            f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them"
-        )
+        raise ValueError(f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them")
     if ops.is_traced(x, top_k_index, top_k_weights, w13.data, w2.data):
         result: torch.Tensor = torch.ops.padless.moe(
             x, top_k_index, top_k_weights, *ops.packed(w13), *ops.packed(w2), bias13, bias2, shared, global_scale1,
@@ -279,16 +273,12 @@ def _check(
     check_matrix("top_k_weights", top_k_weights, tokens, top_k_index.shape[1], x.device)
     for name, w in (("w13", w13), ("w2", w2)):
         if not isinstance(w, BlockScaledTensor) or w.data.dim() != 3 or not w.is_weight:
-            raise ValueError(
-                f"{name} must be a (E, N, K) BlockScaledTensor of kind 'weight', got {describe(w)}"
-            )
+            raise ValueError(f"{name} must be a (E, N, K) BlockScaledTensor of kind 'weight', got {describe(w)}")
         if w.device != x.device:
             raise ValueError(f"{name} is on {w.device} and x on {x.device}; they must be on one device")
     experts, n, k = w13.logical_shape
     if k != h:
-        raise ValueError(
-            f"w13 is (E, N, K) = {w13.logical_shape} and x {tuple(x.shape)}: K must be x's columns"
-        )
+        raise ValueError(f"w13 is (E, N, K) = {w13.logical_shape} and x {tuple(x.shape)}: K must be x's columns")
     wanted = (experts, h, activation.out_columns(n))
     if w2.logical_shape != wanted:
         raise ValueError(f"w2 must be (E, H, I) = {wanted}, got {w2.logical_shape}")
@@ -319,12 +309,7 @@ def _check_vector(
 ) -> None:
     if t is None:
         return
-    if (
-        not isinstance(t, torch.Tensor)
-        or tuple(t.shape) not in shapes
-        or t.dtype not in dtypes
-        or t.device != device
-    ):
+    if not isinstance(t, torch.Tensor) or tuple(t.shape) not in shapes or t.dtype not in dtypes or t.device != device:
         allowed = " or ".join(map(str, shapes))
         kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} must be {allowed} {kinds} on {device}, got {describe(t)}")

@@ -37,9 +37,7 @@ def is_traced(*arguments: Any) -> bool:
     )
 
 
-def operator(
-    name: str, schema: str, fake: Callable[..., Any]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Defines padless::name with the decorated function for every device, and for `call`."""
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,9 +51,7 @@ def operator(
 # --- route -----------------------------------------------------------------------------------------------
 
 
-def _route_fake(
-    top_k_index: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _route_fake(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=top_k_index.device)
 
@@ -124,12 +120,7 @@ def _quantized_by_twin(
 
     by_group = offs if global_scale is not None and global_scale.numel() > 1 else None
     t = quantize(
-        x,
-        format,
-        scale_rule=scale_rule or None,
-        scale_layout=scale_layout,
-        global_scale=global_scale,
-        offs=by_group,
+        x, format, scale_rule=scale_rule or None, scale_layout=scale_layout, global_scale=global_scale, offs=by_group
     )
     return t.data.view(torch.uint8), t.scale
 
@@ -302,9 +293,7 @@ def _combine_backward(
     dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     dweights = torch.empty(inverse.shape, dtype=torch.float32, device=y.device)
     with on_device_of(y):
-        combine.combine_backward(
-            _by_rows(dout), _by_rows(y), inverse.contiguous(), weights.contiguous(), dy, dweights
-        )
+        combine.combine_backward(_by_rows(dout), _by_rows(y), inverse.contiguous(), weights.contiguous(), dy, dweights)
     return dy, dweights
 
 
@@ -321,9 +310,7 @@ def unpacked(
 ) -> BlockScaledTensor:
     """A weight from what an operator can take."""
     fmt = BY_NAME[format]
-    return BlockScaledTensor(
-        data.view(fmt.data_dtype), scale.view(fmt.scale_dtype), fmt, global_scale, layout
-    )
+    return BlockScaledTensor(data.view(fmt.data_dtype), scale.view(fmt.scale_dtype), fmt, global_scale, layout)
 
 
 def packed(t: BlockScaledTensor) -> tuple[Any, ...]:

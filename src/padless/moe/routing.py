@@ -49,8 +49,6 @@ def check_ids(top_k_index: object, num_experts: int) -> None:
     ):
         raise ValueError(f"top_k_index must be (T, k) int32 or int64, got {describe(top_k_index)}")
     if not 1 <= top_k_index.shape[1] <= MAX_TOP_K:
-        raise ValueError(
-            f"top_k_index must be (T, k) with k from 1 to {MAX_TOP_K}, got {describe(top_k_index)}"
-        )
+        raise ValueError(f"top_k_index must be (T, k) with k from 1 to {MAX_TOP_K}, got {describe(top_k_index)}")
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts is {num_experts}; it must be from 1 to {MAX_EXPERTS}")

@@ -102,9 +102,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= min(num_experts, 16):
-            raise ValueError(
-                f"top_k is {top_k}; it must be from 1 to 16 and at most num_experts = {num_experts}"
-            )
+            raise ValueError(f"top_k is {top_k}; it must be from 1 to 16 and at most num_experts = {num_experts}")
         if score not in SCORES:
             raise ValueError(f"score is {score!r}; allowed: {', '.join(map(repr, SCORES))}")
         self.top_k, self.score, self.normalize = top_k, score, normalize

@@ -22,24 +22,11 @@ from padless.moe.checks import check_matrix
 from padless.moe.layer import BF16
 from padless.moe.routing import check_ids
 from padless.nn.calls import call
-from padless.nn.linear_function import (
-    check_weight,
-    columns_facts,
-    flat_columns,
-    joined_columns,
-    operands_of_rows,
-)
+from padless.nn.linear_function import check_weight, columns_facts, flat_columns, joined_columns, operands_of_rows
 from padless.nn.products import Columns, Rows, product, swiglu_product
 from padless.nn.quantizers import activation_gradients, quantized
 from padless.nn.recipe import Recipe, as_recipe
-from padless.nn.weight_codes import (
-    WeightOperands,
-    flat,
-    flat_operands,
-    joined,
-    joined_operands,
-    weight_operands,
-)
+from padless.nn.weight_codes import WeightOperands, flat, flat_operands, joined, joined_operands, weight_operands
 from padless.nn.weight_gradient import DelayedWgrad, deliver
 from padless.quantization.swiglu_backward import GATE_UP
 
@@ -144,15 +131,7 @@ def apply_experts(
 ) -> torch.Tensor:
     """`experts` of checked arguments."""
     out: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-        x,
-        top_k_weights,
-        w13,
-        w2,
-        shared,
-        top_k_index,
-        plan,
-        *flat_operands(operands13),
-        *flat_operands(operands2),
+        x, top_k_weights, w13, w2, shared, top_k_index, plan, *flat_operands(operands13), *flat_operands(operands2)
     )
     return out
 
@@ -198,9 +177,7 @@ class _Experts(torch.autograd.Function):
             saved_columns: tuple[torch.Tensor | None, ...] = (None,) * 4
             if columns is not None:
                 ctx.facts, saved_columns = columns_facts(columns), flat_columns(columns)
-            keeps_x = (needs13 and not recipe.fp8_wgrad) or (
-                recipe.save == "recompute" and not recipe.fp8_forward
-            )
+            keeps_x = (needs13 and not recipe.fp8_wgrad) or (recipe.save == "recompute" and not recipe.fp8_forward)
             again = flat(made13.forward) if recipe.save == "recompute" else (None, None)
             ctx.save_for_backward(
                 offs, tokens, inverse, top_k_weights, x if keeps_x else None,
@@ -220,12 +197,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _gathered(
-    x: torch.Tensor,
-    tokens: torch.Tensor,
-    inverse: torch.Tensor,
-    offs: torch.Tensor,
-    recipe: Recipe,
-    needs_wgrad: bool,
+    x: torch.Tensor, tokens: torch.Tensor, inverse: torch.Tensor, offs: torch.Tensor, recipe: Recipe, needs_wgrad: bool
 ) -> tuple[Rows, Columns | None]:
     """x by experts: the operand of the first product, and that of its weight's gradient where it is quantized."""
     fp8_columns = recipe.fp8_wgrad and needs_wgrad
@@ -252,9 +224,7 @@ def _hidden(rows: Rows, w13: Rows, offs: torch.Tensor, plan: Plan) -> tuple[torc
         return None, swiglu_product(rows, w13, offs, plan.gate_up)
     z = product(rows, w13, offs, transposed=False, zero_tail=False)
     name = FP8_BLOCK.name if recipe.fp8_forward else BF16
-    data, scale = call(
-        "activate_quantize", z, "swiglu", plan.gate_up, 1.0, None, 0.0, name, "", "plain", None, None
-    )
+    data, scale = call("activate_quantize", z, "swiglu", plan.gate_up, 1.0, None, 0.0, name, "", "plain", None, None)
     return z, quantized(data, scale) if recipe.fp8_forward else data
 
 
@@ -264,9 +234,7 @@ def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     recipe = plan.recipe
     needs_x, needs_prob, needs13, needs2 = ctx.needs_input_grad[:4]
     offs, tokens, inverse, top_k_weights, x, *saved = ctx.saved_tensors
-    kept, saved_columns, dgrad13, dgrad2, again = (
-        saved[i:j] for i, j in ((0, 2), (2, 6), (6, 8), (8, 10), (10, 12))
-    )
+    kept, saved_columns, dgrad13, dgrad2, again = (saved[i:j] for i, j in ((0, 2), (2, 6), (6, 8), (8, 10), (10, 12)))
     z = _values_before_activation(plan, kept, x, tokens, again, offs)
 
     # Second product.

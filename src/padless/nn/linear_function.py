@@ -11,14 +11,7 @@ from padless.layouts import GroupedColumns
 from padless.nn.products import Columns, Rows, product
 from padless.nn.quantizers import quantize_rows, rows_and_columns
 from padless.nn.recipe import Recipe, as_recipe
-from padless.nn.weight_codes import (
-    WeightOperands,
-    flat,
-    flat_operands,
-    joined,
-    joined_operands,
-    weight_operands,
-)
+from padless.nn.weight_codes import WeightOperands, flat, flat_operands, joined, joined_operands, weight_operands
 from padless.nn.weight_gradient import DelayedWgrad, deliver
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES
@@ -62,9 +55,7 @@ def grouped_linear(
         raise ValueError(f"weight is on {weight.device} and x on {x.device}; they must be on one device")
     offs = checked_offs(offs, x, "x")
     if offs.shape[0] != weight.shape[0]:
-        raise ValueError(
-            f"offs has {offs.shape[0]} groups and weight {weight.shape[0]}; they must be as many"
-        )
+        raise ValueError(f"offs has {offs.shape[0]} groups and weight {weight.shape[0]}; they must be as many")
     made = weight_operands(weight, recipe) if operands is None else operands
     y: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
         x, weight, offs, recipe, delayed_wgrad, *flat_operands(made)

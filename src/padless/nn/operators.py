@@ -27,9 +27,7 @@ def bytes_of(t: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
     return t.data.view(torch.uint8), t.scale
 
 
-def columns_of(
-    t: GroupedColumns,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int], int]:
+def columns_of(t: GroupedColumns) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int], int]:
     """What an operator takes for a `GroupedColumns` beside offs."""
     return t.data.view(torch.uint8), t.scale, t.starts, t.block_starts, list(t.block), t.alignment
 
@@ -42,13 +40,7 @@ def _fp8(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
 
 
 def _grouped_gemm_fake(
-    a: torch.Tensor,
-    a_scale: Any,
-    b: torch.Tensor,
-    b_scale: Any,
-    offs: Any,
-    out_dtype: torch.dtype,
-    zero_tail: bool,
+    a: torch.Tensor, a_scale: Any, b: torch.Tensor, b_scale: Any, offs: Any, out_dtype: torch.dtype, zero_tail: bool
 ) -> torch.Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
@@ -86,19 +78,12 @@ def _grouped_gemm_swiglu_fake(
     _grouped_gemm_swiglu_fake,
 )
 def _grouped_gemm_swiglu(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    offs: torch.Tensor,
-    gate_up: str,
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, offs: torch.Tensor, gate_up: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return bytes_of(fp8_swiglu(_fp8(a, a_scale), _fp8(b, b_scale), offs, gate_up))
 
 
-def fp8_swiglu(
-    a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor, gate_up: str
-) -> BlockScaledTensor:
+def fp8_swiglu(a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor, gate_up: str) -> BlockScaledTensor:
     """silu(gate) * up of the product, quantized in its epilogue; (M, N / 2)."""
     found = swiglu(a, b, offs, gate_up=gate_up, bias=None, format=FP8_BLOCK, global_scale=None, backend=None)
     assert isinstance(found, BlockScaledTensor)
@@ -163,29 +148,21 @@ def _wgrad(*arguments: Any) -> torch.Tensor:
     return grouped_gemm_wgrad(dy, x, out_dtype=out_dtype)
 
 
-@operator(
-    "grouped_gemm_wgrad_", f"(Tensor(a!) out, {_WGRAD}, bool accumulate) -> ()", lambda *arguments: None
-)
+@operator("grouped_gemm_wgrad_", f"(Tensor(a!) out, {_WGRAD}, bool accumulate) -> ()", lambda *arguments: None)
 def _wgrad_into(out: torch.Tensor, *arguments: Any) -> None:
     offs, accumulate = arguments[12], arguments[13]
     dy, x = _columns(offs, *arguments[0:6]), _columns(offs, *arguments[6:12])
     grouped_gemm_wgrad(dy, x, out=out, accumulate=accumulate)
 
 
-def _bf16_wgrad_fake(
-    dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+def _bf16_wgrad_fake(dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     return dy.new_empty((offs.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype)
 
 
 @operator(
-    "bf16_grouped_gemm_wgrad",
-    "(Tensor dy, Tensor x, Tensor offs, ScalarType out_dtype) -> Tensor",
-    _bf16_wgrad_fake,
+    "bf16_grouped_gemm_wgrad", "(Tensor dy, Tensor x, Tensor offs, ScalarType out_dtype) -> Tensor", _bf16_wgrad_fake
 )
-def _bf16_wgrad(
-    dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+def _bf16_wgrad(dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """dy[rows of g].T @ x[rows of g], (G, N, K); dy (M, N), x (M, K) of one dtype."""
     if dy.is_cuda and dy.shape[0] > 0:
         if _has_bf16_kernels(dy) and out_dtype in (torch.bfloat16, torch.float32):
@@ -264,9 +241,7 @@ def _rows_to_slots_fake(values: torch.Tensor, inverse: torch.Tensor, out_dtype: 
     return values.new_empty(inverse.shape, dtype=out_dtype)
 
 
-@operator(
-    "rows_to_slots", "(Tensor values, Tensor inverse, ScalarType out_dtype) -> Tensor", _rows_to_slots_fake
-)
+@operator("rows_to_slots", "(Tensor values, Tensor inverse, ScalarType out_dtype) -> Tensor", _rows_to_slots_fake)
 def _rows_to_slots(values: torch.Tensor, inverse: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     return rows.rows_to_slots(values, inverse, out_dtype)
 

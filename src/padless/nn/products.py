@@ -41,9 +41,7 @@ def product(a: Rows, w: Rows, offs: torch.Tensor, *, transposed: bool, zero_tail
     return operators.fp8_product(a, w, offs, torch.bfloat16, zero_tail)
 
 
-def swiglu_product(
-    a: BlockScaledTensor, w: BlockScaledTensor, offs: torch.Tensor, gate_up: str
-) -> BlockScaledTensor:
+def swiglu_product(a: BlockScaledTensor, w: BlockScaledTensor, offs: torch.Tensor, gate_up: str) -> BlockScaledTensor:
     """silu(gate) * up of a @ w[g].T, quantized in the product's epilogue: FP8_BLOCK (M, I)."""
     if is_traced(a.data):
         codes, scale = torch.ops.padless.grouped_gemm_swiglu(*bytes_of(a), *bytes_of(w), offs, gate_up)
@@ -59,9 +57,7 @@ def wgrad(dy: Columns, x: Columns, offs: torch.Tensor, out_dtype: torch.dtype) -
     if is_traced(dy.data):
         return _tensor(torch.ops.padless.grouped_gemm_wgrad(*columns_of(dy), *columns_of(x), offs, out_dtype))
     # Launches are remembered for outputs that are given.
-    out = torch.empty(
-        (offs.shape[0], dy.data.shape[0], x.data.shape[0]), dtype=out_dtype, device=dy.data.device
-    )
+    out = torch.empty((offs.shape[0], dy.data.shape[0], x.data.shape[0]), dtype=out_dtype, device=dy.data.device)
     return grouped_gemm_wgrad(dy, x, out=out)
 
 

@@ -25,13 +25,7 @@ def quantized(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
         return BlockScaledTensor(data, scale, FP8_BLOCK)
     made = object.__new__(BlockScaledTensor)
     made.__dict__.update(
-        data=data,
-        scale=scale,
-        format=FP8_BLOCK,
-        global_scale=None,
-        scale_layout="plain",
-        offs=None,
-        row_groups=None,
+        data=data, scale=scale, format=FP8_BLOCK, global_scale=None, scale_layout="plain", offs=None, row_groups=None
     )
     return made
 
@@ -58,19 +52,12 @@ def rows_and_columns(
     codes, scale, of_columns, column_scale, starts, block_starts = rows_columns._run(
         x, offs, list(block), alignment, rows
     )
-    columns = GroupedColumns(
-        of_columns.view(_E4M3), column_scale, offs, starts, block_starts, block, alignment
-    )
+    columns = GroupedColumns(of_columns.view(_E4M3), column_scale, offs, starts, block_starts, block, alignment)
     return (quantized(codes, scale) if rows else None), columns
 
 
 def activation_gradients(
-    dh: torch.Tensor,
-    z: torch.Tensor,
-    offs: torch.Tensor,
-    prob: torch.Tensor,
-    gate_up: str,
-    block: tuple[int, int],
+    dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor, gate_up: str, block: tuple[int, int]
 ) -> SwigluGradients:
     """SwiGLU's gradients for dh (M, I) and z (M, 2 I), and H, all quantized."""
     if is_traced(dh):

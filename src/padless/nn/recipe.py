@@ -10,10 +10,7 @@ from padless.formats import FP8_BLOCK, BlockScaledFormat
 
 Format = BlockScaledFormat | torch.dtype
 FORMATS: tuple[Format, ...] = (FP8_BLOCK, torch.bfloat16)
-WGRAD_MODES = {
-    "1d2d": (128, 128),
-    "1d1d": (1, 128),
-}  # (features, tokens) that share a scale of the inputs' columns
+WGRAD_MODES = {"1d2d": (128, 128), "1d1d": (1, 128)}  # (features, tokens) that share a scale of the inputs' columns
 SAVED = ("bf16", "fp8", "recompute")
 
 
@@ -50,9 +47,7 @@ class Recipe:
             if format not in FORMATS:
                 raise ValueError(f"{name} is {format!r}; allowed: padless.FP8_BLOCK, torch.bfloat16")
         if self.wgrad_mode not in WGRAD_MODES:
-            raise ValueError(
-                f"wgrad_mode is {self.wgrad_mode!r}; allowed: {', '.join(map(repr, WGRAD_MODES))}"
-            )
+            raise ValueError(f"wgrad_mode is {self.wgrad_mode!r}; allowed: {', '.join(map(repr, WGRAD_MODES))}")
         if self.save not in SAVED:
             raise ValueError(f"save is {self.save!r}; allowed: {', '.join(map(repr, SAVED))}")
 
@@ -99,7 +94,5 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str) or recipe not in RECIPES:
-        raise ValueError(
-            f"recipe is {recipe!r}; allowed: a padless.nn.Recipe or {', '.join(map(repr, RECIPES))}"
-        )
+        raise ValueError(f"recipe is {recipe!r}; allowed: a padless.nn.Recipe or {', '.join(map(repr, RECIPES))}")
     return RECIPES[recipe]

@@ -113,10 +113,7 @@ def flat_operands(operands: WeightOperands) -> tuple[torch.Tensor | None, ...]:
 
 
 def joined_operands(
-    data: torch.Tensor,
-    scale: torch.Tensor | None,
-    dgrad_data: torch.Tensor | None,
-    dgrad_scale: torch.Tensor | None,
+    data: torch.Tensor, scale: torch.Tensor | None, dgrad_data: torch.Tensor | None, dgrad_scale: torch.Tensor | None
 ) -> WeightOperands:
     """The inverse of `flat_operands`."""
     forward = joined(data, scale)

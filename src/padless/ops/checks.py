@@ -43,14 +43,10 @@ def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: to
     _check_kinds(operation, a, b)
     (m, k), (num_groups, n, b_k) = (data_of(a).shape[0], logical_k(a)), b.logical_shape
     if k != b_k:
-        raise ValueError(
-            f"a is (M, K) = {(m, k)} and b is (G, N, K) = {(num_groups, n, b_k)}: K must be the same"
-        )
+        raise ValueError(f"a is (M, K) = {(m, k)} and b is (G, N, K) = {(num_groups, n, b_k)}: K must be the same")
     multiple = math.lcm(_K_MULTIPLE[format_name(a)], _K_MULTIPLE[b.format.name])
     if k == 0 or k % multiple != 0:
-        raise ValueError(
-            f"K is {k}; it must be a positive multiple of {multiple} (quantize a zero-filled tail)"
-        )
+        raise ValueError(f"K is {k}; it must be a positive multiple of {multiple} (quantize a zero-filled tail)")
     if isinstance(a, BlockScaledTensor) and not a.is_activation:
         raise ValueError(f"a has scales of shape {tuple(a.scale.shape)}; quantize it with kind='activation'")
     if not b.is_weight:
@@ -146,13 +142,10 @@ def as_int32(a: Activation, offs: torch.Tensor) -> tuple[Activation, torch.Tenso
 def _check_offs(offs: torch.Tensor | None, num_groups: int, device: torch.device) -> None:
     if offs is None:
         raise ValueError(
-            f"offs is None and b has {_groups(num_groups)}; pass the end row of each group (see "
-            "padless.group_offsets)"
+            f"offs is None and b has {_groups(num_groups)}; pass the end row of each group (see padless.group_offsets)"
         )
     if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
-        raise ValueError(
-            f"offs must be a 1-D int32 or int64 tensor (see padless.group_offsets), got {describe(offs)}"
-        )
+        raise ValueError(f"offs must be a 1-D int32 or int64 tensor (see padless.group_offsets), got {describe(offs)}")
     if offs.shape[0] != num_groups:
         raise ValueError(f"offs has {offs.shape[0]} entries and b {num_groups} groups; they must be as many")
     if offs.device != device:
@@ -172,9 +165,7 @@ def _check_kinds(operation: str, a: Activation, b: BlockScaledTensor) -> None:
     pairs = dict.fromkeys((route.a, route.b) for route in ROUTES if route.operation == operation)
     if (format_name(a), b.format.name) not in pairs:
         supported = ", ".join(f"{x} x {y}" for x, y in pairs)
-        raise ValueError(
-            f"a has format {format_name(a)} and b has format {b.format.name}; supported: {supported}"
-        )
+        raise ValueError(f"a has format {format_name(a)} and b has format {b.format.name}; supported: {supported}")
 
 
 def output(
@@ -192,9 +183,7 @@ def output(
     m, n = a.shape[0], b.shape[1]
     if out is None:
         if out_dtype not in OUT_DTYPES:
-            raise ValueError(
-                f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32"
-            )
+            raise ValueError(f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     else:
         if not isinstance(out, torch.Tensor) or out.dtype not in OUT_DTYPES:
@@ -202,9 +191,7 @@ def output(
         if tuple(out.shape) != (m, n) or out.device != a.device:
             raise ValueError(f"out must be (M, N) = {(m, n)} on {a.device}, got {describe(out)}")
     if not any_n and not _has_whole_pieces(out):
-        raise ValueError(
-            f"N is {n}; it must be a multiple of {16 // out.element_size()} for {out.dtype} output"
-        )
+        raise ValueError(f"N is {n}; it must be a multiple of {16 // out.element_size()} for {out.dtype} output")
     check_rows("out", out)
     return out
 
@@ -240,9 +227,7 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
 def check_address(name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError unless ``tensor`` starts on a multiple of 16 bytes."""
     if tensor.data_ptr() % 16 != 0:
-        raise ValueError(
-            f"{name} is at address {tensor.data_ptr():#x}; it must be 16-byte aligned; clone() it"
-        )
+        raise ValueError(f"{name} is at address {tensor.data_ptr():#x}; it must be 16-byte aligned; clone() it")
 
 
 def _about_strides(name: str, tensor: torch.Tensor) -> str:
@@ -267,6 +252,4 @@ def check_offs_aligned(offs: torch.Tensor, m_aligned: int, name: str = "offs") -
     """Raises ValueError for an end offset that is no multiple of m_aligned. Waits for the device."""
     for group, end in enumerate(offs.tolist()):
         if end % m_aligned != 0:
-            raise ValueError(
-                f"{name}[{group}] is {end}, which is no multiple of m_aligned = {m_aligned}; use 1"
-            )
+            raise ValueError(f"{name}[{group}] is {end}, which is no multiple of m_aligned = {m_aligned}; use 1")

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.epilogue import (
-    INTERLEAVE,
-    Epilogue,
-    EpilogueTensors,
-    column_scale_shape,
-    column_tiles,
-    row_scale_shape,
-)
+from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors, column_scale_shape, column_tiles, row_scale_shape
 from padless.formats import is_mn_major
 from padless.ops.checks import check_rows, describe
 
@@ -53,24 +46,13 @@ def check_tensor(
     """`t` if it is a tensor of this shape, one of these dtypes and on this device; ValueError with `name` if not."""
     allowed = " or ".join(str(dtype) for dtype in dtypes)
     wanted = f"{name} must be {shape} {allowed} on {device}"
-    if (
-        not isinstance(t, torch.Tensor)
-        or tuple(t.shape) != shape
-        or t.dtype not in dtypes
-        or t.device != device
-    ):
+    if not isinstance(t, torch.Tensor) or tuple(t.shape) != shape or t.dtype not in dtypes or t.device != device:
         raise ValueError(f"{wanted}, got {describe(t)}")
     return t
 
 
 def check_tensors(
-    epilogue: Epilogue,
-    tensors: EpilogueTensors,
-    m: int,
-    n: int,
-    num_groups: int,
-    device: torch.device,
-    m_aligned: int,
+    epilogue: Epilogue, tensors: EpilogueTensors, m: int, n: int, num_groups: int, device: torch.device, m_aligned: int
 ) -> None:
     """Raises ValueError for operands that are missing, and operands and outputs that are wrong or of no use."""
     t, n_out, float32 = tensors, epilogue.out_columns(n), (torch.float32,)
@@ -117,16 +99,12 @@ def _check_wanted(name: str, t: torch.Tensor | None, wanted: bool) -> None:
     if wanted and t is None:
         raise ValueError(f"tensors.{name} is None; this epilogue needs it (see EpilogueTensors)")
     if not wanted and t is not None:
-        raise ValueError(
-            f"tensors.{name} is {describe(t)}; this epilogue has no use for it, so it must be None"
-        )
+        raise ValueError(f"tensors.{name} is {describe(t)}; this epilogue has no use for it, so it must be None")
 
 
 def _check_contiguous(name: str, t: torch.Tensor) -> None:
     if not t.is_contiguous():
-        raise ValueError(
-            f"tensors.{name} has strides {t.stride()}; it must be contiguous; call .contiguous()"
-        )
+        raise ValueError(f"tensors.{name} has strides {t.stride()}; it must be contiguous; call .contiguous()")
 
 
 def _check_row_scale(
@@ -145,9 +123,7 @@ def _check_row_scale(
         )
 
 
-def _check_column_scale(
-    epilogue: Epilogue, t: EpilogueTensors, n_out: int, needed: int, device: torch.device
-) -> None:
+def _check_column_scale(epilogue: Epilogue, t: EpilogueTensors, n_out: int, needed: int, device: torch.device) -> None:
     if t.column_scale is None or epilogue.column_format is None:
         return
     if t.column_tiles < needed:
@@ -157,6 +133,4 @@ def _check_column_scale(
         )
     shape = column_scale_shape(epilogue, n_out, t.column_tiles)
     dtypes = (epilogue.column_format.scale_dtype,)
-    _check_contiguous(
-        "column_scale", check_tensor("tensors.column_scale", t.column_scale, shape, dtypes, device)
-    )
+    _check_contiguous("column_scale", check_tensor("tensors.column_scale", t.column_scale, shape, dtypes, device))

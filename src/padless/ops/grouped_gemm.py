@@ -118,15 +118,7 @@ def grouped_gemm(
         a, offs = as_int32(a, offs)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return grouped_gemm_plain(
-            a,
-            b,
-            offs,
-            dense=False,
-            out=out,
-            out_dtype=out_dtype,
-            backend=backend,
-            check_offs=check_offs,
-            config=config,
+            a, b, offs, dense=False, out=out, out_dtype=out_dtype, backend=backend, check_offs=check_offs, config=config
         )
     b = cast("BlockScaledTensor", b)
     if check_offs:
@@ -155,15 +147,7 @@ def gemm(
         if b.dim() != 2:
             raise ValueError(f"b must have rank 2, (N, K), got {describe(b)}")
         return grouped_gemm_plain(
-            a,
-            b,
-            None,
-            dense=True,
-            out=out,
-            out_dtype=out_dtype,
-            backend=backend,
-            check_offs=False,
-            config=config,
+            a, b, None, dense=True, out=out, out_dtype=out_dtype, backend=backend, check_offs=False, config=config
         )
     b = cast("BlockScaledTensor", b)
     if backend is None or backend == "cuda":

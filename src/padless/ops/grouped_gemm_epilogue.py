@@ -11,13 +11,7 @@ from dataclasses import replace
 import torch
 
 from padless import layouts
-from padless.epilogue import (
-    Epilogue,
-    EpilogueTensors,
-    column_scale_shape,
-    column_tiles,
-    row_scale_shape,
-)
+from padless.epilogue import Epilogue, EpilogueTensors, column_scale_shape, column_tiles, row_scale_shape
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.gradients import detached, refuse_gradients
 from padless.kernels.launch import KernelChoice, Prepared, tile_of
@@ -138,14 +132,10 @@ def with_outputs(
 
 
 def _codes(format: BlockScaledFormat, m: int, n_out: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((m, n_out // format.codes_per_byte), dtype=torch.uint8, device=device).view(
-        format.data_dtype
-    )
+    return torch.empty((m, n_out // format.codes_per_byte), dtype=torch.uint8, device=device).view(format.data_dtype)
 
 
-def _scales(
-    format: BlockScaledFormat, layout: str, shape: tuple[int, ...], device: torch.device
-) -> torch.Tensor:
+def _scales(format: BlockScaledFormat, layout: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     if layout == "plain_mn":
         return layouts.empty_mn_major(shape[0], shape[1], device)
     if layout == "plain":
@@ -198,11 +188,7 @@ def prepare(
     driver = device_of(backend, data_of(a))
     route = find_route(QUANT, driver.arch, format_name(a), b.format.name, config)
     check_operands_of_kernel(a, b)
-    for name, t in (
-        ("d", tensors.d),
-        ("row_codes", tensors.row_codes),
-        ("column_codes", tensors.column_codes),
-    ):
+    for name, t in (("d", tensors.d), ("row_codes", tensors.row_codes), ("column_codes", tensors.column_codes)):
         if t is not None:
             check_alignment(name, t)
     if a.shape[0] == 0 or b.data.shape[0] == 0:

@@ -62,9 +62,7 @@ def grouped_gemm_list(
         return outputs
     driver = device_of(backend, outputs[0])
     if kernels_arch(driver.arch) != "sm_100a":
-        raise ValueError(
-            f"backend {backend!r} is {driver.arch}; a list of problems needs Blackwell (sm_100a)"
-        )
+        raise ValueError(f"backend {backend!r} is {driver.arch}; a list of problems needs Blackwell (sm_100a)")
     for i in keep:
         try:
             check_operands_of_kernel(a[i], b[i])
@@ -73,20 +71,10 @@ def grouped_gemm_list(
             raise ValueError(f"problem {i}: {error}") from None
     tensors: list[torch.Tensor | None] = [alpha]
     for i in keep:
-        tensors += [
-            a[i].data,
-            a[i].scale,
-            a[i].global_scale,
-            b[i].data,
-            b[i].scale,
-            b[i].global_scale,
-            outputs[i],
-        ]
+        tensors += [a[i].data, a[i].scale, a[i].global_scale, b[i].data, b[i].scale, b[i].global_scale, outputs[i]]
     key = None
     if outputs[0].is_cuda:
-        described = [
-            t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors
-        ]
+        described = [t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
         key = (config, a[0].scale_layout, b[0].scale_layout, *described)
     if (prepared := _PREPARED.get(key)) is None:
         some = torch.tensor(keep, device=outputs[0].device)
@@ -117,9 +105,7 @@ def forget() -> None:
     _PREPARED.clear()
 
 
-def _reference(
-    a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None
-) -> None:
+def _reference(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None) -> None:
     if alpha is None:
         gemm_reference(a, b, out=out)
     else:
@@ -144,18 +130,12 @@ def _check(
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
         try:
             _check_problem(x, y)
-            d = (
-                torch.empty((x.shape[0], y.shape[0]), dtype=out_dtype, device=x.device)
-                if out is None
-                else out[i]
-            )
+            d = torch.empty((x.shape[0], y.shape[0]), dtype=out_dtype, device=x.device) if out is None else out[i]
             _check_output(x, y, d)
         except ValueError as error:
             raise ValueError(f"problem {i}: {error}") from None
         if d.dtype != (outputs or [d])[0].dtype or (x.format, y.format) != (a[0].format, b[0].format):
-            raise ValueError(
-                f"problem {i}: all problems of a list must have the same formats and output dtype"
-            )
+            raise ValueError(f"problem {i}: all problems of a list must have the same formats and output dtype")
         outputs.append(d)
     return outputs
 
@@ -163,9 +143,7 @@ def _check(
 def _check_problem(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
     weights = as_one_group(b)
     if isinstance(a, BlockScaledTensor) and a.scale_layout == "blocked_groups":
-        raise ValueError(
-            "a has scales in layout 'blocked_groups'; a problem of a list is one group, use 'blocked'"
-        )
+        raise ValueError("a has scales in layout 'blocked_groups'; a problem of a list is one group, use 'blocked'")
     check_operands("gemm", a, weights, None)
 
 

@@ -11,14 +11,7 @@ from padless.kernels.config import MAX_GROUPS
 from padless.kernels.launch import tile_of
 from padless.kernels.sm90_bf16_plain import host
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
-from padless.ops.checks import (
-    check_alignment,
-    check_offs_values,
-    check_output_of_kernel,
-    check_rows,
-    describe,
-    output,
-)
+from padless.ops.checks import check_alignment, check_offs_values, check_output_of_kernel, check_rows, describe, output
 from padless.ops.launch_cache import current_stream
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.reference.bf16 import grouped_gemm_plain_reference
@@ -66,9 +59,7 @@ def grouped_gemm_plain(
         return grouped_gemm_plain_reference(a, weights, ends, out=result)
     driver = device_of(backend, a)
     if driver.arch != "sm_90a":
-        raise ValueError(
-            f"backend {backend!r} is {driver.arch}; plain bfloat16 tensors have a kernel for sm_90a"
-        )
+        raise ValueError(f"backend {backend!r} is {driver.arch}; plain bfloat16 tensors have a kernel for sm_90a")
     check_alignment("a", a)
     check_alignment("b", weights.transpose(1, 2) if host.is_n_major(weights) else weights)
     check_output_of_kernel(result)
@@ -93,9 +84,7 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
             raise ValueError(f"{name} must have rank {rank}, {shape}, got {describe(tensor)}")
     (m, k), (num_groups, n, b_k) = a.shape, b.shape
     if k != b_k:
-        raise ValueError(
-            f"a is (M, K) = {(m, k)} and b is (G, N, K) = {(num_groups, n, b_k)}: K must be the same"
-        )
+        raise ValueError(f"a is (M, K) = {(m, k)} and b is (G, N, K) = {(num_groups, n, b_k)}: K must be the same")
     if k == 0 or k % _K_MULTIPLE != 0:
         raise ValueError(f"K is {k}; it must be a positive multiple of {_K_MULTIPLE}")
     if b.device != a.device:
@@ -120,6 +109,4 @@ def _check_offs(offs: Any, b: torch.Tensor, a: torch.Tensor) -> None:
     if offs.shape[0] != b.shape[0]:
         raise ValueError(f"offs has {offs.shape[0]} entries and b {b.shape[0]} groups; they must be as many")
     if not offs.is_contiguous() or offs.device != a.device:
-        raise ValueError(
-            f"offs must be contiguous on {a.device}, got {describe(offs)}, strides {offs.stride()}"
-        )
+        raise ValueError(f"offs must be contiguous on {a.device}, got {describe(offs)}, strides {offs.stride()}")

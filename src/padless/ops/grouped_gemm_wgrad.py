@@ -74,14 +74,7 @@ def grouped_gemm_wgrad(
     """
     if isinstance(dy, torch.Tensor) and isinstance(x, torch.Tensor):
         return grouped_gemm_wgrad_rows(
-            dy,
-            x,
-            offs,
-            out=out,
-            accumulate=accumulate,
-            out_dtype=out_dtype,
-            backend=backend,
-            config=config,
+            dy, x, offs, out=out, accumulate=accumulate, out_dtype=out_dtype, backend=backend, config=config
         )
     if offs is not None:
         raise ValueError("offs is given and dy and x are copies, which have their own; leave it out")
@@ -136,9 +129,7 @@ def _check_operands(dy: GroupedColumns, x: GroupedColumns) -> None:
     if dy.block != blocks[0]:
         raise ValueError(f"dy has scales per {dy.block} features and tokens; allowed: {blocks[0]}")
     if x.block not in blocks:
-        raise ValueError(
-            f"x has scales per {x.block} features and tokens; allowed: {blocks[1]} or {blocks[0]}"
-        )
+        raise ValueError(f"x has scales per {x.block} features and tokens; allowed: {blocks[1]} or {blocks[0]}")
     for name, operand in (("dy", dy), ("x", x)):
         _check_columns(name, operand, dy)
     if x.scale.shape[0] != dy.scale.shape[0]:
@@ -154,9 +145,7 @@ def _check_columns(name: str, operand: GroupedColumns, dy: GroupedColumns) -> No
         raise ValueError(f"{name}.data must be (features, tokens) float8_e4m3fn, got {describe(data)}")
     features, tokens = data.shape
     if features == 0 or features % _FEATURES_MULTIPLE != 0:
-        raise ValueError(
-            f"{name} has {features} features; they must be a positive multiple of {_FEATURES_MULTIPLE}"
-        )
+        raise ValueError(f"{name} has {features} features; they must be a positive multiple of {_FEATURES_MULTIPLE}")
     if tokens % SCALE_BLOCK != 0 or data.stride(1) != 1 or (features > 1 and data.stride(0) % 16 != 0):
         raise ValueError(
             f"{name}.data must be row-major with a multiple of {SCALE_BLOCK} tokens, got {describe(data)} with strides "
@@ -178,17 +167,13 @@ def _check_columns(name: str, operand: GroupedColumns, dy: GroupedColumns) -> No
                 f"{describe(tensor)}"
             )
         if tensor.device != dy.data.device:
-            raise ValueError(
-                f"{name}.{part} is on {tensor.device} and dy.data on {dy.data.device}; move one of them"
-            )
+            raise ValueError(f"{name}.{part} is on {tensor.device} and dy.data on {dy.data.device}; move one of them")
     if groups > MAX_GROUPS:
         raise ValueError(f"dy has {groups} groups; at most {MAX_GROUPS} are supported")
     for part in ("data", "scale"):
         tensor = getattr(operand, part)
         if tensor.device != dy.data.device:
-            raise ValueError(
-                f"{name}.{part} is on {tensor.device} and dy.data on {dy.data.device}; move one of them"
-            )
+            raise ValueError(f"{name}.{part} is on {tensor.device} and dy.data on {dy.data.device}; move one of them")
         if tensor.data_ptr() % 16 != 0:
             raise ValueError(f"{name}.{part} starts at an address that is no multiple of 16 bytes; copy it")
     if groups > 0 and (tokens == 0 or scale.shape[0] == 0):

@@ -69,9 +69,7 @@ def _check_operands(dy: torch.Tensor, x: torch.Tensor, offs: Any) -> torch.Tenso
     """``offs``. Raises ValueError for what can be seen without looking at values."""
     for name, rows in (("dy", dy), ("x", x)):
         if rows.dim() != 2 or rows.dtype != torch.bfloat16:
-            raise ValueError(
-                f"{name} must be (M, features) bfloat16, or GroupedColumns, got {describe(rows)}"
-            )
+            raise ValueError(f"{name} must be (M, features) bfloat16, or GroupedColumns, got {describe(rows)}")
         features = rows.shape[1]
         if features < _LEAST_FEATURES or features % _FEATURES_MULTIPLE != 0:
             raise ValueError(
@@ -80,21 +78,15 @@ def _check_operands(dy: torch.Tensor, x: torch.Tensor, offs: Any) -> torch.Tenso
             )
         check_rows(name, rows)
     if x.shape[0] != dy.shape[0] or x.device != dy.device:
-        raise ValueError(
-            f"x is {describe(x)} and dy {describe(dy)}; they must have the same rows on one device"
-        )
+        raise ValueError(f"x is {describe(x)} and dy {describe(dy)}; they must have the same rows on one device")
     if dy.shape[0] >= 2**30:
         raise ValueError(f"dy has {dy.shape[0]} rows; they must be fewer than 2^30")
     if offs is None:
-        raise ValueError(
-            "offs is None; rows need the int32 end row of each group (see padless.group_offsets)"
-        )
+        raise ValueError("offs is None; rows need the int32 end row of each group (see padless.group_offsets)")
     if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
         raise ValueError(f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {describe(offs)}")
     if not offs.is_contiguous() or offs.device != dy.device:
-        raise ValueError(
-            f"offs must be contiguous on {dy.device}, got {describe(offs)}, strides {offs.stride()}"
-        )
+        raise ValueError(f"offs must be contiguous on {dy.device}, got {describe(offs)}, strides {offs.stride()}")
     if offs.shape[0] > MAX_GROUPS:
         raise ValueError(f"offs has {offs.shape[0]} groups; at most {MAX_GROUPS} are supported")
     return offs

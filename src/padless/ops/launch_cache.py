@@ -79,9 +79,7 @@ def _facts_of(operation: str, a: Any, b: Any, offs: Any) -> tuple[_Facts, _Facts
         ends, ends_facts = offs.data_ptr(), (offs.shape, offs.stride(), offs.dtype, offs.is_cuda)
     else:
         return None
-    if is_grad_enabled() and (
-        x.requires_grad or x_scale.requires_grad or w.requires_grad or w_scale.requires_grad
-    ):
+    if is_grad_enabled() and (x.requires_grad or x_scale.requires_grad or w.requires_grad or w_scale.requires_grad):
         return None
     shape = x.shape
     w_facts = (id(b.format), b.scale_layout, w.shape, w.stride())

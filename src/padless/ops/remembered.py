@@ -38,9 +38,7 @@ def remember_launch(facts: tuple[Any, ...], launch: PreparedLaunch) -> None:
     _LAUNCHES[facts] = launch
 
 
-def launch_remembered(
-    facts: tuple[Any, ...] | None, prepare: Callable[[], PreparedLaunch], out: torch.Tensor
-) -> None:
+def launch_remembered(facts: tuple[Any, ...] | None, prepare: Callable[[], PreparedLaunch], out: torch.Tensor) -> None:
     """Launches on the current stream of ``out`` what was packed from ``facts`` before: a new output may have the address
     of an old one. Else what ``prepare`` packs, which is kept where there are facts."""
     launch = known_launch(facts)

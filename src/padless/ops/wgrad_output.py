@@ -31,9 +31,7 @@ def gradient_output(
     if out.stride(2) != 1:
         raise ValueError(f"out must be contiguous along K, got strides {out.stride()}; call .contiguous()")
     if any(stride < size for stride, size in _overlapping(out)):
-        raise ValueError(
-            f"out has rows that overlap, with strides {out.stride()}; give a tensor of distinct elements"
-        )
+        raise ValueError(f"out has rows that overlap, with strides {out.stride()}; give a tensor of distinct elements")
     return out
 
 

@@ -84,9 +84,7 @@ def _run_quantize(
     return data, scale, decode.clone()  # of its own, for outputs share no memory with operands
 
 
-def stochastic_torch(
-    x: torch.Tensor, seed: torch.Tensor, factors: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def stochastic_torch(x: torch.Tensor, seed: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(packed codes uint8, scale bytes uint8): what the Triton kernel writes, in plain torch."""
     codes, scale = nvfp4_random_rules.nvfp4_stochastic(x, seed, factors)
     return layouts.pack_fp4(codes).view(torch.uint8), scale
@@ -119,6 +117,4 @@ _quantize_operator = register_operator(
     _run_quantize,
     _fake_quantize,
 )
-_hadamard_operator = register_operator(
-    "random_hadamard(Tensor x, int signs) -> Tensor", _run_hadamard, _fake_hadamard
-)
+_hadamard_operator = register_operator("random_hadamard(Tensor x, int signs) -> Tensor", _run_hadamard, _fake_hadamard)

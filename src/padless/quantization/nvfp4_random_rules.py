@@ -68,9 +68,7 @@ def to_e2m1(y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return code.masked_fill(y.isnan(), 0)
 
 
-def nvfp4_stochastic(
-    x: torch.Tensor, seed: torch.Tensor, factors: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def nvfp4_stochastic(x: torch.Tensor, seed: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes uint8, one per element; scale bytes uint8) of x (M, K): NVFP4's rule "te" with codes rounded by chance.
 
     factors: (2,), `quantize_rules.nvfp4_factors`.

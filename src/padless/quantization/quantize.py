@@ -87,9 +87,7 @@ def quantize(
         if not on_gpu:
             x, rows = x[rows.to(torch.int64).clamp(0, max(x.shape[0] - 1, 0))], None
     with torch.cuda.device(x.device) if on_gpu else nullcontext():  # Triton launches on the current device
-        return _quantize(
-            x, format, kind, scale_major, scale_rule, scale_layout, global_scale, offs, rows, on_gpu
-        )
+        return _quantize(x, format, kind, scale_major, scale_rule, scale_layout, global_scale, offs, rows, on_gpu)
 
 
 def _quantize(
@@ -112,9 +110,7 @@ def _quantize(
     if on_gpu:
         from padless.quantization.triton import row_blocks as quantize_triton_rows
 
-        data, scale = quantize_triton_rows.row_blocks(
-            x, format, scale_rule, scale_layout, offs, factors, rows
-        )
+        data, scale = quantize_triton_rows.row_blocks(x, format, scale_rule, scale_layout, offs, factors, rows)
     else:
         data, scale = _row_blocks_torch(x, format, scale_rule, scale_layout, offs, factors)
     return BlockScaledTensor(data, scale, format, decode, scale_layout, offs)
@@ -188,11 +184,7 @@ def _row_blocks_torch(
 
 
 def _nvfp4_global(
-    x: torch.Tensor,
-    scale_rule: str,
-    global_scale: torch.Tensor | float | None,
-    offs: torch.Tensor | None,
-    on_gpu: bool,
+    x: torch.Tensor, scale_rule: str, global_scale: torch.Tensor | float | None, offs: torch.Tensor | None, on_gpu: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(decode scale () or (groups,), the factors derived from it (.., 2))."""
     if on_gpu:
@@ -201,9 +193,7 @@ def _nvfp4_global(
         if isinstance(global_scale, torch.Tensor):
             given = global_scale.detach().to(dtype=torch.float32, device=x.device)
         else:
-            given = torch.full(
-                (), global_scale, dtype=torch.float32, device=x.device
-            )  # no copy from the host
+            given = torch.full((), global_scale, dtype=torch.float32, device=x.device)  # no copy from the host
         groups = x.shape[0] if x.dim() == 3 else len(offs) if offs is not None else 1
         if given.dim() > 1 or given.numel() not in (1, groups):
             raise ValueError(
@@ -300,11 +290,7 @@ def _check_options(
 
 
 def _check_rows(
-    rows: object,
-    x: torch.Tensor,
-    format: BlockScaledFormat,
-    kind: str,
-    global_scale: torch.Tensor | float | None,
+    rows: object, x: torch.Tensor, format: BlockScaledFormat, kind: str, global_scale: torch.Tensor | float | None
 ) -> None:
     if (
         not isinstance(rows, torch.Tensor)

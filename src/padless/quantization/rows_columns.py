@@ -54,13 +54,9 @@ def quantize_rows_columns(
     offs = checked_offs(offs, x, "x")
     check_column_block("column_block", column_block)
     alignment = chosen_alignment(alignment, x.shape[0], offs.shape[0])
-    row_codes, row_scale, codes, scale, starts, block_starts = _operator(
-        x, offs, list(column_block), alignment, rows
-    )
+    row_codes, row_scale, codes, scale, starts, block_starts = _operator(x, offs, list(column_block), alignment, rows)
     block = (column_block[0], column_block[1])
-    columns = GroupedColumns(
-        codes.view(torch.float8_e4m3fn), scale, offs, starts, block_starts, block, alignment
-    )
+    columns = GroupedColumns(codes.view(torch.float8_e4m3fn), scale, offs, starts, block_starts, block, alignment)
     if not rows:
         return None, columns
     return BlockScaledTensor(row_codes.view(torch.float8_e4m3fn), row_scale, FP8_BLOCK), columns
@@ -85,8 +81,7 @@ def checked_offs(offs: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor
     if not isinstance(offs, torch.Tensor) or offs.dtype not in kinds or offs.dim() != 1 or len(offs) == 0:
         got = f"{offs.dtype} {tuple(offs.shape)}" if isinstance(offs, torch.Tensor) else type(offs).__name__
         raise ValueError(
-            "offs must be a 1-D int32 or int64 tensor of at least one end row (padless.group_offsets), "
-            f"got {got}"
+            f"offs must be a 1-D int32 or int64 tensor of at least one end row (padless.group_offsets), got {got}"
         )
     if offs.device != x.device:
         raise ValueError(f"offs must be on {name}'s device {x.device}, got {offs.device}")
@@ -145,10 +140,7 @@ def fake_columns(
     """Empty (codes, scale, starts, block_starts) for the columns of x's rows."""
     num_rows, num_groups = x.shape[0], offs.shape[0]
     codes = x.new_empty((features, layouts.padded_tokens(num_rows, num_groups, alignment)), dtype=torch.uint8)
-    scales = (
-        layouts.num_scale_rows(num_rows, num_groups),
-        layouts.scale_columns(features, block),
-    )
+    scales = (layouts.num_scale_rows(num_rows, num_groups), layouts.scale_columns(features, block))
     scale = x.new_empty(scales, dtype=torch.float32)
     return codes, scale, torch.empty_like(offs), torch.empty_like(offs)
 

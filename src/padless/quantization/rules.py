@@ -77,9 +77,7 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
     # The seven decision points in order. A tie goes to the even code, so every other one belongs to the code
     # above.
     code = torch.zeros_like(values, dtype=torch.uint8)
-    for point, tie_goes_up in zip(
-        (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (0, 1, 0, 1, 0, 1, 0), strict=True
-    ):
+    for point, tie_goes_up in zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (0, 1, 0, 1, 0, 1, 0), strict=True):
         code += magnitude >= point if tie_goes_up else magnitude > point
     code |= values.signbit().to(torch.uint8) << 3
     return code.masked_fill(values.isnan(), 0)  # e2m1 has no NaN; the scale says it

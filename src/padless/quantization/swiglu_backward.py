@@ -91,9 +91,7 @@ def swiglu_backward_quantize(
     if gate_up not in GATE_UP:
         raise ValueError(f"gate_up must be one of {GATE_UP}, got {gate_up!r}")
     if gate_up == "interleaved" and hidden % INTERLEAVE != 0:
-        raise ValueError(
-            f"dh must have a multiple of {INTERLEAVE} columns for gate_up 'interleaved', got {hidden}"
-        )
+        raise ValueError(f"dh must have a multiple of {INTERLEAVE} columns for gate_up 'interleaved', got {hidden}")
     check_column_block("hidden_block", hidden_block)
     alignment = chosen_alignment(alignment, num_rows, offs.shape[0])
     row_codes, row_scale, dz, dz_scale, h, h_scale, starts, block_starts, dprob = _operator(

@@ -33,9 +33,7 @@ from padless.epilogue import INTERLEAVE
 LOG2E = float.fromhex("0x1.715476p+0")
 LN2 = float.fromhex("0x1.62e430p-1")
 LN2_LOW = float.fromhex("-0x1.05c610p-29")
-C2, C3, C4, C5 = (
-    float.fromhex(c) for c in ("0x1.fffdfcp-2", "0x1.5557b0p-3", "0x1.572a64p-5", "0x1.106250p-7")
-)
+C2, C3, C4, C5 = (float.fromhex(c) for c in ("0x1.fffdfcp-2", "0x1.5557b0p-3", "0x1.572a64p-5", "0x1.106250p-7"))
 ROUNDING = 12582912.0  # 1.5 * 2^23: float32 steps are 1 there
 SMALLEST, LARGEST = -87.25, 87.0
 BLOCK = 128

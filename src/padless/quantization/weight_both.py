@@ -29,9 +29,7 @@ def quantize_weight_both(w: torch.Tensor) -> tuple[BlockScaledTensor, BlockScale
     if w.dtype not in INPUT_DTYPES:
         raise ValueError(f"w must be bfloat16, float16 or float32, got {w.dtype}")
     if w.dim() not in (2, 3) or 0 in w.shape[-2:]:
-        raise ValueError(
-            f"w must be (N, K) or (num_groups, N, K) with N and K at least 1, got shape {tuple(w.shape)}"
-        )
+        raise ValueError(f"w must be (N, K) or (num_groups, N, K) with N and K at least 1, got shape {tuple(w.shape)}")
     codes, scale, transposed, transposed_scale = _operator(w)
     return (
         BlockScaledTensor(codes.view(torch.float8_e4m3fn), scale, FP8_BLOCK),
@@ -71,6 +69,4 @@ def _fake(w: torch.Tensor) -> _Tensors:
     )
 
 
-_operator = register_operator(
-    "quantize_weight_both(Tensor w) -> (Tensor, Tensor, Tensor, Tensor)", _run, _fake
-)
+_operator = register_operator("quantize_weight_both(Tensor w) -> (Tensor, Tensor, Tensor, Tensor)", _run, _fake)

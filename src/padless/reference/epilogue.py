@@ -18,9 +18,7 @@ FLT_MAX = torch.tensor(torch.finfo(torch.float32).max)
 _EMAX = {MXFP8: 8, MXFP8_E5M2: 15, MXFP4: 2}
 
 
-def epilogue_reference(
-    acc: torch.Tensor, offs: torch.Tensor, epilogue: Epilogue, tensors: EpilogueTensors
-) -> None:
+def epilogue_reference(acc: torch.Tensor, offs: torch.Tensor, epilogue: Epilogue, tensors: EpilogueTensors) -> None:
     """Writes every output of `epilogue` for acc (M, N) float32 into `tensors`; offs: (G,) int32 cumulative ends.
 
     Touches what belongs to rows of a group and nothing else.
@@ -107,9 +105,7 @@ def quantize_rows(
     block = format.block_k
     num_blocks = -(-d.shape[1] // block)
     codes = torch.empty(d.shape, dtype=torch.uint8)
-    scales = torch.empty(
-        (d.shape[0], num_blocks), dtype=torch.float32 if format == FP8_BLOCK else torch.uint8
-    )
+    scales = torch.empty((d.shape[0], num_blocks), dtype=torch.float32 if format == FP8_BLOCK else torch.uint8)
     for i in range(num_blocks):
         values = d[:, i * block : (i + 1) * block]
         largest = values.abs().max(dim=1).values  # NaN if there is one
@@ -136,9 +132,7 @@ def _scale(
         assert tensors.norm_const is not None
         norm_const = tensors.norm_const.cpu()[0]
         inverse = torch.tensor(1.0) / torch.tensor(SCALED_MAX[rule, format])
-        wanted = (
-            largest * inverse * norm_const if rule == "cudnn" else largest * norm_const * inverse
-        )  # left to right
+        wanted = largest * inverse * norm_const if rule == "cudnn" else largest * norm_const * inverse  # left to right
         exponent = _ceil_log2(wanted)
     elif rule == "rceil":
         wanted = largest / torch.tensor(format.max_value)
@@ -161,9 +155,7 @@ def _ceil_log2(x: torch.Tensor) -> torch.Tensor:
     return torch.where(mantissa == 0.5, exponent - 1, exponent)
 
 
-def _nvfp4_scale(
-    largest: torch.Tensor, tensors: EpilogueTensors, group: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _nvfp4_scale(largest: torch.Tensor, tensors: EpilogueTensors, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     assert tensors.global_scale is not None
     given = tensors.global_scale.cpu().flatten()
     decode = given[group if given.numel() > 1 else 0]
@@ -211,9 +203,7 @@ def nearest_code(x: torch.Tensor, format: BlockScaledFormat) -> torch.Tensor:
 # --- where it goes ---------------------------------------------------------------------------------------
 
 
-def _store_codes(
-    out: torch.Tensor | None, start: int, codes: torch.Tensor, format: BlockScaledFormat
-) -> None:
+def _store_codes(out: torch.Tensor | None, start: int, codes: torch.Tensor, format: BlockScaledFormat) -> None:
     assert out is not None
     if format.codes_per_byte == 2:
         codes = codes[:, 0::2] + 16 * codes[:, 1::2]
@@ -226,9 +216,7 @@ def _tiled(rows: torch.Tensor, columns: torch.Tensor, column_tiles: int) -> torc
     return ((r // 128) * column_tiles + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
 
 
-def _store_row_scales(
-    epilogue: Epilogue, tensors: EpilogueTensors, scale: torch.Tensor, start: int, tile: int
-) -> None:
+def _store_row_scales(epilogue: Epilogue, tensors: EpilogueTensors, scale: torch.Tensor, start: int, tile: int) -> None:
     out = tensors.row_scale
     assert out is not None
     if epilogue.row_layout in ("plain", "plain_mn"):
@@ -239,9 +227,7 @@ def _store_row_scales(
     _scatter(out, _tiled(rows, columns, -(-scale.shape[1] // 4)), scale)
 
 
-def _store_column_scales(
-    epilogue: Epilogue, tensors: EpilogueTensors, scale: torch.Tensor, tile: int
-) -> None:
+def _store_column_scales(epilogue: Epilogue, tensors: EpilogueTensors, scale: torch.Tensor, tile: int) -> None:
     """scale: (N_out, blocks of the group's rows)."""
     out, fmt = tensors.column_scale, epilogue.column_format
     assert out is not None

@@ -56,9 +56,7 @@ def grouped_gemm_reference(
     even. out_dtype is ignored when out is given.
     """
     if b.data.dim() != 3 or offs.shape != (b.shape[0],):
-        raise ValueError(
-            f"offs must have one end per group of b {tuple(b.shape)}, got shape {tuple(offs.shape)}"
-        )
+        raise ValueError(f"offs must have one end per group of b {tuple(b.shape)}, got shape {tuple(offs.shape)}")
     if isinstance(a, torch.Tensor):
         a = _with_scales_of_one(a)
     out = _prepare_out(a, b, out, out_dtype, accumulate)
@@ -78,9 +76,7 @@ def grouped_gemm_reference(
 def _with_scales_of_one(a: torch.Tensor) -> BlockScaledTensor:
     """A plain tensor as a block-scaled one: its values are the codes."""
     plain = BlockScaledFormat("plain", a.dtype, torch.float32, (1, 128), (1, 128), float("inf"))
-    return BlockScaledTensor(
-        a, torch.ones(plain.scale_shape(tuple(a.shape), "activation"), device=a.device), plain
-    )
+    return BlockScaledTensor(a, torch.ones(plain.scale_shape(tuple(a.shape), "activation"), device=a.device), plain)
 
 
 def gemm_reference(
@@ -106,18 +102,12 @@ def gemm_reference(
 
 
 def _prepare_out(
-    a: BlockScaledTensor,
-    b: BlockScaledTensor,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    accumulate: str,
+    a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str
 ) -> torch.Tensor:
     if accumulate not in ACCUMULATIONS:
         raise ValueError(f"accumulate must be one of {ACCUMULATIONS}, got {accumulate!r}")
     if a.data.dim() != 2 or a.logical_shape[-1] != b.logical_shape[-1]:
-        raise ValueError(
-            f"a (M, K) and b (.., N, K) must share K, got {a.logical_shape} and {b.logical_shape}"
-        )
+        raise ValueError(f"a (M, K) and b (.., N, K) must share K, got {a.logical_shape} and {b.logical_shape}")
     if not a.is_activation or not b.is_weight:
         raise ValueError("a must be quantized as an activation and b as a weight")
     shape = (a.shape[0], b.shape[-2])
@@ -212,7 +202,5 @@ def _step_to_odd(rounded: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
     """The odd one of the two floats around rounded + lost, rounded being the nearest; exact values stay."""
     mantissa = rounded.view(torch.int64 if rounded.dtype == torch.float64 else torch.int32)
     inexact = rounded.isfinite() & lost.isfinite() & (lost != 0)
-    neighbour = torch.nextafter(
-        rounded, torch.copysign(torch.full_like(rounded, float("inf")), lost.to(rounded.dtype))
-    )
+    neighbour = torch.nextafter(rounded, torch.copysign(torch.full_like(rounded, float("inf")), lost.to(rounded.dtype)))
     return torch.where(inexact & (mantissa & 1 == 0), neighbour, rounded)

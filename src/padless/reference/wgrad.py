@@ -60,9 +60,7 @@ def grouped_gemm_wgrad_reference(
     return out
 
 
-def group_product(
-    dy: GroupedColumns, x: GroupedColumns, group: int, tokens: int, accumulation: str
-) -> torch.Tensor:
+def group_product(dy: GroupedColumns, x: GroupedColumns, group: int, tokens: int, accumulation: str) -> torch.Tensor:
     """(N, K) of one group with ``tokens`` tokens: float32, or float64 for "float64"."""
     a_start, b_start = int(dy.starts[group]), int(x.starts[group])
     block_start = int(dy.block_starts[group])

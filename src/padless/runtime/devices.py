@@ -52,9 +52,7 @@ def device_of(backend: str, tensor: torch.Tensor) -> driver.Driver:
     if not found.available:
         raise ValueError(f"backend {backend!r} is not available here: {found.reason}")
     if (backend == "cuda") != tensor.is_cuda:
-        raise ValueError(
-            f"backend is {backend!r} and the tensors are on {tensor.device}; move them or leave it None"
-        )
+        raise ValueError(f"backend is {backend!r} and the tensors are on {tensor.device}; move them or leave it None")
     from padless.emulator.fake_driver import driver_of
 
     return driver_of(backend)
@@ -88,18 +86,14 @@ def _cuda() -> Backend:
     if capability not in CAPABILITIES:
         name = torch.cuda.get_device_name()
         needed = ", ".join(f"{major}.{minor} ({name})" for (major, minor), name in CAPABILITIES.items())
-        return Backend(
-            "cuda", False, f"{name} has compute capability {capability}; the kernels need one of {needed}"
-        )
+        return Backend("cuda", False, f"{name} has compute capability {capability}; the kernels need one of {needed}")
     try:
         driver.cuda_driver()
     except driver.DriverError as error:
         return Backend("cuda", False, str(error))
     if missing := _compiler_missing():
         return Backend("cuda", False, missing)
-    return Backend(
-        "cuda", True, f"{torch.cuda.get_device_name()}, kernels compiled with NVRTC {jit.nvrtc_version()}"
-    )
+    return Backend("cuda", True, f"{torch.cuda.get_device_name()}, kernels compiled with NVRTC {jit.nvrtc_version()}")
 
 
 def _emulator(name: str, architecture: str) -> Backend:

@@ -146,10 +146,7 @@ class CudaDriver:
 
     def _attribute(self, attribute: int, device: int) -> int:
         value = ctypes.c_int()
-        self._check(
-            "cuDeviceGetAttribute",
-            self._cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device),
-        )
+        self._check("cuDeviceGetAttribute", self._cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device))
         return value.value
 
     def _use_primary_context(self, device: int) -> None:
@@ -157,9 +154,7 @@ class CudaDriver:
         contexts = self._thread.__dict__.setdefault("contexts", {})
         if device not in contexts:
             context = ctypes.c_void_p()
-            self._check(
-                "cuDevicePrimaryCtxRetain", self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-            )
+            self._check("cuDevicePrimaryCtxRetain", self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
             contexts[device] = context
         self._check("cuCtxSetCurrent", self._cuda.cuCtxSetCurrent(contexts[device]))
 
@@ -169,12 +164,10 @@ class CudaDriver:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self._check("cuModuleLoadData", self._cuda.cuModuleLoadData(ctypes.byref(module), kernel.image))
         self._check(
-            "cuModuleGetFunction",
-            self._cuda.cuModuleGetFunction(ctypes.byref(function), module, kernel.entry.encode()),
+            "cuModuleGetFunction", self._cuda.cuModuleGetFunction(ctypes.byref(function), module, kernel.entry.encode())
         )
         self._check(
-            "cuFuncSetAttribute",
-            self._cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, kernel.shared_bytes),
+            "cuFuncSetAttribute", self._cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, kernel.shared_bytes)
         )
         return function
 
@@ -211,9 +204,7 @@ class CudaDriver:
         tensors: Sequence[torch.Tensor],
     ) -> PreparedLaunch:
         """Packs a launch. ``arguments`` in the kernel's order; ``tensors`` is for drivers that track memory."""
-        return _CudaLaunch(
-            self, function, kernel.shared_bytes, shape, arguments, tensors[0].device.index or 0
-        )
+        return _CudaLaunch(self, function, kernel.shared_bytes, shape, arguments, tensors[0].device.index or 0)
 
 
 class _CudaLaunch:

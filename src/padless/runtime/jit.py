@@ -184,11 +184,7 @@ def _run_nvrtc(text: str, name: str, arch: str, kind: str) -> tuple[bytes, str]:
 
     headers = [(k, v) for k, v in sources().items() if k.endswith(".cuh")]
     result, program = nvrtc.nvrtcCreateProgram(
-        text.encode(),
-        name.encode(),
-        len(headers),
-        [v.encode() for _, v in headers],
-        [k.encode() for k, _ in headers],
+        text.encode(), name.encode(), len(headers), [v.encode() for _, v in headers], [k.encode() for k, _ in headers]
     )
     _check(result)
     try:

@@ -91,9 +91,7 @@ def prob_of(p: Problem, rank: int) -> torch.Tensor:
     return torch.tensor([float(p.weights[s][t, j]) for _, s, t, j in slots_of(p, rank)])
 
 
-def combined(
-    p: Problem, outputs: list[torch.Tensor], dtype: torch.dtype, *, weighted: bool
-) -> list[torch.Tensor]:
+def combined(p: Problem, outputs: list[torch.Tensor], dtype: torch.dtype, *, weighted: bool) -> list[torch.Tensor]:
     """What each rank's tokens get, of every rank's rows."""
     out = [torch.zeros(t.shape, dtype=torch.float32) for t in p.tokens]
     for rank, rows in enumerate(outputs):
@@ -104,9 +102,7 @@ def combined(
                 for slot in range(ids.shape[1]):
                     if (source, token, slot) in row_of:
                         value = rows[row_of[source, token, slot]].to(torch.float32)
-                        total = total + (
-                            value * p.weights[source][token, slot].float() if weighted else value
-                        )
+                        total = total + (value * p.weights[source][token, slot].float() if weighted else value)
                 out[source][token] += total.to(dtype).to(torch.float32)
     return [o.to(dtype) for o in out]
 

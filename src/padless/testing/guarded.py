@@ -48,6 +48,4 @@ class GuardedOutput:
         assert late.numel() == 0, f"rows {late.tolist()[:8]} past the {valid} valid ones were written"
         if expect_finite:
             bad = torch.nonzero(~self.out[:valid].isfinite().all(dim=1)).flatten()
-            assert bad.numel() == 0, (
-                f"rows {bad.tolist()[:8]} of {valid} were not written, or not with numbers"
-            )
+            assert bad.numel() == 0, f"rows {bad.tolist()[:8]} of {valid} were not written, or not with numbers"

@@ -110,9 +110,7 @@ def largest_row_difference(x: torch.Tensor, y: torch.Tensor) -> float:
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors of 16-bit elements hold the same bits, NaN and the sign of zero included."""
-    return x.shape == y.shape and torch.equal(
-        x.contiguous().view(torch.int16), y.contiguous().view(torch.int16)
-    )
+    return x.shape == y.shape and torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16))
 
 
 def outside(out: torch.Tensor, expected: torch.Tensor, tolerance: float) -> int:

@@ -23,12 +23,7 @@ _QUERY = {
     "clocks.max.mem": "max_mem_mhz",
     "power.limit": "power_limit_w",
 }
-_STATE = {
-    "clocks.sm": "sm_mhz",
-    "clocks.mem": "mem_mhz",
-    "power.draw": "power_w",
-    "temperature.gpu": "temperature_c",
-}
+_STATE = {"clocks.sm": "sm_mhz", "clocks.mem": "mem_mhz", "power.draw": "power_w", "temperature.gpu": "temperature_c"}
 
 
 def require_gpu(what: str) -> None:
@@ -49,10 +44,7 @@ def devices() -> list[dict[str, Any]]:
         properties = torch.cuda.get_device_properties(index)
         about = {"index": index, "name": properties.name}
         about["capability"] = f"{properties.major}.{properties.minor}"
-        about |= {
-            "multiprocessors": properties.multi_processor_count,
-            "memory_bytes": properties.total_memory,
-        }
+        about |= {"multiprocessors": properties.multi_processor_count, "memory_bytes": properties.total_memory}
         found.append(about)
     return found
 
@@ -81,9 +73,7 @@ def clocks() -> dict[str, Any]:
     """Clocks (MHz), power (W) and temperature (degrees C) now; empty where they cannot be read."""
     try:
         return _nvml_clocks()
-    except (
-        Exception
-    ):  # no NVML binding, or one that disagrees with the driver: nvidia-smi is slower but always there
+    except Exception:  # no NVML binding, or one that disagrees with the driver: nvidia-smi is slower but always there
         return nvidia_smi(_STATE)
 
 

@@ -65,9 +65,7 @@ def dense_launches(problems: int, device: str, backend: str | None) -> Iterator[
         yield partial(_judge_product, fenced, fenced.out, (a, b), None, what)
 
 
-def check_problem_lists(
-    problems: int = PROBLEM_LISTS, device: str = "cuda", backend: str | None = None
-) -> str:
+def check_problem_lists(problems: int = PROBLEM_LISTS, device: str = "cuda", backend: str | None = None) -> str:
     """Raises AssertionError where a bit of a list of products is wrong, or one outside of them was written."""
     elements = sum(judge() for judge in list_launches(problems, device, backend))
     return f"{problems} lists, {elements} elements, every bit right"

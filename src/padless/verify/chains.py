@@ -91,11 +91,7 @@ def make_chain(format: BlockScaledFormat, device: str, backend: str | None, seed
     generator = torch.Generator().manual_seed(seed)
     weights = tuple(
         moved(
-            quantize(
-                torch.randn(len(SIZES[0]), WIDTH, WIDTH, generator=generator) / WIDTH**0.5,
-                format,
-                kind="weight",
-            ),
+            quantize(torch.randn(len(SIZES[0]), WIDTH, WIDTH, generator=generator) / WIDTH**0.5, format, kind="weight"),
             device,
         )
         for _ in range(LAYERS)
@@ -107,9 +103,7 @@ def make_chain(format: BlockScaledFormat, device: str, backend: str | None, seed
 
 def formats_of(arch: str) -> list[BlockScaledFormat]:
     """Formats whose quantised output the next call can read."""
-    here = {
-        p.a for p in ROUTES if (p.operation, p.arch, p.a) == ("grouped_gemm_quant", kernels_arch(arch), p.b)
-    }
+    here = {p.a for p in ROUTES if (p.operation, p.arch, p.a) == ("grouped_gemm_quant", kernels_arch(arch), p.b)}
     return [format for format in FORMATS if format.name in here]
 
 
@@ -135,9 +129,7 @@ def check_chains() -> str:
             graph.replay()
             _compare(captured, expected[which], f"{format.name}, in a graph")
     names = ", ".join(format.name for format in formats)
-    return (
-        f"{names}: {3 * LAYERS} steps, {REPEATS} times in a stream and in a graph, bit for bit as one by one"
-    )
+    return f"{names}: {3 * LAYERS} steps, {REPEATS} times in a stream and in a graph, bit for bit as one by one"
 
 
 def assert_all_differ(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:

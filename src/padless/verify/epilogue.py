@@ -78,9 +78,7 @@ class Judgement:
         return self
 
 
-def judge(
-    problem: EpilogueProblem, sums: torch.Tensor, got: Outputs, values: Outputs | None = None
-) -> Judgement:
+def judge(problem: EpilogueProblem, sums: torch.Tensor, got: Outputs, values: Outputs | None = None) -> Judgement:
     """Raises AssertionError unless ``got`` is, byte for byte, what the reference makes of the float32 ``sums`` (M, N).
 
     Args:
@@ -110,11 +108,7 @@ _LAYOUT = {"row_scale": "row_layout", "column_scale": "column_layout"}
 
 
 def _reference(
-    problem: EpilogueProblem,
-    sums: torch.Tensor,
-    shaped_by: Epilogue,
-    epilogue: Epilogue,
-    complement: bool = False,
+    problem: EpilogueProblem, sums: torch.Tensor, shaped_by: Epilogue, epilogue: Epilogue, complement: bool = False
 ) -> FencedOutputs:
     outputs = untouched(problem, shaped_by, complement)
     epilogue_reference(sums, problem.offs, epilogue, epilogue_tensors(problem, outputs))
@@ -300,9 +294,7 @@ def check_epilogue(problems: int = PROBLEMS, first_seed: int = 0) -> str:
     )
 
 
-def check_epilogue_against_emulator(
-    problems: int = PROBLEMS, first_seed: int = 0, workers: int | None = None
-) -> str:
+def check_epilogue_against_emulator(problems: int = PROBLEMS, first_seed: int = 0, workers: int | None = None) -> str:
     """Raises AssertionError with the problems whose outputs differ between the GPU and the emulator."""
     jobs = problems_of(cuda_driver().arch, problems, first_seed)
     if not jobs:

@@ -58,8 +58,7 @@ def _bf16_tiles(route: Route) -> list[KernelChoice]:
     tiles += [] if route.a == "FP8_BLOCK" else [(64, 256, 2)]
     tiles += [(64, 256, 4)] if route.a != "FP8_BLOCK" and route.b in ("MXFP4", "NVFP4") else []
     configs: list[KernelChoice] = [
-        Sm90Bf16Config(route.a, route.b, block_m=m, block_n=n, num_warpgroups=warpgroups)
-        for m, n, warpgroups in tiles
+        Sm90Bf16Config(route.a, route.b, block_m=m, block_n=n, num_warpgroups=warpgroups) for m, n, warpgroups in tiles
     ]
     # As chosen for 32 and 64 tokens: two blocks of K to a stage, where that is done.
     return configs + [select_config(route.a, route.b, tokens, 1) for tokens in (32, 64)]
@@ -104,9 +103,7 @@ def random_formats_problem(route: Route, seed: int) -> FormatsProblem:
     """
     draw = random.Random(f"{route.module} {route.a} {route.b} {seed}")
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
-    sizes = [
-        draw.choice((0, 1, 5, 63, 64, 65, 127, 129, draw.randrange(150))) for _ in range(draw.randint(1, 4))
-    ]
+    sizes = [draw.choice((0, 1, 5, 63, 64, 65, 127, 129, draw.randrange(150))) for _ in range(draw.randint(1, 4))]
     m, n, k = sum(sizes) + draw.randrange(4), 8 * draw.randint(1, 34), 32 * draw.randint(1, 14)
     offs = group_offsets(sizes)
     if route.a == BF16:
@@ -141,12 +138,7 @@ def emulate_formats(route: Route, seed: int) -> torch.Tensor:
     backend = backend_of(route.arch)
     with driver_of(backend).configured(num_sms=4):  # enough for the largest cluster
         out = grouped_gemm(
-            problem.a,
-            problem.b,
-            problem.offs,
-            out_dtype=problem.dtype,
-            backend=backend,
-            config=problem.config,
+            problem.a, problem.b, problem.offs, out_dtype=problem.dtype, backend=backend, config=problem.config
         )
     return bits(out, problem.offs)
 

@@ -78,15 +78,9 @@ _REPEATS = 50
 _REPEATED: tuple[Shape, ...] = (((300, 0, 7, 129, 127, 64, 1), 0, 1000, 1040),)
 _REPLAYED: tuple[Shape, ...] = (((100, 0, 57, 99), 0, 264, 400), ((0, 199, 1, 56), 0, 264, 400))
 _STREAMED: tuple[Shape, ...] = tuple(((g * 31 % 97, 130, g), g, 136, 272) for g in range(8))
-_DENSE: tuple[Shape, ...] = tuple(
-    ((m,), 0, n, k) for m, n, k in ((1, 8, 16), (333, 264, 400), (1024, 520, 1040))
-)
+_DENSE: tuple[Shape, ...] = tuple(((m,), 0, n, k) for m, n, k in ((1, 8, 16), (333, 264, 400), (1024, 520, 1040)))
 # Together they send every ring round more than once: 14 K blocks in one, and more than three tiles a CTA in the last.
-_SMALL: tuple[Shape, ...] = (
-    ((5, 0, 130, 1), 3, 136, 272),
-    ((0, 64, 65), 7, 200, 1680),
-    ((20,) * 30, 5, 2000, 64),
-)
+_SMALL: tuple[Shape, ...] = (((5, 0, 130, 1), 3, 136, 272), ((0, 64, 65), 7, 200, 1680), ((20,) * 30, 5, 2000, 64))
 _SMALL_VARIANTS = (
     *(Variant(config, major=major) for config, major in itertools.product(CONFIGS, MAJORS)),
     Variant(dtype=torch.float32),
@@ -119,9 +113,7 @@ class Operands:
             moved = scale.contiguous()
         else:
             ld = max(-(-scale.shape[0] // 4) * 4, 4)
-            moved = torch.full(
-                (scale.shape[1], ld), float("nan"), device=scale.device
-            )  # poison in the padding
+            moved = torch.full((scale.shape[1], ld), float("nan"), device=scale.device)  # poison in the padding
             moved = moved.t()[: scale.shape[0]]
             moved.copy_(scale)
         return replace(self, a=BlockScaledTensor(self.a.data, moved, FP8_BLOCK))
@@ -219,13 +211,7 @@ def check_wrong_offs_stay_inside() -> str:
     """Decreasing, negative and too large offsets: no access outside the tensors, every fence intact."""
     operands = random_operands(*_WRONG_OFFS[0])
     m, n = operands.a.data.shape[0], operands.b.data.shape[1]
-    wrong = (
-        [300, 10, -5, 200],
-        [-1, -1, -1, -1],
-        [2**31 - 1] * 4,
-        [0, 2**30, -(2**31), 5],
-        [256, 128, 64, 0],
-    )
+    wrong = ([300, 10, -5, 200], [-1, -1, -1, -1], [2**31 - 1] * 4, [0, 2**30, -(2**31), 5], [256, 128, 64, 0])
     for values in wrong:
         offs = torch.tensor(values, dtype=torch.int32, device=DEVICE)
         for variant in _WRONG_OFFS_VARIANTS:
@@ -348,10 +334,7 @@ SMALL = "small problems"
 CALLS: dict[str, tuple[tuple[Shape, ...], tuple[Variant, ...]]] = {
     "accuracy": (SHAPES, CHOSEN_OF_EACH),
     "configs agree": (SHAPES, EVERY_VARIANT),
-    "padding changes nothing": (
-        (*SHAPES, *((padded_to_tiles(sizes), 0, n, k) for sizes, _, n, k in SHAPES)),
-        CHOSEN,
-    ),
+    "padding changes nothing": ((*SHAPES, *((padded_to_tiles(sizes), 0, n, k) for sizes, _, n, k in SHAPES)), CHOSEN),
     "wrong offsets stay inside": (_WRONG_OFFS, _WRONG_OFFS_VARIANTS),
     "repeats agree": (_REPEATED, EVERY_CONFIG),
     "graph replay": (_REPLAYED, CHOSEN),

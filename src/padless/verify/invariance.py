@@ -263,9 +263,7 @@ def _same(
     wrong = (_bits(got[:count]) != _bits(expected[:count])).any(dim=1).nonzero().flatten().tolist()
     if wrong:
         a = BF16 if isinstance(problem.a, torch.Tensor) else problem.a.format.name
-        name = (
-            "the default" if problem.kernel is None else getattr(problem.kernel, "__name__", problem.kernel)
-        )
+        name = "the default" if problem.kernel is None else getattr(problem.kernel, "__name__", problem.kernel)
         raise AssertionError(
             f"{a} x {problem.b.format.name} on {problem.arch} by {name}, sizes {problem.sizes}, (N, K) "
             f"{tuple(problem.b.shape[1:])}, {problem.dtype}: {what}: {len(wrong)} of {count} rows have other bits, the "

@@ -146,11 +146,7 @@ def _check_gathers() -> int:
 def _check_activations() -> int:
     count = 0
     for seed, activation in enumerate(ACTIVATIONS):
-        for m, n, dtype in (
-            (5, 512, torch.bfloat16),
-            (700, 2880 * 2, torch.bfloat16),
-            (33, 1152, torch.float32),
-        ):
+        for m, n, dtype in ((5, 512, torch.bfloat16), (700, 2880 * 2, torch.bfloat16), (33, 1152, torch.float32)):
             generator = torch.Generator().manual_seed(seed)
             x = torch.randn(m, n, generator=generator) * torch.logspace(-3, 2, n)
             x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
@@ -164,9 +160,7 @@ def _check_activations() -> int:
                 scale = _scale_of(format)
                 quantized = activate_quantize(x.to(DEVICE), activation, format, global_scale=_on_gpu(scale))
                 assert isinstance(quantized, BlockScaledTensor)
-                same_quantized(
-                    f"{activation} as {format.name}", quantized, quantize(exact, format, global_scale=scale)
-                )
+                same_quantized(f"{activation} as {format.name}", quantized, quantize(exact, format, global_scale=scale))
                 count += 1
     return count
 
@@ -221,9 +215,7 @@ class Layer:
         def moved(t: Any) -> Any:
             if isinstance(t, BlockScaledTensor):
                 scale = None if t.global_scale is None else t.global_scale.to(device)
-                return BlockScaledTensor(
-                    t.data.to(device), t.scale.to(device), t.format, scale, t.scale_layout
-                )
+                return BlockScaledTensor(t.data.to(device), t.scale.to(device), t.format, scale, t.scale_layout)
             return t.to(device) if isinstance(t, torch.Tensor) else t
 
         options = {name: moved(value) for name, value in self.options.items()}
@@ -350,9 +342,7 @@ def composed(layer: Layer) -> torch.Tensor:
 def _moved(t: BlockScaledTensor) -> BlockScaledTensor:
     scale = None if t.global_scale is None else t.global_scale.to(DEVICE)
     # MN-major scales become row-major: the same numbers.
-    return BlockScaledTensor(
-        t.data.to(DEVICE), t.scale.contiguous().to(DEVICE), t.format, scale, t.scale_layout
-    )
+    return BlockScaledTensor(t.data.to(DEVICE), t.scale.contiguous().to(DEVICE), t.format, scale, t.scale_layout)
 
 
 def largest_error(out: torch.Tensor, layer: Layer) -> float:

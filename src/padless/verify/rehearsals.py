@@ -105,10 +105,6 @@ _MODULES: dict[str, Callable[[str], list[Rehearsal]]] = {
     "padless.verify.fp8_block": lambda arch: [_of_check(verify_checks.SMALL, arch)],
     "padless.verify.small": lambda arch: [Rehearsal(partial(verify_small.rehearse, arch, backend_of(arch)))],
     "padless.verify.wgrad": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
-    "padless.verify.bf16.forward": lambda arch: [
-        Rehearsal(partial(verify_bf16_forward.rehearse, backend_of(arch)))
-    ],
-    "padless.verify.bf16.wgrad": lambda arch: [
-        Rehearsal(partial(verify_bf16_wgrad.rehearse, backend_of(arch)))
-    ],
+    "padless.verify.bf16.forward": lambda arch: [Rehearsal(partial(verify_bf16_forward.rehearse, backend_of(arch)))],
+    "padless.verify.bf16.wgrad": lambda arch: [Rehearsal(partial(verify_bf16_wgrad.rehearse, backend_of(arch)))],
 }

@@ -136,14 +136,10 @@ def run_verify(
                     records.append(_shown(console, *next(results)))
                     if out is not None:  # a run that is ended before its time leaves what it knows
                         left = len(jobs) + len(tools) - len(records)
-                        write_records(
-                            out, records, about | {"compiled ahead": compiled, "not run yet": str(left)}
-                        )
+                        write_records(out, records, about | {"compiled ahead": compiled, "not run yet": str(left)})
                     progress.advance(task)
     if sanitizer and not tools:
-        console.print(
-            "compute-sanitizer is not installed (it comes with the CUDA toolkit); those checks were not run"
-        )
+        console.print("compute-sanitizer is not installed (it comes with the CUDA toolkit); those checks were not run")
     passed = sum(r.passed for r in records)
     seconds = round(time.perf_counter() - start, 1)
     console.print(f"{passed} passed, {len(records) - passed} failed, in {seconds} s")
@@ -161,9 +157,7 @@ def jobs_of(
     Most of ``verify_checks.CHECKS`` are about FP8_BLOCK's kernel, which Hopper alone has; those named in ``checks`` are
     run wherever it is.
     """
-    fp8_block = any(
-        (p.operation, p.arch, p.a, p.b) == ("grouped_gemm", arch, "FP8_BLOCK", "FP8_BLOCK") for p in ROUTES
-    )
+    fp8_block = any((p.operation, p.arch, p.a, p.b) == ("grouped_gemm", arch, "FP8_BLOCK", "FP8_BLOCK") for p in ROUTES)
     unknown = [name for name in checks or () if name not in CHECKS]
     if unknown:
         raise ValueError(f"checks has {unknown[0]!r}; allowed are {', '.join(map(repr, CHECKS))}")
@@ -197,9 +191,7 @@ def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) ->
     """Shows a bar, and a line for all that failed; returns what the record says of it."""
     start = time.perf_counter()
     bar = progress.add_task("compiling ahead", total=len(rehearsals))
-    ahead = compile_ahead(
-        rehearsals, gpu, lambda done, total: progress.update(bar, completed=done, total=total)
-    )
+    ahead = compile_ahead(rehearsals, gpu, lambda done, total: progress.update(bar, completed=done, total=total))
     seconds = round(time.perf_counter() - start, 1)
     found = f"{len(ahead.kernels)} kernels in {seconds} s by {useful_workers()} processes"
     if ahead.problems:

@@ -25,13 +25,7 @@ from padless.testing.guarded import GuardedOutput
 from padless.testing.operands import moved
 from padless.verify.blackwell import dense_launches, list_launches
 from padless.verify.formats import routes_of
-from padless.verify.problems.epilogue import (
-    EpilogueProblem,
-    Outputs,
-    operands,
-    quant_routes,
-    run_problem,
-)
+from padless.verify.problems.epilogue import EpilogueProblem, Outputs, operands, quant_routes, run_problem
 
 # No rows, one row, more than a tile of 128 rows; rows past the last group.
 _SIZES, _PAST = (5, 0, 130, 1), 3

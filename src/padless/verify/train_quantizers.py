@@ -49,16 +49,12 @@ def check_train_quantizers() -> str:
     with _poisoned_memory():
         for seed, rows in enumerate(_PROBLEMS):
             for dtype in _DTYPES:
-                for block, alignment in zip(
-                    (*_BLOCKS, *_BLOCKS), (*_ALIGNMENTS, *reversed(_ALIGNMENTS)), strict=True
-                ):
+                for block, alignment in zip((*_BLOCKS, *_BLOCKS), (*_ALIGNMENTS, *reversed(_ALIGNMENTS)), strict=True):
                     _check_rows_columns(rows, dtype, block, alignment, seed)
                     count += 1
         for seed, rows in enumerate(_PROBLEMS[:3]):
             for gate_up, columns in _SWIGLU:
-                for dtype, block, with_prob in zip(
-                    _DTYPES, (*_BLOCKS, (1, 128)), (True, True, False), strict=True
-                ):
+                for dtype, block, with_prob in zip(_DTYPES, (*_BLOCKS, (1, 128)), (True, True, False), strict=True):
                     problem = rows._replace(columns=columns)
                     _check_swiglu(problem, dtype, gate_up, block, _ALIGNMENTS[seed % 2], with_prob, seed)
                     count += 1
@@ -114,15 +110,11 @@ def _require_same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], wha
         assert torch.equal(a, b), f"{what}: output {index} differs in {int((a != b).sum())} places"
 
 
-def _check_rows_columns(
-    rows: _Rows, dtype: torch.dtype, block: tuple[int, int], alignment: int, seed: int
-) -> None:
+def _check_rows_columns(rows: _Rows, dtype: torch.dtype, block: tuple[int, int], alignment: int, seed: int) -> None:
     x = _values((sum(rows.sizes) + rows.past, rows.columns), dtype, seed)
     offs = group_offsets(list(rows.sizes))
     want = rows_columns_torch(x, offs, block, alignment, True)
-    found, columns = quantize_rows_columns(
-        x.to(DEVICE), offs.to(DEVICE), column_block=block, alignment=alignment
-    )
+    found, columns = quantize_rows_columns(x.to(DEVICE), offs.to(DEVICE), column_block=block, alignment=alignment)
     assert found is not None
     of_columns = (columns.data.view(torch.uint8), columns.scale, columns.starts, columns.block_starts)
     got = (found.data.view(torch.uint8), found.scale, *of_columns)
@@ -130,13 +122,7 @@ def _check_rows_columns(
 
 
 def _check_swiglu(
-    rows: _Rows,
-    dtype: torch.dtype,
-    gate_up: str,
-    block: tuple[int, int],
-    alignment: int,
-    with_prob: bool,
-    seed: int,
+    rows: _Rows, dtype: torch.dtype, gate_up: str, block: tuple[int, int], alignment: int, with_prob: bool, seed: int
 ) -> None:
     m = sum(rows.sizes) + rows.past
     dh, z = _values((m, rows.columns), dtype, seed), _values((m, 2 * rows.columns), dtype, seed + 1)
@@ -162,11 +148,7 @@ def _check_swiglu(
 
 def _check_weight(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     w = _values(shape, dtype, sum(shape))
-    got = [
-        t
-        for weight in quantize_weight_both(w.to(DEVICE))
-        for t in (weight.data.view(torch.uint8), weight.scale)
-    ]
+    got = [t for weight in quantize_weight_both(w.to(DEVICE)) for t in (weight.data.view(torch.uint8), weight.scale)]
     _require_same(got, weight_both_torch(w), f"weight {shape} {dtype}")
 
 
@@ -199,12 +181,7 @@ def _check_graph() -> None:
         assert gradients.dprob is not None
         found = (of_rows, gradients.dz_columns, gradients.hidden_columns)
         tensors = [t for c in found for t in (c.data.view(torch.uint8), c.scale, c.starts)]
-        return [
-            *tensors,
-            rows.data.view(torch.uint8),
-            gradients.dz_rows.data.view(torch.uint8),
-            gradients.dprob,
-        ]
+        return [*tensors, rows.data.view(torch.uint8), gradients.dz_rows.data.view(torch.uint8), gradients.dprob]
 
     step()
     torch.cuda.synchronize()

@@ -30,8 +30,7 @@ _REPEATS = 20
 _REPEATED = WgradShape((300, 0, 7, 1029, 127, 64, 1), 0, 1008, 1040)
 _REPLAYED = (WgradShape((100, 0, 57, 99), 0, 272, 400), WgradShape((0, 199, 1, 56), 0, 272, 400))
 _MICROBATCHES = tuple(
-    WgradShape(sizes, 0, 272, 400)
-    for sizes in ((100, 0, 57, 99), (0, 199, 1, 56), (33, 0, 0, 223), (0, 0, 256, 0))
+    WgradShape(sizes, 0, 272, 400) for sizes in ((100, 0, 57, 99), (0, 199, 1, 56), (33, 0, 0, 223), (0, 0, 256, 0))
 )
 _SMALL = (WgradShape((5, 0, 130, 1), 3, 272, 144), WgradShape((0, 64, 700), 7, 144, 208, (32, 128)))
 # What a GPU's own reference of a problem may take is bounded, so the largest shapes are compared with one kind of codes.
@@ -41,14 +40,7 @@ _LARGE = 1 << 22  # elements of a result
 def check_wgrad() -> str:
     """All of the checks of this module; raises AssertionError. For Hopper."""
     return "; ".join(
-        check()
-        for check in (
-            check_bits,
-            check_independence,
-            check_accumulation,
-            check_repeats,
-            check_graph_replay,
-        )
+        check() for check in (check_bits, check_independence, check_accumulation, check_repeats, check_graph_replay)
     )
 
 
@@ -56,9 +48,7 @@ def _reference(dy: GroupedColumns, x: GroupedColumns) -> torch.Tensor:
     return grouped_gemm_wgrad_reference(dy, x, out_dtype=torch.float32, accumulation="tensor_core")
 
 
-def check_bits(
-    shapes: Sequence[WgradShape] = SHAPES, device: str = "cuda", backend: str | None = None
-) -> str:
+def check_bits(shapes: Sequence[WgradShape] = SHAPES, device: str = "cuda", backend: str | None = None) -> str:
     """Every shape, kernel and alignment: the bits of the reference, in outputs of poison between guards."""
     results = elements = 0
     for shape, mode, any_code in itertools.product(shapes, MODES, (False, True)):
@@ -69,9 +59,7 @@ def check_bits(
         for config in (c for c in VARIANTS if c.mode == mode):
             out = run(operands[0], operands[1], config, backend)
             wrong = ~same_elements(out, wanted.to(config.out_dtype))
-            assert not bool(wrong.any()), (
-                f"{int(wrong.sum())} of {out.numel()} elements of {shape} by {config}"
-            )
+            assert not bool(wrong.any()), f"{int(wrong.sum())} of {out.numel()} elements of {shape} by {config}"
             results, elements = results + 1, elements + out.numel()
     return f"{results} results, {elements} elements, bit for bit the reference's"
 
@@ -82,9 +70,7 @@ def same_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.contiguous().view(kind) == b.contiguous().view(kind)
 
 
-def check_independence(
-    shapes: Sequence[WgradShape] = SHAPES, device: str = "cuda", backend: str | None = None
-) -> str:
+def check_independence(shapes: Sequence[WgradShape] = SHAPES, device: str = "cuda", backend: str | None = None) -> str:
     """NaN in every code of others, groups padded to 128 tokens with zeros, groups in another order: the same bits."""
     count = 0
     for shape, config in itertools.product(shapes, VARIANTS):
@@ -119,9 +105,7 @@ def check_accumulation(device: str = "cuda", backend: str | None = None) -> str:
         assert same_bits(out, total), f"four microbatches by {config} are not four additions"
         dy, x = batches[1]
         marked = torch.zeros_like(out)
-        marked[0].view(torch.int32).fill_(
-            0x7FABCDEF
-        )  # a NaN that an addition would not keep; the group is empty
+        marked[0].view(torch.int32).fill_(0x7FABCDEF)  # a NaN that an addition would not keep; the group is empty
         after = run(dy, x, config, backend, marked)
         assert same_bits(after[0], marked[0]), f"{config} touched the gradient of a group without tokens"
     return f"{len(configs)} kernels accumulate in float32, subnormal numbers {subnormals(device, backend)}"
@@ -141,9 +125,7 @@ def subnormals(device: str = "cuda", backend: str | None = None) -> str:
     total = run(*tiny, config, backend, part.clone())
     exact = part + part
     is_subnormal = (exact != 0) & (exact.abs() < least) & (part != 0)
-    if same_bits(
-        total, torch.where(torch.tensor(sizes_of(dy), device=device)[:, None, None] > 0, exact, part)
-    ):
+    if same_bits(total, torch.where(torch.tensor(sizes_of(dy), device=device)[:, None, None] > 0, exact, part)):
         return "are kept"
     flushed = bool((total[is_subnormal] == 0).all())
     return "are flushed" if flushed else "are neither kept nor flushed"

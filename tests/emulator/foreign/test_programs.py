@@ -161,10 +161,7 @@ def test_program(name: str) -> None:
     folder = FOLDER / "programs" / name
     command = [sys.executable, ROOT / "tests/support/foreign_programs.py", folder, "--cuda", CUDA]
     done = subprocess.run(
-        [*command, *(folder / "arguments.txt").read_text().split()],
-        capture_output=True,
-        text=True,
-        timeout=3000,
+        [*command, *(folder / "arguments.txt").read_text().split()], capture_output=True, text=True, timeout=3000
     )
     assert done.returncode in (0, 3), done.stderr[-3000:]
     assert "ailed" not in done.stdout, done.stdout[-3000:]

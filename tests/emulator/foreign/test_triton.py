@@ -22,14 +22,10 @@ def matmul(a_ptr, b_ptr, c_ptr, M, N, K, sa, sb, sc, BM: tl.constexpr, BN: tl.co
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, K, BK):
         a = tl.load(
-            a_ptr + rm[:, None] * sa + (k + rk)[None, :],
-            mask=(rm[:, None] < M) & ((k + rk)[None, :] < K),
-            other=0.0,
+            a_ptr + rm[:, None] * sa + (k + rk)[None, :], mask=(rm[:, None] < M) & ((k + rk)[None, :] < K), other=0.0
         )
         b = tl.load(
-            b_ptr + (k + rk)[:, None] * sb + rn[None, :],
-            mask=((k + rk)[:, None] < K) & (rn[None, :] < N),
-            other=0.0,
+            b_ptr + (k + rk)[:, None] * sb + rn[None, :], mask=((k + rk)[:, None] < K) & (rn[None, :] < N), other=0.0
         )
         acc = tl.dot(a, b, acc)
     tl.store(c_ptr + rm[:, None] * sc + rn[None, :], acc, mask=(rm[:, None] < M) & (rn[None, :] < N))
@@ -77,9 +73,7 @@ def tensor_map_matmul(a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.con
 
 
 @triton.jit
-def scaled_matmul(
-    a_ptr, sa_ptr, b_ptr, sb_ptr, c_ptr, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
-):
+def scaled_matmul(a_ptr, sa_ptr, b_ptr, sb_ptr, c_ptr, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     rm, rn, rk, rs = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BK // 32)
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, K, BK):
@@ -97,9 +91,7 @@ def compile_for(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    source = ASTSource(
-        fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants
-    )
+    source = ASTSource(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -107,9 +99,7 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: list[Any], seed: int) -> 
     emulator = Emulator(kernel.asm["ptx"], seed=seed, name=f"{kernel.name}.ptx")
     program = emulator.program(kernel.name)
     values = [emulator.memory.register(x) if isinstance(x, np.ndarray) else x for x in arguments]
-    values += [0] * (
-        len(program.function.parameters) - len(values)
-    )  # scratch pointers that these kernels do not use
+    values += [0] * (len(program.function.parameters) - len(values))  # scratch pointers that these kernels do not use
     result = emulator.launch(
         kernel.name, grid, 32 * kernel.metadata.num_warps, values, shared_bytes=kernel.metadata.shared
     )
@@ -131,9 +121,7 @@ FOUND: dict[int, set[str]] = {80: set(), 90: set(), 100: {"missing-tcgen05-fence
     [(80, r"mma\.sync\.aligned\.m16n8k16"), (90, r"wgmma\.mma_async"), (100, r"tcgen05\.mma")],
 )
 def test_matmul(capability: int, instruction: str) -> None:
-    kernel = compile_for(
-        capability, matmul, MATMUL, {"BM": 64, "BN": 64, "BK": 32}, num_warps=4, num_stages=3
-    )
+    kernel = compile_for(capability, matmul, MATMUL, {"BM": 64, "BN": 64, "BK": 32}, num_warps=4, num_stages=3)
     assert re.search(instruction, kernel.asm["ptx"])
     rng = np.random.default_rng(0)
     m, n, k = 100, 72, 80
@@ -149,17 +137,8 @@ def test_matmul(capability: int, instruction: str) -> None:
 @pytest.mark.parametrize("capability", [90, 100])
 def test_fp8_matmul(capability: int) -> None:
     torch = pytest.importorskip("torch")
-    signature = {
-        "a_ptr": "*fp8e4nv",
-        "b_ptr": "*fp8e4nv",
-        "c_ptr": "*fp32",
-        "M": "i32",
-        "N": "i32",
-        "K": "i32",
-    }
-    kernel = compile_for(
-        capability, descriptor_matmul, signature, {"BM": 64, "BN": 64, "BK": 64}, num_warps=4
-    )
+    signature = {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "c_ptr": "*fp32", "M": "i32", "N": "i32", "K": "i32"}
+    kernel = compile_for(capability, descriptor_matmul, signature, {"BM": 64, "BN": 64, "BK": 64}, num_warps=4)
     rng = np.random.default_rng(1)
     a, b = (rng.integers(-8, 9, (128, 192)).astype(np.float32) for _ in "ab")
     codes = [torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy() for x in (a, b)]
@@ -170,17 +149,13 @@ def test_fp8_matmul(capability: int) -> None:
 
 
 def test_softmax_and_atomics() -> None:
-    kernel = compile_for(
-        90, softmax, {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32"}, {"BLOCK": 1024}, num_warps=4
-    )
+    kernel = compile_for(90, softmax, {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32"}, {"BLOCK": 1024}, num_warps=4)
     x = np.random.default_rng(0).standard_normal((3, 700)).astype(np.float32)
     y = np.full_like(x, np.nan)
     assert run(kernel, (3,), [x, y, 700], 1) == set()
     e = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
     assert np.abs(y - e / e.sum(1, keepdims=True)).max() < 1e-7
-    counter = compile_for(
-        90, histogram, {"x_ptr": "*i32", "out_ptr": "*i32", "n": "i32"}, {"BLOCK": 256}, num_warps=4
-    )
+    counter = compile_for(90, histogram, {"x_ptr": "*i32", "out_ptr": "*i32", "n": "i32"}, {"BLOCK": 256}, num_warps=4)
     values, out = np.random.default_rng(0).integers(0, 9, 700).astype(np.int32), np.zeros(9, np.int32)
     assert run(counter, (3,), [values, out, 700], 2) == set()
     assert (out == np.bincount(values, minlength=9)).all()
@@ -190,9 +165,7 @@ def test_softmax_and_atomics() -> None:
 def test_tensor_maps_made_on_the_device(capability: int) -> None:
     """tensormap.replace from nothing, a copy to global memory, and tiled loads and stores through the result."""
     signature = {"a_ptr": "*fp16", "b_ptr": "*fp16", "c_ptr": "*fp16", "M": "i32", "N": "i32", "K": "i32"}
-    kernel = compile_for(
-        capability, tensor_map_matmul, signature, {"BM": 64, "BN": 64, "BK": 64}, num_warps=4
-    )
+    kernel = compile_for(capability, tensor_map_matmul, signature, {"BM": 64, "BN": 64, "BK": 64}, num_warps=4)
     assert "tensormap.replace" in kernel.asm["ptx"]
     rng = np.random.default_rng(2)
     m, n, k = 100, 72, 200

@@ -25,11 +25,7 @@ def exact_fma(a: float, b: float, c: float, mode: str) -> float:
 
 def same(got: np.ndarray, expected: list[float]) -> None:
     for i, (x, y) in enumerate(zip(got.tolist(), expected, strict=True)):
-        assert (math.isnan(x) and math.isnan(y)) or (x == y and math.copysign(1, x) == math.copysign(1, y)), (
-            i,
-            x,
-            y,
-        )
+        assert (math.isnan(x) and math.isnan(y)) or (x == y and math.copysign(1, x) == math.copysign(1, y)), (i, x, y)
 
 
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
@@ -119,9 +115,7 @@ CONVERSIONS: list[tuple[str, str, str, Callable[[Any], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "source", "target", "reference"), CONVERSIONS, ids=[c[0] for c in CONVERSIONS]
-)
+@pytest.mark.parametrize(("name", "source", "target", "reference"), CONVERSIONS, ids=[c[0] for c in CONVERSIONS])
 def test_convert(name: str, source: str, target: str, reference: Callable[[Any], Any]) -> None:
     a = values(source, 4)
     got = run(kernel(f"{name} %d, %a;", [source], target), [a], NUMPY[target])
@@ -131,8 +125,7 @@ def test_convert(name: str, source: str, target: str, reference: Callable[[Any],
 @pytest.mark.parametrize("mode", ["rni", "rzi", "rmi", "rpi"])
 def test_float_to_integer_saturates(mode: str) -> None:
     a = np.array(
-        [0.5, 1.5, 2.5, -0.5, -1.5, 3e9, -3e9, np.inf, -np.inf, np.nan, 1e-40, 123.75] + [-7.25] * 20,
-        np.float32,
+        [0.5, 1.5, 2.5, -0.5, -1.5, 3e9, -3e9, np.inf, -np.inf, np.nan, 1e-40, 123.75] + [-7.25] * 20, np.float32
     )
     got = run(kernel(f"cvt.{mode}.s32.f32 %d, %a;", ["f32"], "s32"), [a], np.int32)
     rounding = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}[mode]
@@ -161,10 +154,7 @@ def test_fp8_pairs() -> None:
     b = np.random.default_rng(1).standard_normal(32).astype(np.float32)
     body = "cvt.rn.satfinite.e4m3x2.f32 %d, %a, %b;"
     got = run(kernel(body, ["f32", "f32"], "b16"), [a, b], np.uint16)
-    codes = [
-        torch.from_numpy(np.clip(x, -448, 448)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-        for x in (a, b)
-    ]
+    codes = [torch.from_numpy(np.clip(x, -448, 448)).to(torch.float8_e4m3fn).view(torch.uint8).numpy() for x in (a, b)]
     assert (got == (codes[0].astype(np.uint16) << 8 | codes[1])).all()
     back = run(kernel("cvt.rn.f16x2.e4m3x2 %d, %a;", ["b16"], "b32"), [got], np.uint32)
     low = torch.from_numpy(codes[1]).view(torch.float8_e4m3fn).to(torch.float16).numpy().view(np.uint16)

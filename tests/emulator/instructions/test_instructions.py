@@ -148,9 +148,7 @@ def test_shuffle(form: str, source: np.ndarray) -> None:
 
 def test_votes_and_matches() -> None:
     a = (LANE % 3).astype(np.uint32)
-    odd = run(
-        kernel("setp.eq.u32 %q0, %a, 1; vote.sync.ballot.b32 %d, %q0, -1;", ["u32"], "u32"), [a], np.uint32
-    )
+    odd = run(kernel("setp.eq.u32 %q0, %a, 1; vote.sync.ballot.b32 %d, %q0, -1;", ["u32"], "u32"), [a], np.uint32)
     assert (odd == sum(1 << i for i in range(32) if i % 3 == 1)).all()
     matched = run(kernel("match.any.sync.b32 %d, %a, -1;", ["u32"], "u32"), [a], np.uint32)
     assert matched.tolist() == [sum(1 << j for j in range(32) if j % 3 == i % 3) for i in range(32)]
@@ -293,9 +291,7 @@ def test_unknown_modifier_is_refused_rather_than_ignored() -> None:
         Emulator(kernel("add.weird.u32 %d, %a, %a;", ["u32"], "u32")).program("k")
 
 
-@pytest.mark.parametrize(
-    "text", ["hello", HEADER + ".entry k() { add.u32 ^ ; }", HEADER + ".visible .entry k( {"]
-)
+@pytest.mark.parametrize("text", ["hello", HEADER + ".entry k() { add.u32 ^ ; }", HEADER + ".visible .entry k( {"])
 def test_not_ptx(text: str) -> None:
     with pytest.raises(PtxSyntaxError, match=r"<ptx>:\d+"):
         Emulator(text)

@@ -32,9 +32,7 @@ def join(low: int, high: int) -> int:
 
 
 def by_halves(function: Callable[[int, int], int], is_signed: bool) -> Callable[[int, int], int]:
-    return lambda a, b: join(
-        *(function(x, y) for x, y in zip(halves(a, is_signed), halves(b, is_signed), strict=True))
-    )
+    return lambda a, b: join(*(function(x, y) for x, y in zip(halves(a, is_signed), halves(b, is_signed), strict=True)))
 
 
 def dp2a(a: int, b: int, c: int, high: bool) -> int:
@@ -107,8 +105,7 @@ INTEGER: list[tuple[str, list[str], str, Callable[..., int]]] = [
     ("redux.sync.xor.b32 %d, %a, 0xFFFFFFFF;", ["u32"], "u32", None),
 ]  # fmt: skip
 INTEGER += [
-    (f"prmt.b32.{m} %d, %a, %b, %c;", W, "u32", permuted(m))
-    for m in ("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
+    (f"prmt.b32.{m} %d, %a, %b, %c;", W, "u32", permuted(m)) for m in ("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
 ]
 
 
@@ -135,10 +132,7 @@ def test_integer(body: str, inputs: list[str], output: str, reference: Callable[
             expected = int(np.bitwise_xor.reduce(arrays[0]))
         else:
             expected = reference(*x)
-        assert int(got[i]) == wrap(output, expected), (
-            i,
-            [hex(u(k, v)) for k, v in zip(inputs, x, strict=True)],
-        )
+        assert int(got[i]) == wrap(output, expected), (i, [hex(u(k, v)) for k, v in zip(inputs, x, strict=True)])
 
 
 # ---- NaN, signed zeros, rounding
@@ -161,9 +155,7 @@ def test_every_nan_is_the_canonical_one(body: str) -> None:
 def test_made_nans_are_canonical_too(repeat: int) -> None:
     """Inf - Inf, 0 * Inf; also where several instructions are computed at once, and not in lanes that do not take part."""
     body = "setp.lt.u32 %q0, %t, 8;" + "".join(f"@%q0 sub.f32 %x{i}, %a, %b;" for i in range(repeat))
-    body = (
-        "".join(f"mov.f32 %x{i}, 0fFFC00001;" for i in range(repeat)) + body + f"mov.b32 %d, %x{repeat - 1};"
-    )
+    body = "".join(f"mov.f32 %x{i}, 0fFFC00001;" for i in range(repeat)) + body + f"mov.b32 %d, %x{repeat - 1};"
     infinite = np.full(32, np.inf, np.float32)
     got = run(kernel(body, ["f32", "f32"], "f32"), [infinite, infinite], np.float32).view(np.uint32)
     assert (got[:8] == 0x7FFFFFFF).all()
@@ -201,20 +193,16 @@ def test_directed_division_and_root(name: str, mode: str) -> None:
     a, b = ((rng.uniform(0.1, 9, 32) * 2.0 ** rng.integers(-70, 70, 32)).astype(np.float32) for _ in "ab")
     if name != "sqrt":
         b *= rng.choice(np.array([1, -1], np.float32), 32)
-    text = {
-        "div": f"div.{mode}.f32 %d, %a, %b;",
-        "rcp": f"rcp.{mode}.f32 %d, %b;",
-        "sqrt": f"sqrt.{mode}.f32 %d, %b;",
-    }[name]
+    text = {"div": f"div.{mode}.f32 %d, %a, %b;", "rcp": f"rcp.{mode}.f32 %d, %b;", "sqrt": f"sqrt.{mode}.f32 %d, %b;"}[
+        name
+    ]
     got = run(kernel(text, ["f32", "f32"], "f32"), [a, b], np.float32)
     for x, y, z in zip(a.tolist(), b.tolist(), got.tolist(), strict=True):
         if name == "sqrt":  # the last number whose square is not above, or the first not below
             up = float(np.nextafter(np.float32(z), np.float32(np.inf)))
             down = float(np.nextafter(np.float32(z), np.float32(0)))
             square, exact = Fraction(z) ** 2, Fraction(y)
-            assert (
-                square >= exact > Fraction(down) ** 2 if mode == "rp" else square <= exact < Fraction(up) ** 2
-            )
+            assert square >= exact > Fraction(down) ** 2 if mode == "rp" else square <= exact < Fraction(up) ** 2
         else:
             assert z == round_float32((Fraction(x) if name == "div" else 1) / Fraction(y), mode)
 

@@ -33,9 +33,7 @@ def test_vector_atomics() -> None:
         x = np.arange(parity, 128, 2)
         assert sums[parity].tolist() == [64, x.sum(), 2 * x.sum(), 32]
     assert halves.tolist() == [64, 64, -128, 128] * 2
-    top = [
-        np.array([(x & 7) << 10 for x in range(p, 8, 2)], np.uint16).view(np.float16).max() for p in range(2)
-    ]
+    top = [np.array([(x & 7) << 10 for x in range(p, 8, 2)], np.uint16).view(np.float16).max() for p in range(2)]
     assert largest.tolist() == [1, top[0], -2, 2, 1, top[1], -2, 2]
     assert (before == [13, 24, 3, 4]).all()
 
@@ -50,10 +48,7 @@ extern "C" __global__ void k(uint64_t* cell, uint64_t* seen) {
 }"""
     cell, seen = np.zeros(2, np.uint64), np.zeros((32, 2), np.uint64)
     launch(source, [cell, seen], block=32).raise_on_reports()
-    assert cell.tolist() == [
-        7,
-        21,
-    ]  # lane 7 compares with another upper half, and all after it with other numbers
+    assert cell.tolist() == [7, 21]  # lane 7 compares with another upper half, and all after it with other numbers
     assert seen[:8].tolist() == [[i, 3 * i] for i in range(8)]
     assert (seen[8:] == [7, 21]).all()
 
@@ -78,9 +73,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) k(uint32_t* out) {
 @pytest.mark.parametrize("seed", range(6))
 def test_stores_into_another_cta_arrive_by_themselves(seed: int) -> None:
     out = np.zeros(258, np.uint32)
-    launch(
-        PUSH.replace("WAIT", "wait(smem(&full), 0);"), [out], grid=2, block=32, seed=seed
-    ).raise_on_reports()
+    launch(PUSH.replace("WAIT", "wait(smem(&full), 0);"), [out], grid=2, block=32, seed=seed).raise_on_reports()
     x = np.arange(32)
     for rank in range(2):
         expected = np.stack([x, 0 * x + 1 - rank, x * x, 0 * x + 7], 1)
@@ -91,9 +84,7 @@ def test_stores_into_another_cta_arrive_by_themselves(seed: int) -> None:
 def test_reading_before_the_barrier_is_a_race() -> None:
     found = set()
     for seed in range(3):
-        found |= kinds(
-            launch(PUSH.replace("WAIT", ""), [np.zeros(258, np.uint32)], grid=2, block=32, seed=seed)
-        )
+        found |= kinds(launch(PUSH.replace("WAIT", ""), [np.zeros(258, np.uint32)], grid=2, block=32, seed=seed))
     assert found & {"race", "uninitialised-shared"}
 
 
@@ -107,10 +98,7 @@ extern "C" __global__ void k(const float* in, float* out) {
   __syncwarp();
   for (int i = 0; i < 3; ++i) out[x + 32 * i] = s[x + 32 * i];
 }"""
-    data, out = (
-        np.random.default_rng(0).standard_normal(128).astype(np.float32),
-        np.full(96, np.nan, np.float32),
-    )
+    data, out = (np.random.default_rng(0).standard_normal(128).astype(np.float32), np.full(96, np.nan, np.float32))
     result = launch(source, [data, out], block=16)
     result.raise_on_reports()
     written = np.concatenate([np.arange(16), np.arange(32, 48), np.arange(64, 80)])

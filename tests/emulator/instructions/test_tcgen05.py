@@ -200,10 +200,7 @@ extern "C" __global__ void k(unsigned* out, const unsigned* in) {
 
 
 def test_copy_widens_four_bit_numbers() -> None:
-    data, out = (
-        np.random.default_rng(8).integers(0, 1 << 32, 512, dtype=np.uint32),
-        np.full(512, 9, np.uint32),
-    )
+    data, out = (np.random.default_rng(8).integers(0, 1 << 32, 512, dtype=np.uint32), np.full(512, 9, np.uint32))
     launch(WIDENED, [out, data], arch="100a").raise_on_reports()
     packed = data.view(np.uint8).reshape(128, 16)[:, :8]
     wanted = np.stack([packed & 15, packed >> 4], axis=2).reshape(128, 16)
@@ -244,15 +241,10 @@ def run_widened(edits: dict[str, str], strict: bool) -> tuple[LaunchResult, bool
     for old, new in edits.items():
         assert old in source
         source = source.replace(old, new)
-    data, out = (
-        np.random.default_rng(8).integers(0, 1 << 32, 512, dtype=np.uint32),
-        np.full(512, 9, np.uint32),
-    )
+    data, out = (np.random.default_rng(8).integers(0, 1 << 32, 512, dtype=np.uint32), np.full(512, 9, np.uint32))
     emulator = Emulator(compile_cuda(source, "100a"), strict=strict, seed=1)
     result = emulator.launch("k", 1, 128, [emulator.memory.register(x) for x in (out, data)])
-    return result, bool(
-        (out.view(np.uint8).reshape(128, 16) & 15 == out.view(np.uint8).reshape(128, 16)).all()
-    )
+    return result, bool((out.view(np.uint8).reshape(128, 16) & 15 == out.view(np.uint8).reshape(128, 16)).all())
 
 
 @pytest.mark.parametrize(

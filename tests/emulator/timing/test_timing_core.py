@@ -136,9 +136,7 @@ def test_changed_chip_leaves_the_other_alone() -> None:
         (128, 256, True, True, 128.7), (64, 96, True, True, 29.7), (64, 256, True, False, 64.7),
     ],
 )  # fmt: skip
-def test_product_intervals_are_those_published(
-    rows: int, n: int, pair: bool, shared: bool, published: float
-) -> None:
+def test_product_intervals_are_those_published(rows: int, n: int, pair: bool, shared: bool, published: float) -> None:
     # SemiAnalysisAI/microbench-blackwell: 256 products in a row, so half a cycle of latency in each.
     assert mma_cycles(B200, rows, n, 32, pair, shared) == pytest.approx(published - 0.6, rel=0.02)
 

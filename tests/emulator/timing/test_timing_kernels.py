@@ -102,9 +102,7 @@ def test_trace_is_what_perfetto_reads(baseline: Timeline) -> None:
 
 
 def test_ring_one_stage_shorter_is_named() -> None:
-    three, two = (
-        time_fp8(Sm90Fp8Config(block_m=128, block_n=128, num_stages=stages), 12) for stages in (3, 2)
-    )
+    three, two = (time_fp8(Sm90Fp8Config(block_m=128, block_n=128, num_stages=stages), 12) for stages in (3, 2))
     assert [finding.cause for finding in compare(three, two)] == ["ring"]
     assert not compare(three, three)
 
@@ -122,9 +120,7 @@ def test_late_release_is_named() -> None:
 
 
 def test_operand_loaded_twice_is_named(baseline: Timeline) -> None:
-    load = (
-        "tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, loads.column, tile.group);"
-    )
+    load = "tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, loads.column, tile.group);"
     expect = "mbarrier_arrive_expect_tx(full, loads.bytes"
     edits = ((LOAD, load, load + load), (LOAD, expect, expect + " + B_BYTES"))
     after = time_fp8(RING, 12, edits)

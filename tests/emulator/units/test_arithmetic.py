@@ -10,14 +10,7 @@ import pytest
 
 from padless.emulator.units import arithmetic
 from padless.emulator.units.arithmetic import FP4_BLOCK, HOPPER_FP8, WIDE, decode_operand, dot_product_add
-from support.scalar_dot import (
-    FIELDS,
-    same_bits,
-    scalar,
-    scalar_dot,
-    scalar_fp4,
-    value_of,
-)
+from support.scalar_dot import FIELDS, same_bits, scalar, scalar_dot, scalar_fp4, value_of
 
 
 def random_codes(rng: np.random.Generator, name: str, shape: tuple[int, int], data: str) -> np.ndarray:
@@ -137,20 +130,14 @@ def test_all_modes_agree_on_exact_data(mode: str) -> None:
 
 def nearest_float32(x: Fraction) -> np.float32:
     """Correct rounding by bracketing: candidates next to a float64 guess, compared exactly, ties to even."""
-    guess = (
-        np.float32(float(x))
-        if abs(x) < Fraction(2) ** 127
-        else np.float32(np.sign(float(x / 2**64)) * 3.4e38)
-    )
+    guess = np.float32(float(x)) if abs(x) < Fraction(2) ** 127 else np.float32(np.sign(float(x / 2**64)) * 3.4e38)
     candidates = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
     finite = [v for v in candidates if np.isfinite(v)]
     best = min(finite, key=lambda v: (abs(Fraction(float(v)) - x), int(v.view(np.uint32)) & 1))
     return best + np.float32(0)
 
 
-@pytest.mark.parametrize(
-    ("name_a", "name_b", "k"), [("e4m3", "e4m3", 32), ("e5m2", "e5m2", 32), ("bf16", "bf16", 16)]
-)
+@pytest.mark.parametrize(("name_a", "name_b", "k"), [("e4m3", "e4m3", 32), ("e5m2", "e5m2", 32), ("bf16", "bf16", 16)])
 @pytest.mark.parametrize("accumulator", ["none", "normal", "binades", "subnormal"])
 def test_exact_mode_rounds_once(name_a: str, name_b: str, k: int, accumulator: str) -> None:
     rng = np.random.default_rng([k, len(accumulator)])

@@ -108,9 +108,7 @@ def test_ldmatrix_and_stmatrix_of_halves(count: int, transpose: bool) -> None:
     got = mma_sync.ldmatrix(shared, addresses, "m8n8", count, transpose)
     for lane in range(32):
         for i in range(count):
-            tile = np.array(
-                [shared[at : at + 16].copy().view(np.uint16) for at in addresses[8 * i : 8 * i + 8]]
-            )
+            tile = np.array([shared[at : at + 16].copy().view(np.uint16) for at in addresses[8 * i : 8 * i + 8]])
             tile = tile.T if transpose else tile
             pair = tile[lane // 4, 2 * (lane % 4) : 2 * (lane % 4) + 2].astype(np.uint32)
             assert got[lane, i] == pair[0] | pair[1] << 16

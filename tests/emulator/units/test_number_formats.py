@@ -71,9 +71,7 @@ def test_wide_and_unsigned_codes() -> None:
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1", "e3m2", "e2m3", "bf16", "f16", "ue8m0"])
 def test_split_is_the_value(name: str) -> None:
-    width = (
-        16 if name in ("bf16", "f16") else 8 if name in ("e4m3", "e5m2", "ue8m0") else 6 if "3" in name else 4
-    )
+    width = 16 if name in ("bf16", "f16") else 8 if name in ("e4m3", "e5m2", "ue8m0") else 6 if "3" in name else 4
     codes = np.arange(1 << width)
     sign, exponent, significand = number_formats.split(codes, name)
     mantissa = 0 if name == "ue8m0" else FIELDS[name][2]
@@ -127,10 +125,7 @@ def test_encoding_around_every_boundary(name: str, rounding: str, saturate: bool
     table.append(2 * table[-1] - table[-2])
     points = table + [(a + b) / 2 for a, b in pairwise(table)]
     hair = Fraction(1, 1 << 40)
-    xs = [s * x * f for x in points for s in (1, -1) for f in (1, 1 - hair, 1 + hair)] + [
-        table[-1] * 5,
-        -table[-1] * 5,
-    ]
+    xs = [s * x * f for x in points for s in (1, -1) for f in (1, 1 - hair, 1 + hair)] + [table[-1] * 5, -table[-1] * 5]
     xs = [x for x in xs if x != 0]
     got = encode(np.array([float(x) for x in xs]), name, rounding=rounding, saturate=saturate)
     for x, code in zip(xs, got, strict=True):
@@ -158,12 +153,7 @@ def test_sixteen_bits_round_trip_and_round(name: str, rounding: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("e5m2", torch.float8_e5m2),
-        ("bf16", torch.bfloat16),
-        ("f16", torch.float16),
-        ("e4m3", torch.float8_e4m3fn),
-    ],
+    [("e5m2", torch.float8_e5m2), ("bf16", torch.bfloat16), ("f16", torch.float16), ("e4m3", torch.float8_e4m3fn)],
 )
 def test_torch_agrees(name: str, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(1)
@@ -191,46 +181,17 @@ def test_specials() -> None:
     assert encode(x, "f16").tolist() == [0x7C00, 0xFC00, 0x7FFF, 0x7C00, 0xFC00, 0x8000]
     assert encode(x, "bf16", saturate=True).tolist()[:3] == [0x7F7F, 0xFF7F, 0x7FFF]
     assert encode(x, "f32").tolist()[:3] == [0x7F800000, 0xFF800000, 0x7FFFFFFF]
-    assert encode(np.array([-3.0, nan, -0.0, 2.0]), "e4m3", saturate=True, relu=True).tolist() == [
-        0,
-        0x7F,
-        0,
-        0x40,
-    ]
+    assert encode(np.array([-3.0, nan, -0.0, 2.0]), "e4m3", saturate=True, relu=True).tolist() == [0, 0x7F, 0, 0x40]
     assert encode(np.array([1e39, -1e39]), "f32", rounding="rz").tolist() == [0x7F7FFFFF, 0xFF7FFFFF]
     assert encode(np.array([1e39, -1e39]), "f32", rounding="rp").tolist() == [0x7F800000, 0xFF7FFFFF]
 
 
 def test_ue8m0() -> None:
     x = np.array(
-        [
-            1.0,
-            1.0000001,
-            1.9999999,
-            2.0**-127,
-            2.0**-149,
-            1.5 * 2.0**-127,
-            0.0,
-            -4.0,
-            2.0**127 * 1.5,
-            np.inf,
-            np.nan,
-        ]
+        [1.0, 1.0000001, 1.9999999, 2.0**-127, 2.0**-149, 1.5 * 2.0**-127, 0.0, -4.0, 2.0**127 * 1.5, np.inf, np.nan]
     )
     assert encode(x, "ue8m0", rounding="rp").tolist() == [127, 128, 128, 0, 0, 1, 0, 129, 255, 255, 255]
-    assert encode(x, "ue8m0", rounding="rp", saturate=True).tolist() == [
-        127,
-        128,
-        128,
-        0,
-        0,
-        1,
-        0,
-        129,
-        254,
-        254,
-        255,
-    ]
+    assert encode(x, "ue8m0", rounding="rp", saturate=True).tolist() == [127, 128, 128, 0, 0, 1, 0, 129, 254, 254, 255]
     assert encode(x, "ue8m0", rounding="rz").tolist() == [127, 127, 127, 0, 0, 0, 0, 129, 254, 255, 255]
     with pytest.raises(ValueError, match="'rp' or 'rz'"):
         encode(x, "ue8m0")

@@ -63,9 +63,7 @@ def pad_six_bits(codes: np.ndarray) -> np.ndarray:
 def memories(groups: int, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     rng = np.random.default_rng(seed)
     shared = [rng.integers(0, 256, 96 * 1024).astype(np.uint8) for _ in range(groups)]
-    tmem = [
-        rng.integers(0, 1 << 32, (128, 512), dtype=np.uint32) | np.uint32(0x7FC00000) for _ in range(groups)
-    ]
+    tmem = [rng.integers(0, 1 << 32, (128, 512), dtype=np.uint32) | np.uint32(0x7FC00000) for _ in range(groups)]
     return shared, tmem
 
 
@@ -83,16 +81,7 @@ def test_instruction_descriptor_literals() -> None:
     }
     for bits, (kind, m, n, a, b) in cases.items():
         f = instruction_descriptor.decode(bits, kind)
-        assert (f.m, f.n, f.a_type, f.b_type, f.sfa_id, f.sfb_id, f.faults, f.meaningless) == (
-            m,
-            n,
-            a,
-            b,
-            0,
-            0,
-            (),
-            (),
-        )
+        assert (f.m, f.n, f.a_type, f.b_type, f.sfa_id, f.sfb_id, f.faults, f.meaningless) == (m, n, a, b, 0, 0, (), ())
         assert f.scale_format == ("ue4m3" if bits in (0x08200480, 0x10400480, 0x10100480) else "ue8m0")
         assert instruction_descriptor.build(kind, m, n, a, b, scale_format=f.scale_format) == bits
     for step, bits in enumerate((0x10B00000, 0x30B00010, 0x50B00020, 0x70B00030)):
@@ -136,15 +125,7 @@ def test_bad_instruction_descriptors(bits: int, kind: str, group: int, block: in
 def test_meaningless_instruction_descriptors(bits: int, kind: str, words: str) -> None:
     scaled = kind.startswith("mx")
     unit = Mma(
-        kind,
-        1,
-        bits,
-        0,
-        1 << 46,
-        1 << 46,
-        sfa=0 if scaled else None,
-        sfb=4 if scaled else None,
-        block=32 * scaled,
+        kind, 1, bits, 0, 1 << 46, 1 << 46, sfa=0 if scaled else None, sfb=4 if scaled else None, block=32 * scaled
     )
     assert any(words in p for p in unit.problems())
     with pytest.raises(ValueError, match=words):
@@ -300,9 +281,7 @@ def test_fp4_is_bit_accurate(kind: str, block: int, scale: str, group: int) -> N
         put_scales(tmem[cta], sfa[cta * 128 : cta * 128 + 128], sa, first)
         put_scales(tmem[cta], sfb, sb, first)
         tmem[cta][:, d : d + n] = c.view(np.uint32)[cta * 128 : cta * 128 + 128]
-    bits = instruction_descriptor.build(
-        kind, m, n, "e2m1", "e2m1", scale_format=scale, sfa_id=first, sfb_id=first
-    )
+    bits = instruction_descriptor.build(kind, m, n, "e2m1", "e2m1", scale_format=scale, sfa_id=first, sfb_id=first)
     unit = Mma(kind, group, bits, d, db, da, sfa=sa, sfb=sb, block=block)
     assert unit.problems() == ()
     assert unit.execute(shared, tmem) == ()
@@ -357,9 +336,7 @@ def test_a_from_tensor_memory() -> None:
         assert unit.tmem_reads() == {"a": [(0, 128, 200, 208)]}
         unit.execute(shared, tmem)
         np.testing.assert_array_equal(tmem[0][:, 64:96].view(np.float32), a @ b.T)
-    blocked = Mma(
-        "f8f6f4", 1, instruction_descriptor.build("f8f6f4", 128, 32, "e2m1", "e4m3"), 64, db, a_tmem=200
-    )
+    blocked = Mma("f8f6f4", 1, instruction_descriptor.build("f8f6f4", 128, 32, "e2m1", "e4m3"), 64, db, a_tmem=200)
     with pytest.raises(ValueError, match="e2m1 is not modelled"):
         blocked.execute(shared, tmem)
 

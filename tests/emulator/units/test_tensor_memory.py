@@ -58,9 +58,7 @@ def test_other_copies(shape: str, multicast: str, row_of_lane, width: int, pitch
     for lane in range(128):
         row = row_of_lane(lane)
         at = 0x800 + row % 8 * 16 + row // 8 * pitch
-        want = np.concatenate(
-            [shared[at + leading * half : at + leading * half + 16] for half in range(width // 16)]
-        )
+        want = np.concatenate([shared[at + leading * half : at + leading * half + 16] for half in range(width // 16)])
         np.testing.assert_array_equal(tmem[lane, 40 : 40 + width // 4], want.view(np.uint32))
     assert (tmem[:, 40 + width // 4] == numbered_tmem()[:, 40 + width // 4]).all()
 
@@ -166,9 +164,7 @@ def test_copy_then_multiply_reads_the_scales_of_its_rows() -> None:
         shared[40960 + n * 16] = 0x38
     Copy("32x128b", "warpx4", NO_SWIZZLE, 256).execute(shared, tmem)
     Copy("32x128b", "warpx4", NO_SWIZZLE | 512 >> 4, 260).execute(shared, tmem)
-    a = (
-        1 << 46 | 16 << 32 | 8 << 16 | 2048 >> 4
-    )  # rows of 16 bytes, groups of 8 rows 256 apart, K halves 128 apart
+    a = 1 << 46 | 16 << 32 | 8 << 16 | 2048 >> 4  # rows of 16 bytes, groups of 8 rows 256 apart, K halves 128 apart
     b = 1 << 46 | 16 << 32 | 8 << 16 | 40960 >> 4
     for step in range(4):
         idesc = 0x08000000 | 1 << 17 | 1 << 23 | step << 29 | step << 4

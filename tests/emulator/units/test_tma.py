@@ -40,9 +40,7 @@ def slow_swizzle(address: int, mode: int) -> int:
     return line * 128 + (chunk ^ flip) * 16 + rest
 
 
-def slow_copy(
-    memory: Memory, size: int, dims, strides, box, steps, coordinates, start, mode, shared, *, store
-):  # type: ignore[no-untyped-def]
+def slow_copy(memory: Memory, size: int, dims, strides, box, steps, coordinates, start, mode, shared, *, store):  # type: ignore[no-untyped-def]
     """One element at a time; returns the bytes moved into shared memory or out of it."""
     counts = [box[0]] + [-(-b // s) for b, s in zip(box[1:], steps[1:], strict=True)]
     for linear, index in enumerate(itertools.product(*(range(c) for c in reversed(counts)))):
@@ -124,12 +122,7 @@ def test_ragged_descriptor_clips_at_the_group() -> None:
     """Four dimensions whose addresses wrap modulo 2^64 (the ragged trick): rows 7..11 of 12, and none after."""
     b, columns, pitch, end, left = 1 << 30, 100, 208, 12, 5
     raw = tensor_map.encode_tiled(
-        BF16,
-        BASE,
-        (columns, b, 0x7FFF0000, 0x7FFF0000),
-        (pitch, pitch, 2**35 - pitch),
-        (64, 32, 1, 1),
-        swizzle=3,
+        BF16, BASE, (columns, b, 0x7FFF0000, 0x7FFF0000), (pitch, pitch, 2**35 - pitch), (64, 32, 1, 1), swizzle=3
     )
     m = tensor_map.decode(raw)
     assert m.strides == (pitch, pitch, 2**35 - pitch)
@@ -221,9 +214,7 @@ def test_other_problems() -> None:
     assert "multiple of 128" in tma.plan(m, (0, 0), 1040).problems[0]
     assert "negative" in tma.plan(m, (0, -1), 1024, store=True).problems[0]
     assert tma.plan(m, (0, -1), 1024).problems == ()
-    assert (
-        tma.plan(m, (0, 0xFFFFFFFF), 1024).in_bounds.sum() == tma.plan(m, (0, -1), 1024).in_bounds.sum() == 12
-    )
+    assert tma.plan(m, (0, 0xFFFFFFFF), 1024).in_bounds.sum() == tma.plan(m, (0, -1), 1024).in_bounds.sum() == 12
     with pytest.raises(ValueError, match="rank 2"):
         tma.plan(m, (0,), 1024)
 
@@ -235,14 +226,7 @@ def test_nan_fill() -> None:
     assert np.isnan((shared[1024:1152].view(np.uint16).astype(np.uint32) << 16).view(np.float32)[32:]).all()
 
 
-GOOD = {
-    "data_type": BF16,
-    "address": BASE,
-    "dims": (100, 37),
-    "strides": (208,),
-    "box": (64, 8),
-    "swizzle": 3,
-}
+GOOD = {"data_type": BF16, "address": BASE, "dims": (100, 37), "strides": (208,), "box": (64, 8), "swizzle": 3}
 
 
 @pytest.mark.parametrize(
@@ -299,13 +283,7 @@ def test_replacement_on_the_device() -> None:
     ):  # fmt: skip
         raw = tensor_map.replace(raw, field, value, ordinal)
     m = tensor_map.decode(raw)
-    assert (m.address, m.dims, m.strides, m.box, m.element_strides) == (
-        BASE + 0x1000,
-        (50, 0),
-        (112,),
-        (32, 8),
-        (1, 2),
-    )
+    assert (m.address, m.dims, m.strides, m.box, m.element_strides) == (BASE + 0x1000, (50, 0), (112,), (32, 8), (1, 2))
     assert (m.element, m.swizzle, m.nan_fill) == ("bf16", "64B", True)
     # An empty group: every element is out of bounds, and using the map is reported.
     plan = tma.plan(m, (0, 0), 1024)
@@ -342,9 +320,7 @@ def test_replacement_on_the_device() -> None:
 )
 def test_reductions(element: str, kind: type, operation: str, old: float, new: float, want: float) -> None:
     a, b = np.array([old] * 4, kind), np.array([new] * 4, kind)
-    out = tma.reduce_values(
-        a.view(np.uint8).reshape(1, -1), b.view(np.uint8).reshape(1, -1), element, operation
-    )
+    out = tma.reduce_values(a.view(np.uint8).reshape(1, -1), b.view(np.uint8).reshape(1, -1), element, operation)
     assert (out.reshape(-1).view(kind) == kind(want)).all()
     assert out.shape == (1, a.nbytes)
     with pytest.raises(ValueError, match="operation"):

@@ -120,10 +120,7 @@ def test_element_addresses_at_literals() -> None:
     assert matrix_descriptor.element_addresses(d, 8, 16, 1, "k")[0, 3] == 0x2480 + 16 + 3
     d = matrix_descriptor.decode_wgmma(0x8000_0020_0000_0010)  # 64B swizzle
     at = matrix_descriptor.element_addresses(d, 16, 32, 2, "k")
-    assert (
-        at[5, 9]
-        == 0x100 + 5 * 64 + (18 & 15) + ((16 + 64) ^ (((0x100 + 320 + 18) >> 7 & 3) << 4)) % 64 // 16 * 16
-    )
+    assert at[5, 9] == 0x100 + 5 * 64 + (18 & 15) + ((16 + 64) ^ (((0x100 + 320 + 18) >> 7 & 3) << 4)) % 64 // 16 * 16
     d = matrix_descriptor.decode_wgmma(0x0000_0008_0040_0010)  # no swizzle: LBO 1024, SBO 128
     at = matrix_descriptor.element_addresses(d, 16, 16, 2, "k")
     assert at[9, 11] == 0x100 + 16 + 128 + 6 + 1024
@@ -134,10 +131,7 @@ def test_ranges_and_out_of_range() -> None:
     ranges = unit.shared_ranges()
     # 64 rows, 32 bytes of each 128-byte row; two rows of a swizzle pair can touch
     assert sum(b - a for a, b in ranges["a"]) == 64 * 32
-    assert (ranges["a"][0][0], max(b for _, b in ranges["b"])) == (
-        0x2400,
-        0x4400 + 2048 - 0,
-    )  # row 15: chunks 6, 7
+    assert (ranges["a"][0][0], max(b for _, b in ranges["b"])) == (0x2400, 0x4400 + 2048 - 0)  # row 15: chunks 6, 7
     with pytest.raises(ValueError, match="reaches byte"):
         unit.execute(np.zeros(0x4400 + 1024, np.uint8), np.zeros((128, 8), np.float32))
 
@@ -278,9 +272,7 @@ def test_modes_differ_only_where_they_should() -> None:
     """The fast mode keeps what truncation drops."""
     shared = np.zeros(8192, np.uint8)
     shared[1024] = shared[4096] = 0x7E
-    unit = Wgmma(
-        8, "f32", "e4m3", "e4m3", descriptor(1024, 16, 256, "none"), descriptor(4096, 16, 256, "none")
-    )
+    unit = Wgmma(8, "f32", "e4m3", "e4m3", descriptor(1024, 16, 256, "none"), descriptor(4096, 16, 256, "none"))
     d = np.full((128, 4), 0.5, np.float32)
     assert unit.execute(shared, d)[0, 0] == 448.0 * 448.0
     assert unit.execute(shared, d, mode="fast")[0, 0] == 448.0 * 448.0 + 0.5

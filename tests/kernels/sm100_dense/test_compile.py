@@ -50,9 +50,7 @@ ALTERNATIVES = [
 def name_of(c: Sm100DenseConfig) -> str:
     types = "-".join(str(d).removeprefix("torch.") for d in (c.a_dtype, c.b_dtype, c.out_dtype))
     store = f"{c.store}{c.store_bytes if c.store == 'staged' else ''}"
-    return (
-        f"{c.tile[0]}x{c.block_n}x{c.block_k}-{c.num_stages}-{store}-{c.tile_order}-{c.chunk_columns}-{types}"
-    )
+    return f"{c.tile[0]}x{c.block_n}x{c.block_k}-{c.num_stages}-{store}-{c.tile_order}-{c.chunk_columns}-{types}"
 
 
 # Every store, tile and order is among the quick ones; other output types of the same are slow.
@@ -162,12 +160,9 @@ def test_barriers_in_a_local_array_are_seen(monkeypatch: pytest.MonkeyPatch, tmp
         old, "mbarrier_wait(shared_address(&shared.full[stage]), parity[stage]); parity[stage] ^= 1;"
     )
     sources[KERNEL] = sources[KERNEL].replace(
-        "uint32_t turn = 0;  // tiles before",
-        "uint32_t parity[STAGES] = {}; uint32_t turn = 0;  // tiles before",
+        "uint32_t turn = 0;  // tiles before", "uint32_t parity[STAGES] = {}; uint32_t turn = 0;  // tiles before"
     )
     monkeypatch.setattr(jit, "sources", lambda: sources)
     kernel = jit.compile_kernel(KERNEL, "// planted\n" + PAIR.prelude(), "sm_100a")
     assert any("stack" in complaint for complaint in complaints(kernel))
-    assert any(
-        "local memory" in complaint for complaint in code_complaints(instructions(kernel, tmp_path), PAIR)
-    )
+    assert any("local memory" in complaint for complaint in code_complaints(instructions(kernel, tmp_path), PAIR))

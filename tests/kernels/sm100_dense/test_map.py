@@ -8,14 +8,7 @@ import re
 
 import pytest
 
-from kernel_map import (
-    SHARED_LIMIT,
-    barriers,
-    byte_budget,
-    constants,
-    kernel_map_markdown,
-    tensor_memory_map,
-)
+from kernel_map import SHARED_LIMIT, barriers, byte_budget, constants, kernel_map_markdown, tensor_memory_map
 from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_dense.host import KERNEL
 from padless.runtime.jit import compile_kernel
@@ -32,9 +25,7 @@ CONFIGS = [
 
 
 def test_the_page_shows_the_code() -> None:
-    (drawn,) = re.findall(
-        r"<!-- map:begin -->\n(.*?)<!-- map:end -->", (FOLDER / "map.md").read_text(), re.DOTALL
-    )
+    (drawn,) = re.findall(r"<!-- map:begin -->\n(.*?)<!-- map:end -->", (FOLDER / "map.md").read_text(), re.DOTALL)
     assert drawn.strip() == kernel_map_markdown().strip(), "run python tools/kernel_map.py"
 
 

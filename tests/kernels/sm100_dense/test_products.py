@@ -59,9 +59,7 @@ def wrong(out: torch.Tensor, case: DenseCase) -> list[list[int]]:
 # --- exact -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=SLOW) for name in CONFIGS]
-)
+@pytest.mark.parametrize("name", [name if name in ALWAYS else pytest.param(name, marks=SLOW) for name in CONFIGS])
 def test_exact_on_several_schedules(name: str) -> None:
     case = exact_case(*TAILS, seed=1)
     for seed in (1, 2 + list(CONFIGS).index(name)):
@@ -82,8 +80,7 @@ def test_exact_on_twenty_schedules(name: str, dtype: torch.dtype, seed: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k"),
-    [(1, 1, 32), (1, 270, 64), (257, 3, 96), (128, 128, 128), (129, 130, 160), (65, 8, 800)],
+    ("m", "n", "k"), [(1, 1, 32), (1, 270, 64), (257, 3, 96), (128, 128, 128), (129, 130, 160), (65, 8, 800)]
 )
 @pytest.mark.parametrize("config", [PAIR, pytest.param(ONE, marks=SLOW)], ids=["pair", "one CTA"])
 def test_any_m_and_n(m: int, n: int, k: int, config: Sm100DenseConfig) -> None:
@@ -140,9 +137,7 @@ def test_the_witnesses_see_exchanged_scales() -> None:
 
 def test_scales_past_the_end_of_k_and_of_rows_do_not_matter() -> None:
     """The unused bytes of the last tiles of scales are NaN scales."""
-    case = nan_padded(
-        exact_case(130, 140, 160, seed=9)
-    )  # 5 scales a row: the second tile has 1 column of 4 in use
+    case = nan_padded(exact_case(130, 140, 160, seed=9))  # 5 scales a row: the second tile has 1 column of 4 in use
     for config in (PAIR, ONE):
         assert not wrong(compute(case, config, num_sms=4), case)
 
@@ -221,9 +216,7 @@ def test_pitched_operands() -> None:
 
 def test_the_same_seed_runs_the_same_way() -> None:
     case = exact_case(140, 140, 64)
-    results = [
-        launch(emulated_driver("sm_100a"), case, torch.empty(140, 140), PAIR, seed=11) for _ in range(2)
-    ]
+    results = [launch(emulated_driver("sm_100a"), case, torch.empty(140, 140), PAIR, seed=11) for _ in range(2)]
     assert results[0].statistics.warp_instructions == results[1].statistics.warp_instructions
 
 
@@ -285,9 +278,7 @@ def test_what_prepare_refuses() -> None:
     driver = emulated_driver("sm_100a")
     case = exact_case(40, 40, 64)
     odd = torch.empty(40, 41)[:, :40]
-    with pytest.raises(
-        ValueError, match=r"rows of out are not all on 16-byte boundaries; use store='direct'"
-    ):
+    with pytest.raises(ValueError, match=r"rows of out are not all on 16-byte boundaries; use store='direct'"):
         prepare(driver, case.a, case.b, None, odd, dataclasses.replace(PAIR, store="staged"))
     with pytest.raises(ValueError, match="does not fit in shared memory"):
         prepare(driver, case.a, case.b, None, torch.empty(40, 40), dataclasses.replace(PAIR, num_stages=9))

@@ -90,9 +90,7 @@ def test_neighbours_on_the_curve_are_neighbours_in_the_grid() -> None:
 def footprint(walk: list[Point], window: int) -> float:
     """Mean number of different rows and columns of tiles that `window` tiles in a row touch."""
     starts = range(0, len(walk) - window + 1, window // 4)
-    sizes = [
-        len({m for m, _ in walk[i : i + window]}) + len({n for _, n in walk[i : i + window]}) for i in starts
-    ]
+    sizes = [len({m for m, _ in walk[i : i + window]}) + len({n for _, n in walk[i : i + window]}) for i in starts]
     return sum(sizes) / len(sizes)
 
 
@@ -114,11 +112,7 @@ def test_a_square_of_a_power_of_two_is_the_classic_curve() -> None:
 
 @pytest.mark.parametrize(
     "planted",
-    [
-        ("half_across % 2 != 0", "half_across % 2 == 0"),
-        ("bm = -old_am", "bm = old_am"),
-        ("along - 1", "along"),
-    ],
+    [("half_across % 2 != 0", "half_across % 2 == 0"), ("bm = -old_am", "bm = old_am"), ("along - 1", "along")],
 )
 def test_a_planted_bug_shows(planted: tuple[str, str], tmp_path: Path) -> None:
     library = build(tmp_path, planted)

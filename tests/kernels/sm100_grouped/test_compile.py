@@ -32,7 +32,7 @@ CASES = {
     "pair 32 tokens float32": C(cta_group=2, mma_n=32, tokens_on_n=True, out_dtype=torch.float32, scales_a="plain"),
     "64 tokens list": C(mma_n=64, tokens_on_n=True, kind="NVFP4", problem_list=True, out_dtype=torch.float16),
     "1024 groups e5m2": C(cta_group=2, mma_n=256, a_e5m2=True, max_groups=1024, groups_on_tiles=True),
-}  # fmt: skip
+}
 MANY = {
     f"{kind} {g} {n} {t} {a}": C(kind=kind, cta_group=g, mma_n=n, tokens_on_n=t, scales_a=a, out_dtype=dtype)
     for (kind, g, n, t), (a, dtype) in itertools.product(
@@ -71,9 +71,7 @@ def code_complaints(config: Sm100GroupedConfig, sass: list[str]) -> list[str]:
     found = [f"{o} (local memory)" for o in opcodes if re.match(r"(LDL|STL)\b", o)]
     found += [f"{o} (another tensor core)" for o in opcodes if re.match(r"(HMMA|QMMA|OMMA|IMMA)\b", o)]
     pair = ".2CTA" if config.cta_group == 2 else ""
-    product = {"MXFP8": f"UTCQMMA{pair}", "NVFP4": f"UTCOMMA{pair}.4X", "MXFP4": f"UTCOMMA{pair}"}[
-        config.kind
-    ]
+    product = {"MXFP8": f"UTCQMMA{pair}", "NVFP4": f"UTCOMMA{pair}.4X", "MXFP4": f"UTCOMMA{pair}"}[config.kind]
     found += [f"product {o}, not {product}" for o in opcodes if re.match(r"UTC[A-Z]MMA", o) and o != product]
     wanted = {product, f"UTCCP.T.S{pair}.4x32dp128bit", f"UTMALDG.3D{pair}", "LDTM.x32"}
     wanted.add("UTCBAR.2CTA.MULTICAST" if pair else "UTCBAR")

@@ -20,9 +20,7 @@ TWO_PAIRS = C(cta_group=2, mma_n=256, multicast=2)
 
 def test_select_is_made_of_configs_that_are_allowed() -> None:
     tiles = set()
-    for m, n, groups in itertools.product(
-        (1, 8, 100, 1000, 10**5), (8, 128, 136, 4096), (1, 2, 8, 256, 1024)
-    ):
+    for m, n, groups in itertools.product((1, 8, 100, 1000, 10**5), (8, 128, 136, 4096), (1, 2, 8, 256, 1024)):
         config = select_grouped_config(m, n, groups)
         tiles.add((config.cta_group, config.tokens_on_n, config.mma_n))
         rows = -(-m // min(groups, m))
@@ -35,9 +33,7 @@ def test_select_is_made_of_configs_that_are_allowed() -> None:
     [(2048, 4096, 2), (2048, 512, 2), (2048, 256, 1), (2048, 768, 1), (2048, 2304, 2), (2048, 128, 1),
      (128, 4096, 2), (128, 768, 1), (64, 4096, 1), (16, 4096, 1), (8, 128, 1)],
 )  # fmt: skip
-def test_two_pairs_share_the_tokens_where_they_are_many_and_columns_even(
-    rows: int, n: int, multicast: int
-) -> None:
+def test_two_pairs_share_the_tokens_where_they_are_many_and_columns_even(rows: int, n: int, multicast: int) -> None:
     assert select_grouped_config(8 * rows, n, 8).multicast == multicast
 
 

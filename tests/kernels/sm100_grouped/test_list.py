@@ -101,13 +101,10 @@ def test_twenty_schedules(tile: str, seed: int) -> None:
 
 @pytest.mark.parametrize("column_major", [False, True])
 def test_plain_scales_alpha_and_both_majors(column_major: bool) -> None:
-    cases = problems(
-        "NVFP4", [(20, 40, 96), (3, 72, 64)], "plain", global_scales=(torch.tensor([0.75]), None)
-    )
+    cases = problems("NVFP4", [(20, 40, 96), (3, 72, 64)], "plain", global_scales=(torch.tensor([0.75]), None))
     alpha = torch.tensor([1.25, 3.0])
     outs = [
-        torch.empty((n, m) if column_major else (m, n), dtype=torch.float16)
-        for m, n, _ in ((20, 40, 0), (3, 72, 0))
+        torch.empty((n, m) if column_major else (m, n), dtype=torch.float16) for m, n, _ in ((20, 40, 0), (3, 72, 0))
     ]
     outs = [o.t() if column_major else o for o in outs]
     padless.grouped_gemm_list(
@@ -152,16 +149,12 @@ def competition_problem(
     return a, b, values_of(codes[0], scales[0], f) @ values_of(codes[1], scales[1], f).T
 
 
-def check_competition(
-    sizes: list[tuple[int, int, int]], config: Sm100GroupedConfig | None, **settings: object
-) -> None:
+def check_competition(sizes: list[tuple[int, int, int]], config: Sm100GroupedConfig | None, **settings: object) -> None:
     """sizes: M, N and K of every problem."""
     g = torch.Generator().manual_seed(42)
     a, b, exact = zip(*(competition_problem(*size, g) for size in sizes), strict=True)
     # The columns contiguous and M padded to 16, as the fastest entries had it.
-    outs = [
-        torch.full((n, -(-m // 16) * 16), float("nan"), dtype=torch.float16)[:, :m].t() for m, n, _ in sizes
-    ]
+    outs = [torch.full((n, -(-m // 16) * 16), float("nan"), dtype=torch.float16)[:, :m].t() for m, n, _ in sizes]
     driver = emulated_driver("sm_100a")
     with driver.configured(num_sms=4, **settings):
         padless.grouped_gemm_list(a, b, out=outs, backend=BACKEND, config=config)

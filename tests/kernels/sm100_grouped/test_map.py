@@ -7,14 +7,7 @@ import re
 import pytest
 
 from kernel_map import SHARED_LIMIT
-from kernel_map_grouped import (
-    DRAWN,
-    LISTED,
-    barrier_graph,
-    byte_budget,
-    kernel_map_markdown,
-    regions,
-)
+from kernel_map_grouped import DRAWN, LISTED, barrier_graph, byte_budget, kernel_map_markdown, regions
 from padless.kernels.sm100_grouped.host import KERNEL
 from padless.runtime.jit import compile_kernel
 from support.ragged import ROOT
@@ -24,9 +17,7 @@ ATOMS = {"MXFP8": 1, "NVFP4": 4, "MXFP4": 2}  # of scales along K in a stage
 
 
 def test_the_page_shows_the_code() -> None:
-    (drawn,) = re.findall(
-        r"<!-- map:begin -->\n(.*?)<!-- map:end -->", (FOLDER / "map.md").read_text(), re.DOTALL
-    )
+    (drawn,) = re.findall(r"<!-- map:begin -->\n(.*?)<!-- map:end -->", (FOLDER / "map.md").read_text(), re.DOTALL)
     assert drawn.strip() == kernel_map_markdown().strip(), "run python tools/kernel_map_grouped.py"
 
 
@@ -44,10 +35,7 @@ def test_tensor_memory_holds_together(name: str) -> None:
     assert spans["second sums"][1] == left[0]
     assert left[1] == right[0]
     assert right[1] <= 512
-    assert (left[1] - left[0], right[1] - right[0]) == (
-        4 * ATOMS[config.kind],
-        4 * ATOMS[config.kind] * right_atoms,
-    )
+    assert (left[1] - left[0], right[1] - right[0]) == (4 * ATOMS[config.kind], 4 * ATOMS[config.kind] * right_atoms)
     wanted = 2 * n + 4 * ATOMS[config.kind] * (1 + right_atoms)
     assert ("common" in spans) == (wanted > 512)
 

@@ -80,17 +80,7 @@ RAGGED = [
     ("MXFP4", FEW_TWO_PAIRS, (5, 0, 129), 5, 392, 160, "blocked_groups", "plain", torch.float32),
     ("NVFP4", replace(FEW_TWO_PAIRS, mma_n=32), (33, 1), 0, 600, 64, "plain", "blocked", torch.bfloat16),
     ("MXFP8", FOUR, (70, 0, 129), 1, 328, 224, "plain", "blocked", torch.bfloat16),
-    (
-        "MXFP4",
-        C(multicast=2, tokens_on_n=True, mma_n=64),
-        (3, 66),
-        0,
-        200,
-        128,
-        "blocked",
-        "blocked",
-        torch.float16,
-    ),
+    ("MXFP4", C(multicast=2, tokens_on_n=True, mma_n=64), (3, 66), 0, 200, 128, "blocked", "blocked", torch.float16),
 ]
 
 
@@ -156,9 +146,7 @@ def test_gemm_of_fp4_is_a_group_of_all_rows() -> None:
 
 
 def test_every_pair_of_formats_has_a_row_in_the_table() -> None:
-    mine = {
-        (p.a, p.b) for p in ROUTES if p.config_class is Sm100GroupedConfig and p.operation == "grouped_gemm"
-    }
+    mine = {(p.a, p.b) for p in ROUTES if p.config_class is Sm100GroupedConfig and p.operation == "grouped_gemm"}
     eight = ("MXFP8", "MXFP8_E5M2")
     assert mine == {*itertools.product(eight, eight), ("NVFP4", "NVFP4"), ("MXFP4", "MXFP4")}
 
@@ -256,7 +244,7 @@ def test_wrong_readings_of_the_scales_would_show(fmt: str) -> None:
         "rows of both 32 further": product(sa.roll(32, 0), sb.roll(32, 1)),
         "next row of both": product(sa.roll(1, 0), sb.roll(1, 1)),
         "blocks of A in another order": product(sa.flip(1), sb),
-    }  # fmt: skip
+    }
     for name, product_ in wrong.items():
         assert (product_ != right).double().mean() > 0.9, name
 

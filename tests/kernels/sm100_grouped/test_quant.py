@@ -85,13 +85,7 @@ def test_random_problems(seed: int) -> None:
 
     sizes = tuple(draw(0, 1, number(1, 40), number(1, 140), number(100, 300)) for _ in range(number(1, 6)))
     row = draw(None, MXFP8, MXFP8_E5M2, MXFP4, NVFP4, FP8_BLOCK)
-    column = (
-        draw(None, row)
-        if row in (MXFP8, MXFP8_E5M2, FP8_BLOCK)
-        else draw(None, MXFP8)
-        if row is None
-        else None
-    )
+    column = draw(None, row) if row in (MXFP8, MXFP8_E5M2, FP8_BLOCK) else draw(None, MXFP8) if row is None else None
     activation = draw("none", "none", "swiglu_interleaved", "swiglu_concatenated")
     flags = {name: bool(number(0, 2)) for name in ALL}
     d_dtype = torch.float32 if activation != "none" else draw(None, torch.bfloat16, torch.float16)
@@ -109,7 +103,7 @@ def test_random_problems(seed: int) -> None:
     layouts = (draw("plain", "blocked", "blocked_groups"), draw("plain", "blocked"))
     problem = Problem(
         draw("MXFP8", "NVFP4", "MXFP4"), sizes, n, 32 * number(1, 16), past=number(1, 9), seed=seed, layouts=layouts
-    )  # fmt: skip
+    )
     check(problem, what, config, seed=seed, sms=2 * number(1, 3))
 
 
@@ -191,12 +185,7 @@ def test_every_pair_of_formats_has_a_row_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("what", "config", "n", "message"),
     [
-        (
-            epilogue(FP8_BLOCK, **INTERLEAVED),
-            ONE,
-            256,
-            "config.mma_n is 128; a quantising epilogue needs 256",
-        ),
+        (epilogue(FP8_BLOCK, **INTERLEAVED), ONE, 256, "config.mma_n is 128; a quantising epilogue needs 256"),
         (ROWS, C(tokens_on_n=True), 128, "config.tokens_on_n is True; a quantising epilogue needs False"),
         (ROWS, C(mma_n=64), 128, "config.mma_n is 64; a quantising epilogue needs 128 or 256"),
         (epilogue(MXFP8, **CONCATENATED), ONE, 256, "config.mma_n is 128; a quantising epilogue needs 256"),
@@ -213,13 +202,7 @@ def test_what_the_kernel_cannot_do_is_said(what: Epilogue, config: C | None, n: 
 def test_the_tile_that_is_chosen_can_do_the_epilogue() -> None:
     tiles = set()
     for _, _, what, _, _ in CASES.values():
-        for m, n, groups in (
-            (1, 64, 1),
-            (3000, 128, 4),
-            (8192, 4096, 32),
-            (65536, 4096, 8),
-            (8192, 32, 1024),
-        ):
+        for m, n, groups in ((1, 64, 1), (3000, 128, 4), (8192, 4096, 32), (65536, 4096, 8), (8192, 32, 1024)):
             tile = sm100_grouped_quant.select_tile(m, n, groups, what)
             sm100_grouped_quant.check_tile(tile, what)
             tiles.add((tile.cta_group, tile.mma_n, tile.multicast))
@@ -274,7 +257,7 @@ COMPILED = {
     "FP8_BLOCK rows": (dataclasses.replace(PAIR, **COPIED), epilogue(FP8_BLOCK, **blocked("plain_mn"))),
     "MXFP4 rows": (dataclasses.replace(ONE, kind="MXFP4"), epilogue(MXFP4, **ALL)),
     "NVFP4 rows": (dataclasses.replace(PAIR, kind="NVFP4", **COPIED), epilogue(NVFP4, **blocked("blocked"), **ALL)),
-}  # fmt: skip
+}
 COMPILED_ALWAYS = {
     "all outputs of a SwiGLU",
     "NVFP4 rows, gate and up apart, gathered scales",
@@ -282,9 +265,7 @@ COMPILED_ALWAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in COMPILED_ALWAYS else pytest.param(n, marks=SLOW) for n in COMPILED]
-)
+@pytest.mark.parametrize("name", [n if n in COMPILED_ALWAYS else pytest.param(n, marks=SLOW) for n in COMPILED])
 def test_the_compiled_kernel_has_no_local_memory(name: str, tmp_path: object) -> None:
     tile, what = COMPILED[name]
     prelude = QuantConfig(tile, what).prelude()

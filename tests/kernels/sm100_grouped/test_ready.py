@@ -70,9 +70,7 @@ class Stub(EmulatedDriver):
         return lambda stream: None
 
 
-def empty_operand(
-    fmt: BlockScaledFormat, shape: tuple[int, ...], groups: int | None = None
-) -> BlockScaledTensor:
+def empty_operand(fmt: BlockScaledFormat, shape: tuple[int, ...], groups: int | None = None) -> BlockScaledTensor:
     """Uninitialised codes, with scales in 32x4x4 tiles; one global scale for NVFP4."""
     data = torch.empty((*shape[:-1], shape[-1] // fmt.codes_per_byte), dtype=torch.uint8)
     size = blocked_size(shape[-2], -(-shape[-1] // fmt.block_k))
@@ -121,9 +119,7 @@ def test_the_competitions_shapes_are_ready_to_launch() -> None:
 def test_quantising_calls_are_ready_to_launch() -> None:
     stub = Stub()
     a, b, offs = problem(MXFP8, 512, 4096, 7168, 8)
-    epilogue = Epilogue(
-        activation="swiglu_concatenated", row_format=MXFP8, row_layout="blocked", scale_rule="rceil"
-    )
+    epilogue = Epilogue(activation="swiglu_concatenated", row_format=MXFP8, row_layout="blocked", scale_rule="rceil")
     codes = torch.empty((4096, 2048), dtype=torch.uint8)
     scale = torch.empty(blocked_size(4096, 64), dtype=torch.uint8)
     tensors = EpilogueTensors(row_codes=codes, row_scale=scale)
@@ -183,9 +179,7 @@ def test_small_launches_of_verify_in_the_emulator(fmt: str, monkeypatch: pytest.
     """What compute-sanitizer would watch on a GPU: the product and every quantising call that Blackwell takes."""
     for name in ("small_routes", "quant_routes"):
         of = getattr(verify_small, name)
-        monkeypatch.setattr(
-            verify_small, name, lambda arch, of=of: [p for p in of(arch) if (p.a, p.b) == (fmt, fmt)]
-        )
+        monkeypatch.setattr(verify_small, name, lambda arch, of=of: [p for p in of(arch) if (p.a, p.b) == (fmt, fmt)])
     calls = len(verify_small.QUANT_CALLS)
     assert verify_small.small_launches("cpu", "emulator:sm_100a", "sm_100a") == 1 + calls + 2
 
@@ -236,7 +230,5 @@ def test_verify_emulates_clusters(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     expected = emulate_formats(route, seed)
     widest = max(configs_of(route)[1:], key=lambda c: (c.cluster, c.cta_group))
     assert widest.cluster == 4
-    monkeypatch.setattr(
-        verify_formats, "random_formats_problem", lambda route, seed: replace(drawn, config=widest)
-    )
+    monkeypatch.setattr(verify_formats, "random_formats_problem", lambda route, seed: replace(drawn, config=widest))
     assert torch.equal(emulate_formats(route, seed), expected)

@@ -24,9 +24,7 @@ def selectable() -> list[Sm90Bf16Config]:
     rows = (1, 16, 32, 64, 128)
     every = itertools.product(PAIRS, rows, (False, True), (torch.bfloat16, torch.float32))
     return list(
-        dict.fromkeys(
-            select_config(*pair, m, 1, blocked=blocked, out_dtype=dtype) for pair, m, blocked, dtype in every
-        )
+        dict.fromkeys(select_config(*pair, m, 1, blocked=blocked, out_dtype=dtype) for pair, m, blocked, dtype in every)
     )
 
 
@@ -44,11 +42,7 @@ QUICK = list(
     dict.fromkeys(
         [
             *(select_config(*pair, 128, 1) for pair in PAIRS),
-            *(
-                select_config(pair[0], pair[1], 64, 1, blocked=True)
-                for pair in PAIRS
-                if pair[0] == "FP8_BLOCK"
-            ),
+            *(select_config(pair[0], pair[1], 64, 1, blocked=True) for pair in PAIRS if pair[0] == "FP8_BLOCK"),
             select_config("MXFP8", "MXFP8", 128, 1, blocked=True),
             select_config("NVFP4", "NVFP4", 128, 1, blocked=True),
             select_config("MXFP8", "MXFP8", 64, 1, out_dtype=torch.float32),

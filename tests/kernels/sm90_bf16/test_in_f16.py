@@ -30,10 +30,7 @@ class Planted(Sm90Bf16Config):
 
 FAULTS = {
     # Not a fault: all of it in bf16, which is what the results have to be the same as.
-    "never in f16": (
-        "BEGINS_IN_F16 = A_FORMAT == FORMAT_MXFP4",
-        "BEGINS_IN_F16 = false && A_FORMAT == FORMAT_MXFP4",
-    ),
+    "never in f16": ("BEGINS_IN_F16 = A_FORMAT == FORMAT_MXFP4", "BEGINS_IN_F16 = false && A_FORMAT == FORMAT_MXFP4"),
     # What has no need of bf16 does not notice; what has would never end.
     "nothing is left for bf16": ("if (done < k_stages)", "if (false)"),
     "scales are not looked at": (
@@ -58,9 +55,7 @@ def planted(config: Sm90Bf16Config, fault: str, monkeypatch: pytest.MonkeyPatch)
 
 def config_of(block_m: int, stage_blocks: int) -> Sm90Bf16Config:
     warpgroups = 2 if block_m == 128 else 4
-    return Sm90Bf16Config(
-        *PAIR, block_m=block_m, block_n=256, num_warpgroups=warpgroups, stage_blocks=stage_blocks
-    )
+    return Sm90Bf16Config(*PAIR, block_m=block_m, block_n=256, num_warpgroups=warpgroups, stage_blocks=stage_blocks)
 
 
 def with_scales(t: BlockScaledTensor, places: dict[tuple[int, ...], int]) -> BlockScaledTensor:
@@ -91,10 +86,7 @@ SLOW = pytest.mark.slow
 CASES = [
     # stage_blocks 2 takes the first of two blocks in f16 too, or neither.
     *(pytest.param(16, 2, "plain", change) for change in CHANGES),
-    *(
-        pytest.param(64, 2, "blocked", change, marks=() if "columns" in change else SLOW)
-        for change in CHANGES
-    ),
+    *(pytest.param(64, 2, "blocked", change, marks=() if "columns" in change else SLOW) for change in CHANGES),
     *(pytest.param(128, 1, "plain", change, marks=() if "third" in change else SLOW) for change in CHANGES),
     *(pytest.param(8, 2, "blocked", change, marks=SLOW) for change in CHANGES),
 ]
@@ -126,9 +118,7 @@ def in_f16() -> tuple[BlockScaledTensor, BlockScaledTensor, torch.Tensor]:
     b = with_scales(problem.b, {(0, 5, 3): LEAST, (0, 6, 3): MOST, (2, 131, 16): MOST})
     # What quantisers say of zeros.
     for t, row in ((a, a.data[7]), (b, b.data[2, 70])):
-        row.view(torch.uint8)[16 * 6 : 16 * 7] = (
-            torch.tensor([0x00, 0x80, 0x08, 0x88]).repeat(4).to(torch.uint8)
-        )
+        row.view(torch.uint8)[16 * 6 : 16 * 7] = torch.tensor([0x00, 0x80, 0x08, 0x88]).repeat(4).to(torch.uint8)
         t.scale.view(torch.uint8)[(7, 6) if t is a else (2, 70, 6)] = ZERO
     return a, b, problem.offs
 

@@ -101,9 +101,7 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("block_m", "block_n", "warpgroups", "pair", "layout", "dtype"), TILES, ids=lambda v: str(v)
-)
+@pytest.mark.parametrize(("block_m", "block_n", "warpgroups", "pair", "layout", "dtype"), TILES, ids=lambda v: str(v))
 def test_tiles_layouts_and_outputs(
     block_m: int, block_n: int, warpgroups: int, pair: tuple[str, str], layout: str, dtype: torch.dtype
 ) -> None:
@@ -173,9 +171,7 @@ def test_groups(sizes: str) -> None:
 def test_the_public_calls_end_here() -> None:
     problem = random_problem((BF16, "NVFP4"), (4, 3), 72, 160, spare_rows=0)
     assert find_route("gemm", "sm_90a", BF16, "NVFP4").kernel == sm90_bf16.KERNEL
-    out = padless.grouped_gemm(
-        problem.a, problem.b, problem.offs, backend="emulator", out_dtype=torch.float32
-    )
+    out = padless.grouped_gemm(problem.a, problem.b, problem.offs, backend="emulator", out_dtype=torch.float32)
     check_close(problem, out)
     b = problem.b
     assert b.global_scale is not None
@@ -268,14 +264,7 @@ def test_what_pads_blocked_scales_does_not_matter(fmt: padless.BlockScaledFormat
 
 
 def test_a_tile_has_about_as_many_tokens_as_a_group() -> None:
-    for m, groups, tokens in (
-        (1, 1, 8),
-        (8, 8, 8),
-        (3, 64, 8),
-        (160, 16, 16),
-        (1000, 32, 32),
-        (4096, 64, 64),
-    ):
+    for m, groups, tokens in ((1, 1, 8), (8, 8, 8), (3, 64, 8), (160, 16, 16), (1000, 32, 32), (4096, 64, 64)):
         assert select_config("NVFP4", "NVFP4", m, groups).block_m == tokens, (m, groups)
     assert select_config("NVFP4", "NVFP4", 10**6, 4).block_m == 128
     assert select_config("NVFP4", "NVFP4", 0, 4).block_m == 8
@@ -292,10 +281,7 @@ def test_a_tile_has_about_as_many_tokens_as_a_group() -> None:
         ({"num_warpgroups": 4, "block_n": 256}, r"block_m is 128; allowed: at most 64 with 4 warpgroups"),
         ({"num_stages": 1}, r"num_stages is 1"),
         ({"stage_blocks": 3}, r"stage_blocks is 3; allowed: 0 \(chosen\), 1 or 2"),
-        (
-            {"a_format": "MXFP8", "b_format": "MXFP8", "stage_blocks": 2},
-            r"stage_blocks is 2; allowed: 0 or 1",
-        ),
+        ({"a_format": "MXFP8", "b_format": "MXFP8", "stage_blocks": 2}, r"stage_blocks is 2; allowed: 0 or 1"),
     ],
 )
 def test_a_config_that_cannot_be(fields: dict[str, object], message: str) -> None:

@@ -43,10 +43,7 @@ def case(n: int = COLUMNS, **fields: object) -> PairCase:
     return PairCase(SIZES, n, DEPTH, plain=sm90_bf16, **{"pair": FP4, **fields})  # type: ignore[arg-type]
 
 
-ALWAYS = {
-    "FP8_BLOCK rows and columns, bf16, everything",
-    "MXFP8 rows and columns by group, cudnn, everything",
-}
+ALWAYS = {"FP8_BLOCK rows and columns, bf16, everything", "MXFP8 rows and columns by group, cudnn, everything"}
 
 
 @pytest.mark.parametrize("name", slow_but(ALWAYS, EPILOGUES))
@@ -83,10 +80,7 @@ ON_TILES = [
 
 @pytest.mark.parametrize(
     ("tile", "name"),
-    [
-        pytest.param(*c, marks=() if c == ("8x256", "NVFP4 rows by group, everything") else SLOW)
-        for c in ON_TILES
-    ],
+    [pytest.param(*c, marks=() if c == ("8x256", "NVFP4 rows by group, everything") else SLOW) for c in ON_TILES],
 )
 def test_every_tile(tile: str, name: str) -> None:
     epilogue = (EPILOGUES | EVERY_GLU)[name]
@@ -103,9 +97,7 @@ def test_every_pair(pair: tuple[str, str], name: str) -> None:
 
 
 @pytest.mark.parametrize("block_m", [8, 16, 32])
-@pytest.mark.parametrize(
-    "pair", [("BF16", "MXFP4"), ("FP8_BLOCK", "NVFP4"), ("MXFP8", "MXFP4")], ids="x".join
-)
+@pytest.mark.parametrize("pair", [("BF16", "MXFP4"), ("FP8_BLOCK", "NVFP4"), ("MXFP8", "MXFP4")], ids="x".join)
 def test_few_tokens_of_pairs_whose_activations_are_swizzled(pair: tuple[str, str], block_m: int) -> None:
     """The staged sums of so few tokens are no multiple of 1024 bytes, at which what lies behind them has to start."""
     for warpgroups in (2, 4):
@@ -142,9 +134,7 @@ def test_nan_inf_and_zeros_stay_in_their_blocks(format: object) -> None:
     check(sm90_bf16_quant, poisoned(case()), epilogue)
 
 
-@pytest.mark.parametrize(
-    "sizes", [(0, 0), pytest.param((1,), marks=SLOW), pytest.param((5, 0, 129), marks=SLOW)]
-)
+@pytest.mark.parametrize("sizes", [(0, 0), pytest.param((1,), marks=SLOW), pytest.param((5, 0, 129), marks=SLOW)])
 def test_few_rows_and_none(sizes: tuple[int, ...]) -> None:
     few = PairCase(sizes, 32, plain=sm90_bf16, pair=FP4)
     check(sm90_bf16_quant, few, EPILOGUES["MXFP8 rows and columns in tiles, floor"])
@@ -213,9 +203,7 @@ QUICK = ("128x256", "MXFP8 rows and columns by group, cudnn, everything")
         for i, c in enumerate(COMPILED)
     ],
 )
-def test_the_compiled_kernel_spills_next_to_nothing(
-    slow: bool, tile: Sm90Bf16Config, epilogue: Epilogue
-) -> None:
+def test_the_compiled_kernel_spills_next_to_nothing(slow: bool, tile: Sm90Bf16Config, epilogue: Epilogue) -> None:
     tile = dataclasses.replace(tile, out_dtype=epilogue.d_dtype or torch.bfloat16)
     kernel = jit.compile_kernel(sm90_bf16_quant.KERNEL, QuantConfig(tile, epilogue).prelude(), "sm_90a")
     assert [c for c in complaints(kernel) if "spilled" not in c and "of stack" not in c] == []
@@ -251,12 +239,7 @@ def test_the_tile_that_is_chosen_can_do_the_epilogue() -> None:
             ("plain", "plain"),
             "config.block_m is 64; a quantising epilogue needs 128 for FP8_BLOCK columns",
         ),
-        (
-            GLU_FP8_ROWS,
-            TILES["64x128"],
-            ("plain", "plain"),
-            "config.block_n is 128; a quantising epilogue needs 256",
-        ),
+        (GLU_FP8_ROWS, TILES["64x128"], ("plain", "plain"), "config.block_n is 128; a quantising epilogue needs 256"),
         (
             dataclasses.replace(GLU_FP8_ROWS, column_format=FP8_BLOCK),
             None,
@@ -270,12 +253,7 @@ def test_what_the_kernel_cannot_do_is_said(
     epilogue: Epilogue, config: Sm90Bf16Config | None, layouts: tuple[str, str], message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        run(
-            sm90_bf16_quant,
-            PairCase((5, 3), 256, plain=sm90_bf16, pair=FP4, layouts=layouts),
-            epilogue,
-            config,
-        )
+        run(sm90_bf16_quant, PairCase((5, 3), 256, plain=sm90_bf16, pair=FP4, layouts=layouts), epilogue, config)
 
 
 def test_amax_of_a_group_without_rows_is_left_alone() -> None:

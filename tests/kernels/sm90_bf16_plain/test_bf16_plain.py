@@ -25,9 +25,7 @@ STORED = Bf16PlainConfig(block_n=128, out_dtype=torch.float32)
 
 
 def reference(plain: Plain, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    whole = grouped_gemm_plain_reference(
-        plain.a, plain.b, plain.offs, out_dtype=dtype, accumulation="tensor_core"
-    )
+    whole = grouped_gemm_plain_reference(plain.a, plain.b, plain.offs, out_dtype=dtype, accumulation="tensor_core")
     return whole[: max(end for _, end in plain.groups)]
 
 
@@ -187,17 +185,11 @@ BAD: dict[str, tuple[Callable[[Plain], dict[str, Any]], str]] = {
     "K": (lambda p: {"a": p.a[:, :68], "b": p.b[..., :68]}, "K is 68; it must be a positive multiple of 8"),
     "N": (lambda p: {"b": p.b[:, :20]}, "N is 20; it must be a multiple of 8 for torch.bfloat16 output"),
     "order of a": (lambda p: {"a": p.a.t().contiguous().t()}, "a has strides"),
-    "order of b": (
-        lambda p: {"b": p.b.repeat(1, 2, 2)[:, ::2, ::2]},
-        "b has strides .* K or N must be contiguous",
-    ),
+    "order of b": (lambda p: {"b": p.b.repeat(1, 2, 2)[:, ::2, ::2]}, "b has strides .* K or N must be contiguous"),
     "no offs": (lambda p: {"offs": None}, "offs must be a 1-D int32 tensor"),
     "entries of offs": (lambda p: {"offs": p.offs[:3]}, "offs has 3 entries and b 4 groups"),
     "values of offs": (lambda p: {"offs": p.offs + 100, "check_offs": True}, "nor pass M = 107"),
-    "config": (
-        lambda p: {"config": Sm90Fp8Config},
-        "config is a Sm90Fp8Config; plain tensors take a Bf16PlainConfig",
-    ),
+    "config": (lambda p: {"config": Sm90Fp8Config}, "config is a Sm90Fp8Config; plain tensors take a Bf16PlainConfig"),
     "out": (lambda p: {"out": torch.empty(24, 107)}, r"out must be \(M, N\) = \(107, 24\) on cpu"),
     "out_dtype": (lambda p: {"out_dtype": torch.float64}, "out_dtype is torch.float64; allowed"),
     "address": (
@@ -205,10 +197,7 @@ BAD: dict[str, tuple[Callable[[Plain], dict[str, Any]], str]] = {
         "a is at address .* 16-byte aligned",
     ),
     "gradients": (lambda p: {"b": p.b.clone().requires_grad_()}, "b requires grad"),
-    "architecture": (
-        lambda p: {"backend": "emulator:sm_100a"},
-        "plain bfloat16 tensors have a kernel for sm_90a",
-    ),
+    "architecture": (lambda p: {"backend": "emulator:sm_100a"}, "plain bfloat16 tensors have a kernel for sm_90a"),
 }
 
 

@@ -17,12 +17,7 @@ from support.machine_code import complaints, instructions
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
 CONFIGS = [
-    Bf16PlainConfig(
-        block_n=block_n,
-        n_major=n_major,
-        out_dtype=dtype,
-        max_groups=groups,
-    )
+    Bf16PlainConfig(block_n=block_n, n_major=n_major, out_dtype=dtype, max_groups=groups)
     for block_n, n_major, dtype, groups in itertools.product(
         (256, 128), (False, True), (torch.bfloat16, torch.float16, torch.float32), (256, 1024)
     )
@@ -66,8 +61,7 @@ def code_complaints(sass: list[str], config: Bf16PlainConfig, kernel: jit.Compil
 
 
 @pytest.mark.parametrize(
-    "config",
-    [pytest.param(c, id=name_of(c), marks=() if is_quick(c) else pytest.mark.slow) for c in CONFIGS],
+    "config", [pytest.param(c, id=name_of(c), marks=() if is_quick(c) else pytest.mark.slow) for c in CONFIGS]
 )
 def test_a_kernel_compiles_into_what_it_should(config: Bf16PlainConfig, tmp_path: Path) -> None:
     kernel = jit.compile_kernel(KERNEL, config.prelude(), "sm_90a")
@@ -93,10 +87,7 @@ def test_the_smaller_tile_where_the_larger_leaves_multiprocessors_idle() -> None
         ({"block_n": 64}, r"Bf16PlainConfig.block_n is 64; allowed: 128 or 256"),
         ({"piece_slabs": 3}, r"piece_slabs is 3; allowed: 1, or 2 unless"),
         ({"piece_slabs": 2, "block_n": 128}, r"piece_slabs is 2; allowed: 1, or 2 unless block_n is 128"),
-        (
-            {"out_dtype": torch.float64},
-            r"out_dtype is torch.float64; allowed: torch.bfloat16, torch.float16 or",
-        ),
+        ({"out_dtype": torch.float64}, r"out_dtype is torch.float64; allowed: torch.bfloat16, torch.float16 or"),
         ({"num_stages": 1}, r"num_stages is 1; allowed: 0 \(as many as fit\) or 2 to 12"),
     ],
 )

@@ -37,9 +37,7 @@ def operands(seed: int, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 def emulated(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     x, y = (arithmetic.decode_operand(t.view(torch.int16).numpy().view(np.uint16), "bf16") for t in (a, b))
-    return torch.from_numpy(
-        arithmetic.dot_product_add(x, y, c.numpy(), arithmetic.WIDE, mode="truncate", result="f32")
-    )
+    return torch.from_numpy(arithmetic.dot_product_add(x, y, c.numpy(), arithmetic.WIDE, mode="truncate", result="f32"))
 
 
 @pytest.mark.parametrize("kind", ["normal", "wide", "tiny", "any"])
@@ -62,9 +60,7 @@ def test_a_bit_less_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, value: i
 def test_the_tensor_core_is_close_to_exact_sums() -> None:
     rows = random_rows(RowsShape((200, 0, 33), 2, 24, 40))
     results = {
-        kind: grouped_gemm_wgrad_rows_reference(
-            rows.dy, rows.x, rows.offs, out_dtype=torch.float64, accumulation=kind
-        )
+        kind: grouped_gemm_wgrad_rows_reference(rows.dy, rows.x, rows.offs, out_dtype=torch.float64, accumulation=kind)
         for kind in bf16.ACCUMULATIONS
     }
     exact = results["float64"]

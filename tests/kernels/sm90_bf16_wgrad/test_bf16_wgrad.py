@@ -12,16 +12,7 @@ from padless.emulator.fake_driver import emulated_driver
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
-from padless.verify.bf16.problems import (
-    VARIANTS,
-    Rows,
-    RowsShape,
-    padded,
-    permuted,
-    poisoned,
-    random_rows,
-    run,
-)
+from padless.verify.bf16.problems import VARIANTS, Rows, RowsShape, padded, permuted, poisoned, random_rows, run
 from padless.verify.problems.wgrad import same_bits
 
 EMULATOR = "emulator"
@@ -45,9 +36,7 @@ def variants(*quick: str) -> list[Any]:
 
 
 def reference(rows: Rows, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return grouped_gemm_wgrad_rows_reference(
-        rows.dy, rows.x, rows.offs, out_dtype=dtype, accumulation="tensor_core"
-    )
+    return grouped_gemm_wgrad_rows_reference(rows.dy, rows.x, rows.offs, out_dtype=dtype, accumulation="tensor_core")
 
 
 def launched(rows: Rows, config: Bf16WgradConfig, onto: Any = None, **settings: Any) -> torch.Tensor:

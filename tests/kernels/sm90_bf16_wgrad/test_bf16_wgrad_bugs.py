@@ -23,9 +23,7 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
     """(number of seeds needed, kinds reported until then); None if it was not found."""
     rows = poisoned(random_rows(SHAPE))
     dtype = bug.config.out_dtype
-    wanted = grouped_gemm_wgrad_rows_reference(
-        rows.dy, rows.x, rows.offs, out_dtype=dtype, accumulation="tensor_core"
-    )
+    wanted = grouped_gemm_wgrad_rows_reference(rows.dy, rows.x, rows.offs, out_dtype=dtype, accumulation="tensor_core")
     onto = None
     if bug.onto:
         onto = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)) * wanted.abs().mean()
@@ -58,10 +56,7 @@ def right(guarded: GuardedGradient, wanted: torch.Tensor) -> bool:
     return same_bits(guarded.out, wanted)
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [pytest.param(b, id=b.name, marks=() if b.quick else pytest.mark.slow) for b in BUGS],
-)
+@pytest.mark.parametrize("bug", [pytest.param(b, id=b.name, marks=() if b.quick else pytest.mark.slow) for b in BUGS])
 def test_planted_bug_is_found(bug: Bug) -> None:
     seeds, kinds = detect(bug)
     assert seeds is not None, f"{bug.name}: not found; reports seen: {sorted(set(kinds)) or 'none'}"

@@ -74,30 +74,18 @@ BAD: dict[str, tuple[Callable[[Rows], dict[str, Any]], str]] = {
     ),
     "dtype": (lambda r: {"dy": r.dy.half()}, r"dy must be \(M, features\) bfloat16, or GroupedColumns, got"),
     "rank": (lambda r: {"x": r.x[None]}, r"x must be \(M, features\) bfloat16"),
-    "features": (
-        lambda r: {"dy": r.dy[:, :20]},
-        "dy has 20 features; they must be a multiple of 8 and at least 16",
-    ),
-    "few features": (
-        lambda r: {"x": r.x[:, :8]},
-        "x has 8 features; they must be a multiple of 8 and at least 16",
-    ),
+    "features": (lambda r: {"dy": r.dy[:, :20]}, "dy has 20 features; they must be a multiple of 8 and at least 16"),
+    "few features": (lambda r: {"x": r.x[:, :8]}, "x has 8 features; they must be a multiple of 8 and at least 16"),
     "order": (lambda r: {"dy": r.dy.t().contiguous().t()}, "dy has strides"),
     "rows": (lambda r: {"x": r.x[1:]}, r"x is \(165, 72\) .* they must have the same rows on one device"),
     "no offs": (lambda r: {"offs": None}, "offs is None; rows need the int32 end row of each group"),
     "dtype of offs": (lambda r: {"offs": r.offs.long()}, "offs must be a 1-D int32 tensor"),
     "strides of offs": (lambda r: {"offs": r.offs.repeat(2)[::2]}, "offs must be contiguous on cpu"),
-    "groups": (
-        lambda r: {"offs": torch.zeros(1025, dtype=torch.int32)},
-        "offs has 1025 groups; at most 1024",
-    ),
+    "groups": (lambda r: {"offs": torch.zeros(1025, dtype=torch.int32)}, "offs has 1025 groups; at most 1024"),
     "config": (lambda r: {"config": WgradConfig()}, "config is a WgradConfig; rows take a Bf16WgradConfig"),
     "out": (lambda r: {"out": torch.empty(4, 72, 24)}, r"out must be \(G, N, K\) = \(4, 24, 72\) on cpu"),
     "out_dtype": (lambda r: {"out_dtype": torch.float16}, "out_dtype is torch.float16; allowed"),
-    "accumulating without out": (
-        lambda r: {"accumulate": True},
-        "accumulate adds to float32 and out is None",
-    ),
+    "accumulating without out": (lambda r: {"accumulate": True}, "accumulate adds to float32 and out is None"),
     "address": (
         lambda r: {"dy": torch.zeros(166, 32, dtype=torch.bfloat16)[:, 1:25], "backend": "emulator"},
         "dy is at address .* 16-byte aligned",
@@ -120,9 +108,7 @@ def test_what_is_not_allowed_is_named(rows: Rows, what: str) -> None:
 
 def test_copies_refuse_the_rows_config() -> None:
     dy, x = random_operands(WgradShape((33, 0), 3, 48, 80), "1d2d")
-    with pytest.raises(
-        ValueError, match="config is a Bf16WgradConfig; copies of grouped columns take a WgradConfig"
-    ):
+    with pytest.raises(ValueError, match="config is a Bf16WgradConfig; copies of grouped columns take a WgradConfig"):
         grouped_gemm_wgrad(dy, x, config=Bf16WgradConfig())
 
 

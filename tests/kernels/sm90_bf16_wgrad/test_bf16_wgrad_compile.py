@@ -78,8 +78,7 @@ def is_picked(config: Bf16WgradConfig) -> bool:
 
 
 @pytest.mark.parametrize(
-    "config",
-    [pytest.param(c, id=name_of(c), marks=() if is_picked(c) else pytest.mark.slow) for c in CONFIGS],
+    "config", [pytest.param(c, id=name_of(c), marks=() if is_picked(c) else pytest.mark.slow) for c in CONFIGS]
 )
 def test_a_kernel_compiles_into_what_it_should(config: Bf16WgradConfig, tmp_path: Path) -> None:
     kernel = jit.compile_kernel(KERNEL, config.prelude(), "sm_90a")

@@ -11,14 +11,7 @@ import pytest
 import torch
 
 from padless.formats import OUT_DTYPES
-from padless.kernels.sm90_fp8.config import (
-    SCALE_MAJORS,
-    STORES,
-    Problem,
-    Sm90Fp8Config,
-    fit_config,
-    select_config,
-)
+from padless.kernels.sm90_fp8.config import SCALE_MAJORS, STORES, Problem, Sm90Fp8Config, fit_config, select_config
 from padless.kernels.sm90_fp8.host import KERNEL
 from padless.runtime import jit
 from support.machine_code import SHARED_LIMIT, complaints, instructions
@@ -54,9 +47,7 @@ def allowed(**fields: object) -> bool:
 def alternatives() -> list[Sm90Fp8Config]:
     """What a caller can ask for with ``config=``, besides."""
     sizes = [
-        (m, n)
-        for m, n in itertools.product((64, 128, 192, 256), (64, 128, 192, 256))
-        if allowed(block_m=m, block_n=n)
+        (m, n) for m, n in itertools.product((64, 128, 192, 256), (64, 128, 192, 256)) if allowed(block_m=m, block_n=n)
     ]
     tiles = [
         Sm90Fp8Config(block_m=m, block_n=n, cluster_n=c, store=s)
@@ -110,9 +101,7 @@ def test_as_many_stages_as_fit() -> None:
     """With num_stages = 0 one stage more, tiles of A and B with their scales, would not fit."""
     config = Sm90Fp8Config(block_n=192)
     kernel = jit.compile_kernel(KERNEL, config.prelude(), ARCH)
-    smaller = jit.compile_kernel(
-        KERNEL, dataclasses.replace(config, num_stages=kernel.num_stages - 1).prelude(), ARCH
-    )
+    smaller = jit.compile_kernel(KERNEL, dataclasses.replace(config, num_stages=kernel.num_stages - 1).prelude(), ARCH)
     stage = kernel.shared_bytes - smaller.shared_bytes
     assert stage >= (128 + 192) * 128
     assert kernel.shared_bytes <= SHARED_LIMIT < kernel.shared_bytes + stage

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 
 from padless.formats import OUT_DTYPES
 from padless.kernels.config import MAX_GROUPS
-from padless.kernels.sm90_fp8.config import (
-    SCALE_MAJORS,
-    STORES,
-    Problem,
-    Sm90Fp8Config,
-    fit_config,
-    select_config,
-)
+from padless.kernels.sm90_fp8.config import SCALE_MAJORS, STORES, Problem, Sm90Fp8Config, fit_config, select_config
 
 PROBLEMS = st.builds(
     Problem,
@@ -88,9 +81,7 @@ def test_a_value_that_is_not_allowed_is_named(field: str, value: object) -> None
 
 def test_the_largest_tile_is_not_wider_than_its_registers() -> None:
     Sm90Fp8Config(block_m=256, block_n=128)
-    with pytest.raises(
-        ValueError, match=r"Sm90Fp8Config.block_n is 192; allowed: at most 128 when block_m is 256"
-    ):
+    with pytest.raises(ValueError, match=r"Sm90Fp8Config.block_n is 192; allowed: at most 128 when block_m is 256"):
         Sm90Fp8Config(block_m=256, block_n=192)
 
 
@@ -103,11 +94,7 @@ def test_a_config_is_frozen_and_hashable() -> None:
 
 @pytest.mark.parametrize("field", OTHER_VALUES)
 def test_every_field_reaches_the_device_code(field: str) -> None:
-    base = (
-        Sm90Fp8Config(scales="k", scale_window_k_blocks=8)
-        if field == "scale_window_k_blocks"
-        else Sm90Fp8Config()
-    )
+    base = Sm90Fp8Config(scales="k", scale_window_k_blocks=8) if field == "scale_window_k_blocks" else Sm90Fp8Config()
     change = {field: OTHER_VALUES[field]}
     if field == "scales":
         base = dataclasses.replace(base, scale_window_k_blocks=8)
@@ -159,18 +146,14 @@ def test_the_choice_is_a_function_of_the_problem(problem: Problem) -> None:
 
 def test_few_kernels_serve_every_problem() -> None:
     """A server must not compile at every request: over all N, K, M and G there are not many kernels."""
-    shapes = itertools.product(
-        (0, 1, 129, 1000, 8192, 65536), range(8, 8200, 88), (16, 400, 4096, 7168), (1, 8, 300)
-    )
+    shapes = itertools.product((0, 1, 129, 1000, 8192, 65536), range(8, 8200, 88), (16, 400, 4096, 7168), (1, 8, 300))
     chosen = {select_config(Problem(m, n, k, g, dtype)) for m, n, k, g in shapes for dtype in OUT_DTYPES}
     assert {config.out_dtype for config in chosen} == set(OUT_DTYPES)
     assert len(chosen) <= 40
 
 
 def test_m_moves_the_choice_among_few_kernels() -> None:
-    chosen = {
-        select_config(Problem(m, 4096, 7168, 8)) for m in itertools.chain(range(600), range(600, 10**5, 97))
-    }
+    chosen = {select_config(Problem(m, 4096, 7168, 8)) for m in itertools.chain(range(600), range(600, 10**5, 97))}
     assert len(chosen) <= 5
 
 

@@ -31,12 +31,7 @@ class Kernel:
 KERNELS = {
     "FP8_BLOCK": Kernel(
         FP8_BLOCK,
-        (
-            None,
-            Sm90Fp8Config(block_m=256, cluster_n=2),
-            Sm90Fp8Config(block_n=192),
-            Sm90Fp8Config(block_m=64),
-        ),
+        (None, Sm90Fp8Config(block_m=256, cluster_n=2), Sm90Fp8Config(block_n=192), Sm90Fp8Config(block_m=64)),
         looks_at_groups=True,
     ),
     "FP8_BLOCK with row-major scales": Kernel(FP8_BLOCK, (Sm90Fp8Config(scales="k"),), scale_major="k"),
@@ -66,10 +61,7 @@ def test_a_row_is_what_it_is_among_many(name: str, sizes: tuple[int, ...]) -> No
     m = sum(sizes)
     after = 48 * (len(sizes) + 1) + 1 - m
     assert kernel.row_box(m + after, len(sizes) + 1) == 64 > kernel.row_box(m, len(sizes))
-    x = (
-        torch.randn(m + after, K, generator=generator).bfloat16()
-        * torch.logspace(-3, 3, m + after)[:, None].bfloat16()
-    )
+    x = torch.randn(m + after, K, generator=generator).bfloat16() * torch.logspace(-3, 3, m + after)[:, None].bfloat16()
     a = padless.quantize(x, kernel.format, kind="activation", scale_major=kernel.scale_major)
     weights = torch.randn(len(sizes) + 1, N, K, generator=generator).bfloat16()
     b = padless.quantize(weights, kernel.format, kind="weight")

@@ -12,13 +12,7 @@ import pytest
 import torch
 
 from padless.epilogue import Epilogue
-from padless.formats import (
-    FP8_BLOCK,
-    MXFP4,
-    MXFP8,
-    MXFP8_E5M2,
-    NVFP4,
-)
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4
 from padless.kernels.epilogue_launch import QuantConfig
 from padless.kernels.sm90_fp8 import host_quant as sm90_fp8_quant
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config
@@ -74,11 +68,7 @@ MX_CASES: list[tuple[Epilogue, Sm90Fp8Config | None]] = [
     (Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="rceil", **ALL), None),
     (
         Epilogue(
-            row_format=MXFP8,
-            row_layout="blocked",
-            column_format=MXFP8,
-            column_layout="blocked",
-            scale_rule="floor",
+            row_format=MXFP8, row_layout="blocked", column_format=MXFP8, column_layout="blocked", scale_rule="floor"
         ),
         SHORT,
     ),
@@ -128,16 +118,8 @@ def test_one_byte_scales(epilogue: Epilogue, config: Sm90Fp8Config | None) -> No
 
 
 GLU_CASES: list[tuple[Epilogue, Sm90Fp8Config | None, int]] = [
-    (
-        Epilogue(activation="swiglu_interleaved", row_format=FP8_BLOCK, row_layout="plain_mn", **ALL),
-        None,
-        320,
-    ),
-    (
-        Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK, column_format=FP8_BLOCK, **ALL),
-        WIDE,
-        384,
-    ),
+    (Epilogue(activation="swiglu_interleaved", row_format=FP8_BLOCK, row_layout="plain_mn", **ALL), None, 320),
+    (Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK, column_format=FP8_BLOCK, **ALL), WIDE, 384),
     (Epilogue(activation="swiglu_concatenated", column_format=FP8_BLOCK, prob=True), None, 384),
     (
         Epilogue(
@@ -152,13 +134,7 @@ GLU_CASES: list[tuple[Epilogue, Sm90Fp8Config | None, int]] = [
         192,
     ),
     (
-        Epilogue(
-            activation="swiglu_concatenated",
-            row_format=NVFP4,
-            row_layout="blocked",
-            scale_rule="te",
-            amax=True,
-        ),
+        Epilogue(activation="swiglu_concatenated", row_format=NVFP4, row_layout="blocked", scale_rule="te", amax=True),
         None,
         384,
     ),
@@ -247,11 +223,7 @@ def test_any_interleaving(seed: int) -> None:
 
 # --- planted bugs ----------------------------------------------------------------------------------------
 
-STORE, FRAGMENT, RULES = (
-    "device/sm90/quant_store.cuh",
-    "device/sm90/wgmma_fragment.cuh",
-    "device/quant_rules.cuh",
-)
+STORE, FRAGMENT, RULES = ("device/sm90/quant_store.cuh", "device/sm90/wgmma_fragment.cuh", "device/quant_rules.cuh")
 KERNEL = sm90_fp8_quant.KERNEL
 GLU_BOTH = Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK, d_dtype=torch.float32)
 # What is wrong: file, text, what takes its place, and the epilogue that has to show it.
@@ -278,12 +250,7 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     ),
     "no barrier before the multipliers are read": (STORE, "        bar_sync(barrier, threads);\n", "", BOTH),
     "no proxy fence before the stores": (STORE, "    fence_proxy_async_shared();\n", "", ROWS),
-    "the staging buffer is not waited for": (
-        STORE,
-        "if (issuer) cp_async_bulk_wait_group_read_all();",
-        "",
-        ROWS,
-    ),
+    "the staging buffer is not waited for": (STORE, "if (issuer) cp_async_bulk_wait_group_read_all();", "", ROWS),
     "one exchange of row maxima too few": (
         FRAGMENT,
         "distance < 4; distance *= 2",
@@ -297,18 +264,8 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
         BOTH,
     ),
     "codes swizzled by the wrong bits": (FRAGMENT, "(offset >> 7)", "(offset >> 8)", ROWS),
-    "rows of the weights dealt the other way round": (
-        "sm90_fp8/load.cuh",
-        "c % 2 * 2",
-        "2 - c % 2 * 2",
-        ROWS,
-    ),
-    "the swap of row maxima is not waited for": (
-        STORE,
-        "            swap.wait(w);\n",
-        "",
-        GLU_BOTH,
-    ),
+    "rows of the weights dealt the other way round": ("sm90_fp8/load.cuh", "c % 2 * 2", "2 - c % 2 * 2", ROWS),
+    "the swap of row maxima is not waited for": (STORE, "            swap.wait(w);\n", "", GLU_BOTH),
     "one barrier of the swap for both units": (STORE, "full + w * 8, turn", "full, turn", GLU_BOTH),
     "one buffer for the swap of row maxima": (STORE, "turn % 2", "0", GLU_BOTH),
     "a multiplication and an addition contracted": (
@@ -377,10 +334,7 @@ COMPILED: list[tuple[Sm90Fp8Config, Epilogue]] = [
     (PAIR, dataclasses.replace(BOTH, activation="swiglu_concatenated", **ALL)),
     (Sm90Fp8Config(), dataclasses.replace(BOTH, d_dtype=torch.float32, **ALL)),
     (Sm90Fp8Config(), dataclasses.replace(ROWS)),
-    (
-        SHORT,
-        Epilogue(row_format=MXFP4, row_layout="blocked", scale_rule="rceil", d_dtype=torch.bfloat16, **ALL),
-    ),
+    (SHORT, Epilogue(row_format=MXFP4, row_layout="blocked", scale_rule="rceil", d_dtype=torch.bfloat16, **ALL)),
 ]
 COMPILED_ALWAYS = (1, 3)
 

@@ -76,11 +76,7 @@ def test_tiles_of_128_rows_of_the_mxfp8_kernel() -> None:
     check(sm90_mxfp8_quant, case, epilogue, seed=4, sms=1)
 
 
-STORE, STORAGE, MULTIPLY = (
-    "device/sm90/quant_store.cuh",
-    "device/sm90/quant_storage.cuh",
-    "sm90_fp8/multiply.cuh",
-)
+STORE, STORAGE, MULTIPLY = ("device/sm90/quant_store.cuh", "device/sm90/quant_storage.cuh", "sm90_fp8/multiply.cuh")
 FRAGMENT = "device/sm90/wgmma_fragment.cuh"
 SPANS = "NUM_WAVES == 1 && units_of(tile.rows) == 2"
 
@@ -106,9 +102,7 @@ BUGS = {
         "shared.quant.columns[is_second ? 0 : warpgroup].multiplier",
         {"race"},
     ),
-    "no barrier before the multipliers are read": Bug(
-        STORE, "        bar_sync(barrier, threads);\n", "", {"race"}
-    ),
+    "no barrier before the multipliers are read": Bug(STORE, "        bar_sync(barrier, threads);\n", "", {"race"}),
     "the other warpgroup's maxima are not waited for": Bug(
         STORE, "bar_sync(barrier, threads);  ", "bar_sync(1 + warpgroup, 128);", {"race"}
     ),
@@ -128,9 +122,7 @@ BUGS = {
     "maxima are left among the row codes": Bug(
         STORE, "+ PLAIN_BYTES + ROW_CODE_BYTES +\n", "+ PLAIN_BYTES +\n", {"race"}
     ),
-    "amax of rows past the edge of the second unit": Bug(
-        STORE, "u * UNIT_STEP * WGMMA_M + 8 * h", "8 * h", {"amax"}
-    ),
+    "amax of rows past the edge of the second unit": Bug(STORE, "u * UNIT_STEP * WGMMA_M + 8 * h", "8 * h", {"amax"}),
     "neighbours in a tile of two units": Bug(
         STORAGE, "units_of(rows) > NUM_MMA_WARPGROUPS", "units_of(rows) > 1", {"uninitialised-shared"}
     ),

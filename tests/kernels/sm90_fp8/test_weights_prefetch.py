@@ -14,11 +14,7 @@ from support.emulator_cases import make_case, run_case
 from support.emulator_variants import Edit, Variant
 
 PREFETCH = "device/weights_prefetch.cuh"
-LOAD: Edit = (
-    MEMORY,
-    "prefetch.global.L2 [%0];",
-    "{ .reg .b32 x; ld.global.b32 x, [%0]; ld.global.b32 x, [%0 + 12]; }",
-)
+LOAD: Edit = (MEMORY, "prefetch.global.L2 [%0];", "{ .reg .b32 x; ld.global.b32 x, [%0]; ld.global.b32 x, [%0 + 12]; }")
 TOO_FAR: dict[str, Edit] = {
     "a row too many": (PREFETCH, "row < n", "row <= n"),
     "a line too many": (PREFETCH, "at < k)", "at < k + 128)"),

@@ -26,9 +26,7 @@ from support.bench_records import StandInTimer
 POINT = WgradPoint("drawn", 500, 48, 144, 4, 32, every_tile=True)
 
 
-def deepgemm(
-    a: Any, b: Any, d: torch.Tensor, ks: list[int], ks_tensor: torch.Tensor, c: torch.Tensor
-) -> None:
+def deepgemm(a: Any, b: Any, d: torch.Tensor, ks: list[int], ks_tensor: torch.Tensor, c: torch.Tensor) -> None:
     """What the library does, by its contract: D += A B^T for every group, out of its layout."""
     assert c is d
     assert ks_tensor.tolist() == ks
@@ -64,18 +62,13 @@ def test_every_contender_computes_the_gradient() -> None:
     assert record["wrong"] == {}
     names = set(record["gpu"])
     modes = {
-        f"padless {mode} {out}"
-        for mode in ("1d2d", "1d1d", "bf16")
-        for out in ("bfloat16", "float32", "float32 +=")
+        f"padless {mode} {out}" for mode in ("1d2d", "1d1d", "bf16") for out in ("bfloat16", "float32", "float32 +=")
     }
     assert modes | {"torch_bf16", "deepgemm_k_grouped"} <= names
     assert any("tile" in name for name in names)
     assert record["flops"] == 2 * 500 * 48 * 144
     assert sum(record["sizes"]) == 500
-    assert (
-        record["bytes"]["padless 1d2d float32 +="] - record["bytes"]["padless 1d2d float32"]
-        == 4 * 4 * 48 * 144
-    )
+    assert record["bytes"]["padless 1d2d float32 +="] - record["bytes"]["padless 1d2d float32"] == 4 * 4 * 48 * 144
 
 
 def test_both_modes_and_the_rows_hold_the_same_values() -> None:
@@ -85,10 +78,7 @@ def test_both_modes_and_the_rows_hold_the_same_values() -> None:
         for x in operands.x.values()
     ]
     assert torch.equal(*products)
-    dy, x = (
-        rows_of(operands.dy, operands.sizes).double(),
-        rows_of(operands.x["1d2d"], operands.sizes).double(),
-    )
+    dy, x = (rows_of(operands.dy, operands.sizes).double(), rows_of(operands.x["1d2d"], operands.sizes).double())
     ends = operands.dy.offs.tolist()
     start = 0
     for group, end in enumerate(ends):
@@ -174,10 +164,7 @@ def test_a_mean_of_points_without_a_peer() -> None:
     names = {"padless": 10.0, "torch_bf16": 20.0, "deepgemm_k_grouped": 5.0}
     record = measured()
     both = record | {"gpu": {n: {"us": us} for n, us in names.items()}, "floors_us": {"padless": 2.0}}
-    alone = record | {
-        "gpu": {"padless": {"us": 2.5}, "torch_bf16": {"us": 20.0}},
-        "floors_us": {"padless": 2.0},
-    }
+    alone = record | {"gpu": {"padless": {"us": 2.5}, "torch_bf16": {"us": 20.0}}, "floors_us": {"padless": 2.0}}
     first = wgrad.tables([both, alone], {}, 100)[0]
     cells = [row[-3:] for row in first.rows]
     assert cells == [["2.00", "0.50", "0.20"], ["8.00", "-", "0.80"], ["4.00", "0.50", "0.40"]]
@@ -196,10 +183,7 @@ def test_a_run_takes_the_peers_product(there: bool, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(wgrad, "measure_wgrad", measure)
     session: Any = SimpleNamespace(
-        peers=[peer],
-        timer=None,
-        settings=SimpleNamespace(seed=7),
-        floor_us=lambda flops, bytes_: 10 * flops + bytes_,
+        peers=[peer], timer=None, settings=SimpleNamespace(seed=7), floor_us=lambda flops, bytes_: 10 * flops + bytes_
     )
     record = wgrad.start(session)(POINT)
     assert seen == [(POINT, 7, deepgemm if there else None)]

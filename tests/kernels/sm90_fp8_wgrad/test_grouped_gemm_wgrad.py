@@ -63,9 +63,7 @@ def test_four_microbatches_are_four_additions() -> None:
 
 
 def test_without_groups_there_is_nothing(operands: Operands) -> None:
-    dy, x = (
-        replace(o, offs=o.offs[:0], starts=o.starts[:0], block_starts=o.block_starts[:0]) for o in operands
-    )
+    dy, x = (replace(o, offs=o.offs[:0], starts=o.starts[:0], block_starts=o.block_starts[:0]) for o in operands)
     for backend in ("reference", "emulator"):
         assert grouped_gemm_wgrad(dy, x, backend=backend).shape == (0, 48, 80)
 
@@ -94,14 +92,8 @@ BAD: dict[str, tuple[Change, str]] = {
         lambda dy, x: {"x": replace(x, data=x.data[:, :96])},
         "x.data must be row-major with a multiple of 128 tokens",
     ),
-    "token order": (
-        lambda dy, x: {"dy": replace(dy, data=dy.data.t().contiguous().t())},
-        "dy.data must be row-major",
-    ),
-    "alignment": (
-        lambda dy, x: {"dy": replace(dy, alignment=16)},
-        r"dy.alignment is 16; allowed: \(32, 128\)",
-    ),
+    "token order": (lambda dy, x: {"dy": replace(dy, data=dy.data.t().contiguous().t())}, "dy.data must be row-major"),
+    "alignment": (lambda dy, x: {"dy": replace(dy, alignment=16)}, r"dy.alignment is 16; allowed: \(32, 128\)"),
     "scales": (
         lambda dy, x: {"x": replace(x, scale=x.scale.repeat(1, 2))},
         r"x.scale must be \(rows, 1\) float32, got \(\d+, 2\)",

@@ -11,14 +11,7 @@ import torch
 from padless.emulator.units import arithmetic
 from padless.layouts import GroupedColumns
 from padless.reference.wgrad import ACCUMULATIONS, grouped_gemm_wgrad_reference, multiply_accumulate
-from padless.verify.problems.wgrad import (
-    WgradShape,
-    padded_to_blocks,
-    permuted,
-    poisoned,
-    random_operands,
-    same_bits,
-)
+from padless.verify.problems.wgrad import WgradShape, padded_to_blocks, permuted, poisoned, random_operands, same_bits
 
 SHAPE = WgradShape((5, 0, 130, 1, 256), 3, 80, 144, (32, 128))
 MODES = ("1d2d", "1d1d")
@@ -74,9 +67,7 @@ def test_the_kernels_arithmetic_is_near(mode: str, accumulation: str, limit: flo
 def test_nothing_of_others_takes_part(mode: str, accumulation: str) -> None:
     dy, x = random_operands(SHAPE, mode, 2)
     out = grouped_gemm_wgrad_reference(dy, x, out_dtype=torch.float32, accumulation=accumulation)
-    others = grouped_gemm_wgrad_reference(
-        poisoned(dy), poisoned(x), out_dtype=torch.float32, accumulation=accumulation
-    )
+    others = grouped_gemm_wgrad_reference(poisoned(dy), poisoned(x), out_dtype=torch.float32, accumulation=accumulation)
     assert same_bits(out, others)
     order = (3, 2, 4, 0, 1)
     moved = grouped_gemm_wgrad_reference(
@@ -119,9 +110,7 @@ def test_the_tensor_core_is_the_emulators(kind: str) -> None:
     a, b = (codes[name].view(torch.float8_e4m3fn) for name in ("a", "b"))
     x, y = (arithmetic.decode_operand(codes[name].numpy(), "e4m3") for name in ("a", "b"))
     for _ in range(3):  # what it left is what it adds to
-        wanted = arithmetic.dot_product_add(
-            x, y, c.numpy(), arithmetic.HOPPER_FP8, mode="truncate", result="f32"
-        )
+        wanted = arithmetic.dot_product_add(x, y, c.numpy(), arithmetic.HOPPER_FP8, mode="truncate", result="f32")
         c = multiply_accumulate(a, b, c)
         assert np.array_equal(np.isnan(wanted), c.isnan().numpy())
         assert np.array_equal(wanted[~np.isnan(wanted)], c.numpy()[~np.isnan(wanted)])

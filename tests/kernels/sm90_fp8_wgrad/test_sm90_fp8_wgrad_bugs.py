@@ -57,10 +57,7 @@ def right(guarded: GuardedGradient, wanted: torch.Tensor) -> bool:
     return same_bits(guarded.out, wanted)
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [pytest.param(b, id=b.name, marks=() if b.quick else pytest.mark.slow) for b in BUGS],
-)
+@pytest.mark.parametrize("bug", [pytest.param(b, id=b.name, marks=() if b.quick else pytest.mark.slow) for b in BUGS])
 def test_planted_bug_is_found(bug: Bug) -> None:
     seeds, kinds = detect(bug)
     assert seeds is not None, f"{bug.name}: not found; reports seen: {sorted(set(kinds)) or 'none'}"

@@ -65,8 +65,7 @@ def code_complaints(sass: list[str], config: WgradConfig, kernel: jit.CompiledKe
 
 
 @pytest.mark.parametrize(
-    "config",
-    [pytest.param(c, id=name_of(c), marks=pytest.mark.slow if c.max_groups == 1024 else ()) for c in CONFIGS],
+    "config", [pytest.param(c, id=name_of(c), marks=pytest.mark.slow if c.max_groups == 1024 else ()) for c in CONFIGS]
 )
 def test_a_kernel_compiles_into_what_it_should(config: WgradConfig, tmp_path: Path) -> None:
     kernel = jit.compile_kernel(KERNEL, config.prelude(), "sm_90a")
@@ -100,14 +99,7 @@ def test_a_fence_left_out_is_put_in_by_the_compiler(monkeypatch: pytest.MonkeyPa
 
 
 def problem(**fields: object) -> WgradProblem:
-    given = {
-        "n": 4096,
-        "k": 7168,
-        "tokens": 32768,
-        "num_groups": 32,
-        "mode": "1d2d",
-        "out_dtype": torch.bfloat16,
-    }
+    given = {"n": 4096, "k": 7168, "tokens": 32768, "num_groups": 32, "mode": "1d2d", "out_dtype": torch.bfloat16}
     return WgradProblem(**{**given, **fields})  # type: ignore[arg-type]
 
 
@@ -130,15 +122,9 @@ def test_the_larger_tile_where_there_is_work_for_it() -> None:
     ("fields", "message"),
     [
         ({"block_m": 64}, r"WgradConfig.block_m is 64; allowed: 128, or 256"),
-        (
-            {"mode": "1d1d", "out_dtype": torch.float32},
-            r"block_m is 256; allowed: 128, or 256 unless mode is '1d1d'",
-        ),
+        ({"mode": "1d1d", "out_dtype": torch.float32}, r"block_m is 256; allowed: 128, or 256 unless mode is '1d1d'"),
         ({"mode": "2d2d"}, r"mode is '2d2d'; allowed: 1d2d or 1d1d"),
-        (
-            {"out_dtype": torch.float16},
-            r"out_dtype is torch.float16; allowed: torch.bfloat16 or torch.float32",
-        ),
+        ({"out_dtype": torch.float16}, r"out_dtype is torch.float16; allowed: torch.bfloat16 or torch.float32"),
         ({"num_stages": 1}, r"num_stages is 1; allowed: 0 \(as many as fit\) or 2 to 12"),
         ({"raster_m": 0}, r"raster_m is 0; allowed: 1 or more"),
     ],

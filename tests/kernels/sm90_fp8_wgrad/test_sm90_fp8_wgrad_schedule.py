@@ -55,9 +55,7 @@ def build(folder: Path, planted: tuple[str, str] | None = None) -> Walk:
         pytest.skip("needs a C++ compiler (g++ or c++ on the PATH)")
     text = (jit.KERNELS / "device/longest_first.cuh").read_text()
     if planted is not None:
-        assert text.count(planted[0]) == 1, (
-            f"longest_first.cuh changed: plant another bug than {planted[0]!r}"
-        )
+        assert text.count(planted[0]) == 1, f"longest_first.cuh changed: plant another bug than {planted[0]!r}"
         text = text.replace(*planted)
     (folder / "device").mkdir(exist_ok=True)
     (folder / "device/longest_first.cuh").write_text(text)
@@ -85,15 +83,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     return build(tmp_path_factory.mktemp("schedule"))
 
 
-SIZES = (
-    (0,),
-    (5,),
-    (0, 0),
-    (3, 0, 300, 3),
-    (1, 2, 3, 4, 5),
-    (0, 7, 7, 0, 9),
-    tuple(g * 37 % 53 for g in range(40)),
-)
+SIZES = ((0,), (5,), (0, 0), (3, 0, 300, 3), (1, 2, 3, 4, 5), (0, 7, 7, 0, 9), tuple(g * 37 % 53 for g in range(40)))
 MATRICES = ((16, 16), (128, 128), (272, 400), (2816, 144), (1040, 640))
 CASES = list(itertools.product(SIZES, MATRICES, SHAPES, (False, True)))
 

@@ -102,10 +102,7 @@ def sass(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_the_products_are_those_of_the_design(sass: list[str]) -> None:
     opcodes = {line.split()[0] for line in sass}
     assert not [o for o in opcodes if re.match(r"(LDL|STL|HMMA|IMMA|IGMMA)\b", o)]
-    assert {o for o in opcodes if "GMMA" in o} == {
-        "QGMMA.64x64x32.F32.E4M3.E5M2",
-        "HGMMA.64x64x16.F32.BF16",
-    }
+    assert {o for o in opcodes if "GMMA" in o} == {"QGMMA.64x64x32.F32.E4M3.E5M2", "HGMMA.64x64x16.F32.BF16"}
     assert {o for o in opcodes if re.match("UTMA(LDG|STG)", o)} == {"UTMALDG.2D", "UTMALDG.3D", "UTMASTG.4D"}
 
 

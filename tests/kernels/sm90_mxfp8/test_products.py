@@ -101,9 +101,7 @@ def test_exact_sums_are_the_references() -> None:
 def test_quantised_values_multiply_as_the_values_do() -> None:
     """From end to end, through the public call: within 13 bits of each sum of 32, row by row."""
     generator = torch.Generator().manual_seed(11)
-    x = torch.randn((20, 160), generator=generator) * 2.0 ** torch.randint(
-        -9, 9, (20, 1), generator=generator
-    )
+    x = torch.randn((20, 160), generator=generator) * 2.0 ** torch.randint(-9, 9, (20, 1), generator=generator)
     w = torch.randn((2, 72, 160), generator=generator)
     a, b = padless.quantize(x, MXFP8), padless.quantize(w, MXFP8, kind="weight")
     offs = padless.group_offsets([3, 17])
@@ -191,8 +189,7 @@ def test_the_config_chooses_this_kernel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("block_m", 256), ("block_n", 192), ("num_stages", 1), ("raster_m", 0), ("max_groups", 1025)],
+    ("field", "value"), [("block_m", 256), ("block_n", 192), ("num_stages", 1), ("raster_m", 0), ("max_groups", 1025)]
 )
 def test_a_config_that_does_not_exist_is_refused(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"Sm90Mxfp8Config\.{field} is {value}; allowed: "):
@@ -211,13 +208,7 @@ def test_small_problems_get_narrow_tiles() -> None:
 
 # --- the checks above can fail ---------------------------------------------------------------------------
 
-FILES = (
-    KERNEL,
-    "device/queue_start.cuh",
-    "sm90_mxfp8/storage.cuh",
-    "sm90_mxfp8/load.cuh",
-    "sm90_mxfp8/multiply.cuh",
-)
+FILES = (KERNEL, "device/queue_start.cuh", "sm90_mxfp8/storage.cuh", "sm90_mxfp8/load.cuh", "sm90_mxfp8/multiply.cuh")
 BUGS = {
     "scales written without a proxy fence": (r"if constexpr \(!OF_A\) fence_proxy_async_shared\(\);", ""),
     "scales written before the stage is empty": (
@@ -249,9 +240,7 @@ def test_a_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch, bug: str) -> Non
     assert count == 1, f"the kernel has {count} places like {BUGS[bug][0]!r}: plant another fault"
     monkeypatch.setattr(jit, "sources", lambda: sources)
     driver = type(DRIVER)()
-    monkeypatch.setattr(
-        "support.sm90_mxfp8_cases.DRIVER", driver
-    )  # a kernel prepared before is the right one
+    monkeypatch.setattr("support.sm90_mxfp8_cases.DRIVER", driver)  # a kernel prepared before is the right one
     problem = random_problem((66, 3), 72, 416)
     config = Sm90Mxfp8Config(block_n=64, num_stages=2, raster_m=3 + list(BUGS).index(bug))
     with pytest.raises((LaunchError, AssertionError)):

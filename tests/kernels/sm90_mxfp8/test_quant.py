@@ -32,10 +32,7 @@ def case(n: int = COLUMNS, **fields: object) -> PairCase:
     return PairCase(SIZES, n, DEPTH, plain=sm90_mxfp8, **fields)  # type: ignore[arg-type]
 
 
-ALWAYS = {
-    "FP8_BLOCK rows and columns, bf16, everything",
-    "MXFP8 rows and columns by group, cudnn, everything",
-}
+ALWAYS = {"FP8_BLOCK rows and columns, bf16, everything", "MXFP8 rows and columns by group, cudnn, everything"}
 
 
 @pytest.mark.parametrize("name", slow_but(ALWAYS, EPILOGUES))
@@ -89,15 +86,9 @@ def test_scale_tiles_that_were_not_promised_are_not_stored() -> None:
         check(sm90_mxfp8_quant, PairCase((3, 3, 3), 32, plain=sm90_mxfp8), epilogue, tiles=2)
 
 
-@pytest.mark.parametrize(
-    "sizes", [(0, 0), pytest.param((1,), marks=SLOW), pytest.param((5, 0, 129), marks=SLOW)]
-)
+@pytest.mark.parametrize("sizes", [(0, 0), pytest.param((1,), marks=SLOW), pytest.param((5, 0, 129), marks=SLOW)])
 def test_few_rows_and_none(sizes: tuple[int, ...]) -> None:
-    check(
-        sm90_mxfp8_quant,
-        PairCase(sizes, 32, plain=sm90_mxfp8),
-        EPILOGUES["MXFP8 rows and columns in tiles, floor"],
-    )
+    check(sm90_mxfp8_quant, PairCase(sizes, 32, plain=sm90_mxfp8), EPILOGUES["MXFP8 rows and columns in tiles, floor"])
 
 
 # What is wrong: file, text, what takes its place, and the epilogue that has to show it.
@@ -168,8 +159,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(
-    ("tile", "epilogue"),
-    [pytest.param(*c, marks=() if i == 0 else SLOW) for i, c in enumerate(COMPILED)],
+    ("tile", "epilogue"), [pytest.param(*c, marks=() if i == 0 else SLOW) for i, c in enumerate(COMPILED)]
 )
 def test_the_compiled_kernel_spills_next_to_nothing(tile: Sm90Mxfp8Config, epilogue: Epilogue) -> None:
     tile = dataclasses.replace(tile, out_dtype=epilogue.d_dtype or torch.bfloat16)
@@ -222,12 +212,7 @@ def test_the_public_call_gets_there() -> None:
         backend="emulator",
     )
     sums = grouped_gemm(
-        given.a,
-        given.b,
-        given.offs,
-        out_dtype=torch.float32,
-        config=Sm90Mxfp8Config(),
-        backend="emulator",
+        given.a, given.b, given.offs, out_dtype=torch.float32, config=Sm90Mxfp8Config(), backend="emulator"
     )
     wanted = reference(given, epilogue, sums)
     assert torch.equal(out.row.data.view(torch.uint8)[:10], wanted["row_codes"].inside[:10])

@@ -152,9 +152,7 @@ def test_columns_on_the_gpu(case: tuple[Any, ...], blocks: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", [1, 8])
-@pytest.mark.parametrize(
-    "case", [*SWIGLU_CASES, ((500, 0, 700), 9, 1152, "interleaved", BY_FEATURE, 32)], ids=str
-)
+@pytest.mark.parametrize("case", [*SWIGLU_CASES, ((500, 0, 700), 9, 1152, "interleaved", BY_FEATURE, 32)], ids=str)
 def test_swiglu_on_the_gpu(case: tuple[Any, ...], blocks: int) -> None:
     with bands_of(blocks):
         check_swiglu(cuda_driver(), *case, device="cuda")
@@ -167,13 +165,7 @@ def test_what_does_not_fit_is_left_to_triton() -> None:
     wide = torch.zeros(20, 264, dtype=torch.bfloat16)
     assert columns_host.fits(wide, offs)
     assert columns_host.fits(wide[:, 8:], offs)
-    for other in (
-        x.half(),
-        x.float(),
-        wide[:, :252],
-        wide[:, 1:249],
-        torch.zeros(20, 252, dtype=torch.bfloat16),
-    ):
+    for other in (x.half(), x.float(), wide[:, :252], wide[:, 1:249], torch.zeros(20, 252, dtype=torch.bfloat16)):
         assert not columns_host.fits(other, offs)
     assert not columns_host.fits(x, torch.zeros(1025, dtype=torch.int32))
     assert not columns_host.fits(x, torch.zeros(0, dtype=torch.int32))
@@ -257,11 +249,7 @@ def test_compiled_swiglu(interleaved: bool, tmp_path: Any) -> None:
 def check_instructions(sass: list[str]) -> None:
     """16-byte copies and lines, no bytes or halves in memory, no division by subroutine."""
     opcodes = {line.split()[0] for line in sass}
-    assert "LDGSTS.E.BYPASS.128.ZFILL" in opcodes or any(
-        o.startswith("LDGSTS") and "128" in o for o in opcodes
-    )
+    assert "LDGSTS.E.BYPASS.128.ZFILL" in opcodes or any(o.startswith("LDGSTS") and "128" in o for o in opcodes)
     assert any(o.startswith("STG") and o.endswith("128") for o in opcodes)
-    assert not [
-        o for o in opcodes if o.startswith(("STG", "LDG.", "STS", "LDS")) and ("U8" in o or "U16" in o)
-    ]
+    assert not [o for o in opcodes if o.startswith(("STG", "LDG.", "STS", "LDS")) and ("U8" in o or "U16" in o)]
     assert not [o for o in opcodes if o.startswith("CALL")]

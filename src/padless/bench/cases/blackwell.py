@@ -65,9 +65,7 @@ def grid(name: str = "full", seed: int = 0) -> list[BlackwellPoint]:
 # -------------------------------------------------------------------------------------------------- dense
 
 
-def dense_contenders(
-    size: tuple[int, int, int], seed: int, device: str
-) -> tuple[list[Contender], SampledReference]:
+def dense_contenders(size: tuple[int, int, int], seed: int, device: str) -> tuple[list[Contender], SampledReference]:
     """padless and torch on one product of (M, N, K); some rows in float64."""
     from padless.ops.grouped_gemm import gemm
 
@@ -200,9 +198,7 @@ def measure_competition(
         while not enough(means[OWN], monotonic() - began) and not record["wrong"]:
             order.shuffle(sets)
             fresh = [dataset.cloned() for dataset in sets]
-            outs = [
-                [torch.empty(e.shape, dtype=torch.float16, device=device) for e in d.expected] for d in fresh
-            ]
+            outs = [[torch.empty(e.shape, dtype=torch.float16, device=device) for e in d.expected] for d in fresh]
             if not means[OWN]:  # compiled and loaded outside the clock
                 grouped_gemm_list(fresh[0].a, fresh[0].b, out=outs[0])
             forget()  # a clone may lie where an earlier one was
@@ -257,9 +253,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     columns += [table.Column(name, partial(_rates, name=name), 0) for name in (OWN, TORCH)]
     columns.append(table.ratio("padless / torch", TORCH, OWN))
     title = "Dense MXFP8, bf16 output: TFLOPS (GPU time)"
-    repeats = table.Column(
-        "repeats", text=lambda part: str(len(part[0]["gpu"].get(OWN, {}).get("samples_us", ())))
-    )
+    repeats = table.Column("repeats", text=lambda part: str(len(part[0]["gpu"].get(OWN, {}).get("samples_us", ()))))
     case = table.Column("shape", text=lambda part: str(part[0]["point"]["case"]))
     timed = [table.time(name, digits=2) for name in (OWN, NEW)]
     found = table.table_of(

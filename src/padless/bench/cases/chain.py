@@ -137,9 +137,7 @@ def mlp_chains(problem: ChainProblem, ordinary: Driver | None) -> list[Chain]:
     return chains
 
 
-def _part(
-    name: str, call: Callable[[], Any], out: torch.Tensor, tolerance: float = Contender.tolerance
-) -> Contender:
+def _part(name: str, call: Callable[[], Any], out: torch.Tensor, tolerance: float = Contender.tolerance) -> Contender:
     return Contender(name, call, lambda: out, tolerance, buffer=out)
 
 
@@ -319,10 +317,7 @@ _TIMES = (
 
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
     """A line a point; a line for each number of groups and size of the weights, and one for all."""
-    columns = [
-        *table.axes("groups", "rows", "N", "K"),
-        table.Column("calls", text=lambda part: str(part[0]["calls"])),
-    ]
+    columns = [*table.axes("groups", "rows", "N", "K"), table.Column("calls", text=lambda part: str(part[0]["calls"]))]
     columns += [table.time(name, heading) for name, heading in _TIMES]
     columns.append(table.ratio("ordinary\n/ padless", ORDINARY))
     title = "Chains of calls in a CUDA graph: GPU time (us) of a call, of a pair for mlp"

@@ -42,9 +42,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     """Points, a summary by number of groups, the comparisons and what limits allow."""
     names = ("padless", "deepgemm_masked", "mslk", "floor", COPY, READ)
     shown = [table.points_table("Decode sizes: GPU time (us)", records, names, LIMITS)]
-    peers = [
-        table.ratio(f"{table.stacked(name)}\n/ padless", name) for name in table.measured(records, _PEERS)
-    ]
+    peers = [table.ratio(f"{table.stacked(name)}\n/ padless", name) for name in table.measured(records, _PEERS)]
     shares = [table.ratio(table.OF[name], name) for name in table.measured(records, LIMITS)]
     for title, columns in (("By groups: peers", peers), ("By groups: share of limits", shares)):
         if columns:

@@ -83,9 +83,7 @@ def calls(problem: GroupedProblem, backend: str | None = None) -> dict[str, Call
         "gemm bf16, quantize both": quantize_both,
         "fused rows and columns": lambda: grouped_gemm_quant(**options),
         "gemm bf16, silu * up, quantize": swiglu,
-        "fused swiglu rows": lambda: grouped_gemm_swiglu_quant(
-            **options, gate_up="concatenated", column_output=False
-        ),
+        "fused swiglu rows": lambda: grouped_gemm_swiglu_quant(**options, gate_up="concatenated", column_output=False),
     }
 
 

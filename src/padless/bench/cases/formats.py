@@ -141,11 +141,7 @@ def plain_names(arch: str) -> list[str]:
 
 
 def own_entries(
-    names: dict[str, Route],
-    sizes: list[int],
-    point: FormatsPoint,
-    seed: int,
-    device: str,
+    names: dict[str, Route], sizes: list[int], point: FormatsPoint, seed: int, device: str
 ) -> dict[str, Entry]:
     """padless with every pair of formats. On the CPU the reference stands in for the kernels."""
     from padless.ops.grouped_gemm import grouped_gemm
@@ -167,9 +163,7 @@ def own_entries(
     return entries
 
 
-def bf16_entries(
-    operands: dict[str, Operands], point: FormatsPoint, plain_routes: Sequence[str]
-) -> dict[str, Entry]:
+def bf16_entries(operands: dict[str, Operands], point: FormatsPoint, plain_routes: Sequence[str]) -> dict[str, Entry]:
     """torch's bf16 grouped product of dequantised operands, dequantising MXFP8 at every call before it, and padless's
     product of the same tensors where ``plain_routes``, of "BF16 x BF16", has it.
     """
@@ -241,12 +235,7 @@ def check_entries(
 
 
 def measure_formats(
-    point: FormatsPoint,
-    seed: int,
-    timer: Timer,
-    copy_bytes_per_s: float,
-    arch: str,
-    device: str = "cuda",
+    point: FormatsPoint, seed: int, timer: Timer, copy_bytes_per_s: float, arch: str, device: str = "cuda"
 ) -> Record:
     """Record of one point: checks, GPU times and floors of every contender, and what there is no kernel for."""
     sizes = sizes_of(point, seed)

@@ -77,9 +77,7 @@ def _sorted(problem: LayerProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return order, inverse, sizes.cumsum(0).to(torch.int32)
 
 
-def _summed(
-    problem: LayerProblem, y: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
-) -> torch.Tensor:
+def _summed(problem: LayerProblem, y: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """Rows times weights, back in the tokens' order and summed, by torch."""
     p = problem.point
     weighted = y * problem.weights.reshape(-1)[order][:, None].to(y.dtype)
@@ -186,9 +184,7 @@ def check(problem: LayerProblem, found: dict[str, Call]) -> tuple[dict[str, Call
         if error_of_row <= TOLERANCE[name]:
             right[name] = call
         else:
-            record["wrong"][name] = (
-                f"is wrong: a token is off by {error_of_row:.3g}, allowed {TOLERANCE[name]}"
-            )
+            record["wrong"][name] = f"is wrong: a token is off by {error_of_row:.3g}, allowed {TOLERANCE[name]}"
     return right, record
 
 

@@ -14,14 +14,7 @@ from padless.bench.measure import measure_grouped
 from padless.bench.problem import make_grouped
 from padless.bench.report import table
 from padless.bench.report.bounds import UNITS, bounds_tables
-from padless.bench.results import (
-    AXES,
-    Record,
-    accelerations,
-    baseline_of,
-    correlation_table,
-    memory_savings,
-)
+from padless.bench.results import AXES, Record, accelerations, baseline_of, correlation_table, memory_savings
 from padless.bench.session import Session
 
 GRIDS = {"quick": quick_grid, "balanced": balanced_grid, "full": full_grid}
@@ -30,14 +23,7 @@ _MAX_POINT_LINES = 40
 # Characters that the columns M, N, K and groups take, and those of a contender's time.
 _AXES_WIDTH = 34
 _TIME_WIDTH = 12
-_ORDER = (
-    "padless",
-    "padless_on_padded",
-    "pad",
-    "pad_then_padless",
-    "deepgemm_on_padded",
-    "pad_then_deepgemm",
-)
+_ORDER = ("padless", "padless_on_padded", "pad", "pad_then_padless", "deepgemm_on_padded", "pad_then_deepgemm")
 
 
 def grid(name: str, seed: int) -> list[Point]:
@@ -83,9 +69,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     found.append(_correlation(title, records, memory_savings(records)))
     identical = [record["bitwise_identical"] for record in records if "bitwise_identical" in record]
     if identical:
-        found.append(
-            f"Valid rows bitwise identical to pad + the same GEMM: {sum(identical)} of {len(identical)}"
-        )
+        found.append(f"Valid rows bitwise identical to pad + the same GEMM: {sum(identical)} of {len(identical)}")
     return found
 
 
@@ -100,11 +84,7 @@ def _gains(baseline: str) -> Callable[[table.Records], list[float]]:
 def _point_tables(records: table.Records, baseline: str, width: int) -> list[table.Table]:
     """One line per point: results first, then the times of as many contenders a table as the width allows."""
     columns = [*table.axes(*AXES), table.time("padless", "padless us"), table.TFLOPS]
-    columns += [
-        table.Column("accel. %", _gains(baseline), 1),
-        _saved("memory %"),
-        table.Column("bits", text=_bits),
-    ]
+    columns += [table.Column("accel. %", _gains(baseline), 1), _saved("memory %"), table.Column("bits", text=_bits)]
     shown = [table.table_of("Points, valid rows", columns, table.by_point(records))]
     names = sorted({name for record in records for name in record["gpu"]}, key=_column_order)
     per_table = max(2, (width - _AXES_WIDTH) // _TIME_WIDTH)
@@ -127,22 +107,13 @@ def _aggregate_table(records: table.Records, baseline: str) -> table.Table:
     def faster(part: table.Records) -> list[float]:
         return [1 + gain / 100 for gain in _gains(baseline)(part)]
 
-    columns = [
-        *table.axes("M", "groups"),
-        table.POINTS,
-        table.TFLOPS,
-        table.Column("faster, geomean", faster, 3),
-    ]
+    columns = [*table.axes("M", "groups"), table.POINTS, table.TFLOPS, table.Column("faster, geomean", faster, 3)]
     columns += [table.Column("smallest", faster, 3, average=min), _saved("memory %")]
-    return table.table_of(
-        f"By M and groups, over {baseline}", columns, table.by_axes(records, ("M", "groups"))
-    )
+    return table.table_of(f"By M and groups, over {baseline}", columns, table.by_axes(records, ("M", "groups")))
 
 
 def _correlation(title: str, records: table.Records, values: Sequence[float]) -> table.Table:
     names = (*AXES, "value")
     matrix: Any = correlation_table(records, values)
-    rows = [
-        [name, *(table.number(value, 4) for value in row)] for name, row in zip(names, matrix, strict=True)
-    ]
+    rows = [[name, *(table.number(value, 4) for value in row)] for name, row in zip(names, matrix, strict=True)]
     return table.Table(title, table.labels("", *names), rows)

@@ -59,9 +59,7 @@ def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table]:
     return [Table("Memory-bound kernels", headings, rows)]
 
 
-def memory_bound_calls(
-    point: Point, seed: int, device: str = "cuda"
-) -> tuple[dict[str, Call], dict[str, int]]:
+def memory_bound_calls(point: Point, seed: int, device: str = "cuda") -> tuple[dict[str, Call], dict[str, int]]:
     """The kernels at one size: calls, and the fewest bytes each must move."""
     from padless.quantization.quantize import quantize
 
@@ -101,9 +99,7 @@ def memory_bound_calls(
         for layout in ("plain", "blocked"):
             name = f"quantize {format.name}, {layout} scales"
             calls[name] = partial(quantize, x, format, scale_layout=layout, **options)
-            moved[name] = point.M * (
-                2 * point.K + point.K // format.codes_per_byte + ceil_div(point.K, format.block_k)
-            )
+            moved[name] = point.M * (2 * point.K + point.K // format.codes_per_byte + ceil_div(point.K, format.block_k))
     of_training = training_calls(x, w, problem.offs, generator)
     return calls | of_training[0], moved | of_training[1]
 

@@ -84,10 +84,6 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         first = table.times(part, names[0])
         return [first[0] / min(us for name in names for us in table.times(part, name))] if first else []
 
-    columns = [
-        *table.axes(*AXES),
-        *(table.time(name) for name in names),
-        table.Column("first / least", over_least, 3),
-    ]
+    columns = [*table.axes(*AXES), *(table.time(name) for name in names), table.Column("first / least", over_least, 3)]
     title = "Tiles: GPU time (us), and the first tile's over the least"
     return [table.table_of(title, columns, table.by_point(records), 1)]

@@ -41,14 +41,8 @@ from padless.testing.timing import Timer
 
 TORCH, DEEPGEMM = "torch_bf16", "deepgemm_k_grouped"
 BF16 = "padless bf16"
-_OUTPUTS = (
-    (torch.bfloat16, False),
-    (torch.float32, False),
-    (torch.float32, True),
-)  # type, whether it is added to
-_TOLERANCE = (
-    0.01  # relative error of a row; rounding to bf16 takes 2^-9 of an element, FP8 tensor cores as much
-)
+_OUTPUTS = ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True))  # type, whether it is added to
+_TOLERANCE = 0.01  # relative error of a row; rounding to bf16 takes 2^-9 of an element, FP8 tensor cores as much
 _BF16_TOLERANCE = 0.02  # operands rounded to bf16 too
 _CHECKED_ROWS = 16
 _NUM_SMS = 132
@@ -94,13 +88,9 @@ def own_contenders(point: WgradPoint, operands: WgradOperands, outs: Outputs) ->
         name = f"padless {mode} {str(dtype)[6:]}" + (" +=" if accumulates else "")
         bytes_ = operands.dy.data.nbytes + x.data.nbytes + operands.dy.scale.nbytes + x.scale.nbytes
         bytes_ += out.nbytes * (2 if accumulates else 1)
-        others = [
-            m for m in blocks_m(mode, dtype) if m != picked.block_m and (point.every_tile or mode == "1d2d")
-        ]
+        others = [m for m in blocks_m(mode, dtype) if m != picked.block_m and (point.every_tile or mode == "1d2d")]
         for block_m in (picked.block_m, *others):
-            config: WgradConfig | None = (
-                None if block_m == picked.block_m else replace(picked, block_m=block_m)
-            )
+            config: WgradConfig | None = None if block_m == picked.block_m else replace(picked, block_m=block_m)
 
             def call(
                 x: GroupedColumns = x,
@@ -117,9 +107,7 @@ def own_contenders(point: WgradPoint, operands: WgradOperands, outs: Outputs) ->
     return found
 
 
-def bf16_contenders(
-    rows: tuple[torch.Tensor, torch.Tensor], offs: torch.Tensor, outs: Outputs
-) -> list[WgradContender]:
+def bf16_contenders(rows: tuple[torch.Tensor, torch.Tensor], offs: torch.Tensor, outs: Outputs) -> list[WgradContender]:
     """padless on bf16 rows of dY and X, all outputs."""
     from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 
@@ -198,10 +186,7 @@ def expected_rows(operands: WgradOperands) -> list[Expected]:
     """Some rows of the longest group and of the shortest that has tokens."""
     filled = [g for g, size in enumerate(operands.sizes) if size > 0]
     found = []
-    for group in {
-        max(filled, key=lambda g: operands.sizes[g]),
-        min(filled, key=lambda g: operands.sizes[g]),
-    }:
+    for group in {max(filled, key=lambda g: operands.sizes[g]), min(filled, key=lambda g: operands.sizes[g])}:
         size = operands.sizes[group]
         n = operands.dy.features
         rows = torch.linspace(0, n - 1, min(n, _CHECKED_ROWS)).round().long().to(operands.dy.data.device)
@@ -212,9 +197,7 @@ def expected_rows(operands: WgradOperands) -> list[Expected]:
 
 def row_error(out: torch.Tensor, expected: Sequence[Expected]) -> float:
     """Largest relative error of the rows; NaN counts as infinite."""
-    return max(
-        (worst(row_errors(out[part.group][part.rows], part.product)) for part in expected), default=0.0
-    )
+    return max((worst(row_errors(out[part.group][part.rows], part.product)) for part in expected), default=0.0)
 
 
 def is_wrong(contender: WgradContender, expected: Sequence[Expected], *, fresh: bool) -> tuple[float, str]:
@@ -230,11 +213,7 @@ def is_wrong(contender: WgradContender, expected: Sequence[Expected], *, fresh: 
 
 
 def measure_wgrad(
-    point: WgradPoint,
-    seed: int,
-    timer: Timer,
-    k_grouped: Callable[..., Any] | None = None,
-    device: str = "cuda",
+    point: WgradPoint, seed: int, timer: Timer, k_grouped: Callable[..., Any] | None = None, device: str = "cuda"
 ) -> Record:
     """Record of one point: checks, GPU times, and the bytes of every contender. k_grouped: DeepGEMM's or None."""
     operands = make_operands(point, seed, device)

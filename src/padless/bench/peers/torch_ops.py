@@ -47,9 +47,7 @@ class TorchOps:
             )
 
         def bf16() -> None:
-            results["bf16"] = torch._grouped_mm(
-                x, w.transpose(-2, -1), offs=problem.offs, out_dtype=torch.bfloat16
-            )
+            results["bf16"] = torch._grouped_mm(x, w.transpose(-2, -1), offs=problem.offs, out_dtype=torch.bfloat16)
 
         return [
             Contender("torch_rowwise", fp8, lambda: results["fp8"], _ROW_SCALED_TOLERANCE),

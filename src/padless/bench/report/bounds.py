@@ -73,10 +73,7 @@ def bounds(records: Sequence[Record], limits: Sequence[str], sessions: Mapping[s
         if clock != "gpu" or peer in NOT_PEERS:
             continue
         times = [time_us(record, clock, peer) for record in records]
-        ratios = {
-            limit: _ratio(times, [limit_us(record, limit, sessions) for record in records])
-            for limit in limits
-        }
+        ratios = {limit: _ratio(times, [limit_us(record, limit, sessions) for record in records]) for limit in limits}
         if any(ratios.values()):
             own_ratio = _ratio(times, [time_us(record, clock, own) for record in records])
             found.append(Bound(title.removesuffix(f" / {own}"), own_ratio, ratios))
@@ -88,9 +85,7 @@ def _ratio(times: Sequence[float | None], limits: Sequence[float | None]) -> Rat
     return Ratio(len(values), geomean(values), min(values)) if values else None
 
 
-def bounds_tables(
-    records: Sequence[Record], limits: Sequence[str], sessions: Mapping[str, Record]
-) -> list[Table]:
+def bounds_tables(records: Sequence[Record], limits: Sequence[str], sessions: Mapping[str, Record]) -> list[Table]:
     """Bounds by the peers' times, if there are peers: one table or none."""
     lines = bounds(records, limits, sessions)
     if not lines:

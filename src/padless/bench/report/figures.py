@@ -10,10 +10,7 @@ from typing import Any
 from padless.bench.results import Record, accelerations, baseline_of, memory_savings
 from padless.testing.timing import geomean
 
-_BASELINE_TITLES = {
-    "pad_then_deepgemm": "padding + DeepGEMM",
-    "pad_then_padless": "padding + the same GEMM",
-}
+_BASELINE_TITLES = {"pad_then_deepgemm": "padding + DeepGEMM", "pad_then_padless": "padding + the same GEMM"}
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
@@ -94,9 +91,7 @@ def _panel(axis: Any, records: Sequence[Record], values: Sequence[float], x: str
         axis.scatter(at, [value for _, value in pairs], s=12, alpha=0.45, color=colour, marker=marker)
         ticks = sorted({tick for tick, _ in pairs})
         means = [_mean([value for x_value, value in pairs if x_value == tick]) for tick in ticks]
-        axis.plot(
-            [tick * aside for tick in ticks], means, color=colour, marker=marker, label=f"{series} = {kind}"
-        )
+        axis.plot([tick * aside for tick in ticks], means, color=colour, marker=marker, label=f"{series} = {kind}")
     ticks = sorted({record["point"][x] for record in records})
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.minorticks_off()

@@ -55,12 +55,7 @@ def paragraph(*sentences: str, first: str = "", rest: str = "") -> str:
     """Sentences as wrapped lines; empty ones are left out. first, rest: what the lines begin with."""
     text = " ".join(sentence for sentence in sentences if sentence).replace(" + ", f"{_GLUE}+ ")
     lines = textwrap.fill(
-        text,
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
     return lines.replace(_GLUE, " ")
 

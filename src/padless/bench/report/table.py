@@ -125,14 +125,9 @@ def measured(records: Records, names: Sequence[str]) -> list[str]:
 
 
 TFLOPS = Column(
-    "TFLOP/s",
-    lambda records: [rate for r in records if (rate := tflops(r)) is not None],
-    digits=0,
-    totals=False,
+    "TFLOP/s", lambda records: [rate for r in records if (rate := tflops(r)) is not None], digits=0, totals=False
 )
-SAVED = Column(
-    "saved", lambda records: [r["memory_saving_percent"] for r in records], 1, "%", fmean, totals=False
-)
+SAVED = Column("saved", lambda records: [r["memory_saving_percent"] for r in records], 1, "%", fmean, totals=False)
 
 # What a column is called; a comparison that is not here keeps its title of COMPARISONS.
 HEADINGS = {
@@ -208,11 +203,7 @@ def summary_table(records: Records) -> Table:
 
 
 # Headings of shares: a limit over the time of padless.
-OF = {
-    "floor": "of the\nfloor",
-    COPY: "of a copy\nof as many\nbytes",
-    READ: "of a read\nof as many\nbytes",
-}
+OF = {"floor": "of the\nfloor", COPY: "of a copy\nof as many\nbytes", READ: "of a read\nof as many\nbytes"}
 
 
 def stacked(name: str) -> str:

@@ -63,9 +63,7 @@ def _whole_rounds(tile: Tile, num_sms: int, rounds: int) -> tuple[int, int]:
     columns = tile.block_n * tile.cluster_n
     total = max(num_sms // tile.cluster_n, 1) * rounds
     shapes = [
-        (m_tiles * tile.block_m, total // m_tiles * columns)
-        for m_tiles in range(1, total + 1)
-        if total % m_tiles == 0
+        (m_tiles * tile.block_m, total // m_tiles * columns) for m_tiles in range(1, total + 1) if total % m_tiles == 0
     ]
     return min(shapes, key=lambda shape: max(shape) / min(shape))
 
@@ -145,9 +143,7 @@ def gpu_clock(route: Route, repeats: int) -> Clock:
             sizes, config = list(trial.sizes), config_for(route, trial.tile)
             operands = make_operands(route.a, route.b, sizes, trial.n, trial.k, seed=i, device="cuda")
             out = torch.empty((sum(sizes), trial.n), dtype=torch.bfloat16, device="cuda")
-            calls[str(i)] = lambda o=operands, d=out, c=config: grouped_gemm(
-                o.a, o.b, o.offs, out=d, config=c
-            )
+            calls[str(i)] = lambda o=operands, d=out, c=config: grouped_gemm(o.a, o.b, o.offs, out=d, config=c)
         times = timer.gpu(calls)
         torch.cuda.empty_cache()
         return [times[str(i)].median_us for i in range(len(turn))]
@@ -155,9 +151,7 @@ def gpu_clock(route: Route, repeats: int) -> Clock:
     return clock
 
 
-def run_tune(
-    *, dry_run: bool = False, reset: bool = False, repeats: int = 20, console: Console | None = None
-) -> int:
+def run_tune(*, dry_run: bool = False, reset: bool = False, repeats: int = 20, console: Console | None = None) -> int:
     """Measures the tables of every kernel that has one and runs here, prints old and new, stores the new ones.
 
     dry_run: store nothing. reset: remove what was stored instead, and measure nothing. Returns the exit code.

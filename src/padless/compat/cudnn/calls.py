@@ -215,13 +215,7 @@ def _run(request: CudnnRequest) -> QuantOutputs:
     resolved = request.resolve()
     operands, epilogue = resolved.operands, resolved.epilogue
     tensors = with_outputs(
-        epilogue,
-        resolved.tensors,
-        operands.m,
-        operands.n,
-        operands.num_groups,
-        operands.device,
-        request.m_aligned,
+        epilogue, resolved.tensors, operands.m, operands.n, operands.num_groups, operands.device, request.m_aligned
     )
     stream = stream_handle(request.current_stream)
     a, b, offs = operands.a, operands.b, operands.offs

@@ -37,9 +37,7 @@ class Buffers(Inputs):
         self.check_fixed()
         operands = self.operands()
         if not operands.as_cudnn:
-            raise ValueError(
-                "sample_b must be a tensor (N, K, G); for BlockScaledTensors call grouped_gemm_quant"
-            )
+            raise ValueError("sample_b must be a tensor (N, K, G); for BlockScaledTensors call grouped_gemm_quant")
         epilogue = self.epilogue()
         operands.check()
         check_columns(epilogue, operands.n, "b_tensor", "gate_up='interleaved'")
@@ -59,9 +57,7 @@ class Buffers(Inputs):
         if has_column != (self.sfd_col_tensor is not None):
             raise ValueError("d_col_tensor and sfd_col_tensor must be given both or neither")
         if format is None and (has_column or self.sfd_row_tensor is not None):
-            raise ValueError(
-                f"d_tensor is {d.dtype}, which has no scales; sfd_row, d_col and sfd_col must be None"
-            )
+            raise ValueError(f"d_tensor is {d.dtype}, which has no scales; sfd_row, d_col and sfd_col must be None")
         if format is not None and (self.sfd_row_tensor is None or self.norm_const_tensor is None):
             missing = "sfd_row_tensor" if self.sfd_row_tensor is None else "norm_const_tensor"
             raise ValueError(
@@ -86,9 +82,7 @@ class Buffers(Inputs):
             scale_rule="" if format is None else NORM_CONST_RULES[SEMANTICS.index(self.semantics)],
         )
 
-    def _with_outputs(
-        self, numbers: EpilogueTensors, operands: Operands, epilogue: Epilogue
-    ) -> EpilogueTensors:
+    def _with_outputs(self, numbers: EpilogueTensors, operands: Operands, epilogue: Epilogue) -> EpilogueTensors:
         m, groups, device = operands.m, operands.num_groups, operands.device
         n_out, d, format = epilogue.out_columns(operands.n), self.d_tensor, epilogue.row_format
         t = numbers
@@ -274,9 +268,7 @@ class GroupedGemmQuant:
         for name, t in given.tensors().items():
             if (t is None) != (samples[name] is None):
                 without = "without" if samples[name] is None else "with"
-                raise ValueError(
-                    f"{name} is {describe(t)}; the samples came {without} one, so must this call"
-                )
+                raise ValueError(f"{name} is {describe(t)}; the samples came {without} one, so must this call")
         bound, expected = given.bind(), self._kind
         if bound.kind != expected:
             (epilogue, formats, sizes), (was, their_formats, their_sizes) = bound.kind, expected
@@ -304,7 +296,5 @@ def _tiles(
     strides = (16, 4, 512 * columns, 1, 512)
     wrong = any(s != w for s, w, size in zip(t.stride(), strides, t.shape, strict=False) if size > 1)
     if wrong and t.numel() > 0:
-        raise ValueError(
-            f"{name} has strides {t.stride()}; 32x4x4 tiles have {strides} (see layouts.cudnn_view)"
-        )
+        raise ValueError(f"{name} has strides {t.stride()}; 32x4x4 tiles have {strides} (see layouts.cudnn_view)")
     return t.as_strided((t.numel(),), (1,))

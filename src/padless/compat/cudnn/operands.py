@@ -8,15 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors
-from padless.formats import (
-    MXFP4,
-    MXFP8,
-    MXFP8_E5M2,
-    NVFP4,
-    BlockScaledFormat,
-    BlockScaledTensor,
-    ceil_div,
-)
+from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
 from padless.layouts import from_cudnn_view
 from padless.ops.checks import Activation, as_int32, check_operands, describe
 
@@ -65,9 +57,7 @@ class Operands:
     def check(self) -> None:
         """Raises ValueError for operands that no grouped product can have."""
         if self.offs is None:
-            raise ValueError(
-                "padded_offsets is None; it must be (G,) int32 end rows (see padless.group_offsets)"
-            )
+            raise ValueError("padded_offsets is None; it must be (G,) int32 end rows (see padless.group_offsets)")
         check_operands("grouped_gemm", self.a, self.b, self.offs)
 
 
@@ -118,9 +108,7 @@ class Inputs:
             _check_vec_size(self.sf_vec_size, b.format)
             return Operands(*_with_ends(a, b, self.padded_offsets), False)
         if isinstance(a, BlockScaledTensor):
-            raise ValueError(
-                f"a_tensor is a BlockScaledTensor, so b_tensor must be one too, got {describe(b)}"
-            )
+            raise ValueError(f"a_tensor is a BlockScaledTensor, so b_tensor must be one too, got {describe(b)}")
         for name, t in (("a_tensor", a), ("b_tensor", b)):
             if not isinstance(t, torch.Tensor) or t.dim() != 3:
                 shape = "(M, K, 1)" if name == "a_tensor" else "(N, K, G)"
@@ -149,9 +137,7 @@ class Inputs:
         if self.global_scale_tensor is not None:
             scale = number("global_scale_tensor", self.global_scale_tensor, [(), (1,), (groups,)], device)
             global_scale = scale.reshape(-1)
-        return EpilogueTensors(
-            alpha=alpha, bias=bias, prob=prob, norm_const=norm_const, global_scale=global_scale
-        )
+        return EpilogueTensors(alpha=alpha, bias=bias, prob=prob, norm_const=norm_const, global_scale=global_scale)
 
 
 def _with_ends(
@@ -170,16 +156,12 @@ def number(name: str, t: object, shapes: Sequence[tuple[int, ...]], device: torc
         or t.device != device
     ):
         allowed = " or ".join(map(str, dict.fromkeys(shapes)))
-        raise ValueError(
-            f"{name} must be {allowed}, float32, bfloat16 or float16, on {device}, got {describe(t)}"
-        )
+        raise ValueError(f"{name} must be {allowed}, float32, bfloat16 or float16, on {device}, got {describe(t)}")
     t = t.detach().to(torch.float32)
     return t if name == "bias_tensor" else t.contiguous()
 
 
-def _operand(
-    name: str, codes: torch.Tensor, scale: object, matrices: int, vec_size: int | None
-) -> BlockScaledTensor:
+def _operand(name: str, codes: torch.Tensor, scale: object, matrices: int, vec_size: int | None) -> BlockScaledTensor:
     """codes (M, K) or (G, N, K) with a 6-D scale."""
     if codes.dtype in _FP4_DTYPES:
         codes = codes.view(torch.float4_e2m1fn_x2) if codes.dtype == torch.uint8 else codes
@@ -188,9 +170,7 @@ def _operand(
     format = _FORMATS.get((codes.dtype, scale.dtype))
     if format is None:
         pairs = ", ".join(f"{c} with {s}" for c, s in _FORMATS)
-        raise ValueError(
-            f"{name}_tensor has {codes.dtype} and sf{name}_tensor {scale.dtype}; allowed: {pairs}"
-        )
+        raise ValueError(f"{name}_tensor has {codes.dtype} and sf{name}_tensor {scale.dtype}; allowed: {pairs}")
     _check_vec_size(vec_size, format)
     rows, k = codes.shape[-2], codes.shape[-1] * format.codes_per_byte
     columns = ceil_div(ceil_div(k, format.block_k), 4)
@@ -198,9 +178,7 @@ def _operand(
     if tuple(scale.shape) != wanted or scale.device != codes.device:
         raise ValueError(f"sf{name}_tensor must be {wanted} on {codes.device}, got {describe(scale)}")
     if codes.numel() > 0 and codes.stride(-1) != 1:
-        raise ValueError(
-            f"{name}_tensor has strides {codes.stride()} with K last; K must be contiguous (K-major)"
-        )
+        raise ValueError(f"{name}_tensor has strides {codes.stride()} with K last; K must be contiguous (K-major)")
     tiles = from_cudnn_view(scale) if scale.numel() > 0 else scale.reshape(matrices, 0)
     tiles = tiles.contiguous()
     return BlockScaledTensor(codes, tiles[0] if codes.dim() == 2 else tiles, format, None, "blocked")

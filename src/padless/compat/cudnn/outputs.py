@@ -30,9 +30,7 @@ class QuantOutputs(dict[str, Any]):
     # Values are torch.Tensor | None, by the call's arguments; typed as Any so that a caller that knows which need not
     # say so at every use.
 
-    def __init__(
-        self, values: dict[str, torch.Tensor | None], row: BlockScaledTensor | None, tiles: int
-    ) -> None:
+    def __init__(self, values: dict[str, torch.Tensor | None], row: BlockScaledTensor | None, tiles: int) -> None:
         super().__init__((key, values[key]) for key in KEYS)
         self.row = row
         self.column_tiles = tiles
@@ -44,9 +42,7 @@ class QuantOutputs(dict[str, Any]):
         return super().__getitem__(KEYS[key] if isinstance(key, int) else key)
 
 
-def pack(
-    epilogue: Epilogue, t: EpilogueTensors, as_cudnn: bool, offs: torch.Tensor | None = None
-) -> QuantOutputs:
+def pack(epilogue: Epilogue, t: EpilogueTensors, as_cudnn: bool, offs: torch.Tensor | None = None) -> QuantOutputs:
     """The outputs in `t` as the caller sees them; as_cudnn: with a third dimension of 1; offs: what `row` remembers."""
     row = row_tensor(epilogue, t, offs)
     d, d_col = t.d, t.column_codes

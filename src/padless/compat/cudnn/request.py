@@ -18,11 +18,7 @@ from padless.ops.grouped_gemm_epilogue import default_row_layout
 
 GATE_UP = {"interleaved": "swiglu_interleaved", "concatenated": "swiglu_concatenated"}
 D_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FORMAT_OF_DTYPE = {
-    torch.float8_e4m3fn: MXFP8,
-    torch.float8_e5m2: MXFP8_E5M2,
-    torch.float4_e2m1fn_x2: MXFP4,
-}
+FORMAT_OF_DTYPE = {torch.float8_e4m3fn: MXFP8, torch.float8_e5m2: MXFP8_E5M2, torch.float4_e2m1fn_x2: MXFP4}
 # A torch.cuda.Stream, a CUstream or its number; None is torch's current one.
 Stream = torch.cuda.Stream | SupportsInt | None
 
@@ -94,9 +90,7 @@ class CudnnRequest(Inputs):
         rows = format if self.row_output else None
         columns = self.column_format(format)
         if format is not None and rows is None and columns is None:
-            raise ValueError(
-                "row_output and column_output are both off; nothing would be left of the quantised output"
-            )
+            raise ValueError("row_output and column_output are both off; nothing would be left of the quantised output")
         amax = d_dtype in (torch.bfloat16, torch.float16) if self.return_amax is None else self.return_amax
         activation = "none" if self.gate_up is None else GATE_UP[self.gate_up]
         return Epilogue(
@@ -127,9 +121,7 @@ class CudnnRequest(Inputs):
             if format is None and self.global_scale_tensor is not None:
                 raise ValueError("global_scale_tensor must be None for output that has no scales")
             if format == NVFP4 and self.global_scale_tensor is None:
-                raise ValueError(
-                    "global_scale_tensor is None; NVFP4 output needs its decode scale, amax / 2688 of D"
-                )
+                raise ValueError("global_scale_tensor is None; NVFP4 output needs its decode scale, amax / 2688 of D")
             if format == FP8_BLOCK and self.global_scale_tensor is not None:
                 raise ValueError("global_scale_tensor must be None for FP8_BLOCK output")
             return "te" if format == NVFP4 else ""
@@ -140,9 +132,7 @@ class CudnnRequest(Inputs):
                 raise ValueError(f"scale_rule is {rule!r}; allowed: None, 'rceil', 'floor'")
             return rule or "rceil"
         if rule is not None:
-            raise ValueError(
-                f"scale_rule is {rule!r}; with norm_const_tensor it must be None (see semantics)"
-            )
+            raise ValueError(f"scale_rule is {rule!r}; with norm_const_tensor it must be None (see semantics)")
         return NORM_CONST_RULES[SEMANTICS.index(self.semantics)]
 
     def column_format(self, format: BlockScaledFormat | None) -> BlockScaledFormat | None:
@@ -156,9 +146,7 @@ class CudnnRequest(Inputs):
         possible = format in COLUMN_FORMATS
         if self.column_output and not possible:
             names = ", ".join(allowed.name for allowed in COLUMN_FORMATS)
-            raise ValueError(
-                f"column_output is True for {format.name}; only {names} are quantised along columns"
-            )
+            raise ValueError(f"column_output is True for {format.name}; only {names} are quantised along columns")
         wanted = possible if self.column_output is None else self.column_output
         return format if wanted else None
 
@@ -169,9 +157,7 @@ class CudnnRequest(Inputs):
                 return "plain"
             return "blocked_groups" if self.discrete_col_sfd else "blocked"
         if columns is None:
-            raise ValueError(
-                f"column_layout is {self.column_layout!r} and there is no column output; leave it None"
-            )
+            raise ValueError(f"column_layout is {self.column_layout!r} and there is no column output; leave it None")
         return self.column_layout
 
 
@@ -183,6 +169,4 @@ def stream_handle(stream: Stream) -> int | None:
     try:
         return int(handle)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"current_stream must be a stream or its number, got {type(stream).__name__}"
-        ) from None
+        raise ValueError(f"current_stream must be a stream or its number, got {type(stream).__name__}") from None

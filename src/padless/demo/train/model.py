@@ -11,9 +11,7 @@ from torch.nn import functional
 from padless.demo.train.text import NUM_BYTES
 from padless.nn import Experts, Recipe
 
-BALANCE = (
-    0.01  # weight of the loss that keeps experts equally busy (Switch Transformer, arXiv 2101.03961, eq. 4)
-)
+BALANCE = 0.01  # weight of the loss that keeps experts equally busy (Switch Transformer, arXiv 2101.03961, eq. 4)
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,7 @@ SMOOTHED = 20  # steps whose mean a drawn point is
 def print_training(console: Console, training: Training) -> None:
     """One line a recipe: loss at the end, difference from the first recipe, and what a step took."""
     size = training.size
-    where = (
-        torch.cuda.get_device_name() if training.device == "cuda" else "the CPU, with the reference backend"
-    )
+    where = torch.cuda.get_device_name() if training.device == "cuda" else "the CPU, with the reference backend"
     steps = len(training.curves[0].losses)
     console.print(
         f"\n{size.layers} layers of {size.experts} experts, {size.top_k} a token, hidden {size.hidden}; "

@@ -83,9 +83,7 @@ class Contender:
     this size a host takes longer to launch them than a GPU to compute them.
     """
 
-    def __init__(
-        self, name: str, recipe: Recipe, size: ModelSize, seed: int, steps: int, device: str
-    ) -> None:
+    def __init__(self, name: str, recipe: Recipe, size: ModelSize, seed: int, steps: int, device: str) -> None:
         torch.manual_seed(seed)
         self.curve = Curve(name, seed)
         self.model = Model(size, recipe).to(device)

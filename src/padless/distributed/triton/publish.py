@@ -118,18 +118,14 @@ def publish(
             _quantize_row(x_ptr + tl.cast(token, tl.int64) * x_stride, record, H, HARDWARE_CAST)
         else:
             words = tl.arange(0, triton.next_power_of_2(CODE_BYTES // 4))
-            source = (x_ptr + tl.cast(token, tl.int64) * CODE_BYTES).to(
-                tl.pointer_type(tl.int32), bitcast=True
-            )
+            source = (x_ptr + tl.cast(token, tl.int64) * CODE_BYTES).to(tl.pointer_type(tl.int32), bitcast=True)
             source = tl.multiple_of(source, 16)
             there = tl.multiple_of(record.to(tl.pointer_type(tl.int32)), 16)
             inside = words < CODE_BYTES // 4
             tl.store(there + words, tl.load(source + words, mask=inside), mask=inside)
             if SCALE_BYTES > 0:
                 lane = tl.arange(0, triton.next_power_of_2(SCALE_BYTES))
-                scales = tl.load(
-                    scale_ptr + tl.cast(token, tl.int64) * SCALE_BYTES + lane, mask=lane < SCALE_BYTES
-                )
+                scales = tl.load(scale_ptr + tl.cast(token, tl.int64) * SCALE_BYTES + lane, mask=lane < SCALE_BYTES)
                 behind = (record + CODE_BYTES).to(tl.pointer_type(tl.uint8))
                 tl.store(behind + lane, scales, mask=lane < SCALE_BYTES)
     if is_last(counters_ptr + 2):

@@ -110,15 +110,7 @@ def fan_out(
                 row = tl.load(inverse_ptr + at + j)
                 if (row >= 0) & (row < capacity):
                     store_row(
-                        data_ptr,
-                        scale_ptr,
-                        row,
-                        words,
-                        scales,
-                        scale_stride_m,
-                        scale_stride_k,
-                        CODE_BYTES,
-                        SCALES,
+                        data_ptr, scale_ptr, row, words, scales, scale_stride_m, scale_stride_k, CODE_BYTES, SCALES
                     )
 
 

@@ -15,16 +15,7 @@ from padless.distributed.triton.receive import load_record, store_offs, store_ro
 
 @triton.jit
 def _keys(
-    ids_ptr,
-    local_index_ptr,
-    cell,
-    slot,
-    slots,
-    table,
-    there,
-    num_experts,
-    num_local_experts,
-    TOP_K: tl.constexpr,
+    ids_ptr, local_index_ptr, cell, slot, slots, table, there, num_experts, num_local_experts, TOP_K: tl.constexpr
 ):
     """(local expert of each slot, num_local_experts for none, one more past the last slot; whether an id is wrong)."""
     source = slot // table
@@ -100,9 +91,7 @@ def receive_few(
     lane = tl.arange(0, LANES)
     mine = (source * max_tokens + token) * TOP_K + lane
     past = tl.where(lane < TOP_K, mine, slots)
-    my_keys, _ = _keys(
-        ids, local_index_ptr, cell, past, slots, table, there, num_experts, num_local_experts, TOP_K
-    )
+    my_keys, _ = _keys(ids, local_index_ptr, cell, past, slots, table, there, num_experts, num_local_experts, TOP_K)
     earlier = (keys[None, :] == my_keys[:, None]) & (slot[None, :] < mine[:, None])
     rows = tl.sum(((keys[None, :] < my_keys[:, None]) | earlier).to(tl.int32), axis=1)
     is_here = my_keys < num_local_experts
@@ -116,14 +105,4 @@ def receive_few(
         for j in tl.static_range(TOP_K):
             if tl.max((kept & (lane == j)).to(tl.int32), axis=0) > 0:
                 row = tl.sum(tl.where(lane == j, rows, 0), axis=0)
-                store_row(
-                    data_ptr,
-                    scale_ptr,
-                    row,
-                    words,
-                    scales,
-                    scale_stride_m,
-                    scale_stride_k,
-                    CODE_BYTES,
-                    SCALES,
-                )
+                store_row(data_ptr, scale_ptr, row, words, scales, scale_stride_m, scale_stride_k, CODE_BYTES, SCALES)

@@ -67,13 +67,8 @@ def report_deadlock(machine: Machine, what: str) -> None:
             source = f"{at.source} " if at is not None and at.source else ""
             line = f"PTX line {at.line}" if at is not None else "?"
             lanes = int(np.count_nonzero(f.mask))
-            lines.append(
-                f"CTA {f.warp.cta.index} warp {f.warp.index} ({lanes} lanes) at {source}({line}): {reason}"
-            )
+            lines.append(f"CTA {f.warp.cta.index} warp {f.warp.index} ({lanes} lanes) at {source}({line}): {reason}")
     at, last = first if first is not None else (None, None)
     machine.report(
-        "deadlock",
-        f"{what}:\n      " + "\n      ".join(lines[:40]),
-        at,
-        last.warp if last is not None else None,
+        "deadlock", f"{what}:\n      " + "\n      ".join(lines[:40]), at, last.warp if last is not None else None
     )

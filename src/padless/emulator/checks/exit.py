@@ -40,9 +40,7 @@ def check_exit(cta: Cta) -> None:
             break
     for row, (event, site) in cta.remote.items():
         if known[row] < event:
-            message = (
-                f"CTA {cta.index} ends with nothing ordering this access from another CTA before its end"
-            )
+            message = f"CTA {cta.index} ends with nothing ordering this access from another CTA before its end"
             site.report("exit", message)
             break
 

@@ -41,9 +41,7 @@ def asynchronous_store(e: Emitter) -> None:
     slots = [e.source_slot(item, view) for item in items]
     size = int(view[1:]) // 8
     total = size * len(slots)
-    function = (
-        FUNCTIONS[next(m for m in e.instruction.modifiers if m in OPERATIONS)] if e.opcode == "red" else None
-    )
+    function = FUNCTIONS[next(m for m in e.instruction.modifiers if m in OPERATIONS)] if e.opcode == "red" else None
     e.preparation.granule = min(e.preparation.granule, size)
     ins = e.instruction
 

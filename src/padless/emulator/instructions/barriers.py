@@ -11,12 +11,7 @@ from padless.emulator.instructions.warp_wide import predicate_source, write
 from padless.emulator.order.race import CLUSTER, GPU, merge
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
-from padless.emulator.state.barriers import (
-    BarrierWait,
-    complete_barrier,
-    complete_cluster_barrier,
-    publish_inits,
-)
+from padless.emulator.state.barriers import BarrierWait, complete_barrier, complete_cluster_barrier, publish_inits
 from padless.emulator.state.global_access import check_grids
 from padless.emulator.state.site import Site, lanes_of, rows_of
 from padless.emulator.state.warp import Fragment, Wait, Warp
@@ -72,9 +67,7 @@ def barrier(e: Emitter) -> None:
             bar.value = (bar.value or []) + (~p if negated else p).tolist()
         waiting = None
         if not arrive_only:
-            waiting = BarrierWait(
-                lambda: f"barrier {number}: {bar.count} of {bar.expected} threads have arrived"
-            )
+            waiting = BarrierWait(lambda: f"barrier {number}: {bar.count} of {bar.expected} threads have arrived")
             if operation:
                 waiting.after = lambda fragment, value: write(fragment.warp.v, out, value, fragment.mask)
             bar.waiting.append(waiting)

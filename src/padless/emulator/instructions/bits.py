@@ -87,9 +87,7 @@ def permute(e: Emitter) -> None:
     if mode:
         table = e.name(np.array(PERMUTATIONS[mode], np.uint32), "table")
         selector = f"{table}[{selector} & 3]"
-    e.assign(
-        e.destination(d, "u32"), f"permute_bytes({e.source(a, 'u32')}, {e.source(b, 'u32')}, {selector})"
-    )
+    e.assign(e.destination(d, "u32"), f"permute_bytes({e.source(a, 'u32')}, {e.source(b, 'u32')}, {selector})")
 
 
 # mode -> the selector that it stands for, by the low two bits of c (PTX ISA, "prmt")
@@ -147,8 +145,7 @@ def extract_field(e: Emitter) -> None:
     view = e.view
     d, a, b, c = e.operands
     e.assign(
-        e.destination(d, view),
-        f"bit_field_extract({e.source(a, view)}, {e.source(b, 'u32')}, {e.source(c, 'u32')})",
+        e.destination(d, view), f"bit_field_extract({e.source(a, view)}, {e.source(b, 'u32')}, {e.source(c, 'u32')})"
     )
 
 
@@ -185,9 +182,7 @@ def bit_field_insert(a: Array, b: Array, start: Array, length: Array) -> Array:
     bits = 8 * a.dtype.itemsize
     whole = (1 << bits) - 1
     out = []
-    for x, y, p, n in zip(
-        a.tolist(), b.tolist(), (start & 0xFF).tolist(), (length & 0xFF).tolist(), strict=True
-    ):
+    for x, y, p, n in zip(a.tolist(), b.tolist(), (start & 0xFF).tolist(), (length & 0xFF).tolist(), strict=True):
         mask = (((1 << n) - 1) << p) & whole
         out.append((y & ~mask) | ((x << p) & mask))
     return np.array(out, dtype=a.dtype)
@@ -198,9 +193,7 @@ def bit_mask(e: Emitter) -> None:
     """Ones from bit a, b of them; .wrap takes both modulo 32, .clamp limits them to 32."""
     e.only("clamp", "wrap")
     d, a, b = e.operands
-    e.assign(
-        e.destination(d, "u32"), f"field_mask({e.source(a, 'u32')}, {e.source(b, 'u32')}, {e.has('wrap')})"
-    )
+    e.assign(e.destination(d, "u32"), f"field_mask({e.source(a, 'u32')}, {e.source(b, 'u32')}, {e.has('wrap')})")
 
 
 @helper
@@ -219,9 +212,7 @@ def sign_or_zero_extend(e: Emitter) -> None:
     view = e.view
     wrap = "& 31" if e.has("wrap") else ""
     length = f"np.minimum({e.source(b, 'u32')} {wrap}, 32)"
-    e.assign(
-        e.destination(d, view), f"bit_field_extract({e.source(a, view)}, np.zeros(32, np.uint32), {length})"
-    )
+    e.assign(e.destination(d, view), f"bit_field_extract({e.source(a, view)}, np.zeros(32, np.uint32), {length})")
 
 
 @instruction("brev")
@@ -241,8 +232,7 @@ def find_nth_set(e: Emitter) -> None:
     """The position of the n-th set bit of a mask, counted from a base upwards or, for a negative n, downwards."""
     d, mask, base, offset = e.operands
     e.assign(
-        e.destination(d, "u32"),
-        f"nth_set({e.source(mask, 'u32')}, {e.source(base, 'u32')}, {e.source(offset, 's32')})",
+        e.destination(d, "u32"), f"nth_set({e.source(mask, 'u32')}, {e.source(base, 'u32')}, {e.source(offset, 's32')})"
     )
 
 

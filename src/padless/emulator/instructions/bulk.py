@@ -120,11 +120,7 @@ COMMON = {"async", "bulk", "tensor", "reduce", "mbarrier::complete_tx::bytes", "
 
 def check_modifiers(e: Emitter) -> None:
     for modifier in e.modifiers:
-        if (
-            modifier not in COMMON
-            and not cache_qualifier(modifier)
-            and modifier not in (*REDUCTIONS, *e.types)
-        ):
+        if modifier not in COMMON and not cache_qualifier(modifier) and modifier not in (*REDUCTIONS, *e.types):
             e.unsupported(f"modifier .{modifier}")
     if e.has("im2col"):
         e.unsupported("im2col")

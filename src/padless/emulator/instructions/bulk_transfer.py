@@ -76,9 +76,7 @@ def check_bounds(site: Site, cta: Cta, where: Array, granule: int) -> None:
         site.fault("a bulk copy reaches past the CTA's shared memory")
 
 
-def receivers(
-    site: Site, start: int, barrier: int, mask: int | None, pair: bool
-) -> list[tuple[Cta, Mbarrier]]:
+def receivers(site: Site, start: int, barrier: int, mask: int | None, pair: bool) -> list[tuple[Cta, Mbarrier]]:
     """The CTAs that receive a copy, each with the barrier it completes on."""
     cta, _ = site.locate(start)
     ctas = site.warp.cta.cluster.ctas
@@ -93,8 +91,7 @@ def receivers(
             signalled = (rank & ~1) | (bar_rank & 1)
         elif mask is None and bar_rank != rank:
             site.report(
-                "tma",
-                f"data goes to CTA {rank}, the mbarrier is in CTA {bar_rank}; only .cta_group::2 allows it",
+                "tma", f"data goes to CTA {rank}, the mbarrier is in CTA {bar_rank}; only .cta_group::2 allows it"
             )
             signalled = bar_rank
         bar = find_mbarrier(site, (signalled << 24) | (barrier & OFFSET_MASK), asynchronous=True)
@@ -197,13 +194,7 @@ def tensor_load(
 
 
 def tensor_store(
-    site: Site,
-    tensor_map: Any,
-    coordinates: tuple[int, ...],
-    start: int,
-    operation: str,
-    mode: str,
-    groups: Groups,
+    site: Site, tensor_map: Any, coordinates: tuple[int, ...], start: int, operation: str, mode: str, groups: Groups
 ) -> None:
     cta, offset = site.locate(start)
     plan = tma.plan(tensor_map, coordinates, offset, store=True, mode=mode)
@@ -234,9 +225,7 @@ def plain_load(site: Site, to: int, source: int, count: int, barrier: int, mask:
     load(site, receivers(site, to, barrier, mask, False), where, 16, count, fill)
 
 
-def plain_store(
-    site: Site, to: int, source: int, count: int, reduce: tuple[str, str] | None, groups: Groups
-) -> None:
+def plain_store(site: Site, to: int, source: int, count: int, reduce: tuple[str, str] | None, groups: Groups) -> None:
     cta, offset = site.locate(source)
     where = offset + np.arange(0, count, 16)
     check_bounds(site, cta, where, 16)

@@ -22,9 +22,7 @@ UNORDERED = {"equ": "==", "neu": "!=", "ltu": "<", "leu": "<=", "gtu": ">", "geu
 
 def comparison(e: Emitter, a: Any, b: Any, kind: str) -> str:
     """A boolean expression of one comparison modifier; 64 values for packed types, low half first."""
-    relation = next(
-        (m for m in e.instruction.modifiers if m in COMPARE or m in UNORDERED or m in ("num", "nan")), ""
-    )
+    relation = next((m for m in e.instruction.modifiers if m in COMPARE or m in UNORDERED or m in ("num", "nan")), "")
     if kind.removesuffix("x2") in ("f16", "bf16"):
         x, y = (floating.widen(e, o, kind) for o in (a, b))
         if e.has("ftz"):
@@ -109,9 +107,7 @@ def set_value(e: Emitter) -> None:
 def select(e: Emitter) -> None:
     view = e.view
     d, a, b, c = e.operands
-    e.assign(
-        e.destination(d, view), f"np.where({e.source(c, 'pred')}, {e.source(a, view)}, {e.source(b, view)})"
-    )
+    e.assign(e.destination(d, view), f"np.where({e.source(c, 'pred')}, {e.source(a, view)}, {e.source(b, view)})")
 
 
 @instruction("slct")

@@ -66,10 +66,7 @@ def convert(e: Emitter) -> None:
     if e.has("pack"):
         pack_integers(e)
         return
-    if (
-        to.removesuffix("x2").removesuffix("x4") in SMALL
-        or source.removesuffix("x2").removesuffix("x4") in SMALL
-    ):
+    if to.removesuffix("x2").removesuffix("x4") in SMALL or source.removesuffix("x2").removesuffix("x4") in SMALL:
         small_formats(e, to, source)
         return
     if e.has("rs"):
@@ -86,8 +83,7 @@ def convert(e: Emitter) -> None:
     if to == "tf32":
         mode = "rna" if e.has("rna") else floating.rounding(e)
         e.assign(
-            e.destination(d, "u32"),
-            f"to_tf32({e.source(a, 'f32')}, {mode!r}, {e.has('satfinite')}, {e.has('relu')})",
+            e.destination(d, "u32"), f"to_tf32({e.source(a, 'f32')}, {mode!r}, {e.has('satfinite')}, {e.has('relu')})"
         )
         return
     from_float = source[0] == "f" or source == "bf16"
@@ -174,9 +170,7 @@ def round_sixteen(value: Array, base: str, mode: str, saturate: bool) -> Array:
 def to_tf32(value: Array, mode: str, saturate: bool, relu: bool) -> Array:
     from padless.emulator.units import number_formats
 
-    return number_formats.encode(
-        value.astype(np.float64), "tf32", rounding=mode, saturate=saturate, relu=relu
-    )
+    return number_formats.encode(value.astype(np.float64), "tf32", rounding=mode, saturate=saturate, relu=relu)
 
 
 @helper
@@ -197,9 +191,7 @@ def float_to_integer(value: Array, mode: str, kind: Any) -> Array:
     low, high = float(info.min), float(info.max)
     inside = np.where((rounded > low) & (rounded < high), rounded, 0).astype(kind)
     out = np.where(rounded >= high, info.max, np.where(rounded <= low, info.min, inside))
-    return np.where(
-        np.isnan(rounded), 0 if info.bits < 64 else -(1 << 63) if info.min else 1 << 63, out
-    ).astype(kind)
+    return np.where(np.isnan(rounded), 0 if info.bits < 64 else -(1 << 63) if info.min else 1 << 63, out).astype(kind)
 
 
 @helper
@@ -216,9 +208,7 @@ def pack_integers(e: Emitter) -> None:
     d, a, b, *c = e.operands
     n = int(kind[1:])
     low, high = (-(1 << (n - 1)), (1 << (n - 1)) - 1) if kind[0] == "s" else (0, (1 << n) - 1)
-    parts = [
-        f"(np.clip({e.source(o, 's32')}, {low}, {high}).view(np.uint32) & {(1 << n) - 1})" for o in (a, b)
-    ]
+    parts = [f"(np.clip({e.source(o, 's32')}, {low}, {high}).view(np.uint32) & {(1 << n) - 1})" for o in (a, b)]
     value = f"(({parts[0]} << {n}) | {parts[1]})"
     if c:
         value = f"({value} | ({e.source(c[0], 'u32')} << {2 * n}))"
@@ -255,10 +245,7 @@ def small_formats(e: Emitter, to: str, source: str) -> None:
 def encode_pair(low: Array, high: Array, name: str, mode: str, saturate: bool) -> Array:
     from padless.emulator.units import number_formats
 
-    codes = [
-        number_formats.encode(x, name, rounding=mode, saturate=saturate).astype(np.uint16)
-        for x in (low, high)
-    ]
+    codes = [number_formats.encode(x, name, rounding=mode, saturate=saturate).astype(np.uint16) for x in (low, high)]
     return codes[0] | (codes[1] << (4 if name == "e2m1" else 8))
 
 
@@ -269,8 +256,7 @@ def decode_pair(bits: Array, name: str, to: str, relu: bool) -> Array:
     shift = 4 if name == "e2m1" else 8
     mask = (1 << shift) - 1
     halves = [
-        np.asarray(number_formats.decode(part, name), np.float64)
-        for part in (bits & mask, (bits >> shift) & mask)
+        np.asarray(number_formats.decode(part, name), np.float64) for part in (bits & mask, (bits >> shift) & mask)
     ]
     if relu:
         halves = [np.maximum(h, 0) for h in halves]

@@ -91,9 +91,7 @@ def make_copy(e: Emitter) -> Any:
             count = int(w.v[count_slot][lane]) if count_slot >= 0 else size.value
             if ignore_slot >= 0 and w.v[ignore_slot][lane]:
                 count = 0
-            copies.append(
-                (Site(w, ins, lane), target.one(w, lane), origin.one(w, lane), min(count, size.value))
-            )
+            copies.append((Site(w, ins, lane), target.one(w, lane), origin.one(w, lane), min(count, size.value)))
         check_grids(w, [site.lane for site, _, _, count in copies if count], ins)
         copy(w, copies, size.value)
         return None

@@ -23,19 +23,7 @@ DYNAMIC = {"%clock": "u32", "%clock_hi": "u32", "%clock64": "u64", "%globaltimer
            "%globaltimer_hi": "u32"}  # fmt: skip
 # Qualifiers that steer caches or evictions and change no value.
 CACHE = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "unified"}
-SEMANTICS = {
-    "weak",
-    "relaxed",
-    "acquire",
-    "release",
-    "acq_rel",
-    "volatile",
-    "mmio",
-    "cta",
-    "cluster",
-    "gpu",
-    "sys",
-}
+SEMANTICS = {"weak", "relaxed", "acquire", "release", "acq_rel", "volatile", "mmio", "cta", "cluster", "gpu", "sys"}
 
 
 def cache_qualifier(modifier: str) -> bool:

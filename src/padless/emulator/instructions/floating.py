@@ -30,10 +30,7 @@ def narrow(e: Emitter, destination: Operand, value: str, kind: str) -> None:
     packed = kind.endswith("x2")
     base = kind.removesuffix("x2")
     view = "u32" if packed else "u16"
-    e.assign(
-        e.destination(destination, view),
-        f"narrow_{base}({value}).view(np.{'uint32' if packed else 'uint16'})",
-    )
+    e.assign(e.destination(destination, view), f"narrow_{base}({value}).view(np.{'uint32' if packed else 'uint16'})")
 
 
 SIMPLE = {"add": "+", "sub": "-", "mul": "*"}
@@ -45,9 +42,7 @@ def arithmetic(e: Emitter) -> None:
     d, a, b = e.operands
     if len(e.types) == 2:  # f32 = f16 or bf16 (op) f32
         x = f"{widen(e, a, e.type)}.astype(np.float32)"
-        finish(
-            e, d, f"fused_multiply_add({x}, np.float32(1), {negated(e)}{e.source(b, 'f32')}, {mode!r})", kind
-        )
+        finish(e, d, f"fused_multiply_add({x}, np.float32(1), {negated(e)}{e.source(b, 'f32')}, {mode!r})", kind)
     elif kind in ("f32", "f64"):
         x, y = e.source(a, kind), e.source(b, kind)
         if mode == "rn" and not e.has("ftz") and not e.has("sat"):
@@ -197,9 +192,7 @@ def sign_operation(e: Emitter) -> None:
         return
     view, bits = ("u32", 0x80008000) if kind.endswith("x2") else ("u16", 0x8000)
     x = e.source(a, view)
-    expression = (
-        f"{x} & {bits ^ (0xFFFFFFFF if view == 'u32' else 0xFFFF)}" if e.opcode == "abs" else f"{x} ^ {bits}"
-    )
+    expression = f"{x} & {bits ^ (0xFFFFFFFF if view == 'u32' else 0xFFFF)}" if e.opcode == "abs" else f"{x} ^ {bits}"
     e.assign(e.destination(d, view), expression)
 
 

@@ -54,10 +54,7 @@ def add_sub(e: Emitter) -> None:
         e.assign(e.destination(d, view), f"clamp_s32({wide})")
         return
     e.ufunc(
-        "np.add" if e.opcode == "add" else "np.subtract",
-        e.destination(d, view),
-        e.source(a, view),
-        e.source(b, view),
+        "np.add" if e.opcode == "add" else "np.subtract", e.destination(d, view), e.source(a, view), e.source(b, view)
     )
 
 
@@ -66,13 +63,7 @@ def carry_out(e: Emitter) -> None:
     view = "u" + e.view[1:]
     d, a, b = e.operands
     e.call(
-        add_carry,
-        e.destination(d, view),
-        e.source(a, view),
-        e.source(b, view),
-        "None",
-        "True",
-        str(e.opcode == "sub"),
+        add_carry, e.destination(d, view), e.source(a, view), e.source(b, view), "None", "True", str(e.opcode == "sub")
     )
 
 
@@ -104,9 +95,7 @@ def add_with_carry(e: Emitter) -> None:
     )  # fmt: skip
 
 
-def add_carry(
-    w: Any, v: Any, m: Any, d: Array, a: Array, b: Array, carry: Any, keep: bool, subtract: bool
-) -> None:
+def add_carry(w: Any, v: Any, m: Any, d: Array, a: Array, b: Array, carry: Any, keep: bool, subtract: bool) -> None:
     one = np.zeros(32, d.dtype) if carry is None else carry.astype(d.dtype)
     if subtract:
         total = a - b - one
@@ -132,13 +121,7 @@ def mul(e: Emitter) -> None:
     size = int(view[1:])
     if e.has("wide"):
         wide = f"{view[0]}{2 * size}"
-        e.ufunc(
-            "np.multiply",
-            e.destination(d, wide),
-            e.source(a, view),
-            e.source(b, view),
-            dtype=f"np.{NAMES[wide]}",
-        )
+        e.ufunc("np.multiply", e.destination(d, wide), e.source(a, view), e.source(b, view), dtype=f"np.{NAMES[wide]}")
     elif e.has("hi"):
         e.assign(e.destination(d, view), f"multiply_high({e.source(a, view)}, {e.source(b, view)})")
     else:
@@ -156,9 +139,7 @@ def multiply_high(a: Array, b: Array) -> Array:
         wide = np.int64 if a.dtype.kind == "i" else np.uint64
         high: Array = (a.astype(wide) * b.astype(wide)) >> wide(bits)
         return high.astype(a.dtype)
-    return np.array([(int(x) * int(y)) >> 64 for x, y in zip(a, b, strict=True)], dtype=object).astype(
-        a.dtype
-    )
+    return np.array([(int(x) * int(y)) >> 64 for x, y in zip(a, b, strict=True)], dtype=object).astype(a.dtype)
 
 
 @instruction("mad")
@@ -189,8 +170,7 @@ def mad(e: Emitter) -> None:
         )
     elif e.has("hi"):
         e.assign(
-            e.destination(d, view),
-            f"multiply_high({e.source(a, view)}, {e.source(b, view)}) + {e.source(c, view)}",
+            e.destination(d, view), f"multiply_high({e.source(a, view)}, {e.source(b, view)}) + {e.source(c, view)}"
         )
     else:
         e.assign(e.destination(d, view), f"{e.source(a, view)} * {e.source(b, view)} + {e.source(c, view)}")

@@ -90,10 +90,7 @@ def query_cancel(e: Emitter) -> None:
     for axis, item in enumerate(items[:3], first):
         if not isinstance(item, Sink):
             word = high if axis == 2 else low
-            e.assign(
-                e.destination(item, "u32"),
-                f"({word} >> np.uint64({32 * (axis % 2)})) & np.uint64(0xFFFFFFFF)",
-            )
+            e.assign(e.destination(item, "u32"), f"({word} >> np.uint64({32 * (axis % 2)})) & np.uint64(0xFFFFFFFF)")
 
 
 def state(w: Warp, m: Any, high: Array, instruction: Any) -> Array:

@@ -177,9 +177,7 @@ def make_mma(e: Emitter) -> Any:
     transposes = [*immediates[2:], 0, 0][:2]
     if a_slots and len(immediates) == 3:
         transposes = [0, immediates[2]]
-    spec = tensor_core.WgmmaShape(
-        n, k, kinds[0], kinds[1], kinds[2], signs[0], signs[1], transposes[0], transposes[1]
-    )
+    spec = tensor_core.WgmmaShape(n, k, kinds[0], kinds[1], kinds[2], signs[0], signs[1], transposes[0], transposes[1])
     if not spec.legal():
         e.unsupported("shape or types")
     preparation.uses.add("wgmma")
@@ -237,9 +235,7 @@ def make_mma(e: Emitter) -> Any:
     return wgmma_mma
 
 
-def launch_wgmma(
-    group: Warpgroup, op: WgmmaOperation, spec: Any, a_slots: list[int], d_slots: list[int]
-) -> None:
+def launch_wgmma(group: Warpgroup, op: WgmmaOperation, spec: Any, a_slots: list[int], d_slots: list[int]) -> None:
     """All four warps have issued: check what it will read, and queue it."""
     a_descriptor, b_descriptor, accumulate = op.operands
     warps = sorted(op.warps, key=lambda w: w.index)

@@ -220,8 +220,7 @@ def map_address(e: Emitter) -> None:
     kind = f"np.uint{view[1:]}"
     window = "" if e.has("shared::cluster") else f" | {kind}({SHARED_WINDOW})"
     e.assign(
-        e.destination(d, view),
-        f"(({source} & {kind}(0xFFFFFF)) | ({target}.astype({kind}) << {kind}(24)){window})",
+        e.destination(d, view), f"(({source} & {kind}(0xFFFFFF)) | ({target}.astype({kind}) << {kind}(24)){window})"
     )
 
 

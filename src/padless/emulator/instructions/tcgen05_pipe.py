@@ -159,9 +159,7 @@ def copy(e: Emitter) -> None:
         for lane in f.lanes(m).tolist():
             site = Site(w, ins, lane)
             ctas = targets_of(site, pair)
-            unit = tensor_units.copy(
-                shape, multicast, int(w.v[s_slot][lane]), value(w.v, t_slot, lane), source
-            )
+            unit = tensor_units.copy(shape, multicast, int(w.v[s_slot][lane]), value(w.v, t_slot, lane), source)
 
             def run(unit: Any = unit, ctas: Any = ctas) -> Any:
                 for cta in ctas:
@@ -174,14 +172,7 @@ def copy(e: Emitter) -> None:
 
 
 def commit(e: Emitter) -> None:
-    e.only(
-        "commit",
-        "cta_group::1",
-        "cta_group::2",
-        "mbarrier::arrive::one",
-        "shared::cluster",
-        "multicast::cluster",
-    )
+    e.only("commit", "cta_group::1", "cta_group::2", "mbarrier::arrive::one", "shared::cluster", "multicast::cluster")
     where = SharedOperand(e, e.operands[0])
     mask_slot = e.source_slot(e.operands[1], "u16") if len(e.operands) > 1 else -1
     ins = e.instruction

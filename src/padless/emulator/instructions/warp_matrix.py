@@ -20,9 +20,7 @@ from padless.emulator.state.warp_sync import whole_warp
 
 def matrix_shape(e: Emitter) -> int:
     """How many matrices; of m8n8 of 16 bits, or of m16n8 bytes for a transposing stmatrix."""
-    e.only(
-        "sync", "aligned", "m8n8", "m16n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16", "b8"
-    )
+    e.only("sync", "aligned", "m8n8", "m16n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16", "b8")
     of_bytes = e.opcode == "stmatrix" and e.has("m16n8", "trans") and e.type == "b8"
     if not of_bytes and (not e.has("m8n8") or e.type != "b16"):
         e.unsupported("only .m8n8 of .b16, and stmatrix.m16n8.trans of .b8")
@@ -75,9 +73,7 @@ def matrix_move(e: Emitter) -> None:
         if load:
             for k, slot in enumerate(slots):
                 tile = halves[8 * k : 8 * k + 8]
-                v[slot][:] = (
-                    np.ascontiguousarray(tile.T if transpose else tile).reshape(32, 2).view(np.uint32)[:, 0]
-                )
+                v[slot][:] = np.ascontiguousarray(tile.T if transpose else tile).reshape(32, 2).view(np.uint32)[:, 0]
         return None
 
     e.synchronise(matrix_sync)

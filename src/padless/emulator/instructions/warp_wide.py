@@ -125,9 +125,7 @@ def match(e: Emitter) -> None:
     def match_sync(w: Warp, lanes: Array) -> None:
         v = w.v
         values = v[source]
-        bits = np.array(
-            [sum(1 << int(j) for j in np.flatnonzero(lanes & (values == values[i]))) for i in range(32)]
-        )
+        bits = np.array([sum(1 << int(j) for j in np.flatnonzero(lanes & (values == values[i]))) for i in range(32)])
         if every:
             same = len(np.unique(values[lanes])) == 1
             bits = bits if same else np.zeros(32, int)

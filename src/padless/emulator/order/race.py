@@ -194,7 +194,7 @@ class Shadow:
 
     def __init__(
         self, size: int, clocks: Clocks, collector: Collector, instructions: list[Any], what: str, scale: int = 1
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.written = np.zeros(size, np.uint64)
         self.write_site = np.full(size, -1, np.int32)
         self.reader_slots = np.zeros(size, np.uint8)
@@ -273,9 +273,7 @@ class Shadow:
             return
         row, column = np.argwhere(bad)[0]
         cell = int(cells[row, column])
-        self.conflict(
-            int(stamps[row, column]), int(sites[cell]), cell, did, "race", instruction, warp, int(lanes[row])
-        )
+        self.conflict(int(stamps[row, column]), int(sites[cell]), cell, did, "race", instruction, warp, int(lanes[row]))
 
     def conflict(
         self, stamp: int, site: int, cell: int, did: str, kind: str, instruction: Any, warp: Any, lane: int
@@ -371,9 +369,7 @@ class Shadow:
         kind = "race"
         if known[pick] >= events[pick]:
             kind = "missing-tcgen05-fence" if TENSOR in planes else "missing-proxy-fence"
-        self.conflict(
-            int(kinds[pick]), int(sites[cell]), cell, did, kind, site.instruction, site.warp, site.lane
-        )
+        self.conflict(int(kinds[pick]), int(sites[cell]), cell, did, kind, site.instruction, site.warp, site.lane)
 
     def restamp(self, cells: Any, old: Any, new: Any) -> None:
         """An asynchronous write has finished: its cells, unless overwritten meanwhile, get their event number."""
@@ -381,7 +377,4 @@ class Shadow:
         self.written[cells] = np.where(part == old, new, part)
 
 
-FENCE_OF = {
-    "missing-proxy-fence": "fence.proxy.async on the way",
-    "missing-tcgen05-fence": "tcgen05.fence on the way",
-}
+FENCE_OF = {"missing-proxy-fence": "fence.proxy.async on the way", "missing-tcgen05-fence": "tcgen05.fence on the way"}

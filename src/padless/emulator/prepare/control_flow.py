@@ -11,10 +11,7 @@ from padless.emulator.state.program import BRANCH, EXIT, INDEXED, SYNC, TERMINAT
 
 
 def find_blocks(
-    body: list[Any],
-    emitted: dict[int, Emitter],
-    branch_targets: dict[str, tuple[str, ...]],
-    module: Module,
+    body: list[Any], emitted: dict[int, Emitter], branch_targets: dict[str, tuple[str, ...]], module: Module
 ) -> list[Block]:
     blocks: list[Block] = []
     labels: dict[str, int] = {}

@@ -13,17 +13,7 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.errors import EmulatorError, UnsupportedInstruction
-from padless.emulator.ptx.ast import (
-    Address,
-    Function,
-    Immediate,
-    Instruction,
-    Module,
-    Not,
-    Operand,
-    Register,
-    Symbol,
-)
+from padless.emulator.ptx.ast import Address, Function, Immediate, Instruction, Module, Not, Operand, Register, Symbol
 from padless.emulator.ptx.types import SPECIAL_REGISTERS, TYPES, type_size
 from padless.emulator.state.spaces import CLASS_OF_SIZE, STORAGE, VIEW_SIZE, VIEWS
 

@@ -37,9 +37,7 @@ def prepare(module: Module, entry: str) -> Program:
     """Build the Program of one entry. Raises UnsupportedInstruction for the first instruction that is not modelled."""
     function = module.functions.get(entry)
     if function is None or not function.is_entry:
-        raise EmulatorError(
-            f"{module.name}: no entry {entry!r}; it has {', '.join(module.entries()) or 'none'}"
-        )
+        raise EmulatorError(f"{module.name}: no entry {entry!r}; it has {', '.join(module.entries()) or 'none'}")
     body, registers, variables, branch_targets = _inline(module, function)
     function = dataclasses.replace(
         function, body=body, registers=registers, variables=variables, branch_targets=branch_targets
@@ -85,9 +83,7 @@ def _program(
     shared_at, local_at, alignment = 0, 0, 16
     dynamic = []
     mentioned = {name for _, name, _ in preparation.symbol_rows}
-    of_module = [
-        v for v in module.variables.values() if v.space == "shared" and (v.size < 0 or v.name in mentioned)
-    ]
+    of_module = [v for v in module.variables.values() if v.space == "shared" and (v.size < 0 or v.name in mentioned)]
     for variable in [*of_module, *function.variables]:
         if variable.space == "shared":
             alignment = max(alignment, variable.alignment)
@@ -158,9 +154,7 @@ def _inline(
                     )
                     body.append(
                         dataclasses.replace(
-                            call.instruction,
-                            opcode="call.external",
-                            operands=(Symbol(call.target), *operands),
+                            call.instruction, opcode="call.external", operands=(Symbol(call.target), *operands)
                         )
                     )
                     continue
@@ -170,12 +164,8 @@ def _inline(
                     )
                 count += 1
                 inner_suffix = f"~{count}"
-                inner = {
-                    p.name: names.get(a, a) for p, a in zip(callee.parameters, call.arguments, strict=False)
-                }
-                inner.update(
-                    {p.name: names.get(a, a) for p, a in zip(callee.results, call.results, strict=False)}
-                )
+                inner = {p.name: names.get(a, a) for p, a in zip(callee.parameters, call.arguments, strict=False)}
+                inner.update({p.name: names.get(a, a) for p, a in zip(callee.results, call.results, strict=False)})
                 for item in callee.body:
                     if isinstance(item, Label):
                         inner[item.name] = item.name + inner_suffix

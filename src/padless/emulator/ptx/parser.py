@@ -5,17 +5,7 @@ from __future__ import annotations
 import re
 import struct
 
-from padless.emulator.ptx.ast import (
-    Call,
-    Function,
-    Instruction,
-    Label,
-    Module,
-    Operand,
-    Register,
-    SourceLine,
-    Variable,
-)
+from padless.emulator.ptx.ast import Call, Function, Instruction, Label, Module, Operand, Register, SourceLine, Variable
 from padless.emulator.ptx.operand_parser import OperandParser
 from padless.emulator.ptx.tokens import number
 from padless.emulator.ptx.types import TYPES, type_size
@@ -117,16 +107,7 @@ class _Parser(OperandParser):
             token = self.next()
             if token == ".align":
                 alignment = int(self.next())
-            elif token in (
-                ".ptr",
-                ".global",
-                ".shared",
-                ".const",
-                ".local",
-                ".managed",
-                ".attribute",
-                ".unified",
-            ):
+            elif token in (".ptr", ".global", ".shared", ".const", ".local", ".managed", ".attribute", ".unified"):
                 if token == ".attribute":
                     while self.next() != ")":
                         pass
@@ -154,9 +135,7 @@ class _Parser(OperandParser):
             initial = initial.ljust(size, b"\0")
         if in_body or self.token == ";":
             self.expect(";")
-        return Variable(
-            name, space, -1 if unsized else size, alignment or element, initial, tuple(relocations)
-        )
+        return Variable(name, space, -1 if unsized else size, alignment or element, initial, tuple(relocations))
 
     def _initializer(self, element: int, type_name: str) -> tuple[bytes, list[tuple[int, str, int]]]:
         data, relocations = bytearray(), []
@@ -334,9 +313,7 @@ class _Parser(OperandParser):
             if self.accept("<"):
                 count = int(self.next())
                 if len(function.registers) + count > MOST_REGISTERS:
-                    self.fail(
-                        f"{name}<{count}> makes more than {MOST_REGISTERS} registers in {function.name}"
-                    )
+                    self.fail(f"{name}<{count}> makes more than {MOST_REGISTERS} registers in {function.name}")
                 names = [f"{name}{i}" for i in range(count)]
                 self.expect(">")
             if vector:

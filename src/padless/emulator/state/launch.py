@@ -24,9 +24,7 @@ SHARED_BASE = 1024  # where a CTA's own shared memory starts; the first KiB is t
 SHARED_LIMIT = 227 * 1024
 
 
-def bytes_needed(
-    program: Program, block: int, cluster: int, shared_bytes: int, checks: bool, clusters: int = 3
-) -> int:
+def bytes_needed(program: Program, block: int, cluster: int, shared_bytes: int, checks: bool, clusters: int = 3) -> int:
     """About what `clusters` clusters on the machine take: registers, local and shared memory, clocks and shadows."""
     warps = -(-block // 32)
     registers = sum(32 * count * np.dtype(STORAGE[cls]).itemsize for cls, count in program.rows.items())

@@ -55,9 +55,7 @@ class DeviceMemory:
             import torch
 
             if not array.is_contiguous():
-                raise EmulatorError(
-                    f"register: the tensor must be contiguous, its strides are {tuple(array.stride())}"
-                )
+                raise EmulatorError(f"register: the tensor must be contiguous, its strides are {tuple(array.stride())}")
             if address is None:
                 address = array.data_ptr()
             data = array.detach().reshape(-1).view(torch.uint8).numpy()
@@ -76,9 +74,7 @@ class DeviceMemory:
         if (at and self.allocations[at - 1].end > address) or (
             at < len(self.starts) and self.starts[at] < address + data.size
         ):
-            raise EmulatorError(
-                f"register: [{address:#x}, {address + data.size:#x}) overlaps an earlier registration"
-            )
+            raise EmulatorError(f"register: [{address:#x}, {address + data.size:#x}) overlaps an earlier registration")
         self.starts.insert(at, address)
         self.allocations.insert(at, Allocation(address, data, name, constant))
         return address
@@ -99,9 +95,7 @@ class DeviceMemory:
     def read_bytes(self, address: int, size: int) -> bytes:
         found = self.find(address)
         if found is None or address + size > found.end:
-            raise KernelFault(
-                f"global address {address:#x} (+{size} bytes) is outside every registered array"
-            )
+            raise KernelFault(f"global address {address:#x} (+{size} bytes) is outside every registered array")
         at = address - found.address
         return found.bytes[at : at + size].tobytes()
 

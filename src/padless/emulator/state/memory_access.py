@@ -148,9 +148,7 @@ def generic_at(a: MemoryAccess, w: Warp, v: Any, lanes: Array, where: Array, sto
         window, load, save = WINDOWS.get(space, (0, None, None))
         function = save if store else load
         if function is None:
-            Site(w, a.instruction, int(lanes[0])).fault(
-                f"generic address {int(where[0]):#x} is in no memory space"
-            )
+            Site(w, a.instruction, int(lanes[0])).fault(f"generic address {int(where[0]):#x} is in no memory space")
         chosen = spaces == space
         function(a, w, v, lanes if alike else lanes[chosen], (where if alike else where[chosen]) - window)
 

@@ -71,9 +71,7 @@ class RegisterPool:
         """Why a warp waits: what is asked for, what launch gave, and which count would fit."""
         count = self.wanted[warp]
         asked = Counter(self.wanted)
-        terms = " + ".join(
-            f"{warps} warps x 32 x {each}" for each, warps in sorted(asked.items(), reverse=True)
-        )
+        terms = " + ".join(f"{warps} warps x 32 x {each}" for each, warps in sorted(asked.items(), reverse=True))
         others = 32 * (sum(self.wanted) - count * asked[count])
         fits = min((self.given - others) // (32 * asked[count]) // GRANULE * GRANULE, MOST)
         remedy = f"{fits} for these {asked[count]} warps" if fits >= LEAST else "no count for these warps"

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 class Schedule:
     """How one seed runs the machine."""
 
-    policy: (
-        str  # "late": asynchronous work finishes only when nothing else can run; "eager": at once; "random"
-    )
+    policy: str  # "late": asynchronous work finishes only when nothing else can run; "eager": at once; "random"
     preempt: float  # chance to give way at a synchronising instruction
     complete: float  # chance, under "random", that an operation finishes between two turns
     resident: int  # clusters on the machine at once

@@ -15,9 +15,7 @@ from padless.emulator.state.warp import Cta, Warp
 Array = np.ndarray[Any, Any]
 
 
-def shared_groups(
-    ins: Instruction, w: Warp, where: Array, lanes: Array, size: int
-) -> list[tuple[Cta, Array, Array]]:
+def shared_groups(ins: Instruction, w: Warp, where: Array, lanes: Array, size: int) -> list[tuple[Cta, Array, Array]]:
     """Split an access by the CTA whose shared memory it addresses: (cta, byte offsets, lanes); checks bounds."""
     ranks = where >> 24
     offsets = where & OFFSET_MASK

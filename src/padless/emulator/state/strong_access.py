@@ -40,9 +40,7 @@ class Word:
 
     def __init__(self) -> None:
         self.narrow: dict[tuple[int, int], Array] = {}  # by cluster and CTA, at any scope
-        self.wide: dict[
-            tuple[int, int], Array
-        ] = {}  # by cluster and scope, at that of the cluster or the device
+        self.wide: dict[tuple[int, int], Array] = {}  # by cluster and scope, at that of the cluster or the device
         self.last: dict[tuple[int, int], Visit] = {}  # by cluster and lane
         self.turn = 0  # how many have written
 
@@ -79,11 +77,7 @@ class Word:
         # lane decides by the value it got, which is until its next strong access.
         turn = self.last[mine].turn if site.warp.latest.get(site.lane) is self else -1
         for (number, row), seen in self.last.items():
-            if (
-                seen.turn > turn
-                and (number, row) != mine
-                and not knows(cluster, site.row, number, row, seen.event)
-            ):
+            if seen.turn > turn and (number, row) != mine and not knows(cluster, site.row, number, row, seen.event):
                 who = f"CTA {seen.warp.cta.index} accesses by atomics or other strong accesses"
                 message = f"global memory that {who}, and nothing orders this weak one after them"
                 site.report("race", message, seen.instruction)

@@ -53,9 +53,7 @@ def wgmma_unit(shape: WgmmaShape, a_descriptor: int | None, b_descriptor: int, a
 
 
 @lru_cache(maxsize=8192)
-def wgmma_ranges(
-    shape: WgmmaShape, a_descriptor: int | None, b_descriptor: int
-) -> tuple[tuple[int, int], ...]:
+def wgmma_ranges(shape: WgmmaShape, a_descriptor: int | None, b_descriptor: int) -> tuple[tuple[int, int], ...]:
     unit = wgmma_unit(shape, a_descriptor, b_descriptor, True)
     return tuple(sorted({tuple(r) for ranges in unit.shared_ranges().values() for r in ranges}))
 

@@ -58,9 +58,7 @@ def tmem_writes(unit: Any) -> list[Any]:
 
 
 @lru_cache(maxsize=256)
-def register_map(
-    shape: str, repeat: int, address: int, quarter: int, split: int, packed: bool
-) -> tuple[Array, Array]:
+def register_map(shape: str, repeat: int, address: int, quarter: int, split: int, packed: bool) -> tuple[Array, Array]:
     """(lanes, columns), each (32, words), of the tensor-memory words that a warp's registers stand for. A packed access
     has two words a register, side by side."""
     lanes, columns = tensor_memory.register_map(shape, repeat, address, quarter, split)

@@ -78,9 +78,7 @@ class Warp:
         self.live = np.arange(32) < threads
         self.arrays = {
             cls: np.full(
-                (max(n, 1), 32),
-                {"p": False}.get(cls, np.iinfo(STORAGE[cls]).max if cls != "p" else 0),
-                STORAGE[cls],
+                (max(n, 1), 32), {"p": False}.get(cls, np.iinfo(STORAGE[cls]).max if cls != "p" else 0), STORAGE[cls]
             )
             for cls, n in program.rows.items()
         }
@@ -310,9 +308,7 @@ class Cluster:
         self.barrier_done: dict[Warp, Any] = {}
         # mbarriers whose initialisation a relaxed arrival at the cluster barrier will publish
         self.fenced_inits: list[Any] = []
-        self.elsewhere: dict[
-            int, Any
-        ] = {}  # clocks of other clusters that have been acquired, by their number
+        self.elsewhere: dict[int, Any] = {}  # clocks of other clusters that have been acquired, by their number
         self.cancel_failed = False  # somebody has seen that no cluster is left to cancel
         self.ctas: list[Cta] = []
         for rank in range(count):

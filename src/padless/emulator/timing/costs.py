@@ -61,16 +61,12 @@ def registers_of(operand: Any) -> Iterator[str]:
 
 def is_signal(ins: Instruction) -> bool:
     """Whether other warps can see when this is executed, or it reads the time."""
-    if ins.opcode in ("atom", "red", "griddepcontrol") or (
-        ins.opcode == "mbarrier" and "init" not in ins.modifiers
-    ):
+    if ins.opcode in ("atom", "red", "griddepcontrol") or (ins.opcode == "mbarrier" and "init" not in ins.modifiers):
         return True
     if ins.opcode in ("ld", "st") and {"acquire", "release", "volatile", "relaxed"} & set(ins.modifiers):
         return True
     return any(
-        name.startswith(("%clock", "%globaltimer"))
-        for operand in ins.operands
-        for name in registers_of(operand)
+        name.startswith(("%clock", "%globaltimer")) for operand in ins.operands for name in registers_of(operand)
     )
 
 
@@ -139,9 +135,7 @@ class Costs:
                 shared += max(self._shared_bytes(ins) / self.chip["shared_bytes_per_clk"], 1.0)
             if self._is_global_load(ins):
                 loaded += access_bytes(ins)
-            elif ins.opcode == "st" and not any(
-                m.startswith(("shared", "local", "param")) for m in ins.modifiers
-            ):
+            elif ins.opcode == "st" and not any(m.startswith(("shared", "local", "param")) for m in ins.modifiers):
                 stored += access_bytes(ins)
             slow = at > 0 or latency > 2 * self.chip["alu_latency"]
             for name in (n for operand in ins.operands[:first] for n in registers_of(operand)):
@@ -156,14 +150,7 @@ class Costs:
             if name in self.numbers:
                 later[time] = later.get(time, 0) | 1 << self.numbers[name]
         return BlockCost(
-            slots,
-            max(chain, slots) + stalls,
-            shared,
-            signal,
-            tuple(later.items()),
-            floats > SMALL,
-            loaded,
-            stored,
+            slots, max(chain, slots) + stalls, shared, signal, tuple(later.items()), floats > SMALL, loaded, stored
         )
 
     @staticmethod
@@ -187,9 +174,7 @@ class Costs:
 
     @staticmethod
     def _is_global_load(ins: Instruction) -> bool:
-        return ins.opcode == "ld" and not any(
-            m.startswith(("shared", "param", "local")) for m in ins.modifiers
-        )
+        return ins.opcode == "ld" and not any(m.startswith(("shared", "param", "local")) for m in ins.modifiers)
 
     def instruction(self, ins: Instruction) -> tuple[float, float, float]:
         """(issue slots, cycles until the result can be used, cycles that the warp itself stands) of one instruction."""
@@ -205,9 +190,7 @@ class Costs:
         if op in ("ld", "ldu"):
             if self._is_global_load(ins):
                 return 1, chip["global_latency"], 0
-            return (
-                (1, chip["shared_latency"], 0) if any(m.startswith("shared") for m in mods) else (0.5, 8, 0)
-            )
+            return (1, chip["shared_latency"], 0) if any(m.startswith("shared") for m in mods) else (0.5, 8, 0)
         if op == "ldmatrix":
             return 1, chip["shared_latency"], 0
         if op == "atom":
@@ -240,9 +223,7 @@ class Costs:
         if op == "tcgen05":
             if "alloc" in mods:
                 return 1, 0, chip["tmem_alloc"]
-            return (
-                (1, 0, chip["mma_issue"]) if "mma" in mods or "commit" in mods or "cp" in mods else (1, 0, 4)
-            )
+            return (1, 0, chip["mma_issue"]) if "mma" in mods or "commit" in mods or "cp" in mods else (1, 0, 4)
         if op == "cp":
             waits = "wait_group" in mods or "commit_group" in mods or "wait_all" in mods
             return (1, 0, 2) if waits or "bulk" not in mods else (1, 0, chip["tma_issue"])

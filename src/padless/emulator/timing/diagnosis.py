@@ -6,11 +6,7 @@ from dataclasses import dataclass
 
 from padless.emulator.timing.timeline import Timeline
 
-STAGE = (
-    "arrivals of warps",
-    "first arrivals",
-    "products",
-)  # what a load waits for before it may take a stage
+STAGE = ("arrivals of warps", "first arrivals", "products")  # what a load waits for before it may take a stage
 
 
 @dataclass(frozen=True)
@@ -41,14 +37,11 @@ def compare(before: Timeline, after: Timeline) -> list[Finding]:
     if after.hold > before.hold + 30:
         found.append(
             Finding(
-                "release",
-                f"stages are released {after.hold:.0f} cycles after their products, before {before.hold:.0f}",
+                "release", f"stages are released {after.hold:.0f} cycles after their products, before {before.hold:.0f}"
             )
         )
     waits = [t.waited().get("multiply", {}).get("copies", 0.0) / t.cycles for t in (before, after)]
-    stages = [
-        sum(t.waited().get("load", {}).get(what, 0.0) for what in STAGE) / t.cycles for t in (before, after)
-    ]
+    stages = [sum(t.waited().get("load", {}).get(what, 0.0) for what in STAGE) / t.cycles for t in (before, after)]
     fewer = after.most_in_flight < 0.9 * before.most_in_flight or stages[1] > stages[0] + 0.03
     if fewer and waits[1] > waits[0]:
         found.append(
@@ -62,7 +55,5 @@ def compare(before: Timeline, after: Timeline) -> list[Finding]:
     if not found:
         used = [t.utilization() for t in (before, after)]
         name = max(used[1], key=lambda n: used[1][n] - used[0].get(n, 0.0))
-        found.append(
-            Finding(name, f"{name} is in use {used[1][name]:.0%}, before {used[0].get(name, 0.0):.0%}")
-        )
+        found.append(Finding(name, f"{name} is in use {used[1][name]:.0%}, before {used[0].get(name, 0.0):.0%}"))
     return found

@@ -94,9 +94,7 @@ class TimedMachine(Machine):
         self.events = Events()
         self.units = Units(chip, record, from_memory, "tensormap prefetch" in self.program.uses)
         self.timeline = Timeline(chip, self.units.sms)
-        self.costs = Costs(
-            chip, self.program.register_names, bool(self.program.uses & {"wgmma"}), self._reuse_run()
-        )
+        self.costs = Costs(chip, self.program.register_names, bool(self.program.uses & {"wgmma"}), self._reuse_run())
         self.now = 0.0
         self.current: Fragment | None = None
         self._times: dict[Fragment, float] = {}
@@ -105,9 +103,7 @@ class TimedMachine(Machine):
         self._begun: dict[Any, float] = {}
         self._in_flight = 0
         self._seen: dict[Any, float] = {}  # when a warp saw its products done, until it releases their stage
-        self._pending: dict[
-            Any, list[tuple[float, int]]
-        ] = {}  # when slow results come, and to which registers
+        self._pending: dict[Any, list[tuple[float, int]]] = {}  # when slow results come, and to which registers
         trace = self.trace
         self.observe = self._charge if trace is None else partial(self._traced, trace)
 
@@ -129,9 +125,7 @@ class TimedMachine(Machine):
     def _traced(self, trace: Callable[[str], None], f: Fragment, b: Block) -> bool:
         waiting = self._charge(f, b)
         if not waiting:
-            trace(
-                f"{self._times.get(f, 0.0):10.0f}  CTA {f.warp.cta.index} warp {f.warp.index} block {b.index}"
-            )
+            trace(f"{self._times.get(f, 0.0):10.0f}  CTA {f.warp.cta.index} warp {f.warp.index} block {b.index}")
         return waiting
 
     def _charge(self, f: Fragment, b: Block) -> bool:

@@ -109,17 +109,11 @@ H200 = Chip(
         "tma_row": Rate(1.19, "clk a row of at most 128 B", "measured", _UNITS),
         "tma_latency": Rate(214, "clk from issue to the first bytes, from L2", "measured", _UNITS),
         "tma_descriptor": Rate(
-            243,
-            "clk more of a tensor map's first load, where no prefetch has brought the map",
-            "measured",
-            _UNITS,
+            243, "clk more of a tensor map's first load, where no prefetch has brought the map", "measured", _UNITS
         ),
         "memory_latency": Rate(250, "clk more from memory than from L2", "measured", f"{_FGS}: 194 to 254"),
         "l2_feed": Rate(
-            78.3,
-            "B/clk into an SM, of all",
-            "measured",
-            f"{_UNITS}: all read the same; 35 where each has its own",
+            78.3, "B/clk into an SM, of all", "measured", f"{_UNITS}: all read the same; 35 where each has its own"
         ),
         "l2_feed_alone": Rate(107.9, "B/clk into an SM that loads alone", "measured", _UNITS),
         "global_latency": Rate(270, "clk of a load from L2", "measured", _FGS),
@@ -134,9 +128,7 @@ H200 = Chip(
         "full_load_ghz": Rate(
             1.47, "GHz with the tensor cores always busy", "fitted", f"{_CALLS}; counters: 1.43 to 1.53"
         ),
-        "memory_overlap": Rate(
-            2.5, "exponent with which times of tiles and of memory add up", "fitted", _CALLS
-        ),
+        "memory_overlap": Rate(2.5, "exponent with which times of tiles and of memory add up", "fitted", _CALLS),
     },
 )
 
@@ -150,23 +142,16 @@ B200 = Chip(
         "tensor_bytes_per_clk": Rate(
             8192, "row x column x byte of K /clk", "fitted", f"{_SA}: N/2 clk at M = 128, all kinds"
         ),
-        "mma_sync_share": Rate(
-            0.25, "of the tensor cores' rate by mma.sync", "inferred", "half of Hopper's a clock"
-        ),
+        "mma_sync_share": Rate(0.25, "of the tensor cores' rate by mma.sync", "inferred", "half of Hopper's a clock"),
         "mma_half_rows": Rate(0.5, "of the rate with 64 rows a CTA", "fitted", _SA),
         "mma_shared_bytes_per_clk": Rate(
             128, "B/clk of A and B read for products", "fitted", f"{_SA}: 32 + N/4 clk at M = 128"
         ),
         "mma_pair_extra": Rate(
-            3,
-            "clk of a pair's instruction that shared memory binds; a third of it with 64 rows a CTA",
-            "fitted",
-            _SA,
+            3, "clk of a pair's instruction that shared memory binds; a third of it with 64 rows a CTA", "fitted", _SA
         ),
         "mma_floor": Rate(18, "clk between instructions at least", "measured", f"{_SA}: pair, N = 64"),
-        "mma_latency": Rate(
-            104, "clk from the pipe's end to the barrier, one CTA, A in tensor memory", "fitted", _SA
-        ),
+        "mma_latency": Rate(104, "clk from the pipe's end to the barrier, one CTA, A in tensor memory", "fitted", _SA),
         "mma_latency_shared_a": Rate(16, "clk more with 64 rows of A in shared memory", "fitted", _SA),
         "mma_latency_pair": Rate(34, "clk more of a pair", "fitted", _SA),
         "mma_issue": Rate(12, "clk of the issuing thread", "inferred", f"{_FB}: 30 for a tile of 4"),
@@ -201,9 +186,7 @@ B200 = Chip(
         "local_lookups": Rate(
             2, "accesses of local memory one after the other between two barriers", "fitted", _LADDER
         ),
-        "store_line": Rate(
-            0.5, "clk a line of 128 B that an instruction's lanes store to", "fitted", _LADDER
-        ),
+        "store_line": Rate(0.5, "clk a line of 128 B that an instruction's lanes store to", "fitted", _LADDER),
         "memory_gb_per_s": Rate(7220, "GB/s read", "measured", _SA),
         "memory_write_gb_per_s": Rate(7220, "GB/s written", "inferred", "as reads"),
         "l2_mb": Rate(126, "MB", "measured", _SA),
@@ -211,9 +194,7 @@ B200 = Chip(
         "memory_overlap": Rate(4, "exponent", "inferred", "as on H200"),
         "launch_ns": Rate(5000, "ns", "inferred", _QR),
         "stage_floor": Rate(185, "clk a stage of a ring, however little it carries", "fitted", _LOOPS),
-        "stream_bytes_per_clk": Rate(
-            41, "B/clk of the operand with more rows, alone on the chip", "fitted", _LOOPS
-        ),
+        "stream_bytes_per_clk": Rate(41, "B/clk of the operand with more rows, alone on the chip", "fitted", _LOOPS),
         "mma_least": Rate(44, "clk between products of a loop", "fitted", _LOOPS),
         "ring_latency": Rate(675, "clk of a round trip besides its load and products", "fitted", _LOOPS),
         "ring_load": Rate(1.5, "loads in a round trip", "fitted", _LOOPS),

@@ -66,9 +66,7 @@ def gemm_cycles(chip: Chip, design: Design, size: int) -> float:
     stores, memory = Server("stores"), Server("memory")
     # A role that looks up the barrier it waits for, and then the one it signals, waits for local memory twice: what it
     # stores passes L1 on its way.
-    look = chip["mbarrier_wait"] + (
-        chip["local_lookups"] * chip["global_latency"] if design.local_arrays else 0
-    )
+    look = chip["mbarrier_wait"] + (chip["local_lookups"] * chip["global_latency"] if design.local_arrays else 0)
 
     boxes = design.block_k // 128
     rows = (ROWS + design.n // 2) * boxes + design.stage_bytes // 32 // 128

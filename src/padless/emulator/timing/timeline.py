@@ -89,8 +89,7 @@ class Timeline:
         for wait in self.waits:
             total[self.role(wait.warp)][wait.what] += wait.end - wait.start
         return {
-            role: {what: cycles / max(len(warps[role]), 1) for what, cycles in by.items()}
-            for role, by in total.items()
+            role: {what: cycles / max(len(warps[role]), 1) for what, cycles in by.items()} for role, by in total.items()
         }
 
     def window(self) -> tuple[float, float]:

@@ -23,9 +23,7 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
         )
 
     for number, sm in sorted(timeline.sms.items()):
-        events.append(
-            {"ph": "M", "name": "process_name", "pid": number, "args": {"name": f"multiprocessor {number}"}}
-        )
+        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": f"multiprocessor {number}"}})
         for i, server in enumerate(sm.servers()):
             if server.spans:
                 thread(number, i, server.name)

@@ -76,9 +76,7 @@ def wgmma_cycles(chip: Chip, n: int, k_bytes: int, a_in_shared: bool = True) -> 
 class Units:
     """Takes operations as they are issued and says when their steps are over."""
 
-    def __init__(
-        self, chip: Chip, record: bool = True, from_memory: float = 0.0, prefetched: bool = False
-    ) -> None:
+    def __init__(self, chip: Chip, record: bool = True, from_memory: float = 0.0, prefetched: bool = False) -> None:
         self.chip = chip
         self.prefetched = prefetched  # whether the kernel brings its tensor maps ahead of their use
         self.record = record
@@ -158,9 +156,7 @@ class Units:
         size = {"f16": 2, "bf16": 2, "tf32": 4}.get(unit.a_type, 1)
         in_shared = unit.a_descriptor is not None
         cycles = wgmma_cycles(self.chip, unit.n, unit.k * size, in_shared)
-        sm.shared.busy += (
-            (unit.n + (64 if in_shared else 0)) * unit.k * size / self.chip["shared_bytes_per_clk"]
-        )
+        sm.shared.busy += (unit.n + (64 if in_shared else 0)) * unit.k * size / self.chip["shared_bytes_per_clk"]
         if sm.products is None:
             sm.products = Batches(sm.tensor, events)
         if sm.landing:

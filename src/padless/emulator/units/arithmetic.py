@@ -90,9 +90,7 @@ def decode_operand(codes: Array, name: str) -> Operand:
     values = number_formats.decode(codes, name)
     special = f.specials != "none" and not np.isfinite(values).all()
     if f.bits <= 16:
-        exponents = _exponent_table(f.name)[
-            np.asarray(codes).astype(np.int64) & (0xFF if f.bits <= 8 else 0xFFFF)
-        ]
+        exponents = _exponent_table(f.name)[np.asarray(codes).astype(np.int64) & (0xFF if f.bits <= 8 else 0xFFFF)]
     else:
         exponents = _exponents(values, f.emin)
     return Operand(values, exponents, bool(special), f.bits <= 8)

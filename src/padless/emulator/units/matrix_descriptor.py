@@ -107,9 +107,7 @@ def operand_problems(d: MatrixDescriptor, k_bytes: int, major: str) -> tuple[str
     """What is wrong with reading an operand of ``k_bytes`` along K through this descriptor."""
     span = SPAN[d.swizzle]
     if major == "k" and d.swizzle != "none" and d.start % span + k_bytes > span:
-        return (
-            f"{k_bytes} bytes along K from byte {d.start % span} leave the {span}-byte row of the swizzle",
-        )
+        return (f"{k_bytes} bytes along K from byte {d.start % span} leave the {span}-byte row of the swizzle",)
     if d.swizzle == "128B_32B" and major == "k":
         return ("the 128B swizzle with 32-byte atoms is for MN-major operands",)
     return ()
@@ -172,15 +170,11 @@ def gather(shared: Array, d: MatrixDescriptor, rows: int, k: int, element_bytes:
     index = (chunks + base) // step
     pieces = shared[: len(shared) // step * step].reshape(-1, step)
     if int(index.max()) >= len(pieces):
-        raise ValueError(
-            f"descriptor: the operand reaches byte {int(index.max() + 1) * step} of {len(shared)}"
-        )
+        raise ValueError(f"descriptor: the operand reaches byte {int(index.max() + 1) * step} of {len(shared)}")
     return np.ascontiguousarray(pieces[index].reshape(rows, -1)).view(_CODES[element_bytes])
 
 
-def operand_ranges(
-    d: MatrixDescriptor, rows: int, k: int, element_bytes: int, major: str
-) -> list[tuple[int, int]]:
+def operand_ranges(d: MatrixDescriptor, rows: int, k: int, element_bytes: int, major: str) -> list[tuple[int, int]]:
     """Merged byte ranges [first, end) of shared memory that an operand occupies, ascending."""
     phase, base = _split_start(d)
     ranges = _relative_ranges(phase, d.leading, d.stride, d.swizzle, rows, k, element_bytes, major)
@@ -191,9 +185,7 @@ def operand_ranges(
 def _relative_ranges(
     phase: int, leading: int, stride: int, mode: str, rows: int, k: int, element_bytes: int, major: str
 ) -> tuple[tuple[int, int], ...]:
-    return tuple(
-        byte_ranges(_offsets(phase, leading, stride, mode, rows, k, element_bytes, major), element_bytes)
-    )
+    return tuple(byte_ranges(_offsets(phase, leading, stride, mode, rows, k, element_bytes, major), element_bytes))
 
 
 def byte_ranges(addresses: Array, size: int) -> list[tuple[int, int]]:

@@ -54,17 +54,11 @@ def mma(
     size = ELEMENT_BYTES[a_type]
     width = k * size
     if (m, n) != (16, 8) or width not in (16, 32) or ELEMENT_BYTES[b_type] != size:
-        raise ValueError(
-            f"m{m}n{n}k{k} of {a_type} times {b_type} is not modelled; m16n8 with 16 or 32 bytes of K is"
-        )
+        raise ValueError(f"m{m}n{n}k{k} of {a_type} times {b_type} is not modelled; m16n8 with 16 or 32 bytes of K is")
     whole = [t in ("s8", "u8", "s32") for t in (d_type, a_type, b_type)]
     if d_type not in ("f32", "f16", "s32") or any(whole) != all(whole):
         raise ValueError(f"d_type: {d_type!r} of {a_type} times {b_type} does not exist")
-    for name, value, count in (
-        ("a", a, width // 8),
-        ("b", b, width // 16),
-        ("c", c, 2 if d_type == "f16" else 4),
-    ):
+    for name, value, count in (("a", a, width // 8), ("b", b, width // 16), ("c", c, 2 if d_type == "f16" else 4)):
         if value.shape != (32, count):
             raise ValueError(f"{name}: shape {value.shape}, (32, {count}) registers are needed")
     a_codes = _unpack_a(a).view(_CODES[size])
@@ -90,9 +84,7 @@ def mma(
 
 def _unpack_a(registers: Array) -> Array:
     """(32, r) registers to uint8 (16, 8 r): r = 2 or 4."""
-    octets = (
-        np.ascontiguousarray(registers).view(np.uint8).reshape(8, 4, -1, 2, 4)
-    )  # t/4, t%4, i/2, i%2, byte
+    octets = np.ascontiguousarray(registers).view(np.uint8).reshape(8, 4, -1, 2, 4)  # t/4, t%4, i/2, i%2, byte
     return np.ascontiguousarray(octets.transpose(3, 0, 2, 1, 4)).reshape(16, -1)
 
 
@@ -161,9 +153,7 @@ def ldmatrix(shared: Array, addresses: Array, shape: str, count: int, transpose:
     return np.ascontiguousarray(octets).view(np.uint32)[:, :, 0]
 
 
-def stmatrix(
-    shared: Array, addresses: Array, registers: Array, shape: str, count: int, transpose: bool
-) -> None:
+def stmatrix(shared: Array, addresses: Array, registers: Array, shape: str, count: int, transpose: bool) -> None:
     """The reverse of ``ldmatrix``: writes ``shared`` in place."""
     rows, columns = matrix_map(shape, count, transpose)
     octets = np.ascontiguousarray(registers, np.uint32).view(np.uint8).reshape(rows.shape)

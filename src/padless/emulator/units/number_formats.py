@@ -167,9 +167,7 @@ def round_magnitude(scaled: Array, negative: Array, rounding: str) -> Array:
     return low + ((rest > 0) & (negative == (rounding == "rm")))
 
 
-def encode(
-    values: Array, name: str, *, rounding: str = "rn", saturate: bool = False, relu: bool = False
-) -> Array:
+def encode(values: Array, name: str, *, rounding: str = "rn", saturate: bool = False, relu: bool = False) -> Array:
     """Codes of float64 values as cvt rounds them.
 
     Args:
@@ -236,10 +234,7 @@ def encode_pair(
     bf16x2 and f16x2 give uint32, the 8-bit types and the 6-bit ones (one byte each) uint16, e2m1x2 uint8.
     """
     f = number_format(name)
-    a, b = (
-        encode(x, name, rounding=rounding, saturate=saturate, relu=relu).astype(np.uint32)
-        for x in (high, low)
-    )
+    a, b = (encode(x, name, rounding=rounding, saturate=saturate, relu=relu).astype(np.uint32) for x in (high, low))
     width, kind = _pair_shape(f)
     return ((a << np.uint32(width)) | b).astype(kind)
 
@@ -268,9 +263,7 @@ def widen_bf16(bits: Array) -> Array:
 
 
 def narrow_f16(value: Array) -> Array:
-    return np.where(np.isnan(value), np.uint16(0x7FFF), value.astype(np.float16).view(np.uint16)).astype(
-        np.uint16
-    )
+    return np.where(np.isnan(value), np.uint16(0x7FFF), value.astype(np.float16).view(np.uint16)).astype(np.uint16)
 
 
 def narrow_bf16(value: Array) -> Array:

@@ -24,11 +24,7 @@ from padless.emulator.units import arithmetic, instruction_descriptor, number_fo
 from padless.emulator.units import matrix_descriptor as descriptors
 from padless.emulator.units.instruction_descriptor import BLOCK_SCALED, InstructionDescriptor
 from padless.emulator.units.number_formats import Array, nibbles, six_bits
-from padless.emulator.units.tensor_memory import (
-    Rectangle,
-    rectangle_problems,
-    split_address,
-)
+from padless.emulator.units.tensor_memory import Rectangle, rectangle_problems, split_address
 from padless.emulator.units.wgmma import integers
 
 _BYTES = {"f16": 2, "bf16": 2, "tf32": 4}  # of an element in memory; 1 for the others, packed or padded
@@ -70,18 +66,10 @@ class Mma:
         if (self.a_descriptor is None) == (self.a_tmem is None):
             raise ValueError("a_descriptor, a_tmem: exactly one of them says where A is")
         scaled = self.kind in BLOCK_SCALED
-        if (
-            scaled != (self.sfa is not None)
-            or scaled != (self.sfb is not None)
-            or scaled != (self.block in (16, 32))
-        ):
-            raise ValueError(
-                f"sfa, sfb, block: kind {self.kind} {'needs all' if scaled else 'takes none'} of them"
-            )
+        if scaled != (self.sfa is not None) or scaled != (self.sfb is not None) or scaled != (self.block in (16, 32)):
+            raise ValueError(f"sfa, sfb, block: kind {self.kind} {'needs all' if scaled else 'takes none'} of them")
         if self.disable_lanes and len(self.disable_lanes) != 4 * self.cta_group:
-            raise ValueError(
-                f"disable_lanes: {len(self.disable_lanes)} words, {4 * self.cta_group} are needed"
-            )
+            raise ValueError(f"disable_lanes: {len(self.disable_lanes)} words, {4 * self.cta_group} are needed")
 
     @property
     def fields(self) -> InstructionDescriptor:
@@ -160,10 +148,7 @@ class Mma:
             out["a"] = [(0, self._rows, column, column + 8)]
         f = self.fields
         if self.sfa is not None and self.sfb is not None:
-            for name, address, rows in (
-                ("sfa", self.sfa, self._rows),
-                ("sfb", self.sfb, f.n // (1 + self._split)),
-            ):
+            for name, address, rows in (("sfa", self.sfa, self._rows), ("sfb", self.sfb, f.n // (1 + self._split))):
                 column = address & 0x1FF
                 out[name] = [(0, 128, column, column + -(-rows // 32))]
         return out
@@ -177,9 +162,7 @@ class Mma:
         return [(0, 128, column, column + f.n // (1 + self._split))]
 
     # ---- the operation
-    def execute(
-        self, shared: Sequence[Array], tmem: Sequence[Array], mode: str = "truncate"
-    ) -> tuple[str, ...]:
+    def execute(self, shared: Sequence[Array], tmem: Sequence[Array], mode: str = "truncate") -> tuple[str, ...]:
         """Multiply; D is written in place.
 
         Args:
@@ -196,9 +179,7 @@ class Mma:
         f = self.fields
         if self.unsupported():
             raise ValueError("; ".join(self.unsupported()))
-        b = np.concatenate(
-            [self._shared_codes(s, self.b_descriptor, f.n // self.cta_group, "b") for s in shared]
-        )
+        b = np.concatenate([self._shared_codes(s, self.b_descriptor, f.n // self.cta_group, "b") for s in shared])
         reports: list[str] = []
         for cta in range(self.cta_group):
             if self.a_descriptor is not None:
@@ -290,10 +271,7 @@ class Mma:
         f = self.fields
         per = 1 if self.kind == "mxf8f6f4" else 64 // self.block
         out = []
-        for name, address, rows, first in (
-            ("SFA", self.sfa, self._rows, f.sfa_id),
-            ("SFB", self.sfb, f.n, f.sfb_id),
-        ):
+        for name, address, rows, first in (("SFA", self.sfa, self._rows, f.sfa_id), ("SFB", self.sfb, f.n, f.sfb_id)):
             assert address is not None
             column = address & 0x1FF
             row = np.arange(rows)

@@ -29,24 +29,7 @@ DATA_TYPES = (
     ("u8", 8), ("u16", 16), ("u32", 32), ("s32", 32), ("u64", 64), ("s64", 64), ("f16", 16), ("f32", 32),
     ("f64", 64), ("bf16", 16), ("f32", 32), ("tf32", 32), ("tf32", 32), ("b4x16", 4), ("b4x16_p64", 4), ("b6x16_p32", 6),
 )  # fmt: skip
-_PTX_ELEMENTS = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    10,
-    8,
-    9,
-    11,
-    12,
-    13,
-    14,
-    15,
-)  # tensormap.replace .elemtype -> driver enum
+_PTX_ELEMENTS = (0, 1, 2, 3, 4, 5, 6, 7, 10, 8, 9, 11, 12, 13, 14, 15)  # tensormap.replace .elemtype -> driver enum
 SWIZZLES = ("none", "32B", "64B", "128B", "128B_32B")
 _SPAN = (0, 32, 64, 128, 128)
 _FLOATS = ("f16", "f32", "f64", "bf16", "tf32")
@@ -136,10 +119,7 @@ def problems(m: TensorMap) -> tuple[str, ...]:
         need(m.dims[0] % 128 == 0, f"dims[0]: {m.dims[0]} is not a multiple of 128, which {m.element} needs")
         need(m.box[0] == 128, f"box[0]: {m.box[0]}; {m.element} needs 128")
         need(m.swizzle_code in (0, 3, 4), f"swizzle: {m.swizzle}; {m.element} takes none or 128B")
-    need(
-        not m.nan_fill or m.element in _FLOATS,
-        f"oob_fill: NaN fill needs a floating-point type, got {m.element}",
-    )
+    need(not m.nan_fill or m.element in _FLOATS, f"oob_fill: NaN fill needs a floating-point type, got {m.element}")
     return tuple(found)
 
 
@@ -175,11 +155,7 @@ def encode_tiled(
     if not 0 <= data_type < len(DATA_TYPES):
         raise ValueError(f"data_type: {data_type} is outside 0..{len(DATA_TYPES) - 1}")
     steps = tuple(element_strides) if element_strides is not None else (1,) * rank
-    for name, value, length in (
-        ("strides", strides, rank - 1),
-        ("box", box, rank),
-        ("element_strides", steps, rank),
-    ):
+    for name, value, length in (("strides", strides, rank - 1), ("box", box, rank), ("element_strides", steps, rank)):
         if len(value) != length:
             raise ValueError(f"{name}: {len(value)} entries for rank {rank}; {length} are needed")
     for name, code, count in (
@@ -189,9 +165,7 @@ def encode_tiled(
         if not 0 <= code < count:
             raise ValueError(f"{name}: {code} is outside 0..{count - 1}")
     if interleave or swizzle >= len(SWIZZLES):
-        raise ValueError(
-            f"interleave {interleave}, swizzle {swizzle}: the emulator does not model this layout"
-        )
+        raise ValueError(f"interleave {interleave}, swizzle {swizzle}: the emulator does not model this layout")
     m = TensorMap(
         data_type,
         address,
@@ -222,9 +196,7 @@ def _pack(m: TensorMap) -> bytes:
         steps |= (step - 1) << (3 * i)
     raw = MAGIC + struct.pack("<Q5I", m.address, *(d & 0xFFFFFFFF for d in dims))
     raw += b"".join((s >> 4).to_bytes(5, "little") for s in m.strides + (0,) * pad)
-    raw += (
-        bytes(b - 1 for b in m.box + (1,) * pad) + steps.to_bytes(2, "little") + fields.to_bytes(3, "little")
-    )
+    raw += bytes(b - 1 for b in m.box + (1,) * pad) + steps.to_bytes(2, "little") + fields.to_bytes(3, "little")
     return raw.ljust(BYTES, b"\0")
 
 

@@ -125,9 +125,7 @@ def _relative_map(shape: str, repeat: int, split: int) -> tuple[Array, Array]:
     return lanes, columns
 
 
-def register_map(
-    shape: str, repeat: int, address: int, warp_quarter: int, split: int = 0
-) -> tuple[Array, Array]:
+def register_map(shape: str, repeat: int, address: int, warp_quarter: int, split: int = 0) -> tuple[Array, Array]:
     """Which word each thread's register holds in tcgen05.ld and .st.
 
     Args:
@@ -153,9 +151,7 @@ def access_problems(
     lane, column = split_address(address)
     found = []
     if lane // 32 not in (0, warp_quarter):
-        found.append(
-            f"lane {lane} belongs to quarter {lane // 32}, the warp may touch quarter {warp_quarter}"
-        )
+        found.append(f"lane {lane} belongs to quarter {lane // 32}, the warp may touch quarter {warp_quarter}")
     if lane % 32 not in ((0,) if shape == "32x32b" else (0, 16)):
         found.append(f"{shape} may not begin at lane {lane % 32} of a quarter")
     _, columns = _relative_map(shape, repeat, split)

@@ -90,9 +90,7 @@ def plan(
     data = _PADDED.get(m.element)
     start_bits = coordinates[0] * m.element_bits
     row_bytes = m.box[0] * m.element_bits // 8
-    granule = math.gcd(
-        data or 16, start_bits // 8, m.dims[0] * m.element_bits // 8, row_bytes, shared_address
-    )
+    granule = math.gcd(data or 16, start_bits // 8, m.dims[0] * m.element_bits // 8, row_bytes, shared_address)
     inside_row = np.arange(0, row_bytes, granule)
     image = inside_row if data is None else inside_row // data * 16 + inside_row % data
     pitch = m.box[0] * m.shared_bits // 8
@@ -126,9 +124,7 @@ def plan(
     )
 
 
-def _check(
-    m: TensorMap, coordinates: Sequence[int], shared_address: int, store: bool, problems: list[str]
-) -> None:
+def _check(m: TensorMap, coordinates: Sequence[int], shared_address: int, store: bool, problems: list[str]) -> None:
     if shared_address % 128:
         problems.append(f"shared address {shared_address:#x} of a tensor copy is not a multiple of 128")
     if not store and coordinates[0] * m.element_bits % 128:
@@ -138,9 +134,7 @@ def _check(
         )
     if m.element in _PADDED:
         if coordinates[0] % 128:
-            problems.append(
-                f"innermost start coordinate {coordinates[0]} of {m.element} is not a multiple of 128"
-            )
+            problems.append(f"innermost start coordinate {coordinates[0]} of {m.element} is not a multiple of 128")
         if store:
             problems.append(f"{m.element} can be loaded only")
     if store and min(coordinates) < 0:
@@ -179,16 +173,7 @@ def _pieces(shared: Array, granule: int) -> Array:
     return shared[: len(shared) // granule * granule].reshape(-1, granule)
 
 
-_INTEGERS = {
-    "u8": "u1",
-    "u16": "u2",
-    "u32": "u4",
-    "s32": "i4",
-    "u64": "u8",
-    "s64": "i8",
-    "b32": "u4",
-    "b64": "u8",
-}
+_INTEGERS = {"u8": "u1", "u16": "u2", "u32": "u4", "s32": "i4", "u64": "u8", "s64": "i8", "b32": "u4", "b64": "u8"}
 
 
 def reduce_values(old: Array, new: Array, element: str, operation: str) -> Array:
@@ -209,9 +194,7 @@ def reduce_values(old: Array, new: Array, element: str, operation: str) -> Array
             ).view(np.uint8)
     elif element in ("f32", "f64") and operation == "add":
         kind = np.float32 if element == "f32" else np.float64
-        return np.asarray(np.ascontiguousarray(old).view(kind) + np.ascontiguousarray(new).view(kind)).view(
-            np.uint8
-        )
+        return np.asarray(np.ascontiguousarray(old).view(kind) + np.ascontiguousarray(new).view(kind)).view(np.uint8)
     elif element in _INTEGERS:
         a, b = (np.ascontiguousarray(x).view(_INTEGERS[element]) for x in (old, new))
         plain = {

@@ -67,10 +67,7 @@ class Wgmma:
     def problems(self) -> tuple[str, ...]:
         """Broken rules of the descriptors and operand layouts, one sentence each."""
         found: list[str] = []
-        for name, descriptor, major in (
-            ("A", self.a_descriptor, self.a_major),
-            ("B", self.b_descriptor, self.b_major),
-        ):
+        for name, descriptor, major in (("A", self.a_descriptor, self.a_major), ("B", self.b_descriptor, self.b_major)):
             if descriptor is None:
                 continue
             d = descriptors.decode_wgmma(descriptor)
@@ -90,9 +87,7 @@ class Wgmma:
         ranges["b"] = descriptors.operand_ranges(d, self.n, self.k, size, self.b_major)
         return ranges
 
-    def execute(
-        self, shared: Array, d: Array, a_registers: Array | None = None, mode: str = "truncate"
-    ) -> Array:
+    def execute(self, shared: Array, d: Array, a_registers: Array | None = None, mode: str = "truncate") -> Array:
         """Multiply.
 
         Args:
@@ -114,9 +109,7 @@ class Wgmma:
             assert self.a_descriptor is not None
             where = descriptors.decode_wgmma(self.a_descriptor)
             a = descriptors.gather(shared, where, M, self.k, size, self.a_major)
-        b = descriptors.gather(
-            shared, descriptors.decode_wgmma(self.b_descriptor), self.n, self.k, size, self.b_major
-        )
+        b = descriptors.gather(shared, descriptors.decode_wgmma(self.b_descriptor), self.n, self.k, size, self.b_major)
         bits = np.ascontiguousarray(d).view(np.uint32)
         c = unpack_d(bits, self.n, self.d_type) if self.scale_d else None
         if self.d_type == "s32":
@@ -138,9 +131,7 @@ def integers(codes: Array, name: str) -> Array:
 
 def unpack_a(registers: Array, element_bytes: int) -> Array:
     """A fragments, (128, 4) 32-bit registers by thread, to codes (64, 32 / element_bytes)."""
-    octets = (
-        np.ascontiguousarray(registers).view(np.uint8).reshape(4, 8, 4, 2, 2, 4)
-    )  # w, t/4, t%4, i/2, i%2, byte
+    octets = np.ascontiguousarray(registers).view(np.uint8).reshape(4, 8, 4, 2, 2, 4)  # w, t/4, t%4, i/2, i%2, byte
     rows = np.ascontiguousarray(octets.transpose(0, 4, 1, 3, 2, 5)).reshape(M, 32)
     return rows.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[element_bytes])
 

@@ -122,9 +122,7 @@ def _with_own_gate(
 
 def without_backward(run: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
     """run(*arguments); where an argument requires grad, the result does too, and its backward raises."""
-    needs_grad = torch.is_grad_enabled() and any(
-        isinstance(t, torch.Tensor) and t.requires_grad for t in arguments
-    )
+    needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in arguments)
     if not needs_grad or torch.compiler.is_compiling():
         return run(*arguments)
     result: torch.Tensor = _WithoutBackward.apply(run, *arguments)  # type: ignore[no-untyped-call]

@@ -26,9 +26,7 @@ def project(
     x: (T, K). rows: (R,) int32, or None for all of x. offs: (E,) int32 end rows. weights: (E, N, K). bias: (E, N).
     activations: name of the format that x is quantized to, "BF16" for none.
     """
-    result: torch.Tensor = ops.call(
-        "transformers_project", x, rows, offs, *ops.packed(weights), bias, activations
-    )
+    result: torch.Tensor = ops.call("transformers_project", x, rows, offs, *ops.packed(weights), bias, activations)
     return result
 
 
@@ -69,9 +67,7 @@ def _dense_fake(x: torch.Tensor, codes: torch.Tensor, scale: Any, out_dtype: tor
 
 
 @ops.operator(
-    "transformers_dense",
-    "(Tensor x, Tensor codes, Tensor scale, ScalarType out_dtype) -> Tensor",
-    _dense_fake,
+    "transformers_dense", "(Tensor x, Tensor codes, Tensor scale, ScalarType out_dtype) -> Tensor", _dense_fake
 )
 def _dense(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     n = codes.shape[0]

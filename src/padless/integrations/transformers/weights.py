@@ -20,8 +20,7 @@ from padless.quantization.quantize import quantize
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4, NVFP4)
 _HOW_TO_QUANTIZE = (
-    "load an FP8 checkpoint, or call padless.integrations.transformers.quantize_experts(model) "
-    "after from_pretrained"
+    "load an FP8 checkpoint, or call padless.integrations.transformers.quantize_experts(model) after from_pretrained"
 )
 
 

@@ -33,12 +33,7 @@ _WITHOUT_GATE = {
     MoEActivation.GELU_TANH_NO_MUL: "gelu",
     MoEActivation.RELU2_NO_MUL: "relu2",
 }
-_GATED = (
-    MoEActivation.SILU,
-    MoEActivation.GELU_TANH,
-    MoEActivation.SWIGLUOAI,
-    MoEActivation.SWIGLUOAI_UNINTERLEAVE,
-)
+_GATED = (MoEActivation.SILU, MoEActivation.GELU_TANH, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 
 
 class PadlessExperts(mk.FusedMoEExpertsModular):

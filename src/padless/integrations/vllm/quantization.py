@@ -69,9 +69,7 @@ class PadlessConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> None:
         """Nothing: a model without a quantization_config has nothing to compute by padless."""
-        raise ValueError(
-            f"the checkpoint is not quantized; --quantization padless needs one that is: {_REMEDY}"
-        )
+        raise ValueError(f"the checkpoint is not quantized; --quantization padless needs one that is: {_REMEDY}")
 
 
 class PadlessFp8Config(Fp8Config):
@@ -122,9 +120,7 @@ class PadlessFp8MoEMethod(Fp8MoEMethod):
         self.weight_scale_refine = None
         self.moe_block_shape = quant_config.weight_block_size
         self.per_act_token_quant = False
-        self.fp8_backend = (
-            Fp8MoeBackend.TRITON
-        )  # of vLLM's backends one that leaves weights as they are loaded
+        self.fp8_backend = Fp8MoeBackend.TRITON  # of vLLM's backends one that leaves weights as they are loaded
         self.experts_cls = PadlessExperts
         _check_supported(layer.moe_config, FP8_SCHEME)
 
@@ -141,9 +137,7 @@ class PadlessMxfp4Config(GptOssMxfp4Config):
         return 90
 
     @classmethod
-    def override_quantization_method(
-        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
-    ) -> None:
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None) -> None:
         """None: `PadlessConfig` is the class that is registered."""
         return
 

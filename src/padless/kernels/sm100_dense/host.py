@@ -65,9 +65,7 @@ def prepare(
     arguments += [(out.data_ptr(), 8), (out.stride(0), 8), (m, 4), (n, 4), (k, 4)]
     arguments.append((int((out.data_ptr() | row_bytes) % 32 == 0), 4))
     shape = LaunchShape(grid, kernel.num_threads, config.cta_group)
-    return Prepared(
-        driver.prepare(function, kernel, shape, arguments, [a.data, sfa, b.data, sfb, out]), copies
-    )
+    return Prepared(driver.prepare(function, kernel, shape, arguments, [a.data, sfa, b.data, sfb, out]), copies)
 
 
 def _blocked_scale(t: BlockScaledTensor) -> torch.Tensor:

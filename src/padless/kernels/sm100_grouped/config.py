@@ -164,9 +164,7 @@ def select_grouped_config(m: int, n: int, num_groups: int) -> Sm100GroupedConfig
         mma_n = 256 if n > 128 else 128
         cta_group = 2
     keep = "a" if rows <= mma_n or rows < n else "b"
-    return with_multicast(
-        Sm100GroupedConfig(cta_group=cta_group, tokens_on_n=tokens_on_n, mma_n=mma_n, keep=keep), n
-    )
+    return with_multicast(Sm100GroupedConfig(cta_group=cta_group, tokens_on_n=tokens_on_n, mma_n=mma_n, keep=keep), n)
 
 
 def with_multicast(config: Sm100GroupedConfig, n: int) -> Sm100GroupedConfig:

@@ -69,9 +69,7 @@ def on_device(config: Sm100GroupedConfig, driver: Driver, device: int) -> Sm100G
     return replace(config, multicast=1) if driver.num_sms(device) < config.cluster else config
 
 
-def launch_shape(
-    driver: Driver, device: int, config: Sm100GroupedConfig, tiles: int, num_threads: int
-) -> LaunchShape:
+def launch_shape(driver: Driver, device: int, config: Sm100GroupedConfig, tiles: int, num_threads: int) -> LaunchShape:
     """The persistent grid of at most ``tiles`` tiles. Raises ValueError where the device is too small for a cluster."""
     grid = persistent_grid(driver.num_sms(device), tiles, config.cluster)
     if grid == 0:
@@ -111,9 +109,7 @@ def check_operands(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
         if t.format.name not in _KINDS:
             raise ValueError(f"{name} has format {t.format.name}; this kernel takes {', '.join(_KINDS)}")
     if _KINDS[a.format.name] != _KINDS[b.format.name]:
-        raise ValueError(
-            f"a has format {a.format.name} and b {b.format.name}; they must have one element size"
-        )
+        raise ValueError(f"a has format {a.format.name} and b {b.format.name}; they must have one element size")
     if b.data.dim() != 3 or b.data.shape[0] > MAX_GROUPS:
         raise ValueError(f"b must be (G, N, K) of at most {MAX_GROUPS} groups, got {tuple(b.data.shape)}")
     if a.data.shape[-1] % 16 != 0:
@@ -121,9 +117,7 @@ def check_operands(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
     for name, t in (("a", a), ("b", b)):
         count = 1 if t.global_scale is None else t.global_scale.numel()
         if count not in (1, b.data.shape[0]):
-            raise ValueError(
-                f"{name}.global_scale has {count} values; one, or one per group ({b.data.shape[0]})"
-            )
+            raise ValueError(f"{name}.global_scale has {count} values; one, or one per group ({b.data.shape[0]})")
 
 
 def _check(b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None) -> None:
@@ -131,9 +125,7 @@ def _check(b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None) 
     if not (rows_contiguous or out.stride(0) == 1):
         raise ValueError(f"out has strides {out.stride()}; its rows or its columns must be contiguous")
     if alpha is not None and (alpha.dtype != torch.float32 or alpha.numel() not in (1, b.data.shape[0])):
-        raise ValueError(
-            f"alpha must be float32, one value or one per group, got {tuple(alpha.shape)} {alpha.dtype}"
-        )
+        raise ValueError(f"alpha must be float32, one value or one per group, got {tuple(alpha.shape)} {alpha.dtype}")
 
 
 def readable(

@@ -12,14 +12,7 @@ from padless.formats import BlockScaledTensor
 from padless.kernels.launch import load_kernel, tile_counter
 from padless.kernels.schedule import walk_of_list
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
-from padless.kernels.sm100_grouped.host import (
-    KERNEL,
-    fit,
-    launch_shape,
-    on_device,
-    operand_bytes,
-    problem_bytes,
-)
+from padless.kernels.sm100_grouped.host import KERNEL, fit, launch_shape, on_device, operand_bytes, problem_bytes
 from padless.layouts import to_blocked
 from padless.runtime.driver import Driver, PreparedLaunch
 
@@ -66,9 +59,7 @@ def prepare_list(
     sizes = [(x.data.shape[0], y.data.shape[0], x.data.shape[1]) for x, y in zip(a, b, strict=True)]
     walk = walk_of_list(sizes, config.tile_m, config.cluster_n)
     alphas = [None if alpha is None else alpha.view(-1)[i] for i in range(len(a))]
-    operands = [
-        operand_bytes(driver, x, y, d, s, config) for x, y, d, s in zip(left, right, out, alphas, strict=True)
-    ]
+    operands = [operand_bytes(driver, x, y, d, s, config) for x, y, d, s in zip(left, right, out, alphas, strict=True)]
     order = b"".join(struct.pack("=4i", i, *sizes[i][:2], end) for i, end in walk)
     table = _on_device(b"".join(operands) + order, device)
     counter = tile_counter(config, index, out[0].data_ptr())
@@ -76,9 +67,7 @@ def prepare_list(
     problem = problem_bytes(operands[0], at, at + sum(map(len, operands)), 0, len(a), counter)
 
     shape = launch_shape(driver, index, config, walk[-1][1], kernel.num_threads)
-    tensors = [
-        t for x, y, d in zip(left, right, out, strict=True) for t in (x.data, x.scale, y.data, y.scale, d)
-    ]
+    tensors = [t for x, y, d in zip(left, right, out, strict=True) for t in (x.data, x.scale, y.data, y.scale, d)]
     tensors += [t.global_scale for t in (*left, *right) if t.global_scale is not None]
     tensors += [table] if alpha is None else [table, alpha]
     return PreparedList(driver.prepare(function, kernel, shape, [problem], tensors), table, tuple(copies))

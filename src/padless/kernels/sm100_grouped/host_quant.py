@@ -96,9 +96,7 @@ def check_tile(tile: Sm100GroupedConfig, epilogue: Epilogue) -> None:
 
     def require(ok: bool, field: str, allowed: str) -> None:
         if not ok:
-            raise ValueError(
-                f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}"
-            )
+            raise ValueError(f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}")
 
     require(not tile.tokens_on_n, "tokens_on_n", "False")
     require(tile.mma_n >= 128, "mma_n", "128 or 256")
@@ -109,11 +107,7 @@ def check_tile(tile: Sm100GroupedConfig, epilogue: Epilogue) -> None:
 
 
 def fit(
-    tile: Sm100GroupedConfig,
-    a: BlockScaledTensor,
-    b: BlockScaledTensor,
-    tensors: EpilogueTensors,
-    epilogue: Epilogue,
+    tile: Sm100GroupedConfig, a: BlockScaledTensor, b: BlockScaledTensor, tensors: EpilogueTensors, epilogue: Epilogue
 ) -> Sm100GroupedConfig:
     """``tile`` with what has to follow from the operands and the outputs."""
     d = tensors.d
@@ -155,9 +149,7 @@ def _check(n: int, tensors: EpilogueTensors, epilogue: Epilogue) -> None:
     for name, alignment in (("bias", 16), ("row_scale", 4)):
         t = getattr(tensors, name)
         if t is not None and t.data_ptr() % alignment != 0:
-            raise ValueError(
-                f"{name} is at address {t.data_ptr():#x}; it must be {alignment}-byte aligned; clone() it"
-            )
+            raise ValueError(f"{name} is at address {t.data_ptr():#x}; it must be {alignment}-byte aligned; clone() it")
 
 
 def target_bytes(tensors: EpilogueTensors, epilogue: Epilogue, n: int) -> bytes:

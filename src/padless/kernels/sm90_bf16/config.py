@@ -77,9 +77,7 @@ class Sm90Bf16Config:
             require(self.block_n == 128, "block_n", "128 with 64 or more tokens of FP8_BLOCK")
         require(self.stage_blocks in (0, 1, 2), "stage_blocks", "0 (chosen), 1 or 2")
         if self.stage_blocks == 2:
-            require(
-                self.can_pair_blocks, "stage_blocks", "0 or 1 with weights of FP8 or FP8_BLOCK activations"
-            )
+            require(self.can_pair_blocks, "stage_blocks", "0 or 1 with weights of FP8 or FP8_BLOCK activations")
         check_common_fields(self, require)
 
     @property

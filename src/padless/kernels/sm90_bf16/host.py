@@ -40,9 +40,7 @@ def prepare(
     device = out.device.index or 0
     if config is None:
         blocked = b.scale_layout == "blocked"
-        config = select_config(
-            format_name(a), b.format.name, m, num_groups, blocked=blocked, out_dtype=out.dtype
-        )
+        config = select_config(format_name(a), b.format.name, m, num_groups, blocked=blocked, out_dtype=out.dtype)
     else:
         config = fit(config, a, b, out.dtype)
     kernel, function = load_kernel(driver, KERNEL, config, device)
@@ -134,10 +132,7 @@ def _row_major(
 
 
 def _activation_scales(
-    a: BlockScaledTensor | torch.Tensor,
-    offs: torch.Tensor | None,
-    config: Sm90Bf16Config,
-    copies: list[torch.Tensor],
+    a: BlockScaledTensor | torch.Tensor, offs: torch.Tensor | None, config: Sm90Bf16Config, copies: list[torch.Tensor]
 ) -> tuple[torch.Tensor | None, tensor_map.TensorMapSpec | None]:
     """The scales that the kernel reads and their map, where it reads them with TMA."""
     if not isinstance(a, BlockScaledTensor):

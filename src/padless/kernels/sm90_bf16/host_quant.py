@@ -13,13 +13,7 @@ import torch
 from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.config import format_name
-from padless.kernels.epilogue_launch import (
-    QuantConfig,
-    check_outputs,
-    output_address,
-    outputs_argument,
-    present,
-)
+from padless.kernels.epilogue_launch import QuantConfig, check_outputs, output_address, outputs_argument, present
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, select_config
 from padless.kernels.sm90_bf16.host import KERNEL, operands
@@ -118,9 +112,7 @@ def select_tile(
             if a_format == "FP8_BLOCK" and block_m >= 64 and block_n == 256:
                 continue
             found.append(
-                replace(
-                    plain, block_m=block_m, block_n=block_n, num_warpgroups=4 if few and block_n == 256 else 2
-                )
+                replace(plain, block_m=block_m, block_n=block_n, num_warpgroups=4 if few and block_n == 256 else 2)
             )
     able = [tile for tile in found if _problem_with(tile, epilogue) is None]
     for stages in (3, 2):

@@ -54,9 +54,7 @@ class Bf16PlainConfig:
             "RASTER_M": self.raster_m,
             "MAX_GROUPS": self.max_groups,
         }
-        return cpp_constants(
-            constants, {"B_IS_N_MAJOR": self.n_major}, {"OUT_TYPE": OUT_DTYPES[self.out_dtype]}
-        )
+        return cpp_constants(constants, {"B_IS_N_MAJOR": self.n_major}, {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
 
 
 # Cycles of 64 of K by the columns of the tile, and of an element's bytes of the output: as in the bf16 weight gradients.
@@ -86,8 +84,6 @@ def select_config(
     return fit_config(config, num_groups, n_major, out_dtype)
 
 
-def fit_config(
-    config: Bf16PlainConfig, num_groups: int, n_major: bool, out_dtype: torch.dtype
-) -> Bf16PlainConfig:
+def fit_config(config: Bf16PlainConfig, num_groups: int, n_major: bool, out_dtype: torch.dtype) -> Bf16PlainConfig:
     """``config`` with what has to follow from the operands: order of the weights, output dtype, room for groups."""
     return replace(config, n_major=n_major, out_dtype=out_dtype, max_groups=room_for_groups(num_groups))

@@ -37,9 +37,7 @@ def prepare(
     problem = Bf16WgradProblem(n, k, tokens, num_groups, out.dtype, driver.num_sms(device))
     config = select_config(problem) if config is None else fit_config(config, problem)
     kernel, function = load_kernel(driver, KERNEL, config, device)
-    specs = [
-        spec for rows in (dy, x) for spec in (_rows(rows, config.block_t), _ragged(rows, config.block_t))
-    ]
+    specs = [spec for rows in (dy, x) for spec in (_rows(rows, config.block_t), _ragged(rows, config.block_t))]
     arguments: list[Argument] = [driver.encode(spec) for spec in (*specs, gradient_output(out))]
     arguments += [(offs.data_ptr(), 8)]
     counter = tile_counter(config, device, out.data_ptr())

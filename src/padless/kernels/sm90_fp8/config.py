@@ -7,13 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import OUT_DTYPES
-from padless.kernels.config import (
-    FEW_GROUPS,
-    check_common_fields,
-    cpp_constants,
-    requirement_of,
-    room_for_groups,
-)
+from padless.kernels.config import FEW_GROUPS, check_common_fields, cpp_constants, requirement_of, room_for_groups
 from padless.kernels.cost_model import best_tile, cost_table
 from padless.kernels.maps import has_few_rows
 

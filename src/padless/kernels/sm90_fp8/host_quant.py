@@ -97,9 +97,7 @@ def _stages_fit(problem: Problem, epilogue: Epilogue) -> bool:
     column = 1 if epilogue.column_format is not None else 0
     staged = (plain + row + column) / (2 if epilogue.is_glu else 1)  # bytes an element of the sums
     if epilogue.column_format is None or epilogue.column_format == FP8_BLOCK:
-        return staged < 2 or (
-            staged == 2 and problem.num_groups <= 256
-        )  # beyond, the table of groups is larger
+        return staged < 2 or (staged == 2 and problem.num_groups <= 256)  # beyond, the table of groups is larger
     return staged < 2  # 32-row blocks have more column scales to keep
 
 
@@ -112,11 +110,7 @@ def select_tile(problem: Problem, epilogue: Epilogue) -> Sm90Fp8Config:
     if cluster == 2:  # a cluster's tile of 128 rows costs what two tiles do
         costs = {Tile(128, TILE_COLUMNS, 2): costs[narrow], **costs}
     room = _stages_fit(problem, epilogue)
-    costs = {
-        tile: cost
-        for tile, cost in costs.items()
-        if tile.cluster_n >= cluster and (tile.block_m <= 128 or room)
-    }
+    costs = {tile: cost for tile, cost in costs.items() if tile.cluster_n >= cluster and (tile.block_m <= 128 or room)}
     best = best_tile(costs, problem.m, problem.n, problem.k, problem.num_groups, problem.num_sms)
     chosen = Sm90Fp8Config(best.block_m, best.block_n, cluster_n=best.cluster_n, raster_m=best.raster_m)
     return fit_config(chosen, problem)
@@ -127,9 +121,7 @@ def check_tile(tile: Sm90Fp8Config, epilogue: Epilogue) -> None:
 
     def require(ok: bool, field: str, allowed: str) -> None:
         if not ok:
-            raise ValueError(
-                f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}"
-            )
+            raise ValueError(f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}")
 
     require(tile.block_n == TILE_COLUMNS, "block_n", str(TILE_COLUMNS))
     require(tile.store == "ragged", "store", "'ragged'")

@@ -109,8 +109,5 @@ def select_config(problem: WgradProblem) -> WgradConfig:
 def fit_config(config: WgradConfig, problem: WgradProblem) -> WgradConfig:
     """``config`` with what has to follow from the operands: mode, output dtype and room for groups."""
     return replace(
-        config,
-        mode=problem.mode,
-        out_dtype=problem.out_dtype,
-        max_groups=room_for_groups(problem.num_groups),
+        config, mode=problem.mode, out_dtype=problem.out_dtype, max_groups=room_for_groups(problem.num_groups)
     )

@@ -47,16 +47,7 @@ def prepare(
     pointers = (x.scale, dy.offs, dy.starts, x.starts, dy.block_starts)
     arguments += [(tensor.data_ptr(), 8) for tensor in pointers]
     counter = tile_counter(config, device, out.data_ptr())
-    integers = (
-        n,
-        k,
-        num_groups,
-        dy.data.shape[1],
-        x.data.shape[1],
-        x.scale.shape[0],
-        int(accumulate),
-        counter,
-    )
+    integers = (n, k, num_groups, dy.data.shape[1], x.data.shape[1], x.scale.shape[0], int(accumulate), counter)
     arguments += [(value, 4) for value in integers]
     ctas = min(problem.num_sms, tiles_of(problem, config.block_m))
     shape = LaunchShape(ctas, kernel.num_threads, 1, programmatic=True)
@@ -73,9 +64,7 @@ def _tensor_maps(
         tensor_map.operand(dy.data, config.block_m),
         tensor_map.operand(x.data, BLOCK_N),
         sfa,
-        _scale_rows(x.scale, BLOCK_N)
-        if config.mode == "1d1d"
-        else sfa,  # 128 x 128 scales are fetched without
+        _scale_rows(x.scale, BLOCK_N) if config.mode == "1d1d" else sfa,  # 128 x 128 scales are fetched without
         maps.gradient_output(out),
     )
 

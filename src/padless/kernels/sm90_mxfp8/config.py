@@ -7,13 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import MXFP8_E5M2, OUT_DTYPES, BlockScaledTensor
-from padless.kernels.config import (
-    FEW_GROUPS,
-    check_common_fields,
-    cpp_constants,
-    requirement_of,
-    room_for_groups,
-)
+from padless.kernels.config import FEW_GROUPS, check_common_fields, cpp_constants, requirement_of, room_for_groups
 
 
 @dataclass(frozen=True)
@@ -75,9 +69,7 @@ def select_config(m: int, n: int, num_groups: int, num_sms: int) -> Sm90Mxfp8Con
     return Sm90Mxfp8Config(block_m=block_m, block_n=block_n)
 
 
-def fit(
-    config: Sm90Mxfp8Config, a: BlockScaledTensor, b: BlockScaledTensor, out_dtype: torch.dtype
-) -> Sm90Mxfp8Config:
+def fit(config: Sm90Mxfp8Config, a: BlockScaledTensor, b: BlockScaledTensor, out_dtype: torch.dtype) -> Sm90Mxfp8Config:
     """``config`` with what has to follow from the operands and the output."""
     return replace(
         config,

@@ -20,9 +20,7 @@ _SCALE_ALIGNMENT = 4  # the kernel reads the scales of 128 of K as one word
 Config = Sm90Mxfp8Config
 
 
-def readable_scales(
-    a: BlockScaledTensor, b: BlockScaledTensor
-) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
+def readable_scales(a: BlockScaledTensor, b: BlockScaledTensor) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
     """The scales of a and of b as the kernel reads them, and those among them that are copies."""
     scales = [t.scale.clone() if t.scale.data_ptr() % _SCALE_ALIGNMENT else t.scale for t in (a, b)]
     return scales, tuple(s for s, t in zip(scales, (a, b), strict=True) if s is not t.scale)

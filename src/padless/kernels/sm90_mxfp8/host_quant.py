@@ -76,9 +76,7 @@ def check_tile(tile: Sm90Mxfp8Config, epilogue: Epilogue) -> None:
 
     def require(ok: bool, field: str, allowed: str) -> None:
         if not ok:
-            raise ValueError(
-                f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}"
-            )
+            raise ValueError(f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}")
 
     require(tile.block_n == TILE_COLUMNS, "block_n", str(TILE_COLUMNS))
     if epilogue.column_format == FP8_BLOCK:

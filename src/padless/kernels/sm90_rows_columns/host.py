@@ -66,17 +66,10 @@ def prepare(
     num_rows, features = x.shape
     pointers = (x, groups.offs, row_codes, row_scale, codes, scale, groups.starts, groups.block_starts)
     arguments: list[Argument] = [(0 if t is None else t.data_ptr(), 8) for t in pointers]
-    integers = (
-        num_rows,
-        features,
-        x.stride(0),
-        0 if row_scale is None else row_scale.stride(1),
-    )
+    integers = (num_rows, features, x.stride(0), 0 if row_scale is None else row_scale.stride(1))
     arguments += [(value, 4) for value in integers]
     arguments += groups.arguments(codes, scale)
     sms = driver.num_sms(device) * CTAS_PER_SM
     ctas = persistent_grid(sms, groups.num_tiles * ceil_div(features, _TILE))
     shape = LaunchShape(ctas, kernel.num_threads, 1)
-    return Prepared(
-        driver.prepare(function, kernel, shape, arguments, [t for t in pointers if t is not None])
-    )
+    return Prepared(driver.prepare(function, kernel, shape, arguments, [t for t in pointers if t is not None]))

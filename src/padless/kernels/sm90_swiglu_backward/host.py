@@ -75,9 +75,7 @@ def prepare(
     square: bool,
 ) -> Prepared:
     """Packs the launch for operands that fit, with at least one column."""
-    config = SwigluBackwardConfig(
-        prob is not None, interleaved, square, room_for_groups(groups.num_groups), BAND
-    )
+    config = SwigluBackwardConfig(prob is not None, interleaved, square, room_for_groups(groups.num_groups), BAND)
     device = dh.device.index or 0
     kernel, function = load_kernel(driver, KERNEL, config, device)
     num_rows, hidden = dh.shape
@@ -96,13 +94,7 @@ def prepare(
         groups.starts,
         groups.block_starts,
     )
-    integers = (
-        num_rows,
-        hidden,
-        dh.stride(0),
-        z.stride(0),
-        out.row_scale.stride(1),
-    )
+    integers = (num_rows, hidden, dh.stride(0), z.stride(0), out.row_scale.stride(1))
     arguments: list[Argument] = [(0 if t is None else t.data_ptr(), 8) for t in pointers]
     arguments += [(value, 4) for value in integers]
     arguments += groups.arguments(out.dz_codes, out.dz_scale)

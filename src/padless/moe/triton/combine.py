@@ -16,11 +16,7 @@ LANES = 256  # partial sums of a dot product
 
 
 def combine(
-    y: torch.Tensor,
-    inverse: torch.Tensor,
-    weights: torch.Tensor | None,
-    shared: torch.Tensor | None,
-    out: torch.Tensor,
+    y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor | None, shared: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Writes out (T, N), neither of them 0, of checked arguments."""
     (tokens, n), top_k = out.shape, inverse.shape[1]
@@ -106,9 +102,7 @@ def _combine(
             values = values * casts.to_float32(weight)
         total += values
     if shared_ptr is not None:
-        total += casts.to_float32(
-            tl.load(shared_ptr + token * shared_stride + column, mask=inside, other=0.0)
-        )
+        total += casts.to_float32(tl.load(shared_ptr + token * shared_stride + column, mask=inside, other=0.0))
     tl.store(out_ptr + token * out_stride + column, arithmetic.rounded(total, OUT), mask=inside)
 
 
@@ -150,9 +144,7 @@ def _combine_backward(
             arithmetic.rounded(dy, DY),
             mask=there[:, None] & inside[None, :],
         )
-    dots = tl.reshape(
-        _halved(_halved(_halved(_halved(_halved(_halved(_halved(_halved(partial)))))))), (SLOTS,)
-    )
+    dots = tl.reshape(_halved(_halved(_halved(_halved(_halved(_halved(_halved(_halved(partial)))))))), (SLOTS,))
     tl.store(dweights_ptr + token * TOP_K + slot, dots, mask=there)
 
 

@@ -41,15 +41,7 @@ def place(placed: Placed, scale: torch.Tensor) -> None:
     width = min(triton.next_power_of_2(columns), _MOST_COLUMNS)
     ld = scale.stride(1)
     _place_scales[(ceil_div(ld, _ROWS_AT_ONCE) * ceil_div(columns, width),)](
-        placed.scale,
-        placed.items,
-        scale,
-        rows,
-        columns,
-        ld,
-        ROWS=_ROWS_AT_ONCE,
-        COLUMNS=width,
-        num_warps=4,
+        placed.scale, placed.items, scale, rows, columns, ld, ROWS=_ROWS_AT_ONCE, COLUMNS=width, num_warps=4
     )
 
 

@@ -183,9 +183,7 @@ def _empty(
     """Codes and scales to be filled."""
     if format is None:
         return torch.empty((rows, K), dtype=torch.bfloat16, device=device), None
-    data = torch.empty((rows, K // format.codes_per_byte), dtype=torch.uint8, device=device).view(
-        format.data_dtype
-    )
+    data = torch.empty((rows, K // format.codes_per_byte), dtype=torch.uint8, device=device).view(format.data_dtype)
     columns = ceil_div(K, format.block_k)
     if format == FP8_BLOCK:
         if rows == 0:  # no kernel runs, so this zeroes what is then all padding
@@ -274,9 +272,7 @@ def _quantize_rows(
             first = tl.load(factors_ptr + group * 2, mask=there, other=1.0)[:, None]
             second = tl.load(factors_ptr + group * 2 + 1, mask=there, other=1.0)[:, None]
             unusual = tl.max(row_blocks._far_from_one(second).to(tl.int32)) > 0
-            scale, multiplier = row_blocks._nvfp4_scale(
-                amax_bits, first, second, unusual, RULE, HARDWARE_CAST
-            )
+            scale, multiplier = row_blocks._nvfp4_scale(amax_bits, first, second, unusual, RULE, HARDWARE_CAST)
         else:
             scale, multiplier = row_blocks._mx_scale(amax_bits, RULE, EMAX, MAX_MANTISSA)
         if ELEMENT == "e2m1":
@@ -293,16 +289,7 @@ def _quantize_rows(
     if ROUTED > 0:  # BLOCK_M is 1
         token = pid // num_chunks
         sorted_rows, lane = route.sort_few(
-            inverse_ptr,
-            offs_ptr,
-            tokens_ptr,
-            new_inverse_ptr,
-            token,
-            items,
-            num_experts,
-            chunk == 0,
-            TOP_K,
-            ROUTED,
+            inverse_ptr, offs_ptr, tokens_ptr, new_inverse_ptr, token, items, num_experts, chunk == 0, TOP_K, ROUTED
         )
     for j in tl.static_range(1 if TOP_K == 0 else TOP_K):
         if TOP_K == 0:
@@ -351,9 +338,7 @@ def _load(x_ptrs, column, inside, K, chunk, ACTIVATION: tl.constexpr, GATED: tl.
         if ARRANGEMENT == 2:
             wide = chunk * (2 * BLOCK_K) + tl.arange(0, 2 * BLOCK_K)
             both_inside = tl.max(inside.to(tl.int32), axis=1)[:, None] > 0
-            both = tl.load(
-                x_ptrs[:, None] + wide[None, :], mask=both_inside & (wide[None, :] < 2 * K), other=0.0
-            )
+            both = tl.load(x_ptrs[:, None] + wide[None, :], mask=both_inside & (wide[None, :] < 2 * K), other=0.0)
             gate, up = tl.split(tl.reshape(casts.to_float32(both), (BLOCK_M, BLOCK_K, 2)))
         else:
             if ARRANGEMENT == 0:

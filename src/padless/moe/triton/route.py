@@ -49,15 +49,7 @@ def route(ids: torch.Tensor, num_experts: int) -> Sorted:
     if slots <= FEW_SLOTS:
         block = max(triton.next_power_of_2(slots), 128)
         _route_few[(num_experts + 1,)](
-            ids,
-            offs,
-            tokens,
-            inverse,
-            slots,
-            num_experts,
-            top_k,
-            BLOCK=block,
-            num_warps=4 if block <= 1024 else 8,
+            ids, offs, tokens, inverse, slots, num_experts, top_k, BLOCK=block, num_warps=4 if block <= 1024 else 8
         )
         return Sorted(offs, tokens, inverse)
     bins = max(triton.next_power_of_2(num_experts + 2), 128)  # experts, dropped ids, and lanes past the end

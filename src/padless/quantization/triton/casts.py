@@ -90,11 +90,7 @@ def _e2m1_scaled_words_asm(dtype: str) -> str:
             lines += [f"shl.b32 t, ${1 + i}, 16;", f"mov.b32 x{2 * i}, t;"]
             lines += [f"and.b32 t, ${1 + i}, 0xFFFF0000;", f"mov.b32 x{2 * i + 1}, t;"]
         else:
-            lines += [
-                f"mov.b32 {{l, h}}, ${1 + i};",
-                f"cvt.f32.f16 x{2 * i}, l;",
-                f"cvt.f32.f16 x{2 * i + 1}, h;",
-            ]
+            lines += [f"mov.b32 {{l, h}}, ${1 + i};", f"cvt.f32.f16 x{2 * i}, l;", f"cvt.f32.f16 x{2 * i + 1}, h;"]
     for i in range(8):
         lines += [
             f"abs.f32 v, x{i};",
@@ -273,9 +269,7 @@ def to_e5m2(y, HARDWARE_CAST: tl.constexpr):
 def e4m3_to_float32(code, HARDWARE_CAST: tl.constexpr):
     """float32 value of non-negative finite e4m3 codes (int32)."""
     if HARDWARE_CAST:
-        return tl.inline_asm_elementwise(
-            _E4M3_TO_FLOAT32_ASM, "=f,r", [code], tl.float32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(_E4M3_TO_FLOAT32_ASM, "=f,r", [code], tl.float32, is_pure=True, pack=1)
     normal = ((code + ((127 - 7) << 3)) << 20).to(tl.float32, bitcast=True)
     subnormal = code.to(tl.float32) * 0.001953125  # 2^-9
     return tl.where(code < 8, subnormal, normal)
@@ -294,12 +288,7 @@ def halves_to_e2m1(low, high, HARDWARE_CAST: tl.constexpr):
     """
     if HARDWARE_CAST:
         return tl.inline_asm_elementwise(
-            asm=_E2M1_ASM,
-            constraints="=r,f,f,f,f,f,f,f,f",
-            args=[low, high],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
+            asm=_E2M1_ASM, constraints="=r,f,f,f,f,f,f,f,f", args=[low, high], dtype=tl.uint8, is_pure=True, pack=4
         )
     return _e2m1_code(low * 2.0) | (_e2m1_code(high * 2.0) << 4)
 

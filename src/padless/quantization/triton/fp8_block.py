@@ -25,9 +25,7 @@ _E4M3_MAX = tl.constexpr(448.0)
 _AMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)  # float32 nearest to 1e-4
 
 
-def fp8_block(
-    x: torch.Tensor, kind: str, scale_major: str, rows: torch.Tensor | None = None
-) -> BlockScaledTensor:
+def fp8_block(x: torch.Tensor, kind: str, scale_major: str, rows: torch.Tensor | None = None) -> BlockScaledTensor:
     """`padless.quantize(x, FP8_BLOCK, ...)` of checked arguments, on the GPU or in Triton's interpreter."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     shape = tuple(x.shape) if rows is None else (rows.shape[0], x.shape[1])
@@ -50,11 +48,7 @@ def _empty_scale(values: tuple[int, ...], device: torch.device, kind: str, scale
 
 
 def _launch_activation(
-    x: torch.Tensor,
-    rows: torch.Tensor | None,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    hardware_cast: bool,
+    x: torch.Tensor, rows: torch.Tensor | None, codes: torch.Tensor, scale: torch.Tensor, hardware_cast: bool
 ) -> None:
     m, columns = codes.shape
     block_m = casts.tile_rows(m, x.dtype)
@@ -120,9 +114,7 @@ def _fp8_block_activation(
     row64 = row.to(tl.int64)
 
     source = casts.source_rows(rows_ptr, row64, M, x_rows)
-    x = casts.to_float32(
-        tl.load(x_ptr + source[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-    )
+    x = casts.to_float32(tl.load(x_ptr + source[:, None] * x_stride + column[None, :], mask=inside, other=0.0))
     scale, inverse = _fp8_block_scale(tl.max(casts.magnitude_bits(x), axis=1))
     codes = casts.to_e4m3(x * inverse[:, None], HARDWARE_CAST)
     tl.store(codes_ptr + row64[:, None] * K + column[None, :], codes, mask=inside)

@@ -25,9 +25,7 @@ _ONE_SIXTH_BITS = tl.constexpr(0x3E2AAAAB)  # float32 nearest to 1 / 6
 _SMALLEST_BITS = tl.constexpr(0x00200000)  # 2^-128
 
 
-def global_scale(
-    x: torch.Tensor, scale_rule: str, offs: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def global_scale(x: torch.Tensor, scale_rule: str, offs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(decode scale, factors) of all of x, () and (2,), or of each group of its rows or each weight, (G,) and (G, 2)."""
     amax = partial_amax(x, offs)
     groups, count = amax.shape
@@ -35,9 +33,7 @@ def global_scale(
     factors = torch.empty((groups, 2), dtype=torch.float32, device=x.device)
     if groups > 0:
         block = min(max(triton.next_power_of_2(count), 16), 4096)
-        _derive[(groups,)](
-            amax, decode, factors, count, RULE=scale_rule, BLOCK=block, num_warps=8 if count > 64 else 1
-        )
+        _derive[(groups,)](amax, decode, factors, count, RULE=scale_rule, BLOCK=block, num_warps=8 if count > 64 else 1)
     return (decode, factors) if x.dim() == 3 or offs is not None else (decode[0], factors[0])
 
 
@@ -48,9 +44,7 @@ def given_factors(decode: torch.Tensor, scale_rule: str) -> torch.Tensor:
     count = given.numel()
     if count > 0:
         block = min(triton.next_power_of_2(count), 1024)
-        _factors_of_given[(ceil_div(count, block),)](
-            given, factors, count, RULE=scale_rule, BLOCK=block, num_warps=1
-        )
+        _factors_of_given[(ceil_div(count, block),)](given, factors, count, RULE=scale_rule, BLOCK=block, num_warps=1)
     return factors
 
 

@@ -49,9 +49,7 @@ def num_tiles(num_rows: int, num_groups: int, alignment: int) -> int:
 
 def token_groups(offs: torch.Tensor, num_rows: int, alignment: int) -> TokenGroups:
     """The same groups for a CUDA kernel, which finds its tiles by itself and writes starts and block_starts."""
-    starts, block_starts = (
-        torch.empty(offs.shape[0], dtype=torch.int32, device=offs.device) for _ in range(2)
-    )
+    starts, block_starts = (torch.empty(offs.shape[0], dtype=torch.int32, device=offs.device) for _ in range(2))
     count = num_tiles(num_rows, offs.shape[0], alignment)
     return TokenGroups(offs.contiguous(), starts, block_starts, alignment, count)
 

@@ -18,9 +18,7 @@ _BLOCK_M = 16
 _BLOCK_K = 128
 
 
-def nvfp4_stochastic(
-    x: torch.Tensor, seed: torch.Tensor, factors: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def nvfp4_stochastic(x: torch.Tensor, seed: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(packed codes uint8, scale bytes uint8) of checked arguments; factors: (2,) float32."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, columns = x.shape

@@ -156,11 +156,7 @@ def is_word_aligned(x: torch.Tensor) -> bool:
 
 
 def _empty_scale(
-    leading: tuple[int, ...],
-    device: torch.device,
-    columns: int,
-    scale_layout: str,
-    offs: torch.Tensor | None,
+    leading: tuple[int, ...], device: torch.device, columns: int, scale_layout: str, offs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale bytes to be filled, zero where the layout pads; for grouped tiles also every row's tile row."""
     if scale_layout == "plain":
@@ -268,10 +264,7 @@ def _row_blocks(
                     words = tl.where(_for_pairs(tiny, BLOCK_M, BLOCKS, BLOCK), eighth_words, words)
             sign_mask = tl.where(amax_bits >= casts.INF_BITS, 0, -0x77777778)  # a NaN has code 0
             codes = casts.scaled_words_to_e2m1(
-                words,
-                _for_pairs(eighth, BLOCK_M, BLOCKS, BLOCK),
-                _for_pairs(sign_mask, BLOCK_M, BLOCKS, BLOCK),
-                WORDS,
+                words, _for_pairs(eighth, BLOCK_M, BLOCKS, BLOCK), _for_pairs(sign_mask, BLOCK_M, BLOCKS, BLOCK), WORDS
             )
         else:
             # A product with half of the multiplier is half of the other, or both are too small to count.

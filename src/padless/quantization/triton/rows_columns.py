@@ -37,19 +37,11 @@ class Columns(NamedTuple):
 
 
 def empty_columns(
-    num_rows: int,
-    num_groups: int,
-    features: int,
-    block: tuple[int, int],
-    alignment: int,
-    device: torch.device,
+    num_rows: int, num_groups: int, features: int, block: tuple[int, int], alignment: int, device: torch.device
 ) -> Columns:
     """Uninitialised codes and scales: the kernels write all of both."""
     width = layouts.padded_tokens(num_rows, num_groups, alignment)
-    scales = (
-        layouts.num_scale_rows(num_rows, num_groups),
-        layouts.scale_columns(features, block),
-    )
+    scales = (layouts.num_scale_rows(num_rows, num_groups), layouts.scale_columns(features, block))
     return Columns(
         torch.empty((features, width), dtype=torch.uint8, device=device),
         torch.empty(scales, dtype=torch.float32, device=device),
@@ -119,11 +111,7 @@ def _launch(
         HARDWARE_CAST=casts.casts_in_hardware(x.device),
         DTYPE=words,
         num_warps=NUM_WARPS if rows or not words else NUM_WARPS_OF_COLUMNS,
-        maxnreg=MAX_REGISTERS_OF_FLOAT32
-        if not words
-        else MAX_REGISTERS
-        if rows
-        else MAX_REGISTERS_OF_COLUMNS,
+        maxnreg=MAX_REGISTERS_OF_FLOAT32 if not words else MAX_REGISTERS if rows else MAX_REGISTERS_OF_COLUMNS,
     )
 
 

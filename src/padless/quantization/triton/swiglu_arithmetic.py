@@ -12,11 +12,7 @@ import triton.language as tl
 from padless.quantization import swiglu_rules as rules
 from padless.quantization.triton import casts, tiles
 
-_MINUS_LOG2E, _LN2, _LN2_LOW = (
-    tl.constexpr(-rules.LOG2E),
-    tl.constexpr(rules.LN2),
-    tl.constexpr(rules.LN2_LOW),
-)
+_MINUS_LOG2E, _LN2, _LN2_LOW = (tl.constexpr(-rules.LOG2E), tl.constexpr(rules.LN2), tl.constexpr(rules.LN2_LOW))
 _C2, _MINUS_C3 = tl.constexpr(rules.C2), tl.constexpr(-rules.C3)
 _C4, _MINUS_C5 = tl.constexpr(rules.C4), tl.constexpr(-rules.C5)
 _ROUNDING = tl.constexpr(rules.ROUNDING)

@@ -56,9 +56,7 @@ def swiglu_backward(
     of_hidden = empty_columns(num_rows, num_groups, hidden, hidden_block, alignment, z.device)
     blocks = ceil_div(hidden, 128)
     sums = torch.empty((blocks, num_rows if prob is not None else 0), dtype=torch.float32, device=z.device)
-    out = host.Outputs(
-        row_codes, with_padding(row_scale), *of_dz, *of_hidden, sums if prob is not None else None
-    )
+    out = host.Outputs(row_codes, with_padding(row_scale), *of_dz, *of_hidden, sums if prob is not None else None)
     prob = None if prob is None else prob.contiguous()
     square, interleaved = hidden_block[0] == 128, gate_up == "interleaved"
     if driver is not None and host.fits(dh, z, offs):
@@ -207,9 +205,7 @@ def _pairs_of_blocks(
         first_scale = row_scale_ptr + block.to(tl.int64) * row_scale_ld
         second_scale = first_scale + num_blocks.to(tl.int64) * row_scale_ld
         tiles.store_rows(d_gate, row, rows_end, column, I, row_codes_ptr, 2 * I, first_scale, HARDWARE_CAST)
-        tiles.store_rows(
-            d_up, row, rows_end, column, I, row_codes_ptr + I, 2 * I, second_scale, HARDWARE_CAST
-        )
+        tiles.store_rows(d_up, row, rows_end, column, I, row_codes_ptr + I, 2 * I, second_scale, HARDWARE_CAST)
     tiles.store_padding(first_scale, M, row_scale_ld, tile == 0)
     tiles.store_padding(second_scale, M, row_scale_ld, tile == 0)
     tiles.store_columns(
@@ -274,11 +270,7 @@ def _straddling_blocks(
         prob = _load_prob(prob_ptr, row, rows_end)
         if has_hidden:
             _store_sums(
-                _chosen(is_gate, _products(hidden, dh)),
-                sums_ptr + block.to(tl.int64) * M,
-                row,
-                rows_end,
-                tokens,
+                _chosen(is_gate, _products(hidden, dh)), sums_ptr + block.to(tl.int64) * M, row, rows_end, tokens
             )
         hidden = _chosen(is_gate, _products(hidden, prob))
         dh = _chosen(column < 2 * I, _products(dh, prob))

@@ -144,9 +144,7 @@ def code_words(x, inverse, HARDWARE_CAST: tl.constexpr):
     """(32, 128) int32 with the e4m3 codes of x * inverse, four rows each, the first in the lowest byte."""
     y0, y1, y2, y3 = x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse
     if HARDWARE_CAST:
-        return tl.inline_asm_elementwise(
-            _E4M3_WORD_ASM, "=r,f,f,f,f", [y0, y1, y2, y3], tl.int32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(_E4M3_WORD_ASM, "=r,f,f,f,f", [y0, y1, y2, y3], tl.int32, is_pure=True, pack=1)
     low = casts.to_e4m3(y0, False).to(tl.int32) | (casts.to_e4m3(y1, False).to(tl.int32) << 8)
     high = casts.to_e4m3(y2, False).to(tl.int32) | (casts.to_e4m3(y3, False).to(tl.int32) << 8)
     return low | (high << 16)
@@ -200,9 +198,7 @@ def store_rows(x, row, rows_end, column, num_columns, ptr, stride, scale_ptr, HA
 
 
 @triton.jit
-def _store_row(
-    x, j: tl.constexpr, row, rows_end, column, num_columns, ptr, stride, HARDWARE_CAST: tl.constexpr
-):
+def _store_row(x, j: tl.constexpr, row, rows_end, column, num_columns, ptr, stride, HARDWARE_CAST: tl.constexpr):
     scale, inverse = scale_of(tl.max(casts.magnitude_bits(x[j]), axis=1), HARDWARE_CAST)
     store_codes(x, inverse[:, None], j, row, rows_end, column, num_columns, ptr, stride, HARDWARE_CAST)
     return scale
@@ -310,19 +306,13 @@ def code_words_of_words(x, low, high, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def store_codes_of_words(
-    x, inverse, j: tl.constexpr, row, rows_end, pair, num_pairs, ptr, DTYPE: tl.constexpr
-):
+def store_codes_of_words(x, inverse, j: tl.constexpr, row, rows_end, pair, num_pairs, ptr, DTYPE: tl.constexpr):
     """Stores the codes of quarter j of a tile as rows of num_pairs pairs; ptr: int16."""
     at = row + j
     if DTYPE == "bf16":
-        codes = tl.inline_asm_elementwise(
-            _PAIR_BF16_ASM, "=h,r,f", [x[j], inverse], tl.int16, is_pure=True, pack=1
-        )
+        codes = tl.inline_asm_elementwise(_PAIR_BF16_ASM, "=h,r,f", [x[j], inverse], tl.int16, is_pure=True, pack=1)
     else:
-        codes = tl.inline_asm_elementwise(
-            _PAIR_FP16_ASM, "=h,r,f", [x[j], inverse], tl.int16, is_pure=True, pack=1
-        )
+        codes = tl.inline_asm_elementwise(_PAIR_FP16_ASM, "=h,r,f", [x[j], inverse], tl.int16, is_pure=True, pack=1)
     mask = (at[:, None] < rows_end) & (pair[None, :] < num_pairs)
     tl.store(ptr + at.to(tl.int64)[:, None] * num_pairs + pair[None, :], codes, mask=mask)
 

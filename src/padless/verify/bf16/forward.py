@@ -116,9 +116,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def check_bits(
-    shapes: Sequence[PlainShape] = SHAPES, device: str = "cuda", backend: str | None = None
-) -> str:
+def check_bits(shapes: Sequence[PlainShape] = SHAPES, device: str = "cuda", backend: str | None = None) -> str:
     """Every shape, kernel and order of the weights, normal values and values over many powers of two: the bits of the
     reference, in outputs of poison between guards.
     """
@@ -134,9 +132,7 @@ def check_bits(
     return f"{results} results, {elements} elements, bit for bit the reference's"
 
 
-def check_independence(
-    shapes: Sequence[PlainShape] = SHAPES, device: str = "cuda", backend: str | None = None
-) -> str:
+def check_independence(shapes: Sequence[PlainShape] = SHAPES, device: str = "cuda", backend: str | None = None) -> str:
     """NaN in all rows but one group's, each group alone, and ``gemm`` of it: the same bits."""
     count = 0
     for shape, config in itertools.product(shapes, VARIANTS):
@@ -186,9 +182,7 @@ def check_graph_replay() -> str:
     out.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
-    assert same_bits(out, _reference(other).bfloat16()), (
-        "a replay does not see new values and new sizes of groups"
-    )
+    assert same_bits(out, _reference(other).bfloat16()), "a replay does not see new values and new sizes of groups"
     return "replay sees new values and new sizes of groups"
 
 
@@ -207,14 +201,7 @@ def rehearse(backend: str) -> None:
     """Every kernel that the checks ask for, on the CPU, by ``backend``; nobody looks at the outputs."""
     plain = random_plain(_SMALL[0])
     for config, operands in itertools.product(VARIANTS, (plain, plain.n_major())):
-        grouped_gemm(
-            operands.a,
-            operands.b,
-            operands.offs,
-            out_dtype=config.out_dtype,
-            backend=backend,
-            config=config,
-        )
+        grouped_gemm(operands.a, operands.b, operands.offs, out_dtype=config.out_dtype, backend=backend, config=config)
 
 
 if __name__ == "__main__":

@@ -127,13 +127,7 @@ def run(
     shape = (rows.offs.shape[0], rows.dy.shape[1], rows.x.shape[1])
     guarded = GuardedGradient(shape, config.out_dtype, str(rows.dy.device), onto)
     grouped_gemm_wgrad(
-        rows.dy,
-        rows.x,
-        offs=rows.offs,
-        out=guarded.out,
-        accumulate=onto is not None,
-        backend=backend,
-        config=config,
+        rows.dy, rows.x, offs=rows.offs, out=guarded.out, accumulate=onto is not None, backend=backend, config=config
     )
     if guarded.out.is_cuda:
         torch.cuda.synchronize()

@@ -12,17 +12,7 @@ import torch
 from padless.kernels.sm90_bf16_wgrad.config import WGRAD_OUT_DTYPES
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
-from padless.verify.bf16.problems import (
-    SHAPES,
-    VARIANTS,
-    Rows,
-    RowsShape,
-    padded,
-    permuted,
-    poisoned,
-    random_rows,
-    run,
-)
+from padless.verify.bf16.problems import SHAPES, VARIANTS, Rows, RowsShape, padded, permuted, poisoned, random_rows, run
 from padless.verify.problems.wgrad import same_bits
 
 _REPEATS = 20
@@ -38,8 +28,7 @@ _SMALL = (RowsShape((5, 0, 130, 1), 3, 272, 144), RowsShape((0, 64, 700), 7, 144
 def check_bf16_wgrad() -> str:
     """All of the checks of this module; raises AssertionError. For Hopper."""
     return "; ".join(
-        check()
-        for check in (check_bits, check_independence, check_accumulation, check_repeats, check_graph_replay)
+        check() for check in (check_bits, check_independence, check_accumulation, check_repeats, check_graph_replay)
     )
 
 
@@ -65,9 +54,7 @@ def check_bits(shapes: Sequence[RowsShape] = SHAPES, device: str = "cuda", backe
     return f"{results} results, {elements} elements, bit for bit the reference's"
 
 
-def check_independence(
-    shapes: Sequence[RowsShape] = SHAPES, device: str = "cuda", backend: str | None = None
-) -> str:
+def check_independence(shapes: Sequence[RowsShape] = SHAPES, device: str = "cuda", backend: str | None = None) -> str:
     """NaN in rows of no group, groups filled up with zeros, groups in another order behind one of NaN: the same bits."""
     count = 0
     for shape, config in itertools.product(shapes, VARIANTS):
@@ -161,9 +148,7 @@ def rehearse(backend: str) -> None:
         dtypes = WGRAD_OUT_DTYPES if config is None else (config.out_dtype,)
         for shape, dtype in itertools.product((_SMALL[0], *_REPLAYED), dtypes):
             rows = random_rows(shape)
-            grouped_gemm_wgrad(
-                rows.dy, rows.x, offs=rows.offs, out_dtype=dtype, backend=backend, config=config
-            )
+            grouped_gemm_wgrad(rows.dy, rows.x, offs=rows.offs, out_dtype=dtype, backend=backend, config=config)
 
 
 if __name__ == "__main__":

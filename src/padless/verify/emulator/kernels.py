@@ -21,18 +21,14 @@ PROBLEMS = 200
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
-def random_problem(
-    seed: int,
-) -> tuple[BlockScaledTensor, BlockScaledTensor, torch.Tensor, Sm90Fp8Config, torch.dtype]:
+def random_problem(seed: int) -> tuple[BlockScaledTensor, BlockScaledTensor, torch.Tensor, Sm90Fp8Config, torch.dtype]:
     """A small ragged problem on the CPU, a kernel and an output dtype: a function of the seed alone.
 
     Half of the problems hold normal values; the others any e4m3 code but NaN, with scales over 20 powers of two.
     """
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    sizes = [
-        draw.choice((0, 1, 5, 63, 64, 65, 127, 129, draw.randrange(200))) for _ in range(draw.randint(1, 4))
-    ]
+    sizes = [draw.choice((0, 1, 5, 63, 64, 65, 127, 129, draw.randrange(200))) for _ in range(draw.randint(1, 4))]
     m, n, k = sum(sizes) + draw.randrange(4), 8 * draw.randint(1, 26), 16 * draw.randint(1, 25)
     config, dtype = draw.choice(CONFIGS), draw.choice(DTYPES)
     if dtype == torch.float32 and config.block_m == 256:

@@ -24,20 +24,11 @@ TYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
 }
-PAIRS = (
-    ("e4m3", "e4m3"),
-    ("e5m2", "e4m3"),
-    ("e4m3", "e5m2"),
-    ("e5m2", "e5m2"),
-    ("bf16", "bf16"),
-    ("f16", "f16"),
-)
+PAIRS = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2"), ("bf16", "bf16"), ("f16", "f16"))
 KINDS_OF_DATA = ("any bits", "few binades", "zeros among large", "zero times large beside tiny", "specials")
 
 
-def operand(
-    rows: int, problems: int, dtype: torch.dtype, data: str, generator: torch.Generator
-) -> torch.Tensor:
+def operand(rows: int, problems: int, dtype: torch.dtype, data: str, generator: torch.Generator) -> torch.Tensor:
     """(problems, rows, K) of ``dtype``, difficult in the way that ``data`` names."""
     k = K_BYTES // dtype.itemsize
     shape = (problems, rows, k)
@@ -87,9 +78,7 @@ def in_core_matrices(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().view(torch.uint8).view(problems, rows // 8, 8, 2, 16).transpose(2, 3).contiguous()
 
 
-def run_wgmma(
-    driver: Driver, pair: tuple[str, str], a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
-) -> torch.Tensor:
+def run_wgmma(driver: Driver, pair: tuple[str, str], a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """One wgmma for every problem: the accumulators (problems, 128, 4) float32 after it, on the device of ``a``."""
     sixteen_bits = TYPES[pair[0]].itemsize == 2
     prelude = (
@@ -108,17 +97,13 @@ def run_wgmma(
     return d
 
 
-def problems_of(
-    pair: tuple[str, str], problems: int, seed: int
-) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
+def problems_of(pair: tuple[str, str], problems: int, seed: int) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
     """(kind of data, (a, b, c)) as the kernel takes them, on the CPU: a function of the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     for data in KINDS_OF_DATA:
         a = operand(M, problems, TYPES[pair[0]], data, generator)
         b = operand(N, problems, TYPES[pair[1]], data, generator)
-        if (
-            data == "zero times large beside tiny"
-        ):  # does a zero product's exponent take part in the alignment?
+        if data == "zero times large beside tiny":  # does a zero product's exponent take part in the alignment?
             a, b = _zero_times_large(a, b, generator)
         c = torch.randn((problems, 128, 4), generator=generator)
         c *= torch.exp2(torch.randint(-30, 31, c.shape, generator=generator).float())

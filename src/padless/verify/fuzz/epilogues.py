@@ -191,9 +191,7 @@ def _values(
         config=kernel,  # type: ignore[arg-type]
     )[: p.valid]
     group = torch.repeat_interleave(
-        torch.arange(p.groups, device=p.place.device),
-        p.place.ends(p.sizes).long(),
-        output_size=p.valid,
+        torch.arange(p.groups, device=p.place.device), p.place.ends(p.sizes).long(), output_size=p.valid
     )
     prob = None if numbers.prob is None else numbers.prob[: p.valid, None]
     x = sums if numbers.alpha is None else sums * numbers.alpha[group][:, None]
@@ -260,9 +258,7 @@ def judge_rows(
     parts = []
     for group, (start, end) in enumerate(operands.spans(p.ends, p.rows)):
         if shared is not None and start < end:
-            parts.append(
-                exact.quantized(values[start:end], format, "activation", "te", _factors(shared, group))
-            )
+            parts.append(exact.quantized(values[start:end], format, "activation", "te", _factors(shared, group)))
     if shared is None:
         wanted, wanted_scale = exact.quantized(values, format, "activation", o["rule"])
     elif parts:
@@ -319,11 +315,7 @@ def judge_columns(
         blocks, own = wanted_scale.shape[1], -(-(end - start) // 128)
         first = tile * per_tile
         if o["column_layout"] == "plain":
-            judge.same(
-                "column scales",
-                scale[first : first + blocks],
-                wanted_scale.t().contiguous().view(scale.dtype),
-            )
+            judge.same("column scales", scale[first : first + blocks], wanted_scale.t().contiguous().view(scale.dtype))
         elif o["column_layout"] == "blocked":
             whole = exact.tiled(_placed(wanted_scale, first, tiles * per_tile))
             there = exact.tiled(_placed(torch.ones_like(wanted_scale), first, tiles * per_tile)) == 1
@@ -370,9 +362,7 @@ def judge_epilogue(o: Options, place: Place) -> None:
     config = config_of(place, o, QUANT)
     numbers = _numbers(o, p)
     epilogue = _epilogue(o, numbers)
-    like = with_outputs(
-        epilogue, EpilogueTensors(), p.rows, o["n"], p.groups, torch.device("cpu"), o["m_aligned"]
-    )
+    like = with_outputs(epilogue, EpilogueTensors(), p.rows, o["n"], p.groups, torch.device("cpu"), o["m_aligned"])
     fences: dict[str, Fenced] = {}
     given: dict[str, Any] = {"column_tiles": like.column_tiles}
     for name in ("d", "row_codes", "column_codes"):
@@ -413,9 +403,7 @@ def judge_epilogue(o: Options, place: Place) -> None:
         assert made.column_scale is not None
         scale = made.column_scale
         scale = scale if o["column_layout"] == "plain" else scale.view(torch.uint8)
-        judge_columns(
-            place.judge, o, p, made.column_codes, scale, values, epilogue.column_format, made.column_tiles
-        )
+        judge_columns(place.judge, o, p, made.column_codes, scale, values, epilogue.column_format, made.column_tiles)
 
 
 def _as(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -131,9 +131,7 @@ def nvfp4_factors(rule: str, decode: torch.Tensor, amax: torch.Tensor | None) ->
     if amax is None:
         encode = _divided(1.0, decode).clamp(max=FLT_MAX)
     else:
-        encode = torch.where(
-            amax == 0, torch.ones_like(amax), _divided(2688.0, amax.double()).clamp(max=FLT_MAX)
-        )
+        encode = torch.where(amax == 0, torch.ones_like(amax), _divided(2688.0, amax.double()).clamp(max=FLT_MAX))
     sixth = _number(1.0 / 6.0)
     return torch.stack([(encode.double() * sixth).float(), _divided(1.0, encode).clamp(max=FLT_MAX)], -1)
 

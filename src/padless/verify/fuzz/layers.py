@@ -72,9 +72,7 @@ def routing_of(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Ten
 def judge_route(o: Options, place: Place) -> None:
     ids = draw_ids(o, place)
     got = moe.route(ids, o["experts"])
-    for name, one, other in zip(
-        ("offs", "tokens", "inverse"), got, routing_of(ids, o["experts"]), strict=True
-    ):
+    for name, one, other in zip(("offs", "tokens", "inverse"), got, routing_of(ids, o["experts"]), strict=True):
         place.judge.same(name, one, other)
 
 
@@ -110,11 +108,7 @@ def judge_gather_quantize(o: Options, place: Place) -> None:
     generator = place.generator(o["seed"] + 1)
     x = torch.randn((o["tokens"], o["k"]), device=place.device, generator=generator).to(DTYPES[o["dtype"]])
     shared = torch.full((), 0.003, device=place.device) if format.has_global_scale else None
-    options: dict[str, Any] = {
-        "scale_rule": o["rule"],
-        "scale_layout": o["layout"],
-        "global_scale": shared,
-    }
+    options: dict[str, Any] = {"scale_rule": o["rule"], "scale_layout": o["layout"], "global_scale": shared}
     offs, tokens, inverse = routing_of(ids, o["experts"])
     if o["routed"]:
         routing, t = moe.route_quantize(x, ids, o["experts"], format, **options)
@@ -303,12 +297,7 @@ def _exact_sum(
 
 
 def _judge_combine_backward(
-    o: Options,
-    place: Place,
-    y: torch.Tensor,
-    inverse: torch.Tensor,
-    weights: torch.Tensor,
-    generator: torch.Generator,
+    o: Options, place: Place, y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, generator: torch.Generator
 ) -> None:
     dout = torch.randn((o["tokens"], o["n"]), device=place.device, generator=generator).to(DTYPES[o["out"]])
     dy, dweights = moe.combine_backward(dout, y, inverse, weights)
@@ -320,6 +309,4 @@ def _judge_combine_backward(
     place.judge.same("dy", dy, wanted)
     rows = y[row.reshape(-1)].double().view(*inverse.shape, y.shape[1]) * dout.double()[:, None, :]
     rows = torch.where(kept[..., None], rows, 0.0)
-    place.judge.near(
-        "dweights' float64", dweights, rows.sum(2), rows.abs().sum(2) * 2.0**-18 + 2.0**-100, math.inf
-    )
+    place.judge.near("dweights' float64", dweights, rows.sum(2), rows.abs().sum(2) * 2.0**-18 + 2.0**-100, math.inf)

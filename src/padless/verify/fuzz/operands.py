@@ -57,9 +57,7 @@ class Weight:
     values: torch.Tensor
 
 
-def _bytes(
-    place: Place, shape: tuple[int, ...], format: BlockScaledFormat, generator: torch.Generator
-) -> torch.Tensor:
+def _bytes(place: Place, shape: tuple[int, ...], format: BlockScaledFormat, generator: torch.Generator) -> torch.Tensor:
     data = torch.randint(0, 256, shape, dtype=torch.uint8, device=place.device, generator=generator)
     if format.data_dtype == torch.float8_e4m3fn:
         return torch.where((data & 0x7F) == 0x7F, data & 0xF0, data)
@@ -165,9 +163,7 @@ def activation(
         stored = _contiguous_among_nan(place, scale, format) if layout == "k" else mn_major
         return Operand(plain, BlockScaledTensor(data, stored, format), values)
     if layout == "blocked":
-        return Operand(
-            plain, BlockScaledTensor(data, to_blocked(scale), format, shared, layout, of_groups), values
-        )
+        return Operand(plain, BlockScaledTensor(data, to_blocked(scale), format, shared, layout, of_groups), values)
     if layout == "blocked_groups":
         tiles = to_blocked_groups(scale, offs)
         return Operand(plain, BlockScaledTensor(data, tiles, format, shared, layout, offs), values)
@@ -196,9 +192,7 @@ def weight(
         scale[nan_group, scale.shape[1] // 2, scale.shape[2] // 2].fill_(NAN_SCALE[format.scale_dtype])
     scale = scale.view(format.scale_dtype)
     shared = global_scales(place, globals_ if format.has_global_scale else 0, generator)
-    values = exact.decoded(codes, format) * exact.spread(
-        exact.scales(scale), format, "weight", (groups, n, k)
-    )
+    values = exact.decoded(codes, format) * exact.spread(exact.scales(scale), format, "weight", (groups, n, k))
     if shared is not None:
         values = values * shared.double().view(-1, 1, 1)
     data = among_nan(place, codes, gap, _NAN).view(format.data_dtype)
@@ -206,9 +200,7 @@ def weight(
     if layout == "blocked" and format != FP8_BLOCK:
         return Weight(plain, BlockScaledTensor(data, to_blocked(scale), format, shared, "blocked"), values)
     raw = scale if format.scale_dtype == torch.float32 else scale.view(torch.uint8)
-    return Weight(
-        plain, BlockScaledTensor(data, _contiguous_among_nan(place, raw, format), format, shared), values
-    )
+    return Weight(plain, BlockScaledTensor(data, _contiguous_among_nan(place, raw, format), format, shared), values)
 
 
 # --- parts -----------------------------------------------------------------------------------------------

@@ -48,9 +48,7 @@ class Judge:
                 differ = differ & ~(got.isnan() & want.isnan())
             self.wrong(name, differ.any())
 
-    def near(
-        self, name: str, got: torch.Tensor, exact: torch.Tensor, tolerance: torch.Tensor, largest: float
-    ) -> None:
+    def near(self, name: str, got: torch.Tensor, exact: torch.Tensor, tolerance: torch.Tensor, largest: float) -> None:
         """got is within tolerance of exact (float64); NaN where that is. Where it would exceed ``largest``, anything."""
         if got.shape != exact.shape:
             self.wrong(f"{name}: {tuple(got.shape)}, not {tuple(exact.shape)}", True)
@@ -105,9 +103,7 @@ def place_of(backend: str) -> Place:
         return Place(torch.device("cpu"), backend, "")
     device = torch.device("cuda", 0) if backend == "cuda" else torch.device("cpu")
     if backend == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "backend is 'cuda' and torch sees no CUDA GPU; allowed here: 'reference', 'emulator'"
-        )
+        raise ValueError("backend is 'cuda' and torch sees no CUDA GPU; allowed here: 'reference', 'emulator'")
     driver = device_of(backend, torch.empty(0, device=device))
     return Place(device, backend, kernels_arch(driver.arch))
 
@@ -129,13 +125,7 @@ class Fenced:
     """
 
     def __init__(
-        self,
-        place: Place,
-        rows: int,
-        columns: int,
-        dtype: torch.dtype,
-        gap: int = 0,
-        guard: int | None = None,
+        self, place: Place, rows: int, columns: int, dtype: torch.dtype, gap: int = 0, guard: int | None = None
     ) -> None:
         size = dtype.itemsize
         kind, self._poison = (torch.uint8, _BYTE) if size == 1 else POISON[size]

@@ -56,11 +56,7 @@ class Limits:
 
 # Small enough that drawing and judging, not multiplying, takes the time; the emulator runs a few thousand instructions
 # a second.
-LIMITS = {
-    "cuda": Limits(8, 300, 512, 1024),
-    "reference": Limits(4, 24, 96, 192),
-    "emulator": Limits(3, 20, 64, 128),
-}
+LIMITS = {"cuda": Limits(8, 300, 512, 1024), "reference": Limits(4, 24, 96, 192), "emulator": Limits(3, 20, 64, 128)}
 
 
 class Draw(random.Random):

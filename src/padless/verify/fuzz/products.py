@@ -44,9 +44,7 @@ def route_named(arch: str, operation: str, a: str, b: str, module: str) -> Route
 
 def arch_of(draw: Draw) -> str:
     """The architecture whose kernels the backend runs, without asking a GPU."""
-    return {"reference": "", "emulator": "sm_90a", "emulator:sm_100a": "sm_100a"}.get(
-        draw.backend, cuda_arch()
-    )
+    return {"reference": "", "emulator": "sm_90a", "emulator:sm_100a": "sm_100a"}.get(draw.backend, cuda_arch())
 
 
 def cuda_arch() -> str:
@@ -261,9 +259,7 @@ def _judge_alone(p: Product, out: torch.Tensor, config: KernelChoice | None) -> 
     group, first, end = some
     index = torch.arange(first, end, device=p.place.device)
     a, b = operands.rows_alone(p.a.plain, index, group), operands.weights_alone(p.b.given, group)
-    alone = grouped_gemm(
-        a, b, p.place.ends([end - first]), out_dtype=p.dtype, backend=p.place.backend, config=config
-    )
+    alone = grouped_gemm(a, b, p.place.ends([end - first]), out_dtype=p.dtype, backend=p.place.backend, config=config)
     p.place.judge.same("rows alone", alone, out[first:end])
 
 
@@ -275,9 +271,7 @@ def _judge_reversed(p: Product, out: torch.Tensor, config: KernelChoice | None) 
     index = torch.arange(p.valid - 1, -1, -1, device=device)
     a: Any = p.a.plain
     if isinstance(a, BlockScaledTensor) and a.global_scale is not None and a.global_scale.numel() > 1:
-        turned = operands.rows_alone(
-            BlockScaledTensor(a.data, a.scale, a.format, a.global_scale[:1]), index, 0
-        )
+        turned = operands.rows_alone(BlockScaledTensor(a.data, a.scale, a.format, a.global_scale[:1]), index, 0)
         assert isinstance(turned, BlockScaledTensor)
         a = BlockScaledTensor(turned.data, turned.scale, a.format, a.global_scale.flip(0))
     else:
@@ -286,9 +280,7 @@ def _judge_reversed(p: Product, out: torch.Tensor, config: KernelChoice | None) 
     shared = b.global_scale if b.global_scale is None else b.global_scale.flip(0)
     raw = b.data.view(torch.uint8).flip(0).view(b.data.dtype)
     scale = (
-        b.scale.flip(0)
-        if b.scale.dtype == torch.float32
-        else (b.scale.view(torch.uint8).flip(0).view(b.scale.dtype))
+        b.scale.flip(0) if b.scale.dtype == torch.float32 else (b.scale.view(torch.uint8).flip(0).view(b.scale.dtype))
     )
     sizes = p.sizes[::-1]
     offs = p.place.ends([sum(sizes[: i + 1]) for i in range(len(sizes))])
@@ -345,11 +337,7 @@ def judge_gemm(o: Options, place: Place) -> None:
     if p.valid > 1:
         rows = torch.arange(p.valid // 2, p.valid, device=place.device)
         alone = gemm(
-            operands.rows_alone(p.a.plain, rows, 0),
-            b,
-            out_dtype=p.dtype,
-            backend=place.backend,
-            config=config,
+            operands.rows_alone(p.a.plain, rows, 0), b, out_dtype=p.dtype, backend=place.backend, config=config
         )
         judge.same("rows alone", alone, out[p.valid // 2 :])
 
@@ -416,9 +404,7 @@ def judge_list(o: Options, place: Place) -> None:
         sums = a[i].values.abs() @ b[i].values[0].abs().t()
         if alpha is not None:
             exact, sums = exact * alpha[i].double(), sums * alpha[i].double()
-        tolerance = (
-            exact.abs() * _UNIT[dtype] * 1.01 + (_FP8_SUM if fp8 else _FLOAT32_SUM) * sums + _TINY[dtype]
-        )
+        tolerance = exact.abs() * _UNIT[dtype] * 1.01 + (_FP8_SUM if fp8 else _FLOAT32_SUM) * sums + _TINY[dtype]
         place.judge.near("float64", out, exact, tolerance, 0.98 * torch.finfo(dtype).max)
         if alpha is None and not fp8:
             one = gemm(a[i].plain, operands.dense(b[i].plain), out_dtype=dtype, backend=place.backend)
@@ -439,14 +425,7 @@ def torch_rest(draw: Draw, constants: Options) -> Options:
     groups = len(found["sizes"])
     return (
         found
-        | {
-            "out": out,
-            "hostile": [],
-            "nan_group": -1,
-            "b_globals": 0,
-            "globals": 0,
-            "transposed": draw.maybe(0.5),
-        }
+        | {"out": out, "hostile": [], "nan_group": -1, "b_globals": 0, "globals": 0, "transposed": draw.maybe(0.5)}
         | ({"sizes": found["sizes"][:8]} if groups > 20 else {})
     )
 

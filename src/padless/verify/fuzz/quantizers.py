@@ -192,9 +192,7 @@ def judge_quantize(o: Options, place: Place) -> None:
             first = o["seed"] % q.rows
             some = quantize(q.x[first : first + 3], q.format, **_ungrouped(q.options))
             judge.same("rows alone", some.data.view(torch.uint8), whole[first : first + 3])
-            judge.same(
-                "scales of rows alone", _plain(some), scale[first : first + 3].view(_plain(some).dtype)
-            )
+            judge.same("scales of rows alone", _plain(some), scale[first : first + 3].view(_plain(some).dtype))
         elif beside == "gathered" and (q.format != NVFP4 or (q.shared is not None and q.shared.numel() == 1)):
             generator = place.generator(o["seed"] + 2)
             index = torch.randint(0, q.rows, (q.rows // 2 + 1,), device=place.device, generator=generator)
@@ -233,11 +231,7 @@ def _judge_scales(q: _Quantized, t: BlockScaledTensor, scale: torch.Tensor) -> N
 
 
 def _judge_dequantized(
-    q: _Quantized,
-    t: BlockScaledTensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    decode: torch.Tensor | None,
+    q: _Quantized, t: BlockScaledTensor, codes: torch.Tensor, scale: torch.Tensor, decode: torch.Tensor | None
 ) -> None:
     """dequantize gives code * scale (* global scale), each product rounded to float32."""
     if q.format.codes_per_byte == 2 and codes.shape[-1] % 2:

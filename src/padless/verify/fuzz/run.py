@@ -70,9 +70,7 @@ def run_fuzz(
     if out is not None:
         _append(out, _record(total, crashes, backend, seed, workers, seconds))
         show(f"added to {out}")
-    few = [
-        call for call, count in total.refused.items() if count > _MOST_REFUSED * (count + total.done[call])
-    ]
+    few = [call for call, count in total.refused.items() if count > _MOST_REFUSED * (count + total.done[call])]
     for call in few:
         show(f"WRONG {call}: {total.refused[call]} problems were refused and {total.done[call]} made")
     nothing = sum(total.done.values()) == 0
@@ -113,9 +111,7 @@ def _repeat(problem: Problem, backend: str, show: Callable[[str], None]) -> int:
     return 1 if wrong else 0
 
 
-def _supervise(
-    tasks: list[Task], show: Callable[[str], None], start: float
-) -> tuple[Tally, list[dict[str, Any]]]:
+def _supervise(tasks: list[Task], show: Callable[[str], None], start: float) -> tuple[Tally, list[dict[str, Any]]]:
     """What all workers did, and those that ended before their time with the batch that they were at."""
     context = get_context("spawn")
     before = {name: os.environ.get(name) for name in _ONE_THREAD}

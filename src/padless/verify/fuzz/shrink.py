@@ -78,9 +78,7 @@ def _smaller_list(name: str, value: list[Any], options: Options) -> Iterator[Opt
             yield from ({name: [*value[:i], less, *value[i + 1 :]]} for less in _smaller_number(one))
 
 
-def shrunk(
-    problem: Problem, place: Place, seconds: float = 20.0, tries: int = 400
-) -> tuple[Problem, list[str]]:
+def shrunk(problem: Problem, place: Place, seconds: float = 20.0, tries: int = 400) -> tuple[Problem, list[str]]:
     """(the smallest problem that was found, what is wrong with it); nothing wrong where it cannot be repeated."""
     wrong = judged(problem, place)
     end, left = time.monotonic() + seconds, tries

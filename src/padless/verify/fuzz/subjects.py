@@ -56,27 +56,14 @@ SUBJECTS: dict[str, Subject] = {
         partial(products.pair, operation="gemm"), products.one_group, products.judge_gemm, 8, 3, emulated=True
     ),
     "grouped_gemm_list": Subject(
-        products.list_constants,
-        products.list_rest,
-        products.judge_list,
-        4,
-        3,
-        ("reference", "sm_100a"),
-        emulated=True,
+        products.list_constants, products.list_rest, products.judge_list, 4, 3, ("reference", "sm_100a"), emulated=True
     ),
     "scaled_grouped_mm": Subject(
-        products.torch_constants,
-        products.torch_rest,
-        products.judge_scaled_grouped_mm,
-        5,
-        1,
-        ("reference", "sm_90a"),
+        products.torch_constants, products.torch_rest, products.judge_scaled_grouped_mm, 5, 1, ("reference", "sm_90a")
     ),
     "grouped_gemm_quant": Subject(_QUANT, epilogues.rest, epilogues.judge_quant, 7, 3, emulated=True),
     "grouped_gemm_swiglu_quant": Subject(_SWIGLU, epilogues.rest, epilogues.judge_quant, 7, 3, emulated=True),
-    "grouped_gemm_epilogue": Subject(
-        _EPILOGUE, epilogues.rest, epilogues.judge_epilogue, 7, 3, emulated=True
-    ),
+    "grouped_gemm_epilogue": Subject(_EPILOGUE, epilogues.rest, epilogues.judge_epilogue, 7, 3, emulated=True),
     "quantize": Subject(quantizers.constants, quantizers.rest, quantizers.judge_quantize, 20, 8),
     "quantize_weight_both": Subject(
         quantizers.both_constants, quantizers.both_rest, quantizers.judge_weight_both, 6, 3
@@ -97,16 +84,12 @@ SUBJECTS: dict[str, Subject] = {
         emulated=True,
     ),
     "moe.route": Subject(layers.routing_constants, layers.routing_rest, layers.judge_route, 8, 4),
-    "moe.gather_quantize": Subject(
-        layers.gather_constants, layers.gather_rest, layers.judge_gather_quantize, 7, 5
-    ),
+    "moe.gather_quantize": Subject(layers.gather_constants, layers.gather_rest, layers.judge_gather_quantize, 7, 5),
     "moe.activate_quantize": Subject(
         layers.activation_constants, layers.activation_rest, layers.judge_activate_quantize, 6, 4
     ),
     "moe.combine": Subject(layers.combine_constants, layers.combine_rest, layers.judge_combine, 7, 4),
-    "moe.moe": Subject(
-        whole_layer.layer_constants, whole_layer.layer_rest, whole_layer.judge_moe, 4, 1, emulated=True
-    ),
+    "moe.moe": Subject(whole_layer.layer_constants, whole_layer.layer_rest, whole_layer.judge_moe, 4, 1, emulated=True),
 }
 
 

@@ -66,13 +66,7 @@ def judge_swiglu_backward(o: Options, place: Place) -> None:
     prob = normal(rows) if o["prob"] else None
     ends = o["hostile"] or [sum(o["sizes"][: g + 1]) for g in range(len(o["sizes"]))]
     got = swiglu_backward_quantize(
-        dh,
-        z,
-        place.ends(ends),
-        prob,
-        gate_up=o["gate_up"],
-        hidden_block=o["block"],
-        alignment=o["alignment"],
+        dh, z, place.ends(ends), prob, gate_up=o["gate_up"], hidden_block=o["block"], alignment=o["alignment"]
     )
     dz, dz_size, hidden, dprob = _exact_backward(dh.double(), z.double(), prob, o["gate_up"])
     judge = place.judge
@@ -195,12 +189,7 @@ def wgrad_rest(draw: Draw, fixed: Options) -> Options:
 
 
 def _columns(
-    place: Place,
-    o: Options,
-    features: int,
-    block: tuple[int, int],
-    alignment: int,
-    generator: torch.Generator,
+    place: Place, o: Options, features: int, block: tuple[int, int], alignment: int, generator: torch.Generator
 ) -> tuple[GroupedColumns, torch.Tensor]:
     """(operand, float64 values (rows of groups, features)): any codes, slack of zeros, NaN in the codes of a group and
     behind all of them."""
@@ -219,9 +208,7 @@ def _columns(
         end, count = column + -(-size // 32) * 32, -(-size // 128)
         data[:, column + size : end] = 0
         last = column + -(-size // alignment) * alignment
-        data[:, end:last] = (
-            0x7F  # past a multiple of 32 tokens nothing is read, or taken for one of the group
-        )
+        data[:, end:last] = 0x7F  # past a multiple of 32 tokens nothing is read, or taken for one of the group
         if group == o["nan_group"] and size:
             data[features // 2, column + size // 2].fill_(0x7F)
         if size:
@@ -252,9 +239,7 @@ def judge_wgrad(o: Options, place: Place) -> None:
     generator = place.generator(o["seed"])
     dtype, groups = DTYPES[o["out"]], len(o["sizes"])
     dy, dy_values = _columns(place, o, o["n"], (1, 128), o["alignments"][0], generator)
-    x, x_values = _columns(
-        place, o | {"nan_group": -1}, o["k"], block_of(o["mode"]), o["alignments"][1], generator
-    )
+    x, x_values = _columns(place, o | {"nan_group": -1}, o["k"], block_of(o["mode"]), o["alignments"][1], generator)
     config = None
     if o["tile"] and place.has_kernels:
         config = WgradConfig(block_m=o["tile"], mode=o["mode"], out_dtype=dtype)

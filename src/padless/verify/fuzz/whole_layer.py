@@ -145,18 +145,11 @@ class _Layer:
         y = self._product(hidden, self.w2, self.bias2, offs)
         return moe.combine(y, inverse, weights, shared, out_dtype=x.dtype)
 
-    def _product(
-        self, a: Any, w: BlockScaledTensor, bias: torch.Tensor | None, offs: torch.Tensor
-    ) -> torch.Tensor:
+    def _product(self, a: Any, w: BlockScaledTensor, bias: torch.Tensor | None, offs: torch.Tensor) -> torch.Tensor:
         if bias is None:
             return grouped_gemm(a, w, offs, backend=self.place.backend)
         made = grouped_gemm_quant(
-            a_tensor=a,
-            b_tensor=w,
-            padded_offsets=offs,
-            bias_tensor=bias,
-            return_amax=False,
-            backend=self.place.backend,
+            a_tensor=a, b_tensor=w, padded_offsets=offs, bias_tensor=bias, return_amax=False, backend=self.place.backend
         )
         product: torch.Tensor = made["d_tensor"]
         return product

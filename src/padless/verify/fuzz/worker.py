@@ -96,9 +96,7 @@ def kit_of(task: Task, kit: int, subjects: dict[str, Subject]) -> dict[str, list
     return found
 
 
-def run_batch(
-    batch: list[Problem], subjects: dict[str, Subject], place: Place
-) -> tuple[Tally, dict[int, list[str]]]:
+def run_batch(batch: list[Problem], subjects: dict[str, Subject], place: Place) -> tuple[Tally, dict[int, list[str]]]:
     """(what was done, what is wrong by position). Waits for the device once, behind all launches."""
     tally = Tally()
     with _waits(place, tally):
@@ -167,9 +165,7 @@ def work(task: Task, tell: Callable[[tuple[str, Any]], None]) -> None:
         _work(task, place, subjects, tell)
 
 
-def _work(
-    task: Task, place: Place, subjects: dict[str, Subject], tell: Callable[[tuple[str, Any]], None]
-) -> None:
+def _work(task: Task, place: Place, subjects: dict[str, Subject], tell: Callable[[tuple[str, Any]], None]) -> None:
     size = BATCH[task.backend.split(":")[0]]
     source, done, shrunken = problems_of(task, subjects), 0, 0
     while time.time() < task.deadline and (task.problems == 0 or done < task.problems):

@@ -55,9 +55,7 @@ class EpilogueProblem:
             for k, v in self.options.items()
             if v is not None
         }
-        return (
-            f"problem {self.seed} of {tuple(self.a.shape)} x {tuple(self.b.shape)}, {self.gate_up}, {given}"
-        )
+        return f"problem {self.seed} of {tuple(self.a.shape)} x {tuple(self.b.shape)}, {self.gate_up}, {given}"
 
     def for_values(self) -> EpilogueProblem:
         """The same call for the float32 values that this one rounds or quantises."""
@@ -122,9 +120,7 @@ def _outputs(
     options |= {"d_dtype": _DTYPE_OF[fmt]} if by_dtype else {"d_format": fmt}
     options["row_output"], options["column_output"] = True, None
     if fmt in COLUMN_FORMATS:
-        options["row_output"], options["column_output"] = draw.choice(
-            ((True, None), (True, False), (False, True))
-        )
+        options["row_output"], options["column_output"] = draw.choice(((True, None), (True, False), (False, True)))
     if fmt == FP8_BLOCK:
         return options | {"row_layout": draw.choice((None, "plain", "plain_mn"))}
     options["row_layout"] = draw.choice((None, "plain", "blocked", "blocked_groups"))
@@ -160,9 +156,7 @@ def _configs(route: Route, problem: EpilogueProblem) -> list[Any]:
     """None and, on Hopper, every tile that can do this epilogue."""
     if route.config_class is not Sm90Fp8Config:
         return [None]
-    fmt = problem.options.get("d_format") or FORMAT_OF_DTYPE.get(
-        problem.options.get("d_dtype", torch.bfloat16)
-    )
+    fmt = problem.options.get("d_format") or FORMAT_OF_DTYPE.get(problem.options.get("d_dtype", torch.bfloat16))
     columns = fmt in COLUMN_FORMATS and problem.options["column_output"] is not False
     heights = [128]
     if fmt is not None or problem.options["d_dtype"] != torch.float32 or problem.gate_up is not None:
@@ -170,9 +164,7 @@ def _configs(route: Route, problem: EpilogueProblem) -> list[Any]:
     if fmt != FP8_BLOCK or not columns:
         heights.append(64)
     swaps = problem.gate_up is not None and fmt == FP8_BLOCK and problem.options["row_output"]
-    return [None] + [
-        Sm90Fp8Config(block_m=m, cluster_n=c) for m in heights for c in ((2,) if swaps else (1, 2))
-    ]
+    return [None] + [Sm90Fp8Config(block_m=m, cluster_n=c) for m in heights for c in ((2,) if swaps else (1, 2))]
 
 
 # --- running ---------------------------------------------------------------------------------------------
@@ -184,9 +176,7 @@ class FencedOutputs:
     tensors: the outputs by their names in EpilogueTensors, and column_tiles. buffers: all their bytes, by name.
     """
 
-    def __init__(
-        self, problem: EpilogueProblem, epilogue: Epilogue, device: str, complement: bool = False
-    ) -> None:
+    def __init__(self, problem: EpilogueProblem, epilogue: Epilogue, device: str, complement: bool = False) -> None:
         draw = torch.Generator().manual_seed(problem.seed)
         (groups, n), m = problem.b.shape[:2], problem.a.shape[0]
         m_aligned = problem.options["m_aligned"]
@@ -249,8 +239,7 @@ def untouched(problem: EpilogueProblem, epilogue: Epilogue, complement: bool = F
 def epilogue_tensors(problem: EpilogueProblem, outputs: FencedOutputs) -> EpilogueTensors:
     """Operands of the problem and outputs to write, for the reference."""
     given = {
-        name: problem.options.get(f"{name}_tensor")
-        for name in ("alpha", "bias", "prob", "norm_const", "global_scale")
+        name: problem.options.get(f"{name}_tensor") for name in ("alpha", "bias", "prob", "norm_const", "global_scale")
     }
     numbers: dict[str, Any] = {name: None if t is None else t.float() for name, t in given.items()}
     if numbers["prob"] is not None:

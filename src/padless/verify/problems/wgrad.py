@@ -84,9 +84,7 @@ def random_columns(
     scale = torch.exp2(torch.rand(scale_shape, generator=generator) * 10 - 5)
     ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32)
     starts_, block_starts_ = (torch.tensor(values, dtype=torch.int32) for values in (starts, block_starts))
-    return GroupedColumns(
-        data.view(torch.float8_e4m3fn), scale, ends, starts_, block_starts_, block, alignment
-    )
+    return GroupedColumns(data.view(torch.float8_e4m3fn), scale, ends, starts_, block_starts_, block, alignment)
 
 
 def random_operands(
@@ -142,9 +140,7 @@ def padded_to_blocks(operand: GroupedColumns) -> GroupedColumns:
     """Every group made a whole number of 128 tokens long, with zeros: a copy that says so in its offsets."""
     sizes = [round_up(size, 128) for size in sizes_of(operand)]
     starts = [0, *itertools.accumulate(sizes)][: len(sizes)]
-    data = torch.zeros(
-        (operand.features, max(sum(sizes), 128)), dtype=torch.uint8, device=operand.data.device
-    )
+    data = torch.zeros((operand.features, max(sum(sizes), 128)), dtype=torch.uint8, device=operand.data.device)
     for start, old, size in zip(starts, operand.starts.tolist(), sizes_of(operand), strict=True):
         data[:, start : start + size] = operand.data.view(torch.uint8)[:, old : old + size]
     device = operand.data.device

@@ -33,12 +33,7 @@ class Ranks:
     def make(self, p: Problem, **options: Any) -> ExpertParallel:
         experts, (_, hidden) = len(p.expert_map), p.tokens[0].shape
         most = options.pop("max_tokens", max(*(len(t) for t in p.tokens), 1))
-        given = {
-            "expert_map": p.expert_map,
-            "backend": self.backend,
-            "device": self.device,
-            "timeout": self.timeout,
-        }
+        given = {"expert_map": p.expert_map, "backend": self.backend, "device": self.device, "timeout": self.timeout}
         return ExpertParallel(None, experts, hidden, p.ids[0].shape[1], most, **{**given, **options})
 
     def own(self, p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,9 +53,7 @@ def outputs_of(p: Problem, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     return [torch.randn((n, p.tokens[0].shape[1]), generator=generator).to(dtype) for n in sizes]
 
 
-def check_exchange(
-    ranks: Ranks, p: Problem, ep: ExpertParallel, fmt: Any, major: str | None, seed: int
-) -> None:
+def check_exchange(ranks: Ranks, p: Problem, ep: ExpertParallel, fmt: Any, major: str | None, seed: int) -> None:
     """Dispatch and both combines of a problem against the loops, bit for bit."""
     scale = torch.tensor(0.01) if fmt == NVFP4 else None
     rows, plan = ep.dispatch(*ranks.own(p), global_scale=None if scale is None else scale.to(ranks.device))

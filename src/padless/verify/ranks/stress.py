@@ -21,14 +21,7 @@ class _Problems:
     """Problems of one size on this rank, and what an object makes of each: rows, offs, prob and sums of doubled rows."""
 
     def __init__(
-        self,
-        rank: Rank,
-        tokens: int,
-        hidden: int,
-        top_k: int,
-        experts: int,
-        count: int = POOL,
-        **options: Any,
+        self, rank: Rank, tokens: int, hidden: int, top_k: int, experts: int, count: int = POOL, **options: Any
     ) -> None:
         generator = torch.Generator(device=rank.device).manual_seed(100 + rank.rank)
         self.inputs: list[Inputs] = []

@@ -28,10 +28,7 @@ DEVICE = "cuda"
 SIZES = (129, 1, 127, 0, 40)  # tokens of the first experts
 WORST_DB = {True: 19.0, False: 38.0}  # against float64 of nothing quantized, by whether anything is FP8
 AS_ON_CPU_DB = 30.0  # the tensor core keeps 13 fraction bits of a sum, and a code may be another one for it
-CHECKED: dict[str, Recipe] = {
-    **RECIPES,
-    "fp8, recompute": Recipe(save="recompute"),
-}
+CHECKED: dict[str, Recipe] = {**RECIPES, "fp8, recompute": Recipe(save="recompute")}
 Result = dict[str, torch.Tensor]
 
 
@@ -58,9 +55,7 @@ def draw(hidden: int, intermediate: int, seed: int, tokens: int = 200, top_k: in
     experts = len(SIZES) + 2
     ids = [expert for expert, size in enumerate(SIZES) for _ in range(size)]
     others = torch.randint(len(SIZES) - 1, experts + 2, (tokens * top_k - len(ids),), generator=g)
-    index = torch.cat([torch.tensor(ids), others])[torch.randperm(tokens * top_k, generator=g)].view(
-        tokens, top_k
-    )
+    index = torch.cat([torch.tensor(ids), others])[torch.randperm(tokens * top_k, generator=g)].view(tokens, top_k)
     index[7], index[8, 0] = experts + 3, -1
 
     def normal(*shape: int) -> torch.Tensor:
@@ -73,9 +68,7 @@ def draw(hidden: int, intermediate: int, seed: int, tokens: int = 200, top_k: in
     prob = torch.rand((tokens, top_k), generator=g)
     w13 = normal(experts, 2 * intermediate, hidden) / hidden**0.5
     w2 = normal(experts, hidden, intermediate) / intermediate**0.5
-    return Problem(
-        *(t.bfloat16() if t.is_floating_point() else t for t in (x, index, prob, shared, dout, w13, w2))
-    )
+    return Problem(*(t.bfloat16() if t.is_floating_point() else t for t in (x, index, prob, shared, dout, w13, w2)))
 
 
 PROBLEMS = ((272, 208), (256, 192))  # (H, I): blocks cut everywhere; 2 I for the product's epilogue
@@ -146,9 +139,7 @@ def check_training_layer() -> str:
     if torch.cuda.is_available():
         for name in ("fp8", "fp8, recompute"):
             _check_graph(name, there, CHECKED[name])
-    return (
-        f"{len(CHECKED)} recipes of {len(PROBLEMS)} layers, FP8 gradients at least {least:.1f} dB of float64"
-    )
+    return f"{len(CHECKED)} recipes of {len(PROBLEMS)} layers, FP8 gradients at least {least:.1f} dB of float64"
 
 
 def check_values(where: str, got: Result, exact: Result, on_cpu: Result, recipe: Recipe) -> float:
@@ -157,9 +148,7 @@ def check_values(where: str, got: Result, exact: Result, on_cpu: Result, recipe:
     least = float("inf")
     for name, want in exact.items():
         found = sqnr(got[name], want)
-        assert found >= WORST_DB[fp8], (
-            f"{where}: {name} is {found:.1f} dB of float64, allowed {WORST_DB[fp8]}"
-        )
+        assert found >= WORST_DB[fp8], f"{where}: {name} is {found:.1f} dB of float64, allowed {WORST_DB[fp8]}"
         near = sqnr(got[name], on_cpu[name].cpu())
         assert near >= AS_ON_CPU_DB, f"{where}: {name} is {near:.1f} dB of the CPU's, allowed {AS_ON_CPU_DB}"
         least = min(least, found)
@@ -262,9 +251,7 @@ def rehearse(backend: str) -> None:
         for n, k in ((2 * intermediate, hidden), (hidden, intermediate)):
             _, dy = operands_of_rows(x.new_ones((x.shape[0], n)), offs, False, True, (1, 128))
             for block in WGRAD_MODES.values():
-                _, columns = quantize_rows_columns(
-                    x.new_ones((x.shape[0], k)), offs, column_block=block, rows=False
-                )
+                _, columns = quantize_rows_columns(x.new_ones((x.shape[0], k)), offs, column_block=block, rows=False)
                 grouped_gemm_wgrad(dy, columns, backend=backend)  # type: ignore[arg-type]
                 main = torch.zeros((offs.shape[0], n, k))
                 for accumulate in (False, True):

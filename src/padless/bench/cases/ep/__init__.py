@@ -88,11 +88,7 @@ def measure_point(rank: Rank, point: EpPoint, seed: int, repeats: int, programs:
     }
     calls: dict[str, Call] = {name: replayed(call) for name, call in eager.items()}
     calls |= {f"{name}, eager": call for name, call in eager.items()}
-    calls |= {
-        "nccl dispatch": nccl.dispatch,
-        "nccl combine": lambda: nccl.combine(nccl_y),
-        "nccl layer": nccl.layer,
-    }
+    calls |= {"nccl dispatch": nccl.dispatch, "nccl combine": lambda: nccl.combine(nccl_y), "nccl layer": nccl.layer}
     times = timed(rank, calls, repeats)
     times |= timed_steps(rank, p, y, repeats)
     p.ep.check()
@@ -199,9 +195,7 @@ def slowest(rank: Rank, samples: dict[str, list[float]]) -> Record:
     for name in samples:
         largest = [max(times) for times in zip(*(s[name] for s in every), strict=True)]
         median = statistics.median(largest)
-        first, _, third = (
-            statistics.quantiles(largest, n=4, method="inclusive") if len(largest) > 1 else (0, 0, 0)
-        )
+        first, _, third = statistics.quantiles(largest, n=4, method="inclusive") if len(largest) > 1 else (0, 0, 0)
         found[name] = {"us": round(median, 2), "spread_percent": round(100 * (third - first) / median, 1)}
     return found
 
@@ -231,9 +225,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     rates = [_rate_column(step) for step in ("fan_out", "send_back")]
     return [
         table.table_of("Expert parallelism: time of the slowest rank (us)", [*point, *against], rows, 1),
-        table.table_of(
-            "Steps (us), and GB/s over the link in one direction", [*point, *steps, *rates], rows, 1
-        ),
+        table.table_of("Steps (us), and GB/s over the link in one direction", [*point, *steps, *rates], rows, 1),
     ]
 
 

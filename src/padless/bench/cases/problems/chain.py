@@ -33,9 +33,7 @@ def grid(*, full: bool) -> list[DecodePoint]:
     """36 points of decoding (full), or six that touch every value of every axis."""
     if not full:
         return list(QUICK_POINTS)
-    return [
-        DecodePoint(groups, rows, n, k) for groups, (n, k), rows in itertools.product(GROUPS, SHAPES, ROWS)
-    ]
+    return [DecodePoint(groups, rows, n, k) for groups, (n, k), rows in itertools.product(GROUPS, SHAPES, ROWS)]
 
 
 def layers_of(point: DecodePoint) -> int:
@@ -92,9 +90,7 @@ def make_chain(point: DecodePoint, seed: int, device: str | torch.device) -> Cha
     count = layers_of(point)
     seeds = [2 * (1000 * seed + layer) for layer in range(count)]
     layers = [make_grouped(shape, sizes, layer_seed, device) for layer_seed in seeds]
-    second = [
-        second_projection(layer, layer_seed + 1) for layer, layer_seed in zip(layers, seeds, strict=True)
-    ]
+    second = [second_projection(layer, layer_seed + 1) for layer, layer_seed in zip(layers, seeds, strict=True)]
     return ChainProblem(layers, second, calls_of(count))
 
 
@@ -104,9 +100,7 @@ def second_projection(layer: GroupedProblem, seed: int | None) -> GroupedProblem
     return make_grouped(Point(p.M, p.K, p.N // 2, p.groups), layer.sizes, seed, layer.device)
 
 
-def _mlp_reference(
-    layer: GroupedProblem, second: GroupedProblem, product: SampledReference
-) -> SampledReference:
+def _mlp_reference(layer: GroupedProblem, second: GroupedProblem, product: SampledReference) -> SampledReference:
     """Sampled rows of the MLP in float64 from the first product's, with the quantisation between the projections."""
     from padless.quantization.quantize import quantize
 

@@ -73,10 +73,7 @@ def _host_us(step: Step) -> float | None:
 def errors_of(problem: TrainProblem, step: Step) -> dict[str, float]:
     """The largest relative error of a row of each result of the last call."""
     expected = problem.expected
-    return {
-        name: worst(row_errors(problem.rows_of(name, t), expected[name]))
-        for name, t in step.results().items()
-    }
+    return {name: worst(row_errors(problem.rows_of(name, t), expected[name])) for name, t in step.results().items()}
 
 
 def complaint(step: Step, found: dict[str, float]) -> str:
@@ -162,9 +159,7 @@ def start(session: Session) -> Callable[[Any], Record]:
 
     def measure(point: Any) -> Record:
         problem = make_problem(point, session.settings.seed, "cuda")
-        record = measure_train(
-            problem, session.timer, makers(compiled=True, every_recipe=point.every_recipe), Graphs()
-        )
+        record = measure_train(problem, session.timer, makers(compiled=True, every_recipe=point.every_recipe), Graphs())
         del problem
         torch.cuda.empty_cache()
         return record
@@ -194,14 +189,9 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         table.Column("kept B", text=_kept, width=8),
         table.Column("host us", text=_host, width=8),
     ]
-    parts = [
-        *_point_columns(),
-        *(table.Column(name, text=partial(_rate_text, name), width=12) for name in PRODUCTS),
-    ]
+    parts = [*_point_columns(), *(table.Column(name, text=partial(_rate_text, name), width=12) for name in PRODUCTS)]
     return [
-        table.table_of(
-            "A training step of an expert layer: GPU time (us), bytes kept a row, Python", steps, lines, 1
-        ),
+        table.table_of("A training step of an expert layer: GPU time (us), bytes kept a row, Python", steps, lines, 1),
         table.table_of("FP8 products alone (TFLOP/s)", parts, table.by_point(records), 1),
     ]
 

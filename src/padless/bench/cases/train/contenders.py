@@ -118,10 +118,7 @@ class Maker:
 def makers(*, compiled: bool, every_recipe: bool) -> list[Maker]:
     """torch's step, compiled or not, and padless' by `MEASURED`, or by the `USUAL` ones of them."""
     names = [*(MEASURED if every_recipe else USUAL), *(name + KEPT for name in _KEPT_CODES)]
-    own = [
-        Maker(name, partial(padless_step, name=name, recipe=MEASURED[name.removesuffix(KEPT)]))
-        for name in names
-    ]
+    own = [Maker(name, partial(padless_step, name=name, recipe=MEASURED[name.removesuffix(KEPT)])) for name in names]
     return [Maker(BF16, partial(torch_step, compiled=compiled)), *own]
 
 
@@ -188,9 +185,7 @@ def products(problem: TrainProblem) -> dict[str, Product]:
     for name, w in (("13", problem.w13), ("2", problem.w2)):
         for kind, weight in zip(("forward", "dgrad"), quantize_weight_both(w), strict=True):
             n, k = weight.shape[1:]
-            rows = torch.randn(
-                (p.slots, k), generator=generator, device=problem.x.device, dtype=torch.bfloat16
-            )
+            rows = torch.randn((p.slots, k), generator=generator, device=problem.x.device, dtype=torch.bfloat16)
             a = quantize(rows, FP8_BLOCK)
             out = torch.empty((p.slots, n), dtype=torch.bfloat16, device=problem.x.device)
             call = partial(grouped_gemm, a, weight, offs, out=out)

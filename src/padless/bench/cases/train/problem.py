@@ -53,9 +53,7 @@ class TrainProblem:
 
     def __post_init__(self) -> None:
         p, device = self.point, self.x.device
-        self.tokens = (
-            torch.linspace(0, p.tokens - 1, min(_CHECKED_TOKENS, p.tokens)).round().long().to(device)
-        )
+        self.tokens = torch.linspace(0, p.tokens - 1, min(_CHECKED_TOKENS, p.tokens)).round().long().to(device)
         smallest = min(p.hidden, 2 * p.intermediate)
         self.rows = torch.linspace(0, smallest - 1, min(_CHECKED_ROWS, smallest)).round().long().to(device)
 
