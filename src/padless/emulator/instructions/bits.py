@@ -74,6 +74,10 @@ def permute(e: Emitter) -> None:
     e.only(*PERMUTATIONS)
     d, a, b, c = e.operands
     mode = next((m for m in e.instruction.modifiers if m in PERMUTATIONS), "")
+    if isinstance(c, Immediate) and not mode and not c.value & 0x8888:
+        chosen = e.name(np.array([c.value >> 4 * i & 7 for i in range(4)]), "bytes")
+        e.assign(e.destination(d, "u32"), f"choose_bytes({e.source(a, 'u32')}, {e.source(b, 'u32')}, {chosen})")
+        return
     selector = e.source(c, "u32")
     if mode:
         table = e.name(np.array(PERMUTATIONS[mode], np.uint32), "table")
@@ -90,6 +94,12 @@ PERMUTATIONS = {
     "ecr": [0x0000, 0x1110, 0x2210, 0x3210],
     "rc16": [0x1010, 0x3232, 0x1010, 0x3232],
 }
+
+
+@helper
+def choose_bytes(a: Array, b: Array, chosen: Array) -> Array:
+    """What `permute_bytes` gives for one selector of all lanes that repeats no sign."""
+    return np.stack([a, b], axis=1).view(np.uint8).reshape(-1, 8).take(chosen, axis=1).view(np.uint32)[:, 0]
 
 
 @helper
