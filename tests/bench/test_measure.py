@@ -118,7 +118,7 @@ def test_decode_and_dense_records(grouped: problem.GroupedProblem) -> None:
     assert record["row_error"]["padless"] < 0.004
 
 
-def test_operands_are_what_the_quantiser_makes_of_normal_values(grouped: problem.GroupedProblem) -> None:
+def test_operands_are_what_the_quantizer_makes_of_normal_values(grouped: problem.GroupedProblem) -> None:
     x, w = grouped.values()
     assert x.shape == (70, 272)
     assert w.shape == (5, 136, 272)
