@@ -263,7 +263,7 @@ def test_without_a_gpu_runs_refuse_with_one_sentence(tmp_path: Path) -> None:
 def test_names_and_grids_are_checked(tmp_path: Path) -> None:
     from padless import bench
     from padless.bench.case import CASES
-    from padless.bench.peers import resolve_peers
+    from padless.bench.peers.find import resolve_peers
     from padless.bench.run import resolve_grid
 
     paper = CASES["paper"]
