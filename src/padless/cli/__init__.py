@@ -137,7 +137,7 @@ def verify(
         bool, typer.Option("--against-emulator", help="Compare random problems with the emulator, bit for bit.")
     ] = False,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Checks at a time. One for every four cores, at most four.")
+        int | None, typer.Option(min=1, help="Checks at a time. One for every two cores, at most eight.")
     ] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", help="Instead: expert parallelism, on so many GPUs or CPU processes.")
