@@ -1,8 +1,8 @@
 """Judges loss parity on recipes that are right and on ones with a planted fault.
 
-    python tools/loss_parity.py [--size large] [--steps 150] [--seeds 3] [--fault NAME ..] [--out FOLDER]
+    python tools/loss_parity.py [--size large] [--steps 150] [--seeds 3] [--recipe NAME ..] [--fault NAME ..] [--out FOLDER]
 
-Trains the model of `padless train-demo` in bf16, fp8 and fp8_1d1d, and on the same batches in fp8 with each fault.
+Trains the model of `padless train-demo` in each recipe, and on the same batches in fp8 with each fault.
 Prints the table, writes the record and the picture, and fails where a recipe is not within its limits or a fault is.
 """
 
@@ -28,13 +28,13 @@ from padless.demo.train.text import SOURCES, TOPICS, help_topics, library_source
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import to_mn_major
 from padless.nn import RECIPES, experts_function
+from padless.nn.quantizers import quantize_rows
 from padless.nn.weight_codes import WeightCodes
 from padless.quantization.quantize import dequantize, quantize
 
 MEDIUM = ModelSize(layers=4, hidden=512, heads=8, experts=16, top_k=4, intermediate=512, length=256, batch=32)
 SIZES = {"small": demo.SMALL, "medium": MEDIUM, "large": demo.LARGE}
 RIGHT = ("bf16", "fp8", "fp8_1d1d")
-GRADIENT = (1, 128)  # scales of a gradient's columns, in every recipe
 
 
 @contextmanager
@@ -73,17 +73,16 @@ def blocks_of_gradients() -> Iterator[None]:
     def in_squares(x: torch.Tensor) -> torch.Tensor:
         return dequantize(quantize(x, FP8_BLOCK, kind="weight"), torch.bfloat16)
 
-    def by_blocks(x: torch.Tensor, offs: Any, fp8_rows: Any, fp8_columns: Any, block: Any, **options: Any) -> Any:
-        rows, columns = right(x, offs, fp8_rows, fp8_columns, block, **options)
-        if block == GRADIENT:
-            gathered = x.index_select(0, options["tokens"])
-            rows = right(in_squares(gathered), offs, True, False, block)[0]
+    def by_blocks(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        rows, columns = right(x, *arguments, **options)
+        if options.get("is_gradient"):
+            rows = quantize_rows(in_squares(x.index_select(0, options["tokens"])))
         return rows, columns
 
     def activation_by_blocks(dh: Any, z: Any, offs: Any, prob: Any, gate_up: str, block: Any) -> Any:
         dz, _, _ = experts_function.call("swiglu_backward", dh, z, offs, prob, gate_up)
         found = right_activation(dh, z, offs, prob, gate_up, block)
-        return replace(found, dz_rows=right(in_squares(dz), offs, True, False, GRADIENT)[0])
+        return replace(found, dz_rows=quantize_rows(in_squares(dz)))
 
     with (
         patch.object(experts_function, "operands_of_rows", by_blocks),
@@ -107,6 +106,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", type=float, help="the learning rate, where it is not the demo's")
+    parser.add_argument("--recipe", nargs="+", choices=list(RECIPES), default=RIGHT, help="the first is compared with")
     parser.add_argument("--fault", nargs="*", choices=list(FAULTS), default=list(FAULTS))
     parser.add_argument("--out", type=Path, default=Path("padless-out"))
     options = parser.parse_args()
@@ -117,7 +117,7 @@ def main() -> int:
         "size": SIZES[options.size], "steps": options.steps, "seeds": range(options.seeds), "device": device,
         "text": library_sources() if on_gpu else help_topics(), "source": SOURCES if on_gpu else TOPICS,
     }  # fmt: skip
-    training = demo.train(RIGHT, **how)
+    training = demo.train(options.recipe, **how)
     for fault in options.fault:
         with FAULTS[fault]():
             faulty = demo.train([(fault, RECIPES["fp8"])], **how)
