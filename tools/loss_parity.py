@@ -1,6 +1,6 @@
 """Judges loss parity on recipes that are right and on ones with a planted fault.
 
-    python tools/loss_parity.py [--size large] [--steps 150] [--seeds 3] [--recipe NAME ..] [--fault NAME ..] [--out FOLDER]
+    python tools/loss_parity.py [--size large] [--steps 150] [--seeds 3] [--recipe NAME ..] [--fault NAME ..] [--out OUT]
 
 Trains the model of `padless train-demo` in each recipe, and on the same batches in fp8 with each fault.
 Prints the table, writes the record and the picture, and fails where a recipe is not within its limits or a fault is.
