@@ -133,7 +133,12 @@ _HOSTS = {
 _FP8_BLOCK = "FP8 tensor cores inside 128 of K (13 fractional bits), float32 across"
 _MXFP8 = "FP8 tensor cores inside 32 of K (13 fractional bits), float32 across"
 _MX = "block-scaled tensor cores, float32 across K"
-_MX_PAIRS = (*itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2), ("NVFP4", "NVFP4"), ("MXFP4", "MXFP4"))
+_MX_PAIRS = (
+    *itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2),
+    ("NVFP4", "NVFP4"),
+    ("MXFP4", "MXFP4"),
+    *((a, "MXFP4") for a in ("MXFP8", "MXFP8_E5M2")),
+)
 
 _BF16_SUM = "bf16 or f16 tensor cores, values exact, float32 sum (25 fractional bits in 16 of K)"
 _BF16_BLOCKS = "bf16 or f16 tensor cores inside 128 of K (25 fractional bits in 16), scaled and added in float32 across"

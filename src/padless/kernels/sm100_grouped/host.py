@@ -1,4 +1,4 @@
-"""Host side of sm100_grouped_gemm.cu: MXFP8, NVFP4 and MXFP4 on Blackwell, ragged M."""
+"""Host side of sm100_grouped_gemm.cu: MXFP8, NVFP4, MXFP4 and MXFP8 x MXFP4 on Blackwell, ragged M."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from padless.formats import MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
+from padless.formats import MXFP4, MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.kernels.config import MAX_GROUPS, room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
@@ -108,16 +108,42 @@ def check_operands(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
     for name, t in (("a", a), ("b", b)):
         if t.format.name not in _KINDS:
             raise ValueError(f"{name} has format {t.format.name}; this kernel takes {', '.join(_KINDS)}")
-    if _KINDS[a.format.name] != _KINDS[b.format.name]:
-        raise ValueError(f"a has format {a.format.name} and b {b.format.name}; they must have one element size")
+    if _KINDS[a.format.name] != _KINDS[b.format.name] and not _has_padded_b(a, b):
+        raise ValueError(
+            f"a has format {a.format.name} and b {b.format.name}; they must have one element size, but for MXFP4 weights "
+            "beside MXFP8 activations"
+        )
     if b.data.dim() != 3 or b.data.shape[0] > MAX_GROUPS:
         raise ValueError(f"b must be (G, N, K) of at most {MAX_GROUPS} groups, got {tuple(b.data.shape)}")
     if a.data.shape[-1] % 16 != 0:
         raise ValueError(f"K is {a.logical_shape[-1]}; its {a.data.shape[-1]} bytes must be a multiple of 16")
+    if _has_padded_b(a, b):
+        _check_padded(b)
     for name, t in (("a", a), ("b", b)):
         count = 1 if t.global_scale is None else t.global_scale.numel()
         if count not in (1, b.data.shape[0]):
             raise ValueError(f"{name}.global_scale has {count} values; one, or one per group ({b.data.shape[0]})")
+
+
+def _has_padded_b(a: BlockScaledTensor, b: BlockScaledTensor) -> bool:
+    """Whether B is FP4 beside 8-bit A: its codes are spread to 8 bits as they are copied."""
+    return _KINDS[a.format.name] == "MXFP8" and b.format == MXFP4
+
+
+def _check_padded(b: BlockScaledTensor) -> None:
+    """Raises ValueError where the copy engine cannot spread the codes of ``b``."""
+    k = b.logical_shape[-1]
+    if k % 64 != 0 or k < 128:
+        raise ValueError(
+            f"K is {k}; MXFP4 weights beside 8-bit activations need a multiple of 64, 128 or more: quantize both with a "
+            "zero-filled tail"
+        )
+    strides = [tensor_map.outer_stride(b.data, dim) for dim in (1, 0) if b.data.shape[dim] > 1]
+    if b.data.data_ptr() % 32 != 0 or any(stride % 32 != 0 for stride in strides):
+        raise ValueError(
+            f"b.data is at address {b.data.data_ptr():#x} with strides {b.data.stride()}; beside 8-bit activations MXFP4 "
+            "weights and their rows must start on 32-byte boundaries; clone() it"
+        )
 
 
 def _check(b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None) -> None:
@@ -185,6 +211,7 @@ def fit_operands(
         kind=_KINDS[a.format.name],
         a_e5m2=a.format == MXFP8_E5M2,
         b_e5m2=b.format == MXFP8_E5M2,
+        b_e2m1=_has_padded_b(a, b),
         scales_a=sources["a"],
         scales_b=sources["b"],
         groups_on_tiles=on_tiles,
@@ -207,7 +234,7 @@ def tensor_maps(
     if gate_and_up_apart:
         b_rows, b_atoms = 128, 1
     map_a = tensor_map.operand(a.data.view(torch.uint8)[None], a_rows)
-    map_b = tensor_map.operand(b.data.view(torch.uint8), b_rows)
+    map_b = (tensor_map.padded_fp4 if config.b_e2m1 else tensor_map.operand)(b.data.view(torch.uint8), b_rows)
     return [
         map_a,
         map_b,

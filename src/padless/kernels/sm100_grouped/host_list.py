@@ -99,7 +99,7 @@ def _fit_all(
     fitted = [fit(config, x, y, d) for x, y, d in zip(a, b, out, strict=True)]
     first = fitted[0]
     for i, one in enumerate(fitted):
-        for field in ("kind", "a_e5m2", "b_e5m2", "out_dtype", "column_major"):
+        for field in ("kind", "a_e5m2", "b_e5m2", "b_e2m1", "out_dtype", "column_major"):
             if getattr(one, field) != getattr(first, field):
                 raise ValueError(
                     f"problem {i} has {field} {getattr(one, field)} and problem 0 {getattr(first, field)}; "

@@ -24,11 +24,19 @@ __device__ __forceinline__ int scale_row(const SharedStorage& shared, const Oper
     return row;
 }
 
-// A box to this CTA, or to all of `receivers` where they share it.
-template <int SHARES>
+// First byte of a row of A, which is a value of K, in stage `kb`.
+__device__ __forceinline__ int first_of_stage(const Operands& operands, int kb) {
+    const int last = operands.row_bytes - BLOCK_K;
+    return PADDED_B && kb * BLOCK_K > last ? last : kb * BLOCK_K;
+}
+
+// A box to this CTA, or to all of `receivers` where they share it; IS_PADDED: a window of FP4 codes that is spread.
+template <int SHARES, bool IS_PADDED = false>
 __device__ __forceinline__ void load(const TensorMap& map, uint32_t destination, uint32_t barrier, int c0,
                                      int c1, int c2, uint64_t policy, uint16_t receivers) {
-    if constexpr (SHARES == 1)
+    if constexpr (IS_PADDED)
+        tma_load_4d_hint<CTA_GROUP>(map, destination, barrier, 0, c0 / WINDOW_STEP, c1, c2, policy);
+    else if constexpr (SHARES == 1)
         tma_load_3d_hint<CTA_GROUP>(map, destination, barrier, c0, c1, c2, policy);
     else
         tma_load_3d_hint_multicast<CTA_GROUP>(map, destination, barrier, c0, c1, c2, policy, receivers);
@@ -74,8 +82,9 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
             const uint32_t data = shared_address(IS_LEFT ? shared.left[stage] : shared.right[stage]);
 #pragma unroll
             for (int piece = 0; piece < PIECES; ++piece)
-                load<SHARES>(map, data + share * BLOCK_K + piece * (ROWS / PIECES * BLOCK_K), full,
-                             kb * BLOCK_K, row + share + piece * to_up, group, POLICY, receivers);
+                load<SHARES, !IS_A && PADDED_B>(
+                    map, data + share * BLOCK_K + piece * (ROWS / PIECES * BLOCK_K), full,
+                    first_of_stage(operands, kb), row + share + piece * to_up, group, POLICY, receivers);
             if (LOADS_SCALES && (SHARES == 1 || worker_rank() == 0)) {
                 const uint32_t scales =
                     shared_address(IS_LEFT ? shared.left_scales[stage] : shared.right_scales[stage]);

@@ -1,7 +1,7 @@
 // Grouped GEMM on Blackwell with block scales: D[rows of g] = factor_g * A[rows of g] * B[g]^T for every group g, with the
 // groups' rows one after the other in A and D and no padding between them.
 //
-//   A    (M, K), B (G, N, K): e4m3 or e5m2, or two e2m1 to a byte
+//   A    (M, K), B (G, N, K): e4m3 or e5m2, or two e2m1 to a byte; or e2m1 in B alone
 //   sfa, sfb: one scale per 32 of K (UE8M0; MXFP8, MXFP4) or per 16 of K (UE4M3; NVFP4), see sm100_grouped/scale_gather.cuh
 //   offs (G) int32, cumulative end rows
 //   D    (M, N) bf16, fp16 or float32, row-major or column-major
@@ -234,6 +234,8 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
             tcgen05_fence_after_thread_sync();
             const int bytes_left = row_bytes - kb * BLOCK_K;
             const int steps = bytes_left < BLOCK_K ? (bytes_left + MMA_K - 1) / MMA_K : BLOCK_K / MMA_K;
+            // A last window that begins in the stage before: its end is what is left.
+            const uint32_t skipped = PADDED_B ? (BLOCK_K / MMA_K - steps) * (MMA_K / 16) : 0;
             constexpr int STEPS_AN_ATOM = BLOCK_K / MMA_K / ATOMS;
 #pragma unroll
             for (int atom = 0; atom < ATOMS; ++atom) {
@@ -255,8 +257,9 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
 #pragma unroll
             for (int step = 0; step < BLOCK_K / MMA_K; ++step)
                 if (step < steps)
-                    multiply_step(d, left_0 + stage * (LEFT_BYTES / 16), right_0 + stage * (RIGHT_BYTES / 16),
-                                  tensor_memory, step, kb + step > 0);
+                    multiply_step(d, left_0 + stage * (LEFT_BYTES / 16) + skipped,
+                                  right_0 + stage * (RIGHT_BYTES / 16) + skipped, tensor_memory, step,
+                                  kb + step > 0);
             commit_stage(shared_address(&shared.empty[stage]));
             pipeline.advance();
         }

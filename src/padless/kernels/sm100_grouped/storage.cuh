@@ -39,6 +39,12 @@ constexpr int MMA_K = 32;                                                   // b
 constexpr int ATOMS = KIND == KIND_MXFP8 ? 1 : KIND == KIND_NVFP4 ? 4 : 2;  // of scales along K in a stage
 constexpr int RIGHT_ATOMS = (MMA_N + 127) / 128;                            // of scales along the columns
 constexpr int LEFT_BYTES = LANE_ROWS * BLOCK_K, RIGHT_BYTES = RIGHT_ROWS * BLOCK_K;
+
+// FP4 weights beside 8-bit tokens: of every 16 bytes that the tensor core reads 8 hold 16 codes. The copy engine spreads
+// them, and counts what it has read. A stage of K is a window of 128 values that begins on a multiple of 64: the last one
+// ends with K, and may begin inside the one before.
+constexpr bool PADDED_B = KIND == KIND_MXFP8 && B_CODE == MMA_E2M1;
+constexpr int WINDOW_STEP = 64;
 constexpr int LEFT_SCALE_BYTES = ATOMS * SCALE_ATOM_BYTES;
 constexpr int RIGHT_SCALE_BYTES = RIGHT_ATOMS * ATOMS * SCALE_ATOM_BYTES;
 
@@ -49,8 +55,10 @@ constexpr int NUM_THREADS = 32 * (8 + NUM_GATHER_WARPS);
 constexpr int LOAD_A_WARP = 4, LOAD_B_WARP = 5, MULTIPLY_WARP = 6, SCHEDULE_WARP = 7, GATHER_WARP = 8;
 
 // Bytes that the two producers bring to a stage of a CTA.
-constexpr int LEFT_LOADED = LEFT_BYTES + ((TOKENS_ON_N ? GATHERS_B : GATHERS_A) ? 0 : LEFT_SCALE_BYTES);
-constexpr int RIGHT_LOADED = RIGHT_BYTES + ((TOKENS_ON_N ? GATHERS_A : GATHERS_B) ? 0 : RIGHT_SCALE_BYTES);
+constexpr int LEFT_LOADED = LEFT_BYTES / (PADDED_B && TOKENS_ON_N ? 2 : 1) +
+                            ((TOKENS_ON_N ? GATHERS_B : GATHERS_A) ? 0 : LEFT_SCALE_BYTES);
+constexpr int RIGHT_LOADED = RIGHT_BYTES / (PADDED_B && !TOKENS_ON_N ? 2 : 1) +
+                             ((TOKENS_ON_N ? GATHERS_A : GATHERS_B) ? 0 : RIGHT_SCALE_BYTES);
 
 // Arrivals that end a phase of a barrier; of `full` also the bytes of CTA_GROUP CTAs.
 constexpr int FULL_ARRIVALS = 2 + (NUM_GATHER_WARPS > 0 ? CTA_GROUP : 0);  // one gathering warp of each CTA
