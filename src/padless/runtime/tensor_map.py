@@ -58,15 +58,15 @@ def operand(tensor: torch.Tensor, block_rows: int) -> TensorMapSpec:
 def padded_fp4(codes: torch.Tensor, block_rows: int) -> TensorMapSpec:
     """FP4 codes as kind::mxf8f6f4 of tcgen05 reads them, in boxes of ``block_rows`` x 128 values.
 
-    codes: (G, rows, K / 2) bytes of two e2m1 each, K a multiple of 64 and at least 128, addresses and strides multiples
-    of 32. The type unpacks: 8 bytes of memory, 16 values, become 16 bytes of shared memory whose second half means
-    nothing, so a box has the size and the swizzle of one of 8-bit codes. It wants rows of whole 128 values, and K may end
-    with 64: so the dimensions are 128 values, windows that begin every 64 values, rows, groups. Window K / 64 - 2 ends
-    with K, and no box reaches past a row.
+    codes: (G, rows, K / 2) bytes of two e2m1 each, addresses and strides multiples of 32; behind the last row as many
+    bytes as K is short of a multiple of 64, or of 128. The type unpacks: 8 bytes of memory, 16 values, become 16 bytes
+    of shared memory whose second half means nothing, so a box has the size and the swizzle of one of 8-bit codes. It
+    takes rows of whole 128 values alone, and K may end with 64: so the dimensions are 128 values, windows that begin
+    every 64 values, rows, groups. The last window ends with the last 64 of K that are begun.
     """
     groups, rows, half = codes.shape
-    strides = (32, outer_stride(codes, 1), outer_stride(codes, 0))
-    dims, box = (128, half // 32 - 1, rows, groups), (128, 1, block_rows, 1)
+    strides = (32, *(-(-outer_stride(codes, dim) // 32) * 32 for dim in (1, 0)))
+    dims, box = (128, max(-(-half // 32), 2) - 1, rows, groups), (128, 1, block_rows, 1)
     return TensorMapSpec(_U4_PADDED_TO_16_BYTES, codes.data_ptr(), dims, strides, box, SWIZZLE_128B)
 
 

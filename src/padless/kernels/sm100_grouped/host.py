@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import torch
 
-from padless.formats import MXFP4, MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
+from padless.formats import (
+    MXFP4,
+    MXFP8_E5M2,
+    TILE_BYTES,
+    TILE_ROWS,
+    BlockScaledTensor,
+    blocked_size,
+    ceil_div,
+    round_up,
+)
 from padless.kernels.config import MAX_GROUPS, room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
@@ -36,7 +45,8 @@ def prepare(
 
     a: (M, K); b: (G, N, K); offs: (G,) int32 end rows or None for one group of all rows; out: (M, N), rows or columns
     contiguous; alpha: float32, one value or one per group. Scales that are not a multiple of 4 columns wide and plain
-    are copied into 32x4x4 tiles first; any other are read as they are.
+    are copied into 32x4x4 tiles first; any other are read as they are. FP4 weights beside 8-bit activations are copied
+    where K is no multiple of 64, or 32 or 96, or where they do not start on 32-byte boundaries.
     """
     check_operands(a, b)
     _check(b, out, alpha)
@@ -59,7 +69,7 @@ def prepare(
         counter,
     )
     optional = (a.global_scale, b.global_scale, alpha, offs)
-    tensors = [a.data, a.scale, b.data, b.scale, out, *(t for t in optional if t is not None)]
+    tensors = [a.data, a.scale, b.data, b.scale, out, *(t for t in optional if t is not None), *copies]
     shape = launch_shape(driver, device, config, tiles, kernel.num_threads)
     return Prepared(driver.prepare(function, kernel, shape, [problem], tensors), copies)
 
@@ -110,40 +120,17 @@ def check_operands(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
             raise ValueError(f"{name} has format {t.format.name}; this kernel takes {', '.join(_KINDS)}")
     if _KINDS[a.format.name] != _KINDS[b.format.name] and not _has_padded_b(a, b):
         raise ValueError(
-            f"a has format {a.format.name} and b {b.format.name}; they must have one element size, but for MXFP4 weights "
-            "beside MXFP8 activations"
+            f"a has format {a.format.name} and b {b.format.name}; they must have one element size, but for MXFP4 "
+            "weights beside MXFP8 activations"
         )
     if b.data.dim() != 3 or b.data.shape[0] > MAX_GROUPS:
         raise ValueError(f"b must be (G, N, K) of at most {MAX_GROUPS} groups, got {tuple(b.data.shape)}")
     if a.data.shape[-1] % 16 != 0:
         raise ValueError(f"K is {a.logical_shape[-1]}; its {a.data.shape[-1]} bytes must be a multiple of 16")
-    if _has_padded_b(a, b):
-        _check_padded(b)
     for name, t in (("a", a), ("b", b)):
         count = 1 if t.global_scale is None else t.global_scale.numel()
         if count not in (1, b.data.shape[0]):
             raise ValueError(f"{name}.global_scale has {count} values; one, or one per group ({b.data.shape[0]})")
-
-
-def _has_padded_b(a: BlockScaledTensor, b: BlockScaledTensor) -> bool:
-    """Whether B is FP4 beside 8-bit A: its codes are spread to 8 bits as they are copied."""
-    return _KINDS[a.format.name] == "MXFP8" and b.format == MXFP4
-
-
-def _check_padded(b: BlockScaledTensor) -> None:
-    """Raises ValueError where the copy engine cannot spread the codes of ``b``."""
-    k = b.logical_shape[-1]
-    if k % 64 != 0 or k < 128:
-        raise ValueError(
-            f"K is {k}; MXFP4 weights beside 8-bit activations need a multiple of 64, 128 or more: quantize both with a "
-            "zero-filled tail"
-        )
-    strides = [tensor_map.outer_stride(b.data, dim) for dim in (1, 0) if b.data.shape[dim] > 1]
-    if b.data.data_ptr() % 32 != 0 or any(stride % 32 != 0 for stride in strides):
-        raise ValueError(
-            f"b.data is at address {b.data.data_ptr():#x} with strides {b.data.stride()}; beside 8-bit activations MXFP4 "
-            "weights and their rows must start on 32-byte boundaries; clone() it"
-        )
 
 
 def _check(b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None) -> None:
@@ -157,10 +144,31 @@ def _check(b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None) 
 def readable(
     a: BlockScaledTensor, b: BlockScaledTensor
 ) -> tuple[BlockScaledTensor, BlockScaledTensor, tuple[torch.Tensor, ...]]:
-    """The operands with scales that the kernel can read, and the copies that had to be made of them."""
+    """The operands with scales and codes that the kernel can read, and the copies that had to be made of them."""
     new_a, new_b = _readable(a), _readable(b)
-    copies = tuple(new.scale for new, old in ((new_a, a), (new_b, b)) if new is not old)
-    return new_a, new_b, copies
+    copies = [new.scale for new, old in ((new_a, a), (new_b, b)) if new is not old]
+    new_b = spreadable(new_a, new_b, copies)
+    return new_a, new_b, tuple(copies)
+
+
+def spreadable(a: BlockScaledTensor, b: BlockScaledTensor, copies: list[torch.Tensor]) -> BlockScaledTensor:
+    """``b``; FP4 beside 8-bit ``a`` with codes that the copy engine can spread: a copy for it is added to ``copies``.
+
+    It spreads 64 values at a time, 128 or more of a row, from 32-byte boundaries.
+    """
+    strides = [tensor_map.outer_stride(b.data, dim) for dim in (0, 1) if b.data.shape[dim] > 1]
+    *rows, half = b.data.shape
+    if not _has_padded_b(a, b) or (half >= 64 and not any(x % 32 for x in (half, b.data.data_ptr(), *strides))):
+        return b
+    whole = torch.zeros((*rows, max(round_up(half, 32), 64)), dtype=torch.uint8, device=b.device)
+    codes = whole[..., :half].copy_(b.data.view(torch.uint8)).view(b.data.dtype)
+    copies.append(whole)
+    return BlockScaledTensor(codes, b.scale, b.format, None, b.scale_layout)
+
+
+def _has_padded_b(a: BlockScaledTensor, b: BlockScaledTensor) -> bool:
+    """Whether B is FP4 beside 8-bit A: its codes are spread to 8 bits as they are copied."""
+    return _KINDS[a.format.name] == "MXFP8" and b.format == MXFP4
 
 
 def _readable(t: BlockScaledTensor) -> BlockScaledTensor:

@@ -12,7 +12,15 @@ from padless.formats import BlockScaledTensor
 from padless.kernels.launch import load_kernel, tile_counter
 from padless.kernels.schedule import walk_of_list
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
-from padless.kernels.sm100_grouped.host import KERNEL, fit, launch_shape, on_device, operand_bytes, problem_bytes
+from padless.kernels.sm100_grouped.host import (
+    KERNEL,
+    fit,
+    launch_shape,
+    on_device,
+    operand_bytes,
+    problem_bytes,
+    spreadable,
+)
 from padless.layouts import to_blocked
 from padless.runtime.driver import Driver, PreparedLaunch
 
@@ -46,7 +54,7 @@ def prepare_list(
     """
     copies: list[torch.Tensor] = []
     left = [_tiled(t, copies) for t in a]
-    right = [_as_group(_tiled(t, copies)) for t in b]
+    right = [spreadable(x, _as_group(_tiled(y, copies)), copies) for x, y in zip(a, b, strict=True)]
     device = out[0].device
     index = device.index or 0
     if config is None:
@@ -69,7 +77,7 @@ def prepare_list(
     shape = launch_shape(driver, index, config, walk[-1][1], kernel.num_threads)
     tensors = [t for x, y, d in zip(left, right, out, strict=True) for t in (x.data, x.scale, y.data, y.scale, d)]
     tensors += [t.global_scale for t in (*left, *right) if t.global_scale is not None]
-    tensors += [table] if alpha is None else [table, alpha]
+    tensors += [table, *copies] if alpha is None else [table, alpha, *copies]
     return PreparedList(driver.prepare(function, kernel, shape, [problem], tensors), table, tuple(copies))
 
 

@@ -1,4 +1,4 @@
-"""Host side of sm100_grouped_gemm.cu with a quantising epilogue: MXFP8, NVFP4 and MXFP4 on Blackwell.
+"""Host side of sm100_grouped_gemm.cu with a quantising epilogue: MXFP8, NVFP4, MXFP4, MXFP8 x MXFP4 on Blackwell.
 
 What an epilogue does is in padless.epilogue; the kernel's side of it in kernels/sm100_grouped/quant_store.cuh.
 """
@@ -68,7 +68,7 @@ def prepare(
     operands = operand_bytes(driver, a, b, None, None, tile, apart)
     problem = problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
     optional = (t for t in (a.global_scale, b.global_scale, offs) if t is not None)
-    used = [a.data, a.scale, b.data, b.scale, *optional, *present(tensors)]
+    used = [a.data, a.scale, b.data, b.scale, *optional, *copies, *present(tensors)]
     shape = launch_shape(driver, device, tile, tiles, kernel.num_threads)
     arguments = [problem + target_bytes(tensors, epilogue, n)]
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)

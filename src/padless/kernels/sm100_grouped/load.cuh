@@ -24,12 +24,6 @@ __device__ __forceinline__ int scale_row(const SharedStorage& shared, const Oper
     return row;
 }
 
-// First byte of a row of A, which is a value of K, in stage `kb`.
-__device__ __forceinline__ int first_of_stage(const Operands& operands, int kb) {
-    const int last = operands.row_bytes - BLOCK_K;
-    return PADDED_B && kb * BLOCK_K > last ? last : kb * BLOCK_K;
-}
-
 // A box to this CTA, or to all of `receivers` where they share it; IS_PADDED: a window of FP4 codes that is spread.
 template <int SHARES, bool IS_PADDED = false>
 __device__ __forceinline__ void load(const TensorMap& map, uint32_t destination, uint32_t barrier, int c0,
@@ -84,7 +78,7 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
             for (int piece = 0; piece < PIECES; ++piece)
                 load<SHARES, !IS_A && PADDED_B>(
                     map, data + share * BLOCK_K + piece * (ROWS / PIECES * BLOCK_K), full,
-                    first_of_stage(operands, kb), row + share + piece * to_up, group, POLICY, receivers);
+                    operands.first_of_stage(kb), row + share + piece * to_up, group, POLICY, receivers);
             if (LOADS_SCALES && (SHARES == 1 || worker_rank() == 0)) {
                 const uint32_t scales =
                     shared_address(IS_LEFT ? shared.left_scales[stage] : shared.right_scales[stage]);

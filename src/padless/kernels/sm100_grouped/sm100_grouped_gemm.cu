@@ -98,6 +98,12 @@ struct alignas(64) Operands {
     int m, n, row_bytes;  // row_bytes: of K
 
     __device__ __forceinline__ int k_blocks() const { return (row_bytes + BLOCK_K - 1) / BLOCK_K; }
+
+    // First byte of a row of A in stage `kb`: with FP4 weights, where a window of them begins.
+    __device__ __forceinline__ int first_of_stage(int kb) const {
+        const int last = (row_bytes + WINDOW_STEP - 1) / WINDOW_STEP * WINDOW_STEP - BLOCK_K;
+        return PADDED_B && kb > 0 && kb * BLOCK_K > last ? last : kb * BLOCK_K;
+    }
 };
 
 #if EPILOGUE_IS_QUANT
@@ -213,8 +219,8 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
     Pipeline<2> accumulator;
     Tile tile;
     while (reader.next(tile)) {
-        const int row_bytes = problem.of(tile.group).row_bytes;
-        const int k_blocks = problem.of(tile.group).k_blocks();
+        const Operands& operands = problem.of(tile.group);
+        const int row_bytes = operands.row_bytes, k_blocks = operands.k_blocks();
         const uint32_t d = tensor_memory + accumulator.stage * SECOND_ACCUMULATOR;
         // With shared columns this accumulator is free once those of the tile before have been read, which comes after
         // all of the tile before that.
@@ -234,8 +240,8 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
             tcgen05_fence_after_thread_sync();
             const int bytes_left = row_bytes - kb * BLOCK_K;
             const int steps = bytes_left < BLOCK_K ? (bytes_left + MMA_K - 1) / MMA_K : BLOCK_K / MMA_K;
-            // A last window that begins in the stage before: its end is what is left.
-            const uint32_t skipped = PADDED_B ? (BLOCK_K / MMA_K - steps) * (MMA_K / 16) : 0;
+            // What a last window has of the stage before.
+            const uint32_t skipped = PADDED_B ? (kb * BLOCK_K - operands.first_of_stage(kb)) / 16 : 0;
             constexpr int STEPS_AN_ATOM = BLOCK_K / MMA_K / ATOMS;
 #pragma unroll
             for (int atom = 0; atom < ATOMS; ++atom) {

@@ -42,7 +42,7 @@ constexpr int LEFT_BYTES = LANE_ROWS * BLOCK_K, RIGHT_BYTES = RIGHT_ROWS * BLOCK
 
 // FP4 weights beside 8-bit tokens: of every 16 bytes that the tensor core reads 8 hold 16 codes. The copy engine spreads
 // them, and counts what it has read. A stage of K is a window of 128 values that begins on a multiple of 64: the last one
-// ends with K, and may begin inside the one before.
+// ends with the last 64 of K that are begun, and may begin inside the one before.
 constexpr bool PADDED_B = KIND == KIND_MXFP8 && B_CODE == MMA_E2M1;
 constexpr int WINDOW_STEP = 64;
 constexpr int LEFT_SCALE_BYTES = ATOMS * SCALE_ATOM_BYTES;
