@@ -9,7 +9,7 @@ import torch
 from padless.formats import OUT_DTYPES, ceil_div
 from padless.kernels.config import FEW_GROUPS, check_common_fields, cpp_constants, requirement_of
 
-KINDS = ("MXFP8", "NVFP4", "MXFP4")
+KINDS = ("MXFP8", "NVFP4", "MXFP4", "FP8_BLOCK")
 SCALE_SOURCES = ("tiled", "window", "plain")
 
 
@@ -29,7 +29,7 @@ class Sm100GroupedConfig:
         keep: the operand that L2 is asked to keep while the other streams through: "a", "b" or "" (neither).
 
     The rest follows from the operands (``fit``):
-        kind: "MXFP8" (8-bit elements), "NVFP4" (block 16) or "MXFP4" (block 32).
+        kind: "MXFP8" (8-bit elements), "NVFP4" (block 16), "MXFP4" (block 32) or "FP8_BLOCK" (float32 scales).
         a_e5m2, b_e5m2: whether 8-bit elements are e5m2 instead of e4m3.
         b_e2m1: whether B is FP4 beside 8-bit A (kind "MXFP8").
         scales_a, scales_b: "tiled" (every 128 rows of a tile are 512-byte atoms in memory: copied), "window" (32x4x4

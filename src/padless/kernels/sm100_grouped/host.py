@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from padless.formats import (
+    FP8_BLOCK,
     MXFP4,
     MXFP8_E5M2,
     TILE_BYTES,
@@ -28,7 +29,7 @@ from padless.runtime.tensor_map import TensorMapSpec
 KERNEL = "sm100_grouped/sm100_grouped_gemm.cu"
 Config = Sm100GroupedConfig
 
-_KINDS = {"MXFP8": "MXFP8", "MXFP8_E5M2": "MXFP8", "NVFP4": "NVFP4", "MXFP4": "MXFP4"}
+_KINDS = {"MXFP8": "MXFP8", "MXFP8_E5M2": "MXFP8", "NVFP4": "NVFP4", "MXFP4": "MXFP4", "FP8_BLOCK": "FP8_BLOCK"}
 _UINT32 = 2  # CUtensorMapDataType
 
 
@@ -174,6 +175,8 @@ def _has_padded_b(a: BlockScaledTensor, b: BlockScaledTensor) -> bool:
 def _readable(t: BlockScaledTensor) -> BlockScaledTensor:
     """``t`` with scales that the kernel can read: plain ones in words of 4, 32x4x4 tiles in pieces of 16 bytes."""
     scale, layout = t.scale, t.scale_layout
+    if t.format == FP8_BLOCK:
+        return t
     if layout == "plain" and t.scale_columns % 4 != 0:
         scale, layout = to_blocked(scale), "blocked"
     if scale.data_ptr() % 16 != 0:
@@ -236,7 +239,7 @@ def tensor_maps(
     """
     a_rows = config.token_rows // config.multicast
     b_rows = 128 if config.tokens_on_n else config.right_rows
-    atoms = {"MXFP8": 1, "NVFP4": 4, "MXFP4": 2}[config.kind]
+    atoms = {"NVFP4": 4, "MXFP4": 2}.get(config.kind, 1)
     column_atoms = ceil_div(config.mma_n, 128)
     a_atoms, b_atoms = (column_atoms, 1) if config.tokens_on_n else (1, column_atoms)
     if gate_and_up_apart:
@@ -265,7 +268,12 @@ def _scale_map(t: BlockScaledTensor, k_atoms: int, row_atoms: int) -> TensorMapS
 
 
 def _source(t: BlockScaledTensor, source: str) -> bytes:
-    """struct ScaleSource."""
+    """struct ScaleSource. FP8_BLOCK: its scales, floats from one K block of a row to the next, last row; of weights the
+    rows of a group in place of these.
+    """
+    if t.format == FP8_BLOCK:
+        step = t.scale.shape[-2] if t.data.dim() == 3 else 1 if t.scale_major == "k" else t.scale.stride(1)
+        return struct.pack("=Qii", t.scale.data_ptr(), step, t.scale.shape[-2] - 1)
     if source == "plain":
         rows = t.scale.numel() // t.scale_columns
     else:

@@ -42,7 +42,7 @@ template <bool IS_A>
 __device__ __forceinline__ void load_operand(SharedStorage& shared, const Problem& problem) {
     constexpr bool IS_LEFT = IS_A != TOKENS_ON_N;
     constexpr int ROWS = IS_LEFT ? LANE_ROWS : RIGHT_ROWS;
-    constexpr bool LOADS_SCALES = !(IS_A ? GATHERS_A : GATHERS_B);
+    constexpr bool LOADS_SCALES = !PROMOTES && !(IS_A ? GATHERS_A : GATHERS_B);
     constexpr uint32_t BYTES = IS_LEFT ? LEFT_LOADED : RIGHT_LOADED;
     constexpr uint64_t POLICY = IS_A ? POLICY_A : POLICY_B;
     // Gate and up are loaded each by its own copy, or by one CTA of the pair each.

@@ -2,7 +2,8 @@
 // groups' rows one after the other in A and D and no padding between them.
 //
 //   A    (M, K), B (G, N, K): e4m3 or e5m2, or two e2m1 to a byte; or e2m1 in B alone
-//   sfa, sfb: one scale per 32 of K (UE8M0; MXFP8, MXFP4) or per 16 of K (UE4M3; NVFP4), see sm100_grouped/scale_gather.cuh
+//   sfa, sfb: one scale per 32 of K (UE8M0; MXFP8, MXFP4) or per 16 of K (UE4M3; NVFP4), see sm100_grouped/scale_gather.cuh;
+//        or FP8_BLOCK's float32 ones per 128 of K, see sm100_grouped/promote.cuh
 //   offs (G) int32, cumulative end rows
 //   D    (M, N) bf16, fp16 or float32, row-major or column-major
 //   factor_g = global scale of A * global scale of B * alpha, each one for all groups, one a group, or absent (1)
@@ -277,7 +278,7 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
 }
 
 // A store warp has read the last of the columns that the next products need.
-__device__ __forceinline__ void give_back_sums(SharedStorage& shared, int stage, int lane) {
+__device__ __forceinline__ void give_back(SharedStorage& shared, int stage, int lane) {
     tcgen05_fence_before_thread_sync();
     __syncwarp();
     if (lane == 0) {
@@ -286,6 +287,25 @@ __device__ __forceinline__ void give_back_sums(SharedStorage& shared, int stage,
             mbarrier_arrive(drained);
         else
             mbarrier_arrive_release_cluster(drained, even_rank());
+    }
+}
+
+__device__ __forceinline__ void give_back_sums(SharedStorage& shared, int stage, int lane) {
+    if constexpr (!PROMOTES) give_back(shared, stage, lane);
+}
+
+#include "sm100_grouped/promote.cuh"
+
+// A store warp: its sums of a tile are there; `lanes`: of the tile that exist from the warp's first one on.
+__device__ __forceinline__ void await_sums(SharedStorage& shared, const Operands& operands, const Tile& tile,
+                                           uint32_t tensor_memory, int warp, int lane, int lanes,
+                                           Pipeline<2>& accumulator) {
+    if constexpr (PROMOTES) {
+        promote_tile(shared, operands, tile, tensor_memory + (warp * 32 << 16), warp, lane, lanes,
+                     accumulator);
+    } else {
+        mbarrier_wait(shared_address(&shared.done[accumulator.stage]), accumulator.phase);
+        tcgen05_fence_after_thread_sync();
     }
 }
 
@@ -309,10 +329,10 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
         const int column_limit = TOKENS_ON_N ? tile.rows : columns_left;
         const int first = pair_rank() * LANE_ROWS + warp * 32;
         const int at = first + lane;
-        const uint32_t d = tensor_memory + accumulator.stage * SECOND_ACCUMULATOR + (warp * 32 << 16);
+        const uint32_t d =
+            tensor_memory + (PROMOTES ? SUMS_AT : accumulator.stage * SECOND_ACCUMULATOR) + (warp * 32 << 16);
 
-        mbarrier_wait(shared_address(&shared.done[accumulator.stage]), accumulator.phase);
-        tcgen05_fence_after_thread_sync();
+        await_sums(shared, operands, tile, tensor_memory, warp, lane, lane_limit - first, accumulator);
         for (int i = 0; i < NUM_CHUNKS; ++i) {
             // The columns that the accumulators share come first: the first one's last, the second one's first.
             const int chunk = SHARED_COLUMNS > 0 && accumulator.stage == 0 ? NUM_CHUNKS - 1 - i : i;
@@ -334,7 +354,7 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
                                                                        column_limit - column, r, factor);
             }
         }
-        accumulator.advance();
+        if constexpr (!PROMOTES) accumulator.advance();
         if (lane == 0) reader.release();
         reader.advance();
     }
@@ -400,7 +420,12 @@ extern "C" __global__ void
     } else if (warp == LOAD_B_WARP) {
         if (elect_one()) load_operand<false>(shared, problem);
     } else if (warp == MULTIPLY_WARP) {
-        if (pair_rank() == 0 && elect_one()) multiply_tiles(shared, problem, tensor_memory);
+        if (pair_rank() == 0 && elect_one()) {
+            if constexpr (PROMOTES)
+                multiply_units(shared, problem, tensor_memory);
+            else
+                multiply_tiles(shared, problem, tensor_memory);
+        }
     } else if (warp == SCHEDULE_WARP) {
         if (cluster_rank() == 0 && elect_one())
             schedule_tiles<CLUSTER>(shared.queue, order, problem.counter, blockIdx.x / CLUSTER,

@@ -47,6 +47,11 @@ constexpr uint32_t mxf8f6f4_shape(uint32_t m, uint32_t n, uint32_t a, uint32_t b
     return a << 7 | b << 10 | (n >> 3) << 17 | 1u << 23 | (m >> 7) << 27;
 }
 
+// kind::f8f6f4, e4m3 both, to float32: M / 16 in bits 24-28, 1 in bits 4-5. Example: m = 256, n = 128 -> 0x1020'0010.
+constexpr uint32_t f8f6f4_shape(uint32_t m, uint32_t n) {
+    return 1u << 4 | (n >> 3) << 17 | (m >> 4) << 24;
+}
+
 // kind::mxf4nvf4 with UE4M3 (block16) or UE8M0 scales. Example: m = 128, n = 128, UE4M3 -> 0x0820'0480.
 constexpr uint32_t mxf4nvf4_shape(uint32_t m, uint32_t n, bool ue8m0) {
     return 1u << 7 | 1u << 10 | (n >> 3) << 17 | static_cast<uint32_t>(ue8m0) << 23 | (m >> 7) << 27;
@@ -60,5 +65,6 @@ __host__ __device__ constexpr uint32_t scale_ids(uint32_t id) {
 static_assert(mxf8f6f4_shape(256, 256, MMA_E4M3, MMA_E4M3) == 0x10C00000);
 static_assert(mxf8f6f4_shape(128, 128, MMA_E4M3, MMA_E4M3) == 0x08A00000);
 static_assert(mxf8f6f4_shape(256, 128, MMA_E2M1, MMA_E2M1) == 0x10A01680);
+static_assert(f8f6f4_shape(256, 128) == 0x10200010);
 static_assert(mxf4nvf4_shape(128, 128, false) == 0x08200480);
 static_assert(mxf4nvf4_shape(256, 256, true) == 0x10C00480);
