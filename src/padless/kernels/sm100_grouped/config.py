@@ -172,6 +172,11 @@ def select_grouped_config(m: int, n: int, num_groups: int) -> Sm100GroupedConfig
     return with_multicast(Sm100GroupedConfig(cta_group=cta_group, tokens_on_n=tokens_on_n, mma_n=mma_n, keep=keep), n)
 
 
+def promoted(config: Sm100GroupedConfig) -> Sm100GroupedConfig:
+    """``config`` for FP8_BLOCK: 128 columns, whose sums the store warps can keep in registers."""
+    return replace(config, mma_n=min(config.mma_n, 128))
+
+
 def with_multicast(config: Sm100GroupedConfig, n: int) -> Sm100GroupedConfig:
     """``config`` with two pairs to a cluster where that saves enough: a guess, never measured.
 

@@ -20,7 +20,7 @@ from padless.formats import (
 )
 from padless.kernels.config import MAX_GROUPS, room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, select_grouped_config
 from padless.layouts import to_blocked
 from padless.runtime import tensor_map
 from padless.runtime.driver import Driver, LaunchShape
@@ -55,7 +55,8 @@ def prepare(
     m, (num_groups, n, _) = a.data.shape[0], b.data.shape
     device = out.device.index or 0
     if config is None:
-        config = on_device(select_grouped_config(m, n, num_groups), driver, device)
+        config = select_grouped_config(m, n, num_groups)
+        config = on_device(promoted(config) if a.format == FP8_BLOCK else config, driver, device)
     config = fit(config, a, b, out)
     kernel, function = load_kernel(driver, KERNEL, config, device)
     tiles = most_tiles(m, n, num_groups, config.tile_m, config.cluster_n)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.formats import BlockScaledTensor
+from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.launch import load_kernel, tile_counter
 from padless.kernels.schedule import walk_of_list
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, select_grouped_config
 from padless.kernels.sm100_grouped.host import (
     KERNEL,
     fit,
@@ -60,7 +60,7 @@ def prepare_list(
     if config is None:
         rows = [t.data.shape[0] for t in a]
         config = select_grouped_config(sum(rows), max(t.data.shape[0] for t in b), len(rows))
-        config = on_device(config, driver, index)
+        config = on_device(promoted(config) if a[0].format == FP8_BLOCK else config, driver, index)
     config = _fit_all(config, left, right, out)
     kernel, function = load_kernel(driver, KERNEL, config, index)
 
@@ -83,6 +83,8 @@ def prepare_list(
 
 def _tiled(t: BlockScaledTensor, copies: list[torch.Tensor]) -> BlockScaledTensor:
     """``t`` with scales in 32x4x4 tiles on a 16-byte boundary; a copy that this takes is added to ``copies``."""
+    if t.format == FP8_BLOCK:
+        return t
     scale = to_blocked(t.scale) if t.scale_layout == "plain" else t.scale
     if scale.data_ptr() % 16 != 0:
         scale = scale.clone()
@@ -115,11 +117,12 @@ def _fit_all(
                 )
     # Every problem's rows start on a scale tile of their own; b is only gathered where K ends inside a product.
     whole_products = all(one.scales_b == "tiled" for one in fitted) or first.kind == "MXFP8"
+    otherwise = "plain" if first.kind == "FP8_BLOCK" else "window"
     return replace(
         first,
         problem_list=True,
-        scales_a="tiled" if whole_products and first.tile_m % 128 == 0 else "window",
-        scales_b="tiled" if whole_products and first.tile_n % 128 == 0 else "window",
+        scales_a="tiled" if whole_products and first.tile_m % 128 == 0 else otherwise,
+        scales_b="tiled" if whole_products and first.tile_n % 128 == 0 else otherwise,
         wide_stores=all(one.wide_stores for one in fitted),
         max_groups=256,
     )
