@@ -151,7 +151,7 @@ BUGS: dict[str, tuple[Edit, tuple[str, ...], C]] = {
         (PROMOTE, WAIT_DONE + " tcgen05_fence_after_thread_sync();", WAIT_DONE), ("missing-tcgen05-fence",), C(),
     ),
     "no fence after drained": (
-        (PROMOTE, "tcgen05_fence_after_thread_sync(); #pragma unroll for (int step", "#pragma unroll for (int step"),
+        (PROMOTE, "tcgen05_fence_after_thread_sync(); #pragma unroll for (int step", "\n#pragma unroll\n for (int step"),
         ("missing-tcgen05-fence",), C(),
     ),
     "sums never given back": ((PROMOTE, GIVE, ""), ("deadlock",), C()),
@@ -159,7 +159,7 @@ BUGS: dict[str, tuple[Edit, tuple[str, ...], C]] = {
         (PROMOTE, GIVE, GIVE.replace("UNIT_CHUNKS - 1", "0")), ("race",), C(),
     ),
     "drained not waited for": (
-        (PROMOTE, "mbarrier_wait(drained, accumulator.phase ^ 1);", ""), ("race", "mbarrier"), C(),
+        (PROMOTE, "mbarrier_wait(drained, accumulator.phase ^ 1);", ";"), ("race", "mbarrier"), C(),
     ),
     "stage given back before the second unit": (
         (PROMOTE, "if (unit == UNITS - 1) commit_stage", "if (unit == 0) commit_stage"), ("race",), WIDE,
