@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from padless.runtime import jit
@@ -152,6 +153,7 @@ def _waits(place: Place, tally: Tally) -> Iterator[None]:
             tally.waits[f"{warning.filename}:{warning.lineno}"] += 1
 
 
+@cache
 def _compile_once() -> None:
     """Of several workers that need a kernel of Triton's, one compiles it, and the others find it on disk."""
     from triton.runtime.jit import JITFunction
