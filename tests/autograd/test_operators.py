@@ -49,7 +49,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "slots_to_rows": (normal(3, 2), inverse),
         "rows_to_slots": (normal(6), inverse, torch.bfloat16),
         "swiglu_backward": (normal(M, K), normal(M, 2 * K), OFFS, normal(M), "concatenated"),
-        "quantize_rows_columns": (normal(M, K), OFFS, [1, 128], 32, True),
+        "quantize_rows_columns": (normal(M, K), OFFS, [1, 128], 32, True, torch.arange(M - 1, -1, -1)),
         "quantize_weight_both": (normal(3, N, K),),
         "swiglu_backward_quantize": (normal(M, K), normal(M, 2 * K), OFFS, None, "concatenated", [1, 128], 32),
     }

@@ -30,7 +30,10 @@ def test_three_processes() -> None:
 @pytest.mark.slow
 def test_planted_bugs_are_found() -> None:
     """Rows in another order, weights left out, a row left out, gradients of weights a hundredth too small."""
-    for bug, case in (("order", "formats"), ("unweighted", "formats"), ("lost", "sizes"), ("slots", "gradients")):
+    for bug, case in (
+        ("order", "formats"), ("unweighted", "formats"), ("lost", "sizes"), ("slots", "gradients"),
+        ("order", "training"), ("slots", "training"),
+    ):  # fmt: skip
         found = raise_first(
             run_ranks(ep_cases.run_with_bug, 2, bug, case, cuda=False, backend="collective", timeout_s=100)
         )

@@ -45,13 +45,11 @@ def rows_and_columns(
     alignment: int | None = None,
 ) -> tuple[BlockScaledTensor | None, GroupedColumns]:
     """x (M, N), or x[tokens], along its rows, None without ``rows``, and along the tokens of every group."""
-    if tokens is not None:
-        x = x.index_select(0, tokens)
     if is_traced(x):
-        return quantize_rows_columns(x, offs, column_block=block, alignment=alignment, rows=rows)
-    alignment = chosen_alignment(alignment, x.shape[0], offs.shape[0])
+        return quantize_rows_columns(x, offs, column_block=block, alignment=alignment, rows=rows, tokens=tokens)
+    alignment = chosen_alignment(alignment, rows_columns.num_rows(x, tokens), offs.shape[0])
     codes, scale, of_columns, column_scale, starts, block_starts = rows_columns._run(
-        x, offs, list(block), alignment, rows
+        x, offs, list(block), alignment, rows, tokens
     )
     columns = GroupedColumns(of_columns.view(_E4M3), column_scale, offs, starts, block_starts, block, alignment)
     return (quantized(codes, scale) if rows else None), columns

@@ -5,7 +5,8 @@ Contenders of a point; all begin with tokens, expert ids and weights and end wit
     torch bf16             argsort, gather, torch._grouped_mm, silu * up, torch._grouped_mm, weights, sum: what a
                            plug-in does that quantizes nothing
     padless, torch passes  padless' quantize and grouped_gemm with torch's indexing, activation and sum
-    deepgemm               DeepGEMM's contiguous grouped GEMM with padless' passes, and padding before it and after it
+    deepgemm               DeepGEMM's contiguous grouped GEMM with the passes that frameworks put around it
+                           (`padless.bench.peers.padded_layer`); H and I multiples of 128
     padless                padless.moe
 
 and the passes alone: route, gather_quantize (with the sorted slots; up to 1024 of them sorting included) and combine,
@@ -25,13 +26,13 @@ import torch
 
 from padless.bench.cases.problems import layer as layer_problem
 from padless.bench.cases.problems.layer import DECODE_TOKENS, LayerPoint, LayerProblem, make_layer
-from padless.bench.pad import pad_groups, unpad_rows
 from padless.bench.peers import Peer
 from padless.bench.peers.deepgemm import DeepGemm
+from padless.bench.peers.padded_layer import padded_layer
 from padless.bench.report import table
 from padless.bench.results import Record, finite, time_us
 from padless.bench.session import Session
-from padless.formats import FP8_BLOCK, round_up
+from padless.formats import FP8_BLOCK
 from padless.testing import machine
 from padless.testing.judge import describe, row_errors, worst
 from padless.testing.timing import Call, Timer, capture
@@ -55,8 +56,8 @@ def calls(problem: LayerProblem, peers: Sequence[Peer] = (), backend: str | None
     p = problem.point
     for peer in peers:
         if isinstance(peer, DeepGemm) and p.hidden % 128 == 0 and p.intermediate % 128 == 0:
-            rows = sum(round_up(size, 128) for size in problem.sizes)
-            found[DEEPGEMM] = partial(padded_layer, problem, rows, peer.contiguous)
+            given = (problem.x, problem.ids, problem.weights, problem.w13, problem.w2)
+            found[DEEPGEMM] = partial(padded_layer, *given, peer.contiguous)
     return found
 
 
@@ -114,26 +115,6 @@ def layer_of_torch_passes(problem: LayerProblem, backend: str | None = None) -> 
     ).row
     assert hidden is not None
     return _summed(problem, grouped_gemm(hidden, problem.w2, offs, backend=backend), order, inverse)
-
-
-def padded_layer(problem: LayerProblem, rows: int, gemm: Any) -> torch.Tensor:
-    """A product that takes groups of multiples of 128 rows, between padless' passes.
-
-    rows: of all padded groups, which the host happens to know. gemm: as DeepGEMM's contiguous one.
-    """
-    from padless.moe import Activation, activate_quantize, combine, route_quantize
-
-    p = problem.point
-    routing, a = route_quantize(problem.x, problem.ids, p.experts, FP8_BLOCK)
-    padded = pad_groups(a, routing.offs, rows=rows, group_index=True)
-    h = torch.empty((rows, 2 * p.intermediate), dtype=torch.bfloat16, device=problem.x.device)
-    gemm(padded.a, problem.w13, h, padded.group_index)
-    hidden = activate_quantize(h, Activation("swiglu"), FP8_BLOCK)
-    y = torch.empty((rows, p.hidden), dtype=torch.bfloat16, device=problem.x.device)
-    gemm(hidden, problem.w2, y, padded.group_index)
-    valid = torch.empty((p.slots, p.hidden), dtype=torch.bfloat16, device=problem.x.device)
-    unpad_rows(y, routing.offs, valid)
-    return combine(valid, routing.inverse, problem.weights)
 
 
 def passes(problem: LayerProblem) -> dict[str, Call]:
@@ -250,6 +231,8 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     ]
     layers = [table.time(name, digits=0, width=15) for name in (BF16, TODAY, DEEPGEMM, PADLESS, "floor")]
     layers.append(table.ratio("bf16 / padless", BF16, PADLESS, 2, unit="x", width=15))
+    if table.measured(records, [DEEPGEMM]):
+        layers.append(table.ratio("deepgemm / padless", DEEPGEMM, PADLESS, 2, unit="x", width=15))
     alone = [table.time("passes", "all"), *(_pass_column(name) for name in PASSES)]
     rows = table.by_point(records)
     return [

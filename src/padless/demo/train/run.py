@@ -202,13 +202,16 @@ def run_train_demo(
     recipes: Sequence[str] = (),
     steps: int | None = None,
     seeds: int = 1,
+    ranks: int = 1,
     out: Path = Path("padless-out"),
     console: Console | None = None,
-) -> Training:
+) -> Training | None:
     """Trains with a progress bar, prints a table and draws the losses to out / "train-demo.png".
 
-    Raises ValueError for a recipe that does not exist, fewer than ten steps or no seed.
+    With ranks it is `padless.demo.train.ranks.run_over_ranks`, which draws nothing. Raises ValueError for a recipe that
+    does not exist, fewer than ten steps or no seed.
     """
+    from padless.demo.train.ranks import run_over_ranks
     from padless.demo.train.report import print_training, save_training
     from padless.runtime.devices import backends
 
@@ -217,6 +220,9 @@ def run_train_demo(
     for name in names:
         if name not in RECIPES:
             raise ValueError(f"recipe is {name!r}; allowed: {', '.join(RECIPES)}")
+    if ranks != 1:
+        run_over_ranks(ranks, recipes or ["fp8"], steps, console)
+        return None
     device = "cuda" if backends()["cuda"].available else "cpu"
     steps = STEPS[device] if steps is None else steps
     if steps < 10 or seeds < 1:
