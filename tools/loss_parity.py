@@ -1,9 +1,10 @@
 """Judges loss parity on recipes that are right and on ones with a planted fault.
 
-    python tools/loss_parity.py [--size large] [--steps 150] [--seeds 3] [--recipe NAME ..] [--fault NAME ..] [--out OUT]
+    python tools/loss_parity.py [--size large] [--seconds 60] [--seeds 3] [--recipe NAME ..] [--fault NAME ..]
 
 Trains the model of `padless train-demo` in each recipe, and on the same batches in fp8 with each fault.
-Prints the table, writes the record and the picture, and fails where a recipe is not within its limits or a fault is.
+The number of steps is what --seconds allow, or --steps. Prints the table, writes the record and the picture, and fails
+where a recipe is not within its limits or a fault is.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from padless.quantization.quantize import dequantize, quantize
 
 MEDIUM = ModelSize(layers=4, hidden=512, heads=8, experts=16, top_k=4, intermediate=512, length=256, batch=32)
 SIZES = {"small": demo.SMALL, "medium": MEDIUM, "large": demo.LARGE}
+TRIAL_STEPS, MOST_STEPS = 16, 1000
 RIGHT = ("bf16", "fp8", "fp8_1d1d")
 
 
@@ -103,7 +105,8 @@ def main() -> int:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="large" if on_gpu else "small")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, help="of every run, where not --seconds decide")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of training, beside compiling")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", type=float, help="the learning rate, where it is not the demo's")
     parser.add_argument("--recipe", nargs="+", choices=list(RECIPES), default=RIGHT, help="the first is compared with")
@@ -113,15 +116,26 @@ def main() -> int:
 
     device = "cuda" if on_gpu else "cpu"
     demo.LEARNING_RATE[device] = options.rate or demo.LEARNING_RATE[device]
-    how = {
-        "size": SIZES[options.size], "steps": options.steps, "seeds": range(options.seeds), "device": device,
-        "text": library_sources() if on_gpu else help_topics(), "source": SOURCES if on_gpu else TOPICS,
+    on: dict[str, Any] = {
+        "size": SIZES[options.size], "device": device, "text": library_sources() if on_gpu else help_topics(),
+        "source": SOURCES if on_gpu else TOPICS,
     }  # fmt: skip
-    training = demo.train(options.recipe, **how)
-    for fault in options.fault:
-        with FAULTS[fault]():
-            faulty = demo.train([(fault, RECIPES["fp8"])], **how)
-        training = replace(training, curves=training.curves + faulty.curves)
+
+    def trained(steps: int, seeds: int) -> demo.Training:
+        training = demo.train(options.recipe, steps=steps, seeds=range(seeds), **on)
+        for fault in options.fault:
+            with FAULTS[fault]():
+                faulty = demo.train([(fault, RECIPES["fp8"])], steps=steps, seeds=range(seeds), **on)
+            training = replace(training, curves=training.curves + faulty.curves)
+        return training
+
+    steps = options.steps
+    if steps is None:
+        trial = trained(TRIAL_STEPS, 1)
+        steps = int(options.seconds / options.seeds / sum(curve.step_seconds for curve in trial.curves))
+        steps = min(max(steps, TRIAL_STEPS), MOST_STEPS)
+        print(f"{steps} steps", flush=True)
+    training = trained(steps, options.seeds)
     console = Console(width=120)
     print_training(console, training)
     save_training(console, training, options.out)
