@@ -354,7 +354,7 @@ def run_with_bug(rank: Rank, bug: str, name: str) -> dict[str, str | None]:
 
     def from_the_last(table: torch.Tensor, experts: int) -> Sorted:
         found = sort_slots(table.flip(0, 1), experts)
-        return Sorted(found.offs, found.inverse.flip(0, 1))
+        return Sorted(found.offs, found.inverse.flip(0, 1), found.tokens)
 
     def unweighted(name: str, *given: Any) -> Any:
         return call(name, given[0], given[1], None, *given[3:]) if name == "combine" else call(name, *given)
