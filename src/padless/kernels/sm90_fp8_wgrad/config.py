@@ -26,6 +26,7 @@ class WgradConfig:
         mode: "1d2d" (scales of X per 128 features and 128 tokens) or "1d1d" (per feature and 128 tokens).
         max_groups: room in the table of groups.
         out_dtype: bfloat16 or float32.
+        accumulate: adds to what the output holds, float32 alone.
     """
 
     block_m: int = 256
@@ -34,12 +35,16 @@ class WgradConfig:
     mode: str = "1d2d"
     max_groups: int = 256
     out_dtype: torch.dtype = torch.bfloat16
+    accumulate: bool = False
 
     def __post_init__(self) -> None:
         require = requirement_of(self)
         require(self.mode in MODES, "mode", " or ".join(MODES))
         check_common_fields(self, require)
         require(self.out_dtype in WGRAD_OUT_DTYPES, "out_dtype", "torch.bfloat16 or torch.float32")
+        require(
+            not self.accumulate or self.out_dtype == torch.float32, "accumulate", "False unless out_dtype is float32"
+        )
         allowed = "128, or 256 unless mode is '1d1d' and out_dtype is float32"
         require(self.block_m in blocks_m(self.mode, self.out_dtype), "block_m", allowed)
 
@@ -51,7 +56,7 @@ class WgradConfig:
             "RASTER_M": self.raster_m,
             "MAX_GROUPS": self.max_groups,
         }
-        flags = {"X_SCALES_ARE_BLOCKS": self.mode == "1d2d"}
+        flags = {"X_SCALES_ARE_BLOCKS": self.mode == "1d2d", "ACCUMULATE": self.accumulate}
         return cpp_constants(constants, flags, {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
 
 
@@ -74,6 +79,7 @@ class WgradProblem:
     mode: str
     out_dtype: torch.dtype
     num_sms: int = 132
+    accumulate: bool = False
 
 
 def tiles_of(problem: WgradProblem, block_m: int) -> int:
@@ -107,7 +113,11 @@ def select_config(problem: WgradProblem) -> WgradConfig:
 
 
 def fit_config(config: WgradConfig, problem: WgradProblem) -> WgradConfig:
-    """``config`` with what has to follow from the operands: mode, output dtype and room for groups."""
+    """``config`` with what has to follow from the call: mode, room for groups, output dtype, accumulation."""
     return replace(
-        config, mode=problem.mode, out_dtype=problem.out_dtype, max_groups=room_for_groups(problem.num_groups)
+        config,
+        mode=problem.mode,
+        max_groups=room_for_groups(problem.num_groups),
+        out_dtype=problem.out_dtype,
+        accumulate=problem.accumulate,
     )
