@@ -174,7 +174,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the last tile is not staged",
         ("deadlock", "exit"),
-        ((MAIN, "stage_part<NUM_PIECES>(d, shared, warpgroup, 0);  // no tile, which is not stored", ""),),
+        ((MAIN, "stage_part<NUM_PIECES>(d, shared, warpgroup, 0, parity);  // no tile, which is not stored", ""),),
     ),
     Bug(
         "empty groups ask for no next tile",

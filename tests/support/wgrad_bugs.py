@@ -190,7 +190,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the first piece's buffer is never said to be free",
         ("deadlock",),
-        ((STORE, "bar_arrive(d_free(warpgroup, 0), STORE_THREADS);", ""),),
+        ((STORE, "hand_out(tile, 0);", ""),),
     ),
     Bug("old values not waited for", ("race",), ((STORE, WAIT_LOADED, ";"),), quick=True, onto=True),
     Bug("old values not waited for in two waves", ("race",), ((STORE, WAIT_LOADED, ";"),), TWO_WAVES, onto=True),

@@ -120,6 +120,8 @@ def test_the_larger_tile_where_there_is_work_for_it() -> None:
     few = problem(n=1024, k=1024, num_groups=4)  # 128 tiles of 256 x 128, one round either way at most
     assert tiles_of(few, 256) == 128
     assert select_config(problem(n=128, num_groups=1)).block_m == 128
+    adds = problem(out_dtype=torch.float32, accumulate=True)
+    assert [select_config(replace(adds, tokens=32 * size)).block_m for size in (256, 1024, 4096)] == [128, 128, 256]
 
 
 @pytest.mark.parametrize(
