@@ -19,7 +19,7 @@ from support.sm100_grouped import Case, make_case
 class Problem(QuantCase):
     """A ragged problem; `past` rows after the last group belong to nobody. `gain` multiplies the sums, as alpha."""
 
-    fmt: str
+    fmt: str | tuple[str, str]
     sizes: tuple[int, ...]
     n: int
     k: int = 128

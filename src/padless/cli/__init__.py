@@ -90,10 +90,13 @@ def train_demo(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps. 150 on a CPU, 600 on a GPU.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs with other weights and batches.")] = 1,
+    ranks: Annotated[
+        int, typer.Option(help="From 2 on: spread the experts over so many processes, beside one that has all.")
+    ] = 1,
     out: OutDir = DEFAULT_OUT,
 ) -> None:
     """Train a small Mixture-of-Experts language model in bf16 and in FP8 side by side and draw the losses."""
-    options = {"recipes": recipes or (), "steps": steps, "seeds": seeds, "out": out}
+    options = {"recipes": recipes or (), "steps": steps, "seeds": seeds, "ranks": ranks, "out": out}
     call("padless.demo.train.run", "run_train_demo", **options)
 
 
@@ -133,7 +136,7 @@ def verify(
         bool, typer.Option("--against-emulator", help="Compare random problems with the emulator, bit for bit.")
     ] = False,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Checks at a time. One for every four cores, at most four.")
+        int | None, typer.Option(min=1, help="Checks at a time. One for every two cores, at most eight.")
     ] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", help="Instead: expert parallelism, on so many GPUs or CPU processes.")

@@ -268,10 +268,10 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     "the swap of row maxima is not waited for": (STORE, "            swap.wait(w);\n", "", GLU_BOTH),
     "one barrier of the swap for both m64s": (STORE, "full + w * 8, turn", "full, turn", GLU_BOTH),
     "one buffer for the swap of row maxima": (STORE, "turn % 2", "0", GLU_BOTH),
-    "a multiplication and an addition contracted": (
-        STORE,
-        "__fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(bias[e], prob[h]) : bias[e])",
-        "fmaf(d[accumulator(i, h, e)], alpha, bias[e])",
+    "alpha and bias rounded one by one": (
+        "device/quant_outputs.cuh",
+        "__fmaf_rn(sum, alpha, addend)",
+        "__fadd_rn(__fmul_rn(sum, alpha), addend)",
         dataclasses.replace(ROWS, alpha=True, bias=True, d_dtype=torch.float32),
     ),
     "a reciprocal in place of the division": (
@@ -287,7 +287,7 @@ BUGS_ALWAYS = {
     "no barrier before the multipliers are read",
     "no proxy fence before the stores",
     "the swap of row maxima is not waited for",
-    "a multiplication and an addition contracted",
+    "alpha and bias rounded one by one",
 }
 
 

@@ -53,9 +53,6 @@ static_assert(COLUMN_QUANT == QUANT_NONE || ColumnFormat::CODE_BITS == 8, "colum
 constexpr int PITCH = PIECE_COLUMNS + 4;
 constexpr int PIECE_BYTES = BLOCK_M * PITCH * 4;
 
-constexpr bool BIAS_GATED_BY_PROB = BIAS_IS_GATED && HAS_BIAS && HAS_PROB;
-constexpr bool GATES_SUM = HAS_PROB && !BIAS_GATED_BY_PROB;
-
 // Where a column of the output, counted from the piece's first, has its sum, or its gate's sum, in a staged row.
 __device__ __forceinline__ int staged_column(int column) {
     return GLU == GLU_NONE ? column : column / GLU_RUN * (2 * GLU_RUN) + column % GLU_RUN;
@@ -105,7 +102,7 @@ __device__ __forceinline__ void finish_rows(uint32_t staging, const DirectOutput
     const int out = column + in_piece;
     const bool column_exists = out < quant.n_out;  // of all four: there are a multiple of 4
     const float alpha = HAS_ALPHA ? __ldg(quant.alpha + tile.group) : 1.0f;
-    float bias[4], bias_up[4];
+    float bias[4] = {}, bias_up[4] = {};
     if constexpr (HAS_BIAS) {
         const float* const of_group = quant.bias + static_cast<long long>(tile.group) * n;
         const int row = GLU == GLU_INTERLEAVED ? out / GLU_RUN * (2 * GLU_RUN) + out % GLU_RUN : out;
@@ -125,10 +122,7 @@ __device__ __forceinline__ void finish_rows(uint32_t staging, const DirectOutput
             ld_shared_v4_f32(from, x);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                if constexpr (HAS_ALPHA) x[e] = __fmul_rn(x[e], alpha);
-                if constexpr (HAS_BIAS)
-                    x[e] =
-                        __fadd_rn(x[e], BIAS_GATED_BY_PROB ? __fmul_rn(of_columns[e], prob) : of_columns[e]);
+                x[e] = with_alpha_and_bias(x[e], alpha, of_columns[e], prob);
             }
         };
         float v[4];

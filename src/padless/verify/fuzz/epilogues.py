@@ -194,15 +194,16 @@ def _values(
         torch.arange(p.groups, device=p.place.device), p.place.ends(p.sizes).long(), output_size=p.valid
     )
     prob = None if numbers.prob is None else numbers.prob[: p.valid, None]
-    x = sums if numbers.alpha is None else sums * numbers.alpha[group][:, None]
-    bias = None if numbers.bias is None else numbers.bias[group]
-    gated_bias = o["gate_up"] is None and o["semantics"] == "implementation"
-    if bias is not None and gated_bias:
-        return x + (bias if prob is None else bias * prob)
-    if bias is not None:
-        x = x + bias
+    gates_bias = numbers.bias is not None and o["gate_up"] is None and o["semantics"] == "implementation"
+    alpha = None if numbers.alpha is None else numbers.alpha[group][:, None]
+    if numbers.bias is None:
+        x = sums if alpha is None else sums * alpha
+    else:
+        bias = numbers.bias[group]
+        bias = bias * prob if gates_bias and prob is not None else bias
+        x = sums + bias if alpha is None else exact.fused(sums, alpha, bias)
     if o["gate_up"] is None:
-        return x if prob is None or (gated_bias and bias is not None) else x * prob
+        return x if prob is None or gates_bias else x * prob
     own = {"d_dtype": torch.float32, "return_amax": False}
     values: torch.Tensor = _call(o, keywords | own)["d_tensor"][: p.valid]
     gate, up = _gate_and_up(x.double(), o["gate_up"])

@@ -80,7 +80,7 @@ def pair(draw: Draw, operation: str) -> Options:
 
 def _configs(route: Route, out: str) -> list[KernelChoice | None]:
     """The default, then tiles."""
-    if (route.a, route.b) == ("FP8_BLOCK", "FP8_BLOCK"):
+    if route.module == "sm90_fp8":
         from padless.verify.fp8_block import CONFIGS
 
         # Float32 output of the tallest tile leaves too little shared memory.
@@ -349,7 +349,7 @@ def list_constants(draw: Draw) -> Options:
     """Formats that Blackwell's list takes."""
     pairs = [(r.a, r.b) for r in ROUTES if (r.operation, r.arch) == ("grouped_gemm", "sm_100a")]
     a, b = draw.one(list(dict.fromkeys(pairs)))
-    return {"a": a, "b": b, "out": draw.one(tuple(DTYPES)), "blocked": draw.maybe(0.4)}
+    return {"a": a, "b": b, "out": draw.one(tuple(DTYPES)), "blocked": b != "FP8_BLOCK" and draw.maybe(0.4)}
 
 
 def list_rest(draw: Draw, constants: Options) -> Options:

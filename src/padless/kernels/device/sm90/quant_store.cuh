@@ -22,9 +22,6 @@ __device__ __forceinline__ constexpr int accumulator(int i, int h, int e) {
     return group * 4 + h * 2 + e % 2;
 }
 
-constexpr bool BIAS_GATED_BY_PROB = BIAS_IS_GATED && HAS_BIAS && HAS_PROB;
-constexpr bool GATES_SUM = HAS_PROB && !BIAS_GATED_BY_PROB;
-
 // The values of one m64: float32, operation by operation as in epilogue.py.
 __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const float (&d)[BLOCK_N / 2],
                                               const Problem& problem, const QuantOutputs& outputs, int group,
@@ -62,9 +59,7 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
                 value = d[accumulator(i, h, e)];
                 if constexpr (GLU != GLU_NONE && !HAS_ALPHA && !HAS_BIAS)
                     pin_register(value);  // else the second m64's are copied once more
-                if constexpr (HAS_ALPHA) value = __fmul_rn(value, alpha);
-                if constexpr (HAS_BIAS)
-                    value = __fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(bias[e], prob[h]) : bias[e]);
+                value = with_alpha_and_bias(value, alpha, bias[e], prob[h]);
             }
         }
     }
