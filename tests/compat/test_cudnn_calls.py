@@ -201,7 +201,7 @@ def test_where_documentation_and_implementation_disagree(semantics: str) -> None
 
 @pytest.mark.parametrize("format", [FP8_BLOCK, MXFP8, MXFP4], ids=lambda f: f.name)
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
-def test_an_experts_two_projections_chain_without_a_quantisation(format, gate_up: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_experts_two_projections_chain_without_a_quantization(format, gate_up: str) -> None:  # type: ignore[no-untyped-def]
     hidden = 128
     a, b, offs = operands(format, n=2 * hidden, extra=5)
     prob = torch.rand(238)

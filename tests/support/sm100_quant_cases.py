@@ -35,8 +35,21 @@ def blocked(row: str, column: str = "plain") -> dict[str, str]:
 ROWS = epilogue(MXFP8)
 BOTH = epilogue(MXFP8, MXFP8)
 # name: format of the operands, N, epilogue, tile, layouts of the operands' scales
-CASES: dict[str, tuple[str, int, Epilogue, Sm100GroupedConfig | None, tuple[str, str]]] = {
+CASES: dict[str, tuple[str | tuple[str, str], int, Epilogue, Sm100GroupedConfig | None, tuple[str, str]]] = {
     "rows": ("MXFP8", 144, ROWS, ONE, ("blocked", "blocked")),
+    "FP8_BLOCK operands": ("FP8_BLOCK", 160, epilogue(FP8_BLOCK, FP8_BLOCK, **ALL), None, ("blocked", "plain")),
+    "FP8_BLOCK operands, halves": (
+        "FP8_BLOCK", 320, epilogue(FP8_BLOCK, **blocked("plain_mn"), **CONCATENATED), PAIR, ("blocked", "plain"),
+    ),
+    "FP8_BLOCK operands, interleaved": (
+        "FP8_BLOCK", 320, epilogue(FP8_BLOCK, **INTERLEAVED), WIDE, ("plain", "plain"),
+    ),
+    "MXFP4 weights, halves": (
+        ("MXFP8", "MXFP4"), 320, epilogue(MXFP8, **blocked("blocked"), **CONCATENATED), PAIR, ("plain", "blocked"),
+    ),
+    "MXFP4 weights, one CTA": (
+        ("MXFP8", "MXFP4"), 320, epilogue(MXFP8, MXFP8, **CONCATENATED), WIDE, ("blocked", "blocked"),
+    ),
     "everything": (
         "MXFP8", 160, epilogue(MXFP8, MXFP8, d_dtype=torch.bfloat16, **ALL), PAIR, ("blocked", "blocked"),
     ),

@@ -63,8 +63,7 @@ def grouped_gemm_wgrad(
     tokens at a time to d, with 25 fractional bits. Then one rounding to ``out``'s type, or one float32 addition to it.
     The reference sums in float64 (128 tokens of a copy, all of a group's rows) and rounds to float32. The sum over a
     group's tokens is never split, and nothing of other groups takes part: a group's bits do not depend on them, on the
-    tile or on the order of work. What is added to a subnormal number, or gives one, may be flushed to zero where
-    ``accumulate`` is set.
+    tile or on the order of work.
 
     One kernel launch, no synchronization, no other pass over ``out``; safe in CUDA graphs. Wrong offsets or starts give
     a wrong result and no access outside the tensors.

@@ -38,10 +38,9 @@ constexpr int OUT_PER_PRODUCT =
     GLU == GLU_NONE ? 1 : 2;  // columns of the product that make one of the output
 constexpr int PIECE_COLUMNS = ROW_QUANT == QUANT_FP8_BLOCK ? 128 * OUT_PER_PRODUCT : 64;
 constexpr int PIECE_OUT = PIECE_COLUMNS / OUT_PER_PRODUCT;
-constexpr int PIECE_UNITS = PIECE_COLUMNS / WGMMA_M < UNITS_OF_WARPGROUP
-                                ? PIECE_COLUMNS / WGMMA_M
-                                : UNITS_OF_WARPGROUP;  // of a warpgroup
-constexpr int TEAM_WARPGROUPS = PIECE_COLUMNS / WGMMA_M / PIECE_UNITS;
+constexpr int PIECE_M64S = PIECE_COLUMNS / WGMMA_M < M64S_OF_WARPGROUP ? PIECE_COLUMNS / WGMMA_M
+                                                                       : M64S_OF_WARPGROUP;  // of a warpgroup
+constexpr int TEAM_WARPGROUPS = PIECE_COLUMNS / WGMMA_M / PIECE_M64S;
 constexpr int TEAM_WARPS = TEAM_WARPGROUPS * 4;
 constexpr int NUM_TEAMS = NUM_MMA_WARPGROUPS / TEAM_WARPGROUPS;
 static_assert(NUM_TEAMS * TEAM_WARPGROUPS == NUM_MMA_WARPGROUPS, "a row's block of scales lies in one tile");
@@ -59,7 +58,7 @@ __device__ __forceinline__ int staged_column(int column) {
     return GLU == GLU_NONE ? column : column / GLU_RUN * (2 * GLU_RUN) + column % GLU_RUN;
 }
 
-// A unit's accumulators: d[4 i + j] is column 16 * warp + lane / 4 + 8 * (j / 2) of 64, token 8 i + 2 * (lane % 4) + j % 2.
+// An m64's accumulators: d[4 i + j] is column 16 * warp + lane / 4 + 8 * (j / 2) of 64, token 8 i + 2 * (lane % 4) + j % 2.
 __device__ __forceinline__ void stage_sums(const float (&d)[BLOCK_M / 2], uint32_t staging, int first_column,
                                            int warp, int lane) {
     const uint32_t at = staging + (lane % 4 * 2 * PITCH + first_column + warp * 16 + lane / 4) * 4;
@@ -178,7 +177,7 @@ __device__ __forceinline__ void finish_rows(uint32_t staging, const DirectOutput
 
 // The columns of a piece, from its values: a warp has 32 of them and the rows that share a scale, a lane two columns and
 // every other row.
-__device__ __forceinline__ void quantise_columns(uint32_t staging, const DirectOutputs& outputs,
+__device__ __forceinline__ void quantize_columns(uint32_t staging, const DirectOutputs& outputs,
                                                  const Placement& place, const Tile& tile, int column,
                                                  int team_warp, int lane) {
     constexpr int BLOCK = ColumnFormat::BLOCK;
@@ -221,7 +220,7 @@ __device__ __forceinline__ void quantise_columns(uint32_t staging, const DirectO
 }
 
 // Consumer warpgroup: everything that is asked for of its part of a tile. `staging` has PIECE_BYTES for every team.
-__device__ __forceinline__ void store_quantised(const float (&d)[UNITS_OF_WARPGROUP][BLOCK_M / 2],
+__device__ __forceinline__ void store_quantized(const float (&d)[M64S_OF_WARPGROUP][BLOCK_M / 2],
                                                 uint8_t (&staging)[NUM_TEAMS][PIECE_BYTES],
                                                 const DirectOutputs& outputs, const Placement& place,
                                                 const Tile& tile, int n, int warpgroup, int warp, int lane) {
@@ -229,19 +228,19 @@ __device__ __forceinline__ void store_quantised(const float (&d)[UNITS_OF_WARPGR
     const int team_warp = member * 4 + warp;
     const uint32_t staged = shared_address(staging[team]);
 #pragma unroll
-    for (int u = 0; u < UNITS_OF_WARPGROUP; u += PIECE_UNITS) {
-        const int first = (team * TEAM_WARPGROUPS * UNITS_OF_WARPGROUP + u) * WGMMA_M;
+    for (int u = 0; u < M64S_OF_WARPGROUP; u += PIECE_M64S) {
+        const int first = (team * TEAM_WARPGROUPS * M64S_OF_WARPGROUP + u) * WGMMA_M;
         const int column = (tile.column + first) / OUT_PER_PRODUCT;
         if (column >= outputs.quant.n_out) continue;  // the same for the whole team
         bar_sync(1 + team, 32 * TEAM_WARPS);          // the last piece has been read
 #pragma unroll
-        for (int i = 0; i < PIECE_UNITS; ++i)
-            stage_sums(d[u + i], staged, (member * PIECE_UNITS + i) * WGMMA_M, warp, lane);
+        for (int i = 0; i < PIECE_M64S; ++i)
+            stage_sums(d[u + i], staged, (member * PIECE_M64S + i) * WGMMA_M, warp, lane);
         bar_sync(1 + team, 32 * TEAM_WARPS);
         finish_rows(staged, outputs, place, tile, n, column, team_warp, lane);
         if constexpr (COLUMN_QUANT != QUANT_NONE) {
             bar_sync(1 + team, 32 * TEAM_WARPS);
-            quantise_columns(staged, outputs, place, tile, column, team_warp, lane);
+            quantize_columns(staged, outputs, place, tile, column, team_warp, lane);
         }
     }
 }
