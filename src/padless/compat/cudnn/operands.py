@@ -166,11 +166,11 @@ def number(name: str, t: object, shapes: Sequence[tuple[int, ...]], device: torc
 
 
 def _operand(name: str, codes: torch.Tensor, scale: object, matrices: int, vec_size: int | None) -> BlockScaledTensor:
-    """codes (M, K) or (G, N, K) with a 6-D scale."""
+    """codes (M, K) or (G, N, K) with the bytes of 32x4x4 tiles, cuDNN's 6-D view of them or as they lie."""
     if codes.dtype in _FP4_DTYPES:
         codes = codes.view(torch.float4_e2m1fn_x2) if codes.dtype == torch.uint8 else codes
     if not isinstance(scale, torch.Tensor):
-        raise ValueError(f"sf{name}_tensor must be a 6-D tensor of scales, got {describe(scale)}")
+        raise ValueError(f"sf{name}_tensor must be a tensor of scales, got {describe(scale)}")
     format = _FORMATS.get((codes.dtype, scale.dtype))
     if format is None:
         pairs = ", ".join(f"{c} with {s}" for c, s in _FORMATS)
