@@ -41,7 +41,7 @@ def _owner(number: int) -> str:
 
 
 def _foreign(file: os.stat_result) -> str:
-    """Why a file is not to be read, "" where it may be."""
+    """The reason for which a file is not to be read, "" where it may be."""
     users = _shared_with()
     if not hasattr(os, "geteuid") or "*" in users:
         return ""

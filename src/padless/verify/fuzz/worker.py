@@ -28,7 +28,7 @@ _SHOWN = 300  # characters of an error
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker does. ``deadline``: time.time() at which it stops; ``problems``: after so many, 0 for no limit.
+    """A worker's share. ``deadline``: time.time() at which it stops; ``problems``: after so many, 0 for no limit.
 
     workers: how many there are, which share kits; see ``problems_of``.
     """
