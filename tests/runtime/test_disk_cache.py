@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -79,3 +80,23 @@ def test_a_process_that_holds_a_kernel_for_long_delays_the_others_only(file: Pat
         with disk_cache.alone("kernel", 0.3), disk_cache.alone("another", 60.0):
             waited = time.monotonic() - start
     assert 0.25 < waited < 30
+
+
+def test_those_that_waited_enter_together(file: Path) -> None:
+    """Each in a thread, since a lock belongs to an open file."""
+    inside, together = threading.Barrier(3), []
+
+    def enter() -> None:
+        with disk_cache.alone("kernel"):
+            inside.wait(30)  # broken where one is alone
+            together.append(True)
+
+    threads = [threading.Thread(target=enter) for _ in range(3)]
+    with disk_cache.alone("kernel"):
+        for thread in threads:
+            thread.start()
+        time.sleep(0.1)
+        assert not together
+    for thread in threads:
+        thread.join()
+    assert len(together) == 3

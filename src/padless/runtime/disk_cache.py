@@ -82,9 +82,10 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def alone(name: str, seconds: float = 60.0) -> Iterator[None]:
-    """No other process is in a block of this name at the same time: of several that need a kernel one compiles it.
+    """The first process in a block of this name is alone there: of several that need a kernel one compiles it.
 
-    After ``seconds``, and where files cannot be locked, the block is entered all the same: that costs time only.
+    Those that come meanwhile enter together when it has left, and find the kernel on disk; also after ``seconds``, and
+    where files cannot be locked: that costs time only.
     """
     number = int(hashlib.sha256(name.encode()).hexdigest()[:3], 16)  # so many files are enough, and stay
     try:
@@ -97,13 +98,16 @@ def alone(name: str, seconds: float = 60.0) -> Iterator[None]:
         yield
         return
     try:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        start, waited = time.monotonic(), False
+        while time.monotonic() - start < seconds:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
-                time.sleep(0.02)
+                waited = True
+                time.sleep(0.005)
+        if waited:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         yield
     finally:
         os.close(descriptor)
