@@ -156,14 +156,14 @@ def _cost(route: Route, seed: int) -> float:
 
 
 def _on_gpu(route: Route, seed: int) -> tuple[FormatsProblem, torch.Tensor]:
-    """A problem and its output by the GPU, fenced."""
+    """A problem and its output by the GPU, guarded."""
     problem = random_formats_problem(route, seed)
     a, b, offs = (moved(t, DEVICE) for t in (problem.a, problem.b, problem.offs))
-    fenced = GuardedOutput(a.shape[0], b.shape[1], problem.dtype, DEVICE)
-    grouped_gemm(a, b, offs, out=fenced.out, config=problem.config)
+    guarded = GuardedOutput(a.shape[0], b.shape[1], problem.dtype, DEVICE)
+    grouped_gemm(a, b, offs, out=guarded.out, config=problem.config)
     torch.cuda.synchronize()
-    fenced.check(int(offs[-1]), expect_finite=False)
-    return problem, fenced.out
+    guarded.check(int(offs[-1]), expect_finite=False)
+    return problem, guarded.out
 
 
 def check_formats_accuracy(problems: int = JUDGED) -> str:
