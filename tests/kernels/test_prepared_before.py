@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,10 @@ from padless.kernels.group_tiles import TokenGroups
 from padless.kernels.launch import Prepared
 from padless.kernels.sm90_rows_columns import host as columns_host
 from padless.kernels.sm90_swiglu_backward import host as swiglu_host
-from padless.runtime import jit
 from padless.testing.compile_ahead import RecordingDevice
 
 M, HIDDEN, GROUPS, TOKENS = 40, 128, 3, 256
+KERNEL = SimpleNamespace(num_threads=256)
 Given = dict[str, Any]
 
 
@@ -24,25 +26,23 @@ class Device(RecordingDevice):
     """Whose launches are what they were packed from."""
 
     def prepare(self, function: Any, kernel: Any, shape: Any, arguments: Any, tensors: Any) -> Any:
-        return shape, tuple(arguments)
+        return function, shape, tuple(arguments)
 
 
 @pytest.fixture(autouse=True)
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(launch, "_PREPARED", {})
-    with jit.listing():
-        yield
+    for host in (columns_host, swiglu_host):
+        monkeypatch.setattr(host, "load_kernel", lambda driver, source, config, index: (KERNEL, config))
 
 
 def bytes_of(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.uint8)
 
 
-def groups(**changed: Any) -> TokenGroups:
-    offs, starts, block_starts = (torch.zeros(GROUPS, dtype=torch.int32) for _ in range(3))
-    given = {"offs": offs, "starts": starts, "block_starts": block_starts, "alignment": 32, "num_tiles": 7}
-    return TokenGroups(**(given | changed))
+def groups() -> TokenGroups:
+    return TokenGroups(*(torch.zeros(GROUPS, dtype=torch.int32) for _ in range(3)), 32, 7)
 
 
 def columns() -> Given:
@@ -68,9 +68,9 @@ def swiglu() -> Given:
 def variants(given: Given) -> Iterator[Given]:
     """Everything that can be another, each alone: addresses, strides, sizes, options, and what may be absent."""
     yield from moved(given)
-    yield {"groups": groups(alignment=128)}
-    yield {"groups": groups(num_tiles=9)}
-    yield {"tokens": None} if "tokens" in given else {"prob": None, "out": absent(given["out"])}
+    yield {"groups": replace(given["groups"], alignment=128)}
+    yield {"groups": replace(given["groups"], num_tiles=9)}
+    yield {"tokens": None} if "tokens" in given else {"prob": None, "out": replace(given["out"], sums=None)}
 
 
 def moved(given: Given) -> Iterator[Given]:
@@ -84,11 +84,7 @@ def moved(given: Given) -> Iterator[Given]:
                 yield {name: wide[:, : value.shape[1]]}
         elif not isinstance(value, int):
             for inner in moved(vars(value)):
-                yield {name: type(value)(**(vars(value) | inner))}
-
-
-def absent(out: Any) -> Any:
-    return type(out)(**(vars(out) | {"sums": None}))
+                yield {name: replace(value, **inner)}
 
 
 @pytest.mark.parametrize(("host", "make"), [(columns_host, columns), (swiglu_host, swiglu)])
