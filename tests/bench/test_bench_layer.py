@@ -111,7 +111,7 @@ def test_a_wrong_or_broken_contender_is_noticed_and_not_timed(problem, monkeypat
 def test_a_measured_point_is_shown(problem, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     record = layer.measure_layer(problem, (), StandInTimer(), graphs=False)
     record |= {"kind": "layer", "point": facts_of(POINT), "seed": 0, "floor_us": 3.0, "copy_gb_per_s": 1000.0}
-    assert {f"pass: {name}" for name in layer.PASSES} | {"passes"} < set(record["gpu"])
+    assert {f"pass: {name}" for name in layer.PASSES} | {"passes", "products"} < set(record["gpu"])
     file = ResultFile(tmp_path / "layer.jsonl")
     file.append(record)
     console = Console(width=100, record=True)
@@ -138,6 +138,18 @@ def test_bytes_of_the_passes(problem) -> None:  # type: ignore[no-untyped-def]
     }
     record = {"gpu": {"pass: combine": timing(2.0)}, "pass_bytes": {"combine": 4000}, "copy_gb_per_s": 4.0}
     assert layer.pass_rate(record, "combine") == pytest.approx(0.5)
+    assert layer.over_parts(record) is None
+    record["gpu"] |= {"padless": timing(18.0), "products": timing(14.0)}
+    assert layer.over_parts(record) == pytest.approx(1.2)
+
+
+def test_the_products_alone_are_those_of_the_layer(problem) -> None:  # type: ignore[no-untyped-def]
+    """Summed with weights they give its bits."""
+    from padless.moe import combine, route
+
+    y = layer.products(problem)()
+    out = combine(y, route(problem.ids, 5).inverse, problem.weights)
+    assert torch.equal(out, layer.padless_layer(problem))
 
 
 def test_the_grid() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from padless.kernels.table import ROUTES, kernels_arch
+from padless.kernels.table import kernels_arch
 from padless.runtime.devices import backends
 from padless.runtime.driver import cuda_driver
 from padless.testing import machine
@@ -157,17 +157,16 @@ def jobs_of(
 ) -> tuple[dict[str, Callable[[], str]], list[str]]:
     """Checks by name, and modules of small launches for the sanitizer, that concern kernels of ``arch``.
 
-    Most of ``verify_checks.CHECKS`` are about FP8_BLOCK's kernel, which Hopper alone has; those named in ``checks`` are
-    run wherever it is.
+    Most of ``verify_checks.CHECKS`` are about Hopper's FP8_BLOCK kernel; those named in ``checks`` are run anywhere.
     """
-    fp8_block = any((p.operation, p.arch, p.a, p.b) == ("grouped_gemm", arch, "FP8_BLOCK", "FP8_BLOCK") for p in ROUTES)
+    on_hopper = kernels_arch(arch) == "sm_90a"
     unknown = [name for name in checks or () if name not in CHECKS]
     if unknown:
         raise ValueError(f"checks has {unknown[0]!r}; allowed are {', '.join(map(repr, CHECKS))}")
-    names = checks if checks is not None else list(CHECKS) if fp8_block else list(QUANTIZER_CHECKS)
+    names = checks if checks is not None else list(CHECKS) if on_hopper else list(QUANTIZER_CHECKS)
     jobs = {name: CHECKS[name] for name in names}
     if against_emulator:
-        if fp8_block:
+        if on_hopper:
             jobs["emulator's tensor core agrees"] = check_tensor_core
             jobs["emulator agrees"] = check_against_emulator
         jobs["emulator agrees on formats"] = check_formats_against_emulator
@@ -182,12 +181,12 @@ def jobs_of(
         jobs["batch invariance"] = check_batch_invariance
         jobs |= PASSES
         jobs["MoE layer"] = check_layer
-        if fp8_block:
+        if on_hopper:
             jobs["weight gradients"] = check_wgrad
             jobs["bf16 weight gradients"] = check_bf16_wgrad
             jobs["bf16 products"] = check_bf16_products
             jobs["training layer"] = check_training_layer
-    return jobs, [module for module in SANITIZED if fp8_block or module not in _HOPPERS]
+    return jobs, [module for module in SANITIZED if on_hopper or module not in _HOPPERS]
 
 
 def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) -> str:

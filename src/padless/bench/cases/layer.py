@@ -10,7 +10,7 @@ Contenders of a point; all begin with tokens, expert ids and weights and end wit
     padless                padless.moe
 
 and the passes alone: route, gather_quantize (with the sorted slots; up to 1024 of them sorting included) and combine,
-beside which the fewest bytes that each must move are recorded.
+beside which the fewest bytes that each must move are recorded; and padless' two products alone.
 
 Up to 256 tokens every contender is replayed from a CUDA graph. Outputs are compared with float64 before anything is
 timed, on tokens from the first to the last.
@@ -38,6 +38,7 @@ from padless.testing.judge import describe, row_errors, worst
 from padless.testing.timing import Call, Timer, capture
 
 BF16, TODAY, DEEPGEMM, PADLESS = "torch bf16", "padless, torch passes", "deepgemm", "padless"
+PRODUCTS = "products"
 PASSES = ("route", "gather_quantize", "combine")
 # Largest relative error of a token: activations quantized twice to e4m3, or bfloat16 roundings.
 TOLERANCE = {BF16: 0.02, TODAY: 0.1, DEEPGEMM: 0.1, PADLESS: 0.1}
@@ -145,6 +146,22 @@ def joined_passes(problem: LayerProblem) -> Call:
     return all_of_them
 
 
+def products(problem: LayerProblem, backend: str | None = None) -> Call:
+    """The two products of the layer, activation and quantization in the first one's epilogue, and nothing else."""
+    from padless.moe import Activation, route_quantize
+    from padless.moe.layer import Projection
+
+    p = problem.point
+    routing, rows = route_quantize(problem.x, problem.ids, p.experts, FP8_BLOCK)
+    first, second = Projection(problem.w13, None, backend), Projection(problem.w2, None, backend)
+
+    def both() -> Any:
+        hidden = first.activated(rows, routing.offs, Activation("swiglu"), FP8_BLOCK, None)
+        return second.product(hidden, routing.offs)
+
+    return both
+
+
 # --- measuring -------------------------------------------------------------------------------------------
 
 
@@ -178,7 +195,7 @@ def measure_layer(
     """
     right, record = check(problem, calls(problem, peers, backend))
     timed = right | {f"pass: {name}": call for name, call in passes(problem).items()}
-    timed["passes"] = joined_passes(problem)
+    timed |= {"passes": joined_passes(problem), PRODUCTS: products(problem, backend)}
     if graphs:
         timed = {name: _replayed(call) for name, call in timed.items()}
     times = timer.gpu(timed)
@@ -223,8 +240,19 @@ def pass_rate(record: Record, name: str) -> float | None:
     return None if not us or not copy else record["pass_bytes"][name] / us * 1e-3 / copy
 
 
+def over_parts(record: Record) -> float | None:
+    """The layer's time over that of its products and of its passes' bytes at the copy's rate; None if not measured."""
+    layer, both, copy = (time_us(record, "gpu", PADLESS), time_us(record, "gpu", PRODUCTS), record.get("copy_gb_per_s"))
+    if not layer or not both or not copy:
+        return None
+    return layer / (both + sum(record["pass_bytes"].values()) * 1e-3 / copy)
+
+
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
-    """Two tables of a line a point: microseconds of each contender and bf16 over padless; the passes alone."""
+    """Two tables of a line a point: microseconds of each contender and what others take over padless; parts alone.
+
+    over parts: the layer over its products alone and its passes' bytes at the rate of a copy.
+    """
     point = [
         table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=18),
         table.Column("T", text=lambda part: str(part[0]["point"]["tokens"])),
@@ -233,12 +261,15 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     layers.append(table.ratio("bf16 / padless", BF16, PADLESS, 2, unit="x", width=15))
     if table.measured(records, [DEEPGEMM]):
         layers.append(table.ratio("deepgemm / padless", DEEPGEMM, PADLESS, 2, unit="x", width=15))
+    parts = table.Column("over parts", lambda found: [x for r in found if (x := over_parts(r)) is not None], 2)
     alone = [table.time("passes", "all"), *(_pass_column(name) for name in PASSES)]
+    if table.measured(records, [PRODUCTS]):
+        alone = [table.time(PRODUCTS, digits=0), *alone, parts]
     rows = table.by_point(records)
     return [
         table.table_of("A Mixture-of-Experts layer: GPU time (us)", [*point, *layers], rows, 1),
         table.table_of(
-            "Passes alone: GPU time (us), and bytes a second over those of a copy", [*point, *alone], rows, 1
+            "Parts alone: GPU time (us), and bytes a second over those of a copy", [*point, *alone], rows, 1
         ),
     ]
 
