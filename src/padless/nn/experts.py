@@ -32,10 +32,10 @@ class Experts(QuantizedModule):
     Codes of a weight are made at the first call after a change of it, once for all microbatches of a step.
 
     With ``ep``: rows are quantized where their experts are, and the rows of an expert are those of all ranks' tokens, in
-    the order of ranks: operands and gradients are those of one process with all tokens, bit for bit, up to sums over
-    ranks. The gradient of a weight is that of the sum of all ranks' losses. A token's value and its gradient cross the
-    link once to a rank and back each; nothing is sorted or quantized again for the backward pass. Of one layer's calls
-    between two backward passes all inputs must require gradients on all ranks or on none. Raises ValueError.
+    the order of ranks: for the same tokens and output gradients, a weight's gradient has the bits of one process with
+    all tokens. It is that of the sum of all ranks' losses. A token's row and its gradient cross the link once to a rank
+    and back; nothing is sorted again for the backward pass. What requires gradients must be the same on all ranks.
+    Raises ValueError.
     """
 
     w13: nn.Parameter
