@@ -195,6 +195,8 @@ def layers(ranks: Ranks) -> None:
         over.experts(x[0, 0].bfloat16(), torch.zeros(4, 2, dtype=torch.int64, device=x.device), x[0, 0, :, :2])
     with pytest.raises(ValueError, match="distribute is for experts with ep"):
         alone.experts.distribute(None)
+    with pytest.raises(ValueError, match="delayed_wgrad is given"):
+        Experts(h, 32, e, ep=ep, delayed_wgrad=DelayedWgrad()).distribute(None)
 
 
 def training(ranks: Ranks) -> None:
