@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import padless
+from padless.cli.calling import DEFAULT_OUT, OutDir, call, load
 
 app = typer.Typer(
     name="padless",
@@ -47,9 +46,6 @@ app.add_typer(
     ),
     name="bench",
 )
-
-OutDir = Annotated[Path, typer.Option("--out", help="Folder for what is written.")]
-DEFAULT_OUT = Path("padless-out")
 
 
 def main() -> None:
@@ -140,7 +136,7 @@ def verify(
         bool, typer.Option("--against-emulator", help="Compare random problems with the emulator, bit for bit.")
     ] = False,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Checks at a time. One for every four cores, at most four.")
+        int | None, typer.Option(min=1, help="Checks at a time. One for every two cores, at most eight.")
     ] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", help="Instead: expert parallelism, on so many GPUs or CPU processes.")
@@ -178,21 +174,5 @@ def fuzz(
 )
 def emulate(context: typer.Context) -> None:
     """Run a kernel's PTX on the CPU and look for races (padless emulate --help says more)."""
-    command = _load("padless.emulator.cli", "app")
+    command = load("padless.emulator.cli", "app")
     command(args=context.args, prog_name="padless emulate")
-
-
-def _load(module: str, name: str) -> Any:
-    """module.name, with a missing third-party package as a ValueError that says which."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"this command needs {error.name}, which is not installed here") from None
-
-
-def call(module: str, name: str, **arguments: Any) -> None:
-    """Call module.name; what it returns, if an integer, is the exit code."""
-    function: Callable[..., Any] = _load(module, name)
-    result = function(**arguments)
-    if isinstance(result, int) and result:
-        raise typer.Exit(result)

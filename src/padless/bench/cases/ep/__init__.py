@@ -27,7 +27,7 @@ import torch.distributed as dist
 from padless.bench.cases.ep import async_ep
 from padless.bench.cases.ep.problem import EpPoint, EpProblem, NcclExchange
 from padless.bench.cases.ep.problem import points as points_of
-from padless.bench.peers import resolve_folder
+from padless.bench.peers.find import resolve_folder
 from padless.bench.report import table
 from padless.bench.results import Record
 from padless.bench.session import Session
