@@ -138,7 +138,10 @@ def test_in_the_emulator(backend: str) -> None:
 
 
 ON_HOPPER = [("emulator", pair) for pair in PAIRS if pair != (MXFP4, MXFP4)]
-ON_BLACKWELL = [("emulator:sm_100a", pair) for pair in ((MXFP8, None), (NVFP4, None), (MXFP4, MXFP4))]
+ON_BLACKWELL = [
+    ("emulator:sm_100a", pair)
+    for pair in ((FP8_BLOCK, None), (MXFP8, None), (NVFP4, None), (MXFP4, MXFP4), (MXFP4, MXFP8))
+]
 
 
 @pytest.mark.slow

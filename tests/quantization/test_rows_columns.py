@@ -255,7 +255,8 @@ def test_operator() -> None:
     x, offs = awkward((70, 48), torch.bfloat16, 3), group_offsets([33, 0, 30])
     for block, rows in itertools.product(BLOCKS, (True, False)):
         operator = torch.ops.padless.quantize_rows_columns.default
-        torch.library.opcheck(operator, (x.nan_to_num(0, 0, 0), offs, list(block), 32, rows))
+        for tokens in (None, torch.arange(69, -1, -1, dtype=torch.int32)):
+            torch.library.opcheck(operator, (x.nan_to_num(0, 0, 0), offs, list(block), 32, rows, tokens))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -285,12 +286,29 @@ def test_compiled(backend: str) -> None:
         ({"offs": torch.zeros(2, dtype=torch.int32, device="meta")}, "offs must be on x's device"),
         ({"column_block": (128, 1)}, "column_block must be one of"),
         ({"alignment": 16}, "alignment must be one of"),
+        ({"tokens": [0, 1]}, "tokens must be a 1-D int32 or int64 tensor, got list"),
+        ({"tokens": torch.zeros(2, 2, dtype=torch.int32)}, r"tokens must be .* got torch.int32 \(2, 2\)"),
+        ({"tokens": torch.zeros(2, dtype=torch.int32, device="meta")}, "tokens must be on x's device"),
     ],
 )
 def test_errors(change: dict[str, object], message: str) -> None:
     given = {"x": torch.zeros(4, 16), "offs": torch.tensor([2, 4], dtype=torch.int32)} | change
     with pytest.raises(ValueError, match=message):
         quantize_rows_columns(given.pop("x"), given.pop("offs"), **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_chosen_rows_are_those_of_the_gathered_tensor(dtype: torch.dtype) -> None:
+    """Some of them more than once, strided; the number of rows, and so the alignment, is that of the list."""
+    x, offs = awkward((70, 48), torch.bfloat16, 3), group_offsets([1500, 900])
+    tokens = torch.randint(0, 70, (2500, 2), generator=torch.Generator().manual_seed(1)).to(dtype)[:, 1]
+    rows, columns = quantize_rows_columns(x, offs, tokens=tokens)
+    want_rows, want = quantize_rows_columns(x[tokens.long()], offs)
+    assert columns.alignment == want.alignment == 128
+    pairs = [(getattr(columns, part), getattr(want, part)) for part in ("data", "scale", "starts", "block_starts")]
+    for got, expected in (*pairs, (rows.data, want_rows.data), (rows.scale, want_rows.scale)):
+        assert got.stride() == expected.stride()
+        assert torch.equal(bits(got), bits(expected))
 
 
 def test_public_names() -> None:

@@ -100,21 +100,15 @@ BUGS: tuple[Bug, ...] = (
         (),
         ((TILES, "tokens = shared.groups.tokens(tile.group);", "tokens = shared.groups.tokens(tile.group - 1);"),),
     ),
-    Bug(
-        "first microbatch accumulates",
-        (),
-        ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "OUT_TYPE == OUT_F32"),),
-    ),
-    Bug("a later microbatch stores", (), ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "false"),), onto=True),
+    Bug("first microbatch accumulates", (), ((STORE, "OUT_TYPE, ACCUMULATE>", "OUT_TYPE, true>"),)),
+    Bug("a later microbatch stores", (), ((STORE, "OUT_TYPE, ACCUMULATE>", "OUT_TYPE, false>"),), onto=True),
     Bug(
         "empty groups get zeros added",  # -0 and NaN do not survive it
         (),
-        ((MAIN, "n_rows, n_columns, problem.accumulate};", "n_rows, n_columns, false};"),),
+        ((MAIN, "n_rows, n_columns, ACCUMULATE};", "n_rows, n_columns, false};"),),
         onto=True,
     ),
-    Bug(
-        "empty groups not stored", (), ((MAIN, "n_rows, n_columns, problem.accumulate};", "n_rows, n_columns, true};"),)
-    ),
+    Bug("empty groups not stored", (), ((MAIN, "n_rows, n_columns, ACCUMULATE};", "n_rows, n_columns, true};"),)),
     Bug("empty groups store the last tile", (), ((MAIN, "for (int i = 0; i < BLOCK_N / 2; ++i) d[i] = 0.0f;", ";"),)),
     Bug(
         "registers that hold no tile are stored",
@@ -180,7 +174,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the last tile is not staged",
         ("deadlock", "exit"),
-        ((MAIN, "stage_part<NUM_PIECES>(d, shared, warpgroup, 0);  // no tile, which is not stored", ""),),
+        ((MAIN, "stage_part<NUM_PIECES>(d, shared, warpgroup, 0, parity);  // no tile, which is not stored", ""),),
     ),
     Bug(
         "empty groups ask for no next tile",

@@ -16,7 +16,7 @@ SWIGLU_MAIN = SWIGLU + MAIN
 
 @dataclass(frozen=True)
 class Bug:
-    """kernel: the file that is compiled. many_groups: more of them than a warp scans at once. band: of the
+    """kernel: the file that is compiled. many_groups: more of them than a warp scans at once. band, gathers: of the
     kernel's configuration."""
 
     name: str
@@ -24,12 +24,20 @@ class Bug:
     edit: Edit
     many_groups: bool = False
     band: int = 1
+    gathers: bool = False
 
 
 def _columns(
-    name: str, old: str, new: str, file: str = COLUMNS_MAIN, *, many_groups: bool = False, band: int = 1
+    name: str,
+    old: str,
+    new: str,
+    file: str = COLUMNS_MAIN,
+    *,
+    many_groups: bool = False,
+    band: int = 1,
+    gathers: bool = False,
 ) -> Bug:
-    return Bug(name, COLUMNS_MAIN, (file, old, new), many_groups, band)
+    return Bug(name, COLUMNS_MAIN, (file, old, new), many_groups, band, gathers)
 
 
 def _swiglu(name: str, file: str, old: str, new: str) -> Bug:
@@ -57,6 +65,15 @@ BUGS = (
     _columns("a band as wide as the others", "left < BAND ? left : BAND", "BAND", TILES, band=4),
     _columns("a group behind kept for the next band", "if (tile < first_tile[of]) of = 0;", "", TILES),
     _columns("rows past the last group in columns", "is_group ? item.rows : 0", "item.rows", TILES),
+    # ---- chosen rows
+    _columns("rows of the item before", "= source_of(number + 2);", "= source_of(number + 1);", gathers=True),
+    _columns("one row for two lanes", "source, 2 * step + lane / 16);", "source, 2 * step);", gathers=True),
+    _columns("rows in order", "? problem.tokens[item.first_row + row]", "? item.first_row + row", gathers=True),
+    _columns("rows behind a group copied", "row < item.rows ? problem.", "row < TILE ? problem.", gathers=True),
+    _columns(
+        "features that are not there copied", "column < problem.features ? problem.num_source_rows : 0",
+        "problem.num_source_rows", gathers=True,
+    ),
     # ---- values
     _columns("codes behind a group kept", "low & mask.low", "low"),
     _columns("NaN dropped", "max.NaN.xorsign", "max.xorsign", COLUMNS_STORAGE),

@@ -41,6 +41,7 @@ class Bug:
 
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
+WAIT_LOADED = "mbarrier_wait(d_loaded(shared, warpgroup, piece), (piece / NUM_D + parity) % 2);"
 WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);"
 
 BUGS: tuple[Bug, ...] = (
@@ -102,22 +103,15 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug("the lower rows take the upper rows' scale", (), ((MULTIPLY, "scale[i / 2 % 2]", "scale[0]"),)),
     # ---- what is stored
-    Bug(
-        "first microbatch accumulates",
-        (),
-        ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "OUT_TYPE == OUT_F32"),),
-        quick=True,
-    ),
-    Bug("a later microbatch stores", (), ((TILES, "OUT_TYPE == OUT_F32 && problem.accumulate", "false"),), onto=True),
+    Bug("first microbatch accumulates", (), ((STORE, "OUT_TYPE, ACCUMULATE>", "OUT_TYPE, true>"),), quick=True),
+    Bug("a later microbatch stores", (), ((STORE, "OUT_TYPE, ACCUMULATE>", "OUT_TYPE, false>"),), onto=True),
     Bug(
         "empty groups get zeros added",  # -0 and NaN do not survive it
         (),
-        ((MAIN, "n_rows, n_columns, problem.accumulate};", "n_rows, n_columns, false};"),),
+        ((MAIN, "n_rows, n_columns, ACCUMULATE};", "n_rows, n_columns, false};"),),
         onto=True,
     ),
-    Bug(
-        "empty groups not stored", (), ((MAIN, "n_rows, n_columns, problem.accumulate};", "n_rows, n_columns, true};"),)
-    ),
+    Bug("empty groups not stored", (), ((MAIN, "n_rows, n_columns, ACCUMULATE};", "n_rows, n_columns, true};"),)),
     Bug(
         "registers that hold no tile are stored",
         (),
@@ -193,10 +187,39 @@ BUGS: tuple[Bug, ...] = (
         ((STORE, "return 1 + warpgroup * NUM_D + piece % NUM_D;", "return 1 + warpgroup * NUM_D;"),),
         seeds=8,
     ),
+    Bug("the first piece's buffer is never said to be free", ("deadlock",), ((STORE, "hand_out(tile, 0);", ""),)),
+    Bug("old values not waited for", ("race",), ((STORE, WAIT_LOADED, ";"),), quick=True, onto=True),
+    Bug("old values not waited for in two waves", ("race",), ((STORE, WAIT_LOADED, ";"),), TWO_WAVES, onto=True),
     Bug(
-        "the first piece's buffer is never said to be free",
-        ("deadlock",),
-        ((STORE, "bar_arrive(d_free(warpgroup, 0), STORE_THREADS);", ""),),
+        "a tile's parity that stays",
+        ("race", "deadlock", "mbarrier"),
+        ((STORE, "parity ^= 1;", "parity ^= 0;"),),
+        onto=True,
+    ),
+    Bug(
+        "old values fetched over what is being stored",
+        ("race",),
+        ((STORE, "if (lane == 0) cp_async_bulk_wait_group_read_all();", ""),),
+        TWO_WAVES,
+        onto=True,
+    ),
+    Bug(
+        "old values of another piece",
+        (),
+        (
+            (
+                STORE,
+                "piece_column(tile, piece) + s * SLAB_COLUMNS, row",
+                "piece_column(tile, 0) + s * SLAB_COLUMNS, row",
+            ),
+        ),
+        onto=True,
+    ),
+    Bug(
+        "too few bytes of old values expected",
+        ("race", "mbarrier", "deadlock"),
+        ((STORE, "mbarrier_arrive_expect_tx(loaded, PIECE_SLABS *", "mbarrier_arrive_expect_tx(loaded,"),),
+        onto=True,
     ),
     Bug("half a wave staged where the other half is", (), ((STORAGE, "piece % PIECES_PER_WAVE * PIECE_COLUMNS", "0"),)),
     Bug(

@@ -44,7 +44,7 @@ def grouped_gemm_wgrad(
             features and 128 tokens ("1d2d", the faster) or per feature and 128 tokens ("1d1d"). N and K are multiples of
             16, of rows multiples of 8 and at least 16. The two copies may have different alignments; where groups end is
             taken from ``dy``.
-        offs: (G,) int32, for rows alone: cumulative END row of each group, which may start anywhere. Rows at or past
+        offs: (G,) int32 or int64, for rows alone: cumulative END row of each group, starting anywhere. Rows at or past
             offs[-1] belong to no group.
         out: (G, N, K) bfloat16 or float32 to write into, or None for a new tensor. The innermost dimension is
             contiguous, the others have strides of a multiple of 16 bytes.
@@ -63,8 +63,7 @@ def grouped_gemm_wgrad(
     tokens at a time to d, with 25 fractional bits. Then one rounding to ``out``'s type, or one float32 addition to it.
     The reference sums in float64 (128 tokens of a copy, all of a group's rows) and rounds to float32. The sum over a
     group's tokens is never split, and nothing of other groups takes part: a group's bits do not depend on them, on the
-    tile or on the order of work. What is added to a subnormal number, or gives one, may be flushed to zero where
-    ``accumulate`` is set.
+    tile or on the order of work.
 
     One kernel launch, no synchronization, no other pass over ``out``; safe in CUDA graphs. Wrong offsets or starts give
     a wrong result and no access outside the tensors.

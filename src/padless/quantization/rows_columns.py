@@ -30,6 +30,7 @@ def quantize_rows_columns(
     column_block: tuple[int, int] = (1, 128),
     alignment: int | None = None,
     rows: bool = True,
+    tokens: torch.Tensor | None = None,
 ) -> tuple[BlockScaledTensor | None, GroupedColumns]:
     """FP8_BLOCK codes of x along its features (an operand of a product along them) and along the tokens of every group.
 
@@ -42,6 +43,8 @@ def quantize_rows_columns(
     alignment: tokens at whose multiples groups start in the columns, 32 or 128. None: 128 where M / G is at least
         ``ALIGN_TO_LINES_FROM``, else 32.
     rows: False leaves the rows out.
+    tokens: (M,) int32 or int64, rows of an x (T, features): x[tokens] is quantized, to the bit, and on Hopper read
+        from where its rows are, never made. Every one must be in 0 .. T - 1. None: the rows are x's.
 
     Returns (rows, columns). rows: ``quantize(x, FP8_BLOCK)`` to the bit, scales MN-major; None where left out. columns:
         scale and code of a block as in ``quantize``: scale = max(amax, 1e-4) / 448, code = e4m3(x * (1 / scale)). Slack
@@ -53,8 +56,12 @@ def quantize_rows_columns(
     check_values("x", x, "(M, features)")
     offs = checked_offs(offs, x, "x")
     check_column_block("column_block", column_block)
-    alignment = chosen_alignment(alignment, x.shape[0], offs.shape[0])
-    row_codes, row_scale, codes, scale, starts, block_starts = _operator(x, offs, list(column_block), alignment, rows)
+    if tokens is not None:
+        tokens = _checked_indices("tokens", tokens, x, "x").contiguous()
+    alignment = chosen_alignment(alignment, num_rows(x, tokens), offs.shape[0])
+    row_codes, row_scale, codes, scale, starts, block_starts = _operator(
+        x, offs, list(column_block), alignment, rows, tokens
+    )
     block = (column_block[0], column_block[1])
     columns = GroupedColumns(codes.view(torch.float8_e4m3fn), scale, offs, starts, block_starts, block, alignment)
     if not rows:
@@ -77,15 +84,25 @@ def check_values(name: str, x: torch.Tensor, wanted: str) -> None:
 
 def checked_offs(offs: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
     """offs as int32. Raises ValueError unless it is (G,) int32 or int64 on x's device, G >= 1."""
-    kinds = (torch.int32, torch.int64)
-    if not isinstance(offs, torch.Tensor) or offs.dtype not in kinds or offs.dim() != 1 or len(offs) == 0:
-        got = f"{offs.dtype} {tuple(offs.shape)}" if isinstance(offs, torch.Tensor) else type(offs).__name__
-        raise ValueError(
-            f"offs must be a 1-D int32 or int64 tensor of at least one end row (padless.group_offsets), got {got}"
-        )
-    if offs.device != x.device:
-        raise ValueError(f"offs must be on {name}'s device {x.device}, got {offs.device}")
-    return offs if offs.dtype == torch.int32 else offs.clamp(-1, 2**31 - 1).to(torch.int32)
+    wanted = " of at least one end row (padless.group_offsets)"
+    if isinstance(offs, torch.Tensor) and offs.shape == (0,):
+        raise ValueError(f"offs must be a 1-D int32 or int64 tensor{wanted}, got {offs.dtype} (0,)")
+    return _checked_indices("offs", offs, x, name, wanted)
+
+
+def _checked_indices(name: str, t: torch.Tensor, x: torch.Tensor, of: str, wanted: str = "") -> torch.Tensor:
+    """t as int32. Raises ValueError unless it is (M,) int32 or int64 on the device of x, which is called ``of``."""
+    if not isinstance(t, torch.Tensor) or t.dtype not in (torch.int32, torch.int64) or t.dim() != 1:
+        got = f"{t.dtype} {tuple(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
+        raise ValueError(f"{name} must be a 1-D int32 or int64 tensor{wanted}, got {got}")
+    if t.device != x.device:
+        raise ValueError(f"{name} must be on {of}'s device {x.device}, got {t.device}")
+    return t if t.dtype == torch.int32 else t.clamp(-1, 2**31 - 1).to(torch.int32)
+
+
+def num_rows(x: torch.Tensor, tokens: torch.Tensor | None) -> int:
+    """Rows of x, or of x[tokens]."""
+    return x.shape[0] if tokens is None else tokens.shape[0]
 
 
 def check_column_block(name: str, block: tuple[int, int]) -> None:
@@ -108,15 +125,23 @@ def chosen_alignment(alignment: int | None, num_rows: int, num_groups: int) -> i
 _Tensors = tuple[torch.Tensor, ...]
 
 
-def _run(x: torch.Tensor, offs: torch.Tensor, block: list[int], alignment: int, rows: bool) -> _Tensors:
+def _run(
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    block: list[int],
+    alignment: int,
+    rows: bool,
+    tokens: torch.Tensor | None = None,
+) -> _Tensors:
     on_gpu = x.is_cuda and has_triton()
     with torch.cuda.device(x.device) if on_gpu else nullcontext():  # Triton launches on the current device
         if on_gpu:
             from padless.quantization.triton import rows_columns
 
             driver = hopper_driver(x)
-            return rows_columns.rows_columns(x, offs, (block[0], block[1]), alignment, rows, driver)
-        return rows_columns_torch(x, offs, (block[0], block[1]), alignment, rows)
+            return rows_columns.rows_columns(x, offs, (block[0], block[1]), alignment, rows, driver, tokens)
+        gathered = x if tokens is None else x.index_select(0, tokens)
+        return rows_columns_torch(gathered, offs, (block[0], block[1]), alignment, rows)
 
 
 def rows_columns_torch(
@@ -127,7 +152,16 @@ def rows_columns_torch(
     return (row_codes, to_mn_major(row_scale), *columns_rules.columns(x, offs, block, alignment))
 
 
-def _fake(x: torch.Tensor, offs: torch.Tensor, block: list[int], alignment: int, rows: bool) -> _Tensors:
+def _fake(
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    block: list[int],
+    alignment: int,
+    rows: bool,
+    tokens: torch.Tensor | None = None,
+) -> _Tensors:
+    if tokens is not None:
+        x = x.new_empty((tokens.shape[0], x.shape[1]))
     kept_rows = x.shape[0] if rows else 0
     row_codes = x.new_empty((kept_rows, x.shape[1]), dtype=torch.uint8)
     row_scale = empty_mn_major(kept_rows, ceil_div(x.shape[1], 128), x.device)
@@ -146,7 +180,8 @@ def fake_columns(
 
 
 _operator = register_operator(
-    "quantize_rows_columns(Tensor x, Tensor offs, int[] block, int alignment, bool rows) "
+    "quantize_rows_columns(Tensor x, Tensor offs, int[] block, int alignment, bool rows, "
+    "Tensor? tokens=None) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run,
     _fake,

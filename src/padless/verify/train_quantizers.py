@@ -112,13 +112,22 @@ def _require_same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], wha
 
 def _check_rows_columns(rows: _Rows, dtype: torch.dtype, block: tuple[int, int], alignment: int, seed: int) -> None:
     x = _values((sum(rows.sizes) + rows.past, rows.columns), dtype, seed)
+    tokens = torch.randint(len(x), (len(x),), generator=torch.Generator().manual_seed(seed)) if len(x) else None
     offs = group_offsets(list(rows.sizes))
-    want = rows_columns_torch(x, offs, block, alignment, True)
-    found, columns = quantize_rows_columns(x.to(DEVICE), offs.to(DEVICE), column_block=block, alignment=alignment)
-    assert found is not None
-    of_columns = (columns.data.view(torch.uint8), columns.scale, columns.starts, columns.block_starts)
-    got = (found.data.view(torch.uint8), found.scale, *of_columns)
-    _require_same(got, want, f"rows and columns {rows} {dtype} {block} {alignment}")
+    for chosen in (None, tokens):
+        want = rows_columns_torch(x if chosen is None else x[chosen], offs, block, alignment, True)
+        found, columns = quantize_rows_columns(
+            x.to(DEVICE),
+            offs.to(DEVICE),
+            column_block=block,
+            alignment=alignment,
+            tokens=None if chosen is None else chosen.to(DEVICE),
+        )
+        assert found is not None
+        of_columns = (columns.data.view(torch.uint8), columns.scale, columns.starts, columns.block_starts)
+        got = (found.data.view(torch.uint8), found.scale, *of_columns)
+        what = "rows" if chosen is None else "chosen rows"
+        _require_same(got, want, f"{what} and columns {rows} {dtype} {block} {alignment}")
 
 
 def _check_swiglu(

@@ -110,6 +110,19 @@ def test_accumulating_adds_once_and_leaves_empty_groups_alone() -> None:
     assert not same_bits(out[[0, 2]], before[[0, 2]])
 
 
+@pytest.mark.parametrize("block_n", [128, pytest.param(256, marks=pytest.mark.slow)])
+def test_accumulating_in_many_tiles(block_n: int) -> None:
+    """Several tiles to a CTA, so that buffers are used again; what was there is subnormal in places."""
+    config = replace(STORED, block_n=block_n)
+    rows = random_rows(RowsShape((100, 0, 50), 3, 144, 264), 6)
+    stored = reference(rows, torch.float32)
+    before = torch.randn(stored.shape, generator=torch.Generator().manual_seed(5)) * stored.abs().mean()
+    before[:, ::3] *= 2.0**-140
+    wanted = torch.where(torch.tensor([100, 0, 50])[:, None, None] > 0, before + stored, before)
+    with emulated_driver().configured(num_sms=2):
+        assert same_bits(run(rows, config, EMULATOR, before), wanted)
+
+
 def test_empty_groups_are_stored_as_zeros_and_not_added() -> None:
     rows = random_rows(replace(LENGTHS, sizes=(0, 0, 0)), 4)
     out = launched(poisoned(rows), STORED)

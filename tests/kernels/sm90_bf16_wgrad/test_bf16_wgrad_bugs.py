@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
         onto = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)) * wanted.abs().mean()
         onto[0].view(torch.int32).fill_(0x7FABCDEF)  # a NaN that an addition would not keep
         wanted = torch.cat([onto[:1], onto[1:] + wanted[1:]])
-    driver = Variant("sm_90a", MAIN, bug.edits, bug.config, bug.nth)
+    driver = Variant("sm_90a", MAIN, bug.edits, replace(bug.config, accumulate=bug.onto), bug.nth)
     kinds: list[str] = []
     for seed in range(bug.seeds):
         guarded = GuardedGradient(tuple(wanted.shape), dtype, "cpu", onto)

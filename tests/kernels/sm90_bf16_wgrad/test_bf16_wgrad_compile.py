@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from padless.kernels.sm90_bf16_wgrad.config import (
-    BLOCKS_T,
-    WGRAD_OUT_DTYPES,
-    Bf16WgradConfig,
-    Bf16WgradProblem,
-    select_config,
-    tiles_of,
-)
+from padless.kernels.sm90_bf16_wgrad.config import BLOCKS_T, Bf16WgradConfig, Bf16WgradProblem, select_config, tiles_of
 from padless.kernels.sm90_bf16_wgrad.host import KERNEL
 from padless.runtime import jit
 from support.machine_code import complaints, instructions
@@ -24,16 +17,20 @@ from support.machine_code import complaints, instructions
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
 CONFIGS = [
-    Bf16WgradConfig(block_n=block_n, block_t=block_t, piece_slabs=slabs, out_dtype=dtype, max_groups=groups)
-    for (block_n, slabs), dtype, block_t, groups in itertools.product(
-        ((256, 2), (256, 1), (128, 1)), WGRAD_OUT_DTYPES, BLOCKS_T, (256, 1024)
+    Bf16WgradConfig(block_n, block_t, 0, slabs, max_groups=groups, out_dtype=dtype, accumulate=accumulate)
+    for (block_n, slabs), (dtype, accumulate), block_t, groups in itertools.product(
+        ((256, 2), (256, 1), (128, 1)),
+        ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)),
+        BLOCKS_T,
+        (256, 1024),
     )
 ]
 
 
 def name_of(config: Bf16WgradConfig) -> str:
     slabs = config.piece_slabs
-    return f"{config.block_n}-{config.block_t}-{slabs}-{str(config.out_dtype)[6:]}-{config.max_groups}"
+    output = str(config.out_dtype)[6:] + " +=" * config.accumulate
+    return f"{config.block_n}-{config.block_t}-{slabs}-{output}-{config.max_groups}"
 
 
 def code_complaints(sass: list[str], config: Bf16WgradConfig, kernel: jit.CompiledKernel) -> list[str]:
@@ -57,7 +54,7 @@ def code_complaints(sass: list[str], config: Bf16WgradConfig, kernel: jit.Compil
         "UTMALDG.2D": True,
         "UTMALDG.4D": True,  # a group's last rows
         "UTMASTG.3D": True,
-        "UTMAREDG.3D.ADD": is_f32,  # accumulating
+        "UTMALDG.3D": config.accumulate,  # of what is added to
     }
     found += [f"{o}: {o in opcodes}" for o, there in wanted.items() if (o in opcodes) != there]
     if any(o.startswith("STSM") for o in opcodes) == is_f32:

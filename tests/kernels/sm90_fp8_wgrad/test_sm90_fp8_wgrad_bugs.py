@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
         wanted = torch.cat([onto[:1], onto[1:] + wanted[1:]])
     if bug.poisoned:
         dy, x = poisoned(dy), poisoned(x)
-    driver = Variant("sm_90a", MAIN, bug.edits, bug.config, bug.nth)
+    driver = Variant("sm_90a", MAIN, bug.edits, replace(bug.config, accumulate=bug.onto), bug.nth)
     kinds: list[str] = []
     for seed in range(bug.seeds):
         guarded = GuardedGradient(tuple(wanted.shape), dtype, "cpu", onto)

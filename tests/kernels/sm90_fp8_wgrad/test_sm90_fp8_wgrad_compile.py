@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,15 @@ from support.machine_code import complaints, instructions
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
 CONFIGS = [
-    WgradConfig(block_m=block_m, mode=mode, out_dtype=dtype, max_groups=groups)
+    WgradConfig(block_m=block_m, mode=mode, out_dtype=dtype, max_groups=groups, accumulate=accumulate)
     for mode, dtype, groups in itertools.product(MODES, WGRAD_OUT_DTYPES, (256, 1024))
     for block_m in blocks_m(mode, dtype)
+    for accumulate in ((False, True) if dtype == torch.float32 else (False,))
 ]
 
 
 def name_of(config: WgradConfig) -> str:
-    return f"{config.mode}-{config.block_m}-{str(config.out_dtype)[6:]}-{config.max_groups}"
+    return f"{config.mode}-{config.block_m}-{str(config.out_dtype)[6:]}{' +=' * config.accumulate}-{config.max_groups}"
 
 
 def code_complaints(sass: list[str], config: WgradConfig, kernel: jit.CompiledKernel) -> list[str]:
@@ -49,7 +51,7 @@ def code_complaints(sass: list[str], config: WgradConfig, kernel: jit.CompiledKe
     wanted = {
         "UTMALDG.2D": True,
         "UTMASTG.3D": True,
-        "UTMAREDG.3D.ADD": is_f32,  # accumulating
+        "UTMALDG.3D": config.accumulate,  # of what is added to
         "LDGSTS.E": is_blocks,  # X's scales, too few for the copy engine
     }
     found += [f"{o}: {o in opcodes}" for o, there in wanted.items() if (o in opcodes) != there]
@@ -109,6 +111,8 @@ def test_the_choice_is_compiled_above() -> None:
         for n, k, tokens in ((16, 16, 128), (4096, 7168, 8192), (7168, 2048, 65536), (768, 2048, 10**6)):
             given = problem(n=n, k=k, tokens=tokens, num_groups=groups, mode=mode, out_dtype=dtype)
             assert select_config(given) in allowed
+            if dtype == torch.float32:
+                assert select_config(replace(given, accumulate=True)) in allowed
 
 
 def test_the_larger_tile_where_there_is_work_for_it() -> None:
@@ -116,6 +120,8 @@ def test_the_larger_tile_where_there_is_work_for_it() -> None:
     few = problem(n=1024, k=1024, num_groups=4)  # 128 tiles of 256 x 128, one round either way at most
     assert tiles_of(few, 256) == 128
     assert select_config(problem(n=128, num_groups=1)).block_m == 128
+    adds = problem(out_dtype=torch.float32, accumulate=True)
+    assert [select_config(replace(adds, tokens=32 * size)).block_m for size in (256, 1024, 4096)] == [128, 128, 256]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +132,7 @@ def test_the_larger_tile_where_there_is_work_for_it() -> None:
         ({"mode": "2d2d"}, r"mode is '2d2d'; allowed: 1d2d or 1d1d"),
         ({"out_dtype": torch.float16}, r"out_dtype is torch.float16; allowed: torch.bfloat16 or torch.float32"),
         ({"num_stages": 1}, r"num_stages is 1; allowed: 0 \(as many as fit\) or 2 to 12"),
+        ({"accumulate": True}, r"accumulate is True; allowed: False unless out_dtype is float32"),
         ({"raster_m": 0}, r"raster_m is 0; allowed: 1 or more"),
     ],
 )

@@ -46,13 +46,25 @@ def check_columns(
     rows: bool = True,
     ends: list[int] | None = None,
     device: str = "cpu",
+    gathers: bool = False,
 ) -> None:
-    """Raises AssertionError unless every output equals the definition's, padding and slack included."""
+    """Raises AssertionError unless every output equals the definition's, padding and slack included.
+
+    gathers: the rows are chosen from others, out of order and some of them twice, among NaN and in a wider tensor.
+    """
     x = with_one_nan(awkward((sum(sizes) + past, features), torch.bfloat16, features))
+    tokens, values = None, x
+    if gathers:
+        values = torch.full((x.shape[0] + 9, features + 8), float("nan"), dtype=x.dtype)[:, 8:]
+        tokens = torch.randperm(len(values), generator=torch.Generator().manual_seed(features))[: len(x)].int()
+        values[tokens.long()] = x
+        tokens[len(x) // 2 :: 3] = tokens[0]
+        x = values[tokens.long()]
     offs = offs_of(sizes, "cpu") if ends is None else torch.tensor(ends, dtype=torch.int32)
     want = rows_columns_torch(x, offs, block, alignment, rows)
     with poisoned_memory():
-        got = rows_columns.rows_columns(x.to(device), offs.to(device), block, alignment, rows, driver)
+        moved = None if tokens is None else tokens.to(device)
+        got = rows_columns.rows_columns(values.to(device), offs.to(device), block, alignment, rows, driver, moved)
     names = COLUMNS if rows else COLUMNS.split(" ", 2)[2]
     assert_equal(got if rows else got[2:], want if rows else want[2:], names)
 
@@ -100,6 +112,12 @@ def test_columns(driver: EmulatedDriver) -> None:
     assert driver.last_result is not before
 
 
+def test_columns_of_chosen_rows(driver: EmulatedDriver) -> None:
+    before = driver.last_result
+    check_columns(driver, (5, 0, 33), 2, 136, BY_FEATURE, 32, gathers=True)
+    assert driver.last_result is not before
+
+
 def test_swiglu(driver: EmulatedDriver) -> None:
     before = driver.last_result
     check_swiglu(driver, (12, 0, 33), 2, 128, "concatenated", BY_FEATURE, 32)
@@ -129,10 +147,11 @@ def name_of(case: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("case", COLUMN_CASES, ids=name_of)
-def test_columns_of_all_kinds(case: tuple[Any, ...], driver: EmulatedDriver) -> None:
+def test_columns_of_all_kinds(case: tuple[Any, ...], gathers: bool, driver: EmulatedDriver) -> None:
     with bands_of(2):
-        check_columns(driver, *case)
+        check_columns(driver, *case, gathers=gathers)
 
 
 @pytest.mark.slow
@@ -143,11 +162,12 @@ def test_swiglu_of_all_kinds(case: tuple[Any, ...], driver: EmulatedDriver) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("blocks", [1, 2, 8])
 @pytest.mark.parametrize("case", COLUMN_CASES, ids=name_of)
-def test_columns_on_the_gpu(case: tuple[Any, ...], blocks: int) -> None:
+def test_columns_on_the_gpu(case: tuple[Any, ...], blocks: int, gathers: bool) -> None:
     with bands_of(blocks):
-        check_columns(cuda_driver(), *case, device="cuda")
+        check_columns(cuda_driver(), *case, device="cuda", gathers=gathers)
 
 
 @pytest.mark.gpu
@@ -183,14 +203,15 @@ def faults_of(bug: Bug | None, kernel: str) -> list[str]:
     band = 1 if bug is None else bug.band
     driver: Variant
     if kernel == COLUMNS_MAIN:
-        driver = Variant("sm_90a", kernel, edits, columns_host.RowsColumnsConfig(band=band))
+        gathers = bug is not None and bug.gathers
+        driver = Variant("sm_90a", kernel, edits, columns_host.RowsColumnsConfig(gathers=gathers, band=band))
         # Ends that are not ascending; with many groups more than a warp scans at once.
         many = bug is not None and bug.many_groups
         ends = [*range(1, 33), 20, 36] if many else [5, 4, 38]
         features = 8 if many else 136
 
         def check() -> None:
-            check_columns(driver, (), ends[-1] + 3, features, BY_FEATURE, 32, ends=ends)
+            check_columns(driver, (), ends[-1] + 3, features, BY_FEATURE, 32, ends=ends, gathers=gathers)
 
     else:
         driver = Variant("sm_90a", kernel, edits, swiglu_host.SwigluBackwardConfig(band=band))
@@ -224,9 +245,9 @@ def test_without_a_bug_nothing_is_found(kernel: str, driver: EmulatedDriver) -> 
 
 
 @pytest.mark.parametrize("square", [False, True])
-@pytest.mark.parametrize("has_rows", [False, True])
-def test_compiled_columns(has_rows: bool, square: bool, tmp_path: Any) -> None:
-    config = columns_host.RowsColumnsConfig(has_rows, square)
+@pytest.mark.parametrize(("has_rows", "gathers"), [(False, False), (True, False), (True, True)])
+def test_compiled_columns(has_rows: bool, gathers: bool, square: bool, tmp_path: Any) -> None:
+    config = columns_host.RowsColumnsConfig(has_rows, square, gathers)
     kernel = jit.compile_kernel(columns_host.KERNEL, config.prelude(), "sm_90a")
     assert complaints(kernel) == []
     assert kernel.registers <= 64, "two CTAs of 512 threads fit on a multiprocessor"

@@ -119,18 +119,23 @@ def training_calls(
     hidden = k // 4
     dh = torch.randn(m, hidden, dtype=x.dtype, device=x.device, generator=generator)
     z = torch.randn(m, 2 * hidden, dtype=x.dtype, device=x.device, generator=generator)
+    chosen = torch.randperm(m, device=x.device, generator=generator).int()
     prob = torch.rand(m, device=x.device, generator=generator)
     row_scales, column_scales = 4 * m * ceil_div(k, 128), 4 * ceil_div(m, 128) * k
     square_scales = 4 * ceil_div(m, 128) * ceil_div(k, 128)
     calls: dict[str, Call] = {
         "rows and columns, 1x128": lambda: quantize_rows_columns(x, offs),
         "rows and columns, 128x128": lambda: quantize_rows_columns(x, offs, column_block=(128, 128)),
+        "rows and columns, 128x128, of chosen rows": lambda: quantize_rows_columns(
+            x, offs, column_block=(128, 128), tokens=chosen
+        ),
         "columns alone, 1x128": lambda: quantize_rows_columns(x, offs, rows=False),
         "weights and transposes": lambda: quantize_weight_both(w),
     }
     moved = {
         "rows and columns, 1x128": 4 * m * k + row_scales + column_scales,
         "rows and columns, 128x128": 4 * m * k + row_scales + square_scales,
+        "rows and columns, 128x128, of chosen rows": 4 * m * k + 4 * m + row_scales + square_scales,
         "columns alone, 1x128": 3 * m * k + column_scales,
         "weights and transposes": 4 * w.numel() + 8 * w.shape[0] * ceil_div(k, 128) ** 2,
     }

@@ -83,7 +83,8 @@ def own_contenders(point: WgradPoint, operands: WgradOperands, outs: Outputs) ->
     found = []
     for mode, (dtype, accumulates) in itertools.product(("1d2d", "1d1d"), _OUTPUTS):
         x, out = operands.x[mode], outs[dtype]
-        problem = WgradProblem(point.N, point.K, x.data.shape[1], point.groups, mode, dtype, _NUM_SMS)
+        tokens = x.data.shape[1]
+        problem = WgradProblem(point.N, point.K, tokens, point.groups, mode, dtype, _NUM_SMS, accumulates)
         picked = select_config(problem)
         name = f"padless {mode} {str(dtype)[6:]}" + (" +=" if accumulates else "")
         bytes_ = operands.dy.data.nbytes + x.data.nbytes + operands.dy.scale.nbytes + x.scale.nbytes

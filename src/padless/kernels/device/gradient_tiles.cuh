@@ -29,15 +29,12 @@ struct TokenReader {
     }
 };
 
-// For device/sm90/piece_store.cuh: stores or adds, clipped by the map.
+// For device/sm90/piece_store.cuh. The map clips.
 __device__ __forceinline__ bool is_in_result(const Problem& problem, const Tile& /*tile*/, int row,
                                              int column) {
     return row < problem.n_rows && column < problem.n_columns;
 }
-__device__ __forceinline__ void write_slab(const Problem& problem, const TensorMap& map_d, uint32_t slab,
+__device__ __forceinline__ void write_slab(const Problem& /*problem*/, const TensorMap& map_d, uint32_t slab,
                                            const Tile& tile, int row, int column) {
-    if (OUT_TYPE == OUT_F32 && problem.accumulate)
-        tma_reduce_add_3d(map_d, slab, column, row, tile.group);
-    else
-        tma_store_3d(map_d, slab, column, row, tile.group);
+    tma_store_3d(map_d, slab, column, row, tile.group);
 }

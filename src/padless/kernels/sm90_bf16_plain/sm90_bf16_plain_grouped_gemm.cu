@@ -71,6 +71,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     const int blocks = problem.k_blocks(), last_steps = problem.last_steps();
     Pipeline<STAGES> pipeline;
     float d[BLOCK_N / 2] = {};
+    uint32_t parity = 0;
     Reader reader(shared.queue);
     Tile tile{};
     const auto next = [&] {
@@ -79,7 +80,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
         reader.next(tile, lane);
     };
     reader.next(tile, lane);
-    stage_part<NUM_PIECES>(d, shared, warpgroup, 0);  // no tile, which is not stored
+    stage_part<NUM_PIECES>(d, shared, warpgroup, 0, parity);  // no tile, which is not stored
     while (tile.rows > 0) {
         if (warpgroup * WGMMA_M < tile.rows) {
             multiply_tile(d, shared, view, blocks, last_steps, lane, pipeline, next);
@@ -87,7 +88,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
             skip_tile(shared, blocks, lane, pipeline);
             next();
         }
-        stage_part<NUM_PIECES>(d, shared, warpgroup, 0);  // a skipped one's too, which is not stored
+        stage_part<NUM_PIECES>(d, shared, warpgroup, 0, parity);  // a skipped one's too, which is not stored
     }
 }
 

@@ -28,6 +28,7 @@ class Bf16WgradConfig:
         raster_m: row tiles to a band of the tile order (see ``device/longest_first.cuh``).
         max_groups: room in the table of groups.
         out_dtype: bfloat16 or float32.
+        accumulate: adds to what the output holds, float32 alone.
     """
 
     block_n: int = 256
@@ -37,6 +38,7 @@ class Bf16WgradConfig:
     raster_m: int = 8
     max_groups: int = 256
     out_dtype: torch.dtype = torch.bfloat16
+    accumulate: bool = False
 
     def __post_init__(self) -> None:
         require = requirement_of(self)
@@ -44,6 +46,9 @@ class Bf16WgradConfig:
         require(self.block_t in BLOCKS_T, "block_t", "32 or 64")
         check_common_fields(self, require)
         require(self.out_dtype in WGRAD_OUT_DTYPES, "out_dtype", "torch.bfloat16 or torch.float32")
+        require(
+            not self.accumulate or self.out_dtype == torch.float32, "accumulate", "False unless out_dtype is float32"
+        )
         two_pieces = self.piece_slabs * 128 <= self.block_n // 2 * self.out_dtype.itemsize
         allowed = "1, or 2 unless block_n is 128 and out_dtype bfloat16"
         require(self.piece_slabs in (1, 2) and two_pieces, "piece_slabs", allowed)
@@ -58,7 +63,8 @@ class Bf16WgradConfig:
             "RASTER_M": self.raster_m,
             "MAX_GROUPS": self.max_groups,
         }
-        return cpp_constants(constants, macros={"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
+        flags = {"ACCUMULATE": self.accumulate}
+        return cpp_constants(constants, flags, {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Bf16WgradProblem:
     num_groups: int
     out_dtype: torch.dtype
     num_sms: int = 132
+    accumulate: bool = False
 
 
 def tiles_of(problem: Bf16WgradProblem, block_n: int) -> int:
@@ -103,5 +110,6 @@ def select_config(problem: Bf16WgradProblem) -> Bf16WgradConfig:
 
 
 def fit_config(config: Bf16WgradConfig, problem: Bf16WgradProblem) -> Bf16WgradConfig:
-    """``config`` with what has to follow from the operands: output dtype and room for groups."""
-    return replace(config, out_dtype=problem.out_dtype, max_groups=room_for_groups(problem.num_groups))
+    """``config`` with what has to follow from the call: room for groups, output dtype, accumulation."""
+    room = room_for_groups(problem.num_groups)
+    return replace(config, max_groups=room, out_dtype=problem.out_dtype, accumulate=problem.accumulate)

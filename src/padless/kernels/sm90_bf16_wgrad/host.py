@@ -34,14 +34,14 @@ def prepare(
     num_groups, n, k = out.shape
     tokens = dy.shape[0]
     device = out.device.index or 0
-    problem = Bf16WgradProblem(n, k, tokens, num_groups, out.dtype, driver.num_sms(device))
+    problem = Bf16WgradProblem(n, k, tokens, num_groups, out.dtype, driver.num_sms(device), accumulate)
     config = select_config(problem) if config is None else fit_config(config, problem)
     kernel, function = load_kernel(driver, KERNEL, config, device)
     specs = [spec for rows in (dy, x) for spec in (_rows(rows, config.block_t), _ragged(rows, config.block_t))]
     arguments: list[Argument] = [driver.encode(spec) for spec in (*specs, gradient_output(out))]
     arguments += [(offs.data_ptr(), 8)]
     counter = tile_counter(config, device, out.data_ptr())
-    arguments += [(value, 4) for value in (n, k, num_groups, tokens, int(accumulate), counter)]
+    arguments += [(value, 4) for value in (n, k, num_groups, tokens, counter)]
     ctas = min(problem.num_sms, tiles_of(problem, config.block_n))
     shape = LaunchShape(ctas, kernel.num_threads, 1, programmatic=True)
     return Prepared(driver.prepare(function, kernel, shape, arguments, [dy, x, offs, out]))

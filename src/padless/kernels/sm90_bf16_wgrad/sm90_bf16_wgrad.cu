@@ -63,8 +63,9 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgro
     const OperandView view(shared, warpgroup);
     Pipeline<STAGES> pipeline;
     float d[BLOCK_N / 2] = {};
+    uint32_t parity = 0;
     TokenReader reader(shared, lane);
-    stage_part<NUM_PIECES>(d, shared, warpgroup, 0);  // no tile, which is not stored
+    stage_part<NUM_PIECES>(d, shared, warpgroup, 0, parity);  // no tile, which is not stored
     while (reader.tokens >= 0) {
         if (reader.tokens > 0) {
             const int blocks = token_blocks(reader.tokens), steps = last_block_steps(reader.tokens, blocks);
@@ -74,7 +75,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgro
             for (int i = 0; i < BLOCK_N / 2; ++i) d[i] = 0.0f;
             reader.next();
         }
-        stage_part<NUM_PIECES>(d, shared, warpgroup, 0);
+        stage_part<NUM_PIECES>(d, shared, warpgroup, 0, parity);
     }
 }
 
@@ -82,10 +83,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_w
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_a_ragged,
     const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_b_ragged,
     const __grid_constant__ TensorMap map_d, const int* offs, int n_rows, int n_columns, int num_groups,
-    int tokens, int accumulate, int counter) {
+    int tokens, int counter) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-    const Problem problem{n_rows, n_columns, num_groups, accumulate != 0};
+    const Problem problem{n_rows, n_columns, num_groups};
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
 
@@ -101,6 +102,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_w
             mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);
         }
         mbarrier_init(shared_address(&shared.next_tile_wanted), 1);
+        for (int i = 0; i < NUM_MMA_WARPGROUPS * NUM_D; ++i)
+            mbarrier_init(d_loaded(shared, i / NUM_D, i % NUM_D), 1);
         for (int s = 0; s < QUEUE_SLOTS; ++s) {
             mbarrier_init(shared_address(&shared.queue.full[s]), 1);
             mbarrier_init(shared_address(&shared.queue.empty[s]), NUM_TILE_READERS);
@@ -118,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_w
         if (role == 0) {
             if (elect_one()) load_tiles(shared, Rows{map_a, map_a_ragged}, Rows{map_b, map_b_ragged});
         } else if (role == 1) {
-            const Order order{shared.groups, num_groups, n_rows, n_columns, problem.accumulate};
+            const Order order{shared.groups, num_groups, n_rows, n_columns, ACCUMULATE};
             if (elect_one())
                 schedule_tiles<1, false, true>(shared.queue, order, counter, blockIdx.x, gridDim.x,
                                                &shared.next_tile_wanted);

@@ -2,7 +2,7 @@
 #pragma once
 
 // The host defines, from Bf16WgradConfig: BLOCK_N, BLOCK_T, NUM_STAGES (0 = as many as fit), PIECE_SLABS, RASTER_M, MAX_GROUPS,
-// OUT_TYPE (OUT_BF16 or OUT_F32).
+// OUT_TYPE (OUT_BF16 or OUT_F32), ACCUMULATE (adds to what is there).
 constexpr int BLOCK_M = 128;
 constexpr int WGMMA_M = 64, WGMMA_K = 16;
 constexpr int STEPS = BLOCK_T / WGMMA_K;
@@ -35,6 +35,7 @@ struct alignas(1024) SharedStorageOf {
     uint8_t b[STAGES][B_BYTES];
     uint8_t d[NUM_MMA_WARPGROUPS][NUM_D][PIECE_SLABS * SLAB_BYTES];
     uint64_t full[STAGES], empty[STAGES];
+    uint64_t d_loaded[NUM_MMA_WARPGROUPS][NUM_D];  // where ACCUMULATE
     uint64_t next_tile_wanted;
     TileQueueStorage queue;
     RankedGroups<MAX_GROUPS> groups;
@@ -49,7 +50,6 @@ using Reader = TileReader<1>;
 
 struct Problem {
     int n_rows, n_columns, num_groups;
-    bool accumulate;
 };
 
 // Where in the result a warpgroup's piece of a tile begins (device/sm90/piece_store.cuh).

@@ -26,6 +26,7 @@ class WgradConfig:
         mode: "1d2d" (scales of X per 128 features and 128 tokens) or "1d1d" (per feature and 128 tokens).
         max_groups: room in the table of groups.
         out_dtype: bfloat16 or float32.
+        accumulate: adds to what the output holds, float32 alone.
     """
 
     block_m: int = 256
@@ -34,12 +35,16 @@ class WgradConfig:
     mode: str = "1d2d"
     max_groups: int = 256
     out_dtype: torch.dtype = torch.bfloat16
+    accumulate: bool = False
 
     def __post_init__(self) -> None:
         require = requirement_of(self)
         require(self.mode in MODES, "mode", " or ".join(MODES))
         check_common_fields(self, require)
         require(self.out_dtype in WGRAD_OUT_DTYPES, "out_dtype", "torch.bfloat16 or torch.float32")
+        require(
+            not self.accumulate or self.out_dtype == torch.float32, "accumulate", "False unless out_dtype is float32"
+        )
         allowed = "128, or 256 unless mode is '1d1d' and out_dtype is float32"
         require(self.block_m in blocks_m(self.mode, self.out_dtype), "block_m", allowed)
 
@@ -51,7 +56,7 @@ class WgradConfig:
             "RASTER_M": self.raster_m,
             "MAX_GROUPS": self.max_groups,
         }
-        flags = {"X_SCALES_ARE_BLOCKS": self.mode == "1d2d"}
+        flags = {"X_SCALES_ARE_BLOCKS": self.mode == "1d2d", "ACCUMULATE": self.accumulate}
         return cpp_constants(constants, flags, {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
 
 
@@ -74,6 +79,7 @@ class WgradProblem:
     mode: str
     out_dtype: torch.dtype
     num_sms: int = 132
+    accumulate: bool = False
 
 
 def tiles_of(problem: WgradProblem, block_m: int) -> int:
@@ -88,13 +94,18 @@ _BLOCK_CYCLES = {
     "1d2d": {256: 384 + 768 + 40, 128: 256 + 384 + 24},
     "1d1d": {256: 388 + 768 + 544, 128: 260 + 384 + 272},
 }
+# Where it is added to, the old values pass through shared memory as often; and those of a tile of 256 rows that have no
+# buffer when it begins are waited for.
 _OUTPUT_CYCLES_PER_BYTE = 2 / 128
+_LATE_OLD_VALUES = {256: 2500, 128: 0}
 
 
 def estimated_cycles(problem: WgradProblem, block_m: int) -> float:
     """Cycles of the CTA that works longest, if all groups have as many tokens as each other."""
     blocks = ceil_div(ceil_div(problem.tokens, max(problem.num_groups, 1)), 128)
     output = block_m * BLOCK_N * problem.out_dtype.itemsize * _OUTPUT_CYCLES_PER_BYTE
+    if problem.accumulate:
+        output = 2 * output + _LATE_OLD_VALUES[block_m]
     rounds = ceil_div(tiles_of(problem, block_m), problem.num_sms)
     return rounds * (blocks * _BLOCK_CYCLES[problem.mode][block_m] + output)
 
@@ -107,7 +118,11 @@ def select_config(problem: WgradProblem) -> WgradConfig:
 
 
 def fit_config(config: WgradConfig, problem: WgradProblem) -> WgradConfig:
-    """``config`` with what has to follow from the operands: mode, output dtype and room for groups."""
+    """``config`` with what has to follow from the call: mode, room for groups, output dtype, accumulation."""
     return replace(
-        config, mode=problem.mode, out_dtype=problem.out_dtype, max_groups=room_for_groups(problem.num_groups)
+        config,
+        mode=problem.mode,
+        max_groups=room_for_groups(problem.num_groups),
+        out_dtype=problem.out_dtype,
+        accumulate=problem.accumulate,
     )

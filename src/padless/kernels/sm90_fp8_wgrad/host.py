@@ -40,14 +40,14 @@ def prepare(
     num_groups, n, k = out.shape
     device = out.device.index or 0
     tokens = min(dy.data.shape[1], x.data.shape[1])
-    problem = WgradProblem(n, k, tokens, num_groups, mode_of(x), out.dtype, driver.num_sms(device))
+    problem = WgradProblem(n, k, tokens, num_groups, mode_of(x), out.dtype, driver.num_sms(device), accumulate)
     config = select_config(problem) if config is None else fit_config(config, problem)
     kernel, function = load_kernel(driver, KERNEL, config, device)
     arguments: list[Argument] = [driver.encode(spec) for spec in _tensor_maps(dy, x, out, config)]
     pointers = (x.scale, dy.offs, dy.starts, x.starts, dy.block_starts)
     arguments += [(tensor.data_ptr(), 8) for tensor in pointers]
     counter = tile_counter(config, device, out.data_ptr())
-    integers = (n, k, num_groups, dy.data.shape[1], x.data.shape[1], x.scale.shape[0], int(accumulate), counter)
+    integers = (n, k, num_groups, dy.data.shape[1], x.data.shape[1], x.scale.shape[0], counter)
     arguments += [(value, 4) for value in integers]
     ctas = min(problem.num_sms, tiles_of(problem, config.block_m))
     shape = LaunchShape(ctas, kernel.num_threads, 1, programmatic=True)

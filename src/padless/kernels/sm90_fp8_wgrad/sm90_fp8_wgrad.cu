@@ -64,7 +64,10 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, int warpgro
     const ConsumerView view(shared, warpgroup, warp, lane);
     Pipeline<STAGES> pipeline;
     float d[WAVES][BLOCK_N / 2] = {};  // the last tile, until the next one's products are under way
-    const auto stage = [&](int wave) { stage_part<PIECES_PER_WAVE>(d[wave], shared, warpgroup, wave); };
+    uint32_t parity = 0;
+    const auto stage = [&](int wave) {
+        stage_part<PIECES_PER_WAVE>(d[wave], shared, warpgroup, wave, parity);
+    };
     TokenReader reader(shared, lane);
     while (reader.tokens >= 0) {
         if (reader.tokens > 0) {
@@ -88,11 +91,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_wg
     const __grid_constant__ TensorMap map_sfa, const __grid_constant__ TensorMap map_sfb,
     const __grid_constant__ TensorMap map_d, const float* sfb, const int* offs, const int* a_starts,
     const int* b_starts, const int* block_starts, int n_rows, int n_columns, int num_groups, int a_tokens,
-    int b_tokens, int scale_rows, int accumulate, int counter) {
+    int b_tokens, int scale_rows, int counter) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-    const Problem problem{{a_starts, a_tokens}, {b_starts, b_tokens}, block_starts,   sfb, n_rows, n_columns,
-                          num_groups,           scale_rows,           accumulate != 0};
+    const Problem problem{{a_starts, a_tokens},
+                          {b_starts, b_tokens},
+                          block_starts,
+                          sfb,
+                          n_rows,
+                          n_columns,
+                          num_groups,
+                          scale_rows};
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
 
@@ -108,6 +117,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_wg
             mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);
         }
         mbarrier_init(shared_address(&shared.next_tile_wanted), 1);
+        for (int i = 0; i < NUM_MMA_WARPGROUPS * NUM_D; ++i)
+            mbarrier_init(d_loaded(shared, i / NUM_D, i % NUM_D), 1);
         for (int s = 0; s < QUEUE_SLOTS; ++s) {
             mbarrier_init(shared_address(&shared.queue.full[s]), 1);
             mbarrier_init(shared_address(&shared.queue.empty[s]), NUM_TILE_READERS);
@@ -125,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_wg
         if (role == 0) {
             if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa, map_sfb);
         } else if (role == 1) {
-            const Order order{shared.groups, num_groups, n_rows, n_columns, problem.accumulate};
+            const Order order{shared.groups, num_groups, n_rows, n_columns, ACCUMULATE};
             if (elect_one())
                 schedule_tiles<1, false, true>(shared.queue, order, counter, blockIdx.x, gridDim.x,
                                                &shared.next_tile_wanted);

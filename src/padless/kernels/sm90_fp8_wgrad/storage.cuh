@@ -2,7 +2,7 @@
 #pragma once
 
 // The host defines, from WgradConfig: BLOCK_M, NUM_STAGES (0 = as many as fit), RASTER_M, MAX_GROUPS,
-// X_SCALES_ARE_BLOCKS (1d2d; else 1d1d), OUT_TYPE (OUT_BF16 or OUT_F32).
+// X_SCALES_ARE_BLOCKS (1d2d; else 1d1d), OUT_TYPE (OUT_BF16 or OUT_F32), ACCUMULATE (adds to what is there).
 constexpr int BLOCK_T = 128;  // tokens of a stage, bytes of an operand's row, tokens that share a scale
 constexpr int BLOCK_N = 128;  // columns of a tile: all have one scale in 1d2d
 constexpr int WGMMA_M = 64, WGMMA_K = 32;
@@ -42,6 +42,7 @@ struct alignas(1024) SharedStorageOf {
     alignas(128) float sfa[STAGES][BLOCK_M];
     alignas(128) float sfb[STAGES][SFB_STAGE_FLOATS];
     uint64_t full[STAGES], empty[STAGES];
+    uint64_t d_loaded[NUM_MMA_WARPGROUPS][NUM_D];  // where ACCUMULATE
     uint64_t next_tile_wanted;
     TileQueueStorage queue;
     RankedGroups<MAX_GROUPS> groups;
@@ -67,7 +68,6 @@ struct Problem {
     const int* block_starts;  // [num_groups] first row of a group in the scales
     const float* sfb;         // (scale_rows, ceil(n_columns / 128)), where X's scales are blocks
     int n_rows, n_columns, num_groups, scale_rows;
-    bool accumulate;
 };
 
 // Where in the result a warpgroup's piece of a tile begins (device/sm90/piece_store.cuh).

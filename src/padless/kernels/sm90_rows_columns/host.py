@@ -25,29 +25,32 @@ class RowsColumnsConfig:
     Attributes:
         has_rows: rows are quantized too, not the columns alone.
         square: 128 features of the columns share a scale; else each has its own.
+        gathers: the rows are those of a larger tensor that a list names.
         max_groups: room for groups.
         band: blocks of 128 features that are done tile by tile before the next ones.
     """
 
     has_rows: bool = True
     square: bool = False
+    gathers: bool = False
     max_groups: int = FEW_GROUPS
     band: int = BAND
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        flags = {"HAS_ROWS": self.has_rows, "SQUARE": self.square}
+        flags = {"HAS_ROWS": self.has_rows, "SQUARE": self.square, "GATHERS": self.gathers}
         return cpp_constants({"MAX_GROUPS": self.max_groups, "BAND": self.band}, flags)
 
 
 def fits(x: torch.Tensor, offs: torch.Tensor) -> bool:
-    """Whether the kernel takes x (M, F): bfloat16, F a multiple of 8, rows at multiples of 16 bytes; few groups."""
+    """Whether the kernel takes x (T, F): bfloat16, F a multiple of 8, rows at multiples of 16 bytes; few groups."""
     return x.shape[1] % 8 == 0 and group_tiles.fits(offs, x)
 
 
 def prepare(
     driver: Driver,
     x: torch.Tensor,
+    tokens: torch.Tensor | None,
     groups: group_tiles.TokenGroups,
     row_codes: torch.Tensor | None,
     row_scale: torch.Tensor | None,
@@ -57,16 +60,20 @@ def prepare(
 ) -> Prepared:
     """Packs the launch for an x that fits, with at least one column.
 
+    tokens: (M,) int32, contiguous, where the rows are x[tokens]; those that x does not have are zeros.
     row_codes (M, F) uint8, row_scale (ld, ceil(F / 128)) float32 with strides (1, ld), padding included: None without
     rows. codes (F, T') uint8; scale (S, F), or (S, ceil(F / 128)) of square blocks.
     """
-    config = RowsColumnsConfig(row_codes is not None, square, room_for_groups(groups.num_groups), BAND)
+    config = RowsColumnsConfig(
+        row_codes is not None, square, tokens is not None, room_for_groups(groups.num_groups), BAND
+    )
     device = x.device.index or 0
     kernel, function = load_kernel(driver, KERNEL, config, device)
-    num_rows, features = x.shape
-    pointers = (x, groups.offs, row_codes, row_scale, codes, scale, groups.starts, groups.block_starts)
+    num_source_rows, features = x.shape
+    num_rows = num_source_rows if tokens is None else tokens.shape[0]
+    pointers = (x, tokens, groups.offs, row_codes, row_scale, codes, scale, groups.starts, groups.block_starts)
     arguments: list[Argument] = [(0 if t is None else t.data_ptr(), 8) for t in pointers]
-    integers = (num_rows, features, x.stride(0), 0 if row_scale is None else row_scale.stride(1))
+    integers = (num_rows, num_source_rows, features, x.stride(0), 0 if row_scale is None else row_scale.stride(1))
     arguments += [(value, 4) for value in integers]
     arguments += groups.arguments(codes, scale)
     sms = driver.num_sms(device) * CTAS_PER_SM

@@ -1,6 +1,6 @@
 // FP8_BLOCK codes and scales of bf16 rows, and of the same values transposed, on Hopper: one read, both written.
 //
-//   x  (M, F) bf16, F a multiple of 8, in groups that are cut into tiles of 128 tokens
+//   x  (M, F) bf16, F a multiple of 8, in groups that are cut into tiles of 128 tokens; where GATHERS, rows `tokens` (M) of x (T, F)
 //   ->  rows: codes (M, F) e4m3, scales (F / 128, ld) float32, one per row and 128 features
 //       columns: codes (F, T') e4m3, scales (S, F) float32, one per feature and 128 tokens of a group, or per 128 features
 //
@@ -10,12 +10,13 @@
 //      each warp                                                   some warps too
 //      ---------                                                   --------------
 //      wait for the copies of its 8 rows; read them;
-//      start copying the same rows of the next item
+//      start copying the same rows of the next item;
 //      largest magnitude of its columns -> shared memory
 //                                        barrier
 //      lines of the last item's transposed codes -> global         scales of columns (4); the item after the next (1)
 //      scales and codes of rows
 //                                        barrier
+//      where the rows of the item after the next lie (GATHERS)
 //      codes of columns, transposed -> shared memory
 using uint8_t = unsigned char;
 using uint16_t = unsigned short;
@@ -34,13 +35,33 @@ using uint64_t = unsigned long long;
 #include "device/token_tiles.cuh"
 #include "sm90_rows_columns/storage.cuh"
 
+// The row of x that is row `lane % ROWS` of a warp's of an item, -1 where there is none.
+__device__ __forceinline__ int source_row(const Problem& problem, const Item& item, int warp, int lane) {
+    const int row = ROWS * warp + lane % ROWS;
+    return row < item.rows ? problem.tokens[item.first_row + row] : -1;
+}
+
 // Copies of a warp's rows of an item into shared memory, 16 bytes a lane, two rows at once. What is not there is zeros.
+// source: where GATHERS, `source_row` of the item.
 __device__ __forceinline__ void start_copies(SharedStorage& shared, const Problem& problem, const Item& item,
-                                             int warp, int lane) {
+                                             int source, int warp, int lane) {
     const int row = ROWS * warp + lane / 16, chunk = lane % 16, column = item.block * TILE + 8 * chunk;
+    if constexpr (GATHERS) {
+        const uint32_t rows_of_x = column < problem.features ? problem.num_source_rows : 0;
+#pragma unroll
+        for (int step = 0; step < ROWS / 2; ++step) {
+            const int of = __shfl_sync(0xffffffff, source, 2 * step + lane / 16);
+            const bool there = uint32_t(of) < rows_of_x;
+            const uint8_t* from = problem.x + (there ? 2 * (int64_t(of) * problem.stride + column) : 0);
+            const uint32_t to = shared_address(&shared.values[row + 2 * step].words[4 * chunk]);
+            cp_async_16_or_zeros(to, from, there ? 16 : 0);
+        }
+        cp_async_commit();
+        return;
+    }
     const int rows = column < problem.features ? item.rows - row : 0;
-    const int64_t source = rows > 0 ? int64_t(item.first_row + row) * problem.stride + column : 0;
-    const uint8_t* from = problem.x + 2 * source;
+    const int64_t offset = rows > 0 ? int64_t(item.first_row + row) * problem.stride + column : 0;
+    const uint8_t* from = problem.x + 2 * offset;
     const uint32_t to = shared_address(&shared.values[row].words[4 * chunk]);
 #pragma unroll
     for (int step = 0; step < ROWS / 2; ++step) {
@@ -158,15 +179,16 @@ __device__ __forceinline__ void zero_padding(const Problem& problem, const Item&
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, CTAS_PER_SM) padless_sm90_rows_columns(
-    const uint8_t* x, const int* offs, uint8_t* row_codes, float* row_scale, uint8_t* codes, float* scale,
-    int* starts, int* block_starts, int num_rows, int features, int stride, int row_scale_ld, int num_groups,
-    int alignment, int tokens, int num_scale_rows, int num_tiles) {
+    const uint8_t* x, const int* tokens_of_rows, const int* offs, uint8_t* row_codes, float* row_scale,
+    uint8_t* codes, float* scale, int* starts, int* block_starts, int num_rows, int num_source_rows,
+    int features, int stride, int row_scale_ld, int num_groups, int alignment, int tokens, int num_scale_rows,
+    int num_tiles) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const Groups groups{offs,           num_groups, num_rows, alignment,   tokens,
                         num_scale_rows, num_tiles,  starts,   block_starts};
-    const Problem problem{x,     groups,   row_codes, row_scale, codes,
-                          scale, num_rows, features,  stride,    row_scale_ld};
+    const Problem problem{x,     tokens_of_rows, groups,          row_codes, row_scale, codes,
+                          scale, num_rows,       num_source_rows, features,  stride,    row_scale_ld};
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
 
@@ -177,8 +199,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, CTAS_PER_SM) padless_s
             shared.schedule.take(groups, problem.num_blocks(), first, lane);
     }
     __syncthreads();
-    start_copies(shared, problem, shared.schedule.items[0], warp, lane);
-    int number = 0;
+    const auto source_of = [&](int number) {
+        return GATHERS ? source_row(problem, shared.schedule.items[number % 4], warp, lane) : 0;
+    };
+    start_copies(shared, problem, shared.schedule.items[0], source_of(0), warp, lane);
+    int number = 0, next_source = source_of(1);
 #pragma unroll 1
     for (;; ++number) {
         const Item& item = shared.schedule.items[number % 4];
@@ -191,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, CTAS_PER_SM) padless_s
             ld_shared_v2_b32(shared_address(&shared.values[ROWS * warp + row].words[2 * lane]), words[row][0],
                              words[row][1]);
         __syncwarp();
-        start_copies(shared, problem, shared.schedule.items[(number + 1) % 4], warp, lane);
+        start_copies(shared, problem, shared.schedule.items[(number + 1) % 4], next_source, warp, lane);
         uint32_t largest[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -209,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, CTAS_PER_SM) padless_s
             zero_padding(problem, item);
         }
         __syncthreads();
+        next_source = source_of(number + 2);
         stage_columns(shared, words, item.tokens, warp, lane);
     }
     __syncthreads();

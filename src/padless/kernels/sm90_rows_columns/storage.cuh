@@ -1,7 +1,7 @@
 // What the steps of sm90_rows_columns.cu share: shared memory, the problem, magnitudes of bf16 pairs.
 #pragma once
 
-// The host defines, from RowsColumnsConfig: HAS_ROWS, SQUARE, MAX_GROUPS, BAND.
+// The host defines, from RowsColumnsConfig: HAS_ROWS, SQUARE, GATHERS, MAX_GROUPS, BAND.
 constexpr int CTAS_PER_SM = 2;
 constexpr int STAGES = 2;  // of loads: the rows at hand, and the next tile's
 
@@ -16,13 +16,14 @@ struct alignas(1024) SharedStorage {
 #include "device/read_back.cuh"
 
 struct Problem {
-    const uint8_t* x;  // (M, F) bf16, rows `stride` values apart
+    const uint8_t* x;   // (M, F) bf16, rows `stride` values apart; (num_source_rows, F) where GATHERS
+    const int* tokens;  // (M) rows of x, where GATHERS
     Groups groups;
     uint8_t* row_codes;  // (M, F), where HAS_ROWS
     float* row_scale;    // (ceil(F / 128), row_scale_ld), where HAS_ROWS
     uint8_t* codes;      // (F, T')
     float* scale;        // (num_scale_rows, F), or SQUARE (num_scale_rows, ceil(F / 128))
-    int num_rows, features, stride, row_scale_ld;
+    int num_rows, num_source_rows, features, stride, row_scale_ld;
 
     __device__ __forceinline__ int num_blocks() const { return (features + TILE - 1) / TILE; }
 };

@@ -55,23 +55,29 @@ def rows_columns(
     alignment: int,
     rows: bool,
     driver: Driver | None = None,
+    tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(row codes uint8, MN-major row scale, column codes uint8, column scale, starts, block_starts) of checked
     arguments.
 
-    rows False: the first two have no rows. driver: of a Hopper GPU that may run the CUDA kernel, or None.
+    rows False: the first two have no rows. driver: of a Hopper GPU that may run the CUDA kernel, or None. tokens: (M,)
+    int32, where the rows are x[tokens]; only the CUDA kernel reads them from where they are.
     """
+    in_cuda = driver is not None and host.fits(x, offs)
+    if tokens is not None and not in_cuda:
+        x, tokens = x.index_select(0, tokens), None
     x = x if x.stride(-1) == 1 else x.contiguous()
-    num_rows, features = x.shape
+    num_rows, features = x.shape[0] if tokens is None else tokens.shape[0], x.shape[1]
     kept_rows = num_rows if rows else 0
     row_codes = torch.empty((kept_rows, features), dtype=torch.uint8, device=x.device)
     row_scale = empty_mn_major(kept_rows, ceil_div(features, 128), x.device)
     columns = empty_columns(num_rows, offs.shape[0], features, block, alignment, x.device)
-    if driver is not None and host.fits(x, offs):
+    if in_cuda:
+        assert driver is not None
         of = groups.token_groups(offs, num_rows, alignment)
         starts, block_starts = of.starts, of.block_starts
         to = (row_codes, with_padding(row_scale)) if rows else (None, None)
-        prepared = host.prepare(driver, x, of, to[0], to[1], columns.codes, columns.scale, block[0] == 128)
+        prepared = host.prepare(driver, x, tokens, of, to[0], to[1], columns.codes, columns.scale, block[0] == 128)
         prepared.launch(torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0)
     else:
         found = groups.group_tiles(offs, num_rows, alignment)

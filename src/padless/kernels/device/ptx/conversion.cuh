@@ -89,11 +89,6 @@ __device__ __forceinline__ void st_shared_f32(uint32_t address, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
-// `memory`: what other threads wrote before a barrier may not be read before it.
-__device__ __forceinline__ void ld_shared_v2_f32(uint32_t address, float& x, float& y) {
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
-}
-
 // Writes two floats at the same shared-memory offset in CTA `cta_rank` of the cluster, and then completes 8 bytes on the
 // barrier at the offset of `barrier` there. Nothing waits for it here: no membar.
 __device__ __forceinline__ void st_async_v2_f32(uint32_t address, uint32_t barrier, uint32_t cta_rank,

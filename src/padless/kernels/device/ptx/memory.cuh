@@ -16,6 +16,10 @@ __device__ __forceinline__ void st_shared_v2_f32(uint32_t address, float x, floa
 }
 
 // `memory` in the loads: what other threads wrote before a barrier may not be read before it.
+__device__ __forceinline__ void ld_shared_v2_f32(uint32_t address, float& x, float& y) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
+}
+
 __device__ __forceinline__ void ld_shared_v4_f32(uint32_t address, float (&v)[4]) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])

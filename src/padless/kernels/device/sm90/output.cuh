@@ -10,8 +10,8 @@ constexpr int OUT_BF16 = 0;
 constexpr int OUT_F16 = 1;
 constexpr int OUT_F32 = 2;
 
-// d: this thread's accumulators of a 64 x BLOCK_N tile; `slabs`: the warpgroup's shared memory.
-template <int BLOCK_N, int OUT>
+// d: this thread's accumulators of a 64 x BLOCK_N tile; `slabs`: the warpgroup's shared memory. ADDS, of float32: to what is there.
+template <int BLOCK_N, int OUT, bool ADDS = false>
 __device__ __forceinline__ void stage_tile(const float (&d)[BLOCK_N / 2], uint32_t slabs, int warp,
                                            int lane) {
     if constexpr (OUT == OUT_F32) {
@@ -22,8 +22,16 @@ __device__ __forceinline__ void stage_tile(const float (&d)[BLOCK_N / 2], uint32
             const uint32_t slab = slabs + (i / 4) * (64 * 128);
             const uint32_t chunk = (i % 4) * 2 + (lane % 4) / 2;
             const uint32_t within = (lane % 2) * 8;
-            st_shared_v2_f32(slab + swizzle_128b(row, chunk) + within, d[4 * i], d[4 * i + 1]);
-            st_shared_v2_f32(slab + swizzle_128b(row + 8, chunk) + within, d[4 * i + 2], d[4 * i + 3]);
+            const uint32_t upper = slab + swizzle_128b(row, chunk) + within;
+            const uint32_t lower = slab + swizzle_128b(row + 8, chunk) + within;
+            float old[4] = {};
+            if constexpr (ADDS) {
+                ld_shared_v2_f32(upper, old[0], old[1]);
+                ld_shared_v2_f32(lower, old[2], old[3]);
+            }
+            const auto value = [&](int j) { return ADDS ? __fadd_rn(old[j], d[4 * i + j]) : d[4 * i + j]; };
+            st_shared_v2_f32(upper, value(0), value(1));
+            st_shared_v2_f32(lower, value(2), value(3));
         }
     } else {
         // 64 columns to a slab; stmatrix writes two groups of 8 columns of 16 rows at a time.

@@ -11,12 +11,19 @@
 // and the store warp stores nothing: where parts are staged when other products are already under way, a branch there takes
 // registers that the largest kernels do not have.
 //
+// Where the result is added to (ACCUMULATE), a buffer is handed out with the old values of its piece in it, which the copy engine
+// brings behind the last store's reads; consumers wait for d_loaded (a barrier of its bytes) in place of d_free, add, and the sums
+// are stored. So they are fetched from one tile's end on for the next.
+//
 // Included behind the kernel's SharedStorage, Reader, Problem, these constants and these functions: piece_row and piece_column,
 // where in the result a warpgroup's piece of a tile begins; is_in_result, whether the result has a row and column of a tile; and
 // write_slab, which has the copy engine write 64 rows of SLAB_COLUMNS.
 #pragma once
 
-constexpr int STORE_THREADS = 128 + 32;  // that meet at a barrier: a warpgroup and its store warp
+static_assert(!ACCUMULATE || OUT_TYPE == OUT_F32, "sums are float32");
+constexpr int USES = NUM_PIECES / NUM_D;  // of a buffer, by a tile
+constexpr int NO_ROW = 1 << 30;           // behind any result: what is read there is zeros
+constexpr int STORE_THREADS = 128 + 32;   // that meet at a barrier: a warpgroup and its store warp
 
 __device__ __forceinline__ uint32_t d_free(int warpgroup, int piece) {
     return 1 + warpgroup * NUM_D + piece % NUM_D;
@@ -25,22 +32,51 @@ __device__ __forceinline__ uint32_t d_full(int warpgroup, int piece) {
     return 1 + NUM_MMA_WARPGROUPS * NUM_D + warpgroup * NUM_D + piece % NUM_D;
 }
 
-// Consumer: hands a part of its tile to its store warp.
+template <class Storage>
+__device__ __forceinline__ uint32_t d_loaded(Storage& shared, int warpgroup, int piece) {
+    return shared_address(&shared.d_loaded[warpgroup][piece % NUM_D]);
+}
+
+// Consumer: hands a part of its tile to its store warp. parity: of the tiles before, where a tile uses buffers an odd number of times.
 template <int PIECES>
 __device__ __forceinline__ void stage_part(const float (&d)[PIECES * PIECE_COLUMNS / 2],
-                                           SharedStorage& shared, int warpgroup, int part) {
+                                           SharedStorage& shared, int warpgroup, int part, uint32_t& parity) {
     using Piece = const float (&)[PIECE_COLUMNS / 2];
     const uint32_t tid = read_tid_x();
     const int warp = tid / 32 % 4, lane = tid % 32;
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
         const int piece = part * PIECES + i;
-        bar_sync(d_free(warpgroup, piece), STORE_THREADS);
-        stage_tile<PIECE_COLUMNS, OUT_TYPE>(reinterpret_cast<Piece>(d[i * (PIECE_COLUMNS / 2)]),
-                                            shared_address(shared.d[warpgroup][piece % NUM_D]), warp, lane);
+        if constexpr (ACCUMULATE)
+            mbarrier_wait(d_loaded(shared, warpgroup, piece), (piece / NUM_D + parity) % 2);
+        else
+            bar_sync(d_free(warpgroup, piece), STORE_THREADS);
+        stage_tile<PIECE_COLUMNS, OUT_TYPE, ACCUMULATE>(reinterpret_cast<Piece>(d[i * (PIECE_COLUMNS / 2)]),
+                                                        shared_address(shared.d[warpgroup][piece % NUM_D]),
+                                                        warp, lane);
         fence_proxy_async_shared();
         bar_arrive(d_full(warpgroup, piece), STORE_THREADS);
+        if (ACCUMULATE && USES % 2 == 1 && piece == NUM_PIECES - 1) parity ^= 1;
     }
+}
+
+// One thread: has a piece's old values brought into its buffer, all of them: zeros for what does not exist, and for no tile. With a
+// tile's first piece those that have no buffer yet are brought into L2.
+template <class Storage>
+__device__ __forceinline__ void load_piece(Storage& shared, const TensorMap& map_d, const Tile& tile,
+                                           int warpgroup, int piece) {
+    const uint32_t loaded = d_loaded(shared, warpgroup, piece);
+    mbarrier_arrive_expect_tx(loaded, PIECE_SLABS * SLAB_BYTES);
+    const int row = tile.rows > 0 ? piece_row(tile, warpgroup, piece) : NO_ROW;
+    for (int s = 0; s < PIECE_SLABS; ++s) {
+        const uint32_t slab = shared_address(shared.d[warpgroup][piece % NUM_D] + s * SLAB_BYTES);
+        tma_load_3d(map_d, slab, loaded, piece_column(tile, piece) + s * SLAB_COLUMNS, row, tile.group);
+    }
+    if (piece > 0 || tile.rows == 0) return;
+    for (int later = NUM_D; later < NUM_PIECES; ++later)
+        for (int s = 0; s < PIECE_SLABS; ++s)
+            tma_prefetch_3d(map_d, piece_column(tile, later) + s * SLAB_COLUMNS,
+                            piece_row(tile, warpgroup, later), tile.group);
 }
 
 // One thread: writes a piece, clipped to the rows and columns that exist.
@@ -62,7 +98,14 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
                                             const TensorMap& map_d, int warpgroup, int lane) {
     Reader reader(shared.queue);
     Tile tile{}, next{};
-    bar_arrive(d_free(warpgroup, 0), STORE_THREADS);
+    const auto hand_out = [&](const Tile& to, int piece) {
+        if constexpr (ACCUMULATE) {
+            if (lane == 0) load_piece(shared, map_d, to, warpgroup, piece);
+        } else {
+            bar_arrive(d_free(warpgroup, piece), STORE_THREADS);
+        }
+    };
+    hand_out(tile, 0);
     do {
         tile = next;
 #pragma unroll
@@ -75,7 +118,7 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
             if (piece < NUM_PIECES - 1 || next.rows > 0) {
                 if (lane == 0) cp_async_bulk_wait_group_read_all();
                 __syncwarp();
-                bar_arrive(d_free(warpgroup, piece + 1), STORE_THREADS);
+                hand_out(piece < NUM_PIECES - 1 ? tile : next, (piece + 1) % NUM_PIECES);
             }
             bar_sync(d_full(warpgroup, piece), STORE_THREADS);
             if (lane == 0 && tile.rows > 0) store_piece(shared, problem, map_d, tile, warpgroup, piece);
