@@ -1,4 +1,4 @@
-"""Fixtures shared by every test: the GPU marker, seeded inputs, fenced outputs and ragged groups.
+"""Fixtures shared by every test: the GPU marker, seeded inputs, guarded outputs and ragged groups.
 
 What is not a fixture can be imported: `from support import slow_share
 from support.ragged import RAGGED_CASES, GuardedOutput`.
@@ -91,7 +91,7 @@ def own_kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
-# --- fenced outputs --------------------------------------------------------------------------------------
+# --- guarded outputs --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from padless.emulator.fake_driver import driver_of
 from padless.emulator.timing import Chip, Timeline, timed
 from padless.emulator.timing.chip import Call, TileTimes, call_time
 from padless.formats import FP8_BLOCK
-from padless.kernels.schedule import has_halves, tiles
+from padless.kernels.schedule import has_half_tiles, tiles
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, select_config
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
@@ -65,8 +65,10 @@ def call_of(sizes: Sequence[int], n: int, k: int, shape: Shape, raster_m: int, n
     block_m, block_n, cluster = shape
     workers = num_sms // cluster
     ends = [sum(sizes[: g + 1]) for g in range(len(sizes))]
-    halves = workers if has_halves(block_m) else None
-    sorts = [-(-tile.rows // UNIT) for tile in tiles(ends, ends[-1], n, block_m, block_n * cluster, raster_m, halves)]
+    half_tiles = workers if has_half_tiles(block_m) else None
+    sorts = [
+        -(-tile.rows // UNIT) for tile in tiles(ends, ends[-1], n, block_m, block_n * cluster, raster_m, half_tiles)
+    ]
     padded = -(-n // (block_n * cluster)) * block_n * cluster
     products = sum(-(-size // UNIT) * UNIT for size in sizes) * padded * k
     rows = sum(sizes)

@@ -69,12 +69,14 @@ def barriers(config: Sm100DenseConfig) -> list[tuple[str, int, str]]:
     ctas = config.cta_group
     stage = ctas * sum(c[f"{name}_bytes"] for name in ("a", "b", "sfa", "sfb"))
     who = "the CTA" if ctas == 1 else "both CTAs"
-    return [
+    rows = [
         ("full", c["num_stages"], f"1 arrival and the bytes of {who}, {stage} of a whole stage"),
         ("empty", c["num_stages"], "1 commit"),
-        ("accumulator_full", 2, "1 commit"),
-        ("free", c["free_barriers"], f"{c['free_arrivals']} arrivals, one from each store warp of {who}"),
+        ("accumulator_full", 2 * c["halves"], "1 commit"),
+        ("free", 2, f"{c['free_arrivals']} arrivals, one from each store warp of {who}"),
+        ("common_free", c["halves"] - 1, f"{c['free_arrivals']} arrivals, one from each store warp of {who}"),
     ]
+    return [row for row in rows if row[1] > 0]
 
 
 def barrier_graph(config: Sm100DenseConfig) -> list[str]:
@@ -85,6 +87,7 @@ def barrier_graph(config: Sm100DenseConfig) -> list[str]:
         "empty": ("issue_mma", both, "load_tiles"),
         "accumulator_full": ("issue_mma", both, "store_tiles"),
         "free": ("store_tiles", even, "issue_mma"),
+        "common_free": ("store_tiles", even, "issue_mma"),
     }
     rows = []
     for name, number, what in barriers(config):

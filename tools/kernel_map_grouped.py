@@ -43,7 +43,7 @@ _PAIRS = replace(_TILED, cta_group=2, mma_n=256, multicast=2)
 _EVERYTHING = Epilogue(alpha=True, bias=True, prob=True, amax=True, d_dtype=torch.bfloat16)
 _BOTH = replace(_EVERYTHING, row_format=MXFP8, column_format=MXFP8, scale_rule="rceil")
 # Quantising ones.
-QUANTISING = {
+QUANTIZING = {
     "MXFP8 rows": Epilogue(row_format=MXFP8, scale_rule="rceil"),
     "MXFP8 rows and columns, everything": _BOTH,
     "NVFP4 rows of a SwiGLU in halves": Epilogue(row_format=NVFP4, scale_rule="te", activation="swiglu_concatenated"),
@@ -78,14 +78,14 @@ def tables() -> list[str]:
         )
         spans = [f"{first}-{end - 1}" for what, first, end in regions(config) if what != "common"]
         columns.append(f"| {name} | {' | '.join(spans)} | {c['tmem_columns']} |")
-    quantising = [
+    quantizing = [
         "| two pairs 256 x 256, MXFP8, tiled; output | stages | shared memory | threads |",
         "|---|---|---|---|",
     ]
-    for name, epilogue in QUANTISING.items():
+    for name, epilogue in QUANTIZING.items():
         kernel = compile_kernel(KERNEL, QuantConfig(_PAIRS, epilogue).prelude(), "sm_100a")
-        quantising.append(f"| {name} | {kernel.num_stages} | {kernel.shared_bytes:,} | {kernel.num_threads} |")
-    return [*budgets, "", *columns, "", *quantising]
+        quantizing.append(f"| {name} | {kernel.num_stages} | {kernel.shared_bytes:,} | {kernel.num_threads} |")
+    return [*budgets, "", *columns, "", *quantizing]
 
 
 def regions(config: Sm100GroupedConfig) -> list[tuple[str, int, int]]:

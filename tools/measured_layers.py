@@ -20,13 +20,20 @@ FP8 = ("padless fp8, Z bf16", "padless fp8")
 def layer_section(found: Measured) -> list[str]:
     prefill = [r for r in found.points if r["point"]["tokens"] >= PREFILL]
     decode = [r for r in found.points if r["point"]["tokens"] <= 64]
+    framework = ""
+    if ratios(prefill, "gpu", layer.DEEPGEMM, layer.PADLESS):
+        framework = (
+            f" deepgemm is its grouped product with groups padded to 128 rows and the passes that vLLM and SGLang put "
+            f"around it, in fewer launches than theirs: {_mean(prefill, layer.DEEPGEMM, layer.PADLESS)} from "
+            f"{PREFILL} tokens on."
+        )
     text = paragraph(
         f"**A whole Mixture-of-Experts layer**, forward ({found.link}; {_peers(found)}{found.medians}): routing, "
-        "gather, quantization, both products, weighted sum, replayed in a CUDA graph; microseconds. bf16 is torch's "
-        "grouped product with the passes that transformers puts around it; `torch passes` are padless's products with "
-        "those passes; the floor is padless's products alone and the bytes of its passes at the rate of a copy. "
-        f"bf16 over padless: {_mean(prefill, layer.BF16, layer.PADLESS)} from {PREFILL} tokens on, "
-        f"{_mean(decode, layer.BF16, layer.PADLESS)} up to 64.",
+        "gather, quantization, both products, weighted sum; microseconds, up to 256 tokens replayed from CUDA graphs. "
+        "bf16 is torch's grouped product with the passes that transformers puts around it; `torch passes` are "
+        "padless's products with those passes; the floor is the two products' FLOPs or their bytes, whichever takes "
+        f"longer, and no pass. bf16 over padless: {_mean(prefill, layer.BF16, layer.PADLESS)} from {PREFILL} tokens "
+        f"on, {_mean(decode, layer.BF16, layer.PADLESS)} up to 64.{framework}",
         failure_sentence(found.points),
     )
     return [text, markdown(layer.tables(found.points, found.sessions, 0)[0])]

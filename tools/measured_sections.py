@@ -187,6 +187,24 @@ def checks_section(path: Path) -> list[str]:
     return [text, bullets(items)]
 
 
+def fuzz_section(path: Path) -> list[str]:
+    """Problems of all runs of `padless fuzz`, by what computed them, and how many were wrong."""
+    runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    sums: dict[str, list[int]] = {}
+    for run in runs:
+        where = run["machine"]["gpu"] if run["backend"] == "cuda" else f"backend `{run['backend']}` on a CPU"
+        of = sums.setdefault(where, [0, 0])
+        of[0] += run["problems"]
+        of[1] += 1
+    parts = [f"{n:,} on {at} in {count} run{'s' * (count > 1)}" for at, (n, count) in sorted(sums.items())]
+    wrong = sum(len(run["wrong"]) + len(run["ended"]) for run in runs)
+    text = paragraph(
+        f"**Random problems** of `padless fuzz` over every public call ([record]({FOLDER}/{path.name}); [what is drawn "
+        f"and judged](docs/fuzz.md)): {listed(parts)}; {wrong} wrong."
+    )
+    return [text] if runs else []
+
+
 def passed(checks: Sequence[Record]) -> str:
     """Such as "22 of 23 pass"."""
     return f"{sum(check['passed'] for check in checks)} of {len(checks)} pass"

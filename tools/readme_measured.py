@@ -4,9 +4,9 @@
     python tools/readme_measured.py --check  # exits with 1 and a sentence for each that differs
 
 The newest record of each kind counts: `<date>-h200-<kind>.jsonl` of `padless bench`, `<date>-h200-verify.json` of
-`padless verify`. What no record holds is left out. A figure is typed nowhere: machine, dates, repeats and ranges of
-points are read from the records too, and what went wrong in one is said. README.md has the sections of README_KINDS,
-docs/measured/README.md all of them.
+`padless verify`; `fuzz.jsonl` has all runs of `padless fuzz`. What no record holds is left out. A figure is typed
+nowhere: machine, dates, repeats and ranges of points are read from the records too, and what went wrong in one is
+said. README.md has the sections of README_KINDS, docs/measured/README.md all of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from measured_sections import (
     dense_section,
     epilogue_section,
     formats_section,
+    fuzz_section,
     paper_section,
     quantize_section,
 )
@@ -48,8 +49,9 @@ SECTIONS: dict[str, Callable[[Measured], list[str]]] = {
     "quantize": quantize_section,
 }
 CHECKS = "checks"  # of `padless verify`, after the sections
-EVERY_KIND = (*SECTIONS, CHECKS)
-README_KINDS = ("layer", "train", "paper-full")
+FUZZ = "fuzz"  # of `padless fuzz`: one file of all runs, last
+EVERY_KIND = (*SECTIONS, CHECKS, FUZZ)
+README_KINDS = ("layer", "train", "paper-full", FUZZ)
 
 
 def measured_block(folder: Path, kinds: Collection[str] = EVERY_KIND) -> str:
@@ -60,6 +62,8 @@ def measured_block(folder: Path, kinds: Collection[str] = EVERY_KIND) -> str:
         parts += SECTIONS[kind](record) if kind in kinds else []
     verify = newest(folder, "verify.json")
     parts += checks_section(verify) if verify is not None and CHECKS in kinds else []
+    fuzz = folder / "fuzz.jsonl"
+    parts += fuzz_section(fuzz) if fuzz.exists() and FUZZ in kinds else []
     return "\n\n".join(parts) + "\n\n"
 
 

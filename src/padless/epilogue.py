@@ -1,13 +1,13 @@
 """Epilogues: from float32 sums of a grouped GEMM to stored outputs. `Epilogue`, and the tensors that it writes.
 
 The arithmetic, element by element, all of it float32 and every operation that is written rounded once to nearest even
-(no contraction to a fused multiply-add, subnormals kept). fl() marks the rounding.
+(a fused multiply-add where fma() is written and nowhere else, subnormals kept). fl() marks the rounding.
 
     acc   the GEMM's float32 sum, global scales of the operands included: what grouped_gemm(out_dtype=float32) stores
- 1. x  =  fl(acc * alpha[g])                                        alpha, else acc
- 2. bias, with prob ungated so far:
-      bias_rule "gated_sum"    x = fl(x + bias[g, n])               n counts B's rows, gate and up alike
-      bias_rule "gated_bias"   x = fl(x + fl(bias[g, n] * prob[m])) step 4 is then left out; no activation
+ 1. x  =  fl(acc * alpha[g])                                        alpha without bias; with neither acc
+ 2. x  =  fma(acc, alpha[g], bias')                                  bias; without alpha fl(acc + bias')
+      bias_rule "gated_sum"    bias' = bias[g, n]                   n counts B's rows, gate and up alike
+      bias_rule "gated_bias"   bias' = fl(bias[g, n] * prob[m])     step 4 is then left out; no activation
  3. activation "swiglu_*", on pairs of columns:
       h  =  fl(fl(gate * s) * up),  s = fl(1 / fl(1 + fl(exp(-gate))))
       The exponential is the one operation that is not exactly rounded: a GPU's is off by up to 2^-21 of its value. Where
@@ -126,7 +126,8 @@ class Epilogue:
         alpha, bias, prob: whether sums are multiplied by a number per group, a row vector per group is added, and
             rows are multiplied by a number each.
         bias_rule: "gated_sum", (acc * alpha + bias) * prob, or "gated_bias", acc * alpha + bias * prob. The same
-            without prob. "gated_bias" is what cuDNN's GEMM + Quant kernel computes, and has no activation.
+            without prob. "gated_bias" is what cuDNN's GEMM + Quant kernel computes, to the bit of float32 sums that
+            are equal (`grouped_gemm_quant.py` of its frontend 1.32), and has no activation.
         activation: "none"; or "swiglu_interleaved", N is 32 columns of gate, 32 of up, 32 of gate, ..; or
             "swiglu_concatenated", gate in the first N / 2 columns and up in the others. Then N_out = N / 2.
         amax: whether the largest magnitude of each group is wanted.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from padless import FP8_BLOCK, dequantize
+from padless import FP8_BLOCK
 from padless.bench import commands, report_file
 from padless.bench.case import CASES
 from padless.bench.cases import layer
@@ -18,7 +21,6 @@ from padless.bench.cases.problems.layer import MODELS, LayerPoint, make_layer
 from padless.bench.measure import facts_of
 from padless.bench.results import BenchResult, ResultFile, failures
 from padless.bench.run import resolve_grid, resolve_peers
-from padless.formats import BlockScaledTensor, round_up
 from support.bench_records import StandInTimer, timing
 
 POINT = LayerPoint("tiny", 19, 5, 3, 256, 128)
@@ -29,23 +31,65 @@ def problem():  # type: ignore[no-untyped-def]
     return make_layer(POINT, 3, "cpu")
 
 
-def padded_gemm(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, group_index: torch.Tensor) -> None:
-    """What DeepGEMM's contiguous one computes."""
-    x, w = dequantize(a), dequantize(b)
-    for row, group in enumerate(group_index.tolist()):
-        if group >= 0:
-            out[row] = x[row] @ w[group].t()
-
-
 def test_contenders_compute_one_layer(problem) -> None:  # type: ignore[no-untyped-def]
     found = layer.calls(problem)
     assert set(found) == {layer.BF16, layer.TODAY, layer.PADLESS}
-    rows = sum(round_up(size, 128) for size in problem.sizes)
-    found[layer.DEEPGEMM] = lambda: layer.padded_layer(problem, rows, padded_gemm)
     right, record = layer.check(problem, found)
     assert failures([record | {"point": facts_of(POINT)}]) == []
-    assert set(right) == set(found) == set(layer.TOLERANCE)
+    assert set(right) == set(found) == set(layer.TOLERANCE) - {layer.DEEPGEMM}
     assert all(0 < error < layer.TOLERANCE[name] for name, error in record["row_error"].items())
+
+
+# Experts of 0, 1, 127, 129 and 0 rows; then 3 of 9 experts a token, most with less than a tile.
+DEEPGEMM_CASES = """
+import torch
+from padless.bench.cases.problems.layer import LayerPoint, make_layer
+from padless.bench.peers.deepgemm import DeepGemm
+from padless.bench.cases import layer
+from padless.testing.judge import row_errors, worst
+from support.deepgemm import stand_in_deepgemm
+
+ragged = make_layer(LayerPoint("ragged", 257, 5, 1, 256, 128), 1, "cpu")
+order = torch.randperm(257, generator=torch.Generator().manual_seed(0))
+ragged.ids = (2 + (order > 127).long())[:, None]
+ragged.ids[order == 5] = 1
+scattered = make_layer(LayerPoint("scattered", 13, 9, 3, 384, 384), 2, "cpu")
+peer = DeepGemm(None)
+peer._library = stand_in_deepgemm()
+empty = torch.empty
+
+
+def poisoned(*args, **kwargs):
+    t = empty(*args, **kwargs)
+    t.view(torch.uint8).fill_(0x7F)
+    return t
+
+
+for problem in (ragged, scattered):
+    found = layer.calls(problem, [peer])[layer.DEEPGEMM]
+    torch.empty = poisoned
+    out = found()
+    torch.empty = empty
+    every = torch.arange(problem.point.tokens)
+    print(sorted(problem.sizes)[-4:], worst(row_errors(out, problem.expected(every, quantized=True))))
+"""
+
+
+def test_deepgemm_between_a_frameworks_passes_computes_the_layer() -> None:
+    """Every token against float64, in Triton's interpreter, with buffers full of NaN; the product in float64."""
+    here = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", DEEPGEMM_CASES],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([*sys.path, str(here)])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
+    assert found[0][0] == "[0, 1, 127, 129]"
+    assert [0.01 < float(error) < layer.TOLERANCE[layer.DEEPGEMM] for _, error in found] == [True] * 2
 
 
 def test_a_wrong_or_broken_contender_is_noticed_and_not_timed(problem, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
@@ -67,7 +111,7 @@ def test_a_wrong_or_broken_contender_is_noticed_and_not_timed(problem, monkeypat
 def test_a_measured_point_is_shown(problem, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     record = layer.measure_layer(problem, (), StandInTimer(), graphs=False)
     record |= {"kind": "layer", "point": facts_of(POINT), "seed": 0, "floor_us": 3.0, "copy_gb_per_s": 1000.0}
-    assert {f"pass: {name}" for name in layer.PASSES} | {"passes"} < set(record["gpu"])
+    assert {f"pass: {name}" for name in layer.PASSES} | {"passes", "products"} < set(record["gpu"])
     file = ResultFile(tmp_path / "layer.jsonl")
     file.append(record)
     console = Console(width=100, record=True)
@@ -94,6 +138,18 @@ def test_bytes_of_the_passes(problem) -> None:  # type: ignore[no-untyped-def]
     }
     record = {"gpu": {"pass: combine": timing(2.0)}, "pass_bytes": {"combine": 4000}, "copy_gb_per_s": 4.0}
     assert layer.pass_rate(record, "combine") == pytest.approx(0.5)
+    assert layer.over_parts(record) is None
+    record["gpu"] |= {"padless": timing(18.0), "products": timing(14.0)}
+    assert layer.over_parts(record) == pytest.approx(1.2)
+
+
+def test_the_products_alone_are_those_of_the_layer(problem) -> None:  # type: ignore[no-untyped-def]
+    """Summed with weights they give its bits."""
+    from padless.moe import combine, route
+
+    y = layer.products(problem)()
+    out = combine(y, route(problem.ids, 5).inverse, problem.weights)
+    assert torch.equal(out, layer.padless_layer(problem))
 
 
 def test_the_grid() -> None:

@@ -55,3 +55,5 @@ def test_tables() -> None:
     first, second = ep.tables([record], {}, 120)
     assert first.rows[0][3:6] == ["100.0", "350", "3.5x"]
     assert second.rows[0][-2:] == ["320", "600"]
+    record["gpu"] |= {f"titan {name}": {"us": 321.0} for name in ("dispatch", "combine", "layer")}
+    assert ep.tables([record], {}, 120)[0].rows[0][3:7] == ["100.0", "350", "3.5x", "321.0"]

@@ -76,7 +76,7 @@ def test_bytes_are_those_of_codes_scales_and_result(record: dict[str, Any]) -> N
         assert record["floors_us"][name] == pytest.approx(count / 4e6)
 
 
-def test_torch_multiplies_the_dequantised_operands() -> None:
+def test_torch_multiplies_the_dequantized_operands() -> None:
     operands = make_operands("NVFP4", "NVFP4", [3, 0, 9], 32, 64, seed=1, device="cpu")
     point = FormatsPoint("prefill", 12, 32, 64, 3)
     entries = formats.bf16_entries({"NVFP4 x NVFP4": operands}, point, formats.plain_names("sm_90a"))

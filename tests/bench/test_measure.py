@@ -118,7 +118,7 @@ def test_decode_and_dense_records(grouped: problem.GroupedProblem) -> None:
     assert record["row_error"]["padless"] < 0.004
 
 
-def test_operands_are_what_the_quantiser_makes_of_normal_values(grouped: problem.GroupedProblem) -> None:
+def test_operands_are_what_the_quantizer_makes_of_normal_values(grouped: problem.GroupedProblem) -> None:
     x, w = grouped.values()
     assert x.shape == (70, 272)
     assert w.shape == (5, 136, 272)
@@ -263,7 +263,7 @@ def test_without_a_gpu_runs_refuse_with_one_sentence(tmp_path: Path) -> None:
 def test_names_and_grids_are_checked(tmp_path: Path) -> None:
     from padless import bench
     from padless.bench.case import CASES
-    from padless.bench.peers import resolve_peers
+    from padless.bench.peers.find import resolve_peers
     from padless.bench.run import resolve_grid
 
     paper = CASES["paper"]

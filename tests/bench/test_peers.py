@@ -19,7 +19,7 @@ import torch
 import padless
 from padless.bench import peers, problem
 from padless.bench.group_sizes import DenseShape, Point
-from padless.bench.peers import deepgemm, mslk, tma_adaptive, torch_ops
+from padless.bench.peers import deepgemm, find, mslk, tma_adaptive, torch_ops
 from support.deepgemm import product, stand_in_deepgemm
 
 SIZES = [37, 0, 129, 3]
@@ -254,7 +254,7 @@ def test_torch_entry_points_exist() -> None:
 def test_every_peer_says_why_it_is_missing() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU: peers may be usable")
-    for peer in peers.find_peers():
+    for peer in find.find_peers():
         answer = peer.available()
         assert not answer.usable
         assert "needs a CUDA GPU" in answer.reason
@@ -272,16 +272,16 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_peers_are_chosen_by_name() -> None:
-    assert [peer.name for peer in peers.find_peers()] == ["deepgemm", "tma_adaptive", "mslk", "torch"]
-    assert [peer.name for peer in peers.find_peers(names=["torch", "mslk"])] == ["mslk", "torch"]
+    assert [peer.name for peer in find.find_peers()] == ["deepgemm", "tma_adaptive", "mslk", "torch"]
+    assert [peer.name for peer in find.find_peers(names=["torch", "mslk"])] == ["mslk", "torch"]
 
 
 def test_the_default_folder_is_used_if_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert peers.resolve_folder(None) is None
+    assert find.resolve_folder(None) is None
     (tmp_path / ".peers").mkdir()
-    assert peers.resolve_folder(None) == tmp_path / ".peers"
-    assert peers.resolve_folder(str(tmp_path)) == tmp_path
+    assert find.resolve_folder(None) == tmp_path / ".peers"
+    assert find.resolve_folder(str(tmp_path)) == tmp_path
 
 
 def test_the_toolkit_is_found_beside_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,7 @@ def test_peers_that_are_there_compute_the_product() -> None:
 
     sizes = [130, 7, 1, 374, 256]
     made = problem.make_grouped(Point(sum(sizes), 512, 1024, len(sizes)), sizes, 5, "cuda")
-    usable = [peer for peer in peers.find_peers() if peer.available().usable]
+    usable = [peer for peer in find.find_peers() if peer.available().usable]
     assert "torch" in [peer.name for peer in usable]
     contenders, errors = gather([], usable, lambda peer: peer.grouped(made))
     _, record = check(contenders, problem.sample_reference(made), errors)

@@ -45,7 +45,7 @@ except SystemExit as stop:
     assert stop.code == 0, stop.code
 heavy = {{"torch", "numpy", "triton", "cuda", "matplotlib"}} & set(sys.modules)
 assert not heavy, heavy
-assert {{m for m in sys.modules if m.startswith("padless")}} == {{"padless", "padless.cli"}}
+assert {{m for m in sys.modules if m.startswith("padless")}} == {{"padless", "padless.cli", "padless.cli.calling"}}
 """
     found = run_python("-c", script)
     assert found.returncode == 0, found.stderr

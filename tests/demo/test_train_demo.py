@@ -12,8 +12,10 @@ import torch
 from matplotlib import image
 from rich.console import Console
 
+import loss_parity
 from padless.demo.train import run as demo
 from padless.demo.train.model import Model, ModelSize
+from padless.demo.train.parity import verdicts
 from padless.demo.train.report import draw_losses, print_training, save_training
 from padless.demo.train.text import draw_batch, help_topics, library_sources
 from padless.nn import RECIPES
@@ -119,6 +121,49 @@ def test_command_writes_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 # --- loss parity -----------------------------------------------------------------------------------------
 
+BF16_LASTS = (2.0, 2.02, 1.99)  # a spread of 0.76%
+
+
+def judged(*ratios: float, recipe: str = "fp8", lasts: tuple[float, ...] = BF16_LASTS) -> bool:
+    """Whether a recipe holds whose last losses are those of bf16 times these ratios, and whose first are far off."""
+    of = [("bf16", [1.0] * len(lasts)), (recipe, ratios)]
+    curves = [
+        demo.Curve(name, seed, [9.0 * ratio] * 8 + [last * ratio] * 2)
+        for name, by_seed in of
+        for seed, (last, ratio) in enumerate(zip(lasts, by_seed, strict=True))
+    ]
+    (verdict,) = verdicts(demo.Training(TINY, "", "cpu", curves, 0.0))
+    assert verdict.by_seed == pytest.approx([r - 1 for r in ratios], nan_ok=True)
+    return verdict.holds
+
+
+def test_the_judge_of_parity():
+    assert judged(1.002, 1.002, 1.0025)
+    assert judged(0.998, 0.998, 0.9985)
+    assert judged(1.006, 0.994, 1.0)  # seeds differ, their mean does not
+    assert not judged(1.003, 1.003, 1.002)
+    assert not judged(0.997, 0.997, 0.998)
+    assert not judged(1.0, float("nan"), 1.0)
+    assert not judged(1.002, 1.002, 1.002, lasts=(2.0, 2.001, 2.0))  # outside the spread of seeds
+    assert not judged(1.0, lasts=(2.0,)), "one seed proves nothing"
+    assert judged(1.007, 1.007, 1.007, recipe="nvfp4")
+    assert not judged(1.011, 1.011, 1.011, recipe="nvfp4")
+
+
+def test_planted_faults_change_what_is_learned():
+    """From the first step that has them on."""
+
+    def losses() -> list[float]:
+        return demo.train(["fp8"], size=TINY, steps=2).curves[0].losses
+
+    right = losses()
+    for name, planted in loss_parity.FAULTS.items():
+        with planted():
+            faulty = losses()
+        assert (faulty[0] == right[0]) == (name != "scales of the row before"), name
+        assert faulty[1] != right[1], name
+
+
 PARITY_STEPS, SEEDS = 120, (0, 1, 2)
 LIMIT = 0.01  # of a model this small; docs/training.md has the large one
 
@@ -131,7 +176,7 @@ def parity() -> demo.Training:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_1d1d"])
 def test_fp8_ends_where_bf16_does(parity: demo.Training, recipe: str):
-    """A model this small learns as well with weights' codes that are never made again: tests/nn finds such faults."""
+    """A model this small learns as well with faults planted: docs/training.md has one that does not."""
     difference = parity.difference(recipe, "bf16")
     assert abs(difference) < LIMIT, difference
     assert abs(difference) < 2 * parity.spread("bf16"), (difference, parity.spread("bf16"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from padless.testing import exchange
-from padless.testing.ranks import RankError, raise_first, run_ranks
+from padless.testing.ranks import RankError, RankPool, raise_first, run_ranks
 from support import ep_cases
 
 
@@ -30,11 +30,14 @@ def test_three_processes() -> None:
 @pytest.mark.slow
 def test_planted_bugs_are_found() -> None:
     """Rows in another order, weights left out, a row left out, gradients of weights a hundredth too small."""
-    for bug, case in (("order", "formats"), ("unweighted", "formats"), ("lost", "sizes"), ("slots", "gradients")):
-        found = raise_first(
-            run_ranks(ep_cases.run_with_bug, 2, bug, case, cuda=False, backend="collective", timeout_s=100)
-        )
-        assert found[0][case] is not None, bug
+    planted = (
+        ("order", "formats"), ("unweighted", "formats"), ("lost", "sizes"), ("slots", "gradients"),
+        ("order", "training"), ("slots", "training"),
+    )  # fmt: skip
+    with RankPool(2, cuda=False, backend="collective") as pool:
+        for bug, case in planted:
+            found = raise_first(pool.call(ep_cases.run_with_bug, bug, case, timeout_s=100))
+            assert found[0][case] is not None, bug
 
 
 def test_loops_are_what_they_say() -> None:

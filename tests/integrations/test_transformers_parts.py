@@ -279,7 +279,7 @@ def test_weights_at_any_address(offset: int) -> None:
 
 
 def test_backward_raises_and_forward_does_not() -> None:
-    module = fp8_experts()
+    module = fp8_experts(scale_fmt="ue8m0", block_size=(1, 32))
     x, ids, top_k_weights = inputs()
     with torch.no_grad():
         want = module(x, ids, top_k_weights)
@@ -289,6 +289,25 @@ def test_backward_raises_and_forward_does_not() -> None:
         assert torch.equal(got.detach(), want)
         with pytest.raises(NotImplementedError, match="no gradients of quantized layers"):
             got.sum().backward()
+
+
+def test_experts_of_blocks_are_differentiable() -> None:
+    """Against float64: to the tokens and to the router, as an adapter or the layers below need them."""
+    module = fp8_experts()
+    given = inputs()
+    x, top_k_weights = (t.clone().requires_grad_() for t in given[::2])
+    dout = torch.randn(T, H)
+    out = module(x, given[1], top_k_weights)
+    out.backward(dout.to(out))
+    exact_x, exact_weights = (t.double().requires_grad_() for t in given[::2])
+    w13, w2 = values_of(module)
+    rows = exact_x[:, None].expand(T, K, H)
+    ids = given[1].clamp(max=E - 1)
+    gate, up = torch.einsum("tknh,tkh->tkn", w13[ids], rows).chunk(2, dim=-1)
+    y = torch.einsum("tkhi,tki->tkh", w2[ids], nn.functional.silu(gate) * up)
+    (torch.where(given[1] < E, exact_weights, 0.0)[..., None] * y).sum(1).backward(dout.double())
+    assert error(x.grad, exact_x.grad) < 0.08
+    assert error(top_k_weights.grad, exact_weights.grad) < 0.08
 
 
 # --- FP8 products ----------------------------------------------------------------------------------------

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 import padless.integrations.transformers as integration
-from support.hub_checkpoints import VOCABULARY, error, experts_of, load, write_bf16, write_fp8
+from support.hub_checkpoints import (
+    VOCABULARY,
+    error,
+    experts_of,
+    following_routing,
+    load,
+    recorded_routing,
+    write_bf16,
+    write_fp8,
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +52,12 @@ def step(model: Any) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_gradients(name: str, device: str, folder_of: Callable[[str], Path]) -> None:
     """Loss, logits and the gradient of every parameter near those of transformers' own bfloat16 experts."""
-    want = step(load(folder_of(name), experts_implementation="eager").to(device))
+    original = load(folder_of(name), experts_implementation="eager").to(device)
     model = load(folder_of(name), experts_implementation="padless_train").to(device)
-    got = step(model)
+    with recorded_routing(original) as decisions:  # near ties of the routers are decided by rounding
+        want = step(original)
+    with following_routing(model, decisions):
+        got = step(model)
     assert abs(got[0] - want[0]) < 0.002 * want[0]
     assert 1e-4 < error(got[1], want[1]) < 0.015
     assert got[2].keys() == want[2].keys()
@@ -53,9 +65,8 @@ def test_gradients(name: str, device: str, folder_of: Callable[[str], Path]) -> 
         if want[2][parameter] is None or not want[2][parameter].any():
             assert gradient is None or not gradient.any(), parameter
             continue
-        # Behind layer 1's router a token of Qwen3's has another expert, which rounding decides.
-        rerouted = name == "qwen3_moe" and parameter.startswith(("model.layers.1.mlp", "model.layers.1.post"))
-        assert error(gradient, want[2][parameter]) < (0.2 if rerouted else 0.1), parameter
+        # A token with another model's choice of experts has its weights too: nothing of it reaches the router.
+        assert error(gradient, want[2][parameter]) < (0.2 if parameter.endswith("gate.weight") else 0.1), parameter
     assert any("experts.gate_up_proj" in parameter for parameter in got[2])
 
 

@@ -288,7 +288,7 @@ def test_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cls._supports_quant_scheme(*fp8)
     assert cls._supports_quant_scheme(*mxfp4)
     assert not cls._supports_quant_scheme(keys.kMxfp4Static, keys.kMxfp4Dynamic)
-    for capability, allowed in (((9, 0), (True, True)), ((10, 0), (False, True)), ((12, 0), (False, False))):
+    for capability, allowed in (((9, 0), (True, True)), ((10, 0), (True, True)), ((12, 0), (False, False))):
         monkeypatch.setattr(experts, "current_platform", cuda(capability))
         assert (cls._supports_quant_scheme(*fp8), cls._supports_quant_scheme(*mxfp4)) == allowed
         assert cls._supports_current_device() == any(allowed)

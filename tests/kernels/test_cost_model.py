@@ -34,8 +34,8 @@ def played_slowly(sizes: list[int], n: int, k: int, tile: Tile, cost: TileCost, 
     offs = [sum(sizes[: g + 1]) for g in range(len(sizes))]
     columns = tile.block_n * tile.cluster_n
     free = [0.0] * (num_sms // tile.cluster_n)
-    halves_for = len(free) if tile.block_m == 256 else None
-    for piece in schedule.tiles(offs, sum(sizes), n, tile.block_m, columns, tile.raster_m, halves_for):
+    half_tiles_for = len(free) if tile.block_m == 256 else None
+    for piece in schedule.tiles(offs, sum(sizes), n, tile.block_m, columns, tile.raster_m, half_tiles_for):
         first = free.index(min(free))
         free[first] += cost.overhead_ns + math.ceil(k / 128) * (
             cost.full_ns if piece.rows > tile.block_m / 2 else cost.short_ns
@@ -61,11 +61,11 @@ def test_one_tile_and_whole_rounds_by_hand() -> None:
     assert simulate([0, 0], 64, 128, tile, cost, 4) == 0
 
 
-def test_a_last_round_in_halves_by_hand() -> None:
+def test_a_last_round_in_half_tiles_by_hand() -> None:
     tile, cost = Tile(256, 64), TileCost(10.0, 6.0, 1.0)
     # A whole round, then two tiles in four halves.
     assert simulate([256], 64 * 6, 128, tile, cost, 4) == 11 + 7
-    assert simulate([256], 64 * 6, 128, tile, cost, 4, halves=False) == 11 + 11
+    assert simulate([256], 64 * 6, 128, tile, cost, 4, half_tiles=False) == 11 + 11
     # Of three tiles one is cut, which saves nothing.
     assert simulate([256], 64 * 7, 128, tile, cost, 4) == 11 + 11
     assert simulate([256], 64 * 2, 128, tile, cost, 4) == 7  # fewer tiles than workers
@@ -76,7 +76,7 @@ def test_a_last_round_in_halves_by_hand() -> None:
 # --- the closed form -------------------------------------------------------------------------------------
 
 
-def trust_in_halves(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+def trust_in_half_tiles(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """How much of what halves spare counts where sizes are unknown: of one group all of it does, whatever the share.
 
     With 0 the estimate for more than one group is that of a queue without halves.
@@ -97,23 +97,23 @@ def problems(seed: int, count: int) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def simulated_mean(m: int, n: int, k: int, groups: int, tile: Tile, halves: bool = True, draws: int = 5) -> float:
+def simulated_mean(m: int, n: int, k: int, groups: int, tile: Tile, half_tiles: bool = True, draws: int = 5) -> float:
     total = 0.0
     for draw in range(draws):
         sizes = [m] if groups == 1 else draw_group_sizes(groups, m, random.Random(f"{draw} {m} {groups}"))
-        total += simulate(sizes, n, k, tile, COSTS[tile], 132, halves)
+        total += simulate(sizes, n, k, tile, COSTS[tile], 132, half_tiles)
     return total / draws
 
 
-@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize("half_tiles", [True, False])
 def test_the_estimate_is_the_mean_of_the_simulation_and_its_choice_costs_little(
-    monkeypatch: pytest.MonkeyPatch, halves: bool
+    monkeypatch: pytest.MonkeyPatch, half_tiles: bool
 ) -> None:
-    if not halves:
-        trust_in_halves(monkeypatch, 0.0)
+    if not half_tiles:
+        trust_in_half_tiles(monkeypatch, 0.0)
     errors, losses = [], []
     for m, n, k, groups in problems(3, 40):
-        means = {tile: simulated_mean(m, n, k, groups, tile, halves or groups == 1) for tile in COSTS}
+        means = {tile: simulated_mean(m, n, k, groups, tile, half_tiles or groups == 1) for tile in COSTS}
         errors += [estimate_ns(m, n, k, groups, tile, cost, 132) / means[tile] - 1 for tile, cost in COSTS.items()]
         losses.append(means[best_tile(COSTS, m, n, k, groups, 132)] / min(means.values()) - 1)
     assert abs(sum(errors) / len(errors)) < 0.05
@@ -122,11 +122,11 @@ def test_the_estimate_is_the_mean_of_the_simulation_and_its_choice_costs_little(
     assert sorted(losses)[-2] < 0.08, sorted(losses)[-5:]
 
 
-def test_the_estimate_knows_what_halves_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_knows_what_half_tiles_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tall tiles, M 8192: the mean of the queue to 2.5% if all that halves spare counts, further off if nothing does."""
 
     def estimate(groups: int, n: int, k: int, share: float) -> float:
-        trust_in_halves(monkeypatch, share)
+        trust_in_half_tiles(monkeypatch, share)
         return estimate_ns(8192, n, k, groups, TALL, COSTS[TALL], 132)
 
     others = []
@@ -148,7 +148,7 @@ def test_the_estimate_knows_what_halves_spare(monkeypatch: pytest.MonkeyPatch) -
 
 def test_one_group_takes_whole_rounds_and_a_half_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its size is known: all that halves spare counts, whatever counts for more groups."""
-    trust_in_halves(monkeypatch, 0.0)
+    trust_in_half_tiles(monkeypatch, 0.0)
     spared = 0
     shapes = [(m, n, k) for m, n, k, _ in problems(4, 20)]
     shapes += [(m, 2048, 4096) for m in (250, 1024, 2304, 5120)]
@@ -159,10 +159,10 @@ def test_one_group_takes_whole_rounds_and_a_half_exactly(monkeypatch: pytest.Mon
                 continue
             estimate, whole_rounds = (
                 estimate_ns(m, n, k, 1, tile, cost, 132),
-                simulate([m], n, k, tile, cost, 132, halves=False),
+                simulate([m], n, k, tile, cost, 132, half_tiles=False),
             )
             assert estimate == pytest.approx(simulate([m], n, k, tile, cost, 132))
-            assert tile.has_halves or estimate == pytest.approx(whole_rounds)
+            assert tile.has_half_tiles or estimate == pytest.approx(whole_rounds)
             spared += estimate < 0.999 * whole_rounds
     assert spared > 2
 
@@ -277,15 +277,15 @@ def test_the_chosen_tiles_were_the_fastest_or_nearly_so() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_choices_would_lose_more_if_nothing_or_all_that_halves_spare_counted(
+def test_choices_would_lose_more_if_nothing_or_all_that_half_tiles_spare_counted(
     monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     now = mean_loss(COSTS)
-    trust_in_halves(monkeypatch, share)
+    trust_in_half_tiles(monkeypatch, share)
     assert mean_loss(COSTS) > 1.5 * now
 
 
-def test_choices_for_few_rows_would_lose_more_if_all_that_halves_spare_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_for_few_rows_would_lose_more_if_all_that_is_spared_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """M 512 to 4096, the model alone. One draw of sizes a point: no choice by M and groups is right for all of them."""
 
     def losses() -> list[float]:
@@ -299,7 +299,7 @@ def test_choices_for_few_rows_would_lose_more_if_all_that_halves_spare_counted(m
     now = losses()
     assert len(now) == 118
     assert mean(now) < 0.014
-    trust_in_halves(monkeypatch, 1.0)
+    trust_in_half_tiles(monkeypatch, 1.0)
     others = losses()
     assert len(others) == 118
     assert mean(others) > mean(now) + 0.002

@@ -26,7 +26,7 @@ from padless.kernels.sm100_grouped import host_quant as sm100_grouped_quant
 from padless.layouts import unpack_fp4
 from padless.reference.gemm import group_rows
 from padless.runtime import jit
-from support.quant_cases import Fenced, QuantCase, plant, reference
+from support.quant_cases import Guarded, QuantCase, plant, reference
 from support.sm90_quant_cases import DRIVER, Case, PairCase
 from support.sm90_quant_cases import check as check_sm90
 from support.sm100_quant import Problem
@@ -39,7 +39,7 @@ BROKEN_ROWS, BROKEN_GROUP, BROKEN_COLUMN = (3, 140, 170), 2, 5
 WIDE = Sm90Fp8Config(block_m=256, cluster_n=2)
 
 FP8 = Epilogue(row_format=FP8_BLOCK, column_format=FP8_BLOCK, d_dtype=torch.bfloat16, amax=True)
-FP8_CODES = dataclasses.replace(FP8, d_dtype=None)  # two units of a warpgroup have no room for more
+FP8_CODES = dataclasses.replace(FP8, d_dtype=None)  # two m64s of a warpgroup have no room for more
 MX = Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="rceil", d_dtype=torch.float32, amax=True)
 E5M2 = Epilogue(row_format=MXFP8_E5M2, column_format=MXFP8_E5M2, scale_rule="cudnn_documented")
 FLOOR = dataclasses.replace(MX, scale_rule="floor", d_dtype=torch.float16)
@@ -105,7 +105,7 @@ KERNELS: dict[str, tuple[ModuleType, Callable[[int], Case | PairCase | Problem],
         sm90_bf16_quant,
         bf16_case,
         "sm90_bf16/transposed_quant.cuh",
-        "for (int e = 0; e < 4; ++e) {\n                if constexpr (HAS_ALPHA)",
+        "for (int e = 0; e < 4; ++e) {\n                x[e] = with_alpha_and_bias",
         "x[e]",
     ),
     "sm100": (
@@ -152,7 +152,7 @@ def sums_of(case: QuantCase) -> torch.Tensor:
     return case.sums(DRIVER)
 
 
-def run(kernel: str, case: QuantCase, epilogue: Epilogue, config: object, acc: torch.Tensor) -> dict[str, Fenced]:
+def run(kernel: str, case: QuantCase, epilogue: Epilogue, config: object, acc: torch.Tensor) -> dict[str, Guarded]:
     """The kernel's outputs, which are the reference's to the byte."""
     if isinstance(case, Problem):
         return check_sm100(case, epilogue, config, acc=acc)  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ def blocks_with(nan: torch.Tensor, block: int) -> torch.Tensor:
     return padded.view(*nan.shape[:-1], -1, block).any(-1)
 
 
-def check_blocks(case: QuantCase, epilogue: Epilogue, acc: torch.Tensor, got: dict[str, Fenced]) -> None:
+def check_blocks(case: QuantCase, epilogue: Epilogue, acc: torch.Tensor, got: dict[str, Guarded]) -> None:
     """NaN scales and codes exactly in blocks with a NaN sum; in the others what there is without any."""
     nan = acc[: case.valid].isnan()
     assert 0 < nan.sum() < nan.numel() / 2

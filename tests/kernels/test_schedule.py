@@ -1,6 +1,6 @@
 """The scheduler compiled for the CPU: the tiles and their order against the Python twin, the handing out exactly once.
 
-How the last round is cut in halves is tested in test_schedule_halves.py.
+How the last round is cut in halves is tested in test_schedule_half_tiles.py.
 """
 
 from __future__ import annotations

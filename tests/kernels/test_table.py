@@ -66,7 +66,7 @@ def test_every_call_takes_the_same_kernel_for_a_pair() -> None:
     for route in ROUTES:
         first = find_route(route.operation, route.arch, route.a, route.b)
         grouped = find_route("grouped_gemm", route.arch, route.a, route.b)
-        if (route.operation, route.arch, route.a[:5]) == ("gemm", "sm_100a", "MXFP8"):
+        if (route.operation, route.arch, route.a[:5], route.b[:5]) == ("gemm", "sm_100a", "MXFP8", "MXFP8"):
             assert first.kernel == "sm100_dense/sm100_mxfp8_gemm.cu"
         else:
             assert (first.kernel, first.accumulation) == (grouped.kernel, grouped.accumulation)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import fields, replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -28,14 +29,21 @@ F32 = np.float32
 # --- D ---------------------------------------------------------------------------------------------------
 
 
+def scalar_fma(x, y, z):  # type: ignore[no-untyped-def]
+    """The float32 number nearest to x * y + z, by fractions."""
+    exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+    near = F32(float(exact))
+    candidates = [np.nextafter(near, F32(-np.inf)), near, np.nextafter(near, F32(np.inf))]
+    return min(candidates, key=lambda c: (abs(Fraction(float(c)) - exact), int(c.view(np.uint32)) % 2))
+
+
 def scalar_d(acc, alpha, bias, prob, rule: str, up=None, up_bias=None):  # type: ignore[no-untyped-def]
     """One element of D from numpy float32 scalars, an operation a line."""
-    x = F32(acc * alpha)
     if rule == "gated_bias":
-        return F32(x + F32(bias * prob))
-    x = F32(x + bias)
+        return scalar_fma(acc, alpha, F32(bias * prob))
+    x = scalar_fma(acc, alpha, bias)
     if up is not None:
-        u = F32(F32(up * alpha) + up_bias)
+        u = scalar_fma(up, alpha, up_bias)
         with np.errstate(over="ignore"):
             power = F32(math.exp(-float(x)))
         s = F32(F32(1) / F32(F32(1) + power))

@@ -52,9 +52,9 @@ def test_combine(problem: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 def test_rows_behind_the_last_are_not_read() -> None:
     y, inverse, weights, _ = combine_problem(6, 2, 16, torch.float32, 2)
-    fenced = GuardedOutput(40, 16, torch.float32)
-    fenced.out[:12] = y
-    assert torch.equal(padless.moe.combine(fenced.out, inverse, weights), padless.moe.combine(y, inverse, weights))
+    guarded = GuardedOutput(40, 16, torch.float32)
+    guarded.out[:12] = y
+    assert torch.equal(padless.moe.combine(guarded.out, inverse, weights), padless.moe.combine(y, inverse, weights))
 
 
 @pytest.mark.parametrize("planted", ["weight of the wrong slot", "tail counted", "order of rows", "shared twice"])

@@ -138,7 +138,10 @@ def test_in_the_emulator(backend: str) -> None:
 
 
 ON_HOPPER = [("emulator", pair) for pair in PAIRS if pair != (MXFP4, MXFP4)]
-ON_BLACKWELL = [("emulator:sm_100a", pair) for pair in ((MXFP8, None), (NVFP4, None), (MXFP4, MXFP4))]
+ON_BLACKWELL = [
+    ("emulator:sm_100a", pair)
+    for pair in ((FP8_BLOCK, None), (MXFP8, None), (NVFP4, None), (MXFP4, MXFP4), (MXFP4, MXFP8))
+]
 
 
 @pytest.mark.slow
@@ -230,7 +233,7 @@ def test_fused_and_separate_activation_agree(blocked: bool) -> None:
         ({"global_scale1": torch.ones(())}, "NVFP4 has them"),
         ({"num_experts": 6}, "num_experts is 6"),
         ({"out_dtype": torch.float64}, "out_dtype is torch.float64"),
-        ({"x": torch.zeros(9, 160, requires_grad=True)}, r"x requires grad.*detach"),
+        ({"bias13": torch.zeros(5, 256, requires_grad=True)}, r"bias13 requires grad.*detach"),
     ],
 )
 def test_errors(change: dict[str, Any], named: str) -> None:

@@ -49,7 +49,7 @@ def test_checkpointing_keeps_nothing_of_the_layer() -> None:
     "name", [pytest.param(name, marks=[] if name == "fp8" else pytest.mark.slow) for name in EVERY_RECIPE]
 )
 def test_compiled_without_a_break(name: str) -> None:
-    problem, recipe = layer(tokens=40), EVERY_RECIPE[name]
+    problem, recipe = layer(tokens=40, intermediate=160), EVERY_RECIPE[name]
     made = module(problem, recipe)
     want = gradients(made, problem)
     torch._dynamo.reset()

@@ -76,7 +76,7 @@ def test_every_grouped_route_is_here_and_has_its_other_calls() -> None:
 @pytest.mark.parametrize(
     "route", [pytest.param(p, marks=[pytest.mark.slow] if "E5M2" in p.a + p.b else []) for p in ALL], ids=name_of
 )
-def test_a_row_is_what_it_is_alone_and_quantised(route: Route) -> None:
+def test_a_row_is_what_it_is_alone_and_quantized(route: Route) -> None:
     assert judge_emulated(make_problem(route, SIZES, N, K, torch.float32, 1), FEW) == (1 + 9 + 12) * N
 
 
@@ -231,7 +231,7 @@ def test_a_choice_by_the_rows_of_a_group_is_seen(by_rows: None, surroundings: st
         judge_emulated(problem, (surroundings,))
 
 
-def test_a_quantising_call_that_adds_up_differently_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantizing_call_that_adds_up_differently_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90_mxfp8_quant, "prepare", sm90_bf16_quant.prepare)
     problem = make_problem(route_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
     with pytest.raises(AssertionError, match=r"codes of the quantising call: \d+ of 12 rows have other bits"):

@@ -218,7 +218,7 @@ def test_the_dense_product_is_one_group(m: int, n: int, k: int, dtype: torch.dty
     assert torch.equal(dense, grouped)
 
 
-def test_quantised_numbers_multiply_as_the_numbers_do() -> None:
+def test_quantized_numbers_multiply_as_the_numbers_do() -> None:
     """From end to end: the error of the product of quantised numbers is that of 4-bit significands."""
     generator = torch.Generator().manual_seed(13)
     x = torch.randn((96, 512), generator=generator)

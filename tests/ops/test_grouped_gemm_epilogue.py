@@ -165,7 +165,7 @@ def test_cudnns_call_is_this_one(gate_up: str | None, format: BlockScaledFormat)
         assert ours.column_tiles == theirs.column_tiles
 
 
-def test_the_kernel_quantises_the_values_that_it_stores() -> None:
+def test_the_kernel_quantizes_the_values_that_it_stores() -> None:
     """On the emulator, two groups of few rows: one launch, whose codes are the reference's of its own values."""
     generator = torch.Generator().manual_seed(5)
     a = padless.quantize(torch.randn(9, 128, generator=generator), MXFP8)

@@ -42,7 +42,7 @@ def on_tiles(fmt: padless.BlockScaledFormat = MXFP8) -> BlockScaledTensor:
 
 
 def calls(a: BlockScaledTensor, offs: torch.Tensor, backend: str | None) -> list[Callable[[], Any]]:
-    """The calls with groups of rows; outputs are fenced where the caller gives them."""
+    """The calls with groups of rows; outputs are guarded where the caller gives them."""
     b = weights(a.format, len(offs))
     guarded = GuardedOutput(a.shape[0], N, torch.bfloat16)
 

@@ -41,3 +41,11 @@ def test_more_than_the_tolerance_over_is_seen(rest, over):
 def test_a_file_of_no_wing_is_an_error():
     with pytest.raises(ValueError, match=r"rest/a.py is in no wing"):
         tool.wings({"rest/a.py": 1}, SETTINGS | {"wings": {"front": ["cli/*"]}})
+
+
+def test_every_glob_names_files():
+    """A part that has moved would be counted on the other side, unseen."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["lines"]
+    lines = tool.counted(ROOT)
+    globs = [*settings["later"], *(glob for wing in settings["wings"].values() for glob in wing)]
+    assert [glob for glob in globs if not any(tool.is_in(name, [glob]) for name in lines)] == []

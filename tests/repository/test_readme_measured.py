@@ -18,6 +18,7 @@ from measured_sections import (
     decode_section,
     epilogue_section,
     formats_section,
+    fuzz_section,
     paper_section,
 )
 from padless.bench.report.markdown import failure_sentence, markdown, paragraph, span, won_sentence
@@ -389,3 +390,16 @@ def test_checks_by_hand(tmp_path):
     assert "1 of 2 pass, `emulator agrees` fails; the run ended before 3 more." in text
     assert "- emulator agrees: fails" in text
     assert "compute-sanitizer" not in text, "it did not run"
+
+
+def test_fuzzed_problems_are_added_up_by_what_computed_them(tmp_path):
+    def run(backend: str, problems: int, wrong: int = 0, gpu: str = "NVIDIA H200") -> dict:
+        return {"backend": backend, "machine": {"gpu": gpu}, "problems": problems, "wrong": [{}] * wrong, "ended": []}
+
+    path = write(tmp_path, "fuzz.jsonl", run("cuda", 1000), run("reference", 7), run("cuda", 234, 2))
+    (text,) = fuzz_section(path)
+    text = " ".join(text.split())
+    assert text.endswith("1,234 on NVIDIA H200 in 2 runs and 7 on backend `reference` on a CPU in 1 run; 2 wrong.")
+    runs = [json.loads(line) for line in (RECORDS / "fuzz.jsonl").read_text().splitlines()]
+    on_gpus = sum(run["problems"] for run in runs if run["backend"] == "cuda")
+    assert all(f"{on_gpus:,}" in (tool.ROOT / page).read_text() for page in PAGES)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def files(cache: Path) -> set[str]:
-    return {path.name for path in cache.iterdir()}
+    return {path.name for path in cache.iterdir() if path.is_file()}
 
 
 def same(one: jit.CompiledKernel, other: jit.CompiledKernel) -> bool:
@@ -319,11 +320,14 @@ def test_a_full_disk_leaves_no_half_written_file(
 CHILD = """
 import hashlib, sys, time
 from padless.runtime import jit
+compiled, run = [], jit._run_nvrtc
+jit._run_nvrtc = lambda *args: compiled.append(args) or run(*args)
 jit.sources()
 sys.stdout.write("ready\\n"); sys.stdout.flush()
 sys.stdin.readline()
 kernel = jit.compile_kernel({kernel!r}, {prelude!r}, {arch!r})
 print(kernel.shared_bytes, kernel.num_threads, kernel.spill_bytes, hashlib.sha256(kernel.image).hexdigest())
+print(len(compiled))
 """
 
 
@@ -342,7 +346,9 @@ def test_processes_that_start_together_all_get_the_kernel(
         assert child.stdin is not None
         child.stdin.write("go\n")
         child.stdin.flush()
-    answers = [child.communicate(timeout=120)[0] for child in children]
+    both = [child.communicate(timeout=120)[0].splitlines() for child in children]
+    answers = [answer for answer, _ in both]
+    assert sorted(int(count) for _, count in both) == [0, 0, 0, 1]  # the others found it on disk
     assert [child.returncode for child in children] == [0, 0, 0, 0]
     assert len(set(answers)) == 1
     assert {Path(name).suffix for name in files(cache)} == {".cubin", ".json"}
@@ -360,3 +366,11 @@ def test_a_name_for_every_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert jit.cache_dir() == tmp_path / "xdg" / "padless"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert jit.cache_dir() == Path.home() / ".cache" / "padless"
+
+
+def test_a_process_that_holds_a_kernel_for_long_delays_the_others_only(cache: Path) -> None:
+    with jit.alone("kernel"):
+        start = time.monotonic()
+        with jit.alone("kernel", 0.3), jit.alone("another", 60.0):
+            waited = time.monotonic() - start
+    assert 0.25 < waited < 30

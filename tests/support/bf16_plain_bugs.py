@@ -85,9 +85,9 @@ BUGS: tuple[Bug, ...] = (
     Bug("products not waited for", ("register-in-flight",), ((MULTIPLY, "wgmma_wait_group<0>();", ""),)),
     Bug("no proxy fence before the store", ("missing-proxy-fence",), ((STORE, "fence_proxy_async_shared();", ""),)),
     Bug(
-        "the unit that is not loaded is waited for",
+        "the m64 that is not loaded is waited for",
         ("race", "mbarrier", "deadlock"),
-        ((LOAD, "units * UNIT_BYTES + B_BYTES", "2 * UNIT_BYTES + B_BYTES"),),
+        ((LOAD, "m64s * M64_BYTES + B_BYTES", "2 * M64_BYTES + B_BYTES"),),
     ),
     Bug(
         "a skipped tile keeps its stages",

@@ -18,17 +18,29 @@ def product(a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tens
 def stand_in_deepgemm() -> types.ModuleType:
     library = types.ModuleType("deep_gemm")
 
-    def contiguous(a: Any, b: Any, d: Any, m_indices: Any, disable_ue8m0_cast: bool) -> None:
+    def contiguous(
+        a: Any, b: Any, d: Any, layout: Any, disable_ue8m0_cast: bool, use_psum_layout: bool = False,
+        expected_m_for_psum_layout: int | None = None,
+    ) -> None:  # fmt: skip
         (codes, sfa), (weights, sfb) = a, b
         assert disable_ue8m0_cast
-        assert m_indices.dtype == torch.int32
-        assert m_indices.shape == (codes.shape[0],)
+        assert layout.dtype == torch.int32
+        assert layout.is_contiguous()
         assert codes.shape[0] % 128 == 0
         assert sfa.stride() in ((1, codes.shape[0]), (sfa.shape[1], 1))
-        for tile in range(0, codes.shape[0], 128):
-            group = int(m_indices[tile])
+        assert use_psum_layout == (expected_m_for_psum_layout is not None)
+        start = 0
+        for group, end in enumerate(layout.tolist()) if use_psum_layout else ():
+            assert start <= end <= codes.shape[0]
+            rows, tail = slice(start, end), slice(end, (end + 127) // 128 * 128)
+            d[rows] = product(codes[rows], sfa[rows], weights[group], sfb[group]).to(d.dtype)
+            d[tail] = float("nan")
+            start = tail.stop
+        assert use_psum_layout or layout.shape == (codes.shape[0],)
+        for tile in () if use_psum_layout else range(0, codes.shape[0], 128):
+            group = int(layout[tile])
             rows = slice(tile, tile + 128)
-            assert set(m_indices[rows].tolist()) <= {group, -1}
+            assert set(layout[rows].tolist()) <= {group, -1}
             d[rows] = product(codes[rows], sfa[rows], weights[group], sfb[group]).to(d.dtype)
 
     def masked(a: Any, b: Any, d: Any, masked_m: Any, expected_m: int, disable_ue8m0_cast: bool) -> None:

@@ -47,7 +47,7 @@ class Bug:
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
 WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);"
-TWO_UNITS = dataclasses.replace(BASE, block_m=256)
+TWO_M64S = dataclasses.replace(BASE, block_m=256)
 RELEASE = "if (w == NUM_WAVES - 1) release_stage(shared, stage, lane);"
 CLUSTER_SYNC = "barrier_cluster_arrive();\n        barrier_cluster_wait();"
 
@@ -82,21 +82,21 @@ BUGS: tuple[Bug, ...] = (
         "full barrier not waited for in a short tile",
         ("race",),
         ((MULTIPLY, WAIT_FULL, "if (!IS_SHORT) " + WAIT_FULL),),
-        config=TWO_UNITS,
+        config=TWO_M64S,
         sizes=(300, 3),
     ),
     Bug(
-        "full barrier not waited for by a warpgroup of two units",
+        "full barrier not waited for by a warpgroup of two m64s",
         ("race",),
         ((MULTIPLY, WAIT_FULL, ""),),
-        config=TWO_UNITS,
+        config=TWO_M64S,
         sizes=(300, 3),
     ),
     Bug(
-        "parity flipped for a warpgroup of two units",
+        "parity flipped for a warpgroup of two m64s",
         ("race", "deadlock"),
         ((MULTIPLY, WAIT_FULL, WAIT_FULL.replace("pipeline.phase)", "pipeline.phase ^ 1)")),),
-        config=TWO_UNITS,
+        config=TWO_M64S,
         sizes=(300, 3),
     ),
     Bug("empty barrier not waited for", ("race", "mbarrier"), ((LOAD, WAIT_EMPTY, ""),)),
@@ -145,7 +145,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "more bytes expected than the box of few rows has",
         ("deadlock",),
-        ((LOAD, "boxes * problem.row_box() * BLOCK_K + B_BYTES", "units * UNIT_BYTES + B_BYTES"),),
+        ((LOAD, "boxes * problem.row_box() * BLOCK_K + B_BYTES", "m64s * M64_BYTES + B_BYTES"),),
         sizes=(7, 0, 20, 3),
     ),
     # ---- phases and stages
@@ -357,28 +357,28 @@ BUGS: tuple[Bug, ...] = (
         "next tile never asked for",
         ("deadlock",),
         ((LOAD, "if (TAKES_LATE && kb == ask_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));", ""),),
-        config=TWO_UNITS,
+        config=TWO_M64S,
         sizes=(300, 3),
     ),
     Bug(
         "next tile asked for in every K block",
         ("deadlock", "mbarrier"),
         ((LOAD, "kb == ask_at", "kb >= ask_at"),),
-        config=TWO_UNITS,
+        config=TWO_M64S,
         sizes=(300, 3),
     ),
     Bug(
         "another tile awaited after the last",
         ("deadlock",),
         ((QUEUE, "ASKED && tile.rows != 0", "ASKED"),),
-        config=TWO_UNITS,
+        config=TWO_M64S,
         sizes=(300, 3),
     ),
     Bug(
         "barrier of the next tile not made",
         ("mbarrier",),
         ((MAIN, "if (TAKES_LATE) mbarrier_init(shared_address(&shared.next_tile_wanted), 1);", ""),),
-        config=TWO_UNITS,
+        config=TWO_M64S,
         sizes=(300, 3),
     ),
     Bug(

@@ -33,6 +33,7 @@ class Bug:
     problem: tuple[Any, ...] = (140, 520, 288)
     seeds: int = 4  # within which it must be found
     nth: int = 0
+    workers: int = 1  # CTAs or pairs
 
 
 # --- the dense MXFP8 kernel --------------------------------------------------------------------------------
@@ -41,12 +42,20 @@ PAIR = Sm100DenseConfig(out_dtype=torch.float32)
 STAGED = dataclasses.replace(PAIR, store="staged")
 ONE = dataclasses.replace(PAIR, cta_group=1, block_n=128)
 
+# Two workers and three tiles, of which the last is cut: each worker's second.
+CUT: dict[str, Any] = {"config": dataclasses.replace(PAIR, cta_group=1), "problem": (70, 700, 160), "workers": 2}
+
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
-WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);"
-WAIT_FREE = "mbarrier_wait(shared_address(&shared.free[turn % FREE_BARRIERS]), (turn / FREE_BARRIERS & 1) ^ 1);"
-WAIT_SUMS = "mbarrier_wait(shared_address(&shared.accumulator_full[accumulator]), turn >> 1 & 1);"
+WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[stage]), here.phase);"
+WAIT_FREE = "mbarrier_wait(shared_address(&shared.free[accumulator]), (turn >> 1 & 1) ^ 1);"
+WAIT_COMMON = "mbarrier_wait(shared_address(&shared.common_free), (turn & 1) ^ 1);"
+WAIT_SUMS = "mbarrier_wait(shared_address(&shared.accumulator_full[accumulator][half]), turn >> 1 & 1);"
+COMMIT_STAGE = "if (i == halves - 1) commit(shared.empty[stage]);"
+COMMIT_SUMS = "if (is_last && s == stages - 1) commit(shared.accumulator_full[accumulator][half]);"
 FENCE_AFTER = "tcgen05_fence_after_thread_sync();"
-RELEASE = "if (i == LAST_NEEDED_CHUNK) release_columns(shared.free[turn % FREE_BARRIERS], lane);"
+RELEASE = "if (OVERLAP > 0 && i == 0) release_columns(shared.common_free, lane);"
+RELEASE_ALL = "if (i == CHUNKS - 1) release_columns(shared.free[accumulator], lane);"
+SCALES = "sfa + slab * SCALE_ATOM_COLUMNS, sfb + slab * SCALE_ATOM_COLUMNS"
 CLUSTER_SYNC = "barrier_cluster_arrive(); barrier_cluster_wait();"
 COMMIT_BOTH = "tcgen05_commit_multicast<2>(shared_address(&barrier), 0b11);"
 
@@ -62,32 +71,38 @@ DENSE_BUGS: tuple[Bug, ...] = (
     # ---- commits
     dense("commit to the even CTA alone", ("deadlock",), (COMMIT_BOTH, COMMIT_BOTH.replace("0b11", "0b01"))),
     dense("commit to the odd CTA alone", ("deadlock",), (COMMIT_BOTH, COMMIT_BOTH.replace("0b11", "0b10"))),
-    dense("stage never given back", ("deadlock",), ("commit(shared.empty[stage]);", "")),
+    dense("stage never given back", ("deadlock",), (COMMIT_STAGE, "")),
     dense(
         "stage given back before its products",
         ("race",),
-        ("commit(shared.empty[stage]);", ""),
+        (COMMIT_STAGE, ""),
         (WAIT_FULL, WAIT_FULL + " commit(shared.empty[stage]);"),
         problem=(140, 264, 800),
     ),
-    dense("sums never announced", ("deadlock",), ("commit(shared.accumulator_full[accumulator]);", "")),
+    dense("sums never announced", ("deadlock",), (COMMIT_SUMS, "")),
     dense(
-        "sums announced before the last stage",
+        "sums announced before the last round",
         ("race", "uninitialised-tensor-memory"),
-        ("commit(shared.accumulator_full[accumulator]);", ""),
+        (COMMIT_SUMS, COMMIT_SUMS.replace("is_last", "!is_last")),
+    ),
+    dense(
+        "sums of both halves announced with the first",
+        ("race", "uninitialised-tensor-memory"),
+        (COMMIT_SUMS, ""),
         (
-            "commit(shared.empty[stage]);",
-            "if (kb == k_blocks - 2) commit(shared.accumulator_full[accumulator]); commit(shared.empty[stage]);",
+            COMMIT_STAGE,
+            COMMIT_STAGE + " if (is_last && s == stages - 1 && i == 0) for (int h = 0; h < 2; ++h)"
+            " commit(shared.accumulator_full[accumulator][h]);",
         ),
     ),
     dense(
         "sums announced by a thread that issued nothing",
         ("tensor-memory",),
-        ("commit(shared.accumulator_full[accumulator]);", ""),
+        (COMMIT_SUMS, ""),
         (
             "if (cta_rank == 0 && elect_one()) issue_mma(shared, problem, tmem);",
             "if (cta_rank == 0) { if (elect_one()) issue_mma(shared, problem, tmem); else if (lane == 9)"
-            " commit(shared.accumulator_full[0]); }",
+            " commit(shared.accumulator_full[0][0]); }",
         ),
         problem=(140, 136, 64),
     ),
@@ -96,6 +111,7 @@ DENSE_BUGS: tuple[Bug, ...] = (
         "no fence after the waits of the products",
         ("missing-tcgen05-fence",),
         (WAIT_FREE + " " + FENCE_AFTER, WAIT_FREE),
+        (WAIT_COMMON + " " + FENCE_AFTER, WAIT_COMMON),
         (WAIT_FULL + " " + FENCE_AFTER, WAIT_FULL),
     ),
     dense("no fence after the wait for sums", ("missing-tcgen05-fence",), (WAIT_SUMS + " " + FENCE_AFTER, WAIT_SUMS)),
@@ -113,15 +129,23 @@ DENSE_BUGS: tuple[Bug, ...] = (
     ),
     # ---- the overlap
     dense("columns not waited for", ("race",), (WAIT_FREE, "")),
-    dense("common columns given back after another chunk", ("race",), ("i == 0 ? CHUNKS - 1 : i - 1;", "i;")),
-    dense("columns never given back", ("deadlock",), (RELEASE, "")),
+    dense("common columns not waited for", ("race",), (WAIT_COMMON, "")),
+    dense("common columns multiplied first", ("race",), ("(i == 1) != (is_last && first > 0)", "i == 0")),
     dense(
-        "columns given back for every chunk", ("race", "mbarrier"), ("if (i == LAST_NEEDED_CHUNK) release", "release")
+        "common columns given back after another chunk",
+        ("race",),
+        ("accumulator == 1 ? i : CHUNKS - 1 - i;", "true ? i : 0;"),
+    ),
+    dense("common columns never given back", ("deadlock",), (RELEASE, "")),
+    dense("columns never given back", ("deadlock",), (RELEASE_ALL, "")),
+    dense(
+        "columns given back for every chunk", ("race", "mbarrier"), ("if (OVERLAP > 0 && i == 0) release", "release")
     ),
     dense(
-        "one barrier's parity for two accumulators",
+        "one barrier for two accumulators",
         ("deadlock", "race"),
-        ("constexpr int FREE_BARRIERS = OVERLAP == 0 ? 2 : 1;", "constexpr int FREE_BARRIERS = 2;"),
+        (WAIT_FREE, WAIT_FREE.replace("[accumulator]", "[0]")),
+        (RELEASE_ALL, RELEASE_ALL.replace("[accumulator]", "[0]")),
     ),
     dense(
         "accumulators overlap by more than is waited for",
@@ -137,7 +161,7 @@ DENSE_BUGS: tuple[Bug, ...] = (
     dense(
         "parity of the free columns flipped",
         ("deadlock", "race"),
-        ("(turn / FREE_BARRIERS & 1) ^ 1);", "turn / FREE_BARRIERS & 1);"),
+        (WAIT_FREE, WAIT_FREE.replace("(turn >> 1 & 1) ^ 1", "turn >> 1 & 1")),
     ),
     dense(
         "arrivals of one CTA awaited",
@@ -156,7 +180,7 @@ DENSE_BUGS: tuple[Bug, ...] = (
     dense("stage not waited for by the loads", ("race",), (WAIT_EMPTY, ""), problem=(140, 264, 800)),
     dense("stage not waited for by the products", ("race",), (WAIT_FULL, "")),
     dense("too few bytes expected", ("race", "mbarrier"), ("own_full, CTA_GROUP * (slabs", "own_full, 1 * (slabs")),
-    dense("too many bytes expected", ("deadlock",), ("+ SFA_BYTES + SFB_BYTES));", "+ SFA_BYTES + 2 * SFB_BYTES));")),
+    dense("too many bytes expected", ("deadlock",), ("tile.halves * SFB_BYTES));", "2 * SFB_BYTES + 512));")),
     dense(
         "expected by both CTAs, each its own",
         ("deadlock", "mbarrier", "race"),
@@ -170,7 +194,7 @@ DENSE_BUGS: tuple[Bug, ...] = (
     dense(
         "scales of B to one CTA",
         ("deadlock",),
-        ("full, 0, atom, tile.column / 128 + j, 0b11);", "full, 0, atom, tile.column / 128 + j, 1 << cta_rank);"),
+        ("tile.column / HALF_N + h, 0b11);", "tile.column / HALF_N + h, 1 << cta_rank);"),
     ),
     dense("both CTAs load the same half of B", (), ("tile.column + cta_rank * B_ROWS;", "tile.column;")),
     dense(
@@ -184,8 +208,8 @@ DENSE_BUGS: tuple[Bug, ...] = (
         (CLUSTER_SYNC, ""),
     ),
     # ---- scales
-    dense("SF id off by one", (), ("SHAPE | scale_ids(j)", "SHAPE | scale_ids((j + 1) % 4)")),
-    dense("one SF id for all", (), ("SHAPE | scale_ids(j)", "SHAPE | scale_ids(0)")),
+    dense("SF id off by one", (), ("SHAPE | scale_ids(step)", "SHAPE | scale_ids((step + 1) % 4)")),
+    dense("one SF id for all", (), ("SHAPE | scale_ids(step)", "SHAPE | scale_ids(0)")),
     Bug(
         "SF ids of A and B exchanged with a shift",
         (),
@@ -193,37 +217,34 @@ DENSE_BUGS: tuple[Bug, ...] = (
         PAIR,
     ),
     dense(
-        "scales of A and B exchanged",
-        (),
-        ("SHAPE | scale_ids(j), sfa_at, sfb_at", "SHAPE | scale_ids(j), sfb_at, sfa_at"),
+        "scales of A and B exchanged", (), (SCALES, "sfb + slab * SCALE_ATOM_COLUMNS, sfa + slab * SCALE_ATOM_COLUMNS")
     ),
     dense(
         "rows of atoms of B exchanged",
         (),
-        ("sfb + (j * SLABS + s) * (SCALE_ATOM_BYTES / 16)", "sfb + (s * SLABS + j) * (SCALE_ATOM_BYTES / 16)"),
+        ("sfb + (h * SLABS + s) * (SCALE_ATOM_BYTES / 16)", "sfb + ((1 - h) * SLABS + s) * (SCALE_ATOM_BYTES / 16)"),
     ),
     dense(
-        "scales of the second slab over the first's",
+        "scales of the second stage over the first's",
         (),
-        ("tmem + SFA_COLUMN + s * SCALE_ATOM_COLUMNS;", "tmem + SFA_COLUMN;"),
-        ("SHAPE | scale_ids(j), sfa_at", "SHAPE | scale_ids(j), sfa_at + s * SCALE_ATOM_COLUMNS"),
+        ("tmem + SFA_COLUMN + s * SCALE_COLUMNS;", "tmem + SFA_COLUMN;"),
     ),
     dense(
         "scales not copied",
         ("uninitialised-tensor-memory",),
         (
-            "for (int j = 0; j < SFB_ATOMS; ++j) tcgen05_cp_32x128b_warpx4",
-            "for (int j = 1; j < SFB_ATOMS; ++j) tcgen05_cp_32x128b_warpx4",
+            "for (int h = 0; h < HALVES; ++h) { if (h >= halves) break; tcgen05_cp",
+            "for (int h = 1; h < HALVES; ++h) { if (h >= halves) break; tcgen05_cp",
         ),
     ),
-    dense("steps past K", (), ("if (s * (SLAB_K / MMA_K) + j >= steps) break;", "")),
+    dense("steps past K", (), ("if (i >= steps) break;", "")),
     # ---- products
-    dense("first product adds", ("uninitialised-tensor-memory",), ("kb != 0 || s != 0 || j != 0);", "true);")),
-    dense("every stage starts anew", (), ("kb != 0 || s != 0 || j != 0);", "s != 0 || j != 0);")),
+    dense("first product adds", ("uninitialised-tensor-memory",), ("accumulate || i != 0);", "true);")),
+    dense("every stage starts anew", (), ("accumulate || i != 0);", "i != 0);")),
     dense(
         "same K step twice",
         (),
-        ("(a + (s * A_SLAB_BYTES + j * MMA_K) / 16)", "(a + (s * A_SLAB_BYTES + j / 2 * 2 * MMA_K) / 16)"),
+        ("(a + (slab * A_SLAB_BYTES + step * MMA_K) / 16)", "(a + (slab * A_SLAB_BYTES + step / 2 * 2 * MMA_K) / 16)"),
     ),
     Bug(
         "descriptor of the older encoding",
@@ -238,7 +259,9 @@ DENSE_BUGS: tuple[Bug, ...] = (
         PAIR,
     ),
     dense(
-        "scales not told to be UE8M0", ("descriptor",), ("SHAPE | scale_ids(j)", "(SHAPE ^ 1u << 23) | scale_ids(j)")
+        "scales not told to be UE8M0",
+        ("descriptor",),
+        ("SHAPE | scale_ids(step)", "(SHAPE ^ 1u << 23) | scale_ids(step)"),
     ),
     # ---- tensor memory
     dense("never freed", ("tensor-memory",), ("tcgen05_dealloc<CTA_GROUP, TMEM_COLUMNS>(tmem);", "")),
@@ -298,13 +321,23 @@ DENSE_BUGS: tuple[Bug, ...] = (
         PAIR,
         problem=(140, 269, 64),
     ),
+    # ---- tiles of the last round, cut
+    dense("cut tile from the other half's operands", (), ("= halves == 1 ? 0 : half;", "= half;"), **CUT),
+    dense("cut tile stored as if it were whole", (), ("is_whole ? chunk : chunk % CHUNKS_A_HALF", "chunk"), **CUT),
+    dense("second half of a cut tile left out", (), ("total = cuts ? tiles + left : tiles;", "total = tiles;"), **CUT),
+    dense(
+        "bytes of a whole tile expected for a cut one",
+        ("deadlock",),
+        ("slabs * (A_SLAB_BYTES + tile.halves *", "slabs * (A_SLAB_BYTES + 2 *"),
+        **CUT,
+    ),
     # ---- one CTA
     dense("one CTA: sums not waited for", ("uninitialised-tensor-memory", "race"), (WAIT_SUMS, ""), config=ONE),
     dense("one CTA: columns not waited for", ("race",), (WAIT_FREE, ""), config=ONE),
     dense(
         "one CTA: columns given back after the first chunk",
         ("race",),
-        ("OVERLAP == 0 ? CHUNKS - 1 : 0;", "0;"),
+        (RELEASE_ALL, RELEASE_ALL.replace("CHUNKS - 1", "0")),
         config=ONE,
     ),
     dense(

@@ -36,6 +36,17 @@ BUGS = {
     "weights of the other epoch": Bug(
         "two_ranks", (("receive", "weights_region + ids_half * R", "weights_region + 0 * R"),)
     ),
+    "scales of the other epoch": Bug("two_ranks", (("receive", "scales_region + half * R", "scales_region + 0 * R"),)),
+    "scales of one source for all": Bug(
+        "two_ranks", (("publish", "((half * R + rank) * max_tokens", "((half * R + 0) * max_tokens"),)
+    ),
+    "scales are placed past the capacity": Bug(
+        "capacity_of_scales",
+        (("receive", "num_local_experts - 1), capacity) * there", "num_local_experts - 1), 1 << 30) * there"),),
+    ),
+    "the first program places no scales": Bug(
+        "two_ranks", (("receive", "rows, first, programs, PLACED", "rows, first + 1, programs, PLACED"),)
+    ),
     "ids are cut to 32 bits": Bug(
         "wrong_ids", (("publish", "tl.where(values < 0, -1, tl.minimum(values, num_experts)).to", "values.to"),)
     ),

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import padless
+from padless.distributed import symm
 from padless.distributed.symm import SymmBackend
 from padless.testing import exchange
 from padless.testing.exchange import Problem, draw
@@ -243,6 +244,31 @@ def waits_for_rows(device: str) -> None:
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+@case
+def capacity_of_scales(device: str) -> None:
+    """MN-major scales of rows that do not fit are not stored, nor anything from the last row on."""
+    p = draw([6, 5], 4, 160, 3, 8)
+    needed = [len(exchange.slots_of(p, r)) for r in range(2)]
+    for size in (needed[0] - 3, max(needed) + 5):
+        ranks = make(p, capacity=size, device=device, few_slots=0)
+        poisoned: list[torch.Tensor] = []
+
+        def poison(rows: int, columns: int, on: Any, poisoned: list = poisoned) -> torch.Tensor:
+            ld = (rows + 3) // 4 * 4
+            poisoned.append(torch.full((columns + 1, ld), float("nan"), device=on))
+            return poisoned[-1].t()[:rows, :columns]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(symm, "empty_mn_major", poison)
+            rows = ranks.dispatch(p)
+        for r, (got, every) in enumerate(zip(rows, poisoned, strict=True)):
+            kept, columns = min(needed[r], size), got.scale.shape[1]
+            want = exchange.rows_of(p, r, padless.FP8_BLOCK).scale
+            assert torch.equal(got.scale[:kept].cpu(), want[:kept]), f"rank {r}"
+            assert every[:columns, kept:].isnan().all(), f"rank {r}: scales behind the last row"
+            assert every[columns:].isnan().all(), f"rank {r}: memory behind the scales"
 
 
 @both_ways

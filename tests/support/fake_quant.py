@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from padless import FP8_BLOCK, dequantize, quantize
+from padless import FP8_BLOCK, MXFP8, dequantize, quantize
 from padless.nn import Recipe
 from support.training_layer import Layer
 
 
-def decoded(x: torch.Tensor, kind: str = "activation") -> torch.Tensor:
-    """x as FP8_BLOCK keeps it, in float64."""
-    return dequantize(quantize(x.detach().float(), FP8_BLOCK, kind=kind)).double()
+def decoded(x: torch.Tensor, kind: str = "activation", format: object = FP8_BLOCK) -> torch.Tensor:
+    """x as the format keeps it, in float64."""
+    if format == torch.bfloat16:
+        return rounded(x)
+    return dequantize(quantize(x.detach().float(), format, kind=kind)).double()
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -24,8 +26,8 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return x.float().bfloat16().double()
 
 
-def of_rows(x: torch.Tensor, fp8: bool) -> torch.Tensor:
-    return decoded(x) if fp8 else rounded(x)
+def of_rows(x: torch.Tensor, format: object) -> torch.Tensor:
+    return decoded(x, format=format)
 
 
 def of_tokens(x: torch.Tensor, fp8: bool, square: bool = False) -> torch.Tensor:
@@ -37,7 +39,7 @@ def of_tokens(x: torch.Tensor, fp8: bool, square: bool = False) -> torch.Tensor:
 
 def step(problem: Layer, recipe: Recipe) -> dict[str, torch.Tensor]:
     """The output and the gradients, float64; gate above up in w13."""
-    forward, dgrad, wgrad = recipe.fp8_forward, recipe.fp8_dgrad, recipe.fp8_wgrad
+    forward, dgrad, wgrad = recipe.forward, recipe.dgrad, recipe.fp8_wgrad
     square = recipe.wgrad_mode == "1d2d"
     found = {
         "out": problem.shared.double(),
@@ -52,29 +54,30 @@ def step(problem: Layer, recipe: Recipe) -> dict[str, torch.Tensor]:
         if len(token) == 0:
             continue
         x, prob = problem.x[token], problem.prob[token, slot].double()[:, None]
-        weights = {
-            (name, fp8): decoded(w[e], "weight") if fp8 else rounded(w[e])
-            for name, w in (("w13", problem.w13), ("w2", problem.w2))
-            for fp8 in (forward, dgrad)
-        }
-        z = of_rows(x, forward) @ weights["w13", forward].T
-        fused = forward and recipe.save == "recompute" and 2 * half % 128 == 0
+        w13, w2 = (decoded(w[e], "weight", forward) for w in (problem.w13, problem.w2))
+        along_n = dgrad == MXFP8  # quantized once more
+        w13_dgrad, w2_dgrad = (
+            decoded(w[e].T.contiguous(), "weight", dgrad).T if along_n else decoded(w[e], "weight", dgrad)
+            for w in (problem.w13, problem.w2)
+        )
+        z = of_rows(x, forward) @ w13.T
+        fused = forward == FP8_BLOCK and recipe.save == "recompute" and 2 * half % 128 == 0
         hidden = torch.nn.functional.silu((z if fused else rounded(z))[:, :half])
         hidden = hidden * (z if fused else rounded(z))[:, half:]
-        y = rounded(of_rows(hidden, forward) @ weights["w2", forward].T)
+        y = rounded(of_rows(hidden, forward) @ w2.T)
         found["out"].index_add_(0, token, y * prob)
 
         dy = problem.dout[token]
-        dh = rounded(of_rows(dy, dgrad) @ weights["w2", dgrad])
+        dh = rounded(of_rows(dy, dgrad) @ w2_dgrad)
         kept = (rounded(decoded(rounded(z))) if recipe.save == "fp8" else rounded(z)).requires_grad_()
         of_prob = prob.clone().requires_grad_()
         hidden = torch.nn.functional.silu(kept[:, :half]) * kept[:, half:] * of_prob
         hidden.backward(dh)
         dz = kept.grad
-        if not (dgrad and wgrad):  # stored in between
+        if not (recipe.fp8_dgrad and wgrad):  # stored in between
             dz, hidden = rounded(dz), rounded(hidden.detach())
         found["prob"][token, slot] = of_prob.grad[:, 0]
-        found["x"].index_add_(0, token, rounded(of_rows(dz, dgrad) @ weights["w13", dgrad]))
+        found["x"].index_add_(0, token, rounded(of_rows(dz, dgrad) @ w13_dgrad))
         found["w13"][e] = of_tokens(dz, wgrad).T @ of_tokens(x, wgrad, square)
         found["w2"][e] = of_tokens(dy, wgrad).T @ of_tokens(hidden.detach(), wgrad, square)
     return found

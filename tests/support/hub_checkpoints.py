@@ -169,7 +169,7 @@ def recorded_routing(model: Any) -> Iterator[list[Decision]]:
     found: list[Decision] = []
 
     def note(module: Any, arguments: tuple[Any, ...]) -> None:
-        found.append((arguments[1], arguments[2]))
+        found.append((arguments[1], arguments[2].detach()))
 
     handles = [experts.register_forward_pre_hook(note) for experts in experts_of(model)]
     try:

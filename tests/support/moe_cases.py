@@ -256,6 +256,20 @@ def placed_scales(device: str) -> None:
 
 
 @case
+def transposed_codes(device: str) -> None:
+    """One tile, several, and sizes that are no multiple of a tile; every byte occurs."""
+    from padless.moe.triton.transpose import transpose
+    from support.training_quantizer_cases import poisoned_memory
+
+    for groups, n, k in ((1, 1, 1), (3, 128, 256), (2, 176, 400), (2, 33, 130)):
+        x = torch.randint(0, 256, (groups, n, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
+        with poisoned_memory():
+            got = transpose(x.to(device))
+        assert got.is_contiguous()
+        assert torch.equal(got.cpu(), x.transpose(1, 2)), (groups, n, k)
+
+
+@case
 def routed_rows(device: str) -> None:
     """Sorting and quantizing in one launch."""
     from padless import formats

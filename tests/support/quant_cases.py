@@ -58,7 +58,7 @@ class QuantCase:
 AnyCase = TypeVar("AnyCase", bound=QuantCase)
 
 
-class Fenced:
+class Guarded:
     """A tensor of random bytes between two fences of random bytes."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator, mn: bool = False):
@@ -72,25 +72,25 @@ class Fenced:
         self.inside = inside.t()[: logical[0]] if mn else inside
 
 
-def make_outputs(case: QuantCase, epilogue: Epilogue, tiles: int | None = None) -> dict[str, Fenced]:
+def make_outputs(case: QuantCase, epilogue: Epilogue, tiles: int | None = None) -> dict[str, Guarded]:
     """The outputs of an epilogue, the same bytes at every call."""
     draw = torch.Generator().manual_seed(case.seed + 99)
     m, groups, n_out = case.m, len(case.sizes), epilogue.out_columns(case.n)
-    made: dict[str, Fenced] = {}
+    made: dict[str, Guarded] = {}
     if epilogue.d_dtype is not None:
-        made["d"] = Fenced((m, n_out), epilogue.d_dtype, draw)
+        made["d"] = Guarded((m, n_out), epilogue.d_dtype, draw)
     if epilogue.amax:
-        made["amax"] = Fenced((groups,), torch.float32, draw)
+        made["amax"] = Guarded((groups,), torch.float32, draw)
         made["amax"].inside.fill_(float("-inf"))
     if (fmt := epilogue.row_format) is not None:
-        made["row_codes"] = Fenced((m, n_out // fmt.codes_per_byte), torch.uint8, draw)
+        made["row_codes"] = Guarded((m, n_out // fmt.codes_per_byte), torch.uint8, draw)
         shape = epilogues.row_scale_shape(epilogue, m, n_out, groups)
-        made["row_scale"] = Fenced(shape, _scale_dtype(fmt), draw, mn=epilogue.row_layout == "plain_mn")
+        made["row_scale"] = Guarded(shape, _scale_dtype(fmt), draw, mn=epilogue.row_layout == "plain_mn")
     if (fmt := epilogue.column_format) is not None:
         tiles = epilogues.column_tiles(m, groups) if tiles is None else tiles
-        made["column_codes"] = Fenced((m, n_out), torch.uint8, draw)
+        made["column_codes"] = Guarded((m, n_out), torch.uint8, draw)
         shape = epilogues.column_scale_shape(epilogue, n_out, tiles)
-        made["column_scale"] = Fenced(shape, _scale_dtype(fmt), draw)
+        made["column_scale"] = Guarded(shape, _scale_dtype(fmt), draw)
     return made
 
 
@@ -98,7 +98,7 @@ def _scale_dtype(fmt: BlockScaledFormat) -> torch.dtype:
     return torch.float32 if fmt.scale_dtype == torch.float32 else torch.uint8
 
 
-def tensors_of(case: QuantCase, epilogue: Epilogue, outputs: dict[str, Fenced], tiles: int | None) -> EpilogueTensors:
+def tensors_of(case: QuantCase, epilogue: Epilogue, outputs: dict[str, Guarded], tiles: int | None) -> EpilogueTensors:
     if tiles is None:
         tiles = epilogues.column_tiles(case.m, len(case.sizes))
     return EpilogueTensors(
@@ -108,17 +108,17 @@ def tensors_of(case: QuantCase, epilogue: Epilogue, outputs: dict[str, Fenced], 
         norm_const=case.norm_const if epilogue.norm_const else None,
         global_scale=case.global_scale if epilogue.format == NVFP4 else None,
         column_tiles=tiles,
-        **{name: fenced.inside for name, fenced in outputs.items()},
+        **{name: guarded.inside for name, guarded in outputs.items()},
     )
 
 
-def reference(case: QuantCase, epilogue: Epilogue, acc: torch.Tensor, tiles: int | None = None) -> dict[str, Fenced]:
+def reference(case: QuantCase, epilogue: Epilogue, acc: torch.Tensor, tiles: int | None = None) -> dict[str, Guarded]:
     outputs = make_outputs(case, epilogue, tiles)
     epilogue_reference(acc, case.offs, epilogue, tensors_of(case, epilogue, outputs, tiles))
     return outputs
 
 
-def differences(got: dict[str, Fenced], wanted: dict[str, Fenced], before: dict[str, Fenced]) -> dict[str, int]:
+def differences(got: dict[str, Guarded], wanted: dict[str, Guarded], before: dict[str, Guarded]) -> dict[str, int]:
     """By output: bytes that differ, fences included. Allowed: zeros where the reference leaves padding of scales, and
     another NaN in d.
     """
@@ -140,7 +140,7 @@ def differences(got: dict[str, Fenced], wanted: dict[str, Fenced], before: dict[
 
 
 def judge(
-    case: QuantCase, epilogue: Epilogue, acc: torch.Tensor, got: dict[str, Fenced], tiles: int | None = None
+    case: QuantCase, epilogue: Epilogue, acc: torch.Tensor, got: dict[str, Guarded], tiles: int | None = None
 ) -> None:
     """Every byte of every output, fences included, against the reference for the plain kernel's sums."""
     if epilogue.is_glu:
@@ -151,7 +151,7 @@ def judge(
 
 
 def glu_of_own_values(
-    case: AnyCase, epilogue: Epilogue, acc: torch.Tensor, got: dict[str, Fenced], tiles: int | None = None
+    case: AnyCase, epilogue: Epilogue, acc: torch.Tensor, got: dict[str, Guarded], tiles: int | None = None
 ) -> tuple[torch.Tensor, Epilogue, AnyCase]:
     """Judges the float32 values of an epilogue with an exponential; what comes after them is then judged exactly.
 

@@ -56,13 +56,19 @@ class Device:
         return Table(*map(list, columns))
 
     def tiles_at(
-        self, offs: list[int] | None, m: int, n: int, shape: Shape, numbers: list[int], halves_for: int | None = None
+        self,
+        offs: list[int] | None,
+        m: int,
+        n: int,
+        shape: Shape,
+        numbers: list[int],
+        half_tiles_for: int | None = None,
     ) -> list[Tile | None]:
         """The tiles of ascending numbers; None past the last one. A half without rows is one of -1 rows."""
         self.table(offs, m, shape[0])
         out = (ctypes.c_int * (4 * len(numbers)))()
         wanted = (ctypes.c_int * len(numbers))(*numbers)
-        status = self.library.tiles_at(*shape, n, halves_for or 0, wanted, len(numbers), out)
+        status = self.library.tiles_at(*shape, n, half_tiles_for or 0, wanted, len(numbers), out)
         assert status != -2, f"shape {shape} is not compiled into the shim"
         if status == -1:
             raise ZeroDivisionError("tile_at divided by zero")
@@ -70,13 +76,13 @@ class Device:
         return [tile if tile.rows != 0 else None for tile in found]
 
     def first_tile(
-        self, offs: list[int] | None, m: int, n: int, shape: Shape, worker: int, halves_for: int | None = None
+        self, offs: list[int] | None, m: int, n: int, shape: Shape, worker: int, half_tiles_for: int | None = None
     ) -> Tile | None:
         """What the warp that builds the table of few groups queues for a worker; None: there is no tile for it."""
         num_groups = 1 if offs is None else len(offs)
         ends = None if offs is None else (ctypes.c_int * num_groups)(*offs)
         out = (ctypes.c_int * 4)()
-        status = self.library.first_tile(*shape, n, halves_for or 0, ends, num_groups, m, worker, out)
+        status = self.library.first_tile(*shape, n, half_tiles_for or 0, ends, num_groups, m, worker, out)
         assert status != -2, f"shape {shape} is not compiled into the shim"
         assert status == 1, "not queued exactly once"
         return Tile(*out) if out[2] != 0 else None
@@ -92,14 +98,16 @@ class Device:
         counter: int,
         seed: int = 0,
         cluster: int = 1,
-        halves: bool = False,
+        half_tiles: bool = False,
         first_is_queued: bool = False,
     ) -> list[tuple[int, Tile | None]]:
         """(worker, tile) in the order of time; None tells a worker that there are no more tiles."""
         self.table(offs, m, shape[0])
         room = 20_000
         out = (ctypes.c_int * (5 * room))()
-        count = self.library.hand_out(*shape, n, halves, cluster, counter, workers, seed, first_is_queued, out, room)
+        count = self.library.hand_out(
+            *shape, n, half_tiles, cluster, counter, workers, seed, first_is_queued, out, room
+        )
         assert count != -3, "the counter is not zero after the launch"
         assert count != -4, "a tile was drawn before it was asked for"
         assert 0 <= count < room
@@ -154,8 +162,8 @@ def ends_of(sizes: tuple[int, ...]) -> list[int]:
     return list(itertools.accumulate(sizes))
 
 
-def twin(offs: list[int], m: int, n: int, shape: Shape, halves_for: int | None = None) -> list[Tile]:
-    return list(tiles(offs, m, n, *shape, halves_for))
+def twin(offs: list[int], m: int, n: int, shape: Shape, half_tiles_for: int | None = None) -> list[Tile]:
+    return list(tiles(offs, m, n, *shape, half_tiles_for))
 
 
 # Sizes around one and two tiles of every height, and more m-tiles than a band.

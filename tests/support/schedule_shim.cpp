@@ -177,9 +177,9 @@ struct {
     bool first_is_queued;
 } launch;
 
-template <int M, int N, int R, bool HALVES>
+template <int M, int N, int R, bool HALF_TILES>
 struct Shape {
-    using Order = TileOrder<M, N, R, HALVES>;
+    using Order = TileOrder<M, N, R, HALF_TILES>;
     static Order order(int n, int workers) {
         return Order(input.storage.table(input.num_groups), n, workers);
     }
@@ -190,12 +190,12 @@ struct Shape {
         for (int i = 0; i < count; ++i) put(out + 4 * i, tiles.tile_at(wanted[i]));
     }
     static void worker() {
-        schedule_tiles<1, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
+        schedule_tiles<1, HALF_TILES, HALF_TILES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
                                           launch.counter, threads::me, launch.workers,
                                           &launch.wanted[threads::me], launch.first_is_queued);
     }
     static void cluster_worker() {
-        schedule_tiles<2, HALVES, HALVES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
+        schedule_tiles<2, HALF_TILES, HALF_TILES>(launch.queues[threads::me], order(n_of_launch, launch.workers),
                                           launch.counter, threads::me, launch.workers,
                                           &launch.wanted[threads::me], launch.first_is_queued);
     }
@@ -218,8 +218,8 @@ struct Shape {
                                 launch.workers, lane);
     }
 };
-template <int M, int N, int R, bool HALVES>
-int Shape<M, N, R, HALVES>::n_of_launch;
+template <int M, int N, int R, bool HALF_TILES>
+int Shape<M, N, R, HALF_TILES>::n_of_launch;
 }  // namespace
 
 static uint32_t shared_address(const void* pointer) {
@@ -271,13 +271,13 @@ extern "C" void build_table(int block_m, const int* offs, int num_groups, int m,
     signal(SIGFPE, before);                 \
     return result;
 
-// halves_for: workers for which the last tiles are cut in two, 0 to cut none.
-extern "C" int tiles_at(int block_m, int block_n, int raster_m, int n, int halves_for, const int* wanted,
+// half_tiles_for: workers for which the last tiles are cut in two, 0 to cut none.
+extern "C" int tiles_at(int block_m, int block_n, int raster_m, int n, int half_tiles_for, const int* wanted,
                         int count, int* out) {
 #define SHAPE(M, N, R)                                                                \
     if (block_m == M && block_n == N && raster_m == R) {                              \
         result = 0;                                                                   \
-        halves_for ? Shape<M, N, R, true>::numbers(n, halves_for, wanted, count, out) \
+        half_tiles_for ? Shape<M, N, R, true>::numbers(n, half_tiles_for, wanted, count, out) \
                    : Shape<M, N, R, false>::numbers(n, 0, wanted, count, out);        \
     }
     DISPATCH()
@@ -293,11 +293,11 @@ static int run_first(int n, int* out) {
 }
 
 // What a warp queues as the first tile of `worker`, and how often (1 is right), or -2 for a shape that is not compiled in.
-// halves_for: workers for which the last tiles are cut in two, 0 to cut none.
-extern "C" int first_tile(int block_m, int block_n, int raster_m, int n, int halves_for, const int* offs,
+// half_tiles_for: workers for which the last tiles are cut in two, 0 to cut none.
+extern "C" int first_tile(int block_m, int block_n, int raster_m, int n, int half_tiles_for, const int* offs,
                           int num_groups, int m, int worker, int* out) {
     input.offs = offs, input.num_groups = num_groups, input.m = m;
-    launch.counter = worker, launch.workers = halves_for;
+    launch.counter = worker, launch.workers = half_tiles_for;
     launch.arrivals_of_first = launch.handed_out = launch.room = 0;
     launch.queues[0].tiles[0] = Tile{-1, -1, -1, -1};
     for (int t = 0; t < threads::MOST; ++t) together::shuffles[t] = together::barriers[t] = 0;
@@ -305,7 +305,7 @@ extern "C" int first_tile(int block_m, int block_n, int raster_m, int n, int hal
 #define SHAPE(M, N, R)                                 \
     if (block_m == M && block_n == N && raster_m == R) \
         result =                                       \
-            halves_for ? run_first<Shape<M, N, R, true>>(n, out) : run_first<Shape<M, N, R, false>>(n, out);
+            half_tiles_for ? run_first<Shape<M, N, R, true>>(n, out) : run_first<Shape<M, N, R, false>>(n, out);
     SHAPES
 #undef SHAPE
     return result;
@@ -324,20 +324,20 @@ static int run_workers(int n, int cluster, int workers, unsigned seed) {
 // Runs the scheduler threads of a launch; out has (worker, tile) for everything handed out, in the order of time.
 // The number of entries, or -3 when the counter is not zero afterwards, or -4 when a worker with halves handed out a tile
 // that nobody had asked for yet.
-extern "C" int hand_out(int block_m, int block_n, int raster_m, int n, int halves, int cluster, int counter,
+extern "C" int hand_out(int block_m, int block_n, int raster_m, int n, int half_tiles, int cluster, int counter,
                         int workers, unsigned seed, bool first_is_queued, int* out, int room) {
     launch.first_is_queued = first_is_queued;
     launch.counter = counter, launch.workers = workers, launch.out = out, launch.handed_out = 0,
     launch.room = room;
 #define SHAPE(M, N, R)                                                                 \
     if (block_m == M && block_n == N && raster_m == R)                                 \
-        result = halves ? run_workers<Shape<M, N, R, true>>(n, cluster, workers, seed) \
+        result = half_tiles ? run_workers<Shape<M, N, R, true>>(n, cluster, workers, seed) \
                         : run_workers<Shape<M, N, R, false>>(n, cluster, workers, seed);
     volatile int result = -2;
     SHAPES
     if (counter >= 0 && (padless_counters[counter].drawn != 0 || padless_counters[counter].finished != 0))
         return -3;
-    if (halves && launch.early) return -4;
+    if (half_tiles && launch.early) return -4;
     return result;
 #undef SHAPE
 }

@@ -10,13 +10,22 @@ import torch
 
 from padless.emulator import LaunchResult
 from padless.emulator.fake_driver import EmulatedDriver, emulated_driver
-from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size
+from padless.formats import (
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8,
+    MXFP8_E5M2,
+    NVFP4,
+    BlockScaledFormat,
+    BlockScaledTensor,
+    blocked_size,
+)
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host import prepare
-from padless.layouts import to_blocked, to_blocked_groups
+from padless.layouts import to_blocked, to_blocked_groups, to_mn_major
 from support.ragged import GuardedOutput
 
-FORMATS: dict[str, BlockScaledFormat] = {f.name: f for f in (MXFP8, MXFP8_E5M2, MXFP4, NVFP4)}
+FORMATS: dict[str, BlockScaledFormat] = {f.name: f for f in (MXFP8, MXFP8_E5M2, MXFP4, NVFP4, FP8_BLOCK)}
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1 = torch.cat([E2M1, -E2M1]).double()
 NAN_BYTE = {"MXFP8": 0xFF, "MXFP8_E5M2": 0xFF, "MXFP4": 0xFF, "NVFP4": 0x7F}
@@ -39,12 +48,15 @@ class Case:
 
 
 def values_of(codes: torch.Tensor, scales: torch.Tensor, fmt: BlockScaledFormat) -> torch.Tensor:
-    """float64 values of (.., rows, K) code bytes (one a value) and (.., rows, blocks) scale bytes."""
+    """float64 values of (.., rows, K) code bytes (one a value) and (.., rows, blocks) scale bytes, or float32 scales."""
     if fmt.codes_per_byte == 2:
         values = E2M1[codes.long()]
     else:
         values = codes.view(fmt.data_dtype).double()
-    if fmt is NVFP4:
+    if fmt is FP8_BLOCK:
+        rows = fmt.block("weight" if codes.dim() == 3 else "activation")[0]
+        factors = scales.double().repeat_interleave(rows, -2)[..., : codes.shape[-2], :]
+    elif fmt is NVFP4:
         factors = scales.view(torch.float8_e4m3fn).double()
     else:
         factors = torch.exp2(scales.double() - 127)
@@ -61,7 +73,11 @@ def laid_out(
     codes: torch.Tensor, scales: torch.Tensor, fmt: BlockScaledFormat, layout: str, offs: torch.Tensor | None,
     global_scale: torch.Tensor | None, trap: bool,
 ) -> BlockScaledTensor:  # fmt: skip
-    """The operand with its scales in `layout`; with `trap`, every byte of padding in 32x4x4 tiles is a NaN."""
+    """The operand with its scales in `layout`; with `trap`, every byte of padding in 32x4x4 tiles is a NaN.
+    FP8_BLOCK's of activations are K-major for "plain", else MN-major."""
+    if fmt is FP8_BLOCK:
+        scales = to_mn_major(scales) if layout != "plain" and codes.dim() == 2 else scales
+        return BlockScaledTensor(packed(codes, fmt), scales, fmt)
     if layout == "plain":
         return BlockScaledTensor(packed(codes, fmt), scales.view(fmt.scale_dtype), fmt, global_scale)
 
@@ -101,7 +117,8 @@ def case_of(
 def random_bytes(
     fmt: BlockScaledFormat, shape: tuple[int, ...], g: torch.Generator, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales. `exact`: small integers and few binades, so that no order or rounding of sums changes a bit."""
+    """Codes and scales; a shape of three sizes is one of weights. `exact`: small integers and few binades, so that no
+    order or rounding of sums changes a bit."""
     if fmt.codes_per_byte == 2:
         codes = torch.randint(0, 16, shape, generator=g).to(torch.uint8)
     elif exact:
@@ -109,7 +126,10 @@ def random_bytes(
         codes = values.to(fmt.data_dtype).view(torch.uint8)
     else:
         codes = torch.randn(shape, generator=g).to(fmt.data_dtype).view(torch.uint8)
-    blocks = (*shape[:-1], -(-shape[-1] // fmt.block_k))
+    blocks = fmt.scale_shape(shape, "weight" if len(shape) == 3 else "activation")
+    if fmt is FP8_BLOCK:
+        powers = torch.randint(-1, 2, blocks, generator=g).float()
+        return codes, torch.exp2(powers if exact else 6 * torch.rand(blocks, generator=g) - 6)
     # Exact: 0.5, 1 and 2. Else NVFP4's are 2^-4 to 1 with three bits of mantissa, the others 2^-6 to 1.
     if fmt is NVFP4:
         scales = (

@@ -11,7 +11,7 @@ from padless.epilogue import Epilogue
 from padless.kernels.sm100_grouped import host as sm100_grouped
 from padless.kernels.sm100_grouped import host_quant as sm100_grouped_quant
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
-from support.quant_cases import Fenced, QuantCase, judge, make_outputs, tensors_of
+from support.quant_cases import Guarded, QuantCase, judge, make_outputs, tensors_of
 from support.sm100_grouped import Case, make_case
 
 
@@ -19,7 +19,7 @@ from support.sm100_grouped import Case, make_case
 class Problem(QuantCase):
     """A ragged problem; `past` rows after the last group belong to nobody. `gain` multiplies the sums, as alpha."""
 
-    fmt: str
+    fmt: str | tuple[str, str]
     sizes: tuple[int, ...]
     n: int
     k: int = 128
@@ -58,7 +58,7 @@ class Problem(QuantCase):
 def check(
     problem: Problem, epilogue: Epilogue, config: Sm100GroupedConfig | None = None, *, seed: int = 0,
     sms: int = 2, tiles: int | None = None, acc: torch.Tensor | None = None,
-) -> dict[str, Fenced]:  # fmt: skip
+) -> dict[str, Guarded]:  # fmt: skip
     """The kernel's outputs, which are the reference's to the bit, made without a report; ``acc``: known sums."""
     driver = emulated_driver("sm_100a")
     sms = sms if config is None else max(sms, config.cluster)

@@ -35,8 +35,21 @@ def blocked(row: str, column: str = "plain") -> dict[str, str]:
 ROWS = epilogue(MXFP8)
 BOTH = epilogue(MXFP8, MXFP8)
 # name: format of the operands, N, epilogue, tile, layouts of the operands' scales
-CASES: dict[str, tuple[str, int, Epilogue, Sm100GroupedConfig | None, tuple[str, str]]] = {
+CASES: dict[str, tuple[str | tuple[str, str], int, Epilogue, Sm100GroupedConfig | None, tuple[str, str]]] = {
     "rows": ("MXFP8", 144, ROWS, ONE, ("blocked", "blocked")),
+    "FP8_BLOCK operands": ("FP8_BLOCK", 160, epilogue(FP8_BLOCK, FP8_BLOCK, **ALL), None, ("blocked", "plain")),
+    "FP8_BLOCK operands, halves": (
+        "FP8_BLOCK", 320, epilogue(FP8_BLOCK, **blocked("plain_mn"), **CONCATENATED), PAIR, ("blocked", "plain"),
+    ),
+    "FP8_BLOCK operands, interleaved": (
+        "FP8_BLOCK", 320, epilogue(FP8_BLOCK, **INTERLEAVED), WIDE, ("plain", "plain"),
+    ),
+    "MXFP4 weights, halves": (
+        ("MXFP8", "MXFP4"), 320, epilogue(MXFP8, **blocked("blocked"), **CONCATENATED), PAIR, ("plain", "blocked"),
+    ),
+    "MXFP4 weights, one CTA": (
+        ("MXFP8", "MXFP4"), 320, epilogue(MXFP8, MXFP8, **CONCATENATED), WIDE, ("blocked", "blocked"),
+    ),
     "everything": (
         "MXFP8", 160, epilogue(MXFP8, MXFP8, d_dtype=torch.bfloat16, **ALL), PAIR, ("blocked", "blocked"),
     ),
@@ -61,7 +74,7 @@ CASES: dict[str, tuple[str, int, Epilogue, Sm100GroupedConfig | None, tuple[str,
     "mxfp4": ("MXFP4", 160, epilogue(MXFP4, None, "cudnn", **blocked("blocked_groups")), ONE, TILED),
     "amax alone": ("MXFP8", 168, epilogue(amax=True, alpha=True), None, ("blocked", "blocked")),
     "float32 alone": (
-        "NVFP4", 136, epilogue(d_dtype=torch.float32, bias=True, prob=True), WIDE, ("blocked", "blocked"),
+        "NVFP4", 136, epilogue(d_dtype=torch.float32, alpha=True, bias=True, prob=True), WIDE, ("blocked", "blocked"),
     ),
     "prob with no bias to gate": (
         "MXFP8", 144, epilogue(MXFP8, bias_rule="gated_bias", prob=True), ONE, ("blocked", "blocked"),
@@ -126,9 +139,8 @@ BUGS = {
     "up's scales where gate's are": (LOAD, "scale_tile + piece * (to_up / 128)", "scale_tile", "concatenated, one CTA, copied scales"),
     "up's rows where gate's are": (LOAD, "row + share + piece * to_up", "row + share", "concatenated, one CTA, copied scales"),
     "up's gathered scales 128 rows on": (LOAD, "!IS_A && GATE_AND_UP_APART ? operands.n / 2 : 128", "128", "concatenated, a tail and plain scales"),
-    "a multiplication and an addition contracted": (
-        VALUES, "__fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(four[e], row.prob) : four[e])",
-        "fmaf(__uint_as_float(sums[i + e]), row.global, four[e])", "float32 alone",
+    "alpha and bias rounded one by one": (
+        "device/quant_outputs.cuh", "__fmaf_rn(sum, alpha, addend)", "__fadd_rn(__fmul_rn(sum, alpha), addend)", "float32 alone",
     ),
     "scales of the word before kept": (STORE, "                word = 0;\n", "", "nvfp4"),
     "a group's tile counted from its row": (STORE, "(shared.scale_shifts[group] + start) / 128", "start / 128", "cudnn, tiles of their own"),

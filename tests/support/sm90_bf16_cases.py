@@ -79,7 +79,7 @@ def multiply(
     seed: int = 0,
     num_sms: int = 2,
 ) -> torch.Tensor:
-    """The emulated kernel's output, all checks on, in a fenced output; raises on any report."""
+    """The emulated kernel's output, all checks on, in a guarded output; raises on any report."""
     guarded = GuardedOutput(problem.a.shape[0], problem.b.shape[1], out_dtype)
     with DRIVER.configured(seed=seed, num_sms=num_sms, raise_on_reports=True):
         prepared = sm90_bf16.prepare(DRIVER, problem.a, problem.b, problem.offs, guarded.out, config)

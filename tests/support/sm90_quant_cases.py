@@ -15,7 +15,7 @@ from padless.kernels.sm90_fp8 import host as sm90_fp8
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.table import BF16
 from padless.quantization.quantize import quantize
-from support.quant_cases import ALL, Fenced, QuantCase, judge, make_outputs, tensors_of
+from support.quant_cases import ALL, Guarded, QuantCase, judge, make_outputs, tensors_of
 
 DRIVER = EmulatedDriver()  # one for all tests, since it keeps prepared kernels
 FORMATS: dict[str, BlockScaledFormat] = {fmt.name: fmt for fmt in formats.FORMATS}
@@ -92,7 +92,7 @@ class PairCase(Case):
 
 def run(
     module: ModuleType, case: Case, epilogue: Epilogue, config: object, tiles: int | None = None
-) -> dict[str, Fenced]:
+) -> dict[str, Guarded]:
     """The kernel's outputs; raises when the emulator has anything to report."""
     outputs = make_outputs(case, epilogue, tiles)
     tensors = tensors_of(case, epilogue, outputs, tiles)
@@ -112,7 +112,7 @@ def check(
     sms: int = 2,
     tiles: int | None = None,
     acc: torch.Tensor | None = None,
-) -> dict[str, Fenced]:
+) -> dict[str, Guarded]:
     """Every byte of every output, fences included, against the reference; ``acc``: known sums."""
     acc = case.sums(DRIVER) if acc is None else acc
     with DRIVER.configured(arithmetic="fast", num_sms=sms, seed=seed):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from padless import FP8_BLOCK, MXFP8, NVFP4
 from padless.nn import RECIPES, Experts, Recipe
 
 BF16 = torch.bfloat16
@@ -18,6 +19,8 @@ EVERY_RECIPE = {
     "bf16 dgrad": Recipe(dgrad=BF16, save="recompute"),
     "bf16 forward": Recipe(forward=BF16, save="fp8"),
     "bf16 forward and dgrad": Recipe(forward=BF16, dgrad=BF16),
+    "mxfp8, fp8 wgrad, recompute": Recipe(MXFP8, MXFP8, save="recompute"),
+    "nvfp4 forward": Recipe(NVFP4, FP8_BLOCK, BF16, save="recompute"),
 }
 
 

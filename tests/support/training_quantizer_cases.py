@@ -97,7 +97,7 @@ def swiglu_pair(
     from padless.quantization.triton.swiglu_backward import swiglu_backward
 
     operands = (dh, z, offs, prob)
-    want = swiglu_backward_torch(*operands, gate_up, block, alignment)
+    want = swiglu_backward_torch(*(None if t is None else t.cpu() for t in operands), gate_up, block, alignment)
     with poisoned_memory():
         moved = (None if t is None else t.to(device) for t in operands)
         got = swiglu_backward(*moved, gate_up, block, alignment)

@@ -187,11 +187,7 @@ BUGS: tuple[Bug, ...] = (
         ((STORE, "return 1 + warpgroup * NUM_D + piece % NUM_D;", "return 1 + warpgroup * NUM_D;"),),
         seeds=8,
     ),
-    Bug(
-        "the first piece's buffer is never said to be free",
-        ("deadlock",),
-        ((STORE, "hand_out(tile, 0);", ""),),
-    ),
+    Bug("the first piece's buffer is never said to be free", ("deadlock",), ((STORE, "hand_out(tile, 0);", ""),)),
     Bug("old values not waited for", ("race",), ((STORE, WAIT_LOADED, ";"),), quick=True, onto=True),
     Bug("old values not waited for in two waves", ("race",), ((STORE, WAIT_LOADED, ";"),), TWO_WAVES, onto=True),
     Bug(

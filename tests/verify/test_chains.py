@@ -74,4 +74,4 @@ def test_the_emulated_kernels_run_the_chain_and_are_right() -> None:
 
 def test_every_architecture_has_chains() -> None:
     assert [f.name for f in formats_of("sm_90a")] == ["FP8_BLOCK", "MXFP8", "MXFP4"]
-    assert [f.name for f in formats_of("sm_100a")] == ["MXFP8", "MXFP4"]
+    assert [f.name for f in formats_of("sm_100a")] == ["FP8_BLOCK", "MXFP8", "MXFP4"]

@@ -48,7 +48,7 @@ def drawn(count: int = 180) -> list[EpilogueProblem]:
     return [random_epilogue_problem(HOPPER, seed) for seed in range(count)]
 
 
-def test_every_quantising_route_is_verified() -> None:
+def test_every_quantizing_route_is_verified() -> None:
     listed = {p for p in ROUTES if p.operation == "grouped_gemm_quant"}
     assert listed
     assert {p for arch in ("sm_90a", "sm_100a") for p in quant_routes(arch)} == listed
@@ -290,7 +290,7 @@ def test_the_small_launches_are_of_every_hopper_kernel() -> None:
 
 
 @pytest.mark.parametrize("index", range(len(verify_small.QUANT_CALLS)))
-def test_a_small_quantising_call_is_allowed_and_writes_every_output(index: int) -> None:
+def test_a_small_quantizing_call_is_allowed_and_writes_every_output(index: int) -> None:
     problem = verify_small.small_problem(HOPPER, *verify_small.QUANT_CALLS[index])
     outputs = run_problem(problem, "cpu", "reference")
     before = untouched(problem, outputs.epilogue).buffers

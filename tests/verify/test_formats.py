@@ -43,15 +43,15 @@ def test_the_check_sees_one_wrong_row_and_one_write_past_the_groups(monkeypatch:
     def on_cpu(mistake: str | None) -> None:
         def run(path_: object, seed: int) -> tuple[object, torch.Tensor]:
             problem = random_formats_problem(route, seed)
-            fenced = GuardedOutput(problem.a.shape[0], problem.b.shape[1], problem.dtype)
-            grouped_gemm(problem.a, problem.b, problem.offs, out=fenced.out, backend="reference")
+            guarded = GuardedOutput(problem.a.shape[0], problem.b.shape[1], problem.dtype)
+            grouped_gemm(problem.a, problem.b, problem.offs, out=guarded.out, backend="reference")
             valid = int(problem.offs[-1])
             if mistake == "row" and valid > 0:
-                fenced.out[valid // 2] = 0
-            if mistake == "past" and valid < fenced.out.shape[0]:
-                fenced.out[valid] = 0
-            fenced.check(valid, expect_finite=False)
-            return problem, fenced.out
+                guarded.out[valid // 2] = 0
+            if mistake == "past" and valid < guarded.out.shape[0]:
+                guarded.out[valid] = 0
+            guarded.check(valid, expect_finite=False)
+            return problem, guarded.out
 
         monkeypatch.setattr(verify_formats, "_on_gpu", run)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from padless.verify.fuzz import epilogues, layers, products, quantizers, run, tr
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Draw, Problem
 from padless.verify.fuzz.shrink import shrunk
-from padless.verify.fuzz.subjects import SUBJECTS, judged
+from padless.verify.fuzz.subjects import SUBJECTS, judged, subjects_of
 from support.ragged import ROOT
 
 REFERENCE = place_of("reference")
@@ -388,6 +390,67 @@ def test_the_records_that_were_kept() -> None:
         assert record["kind"] == "fuzz"
         assert record["problems"] == sum(record["by_call"].values()) > 0
         assert record["wrong"] == record["ended"] == []
+
+
+@pytest.mark.parametrize(("visible", "names"), [(None, ["0", "1", "2"]), ("4,GPU-a7, 6", ["4", "GPU-a7", "6"])])
+def test_workers_are_spread_over_gpus(visible: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[int, str] = {}
+
+    class Process:
+        """One that ends at once."""
+
+        def __init__(self, target: Any, args: tuple[worker.Task, Any], daemon: bool) -> None:
+            self.task, self.connection = args
+
+        def start(self) -> None:
+            seen[self.task.worker] = os.environ["CUDA_VISIBLE_DEVICES"]
+            self.connection.send(("ended", ""))
+
+        def join(self, timeout: float) -> None:
+            pass
+
+        def is_alive(self) -> bool:
+            return False
+
+    class Context:
+        Pipe = staticmethod(multiprocessing.Pipe)
+
+    Context.Process = Process
+    monkeypatch.setattr(run, "get_context", lambda method: Context)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    tasks = [worker.Task(i, 0, "cuda", 0.0, 0) for i in range(7)]
+    _, crashes = run._supervise(tasks, run._gpus(), lambda line: None, 0.0)
+    assert crashes == []
+    assert seen == {i: names[i % 3] for i in range(7)}
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+def test_a_worker_varies_what_needs_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All problems have the constants of a model of the worker's kit, nearly all its kind, and many sizes."""
+    monkeypatch.setattr(products, "cuda_arch", lambda: "sm_90a")
+    subjects = subjects_of("cuda", "sm_90a")
+    task = worker.Task(1, 5, "cuda", 1e12, 0, workers=64)
+    kit = worker.kit_of(task, 1, subjects)
+    problems = list(itertools.islice(worker.problems_of(task, subjects), 600))
+    assert len({str(problem) for problem in problems}) == len(problems)
+    strange = 0
+    for call, subject in subjects.items():
+        own = [problem.options for problem in problems if problem.call == call]
+        models = [(model.constants.items(), model.kind) for model in kit[call]]
+        of_kit = [any(fixed <= o.items() for fixed, _ in models) for o in map(hashable, own)]
+        assert all(of_kit), call
+        strange += sum(subject.kind(o) not in [kind for _, kind in models] for o in own)
+    assert strange < 30
+    sizes = {problem.options["k"] for problem in problems if problem.call == "quantize"}
+    assert len(sizes) > 40
+
+
+def hashable(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
 @pytest.mark.parametrize(

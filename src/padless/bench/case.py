@@ -119,7 +119,7 @@ CASES: dict[str, Case] = {
         Case(
             "ep",
             "Expert parallelism on all GPUs of this host: dispatch, combine and layer against NCCL's all_to_all.",
-            ("full", *RUN, "repeats"),
+            ("full", "peers", *RUN, "repeats"),
             repeats=50,
             needs="require_gpus",
         ),

@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from padless.bench.case import CASES, Case
-from padless.bench.peers import Peer, resolve_peers
+from padless.bench.peers import Peer
+from padless.bench.peers.find import resolve_peers
 from padless.bench.report.table import Records, Sessions
 from padless.bench.report.terminal import show, show_failures, wide_console
 from padless.bench.results import BenchResult, BrokenRecord, Record, read_records, sessions_of

@@ -19,7 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from padless.bench.group_sizes import DecodePoint, DenseShape, Point
 from padless.bench.measure import facts_of, measure_dense
-from padless.bench.peers import Peer, resolve_folder
+from padless.bench.peers import Peer
+from padless.bench.peers.find import resolve_folder
 from padless.bench.problem import make_dense
 from padless.bench.report.terminal import wide_console
 from padless.bench.results import Record, ResultFile, of_kind, point_key, time_us

@@ -12,7 +12,8 @@ from padless.bench.cases.chain import mlp_chains
 from padless.bench.cases.problems.chain import ChainProblem, second_projection
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
 from padless.bench.measure import gather, own_contenders, own_decode_contender
-from padless.bench.peers import Contender, Peer, find_peers
+from padless.bench.peers import Contender, Peer
+from padless.bench.peers.find import find_peers
 from padless.bench.problem import make_grouped
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import padless
+from padless.cli.calling import DEFAULT_OUT, OutDir, call, load
 
 app = typer.Typer(
     name="padless",
@@ -47,9 +46,6 @@ app.add_typer(
     ),
     name="bench",
 )
-
-OutDir = Annotated[Path, typer.Option("--out", help="Folder for what is written.")]
-DEFAULT_OUT = Path("padless-out")
 
 
 def main() -> None:
@@ -94,10 +90,13 @@ def train_demo(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps. 150 on a CPU, 600 on a GPU.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs with other weights and batches.")] = 1,
+    ranks: Annotated[
+        int, typer.Option(help="From 2 on: spread the experts over so many processes, beside one that has all.")
+    ] = 1,
     out: OutDir = DEFAULT_OUT,
 ) -> None:
     """Train a small Mixture-of-Experts language model in bf16 and in FP8 side by side and draw the losses."""
-    options = {"recipes": recipes or (), "steps": steps, "seeds": seeds, "out": out}
+    options = {"recipes": recipes or (), "steps": steps, "seeds": seeds, "ranks": ranks, "out": out}
     call("padless.demo.train.run", "run_train_demo", **options)
 
 
@@ -137,7 +136,7 @@ def verify(
         bool, typer.Option("--against-emulator", help="Compare random problems with the emulator, bit for bit.")
     ] = False,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Checks at a time. One for every four cores, at most four.")
+        int | None, typer.Option(min=1, help="Checks at a time. One for every two cores, at most eight.")
     ] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", help="Instead: expert parallelism, on so many GPUs or CPU processes.")
@@ -175,21 +174,5 @@ def fuzz(
 )
 def emulate(context: typer.Context) -> None:
     """Run a kernel's PTX on the CPU and look for races (padless emulate --help says more)."""
-    command = _load("padless.emulator.cli", "app")
+    command = load("padless.emulator.cli", "app")
     command(args=context.args, prog_name="padless emulate")
-
-
-def _load(module: str, name: str) -> Any:
-    """module.name, with a missing third-party package as a ValueError that says which."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"this command needs {error.name}, which is not installed here") from None
-
-
-def call(module: str, name: str, **arguments: Any) -> None:
-    """Call module.name; what it returns, if an integer, is the exit code."""
-    function: Callable[..., Any] = _load(module, name)
-    result = function(**arguments)
-    if isinstance(result, int) and result:
-        raise typer.Exit(result)

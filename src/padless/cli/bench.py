@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from padless.cli import DEFAULT_OUT, OutDir, call
+from padless.cli.calling import DEFAULT_OUT, OutDir, call
 
 COMMANDS = "padless.bench.commands"
 

@@ -53,7 +53,7 @@ class CollectiveBackend:
                         f"capacity is {capacity} rows and rank {r} receives {needed}; give a larger capacity or None"
                     )
         local = torch.where(ranks == s.rank, self._placement.local_index[table.clamp(min=0).long()], -1)
-        offs, inverse = sort_slots(local.view(-1, s.top_k), len(self._placement.local_experts))
+        offs, inverse, _ = sort_slots(local.view(-1, s.top_k), len(self._placement.local_experts))
         plan = ExpertPlan(
             offs,
             torch.zeros(capacity, dtype=torch.float32, device=table.device),

@@ -52,3 +52,17 @@ class Combine(torch.autograd.Function):
             dprob = (rows.to(torch.float32) * of_token).sum(dim=1)
             drows = (plan.prob[:, None] * of_token).to(drows.dtype)
         return None, drows, None, None, dprob, None, None, None
+
+
+def gradients_of_rows(ep: Any, dout: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+    """dout (T, H) of every row's token, unweighted: (C, H). A collective call."""
+    rows: torch.Tensor = ep._backend.redispatch(dout.contiguous(), plan)
+    return rows
+
+
+def gradients_of_dispatch(
+    ep: Any, drows: torch.Tensor, dprob: torch.Tensor, plan: ExpertPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dtokens (T, H), dweights (T, k) float32) of gradients of rows (C, H) and weights (C,). A collective call."""
+    dtokens, dweights = ep._backend.combine(drows, plan, None, dprob)
+    return dtokens, dweights

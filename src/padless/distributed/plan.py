@@ -30,13 +30,17 @@ class ExpertPlan(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """Slots of all ranks sorted by local expert: see `ExpertPlan`; offs are not cut at the capacity."""
+    """Slots of all ranks sorted by local expert: see `ExpertPlan`; offs are not cut at the capacity.
+
+    tokens: (slots,) int32, the token ``source * Tmax + token`` of each row.
+    """
 
     offs: torch.Tensor
     inverse: torch.Tensor
+    tokens: torch.Tensor
 
 
 def sort_slots(table: torch.Tensor, num_local_experts: int) -> Sorted:
     """table: (R * Tmax, k) int32 local experts, negative for none. A stable sort: no atomic decides an order."""
-    offs, _, inverse = ops.call("route", table, num_local_experts)
-    return Sorted(offs, inverse)
+    offs, tokens, inverse = ops.call("route", table, num_local_experts)
+    return Sorted(offs, inverse, tokens)

@@ -43,6 +43,11 @@ class RowFormat:
         return 0 if isinstance(self.format, torch.dtype) else ceil_div(self.hidden, self.format.block_k)
 
     @property
+    def placed_columns(self) -> int:
+        """MN-major scales of a row; 0 where scales lie beside each other."""
+        return self.scale_columns if self.scale_major == "mn" and self.format == FP8_BLOCK else 0
+
+    @property
     def scale_itemsize(self) -> int:
         return 1 if isinstance(self.format, torch.dtype) else self.format.scale_dtype.itemsize
 

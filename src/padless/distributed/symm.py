@@ -77,10 +77,10 @@ class SymmBackend:
         assert weights is not None
         if self._settings.num_slots <= self.few_slots or self._side is None:
             return self.receive(self.publish(tokens, ids, weights, global_scale), global_scale)
-        kept_ids = self.publish_ids(ids, weights)
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):  # beside the quantization of the rows
+            kept_ids = self.publish_ids(ids, weights)
             found = self.sort()
         self.publish_rows(tokens, global_scale)
         main.wait_stream(self._side)
@@ -181,7 +181,7 @@ class SymmBackend:
     ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
         """Rows and plan of sorted slots."""
         plan = self._empty_plan(kept_ids, found.inverse)
-        return self._fan_out(self._settings.row_format, plan, found.offs, global_scale), plan
+        return self._fan_out(self._settings.row_format, plan, found, global_scale), plan
 
     def _receive_few(
         self, kept_ids: torch.Tensor, global_scale: torch.Tensor | None
@@ -283,27 +283,31 @@ class SymmBackend:
             publish[self._grid(max(x.shape[0], s.num_ranks), SHARE_OF_PUBLISH)](
                 state.pointers, state.counters, x, scale if scale_bytes else None, ids, weights, kept_ids,
                 s.rank, x.shape[0], x.stride(0), s.num_experts, s.max_tokens * s.top_k, s.max_tokens,
-                layout.listed, layout.published, layout.ids, layout.weights, layout.x, layout.record_bytes,
-                R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, QUANTIZE=quantizes,
+                layout.listed, layout.published, layout.ids, layout.weights, layout.scales, layout.x,
+                layout.record_bytes, R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, QUANTIZE=quantizes,
+                PUSH_SCALES=quantizes and ids is None and row_format.placed_columns > 0,
                 CODE_BYTES=row_format.code_bytes, SCALE_BYTES=scale_bytes,
                 HARDWARE_CAST=casts.casts_in_hardware(self._device), num_warps=4,
             )  # fmt: skip
 
     def _fan_out(
-        self, row_format: RowFormat, plan: ExpertPlan, all_offs: torch.Tensor | None, global_scale: torch.Tensor | None
+        self, row_format: RowFormat, plan: ExpertPlan, found: Sorted | None, global_scale: torch.Tensor | None
     ) -> BlockScaledTensor | torch.Tensor:
-        """Rows by the plan; with all_offs, the plan's offs, prob and overflow too."""
+        """Rows by the plan; with sorted slots, the plan's offs, prob and overflow too."""
         from padless.distributed.triton import receive
 
         s, state, layout = self._settings, self._state, self._state.layout
         rows = self._empty_rows(row_format, plan.prob.shape[0])
+        placed = row_format.placed_columns
+        all_offs, tokens = (None, None) if found is None else (found.offs, found.tokens)
         with self._on_device():
             receive.fan_out[self._grid(s.num_ranks * s.max_tokens)](
-                state.pointers, state.counters, state.status, plan.inverse, all_offs, plan.offs, plan.overflow,
-                plan.prob, rows.data, rows.integers,
+                state.pointers, state.counters, state.status, plan.inverse, all_offs, plan.offs,
+                plan.overflow, plan.prob, rows.data, rows.integers, tokens if placed else None,
                 s.rank, s.max_tokens, plan.prob.shape[0], len(plan.offs), *rows.scale_strides,
-                layout.published, layout.aborted, layout.weights, layout.x, layout.record_bytes, self._limit,
-                R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=row_format.code_bytes, SCALES=row_format.scale_columns,
+                layout.published, layout.aborted, layout.weights, layout.scales, layout.x, layout.record_bytes,
+                self._limit, R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=row_format.code_bytes,
+                SCALES=0 if placed else row_format.scale_columns, PLACED=placed,
                 SCALE_BYTES=row_format.scale_itemsize, GROUPS=self._groups, CLOCK=self._has_clock, num_warps=4,
             )  # fmt: skip
         return rows.tensor(row_format, global_scale)

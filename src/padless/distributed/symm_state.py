@@ -35,6 +35,7 @@ class Layout:
     summed: R cells {epoch, 0}: a rank's partial sums of a combine are there. finished: R cells: a rank has read its
         partial sums, so that the next may be stored. aborted: one cell, 1 + the rank that did not answer.
     ids, weights: 2 x R x Tmax x k int32 and float32, by parity and source rank.
+    scales: 2 x R x Tmax x scales of a token, by parity and source rank, where they are MN-major: else none.
     slots: Tmax x k float32: what a combine brings back by slot (gradients of weights).
     x: 2 x Tmax records, by parity. part: R x Tmax x H partial sums, by the rank that summed.
     """
@@ -46,6 +47,7 @@ class Layout:
     aborted: int
     ids: int
     weights: int
+    scales: int
     slots: int
     x: int
     part: int
@@ -65,6 +67,7 @@ def layout_of(s: Settings) -> Layout:
         "aborted": CELL,
         "ids": 2 * s.num_ranks * table,
         "weights": 2 * s.num_ranks * table,
+        "scales": 2 * s.num_ranks * s.max_tokens * s.row_format.placed_columns * 4,
         "slots": table,
         "x": 2 * s.max_tokens * record,
         "part": s.num_ranks * s.max_tokens * s.hidden * s.partial.itemsize,

@@ -73,13 +73,15 @@ def exponents(scale: torch.Tensor) -> torch.Tensor:
 def activations_for(weights: BlockScaledTensor) -> str:
     """Name of the format for activations beside the weights, "BF16" for none.
 
-    FP4 weights take bfloat16 activations where a kernel does, MXFP4 ones as the models were made for; the others take
-    their own format.
+    FP4 weights take bfloat16 activations on Hopper, MXFP4 ones as the models were made for; where no kernel does, MXFP4
+    weights take MXFP8. The others take their own format.
     """
     if weights.format not in (MXFP4, NVFP4):
         return ACTIVATIONS[weights.format].name
     on_blackwell = weights.device.type == "cuda" and capability(weights.device.index or 0) >= (10, 0)
-    return weights.format.name if on_blackwell else BF16
+    if not on_blackwell:
+        return BF16
+    return "MXFP8" if weights.format == MXFP4 else weights.format.name
 
 
 @lru_cache(maxsize=16)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from padless._version import __version__
-from padless.kernels.schedule import has_halves, tiles_to_cut, walk_of_groups
+from padless.kernels.schedule import has_half_tiles, tiles_to_cut, walk_of_groups
 from padless.runtime.jit import cache_dir, write_atomically
 
 
@@ -32,9 +32,9 @@ class Tile:
     raster_m: int = 8
 
     @property
-    def has_halves(self) -> bool:
+    def has_half_tiles(self) -> bool:
         """Whether tiles of the last round are cut in two."""
-        return has_halves(self.block_m)
+        return has_half_tiles(self.block_m)
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ BUILT_IN: dict[str, CostTable] = {
 
 
 def simulate(
-    sizes: Sequence[int], n: int, k: int, tile: Tile, cost: TileCost, num_sms: int, halves: bool = True
+    sizes: Sequence[int], n: int, k: int, tile: Tile, cost: TileCost, num_sms: int, half_tiles: bool = True
 ) -> float:
     """Nanoseconds until the last tile is done, groups of the given sizes, tiles in the order of ``schedule.tiles``.
 
-    ``halves``: whether tiles of the last round are cut in two, where the tile ``has_halves``, as its kernel does.
+    ``half_tiles``: whether the last round's tiles are cut in two, where the tile ``has_half_tiles``, as in its kernel.
     """
     ends = [sum(sizes[: g + 1]) for g in range(len(sizes))]
     n_tiles = -(-n // (tile.block_n * tile.cluster_n))
@@ -101,7 +101,7 @@ def simulate(
                 min(tile.block_m, end - start - m_tile * tile.block_m)
                 for m_tile in range(band, min(band + tile.raster_m, m_tiles))
             ] * n_tiles
-    if halves and tile.has_halves:
+    if half_tiles and tile.has_half_tiles:
         whole, half = len(rows) - tiles_to_cut(len(rows), len(free)), tile.block_m // 2
         rows[whole:] = [part for r in rows[whole:] for part in (min(r, half), r - half) if part > 0]
     cost_of = {r: cost.of(r, tile.block_m, k) for r in set(rows)}
@@ -117,8 +117,8 @@ def estimate_ns(m: int, n: int, k: int, num_groups: int, tile: Tile, cost: TileC
     ends of G groups can make of it, and a round that has begun is paid for in full: with few large groups that is
     almost the number of whole rounds, with many small ones half a round more than the work alone.
 
-    Where a last round is cut in halves (``Tile.has_halves``) and so is over after half of it, it is one half that is
-    paid for. Counting by half rounds tells how often that is so; a half takes as long as a short tile. Of what this
+    Where a last round is cut in half tiles (``Tile.has_half_tiles``) and so is over after half of it, that half is paid
+    for. Counting by half rounds tells how often that is so; a half takes as long as a short tile. Of what this
     spares, ``_TRUSTED_OF_SPARED`` counts, but all of it for one group: its size is known.
     """
     groups = max(1, min(num_groups, m))
@@ -129,15 +129,15 @@ def estimate_ns(m: int, n: int, k: int, num_groups: int, tile: Tile, cost: TileC
     rounds = (full + short * short_ns / full_ns) * share
     width = math.sqrt(groups - 1) * share
     whole = max(1.0, _mean_ceil(rounds, width))
-    if not tile.has_halves:
+    if not tile.has_half_tiles:
         return full_ns * whole
-    # Each time that counting by halves spares half a round, a half takes the place of a whole tile.
+    # Each time that counting by half rounds spares one, a half tile takes the place of a whole tile.
     spared = whole - max(0.5, _mean_ceil(2 * rounds, 2 * width) / 2)
     trusted = 1.0 if groups == 1 else _TRUSTED_OF_SPARED
     return full_ns * whole - 2 * trusted * spared * (full_ns - short_ns)
 
 
-# How much of what halves are expected to spare counts in a choice when the sizes are unknown: a tile that wins by it
+# How much of what half tiles are expected to spare counts in a choice when the sizes are unknown: a tile that wins by it
 # alone loses most where it is wrong. On the recorded points of M 8192 and 16384 choices lose 0.07% with a quarter of it,
 # 0.12% with all, 0.20% with nothing; on those of M 512 to 4096 1.4%, 1.7% and 1.4%.
 _TRUSTED_OF_SPARED = 0.25
@@ -149,8 +149,9 @@ def _expected_m_tiles(m: int, groups: int, block_m: int) -> tuple[float, float]:
         tiles, tail = divmod(m, block_m)
         return tiles + (2 * tail > block_m), float(0 < 2 * tail <= block_m)
     longest = 2 * m / groups / block_m  # in tiles; t is uniform in [0, longest]
-    halves = math.floor(longest + 0.5)
-    full = (halves * (halves - 1) / 2 + halves * (longest + 0.5 - halves)) / longest  # mean of floor(t + 1/2)
+    half_rounds = math.floor(longest + 0.5)
+    # The mean of floor(t + 1/2).
+    full = (half_rounds * (half_rounds - 1) / 2 + half_rounds * (longest + 0.5 - half_rounds)) / longest
     short = (math.floor(longest) / 2 + min(longest - math.floor(longest), 0.5)) / longest
     return groups * full, groups * short
 

@@ -37,16 +37,16 @@ def walk_of_groups(offs: Sequence[int], m: int) -> list[tuple[int, int, int]]:
 
 
 def tiles(
-    offs: Sequence[int], m: int, n: int, block_m: int, block_n: int, raster_m: int, halves_for: int | None = None
+    offs: Sequence[int], m: int, n: int, block_m: int, block_n: int, raster_m: int, half_tiles_for: int | None = None
 ) -> Iterator[Tile]:
     """All tiles, in the order of their numbers. ``block_n`` counts the columns of a whole cluster.
 
     Groups from large to small; in a group, bands of ``raster_m`` m-tiles; in a band, column after column.
-    ``halves_for``: the number of workers for which the last ones are cut in two (``tiles_to_cut``); None cuts none.
+    ``half_tiles_for``: the number of workers for which the last ones are cut in two (``tiles_to_cut``); None cuts none.
     Halves without a row, which have a number too, are left out.
     """
     whole = list(_whole_tiles(offs, m, n, block_m, block_n, raster_m))
-    cut = 0 if halves_for is None else tiles_to_cut(len(whole), halves_for)
+    cut = 0 if half_tiles_for is None else tiles_to_cut(len(whole), half_tiles_for)
     yield from whole[: len(whole) - cut]
     for tile in whole[len(whole) - cut :]:
         half = block_m // 2
@@ -55,7 +55,7 @@ def tiles(
             yield replace(tile, row=tile.row + half, rows=tile.rows - half)
 
 
-def has_halves(block_m: int) -> bool:
+def has_half_tiles(block_m: int) -> bool:
     """Whether the FP8_BLOCK kernel on Hopper cuts tiles of so many rows in two in the last round (``tiles_to_cut``)."""
     return block_m == 256
 

@@ -133,7 +133,15 @@ _HOSTS = {
 _FP8_BLOCK = "FP8 tensor cores inside 128 of K (13 fractional bits), float32 across"
 _MXFP8 = "FP8 tensor cores inside 32 of K (13 fractional bits), float32 across"
 _MX = "block-scaled tensor cores, float32 across K"
-_MX_PAIRS = (*itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2), ("NVFP4", "NVFP4"), ("MXFP4", "MXFP4"))
+_SM100_FP8_BLOCK = "FP8 tensor cores inside 128 of K (25 fractional bits), float32 across"
+_EIGHT_BITS = ("MXFP8", "MXFP8_E5M2")
+_SM100_PAIRS = (
+    *itertools.product(_EIGHT_BITS, repeat=2),
+    ("NVFP4", "NVFP4"),
+    ("MXFP4", "MXFP4"),
+    *itertools.product(_EIGHT_BITS, ("MXFP4",)),
+)
+_SM100 = dict.fromkeys(_SM100_PAIRS, _MX) | {("FP8_BLOCK", "FP8_BLOCK"): _SM100_FP8_BLOCK}
 
 _BF16_SUM = "bf16 or f16 tensor cores, values exact, float32 sum (25 fractional bits in 16 of K)"
 _BF16_BLOCKS = "bf16 or f16 tensor cores inside 128 of K (25 fractional bits in 16), scaled and added in float32 across"
@@ -188,12 +196,12 @@ ROUTES: tuple[Route, ...] = (
         for a, b in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2)
     ),
     *(
-        Route(operation, "sm_100a", a, b, "sm100_grouped", "sm100_grouped/sm100_grouped_gemm.cu", _MX)
-        for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), _MX_PAIRS)
+        Route(operation, "sm_100a", a, b, "sm100_grouped", "sm100_grouped/sm100_grouped_gemm.cu", accumulation)
+        for operation, ((a, b), accumulation) in itertools.product(("grouped_gemm", "gemm"), _SM100.items())
     ),
     *(
-        Route(QUANT, "sm_100a", a, b, "sm100_grouped_quant", "sm100_grouped/sm100_grouped_gemm.cu", _MX)
-        for a, b in _MX_PAIRS
+        Route(QUANT, "sm_100a", a, b, "sm100_grouped_quant", "sm100_grouped/sm100_grouped_gemm.cu", accumulation)
+        for (a, b), accumulation in _SM100.items()
     ),
 )
 
@@ -234,7 +242,9 @@ def find_route(operation: str, arch: str, a: str, b: str, config: object = None)
     found = [route for route in here if (route.a, route.b) == (a, b)]
     if not found:
         pairs = ", ".join(dict.fromkeys(f"{route.a} x {route.b}" for route in here)) or "nothing yet"
-        raise ValueError(f"{operation} of {a} x {b} has no kernel for {arch}; supported there: {pairs}")
+        others = " or ".join(dict.fromkeys(route.a for route in here if route.b == b))
+        remedy = f"quantize a to {others}; " if others else ""
+        raise ValueError(f"{operation} of {a} x {b} has no kernel for {arch}; {remedy}supported there: {pairs}")
     if config is None:
         return found[0]
     wanted = config if isinstance(config, type) else type(config)

@@ -1,6 +1,7 @@
-"""The whole Mixture-of-Experts layer, forward: `moe`.
+"""The whole Mixture-of-Experts layer: `moe`.
 
-route -> gather_quantize -> first projection with activation and quantization -> second projection -> combine.
+route -> gather_quantize -> first projection with activation and quantization -> second projection -> combine. Its
+gradients are in `padless.moe.backward`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from padless.compat.cudnn.calls import grouped_gemm_quant
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.gradients import refuse_gradients
-from padless.moe import ops
+from padless.moe import backward, ops
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K, check_matrix
 from padless.moe.combining import combine
@@ -83,12 +84,16 @@ def moe(
         backend: of the products, as in `padless.grouped_gemm`.
 
     A token's row depends, bit for bit, on its own x, ids, weights and shared row and on the weights alone, not on the
-    tokens around it. No synchronization; safe in CUDA graphs; memory is for T * k rows. Raises ValueError.
+    tokens around it. No synchronization; safe in CUDA graphs; memory is for T * k rows.
+
+    Differentiable for x, top_k_weights and shared where weights and activations are FP8_BLOCK, scales plain, the
+    activation is plain SwiGLU and there is no bias; else an argument that requires grad is refused. The weights are
+    constants: `padless.nn.Experts` trains them. Raises ValueError.
     """
     act = Activation(activation, gate_up, alpha, limit, up_offset)
     _check(x, top_k_index, top_k_weights, w13, w2, num_experts, act)
     experts, n = w13.data.shape[:2]
-    given = {"x": x, "top_k_weights": top_k_weights, "bias13": bias13, "bias2": bias2, "shared": shared}
+    given = {"bias13": bias13, "bias2": bias2}
     given |= {"global_scale1": global_scale1, "global_scale2": global_scale2}
     for argument, w in (("w13", w13), ("w2", w2)):
         given |= {f"{argument}.data": w.data, f"{argument}.scale": w.scale, f"{argument}.global_scale": w.global_scale}
@@ -105,7 +110,11 @@ def moe(
     name = _activations(activations, w13, x)
     if name != NVFP4.name and (global_scale1 is not None or global_scale2 is not None):
         raise ValueError(f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them")
-    if ops.is_traced(x, top_k_index, top_k_weights, w13.data, w2.data):
+    trained = backward.wanted(x=x, top_k_weights=top_k_weights, shared=shared)
+    if trained is not None:
+        has_bias = bias13 is not None or bias2 is not None
+        backward.check_differentiable(trained, w13, w2, act, name, has_bias)
+    if trained is not None or ops.is_traced(x, top_k_index, top_k_weights, w13.data, w2.data):
         result: torch.Tensor = torch.ops.padless.moe(
             x, top_k_index, top_k_weights, *ops.packed(w13), *ops.packed(w2), bias13, bias2, shared, global_scale1,
             global_scale2, name, activation, gate_up, alpha, limit, up_offset, dtype, backend,
@@ -144,6 +153,9 @@ def _moe(
     act = Activation(activation, gate_up, alpha, limit, up_offset)
     scales = (global_scale1, global_scale2)
     return _forward(x, top_k_index, top_k_weights, first, second, act, activations, scales, shared, out_dtype)
+
+
+backward.register()
 
 
 def _forward(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
+from padless.distributed import ExpertParallel
 from padless.nn.experts_function import Plan, apply_experts, check_gate_up, check_tokens
 from padless.nn.linear import QuantizedModule
 from padless.nn.recipe import Recipe
@@ -21,9 +26,16 @@ class Experts(QuantizedModule):
     gate_up: which rows of w13 make gate and up, "concatenated" or "interleaved" by 32.
     delayed_wgrad: where weight gradients are left for later.
     dtype, device: of the parameters ``w13`` (E, 2 I, H) and ``w2`` (E, H, I): bfloat16, float16 or float32.
+    ep: a `padless.distributed.ExpertParallel` of E experts with rows in bfloat16 or float32. The parameters are then
+        those of this rank's experts alone, ep.local_experts, and calls are collective, as are their backward passes.
 
     Codes of a weight are made at the first call after a change of it, once for all microbatches of a step.
-    Raises ValueError.
+
+    With ``ep``: rows are quantized where their experts are, and the rows of an expert are those of all ranks' tokens, in
+    the order of ranks: operands and gradients are those of one process with all tokens, bit for bit, up to sums over
+    ranks. The gradient of a weight is that of the sum of all ranks' losses. A token's value and its gradient cross the
+    link once to a rank and back each; nothing is sorted or quantized again for the backward pass. Of one layer's calls
+    between two backward passes all inputs must require gradients on all ranks or on none. Raises ValueError.
     """
 
     w13: nn.Parameter
@@ -40,14 +52,49 @@ class Experts(QuantizedModule):
         delayed_wgrad: DelayedWgrad | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        ep: ExpertParallel | None = None,
     ) -> None:
         super().__init__(recipe, delayed_wgrad)
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
         check_gate_up(gate_up, intermediate)
-        self.gate_up = gate_up
-        self._add_weight("w13", (num_experts, 2 * intermediate, hidden), dtype=dtype, device=device)
-        self._add_weight("w2", (num_experts, hidden, intermediate), dtype=dtype, device=device)
+        if ep is not None:
+            check_exchange(ep, num_experts, hidden)
+        self.gate_up, self.ep = gate_up, ep
+        here = num_experts if ep is None else len(ep.local_experts)
+        self._add_weight("w13", (here, 2 * intermediate, hidden), dtype=dtype, device=device)
+        self._add_weight("w2", (here, hidden, intermediate), dtype=dtype, device=device)
         self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights uniformly from +- 1 / sqrt(K), as torch.nn.Linear does.
+
+        With ``ep`` every rank draws those of all experts, one after the other, and keeps its own: ranks of one seed then
+        have different experts, the same ones on any number of ranks.
+        """
+        if self.ep is None or isinstance(self.w13, DTensor):
+            super().reset_parameters()
+            return
+        for weight in (self.w13, self.w2):
+            bound, drawn = 1 / math.sqrt(weight.shape[2]), torch.empty_like(weight[0])
+            for expert in range(self.num_experts):
+                nn.init.uniform_(drawn, -bound, bound)
+                if expert in self.ep.local_experts:
+                    weight.data[self.ep.local_experts.index(expert)] = drawn
+
+    def distribute(self, mesh: Any) -> None:
+        """Makes the parameters DTensors of all E experts, Shard(0) over the ranks that ``ep`` was made of.
+
+        mesh: their one-dimensional DeviceMesh, such as mesh["ep"]. FSDP2 may then shard them over another dimension of
+        the same mesh, and checkpoints have all experts. Raises ValueError without ``ep``, and where experts do not lie
+        in runs of E / R.
+        """
+        ep = self.ep
+        share = 0 if ep is None else self.num_experts // ep.num_ranks
+        if ep is None or ep.local_experts != tuple(range(ep.rank * share, (ep.rank + 1) * share)):
+            raise ValueError("distribute is for experts with ep, which lie in runs of E / R on the ranks; give no map")
+        for name in ("w13", "w2"):
+            weight = getattr(self, name)
+            setattr(self, name, nn.Parameter(DTensor.from_local(weight.data, mesh, [Shard(0)], run_check=False)))
 
     def forward(
         self,
@@ -56,20 +103,45 @@ class Experts(QuantizedModule):
         top_k_weights: torch.Tensor,
         shared: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`padless.autograd.experts` of x (T, H), ids and weights (T, k) and shared (T, H): (T, H)."""
-        w13, w2 = self.w13, self.w2
+        """`padless.autograd.experts` of x (T, H), ids and weights (T, k) and shared (T, H): (T, H).
+
+        With ``ep``: of this rank's tokens, x in the type of ep's rows; `ExpertParallel.combine` states the sum.
+        """
+        w13, w2 = local(self.w13), local(self.w2)
         check_tokens(x, top_k_index, top_k_weights, shared, self.num_experts)
         if x.shape[1] != self.hidden or w13.device != x.device:
             raise ValueError(
                 f"x must be (T, {self.hidden}) on the weights' {w13.device}, got {tuple(x.shape)} on {x.device}"
             )
         operands = self._operands("w13", w13), self._operands("w2", w2)
-        plan = Plan(self.recipe, self.gate_up, self.delayed_wgrad)
-        return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, *operands)
+        plan = Plan(self.recipe, self.gate_up, self.delayed_wgrad, self.ep)
+        if self.ep is None:
+            return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, *operands)
+        if x.dtype != self.ep.settings.row_format.format:
+            raise ValueError(f"x is {x.dtype} and ep's rows are {self.ep.settings.row_format.format}; convert x")
+        out = apply_experts(x, top_k_index, top_k_weights, w13, w2, None, plan, *operands)
+        return out if shared is None else out + shared.to(out.dtype)
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden}, {self.intermediate}, {self.num_experts}"
+        if self.ep is not None:
+            sizes += f", {len(self.ep.local_experts)} of them on rank {self.ep.rank} of {self.ep.num_ranks}"
         return f"{sizes}, gate_up={self.gate_up!r}, recipe={self.recipe}"
+
+
+def local(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a weight, followed by autograd."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def check_exchange(ep: ExpertParallel, num_experts: int, hidden: int) -> None:
+    """Raises ValueError for an exchange that experts of these sizes cannot be trained with."""
+    s = ep.settings
+    if (s.num_experts, s.hidden) != (num_experts, hidden) or not s.row_format.is_plain:
+        raise ValueError(
+            f"ep is for {s.num_experts} experts and {s.hidden} columns in {s.row_format.format}; it must be for "
+            f"{num_experts} and {hidden} in torch.bfloat16 or torch.float32, make it with fmt="
+        )
 
 
 class MoE(nn.Module):
@@ -79,7 +151,8 @@ class MoE(nn.Module):
     shared_intermediate: I of the shared gated expert, plain linear layers in ``dtype``; None for no such expert.
     score: "softmax" or "sigmoid", what turns the router's outputs into scores, in float32.
     normalize: whether the scores of a token's experts are divided by their sum.
-    recipe, gate_up, delayed_wgrad, dtype, device: as for `Experts`; the router's weight is in ``dtype`` too.
+    recipe, gate_up, delayed_wgrad, dtype, device, ep: as for `Experts`; the router's weight is in ``dtype`` too. With
+        ``ep`` every rank has the router and the shared expert, whose gradients are of its own tokens, and top_k is ep's.
 
     Raises ValueError.
     """
@@ -99,8 +172,11 @@ class MoE(nn.Module):
         delayed_wgrad: DelayedWgrad | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        ep: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
+        if ep is not None and ep.settings.top_k != top_k:
+            raise ValueError(f"top_k is {top_k} and ep's {ep.settings.top_k}; they must be the same")
         if not 1 <= top_k <= min(num_experts, 16):
             raise ValueError(f"top_k is {top_k}; it must be from 1 to 16 and at most num_experts = {num_experts}")
         if score not in SCORES:
@@ -116,6 +192,7 @@ class MoE(nn.Module):
             delayed_wgrad=delayed_wgrad,
             dtype=dtype,
             device=device,
+            ep=ep,
         )
         self.shared: SharedExpert | None = None
         if shared_intermediate is not None:

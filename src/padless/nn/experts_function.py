@@ -6,6 +6,9 @@ the two weight gradients.
 
 The routing weights multiply rows after w2 in the forward pass and H before it in the backward pass, which is the same
 derivative: so nothing of w2's size is kept for their gradient, and dout needs no pass of its own.
+
+With experts on several ranks `padless.distributed.ExpertParallel` takes the place of the gathers and the sums: rows of a
+group are in the order of (rank, token, slot), which is that of one process with the tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -16,16 +19,25 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from padless.distributed import ExpertParallel, ExpertPlan
+from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows
 from padless.epilogue import INTERLEAVE
-from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.formats import NVFP4, BlockScaledTensor
 from padless.moe.checks import check_matrix
 from padless.moe.layer import BF16
 from padless.moe.routing import check_ids
 from padless.nn.calls import call
-from padless.nn.linear_function import check_weight, columns_facts, flat_columns, joined_columns, operands_of_rows
+from padless.nn.linear_function import (
+    check_weight,
+    columns_facts,
+    flat_columns,
+    joined_columns,
+    offs_of_columns,
+    operands_of_rows,
+)
 from padless.nn.products import Columns, Rows, product, swiglu_product
 from padless.nn.quantizers import activation_gradients, quantized
-from padless.nn.recipe import Recipe, as_recipe
+from padless.nn.recipe import RULES, Recipe, as_recipe, is_block_scaled
 from padless.nn.weight_codes import WeightOperands, flat, flat_operands, joined, joined_operands, weight_operands
 from padless.nn.weight_gradient import DelayedWgrad, deliver
 from padless.quantization.swiglu_backward import GATE_UP
@@ -111,11 +123,15 @@ def check_gate_up(gate_up: str, intermediate: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What `experts` does beside its tensors, by the names of its arguments."""
+    """What `experts` does beside its tensors, by the names of its arguments.
+
+    ep: the exchange with other ranks' experts; None where all experts are here.
+    """
 
     recipe: Recipe
     gate_up: str
     delayed_wgrad: DelayedWgrad | None
+    ep: ExpertParallel | None = None
 
 
 def apply_experts(
@@ -149,20 +165,29 @@ class _Experts(torch.autograd.Function):
         plan: Plan,
         *operands: Any,
     ) -> torch.Tensor:
-        recipe = plan.recipe
-        made13, made2 = joined_operands(*operands[:4]), joined_operands(*operands[4:])
+        recipe, ep, dtypes = plan.recipe, plan.ep, (x.dtype, top_k_weights.dtype)
+        made13, made2 = joined_operands(recipe, *operands[:4]), joined_operands(recipe, *operands[4:])
         needs_x, needs_prob, needs13, needs2 = ctx.needs_input_grad[:4]
         trains = needs_x or needs_prob or needs13 or needs2
-        offs, tokens, inverse = call("route", top_k_index, w13.shape[0])
+        prob, tokens, where = top_k_weights, None, None
+        if ep is None:
+            offs, tokens, inverse = call("route", top_k_index, w13.shape[0])
+        else:
+            x, where = ep.dispatch(x, top_k_index, top_k_weights)  # type: ignore[assignment]
+            offs, prob, inverse = where.offs, where.prob, where.inverse
 
         # First product: rows for it, and what its weight's gradient reads.
         rows, columns = _gathered(x, tokens, inverse, offs, recipe, needs13)
         z, hidden = _hidden(rows, made13.forward, offs, plan)
         y = product(hidden, made2.forward, offs, transposed=False, zero_tail=False)
-        out: torch.Tensor = call("combine", y, inverse, top_k_weights, shared, x.dtype)
+        out: torch.Tensor
+        if ep is None or where is None:
+            out = call("combine", y, inverse, top_k_weights, shared, dtypes[0])
+        else:
+            out = ep.combine(y.to(dtypes[0]), where, weighted=True)
 
         ctx.plan = plan
-        ctx.num_experts, ctx.dtypes = w13.shape[0], (x.dtype, top_k_weights.dtype)
+        ctx.dtypes = dtypes
         ctx.weights = (w13 if needs13 else None, w2 if needs2 else None)
         ctx.facts = None
         if trains:
@@ -172,16 +197,19 @@ class _Experts(torch.autograd.Function):
             elif recipe.save == "fp8":
                 assert z is not None
                 kept = call("quantize_rows", z)
-            elif recipe.fp8_forward:
+            elif is_block_scaled(recipe.forward):
                 kept = flat(rows)
             saved_columns: tuple[torch.Tensor | None, ...] = (None,) * 4
             if columns is not None:
                 ctx.facts, saved_columns = columns_facts(columns), flat_columns(columns)
-            keeps_x = (needs13 and not recipe.fp8_wgrad) or (recipe.save == "recompute" and not recipe.fp8_forward)
+            keeps_x = (needs13 and not recipe.fp8_wgrad) or (
+                recipe.save == "recompute" and not is_block_scaled(recipe.forward)
+            )
             again = flat(made13.forward) if recipe.save == "recompute" else (None, None)
+            more = () if where is None else (where.ids, where.overflow)
             ctx.save_for_backward(
-                offs, tokens, inverse, top_k_weights, x if keeps_x else None,
-                *kept, *saved_columns, *flat(made13.dgrad), *flat(made2.dgrad), *again,
+                offs, tokens, inverse, prob, x if keeps_x else None,
+                *kept, *saved_columns, *flat(made13.dgrad), *flat(made2.dgrad), *again, *more,
             )  # fmt: skip
         return out
 
@@ -197,22 +225,35 @@ class _Experts(torch.autograd.Function):
 
 
 def _gathered(
-    x: torch.Tensor, tokens: torch.Tensor, inverse: torch.Tensor, offs: torch.Tensor, recipe: Recipe, needs_wgrad: bool
+    x: torch.Tensor,
+    tokens: torch.Tensor | None,
+    inverse: torch.Tensor,
+    offs: torch.Tensor,
+    recipe: Recipe,
+    needs_wgrad: bool,
 ) -> tuple[Rows, Columns | None]:
-    """x by experts: the operand of the first product, and that of its weight's gradient where it is quantized."""
+    """x by experts: the operand of the first product, and that of its weight's gradient where it is quantized.
+
+    tokens: None where x has a row for every row, as it comes from other ranks.
+    """
+    rows: Rows | None = None
     fp8_columns = recipe.fp8_wgrad and needs_wgrad
-    if recipe.fp8_forward and not fp8_columns:
-        return quantized(*call("gather_quantize", x, inverse, FP8_BLOCK.name, "", "plain", None)), None
-    found = operands_of_rows(
+    if tokens is not None and is_block_scaled(recipe.forward) and not (recipe.fp8_forward and fp8_columns):
+        name = recipe.forward.name
+        found = call("gather_quantize", x, inverse, name, RULES[name], "plain", None)
+        rows = quantized(*found, format=recipe.forward)
+        if not fp8_columns:
+            return rows, None
+    of_rows, of_columns = operands_of_rows(
         x,
         offs,
-        recipe.fp8_forward,
-        fp8_columns,
+        recipe.forward if rows is None else None,
+        recipe.wgrad if fp8_columns else None,
         recipe.column_block,
         tokens=tokens,
         alignment=_COMPACT_ALIGNMENT if recipe.save == "fp8" else None,
     )
-    return found if fp8_columns else (found[0], None)
+    return of_rows if rows is None else rows, of_columns if fp8_columns else None
 
 
 def _hidden(rows: Rows, w13: Rows, offs: torch.Tensor, plan: Plan) -> tuple[torch.Tensor | None, Rows]:
@@ -223,51 +264,66 @@ def _hidden(rows: Rows, w13: Rows, offs: torch.Tensor, plan: Plan) -> tuple[torc
         assert isinstance(w13, BlockScaledTensor)
         return None, swiglu_product(rows, w13, offs, plan.gate_up)
     z = product(rows, w13, offs, transposed=False, zero_tail=False)
-    name = FP8_BLOCK.name if recipe.fp8_forward else BF16
-    data, scale = call("activate_quantize", z, "swiglu", plan.gate_up, 1.0, None, 0.0, name, "", "plain", None, None)
-    return z, quantized(data, scale) if recipe.fp8_forward else data
+    name = recipe.forward.name if is_block_scaled(recipe.forward) else BF16
+    rule = RULES.get(name, "")
+    data, scale = call("activate_quantize", z, "swiglu", plan.gate_up, 1.0, None, 0.0, name, rule, "plain", None, None)
+    if is_block_scaled(recipe.forward):
+        return z, quantized(data, scale, format=recipe.forward)
+    return z, call("nvfp4_rows", data, offs, False) if recipe.forward == NVFP4 else data
 
 
 def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Gradients of x, top_k_weights, w13 and w2, None where they are not needed."""
     plan: Plan = ctx.plan
-    recipe = plan.recipe
+    recipe, ep = plan.recipe, plan.ep
     needs_x, needs_prob, needs13, needs2 = ctx.needs_input_grad[:4]
-    offs, tokens, inverse, top_k_weights, x, *saved = ctx.saved_tensors
-    kept, saved_columns, dgrad13, dgrad2, again = (saved[i:j] for i, j in ((0, 2), (2, 6), (6, 8), (8, 10), (10, 12)))
+    offs, tokens, inverse, prob, x, *saved = ctx.saved_tensors
+    kept, saved_columns, dgrad13, dgrad2, again, more = (
+        saved[i:j] for i, j in ((0, 2), (2, 6), (6, 8), (8, 10), (10, 12), (12, None))
+    )
     z = _values_before_activation(plan, kept, x, tokens, again, offs)
+    where = None if ep is None else ExpertPlan(offs, prob, inverse, *more)
+    if where is None:
+        prob = call("slots_to_rows", prob, inverse)
+    else:
+        dout = gradients_of_rows(ep, dout, where)
 
     # Second product.
     dy_rows, dy_columns = operands_of_rows(
-        dout, offs, recipe.fp8_dgrad, recipe.fp8_wgrad and needs2, (1, 128), tokens=tokens
+        dout, offs, recipe.dgrad, recipe.wgrad if needs2 else None, (1, 128), tokens=tokens, is_gradient=True
     )
-    dh = product(dy_rows, joined(*dgrad2), offs, transposed=True, zero_tail=False)
-    prob = call("slots_to_rows", top_k_weights, inverse)
+    dh = product(dy_rows, joined(*dgrad2, format=recipe.dgrad), offs, transposed=True, zero_tail=False)
     dz_rows, dz_columns, h_columns, dprob_rows = _activation_gradients(dh, z, offs, prob, plan)
     del dh, z, dy_rows
     w13, w2 = ctx.weights
-    dw2 = deliver(w2, plan.delayed_wgrad, dy_columns, h_columns, offs) if needs2 else None
+    along = offs_of_columns(offs, recipe) if needs13 or needs2 else offs
+    dw2 = deliver(w2, plan.delayed_wgrad, dy_columns, h_columns, along) if needs2 else None
     del dy_columns, h_columns
-    dprob = call("rows_to_slots", dprob_rows, inverse, ctx.dtypes[1]) if needs_prob else None
 
     # First product.
-    dx = dw13 = None
-    if needs_x:
-        dx_rows = product(dz_rows, joined(*dgrad13), offs, transposed=True, zero_tail=False)
-        dx = call("combine", dx_rows, inverse, None, None, ctx.dtypes[0])
+    dx = dprob = dw13 = None
+    if needs_x or (needs_prob and where is not None):
+        dx_rows = product(dz_rows, joined(*dgrad13, format=recipe.dgrad), offs, transposed=True, zero_tail=False)
+        if where is None:
+            dx = call("combine", dx_rows, inverse, None, None, ctx.dtypes[0])
+        else:
+            dx, dprob = gradients_of_dispatch(ep, dx_rows.to(ctx.dtypes[0]), dprob_rows, where)
+            dprob = dprob.to(ctx.dtypes[1])
         del dx_rows
+    if needs_prob and where is None:
+        dprob = call("rows_to_slots", dprob_rows, inverse, ctx.dtypes[1])
     if needs13:
         x_columns: Columns
         if ctx.facts is None:
-            x_columns = x.index_select(0, tokens).to(torch.bfloat16)
+            x_columns = operands_of_rows(x, offs, None, recipe.wgrad, (1, 128), tokens=tokens)[1]
         else:
             x_columns = joined_columns(saved_columns, ctx.facts, offs)
-        dw13 = deliver(w13, plan.delayed_wgrad, dz_columns, x_columns, offs)
+        dw13 = deliver(w13, plan.delayed_wgrad, dz_columns, x_columns, along)
     return dx, dprob, dw13, dw2
 
 
 def _values_before_activation(
-    plan: Plan, kept: Any, x: torch.Tensor | None, tokens: torch.Tensor, w13: Any, offs: torch.Tensor
+    plan: Plan, kept: Any, x: torch.Tensor | None, tokens: torch.Tensor | None, w13: Any, offs: torch.Tensor
 ) -> torch.Tensor:
     """(T * k, 2 I) bfloat16: as they were kept, or multiplied again."""
     recipe = plan.recipe
@@ -275,12 +331,12 @@ def _values_before_activation(
         z: torch.Tensor = kept[0] if recipe.save == "bf16" else call("dequantize_rows", *kept)
         return z
     rows: Rows
-    if recipe.fp8_forward:
-        rows = joined(*kept)
+    if is_block_scaled(recipe.forward):
+        rows = joined(*kept, format=recipe.forward)
     else:
         assert x is not None
-        rows = x.index_select(0, tokens).to(torch.bfloat16)
-    return product(rows, joined(*w13), offs, transposed=False, zero_tail=False)
+        rows = operands_of_rows(x, offs, recipe.forward, None, (1, 128), tokens=tokens)[0]
+    return product(rows, joined(*w13, format=recipe.forward), offs, transposed=False, zero_tail=False)
 
 
 def _activation_gradients(
@@ -293,6 +349,6 @@ def _activation_gradients(
         assert found.dprob is not None
         return found.dz_rows, found.dz_columns, found.hidden_columns, found.dprob
     dz, h, dprob = call("swiglu_backward", dh, z, offs, prob, plan.gate_up)
-    dz_rows, dz_columns = operands_of_rows(dz, offs, recipe.fp8_dgrad, recipe.fp8_wgrad, (1, 128))
-    _, h_columns = operands_of_rows(h, offs, False, recipe.fp8_wgrad, recipe.column_block)
+    dz_rows, dz_columns = operands_of_rows(dz, offs, recipe.dgrad, recipe.wgrad, (1, 128), is_gradient=True)
+    _, h_columns = operands_of_rows(h, offs, None, recipe.wgrad, recipe.column_block)
     return dz_rows, dz_columns, h_columns, dprob

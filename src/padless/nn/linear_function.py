@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from padless.formats import FP8_BLOCK, NVFP4
 from padless.layouts import GroupedColumns
+from padless.nn.calls import call
+from padless.nn.nvfp4 import padded_offs
 from padless.nn.products import Columns, Rows, product
 from padless.nn.quantizers import quantize_rows, rows_and_columns
-from padless.nn.recipe import Recipe, as_recipe
+from padless.nn.recipe import Format, Recipe, as_recipe, is_block_scaled
 from padless.nn.weight_codes import WeightOperands, flat, flat_operands, joined, joined_operands, weight_operands
 from padless.nn.weight_gradient import DelayedWgrad, deliver
 from padless.ops.checks import describe
@@ -32,7 +35,7 @@ def grouped_linear(
     """y[rows of g] = x[rows of g] @ weight[g].T, differentiable for x and weight.
 
     x: (M, K) bfloat16, float16 or float32; float64 with a bfloat16 recipe on a CPU is computed in float64.
-    weight: (G, N, K), the same dtypes; N and K multiples of 16.
+    weight: (G, N, K), the same dtypes; N and K multiples of 16, of 32 with MXFP8.
     offs: (G,) int32 cumulative END rows of the groups, on x's device, never read by the host. Rows past the last group
         take part in nothing, whatever they hold: y and the gradient of x are zeros there.
     recipe: a `padless.nn.Recipe` or the name of one. ``save`` has no meaning here.
@@ -66,7 +69,7 @@ def grouped_linear(
 def check_rows(name: str, x: object, recipe: Recipe) -> None:
     """Raises ValueError unless x is a matrix that the recipe can take."""
     allowed: tuple[torch.dtype, ...] = INPUT_DTYPES
-    if not (recipe.fp8_forward or recipe.fp8_dgrad or recipe.fp8_wgrad):
+    if recipe.forward == recipe.dgrad == recipe.wgrad == torch.bfloat16:
         allowed = (*INPUT_DTYPES, torch.float64)
     if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.dtype not in allowed:
         raise ValueError(f"{name} must be a matrix in bfloat16, float16 or float32, got {describe(x)}")
@@ -97,9 +100,9 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         needs_wgrad = ctx.needs_input_grad[1]
         rows, columns = operands_of_rows(
-            x, offs, recipe.fp8_forward, recipe.fp8_wgrad and needs_wgrad, recipe.column_block
+            x, offs, recipe.forward, recipe.wgrad if needs_wgrad else None, recipe.column_block
         )
-        made = joined_operands(*operands)
+        made = joined_operands(recipe, *operands)
         y = product(rows, made.forward, offs, transposed=False, zero_tail=True)
         saved = flat_columns(columns) if needs_wgrad else (None,) * 4
         ctx.save_for_backward(offs, *flat(made.dgrad), *saved)
@@ -115,14 +118,15 @@ class _GroupedLinear(torch.autograd.Function):
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         dx = dw = None
         rows, columns = operands_of_rows(
-            dy, offs, recipe.fp8_dgrad and needs_dgrad, recipe.fp8_wgrad and needs_wgrad, (1, 128)
-        )
+            dy, offs, recipe.dgrad if needs_dgrad else None, recipe.wgrad if needs_wgrad else None, (1, 128),
+            is_gradient=True,
+        )  # fmt: skip
         if needs_dgrad:
-            w = joined(dgrad_data, dgrad_scale)
+            w = joined(dgrad_data, dgrad_scale, format=recipe.dgrad)
             dx = product(rows, w, offs, transposed=True, zero_tail=True).to(dtype)
         if needs_wgrad:
             x_columns = joined_columns(saved, facts, offs)
-            dw = deliver(ctx.weight, ctx.delayed_wgrad, columns, x_columns, offs)
+            dw = deliver(ctx.weight, ctx.delayed_wgrad, columns, x_columns, offs_of_columns(offs, recipe))
         return dx, dw, None, None, None, *(None,) * 4
 
 
@@ -132,29 +136,40 @@ class _GroupedLinear(torch.autograd.Function):
 def operands_of_rows(
     x: torch.Tensor,
     offs: torch.Tensor,
-    fp8_rows: bool,
-    fp8_columns: bool,
+    rows_format: Format | None,
+    columns_format: Format | None,
     block: tuple[int, int],
     *,
     tokens: torch.Tensor | None = None,
     alignment: int | None = None,
+    is_gradient: bool = False,
 ) -> tuple[Rows, Columns]:
-    """x (M, N) for a product along N and for one along the tokens, each FP8_BLOCK or in the type of plain products.
+    """x (M, N) for a product along N and for one along the tokens, in the formats of these; plain for None.
 
-    tokens: (M,) int32, where the rows are x[tokens]. alignment: of quantized columns; None leaves it to the quantizer.
+    tokens: (M,) int32, where the rows are x[tokens]. alignment: of FP8_BLOCK columns; None leaves it to the quantizer.
+    is_gradient: NVFP4 is rounded by chance.
     """
-    rows: Rows
-    columns: Columns
-    both = fp8_rows and fp8_columns
+    both = rows_format == columns_format == FP8_BLOCK
     if tokens is not None and not both:
         x, tokens = x.index_select(0, tokens), None
-    rows = columns = x if x.dtype == torch.float64 or both else x.to(torch.bfloat16)
-    if fp8_columns:
-        quantized, columns = rows_and_columns(x, offs, block, fp8_rows, tokens, alignment)
+    plain = x if x.dtype == torch.float64 or both else x.to(torch.bfloat16)
+    rows: Rows = plain
+    columns: Columns = plain
+    if columns_format == FP8_BLOCK:
+        quantized, columns = rows_and_columns(x, offs, block, both, tokens, alignment)
         rows = rows if quantized is None else quantized
-    elif fp8_rows:
-        rows = quantize_rows(x)
+    elif columns_format == NVFP4:
+        columns = call("nvfp4_columns", plain, offs, is_gradient)
+    if rows_format == NVFP4:
+        rows = call("nvfp4_rows", plain, offs, is_gradient)
+    elif rows_format is not None and is_block_scaled(rows_format) and not both:
+        rows = quantize_rows(x, rows_format)
     return rows, columns
+
+
+def offs_of_columns(offs: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Where the groups of plain columns end: NVFP4's are padded."""
+    return padded_offs(offs) if recipe.wgrad == NVFP4 else offs
 
 
 def flat_columns(columns: Columns) -> tuple[torch.Tensor | None, ...]:

@@ -12,7 +12,7 @@ import torch
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import GroupedColumns, empty_mn_major
 from padless.moe.fused import swiglu
-from padless.moe.ops import operator
+from padless.moe.ops import BY_NAME, _quantized_fake, operator, unpacked
 from padless.nn import rows
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
@@ -23,8 +23,8 @@ E4M3 = torch.float8_e4m3fn
 
 
 def bytes_of(t: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes as bytes, and scales."""
-    return t.data.view(torch.uint8), t.scale
+    """Codes as bytes, and scales, one-byte ones as bytes too."""
+    return t.data.view(torch.uint8), t.scale if t.scale.dtype == torch.float32 else t.scale.view(torch.uint8)
 
 
 def columns_of(t: GroupedColumns) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int], int]:
@@ -40,24 +40,27 @@ def _fp8(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
 
 
 def _grouped_gemm_fake(
-    a: torch.Tensor, a_scale: Any, b: torch.Tensor, b_scale: Any, offs: Any, out_dtype: torch.dtype, zero_tail: bool
-) -> torch.Tensor:
+    a: torch.Tensor, a_scale: Any, b: torch.Tensor, b_scale: Any, offs: Any, out_dtype: torch.dtype, zero_tail: bool,
+    format: str = "FP8_BLOCK",
+) -> torch.Tensor:  # fmt: skip
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
 @operator(
     "grouped_gemm",
-    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, ScalarType out_dtype, bool zero_tail) -> Tensor",
+    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, ScalarType out_dtype, bool zero_tail, "
+    'str format="FP8_BLOCK") -> Tensor',
     _grouped_gemm_fake,
 )
 def _grouped_gemm(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, offs: torch.Tensor,
-    out_dtype: torch.dtype, zero_tail: bool,
+    out_dtype: torch.dtype, zero_tail: bool, format: str = "FP8_BLOCK",
 ) -> torch.Tensor:  # fmt: skip
-    return fp8_product(_fp8(a, a_scale), _fp8(b, b_scale), offs, out_dtype, zero_tail)
+    left, right = unpacked(a, a_scale, None, format, "plain"), unpacked(b, b_scale, None, format, "plain")
+    return scaled_product(left, right, offs, out_dtype, zero_tail)
 
 
-def fp8_product(
+def scaled_product(
     a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor, out_dtype: torch.dtype, zero_tail: bool
 ) -> torch.Tensor:
     """a (M, K) @ b[g].T of its group, (M, N); zero_tail: rows past the last group are zeros, else anything."""
@@ -208,15 +211,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 # --- rows ------------------------------------------------------------------------------------------------
 
 
-def _quantize_rows_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    columns = -(-x.shape[1] // 128)
-    return x.new_empty(x.shape, dtype=torch.uint8), empty_mn_major(x.shape[0], columns, x.device)
+def _quantize_rows_fake(x: torch.Tensor, format: str = "FP8_BLOCK") -> tuple[torch.Tensor, torch.Tensor]:
+    data, scale = _quantized_fake(x.shape[0], x.shape[1], format, "plain", x)
+    return data, scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
 
 
-@operator("quantize_rows", "(Tensor x) -> (Tensor, Tensor)", _quantize_rows_fake)
-def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """quantize(x, FP8_BLOCK), codes as bytes."""
-    return bytes_of(quantize(x, FP8_BLOCK))
+@operator("quantize_rows", '(Tensor x, str format="FP8_BLOCK") -> (Tensor, Tensor)', _quantize_rows_fake)
+def _quantize_rows(x: torch.Tensor, format: str = "FP8_BLOCK") -> tuple[torch.Tensor, torch.Tensor]:
+    """`padless.quantize`, codes as bytes."""
+    return bytes_of(quantize(x, BY_NAME[format]))
 
 
 def _dequantize_rows_fake(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

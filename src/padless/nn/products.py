@@ -28,8 +28,8 @@ def _tensor(found: Any) -> torch.Tensor:
 def product(a: Rows, w: Rows, offs: torch.Tensor, *, transposed: bool, zero_tail: bool) -> torch.Tensor:
     """a @ w[g].T for the rows of each group, (M, N) bfloat16 for quantized operands, else in a's dtype.
 
-    a: (M, K) FP8_BLOCK or plain. w: (G, N, K) FP8_BLOCK; or plain, (G, N, K), and with ``transposed`` (G, K, N), the
-        weight that the forward product has.
+    a: (M, K) FP8_BLOCK, MXFP8 or plain. w: (G, N, K) in a's format; or plain, (G, N, K), and with ``transposed``
+        (G, K, N), the weight that the forward product has.
     zero_tail: rows past the last group are zeros; without it they hold anything.
     """
     if isinstance(a, torch.Tensor):
@@ -37,8 +37,9 @@ def product(a: Rows, w: Rows, offs: torch.Tensor, *, transposed: bool, zero_tail
     assert isinstance(w, BlockScaledTensor)
     if is_traced(a.data):
         out_dtype = torch.bfloat16
-        return _tensor(torch.ops.padless.grouped_gemm(*bytes_of(a), *bytes_of(w), offs, out_dtype, zero_tail))
-    return operators.fp8_product(a, w, offs, torch.bfloat16, zero_tail)
+        operands = *bytes_of(a), *bytes_of(w)
+        return _tensor(torch.ops.padless.grouped_gemm(*operands, offs, out_dtype, zero_tail, a.format.name))
+    return operators.scaled_product(a, w, offs, torch.bfloat16, zero_tail)
 
 
 def swiglu_product(a: BlockScaledTensor, w: BlockScaledTensor, offs: torch.Tensor, gate_up: str) -> BlockScaledTensor:

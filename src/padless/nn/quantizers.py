@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP8, BlockScaledFormat, BlockScaledTensor
 from padless.layouts import GroupedColumns
 from padless.nn.calls import call, is_traced
 from padless.quantization import rows_columns, swiglu_backward, weight_both
@@ -18,21 +18,22 @@ from padless.quantization.weight_both import quantize_weight_both
 _E4M3 = torch.float8_e4m3fn
 
 
-def quantized(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
-    """FP8_BLOCK codes, float8 or as bytes, with scales that fit them: not checked, but where a graph is traced."""
+def quantized(codes: torch.Tensor, scale: torch.Tensor, *, format: BlockScaledFormat = FP8_BLOCK) -> BlockScaledTensor:
+    """E4m3 codes and scales that fit them, either perhaps as bytes: not checked, but where a graph is traced."""
     data = codes if codes.dtype == _E4M3 else codes.view(_E4M3)
+    scale = scale if scale.dtype == format.scale_dtype else scale.view(format.scale_dtype)
     if torch.compiler.is_compiling():
-        return BlockScaledTensor(data, scale, FP8_BLOCK)
+        return BlockScaledTensor(data, scale, format)
     made = object.__new__(BlockScaledTensor)
     made.__dict__.update(
-        data=data, scale=scale, format=FP8_BLOCK, global_scale=None, scale_layout="plain", offs=None, row_groups=None
+        data=data, scale=scale, format=format, global_scale=None, scale_layout="plain", offs=None, row_groups=None
     )
     return made
 
 
-def quantize_rows(x: torch.Tensor) -> BlockScaledTensor:
-    """x (M, N) along its rows."""
-    return quantized(*call("quantize_rows", x))
+def quantize_rows(x: torch.Tensor, format: BlockScaledFormat = FP8_BLOCK) -> BlockScaledTensor:
+    """x (M, N) along its rows, in FP8_BLOCK or MXFP8."""
+    return quantized(*call("quantize_rows", x, format.name), format=format)
 
 
 def rows_and_columns(
@@ -70,6 +71,15 @@ def activation_gradients(
         GroupedColumns(h.view(_E4M3), h_scale, offs, starts, block_starts, block, alignment),
         dprob,
     )
+
+
+def mx_weight(weight: torch.Tensor) -> BlockScaledTensor:
+    """A weight (G, N, K) in MXFP8, with a scale per 32 of K. Raises ValueError."""
+    if weight.shape[1] % 32 or weight.shape[2] % 32:
+        raise ValueError(f"a weight is {tuple(weight.shape)}; with MXFP8 its last two sizes must be multiples of 32")
+    rows = quantize_rows(weight.reshape(-1, weight.shape[2]), MXFP8)
+    shape = tuple(weight.shape)
+    return quantized(rows.data.view(shape), rows.scale.view(*shape[:2], -1), format=MXFP8)
 
 
 def weight_and_transpose(weight: torch.Tensor) -> tuple[BlockScaledTensor, BlockScaledTensor]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 
-from padless.formats import FP8_BLOCK, BlockScaledFormat
+from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledFormat
 
 Format = BlockScaledFormat | torch.dtype
-FORMATS: tuple[Format, ...] = (FP8_BLOCK, torch.bfloat16)
+ALONG_FEATURES: tuple[Format, ...] = (FP8_BLOCK, MXFP8, NVFP4, torch.bfloat16)
+FORMATS = {"forward": ALONG_FEATURES, "dgrad": ALONG_FEATURES, "wgrad": (FP8_BLOCK, NVFP4, torch.bfloat16)}
+RULES = {"FP8_BLOCK": "", "MXFP8": "rceil"}  # for scales
 WGRAD_MODES = {"1d2d": (128, 128), "1d1d": (1, 128)}  # (features, tokens) that share a scale of the inputs' columns
 SAVED = ("bf16", "fp8", "recompute")
 
@@ -18,12 +21,15 @@ SAVED = ("bf16", "fp8", "recompute")
 class Recipe:
     """Formats of a layer's three products, and what its forward pass keeps.
 
-    forward: of y = x @ w.T, `padless.FP8_BLOCK` or torch.bfloat16. In FP8_BLOCK x has a scale per 128 columns of a
-        row and w one per 128 x 128, as in DeepSeek-V3 (arXiv 2412.19437).
-    dgrad: of dx = dy @ w, the same two. In FP8_BLOCK the weights' codes are those of the forward product, transposed,
+    forward: of y = x @ w.T, `padless.FP8_BLOCK`, MXFP8, NVFP4 or torch.bfloat16. In FP8_BLOCK x has a scale per 128
+        columns of a row and w one per 128 x 128, as in DeepSeek-V3 (arXiv 2412.19437). With MXFP8 N and K are multiples
+        of 32. NVFP4 is emulated: its values are computed and multiplied as bfloat16 (`padless.nn.nvfp4`).
+    dgrad: of dx = dy @ w, the same. In FP8_BLOCK the weights' codes are those of the forward product, transposed,
         bit for bit, and dy has a scale per 128 columns of a row: never one per 128 x 128, with which DeepSeek-V3's
-        authors saw training diverge.
-    wgrad: of dw = dy.T @ x, the same two. In FP8_BLOCK dy has a scale per feature and 128 tokens of a group.
+        authors saw training diverge. In MXFP8 the weights are quantized once more, along N. In NVFP4 they are those of
+        the forward product, and dy is rounded by chance.
+    wgrad: of dw = dy.T @ x, FP8_BLOCK, NVFP4 or torch.bfloat16. In FP8_BLOCK dy has a scale per feature and 128 tokens
+        of a group. In NVFP4 both are Hadamard-transformed along the tokens, and dy is rounded by chance.
     wgrad_mode: scales of x in an FP8_BLOCK wgrad: "1d2d", one per 128 features and 128 tokens; "1d1d", one per
         feature and 128 tokens.
     save: how `Experts` keep the values before their activation for the backward pass: "bf16"; "fp8", in FP8_BLOCK, half
@@ -42,10 +48,10 @@ class Recipe:
     save: str = "bf16"
 
     def __post_init__(self) -> None:
-        for name in ("forward", "dgrad", "wgrad"):
+        for name, allowed in FORMATS.items():
             format = getattr(self, name)
-            if format not in FORMATS:
-                raise ValueError(f"{name} is {format!r}; allowed: padless.FP8_BLOCK, torch.bfloat16")
+            if format not in allowed:
+                raise ValueError(f"{name} is {format!r}; allowed: {', '.join(map(_name, allowed))}")
         if self.wgrad_mode not in WGRAD_MODES:
             raise ValueError(f"wgrad_mode is {self.wgrad_mode!r}; allowed: {', '.join(map(repr, WGRAD_MODES))}")
         if self.save not in SAVED:
@@ -58,22 +64,27 @@ class Recipe:
     @property
     def fp8_forward(self) -> bool:
         """Whether the forward product is FP8_BLOCK."""
-        return self.forward is not torch.bfloat16
+        return self.forward == FP8_BLOCK
 
     @property
     def fp8_dgrad(self) -> bool:
         """Whether the product for the inputs' gradients is FP8_BLOCK."""
-        return self.dgrad is not torch.bfloat16
+        return self.dgrad == FP8_BLOCK
 
     @property
     def fp8_wgrad(self) -> bool:
         """Whether the product for the weights' gradients is FP8_BLOCK."""
-        return self.wgrad is not torch.bfloat16
+        return self.wgrad == FP8_BLOCK
 
     @property
     def column_block(self) -> tuple[int, int]:
         """(features, tokens) that share a scale of the inputs' columns."""
         return WGRAD_MODES[self.wgrad_mode]
+
+
+def is_block_scaled(format: Format) -> TypeGuard[BlockScaledFormat]:
+    """Whether operands of a product along features are codes and scales; NVFP4's are their values."""
+    return format in (FP8_BLOCK, MXFP8)
 
 
 def _name(format: Format) -> str:
@@ -85,6 +96,8 @@ RECIPES = {
     "fp8_compact": Recipe(save="fp8"),
     "fp8_1d1d": Recipe(wgrad_mode="1d1d"),
     "fp8_bf16_wgrad": Recipe(wgrad=torch.bfloat16),
+    "mxfp8": Recipe(MXFP8, MXFP8, torch.bfloat16),
+    "nvfp4": Recipe(NVFP4, NVFP4, NVFP4),
     "bf16": Recipe(torch.bfloat16, torch.bfloat16, torch.bfloat16),
 }
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from padless.formats import BlockScaledTensor
-from padless.nn.calls import is_traced
-from padless.nn.quantizers import quantized, weight_and_transpose
-from padless.nn.recipe import Recipe
+from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
+from padless.nn.calls import call, is_traced
+from padless.nn.quantizers import mx_weight, quantized, weight_and_transpose
+from padless.nn.recipe import Format, Recipe, is_block_scaled
 
 # Steps of optimizers so far.
 _steps = [0]
@@ -32,8 +32,9 @@ register_optimizer_step_post_hook(_count_step)
 class WeightOperands(NamedTuple):
     """What the two products that read a weight (G, N, K) take.
 
-    forward: FP8_BLOCK (G, N, K), or the weight in bfloat16. dgrad: FP8_BLOCK (G, K, N), or the same bfloat16 weight
-        (G, N, K). Where one is plain it is in a type that products are computed in.
+    forward: FP8_BLOCK or MXFP8 (G, N, K), or the weight in bfloat16, rounded to NVFP4's values for NVFP4. dgrad:
+        FP8_BLOCK or MXFP8 (G, K, N), or a bfloat16 weight (G, N, K), the forward product's where the formats are equal.
+        Where one is plain it is in a type that products are computed in.
     """
 
     forward: BlockScaledTensor | torch.Tensor
@@ -43,14 +44,16 @@ class WeightOperands(NamedTuple):
 def weight_operands(weight: torch.Tensor, recipe: Recipe) -> WeightOperands:
     """Operands of a weight (G, N, K) for a recipe, made now. Their values are not followed by autograd."""
     weight = weight.detach()
-    fp8 = weight_and_transpose(weight) if recipe.fp8_forward or recipe.fp8_dgrad else None
-    plain = weight
-    if not (recipe.fp8_forward and recipe.fp8_dgrad) and weight.dtype != torch.float64:
-        plain = weight.to(torch.bfloat16)
-    return WeightOperands(
-        fp8[0] if fp8 is not None and recipe.fp8_forward else plain,
-        fp8[1] if fp8 is not None and recipe.fp8_dgrad else plain,
-    )
+    made: dict[Format, tuple[BlockScaledTensor | torch.Tensor, ...]] = {}
+    for format in {recipe.forward, recipe.dgrad}:
+        if format == FP8_BLOCK:
+            made[format] = weight_and_transpose(weight)
+        elif format == MXFP8:
+            made[format] = mx_weight(weight), mx_weight(weight.mT)
+        else:
+            plain = call("nvfp4_weight", weight) if format == NVFP4 else weight
+            made[format] = (plain if plain.dtype == torch.float64 else plain.to(torch.bfloat16),) * 2
+    return WeightOperands(made[recipe.forward][0], made[recipe.dgrad][1])
 
 
 class WeightCodes:
@@ -113,11 +116,17 @@ def flat_operands(operands: WeightOperands) -> tuple[torch.Tensor | None, ...]:
 
 
 def joined_operands(
-    data: torch.Tensor, scale: torch.Tensor | None, dgrad_data: torch.Tensor | None, dgrad_scale: torch.Tensor | None
+    recipe: Recipe,
+    data: torch.Tensor,
+    scale: torch.Tensor | None,
+    dgrad_data: torch.Tensor | None,
+    dgrad_scale: torch.Tensor | None,
 ) -> WeightOperands:
     """The inverse of `flat_operands`."""
-    forward = joined(data, scale)
-    return WeightOperands(forward, forward if dgrad_data is None else joined(dgrad_data, dgrad_scale))
+    forward = joined(data, scale, format=recipe.forward)
+    return WeightOperands(
+        forward, forward if dgrad_data is None else joined(dgrad_data, dgrad_scale, format=recipe.dgrad)
+    )
 
 
 def flat(t: BlockScaledTensor | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -125,6 +134,9 @@ def flat(t: BlockScaledTensor | torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return (t.data, t.scale) if isinstance(t, BlockScaledTensor) else (t, None)
 
 
-def joined(data: torch.Tensor, scale: torch.Tensor | None) -> BlockScaledTensor | torch.Tensor:
-    """The inverse of `flat`."""
-    return data if scale is None else quantized(data, scale)
+def joined(data: torch.Tensor, scale: torch.Tensor | None, *, format: Format) -> BlockScaledTensor | torch.Tensor:
+    """The inverse of `flat` for an operand of this format."""
+    if scale is None:
+        return data
+    assert is_block_scaled(format)
+    return quantized(data, scale, format=format)

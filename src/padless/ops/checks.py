@@ -59,7 +59,7 @@ def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: to
             "each with its own offs"
         )
     if operation == "grouped_gemm":
-        _check_offs(offs, num_groups, a.device)
+        check_ends(offs, num_groups, "a", a.device)
     if isinstance(a, BlockScaledTensor):
         _check_row_groups(a, offs, num_groups)
     _check_global_scales("b", b, num_groups)
@@ -139,17 +139,17 @@ def as_int32(a: Activation, offs: torch.Tensor) -> tuple[Activation, torch.Tenso
     return a, ends
 
 
-def _check_offs(offs: torch.Tensor | None, num_groups: int, device: torch.device) -> None:
+def check_ends(offs: torch.Tensor | None, num_groups: int | None, name: str, device: torch.device) -> None:
+    """Raises ValueError for what are no int32 end rows of the groups of b, None for any number; name: of the rows."""
     if offs is None:
-        raise ValueError(
-            f"offs is None and b has {_groups(num_groups)}; pass the end row of each group (see padless.group_offsets)"
-        )
+        has = "" if num_groups is None else f" and b has {_groups(num_groups)}"
+        raise ValueError(f"offs is None{has}; pass the end row of each group (see padless.group_offsets)")
     if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
         raise ValueError(f"offs must be a 1-D int32 or int64 tensor (see padless.group_offsets), got {describe(offs)}")
-    if offs.shape[0] != num_groups:
+    if num_groups is not None and offs.shape[0] != num_groups:
         raise ValueError(f"offs has {offs.shape[0]} entries and b {num_groups} groups; they must be as many")
     if offs.device != device:
-        raise ValueError(f"offs is on {offs.device} and a on {device}; they must be on one device")
+        raise ValueError(f"offs is on {offs.device} and {name} on {device}; they must be on one device")
     if not offs.is_contiguous():
         raise ValueError(f"offs must be contiguous, got stride {offs.stride(0)}; call .contiguous()")
 

@@ -30,8 +30,8 @@ def grouped_gemm_list(
     """Multiplies problem by problem, out[i] = alpha[i] * a[i] @ b[i].T, in one launch. On Blackwell.
 
     Args:
-        a: activations, (M_i, K_i), MXFP8, MXFP8_E5M2, NVFP4 or MXFP4; M_i may be 0, K_i is a multiple of 32.
-        b: weights, (N_i, K_i), as many. All a have one format and all b one; both have elements of the same size.
+        a: activations, (M_i, K_i); M_i may be 0, K_i is a multiple of 32 (FP8_BLOCK: 16).
+        b: weights, (N_i, K_i), as many. All a have one format and all b one, a pair of docs/supported.md for Blackwell.
         out: (M_i, N_i) tensors of one dtype, all with contiguous rows that start on 16-byte boundaries (N_i a multiple
             of 16 bytes), or all with contiguous columns; None for new row-major ones.
         out_dtype: torch.bfloat16, float16 or float32, when ``out`` is None.

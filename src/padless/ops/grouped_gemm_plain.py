@@ -11,7 +11,15 @@ from padless.kernels.config import MAX_GROUPS
 from padless.kernels.launch import tile_of
 from padless.kernels.sm90_bf16_plain import host
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
-from padless.ops.checks import check_alignment, check_offs_values, check_output_of_kernel, check_rows, describe, output
+from padless.ops.checks import (
+    check_alignment,
+    check_ends,
+    check_offs_values,
+    check_output_of_kernel,
+    check_rows,
+    describe,
+    output,
+)
 from padless.ops.launch_cache import current_stream
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.reference.bf16 import grouped_gemm_plain_reference
@@ -49,7 +57,7 @@ def grouped_gemm_plain(
     weights = b[None] if dense else b
     _check_operands(a, weights)
     if not dense:
-        _check_offs(offs, weights, a)
+        check_ends(offs, weights.shape[0], "a", a.device)
     if check_offs and offs is not None:
         check_offs_values(offs, a.shape[0])
     result = output(a, weights, out, out_dtype)
@@ -101,12 +109,3 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
         raise ValueError(
             f"b has strides {b.stride()}; K or N must be contiguous and rows lie apart; call .contiguous()"
         )
-
-
-def _check_offs(offs: Any, b: torch.Tensor, a: torch.Tensor) -> None:
-    if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
-        raise ValueError(f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {describe(offs)}")
-    if offs.shape[0] != b.shape[0]:
-        raise ValueError(f"offs has {offs.shape[0]} entries and b {b.shape[0]} groups; they must be as many")
-    if not offs.is_contiguous() or offs.device != a.device:
-        raise ValueError(f"offs must be contiguous on {a.device}, got {describe(offs)}, strides {offs.stride()}")

@@ -44,7 +44,7 @@ def grouped_gemm_wgrad(
             features and 128 tokens ("1d2d", the faster) or per feature and 128 tokens ("1d1d"). N and K are multiples of
             16, of rows multiples of 8 and at least 16. The two copies may have different alignments; where groups end is
             taken from ``dy``.
-        offs: (G,) int32, for rows alone: cumulative END row of each group, which may start anywhere. Rows at or past
+        offs: (G,) int32 or int64, for rows alone: cumulative END row of each group, starting anywhere. Rows at or past
             offs[-1] belong to no group.
         out: (G, N, K) bfloat16 or float32 to write into, or None for a new tensor. The innermost dimension is
             contiguous, the others have strides of a multiple of 16 bytes.

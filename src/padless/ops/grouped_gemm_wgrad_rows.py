@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from padless.gradients import refuse_gradients
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm90_bf16_wgrad import host
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
-from padless.ops.checks import check_alignment, check_rows, describe
+from padless.ops.checks import as_int32, check_alignment, check_ends, check_rows, describe
 from padless.ops.launch_cache import current_stream
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
@@ -35,6 +33,8 @@ def grouped_gemm_wgrad_rows(
     refuse_gradients(dy=dy, x=x, out=out)
     if config is not None and not isinstance(config, Bf16WgradConfig):
         raise ValueError(f"config is a {type(config).__name__}; rows take a Bf16WgradConfig")
+    if isinstance(offs, torch.Tensor) and offs.dtype is torch.int64:
+        _, offs = as_int32(x, offs)
     settings, inputs = ("wgrad of rows", accumulate, config), (dy, x, offs)
     on_gpu = dy.is_cuda and backend in (None, "cuda")
     if out is not None and on_gpu and (known := known_launch(facts_of(settings, out, *inputs))) is not None:
@@ -65,7 +65,7 @@ def grouped_gemm_wgrad_rows(
     return result
 
 
-def _check_operands(dy: torch.Tensor, x: torch.Tensor, offs: Any) -> torch.Tensor:
+def _check_operands(dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
     """``offs``. Raises ValueError for what can be seen without looking at values."""
     for name, rows in (("dy", dy), ("x", x)):
         if rows.dim() != 2 or rows.dtype != torch.bfloat16:
@@ -81,12 +81,8 @@ def _check_operands(dy: torch.Tensor, x: torch.Tensor, offs: Any) -> torch.Tenso
         raise ValueError(f"x is {describe(x)} and dy {describe(dy)}; they must have the same rows on one device")
     if dy.shape[0] >= 2**30:
         raise ValueError(f"dy has {dy.shape[0]} rows; they must be fewer than 2^30")
-    if offs is None:
-        raise ValueError("offs is None; rows need the int32 end row of each group (see padless.group_offsets)")
-    if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
-        raise ValueError(f"offs must be a 1-D int32 tensor (see padless.group_offsets), got {describe(offs)}")
-    if not offs.is_contiguous() or offs.device != dy.device:
-        raise ValueError(f"offs must be contiguous on {dy.device}, got {describe(offs)}, strides {offs.stride()}")
+    check_ends(offs, None, "dy", dy.device)
+    assert offs is not None
     if offs.shape[0] > MAX_GROUPS:
         raise ValueError(f"offs has {offs.shape[0]} groups; at most {MAX_GROUPS} are supported")
     return offs

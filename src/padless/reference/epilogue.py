@@ -12,7 +12,7 @@ import torch
 
 from padless.epilogue import INTERLEAVE, SCALED_MAX, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
-from padless.reference.gemm import group_rows
+from padless.reference.gemm import fma_float32, group_rows
 
 FLT_MAX = torch.tensor(torch.finfo(torch.float32).max)
 _EMAX = {MXFP8: 8, MXFP8_E5M2: 15, MXFP4: 2}
@@ -51,23 +51,26 @@ def group_values(
 ) -> torch.Tensor:
     """D of one group, (rows, N_out) float32, from its sums (rows, N); its first row is `start`."""
     x = acc.cpu().to(torch.float32)
-    prob = bias = None
+    prob = None
     if epilogue.prob:
         assert tensors.prob is not None
         prob = tensors.prob[start : start + len(x)].cpu()[:, None]
+    gates_bias = epilogue.bias and epilogue.bias_rule == "gated_bias"
+    alpha = None
     if epilogue.alpha:
         assert tensors.alpha is not None
-        x = x * tensors.alpha[group].cpu()
+        alpha = tensors.alpha[group].cpu()
     if epilogue.bias:
         assert tensors.bias is not None
         bias = tensors.bias[group].cpu()[None, :]
-        if epilogue.bias_rule == "gated_bias":
-            return x + (bias if prob is None else bias * prob)
-        x = x + bias
+        bias = bias * prob if gates_bias and prob is not None else bias
+        x = x + bias if alpha is None else fma_float32(x, alpha, bias)
+    elif alpha is not None:
+        x = x * alpha
     if epilogue.activation != "none":
         gate, up = _gate_and_up(x, epilogue.activation)
         x = gate * sigmoid(gate) * up
-    return x if prob is None else x * prob
+    return x if prob is None or gates_bias else x * prob
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:

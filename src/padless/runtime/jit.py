@@ -1,7 +1,7 @@
 """Compiles device code with NVRTC, once per configuration, and keeps the result on disk.
 
 A compiled kernel is found by the hash of everything that can change it: sources, constants, target, compiler. Files
-are written under another name and moved into place, so any number of processes may start at once.
+are written under another name and moved into place, so any number of processes may start at once; one compiles.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -125,13 +126,48 @@ def _load_or_compile(source: str, prelude: str, arch: str, kind: str) -> Compile
     stem = cache_dir() / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}"
     if (kernel := _read_cache(stem, kind)) is not None:
         return kernel
+    with alone(stem.name):
+        if (kernel := _read_cache(stem, kind)) is None:
+            kernel = _compile(source, text, arch, kind)
+            _write_cache(stem, kernel)
+    return kernel
+
+
+@contextmanager
+def alone(name: str, seconds: float = 60.0) -> Iterator[None]:
+    """No other process is in a block of this name at the same time: of several that need a kernel one compiles it.
+
+    After ``seconds``, and where files cannot be locked, the block is entered all the same: that costs time only.
+    """
+    number = int(hashlib.sha256(name.encode()).hexdigest()[:3], 16)  # so many files are enough, and stay
+    try:
+        import fcntl
+
+        folder = cache_dir() / "locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / f"{number:03x}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compile(source: str, text: str, arch: str, kind: str) -> CompiledKernel:
     image, log = _run_nvrtc(text, source, arch, kind)
     if kind == "cubin":  # a kernel asks for it by naming how long a run pays
         run = elf.constant(image, "padless_reuse_run") or 0
         image = operand_reuse.keep_shared_operands(image, entry_of(source), run)
-    kernel = _describe(image, kind, log, entry_of(source))
-    _write_cache(stem, kernel)
-    return kernel
+    return _describe(image, kind, log, entry_of(source))
 
 
 @lru_cache(maxsize=1)

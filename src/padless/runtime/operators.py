@@ -21,3 +21,8 @@ def register_operator(schema: str, run: Callable[..., Any], fake: Callable[..., 
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
+    """Gives ``padless::name`` a derivative, as torch.library.register_autograd does."""
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY)

@@ -59,10 +59,10 @@ def dense_launches(problems: int, device: str, backend: str | None) -> Iterator[
         if config is not None and config.store == "staged":
             n = ceil_div(n, 8) * 8  # rows on 16-byte boundaries
         a, b = (_operand(f, rows, k, draw, generator) for f, rows in zip(formats, (m, n), strict=True))
-        fenced = GuardedOutput(m, n, dtype, device)
-        gemm(moved(a, device), moved(b, device), out=fenced.out, backend=backend, config=config)
+        guarded = GuardedOutput(m, n, dtype, device)
+        gemm(moved(a, device), moved(b, device), out=guarded.out, backend=backend, config=config)
         what = f"problem {seed}, {(m, n, k)}, {config}"
-        yield partial(_judge_product, fenced, fenced.out, (a, b), None, what)
+        yield partial(_judge_product, guarded, guarded.out, (a, b), None, what)
 
 
 def check_problem_lists(problems: int = PROBLEM_LISTS, device: str = "cuda", backend: str | None = None) -> str:
@@ -95,14 +95,14 @@ def list_launches(problems: int, device: str, backend: str | None) -> Iterator[J
 
 
 def _judge_product(
-    fenced: GuardedOutput,
+    guarded: GuardedOutput,
     out: torch.Tensor,
     operands: tuple[BlockScaledTensor, ...],
     alpha: torch.Tensor | None,
     what: str,
 ) -> int:
-    """``out`` is all of ``fenced``, or its transpose."""
-    fenced.check(fenced.out.shape[0])
+    """``out`` is all of ``guarded``, or its transpose."""
+    guarded.check(guarded.out.shape[0])
     product = _product(*operands)
     expected = product if alpha is None else product.float() * alpha
     _compare(out, expected.to(out.dtype), what)

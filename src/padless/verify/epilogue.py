@@ -23,7 +23,7 @@ from padless.verify.emulator.kernels import backend_of, emulation_cost
 from padless.verify.problems.epilogue import (
     FENCE,
     EpilogueProblem,
-    FencedOutputs,
+    GuardedOutputs,
     Outputs,
     epilogue_tensors,
     quant_routes,
@@ -109,7 +109,7 @@ _LAYOUT = {"row_scale": "row_layout", "column_scale": "column_layout"}
 
 def _reference(
     problem: EpilogueProblem, sums: torch.Tensor, shaped_by: Epilogue, epilogue: Epilogue, complement: bool = False
-) -> FencedOutputs:
+) -> GuardedOutputs:
     outputs = untouched(problem, shaped_by, complement)
     epilogue_reference(sums, problem.offs, epilogue, epilogue_tensors(problem, outputs))
     return outputs

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.formats import BlockScaledTensor
 from padless.kernels.launch import KernelChoice, KernelConfig
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, select_config
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.table import BF16, ROUTES, Route, find_route, kernels_arch
@@ -39,10 +40,10 @@ _LIMIT_FACTOR: dict[type[KernelConfig], float] = {Sm90Mxfp8Config: 4}
 
 
 def routes_of(arch: str) -> list[Route]:
-    """The grouped routes of an architecture, without the one that ``fp8_block`` is about."""
+    """The grouped routes of an architecture, without the one of Hopper that ``fp8_block`` is about."""
     arch = kernels_arch(arch)
     here = [route for route in ROUTES if (route.operation, route.arch) == ("grouped_gemm", arch)]
-    return [route for route in here if (route.a, route.b) != (FP8_BLOCK.name, FP8_BLOCK.name)]
+    return [route for route in here if route.config_class is not Sm90Fp8Config]
 
 
 def configs_of(route: Route) -> list[KernelChoice | None]:
@@ -155,14 +156,14 @@ def _cost(route: Route, seed: int) -> float:
 
 
 def _on_gpu(route: Route, seed: int) -> tuple[FormatsProblem, torch.Tensor]:
-    """A problem and its output by the GPU, fenced."""
+    """A problem and its output by the GPU, guarded."""
     problem = random_formats_problem(route, seed)
     a, b, offs = (moved(t, DEVICE) for t in (problem.a, problem.b, problem.offs))
-    fenced = GuardedOutput(a.shape[0], b.shape[1], problem.dtype, DEVICE)
-    grouped_gemm(a, b, offs, out=fenced.out, config=problem.config)
+    guarded = GuardedOutput(a.shape[0], b.shape[1], problem.dtype, DEVICE)
+    grouped_gemm(a, b, offs, out=guarded.out, config=problem.config)
     torch.cuda.synchronize()
-    fenced.check(int(offs[-1]), expect_finite=False)
-    return problem, fenced.out
+    guarded.check(int(offs[-1]), expect_finite=False)
+    return problem, guarded.out
 
 
 def check_formats_accuracy(problems: int = JUDGED) -> str:

@@ -1,6 +1,6 @@
 """The checks of ``padless verify``: what must hold on a GPU, each a function that raises AssertionError.
 
-Inputs are random, outputs are poisoned and fenced, references are in float64, and errors are judged per row.
+Inputs are random, outputs are poisoned and guarded, references are in float64, and errors are judged per row.
 """
 
 from __future__ import annotations
@@ -146,13 +146,13 @@ def _each_problem() -> Iterator[Operands]:
         yield random_operands(*shape)
 
 
-def _fenced_result(operands: Operands, variant: Variant) -> torch.Tensor:
+def _guarded_result(operands: Operands, variant: Variant) -> torch.Tensor:
     operands = operands.with_scales(variant.major)
-    fenced = GuardedOutput(operands.a.data.shape[0], operands.b.data.shape[1], variant.dtype, DEVICE)
-    grouped_gemm(operands.a, operands.b, operands.offs, out=fenced.out, config=variant.config)
+    guarded = GuardedOutput(operands.a.data.shape[0], operands.b.data.shape[1], variant.dtype, DEVICE)
+    grouped_gemm(operands.a, operands.b, operands.offs, out=guarded.out, config=variant.config)
     torch.cuda.synchronize()
-    fenced.check(operands.valid_rows)
-    return fenced.out[: operands.valid_rows]
+    guarded.check(operands.valid_rows)
+    return guarded.out[: operands.valid_rows]
 
 
 def check_accuracy() -> str:
@@ -161,7 +161,7 @@ def check_accuracy() -> str:
     for operands in _each_problem():
         expected = float64_product(operands)
         for variant in CHOSEN_OF_EACH:
-            out, dtype = _fenced_result(operands, variant), variant.dtype
+            out, dtype = _guarded_result(operands, variant), variant.dtype
             if operands.valid_rows:
                 error = float(row_errors(out, expected).max())
                 worst[dtype] = max(worst[dtype], error)
@@ -175,7 +175,7 @@ def check_configs_agree() -> str:
     for operands in _each_problem():
         first: dict[torch.dtype, torch.Tensor] = {}
         for variant in EVERY_VARIANT:
-            out = _fenced_result(operands, variant)
+            out = _guarded_result(operands, variant)
             same = torch.equal(out, first.setdefault(variant.dtype, out))
             assert same, f"{variant.config} with {variant.major}-major scales differs on {operands.a.shape}"
             count += 1
@@ -201,7 +201,7 @@ def check_padding_changes_nothing() -> str:
             start += room
         padded_a = BlockScaledTensor(data.view(torch.float8_e4m3fn), scale, FP8_BLOCK)
         padded = grouped_gemm(padded_a, operands.b, group_offsets(padded_sizes).to(DEVICE))
-        out = _fenced_result(operands, *CHOSEN)
+        out = _guarded_result(operands, *CHOSEN)
         assert torch.equal(padded[torch.tensor(picks, dtype=torch.long, device=DEVICE)], out)
         rows += len(picks)
     return f"{rows} rows, bit for bit the same"
@@ -215,10 +215,10 @@ def check_wrong_offs_stay_inside() -> str:
     for values in wrong:
         offs = torch.tensor(values, dtype=torch.int32, device=DEVICE)
         for variant in _WRONG_OFFS_VARIANTS:
-            fenced = GuardedOutput(m, n, variant.dtype, DEVICE)
-            grouped_gemm(operands.a, operands.b, offs, out=fenced.out, config=variant.config)
+            guarded = GuardedOutput(m, n, variant.dtype, DEVICE)
+            grouped_gemm(operands.a, operands.b, offs, out=guarded.out, config=variant.config)
             torch.cuda.synchronize()
-            fenced.check(clean_offs(values, m)[-1])
+            guarded.check(clean_offs(values, m)[-1])
     return f"{len(wrong)} kinds of wrong offsets"
 
 
@@ -226,9 +226,9 @@ def check_repeats_agree() -> str:
     """The same call many times over, other work in between: the same bits (a moving result is a race)."""
     operands = random_operands(*_REPEATED[0])
     for variant in EVERY_CONFIG:
-        first = _fenced_result(operands, variant).clone()
+        first = _guarded_result(operands, variant).clone()
         for _ in range(_REPEATS):
-            assert torch.equal(_fenced_result(operands, variant), first), f"{variant.config} moved"
+            assert torch.equal(_guarded_result(operands, variant), first), f"{variant.config} moved"
     return f"{len(EVERY_CONFIG)} configurations, {_REPEATS} calls each"
 
 
@@ -259,7 +259,7 @@ def check_graph_replay() -> str:
 def check_streams_and_threads() -> str:
     """Eight threads, each with a stream of its own and its own problem, at once."""
     problems = [random_operands(*shape, seed=g) for g, shape in enumerate(_STREAMED)]
-    expected = [_fenced_result(p, *CHOSEN).clone() for p in problems]
+    expected = [_guarded_result(p, *CHOSEN).clone() for p in problems]
     failures: list[str] = []
 
     def work(index: int) -> None:
@@ -361,7 +361,7 @@ def small_problems() -> None:
     for shape in _SMALL:
         operands = random_operands(*shape)
         for variant in _SMALL_VARIANTS:
-            _fenced_result(operands, variant)
+            _guarded_result(operands, variant)
     print("small problems done")
 
 

@@ -117,7 +117,7 @@ class _Calls:
         out = self.empty(a.shape[0]) if out is None else out
         return grouped_gemm(a, b, offs, out=out, **self.options)
 
-    def quantising(self, **outputs: Any) -> Any:
+    def quantizing(self, **outputs: Any) -> Any:
         p = self.problem
         return grouped_gemm_quant(
             a_tensor=p.a, b_tensor=p.b, padded_offsets=self.offs, return_amax=False, **outputs, **self.options
@@ -211,16 +211,16 @@ def _layouts(calls: _Calls) -> Iterator[Judge]:
         yield partial(calls.same, "scales in another layout", out)
 
 
-def _quantising_values(calls: _Calls) -> Iterator[Judge]:
+def _quantizing_values(calls: _Calls) -> Iterator[Judge]:
     """D of the quantising call, where it has nothing to do but to round."""
-    out = calls.quantising(d_dtype=calls.problem.dtype)["d_tensor"]
+    out = calls.quantizing(d_dtype=calls.problem.dtype)["d_tensor"]
     yield partial(calls.same, "D of the quantising call", out)
 
 
-def _quantising_codes(calls: _Calls) -> Iterator[Judge]:
+def _quantizing_codes(calls: _Calls) -> Iterator[Judge]:
     """Codes of the quantising call, against `quantize` of the float32 product."""
     if calls.problem.dtype == torch.float32:
-        codes = calls.quantising(d_format=MXFP8, column_output=False, row_layout="plain").row
+        codes = calls.quantizing(d_format=MXFP8, column_output=False, row_layout="plain").row
         yield partial(_quantized, calls.problem, calls.whole.out, codes)
 
 
@@ -230,8 +230,8 @@ SURROUNDINGS: dict[str, Callable[[_Calls], Iterator[Judge]]] = {
     "alone": _alone,
     "dense": _dense_products,
     "layouts": _layouts,
-    "values": _quantising_values,
-    "codes": _quantising_codes,
+    "values": _quantizing_values,
+    "codes": _quantizing_codes,
 }
 
 
@@ -242,10 +242,10 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
     return t.cpu().contiguous().view(_BITS[t.element_size()])
 
 
-def _whole(fenced: GuardedOutput, rows: int) -> int:
+def _whole(guarded: GuardedOutput, rows: int) -> int:
     """Every row was written, with numbers that are worth comparing, and nothing else was."""
-    fenced.check(rows)
-    assert bool((fenced.out != 0).any(dim=1).all()), "a row has nothing but zeros"
+    guarded.check(rows)
+    assert bool((guarded.out != 0).any(dim=1).all()), "a row has nothing but zeros"
     return 0
 
 

@@ -93,13 +93,8 @@ def same_quantized(name: str, got: BlockScaledTensor, want: BlockScaledTensor) -
 # --- passes ----------------------------------------------------------------------------------------------
 
 
-def check_passes() -> str:
-    """Routing, gathered quantization, activation, sum and gradients on the GPU are their twins, bit for bit."""
-    counts = [_check_routings(), _check_gathers(), _check_activations(), _check_sums()]
-    return "{} routings, {} gathers, {} activations, {} sums with gradients, bit for bit".format(*counts)
-
-
-def _check_routings() -> int:
+def check_routings() -> str:
+    """Routing on the GPU is its twin, bit for bit."""
     for seed, (tokens, top_k, experts) in enumerate(ROUTINGS):
         for ids in (draw_ids(tokens, top_k, experts, seed), torch.full((tokens, top_k), experts // 2)):
             want = twins.route(ids, experts)
@@ -107,7 +102,7 @@ def _check_routings() -> int:
                 got = route(ids.to(DEVICE, dtype), experts)
                 for name, one, other in zip(got._fields, got, want, strict=True):
                     same_bits(f"{name} of {tokens} tokens, k {top_k}, {experts} experts", one, other)
-    return 4 * len(ROUTINGS)
+    return f"{4 * len(ROUTINGS)} routings, bit for bit"
 
 
 def _scale_of(format: BlockScaledFormat) -> torch.Tensor | None:
@@ -118,7 +113,8 @@ def _on_gpu(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else t.to(DEVICE)
 
 
-def _check_gathers() -> int:
+def check_gathers() -> str:
+    """Quantizing gathered rows on the GPU has the bits of gathering and quantizing on the CPU."""
     count = 0
     for seed, (tokens, top_k, experts, k) in enumerate(GATHERS):
         ids = draw_ids(tokens, top_k, experts, seed)
@@ -140,10 +136,11 @@ def _check_gathers() -> int:
                 by_rows = quantize(there, format, rows=routing.tokens, **options)
                 same_quantized(f"quantize(rows=) {name}", by_rows, want)
                 count += 3
-    return count
+    return f"{count} gathers, bit for bit"
 
 
-def _check_activations() -> int:
+def check_activations() -> str:
+    """Activations on the GPU, as values and quantized, are their twins, bit for bit."""
     count = 0
     for seed, activation in enumerate(ACTIVATIONS):
         for m, n, dtype in ((5, 512, torch.bfloat16), (700, 2880 * 2, torch.bfloat16), (33, 1152, torch.float32)):
@@ -162,10 +159,11 @@ def _check_activations() -> int:
                 assert isinstance(quantized, BlockScaledTensor)
                 same_quantized(f"{activation} as {format.name}", quantized, quantize(exact, format, global_scale=scale))
                 count += 1
-    return count
+    return f"{count} activations, bit for bit"
 
 
-def _check_sums() -> int:
+def check_sums() -> str:
+    """Sums over k and their gradients on the GPU are their twins, bit for bit."""
     count = 0
     for seed, (tokens, top_k, experts, n) in enumerate(GATHERS):
         for dtype, weights_dtype in zip(DTYPES, (torch.float32, torch.bfloat16, torch.float32), strict=True):
@@ -188,7 +186,16 @@ def _check_sums() -> int:
             for part, one, other in zip(("dy", "dweights"), gradients, expected, strict=True):
                 same_bits(f"{part} {name}", one, other)
             count += 1
-    return count
+    return f"{count} sums with gradients, bit for bit"
+
+
+# By name; Triton compiles the passes while they run, so each is a check of its own, beside the others.
+PASSES = {
+    "routing of the MoE layer": check_routings,
+    "gathers of the MoE layer": check_gathers,
+    "activations of the MoE layer": check_activations,
+    "sums of the MoE layer": check_sums,
+}
 
 
 # --- the layer -------------------------------------------------------------------------------------------

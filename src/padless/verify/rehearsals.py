@@ -90,7 +90,7 @@ _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
     "lists of problems": partial(_launches, list_launches, PROBLEM_LISTS),
     "formats": partial(_formats, verify_formats.JUDGED, ("cubin",)),
     "epilogues": _epilogues,
-    "passes of the MoE layer": lambda arch: [Rehearsal(_nothing)],
+    **{name: lambda arch: [Rehearsal(_nothing)] for name in verify_moe.PASSES},
     "MoE layer": lambda arch: [Rehearsal(partial(verify_moe.rehearse, arch, backend_of(arch)))],
     "chains": lambda arch: [Rehearsal(partial(verify_chain.rehearse, arch))],
     "batch invariance": lambda arch: [

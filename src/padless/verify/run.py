@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from padless.kernels.table import ROUTES, kernels_arch
+from padless.kernels.table import kernels_arch
 from padless.runtime.devices import backends
 from padless.runtime.driver import cuda_driver
 from padless.testing import machine
@@ -34,7 +35,7 @@ from padless.verify.epilogue import check_epilogue, check_epilogue_against_emula
 from padless.verify.formats import check_formats_accuracy, check_formats_against_emulator
 from padless.verify.fp8_block import CHECKS
 from padless.verify.invariance import check_batch_invariance
-from padless.verify.moe import check_layer, check_passes
+from padless.verify.moe import PASSES, check_layer
 from padless.verify.rehearsals import rehearsals_of
 from padless.verify.training.layer import check_training_layer
 from padless.verify.wgrad import check_wgrad
@@ -60,7 +61,9 @@ Check = Callable[[], str]
 
 
 # Checks at a time, each in a process of its own: most of their time is one core's.
-_MOST_WORKERS, _CORES_OF_ONE = 4, 4
+_MOST_WORKERS, _CORES_OF_ONE = 8, 2
+# Those that Triton compiles for longest, so that they end with the others.
+_FIRST = ("training quantizers agree", *PASSES)
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def run_verify(
             emulator, bit for bit (a minute on many cores).
         checks: names out of ``verify.fp8_block.CHECKS``; all of them when None.
         workers: checks and runs of the sanitizer at a time, each in a process of its own. 1 runs them here, one after
-            the other; None is one for every four cores, at most four.
+            the other; None is one for every two cores, at most eight.
 
     Returns:
         0 when all passed, else 1. Raises ValueError when this machine cannot run the kernels.
@@ -128,16 +131,16 @@ def run_verify(
     with Progress(*columns, console=console) as progress:
         with worker_pool():
             compiled = _compile_ahead(rehearsals, gpu, progress)
-        task = progress.add_task("verify", total=len(jobs) + len(tools))
-        for some in (jobs, tools):
-            with _running(some, asked, workers) as results:
-                for name in some:
-                    progress.update(task, description=name)
-                    records.append(_shown(console, *next(results)))
-                    if out is not None:  # a run that is ended before its time leaves what it knows
-                        left = len(jobs) + len(tools) - len(records)
-                        write_records(out, records, about | {"compiled ahead": compiled, "not run yet": str(left)})
-                    progress.advance(task)
+        names = [*jobs, *tools]
+        task = progress.add_task("verify", total=len(names))
+        with _running(jobs | tools, asked, workers) as results:
+            for result in results:
+                records.append(_shown(console, *result))
+                records.sort(key=lambda record: names.index(record.check))
+                left = len(names) - len(records)
+                if out is not None and left:  # a run that is ended before its time leaves what it knows
+                    write_records(out, records, about | {"compiled ahead": compiled, "not run yet": str(left)})
+                progress.advance(task)
     if sanitizer and not tools:
         console.print("compute-sanitizer is not installed (it comes with the CUDA toolkit); those checks were not run")
     passed = sum(r.passed for r in records)
@@ -154,17 +157,16 @@ def jobs_of(
 ) -> tuple[dict[str, Callable[[], str]], list[str]]:
     """Checks by name, and modules of small launches for the sanitizer, that concern kernels of ``arch``.
 
-    Most of ``verify_checks.CHECKS`` are about FP8_BLOCK's kernel, which Hopper alone has; those named in ``checks`` are
-    run wherever it is.
+    Most of ``verify_checks.CHECKS`` are about Hopper's FP8_BLOCK kernel; those named in ``checks`` are run anywhere.
     """
-    fp8_block = any((p.operation, p.arch, p.a, p.b) == ("grouped_gemm", arch, "FP8_BLOCK", "FP8_BLOCK") for p in ROUTES)
+    on_hopper = kernels_arch(arch) == "sm_90a"
     unknown = [name for name in checks or () if name not in CHECKS]
     if unknown:
         raise ValueError(f"checks has {unknown[0]!r}; allowed are {', '.join(map(repr, CHECKS))}")
-    names = checks if checks is not None else list(CHECKS) if fp8_block else list(QUANTIZER_CHECKS)
+    names = checks if checks is not None else list(CHECKS) if on_hopper else list(QUANTIZER_CHECKS)
     jobs = {name: CHECKS[name] for name in names}
     if against_emulator:
-        if fp8_block:
+        if on_hopper:
             jobs["emulator's tensor core agrees"] = check_tensor_core
             jobs["emulator agrees"] = check_against_emulator
         jobs["emulator agrees on formats"] = check_formats_against_emulator
@@ -177,14 +179,14 @@ def jobs_of(
         jobs["epilogues"] = check_epilogue
         jobs["chains"] = check_chains
         jobs["batch invariance"] = check_batch_invariance
-        jobs["passes of the MoE layer"] = check_passes
+        jobs |= PASSES
         jobs["MoE layer"] = check_layer
-        if fp8_block:
+        if on_hopper:
             jobs["weight gradients"] = check_wgrad
             jobs["bf16 weight gradients"] = check_bf16_wgrad
             jobs["bf16 products"] = check_bf16_products
             jobs["training layer"] = check_training_layer
-    return jobs, [module for module in SANITIZED if fp8_block or module not in _HOPPERS]
+    return jobs, [module for module in SANITIZED if on_hopper or module not in _HOPPERS]
 
 
 def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) -> str:
@@ -202,13 +204,13 @@ def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) ->
 
 @contextmanager
 def _running(checks: dict[str, Check], asked: Jobs, workers: int) -> Iterator[Iterator[tuple[Record, str]]]:
-    """Yields what came of every check, in order, while those behind it run."""
+    """Yields what came of every check, as each ends; one worker takes them in order."""
     if workers == 1:
         yield (_record(name, check) for name, check in checks.items())
         return
     with worker_pool(workers) as pool:
-        started = [pool.submit(_record_of, name, asked) for name in checks]
-        yield (future.result() for future in started)
+        started = [pool.submit(_record_of, name, asked) for name in sorted(checks, key=lambda n: n not in _FIRST)]
+        yield (future.result() for future in as_completed(started))
 
 
 def _record_of(name: str, asked: Jobs) -> tuple[Record, str]:

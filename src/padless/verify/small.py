@@ -1,7 +1,7 @@
 """A small launch of every kernel of this GPU but the first, for compute-sanitizer: ``python -m padless.verify.small``.
 
 One for each source file and each way through it: operands by format, outputs of a quantising epilogue. Operands are
-drawn on the CPU and copied, so that a tool sees who wrote them; outputs are fenced.
+drawn on the CPU and copied, so that a tool sees who wrote them; outputs are guarded.
 """
 
 from __future__ import annotations
@@ -99,16 +99,16 @@ def launches(device: str, backend: str | None, arch: str) -> Iterator[Iterable[C
         m = sum(_SIZES) + _PAST
         a, b = operands(route, m, _N, _K, len(_SIZES), generator, special=False)
         for config in _configs(route, m):
-            fenced = GuardedOutput(m, _N, torch.bfloat16, device)
+            guarded = GuardedOutput(m, _N, torch.bfloat16, device)
             grouped_gemm(
                 moved(a, device),
                 moved(b, device),
                 group_offsets(_SIZES).to(device),
-                out=fenced.out,
+                out=guarded.out,
                 backend=backend,
                 config=config,
             )
-            yield (partial(fenced.check, sum(_SIZES)),)
+            yield (partial(guarded.check, sum(_SIZES)),)
     for route in quant_routes(arch):
         for gate_up, options in QUANT_CALLS:
             try:

@@ -84,6 +84,8 @@ INTEGER += [
     ("clz.b64 %d, %a;", ["u64"], "u32", lambda a: 64 - a.bit_length()),
     ("brev.b32 %d, %a;", ["u32"], "u32", lambda a: int(f"{a:032b}"[::-1], 2)),
     ("prmt.b32 %d, %a, %b, %c;", ["u32"] * 3, "u32", prmt),
+    ("prmt.b32 %d, %a, %b, 0x7250;", ["u32"] * 2, "u32", lambda a, b: prmt(a, b, 0x7250)),
+    ("prmt.b32 %d, %a, %b, 0x3F61;", ["u32"] * 2, "u32", lambda a, b: prmt(a, b, 0x3F61)),
     ("bfi.b32 %d, %a, %b, %c, 9;", ["u32"] * 3, "u32", lambda a, b, c: bfi(a, b, c, 9)),
     ("bfi.b64 %d, %a, %b, 7, %c;", ["u64", "u64", "u32"], "u64", lambda a, b, c: bfi(a, b, 7, c, 64)),
     ("shf.l.wrap.b32 %d, %a, %b, %c;", ["u32"] * 3, "u32", lambda a, b, c: shf(a, b, c, True, False)),

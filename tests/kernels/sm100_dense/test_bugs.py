@@ -15,7 +15,8 @@ QUICK = (
     "commit to the even CTA alone",
     "no fence after the wait for sums",
     "no fence before columns are given back",
-    "columns not waited for",
+    "common columns not waited for",
+    "cut tile from the other half's operands",
     "accumulators overlap by more than is waited for",
     "SF id off by one",
     "rows of atoms of B exchanged",
@@ -32,7 +33,7 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
     kinds: list[str] = []
     for seed in range(bug.seeds):
         out = torch.full(case.exact.shape, torch.nan)
-        result = launch(driver, case, out, bug.config, seed=seed, num_sms=bug.config.cta_group)
+        result = launch(driver, case, out, bug.config, seed=seed, num_sms=bug.config.cta_group * bug.workers)
         kinds += [r.kind for r in result.reports]
         wrong = not torch.equal(out.double(), case.exact)
         if set(kinds) & set(bug.kinds) if bug.kinds else wrong:

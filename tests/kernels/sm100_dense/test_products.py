@@ -80,10 +80,12 @@ def test_exact_on_twenty_schedules(name: str, dtype: torch.dtype, seed: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 1, 32), (1, 270, 64), (257, 3, 96), (128, 128, 128), (129, 130, 160), (65, 8, 800)]
+    ("m", "n", "k"),
+    [(1, 1, 32), (1, 270, 64), (257, 3, 96), (128, 128, 128), (129, 130, 160), (65, 8, 800), (140, 700, 160)],
 )
 @pytest.mark.parametrize("config", [PAIR, pytest.param(ONE, marks=SLOW)], ids=["pair", "one CTA"])
 def test_any_m_and_n(m: int, n: int, k: int, config: Sm100DenseConfig) -> None:
+    """The last has three tiles for two pairs, which cut the third."""
     case = exact_case(m, n, k, seed=m + n)
     assert not wrong(compute(case, config, seed=m, num_sms=4), case)
 

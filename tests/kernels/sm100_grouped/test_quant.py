@@ -41,6 +41,7 @@ ALWAYS = {
     "interleaved, everything",
     "concatenated, nvfp4",
     "FP8_BLOCK everything",
+    "FP8_BLOCK operands, halves",
     "two pairs, everything",
 }
 
@@ -102,7 +103,13 @@ def test_random_problems(seed: int) -> None:
     n = 64 * number(1, 9) if activation != "none" else 32 * number(1, 18)
     layouts = (draw("plain", "blocked", "blocked_groups"), draw("plain", "blocked"))
     problem = Problem(
-        draw("MXFP8", "NVFP4", "MXFP4"), sizes, n, 32 * number(1, 16), past=number(1, 9), seed=seed, layouts=layouts
+        draw("MXFP8", "NVFP4", "MXFP4", "FP8_BLOCK", ("MXFP8", "MXFP4")),
+        sizes,
+        n,
+        32 * number(1, 16),
+        past=number(1, 9),
+        seed=seed,
+        layouts=layouts,
     )
     check(problem, what, config, seed=seed, sms=2 * number(1, 3))
 

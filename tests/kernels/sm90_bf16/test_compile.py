@@ -151,8 +151,8 @@ def main_loop(sass: list[str]) -> int:
 def test_the_main_loop_has_few_instructions(config: Sm90Bf16Config, most: int, tmp_path: Path) -> None:
     """What bounds the kernel beside the tensor core: docs/kernels/sm90_bf16/fragments.md counts them."""
     sass = instructions(jit.compile_kernel(KERNEL, config.prelude(), ARCH), tmp_path)
-    units = config.block_n // 64 // config.num_warpgroups
-    assert 24 * units * 4 < main_loop(sass) <= most  # 24 pairs of codes a unit and thread
+    m64s = config.block_n // 64 // config.num_warpgroups
+    assert 24 * m64s * 4 < main_loop(sass) <= most  # 24 pairs of codes an m64 and thread
 
 
 # --- planted: the same checks on kernels that are wrong ----------------------------------------------------

@@ -69,7 +69,7 @@ def blocked(t: BlockScaledTensor) -> BlockScaledTensor:
     return BlockScaledTensor(t.data, to_blocked(t.scale), MXFP4, scale_layout="blocked")
 
 
-# Rows 0 .. 11 of tokens and 8 of weights past a unit of 64; of K 4 blocks and a quarter.
+# Rows 0 .. 11 of tokens and 8 of weights past an m64; of K 4 blocks and a quarter.
 SIZES, N, K = (9, 0, 3), 136, 544
 LARGE, SMALL, NAN, ZERO = MOST + 1, LEAST - 1, 255, 0
 CHANGES: dict[str, tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int]]] = {

@@ -27,7 +27,7 @@ from support.sm90_bf16_cases import (
 )
 
 SIZES = (5, 0, 9, 1)  # two tiles of 8 tokens in a group, an empty group, a one-row group
-N, K = 136, 160  # tails of a 128-row tile, of a unit of 64 rows, of 128 of K; odd numbers of scales
+N, K = 136, 160  # tails of a 128-row tile, of an m64, of 128 of K; odd numbers of scales
 
 
 def name(pair: tuple[str, str]) -> str:

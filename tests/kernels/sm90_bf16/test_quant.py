@@ -28,7 +28,7 @@ GLU_FP8_ROWS = Epilogue(
     activation="swiglu_concatenated", row_format=FP8_BLOCK, d_dtype=torch.float32, prob=True, amax=True
 )
 EVERY_GLU = GLU_EPILOGUES | {"concatenated, FP8_BLOCK rows": GLU_FP8_ROWS}
-# By what decides the stores' shape: units of a warpgroup, warpgroups, tokens.
+# By what decides the stores' shape: m64s of a warpgroup, warpgroups, tokens.
 TILES = {
     "128x128": Sm90Bf16Config(*FP4, block_m=128, block_n=128),
     "128x256": Sm90Bf16Config(*FP4, block_m=128, block_n=256),
@@ -144,9 +144,9 @@ def test_few_rows_and_none(sizes: tuple[int, ...]) -> None:
 COLUMNS_TOO = EPILOGUES["MXFP8 rows and columns by group, cudnn, everything"]
 HEADER = "sm90_bf16/transposed_quant.cuh"
 LAST_BARRIER = """            bar_sync(1 + team, 32 * TEAM_WARPS);
-            quantise_columns"""
+            quantize_columns"""
 BUGS: dict[str, tuple[str, str, Epilogue]] = {
-    "no barrier before the columns": (LAST_BARRIER, "            quantise_columns", COLUMNS_TOO),
+    "no barrier before the columns": (LAST_BARRIER, "            quantize_columns", COLUMNS_TOO),
     "rows of the next group in the columns' maxima": (
         "const int end = first + BLOCK < tile.rows ? first + BLOCK : tile.rows;",
         "const int end = first + BLOCK;",

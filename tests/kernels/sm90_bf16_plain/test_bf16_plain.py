@@ -186,7 +186,7 @@ BAD: dict[str, tuple[Callable[[Plain], dict[str, Any]], str]] = {
     "N": (lambda p: {"b": p.b[:, :20]}, "N is 20; it must be a multiple of 8 for torch.bfloat16 output"),
     "order of a": (lambda p: {"a": p.a.t().contiguous().t()}, "a has strides"),
     "order of b": (lambda p: {"b": p.b.repeat(1, 2, 2)[:, ::2, ::2]}, "b has strides .* K or N must be contiguous"),
-    "no offs": (lambda p: {"offs": None}, "offs must be a 1-D int32 tensor"),
+    "no offs": (lambda p: {"offs": None}, "offs is None and b has . groups; pass the end row"),
     "entries of offs": (lambda p: {"offs": p.offs[:3]}, "offs has 3 entries and b 4 groups"),
     "values of offs": (lambda p: {"offs": p.offs + 100, "check_offs": True}, "nor pass M = 107"),
     "config": (lambda p: {"config": Sm90Fp8Config}, "config is a Sm90Fp8Config; plain tensors take a Bf16PlainConfig"),

@@ -67,6 +67,14 @@ def test_without_rows_or_groups_there_is_nothing_to_multiply(rows: Rows, backend
     assert bool((call(rows, **none, out=out, accumulate=True) == 3.0).all())
 
 
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+def test_int64_offs_are_int32(rows: Rows, backend: str) -> None:
+    ends = rows.offs.long()
+    ends[-1] = 2**40  # past every row in both
+    narrow = ends.clamp(max=2**31 - 1).int()
+    assert torch.equal(call(rows, offs=ends, backend=backend), call(rows, offs=narrow, backend=backend))
+
+
 BAD: dict[str, tuple[Callable[[Rows], dict[str, Any]], str]] = {
     "one copy, one tensor": (
         lambda r: {"x": random_operands(WgradShape((33, 0), 3, 48, 80), "1d2d")[1]},
@@ -78,9 +86,9 @@ BAD: dict[str, tuple[Callable[[Rows], dict[str, Any]], str]] = {
     "few features": (lambda r: {"x": r.x[:, :8]}, "x has 8 features; they must be a multiple of 8 and at least 16"),
     "order": (lambda r: {"dy": r.dy.t().contiguous().t()}, "dy has strides"),
     "rows": (lambda r: {"x": r.x[1:]}, r"x is \(165, 72\) .* they must have the same rows on one device"),
-    "no offs": (lambda r: {"offs": None}, "offs is None; rows need the int32 end row of each group"),
-    "dtype of offs": (lambda r: {"offs": r.offs.long()}, "offs must be a 1-D int32 tensor"),
-    "strides of offs": (lambda r: {"offs": r.offs.repeat(2)[::2]}, "offs must be contiguous on cpu"),
+    "no offs": (lambda r: {"offs": None}, "offs is None; pass the end row of each group"),
+    "dtype of offs": (lambda r: {"offs": r.offs.short()}, "offs must be a 1-D int32 or int64 tensor"),
+    "strides of offs": (lambda r: {"offs": r.offs.repeat(2)[::2]}, "offs must be contiguous, got stride 2"),
     "groups": (lambda r: {"offs": torch.zeros(1025, dtype=torch.int32)}, "offs has 1025 groups; at most 1024"),
     "config": (lambda r: {"config": WgradConfig()}, "config is a WgradConfig; rows take a Bf16WgradConfig"),
     "out": (lambda r: {"out": torch.empty(4, 72, 24)}, r"out must be \(G, N, K\) = \(4, 24, 72\) on cpu"),

@@ -16,8 +16,8 @@ def pieces(sizes: list[int], n: int, config: Sm90Fp8Config, workers: int) -> lis
     """What the kernel's queue holds with so many workers."""
     offs = [sum(sizes[: g + 1]) for g in range(len(sizes))]
     columns = config.block_n * config.cluster_n
-    halves_for = workers if config.block_m == 256 else None
-    return list(schedule.tiles(offs, sum(sizes), n, config.block_m, columns, config.raster_m, halves_for=halves_for))
+    cut_for = workers if config.block_m == 256 else None
+    return list(schedule.tiles(offs, sum(sizes), n, config.block_m, columns, config.raster_m, half_tiles_for=cut_for))
 
 
 CONFIGS = [Sm90Fp8Config(), Sm90Fp8Config(block_n=192), Sm90Fp8Config(256, cluster_n=2), Sm90Fp8Config(256)]

@@ -19,7 +19,7 @@ from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config
 from padless.runtime import jit
 from support import sm90_quant_cases
 from support.machine_code import complaints
-from support.quant_cases import ALL, SIZES, Fenced, plant, slow_but
+from support.quant_cases import ALL, SIZES, Guarded, plant, slow_but
 from support.sm90_quant_cases import DRIVER, Case
 
 WIDE = Sm90Fp8Config(block_m=256, cluster_n=2)
@@ -29,7 +29,7 @@ SHORT = Sm90Fp8Config(block_m=64)
 
 def check(
     case: Case, epilogue: Epilogue, config: Sm90Fp8Config | None = None, **options: int | None
-) -> dict[str, Fenced]:
+) -> dict[str, Guarded]:
     return sm90_quant_cases.check(sm90_fp8_quant, case, epilogue, config, **options)
 
 
@@ -228,10 +228,10 @@ KERNEL = sm90_fp8_quant.KERNEL
 GLU_BOTH = Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK, d_dtype=torch.float32)
 # What is wrong: file, text, what takes its place, and the epilogue that has to show it.
 BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
-    "rows of the next group in the maxima": (FRAGMENT, "UNITS == 1 && rows <= 8", "false", BOTH),
+    "rows of the next group in the maxima": (FRAGMENT, "M64S == 1 && rows <= 8", "false", BOTH),
     "rows of the next group in amax": (
         STORE,
-        "u * UNIT_STEP * WGMMA_M + 8 * h < extent.rows",
+        "u * M64_STEP * WGMMA_M + 8 * h < extent.rows",
         "true",
         Epilogue(amax=True),
     ),
@@ -266,12 +266,12 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     "codes swizzled by the wrong bits": (FRAGMENT, "(offset >> 7)", "(offset >> 8)", ROWS),
     "rows of the weights dealt the other way round": ("sm90_fp8/load.cuh", "c % 2 * 2", "2 - c % 2 * 2", ROWS),
     "the swap of row maxima is not waited for": (STORE, "            swap.wait(w);\n", "", GLU_BOTH),
-    "one barrier of the swap for both units": (STORE, "full + w * 8, turn", "full, turn", GLU_BOTH),
+    "one barrier of the swap for both m64s": (STORE, "full + w * 8, turn", "full, turn", GLU_BOTH),
     "one buffer for the swap of row maxima": (STORE, "turn % 2", "0", GLU_BOTH),
-    "a multiplication and an addition contracted": (
-        STORE,
-        "__fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(bias[e], prob[h]) : bias[e])",
-        "fmaf(d[accumulator(i, h, e)], alpha, bias[e])",
+    "alpha and bias rounded one by one": (
+        "device/quant_outputs.cuh",
+        "__fmaf_rn(sum, alpha, addend)",
+        "__fadd_rn(__fmul_rn(sum, alpha), addend)",
         dataclasses.replace(ROWS, alpha=True, bias=True, d_dtype=torch.float32),
     ),
     "a reciprocal in place of the division": (
@@ -281,13 +281,13 @@ BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
         ROWS,
     ),
 }
-BUGS_OF_TWO_UNITS = {"one barrier of the swap for both units"}
+BUGS_OF_TWO_M64S = {"one barrier of the swap for both m64s"}
 BUGS_ALWAYS = {
     "rows of the next group in the maxima",
     "no barrier before the multipliers are read",
     "no proxy fence before the stores",
     "the swap of row maxima is not waited for",
-    "a multiplication and an addition contracted",
+    "alpha and bias rounded one by one",
 }
 
 
@@ -319,7 +319,7 @@ def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     case_for_bugs(epilogue).sums(DRIVER)  # compiled before anything is planted
     plant(monkeypatch, sm90_fp8_quant, file, old, new)
     with pytest.raises((AssertionError, ValueError, RuntimeError)) as caught:
-        check_all_seeds(epilogue, WIDE if name in BUGS_OF_TWO_UNITS else PAIR)
+        check_all_seeds(epilogue, WIDE if name in BUGS_OF_TWO_M64S else PAIR)
     assert "does not compile" not in str(caught.value)
 
 

@@ -1,6 +1,6 @@
 """Column outputs where a warpgroup has other rows from tile to tile, run by the emulator and judged byte for byte.
 
-Tiles of one unit of 64 rows to four follow each other in a cluster: a warpgroup's rows, what it stages where and whether
+Tiles of one m64 to four follow each other in a cluster: a warpgroup's rows, what it stages where and whether
 it hands column maxima over change with every one of them.
 """
 
@@ -25,9 +25,9 @@ from support.sm90_quant_cases import DRIVER, EPILOGUES, Case, PairCase, check
 
 SLOW = pytest.mark.slow
 WIDE = Sm90Fp8Config(block_m=256, cluster_n=2)
-SIZES = (250, 100, 40, 180, 70, 333, 1, 128)  # units of 64 rows: 4, 2, 1, 3, 2, 4 and 2, 1, 2
-UP_TO_TWO_UNITS = (70, 5, 0, 120, 128, 3, 1)
-# Units: 4 and 2, from which a worker goes on to the 4 of the next columns; 4, 2, 1, 4, 2. Some end soon after a unit.
+SIZES = (250, 100, 40, 180, 70, 333, 1, 128)  # m64s: 4, 2, 1, 3, 2, 4 and 2, 1, 2
+UP_TO_TWO_M64S = (70, 5, 0, 120, 128, 3, 1)
+# M64s: 4 and 2, from which a worker goes on to the 4 of the next columns; 4, 2, 1, 4, 2. Some end soon after an m64.
 PLANTED_SIZES = (340, 195, 100, 40, 193, 70)
 
 BOTH = Epilogue(row_format=FP8_BLOCK, column_format=FP8_BLOCK)
@@ -54,8 +54,8 @@ def test_other_runs_and_values(epilogue: Epilogue, n: int) -> None:
     check(sm90_fp8_quant, Case(SIZES, n, seed=3), epilogue, WIDE, seed=4)
 
 
-def test_a_nan_in_the_second_unit_of_a_run_stays_in_the_run() -> None:
-    """Row 70 is in the second unit of a warpgroup, row 330 in the unit of the second warpgroup."""
+def test_a_nan_in_the_second_m64_of_a_run_stays_in_the_run() -> None:
+    """Row 70 is in the second m64 of a warpgroup, row 330 in the m64 of the second warpgroup."""
     case = Case((250, 100), 144, seed=5)
     codes = case.a.data.view(torch.uint8)
     codes[70, 17] = codes[330, 3] = 0x7F
@@ -67,18 +67,18 @@ def test_a_nan_in_the_second_unit_of_a_run_stays_in_the_run() -> None:
 
 @SLOW
 def test_tiles_of_128_rows() -> None:
-    check(sm90_fp8_quant, Case(UP_TO_TWO_UNITS, 256, seed=3), BOTH, Sm90Fp8Config(), seed=4, sms=1)
+    check(sm90_fp8_quant, Case(UP_TO_TWO_M64S, 256, seed=3), BOTH, Sm90Fp8Config(), seed=4, sms=1)
 
 
 def test_tiles_of_128_rows_of_the_mxfp8_kernel() -> None:
     epilogue = EPILOGUES["FP8_BLOCK rows and columns, bf16, everything"]
-    case = PairCase(UP_TO_TWO_UNITS, 160, seed=3, plain=sm90_mxfp8)
+    case = PairCase(UP_TO_TWO_M64S, 160, seed=3, plain=sm90_mxfp8)
     check(sm90_mxfp8_quant, case, epilogue, seed=4, sms=1)
 
 
 STORE, STORAGE, MULTIPLY = ("device/sm90/quant_store.cuh", "device/sm90/quant_storage.cuh", "sm90_fp8/multiply.cuh")
 FRAGMENT = "device/sm90/wgmma_fragment.cuh"
-SPANS = "NUM_WAVES == 1 && units_of(tile.rows) == 2"
+SPANS = "NUM_WAVES == 1 && m64s_of(tile.rows) == 2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Bug:
 
 COLUMNS = {"column_codes", "column_scale"}
 BUGS = {
-    "copied out from where the unit would be": Bug(
+    "copied out from where the m64 would be": Bug(
         STORE, "shared.d[slot_of(warpgroup, w)]", "shared.d[first + w]", {"uninitialised-shared"}
     ),
     "the other warpgroup's multipliers are read": Bug(
@@ -108,8 +108,8 @@ BUGS = {
     ),
     "every tile is handed over": Bug(STORE, SPANS, "NUM_WAVES == 1", {"deadlock"}),
     "no tile is handed over": Bug(STORE, SPANS, "false", COLUMNS),
-    "the last unit ends where the first does": Bug(STORE, "first + NUM_WAVES - 1", "first", COLUMNS),
-    "rows past the edge in the second unit's maxima": Bug(FRAGMENT, "if (rows > 8) m[c]", "m[c]", COLUMNS),
+    "the last m64 ends where the first does": Bug(STORE, "first + NUM_WAVES - 1", "first", COLUMNS),
+    "rows past the edge in the second m64's maxima": Bug(FRAGMENT, "if (rows > 8) m[c]", "m[c]", COLUMNS),
     "maxima are left where the last store may still read": Bug(
         STORE,
         "        bar_sync(1 + warpgroup, 128);  // the slabs are free\n        const Extent last",
@@ -122,14 +122,14 @@ BUGS = {
     "maxima are left among the row codes": Bug(
         STORE, "+ PLAIN_BYTES + ROW_CODE_BYTES +\n", "+ PLAIN_BYTES +\n", {"race"}
     ),
-    "amax of rows past the edge of the second unit": Bug(STORE, "u * UNIT_STEP * WGMMA_M + 8 * h", "8 * h", {"amax"}),
-    "neighbours in a tile of two units": Bug(
-        STORAGE, "units_of(rows) > NUM_MMA_WARPGROUPS", "units_of(rows) > 1", {"uninitialised-shared"}
+    "amax of rows past the edge of the second m64": Bug(STORE, "u * M64_STEP * WGMMA_M + 8 * h", "8 * h", {"amax"}),
+    "neighbours in a tile of two m64s": Bug(
+        STORAGE, "m64s_of(rows) > NUM_MMA_WARPGROUPS", "m64s_of(rows) > 1", {"uninitialised-shared"}
     ),
-    "the products are of units that are no neighbours": Bug(
+    "the products are of m64s that are no neighbours": Bug(
         MULTIPLY,
-        "shared.a[0] + first * UNIT_BYTES",
-        "shared.a[0] + (first + 1) / 2 * UNIT_BYTES",
+        "shared.a[0] + first * M64_BYTES",
+        "shared.a[0] + (first + 1) / 2 * M64_BYTES",
         {"amax", "row_codes", "row_scale", *COLUMNS},
     ),
 }
@@ -148,7 +148,7 @@ def check_all_seeds() -> None:
         check(sm90_fp8_quant, Case(PLANTED_SIZES, 144, seed=seed), epilogue, WIDE, seed=seed)
 
 
-@pytest.mark.parametrize("name", slow_but({"copied out from where the unit would be"}, BUGS))
+@pytest.mark.parametrize("name", slow_but({"copied out from where the m64 would be"}, BUGS))
 def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     Case((70, 5), 144).sums(DRIVER)  # compiled before anything is planted
     bug = BUGS[name]

@@ -28,7 +28,7 @@ from support.sm90_mxfp8_cases import (
     tensor,
 )
 
-SIZES = (70, 0, 1, 5)  # a tail of 6 rows in a unit of its own, an empty group, a one-row group
+SIZES = (70, 0, 1, 5)  # a tail of 6 rows in an m64 of its own, an empty group, a one-row group
 N, K = 136, 160  # tails of a tile of 128 and of 64 columns, and of 128 of K
 SMALL = Sm90Mxfp8Config(block_m=64, block_n=64)
 
@@ -98,7 +98,7 @@ def test_exact_sums_are_the_references() -> None:
     assert_same(multiply(problem, config=SMALL), wanted[:73])
 
 
-def test_quantised_values_multiply_as_the_values_do() -> None:
+def test_quantized_values_multiply_as_the_values_do() -> None:
     """From end to end, through the public call: within 13 bits of each sum of 32, row by row."""
     generator = torch.Generator().manual_seed(11)
     x = torch.randn((20, 160), generator=generator) * 2.0 ** torch.randint(-9, 9, (20, 1), generator=generator)

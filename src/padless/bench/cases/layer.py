@@ -5,11 +5,12 @@ Contenders of a point; all begin with tokens, expert ids and weights and end wit
     torch bf16             argsort, gather, torch._grouped_mm, silu * up, torch._grouped_mm, weights, sum: what a
                            plug-in does that quantizes nothing
     padless, torch passes  padless' quantize and grouped_gemm with torch's indexing, activation and sum
-    deepgemm               DeepGEMM's contiguous grouped GEMM with padless' passes, and padding before it and after it
+    deepgemm               DeepGEMM's contiguous grouped GEMM with the passes that frameworks put around it
+                           (`padless.bench.peers.padded_layer`); H and I multiples of 128
     padless                padless.moe
 
 and the passes alone: route, gather_quantize (with the sorted slots; up to 1024 of them sorting included) and combine,
-beside which the fewest bytes that each must move are recorded.
+beside which the fewest bytes that each must move are recorded; and padless' two products alone.
 
 Up to 256 tokens every contender is replayed from a CUDA graph. Outputs are compared with float64 before anything is
 timed, on tokens from the first to the last.
@@ -25,18 +26,19 @@ import torch
 
 from padless.bench.cases.problems import layer as layer_problem
 from padless.bench.cases.problems.layer import DECODE_TOKENS, LayerPoint, LayerProblem, make_layer
-from padless.bench.pad import pad_groups, unpad_rows
 from padless.bench.peers import Peer
 from padless.bench.peers.deepgemm import DeepGemm
+from padless.bench.peers.padded_layer import padded_layer
 from padless.bench.report import table
 from padless.bench.results import Record, finite, time_us
 from padless.bench.session import Session
-from padless.formats import FP8_BLOCK, round_up
+from padless.formats import FP8_BLOCK
 from padless.testing import machine
 from padless.testing.judge import describe, row_errors, worst
 from padless.testing.timing import Call, Timer, capture
 
 BF16, TODAY, DEEPGEMM, PADLESS = "torch bf16", "padless, torch passes", "deepgemm", "padless"
+PRODUCTS = "products"
 PASSES = ("route", "gather_quantize", "combine")
 # Largest relative error of a token: activations quantized twice to e4m3, or bfloat16 roundings.
 TOLERANCE = {BF16: 0.02, TODAY: 0.1, DEEPGEMM: 0.1, PADLESS: 0.1}
@@ -55,8 +57,8 @@ def calls(problem: LayerProblem, peers: Sequence[Peer] = (), backend: str | None
     p = problem.point
     for peer in peers:
         if isinstance(peer, DeepGemm) and p.hidden % 128 == 0 and p.intermediate % 128 == 0:
-            rows = sum(round_up(size, 128) for size in problem.sizes)
-            found[DEEPGEMM] = partial(padded_layer, problem, rows, peer.contiguous)
+            given = (problem.x, problem.ids, problem.weights, problem.w13, problem.w2)
+            found[DEEPGEMM] = partial(padded_layer, *given, peer.contiguous)
     return found
 
 
@@ -116,26 +118,6 @@ def layer_of_torch_passes(problem: LayerProblem, backend: str | None = None) -> 
     return _summed(problem, grouped_gemm(hidden, problem.w2, offs, backend=backend), order, inverse)
 
 
-def padded_layer(problem: LayerProblem, rows: int, gemm: Any) -> torch.Tensor:
-    """A product that takes groups of multiples of 128 rows, between padless' passes.
-
-    rows: of all padded groups, which the host happens to know. gemm: as DeepGEMM's contiguous one.
-    """
-    from padless.moe import Activation, activate_quantize, combine, route_quantize
-
-    p = problem.point
-    routing, a = route_quantize(problem.x, problem.ids, p.experts, FP8_BLOCK)
-    padded = pad_groups(a, routing.offs, rows=rows, group_index=True)
-    h = torch.empty((rows, 2 * p.intermediate), dtype=torch.bfloat16, device=problem.x.device)
-    gemm(padded.a, problem.w13, h, padded.group_index)
-    hidden = activate_quantize(h, Activation("swiglu"), FP8_BLOCK)
-    y = torch.empty((rows, p.hidden), dtype=torch.bfloat16, device=problem.x.device)
-    gemm(hidden, problem.w2, y, padded.group_index)
-    valid = torch.empty((p.slots, p.hidden), dtype=torch.bfloat16, device=problem.x.device)
-    unpad_rows(y, routing.offs, valid)
-    return combine(valid, routing.inverse, problem.weights)
-
-
 def passes(problem: LayerProblem) -> dict[str, Call]:
     """The passes around the products, each alone."""
     from padless.moe import combine, gather_quantize, route
@@ -162,6 +144,22 @@ def joined_passes(problem: LayerProblem) -> Call:
         return rows, combine(y, routing.inverse, problem.weights)
 
     return all_of_them
+
+
+def products(problem: LayerProblem, backend: str | None = None) -> Call:
+    """The two products of the layer, activation and quantization in the first one's epilogue, and nothing else."""
+    from padless.moe import Activation, route_quantize
+    from padless.moe.layer import Projection
+
+    p = problem.point
+    routing, rows = route_quantize(problem.x, problem.ids, p.experts, FP8_BLOCK)
+    first, second = Projection(problem.w13, None, backend), Projection(problem.w2, None, backend)
+
+    def both() -> Any:
+        hidden = first.activated(rows, routing.offs, Activation("swiglu"), FP8_BLOCK, None)
+        return second.product(hidden, routing.offs)
+
+    return both
 
 
 # --- measuring -------------------------------------------------------------------------------------------
@@ -197,7 +195,7 @@ def measure_layer(
     """
     right, record = check(problem, calls(problem, peers, backend))
     timed = right | {f"pass: {name}": call for name, call in passes(problem).items()}
-    timed["passes"] = joined_passes(problem)
+    timed |= {"passes": joined_passes(problem), PRODUCTS: products(problem, backend)}
     if graphs:
         timed = {name: _replayed(call) for name, call in timed.items()}
     times = timer.gpu(timed)
@@ -242,20 +240,36 @@ def pass_rate(record: Record, name: str) -> float | None:
     return None if not us or not copy else record["pass_bytes"][name] / us * 1e-3 / copy
 
 
+def over_parts(record: Record) -> float | None:
+    """The layer's time over that of its products and of its passes' bytes at the copy's rate; None if not measured."""
+    layer, both, copy = (time_us(record, "gpu", PADLESS), time_us(record, "gpu", PRODUCTS), record.get("copy_gb_per_s"))
+    if not layer or not both or not copy:
+        return None
+    return layer / (both + sum(record["pass_bytes"].values()) * 1e-3 / copy)
+
+
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
-    """Two tables of a line a point: microseconds of each contender and bf16 over padless; the passes alone."""
+    """Two tables of a line a point: microseconds of each contender and what others take over padless; parts alone.
+
+    over parts: the layer over its products alone and its passes' bytes at the rate of a copy.
+    """
     point = [
         table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=18),
         table.Column("T", text=lambda part: str(part[0]["point"]["tokens"])),
     ]
     layers = [table.time(name, digits=0, width=15) for name in (BF16, TODAY, DEEPGEMM, PADLESS, "floor")]
     layers.append(table.ratio("bf16 / padless", BF16, PADLESS, 2, unit="x", width=15))
+    if table.measured(records, [DEEPGEMM]):
+        layers.append(table.ratio("deepgemm / padless", DEEPGEMM, PADLESS, 2, unit="x", width=15))
+    parts = table.Column("over parts", lambda found: [x for r in found if (x := over_parts(r)) is not None], 2)
     alone = [table.time("passes", "all"), *(_pass_column(name) for name in PASSES)]
+    if table.measured(records, [PRODUCTS]):
+        alone = [table.time(PRODUCTS, digits=0), *alone, parts]
     rows = table.by_point(records)
     return [
         table.table_of("A Mixture-of-Experts layer: GPU time (us)", [*point, *layers], rows, 1),
         table.table_of(
-            "Passes alone: GPU time (us), and bytes a second over those of a copy", [*point, *alone], rows, 1
+            "Parts alone: GPU time (us), and bytes a second over those of a copy", [*point, *alone], rows, 1
         ),
     ]
 

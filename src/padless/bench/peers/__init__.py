@@ -23,8 +23,6 @@ import torch
 
 from padless.bench.problem import DenseProblem, GroupedProblem
 
-DEFAULT_FOLDER = Path(".peers")
-
 
 class Availability(NamedTuple):
     """Availability of a peer here; the reason where it is not."""
@@ -104,41 +102,6 @@ class Library:
     def version(self) -> str:
         """The library's version, in its own words."""
         return str(getattr(self._library, "__version__", "unknown"))
-
-
-def find_peers(folder: str | Path | None = None, names: Sequence[str] | None = None) -> list[Peer]:
-    """Every known peer, or those named; `folder` as described above (None: ./.peers if it exists)."""
-    from padless.bench.peers.deepgemm import DeepGemm
-    from padless.bench.peers.mslk import Mslk
-    from padless.bench.peers.tma_adaptive import TmaAdaptive
-    from padless.bench.peers.torch_ops import TorchOps
-
-    where = resolve_folder(folder)
-    known: list[Peer] = [DeepGemm(where), TmaAdaptive(where), Mslk(where), TorchOps()]
-    if names is None:
-        return known
-    unknown = set(names) - {peer.name for peer in known}
-    if unknown:
-        raise ValueError(f"peers must be among {[peer.name for peer in known]}, got {sorted(unknown)}")
-    return [peer for peer in known if peer.name in names]
-
-
-def resolve_peers(peers: Sequence[Peer] | Sequence[str] | None, peers_dir: str | Path | None) -> list[Peer]:
-    """Peers by name (all of them for None) or as they are given."""
-    names = None if peers is None else [peer for peer in peers if isinstance(peer, str)]
-    given = [] if peers is None else [peer for peer in peers if not isinstance(peer, str)]
-    found = find_peers(peers_dir, names) if names is None or names else []
-    return found + given
-
-
-def resolve_folder(folder: str | Path | None) -> Path | None:
-    """The folder of peers as an absolute path, or None where there is none."""
-    if folder is None:
-        return DEFAULT_FOLDER.resolve() if DEFAULT_FOLDER.is_dir() else None
-    path = Path(folder)
-    if not path.is_dir():
-        raise ValueError(f"peers folder must be an existing folder, got {str(folder)!r}")
-    return path.resolve()
 
 
 def hopper_or_reason() -> str:

@@ -66,11 +66,21 @@ class DeepGemm(Library):
         ]
 
     def contiguous(
-        self, a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, group_index: torch.Tensor
+        self, a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, ends: torch.Tensor, rows_a_group: int
     ) -> None:
-        """out = a @ b of each row's group; groups are padded to 128 rows, a's scales MN-major."""
-        gemm = self._library.m_grouped_fp8_gemm_nt_contiguous
-        gemm((a.data, a.scale), (b.data, b.scale), out, group_index, disable_ue8m0_cast=True)
+        """out = a @ b, groups starting at multiples of 128 rows: no tile behind ends (G,) int32 is computed.
+
+        a's scales are MN-major. rows_a_group, the mean, picks the tile. `padless.bench.peers.padded_layer` calls it.
+        """
+        self._library.m_grouped_fp8_gemm_nt_contiguous(
+            (a.data, a.scale),
+            (b.data, b.scale),
+            out,
+            ends,
+            disable_ue8m0_cast=True,
+            use_psum_layout=True,
+            expected_m_for_psum_layout=rows_a_group,
+        )
 
     def decode(self, problem: GroupedProblem) -> list[Contender]:
         rows = round_up(max(problem.sizes), _MASKED_ROWS_MULTIPLE)

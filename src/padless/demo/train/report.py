@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from padless.demo.train.parity import verdicts
 from padless.demo.train.run import Training
 
-COLOURS = ("#33658a", "#c0392b", "#2f9c95", "#c99a1b", "#7a5195")
+COLOURS = ("#33658a", "#c0392b", "#2f9c95", "#c99a1b", "#7a5195", "#6b8e23", "#d45087", "#555555")
 SMOOTHED = 20  # steps whose mean a drawn point is
 
 
@@ -41,9 +42,12 @@ def print_training(console: Console, training: Training) -> None:
         speed = f"{size.tokens / seconds:,.0f}"
         table.add_row(recipe, f"{last:.4f}", difference, f"{seconds * 1e3:.1f} ms", speed, memory)
     console.print(table)
-    spread = training.spread(first)
-    if spread == spread:
-        console.print(f"Over seeds, {first}'s last losses spread by {spread:.2%} (standard deviation).")
+    if len(training.of(first)) > 1:
+        console.print(f"Over seeds, {first}'s last losses spread by {training.spread(first):.2%} (standard deviation).")
+        for verdict in verdicts(training):
+            seeds = ", ".join(f"{d:+.2%}" for d in verdict.by_seed)
+            says = "learns as well" if verdict.holds else "does not learn as well"
+            console.print(f"{verdict.recipe} {says}: {seeds}; at most {verdict.limit:.2%}, and the spread, is allowed.")
     if training.device == "cpu":
         console.print("Step times of the reference on a CPU say nothing about a GPU.")
 
@@ -52,9 +56,10 @@ def save_training(console: Console, training: Training, out: Path) -> None:
     """out/train-demo.json, and out/train-demo.png where matplotlib is installed."""
     out.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {
-        "kind": "train-demo", "date": datetime.now(UTC).isoformat(timespec="seconds"), "device": training.device,
+        "kind": "train_demo", "date": datetime.now(UTC).isoformat(timespec="seconds"), "device": training.device,
         "gpu": torch.cuda.get_device_name() if training.device == "cuda" else None, "torch": torch.__version__,
         "source": training.source, "size": asdict(training.size), "curves": [asdict(c) for c in training.curves],
+        "verdicts": [asdict(v) | {"holds": v.holds} for v in verdicts(training) if len(v.by_seed) > 1],
     }  # fmt: skip
     path = out / "train-demo.json"
     path.write_text(json.dumps(record) + "\n")

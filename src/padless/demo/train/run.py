@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,10 +65,13 @@ class Training:
         """Curves of one recipe, by seed."""
         return [c for c in self.curves if c.recipe == recipe]
 
+    def differences(self, recipe: str, against: str) -> list[float]:
+        """Of each seed, last / last of the other recipe - 1."""
+        return [mine.last / other.last - 1 for mine, other in zip(self.of(recipe), self.of(against), strict=True)]
+
     def difference(self, recipe: str, against: str) -> float:
-        """Mean over seeds of last / last of the other recipe - 1."""
-        pairs = zip(self.of(recipe), self.of(against), strict=True)
-        ratios = [mine.last / other.last - 1 for mine, other in pairs]
+        """Mean over seeds of `differences`."""
+        ratios = self.differences(recipe, against)
         return sum(ratios) / len(ratios)
 
     def spread(self, recipe: str) -> float:
@@ -86,7 +90,8 @@ class Contender:
     def __init__(self, name: str, recipe: Recipe, size: ModelSize, seed: int, steps: int, device: str) -> None:
         torch.manual_seed(seed)
         self.curve = Curve(name, seed)
-        self.model = Model(size, recipe).to(device)
+        with torch.device(device):
+            self.model = Model(size, recipe)
         rate = LEARNING_RATE[device]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95), fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _rate_of(steps))
@@ -172,7 +177,8 @@ def train(
     text = help_topics() if text is None else text
     begin = time.perf_counter()
     curves: list[Curve] = []
-    for seed in seeds:
+
+    def train_seed(seed: int) -> list[Curve]:  # its models are gone when it returns
         contenders = [Contender(name, recipe, size, seed, steps, device) for name, recipe in named]
         generator = torch.Generator().manual_seed(seed)
         for step in range(steps):
@@ -183,7 +189,11 @@ def train(
                 contender.step(ids, following)
                 if on_step is not None:
                     on_step()
-        curves += [contender.finish() for contender in contenders]
+        return [contender.finish() for contender in contenders]
+
+    for seed in seeds:
+        curves += train_seed(seed)
+        gc.collect()  # a scheduler and its optimizer refer to each other
     return Training(size, source, device, curves, time.perf_counter() - begin)
 
 
@@ -192,13 +202,16 @@ def run_train_demo(
     recipes: Sequence[str] = (),
     steps: int | None = None,
     seeds: int = 1,
+    ranks: int = 1,
     out: Path = Path("padless-out"),
     console: Console | None = None,
-) -> Training:
+) -> Training | None:
     """Trains with a progress bar, prints a table and draws the losses to out / "train-demo.png".
 
-    Raises ValueError for a recipe that does not exist, fewer than ten steps or no seed.
+    With ranks it is `padless.demo.train.ranks.run_over_ranks`, which draws nothing. Raises ValueError for a recipe that
+    does not exist, fewer than ten steps or no seed.
     """
+    from padless.demo.train.ranks import run_over_ranks
     from padless.demo.train.report import print_training, save_training
     from padless.runtime.devices import backends
 
@@ -207,6 +220,9 @@ def run_train_demo(
     for name in names:
         if name not in RECIPES:
             raise ValueError(f"recipe is {name!r}; allowed: {', '.join(RECIPES)}")
+    if ranks != 1:
+        run_over_ranks(ranks, recipes or ["fp8"], steps, console)
+        return None
     device = "cuda" if backends()["cuda"].available else "cpu"
     steps = STEPS[device] if steps is None else steps
     if steps < 10 or seeds < 1:

@@ -92,12 +92,14 @@ def publish(
     published,
     ids_region,
     weights_region,
+    scales_region,
     x_region,
     record_bytes,
     R: tl.constexpr,
     TOP_K: tl.constexpr,
     H: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    PUSH_SCALES: tl.constexpr,  # to all ranks, instead of into the record
     CODE_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     HARDWARE_CAST: tl.constexpr,
@@ -115,7 +117,15 @@ def publish(
     for token in range(tl.program_id(0), T, tl.num_programs(0)):
         record = own + tl.cast(token, tl.int64) * record_bytes
         if QUANTIZE:
-            _quantize_row(x_ptr + tl.cast(token, tl.int64) * x_stride, record, H, HARDWARE_CAST)
+            block, scale = _quantize_row(x_ptr + tl.cast(token, tl.int64) * x_stride, record, H, HARDWARE_CAST)
+            COLUMNS: tl.constexpr = (H + 127) // 128
+            if PUSH_SCALES:
+                at = ((half * R + rank) * max_tokens + token) * COLUMNS * 4
+                for step in tl.static_range(R):
+                    there = buffer_of(pointers_ptr, (rank + 1 + step) % R, scales_region + at)
+                    tl.store(there.to(tl.pointer_type(tl.float32)) + block, scale, mask=block < COLUMNS)
+            else:
+                tl.store((record + H).to(tl.pointer_type(tl.float32)) + block, scale, mask=block < COLUMNS)
         else:
             words = tl.arange(0, triton.next_power_of_2(CODE_BYTES // 4))
             source = (x_ptr + tl.cast(token, tl.int64) * CODE_BYTES).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -138,7 +148,7 @@ def publish(
 
 @triton.jit
 def _quantize_row(x_ptr, record, H: tl.constexpr, HARDWARE_CAST: tl.constexpr):
-    """One row of FP8_BLOCK: H codes, then ceil(H / 128) float32 scales."""
+    """Stores the H codes of a row of FP8_BLOCK; (blocks, their scales), a power of two of them."""
     COLUMNS: tl.constexpr = (H + 127) // 128
     BLOCKS: tl.constexpr = triton.next_power_of_2(COLUMNS)
     block = tl.arange(0, BLOCKS)
@@ -149,4 +159,4 @@ def _quantize_row(x_ptr, record, H: tl.constexpr, HARDWARE_CAST: tl.constexpr):
     codes = casts.to_e4m3(x * inverse[:, None], HARDWARE_CAST)
     there = tl.multiple_of(record.to(tl.pointer_type(tl.uint8)), 16)
     tl.store(there + column, codes, mask=inside)
-    tl.store((record + H).to(tl.pointer_type(tl.float32)) + block, scale, mask=block < COLUMNS)
+    return block, scale

@@ -1,4 +1,9 @@
-"""`localize`: the ids of all ranks as this rank's experts; `fan_out`: each token that has rows here, to all of them."""
+"""`localize`: the ids of all ranks as this rank's experts; `fan_out`: each token that has rows here, to all of them.
+
+MN-major scales of a row lie a line of memory apart, 4 bytes in each: stored row by row they took an eighth of `fan_out`.
+So every rank stores the scales of its tokens at all ranks when it quantizes them, while the links have nothing else to
+do, and programs whose tokens are their own rank's, which end first, place them in runs along the rows.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -60,7 +65,8 @@ def fan_out(
     overflow_ptr,  # () int32
     prob_ptr,  # (C,) float32
     data_ptr,  # (C, CODE_BYTES) uint8
-    scale_ptr,  # (C, SCALES), strides (scale_stride_m, scale_stride_k), int32 or uint8; or None
+    scale_ptr,  # (C, SCALES or PLACED), strides (scale_stride_m, scale_stride_k), int32 or uint8; or None
+    tokens_ptr,  # (slots,) int32: source * Tmax + token of each row, where scales are placed; else None
     rank,
     max_tokens,
     capacity,
@@ -70,14 +76,16 @@ def fan_out(
     published,
     aborted,
     weights_region,
+    scales_region,
     x_region,
     record_bytes,
     limit,
     R: tl.constexpr,
     TOP_K: tl.constexpr,
     CODE_BYTES: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALES: tl.constexpr,  # in a token's record
     SCALE_BYTES: tl.constexpr,  # of one scale: 1 or 4
+    PLACED: tl.constexpr,  # scales of a token that all ranks were given, or 0
     GROUPS: tl.constexpr,  # a power of two, at least Eloc
     CLOCK: tl.constexpr,
 ):
@@ -112,6 +120,29 @@ def fan_out(
                     store_row(
                         data_ptr, scale_ptr, row, words, scales, scale_stride_m, scale_stride_k, CODE_BYTES, SCALES
                     )
+    if PLACED > 0:
+        rows = tl.minimum(tl.load(all_offs_ptr + num_local_experts - 1), capacity) * there
+        scales = buffer_of(pointers_ptr, rank, scales_region + half * R * max_tokens * PLACED * 4)
+        share = tl.where(tl.num_programs(0) % R == 0, R, 1)
+        if pid % share == share - 1:  # one that has had its own rank's tokens, where a program has those of one rank
+            first, programs = pid // share, tl.num_programs(0) // share
+            _place(scales, tokens_ptr, scale_ptr, scale_stride_k, rows, first, programs, PLACED)
+
+
+@triton.jit
+def _place(scales, tokens_ptr, scale_ptr, stride, rows, first, programs, COLUMNS: tl.constexpr):
+    """This program's share of rows' scales, from those of all tokens: scale[row, column] at row + column * stride."""
+    ROWS: tl.constexpr = 128
+    WIDTH: tl.constexpr = 16 if COLUMNS > 16 else triton.next_power_of_2(COLUMNS)
+    CHUNKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
+    every = scales.to(tl.pointer_type(tl.int32))
+    for piece in range(first, tl.cdiv(rows, ROWS) * CHUNKS, programs):
+        row = piece // CHUNKS * ROWS + tl.arange(0, ROWS)
+        column = piece % CHUNKS * WIDTH + tl.arange(0, WIDTH)
+        token = tl.load(tokens_ptr + row, mask=row < rows, other=0).to(tl.int64)
+        inside = (row[:, None] < rows) & (column[None, :] < COLUMNS)
+        found = tl.load(every + token[:, None] * COLUMNS + column[None, :], mask=inside)
+        tl.store(scale_ptr + row[:, None] + column[None, :].to(tl.int64) * stride, found, mask=inside)
 
 
 @triton.jit

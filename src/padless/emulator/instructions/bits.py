@@ -7,30 +7,31 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.prepare.emitter import Emitter
-from padless.emulator.prepare.registry import helper, instruction
+from padless.emulator.prepare.registry import expressions, helper, instruction
 from padless.emulator.ptx.ast import Immediate, Pair, Sink
 
 Array = np.ndarray[Any, Any]
 
 
-@instruction("and", "or", "xor")
-def bitwise(e: Emitter) -> None:
-    view = e.view
-    d, a, b = e.operands
-    name = f"np.bitwise_{e.opcode}"
-    e.ufunc(name, e.destination(d, view), e.source(a, view), e.source(b, view))
-
-
-@instruction("not")
-def bitwise_not(e: Emitter) -> None:
-    view = e.view
-    e.ufunc("np.invert", e.destination(e.operands[0], view), e.source(e.operands[1], view))
-
-
-@instruction("cnot")
-def logical_not(e: Emitter) -> None:
-    view = e.view
-    e.assign(e.destination(e.operands[0], view), f"({e.source(e.operands[1], view)} == 0)")
+expressions(
+    {
+        "and": ("* * *", "np.bitwise_and"),
+        "or": ("* * *", "np.bitwise_or"),
+        "xor": ("* * *", "np.bitwise_xor"),
+        "not": ("* *", "np.invert"),
+        "cnot": ("* *", "({0} == 0)"),
+        "shf": ("u32 u32 u32 u32", "funnel({0}, {1}, {2}, {l}, {clamp})", "l r wrap clamp"),
+        "bfe": ("* * u32 u32", "bit_field_extract({0}, {1}, {2})"),
+        "bfi": ("* * * u32 u32", "bit_field_insert({0}, {1}, {2}, {3})"),
+        "bmsk": ("u32 u32 u32", "field_mask({0}, {1}, {wrap})", "clamp wrap"),
+        "szext": ("* * u32", "extend_low_bits({0}, {1}, {wrap})", "clamp wrap"),
+        "brev": ("* *", "reverse_bits({0})"),
+        "fns": ("u32 u32 u32 s32", "nth_set({0}, {1}, {2})"),
+        "popc": ("u32 *", "count_bits({0}, 'popc', False)"),
+        "clz": ("u32 *", "count_bits({0}, 'clz', False)"),
+        "bfind": ("u32 *", "count_bits({0}, 'bfind', {shiftamt})", "shiftamt"),
+    }
+)
 
 
 @instruction("shl", "shr")
@@ -61,16 +62,6 @@ def shift_right(a: Array, amount: Array) -> Array:
     return np.where(amount < bits, a >> np.minimum(amount, bits - 1).astype(a.dtype), 0)
 
 
-@instruction("shf")
-def funnel_shift(e: Emitter) -> None:
-    d, a, b, c = e.operands
-    left, clamp = e.has("l"), e.has("clamp")
-    e.assign(
-        e.destination(d, "u32"),
-        f"funnel({e.source(a, 'u32')}, {e.source(b, 'u32')}, {e.source(c, 'u32')}, {left}, {clamp})",
-    )
-
-
 @helper
 def funnel(low: Array, high: Array, amount: Array, left: bool, clamp: bool) -> Array:
     n = (np.minimum(amount, 32) if clamp else amount & 31).astype(np.uint64)
@@ -83,6 +74,10 @@ def permute(e: Emitter) -> None:
     e.only(*PERMUTATIONS)
     d, a, b, c = e.operands
     mode = next((m for m in e.instruction.modifiers if m in PERMUTATIONS), "")
+    if isinstance(c, Immediate) and not mode and not c.value & 0x8888:
+        chosen = e.name(np.array([c.value >> 4 * i & 7 for i in range(4)]), "bytes")
+        e.assign(e.destination(d, "u32"), f"choose_bytes({e.source(a, 'u32')}, {e.source(b, 'u32')}, {chosen})")
+        return
     selector = e.source(c, "u32")
     if mode:
         table = e.name(np.array(PERMUTATIONS[mode], np.uint32), "table")
@@ -99,6 +94,12 @@ PERMUTATIONS = {
     "ecr": [0x0000, 0x1110, 0x2210, 0x3210],
     "rc16": [0x1010, 0x3232, 0x1010, 0x3232],
 }
+
+
+@helper
+def choose_bytes(a: Array, b: Array, chosen: Array) -> Array:
+    """What `permute_bytes` gives for one selector of all lanes that repeats no sign."""
+    return np.stack([a, b], axis=1).view(np.uint8).reshape(-1, 8).take(chosen, axis=1).view(np.uint32)[:, 0]
 
 
 @helper
@@ -140,15 +141,6 @@ def logic_expression(table: int, x: str, y: str, z: str) -> str:
     return " | ".join(terms) if terms else f"({x} & 0)"
 
 
-@instruction("bfe")
-def extract_field(e: Emitter) -> None:
-    view = e.view
-    d, a, b, c = e.operands
-    e.assign(
-        e.destination(d, view), f"bit_field_extract({e.source(a, view)}, {e.source(b, 'u32')}, {e.source(c, 'u32')})"
-    )
-
-
 @helper
 def bit_field_extract(a: Array, start: Array, length: Array) -> Array:
     bits = 8 * a.dtype.itemsize
@@ -167,14 +159,10 @@ def bit_field_extract(a: Array, start: Array, length: Array) -> Array:
     return np.array(out, dtype=f"u{bits // 8}").view(a.dtype)
 
 
-@instruction("bfi")
-def insert_field(e: Emitter) -> None:
-    view = e.view
-    f, a, b, c, d = e.operands
-    e.assign(
-        e.destination(f, view),
-        f"bit_field_insert({e.source(a, view)}, {e.source(b, view)}, {e.source(c, 'u32')}, {e.source(d, 'u32')})",
-    )
+@helper
+def extend_low_bits(a: Array, length: Array, wrap: bool) -> Array:
+    """Its low bits, extended by their sign or by zeros; as many as ``length`` modulo 32, or limited to 32."""
+    return bit_field_extract(a, np.zeros(32, np.uint32), np.minimum(length & 31 if wrap else length, 32))
 
 
 @helper
@@ -188,37 +176,13 @@ def bit_field_insert(a: Array, b: Array, start: Array, length: Array) -> Array:
     return np.array(out, dtype=a.dtype)
 
 
-@instruction("bmsk")
-def bit_mask(e: Emitter) -> None:
-    """Ones from bit a, b of them; .wrap takes both modulo 32, .clamp limits them to 32."""
-    e.only("clamp", "wrap")
-    d, a, b = e.operands
-    e.assign(e.destination(d, "u32"), f"field_mask({e.source(a, 'u32')}, {e.source(b, 'u32')}, {e.has('wrap')})")
-
-
 @helper
 def field_mask(start: Array, length: Array, wrap: bool) -> Array:
+    """Ones from bit ``start``, ``length`` of them, both modulo 32 or limited to 32."""
     limit = [(x & 31) if wrap else min(x, 32) for x in [*start.tolist(), *length.tolist()]]
     return np.array(
         [(((1 << n) - 1) << p) & 0xFFFFFFFF for p, n in zip(limit[:32], limit[32:], strict=True)], np.uint32
     )
-
-
-@instruction("szext")
-def sign_or_zero_extend(e: Emitter) -> None:
-    """Extend the low b bits of a; .wrap takes b modulo 32, .clamp limits it to 32."""
-    e.only("clamp", "wrap")
-    d, a, b = e.operands
-    view = e.view
-    wrap = "& 31" if e.has("wrap") else ""
-    length = f"np.minimum({e.source(b, 'u32')} {wrap}, 32)"
-    e.assign(e.destination(d, view), f"bit_field_extract({e.source(a, view)}, np.zeros(32, np.uint32), {length})")
-
-
-@instruction("brev")
-def bit_reverse(e: Emitter) -> None:
-    view = e.view
-    e.assign(e.destination(e.operands[0], view), f"reverse_bits({e.source(e.operands[1], view)})")
 
 
 @helper
@@ -227,17 +191,9 @@ def reverse_bits(a: Array) -> Array:
     return np.array([int(f"{x:0{bits}b}"[::-1], 2) for x in a.tolist()], dtype=a.dtype)
 
 
-@instruction("fns")
-def find_nth_set(e: Emitter) -> None:
-    """The position of the n-th set bit of a mask, counted from a base upwards or, for a negative n, downwards."""
-    d, mask, base, offset = e.operands
-    e.assign(
-        e.destination(d, "u32"), f"nth_set({e.source(mask, 'u32')}, {e.source(base, 'u32')}, {e.source(offset, 's32')})"
-    )
-
-
 @helper
 def nth_set(mask: Array, base: Array, offset: Array) -> Array:
+    """The position of the n-th set bit of a mask, counted from a base upwards or, for a negative n, downwards."""
     out = []
     for bits, start, n in zip(mask.tolist(), base.tolist(), offset.tolist(), strict=True):
         path = range(start, -1, -1) if n < 0 else range(start, 32)
@@ -247,16 +203,6 @@ def nth_set(mask: Array, base: Array, offset: Array) -> Array:
             found = [p for p in path if bits >> p & 1][abs(n) - 1 : abs(n)]
         out.append(found[0] if found else 0xFFFFFFFF)
     return np.array(out, np.uint32)
-
-
-@instruction("popc", "clz", "bfind")
-def bit_count(e: Emitter) -> None:
-    e.only("shiftamt")
-    view = e.view
-    e.assign(
-        e.destination(e.operands[0], "u32"),
-        f"count_bits({e.source(e.operands[1], view)}, {e.opcode!r}, {e.has('shiftamt')})",
-    )
 
 
 @helper

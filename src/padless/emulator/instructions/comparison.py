@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.instructions import floating
-from padless.emulator.prepare.emitter import Emitter
-from padless.emulator.prepare.registry import instruction
+from padless.emulator.prepare.emitter import Emitter, view_of
+from padless.emulator.prepare.registry import expressions, instruction
 from padless.emulator.ptx.ast import Pair, Sink
 
 Array = np.ndarray[Any, Any]
@@ -28,8 +28,6 @@ def comparison(e: Emitter, a: Any, b: Any, kind: str) -> str:
         if e.has("ftz"):
             x, y = f"flush_sixteen({x})", f"flush_sixteen({y})"
     else:
-        from padless.emulator.prepare.emitter import view_of
-
         view = view_of(kind)
         x, y = e.source(a, view), e.source(b, view)
         if e.has("ftz"):
@@ -103,17 +101,11 @@ def set_value(e: Emitter) -> None:
     e.assign(e.destination(d, view), value)
 
 
-@instruction("selp")
-def select(e: Emitter) -> None:
-    view = e.view
-    d, a, b, c = e.operands
-    e.assign(e.destination(d, view), f"np.where({e.source(c, 'pred')}, {e.source(a, view)}, {e.source(b, view)})")
+expressions({"selp": ("* * * pred", "np.where({2}, {0}, {1})")})
 
 
 @instruction("slct")
 def select_sign(e: Emitter) -> None:
-    from padless.emulator.prepare.emitter import view_of
-
     view, by = view_of(e.types[0]), view_of(e.types[1])
     d, a, b, c = e.operands
     sign = f"flush({e.source(c, by)})" if e.has("ftz") else e.source(c, by)

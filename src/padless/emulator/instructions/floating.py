@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from padless.emulator.prepare.emitter import Emitter
-from padless.emulator.prepare.registry import instruction
+from padless.emulator.prepare.registry import FLOATING, expressions, instruction
 from padless.emulator.ptx.ast import Immediate, Operand
 
 ROUNDINGS = ("rn", "rz", "rm", "rp")
@@ -36,6 +36,7 @@ def narrow(e: Emitter, destination: Operand, value: str, kind: str) -> None:
 SIMPLE = {"add": "+", "sub": "-", "mul": "*"}
 
 
+@instruction("add", "sub", "mul", table=FLOATING)
 def arithmetic(e: Emitter) -> None:
     e.only(*ROUNDINGS, "ftz", "sat")
     kind, mode = e.types[0], rounding(e)
@@ -109,6 +110,7 @@ def finish(e: Emitter, d: Operand, value: str, kind: str) -> None:
     e.assign(e.destination(d, kind), value)
 
 
+@instruction("mad", table=FLOATING)
 @instruction("fma")
 def fused(e: Emitter) -> None:
     e.only(*ROUNDINGS, "ftz", "sat", "relu", "oob")
@@ -144,6 +146,7 @@ def view16(kind: str) -> str:
     return "u32" if kind.endswith("x2") else "u16"
 
 
+@instruction("div", table=FLOATING)
 def division(e: Emitter) -> None:
     e.only(*ROUNDINGS, "approx", "full", "ftz")
     kind, mode = e.type, rounding(e)
@@ -177,6 +180,7 @@ def transcendental(e: Emitter) -> None:
         narrow(e, d, f"transcendental_{e.opcode}({widen(e, a, kind)})", kind)
 
 
+@instruction("abs", "neg", table=FLOATING)
 def sign_operation(e: Emitter) -> None:
     e.only("ftz")
     kind = e.type
@@ -196,6 +200,7 @@ def sign_operation(e: Emitter) -> None:
     e.assign(e.destination(d, view), expression)
 
 
+@instruction("min", "max", table=FLOATING)
 def minimum_maximum(e: Emitter) -> None:
     """NaN loses against a number unless .NaN; -0 is below +0; .xorsign.abs compares magnitudes and multiplies signs."""
     e.only("ftz", "NaN", "xorsign", "abs", "relu")
@@ -221,11 +226,7 @@ def minimum_maximum(e: Emitter) -> None:
         finish_sixteen(e, d, value, kind)
 
 
-@instruction("copysign")
-def copy_sign(e: Emitter) -> None:
-    kind = e.type
-    d, a, b = e.operands
-    e.ufunc("np.copysign", e.destination(d, kind), e.source(b, kind), e.source(a, kind))
+expressions({"copysign": ("* * *", "np.copysign({1}, {0})")})
 
 
 @instruction("testp")

@@ -7,11 +7,21 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.prepare.emitter import Emitter
-from padless.emulator.prepare.registry import helper, instruction
+from padless.emulator.prepare.registry import expressions, helper, instruction
 from padless.emulator.ptx.ast import Operand
 
 Array = np.ndarray[Any, Any]
 
+
+expressions(
+    {
+        "abs": ("* *", "np.abs"),
+        "neg": ("* *", "np.negative"),
+        "sad": ("* * * *", "np.where({0} < {1}, {1} - {0}, {0} - {1}) + {2}"),
+        "div": ("* * *", "divide_integers({0}, {1})"),
+        "rem": ("* * *", "remainder_integers({0}, {1})"),
+    }
+)
 
 PACKED = {"u16x2": "np.uint16", "s16x2": "np.int16"}
 
@@ -26,17 +36,8 @@ def clamp_s32(value: Array) -> Array:
     return np.clip(value, -(1 << 31), (1 << 31) - 1).astype(np.int32)
 
 
-def is_float(e: Emitter) -> bool:
-    return e.type[0] == "f" or e.type.startswith("bf")
-
-
 @instruction("add", "sub")
 def add_sub(e: Emitter) -> None:
-    from padless.emulator.instructions import floating
-
-    if is_float(e):
-        floating.arithmetic(e)
-        return
     if e.has("cc"):
         carry_out(e)
         return
@@ -110,11 +111,6 @@ def add_carry(w: Any, v: Any, m: Any, d: Array, a: Array, b: Array, carry: Any, 
 
 @instruction("mul")
 def mul(e: Emitter) -> None:
-    from padless.emulator.instructions import floating
-
-    if is_float(e):
-        floating.arithmetic(e)
-        return
     e.only("lo", "hi", "wide")
     d, a, b = e.operands
     view = e.view
@@ -144,11 +140,6 @@ def multiply_high(a: Array, b: Array) -> Array:
 
 @instruction("mad")
 def mad(e: Emitter) -> None:
-    from padless.emulator.instructions import floating
-
-    if is_float(e):
-        floating.fused(e)
-        return
     if e.has("cc"):
         multiply_carry(e, "None")
         return
@@ -191,27 +182,6 @@ def mul24(e: Emitter) -> None:
     e.assign(e.destination(d, view), value)
 
 
-@instruction("sad")
-def sad(e: Emitter) -> None:
-    view = e.view
-    d, a, b, c = e.operands
-    x, y = e.source(a, view), e.source(b, view)
-    e.assign(e.destination(d, view), f"np.where({x} < {y}, {y} - {x}, {x} - {y}) + {e.source(c, view)}")
-
-
-@instruction("div", "rem")
-def div_rem(e: Emitter) -> None:
-    from padless.emulator.instructions import floating
-
-    if is_float(e):
-        floating.division(e)
-        return
-    view = e.view
-    d, a, b = e.operands
-    name = "divide_integers" if e.opcode == "div" else "remainder_integers"
-    e.assign(e.destination(d, view), f"{name}({e.source(a, view)}, {e.source(b, view)})")
-
-
 @helper
 def divide_integers(a: Array, b: Array) -> Array:
     """Truncating division. Division by zero is unspecified in PTX: all ones here."""
@@ -228,35 +198,8 @@ def remainder_integers(a: Array, b: Array) -> Array:
     return np.where(b == 0, a, a - divide_integers(a, safe) * safe)
 
 
-@instruction("abs")
-def absolute(e: Emitter) -> None:
-    from padless.emulator.instructions import floating
-
-    if is_float(e):
-        floating.sign_operation(e)
-        return
-    view = e.view
-    e.ufunc("np.abs", e.destination(e.operands[0], view), e.source(e.operands[1], view))
-
-
-@instruction("neg")
-def negate(e: Emitter) -> None:
-    from padless.emulator.instructions import floating
-
-    if is_float(e):
-        floating.sign_operation(e)
-        return
-    view = e.view
-    e.ufunc("np.negative", e.destination(e.operands[0], view), e.source(e.operands[1], view))
-
-
 @instruction("min", "max")
 def min_max(e: Emitter) -> None:
-    from padless.emulator.instructions import floating
-
-    if is_float(e):
-        floating.minimum_maximum(e)
-        return
     e.only("relu")
     d, *sources = e.operands
     name = "np.minimum" if e.opcode == "min" else "np.maximum"

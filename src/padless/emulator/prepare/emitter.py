@@ -136,6 +136,11 @@ class Emitter:
             self.unsupported(f"type .{self.type}")
             raise
 
+    @property
+    def is_floating(self) -> bool:
+        """Whether the last type modifier is a floating-point type."""
+        return bool(self.types) and self.types[-1].startswith(("f", "bf"))
+
     def unsupported(self, why: str = "") -> None:
         raise UnsupportedInstruction(
             f"{self.preparation.module.name}:{self.instruction.line}: `{self.instruction}` is not supported"
@@ -229,6 +234,21 @@ class Emitter:
     def ufunc(self, function: str, destination: str, *sources: str, dtype: str = "") -> None:
         extra = f", dtype={dtype}, casting='unsafe'" if dtype else ""
         self.emit(f"{function}({', '.join(sources)}, out={destination}, where={self.mask}{extra})")
+
+    def compute(self, views: str, value: str, modifiers: str = "") -> None:
+        """The destination becomes ``value`` of the sources: a numpy function, or an expression of {0}, {1}, ... in which
+        {name} says whether that one of ``modifiers`` is there. ``views`` of destination and sources; * is the type's.
+        """
+        names = modifiers.split()
+        self.only(*names)
+        to, *kinds = (self.view if view == "*" else view for view in views.split())
+        d, *operands = self.operands
+        destination = self.destination(d, to)
+        sources = [self.source(operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
+        if "{" in value:
+            self.assign(destination, value.format(*sources, **{name: self.has(name) for name in names}))
+        else:
+            self.ufunc(value, destination, *sources)
 
     def batched(self, function: str, destination: Any, *sources: Any) -> None:
         """This instruction is `destination = function(*sources)` on 32-bit registers as float32 rows: runs of the same

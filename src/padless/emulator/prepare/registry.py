@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from padless.emulator.prepare.emitter import Emitter, Preparation
 from padless.emulator.ptx.ast import Instruction
 
-EMITTERS: dict[str, Callable[[Emitter], None]] = {}
+Emit = Callable[[Emitter], None]
+EMITTERS: dict[str, Emit] = {}
+FLOATING: dict[str, Emit] = {}  # of opcodes that integers have too, where the type is a floating one
 HELPERS: dict[str, Any] = {}  # functions that generated code calls by name
 
 
-def instruction(*opcodes: str) -> Callable[[Callable[[Emitter], None]], Callable[[Emitter], None]]:
+def instruction(*opcodes: str, table: dict[str, Emit] = EMITTERS) -> Callable[[Emit], Emit]:
     """Register the emitter of one or more opcodes."""
 
-    def register(function: Callable[[Emitter], None]) -> Callable[[Emitter], None]:
+    def register(function: Emit) -> Emit:
         for opcode in opcodes:
-            assert opcode not in EMITTERS, opcode
-            EMITTERS[opcode] = function
+            assert opcode not in table, opcode
+            table[opcode] = function
         return function
 
     return register
+
+
+def expressions(table: Mapping[str, tuple[str, ...]]) -> None:
+    """Register opcodes that are one expression of their sources: opcode -> arguments of `Emitter.compute`."""
+
+    def emitter(row: tuple[str, ...]) -> Emit:
+        return lambda e: e.compute(*row)
+
+    for opcode, row in table.items():
+        instruction(opcode)(emitter(row))
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +45,8 @@ def helper(function: Callable[..., Any]) -> Callable[..., Any]:
 def emit(preparation: Preparation, instruction: Instruction) -> Emitter:
     """The emitter of one instruction, after the opcode's function has run on it."""
     emitter = Emitter(preparation, instruction)
-    function = EMITTERS.get(instruction.opcode)
+    opcode = instruction.opcode
+    function = (emitter.is_floating and FLOATING.get(opcode)) or EMITTERS.get(opcode)
     if function is None:
         emitter.unsupported("unknown instruction")
     else:

@@ -267,9 +267,9 @@ def narrow_f16(value: Array) -> Array:
 
 
 def narrow_bf16(value: Array) -> Array:
-    """Nearest even from float64 in one rounding: to odd into float32 first, then to bf16."""
-    single = round_to_odd(np.asarray(value, np.float64))
-    bits = single.view(np.uint32)
+    """Nearest even, from float64 in one rounding: to odd into float32 first, then to bf16."""
+    exact = isinstance(value, np.ndarray) and value.dtype == np.float32
+    bits = (value if exact else round_to_odd(np.asarray(value, np.float64))).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(value), 0x7FFF, rounded).astype(np.uint16)
 

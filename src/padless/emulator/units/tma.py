@@ -21,8 +21,10 @@ from padless.emulator.units.number_formats import Array
 from padless.emulator.units.swizzle import swizzle
 from padless.emulator.units.tensor_map import TensorMap
 
-# Elements of padded sub-byte types come in 16s: bytes of data in each 16 bytes of shared memory.
+# Elements of padded sub-byte types come in 16s: bytes of data in each 16 bytes of shared memory. The others are
+# undefined (PTX ISA, "Sub-byte types"): here a NaN of every 8-bit format.
 _PADDED = {"b4x16_p64": 8, "b6x16_p32": 12}
+_UNDEFINED = 0x7F
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Transfer:
             padding excluded.
         problems: broken rules, one sentence each.
         fill: uint8 (granule,), what an out-of-bounds piece reads as.
+        data: bytes of every 16 of shared memory that a load writes; it leaves the others undefined.
     """
 
     granule: int
@@ -47,6 +50,7 @@ class Transfer:
     transaction_bytes: int
     problems: tuple[str, ...]
     fill: Array
+    data: int = 16
 
     def runs(self) -> list[tuple[int, int]]:
         """(address, bytes) of the contiguous in-bounds pieces of global memory, ascending."""
@@ -121,6 +125,7 @@ def plan(
         elements * m.element_bits // 8,
         tuple(problems),
         _fill(m, granule),
+        data or 16,
     )
 
 
@@ -159,6 +164,8 @@ def load(transfer: Transfer, gather: Callable[[Array, int], Array], shared: Arra
         data = data.copy()
         data[transfer.in_bounds] = gather(transfer.global_address[transfer.in_bounds], transfer.granule)
     _pieces(shared, transfer.granule)[transfer.shared_address // transfer.granule] = data
+    if transfer.data < 16:
+        _pieces(shared, 16)[np.unique(transfer.shared_address // 16), transfer.data :] = _UNDEFINED
 
 
 def store(transfer: Transfer, shared: Array, scatter: Callable[[Array, Array], None]) -> None:

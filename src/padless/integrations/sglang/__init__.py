@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from padless.integrations import NAME
+
 if find_spec("sglang") is None:
     raise ImportError("padless.integrations.sglang needs SGLang 0.5.23: pip install 'padless[sglang]'")
 
 __all__ = ["NAME", "register"]
 
-NAME = "padless"
 _METHOD = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
 _registered = False
 

@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.layers.moe.moe_runner import MoeRunner
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
 
-from padless.integrations.sglang import NAME
+from padless.integrations import NAME
 from padless.integrations.sglang.runner import REMEDY, activation_arguments
 
 

@@ -9,7 +9,7 @@ from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, MoeRunn
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.utils import RegisteredMoeRunnerBackend
 
-from padless.integrations.sglang import NAME
+from padless.integrations import NAME
 from padless.integrations.weights import WeightCache
 from padless.moe.layer import moe
 

@@ -11,6 +11,7 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.integrations.moe import _default_apply_gate
 
+from padless.formats import FP8_BLOCK
 from padless.integrations.transformers.operators import project
 from padless.integrations.transformers.weights import ExpertWeights, expert_weights
 from padless.moe.combining import combine
@@ -30,10 +31,13 @@ def experts_forward(
     hidden_states: (T, H). top_k_index: (T, k) int32 or int64; ids that are no expert of this rank, such as num_experts
         under expert parallelism, add nothing. top_k_weights: (T, k) bfloat16, float16 or float32.
 
-    There is no backward pass: the forward runs with grad mode on, and backward raises NotImplementedError.
+    Differentiable for hidden_states and top_k_weights where `padless.moe.moe` is: FP8_BLOCK weights and activations,
+    plain SwiGLU, no bias. Elsewhere the forward runs with grad mode on, and backward raises NotImplementedError.
     Raises ValueError for weights that are not quantized.
     """
     run = _Run(self)
+    if torch.is_grad_enabled() and run.has_backward():
+        return run(hidden_states, top_k_weights, top_k_index)
     return without_backward(run, hidden_states, top_k_weights, top_k_index)
 
 
@@ -42,6 +46,13 @@ class _Run:
 
     def __init__(self, module: Any) -> None:
         self.module = module
+
+    def has_backward(self) -> bool:
+        """Whether autograd follows the call by itself."""
+        weights = expert_weights(self.module)
+        formats = (weights.w13.format.name, weights.w2.format.name, weights.activations)
+        plain = weights.bias13 is None and weights.bias2 is None and fused_activation(self.module) == {}
+        return plain and formats == (FP8_BLOCK.name,) * 3
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_weights: torch.Tensor, top_k_index: torch.Tensor

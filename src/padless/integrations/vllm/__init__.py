@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from padless.integrations import NAME
+
 if find_spec("vllm") is None:
     raise ImportError("padless.integrations.vllm needs vLLM 0.33: pip install 'padless[vllm]'")
 
 __all__ = ["NAME", "register"]
-
-NAME = "padless"
 
 
 def register() -> None:

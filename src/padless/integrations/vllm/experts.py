@@ -24,10 +24,10 @@ from vllm.platforms import current_platform
 from padless.integrations.weights import WeightCache
 from padless.moe.layer import moe
 
-# (weights, activations) in vLLM's words. FP8_BLOCK has kernels for Hopper alone.
+# (weights, activations) in vLLM's words; kernels are for Hopper and Blackwell.
 FP8_SCHEME = (kFp8Static128BlockSym, kFp8Dynamic128Sym)
 MXFP4_SCHEME = (kMxfp4Static, None)
-_CAPABILITIES = {FP8_SCHEME: ((9, 0),), MXFP4_SCHEME: ((9, 0), (10, 0), (10, 3))}
+_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 _WITHOUT_GATE = {
     MoEActivation.SILU_NO_MUL: "silu",
     MoEActivation.GELU_TANH_NO_MUL: "gelu",
@@ -40,7 +40,8 @@ class PadlessExperts(mk.FusedMoEExpertsModular):
     """FP8 experts with 128 x 128 blocks, and MXFP4 experts, for vLLM's modular kernel.
 
     w1 (E, 2 I, H) and w2 (E, H, I) stay as vLLM's loaders leave them, gate above up; nothing is repacked or padded.
-    Activations beside FP8 weights are quantized to FP8 with 1 x 128 scales; MXFP4 weights take bfloat16 ones on Hopper.
+    Activations beside FP8 weights are quantized to FP8 with 1 x 128 scales; MXFP4 weights take bfloat16
+    ones on Hopper, MXFP8 on Blackwell.
     """
 
     def __init__(self, moe_config: Any, quant_config: Any, **arguments: Any) -> None:
@@ -61,7 +62,7 @@ class PadlessExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_current_device() -> bool:
-        return any(_runs_here(scheme) for scheme in _CAPABILITIES)
+        return any(_runs_here(scheme) for scheme in (FP8_SCHEME, MXFP4_SCHEME))
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
@@ -184,9 +185,9 @@ def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
 
 def _runs_here(scheme: tuple[QuantKey | None, QuantKey | None]) -> bool:
     """Whether this machine computes the scheme: by a kernel, or on a CPU by the reference, slowly."""
-    if scheme not in _CAPABILITIES:
+    if scheme not in (FP8_SCHEME, MXFP4_SCHEME):
         return False
     if current_platform.is_cuda():
         found = current_platform.get_device_capability()
-        return found is not None and (found.major, found.minor) in _CAPABILITIES[scheme]
+        return found is not None and (found.major, found.minor) in _CAPABILITIES
     return bool(current_platform.is_cpu() or current_platform.is_unspecified())

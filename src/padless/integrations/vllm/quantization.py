@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
-from padless.integrations.vllm import NAME
+from padless.integrations import NAME
 from padless.integrations.vllm.experts import FP8_SCHEME, MXFP4_SCHEME, PadlessExperts
 
 _METHODS = ("fp8", "mxfp4", "gpt_oss_mxfp4")

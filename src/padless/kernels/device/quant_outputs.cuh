@@ -10,6 +10,16 @@ constexpr int GLU_NONE = 0;
 constexpr int GLU_INTERLEAVED = 1;   // 32 columns of gate, 32 of up, 32 of gate, ..
 constexpr int GLU_CONCATENATED = 2;  // gate in the first N / 2 columns, up in the others
 
+constexpr bool BIAS_GATED_BY_PROB = BIAS_IS_GATED && HAS_BIAS && HAS_PROB;
+constexpr bool GATES_SUM = HAS_PROB && !BIAS_GATED_BY_PROB;
+
+// The sum of an element behind steps 1 and 2 of epilogue.py.
+__device__ __forceinline__ float with_alpha_and_bias(float sum, float alpha, float bias, float prob) {
+    if constexpr (!HAS_BIAS) return HAS_ALPHA ? __fmul_rn(sum, alpha) : sum;
+    const float addend = BIAS_GATED_BY_PROB ? __fmul_rn(bias, prob) : bias;
+    return HAS_ALPHA ? __fmaf_rn(sum, alpha, addend) : __fadd_rn(sum, addend);
+}
+
 constexpr int SCALES_STRIDED = 0;  // element (row, block) at row * row_stride + block * block_stride
 
 // A kernel argument: tensor maps of the outputs that were asked for, and pointers, null where not.

@@ -5,9 +5,9 @@
 // the m-tiles are cut into bands of RASTER_M; a band is walked column after column, so that the tiles in flight share
 // both A rows and B columns in L2.
 //
-// In the last round some workers have nothing to do while the others do a tile. With HALVES its last tiles are cut in two,
-// of half the rows each, as many as leave no worker more than one piece of the round: if it is at most half full, all of
-// them. A half takes little more than half the time.
+// In the last round some workers have nothing to do while the others do a tile. With HALF_TILES its last tiles are cut in
+// two, of half the rows each, as many as leave no worker more than one half tile of the round: if it is at most half full,
+// all of them. A half tile takes little more than half the time.
 //
 // This header is plain C++ apart from the qualifiers: the tests compile it for the CPU and compare it with its Python
 // twin, schedule.py.
@@ -16,7 +16,7 @@
 struct Tile {
     int group;
     int row;     // first row of the tile, counted from the start of A
-    int rows;    // rows that exist, 1 .. BLOCK_M; 0: there are no more tiles; -1: a half without a row
+    int rows;    // rows that exist, 1 .. BLOCK_M; 0: there are no more tiles; -1: a half tile without a row
     int column;  // first column; of the first CTA where a cluster shares the tile
 };
 
@@ -44,9 +44,9 @@ __device__ __forceinline__ int place_of_group(const int* ends, int num_groups, i
     return place;
 }
 
-template <int BLOCK_M, int BLOCK_N_CLUSTER, int RASTER_M, bool HALVES = false>
+template <int BLOCK_M, int BLOCK_N_CLUSTER, int RASTER_M, bool HALF_TILES = false>
 struct TileOrder {
-    static constexpr bool HAS_HALVES = false;
+    static constexpr bool HAS_HALF_TILES = false;
     GroupTable table;
     int n_tiles;
     int at = 0;            // place of the current group
@@ -90,11 +90,11 @@ struct TileOrder {
     }
 };
 
-// The numbers from `whole` on are those of halves, two for every tile. The second of a short tile has no row.
+// The numbers from `whole` on are those of half tiles, two for every tile. The second of a short tile has no row.
 template <int BLOCK_M, int BLOCK_N_CLUSTER, int RASTER_M>
 struct TileOrder<BLOCK_M, BLOCK_N_CLUSTER, RASTER_M, true> {
     using Tiles = TileOrder<BLOCK_M, BLOCK_N_CLUSTER, RASTER_M>;
-    static constexpr bool HAS_HALVES = true;
+    static constexpr bool HAS_HALF_TILES = true;
     Tiles tiles;
     int whole;  // tiles before those that are cut
 
@@ -117,7 +117,7 @@ struct TileOrder<BLOCK_M, BLOCK_N_CLUSTER, RASTER_M, true> {
     }
 
     // The first (half = 0) or second half of a tile.
-    static __device__ __forceinline__ Tile half_of(Tile tile, int half) {
+    static __device__ __forceinline__ Tile half_tile_of(Tile tile, int half) {
         const int rows = tile.rows - BLOCK_M / 2;  // of the second half
         if (half == 0) {
             if (rows > 0) tile.rows = BLOCK_M / 2;
@@ -131,6 +131,6 @@ struct TileOrder<BLOCK_M, BLOCK_N_CLUSTER, RASTER_M, true> {
     __device__ __forceinline__ Tile tile_at(int number) {
         const int past = number - whole;
         const Tile tile = tiles.tile_at(past < 0 ? number : whole + past / 2);
-        return past < 0 || tile.rows == 0 ? tile : half_of(tile, past % 2);
+        return past < 0 || tile.rows == 0 ? tile : half_tile_of(tile, past % 2);
     }
 };

@@ -34,7 +34,7 @@ __device__ __forceinline__ void queue_first_tile(TileQueueStorage& queue, const 
     if (lane == 0) queue.tiles[0] = Tile{0, 0, 0, 0};
     __syncwarp();
     int number = worker, half = -1;
-    if constexpr (Order::HAS_HALVES) {
+    if constexpr (Order::HAS_HALF_TILES) {
         const int all = group.all_tiles * n_tiles;
         const int past = all < workers ? worker - Order::whole_tiles(all, workers) : -1;
         if (past >= 0) number = worker - past + past / 2, half = past % 2;
@@ -42,8 +42,8 @@ __device__ __forceinline__ void queue_first_tile(TileQueueStorage& queue, const 
     const int in_group = number - (group.tile_end - group.tiles) * n_tiles;
     if (in_group >= 0 && in_group < group.tiles * n_tiles) {
         Tile tile = Order::tile_in_group(in_group, lane, group.start, group.end, group.tiles, n_tiles);
-        if constexpr (Order::HAS_HALVES) {
-            if (half >= 0) tile = Order::half_of(tile, half);
+        if constexpr (Order::HAS_HALF_TILES) {
+            if (half >= 0) tile = Order::half_tile_of(tile, half);
             if (tile.rows < 0) tile.rows = 0;
         }
         queue.tiles[0] = tile;
@@ -81,10 +81,10 @@ __device__ __forceinline__ void queue_tile(TileQueueStorage& queue, const Pipeli
     }
 }
 
-// One thread of each worker. HALVES: the order has tiles without a row, which are passed over. ASKED: the number of the next
+// One thread of each worker. HALF_TILES: the order has tiles without a row, which are passed over. ASKED: the number of the next
 // tile is taken after an arrival at the barrier `wanted`, of which every tile that is scheduled must bring one.
 // `first_is_queued`: queue_first_tile has been called.
-template <int CLUSTER, bool HALVES = false, bool ASKED = false, class Order>
+template <int CLUSTER, bool HALF_TILES = false, bool ASKED = false, class Order>
 __device__ __forceinline__ void schedule_tiles(TileQueueStorage& queue, Order order, int counter, int worker,
                                                int workers, uint64_t* wanted = nullptr,
                                                bool first_is_queued = false) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void schedule_tiles(TileQueueStorage& queue, Order or
             tile.rows = queue.tiles[0].rows;
         else
             tile = order.tile_at(number);
-        if (!HALVES || tile.rows >= 0) {
+        if (!HALF_TILES || tile.rows >= 0) {
             if (!first_is_queued) queue_tile<CLUSTER>(queue, pipeline, tile);
             pipeline.advance();
             if (ASKED && tile.rows != 0) {

@@ -11,6 +11,7 @@ from padless.kernels.config import cpp_constants, requirement_of
 from padless.kernels.sm100_dense.tile_order import TILE_ORDERS
 
 BLOCK_M = 128  # rows of a CTA
+HALF_N = 128  # columns of a product: of a tile or of its half
 STORES = ("direct", "staged")
 DATA_DTYPES: dict[torch.dtype, str] = {torch.float8_e4m3fn: "MMA_E4M3", torch.float8_e5m2: "MMA_E5M2"}
 
@@ -36,7 +37,7 @@ class Sm100DenseConfig:
 
     cta_group: int = 2
     block_n: int = 256
-    block_k: int = 256
+    block_k: int = 128
     num_stages: int = 0
     chunk_columns: int = 64
     store: str = "direct"

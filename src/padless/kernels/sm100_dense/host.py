@@ -9,7 +9,7 @@ import torch
 
 from padless.formats import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, BlockScaledTensor, ceil_div
 from padless.kernels.launch import Prepared, load_kernel, persistent_grid
-from padless.kernels.sm100_dense.config import BLOCK_M, DenseProblem, Sm100DenseConfig, fit, select_config
+from padless.kernels.sm100_dense.config import BLOCK_M, HALF_N, DenseProblem, Sm100DenseConfig, fit, select_config
 from padless.layouts import to_blocked
 from padless.runtime.driver import TENSOR_MAP_BYTES, Argument, Driver, LaunchShape
 from padless.runtime.tensor_map import SWIZZLE_64B, SWIZZLE_128B, TensorMapSpec, operand
@@ -51,11 +51,11 @@ def prepare(
 
     kernel, function = load_kernel(driver, KERNEL, config, device)
     rows, columns = config.tile
-    tiles = ceil_div(m, rows) * ceil_div(n, columns)
+    tiles = ceil_div(m, rows) * ceil_div(n, columns) * (columns // HALF_N)  # if all are cut
     grid = persistent_grid(problem.num_sms, tiles, config.cta_group)
     maps = [
         operand(a.data.view(torch.uint8), BLOCK_M),
-        operand(b.data[0].view(torch.uint8), config.block_n // config.cta_group),
+        operand(b.data[0].view(torch.uint8), HALF_N // config.cta_group),
         _scale_map(sfa, m, k, config.block_k),
         _scale_map(sfb, n, k, config.block_k),
     ]

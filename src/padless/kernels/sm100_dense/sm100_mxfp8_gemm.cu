@@ -17,17 +17,22 @@
 //      ----------------                  -------------------                         -----------------
 //      wait empty[s] <-- commit, both -- ... of the products of stage s
 //      A, B, sfa, sfb -> full[s] ------> wait full[s] (of the even CTA)
-//                                        wait free <-------------------------------- arrive, when read into registers
+//                                        wait free[acc] <--------------------------- arrive, when all is read
 //                                        scales -> tensor memory; multiply
-//                                        commit, both -> accumulator_full[acc] ----> wait; tensor memory -> D
+//                                        wait common_free <------------------------- arrive, when the common are read
+//                                        commit, both -> accumulator_full[acc][half] wait; tensor memory -> D
 //
 // Tensor memory. Two accumulators of 256 columns leave no room for the scales, so they overlap by OVERLAP columns:
 //
 //      [ accumulator 0, its own | common | accumulator 1, its own | sfa | sfb ]
 //
-// The stores read the common columns of a tile first, and say so at once (free): from then on the next tile may be
-// multiplied, while the rest of this one is read. No other barrier is needed: the same warps have read all of the tile
-// before. Where nothing overlaps there is a barrier for each accumulator, for when all of it is read.
+// The products of such a tile are those of its two halves of 128 columns, of which one has the common columns. That half
+// is finished first and, in the next tile, begun last, by a round of 256 of K each. So between the two lie the products of
+// two other halves, during which the stores read the common columns and say so (common_free): the tensor core does not
+// wait. An instruction of 128 columns takes half as long as one of 256.
+//
+// Where what is left for the last round of tiles are at most half as many tiles as workers, each is cut into its halves,
+// which go to a worker each (``TileList``).
 
 using uint8_t = unsigned char;
 using uint16_t = unsigned short;
@@ -51,9 +56,11 @@ constexpr int BLOCK_M = 128;  // rows of a CTA
 constexpr int MMA_K = 32;
 constexpr int SLAB_K = 128;  // elements, and bytes, of a row that lie together under the 128-byte swizzle
 constexpr int SLABS = BLOCK_K / SLAB_K;
-constexpr int B_ROWS = BLOCK_N / CTA_GROUP;  // of B that a CTA holds
-constexpr int SFB_ATOMS = BLOCK_N / 128;     // along N
-constexpr uint32_t SHAPE = mxf8f6f4_shape(BLOCK_M * CTA_GROUP, BLOCK_N, FORMAT_A, FORMAT_B);
+constexpr int ROUND_STAGES = 256 / BLOCK_K;  // stages whose scales are in tensor memory at a time
+constexpr int HALF_N = 128;                  // columns of a product
+constexpr int HALVES = BLOCK_N / HALF_N;
+constexpr int B_ROWS = HALF_N / CTA_GROUP;  // of a half of B that a CTA holds
+constexpr uint32_t SHAPE = mxf8f6f4_shape(BLOCK_M * CTA_GROUP, HALF_N, FORMAT_A, FORMAT_B);
 static_assert(CTA_GROUP == 1 || CTA_GROUP == 2, "a CTA or a pair");
 static_assert(BLOCK_K == 128 || BLOCK_K == 256, "one or two slabs");
 static_assert(BLOCK_N == 128 || BLOCK_N == 256, "whole atoms of scales");
@@ -65,18 +72,17 @@ constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int CHUNKS = BLOCK_N / CHUNK_COLUMNS;  // that a store warp takes into registers one after the other
 
 constexpr int TMEM_COLUMNS = 512;
-constexpr int SFA_COLUMNS = SLABS * SCALE_ATOM_COLUMNS;
-constexpr int SFB_COLUMNS = SLABS * SFB_ATOMS * SCALE_ATOM_COLUMNS;
+constexpr int SCALE_COLUMNS = SLABS * SCALE_ATOM_COLUMNS;  // of 128 rows in a stage
+constexpr int SFA_COLUMNS = ROUND_STAGES * SCALE_COLUMNS;
+constexpr int SFB_COLUMNS = ROUND_STAGES * HALVES * SCALE_COLUMNS;
 constexpr int OVERLAP = 2 * BLOCK_N + SFA_COLUMNS + SFB_COLUMNS <= TMEM_COLUMNS ? 0 : CHUNK_COLUMNS;
 constexpr int ACCUMULATOR_1 = BLOCK_N - OVERLAP;  // its first column; accumulator 0 begins at 0
 constexpr int SFA_COLUMN = ACCUMULATOR_1 + BLOCK_N;
 constexpr int SFB_COLUMN = SFA_COLUMN + SFA_COLUMNS;
 constexpr int USED_COLUMNS = SFB_COLUMN + SFB_COLUMNS;
 static_assert(USED_COLUMNS <= TMEM_COLUMNS, "does not fit in tensor memory");
+static_assert((OVERLAP > 0) == (HALVES == 2), "the common columns lie in one of two halves");
 
-// Which chunk has to be read before `free`, and how many tiles use the barriers in turn.
-constexpr int LAST_NEEDED_CHUNK = OVERLAP == 0 ? CHUNKS - 1 : 0;
-constexpr int FREE_BARRIERS = OVERLAP == 0 ? 2 : 1;
 constexpr int FREE_ARRIVALS = CTA_GROUP * STORE_WARPS;
 
 // With STORE_BYTES = 0 registers go to global memory directly, otherwise through buffers in shared memory.
@@ -85,19 +91,19 @@ constexpr int STAGING_BYTES = STORE_WARPS * WARP_STAGING_BYTES<STORE_BYTES>;
 constexpr int A_SLAB_BYTES = BLOCK_M * SLAB_K;
 constexpr int B_SLAB_BYTES = B_ROWS * SLAB_K;
 constexpr int SFA_BYTES = SLABS * SCALE_ATOM_BYTES;
-constexpr int SFB_BYTES = SFB_ATOMS * SLABS * SCALE_ATOM_BYTES;
+constexpr int SFB_BYTES = SFA_BYTES;  // of a half
 
 template <int STAGES>
 struct alignas(1024) SharedStorageOf {
     uint8_t a[STAGES][SLABS][A_SLAB_BYTES];
-    uint8_t b[STAGES][SLABS][B_SLAB_BYTES];
+    uint8_t b[STAGES][HALVES][SLABS][B_SLAB_BYTES];
     uint8_t staging[STAGING_BYTES == 0 ? 1024 : STAGING_BYTES];
     uint8_t sfa[STAGES][SFA_BYTES];  // atoms, K upwards
-    uint8_t sfb[STAGES][SFB_BYTES];  // atoms, K upwards inside a row of atoms
-    uint64_t full[STAGES];           // in use in the even CTA only
+    uint8_t sfb[STAGES][HALVES][SFB_BYTES];
+    uint64_t full[STAGES];  // in use in the even CTA only
     uint64_t empty[STAGES];
-    uint64_t accumulator_full[2];
-    uint64_t free[FREE_BARRIERS];  // in use in the even CTA only
+    uint64_t accumulator_full[2][HALVES];
+    uint64_t free[2], common_free;  // in use in the even CTA only
     uint32_t tensor_memory;
 };
 
@@ -106,15 +112,15 @@ using SharedStorage = SharedStorageOf<STAGES>;
 #include "device/read_back.cuh"
 // What kernel_map.py draws.
 extern "C" __device__ const int padless_a_bytes = SLABS * A_SLAB_BYTES;
-extern "C" __device__ const int padless_b_bytes = SLABS * B_SLAB_BYTES;
+extern "C" __device__ const int padless_b_bytes = HALVES * SLABS * B_SLAB_BYTES;
 extern "C" __device__ const int padless_sfa_bytes = SFA_BYTES;
-extern "C" __device__ const int padless_sfb_bytes = SFB_BYTES;
+extern "C" __device__ const int padless_sfb_bytes = HALVES * SFB_BYTES;
 extern "C" __device__ const int padless_staging_bytes = STAGING_BYTES;
 extern "C" __device__ const int padless_accumulator_1 = ACCUMULATOR_1;
 extern "C" __device__ const int padless_sfa_column = SFA_COLUMN;
 extern "C" __device__ const int padless_sfb_column = SFB_COLUMN;
 extern "C" __device__ const int padless_used_columns = USED_COLUMNS;
-extern "C" __device__ const int padless_free_barriers = FREE_BARRIERS;
+extern "C" __device__ const int padless_halves = HALVES;
 extern "C" __device__ const int padless_free_arrivals = FREE_ARRIVALS;
 
 struct Problem {
@@ -141,24 +147,43 @@ struct Problem {
     }
 };
 
-struct TileOrigin {
-    int row, column;  // of this CTA's part
-};
-
-__device__ __forceinline__ TileOrigin tile_origin(const Problem& problem, int number, int cta_rank) {
-    const GridPoint at = TILE_ORDER == ORDER_HILBERT
-                             ? hilbert_order(number, problem.m_tiles(), problem.n_tiles())
-                             : row_order(number, problem.n_tiles());
-    return TileOrigin{(at.m * CTA_GROUP + cta_rank) * BLOCK_M, at.n * BLOCK_N};
-}
-
-// The tiles of this worker.
+// Workers: CTAs, or pairs.
 __device__ __forceinline__ int first_tile() {
     return blockIdx.x / CTA_GROUP;
 }
-__device__ __forceinline__ int tile_stride() {
+__device__ __forceinline__ int workers() {
     return gridDim.x / CTA_GROUP;
 }
+
+// What a worker computes at a time.
+struct Tile {
+    int row, column;  // of this CTA's part
+    int halves;       // HALVES, or 1 of a tile that was cut
+};
+
+// Tiles as they are handed out: whole ones, then those of the last round, whole or cut.
+struct TileList {
+    int whole, total;
+
+    __device__ __forceinline__ explicit TileList(const Problem& problem) {
+        const int tiles = problem.tiles(), left = tiles % workers();
+        const bool cuts = HALVES == 2 && 2 * left <= workers();
+        whole = cuts ? tiles - left : tiles;
+        total = cuts ? tiles + left : tiles;
+    }
+
+    __device__ __forceinline__ int halves(int number) const { return number < whole ? HALVES : 1; }
+
+    __device__ __forceinline__ Tile tile(const Problem& problem, int number, int cta_rank) const {
+        const int part = number < whole ? 0 : number - whole;
+        const int tile = number - part + part / 2;
+        const GridPoint at = TILE_ORDER == ORDER_HILBERT
+                                 ? hilbert_order(tile, problem.m_tiles(), problem.n_tiles())
+                                 : row_order(tile, problem.n_tiles());
+        return Tile{(at.m * CTA_GROUP + cta_rank) * BLOCK_M, at.n * BLOCK_N + part % 2 * HALF_N,
+                    halves(number)};
+    }
+};
 
 // Loads, one thread.
 __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem,
@@ -166,38 +191,44 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                                            const TensorMap& map_sfa, const TensorMap& map_sfb, int cta_rank) {
     Pipeline<STAGES> pipeline;
     const int k_blocks = problem.k_blocks();
-    for (int number = first_tile(); number < problem.tiles(); number += tile_stride()) {
-        const TileOrigin tile = tile_origin(problem, number, cta_rank);
+    const TileList list(problem);
+    for (int number = first_tile(); number < list.total; number += workers()) {
+        const Tile tile = list.tile(problem, number, cta_rank);
         for (int kb = 0; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage, slabs = problem.slabs(kb);
             const uint32_t own_full = shared_address(&shared.full[stage]);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
             if (cta_rank == 0)  // for both CTAs
                 mbarrier_arrive_expect_tx(
-                    own_full, CTA_GROUP * (slabs * (A_SLAB_BYTES + B_SLAB_BYTES) + SFA_BYTES + SFB_BYTES));
+                    own_full, CTA_GROUP * (slabs * (A_SLAB_BYTES + tile.halves * B_SLAB_BYTES) + SFA_BYTES +
+                                           tile.halves * SFB_BYTES));
             const int b_row = tile.column + cta_rank * B_ROWS;
             const int atom = kb * SLABS;
             if constexpr (CTA_GROUP == 1) {
                 tma_load_3d(map_sfa, shared_address(shared.sfa[stage]), own_full, 0, atom, tile.row / 128);
-                for (int j = 0; j < SFB_ATOMS; ++j)
-                    tma_load_3d(map_sfb, shared_address(shared.sfb[stage] + j * SFA_BYTES), own_full, 0, atom,
-                                tile.column / 128 + j);
+                for (int h = 0; h < tile.halves; ++h)
+                    tma_load_3d(map_sfb, shared_address(shared.sfb[stage][h]), own_full, 0, atom,
+                                tile.column / HALF_N + h);
                 for (int s = 0; s < slabs; ++s) {
                     const int k = kb * BLOCK_K + s * SLAB_K;
                     tma_load_2d(map_a, shared_address(shared.a[stage][s]), own_full, k, tile.row);
-                    tma_load_2d(map_b, shared_address(shared.b[stage][s]), own_full, k, b_row);
+                    for (int h = 0; h < tile.halves; ++h)
+                        tma_load_2d(map_b, shared_address(shared.b[stage][h][s]), own_full, k,
+                                    b_row + h * HALF_N);
                 }
             } else {
                 const uint32_t full = pair_even_address(own_full);
                 tma_load_3d_pair(map_sfa, shared_address(shared.sfa[stage]), full, 0, atom, tile.row / 128);
-                // The CTAs take turns at fetching a row of atoms of B and give it to both.
-                for (int j = cta_rank; j < SFB_ATOMS; j += 2)
-                    tma_load_3d_pair_multicast(map_sfb, shared_address(shared.sfb[stage] + j * SFA_BYTES),
-                                               full, 0, atom, tile.column / 128 + j, 0b11);
+                // The CTAs take turns at fetching a half's scales of B and give them to both.
+                for (int h = cta_rank; h < tile.halves; h += 2)
+                    tma_load_3d_pair_multicast(map_sfb, shared_address(shared.sfb[stage][h]), full, 0, atom,
+                                               tile.column / HALF_N + h, 0b11);
                 for (int s = 0; s < slabs; ++s) {
                     const int k = kb * BLOCK_K + s * SLAB_K;
                     tma_load_2d_pair(map_a, shared_address(shared.a[stage][s]), full, k, tile.row);
-                    tma_load_2d_pair(map_b, shared_address(shared.b[stage][s]), full, k, b_row);
+                    for (int h = 0; h < tile.halves; ++h)
+                        tma_load_2d_pair(map_b, shared_address(shared.b[stage][h][s]), full, k,
+                                         b_row + h * HALF_N);
                 }
             }
             pipeline.advance();
@@ -218,54 +249,95 @@ __device__ __forceinline__ void commit(uint64_t& barrier) {
         tcgen05_commit_multicast<2>(shared_address(&barrier), 0b11);
 }
 
+// The scales of a stage to tensor memory.
+__device__ __forceinline__ void copy_scales(SharedStorage& shared, int stage, int steps, int halves,
+                                            uint32_t sfa_at, uint32_t sfb_at) {
+    const uint32_t sfa = tcgen05_descriptor_low(shared_address(shared.sfa[stage]));
+    const uint32_t sfb = tcgen05_descriptor_low(shared_address(shared.sfb[stage][0]));
+#pragma unroll
+    for (int s = 0; s < SLABS; ++s) {
+        if (s * (SLAB_K / MMA_K) >= steps) break;
+        tcgen05_cp_32x128b_warpx4<CTA_GROUP>(sfa_at + s * SCALE_ATOM_COLUMNS,
+                                             scale_atom_descriptor(sfa + s * (SCALE_ATOM_BYTES / 16)));
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+            if (h >= halves) break;
+            tcgen05_cp_32x128b_warpx4<CTA_GROUP>(
+                sfb_at + (h * SLABS + s) * SCALE_ATOM_COLUMNS,
+                scale_atom_descriptor(sfb + (h * SLABS + s) * (SCALE_ATOM_BYTES / 16)));
+        }
+    }
+}
+
+// The products of one half of a stage, `steps` of them; `a`, `b`: descriptor low words.
+__device__ __forceinline__ void multiply_half(uint32_t d, uint32_t a, uint32_t b, uint32_t sfa, uint32_t sfb,
+                                              int steps, bool accumulate) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_K / MMA_K; ++i) {
+        if (i >= steps) break;
+        const int slab = i / (SLAB_K / MMA_K), step = i % (SLAB_K / MMA_K);
+        tcgen05_mma_mxf8f6f4_block32<CTA_GROUP>(
+            d, tcgen05_operand_descriptor(a + (slab * A_SLAB_BYTES + step * MMA_K) / 16),
+            tcgen05_operand_descriptor(b + (slab * B_SLAB_BYTES + step * MMA_K) / 16),
+            SHAPE | scale_ids(step), sfa + slab * SCALE_ATOM_COLUMNS, sfb + slab * SCALE_ATOM_COLUMNS,
+            accumulate || i != 0);
+    }
+}
+
 // Products, one thread of the even CTA. `tmem`: first column of the allocation.
 __device__ __forceinline__ void issue_mma(SharedStorage& shared, const Problem& problem, uint32_t tmem) {
     Pipeline<STAGES> pipeline;
     const int k_blocks = problem.k_blocks();
     const uint32_t a_stage_0 = tcgen05_descriptor_low(shared_address(shared.a[0][0]));
-    const uint32_t b_stage_0 = tcgen05_descriptor_low(shared_address(shared.b[0][0]));
-    const uint32_t sfa_stage_0 = tcgen05_descriptor_low(shared_address(shared.sfa[0]));
-    const uint32_t sfb_stage_0 = tcgen05_descriptor_low(shared_address(shared.sfb[0]));
+    const uint32_t b_stage_0 = tcgen05_descriptor_low(shared_address(shared.b[0][0][0]));
+    const TileList list(problem);
     uint32_t turn = 0;  // tiles before this one
-    for (int number = first_tile(); number < problem.tiles(); number += tile_stride(), ++turn) {
+    for (int number = first_tile(); number < list.total; number += workers(), ++turn) {
         const uint32_t accumulator = turn & 1;
+        const int halves = list.halves(number);
         const uint32_t d = tmem + accumulator * ACCUMULATOR_1;
-        mbarrier_wait(shared_address(&shared.free[turn % FREE_BARRIERS]), (turn / FREE_BARRIERS & 1) ^ 1);
+        mbarrier_wait(shared_address(&shared.free[accumulator]), (turn >> 1 & 1) ^ 1);
         tcgen05_fence_after_thread_sync();
-        for (int kb = 0; kb < k_blocks; ++kb) {
-            const int stage = pipeline.stage, steps = problem.steps(kb);
-            const uint32_t a = a_stage_0 + stage * (SLABS * A_SLAB_BYTES / 16);
-            const uint32_t b = b_stage_0 + stage * (SLABS * B_SLAB_BYTES / 16);
-            const uint32_t sfa = sfa_stage_0 + stage * (SFA_BYTES / 16);
-            const uint32_t sfb = sfb_stage_0 + stage * (SFB_BYTES / 16);
-            mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
-            tcgen05_fence_after_thread_sync();
+        for (int first = 0; first < k_blocks; first += ROUND_STAGES) {
+            const bool is_last = first + ROUND_STAGES >= k_blocks;
+            const int stages = is_last ? k_blocks - first : ROUND_STAGES;
+            // Half after half in a tile's first and last round, stage after stage in others, which frees stages sooner.
+            const bool by_halves = first == 0 || is_last;
+            Pipeline<STAGES> at[ROUND_STAGES];
 #pragma unroll
-            for (int s = 0; s < SLABS; ++s) {
-                if (s * (SLAB_K / MMA_K) >= steps) break;
-                // Scales of B of one slab lie side by side: column n / 32.
-                const uint32_t sfa_at = tmem + SFA_COLUMN + s * SCALE_ATOM_COLUMNS;
-                const uint32_t sfb_at = tmem + SFB_COLUMN + s * SFB_ATOMS * SCALE_ATOM_COLUMNS;
-                tcgen05_cp_32x128b_warpx4<CTA_GROUP>(
-                    sfa_at, scale_atom_descriptor(sfa + s * (SCALE_ATOM_BYTES / 16)));
-#pragma unroll
-                for (int j = 0; j < SFB_ATOMS; ++j)
-                    tcgen05_cp_32x128b_warpx4<CTA_GROUP>(
-                        sfb_at + j * SCALE_ATOM_COLUMNS,
-                        scale_atom_descriptor(sfb + (j * SLABS + s) * (SCALE_ATOM_BYTES / 16)));
-#pragma unroll
-                for (int j = 0; j < SLAB_K / MMA_K; ++j) {
-                    if (s * (SLAB_K / MMA_K) + j >= steps) break;
-                    tcgen05_mma_mxf8f6f4_block32<CTA_GROUP>(
-                        d, tcgen05_operand_descriptor(a + (s * A_SLAB_BYTES + j * MMA_K) / 16),
-                        tcgen05_operand_descriptor(b + (s * B_SLAB_BYTES + j * MMA_K) / 16),
-                        SHAPE | scale_ids(j), sfa_at, sfb_at, kb != 0 || s != 0 || j != 0);
-                }
+            for (int s = 0; s < ROUND_STAGES; ++s) {
+                at[s] = pipeline;
+                if (s < stages) pipeline.advance();
             }
-            commit(shared.empty[stage]);
-            pipeline.advance();
+#pragma unroll
+            for (int part = 0; part < HALVES * ROUND_STAGES; ++part) {
+                const int s = by_halves ? part % ROUND_STAGES : part / HALVES;
+                const int i = by_halves ? part / ROUND_STAGES : part % HALVES;
+                if (s >= stages || i >= halves) continue;
+                const Pipeline<STAGES> here = ROUND_STAGES == 1 || s == 0 ? at[0] : at[ROUND_STAGES - 1];
+                const int stage = here.stage, steps = problem.steps(first + s);
+                const uint32_t sfa_at = tmem + SFA_COLUMN + s * SCALE_COLUMNS;
+                const uint32_t sfb_at = tmem + SFB_COLUMN + s * (HALVES * SCALE_COLUMNS);
+                if (i == 0) {
+                    mbarrier_wait(shared_address(&shared.full[stage]), here.phase);
+                    tcgen05_fence_after_thread_sync();
+                    copy_scales(shared, stage, steps, halves, sfa_at, sfb_at);
+                } else if (first == 0 && s == 0) {
+                    mbarrier_wait(shared_address(&shared.common_free), (turn & 1) ^ 1);
+                    tcgen05_fence_after_thread_sync();
+                }
+                // The half without common columns has the accumulator's number. It comes first, but last at the end. A
+                // cut tile has no other, and its operands lie where a whole tile has those of half 0.
+                const bool is_common = halves == 2 && (i == 1) != (is_last && first > 0);
+                const int half = HALVES == 1 ? 0 : accumulator ^ is_common;
+                const int source = halves == 1 ? 0 : half;
+                multiply_half(d + half * HALF_N, a_stage_0 + stage * (SLABS * A_SLAB_BYTES / 16),
+                              b_stage_0 + (stage * HALVES + source) * (SLABS * B_SLAB_BYTES / 16), sfa_at,
+                              sfb_at + source * SCALE_COLUMNS, steps, first + s != 0);
+                if (i == halves - 1) commit(shared.empty[stage]);
+                if (is_last && s == stages - 1) commit(shared.accumulator_full[accumulator][half]);
+            }
         }
-        commit(shared.accumulator_full[accumulator]);
     }
 }
 
@@ -288,25 +360,33 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
     const uint32_t staging = shared_address(shared.staging) + warp * WARP_STAGING_BYTES<STORE_BYTES>;
     const uint32_t lanes = tmem + (warp * 32 << 16);
     uint32_t turn = 0, buffer_turn = 0;
-    for (int number = first_tile(); number < problem.tiles(); number += tile_stride(), ++turn) {
-        const TileOrigin tile = tile_origin(problem, number, cta_rank);
+    const TileList list(problem);
+    for (int number = first_tile(); number < list.total; number += workers(), ++turn) {
+        const Tile tile = list.tile(problem, number, cta_rank);
         const uint32_t accumulator = turn & 1;
         const int row = tile.row + warp * 32;
-        mbarrier_wait(shared_address(&shared.accumulator_full[accumulator]), turn >> 1 & 1);
-        tcgen05_fence_after_thread_sync();
+        // From the common columns to the other end: accumulator 0 has them last, accumulator 1 first. Of a cut tile there
+        // is but the half without them, which is read last.
+        constexpr int CHUNKS_A_HALF = CHUNKS / HALVES;
+        const bool is_whole = tile.halves == HALVES;
 #pragma unroll 1
-        for (int i = 0; i < CHUNKS; ++i) {
-            // The common columns come first: accumulator 0 has them last, accumulator 1 first.
-            const int chunk = OVERLAP == 0 || accumulator == 1 ? i : i == 0 ? CHUNKS - 1 : i - 1;
+        for (int i = is_whole ? 0 : CHUNKS_A_HALF; i < CHUNKS; ++i) {
+            const int chunk = OVERLAP == 0 || accumulator == 1 ? i : CHUNKS - 1 - i;
+            if (i % CHUNKS_A_HALF == 0) {
+                const int half = chunk / CHUNKS_A_HALF;
+                mbarrier_wait(shared_address(&shared.accumulator_full[accumulator][half]), turn >> 1 & 1);
+                tcgen05_fence_after_thread_sync();
+            }
             uint32_t sums[CHUNK_COLUMNS];
             __syncwarp();
             tcgen05_ld_32x32b(sums, lanes + accumulator * ACCUMULATOR_1 + chunk * CHUNK_COLUMNS);
             tcgen05_wait_ld();
 #pragma unroll
             for (int j = 0; j < CHUNK_COLUMNS; ++j) pin_loaded(sums[j]);
-            if (i == LAST_NEEDED_CHUNK) release_columns(shared.free[turn % FREE_BARRIERS], lane);
+            if (OVERLAP > 0 && i == 0) release_columns(shared.common_free, lane);
+            if (i == CHUNKS - 1) release_columns(shared.free[accumulator], lane);
 
-            const int column = tile.column + chunk * CHUNK_COLUMNS;
+            const int column = tile.column + (is_whole ? chunk : chunk % CHUNKS_A_HALF) * CHUNK_COLUMNS;
             uint32_t words[CHUNK_COLUMNS * OUT_BYTES / 4];
             round_sums<OUT_TYPE>(words, sums);
             if constexpr (STORE_BYTES == 0)
@@ -336,8 +416,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm100_mxfp8
             mbarrier_init(shared_address(&shared.full[s]), 1);
             mbarrier_init(shared_address(&shared.empty[s]), 1);
         }
-        for (int i = 0; i < 2; ++i) mbarrier_init(shared_address(&shared.accumulator_full[i]), 1);
-        for (int i = 0; i < FREE_BARRIERS; ++i) mbarrier_init(shared_address(&shared.free[i]), FREE_ARRIVALS);
+        for (int i = 0; i < 2; ++i) {
+            for (int h = 0; h < HALVES; ++h) mbarrier_init(shared_address(&shared.accumulator_full[i][h]), 1);
+            mbarrier_init(shared_address(&shared.free[i]), FREE_ARRIVALS);
+        }
+        mbarrier_init(shared_address(&shared.common_free), FREE_ARRIVALS);
         fence_mbarrier_init();
     }
     if (warp == LOAD_WARP && elect_one()) {

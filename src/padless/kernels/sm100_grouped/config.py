@@ -9,7 +9,7 @@ import torch
 from padless.formats import OUT_DTYPES, ceil_div
 from padless.kernels.config import FEW_GROUPS, check_common_fields, cpp_constants, requirement_of
 
-KINDS = ("MXFP8", "NVFP4", "MXFP4")
+KINDS = ("MXFP8", "NVFP4", "MXFP4", "FP8_BLOCK")
 SCALE_SOURCES = ("tiled", "window", "plain")
 
 
@@ -29,8 +29,9 @@ class Sm100GroupedConfig:
         keep: the operand that L2 is asked to keep while the other streams through: "a", "b" or "" (neither).
 
     The rest follows from the operands (``fit``):
-        kind: "MXFP8" (8-bit elements), "NVFP4" (block 16) or "MXFP4" (block 32).
+        kind: "MXFP8" (8-bit elements), "NVFP4" (block 16), "MXFP4" (block 32) or "FP8_BLOCK" (float32 scales).
         a_e5m2, b_e5m2: whether 8-bit elements are e5m2 instead of e4m3.
+        b_e2m1: whether B is FP4 beside 8-bit A (kind "MXFP8").
         scales_a, scales_b: "tiled" (every 128 rows of a tile are 512-byte atoms in memory: copied), "window" (32x4x4
             tiles in which the rows may start anywhere: gathered) or "plain" (rows x columns: gathered).
         groups_on_tiles: whether the scales of every group of A start on a 128-row tile of their own.
@@ -51,6 +52,7 @@ class Sm100GroupedConfig:
     kind: str = "MXFP8"
     a_e5m2: bool = False
     b_e5m2: bool = False
+    b_e2m1: bool = False
     scales_a: str = "window"
     scales_b: str = "window"
     groups_on_tiles: bool = False
@@ -70,6 +72,9 @@ class Sm100GroupedConfig:
         )  # fmt: skip
         require(self.keep in ("", "a", "b"), "keep", "'', 'a' or 'b'")
         require(self.kind in KINDS, "kind", ", ".join(KINDS))
+        require(
+            not self.b_e2m1 or (self.kind == "MXFP8" and not self.b_e5m2), "b_e2m1", "False but for B of kind MXFP8"
+        )
         require(self.scales_a in SCALE_SOURCES, "scales_a", ", ".join(SCALE_SOURCES))
         require(self.scales_b in SCALE_SOURCES, "scales_b", ", ".join(SCALE_SOURCES))
         require(
@@ -132,7 +137,7 @@ class Sm100GroupedConfig:
             "PROBLEM_LIST": int(self.problem_list),
             "KIND": f"KIND_{self.kind}",
             "A_CODE": "MMA_E5M2" if self.a_e5m2 else "MMA_E4M3",
-            "B_CODE": "MMA_E5M2" if self.b_e5m2 else "MMA_E4M3",
+            "B_CODE": "MMA_E2M1" if self.b_e2m1 else "MMA_E5M2" if self.b_e5m2 else "MMA_E4M3",
             "SCALES_A": f"SCALES_{self.scales_a.upper()}",
             "SCALES_B": f"SCALES_{self.scales_b.upper()}",
             "OUT": OUT_DTYPES[self.out_dtype],
@@ -165,6 +170,11 @@ def select_grouped_config(m: int, n: int, num_groups: int) -> Sm100GroupedConfig
         cta_group = 2
     keep = "a" if rows <= mma_n or rows < n else "b"
     return with_multicast(Sm100GroupedConfig(cta_group=cta_group, tokens_on_n=tokens_on_n, mma_n=mma_n, keep=keep), n)
+
+
+def promoted(config: Sm100GroupedConfig) -> Sm100GroupedConfig:
+    """``config`` for FP8_BLOCK: 128 columns, whose sums the store warps can keep in registers."""
+    return replace(config, mma_n=min(config.mma_n, 128))
 
 
 def with_multicast(config: Sm100GroupedConfig, n: int) -> Sm100GroupedConfig:

@@ -1,4 +1,4 @@
-"""Host side of sm100_grouped_gemm.cu: MXFP8, NVFP4 and MXFP4 on Blackwell, ragged M."""
+"""Host side of sm100_grouped_gemm.cu: MXFP8, NVFP4, MXFP4 and MXFP8 x MXFP4 on Blackwell, ragged M."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from dataclasses import replace
 
 import torch
 
-from padless.formats import MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
+from padless.formats import (
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8_E5M2,
+    TILE_BYTES,
+    TILE_ROWS,
+    BlockScaledTensor,
+    blocked_size,
+    ceil_div,
+    round_up,
+)
 from padless.kernels.config import MAX_GROUPS, room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, select_grouped_config
 from padless.layouts import to_blocked
 from padless.runtime import tensor_map
 from padless.runtime.driver import Driver, LaunchShape
@@ -19,7 +29,7 @@ from padless.runtime.tensor_map import TensorMapSpec
 KERNEL = "sm100_grouped/sm100_grouped_gemm.cu"
 Config = Sm100GroupedConfig
 
-_KINDS = {"MXFP8": "MXFP8", "MXFP8_E5M2": "MXFP8", "NVFP4": "NVFP4", "MXFP4": "MXFP4"}
+_KINDS = {"MXFP8": "MXFP8", "MXFP8_E5M2": "MXFP8", "NVFP4": "NVFP4", "MXFP4": "MXFP4", "FP8_BLOCK": "FP8_BLOCK"}
 _UINT32 = 2  # CUtensorMapDataType
 
 
@@ -36,7 +46,8 @@ def prepare(
 
     a: (M, K); b: (G, N, K); offs: (G,) int32 end rows or None for one group of all rows; out: (M, N), rows or columns
     contiguous; alpha: float32, one value or one per group. Scales that are not a multiple of 4 columns wide and plain
-    are copied into 32x4x4 tiles first; any other are read as they are.
+    are copied into 32x4x4 tiles first; any other are read as they are. FP4 weights beside 8-bit activations are copied
+    where K is no multiple of 64, or 32 or 96, or where they do not start on 32-byte boundaries.
     """
     check_operands(a, b)
     _check(b, out, alpha)
@@ -44,7 +55,8 @@ def prepare(
     m, (num_groups, n, _) = a.data.shape[0], b.data.shape
     device = out.device.index or 0
     if config is None:
-        config = on_device(select_grouped_config(m, n, num_groups), driver, device)
+        config = select_grouped_config(m, n, num_groups)
+        config = on_device(promoted(config) if a.format == FP8_BLOCK else config, driver, device)
     config = fit(config, a, b, out)
     kernel, function = load_kernel(driver, KERNEL, config, device)
     tiles = most_tiles(m, n, num_groups, config.tile_m, config.cluster_n)
@@ -59,7 +71,7 @@ def prepare(
         counter,
     )
     optional = (a.global_scale, b.global_scale, alpha, offs)
-    tensors = [a.data, a.scale, b.data, b.scale, out, *(t for t in optional if t is not None)]
+    tensors = [a.data, a.scale, b.data, b.scale, out, *(t for t in optional if t is not None), *copies]
     shape = launch_shape(driver, device, config, tiles, kernel.num_threads)
     return Prepared(driver.prepare(function, kernel, shape, [problem], tensors), copies)
 
@@ -108,8 +120,11 @@ def check_operands(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
     for name, t in (("a", a), ("b", b)):
         if t.format.name not in _KINDS:
             raise ValueError(f"{name} has format {t.format.name}; this kernel takes {', '.join(_KINDS)}")
-    if _KINDS[a.format.name] != _KINDS[b.format.name]:
-        raise ValueError(f"a has format {a.format.name} and b {b.format.name}; they must have one element size")
+    if _KINDS[a.format.name] != _KINDS[b.format.name] and not _has_padded_b(a, b):
+        raise ValueError(
+            f"a has format {a.format.name} and b {b.format.name}; they must have one element size, but for MXFP4 "
+            "weights beside MXFP8 activations"
+        )
     if b.data.dim() != 3 or b.data.shape[0] > MAX_GROUPS:
         raise ValueError(f"b must be (G, N, K) of at most {MAX_GROUPS} groups, got {tuple(b.data.shape)}")
     if a.data.shape[-1] % 16 != 0:
@@ -131,15 +146,38 @@ def _check(b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None) 
 def readable(
     a: BlockScaledTensor, b: BlockScaledTensor
 ) -> tuple[BlockScaledTensor, BlockScaledTensor, tuple[torch.Tensor, ...]]:
-    """The operands with scales that the kernel can read, and the copies that had to be made of them."""
+    """The operands with scales and codes that the kernel can read, and the copies that had to be made of them."""
     new_a, new_b = _readable(a), _readable(b)
-    copies = tuple(new.scale for new, old in ((new_a, a), (new_b, b)) if new is not old)
-    return new_a, new_b, copies
+    copies = [new.scale for new, old in ((new_a, a), (new_b, b)) if new is not old]
+    new_b = spreadable(new_a, new_b, copies)
+    return new_a, new_b, tuple(copies)
+
+
+def spreadable(a: BlockScaledTensor, b: BlockScaledTensor, copies: list[torch.Tensor]) -> BlockScaledTensor:
+    """``b``; FP4 beside 8-bit ``a`` with codes that the copy engine can spread: a copy for it is added to ``copies``.
+
+    It spreads 64 values at a time, 128 or more of a row, from 32-byte boundaries.
+    """
+    strides = [tensor_map.outer_stride(b.data, dim) for dim in (0, 1) if b.data.shape[dim] > 1]
+    *rows, half = b.data.shape
+    if not _has_padded_b(a, b) or (half >= 64 and not any(x % 32 for x in (half, b.data.data_ptr(), *strides))):
+        return b
+    whole = torch.zeros((*rows, max(round_up(half, 32), 64)), dtype=torch.uint8, device=b.device)
+    codes = whole[..., :half].copy_(b.data.view(torch.uint8)).view(b.data.dtype)
+    copies.append(whole)
+    return BlockScaledTensor(codes, b.scale, b.format, None, b.scale_layout)
+
+
+def _has_padded_b(a: BlockScaledTensor, b: BlockScaledTensor) -> bool:
+    """Whether B is FP4 beside 8-bit A: its codes are spread to 8 bits as they are copied."""
+    return _KINDS[a.format.name] == "MXFP8" and b.format == MXFP4
 
 
 def _readable(t: BlockScaledTensor) -> BlockScaledTensor:
     """``t`` with scales that the kernel can read: plain ones in words of 4, 32x4x4 tiles in pieces of 16 bytes."""
     scale, layout = t.scale, t.scale_layout
+    if t.format == FP8_BLOCK:
+        return t
     if layout == "plain" and t.scale_columns % 4 != 0:
         scale, layout = to_blocked(scale), "blocked"
     if scale.data_ptr() % 16 != 0:
@@ -185,6 +223,7 @@ def fit_operands(
         kind=_KINDS[a.format.name],
         a_e5m2=a.format == MXFP8_E5M2,
         b_e5m2=b.format == MXFP8_E5M2,
+        b_e2m1=_has_padded_b(a, b),
         scales_a=sources["a"],
         scales_b=sources["b"],
         groups_on_tiles=on_tiles,
@@ -201,13 +240,13 @@ def tensor_maps(
     """
     a_rows = config.token_rows // config.multicast
     b_rows = 128 if config.tokens_on_n else config.right_rows
-    atoms = {"MXFP8": 1, "NVFP4": 4, "MXFP4": 2}[config.kind]
+    atoms = {"NVFP4": 4, "MXFP4": 2}.get(config.kind, 1)
     column_atoms = ceil_div(config.mma_n, 128)
     a_atoms, b_atoms = (column_atoms, 1) if config.tokens_on_n else (1, column_atoms)
     if gate_and_up_apart:
         b_rows, b_atoms = 128, 1
     map_a = tensor_map.operand(a.data.view(torch.uint8)[None], a_rows)
-    map_b = tensor_map.operand(b.data.view(torch.uint8), b_rows)
+    map_b = (tensor_map.padded_fp4 if config.b_e2m1 else tensor_map.operand)(b.data.view(torch.uint8), b_rows)
     return [
         map_a,
         map_b,
@@ -230,7 +269,12 @@ def _scale_map(t: BlockScaledTensor, k_atoms: int, row_atoms: int) -> TensorMapS
 
 
 def _source(t: BlockScaledTensor, source: str) -> bytes:
-    """struct ScaleSource."""
+    """struct ScaleSource. FP8_BLOCK: its scales, floats from one K block of a row to the next, last row; of weights the
+    rows of a group in place of these.
+    """
+    if t.format == FP8_BLOCK:
+        step = t.scale.shape[-2] if t.data.dim() == 3 else 1 if t.scale_major == "k" else t.scale.stride(1)
+        return struct.pack("=Qii", t.scale.data_ptr(), step, t.scale.shape[-2] - 1)
     if source == "plain":
         rows = t.scale.numel() // t.scale_columns
     else:

@@ -8,11 +8,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.formats import BlockScaledTensor
+from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.launch import load_kernel, tile_counter
 from padless.kernels.schedule import walk_of_list
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
-from padless.kernels.sm100_grouped.host import KERNEL, fit, launch_shape, on_device, operand_bytes, problem_bytes
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, select_grouped_config
+from padless.kernels.sm100_grouped.host import (
+    KERNEL,
+    fit,
+    launch_shape,
+    on_device,
+    operand_bytes,
+    problem_bytes,
+    spreadable,
+)
 from padless.layouts import to_blocked
 from padless.runtime.driver import Driver, PreparedLaunch
 
@@ -46,13 +54,13 @@ def prepare_list(
     """
     copies: list[torch.Tensor] = []
     left = [_tiled(t, copies) for t in a]
-    right = [_as_group(_tiled(t, copies)) for t in b]
+    right = [spreadable(x, _as_group(_tiled(y, copies)), copies) for x, y in zip(a, b, strict=True)]
     device = out[0].device
     index = device.index or 0
     if config is None:
         rows = [t.data.shape[0] for t in a]
         config = select_grouped_config(sum(rows), max(t.data.shape[0] for t in b), len(rows))
-        config = on_device(config, driver, index)
+        config = on_device(promoted(config) if a[0].format == FP8_BLOCK else config, driver, index)
     config = _fit_all(config, left, right, out)
     kernel, function = load_kernel(driver, KERNEL, config, index)
 
@@ -69,12 +77,14 @@ def prepare_list(
     shape = launch_shape(driver, index, config, walk[-1][1], kernel.num_threads)
     tensors = [t for x, y, d in zip(left, right, out, strict=True) for t in (x.data, x.scale, y.data, y.scale, d)]
     tensors += [t.global_scale for t in (*left, *right) if t.global_scale is not None]
-    tensors += [table] if alpha is None else [table, alpha]
+    tensors += [table, *copies] if alpha is None else [table, alpha, *copies]
     return PreparedList(driver.prepare(function, kernel, shape, [problem], tensors), table, tuple(copies))
 
 
 def _tiled(t: BlockScaledTensor, copies: list[torch.Tensor]) -> BlockScaledTensor:
     """``t`` with scales in 32x4x4 tiles on a 16-byte boundary; a copy that this takes is added to ``copies``."""
+    if t.format == FP8_BLOCK:
+        return t
     scale = to_blocked(t.scale) if t.scale_layout == "plain" else t.scale
     if scale.data_ptr() % 16 != 0:
         scale = scale.clone()
@@ -99,7 +109,7 @@ def _fit_all(
     fitted = [fit(config, x, y, d) for x, y, d in zip(a, b, out, strict=True)]
     first = fitted[0]
     for i, one in enumerate(fitted):
-        for field in ("kind", "a_e5m2", "b_e5m2", "out_dtype", "column_major"):
+        for field in ("kind", "a_e5m2", "b_e5m2", "b_e2m1", "out_dtype", "column_major"):
             if getattr(one, field) != getattr(first, field):
                 raise ValueError(
                     f"problem {i} has {field} {getattr(one, field)} and problem 0 {getattr(first, field)}; "
@@ -107,11 +117,12 @@ def _fit_all(
                 )
     # Every problem's rows start on a scale tile of their own; b is only gathered where K ends inside a product.
     whole_products = all(one.scales_b == "tiled" for one in fitted) or first.kind == "MXFP8"
+    otherwise = "plain" if first.kind == "FP8_BLOCK" else "window"
     return replace(
         first,
         problem_list=True,
-        scales_a="tiled" if whole_products and first.tile_m % 128 == 0 else "window",
-        scales_b="tiled" if whole_products and first.tile_n % 128 == 0 else "window",
+        scales_a="tiled" if whole_products and first.tile_m % 128 == 0 else otherwise,
+        scales_b="tiled" if whole_products and first.tile_n % 128 == 0 else otherwise,
         wide_stores=all(one.wide_stores for one in fitted),
         max_groups=256,
     )

@@ -1,4 +1,4 @@
-"""Host side of sm100_grouped_gemm.cu with a quantising epilogue: MXFP8, NVFP4 and MXFP4 on Blackwell.
+"""Host side of sm100_grouped_gemm.cu with a quantising epilogue: MXFP8, NVFP4, MXFP4, MXFP8 x MXFP4 on Blackwell.
 
 What an epilogue does is in padless.epilogue; the kernel's side of it in kernels/sm100_grouped/quant_store.cuh.
 """
@@ -14,7 +14,7 @@ from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.kernels.epilogue_launch import QuantConfig, check_columns, output_address, outputs_bytes, present
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, tile_counter
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, with_multicast
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, with_multicast
 from padless.kernels.sm100_grouped.host import (
     KERNEL,
     check_operands,
@@ -56,7 +56,10 @@ def prepare(
     a, b, copies = readable(a, b)
     device = a.data.device.index or 0
     if config is None:
-        config = on_device(select_tile(m, n, num_groups, epilogue), driver, device)
+        config = select_tile(m, n, num_groups, epilogue)
+        if a.format == FP8_BLOCK and not _needs_wide(epilogue):
+            config = promoted(config)
+        config = on_device(config, driver, device)
     check_tile(config, epilogue)
     tile = fit(config, a, b, tensors, epilogue)
     compiled = QuantConfig(tile, epilogue)
@@ -68,7 +71,7 @@ def prepare(
     operands = operand_bytes(driver, a, b, None, None, tile, apart)
     problem = problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
     optional = (t for t in (a.global_scale, b.global_scale, offs) if t is not None)
-    used = [a.data, a.scale, b.data, b.scale, *optional, *present(tensors)]
+    used = [a.data, a.scale, b.data, b.scale, *optional, *copies, *present(tensors)]
     shape = launch_shape(driver, device, tile, tiles, kernel.num_threads)
     arguments = [problem + target_bytes(tensors, epilogue, n)]
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
@@ -84,7 +87,7 @@ def select_tile(m: int, n: int, num_groups: int, epilogue: Epilogue) -> Sm100Gro
     Pairs share tokens as without an epilogue (``with_multicast``).
     """
     rows = ceil_div(m, max(min(num_groups, m), 1))
-    wide = n > 128 or epilogue.gate_and_up_apart or _wide_glu(epilogue)
+    wide = n > 128 or _needs_wide(epilogue)
     tile = Sm100GroupedConfig(
         cta_group=2 if rows > 128 else 1, mma_n=256 if wide else 128, keep="a" if rows < n else "b"
     )
@@ -118,6 +121,11 @@ def fit(
         wide_stores=d is not None and d.data_ptr() % 32 == 0 and (d.shape[0] == 1 or row_bytes % 32 == 0),
         out_dtype=epilogue.d_dtype or torch.bfloat16,
     )
+
+
+def _needs_wide(epilogue: Epilogue) -> bool:
+    """Whether only a tile of 256 columns can do it."""
+    return epilogue.gate_and_up_apart or _wide_glu(epilogue)
 
 
 def _wide_glu(epilogue: Epilogue) -> bool:

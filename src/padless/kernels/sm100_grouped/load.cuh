@@ -24,11 +24,13 @@ __device__ __forceinline__ int scale_row(const SharedStorage& shared, const Oper
     return row;
 }
 
-// A box to this CTA, or to all of `receivers` where they share it.
-template <int SHARES>
+// A box to this CTA, or to all of `receivers` where they share it; IS_PADDED: a window of FP4 codes that is spread.
+template <int SHARES, bool IS_PADDED = false>
 __device__ __forceinline__ void load(const TensorMap& map, uint32_t destination, uint32_t barrier, int c0,
                                      int c1, int c2, uint64_t policy, uint16_t receivers) {
-    if constexpr (SHARES == 1)
+    if constexpr (IS_PADDED)
+        tma_load_4d_hint<CTA_GROUP>(map, destination, barrier, 0, c0 / WINDOW_STEP, c1, c2, policy);
+    else if constexpr (SHARES == 1)
         tma_load_3d_hint<CTA_GROUP>(map, destination, barrier, c0, c1, c2, policy);
     else
         tma_load_3d_hint_multicast<CTA_GROUP>(map, destination, barrier, c0, c1, c2, policy, receivers);
@@ -40,7 +42,7 @@ template <bool IS_A>
 __device__ __forceinline__ void load_operand(SharedStorage& shared, const Problem& problem) {
     constexpr bool IS_LEFT = IS_A != TOKENS_ON_N;
     constexpr int ROWS = IS_LEFT ? LANE_ROWS : RIGHT_ROWS;
-    constexpr bool LOADS_SCALES = !(IS_A ? GATHERS_A : GATHERS_B);
+    constexpr bool LOADS_SCALES = !PROMOTES && !(IS_A ? GATHERS_A : GATHERS_B);
     constexpr uint32_t BYTES = IS_LEFT ? LEFT_LOADED : RIGHT_LOADED;
     constexpr uint64_t POLICY = IS_A ? POLICY_A : POLICY_B;
     // Gate and up are loaded each by its own copy, or by one CTA of the pair each.
@@ -74,8 +76,9 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
             const uint32_t data = shared_address(IS_LEFT ? shared.left[stage] : shared.right[stage]);
 #pragma unroll
             for (int piece = 0; piece < PIECES; ++piece)
-                load<SHARES>(map, data + share * BLOCK_K + piece * (ROWS / PIECES * BLOCK_K), full,
-                             kb * BLOCK_K, row + share + piece * to_up, group, POLICY, receivers);
+                load<SHARES, !IS_A && PADDED_B>(
+                    map, data + share * BLOCK_K + piece * (ROWS / PIECES * BLOCK_K), full,
+                    operands.first_of_stage(kb), row + share + piece * to_up, group, POLICY, receivers);
             if (LOADS_SCALES && (SHARES == 1 || worker_rank() == 0)) {
                 const uint32_t scales =
                     shared_address(IS_LEFT ? shared.left_scales[stage] : shared.right_scales[stage]);

@@ -191,19 +191,19 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
             operands.global_a.of(group) * operands.global_b.of(group),
             HAS_ALPHA ? __ldg(outputs.alpha + group) : 1.0f,
             HAS_PROB && first + lane < tile.rows ? __ldg(outputs.prob + row + lane) : 1.0f};
-        const WarpTile t{place,
-                         factors,
-                         outputs.bias + static_cast<long long>(group) * operands.n,
-                         tensor_memory + accumulator.stage * SECOND_ACCUMULATOR + (warp * 32 << 16),
-                         row,
-                         tile.rows - first,
-                         GLU == GLU_NONE ? tile.column : tile.column / 2,
-                         accumulator.stage,
-                         lane};
+        const WarpTile t{
+            place,
+            factors,
+            outputs.bias + static_cast<long long>(group) * operands.n,
+            tensor_memory + (PROMOTES ? SUMS_AT : accumulator.stage * SECOND_ACCUMULATOR) + (warp * 32 << 16),
+            row,
+            tile.rows - first,
+            GLU == GLU_NONE ? tile.column : tile.column / 2,
+            accumulator.stage,
+            lane};
         float highest = 0.0f;
 
-        mbarrier_wait(shared_address(&shared.done[accumulator.stage]), accumulator.phase);
-        tcgen05_fence_after_thread_sync();
+        await_sums(shared, operands, tile, tensor_memory, warp, lane, t.rows, accumulator);
         store_tile<WIDE_BLOCKS>(shared, problem, t, highest, turn, warp);
         __syncwarp();
         if constexpr (HAS_AMAX) {
@@ -211,7 +211,7 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
             const uint32_t canonical = bits > 0x7F800000 ? 0x7FC00000 : bits;  // one NaN, above everything
             if (lane == 0 && t.rows > 0) red_max_float(outputs.amax + group, __uint_as_float(canonical));
         }
-        accumulator.advance();
+        if constexpr (!PROMOTES) accumulator.advance();
         if (lane == 0) reader.release();
         reader.advance();
     }

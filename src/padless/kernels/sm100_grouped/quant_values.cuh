@@ -20,8 +20,6 @@ constexpr int OUT_CHUNKS_BEFORE_DRAINED = SHARED_COLUMNS == 0      ? OUT_CHUNKS
                                           : GLU == GLU_INTERLEAVED ? (SHARED_COLUMNS / CHUNK + 1) / 2
                                                                    : SHARED_COLUMNS / CHUNK;
 
-constexpr bool BIAS_GATED_BY_PROB = BIAS_IS_GATED && HAS_BIAS && HAS_PROB;
-constexpr bool GATES_SUM = HAS_PROB && !BIAS_GATED_BY_PROB;
 constexpr bool MASKS_ROWS = HAS_AMAX || COLUMN_QUANT != QUANT_NONE;
 
 // What every sum of a lane's row is multiplied by: the operands' global scales, alpha, prob.
@@ -63,9 +61,7 @@ __device__ __forceinline__ void finish_sums(float (&x)[CHUNK], const uint32_t (&
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             float value = __fmul_rn(__uint_as_float(sums[i + e]), row.global);
-            if constexpr (HAS_ALPHA) value = __fmul_rn(value, row.alpha);
-            if constexpr (HAS_BIAS)
-                value = __fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(four[e], row.prob) : four[e]);
+            value = with_alpha_and_bias(value, row.alpha, four[e], row.prob);
             x[i + e] = value;
         }
     }

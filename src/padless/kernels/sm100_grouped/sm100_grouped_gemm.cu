@@ -1,8 +1,9 @@
 // Grouped GEMM on Blackwell with block scales: D[rows of g] = factor_g * A[rows of g] * B[g]^T for every group g, with the
 // groups' rows one after the other in A and D and no padding between them.
 //
-//   A    (M, K), B (G, N, K): e4m3 or e5m2, or two e2m1 to a byte
-//   sfa, sfb: one scale per 32 of K (UE8M0; MXFP8, MXFP4) or per 16 of K (UE4M3; NVFP4), see sm100_grouped/scale_gather.cuh
+//   A    (M, K), B (G, N, K): e4m3 or e5m2, or two e2m1 to a byte; or e2m1 in B alone
+//   sfa, sfb: one scale per 32 of K (UE8M0; MXFP8, MXFP4) or per 16 of K (UE4M3; NVFP4), see sm100_grouped/scale_gather.cuh;
+//        or FP8_BLOCK's float32 ones per 128 of K, see sm100_grouped/promote.cuh
 //   offs (G) int32, cumulative end rows
 //   D    (M, N) bf16, fp16 or float32, row-major or column-major
 //   factor_g = global scale of A * global scale of B * alpha, each one for all groups, one a group, or absent (1)
@@ -98,6 +99,12 @@ struct alignas(64) Operands {
     int m, n, row_bytes;  // row_bytes: of K
 
     __device__ __forceinline__ int k_blocks() const { return (row_bytes + BLOCK_K - 1) / BLOCK_K; }
+
+    // First byte of a row of A in stage `kb`: with FP4 weights, where a window of them begins.
+    __device__ __forceinline__ int first_of_stage(int kb) const {
+        const int last = (row_bytes + WINDOW_STEP - 1) / WINDOW_STEP * WINDOW_STEP - BLOCK_K;
+        return PADDED_B && kb > 0 && kb * BLOCK_K > last ? last : kb * BLOCK_K;
+    }
 };
 
 #if EPILOGUE_IS_QUANT
@@ -213,8 +220,8 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
     Pipeline<2> accumulator;
     Tile tile;
     while (reader.next(tile)) {
-        const int row_bytes = problem.of(tile.group).row_bytes;
-        const int k_blocks = problem.of(tile.group).k_blocks();
+        const Operands& operands = problem.of(tile.group);
+        const int row_bytes = operands.row_bytes, k_blocks = operands.k_blocks();
         const uint32_t d = tensor_memory + accumulator.stage * SECOND_ACCUMULATOR;
         // With shared columns this accumulator is free once those of the tile before have been read, which comes after
         // all of the tile before that.
@@ -234,6 +241,8 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
             tcgen05_fence_after_thread_sync();
             const int bytes_left = row_bytes - kb * BLOCK_K;
             const int steps = bytes_left < BLOCK_K ? (bytes_left + MMA_K - 1) / MMA_K : BLOCK_K / MMA_K;
+            // What a last window has of the stage before.
+            const uint32_t skipped = PADDED_B ? (kb * BLOCK_K - operands.first_of_stage(kb)) / 16 : 0;
             constexpr int STEPS_AN_ATOM = BLOCK_K / MMA_K / ATOMS;
 #pragma unroll
             for (int atom = 0; atom < ATOMS; ++atom) {
@@ -255,8 +264,9 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
 #pragma unroll
             for (int step = 0; step < BLOCK_K / MMA_K; ++step)
                 if (step < steps)
-                    multiply_step(d, left_0 + stage * (LEFT_BYTES / 16), right_0 + stage * (RIGHT_BYTES / 16),
-                                  tensor_memory, step, kb + step > 0);
+                    multiply_step(d, left_0 + stage * (LEFT_BYTES / 16) + skipped,
+                                  right_0 + stage * (RIGHT_BYTES / 16) + skipped, tensor_memory, step,
+                                  kb + step > 0);
             commit_stage(shared_address(&shared.empty[stage]));
             pipeline.advance();
         }
@@ -268,7 +278,7 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
 }
 
 // A store warp has read the last of the columns that the next products need.
-__device__ __forceinline__ void give_back_sums(SharedStorage& shared, int stage, int lane) {
+__device__ __forceinline__ void give_back(SharedStorage& shared, int stage, int lane) {
     tcgen05_fence_before_thread_sync();
     __syncwarp();
     if (lane == 0) {
@@ -277,6 +287,25 @@ __device__ __forceinline__ void give_back_sums(SharedStorage& shared, int stage,
             mbarrier_arrive(drained);
         else
             mbarrier_arrive_release_cluster(drained, even_rank());
+    }
+}
+
+__device__ __forceinline__ void give_back_sums(SharedStorage& shared, int stage, int lane) {
+    if constexpr (!PROMOTES) give_back(shared, stage, lane);
+}
+
+#include "sm100_grouped/promote.cuh"
+
+// A store warp: its sums of a tile are there; `lanes`: of the tile that exist from the warp's first one on.
+__device__ __forceinline__ void await_sums(SharedStorage& shared, const Operands& operands, const Tile& tile,
+                                           uint32_t tensor_memory, int warp, int lane, int lanes,
+                                           Pipeline<2>& accumulator) {
+    if constexpr (PROMOTES) {
+        promote_tile(shared, operands, tile, tensor_memory + (warp * 32 << 16), warp, lane, lanes,
+                     accumulator);
+    } else {
+        mbarrier_wait(shared_address(&shared.done[accumulator.stage]), accumulator.phase);
+        tcgen05_fence_after_thread_sync();
     }
 }
 
@@ -300,10 +329,10 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
         const int column_limit = TOKENS_ON_N ? tile.rows : columns_left;
         const int first = pair_rank() * LANE_ROWS + warp * 32;
         const int at = first + lane;
-        const uint32_t d = tensor_memory + accumulator.stage * SECOND_ACCUMULATOR + (warp * 32 << 16);
+        const uint32_t d =
+            tensor_memory + (PROMOTES ? SUMS_AT : accumulator.stage * SECOND_ACCUMULATOR) + (warp * 32 << 16);
 
-        mbarrier_wait(shared_address(&shared.done[accumulator.stage]), accumulator.phase);
-        tcgen05_fence_after_thread_sync();
+        await_sums(shared, operands, tile, tensor_memory, warp, lane, lane_limit - first, accumulator);
         for (int i = 0; i < NUM_CHUNKS; ++i) {
             // The columns that the accumulators share come first: the first one's last, the second one's first.
             const int chunk = SHARED_COLUMNS > 0 && accumulator.stage == 0 ? NUM_CHUNKS - 1 - i : i;
@@ -325,7 +354,7 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
                                                                        column_limit - column, r, factor);
             }
         }
-        accumulator.advance();
+        if constexpr (!PROMOTES) accumulator.advance();
         if (lane == 0) reader.release();
         reader.advance();
     }
@@ -391,7 +420,12 @@ extern "C" __global__ void
     } else if (warp == LOAD_B_WARP) {
         if (elect_one()) load_operand<false>(shared, problem);
     } else if (warp == MULTIPLY_WARP) {
-        if (pair_rank() == 0 && elect_one()) multiply_tiles(shared, problem, tensor_memory);
+        if (pair_rank() == 0 && elect_one()) {
+            if constexpr (PROMOTES)
+                multiply_units(shared, problem, tensor_memory);
+            else
+                multiply_tiles(shared, problem, tensor_memory);
+        }
     } else if (warp == SCHEDULE_WARP) {
         if (cluster_rank() == 0 && elect_one())
             schedule_tiles<CLUSTER>(shared.queue, order, problem.counter, blockIdx.x / CLUSTER,

@@ -4,8 +4,10 @@
 // The host defines, from Sm100GroupedConfig: CTA_GROUP, MULTICAST, TOKENS_ON_N, MMA_N, NUM_STAGES (0 = as many as fit),
 // RASTER_M, PROBLEM_LIST, MAX_GROUPS, KIND (KIND_*), A_CODE, B_CODE (MMA_*), SCALES_A, SCALES_B (SCALES_*), GROUPS_ON_TILES, OUT
 // (OUT_*), COLUMN_MAJOR, WIDE_STORES, POLICY_A, POLICY_B (L2_EVICT_*).
-constexpr int KIND_MXFP8 = 0, KIND_NVFP4 = 1, KIND_MXFP4 = 2;
-static_assert(KIND == KIND_MXFP8 || KIND == KIND_NVFP4 || KIND == KIND_MXFP4, "one of the kinds");
+constexpr int KIND_MXFP8 = 0, KIND_NVFP4 = 1, KIND_MXFP4 = 2, KIND_FP8_BLOCK = 3;
+static_assert(KIND == KIND_MXFP8 || KIND == KIND_NVFP4 || KIND == KIND_MXFP4 || KIND == KIND_FP8_BLOCK,
+              "one of the kinds");
+constexpr bool PROMOTES = KIND == KIND_FP8_BLOCK;  // the store warps scale: sm100_grouped/promote.cuh
 
 // With EPILOGUE_IS_QUANT also the constants of device/quant_outputs.cuh, from the Epilogue.
 #if EPILOGUE_IS_QUANT
@@ -36,21 +38,30 @@ static_assert((TOKENS_ON_N ? RIGHT_ROWS : LANE_ROWS) / MULTICAST % 8 == 0,
 
 constexpr int BLOCK_K = 128;                                                // bytes of a row in a stage
 constexpr int MMA_K = 32;                                                   // bytes of a row in a product
-constexpr int ATOMS = KIND == KIND_MXFP8 ? 1 : KIND == KIND_NVFP4 ? 4 : 2;  // of scales along K in a stage
+constexpr int ATOMS = KIND == KIND_NVFP4 ? 4 : KIND == KIND_MXFP4 ? 2 : 1;  // of scales along K in a stage
 constexpr int RIGHT_ATOMS = (MMA_N + 127) / 128;                            // of scales along the columns
 constexpr int LEFT_BYTES = LANE_ROWS * BLOCK_K, RIGHT_BYTES = RIGHT_ROWS * BLOCK_K;
-constexpr int LEFT_SCALE_BYTES = ATOMS * SCALE_ATOM_BYTES;
-constexpr int RIGHT_SCALE_BYTES = RIGHT_ATOMS * ATOMS * SCALE_ATOM_BYTES;
 
-constexpr bool GATHERS_A = SCALES_A != SCALES_TILED, GATHERS_B = SCALES_B != SCALES_TILED;
+// FP4 weights beside 8-bit tokens: of every 16 bytes that the tensor core reads 8 hold 16 codes. The copy engine spreads
+// them, and counts what it has read. A stage of K is a window of 128 values that begins on a multiple of 64: the last one
+// ends with the last 64 of K that are begun, and may begin inside the one before.
+constexpr bool PADDED_B = KIND == KIND_MXFP8 && B_CODE == MMA_E2M1;
+constexpr int WINDOW_STEP = 64;
+constexpr int LEFT_SCALE_BYTES = PROMOTES ? 0 : ATOMS * SCALE_ATOM_BYTES;
+constexpr int RIGHT_SCALE_BYTES = RIGHT_ATOMS * LEFT_SCALE_BYTES;
+
+constexpr bool GATHERS_A = !PROMOTES && SCALES_A != SCALES_TILED;
+constexpr bool GATHERS_B = !PROMOTES && SCALES_B != SCALES_TILED;
 constexpr int NUM_GATHER_WARPS = GATHERS_A || GATHERS_B ? 4 : 0;
 constexpr int NUM_STORE_WARPS = 4;
 constexpr int NUM_THREADS = 32 * (8 + NUM_GATHER_WARPS);
 constexpr int LOAD_A_WARP = 4, LOAD_B_WARP = 5, MULTIPLY_WARP = 6, SCHEDULE_WARP = 7, GATHER_WARP = 8;
 
 // Bytes that the two producers bring to a stage of a CTA.
-constexpr int LEFT_LOADED = LEFT_BYTES + ((TOKENS_ON_N ? GATHERS_B : GATHERS_A) ? 0 : LEFT_SCALE_BYTES);
-constexpr int RIGHT_LOADED = RIGHT_BYTES + ((TOKENS_ON_N ? GATHERS_A : GATHERS_B) ? 0 : RIGHT_SCALE_BYTES);
+constexpr int LEFT_LOADED = LEFT_BYTES / (PADDED_B && TOKENS_ON_N ? 2 : 1) +
+                            ((TOKENS_ON_N ? GATHERS_B : GATHERS_A) ? 0 : LEFT_SCALE_BYTES);
+constexpr int RIGHT_LOADED = RIGHT_BYTES / (PADDED_B && !TOKENS_ON_N ? 2 : 1) +
+                             ((TOKENS_ON_N ? GATHERS_A : GATHERS_B) ? 0 : RIGHT_SCALE_BYTES);
 
 // Arrivals that end a phase of a barrier; of `full` also the bytes of CTA_GROUP CTAs.
 constexpr int FULL_ARRIVALS = 2 + (NUM_GATHER_WARPS > 0 ? CTA_GROUP : 0);  // one gathering warp of each CTA
@@ -60,14 +71,18 @@ constexpr int QUEUE_ARRIVALS = CLUSTER * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS
 
 // Tensor memory: two accumulators, then the scales. Where that is more than there is, the accumulators share columns, and
 // the shared ones are read first and given back.
-constexpr int SCALE_COLUMNS = SCALE_ATOM_COLUMNS * ATOMS * (1 + RIGHT_ATOMS);
+constexpr int SCALE_COLUMNS = PROMOTES ? 0 : SCALE_ATOM_COLUMNS * ATOMS * (1 + RIGHT_ATOMS);
 constexpr int CHUNK = 32;  // columns that are read at a time
 constexpr int TOO_MANY = 2 * MMA_N + SCALE_COLUMNS - 512;
 constexpr int SHARED_COLUMNS = TOO_MANY > 0 ? (TOO_MANY + CHUNK - 1) / CHUNK * CHUNK : 0;
 constexpr int NUM_CHUNKS = MMA_N / CHUNK;
 constexpr int CHUNKS_BEFORE_DRAINED = SHARED_COLUMNS > 0 ? SHARED_COLUMNS / CHUNK : NUM_CHUNKS;
-constexpr int SECOND_ACCUMULATOR = MMA_N - SHARED_COLUMNS;
-constexpr int LEFT_SCALES_AT = 2 * MMA_N - SHARED_COLUMNS;
+// With PROMOTES an accumulator is for a unit of the tile, and the tile's sums come behind the two.
+constexpr int UNIT_N = PROMOTES && MMA_N > 128 ? 128 : MMA_N;
+constexpr int UNITS = MMA_N / UNIT_N;
+constexpr int SECOND_ACCUMULATOR = PROMOTES ? UNIT_N : MMA_N - SHARED_COLUMNS;
+constexpr int SUMS_AT = 2 * UNIT_N;
+constexpr int LEFT_SCALES_AT = PROMOTES ? SUMS_AT + MMA_N : 2 * MMA_N - SHARED_COLUMNS;
 constexpr int RIGHT_SCALES_AT = LEFT_SCALES_AT + SCALE_ATOM_COLUMNS * ATOMS;
 constexpr int USED_COLUMNS = LEFT_SCALES_AT + SCALE_COLUMNS;
 constexpr int TMEM_COLUMNS = USED_COLUMNS <= 128 ? 128 : USED_COLUMNS <= 256 ? 256 : 512;
@@ -78,9 +93,9 @@ template <int STAGES>
 struct alignas(128) SharedStorageOf {
     uint8_t left[STAGES][LEFT_BYTES];
     uint8_t right[STAGES][RIGHT_BYTES];
-    uint8_t left_scales[STAGES][LEFT_SCALE_BYTES];
-    uint8_t right_scales[STAGES]
-                        [RIGHT_SCALE_BYTES];  // atoms of one 128 rows along K, then of the next 128 rows
+    uint8_t left_scales[STAGES][PROMOTES ? 1 : LEFT_SCALE_BYTES];
+    // Atoms of one 128 rows along K, then of the next 128 rows.
+    uint8_t right_scales[STAGES][PROMOTES ? 1 : RIGHT_SCALE_BYTES];
     uint64_t full[STAGES], empty[STAGES];
     uint64_t done[2], drained[2];
     TileQueueStorage queue;

@@ -24,7 +24,24 @@ __device__ __forceinline__ void tma_load_3d_hint(const TensorMap& map, uint32_t 
             : "memory");
 }
 
-// The same to the same offset of every CTA in `cta_mask`; for each of them the bytes complete on the barrier at the same
+template <int CTA_GROUP>
+__device__ __forceinline__ void tma_load_4d_hint(const TensorMap& map, uint32_t destination, uint32_t barrier,
+                                                 int c0, int c1, int c2, int c3, uint64_t policy) {
+    if constexpr (CTA_GROUP == 1)
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+            "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
+            "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
+            : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2"
+            ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
+            "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
+            : "memory");
+}
+
+// As tma_load_3d_hint, to the same offset of every CTA in `cta_mask`; for each of them the bytes complete on the barrier at the same
 // offset: its own, or with CTA_GROUP = 2 that of the CTA of its pair that has the parity of `barrier`'s.
 template <int CTA_GROUP>
 __device__ __forceinline__ void tma_load_3d_hint_multicast(const TensorMap& map, uint32_t destination,

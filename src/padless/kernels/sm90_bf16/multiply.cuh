@@ -8,13 +8,13 @@ __device__ __forceinline__ void await_weights(SharedStorage& shared, const Pipel
         pipeline.phase);
 }
 
-// Consumer: d = this warpgroup's units of the tile, before global scales, to the last stage of K, or, where a tile begins in f16,
+// Consumer: d = this warpgroup's m64s of the tile, before global scales, to the last stage of K, or, where a tile begins in f16,
 // to one that wants bf16: returns which. Registers as in wgmma_m64k16.cuh.
 //
 // The products of one round run while the fragments of the next are made: two sets of fragments, by the round's parity.
 // The set for round 0 of the next K block is carried round the loop. (Making it at the top of the loop, with products of
 // the last round under way, has ptxas serialise all of them: C7513.)
-__device__ __forceinline__ int multiply_stages(float (&d)[UNITS][BLOCK_M / 2], SharedStorage& shared,
+__device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], SharedStorage& shared,
                                                int k_stages, const WeightLane& weights, int lane,
                                                Pipeline<STAGES>& pipeline, Pipeline<TOKEN_STAGES>& ring) {
     constexpr bool F16 = IS_F16 || BEGINS_IN_F16;
@@ -25,10 +25,10 @@ __device__ __forceinline__ int multiply_stages(float (&d)[UNITS][BLOCK_M / 2], S
     // The shuffle tells the compiler that all lanes agree, so that the descriptors live in uniform registers.
     const uint32_t tokens_stage_0 =
         __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.tokens[0])), 0);
-    float sums[UNITS][BLOCK_M / 2];  // of 128 of K, where they are promoted
+    float sums[M64S][BLOCK_M / 2];  // of 128 of K, where they are promoted
     if constexpr (PROMOTE || BEGINS_IN_F16) {
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
+        for (int u = 0; u < M64S; ++u) {
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] = 0.0f;
         }
@@ -58,7 +58,7 @@ __device__ __forceinline__ int multiply_stages(float (&d)[UNITS][BLOCK_M / 2], S
                 const uint64_t descriptor = k_major_128b_descriptor(
                     tokens + step / 4 * (TOKEN_HALF_BYTES / 16) + step % 4 * (32 / 16));
 #pragma unroll
-                for (int u = 0; u < UNITS; ++u) {
+                for (int u = 0; u < M64S; ++u) {
                     float (&target)[BLOCK_M / 2] = PROMOTE ? sums[u] : d[u];
                     wgmma_m64k16<BLOCK_M, F16>(target, fragments[round % 2][i / 2][u][i % 2], descriptor,
                                                step != 0 || BEGINS_IN_F16 || (!PROMOTE && ks != 0));
@@ -90,7 +90,7 @@ __device__ __forceinline__ int multiply_stages(float (&d)[UNITS][BLOCK_M / 2], S
         if constexpr (PROMOTE) {
             wgmma_wait_group<0>();
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
+            for (int u = 0; u < M64S; ++u) {
 #pragma unroll
                 for (int i = 0; i < BLOCK_M / 2; ++i) pin_register(sums[u][i]);
             }
@@ -100,7 +100,7 @@ __device__ __forceinline__ int multiply_stages(float (&d)[UNITS][BLOCK_M / 2], S
                 ld_shared_f32x2(shared_address(&shared.token_scales[from][8 * i + 2 * (lane % 4)]), scale[0],
                                 scale[1]);
 #pragma unroll
-                for (int u = 0; u < UNITS; ++u) {
+                for (int u = 0; u < M64S; ++u) {
 #pragma unroll
                     for (int j = 0; j < 4; ++j)
                         d[u][4 * i + j] = fmaf(sums[u][4 * i + j], scale[j % 2], d[u][4 * i + j]);
@@ -115,7 +115,7 @@ __device__ __forceinline__ int multiply_stages(float (&d)[UNITS][BLOCK_M / 2], S
     if constexpr (!PROMOTE) {
         wgmma_wait_group<0>();
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
+        for (int u = 0; u < M64S; ++u) {
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 2; ++i) pin_register(d[u][i]);
         }
@@ -126,14 +126,14 @@ __device__ __forceinline__ int multiply_stages(float (&d)[UNITS][BLOCK_M / 2], S
 
 // Consumer: what multiply_stages left, the stages from `begin` on, in bf16. That is rare, and so each round's products are waited
 // for: a second loop like the other would exceed the registers.
-__device__ __forceinline__ void multiply_rest_in_bf16(float (&d)[UNITS][BLOCK_M / 2], SharedStorage& shared,
+__device__ __forceinline__ void multiply_rest_in_bf16(float (&d)[M64S][BLOCK_M / 2], SharedStorage& shared,
                                                       int begin, int k_stages, const WeightLane& weights,
                                                       int lane, Pipeline<STAGES>& pipeline,
                                                       Pipeline<TOKEN_STAGES>& ring) {
     const uint32_t tokens_stage_0 =
         __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.tokens[0])), 0);
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
+    for (int u = 0; u < M64S; ++u) {
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] *= F16_UNSHIFT;
     }
@@ -146,7 +146,7 @@ __device__ __forceinline__ void multiply_rest_in_bf16(float (&d)[UNITS][BLOCK_M 
             WeightSection<false> section;
             section.load_scales(weights, pipeline.stage, octet / 4, ks, k_stages);
             section.load_octet(weights, pipeline.stage, octet);
-            uint32_t fragments[UNITS][2][4];
+            uint32_t fragments[M64S][2][4];
             section.make_fragments(fragments, 0);
             wgmma_fence();
 #pragma unroll
@@ -154,13 +154,13 @@ __device__ __forceinline__ void multiply_rest_in_bf16(float (&d)[UNITS][BLOCK_M 
                 const uint64_t descriptor = k_major_128b_descriptor(
                     tokens + octet / 2 * (TOKEN_HALF_BYTES / 16) + (octet % 2 * 2 + i) * (32 / 16));
 #pragma unroll
-                for (int u = 0; u < UNITS; ++u)
+                for (int u = 0; u < M64S; ++u)
                     wgmma_m64k16<BLOCK_M, false>(d[u], fragments[u][i], descriptor, true);
             }
             wgmma_commit_group();
             wgmma_wait_group<0>();
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
+            for (int u = 0; u < M64S; ++u) {
 #pragma unroll
                 for (int i = 0; i < BLOCK_M / 2; ++i) pin_register(d[u][i]);
             }
@@ -172,8 +172,8 @@ __device__ __forceinline__ void multiply_rest_in_bf16(float (&d)[UNITS][BLOCK_M 
     }
 }
 
-// Consumer: d = this warpgroup's units of the tile, before global scales, over a factor that is returned.
-__device__ __forceinline__ float multiply_tile(float (&d)[UNITS][BLOCK_M / 2], SharedStorage& shared,
+// Consumer: d = this warpgroup's m64s of the tile, before global scales, over a factor that is returned.
+__device__ __forceinline__ float multiply_tile(float (&d)[M64S][BLOCK_M / 2], SharedStorage& shared,
                                                int k_stages, const WeightLane& weights, int lane,
                                                Pipeline<STAGES>& pipeline, Pipeline<TOKEN_STAGES>& ring) {
     const int done = multiply_stages(d, shared, k_stages, weights, lane, pipeline, ring);

@@ -16,7 +16,7 @@
 // N side, read from shared memory. Weights go from shared memory, as they came, to bf16 fragments in the registers of the
 // warpgroup that multiplies them; tokens, which all those warpgroups need, are dequantised once by converter warps.
 //
-// Roles. NUM_MMA_WARPGROUPS consumer warpgroups with UNITS_OF_WARPGROUP units of 64 weight rows each, two or four converter
+// Roles. NUM_MMA_WARPGROUPS consumer warpgroups with M64S_OF_WARPGROUP m64s of 64 weight rows each, two or four converter
 // warps, and two of whose threads one drives TMA and one schedules. CTAs are persistent.
 //
 //      producer                        converter                         consumer warpgroup
@@ -79,7 +79,7 @@ using StoreMaps = DirectOutputs;
 #else
 using StoreMaps = TensorMap;
 
-// Consumer: a unit's accumulators, 64 columns of D by BLOCK_M tokens, transposed into slabs of token rows x 128 bytes with
+// Consumer: an m64's accumulators, 64 columns of D by BLOCK_M tokens, transposed into slabs of token rows x 128 bytes with
 // the 128-byte swizzle. d[4 i + j] is column 16 * warp + lane / 4 + 8 * (j / 2), token 8 i + 2 * (lane % 4) + j % 2.
 __device__ __forceinline__ void stage_transposed(const float (&d)[BLOCK_M / 2], uint32_t slabs, int warp,
                                                  int lane) {
@@ -114,13 +114,13 @@ __device__ __forceinline__ void stage_transposed(const float (&d)[BLOCK_M / 2], 
     }
 }
 
-// Consumer: what becomes of a unit of D in float32, 64 columns from `column` of the tile's tokens. This is the place for
+// Consumer: what becomes of an m64 of D in float32, 64 columns from `column` of the tile's tokens. This is the place for
 // another epilogue: it is called by a whole warpgroup, has `staging` to itself, and must write rows of the tile alone.
-__device__ __forceinline__ void store_unit(const float (&d)[BLOCK_M / 2], uint8_t* staging,
-                                           const Problem& problem, const TensorMap& map_d, const Tile& tile,
-                                           int column, int warpgroup, int warp, int lane) {
+__device__ __forceinline__ void store_m64(const float (&d)[BLOCK_M / 2], uint8_t* staging,
+                                          const Problem& problem, const TensorMap& map_d, const Tile& tile,
+                                          int column, int warpgroup, int warp, int lane) {
     const bool issuer = warp == 0 && lane == 0;
-    if (issuer) cp_async_bulk_wait_group_read_all();  // the last unit's store has left this memory
+    if (issuer) cp_async_bulk_wait_group_read_all();  // the last m64's store has left this memory
     bar_sync(1 + warpgroup, 128);
     stage_transposed(d, shared_address(staging), warp, lane);
     fence_proxy_async_shared();
@@ -144,9 +144,9 @@ __device__ __forceinline__ float global_scale(const Problem& problem, int group)
 }
 
 // That, and what NVFP4_SHIFT took away.
-__device__ __forceinline__ void apply_global_scales(float (&d)[UNITS_OF_WARPGROUP][BLOCK_M / 2], float both) {
+__device__ __forceinline__ void apply_global_scales(float (&d)[M64S_OF_WARPGROUP][BLOCK_M / 2], float both) {
 #pragma unroll
-    for (int u = 0; u < UNITS_OF_WARPGROUP; ++u) {
+    for (int u = 0; u < M64S_OF_WARPGROUP; ++u) {
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] = d[u][i] * static_cast<float>(1 << SHIFT) * both;
     }
@@ -161,7 +161,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     const WeightLane weights(shared, problem, warpgroup, warp, lane);
     Tile tile{};
     while (reader.next(tile, lane)) {
-        float d[UNITS_OF_WARPGROUP][BLOCK_M / 2];
+        float d[M64S_OF_WARPGROUP][BLOCK_M / 2];
         const float both =
             HAS_GLOBAL_SCALES ? global_scale(problem, tile.group) : 1.0f;  // on its way meanwhile
         const float rest = multiply_tile(d, shared, problem.k_stages(), weights, lane, pipeline, ring);
@@ -169,7 +169,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
         if constexpr (HAS_GLOBAL_SCALES) apply_global_scales(d, both);
         if constexpr (BEGINS_IN_F16) {
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
+            for (int u = 0; u < M64S; ++u) {
 #pragma unroll
                 for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] *= rest;
             }
@@ -178,12 +178,12 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
         const int start = tile.group == 0 ? 0 : shared.groups.group_ends[tile.group - 1];
         const Placement place{tile.group, start, shared.groups.group_ends[tile.group] - start,
                               shared.group_tiles[tile.group]};
-        store_quantised(d, shared.d, store_maps, place, tile, problem.n, warpgroup, warp, lane);
+        store_quantized(d, shared.d, store_maps, place, tile, problem.n, warpgroup, warp, lane);
 #else
 #pragma unroll
-        for (int u = 0; u < UNITS_OF_WARPGROUP; ++u) {
-            const int column = tile.column + (warpgroup * UNITS_OF_WARPGROUP + u) * WGMMA_M;
-            store_unit(d[u], shared.d[warpgroup], problem, store_maps, tile, column, warpgroup, warp, lane);
+        for (int u = 0; u < M64S_OF_WARPGROUP; ++u) {
+            const int column = tile.column + (warpgroup * M64S_OF_WARPGROUP + u) * WGMMA_M;
+            store_m64(d[u], shared.d[warpgroup], problem, store_maps, tile, column, warpgroup, warp, lane);
         }
 #endif
         reader.advance();

@@ -5,7 +5,7 @@
 // many as fit), STAGE_BLOCKS (K blocks to a stage), RASTER_M, MAX_GROUPS, A_FORMAT, B_FORMAT, SFB_IS_BLOCKED, OUT_TYPE.
 constexpr int BLOCK_K = 128;
 constexpr int WGMMA_M = 64;
-constexpr int UNITS_OF_WARPGROUP = BLOCK_N / WGMMA_M / NUM_MMA_WARPGROUPS;
+constexpr int M64S_OF_WARPGROUP = BLOCK_N / WGMMA_M / NUM_MMA_WARPGROUPS;
 constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
 // Few tokens are converted by two warps, in the producer's warpgroup, so that four consumer warpgroups get the registers.
 constexpr bool HELPERS_TOGETHER = NUM_MMA_WARPGROUPS == 4 && BLOCK_M <= 32;
@@ -65,7 +65,7 @@ constexpr int SFB_BYTES = SFB_IS_BLOCKED ? STAGE_BLOCKS * SFB_BLOCK_BYTES : BLOC
 constexpr int STAGE_BYTES = STAGE_BLOCKS * (A_BYTES + B_BYTES) + SFA_BYTES + SFB_BYTES;
 
 #if !EPILOGUE_IS_QUANT
-// A slab is 128 bytes of D's columns of BLOCK_M tokens. A warpgroup stages one unit, 64 columns, at a time.
+// A slab is 128 bytes of D's columns of BLOCK_M tokens. A warpgroup stages one m64, 64 columns, at a time.
 constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
 constexpr int NUM_SLABS = WGMMA_M / SLAB_COLUMNS;

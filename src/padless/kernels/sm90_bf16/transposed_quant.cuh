@@ -38,10 +38,9 @@ constexpr int OUT_PER_PRODUCT =
     GLU == GLU_NONE ? 1 : 2;  // columns of the product that make one of the output
 constexpr int PIECE_COLUMNS = ROW_QUANT == QUANT_FP8_BLOCK ? 128 * OUT_PER_PRODUCT : 64;
 constexpr int PIECE_OUT = PIECE_COLUMNS / OUT_PER_PRODUCT;
-constexpr int PIECE_UNITS = PIECE_COLUMNS / WGMMA_M < UNITS_OF_WARPGROUP
-                                ? PIECE_COLUMNS / WGMMA_M
-                                : UNITS_OF_WARPGROUP;  // of a warpgroup
-constexpr int TEAM_WARPGROUPS = PIECE_COLUMNS / WGMMA_M / PIECE_UNITS;
+constexpr int PIECE_M64S = PIECE_COLUMNS / WGMMA_M < M64S_OF_WARPGROUP ? PIECE_COLUMNS / WGMMA_M
+                                                                       : M64S_OF_WARPGROUP;  // of a warpgroup
+constexpr int TEAM_WARPGROUPS = PIECE_COLUMNS / WGMMA_M / PIECE_M64S;
 constexpr int TEAM_WARPS = TEAM_WARPGROUPS * 4;
 constexpr int NUM_TEAMS = NUM_MMA_WARPGROUPS / TEAM_WARPGROUPS;
 static_assert(NUM_TEAMS * TEAM_WARPGROUPS == NUM_MMA_WARPGROUPS, "a row's block of scales lies in one tile");
@@ -54,15 +53,12 @@ static_assert(COLUMN_QUANT == QUANT_NONE || ColumnFormat::CODE_BITS == 8, "colum
 constexpr int PITCH = PIECE_COLUMNS + 4;
 constexpr int PIECE_BYTES = BLOCK_M * PITCH * 4;
 
-constexpr bool BIAS_GATED_BY_PROB = BIAS_IS_GATED && HAS_BIAS && HAS_PROB;
-constexpr bool GATES_SUM = HAS_PROB && !BIAS_GATED_BY_PROB;
-
 // Where a column of the output, counted from the piece's first, has its sum, or its gate's sum, in a staged row.
 __device__ __forceinline__ int staged_column(int column) {
     return GLU == GLU_NONE ? column : column / GLU_RUN * (2 * GLU_RUN) + column % GLU_RUN;
 }
 
-// A unit's accumulators: d[4 i + j] is column 16 * warp + lane / 4 + 8 * (j / 2) of 64, token 8 i + 2 * (lane % 4) + j % 2.
+// An m64's accumulators: d[4 i + j] is column 16 * warp + lane / 4 + 8 * (j / 2) of 64, token 8 i + 2 * (lane % 4) + j % 2.
 __device__ __forceinline__ void stage_sums(const float (&d)[BLOCK_M / 2], uint32_t staging, int first_column,
                                            int warp, int lane) {
     const uint32_t at = staging + (lane % 4 * 2 * PITCH + first_column + warp * 16 + lane / 4) * 4;
@@ -106,7 +102,7 @@ __device__ __forceinline__ void finish_rows(uint32_t staging, const DirectOutput
     const int out = column + in_piece;
     const bool column_exists = out < quant.n_out;  // of all four: there are a multiple of 4
     const float alpha = HAS_ALPHA ? __ldg(quant.alpha + tile.group) : 1.0f;
-    float bias[4], bias_up[4];
+    float bias[4] = {}, bias_up[4] = {};
     if constexpr (HAS_BIAS) {
         const float* const of_group = quant.bias + static_cast<long long>(tile.group) * n;
         const int row = GLU == GLU_INTERLEAVED ? out / GLU_RUN * (2 * GLU_RUN) + out % GLU_RUN : out;
@@ -126,10 +122,7 @@ __device__ __forceinline__ void finish_rows(uint32_t staging, const DirectOutput
             ld_shared_v4_f32(from, x);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                if constexpr (HAS_ALPHA) x[e] = __fmul_rn(x[e], alpha);
-                if constexpr (HAS_BIAS)
-                    x[e] =
-                        __fadd_rn(x[e], BIAS_GATED_BY_PROB ? __fmul_rn(of_columns[e], prob) : of_columns[e]);
+                x[e] = with_alpha_and_bias(x[e], alpha, of_columns[e], prob);
             }
         };
         float v[4];
@@ -184,7 +177,7 @@ __device__ __forceinline__ void finish_rows(uint32_t staging, const DirectOutput
 
 // The columns of a piece, from its values: a warp has 32 of them and the rows that share a scale, a lane two columns and
 // every other row.
-__device__ __forceinline__ void quantise_columns(uint32_t staging, const DirectOutputs& outputs,
+__device__ __forceinline__ void quantize_columns(uint32_t staging, const DirectOutputs& outputs,
                                                  const Placement& place, const Tile& tile, int column,
                                                  int team_warp, int lane) {
     constexpr int BLOCK = ColumnFormat::BLOCK;
@@ -227,7 +220,7 @@ __device__ __forceinline__ void quantise_columns(uint32_t staging, const DirectO
 }
 
 // Consumer warpgroup: everything that is asked for of its part of a tile. `staging` has PIECE_BYTES for every team.
-__device__ __forceinline__ void store_quantised(const float (&d)[UNITS_OF_WARPGROUP][BLOCK_M / 2],
+__device__ __forceinline__ void store_quantized(const float (&d)[M64S_OF_WARPGROUP][BLOCK_M / 2],
                                                 uint8_t (&staging)[NUM_TEAMS][PIECE_BYTES],
                                                 const DirectOutputs& outputs, const Placement& place,
                                                 const Tile& tile, int n, int warpgroup, int warp, int lane) {
@@ -235,19 +228,19 @@ __device__ __forceinline__ void store_quantised(const float (&d)[UNITS_OF_WARPGR
     const int team_warp = member * 4 + warp;
     const uint32_t staged = shared_address(staging[team]);
 #pragma unroll
-    for (int u = 0; u < UNITS_OF_WARPGROUP; u += PIECE_UNITS) {
-        const int first = (team * TEAM_WARPGROUPS * UNITS_OF_WARPGROUP + u) * WGMMA_M;
+    for (int u = 0; u < M64S_OF_WARPGROUP; u += PIECE_M64S) {
+        const int first = (team * TEAM_WARPGROUPS * M64S_OF_WARPGROUP + u) * WGMMA_M;
         const int column = (tile.column + first) / OUT_PER_PRODUCT;
         if (column >= outputs.quant.n_out) continue;  // the same for the whole team
         bar_sync(1 + team, 32 * TEAM_WARPS);          // the last piece has been read
 #pragma unroll
-        for (int i = 0; i < PIECE_UNITS; ++i)
-            stage_sums(d[u + i], staged, (member * PIECE_UNITS + i) * WGMMA_M, warp, lane);
+        for (int i = 0; i < PIECE_M64S; ++i)
+            stage_sums(d[u + i], staged, (member * PIECE_M64S + i) * WGMMA_M, warp, lane);
         bar_sync(1 + team, 32 * TEAM_WARPS);
         finish_rows(staged, outputs, place, tile, n, column, team_warp, lane);
         if constexpr (COLUMN_QUANT != QUANT_NONE) {
             bar_sync(1 + team, 32 * TEAM_WARPS);
-            quantise_columns(staged, outputs, place, tile, column, team_warp, lane);
+            quantize_columns(staged, outputs, place, tile, column, team_warp, lane);
         }
     }
 }

@@ -1,7 +1,7 @@
 // The weights of a consumer lane of sm90_bf16_grouped_gemm.cu, from shared memory to the registers that its products read.
 #pragma once
 
-constexpr int UNITS = UNITS_OF_WARPGROUP;
+constexpr int M64S = M64S_OF_WARPGROUP;
 constexpr int CODE_WORDS = is_fp4(B_FORMAT) ? 1 : 2;  // of an octet
 constexpr int OCTETS = 4 / CODE_WORDS;                // in 16 bytes
 
@@ -10,9 +10,9 @@ constexpr int OCTETS = 4 / CODE_WORDS;                // in 16 bytes
 constexpr int ROUND_OCTETS = BLOCK_M <= 64 ? 2 : 1;
 constexpr int ROUNDS = 4 / ROUND_OCTETS;  // to a K block
 
-using Fragments = uint32_t[ROUND_OCTETS][UNITS][2][4];
+using Fragments = uint32_t[ROUND_OCTETS][M64S][2][4];
 
-// What a consumer lane's rows are in every stage: rows `first_row` and + 8 of each of its units (+ 64).
+// What a consumer lane's rows are in every stage: rows `first_row` and + 8 of each of its m64s (+ 64).
 struct WeightLane {
     int first_row, quad;
     uint32_t codes;     // address in stage 0 of the first row's codes; FP8: of the row
@@ -21,8 +21,8 @@ struct WeightLane {
 
     __device__ __forceinline__ WeightLane(const SharedStorage& shared, const Problem& problem, int warpgroup,
                                           int warp, int lane)
-        : first_row(warpgroup * UNITS * WGMMA_M + warp * 16 + lane / 4), quad(lane % 4) {
-        static_assert(UNITS <= 2, "the units of a warpgroup lie in 128 rows");
+        : first_row(warpgroup * M64S * WGMMA_M + warp * 16 + lane / 4), quad(lane % 4) {
+        static_assert(M64S <= 2, "the m64s of a warpgroup lie in 128 rows");
         codes =
             shared_address(shared.b) + first_row * row_bytes(B_FORMAT) + (is_fp4(B_FORMAT) ? quad * 16 : 0);
         scales = shared_address(shared.sfb) + scales_of_row(first_row, quad);
@@ -46,10 +46,10 @@ template <bool F16>
 struct WeightSection {
     static constexpr bool MAY_BE_LARGE = B_FORMAT == FORMAT_MXFP4 && !F16;
 
-    SectionScales<B_FORMAT, F16> scales[UNITS][2];
+    SectionScales<B_FORMAT, F16> scales[M64S][2];
     uint32_t scale_bytes;  // MXFP4: of all rows,
     bool second;           // and whether any lane of the warp has one with a second factor: hardly ever
-    uint32_t codes[UNITS][2][4];
+    uint32_t codes[M64S][2][4];
 
     // Of block `block` of the stage, which is number `ks` of the tile.
     __device__ __forceinline__ void load_scales(const WeightLane& lane, int stage, int block, int ks,
@@ -59,9 +59,9 @@ struct WeightSection {
             first += block * SFB_BLOCK_BYTES;
         else
             first += scale_offset<B_FORMAT>(ks * STAGE_BLOCKS) + block * scales_of_128(B_FORMAT);
-        uint32_t bytes[UNITS][2];
+        uint32_t bytes[M64S][2];
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
+        for (int u = 0; u < M64S; ++u) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 // 8 rows on are another of the 32 rows of a 32x4x4 tile, 64 rows on another of its four columns of 32.
@@ -74,20 +74,20 @@ struct WeightSection {
                 SFB_IS_BLOCKED && ks + 1 == k_stages ? lane.counting : WeightLane::ALL_COUNT;
             const uint32_t mask = counting >> (16 * block);
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
+            for (int u = 0; u < M64S; ++u) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) bytes[u][h] &= mask;
             }
         }
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
+        for (int u = 0; u < M64S; ++u) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) scales[u][h].set(bytes[u][h]);
         }
         if constexpr (MAY_BE_LARGE) {
             scale_bytes = 0;
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) scale_bytes |= (bytes[u][0] | bytes[u][1] << 8) << (16 * u);
+            for (int u = 0; u < M64S; ++u) scale_bytes |= (bytes[u][0] | bytes[u][1] << 8) << (16 * u);
             // A branch more in the loop of what is rarely left for bf16 would exceed the registers.
             second = BEGINS_IN_F16 || __any_sync(0xffffffff, mxfp4_is_large(scale_bytes));
         }
@@ -99,7 +99,7 @@ struct WeightSection {
         if constexpr (!is_fp4(B_FORMAT))
             first += swizzle_128b(lane.first_row % 8, lane.quad * 2 + part) - lane.first_row % 8 * 128;
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
+        for (int u = 0; u < M64S; ++u) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const uint32_t at = first + (u * WGMMA_M + h * 8) * row_bytes(B_FORMAT);
@@ -112,7 +112,7 @@ struct WeightSection {
     __device__ __forceinline__ void load_octet(const WeightLane& lane, int stage, int octet) {
         const uint32_t first = lane.codes + (stage * STAGE_BLOCKS + octet / 4) * B_BYTES + octet % 4 * 4;
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
+        for (int u = 0; u < M64S; ++u) {
 #pragma unroll
             for (int h = 0; h < 2; ++h)
                 codes[u][h][0] = ld_shared_u32(first + (u * WGMMA_M + h * 8) * row_bytes(B_FORMAT));
@@ -126,9 +126,9 @@ struct WeightSection {
     }
 
     // The A operands of the two instructions of an octet.
-    __device__ __forceinline__ void make_fragments(uint32_t (&fragments)[UNITS][2][4], int octet) const {
+    __device__ __forceinline__ void make_fragments(uint32_t (&fragments)[M64S][2][4], int octet) const {
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
+        for (int u = 0; u < M64S; ++u) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 uint32_t raw[CODE_WORDS], words[4];
@@ -142,7 +142,7 @@ struct WeightSection {
         }
         if (MAY_BE_LARGE && second) {
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
+            for (int u = 0; u < M64S; ++u) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     const uint32_t factor = mxfp4_second_factor(scale_bytes >> (16 * u + i % 2 * 8) & 0xFF);

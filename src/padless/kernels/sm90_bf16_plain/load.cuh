@@ -27,15 +27,15 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     Tile tile;
     const int blocks = problem.k_blocks(), draw_at = blocks > BLOCKS_AHEAD ? blocks - BLOCKS_AHEAD : 0;
     while (reader.next(tile)) {
-        const int units = tile.rows > WGMMA_M ? 2 : 1;
+        const int m64s = tile.rows > WGMMA_M ? 2 : 1;
         for (int block = 0; block < blocks; ++block) {
             const int stage = pipeline.stage;
             const uint32_t full = shared_address(&shared.full[stage]);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
-            mbarrier_arrive_expect_tx(full, units * UNIT_BYTES + B_BYTES);
+            mbarrier_arrive_expect_tx(full, m64s * M64_BYTES + B_BYTES);
             load_weights(map_b, shared.b[stage], full, tile, block * BLOCK_K);
-            for (int u = 0; u < units; ++u)
-                tma_load_2d(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full, block * BLOCK_K,
+            for (int u = 0; u < m64s; ++u)
+                tma_load_2d(map_a, shared_address(shared.a[stage] + u * M64_BYTES), full, block * BLOCK_K,
                             tile.row + u * WGMMA_M);
             pipeline.advance();
             if (block == draw_at) mbarrier_arrive(shared_address(&shared.next_tile_wanted));

@@ -18,9 +18,9 @@ constexpr int NUM_TILE_READERS =
 // chunk, where N is contiguous.
 constexpr bool A_IS_MN_MAJOR = false, B_IS_MN_MAJOR = B_IS_N_MAJOR;
 constexpr int CHUNK_ROWS = 64, CHUNK_BYTES = BLOCK_K * 128;
-constexpr int UNIT_BYTES = WGMMA_M * 128;
+constexpr int M64_BYTES = WGMMA_M * 128;
 constexpr int A_BYTES = BLOCK_M * 128, B_BYTES = BLOCK_N * 128;
-constexpr int A_WARPGROUP_BYTES = UNIT_BYTES;
+constexpr int A_WARPGROUP_BYTES = M64_BYTES;
 
 constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;

@@ -7,7 +7,7 @@ import torch
 from padless.formats import BlockScaledTensor
 from padless.kernels import maps
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
-from padless.kernels.schedule import has_halves
+from padless.kernels.schedule import has_half_tiles
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, fit_config, select_config
 from padless.layouts import to_mn_major
 from padless.runtime import tensor_map
@@ -50,8 +50,8 @@ def ctas_of(problem: Problem, config: Sm90Fp8Config) -> int:
     """The grid. Where tiles that have halves are few, every one is cut in two (``schedule.tiles_to_cut``)."""
     columns = config.block_n * config.cluster_n
     tiles = most_tiles(problem.m, problem.n, problem.num_groups, config.block_m, columns)
-    pieces = tiles * (2 if has_halves(config.block_m) else 1)
-    return persistent_grid(problem.num_sms, pieces, config.cluster_n)
+    half_tiles = tiles * (2 if has_half_tiles(config.block_m) else 1)
+    return persistent_grid(problem.num_sms, half_tiles, config.cluster_n)
 
 
 def _tensor_maps(

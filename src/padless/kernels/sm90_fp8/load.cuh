@@ -15,31 +15,31 @@ __device__ __forceinline__ void load_boxes(const TensorMap& map_a, uint8_t* a, u
     }
 }
 
-// What every K block of a tile brings. BY_UNITS: a box for every unit, 64 rows apart (of fewer rows where one holds all rows
+// What every K block of a tile brings. BY_M64S: a box for every m64, 64 rows apart (of fewer rows where one holds all rows
 // there are). Where the compiler does not know that, a stage is refilled later, and 128 x 192 takes 1% longer.
-template <bool BY_UNITS>
+template <bool BY_M64S>
 struct StageLoads {
     int column, step, boxes, sfa_copies;  // step: rows from box to box
     uint32_t bytes;
 
     __device__ __forceinline__ StageLoads(const Problem& problem, const Tile& tile) {
-        const int units = units_of(tile.rows);
+        const int m64s = m64s_of(tile.rows);
         column = cta_column(tile);
-        step = BY_UNITS ? WGMMA_M : problem.row_box();
-        boxes = BY_UNITS || step != FEW_ROWS_BOX ? units : (tile.rows + FEW_ROWS_BOX - 1) / FEW_ROWS_BOX;
+        step = BY_M64S ? WGMMA_M : problem.row_box();
+        boxes = BY_M64S || step != FEW_ROWS_BOX ? m64s : (tile.rows + FEW_ROWS_BOX - 1) / FEW_ROWS_BOX;
         sfa_copies = SCALES_K_MAJOR   ? 0
                      : BLOCK_M <= 128 ? 1
-                                      : (units * WGMMA_M + 3 + SFA_COPY_FLOATS - 1) / SFA_COPY_FLOATS;
+                                      : (m64s * WGMMA_M + 3 + SFA_COPY_FLOATS - 1) / SFA_COPY_FLOATS;
         bytes = boxes * problem.row_box() * BLOCK_K + B_BYTES + sfa_copies * SFA_COPY_FLOATS * 4;
     }
 };
 
 // Producer, one thread: fills a stage that is empty with K block `kb`.
-template <bool BY_UNITS>
+template <bool BY_M64S>
 __device__ __forceinline__ void load_stage(SharedStorage& shared, const Problem& problem,
                                            const TensorMap& map_a, const TensorMap& map_b,
                                            const TensorMap& map_sfa, const Tile& tile,
-                                           const StageLoads<BY_UNITS>& loads, int kb, int stage) {
+                                           const StageLoads<BY_M64S>& loads, int kb, int stage) {
     const uint32_t full = shared_address(&shared.full[stage]);
     mbarrier_arrive_expect_tx(full, loads.bytes);
     if constexpr (COLUMNS_ARE_INTERLEAVED) {  // see device/sm90/wgmma_fragment.cuh
@@ -53,8 +53,8 @@ __device__ __forceinline__ void load_stage(SharedStorage& shared, const Problem&
     } else {
         tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, loads.column, tile.group);
     }
-    load_boxes<BY_UNITS ? 4 : 1>(map_a, shared.a[stage], full, kb * BLOCK_K, tile.row, loads.boxes,
-                                 loads.step);
+    load_boxes<BY_M64S ? 4 : 1>(map_a, shared.a[stage], full, kb * BLOCK_K, tile.row, loads.boxes,
+                                loads.step);
     for (int i = 0; i < loads.sfa_copies; ++i)
         tma_load_2d(map_sfa, shared_address(shared.sfa[stage] + i * SFA_COPY_FLOATS), full,
                     (tile.row & ~3) + i * SFA_COPY_FLOATS, kb);
@@ -79,7 +79,7 @@ __device__ __forceinline__ int load_first_stages(SharedStorage& shared, const Pr
 }
 
 // Producer, one thread. `ahead`: how many K blocks of the first tile have been loaded.
-template <bool BY_UNITS>
+template <bool BY_M64S>
 __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem,
                                            const TensorMap& map_a, const TensorMap& map_b,
                                            const TensorMap& map_sfa, int ahead) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     if constexpr (LOADS_AHEAD) pipeline = {ahead == STAGES ? 0 : ahead, ahead == STAGES};
     Tile tile;
     while (reader.next(tile)) {
-        const StageLoads<BY_UNITS> loads(problem, tile);
+        const StageLoads<BY_M64S> loads(problem, tile);
         if (LOADS_AHEAD && TAKES_LATE && ask_at < ahead)
             mbarrier_arrive(shared_address(&shared.next_tile_wanted));
         for (int kb = LOADS_AHEAD ? ahead : 0; kb < k_blocks; ++kb) {

@@ -42,8 +42,8 @@ __device__ __forceinline__ uint32_t sfa_address(const SharedStorage& shared, con
     }
 }
 
-// Consumer: d = this warpgroup's NUM_WAVES units of the tile, from unit `first` on. Registers as in wgmma.cuh. `row` is
-// this thread's first row inside the tile; it also has row + 8, and both again in the next unit of the warpgroup.
+// Consumer: d = this warpgroup's NUM_WAVES m64s of the tile, from m64 `first` on. Registers as in wgmma.cuh. `row` is
+// this thread's first row inside the tile; it also has row + 8, and both again in the next m64 of the warpgroup.
 template <int NUM_WAVES>
 __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], SharedStorage& shared,
                                               const Problem& problem, const Tile& tile, int column, int first,
@@ -61,7 +61,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
     load_sfb(sfb, sfb_rows, lane, k_blocks);
     load_sfb(sfb_ahead, sfb_rows, lane + 32, k_blocks);
 
-    constexpr int WAVE_ROWS = UNIT_STEP * WGMMA_M;  // from one unit of a warpgroup to its next
+    constexpr int WAVE_ROWS = M64_STEP * WGMMA_M;  // from one m64 of a warpgroup to its next
     constexpr int NUM_SFA_AT =
         SCALES_K_MAJOR ? 2 * NUM_WAVES : 1;  // in a stage, all rows are at constant distances
     uint32_t sfa_at[NUM_SFA_AT];
@@ -72,7 +72,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
     }
     // The shuffles tell the compiler that all lanes agree, so that the descriptors live in uniform registers.
     const uint32_t a_stage_0 =
-        __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.a[0] + first * UNIT_BYTES)), 0);
+        __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.a[0] + first * M64_BYTES)), 0);
     const uint32_t b_stage_0 = __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.b[0])), 0);
 
 #pragma unroll
@@ -82,7 +82,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
     }
     const bool odd_half = CAN_START_ODD && column % 128 != 0;
 
-    // The scales of unit `w` for the K block at hand: rows of A by columns of B, 64 at a time.
+    // The scales of m64 `w` for the K block at hand: rows of A by columns of B, 64 at a time.
     float of_block[NUM_SFB], scale[2][BLOCK_N / 64];
     const auto load_scales = [&](int w, int kb, int stage) {
         if (w == 0) {

@@ -78,13 +78,13 @@ using StoreMaps = QuantOutputs;
 
 constexpr uint32_t START_BARRIER = 7;  // the store has the first ones
 
-// Consumer: one tile of which NUM_WAVES units belong to this warpgroup.
+// Consumer: one tile of which NUM_WAVES m64s belong to this warpgroup.
 template <int NUM_WAVES>
 __device__ __forceinline__ void consume_tile(SharedStorage& shared, const Problem& problem,
                                              const StoreMaps& store_maps, const Tile& tile, int warpgroup,
                                              int warp, int lane, Pipeline<STAGES>& pipeline, Reader& reader) {
     const int column = cta_column(tile);
-    const int first = WAVES == 1 ? warpgroup : first_unit(warpgroup, tile.rows);
+    const int first = WAVES == 1 ? warpgroup : first_m64(warpgroup, tile.rows);
     const int row = first * WGMMA_M + warp * 16 + lane / 4;
     float d[WAVES][BLOCK_N / 2];
     multiply_tile<NUM_WAVES>(d, shared, problem, tile, column, first, row, lane, pipeline);
@@ -101,10 +101,10 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     Tile tile{};
     while (reader.next(tile, lane)) {
         if constexpr (SCALES_K_MAJOR) mbarrier_wait(shared_address(&shared.window_full), window_phase);
-        const int units = units_of(tile.rows);
-        if (WAVES == 2 && warpgroup + NUM_MMA_WARPGROUPS < units)
+        const int m64s = m64s_of(tile.rows);
+        if (WAVES == 2 && warpgroup + NUM_MMA_WARPGROUPS < m64s)
             consume_tile<WAVES>(shared, problem, store_maps, tile, warpgroup, warp, lane, pipeline, reader);
-        else if (warpgroup < units)
+        else if (warpgroup < m64s)
             consume_tile<1>(shared, problem, store_maps, tile, warpgroup, warp, lane, pipeline, reader);
         else
             skip_tile(shared, problem, lane, pipeline, reader);
@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
             }
         } else if (warp == NUM_CONSUMER_WARPS + 1 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
             if (elect_one())
-                schedule_tiles<CLUSTER_N, HALVES, TAKES_LATE>(
+                schedule_tiles<CLUSTER_N, HALF_TILES, TAKES_LATE>(
                     shared.queue, Order(shared.groups.table(num_groups), n, gridDim.x / CLUSTER_N), counter,
                     blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N, &shared.next_tile_wanted, has_small_table);
         }

@@ -24,10 +24,10 @@ constexpr int NUM_SFB = GATE_AND_UP_APART ? 2
 static_assert(BLOCK_M == 64 || BLOCK_M == 128 || BLOCK_M == 256, "one or two warpgroups of one or two waves");
 static_assert(BLOCK_N % 64 == 0, "scales are selected by 64 columns");
 
-// Rows come in units of 64: unit u belongs to warpgroup u % NUM_MMA_WARPGROUPS as its wave u / NUM_MMA_WARPGROUPS. A
-// tile with fewer rows than BLOCK_M has fewer units, and no other unit is loaded or multiplied. Where columns are quantised
-// two units of a warpgroup are neighbours instead (first_unit of device/sm90/quant_storage.cuh).
-__device__ __forceinline__ int units_of(int rows) {
+// Rows come in m64s of 64: m64 u belongs to warpgroup u % NUM_MMA_WARPGROUPS as its wave u / NUM_MMA_WARPGROUPS. A
+// tile with fewer rows than BLOCK_M has fewer m64s, and no other m64 is loaded or multiplied. Where columns are quantised
+// two m64s of a warpgroup are neighbours instead (first_m64 of device/sm90/quant_storage.cuh).
+__device__ __forceinline__ int m64s_of(int rows) {
     return (rows + WGMMA_M - 1) / WGMMA_M;
 }
 
@@ -43,7 +43,7 @@ constexpr int WINDOW_FLOATS = SCALES_K_MAJOR
                                         WINDOW_COPY_FLOATS * WINDOW_COPY_FLOATS
                                   : 0;
 
-constexpr int UNIT_BYTES = WGMMA_M * BLOCK_K;
+constexpr int M64_BYTES = WGMMA_M * BLOCK_K;
 constexpr int A_BYTES = BLOCK_M * BLOCK_K;
 constexpr int B_BYTES = BLOCK_N * BLOCK_K;
 
@@ -55,21 +55,21 @@ constexpr int NUM_STORE_WARPS = CONSUMERS_STORE ? 0 : NUM_MMA_WARPGROUPS;
 constexpr int NUM_TILE_READERS = NUM_CONSUMER_WARPS + 1 + NUM_STORE_WARPS;  // of a CTA
 #if EPILOGUE_IS_QUANT
 #include "device/sm90/quant_storage.cuh"
-constexpr int UNIT_D_BYTES = QUANT_UNIT_BYTES;
+constexpr int M64_D_BYTES = QUANT_M64_BYTES;
 #else
-constexpr int UNIT_STEP = NUM_MMA_WARPGROUPS;  // from a warpgroup's unit to its next
-__device__ __forceinline__ int first_unit(int warpgroup, int) {
+constexpr int M64_STEP = NUM_MMA_WARPGROUPS;  // from a warpgroup's m64 to its next
+__device__ __forceinline__ int first_m64(int warpgroup, int) {
     return warpgroup;
 }
 constexpr int NUM_SLABS = BLOCK_N / SLAB_COLUMNS;
-constexpr int UNIT_D_BYTES = NUM_SLABS * SLAB_BYTES;
+constexpr int M64_D_BYTES = NUM_SLABS * SLAB_BYTES;
 #endif
 
 template <int STAGES>
 struct alignas(1024) SharedStorageOf {
     uint8_t a[STAGES][A_BYTES];
     uint8_t b[STAGES][B_BYTES];
-    uint8_t d[BLOCK_M / WGMMA_M][UNIT_D_BYTES];
+    uint8_t d[BLOCK_M / WGMMA_M][M64_D_BYTES];
     alignas(128) float sfa[STAGES][SFA_STAGE_FLOATS == 0 ? 32 : SFA_STAGE_FLOATS];
     alignas(128) float sfa_window[WINDOW_FLOATS == 0 ? 32 : WINDOW_FLOATS];
     uint64_t full[STAGES], empty[STAGES];
@@ -88,13 +88,13 @@ using SharedStorage = SharedStorageOf<STAGES>;
 // How many multiply-adds of the promotion in a row read their common scale once (operand_reuse.py): as measured.
 extern "C" __device__ const int padless_reuse_run = WAVES == 2 ? 12 : 4;
 
-// Tiles of the last round are cut in two (device/scheduler.cuh) where a half, one unit of each warpgroup, costs about half a tile.
+// Tiles of the last round are cut in two (device/scheduler.cuh) where a half, one m64 of each warpgroup, costs about half a tile.
 // No scale of a column covers rows of both halves.
-constexpr bool HALVES = WAVES == 2;
-using Order = TileOrder<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M, HALVES>;
+constexpr bool HALF_TILES = WAVES == 2;
+using Order = TileOrder<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M, HALF_TILES>;
 // Tiles that take long are taken late: when the producer begins with the last K_BLOCKS_AHEAD K blocks of the tile before. In a
 // half these take 6 us, of which an atomic and a message to the other CTA need less than half.
-constexpr bool TAKES_LATE = HALVES || BLOCK_N == 192;
+constexpr bool TAKES_LATE = HALF_TILES || BLOCK_N == 192;
 constexpr int K_BLOCKS_AHEAD = 16;
 using Reader = TileReader<CLUSTER_N>;
 
@@ -108,7 +108,7 @@ struct Problem {
     __device__ __forceinline__ int row_box() const {
         return SCALES_K_MAJOR ? ::row_box(m) : ::row_box(m, num_groups);
     }
-    // Whether one unit may take more than one box. Further boxes bring rows that clear_missing_rows clears, and have to wait
+    // Whether one m64 may take more than one box. Further boxes bring rows that clear_missing_rows clears, and have to wait
     // for it.
     __device__ __forceinline__ bool boxes_vary() const { return row_box() < 64 && row_box() < m; }
 };

@@ -34,19 +34,19 @@ __device__ __forceinline__ uint32_t d_full(int warpgroup) {
     return CONSUMERS_STORE ? d_free(warpgroup) : 1 + NUM_MMA_WARPGROUPS + warpgroup;
 }
 
-// One thread: stores the rows that exist of a warpgroup's NUM_WAVES units.
+// One thread: stores the rows that exist of a warpgroup's NUM_WAVES m64s.
 template <int NUM_WAVES>
-__device__ __forceinline__ void store_units(SharedStorage& shared, const Problem& problem,
-                                            const StoreMaps& maps, const Tile& tile, int column,
-                                            int warpgroup) {
+__device__ __forceinline__ void store_m64s(SharedStorage& shared, const Problem& problem,
+                                           const StoreMaps& maps, const Tile& tile, int column,
+                                           int warpgroup) {
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
-        const int unit = w * NUM_MMA_WARPGROUPS + warpgroup;
-        const int left = tile.rows - unit * WGMMA_M;
+        const int m64 = w * NUM_MMA_WARPGROUPS + warpgroup;
+        const int left = tile.rows - m64 * WGMMA_M;
         const int rows = left < WGMMA_M ? left : WGMMA_M;
-        const int row = tile.row + unit * WGMMA_M;
+        const int row = tile.row + m64 * WGMMA_M;
         for (int s = 0; s < NUM_SLABS && column + s * SLAB_COLUMNS < problem.n; ++s) {
-            const uint32_t slab = shared_address(shared.d[unit] + s * SLAB_BYTES);
+            const uint32_t slab = shared_address(shared.d[m64] + s * SLAB_BYTES);
 #if STORE_IS_POOL
             store_slab_pool(maps, slab, column + s * SLAB_COLUMNS, row, rows);
 #else
@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_units(SharedStorage& shared, const Problem
     cp_async_bulk_commit_group();
 }
 
-// Consumer: converts its units of d, and writes the rows that exist or has them written.
+// Consumer: converts its m64s of d, and writes the rows that exist or has them written.
 template <int NUM_WAVES>
 __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2], SharedStorage& shared,
                                            const Problem& problem, const StoreMaps& maps, const Tile& tile,
@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
         bar_sync(d_full(warpgroup), STORE_THREADS);
     else
         bar_arrive(d_full(warpgroup), STORE_THREADS);
-    if (issuer) store_units<NUM_WAVES>(shared, problem, maps, tile, column, warpgroup);
+    if (issuer) store_m64s<NUM_WAVES>(shared, problem, maps, tile, column, warpgroup);
 }
 
 // Store warp of a consumer warpgroup.
@@ -90,9 +90,9 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
         bar_sync(d_full(warpgroup), STORE_THREADS);
         if (lane == 0) {
             if (WAVES == 2 && (NUM_MMA_WARPGROUPS + warpgroup) * WGMMA_M < tile.rows)
-                store_units<WAVES>(shared, problem, maps, tile, cta_column(tile), warpgroup);
+                store_m64s<WAVES>(shared, problem, maps, tile, cta_column(tile), warpgroup);
             else
-                store_units<1>(shared, problem, maps, tile, cta_column(tile), warpgroup);
+                store_m64s<1>(shared, problem, maps, tile, cta_column(tile), warpgroup);
             cp_async_bulk_wait_group_read_all();
         }
         __syncwarp();

@@ -9,8 +9,8 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     const int k_blocks = problem.k_blocks();
     Tile tile;
     while (reader.next(tile)) {
-        const int units = units_of(tile.rows);
-        const uint32_t stage_bytes = units * row_box(problem.m) * BLOCK_K + B_BYTES;
+        const int m64s = m64s_of(tile.rows);
+        const uint32_t stage_bytes = m64s * row_box(problem.m) * BLOCK_K + B_BYTES;
         for (int kb = 0; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage;
             const uint32_t full = shared_address(&shared.full[stage]);
@@ -25,8 +25,8 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
             } else {
                 tma_load_3d(map_b, b, full, kb * BLOCK_K, tile.column, tile.group);
             }
-            for (int u = 0; u < units; ++u)
-                tma_load_2d(map_a, shared_address(shared.a[stage] + u * UNIT_BYTES), full, kb * BLOCK_K,
+            for (int u = 0; u < m64s; ++u)
+                tma_load_2d(map_a, shared_address(shared.a[stage] + u * M64_BYTES), full, kb * BLOCK_K,
                             tile.row + u * WGMMA_M);
             pipeline.advance();
         }

@@ -129,7 +129,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCK_N / 2], SharedSto
     Step step;
     // The shuffles tell the compiler that all lanes agree, so that the descriptors live in uniform registers.
     step.a_stage_0 =
-        __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.a[0] + warpgroup * UNIT_BYTES)), 0);
+        __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.a[0] + warpgroup * M64_BYTES)), 0);
     step.b_stage_0 = __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.b[0])), 0);
     step.v_stage_0 = __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.v[0])), 0);
     step.pairs_stage_0 = shared_address(&shared.sfa[0][row][lane % 2]);

@@ -19,12 +19,12 @@ constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
 constexpr int SLAB_BYTES = WGMMA_M * 128;
 
-// Rows come in units of 64, one to a consumer warpgroup.
-__device__ __forceinline__ int units_of(int rows) {
+// Rows come in m64s of 64, one to a consumer warpgroup.
+__device__ __forceinline__ int m64s_of(int rows) {
     return (rows + WGMMA_M - 1) / WGMMA_M;
 }
 
-constexpr int UNIT_BYTES = WGMMA_M * BLOCK_K;
+constexpr int M64_BYTES = WGMMA_M * BLOCK_K;
 constexpr int A_BYTES = BLOCK_M * BLOCK_K;
 constexpr int B_BYTES = BLOCK_N * BLOCK_K;
 constexpr int V_BYTES = BLOCK_N / 8 * V_BRICKS;
@@ -33,17 +33,17 @@ constexpr int V_BYTES = BLOCK_N / 8 * V_BRICKS;
 constexpr int WAVES = 1;  // of 64 rows that a consumer warpgroup holds
 constexpr int CLUSTER_N = 1;
 #include "device/sm90/quant_storage.cuh"
-constexpr int UNIT_D_BYTES = QUANT_UNIT_BYTES;
+constexpr int M64_D_BYTES = QUANT_M64_BYTES;
 #else
 constexpr int NUM_SLABS = BLOCK_N / SLAB_COLUMNS;
-constexpr int UNIT_D_BYTES = NUM_SLABS * SLAB_BYTES;
+constexpr int M64_D_BYTES = NUM_SLABS * SLAB_BYTES;
 #endif
 
 template <int STAGES>
 struct alignas(1024) SharedStorageOf {
     uint8_t a[STAGES][A_BYTES];
     uint8_t b[STAGES][B_BYTES];
-    uint8_t d[NUM_MMA_WARPGROUPS][UNIT_D_BYTES];
+    uint8_t d[NUM_MMA_WARPGROUPS][M64_D_BYTES];
     alignas(128) uint8_t v[STAGES][V_BYTES];        // scales of B, as an operand
     alignas(128) uint32_t sfa[STAGES][BLOCK_M][2];  // scales of A: bf16, STEPS to a row
     uint64_t full[STAGES], empty[STAGES];

@@ -19,7 +19,7 @@ from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue, with_outputs
 from padless.testing.operands import FORMAT_BY_NAME
 from padless.verify.fuzz import exact, operands
-from padless.verify.fuzz.place import Fenced, Judge, Place
+from padless.verify.fuzz.place import Guarded, Judge, Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.fuzz.products import Product, arch_of, config_of, k_multiple, routes_of, shape
 
@@ -194,15 +194,16 @@ def _values(
         torch.arange(p.groups, device=p.place.device), p.place.ends(p.sizes).long(), output_size=p.valid
     )
     prob = None if numbers.prob is None else numbers.prob[: p.valid, None]
-    x = sums if numbers.alpha is None else sums * numbers.alpha[group][:, None]
-    bias = None if numbers.bias is None else numbers.bias[group]
-    gated_bias = o["gate_up"] is None and o["semantics"] == "implementation"
-    if bias is not None and gated_bias:
-        return x + (bias if prob is None else bias * prob)
-    if bias is not None:
-        x = x + bias
+    gates_bias = numbers.bias is not None and o["gate_up"] is None and o["semantics"] == "implementation"
+    alpha = None if numbers.alpha is None else numbers.alpha[group][:, None]
+    if numbers.bias is None:
+        x = sums if alpha is None else sums * alpha
+    else:
+        bias = numbers.bias[group]
+        bias = bias * prob if gates_bias and prob is not None else bias
+        x = sums + bias if alpha is None else exact.fused(sums, alpha, bias)
     if o["gate_up"] is None:
-        return x if prob is None or (gated_bias and bias is not None) else x * prob
+        return x if prob is None or gates_bias else x * prob
     own = {"d_dtype": torch.float32, "return_amax": False}
     values: torch.Tensor = _call(o, keywords | own)["d_tensor"][: p.valid]
     gate, up = _gate_and_up(x.double(), o["gate_up"])
@@ -357,24 +358,24 @@ def _epilogue(o: Options, numbers: _Numbers) -> Epilogue:
 
 
 def judge_epilogue(o: Options, place: Place) -> None:
-    """grouped_gemm_epilogue into fenced outputs: nothing else is written, and they are judged as the other call's."""
+    """grouped_gemm_epilogue into guarded outputs: nothing else is written, and they are judged as the other call's."""
     p = Product(o | {"out": "float32"}, place)
     config = config_of(place, o, QUANT)
     numbers = _numbers(o, p)
     epilogue = _epilogue(o, numbers)
     like = with_outputs(epilogue, EpilogueTensors(), p.rows, o["n"], p.groups, torch.device("cpu"), o["m_aligned"])
-    fences: dict[str, Fenced] = {}
+    fences: dict[str, Guarded] = {}
     given: dict[str, Any] = {"column_tiles": like.column_tiles}
     for name in ("d", "row_codes", "column_codes"):
         t = getattr(like, name)
         if t is not None:
-            fences[name] = Fenced(place, t.shape[0], t.shape[1], t.dtype, o["gaps"][2])
+            fences[name] = Guarded(place, t.shape[0], t.shape[1], t.dtype, o["gaps"][2])
             given[name] = fences[name].out
     for name in ("row_scale", "column_scale"):
         t = getattr(like, name)
         if t is not None:
             size = t.untyped_storage().nbytes()
-            fences[name] = flat = Fenced(place, 1, size, torch.uint8, round_up(size + 1, 256) - size, guard=1)
+            fences[name] = flat = Guarded(place, 1, size, torch.uint8, round_up(size + 1, 256) - size, guard=1)
             given[name] = _as(flat.out, t)
     if like.amax is not None:
         given["amax"] = torch.full((p.groups,), float("-inf"), device=place.device)
@@ -383,10 +384,10 @@ def judge_epilogue(o: Options, place: Place) -> None:
     )
     a, b = p.a.given, p.b.given
     made = grouped_gemm_epilogue(a, b, p.offs, epilogue, tensors, backend=place.backend, config=config)
-    for name, fenced in fences.items():
+    for name, guarded in fences.items():
         anything = bool(o["hostile"]) or name.endswith("scale")
         valid = p.rows if o["hostile"] else (1 if name.endswith("scale") else p.valid)
-        fenced.check(place.judge, f"fences of {name}", valid, anything=anything)
+        guarded.check(place.judge, f"fences of {name}", valid, anything=anything)
     if o["hostile"]:
         return
     values = _values(o, p, numbers, _keywords(o, p, numbers, config), config)

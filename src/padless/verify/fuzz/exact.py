@@ -6,6 +6,7 @@ and waits for nothing.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -97,6 +98,16 @@ def _divided(x: torch.Tensor | float, y: torch.Tensor | float) -> torch.Tensor:
     quotient = a / b
     assert isinstance(quotient, torch.Tensor)
     return quotient.float()
+
+
+def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c of float32 numbers, rounded once: the sum in float64 is rounded to odd, which float32 does not see."""
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    part = total - product
+    lost = (product - (total - part)) + (addend - part)
+    odd = torch.nextafter(total, torch.where(lost > 0, math.inf, -math.inf).to(total))
+    return torch.where((lost.abs() > 0) & (total.view(torch.int64) % 2 == 0), odd, total).float()
 
 
 def _number(value: float) -> float:

@@ -118,7 +118,7 @@ def reserve(place: Place) -> None:
         del small, large
 
 
-class Fenced:
+class Guarded:
     """A (rows, columns) output of poison inside of more poison: guard rows before and behind, and a gap after each row.
 
     gap: bytes between the rows. Floating-point outputs are full of a NaN that no arithmetic makes; bytes of one number.

@@ -19,7 +19,7 @@ from padless.testing.operands import BF16
 from padless.verify.formats import configs_of
 from padless.verify.fuzz import operands
 from padless.verify.fuzz.operands import Operand, Weight, spans
-from padless.verify.fuzz.place import Fenced, Place
+from padless.verify.fuzz.place import Guarded, Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 
 # Part of the sum of |a * b| that a sum may be off by: FP8 tensor cores keep 13 fractional bits of the largest of 32
@@ -80,7 +80,7 @@ def pair(draw: Draw, operation: str) -> Options:
 
 def _configs(route: Route, out: str) -> list[KernelChoice | None]:
     """The default, then tiles."""
-    if (route.a, route.b) == ("FP8_BLOCK", "FP8_BLOCK"):
+    if route.module == "sm90_fp8":
         from padless.verify.fp8_block import CONFIGS
 
         # Float32 output of the tallest tile leaves too little shared memory.
@@ -232,13 +232,13 @@ def judge_grouped_gemm(o: Options, place: Place) -> None:
     p, judge = Product(o, place), place.judge
     config = config_of(place, o)
     call: dict[str, Any] = {"backend": place.backend, "config": config}
-    fenced = Fenced(place, p.rows, o["n"], p.dtype, o["gaps"][2])
-    out = grouped_gemm(p.a.given, p.b.given, p.offs, out=fenced.out, **call)
-    judge.wrong("the result is not out", out is not fenced.out)
+    guarded = Guarded(place, p.rows, o["n"], p.dtype, o["gaps"][2])
+    out = grouped_gemm(p.a.given, p.b.given, p.offs, out=guarded.out, **call)
+    judge.wrong("the result is not out", out is not guarded.out)
     if o["hostile"]:
-        fenced.check(judge, "fences with wrong offsets", p.rows, anything=True)
+        guarded.check(judge, "fences with wrong offsets", p.rows, anything=True)
         return
-    fenced.check(judge, "fences", p.valid)
+    guarded.check(judge, "fences", p.valid)
     p.near("float64", out, config)
     beside = o["beside"]
     if beside == "alone":
@@ -330,9 +330,9 @@ def judge_gemm(o: Options, place: Place) -> None:
     p, judge = Product(o, place), place.judge
     config = config_of(place, o, "gemm")
     b = operands.dense(p.b.given)
-    fenced = Fenced(place, p.rows, o["n"], p.dtype, o["gaps"][2])
-    out = gemm(operands.without_groups(p.a.given), b, out=fenced.out, backend=place.backend, config=config)
-    fenced.check(judge, "fences", p.valid)
+    guarded = Guarded(place, p.rows, o["n"], p.dtype, o["gaps"][2])
+    out = gemm(operands.without_groups(p.a.given), b, out=guarded.out, backend=place.backend, config=config)
+    guarded.check(judge, "fences", p.valid)
     p.near("float64", out, config)
     if p.valid > 1:
         rows = torch.arange(p.valid // 2, p.valid, device=place.device)
@@ -349,7 +349,7 @@ def list_constants(draw: Draw) -> Options:
     """Formats that Blackwell's list takes."""
     pairs = [(r.a, r.b) for r in ROUTES if (r.operation, r.arch) == ("grouped_gemm", "sm_100a")]
     a, b = draw.one(list(dict.fromkeys(pairs)))
-    return {"a": a, "b": b, "out": draw.one(tuple(DTYPES)), "blocked": draw.maybe(0.4)}
+    return {"a": a, "b": b, "out": draw.one(tuple(DTYPES)), "blocked": b != "FP8_BLOCK" and draw.maybe(0.4)}
 
 
 def list_rest(draw: Draw, constants: Options) -> Options:
@@ -384,7 +384,7 @@ def judge_list(o: Options, place: Place) -> None:
             )
         ]
         b += [operands.weight(place, o["b"], 1, n, k, generator, layout=layout, globals_=1)]
-        fences.append(Fenced(place, m, n, dtype, 16))
+        fences.append(Guarded(place, m, n, dtype, 16))
     alpha = None
     if o["alpha"]:
         alpha = torch.rand(len(a), device=place.device, generator=generator) + 0.5
@@ -396,8 +396,8 @@ def judge_list(o: Options, place: Place) -> None:
         backend=place.backend,
     )
     fp8 = place.has_kernels
-    for i, (out, fenced) in enumerate(zip(outs, fences, strict=True)):
-        fenced.check(place.judge, "fences", out.shape[0])
+    for i, (out, guarded) in enumerate(zip(outs, fences, strict=True)):
+        guarded.check(place.judge, "fences", out.shape[0])
         if out.numel() == 0:
             continue
         exact = a[i].values @ b[i].values[0].t()

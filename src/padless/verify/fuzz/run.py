@@ -22,6 +22,7 @@ from padless.verify.invariance import settings_of
 
 _PROGRESS_S = 15.0
 _MOST_REFUSED = 1 / 3  # of a call's problems: beyond, nothing was fuzzed
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
@@ -63,12 +64,14 @@ def run_fuzz(
     deadline = start + (minutes * 60 if minutes is not None else 10.0**9)
     shares = [(problems or 0) * (i + 1) // workers - (problems or 0) * i // workers for i in range(workers)]
     tasks = [Task(i, seed, backend, deadline, shares[i], tuple(calls or ()), workers) for i in range(workers)]
-    show(f"padless fuzz: {backend}, {workers} workers, seed {seed}")
-    total, crashes = _supervise(tasks, show, start)
+    gpus = _gpus() if backend == "cuda" else []
+    on = f" on {len(gpus)} GPUs" if len(gpus) > 1 else ""
+    show(f"padless fuzz: {backend}, {workers} workers{on}, seed {seed}")
+    total, crashes = _supervise(tasks, gpus, show, start)
     seconds = time.time() - start
     _report(total, crashes, backend, seconds, show)
     if out is not None:
-        _append(out, _record(total, crashes, backend, seed, workers, seconds))
+        _append(out, _record(total, crashes, backend, seed, workers, min(workers, len(gpus)), seconds))
         show(f"added to {out}")
     few = [call for call, count in total.refused.items() if count > _MOST_REFUSED * (count + total.done[call])]
     for call in few:
@@ -81,6 +84,14 @@ def _default_backend() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "reference"
+
+
+def _gpus() -> list[str]:
+    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    named = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
+    return (named or [str(i) for i in range(torch.cuda.device_count())])[: torch.cuda.device_count()]
 
 
 def _check(
@@ -111,10 +122,15 @@ def _repeat(problem: Problem, backend: str, show: Callable[[str], None]) -> int:
     return 1 if wrong else 0
 
 
-def _supervise(tasks: list[Task], show: Callable[[str], None], start: float) -> tuple[Tally, list[dict[str, Any]]]:
-    """What all workers did, and those that ended before their time with the batch that they were at."""
+def _supervise(
+    tasks: list[Task], gpus: list[str], show: Callable[[str], None], start: float
+) -> tuple[Tally, list[dict[str, Any]]]:
+    """What all workers did, and those that ended before their time with the batch that they were at.
+
+    gpus: names of those that workers are spread over; each sees its own only.
+    """
     context = get_context("spawn")
-    before = {name: os.environ.get(name) for name in _ONE_THREAD}
+    before = {name: os.environ.get(name) for name in (*_ONE_THREAD, _VISIBLE)}
     os.environ.update(_ONE_THREAD)
     total, crashes = Tally(), list[dict[str, Any]]()
     open_: dict[Connection, Task] = {}
@@ -123,12 +139,14 @@ def _supervise(tasks: list[Task], show: Callable[[str], None], start: float) -> 
     try:
         for task in tasks:
             mine, theirs = context.Pipe(duplex=False)
+            if gpus:
+                os.environ[_VISIBLE] = gpus[task.worker % len(gpus)]
             process = context.Process(target=run_process, args=(task, theirs), daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
             open_[mine] = task
-        shown = time.time()
+        shown, last = time.time(), 0
         while open_:
             for connection in wait(list(open_), timeout=_PROGRESS_S):
                 assert isinstance(connection, Connection)
@@ -149,8 +167,10 @@ def _supervise(tasks: list[Task], show: Callable[[str], None], start: float) -> 
                         crashes.append({"error": content, "problems": at.get(task.worker, [])})
                         show(f"WRONG worker {task.worker} ended: {content}")
             if time.time() - shown >= _PROGRESS_S:
-                shown = time.time()
-                show(f"{shown - start:6.0f} s  {sum(total.done.values())} problems, {len(total.wrong)} wrong")
+                now, done = time.time(), sum(total.done.values())
+                rate = (done - last) / (now - shown)
+                shown, last = now, done
+                show(f"{now - start:6.0f} s  {done} problems, {rate:.0f} a second, {len(total.wrong)} wrong")
     except KeyboardInterrupt:  # what was done counts
         show("ended by the keyboard")
         for process in processes:
@@ -162,7 +182,7 @@ def _supervise(tasks: list[Task], show: Callable[[str], None], start: float) -> 
                 process.terminate()
         for name, value in before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value
     return total, crashes
@@ -194,7 +214,7 @@ def _report(
 
 
 def _record(
-    total: Tally, crashes: list[dict[str, Any]], backend: str, seed: int, workers: int, seconds: float
+    total: Tally, crashes: list[dict[str, Any]], backend: str, seed: int, workers: int, gpus: int, seconds: float
 ) -> dict[str, Any]:
     """One run: a problem is one random call with all that it is judged by; refused calls are not among them."""
     about = machine.describe()
@@ -205,6 +225,7 @@ def _record(
         "machine": about,
         "seed": seed,
         "workers": workers,
+        "gpus": gpus,
         "seconds": round(seconds, 1),
         "problems": sum(total.done.values()),
         "by_call": dict(sorted(total.done.items())),

@@ -6,11 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from padless.verify.fuzz import epilogues, layers, products, quantizers, training, whole_layer
+from padless.verify.fuzz import epilogues, kinds, layers, products, quantizers, training, whole_layer
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Draw, Options, Problem
 
 EVERYWHERE = ("reference", "sm_90a", "sm_100a")
+_TRIES = 256  # draws of a problem of one kind, the rarest of which is one in a hundred
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a worker's problems of a call have in common, so that one compilation serves many of them."""
+
+    constants: Options
+    kind: kinds.Kind
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,7 @@ class Subject:
     variants: how many draws of constants a worker has, so that compiling does not take its time.
     kernels: architectures whose kernels make the call, with "reference" for torch on a CPU.
     emulated: whether the emulator has something to do with it.
+    kind: of a problem's options; see `padless.verify.fuzz.kinds`.
     """
 
     constants: Callable[[Draw], Options]
@@ -32,11 +42,21 @@ class Subject:
     variants: int
     kernels: tuple[str, ...] = EVERYWHERE
     emulated: bool = False
+    kind: kinds.KindOf = lambda options: ()
 
-    def draw(self, name: str, draw: Draw, constants: Options | None = None) -> Problem:
-        """A problem, with these constants or with new ones."""
-        fixed = self.constants(draw) if constants is None else constants
-        return Problem(name, fixed | self.rest(draw, fixed))
+    def draw(self, name: str, draw: Draw, model: Model | None = None) -> Problem:
+        """A problem: any, or one as the model's."""
+        fixed = self.constants(draw) if model is None else model.constants
+        options = fixed | self.rest(draw, fixed)
+        for _ in range(0 if model is None else _TRIES):
+            if model is None or self.kind(options) == model.kind:
+                break
+            options = fixed | self.rest(draw, fixed)
+        return Problem(name, options)
+
+    def model(self, draw: Draw) -> Model:
+        fixed = self.constants(draw)
+        return Model(fixed, self.kind(fixed | self.rest(draw, fixed)))
 
 
 _QUANT = partial(epilogues.constants, (None,))
@@ -64,15 +84,25 @@ SUBJECTS: dict[str, Subject] = {
     "grouped_gemm_quant": Subject(_QUANT, epilogues.rest, epilogues.judge_quant, 7, 3, emulated=True),
     "grouped_gemm_swiglu_quant": Subject(_SWIGLU, epilogues.rest, epilogues.judge_quant, 7, 3, emulated=True),
     "grouped_gemm_epilogue": Subject(_EPILOGUE, epilogues.rest, epilogues.judge_epilogue, 7, 3, emulated=True),
-    "quantize": Subject(quantizers.constants, quantizers.rest, quantizers.judge_quantize, 20, 8),
+    "quantize": Subject(quantizers.constants, quantizers.rest, quantizers.judge_quantize, 20, 12, kind=kinds.quantize),
     "quantize_weight_both": Subject(
-        quantizers.both_constants, quantizers.both_rest, quantizers.judge_weight_both, 6, 3
+        quantizers.both_constants, quantizers.both_rest, quantizers.judge_weight_both, 6, 4, kind=kinds.weight_both
     ),
     "quantize_rows_columns": Subject(
-        quantizers.columns_constants, quantizers.columns_rest, quantizers.judge_rows_columns, 6, 4
+        quantizers.columns_constants,
+        quantizers.columns_rest,
+        quantizers.judge_rows_columns,
+        6,
+        4,
+        kind=kinds.rows_columns,
     ),
     "swiglu_backward_quantize": Subject(
-        training.swiglu_constants, training.swiglu_rest, training.judge_swiglu_backward, 5, 4
+        training.swiglu_constants,
+        training.swiglu_rest,
+        training.judge_swiglu_backward,
+        5,
+        4,
+        kind=kinds.swiglu_backward,
     ),
     "grouped_gemm_wgrad": Subject(
         training.wgrad_constants,
@@ -83,12 +113,16 @@ SUBJECTS: dict[str, Subject] = {
         ("reference", "sm_90a"),
         emulated=True,
     ),
-    "moe.route": Subject(layers.routing_constants, layers.routing_rest, layers.judge_route, 8, 4),
-    "moe.gather_quantize": Subject(layers.gather_constants, layers.gather_rest, layers.judge_gather_quantize, 7, 5),
-    "moe.activate_quantize": Subject(
-        layers.activation_constants, layers.activation_rest, layers.judge_activate_quantize, 6, 4
+    "moe.route": Subject(layers.routing_constants, layers.routing_rest, layers.judge_route, 8, 5, kind=kinds.route),
+    "moe.gather_quantize": Subject(
+        layers.gather_constants, layers.gather_rest, layers.judge_gather_quantize, 7, 6, kind=kinds.gather
     ),
-    "moe.combine": Subject(layers.combine_constants, layers.combine_rest, layers.judge_combine, 7, 4),
+    "moe.activate_quantize": Subject(
+        layers.activation_constants, layers.activation_rest, layers.judge_activate_quantize, 6, 5, kind=kinds.activate
+    ),
+    "moe.combine": Subject(
+        layers.combine_constants, layers.combine_rest, layers.judge_combine, 7, 5, kind=kinds.combine
+    ),
     "moe.moe": Subject(whole_layer.layer_constants, whole_layer.layer_rest, whole_layer.judge_moe, 4, 1, emulated=True),
 }
 

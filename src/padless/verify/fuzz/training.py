@@ -16,7 +16,7 @@ from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.quantization.swiglu_backward import swiglu_backward_quantize
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.operands import spans
-from padless.verify.fuzz.place import Fenced, Place
+from padless.verify.fuzz.place import Guarded, Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.fuzz.quantizers import STRIDES, strided
 from padless.verify.problems.wgrad import block_of
@@ -244,8 +244,8 @@ def judge_wgrad(o: Options, place: Place) -> None:
     if o["tile"] and place.has_kernels:
         config = WgradConfig(block_m=o["tile"], mode=o["mode"], out_dtype=dtype)
     n, k = o["n"], o["k"]
-    fenced = Fenced(place, groups * n, k, dtype, o["gap"], guard=16)
-    out = fenced.out.unflatten(0, (groups, n))
+    guarded = Guarded(place, groups * n, k, dtype, o["gap"], guard=16)
+    out = guarded.out.unflatten(0, (groups, n))
     before = None
     if o["accumulate"]:
         before = torch.randn((groups, n, k), device=place.device, generator=generator)
@@ -253,7 +253,7 @@ def judge_wgrad(o: Options, place: Place) -> None:
     call: dict[str, Any] = {"backend": place.backend, "config": config}
     grouped_gemm_wgrad(dy, x, out=out, accumulate=o["accumulate"], **call)
     judge = place.judge
-    fenced.check(judge, "fences", groups * n)
+    guarded.check(judge, "fences", groups * n)
     fresh = out
     if before is not None:
         fresh = grouped_gemm_wgrad(dy, x, out_dtype=torch.float32, **call)

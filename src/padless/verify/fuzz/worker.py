@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+from padless.runtime import jit
 from padless.verify.fuzz.place import Place, place_of, reserve
-from padless.verify.fuzz.problem import Draw, Options, Problem
+from padless.verify.fuzz.problem import Draw, Problem
 from padless.verify.fuzz.shrink import shrunk
-from padless.verify.fuzz.subjects import Subject, subjects_of
+from padless.verify.fuzz.subjects import Model, Subject, subjects_of
 from padless.verify.invariance import settings_of
 
 BATCH = {"cuda": 48, "reference": 16, "emulator": 1}
@@ -68,17 +70,17 @@ def problems_of(task: Task, subjects: dict[str, Subject]) -> Iterator[Problem]:
     workers have the same kit, and each begins with a part of it, so that what one compiled the others find on disk.
     """
     names, shares = list(subjects), [s.share for s in subjects.values()]
-    kit: dict[str, list[Options]] = {}
+    kit: dict[str, list[Model]] = {}
     if task.backend != "reference":
         kits = min(_KITS, task.workers)
         sharers = len(range(task.worker % kits, task.workers, kits))
         kit = kit_of(task, task.worker % kits, subjects)
-        every = [(name, fixed) for name in names for fixed in kit[name]]
+        every = [(name, model) for name in names for model in kit[name]]
         mine = every[task.worker // kits :: sharers]
         Draw(f"{task.seed} order {task.worker}", task.backend).shuffle(mine)
-        for number, (name, fixed) in itertools.product(range(_FIRST), mine):
+        for number, (name, model) in itertools.product(range(_FIRST), mine):
             draw = Draw(f"{task.seed} first {task.worker} {number} {name}", task.backend)
-            yield subjects[name].draw(name, draw, fixed)
+            yield subjects[name].draw(name, draw, model)
     number = 0
     while True:
         draw = Draw(f"{task.seed} {task.worker} {number}", task.backend)
@@ -87,12 +89,12 @@ def problems_of(task: Task, subjects: dict[str, Subject]) -> Iterator[Problem]:
         number += 1
 
 
-def kit_of(task: Task, kit: int, subjects: dict[str, Subject]) -> dict[str, list[Options]]:
+def kit_of(task: Task, kit: int, subjects: dict[str, Subject]) -> dict[str, list[Model]]:
     """What kernels are compiled for, by call, in kit number ``kit`` of a run."""
     found = {}
     for name, subject in subjects.items():
         draw = Draw(f"{task.seed} kit {kit} {name}", task.backend)
-        found[name] = [subject.constants(draw) for _ in range(subject.variants)]
+        found[name] = [subject.model(draw) for _ in range(subject.variants)]
     return found
 
 
@@ -151,11 +153,27 @@ def _waits(place: Place, tally: Tally) -> Iterator[None]:
             tally.waits[f"{warning.filename}:{warning.lineno}"] += 1
 
 
+@cache
+def _compile_once() -> None:
+    """Of several workers that need a kernel of Triton's, one compiles it, and the others find it on disk."""
+    from triton.runtime.jit import JITFunction
+
+    compiling = JITFunction._do_compile
+
+    def once(function: Any, key: object, *args: Any, **kwargs: Any) -> Any:
+        with jit.alone(f"{function.fn.__qualname__} {key}"):
+            return compiling(function, key, *args, **kwargs)
+
+    JITFunction._do_compile = once
+
+
 def work(task: Task, tell: Callable[[tuple[str, Any]], None]) -> None:
     """Runs batches. tell: gets ("started", problems as text), ("tally", Tally), and at the end ("ended", "")."""
     import torch
 
     torch.set_num_threads(1)
+    if task.backend == "cuda":
+        _compile_once()
     place = place_of(task.backend)
     reserve(place)
     subjects = subjects_of(task.backend, place.arch)

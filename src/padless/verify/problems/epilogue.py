@@ -170,7 +170,7 @@ def _configs(route: Route, problem: EpilogueProblem) -> list[Any]:
 # --- running ---------------------------------------------------------------------------------------------
 
 
-class FencedOutputs:
+class GuardedOutputs:
     """The outputs of an epilogue as the call allocates them, but among random bytes: the same at every use.
 
     tensors: the outputs by their names in EpilogueTensors, and column_tiles. buffers: all their bytes, by name.
@@ -206,7 +206,7 @@ class Outputs:
 
 
 def run_problem(problem: EpilogueProblem, device: str, backend: str | None) -> Outputs:
-    """The call as its arguments resolve to it, into fenced outputs."""
+    """The call as its arguments resolve to it, into guarded outputs."""
     request = CudnnRequest(
         a_tensor=moved(problem.a, device),
         b_tensor=moved(problem.b, device),
@@ -215,28 +215,28 @@ def run_problem(problem: EpilogueProblem, device: str, backend: str | None) -> O
         **{k: moved(v, device) for k, v in problem.options.items()},
     )
     call = request.resolve()
-    fenced = FencedOutputs(problem, call.epilogue, device)
+    guarded = GuardedOutputs(problem, call.epilogue, device)
     grouped_gemm_epilogue(
         call.operands.a,
         call.operands.b,
         call.operands.offs,
         call.epilogue,
-        replace(call.tensors, **fenced.tensors),
+        replace(call.tensors, **guarded.tensors),
         m_aligned=request.m_aligned,
         backend=backend,
         config=request.config,
     )
     if device == "cuda":
         torch.cuda.synchronize()
-    return Outputs(call.epilogue, {name: t.cpu() for name, t in fenced.buffers.items()})
+    return Outputs(call.epilogue, {name: t.cpu() for name, t in guarded.buffers.items()})
 
 
-def untouched(problem: EpilogueProblem, epilogue: Epilogue, complement: bool = False) -> FencedOutputs:
+def untouched(problem: EpilogueProblem, epilogue: Epilogue, complement: bool = False) -> GuardedOutputs:
     """The outputs of ``epilogue`` as they are before the call, on the CPU."""
-    return FencedOutputs(problem, epilogue, "cpu", complement)
+    return GuardedOutputs(problem, epilogue, "cpu", complement)
 
 
-def epilogue_tensors(problem: EpilogueProblem, outputs: FencedOutputs) -> EpilogueTensors:
+def epilogue_tensors(problem: EpilogueProblem, outputs: GuardedOutputs) -> EpilogueTensors:
     """Operands of the problem and outputs to write, for the reference."""
     given = {
         name: problem.options.get(f"{name}_tensor") for name in ("alpha", "bias", "prob", "norm_const", "global_scale")

@@ -28,7 +28,11 @@ DEVICE = "cuda"
 SIZES = (129, 1, 127, 0, 40)  # tokens of the first experts
 WORST_DB = {True: 19.0, False: 38.0}  # against float64 of nothing quantized, by whether anything is FP8
 AS_ON_CPU_DB = 30.0  # the tensor core keeps 13 fraction bits of a sum, and a code may be another one for it
-CHECKED: dict[str, Recipe] = {**RECIPES, "fp8, recompute": Recipe(save="recompute")}
+LEFT_OUT = ("mxfp8", "nvfp4")  # sizes are other ones; gradients are rounded by chance
+CHECKED: dict[str, Recipe] = {
+    **{name: recipe for name, recipe in RECIPES.items() if name not in LEFT_OUT},
+    "fp8, recompute": Recipe(save="recompute"),
+}
 Result = dict[str, torch.Tensor]
 
 
@@ -249,7 +253,7 @@ def rehearse(backend: str) -> None:
                 global_scale=None, backend=backend,
             )  # fmt: skip
         for n, k in ((2 * intermediate, hidden), (hidden, intermediate)):
-            _, dy = operands_of_rows(x.new_ones((x.shape[0], n)), offs, False, True, (1, 128))
+            _, dy = operands_of_rows(x.new_ones((x.shape[0], n)), offs, None, FP8_BLOCK, (1, 128))
             for block in WGRAD_MODES.values():
                 _, columns = quantize_rows_columns(x.new_ones((x.shape[0], k)), offs, column_block=block, rows=False)
                 grouped_gemm_wgrad(dy, columns, backend=backend)  # type: ignore[arg-type]

@@ -6,6 +6,8 @@ Contenders of a point; times are those of the slowest rank, in microseconds, fro
                                       GEMM takes them; its rows to (T, H); both, with the two projections between
     .. eager                          the same, called from Python
     nccl dispatch, combine, layer     all_to_all of bfloat16 rows, with sorting, permuting, quantizing and summing
+    titan dispatch, combine, layer    torchtitan's MinimalAsyncEP, with counting and quantizing, replayed from CUDA
+                                      graphs; where its files are in the folder of peers, `async_ep.FOLDER`
 
 and padless' steps alone: publish; sort (ids of all ranks to an order of rows) and fan_out, or both as receive;
 send_back; finish.
@@ -16,13 +18,16 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from padless.bench.cases.ep import async_ep
 from padless.bench.cases.ep.problem import EpPoint, EpProblem, NcclExchange
 from padless.bench.cases.ep.problem import points as points_of
+from padless.bench.peers.find import resolve_folder
 from padless.bench.report import table
 from padless.bench.results import Record
 from padless.bench.session import Session
@@ -53,9 +58,12 @@ def grid(name: str, seed: int) -> list[EpPoint]:
 def start(session: Session) -> Callable[[EpPoint], Record]:
     """A point, on processes that stay, one for each GPU. One that fails has the error for a record."""
     pool = RankPool(torch.cuda.device_count(), cuda=True, backend="symm")
+    folder = resolve_folder(session.settings.peers_dir)
+    if folder is not None and not (folder / async_ep.FOLDER).is_dir():
+        folder = None
 
     def measure(point: EpPoint) -> Record:
-        arguments = (point, session.settings.seed, session.settings.repeats, None)
+        arguments = (point, session.settings.seed, session.settings.repeats, None, folder)
         found = pool.call(measure_point, *arguments, timeout_s=SECONDS)
         failed = next((str(result) for result in found if isinstance(result, RankError)), None)
         if failed is not None:
@@ -66,8 +74,10 @@ def start(session: Session) -> Callable[[EpPoint], Record]:
     return measure
 
 
-def measure_point(rank: Rank, point: EpPoint, seed: int, repeats: int, programs: int | None) -> Record:
-    """The record of a point, on every rank of a group of GPUs."""
+def measure_point(
+    rank: Rank, point: EpPoint, seed: int, repeats: int, programs: int | None, folder: Path | None = None
+) -> Record:
+    """The record of a point, on every rank of a group of GPUs. folder: of peers, None for none but NCCL."""
     p = EpProblem(rank, point, seed, programs)
     nccl = NcclExchange(p)
     rows, plan = p.ep.dispatch(p.x, p.ids, p.weights)
@@ -89,6 +99,8 @@ def measure_point(rank: Rank, point: EpPoint, seed: int, repeats: int, programs:
     calls: dict[str, Call] = {name: replayed(call) for name, call in eager.items()}
     calls |= {f"{name}, eager": call for name, call in eager.items()}
     calls |= {"nccl dispatch": nccl.dispatch, "nccl combine": lambda: nccl.combine(nccl_y), "nccl layer": nccl.layer}
+    if folder is not None:
+        calls |= titan_calls(p, folder, rows, used=int(plan.offs[-1]))
     times = timed(rank, calls, repeats)
     times |= timed_steps(rank, p, y, repeats)
     p.ep.check()
@@ -101,6 +113,16 @@ def measure_point(rank: Rank, point: EpPoint, seed: int, repeats: int, programs:
         "link_bytes": {"fan_out": link * record_bytes, "send_back": link * point.hidden * 2},
         "programs": programs,
     }
+
+
+def titan_calls(p: EpProblem, folder: Path, rows: Any, used: int) -> dict[str, Call]:
+    """MinimalAsyncEP's contenders; its rows are those of padless, bit for bit."""
+    titan = async_ep.AsyncEpExchange(p, folder)
+    its_rows, offs = titan.dispatch()
+    assert torch.equal(its_rows.data.view(torch.uint8), rows.data[:used].view(torch.uint8)), "rows of MinimalAsyncEP"
+    y = p.products(its_rows, offs)
+    calls: dict[str, Call] = {"dispatch": titan.dispatch, "combine": lambda: titan.combine(y), "layer": titan.layer}
+    return {f"titan {name}": replayed(call) for name, call in calls.items()}
 
 
 def replayed(call: Call) -> Call:
@@ -221,6 +243,8 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     for name in ("dispatch", "combine", "layer"):
         against += [table.time(name), table.time(f"nccl {name}", digits=0)]
         against.append(table.ratio("x", f"nccl {name}", name, 1, unit="x"))
+        if any(f"titan {name}" in record["gpu"] for record in records):
+            against.append(table.time(f"titan {name}"))
     steps = [table.time(name) for name in ("publish", "receive", *STEPS[1:])]
     rates = [_rate_column(step) for step in ("fan_out", "send_back")]
     return [

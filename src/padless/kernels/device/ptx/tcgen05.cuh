@@ -128,6 +128,30 @@ __device__ __forceinline__ void tcgen05_mma_mxf4nvf4_block32(uint32_t d, uint64_
             : "memory");
 }
 
+// 8-bit elements without scales; K = 32. `shape`: f8f6f4_shape (device/sm100/descriptors.cuh).
+template <int CTA_GROUP>
+__device__ __forceinline__ void tcgen05_mma_f8f6f4(uint32_t d, uint64_t a, uint64_t b, uint32_t shape,
+                                                   bool accumulate) {
+    if constexpr (CTA_GROUP == 1)
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.b32 p, %4, 0;\n"
+            "tcgen05.mma.cta_group::1.kind::f8f6f4 [%0], %1, %2, %3, p;\n"
+            "}" ::"r"(d),
+            "l"(a), "l"(b), "r"(shape), "r"(static_cast<uint32_t>(accumulate))
+            : "memory");
+    else
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.b32 p, %4, 0;\n"
+            "tcgen05.mma.cta_group::2.kind::f8f6f4 [%0], %1, %2, %3, p;\n"
+            "}" ::"r"(d),
+            "l"(a), "l"(b), "r"(shape), "r"(static_cast<uint32_t>(accumulate))
+            : "memory");
+}
+
 // One arrival on the barrier when every cp and mma that this thread has issued is complete.
 __device__ __forceinline__ void tcgen05_commit(uint32_t barrier) {
     asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(barrier)
@@ -166,6 +190,11 @@ __device__ __forceinline__ void tcgen05_wait_ld() {
     asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
 }
 
+// The same for this warp's tcgen05_st.
+__device__ __forceinline__ void tcgen05_wait_st() {
+    asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");
+}
+
 // COLUMNS columns of the warp's own 32 lanes, one lane to a thread: r[i] is column i. A warp reaches the lanes of its
 // quarter, 32 * (warp % 4) and up, alone; the lane of `address` is the first of them.
 // clang-format off
@@ -200,6 +229,13 @@ __device__ __forceinline__ void tcgen05_ld_32x32b<128>(uint32_t (&r)[128], uint3
                  : PADLESS_OUT_32(r, 0), PADLESS_OUT_32(r, 32), PADLESS_OUT_32(r, 64), PADLESS_OUT_32(r, 96) : "r"(address));
 }
 
+// The other way: 32 columns.
+#define PADLESS_IN_8(r, i) "f"(r[i]), "f"(r[i + 1]), "f"(r[i + 2]), "f"(r[i + 3]), "f"(r[i + 4]), "f"(r[i + 5]), "f"(r[i + 6]), "f"(r[i + 7])
+__device__ __forceinline__ void tcgen05_st_32x32b(uint32_t address, const float (&r)[32]) {
+    asm volatile("tcgen05.st.sync.aligned.32x32b.x32.b32 [%32], {" PADLESS_NAMES_0 "};" ::PADLESS_IN_8(r, 0), PADLESS_IN_8(r, 8), PADLESS_IN_8(r, 16), PADLESS_IN_8(r, 24), "r"(address) : "memory");
+}
+
+#undef PADLESS_IN_8
 #undef PADLESS_OUT_32
 #undef PADLESS_OUT_8
 #undef PADLESS_NAMES_0

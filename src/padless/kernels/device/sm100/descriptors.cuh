@@ -39,11 +39,17 @@ constexpr int SCALE_ATOM_COLUMNS = 4;  // of tensor memory
 //   bit  23     scales are UE8M0
 //   bits 27-28  M / 128
 //   bits 29-30  SFA id
-constexpr uint32_t MMA_E4M3 = 0, MMA_E5M2 = 1;
+constexpr uint32_t MMA_E4M3 = 0, MMA_E5M2 = 1, MMA_E2M1 = 5;
 
-// kind::mxf8f6f4; a, b: MMA_E4M3 or MMA_E5M2. Example: m = 256, n = 256, e4m3 both -> 0x10C0'0000.
+// kind::mxf8f6f4; a, b: MMA_*, in any mix. e2m1 is 5 here and 1 in the kinds below. Example: m = 256, n = 256, e4m3 both ->
+// 0x10C0'0000.
 constexpr uint32_t mxf8f6f4_shape(uint32_t m, uint32_t n, uint32_t a, uint32_t b) {
     return a << 7 | b << 10 | (n >> 3) << 17 | 1u << 23 | (m >> 7) << 27;
+}
+
+// kind::f8f6f4, e4m3 both, to float32: M / 16 in bits 24-28, 1 in bits 4-5. Example: m = 256, n = 128 -> 0x1020'0010.
+constexpr uint32_t f8f6f4_shape(uint32_t m, uint32_t n) {
+    return 1u << 4 | (n >> 3) << 17 | (m >> 4) << 24;
 }
 
 // kind::mxf4nvf4 with UE4M3 (block16) or UE8M0 scales. Example: m = 128, n = 128, UE4M3 -> 0x0820'0480.
@@ -58,5 +64,7 @@ __host__ __device__ constexpr uint32_t scale_ids(uint32_t id) {
 
 static_assert(mxf8f6f4_shape(256, 256, MMA_E4M3, MMA_E4M3) == 0x10C00000);
 static_assert(mxf8f6f4_shape(128, 128, MMA_E4M3, MMA_E4M3) == 0x08A00000);
+static_assert(mxf8f6f4_shape(256, 128, MMA_E2M1, MMA_E2M1) == 0x10A01680);
+static_assert(f8f6f4_shape(256, 128) == 0x10200010);
 static_assert(mxf4nvf4_shape(128, 128, false) == 0x08200480);
 static_assert(mxf4nvf4_shape(256, 256, true) == 0x10C00480);

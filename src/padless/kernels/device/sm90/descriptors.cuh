@@ -10,7 +10,7 @@
 // For a K-major tile whose rows are 128 bytes (128 e4m3 values): 8 rows are 1024 bytes, so the stride is 1024.
 // Example: a tile at 0x2400 has the low word 0x240 and the descriptor 0x4000'0040'0000'0240.
 //
-// Only the low word moves: adding bytes / 16 to it names another stage, another unit of rows, or a step of 32 bytes
+// Only the low word moves: adding bytes / 16 to it names another stage, another m64, or a step of 32 bytes
 // along K inside the rows (the swizzle takes its phase from address bits that such a step leaves alone). Shared memory
 // ends below 2^18, so the address field never carries out.
 __device__ __forceinline__ uint32_t descriptor_low(uint32_t tile_address) {

@@ -15,23 +15,22 @@ static_assert(!SWAPS_ROW_AMAX || (CLUSTER_N == 2 && RowFormat::BLOCK == 2 * OUT_
               "a row's block of scales lies in two CTAs: they must be a cluster");
 static_assert(BLOCK_N == 128, "a tile is as wide as the widest block");
 
-// Where columns are quantised and a warpgroup has two units, these are neighbours: a run of 128 rows that share their
-// columns' scales then lies in one warpgroup, and the two need not wait for each other. A tile of no more units than
+// Where columns are quantised and a warpgroup has two m64s, these are neighbours: a run of 128 rows that share their
+// columns' scales then lies in one warpgroup, and the two need not wait for each other. A tile of no more m64s than
 // warpgroups gives each one, and only there does a run of 128 rows lie in both.
-constexpr bool UNITS_ARE_NEIGHBOURS = COLUMN_QUANT != QUANT_NONE && WAVES == 2;
-constexpr int UNIT_STEP =
-    UNITS_ARE_NEIGHBOURS ? 1 : NUM_MMA_WARPGROUPS;  // from a warpgroup's unit to its next
-__device__ __forceinline__ int first_unit(int warpgroup, int rows) {
-    return UNITS_ARE_NEIGHBOURS && units_of(rows) > NUM_MMA_WARPGROUPS ? warpgroup * WAVES : warpgroup;
+constexpr bool M64S_ARE_NEIGHBOURS = COLUMN_QUANT != QUANT_NONE && WAVES == 2;
+constexpr int M64_STEP = M64S_ARE_NEIGHBOURS ? 1 : NUM_MMA_WARPGROUPS;  // from a warpgroup's m64 to its next
+__device__ __forceinline__ int first_m64(int warpgroup, int rows) {
+    return M64S_ARE_NEIGHBOURS && m64s_of(rows) > NUM_MMA_WARPGROUPS ? warpgroup * WAVES : warpgroup;
 }
 
-// Runs of rows that share column scales. RUNS: of a warpgroup; UNITS_OF_RUN: how many of its units are in one;
+// Runs of rows that share column scales. RUNS: of a warpgroup; M64S_OF_RUN: how many of its m64s are in one;
 // MAXIMA_OF_RUN: how many of its warps have rows in one, each of which leaves the maxima of these.
-constexpr bool RUNS_EXCEED_UNITS = COLUMN_QUANT != QUANT_NONE && ColumnFormat::BLOCK > WGMMA_M;
-constexpr int UNITS_OF_RUN = RUNS_EXCEED_UNITS ? WAVES : 1;
-constexpr int MAXIMA_OF_RUN = RUNS_EXCEED_UNITS ? 4 : ColumnFormat::BLOCK / 16;
+constexpr bool RUNS_EXCEED_M64S = COLUMN_QUANT != QUANT_NONE && ColumnFormat::BLOCK > WGMMA_M;
+constexpr int M64S_OF_RUN = RUNS_EXCEED_M64S ? WAVES : 1;
+constexpr int MAXIMA_OF_RUN = RUNS_EXCEED_M64S ? 4 : ColumnFormat::BLOCK / 16;
 constexpr int RUNS =
-    COLUMN_QUANT == QUANT_NONE || RUNS_EXCEED_UNITS ? 1 : WAVES * WGMMA_M / ColumnFormat::BLOCK;
+    COLUMN_QUANT == QUANT_NONE || RUNS_EXCEED_M64S ? 1 : WAVES * WGMMA_M / ColumnFormat::BLOCK;
 static_assert(COLUMN_QUANT == QUANT_NONE || ColumnFormat::BLOCK <= BLOCK_M, "a run of rows lies in one tile");
 static_assert(COLUMN_QUANT == QUANT_NONE || ColumnFormat::CODE_BITS == 8, "columns are quantised to FP8");
 
@@ -40,12 +39,12 @@ constexpr int PLAIN_BYTES = HAS_PLAIN ? 64 * OUT_COLUMNS * (OUT_TYPE == OUT_F32 
 constexpr int ROW_CODE_BYTES = ROW_QUANT == QUANT_NONE ? 0 : 64 * OUT_COLUMNS * RowFormat::CODE_BITS / 8;
 constexpr int COLUMN_CODE_BYTES = COLUMN_QUANT == QUANT_NONE ? 0 : 64 * OUT_COLUMNS;
 constexpr int STAGED_BYTES = PLAIN_BYTES + ROW_CODE_BYTES + COLUMN_CODE_BYTES;
-constexpr int QUANT_UNIT_BYTES = STAGED_BYTES == 0 ? 1024 : STAGED_BYTES;  // amax alone needs none
+constexpr int QUANT_M64_BYTES = STAGED_BYTES == 0 ? 1024 : STAGED_BYTES;  // amax alone needs none
 
-// Where a warpgroup may have two units and a run is no shorter, lanes leave their column maxima as they are, in the slabs of
+// Where a warpgroup may have two m64s and a run is no shorter, lanes leave their column maxima as they are, in the slabs of
 // the column codes, which are not written until the maxima have been read: no shuffles, and the loads that reduce them lie
-// behind the barrier, where rows give the warp something else to do. A unit's slab has room for those of two warps.
-constexpr bool LANES_LEAVE_MAXIMA = RUNS_EXCEED_UNITS && WAVES == 2;
+// behind the barrier, where rows give the warp something else to do. An m64's slab has room for those of two warps.
+constexpr bool LANES_LEAVE_MAXIMA = RUNS_EXCEED_M64S && WAVES == 2;
 constexpr int WARP_MAXIMA_BYTES = 8 * OUT_COLUMNS * 4;  // a row of floats for each quad
 static_assert(2 * WARP_MAXIMA_BYTES <= COLUMN_CODE_BYTES || !LANES_LEAVE_MAXIMA,
               "a slab has 64 codes to a column");

@@ -22,10 +22,7 @@ __device__ __forceinline__ constexpr int accumulator(int i, int h, int e) {
     return group * 4 + h * 2 + e % 2;
 }
 
-constexpr bool BIAS_GATED_BY_PROB = BIAS_IS_GATED && HAS_BIAS && HAS_PROB;
-constexpr bool GATES_SUM = HAS_PROB && !BIAS_GATED_BY_PROB;
-
-// The values of one unit of 64 rows: float32, operation by operation as in epilogue.py.
+// The values of one m64: float32, operation by operation as in epilogue.py.
 __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const float (&d)[BLOCK_N / 2],
                                               const Problem& problem, const QuantOutputs& outputs, int group,
                                               int row, int rows_left, int column, int lane) {
@@ -35,7 +32,7 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
 #pragma unroll
         for (int h = 0; h < 2; ++h) prob[h] = 8 * h < rows_left ? __ldg(outputs.prob + row + 8 * h) : 0.0f;
     }
-    uint32_t opaque = column;  // not to keep one unit's biases in registers for the next: that spills
+    uint32_t opaque = column;  // not to keep one m64's biases in registers for the next: that spills
     if constexpr (HAS_BIAS && WAVES == 2) pin_register(opaque);
     column = static_cast<int>(opaque);
     float x[BLOCK_N / 2];
@@ -61,10 +58,8 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
                 float& value = x[8 * i + 4 * h + e];
                 value = d[accumulator(i, h, e)];
                 if constexpr (GLU != GLU_NONE && !HAS_ALPHA && !HAS_BIAS)
-                    pin_register(value);  // else the second unit's are copied once more
-                if constexpr (HAS_ALPHA) value = __fmul_rn(value, alpha);
-                if constexpr (HAS_BIAS)
-                    value = __fadd_rn(value, BIAS_GATED_BY_PROB ? __fmul_rn(bias[e], prob[h]) : bias[e]);
+                    pin_register(value);  // else the second m64's are copied once more
+                value = with_alpha_and_bias(value, alpha, bias[e], prob[h]);
             }
         }
     }
@@ -98,16 +93,16 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
 }
 
 // FP8_BLOCK scales of a SwiGLU output cover the columns of both CTAs of a cluster: the two warps that hold the same rows
-// swap their rows' maxima, 64 bytes a unit, each unit's as soon as they are known; the answers are awaited when the unit's
+// swap their rows' maxima, 64 bytes an m64, each m64's as soon as they are known; the answers are awaited when the m64's
 // row scales are made. The stores carry their own completion, as a copy does (st.async): a release and an acquire at cluster
-// scope would cost a membar and an emptied L1 cache. Two buffers in turn, with a barrier to each unit: with its answer a
+// scope would cost a membar and an emptied L1 cache. Two buffers in turn, with a barrier to each m64: with its answer a
 // warp says that it has read the one before, so that the other may write that buffer again.
 struct RowSwap {
-    uint32_t turn, rows, full;  // rows: two floats of this quad's rows to a unit
+    uint32_t turn, rows, full;  // rows: two floats of this quad's rows to an m64
     int lane;
 
     RowSwap() = default;
-    __device__ __forceinline__ RowSwap(QuantStorage& quant, int units, int warp_of_cta, int lane)
+    __device__ __forceinline__ RowSwap(QuantStorage& quant, int m64s, int warp_of_cta, int lane)
         : lane(lane) {
         turn = quant.swaps[warp_of_cta];
         rows = shared_address(&quant.peer_amax[turn % 2][warp_of_cta][lane / 4 * 2]);
@@ -116,8 +111,8 @@ struct RowSwap {
         if (lane == 0) {
             quant.swaps[warp_of_cta] = turn + 1;
 #pragma unroll
-            for (int w = 0; w < WAVES; ++w) {  // the barrier of a unit that is not there keeps step
-                if (w < units)
+            for (int w = 0; w < WAVES; ++w) {  // the barrier of an m64 that is not there keeps step
+                if (w < m64s)
                     mbarrier_arrive_expect_tx(full + w * 8, 64);
                 else
                     mbarrier_arrive(full + w * 8);
@@ -139,41 +134,41 @@ struct RowSwap {
     }
 };
 
-// Where a warpgroup stages its unit w. Not by the rows that it has: these change from tile to tile, and the other warpgroup
+// Where a warpgroup stages its m64 w. Not by the rows that it has: these change from tile to tile, and the other warpgroup
 // may still be writing out what lay there.
 __device__ __forceinline__ int slot_of(int warpgroup, int w) {
     return w * NUM_MMA_WARPGROUPS + warpgroup;
 }
 
-// From the slabs of a warpgroup's first unit to those of unit w.
-constexpr int unit_further(int w) {
-    return w * NUM_MMA_WARPGROUPS * UNIT_D_BYTES;
+// From the slabs of a warpgroup's first m64 to those of m64 w.
+constexpr int m64_further(int w) {
+    return w * NUM_MMA_WARPGROUPS * M64_D_BYTES;
 }
 
-// How much of a unit exists, counted from the thread's first row and first column.
+// How much of an m64 exists, counted from the thread's first row and first column.
 struct Extent {
     int rows, columns;
 
-    __device__ __forceinline__ Extent(const QuantOutputs& outputs, const Tile& tile, int unit, int out_column,
+    __device__ __forceinline__ Extent(const QuantOutputs& outputs, const Tile& tile, int m64, int out_column,
                                       int warp, int lane) {
-        rows = tile.rows - (unit * WGMMA_M + warp * 16 + lane / 4);
+        rows = tile.rows - (m64 * WGMMA_M + warp * 16 + lane / 4);
         columns = outputs.n_out - out_column - lane % 4 * 4;
     }
 };
 
-// The maxima of the blocks of UNITS units, and with them the largest magnitude of the thread's own that exist.
+// The maxima of the blocks of M64S m64s, and with them the largest magnitude of the thread's own that exist.
 // `extent`: of the first of them.
-template <int UNITS>
+template <int M64S>
 __device__ __forceinline__ void find_row_amax(const float (*v)[OUT_COLUMNS / 2], const Extent& extent,
                                               float (*amax)[2][ROW_BLOCKS], float& highest) {
-    row_block_amax<OUT_COLUMNS, ROW_BLOCK, UNITS>(v, amax, extent.columns);
+    row_block_amax<OUT_COLUMNS, ROW_BLOCK, M64S>(v, amax, extent.columns);
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
+    for (int u = 0; u < M64S; ++u) {
         if constexpr (ROW_QUANT != QUANT_NONE) quad_amax(amax[u]);
 #pragma unroll
         for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {
             const int h = i / ROW_BLOCKS;
-            if (u * UNIT_STEP * WGMMA_M + 8 * h < extent.rows)
+            if (u * M64_STEP * WGMMA_M + 8 * h < extent.rows)
                 highest = max_nan_abs(highest, amax[u][h][i % ROW_BLOCKS]);
         }
     }
@@ -190,9 +185,9 @@ struct RowScales {
     float* at;
 
     __device__ __forceinline__ RowScales(const QuantOutputs& outputs, const Placement& place,
-                                         const Tile& tile, int out_column, int first_unit, int warp, int lane)
+                                         const Tile& tile, int out_column, int first_m64, int warp, int lane)
         : outputs(outputs), place(place) {
-        row = first_unit * WGMMA_M + warp * 16 + lane / 4;
+        row = first_m64 * WGMMA_M + warp * 16 + lane / 4;
         first = out_column / RowFormat::BLOCK;
         blocks = (outputs.n_out + RowFormat::BLOCK - 1) / RowFormat::BLOCK;
         part = lane % 4;
@@ -215,12 +210,12 @@ struct RowScales {
     }
 };
 
-// Row maxima are found while the lanes' column maxima are on their way to shared memory: of all units at once.
+// Row maxima are found while the lanes' column maxima are on their way to shared memory: of all m64s at once.
 constexpr bool ROW_AMAX_EARLY =
     LANES_LEAVE_MAXIMA && ROW_QUANT != QUANT_NONE && !SWAPS_ROW_AMAX && ROW_BLOCKS == 1;
 
-// Row scales and row codes of units FIRST .. LAST - 1 of the warp. The maxima are there already where they had to be
-// swapped, or ROW_AMAX_EARLY; else they are found here, unit by unit: those of narrow blocks are too many to be kept.
+// Row scales and row codes of m64s FIRST .. LAST - 1 of the warp. The maxima are there already where they had to be
+// swapped, or ROW_AMAX_EARLY; else they are found here, m64 by m64: those of narrow blocks are too many to be kept.
 template <int FIRST, int LAST>
 __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMNS / 2],
                                               float (&amax)[WAVES][2][ROW_BLOCKS], float& highest,
@@ -231,12 +226,12 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
     const RowFormat format = RowFormat::make(outputs.constant + place.group * outputs.constant_stride);
 #pragma unroll
     for (int w = FIRST; w < LAST; ++w) {
-        const int unit = w * UNIT_STEP + first;
+        const int m64 = w * M64_STEP + first;
         if constexpr (SWAPS_ROW_AMAX) {
             swap.wait(w);
             swap.receive(w, amax[w]);
         } else if (!ROW_AMAX_EARLY) {
-            find_row_amax<1>(v + w, Extent(outputs, tile, unit, out_column, warp, lane), amax + w, highest);
+            find_row_amax<1>(v + w, Extent(outputs, tile, m64, out_column, warp, lane), amax + w, highest);
         }
         float multiplier[2][ROW_BLOCKS];
 #pragma unroll
@@ -247,15 +242,15 @@ __device__ __forceinline__ void quantize_rows(const float (&v)[WAVES][OUT_COLUMN
                 scale[b] = format.scale(amax[w][h][b]);
                 multiplier[h][b] = format.multiplier(scale[b]);
             }
-            scales.store(w * UNIT_STEP * WGMMA_M + h * 8, scale);
+            scales.store(w * M64_STEP * WGMMA_M + h * 8, scale);
         }
         stage_codes<OUT_COLUMNS, RowFormat>(
-            v[w], place_of_code, unit_further(w) + PLAIN_BYTES,
+            v[w], place_of_code, m64_further(w) + PLAIN_BYTES,
             [&](int h, int i, int) { return multiplier[h][i * 16 / ROW_BLOCK]; });
     }
 }
 
-// A run of 128 rows that lies in both warpgroups, a unit in each: the first makes the scales, and the two meet twice, when
+// A run of 128 rows that lies in both warpgroups, an m64 in each: the first makes the scales, and the two meet twice, when
 // maxima are written and when multipliers are; then maxima may be written again. They meet in the same two places of the
 // code where a warpgroup otherwise meets alone: one barrier.sync at different instructions would be an error to synccheck,
 // and where the second only arrived (bar.arrive), racecheck lost the order of what came next. Any other run lies in one
@@ -267,7 +262,7 @@ constexpr int BOTH_BARRIER = 4;
 constexpr int COLUMN_TURNS = (RUNS * OUT_COLUMNS + 127) / 128;
 template <int NUM_WAVES, class Use>
 __device__ __forceinline__ void for_columns(Use use) {  // use(turn, run, column)
-    constexpr int EXISTING = (RUNS_EXCEED_UNITS ? 1 : RUNS / WAVES * NUM_WAVES) * OUT_COLUMNS;
+    constexpr int EXISTING = (RUNS_EXCEED_M64S ? 1 : RUNS / WAVES * NUM_WAVES) * OUT_COLUMNS;
 #pragma unroll
     for (int turn = 0; turn < (EXISTING + 127) / 128; ++turn) {
         const uint32_t at = turn * 128 + threadIdx.x % 128;
@@ -316,7 +311,7 @@ __device__ __forceinline__ void scale_columns(const int (&highest)[COLUMN_TURNS]
         quant.columns[warpgroup].multiplier[run][column] = multiplier;
         if (spans) quant.columns[1].multiplier[run][column] = multiplier;
         const int row = first * WGMMA_M + run * ColumnFormat::BLOCK;
-        if ((RUNS_EXCEED_UNITS || row < tile.rows) && out_column + column < outputs.n_out)
+        if ((RUNS_EXCEED_M64S || row < tile.rows) && out_column + column < outputs.n_out)
             store_column_scale<COLUMN_SCALES, ColumnFormat::BLOCK>(outputs, place, tile.row + row,
                                                                    out_column + column, scale);
     });
@@ -334,8 +329,8 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     lane = opaque_lane;
     column = opaque_column;
     const bool issuer = warp == 0 && lane == 0;
-    const int first = WAVES == 1 ? warpgroup : first_unit(warpgroup, tile.rows);
-    const bool spans = RUNS_EXCEED_UNITS && NUM_WAVES == 1 && units_of(tile.rows) == 2;
+    const int first = WAVES == 1 ? warpgroup : first_m64(warpgroup, tile.rows);
+    const bool spans = RUNS_EXCEED_M64S && NUM_WAVES == 1 && m64s_of(tile.rows) == 2;
     const bool is_second = spans && warpgroup == 1;
     const int out_column = GLU == GLU_NONE ? column : column / 2;
     const Placement place = shared.quant.placement(shared.groups.group_ends, tile.group);
@@ -348,7 +343,7 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     float highest = 0.0f;
 #pragma unroll
     for (int w = 0; w < NUM_WAVES; ++w) {
-        const Extent extent(outputs, tile, w * UNIT_STEP + first, out_column, warp, lane);
+        const Extent extent(outputs, tile, w * M64_STEP + first, out_column, warp, lane);
         finish_values(v[w], d[w], problem, outputs, tile.group, tile.row + tile.rows - extent.rows,
                       extent.rows, column, lane);
         if constexpr (SWAPS_ROW_AMAX || (HAS_AMAX && ROW_QUANT == QUANT_NONE))
@@ -414,10 +409,10 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     }
     if constexpr (COLUMN_QUANT != QUANT_NONE) {
         bar_sync(barrier, threads);
-        float multiplier[OUT_COLUMNS / 16][4];  // of the thread's columns in the unit's run
+        float multiplier[OUT_COLUMNS / 16][4];  // of the thread's columns in the m64's run
 #pragma unroll
         for (int w = 0; w < NUM_WAVES; ++w) {
-            if (w % UNITS_OF_RUN == 0) {
+            if (w % M64S_OF_RUN == 0) {
                 const int run = (w * WGMMA_M + warp * 16) / ColumnFormat::BLOCK;
                 const uint32_t at = shared_address(shared.quant.columns[warpgroup].multiplier[run]);
 #pragma unroll
@@ -425,7 +420,7 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
                     ld_shared_v4_f32(at + (16 * i + lane % 4 * 4) * 4, multiplier[i]);
             }
             stage_codes<OUT_COLUMNS, ColumnFormat>(v[w], column_place,
-                                                   unit_further(w) + PLAIN_BYTES + ROW_CODE_BYTES,
+                                                   m64_further(w) + PLAIN_BYTES + ROW_CODE_BYTES,
                                                    [&](int, int i, int e) { return multiplier[i][e]; });
         }
     }
@@ -434,9 +429,9 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     if (issuer && out_column < outputs.n_out) {
 #pragma unroll
         for (int w = 0; w < NUM_WAVES; ++w) {
-            const int unit = w * UNIT_STEP + first;
-            const int left = tile.rows - unit * WGMMA_M;
-            const int row = tile.row + unit * WGMMA_M;
+            const int m64 = w * M64_STEP + first;
+            const int left = tile.rows - m64 * WGMMA_M;
+            const int row = tile.row + m64 * WGMMA_M;
             const int end = row + (left < WGMMA_M ? left : WGMMA_M);
             const uint32_t slabs = shared_address(shared.d[slot_of(warpgroup, w)]);
             if constexpr (HAS_PLAIN) {

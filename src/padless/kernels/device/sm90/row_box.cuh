@@ -1,4 +1,4 @@
-// How many rows of A one copy, a box, brings. A tile is multiplied in units of 64 rows, but rows that are not its group's need
+// How many rows of A one copy, a box, brings. A tile is multiplied in m64s, but rows that are not its group's need
 // not be loaded: they take bandwidth, and those past the last row of all take TMA longer than rows that exist,
 // since it writes zeros for them (with 8 rows in all a call took 27% longer by boxes of 64 than by boxes of 8). So a box is no
 // taller than all rows need, in steps of 8 (1024 bytes, a group of the swizzle), and where groups are small a tile of the
@@ -19,7 +19,7 @@ __device__ __forceinline__ int row_box(int m, int num_groups) {
 
 // The first THREADS threads of the CTA, before a barrier at which all who multiply wait: clears rows that a first box of `box`
 // rows does not bring, of the ROWS rows of 128 bytes that a stage has, or of the first 64 if there are fewer in all. `a`: of
-// all stages. Whoever loads more than one box a unit has to wait for that, too; the first brings none that are cleared.
+// all stages. Whoever loads more than one box an m64 has to wait for that, too; the first brings none that are cleared.
 template <int STAGES, int ROWS, int THREADS>
 __device__ __forceinline__ void clear_missing_rows(uint8_t* a, int box, int m) {
     if (box == 64) return;

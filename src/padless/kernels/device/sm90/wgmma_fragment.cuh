@@ -12,20 +12,20 @@
 //   row of B    0  1  2  3 | 4  5  6  7 | 8  9 ..      lands in row   0  1 64 65 | 2  3 66 67 | 4  5 ..
 #pragma once
 
-// amax[u][h][b]: the largest magnitude among the thread's own values of row h of unit u in columns [b BLOCK, (b + 1) BLOCK);
+// amax[u][h][b]: the largest magnitude among the thread's own values of row h of m64 u in columns [b BLOCK, (b + 1) BLOCK);
 // NaN where there is one. Magnitudes are compared as integers after the first step, where NaN is above every number: three
 // at a time. Columns from `columns` on, counted from the thread's first, are none: a predicate, since a second copy without it
-// behind a branch costs more instructions to fetch than it saves. Units together share their predicates.
-template <int COLUMNS, int BLOCK, int UNITS>
+// behind a branch costs more instructions to fetch than it saves. M64s together share their predicates.
+template <int COLUMNS, int BLOCK, int M64S>
 __device__ __forceinline__ void row_block_amax(const float (*v)[COLUMNS / 2],
                                                float (*amax)[2][COLUMNS / BLOCK], int columns) {
 #pragma unroll
     for (int b = 0; b < COLUMNS / BLOCK; ++b) {
-        int highest[UNITS][2] = {};
+        int highest[M64S][2] = {};
 #pragma unroll
         for (int i = b * BLOCK / 16; i < (b + 1) * BLOCK / 16; ++i) {
 #pragma unroll
-            for (int row = 0; row < 2 * UNITS; ++row) {
+            for (int row = 0; row < 2 * M64S; ++row) {
                 const int u = row / 2, h = row % 2, at = 8 * i + 4 * h;
                 const int low = __float_as_int(max_nan_abs(v[u][at], v[u][at + 1]));
                 const int high = __float_as_int(max_nan_abs(v[u][at + 2], v[u][at + 3]));
@@ -33,7 +33,7 @@ __device__ __forceinline__ void row_block_amax(const float (*v)[COLUMNS / 2],
             }
         }
 #pragma unroll
-        for (int row = 0; row < 2 * UNITS; ++row)
+        for (int row = 0; row < 2 * M64S; ++row)
             amax[row / 2][row % 2][b] = __int_as_float(highest[row / 2][row % 2]);
     }
 }
@@ -52,22 +52,22 @@ __device__ __forceinline__ void quad_amax(float (&amax)[2][BLOCKS]) {
     }
 }
 
-// m[4 i + e]: the largest magnitude among the thread's own values of column 16 i + 4 (lane % 4) + e in UNITS units, one or
-// two. `rows`: how many there are from the thread's first of the last unit on; its second is the eighth after it.
-template <int COLUMNS, int UNITS>
+// m[4 i + e]: the largest magnitude among the thread's own values of column 16 i + 4 (lane % 4) + e in M64S m64s, one or
+// two. `rows`: how many there are from the thread's first of the last m64 on; its second is the eighth after it.
+template <int COLUMNS, int M64S>
 __device__ __forceinline__ void thread_column_amax(const float (*v)[COLUMNS / 2], float (&m)[COLUMNS / 4],
                                                    int rows) {
 #pragma unroll
     for (int c = 0; c < COLUMNS / 4; ++c) {
         const int at = c / 4 * 8 + c % 4;
         m[c] = max_nan_abs(v[0][at], v[0][at + 4]);
-        if constexpr (UNITS == 2) {  // the first is whole; of the last, predicates are enough
+        if constexpr (M64S == 2) {  // the first is whole; of the last, predicates are enough
             if (rows > 0) m[c] = max_nan_abs(m[c], v[1][at]);
             if (rows > 8) m[c] = max_nan_abs(m[c], v[1][at + 4]);
         }
     }
     // Pinned inside, so that tiles without an edge branch over the selections instead of making them all.
-    if (UNITS == 1 && rows <= 8) {
+    if (M64S == 1 && rows <= 8) {
 #pragma unroll
         for (int c = 0; c < COLUMNS / 4; ++c) {
             m[c] = rows > 0 ? fabsf(v[0][c / 4 * 8 + c % 4]) : 0.0f;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void exchange_columns(float (&v)[COUNT], int distance
     }
 }
 
-// The largest magnitude of each column in the warp's 16 rows of a unit, left in shared memory as COLUMNS floats at `at`. The
+// The largest magnitude of each column in the warp's 16 rows of an m64, left in shared memory as COLUMNS floats at `at`. The
 // 8 lanes that share columns end with COLUMNS / 32 each: 28 shuffles for 128 columns, where reducing each alone takes 96.
 template <int COLUMNS>
 __device__ __forceinline__ void column_amax(const float (&v)[COLUMNS / 2], uint32_t at, int rows,
@@ -115,11 +115,11 @@ __device__ __forceinline__ constexpr uint32_t maximum_of_quad(uint32_t quad, uin
     return quad * COLUMNS * 4 + (column * 4 ^ quad % 2 * 64);
 }
 
-template <int COLUMNS, int UNITS>
+template <int COLUMNS, int M64S>
 __device__ __forceinline__ void leave_column_amax(const float (*v)[COLUMNS / 2], uint32_t at, int rows,
                                                   uint32_t lane) {
     float m[COLUMNS / 4];
-    thread_column_amax<COLUMNS, UNITS>(v, m, rows);
+    thread_column_amax<COLUMNS, M64S>(v, m, rows);
     const uint32_t even = at + maximum_of_quad<COLUMNS>(lane / 4, lane % 4 * 4), odd = even ^ 64;
 #pragma unroll
     for (int i = 0; i < COLUMNS / 16; ++i) {
@@ -136,7 +136,7 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t byte) {
     return offset ^ ((offset >> 7) % (PITCH / 16) << 4);
 }
 
-// Where a thread begins to write its codes of a unit, whose slab (64 rows, COLUMNS codes to a row) is at `slab`: row and
+// Where a thread begins to write its codes of an m64, whose slab (64 rows, COLUMNS codes to a row) is at `slab`: row and
 // chunk of its part of the first matrices, or of its first two FP4 codes. Chunk c further is this address with 16 c in
 // its bits flipped, and another slab a constant further: stage_codes adds no more than constants.
 template <int COLUMNS, class Format>

@@ -45,13 +45,13 @@ def test_tiles_to_cut_by_hand() -> None:
 def numbered(device: Device, offs: list[int], m: int, n: int, shape: Shape, workers: int) -> list[Tile]:
     """The device's tiles with halves, those without a row too, up to where it says that there are no more."""
     numbers = list(range(2 * len(twin(offs, m, n, shape)) + 3))
-    found = device.tiles_at(offs, m, n, shape, numbers, halves_for=workers)
+    found = device.tiles_at(offs, m, n, shape, numbers, half_tiles_for=workers)
     end = found.index(None)
     assert found[end:] == [None] * (len(numbers) - end)
     return [tile for tile in found[:end] if tile is not None]
 
 
-def check_halves(device: Device, offs: list[int], m: int, n: int, shape: Shape, workers: int) -> tuple[int, int]:
+def check_half_tiles(device: Device, offs: list[int], m: int, n: int, shape: Shape, workers: int) -> tuple[int, int]:
     """The device hands out what the twin says; (tiles cut, halves without rows among their numbers)."""
     whole, every = twin(offs, m, n, shape), numbered(device, offs, m, n, shape, workers)
     cut = tiles_to_cut(len(whole), workers)
@@ -65,7 +65,7 @@ def check_halves(device: Device, offs: list[int], m: int, n: int, shape: Shape, 
     return cut, len(empty)
 
 
-def test_halves_are_the_twins(device: Device) -> None:
+def test_half_tiles_are_the_twins(device: Device) -> None:
     """Random sizes, every number of workers of a GPU of 132 multiprocessors in clusters of two."""
     pick = random.Random(17)
     counts = []
@@ -74,7 +74,7 @@ def test_halves_are_the_twins(device: Device) -> None:
             sizes = tuple(pick.choice((*SIZES, pick.randrange(2000))) for _ in range(pick.choice((1, 3, 8, 40))))
             offs = ends_of(sizes)
             m = pick.choice((offs[-1], offs[-1] + 9, offs[-1] // 2))
-            counts.append(check_halves(device, offs, m, pick.choice((8, 700, 4096)), shape, workers))
+            counts.append(check_half_tiles(device, offs, m, pick.choice((8, 700, 4096)), shape, workers))
     assert sum(cut for cut, _ in counts) > 500
     assert sum(empty for _, empty in counts) > 50
 
@@ -84,7 +84,7 @@ def test_fewer_tiles_than_workers_and_none(device: Device) -> None:
     for sizes in ((0,), (0, 0, 0), (1,), (300, 0, 40), (128, 129), (256,) * 3):
         offs = ends_of(sizes)
         for workers in (1, 2, 4, 5, 66):
-            check_halves(device, offs, offs[-1], 256, shape, workers)
+            check_half_tiles(device, offs, offs[-1], 256, shape, workers)
     # Three whole tiles for six workers are six halves; a fourth tile would leave two workers for halves.
     assert [tile.rows for tile in twin([256, 512, 768], 768, 256, shape, 6)] == [128] * 6
     assert [tile.rows for tile in twin([256, 512, 768, 1024], 1024, 256, shape, 6)] == [256] * 2 + [128] * 4
@@ -96,7 +96,9 @@ def test_fewer_tiles_than_workers_and_none(device: Device) -> None:
     shape=st.sampled_from(ALL_SHAPES),
     workers=st.integers(1, 66),
 )
-def test_with_halves_each_element_is_in_exactly_one_tile(sizes: list[int], n: int, shape: Shape, workers: int) -> None:
+def test_with_half_tiles_each_element_is_in_exactly_one_tile(
+    sizes: list[int], n: int, shape: Shape, workers: int
+) -> None:
     offs = ends_of(tuple(sizes))
     covered: Counter[tuple[int, int, int]] = Counter()
     for tile in twin(offs, sum(sizes), n, shape, workers):
@@ -113,32 +115,32 @@ def test_with_halves_each_element_is_in_exactly_one_tile(sizes: list[int], n: in
     assert covered == expected
 
 
-def check_first_halves(device: Device, sizes: tuple[int, ...], n: int, shape: Shape, workers: int) -> int:
+def check_first_half_tiles(device: Device, sizes: tuple[int, ...], n: int, shape: Shape, workers: int) -> int:
     """The first tile of each worker is that of its number, or none; how many are halves."""
     offs = ends_of(sizes)
     every = numbered(device, offs, offs[-1], n, shape, workers)
     whole = twin(offs, offs[-1], n, shape)
-    halves = 0
+    half_tiles = 0
     for worker in range(workers):
         tile = every[worker] if worker < len(every) else None
         expected = None if tile is None or tile.rows == -1 else tile
-        assert device.first_tile(offs, offs[-1], n, shape, worker, halves_for=workers) == expected
-        halves += expected is not None and expected not in whole
+        assert device.first_tile(offs, offs[-1], n, shape, worker, half_tiles_for=workers) == expected
+        half_tiles += expected is not None and expected not in whole
         if tile is not None and tile.rows == -1:
             assert len(every) <= workers, "a worker that is told to end is still needed"
-    return halves
+    return half_tiles
 
 
-def test_first_tiles_that_are_halves(device: Device) -> None:
-    pick, halves = random.Random(9), 0
+def test_first_tiles_that_are_half_tiles(device: Device) -> None:
+    pick, half_tiles = random.Random(9), 0
     for workers in (1, 2, 7, 40, 66):
         for shape in SHAPES:
             for sizes in ((0,), (0, 300, 40), (129,), (256, 10, 512), tuple(pick.choices(SIZES, k=32))):
-                halves += check_first_halves(device, sizes, pick.choice((8, 700, 2000)), shape, workers)
-    assert halves > 50
+                half_tiles += check_first_half_tiles(device, sizes, pick.choice((8, 700, 2000)), shape, workers)
+    assert half_tiles > 50
 
 
-def check_handing_out_halves(
+def check_handing_out_half_tiles(
     device: Device, seed: int, counter: int, cluster: int, first_is_queued: bool = False
 ) -> int:
     """One launch: every half that has rows once and no other, then an end to every worker; halves passed over."""
@@ -156,7 +158,7 @@ def check_handing_out_halves(
         seed=seed,
         counter=counter,
         cluster=cluster,
-        halves=True,
+        half_tiles=True,
         first_is_queued=first_is_queued,
     )
     shares = shares_of(entries, workers)
@@ -173,7 +175,7 @@ def check_handing_out_halves(
 @pytest.mark.parametrize("counter", [3, -1])
 def test_every_half_is_handed_out_once(device: Device, counter: int, cluster: int, first_is_queued: bool) -> None:
     passed_over = sum(
-        check_handing_out_halves(device, seed, counter, cluster, first_is_queued) for seed in range(1, 25)
+        check_handing_out_half_tiles(device, seed, counter, cluster, first_is_queued) for seed in range(1, 25)
     )
     assert passed_over > 20
 
@@ -190,14 +192,14 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED.keys())
-def test_a_planted_bug_in_the_halves_is_detected(tmp_path: Path, planted: tuple[str, str, str]) -> None:
+def test_a_planted_bug_in_the_half_tiles_is_detected(tmp_path: Path, planted: tuple[str, str, str]) -> None:
     device = build(tmp_path, ((64, 192, 3),), planted)
     pick = random.Random(5)
 
     def compare() -> None:
         for _ in range(60):
             offs = ends_of(tuple(pick.choice(SIZES) for _ in range(pick.choice((1, 3, 40)))))
-            check_halves(device, offs, offs[-1], 400, (64, 192, 3), pick.choice((2, 7, 66)))
+            check_half_tiles(device, offs, offs[-1], 400, (64, 192, 3), pick.choice((2, 7, 66)))
 
     with pytest.raises(AssertionError):
         compare()
@@ -217,14 +219,14 @@ def test_a_planted_bug_in_a_first_half_is_detected(tmp_path: Path, planted: tupl
 
     def compare() -> None:
         for workers in (2, 7, 20, 66):
-            check_first_halves(device, (10, 300, 0, 40), 400, (64, 192, 3), workers)
+            check_first_half_tiles(device, (10, 300, 0, 40), 400, (64, 192, 3), workers)
 
     with pytest.raises(AssertionError):
         compare()
 
 
 PLANTED_IN_THE_QUEUE = {
-    "an_empty_half_is_handed_out": ("device/tile_queue.cuh", "!HALVES || tile.rows >= 0", "true"),
+    "an_empty_half_is_handed_out": ("device/tile_queue.cuh", "!HALF_TILES || tile.rows >= 0", "true"),
     "drawn_unasked": ("device/tile_queue.cuh", "if (ASKED && tile.rows != 0)", "if (ASKED && tile.rows == 0)"),
 }
 
@@ -235,7 +237,7 @@ def test_a_planted_bug_in_the_handing_out_is_detected(tmp_path: Path, planted: t
 
     def launches() -> None:
         for seed in range(1, 25):
-            check_handing_out_halves(device, seed, 3, 1)
+            check_handing_out_half_tiles(device, seed, 3, 1)
 
     with pytest.raises(AssertionError):
         launches()
