@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,35 @@ def test_a_wrong_or_broken_contender_is_noticed_and_not_timed(problem, monkeypat
     record = layer.measure_layer(problem, (), StandInTimer(), graphs=False) | {"point": facts_of(POINT)}
     assert set(record["gpu"]) & set(layer.TOLERANCE) == {layer.BF16}
     assert len(failures([record])) == 2
+
+
+def test_operands_outlive_what_is_captured(problem, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """A graph has their addresses alone: memory that was free again would be read and written by others."""
+    operands: list[weakref.ref[torch.Tensor]] = []
+
+    def part(*arguments: Any) -> Any:
+        t = torch.ones(3)
+        operands.append(weakref.ref(t))
+        return lambda: t.sum()
+
+    class Graph:
+        def replay(self) -> None:
+            assert all(t() is not None for t in operands)
+
+    class Replaying(StandInTimer):
+        def gpu(self, calls: Any) -> Any:
+            calls["products"]()
+            calls["passes"]()
+            calls["pass: combine"]()
+            return super().gpu(calls)
+
+    monkeypatch.setattr(layer, "products", part)
+    monkeypatch.setattr(layer, "joined_passes", part)
+    monkeypatch.setattr(layer, "passes", lambda problem: {"combine": part()})
+    monkeypatch.setattr(layer, "capture", lambda call: Graph())
+    layer.measure_layer(problem, (), Replaying(), graphs=True)
+    assert len(operands) == 3
+    assert [t() for t in operands] == [None] * 3, "freed once it is measured"
 
 
 def test_a_measured_point_is_shown(problem, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

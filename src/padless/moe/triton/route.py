@@ -19,8 +19,8 @@ from padless.formats import ceil_div
 
 FEW_SLOTS = 4096  # up to here one launch
 TILE = 128  # slots that are ranked at once, by comparing all pairs
-SCANNED = 512  # tiles whose counts are added up at once
-_SCANNED_BINS, _SCAN_WARPS = 4, 4  # of a program
+SCANNED = 1024  # tiles whose counts are added up at once
+_SCANNED_BINS, _SCAN_WARPS = 4, 8  # of a program
 _PLACED_SLOTS = 512
 
 
