@@ -32,7 +32,7 @@ class TokenGroups:
         return self.offs.shape[0]
 
     def arguments(self, codes: torch.Tensor, scale: torch.Tensor) -> list[Argument]:
-        """What kernels are given behind their own arguments; codes (features, T') and scale (S, ..) of columns."""
+        """Arguments of kernels behind their own; codes (features, T') and scale (S, ..) of columns."""
         integers = (self.num_groups, self.alignment, codes.shape[1], scale.shape[0], self.num_tiles)
         return [(value, 4) for value in integers]
 
