@@ -1,4 +1,4 @@
-"""The planted bugs of what CTAs, clusters and launches share: tile queue, memory order, scales of a CTA's own, a start."""
+"""The planted bugs of what CTAs, clusters and launches share: tile queue, memory order, a CTA's own scales, a start."""
 
 from __future__ import annotations
 
