@@ -359,7 +359,7 @@ def _keys(stem: str, *endings: str) -> tuple[str, ...]:
 
 
 def _index_of(folder: Path) -> dict[str, str] | None:
-    """Which tensor is in which file of the folder, by its index; None where there is no index. Raises ValueError."""
+    """The file of the folder that each tensor is in, by its index; None where there is no index. Raises ValueError."""
     found = sorted(folder.glob("*.safetensors.index.json"))
     if not found:
         return None

@@ -321,7 +321,7 @@ def _tensor_from(
     scale_layout: str,
     offs: torch.Tensor | None,
 ) -> BlockScaledTensor:
-    """What ``BlockScaledTensor.__reduce__`` took apart."""
+    """A tensor of what ``BlockScaledTensor.__reduce__`` took apart."""
     data, scale = (
         t if t.dtype == dtype else t.view(dtype)
         for t, dtype in ((data, format.data_dtype), (scale, format.scale_dtype))

@@ -188,7 +188,7 @@ def offs_from_indices(m_indices: torch.Tensor, num_groups: int) -> torch.Tensor:
 
 
 class MaskedRows(NamedTuple):
-    """Where the rows of a masked layout (G, max_m, K) lie when they are put one after the other.
+    """Numbers of the rows of a masked layout (G, max_m, K) when they are put one after the other.
 
     rows: (G * max_m,) int64: row i of the sorted ones is row rows[i] of x.view(G * max_m, K); 0 past the last group.
     offs: (G,) int32 END offsets.

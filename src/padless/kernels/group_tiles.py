@@ -31,7 +31,7 @@ class TokenGroups:
         return self.offs.shape[0]
 
     def integers(self, codes: torch.Tensor, scale: torch.Tensor) -> tuple[int, ...]:
-        """What kernels are given behind their own arguments; codes (features, T') and scale (S, ..) of columns."""
+        """Arguments of kernels behind their own; codes (features, T') and scale (S, ..) of columns."""
         return self.num_groups, self.alignment, codes.shape[1], scale.shape[0], self.num_tiles
 
 

@@ -148,7 +148,7 @@ _BF16_BLOCKS = "bf16 or f16 tensor cores inside 128 of K (25 fractional bits in 
 
 # Where two rows differ in the module alone, the first is the default, whatever M, G and the groups' sizes are: kernels
 # may add up differently, and the bits of a row must not depend on what is around it. A config of the other's class
-# chooses the other. MXFP8 on Hopper: what each costs is in docs/kernels/sm90_mxfp8_grouped_gemm.md.
+# chooses the other. MXFP8 on Hopper: what each costs is in docs/kernels/sm90_mxfp8/index.md.
 ROUTES: tuple[Route, ...] = (
     *(
         Route(

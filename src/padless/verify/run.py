@@ -78,7 +78,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Jobs:
-    """Which checks: names out of ``verify.fp8_block.CHECKS`` or None for all, and whether the emulator is asked."""
+    """The checks: names out of ``verify.fp8_block.CHECKS`` or None for all, and whether the emulator is asked."""
 
     arch: str
     checks: tuple[str, ...] | None
@@ -220,7 +220,7 @@ def _record_of(name: str, asked: Jobs) -> tuple[Record, str]:
 
 
 def _record(name: str, check: Check) -> tuple[Record, str]:
-    """What came of a check, and the traceback of one that failed."""
+    """The outcome of a check, and the traceback of one that failed."""
     start = time.perf_counter()
     trace = ""
     try:

@@ -8,10 +8,12 @@ import pytest
 
 from padless.emulator import KINDS
 from padless.emulator.fake_driver import EmulatedDriver
-from support.emulator_bugs import BASE, BUGS, CLUSTER, FLOAT_OUT, MAIN, ROW_MAJOR, Bug
+from support import emulator_bugs, emulator_bugs_shared
+from support.emulator_bugs import BASE, CLUSTER, FLOAT_OUT, MAIN, ROW_MAJOR, Bug
 from support.emulator_cases import make_case, run_case
 from support.emulator_variants import Variant
 
+BUGS = emulator_bugs.BUGS + emulator_bugs_shared.BUGS
 CONFIGS = {
     "ragged store": BASE,
     "pool store": dataclasses.replace(BASE, store="pool"),
