@@ -146,7 +146,7 @@ def test_ragged_descriptor_clips_at_the_group() -> None:
 
 
 def test_padded_four_bit_elements() -> None:
-    """16 nibbles, 8 bytes, take 16 bytes of shared memory and count 8 on the barrier; the padding is undefined, a NaN."""
+    """16 nibbles, 8 bytes, take 16 bytes of shared memory and count 8 on the barrier; the padding is a NaN."""
     raw = tensor_map.encode_tiled(B4_P64, BASE, (256, 10), (128,), (128, 4), swizzle=3)
     memory = Memory(1280, 5)
     shared = np.full(4096, 0xEE, np.uint8)
