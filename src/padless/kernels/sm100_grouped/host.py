@@ -44,7 +44,8 @@ def prepare(
     m, (num_groups, n, _) = a.data.shape[0], b.data.shape
     device = out.device.index or 0
     if config is None:
-        config = on_device(select_grouped_config(m, n, num_groups), driver, device)
+        row_bytes = a.data.shape[1] * a.data.element_size()
+        config = select_grouped_config(m, n, num_groups, row_bytes, _KINDS[a.format.name], driver.num_sms(device))
     config = fit(config, a, b, out)
     kernel, function = load_kernel(driver, KERNEL, config, device)
     tiles = most_tiles(m, n, num_groups, config.tile_m, config.cluster_n)
@@ -62,11 +63,6 @@ def prepare(
     tensors = [a.data, a.scale, b.data, b.scale, out, *(t for t in optional if t is not None)]
     shape = launch_shape(driver, device, config, tiles, kernel.num_threads)
     return Prepared(driver.prepare(function, kernel, shape, [problem], tensors), copies)
-
-
-def on_device(config: Sm100GroupedConfig, driver: Driver, device: int) -> Sm100GroupedConfig:
-    """A chosen ``config``, without multicast where the device is too small for one cluster."""
-    return replace(config, multicast=1) if driver.num_sms(device) < config.cluster else config
 
 
 def launch_shape(driver: Driver, device: int, config: Sm100GroupedConfig, tiles: int, num_threads: int) -> LaunchShape:
