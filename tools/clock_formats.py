@@ -15,7 +15,7 @@ from clock_b200 import Error
 from clock_h200 import MEASURED
 from padless.emulator.fake_driver import driver_of
 from padless.emulator.timing import H200, Chip, Timeline, timed
-from padless.emulator.timing.chip import Call, TileTimes, call_time
+from padless.emulator.timing.chip import Call, TileTimes, call_time, first_touches
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4
 from padless.kernels.sm90_bf16.host import select_config
 from padless.kernels.sm90_mxfp8.host import Sm90Mxfp8Config
@@ -87,16 +87,24 @@ def tile_times(kernel: Kernel, chip_name: str = "H200") -> TileTimes:
 
 
 def call_of(kernel: Kernel, sizes: list[int], n: int, k: int, memory: float) -> Call:
-    """Groups from large to small, as they are handed out."""
-    columns = -(-n // kernel.config.block_n)
-    tiles: list[int] = []
-    for size in sorted(sizes, reverse=True):
-        block_m = kernel.config.block_m
-        for row in range(0, size, block_m):
-            rows = min(block_m, size - row)
-            tiles += [min(s for s in SORTS if s >= rows)] * columns
-    products = sum(sizes) * n * k * kernel.element_bytes
-    return Call(tiles, -(-k // 128), float(products), memory, H200.num_sms, 2.0 * sum(sizes) * n)
+    """Groups from large to small, as they are handed out; ``memory``: bytes read and written in all."""
+    block_m, block_n = kernel.config.block_m, kernel.config.block_n
+    order = [
+        (group, row, min(block_m, size - row), column)
+        for group, size in sorted(enumerate(sizes), key=lambda item: -item[1])
+        for row in range(0, size, block_m)
+        for column in range(0, n, block_n)
+    ]
+    stores = [2.0 * rows * min(block_n, n - column) for *_, rows, column in order]
+    # Values read at least once, of which each has an equal share of the bytes.
+    values = first_touches(
+        (((group, row), rows * k), ((group, column), min(block_n, n - column) * k))
+        for group, row, rows, column in order
+    )
+    a_byte = (memory - sum(stores)) / sum(values)
+    products = float(sum(sizes) * n * k * kernel.element_bytes)
+    tiles = [min(s for s in SORTS if s >= rows) for *_, rows, _ in order]
+    return Call(tiles, -(-k // 128), products, H200.num_sms, [v * a_byte for v in values], stores)
 
 
 def examine(pairs: tuple[str, ...] = PAIRS) -> Iterator[tuple[str, Error, TileTimes]]:

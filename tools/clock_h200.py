@@ -14,7 +14,7 @@ import torch
 from padless.bench.results import COPY, READ
 from padless.emulator.fake_driver import driver_of
 from padless.emulator.timing import Chip, Timeline, timed
-from padless.emulator.timing.chip import Call, TileTimes, call_time
+from padless.emulator.timing.chip import Call, TileTimes, call_time, first_touches
 from padless.formats import FP8_BLOCK
 from padless.kernels.schedule import has_half_tiles, tiles
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, select_config
@@ -66,15 +66,18 @@ def call_of(sizes: Sequence[int], n: int, k: int, shape: Shape, raster_m: int, n
     workers = num_sms // cluster
     ends = [sum(sizes[: g + 1]) for g in range(len(sizes))]
     half_tiles = workers if has_half_tiles(block_m) else None
-    sorts = [
-        -(-tile.rows // UNIT) for tile in tiles(ends, ends[-1], n, block_m, block_n * cluster, raster_m, half_tiles)
-    ]
+    order = list(tiles(ends, ends[-1], n, block_m, block_n * cluster, raster_m, half_tiles))
+    widths = [min(block_n * cluster, n - tile.column) for tile in order]
+    loads = first_touches(
+        ((t.row, t.rows * k * (1 + 4 / 128)), ((t.group, t.column), width * k * (1 + 4 / 128**2)))
+        for t, width in zip(order, widths, strict=True)
+    )
     padded = -(-n // (block_n * cluster)) * block_n * cluster
-    products = sum(-(-size // UNIT) * UNIT for size in sizes) * padded * k
-    rows = sum(sizes)
-    used = sum(size > 0 for size in sizes)
-    memory = rows * k + used * n * k + 2 * rows * n + 4 * (rows + used * n // 128) * k // 128
-    return Call(sorts, -(-k // 128), float(products), float(memory), workers, 2.0 * rows * n)
+    return Call(
+        [-(-tile.rows // UNIT) for tile in order], -(-k // 128),
+        float(sum(-(-size // UNIT) * UNIT for size in sizes) * padded * k), workers, loads,
+        [2.0 * t.rows * width for t, width in zip(order, widths, strict=True)],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

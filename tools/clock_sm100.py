@@ -1,24 +1,39 @@
-"""Predicted times of this library's grouped kernel on a B200, which it has never run on: the four problems of a
-published NVFP4 grouped GEMM and large products. Run as a program it prints a Markdown table."""
+"""Predictions of the clock for this library's Blackwell kernels on a B200, which they have never run on.
+
+    python tools/clock_sm100.py            the tables of docs/timing.md
+    python tools/clock_sm100.py --tiles    cycles of every tile: the tables that ``select_config`` goes by
+
+The tiles' cycles come from emulated clusters, the calls' times from the queue of tiles with memory behind it. Dense
+products stand beside the final kernel of a published ladder, played by the same clock at one frequency.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 
 import torch
 
+from clock_ladder import FIXED_NS, GHZ, PUBLISHED, SIZES, design_of
 from padless.emulator.fake_driver import driver_of
 from padless.emulator.timing import B200, Timeline, timed
-from padless.emulator.timing.chip import Call, TileTimes, band
+from padless.emulator.timing.chip import Call, TileTimes, band, call_time, first_touches
+from padless.emulator.timing.roles import Design, bytes_from_memory, gemm_cycles
 from padless.formats import MXFP8, NVFP4
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
-from padless.ops.grouped_gemm import group_offsets, grouped_gemm
+from padless.kernels.sm100_dense.config import HALF_N, DenseProblem, Sm100DenseConfig
+from padless.kernels.sm100_dense.config import TILE_CYCLES as DENSE_CYCLES
+from padless.kernels.sm100_dense.config import select_config as select_dense
+from padless.kernels.sm100_grouped.config import TILE_CYCLES, Sm100GroupedConfig, select_grouped_config
+from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
 
 FORMATS = {"NVFP4": NVFP4, "MXFP8": MXFP8}
-K_BLOCK = 256
+STAGE = 128  # bytes of K
+FEW, MANY = 16, 28  # stages: past the first filling of the deepest ring
+Config = Sm100DenseConfig | Sm100GroupedConfig
 
 
 @dataclass(frozen=True)
@@ -38,72 +53,195 @@ PROBLEMS = (
     Problem("B", "NVFP4", (40, 76, 168, 72, 164, 148, 196, 160), 7168, 2048, 45.0),
     Problem("C", "NVFP4", (192, 320), 3072, 4096, 14.3),
     Problem("D", "NVFP4", (128, 384), 4096, 1536, 10.5),
-    Problem("8192 cubed", "NVFP4", (8192,), 8192, 8192),
-    Problem("8192 cubed", "MXFP8", (8192,), 8192, 8192),
+    Problem("decode, 32 x 16 rows", "NVFP4", (16,) * 32, 4096, 7168),
+    Problem("decode, 32 x 64 rows", "NVFP4", (64,) * 32, 4096, 7168),
+    Problem("prefill, 8 x 2048 rows", "NVFP4", (2048,) * 8, 4096, 7168),
+    Problem("decode, 32 x 16 rows", "MXFP8", (16,) * 32, 4096, 7168),
+    Problem("prefill, 8 x 2048 rows", "MXFP8", (2048,) * 8, 8192, 5120, 565.0),
 )
 
 
-def run_tiles(fmt: str, config: Sm100GroupedConfig, rows: int, count: int, k_blocks: int) -> Timeline:
-    """One cluster that computes ``count`` tiles of ``rows`` rows each, every one of a group of its own."""
+# ------------------------------------------------------------------------------------------------- tiles
+
+
+def run_tiles(fmt: str, config: Config, count: int, stages: int) -> Timeline:
+    """One cluster that computes ``count`` whole tiles, of a group each (of the dense kernel: side by side)."""
     generator = torch.Generator().manual_seed(0)
-    offs, k = group_offsets([rows] * count), K_BLOCK * k_blocks
-    layout = "blocked_groups"
-    a = quantize(torch.randn(rows * count, k, generator=generator), FORMATS[fmt], scale_layout=layout, offs=offs)
-    weights = torch.randn(count, config.cluster_n, k, generator=generator)
+    k = stages * STAGE * (2 if fmt == "NVFP4" else 1)
+    dense = isinstance(config, Sm100DenseConfig)
+    rows, columns = config.tile if isinstance(config, Sm100DenseConfig) else (config.tile_m, config.cluster_n)
+    values = torch.randn(rows * (1 if dense else count), k, generator=generator)
+    weights = torch.randn(*((columns * count,) if dense else (count, columns)), k, generator=generator)
+    offs = group_offsets([rows] * (1 if dense else count))
+    a = quantize(values, FORMATS[fmt], scale_layout="blocked_groups", offs=offs)
     b = quantize(weights, FORMATS[fmt], kind="weight", scale_layout="blocked")
     driver = driver_of("emulator:sm_100a")
-    with driver.configured(machine=timed(B200, record=False), num_sms=config.cluster):
-        grouped_gemm(a, b, offs, backend="emulator:sm_100a", config=config)
+    sms = config.cta_group if isinstance(config, Sm100DenseConfig) else config.cluster
+    with driver.configured(machine=timed(B200, record=False), num_sms=sms):
+        if isinstance(config, Sm100DenseConfig):
+            gemm(a, b, backend="emulator:sm_100a", config=config, out_dtype=config.out_dtype)
+        else:
+            grouped_gemm(a, b, offs, backend="emulator:sm_100a", config=config)
     result = driver.last_result
     assert result is not None
     timeline: Timeline = result.timeline
     return timeline
 
 
-@lru_cache(maxsize=32)
-def tile_times(fmt: str, config: Sm100GroupedConfig) -> TileTimes:
-    """Cycles of whole tiles, in which a tile with fewer rows counts as a whole one."""
-    rows = config.tile_m
-    short, long = (run_tiles(fmt, config, rows, 1, blocks) for blocks in (4, 8))
-    three = run_tiles(fmt, config, rows, 3, 4)
-    period = (long.cycles - short.cycles) / 4
-    between = (three.cycles - short.cycles) / 2 - 4 * period
-    start = short.window()[0]
-    end = short.cycles - start - 4 * period - between
-    return TileTimes(start, max(end, 0.0), {0: period}, {0: between})
+@lru_cache(maxsize=64)
+def tile_times(fmt: str, config: Config) -> TileTimes:
+    """Cycles of a whole tile of sort 0, by stages of 128 bytes of K; a tile with fewer rows counts as a whole one.
+
+    The period is the difference of two lengths of K; what a second and third tile add to one, beyond their stages, lies
+    between two tiles, and with few stages it is all that a tile's stores take."""
+    one, long = (run_tiles(fmt, config, 1, stages) for stages in (FEW, MANY))
+    period = (long.cycles - one.cycles) / (MANY - FEW)
+    between = (run_tiles(fmt, config, 3, FEW).cycles - one.cycles) / 2 - FEW * period
+    least = (run_tiles(fmt, config, 3, 4).cycles - run_tiles(fmt, config, 1, 4).cycles) / 2
+    start = one.window()[0]
+    end = max(one.cycles - start - FEW * period, 0.0)
+    return TileTimes(start, end, {0: period}, {0: max(between, 0.0)}, least)
 
 
-def predict(problem: Problem) -> tuple[Sm100GroupedConfig, TileTimes, float, float]:
-    """(configuration, its tiles, microseconds at the highest and at the lowest clock)."""
-    rows = sum(problem.sizes)
-    config = select_grouped_config(rows, problem.n, len(problem.sizes))
-    times = tile_times(problem.fmt, config)
-    per_row = 2 if problem.fmt == "NVFP4" else 1  # values a byte
-    columns = ceil(problem.n / config.cluster_n)
-    tiles = [0] * sum(ceil(size / config.tile_m) * columns for size in problem.sizes)
-    values = rows * problem.k + len(problem.sizes) * problem.n * problem.k
-    memory = values / per_row * (1 + (1 / 8 if per_row == 2 else 1 / 32)) + 2 * rows * problem.n
-    products = rows * problem.n * problem.k / per_row
-    call = Call(tiles, ceil(problem.k / K_BLOCK), products, memory, B200.num_sms // config.cluster)
-    fast, slow = band(call, times, B200)
-    return config, times, fast / 1e3, slow / 1e3
+def rounded(times: TileTimes) -> tuple[int, int, int, int]:
+    """(a stage, between two tiles, a tile at least, start and end) as the configurations' tables have it."""
+    return round(times.period[0]), round(times.between[0]), round(times.least), round(times.start + times.end)
 
 
-def table() -> str:
-    """Predictions, as Markdown."""
-    lines = [
-        "| problem | tile, CTAs | cycles of 256 of K, between tiles | predicted, us | published, us |",
-        "|---|---|---|---|---|",
+def dense_configs() -> Iterator[tuple[tuple[int, int], Sm100DenseConfig]]:
+    """Every tile of the dense kernel."""
+    for cta_group, block_n in DENSE_CYCLES:
+        yield (cta_group, block_n), Sm100DenseConfig(cta_group=cta_group, block_n=block_n)
+
+
+def grouped_configs() -> Iterator[tuple[tuple[bool, int, int], Sm100GroupedConfig]]:
+    """Every tile of the grouped kernel that may be chosen."""
+    for tokens_on_n, mma_n, cta_group in TILE_CYCLES["NVFP4"]:
+        config = Sm100GroupedConfig(tokens_on_n=tokens_on_n, mma_n=mma_n, cta_group=cta_group)
+        yield (tokens_on_n, mma_n, cta_group), config
+
+
+def tiles_table() -> Iterator[str]:
+    """Lines of the configurations' tables."""
+    for key, dense in dense_configs():
+        yield f"dense {key}: {rounded(tile_times('MXFP8', dense))},"
+    for fmt in TILE_CYCLES:
+        for tile, config in grouped_configs():
+            yield f"{fmt} {tile}: {rounded(tile_times(fmt, config))},"
+
+
+# ------------------------------------------------------------------------------------------------- calls
+
+
+def call_of(problem: Problem, config: Sm100GroupedConfig) -> Call:
+    """Work of a chip, groups from large to small as they are handed out, an output of 16 bits."""
+    a_byte = 2 if problem.fmt == "NVFP4" else 1  # values
+    row_bytes = problem.k / a_byte * (1 + (1 / 8 if a_byte == 2 else 1 / 32))
+    order = [
+        (group, row, min(config.tile_m, size - row), column)
+        for group, size in sorted(enumerate(problem.sizes), key=lambda item: -item[1])
+        for row in range(0, size, config.tile_m)
+        for column in range(0, problem.n, config.cluster_n)
     ]
+    widths = [min(config.cluster_n, problem.n - column) for *_, column in order]
+    loads = first_touches(
+        (((group, row), rows * row_bytes), ((group, column), width * row_bytes))
+        for (group, row, rows, column), width in zip(order, widths, strict=True)
+    )
+    stores = [2.0 * rows * width for (_, _, rows, _), width in zip(order, widths, strict=True)]
+    stages = ceil(problem.k / a_byte / STAGE)
+    products = float(sum(problem.sizes) * problem.n * problem.k / a_byte)
+    return Call([0] * len(order), stages, products, B200.num_sms // config.cluster, loads, stores)
+
+
+def light_us(problem: Problem) -> float:
+    """Microseconds that no kernel can go below: its bytes at memory's rate, or its products at the highest clock."""
+    call = call_of(problem, Sm100GroupedConfig())
+    memory = sum(call.loads) / B200["memory_gb_per_s"] + sum(call.stores) / B200["memory_write_gb_per_s"]
+    tensor = call.products / (B200["tensor_bytes_per_clk"] * B200.num_sms) / B200.clocks_ghz[1]
+    return max(memory, tensor) / 1e3
+
+
+def chosen(problem: Problem) -> Sm100GroupedConfig:
+    """What ``select_grouped_config`` takes on a B200."""
+    row_bytes = problem.k // (2 if problem.fmt == "NVFP4" else 1)
+    return select_grouped_config(
+        sum(problem.sizes), problem.n, len(problem.sizes), row_bytes, problem.fmt, B200.num_sms
+    )
+
+
+def predict(problem: Problem, config: Sm100GroupedConfig) -> tuple[float, float]:
+    """Microseconds at the highest and at the lowest clock."""
+    fast, slow = band(call_of(problem, config), tile_times(problem.fmt, config), B200)
+    return fast / 1e3, slow / 1e3
+
+
+def grouped_table() -> Iterator[str]:
+    """Predictions with the chosen tile, beside the best one, as Markdown."""
+    yield "| problem | tile, CTAs | bound by | predicted, us | with the best tile | speed of light | published, us |"
+    yield "|---" * 7 + "|"
     for problem in PROBLEMS:
-        config, times, fast, slow = predict(problem)
+        config = chosen(problem)
+        fast, slow = predict(problem, config)
+        bound = call_time(call_of(problem, config), tile_times(problem.fmt, config), B200, B200.clocks_ghz[1]).bound
+        best = min(predict(problem, other)[0] for _, other in grouped_configs())
         published = "-" if problem.published_us is None else f"{problem.published_us:g}"
-        lines.append(
-            f"| {problem.fmt} {problem.name} | {config.tile_m} x {config.tile_n}, {config.cluster} | "
-            f"{times.period[0]:.0f}, {times.between[0]:.0f} | {fast:.1f} to {slow:.1f} | {published} |"
+        yield (
+            f"| {problem.fmt} {problem.name} | {config.tile_m} x {config.tile_n}, {config.cluster} | {bound} | "
+            f"{fast:.1f} to {slow:.1f} | {best:.1f} | {light_us(problem):.1f} | {published} |"
         )
-    return "\n".join(lines)
+    four = [predict(problem, chosen(problem)) for problem in PROBLEMS[:4]]
+    means = [prod(times) ** (1 / 4) for times in zip(*four, strict=True)]
+    launch = B200["launch_ns"] / 1e3
+    yield f"\nGeometric mean of A to D: {means[0]:.1f} to {means[1]:.1f} us, of which the launch is {launch:g}."
+
+
+# ------------------------------------------------------------------------------------------------- dense
+
+
+def dense_tflops(size: int, config: Sm100DenseConfig, times: TileTimes | None = None, cuts: bool = True) -> float:
+    """TFLOP/s of a cube at the ladder's clock. ``times``: of another kernel's tiles; ``cuts``: as the kernel does."""
+    rows, columns = config.tile
+    workers = B200.num_sms // config.cta_group
+    tiles = ceil(size / rows) * ceil(size / columns)
+    left = tiles % workers
+    cuts = cuts and columns == 2 * HALF_N and 2 * left <= workers
+    half = tile_times("MXFP8", replace(config, block_n=HALF_N))
+    whole = tile_times("MXFP8", config) if times is None else times
+    both = replace(whole, period={0: whole.period[0], 1: half.period[0]}, between={0: whole.between[0], 1: 0.0})
+    sorts = [0] * (tiles - left * cuts) + [1] * (2 * left * cuts)
+    loaded = bytes_from_memory(B200, Design(n=columns, compact_order=config.tile_order == "hilbert"), size)
+    stored = float(size * size * config.out_dtype.itemsize)
+    shares: Sequence[float] = [columns / (1 + sort) / columns / tiles for sort in sorts]
+    loads, stores = ([share * total for share in shares] for total in (loaded * (1 + 1 / 32), stored))
+    call = Call(sorts, ceil(size / STAGE), float(size) ** 3, workers, loads, stores)
+    return 2.0 * size**3 / (call_time(call, both, B200, GHZ).ns - B200["launch_ns"] + FIXED_NS) / 1e3
+
+
+# Cycles of the kernel before its tiles were multiplied by halves: a stage, between two tiles, start and end; float32.
+BEFORE = TileTimes(2416.0, 6104.0, {0: 524.0}, {0: 753.0})
+
+
+def dense_table() -> Iterator[str]:
+    """This library's dense kernel beside a published one's final step, by the same clock, as Markdown."""
+    yield "| M = N = K; TFLOP/s, float32 | before | now | the ladder's last | now to that | cuBLAS to that, published |"
+    yield "|---" * 6 + "|"
+    for size, final, cublas in zip(SIZES, PUBLISHED[-2], (996.05, 2538.40, 2691.93, 2571.48), strict=True):
+        config = select_dense(DenseProblem(size, size, size, torch.float32))
+        before = dense_tflops(size, replace(config, tile_order="hilbert" if size >= 8192 else "row"), BEFORE, False)
+        now = dense_tflops(size, config)
+        ladder = 2.0 * size**3 / (gemm_cycles(B200, design_of(10, size), size) / GHZ + FIXED_NS) / 1e3
+        yield f"| {size} | {before:.0f} | {now:.0f} | {ladder:.0f} | {now / ladder:.3f} | {cublas / final:.3f} |"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiles", action="store_true")
+    lines = tiles_table() if parser.parse_args().tiles else (*grouped_table(), "", *dense_table())
+    for line in lines:
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
-    print(table())
+    main()

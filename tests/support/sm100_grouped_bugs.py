@@ -117,7 +117,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("scales of the step before", (), ((MAIN, "sfa + step * LEFT_ATOM", "sfa + (step ^ 1) * LEFT_ATOM"),), fmt="NVFP4"),
     Bug("second 128 columns take the scales of the first", (), ((MAIN, "part * LEFT_SCALE_BYTES + atom * 512) / 16", "atom * 512) / 16"),), WIDE),
     Bug("window of scales not shifted", (), ((GATHER, "const int skip = first >> 5 & 3;", "const int skip = 0;"),), quick=True),
-    Bug("window of scales from one tile", (), ((GATHER, "tile < last_tile ? tile + 1 : last_tile", "tile"),)),
+    Bug("window of scales from one tile", (), ((GATHER, "tile < last_tile && skip != 0 ? tile + 1 : tile;", "tile;"),)),
     Bug("groups' own tiles not counted", (), ((GATHER, "(before + tiles - own) * 128 - start", "before * 128 - start"),), layouts=("blocked_groups", "blocked")),
     Bug("padding of scales not cleared", (), ((GATHER, "left >= 4 ? word :", "left >= -8 ? word :"),), FEW, "NVFP4", k=352),
     Bug("odd CTA takes the even one's rows", (), ((LOAD, "+ pair_rank() * (APART ? to_up : ROWS);", ";"),), PAIR),

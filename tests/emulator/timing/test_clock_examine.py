@@ -10,9 +10,13 @@ from clock_b200 import loop_errors, measured_loops, product_errors
 from clock_examine import FITTING, SHAPES, TESTING, Prepared, errors, order, prepared, recorded_times
 from clock_h200 import MEASURED, grid_points, memory_rates, tile_points, tile_times
 from clock_ladder import FITTED_SIZES, SIZES, ladder_errors, ladder_rows
-from clock_sm100 import PROBLEMS, predict
+from clock_sm100 import PROBLEMS, chosen, dense_configs, grouped_configs, light_us, predict, rounded, run_tiles
+from clock_sm100 import tile_times as sm100_tile_times
 from padless.emulator.timing import B200, H200
 from padless.emulator.timing.chip import TileTimes
+from padless.kernels.sm100_dense.config import TILE_CYCLES as DENSE_CYCLES
+from padless.kernels.sm100_dense.config import Sm100DenseConfig
+from padless.kernels.sm100_grouped.config import TILE_CYCLES
 from support.ragged import ROOT
 
 RECORD = ROOT / "docs" / "measured" / "clock" / "2026-11-22.jsonl"
@@ -46,11 +50,14 @@ def test_memory_rates_are_those_of_reads_and_copies() -> None:
     assert written == pytest.approx(H200["memory_write_gb_per_s"], rel=0.005)
 
 
-def test_decoding_within_eight_percent(paper: list[Prepared]) -> None:
+def test_decoding_near_five_percent(paper: list[Prepared]) -> None:
+    """4.9% of all 180 points, 5.02% of these."""
     decode = prepared(grid_points(TESTING["decode"])[::4])
     error = errors(decode, TIMES, H200)
-    assert error.mape <= 0.08
+    assert error.mape <= 0.052
     assert error.largest <= 0.12
+    all_at_once = H200.changed("stated", "a test", memory_overlap=2)
+    assert errors(decode, TIMES, all_at_once).mape > 0.08
     assert errors(paper + decode, TIMES, H200).mape <= 0.05
 
 
@@ -131,12 +138,29 @@ def test_ladder_without_its_causes_is_worse() -> None:
     assert ladder_errors(rows, TEST_SIZES).ratio > ladder_errors(ladder_rows(B200), TEST_SIZES).ratio
 
 
+# ------------------------------------------------------------------------ this library on a B200
+@pytest.mark.slow
+def test_tables_of_tiles_are_what_the_clock_says() -> None:
+    """One tile of each table."""
+    key, dense = next(dense_configs())
+    assert rounded(sm100_tile_times("MXFP8", dense)) == pytest.approx(DENSE_CYCLES[key], abs=2)
+    for fmt in TILE_CYCLES:
+        tile, config = next(grouped_configs())
+        assert rounded(sm100_tile_times(fmt, config)) == pytest.approx(TILE_CYCLES[fmt][tile], abs=2)
+
+
 @pytest.mark.slow
 def test_blackwell_prediction_is_a_band_above_the_speed_of_light() -> None:
     problem = next(p for p in PROBLEMS if p.name == "D")
-    config, times, fast, slow = predict(problem)
-    assert fast < slow
-    rows = sum(problem.sizes)
-    ideal = rows * problem.n * problem.k / 2 / (B200["tensor_bytes_per_clk"] * B200.num_sms)
-    assert fast > ideal / B200.clocks_ghz[1] / 1e3
-    assert times.period[0] >= 0.97 * 128 * config.mma_n * 128 / B200["tensor_bytes_per_clk"]
+    config = chosen(problem)
+    fast, slow = predict(problem, config)
+    assert light_us(problem) < fast < slow
+    period = sm100_tile_times(problem.fmt, config).period[0]
+    assert period >= 0.97 * 128 * config.mma_n * 128 / B200["tensor_bytes_per_clk"]
+
+
+def test_products_do_not_wait_between_tiles_of_the_dense_kernel() -> None:
+    """Two accumulators that share columns: the tensor pipe goes from tile to tile with no pause."""
+    one, three = (run_tiles("MXFP8", Sm100DenseConfig(), count, 16) for count in (1, 3))
+    tile = 16 * 524
+    assert (three.cycles - one.cycles) / 2 < 1.03 * tile

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from padless.emulator.prepare.program import prepare
 from padless.emulator.ptx.parser import parse
 from padless.emulator.timing import B200, CHIPS, H200, Rate, chip_of
-from padless.emulator.timing.chip import Call, TileTimes, band, call_time, clock_under_load, queue_cycles
+from padless.emulator.timing.chip import Call, TileTimes, band, call_time, clock_under_load, first_touches, queue_cycles
 from padless.emulator.timing.costs import Costs
 from padless.emulator.timing.events import Barrier, Events, Process, Simulation
 from padless.emulator.timing.loops import loop_of, period, simulate
@@ -248,9 +249,10 @@ def test_products_of_a_warp_take_their_share() -> None:
 TIMES = TileTimes(1000, 500, {1: 100, 2: 190}, {1: 60, 2: 70})
 
 
-def call(tiles: list[int], **changes: float) -> Call:
-    values = {"k_blocks": 10, "products": 1e9, "memory_bytes": 1e6, "workers": 4} | changes
-    return Call(tiles, **values)  # type: ignore[arg-type]
+def call(tiles: list[int], memory_bytes: float = 1e6, written_bytes: float = 0.0) -> Call:
+    """Four workers, the bytes evenly over the tiles."""
+    loads, stores = ([size / max(len(tiles), 1)] * len(tiles) for size in (memory_bytes - written_bytes, written_bytes))
+    return Call(tiles, 10, 1e9, 4, loads, stores)
 
 
 def test_queue_gives_tiles_to_whoever_is_free() -> None:
@@ -286,3 +288,28 @@ def test_written_bytes_take_their_own_rate() -> None:
     assert other.ns > one.ns
     known = call_time(call([1] * 8), TIMES, H200, cycles=1e6)
     assert known.cycles == 1e6
+
+
+def test_bytes_are_read_by_the_first_tile_that_needs_them() -> None:
+    tiles = [((row, 30.0), (column, 7.0)) for row in range(2) for column in (0, 1, 1)]
+    assert first_touches(tiles) == [37, 7, 0, 30, 0, 0]
+
+
+def test_a_round_waits_for_its_own_bytes_alone() -> None:
+    """All bytes in the first of two rounds: the second takes what its tiles take, and no more."""
+    early, even = call([1] * 8, memory_bytes=4e6), call([1] * 8, memory_bytes=4e6)
+    early = replace(early, loads=[1e6] * 4 + [0.0] * 4)
+    late = replace(early, loads=early.loads[::-1])
+    assert call_time(early, TIMES, H200).ns == pytest.approx(call_time(late, TIMES, H200).ns)
+    ghz = call_time(early, TIMES, H200).ghz
+    p, tile = H200["memory_overlap"], 1060 / ghz
+    first = (tile**p + (4e6 / H200["memory_gb_per_s"]) ** p) ** (1 / p)
+    fixed = 1500 / ghz + H200["launch_ns"]
+    assert call_time(early, TIMES, H200).ns == pytest.approx(fixed + first + tile)
+    assert call_time(even, TIMES, H200).ns < call_time(early, TIMES, H200).ns
+
+
+def test_a_tile_takes_as_long_as_its_stores() -> None:
+    times = replace(TIMES, least=5000)
+    assert times.of(1, 10) == 5000
+    assert times.of(1, 100) == 60 + 100 * 100

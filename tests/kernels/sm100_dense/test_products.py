@@ -244,9 +244,8 @@ def test_the_choice_of_a_kernel() -> None:
         c = select_config(DenseProblem(m, n, k, **rest))
         return c.cta_group, c.block_n, c.store, c.tile_order
 
-    assert chosen(8192, 8192, 8192) == (2, 256, "staged", "hilbert")
-    assert chosen(16384, 16384, 16384) == (2, 256, "staged", "hilbert")
-    assert chosen(8192, 8192, 8192, can_stage=False) == (2, 256, "direct", "hilbert")
+    assert chosen(8192, 8192, 8192) == (2, 256, "direct", "hilbert")
+    assert chosen(16384, 16384, 16384) == (2, 256, "direct", "hilbert")
     assert chosen(4096, 4096, 4096) == (2, 256, "direct", "row")
     assert chosen(2048, 2048, 2048) == (2, 256, "direct", "row")
     assert chosen(1024, 1024, 1024) == (2, 128, "direct", "row")

@@ -9,9 +9,9 @@ import torch
 
 from padless.emulator.fake_driver import emulated_driver
 from padless.formats import MXFP8
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
+from padless.kernels.sm100_grouped.config import KINDS, Sm100GroupedConfig, select_grouped_config
 from padless.kernels.sm100_grouped.host import prepare
-from support.sm100_grouped import make_case, run
+from support.sm100_grouped import make_case
 
 C = Sm100GroupedConfig
 PAIR = C(cta_group=2, mma_n=256)
@@ -21,28 +21,26 @@ TWO_PAIRS = C(cta_group=2, mma_n=256, multicast=2)
 def test_select_is_made_of_configs_that_are_allowed() -> None:
     tiles = set()
     for m, n, groups in itertools.product((1, 8, 100, 1000, 10**5), (8, 128, 136, 4096), (1, 2, 8, 256, 1024)):
-        config = select_grouped_config(m, n, groups)
-        tiles.add((config.cta_group, config.tokens_on_n, config.mma_n))
-        rows = -(-m // min(groups, m))
-        assert config.tokens_on_n == (rows <= 192)
+        for kind, num_sms in itertools.product(KINDS, (1, 148)):
+            config = select_grouped_config(m, n, groups, 2048, kind, num_sms)
+            assert config.cluster <= num_sms
+            tiles.add((config.cta_group, config.tokens_on_n, config.mma_n))
     assert len(tiles) >= 6
 
 
 @pytest.mark.parametrize(
-    ("rows", "n", "multicast"),
-    [(2048, 4096, 2), (2048, 512, 2), (2048, 256, 1), (2048, 768, 1), (2048, 2304, 2), (2048, 128, 1),
-     (128, 4096, 2), (128, 768, 1), (64, 4096, 1), (16, 4096, 1), (8, 128, 1)],
-)  # fmt: skip
-def test_two_pairs_share_the_tokens_where_they_are_many_and_columns_even(rows: int, n: int, multicast: int) -> None:
-    assert select_grouped_config(8 * rows, n, 8).multicast == multicast
+    ("rows", "kind", "tile"),
+    [(1, "NVFP4", (32, 256)), (16, "MXFP8", (32, 256)), (2048, "NVFP4", (256, 256)), (2048, "MXFP8", (256, 256))],
+)
+def test_few_rows_get_a_narrow_tile_and_many_the_largest(rows: int, kind: str, tile: tuple[int, int]) -> None:
+    config = select_grouped_config(32 * rows, 4096, 32, 3584, kind)
+    assert (config.tile_m, config.tile_n) == tile
 
 
-def test_a_device_of_one_pair_multicasts_nothing() -> None:
-    case = make_case("MXFP8", (300,), 512, 32, exact=True)
-    assert select_grouped_config(300, 512, 1).multicast == 2
-    for num_sms in (2, 4):
-        out = run(case, num_sms=num_sms, arithmetic="fast").out
-        assert torch.equal(out.double(), case.exact)
+def test_a_shorter_tile_is_taken_where_it_saves_a_round() -> None:
+    """74 pairs and one group: 75 tiles of 256 rows are two rounds, of which the second is one tile."""
+    assert select_grouped_config(256, 256 * 74, 1, 4096).tile_n == 256
+    assert select_grouped_config(256, 256 * 75, 1, 4096) != select_grouped_config(256, 256 * 74, 1, 4096)
 
 
 @pytest.mark.parametrize(

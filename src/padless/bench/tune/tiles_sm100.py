@@ -1,7 +1,7 @@
 """`padless tune` on Blackwell: times every tile of the grouped kernel beside the one that is chosen.
 
-The choice there is a rule of a few thresholds (``select_grouped_config``) and no table of costs, so nothing is stored:
-what is printed says where the rule is wrong.
+The choice there goes by predicted cycles (``select_grouped_config``), so nothing is stored: what is printed says where
+they are wrong.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ kernel: a worker (a CTA or a cluster of them) takes the next tile when it is fre
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from padless.emulator.timing.rates import Chip
@@ -19,31 +19,44 @@ class TileTimes:
 
     start: from the kernel's first instruction to its first tile's first product. period: a K block. between: from a
     tile's last K block to the next tile's first, on top of the period. end: from the last tile's last product to the
-    end.
+    end. least: of a tile, however short its K: what its stores take.
     """
 
     start: float
     end: float
     period: Mapping[int, float]
     between: Mapping[int, float]
+    least: float = 0.0
 
     def of(self, sort: int, k_blocks: int) -> float:
         """Cycles of one tile among others."""
-        return self.between[sort] + k_blocks * self.period[sort]
+        return max(self.between[sort] + k_blocks * self.period[sort], self.least)
 
 
 @dataclass(frozen=True)
 class Call:
     """One call. tiles: their sorts, in the order in which they are handed out. products: row x column x bytes of K
-    that the tensor cores multiply. memory_bytes: read and written at least once. workers: how many take tiles.
-    written_bytes: of memory_bytes, those that are written."""
+    that the tensor cores multiply. workers: how many take tiles. loads, stores: bytes that each tile is the first to
+    read from memory (``first_touches``), and that it writes."""
 
     tiles: Sequence[int]
     k_blocks: int
     products: float
-    memory_bytes: float
     workers: int
-    written_bytes: float = 0.0
+    loads: Sequence[float]
+    stores: Sequence[float]
+
+
+def first_touches(tiles: Iterable[tuple[tuple[Hashable, float], tuple[Hashable, float]]]) -> list[float]:
+    """Bytes that each tile is the first to read: of its two operands' parts, (which, bytes), those that no tile before
+    had. Later ones find them in L2."""
+    seen: set[tuple[int, Hashable]] = set()
+    loads = []
+    for parts in tiles:
+        new = [(i, which, size) for i, (which, size) in enumerate(parts) if (i, which) not in seen]
+        seen.update((i, which) for i, which, _ in new)
+        loads.append(sum(size for *_, size in new))
+    return loads
 
 
 @dataclass(frozen=True)
@@ -64,14 +77,21 @@ class CallTime:
 
 
 def queue_cycles(call: Call, times: TileTimes) -> float:
-    """Cycles from the kernel's first instruction to its last."""
-    if not call.tiles:
-        return times.start + times.end
-    cost = {sort: times.of(sort, call.k_blocks) for sort in set(call.tiles)}
+    """Cycles from the kernel's first instruction to its last, with all operands in L2."""
+    return _queue(call, times, 1.0, [0.0] * len(call.tiles), 1.0)
+
+
+def _queue(call: Call, times: TileTimes, ghz: float, memory: Sequence[float], p: float) -> float:
+    """Nanoseconds of the queue. Tiles that begin together, a round of them, share the memory: ``memory``, nanoseconds of
+    a tile's bytes alone, add up over the round, and join with each of its tiles' time as (t^p + m^p)^(1/p)."""
     free = [0.0] * max(min(call.workers, len(call.tiles)), 1)
-    for sort in call.tiles:
-        heapq.heapreplace(free, free[0] + cost[sort])
-    return times.start + max(free) + times.end
+    for first in range(0, len(call.tiles), len(free)):
+        sorts = call.tiles[first : first + len(free)]
+        asked = sum(memory[first : first + len(free)])
+        cost = {sort: ((times.of(sort, call.k_blocks) / ghz) ** p + asked**p) ** (1 / p) for sort in set(sorts)}
+        for sort in sorts:
+            heapq.heapreplace(free, free[0] + cost[sort])
+    return (times.start + times.end) / ghz + max(free)
 
 
 def clock_under_load(chip: Chip, tensor_use: float, full_ghz: float) -> float:
@@ -90,11 +110,10 @@ def call_time(
     use = min(call.products / (chip["tensor_bytes_per_clk"] * chip.num_sms) / cycles, 1.0)
     if ghz is None:
         ghz = clock_under_load(chip, use, chip["full_load_ghz"])
-    read = call.memory_bytes - call.written_bytes
-    memory = read / chip["memory_gb_per_s"] + call.written_bytes / chip["memory_write_gb_per_s"]
-    p = chip["memory_overlap"]
-    busy = ((cycles / ghz) ** p + memory**p) ** (1 / p)
-    return CallTime(cycles, memory, ghz, chip["launch_ns"] + busy, use)
+    read, written = chip["memory_gb_per_s"], chip["memory_write_gb_per_s"]
+    memory = [load / read + store / written for load, store in zip(call.loads, call.stores, strict=True)]
+    busy = _queue(call, times, ghz, memory, chip["memory_overlap"])
+    return CallTime(cycles, sum(memory), ghz, chip["launch_ns"] + busy, use)
 
 
 def band(call: Call, times: TileTimes, chip: Chip) -> tuple[float, float]:

@@ -160,7 +160,7 @@ class TimedMachine(Machine):
             end = max(end, sm.shared.take(start, cost.shared)[1])
         fed = sm.loads.take(start, cost.loaded / self.chip["l2_feed"], "loads")[1] if cost.loaded else start
         if cost.stored:
-            sm.store.take(start, cost.stored / self.chip["store_bytes_per_clk"], "stores")
+            end = max(end, sm.store.take(start, cost.stored / self.chip["store_bytes_per_clk"], "stores")[1])
         for latency, registers in cost.later:
             latency = max(latency, fed - start)
             self._pending.setdefault(w, []).append((start + latency, registers))

@@ -124,11 +124,11 @@ H200 = Chip(
             4030, "GB/s written", "measured", f"{_PL}: copies of 0.2 to 13 GB, less their reads"
         ),
         "l2_mb": Rate(50, "MB", "stated", "NVIDIA H100 white paper"),
-        "launch_ns": Rate(5750, "ns from event to event besides the tiles", "fitted", _CALLS),
+        "launch_ns": Rate(5500, "ns from event to event besides the tiles", "fitted", _CALLS),
         "full_load_ghz": Rate(
-            1.47, "GHz with the tensor cores always busy", "fitted", f"{_CALLS}; counters: 1.43 to 1.53"
+            1.45, "GHz with the tensor cores always busy", "fitted", f"{_CALLS}; counters: 1.43 to 1.53"
         ),
-        "memory_overlap": Rate(2.5, "exponent with which times of tiles and of memory add up", "fitted", _CALLS),
+        "memory_overlap": Rate(3, "exponent with which a round's times of tiles and of memory join", "fitted", _CALLS),
     },
 )
 
@@ -191,7 +191,7 @@ B200 = Chip(
         "memory_write_gb_per_s": Rate(7220, "GB/s written", "inferred", "as reads"),
         "l2_mb": Rate(126, "MB", "measured", _SA),
         "full_load_ghz": Rate(1.58, "GHz", "measured", "flashinfer, 1000 W, sustained attention"),
-        "memory_overlap": Rate(4, "exponent", "inferred", "as on H200"),
+        "memory_overlap": Rate(3, "exponent", "inferred", "as on an H200"),
         "launch_ns": Rate(5000, "ns", "inferred", _QR),
         "stage_floor": Rate(185, "clk a stage of a ring, however little it carries", "fitted", _LOOPS),
         "stream_bytes_per_clk": Rate(41, "B/clk of the operand with more rows, alone on the chip", "fitted", _LOOPS),

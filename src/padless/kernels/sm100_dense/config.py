@@ -103,34 +103,40 @@ class DenseProblem:
     can_stage: bool = True  # rows of the output start on 16-byte boundaries
 
 
-# (cta_group, block_n): estimated time of a tile, in that of 128 x 128 by one CTA. Guesses, not measured: what the
-# products of 256 x 256 take, and a fifth more for each of those of a smaller tile, which reads more operand bytes.
-_TILE_COSTS: dict[tuple[int, int], float] = {(2, 256): 1.6, (2, 128): 0.95, (1, 128): 1.0}
-_LARGE = 8192
+# (cta_group, block_n): cycles of a stage of 128 of K, between two tiles, of a tile at least, and of start and end
+# together. Predicted by the clock for a B200, never measured: `python tools/clock_sm100.py --tiles`.
+TILE_CYCLES: dict[tuple[int, int], tuple[int, int, int, int]] = {
+    (2, 256): (524, 0, 3269, 5631), (2, 128): (358, 0, 2061, 4103),
+    (1, 256): (714, 251, 3273, 5949), (1, 128): (476, 0, 1898, 3785),
+}  # fmt: skip
+L2_BYTES = 100e6  # of a B200's 126 MB: operands up to that stay there
 
 
 def select_config(problem: DenseProblem) -> Sm100DenseConfig:
-    """The kernel for a problem: a pure function.
+    """The kernel for a problem: a pure function, by predictions.
 
-    The tile with the least estimated time. The Hilbert order and the staged store from 8192 in M, N and K on, where the
-    author of the design that this kernel follows measured a gain on a B200 ("MXFP8 GEMM: Up to 99% of cuBLAS performance
-    using CUDA + PTX"); below it the row order and direct stores were the faster ones. Not measured by this project.
+    The tile with the least cycles, tiles of the last round cut where the kernel cuts them. The Hilbert order where the
+    operands are more than L2 holds: in row order a round of tiles then reads most of B again. Direct stores: the staged
+    ones take 160 cycles a tile and more longer.
     """
 
-    def estimate(tile: tuple[int, int]) -> float:
+    def cycles(tile: tuple[int, int]) -> float:
         cta_group, block_n = tile
+        stage, between, least, ends = TILE_CYCLES[tile]
+        stages = ceil_div(problem.k, 128)
         workers = max(problem.num_sms // cta_group, 1)
-        tiles = ceil_div(problem.m, BLOCK_M * cta_group) * ceil_div(problem.n, block_n)
-        return ceil_div(tiles, workers) * _TILE_COSTS[tile]
+        whole, left = divmod(ceil_div(problem.m, BLOCK_M * cta_group) * ceil_div(problem.n, block_n), workers)
+        last = 0 if left == 0 else max(stages * stage + between, least)
+        if block_n == 2 * HALF_N and 2 * left <= workers:
+            last = min(last, stages * TILE_CYCLES[cta_group, HALF_N][0])
+        return ends + whole * max(stages * stage + between, least) + last
 
     pairs = problem.m > BLOCK_M and problem.num_sms > 1
-    cta_group, block_n = min((t for t in _TILE_COSTS if pairs or t[0] == 1), key=estimate)
-    is_large = min(problem.m, problem.n, problem.k) >= _LARGE
+    cta_group, block_n = min((t for t in TILE_CYCLES if pairs or t[0] == 1), key=cycles)
     return Sm100DenseConfig(
         cta_group=cta_group,
         block_n=block_n,
-        store="staged" if is_large and problem.can_stage else "direct",
-        tile_order="hilbert" if is_large else "row",
+        tile_order="hilbert" if (problem.m + problem.n) * problem.k > L2_BYTES else "row",
         a_dtype=problem.a_dtype,
         b_dtype=problem.b_dtype,
         out_dtype=problem.out_dtype,

@@ -8,6 +8,7 @@ import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
 from padless.kernels.config import FEW_GROUPS, check_common_fields, cpp_constants, requirement_of
+from padless.kernels.cost_model import expected_rounds
 
 KINDS = ("MXFP8", "NVFP4", "MXFP4", "FP8_BLOCK")
 SCALE_SOURCES = ("tiled", "window", "plain")
@@ -153,41 +154,50 @@ def _policy(keep: str, operand: str) -> str:
     return "L2_EVICT_LAST" if keep == operand else "L2_EVICT_FIRST"
 
 
-def select_grouped_config(m: int, n: int, num_groups: int) -> Sm100GroupedConfig:
-    """The tile for a problem: a pure function of M, N and the number of groups, never measured.
+# By kind: (tokens_on_n, mma_n, cta_group): cycles of a stage of 128 bytes of K, between two tiles, of a tile at least,
+# and of start and end together. Predicted for a B200, never measured: `python tools/clock_sm100.py --tiles`.
+TILE_CYCLES: dict[str, dict[tuple[bool, int, int], tuple[int, int, int, int]]] = {
+    "NVFP4": {
+        (True, 32, 2): (358, 242, 2403, 3348), (True, 64, 1): (372, 91, 2696, 3864),
+        (True, 64, 2): (358, 242, 2815, 4022), (True, 128, 1): (519, 57, 3545, 5025),
+        (True, 128, 2): (404, 57, 3635, 5330), (True, 256, 1): (779, 446, 5449, 7684),
+        (True, 256, 2): (560, 1529, 5390, 7985), (False, 128, 1): (519, 57, 3255, 4227),
+        (False, 128, 2): (404, 57, 3282, 4529), (False, 256, 2): (560, 1501, 4532, 6252),
+    },
+    "MXFP8": {
+        (True, 32, 2): (267, 57, 2181, 3269), (True, 64, 1): (353, 57, 2455, 3620),
+        (True, 64, 2): (296, 57, 2553, 3898), (True, 128, 1): (476, 57, 3402, 4876),
+        (True, 128, 2): (361, 57, 3474, 5181), (True, 256, 1): (714, 59, 5283, 7475),
+        (True, 256, 2): (524, 775, 5094, 7763), (False, 128, 1): (476, 57, 3094, 4078),
+        (False, 128, 2): (361, 57, 3151, 4380), (False, 256, 2): (524, 772, 4424, 6052),
+    },
+}  # fmt: skip
 
-    Groups that would leave most of 256 lanes empty go on the columns, in the narrowest tile that holds their average;
-    two CTAs work as one where the side that they divide has more than 128. Where a group has one m-tile each weight is
-    read once, so the tokens are what L2 should keep; else the operand of fewer rows.
+
+def select_grouped_config(
+    m: int, n: int, num_groups: int, row_bytes: int = 4096, kind: str = "MXFP8", num_sms: int = 148
+) -> Sm100GroupedConfig:
+    """The tile for a problem: a pure function, by predictions. ``row_bytes``: of K.
+
+    The tile with the least cycles at the mean over groups of 0 to twice the average rows. Where a group has one m-tile
+    each weight is read once, so the tokens are what L2 should keep; else the operand of fewer rows. No multicast: by the
+    clock what reaches an SM binds, which it does not lessen.
     """
     rows = -(-m // max(min(num_groups, m), 1))
-    tokens_on_n = rows <= 192
-    if tokens_on_n:
-        mma_n = next((width for width in (32, 64, 128) if rows <= width), 256)
-        cta_group = 2 if n > 128 else 1
-    else:
-        mma_n = 256 if n > 128 else 128
-        cta_group = 2
+    table = TILE_CYCLES["NVFP4" if kind.endswith("FP4") else "MXFP8"]
+
+    def cycles(tile: tuple[bool, int, int]) -> float:
+        tokens_on_n, mma_n, cta_group = tile
+        stage, between, least, ends = table[tile]
+        tile_m, tile_n = (mma_n, 128 * cta_group) if tokens_on_n else (128 * cta_group, mma_n)
+        rounds = expected_rounds(m, num_groups, tile_m, ceil_div(n, tile_n) / max(num_sms // cta_group, 1))
+        return ends + rounds * max(ceil_div(row_bytes, 128) * stage + between, least)
+
+    tokens_on_n, mma_n, cta_group = min((t for t in table if t[2] <= num_sms), key=cycles)
     keep = "a" if rows <= mma_n or rows < n else "b"
-    return with_multicast(Sm100GroupedConfig(cta_group=cta_group, tokens_on_n=tokens_on_n, mma_n=mma_n, keep=keep), n)
+    return Sm100GroupedConfig(cta_group=cta_group, tokens_on_n=tokens_on_n, mma_n=mma_n, keep=keep)
 
 
 def promoted(config: Sm100GroupedConfig) -> Sm100GroupedConfig:
     """``config`` for FP8_BLOCK: 128 columns, whose sums the store warps can keep in registers."""
     return replace(config, mma_n=min(config.mma_n, 128))
-
-
-def with_multicast(config: Sm100GroupedConfig, n: int) -> Sm100GroupedConfig:
-    """``config`` with two pairs to a cluster where that saves enough: a guess, never measured.
-
-    All columns of a row of tiles need the same tokens. Two pairs that share them read half of them each from L2: 25%
-    less in all where a CTA brings as many tokens as rows of B (256 x 256), 17% where half as many. With fewer tokens
-    than that it saves little. It costs a pair's work in every row of tiles where the number of tiles along N is odd, so
-    then there must be 9 or more; and clusters of 4 are harder to place than pairs.
-    """
-    if config.cta_group == 1:
-        return config
-    weight_rows = 128 if config.tokens_on_n else config.right_rows
-    tiles = ceil_div(n, config.tile_n)
-    shares = 2 * config.token_rows >= weight_rows and (tiles % 2 == 0 or tiles >= 9)
-    return replace(config, multicast=2 if shares else 1)

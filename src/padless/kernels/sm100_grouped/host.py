@@ -55,8 +55,9 @@ def prepare(
     m, (num_groups, n, _) = a.data.shape[0], b.data.shape
     device = out.device.index or 0
     if config is None:
-        config = select_grouped_config(m, n, num_groups)
-        config = on_device(promoted(config) if a.format == FP8_BLOCK else config, driver, device)
+        row_bytes = a.data.shape[1] * a.data.element_size()
+        config = select_grouped_config(m, n, num_groups, row_bytes, a.format.name, driver.num_sms(device))
+        config = promoted(config) if a.format == FP8_BLOCK else config
     config = fit(config, a, b, out)
     kernel, function = load_kernel(driver, KERNEL, config, device)
     tiles = most_tiles(m, n, num_groups, config.tile_m, config.cluster_n)
@@ -74,11 +75,6 @@ def prepare(
     tensors = [a.data, a.scale, b.data, b.scale, out, *(t for t in optional if t is not None), *copies]
     shape = launch_shape(driver, device, config, tiles, kernel.num_threads)
     return Prepared(driver.prepare(function, kernel, shape, [problem], tensors), copies)
-
-
-def on_device(config: Sm100GroupedConfig, driver: Driver, device: int) -> Sm100GroupedConfig:
-    """A chosen ``config``, without multicast where the device is too small for one cluster."""
-    return replace(config, multicast=1) if driver.num_sms(device) < config.cluster else config
 
 
 def launch_shape(driver: Driver, device: int, config: Sm100GroupedConfig, tiles: int, num_threads: int) -> LaunchShape:

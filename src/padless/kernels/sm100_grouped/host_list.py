@@ -12,15 +12,7 @@ from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.launch import load_kernel, tile_counter
 from padless.kernels.schedule import walk_of_list
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, select_grouped_config
-from padless.kernels.sm100_grouped.host import (
-    KERNEL,
-    fit,
-    launch_shape,
-    on_device,
-    operand_bytes,
-    problem_bytes,
-    spreadable,
-)
+from padless.kernels.sm100_grouped.host import KERNEL, fit, launch_shape, operand_bytes, problem_bytes, spreadable
 from padless.layouts import to_blocked
 from padless.runtime.driver import Driver, PreparedLaunch
 
@@ -59,8 +51,12 @@ def prepare_list(
     index = device.index or 0
     if config is None:
         rows = [t.data.shape[0] for t in a]
-        config = select_grouped_config(sum(rows), max(t.data.shape[0] for t in b), len(rows))
-        config = on_device(promoted(config) if a[0].format == FP8_BLOCK else config, driver, index)
+        row_bytes = max(t.data.shape[1] for t in a)
+        columns = max(t.data.shape[0] for t in b)
+        config = select_grouped_config(
+            sum(rows), columns, len(rows), row_bytes, a[0].format.name, driver.num_sms(index)
+        )
+        config = promoted(config) if a[0].format == FP8_BLOCK else config
     config = _fit_all(config, left, right, out)
     kernel, function = load_kernel(driver, KERNEL, config, index)
 

@@ -14,13 +14,12 @@ from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.kernels.epilogue_launch import QuantConfig, check_columns, output_address, outputs_bytes, present
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, tile_counter
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, with_multicast
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted
 from padless.kernels.sm100_grouped.host import (
     KERNEL,
     check_operands,
     fit_operands,
     launch_shape,
-    on_device,
     operand_bytes,
     output_bytes,
     padded,
@@ -59,7 +58,6 @@ def prepare(
         config = select_tile(m, n, num_groups, epilogue)
         if a.format == FP8_BLOCK and not _needs_wide(epilogue):
             config = promoted(config)
-        config = on_device(config, driver, device)
     check_tile(config, epilogue)
     tile = fit(config, a, b, tensors, epilogue)
     compiled = QuantConfig(tile, epilogue)
@@ -84,14 +82,12 @@ def select_tile(m: int, n: int, num_groups: int, epilogue: Epilogue) -> Sm100Gro
     """The tile for a problem: a pure function, never measured.
 
     A pair's 256 rows where groups have more than 128 on average, else one CTA; 256 columns unless B has at most 128.
-    Pairs share tokens as without an epilogue (``with_multicast``).
     """
     rows = ceil_div(m, max(min(num_groups, m), 1))
     wide = n > 128 or _needs_wide(epilogue)
-    tile = Sm100GroupedConfig(
+    return Sm100GroupedConfig(
         cta_group=2 if rows > 128 else 1, mma_n=256 if wide else 128, keep="a" if rows < n else "b"
     )
-    return with_multicast(tile, n)
 
 
 def check_tile(tile: Sm100GroupedConfig, epilogue: Epilogue) -> None:

@@ -29,31 +29,23 @@ __device__ __forceinline__ uint32_t existing_scales(uint32_t word, int columns, 
 template <int SOURCE, int K_ATOMS>
 __device__ __forceinline__ void load_scales(uint32_t (&words)[K_ATOMS][4], const ScaleSource& source, int row,
                                             int first_atom, int lane) {
-    const int atoms = (source.columns + 3) / 4;
+    const int last_atom = (source.columns + 3) / 4 - 1;
     const int first = row + lane;
     const int skip = first >> 5 & 3;
     const int last_tile = source.last_row >> 7;
     const int tile = first >> 7 < last_tile ? first >> 7 : last_tile;
-    const int next_tile = tile < last_tile ? tile + 1 : last_tile;
+    const int next_tile = tile < last_tile && skip != 0 ? tile + 1 : tile;
+    // All loads first, and no branch between them: they are under way together, not one after the other.
+    uint4 low[K_ATOMS], high[K_ATOMS];
 #pragma unroll
     for (int i = 0; i < K_ATOMS; ++i) {
-        const int atom = first_atom + i;
-        if (atom >= atoms) break;
+        const int atom = first_atom + i < last_atom ? first_atom + i : last_atom;
         if constexpr (SOURCE == SCALES_WINDOW) {
             const int chunk = (first & 31) * 16;
-            const long long at = static_cast<long long>(tile) * atoms + atom;
-            const long long next_at = static_cast<long long>(next_tile) * atoms + atom;
-            const uint4 low = __ldg(reinterpret_cast<const uint4*>(source.bytes + at * 512 + chunk));
-            uint4 high = low;
-            if (skip != 0) high = __ldg(reinterpret_cast<const uint4*>(source.bytes + next_at * 512 + chunk));
-            const bool by_one = skip & 1, by_two = skip & 2;
-            const uint32_t w0 = by_one ? low.y : low.x, w1 = by_one ? low.z : low.y;
-            const uint32_t w2 = by_one ? low.w : low.z, w3 = by_one ? high.x : low.w;
-            const uint32_t w4 = by_one ? high.y : high.x, w5 = by_one ? high.z : high.y;
-            words[i][0] = by_two ? w2 : w0;
-            words[i][1] = by_two ? w3 : w1;
-            words[i][2] = by_two ? w4 : w2;
-            words[i][3] = by_two ? w5 : w3;
+            const long long at = static_cast<long long>(tile) * (last_atom + 1) + atom;
+            const long long next_at = static_cast<long long>(next_tile) * (last_atom + 1) + atom;
+            low[i] = __ldg(reinterpret_cast<const uint4*>(source.bytes + at * 512 + chunk));
+            high[i] = __ldg(reinterpret_cast<const uint4*>(source.bytes + next_at * 512 + chunk));
         } else {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -63,8 +55,22 @@ __device__ __forceinline__ void load_scales(uint32_t (&words)[K_ATOMS][4], const
                 words[i][j] = __ldg(reinterpret_cast<const uint32_t*>(source.bytes + at));
             }
         }
+    }
 #pragma unroll
-        for (int j = 0; j < 4; ++j) words[i][j] = existing_scales(words[i][j], source.columns, atom);
+    for (int i = 0; i < K_ATOMS; ++i) {
+        if constexpr (SOURCE == SCALES_WINDOW) {
+            const bool by_one = skip & 1, by_two = skip & 2;
+            const uint32_t w0 = by_one ? low[i].y : low[i].x, w1 = by_one ? low[i].z : low[i].y;
+            const uint32_t w2 = by_one ? low[i].w : low[i].z, w3 = by_one ? high[i].x : low[i].w;
+            const uint32_t w4 = by_one ? high[i].y : high[i].x, w5 = by_one ? high[i].z : high[i].y;
+            words[i][0] = by_two ? w2 : w0;
+            words[i][1] = by_two ? w3 : w1;
+            words[i][2] = by_two ? w4 : w2;
+            words[i][3] = by_two ? w5 : w3;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            words[i][j] = existing_scales(words[i][j], source.columns, first_atom + i);
     }
 }
 
