@@ -12,7 +12,7 @@ LIMITS = {"nvfp4": 0.01}  # of a recipe's own; four bits are not eight
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a recipe's last losses compare with the first recipe's on the same batches.
+    """A comparison of a recipe's last losses with the first recipe's on the same batches.
 
     difference: mean over seeds of (last loss / the first recipe's - 1). by_seed: the same of each seed.
     limit: what its magnitude may be. spread: standard deviation of the first recipe's last losses over seeds, relative
