@@ -33,7 +33,7 @@ from padless.nn.quantizers import quantize_rows
 from padless.nn.weight_codes import WeightCodes
 from padless.quantization.quantize import dequantize, quantize
 
-MEDIUM = ModelSize(layers=4, hidden=512, heads=8, experts=16, top_k=4, intermediate=1024, length=256, batch=32)
+MEDIUM = ModelSize(layers=4, hidden=512, heads=8, experts=16, top_k=4, intermediate=512, length=256, batch=32)
 SIZES = {"small": demo.SMALL, "medium": MEDIUM, "large": demo.LARGE}
 TRIAL_STEPS, MOST_STEPS = 16, 1000
 RIGHT = ("bf16", "fp8", "fp8_1d1d")
