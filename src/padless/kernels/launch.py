@@ -31,7 +31,7 @@ _MOST_PREPARED = 4096
 
 
 def prepared_before(tensor: torch.Tensor, facts: tuple[Any, ...], prepare: Callable[[], Prepared]) -> Prepared:
-    """What ``prepare`` packs, or packed before from the same facts: everything that it depends on, addresses among them.
+    """The launch that ``prepare`` packs, or packed before from the same facts: all that it depends on, with addresses.
 
     tensor: an operand. Only launches on a GPU are kept; others hold their tensors.
     """

@@ -168,7 +168,7 @@ def operands_of_rows(
 
 
 def offs_of_columns(offs: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Where the groups of plain columns end: NVFP4's are padded."""
+    """End rows of the groups of plain columns: NVFP4's are padded."""
     return padded_offs(offs) if recipe.wgrad == NVFP4 else offs
 
 

@@ -12,11 +12,13 @@ LIMITS = {"nvfp4": 0.01}  # of a recipe's own; four bits are not eight
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a recipe's last losses compare with the first recipe's on the same batches.
+    """A comparison of a recipe's last losses with the first recipe's on the same batches.
 
     difference: mean over seeds of (last loss / the first recipe's - 1). by_seed: the same of each seed.
-    limit: what its magnitude may be. spread: standard deviation of the first recipe's last losses over seeds, relative
-        to their mean, which it may not exceed either; NaN for one seed, with which nothing holds.
+    limit: what it may be. spread: standard deviation of the first recipe's last losses over seeds, relative to their
+        mean, which it may not exceed either; NaN for one seed, with which nothing holds.
+
+    A lower loss than the first recipe's is no fault, however much lower.
     """
 
     recipe: str
@@ -28,7 +30,7 @@ class Verdict:
     @property
     def holds(self) -> bool:
         """Whether the recipe learns as well; a NaN does not."""
-        return abs(self.difference) <= self.limit and abs(self.difference) <= self.spread
+        return self.difference <= self.limit and self.difference <= self.spread
 
 
 def verdicts(training: Training) -> list[Verdict]:
