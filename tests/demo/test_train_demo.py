@@ -13,6 +13,7 @@ from matplotlib import image
 from rich.console import Console
 
 import loss_parity
+from padless.demo.train import ranks as over_ranks
 from padless.demo.train import run as demo
 from padless.demo.train.model import Model, ModelSize
 from padless.demo.train.parity import verdicts
@@ -118,6 +119,22 @@ def test_command_writes_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     text = io.StringIO()
     demo.run_train_demo(recipes=["fp8"], steps=10, out=tmp_path, console=Console(file=text, width=100))
     assert len(json.loads((tmp_path / "train-demo.json").read_text())["curves"][0]["losses"]) == 10
+
+
+def test_ranks_that_do_not_divide_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"ranks is 3; it must be at least 2 and divide 8 and 8"):
+        demo.run_train_demo(ranks=3, out=tmp_path)
+
+
+@pytest.mark.slow
+def test_command_trains_over_ranks_and_judges(monkeypatch: pytest.MonkeyPatch):
+    """Both kinds pass; where no loss has fallen, after one step, the program ends with 1."""
+    monkeypatch.setattr(over_ranks, "SMALL", TINY)
+    text = io.StringIO()
+    over_ranks.run_over_ranks(2, ["fp8"], 12, Console(file=text, width=400))
+    assert [line[:4] for line in text.getvalue().splitlines()[1:]] == ["pass", "pass"], text.getvalue()
+    with pytest.raises(SystemExit):
+        over_ranks.run_over_ranks(2, ["fp8"], 1, Console(file=io.StringIO()))
 
 
 # --- loss parity -----------------------------------------------------------------------------------------

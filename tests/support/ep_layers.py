@@ -85,6 +85,7 @@ RECIPES = (
     "fp8",
     "fp8_1d1d",
     "fp8_bf16_wgrad",
+    "mxfp8",
     Recipe(save="recompute"),
     Recipe(wgrad=torch.bfloat16, save="recompute"),
 )
@@ -95,7 +96,7 @@ def experts(ranks: Ranks) -> None:
 
     Uneven tokens, none on the last rank, ids -1 and twice. Weight gradients: the same bits, also when they wait.
     """
-    e, h, i, n = 2 * ranks.size, 64, 48, ranks.size
+    e, h, i, n = 2 * ranks.size, 64, 32, ranks.size
     generator = torch.Generator().manual_seed(5)
     p = draw([*ranks.counts(70, 90)[:-1], 0], e, h, 3, 21, dtype=torch.float32)
     dout = [torch.randn(t.shape, generator=generator).to(ranks.device) for t in p.tokens]
@@ -129,7 +130,7 @@ def experts(ranks: Ranks) -> None:
             ("out", out, want[own]), ("x", x.grad, every[0].grad[own]), ("weights", weight.grad, every[2].grad[own])
         ):  # fmt: skip
             torch.testing.assert_close(
-                got, expected, rtol=1e-5, atol=1e-5, msg=lambda m, n=name, q=recipe: f"{q}, {n}: {m}"
+                got, expected, rtol=1e-5, atol=1e-4, msg=lambda m, n=name, q=recipe: f"{q}, {n}: {m}"
             )
         for name in ("w13", "w2"):
             got, expected = getattr(over, name).grad, getattr(alone, name).grad[here]
@@ -193,6 +194,8 @@ def layers(ranks: Ranks) -> None:
             MoE(**{"hidden": h, "intermediate": 32, "num_experts": e, "top_k": 2, "ep": ep} | given)
     with pytest.raises(ValueError, match=r"x is torch\.bfloat16 and ep's rows are torch\.float32"):
         over.experts(x[0, 0].bfloat16(), torch.zeros(4, 2, dtype=torch.int64, device=x.device), x[0, 0, :, :2])
+    with pytest.raises(ValueError, match=r"NVFP4's global scale is of all ranks' rows"):
+        MoE(h, 32, e, 2, ep=ep, recipe="nvfp4", device=ranks.device)(x[0])
     with pytest.raises(ValueError, match="distribute is for experts with ep"):
         alone.experts.distribute(None)
     with pytest.raises(ValueError, match="delayed_wgrad is given"):

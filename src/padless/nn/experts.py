@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from padless.distributed import ExpertParallel
+from padless.formats import NVFP4
 from padless.nn.experts_function import Plan, apply_experts, check_gate_up, check_tokens
 from padless.nn.linear import QuantizedModule
 from padless.nn.recipe import Recipe
@@ -25,8 +26,9 @@ class Experts(QuantizedModule):
     gate_up: which rows of w13 make gate and up, "concatenated" or "interleaved" by 32.
     delayed_wgrad: where weight gradients are left for later.
     dtype, device: of the parameters ``w13`` (E, 2 I, H) and ``w2`` (E, H, I): bfloat16, float16 or float32.
-    ep: a `padless.distributed.ExpertParallel` of E experts with rows in bfloat16 or float32. The parameters are then
-        those of this rank's experts alone, ep.local_experts, and calls are collective, as are their backward passes.
+    ep: a `padless.distributed.ExpertParallel` of E experts with rows in bfloat16 or float32, for recipes without NVFP4.
+        The parameters are then those of this rank's experts alone, ep.local_experts, and calls are collective, as are
+        their backward passes.
 
     Codes of a weight are made at the first call after a change of it, once for all microbatches of a step.
 
@@ -120,6 +122,12 @@ class Experts(QuantizedModule):
         plan = Plan(self.recipe, self.gate_up, self.delayed_wgrad, self.ep)
         if self.ep is None:
             return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, *operands)
+        recipe = self.recipe
+        if NVFP4 in (recipe.forward, recipe.dgrad, recipe.wgrad):
+            raise ValueError(
+                f"recipe is {recipe} and NVFP4's global scale is of all ranks' rows; with ep FP8_BLOCK, MXFP8 and "
+                "torch.bfloat16 are allowed"
+            )
         if x.dtype != self.ep.settings.row_format.format:
             raise ValueError(f"x is {x.dtype} and ep's rows are {self.ep.settings.row_format.format}; convert x")
         out = apply_experts(x, top_k_index, top_k_weights, w13, w2, None, plan, *operands)
