@@ -64,15 +64,24 @@ def test_a_page_that_leads_nowhere_is_a_failure(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "src").symlink_to(ROOT / "src")
     (tmp_path / "docs" / "formats.md").write_text("# Formats\n")
-    for planted, code in {
-        "[x](formats.md#formats)": 0,
-        "[x](no_such_page.md)": 1,
-        "[x](formats.md#no-such-heading)": 1,
-        "::: padless.no_such": 1,
-    }.items():
-        (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n{planted}\n")
-        built = build(tmp_path, tmp_path / "site")
-        assert built.returncode == code, f"{planted}: {built.stderr}"
+    wrong = {
+        "page": "[x](no_such_page.md)",
+        "heading": "[x](formats.md#no-such-heading)",
+        "name": "::: padless.no_such",
+    }
+    (tmp_path / "docs" / "index.md").write_text("# Start\n\n[x](formats.md#formats)\n")
+    good = build(tmp_path, tmp_path / "site")
+    assert good.returncode == 0, good.stderr
+    for page in ("page", "heading"):
+        (tmp_path / "docs" / f"{page}.md").write_text(f"# {page}\n\n{wrong[page]}\n")
+    led = build(tmp_path, tmp_path / "site")
+    assert led.returncode == 1
+    assert "'page.md' contains a link 'no_such_page.md'" in led.stderr
+    assert "'heading.md' contains a link 'formats.md#no-such-heading'" in led.stderr
+    for page in ("page", "heading"):
+        (tmp_path / "docs" / f"{page}.md").unlink()
+    (tmp_path / "docs" / "name.md").write_text(f"# name\n\n{wrong['name']}\n")  # ends a build where it is met
+    assert build(tmp_path, tmp_path / "site").returncode == 1
 
 
 def test_every_public_name_stands_in_the_reference_once():

@@ -1,7 +1,8 @@
-"""Slow tests in part, and all of them in parts: `--slow-share` and `--resume` of pytest.
+"""Tests in part, and all of them in parts: `--slow-share` and `--resume` of pytest.
 
 `--slow-share N` runs one in N of the slow tests. Which ones the commit decides, so that all are run in the course of
 time; they come first, in an order that the commit decides too, until each process has spent `--slow-seconds` on them.
+Of the many alike cases of a test in cases_in_turns.txt it runs one in `TURNS`, which the commit decides as well.
 
 `--resume` leaves out what has passed before with the same files and versions. What passed is kept in
 `.pytest_cache/passed`, one file for each state of the tree.
@@ -24,6 +25,9 @@ TIME_IS_OVER = "slow: the time of this run's share is over"
 
 
 LONG_CASES = frozenset(Path(__file__).with_name("long_cases.txt").read_text().splitlines()[1:])
+IN_TURNS = frozenset(Path(__file__).with_name("cases_in_turns.txt").read_text().splitlines()[1:])
+TURNS = 3
+OF_ANOTHER_TURN = f"in turns: one case in {TURNS} is run for a commit; without --slow-share all are"
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -57,6 +61,20 @@ def draw_of(commit: str, nodeid: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{commit} {nodeid}".encode()).digest()[:8], "big")
 
 
+def leave_to_other_commits(items: list[pytest.Item], commit: str) -> None:
+    """Skips cases of the tests in cases_in_turns.txt, all but every third from one that the commit decides."""
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        family = item.nodeid.partition("[")[0]
+        if family in IN_TURNS:
+            families.setdefault(family, []).append(item)
+    for family, cases in families.items():
+        first = draw_of(commit, family) % TURNS
+        for place, item in enumerate(cases):
+            if place % TURNS != first % len(cases):
+                item.add_marker(pytest.mark.skip(reason=OF_ANOTHER_TURN))
+
+
 class SlowTests:
     """Skips slow tests, but for all of them or a share."""
 
@@ -70,7 +88,12 @@ class SlowTests:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         slow = [item for item in items if item.get_closest_marker("slow") or item.nodeid in LONG_CASES]
-        if self._all or not slow:
+        if self._all:
+            return
+        if self._share and self._commit:
+            apart = set(slow)
+            leave_to_other_commits([item for item in items if item not in apart], self._commit)
+        if not slow:
             return
         draws = {item.nodeid: draw_of(self._commit, item.nodeid) for item in slow}
         if self._share and self._commit:

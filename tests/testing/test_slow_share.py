@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.ragged import ROOT
-from support.slow_share import TIME_IS_OVER, draw_of
+from support.slow_share import IN_TURNS, LONG_CASES, OF_ANOTHER_TURN, TIME_IS_OVER, draw_of
 
 CONFTEST = f"""
 import sys
@@ -135,3 +135,33 @@ def test_a_test_whose_teardown_fails_has_not_passed(repository: Path) -> None:
     for _ in range(2):
         text = run(repository, "--resume")[2]
         assert "1 passed, 1 error" in text
+
+
+def test_cases_in_turns(repository: Path) -> None:
+    """One in three with --slow-share, others for another commit; all of them without it, and with --run-slow."""
+    folder = repository / "tests" / "emulator" / "instructions"
+    folder.mkdir(parents=True)
+    (folder / "test_tcgen05.py").write_text(
+        "import pytest\n\n@pytest.mark.parametrize('i', range(7))\ndef test_planted_bug_is_found(i): pass\n"
+    )
+    seen: set[str] = set()
+    for _ in range(12):
+        commit(repository)
+        outcomes, passed, text = run(repository, "--slow-share", "30", "tests")
+        assert outcomes["passed"] in (2, 3)
+        assert outcomes["passed"] + outcomes["skipped"] == 7
+        assert text.count(OF_ANOTHER_TURN) == 1
+        seen |= set(passed)
+        if len(seen) == 7:
+            break
+    assert len(seen) == 7
+    for options in ([], ["--run-slow"]):
+        assert run(repository, "tests", *options)[0]["passed"] == 7
+
+
+@pytest.mark.parametrize("listed", [LONG_CASES, IN_TURNS], ids=["long", "in turns"])
+def test_what_is_listed_exists(listed: frozenset[str]) -> None:
+    """A test that was renamed would be run every time again, unseen."""
+    for nodeid in listed:
+        path, name = nodeid.partition("[")[0].split("::")
+        assert f"def {name}(" in (ROOT / path).read_text(), nodeid
