@@ -188,7 +188,7 @@ BUGS: tuple[Bug, ...] = (
         seeds=8,
     ),
     Bug("the first piece's buffer is never said to be free", ("deadlock",), ((STORE, "hand_out(tile, 0);", ""),)),
-    Bug("old values not waited for", ("race",), ((STORE, WAIT_LOADED, ";"),), quick=True, onto=True),
+    Bug("old values not waited for", ("race",), ((STORE, WAIT_LOADED, ";"),), onto=True),
     Bug("old values not waited for in two waves", ("race",), ((STORE, WAIT_LOADED, ";"),), TWO_WAVES, onto=True),
     Bug(
         "a tile's parity that stays",

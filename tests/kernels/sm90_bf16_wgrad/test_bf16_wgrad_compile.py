@@ -70,7 +70,7 @@ def code_complaints(sass: list[str], config: Bf16WgradConfig, kernel: jit.Compil
 
 def is_picked(config: Bf16WgradConfig) -> bool:
     """Whether ``select_config`` may say so for few groups."""
-    slabs = 2 if (config.block_n, config.out_dtype) == (256, torch.bfloat16) else 1
+    slabs = 2 if config.block_n == 256 and (config.out_dtype == torch.bfloat16 or config.accumulate) else 1
     return (config.block_t, config.piece_slabs, config.max_groups) == (32, slabs, 256)
 
 
@@ -107,6 +107,8 @@ def problem(**fields: object) -> Bf16WgradProblem:
 def test_the_larger_tile_where_there_is_work_for_it() -> None:
     assert select_config(problem()) == Bf16WgradConfig(piece_slabs=2)
     assert select_config(problem(out_dtype=torch.float32)) == Bf16WgradConfig(out_dtype=torch.float32)
+    adds = problem(out_dtype=torch.float32, accumulate=True)
+    assert select_config(adds) == Bf16WgradConfig(piece_slabs=2, out_dtype=torch.float32, accumulate=True)
     assert select_config(problem(num_groups=1024)).max_groups == 1024
     few = problem(n=1024, k=1024, num_groups=2)  # 64 tiles of 256 columns, 128 of 128
     assert tiles_of(few, 256) == 64

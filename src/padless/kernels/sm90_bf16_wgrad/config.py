@@ -102,9 +102,9 @@ def estimated_cycles(problem: Bf16WgradProblem, block_n: int) -> float:
 def select_config(problem: Bf16WgradProblem) -> Bf16WgradConfig:
     """The kernel for a problem: the tile with the least estimated time, the larger of equals."""
     block_n = min(sorted(BLOCKS_N, reverse=True), key=lambda block_n: estimated_cycles(problem, block_n))
-    # Two columns of 128 bytes to a buffer cost stages of the ring: measured, that pays for bfloat16, makes no difference
-    # for float32 that is stored, and costs where it is added to.
-    slabs = 2 if problem.out_dtype == torch.bfloat16 and block_n == 256 else 1
+    # Two columns of 128 bytes to a buffer cost stages of the ring: measured, that pays for bfloat16 and where old values
+    # are added to, and makes no difference for float32 that is stored.
+    slabs = 2 if (problem.out_dtype == torch.bfloat16 or problem.accumulate) and block_n == 256 else 1
     config = Bf16WgradConfig(block_n=block_n, piece_slabs=slabs, out_dtype=problem.out_dtype)
     return fit_config(config, problem)
 
