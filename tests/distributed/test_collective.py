@@ -29,10 +29,10 @@ def test_three_processes() -> None:
 
 @pytest.mark.slow
 def test_planted_bugs_are_found() -> None:
-    """Rows in another order, weights left out, a row left out, gradients of weights a hundredth too small."""
+    """Rows in another order, weights left out, a row left out, gradients of weights too small, or of other rows."""
     planted = (
         ("order", "formats"), ("unweighted", "formats"), ("lost", "sizes"), ("slots", "gradients"),
-        ("order", "training"), ("slots", "training"),
+        ("order", "training"), ("slots", "training"), ("order", "experts"), ("again", "experts"),
     )  # fmt: skip
     with RankPool(2, cuda=False, backend="collective") as pool:
         for bug, case in planted:

@@ -29,6 +29,7 @@ def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, EmulatedKernel]
     for module, name in (
         (route, "_route_few"),
         (route, "_rank"),
+        (route, "_scan"),
         (route, "_place"),
         (quantize_rows, "_quantize_rows"),
         (combine, "_combine"),
@@ -70,7 +71,7 @@ def test_launches_and_bits(
     assert counted(triton_kernels) == launches
 
 
-@pytest.mark.parametrize(("most", "launches"), [(9, {"_route_few": 1}), (0, {"_rank": 1, "_place": 1})])
+@pytest.mark.parametrize(("most", "launches"), [(9, {"_route_few": 1}), (0, {"_rank": 1, "_scan": 1, "_place": 1})])
 def test_launches_of_more_slots(
     most: int, launches: dict[str, int], triton_kernels: dict[str, EmulatedKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

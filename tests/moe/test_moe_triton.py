@@ -61,6 +61,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     for module, name in (
         (route, "_route_few"),
         (route, "_rank"),
+        (route, "_scan"),
         (route, "_place"),
         (quantize_rows, "_quantize_rows"),
         (combine, "_combine"),
@@ -87,13 +88,13 @@ def test_machine_code_of_route(emulated: list[EmulatedKernel], monkeypatch: pyte
 
     moe_cases.route_pair(moe_cases.draw_ids(9, 4, 5, 1), 5, "cpu")
     monkeypatch.setattr(route, "FEW_SLOTS", 64)
-    monkeypatch.setattr(route, "MAX_RUNS", 3)
+    monkeypatch.setattr(route, "SCANNED", 4)
     moe_cases.route_pair(moe_cases.draw_ids(110, 5, 7, 2), 7, "cpu")
-    assert [k.launches for k in emulated[:3]] == [1, 1, 1]
-    # Runs of two tiles at once, of four in two steps, and of one tile with 1024 bins.
+    assert [k.launches for k in emulated[:4]] == [1, 1, 1, 1]
+    # Counts of four tiles, of fifteen in four steps, and of three with 1024 bins.
     for tokens, experts in ((250, 200), (900, 7), (150, 600)):
         moe_cases.route_pair(moe_cases.draw_ids(tokens, 2, experts, experts), experts, "cpu")
-    assert [k.launches for k in emulated[:3]] == [1, 4, 4]
+    assert [k.launches for k in emulated[:4]] == [1, 4, 4, 4]
 
 
 def test_ranks_do_not_reduce_across_lanes(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +122,7 @@ def test_machine_code_of_quantize_rows(name: str, emulated: list[EmulatedKernel]
     moe_cases.assert_same(moe_cases.gathered_by_kernel(x, name, rule, layout, rows, given), want)
     activation = moe_cases.activations()[moe_cases.FORMATS.index(name)]
     moe_cases.assert_activated(activation, torch.randn(3, 256) * 4, (name,), "cpu")
-    assert emulated[3].launches == 2 + len(moe_cases.layouts_of(name))
+    assert emulated[4].launches == 2 + len(moe_cases.layouts_of(name))
     assert sum(k.launches for k in emulated[-2:]) == 1
 
 
@@ -144,8 +145,8 @@ def test_machine_code_of_routed_rows_in_wide_tiles(
 def test_machine_code_of_placed_scales(emulated: list[EmulatedKernel]) -> None:
     """A launch behind the quantizing one, whose scales go to the tokens' rows: 4 bytes a row and block, in runs."""
     moe_cases.placed_scales("cpu")
-    assert [k.launches for k in emulated[3:7:3]] == [2, 2]
-    assert "st.global.b32" in compiled_ptx(emulated[6])
+    assert [k.launches for k in emulated[4:8:3]] == [2, 2]
+    assert "st.global.b32" in compiled_ptx(emulated[7])
 
 
 def test_scales_are_placed_where_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +176,7 @@ def test_machine_code_of_combine(emulated: list[EmulatedKernel], monkeypatch: py
     monkeypatch.setattr(moe_cases, "PROBLEMS", ((5, 3, 264),))
     moe_cases.combined("cpu")
     moe_cases.combine_gradients("cpu")
-    assert all(k.launches for k in emulated[4:6])
+    assert all(k.launches for k in emulated[5:7])
 
 
 def compiled_ptx(kernel: Any) -> str:
@@ -205,7 +206,7 @@ def test_nvfp4_in_the_tiles_of_many_rows(
     x = torch.randn(tile[0] + 1, 2 * 360, generator=generator) * torch.logspace(-3, 2, 2 * 360)
     x[0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
     moe_cases.assert_activated(moe_cases.Activation(), x, ("NVFP4",), "cpu")
-    kernel = emulated[3]
+    kernel = emulated[4]
     assert kernel.launches
     for compiled in kernel._compiled.values():
         if "e4m3x2" in compiled.asm["ptx"]:
@@ -254,11 +255,11 @@ def test_products_and_sums_stay_apart(emulated: list[EmulatedKernel], monkeypatc
     monkeypatch.setattr(moe_cases, "DTYPES", (torch.bfloat16,))
     moe_cases.combined("cpu")
     moe_cases.combine_gradients("cpu")
-    for kernel in emulated[4:6]:
+    for kernel in emulated[5:7]:
         ptx = compiled_ptx(kernel)
         assert "fma.rn.f32" not in ptx
         assert ".ftz" not in ptx
-    assert "v4.b32" in compiled_ptx(emulated[4])
+    assert "v4.b32" in compiled_ptx(emulated[5])
 
 
 def test_a_fused_multiply_add_would_show(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,4 +276,4 @@ def test_a_fused_multiply_add_would_show(emulated: list[EmulatedKernel], monkeyp
         moe_cases.combined("cpu")
     with pytest.raises(AssertionError, match="differ"):
         moe_cases.assert_activated(moe_cases.Activation("gelu"), one_a_block(), ("FP8_BLOCK",), "cpu")
-    assert "fma.rn.f32" in compiled_ptx(emulated[4])
+    assert "fma.rn.f32" in compiled_ptx(emulated[5])

@@ -8,9 +8,10 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -264,17 +265,52 @@ def test_a_damaged_file_is_compiled_again(
     assert len(compilations) == before + 1
 
 
-def test_a_wrong_number_in_the_description_is_noticed(
+def less_shared_memory(described: dict[str, Any], image: bytes) -> bytes:
+    """A launch with too little of it would be the kernel's undoing."""
+    described["shared_bytes"] -= 1024
+    return image
+
+
+def half_an_image(described: dict[str, Any], image: bytes) -> bytes:
+    return image[: len(image) // 2]
+
+
+def another_entry(described: dict[str, Any], image: bytes) -> bytes:
+    described["entry"] += "_"
+    return image
+
+
+@pytest.mark.parametrize("with_checksum", [False, True])
+@pytest.mark.parametrize("change", [less_shared_memory, half_an_image, another_entry])
+def test_a_wrong_entry_is_noticed_with_its_own_checksum_too(
+    cache: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch, change: Any, with_checksum: bool
+) -> None:
+    good = jit.compile_kernel(SMALL, SMALL_PRELUDE, ARCH)
+    (path,), (image_path,) = cache.glob("*.json"), cache.glob("*.cubin")
+    described = json.loads(path.read_text())
+    checksum = described.pop("sha256")
+    image = change(described, image_path.read_bytes())
+    image_path.write_bytes(image)
+    path.write_text(json.dumps(described | {"sha256": jit._checksum(image, described) if with_checksum else checksum}))
+    forget(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="is not what its description says") if with_checksum else nullcontext():
+        again = jit.compile_kernel(SMALL, SMALL_PRELUDE, ARCH)
+    assert same(again, good)
+    assert len(compilations) == 2
+
+
+def test_a_foreign_kernel_is_compiled_again(
     cache: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launch with too little shared memory would be the kernel's undoing."""
     good = jit.compile_kernel(SMALL, SMALL_PRELUDE, ARCH)
-    (path,) = cache.glob("*.json")
-    described = json.loads(path.read_text())
-    described["shared_bytes"] -= 1024
-    path.write_text(json.dumps(described))
+    for path in cache.glob("*.cubin"):
+        path.chmod(0o666)
     forget(monkeypatch)
-    assert jit.compile_kernel(SMALL, SMALL_PRELUDE, ARCH).shared_bytes == good.shared_bytes
+    with pytest.warns(RuntimeWarning, match="has mode 666 and may be written by others; chmod go-w it: the kernel is"):
+        assert same(jit.compile_kernel(SMALL, SMALL_PRELUDE, ARCH), good)
+    forget(monkeypatch)
+    assert same(jit.compile_kernel(SMALL, SMALL_PRELUDE, ARCH), good)  # the file is this user's again
+    assert len(compilations) == 2
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(
@@ -356,21 +392,3 @@ def test_processes_that_start_together_all_get_the_kernel(
     kernel = jit.compile_kernel(SMALL, SMALL_PRELUDE, ARCH)
     assert compilations == [], "what they left on disk was not used"
     assert answers[0].split()[0] == str(kernel.shared_bytes)
-
-
-def test_a_name_for_every_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PADLESS_CACHE_DIR", str(tmp_path / "own"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert jit.cache_dir() == tmp_path / "own"
-    monkeypatch.delenv("PADLESS_CACHE_DIR")
-    assert jit.cache_dir() == tmp_path / "xdg" / "padless"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert jit.cache_dir() == Path.home() / ".cache" / "padless"
-
-
-def test_a_process_that_holds_a_kernel_for_long_delays_the_others_only(cache: Path) -> None:
-    with jit.alone("kernel"):
-        start = time.monotonic()
-        with jit.alone("kernel", 0.3), jit.alone("another", 60.0):
-            waited = time.monotonic() - start
-    assert 0.25 < waited < 30

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -17,20 +16,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import padless
-from padless.demo.train.model import ModelSize
-from padless.demo.train.ranks import train_over_ranks
 from padless.distributed import ExpertParallel, expert_parallel_moe
-from padless.nn import Experts
 from padless.testing import exchange as reference
 from padless.testing.exchange import Problem, draw
 from padless.testing.ranks import Rank, raise_first, run_ranks
 from padless.verify.ranks import together
 from padless.verify.ranks.exchange import Ranks, check_exchange, check_formats, check_invariance, check_sizes
+from support import ep_layers
 
 Case = Callable[[Ranks], None]
 CASES: dict[str, Case] = {"formats": check_formats, "sizes": check_sizes, "invariance": check_invariance}
@@ -233,85 +227,7 @@ def errors(ranks: Ranks) -> None:
     check_exchange(ranks, p, ep, padless.FP8_BLOCK, None, 2)
 
 
-@case
-def meshes(ranks: Ranks) -> None:
-    """Meshes (efsdp, ep) = (1, R) and (R, 1) with FSDP2 in FP8: two steps, and a checkpoint of one for the other."""
-    e, h, i, n = 2 * ranks.size, 64, 32, ranks.size
-    generator = torch.Generator().manual_seed(12)
-    p = draw(ranks.counts(5, 4), e, h, 2, 13, dtype=torch.float32)
-    p.tokens = [torch.randn(t.shape, generator=generator) for t in p.tokens]
-    w13, w2 = torch.randn((e, 2 * i, h), generator=generator) / 6, torch.randn((e, h, i), generator=generator) / 5
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder, src=0)
-
-    def layer(ep: ExpertParallel | None, weights: list[torch.Tensor]) -> Experts:
-        made = Experts(h, i, e, ep=ep, device=ranks.device)
-        with torch.no_grad():
-            for mine, all_of_them in zip(made.parameters(), weights, strict=True):
-                mine.copy_(all_of_them if ep is None else all_of_them[list(ep.local_experts)])
-        return made
-
-    for shape in ((1, n), (n, 1)):
-        mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("efsdp", "ep"))
-        options = {"fmt": torch.float32, "backend": ranks.backend, "device": ranks.device}
-        ep = ExpertParallel(mesh["ep"], e, h, 2, max(len(t) for t in p.tokens), **options)
-        experts, alone = layer(ep, [w13, w2]), layer(None, [w13, w2])
-        assert len(experts.w13) == e // shape[1]
-        experts.distribute(mesh["ep"])
-        fully_shard(experts, mesh=mesh["efsdp"])
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.02) for m in (experts, alone)]
-        # One process has the tokens of ranks that share experts at once, and the mean over "efsdp", which FSDP takes.
-        parts = [range(n)] if shape[0] == 1 else [[r] for r in range(n)]
-        for step in range(2):
-            own = ranks.own(p)
-            out = experts(*own)
-            out.square().sum().backward()
-            for part in parts:
-                given = [torch.cat([t[r] for r in part]).to(ranks.device) for t in (p.tokens, p.ids, p.weights)]
-                want = alone(*given)
-                want.square().sum().backward()
-                if ranks.rank in part:
-                    first = sum(len(p.tokens[r]) for r in part if r < ranks.rank)
-                    torch.testing.assert_close(out, want[first : first + len(out)], rtol=1e-5, atol=1e-5)
-            for name in ("w13", "w2"):
-                getattr(alone, name).grad /= shape[0]
-                got, expected = getattr(experts, name).grad.full_tensor(), getattr(alone, name).grad
-                off = float((got - expected).norm() / expected.norm())
-                assert off < (1e-5 if step == 0 else 0.02), f"{shape}, step {step}: gradient of {name} is off by {off}"
-            if step == 0 and shape[0] == 1:
-                checkpoint.save({"experts": experts.state_dict()}, checkpoint_id=folder[0])
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        if shape[0] > 1:
-            other = layer(ep, [torch.zeros_like(w13), torch.zeros_like(w2)])
-            other.distribute(mesh["ep"])
-            fully_shard(other, mesh=mesh["efsdp"])
-            state = {"experts": other.state_dict()}
-            checkpoint.load(state, checkpoint_id=folder[0])
-            other.load_state_dict(state["experts"])
-            assert torch.equal(other.w13.full_tensor().cpu(), w13)
-            assert torch.equal(other.w2.full_tensor().cpu(), w2)
-
-
-@case
-def training(ranks: Ranks) -> None:
-    """The demo's model over all ranks: losses and gradients of every step are those of one process with all tokens.
-
-    From the same weights at every step, float32 rows and FP8 products. Two gloo ranks: up to the order of float32 sums,
-    and the bits of the experts' gradients. Elsewhere dense layers may round otherwise and so change an FP8 code.
-    """
-    n = ranks.size
-    size = ModelSize(layers=1, hidden=128, heads=2, experts=2 * n, top_k=2, intermediate=128, length=16, batch=2 * n)
-    rank = Rank(ranks.rank, n, ranks.device, ranks.backend)
-    exact = n == 2 and ranks.device.type == "cpu"
-    for recipe in ("fp8", "fp8_compact", "bf16"):
-        found = train_over_ranks(rank, recipe, size, 3 if recipe == "fp8" else 1, torch.float32, True)
-        assert found.losses[0][-1] < found.losses[0][0] or recipe != "fp8"
-        assert found.difference < (1e-6 if exact else 1e-4), (recipe, found.losses)
-        for name, off in found.gradients.items():
-            most = (0.0 if ".experts." in name else 1e-6) if exact else 0.03
-            assert off <= most, f"{recipe}: gradient of {name} is off by {off}"
+CASES |= ep_layers.CASES
 
 
 # --- processes -------------------------------------------------------------------------------------------
@@ -350,7 +266,7 @@ def run_with_bug(rank: Rank, bug: str, name: str) -> dict[str, str | None]:
     from padless.distributed.plan import Sorted, sort_slots
 
     backend, call = collective.CollectiveBackend, collective.ops.call
-    combine, fan_out = backend.combine, backend._fan_out
+    combine, fan_out, redispatch = backend.combine, backend._fan_out, backend.redispatch
 
     def from_the_last(table: torch.Tensor, experts: int) -> Sorted:
         found = sort_slots(table.flip(0, 1), experts)
@@ -368,11 +284,16 @@ def run_with_bug(rank: Rank, bug: str, name: str) -> dict[str, str | None]:
         out, slots = combine(self, rows, plan, prob, dprob)
         return out, None if slots is None else slots * 0.99
 
+    def two_rows_exchanged(self: Any, x: torch.Tensor, plan: Any) -> torch.Tensor:
+        rows = redispatch(self, x, plan)
+        return torch.cat([rows[:2].flip(0), rows[2:]])
+
     patches: dict[str, tuple[Any, str, Any]] = {
         "order": (collective, "sort_slots", from_the_last),
         "unweighted": (collective.ops, "call", unweighted),
         "lost": (backend, "_fan_out", without_row_0),
         "slots": (backend, "combine", without_slots),
+        "again": (backend, "redispatch", two_rows_exchanged),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*patches[bug])

@@ -85,12 +85,12 @@ def route_all_to_one(device: str) -> None:
 
 @case
 def route_many(device: str) -> None:
-    """Two launches: runs of one tile of 128 slots, and of several; 512 experts."""
+    """Three launches; 512 experts; counts of tiles at once, and in several steps."""
     from padless.moe.triton import route
 
     assert route.FEW_SLOTS < 513 * 8
     route_pair(draw_ids(513, 8, 512, 50), 512, device)
-    with mock.patch.object(route, "MAX_RUNS", 5):
+    with mock.patch.object(route, "SCANNED", 8):
         route_pair(draw_ids(1031, 4, 3, 51), 3, device)
 
 

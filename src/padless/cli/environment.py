@@ -121,7 +121,7 @@ def _tile_costs() -> dict[str, str]:
 
 def _cache() -> dict[str, Any]:
     """The directory of compiled kernels, how many it holds and their size. It may not exist yet."""
-    from padless.runtime.jit import cache_dir
+    from padless.runtime.disk_cache import cache_dir
 
     directory = cache_dir()
     files = [path for path in directory.glob("*") if path.is_file()]

@@ -19,7 +19,7 @@ from typing import Any
 
 from padless._version import __version__
 from padless.kernels.schedule import has_half_tiles, tiles_to_cut, walk_of_groups
-from padless.runtime.jit import cache_dir, write_atomically
+from padless.runtime.disk_cache import cache_dir, write_atomically
 
 
 @dataclass(frozen=True)

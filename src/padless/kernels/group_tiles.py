@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from padless.kernels.config import MAX_GROUPS
-from padless.runtime.driver import Argument
 
 _LINE = 16  # bytes of a copy
 
@@ -31,10 +30,9 @@ class TokenGroups:
     def num_groups(self) -> int:
         return self.offs.shape[0]
 
-    def arguments(self, codes: torch.Tensor, scale: torch.Tensor) -> list[Argument]:
+    def integers(self, codes: torch.Tensor, scale: torch.Tensor) -> tuple[int, ...]:
         """Arguments of kernels behind their own; codes (features, T') and scale (S, ..) of columns."""
-        integers = (self.num_groups, self.alignment, codes.shape[1], scale.shape[0], self.num_tiles)
-        return [(value, 4) for value in integers]
+        return self.num_groups, self.alignment, codes.shape[1], scale.shape[0], self.num_tiles
 
 
 def fits(offs: torch.Tensor, *values: torch.Tensor) -> bool:

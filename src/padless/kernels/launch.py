@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import Field, dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
@@ -23,6 +24,25 @@ class Prepared:
 
     launch: PreparedLaunch
     copies: tuple[torch.Tensor, ...] = ()
+
+
+_PREPARED: dict[tuple[Any, ...], Prepared] = {}
+_MOST_PREPARED = 4096
+
+
+def prepared_before(tensor: torch.Tensor, facts: tuple[Any, ...], prepare: Callable[[], Prepared]) -> Prepared:
+    """What ``prepare`` packs, or packed before from the same facts: everything that it depends on, addresses among them.
+
+    tensor: an operand. Only launches on a GPU are kept; others hold their tensors.
+    """
+    if not tensor.is_cuda:
+        return prepare()
+    found = _PREPARED.get(facts)
+    if found is None:
+        if len(_PREPARED) >= _MOST_PREPARED:
+            _PREPARED.clear()
+        found = _PREPARED[facts] = prepare()
+    return found
 
 
 class KernelConfig(Protocol):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
+from padless.runtime.devices import on_device_of as on_device_of
 
 MAX_TOP_K = 16
 MAX_EXPERTS = 1024
@@ -44,10 +43,3 @@ def check_inverse(inverse: object, tokens: int | None, rows: int | None) -> None
 def runs_triton(t: torch.Tensor) -> bool:
     """Whether the Triton kernels compute on t: it is on a GPU and Triton is installed."""
     return t.is_cuda and has_triton()
-
-
-def on_device_of(t: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes t's GPU the current one, on which Triton launches."""
-    if not t.is_cuda or t.device.index == torch.cuda.current_device():  # changing it takes longer than looking
-        return nullcontext()
-    return torch.cuda.device(t.device)

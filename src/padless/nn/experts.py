@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from padless.distributed import ExpertParallel
 from padless.nn.experts_function import Plan, apply_experts, check_gate_up, check_tokens
@@ -32,10 +31,10 @@ class Experts(QuantizedModule):
     Codes of a weight are made at the first call after a change of it, once for all microbatches of a step.
 
     With ``ep``: rows are quantized where their experts are, and the rows of an expert are those of all ranks' tokens, in
-    the order of ranks: operands and gradients are those of one process with all tokens, bit for bit, up to sums over
-    ranks. The gradient of a weight is that of the sum of all ranks' losses. A token's value and its gradient cross the
-    link once to a rank and back each; nothing is sorted or quantized again for the backward pass. Of one layer's calls
-    between two backward passes all inputs must require gradients on all ranks or on none. Raises ValueError.
+    the order of ranks: for the same tokens and output gradients, a weight's gradient has the bits of one process with
+    all tokens. It is that of the sum of all ranks' losses. A token's row and its gradient cross the link once to a rank
+    and back; nothing is sorted again for the backward pass. What requires gradients must be the same on all ranks.
+    Raises ValueError.
     """
 
     w13: nn.Parameter
@@ -71,7 +70,7 @@ class Experts(QuantizedModule):
         With ``ep`` every rank draws those of all experts, one after the other, and keeps its own: ranks of one seed then
         have different experts, the same ones on any number of ranks.
         """
-        if self.ep is None or isinstance(self.w13, DTensor):
+        if self.ep is None or hasattr(self.w13, "to_local"):
             super().reset_parameters()
             return
         for weight in (self.w13, self.w2):
@@ -85,13 +84,17 @@ class Experts(QuantizedModule):
         """Makes the parameters DTensors of all E experts, Shard(0) over the ranks that ``ep`` was made of.
 
         mesh: their one-dimensional DeviceMesh, such as mesh["ep"]. FSDP2 may then shard them over another dimension of
-        the same mesh, and checkpoints have all experts. Raises ValueError without ``ep``, and where experts do not lie
-        in runs of E / R.
+        the same mesh, and checkpoints have all experts. Raises ValueError without ``ep``, with ``delayed_wgrad``, and
+        where experts do not lie in runs of E / R.
         """
+        from torch.distributed.tensor import DTensor, Shard  # half a second
+
         ep = self.ep
         share = 0 if ep is None else self.num_experts // ep.num_ranks
         if ep is None or ep.local_experts != tuple(range(ep.rank * share, (ep.rank + 1) * share)):
             raise ValueError("distribute is for experts with ep, which lie in runs of E / R on the ranks; give no map")
+        if self.delayed_wgrad is not None:
+            raise ValueError("delayed_wgrad is given, and gradients of DTensors go to autograd; give None")
         for name in ("w13", "w2"):
             weight = getattr(self, name)
             setattr(self, name, nn.Parameter(DTensor.from_local(weight.data, mesh, [Shard(0)], run_check=False)))
@@ -130,8 +133,9 @@ class Experts(QuantizedModule):
 
 
 def local(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a weight, followed by autograd."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    """This rank's part of a weight that may be a DTensor, followed by autograd."""
+    to_local = getattr(weight, "to_local", None)
+    return weight if to_local is None else to_local()
 
 
 def check_exchange(ep: ExpertParallel, num_experts: int, hidden: int) -> None:

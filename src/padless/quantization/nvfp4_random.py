@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
 from padless import layouts
@@ -11,6 +9,7 @@ from padless.formats import NVFP4, BlockScaledTensor, ceil_div
 from padless.quantization import nvfp4_random_rules
 from padless.quantization.quantize import _nvfp4_global, has_triton
 from padless.quantization.rows_columns import check_values
+from padless.runtime.devices import on_device_of
 from padless.runtime.operators import register_operator
 
 
@@ -73,7 +72,7 @@ def _run_quantize(
     x: torch.Tensor, seed: torch.Tensor, global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     on_gpu = x.is_cuda and has_triton()
-    with torch.cuda.device(x.device) if on_gpu else nullcontext():  # Triton launches on the current device
+    with on_device_of(x):
         decode, factors = _nvfp4_global(x, "te", global_scale, None, on_gpu)
         if on_gpu:
             from padless.quantization.triton import nvfp4_random
@@ -103,7 +102,7 @@ def _run_hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
     if x.is_cuda and has_triton():
         from padless.quantization.triton import nvfp4_random
 
-        with torch.cuda.device(x.device):
+        with on_device_of(x):
             return nvfp4_random.hadamard(x, signs)
     return nvfp4_random_rules.hadamard(x, signs)
 

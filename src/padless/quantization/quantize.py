@@ -8,7 +8,6 @@ kernels of `padless.quantization.triton`, equal to it bit for bit: `fp8_block`, 
 from __future__ import annotations
 
 import importlib.util
-from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -28,6 +27,7 @@ from padless.formats import (
 )
 from padless.gradients import refuse_gradients
 from padless.quantization import rules as quantize_rules
+from padless.runtime.devices import on_device_of
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_MAJORS = ("mn", "k")
@@ -86,7 +86,7 @@ def quantize(
         rows = rows.contiguous()
         if not on_gpu:
             x, rows = x[rows.to(torch.int64).clamp(0, max(x.shape[0] - 1, 0))], None
-    with torch.cuda.device(x.device) if on_gpu else nullcontext():  # Triton launches on the current device
+    with on_device_of(x):
         return _quantize(x, format, kind, scale_major, scale_rule, scale_layout, global_scale, offs, rows, on_gpu)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
 from padless import layouts
@@ -13,7 +11,7 @@ from padless.layouts import ALIGNMENTS, GroupedColumns, empty_mn_major, to_mn_ma
 from padless.quantization import columns_rules
 from padless.quantization import rules as quantize_rules
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
-from padless.runtime.devices import hopper_driver
+from padless.runtime.devices import hopper_driver, on_device_of
 from padless.runtime.operators import register_operator
 
 COLUMN_BLOCKS = ((1, 128), (128, 128))  # (features, tokens)
@@ -134,7 +132,7 @@ def _run(
     tokens: torch.Tensor | None = None,
 ) -> _Tensors:
     on_gpu = x.is_cuda and has_triton()
-    with torch.cuda.device(x.device) if on_gpu else nullcontext():  # Triton launches on the current device
+    with on_device_of(x):
         if on_gpu:
             from padless.quantization.triton import rows_columns
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,7 @@ from padless.quantization.rows_columns import (
     chosen_alignment,
     fake_columns,
 )
-from padless.runtime.devices import hopper_driver
+from padless.runtime.devices import hopper_driver, on_device_of
 from padless.runtime.operators import register_operator
 
 GATE_UP = ("concatenated", "interleaved")
@@ -126,7 +125,7 @@ def _run(
 ) -> _Tensors:
     block = (hidden_block[0], hidden_block[1])
     on_gpu = z.is_cuda and has_triton()
-    with torch.cuda.device(z.device) if on_gpu else nullcontext():  # Triton launches on the current device
+    with on_device_of(z):
         if on_gpu:
             from padless.quantization.triton import swiglu_backward
 

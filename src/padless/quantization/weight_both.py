@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.quantization import rules as quantize_rules
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
+from padless.runtime.devices import on_device_of
 from padless.runtime.operators import register_operator
 
 
@@ -42,7 +41,7 @@ _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _run(w: torch.Tensor) -> _Tensors:
     on_gpu = w.is_cuda and has_triton()
-    with torch.cuda.device(w.device) if on_gpu else nullcontext():  # Triton launches on the current device
+    with on_device_of(w):
         if on_gpu:
             from padless.quantization.triton import weight_both
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -64,6 +65,13 @@ def hopper_driver(tensor: torch.Tensor) -> driver.Driver | None:
         return None
     found = driver.cuda_driver()
     return found if found.arch == "sm_90a" else None
+
+
+def on_device_of(t: torch.Tensor) -> AbstractContextManager[object]:
+    """Makes t's GPU the current one, on which Triton launches."""
+    if not t.is_cuda or t.device.index == torch.cuda.current_device():  # changing it takes longer than looking
+        return nullcontext()
+    return torch.cuda.device(t.device)
 
 
 @lru_cache(maxsize=1)

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from padless.runtime import elf, operand_reuse
+from padless.runtime.disk_cache import alone, cache_dir, distrust, read_trusted, write_atomically
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 _ENTRY = re.compile(r'extern "C" __global__[^;{]*?\b(padless_\w+)\(')
@@ -58,14 +56,6 @@ class CompiledKernel:
 
 class CompileError(RuntimeError):
     """NVRTC refused a kernel: a defect of padless, with the compiler's log."""
-
-
-def cache_dir() -> Path:
-    """The folder of compiled kernels: $PADLESS_CACHE_DIR, else $XDG_CACHE_HOME/padless, else ~/.cache/padless."""
-    if explicit := os.environ.get("PADLESS_CACHE_DIR"):
-        return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "padless"
 
 
 class Kernel(NamedTuple):
@@ -124,42 +114,13 @@ def _load_or_compile(source: str, prelude: str, arch: str, kind: str) -> Compile
         digest.update(part.encode())
         digest.update(b"\0")
     stem = cache_dir() / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}"
-    if (kernel := _read_cache(stem, kind)) is not None:
+    if (kernel := _read_cache(stem, kind, entry_of(source))) is not None:
         return kernel
     with alone(stem.name):
-        if (kernel := _read_cache(stem, kind)) is None:
+        if (kernel := _read_cache(stem, kind, entry_of(source))) is None:
             kernel = _compile(source, text, arch, kind)
             _write_cache(stem, kernel)
     return kernel
-
-
-@contextmanager
-def alone(name: str, seconds: float = 60.0) -> Iterator[None]:
-    """No other process is in a block of this name at the same time: of several that need a kernel one compiles it.
-
-    After ``seconds``, and where files cannot be locked, the block is entered all the same: that costs time only.
-    """
-    number = int(hashlib.sha256(name.encode()).hexdigest()[:3], 16)  # so many files are enough, and stay
-    try:
-        import fcntl
-
-        folder = cache_dir() / "locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / f"{number:03x}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except (ImportError, OSError):
-        yield
-        return
-    try:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                time.sleep(0.02)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _compile(source: str, text: str, arch: str, kind: str) -> CompiledKernel:
@@ -289,17 +250,24 @@ def _cubin_constant(image: bytes, name: str) -> int:
     return value
 
 
-def _read_cache(stem: Path, kind: str) -> CompiledKernel | None:
+def _read_cache(stem: Path, kind: str, entry: str) -> CompiledKernel | None:
     try:
-        image = stem.with_suffix("." + kind).read_bytes()
-        described = json.loads(stem.with_suffix(".json").read_text())
+        image = read_trusted(stem.with_suffix("." + kind))
+        described = json.loads(read_trusted(stem.with_suffix(".json")))
     except (OSError, ValueError):
         return None
     if not isinstance(described, dict):
         return None
     if described.pop("sha256", None) != _checksum(image, described):
         return None  # two halves of different writes, or damage: compile again
-    return CompiledKernel(image=image, **described)
+    try:
+        kernel = CompiledKernel(image=image, **described)
+        right = kernel == _describe(image, kind, kernel.log, entry)
+    except Exception:  # whatever parsing an image that is none raises
+        right = False
+    if not right:
+        distrust(stem.with_suffix("." + kind), "is not what its description says")
+    return kernel if right else None
 
 
 def _checksum(image: bytes, described: dict[str, Any]) -> str:
@@ -316,15 +284,3 @@ def _write_cache(stem: Path, kernel: CompiledKernel) -> None:
         write_atomically(stem.with_suffix(".json"), json.dumps(described, indent=1).encode())
     except OSError:
         return  # a cache that cannot be written costs time, not correctness
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes under another name and moves into place: a reader sees the old content or the new. Raises OSError."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -261,6 +261,14 @@ COMPILED = {
         dataclasses.replace(PAIR, kind="NVFP4", multicast=2, out_dtype=torch.float32, wide_stores=True),
         epilogue(FP8_BLOCK, FP8_BLOCK, **CONCATENATED, **ALL),
     ),
+    "FP8_BLOCK operands, columns of a SwiGLU": (
+        dataclasses.replace(PAIR, kind="FP8_BLOCK", scales_a="plain", scales_b="plain", out_dtype=torch.float32),
+        epilogue(FP8_BLOCK, FP8_BLOCK, **CONCATENATED, **ALL),
+    ),
+    "FP8_BLOCK operands, 128 columns": (
+        dataclasses.replace(ONE, kind="FP8_BLOCK", scales_a="plain", scales_b="plain"),
+        epilogue(FP8_BLOCK, FP8_BLOCK, **ALL),
+    ),
     "FP8_BLOCK rows": (dataclasses.replace(PAIR, **COPIED), epilogue(FP8_BLOCK, **blocked("plain_mn"))),
     "MXFP4 rows": (dataclasses.replace(ONE, kind="MXFP4"), epilogue(MXFP4, **ALL)),
     "NVFP4 rows": (dataclasses.replace(PAIR, kind="NVFP4", **COPIED), epilogue(NVFP4, **blocked("blocked"), **ALL)),
@@ -280,4 +288,4 @@ def test_the_compiled_kernel_has_no_local_memory(name: str, tmp_path: object) ->
     assert complaints(kernel) == []
     opcodes = {line.split()[0] for line in instructions(kernel, tmp_path)}
     assert [o for o in opcodes if re.match(r"(LDL|STL)\b", o)] == []
-    assert any(o.startswith("UTCQMMA" if tile.kind == "MXFP8" else "UTCOMMA") for o in opcodes)
+    assert any(o.startswith("UTCQMMA" if tile.kind in ("MXFP8", "FP8_BLOCK") else "UTCOMMA") for o in opcodes)

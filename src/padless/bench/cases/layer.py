@@ -251,7 +251,8 @@ def over_parts(record: Record) -> float | None:
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
     """Two tables of a line a point: microseconds of each contender and what others take over padless; parts alone.
 
-    over parts: the layer over its products alone and its passes' bytes at the rate of a copy.
+    more: microseconds that the layer takes more than its two products alone. over parts: the layer over these and its
+    passes' bytes at the rate of a copy.
     """
     point = [
         table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=18),
@@ -261,10 +262,16 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     layers.append(table.ratio("bf16 / padless", BF16, PADLESS, 2, unit="x", width=15))
     if table.measured(records, [DEEPGEMM]):
         layers.append(table.ratio("deepgemm / padless", DEEPGEMM, PADLESS, 2, unit="x", width=15))
+
+    def beyond(found: table.Records) -> list[float]:
+        """Microseconds that the layer takes more than its products."""
+        pairs = ((time_us(r, "gpu", PADLESS), time_us(r, "gpu", PRODUCTS)) for r in found)
+        return [layer - both for layer, both in pairs if layer and both]
+
     parts = table.Column("over parts", lambda found: [x for r in found if (x := over_parts(r)) is not None], 2)
     alone = [table.time("passes", "all"), *(_pass_column(name) for name in PASSES)]
     if table.measured(records, [PRODUCTS]):
-        alone = [table.time(PRODUCTS, digits=0), *alone, parts]
+        alone = [table.time(PRODUCTS, digits=0), table.Column("more", beyond, 0), *alone, parts]
     rows = table.by_point(records)
     return [
         table.table_of("A Mixture-of-Experts layer: GPU time (us)", [*point, *layers], rows, 1),

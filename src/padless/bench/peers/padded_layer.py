@@ -11,7 +11,7 @@ launches and less memory traffic, so that nobody has to take the passes for slow
     product                      with the ends of the groups, so that it computes no tile behind the last one
     swiglu_quantize              skips what lies behind the last group
     product
-    gather_sum
+    combine                      padless' own
 
 Buffers have room for every possible routing, S + min(S, E) * 127 rows, and the host never looks at a value. Rows of a
 group come in the order of atomics; a token's result does not depend on it. Ids must be experts.
@@ -56,6 +56,7 @@ def padded_layer(
     to 1023. product is told the mean number of rows a group.
     """
     from padless.bench.peers import padded_layer_kernels as kernels  # Triton only where it is used
+    from padless.moe import combine
     from padless.quantization.triton.casts import casts_in_hardware
 
     experts, (tokens, top_k), (_, hidden, intermediate) = w13.data.shape[0], ids.shape, w2.data.shape
@@ -85,12 +86,7 @@ def padded_layer(
     )  # fmt: skip
     y = torch.empty((rows, hidden), dtype=torch.bfloat16, device=x.device)
     product(z, w2, y, ends, mean_rows)
-    out = torch.empty((tokens, hidden), dtype=torch.bfloat16, device=x.device)
-    width = 1024 if tokens * ceil_div(hidden, 1024) >= 512 else 256
-    kernels.gather_sum[(tokens * ceil_div(hidden, width),)](
-        y, inverse, weights, out, N=hidden, TOP_K=top_k, BLOCK=width, num_warps=width // 256
-    )
-    return out
+    return combine(y, inverse, weights)
 
 
 def _empty(rows: int, columns: int, device: torch.device) -> BlockScaledTensor:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from padless.moe.triton import arithmetic
 from padless.quantization.triton import casts
 from padless.quantization.triton import fp8_block as fp8
 
@@ -99,25 +98,3 @@ def swiglu_quantize(
         tl.store(codes_ptr + row * K + column, codes, mask=column < K)
         block = chunk * (COLUMNS // _BLOCK) + tl.arange(0, COLUMNS // _BLOCK)[None, :]
         tl.store(scale_ptr + block.to(tl.int64) * scale_ld + row, scale, mask=block < K // _BLOCK)
-
-
-@triton.jit
-def gather_sum(
-    y_ptr,  # (rows, N) bf16, contiguous
-    inverse_ptr,  # (T, TOP_K) int32
-    weights_ptr,  # (T, TOP_K) float32
-    out_ptr,  # (T, N) bf16
-    N: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A token's rows times their weights, summed in float32."""
-    chunks: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    token = (tl.program_id(0) // chunks).to(tl.int64)
-    column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(TOP_K):
-        row = tl.load(inverse_ptr + token * TOP_K + j).to(tl.int64)
-        weight = tl.load(weights_ptr + token * TOP_K + j)
-        total += weight * casts.to_float32(tl.load(y_ptr + row * N + column, mask=column < N, other=0.0))
-    tl.store(out_ptr + token * N + column, arithmetic.rounded(total, tl.bfloat16), mask=column < N)

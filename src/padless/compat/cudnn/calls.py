@@ -6,8 +6,11 @@ epilogue.py; the rules of the arguments in request.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from padless.compat.cudnn.keywords import check_others
 from padless.compat.cudnn.outputs import QuantOutputs, pack
 from padless.compat.cudnn.request import GATE_UP, CudnnRequest, Stream, stream_handle
 from padless.formats import BlockScaledFormat, BlockScaledTensor
@@ -26,14 +29,10 @@ def grouped_gemm_quant(
     norm_const_tensor: torch.Tensor | None = None,
     prob_tensor: torch.Tensor | None = None,
     bias_tensor: torch.Tensor | None = None,
-    acc_dtype: torch.dtype = torch.float32,
-    c_dtype: torch.dtype = torch.bfloat16,
-    d_dtype: torch.dtype = torch.bfloat16,
+    acc_dtype: torch.dtype | None = None,
+    d_dtype: torch.dtype | None = None,
     cd_major: str = "n",
-    mma_tiler_mn: tuple[int, int] | None = None,
-    cluster_shape_mn: tuple[int, int] | None = None,
     sf_vec_size: int | None = None,
-    vector_f32: bool = False,
     m_aligned: int = 1,
     discrete_col_sfd: bool = False,
     current_stream: Stream = None,
@@ -45,10 +44,12 @@ def grouped_gemm_quant(
     scale_rule: str | None = None,
     global_scale_tensor: torch.Tensor | None = None,
     return_amax: bool | None = None,
+    generate_amax: bool = True,
     semantics: str = "implementation",
     backend: str | None = None,
     check_offs: bool = False,
     config: KernelChoice | None = None,
+    **others: Any,
 ) -> QuantOutputs:
     """alpha, bias and prob on a grouped GEMM, and its result quantised along rows and columns, in one launch.
 
@@ -56,11 +57,12 @@ def grouped_gemm_quant(
     operands, by the type of b_tensor: cuDNN's tensors, or `BlockScaledTensor`s. Shapes in brackets are the second's.
 
     Operands:
-        a_tensor: (M, K, 1) codes, K contiguous; FP4 (M, K / 2, 1), float4_e2m1fn_x2 or uint8. [A BlockScaledTensor
+        a_tensor: (M, K, 1) or (M, K) codes, K contiguous; FP4 K / 2, float4_e2m1fn_x2 or uint8. [A BlockScaledTensor
             (M, K) of any format, or a bfloat16 tensor, that grouped_gemm takes with b.]
-        b_tensor: (N, K, G) codes, K contiguous. [(G, N, K)]
+        b_tensor: (N, K, G) or (G, N, K) codes, K contiguous. [(G, N, K)]
         sfa_tensor, sfb_tensor: scales, (32, 4, ceil(M / 128), 4, ceil(ceil(K / v) / 4), 1) and (.., ceil(N / 128), ..,
-            G), 32x4x4 tiles over all rows; float8_e8m0fnu (v = 32) or float8_e4m3fn (v = 16). [None]
+            G), 32x4x4 tiles over all rows, or those bytes contiguous in any shape; float8_e8m0fnu (v = 32) or
+            float8_e4m3fn (v = 16). [None]
         padded_offsets: (G,) int32 or int64 END row of each group. Any row: nothing has to be padded.
         alpha_tensor: (G,) float32; None is 1.
         prob_tensor: (M, 1, 1) or (M,) float32; None is 1.
@@ -70,14 +72,14 @@ def grouped_gemm_quant(
         global_scale_tensor: NVFP4 output's decode scale, (1,) or (G,) float32.
         Numbers in other than float32 are converted first, which is a launch more.
     Outputs:
-        d_dtype: bfloat16, float16 or float32: values. float8_e4m3fn, float8_e5m2 and float4_e2m1fn_x2: codes, MXFP8,
-            MXFP8_E5M2 and MXFP4.
+        d_dtype: bfloat16 (None), float16 or float32: values. float8_e4m3fn, float8_e5m2 and float4_e2m1fn_x2: codes,
+            MXFP8, MXFP8_E5M2 and MXFP4.
         d_format: the format of codes, where d_dtype does not say it (FP8_BLOCK, NVFP4); overrides d_dtype.
         row_output, column_output: which codes are wanted. column_output None: for the FP8 formats, as cuDNN.
         row_layout, column_layout: where scales lie, see epilogue.py. None: "blocked", for FP8_BLOCK "plain_mn" and
             "plain"; column_layout "blocked_groups" with discrete_col_sfd.
         discrete_col_sfd: column scales as a matrix per group (which is what a GEMM along M reads).
-        return_amax: None: for bfloat16 and float16 values, as cuDNN.
+        return_amax: None: for bfloat16 and float16 values, as cuDNN. generate_amax False: not for these either.
         m_aligned: what every end offset is a multiple of. 256 gives column scales of cuDNN's shape; 1 gives them room
             for any offsets.
         scale_rule: "rceil" or "floor" for MX outputs without norm_const.
@@ -85,10 +87,13 @@ def grouped_gemm_quant(
             the bias (prob multiplies the bias alone, or the sum), in the largest scaled magnitude of e5m2 (128 or
             57344) and in the order of norm_const.
     How:
-        acc_dtype, cd_major: float32 and "n", nothing else. sf_vec_size: None, or v.
-        c_dtype, mma_tiler_mn, cluster_shape_mn, vector_f32: cuDNN's choice of kernel; without effect, see config.
+        acc_dtype, cd_major: float32 (or None) and "n", nothing else. sf_vec_size: None, or v.
+        others: cuDNN's keywords that choose its kernel are without effect, see config; more have one value. Which is
+            which, and what is said of other values, is in docs/grouped_gemm_quant.md.
         current_stream: a torch.cuda.Stream, a CUstream or its number; None is torch's current one.
         backend, check_offs, config: as in grouped_gemm. check_offs also holds m_aligned to its word.
+
+    With a_tensor (M, K) outputs are (M, N), and scales contiguous (1, row tiles, column tiles, 32, 4, 4), as cuDNN's.
 
     Returns `QuantOutputs`: d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor, and `.row`, the
     activations of the next grouped_gemm. Rows at or past padded_offsets[-1] are left as they are.
@@ -97,6 +102,7 @@ def grouped_gemm_quant(
     launch for these formats on this GPU. Nothing is done in several launches instead: for that, call
     grouped_gemm(out_dtype=torch.float32) and quantize.
     """
+    check_others("grouped_gemm_quant", others)
     request = CudnnRequest(
         a_tensor=a_tensor,
         b_tensor=b_tensor,
@@ -108,7 +114,7 @@ def grouped_gemm_quant(
         prob_tensor=prob_tensor,
         bias_tensor=bias_tensor,
         acc_dtype=acc_dtype,
-        d_dtype=d_dtype,
+        d_dtype=d_dtype or torch.bfloat16,
         cd_major=cd_major,
         sf_vec_size=sf_vec_size,
         m_aligned=m_aligned,
@@ -121,7 +127,7 @@ def grouped_gemm_quant(
         column_layout=column_layout,
         scale_rule=scale_rule,
         global_scale_tensor=global_scale_tensor,
-        return_amax=return_amax,
+        return_amax=return_amax if generate_amax else False,
         semantics=semantics,
         backend=backend,
         check_offs=check_offs,
@@ -142,14 +148,10 @@ def grouped_gemm_swiglu_quant(
     norm_const_tensor: torch.Tensor | None = None,
     prob_tensor: torch.Tensor | None = None,
     bias_tensor: torch.Tensor | None = None,
-    acc_dtype: torch.dtype = torch.float32,
-    c_dtype: torch.dtype = torch.bfloat16,
-    d_dtype: torch.dtype = torch.bfloat16,
+    acc_dtype: torch.dtype | None = None,
+    d_dtype: torch.dtype | None = None,
     cd_major: str = "n",
-    mma_tiler_mn: tuple[int, int] | None = None,
-    cluster_shape_mn: tuple[int, int] | None = None,
     sf_vec_size: int | None = None,
-    vector_f32: bool = False,
     m_aligned: int = 1,
     discrete_col_sfd: bool = False,
     current_stream: Stream = None,
@@ -161,10 +163,12 @@ def grouped_gemm_swiglu_quant(
     scale_rule: str | None = None,
     global_scale_tensor: torch.Tensor | None = None,
     return_amax: bool | None = None,
+    generate_amax: bool = True,
     semantics: str = "implementation",
     backend: str | None = None,
     check_offs: bool = False,
     config: KernelChoice | None = None,
+    **others: Any,
 ) -> QuantOutputs:
     """An expert's whole first projection: D = prob * silu(gate) * up, N_out = N / 2, quantised, in one launch.
 
@@ -177,6 +181,7 @@ def grouped_gemm_swiglu_quant(
     """
     if gate_up not in GATE_UP:
         raise ValueError(f"gate_up is {gate_up!r}; allowed: {', '.join(map(repr, GATE_UP))}")
+    check_others("grouped_gemm_swiglu_quant", others)
     request = CudnnRequest(
         gate_up=gate_up,
         a_tensor=a_tensor,
@@ -189,7 +194,7 @@ def grouped_gemm_swiglu_quant(
         prob_tensor=prob_tensor,
         bias_tensor=bias_tensor,
         acc_dtype=acc_dtype,
-        d_dtype=d_dtype,
+        d_dtype=d_dtype or torch.bfloat16,
         cd_major=cd_major,
         sf_vec_size=sf_vec_size,
         m_aligned=m_aligned,
@@ -202,7 +207,7 @@ def grouped_gemm_swiglu_quant(
         column_layout=column_layout,
         scale_rule=scale_rule,
         global_scale_tensor=global_scale_tensor,
-        return_amax=return_amax,
+        return_amax=return_amax if generate_amax else False,
         semantics=semantics,
         backend=backend,
         check_offs=check_offs,
@@ -220,4 +225,4 @@ def _run(request: CudnnRequest) -> QuantOutputs:
     stream = stream_handle(request.current_stream)
     a, b, offs = operands.a, operands.b, operands.offs
     compute(a, b, offs, epilogue, tensors, request.backend, request.config, stream)
-    return pack(epilogue, tensors, operands.as_cudnn, offs)
+    return pack(epilogue, tensors, operands)

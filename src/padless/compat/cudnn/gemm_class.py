@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from padless.compat.cudnn.keywords import check_others
 from padless.compat.cudnn.operands import SEMANTICS, Inputs, Operands
 from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, GATE_UP, Stream, stream_handle
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, Epilogue, EpilogueTensors, column_tiles
@@ -38,6 +40,8 @@ class Buffers(Inputs):
         operands = self.operands()
         if not operands.as_cudnn:
             raise ValueError("sample_b must be a tensor (N, K, G); for BlockScaledTensors call grouped_gemm_quant")
+        if operands.flat:
+            raise ValueError(f"sample_a must be (M, K, 1), got {describe(self.a_tensor)}")
         epilogue = self.epilogue()
         operands.check()
         check_columns(epilogue, operands.n, "b_tensor", "gate_up='interleaved'")
@@ -171,18 +175,17 @@ class GroupedGemmQuant:
         sample_norm_const: torch.Tensor | None = None,
         sample_prob: torch.Tensor | None = None,
         sample_bias: torch.Tensor | None = None,
-        acc_dtype: torch.dtype = torch.float32,
-        mma_tiler_mn: tuple[int, int] | None = None,
-        cluster_shape_mn: tuple[int, int] | None = None,
+        acc_dtype: torch.dtype | None = None,
         sf_vec_size: int | None = None,
-        vector_f32: bool = False,
         m_aligned: int = 1,
         discrete_col_sfd: bool = False,
         gate_up: str | None = None,
         semantics: str = "implementation",
         backend: str | None = None,
         config: KernelChoice | None = None,
+        **others: Any,
     ) -> None:
+        check_others("GroupedGemmQuant", others)
         self._samples = Buffers(
             a_tensor=sample_a,
             b_tensor=sample_b,

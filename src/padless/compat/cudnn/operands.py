@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,12 +27,13 @@ _FORMATS = {
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """a (M, K), b (G, N, K) and offs (G,); as_cudnn: they came as cuDNN's 3-D tensors."""
+    """a (M, K), b (G, N, K) and offs (G,); as_cudnn: they came as cuDNN's tensors; flat: a as (M, K), not (M, K, 1)."""
 
     a: Activation
     b: BlockScaledTensor
     offs: torch.Tensor
     as_cudnn: bool
+    flat: bool = False
 
     @property
     def formats(self) -> tuple[BlockScaledFormat, ...]:
@@ -75,7 +77,7 @@ class Inputs:
     prob_tensor: torch.Tensor | None = None
     bias_tensor: torch.Tensor | None = None
     global_scale_tensor: torch.Tensor | None = None
-    acc_dtype: torch.dtype = torch.float32
+    acc_dtype: torch.dtype | None = None
     cd_major: str = "n"
     sf_vec_size: int | None = None
     m_aligned: int = 1
@@ -84,8 +86,8 @@ class Inputs:
 
     def check_fixed(self) -> None:
         """Raises ValueError for cuDNN's arguments that have one value, and for unknown semantics."""
-        if self.acc_dtype != torch.float32:
-            raise ValueError(f"acc_dtype is {self.acc_dtype}; it must be torch.float32")
+        if self.acc_dtype not in (None, torch.float32):
+            raise ValueError(f"acc_dtype is {self.acc_dtype}; it must be torch.float32 or None")
         if self.cd_major != "n":
             raise ValueError(f"cd_major is {self.cd_major!r}; only 'n' is supported")
         if self.semantics not in SEMANTICS:
@@ -109,15 +111,17 @@ class Inputs:
             return Operands(*_with_ends(a, b, self.padded_offsets), False)
         if isinstance(a, BlockScaledTensor):
             raise ValueError(f"a_tensor is a BlockScaledTensor, so b_tensor must be one too, got {describe(b)}")
-        for name, t in (("a_tensor", a), ("b_tensor", b)):
-            if not isinstance(t, torch.Tensor) or t.dim() != 3:
-                shape = "(M, K, 1)" if name == "a_tensor" else "(N, K, G)"
-                raise ValueError(f"{name} must be a {shape} tensor or a BlockScaledTensor, got {describe(t)}")
-        if a.shape[2] != 1:
-            raise ValueError(f"a_tensor must be (M, K, 1), got {describe(a)}")
-        operand_a = _operand("a", a[:, :, 0], self.sfa_tensor, 1, self.sf_vec_size)
-        operand_b = _operand("b", b.permute(2, 0, 1), self.sfb_tensor, b.shape[2], self.sf_vec_size)
-        return Operands(*_with_ends(operand_a, operand_b, self.padded_offsets), True)
+        if not isinstance(a, torch.Tensor) or a.dim() not in (2, 3) or (a.dim() == 3 and a.shape[2] != 1):
+            raise ValueError(f"a_tensor must be a (M, K) or (M, K, 1) tensor or a BlockScaledTensor, got {describe(a)}")
+        if not isinstance(b, torch.Tensor) or b.dim() != 3:
+            shapes = "(N, K, G) or (G, N, K)"
+            raise ValueError(f"b_tensor must be a {shapes} tensor or a BlockScaledTensor, got {describe(b)}")
+        flat = a.dim() == 2
+        rows = a if flat else a[:, :, 0]
+        weights = b if b.stride(2) == 1 and b.shape[2] == rows.shape[1] else b.permute(2, 0, 1)
+        operand_a = _operand("a", rows, self.sfa_tensor, 1, self.sf_vec_size)
+        operand_b = _operand("b", weights, self.sfb_tensor, weights.shape[0], self.sf_vec_size)
+        return Operands(*_with_ends(operand_a, operand_b, self.padded_offsets), True, flat)
 
     def numbers(self, operands: Operands, epilogue: Epilogue) -> EpilogueTensors:
         """alpha, bias, prob, norm_const and global_scale, of those that the epilogue has. Raises ValueError."""
@@ -162,11 +166,11 @@ def number(name: str, t: object, shapes: Sequence[tuple[int, ...]], device: torc
 
 
 def _operand(name: str, codes: torch.Tensor, scale: object, matrices: int, vec_size: int | None) -> BlockScaledTensor:
-    """codes (M, K) or (G, N, K) with a 6-D scale."""
+    """codes (M, K) or (G, N, K) with the bytes of 32x4x4 tiles, cuDNN's 6-D view of them or as they lie."""
     if codes.dtype in _FP4_DTYPES:
         codes = codes.view(torch.float4_e2m1fn_x2) if codes.dtype == torch.uint8 else codes
     if not isinstance(scale, torch.Tensor):
-        raise ValueError(f"sf{name}_tensor must be a 6-D tensor of scales, got {describe(scale)}")
+        raise ValueError(f"sf{name}_tensor must be a tensor of scales, got {describe(scale)}")
     format = _FORMATS.get((codes.dtype, scale.dtype))
     if format is None:
         pairs = ", ".join(f"{c} with {s}" for c, s in _FORMATS)
@@ -175,11 +179,17 @@ def _operand(name: str, codes: torch.Tensor, scale: object, matrices: int, vec_s
     rows, k = codes.shape[-2], codes.shape[-1] * format.codes_per_byte
     columns = ceil_div(ceil_div(k, format.block_k), 4)
     wanted = (32, 4, ceil_div(rows, 128), 4, columns, matrices)
-    if tuple(scale.shape) != wanted or scale.device != codes.device:
-        raise ValueError(f"sf{name}_tensor must be {wanted} on {codes.device}, got {describe(scale)}")
+    is_view = tuple(scale.shape) == wanted
+    if scale.device != codes.device or not (is_view or (scale.is_contiguous() and scale.numel() == math.prod(wanted))):
+        raise ValueError(
+            f"sf{name}_tensor must be {wanted} on {codes.device}, or as many bytes in any contiguous shape, got "
+            f"{describe(scale)}"
+        )
     if codes.numel() > 0 and codes.stride(-1) != 1:
         raise ValueError(f"{name}_tensor has strides {codes.stride()} with K last; K must be contiguous (K-major)")
-    tiles = from_cudnn_view(scale) if scale.numel() > 0 else scale.reshape(matrices, 0)
+    tiles = (
+        from_cudnn_view(scale) if is_view and scale.numel() > 0 else scale.reshape(matrices, -1 if scale.numel() else 0)
+    )
     tiles = tiles.contiguous()
     return BlockScaledTensor(codes, tiles[0] if codes.dim() == 2 else tiles, format, None, "blocked")
 

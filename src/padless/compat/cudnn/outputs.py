@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from padless.compat.cudnn.operands import Operands
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import BlockScaledTensor, ceil_div
 from padless.ops.grouped_gemm_epilogue import row_tensor
@@ -17,11 +18,12 @@ KEYS = ("d_tensor", "d_col_tensor", "amax_tensor", "sfd_row_tensor", "sfd_col_te
 class QuantOutputs(dict[str, Any]):
     """The five outputs, None where they were not asked for, by name, by number or unpacked in the order of `KEYS`.
 
-    d_tensor: (M, N_out), or (M, N_out, 1) in calls with cuDNN's 3-D tensors: values, or row-quantised codes.
+    d_tensor: (M, N_out), or (M, N_out, 1) in calls with a (M, K, 1) of cuDNN's: values, or row-quantised codes.
     d_col_tensor: column-quantised codes, of the same shape. FP4 codes are two to a byte along N_out.
     amax_tensor: (G, 1) float32.
     sfd_row_tensor, sfd_col_tensor: scales. Where row_layout or column_layout is "blocked" or "blocked_groups" a 6-D view
-        (32, 4, row tiles, 4, column tiles, 1) over the bytes of the 32x4x4 tiles; else 2-D.
+        (32, 4, row tiles, 4, column tiles, 1) over the bytes of the 32x4x4 tiles, in calls with a (M, K) of cuDNN's the
+        bytes as (1, row tiles, column tiles, 32, 4, 4); else 2-D.
     row: the row-quantised output as a BlockScaledTensor, ready to be the activations of the next grouped_gemm; None
         where it was not asked for.
     column_tiles: tiles of 128 rows that sfd_col_tensor has room for.
@@ -42,8 +44,9 @@ class QuantOutputs(dict[str, Any]):
         return super().__getitem__(KEYS[key] if isinstance(key, int) else key)
 
 
-def pack(epilogue: Epilogue, t: EpilogueTensors, as_cudnn: bool, offs: torch.Tensor | None = None) -> QuantOutputs:
-    """The outputs in `t` as the caller sees them; as_cudnn: with a third dimension of 1; offs: what `row` remembers."""
+def pack(epilogue: Epilogue, t: EpilogueTensors, operands: Operands) -> QuantOutputs:
+    """The outputs in `t` as the caller of these operands sees them."""
+    as_cudnn, offs = operands.as_cudnn and not operands.flat, operands.offs
     row = row_tensor(epilogue, t, offs)
     d, d_col = t.d, t.column_codes
     sfd_row, sfd_col = t.row_scale, t.column_scale
@@ -56,6 +59,11 @@ def pack(epilogue: Epilogue, t: EpilogueTensors, as_cudnn: bool, offs: torch.Ten
     if t.column_scale is not None and epilogue.column_layout != "plain":
         assert t.column_codes is not None
         sfd_col = six_d(t.column_scale, t.column_codes.shape[1], 4 * t.column_tiles)
+    if operands.flat:  # 6-D scales as their bytes lie
+        sfd_row, sfd_col = (
+            view.permute(5, 2, 4, 0, 1, 3) if view is not None and view.dim() == 6 else view
+            for view in (sfd_row, sfd_col)
+        )
     values = {
         "d_tensor": three_d(d) if as_cudnn else d,
         "d_col_tensor": three_d(d_col) if as_cudnn else d_col,

@@ -9,18 +9,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 
 from padless.demo.train.model import Model, ModelSize
 from padless.demo.train.text import draw_batch, help_topics
 from padless.distributed import ExpertParallel
 from padless.nn import RECIPES
-from padless.testing.ranks import Rank, raise_first, run_ranks
+from padless.testing.ranks import Rank, RankPool, raise_first
 
 SMALL = ModelSize(layers=2, hidden=128, heads=4, experts=8, top_k=2, intermediate=256, length=64, batch=8)
-LARGE = ModelSize(layers=4, hidden=1024, heads=16, experts=32, top_k=4, intermediate=1024, length=512, batch=32)
-STEPS = {"cpu": 10, "cuda": 60}
-SECONDS = {"cpu": 600.0, "cuda": 120.0}  # of a run, its processes' start included
+LARGE = ModelSize(layers=2, hidden=512, heads=8, experts=16, top_k=4, intermediate=512, length=256, batch=16)
+STEPS = {"cpu": 10, "cuda": 30}
+SECONDS = {"cpu": 600.0, "cuda": 60.0}  # of a run, kernels' compilation included
 RATE = 0.1
 
 
@@ -138,25 +137,22 @@ def run_over_ranks(ranks: int, recipes: Sequence[str], steps: int | None, consol
     size, backend = (LARGE, "symm") if device == "cuda" else (SMALL, "collective")
     if ranks < 2 or size.experts % ranks or size.batch % ranks:
         raise ValueError(f"ranks is {ranks}; it must be at least 2 and divide {size.experts} and {size.batch}")
+    steps = steps or STEPS[device]
     console.print(
         f"{size.layers} layers of {size.experts} experts, {size.top_k} a token, hidden {size.hidden}, "
-        f"{size.tokens:,} bytes a step, in one process and over {ranks} ({device}, {backend}). Differences are the "
-        "largest of any step."
+        f"{size.tokens:,} bytes a step, {steps} steps in one process and over {ranks} ({device}, {backend}); starting"
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("recipe", "rows", "loss", f"over {ranks}", "losses off", "gradients off", "step", f"over {ranks}"):
-        table.add_column(name, justify="left" if name in ("recipe", "rows") else "right")
-    for recipe in recipes:
-        for rows, same in ((torch.float32, True), (torch.bfloat16, False)):
-            given = (recipe, size, steps or STEPS[device], rows, same)
-            cuda = device == "cuda"
-            found: list[Comparison] = raise_first(
-                run_ranks(train_over_ranks, ranks, *given, cuda=cuda, backend=backend, timeout_s=SECONDS[device])
-            )
-            first = found[0]
-            off = max(value for one in found for value in one.gradients.values())
-            table.add_row(
-                recipe, "float32, same weights" if same else "bfloat16", *(f"{every[-1]:.5f}" for every in first.losses),
-                f"{first.difference:.1e}", f"{off:.1e}", *(f"{1e3 * s:.1f} ms" for s in first.seconds),
-            )  # fmt: skip
-    console.print(table)
+    with RankPool(ranks, cuda=device == "cuda", backend=backend) as pool:
+        for recipe in recipes:
+            for rows, same in ((torch.float32, True), (torch.bfloat16, False)):
+                begin = time.perf_counter()
+                given = (recipe, size, steps, rows, same)
+                found: list[Comparison] = raise_first(pool.call(train_over_ranks, *given, timeout_s=SECONDS[device]))
+                first, off = found[0], max(value for one in found for value in one.gradients.values())
+                (one, over), (one_step, step) = (losses[-1] for losses in first.losses), first.seconds
+                off_too = f", of gradients {off:.1e}" if same else ""
+                console.print(
+                    f"{recipe}, {'float32 rows, same weights at every step' if same else 'bfloat16 rows'}: last loss "
+                    f"{one:.5f} and {over:.5f}; largest difference of losses {first.difference:.1e}{off_too}; "
+                    f"a step {1e3 * one_step:.1f} ms and {1e3 * step:.1f} ms ({time.perf_counter() - begin:.0f} s)"
+                )

@@ -9,7 +9,7 @@ import torch
 from padless.formats import ceil_div
 from padless.kernels import group_tiles
 from padless.kernels.config import FEW_GROUPS, cpp_constants, room_for_groups
-from padless.kernels.launch import Prepared, load_kernel, persistent_grid
+from padless.kernels.launch import Prepared, load_kernel, persistent_grid, prepared_before
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 KERNEL = "sm90_rows_columns/sm90_rows_columns.cu"
@@ -64,19 +64,23 @@ def prepare(
     row_codes (M, F) uint8, row_scale (ld, ceil(F / 128)) float32 with strides (1, ld), padding included: None without
     rows. codes (F, T') uint8; scale (S, F), or (S, ceil(F / 128)) of square blocks.
     """
-    config = RowsColumnsConfig(
-        row_codes is not None, square, tokens is not None, room_for_groups(groups.num_groups), BAND
-    )
-    device = x.device.index or 0
-    kernel, function = load_kernel(driver, KERNEL, config, device)
     num_source_rows, features = x.shape
     num_rows = num_source_rows if tokens is None else tokens.shape[0]
     pointers = (x, tokens, groups.offs, row_codes, row_scale, codes, scale, groups.starts, groups.block_starts)
-    arguments: list[Argument] = [(0 if t is None else t.data_ptr(), 8) for t in pointers]
-    integers = (num_rows, num_source_rows, features, x.stride(0), 0 if row_scale is None else row_scale.stride(1))
-    arguments += [(value, 4) for value in integers]
-    arguments += groups.arguments(codes, scale)
-    sms = driver.num_sms(device) * CTAS_PER_SM
-    ctas = persistent_grid(sms, groups.num_tiles * ceil_div(features, _TILE))
-    shape = LaunchShape(ctas, kernel.num_threads, 1)
-    return Prepared(driver.prepare(function, kernel, shape, arguments, [t for t in pointers if t is not None]))
+    addresses = [0 if t is None else t.data_ptr() for t in pointers]
+    ld = 0 if row_scale is None else row_scale.stride(1)
+    integers = (num_rows, num_source_rows, features, x.stride(0), ld, *groups.integers(codes, scale))
+    device = x.device.index or 0
+
+    def packed() -> Prepared:
+        config = RowsColumnsConfig(
+            row_codes is not None, square, tokens is not None, room_for_groups(groups.num_groups), BAND
+        )
+        kernel, function = load_kernel(driver, KERNEL, config, device)
+        sms = driver.num_sms(device) * CTAS_PER_SM
+        ctas = persistent_grid(sms, groups.num_tiles * ceil_div(features, _TILE))
+        shape = LaunchShape(ctas, kernel.num_threads, 1)
+        arguments: list[Argument] = [*((a, 8) for a in addresses), *((i, 4) for i in integers)]
+        return Prepared(driver.prepare(function, kernel, shape, arguments, [t for t in pointers if t is not None]))
+
+    return prepared_before(x, (KERNEL, device, square, BAND, *addresses, *integers), packed)

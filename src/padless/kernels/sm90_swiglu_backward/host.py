@@ -8,7 +8,7 @@ import torch
 
 from padless.kernels import group_tiles
 from padless.kernels.config import FEW_GROUPS, cpp_constants, room_for_groups
-from padless.kernels.launch import Prepared, load_kernel, persistent_grid
+from padless.kernels.launch import Prepared, load_kernel, persistent_grid, prepared_before
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 KERNEL = "sm90_swiglu_backward/sm90_swiglu_backward.cu"
@@ -75,9 +75,6 @@ def prepare(
     square: bool,
 ) -> Prepared:
     """Packs the launch for operands that fit, with at least one column."""
-    config = SwigluBackwardConfig(prob is not None, interleaved, square, room_for_groups(groups.num_groups), BAND)
-    device = dh.device.index or 0
-    kernel, function = load_kernel(driver, KERNEL, config, device)
     num_rows, hidden = dh.shape
     pointers = (
         dh,
@@ -94,11 +91,17 @@ def prepare(
         groups.starts,
         groups.block_starts,
     )
-    integers = (num_rows, hidden, dh.stride(0), z.stride(0), out.row_scale.stride(1))
-    arguments: list[Argument] = [(0 if t is None else t.data_ptr(), 8) for t in pointers]
-    arguments += [(value, 4) for value in integers]
-    arguments += groups.arguments(out.dz_codes, out.dz_scale)
-    ctas = persistent_grid(driver.num_sms(device), groups.num_tiles * (hidden // _TILE))
-    shape = LaunchShape(ctas, kernel.num_threads, 1)
-    tensors = [t for t in pointers if t is not None]
-    return Prepared(driver.prepare(function, kernel, shape, arguments, tensors))
+    strides = dh.stride(0), z.stride(0), out.row_scale.stride(1)
+    integers = (num_rows, hidden, *strides, *groups.integers(out.dz_codes, out.dz_scale))
+    addresses = [0 if t is None else t.data_ptr() for t in pointers]
+    device = dh.device.index or 0
+
+    def packed() -> Prepared:
+        config = SwigluBackwardConfig(prob is not None, interleaved, square, room_for_groups(groups.num_groups), BAND)
+        kernel, function = load_kernel(driver, KERNEL, config, device)
+        ctas = persistent_grid(driver.num_sms(device), groups.num_tiles * (hidden // _TILE))
+        shape = LaunchShape(ctas, kernel.num_threads, 1)
+        arguments: list[Argument] = [*((a, 8) for a in addresses), *((i, 4) for i in integers)]
+        return Prepared(driver.prepare(function, kernel, shape, arguments, [t for t in pointers if t is not None]))
+
+    return prepared_before(dh, (KERNEL, device, interleaved, square, BAND, *addresses, *integers), packed)

@@ -1,9 +1,9 @@
-"""Routing as Triton kernels: a stable counting sort of expert ids, in one launch for few slots and two for many.
+"""Routing as Triton kernels: a stable counting sort of expert ids, in one launch for few slots and three for many.
 
-No atomic decides an order. Few slots: every expert's program reads all ids and counts. Many: each program counts the ids
-of its run of slots and ranks every slot among those of its run and expert (`_rank`), then adds up what the runs before
-it and the experts before each hold (`_place`). A run is a few tiles that are ranked side by side, so that a program
-waits once for each thing it waits for, not once for each tile.
+No atomic decides an order. Few slots: every expert's program reads all ids and counts. Many: each program counts the
+ids of a tile of slots and ranks every slot among those of its tile and expert (`_rank`); the tiles' counts of each
+expert are added up (`_scan`); and each slot's row is its rank, behind the tiles before and the experts before
+(`_place`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,10 +19,9 @@ from padless.formats import ceil_div
 
 FEW_SLOTS = 4096  # up to here one launch
 TILE = 128  # slots that are ranked at once, by comparing all pairs
-MAX_RUNS = 128  # programs of the two launches
-MAX_TILES = 4  # of a run at once, four warps each
-_BINS_AT_ONCE = 1024  # counts of all tiles of a run at once, as far as they are several
-_COUNTS_AT_ONCE = 32768
+SCANNED = 512  # tiles whose counts are added up at once
+_SCANNED_BINS, _SCAN_WARPS = 4, 4  # of a program
+_PLACED_SLOTS = 512
 
 
 class Sorted(NamedTuple):
@@ -54,39 +53,20 @@ def route(ids: torch.Tensor, num_experts: int) -> Sorted:
         return Sorted(offs, tokens, inverse)
     bins = max(triton.next_power_of_2(num_experts + 2), 128)  # experts, dropped ids, and lanes past the end
     tiles = ceil_div(slots, TILE)
-    tiles_per_run = ceil_div(tiles, MAX_RUNS)
-    tiles_at_once = max(min(triton.next_power_of_2(tiles_per_run), MAX_TILES, _BINS_AT_ONCE // bins), 1)
-    steps = ceil_div(tiles_per_run, tiles_at_once)
-    runs = ceil_div(tiles, steps * tiles_at_once)
-    counts = torch.empty((runs, bins), dtype=torch.int32, device=device)
-    _rank[(runs,)](
-        ids,
+    counts = torch.empty((tiles + 1, bins), dtype=torch.int32, device=device)  # the last row: of all tiles
+    _rank[(tiles,)](ids, counts, inverse, slots, num_experts, BINS=bins, TILE=TILE, num_warps=4)
+    _scan[(bins // _SCANNED_BINS,)](
         counts,
-        inverse,
-        slots,
-        num_experts,
-        steps,
+        tiles,
         BINS=bins,
-        TILES=tiles_at_once,
-        TILE=TILE,
-        num_warps=4 * tiles_at_once,
+        COLUMNS=_SCANNED_BINS,
+        TILES=min(triton.next_power_of_2(tiles), SCANNED),
+        num_warps=_SCAN_WARPS,
     )
-    _place[(runs,)](
-        ids,
-        counts,
-        offs,
-        tokens,
-        inverse,
-        slots,
-        num_experts,
-        top_k,
-        steps,
-        runs,
-        BINS=bins,
-        SLOTS=tiles_at_once * TILE,
-        RUNS_AT_ONCE=_COUNTS_AT_ONCE // bins,
-        num_warps=16,
-    )
+    _place[(ceil_div(slots, _PLACED_SLOTS),)](
+        ids, counts, offs, tokens, inverse, slots, num_experts, top_k, tiles,
+        BINS=bins, TILE=TILE, SLOTS=_PLACED_SLOTS, num_warps=4,
+    )  # fmt: skip
     return Sorted(offs, tokens, inverse)
 
 
@@ -163,38 +143,41 @@ def sort_few(
     return rows, lane
 
 
-@triton.jit(do_not_specialize=["slots", "steps"])
+@triton.jit(do_not_specialize=["slots"])
 def _rank(
     ids_ptr,
-    counts_ptr,  # (runs, BINS) int32
+    counts_ptr,  # (tiles + 1, BINS) int32
     ranks_ptr,  # (slots,) int32
     slots,
     num_experts,
-    steps,
     BINS: tl.constexpr,
-    TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    run = tl.program_id(0)
+    tile = tl.program_id(0)
     lane = tl.arange(0, TILE)
-    counts = tl.zeros((BINS,), tl.int32)
-    for step in range(run * steps, (run + 1) * steps):
-        slot = step * (TILES * TILE) + tl.arange(0, TILES * TILE)
-        ids = _load_ids(ids_ptr, slot, slots, num_experts)
-        by_tile = tl.reshape(ids, (TILES, TILE))
-        # Summed along the axis that a thread has for itself: along the last it would be one reduction of a warp a slot.
-        earlier = (by_tile[:, :, None] == by_tile[:, None, :]) & (lane[None, :, None] < lane[None, None, :])
-        rank = tl.reshape(tl.sum(earlier.to(tl.int32), axis=1), (TILES * TILE,))
-        place = tl.arange(0, TILES * TILE) // TILE * BINS + ids
-        of_tiles = tl.reshape(tl.histogram(place, TILES * BINS), (TILES, BINS))
-        before = counts[None, :] + tl.cumsum(of_tiles, axis=0) - of_tiles
-        rank += tl.gather(tl.reshape(before, (TILES * BINS,)), place, axis=0)
-        tl.store(ranks_ptr + slot, rank, mask=slot < slots)
-        counts += tl.sum(of_tiles, axis=0)
-    tl.store(counts_ptr + run * BINS + tl.arange(0, BINS), counts)
+    slot = tile * TILE + lane
+    ids = _load_ids(ids_ptr, slot, slots, num_experts)
+    # Summed along the axis that a thread has for itself: along the last it would be one reduction of a warp a slot.
+    earlier = (ids[:, None] == ids[None, :]) & (lane[:, None] < lane[None, :])
+    tl.store(ranks_ptr + slot, tl.sum(earlier.to(tl.int32), axis=0), mask=slot < slots)
+    tl.store(counts_ptr + tile * BINS + tl.arange(0, BINS), tl.histogram(ids, BINS))
 
 
-@triton.jit(do_not_specialize=["slots", "steps", "runs"])
+@triton.jit(do_not_specialize=["tiles"])
+def _scan(counts_ptr, tiles, BINS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr):
+    """Counts become those of all tiles before; the row behind the last tile, those of all."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    before = tl.zeros((COLUMNS,), tl.int32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        at = counts_ptr + tile[:, None] * BINS + column[None, :]
+        counts = tl.load(at, mask=tile[:, None] < tiles, other=0)
+        tl.store(at, before[None, :] + tl.cumsum(counts, axis=0) - counts, mask=tile[:, None] < tiles)
+        before += tl.sum(counts, axis=0)
+    tl.store(counts_ptr + tiles * BINS + column, before)
+
+
+@triton.jit(do_not_specialize=["slots", "tiles"])
 def _place(
     ids_ptr,
     counts_ptr,
@@ -204,30 +187,19 @@ def _place(
     slots,
     num_experts,
     top_k,
-    steps,
-    runs,
+    tiles,
     BINS: tl.constexpr,
+    TILE: tl.constexpr,
     SLOTS: tl.constexpr,
-    RUNS_AT_ONCE: tl.constexpr,
 ):
-    run = tl.program_id(0)
     bins = tl.arange(0, BINS)
-    before = tl.zeros((BINS,), tl.int32)
-    total = tl.zeros((BINS,), tl.int32)
-    for first in range(0, runs, RUNS_AT_ONCE):
-        other = first + tl.arange(0, RUNS_AT_ONCE)
-        # Four bins are wanted or none of them, so that they are loaded together.
-        wanted = (other[:, None] < runs) & ((bins // 4 * 4)[None, :] <= num_experts)
-        counts = tl.load(counts_ptr + other[:, None] * BINS + bins[None, :], mask=wanted, other=0)
-        total += tl.sum(counts, axis=0)
-        before += tl.sum(tl.where(other[:, None] < run, counts, 0), axis=0)
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    ids = _load_ids(ids_ptr, slot, slots, num_experts)
+    rank = tl.load(inverse_ptr + slot, mask=slot < slots, other=0)
+    before = tl.load(counts_ptr + slot // TILE * BINS + ids, mask=slot < slots, other=0)
+    total = tl.load(counts_ptr + tiles * BINS + bins)
     ends = tl.cumsum(total, axis=0)
-    if run == 0:
+    if tl.program_id(0) == 0:
         tl.store(offs_ptr + bins, ends, mask=bins < num_experts)
-    first_row = ends - total + before
-    for step in range(run * steps, (run + 1) * steps):
-        slot = step * SLOTS + tl.arange(0, SLOTS)
-        ids = _load_ids(ids_ptr, slot, slots, num_experts)
-        rank = tl.load(inverse_ptr + slot, mask=slot < slots, other=0)
-        row = tl.gather(first_row, ids, axis=0) + rank
-        _store_slots(tokens_ptr, inverse_ptr, row, slot, ids == num_experts, top_k, slot < slots)
+    row = tl.gather(ends - total, ids, axis=0) + before + rank
+    _store_slots(tokens_ptr, inverse_ptr, row, slot, ids == num_experts, top_k, slot < slots)

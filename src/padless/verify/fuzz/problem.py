@@ -46,7 +46,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Limits:
-    """How large problems get: groups, rows of a group, N and K in multiples of what a format needs."""
+    """Sizes of the largest problems: groups, rows of a group, N and K in multiples of what a format needs."""
 
     groups: int
     rows: int

@@ -16,7 +16,7 @@ _TRIES = 256  # draws of a problem of one kind, the rarest of which is one in a 
 
 @dataclass(frozen=True)
 class Model:
-    """What a worker's problems of a call have in common, so that one compilation serves many of them."""
+    """Common part of a worker's problems of a call, so that one compilation serves many of them."""
 
     constants: Options
     kind: kinds.Kind

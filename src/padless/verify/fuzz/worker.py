@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from padless.runtime import jit
+from padless.runtime.disk_cache import alone
 from padless.verify.fuzz.place import Place, place_of, reserve
 from padless.verify.fuzz.problem import Draw, Problem
 from padless.verify.fuzz.shrink import shrunk
@@ -28,7 +28,7 @@ _SHOWN = 300  # characters of an error
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker does. ``deadline``: time.time() at which it stops; ``problems``: after so many, 0 for no limit.
+    """A worker's share. ``deadline``: time.time() at which it stops; ``problems``: after so many, 0 for no limit.
 
     workers: how many there are, which share kits; see ``problems_of``.
     """
@@ -161,7 +161,7 @@ def _compile_once() -> None:
     compiling = JITFunction._do_compile
 
     def once(function: Any, key: object, *args: Any, **kwargs: Any) -> Any:
-        with jit.alone(f"{function.fn.__qualname__} {key}"):
+        with alone(f"{function.fn.__qualname__} {key}"):
             return compiling(function, key, *args, **kwargs)
 
     JITFunction._do_compile = once

@@ -1,0 +1,102 @@
+"""Compiled kernels on disk: where they are, whose files are read, and one process at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from padless.runtime import disk_cache
+from padless.runtime.disk_cache import read_trusted, write_atomically
+
+OTHER = 54321  # a user that nobody is
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PADLESS_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("PADLESS_CACHE_SHARED", raising=False)
+    path = tmp_path / "kernel.cubin"
+    write_atomically(path, b"code")
+    return path
+
+
+def given_to_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The owner that the file has now, who is neither root nor the user who runs."""
+    if os.geteuid() == 0:
+        os.chown(path, OTHER, -1)
+        return str(OTHER)
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER)
+    return str(path.stat().st_uid)
+
+
+def test_a_file_of_the_own_is_read_and_nobody_elses(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_trusted(file) == b"code"
+    owner = given_to_another_user(file, monkeypatch)
+    with pytest.warns(RuntimeWarning, match="PADLESS_CACHE_SHARED does not name"), pytest.raises(PermissionError):
+        read_trusted(file)
+    for names in (owner, f"nobody-of-this-name, {owner}", "*"):
+        monkeypatch.setenv("PADLESS_CACHE_SHARED", names)
+        assert read_trusted(file) == b"code"
+    monkeypatch.setenv("PADLESS_CACHE_SHARED", "nobody-of-this-name")
+    with pytest.warns(RuntimeWarning), pytest.raises(PermissionError):
+        read_trusted(file)
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_may_write_is_not_read(file: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    file.chmod(mode)
+    monkeypatch.setenv("PADLESS_CACHE_SHARED", str(file.stat().st_uid))
+    with pytest.warns(RuntimeWarning, match=f"has mode {mode:o}"), pytest.raises(PermissionError):
+        read_trusted(file)
+    monkeypatch.setenv("PADLESS_CACHE_SHARED", "*")
+    assert read_trusted(file) == b"code"
+
+
+def test_files_are_for_others_where_they_are_shared(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert file.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv("PADLESS_CACHE_SHARED", "somebody")
+    write_atomically(file, b"other")
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert read_trusted(file) == b"other"
+
+
+def test_a_name_for_every_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PADLESS_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert disk_cache.cache_dir() == tmp_path / "own"
+    monkeypatch.delenv("PADLESS_CACHE_DIR")
+    assert disk_cache.cache_dir() == tmp_path / "xdg" / "padless"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert disk_cache.cache_dir() == Path.home() / ".cache" / "padless"
+
+
+def test_a_process_that_holds_a_kernel_for_long_delays_the_others_only(file: Path) -> None:
+    with disk_cache.alone("kernel"):
+        start = time.monotonic()
+        with disk_cache.alone("kernel", 0.3), disk_cache.alone("another", 60.0):
+            waited = time.monotonic() - start
+    assert 0.25 < waited < 30
+
+
+def test_those_that_waited_enter_together(file: Path) -> None:
+    """Each in a thread, since a lock belongs to an open file."""
+    inside, together = threading.Barrier(3), []
+
+    def enter() -> None:
+        with disk_cache.alone("kernel"):
+            inside.wait(30)  # broken where one is alone
+            together.append(True)
+
+    threads = [threading.Thread(target=enter) for _ in range(3)]
+    with disk_cache.alone("kernel"):
+        for thread in threads:
+            thread.start()
+        time.sleep(0.1)
+        assert not together
+    for thread in threads:
+        thread.join()
+    assert len(together) == 3
