@@ -222,7 +222,10 @@ PUBLIC: dict[str, Call] = {
             "out": torch.zeros(GROUPS, N, K),
         },
     ),
-    "quantize_rows_columns": Call(padless.quantize_rows_columns, lambda: {"x": normal(M, K), "offs": OFFS}),
+    "quantize_rows_columns": Call(
+        padless.quantize_rows_columns,
+        lambda: {"x": normal(M, K), "offs": OFFS, "tokens": torch.arange(M, dtype=torch.int32).flip(0)},
+    ),
     "quantize_weight_both": Call(padless.quantize_weight_both, lambda: {"w": normal(GROUPS, N, K)}),
     "swiglu_backward_quantize": Call(
         padless.swiglu_backward_quantize,

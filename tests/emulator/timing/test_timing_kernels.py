@@ -15,6 +15,7 @@ from padless.emulator.timing.diagnosis import compare
 from padless.emulator.timing.report import lines_of, phases
 from padless.emulator.timing.trace import trace_of
 from padless.formats import MXFP8, NVFP4
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm90_fp8 import host as sm90_fp8
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.quantization.quantize import quantize
@@ -142,7 +143,7 @@ def test_blackwell_kernel_at_the_pace_of_its_products(fmt: Any, bytes_a_value: f
     b = quantize(torch.randn(1, n, k, generator=generator), fmt, kind="weight", scale_layout="blocked")
     driver = driver_of("emulator:sm_100a")
     with driver.configured(machine=timed(B200), num_sms=2):
-        grouped_gemm(a, b, offs, backend="emulator:sm_100a")
+        grouped_gemm(a, b, offs, backend="emulator:sm_100a", config=Sm100GroupedConfig(cta_group=2, mma_n=256))
     assert driver.last_result is not None
     timeline = driver.last_result.timeline
     ideal = k * bytes_a_value / 32 * n / 2  # an instruction takes 32 bytes of K and n / 2 cycles

@@ -254,10 +254,10 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=18),
         table.Column("T", text=lambda part: str(part[0]["point"]["tokens"])),
     ]
-    layers = [table.time(name, digits=0, width=15) for name in (BF16, TODAY, DEEPGEMM, PADLESS, "floor")]
-    layers.append(table.ratio("bf16 / padless", BF16, PADLESS, 2, unit="x", width=15))
+    layers = [table.time(name, digits=0, width=10) for name in (BF16, TODAY, DEEPGEMM, PADLESS, "floor")]
+    layers.append(table.ratio("bf16 / padless", BF16, PADLESS, 2, unit="x", width=10))
     if table.measured(records, [DEEPGEMM]):
-        layers.append(table.ratio("deepgemm / padless", DEEPGEMM, PADLESS, 2, unit="x", width=15))
+        layers.append(table.ratio("deepgemm / padless", DEEPGEMM, PADLESS, 2, unit="x", width=10))
 
     def beyond(found: table.Records) -> list[float]:
         """Microseconds that the layer takes more than its products."""

@@ -232,7 +232,7 @@ def link_rate(record: Record, step: str) -> float | None:
 
 
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
-    """Times with NCCL's over padless', and the steps with the link's rate."""
+    """Times beside the peers' of both directions and of the layer, and the steps with the link's rate."""
     point = [
         table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=8),
         table.Column("ranks", text=lambda part: str(part[0]["point"]["ranks"])),
@@ -241,14 +241,16 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     rows = table.by_point(records)
     against = []
     for name in ("dispatch", "combine", "layer"):
-        against += [table.time(name), table.time(f"nccl {name}", digits=0)]
-        against.append(table.ratio("x", f"nccl {name}", name, 1, unit="x"))
-        if any(f"titan {name}" in record["gpu"] for record in records):
-            against.append(table.time(f"titan {name}"))
+        columns = [table.time(name)]
+        for peer in table.measured(records, [f"nccl {name}", f"titan {name}"]):
+            columns += [table.time(peer), table.ratio(f"{peer} / padless", peer, name, 1, unit="x")]
+        against.append(
+            table.table_of(f"Expert parallelism: {name}, the slowest rank (us)", [*point, *columns], rows, 1)
+        )
     steps = [table.time(name) for name in ("publish", "receive", *STEPS[1:])]
     rates = [_rate_column(step) for step in ("fan_out", "send_back")]
     return [
-        table.table_of("Expert parallelism: time of the slowest rank (us)", [*point, *against], rows, 1),
+        *against,
         table.table_of("Steps (us), and GB/s over the link in one direction", [*point, *steps, *rates], rows, 1),
     ]
 
