@@ -15,9 +15,9 @@ from padless.emulator.timing.diagnosis import compare
 from padless.emulator.timing.report import lines_of, phases
 from padless.emulator.timing.trace import trace_of
 from padless.formats import MXFP8, NVFP4
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm90_fp8 import host as sm90_fp8
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.quantization.quantize import quantize
 from support.emulator_bugs import LOAD, MULTIPLY, RELEASE
 from support.emulator_cases import make_case
