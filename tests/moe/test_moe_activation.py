@@ -91,10 +91,11 @@ def test_out_columns() -> None:
         Activation().out_columns(7)
 
 
-def test_the_example_of_the_documentation_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+def test_the_examples_of_the_documentation_run() -> None:
+    forward, backward = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(code, names)
+    exec(forward + backward, names)
+    assert names["x"].grad.shape == (200, 512)
     assert names["out"].shape == (200, 512)
     assert names["out"].dtype == torch.bfloat16
     assert names["out"].isfinite().all()
