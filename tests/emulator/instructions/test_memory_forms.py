@@ -70,10 +70,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) k(uint32_t* out) {
 }"""
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_stores_into_another_cta_arrive_by_themselves(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "checks"), [*((seed, True) for seed in range(6)), (6, False)])
+def test_stores_into_another_cta_arrive_by_themselves(seed: int, checks: bool) -> None:
     out = np.zeros(258, np.uint32)
-    launch(PUSH.replace("WAIT", "wait(smem(&full), 0);"), [out], grid=2, block=32, seed=seed).raise_on_reports()
+    source = PUSH.replace("WAIT", "wait(smem(&full), 0);")
+    launch(source, [out], grid=2, block=32, seed=seed, checks=checks).raise_on_reports()
     x = np.arange(32)
     for rank in range(2):
         expected = np.stack([x, 0 * x + 1 - rank, x * x, 0 * x + 7], 1)

@@ -58,9 +58,9 @@ def asynchronous_store(e: Emitter) -> None:
             return
         values = np.array([w.v[s][lane] for s in slots])
         cells = slice(offset >> cta.granule_shift, (offset + total) >> cta.granule_shift)
-        stamp = pack(bar.column, IN_FLIGHT)
         shadow = cta.shared.shadow if function is None else None
         if shadow is not None:
+            stamp = pack(bar.column, IN_FLIGHT)
             shadow.bulk(cells, site.clock(), stamp, site, write=True, generic_plane=0)
         ahead = site.carried()
 
