@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 from support.ragged import ROOT
 
 PACKAGE = ROOT / "src" / "padless"
-# The table of a training run is drawn from the run's own class, by the command in the run's module.
-LET_BE = {("padless.demo.train.run", "padless.demo.train.report")}
 
 
 def sources() -> dict[str, str]:
@@ -41,12 +39,12 @@ def _imported(tree: ast.AST) -> Iterator[str]:
             yield from _imported(node)
 
 
-def circle(texts: Mapping[str, str], let_be: Collection[tuple[str, str]] = LET_BE) -> list[str]:
+def circle(texts: Mapping[str, str]) -> list[str]:
     """Modules of which each imports the next, and the last the first; empty where there is none."""
     graph: dict[str, set[str]] = {}
     for module, text in texts.items():
         names = {name if name in texts else name.rpartition(".")[0] for name in imported(text)}
-        graph[module] = {name for name in names & texts.keys() - {module} if (module, name) not in let_be}
+        graph[module] = names & texts.keys() - {module}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -64,8 +62,3 @@ def test_a_planted_circle_is_seen() -> None:
     assert {module, user} <= set(circle(texts | {module: texts[module] + late}))
     for_types = late.replace("def _late():", "if TYPE_CHECKING:")
     assert circle(texts | {module: texts[module] + for_types}) == []
-
-
-def test_every_exception_is_one() -> None:
-    for pair in LET_BE:
-        assert set(pair) <= set(circle(sources(), LET_BE - {pair}))
