@@ -50,7 +50,7 @@ BUGS = (
     _columns("copies not seen by other lanes", "cp_async_wait<0>(); __syncwarp();", "cp_async_wait<0>();"),
     _columns("copies over rows that are being read", "words[row][1]); __syncwarp();", "words[row][1]);"),
     _columns("no barrier before the scales", "__syncthreads(); if (warp ==", "if (warp =="),
-    _columns("no barrier before the codes", "__syncthreads(); stage_columns", "stage_columns"),
+    _columns("no barrier before the codes", "__syncthreads(); next_source =", "next_source ="),
     _columns("no barrier before the last lines", "__syncthreads(); if (number > 0)", "if (number > 0)"),
     _columns("last lines forgotten", "__syncthreads(); if (number > 0)", "if (number > 1000)"),
     _columns(
