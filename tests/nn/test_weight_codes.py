@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -191,3 +192,14 @@ def test_moving_a_layer_makes_new_codes() -> None:
     got = gradients(experts, layer(tokens=30), BF16)
     want = gradients(copy.deepcopy(experts), layer(tokens=30), BF16)
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_weights_drawn_again_over_ranks_are_other_values() -> None:
+    """What is made of a weight is kept by its version, which drawing has to change."""
+    experts = Experts(128, 128, 2)
+    experts.ep = SimpleNamespace(local_experts=(1, 0))  # type: ignore[assignment]
+    before = [(weight._version, weight.detach().clone()) for weight in (experts.w13, experts.w2)]
+    experts.reset_parameters()
+    for weight, (version, values) in zip((experts.w13, experts.w2), before, strict=True):
+        assert weight._version > version
+        assert not torch.equal(weight, values)

@@ -80,7 +80,8 @@ class Experts(QuantizedModule):
             for expert in range(self.num_experts):
                 nn.init.uniform_(drawn, -bound, bound)
                 if expert in self.ep.local_experts:
-                    weight.data[self.ep.local_experts.index(expert)] = drawn
+                    with torch.no_grad():  # and not by .data, whose writes the codes of weights do not notice
+                        weight[self.ep.local_experts.index(expert)].copy_(drawn)
 
     def distribute(self, mesh: Any) -> None:
         """Makes the parameters DTensors of all E experts, Shard(0) over the ranks that ``ep`` was made of.
