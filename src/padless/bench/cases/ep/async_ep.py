@@ -59,9 +59,9 @@ class AsyncEpExchange:
         rows, *self.plan, counts = self._dispatch()
         return quantize(rows[: self.used], FP8_BLOCK), counts.cumsum(0).to(torch.int32)
 
-    def combine(self, y: torch.Tensor) -> torch.Tensor:
-        """(T, H) of y, rows by expert."""
-        ranks, rows, back_ranks, back_rows, num_rows, sorted_slots, places = self.plan
+    def combine(self, y: torch.Tensor, plan: list[torch.Tensor]) -> torch.Tensor:
+        """(T, H) of y, rows by expert, with the plan of their dispatch."""
+        ranks, rows, back_ranks, back_rows, num_rows, sorted_slots, places = plan
         p, q = self.p, self.p.point
         scores = p.weights.reshape(-1)
         out: torch.Tensor = self.api.combine_op(
@@ -71,7 +71,7 @@ class AsyncEpExchange:
 
     def layer(self) -> torch.Tensor:
         rows, offs = self.dispatch()
-        return self.combine(self.p.products(rows, offs))
+        return self.combine(self.p.products(rows, offs), self.plan)
 
     def _dispatch(self) -> tuple[torch.Tensor, ...]:
         p, q = self.p, self.p.point
