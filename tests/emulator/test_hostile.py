@@ -96,6 +96,8 @@ DESCRIPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "shape of words": ({"buffers": {"x": {**X, "shape": ["a"]}}}, "buffer x"),
     "dtype of objects": ({"buffers": {"x": {**X, "dtype": "O"}}}, "make no array of numbers"),
     "fill of a word": ({"buffers": {"x": {**X, "fill": "zero"}}}, "cannot fill"),
+    "random truth": ({"buffers": {"x": {"dtype": "bool", "shape": [2], "fill": "random"}}}, "cannot fill"),
+    "seed of a word": ({"buffers": {"x": {**X, "fill": "random", "seed": "x"}}}, "cannot fill"),
     "fill out of range": ({"buffers": {"x": {"dtype": "uint8", "shape": [2], "fill": 300}}}, "cannot fill"),
     "a file that is not there": ({"buffers": {"x": {"load": "no.npy"}}}, "cannot load"),
     "arguments in an object": ({"args": {"x": 1}}, "args is a dict"),

@@ -46,14 +46,20 @@ def buffer_bytes(name: str, spec: Any) -> int:
         raise LaunchError(f"buffer {name}: needs dtype and shape, or load, and is a {type(spec).__name__}")
     if "load" in spec:
         return 0
+    dtype, shape = _layout(name, spec)
+    return math.prod(shape) * dtype.itemsize
+
+
+def _layout(name: str, spec: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """dtype and shape of a buffer that is made. LaunchError where they make no array of numbers."""
     try:
         dtype = np.dtype(spec["dtype"])
-        shape = [int(x) for x in spec["shape"]]
+        shape = tuple(int(x) for x in spec["shape"])
     except (KeyError, TypeError, ValueError) as error:
         raise LaunchError(f"buffer {name}: needs dtype and shape, or load ({error})") from None
     if min(shape, default=1) < 1 or dtype.kind not in "fiub":
-        raise LaunchError(f"buffer {name}: dtype {dtype} and shape {shape} make no array of numbers")
-    return math.prod(shape) * dtype.itemsize
+        raise LaunchError(f"buffer {name}: dtype {dtype} and shape {list(shape)} make no array of numbers")
+    return dtype, shape
 
 
 def make_buffer(name: str, spec: dict[str, Any], folder: Path) -> np.ndarray[Any, Any]:
@@ -63,19 +69,19 @@ def make_buffer(name: str, spec: dict[str, Any], folder: Path) -> np.ndarray[Any
             return np.ascontiguousarray(np.load(folder / str(spec["load"])))
         except (OSError, ValueError, EOFError) as error:
             raise LaunchError(f"buffer {name}: cannot load {spec['load']}: {error}") from None
-    dtype, shape = np.dtype(spec["dtype"]), tuple(spec["shape"])
+    dtype, shape = _layout(name, spec)
     fill = spec.get("fill", 0)
-    if fill == "random":
-        rng = np.random.default_rng(spec.get("seed", 0))
-        if dtype.kind == "f":
-            return rng.standard_normal(shape).astype(dtype)
-        info = np.iinfo(dtype)
-        return rng.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
-    if fill == "index":
-        return np.arange(int(np.prod(shape))).astype(dtype).reshape(shape)
     if fill == "nan" and dtype.kind != "f":
         raise LaunchError(f"buffer {name}: fill 'nan' needs a floating-point dtype, got {dtype}")
     try:
+        if fill == "random":
+            rng = np.random.default_rng(spec.get("seed", 0))
+            if dtype.kind == "f":
+                return rng.standard_normal(shape).astype(dtype)
+            info = np.iinfo(dtype)
+            return rng.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
+        if fill == "index":
+            return np.arange(math.prod(shape)).astype(dtype).reshape(shape)
         return np.full(shape, np.nan if fill == "nan" else fill, dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise LaunchError(f"buffer {name}: cannot fill {dtype} with {fill!r}: {error}") from None

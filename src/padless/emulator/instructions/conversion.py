@@ -143,9 +143,9 @@ def to_sixteen(e: Emitter, value: str, base: str) -> str:
 @helper
 def round_sixteen(value: Array, base: str, mode: str, saturate: bool) -> Array:
     """float to the bits of f16 or bf16, nearest even or toward zero."""
-    wide = np.asarray(value, np.float64)
+    wide = value if mode == "rn" and base == "bf16" else np.asarray(value, np.float64)
     if mode == "rn":
-        bits = narrow_f16(wide) if base == "f16" else narrow_bf16(value)
+        bits = narrow_f16(wide) if base == "f16" else narrow_bf16(wide)
     elif mode == "rz":
         if base == "bf16":
             bits = (round_directed(wide, "rz").view(np.uint32) >> 16).astype(np.uint16)

@@ -30,8 +30,8 @@ import numpy as np
 from padless.emulator.order.reports import Collector
 
 Array = np.ndarray[Any, Any]
-BASE, PROXY, READS, BEFORE, TENSOR = range(5)  # planes; all but the last travel
 PLANES = 5
+BASE, PROXY, READS, BEFORE, TENSOR = range(PLANES)  # all but the last travel
 IN_FLIGHT = 0xFFFFFFFF
 ASYNC = 1 << 32
 STRONG = 1 << 33
@@ -56,7 +56,7 @@ class Clocks:
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
         self.columns = lanes
-        self.time = np.zeros((5, lanes, lanes + 64), np.uint32)
+        self.time = np.zeros((PLANES, lanes, lanes + 64), np.uint32)
         diagonal = np.arange(lanes)
         self.time[0, diagonal, diagonal] = 1
         self.time[2] = self.time[0]
@@ -72,7 +72,7 @@ class Clocks:
 
     def new_column(self) -> int:
         if self.columns == self.time.shape[2]:
-            wider = np.zeros((5, self.lanes, 2 * self.columns), np.uint32)
+            wider = np.zeros((PLANES, self.lanes, 2 * self.columns), np.uint32)
             wider[:, :, : self.columns] = self.time
             self.time = wider
             self._diagonals()

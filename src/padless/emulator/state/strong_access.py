@@ -19,9 +19,8 @@ from padless.emulator.state.warp import Cluster, Warp
 Array = np.ndarray[Any, Any]
 
 
-MOST_WORDS = (
-    1 << 14
-)  # that are told apart; those that come later count as one, which orders too much rather than too little
+# Words that are told apart; those that come later count as one, which orders too much rather than too little.
+MOST_WORDS = 1 << 14
 REST = -1
 
 
