@@ -85,7 +85,7 @@ def alone(name: str, seconds: float = 60.0) -> Iterator[None]:
     """The first process in a block of this name is alone there: of several that need a kernel one compiles it.
 
     Those that come meanwhile enter together when it has left, and find the kernel on disk; also after ``seconds``, and
-    where files cannot be locked: that costs time only.
+    at once where files cannot be locked: that costs time only.
     """
     number = int(hashlib.sha256(name.encode()).hexdigest()[:3], 16)  # so many files are enough, and stay
     try:
@@ -103,9 +103,11 @@ def alone(name: str, seconds: float = 60.0) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:
+            except (BlockingIOError, PermissionError):  # another process has it
                 waited = True
                 time.sleep(0.005)
+            except OSError:
+                break
         if waited:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         yield
