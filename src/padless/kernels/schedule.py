@@ -43,7 +43,7 @@ def tiles(
 
     Groups from large to small; in a group, bands of ``raster_m`` m-tiles; in a band, column after column.
     ``half_tiles_for``: the number of workers for which the last ones are cut in two (``tiles_to_cut``); None cuts none.
-    Halves without a row, which have a number too, are left out.
+    Half tiles without a row, which have a number too, are left out.
     """
     whole = list(_whole_tiles(offs, m, n, block_m, block_n, raster_m))
     cut = 0 if half_tiles_for is None else tiles_to_cut(len(whole), half_tiles_for)

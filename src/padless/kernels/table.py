@@ -158,9 +158,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     *(
         Route(operation, "sm_90a", a, b, "sm90_mxfp8", "sm90_mxfp8/sm90_mxfp8_grouped_gemm.cu", _MXFP8)
-        for operation, a, b in itertools.product(
-            ("grouped_gemm", "gemm"), ("MXFP8", "MXFP8_E5M2"), ("MXFP8", "MXFP8_E5M2")
-        )
+        for operation, a, b in itertools.product(("grouped_gemm", "gemm"), _EIGHT_BITS, _EIGHT_BITS)
     ),
     *(
         Route(
@@ -177,7 +175,7 @@ ROUTES: tuple[Route, ...] = (
     Route(QUANT, "sm_90a", "FP8_BLOCK", "FP8_BLOCK", "sm90_fp8_quant", "sm90_fp8/sm90_fp8_grouped_gemm.cu", _FP8_BLOCK),
     *(
         Route(QUANT, "sm_90a", a, b, "sm90_mxfp8_quant", "sm90_mxfp8/sm90_mxfp8_grouped_gemm.cu", _MXFP8)
-        for a, b in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2)
+        for a, b in itertools.product(_EIGHT_BITS, repeat=2)
     ),
     *(
         Route(
@@ -193,7 +191,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     *(
         Route("gemm", "sm_100a", a, b, "sm100_mxfp8_dense", "sm100_dense/sm100_mxfp8_gemm.cu", _MX, any_n=True)
-        for a, b in itertools.product(("MXFP8", "MXFP8_E5M2"), repeat=2)
+        for a, b in itertools.product(_EIGHT_BITS, repeat=2)
     ),
     *(
         Route(operation, "sm_100a", a, b, "sm100_grouped", "sm100_grouped/sm100_grouped_gemm.cu", accumulation)

@@ -34,7 +34,7 @@ def route(top_k_index: torch.Tensor, num_experts: int) -> Routing:
         expert: their slots come last and take part in nothing.
     num_experts: E, from 1 to 1024.
 
-    One launch up to 4096 slots, else two. No synchronization; safe in CUDA graphs. Raises ValueError.
+    One launch up to 4096 slots, else three. No synchronization; safe in CUDA graphs. Raises ValueError.
     """
     check_ids(top_k_index, num_experts)
     return Routing(*ops.call("route", top_k_index, num_experts))

@@ -140,7 +140,10 @@ def as_int32(a: Activation, offs: torch.Tensor) -> tuple[Activation, torch.Tenso
 
 
 def check_ends(offs: torch.Tensor | None, num_groups: int | None, name: str, device: torch.device) -> None:
-    """Raises ValueError for what are no int32 end rows of the groups of b, None for any number; name: of the rows."""
+    """Raises ValueError unless offs is contiguous int32 end rows on ``device``.
+
+    num_groups: how many groups b has; None allows any number. name: of the operand that has the rows.
+    """
     if offs is None:
         has = "" if num_groups is None else f" and b has {_groups(num_groups)}"
         raise ValueError(f"offs is None{has}; pass the end row of each group (see padless.group_offsets)")

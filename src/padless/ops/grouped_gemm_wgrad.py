@@ -91,13 +91,13 @@ def _of_copies(
     config: object,
 ) -> torch.Tensor:
     refuse_gradients(dy=dy, x=x, out=out)
-    facts = _facts_of(dy, x, out, accumulate, config) if out is not None and out.is_cuda else None
-    if out is not None and backend in (None, "cuda") and (known := known_launch(facts)) is not None:
+    if config is not None and not isinstance(config, WgradConfig):
+        raise ValueError(f"config is a {type(config).__name__}; copies of grouped columns take a WgradConfig")
+    on_gpu = type(dy) is GroupedColumns and dy.data.is_cuda and backend in (None, "cuda")
+    if out is not None and on_gpu and (known := known_launch(_facts_of(dy, x, out, accumulate, config))) is not None:
         known(current_stream(out.device.index or 0))
         return out
     _check_operands(dy, x)
-    if config is not None and not isinstance(config, WgradConfig):
-        raise ValueError(f"config is a {type(config).__name__}; copies of grouped columns take a WgradConfig")
     shape = (dy.num_groups, dy.features, x.features)
     result = gradient_output(shape, dy.data.device, out, out_dtype, accumulate)
     if backend is None:
@@ -110,7 +110,11 @@ def _of_copies(
     check_gradient_of_kernel(result)
     if dy.num_groups == 0:
         return result
-    launch_remembered(facts, lambda: host.prepare(driver, dy, x, result, accumulate, config).launch, result)
+    launch_remembered(
+        _facts_of(dy, x, result, accumulate, config) if on_gpu else None,
+        lambda: host.prepare(driver, dy, x, result, accumulate, config).launch,
+        result,
+    )
     return result
 
 

@@ -10,15 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from padless.kernels.sm90_fp8_wgrad.config import (
-    MODES,
-    WGRAD_OUT_DTYPES,
-    WgradConfig,
-    WgradProblem,
-    blocks_m,
-    select_config,
-    tiles_of,
-)
+from padless.kernels.config import GRADIENT_DTYPES
+from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig, WgradProblem, blocks_m, select_config, tiles_of
 from padless.kernels.sm90_fp8_wgrad.host import KERNEL
 from padless.runtime import jit
 from support.machine_code import complaints, instructions
@@ -27,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
 CONFIGS = [
     WgradConfig(block_m=block_m, mode=mode, out_dtype=dtype, max_groups=groups, accumulate=accumulate)
-    for mode, dtype, groups in itertools.product(MODES, WGRAD_OUT_DTYPES, (256, 1024))
+    for mode, dtype, groups in itertools.product(MODES, GRADIENT_DTYPES, (256, 1024))
     for block_m in blocks_m(mode, dtype)
     for accumulate in ((False, True) if dtype == torch.float32 else (False,))
 ]
@@ -107,7 +100,7 @@ def problem(**fields: object) -> WgradProblem:
 
 def test_the_choice_is_compiled_above() -> None:
     allowed = set(CONFIGS)
-    for mode, dtype, groups in itertools.product(MODES, WGRAD_OUT_DTYPES, (1, 8, 256, 257, 1024)):
+    for mode, dtype, groups in itertools.product(MODES, GRADIENT_DTYPES, (1, 8, 256, 257, 1024)):
         for n, k, tokens in ((16, 16, 128), (4096, 7168, 8192), (7168, 2048, 65536), (768, 2048, 10**6)):
             given = problem(n=n, k=k, tokens=tokens, num_groups=groups, mode=mode, out_dtype=dtype)
             assert select_config(given) in allowed

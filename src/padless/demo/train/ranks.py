@@ -147,7 +147,9 @@ def run_over_ranks(ranks: int, recipes: Sequence[str], steps: int | None, consol
     size, backend = (LARGE, "symm") if device == "cuda" else (SMALL, "collective")
     if ranks < 2 or size.experts % ranks or size.batch % ranks:
         raise ValueError(f"ranks is {ranks}; it must be at least 2 and divide {size.experts} and {size.batch}")
-    steps = steps or STEPS[device]
+    steps = STEPS[device] if steps is None else steps
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; over ranks it must be 1 or more")
     console.print(
         f"{size.layers} layers of {size.experts} experts, {size.top_k} a token, hidden {size.hidden}, "
         f"{size.tokens:,} bytes a step, {steps} steps in one process and over {ranks} ({device}, {backend}); starting"

@@ -23,11 +23,11 @@ from vllm.platforms import current_platform
 
 from padless.integrations.weights import WeightCache
 from padless.moe.layer import moe
+from padless.runtime.devices import CAPABILITIES
 
 # (weights, activations) in vLLM's words; kernels are for Hopper and Blackwell.
 FP8_SCHEME = (kFp8Static128BlockSym, kFp8Dynamic128Sym)
 MXFP4_SCHEME = (kMxfp4Static, None)
-_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 _WITHOUT_GATE = {
     MoEActivation.SILU_NO_MUL: "silu",
     MoEActivation.GELU_TANH_NO_MUL: "gelu",
@@ -189,5 +189,5 @@ def _runs_here(scheme: tuple[QuantKey | None, QuantKey | None]) -> bool:
         return False
     if current_platform.is_cuda():
         found = current_platform.get_device_capability()
-        return found is not None and (found.major, found.minor) in _CAPABILITIES
+        return found is not None and (found.major, found.minor) in CAPABILITIES
     return bool(current_platform.is_cpu() or current_platform.is_unspecified())

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
-from padless.kernels.config import check_common_fields, cpp_constants, requirement_of, room_for_groups
+from padless.kernels.config import check_gradient_fields, cpp_constants, requirement_of, room_for_groups
 
 BLOCK_M = 128  # rows of a tile, 64 to a consumer warpgroup
 BLOCKS_N = (128, 256)
 BLOCKS_T = (32, 64)
-WGRAD_OUT_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,7 @@ class Bf16WgradConfig:
         require = requirement_of(self)
         require(self.block_n in BLOCKS_N, "block_n", "128 or 256")
         require(self.block_t in BLOCKS_T, "block_t", "32 or 64")
-        check_common_fields(self, require)
-        require(self.out_dtype in WGRAD_OUT_DTYPES, "out_dtype", "torch.bfloat16 or torch.float32")
-        require(
-            not self.accumulate or self.out_dtype == torch.float32, "accumulate", "False unless out_dtype is float32"
-        )
+        check_gradient_fields(self, require)
         two_pieces = self.piece_slabs * 128 <= self.block_n // 2 * self.out_dtype.itemsize
         allowed = "1, or 2 unless block_n is 128 and out_dtype bfloat16"
         require(self.piece_slabs in (1, 2) and two_pieces, "piece_slabs", allowed)

@@ -24,7 +24,7 @@ constexpr int NUM_SFB = GATE_AND_UP_APART ? 2
 static_assert(BLOCK_M == 64 || BLOCK_M == 128 || BLOCK_M == 256, "one or two warpgroups of one or two waves");
 static_assert(BLOCK_N % 64 == 0, "scales are selected by 64 columns");
 
-// Rows come in m64s of 64: m64 u belongs to warpgroup u % NUM_MMA_WARPGROUPS as its wave u / NUM_MMA_WARPGROUPS. A
+// Rows come in m64s, 64 rows each: m64 u belongs to warpgroup u % NUM_MMA_WARPGROUPS as its wave u / NUM_MMA_WARPGROUPS. A
 // tile with fewer rows than BLOCK_M has fewer m64s, and no other m64 is loaded or multiplied. Where columns are quantised
 // two m64s of a warpgroup are neighbours instead (first_m64 of device/sm90/quant_storage.cuh).
 __device__ __forceinline__ int m64s_of(int rows) {

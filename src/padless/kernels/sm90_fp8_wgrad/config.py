@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
-from padless.kernels.config import check_common_fields, cpp_constants, requirement_of, room_for_groups
+from padless.kernels.config import check_gradient_fields, cpp_constants, requirement_of, room_for_groups
 
 BLOCK_N = 128  # columns of a tile, and tokens of a block
 MODES = ("1d2d", "1d1d")
-WGRAD_OUT_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,7 @@ class WgradConfig:
     def __post_init__(self) -> None:
         require = requirement_of(self)
         require(self.mode in MODES, "mode", " or ".join(MODES))
-        check_common_fields(self, require)
-        require(self.out_dtype in WGRAD_OUT_DTYPES, "out_dtype", "torch.bfloat16 or torch.float32")
-        require(
-            not self.accumulate or self.out_dtype == torch.float32, "accumulate", "False unless out_dtype is float32"
-        )
+        check_gradient_fields(self, require)
         allowed = "128, or 256 unless mode is '1d1d' and out_dtype is float32"
         require(self.block_m in blocks_m(self.mode, self.out_dtype), "block_m", allowed)
 

@@ -19,7 +19,7 @@ constexpr int OUT_BYTES = OUT_TYPE == OUT_F32 ? 4 : 2;
 constexpr int SLAB_COLUMNS = 128 / OUT_BYTES;
 constexpr int SLAB_BYTES = WGMMA_M * 128;
 
-// Rows come in m64s of 64, one to a consumer warpgroup.
+// Rows come in m64s, 64 rows each, one to a consumer warpgroup.
 __device__ __forceinline__ int m64s_of(int rows) {
     return (rows + WGMMA_M - 1) / WGMMA_M;
 }

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from padless.kernels.sm90_bf16_wgrad.config import WGRAD_OUT_DTYPES, Bf16WgradConfig
+from padless.kernels.config import GRADIENT_DTYPES
+from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.row_groups import clamped_ends
 from padless.verify.problems.wgrad import GuardedGradient
@@ -43,7 +44,7 @@ SHAPES = (
 VARIANTS = tuple(
     Bf16WgradConfig(block_n=block_n, block_t=block_t, piece_slabs=slabs, out_dtype=dtype)
     for dtype, (block_n, block_t, slabs) in itertools.product(
-        WGRAD_OUT_DTYPES, ((256, 32, 2), (256, 32, 1), (128, 32, 1), (256, 64, 1))
+        GRADIENT_DTYPES, ((256, 32, 2), (256, 32, 1), (128, 32, 1), (256, 64, 1))
     )
 )
 

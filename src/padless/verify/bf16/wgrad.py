@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from padless.kernels.sm90_bf16_wgrad.config import WGRAD_OUT_DTYPES
+from padless.kernels.config import GRADIENT_DTYPES
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.verify.bf16.problems import SHAPES, VARIANTS, Rows, RowsShape, padded, permuted, poisoned, random_rows, run
@@ -145,7 +145,7 @@ def small_launches(device: str = "cuda", backend: str | None = None) -> int:
 def rehearse(backend: str) -> None:
     """Every kernel that the checks ask for, on the CPU, by ``backend``; nobody looks at the outputs."""
     for config in (*VARIANTS, None):
-        dtypes = WGRAD_OUT_DTYPES if config is None else (config.out_dtype,)
+        dtypes = GRADIENT_DTYPES if config is None else (config.out_dtype,)
         for shape, dtype in itertools.product((_SMALL[0], *_REPLAYED), dtypes):
             rows = random_rows(shape)
             grouped_gemm_wgrad(rows.dy, rows.x, offs=rows.offs, out_dtype=dtype, backend=backend, config=config)

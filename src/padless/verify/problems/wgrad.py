@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import ceil_div, round_up
-from padless.kernels.sm90_fp8_wgrad.config import MODES, WGRAD_OUT_DTYPES, WgradConfig, blocks_m
+from padless.kernels.config import GRADIENT_DTYPES
+from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig, blocks_m
 from padless.layouts import GroupedColumns, num_scale_rows, padded_tokens, scale_columns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.testing.guarded import POISON
@@ -46,7 +47,7 @@ SHAPES = (
 )
 VARIANTS = tuple(
     WgradConfig(block_m=block_m, mode=mode, out_dtype=dtype)
-    for mode, dtype in itertools.product(MODES, WGRAD_OUT_DTYPES)
+    for mode, dtype in itertools.product(MODES, GRADIENT_DTYPES)
     for block_m in blocks_m(mode, dtype)
 )
 

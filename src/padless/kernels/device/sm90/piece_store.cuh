@@ -60,7 +60,7 @@ __device__ __forceinline__ void stage_part(const float (&d)[PIECES * PIECE_COLUM
     }
 }
 
-// One thread: has a piece's old values brought into its buffer, all of them: zeros for what does not exist, and for no tile. With a
+// One thread: has a piece's old values brought into its buffer, whole: zeros where the result has none, and for no tile. With a
 // tile's first piece those that have no buffer yet are brought into L2.
 template <class Storage>
 __device__ __forceinline__ void load_piece(Storage& shared, const TensorMap& map_d, const Tile& tile,
