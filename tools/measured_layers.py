@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from measured_records import Measured, peers
-from padless.bench.cases import ep, layer, wgrad
+from padless.bench.cases import ep, layer, model, wgrad
 from padless.bench.cases.train.contenders import BF16, KEPT
 from padless.bench.report import table
 from padless.bench.report.markdown import failure_sentence, markdown, paragraph, span
@@ -37,6 +37,16 @@ def layer_section(found: Measured) -> list[str]:
         failure_sentence(found.points),
     )
     return [text, markdown(layer.tables(found.points, found.sessions, 0)[0])]
+
+
+def model_section(found: Measured) -> list[str]:
+    text = paragraph(
+        f"**A whole model of transformers**, prefill of a random Qwen3-30B-A3B ({found.link}; {found.medians}): "
+        "bfloat16 with transformers' own grouped product against the same with FP8 experts by padless; time with the "
+        "host's, parameters and what a call adds to them at its peak.",
+        failure_sentence(found.points),
+    )
+    return [text, markdown(model.tables(found.points, found.sessions, 0)[0])]
 
 
 def train_section(found: Measured) -> list[str]:
