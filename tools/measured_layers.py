@@ -25,7 +25,8 @@ def layer_section(found: Measured) -> list[str]:
         framework = (
             f" deepgemm is its grouped product with groups padded to 128 rows and the passes that vLLM and SGLang put "
             f"around it, in fewer launches than theirs: {_mean(prefill, layer.DEEPGEMM, layer.PADLESS)} from "
-            f"{PREFILL} tokens on."
+            f"{PREFILL} tokens on; a layer whose products and passes all ran at their floors would be "
+            f"{_beside_floor(prefill)}."
         )
     text = paragraph(
         f"**A whole Mixture-of-Experts layer**, forward ({found.link}; {_peers(found)}{found.medians}): routing, "
@@ -101,6 +102,12 @@ def ep_section(found: Measured) -> list[str]:
 def _peers(found: Measured) -> str:
     named = peers(found)
     return f"{named}; " if named else ""
+
+
+def _beside_floor(records: Sequence[Record]) -> str:
+    """Times of DeepGEMM's layer over the floors of the layer, mean and least."""
+    values = [x for r in records if (x := layer.over_floor(r, layer.DEEPGEMM)) is not None]
+    return f"{geomean(values):.2f}x, {min(values):.2f}x at least" if values else "-"
 
 
 def _mean(records: Sequence[Record], numerator: str, denominator: str) -> str:

@@ -171,6 +171,10 @@ def test_bytes_of_the_passes(problem) -> None:  # type: ignore[no-untyped-def]
     assert layer.over_parts(record) is None
     record["gpu"] |= {"padless": timing(18.0), "products": timing(14.0)}
     assert layer.over_parts(record) == pytest.approx(1.2)
+    assert layer.over_floor(record, "padless") is None
+    record["floor_us"] = 11.0
+    assert layer.over_floor(record, "padless") == pytest.approx(1.5)
+    assert layer.over_floor(record, layer.DEEPGEMM) is None
 
 
 def test_the_products_alone_are_those_of_the_layer(problem) -> None:  # type: ignore[no-untyped-def]

@@ -236,6 +236,14 @@ def pass_rate(record: Record, name: str) -> float | None:
     return None if not us or not copy else record["pass_bytes"][name] / us * 1e-3 / copy
 
 
+def over_floor(record: Record, name: str) -> float | None:
+    """A contender's time over that of a layer whose products and passes run at their floors; None if not measured."""
+    us, floor, copy = (time_us(record, "gpu", name), record.get("floor_us"), record.get("copy_gb_per_s"))
+    if not us or not floor or not copy:
+        return None
+    return us / (floor + sum(record["pass_bytes"].values()) * 1e-3 / copy)
+
+
 def over_parts(record: Record) -> float | None:
     """The layer's time over that of its products and of its passes' bytes at the copy's rate; None if not measured."""
     layer, both, copy = (time_us(record, "gpu", PADLESS), time_us(record, "gpu", PRODUCTS), record.get("copy_gb_per_s"))
