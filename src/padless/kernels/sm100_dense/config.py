@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
-from padless.kernels.config import cpp_constants, requirement_of
+from padless.kernels.config import cpp_constants, fields_of, requirement_of
 from padless.kernels.sm100_dense.tile_order import TILE_ORDERS
 
 BLOCK_M = 128  # rows of a CTA
@@ -72,14 +72,8 @@ class Sm100DenseConfig:
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        constants = {
-            "CTA_GROUP": self.cta_group,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": self.block_k,
-            "NUM_STAGES": self.num_stages,
-            "CHUNK_COLUMNS": self.chunk_columns,
-            "STORE_BYTES": self.store_bytes if self.store == "staged" else 0,
-        }
+        constants = fields_of(self, "cta_group", "block_n", "block_k", "num_stages", "chunk_columns")
+        constants["STORE_BYTES"] = self.store_bytes if self.store == "staged" else 0
         macros = {
             "TILE_ORDER": f"ORDER_{self.tile_order.upper()}",
             "FORMAT_A": DATA_DTYPES[self.a_dtype],

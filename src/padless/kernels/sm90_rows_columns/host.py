@@ -8,7 +8,7 @@ import torch
 
 from padless.formats import ceil_div
 from padless.kernels import group_tiles
-from padless.kernels.config import FEW_GROUPS, cpp_constants, room_for_groups
+from padless.kernels.config import FEW_GROUPS, cpp_constants, fields_of, room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, persistent_grid, prepared_before
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
@@ -38,8 +38,7 @@ class RowsColumnsConfig:
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        flags = {"HAS_ROWS": self.has_rows, "SQUARE": self.square, "GATHERS": self.gathers}
-        return cpp_constants({"MAX_GROUPS": self.max_groups, "BAND": self.band}, flags)
+        return cpp_constants(fields_of(self, "max_groups", "band"), fields_of(self, "has_rows", "square", "gathers"))
 
 
 def fits(x: torch.Tensor, offs: torch.Tensor) -> bool:

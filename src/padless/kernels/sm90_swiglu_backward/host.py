@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from padless.kernels import group_tiles
-from padless.kernels.config import FEW_GROUPS, cpp_constants, room_for_groups
+from padless.kernels.config import FEW_GROUPS, cpp_constants, fields_of, room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, persistent_grid, prepared_before
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
@@ -36,8 +36,8 @@ class SwigluBackwardConfig:
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        flags = {"HAS_PROB": self.has_prob, "INTERLEAVED": self.interleaved, "SQUARE": self.square}
-        return cpp_constants({"MAX_GROUPS": self.max_groups, "BAND": self.band}, flags)
+        flags = fields_of(self, "has_prob", "interleaved", "square")
+        return cpp_constants(fields_of(self, "max_groups", "band"), flags)
 
 
 def fits(dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor) -> bool:
