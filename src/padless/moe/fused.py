@@ -15,8 +15,7 @@ from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.ops import launch_cache
 from padless.ops.checks import check_operands
-from padless.ops.epilogue_checks import check_columns
-from padless.ops.grouped_gemm_epilogue import compute, prepare, with_outputs
+from padless.ops.epilogue_run import check_columns, compute, prepare, with_outputs
 from padless.runtime.driver import PreparedLaunch
 
 _LAUNCHES: dict[tuple[Any, ...], tuple[PreparedLaunch, tuple[Any, ...]]] = {}
