@@ -8,11 +8,11 @@ import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
 from padless.kernels.config import cpp_constants, fields_of, requirement_of
-from padless.kernels.sm100_dense.tile_order import TILE_ORDERS
 
 BLOCK_M = 128  # rows of a CTA
 HALF_N = 128  # columns of a product: of a tile or of its half
 STORES = ("direct", "staged")
+TILE_ORDERS = ("row", "hilbert")
 DATA_DTYPES: dict[torch.dtype, str] = {torch.float8_e4m3fn: "MMA_E4M3", torch.float8_e5m2: "MMA_E5M2"}
 
 
@@ -30,7 +30,7 @@ class Sm100DenseConfig:
         store: "direct", registers to global memory in pieces of 32 bytes, or "staged", through swizzled shared memory
             and TMA.
         store_bytes: with "staged", 64 or 128 bytes of a row that one copy writes. A warp has two buffers of 32 rows.
-        tile_order: "row" or "hilbert" (``padless.kernels.sm100_dense.tile_order``).
+        tile_order: "row" or "hilbert" (``kernels/sm100_dense/tile_order.cuh``).
         a_dtype, b_dtype: float8_e4m3fn or float8_e5m2.
         out_dtype: bfloat16, float16 or float32.
     """
