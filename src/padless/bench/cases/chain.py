@@ -169,7 +169,7 @@ def swiglu_of_driver(
 ) -> BlockScaledTensor:
     """Launches of grouped_gemm_swiglu_quant for FP8_BLOCK rows alone, by another driver than the process's."""
     from padless.kernels.table import QUANT, find_route, format_name
-    from padless.ops.grouped_gemm_epilogue import default_row_layout, row_tensor, with_outputs
+    from padless.ops.epilogue_run import default_row_layout, row_tensor, with_outputs
 
     epilogue = Epilogue(
         activation="swiglu_concatenated", row_format=FP8_BLOCK, row_layout=default_row_layout(FP8_BLOCK)

@@ -15,7 +15,7 @@ from padless.compat.cudnn.outputs import QuantOutputs, pack
 from padless.compat.cudnn.request import GATE_UP, CudnnRequest, Stream, stream_handle
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
-from padless.ops.grouped_gemm_epilogue import compute, with_outputs
+from padless.ops.epilogue_run import compute, with_outputs
 
 
 def grouped_gemm_quant(

@@ -15,8 +15,7 @@ from padless.formats import BlockScaledFormat, ceil_div
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_rows, describe
-from padless.ops.epilogue_checks import check_columns, check_tensor
-from padless.ops.grouped_gemm_epilogue import compute, prepare
+from padless.ops.epilogue_run import check_columns, check_tensor, compute, prepare
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -13,8 +13,7 @@ from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockSca
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_offs_aligned, check_offs_values
-from padless.ops.epilogue_checks import check_columns, check_m_aligned
-from padless.ops.grouped_gemm_epilogue import default_row_layout
+from padless.ops.epilogue_run import check_columns, check_m_aligned, default_row_layout
 
 GATE_UP = {"interleaved": "swiglu_interleaved", "concatenated": "swiglu_concatenated"}
 D_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -17,8 +17,9 @@ from padless.epilogue import COLUMN_FORMATS, Epilogue, EpilogueTensors
 from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.table import QUANT, ROUTES, Route, kernels_arch
+from padless.ops.epilogue_run import with_outputs
 from padless.ops.grouped_gemm import group_offsets
-from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue, with_outputs
+from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
 from padless.testing.operands import moved, quantized
 
 FENCE = 4096
