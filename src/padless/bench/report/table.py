@@ -1,4 +1,4 @@
-"""Tables of benchmark records as data: `padless.bench.report.terminal` shows them, tools/measured_markdown.py writes them."""
+"""Tables of benchmark records as data: `padless.bench.report.terminal` shows them."""
 
 from __future__ import annotations
 
