@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from measured_markdown import failure_sentence, markdown, paragraph, span
 from measured_records import Measured, peers
 from padless.bench.cases import ep, layer, model, wgrad
 from padless.bench.cases.train.contenders import BF16, KEPT
 from padless.bench.report import table
-from padless.bench.report.markdown import failure_sentence, markdown, paragraph, span
 from padless.bench.results import Record, ratios
 from padless.testing.timing import geomean
 

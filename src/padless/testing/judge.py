@@ -15,7 +15,7 @@ import torch
 
 from padless.formats import BlockScaledTensor
 from padless.quantization.quantize import dequantize
-from padless.testing.operands import Activation, group_of, rows_of
+from padless.testing.operands import Activation, rows_of
 
 Record = dict[str, Any]
 _SHOWN = 300  # characters of an error
@@ -90,7 +90,7 @@ def float64_rows(
             count = size if rows is None else min(size, rows)
             index = torch.linspace(start, start + size - 1, count).round().to(torch.int64).to(device)
             picked.append(index)
-            products.append(values_of(rows_of(a, index)) @ values_of(group_of(b, group))[0].t())
+            products.append(values_of(rows_of(a, index)) @ values_of(b[group]).t())
     if not picked:
         none = torch.zeros(0, dtype=torch.int64, device=device)
         return SampledReference(none, torch.zeros(0, b.data.shape[1], dtype=torch.float64, device=device))
