@@ -119,9 +119,10 @@ def random_formats_problem(route: Route, seed: int) -> FormatsProblem:
     layout = draw.choice(("plain", "blocked"))
     b = _operand(route.b, (len(sizes), n, k), "weight", layout, generator, len(sizes), offs)
     if of_fp8_block:
+        assert isinstance(a, BlockScaledTensor)
         a, b = (_wider(t, seed % 2 == 1, generator) for t in (a, b))
     config, dtype = draw.choice(configs_of(route)), draw.choice(DTYPES)
-    if of_fp8_block and config is not None and dtype == torch.float32:
+    if isinstance(config, Sm90Fp8Config) and dtype == torch.float32:
         config = replace(config, block_m=min(config.block_m, 128))  # twice the shared memory
     return FormatsProblem(a, b, offs, dtype, config)
 
