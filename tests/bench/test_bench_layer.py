@@ -168,6 +168,11 @@ def test_bytes_of_the_passes(problem) -> None:  # type: ignore[no-untyped-def]
     }
     record = {"gpu": {"pass: combine": timing(2.0)}, "pass_bytes": {"combine": 4000}, "copy_gb_per_s": 4.0}
     assert layer.pass_rate(record, "combine") == pytest.approx(0.5)
+    record["gpu"]["copy: combine"] = timing(1.8)
+    assert layer.pass_rate(record, "combine") == pytest.approx(0.9)
+    moved = {name: 2 * copy().nbytes for name, copy in layer.copies(problem).items()}
+    assert all(0 <= bytes_ - problem.pass_bytes()[name] < 2 for name, bytes_ in moved.items())
+    assert set(moved) == {"gather_quantize", "combine"}
     assert layer.over_parts(record) is None
     record["gpu"] |= {"padless": timing(18.0), "products": timing(14.0)}
     assert layer.over_parts(record) == pytest.approx(1.2)
