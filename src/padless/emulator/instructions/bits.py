@@ -118,7 +118,6 @@ def three_input_logic(e: Emitter) -> None:
     d, a, b, c, table, *q = e.operands
     if not isinstance(table, Immediate):
         e.unsupported()
-        return
     x, y, z = (e.source(o, "u32") for o in (a, b, c))
     value = logic_expression(table.value, x, y, z)
     if not isinstance(d, Pair):

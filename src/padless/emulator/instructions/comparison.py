@@ -93,7 +93,6 @@ def set_value(e: Emitter) -> None:
     value = combined(e, comparison(e, a, b, e.types[-1]), c)
     if e.types[0] not in TRUE:
         e.unsupported()
-        return
     view, true = TRUE[e.types[0]]
     value = f"np.where({value}, {true}, 0)"
     if e.types[0].endswith("x2"):

@@ -1,8 +1,8 @@
 """The shared-memory XOR swizzles of the copy engine and of matrix descriptors.
 
 They act on absolute shared-memory byte addresses: 16-byte chunks (32-byte ones in "128B_32B") of a row trade
-places by address bits 7 and up. Example: with "128B" byte 0x1230 goes to 0x1270, because its bits 7-9 are 4
-(PTX ISA, "Swizzling modes").
+places by address bits 7 and up. Example: with "128B" byte 0x1230 goes to 0x1270, because its bits 7-9 are 4 (PTX ISA,
+"Swizzling modes").
 """
 
 from __future__ import annotations
