@@ -36,7 +36,7 @@ def test_records_survive_the_file(tmp_path: Path) -> None:
     file.append(record(POINT))
     again = results.ResultFile(tmp_path / "deep" / "paper.jsonl")
     assert again.records == [{"kind": "session", "id": "x", "value": 1.5}, record(POINT)]
-    assert again.measured("paper", 0) == {results.point_key(POINT.as_dict())}
+    assert again.measured("paper", 0) == {results.point_key(vars(POINT))}
     assert again.measured("paper", 1) == again.measured("dense", 0) == set()
 
 

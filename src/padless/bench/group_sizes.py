@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from padless.formats import ceil_div, round_up
 
@@ -52,9 +51,6 @@ class Point:
         a = self.M * (self.K + 4 * block_k)
         b = self.groups * (self.N * self.K + 4 * ceil_div(self.N, 128) * block_k)
         return a + b + 2 * self.M * self.N
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

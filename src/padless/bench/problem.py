@@ -104,37 +104,13 @@ def _uninitialised(point: Point, device: torch.device) -> tuple[BlockScaledTenso
     return BlockScaledTensor(data, scale, FP8_BLOCK), BlockScaledTensor(weights, weight_scale, FP8_BLOCK)
 
 
-@dataclass
-class DenseProblem:
-    """Operands of a dense product: a (M, K) with MN-major scales, b (N, K)."""
-
-    shape: DenseShape
-    a: BlockScaledTensor
-    b: BlockScaledTensor
-
-    @property
-    def device(self) -> torch.device:
-        return self.a.device
-
-    def empty_out(self) -> torch.Tensor:
-        """A bf16 (M, N) result full of NaN."""
-        shape = (self.shape.M, self.shape.N)
-        return torch.full(shape, float("nan"), dtype=torch.bfloat16, device=self.device)
+def make_dense(shape: DenseShape, seed: int, device: str | torch.device) -> GroupedProblem:
+    """A dense product: one group, whose weights are b[0]."""
+    return make_grouped(Point(shape.M, shape.N, shape.K, 1), [shape.M], seed, device)
 
 
-def make_dense(shape: DenseShape, seed: int, device: str | torch.device) -> DenseProblem:
-    """Standard normal operands, quantised to FP8_BLOCK."""
-    point = Point(shape.M, shape.N, shape.K, 1)
-    grouped = make_grouped(point, [shape.M], seed, device)
-    b = BlockScaledTensor(grouped.b.data[0], grouped.b.scale[0], FP8_BLOCK)
-    return DenseProblem(shape, grouped.a, b)
-
-
-def sample_reference(problem: GroupedProblem | DenseProblem) -> SampledReference:
+def sample_reference(problem: GroupedProblem) -> SampledReference:
     """Rows of up to three groups (first and last that are not empty, and the largest), in float64 on the device."""
-    if isinstance(problem, DenseProblem):
-        weights = BlockScaledTensor(problem.b.data[None], problem.b.scale[None], problem.b.format)
-        return float64_rows(problem.a, weights, [problem.shape.M])
     sizes = problem.sizes
     nonempty = [group for group, size in enumerate(sizes) if size] or [0]
     largest = max(nonempty, key=lambda group: sizes[group])

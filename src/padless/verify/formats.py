@@ -121,12 +121,12 @@ def random_formats_problem(route: Route, seed: int) -> FormatsProblem:
     if of_fp8_block:
         a, b = (_wider(t, seed % 2 == 1, generator) for t in (a, b))
     config, dtype = draw.choice(configs_of(route)), draw.choice(DTYPES)
-    if of_fp8_block and config is not None and dtype == torch.float32:
+    if isinstance(config, Sm90Fp8Config) and dtype == torch.float32:
         config = replace(config, block_m=min(config.block_m, 128))  # twice the shared memory
     return FormatsProblem(a, b, offs, dtype, config)
 
 
-def _wider(t: BlockScaledTensor, normal: bool, generator: torch.Generator) -> BlockScaledTensor:
+def _wider(t: Any, normal: bool, generator: torch.Generator) -> BlockScaledTensor:
     data = torch.randn(t.shape, generator=generator).to(t.data.dtype) if normal else t.data
     return BlockScaledTensor(data, torch.exp2(torch.rand(t.scale.shape, generator=generator) * 20 - 10), FP8_BLOCK)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from padless.bench.peers import Contender, Library, hopper_or_reason, look_in
-from padless.bench.problem import DenseProblem, GroupedProblem
+from padless.bench.problem import GroupedProblem
 
 _OPERATOR = "f8f8bf16_groupwise_grouped"
 
@@ -48,9 +48,6 @@ class Mslk(Library):
 
     def decode(self, problem: GroupedProblem) -> list[Contender]:
         return self.grouped(problem)
-
-    def dense(self, problem: DenseProblem) -> list[Contender]:
-        return []
 
 
 def grouped_mn_major(scale: torch.Tensor, sizes: list[int]) -> torch.Tensor:
