@@ -14,12 +14,12 @@ becomes row 128.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from padless.bench.group_sizes import PADDED_GROUP_MULTIPLE
-from padless.formats import BlockScaledTensor, round_up
+from padless.formats import BlockScaledTensor, ceil_div, round_up
+from padless.layouts import empty_mn_major
 
 BACKENDS = ("triton", "torch")
 
@@ -52,11 +52,8 @@ def empty_padded(
     if rows is None:
         rows = padded_rows_bound(a.shape[0], offs.numel())
     data = torch.empty(rows, a.shape[1], dtype=a.dtype, device=a.device)
-    columns = a.scale.shape[1]
-    if a.scale_major == "mn":  # rows is a multiple of 4, so the leading dimension is rows
-        scale = torch.empty(columns, rows, dtype=a.scale.dtype, device=a.device).t()
-    else:
-        scale = torch.empty(rows, columns, dtype=a.scale.dtype, device=a.device)
+    shape = (rows, a.scale.shape[1])
+    scale = empty_mn_major(*shape, a.device) if a.scale_major == "mn" else torch.empty(shape, device=a.device)
     index = torch.empty(rows, dtype=torch.int32, device=a.device) if group_index else None
     return PaddedGroups(BlockScaledTensor(data, scale, a.format), torch.empty_like(offs), index)
 
@@ -114,8 +111,7 @@ def unpad_rows(
 
 def pad_bytes(rows: int, padded_rows: int, K: int) -> int:
     """Bytes a padding must move: codes and scales of the valid rows read, of all padded rows written."""
-    row = K + 4 * (-(-K // 128))
-    return (rows + padded_rows) * row
+    return (rows + padded_rows) * (K + 4 * ceil_div(K, 128))
 
 
 def _check(a: BlockScaledTensor, offs: torch.Tensor, rows: int | None, backend: str | None) -> None:
@@ -178,12 +174,6 @@ _DATA_ROW_BYTES = 4096
 _NUM_WARPS = 8
 
 
-def _kernels() -> Any:
-    from padless.bench import pad_kernels  # Triton only where it is used
-
-    return pad_kernels
-
-
 def _words(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """(rows, columns) tensors of one width as (rows, words) of int32 where rows are whole 16-byte units, else
     of bytes.
@@ -193,23 +183,31 @@ def _words(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.view(torch.uint8).view(torch.int32 if aligned else torch.uint8) for t in tensors]
 
 
+def _data_blocks(words: torch.Tensor) -> dict[str, int]:
+    """Constants of a kernel that moves rows of words."""
+    width = words.shape[1]
+    block = min(_next_power_of_two(width), _DATA_ROW_BYTES // words.element_size())
+    return {"WORDS": width, "BLOCK_WORDS": block, "BLOCK_ROWS": _DATA_ROWS, "MULTIPLE": PADDED_GROUP_MULTIPLE}
+
+
 def _next_power_of_two(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
 def _pad_triton(a: BlockScaledTensor, offs: torch.Tensor, out: PaddedGroups) -> None:
+    from padless.bench.pad_kernels import pad_kernel  # Triton only where it is used
+
     rows = out.a.shape[0]
     if rows == 0:
         out.offs.zero_()
         return
     source, target = _words(a.data, out.a.data)
-    words = source.shape[1]
-    block_words = min(_next_power_of_two(words), _DATA_ROW_BYTES // source.element_size())
+    blocks = _data_blocks(source)
     columns = a.scale.shape[1]
     row_major = a.scale_major == "k"
     scale_programs = rows // PADDED_GROUP_MULTIPLE
-    data_programs = (rows // _DATA_ROWS) * -(-words // block_words)
-    _kernels().pad_kernel[(scale_programs + data_programs,)](
+    data_programs = (rows // _DATA_ROWS) * ceil_div(blocks["WORDS"], blocks["BLOCK_WORDS"])
+    pad_kernel[(scale_programs + data_programs,)](
         source,
         target,
         a.scale,
@@ -222,13 +220,10 @@ def _pad_triton(a: BlockScaledTensor, offs: torch.Tensor, out: PaddedGroups) -> 
         a.scale.stride(0) if row_major else a.scale.stride(1),
         out.a.scale.stride(0) if row_major else out.a.scale.stride(1),
         scale_programs,
-        WORDS=words,
-        BLOCK_WORDS=block_words,
-        BLOCK_ROWS=_DATA_ROWS,
+        **blocks,
         SCALE_COLUMNS=columns,
         BLOCK_COLUMNS=min(_next_power_of_two(columns), 32),
         BLOCK_GROUPS=_next_power_of_two(offs.numel()),
-        MULTIPLE=PADDED_GROUP_MULTIPLE,
         ROW_MAJOR=row_major,
         WITH_INDEX=out.group_index is not None,
         num_warps=_NUM_WARPS,
@@ -236,23 +231,22 @@ def _pad_triton(a: BlockScaledTensor, offs: torch.Tensor, out: PaddedGroups) -> 
 
 
 def _unpad_triton(padded: torch.Tensor, offs: torch.Tensor, out: torch.Tensor) -> None:
+    from padless.bench.pad_kernels import unpad_kernel
+
     rows = padded.shape[0]
     if rows == 0 or out.numel() == 0:
         return
     source, target = _words(padded, out)
-    words = source.shape[1]
-    block_words = min(_next_power_of_two(words), _DATA_ROW_BYTES // source.element_size())
-    _kernels().unpad_kernel[(-(-rows // _DATA_ROWS) * -(-words // block_words),)](
+    blocks = _data_blocks(source)
+    programs = ceil_div(rows, _DATA_ROWS) * ceil_div(blocks["WORDS"], blocks["BLOCK_WORDS"])
+    unpad_kernel[(programs,)](
         source,
         target,
         offs,
         offs.numel(),
         rows,
         out.shape[0],
-        WORDS=words,
-        BLOCK_WORDS=block_words,
-        BLOCK_ROWS=_DATA_ROWS,
+        **blocks,
         BLOCK_GROUPS=_next_power_of_two(offs.numel()),
-        MULTIPLE=PADDED_GROUP_MULTIPLE,
         num_warps=_NUM_WARPS,
     )

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -164,7 +164,7 @@ class BenchResult:
     problems: tuple[str, ...] = ()
 
     @property
-    def comparisons(self) -> list[Comparison]:
+    def comparisons(self) -> dict[str, Spread]:
         return summarise(self.records)
 
     @property
@@ -173,25 +173,24 @@ class BenchResult:
         return [*self.problems, *failures(self.records)]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One line of a summary: how often the comparison was made and how it came out."""
+class Spread(NamedTuple):
+    """Ratios of times: how many there are, and how they came out."""
 
-    title: str
     points: int
     geomean: float
     smallest: float
     largest: float
 
 
-def summarise(records: Sequence[Record]) -> list[Comparison]:
-    """Every comparison that at least one record allows."""
-    found = []
-    for title, clock, numerator, denominator in COMPARISONS:
-        values = ratios(records, clock, numerator, denominator)
-        if values:
-            found.append(Comparison(title, len(values), geomean(values), min(values), max(values)))
-    return found
+def spread(values: Sequence[float]) -> Spread | None:
+    """None of nothing."""
+    return Spread(len(values), geomean(values), min(values), max(values)) if values else None
+
+
+def summarise(records: Sequence[Record]) -> dict[str, Spread]:
+    """Every comparison that at least one record allows, by its title."""
+    found = {title: spread(ratios(records, *comparison)) for title, *comparison in COMPARISONS}
+    return {title: values for title, values in found.items() if values is not None}
 
 
 def baseline_of(records: Sequence[Record]) -> str:
@@ -226,10 +225,8 @@ def correlation_table(records: Sequence[Record], values: Sequence[float]) -> np.
     table = table[:, np.isfinite(table).all(axis=0)]
     if table.shape[1] < 2:
         return np.full((5, 5), np.nan)
-    centred = table - table.mean(axis=1, keepdims=True)
-    size = np.sqrt((centred**2).sum(axis=1))
     with np.errstate(invalid="ignore", divide="ignore"):
-        return (centred @ centred.T) / np.outer(size, size)
+        return np.asarray(np.corrcoef(table))
 
 
 def tflops(record: Record, name: str = "padless") -> float | None:
