@@ -1,5 +1,4 @@
-"""The problems the benchmarks measure: the paper's grid and its random group sizes, decode sizes, dense
-shapes.
+"""The problems the benchmarks measure: the paper's grid and its random group sizes, decode sizes, dense shapes.
 
 The paper is "TMA-Adaptive FP8 Grouped GEMM" (arXiv 2508.16584). Its grid is 4 M x 6 N x 6 K x 4 group counts
 = 576 points; group sizes follow its Appendix C.1 as its published test draws them.
@@ -139,9 +138,7 @@ def group_sizes(point: Point, seed: int = 0) -> list[int]:
 
 
 def decode_sizes(point: DecodePoint, seed: int = 0) -> list[int]:
-    """Group sizes of a decode point: each group 1 to `point.rows` rows, at least one group with all
-    `point.rows`.
-    """
+    """Group sizes of a decode point: each group 1 to `point.rows` rows, at least one group with all `point.rows`."""
     rng = point_rng(point, seed)
     sizes = [rng.randint(1, point.rows) for _ in range(point.groups)]
     sizes[rng.randrange(point.groups)] = point.rows

@@ -22,9 +22,7 @@ from padless.testing.timing import Timer
 
 
 def own_contenders(problem: GroupedProblem) -> list[Contender]:
-    """padless on the groups as they are; padding; the same GEMM on padded groups; padding and that GEMM
-    together.
-    """
+    """padless on the groups as they are; padding; the same GEMM on padded groups; padding and that GEMM together."""
     from padless.ops.grouped_gemm import grouped_gemm
 
     padded = problem.padded
@@ -80,9 +78,7 @@ def gather(
 
 
 def bitwise_identical(contenders: Sequence[Contender]) -> bool | None:
-    """Whether padless and pad + padless gave the same bits in every valid row; None if one of them did not
-    run.
-    """
+    """Whether padless and pad + padless gave the same bits in every valid row; None if one of them did not run."""
     by_name = {contender.name: contender for contender in contenders}
     if "padless" not in by_name or "pad_then_padless" not in by_name:
         return None

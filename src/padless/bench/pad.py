@@ -1,14 +1,12 @@
 """Padding every group to a multiple of 128 rows, and back: for tests and benchmarks, padless needs none.
 
-"Pad, then the same GEMM" is the baseline that the padding-free GEMM is compared with, so the padding must be
-good: one launch, no host synchronisation (offsets stay on the device), rows copied in 16-byte words with
-several loads in flight. A launch writes the padded codes and scales, and where the padded groups end;
-optionally the group of every padded row (-1 for padding), which is what implementations with an aligned
-contiguous layout ask for.
+"Pad, then the same GEMM" is the baseline that the padding-free GEMM is compared with, so the padding must be good: one
+launch, no host synchronisation (offsets stay on the device), rows copied in 16-byte words with several loads in flight.
+A launch writes the padded codes and scales, and where the padded groups end; optionally the group of every padded row
+(-1 for padding), which is what implementations with an aligned contiguous layout ask for.
 
-Group g of `sizes[g]` rows occupies padded rows [start, start + 128 * ceil(sizes[g] / 128)); its padding rows
-are zeros. Example: sizes (3, 0, 130) end at offs (3, 3, 133); padded they end at (128, 128, 384), and row 3
-becomes row 128.
+Group g of `sizes[g]` rows occupies padded rows [start, start + 128 * ceil(sizes[g] / 128)); its padding rows are zeros.
+Example: sizes (3, 0, 130) end at offs (3, 3, 133); padded they end at (128, 128, 384), and row 3 becomes row 128.
 """
 
 from __future__ import annotations
@@ -29,10 +27,8 @@ class PaddedGroups:
     """Activations with every group padded to a multiple of 128 rows.
 
     a: (rows, K) codes with their scales, in the scale layout of what was padded.
-    offs: (groups,) int32 cumulative ends of the padded groups. Rows at or past offs[-1] are whatever they
-        were.
-    group_index: (rows,) int32 group of each row, -1 for padding rows; rows past offs[-1] are -1 too. None
-        unless asked.
+    offs: (groups,) int32 cumulative ends of the padded groups. Rows at or past offs[-1] are whatever they were.
+    group_index: (rows,) int32 group of each row, -1 for padding rows; rows past offs[-1] are -1 too. None unless asked.
     """
 
     a: BlockScaledTensor
@@ -71,9 +67,8 @@ def pad_groups(
 
     a: (M, K) activations, one-byte codes, scales row-major or MN-major; the result keeps the layout.
     offs: (groups,) int32 cumulative ends on a's device, ascending and within M; not read by the host.
-    rows: rows of the result, a multiple of 128: by default a bound that needs no knowledge of the sizes
-        (M + 127 * groups, rounded up); the exact number where the host knows it. Groups that would end past
-        it are cut.
+    rows: rows of the result, a multiple of 128: by default a bound that needs no knowledge of the sizes (M + 127 *
+        groups, rounded up); the exact number where the host knows it. Groups that would end past it are cut.
     out: buffers from `empty_padded` to write into instead of new ones.
     backend: "triton" (default on a GPU) or "torch" (default elsewhere; synchronises).
     """
@@ -90,8 +85,7 @@ def pad_groups(
 def unpad_rows(
     padded: torch.Tensor, offs: torch.Tensor, out: torch.Tensor, *, backend: str | None = None
 ) -> torch.Tensor:
-    """The valid rows of a padded (rows, N) result, in `out` (M, N); rows of out at or past offs[-1] are
-    untouched.
+    """The valid rows of a padded (rows, N) result, in `out` (M, N); rows of out at or past offs[-1] are untouched.
 
     offs: cumulative ends of the groups before padding. Both tensors contiguous, of one dtype.
     """
@@ -138,9 +132,7 @@ def _use_triton(t: BlockScaledTensor | torch.Tensor, backend: str | None) -> boo
 
 
 def _row_map(offs: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the first `valid` rows: their row before padding, their row after, and the padded ends of the
-    groups.
-    """
+    """Of the first `valid` rows: their row before padding, their row after, and the padded ends of the groups."""
     ends = offs.to(torch.int64)
     sizes = ends.diff(prepend=ends.new_zeros(1))
     padded_sizes = -(-sizes // PADDED_GROUP_MULTIPLE) * PADDED_GROUP_MULTIPLE
@@ -175,9 +167,7 @@ _NUM_WARPS = 8
 
 
 def _words(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """(rows, columns) tensors of one width as (rows, words) of int32 where rows are whole 16-byte units, else
-    of bytes.
-    """
+    """(rows, columns) tensors of one width as (rows, words) of int32 where rows are whole 16-byte units, else of bytes."""
     row_bytes = tensors[0].shape[1] * tensors[0].element_size()
     aligned = row_bytes % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
     return [t.view(torch.uint8).view(torch.int32 if aligned else torch.uint8) for t in tensors]

@@ -18,10 +18,8 @@ from padless.testing.judge import SampledReference, float64_rows
 class GroupedProblem:
     """Operands of a grouped product on one device.
 
-    a: (M, K) activations with MN-major scales; b: (groups, N, K) weights; offs: (groups,) int32 ends of the
-        groups.
-    seed: of the values; None when the operands are uninitialised memory (to compile kernels, never to
-        measure).
+    a: (M, K) activations with MN-major scales; b: (groups, N, K) weights; offs: (groups,) int32 ends of the groups.
+    seed: of the values; None when the operands are uninitialised memory (to compile kernels, never to measure).
     """
 
     point: Point
@@ -74,9 +72,7 @@ def _values(point: Point, seed: int, device: torch.device) -> tuple[torch.Tensor
 
 
 def make_grouped(point: Point, sizes: list[int], seed: int | None, device: str | torch.device) -> GroupedProblem:
-    """Standard normal operands, drawn on the device and quantised to FP8_BLOCK; seed None: uninitialised
-    memory.
-    """
+    """Standard normal operands, drawn on the device and quantised to FP8_BLOCK; seed None: uninitialised memory."""
     from padless.ops.grouped_gemm import group_offsets
     from padless.quantization.quantize import quantize
 
@@ -118,8 +114,7 @@ def sample_reference(problem: GroupedProblem) -> SampledReference:
 
 
 def masked_operand(problem: GroupedProblem, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """a in the masked layout: codes (groups, rows, K) and scales (groups, rows, k_blocks), MN-major, unused
-    rows zero.
+    """a in the masked layout: codes (groups, rows, K) and scales (groups, rows, k_blocks), MN-major, unused rows zero.
 
     rows: a multiple of 4, at least the largest group.
     """

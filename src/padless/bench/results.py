@@ -1,8 +1,7 @@
 """Result files (JSON lines), and what is computed from them.
 
-A file holds one `session` record per run (machine, versions, ceilings, peers) and one record per measured
-point, which names its session. Runs append, and skip the points that a file already holds: a run that was cut
-goes on.
+A file holds one `session` record per run (machine, versions, ceilings, peers) and one record per measured point, which
+names its session. Runs append, and skip the points that a file already holds: a run that was cut goes on.
 """
 
 from __future__ import annotations
@@ -194,9 +193,7 @@ def summarise(records: Sequence[Record]) -> dict[str, Spread]:
 
 
 def baseline_of(records: Sequence[Record]) -> str:
-    """The padded baseline these records were measured with: DeepGEMM if it is in all of them, else padless's
-    own.
-    """
+    """The padded baseline these records were measured with: DeepGEMM if it is in all of them, else padless's own."""
     has_all = records and all(time_us(r, "gpu", "pad_then_deepgemm") is not None for r in records)
     return "pad_then_deepgemm" if has_all else "pad_then_padless"
 

@@ -118,9 +118,7 @@ class Session:
 
 
 def floor_us(flops: int, bytes_: int, flops_per_s: float, bytes_per_s: float) -> float:
-    """Microseconds that `flops` operations or `bytes_` bytes of traffic take at these rates, whichever is
-    more.
-    """
+    """Microseconds that `flops` operations or `bytes_` bytes of traffic take at these rates, whichever is more."""
     return 1e6 * max(flops / flops_per_s, bytes_ / bytes_per_s)
 
 
@@ -132,8 +130,7 @@ def open_session(
     compile_ahead: Sequence[Point] | Sequence[DecodePoint] = (),
     facts: Record | None = None,
 ) -> Session:
-    """Checks that there is a GPU, opens `out_dir`/`what`.jsonl, measures the ceilings, writes the session
-    record.
+    """Checks that there is a GPU, opens `out_dir`/`what`.jsonl, measures the ceilings, writes the session record.
 
     compile_ahead: points whose kernels are compiled before anything is timed, unless they are in the file already.
     facts: further fields of the session record.

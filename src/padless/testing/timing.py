@@ -173,8 +173,7 @@ def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def host_us_per_call(call: Call, calls: int = 200) -> float:
-    """Python time of one eager call, in microseconds: the GPU is kept busy behind a sleep, so nothing waits
-    for it.
+    """Python time of one eager call, in microseconds: the GPU is kept busy behind a sleep, so nothing waits for it.
 
     Median of blocks of ten calls; few enough that the launch queue (about a thousand entries) never fills.
     """

@@ -1,9 +1,7 @@
-"""DeepGEMM (github.com/deepseek-ai/DeepGEMM, 2.x): grouped GEMM on groups padded to 128 rows, masked GEMM,
-dense GEMM.
+"""DeepGEMM (github.com/deepseek-ai/DeepGEMM, 2.x): grouped GEMM on groups padded to 128 rows, masked GEMM, dense GEMM.
 
-The padded contiguous layout takes the group of every row, -1 for padding, and skips a 64-row half tile that
-begins in padding. It is given the exact number of padded rows, which a caller without a host synchronisation
-does not know.
+The padded contiguous layout takes the group of every row, -1 for padding, and skips a 64-row half tile that begins in
+padding. It is given the exact number of padded rows, which a caller without a host synchronisation does not know.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""MSLK (github.com/pytorch/MSLK): CUTLASS grouped GEMM with 1x128 / 128x128 scales, padding-free, built ahead
-of time.
+"""MSLK (github.com/pytorch/MSLK): CUTLASS grouped GEMM with 1x128 / 128x128 scales, padding-free, built ahead of time.
 
 Its scales are laid out group by group: the (rows, K / 128) scales of each group MN-major, one group after the
 other; weights' scales (K / 128, N / 128) per group.

@@ -1,6 +1,4 @@
-"""torch's own products: grouped FP8 with one scale per row, grouped bf16, and cuBLASLt's dense block-scaled
-FP8.
-"""
+"""torch's own products: grouped FP8 with one scale per row, grouped bf16, and cuBLASLt's dense block-scaled FP8."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ class TorchOps(Library):
         return torch
 
     def grouped(self, problem: GroupedProblem) -> list[Contender]:
-        """torch_rowwise: FP8 with one scale per row of a and per row of each weight. torch_bf16: no
-        quantisation.
-        """
+        """torch_rowwise: FP8 with one scale per row of a and per row of each weight. torch_bf16: no quantisation."""
         x, w = problem.values()
         x8, x_scale = rowwise(x)
         w8, w_scale = rowwise(w)
@@ -102,9 +98,7 @@ def rowwise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cublaslt_weight_scale(scale: torch.Tensor) -> torch.Tensor:
-    """128x128 scales (N / 128, k_blocks) as cuBLASLt takes them: (k_blocks rounded up to 4, N / 128),
-    K-major.
-    """
+    """128x128 scales (N / 128, k_blocks) as cuBLASLt takes them: (k_blocks rounded up to 4, N / 128), K-major."""
     k_blocks = scale.shape[1]
     padded = F.pad(scale, (0, round_up(k_blocks, 4) - k_blocks))
     return padded.t()
