@@ -167,7 +167,7 @@ _NUM_WARPS = 8
 
 
 def _words(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """(rows, columns) tensors of one width as (rows, words) of int32 where rows are whole 16-byte units, else of bytes."""
+    """(rows, columns) tensors of one width as (rows, words): int32 where rows are whole 16-byte units, else bytes."""
     row_bytes = tensors[0].shape[1] * tensors[0].element_size()
     aligned = row_bytes % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
     return [t.view(torch.uint8).view(torch.int32 if aligned else torch.uint8) for t in tensors]

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _find_group(offs_ptr, num_groups, row, BLOCK_GROUPS: tl.constexpr, MULTIPLE: tl.constexpr):
-    """Group of padded row `row` (num_groups or more past the end), where it starts before and after padding, its size."""
+    """Group of padded row `row` (num_groups or more past the end), its start before and after padding, its size."""
     g = tl.arange(0, BLOCK_GROUPS)
     exists = g < num_groups
     ends = tl.load(offs_ptr + g, mask=exists, other=0)
