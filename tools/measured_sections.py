@@ -24,7 +24,7 @@ FP8_BLOCK = "FP8_BLOCK x FP8_BLOCK"
 
 def paper_section(found: Measured) -> list[str]:
     points = found.points
-    grid = {point_key(point.as_dict()) for point in full_grid()}
+    grid = {point_key(vars(point)) for point in full_grid()}
     there = of_all(len(grid & {point_key(r["point"]) for r in points}), len(grid))
     same = [bool(r["bitwise_identical"]) for r in points if "bitwise_identical" in r]
     text = paragraph(

@@ -30,11 +30,11 @@ class Operands:
 
     @property
     def bytes(self) -> int:
-        """Bytes of codes, scales and global scales, or of the plain activations."""
-        return sum(_bytes(t) for t in (self.a, self.b))
+        return bytes_of(self.a) + bytes_of(self.b)
 
 
-def _bytes(t: Activation) -> int:
+def bytes_of(t: Activation) -> int:
+    """Bytes of codes, scales and global scales, or of a plain tensor."""
     parts = (t,) if isinstance(t, torch.Tensor) else (t.data, t.scale, t.global_scale)
     return sum(part.nbytes for part in parts if part is not None)
 

@@ -10,7 +10,6 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -103,9 +102,16 @@ def _judge_product(
 ) -> int:
     """``out`` is all of ``guarded``, or its transpose."""
     guarded.check(guarded.out.shape[0])
-    product = _product(*operands)
-    expected = product if alpha is None else product.float() * alpha
-    _compare(out, expected.to(out.dtype), what)
+    a, b = operands
+    product = values_of(a) @ values_of(b).t()
+    expected = (product if alpha is None else product.float() * alpha).to(out.dtype)
+    wrong = out.cpu() != expected
+    if wrong.any():
+        row, column = torch.nonzero(wrong)[0].tolist()
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first in row {row}, column "
+            f"{column}: {float(out[row, column])!r}, not {float(expected[row, column])!r}"
+        )
     return out.numel()
 
 
@@ -122,17 +128,3 @@ def _operand(
     scale = (exponents + 7 << 3 if fmt == NVFP4 else exponents + 127).to(torch.uint8).view(fmt.scale_dtype)
     plain = BlockScaledTensor(data.view(fmt.data_dtype), scale, fmt)
     return in_layout(plain, draw.choice(("plain", "blocked")))
-
-
-def _product(a: BlockScaledTensor, b: BlockScaledTensor) -> torch.Tensor:
-    return values_of(a) @ values_of(b).t()
-
-
-def _compare(out: torch.Tensor, expected: torch.Tensor, what: Any) -> None:
-    wrong = out.cpu() != expected
-    if wrong.any():
-        row, column = torch.nonzero(wrong)[0].tolist()
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first in row {row}, column "
-            f"{column}: {float(out[row, column])!r}, not {float(expected[row, column])!r}"
-        )

@@ -127,7 +127,7 @@ def random_formats_problem(route: Route, seed: int) -> FormatsProblem:
     return FormatsProblem(a, b, offs, dtype, config)
 
 
-def _wider(t: BlockScaledTensor, normal: bool, generator: torch.Generator) -> BlockScaledTensor:
+def _wider(t: Any, normal: bool, generator: torch.Generator) -> BlockScaledTensor:
     data = torch.randn(t.shape, generator=generator).to(t.data.dtype) if normal else t.data
     return BlockScaledTensor(data, torch.exp2(torch.rand(t.scale.shape, generator=generator) * 20 - 10), FP8_BLOCK)
 

@@ -135,8 +135,8 @@ SAVED = Column("saved", lambda records: [r["memory_saving_percent"] for r in rec
 def summary_table(records: Records) -> Table:
     """Every comparison with its points, geomean and extremes."""
     rows = [
-        [line.title, str(line.points), *(number(v, 3) for v in (line.geomean, line.smallest, line.largest))]
-        for line in summarise(records)
+        [title, str(points), *(number(value, 3) for value in values)]
+        for title, (points, *values) in summarise(records).items()
     ]
     headings = labels("comparison", "points", "geomean", "smallest", "largest")
     return Table("How many times faster (ratios of times on the same inputs)", headings, rows)
