@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
-from padless.kernels.config import check_gradient_fields, cpp_constants, fields_of, requirement_of, room_for_groups
+from padless.kernels.config import cpp_constants, fields_of, requirement_of, room_for_groups
+from padless.kernels.wgrad import check_gradient_fields
 
 BLOCK_M = 128  # rows of a tile, 64 to a consumer warpgroup
 BLOCKS_N = (128, 256)

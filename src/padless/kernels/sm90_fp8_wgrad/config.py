@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
-from padless.kernels.config import check_gradient_fields, cpp_constants, fields_of, requirement_of, room_for_groups
+from padless.kernels.config import cpp_constants, fields_of, requirement_of, room_for_groups
+from padless.kernels.wgrad import check_gradient_fields
 
 BLOCK_N = 128  # columns of a tile, and tokens of a block
 MODES = ("1d2d", "1d1d")
