@@ -168,7 +168,7 @@ ROUTES: tuple[Route, ...] = (
             b,
             "sm90_bf16",
             "sm90_bf16/sm90_bf16_grouped_gemm.cu",
-            _BF16_BLOCKS if a == "FP8_BLOCK" else _BF16_SUM,
+            _BF16_BLOCKS if "FP8_BLOCK" in (a, b) else _BF16_SUM,
         )
         for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), sm90_bf16.PAIRS)
     ),
@@ -187,7 +187,7 @@ ROUTES: tuple[Route, ...] = (
             "sm90_bf16/sm90_bf16_grouped_gemm.cu",
             _BF16_BLOCKS if a == "FP8_BLOCK" else _BF16_SUM,
         )
-        for a, b in sm90_bf16.PAIRS
+        for a, b in sm90_bf16.QUANT_PAIRS
     ),
     *(
         Route("gemm", "sm_100a", a, b, "sm100_mxfp8_dense", "sm100_dense/sm100_mxfp8_gemm.cu", _MX, any_n=True)
