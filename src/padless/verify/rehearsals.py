@@ -97,6 +97,7 @@ _CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
         Rehearsal(partial(verify_invariance.rehearse, *job)) for job in verify_invariance.problems_of(arch)
     ],
     "training layer": lambda arch: [Rehearsal(partial(verify_training.rehearse, backend_of(arch)))],
+    "training layer in graphs": lambda arch: [Rehearsal(partial(verify_training.rehearse, backend_of(arch)))],
     "weight gradients": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
     "bf16 products": lambda arch: [Rehearsal(partial(verify_bf16_forward.rehearse, backend_of(arch)))],
     "bf16 weight gradients": lambda arch: [Rehearsal(partial(verify_bf16_wgrad.rehearse, backend_of(arch)))],

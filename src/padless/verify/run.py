@@ -37,6 +37,7 @@ from padless.verify.fp8_block import CHECKS
 from padless.verify.invariance import check_batch_invariance
 from padless.verify.moe import PASSES, check_layer
 from padless.verify.rehearsals import rehearsals_of
+from padless.verify.training.graphs import check_graphed_layer
 from padless.verify.training.layer import check_training_layer
 from padless.verify.wgrad import check_wgrad
 
@@ -186,6 +187,7 @@ def jobs_of(
             jobs["bf16 weight gradients"] = check_bf16_wgrad
             jobs["bf16 products"] = check_bf16_products
             jobs["training layer"] = check_training_layer
+            jobs["training layer in graphs"] = partial(check_graphed_layer)
     return jobs, [module for module in SANITIZED if on_hopper or module not in _HOPPERS]
 
 
