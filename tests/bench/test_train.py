@@ -103,13 +103,17 @@ def test_a_measured_point_is_shown(record: dict[str, Any], tmp_path: Path) -> No
     file = ResultFile(tmp_path / "train.jsonl")
     kept = dict.fromkeys(record["saved_bytes_per_row"], 11616.0)
     host = dict.fromkeys(record["saved_bytes_per_row"], 4321.0)
-    file.append(record | {"kind": "train", "seed": 0, "saved_bytes_per_row": kept, "host_us": host})
+    graphed = dict.fromkeys(record["saved_bytes_per_row"], 38.0)
+    file.append(
+        record | {"kind": "train", "seed": 0, "saved_bytes_per_row": kept, "host_us": host, "graphed_host_us": graphed}
+    )
     console = Console(width=100, record=True)
     report_file(file.path, console=console)
     text = console.export_text()
     assert "…" not in text
     assert "11616" in text
     assert "4321" in text
+    assert " 38\n" in text
     assert f"{time_us(record, 'gpu', 'padless fp8'):.0f}" in text
     ratio = time_us(record, "gpu", BF16) / time_us(record, "gpu", "padless fp8 1d1d")
     assert f"{ratio:.2f}x" in text

@@ -111,7 +111,7 @@ def test_codes_follow_every_change(recipe: str, change: Change) -> None:
 @pytest.mark.parametrize("change", [by_an_optimizer, in_place, by_a_state, by_another_parameter])
 def test_stale_codes_are_seen(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with a layer that never looks."""
-    monkeypatch.setattr(weight_codes, "_facts_of", lambda weight, recipe: ())
+    monkeypatch.setattr(weight_codes, "facts_of", lambda weight, recipe: ())
     monkeypatch.setattr(WeightCodes, "forget", lambda self: None)
     experts = module(layer(tokens=30), "fp8")
     outputs(experts)

@@ -34,6 +34,7 @@ from padless.verify.invariance import (
     invariance_routes,
     judge_problem,
     make_problem,
+    quant_pairs,
     random_problem,
 )
 from support.quant_cases import plant
@@ -67,8 +68,10 @@ def judge_emulated(problem: InvarianceProblem, surroundings: tuple[str, ...] | N
 
 def test_every_grouped_route_is_here_and_has_its_other_calls() -> None:
     assert set(ALL) == {p for p in ROUTES if p.operation == "grouped_gemm"}
+    assert {(p.a, p.b) for p in ALL if (p.a, p.b) not in quant_pairs(p.arch)} == {("BF16", "FP8_BLOCK")}
     for route in ALL:
-        for operation in ("gemm", "grouped_gemm_quant"):
+        quant = ("grouped_gemm_quant",) if (route.a, route.b) in quant_pairs(route.arch) else ()
+        for operation in ("gemm", *quant):
             choice = make_problem(route, (1,), 16, 32, torch.float32, 0).kernel
             assert find_route(operation, route.arch, route.a, route.b, choice)
 
@@ -77,7 +80,8 @@ def test_every_grouped_route_is_here_and_has_its_other_calls() -> None:
     "route", [pytest.param(p, marks=[pytest.mark.slow] if "E5M2" in p.a + p.b else []) for p in ALL], ids=name_of
 )
 def test_a_row_is_what_it_is_alone_and_quantized(route: Route) -> None:
-    assert judge_emulated(make_problem(route, SIZES, N, K, torch.float32, 1), FEW) == (1 + 9 + 12) * N
+    quantized = 12 if (route.a, route.b) in quant_pairs(route.arch) else 0
+    assert judge_emulated(make_problem(route, SIZES, N, K, torch.float32, 1), FEW) == (1 + 9 + quantized) * N
 
 
 def test_mxfp8_on_hopper_in_all_surroundings() -> None:

@@ -193,6 +193,43 @@ BUGS: tuple[Bug, ...] = (
         pair=("FP8_BLOCK", "MXFP4"),
     ),
     Bug(
+        "the weights' scale of the first 128 of K for all of it",
+        (),
+        ((MULTIPLY, "weight_scales += problem.scales_k_stride;", ""),),
+        pair=(BF16, "FP8_BLOCK"),
+    ),
+    Bug(
+        "the weights' scale of the next 128 of K",
+        (),
+        (
+            (
+                MULTIPLY,
+                "const float of_weights = weight_scale;",
+                "const float of_weights = __ldg(weight_scales + (ks + 1 < k_stages));",
+            ),
+        ),
+        pair=(BF16, "FP8_BLOCK"),
+        quick=True,
+    ),
+    Bug(
+        "the weights' scale of the next 128 rows",
+        (),
+        ((WEIGHTS, "(tile.column + first_row) / 128, blocks", "(tile.column + first_row) / 128 + 1, blocks"),),
+        pair=(BF16, "FP8_BLOCK"),
+    ),
+    Bug(
+        "the weights' scales of the first group for all of them",
+        (),
+        ((WEIGHTS, "static_cast<long long>(tile.group) * blocks", "0LL"),),
+        pair=(BF16, "FP8_BLOCK"),
+    ),
+    Bug(
+        "bytes of the weights' codes two by two from their halves",
+        (),
+        ((DEQUANTIZE, "from[i / 2] >> (16 * (i % 2))", "from[i % 2] >> (16 * (i / 2))"),),
+        pair=(BF16, "FP8_BLOCK"),
+    ),
+    Bug(
         "the global scale of the first group for all of them",
         (),
         ((KERNEL, "problem.global_b + group * problem.global_b_stride", "problem.global_b"),),
@@ -201,8 +238,9 @@ BUGS: tuple[Bug, ...] = (
 
 
 def problem_of(bug: Bug) -> Problem:
-    """More K blocks than the rings have stages; a tail of K."""
-    problem = random_problem(bug.pair, (5, 9), 72, 672 if bug.blocked else 800, spare_rows=4)
+    """More K blocks than the rings have stages; a tail of K; two blocks of rows, where weights have such."""
+    n = 200 if bug.pair[1] == "FP8_BLOCK" else 72
+    problem = random_problem(bug.pair, (5, 9), n, 672 if bug.blocked else 800, spare_rows=4)
     if not bug.blocked:
         return problem
     b = problem.b

@@ -54,8 +54,8 @@ def full(t: torch.Tensor) -> torch.Tensor:
 
 
 def main(port: str, rank: int, recipe: str, stale: bool) -> None:
-    facts_of = weight_codes._facts_of
-    weight_codes._facts_of = lambda weight, recipe: [f for f in facts_of(weight, recipe) if f != weight.data_ptr()]
+    facts_of = weight_codes.facts_of
+    weight_codes.facts_of = lambda weight, recipe: [f for f in facts_of(weight, recipe) if f != weight.data_ptr()]
     if stale:
         weight_codes.WeightCodes.forget = lambda self: None
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)

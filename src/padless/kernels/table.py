@@ -162,7 +162,7 @@ ROUTES: tuple[Route, ...] = (
     *_routes(_PRODUCTS, "sm_90a", _BF16, "sm90_bf16"),
     *_routes((QUANT,), "sm_90a", _FP8_BLOCK, "sm90_fp8_quant"),
     *_routes((QUANT,), "sm_90a", _MXFP8, "sm90_mxfp8_quant"),
-    *_routes((QUANT,), "sm_90a", _BF16, "sm90_bf16_quant"),
+    *_routes((QUANT,), "sm_90a", {pair: _BF16[pair] for pair in sm90_bf16.QUANT_PAIRS}, "sm90_bf16_quant"),
     *_routes(("gemm",), "sm_100a", _DENSE, "sm100_mxfp8_dense", any_n=True),
     *_routes(_PRODUCTS, "sm_100a", _SM100, "sm100_grouped"),
     *_routes((QUANT,), "sm_100a", _SM100, "sm100_grouped_quant"),

@@ -59,10 +59,13 @@ def weight_operands(weight: torch.Tensor, recipe: Recipe) -> WeightOperands:
 class WeightCodes:
     """The last operands made of one weight.
 
-    A copy, also of the module that holds it, starts without any.
+    A copy, also of the module that holds it, starts without any. pinned: operands that are the weight's while they are
+    here, whatever it is. forgotten: how often operands were left.
     """
 
     def __init__(self) -> None:
+        self.pinned: WeightOperands | None = None
+        self.forgotten = 0
         self._facts: tuple[Any, ...] | None = None
         self._operands: WeightOperands | None = None
 
@@ -72,9 +75,11 @@ class WeightCodes:
         While torch.compile traces, and while a CUDA graph is captured, they are made every time: the graph is to
         quantize when it runs.
         """
+        if self.pinned is not None:
+            return self.pinned
         if is_traced(weight) or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return weight_operands(weight, recipe)
-        facts = _facts_of(weight, recipe)
+        facts = facts_of(weight, recipe)
         if facts is None or facts != self._facts:
             self._operands = None  # its memory is free for the new one
             self._operands = weight_operands(weight, recipe)
@@ -85,6 +90,7 @@ class WeightCodes:
     def forget(self) -> None:
         """Leaves the operands that were made: the next call makes new ones."""
         self._facts = self._operands = None
+        self.forgotten += 1
 
     def __deepcopy__(self, memo: Any) -> WeightCodes:
         return WeightCodes()
@@ -93,7 +99,7 @@ class WeightCodes:
         return WeightCodes, ()
 
 
-def _facts_of(weight: torch.Tensor, recipe: Recipe) -> tuple[Any, ...] | None:
+def facts_of(weight: torch.Tensor, recipe: Recipe) -> tuple[Any, ...] | None:
     """Everything that operands depend on; None where torch counts no writes."""
     if weight.is_inference():
         return None

@@ -71,7 +71,7 @@ def grouped_gemm(
 
     Args:
         a: activations, data (M, K) in values: FP8_BLOCK, MXFP8, MXFP4 or NVFP4, scales in any of the format's layouts,
-            or a plain bfloat16 tensor. M may be 0; K is a multiple of 16 for FP8_BLOCK x FP8_BLOCK, else of 32.
+            or a plain bfloat16 tensor. M may be 0; K is a multiple of 16 where b is FP8_BLOCK, else of 32.
         b: weights, data (G, N, K) in values. N is a multiple of 8 (of 4 for float32 output). docs/supported.md lists the
             pairs of formats that have a kernel on each architecture. Beside plain activations a plain bfloat16 tensor
             too: then K is a multiple of 8, and K or N is contiguous (``w.transpose(1, 2)`` of weights (G, K, N), as an

@@ -54,10 +54,12 @@ def configs_of(route: Route) -> list[KernelChoice | None]:
 
 
 def _bf16_tiles(route: Route) -> list[KernelChoice]:
-    tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128)]
+    promoted = "FP8_BLOCK" in (route.a, route.b)
+    # 128 tokens beside FP8_BLOCK weights are not for every output: those of the kernel's own choice.
+    tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128) if m < 128 or route.b != "FP8_BLOCK"]
     tiles += [(m, 256, warpgroups) for m in (8, 16, 32) for warpgroups in (2, 4)]
-    tiles += [] if route.a == "FP8_BLOCK" else [(64, 256, 2)]
-    tiles += [(64, 256, 4)] if route.a != "FP8_BLOCK" and route.b in ("MXFP4", "NVFP4") else []
+    tiles += [] if promoted else [(64, 256, 2)]
+    tiles += [(64, 256, 4)] if not promoted and route.b in ("MXFP4", "NVFP4") else []
     configs: list[KernelChoice] = [
         Sm90Bf16Config(route.a, route.b, block_m=m, block_n=n, num_warpgroups=warpgroups) for m, n, warpgroups in tiles
     ]

@@ -20,7 +20,7 @@ import torch
 from padless.compat.cudnn.calls import grouped_gemm_quant
 from padless.formats import FP8_BLOCK, MXFP8, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
-from padless.kernels.table import BF16, ROUTES, Route, find_route, kernels_arch
+from padless.kernels.table import BF16, QUANT, ROUTES, Route, find_route, format_name, kernels_arch
 from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.ops.grouped_gemm_list import grouped_gemm_list
 from padless.quantization.quantize import quantize
@@ -52,6 +52,11 @@ class InvarianceProblem:
 def invariance_routes(arch: str) -> list[Route]:
     """The grouped routes of an architecture; each kernel of a pair is a route of its own."""
     return [p for p in ROUTES if (p.operation, p.arch) == ("grouped_gemm", kernels_arch(arch))]
+
+
+def quant_pairs(arch: str) -> set[tuple[str, str]]:
+    """Pairs that have a quantizing call too."""
+    return {(p.a, p.b) for p in ROUTES if (p.operation, p.arch) == (QUANT, kernels_arch(arch))}
 
 
 def make_problem(
@@ -98,6 +103,7 @@ class _Calls:
         self.offs = self.ends_of(problem.sizes)
         self.whole = GuardedOutput(problem.a.shape[0], problem.b.shape[1], problem.dtype, device)
         self.same = partial(_same, problem, self.whole.out)
+        self.quantizes = (format_name(problem.a), problem.b.format.name) in quant_pairs(problem.arch)
 
     def ends_of(self, sizes: Sequence[int]) -> torch.Tensor:
         return group_offsets(sizes).to(self.device)
@@ -208,13 +214,15 @@ def _layouts(calls: _Calls) -> Iterator[Judge]:
 
 def _quantizing_values(calls: _Calls) -> Iterator[Judge]:
     """D of the quantising call, where it has nothing to do but to round."""
+    if not calls.quantizes:
+        return
     out = calls.quantizing(d_dtype=calls.problem.dtype)["d_tensor"]
     yield partial(calls.same, "D of the quantising call", out)
 
 
 def _quantizing_codes(calls: _Calls) -> Iterator[Judge]:
     """Codes of the quantising call, against `quantize` of the float32 product."""
-    if calls.problem.dtype == torch.float32:
+    if calls.quantizes and calls.problem.dtype == torch.float32:
         codes = calls.quantizing(d_format=MXFP8, column_output=False, row_layout="plain").row
         yield partial(_quantized, calls.problem, calls.whole.out, codes)
 

@@ -77,6 +77,7 @@ _WHOLE: dict[str, Callable[[str], object]] = {
     "MoE layer": moe.rehearse,
     "chains": chains.rehearse,
     "training layer": partial(_on_backend, training.rehearse),
+    "training layer in graphs": partial(_on_backend, training.rehearse),
     "weight gradients": partial(_on_backend, wgrad.rehearse),
     "bf16 products": partial(_on_backend, bf16_forward.rehearse),
     "bf16 weight gradients": partial(_on_backend, bf16_wgrad.rehearse),

@@ -40,6 +40,7 @@ from padless.verify.fp8_block import CHECKS
 from padless.verify.invariance import check_batch_invariance
 from padless.verify.moe import PASSES, check_layer
 from padless.verify.rehearsals import rehearsals_of
+from padless.verify.training.graphs import check_graphed_layer
 from padless.verify.training.layer import check_training_layer
 from padless.verify.wgrad import check_wgrad
 
@@ -74,6 +75,7 @@ _HOPPERS: dict[str, Check] = {
     "bf16 weight gradients": check_bf16_wgrad,
     "bf16 products": check_bf16_products,
     "training layer": check_training_layer,
+    "training layer in graphs": check_graphed_layer,
 }
 _BLACKWELLS: dict[str, Check] = {"dense MXFP8": check_dense_mxfp8, "lists of problems": check_problem_lists}
 

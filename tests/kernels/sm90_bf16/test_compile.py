@@ -121,6 +121,7 @@ CODE_CASES = [
     select_config("MXFP8", "MXFP8", 128, 1, out_dtype=torch.float32),
     select_config("FP8_BLOCK", "MXFP4", 64, 1, blocked=True),
     select_config("BF16", "NVFP4", 8, 1),
+    select_config("BF16", "FP8_BLOCK", 128, 1),
     select_config("NVFP4", "NVFP4", 64, 1, blocked=True),
 ]
 

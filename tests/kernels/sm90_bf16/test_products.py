@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import padless
-from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledTensor
 from padless.kernels.sm90_bf16 import host as sm90_bf16
 from padless.kernels.sm90_bf16.config import FORMATS as NUMBERS
 from padless.kernels.sm90_bf16.config import PAIRS, Sm90Bf16Config, select_config
@@ -43,7 +43,7 @@ def check_close(problem: Problem, out: torch.Tensor) -> None:
 def test_the_pairs_asked_for_are_there() -> None:
     fp8 = ("MXFP8", "MXFP8_E5M2")
     wanted = {*itertools.product(fp8, fp8), ("MXFP4", "MXFP4"), ("NVFP4", "NVFP4")}
-    wanted |= set(itertools.product((BF16, "FP8_BLOCK"), ("MXFP4", "NVFP4")))
+    wanted |= {*itertools.product((BF16, "FP8_BLOCK"), ("MXFP4", "NVFP4")), (BF16, "FP8_BLOCK")}
     assert wanted <= set(PAIRS)
 
 
@@ -98,6 +98,8 @@ TILES = [
     (64, 128, 2, ("FP8_BLOCK", "NVFP4"), "blocked", torch.bfloat16),
     (128, 128, 2, ("FP8_BLOCK", "MXFP4"), "plain", torch.float32),
     (128, 256, 2, (BF16, "NVFP4"), "blocked", torch.float16),
+    (32, 256, 2, (BF16, "FP8_BLOCK"), "plain", torch.bfloat16),
+    (128, 128, 2, (BF16, "FP8_BLOCK"), "plain", torch.float16),
 ]
 
 
@@ -192,7 +194,7 @@ def ones(fmt: padless.BlockScaledFormat, shape: tuple[int, ...], scale: float = 
     return BlockScaledTensor(data, torch.full(fmt.scale_shape(shape, kind), scale).to(fmt.scale_dtype), fmt)
 
 
-def same_as_reference(a: BlockScaledTensor, b: BlockScaledTensor) -> torch.Tensor:
+def same_as_reference(a: BlockScaledTensor | torch.Tensor, b: BlockScaledTensor) -> torch.Tensor:
     problem = Problem(a, b, torch.tensor([a.shape[0]], dtype=torch.int32))
     out = multiply(problem, expect_finite=False)
     expected = exact_result(problem, torch.float32)
@@ -211,6 +213,18 @@ def test_a_nan_scale_makes_its_row_nan(fmt: padless.BlockScaledFormat) -> None:
     assert bool(out[2].isnan().all())
     assert bool(out[:, 17].isnan().all())
     assert int(out.isnan().sum()) == 24 + 6 - 1
+
+
+def test_nan_and_large_scales_of_float32() -> None:
+    """A scale of 2^120 beside codes of 448, which no bf16 factor could hold exactly, and NaN of one block alone."""
+    b = ones(FP8_BLOCK, (1, 136, 160))
+    b.data.view(torch.uint8)[0, 5, 7] = 0xFF
+    b.data.view(torch.uint8)[0, 6] = 0x7E  # 448
+    b.scale[0, 0, 1] = 2.0**110 * (1 + 2.0**-20)
+    b.scale[0, 1, 0] = float("nan")
+    out = same_as_reference(torch.ones(6, 160, dtype=torch.bfloat16), b)
+    assert bool(out[:, 128:].isnan().all())
+    assert int(out.isnan().sum()) == 6 * 9
 
 
 @pytest.mark.parametrize("fmt", [MXFP8, MXFP8_E5M2], ids=lambda f: f.name)
@@ -275,6 +289,14 @@ def test_a_tile_has_about_as_many_tokens_as_a_group() -> None:
     [
         ({"a_format": "FP8_BLOCK", "b_format": "MXFP8"}, r"b_format is 'MXFP8'; allowed: MXFP4, NVFP4 with"),
         ({"a_format": "FP16"}, r"a_format is 'FP16'"),
+        (
+            {"a_format": BF16, "b_format": "FP8_BLOCK", "out_dtype": torch.float32},
+            r"block_m is 128; allowed: at most 64",
+        ),
+        (
+            {"a_format": BF16, "b_format": "FP8_BLOCK", "block_n": 256, "block_m": 64},
+            r"block_n is 256; allowed: 128 with",
+        ),
         ({"block_m": 24}, r"block_m is 24; allowed: 8, 16, 32, 64 or 128"),
         ({"block_n": 64}, r"block_n is 64"),
         ({"num_warpgroups": 4}, r"block_n is 128; allowed: 256 with 4 warpgroups"),

@@ -13,7 +13,7 @@ from padless.formats import FP8_BLOCK, MXFP8, NVFP4
 from padless.kernels.epilogue_launch import QuantConfig
 from padless.kernels.sm90_bf16 import host as sm90_bf16
 from padless.kernels.sm90_bf16 import host_quant as sm90_bf16_quant
-from padless.kernels.sm90_bf16.config import PAIRS, Sm90Bf16Config
+from padless.kernels.sm90_bf16.config import QUANT_PAIRS, Sm90Bf16Config
 from padless.runtime import jit
 from support.machine_code import complaints
 from support.quant_cases import ALL, SIZES, plant, slow_but
@@ -89,7 +89,7 @@ def test_every_tile(tile: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", PAIRS, ids="x".join)
+@pytest.mark.parametrize("pair", QUANT_PAIRS, ids="x".join)
 @pytest.mark.parametrize("name", ["MXFP8 rows and columns by group, cudnn, everything", "NVFP4 rows"])
 def test_every_pair(pair: tuple[str, str], name: str) -> None:
     check(sm90_bf16_quant, case(pair=pair), EPILOGUES[name])
@@ -188,7 +188,7 @@ COMPILED = [
     *((TILES[tile], (EPILOGUES | EVERY_GLU)[name]) for tile, name in ON_TILES),
     *(
         (sm90_bf16_quant.select_tile(*pair, m, 4, epilogue), epilogue)
-        for pair in PAIRS
+        for pair in QUANT_PAIRS
         for m in (16, 8192)
         for epilogue in (COLUMNS_TOO, *EVERY_GLU.values())
     ),
@@ -212,7 +212,7 @@ def test_the_compiled_kernel_spills_next_to_nothing(slow: bool, tile: Sm90Bf16Co
 
 
 def test_the_tile_that_is_chosen_can_do_the_epilogue() -> None:
-    for pair in PAIRS:
+    for pair in QUANT_PAIRS:
         for epilogue in (*EPILOGUES.values(), *EVERY_GLU.values()):
             for m, groups in ((1, 1), (300, 4), (8192, 32), (65536, 8), (8192, 1024)):
                 if groups > 256 and epilogue.column_format == FP8_BLOCK:

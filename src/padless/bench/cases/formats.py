@@ -34,6 +34,7 @@ WANTED = (
     ("MXFP4", "MXFP4"),
     (BF16, "NVFP4"),
     (BF16, "MXFP4"),
+    (BF16, "FP8_BLOCK"),
     ("FP8_BLOCK", "NVFP4"),
     ("FP8_BLOCK", "MXFP4"),
 )

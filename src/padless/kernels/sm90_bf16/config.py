@@ -23,14 +23,18 @@ from padless.kernels.config import (
 FORMATS = {BF16: 0, "FP8_BLOCK": 1, "MXFP8": 2, "MXFP8_E5M2": 3, "MXFP4": 4, "NVFP4": 5}
 _MXFP8 = ("MXFP8", "MXFP8_E5M2")
 # (activations, weights) that the kernel multiplies: every value, code times block scale, is a bf16 number; FP8_BLOCK's
-# float32 scales are applied outside.
+# codes are, and its float32 scales are applied outside.
 PAIRS: tuple[tuple[str, str], ...] = (
     *itertools.product(_MXFP8, _MXFP8),
     ("MXFP4", "MXFP4"),
     ("NVFP4", "NVFP4"),
     *itertools.product(_MXFP8, ("MXFP4",)),
+    (BF16, "FP8_BLOCK"),
     *itertools.product((BF16, "FP8_BLOCK"), ("MXFP4", "NVFP4")),
 )
+# Those that have a quantizing epilogue: it takes runs of gate and up, which blocks of 128 rows of weights do not fit.
+QUANT_PAIRS = tuple(pair for pair in PAIRS if pair[1] != "FP8_BLOCK")
+_LARGEST = (BF16, "FP8_BLOCK", torch.float32)  # of 128 tokens two stages exceed the shared memory
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,10 @@ class Sm90Bf16Config:
         if self.num_warpgroups == 4:
             require(self.block_n == 256, "block_n", "256 with 4 warpgroups")
             require(self.block_m <= 64, "block_m", "at most 64 with 4 warpgroups")
-        if self.a_format == "FP8_BLOCK" and self.block_m >= 64:
-            require(self.block_n == 128, "block_n", "128 with 64 or more tokens of FP8_BLOCK")
+        if "FP8_BLOCK" in (self.a_format, self.b_format) and self.block_m >= 64:
+            require(self.block_n == 128, "block_n", "128 with 64 or more tokens where an operand is FP8_BLOCK")
+        if (self.a_format, self.b_format, self.out_dtype) == _LARGEST:
+            require(self.block_m <= 64, "block_m", "at most 64 with float32 output of BF16 x FP8_BLOCK")
         require(self.stage_blocks in (0, 1, 2), "stage_blocks", "0 (chosen), 1 or 2")
         if self.stage_blocks == 2:
             require(self.can_pair_blocks, "stage_blocks", "0 or 1 with weights of FP8 or FP8_BLOCK activations")
@@ -123,10 +129,12 @@ def select_config(
     """
     per_group = -(-m // max(min(num_groups, m), 1))
     block_m = next((size for size in (8, 16, 32, 64) if per_group <= size), 128)
+    if (a_format, b_format, out_dtype) == _LARGEST:
+        block_m = min(block_m, 64)
     decoding = block_m <= 32
     # With FP8_BLOCK's second set of sums 256 rows of many tokens exceed the registers; 256 rows of 128 tokens and
     # their float32 output the shared memory.
-    if a_format == "FP8_BLOCK":
+    if "FP8_BLOCK" in (a_format, b_format):
         wide = decoding
     else:
         wide = block_m < 128 or out_dtype != torch.float32

@@ -5,7 +5,7 @@
 //
 //   word i = codes (i, i + 4) of the octet, where an operand is FP4. Example: the nibbles 0x76543210 give the words (0, 4),
 //            (1, 5), (2, 6), (3, 7).
-//   word i = codes (2 i, 2 i + 1) where both operands are FP8 (PAIRS_ARE_ADJACENT).
+//   word i = codes (2 i, 2 i + 1) where none is (PAIRS_ARE_ADJACENT).
 //
 // The lower code is in the low half. The halves are bf16, whose exponent has room for MX scales, or f16 (IS_F16), in which
 // NVFP4 takes fewer instructions. A conversion is exact if the value is a number of that type: for bf16 one below 2^128 and a
@@ -68,11 +68,11 @@ __device__ __forceinline__ void expand_octet(uint32_t (&to)[4], const uint32_t (
         to[2] = lop3_select(w >> 2, even, MAGNITUDES);
         to[3] = lop3_select(w >> 6, odd, MAGNITUDES);
     } else if constexpr (FORMAT == FORMAT_BF16) {
-        static_assert(NUM_WORDS == 4 && !PAIRS_ARE_ADJACENT, "8 bf16");
-        to[0] = prmt(from[0], from[2], 0x5410);
-        to[1] = prmt(from[0], from[2], 0x7632);
-        to[2] = prmt(from[1], from[3], 0x5410);
-        to[3] = prmt(from[1], from[3], 0x7632);
+        static_assert(NUM_WORDS == 4, "8 bf16");
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            to[i] =
+                PAIRS_ARE_ADJACENT ? from[i] : prmt(from[i / 2], from[i / 2 + 2], i % 2 ? 0x7632 : 0x5410);
     } else {
         static_assert(NUM_WORDS == 2, "8 bytes");
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Host side of sm90_bf16_grouped_gemm.cu: pairs of formats whose values are exact in bf16, on Hopper."""
+"""Host side of sm90_bf16_grouped_gemm.cu: pairs of formats whose values, or codes, are exact in bf16, on Hopper."""
 
 from __future__ import annotations
 
@@ -81,16 +81,12 @@ def operands(
     a_data = a.data if isinstance(a, BlockScaledTensor) else a
     sfa, sfa_map = _activation_scales(a, offs, config, copies)
     sfb, sfb_map = _weight_scales(b, config, box_rows, copies)
-    maps = (
-        _rows_of_codes(a_data, config.block_m),
-        _rows_of_codes(b.data, box_rows),
-        sfa_map if sfa_map is not None else sfb_map,  # not looked at without one-byte scales of a
-        sfb_map,
-    )
-    promoted = config.a_format == "FP8_BLOCK"
+    codes = (_rows_of_codes(a_data, config.block_m), _rows_of_codes(b.data, box_rows))
+    maps = (*codes, sfa_map or codes[0], sfb_map or codes[1])  # not looked at without one-byte scales
+    promoted = sfa if config.a_format == "FP8_BLOCK" else sfb if config.b_format == "FP8_BLOCK" else None
     global_a = a.global_scale if isinstance(a, BlockScaledTensor) else None
-    numbers = [(sfa.data_ptr() if promoted and sfa is not None else 0, 8)]
-    numbers += [(stride, 8) for stride in (sfa.stride() if promoted and sfa is not None else (0, 0))]
+    numbers = [(0 if promoted is None else promoted.data_ptr(), 8)]
+    numbers += [(stride, 8) for stride in ((0, 0) if promoted is None else promoted.stride()[-2:])]
     numbers += [(0 if s is None else s.data_ptr(), 8) for s in (global_a, b.global_scale)]
     numbers += [(0 if s is None or s.numel() == 1 else 1, 4) for s in (global_a, b.global_scale)]
     numbers += [(0 if offs is None else offs.data_ptr(), 8)]
@@ -149,7 +145,9 @@ def _activation_scales(
 
 def _weight_scales(
     b: BlockScaledTensor, config: Sm90Bf16Config, box_rows: int, copies: list[torch.Tensor]
-) -> tuple[torch.Tensor, tensor_map.TensorMapSpec]:
+) -> tuple[torch.Tensor, tensor_map.TensorMapSpec | None]:
+    if config.b_format == "FP8_BLOCK":
+        return b.scale, None
     if not config.blocked:
         return _row_major(b.scale, box_rows, copies)
     scale = b.scale.view(torch.uint8)

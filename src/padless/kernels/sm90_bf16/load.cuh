@@ -30,8 +30,8 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                 }
             }
             const uint32_t sfb = shared_address(shared.sfb[stage]);
-            if constexpr (
-                SFB_IS_BLOCKED) {  // the map's rows are half tiles, 256 bytes, in the order they lie in
+            if constexpr (SFB_IS_BLOCKED) {
+                // The map's rows are half tiles, 256 bytes, in the order they lie in.
                 const int row_tiles = (problem.n + 127) / 128;
                 const int column_tiles = (problem.sfb_columns() + 3) / 4;
 #pragma unroll
@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                     tma_load_2d(map_sfb, sfb + i * SCALE_BLOCK_BYTES, full, 0,
                                 2 * (row_tile * column_tiles + column_tile));
                 }
-            } else {
+            } else if constexpr (SFB_BYTES != 0) {
                 const int first = kb * scales_of_128(B_FORMAT) - scale_offset<B_FORMAT>(kb);
                 if constexpr (GATE_AND_UP_APART) {
                     for (int run = 0; run < BLOCK_N / 32; ++run)

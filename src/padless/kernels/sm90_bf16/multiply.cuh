@@ -15,8 +15,10 @@ __device__ __forceinline__ void await_weights(SharedStorage& shared, const Pipel
 // The set for round 0 of the next K block is carried round the loop. (Making it at the top of the loop, with products of
 // the last round under way, has ptxas serialise all of them: C7513.)
 __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], SharedStorage& shared,
-                                               int k_stages, const WeightLane& weights, int lane,
+                                               const Problem& problem, const Tile& tile,
+                                               const WeightLane& weights, int lane,
                                                Pipeline<STAGES>& pipeline, Pipeline<TOKEN_STAGES>& ring) {
+    const int k_stages = problem.k_stages();
     constexpr bool F16 = IS_F16 || BEGINS_IN_F16;
     // A stage has one load of codes, or two, before the octets 0 and LAST_PART: FP4's two K blocks or FP8's half K blocks.
     constexpr int STAGE_OCTETS = 4 * STAGE_BLOCKS;
@@ -37,6 +39,8 @@ __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], Sh
     WeightSection<F16> section;
     Fragments fragments[2];
     int used = 0;  // stage of the tokens before
+    const float* weight_scales = HAS_WEIGHT_SCALES ? weights.first_scale(problem, tile) : nullptr;
+    float weight_scale = HAS_WEIGHT_SCALES ? __ldg(weight_scales) : 0.0f;  // on its way meanwhile
     await_weights(shared, pipeline);
     section.load_scales(weights, pipeline.stage, 0, 0, k_stages);
     section.load_codes(weights, pipeline.stage, 0, 0);
@@ -94,11 +98,17 @@ __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], Sh
 #pragma unroll
                 for (int i = 0; i < BLOCK_M / 2; ++i) pin_register(sums[u][i]);
             }
+            const float of_weights = weight_scale;
+            if constexpr (HAS_WEIGHT_SCALES) {
+                weight_scales += problem.scales_k_stride;
+                if (ks + 1 < k_stages) weight_scale = __ldg(weight_scales);
+            }
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 8; ++i) {  // tokens 8 i + 2 quad and the next
-                float scale[2];
-                ld_shared_f32x2(shared_address(&shared.token_scales[from][8 * i + 2 * (lane % 4)]), scale[0],
-                                scale[1]);
+                float scale[2] = {of_weights, of_weights};
+                if constexpr (!HAS_WEIGHT_SCALES)
+                    ld_shared_f32x2(shared_address(&shared.token_scales[from][8 * i + 2 * (lane % 4)]),
+                                    scale[0], scale[1]);
 #pragma unroll
                 for (int u = 0; u < M64S; ++u) {
 #pragma unroll
@@ -174,10 +184,12 @@ __device__ __forceinline__ void multiply_rest_in_bf16(float (&d)[M64S][BLOCK_M /
 
 // Consumer: d = this warpgroup's m64s of the tile, before global scales, over a factor that is returned.
 __device__ __forceinline__ float multiply_tile(float (&d)[M64S][BLOCK_M / 2], SharedStorage& shared,
-                                               int k_stages, const WeightLane& weights, int lane,
+                                               const Problem& problem, const Tile& tile,
+                                               const WeightLane& weights, int lane,
                                                Pipeline<STAGES>& pipeline, Pipeline<TOKEN_STAGES>& ring) {
-    const int done = multiply_stages(d, shared, k_stages, weights, lane, pipeline, ring);
+    const int done = multiply_stages(d, shared, problem, tile, weights, lane, pipeline, ring);
     if constexpr (BEGINS_IN_F16) {
+        const int k_stages = problem.k_stages();
         if (done < k_stages) multiply_rest_in_bf16(d, shared, done, k_stages, weights, lane, pipeline, ring);
         return done == k_stages ? F16_UNSHIFT : 1.0f;
     }

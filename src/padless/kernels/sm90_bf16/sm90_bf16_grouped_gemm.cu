@@ -2,15 +2,16 @@
 // for every group g, with the groups' rows one after the other in A and D and no padding between them.
 //
 //   A    (M, K) activations ("tokens"): bf16, FP8_BLOCK, MXFP8 (e4m3, e5m2), MXFP4 or NVFP4
-//   B    (G, N, K) weights: MXFP8 (e4m3, e5m2), MXFP4 or NVFP4
+//   B    (G, N, K) weights: MXFP8 (e4m3, e5m2), MXFP4 or NVFP4; FP8_BLOCK beside bf16
 //   sfa  one-byte scales (M, ceil(K / 32 or 16)) row-major; float32, any strides, for FP8_BLOCK; none for bf16
-//   sfb  one-byte scales (G, N, ceil(K / 32 or 16)) row-major, or in the 32x4x4 layout
+//   sfb  one-byte scales (G, N, ceil(K / 32 or 16)) row-major, or in the 32x4x4 layout; float32 (G, ceil(N / 128),
+//        ceil(K / 128)) for FP8_BLOCK
 //   offs (G) int32, cumulative end rows, or null for one group of M rows
 //   D    (M, N) bf16, fp16 or float32
 //
 // Arithmetic, per output element: code * scale is exact in bf16 (sm90_bf16/dequantize.cuh names the limits); the tensor core adds
 // 16 products to its float32 sum at a time (25 fractional bits of the largest term, truncated). FP8_BLOCK: for each 128 of
-// K, d = fma(sum, sfa, d) in float32. At the end d * 2^s * (global scale of a * global scale of b), 2^s being exact.
+// K, d = fma(sum, sfa or sfb, d) in float32. At the end d * 2^s * (global scale of a * global scale of b), 2^s being exact.
 //
 // The product is made transposed: 64 weight rows are the M side of an instruction, read from registers, and the tokens its
 // N side, read from shared memory. Weights go from shared memory, as they came, to bf16 fragments in the registers of the
@@ -164,7 +165,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
         float d[M64S_OF_WARPGROUP][BLOCK_M / 2];
         const float both =
             HAS_GLOBAL_SCALES ? global_scale(problem, tile.group) : 1.0f;  // on its way meanwhile
-        const float rest = multiply_tile(d, shared, problem.k_stages(), weights, lane, pipeline, ring);
+        const float rest = multiply_tile(d, shared, problem, tile, weights, lane, pipeline, ring);
         if (lane == 0) reader.release();
         if constexpr (HAS_GLOBAL_SCALES) apply_global_scales(d, both);
         if constexpr (BEGINS_IN_F16) {
@@ -197,7 +198,7 @@ __device__ __forceinline__ void prefetch_rest(const Problem& problem, const Tens
                                               const TensorMap& map_sfa, const TensorMap& map_sfb) {
     const int n_tiles = (problem.n + BLOCK_N - 1) / BLOCK_N;
     const int group = blockIdx.x / n_tiles;
-    if (!SFB_IS_BLOCKED && group < problem.num_groups)
+    if (SFB_BYTES != 0 && !SFB_IS_BLOCKED && group < problem.num_groups)
         tma_prefetch_3d(map_sfb, 0, blockIdx.x % n_tiles * BLOCK_N, group);
     const int m_tiles = (problem.m + BLOCK_M - 1) / BLOCK_M;
     if (m_tiles == 0) return;
@@ -211,14 +212,22 @@ __device__ __forceinline__ void prefetch_rest(const Problem& problem, const Tens
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_sfa, const __grid_constant__ TensorMap map_sfb,
-    const __grid_constant__ StoreMaps store_maps, const float* sfa, long long sfa_row_stride,
-    long long sfa_k_stride, const float* global_a, const float* global_b, int global_a_stride,
+    const __grid_constant__ StoreMaps store_maps, const float* scales, long long scales_row_stride,
+    long long scales_k_stride, const float* global_a, const float* global_b, int global_a_stride,
     int global_b_stride, const int* offs, int m, int n, int k, int num_groups, int counter) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-    const Problem problem{
-        sfa, sfa_row_stride, sfa_k_stride, global_a, global_b, global_a_stride, global_b_stride, m, n,
-        k,   num_groups};
+    const Problem problem{scales,
+                          scales_row_stride,
+                          scales_k_stride,
+                          global_a,
+                          global_b,
+                          global_a_stride,
+                          global_b_stride,
+                          m,
+                          n,
+                          k,
+                          num_groups};
     const int end = load_ends_early<1>(offs, num_groups, m);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
     const int lane = threadIdx.x % 32;
@@ -229,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_g
             prefetch_tensormap(map_a);
             prefetch_tensormap(map_b);
             if constexpr (SFA_BYTES != 0) prefetch_tensormap(map_sfa);
-            prefetch_tensormap(map_sfb);
+            if constexpr (SFB_BYTES != 0) prefetch_tensormap(map_sfb);
             for (int s = 0; s < STAGES; ++s) {
                 mbarrier_init(shared_address(&shared.full[s]), 1);
                 mbarrier_init(shared_address(&shared.empty[s]), NUM_TILE_READERS - 1);

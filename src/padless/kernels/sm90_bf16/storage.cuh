@@ -27,9 +27,12 @@ constexpr bool GATE_AND_UP_APART = false;
 #endif
 static_assert(BLOCK_N % (WGMMA_M * NUM_MMA_WARPGROUPS) == 0 && BLOCK_N % 128 == 0 && BLOCK_N <= 256, "rows");
 
-// FP8_BLOCK scales of A change every 128 of K and are no powers of two: sums of 128 are promoted to other registers.
-constexpr bool PROMOTE = A_FORMAT == FORMAT_FP8_BLOCK;
-constexpr bool PAIRS_ARE_ADJACENT = !is_fp4(A_FORMAT) && !is_fp4(B_FORMAT) && A_FORMAT != FORMAT_BF16;
+// FP8_BLOCK scales change every 128 of K and are no powers of two: sums of 128 are promoted to other registers.
+constexpr bool HAS_TOKEN_SCALES = A_FORMAT == FORMAT_FP8_BLOCK;
+constexpr bool HAS_WEIGHT_SCALES = B_FORMAT == FORMAT_FP8_BLOCK;
+constexpr bool PROMOTE = HAS_TOKEN_SCALES || HAS_WEIGHT_SCALES;
+static_assert(!(HAS_TOKEN_SCALES && HAS_WEIGHT_SCALES), "one operand with float32 scales");
+constexpr bool PAIRS_ARE_ADJACENT = !is_fp4(A_FORMAT) && !is_fp4(B_FORMAT);
 // NVFP4 values and e4m3 codes are exact in f16 too, which takes fewer instructions to make and multiplies the same way.
 constexpr bool IS_F16 = B_FORMAT == FORMAT_NVFP4 && A_FORMAT != FORMAT_BF16;
 // MXFP4 values are exact in f16 if their scales lie in a window of 24 powers of two, as nearly all do. So a tile begins in f16
@@ -61,7 +64,9 @@ constexpr int SCALE_TILES =
 constexpr int SCALE_BLOCK_BYTES = SCALE_TILES * 512;
 constexpr int SFB_BLOCK_BYTES =
     SFB_IS_BLOCKED ? BLOCK_N / 128 * SCALE_BLOCK_BYTES : 0;  // from a K block to the next
-constexpr int SFB_BYTES = SFB_IS_BLOCKED ? STAGE_BLOCKS * SFB_BLOCK_BYTES : BLOCK_N * SCALE_ROW_BYTES;
+constexpr int SFB_BYTES = scales_of_128(B_FORMAT) == 0 ? 0
+                          : SFB_IS_BLOCKED             ? STAGE_BLOCKS * SFB_BLOCK_BYTES
+                                                       : BLOCK_N * SCALE_ROW_BYTES;
 constexpr int STAGE_BYTES = STAGE_BLOCKS * (A_BYTES + B_BYTES) + SFA_BYTES + SFB_BYTES;
 
 #if !EPILOGUE_IS_QUANT
@@ -82,9 +87,9 @@ struct alignas(1024) SharedStorageOf {
     uint8_t d[NUM_MMA_WARPGROUPS][NUM_SLABS * SLAB_BYTES];
 #endif
     alignas(1024) uint8_t a[STAGES][STAGE_BLOCKS][A_BYTES];  // the swizzle repeats every 1024 bytes
-    alignas(128) uint8_t sfb[STAGES][SFB_BYTES];
+    alignas(128) uint8_t sfb[STAGES][SFB_BYTES == 0 ? 128 : SFB_BYTES];
     alignas(128) uint8_t sfa[STAGES][SFA_BYTES == 0 ? 128 : SFA_BYTES];
-    float token_scales[TOKEN_STAGES][PROMOTE ? BLOCK_M : 2];
+    float token_scales[TOKEN_STAGES][HAS_TOKEN_SCALES ? BLOCK_M : 2];
     uint64_t full[STAGES], empty[STAGES];
     uint64_t tokens_full[TOKEN_STAGES], tokens_empty[TOKEN_STAGES];
     TileQueueStorage queue;
@@ -123,8 +128,8 @@ using Order = TileOrder<BLOCK_M, BLOCK_N, RASTER_M>;
 using Reader = TileReader<1>;
 
 struct Problem {
-    const float* sfa;  // FP8_BLOCK
-    long long sfa_row_stride, sfa_k_stride;
+    const float* scales;  // float32, of the FP8_BLOCK operand: a row for each of its blocks along M or N
+    long long scales_row_stride, scales_k_stride;
     const float* global_a;  // null: 1
     const float* global_b;
     int global_a_stride, global_b_stride;  // 0: one for all groups, 1: one a group
@@ -156,7 +161,7 @@ __device__ __forceinline__ void arrive_warp(uint64_t& barrier, int lane) {
 
 // Lanes pass the float32 scales of the tokens on by stores and loads of their own, and each says so itself: racecheck
 // follows a thread's arrival, not what __syncwarp adds to lane 0's.
-constexpr int TOKEN_ARRIVALS = PROMOTE ? 32 : 1;
+constexpr int TOKEN_ARRIVALS = HAS_TOKEN_SCALES ? 32 : 1;
 
 // With gate and up apart, the weights of a tile come in runs of 32 rows, of gate and of up in turn: the row of the group's
 // weights that run `run` of the tile at `column` starts at.

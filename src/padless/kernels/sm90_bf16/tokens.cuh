@@ -239,18 +239,18 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
     const int token = warp * 32 + lane;  // whose float32 scale this thread passes on
     Tile tile{};
     while (reader.next(tile, lane)) {
-        const float* sfa = problem.sfa;
+        const float* sfa = problem.scales;
         bool exists = false, in_f16 = BEGINS_IN_F16;
         float scale = 0.0f;
-        if constexpr (PROMOTE) {
+        if constexpr (HAS_TOKEN_SCALES) {
             exists = token < BLOCK_M && tile.row + token < problem.m;
-            sfa += (tile.row + token) * problem.sfa_row_stride;
+            sfa += (tile.row + token) * problem.scales_row_stride;
             scale = exists ? __ldg(sfa) : 0.0f;
         }
         for (int ks = 0; ks < k_stages; ++ks) {
             float ahead = 0.0f;
-            if constexpr (PROMOTE) {
-                sfa += problem.sfa_k_stride;
+            if constexpr (HAS_TOKEN_SCALES) {
+                sfa += problem.scales_k_stride;
                 ahead = exists && ks + 1 < k_stages ? __ldg(sfa) : 0.0f;
             }
             const int stage = pipeline.stage, to = ring.stage;
@@ -268,7 +268,7 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
                 mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
                 convert_stage<IS_F16>(shared, ks, stage, to, warp, lane);
             }
-            if constexpr (PROMOTE) {
+            if constexpr (HAS_TOKEN_SCALES) {
                 if (token < BLOCK_M) shared.token_scales[to][token] = scale;
                 scale = ahead;
             }

@@ -37,6 +37,15 @@ struct WeightLane {
         }
     }
 
+    // FP8_BLOCK: the float32 scale of these rows, which lie in one block of 128, for the first 128 of K. Rows past N have
+    // the last block's.
+    __device__ __forceinline__ const float* first_scale(const Problem& problem, const Tile& tile) const {
+        const int blocks = (problem.n + 127) / 128;
+        const int block = min((tile.column + first_row) / 128, blocks - 1);
+        return problem.scales +
+               (static_cast<long long>(tile.group) * blocks + block) * problem.scales_row_stride;
+    }
+
     using Scales = SectionScales<B_FORMAT, IS_F16>;
     static constexpr uint32_t ALL_COUNT = B_FORMAT == FORMAT_NVFP4 ? 0x7F7F7F7F : 0x00FF00FF;
 };

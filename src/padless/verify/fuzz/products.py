@@ -100,7 +100,7 @@ def config_of(place: Place, options: Options, operation: str = "grouped_gemm") -
 
 
 def k_multiple(a: str, b: str) -> int:
-    return 16 if (a, b) == ("FP8_BLOCK", "FP8_BLOCK") else 32
+    return 16 if {a, b} <= {"FP8_BLOCK", BF16} else 32
 
 
 def n_multiple(out: str) -> int:

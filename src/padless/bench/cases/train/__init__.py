@@ -10,7 +10,8 @@ the gradients of the tokens, the weights of the experts' sums and both weight ma
                            the same in a later microbatch of a step, which finds the weights' codes
 
 and alone: each recipe's forward pass, and the FP8 products of the forward pass beside those of the input's gradient.
-Everything is replayed from CUDA graphs, so that the host's part is in no time of the GPU; it has a column of its own.
+Everything is replayed from CUDA graphs, so that the host's part is in no time of the GPU; it has a column of its own,
+and so has that of `padless.nn.graphed`, whose forward and backward pass are a CUDA graph each.
 Bytes that the forward pass keeps for the backward pass are those of the device's allocator.
 
 Outputs and gradients are compared with float64 before anything is timed, and those of the last timed step again.
@@ -70,6 +71,17 @@ def _host_us(step: Step) -> float | None:
     return host_us_per_call(step.call, calls=20) if step.device.type == "cuda" else None
 
 
+def _graphed_host_us(step: Step) -> float | None:
+    """The same of the step in two CUDA graphs, None where there is no such. Raises ValueError where it is wrong."""
+    if step.graphed is None or step.device.type != "cuda":
+        return None
+    replayed = step.graphed()
+    replayed.call()
+    if wrong := complaint(step, errors_of(step.problem, replayed)):
+        raise ValueError(wrong)
+    return host_us_per_call(replayed.call, calls=20)
+
+
 def errors_of(problem: TrainProblem, step: Step) -> dict[str, float]:
     """The largest relative error of a row of each result of the last call."""
     expected = problem.expected
@@ -107,6 +119,7 @@ def measure_train(
     """
     right: list[Step] = []
     record: Record = {"row_error": {}, "wrong": {}, "errors": {}, "saved_bytes_per_row": {}, "host_us": {}}
+    record["graphed_host_us"] = {}
     for maker in makers:
         try:
             step = maker.make(problem)
@@ -122,6 +135,11 @@ def measure_train(
         kept = saved_bytes(step)
         record["saved_bytes_per_row"][step.name] = None if kept is None else kept / problem.point.slots
         record["host_us"][step.name] = _host_us(step)
+        step.forget()
+        try:
+            record["graphed_host_us"][step.name] = _graphed_host_us(step)
+        except Exception as error:
+            record["errors"][step.name] = f"in two CUDA graphs: {describe(error)}"
         step.forget()
         right.append(step)
     parts = products(problem)
@@ -187,7 +205,8 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         table.Column("bf16 /", text=_against_bf16, width=7),
         table.Column("forward", text=lambda part: table.number(_us(part, "forward: {}"), 0), width=8),
         table.Column("kept B", text=_kept, width=8),
-        table.Column("host us", text=_host, width=8),
+        table.Column("host us", text=partial(_host, "host_us"), width=8),
+        table.Column("graphed", text=partial(_host, "graphed_host_us"), width=8),
     ]
     parts = [*_point_columns(), *(table.Column(name, text=partial(_rate_text, name), width=12) for name in PRODUCTS)]
     return [
@@ -224,8 +243,8 @@ def _kept(part: table.Records) -> str:
     return table.number(part[0]["saved_bytes_per_row"].get(part[0]["contender"]), 0)
 
 
-def _host(part: table.Records) -> str:
-    return table.number(part[0]["host_us"].get(part[0]["contender"]), 0)
+def _host(kind: str, part: table.Records) -> str:
+    return table.number(part[0].get(kind, {}).get(part[0]["contender"]), 0)
 
 
 def _rate_text(name: str, part: table.Records) -> str:

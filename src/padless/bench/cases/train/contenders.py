@@ -10,7 +10,7 @@ import torch
 
 from padless.autograd import experts, weight_operands
 from padless.bench.cases.train.problem import TrainProblem
-from padless.nn import RECIPES, Experts, Recipe
+from padless.nn import RECIPES, Experts, Recipe, graphed
 from padless.testing.timing import Call
 
 BF16 = "torch bf16"
@@ -46,9 +46,10 @@ class Step:
         self.name = name
         self.is_bf16 = name in (BF16, "padless bf16")
         self.is_whole = not name.endswith(KEPT)
-        self.device = problem.x.device
+        self.problem, self.device = problem, problem.x.device
         self._layer, self._forget = layer, forget
         self._dout = problem.dout
+        self.graphed: Callable[[], Step] | None = None  # makes the same step out of CUDA graphs
         self._leaves = {
             "x": problem.x.detach().clone().requires_grad_(),
             "prob": problem.prob.detach().clone().requires_grad_(),
@@ -94,7 +95,16 @@ def padless_step(problem: TrainProblem, name: str, recipe: Recipe) -> Step:
     module = Experts(p.hidden, p.intermediate, p.experts, recipe=recipe, device="meta", dtype=torch.bfloat16)
     module.w13, module.w2 = (torch.nn.Parameter(w) for w in (problem.w13, problem.w2))
     weights: dict[str, torch.Tensor] = {"w13": module.w13, "w2": module.w2}
-    return Step(name, problem, lambda x, prob: module(x, problem.ids, prob), weights, module.forget_codes)
+    step = Step(name, problem, lambda x, prob: module(x, problem.ids, prob), weights, module.forget_codes)
+    step.graphed = partial(_graphed_step, problem, name, module, weights)
+    return step
+
+
+def _graphed_step(problem: TrainProblem, name: str, module: Experts, weights: dict[str, torch.Tensor]) -> Step:
+    """`padless.nn.graphed`: the forward pass and the backward pass in a CUDA graph each."""
+    x, prob = (t.detach().requires_grad_() for t in (problem.x, problem.prob))
+    layer = graphed(module, x, problem.ids, prob)
+    return Step(name, problem, lambda x, prob: layer(x, problem.ids, prob), weights)
 
 
 def _step_of_kept_codes(problem: TrainProblem, name: str, recipe: Recipe) -> Step:

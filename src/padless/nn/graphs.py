@@ -1,0 +1,244 @@
+"""CUDA graphs of a training layer: one for its forward pass, one for its backward pass, one for its weights' codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from padless.nn.linear import QuantizedModule
+from padless.nn.weight_codes import WeightCodes, facts_of, flat_operands, joined_operands, weight_operands
+
+Results = tuple[torch.Tensor | None, ...]
+_WARM_UPS = 2
+
+
+class Recorded(NamedTuple):
+    """Work that was captured: what does it again, and the tensors that it then writes."""
+
+    replay: Callable[[], None]
+    results: Results
+
+
+def record(work: Callable[[], Results], pool: Any) -> Recorded:
+    """Captures the launches of ``work``, which ran before, in a CUDA graph; it is not run."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        results = work()
+    return Recorded(graph.replay, results)
+
+
+class _Codes:
+    """Codes of one weight at addresses that stay, made again where the weight changed."""
+
+    def __init__(self, layer: QuantizedModule, name: str, pool: Any) -> None:
+        self._weight, self._recipe = getattr(layer, name), layer.recipe
+        self.owner = layer._codes[name]
+        self.owner.forget()  # the warm-up's memory
+        self._facts: tuple[Any, ...] | None = None
+        self.operands = weight_operands(self._weight, self._recipe)
+        plain = self.operands.forward
+        self._made: Recorded | None = None
+        if not (isinstance(plain, torch.Tensor) and plain.data_ptr() == self._weight.data_ptr()):
+            self._made = record(lambda: flat_operands(weight_operands(self._weight, self._recipe)), pool)
+            data, *rest = self._made.results
+            assert data is not None
+            self.operands = joined_operands(self._recipe, data, *rest)
+
+    def refresh(self) -> None:
+        """Makes the codes again if the weight is another one by now."""
+        facts = facts_of(self._weight, self._recipe)
+        now = None if facts is None else (self.owner.forgotten, *facts)
+        if self._made is not None and (now is None or now != self._facts):
+            self._made.replay()
+        self._facts = now
+
+
+class Graphed:
+    """A layer whose passes are replayed from CUDA graphs: see `graphed`."""
+
+    def __init__(self, layer: nn.Module, sample: Sequence[torch.Tensor]) -> None:
+        self.layer = layer
+        self.parameters = [p for p in layer.parameters() if p.requires_grad]
+        self._addresses = self._addresses_now()
+        self._inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in sample]
+        self._facts = [(t.shape, t.dtype, t.device, t.requires_grad) for t in sample]
+        self._mains: list[Any] = [p for p in self.parameters if getattr(p, "main_grad", None) is not None]
+        self._calls = 0
+        keys = (True, False) if self._mains else (False,)
+        with _restored([p.main_grad for p in self._mains]):
+            self._warm_up(keys)
+            self._capture(keys)
+        del self._live  # what it kept stays where it is: nothing else is captured in this memory
+
+    def _capture(self, keys: Sequence[bool]) -> None:
+        pool = torch.cuda.graph_pool_handle() if self._inputs[0].is_cuda else None
+        layers = [part for part in self.layer.modules() if isinstance(part, QuantizedModule)]
+        self._codes = [_Codes(part, name, pool) for part in layers for name in part._codes]
+        self._forward = record(self._run_forward, pool)
+        out = self._forward.results[0]
+        assert out is not None
+        self._out, self._dout = out, torch.empty_like(out)
+        self._backward = {key: record(partial(self._run_backward, key), pool) for key in keys}
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The layer's output for other values of the sample's tensors. Raises ValueError."""
+        if not torch.is_grad_enabled():
+            out: torch.Tensor = self.layer(*inputs)
+            return out
+        facts = [(t.shape, t.dtype, t.device, t.requires_grad) for t in inputs]
+        if facts != self._facts:
+            described = [f"{tuple(shape)} {dtype} requires_grad={grad}" for shape, dtype, _, grad in self._facts]
+            raise ValueError(
+                f"inputs must be as those that were captured, {'; '.join(described)}; capture the layer again with these"
+            )
+        if self._addresses != self._addresses_now():
+            raise ValueError("a parameter of layer, or its main_grad, is another tensor now; capture the layer again")
+        for codes in self._codes:
+            codes.refresh()
+        replayed: torch.Tensor = _Replay.apply(self, *inputs, *self.parameters)  # type: ignore[no-untyped-call]
+        return replayed
+
+    def _addresses_now(self) -> list[int]:
+        found = [p.data_ptr() for p in self.parameters]
+        return found + [main.data_ptr() for p in self.parameters if (main := getattr(p, "main_grad", None)) is not None]
+
+    def _warm_up(self, keys: Sequence[bool]) -> None:
+        """Runs both passes, so that everything is compiled and loaded."""
+        with _on_a_side_stream(self._inputs[0]):
+            for _ in range(_WARM_UPS):
+                for key in keys:
+                    with torch.enable_grad():
+                        self._live = self.layer(*self._inputs)
+                    self._dout = torch.zeros_like(self._live)
+                    self._run_backward(key)
+
+    def _run_forward(self) -> Results:
+        with torch.enable_grad(), _pinned({codes.owner: codes.operands for codes in self._codes}):
+            self._live = self.layer(*self._inputs)
+        return (self._live.detach(),)
+
+    def _run_backward(self, overwrite: bool) -> Results:
+        """Gradients of inputs and parameters, None where there is none, from the last forward pass, which is kept."""
+        before = [getattr(p, "overwrite_main_grad", False) for p in self._mains]
+        wanted = [t for t in (*self._inputs, *self.parameters) if t.requires_grad]
+        for p in self._mains:
+            p.overwrite_main_grad = overwrite
+        try:
+            found = torch.autograd.grad(self._live, wanted, self._dout, retain_graph=True, allow_unused=True)
+        finally:
+            for p, value in zip(self._mains, before, strict=True):
+                p.overwrite_main_grad = value
+        given = iter(found)
+        return tuple(next(given) if t.requires_grad else None for t in (*self._inputs, *self.parameters))
+
+    def replay_forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        """(output, number of the call)."""
+        torch._foreach_copy_(self._inputs, list(inputs))
+        self._forward.replay()
+        self._calls += 1
+        return self._out.detach(), self._calls
+
+    def replay_backward(self, dout: torch.Tensor, call: int) -> Results:
+        """Gradients of inputs, copied, and of parameters, in the graph's memory."""
+        if call != self._calls:
+            raise RuntimeError(
+                "the layer was called again before this backward pass, in memory that both share; run a call's backward "
+                "pass before the next call, or capture the layer once for each call that is under way"
+            )
+        flags = {bool(getattr(p, "overwrite_main_grad", False)) for p in self._mains} or {False}
+        if len(flags) > 1:
+            raise RuntimeError("overwrite_main_grad differs from weight to weight; a graph takes one for all")
+        recorded = self._backward[flags.pop()]
+        count = len(self._inputs)
+        for p, gradient in zip(self.parameters, recorded.results[count:], strict=True):
+            _keep_gradient(p, gradient)
+        self._dout.copy_(dout)
+        recorded.replay()
+        for p in self._mains:
+            if hasattr(p, "grad_added_to_main_grad"):
+                p.grad_added_to_main_grad = True
+        of_inputs = [None if t is None else t.clone() for t in recorded.results[:count]]
+        return *of_inputs, *(None if t is None else t.detach() for t in recorded.results[count:])
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graphs: Graphed, *tensors: torch.Tensor) -> torch.Tensor:
+        out, ctx.call = graphs.replay_forward(tensors[: len(graphs._inputs)])
+        ctx.graphs = graphs
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.graphs.replay_backward(dout, ctx.call)
+
+
+def _keep_gradient(parameter: torch.Tensor, written: torch.Tensor | None) -> None:
+    """Autograd may have taken the graph's own memory for .grad, which a replay is about to write."""
+    if parameter.grad is not None and written is not None and parameter.grad.data_ptr() == written.data_ptr():
+        parameter.grad = parameter.grad.clone()
+
+
+@contextmanager
+def _pinned(operands: dict[WeightCodes, Any]) -> Iterator[None]:
+    """Codes of weights that are not made inside, but are these."""
+    for codes, made in operands.items():
+        codes.pinned = made
+    try:
+        yield
+    finally:
+        for codes in operands:
+            codes.pinned = None
+
+
+@contextmanager
+def _restored(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Tensors that have the values afterwards that they had before."""
+    kept = [t.clone() for t in tensors]
+    yield
+    for t, values in zip(tensors, kept, strict=True):
+        t.copy_(values)
+
+
+@contextmanager
+def _on_a_side_stream(like: torch.Tensor) -> Iterator[None]:
+    if not like.is_cuda:
+        yield
+        return
+    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        yield
+    here.wait_stream(side)
+
+
+def graphed(layer: nn.Module, *sample: torch.Tensor) -> Graphed:
+    """``layer`` with its forward and its backward pass in CUDA graphs: a call is two launches and no Python of a layer.
+
+    layer: `Experts`, `MoE`, `GroupedLinear`, or a module with such inside, whose forward takes tensors and returns one.
+    sample: tensors as every call will give them: shapes, dtypes, device, requires_grad. Ids, offsets and so the sizes of
+        groups may differ from call to call: they are read on the device. Fewer tokens: ids of no expert, -1.
+
+    A call has the bits of ``layer(*inputs)``. Codes of weights are made again at the first call after a change of one;
+    ``main_grad`` is added to, or overwritten where ``overwrite_main_grad`` is true at the backward pass. A
+    call's output is the graph's memory, which the next call writes, and its backward pass is to run before the next
+    call. Without autograd ``layer`` itself is called. Not for layers with ``ep``, ``delayed_wgrad`` or weights that are
+    DTensors. Raises ValueError.
+    """
+    for part in layer.modules():
+        if getattr(part, "ep", None) is not None or getattr(part, "delayed_wgrad", None) is not None:
+            raise ValueError(
+                f"layer has a {type(part).__name__} with ep or delayed_wgrad; a graph takes neither, give None"
+            )
+    if any(hasattr(p, "to_local") for p in layer.parameters()):
+        raise ValueError("layer has a parameter that is a DTensor, gathered anew at every call; call the layer itself")
+    if not sample or any(not t.is_cuda for t in (*sample, *layer.parameters())):
+        raise ValueError("sample is empty, or it or layer is not on a GPU; CUDA graphs are for tensors on one")
+    return Graphed(layer, sample)

@@ -1,0 +1,68 @@
+"""The part of the training layer's check that is about `padless.nn.graphed`: replays have the bits of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from padless.nn import Experts, graphed
+from padless.nn.graphs import Graphed
+from padless.verify.training.layer import CHECKED, PROBLEMS, Problem, draw, experts_of, step
+
+NAMES = ("w13", "w2")
+
+
+def check_graphed_layer(
+    device: str = "cuda", make: Callable[[Experts, Sequence[torch.Tensor]], Graphed] | None = None
+) -> str:
+    """Steps with other tokens, ids, sizes and gradients, then with other weights, then microbatches into main gradients.
+
+    make: makes graphs of a layer and a sample, None for `graphed`. Raises AssertionError.
+    """
+    problems = [draw(*PROBLEMS[0], seed).to(device) for seed in (3, 0, 1)]
+    for name in ("fp8", "bf16"):
+        eager, experts = (experts_of(problems[1], CHECKED[name]) for _ in range(2))
+        graph = _graphed(experts, problems[0], make)
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=1e-2) for layer in (eager, experts)]
+        for what in ("other tokens", "another weight"):
+            for problem in problems[1:]:
+                _require(f"{name}, {what}", step(problem, experts, graph), step(problem, eager))
+            for optimizer in optimizers:
+                optimizer.step()
+        _microbatches(name, problems, make)
+    return "steps of 2 recipes and microbatches into main gradients, bit for bit those of calls"
+
+
+def _graphed(
+    experts: Experts, problem: Problem, make: Callable[[Experts, Sequence[torch.Tensor]], Graphed] | None
+) -> Graphed:
+    x, prob, shared = (t.detach().clone().requires_grad_() for t in (problem.x, problem.prob, problem.shared))
+    sample = (x, problem.ids, prob, shared)
+    return graphed(experts, *sample) if make is None else make(experts, sample)
+
+
+def _microbatches(
+    name: str, problems: Sequence[Problem], make: Callable[[Experts, Sequence[torch.Tensor]], Graphed] | None
+) -> None:
+    """Two steps of three microbatches; the first of each overwrites."""
+    layers = [experts_of(problems[0], CHECKED[name]) for _ in range(2)]
+    for experts in layers:
+        for weight in (experts.w13, experts.w2):
+            weight.main_grad = torch.full(weight.shape, 3.0, device=weight.device)  # type: ignore[attr-defined]
+    eager, experts = layers
+    graph = _graphed(experts, problems[0], make)
+    for _ in range(2):
+        for i, problem in enumerate(problems):
+            for layer in layers:
+                layer.w13.overwrite_main_grad = layer.w2.overwrite_main_grad = i == 0  # type: ignore[attr-defined]
+            step(problem, experts, graph)
+            step(problem, eager)
+        found, want = ({n: getattr(layer, n).main_grad for n in NAMES} for layer in (experts, eager))
+        _require(f"{name}, main_grad", found, want)
+
+
+def _require(where: str, found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == want.keys(), f"{where}: {sorted(found)} and not {sorted(want)}"
+    for part, value in want.items():
+        assert torch.equal(found[part], value), f"{where}: {part} of graphs differs from the layer's"

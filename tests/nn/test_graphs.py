@@ -1,0 +1,219 @@
+"""`padless.nn.graphed`: the wiring on a CPU, where a replay does the work again; on a GPU, CUDA graphs themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from padless.nn import DelayedWgrad, Experts, MoE, graphed, graphs
+from padless.nn.graphs import Graphed, Recorded, Results
+from padless.verify.training import graphs as verified
+from support.training_layer import Layer, layer, module
+
+WEIGHTS = ("w13", "w2")
+
+
+def again(work: Callable[[], Results], pool: Any) -> Recorded:
+    """What a graph does: the work's results are tensors that a replay writes."""
+    results = work()
+
+    def replay() -> None:
+        with torch.no_grad():
+            for mine, its in zip(results, work(), strict=True):
+                if mine is not None and its is not None:
+                    mine.view(torch.uint8).copy_(its.view(torch.uint8))
+
+    return Recorded(replay, results)
+
+
+@pytest.fixture(autouse=True)
+def replays_do_the_work_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "record", again)
+
+
+def inputs(problem: Layer, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    p = problem.leaves(dtype)
+    return [p["x"], problem.index, p["prob"]]
+
+
+def step(call: Any, experts: Experts, problem: Layer) -> dict[str, torch.Tensor]:
+    """The output and all gradients of one call of ``call``, which is ``experts``; weights' gradients are taken away."""
+    given = inputs(problem)
+    experts.zero_grad()
+    out = call(*given)
+    out.backward(problem.dout.to(out.dtype))
+    found = {"out": out.detach().clone(), "x": given[0].grad, "prob": given[2].grad}
+    found |= {name: getattr(experts, name).grad for name in WEIGHTS}
+    return {name: t.clone() for name, t in found.items() if t is not None}
+
+
+def drawn(seed: int) -> Layer:
+    """Other tokens, gradients, and groups of other sizes."""
+    problem = layer(seed=seed)
+    return replace(problem, index=(problem.index + seed) % 8 - 1)
+
+
+def pair(recipe: str = "fp8") -> tuple[Experts, Experts, Graphed]:
+    """Two layers of the same weights, and graphs of the second."""
+    first, second = (module(layer(), recipe, dtype=torch.float32) for _ in range(2))
+    return first, second, Graphed(second, inputs(layer(seed=9)))
+
+
+def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+def test_steps_are_those_of_the_layer_with_other_ids_and_weights(recipe: str) -> None:
+    eager, experts, graph = pair(recipe)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, experts)]
+    for seed in range(3):
+        problem = drawn(seed)
+        same(step(graph, experts, problem), step(eager, eager, problem))
+        for optimizer in optimizers:
+            optimizer.step()
+    experts.w13.data.mul_(2)  # unseen, until it is said
+    with torch.no_grad():
+        eager.w13.mul_(2)
+    experts.forget_codes()
+    same(step(graph, experts, layer()), step(eager, eager, layer()))
+
+
+def test_codes_are_made_once_for_all_microbatches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, experts, graph = pair()
+    made: list[int] = []
+    real = graphs.weight_operands
+    monkeypatch.setattr(graphs, "weight_operands", lambda *a: (made.append(1), real(*a))[1])
+    optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
+    for _ in range(2):
+        for seed in range(3):
+            step(graph, experts, layer(seed=seed))
+        optimizer.step()
+    assert len(made) == 2 * len(WEIGHTS)
+
+
+def test_gradients_of_microbatches_are_added_up() -> None:
+    """Autograd may take a graph's own memory for .grad: the next replay is not to write there."""
+    eager, experts, graph = pair()
+    for call in (eager, graph):
+        for seed in range(3):
+            given, problem = inputs(layer(seed=seed)), layer(seed=seed)
+            call(*given).backward(problem.dout.float())
+    for name in WEIGHTS:
+        assert torch.equal(getattr(experts, name).grad, getattr(eager, name).grad), name
+
+
+@pytest.mark.parametrize("flagged", [False, True])
+def test_main_grad_is_stored_and_added_to_as_the_flag_says(flagged: bool) -> None:
+    layers = [module(layer(), "fp8", dtype=torch.float32) for _ in range(2)]
+    for experts in layers:
+        for name in WEIGHTS:
+            weight = getattr(experts, name)
+            weight.main_grad = torch.full(weight.shape, 3.0)
+            if flagged:
+                weight.grad_added_to_main_grad = False
+    eager, experts = layers
+    graph = Graphed(experts, inputs(layer(seed=9)))
+    assert bool((experts.w13.main_grad == 3).all()), "capturing has changed it"
+    for call, its in ((eager, eager), (graph, experts)):
+        for seed, overwrite in enumerate((True, False, False, True, False)):
+            for name in WEIGHTS:
+                getattr(its, name).overwrite_main_grad = overwrite
+            problem = layer(seed=seed)
+            call(*inputs(problem)).backward(problem.dout.float())
+    for name in WEIGHTS:
+        assert torch.equal(getattr(experts, name).main_grad, getattr(eager, name).main_grad), name
+        assert getattr(experts, name).overwrite_main_grad is False
+        assert (getattr(experts, name).grad is not None) == flagged
+        assert getattr(getattr(experts, name), "grad_added_to_main_grad", False) == flagged
+
+
+def test_a_layer_with_its_router_and_a_shared_expert() -> None:
+    torch.manual_seed(0)
+    first = MoE(64, 32, 6, 2, shared_intermediate=48, dtype=torch.bfloat16)
+    second = MoE(64, 32, 6, 2, shared_intermediate=48, dtype=torch.bfloat16)
+    second.load_state_dict(first.state_dict())
+    x = torch.randn(5, 7, 64).bfloat16()
+    graph = Graphed(second, [torch.zeros_like(x)])
+    for call in (first, graph):
+        call(x).square().sum().backward()
+    for (name, mine), its in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert torch.equal(mine.grad, its.grad), name
+
+
+def test_without_autograd_the_layer_itself_is_called() -> None:
+    eager, _, graph = pair()
+    problem = layer()
+    pending = graph(*inputs(problem))
+    with torch.no_grad():
+        assert torch.equal(graph(*inputs(layer(tokens=11))), eager(*inputs(layer(tokens=11))))
+    pending.sum().backward()
+
+
+def test_a_frozen_weight_has_no_gradient() -> None:
+    experts = module(layer(), "fp8", dtype=torch.float32)
+    experts.w2.requires_grad_(False)
+    graph = Graphed(experts, inputs(layer(seed=9)))
+    got = step(graph, experts, layer())
+    assert "w2" not in got
+    assert "w13" in got
+
+
+def test_what_would_be_wrong_is_refused() -> None:
+    _, experts, graph = pair()
+    first = graph(*inputs(layer()))
+    graph(*inputs(layer()))
+    with pytest.raises(RuntimeError, match="called again before this backward pass"):
+        first.sum().backward()
+    with pytest.raises(ValueError, match="inputs must be as those that were captured"):
+        graph(*inputs(layer(tokens=11)))
+    experts.w13.data = experts.w13.data.clone()
+    with pytest.raises(ValueError, match="a parameter of layer, or its main_grad, is another tensor"):
+        graph(*inputs(layer()))
+    with pytest.raises(ValueError, match="CUDA graphs are for tensors on one"):
+        graphed(experts, *inputs(layer()))
+    experts.delayed_wgrad = DelayedWgrad()
+    with pytest.raises(ValueError, match="layer has a Experts with ep or delayed_wgrad"):
+        graphed(experts, *inputs(layer()))
+
+
+# --- planted ---------------------------------------------------------------------------------------------
+
+
+def test_codes_that_are_not_made_again_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs._Codes, "refresh", lambda self: None)
+    with pytest.raises(AssertionError):
+        test_steps_are_those_of_the_layer_with_other_ids_and_weights("fp8")
+
+
+def test_gradients_in_the_graphs_memory_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_keep_gradient", lambda parameter, written: None)
+    with pytest.raises(AssertionError):
+        test_gradients_of_microbatches_are_added_up()
+
+
+# --- the GPU ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_check_of_verify_passes() -> None:
+    verified.check_graphed_layer("cpu", Graphed)
+
+
+def test_the_check_of_verify_finds_stale_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs._Codes, "refresh", lambda self: None)
+    with pytest.raises(AssertionError, match="another weight"):
+        verified.check_graphed_layer("cpu", Graphed)
+
+
+@pytest.mark.gpu
+def test_graphs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    verified.check_graphed_layer()
