@@ -262,18 +262,21 @@ class Emitter:
 
     def compute(self, views: str, value: str, modifiers: str = "") -> None:
         """The destination becomes ``value`` of the sources: a numpy function, or an expression of {0}, {1}, ... in which
-        {name} says whether that one of ``modifiers`` is there. ``views`` of destination and sources; * is the type's.
+        {m} is the mask and {name} says whether that one of ``modifiers`` is there. ``views`` of destination and sources:
+        * is the type's, u* the unsigned one of its width, 2* the one of twice its width.
         """
         names = modifiers.split()
-        self.only(*names)
-        to, *kinds = (self.view if view == "*" else view for view in views.split())
+        own = self.view if "*" in views else ""
+        known = {"*": own, "u*": f"u{own[1:]}", "2*": f"{own[:1]}{2 * int(own[1:] or 0)}" if own != "pred" else own}
+        to, *kinds = (known.get(view, view) for view in views.split())
         d, *operands = self.operands
         destination = self.destination(d, to)
         sources = [self.source(operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
         if "{" in value:
-            self.assign(destination, value.format(*sources, **{name: self.has(name) for name in names}))
+            flags: dict[str, Any] = {name: self.has(name) for name in names}
+            self.assign(destination, value.format(*sources, m=self.mask, **flags))
         else:
-            self.ufunc(value, destination, *sources)
+            self.ufunc(value, destination, *sources, dtype="" if to == kinds[0] else f"{destination}.dtype")
 
     def batched(self, function: str, destination: Any, *sources: Any) -> None:
         """This instruction is `destination = function(*sources)` on 32-bit registers as float32 rows: runs of the same

@@ -13,7 +13,6 @@ from padless.emulator.units.number_formats import Array
 _MODES = {"none": (0, 0), "32B": (1, 4), "64B": (3, 4), "128B": (7, 4), "128B_32B": (3, 5)}
 SPAN = {"none": 16, "32B": 32, "64B": 64, "128B": 128, "128B_32B": 128}  # bytes of a row that the pattern permutes
 PERIOD = {"none": 16, "32B": 256, "64B": 512, "128B": 1024, "128B_32B": 512}  # bytes after which it repeats
-CHUNK = {"none": 16, "32B": 16, "64B": 16, "128B": 16, "128B_32B": 32}  # bytes that stay together
 
 
 def swizzle(addresses: Array, mode: str) -> Array:
