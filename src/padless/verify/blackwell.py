@@ -102,8 +102,7 @@ def _judge_product(
 ) -> int:
     """``out`` is all of ``guarded``, or its transpose."""
     guarded.check(guarded.out.shape[0])
-    a, b = operands
-    product = values_of(a) @ values_of(b).t()
+    product = _product(*operands)
     expected = (product if alpha is None else product.float() * alpha).to(out.dtype)
     wrong = out.cpu() != expected
     if wrong.any():
@@ -128,3 +127,7 @@ def _operand(
     scale = (exponents + 7 << 3 if fmt == NVFP4 else exponents + 127).to(torch.uint8).view(fmt.scale_dtype)
     plain = BlockScaledTensor(data.view(fmt.data_dtype), scale, fmt)
     return in_layout(plain, draw.choice(("plain", "blocked")))
+
+
+def _product(a: BlockScaledTensor, b: BlockScaledTensor) -> torch.Tensor:
+    return values_of(a) @ values_of(b).t()
