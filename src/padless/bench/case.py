@@ -113,7 +113,8 @@ CASES: dict[str, Case] = {
         Case(
             "train",
             "A layer's training step, forward and backward, in padless' recipes against torch's bf16.",
-            ("full", *RUN, "repeats"),
+            ("full", "peers", *RUN, "repeats"),
+            peers=("torchao",),
             repeats=5,
         ),
         Case(
