@@ -272,7 +272,7 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_peers_are_chosen_by_name() -> None:
-    assert [peer.name for peer in find.find_peers()] == ["deepgemm", "tma_adaptive", "mslk", "torch"]
+    assert [peer.name for peer in find.find_peers()] == ["deepgemm", "tma_adaptive", "mslk", "torchao", "torch"]
     assert [peer.name for peer in find.find_peers(names=["torch", "mslk"])] == ["mslk", "torch"]
 
 

@@ -16,6 +16,7 @@ from padless.bench.cases import train
 from padless.bench.cases.train import contenders
 from padless.bench.cases.train.contenders import BF16, KEPT, Maker, Step, makers
 from padless.bench.cases.train.problem import TrainPoint, TrainProblem, make_problem
+from padless.bench.peers.torchao import TorchAo
 from padless.bench.results import ResultFile, failures, time_us
 from support.bench_records import StandInTimer
 
@@ -127,3 +128,24 @@ def test_the_grid() -> None:
     names = [maker.name for maker in makers(compiled=False, every_recipe=False)]
     assert names == [BF16, *contenders.USUAL, "padless fp8" + KEPT]
     assert [point.slots for point in quick] == [32768, 32768, 65536]
+
+
+def test_another_product_takes_the_place_of_torchs(problem: TrainProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same layer; never captured, since it waits; and wrong where its product is."""
+    peer = TorchAo(None)
+    assert not peer.available().usable
+    monkeypatch.setattr(peer, "product", lambda x, w, offs: contenders._torch_product(x, w, offs), raising=False)
+    maker = next(m for m in makers(compiled=False, every_recipe=False, peers=[peer]) if m.name == "torchao")
+    captured: list[Any] = []
+
+    def graphs(call: Any) -> Any:
+        captured.append(call)
+        return call
+
+    found = train.measure_train(problem, StandInTimer(), [maker], graphs)
+    assert (found["errors"], found["wrong"]) == ({}, {})
+    assert "torchao" in found["gpu"]
+    assert not captured
+    monkeypatch.setattr(peer, "product", lambda x, w, offs: contenders._torch_product(x, w.roll(1, 0), offs))
+    maker = next(m for m in makers(compiled=False, every_recipe=False, peers=[peer]) if m.name == "torchao")
+    assert set(train.measure_train(problem, StandInTimer(), [maker])["wrong"]) == {"torchao"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4
-from padless.nn import Experts, Recipe, experts_function
+from padless.nn import Experts, Recipe, experts_function, linear_function
 from padless.nn.products import Rows
 from padless.quantization.quantize import dequantize, quantize
 from support import fake_quant
@@ -222,6 +224,26 @@ def test_what_needs_no_gradient_gets_none(frozen: str, name: str) -> None:
     assert torch.equal(out, want["out"])
     for what, t in p.items():
         assert t.grad is None if what == frozen else torch.equal(t.grad, want[what]), what
+
+
+@pytest.mark.parametrize(("frozen", "features"), [("", {160, 288, 144}), ("w13", {160, 144}), ("w2", {160, 288})])
+def test_columns_are_made_for_weights_that_need_them(
+    frozen: str, features: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H 160 of dout or of x, 2 I of dZ, I of H: where columns are made by themselves."""
+    made, right = set(), linear_function.rows_and_columns
+
+    def seen(x: torch.Tensor, *rest: Any) -> Any:
+        made.add(x.shape[1])
+        return right(x, *rest)
+
+    monkeypatch.setattr(linear_function, "rows_and_columns", seen)
+    problem = layer(tokens=40)
+    experts = module(problem, EVERY_RECIPE["bf16 dgrad"])
+    for name in ("w13", "w2"):
+        getattr(experts, name).requires_grad_(name != frozen)
+    experts(problem.x.requires_grad_(), problem.index, problem.prob).sum().backward()
+    assert made == features
 
 
 @pytest.mark.parametrize("name", SOME)

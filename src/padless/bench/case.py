@@ -45,7 +45,7 @@ class Case:
 
     name: of the command, of the records' kind and of the result file. about: the command's help.
     options: of the command. grids: names that `grid` takes, of which ``default`` is that of a call from Python.
-    peers: names of libraries it is compared with; () none, None every known one. repeats: timed calls.
+    peers: names of libraries it is compared with; () none, None all that have a product. repeats: timed calls.
     compiles: whether the kernels of all points are compiled before the first is timed.
     figure: the picture's file name, "" for none. needs: a function of the module that raises ValueError where it
     cannot run.
@@ -119,7 +119,8 @@ CASES: dict[str, Case] = {
         Case(
             "train",
             "A layer's training step, forward and backward, in padless' recipes against torch's bf16.",
-            ("full", *RUN, "repeats"),
+            ("full", "peers", *RUN, "repeats"),
+            peers=("torchao",),
             repeats=5,
         ),
         Case(

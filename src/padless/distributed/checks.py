@@ -54,9 +54,7 @@ def check_capacity(capacity: int | str | None, backend: str, default: int) -> in
         return capacity
     if isinstance(capacity, int) and capacity >= 1:
         return capacity
-    raise ValueError(
-        f"capacity is {capacity!r}; allowed: a positive number of rows, None, and 'exact' but for 'symm'"
-    )
+    raise ValueError(f"capacity is {capacity!r}; allowed: a positive number of rows, None, and 'exact' but for 'symm'")
 
 
 def device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:

@@ -5,6 +5,7 @@ Each library lies in a sub-folder of one folder (`padless bench --peers DIR`, by
     deepgemm/       the folder that contains the package deep_gemm (DeepGEMM 2.x, its extension built)
     tma_adaptive/   the paper's published code; its package is called deep_gemm too and is loaded under another name
     mslk/           the folder that contains the package mslk
+    torchao/        the folder that contains the package torchao (its wheel, unpacked)
 
 What is installed in the environment is found without a folder. torch's own products are always there.
 """

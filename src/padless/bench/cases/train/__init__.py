@@ -5,6 +5,8 @@ the gradients of the tokens, the weights of the experts' sums and both weight ma
 
     torch bf16             index, torch._grouped_mm, silu * up * weight compiled by inductor, torch._grouped_mm, sum
                            compiled too; torch's own backward of all of it
+    torchao                the same around torchao's differentiable product in block-scaled FP8, where it and DeepGEMM
+                           are there; it waits for the GPU, so it is timed as called, with its waits
     padless <recipe>       padless.nn.Experts, the weights quantized anew in every step
     padless <recipe>, codes kept
                            the same in a later microbatch of a step, which finds the weights' codes
@@ -67,8 +69,8 @@ class Graphs:
 
 
 def _host_us(step: Step) -> float | None:
-    """Microseconds of Python of a step, None without a GPU."""
-    return host_us_per_call(step.call, calls=20) if step.device.type == "cuda" else None
+    """Microseconds of Python of a step, None without a GPU, and where the step waits for it."""
+    return host_us_per_call(step.call, calls=20) if step.device.type == "cuda" and not step.waits else None
 
 
 def _graphed_host_us(step: Step) -> float | None:
@@ -147,9 +149,9 @@ def measure_train(
     replays: dict[str, Call] = {}
     for step in right:
         try:
-            if step.is_whole:
+            if step.is_whole and not step.waits:
                 timed[f"forward: {step.name}"] = graphs(step.forward_alone)
-            replays[step.name] = graphs(step.call)
+            replays[step.name] = step.call if step.waits else graphs(step.call)
         except Exception as error:
             record["errors"][step.name] = f"in a CUDA graph: {describe(error)}"
     times = timer.gpu(replays | timed)
@@ -177,7 +179,8 @@ def start(session: Session) -> Callable[[Any], Record]:
 
     def measure(point: Any) -> Record:
         problem = make_problem(point, session.settings.seed, "cuda")
-        record = measure_train(problem, session.timer, makers(compiled=True, every_recipe=point.every_recipe), Graphs())
+        contenders = makers(compiled=True, every_recipe=point.every_recipe, peers=session.peers)
+        record = measure_train(problem, session.timer, contenders, Graphs())
         del problem
         torch.cuda.empty_cache()
         return record

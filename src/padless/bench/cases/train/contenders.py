@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +10,8 @@ import torch
 
 from padless.autograd import experts, weight_operands
 from padless.bench.cases.train.problem import TrainProblem
+from padless.bench.peers import Peer
+from padless.bench.peers.torchao import TorchAo
 from padless.nn import RECIPES, Experts, Recipe, graphed
 from padless.testing.timing import Call
 
@@ -49,6 +51,7 @@ class Step:
         self.problem, self.device = problem, problem.x.device
         self._layer, self._forget = layer, forget
         self._dout = problem.dout
+        self.waits = False
         self.graphed: Callable[[], Step] | None = None  # makes the same step out of CUDA graphs
         self._leaves = {
             "x": problem.x.detach().clone().requires_grad_(),
@@ -125,11 +128,16 @@ class Maker:
     make: Callable[[TrainProblem], Step]
 
 
-def makers(*, compiled: bool, every_recipe: bool) -> list[Maker]:
-    """torch's step, compiled or not, and padless' by `MEASURED`, or by the `USUAL` ones of them."""
+def makers(*, compiled: bool, every_recipe: bool, peers: Sequence[Peer] = ()) -> list[Maker]:
+    """torch's step, compiled or not, torchao's where it is there, and padless' by `MEASURED`, or by its `USUAL` ones."""
     names = [*(MEASURED if every_recipe else USUAL), *(name + KEPT for name in _KEPT_CODES)]
     own = [Maker(name, partial(padless_step, name=name, recipe=MEASURED[name.removesuffix(KEPT)])) for name in names]
-    return [Maker(BF16, partial(torch_step, compiled=compiled)), *own]
+    others = [
+        Maker(peer.name, partial(torch_step, compiled=compiled, name=peer.name, product=peer.product, waits=True))
+        for peer in peers
+        if isinstance(peer, TorchAo)
+    ]
+    return [Maker(BF16, partial(torch_step, compiled=compiled)), *others, *own]
 
 
 # --- torch -----------------------------------------------------------------------------------------------
@@ -144,8 +152,21 @@ def _summed(y: torch.Tensor, inverse: torch.Tensor, top_k: int) -> torch.Tensor:
     return y[inverse].view(-1, top_k, y.shape[1]).float().sum(dim=1).to(torch.bfloat16)
 
 
-def torch_step(problem: TrainProblem, *, compiled: bool) -> Step:
-    """torch's grouped products of bfloat16 under its own autograd. compiled: what is between them, by torch.compile."""
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _torch_product(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return torch._grouped_mm(x, w.transpose(-2, -1), offs=offs)
+
+
+def torch_step(
+    problem: TrainProblem, *, compiled: bool, name: str = BF16, product: Product = _torch_product, waits: bool = False
+) -> Step:
+    """A layer around grouped products under torch's autograd; what is between them is bfloat16.
+
+    compiled: that, by torch.compile. product: of x (M, K), w (G, N, K) and end rows, torch's in bfloat16 or another one.
+    waits: whether it waits for the GPU, and so cannot be captured.
+    """
     p = problem.point
     w13, w2 = (w.detach().requires_grad_() for w in (problem.w13, problem.w2))
     torch._dynamo.reset()  # another point is compiled for its own sizes
@@ -161,26 +182,26 @@ def torch_step(problem: TrainProblem, *, compiled: bool) -> Step:
         inverse[order] = torch.arange(order.shape[0], device=order.device)
         sizes = torch.histc(flat.float(), bins=p.experts, min=0, max=p.experts - 1)
         offs = sizes.cumsum(0).to(torch.int32)
-        z = torch._grouped_mm(x[order // p.top_k], w13.transpose(-2, -1), offs=offs)
-        h = activated(z, prob.reshape(-1)[order])
-        y = torch._grouped_mm(h, w2.transpose(-2, -1), offs=offs)
-        return summed(y, inverse, p.top_k)
+        h = activated(product(x[order // p.top_k], w13, offs), prob.reshape(-1)[order])
+        return summed(product(h, w2, offs), inverse, p.top_k)
 
-    return Step(BF16, problem, layer, {"w13": w13, "w2": w2})
+    step = Step(name, problem, layer, {"w13": w13, "w2": w2})
+    step.waits = waits
+    return step
 
 
 # --- products alone --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductCall:
     """A product of rows and weights. flops: of the rows in groups."""
 
     call: Call
     flops: int
 
 
-def products(problem: TrainProblem) -> dict[str, Product]:
+def products(problem: TrainProblem) -> dict[str, ProductCall]:
     """FP8 products of the forward pass and of the input's gradient, by the weight: the same sums, K and N exchanged."""
     from padless.formats import FP8_BLOCK
     from padless.moe.routing import route
@@ -191,7 +212,7 @@ def products(problem: TrainProblem) -> dict[str, Product]:
     p = problem.point
     offs = route(problem.ids, p.experts).offs
     generator = torch.Generator(problem.x.device).manual_seed(p.slots)
-    found: dict[str, Product] = {}
+    found: dict[str, ProductCall] = {}
     for name, w in (("13", problem.w13), ("2", problem.w2)):
         for kind, weight in zip(("forward", "dgrad"), quantize_weight_both(w), strict=True):
             n, k = weight.shape[1:]
@@ -199,5 +220,5 @@ def products(problem: TrainProblem) -> dict[str, Product]:
             a = quantize(rows, FP8_BLOCK)
             out = torch.empty((p.slots, n), dtype=torch.bfloat16, device=problem.x.device)
             call = partial(grouped_gemm, a, weight, offs, out=out)
-            found[f"{kind} {name}"] = Product(call, 2 * p.slots * n * k)
+            found[f"{kind} {name}"] = ProductCall(call, 2 * p.slots * n * k)
     return found
