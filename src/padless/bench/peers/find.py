@@ -16,7 +16,10 @@ DEFAULT_FOLDER = Path(".peers")
 
 
 def find_peers(folder: str | Path | None = None, names: Sequence[str] | None = None) -> list[Peer]:
-    """Every peer that has a product, or those named; `folder` as `padless.bench.peers` describes (None: ./.peers if it exists)."""
+    """Every peer that has a product, or those named.
+
+    folder: as `padless.bench.peers` describes; None is ./.peers if it exists.
+    """
     where = resolve_folder(folder)
     known: list[Peer] = [DeepGemm(where), TmaAdaptive(where), Mslk(where), TorchAo(where), TorchOps()]
     if names is None:
