@@ -16,8 +16,7 @@ from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
 from padless.emulator.state.warp import Cta
 from padless.emulator.units import tma
-
-Array = np.ndarray[Any, Any]
+from padless.emulator.units.number_formats import Array
 
 
 def cells_of(addresses: Array, granule: int, shift: int) -> Any:

@@ -20,8 +20,8 @@ from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
 from padless.emulator.state.warp import Warp
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 BYTES = 16
 FAILED, CANCELLED = 0x30434C43, 0x31434C43
 AXES = ("x", "y", "z")

@@ -13,8 +13,8 @@ from padless.emulator.ptx.ast import Not, Operand, Pair, Sink
 from padless.emulator.state.site import Site, lanes_of
 from padless.emulator.state.warp import Fragment, Wait, Warp
 from padless.emulator.state.warp_sync import gather_members
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 LANE = np.arange(32)
 
 

@@ -28,8 +28,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from padless.emulator.order.reports import Collector
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 PLANES = 5
 BASE, PROXY, READS, BEFORE, TENSOR = range(PLANES)  # all but the last travel
 IN_FLIGHT = 0xFFFFFFFF

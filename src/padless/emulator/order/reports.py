@@ -136,17 +136,7 @@ class Collector:
             return
         self.seen.add(identity)
         self.counts[kind] += 1
-        self.reports.append(
-            Report(
-                kind,
-                message,
-                instruction.line if instruction else 0,
-                str(instruction.source) if instruction and instruction.source else "",
-                warp.cta.index if warp is not None else (-1, -1, -1),
-                warp.index if warp is not None else -1,
-                lane,
-                self.seed,
-                shorten(instruction),
-                place(other),
-            )
-        )
+        line, source = (instruction.line, instruction.source) if instruction else (0, None)
+        cta, index = (warp.cta.index, warp.index) if warp is not None else ((-1, -1, -1), -1)
+        where = line, str(source or ""), cta, index, lane, self.seed
+        self.reports.append(Report(kind, message, *where, shorten(instruction), place(other)))

@@ -14,8 +14,8 @@ from padless.emulator.state.launch import Launch
 from padless.emulator.state.program import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block, Program
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Fragment, Token
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 QUANTUM = 400  # warp-instructions before a loop gives way, at most
 
 

@@ -10,8 +10,8 @@ from padless.emulator.order.race import BEFORE, CLUSTER, CTA, TENSOR, merge, rea
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cta, Fragment, Wait, Warp
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 TX_LIMIT = (1 << 20) - 1
 
 

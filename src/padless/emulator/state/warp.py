@@ -13,8 +13,7 @@ from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.launch import Launch
 from padless.emulator.state.memory import SharedMemory
 from padless.emulator.state.spaces import STORAGE, VIEWS
-
-Array = np.ndarray[Any, Any]
+from padless.emulator.units.number_formats import Array
 
 
 class Wait:
