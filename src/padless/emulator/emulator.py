@@ -11,7 +11,8 @@ import numpy as np
 
 from padless.emulator import instructions as instructions  # fills the table of instructions
 from padless.emulator.errors import LaunchError
-from padless.emulator.order.reports import KINDS, TOLERATED, Report
+from padless.emulator.order.reports import KINDS, Report
+from padless.emulator.order.tolerated import TOLERATED
 from padless.emulator.prepare.program import prepare
 from padless.emulator.ptx.ast import Module
 from padless.emulator.ptx.parser import parse

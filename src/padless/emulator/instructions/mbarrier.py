@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.instructions.operands import SharedOperand, scope_of
-from padless.emulator.order.race import CLUSTER, CTA, STRONG, merge, pack
+from padless.emulator.order.memory_order import CLUSTER, CTA
+from padless.emulator.order.race import STRONG, merge, pack
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Address, Sink

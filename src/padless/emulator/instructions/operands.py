@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from padless.emulator.order.race import CLUSTER, CTA, GPU
+from padless.emulator.order.memory_order import CLUSTER, CTA, GPU
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Address, Operand, Register
 from padless.emulator.state.site import Site

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.order.race import BEFORE, CLUSTER, CTA, TENSOR, merge, reads_of
+from padless.emulator.order.memory_order import CLUSTER, CTA, reads_of
+from padless.emulator.order.race import BEFORE, TENSOR, merge
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cta, Fragment, Wait, Warp

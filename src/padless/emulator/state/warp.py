@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.order.grid_dependency import GridDependency
-from padless.emulator.order.race import Clocks, Shadow
+from padless.emulator.order.memory_order import OrderedClocks
+from padless.emulator.order.race import Shadow
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.launch import Launch
 from padless.emulator.state.memory import SharedMemory
@@ -315,10 +316,10 @@ class Cluster:
         base = launch.cluster_position(index)
         count = size[0] * size[1] * size[2]
         threads = launch.block[0] * launch.block[1] * launch.block[2]
-        self.clocks: Any = None  # Clocks, with checks
+        self.clocks: Any = None  # OrderedClocks, with checks
         self.grids: GridDependency | None = None
         if launch.checks:
-            clocks = self.clocks = Clocks(count * 32 * -(-threads // 32))
+            clocks = self.clocks = OrderedClocks(count * 32 * -(-threads // 32))
             if launch.programmatic:
                 self.grids = GridDependency(clocks)
         # The cluster barrier: lanes of each warp that have arrived, their clock, who waits, and warps that have arrived
