@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from padless.emulator.order.race import BASE, CLUSTER, CTA, GPU, merge
+from padless.emulator.order.memory_order import CLUSTER, CTA, GPU
+from padless.emulator.order.race import BASE, merge
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cluster, Warp
