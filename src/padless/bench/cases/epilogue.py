@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from padless.bench.group_sizes import Point, group_sizes
+from padless.bench.measure import gpu_times
 from padless.bench.problem import GroupedProblem, make_grouped
 from padless.bench.report import table
 from padless.bench.results import Record, ratios
 from padless.bench.session import Session
 from padless.formats import FP8_BLOCK
-from padless.testing import machine
 from padless.testing.timing import Call, Timer
 
 GEMM = "gemm bf16"
@@ -117,8 +117,7 @@ def measure(problem: GroupedProblem, timer: Timer, backend: str | None = None) -
         if record["equality"]["wrong_codes"] > _MOST_WRONG_CODES * record["equality"]["codes"]:
             record["wrong"]["fused rows"] = f"differs from quantize: {record['equality']}"
             del usable["fused rows"]
-    record["gpu"] = {name: timing.as_dict() for name, timing in timer.gpu(usable).items()}
-    return record
+    return record | gpu_times(usable, timer)
 
 
 def start(session: Session) -> Callable[[Point], Record]:
@@ -127,7 +126,7 @@ def start(session: Session) -> Callable[[Point], Record]:
 
     def one(point: Point) -> Record:
         problem = make_grouped(point, group_sizes(point, seed), seed, "cuda")
-        return measure(problem, session.timer) | {"clocks": machine.clocks()}
+        return measure(problem, session.timer)
 
     return one
 
