@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
 from padless.bench.measure import gpu_times
 from padless.bench.peers import Contender
-from padless.bench.report.table import Records, Sessions, Table, axes, by_point, labels, table_of, time
+from padless.bench.report.table import Records, Sessions, Table, labels, time_tables
 from padless.bench.results import Record, ratios, time_us
 from padless.bench.session import Session
 from padless.formats import BlockScaledTensor
@@ -306,11 +306,7 @@ def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table |
     """Times of every point, as many contenders a table as the width allows; a summary for each case; what is missing."""
     names = contenders_of(records)
     per_table = max(2, (width - _AXES_WIDTH) // (_NAME_WIDTH + 2))
-    shown: list[Table | str] = []
-    for first in range(0, len(names), per_table):
-        part = [time(name, _heading(name), width=_NAME_WIDTH) for name in names[first : first + per_table]]
-        shown.append(table_of("GPU time (us)", [*axes(*_AXES), *part], by_point(records), 2))
-    shown.append(_summary(records, names))
+    shown = [*time_tables(records, names, _AXES, per_table, _heading, 2, _NAME_WIDTH), _summary(records, names)]
     missing = list(dict.fromkeys(name for record in records for name in record["missing"]))
     return [*shown, f"no kernel on this GPU for: {', '.join(missing)}"] if missing else shown
 

@@ -88,10 +88,7 @@ def _point_tables(records: table.Records, baseline: str, width: int) -> list[tab
     shown = [table.table_of("Points, valid rows", columns, table.by_point(records))]
     names = sorted({name for record in records for name in record["gpu"]}, key=_column_order)
     per_table = max(2, (width - _AXES_WIDTH) // _TIME_WIDTH)
-    for first in range(0, len(names), per_table):
-        part = [table.time(name, name.replace("_", " ")) for name in names[first : first + per_table]]
-        shown.append(table.table_of("GPU time (us)", [*table.axes(*AXES), *part], table.by_point(records)))
-    return shown
+    return shown + table.time_tables(records, names, AXES, per_table, lambda name: name.replace("_", " "))
 
 
 def _column_order(name: str) -> tuple[int, str]:
