@@ -32,7 +32,7 @@ from padless.verify.emulator import tensor_core
 from padless.verify.fp8_block import CHECKS
 from padless.verify.moe import PASSES, check_layer
 from padless.verify.rehearsals import rehearsals_of
-from padless.verify.training import layer as training
+from padless.verify.training.layer import check_training_layer
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Command lines of small launches: the first kernel's, the other routes', weight gradients'.
@@ -66,7 +66,7 @@ _HOPPERS: dict[str, Check] = {
     "weight gradients": wgrad.check_wgrad,
     "bf16 weight gradients": bf16_wgrad.check_bf16_wgrad,
     "bf16 products": bf16_forward.check_bf16_products,
-    "training layer": training.check_training_layer,
+    "training layer": check_training_layer,
 }
 _BLACKWELLS: dict[str, Check] = {
     "dense MXFP8": blackwell.check_dense_mxfp8,
