@@ -294,7 +294,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
 def _by_weights(records: table.Records) -> table.Table:
     """By groups and megabytes of weight codes of a call: padless's time, what ordinary launches cost a call, ratios."""
     columns = [
-        table.Column("groups", text=lambda part: str(part[0]["point"]["groups"])),
+        *table.axes("groups"),
         table.Column("MB", text=lambda part: f"{_weight_mb(part[0]):.0f}"),
         table.POINTS,
         table.time(PADLESS, "padless\nus"),
