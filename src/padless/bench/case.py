@@ -4,7 +4,8 @@ What a benchmark does is its module `padless.bench.cases.<name>`, which is impor
 nothing, so that the command line can name them all at once. Such a module has
 
     grid(name, seed)                   the points of a named grid: dataclasses
-    start(session)                     the function that measures a point; called once a run, before the first point
+    measure_at(session, point)         the record of a point
+    start(session)                     in its place where a run makes something once: the function that measures a point
     tables(records, sessions, width)   tables of records, and sentences between them, for a terminal of so many columns
     draw(records, path)                where its Case has a figure: the picture's Path, None where nothing can be drawn
     facts()                            where it has some: further fields of a run's session record

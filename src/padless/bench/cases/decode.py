@@ -4,7 +4,7 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from padless.bench.group_sizes import DecodePoint, decode_grid
@@ -24,15 +24,10 @@ def grid(name: str, seed: int) -> list[DecodePoint]:
     return decode_grid(quick=name == "quick")
 
 
-def start(session: Session) -> Callable[[DecodePoint], Record]:
+def measure_at(session: Session, point: DecodePoint) -> Record:
     """padless, peers, the copy and the read."""
-
-    def measure(decode: DecodePoint) -> Record:
-        problem = make_decode(decode, session.settings.seed, "cuda")
-        record = measure_decode(problem, session.peers, session.timer)
-        return record | {"floor_us": session.floor_us(record["flops"], record["bytes"])}
-
-    return measure
+    problem = make_decode(point, session.settings.seed, "cuda")
+    return session.with_floor(measure_decode(problem, session.peers, session.timer))
 
 
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:

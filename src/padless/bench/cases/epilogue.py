@@ -17,14 +17,14 @@ float32 GEMM: scales and codes that differ are counted, and more than one code i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from padless.bench.group_sizes import Point, group_sizes
+from padless.bench.group_sizes import Point
 from padless.bench.measure import gpu_times
-from padless.bench.problem import GroupedProblem, make_grouped
+from padless.bench.problem import GroupedProblem
 from padless.bench.report import table
 from padless.bench.results import Record, ratios
 from padless.bench.session import Session
@@ -120,15 +120,9 @@ def measure(problem: GroupedProblem, timer: Timer, backend: str | None = None) -
     return record | gpu_times(usable, timer)
 
 
-def start(session: Session) -> Callable[[Point], Record]:
+def measure_at(session: Session, point: Point) -> Record:
     """Every contender at a point."""
-    seed = session.settings.seed
-
-    def one(point: Point) -> Record:
-        problem = make_grouped(point, group_sizes(point, seed), seed, "cuda")
-        return measure(problem, session.timer)
-
-    return one
+    return measure(session.grouped(point), session.timer)
 
 
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:

@@ -6,7 +6,7 @@ contender must move at least is its own quantised operands and the bf16 result: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from padless.bench.results import Record, ratios, time_us
 from padless.bench.session import Session
 from padless.formats import BlockScaledTensor
 from padless.kernels.table import PLAIN_ROUTES, ROUTES, Route, kernels_arch
+from padless.runtime.driver import cuda_driver
 from padless.testing.judge import SampledReference, check, describe, float64_rows, outside
 from padless.testing.operands import BF16, Operands, make_operands
 from padless.testing.timing import Timer, geomean
@@ -264,17 +265,10 @@ def measure_formats(
     }
 
 
-def start(session: Session) -> Callable[[FormatsPoint], Record]:
+def measure_at(session: Session, point: FormatsPoint) -> Record:
     """Every pair of formats at a point."""
-    from padless.runtime.driver import cuda_driver
-
-    arch = cuda_driver().arch
-
-    def measure(point: FormatsPoint) -> Record:
-        copy = session.ceilings.copy_bytes_per_s
-        return measure_formats(point, session.settings.seed, session.timer, copy, arch)
-
-    return measure
+    copy = session.ceilings.copy_bytes_per_s
+    return measure_formats(point, session.settings.seed, session.timer, copy, cuda_driver().arch)
 
 
 # ------------------------------------------------------------------------------------------------- report

@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from padless.bench.group_sizes import Point, balanced_grid, full_grid, group_sizes, quick_grid
+from padless.bench.group_sizes import Point, balanced_grid, full_grid, quick_grid
 from padless.bench.measure import measure_grouped
-from padless.bench.problem import make_grouped
 from padless.bench.report import table
 from padless.bench.report.bounds import UNITS, bounds_tables
 from padless.bench.results import AXES, Record, accelerations, baseline_of, correlation_table, memory_savings
@@ -31,16 +30,9 @@ def grid(name: str, seed: int) -> list[Point]:
     return GRIDS[name]()
 
 
-def start(session: Session) -> Callable[[Point], Record]:
+def measure_at(session: Session, point: Point) -> Record:
     """padless, padding + the same GEMM, and peers."""
-    seed = session.settings.seed
-
-    def measure(point: Point) -> Record:
-        problem = make_grouped(point, group_sizes(point, seed), seed, "cuda")
-        record = measure_grouped(problem, session.peers, session.timer)
-        return record | {"floor_us": session.floor_us(point.flops, point.bytes)}
-
-    return measure
+    return session.with_floor(measure_grouped(session.grouped(point), session.peers, session.timer))
 
 
 def draw(records: table.Records, path: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,15 +30,11 @@ def grid(name: str, seed: int) -> list[Point]:
     return [Point(m, k, k, _PADDED_GROUPS) for m, k in shapes]
 
 
-def start(session: Session) -> Callable[[Point], Record]:
+def measure_at(session: Session, point: Point) -> Record:
     """Every kernel at a size."""
-
-    def measure(point: Point) -> Record:
-        calls, moved = memory_bound_calls(point, session.settings.seed)
-        rate = {"bytes": moved, "copy_gb_per_s": session.ceilings.copy_bytes_per_s / 1e9}
-        return rate | gpu_times(calls, session.timer)
-
-    return measure
+    calls, moved = memory_bound_calls(point, session.settings.seed)
+    rate = {"bytes": moved, "copy_gb_per_s": session.ceilings.copy_bytes_per_s / 1e9}
+    return rate | gpu_times(calls, session.timer)
 
 
 def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table]:
