@@ -89,16 +89,8 @@ def gemm_reference(
     """out[m, n] = sum over k of a[m, k] * b[n, k]; a: (M, K) activations, b: (N, K) weights; (M, N)."""
     if b.data.dim() != 2:
         raise ValueError(f"b must be (N, K), got shape {tuple(b.shape)}")
-    out = _prepare_out(a, b, out, out_dtype, accumulate)
-    if a.shape[0] > 0:
-        acc = _multiply(
-            (a.data, plain_scale(a), a.format),
-            (b.data, plain_scale(b), b.format),
-            (_of_group(a.global_scale, 0), _of_group(b.global_scale, 0)),
-            accumulate,
-        )
-        out.copy_(round_to(acc, out.dtype))
-    return out
+    one_group = BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale, b.scale_layout)
+    return grouped_gemm_reference(a, one_group, torch.tensor([a.shape[0]]), out, out_dtype, accumulate)
 
 
 def _prepare_out(

@@ -65,6 +65,24 @@ class Operands:
         check_operands("grouped_gemm", self.a, self.b, self.offs)
 
 
+# Epilogue, formats of a and b, and (G, N, K) of b's codes.
+Kind = tuple[Epilogue, tuple[BlockScaledFormat, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A call in padless's words, checked: tensors holds the epilogue's operands, and outputs where buffers are given."""
+
+    operands: Operands
+    epilogue: Epilogue
+    tensors: EpilogueTensors
+
+    @property
+    def kind(self) -> Kind:
+        """The key that executions have in common with the samples."""
+        return self.epilogue, self.operands.formats, tuple(self.operands.b.data.shape)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Inputs:
     """The arguments that both calls and the class of cuDNN have, in their words; see grouped_gemm_quant."""

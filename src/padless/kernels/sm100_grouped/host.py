@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 
 from padless.formats import FP8_BLOCK, MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
-from padless.kernels.config import MAX_GROUPS, room_for_groups
+from padless.kernels.config import room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.padded_fp4 import has_padded_b, padded_fp4, spreadable
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, select_grouped_config
-from padless.layouts import to_blocked
+from padless.layouts import tiled_scale
 from padless.runtime import tensor_map
 from padless.runtime.driver import Driver, LaunchShape
 from padless.runtime.tensor_map import TensorMapSpec
@@ -112,10 +112,6 @@ def check_operands(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
             f"a has format {a.format.name} and b {b.format.name}; they must have one element size, but for MXFP4 "
             "weights beside MXFP8 activations"
         )
-    if b.data.dim() != 3 or b.data.shape[0] > MAX_GROUPS:
-        raise ValueError(f"b must be (G, N, K) of at most {MAX_GROUPS} groups, got {tuple(b.data.shape)}")
-    if a.data.shape[-1] % 16 != 0:
-        raise ValueError(f"K is {a.logical_shape[-1]}; its {a.data.shape[-1]} bytes must be a multiple of 16")
     for name, t in (("a", a), ("b", b)):
         count = 1 if t.global_scale is None else t.global_scale.numel()
         if count not in (1, b.data.shape[0]):
@@ -142,13 +138,12 @@ def readable(
 
 def _readable(t: BlockScaledTensor) -> BlockScaledTensor:
     """``t`` with scales that the kernel can read: plain ones in words of 4, 32x4x4 tiles in pieces of 16 bytes."""
-    scale, layout = t.scale, t.scale_layout
     if t.format == FP8_BLOCK:
         return t
-    if layout == "plain" and t.scale_columns % 4 != 0:
-        scale, layout = to_blocked(scale), "blocked"
-    if scale.data_ptr() % 16 != 0:
-        scale = scale.clone()
+    if t.scale_layout == "plain" and t.scale_columns % 4 == 0:
+        scale, layout = t.scale.clone() if t.scale.data_ptr() % 16 != 0 else t.scale, "plain"
+    else:
+        scale, layout = tiled_scale(t), "blocked" if t.scale_layout == "plain" else t.scale_layout
     return t if scale is t.scale else BlockScaledTensor(t.data, scale, t.format, t.global_scale, layout)
 
 
