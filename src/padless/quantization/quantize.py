@@ -27,6 +27,7 @@ from padless.formats import (
 )
 from padless.gradients import refuse_gradients
 from padless.quantization import rules as quantize_rules
+from padless.row_groups import is_integers
 from padless.runtime.devices import on_device_of
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -277,12 +278,7 @@ def _check_options(
             raise ValueError(f"offs must be None for kind={kind!r}: only activations have groups of rows")
         if format != NVFP4 and scale_layout != "blocked_groups":
             raise ValueError(f"offs must be None for {format.name} with scale_layout {scale_layout!r}")
-        if (
-            not isinstance(offs, torch.Tensor)
-            or offs.dtype not in (torch.int32, torch.int64)
-            or offs.dim() != 1
-            or not len(offs)
-        ):
+        if not is_integers(offs) or not len(offs):
             raise ValueError(
                 "offs must be a 1-D int32 or int64 tensor of at least one end offset (padless.group_offsets)"
             )
@@ -292,12 +288,7 @@ def _check_options(
 def _check_rows(
     rows: object, x: torch.Tensor, format: BlockScaledFormat, kind: str, global_scale: torch.Tensor | float | None
 ) -> None:
-    if (
-        not isinstance(rows, torch.Tensor)
-        or rows.dtype not in (torch.int32, torch.int64)
-        or rows.dim() != 1
-        or rows.device != x.device
-    ):
+    if not is_integers(rows) or rows.device != x.device:
         got = f"{tuple(rows.shape)} {rows.dtype} on {rows.device}" if isinstance(rows, torch.Tensor) else rows
         raise ValueError(f"rows must be 1-D int32 or int64 on {x.device}, got {got}")
     if kind != "activation":

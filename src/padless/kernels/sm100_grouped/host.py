@@ -54,14 +54,8 @@ def prepare(
     tiles = most_tiles(m, n, num_groups, config.tile_m, config.cluster_n)
 
     counter = tile_counter(config, device, out.data_ptr())
-    problem = problem_bytes(
-        operand_bytes(driver, a, b, out, alpha, config),
-        0,
-        0,
-        0 if offs is None else offs.data_ptr(),
-        num_groups,
-        counter,
-    )
+    operands = operand_bytes(driver, a, b, out, alpha, config)
+    problem = problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
     optional = (a.global_scale, b.global_scale, alpha, offs)
     tensors = [a.data, a.scale, b.data, b.scale, out, *(t for t in optional if t is not None), *copies]
     shape = launch_shape(driver, device, config, tiles, kernel.num_threads)
