@@ -88,33 +88,18 @@ def quantize(
         if not on_gpu:
             x, rows = x[rows.to(torch.int64).clamp(0, max(x.shape[0] - 1, 0))], None
     with on_device_of(x):
-        return _quantize(x, format, kind, scale_major, scale_rule, scale_layout, global_scale, offs, rows, on_gpu)
+        if format == FP8_BLOCK:
+            return _quantize_fp8_block(x, kind, scale_major, rows, on_gpu)
+        decode, factors = None, None
+        if format == NVFP4:
+            decode, factors = _nvfp4_global(x, scale_rule, global_scale, offs, on_gpu)
+        if on_gpu:
+            from padless.quantization.triton import row_blocks as quantize_triton_rows
 
-
-def _quantize(
-    x: torch.Tensor,
-    format: BlockScaledFormat,
-    kind: str,
-    scale_major: str,
-    scale_rule: str,
-    scale_layout: str,
-    global_scale: torch.Tensor | float | None,
-    offs: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    on_gpu: bool,
-) -> BlockScaledTensor:
-    if format == FP8_BLOCK:
-        return _quantize_fp8_block(x, kind, scale_major, rows, on_gpu)
-    decode, factors = None, None
-    if format == NVFP4:
-        decode, factors = _nvfp4_global(x, scale_rule, global_scale, offs, on_gpu)
-    if on_gpu:
-        from padless.quantization.triton import row_blocks as quantize_triton_rows
-
-        data, scale = quantize_triton_rows.row_blocks(x, format, scale_rule, scale_layout, offs, factors, rows)
-    else:
-        data, scale = _row_blocks_torch(x, format, scale_rule, scale_layout, offs, factors)
-    return BlockScaledTensor(data, scale, format, decode, scale_layout, offs)
+            data, scale = quantize_triton_rows.row_blocks(x, format, scale_rule, scale_layout, offs, factors, rows)
+        else:
+            data, scale = _row_blocks_torch(x, format, scale_rule, scale_layout, offs, factors)
+        return BlockScaledTensor(data, scale, format, decode, scale_layout, offs)
 
 
 def dequantize(
