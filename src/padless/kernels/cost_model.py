@@ -233,16 +233,13 @@ def _is_sensible(cost: TileCost) -> bool:
 
 def store_tuned(gpu: str, date: str, tables: Mapping[str, Mapping[Tile, TileCost]]) -> Path:
     """Stores tables by kernel beside those of other kernels that are there; returns the file. Raises OSError."""
+    path = tuned_file(gpu)
+    every = {name: table.costs for name, table in read_tuned(gpu).items()} | dict(tables)
     rows = {
         name: [{"tile": asdict(tile), "cost": asdict(cost)} for tile, cost in costs.items()]
-        for name, costs in tables.items()
-    }
-    path = tuned_file(gpu)
-    kept = {
-        name: [{"tile": asdict(tile), "cost": asdict(cost)} for tile, cost in table.costs.items()]
-        for name, table in read_tuned(gpu).items()
+        for name, costs in every.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"gpu": gpu, "date": date, "kernels": kept | rows}
+    content = {"gpu": gpu, "date": date, "kernels": rows}
     write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
     return path
