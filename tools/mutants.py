@@ -59,13 +59,13 @@ class Capturing(EmulatedDriver):
         return stop
 
 
-def captured(name: str) -> EmulatedLaunch:
+def captured(name: str, short: bool = False) -> EmulatedLaunch:
     """The launch of a case, its tensors as they are before it."""
-    from mutant_cases import CASES
+    from mutant_cases import CASES, LONG, SHORT, of_sizes
 
-    arch, num_sms, call = CASES[name]
-    device = Capturing(arch)
-    with standing_in(device, arch), device.configured(num_sms=num_sms):
+    arch, call = CASES[name]
+    device, sizes = Capturing(arch), SHORT if short else LONG
+    with standing_in(device, arch), of_sizes(sizes), device.configured(num_sms=sizes.num_sms):
         try:
             call(device)
         except Captured as caught:
@@ -74,11 +74,12 @@ def captured(name: str) -> EmulatedLaunch:
 
 
 class Case:
-    """A launch that is repeated, and the mutants of its kernel. digest: of the kernel's PTX."""
+    """A launch that is repeated, and the mutants of its kernel. digest: of the kernel's PTX. short: the second size."""
 
-    def __init__(self, name: str, seeds: int = SEEDS) -> None:
-        launch = captured(name)
+    def __init__(self, name: str, seeds: int = SEEDS, short: bool = False) -> None:
+        launch = captured(name, short)
         self.name, self.seeds = name, range(seeds)
+        self._other: Case | None = None
         self._launch = launch
         self._tensors = {i: t for i, t in enumerate(launch._tensors) if t.numel()}
         storages = (t.untyped_storage() for t in self._tensors.values())
@@ -106,19 +107,27 @@ class Case:
         )  # fmt: skip
         return result, {str(address): raw.numpy().copy() for address, raw in self._bytes.items()}
 
-    def left(self, done: set[Key]) -> list[Mutant]:
-        """The mutants without a verdict, in the order of the text."""
-        name, digest = self.name, self.digest
-        return [m for m in self.survey.mutants if (name, digest, m.instruction.line, m.change) not in done]
+    def key(self, mutant: Mutant) -> Key:
+        return self.name, self.digest, mutant.instruction.line, mutant.change
 
-    def verdict(self, mutant: Mutant) -> dict[str, Any]:
-        """A line of the record."""
+    def left(self, done: dict[Key, bool]) -> list[Mutant]:
+        """The mutants without a last verdict, in the order of the text."""
+        return [m for m in self.survey.mutants if not done.get(self.key(m), False)]
+
+    def verdict(self, mutant: Mutant, again: bool = False) -> dict[str, Any]:
+        """A line of the record; short: that the second size was needed, or has been tried in vain. again: the first one
+        has been tried before."""
         started = time.perf_counter()
-        killed_by = self.survey.judge(mutant).killed_by
+        killed_by = "" if again else self.survey.judge(mutant).killed_by
+        if short := not killed_by:
+            self._other = self._other or Case(self.name, len(self.seeds), short=True)
+            if self._other.digest != self.digest:
+                raise RuntimeError(f"the two sizes of {self.name} are two kernels")
+            killed_by = self._other.survey.judge(mutant).killed_by
         ins = mutant.instruction
         source = re.sub(r"[^\s(]*/(?=device/|sm\d+_\w+/)", "", str(ins.source or ""))  # paths below kernels/
         return {"case": self.name, "digest": self.digest, "line": ins.line, "change": mutant.change,
-                 "killed_by": killed_by, "source": source, "instruction": str(ins),
+                 "killed_by": killed_by, "short": short, "source": source, "instruction": str(ins),
                  "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
 
 
@@ -138,7 +147,7 @@ def read(record: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def judge(record: Path, done: set[Key], names: list[str], first: int, taken: Any, deadline: float) -> None:
+def judge(record: Path, done: dict[Key, bool], names: list[str], first: int, taken: Any, deadline: float) -> None:
     """One process: mutants of its first case, then of the others, each drawn by one process alone."""
     torch.set_num_threads(1)
     for at in [*range(first, len(names)), *range(first)]:
@@ -161,7 +170,8 @@ def judge(record: Path, done: set[Key], names: list[str], first: int, taken: Any
                 else:
                     taken[at] = -1
                     break
-            line = json.dumps(case.verdict(left[index])) + "\n"
+            mutant = left[index]
+            line = json.dumps(case.verdict(mutant, again=case.key(mutant) in done)) + "\n"
             with record.open("a") as file:  # one write, which the file takes as a whole
                 file.write(line)
 
@@ -171,7 +181,7 @@ def run(record: Path, names: list[str], processes: int, seconds: float) -> None:
     context = multiprocessing.get_context("spawn")
     taken = context.Array("l", [0] * len(names))
     deadline = time.time() + seconds
-    done = {key_of(verdict) for verdict in read(record)}
+    done = {key_of(v): bool(v["killed_by"]) or v.get("short", False) for v in read(record)}
     workers = [
         context.Process(target=judge, args=(record, done, names, i % len(names), taken, deadline))
         for i in range(processes)
