@@ -133,7 +133,7 @@ def measure_point(
 
 def gradient_calls(p: EpProblem) -> dict[str, Call]:
     """Gradients as they travel back through a combine, as they are and in FP8_BLOCK."""
-    q, calls = p.point, {}
+    q, calls = p.point, dict[str, Call]()
     for name, fmt in (("gradients", None), ("gradients in FP8", FP8_BLOCK)):
         ep = ExpertParallel(
             None, q.experts, q.hidden, q.top_k, q.tokens, torch.bfloat16, p.rank.backend, device=p.x.device,
