@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/ep.py
 
-uses NCCL and a GPU for each process where there are enough, else gloo and CPUs.
+uses NCCL and a GPU for each process where there are enough, else gloo and CPUs. By itself it is one rank.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def experts_fn(w13: torch.Tensor, w2: torch.Tensor):
 
 
 def main() -> None:
+    if "WORLD_SIZE" not in os.environ:  # not started by torchrun
+        os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
     size, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", 0))
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = torch.device("cuda", local) if on_gpus else torch.device("cpu")

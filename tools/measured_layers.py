@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from measured_markdown import failure_sentence, markdown, paragraph, span
 from measured_records import Measured, peers
-from padless.bench.cases import ep, layer, wgrad
+from padless.bench.cases import ep, layer, model, wgrad
 from padless.bench.cases.train.contenders import BF16, KEPT
 from padless.bench.report import table
-from padless.bench.report.markdown import failure_sentence, markdown, paragraph, span
 from padless.bench.results import Record, ratios
 from padless.testing.timing import geomean
 
@@ -25,7 +25,8 @@ def layer_section(found: Measured) -> list[str]:
         framework = (
             f" deepgemm is its grouped product with groups padded to 128 rows and the passes that vLLM and SGLang put "
             f"around it, in fewer launches than theirs: {_mean(prefill, layer.DEEPGEMM, layer.PADLESS)} from "
-            f"{PREFILL} tokens on."
+            f"{PREFILL} tokens on; a layer whose products and passes all ran at their floors would be "
+            f"{_beside_floor(prefill)}."
         )
     text = paragraph(
         f"**A whole Mixture-of-Experts layer**, forward ({found.link}; {_peers(found)}{found.medians}): routing, "
@@ -37,6 +38,16 @@ def layer_section(found: Measured) -> list[str]:
         failure_sentence(found.points),
     )
     return [text, markdown(layer.tables(found.points, found.sessions, 0)[0])]
+
+
+def model_section(found: Measured) -> list[str]:
+    text = paragraph(
+        f"**A whole model of transformers**, prefill of a random Qwen3-30B-A3B ({found.link}; {found.medians}): "
+        "bfloat16 with transformers' own grouped product against the same with FP8 experts by padless; time with the "
+        "host's, parameters and what a call adds to them at its peak.",
+        failure_sentence(found.points),
+    )
+    return [text, markdown(model.tables(found.points, found.sessions, 0)[0])]
 
 
 def train_section(found: Measured) -> list[str]:
@@ -91,6 +102,12 @@ def ep_section(found: Measured) -> list[str]:
 def _peers(found: Measured) -> str:
     named = peers(found)
     return f"{named}; " if named else ""
+
+
+def _beside_floor(records: Sequence[Record]) -> str:
+    """Times of DeepGEMM's layer over the floors of the layer, mean and least."""
+    values = [x for r in records if (x := layer.over_floor(r, layer.DEEPGEMM)) is not None]
+    return f"{geomean(values):.2f}x, {min(values):.2f}x at least" if values else "-"
 
 
 def _mean(records: Sequence[Record], numerator: str, denominator: str) -> str:

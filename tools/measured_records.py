@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from padless.bench.report.markdown import listed, paragraph, span
+from measured_markdown import listed, paragraph, span
 from padless.bench.results import Record, of_kind, read_records, sessions_of
 
 FOLDER = "docs/measured"

@@ -7,13 +7,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from measured_comparisons import comparison_columns, comparison_table, of_all, won_sentence
+from measured_markdown import bullets, failure_sentence, listed, markdown, paragraph, span
 from measured_records import FOLDER, Measured, axis_span, command, peers
 from padless.bench.cases.chain import DEEPGEMM, MLP, MLP_ORDINARY, ORDINARY, PADLESS, PROGRAMMATIC
 from padless.bench.cases.epilogue import PAIRS, cost
 from padless.bench.cases.formats import TORCH, by_case, contenders_of, floor_shares, speedups
 from padless.bench.group_sizes import full_grid
 from padless.bench.report import table
-from padless.bench.report.markdown import bullets, failure_sentence, listed, markdown, paragraph, span, won_sentence
 from padless.bench.results import Record, point_key, ratios, time_us
 
 SANITIZER = re.compile(r"(compute-sanitizer \w+) of ")
@@ -23,14 +24,14 @@ FP8_BLOCK = "FP8_BLOCK x FP8_BLOCK"
 
 def paper_section(found: Measured) -> list[str]:
     points = found.points
-    grid = {point_key(point.as_dict()) for point in full_grid()}
-    there = table.of_all(len(grid & {point_key(r["point"]) for r in points}), len(grid))
+    grid = {point_key(vars(point)) for point in full_grid()}
+    there = of_all(len(grid & {point_key(r["point"]) for r in points}), len(grid))
     same = [bool(r["bitwise_identical"]) for r in points if "bitwise_identical" in r]
     text = paragraph(
         f"**The paper's grid**, {there} points ({found.link}; {peers(found)}; {found.medians}).",
         f"To repeat it: `{command(found, '--full')}`." if there.startswith("all") else "",
         won_sentence(points),
-        f"Valid rows are bit for bit those of padding + the same GEMM on {table.of_all(sum(same), len(same))} points."
+        f"Valid rows are bit for bit those of padding + the same GEMM on {of_all(sum(same), len(same))} points."
         if same
         else "",
         "Saved is padding's share of the padded rows. DeepGEMM (padded) runs on data that somebody has padded for it "
@@ -38,10 +39,10 @@ def paper_section(found: Measured) -> list[str]:
         table.caption(points, found.sessions),
         failure_sentence(points),
     )
-    columns = [table.SAVED, table.TFLOPS, *table.comparison_columns(points)]
+    columns = [table.SAVED, table.TFLOPS, *comparison_columns(points)]
     picture = found.path.with_suffix(".png")
     drawn = f"![Acceleration and memory saving over the paper's grid]({FOLDER}/{picture.name})"
-    shown = markdown(table.comparison_table(points, ("M", "groups"), columns))
+    shown = markdown(comparison_table(points, ("M", "groups"), columns))
     return [text, shown, *([drawn] if picture.exists() else [])]
 
 
@@ -54,8 +55,8 @@ def decode_section(found: Measured) -> list[str]:
         table.caption(found.points, found.sessions),
         failure_sentence(found.points),
     )
-    columns = table.comparison_columns(found.points)
-    return [text, markdown(table.comparison_table(found.points, ("groups",), columns))]
+    columns = comparison_columns(found.points)
+    return [text, markdown(comparison_table(found.points, ("groups",), columns))]
 
 
 def chain_section(found: Measured) -> list[str]:
@@ -75,7 +76,7 @@ def chain_section(found: Measured) -> list[str]:
         table.ratio("the same, programmatic", DEEPGEMM + PROGRAMMATIC, unit="x"),
         table.ratio("MLP, ordinary launches", MLP_ORDINARY, MLP, unit="x"),
     ]
-    return [text, markdown(table.comparison_table(found.points, ("groups", "N", "K"), columns))]
+    return [text, markdown(comparison_table(found.points, ("groups", "N", "K"), columns))]
 
 
 def dense_section(found: Measured) -> list[str]:
@@ -85,8 +86,8 @@ def dense_section(found: Measured) -> list[str]:
         table.caption(found.points, found.sessions),
         failure_sentence(found.points),
     )
-    columns = [table.TFLOPS, *table.comparison_columns(found.points)]
-    return [text, markdown(table.comparison_table(found.points, ("M", "N", "K"), columns))]
+    columns = [table.TFLOPS, *comparison_columns(found.points)]
+    return [text, markdown(comparison_table(found.points, ("M", "N", "K"), columns))]
 
 
 def formats_section(found: Measured) -> list[str]:

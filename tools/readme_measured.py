@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from measured_layers import ep_section, layer_section, train_section, wgrad_section
+from measured_layers import ep_section, layer_section, model_section, train_section, wgrad_section
 from measured_records import FOLDER, Measured, machine, measured, newest
 from measured_sections import (
     chain_section,
@@ -37,6 +37,7 @@ BLOCK = re.compile(r"(<!-- measured:begin -->\n).*?(<!-- measured:end -->)", re.
 # By the last part of the file's name, in the README's order.
 SECTIONS: dict[str, Callable[[Measured], list[str]]] = {
     "layer": layer_section,
+    "model": model_section,
     "train": train_section,
     "ep": ep_section,
     "wgrad": wgrad_section,

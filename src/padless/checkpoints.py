@@ -27,9 +27,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,6 +47,7 @@ from padless.formats import (
 )
 from padless.gradients import refuse_gradients
 from padless.layouts import from_blocked
+from padless.runtime.weight_index import check_complete, index_of, indexed_files
 
 _BLOCK_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
@@ -165,7 +167,8 @@ def stack_experts(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
     for g, t in enumerate(weights):
         if t.data.dim() != 2 or t.shape != first.shape:
             raise ValueError(f"weights must all be {tuple(first.shape)}, weights[{g}] is {tuple(t.shape)}")
-    return _join(weights, lambda parts: torch.stack(list(parts)))
+    shared = [t.global_scale.reshape(()) for t in weights if t.global_scale is not None]
+    return _join(weights, torch.stack, torch.stack(shared) if shared else None)
 
 
 def concatenate_rows(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
@@ -183,10 +186,9 @@ def concatenate_rows(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
                 f"weights[{i}] has N = {t.shape[-2]}; before another one it must be a multiple of "
                 f"{t.format.weight_block[0]}"
             )
-        if not _same_global_scale(t, first):
+        if first.global_scale is not None and not torch.equal(cast("torch.Tensor", t.global_scale), first.global_scale):
             raise ValueError(f"weights[{i}] has another global_scale than weights[0]: keep them apart")
-    joined = _join(weights, lambda parts: torch.cat(list(parts), dim=-2), keep_global=True)
-    return BlockScaledTensor(joined.data, joined.scale, first.format, first.global_scale)
+    return _join(weights, partial(torch.cat, dim=-2), first.global_scale)
 
 
 def _same_format(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
@@ -204,22 +206,13 @@ def _same_format(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
     return weights[0]
 
 
-def _same_global_scale(a: BlockScaledTensor, b: BlockScaledTensor) -> bool:
-    if a.global_scale is None or b.global_scale is None:
-        return a.global_scale is b.global_scale
-    return torch.equal(a.global_scale, b.global_scale)
-
-
 def _join(
-    weights: Sequence[BlockScaledTensor], how: Callable[[Any], torch.Tensor], keep_global: bool = False
+    weights: Sequence[BlockScaledTensor], how: Callable[..., torch.Tensor], global_scale: torch.Tensor | None
 ) -> BlockScaledTensor:
-    first = weights[0]
-    data = how([t.data.view(torch.uint8) for t in weights]).view(first.format.data_dtype)
-    scale = how([t.scale.view(torch.uint8) for t in weights]).view(first.format.scale_dtype)
-    global_scale = None
-    if first.global_scale is not None and not keep_global:
-        global_scale = torch.stack([t.global_scale.reshape(()) for t in weights if t.global_scale is not None])
-    return BlockScaledTensor(data, scale, first.format, global_scale)
+    fmt = weights[0].format
+    data = how([t.data.view(torch.uint8) for t in weights]).view(fmt.data_dtype)
+    scale = how([t.scale.view(torch.uint8) for t in weights]).view(fmt.scale_dtype)
+    return BlockScaledTensor(data, scale, fmt, global_scale)
 
 
 # --- files -----------------------------------------------------------------------------------------------
@@ -237,7 +230,7 @@ class Checkpoint:
 
     def __init__(self, source: str | Path | Mapping[str, torch.Tensor], device: str | torch.device = "cpu") -> None:
         self._device = torch.device(device)
-        self._files: list[Any] = []
+        self._files = ExitStack()
         self._where: dict[str, Any] = {}
         self._metadata: dict[str, str] = {}
         if isinstance(source, Mapping):
@@ -249,17 +242,20 @@ class Checkpoint:
         try:
             self._open_all(Path(source))
         except BaseException:
-            self._close(None, None, None)
+            self._files.close()
             raise
 
     def _open_all(self, source: Path) -> None:
         """Opens the files of ``source`` and finds out which has which tensor."""
-        index = None if source.is_file() else _index_of(source)
-        paths = [source] if source.is_file() else _files_of(source, index)
+        index = None if source.is_file() else index_of(source)
+        paths = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
+        if index is not None:
+            paths = indexed_files(source, index)
+        if not paths:
+            raise ValueError(f"source must be a .safetensors file or a folder of them, got {str(source)!r}")
         homes: dict[str, Path] = {}
         for path in paths:
-            file = _open(path, self._device)
-            self._files.append(file)
+            file = self._files.enter_context(_open(path, self._device))
             self._metadata.update(file.metadata() or {})
             for name in list(file.keys()):
                 if index is not None and index.get(name) != path.name:
@@ -271,26 +267,14 @@ class Checkpoint:
                     )
                 homes[name] = path
                 self._where[name] = file
-        missing = [name for name in index or () if name not in homes]
-        if missing:
-            raise ValueError(
-                f"source has an index with {missing[0]!r} in {(index or {})[missing[0]]}, where it is not "
-                f"({len(missing)} of {len(index or ())} names are missing)"
-            )
+        if index is not None:
+            check_complete(index, homes)
 
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close(kind, error, trace)
-
-    def _close(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._files:
-            file.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -358,50 +342,12 @@ def _keys(stem: str, *endings: str) -> tuple[str, ...]:
     return tuple(stem + ending for ending in endings)
 
 
-def _index_of(folder: Path) -> dict[str, str] | None:
-    """The file of the folder that each tensor is in, by its index; None where there is no index. Raises ValueError."""
-    found = sorted(folder.glob("*.safetensors.index.json"))
-    if not found:
-        return None
-    if len(found) > 1:
-        raise ValueError(
-            f"source has {len(found)} indexes, {', '.join(path.name for path in found)}; it must have one at most"
-        )
-    try:
-        content = json.loads(found[0].read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"source has an index that cannot be read, {found[0].name}: {error}") from None
-    names = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise ValueError(f"source has {found[0].name}, whose weight_map must be an object of file names")
-    for name, file in names.items():
-        if not file or "/" in file or "\\" in file or file in (".", ".."):
-            raise ValueError(
-                f"source has {found[0].name} with {name!r} in {file!r}; it must be the name of a file in the folder"
-            )
-    return names
-
-
-def _files_of(folder: Path, index: dict[str, str] | None) -> list[Path]:
-    """The files to open. Raises ValueError where there are none, or one is missing."""
-    if index is None:
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"source must be a .safetensors file or a folder of them, got {str(folder)!r}")
-        return files
-    files = [folder / name for name in sorted(set(index.values()))]
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"source has an index that names {file.name}, which is not in {str(folder)!r}")
-    return files
-
-
 def _open(path: Path, device: torch.device) -> Any:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError("reading checkpoints needs safetensors: pip install safetensors") from error
     try:
-        return safe_open(str(path), framework="pt", device=str(device)).__enter__()
+        return safe_open(str(path), framework="pt", device=str(device))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"source has {path.name}, which is no whole .safetensors file: {error}") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -82,52 +83,13 @@ class BlockScaledFormat:
         return (*shape[:-2], ceil_div(shape[-2], block_rows), ceil_div(shape[-1], block_k))
 
 
-FP8_BLOCK = BlockScaledFormat(
-    name="FP8_BLOCK",
-    data_dtype=torch.float8_e4m3fn,
-    scale_dtype=torch.float32,
-    activation_block=(1, 128),
-    weight_block=(128, 128),
-    max_value=448.0,
-)
-
+FP8_BLOCK = BlockScaledFormat("FP8_BLOCK", torch.float8_e4m3fn, torch.float32, (1, 128), (128, 128), 448.0)
 # OCP microscaling: one power-of-two scale (E8M0) per 32 along K.
-MXFP8 = BlockScaledFormat(
-    name="MXFP8",
-    data_dtype=torch.float8_e4m3fn,
-    scale_dtype=torch.float8_e8m0fnu,
-    activation_block=(1, 32),
-    weight_block=(1, 32),
-    max_value=448.0,
-)
-MXFP8_E5M2 = BlockScaledFormat(
-    name="MXFP8_E5M2",
-    data_dtype=torch.float8_e5m2,
-    scale_dtype=torch.float8_e8m0fnu,
-    activation_block=(1, 32),
-    weight_block=(1, 32),
-    max_value=57344.0,
-)
-MXFP4 = BlockScaledFormat(
-    name="MXFP4",
-    data_dtype=torch.float4_e2m1fn_x2,
-    scale_dtype=torch.float8_e8m0fnu,
-    activation_block=(1, 32),
-    weight_block=(1, 32),
-    max_value=6.0,
-    codes_per_byte=2,
-)
+MXFP8 = BlockScaledFormat("MXFP8", torch.float8_e4m3fn, torch.float8_e8m0fnu, (1, 32), (1, 32), 448.0)
+MXFP8_E5M2 = BlockScaledFormat("MXFP8_E5M2", torch.float8_e5m2, torch.float8_e8m0fnu, (1, 32), (1, 32), 57344.0)
+MXFP4 = BlockScaledFormat("MXFP4", torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, (1, 32), (1, 32), 6.0, 2)
 # An e4m3 scale per 16 along K and a float32 global scale (None is 1).
-NVFP4 = BlockScaledFormat(
-    name="NVFP4",
-    data_dtype=torch.float4_e2m1fn_x2,
-    scale_dtype=torch.float8_e4m3fn,
-    activation_block=(1, 16),
-    weight_block=(1, 16),
-    max_value=6.0,
-    codes_per_byte=2,
-    has_global_scale=True,
-)
+NVFP4 = BlockScaledFormat("NVFP4", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, (1, 16), (1, 16), 6.0, 2, True)
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP8_E5M2, MXFP4, NVFP4)
 
@@ -205,7 +167,7 @@ class BlockScaledTensor:
         return f"BlockScaledTensor({', '.join(parts)}, {self.device})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        data, scale = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (self.data, self.scale))
+        data, scale = _carried(self.data), _carried(self.scale)
         return _tensor_from, (data, scale, self.format, self.global_scale, self.scale_layout, self.offs)
 
     def __getitem__(self, group: int | slice) -> BlockScaledTensor:
@@ -217,8 +179,7 @@ class BlockScaledTensor:
         shared = self.global_scale
         if shared is not None and shared.numel() > 1:
             shared = shared[group]
-        data, scale = (t.view(_CARRIER.get(t.element_size(), t.dtype))[group] for t in (self.data, self.scale))
-        data, scale = data.view(self.data.dtype), scale.view(self.scale.dtype)
+        data, scale = (_carried(t)[group].view(t.dtype) for t in (self.data, self.scale))
         return BlockScaledTensor(data, scale, self.format, shared, self.scale_layout)
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockScaledTensor:
@@ -243,19 +204,15 @@ class BlockScaledTensor:
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BlockScaledTensor:
         """Every part changed; narrow types as bytes, MN-major scales with what lies between their columns as zeros."""
-
-        def changed(t: torch.Tensor) -> torch.Tensor:
-            return change(t.view(torch.uint8)).view(t.dtype) if t.element_size() == 1 else change(t)
-
-        scale = self.scale
-        if scale.dtype == torch.float32 and is_mn_major(scale):
-            whole = scale.new_zeros((scale.shape[1], scale.stride(1)))
-            whole[:, : scale.shape[0]] = scale.t()
-            scale = change(whole).t()[: scale.shape[0]]
+        if is_mn_major(self.scale) and self.scale.dtype == torch.float32:
+            whole = self.scale.new_zeros((self.scale.shape[1], self.scale.stride(1)))
+            whole[:, : self.scale.shape[0]] = self.scale.t()
+            scale = change(whole).t()[: self.scale.shape[0]]
         else:
-            scale = changed(scale)
+            scale = change(_carried(self.scale)).view(self.scale.dtype)
+        data = change(_carried(self.data)).view(self.data.dtype)
         shared, offs = (None if t is None else change(t) for t in (self.global_scale, self.offs))
-        return BlockScaledTensor(changed(self.data), scale, self.format, shared, self.scale_layout, offs)
+        return BlockScaledTensor(data, scale, self.format, shared, self.scale_layout, offs)
 
     @property
     def shape(self) -> torch.Size:
@@ -310,23 +267,14 @@ class BlockScaledTensor:
         return tuple(self.scale.shape) == self.format.scale_shape(self.logical_shape, kind)
 
 
-_CARRIER = {1: torch.uint8}  # torch copies and indexes one-byte types as bytes
+def _carried(t: torch.Tensor) -> torch.Tensor:
+    """One-byte types as bytes: only so torch copies, indexes and saves them all."""
+    return t.view(torch.uint8) if t.element_size() == 1 else t
 
 
-def _tensor_from(
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    format: BlockScaledFormat,
-    global_scale: torch.Tensor | None,
-    scale_layout: str,
-    offs: torch.Tensor | None,
-) -> BlockScaledTensor:
+def _tensor_from(data: torch.Tensor, scale: torch.Tensor, format: BlockScaledFormat, *others: Any) -> BlockScaledTensor:
     """A tensor of what ``BlockScaledTensor.__reduce__`` took apart."""
-    data, scale = (
-        t if t.dtype == dtype else t.view(dtype)
-        for t, dtype in ((data, format.data_dtype), (scale, format.scale_dtype))
-    )
-    return BlockScaledTensor(data, scale, format, global_scale, scale_layout, offs)
+    return BlockScaledTensor(data.view(format.data_dtype), scale.view(format.scale_dtype), format, *others)
 
 
 def _format_from(name: str, data_dtype: str, scale_dtype: str, *others: object) -> BlockScaledFormat:

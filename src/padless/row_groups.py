@@ -1,8 +1,9 @@
-"""Groups of rows that scales were made for: what an operand remembers of them and holds against those of a call."""
+"""Groups of rows: their END offsets from other forms, and those that scales were made for, held against a call's."""
 
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -68,3 +69,88 @@ def clamped_ends(offs: list[int], rows: int) -> list[int]:
 def _version_of(offs: torch.Tensor) -> int | None:
     """The number of times torch wrote to the tensor; unknown for one that was made in inference mode."""
     return None if offs.is_inference() else offs._version
+
+
+# --- END offsets from the forms of other packages --------------------------------------------------------
+
+
+def offs_from_indptr(m_indptr: torch.Tensor) -> torch.Tensor:
+    """(G,) int32 END offsets of groups given by their (G + 1,) starts and the end of the last, as FlashInfer has them.
+
+    m_indptr: int32 or int64, its first entry 0. Raises ValueError; the first entry is looked at on a CPU alone.
+    """
+    _check_integers("m_indptr", m_indptr, 1)
+    if len(m_indptr) == 0 or (m_indptr.is_cpu and int(m_indptr[0]) != 0):
+        raise ValueError(f"m_indptr must start with 0 and have an entry for each end, got {_shown(m_indptr)}")
+    return m_indptr[1:].to(torch.int32).contiguous()
+
+
+def offs_from_indices(m_indices: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """(G,) int32 END offsets of groups given by the group of every row, as DeepGEMM's contiguous layout has them.
+
+    m_indices: (M,) int32 or int64, ascending; a negative entry is a row of padding, which joins the group ahead of it,
+        or no group behind the last: what it holds is multiplied and its result means nothing.
+    Example: indices [0, 0, -1, 2, -1] of 3 groups give [3, 3, 4].
+
+    Raises ValueError; descending entries, and groups that do not exist, are looked for on a CPU alone. On a GPU an entry
+    that descends counts as the largest one before it.
+    """
+    _check_integers("m_indices", m_indices, 1)
+    if m_indices.is_cpu:
+        kept = m_indices[m_indices >= 0]
+        if bool((kept.diff() < 0).any()) or bool((kept >= num_groups).any()):
+            raise ValueError(f"m_indices must ascend and be below num_groups = {num_groups}, got {_shown(m_indices)}")
+    if len(m_indices) == 0:
+        return torch.zeros(num_groups, dtype=torch.int32, device=m_indices.device)
+    filled = m_indices.to(torch.int64).cummax(0).values
+    used = (m_indices >= 0).to(torch.int32).flip(0).cumsum(0).flip(0) > 0
+    filled = torch.where(used, filled, num_groups)
+    groups = torch.arange(num_groups, device=m_indices.device)
+    return torch.searchsorted(filled, groups, right=True).to(torch.int32)
+
+
+class MaskedRows(NamedTuple):
+    """Numbers of the rows of a masked layout (G, max_m, K) when they are put one after the other.
+
+    rows: (G * max_m,) int64: row i of the sorted ones is row rows[i] of x.view(G * max_m, K); 0 past the last group.
+    offs: (G,) int32 END offsets.
+    inverse: (G, max_m) int64: the sorted row of slot (g, i); -1 past masked_m[g].
+    """
+
+    rows: torch.Tensor
+    offs: torch.Tensor
+    inverse: torch.Tensor
+
+
+def from_masked(masked_m: torch.Tensor, max_m: int) -> MaskedRows:
+    """Rows of DeepGEMM's masked layout, x (G, max_m, K) with masked_m[g] rows of group g, as groups without gaps.
+
+    masked_m: (G,) int32 or int64; values outside of 0 .. max_m count as the nearest. Then
+    ``quantize(x.view(G * max_m, K), format, rows=m.rows)`` quantizes the rows where they go, without a copy of x, and
+    ``out[m.inverse.clamp(min=0)]`` is the result (G, max_m, N), whose rows past masked_m[g] mean nothing.
+
+    Nothing waits for the device. Raises ValueError.
+    """
+    _check_integers("masked_m", masked_m, 1)
+    if max_m < 0:
+        raise ValueError(f"max_m is {max_m}; it must not be negative")
+    sizes = masked_m.to(torch.int64).clamp(0, max_m)
+    ends = sizes.cumsum(0)
+    slot = torch.arange(max_m, device=masked_m.device)
+    inverse = torch.where(slot < sizes[:, None], (ends - sizes)[:, None] + slot, -1)
+    total = masked_m.shape[0] * max_m
+    flat = inverse.reshape(-1)
+    rows = torch.zeros(total + 1, dtype=torch.int64, device=masked_m.device)
+    rows[torch.where(flat < 0, total, flat)] = torch.arange(total, device=masked_m.device)
+    return MaskedRows(rows[:total], ends.to(torch.int32), inverse)
+
+
+def _check_integers(name: str, t: torch.Tensor, rank: int) -> None:
+    if not isinstance(t, torch.Tensor) or t.dtype not in (torch.int32, torch.int64) or t.dim() != rank:
+        got = f"{tuple(t.shape)} {t.dtype}" if isinstance(t, torch.Tensor) else type(t).__name__
+        raise ValueError(f"{name} must be a {rank}-D int32 or int64 tensor, got {got}")
+
+
+def _shown(t: torch.Tensor) -> str:
+    """Values of a tensor on a CPU, its shape elsewhere."""
+    return str(t.tolist()[:16]) if t.is_cpu else str(tuple(t.shape))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,6 @@ from padless.bench import commands, report_file
 from padless.bench.case import CASES
 from padless.bench.cases import layer
 from padless.bench.cases.problems.layer import MODELS, LayerPoint, make_layer
-from padless.bench.measure import facts_of
 from padless.bench.results import BenchResult, ResultFile, failures
 from padless.bench.run import resolve_grid, resolve_peers
 from support.bench_records import StandInTimer, timing
@@ -36,7 +36,7 @@ def test_contenders_compute_one_layer(problem) -> None:  # type: ignore[no-untyp
     found = layer.calls(problem)
     assert set(found) == {layer.BF16, layer.TODAY, layer.PADLESS}
     right, record = layer.check(problem, found)
-    assert failures([record | {"point": facts_of(POINT)}]) == []
+    assert failures([record | {"point": asdict(POINT)}]) == []
     assert set(right) == set(found) == set(layer.TOLERANCE) - {layer.DEEPGEMM}
     assert all(0 < error < layer.TOLERANCE[name] for name, error in record["row_error"].items())
 
@@ -104,7 +104,7 @@ def test_a_wrong_or_broken_contender_is_noticed_and_not_timed(problem, monkeypat
         return found | {layer.TODAY: broken, layer.PADLESS: lambda: found[layer.BF16]() * 1.2}
 
     monkeypatch.setattr(layer, "calls", changed)
-    record = layer.measure_layer(problem, (), StandInTimer(), graphs=False) | {"point": facts_of(POINT)}
+    record = layer.measure_layer(problem, (), StandInTimer(), graphs=False) | {"point": asdict(POINT)}
     assert set(record["gpu"]) & set(layer.TOLERANCE) == {layer.BF16}
     assert len(failures([record])) == 2
 
@@ -140,7 +140,7 @@ def test_operands_outlive_what_is_captured(problem, monkeypatch: pytest.MonkeyPa
 
 def test_a_measured_point_is_shown(problem, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     record = layer.measure_layer(problem, (), StandInTimer(), graphs=False)
-    record |= {"kind": "layer", "point": facts_of(POINT), "seed": 0, "floor_us": 3.0, "copy_gb_per_s": 1000.0}
+    record |= {"kind": "layer", "point": asdict(POINT), "seed": 0, "floor_us": 3.0, "copy_gb_per_s": 1000.0}
     assert {f"pass: {name}" for name in layer.PASSES} | {"passes", "products"} < set(record["gpu"])
     file = ResultFile(tmp_path / "layer.jsonl")
     file.append(record)
@@ -168,9 +168,18 @@ def test_bytes_of_the_passes(problem) -> None:  # type: ignore[no-untyped-def]
     }
     record = {"gpu": {"pass: combine": timing(2.0)}, "pass_bytes": {"combine": 4000}, "copy_gb_per_s": 4.0}
     assert layer.pass_rate(record, "combine") == pytest.approx(0.5)
+    record["gpu"]["copy: combine"] = timing(1.8)
+    assert layer.pass_rate(record, "combine") == pytest.approx(0.9)
+    moved = {name: 2 * copy().nbytes for name, copy in layer.copies(problem).items()}
+    assert all(0 <= bytes_ - problem.pass_bytes()[name] < 2 for name, bytes_ in moved.items())
+    assert set(moved) == {"gather_quantize", "combine"}
     assert layer.over_parts(record) is None
     record["gpu"] |= {"padless": timing(18.0), "products": timing(14.0)}
     assert layer.over_parts(record) == pytest.approx(1.2)
+    assert layer.over_floor(record, "padless") is None
+    record["floor_us"] = 11.0
+    assert layer.over_floor(record, "padless") == pytest.approx(1.5)
+    assert layer.over_floor(record, layer.DEEPGEMM) is None
 
 
 def test_the_products_alone_are_those_of_the_layer(problem) -> None:  # type: ignore[no-untyped-def]

@@ -47,20 +47,21 @@ def test_the_floor_in_units_by_hand() -> None:
 
 
 def test_bounds_by_hand() -> None:
-    lines = {line.title: line for line in bounds([BUSY, WIDE, LONG], ("floor", UNITS), SESSIONS)}
+    lines = bounds([BUSY, WIDE, LONG], ("floor", UNITS), SESSIONS)
     assert set(lines) == {"pad + DeepGEMM", "paper's code, its GEMM alone"}
     line = lines["pad + DeepGEMM"]
-    assert line.padless is not None
-    assert (line.padless.points, line.padless.smallest) == (3, 0.75)
-    assert line.padless.geomean == pytest.approx((8 / 6 * 48 / 40 * 75 / 100) ** (1 / 3))
-    floor, units = line.limits["floor"], line.limits[UNITS]
+    padless = line["padless"]
+    assert padless is not None
+    assert (padless.points, padless.smallest) == (3, 0.75)
+    assert padless.geomean == pytest.approx((8 / 6 * 48 / 40 * 75 / 100) ** (1 / 3))
+    floor, units = line["floor"], line[UNITS]
     assert floor is not None
     assert units is not None
     assert floor.geomean == pytest.approx((8 / 4 * 48 / 30 * 75 / 50) ** (1 / 3))
     assert floor.smallest == 1.5
     assert units.geomean == pytest.approx((8 / 7.68 * 48 / 32 * 75 / 50) ** (1 / 3))
     assert units.smallest == pytest.approx(8 / 7.68)
-    kernel = lines["paper's code, its GEMM alone"].limits["floor"]
+    kernel = lines["paper's code, its GEMM alone"]["floor"]
     assert kernel is not None
     assert (kernel.points, kernel.geomean, kernel.smallest) == (1, pytest.approx(3.0), 3.0)
 
@@ -69,16 +70,16 @@ def test_own_products_copies_and_the_host_are_no_bounds() -> None:
     one = made_up(4.0, [64], 8_000_000, padless=6.0, pad_then_padless=7.0, padless_on_padded=6.0)
     one["gpu"] |= {"copy of as many bytes": {"us": 5.0}, "read of as many bytes": {"us": 5.0}}
     one["end_to_end"] = {"padless": {"us": 9.0}, "tma_adaptive": {"us": 20.0}}
-    assert bounds([one], ("floor", UNITS), SESSIONS) == []
+    assert bounds([one], ("floor", UNITS), SESSIONS) == {}
 
 
 def test_what_is_missing_is_left_out() -> None:
     no_floor = made_up(None, [64], 8_000_000, padless=6.0, pad_then_deepgemm=8.0)
-    assert bounds([no_floor], ("floor", UNITS), SESSIONS) == []
-    (line,) = bounds([no_floor, LONG], ("floor", UNITS), {})
-    assert line.limits[UNITS] is None  # no session, so no ceiling
-    assert line.limits["floor"] is not None
-    assert line.limits["floor"].points == 1
+    assert bounds([no_floor], ("floor", UNITS), SESSIONS) == {}
+    (line,) = bounds([no_floor, LONG], ("floor", UNITS), {}).values()
+    assert line[UNITS] is None  # no session, so no ceiling
+    assert line["floor"] is not None
+    assert line["floor"].points == 1
     no_ceiling = {"s": {"ceilings": {"dense_tflops": None}}}
     assert limit_us(BUSY, UNITS, no_ceiling) is None
 
@@ -116,10 +117,10 @@ def test_bounds_of_the_committed_grid() -> None:
     records = read_records(path)
     raw = [json.loads(line) for line in path.read_text().splitlines()]
     found = bounds(of_kind(records, "paper"), ("floor", UNITS), sessions_of(records))
-    assert {line.title for line in found} == set(PEERS_OF_THE_GRID)
+    assert set(found) == set(PEERS_OF_THE_GRID)
     for title, peer in PEERS_OF_THE_GRID.items():
-        (line,) = [line for line in found if line.title == title]
-        floor, units = line.limits["floor"], line.limits[UNITS]
+        line = found[title]
+        floor, units = line["floor"], line[UNITS]
         assert floor is not None
         assert units is not None
         got = (floor.geomean, floor.smallest, units.geomean, units.smallest)

@@ -6,30 +6,29 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from padless import FP8_BLOCK, cli, dequantize, grouped_gemm, grouped_gemm_swiglu_quant
+from padless import cli, dequantize, grouped_gemm, grouped_gemm_swiglu_quant
 from padless.bench import commands, report_file, run_chain, warm_up_worker
 from padless.bench.case import CASES
 from padless.bench.cases import chain
 from padless.bench.cases.problems import chain as chain_problem
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes
 from padless.bench.peers import Contender, deepgemm
-from padless.bench.problem import make_grouped
 from padless.bench.results import BenchResult, ResultFile, failures
 from padless.bench.run import show_records
-from padless.testing.judge import same_bits
 from support.bench_records import StandInTimer, timing
 from support.deepgemm import stand_in_deepgemm
 
 POINT = DecodePoint(3, 5, 256, 128)
 OWN = {"padless", "padless, ordinary launches", "mlp", "mlp, ordinary launches"}
-ANY_DRIVER: Any = object()
 
 
 # --- points and operands -------------------------------------------------------------------------------------
@@ -110,16 +109,18 @@ def test_references_are_those_of_each_calls_layer(problem: chain_problem.ChainPr
 # --- contenders ----------------------------------------------------------------------------------------------
 
 
+DRIVER = SimpleNamespace(programmatic=True)
+
+
 class Graph:
-    """What a captured chain does, without a GPU: the calls again."""
+    """What a captured chain does, without a GPU: the calls again, launched as they were when it was captured."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self.replay = call
+        self._call, self._programmatic = call, DRIVER.programmatic
 
-
-def swiglu(a: Any, b: Any, offs: Any, backend: str | None = None) -> Any:
-    options: dict[str, Any] = {"a_tensor": a, "b_tensor": b, "padded_offsets": offs, "backend": backend}
-    return grouped_gemm_swiglu_quant(**options, gate_up="concatenated", d_format=FP8_BLOCK, column_output=False).row
+    def replay(self) -> None:
+        with nullcontext() if self._programmatic else chain.ordinary_launches():
+            self._call()
 
 
 Measure = Callable[..., dict[str, Any]]
@@ -127,17 +128,25 @@ Measure = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch, problem: chain_problem.ChainProblem) -> Measure:
-    """measure_chain with the reference in the kernels' place, by any other driver too."""
+    """measure_chain with the reference in the kernels' place, for ordinary launches too."""
     monkeypatch.setattr(chain, "capture", Graph)
-    monkeypatch.setattr(chain, "gemm_of_driver", lambda driver, a, b, offs, out: grouped_gemm(a, b, offs, out=out))
-    monkeypatch.setattr(chain, "swiglu_of_driver", lambda driver, a, b, offs: swiglu(a, b, offs))
+    monkeypatch.setattr(chain, "cuda_driver", lambda: DRIVER)
 
     def run(*peers: Any) -> dict[str, Any]:
-        record = chain.measure_chain(problem, peers, StandInTimer(9.0), ANY_DRIVER)
+        record = chain.measure_chain(problem, peers, StandInTimer(9.0), chain.ordinary_launches)
+        assert DRIVER.programmatic
         json.dumps(record, allow_nan=False)
         return record | {"point": vars(POINT), "kind": "chain"}
 
     return run
+
+
+def in_ordinary_launches(monkeypatch: pytest.MonkeyPatch, name: str, other: Callable[..., Any]) -> None:
+    """Another function in the place of one of the public calls, where launches are ordinary."""
+    public = getattr(chain, name)
+    monkeypatch.setattr(
+        chain, name, lambda *args, **options: (public if DRIVER.programmatic else other)(*args, **options)
+    )
 
 
 def test_record_of_a_point(measure: Measure) -> None:
@@ -155,11 +164,11 @@ def test_record_of_a_point(measure: Measure) -> None:
 
 
 def test_one_bit_between_the_two_ways_to_launch_is_wrong(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-    def other_bit(driver: Any, a: Any, b: Any, offs: Any, out: torch.Tensor) -> None:
+    def other_bit(a: Any, b: Any, offs: Any, out: torch.Tensor) -> None:
         grouped_gemm(a, b, offs, out=out)
         out.view(torch.int16)[0, 0] ^= 1
 
-    monkeypatch.setattr(chain, "gemm_of_driver", other_bit)
+    in_ordinary_launches(monkeypatch, "grouped_gemm", other_bit)
     record = measure()
     assert set(record["wrong"]) == {"padless", "mlp"}
     assert "bits are not those of 'padless, ordinary launches'" in failures([record])[0]
@@ -173,14 +182,15 @@ def test_an_output_that_is_not_written_is_wrong(
     """One call of the chain, from a replay on: the first replay, or the one after all that were timed."""
     made = [0]
 
-    def lazy(driver: Any, a: Any, b: Any, offs: Any, out: torch.Tensor) -> None:
-        replay, which = divmod(made[0], 9)
-        made[0] += 1
-        if which != call or replay < at_most:
-            grouped_gemm(a, b, offs, out=out)
+    def lazy(a: Any, b: Any, offs: Any, out: torch.Tensor) -> None:
+        if b.shape[1] == 256:  # a product of its own, and no second projection
+            replay, which = divmod(made[0], 9)
+            made[0] += 1
+            if which == call and replay >= at_most:
+                return
+        grouped_gemm(a, b, offs, out=out)
 
-    monkeypatch.setattr(chain, "gemm_of_driver", lazy)
-    monkeypatch.setattr(chain, "mlp_of_driver", lambda driver, *operands: chain.mlp(*operands))
+    in_ordinary_launches(monkeypatch, "grouped_gemm", lazy)
     record = measure()
     assert set(record["wrong"]) == {"padless, ordinary launches"}
     assert record["row_error"]["padless, ordinary launches"] is None
@@ -192,23 +202,25 @@ def test_a_wrong_layer_and_a_wrong_half_are_wrong(measure: Measure, monkeypatch:
     """The weights of another layer; up in gate's place; and what raises is named."""
     first = {}
 
-    def one_layer(driver: Any, a: Any, b: Any, offs: Any, out: torch.Tensor) -> None:
+    def one_layer(a: Any, b: Any, offs: Any, out: torch.Tensor) -> None:
         grouped_gemm(a, first.setdefault(b.shape, b), offs, out=out)
 
-    monkeypatch.setattr(chain, "gemm_of_driver", one_layer)
+    in_ordinary_launches(monkeypatch, "grouped_gemm", one_layer)
     assert set(measure()["wrong"]) == {"padless, ordinary launches", "mlp, ordinary launches"}
+    monkeypatch.setattr(chain, "grouped_gemm", grouped_gemm)
 
-    def exchanged(driver: Any, a: Any, b: Any, offs: Any) -> Any:
+    def exchanged(b_tensor: Any, **options: Any) -> Any:
+        b = b_tensor
         data, scale = (t.roll(t.shape[1] // 2, dims=1) for t in (b.data.view(torch.uint8), b.scale))
-        return swiglu(a, type(b)(data.view(b.data.dtype), scale, b.format), offs)
+        return grouped_gemm_swiglu_quant(b_tensor=type(b)(data.view(b.data.dtype), scale, b.format), **options)
 
-    def explode(driver: Any, a: Any, b: Any, offs: Any, out: torch.Tensor) -> None:
+    def explode(a: Any, b: Any, offs: Any, out: torch.Tensor) -> None:
         if b.shape[1] == 256:
             raise RuntimeError("boom\nsecond line")
         grouped_gemm(a, b, offs, out=out)
 
-    monkeypatch.setattr(chain, "gemm_of_driver", explode)
-    monkeypatch.setattr(chain, "swiglu_of_driver", exchanged)
+    in_ordinary_launches(monkeypatch, "grouped_gemm", explode)
+    in_ordinary_launches(monkeypatch, "grouped_gemm_swiglu_quant", exchanged)
     record = measure()
     assert set(record["wrong"]) == {"mlp, ordinary launches"}
     assert record["errors"] == {"padless, ordinary launches": "RuntimeError: boom second line"}
@@ -268,17 +280,23 @@ def test_a_peer_that_raises_is_named(measure: Measure) -> None:
     assert set(record["gpu"]) == OWN
 
 
-def test_what_another_driver_launches_is_what_the_calls_launch() -> None:
-    """The kernels' own code, by the emulator: gate and up, SwiGLU, quantisation and the way back, bit for bit."""
-    from padless.emulator.fake_driver import driver_of
+def test_ordinary_launches_are_packed_without_the_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch is packed with is read where it is packed, and the driver is as before when a call has raised."""
+    from padless.runtime import driver as runtime_driver
 
-    first = make_grouped(Point(5, 256, 128, 3), [2, 0, 3], 5, "cpu")
-    second = chain_problem.second_projection(first, 6)
-    public, other = second.empty_out(), second.empty_out()
-    chain.mlp(first, second, public, backend="emulator")
-    chain.mlp_of_driver(driver_of("emulator"), first, second, other)
-    assert not public.isnan().any()
-    assert same_bits(public, other)
+    device = object.__new__(runtime_driver.CudaDriver)
+    device.programmatic, device._cuda = True, SimpleNamespace(cuLaunchKernelEx=None)
+    monkeypatch.setattr(chain, "cuda_driver", lambda: device)
+
+    def attributes() -> list[int]:
+        shape = runtime_driver.LaunchShape(1, 128, 1, programmatic=True)
+        return [a.id for a in runtime_driver._CudaLaunch(device, 0, 0, shape, [], 0)._attributes]
+
+    assert attributes() == [runtime_driver._PROGRAMMATIC_SERIALIZATION]
+    with suppress(ZeroDivisionError), chain.ordinary_launches():
+        assert attributes() == []
+        raise ZeroDivisionError
+    assert attributes() == [runtime_driver._PROGRAMMATIC_SERIALIZATION]
 
 
 def test_kernels_of_both_projections_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

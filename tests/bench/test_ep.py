@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from padless.bench.cases import ep
+from padless.bench.cases.ep import deepep
 from padless.bench.cases.ep.problem import EpPoint, EpProblem, NcclExchange, points
 from padless.testing.judge import row_errors, worst
-from padless.testing.ranks import Rank, raise_first, run_ranks
+from padless.testing.ranks import Rank, RankPool, raise_first, run_ranks
+from support import deepep_first
 
 POINT = EpPoint("tiny", 2, 9, 128, 64, 6, 3)
 
@@ -55,5 +57,35 @@ def test_tables() -> None:
     *directions, steps = ep.tables([record], {}, 120)
     assert [table.rows[0][3:] for table in directions] == [["100.0", "350.0", "3.5x"]] * 3
     assert steps.rows[0][-2:] == ["320", "600"]
-    record["gpu"] |= {f"titan {name}": {"us": 321.0} for name in ("dispatch", "combine", "layer")}
-    assert ep.tables([record], {}, 120)[0].rows[0][3:] == ["100.0", "350.0", "3.5x", "321.0", "3.2x"]
+    record["gpu"] |= {
+        f"{who} {name}": {"us": 321.0} for name in ("dispatch", "combine", "layer") for who in ("titan", "deepep")
+    }
+    assert ep.tables([record], {}, 120)[0].rows[0][3:] == ["100.0", "350.0", "3.5x", *["321.0", "3.2x"] * 2]
+
+
+def with_deepep(rank: Rank, planted: str = "") -> str:
+    """What the checks of DeepEP's contenders say, on every rank: its first assertion, "" where all agrees."""
+    deepep_first.Buffer.planted = planted
+    p = EpProblem(rank, POINT, 2)
+    rows, plan = p.ep.dispatch(p.x, p.ids, p.weights)
+    used = int(plan.offs[-1])
+    y = torch.randn(plan.prob.shape[0], POINT.hidden, generator=torch.Generator().manual_seed(rank.rank)).bfloat16()
+    peer = deepep.DeepEpExchange(p, deepep_first)
+    peer.sms = 64
+    try:
+        calls = ep.deepep_calls(peer, rows, plan, y)
+    except AssertionError as error:
+        return str(error)
+    assert peer.dispatch()[0].data.shape[0] == used
+    layer = p.ep.combine(p.products(rows, plan.offs), plan, weighted=True)
+    return "" if worst(row_errors(calls["deepep layer"](), layer.double())) < ep.SUM_TOLERANCE else "layer"
+
+
+@pytest.mark.slow
+def test_deepep_hands_over_the_same_rows() -> None:
+    """Over a DeepEP on gloo: rows, scales, sums; a slot that is lost and a sum taken twice are found."""
+    with RankPool(2, cuda=False, backend="collective") as pool:
+        assert raise_first(pool.call(with_deepep, timeout_s=60)) == ["", ""]
+        assert raise_first(pool.call(with_deepep, "lost", timeout_s=60)) == ["offs of DeepEP"] * 2
+        found = raise_first(pool.call(with_deepep, "again", timeout_s=60))
+        assert all("DeepEP's combine is off" in said for said in found)

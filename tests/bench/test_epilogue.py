@@ -64,7 +64,7 @@ def test_the_kernels_are_what_is_measured(problem) -> None:  # type: ignore[no-u
 
 
 def test_a_right_point_has_every_time_and_no_failure(problem) -> None:  # type: ignore[no-untyped-def]
-    record = epilogue.measure(problem, StandInTimer()) | {"point": POINT.as_dict()}
+    record = epilogue.measure(problem, StandInTimer()) | {"point": vars(POINT)}
     assert len(record["gpu"]) == 7
     assert record["equality"] == {"codes": 70 * 256, "wrong_codes": 0, "wrong_scales": 0}
     assert failures([record]) == []
@@ -85,7 +85,7 @@ def test_a_wrong_fused_output_is_noticed_and_not_timed(problem, monkeypatch: pyt
         return calls | {"fused rows": lambda: outputs}
 
     monkeypatch.setattr(epilogue, "calls", broken)
-    record = epilogue.measure(problem, StandInTimer()) | {"point": POINT.as_dict()}
+    record = epilogue.measure(problem, StandInTimer()) | {"point": vars(POINT)}
     assert record["equality"]["wrong_codes"] == 1
     assert "fused rows" not in record["gpu"]
     assert any("fused rows" in line for line in failures([record]))
@@ -98,7 +98,7 @@ def test_a_missing_kernel_is_a_failure_and_the_others_are_measured(problem, monk
         raise ValueError("grouped_gemm_quant has no kernel")
 
     monkeypatch.setattr(epilogue, "calls", lambda *args: right(*args) | {"fused rows": missing})
-    record = epilogue.measure(problem, StandInTimer()) | {"point": POINT.as_dict()}
+    record = epilogue.measure(problem, StandInTimer()) | {"point": vars(POINT)}
     assert len(record["gpu"]) == 6
     assert failures([record]) == ["M=70 N=256 K=128 groups=3: fused rows failed: grouped_gemm_quant has no kernel"]
     show_records(CASES["epilogue"], [record], {}, Console(width=200, quiet=True))

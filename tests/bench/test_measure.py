@@ -54,7 +54,7 @@ class ScriptedPeer:
 
     decode = grouped
 
-    def dense(self, of: problem.DenseProblem) -> list[Contender]:
+    def dense(self, of: problem.GroupedProblem) -> list[Contender]:
         raise NotImplementedError("no dense product")
 
 
@@ -211,7 +211,7 @@ def test_a_cut_run_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     measured.clear()
     records = run_points(session_on_cpu(tmp_path), "paper", points, once)
     assert measured == points[2:]
-    assert [record["point"] for record in records] == [point.as_dict() for point in points]
+    assert [record["point"] for record in records] == [vars(point) for point in points]
     assert all(record["bitwise_identical"] for record in records)
     # Another seed is another measurement.
     measured.clear()

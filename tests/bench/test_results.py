@@ -36,7 +36,7 @@ def test_records_survive_the_file(tmp_path: Path) -> None:
     file.append(record(POINT))
     again = results.ResultFile(tmp_path / "deep" / "paper.jsonl")
     assert again.records == [{"kind": "session", "id": "x", "value": 1.5}, record(POINT)]
-    assert again.measured("paper", 0) == {results.point_key(POINT.as_dict())}
+    assert again.measured("paper", 0) == {results.point_key(vars(POINT))}
     assert again.measured("paper", 1) == again.measured("dense", 0) == set()
 
 
@@ -81,7 +81,7 @@ def test_summary_of_known_ratios() -> None:
         record(POINT, gpu={"padless": timing(100.0), "pad_then_deepgemm": timing(130.0)}, floor_us=80.0),
         record(POINT, gpu={"padless": timing(50.0)}, end_to_end={}, floor_us=None),
     ]
-    lines = {line.title: line for line in results.summarise(two)}
+    lines = results.summarise(two)
     deepgemm = lines["pad + DeepGEMM / padless"]
     assert (deepgemm.points, deepgemm.smallest, deepgemm.largest) == (2, 1.1, 1.3)
     assert deepgemm.geomean == pytest.approx(math.sqrt(1.1 * 1.3))

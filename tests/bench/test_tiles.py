@@ -95,10 +95,10 @@ def test_a_run_from_the_grid_to_the_report(tmp_path: Path, monkeypatch: pytest.M
     points = [Point(70, 256, 128, 3), Point(33, 136, 144, 2)]
     first = run_tiles(points[:1], tmp_path, settings)
     assert opened == [("tiles", tmp_path, [], settings, (), tiles.facts())]
-    assert [record["point"] for record in first.records] == [points[0].as_dict()]
+    assert [record["point"] for record in first.records] == [vars(points[0])]
     result = run_tiles(points, tmp_path, settings)
     assert (result.failures, result.figure, result.file) == ([], None, file.path)
-    assert [record["point"] for record in result.records] == [point.as_dict() for point in points]
+    assert [record["point"] for record in result.records] == [vars(point) for point in points]
     assert result.records[0] == first.records[0]
     assert "1 of 2 points are there already" in text.getvalue()
     # The names of tiles are as long as their times: 256 x 128 over 128 x 64.

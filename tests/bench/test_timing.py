@@ -265,7 +265,7 @@ def test_workers_get_the_points_and_the_names(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(warm_up, "_worker_count", lambda points: 2)
     points = [Point(8192, 3072, 3072, 4), Point(8192, 4096, 3072, 4)]
     warm_up.warm_up("paper", points, None, ["deepgemm"], 3)
-    assert [job["points"] for job in jobs] == [[points[0].as_dict()], [points[1].as_dict()]]
+    assert [job["points"] for job in jobs] == [[vars(points[0])], [vars(points[1])]]
     assert all(job["names"] == ["deepgemm"] and job["seed"] == 3 and job["folder"] is None for job in jobs)
     assert [Point(**fields) for job in jobs for fields in job["points"]] == points
     jobs.clear()

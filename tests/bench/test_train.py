@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from padless.bench.cases import train
 from padless.bench.cases.train import contenders
 from padless.bench.cases.train.contenders import BF16, KEPT, Maker, Step, makers
 from padless.bench.cases.train.problem import TrainPoint, TrainProblem, make_problem
-from padless.bench.measure import facts_of
 from padless.bench.peers.torchao import TorchAo
 from padless.bench.results import ResultFile, failures, time_us
 from support.bench_records import StandInTimer
@@ -31,7 +31,7 @@ def problem() -> TrainProblem:
 @pytest.fixture(scope="module")
 def record(problem: TrainProblem) -> dict[str, Any]:
     return train.measure_train(problem, StandInTimer(), makers(compiled=False, every_recipe=True)) | {
-        "point": facts_of(POINT)
+        "point": asdict(POINT)
     }
 
 

@@ -102,13 +102,16 @@ def test_times_that_make_no_sense_are_refused(times: tuple[float, ...]) -> None:
 # --- the command -----------------------------------------------------------------------------------------
 
 
+def driver_of(arch: str) -> Callable[[], SimpleNamespace]:
+    return lambda: SimpleNamespace(arch=arch, num_sms=lambda device: 132)
+
+
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     """machine(**options) runs padless tune on a GPU that is not there, and returns what it printed."""
     monkeypatch.setenv("PADLESS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cost_model, "gpu_name", lambda: "NVIDIA Made Up")
-    monkeypatch.setattr(tune, "_arch", lambda: "sm_90a")
-    monkeypatch.setattr(tune, "_num_sms", lambda: 132)
+    monkeypatch.setattr(tune, "cuda_driver", driver_of("sm_90a"))
     monkeypatch.setattr(tune, "gpu_clock", lambda path, repeats: knowing_clock(TRUTH, 132))
     cost_model.cost_table.cache_clear()
 
@@ -158,7 +161,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_whose_kernels_have_no_table_is_left_alone(
     machine: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tune, "_arch", lambda: "sm_75")
+    monkeypatch.setattr(tune, "cuda_driver", driver_of("sm_75"))
     assert "no kernel that runs on NVIDIA Made Up" in machine()
     assert list(tmp_path.rglob("*")) == []
 
@@ -171,7 +174,7 @@ def test_another_architectures_kernels_get_a_table_of_their_own(
     monkeypatch.setitem(BUILT_IN, "sm100_made_up", CostTable({tile: TileCost(90, 80, 70)}, "a test"))
     path = SimpleNamespace(name="sm100_made_up", arch="sm_100a", operation="grouped_gemm")
     monkeypatch.setattr(tune, "ROUTES", (*tune.ROUTES, path))
-    monkeypatch.setattr(tune, "_arch", lambda: "sm_100a")
+    monkeypatch.setattr(tune, "cuda_driver", driver_of("sm_100a"))
     monkeypatch.setattr(tune, "gpu_clock", lambda path, repeats: knowing_clock(truth, 132))
     text = machine()
     assert "sm100_made_up" in text

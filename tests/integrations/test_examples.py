@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -33,6 +34,23 @@ def test_convert_to_nvfp4(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert 1e-4 < number(r"relative error of the logits: ([\d.]+)", printed) < 0.03
     assert number(r"divergence of the next token: ([\d.]+) nats", printed) < 1e-3
     assert number(r"same most likely token: ([\d.]+)%", printed) > 85
+
+
+def test_layer_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Every step of three ways is timed, all make one layer, and there is a picture; steps in a wrong order are seen."""
+    out = tmp_path / "steps"
+    printed = run("layer_time.py", monkeypatch, capsys, "--tokens", "9", "--out", str(out))
+    (found,) = json.loads(out.with_suffix(".json").read_text())["layers"]
+    assert [len(steps) for steps in found["steps"].values()] == [6, 8, 4]
+    assert all(us > 0 for steps in found["steps"].values() for *_, us in steps)
+    assert number(r"after: (\d+) us", printed) == round(sum(us for *_, us in found["steps"]["after"]))
+    assert out.with_suffix(".png").stat().st_size > 10_000
+
+    module = runpy.run_path(str(EXAMPLES / "layer_time.py"))
+    steps = {name: (kind, name, make) for kind, name, make in module["BEFORE"]}
+    steps["rows"] = ("gather", "rows", lambda s: module["gather"](s).flip(0))
+    with pytest.raises(AssertionError, match="another layer"):
+        module["step_times"](module["layer"]("small", 9, "cpu"), list(steps.values()))
 
 
 def test_fine_tune_qwen3_moe(

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from padless.kernels import launch
+from padless.kernels import group_tiles
 from padless.kernels.group_tiles import TokenGroups
-from padless.kernels.launch import Prepared
 from padless.kernels.sm90_rows_columns import host as columns_host
 from padless.kernels.sm90_swiglu_backward import host as swiglu_host
 from padless.testing.compile_ahead import RecordingDevice
@@ -32,9 +31,8 @@ class Device(RecordingDevice):
 @pytest.fixture(autouse=True)
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(launch, "_PREPARED", {})
-    for host in (columns_host, swiglu_host):
-        monkeypatch.setattr(host, "load_kernel", lambda driver, source, config, index: (KERNEL, config))
+    monkeypatch.setattr(group_tiles, "_PREPARED", {})
+    monkeypatch.setattr(group_tiles, "load_kernel", lambda driver, source, config, index: (KERNEL, config))
 
 
 def bytes_of(*shape: int) -> torch.Tensor:
@@ -103,12 +101,9 @@ def test_what_differs_is_packed_anew(host: Any, make: Callable[[], Given], monke
 
 
 def test_no_more_are_kept_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_MOST_PREPARED", 3)
+    monkeypatch.setattr(group_tiles, "_MOST_PREPARED", 3)
     made: list[int] = []
-
-    def pack(i: int) -> Prepared:
-        return launch.prepared_before(torch.empty(1), (i,), lambda: made.append(i) or Prepared(lambda stream: None))
-
+    device, x = Device("sm_90a", "cubin", 132), torch.empty(1)
     for i in (1, 2, 3, 1, 2, 3, 4, 1):
-        pack(i)
+        group_tiles.prepared_before(device, "a.cu", (i,), lambda i=i: made.append(i), (x,), (), 1, 1)
     assert made == [1, 2, 3, 4, 1]

@@ -20,7 +20,7 @@ from padless.epilogue import (
     column_scale_shape,
     column_tiles,
 )
-from padless.ops.grouped_gemm_epilogue import with_outputs
+from padless.ops.epilogue_run import with_outputs
 from padless.reference import epilogue as reference_epilogue
 from padless.reference.epilogue import epilogue_reference
 from support.epilogue_cases import POISON_BYTE, poisoned, sums

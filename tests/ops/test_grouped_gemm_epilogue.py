@@ -16,8 +16,8 @@ import padless
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.layouts import empty_mn_major
-from padless.ops import epilogue_checks
-from padless.ops.grouped_gemm_epilogue import row_tensor, with_outputs
+from padless.ops import epilogue_checks, epilogue_run
+from padless.ops.epilogue_run import row_tensor, with_outputs
 from padless.reference.epilogue import epilogue_reference
 
 MODULE: Any = importlib.import_module("padless.ops.grouped_gemm_epilogue")  # the function has its module's name
@@ -316,7 +316,7 @@ def test_the_tests_above_see_a_wrong_number_and_a_write_past_the_groups(monkeypa
         t.d[END] = 0
 
     for planted in (wrong, past):
-        monkeypatch.setattr(MODULE, "epilogue_reference", planted)
+        monkeypatch.setattr(epilogue_run, "epilogue_reference", planted)
         with pytest.raises(AssertionError):
             test_it_is_right_row_by_row_and_writes_nothing_past_the_groups(MXFP8)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import readme_measured as tool
+from measured_comparisons import comparison_columns, comparison_table, won_sentence
+from measured_markdown import failure_sentence, markdown, paragraph, span
 from measured_records import axis_span, command, measured, newest, peers
 from measured_sections import (
     chain_section,
@@ -21,8 +23,7 @@ from measured_sections import (
     fuzz_section,
     paper_section,
 )
-from padless.bench.report.markdown import failure_sentence, markdown, paragraph, span, won_sentence
-from padless.bench.report.table import Table, comparison_columns, comparison_table, labels
+from padless.bench.report.table import Table, labels
 from support.bench_records import timing
 
 RECORDS = tool.ROOT / tool.FOLDER

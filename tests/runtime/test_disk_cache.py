@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from padless.runtime import disk_cache
-from padless.runtime.disk_cache import read_trusted, write_atomically
+from padless.runtime import disk_cache, shared_cache
+from padless.runtime.disk_cache import write_atomically
+from padless.runtime.shared_cache import read_trusted
 
 OTHER = 54321  # a user that nobody is
 
@@ -75,9 +76,9 @@ def test_a_name_for_every_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_a_process_that_holds_a_kernel_for_long_delays_the_others_only(file: Path) -> None:
-    with disk_cache.alone("kernel"):
+    with shared_cache.alone("kernel"):
         start = time.monotonic()
-        with disk_cache.alone("kernel", 0.3), disk_cache.alone("another", 60.0):
+        with shared_cache.alone("kernel", 0.3), shared_cache.alone("another", 60.0):
             waited = time.monotonic() - start
     assert 0.25 < waited < 30
 
@@ -87,12 +88,12 @@ def test_those_that_waited_enter_together(file: Path) -> None:
     inside, together = threading.Barrier(3), []
 
     def enter() -> None:
-        with disk_cache.alone("kernel"):
+        with shared_cache.alone("kernel"):
             inside.wait(30)  # broken where one is alone
             together.append(True)
 
     threads = [threading.Thread(target=enter) for _ in range(3)]
-    with disk_cache.alone("kernel"):
+    with shared_cache.alone("kernel"):
         for thread in threads:
             thread.start()
         time.sleep(0.1)

@@ -40,7 +40,7 @@ def record(point: Point, /, *, baseline: str = "pad_then_padless", **changes: An
         "kind": KIND,
         "session": "then",
         "seed": 0,
-        "point": point.as_dict(),
+        "point": vars(point),
         "sizes": sizes,
         "padded_rows": padded_rows(sizes),
         "memory_saving_percent": memory_saving_percent(sizes),

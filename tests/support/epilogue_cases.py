@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors
-from padless.ops.grouped_gemm_epilogue import with_outputs
+from padless.ops.epilogue_run import with_outputs
 
 POISON_BYTE = 0xA5
 

@@ -12,7 +12,7 @@ import torch
 import padless
 from padless import checkpoints, layouts
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledTensor, blocked_size
-from padless.ops.grouped_gemm_epilogue import with_outputs
+from padless.ops.epilogue_run import with_outputs
 
 M, N, K, GROUPS = 6, 64, 128, 3
 OFFS = torch.tensor([2, 2, 5], dtype=torch.int32)

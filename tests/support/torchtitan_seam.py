@@ -61,6 +61,46 @@ class GroupedExperts(nn.Module):
 GroupedExperts.Config._owner = GroupedExperts
 
 
+class LocalTokenDispatcher:
+    """Rows of one rank's tokens by expert, and their weighted sums."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        num_experts: int
+        top_k: int
+
+    def __init__(self, config: Any) -> None:
+        self.num_experts, self.top_k = config.num_experts, config.top_k
+
+    def dispatch(
+        self, x_TD: Any, topk_scores_TK: Any, topk_expert_ids_TK: Any, num_local_tokens_per_expert_E: Any
+    ) -> Any:
+        order = torch.argsort(topk_expert_ids_TK.view(-1), stable=True)
+        plan = (order // self.top_k, topk_scores_TK.view(-1)[order])
+        return x_TD[plan[0]], num_local_tokens_per_expert_E, plan
+
+    def combine(self, routed_output_RD: Any, metadata: Any, x_TD: Any) -> Any:
+        tokens, scores = metadata
+        return torch.zeros_like(x_TD).index_add(0, tokens, (routed_output_RD.float() * scores[:, None]).to(x_TD.dtype))
+
+
+class BaseEPTokenDispatcher(LocalTokenDispatcher):
+    @dataclass(kw_only=True, slots=True)
+    class Config(LocalTokenDispatcher.Config):
+        pass
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.ep_mesh = None
+
+    def wire_meshes(self, *, ep_mesh: Any) -> None:
+        self.ep_mesh = ep_mesh
+        self.init_buffer()
+
+    def init_buffer(self) -> None:
+        """Initialize backend communication buffers, if any."""
+
+
 def override(*, target: type, description: str = "") -> Callable[[Any], Any]:
     def register(factory: Any) -> Any:
         REGISTERED[f"{factory.__module__}.{factory.__name__}"] = (target, factory)
@@ -83,6 +123,10 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "torchtitan.models": {},
         "torchtitan.models.common": {},
         "torchtitan.models.common.moe": {"GroupedExperts": GroupedExperts},
+        "torchtitan.models.common.token_dispatcher": {
+            "BaseEPTokenDispatcher": BaseEPTokenDispatcher,
+            "LocalTokenDispatcher": LocalTokenDispatcher,
+        },
     }
     for name, names in contents.items():
         module = ModuleType(name)

@@ -25,12 +25,12 @@ from padless.verify.problems.epilogue import (
     FENCE,
     GATE_UP,
     EpilogueProblem,
+    GuardedOutputs,
     Outputs,
     moved,
     quant_routes,
     random_epilogue_problem,
     run_problem,
-    untouched,
 )
 
 HOPPER = next(p for p in ROUTES if p.operation == QUANT and p.config_class is Sm90Fp8Config)
@@ -96,7 +96,7 @@ def test_a_problem_is_a_function_of_route_and_seed() -> None:
     x, y = drawn()[7], random_epilogue_problem(HOPPER, 7)
     assert str(x) == str(y)
     assert torch.equal(x.b.data.view(torch.uint8), y.b.data.view(torch.uint8))
-    one, two = (untouched(p, run(7, "reference").epilogue).buffers for p in (x, y))
+    one, two = (GuardedOutputs(p, run(7, "reference").epilogue).buffers for p in (x, y))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
@@ -129,11 +129,11 @@ def in_place_of_the_gpu(monkeypatch: pytest.MonkeyPatch, backend: str, mistake: 
             mistake(problem, outputs)
         return outputs
 
-    def sums(problem: EpilogueProblem) -> torch.Tensor:
+    def sums(problem: EpilogueProblem, *_: object) -> torch.Tensor:
         return grouped_gemm(problem.a, problem.b, problem.offs, out_dtype=torch.float32, backend=backend)
 
     monkeypatch.setattr(verify_epilogue, "_on_gpu", on_gpu)
-    monkeypatch.setattr(verify_epilogue, "_sums_on_gpu", sums)
+    monkeypatch.setattr(verify_epilogue, "_sums", sums)
     monkeypatch.setattr(verify_epilogue, "cuda_driver", lambda: type("D", (), {"arch": "sm_90a"}))
     monkeypatch.setattr(verify_epilogue, "quant_routes", lambda arch: [HOPPER])
 
@@ -145,10 +145,10 @@ def test_what_the_reference_computes_passes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_problems_go_to_all_routes_in_turn() -> None:
     routes = quant_routes("sm_90a")
-    problems = verify_epilogue._in_turn(routes, 54, 3)
+    problems = verify_epilogue.problems_of("sm_90a", 54, 3)
     assert {route for route, _ in problems} == set(routes)
     assert [seed for _, seed in problems] == list(range(3, 57))
-    assert verify_epilogue._in_turn([], 54, 0) == []
+    assert verify_epilogue.problems_of("sm_75", 54) == []
 
 
 def seed_with(wanted: Callable[[EpilogueProblem], bool]) -> int:
@@ -293,7 +293,7 @@ def test_the_small_launches_are_of_every_hopper_kernel() -> None:
 def test_a_small_quantizing_call_is_allowed_and_writes_every_output(index: int) -> None:
     problem = verify_small.small_problem(HOPPER, *verify_small.QUANT_CALLS[index])
     outputs = run_problem(problem, "cpu", "reference")
-    before = untouched(problem, outputs.epilogue).buffers
+    before = GuardedOutputs(problem, outputs.epilogue).buffers
     assert all(not torch.equal(outputs.bytes[name], before[name]) for name in before)
 
 

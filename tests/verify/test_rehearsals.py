@@ -38,7 +38,6 @@ from padless.verify import invariance as verify_invariance
 from padless.verify import run as verify
 from padless.verify import small as verify_small
 from padless.verify import train_quantizers as verify_training
-from padless.verify.emulator import kernels as verify_emulator
 from padless.verify.emulator import tensor_core as verify_arithmetic
 from padless.verify.problems.epilogue import run_problem
 from padless.verify.rehearsals import rehearsals_of
@@ -132,7 +131,7 @@ def in_place_of_the_gpu() -> Iterator[tuple[InPlaceOfTheGpu, pytest.MonkeyPatch]
 
 
 def _patch(monkeypatch: pytest.MonkeyPatch, here: InPlaceOfTheGpu, graph: type) -> None:
-    for module in (verify_checks, verify_formats, verify_emulator, verify_training):
+    for module in (verify_checks, verify_formats, verify_training):
         monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(verify_checks, "_REPEATS", 1)
     for name, stub in (
@@ -143,7 +142,7 @@ def _patch(monkeypatch: pytest.MonkeyPatch, here: InPlaceOfTheGpu, graph: type) 
         ("graph", lambda graph: nullcontext()),
     ):
         monkeypatch.setattr(torch.cuda, name, stub)
-    for module in (verify_checks, verify_formats, verify_emulator):
+    for module in (verify_checks, verify_formats):
         monkeypatch.setattr(module, "grouped_gemm", here.grouped_gemm)
     monkeypatch.setattr(verify_checks, "gemm", here.gemm)
     monkeypatch.setattr(verify_epilogue, "run_problem", here.run_problem)
@@ -179,13 +178,14 @@ def test_a_check_of_all_shapes_asks_for_nothing_else(name: str, shapes: slice) -
 def test_the_threads_ask_for_nothing_else() -> None:
     """One after the other: a listing is for a process with one thread."""
 
-    class Thread:
-        def __init__(self, target: Callable[..., None], args: tuple[Any, ...]) -> None:
-            self.start = partial(target, *args)
-            self.join = lambda: None
+    class Threads(nullcontext):
+        map = staticmethod(map)
+
+        def __enter__(self) -> Any:
+            return self
 
     with in_place_of_the_gpu() as (gpu, patch):
-        patch.setattr(verify_checks.threading, "Thread", Thread)
+        patch.setattr(verify_checks, "ThreadPoolExecutor", Threads)
         assert verify_checks.check_streams_and_threads()
     assert gpu.asked == listed("streams and threads")
 
@@ -248,7 +248,11 @@ def test_the_epilogues_ask_for_nothing_else() -> None:
 
 
 COMPARISONS: dict[str, tuple[Any, str, Callable[[], str]]] = {
-    "emulator agrees": (verify_emulator, "emulate", partial(verify_emulator.check_against_emulator, 60)),
+    "emulator agrees": (
+        verify_formats,
+        "emulate_formats",
+        partial(verify_formats.check_fp8_block_against_emulator, 60),
+    ),
     "emulator agrees on formats": (
         verify_formats,
         "emulate_formats",
@@ -335,7 +339,7 @@ def test_everything_that_runs_has_been_rehearsed(where: Gpu, step: int) -> None:
         kernels, problems = kernels_of(rehearsals_of(where.arch, [], [module]), where)
         assert kernels
         assert not problems
-    assert set(verify_checks.CALLS) == {*verify_checks.CHECKS, verify_checks.SMALL}
+    assert set(verify_checks.CALLS) == {*verify_checks.CHECKS, "padless.verify.fp8_block"}
 
 
 def test_the_small_launches_of_the_others_ask_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,9 +403,11 @@ def missing_argument() -> None:
 
 def test_nothing_is_compiled_after_compiling_ahead(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With processes and a disk; what fails is said, and fails again where it is needed."""
-    drawn = (seed for seed in range(100) if verify_emulator.random_problem(seed)[2][-1] > 0)
-    seeds = sorted(drawn, key=verify_emulator._cost)[:2]
-    rehearsals = [Rehearsal(partial(verify_emulator.emulate, seed), ("ptx",)) for seed in seeds]
+    drawn = [
+        job for job in verify_formats.fp8_block_problems(100) if verify_formats.random_formats_problem(*job).offs[-1]
+    ]
+    jobs = sorted(drawn, key=lambda job: verify_formats._cost(*job))[:2]
+    rehearsals = [Rehearsal(partial(verify_formats.emulate_formats, *job), ("ptx",)) for job in jobs]
     rehearsals += [Rehearsal(refused_by_the_compiler), Rehearsal(missing_argument)]
     seen: list[tuple[int, int]] = []
     ahead = compile_ahead(rehearsals, H200, lambda *bar: seen.append(bar), workers=1)
@@ -418,14 +424,14 @@ def test_nothing_is_compiled_after_compiling_ahead(fresh_cache: Path, monkeypatc
     files = sorted(path.name for path in fresh_cache.glob("*.*"))
     assert len(files) == 2 * 2  # an image and its description
     monkeypatch.setattr(jit, "_run_nvrtc", no_compiler)
-    assert all(verify_emulator.emulate(seed).numel() for seed in seeds)
+    assert all(verify_formats.emulate_formats(*job).numel() for job in jobs)
     assert sorted(path.name for path in fresh_cache.glob("*.*")) == files
 
     monkeypatch.setattr(jit, "_in_memory", {})
     launching.load_kernel.cache_clear()
     next(fresh_cache.glob("*.ptx")).unlink()
     with pytest.raises(AssertionError, match="was compiled after all"):
-        list(map(verify_emulator.emulate, seeds))
+        [verify_formats.emulate_formats(*job) for job in jobs]
 
 
 def test_a_process_that_dies_is_said_and_the_next_pool_works(fresh_cache: Path) -> None:

@@ -111,6 +111,12 @@ CASES: dict[str, Case] = {
             peers=("deepgemm",),
         ),
         Case(
+            "model",
+            "Prefill of a whole random model of transformers: padless' FP8 experts against transformers' bf16.",
+            FULL,
+            needs="require_transformers",
+        ),
+        Case(
             "train",
             "A layer's training step, forward and backward, in padless' recipes against torch's bf16.",
             ("full", "peers", *RUN, "repeats"),

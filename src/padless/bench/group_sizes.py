@@ -1,5 +1,4 @@
-"""The problems the benchmarks measure: the paper's grid and its random group sizes, decode sizes, dense
-shapes.
+"""The problems the benchmarks measure: the paper's grid and its random group sizes, decode sizes, dense shapes.
 
 The paper is "TMA-Adaptive FP8 Grouped GEMM" (arXiv 2508.16584). Its grid is 4 M x 6 N x 6 K x 4 group counts
 = 576 points; group sizes follow its Appendix C.1 as its published test draws them.
@@ -10,8 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from padless.formats import ceil_div, round_up
 
@@ -52,9 +50,6 @@ class Point:
         a = self.M * (self.K + 4 * block_k)
         b = self.groups * (self.N * self.K + 4 * ceil_div(self.N, 128) * block_k)
         return a + b + 2 * self.M * self.N
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -143,9 +138,7 @@ def group_sizes(point: Point, seed: int = 0) -> list[int]:
 
 
 def decode_sizes(point: DecodePoint, seed: int = 0) -> list[int]:
-    """Group sizes of a decode point: each group 1 to `point.rows` rows, at least one group with all
-    `point.rows`.
-    """
+    """Group sizes of a decode point: each group 1 to `point.rows` rows, at least one group with all `point.rows`."""
     rng = point_rng(point, seed)
     sizes = [rng.randint(1, point.rows) for _ in range(point.groups)]
     sizes[rng.randrange(point.groups)] = point.rows

@@ -6,14 +6,14 @@ A contender that raises, or whose result is wrong, is named in the record and no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 
 from padless.bench.group_sizes import memory_saving_percent
 from padless.bench.pad import pad_groups, unpad_rows
 from padless.bench.peers import Contender, Peer
-from padless.bench.problem import DenseProblem, GroupedProblem, sample_reference
+from padless.bench.problem import GroupedProblem, sample_reference
 from padless.bench.results import Record
 from padless.bench.traffic import traffic_contenders
 from padless.testing import machine
@@ -22,12 +22,9 @@ from padless.testing.timing import Timer
 
 
 def own_contenders(problem: GroupedProblem) -> list[Contender]:
-    """padless on the groups as they are; padding; the same GEMM on padded groups; padding and that GEMM
-    together.
-    """
+    """padless on the groups as they are; padding; the same GEMM on padded groups; padding and that GEMM together."""
     from padless.ops.grouped_gemm import grouped_gemm
 
-    out = problem.empty_out()
     padded = problem.padded
     padded_out = problem.empty_out(problem.padded_rows)
     valid = problem.empty_out()
@@ -44,7 +41,7 @@ def own_contenders(problem: GroupedProblem) -> list[Contender]:
         return unpad_rows(padded_out, problem.offs, valid)
 
     return [
-        Contender("padless", lambda: grouped_gemm(problem.a, problem.b, problem.offs, out=out), lambda: out),
+        own_contender(problem),
         Contender(
             "padless_on_padded",
             lambda: grouped_gemm(padded.a, problem.b, padded.offs, out=padded_out),
@@ -56,20 +53,15 @@ def own_contenders(problem: GroupedProblem) -> list[Contender]:
     ]
 
 
-def own_decode_contender(problem: GroupedProblem) -> list[Contender]:
-    """padless on groups of few rows."""
-    from padless.ops.grouped_gemm import grouped_gemm
+def own_contender(problem: GroupedProblem, dense: bool = False) -> Contender:
+    """padless on the groups as they are, or on a dense product."""
+    from padless.ops.grouped_gemm import gemm, grouped_gemm
 
     out = problem.empty_out()
-    return [Contender("padless", lambda: grouped_gemm(problem.a, problem.b, problem.offs, out=out), lambda: out)]
-
-
-def own_dense_contender(problem: DenseProblem) -> list[Contender]:
-    """padless on a dense product."""
-    from padless.ops.grouped_gemm import gemm
-
-    out = problem.empty_out()
-    return [Contender("padless", lambda: gemm(problem.a, problem.b, out=out), lambda: out)]
+    call = (
+        partial(gemm, problem.a, problem.b[0]) if dense else partial(grouped_gemm, problem.a, problem.b, problem.offs)
+    )
+    return Contender("padless", partial(call, out=out), lambda: out)
 
 
 def gather(
@@ -86,9 +78,7 @@ def gather(
 
 
 def bitwise_identical(contenders: Sequence[Contender]) -> bool | None:
-    """Whether padless and pad + padless gave the same bits in every valid row; None if one of them did not
-    run.
-    """
+    """Whether padless and pad + padless gave the same bits in every valid row; None if one of them did not run."""
     by_name = {contender.name: contender for contender in contenders}
     if "padless" not in by_name or "pad_then_padless" not in by_name:
         return None
@@ -113,17 +103,17 @@ def measure_grouped(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer
 
 def measure_decode(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:
     """Record of one decode point, with a copy and a read of as many bytes."""
-    contenders, errors = gather(own_decode_contender(problem), peers, lambda peer: peer.decode(problem))
+    contenders, errors = gather([own_contender(problem)], peers, lambda peer: peer.decode(problem))
     contenders += traffic_contenders(problem.point.bytes, problem.seed or 0, problem.device)
     contenders, record = check(contenders, sample_reference(problem), errors)
     return record | _facts(problem) | timed(contenders, timer)
 
 
-def measure_dense(problem: DenseProblem, peers: Sequence[Peer], timer: Timer) -> Record:
+def measure_dense(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:
     """Record of one dense shape."""
-    contenders, errors = gather(own_dense_contender(problem), peers, lambda peer: peer.dense(problem))
+    contenders, errors = gather([own_contender(problem, dense=True)], peers, lambda peer: peer.dense(problem))
     contenders, record = check(contenders, sample_reference(problem), errors)
-    return record | {"flops": problem.shape.flops} | timed(contenders, timer)
+    return record | _facts(problem) | timed(contenders, timer)
 
 
 def _facts(problem: GroupedProblem) -> Record:
@@ -138,8 +128,3 @@ def timed(contenders: Sequence[Contender], timer: Timer) -> Record:
         "end_to_end": {name: timing.as_dict() for name, timing in whole.items()},
         "clocks": machine.clocks(),
     }
-
-
-def facts_of(point: Any) -> dict[str, Any]:
-    """The fields of a point, for its record."""
-    return {name: getattr(point, name) for name in point.__dataclass_fields__}

@@ -1,25 +1,23 @@
 """Padding every group to a multiple of 128 rows, and back: for tests and benchmarks, padless needs none.
 
-"Pad, then the same GEMM" is the baseline that the padding-free GEMM is compared with, so the padding must be
-good: one launch, no host synchronisation (offsets stay on the device), rows copied in 16-byte words with
-several loads in flight. A launch writes the padded codes and scales, and where the padded groups end;
-optionally the group of every padded row (-1 for padding), which is what implementations with an aligned
-contiguous layout ask for.
+"Pad, then the same GEMM" is the baseline that the padding-free GEMM is compared with, so the padding must be good: one
+launch, no host synchronisation (offsets stay on the device), rows copied in 16-byte words with several loads in flight.
+A launch writes the padded codes and scales, and where the padded groups end; optionally the group of every padded row
+(-1 for padding), which is what implementations with an aligned contiguous layout ask for.
 
-Group g of `sizes[g]` rows occupies padded rows [start, start + 128 * ceil(sizes[g] / 128)); its padding rows
-are zeros. Example: sizes (3, 0, 130) end at offs (3, 3, 133); padded they end at (128, 128, 384), and row 3
-becomes row 128.
+Group g of `sizes[g]` rows occupies padded rows [start, start + 128 * ceil(sizes[g] / 128)); its padding rows are zeros.
+Example: sizes (3, 0, 130) end at offs (3, 3, 133); padded they end at (128, 128, 384), and row 3 becomes row 128.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from padless.bench.group_sizes import PADDED_GROUP_MULTIPLE
-from padless.formats import BlockScaledTensor, round_up
+from padless.formats import BlockScaledTensor, ceil_div, round_up
+from padless.layouts import empty_mn_major
 
 BACKENDS = ("triton", "torch")
 
@@ -29,10 +27,8 @@ class PaddedGroups:
     """Activations with every group padded to a multiple of 128 rows.
 
     a: (rows, K) codes with their scales, in the scale layout of what was padded.
-    offs: (groups,) int32 cumulative ends of the padded groups. Rows at or past offs[-1] are whatever they
-        were.
-    group_index: (rows,) int32 group of each row, -1 for padding rows; rows past offs[-1] are -1 too. None
-        unless asked.
+    offs: (groups,) int32 cumulative ends of the padded groups. Rows at or past offs[-1] are whatever they were.
+    group_index: (rows,) int32 group of each row, -1 for padding rows; rows past offs[-1] are -1 too. None unless asked.
     """
 
     a: BlockScaledTensor
@@ -52,11 +48,8 @@ def empty_padded(
     if rows is None:
         rows = padded_rows_bound(a.shape[0], offs.numel())
     data = torch.empty(rows, a.shape[1], dtype=a.dtype, device=a.device)
-    columns = a.scale.shape[1]
-    if a.scale_major == "mn":  # rows is a multiple of 4, so the leading dimension is rows
-        scale = torch.empty(columns, rows, dtype=a.scale.dtype, device=a.device).t()
-    else:
-        scale = torch.empty(rows, columns, dtype=a.scale.dtype, device=a.device)
+    shape = (rows, a.scale.shape[1])
+    scale = empty_mn_major(*shape, a.device) if a.scale_major == "mn" else torch.empty(shape, device=a.device)
     index = torch.empty(rows, dtype=torch.int32, device=a.device) if group_index else None
     return PaddedGroups(BlockScaledTensor(data, scale, a.format), torch.empty_like(offs), index)
 
@@ -74,9 +67,8 @@ def pad_groups(
 
     a: (M, K) activations, one-byte codes, scales row-major or MN-major; the result keeps the layout.
     offs: (groups,) int32 cumulative ends on a's device, ascending and within M; not read by the host.
-    rows: rows of the result, a multiple of 128: by default a bound that needs no knowledge of the sizes
-        (M + 127 * groups, rounded up); the exact number where the host knows it. Groups that would end past
-        it are cut.
+    rows: rows of the result, a multiple of 128: by default a bound that needs no knowledge of the sizes (M + 127 *
+        groups, rounded up); the exact number where the host knows it. Groups that would end past it are cut.
     out: buffers from `empty_padded` to write into instead of new ones.
     backend: "triton" (default on a GPU) or "torch" (default elsewhere; synchronises).
     """
@@ -93,8 +85,7 @@ def pad_groups(
 def unpad_rows(
     padded: torch.Tensor, offs: torch.Tensor, out: torch.Tensor, *, backend: str | None = None
 ) -> torch.Tensor:
-    """The valid rows of a padded (rows, N) result, in `out` (M, N); rows of out at or past offs[-1] are
-    untouched.
+    """The valid rows of a padded (rows, N) result, in `out` (M, N); rows of out at or past offs[-1] are untouched.
 
     offs: cumulative ends of the groups before padding. Both tensors contiguous, of one dtype.
     """
@@ -114,8 +105,7 @@ def unpad_rows(
 
 def pad_bytes(rows: int, padded_rows: int, K: int) -> int:
     """Bytes a padding must move: codes and scales of the valid rows read, of all padded rows written."""
-    row = K + 4 * (-(-K // 128))
-    return (rows + padded_rows) * row
+    return (rows + padded_rows) * (K + 4 * ceil_div(K, 128))
 
 
 def _check(a: BlockScaledTensor, offs: torch.Tensor, rows: int | None, backend: str | None) -> None:
@@ -142,9 +132,7 @@ def _use_triton(t: BlockScaledTensor | torch.Tensor, backend: str | None) -> boo
 
 
 def _row_map(offs: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the first `valid` rows: their row before padding, their row after, and the padded ends of the
-    groups.
-    """
+    """Of the first `valid` rows: their row before padding, their row after, and the padded ends of the groups."""
     ends = offs.to(torch.int64)
     sizes = ends.diff(prepend=ends.new_zeros(1))
     padded_sizes = -(-sizes // PADDED_GROUP_MULTIPLE) * PADDED_GROUP_MULTIPLE
@@ -178,19 +166,18 @@ _DATA_ROW_BYTES = 4096
 _NUM_WARPS = 8
 
 
-def _kernels() -> Any:
-    from padless.bench import pad_kernels  # Triton only where it is used
-
-    return pad_kernels
-
-
 def _words(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """(rows, columns) tensors of one width as (rows, words) of int32 where rows are whole 16-byte units, else
-    of bytes.
-    """
+    """(rows, columns) tensors of one width as (rows, words): int32 where rows are whole 16-byte units, else bytes."""
     row_bytes = tensors[0].shape[1] * tensors[0].element_size()
     aligned = row_bytes % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
     return [t.view(torch.uint8).view(torch.int32 if aligned else torch.uint8) for t in tensors]
+
+
+def _data_blocks(words: torch.Tensor) -> dict[str, int]:
+    """Constants of a kernel that moves rows of words."""
+    width = words.shape[1]
+    block = min(_next_power_of_two(width), _DATA_ROW_BYTES // words.element_size())
+    return {"WORDS": width, "BLOCK_WORDS": block, "BLOCK_ROWS": _DATA_ROWS, "MULTIPLE": PADDED_GROUP_MULTIPLE}
 
 
 def _next_power_of_two(value: int) -> int:
@@ -198,18 +185,19 @@ def _next_power_of_two(value: int) -> int:
 
 
 def _pad_triton(a: BlockScaledTensor, offs: torch.Tensor, out: PaddedGroups) -> None:
+    from padless.bench.pad_kernels import pad_kernel  # Triton only where it is used
+
     rows = out.a.shape[0]
     if rows == 0:
         out.offs.zero_()
         return
     source, target = _words(a.data, out.a.data)
-    words = source.shape[1]
-    block_words = min(_next_power_of_two(words), _DATA_ROW_BYTES // source.element_size())
+    blocks = _data_blocks(source)
     columns = a.scale.shape[1]
     row_major = a.scale_major == "k"
     scale_programs = rows // PADDED_GROUP_MULTIPLE
-    data_programs = (rows // _DATA_ROWS) * -(-words // block_words)
-    _kernels().pad_kernel[(scale_programs + data_programs,)](
+    data_programs = (rows // _DATA_ROWS) * ceil_div(blocks["WORDS"], blocks["BLOCK_WORDS"])
+    pad_kernel[(scale_programs + data_programs,)](
         source,
         target,
         a.scale,
@@ -222,13 +210,10 @@ def _pad_triton(a: BlockScaledTensor, offs: torch.Tensor, out: PaddedGroups) -> 
         a.scale.stride(0) if row_major else a.scale.stride(1),
         out.a.scale.stride(0) if row_major else out.a.scale.stride(1),
         scale_programs,
-        WORDS=words,
-        BLOCK_WORDS=block_words,
-        BLOCK_ROWS=_DATA_ROWS,
+        **blocks,
         SCALE_COLUMNS=columns,
         BLOCK_COLUMNS=min(_next_power_of_two(columns), 32),
         BLOCK_GROUPS=_next_power_of_two(offs.numel()),
-        MULTIPLE=PADDED_GROUP_MULTIPLE,
         ROW_MAJOR=row_major,
         WITH_INDEX=out.group_index is not None,
         num_warps=_NUM_WARPS,
@@ -236,23 +221,22 @@ def _pad_triton(a: BlockScaledTensor, offs: torch.Tensor, out: PaddedGroups) -> 
 
 
 def _unpad_triton(padded: torch.Tensor, offs: torch.Tensor, out: torch.Tensor) -> None:
+    from padless.bench.pad_kernels import unpad_kernel
+
     rows = padded.shape[0]
     if rows == 0 or out.numel() == 0:
         return
     source, target = _words(padded, out)
-    words = source.shape[1]
-    block_words = min(_next_power_of_two(words), _DATA_ROW_BYTES // source.element_size())
-    _kernels().unpad_kernel[(-(-rows // _DATA_ROWS) * -(-words // block_words),)](
+    blocks = _data_blocks(source)
+    programs = ceil_div(rows, _DATA_ROWS) * ceil_div(blocks["WORDS"], blocks["BLOCK_WORDS"])
+    unpad_kernel[(programs,)](
         source,
         target,
         offs,
         offs.numel(),
         rows,
         out.shape[0],
-        WORDS=words,
-        BLOCK_WORDS=block_words,
-        BLOCK_ROWS=_DATA_ROWS,
+        **blocks,
         BLOCK_GROUPS=_next_power_of_two(offs.numel()),
-        MULTIPLE=PADDED_GROUP_MULTIPLE,
         num_warps=_NUM_WARPS,
     )

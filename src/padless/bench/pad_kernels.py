@@ -13,9 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _find_group(offs_ptr, num_groups, row, BLOCK_GROUPS: tl.constexpr, MULTIPLE: tl.constexpr):
-    """Group of padded row `row` (num_groups or more past the end), where it starts before and after padding,
-    its size.
-    """
+    """Group of padded row `row` (num_groups or more past the end), its start before and after padding, its size."""
     g = tl.arange(0, BLOCK_GROUPS)
     exists = g < num_groups
     ends = tl.load(offs_ptr + g, mask=exists, other=0)
@@ -56,9 +54,7 @@ def pad_kernel(
     ROW_MAJOR: tl.constexpr,
     WITH_INDEX: tl.constexpr,
 ):
-    """Programs below scale_programs move the scales (and index) of MULTIPLE padded rows, the others a tile of
-    codes.
-    """
+    """Programs below scale_programs move the scales (and index) of MULTIPLE padded rows, the others a tile of codes."""
     pid = tl.program_id(0)
     if pid < scale_programs:
         first = pid * MULTIPLE

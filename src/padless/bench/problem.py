@@ -18,10 +18,8 @@ from padless.testing.judge import SampledReference, float64_rows
 class GroupedProblem:
     """Operands of a grouped product on one device.
 
-    a: (M, K) activations with MN-major scales; b: (groups, N, K) weights; offs: (groups,) int32 ends of the
-        groups.
-    seed: of the values; None when the operands are uninitialised memory (to compile kernels, never to
-        measure).
+    a: (M, K) activations with MN-major scales; b: (groups, N, K) weights; offs: (groups,) int32 ends of the groups.
+    seed: of the values; None when the operands are uninitialised memory (to compile kernels, never to measure).
     """
 
     point: Point
@@ -74,9 +72,7 @@ def _values(point: Point, seed: int, device: torch.device) -> tuple[torch.Tensor
 
 
 def make_grouped(point: Point, sizes: list[int], seed: int | None, device: str | torch.device) -> GroupedProblem:
-    """Standard normal operands, drawn on the device and quantised to FP8_BLOCK; seed None: uninitialised
-    memory.
-    """
+    """Standard normal operands, drawn on the device and quantised to FP8_BLOCK; seed None: uninitialised memory."""
     from padless.ops.grouped_gemm import group_offsets
     from padless.quantization.quantize import quantize
 
@@ -104,37 +100,13 @@ def _uninitialised(point: Point, device: torch.device) -> tuple[BlockScaledTenso
     return BlockScaledTensor(data, scale, FP8_BLOCK), BlockScaledTensor(weights, weight_scale, FP8_BLOCK)
 
 
-@dataclass
-class DenseProblem:
-    """Operands of a dense product: a (M, K) with MN-major scales, b (N, K)."""
-
-    shape: DenseShape
-    a: BlockScaledTensor
-    b: BlockScaledTensor
-
-    @property
-    def device(self) -> torch.device:
-        return self.a.device
-
-    def empty_out(self) -> torch.Tensor:
-        """A bf16 (M, N) result full of NaN."""
-        shape = (self.shape.M, self.shape.N)
-        return torch.full(shape, float("nan"), dtype=torch.bfloat16, device=self.device)
+def make_dense(shape: DenseShape, seed: int, device: str | torch.device) -> GroupedProblem:
+    """A dense product: one group, whose weights are b[0]."""
+    return make_grouped(Point(shape.M, shape.N, shape.K, 1), [shape.M], seed, device)
 
 
-def make_dense(shape: DenseShape, seed: int, device: str | torch.device) -> DenseProblem:
-    """Standard normal operands, quantised to FP8_BLOCK."""
-    point = Point(shape.M, shape.N, shape.K, 1)
-    grouped = make_grouped(point, [shape.M], seed, device)
-    b = BlockScaledTensor(grouped.b.data[0], grouped.b.scale[0], FP8_BLOCK)
-    return DenseProblem(shape, grouped.a, b)
-
-
-def sample_reference(problem: GroupedProblem | DenseProblem) -> SampledReference:
+def sample_reference(problem: GroupedProblem) -> SampledReference:
     """Rows of up to three groups (first and last that are not empty, and the largest), in float64 on the device."""
-    if isinstance(problem, DenseProblem):
-        weights = BlockScaledTensor(problem.b.data[None], problem.b.scale[None], problem.b.format)
-        return float64_rows(problem.a, weights, [problem.shape.M])
     sizes = problem.sizes
     nonempty = [group for group, size in enumerate(sizes) if size] or [0]
     largest = max(nonempty, key=lambda group: sizes[group])
@@ -142,8 +114,7 @@ def sample_reference(problem: GroupedProblem | DenseProblem) -> SampledReference
 
 
 def masked_operand(problem: GroupedProblem, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """a in the masked layout: codes (groups, rows, K) and scales (groups, rows, k_blocks), MN-major, unused
-    rows zero.
+    """a in the masked layout: codes (groups, rows, K) and scales (groups, rows, k_blocks), MN-major, unused rows zero.
 
     rows: a multiple of 4, at least the largest group.
     """

@@ -1,8 +1,7 @@
 """Result files (JSON lines), and what is computed from them.
 
-A file holds one `session` record per run (machine, versions, ceilings, peers) and one record per measured
-point, which names its session. Runs append, and skip the points that a file already holds: a run that was cut
-goes on.
+A file holds one `session` record per run (machine, versions, ceilings, peers) and one record per measured point, which
+names its session. Runs append, and skip the points that a file already holds: a run that was cut goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -164,7 +163,7 @@ class BenchResult:
     problems: tuple[str, ...] = ()
 
     @property
-    def comparisons(self) -> list[Comparison]:
+    def comparisons(self) -> dict[str, Spread]:
         return summarise(self.records)
 
     @property
@@ -173,31 +172,28 @@ class BenchResult:
         return [*self.problems, *failures(self.records)]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One line of a summary: how often the comparison was made and how it came out."""
+class Spread(NamedTuple):
+    """Ratios of times: how many there are, and how they came out."""
 
-    title: str
     points: int
     geomean: float
     smallest: float
     largest: float
 
 
-def summarise(records: Sequence[Record]) -> list[Comparison]:
-    """Every comparison that at least one record allows."""
-    found = []
-    for title, clock, numerator, denominator in COMPARISONS:
-        values = ratios(records, clock, numerator, denominator)
-        if values:
-            found.append(Comparison(title, len(values), geomean(values), min(values), max(values)))
-    return found
+def spread(values: Sequence[float]) -> Spread | None:
+    """None of nothing."""
+    return Spread(len(values), geomean(values), min(values), max(values)) if values else None
+
+
+def summarise(records: Sequence[Record]) -> dict[str, Spread]:
+    """Every comparison that at least one record allows, by its title."""
+    found = {title: spread(ratios(records, *comparison)) for title, *comparison in COMPARISONS}
+    return {title: values for title, values in found.items() if values is not None}
 
 
 def baseline_of(records: Sequence[Record]) -> str:
-    """The padded baseline these records were measured with: DeepGEMM if it is in all of them, else padless's
-    own.
-    """
+    """The padded baseline these records were measured with: DeepGEMM if it is in all of them, else padless's own."""
     has_all = records and all(time_us(r, "gpu", "pad_then_deepgemm") is not None for r in records)
     return "pad_then_deepgemm" if has_all else "pad_then_padless"
 
@@ -226,10 +222,8 @@ def correlation_table(records: Sequence[Record], values: Sequence[float]) -> np.
     table = table[:, np.isfinite(table).all(axis=0)]
     if table.shape[1] < 2:
         return np.full((5, 5), np.nan)
-    centred = table - table.mean(axis=1, keepdims=True)
-    size = np.sqrt((centred**2).sum(axis=1))
     with np.errstate(invalid="ignore", divide="ignore"):
-        return (centred @ centred.T) / np.outer(size, size)
+        return np.asarray(np.corrcoef(table))
 
 
 def tflops(record: Record, name: str = "padless") -> float | None:

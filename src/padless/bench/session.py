@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from padless.bench.group_sizes import DecodePoint, DenseShape, Point
-from padless.bench.measure import facts_of, measure_dense
+from padless.bench.measure import measure_dense
 from padless.bench.peers import Peer
 from padless.bench.peers.find import resolve_folder
 from padless.bench.problem import make_dense
@@ -118,9 +118,7 @@ class Session:
 
 
 def floor_us(flops: int, bytes_: int, flops_per_s: float, bytes_per_s: float) -> float:
-    """Microseconds that `flops` operations or `bytes_` bytes of traffic take at these rates, whichever is
-    more.
-    """
+    """Microseconds that `flops` operations or `bytes_` bytes of traffic take at these rates, whichever is more."""
     return 1e6 * max(flops / flops_per_s, bytes_ / bytes_per_s)
 
 
@@ -132,8 +130,7 @@ def open_session(
     compile_ahead: Sequence[Point] | Sequence[DecodePoint] = (),
     facts: Record | None = None,
 ) -> Session:
-    """Checks that there is a GPU, opens `out_dir`/`what`.jsonl, measures the ceilings, writes the session
-    record.
+    """Checks that there is a GPU, opens `out_dir`/`what`.jsonl, measures the ceilings, writes the session record.
 
     compile_ahead: points whose kernels are compiled before anything is timed, unless they are in the file already.
     facts: further fields of the session record.
@@ -181,7 +178,7 @@ def open_session(
 def missing_points(file: ResultFile, kind: str, points: Sequence[Any], seed: int) -> list[Any]:
     """The points that the result file does not hold."""
     done = file.measured(kind, seed)
-    return [point for point in points if point_key(facts_of(point)) not in done]
+    return [point for point in points if point_key(asdict(point)) not in done]
 
 
 def run_points(session: Session, kind: str, points: Sequence[Any], measure: Callable[[Any], Record]) -> list[Record]:
@@ -199,14 +196,14 @@ def run_points(session: Session, kind: str, points: Sequence[Any], measure: Call
                 bar.console.print("the time limit is near: run again with the same folder for the rest")
                 break
             start = time.monotonic()
-            record: Record = {"kind": kind, "session": session.id, "seed": seed, "point": facts_of(point)}
+            record: Record = {"kind": kind, "session": session.id, "seed": seed, "point": asdict(point)}
             record |= measure(point)
             took_s = time.monotonic() - start
             session.file.append(record | {"took_s": round(took_s, 2)})
             slowest = max(slowest, took_s)
             bar.advance(task)
             torch.cuda.empty_cache()
-    wanted = {point_key(facts_of(point)) for point in points}
+    wanted = {point_key(asdict(point)) for point in points}
     return [
         record
         for record in of_kind(session.file.records, kind)

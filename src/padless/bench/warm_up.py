@@ -12,13 +12,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from padless.bench.group_sizes import DecodePoint, Point
-from padless.bench.measure import facts_of
 from padless.testing.processes import cpus
 
 _MAX_WORKERS = 16
@@ -54,7 +54,7 @@ def warm_up(
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         assert worker.stdin is not None
-        worker.stdin.write(json.dumps(job | {"points": [facts_of(point) for point in share]}))
+        worker.stdin.write(json.dumps(job | {"points": [asdict(point) for point in share]}))
         worker.stdin.close()
         workers.append(worker)
     for worker in workers:

@@ -11,7 +11,7 @@ import torch
 from padless.bench.cases.chain import mlp_chains
 from padless.bench.cases.problems.chain import ChainProblem, second_projection
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
-from padless.bench.measure import gather, own_contenders, own_decode_contender
+from padless.bench.measure import gather, own_contender, own_contenders
 from padless.bench.peers import Contender, Peer
 from padless.bench.peers.find import find_peers
 from padless.bench.problem import make_grouped
@@ -27,7 +27,7 @@ def _contenders(kind: str, fields: dict[str, int], peers: Sequence[Peer], seed: 
     sizes = decode_sizes(decode, seed)
     point = Point(sum(sizes), decode.N, decode.K, decode.groups)
     problem = make_grouped(point, sizes, None, "cuda")
-    own = own_decode_contender(problem)
+    own = [own_contender(problem)]
     if kind == "chain":
         one_call = ChainProblem([problem], [second_projection(problem, None)], calls=1)
         own += mlp_chains(one_call, None)[0].parts

@@ -18,6 +18,8 @@ _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 def collect() -> dict[str, Any]:
     """Everything `padless info` shows, of JSON types only."""
+    from padless.kernels.cost_model import BUILT_IN, cost_table
+    from padless.runtime.devices import backends
     from padless.testing import machine
 
     return {
@@ -27,8 +29,8 @@ def collect() -> dict[str, Any]:
         "nvrtc": _nvrtc(),
         "driver": _driver_version(),
         "devices": machine.devices(),
-        "backends": _backends(),
-        "tile_costs": _tile_costs(),
+        "backends": {name: {"available": b.available, "reason": b.reason} for name, b in backends().items()},
+        "tile_costs": {kernel: cost_table(kernel).source for kernel in BUILT_IN},  # what tiles are chosen by
         "cache": _cache(),
     }
 
@@ -50,13 +52,8 @@ def print_info(console: Console, *, as_json: bool = False) -> None:
 
     devices = _table("Devices", "", "name", "capability", "SMs", "memory")
     for device in found["devices"]:
-        devices.add_row(
-            str(device["index"]),
-            device["name"],
-            device["capability"],
-            str(device["multiprocessors"]),
-            f"{device['memory_bytes'] / 2**30:.0f} GiB",
-        )
+        cells = (str(device[name]) for name in ("index", "name", "capability", "multiprocessors"))
+        devices.add_row(*cells, f"{device['memory_bytes'] / 2**30:.0f} GiB")
     if not found["devices"]:
         devices.add_row("-", "no CUDA GPU: the CPU is used", "-", "-", "-")
 
@@ -104,19 +101,6 @@ def _driver_version() -> str | None:
         return None
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
     return found[0] if found else None
-
-
-def _backends() -> dict[str, dict[str, Any]]:
-    from padless.runtime.devices import backends
-
-    return {name: {"available": backend.available, "reason": backend.reason} for name, backend in backends().items()}
-
-
-def _tile_costs() -> dict[str, str]:
-    """The source of the table that a kernel's tiles are chosen by."""
-    from padless.kernels.cost_model import BUILT_IN, cost_table
-
-    return {kernel: cost_table(kernel).source for kernel in BUILT_IN}
 
 
 def _cache() -> dict[str, Any]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from padless.demo.layer import per_expert, relative, timed
-from padless.formats import FORMATS, BlockScaledTensor
+from padless.demo.layer import Product, run_product
 from padless.kernels.table import BF16, ROUTES, kernels_arch
-from padless.ops.grouped_gemm import group_offsets, grouped_gemm
-from padless.quantization.quantize import dequantize, quantize
+from padless.testing.judge import spread_rows
+from padless.testing.operands import bytes_of
 
 PAIRS = (
     ("FP8_BLOCK", "FP8_BLOCK"),
@@ -25,38 +25,18 @@ PAIRS = (
 # The reference multiplies block by block, so on the CPU each expert gets this many of its rows, evenly picked.
 CPU_ROWS = 24
 
-_BY_NAME = {format.name: format for format in FORMATS}
-
-
-@dataclass(frozen=True)
-class FormatRow:
-    """One pair of formats.
-
-    weight_bytes: codes and scales of all experts. row_bytes: of one row of activations.
-    against_exact, against_bf16: (rows,) error of each row, against the float64 product of what was not quantized and
-    against a bf16 matmul of it. arithmetic: against the float64 product of the same codes. Zero rows for a pair that
-    has no kernel here; then seconds is 0.
-    """
-
-    a: str
-    b: str
-    weight_bytes: int
-    row_bytes: float
-    against_exact: torch.Tensor
-    against_bf16: torch.Tensor
-    arithmetic: torch.Tensor
-    seconds: float
-
 
 @dataclass(frozen=True)
 class FormatTable:
-    """One product in every pair. sizes: the rows of each expert that were multiplied, out of ``all_rows``."""
+    """One product in every pair of formats, by pair; None where it has no kernel here.
+
+    sizes: the rows of each expert that were multiplied, out of ``all_rows``.
+    """
 
     name: str
     sizes: list[int]
     all_rows: int
-    bf16: torch.Tensor
-    rows: list[FormatRow]
+    products: dict[tuple[str, str], Product | None]
 
 
 def compare_formats(name: str, x: torch.Tensor, w: torch.Tensor, sizes: list[int]) -> FormatTable:
@@ -64,53 +44,14 @@ def compare_formats(name: str, x: torch.Tensor, w: torch.Tensor, sizes: list[int
 
     On the CPU the reference stands in for the kernels of any GPU, on CPU_ROWS rows of each expert.
     """
-    picked, few = _pick(sizes, None if x.is_cuda else CPU_ROWS)
-    all_rows, x = x.shape[0], x[picked.to(x.device)]
-    exact = per_expert(x.double(), w.double(), few)
-    bf16 = per_expert(x.bfloat16(), w.bfloat16(), few).double()
-    offs = group_offsets(torch.tensor(few, device=x.device))
-    arch = _arch(x.device)
+    most = None if x.is_cuda else CPU_ROWS
+    ends = itertools.accumulate(sizes)
+    picked = [spread_rows(end - size, size, most) for end, size in zip(ends, sizes, strict=True)]
+    few = [len(rows) for rows in picked]
+    some, arch = x[torch.cat(picked).to(x.device)], _arch(x.device)
     offered = {(p.a, p.b) for p in ROUTES if p.operation == "grouped_gemm" and arch in (None, p.arch)}
-    rows = []
-    for a_name, b_name in PAIRS:
-        if (a_name, b_name) not in offered:
-            nothing = torch.zeros(0, dtype=torch.float64)
-            rows.append(FormatRow(a_name, b_name, 0, 0.0, nothing, nothing, nothing, 0.0))
-            continue
-        a = x.bfloat16() if a_name == BF16 else quantize(x, _BY_NAME[a_name], kind="activation")
-        b = quantize(w, _BY_NAME[b_name], kind="weight")
-        d, seconds = timed(lambda a=a, b=b: grouped_gemm(a, b, offs), x.device)  # type: ignore[misc]
-        values = a if isinstance(a, torch.Tensor) else dequantize(a)
-        same_codes = per_expert(values.double(), dequantize(b).double(), few)
-        rows.append(
-            FormatRow(
-                a_name,
-                b_name,
-                _bytes(b),
-                _bytes(a) / len(picked),
-                relative(d, exact),
-                relative(d, bf16),
-                relative(d, same_codes),
-                seconds,
-            )
-        )
-    return FormatTable(name, few, all_rows, relative(bf16, exact), rows)
-
-
-def _pick(sizes: list[int], most: int | None) -> tuple[torch.Tensor, list[int]]:
-    """(rows, sizes): at most ``most`` rows of each expert, from its first to its last; all for None."""
-    few = [size if most is None else min(size, most) for size in sizes]
-    starts = [sum(sizes[:g]) for g in range(len(sizes))]
-    parts = [
-        torch.linspace(start, start + max(size - 1, 0), count).round().to(torch.int64)
-        for start, size, count in zip(starts, sizes, few, strict=True)
-    ]
-    return torch.cat(parts), few
-
-
-def _bytes(t: BlockScaledTensor | torch.Tensor) -> int:
-    parts = (t,) if isinstance(t, torch.Tensor) else (t.data, t.scale, t.global_scale)
-    return sum(part.nbytes for part in parts if part is not None)
+    products = {pair: run_product(name, some, w, few, pair) if pair in offered else None for pair in PAIRS}
+    return FormatTable(name, few, x.shape[0], products)
 
 
 def _arch(device: torch.device) -> str | None:
@@ -138,21 +79,24 @@ def print_formats(console: Console, table: FormatTable, where: str) -> None:
     experts = [f"\n{g}" for g in range(len(table.sizes))]
     for heading in ("weights\nMB", "a row\nbytes", *experts, "all vs\nbf16", f"{where}\ntime"):
         printed.add_column(heading, justify="right", no_wrap=True)
-    for row in table.rows:
-        pair = row.a if row.a == row.b else f"{row.a} x {row.b}"
-        if not row.seconds:
+    bf16 = None
+    for (a, b), product in table.products.items():
+        pair = a if a == b else f"{a} x {b}"
+        if product is None:
             printed.add_row(pair, *["-"] * (len(table.sizes) + 3), "no kernel")
             continue
-        errors = [_median(part) for part in row.against_exact.split(table.sizes)]
-        size = (f"{row.weight_bytes / 1e6:.2f}", f"{row.row_bytes:.0f}")
-        printed.add_row(pair, *size, *errors, _median(row.against_bf16), _time(row.seconds))
-    printed.add_row("bf16", "", "", *map(_median, table.bf16.split(table.sizes)), "", "")
+        gemm, errors, bf16 = product.gemm, product.errors, product.errors.bf16
+        size = (f"{bytes_of(gemm.b) / 1e6:.2f}", f"{bytes_of(gemm.a) / rows:.0f}")
+        medians = map(median_percent, errors.against_exact.split(table.sizes))
+        printed.add_row(pair, *size, *medians, median_percent(errors.against_bf16), in_time(gemm.gemm_seconds))
+    if bf16 is not None:
+        printed.add_row("bf16", "", "", *map(median_percent, bf16.split(table.sizes)), "", "")
     console.print(printed, "")
 
 
-def _median(errors: torch.Tensor) -> str:
+def median_percent(errors: torch.Tensor) -> str:
     return f"{100 * float(errors.median()):.2f}" if len(errors) else "-"
 
 
-def _time(seconds: float) -> str:
+def in_time(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.0f} ms"

@@ -11,13 +11,15 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 
-from padless.formats import FP8_BLOCK, BlockScaledTensor, round_up
+from padless.formats import BlockScaledTensor, round_up
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
-from padless.quantization.quantize import dequantize, quantize
+from padless.testing.judge import values_of
+from padless.testing.operands import Activation, quantized
 
 T = TypeVar("T")
 
 TOP_K = 2
+FP8 = ("FP8_BLOCK", "FP8_BLOCK")
 PADDED_TO = 128  # the alignment that kernels which cannot take ragged groups ask for
 
 
@@ -81,18 +83,18 @@ class Gemm:
 
     x: torch.Tensor
     w: torch.Tensor
-    a: BlockScaledTensor
+    a: Activation
     b: BlockScaledTensor
     d: torch.Tensor
     quantize_seconds: float
     gemm_seconds: float
 
 
-def run_gemm(x: torch.Tensor, w: torch.Tensor, sizes: list[int]) -> Gemm:
+def run_gemm(x: torch.Tensor, w: torch.Tensor, sizes: list[int], formats: tuple[str, str] = FP8) -> Gemm:
     """Quantize both sides and multiply every expert's rows by that expert's weights. No row is ever added."""
     offs = group_offsets(torch.tensor(sizes, device=x.device))
-    b = quantize(w, FP8_BLOCK, kind="weight")
-    a, quantize_seconds = timed(lambda: quantize(x, FP8_BLOCK, kind="activation"), x.device)
+    b = quantized(w, formats[1], "weight")
+    a, quantize_seconds = timed(lambda: quantized(x, formats[0], "activation"), x.device)
     d, gemm_seconds = timed(lambda: grouped_gemm(a, b, offs), x.device)
     return Gemm(x, w, a, b, d, quantize_seconds, gemm_seconds)
 
@@ -143,7 +145,7 @@ class RowErrors:
 def row_errors(gemm: Gemm, sizes: list[int]) -> RowErrors:
     exact = per_expert(gemm.x.double(), gemm.w.double(), sizes)
     bf16 = per_expert(gemm.x.bfloat16(), gemm.w.bfloat16(), sizes).double()
-    same_codes = per_expert(dequantize(gemm.a).double(), dequantize(gemm.b).double(), sizes)
+    same_codes = per_expert(values_of(gemm.a), values_of(gemm.b), sizes)
     return RowErrors(
         against_bf16=relative(gemm.d, bf16),
         against_exact=relative(gemm.d, exact),
@@ -158,14 +160,31 @@ def relative(result: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return torch.where(error == 0, error, error / reference.norm(dim=1)).cpu()
 
 
-def random_twin(gemm: Gemm, sizes: list[int], seed: int = 4) -> Gemm:
+@dataclass(frozen=True)
+class Product:
+    """One grouped GEMM and the errors of its rows."""
+
+    name: str
+    gemm: Gemm
+    errors: RowErrors
+
+
+def run_product(
+    name: str, x: torch.Tensor, w: torch.Tensor, sizes: list[int], formats: tuple[str, str] = FP8
+) -> Product:
+    """`run_gemm`, judged."""
+    gemm = run_gemm(x, w, sizes, formats)
+    return Product(name, gemm, row_errors(gemm, sizes))
+
+
+def random_twin(product: Product, sizes: list[int], seed: int = 4) -> Product:
     """The same shapes filled with independent normal numbers of the same spread: data without outliers."""
     generator = torch.Generator().manual_seed(seed)
 
     def like(t: torch.Tensor) -> torch.Tensor:
         return (torch.randn(t.shape, generator=generator) * t.std().cpu()).to(t.device)
 
-    return run_gemm(like(gemm.x), like(gemm.w), sizes)
+    return run_product(product.name, like(product.gemm.x), like(product.gemm.w), sizes)
 
 
 def outlier_ratio(x: torch.Tensor) -> float:

@@ -9,19 +9,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from padless.demo.formats import FormatTable, print_formats
-from padless.demo.layer import PADDED_TO, TOP_K, Gemm, RowErrors, activation_bytes, outlier_ratio, padded_rows
+from padless.demo.formats import FormatTable, in_time, print_formats
+from padless.demo.layer import PADDED_TO, TOP_K, Product, activation_bytes, outlier_ratio, padded_rows
 
 BAR_WIDTH = 40
-
-
-@dataclass(frozen=True)
-class Product:
-    """One grouped GEMM of the layer and the errors of its rows."""
-
-    name: str
-    gemm: Gemm
-    errors: RowErrors
 
 
 @dataclass(frozen=True)
@@ -48,9 +39,8 @@ class DemoResult:
     @property
     def worst_arithmetic(self) -> float:
         """The worst row of all products, twins and formats; NaN if any of them holds one."""
-        errors = [p.errors.arithmetic for p in self.products + self.twins]
-        errors += [row.arithmetic for table in self.formats for row in table.rows]
-        return float(torch.cat(errors).max())
+        products = [*self.products, *self.twins, *(p for table in self.formats for p in table.products.values() if p)]
+        return float(torch.cat([product.errors.arithmetic for product in products]).max())
 
 
 def print_report(console: Console, result: DemoResult) -> None:
@@ -133,10 +123,10 @@ def _print_summary(console: Console, result: DemoResult) -> None:
         f"{_percent(result.worst_arithmetic)}% of the float64 product of the same codes. "
         "The rest of the errors above is the formats' own."
     )
-    parts = [f"{product.name} {_time(product.gemm.gemm_seconds)}" for product in result.products]
+    parts = [f"{product.name} {in_time(product.gemm.gemm_seconds)}" for product in result.products]
     quantizing = sum(product.gemm.quantize_seconds for product in result.products)
     console.print(
-        f"[bold]Time[/]: {', '.join(parts)}, quantizing the activations {_time(quantizing)}; "
+        f"[bold]Time[/]: {', '.join(parts)}, quantizing the activations {in_time(quantizing)}; "
         f"{result.seconds:.1f} s in all."
     )
 
@@ -147,7 +137,3 @@ def _table(title: str) -> Table:
 
 def _percent(value: torch.Tensor | float) -> str:
     return f"{100 * float(value):.2f}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.0f} ms"

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from padless.demo import model as demo_model
 from padless.demo.formats import compare_formats
-from padless.demo.layer import LayerInputs, plain_layer, random_twin, relative, route, row_errors, run_layer
+from padless.demo.layer import LayerInputs, Product, plain_layer, random_twin, relative, route, row_errors, run_layer
 from padless.demo.picture import draw_padding
-from padless.demo.report import DemoResult, Product, print_report
+from padless.demo.report import DemoResult, print_report
 
 NUM_TOKENS = 12 * demo_model.WINDOW
 HIDDEN_LAYER = 3  # whose feed-forward input is routed: the middle of six
@@ -55,15 +55,11 @@ def run_demo(*, synthetic: bool = False, out: Path = Path("padless-out"), consol
             Product("down projection", down, row_errors(down, sizes)),
         ]
         step("The same with random data of the same shape")
-        twins = []
-        for product in products:
-            twin = random_twin(product.gemm, sizes)
-            twins.append(Product(product.name, twin, row_errors(twin, sizes)))
+        twins = [random_twin(product, sizes) for product in products]
         step("Every format side by side")
         compared = products if device.type == "cuda" else products[:1]  # the reference takes seconds for each
         formats = [compare_formats(p.name, p.gemm.x, p.gemm.w, sizes) for p in compared]
     picture = out / "demo.png" if draws else None
-    seconds = time.perf_counter() - begin
     result = DemoResult(
         source=source,
         data="outlier" if synthetic else "real",
@@ -75,7 +71,7 @@ def run_demo(*, synthetic: bool = False, out: Path = Path("padless-out"), consol
         layer_error=layer_error,
         bf16_layer_error=bf16_layer_error,
         picture=picture,
-        seconds=seconds,
+        seconds=time.perf_counter() - begin,
     )
     print_report(console, result)
     if not result.worst_arithmetic <= ARITHMETIC_LIMIT:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from padless.distributed import deepep
 from padless.distributed.collective import CollectiveBackend
 from padless.distributed.placement import Placement
 from padless.distributed.plan import ExpertPlan
@@ -14,7 +16,7 @@ from padless.distributed.settings import Settings
 from padless.formats import BlockScaledTensor
 from padless.quantization.quantize import has_triton
 
-BACKENDS = ("auto", "collective", "symm")
+BACKENDS = ("auto", "collective", "symm", "deepep")
 
 
 class Backend(Protocol):
@@ -47,12 +49,15 @@ class Backend(Protocol):
 def choose_backend(
     backend: str, group: dist.ProcessGroup, device: torch.device, settings: Settings, placement: Placement
 ) -> Backend:
-    """The backend of a name; "auto": "symm" for GPUs of one host with Triton, else "collective"."""
+    """The backend of a name; "auto": "symm" for GPUs of one host with Triton, "deepep" for those of several with DeepEP,
+    else "collective".
+    """
     if backend == "auto":
-        one_host = device.type == "cuda" and has_triton() and _on_one_host(group)
-        backend = "symm" if one_host and settings.capacity != "exact" else "collective"
+        backend = _automatic(group, device, settings)
     if backend == "collective":
         return CollectiveBackend(group, settings, placement)
+    if backend == "deepep":
+        return deepep.DeepEpBackend(deepep.connect(group, device, settings), settings, placement)
     if device.type != "cuda":
         raise ValueError(f"backend is 'symm' and the device {device}; it needs GPUs, use 'collective' or 'auto'")
     from padless.distributed.symm import SymmBackend
@@ -61,9 +66,13 @@ def choose_backend(
     return SymmBackend(allocate(group, device, settings), settings, placement)
 
 
-def _on_one_host(group: dist.ProcessGroup) -> bool:
-    import socket
-
-    hosts: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    return len(set(hosts)) == 1
+def _automatic(group: dist.ProcessGroup, device: torch.device, settings: Settings) -> str:
+    """The backend for what all ranks have."""
+    if device.type != "cuda":
+        return "collective"
+    every: list[tuple[str, bool, bool]] = [("", False, False)] * dist.get_world_size(group)
+    dist.all_gather_object(every, (socket.gethostname(), has_triton(), deepep.is_there()), group=group)
+    hosts, triton, deep_ep = zip(*every, strict=True)
+    if len(set(hosts)) == 1:
+        return "symm" if all(triton) and settings.capacity != "exact" else "collective"
+    return "deepep" if all(deep_ep) and deepep.fits(settings) else "collective"

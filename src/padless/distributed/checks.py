@@ -55,7 +55,7 @@ def check_capacity(capacity: int | str | None, backend: str, default: int) -> in
     if isinstance(capacity, int) and capacity >= 1:
         return capacity
     raise ValueError(
-        f"capacity is {capacity!r}; allowed: a positive number of rows, None, and 'exact' for the collective backend"
+        f"capacity is {capacity!r}; allowed: a positive number of rows, None, and 'exact' but for 'symm'"
     )
 
 

@@ -33,17 +33,19 @@ class ExpertParallel:
         max_tokens: most tokens of a rank in a call, Tmax.
         fmt: what rows are dispatched in: a block-scaled format, or torch.bfloat16 or torch.float32 for values as they
             are, which alone can be differentiated.
-        backend: "symm" (kernels over torch's symmetric memory, GPUs of one NVLink host), "collective" (gloo and NCCL,
-            the reference: the same bits, but it reads sizes on the host), or "auto".
+        backend: "symm" (kernels over torch's symmetric memory, GPUs of one NVLink host), "deepep" (DeepEP 2, GPUs of
+            several hosts), "collective" (gloo and NCCL, the reference: the same bits, but it reads sizes on the host),
+            or "auto", the first of them that the ranks have what it needs for.
         capacity: C, rows that a rank can receive. None is R * Tmax * min(k, its experts), which only ids that occur
             twice for a token can exceed. More rows than fit are an error, never a silent drop: "collective" raises on
-            all ranks; with "symm" `ExpertPlan.overflow` is not 0 and the next call, or `check`, raises. "exact", for
-            "collective" alone, is as many rows as there are.
+            all ranks; else `ExpertPlan.overflow` is not 0 and the next call, or `check`, raises. "exact" is as many rows
+            as there are, read on the host, but for "symm".
         expert_map: (E,) ranks, where each expert is; None is runs of E / R experts, for which E must be a multiple of R.
         scale_major: of FP8_BLOCK's scales, "mn" (default) or "k".
         scale_rule: as in `padless.quantize`.
         device: of the tensors; None is the current GPU where the group has NCCL, else the CPU.
-        timeout: seconds after which a rank that does not answer is an error ("symm"; others have the group's).
+        timeout: seconds after which a rank that does not answer is an error ("symm" and "deepep"; "collective" has the
+            group's).
         programs: CTAs of a kernel that moves rows ("symm"); None is eight for every SM.
 
     All arguments must be the same on all ranks; they are compared once, here. Calls are collective: all ranks make the
@@ -97,7 +99,7 @@ class ExpertParallel:
 
     @property
     def backend(self) -> str:
-        """Name of the backend: "collective" or "symm"."""
+        """Name of the backend: "collective", "symm" or "deepep"."""
         return self._backend.name
 
     def dispatch(
@@ -120,9 +122,9 @@ class ExpertParallel:
         them, in the order of (expert, source rank, token, slot), the bits of `padless.quantize` of the token. Rows from
         plan.offs[-1] on are undefined. plan: `ExpertPlan`.
 
-        A collective call. With "symm": no synchronization with the host, safe in CUDA graphs, replayed with other
-        tokens, ids and weights. Raises ValueError for wrong arguments, on all ranks with "collective"; ids from E on are
-        found by the device with "symm", count as none, and the next call raises.
+        A collective call. Without "collective": no synchronization with the host; with "symm" safe in CUDA graphs,
+        replayed with other tokens, ids and weights. Raises ValueError for wrong arguments, on all ranks with
+        "collective"; ids from E on are else found by the device, count as none, and the next call raises.
         """
         self._backend.check()
         problem: str | None = None

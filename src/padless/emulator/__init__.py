@@ -11,9 +11,9 @@ from __future__ import annotations
 from padless.emulator.emulator import Emulator, LaunchResult
 from padless.emulator.errors import EmulatorError, KernelFault, LaunchError, PtxSyntaxError, UnsupportedInstruction
 from padless.emulator.order.reports import KINDS, Report
+from padless.emulator.state.launch import Statistics
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.state.schedule import Schedule
-from padless.emulator.state.statistics import Statistics
 
 __all__ = [
     "KINDS",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+import typer.core
 
 from padless.emulator.emulator import ARITHMETICS, MOST_MEMORY, Emulator, LaunchResult
 from padless.emulator.errors import EmulatorError, LaunchError
@@ -30,10 +31,20 @@ app = typer.Typer(
 )
 
 
-@app.command()
+class _Command(typer.core.TyperCommand):
+    """What follows `--program FILE` is the program's, options too."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        end = args.index("--program") + 2 if "--program" in args else len(args)
+        ctx.obj = args[end:]
+        return super().parse_args(ctx, args[:end])
+
+
+@app.command(cls=_Command)
 def emulate(
-    kernel: Annotated[Path, typer.Argument(help="PTX file.")],
-    launch: Annotated[Path, typer.Option("--launch", help="Launch description, .json or .toml.")],
+    context: typer.Context,
+    kernel: Annotated[Path | None, typer.Argument(help="PTX file.")] = None,
+    launch: Annotated[Path | None, typer.Option("--launch", help="Launch description, .json or .toml.")] = None,
     entry: Annotated[str | None, typer.Option("--entry", help="Entry to run; the only one if there is one.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="First seed of the schedule.")] = 0,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds to run, one after the other.")] = 1,
@@ -60,7 +71,15 @@ def emulate(
         bool, typer.Option("--time", help="Print cycles by role and phase; computes no products, checks nothing.")
     ] = False,
     chip: Annotated[
-        str | None, typer.Option("--chip", help=f"With --time: {', '.join(CHIPS)}; default by the PTX's target.")
+        str | None,
+        typer.Option("--chip", help=f"With --time or --program: {', '.join(CHIPS)}; default by the PTX, H200."),
+    ] = None,
+    sms: Annotated[int, typer.Option("--sms", min=1, help="With --program: multiprocessors that the device has.")] = 4,
+    program: Annotated[
+        Path | None,
+        typer.Option(
+            "--program", help="Instead: run a Python program and its kernels; the rest of the line is its own."
+        ),
     ] = None,
     time_trace: Annotated[
         Path | None, typer.Option("--time-trace", help="With --time: a JSON trace for Perfetto.")
@@ -70,6 +89,14 @@ def emulate(
     ] = None,
 ) -> None:
     """Run the kernel and print what was found; exit code 1 if anything was."""
+    options: dict[str, Any] = {"arithmetic": arithmetic, "checks": check, "ignore": ignore or (), "strict": strict,
+                               "max_memory": max_memory << 20}  # fmt: skip
+    if program is not None:
+        from padless.emulator.program.run import run_program
+
+        raise typer.Exit(run_program(program, context.obj, chip=chip or "H200", num_sms=sms, seed=seed, **options))
+    if kernel is None or launch is None:
+        raise LaunchError("a PTX file and --launch FILE are needed, or --program FILE")
     description = read_description(launch)
     try:
         text = kernel.read_text()
@@ -77,16 +104,7 @@ def emulate(
         raise LaunchError(f"{kernel}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise LaunchError(f"{kernel} is no text: PTX is needed, not a cubin") from None
-    emulator = Emulator(
-        text,
-        arithmetic=arithmetic,
-        checks=check,
-        trace=typer.echo if trace else None,
-        name=str(kernel),
-        ignore=ignore or (),
-        max_memory=max_memory << 20,
-        strict=strict,
-    )
+    emulator = Emulator(text, trace=typer.echo if trace else None, name=str(kernel), **options)
     entries = emulator.module.entries()
     name = entry or description.get("entry") or (entries[0] if len(entries) == 1 else None)
     if name is None:

@@ -16,10 +16,9 @@ from padless.emulator.prepare.program import prepare
 from padless.emulator.ptx.ast import Module
 from padless.emulator.ptx.parser import parse
 from padless.emulator.run.machine import Machine
-from padless.emulator.state.launch import bytes_needed
+from padless.emulator.state.launch import Statistics, bytes_needed
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.state.program import Program
-from padless.emulator.state.statistics import Statistics
 
 MOST_CTAS = 1 << 20
 MOST_CLUSTER = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -62,22 +62,9 @@ def check_common_fields(config: GroupedFields, require: Requirement, most_stages
     require(config.out_dtype in OUT_DTYPES, "out_dtype", "torch.bfloat16, torch.float16 or torch.float32")
 
 
-GRADIENT_DTYPES = (torch.bfloat16, torch.float32)
-
-
-class GradientFields(GroupedFields, Protocol):
-    """Fields that the configurations of weight gradients share."""
-
-    @property
-    def accumulate(self) -> bool: ...
-
-
-def check_gradient_fields(config: GradientFields, require: Requirement) -> None:
-    """``check_common_fields`` of a weight gradient, which has two types of output and can be added to one."""
-    check_common_fields(config, require)
-    require(config.out_dtype in GRADIENT_DTYPES, "out_dtype", "torch.bfloat16 or torch.float32")
-    is_right = not config.accumulate or config.out_dtype == torch.float32
-    require(is_right, "accumulate", "False unless out_dtype is float32")
+def fields_of(config: object, *names: str) -> dict[str, Any]:
+    """Fields of a configuration by the names of their constants, which are in capitals."""
+    return {name.upper(): getattr(config, name) for name in names}
 
 
 def cpp_constants(

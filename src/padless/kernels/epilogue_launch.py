@@ -8,12 +8,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
 from padless.epilogue import ACTIVATIONS, SCALED_MAX, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4
 from padless.kernels import maps
+from padless.kernels.config import Requirement
 from padless.kernels.launch import KernelConfig
 from padless.runtime import tensor_map
 from padless.runtime.driver import Driver
@@ -96,30 +98,43 @@ MULTIPLES_OF_N = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 16
 FP8_BLOCK_MULTIPLES_OF_N = MULTIPLES_OF_N | {"swiglu_concatenated": 128}
 
 
-def check_columns(n: int, epilogue: Epilogue, multiples: Mapping[str, int] = MULTIPLES_OF_N) -> None:
-    """Raises ValueError unless N is a multiple of what the activation needs, by ``multiples``."""
-    multiple = multiples[epilogue.activation]
-    if n % multiple != 0:
-        raise ValueError(f"N is {n}; it must be a multiple of {multiple} for activation {epilogue.activation!r}")
+def requirement_of(tile: KernelConfig) -> Requirement:
+    """require(ok, field, needed): a ValueError that names the field of ``tile`` and what it was, unless ok."""
+
+    def require(ok: bool, field: str, needed: str) -> None:
+        if not ok:
+            raise ValueError(f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {needed}")
+
+    return require
 
 
 def check_outputs(
-    n: int, tensors: EpilogueTensors, epilogue: Epilogue, multiples: Mapping[str, int] = MULTIPLES_OF_N
+    n: int,
+    tensors: EpilogueTensors,
+    epilogue: Epilogue,
+    multiples: Mapping[str, int] = MULTIPLES_OF_N,
+    alignments: Mapping[str, int] = MappingProxyType({"bias": 8}),
 ) -> None:
-    """Raises ValueError for sizes and addresses that the stores of Hopper's kernels cannot have."""
-    check_columns(n, epilogue, multiples)
+    """Raises ValueError for sizes and addresses that the kernels' stores cannot have; alignments: bytes, of others."""
+    multiple = multiples[epilogue.activation]
+    if n % multiple != 0:
+        raise ValueError(f"N is {n}; it must be a multiple of {multiple} for activation {epilogue.activation!r}")
     for name in ("d", "row_codes", "column_codes"):
         t = getattr(tensors, name)
         if t is None or t.numel() == 0:
             continue
         row_bytes = t.stride(0) * t.element_size()
-        if t.stride(1) != 1 or (t.shape[0] > 1 and row_bytes % 16 != 0) or t.data_ptr() % 16 != 0:
+        in_pieces = t.shape[1] * t.element_size() % 16 == 0 and (t.shape[0] == 1 or row_bytes % 16 == 0)
+        if t.stride(1) != 1 or not in_pieces or t.data_ptr() % 16 != 0:
             raise ValueError(
-                f"{name} has strides {t.stride()} of {t.element_size()} bytes at address {t.data_ptr():#x}; "
-                "rows must be contiguous and start on multiples of 16 bytes: N_out a multiple of 16, of 32 for FP4"
+                f"{name} has strides {t.stride()} and shape {tuple(t.shape)} of {t.element_size()} bytes at address "
+                f"{t.data_ptr():#x}; rows must be contiguous, start on multiples of 16 bytes and be as long: N_out a "
+                "multiple of 16, of 32 for FP4"
             )
-    if tensors.bias is not None and tensors.bias.data_ptr() % 8 != 0:
-        raise ValueError(f"bias is at address {tensors.bias.data_ptr():#x}; it must be 8-byte aligned; clone() it")
+    for name, alignment in alignments.items():
+        t = getattr(tensors, name)
+        if t is not None and t.data_ptr() % alignment != 0:
+            raise ValueError(f"{name} is at address {t.data_ptr():#x}; it must be {alignment}-byte aligned; clone() it")
 
 
 # --- arguments ------------------------------------------------------------------------------------------------

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from padless.kernels.config import MAX_GROUPS
+from padless.kernels.launch import KernelConfig, Prepared, keep, load_kernel, persistent_grid
+from padless.runtime.driver import Argument, Driver, LaunchShape
 
 _LINE = 16  # bytes of a copy
 
@@ -44,3 +48,38 @@ def fits(offs: torch.Tensor, *values: torch.Tensor) -> bool:
         and t.stride(0) * t.element_size() % _LINE == 0
         for t in values
     )
+
+
+_PREPARED: dict[tuple[Any, ...], Prepared] = {}
+_MOST_PREPARED = 4096
+
+
+def prepared_before(
+    driver: Driver,
+    source: str,
+    settings: tuple[Any, ...],
+    config: Callable[[], KernelConfig],
+    pointers: Sequence[torch.Tensor | None],
+    integers: Sequence[int],
+    ctas_per_sm: int,
+    num_tiles: int,
+) -> Prepared:
+    """The launch of ``kernels/<source>``, packed anew, or before from the same settings, addresses and integers.
+
+    settings: all that ``config`` is made from. pointers, integers: arguments in the kernel's order, the first pointer
+    an operand. Only launches on a GPU are kept; others hold their tensors.
+    """
+    tensors = [t for t in pointers if t is not None]
+    device = tensors[0].device.index or 0
+    addresses = [0 if t is None else t.data_ptr() for t in pointers]
+    facts = (source, device, *settings, *addresses, *integers)
+    if tensors[0].is_cuda and (found := _PREPARED.get(facts)) is not None:
+        return found
+    kernel, function = load_kernel(driver, source, config(), device)
+    grid = persistent_grid(driver.num_sms(device) * ctas_per_sm, num_tiles)
+    arguments: list[Argument] = [*((address, 8) for address in addresses), *((value, 4) for value in integers)]
+    shape = LaunchShape(grid, kernel.num_threads, 1)
+    prepared = Prepared(driver.prepare(function, kernel, shape, arguments, tensors))
+    if tensors[0].is_cuda:
+        keep(_PREPARED, _MOST_PREPARED, facts, prepared)
+    return prepared

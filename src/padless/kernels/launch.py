@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import Field, dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
@@ -26,23 +25,11 @@ class Prepared:
     copies: tuple[torch.Tensor, ...] = ()
 
 
-_PREPARED: dict[tuple[Any, ...], Prepared] = {}
-_MOST_PREPARED = 4096
-
-
-def prepared_before(tensor: torch.Tensor, facts: tuple[Any, ...], prepare: Callable[[], Prepared]) -> Prepared:
-    """The launch that ``prepare`` packs, or packed before from the same facts: all that it depends on, with addresses.
-
-    tensor: an operand. Only launches on a GPU are kept; others hold their tensors.
-    """
-    if not tensor.is_cuda:
-        return prepare()
-    found = _PREPARED.get(facts)
-    if found is None:
-        if len(_PREPARED) >= _MOST_PREPARED:
-            _PREPARED.clear()
-        found = _PREPARED[facts] = prepare()
-    return found
+def keep(memo: dict[Any, Any], most: int, key: object, value: object) -> None:
+    """Keeps what was made from ``key``; a memo that holds ``most`` begins anew."""
+    if len(memo) >= most:
+        memo.clear()
+    memo[key] = value
 
 
 class KernelConfig(Protocol):

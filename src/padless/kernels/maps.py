@@ -71,19 +71,3 @@ def output_ragged(d: torch.Tensor, rows: int) -> TensorMapSpec:
         (128 // size, rows, 1, 1),
         SWIZZLE_128B,
     )
-
-
-def gradient_output(out: torch.Tensor) -> TensorMapSpec:
-    """A weight gradient (G, N, K), written in boxes of 128 bytes x 64 rows of one group, clipped to its N and K.
-
-    FLOAT32 and not FLOAT32_FTZ: where the copy engine adds, it is not asked to flush subnormals.
-    """
-    data_type, size = DATA_TYPES[out.dtype]
-    return TensorMapSpec(
-        data_type,
-        out.data_ptr(),
-        (out.shape[2], out.shape[1], out.shape[0]),
-        (outer_stride(out, 1), outer_stride(out, 0)),
-        (128 // size, 64, 1),
-        SWIZZLE_128B,
-    )

@@ -7,6 +7,7 @@ or a ``QuantHost`` for the quantising call. docs/supported.md is generated from 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
@@ -26,13 +27,17 @@ if TYPE_CHECKING:
 QUANT = "grouped_gemm_quant"  # the operation of the quantising calls
 
 
-class KernelHost(Protocol):
-    """The host side of a kernel that stores sums: a module with these names."""
+class Host(Protocol):
+    """The host side of a kernel: a module with these names."""
 
     @property
     def Config(self) -> type[KernelConfig]:
         """The class of the kernel's configuration."""
         ...
+
+
+class KernelHost(Host, Protocol):
+    """The host side of a kernel that stores sums."""
 
     def prepare(
         self,
@@ -52,13 +57,8 @@ class KernelHost(Protocol):
         ...
 
 
-class QuantHost(Protocol):
-    """The host side of a kernel with a quantising epilogue: a module with these names."""
-
-    @property
-    def Config(self) -> type[KernelConfig]:
-        """The class of the kernel's configuration."""
-        ...
+class QuantHost(Host, Protocol):
+    """The host side of a kernel with a quantising epilogue."""
 
     def prepare(
         self,
@@ -110,113 +110,66 @@ class Route:
 
     def load(self) -> KernelHost:
         """The host side of a route that stores sums."""
-        return cast("KernelHost", import_module(f"padless.kernels.{_HOSTS[self.module]}"))
+        return cast("KernelHost", import_module(f"padless.kernels.{_HOSTS[self.module][0]}"))
 
     def load_quant(self) -> QuantHost:
         """The host side of a route of the quantising call."""
-        return cast("QuantHost", import_module(f"padless.kernels.{_HOSTS[self.module]}"))
+        return cast("QuantHost", import_module(f"padless.kernels.{_HOSTS[self.module][0]}"))
 
 
+# The host sides, and the device files.
 _HOSTS = {
-    "sm90_fp8": "sm90_fp8.host",
-    "sm90_fp8_quant": "sm90_fp8.host_quant",
-    "sm90_bf16": "sm90_bf16.host",
-    "sm90_bf16_quant": "sm90_bf16.host_quant",
-    "sm90_bf16_plain": "sm90_bf16_plain.host",
-    "sm90_mxfp8": "sm90_mxfp8.host",
-    "sm90_mxfp8_quant": "sm90_mxfp8.host_quant",
-    "sm100_grouped": "sm100_grouped.host",
-    "sm100_grouped_quant": "sm100_grouped.host_quant",
-    "sm100_grouped_list": "sm100_grouped.host_list",
-    "sm100_mxfp8_dense": "sm100_dense.host",
+    "sm90_fp8": ("sm90_fp8.host", "sm90_fp8/sm90_fp8_grouped_gemm.cu"),
+    "sm90_fp8_quant": ("sm90_fp8.host_quant", "sm90_fp8/sm90_fp8_grouped_gemm.cu"),
+    "sm90_bf16": ("sm90_bf16.host", "sm90_bf16/sm90_bf16_grouped_gemm.cu"),
+    "sm90_bf16_quant": ("sm90_bf16.host_quant", "sm90_bf16/sm90_bf16_grouped_gemm.cu"),
+    "sm90_bf16_plain": ("sm90_bf16_plain.host", "sm90_bf16_plain/sm90_bf16_plain_grouped_gemm.cu"),
+    "sm90_mxfp8": ("sm90_mxfp8.host", "sm90_mxfp8/sm90_mxfp8_grouped_gemm.cu"),
+    "sm90_mxfp8_quant": ("sm90_mxfp8.host_quant", "sm90_mxfp8/sm90_mxfp8_grouped_gemm.cu"),
+    "sm100_grouped": ("sm100_grouped.host", "sm100_grouped/sm100_grouped_gemm.cu"),
+    "sm100_grouped_quant": ("sm100_grouped.host_quant", "sm100_grouped/sm100_grouped_gemm.cu"),
+    "sm100_mxfp8_dense": ("sm100_dense.host", "sm100_dense/sm100_mxfp8_gemm.cu"),
 }
-_FP8_BLOCK = "FP8 tensor cores inside 128 of K (13 fractional bits), float32 across"
-_MXFP8 = "FP8 tensor cores inside 32 of K (13 fractional bits), float32 across"
-_MX = "block-scaled tensor cores, float32 across K"
-_SM100_FP8_BLOCK = "FP8 tensor cores inside 128 of K (25 fractional bits), float32 across"
-_EIGHT_BITS = ("MXFP8", "MXFP8_E5M2")
-_SM100_PAIRS = (
-    *itertools.product(_EIGHT_BITS, repeat=2),
-    ("NVFP4", "NVFP4"),
-    ("MXFP4", "MXFP4"),
-    *itertools.product(_EIGHT_BITS, ("MXFP4",)),
-)
-_SM100 = dict.fromkeys(_SM100_PAIRS, _MX) | {("FP8_BLOCK", "FP8_BLOCK"): _SM100_FP8_BLOCK}
 
+
+# Accumulations of the pairs (activations, weights) that a kernel multiplies.
+_Pairs = Mapping[tuple[str, str], str]
+_EIGHT_BITS = tuple((a, b) for a in ("MXFP8", "MXFP8_E5M2") for b in ("MXFP8", "MXFP8_E5M2"))
+_BY_FP4 = (("NVFP4", "NVFP4"), ("MXFP4", "MXFP4"), ("MXFP8", "MXFP4"), ("MXFP8_E5M2", "MXFP4"))
+_FP8_BLOCK = {("FP8_BLOCK", "FP8_BLOCK"): "FP8 tensor cores inside 128 of K (13 fractional bits), float32 across"}
+_MXFP8 = dict.fromkeys(_EIGHT_BITS, "FP8 tensor cores inside 32 of K (13 fractional bits), float32 across")
 _BF16_SUM = "bf16 or f16 tensor cores, values exact, float32 sum (25 fractional bits in 16 of K)"
 _BF16_BLOCKS = "bf16 or f16 tensor cores inside 128 of K (25 fractional bits in 16), scaled and added in float32 across"
+_BF16 = {pair: _BF16_BLOCKS if "FP8_BLOCK" in pair else _BF16_SUM for pair in sm90_bf16.PAIRS}
+_PLAIN = {(BF16, BF16): "bf16 tensor cores, float32 sum (25 fractional bits in 16 of K)"}
+_DENSE = dict.fromkeys(_EIGHT_BITS, "block-scaled tensor cores, float32 across K")
+_SM100 = dict.fromkeys((*_EIGHT_BITS, *_BY_FP4), "block-scaled tensor cores, float32 across K")
+_SM100["FP8_BLOCK", "FP8_BLOCK"] = "FP8 tensor cores inside 128 of K (25 fractional bits), float32 across"
+
+
+def _routes(operations: Iterable[str], arch: str, pairs: _Pairs, module: str, any_n: bool = False) -> Iterator[Route]:
+    for operation, ((a, b), accumulation) in itertools.product(operations, pairs.items()):
+        yield Route(operation, arch, a, b, module, _HOSTS[module][1], accumulation, any_n)
+
 
 # Where two rows differ in the module alone, the first is the default, whatever M, G and the groups' sizes are: kernels
 # may add up differently, and the bits of a row must not depend on what is around it. A config of the other's class
 # chooses the other. MXFP8 on Hopper: what each costs is in docs/kernels/sm90_mxfp8/index.md.
+_PRODUCTS = ("grouped_gemm", "gemm")
 ROUTES: tuple[Route, ...] = (
-    *(
-        Route(
-            operation, "sm_90a", "FP8_BLOCK", "FP8_BLOCK", "sm90_fp8", "sm90_fp8/sm90_fp8_grouped_gemm.cu", _FP8_BLOCK
-        )
-        for operation in ("grouped_gemm", "gemm")
-    ),
-    *(
-        Route(operation, "sm_90a", a, b, "sm90_mxfp8", "sm90_mxfp8/sm90_mxfp8_grouped_gemm.cu", _MXFP8)
-        for operation, a, b in itertools.product(("grouped_gemm", "gemm"), _EIGHT_BITS, _EIGHT_BITS)
-    ),
-    *(
-        Route(
-            operation,
-            "sm_90a",
-            a,
-            b,
-            "sm90_bf16",
-            "sm90_bf16/sm90_bf16_grouped_gemm.cu",
-            _BF16_BLOCKS if "FP8_BLOCK" in (a, b) else _BF16_SUM,
-        )
-        for operation, (a, b) in itertools.product(("grouped_gemm", "gemm"), sm90_bf16.PAIRS)
-    ),
-    Route(QUANT, "sm_90a", "FP8_BLOCK", "FP8_BLOCK", "sm90_fp8_quant", "sm90_fp8/sm90_fp8_grouped_gemm.cu", _FP8_BLOCK),
-    *(
-        Route(QUANT, "sm_90a", a, b, "sm90_mxfp8_quant", "sm90_mxfp8/sm90_mxfp8_grouped_gemm.cu", _MXFP8)
-        for a, b in itertools.product(_EIGHT_BITS, repeat=2)
-    ),
-    *(
-        Route(
-            QUANT,
-            "sm_90a",
-            a,
-            b,
-            "sm90_bf16_quant",
-            "sm90_bf16/sm90_bf16_grouped_gemm.cu",
-            _BF16_BLOCKS if a == "FP8_BLOCK" else _BF16_SUM,
-        )
-        for a, b in sm90_bf16.QUANT_PAIRS
-    ),
-    *(
-        Route("gemm", "sm_100a", a, b, "sm100_mxfp8_dense", "sm100_dense/sm100_mxfp8_gemm.cu", _MX, any_n=True)
-        for a, b in itertools.product(_EIGHT_BITS, repeat=2)
-    ),
-    *(
-        Route(operation, "sm_100a", a, b, "sm100_grouped", "sm100_grouped/sm100_grouped_gemm.cu", accumulation)
-        for operation, ((a, b), accumulation) in itertools.product(("grouped_gemm", "gemm"), _SM100.items())
-    ),
-    *(
-        Route(QUANT, "sm_100a", a, b, "sm100_grouped_quant", "sm100_grouped/sm100_grouped_gemm.cu", accumulation)
-        for (a, b), accumulation in _SM100.items()
-    ),
+    *_routes(_PRODUCTS, "sm_90a", _FP8_BLOCK, "sm90_fp8"),
+    *_routes(_PRODUCTS, "sm_90a", _MXFP8, "sm90_mxfp8"),
+    *_routes(_PRODUCTS, "sm_90a", _BF16, "sm90_bf16"),
+    *_routes((QUANT,), "sm_90a", _FP8_BLOCK, "sm90_fp8_quant"),
+    *_routes((QUANT,), "sm_90a", _MXFP8, "sm90_mxfp8_quant"),
+    *_routes((QUANT,), "sm_90a", {pair: _BF16[pair] for pair in sm90_bf16.QUANT_PAIRS}, "sm90_bf16_quant"),
+    *_routes(("gemm",), "sm_100a", _DENSE, "sm100_mxfp8_dense", any_n=True),
+    *_routes(_PRODUCTS, "sm_100a", _SM100, "sm100_grouped"),
+    *_routes((QUANT,), "sm_100a", _SM100, "sm100_grouped_quant"),
 )
-
 # Products of plain bfloat16 tensors on both sides, which no table of formats describes. They have calls of their own
 # (padless.ops.grouped_gemm_plain).
-PLAIN_ROUTES: tuple[Route, ...] = tuple(
-    Route(
-        operation,
-        "sm_90a",
-        BF16,
-        BF16,
-        "sm90_bf16_plain",
-        "sm90_bf16_plain/sm90_bf16_plain_grouped_gemm.cu",
-        "bf16 tensor cores, float32 sum (25 fractional bits in 16 of K)",
-    )
-    for operation in ("grouped_gemm", "gemm")
-)
+PLAIN_ROUTES = tuple(_routes(_PRODUCTS, "sm_90a", _PLAIN, "sm90_bf16_plain"))
 
 # Devices that run the code of another architecture's kernels.
 _SAME_KERNELS = {"sm_103a": "sm_100a"}
@@ -243,14 +196,7 @@ def find_route(operation: str, arch: str, a: str, b: str, config: object = None)
         others = " or ".join(dict.fromkeys(route.a for route in here if route.b == b))
         remedy = f"quantize a to {others}; " if others else ""
         raise ValueError(f"{operation} of {a} x {b} has no kernel for {arch}; {remedy}supported there: {pairs}")
-    if config is None:
-        return found[0]
-    wanted = config if isinstance(config, type) else type(config)
-    for route in found:
-        if issubclass(wanted, route.config_class):
-            return route
-    classes = " or ".join(dict.fromkeys(route.config_class.__name__ for route in found))
-    raise ValueError(f"config is a {wanted.__name__}; {operation} of {a} x {b} on {arch} takes a {classes}")
+    return found[0] if config is None else _taking(config, found, f"{operation} of {a} x {b} on {arch}")
 
 
 def check_config(operation: str, a: str, b: str, config: object) -> None:
@@ -258,10 +204,16 @@ def check_config(operation: str, a: str, b: str, config: object) -> None:
 
     For the reference, which runs none of them: a call is refused on a CPU as it would be on a GPU.
     """
-    if config is None:
-        return
+    if config is not None:
+        found = [route for route in ROUTES if (route.operation, route.a, route.b) == (operation, a, b)]
+        _taking(config, found, f"{operation} of {a} x {b}")
+
+
+def _taking(config: object, found: Sequence[Route], call: str) -> Route:
+    """The first route whose kernel takes ``config``. Raises ValueError where there is none."""
     wanted = config if isinstance(config, type) else type(config)
-    found = [route for route in ROUTES if (route.operation, route.a, route.b) == (operation, a, b)]
-    if not any(issubclass(wanted, route.config_class) for route in found):
-        classes = " or ".join(dict.fromkeys(route.config_class.__name__ for route in found))
-        raise ValueError(f"config is a {wanted.__name__}; {operation} of {a} x {b} takes a {classes}")
+    for route in found:
+        if issubclass(wanted, route.config_class):
+            return route
+    classes = " or ".join(dict.fromkeys(route.config_class.__name__ for route in found))
+    raise ValueError(f"config is a {wanted.__name__}; {call} takes a {classes}")

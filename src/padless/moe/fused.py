@@ -13,10 +13,10 @@ import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+from padless.kernels.launch import keep
 from padless.ops import launch_cache
 from padless.ops.checks import check_operands
-from padless.ops.epilogue_checks import check_columns
-from padless.ops.grouped_gemm_epilogue import compute, prepare, with_outputs
+from padless.ops.epilogue_run import check_columns, compute, prepare, with_outputs
 from padless.runtime.driver import PreparedLaunch
 
 _LAUNCHES: dict[tuple[Any, ...], tuple[PreparedLaunch, tuple[Any, ...]]] = {}
@@ -98,10 +98,9 @@ def _launch(
             return
         launch = prepared.launch
         if not prepared.copies:  # a copy has a new address every time
-            if len(_LAUNCHES) >= _MAX_LAUNCHES:
-                _LAUNCHES.clear()
             a_format = a.format if isinstance(a, BlockScaledTensor) else None
-            _LAUNCHES[key] = (launch, (a_format, weights.format, epilogue))  # what the key names by id stays alive
+            named = (a_format, weights.format, epilogue)  # by id in the key: they stay alive
+            keep(_LAUNCHES, _MAX_LAUNCHES, key, (launch, named))
     else:
         launch = known[0]
     launch(launch_cache.current_stream(a.device.index or 0))

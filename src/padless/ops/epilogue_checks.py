@@ -1,54 +1,13 @@
-"""Checks of an epilogue's sizes, operands and outputs, before anything is launched."""
+"""Checks of the operands of an epilogue and of outputs that a caller gives, before anything is launched."""
 
 from __future__ import annotations
 
 import torch
 
-from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors, column_scale_shape, column_tiles, row_scale_shape
+from padless.epilogue import Epilogue, EpilogueTensors, column_scale_shape, column_tiles, row_scale_shape
 from padless.formats import is_mn_major
 from padless.ops.checks import check_rows, describe
-
-
-def check_columns(
-    epilogue: Epilogue, n: int, b: str = "b", interleaved: str = "activation 'swiglu_interleaved'"
-) -> None:
-    """Raises ValueError for an N that no epilogue, or not this one, can have.
-
-    b, interleaved: what a caller with other words calls the weights and that activation.
-    """
-    if epilogue.activation == "swiglu_interleaved" and n % (2 * INTERLEAVE) != 0:
-        raise ValueError(
-            f"{b} has N = {n}; {interleaved} takes {INTERLEAVE} columns of gate and {INTERLEAVE} of up in "
-            f"turn, so N must be a multiple of {2 * INTERLEAVE}"
-        )
-    if epilogue.is_glu and n % 2 != 0:
-        raise ValueError(f"{b} has N = {n}; gate and up are equally wide, so N must be even")
-    n_out = epilogue.out_columns(n)
-    wanted = {} if epilogue.d_dtype is None else {str(epilogue.d_dtype): 16 // epilogue.d_dtype.itemsize}
-    if epilogue.format is not None:
-        wanted[epilogue.format.name] = 16 * epilogue.format.codes_per_byte
-    for name, multiple in wanted.items():
-        if n_out % multiple != 0:
-            raise ValueError(
-                f"N of the output is {n_out}; it must be a multiple of {multiple} for {name} (16 bytes a row)"
-            )
-
-
-def check_m_aligned(m_aligned: object) -> None:
-    """Raises ValueError for what no offset can be a multiple of."""
-    if not isinstance(m_aligned, int) or m_aligned < 1:
-        raise ValueError(f"m_aligned is {m_aligned!r}; it must be an integer of 1 or more")
-
-
-def check_tensor(
-    name: str, t: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> torch.Tensor:
-    """`t` if it is a tensor of this shape, one of these dtypes and on this device; ValueError with `name` if not."""
-    allowed = " or ".join(str(dtype) for dtype in dtypes)
-    wanted = f"{name} must be {shape} {allowed} on {device}"
-    if not isinstance(t, torch.Tensor) or tuple(t.shape) != shape or t.dtype not in dtypes or t.device != device:
-        raise ValueError(f"{wanted}, got {describe(t)}")
-    return t
+from padless.ops.epilogue_run import check_tensor
 
 
 def check_tensors(

@@ -8,6 +8,7 @@ import torch
 
 from padless.formats import OUT_DTYPES, BlockScaledTensor
 from padless.gradients import refuse_gradients
+from padless.kernels.launch import keep
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import PreparedList, prepare_list
 from padless.kernels.table import kernels_arch
@@ -52,38 +53,38 @@ def grouped_gemm_list(
     outputs = _check(a, b, out, out_dtype, alpha)
     if config is not None and not isinstance(config, Sm100GroupedConfig):
         raise ValueError(f"config is a {type(config).__name__}; grouped_gemm_list takes a Sm100GroupedConfig")
-    keep = [i for i, d in enumerate(outputs) if d.numel() > 0]
-    if not keep:
+    kept = [i for i, d in enumerate(outputs) if d.numel() > 0]
+    if not kept:
         return outputs
     backend = chosen_backend(backend, outputs[0])
     if backend == "reference":
-        for i in keep:
+        for i in kept:
             _reference(a[i], b[i], outputs[i], None if alpha is None else alpha.view(-1)[i])
         return outputs
     driver = device_of(backend, outputs[0])
     if kernels_arch(driver.arch) != "sm_100a":
         raise ValueError(f"backend {backend!r} is {driver.arch}; a list of problems needs Blackwell (sm_100a)")
-    for i in keep:
+    for i in kept:
         try:
             check_operands_of_kernel(a[i], b[i])
             _check_output_of_kernel(outputs[i])
         except ValueError as error:
             raise ValueError(f"problem {i}: {error}") from None
     tensors: list[torch.Tensor | None] = [alpha]
-    for i in keep:
+    for i in kept:
         tensors += [a[i].data, a[i].scale, a[i].global_scale, b[i].data, b[i].scale, b[i].global_scale, outputs[i]]
     key = None
     if outputs[0].is_cuda:
         described = [t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
         key = (config, a[0].scale_layout, b[0].scale_layout, *described)
     if (prepared := _PREPARED.get(key)) is None:
-        some = torch.tensor(keep, device=outputs[0].device)
-        alphas = alpha if alpha is None or len(keep) == len(a) else alpha.view(-1)[some].contiguous()
+        some = torch.tensor(kept, device=outputs[0].device)
+        alphas = alpha if alpha is None or len(kept) == len(a) else alpha.view(-1)[some].contiguous()
         prepared = prepare_list(
-            driver, [a[i] for i in keep], [b[i] for i in keep], [outputs[i] for i in keep], alphas, config
+            driver, [a[i] for i in kept], [b[i] for i in kept], [outputs[i] for i in kept], alphas, config
         )
-        if not prepared.copies and alphas is alpha:
-            _remember(key, prepared)
+        if key is not None and not prepared.copies and alphas is alpha:
+            keep(_PREPARED, _REMEMBERED, key, prepared)
     prepared.launch(stream_of(outputs[0]))
     return outputs
 
@@ -91,13 +92,6 @@ def grouped_gemm_list(
 # What depends on addresses, shapes, strides and types alone; a caller that keeps its buffers pays for it once.
 _PREPARED: dict[tuple[object, ...] | None, PreparedList] = {}
 _REMEMBERED = 1024
-
-
-def _remember(key: tuple[object, ...] | None, prepared: PreparedList) -> None:
-    if key is not None:
-        if len(_PREPARED) >= _REMEMBERED:
-            _PREPARED.clear()
-        _PREPARED[key] = prepared
 
 
 def forget() -> None:

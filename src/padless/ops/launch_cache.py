@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from padless.formats import OUT_DTYPES, BlockScaledTensor
+from padless.kernels.launch import keep
 from padless.runtime.driver import PreparedLaunch
 
 # The handle of torch's current stream on a device, by index. A torch without CUDA has no such function and no tensors
@@ -114,19 +115,15 @@ class Missed:
         if self._found is None or not out.is_cuda:
             return
         formats = (b.format, a.format if isinstance(a, BlockScaledTensor) else None)
-        if len(_KNOWN) >= _MAX_OPERANDS:
-            _KNOWN.clear()
         key, facts = self._found
-        self._known = _KNOWN[key] = _Known(facts, formats, (out.shape[0], out.shape[1]), out.device)
+        self._known = _Known(facts, formats, (out.shape[0], out.shape[1]), out.device)
+        keep(_KNOWN, _MAX_OPERANDS, key, self._known)
 
     def remember_launch(self, out: torch.Tensor, config: object, launch: PreparedLaunch) -> None:
         """Keeps a launch for operands that are remembered."""
-        if self._known is None:
-            return
-        launches = self._known.launches
-        if len(launches) >= _MAX_OUTPUTS:
-            launches.clear()
-        launches[out.data_ptr(), out.dtype, out.stride(), config] = launch
+        if self._known is not None:
+            key = (out.data_ptr(), out.dtype, out.stride(), config)
+            keep(self._known.launches, _MAX_OUTPUTS, key, launch)
 
 
 NOT_LOOKED_UP = Missed(None, None)  # a call that nothing is remembered of

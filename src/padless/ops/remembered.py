@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from padless.kernels.launch import keep
 from padless.ops.launch_cache import stream_of
 from padless.runtime.driver import PreparedLaunch
 
@@ -33,9 +34,7 @@ def known_launch(facts: tuple[Any, ...] | None) -> PreparedLaunch | None:
 
 def remember_launch(facts: tuple[Any, ...], launch: PreparedLaunch) -> None:
     """Keeps a launch by everything that it depends on."""
-    if len(_LAUNCHES) >= _MOST_LAUNCHES:
-        _LAUNCHES.clear()
-    _LAUNCHES[facts] = launch
+    keep(_LAUNCHES, _MOST_LAUNCHES, facts, launch)
 
 
 def launch_remembered(facts: tuple[Any, ...] | None, prepare: Callable[[], PreparedLaunch], out: torch.Tensor) -> None:

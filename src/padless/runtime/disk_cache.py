@@ -1,20 +1,9 @@
-"""Files of compiled kernels on disk: where they are, who may have written them, and one process at a time for each.
-
-A compiled kernel is code that will run: it is read where the user who runs owns its file, or root, and nobody else can
-write to it. PADLESS_CACHE_SHARED names other users whose files are read as well ("alice,bob", or "*" for everybody's,
-on file systems that have no owners); new files are then readable by all.
-"""
+"""Files on disk that outlive a process, compiled kernels above all: where they are, and writing them whole."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import stat
 import tempfile
-import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -26,44 +15,9 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "padless"
 
 
-def _shared_with() -> list[str]:
+def shared_with() -> list[str]:
     """The users that PADLESS_CACHE_SHARED names."""
     return [name.strip() for name in os.environ.get("PADLESS_CACHE_SHARED", "").split(",") if name.strip()]
-
-
-def _owner(number: int) -> str:
-    try:
-        import pwd
-
-        return pwd.getpwuid(number).pw_name
-    except (ImportError, KeyError):
-        return str(number)
-
-
-def _foreign(file: os.stat_result) -> str:
-    """The reason for which a file is not to be read, "" where it may be."""
-    users = _shared_with()
-    if not hasattr(os, "geteuid") or "*" in users:
-        return ""
-    if file.st_uid not in (0, os.geteuid()) and not {str(file.st_uid), _owner(file.st_uid)} & set(users):
-        return f"belongs to {_owner(file.st_uid)}, whom PADLESS_CACHE_SHARED does not name"
-    if file.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"has mode {stat.S_IMODE(file.st_mode):o} and may be written by others; chmod go-w it"
-    return ""
-
-
-def read_trusted(path: Path) -> bytes:
-    """The content of a file. Raises OSError where there is none, or, with a warning, where it is not to be trusted."""
-    with path.open("rb") as file:
-        if reason := _foreign(os.fstat(file.fileno())):
-            distrust(path, reason)
-            raise PermissionError(f"{path} {reason}")
-        return file.read()
-
-
-def distrust(path: Path, reason: str) -> None:
-    """Warns of a file that will not be used."""
-    warnings.warn(f"{path} {reason}: the kernel is compiled again", RuntimeWarning, stacklevel=3)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -71,45 +25,10 @@ def write_atomically(path: Path, content: bytes) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            if _shared_with():
+            if shared_with():
                 os.fchmod(descriptor, 0o644)
             file.write(content)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-@contextmanager
-def alone(name: str, seconds: float = 60.0) -> Iterator[None]:
-    """The first process in a block of this name is alone there: of several that need a kernel one compiles it.
-
-    Those that come meanwhile enter together when it has left, and find the kernel on disk; also after ``seconds``, and
-    at once where files cannot be locked: that costs time only.
-    """
-    number = int(hashlib.sha256(name.encode()).hexdigest()[:3], 16)  # so many files are enough, and stay
-    try:
-        import fcntl
-
-        folder = cache_dir() / "locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / f"{number:03x}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except (ImportError, OSError):
-        yield
-        return
-    try:
-        start, waited = time.monotonic(), False
-        while time.monotonic() - start < seconds:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except (BlockingIOError, PermissionError):  # another process has it
-                waited = True
-                time.sleep(0.005)
-            except OSError:
-                break
-        if waited:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        yield
-    finally:
-        os.close(descriptor)

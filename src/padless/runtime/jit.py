@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from padless.runtime import elf, operand_reuse
-from padless.runtime.disk_cache import alone, cache_dir, distrust, read_trusted, write_atomically
+from padless.runtime.disk_cache import cache_dir, write_atomically
+from padless.runtime.shared_cache import alone, distrust, read_trusted
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 _ENTRY = re.compile(r'extern "C" __global__[^;{]*?\b(padless_\w+)\(')
@@ -195,15 +196,11 @@ def _run_nvrtc(text: str, name: str, arch: str, kind: str) -> tuple[bytes, str]:
         log = buffer.rstrip(b"\0").decode(errors="replace")
         if failed:
             raise CompileError(f"{name} does not compile for {arch}:\n{log}")
-        get_size, get = (
-            (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
-            if kind == "cubin"
-            else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
-        )
-        result, size = get_size(program)
+        get = f"nvrtcGet{kind.upper()}"
+        result, size = getattr(nvrtc, get + "Size")(program)
         _check(result)
         image = _room(size)
-        _check(get(program, image)[0])
+        _check(getattr(nvrtc, get)(program, image)[0])
         return image, log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -215,8 +212,6 @@ def _room(size: int) -> bytes:
 
 
 def _describe(image: bytes, kind: str, log: str, entry: str) -> CompiledKernel:
-    read = _cubin_constant if kind == "cubin" else _ptx_constant
-
     def from_log(pattern: str) -> int:
         return sum(int(n) for n in re.findall(pattern, log))
 
@@ -224,9 +219,9 @@ def _describe(image: bytes, kind: str, log: str, entry: str) -> CompiledKernel:
         image=image,
         kind=kind,
         entry=entry,
-        shared_bytes=read(image, "padless_shared_bytes"),
-        num_threads=read(image, "padless_num_threads"),
-        num_stages=read(image, "padless_num_stages"),
+        shared_bytes=_constant(image, kind, "padless_shared_bytes"),
+        num_threads=_constant(image, kind, "padless_num_threads"),
+        num_stages=_constant(image, kind, "padless_num_stages"),
         registers=from_log(r"Used (\d+) registers"),
         spill_bytes=from_log(r"(\d+) bytes spill stores") + from_log(r"(\d+) bytes spill loads"),
         stack_bytes=from_log(r"(\d+) bytes stack frame"),
@@ -234,19 +229,15 @@ def _describe(image: bytes, kind: str, log: str, entry: str) -> CompiledKernel:
     )
 
 
-def _ptx_constant(image: bytes, name: str) -> int:
-    """The value of ``extern "C" __device__ const int name`` in PTX text."""
-    match = re.search(rf"\b{name}\b\s*=\s*(\d+)", image.decode())
-    if match is None:
-        raise CompileError(f"the PTX has no constant {name}")
-    return int(match[1])
-
-
-def _cubin_constant(image: bytes, name: str) -> int:
-    """The same from a cubin."""
-    value = elf.constant(image, name)
+def _constant(image: bytes, kind: str, name: str) -> int:
+    """The value of ``extern "C" __device__ const int name``, in a cubin or in PTX text."""
+    if kind == "cubin":
+        value = elf.constant(image, name)
+    else:
+        match = re.search(rf"\b{name}\b\s*=\s*(\d+)", image.decode())
+        value = None if match is None else int(match[1])
     if value is None:
-        raise CompileError(f"the cubin has no constant {name}")
+        raise CompileError(f"the {kind} has no constant {name}")
     return value
 
 

@@ -18,7 +18,6 @@ DATA_TYPES: dict[torch.dtype, tuple[int, int]] = {
     torch.float32: (7, 4),
     torch.bfloat16: (9, 2),
 }
-_U4_PADDED_TO_16_BYTES = 14  # CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN16B
 SWIZZLE_NONE, SWIZZLE_32B, SWIZZLE_64B, SWIZZLE_128B = range(4)
 L2_PROMOTION_NONE, L2_PROMOTION_64B, L2_PROMOTION_128B, L2_PROMOTION_256B = range(4)
 
@@ -53,21 +52,6 @@ def operand(tensor: torch.Tensor, block_rows: int) -> TensorMapSpec:
     strides = tuple(outer_stride(tensor, dim) for dim in range(tensor.dim() - 2, -1, -1))
     box = (128, block_rows) + (1,) * (len(dims) - 2)
     return TensorMapSpec(data_type, tensor.data_ptr(), dims, strides, box, SWIZZLE_128B)
-
-
-def padded_fp4(codes: torch.Tensor, block_rows: int) -> TensorMapSpec:
-    """FP4 codes as kind::mxf8f6f4 of tcgen05 reads them, in boxes of ``block_rows`` x 128 values.
-
-    codes: (G, rows, K / 2) bytes of two e2m1 each, addresses and strides multiples of 32; behind the last row as many
-    bytes as K is short of a multiple of 64, or of 128. The type unpacks: 8 bytes of memory, 16 values, become 16 bytes
-    of shared memory whose second half means nothing, so a box has the size and the swizzle of one of 8-bit codes. It
-    takes rows of whole 128 values alone, and K may end with 64: so the dimensions are 128 values, windows that begin
-    every 64 values, rows, groups. The last window ends with the last 64 of K that are begun.
-    """
-    groups, rows, half = codes.shape
-    strides = (32, *(-(-outer_stride(codes, dim) // 32) * 32 for dim in (1, 0)))
-    dims, box = (128, max(-(-half // 32), 2) - 1, rows, groups), (128, 1, block_rows, 1)
-    return TensorMapSpec(_U4_PADDED_TO_16_BYTES, codes.data_ptr(), dims, strides, box, SWIZZLE_128B)
 
 
 def outer_stride(tensor: torch.Tensor, dim: int) -> int:

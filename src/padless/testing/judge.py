@@ -15,7 +15,7 @@ import torch
 
 from padless.formats import BlockScaledTensor
 from padless.quantization.quantize import dequantize
-from padless.testing.operands import Activation, group_of, rows_of
+from padless.testing.operands import Activation, rows_of
 
 Record = dict[str, Any]
 _SHOWN = 300  # characters of an error
@@ -87,14 +87,19 @@ def float64_rows(
     for group in range(len(sizes)) if groups is None else sorted(set(groups)):
         start, size = sum(sizes[:group]), sizes[group]
         if size:
-            count = size if rows is None else min(size, rows)
-            index = torch.linspace(start, start + size - 1, count).round().to(torch.int64).to(device)
+            index = spread_rows(start, size, rows).to(device)
             picked.append(index)
-            products.append(values_of(rows_of(a, index)) @ values_of(group_of(b, group))[0].t())
+            products.append(values_of(rows_of(a, index)) @ values_of(b[group]).t())
     if not picked:
         none = torch.zeros(0, dtype=torch.int64, device=device)
         return SampledReference(none, torch.zeros(0, b.data.shape[1], dtype=torch.float64, device=device))
     return SampledReference(torch.cat(picked), torch.cat(products))
+
+
+def spread_rows(start: int, size: int, most: int | None) -> torch.Tensor:
+    """int64 indices of at most ``most`` rows of a group, from its first to its last; of all for None."""
+    count = size if most is None else min(size, most)
+    return torch.linspace(start, start + max(size - 1, 0), count).round().to(torch.int64)
 
 
 def largest_row_difference(x: torch.Tensor, y: torch.Tensor) -> float:

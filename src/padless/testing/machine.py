@@ -90,9 +90,7 @@ def _nvml_clocks() -> dict[str, Any]:
 
 
 def nvidia_smi(query: dict[str, str]) -> dict[str, Any]:
-    """Fields of `nvidia-smi --query-gpu` under the names that `query` maps them to; empty where it cannot
-    run.
-    """
+    """Fields of `nvidia-smi --query-gpu` under the names that `query` maps them to; empty where it cannot run."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}

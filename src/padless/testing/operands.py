@@ -30,11 +30,11 @@ class Operands:
 
     @property
     def bytes(self) -> int:
-        """Bytes of codes, scales and global scales, or of the plain activations."""
-        return sum(_bytes(t) for t in (self.a, self.b))
+        return bytes_of(self.a) + bytes_of(self.b)
 
 
-def _bytes(t: Activation) -> int:
+def bytes_of(t: Activation) -> int:
+    """Bytes of codes, scales and global scales, or of a plain tensor."""
     parts = (t,) if isinstance(t, torch.Tensor) else (t.data, t.scale, t.global_scale)
     return sum(part.nbytes for part in parts if part is not None)
 
@@ -144,22 +144,17 @@ def moved(t: Any, device: str | torch.device) -> Any:
     """
     if isinstance(t, torch.Tensor):
         return t.to(device)
-    if not isinstance(t, BlockScaledTensor):
-        return t
-    scale = t.scale.to(device)
-    if t.scale.dtype == torch.float32 and t.scale_major == "mn":  # .to() drops what lies between the columns
-        rows, columns = scale.shape
-        padded = empty_mn_major(rows, columns, scale.device)
-        padded.as_strided((columns, padded.stride(1)), (padded.stride(1), 1)).fill_(math.nan)
-        scale = padded.copy_(scale)
-    global_scale = None if t.global_scale is None else t.global_scale.to(device)
-    return BlockScaledTensor(t.data.to(device), scale, t.format, global_scale, t.scale_layout)
+    if isinstance(t, BlockScaledTensor) and t.scale.dtype == torch.float32 and t.scale_major == "mn":
+        return BlockScaledTensor(t.data.to(device), mn_major_in_nan(t.scale.to(device)), t.format)
+    return t.to(device) if isinstance(t, BlockScaledTensor) else t
 
 
-def cloned(t: BlockScaledTensor) -> BlockScaledTensor:
-    """The same codes and scales at other addresses."""
-    data, scale = (x.view(torch.uint8).clone().view(x.dtype) for x in (t.data, t.scale))
-    return BlockScaledTensor(data, scale, t.format, t.global_scale, t.scale_layout)
+def mn_major_in_nan(scale: torch.Tensor) -> torch.Tensor:
+    """float32 scales of activations (M, blocks) MN-major, NaN in what lies between the columns."""
+    rows, columns = scale.shape
+    padded = empty_mn_major(rows, columns, scale.device)
+    padded.as_strided((columns, padded.stride(1)), (padded.stride(1), 1)).fill_(math.nan)
+    return padded.copy_(scale)
 
 
 # --- parts of operands -----------------------------------------------------------------------------------
@@ -188,11 +183,3 @@ def groups_of(b: BlockScaledTensor, groups: Sequence[int]) -> BlockScaledTensor:
     if scale is not None and scale.numel() > 1:
         scale = picked(scale, index)
     return BlockScaledTensor(picked(b.data, index), picked(b.scale, index), b.format, scale)
-
-
-def group_of(b: BlockScaledTensor, group: int) -> BlockScaledTensor:
-    """The weights of one group, (1, N, K), where they are."""
-    scale, part = b.global_scale, slice(group, group + 1)
-    if scale is not None and scale.numel() > 1:
-        scale = scale[part]
-    return BlockScaledTensor(b.data[part], b.scale[part], b.format, scale, b.scale_layout)

@@ -105,15 +105,23 @@ class GpuTimer:
 
     def gpu(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
         sleep_us = {name: _sleep_us(self._host_us(call)) for name, call in calls.items()}
+
+        def one(name: str, last_us: float) -> float:
+            while True:
+                last_us, host_us = self._one_gpu_time(calls[name], last_us, sleep_us[name])
+                if host_us <= sleep_us[name] or sleep_us[name] == _SLEEP_MAX_US:
+                    return last_us
+                sleep_us[name] = _sleep_us(host_us)
+
+        return self._in_turns(calls, one)
+
+    def _in_turns(self, calls: Mapping[str, Call], one: Callable[[str, float], float]) -> dict[str, Timing]:
+        """Every contender timed in every round; ``one`` times a contender behind another that took so long."""
         samples: dict[str, list[float]] = {name: [] for name in calls}
         last_us = 0.0
         for round_number in range(self.repeats):
             for name in _in_turn(calls, round_number):
-                while True:
-                    last_us, host_us = self._one_gpu_time(calls[name], last_us, sleep_us[name])
-                    if host_us <= sleep_us[name] or sleep_us[name] == _SLEEP_MAX_US:
-                        break
-                    sleep_us[name] = _sleep_us(host_us)
+                last_us = one(name, last_us)
                 samples[name].append(last_us)
         return {name: Timing(tuple(values)) for name, values in samples.items()}
 
@@ -122,7 +130,7 @@ class GpuTimer:
         sleep was issued; in microseconds."""
         self._pause(last_us)
         self._flush()
-        start, end = _event_pair()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began = time.perf_counter()
         torch.cuda._sleep(int(sleep_us * _SLEEP_CYCLES_PER_US))
         start.record()
@@ -133,21 +141,19 @@ class GpuTimer:
         return 1e3 * start.elapsed_time(end), host_us
 
     def end_to_end(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        for name in calls:
+        for call in calls.values():
+            call()
+
+        def one(name: str, last_us: float) -> float:
+            self._pause(last_us)
+            self._flush()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
             calls[name]()
-        last_us = 0.0
-        for round_number in range(self.repeats):
-            for name in _in_turn(calls, round_number):
-                self._pause(last_us)
-                self._flush()
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                calls[name]()
-                torch.cuda.synchronize()
-                last_us = 1e6 * (time.perf_counter() - start)
-                samples[name].append(last_us)
-        return {name: Timing(tuple(values)) for name, values in samples.items()}
+            torch.cuda.synchronize()
+            return 1e6 * (time.perf_counter() - start)
+
+        return self._in_turns(calls, one)
 
     def _pause(self, last_us: float) -> None:
         """Rests, twice as long as the last call took at least: at full load the chip sits at its power limit, where the
@@ -168,13 +174,8 @@ def _in_turn(calls: Mapping[str, Call], round_number: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-
 def host_us_per_call(call: Call, calls: int = 200) -> float:
-    """Python time of one eager call, in microseconds: the GPU is kept busy behind a sleep, so nothing waits
-    for it.
+    """Python time of one eager call, in microseconds: the GPU is kept busy behind a sleep, so nothing waits for it.
 
     Median of blocks of ten calls; few enough that the launch queue (about a thousand entries) never fills.
     """

@@ -10,7 +10,6 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -104,8 +103,14 @@ def _judge_product(
     """``out`` is all of ``guarded``, or its transpose."""
     guarded.check(guarded.out.shape[0])
     product = _product(*operands)
-    expected = product if alpha is None else product.float() * alpha
-    _compare(out, expected.to(out.dtype), what)
+    expected = (product if alpha is None else product.float() * alpha).to(out.dtype)
+    wrong = out.cpu() != expected
+    if wrong.any():
+        row, column = torch.nonzero(wrong)[0].tolist()
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first in row {row}, column "
+            f"{column}: {float(out[row, column])!r}, not {float(expected[row, column])!r}"
+        )
     return out.numel()
 
 
@@ -126,13 +131,3 @@ def _operand(
 
 def _product(a: BlockScaledTensor, b: BlockScaledTensor) -> torch.Tensor:
     return values_of(a) @ values_of(b).t()
-
-
-def _compare(out: torch.Tensor, expected: torch.Tensor, what: Any) -> None:
-    wrong = out.cpu() != expected
-    if wrong.any():
-        row, column = torch.nonzero(wrong)[0].tolist()
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first in row {row}, column "
-            f"{column}: {float(out[row, column])!r}, not {float(expected[row, column])!r}"
-        )

@@ -29,7 +29,6 @@ from padless.verify.problems.epilogue import (
     quant_routes,
     random_epilogue_problem,
     run_problem,
-    untouched,
 )
 
 PROBLEMS = 54
@@ -46,12 +45,8 @@ def _on_gpu(problem: EpilogueProblem) -> Outputs:
     return run_problem(problem, "cuda", None)
 
 
-def _sums_on_gpu(problem: EpilogueProblem) -> torch.Tensor:
-    """The GPU's own float32 GEMM, by the kernel that the quantising call takes, on the CPU."""
-    return _sums(problem, "cuda", None).cpu()
-
-
 def _sums(problem: EpilogueProblem, device: str, backend: str | None) -> torch.Tensor:
+    """The float32 GEMM by the kernel that the quantising call takes."""
     a, b, offs = (moved(t, device) for t in (problem.a, problem.b, problem.offs))
     chosen = problem.options.get("config")
     kernel = None if chosen is None else type(chosen)  # its tile may be one that only an epilogue has
@@ -90,12 +85,12 @@ def judge(problem: EpilogueProblem, sums: torch.Tensor, got: Outputs, values: Ou
         found += _judge_values(problem, sums, values)
         sums = inside(problem, values)["d"]
         epilogue = replace(epilogue, alpha=False, bias=False, prob=False, activation="none")
-    wanted, before = _reference(problem, sums, got.epilogue, epilogue), untouched(problem, got.epilogue)
+    wanted, before = _reference(problem, sums, got.epilogue, epilogue), GuardedOutputs(problem, got.epilogue)
     for name, buffer in got.bytes.items():
         wrong = buffer != wanted.buffers[name]
         if name == "d":  # a NaN is a NaN; amax and scales have one
             wrong &= ~_both_nan(buffer, wanted.buffers[name], before.tensors[name])
-        if wrong.any() and name.endswith("scale") and "blocked" in getattr(epilogue, _LAYOUT[name]):
+        if wrong.any() and name.endswith("scale") and "blocked" in getattr(epilogue, name.replace("scale", "layout")):
             exist = _reference(problem, sums, got.epilogue, epilogue, complement=True).buffers[name]
             wrong &= ~_allowed_zeros(buffer, wanted.buffers[name] == exist)
         if wrong.any():
@@ -104,13 +99,10 @@ def judge(problem: EpilogueProblem, sums: torch.Tensor, got: Outputs, values: Ou
     return found
 
 
-_LAYOUT = {"row_scale": "row_layout", "column_scale": "column_layout"}
-
-
 def _reference(
     problem: EpilogueProblem, sums: torch.Tensor, shaped_by: Epilogue, epilogue: Epilogue, complement: bool = False
 ) -> GuardedOutputs:
-    outputs = untouched(problem, shaped_by, complement)
+    outputs = GuardedOutputs(problem, shaped_by, complement=complement)
     epilogue_reference(sums, problem.offs, epilogue, epilogue_tensors(problem, outputs))
     return outputs
 
@@ -118,7 +110,7 @@ def _reference(
 def _judge_values(problem: EpilogueProblem, sums: torch.Tensor, values: Outputs) -> Judgement:
     valid = problem.valid_rows
     wanted = _reference(problem, sums, values.epilogue, values.epilogue)
-    before = untouched(problem, values.epilogue)
+    before = GuardedOutputs(problem, values.epilogue)
     exact = wanted.tensors["d"][:valid].double()
     computed = inside(problem, values)["d"][:valid].double()
     error = (computed - exact).abs()
@@ -141,39 +133,34 @@ def _judge_values(problem: EpilogueProblem, sums: torch.Tensor, values: Outputs)
 
 def inside(problem: EpilogueProblem, outputs: Outputs) -> dict[str, torch.Tensor]:
     """The outputs as tensors, without their fences."""
-    shapes = untouched(problem, outputs.epilogue).tensors
-    found = {}
-    for name, buffer in outputs.bytes.items():
-        like = shapes[name]
-        storage = buffer[FENCE : buffer.numel() - FENCE].clone().view(like.dtype)
-        found[name] = storage.as_strided(like.shape, like.stride(), 0)
-    return found
+    likes = GuardedOutputs(problem, outputs.epilogue).tensors
+    buffers = {name: (_unfenced(buffer, likes[name].dtype), likes[name]) for name, buffer in outputs.bytes.items()}
+    return {name: values.as_strided(like.shape, like.stride(), 0) for name, (values, like) in buffers.items()}
+
+
+def _unfenced(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return buffer[FENCE:-FENCE].clone().view(dtype)
 
 
 def _both_nan(x: torch.Tensor, y: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """By byte of a buffer: whether both have a NaN there."""
     nan = torch.zeros(x.shape, dtype=torch.bool)
-    size = like.element_size()
-    both = [t[FENCE : t.numel() - FENCE].clone().view(like.dtype).isnan() for t in (x, y)]
-    nan[FENCE : x.numel() - FENCE] = (both[0] & both[1]).repeat_interleave(size)
+    both = _unfenced(x, like.dtype).isnan() & _unfenced(y, like.dtype).isnan()
+    nan[FENCE:-FENCE] = both.repeat_interleave(like.element_size())
     return nan
 
 
 def _allowed_zeros(buffer: torch.Tensor, exist: torch.Tensor) -> torch.Tensor:
     """By byte: zeros in padding of a 32x4x4 tile that also has scales (``exist``: bytes that the reference wrote)."""
-    scales = exist.clone()
-    allowed = torch.zeros_like(exist)
-    tiles = scales[FENCE : buffer.numel() - FENCE].view(-1, _TILE_BYTES)
-    shared = tiles.any(dim=1, keepdim=True) & ~tiles
-    allowed[FENCE : buffer.numel() - FENCE] = shared.flatten()
+    allowed, tiles = torch.zeros_like(exist), exist[FENCE:-FENCE].clone().view(-1, _TILE_BYTES)
+    allowed[FENCE:-FENCE] = (tiles.any(dim=1, keepdim=True) & ~tiles).flatten()
     return allowed & (buffer == 0)
 
 
 def _where(wrong: torch.Tensor) -> str:
     first, last = torch.nonzero(wrong).flatten()[[0, -1]].tolist()
-    end = wrong.numel() - FENCE
-    outside = int(wrong[:FENCE].sum() + wrong[end:].sum())
-    text = f"{int(wrong.sum())} of {end - FENCE} bytes are wrong, from {first - FENCE} to {last - FENCE}"
+    outside = int(wrong[:FENCE].sum() + wrong[-FENCE:].sum())
+    text = f"{int(wrong.sum())} of {wrong.numel() - 2 * FENCE} bytes are wrong, from {first - FENCE} to {last - FENCE}"
     return text + (f"; {outside} of them outside of the output, in its fences" if outside else "")
 
 
@@ -228,49 +215,39 @@ def _compare(problem: EpilogueProblem, emulated: tuple[dict[str, bytes], bytes])
     for name, buffer in got.bytes.items():
         count += buffer.numel() - 2 * FENCE
         differs = buffer != wanted[name]
-        outside = differs.clone()
-        outside[FENCE : buffer.numel() - FENCE] = False
-        inexact = not exact and not outside.any()
+        inexact = not exact and not (differs[:FENCE].any() or differs[-FENCE:].any())
         is_float = inside(problem, got)[name].dtype == torch.float32
         limit = differs.numel() if is_float else max(_MOST_MOVED_OF_FEW, _MOST_MOVED * differs.numel())
         if differs.sum() > (limit if inexact else 0):
             raise AssertionError(f"{problem}: {name}, beside the emulator: {_where(differs)}")
         if inexact and is_float:
-            _assert_close(problem, name, inside(problem, got)[name], buffer, wanted[name])
+            _assert_close(f"{problem}: {name}", buffer, wanted[name])
         moved_bytes += int(differs.sum())
     return count, moved_bytes
 
 
-def _assert_close(
-    problem: EpilogueProblem, name: str, like: torch.Tensor, got: torch.Tensor, wanted: torch.Tensor
-) -> None:
+def _assert_close(what: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
     """float32 outputs that follow from SwiGLU's values: values, amax and scales, twice the values' bound apart."""
-    x, y = (t[FENCE : t.numel() - FENCE].clone().view(torch.float32) for t in (got, wanted))
+    x, y = (_unfenced(t, torch.float32) for t in (got, wanted))
     differ = x.view(torch.int32) != y.view(torch.int32)  # random bytes that both left alone are the same
     x, y = x[differ].double(), y[differ].double()
     near = ((x - y).abs() <= 2 * (y.abs() * (_RELATIVE + 2.0**-23) + _ABSOLUTE)) | (x.isnan() & y.isnan())
-    assert near.all(), f"{problem}: {name}: {int((~near).sum())} of {like.numel()} are not the emulator's"
+    assert near.all(), f"{what}: {int((~near).sum())} of {differ.numel()} are not the emulator's"
 
 
 # --- checks ----------------------------------------------------------------------------------------------
 
 
 def problems_of(arch: str, problems: int = PROBLEMS, first_seed: int = 0) -> list[tuple[Route, int]]:
-    """Problems of both checks, each a route and a seed."""
-    return _in_turn(quant_routes(arch), problems, first_seed)
-
-
-def _in_turn(routes: list[Route], problems: int, first_seed: int) -> list[tuple[Route, int]]:
-    """So many problems, routes in turn, each with a seed of its own."""
+    """Problems of both checks, routes in turn, each with a seed of its own."""
+    routes = quant_routes(arch)
     return [(routes[i % len(routes)], first_seed + i) for i in range(problems)] if routes else []
 
 
-def _num_routes(jobs: list[tuple[Route, int]]) -> int:
-    return len({route for route, _ in jobs})
-
-
-def _check_refused(refused: int, problems: int) -> None:
-    assert refused <= problems // 3, f"{refused} of {problems} problems were refused: what was checked then?"
+def _checked(jobs: list[tuple[Route, int]], refused: int) -> str:
+    """The number of problems; AssertionError where too many were refused."""
+    assert refused <= len(jobs) // 3, f"{refused} of {len(jobs)} problems were refused: what was checked then?"
+    return f"{len(jobs) - refused} problems of {len({route for route, _ in jobs})} routes ({refused} refused)"
 
 
 def check_epilogue(problems: int = PROBLEMS, first_seed: int = 0) -> str:
@@ -285,12 +262,10 @@ def check_epilogue(problems: int = PROBLEMS, first_seed: int = 0) -> str:
         except ValueError:  # a kernel says what it cannot do; the emulator's refuses the same
             refused += 1
             continue
-        found += judge(problem, _sums_on_gpu(problem), outputs, values)
-    _check_refused(refused, len(jobs))
+        found += judge(problem, _sums(problem, "cuda", None).cpu(), outputs, values)
     return (
-        f"{len(jobs) - refused} problems of {_num_routes(jobs)} routes ({refused} refused), {found.bytes} bytes as the "
-        f"reference; SwiGLU: "
-        f"{found.inexact} of {found.values} values not exactly rounded, by at most {found.worst:.1e}"
+        f"{_checked(jobs, refused)}, {found.bytes} bytes as the reference; SwiGLU: {found.inexact} of {found.values} "
+        f"values not exactly rounded, by at most {found.worst:.1e}"
     )
 
 
@@ -313,8 +288,4 @@ def check_epilogue_against_emulator(problems: int = PROBLEMS, first_seed: int = 
             except AssertionError as error:
                 wrong.append(str(error))
     assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
-    _check_refused(refused, len(jobs))
-    return (
-        f"{len(jobs) - refused} problems of {_num_routes(jobs)} routes ({refused} refused), {count} bytes the same, but "
-        f"{inexact} that SwiGLU's exponential moved"
-    )
+    return f"{_checked(jobs, refused)}, {count} bytes the same, but {inexact} that SwiGLU's exponential moved"

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from padless.formats import BlockScaledTensor
+from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.launch import KernelChoice, KernelConfig
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, select_config
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
@@ -28,12 +28,12 @@ from padless.testing.judge import row_errors
 from padless.testing.operands import FORMAT_BY_NAME, any_codes, in_layout, moved
 from padless.testing.processes import in_order, worker_pool
 from padless.verify.emulator.kernels import backend_of, bits, emulation_cost
-from padless.verify.fp8_block import ROW_ERROR_LIMIT
+from padless.verify.fp8_block import CONFIGS, ROW_ERROR_LIMIT
 
 DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Problems of each route: judged by float64, and compared with the emulator.
-JUDGED, COMPARED = 6, 10
+# Problems of each route: judged by float64, and compared with the emulator; of FP8_BLOCK's alone, compared.
+JUDGED, COMPARED, COMPARED_FP8_BLOCK = 6, 10, 200
 # The FP8 tensor core keeps 13 bits of each sum of 32 products; a short row of widely spread values shows more of that
 # than the long sums that the limit was made for.
 _LIMIT_FACTOR: dict[type[KernelConfig], float] = {Sm90Mxfp8Config: 4}
@@ -82,6 +82,7 @@ def _sm100_tiles(route: Route) -> list[KernelChoice]:
 
 # By the kernel's configuration: every tile of it. A kernel without an entry is not verified: KeyError.
 _TILES: dict[type[KernelConfig], Callable[[Route], list[KernelChoice]]] = {
+    Sm90Fp8Config: lambda route: [*CONFIGS],
     Sm90Bf16Config: _bf16_tiles,
     Sm90Mxfp8Config: _mxfp8_tiles,
     Sm100GroupedConfig: _sm100_tiles,
@@ -102,12 +103,15 @@ class FormatsProblem:
 def random_formats_problem(route: Route, seed: int) -> FormatsProblem:
     """A function of the route and the seed alone: ragged sizes, tails of M, N and K, scales in any layout.
 
-    Codes are any finite bits; scales spread over 16 powers of two (NVFP4's: any positive e4m3).
+    Codes are any finite bits; scales spread over 16 powers of two (NVFP4's: any positive e4m3). FP8_BLOCK by its own
+    kernel has scales over 20, and for odd seeds normal values as codes.
     """
     draw = random.Random(f"{route.module} {route.a} {route.b} {seed}")
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     sizes = [draw.choice((0, 1, 5, 63, 64, 65, 127, 129, draw.randrange(150))) for _ in range(draw.randint(1, 4))]
-    m, n, k = sum(sizes) + draw.randrange(4), 8 * draw.randint(1, 34), 32 * draw.randint(1, 14)
+    of_fp8_block = route.config_class is Sm90Fp8Config
+    m, n, k = sum(sizes) + draw.randrange(4), 8 * draw.randint(1, 34), (16 if of_fp8_block else 32)
+    k *= draw.randint(1, 25 if of_fp8_block else 14)
     offs = group_offsets(sizes)
     if route.a == BF16:
         a: BlockScaledTensor | torch.Tensor = torch.randn((m, k), generator=generator).to(torch.bfloat16)
@@ -116,8 +120,18 @@ def random_formats_problem(route: Route, seed: int) -> FormatsProblem:
         a = _operand(route.a, (m, k), "activation", layout, generator, len(sizes), offs)
     layout = draw.choice(("plain", "blocked"))
     b = _operand(route.b, (len(sizes), n, k), "weight", layout, generator, len(sizes), offs)
+    if of_fp8_block:
+        assert isinstance(a, BlockScaledTensor)
+        a, b = (_wider(t, seed % 2 == 1, generator) for t in (a, b))
     config, dtype = draw.choice(configs_of(route)), draw.choice(DTYPES)
+    if isinstance(config, Sm90Fp8Config) and dtype == torch.float32:
+        config = replace(config, block_m=min(config.block_m, 128))  # twice the shared memory
     return FormatsProblem(a, b, offs, dtype, config)
+
+
+def _wider(t: Any, normal: bool, generator: torch.Generator) -> BlockScaledTensor:
+    data = torch.randn(t.shape, generator=generator).to(t.data.dtype) if normal else t.data
+    return BlockScaledTensor(data, torch.exp2(torch.rand(t.scale.shape, generator=generator) * 20 - 10), FP8_BLOCK)
 
 
 def _operand(
@@ -195,7 +209,20 @@ def check_formats_accuracy(problems: int = JUDGED) -> str:
 
 def check_formats_against_emulator(problems: int = COMPARED, workers: int | None = None) -> str:
     """Raises AssertionError with every route whose bits differ between the GPU and the emulator."""
-    jobs = problems_of(cuda_driver().arch, problems)
+    return _against_emulator(problems_of(cuda_driver().arch, problems), workers)
+
+
+def check_fp8_block_against_emulator(problems: int = COMPARED_FP8_BLOCK, workers: int | None = None) -> str:
+    """The same of Hopper's own kernel for FP8_BLOCK."""
+    return _against_emulator(fp8_block_problems(problems), workers)
+
+
+def fp8_block_problems(problems: int = COMPARED_FP8_BLOCK) -> list[tuple[Route, int]]:
+    """So many problems of Hopper's own kernel for FP8_BLOCK."""
+    return [(find_route("grouped_gemm", "sm_90a", "FP8_BLOCK", "FP8_BLOCK"), seed) for seed in range(problems)]
+
+
+def _against_emulator(jobs: list[tuple[Route, int]], workers: int | None) -> str:
     elements, wrong = 0, []
     with worker_pool(workers) as pool:
         emulated = in_order(pool, emulate_formats, jobs, _cost)

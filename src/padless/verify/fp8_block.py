@@ -6,8 +6,8 @@ Inputs are random, outputs are poisoned and guarded, references are in float64, 
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,7 +20,8 @@ from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
 from padless.testing.guarded import GuardedOutput
 from padless.testing.judge import float64_rows, row_errors
-from padless.testing.operands import moved
+from padless.testing.operands import mn_major_in_nan, moved
+from padless.testing.timing import capture
 from padless.verify.train_quantizers import check_train_quantizers
 
 DEVICE = "cuda"
@@ -105,18 +106,15 @@ class Operands:
     a: BlockScaledTensor
     b: BlockScaledTensor
     offs: torch.Tensor
-    valid_rows: int
+    sizes: tuple[int, ...]
+
+    @property
+    def valid_rows(self) -> int:
+        return sum(self.sizes)
 
     def with_scales(self, major: str) -> Operands:
-        scale = self.a.scale
-        if major == "k":
-            moved = scale.contiguous()
-        else:
-            ld = max(-(-scale.shape[0] // 4) * 4, 4)
-            moved = torch.full((scale.shape[1], ld), float("nan"), device=scale.device)  # poison in the padding
-            moved = moved.t()[: scale.shape[0]]
-            moved.copy_(scale)
-        return replace(self, a=BlockScaledTensor(self.a.data, moved, FP8_BLOCK))
+        scale = self.a.scale.contiguous() if major == "k" else mn_major_in_nan(self.a.scale)
+        return replace(self, a=BlockScaledTensor(self.a.data, scale, FP8_BLOCK))
 
 
 def random_operands(
@@ -131,14 +129,7 @@ def random_operands(
     w = torch.randn(len(sizes), n, k, generator=generator)
     a, b = quantize(x, FP8_BLOCK, kind="activation", scale_major="k"), quantize(w, FP8_BLOCK, kind="weight")
     a, b, offs = (moved(t, device) for t in (a, b, group_offsets(sizes)))
-    return Operands(a, b, offs, sum(sizes)).with_scales("mn")
-
-
-def float64_product(operands: Operands) -> torch.Tensor:
-    """The valid rows, (rows, N) float64, from codes and scales."""
-    ends = [0, *operands.offs.tolist()]
-    sizes = [end - start for start, end in itertools.pairwise(ends)]
-    return float64_rows(operands.a, operands.b, sizes, rows=None).values
+    return Operands(a, b, offs, sizes).with_scales("mn")
 
 
 def _each_problem() -> Iterator[Operands]:
@@ -159,7 +150,7 @@ def check_accuracy() -> str:
     """Every shape and dtype: error per row within what 13-bit accumulation and output rounding explain."""
     worst = dict.fromkeys(DTYPES, 0.0)
     for operands in _each_problem():
-        expected = float64_product(operands)
+        expected = float64_rows(operands.a, operands.b, operands.sizes, rows=None).values
         for variant in CHOSEN_OF_EACH:
             out, dtype = _guarded_result(operands, variant), variant.dtype
             if operands.valid_rows:
@@ -186,24 +177,17 @@ def check_padding_changes_nothing() -> str:
     """Each group padded to 128 rows gives the same bits in its valid rows."""
     rows = 0
     for operands in _each_problem():
-        ends = [0, *operands.offs.tolist()]
-        sizes = [e - s for s, e in itertools.pairwise(ends)]
-        padded_sizes = padded_to_tiles(sizes)
-        m, k = sum(padded_sizes), operands.a.data.shape[1]
-        data = torch.zeros((m, k), dtype=torch.uint8, device=DEVICE)
-        scale = torch.ones((m, operands.a.scale.shape[1]), device=DEVICE)
-        picks: list[int] = []
-        start = 0
-        for s, size, room in zip(ends, sizes, padded_sizes, strict=False):
-            data[start : start + size] = operands.a.data.view(torch.uint8)[s : s + size]
-            scale[start : start + size] = operands.a.scale[s : s + size]
-            picks += range(start, start + size)
-            start += room
+        valid, padded_sizes = operands.valid_rows, padded_to_tiles(operands.sizes)
+        starts = [0, *itertools.accumulate(padded_sizes)]
+        picks = [start + row for start, size in zip(starts, operands.sizes, strict=False) for row in range(size)]
+        at = torch.tensor(picks, dtype=torch.long, device=DEVICE)
+        data = torch.zeros((starts[-1], operands.a.shape[1]), dtype=torch.uint8, device=DEVICE)
+        scale = torch.ones((starts[-1], operands.a.scale.shape[1]), device=DEVICE)
+        data[at], scale[at] = operands.a.data.view(torch.uint8)[:valid], operands.a.scale[:valid]
         padded_a = BlockScaledTensor(data.view(torch.float8_e4m3fn), scale, FP8_BLOCK)
         padded = grouped_gemm(padded_a, operands.b, group_offsets(padded_sizes).to(DEVICE))
-        out = _guarded_result(operands, *CHOSEN)
-        assert torch.equal(padded[torch.tensor(picks, dtype=torch.long, device=DEVICE)], out)
-        rows += len(picks)
+        assert torch.equal(padded[at], _guarded_result(operands, *CHOSEN))
+        rows += valid
     return f"{rows} rows, bit for bit the same"
 
 
@@ -236,19 +220,11 @@ def check_graph_replay() -> str:
     """Captured in a CUDA graph, replayed with other values and other group sizes in the same buffers."""
     operands, other = (random_operands(*shape, seed=seed) for seed, shape in enumerate(_REPLAYED))
     out = torch.empty((256, 264), dtype=torch.bfloat16, device=DEVICE)
-    grouped_gemm(operands.a, operands.b, operands.offs, out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        grouped_gemm(operands.a, operands.b, operands.offs, out=out)
-    for target, source in (
-        (operands.a.data, other.a.data),
-        (operands.a.scale, other.a.scale),
-        (operands.b.data, other.b.data),
-        (operands.b.scale, other.b.scale),
-        (operands.offs, other.offs),
-    ):
-        target.copy_(source)
+    graph = capture(lambda: grouped_gemm(operands.a, operands.b, operands.offs, out=out))
+    for target, source in ((operands.a, other.a), (operands.b, other.b)):
+        target.data.copy_(source.data)
+        target.scale.copy_(source.scale)
+    operands.offs.copy_(other.offs)
     out.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
@@ -260,36 +236,30 @@ def check_streams_and_threads() -> str:
     """Eight threads, each with a stream of its own and its own problem, at once."""
     problems = [random_operands(*shape, seed=g) for g, shape in enumerate(_STREAMED)]
     expected = [_guarded_result(p, *CHOSEN).clone() for p in problems]
-    failures: list[str] = []
 
-    def work(index: int) -> None:
+    def work(index: int) -> str:
         try:
-            operands = problems[index]
-            stream = torch.cuda.Stream()
+            operands, stream = problems[index], torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 for _ in range(_REPEATS):
                     out = grouped_gemm(operands.a, operands.b, operands.offs)
                 stream.synchronize()
-                if not torch.equal(out[: operands.valid_rows], expected[index]):
-                    failures.append(f"thread {index} got other bits")
+                same = torch.equal(out[: operands.valid_rows], expected[index])
+            return "" if same else f"thread {index} got other bits"
         except Exception as error:
-            failures.append(f"thread {index}: {error!r}")
+            return f"thread {index}: {error!r}"
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(problems))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(problems)) as threads:
+        failures = [failure for failure in threads.map(work, range(len(problems))) if failure]
     assert not failures, "; ".join(failures)
-    return f"{len(threads)} threads on as many streams, {_REPEATS} calls each"
+    return f"{len(problems)} threads on as many streams, {_REPEATS} calls each"
 
 
 def check_dense() -> str:
     """gemm is grouped_gemm with one group, without offsets."""
     for shape in _DENSE:
         operands = random_operands(*shape)
-        b = BlockScaledTensor(operands.b.data[0], operands.b.scale[0], FP8_BLOCK)
-        assert torch.equal(gemm(operands.a, b), grouped_gemm(operands.a, operands.b, operands.offs))
+        assert torch.equal(gemm(operands.a, operands.b[0]), grouped_gemm(operands.a, operands.b, operands.offs))
     return f"{len(_DENSE)} shapes"
 
 
@@ -329,8 +299,7 @@ CHECKS: dict[str, Callable[[], str]] = {
 }
 
 
-SMALL = "small problems"
-# What each check and ``small_problems`` call: every variant on every shape.
+# What each check and this module's small launches call: every variant on every shape.
 CALLS: dict[str, tuple[tuple[Shape, ...], tuple[Variant, ...]]] = {
     "accuracy": (SHAPES, CHOSEN_OF_EACH),
     "configs agree": (SHAPES, EVERY_VARIANT),
@@ -342,13 +311,12 @@ CALLS: dict[str, tuple[tuple[Shape, ...], tuple[Variant, ...]]] = {
     "dense": (_DENSE, CHOSEN),
     "quantizers agree": ((), ()),
     "training quantizers agree": ((), ()),
-    SMALL: (_SMALL, _SMALL_VARIANTS),
+    "padless.verify.fp8_block": (_SMALL, _SMALL_VARIANTS),
 }
 
 
-def rehearse(name: str, backend: str) -> None:
-    """The calls of a check or of ``small_problems`` on the CPU, by ``backend``; nobody looks at the outputs."""
-    shapes, variants = CALLS[name]
+def rehearse(shapes: Sequence[Shape], variants: Sequence[Variant], backend: str) -> None:
+    """Calls of CALLS on the CPU, by ``backend``; nobody looks at the outputs."""
     for shape in shapes:
         operands = random_operands(*shape, device="cpu")
         for config, dtype, major in variants:

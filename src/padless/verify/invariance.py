@@ -90,11 +90,6 @@ def random_problem(route: Route, seed: int, factor: int = 1) -> InvarianceProble
     return make_problem(route, sizes, n, k, DTYPES[seed % len(DTYPES)], draw.randrange(2**31))
 
 
-def _dense(b: BlockScaledTensor) -> BlockScaledTensor:
-    """Weights of one group as (N, K)."""
-    return BlockScaledTensor(b.data[0], b.scale[0], b.format, b.global_scale)
-
-
 # --- launches --------------------------------------------------------------------------------------------
 
 
@@ -181,7 +176,7 @@ def _alone(calls: _Calls) -> Iterator[Judge]:
             out = calls.product(a, b, calls.ends_of([size]))
             yield partial(calls.same, f"the {size} rows of group {group} alone", out, index)
             if isinstance(a, BlockScaledTensor):
-                listed.append((a, _dense(b), index))
+                listed.append((a, b[0], index))
         start += size
     if p.arch == "sm_100a" and p.kernel is None:
         outs = [calls.empty(index.numel()) for *_, index in listed]
@@ -197,7 +192,7 @@ def _dense_products(calls: _Calls) -> Iterator[Judge]:
     end, size = sum(p.sizes[: group + 1]), p.sizes[group]
     for rows in (1, size):
         a, b, index = calls.part(group, end - rows, rows)
-        out = gemm(a, _dense(b), out=calls.empty(rows), **calls.options)
+        out = gemm(a, b[0], out=calls.empty(rows), **calls.options)
         yield partial(calls.same, f"gemm of {rows} rows", out, index)
 
 

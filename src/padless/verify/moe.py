@@ -30,6 +30,7 @@ from padless.moe.layer import Projection, fuses
 from padless.quantization.quantize import dequantize, quantize
 from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import POISON
+from padless.verify.emulator.kernels import backend_of
 
 DEVICE = "cuda"
 # (tokens, k, experts): one launch and two, up to 512 experts, k from 1 to 16, no tokens.
@@ -410,9 +411,9 @@ def _waiting_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def rehearse(arch: str, backend: str) -> None:
-    """The products of `check_layer` on the CPU, by ``backend``; nobody looks at the outputs."""
+def rehearse(arch: str) -> None:
+    """The products of `check_layer` on the CPU, by the emulator's backend; nobody looks at the outputs."""
     for layer in layers(arch):
         tokens = layer.x.shape[0]
         for some in (torch.arange(tokens), torch.tensor([tokens // 3]), torch.arange(tokens // 2)):
-            layer.only(some).run(backend=backend)
+            layer.only(some).run(backend=backend_of(arch))

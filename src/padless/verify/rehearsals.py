@@ -4,108 +4,85 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 from padless.emulator import fake_driver
 from padless.kernels.table import kernels_arch
 from padless.testing.compile_ahead import BOTH_IMAGES, Rehearsal
-from padless.verify import chains as verify_chain
-from padless.verify import epilogue as verify_epilogue
-from padless.verify import formats as verify_formats
-from padless.verify import fp8_block as verify_checks
-from padless.verify import invariance as verify_invariance
-from padless.verify import moe as verify_moe
-from padless.verify import small as verify_small
-from padless.verify import wgrad as verify_wgrad
-from padless.verify.bf16 import forward as verify_bf16_forward
-from padless.verify.bf16 import wgrad as verify_bf16_wgrad
+from padless.verify import chains, epilogue, formats, fp8_block, invariance, moe, small, wgrad
+from padless.verify.bf16 import forward as bf16_forward
+from padless.verify.bf16 import wgrad as bf16_wgrad
 from padless.verify.blackwell import PROBLEM_LISTS, PRODUCTS, dense_launches, list_launches
-from padless.verify.emulator import tensor_core as verify_arithmetic
-from padless.verify.emulator.kernels import PROBLEMS, backend_of, emulate
-from padless.verify.training import layer as verify_training
+from padless.verify.emulator.kernels import backend_of
+from padless.verify.emulator.tensor_core import PAIRS, problems_of, run_wgmma
+from padless.verify.training import layer as training
 
 
 def rehearsals_of(arch: str, checks: Iterable[str], modules: Iterable[str]) -> list[Rehearsal]:
-    """The calls of the checks of these names and of these modules of small launches, in parts of about a second."""
-    found: list[Rehearsal] = []
-    for name in checks:
-        found += _CHECKS[name](arch) if name in _CHECKS else [_of_check(name, arch)]
-    for module in modules:
-        found += _MODULES[module](arch)
-    return found
+    """The calls of the checks of these names and of these modules of small launches, in parts of about a second.
+
+    Raises KeyError for another name.
+    """
+    return [rehearsal for name in (*checks, *modules) for rehearsal in _of(name, arch)]
 
 
-def _of_check(name: str, arch: str) -> Rehearsal:
-    return Rehearsal(partial(verify_checks.rehearse, name, backend_of(arch)))
-
-
-def _arithmetic(arch: str) -> list[Rehearsal]:
-    return [Rehearsal(partial(_wgmmas, arch), BOTH_IMAGES)]
+def _of(name: str, arch: str) -> list[Rehearsal]:
+    if name in _PARTS:
+        jobs, rehearse, *kinds = _PARTS[name]
+        return [Rehearsal(partial(rehearse, *job), *kinds) for job in jobs(arch)]
+    if name in _WHOLE:
+        return [Rehearsal(partial(_WHOLE[name], arch))]
+    return [Rehearsal(partial(fp8_block.rehearse, *fp8_block.CALLS[name], backend_of(arch)))]
 
 
 def _wgmmas(arch: str) -> None:
     driver = fake_driver.emulated_driver(kernels_arch(arch))
-    for pair in verify_arithmetic.PAIRS:
-        for _, operands in verify_arithmetic.problems_of(pair, 1, 0):
-            verify_arithmetic.run_wgmma(driver, pair, *operands)
+    for pair in PAIRS:
+        for _, operands in problems_of(pair, 1, 0):
+            run_wgmma(driver, pair, *operands)
 
 
-def _compared(arch: str) -> list[Rehearsal]:
-    return [Rehearsal(partial(emulate, seed), BOTH_IMAGES) for seed in range(PROBLEMS)]
-
-
-def _formats(problems: int, kinds: tuple[str, ...], arch: str) -> list[Rehearsal]:
-    jobs = verify_formats.problems_of(arch, problems)
-    return [Rehearsal(partial(verify_formats.emulate_formats, *job), kinds) for job in jobs]
-
-
-def _epilogues(arch: str) -> list[Rehearsal]:
-    jobs = verify_epilogue.problems_of(arch)
-    return [Rehearsal(partial(verify_epilogue.rehearse_epilogue, *job)) for job in jobs]
-
-
-def _epilogues_compared(arch: str) -> list[Rehearsal]:
-    jobs = verify_epilogue.problems_of(arch)
-    return [Rehearsal(partial(verify_epilogue.emulate_epilogue, *job), BOTH_IMAGES) for job in jobs]
-
-
-def _launches(launches: Callable[..., Iterator[object]], problems: int, arch: str) -> list[Rehearsal]:
-    return [Rehearsal(partial(_exhaust, launches, problems, backend_of(arch)))]
-
-
-def _exhaust(launches: Callable[..., Iterator[object]], problems: int, backend: str) -> None:
-    for _ in launches(problems, "cpu", backend):
+def _exhaust(launches: Callable[..., Iterator[object]], problems: int, arch: str) -> None:
+    for _ in launches(problems, "cpu", backend_of(arch)):
         pass
 
 
-def _nothing() -> None:
+def _on_backend(rehearse: Callable[[str], object], arch: str) -> None:
+    rehearse(backend_of(arch))
+
+
+def _nothing(arch: str) -> None:
     """The calls of a check of Triton's kernels alone, which Triton compiles."""
 
 
-_CHECKS: dict[str, Callable[[str], list[Rehearsal]]] = {
-    "emulator's tensor core agrees": _arithmetic,
-    "emulator agrees": _compared,
-    "emulator agrees on formats": partial(_formats, verify_formats.COMPARED, BOTH_IMAGES),
-    "emulator agrees on epilogues": _epilogues_compared,
-    "dense MXFP8": partial(_launches, dense_launches, PRODUCTS),
-    "lists of problems": partial(_launches, list_launches, PROBLEM_LISTS),
-    "formats": partial(_formats, verify_formats.JUDGED, ("cubin",)),
-    "epilogues": _epilogues,
-    **{name: lambda arch: [Rehearsal(_nothing)] for name in verify_moe.PASSES},
-    "MoE layer": lambda arch: [Rehearsal(partial(verify_moe.rehearse, arch, backend_of(arch)))],
-    "chains": lambda arch: [Rehearsal(partial(verify_chain.rehearse, arch))],
-    "batch invariance": lambda arch: [
-        Rehearsal(partial(verify_invariance.rehearse, *job)) for job in verify_invariance.problems_of(arch)
-    ],
-    "training layer": lambda arch: [Rehearsal(partial(verify_training.rehearse, backend_of(arch)))],
-    "training layer in graphs": lambda arch: [Rehearsal(partial(verify_training.rehearse, backend_of(arch)))],
-    "weight gradients": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
-    "bf16 products": lambda arch: [Rehearsal(partial(verify_bf16_forward.rehearse, backend_of(arch)))],
-    "bf16 weight gradients": lambda arch: [Rehearsal(partial(verify_bf16_wgrad.rehearse, backend_of(arch)))],
+# Checks in parts: the jobs on an architecture, what makes the calls of one, and the images it needs where not the GPU's.
+_PARTS: dict[str, tuple[Any, ...]] = {
+    "emulator's tensor core agrees": (lambda arch: [(arch,)], _wgmmas, BOTH_IMAGES),
+    "emulator agrees": (lambda arch: formats.fp8_block_problems(), formats.emulate_formats, BOTH_IMAGES),
+    "emulator agrees on formats": (
+        partial(formats.problems_of, problems=formats.COMPARED),
+        formats.emulate_formats,
+        BOTH_IMAGES,
+    ),
+    "emulator agrees on epilogues": (epilogue.problems_of, epilogue.emulate_epilogue, BOTH_IMAGES),
+    "formats": (partial(formats.problems_of, problems=formats.JUDGED), formats.emulate_formats),
+    "epilogues": (epilogue.problems_of, epilogue.rehearse_epilogue),
+    "batch invariance": (invariance.problems_of, invariance.rehearse),
 }
-_MODULES: dict[str, Callable[[str], list[Rehearsal]]] = {
-    "padless.verify.fp8_block": lambda arch: [_of_check(verify_checks.SMALL, arch)],
-    "padless.verify.small": lambda arch: [Rehearsal(partial(verify_small.rehearse, arch, backend_of(arch)))],
-    "padless.verify.wgrad": lambda arch: [Rehearsal(partial(verify_wgrad.rehearse, backend_of(arch)))],
-    "padless.verify.bf16.forward": lambda arch: [Rehearsal(partial(verify_bf16_forward.rehearse, backend_of(arch)))],
-    "padless.verify.bf16.wgrad": lambda arch: [Rehearsal(partial(verify_bf16_wgrad.rehearse, backend_of(arch)))],
+# Checks and modules of small launches whose calls are one part, made on an architecture.
+_WHOLE: dict[str, Callable[[str], object]] = {
+    "dense MXFP8": partial(_exhaust, dense_launches, PRODUCTS),
+    "lists of problems": partial(_exhaust, list_launches, PROBLEM_LISTS),
+    **dict.fromkeys(moe.PASSES, _nothing),
+    "MoE layer": moe.rehearse,
+    "chains": chains.rehearse,
+    "training layer": partial(_on_backend, training.rehearse),
+    "training layer in graphs": partial(_on_backend, training.rehearse),
+    "weight gradients": partial(_on_backend, wgrad.rehearse),
+    "bf16 products": partial(_on_backend, bf16_forward.rehearse),
+    "bf16 weight gradients": partial(_on_backend, bf16_wgrad.rehearse),
+    "padless.verify.small": small.rehearse,
+    "padless.verify.wgrad": partial(_on_backend, wgrad.rehearse),
+    "padless.verify.bf16.forward": partial(_on_backend, bf16_forward.rehearse),
+    "padless.verify.bf16.wgrad": partial(_on_backend, bf16_wgrad.rehearse),
 }

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,10 +29,13 @@ from padless.verify.bf16.forward import check_bf16_products
 from padless.verify.bf16.wgrad import check_bf16_wgrad
 from padless.verify.blackwell import check_dense_mxfp8, check_problem_lists
 from padless.verify.chains import check_chains
-from padless.verify.emulator.kernels import check_against_emulator
 from padless.verify.emulator.tensor_core import check_tensor_core
 from padless.verify.epilogue import check_epilogue, check_epilogue_against_emulator
-from padless.verify.formats import check_formats_accuracy, check_formats_against_emulator
+from padless.verify.formats import (
+    check_formats_accuracy,
+    check_formats_against_emulator,
+    check_fp8_block_against_emulator,
+)
 from padless.verify.fp8_block import CHECKS
 from padless.verify.invariance import check_batch_invariance
 from padless.verify.moe import PASSES, check_layer
@@ -50,7 +53,6 @@ SANITIZED = (
     "padless.verify.bf16.wgrad",
     "padless.verify.bf16.forward",
 )
-_HOPPERS = tuple(module for module in SANITIZED if module != "padless.verify.small")
 _SANITIZER_SECONDS = 240
 # racecheck does not follow a cp.async to the mbarrier at which it arrives when it is complete, and reports every scale
 # that the weight-gradient kernel hands over so. The emulator does; its tests plant the waits that are missing.
@@ -59,7 +61,23 @@ _NOT_FOLLOWED = {("racecheck", "padless.verify.wgrad")}
 QUANTIZER_CHECKS = ("quantizers agree", "training quantizers agree")
 
 Check = Callable[[], str]
-
+# Beside those of fp8_block: every GPU's, and those of an architecture alone.
+_ALL: dict[str, Check] = {
+    "formats": check_formats_accuracy,
+    "epilogues": check_epilogue,
+    "chains": check_chains,
+    "batch invariance": check_batch_invariance,
+    **PASSES,
+    "MoE layer": check_layer,
+}
+_HOPPERS: dict[str, Check] = {
+    "weight gradients": check_wgrad,
+    "bf16 weight gradients": check_bf16_wgrad,
+    "bf16 products": check_bf16_products,
+    "training layer": check_training_layer,
+    "training layer in graphs": check_graphed_layer,
+}
+_BLACKWELLS: dict[str, Check] = {"dense MXFP8": check_dense_mxfp8, "lists of problems": check_problem_lists}
 
 # Checks at a time, each in a process of its own: most of their time is one core's.
 _MOST_WORKERS, _CORES_OF_ONE = 8, 2
@@ -87,7 +105,7 @@ class Jobs:
 
     def all(self) -> tuple[dict[str, Check], list[str]]:
         """Checks by name, and modules of small launches for the sanitizer."""
-        return jobs_of(self.arch, None if self.checks is None else list(self.checks), self.against_emulator)
+        return jobs_of(self.arch, self.checks, self.against_emulator)
 
 
 def run_verify(
@@ -154,8 +172,8 @@ def run_verify(
 
 
 def jobs_of(
-    arch: str, checks: list[str] | None = None, against_emulator: bool = False
-) -> tuple[dict[str, Callable[[], str]], list[str]]:
+    arch: str, checks: Sequence[str] | None = None, against_emulator: bool = False
+) -> tuple[dict[str, Check], list[str]]:
     """Checks by name, and modules of small launches for the sanitizer, that concern kernels of ``arch``.
 
     Most of ``verify_checks.CHECKS`` are about Hopper's FP8_BLOCK kernel; those named in ``checks`` are run anywhere.
@@ -169,26 +187,12 @@ def jobs_of(
     if against_emulator:
         if on_hopper:
             jobs["emulator's tensor core agrees"] = check_tensor_core
-            jobs["emulator agrees"] = check_against_emulator
+            jobs["emulator agrees"] = check_fp8_block_against_emulator
         jobs["emulator agrees on formats"] = check_formats_against_emulator
         jobs["emulator agrees on epilogues"] = check_epilogue_against_emulator
-    if checks is None and kernels_arch(arch) == "sm_100a":
-        jobs["dense MXFP8"] = check_dense_mxfp8
-        jobs["lists of problems"] = check_problem_lists
     if checks is None:
-        jobs["formats"] = check_formats_accuracy
-        jobs["epilogues"] = check_epilogue
-        jobs["chains"] = check_chains
-        jobs["batch invariance"] = check_batch_invariance
-        jobs |= PASSES
-        jobs["MoE layer"] = check_layer
-        if on_hopper:
-            jobs["weight gradients"] = check_wgrad
-            jobs["bf16 weight gradients"] = check_bf16_wgrad
-            jobs["bf16 products"] = check_bf16_products
-            jobs["training layer"] = check_training_layer
-            jobs["training layer in graphs"] = partial(check_graphed_layer)
-    return jobs, [module for module in SANITIZED if on_hopper or module not in _HOPPERS]
+        jobs |= (_BLACKWELLS if kernels_arch(arch) == "sm_100a" else {}) | _ALL | (_HOPPERS if on_hopper else {})
+    return jobs, [module for module in SANITIZED if on_hopper or module == "padless.verify.small"]
 
 
 def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) -> str:

@@ -24,6 +24,7 @@ from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import GuardedOutput
 from padless.testing.operands import moved
 from padless.verify.blackwell import dense_launches, list_launches
+from padless.verify.emulator.kernels import backend_of
 from padless.verify.formats import routes_of
 from padless.verify.problems.epilogue import EpilogueProblem, Outputs, operands, quant_routes, run_problem
 
@@ -127,9 +128,9 @@ def _judge_outputs(outputs: Outputs) -> None:
     assert outputs.bytes
 
 
-def rehearse(arch: str, backend: str) -> None:
-    """All the launches on the CPU, by ``backend``; nobody looks at the outputs."""
-    for judges in launches("cpu", backend, arch):
+def rehearse(arch: str) -> None:
+    """All the launches on the CPU, by the emulator's backend; nobody looks at the outputs."""
+    for judges in launches("cpu", backend_of(arch), arch):
         for _ in judges:
             pass
 

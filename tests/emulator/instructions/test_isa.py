@@ -325,3 +325,17 @@ def test_float_reductions_across_the_warp() -> None:
     assert (got == np.nanmax(np.abs(x))).all()
     got = run(kernel("redux.sync.min.NaN.f32 %d, %a, 0xFFFFFFFF;", ["f32"], "f32"), [x], np.float32)
     assert np.isnan(got).all()
+
+
+@pytest.mark.parametrize("saturate", [False, True])
+def test_integer_products_wrap_or_saturate(saturate: bool) -> None:
+    """Every sum of 16 products passes 2^31 - 1."""
+    rng = np.random.default_rng(11)
+    a, b = (rng.integers(1, 128, 128).astype(np.int8).view(np.uint32) for _ in "ab")
+    c = np.full(32, (1 << 31) - 5, np.int32)
+    form = "mma.sync.aligned.m16n8k16.row.col" + (".satfinite" if saturate else "") + ".s32.s8.s8.s32"
+    text = form + " {%d, %x1, %x2, %x3}, {%a, %a}, {%b}, {%c, %c, %c, %c};"
+    got = run(kernel(text, ["b32", "b32", "s32"], "s32"), [a, b, c], np.int32)
+    rows, columns = a.view(np.int8).reshape(8, 16).astype(int), b.view(np.int8).reshape(8, 16).astype(int)
+    sums = (rows @ columns.T)[np.arange(32) // 4, 2 * (np.arange(32) % 4)] + (1 << 31) - 5
+    assert got.tolist() == ([(1 << 31) - 1] * 32 if saturate else (sums - (1 << 32)).tolist())

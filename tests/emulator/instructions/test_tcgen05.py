@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -300,3 +301,28 @@ def test_what_is_packed_before_the_wait_stays_in_flight() -> None:
     result, right = run_widened({WAIT_LD: early, used: store}, strict=True)
     assert right
     assert kinds(result) == {"register-in-flight"}
+
+
+@pytest.mark.parametrize(
+    ("move", "found"),
+    [
+        ("mov.b32 {0}, 0;", {"register-in-flight"}),  # of the load itself, which may still write it
+        ("mov.b32 {0}, {1};", {"register-in-flight"}),
+        ("mov.b64 {{{0}, {1}}}, 5;", {"register-in-flight"}),
+        ("mov.b32 {spare}, {1};", set()),  # a copy
+        ("mov.b32 {spare}, {1}; mov.b32 {spare}, 0; add.u32 {spare}, {spare}, 1;", set()),  # which is overwritten
+        ("mov.b32 {spare}, {1}; add.u32 {spare}, {spare}, 1;", {"register-in-flight"}),
+    ],
+)
+def test_a_move_into_a_register_of_an_unfinished_load_is_reported(move: str, found: set[str]) -> None:
+    ptx = compile_cuda(WIDENED, "100a")
+    loads = re.findall(r"tcgen05\.ld[^{]*\{([^}]*)\}[^;]*;", ptx)
+    registers = [name.strip() for name in loads[0].split(",")]
+    line = next(line for line in ptx.splitlines() if "tcgen05.ld" in line)
+    inserted = "{ .reg .b32 %spare; " + move.format(*registers, spare="%spare") + " }"
+    data, out = (np.random.default_rng(8).integers(0, 1 << 32, 512, dtype=np.uint32), np.full(512, 9, np.uint32))
+    emulator = Emulator(ptx.replace(line, f"{line}\n{inserted}"), seed=1)
+    result = emulator.launch("k", 1, 128, [emulator.memory.register(x) for x in (out, data)])
+    assert kinds(result) == found
+    if found:
+        assert ("overwrites" in result.reports[0].message) == ("{spare}" not in move)

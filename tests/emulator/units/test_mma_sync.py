@@ -62,7 +62,7 @@ def test_integer_data_is_exact(d_type: str, a_type: str, b_type: str, k: int) ->
                 c_bits[lane, i // 2] |= np.uint32(raw << 16 * (i % 2))
             else:
                 c_bits[lane, i] = raw
-    d = mma_sync.mma(16, 8, k, d_type, a_type, b_type, a_fragment(octets[0]), b_fragment(octets[1]), c_bits)
+    d = mma_sync.mma(k, d_type, a_type, b_type, a_fragment(octets[0]), b_fragment(octets[1]), c_bits)
     want = a @ b.T + c
     for lane in range(32):
         for i in range(4):
@@ -83,7 +83,7 @@ def test_fp8_adds_the_accumulator_as_its_chip_does(target: str) -> None:
         [[c.view(np.uint32)[t // 4 + 8 * (i // 2), 2 * (t % 4) + i % 2] for i in range(4)] for t in range(32)]
     )
     d = mma_sync.mma(
-        16, 8, 32, "f32", "e4m3", "e4m3", a_fragment(a.astype(np.uint8)), b_fragment(b.astype(np.uint8)), c_bits,
+        32, "f32", "e4m3", "e4m3", a_fragment(a.astype(np.uint8)), b_fragment(b.astype(np.uint8)), c_bits,
         target=target,
     )  # fmt: skip
     model = np.zeros((32, 4), np.float32)
@@ -105,26 +105,21 @@ def test_ldmatrix_and_stmatrix_of_halves(count: int, transpose: bool) -> None:
     rng = np.random.default_rng(count)
     shared = rng.integers(0, 256, 4096).astype(np.uint8)
     addresses = rng.permutation(256)[: 8 * count] * 16
-    got = mma_sync.ldmatrix(shared, addresses, "m8n8", count, transpose)
+    rows = shared[addresses[:, None] + np.arange(16)]
+    got = mma_sync.ldmatrix(rows, "m8n8", count, transpose)
     for lane in range(32):
         for i in range(count):
             tile = np.array([shared[at : at + 16].copy().view(np.uint16) for at in addresses[8 * i : 8 * i + 8]])
             tile = tile.T if transpose else tile
             pair = tile[lane // 4, 2 * (lane % 4) : 2 * (lane % 4) + 2].astype(np.uint32)
             assert got[lane, i] == pair[0] | pair[1] << 16
-    back = np.zeros_like(shared)
-    mma_sync.stmatrix(back, addresses, got, "m8n8", count, transpose)
-    for at in addresses:
-        np.testing.assert_array_equal(back[at : at + 16], shared[at : at + 16])
-    assert np.count_nonzero(back) <= 128 * count
+    np.testing.assert_array_equal(mma_sync.stmatrix(got, "m8n8", transpose), rows)
 
 
 def test_byte_matrices_cover_their_rows() -> None:
     rows, columns = mma_sync.matrix_map("m16n8", 2, True)
     # byte 3 of lane 13's second register: row 2 * 1 + 1 of matrix 1, byte 3 + 8
     assert (rows[13, 1, 3], columns[13, 1, 3]) == (8 + 3, 11)
-    rows, columns = mma_sync.matrix_map("m16n16", 1, True)
-    assert (rows[13, 1, 3], columns[13, 1, 3]) == (4 + 2 + 1, 11)
     assert len({(int(r), int(c)) for r, c in zip(rows.flat, columns.flat, strict=True)}) == 256
     with pytest.raises(ValueError, match="not modelled"):
         mma_sync.matrix_map("m16n16", 1, False)
@@ -133,6 +128,6 @@ def test_byte_matrices_cover_their_rows() -> None:
 def test_wrong_forms_are_refused() -> None:
     one = np.zeros((32, 4), np.uint32)
     with pytest.raises(ValueError, match="m16n8k64"):
-        mma_sync.mma(16, 8, 64, "f32", "e4m3", "e4m3", one, one[:, :2], one)
+        mma_sync.mma(64, "f32", "e4m3", "e4m3", one, one[:, :2], one)
     with pytest.raises(ValueError, match="b: shape"):
-        mma_sync.mma(16, 8, 32, "f32", "e4m3", "e4m3", one, one, one)
+        mma_sync.mma(32, "f32", "e4m3", "e4m3", one, one, one)

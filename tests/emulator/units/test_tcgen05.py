@@ -7,6 +7,7 @@ import pytest
 
 from padless.emulator.units import instruction_descriptor, number_formats
 from padless.emulator.units.tcgen05 import Mma, nibbles, six_bits
+from support.instruction_descriptor import build
 from support.scalar_dot import same_bits, scalar, scalar_dot, scalar_fp4, value_of
 
 SPAN = {"32B": 32, "64B": 64, "128B": 128}
@@ -83,7 +84,7 @@ def test_instruction_descriptor_literals() -> None:
         f = instruction_descriptor.decode(bits, kind)
         assert (f.m, f.n, f.a_type, f.b_type, f.sfa_id, f.sfb_id, f.faults, f.meaningless) == (m, n, a, b, 0, 0, (), ())
         assert f.scale_format == ("ue4m3" if bits in (0x08200480, 0x10400480, 0x10100480) else "ue8m0")
-        assert instruction_descriptor.build(kind, m, n, a, b, scale_format=f.scale_format) == bits
+        assert build(kind, m, n, a, b, scale_format=f.scale_format) == bits
     for step, bits in enumerate((0x10B00000, 0x30B00010, 0x50B00020, 0x70B00030)):
         f = instruction_descriptor.decode(bits, "mxf8f6f4")
         assert (f.sfa_id, f.sfb_id, f.problems(2, 32)) == (step, step, ())
@@ -192,7 +193,7 @@ def test_every_layout_with_exact_data(case: tuple, enable_d: bool) -> None:  # t
             raw = np.array([c[i, j]], kinds).view(np.uint16 if d_type == "f16" else np.uint32)[0]
             tmem[cta][lane, column + x] = raw
     before = [t.copy() for t in tmem]
-    bits = instruction_descriptor.build(kind, m, n, a_type, b_type, d_type)
+    bits = build(kind, m, n, a_type, b_type, d_type)
     unit = Mma(kind, group, bits, column, db, da, enable_d=enable_d)
     assert unit.problems() == ()
     assert unit.execute(shared, tmem) == ()
@@ -240,7 +241,7 @@ def test_mxf8f6f4_is_bit_accurate(group: int, a_type: str, b_type: str, first: i
         put_scales(tmem[cta], sfa[cta * 128 : cta * 128 + 128], sa, first)
         put_scales(tmem[cta], sfb, sb, first)
         tmem[cta][:, d : d + n] = c.view(np.uint32)[cta * 128 : cta * 128 + 128]
-    bits = instruction_descriptor.build("mxf8f6f4", m, n, a_type, b_type, sfa_id=first, sfb_id=first)
+    bits = build("mxf8f6f4", m, n, a_type, b_type, sfa_id=first, sfb_id=first)
     # CuTe leaves the ids in the top bits of the scales' addresses: they are no part of the address
     unit = Mma("mxf8f6f4", group, bits, d, db, da, sfa=sa | first << 30, sfb=sb | first << 30, block=32)
     assert unit.problems() == ()
@@ -281,7 +282,7 @@ def test_fp4_is_bit_accurate(kind: str, block: int, scale: str, group: int) -> N
         put_scales(tmem[cta], sfa[cta * 128 : cta * 128 + 128], sa, first)
         put_scales(tmem[cta], sfb, sb, first)
         tmem[cta][:, d : d + n] = c.view(np.uint32)[cta * 128 : cta * 128 + 128]
-    bits = instruction_descriptor.build(kind, m, n, "e2m1", "e2m1", scale_format=scale, sfa_id=first, sfb_id=first)
+    bits = build(kind, m, n, "e2m1", "e2m1", scale_format=scale, sfa_id=first, sfb_id=first)
     unit = Mma(kind, group, bits, d, db, da, sfa=sa, sfb=sb, block=block)
     assert unit.problems() == ()
     assert unit.execute(shared, tmem) == ()
@@ -330,13 +331,13 @@ def test_a_from_tensor_memory() -> None:
         shared, tmem = memories(1, 7)
         tmem[0][:, 200:208] = a_bytes.view(np.uint32)
         db = put_k_major(shared[0], b_bytes, 4096, "32B")
-        bits = instruction_descriptor.build(kind, 128, 32, a_type, a_type)
+        bits = build(kind, 128, 32, a_type, a_type)
         unit = Mma(kind, 1, bits, 64, db, a_tmem=200, enable_d=False)
         assert unit.problems() == ()
         assert unit.tmem_reads() == {"a": [(0, 128, 200, 208)]}
         unit.execute(shared, tmem)
         np.testing.assert_array_equal(tmem[0][:, 64:96].view(np.float32), a @ b.T)
-    blocked = Mma("f8f6f4", 1, instruction_descriptor.build("f8f6f4", 128, 32, "e2m1", "e4m3"), 64, db, a_tmem=200)
+    blocked = Mma("f8f6f4", 1, build("f8f6f4", 128, 32, "e2m1", "e4m3"), 64, db, a_tmem=200)
     with pytest.raises(ValueError, match="e2m1 is not modelled"):
         blocked.execute(shared, tmem)
 
@@ -357,7 +358,7 @@ def test_mn_major_operands_and_negation() -> None:
                 at = xor(start + x % 128 + x // 128 * leading + k % 8 * 128 + k // 8 * stride, "128B")
                 shared[0][at] = int(codes[n, k]) >> 8 * byte & 0xFF
     db = start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | 1 << 46 | 2 << 61
-    bits = instruction_descriptor.build("f16", 128, 96, "bf16", "bf16", b_major="mn", negate_a=True)
+    bits = build("f16", 128, 96, "bf16", "bf16", b_major="mn", negate_a=True)
     unit = Mma("f16", 1, bits, 0, db, da, enable_d=False)
     assert unit.problems() == ()
     unit.execute(shared, tmem)
@@ -372,7 +373,7 @@ def test_disabled_lanes_and_scaled_input() -> None:
     da, db = put_k_major(shared[0], a_bytes, 4096), put_k_major(shared[0], b_bytes, 40960)
     c = rng.integers(-64, 64, (128, 8)) * 8
     tmem[0][:, :8] = c.astype(np.float32).view(np.uint32)
-    bits = instruction_descriptor.build("f16", 128, 8, "f16", "f16")
+    bits = build("f16", 128, 8, "f16", "f16")
     lanes = (0x0000_0005, 0, 0x8000_0000, 0)
     Mma("f16", 1, bits, 0, db, da, disable_lanes=lanes, scale_d=3).execute(shared, tmem)
     want = a @ b.T + c / 8
@@ -388,7 +389,7 @@ def test_three_arithmetics_differ_where_derived_and_agree_on_exact_data() -> Non
     da, db = put_k_major(shared[0], a_bytes, 4096), put_k_major(shared[0], b_bytes, 40960)
     put_scales(tmem[0], np.full((128, 1), 140), 300, 0)
     put_scales(tmem[0], np.full((8, 1), 127), 400, 0)
-    bits = instruction_descriptor.build("mxf8f6f4", 128, 8, "e4m3", "e4m3")
+    bits = build("mxf8f6f4", 128, 8, "e4m3", "e4m3")
     unit = Mma("mxf8f6f4", 1, bits, 0, db, da, sfa=300, sfb=400, block=32)
     got = {}
     for mode in ("exact", "truncate", "separate_add"):
@@ -418,7 +419,7 @@ def test_wrong_instructions() -> None:
         Mma("mxf4", 1, 0, 0, 0, 0, sfa=3)
     with pytest.raises(ValueError, match="4 are needed"):
         Mma("f16", 1, 0, 0, 0, 0, disable_lanes=(1,))
-    bits = instruction_descriptor.build("f16", 128, 256, "bf16", "bf16")
+    bits = build("f16", 128, 256, "bf16", "bf16")
     assert any("leave the 128 x 512" in p for p in Mma("f16", 1, bits, 300, 1 << 46, 1 << 46).problems())
     assert any("lane 16" in p for p in Mma("f16", 1, bits, 16 << 16, 1 << 46, 1 << 46).problems())
     assert any("46-48" in p for p in Mma("f16", 1, bits, 0, 0, 1 << 46).problems())

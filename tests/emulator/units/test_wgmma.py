@@ -110,19 +110,19 @@ def test_bad_descriptors_are_reported(decode: str, bits: int, words: str) -> Non
 def test_element_addresses_at_literals() -> None:
     """128B swizzle, K-major, start 0x2400: row 3, byte 80 -> 0x2400 + 3 * 128 + ((5 ^ 3) * 16)."""
     d = matrix_descriptor.decode_wgmma(0x4000_0040_0000_0240)
-    at = matrix_descriptor.element_addresses(d, 64, 128, 1, "k")
+    at = matrix_descriptor.SharedMatrix(d, 64, 128, 1).addresses()
     assert at[3, 80] == 0x2400 + 480
     # 0x2400 has address bits 7-9 = 0, row 8 starts one SBO later
     assert at[8, 0] == 0x2800
     assert at[9, 5] == 0x2800 + 128 + 16 + 5
     # the XOR is on absolute addresses: a start in the second row of a pattern keeps its phase
     d = matrix_descriptor.decode_wgmma(0x4000_0040_0000_0248)
-    assert matrix_descriptor.element_addresses(d, 8, 16, 1, "k")[0, 3] == 0x2480 + 16 + 3
+    assert matrix_descriptor.SharedMatrix(d, 8, 16, 1).addresses()[0, 3] == 0x2480 + 16 + 3
     d = matrix_descriptor.decode_wgmma(0x8000_0020_0000_0010)  # 64B swizzle
-    at = matrix_descriptor.element_addresses(d, 16, 32, 2, "k")
+    at = matrix_descriptor.SharedMatrix(d, 16, 32, 2).addresses()
     assert at[5, 9] == 0x100 + 5 * 64 + (18 & 15) + ((16 + 64) ^ (((0x100 + 320 + 18) >> 7 & 3) << 4)) % 64 // 16 * 16
     d = matrix_descriptor.decode_wgmma(0x0000_0008_0040_0010)  # no swizzle: LBO 1024, SBO 128
-    at = matrix_descriptor.element_addresses(d, 16, 16, 2, "k")
+    at = matrix_descriptor.SharedMatrix(d, 16, 16, 2).addresses()
     assert at[9, 11] == 0x100 + 16 + 128 + 6 + 1024
 
 
@@ -238,7 +238,7 @@ def test_a_from_registers_of_every_type(d_type: str, a_type: str, b_type: str) -
                 row, column = 16 * warp + t // 4 + 8 * (i % 2), 8 * (i // 2) + 2 * (t % 4)
                 pair = number_formats.encode(c[row, column : column + 2], "f16").astype(np.uint32)
                 d[thread, i] = pair[0] | pair[1] << 16
-        out = unpack_d(unit.execute(shared, d, registers), n, "f16")
+        out = unpack_d(unit.execute(shared, d, registers), "f16")
         np.testing.assert_array_equal(out, a @ b.T + c)
         return
     words = c.astype(np.int32 if d_type == "s32" else np.float32)
@@ -253,7 +253,7 @@ def test_a_from_registers_of_every_type(d_type: str, a_type: str, b_type: str) -
 def test_fragments_come_back() -> None:
     rng = np.random.default_rng(7)
     bits = rng.integers(0, 1 << 32, (128, 20), dtype=np.uint32) & 0x3FFFFFFF
-    assert (pack_d(unpack_d(bits, 40, "f32"), "f32") == bits).all()
+    assert (pack_d(unpack_d(bits, "f32"), "f32") == bits).all()
 
 
 def test_wrong_instructions_are_refused() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from padless.kernels.sm100_dense.tile_order import TILE_ORDERS, Point, tile_order
+from padless.kernels.sm100_dense.config import TILE_ORDERS
 from padless.runtime import jit
+from support.dense_tile_order import Point, tile_order
 
 SHIM = """
 #define __device__

@@ -49,7 +49,7 @@ def compiled(config: Sm100GroupedConfig) -> jit.CompiledKernel:
 
 
 def constant(kernel: jit.CompiledKernel, name: str) -> int:
-    return jit._cubin_constant(kernel.image, f"padless_{name}")
+    return jit._constant(kernel.image, "cubin", f"padless_{name}")
 
 
 def complaints(config: Sm100GroupedConfig, kernel: jit.CompiledKernel) -> list[str]:

@@ -9,9 +9,10 @@ import padless
 from padless.emulator.fake_driver import emulated_driver
 from padless.emulator.units import tensor_map as emulated_map
 from padless.formats import MXFP4, MXFP8, BlockScaledTensor
+from padless.kernels.padded_fp4 import padded_fp4
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host import fit, prepare
-from padless.runtime.tensor_map import TensorMapSpec, padded_fp4
+from padless.runtime.tensor_map import TensorMapSpec
 from support.emulator_variants import Edit, Variant
 from support.ragged import GuardedOutput
 from support.sm100_grouped import check_close, drawn_sizes, make_case, run
@@ -233,7 +234,7 @@ def test_a_map_that_does_not_spread_is_found(monkeypatch: pytest.MonkeyPatch) ->
         spec = padded_fp4(codes, rows)
         return TensorMapSpec(0, spec.address, (64, *spec.dims[1:]), spec.strides, (64, *spec.box[1:]), spec.swizzle)
 
-    monkeypatch.setattr(host.tensor_map, "padded_fp4", packed)
+    monkeypatch.setattr(host, "padded_fp4", packed)
     case = make_case(PAIR, (20,), 40, 192, exact=True)
     got = run(case, C(num_stages=2), arithmetic="fast", guard=False)
     assert got.result.reports or not torch.equal(got.out.double(), case.exact)

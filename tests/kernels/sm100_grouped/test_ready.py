@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,7 +202,7 @@ def test_tune_shows_where_another_tile_is_faster(monkeypatch: pytest.MonkeyPatch
         return [30.0] + [20.0 if (c.cta_group, c.mma_n) == (2, 256) else 40.0 for c in configs[1:]]
 
     monkeypatch.setattr(cost_model, "gpu_name", lambda: "NVIDIA B200")
-    monkeypatch.setattr(tune, "_arch", lambda: "sm_103a")
+    monkeypatch.setattr(tune, "cuda_driver", lambda: SimpleNamespace(arch="sm_103a"))
     monkeypatch.setattr(tune_tiles, "gpu_clock", lambda repeats: clock)
     text = io.StringIO()
     assert tune.run_tune(console=Console(file=text, width=140)) == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,6 @@ from padless.bench.case import CASES
 from padless.bench.cases import wgrad
 from padless.bench.cases.problems.wgrad import WgradPoint, make_operands, rows_of, sizes_of
 from padless.bench.cases.wgrad import grid, measure_wgrad
-from padless.bench.measure import facts_of
 from padless.bench.peers.deepgemm import DeepGemm
 from padless.bench.results import BenchResult, failures
 from padless.bench.run import resolve_grid, resolve_peers, show_records
@@ -44,7 +43,7 @@ def deepgemm(a: Any, b: Any, d: torch.Tensor, ks: list[int], ks_tensor: torch.Te
 def measured(**changes: Any) -> Any:
     arguments: dict[str, Any] = {"point": POINT, "k_grouped": deepgemm, "device": "cpu", **changes}
     record = measure_wgrad(seed=1, timer=StandInTimer(), **arguments)
-    return record | {"point": facts_of(arguments["point"])}
+    return record | {"point": asdict(arguments["point"])}
 
 
 def test_the_other_tile_of_both_modes_is_measured_where_it_is_asked_for() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from padless.kernels.config import GRADIENT_DTYPES
 from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig, WgradProblem, blocks_m, select_config, tiles_of
 from padless.kernels.sm90_fp8_wgrad.host import KERNEL
+from padless.kernels.wgrad import GRADIENT_DTYPES
 from padless.runtime import jit
 from support.machine_code import complaints, instructions
 

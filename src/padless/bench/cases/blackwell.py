@@ -28,10 +28,10 @@ from padless.bench.peers import Contender
 from padless.bench.report import table
 from padless.bench.results import Record, tflops
 from padless.bench.session import Session
-from padless.formats import MXFP8, NVFP4, BlockScaledTensor
+from padless.formats import NVFP4, BlockScaledTensor
 from padless.testing import machine
 from padless.testing.judge import SampledReference, check, describe, float64_rows, outside, values_of
-from padless.testing.operands import cloned, in_layout, make_operands
+from padless.testing.operands import in_layout, make_operands
 from padless.testing.timing import FLUSH_BYTES, Timer
 
 DENSE_SIZES = (2048, 4096, 8192, 16384)
@@ -73,8 +73,7 @@ def dense_contenders(size: tuple[int, int, int], seed: int, device: str) -> tupl
     operands = make_operands("MXFP8", "MXFP8", [m], n, k, seed=seed, device=device)
     reference = float64_rows(operands.a, operands.b, [m], rows=_CHECKED_ROWS)
     assert isinstance(operands.a, BlockScaledTensor)
-    weights = BlockScaledTensor(operands.b.data[0], operands.b.scale[0], MXFP8)
-    a, b = in_layout(operands.a, "blocked"), in_layout(weights, "blocked")
+    a, b = in_layout(operands.a, "blocked"), in_layout(operands.b[0], "blocked")
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device=device)
     results: dict[str, torch.Tensor] = {}
 
@@ -117,7 +116,7 @@ class Dataset:
 
     def cloned(self) -> Dataset:
         """The same values at other addresses."""
-        return Dataset([cloned(t) for t in self.a], [cloned(t) for t in self.b], self.expected)
+        return Dataset([t.clone() for t in self.a], [t.clone() for t in self.b], self.expected)
 
 
 def make_dataset(sizes: Sequence[int], n: int, k: int, seed: int, device: str) -> Dataset:

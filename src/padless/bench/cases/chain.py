@@ -19,8 +19,8 @@ must give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -37,10 +37,10 @@ from padless.bench.problem import GroupedProblem
 from padless.bench.report import table
 from padless.bench.results import Record, time_us
 from padless.bench.session import Session
-from padless.epilogue import Epilogue, EpilogueTensors
-from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.ops import launch_cache
-from padless.runtime.driver import Driver
+from padless.compat.cudnn.calls import grouped_gemm_swiglu_quant
+from padless.formats import FP8_BLOCK
+from padless.ops.grouped_gemm import grouped_gemm
+from padless.runtime.driver import cuda_driver
 from padless.testing import machine
 from padless.testing.judge import SampledReference, check, describe, same_bits
 from padless.testing.timing import Timer, Timing, capture
@@ -55,6 +55,7 @@ MLP_ORDINARY = "mlp, ordinary launches"
 # in the kernel: one near the middle of two codes gets the other code, an eighth away. That moved rows by up to 1.6%.
 MLP_TOLERANCE = 0.03
 _SAME_BITS = ((PADLESS, ORDINARY), (MLP, MLP_ORDINARY))
+Setting = Callable[[], AbstractContextManager[None]]
 
 
 # --- contenders ----------------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ class Chain:
 
     name: str
     parts: list[Contender]
-    setting: Callable[[], AbstractContextManager[None]] = nullcontext
+    setting: Setting = nullcontext
     graph: torch.cuda.CUDAGraph | None = None
 
     def call_all(self) -> None:
@@ -103,42 +104,66 @@ class Chain:
         return Contender(self.name, self.run, self.output if has_output else None, tolerance)
 
 
-def gemm_chains(problem: ChainProblem, ordinary: Driver) -> list[Chain]:
-    """The products as called, and with the launches of the driver `ordinary`."""
-    from padless.ops.grouped_gemm import grouped_gemm
+def own_chains(
+    name: str,
+    problem: ChainProblem,
+    outs: Sequence[GroupedProblem],
+    call: Callable[[int, torch.Tensor], Any],
+    ordinary: Setting | None,
+    tolerance: float = Contender.tolerance,
+) -> list[Chain]:
+    """A call of every layer, given its number and an output as those of ``outs``: as it is made and, where ``ordinary``
+    is given, in that setting.
+    """
 
-    def launched(a: Any, b: Any, offs: Any, out: torch.Tensor) -> Any:
-        return grouped_gemm(a, b, offs, out=out)
+    def part(title: str, layer: int) -> Contender:
+        out = outs[layer].empty_out()
+        return Contender(title, partial(call, layer, out), lambda: out, tolerance, buffer=out)
 
-    chains = []
-    for name, gemm in ((PADLESS, launched), (ORDINARY, partial(gemm_of_driver, ordinary))):
-        parts = []
-        for layer in problem.order:
-            p = problem.layers[layer]
-            out = p.empty_out()
-            parts.append(_part(name, partial(gemm, p.a, p.b, p.offs, out), out))
-        chains.append(Chain(name, parts))
-    return chains
-
-
-def mlp_chains(problem: ChainProblem, ordinary: Driver | None) -> list[Chain]:
-    """The expert MLPs as called and, where it is given, with the launches of the driver `ordinary`."""
-    pairs: list[tuple[str, Callable[..., Any]]] = [(MLP, mlp)]
-    if ordinary is not None:
-        pairs.append((MLP_ORDINARY, partial(mlp_of_driver, ordinary)))
-    chains = []
-    for name, call in pairs:
-        parts = []
-        for layer in problem.order:
-            first, second = problem.layers[layer], problem.second[layer]
-            out = second.empty_out()
-            parts.append(_part(name, partial(call, first, second, out), out, MLP_TOLERANCE))
-        chains.append(Chain(name, parts))
-    return chains
+    settings: dict[str, Setting] = {name: nullcontext} | ({f"{name}, ordinary launches": ordinary} if ordinary else {})
+    return [Chain(title, [part(title, i) for i in problem.order], setting) for title, setting in settings.items()]
 
 
-def _part(name: str, call: Callable[[], Any], out: torch.Tensor, tolerance: float = Contender.tolerance) -> Contender:
-    return Contender(name, call, lambda: out, tolerance, buffer=out)
+def gemm_chains(problem: ChainProblem, ordinary: Setting) -> list[Chain]:
+    """The products."""
+
+    def gemm(layer: int, out: torch.Tensor) -> None:
+        p = problem.layers[layer]
+        grouped_gemm(p.a, p.b, p.offs, out=out)
+
+    return own_chains(PADLESS, problem, problem.layers, gemm, ordinary)
+
+
+def mlp_chains(problem: ChainProblem, ordinary: Setting | None) -> list[Chain]:
+    """An expert's MLPs of the public calls: gate, up and SwiGLU, quantised, in one launch, and the way back."""
+
+    def mlp(layer: int, out: torch.Tensor) -> None:
+        first, second = problem.layers[layer], problem.second[layer]
+        hidden = grouped_gemm_swiglu_quant(
+            gate_up="concatenated",
+            a_tensor=first.a,
+            b_tensor=first.b,
+            padded_offsets=first.offs,
+            d_format=FP8_BLOCK,
+            column_output=False,
+        ).row
+        assert hidden is not None
+        grouped_gemm(hidden, second.b, first.offs, out=out)
+
+    return own_chains(MLP, problem, problem.second, mlp, ordinary, MLP_TOLERANCE)
+
+
+@contextmanager
+def ordinary_launches() -> Iterator[None]:
+    """A setting in which launches are packed to wait until the kernel ahead has ended. Packed launches are remembered
+    by their output's address, so what is packed here is for outputs that nothing outside has.
+    """
+    driver = cuda_driver()
+    driver.programmatic = False
+    try:
+        yield
+    finally:
+        driver.programmatic = True
 
 
 def peer_chains(problem: ChainProblem, peer: Peer) -> list[Chain]:
@@ -152,60 +177,6 @@ def peer_chains(problem: ChainProblem, peer: Peer) -> list[Chain]:
         for chain in chains
         for suffix, on in (("", False), (PROGRAMMATIC, True))
     ]
-
-
-def gemm_of_driver(
-    driver: Driver, a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Launches of grouped_gemm by another driver than the process's."""
-    from padless.kernels.table import find_route, format_name
-
-    route = find_route("grouped_gemm", driver.arch, format_name(a), b.format.name)
-    route.load().prepare(driver, a, b, offs, out, None).launch(launch_cache.stream_of(out))
-
-
-def swiglu_of_driver(
-    driver: Driver, a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor
-) -> BlockScaledTensor:
-    """Launches of grouped_gemm_swiglu_quant for FP8_BLOCK rows alone, by another driver than the process's."""
-    from padless.kernels.table import QUANT, find_route, format_name
-    from padless.ops.grouped_gemm_epilogue import default_row_layout, row_tensor, with_outputs
-
-    epilogue = Epilogue(
-        activation="swiglu_concatenated", row_format=FP8_BLOCK, row_layout=default_row_layout(FP8_BLOCK)
-    )
-    m, (groups, n, _) = a.shape[0], b.data.shape
-    tensors = with_outputs(epilogue, EpilogueTensors(), m, n, groups, a.device)
-    route = find_route(QUANT, driver.arch, format_name(a), b.format.name)
-    prepared = route.load_quant().prepare(driver, a, b, offs, tensors, None, epilogue=epilogue)
-    prepared.launch(launch_cache.stream_of(a.data))
-    row = row_tensor(epilogue, tensors, offs)
-    assert row is not None
-    return row
-
-
-def mlp(first: GroupedProblem, second: GroupedProblem, out: torch.Tensor, backend: str | None = None) -> None:
-    """An expert's MLP of the public calls: gate, up and SwiGLU, quantised, in one launch, and the way back."""
-    from padless.compat.cudnn.calls import grouped_gemm_swiglu_quant
-    from padless.ops.grouped_gemm import grouped_gemm
-
-    hidden = grouped_gemm_swiglu_quant(
-        gate_up="concatenated",
-        a_tensor=first.a,
-        b_tensor=first.b,
-        padded_offsets=first.offs,
-        d_format=FP8_BLOCK,
-        column_output=False,
-        backend=backend,
-    ).row
-    assert hidden is not None
-    grouped_gemm(hidden, second.b, first.offs, out=out, backend=backend)
-
-
-def mlp_of_driver(driver: Driver, first: GroupedProblem, second: GroupedProblem, out: torch.Tensor) -> None:
-    """Launches of `mlp` by another driver than the process's."""
-    hidden = swiglu_of_driver(driver, first.a, first.b, first.offs)
-    gemm_of_driver(driver, hidden, second.b, first.offs, out)
 
 
 # --- measuring -----------------------------------------------------------------------------------------------
@@ -236,7 +207,7 @@ class _Judged:
         return {chain.name: chain for chains, _ in self.chains for chain in chains}
 
 
-def measure_chain(problem: ChainProblem, peers: Sequence[Peer], timer: Timer, ordinary: Driver) -> Record:
+def measure_chain(problem: ChainProblem, peers: Sequence[Peer], timer: Timer, ordinary: Setting) -> Record:
     """Record of one point: checks, and microseconds a call of every chain that is right before and after."""
     products = gemm_chains(problem, ordinary)
     errors: dict[str, str] = {}
@@ -282,21 +253,16 @@ def grid(name: str, seed: int) -> list[DecodePoint]:
 
 def require_programmatic_launches() -> None:
     """ValueError where the environment turns them off."""
-    from padless.runtime.driver import cuda_driver
-
     if not cuda_driver().programmatic:
         raise ValueError("PADLESS_PROGRAMMATIC_LAUNCH is 0; unset it: both ways to launch are compared here")
 
 
 def start(session: Session) -> Callable[[DecodePoint], Record]:
     """Every chain at a point."""
-    from padless.runtime.driver import CudaDriver
-
-    ordinary = CudaDriver(programmatic=False)
 
     def measure(point: DecodePoint) -> Record:
         problem = make_chain(point, session.settings.seed, "cuda")
-        record = measure_chain(problem, session.peers, session.timer, ordinary)
+        record = measure_chain(problem, session.peers, session.timer, ordinary_launches)
         return record | {"floor_us": session.floor_us(record["flops"], record["bytes"])}
 
     return measure

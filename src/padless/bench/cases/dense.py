@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from padless.bench.group_sizes import DENSE_SHAPES, DenseShape, Point
+from padless.bench.group_sizes import DENSE_SHAPES, DenseShape
 from padless.bench.measure import measure_dense
 from padless.bench.problem import make_dense
 from padless.bench.report.bounds import UNITS, bounds_tables
@@ -25,11 +25,8 @@ def start(session: Session) -> Callable[[DenseShape], Record]:
     """padless and peers."""
 
     def measure(shape: DenseShape) -> Record:
-        point = Point(shape.M, shape.N, shape.K, 1)
-        problem = make_dense(shape, session.settings.seed, "cuda")
-        floor = session.floor_us(point.flops, point.bytes)
-        record = measure_dense(problem, session.peers, session.timer)
-        return record | {"bytes": point.bytes, "floor_us": floor}
+        record = measure_dense(make_dense(shape, session.settings.seed, "cuda"), session.peers, session.timer)
+        return record | {"floor_us": session.floor_us(record["flops"], record["bytes"])}
 
     return measure
 

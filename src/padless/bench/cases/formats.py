@@ -23,7 +23,7 @@ from padless.formats import BlockScaledTensor
 from padless.kernels.table import PLAIN_ROUTES, ROUTES, Route, kernels_arch
 from padless.testing import machine
 from padless.testing.judge import SampledReference, check, describe, float64_rows, outside
-from padless.testing.operands import BF16, Operands, group_of, make_operands
+from padless.testing.operands import BF16, Operands, make_operands
 from padless.testing.timing import Timer, geomean
 
 # What is compared where there is a kernel for it; a pair without one is listed as missing.
@@ -177,7 +177,7 @@ def bf16_entries(operands: dict[str, Operands], point: FormatsPoint, plain_route
     def values(t: BlockScaledTensor | torch.Tensor) -> torch.Tensor:
         return t if isinstance(t, torch.Tensor) else dequantize(t, torch.bfloat16)
 
-    x, w = values(source.a), torch.cat([values(group_of(source.b, g)) for g in range(point.groups)])
+    x, w = values(source.a), torch.cat([values(source.b[g : g + 1]) for g in range(point.groups)])
     results: dict[str, torch.Tensor] = {}
 
     def product() -> None:

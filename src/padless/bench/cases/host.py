@@ -15,8 +15,7 @@ HOST_POINT = Point(8192, 3072, 8192, 32)
 def run_host(point: Point = HOST_POINT, *, seed: int = 0, repeats: int = REPEATS) -> dict[str, float]:
     """Time that the host adds to a grouped GEMM whose `out` is given: microseconds.
 
-    host_us: Python time of an eager call. kernel_us: GPU time of an eager call. graph_us: GPU time of a graph
-        replay.
+    host_us: Python time of an eager call. kernel_us: GPU time of an eager call. graph_us: GPU time of a graph replay.
     """
     from padless.ops.grouped_gemm import grouped_gemm
 

@@ -10,7 +10,8 @@ Contenders of a point; all begin with tokens, expert ids and weights and end wit
     padless                padless.moe
 
 and the passes alone: route, gather_quantize (with the sorted slots; up to 1024 of them sorting included) and combine,
-beside which the fewest bytes that each must move are recorded; and padless' two products alone.
+beside which the fewest bytes that each must move are recorded, and the time of a copy that moves as many; and padless'
+two products alone.
 
 Up to 256 tokens every contender is replayed from a CUDA graph. Outputs are compared with float64 before anything is
 timed, on tokens from the first to the last.
@@ -32,6 +33,7 @@ from padless.bench.peers.padded_layer import padded_layer
 from padless.bench.report import table
 from padless.bench.results import Record, finite, time_us
 from padless.bench.session import Session
+from padless.bench.traffic import make_traffic
 from padless.formats import FP8_BLOCK
 from padless.testing import machine
 from padless.testing.judge import describe, row_errors, worst
@@ -132,6 +134,12 @@ def passes(problem: LayerProblem) -> dict[str, Call]:
     }
 
 
+def copies(problem: LayerProblem) -> dict[str, Call]:
+    """A device copy for each pass that moves rows, of as many bytes, read and written."""
+    bytes_of = problem.pass_bytes()
+    return {name: make_traffic(bytes_of[name], 0, problem.x.device).copy for name in PASSES[1:]}
+
+
 def joined_passes(problem: LayerProblem) -> Call:
     """Routing with quantization, and the sum, one after the other: what a layer adds to its products."""
     from padless.moe import combine, route_quantize
@@ -195,6 +203,7 @@ def measure_layer(
     """
     right, record = check(problem, calls(problem, peers, backend))
     timed = right | {f"pass: {name}": call for name, call in passes(problem).items()}
+    timed |= {f"copy: {name}": call for name, call in copies(problem).items()}
     timed |= {"passes": joined_passes(problem), PRODUCTS: products(problem, backend)}
     # A graph keeps addresses and no tensors: `timed`, whose calls hold the operands, lives until the end.
     replayed = {name: capture(call).replay for name, call in timed.items()} if graphs else timed
@@ -231,9 +240,19 @@ def start(session: Session) -> Callable[[LayerPoint], Record]:
 
 
 def pass_rate(record: Record, name: str) -> float | None:
-    """Bytes a second of a pass over those of the copy; None where either was not measured."""
+    """Bytes a second of a pass over those of a copy of as many, or else of a large one; None if neither was timed."""
     us, copy = time_us(record, "gpu", f"pass: {name}"), record.get("copy_gb_per_s")
+    if us and (same := time_us(record, "gpu", f"copy: {name}")):
+        return same / us
     return None if not us or not copy else record["pass_bytes"][name] / us * 1e-3 / copy
+
+
+def over_floor(record: Record, name: str) -> float | None:
+    """A contender's time over that of a layer whose products and passes run at their floors; None if not measured."""
+    us, floor, copy = (time_us(record, "gpu", name), record.get("floor_us"), record.get("copy_gb_per_s"))
+    if not us or not floor or not copy:
+        return None
+    return us / (floor + sum(record["pass_bytes"].values()) * 1e-3 / copy)
 
 
 def over_parts(record: Record) -> float | None:

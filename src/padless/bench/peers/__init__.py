@@ -15,14 +15,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from padless.bench.problem import DenseProblem, GroupedProblem
+from padless.bench.problem import GroupedProblem
 
 
 class Availability(NamedTuple):
@@ -71,17 +71,19 @@ class Peer(Protocol):
     def decode(self, problem: GroupedProblem) -> list[Contender]:
         """Its contenders on groups of few rows."""
 
-    def dense(self, problem: DenseProblem) -> list[Contender]:
-        """Its contenders on a dense product."""
+    def dense(self, problem: GroupedProblem) -> list[Contender]:
+        """Its contenders on a dense product: one group."""
 
 
 class Library:
-    """Base of adapters of libraries that have to be imported: a subclass says how, and why not."""
+    """Base of adapters: a subclass says how its library is imported, why not, and what it computes."""
 
+    name: str
+    compiles_at_run_time = True
     loading = "loading it"  # what load does, for the reason where it fails
     needs: tuple[str, ...] = ()  # functions that the library must have
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._library: Any = None
 
@@ -95,14 +97,33 @@ class Library:
 
     def available(self) -> Availability:
         """Whether it can be used here; loads it, never raises."""
-        if self._library is None:
-            self._library, answer = try_to_load(self.obstacle(), self.load, self.loading, self.needs)
-            return answer
+        if self._library is not None:
+            return Availability(True)
+        if obstacle := self.obstacle():
+            return Availability(False, obstacle)
+        try:
+            library = self.load()
+        except Exception as error:  # a missing extension raises ImportError, a broken one anything
+            return Availability(False, f"{self.loading}: {type(error).__name__}: {error}")
+        missing = [name for name in self.needs if not hasattr(library, name)]
+        if missing:
+            return Availability(False, f"it has no {', '.join(missing)}")
+        self._library = library
         return Availability(True)
 
     def version(self) -> str:
         """The library's version, in its own words."""
         return str(getattr(self._library, "__version__", "unknown"))
+
+    def grouped(self, problem: GroupedProblem) -> list[Contender]:
+        """None on ragged groups, unless a subclass has one; so below."""
+        return []
+
+    def decode(self, problem: GroupedProblem) -> list[Contender]:
+        return []
+
+    def dense(self, problem: GroupedProblem) -> list[Contender]:
+        return []
 
 
 def hopper_or_reason() -> str:
@@ -111,26 +132,6 @@ def hopper_or_reason() -> str:
         return "needs a CUDA GPU"
     major, minor = torch.cuda.get_device_capability()
     return "" if (major, minor) == (9, 0) else f"needs compute capability 9.0, this GPU has {major}.{minor}"
-
-
-def try_to_load(
-    obstacle: str, load: Callable[[], Any], what: str, needs: Sequence[str] = ()
-) -> tuple[Any, Availability]:
-    """(library, whether it can be used): the library is None where it cannot.
-
-    obstacle: why it is not even tried; empty where it is. load: gives the library or raises whatever a broken one
-    raises. what: what load does, for the reason. needs: functions that the library must have.
-    """
-    if obstacle:
-        return None, Availability(False, obstacle)
-    try:
-        library = load()
-    except Exception as error:  # a missing extension raises ImportError, a broken one anything
-        return None, Availability(False, f"{what}: {type(error).__name__}: {error}")
-    missing = [name for name in needs if not hasattr(library, name)]
-    if missing:
-        return None, Availability(False, f"it has no {', '.join(missing)}")
-    return library, Availability(True)
 
 
 def look_in(folder: Path | None, name: str) -> None:

@@ -1,9 +1,7 @@
-"""DeepGEMM (github.com/deepseek-ai/DeepGEMM, 2.x): grouped GEMM on groups padded to 128 rows, masked GEMM,
-dense GEMM.
+"""DeepGEMM (github.com/deepseek-ai/DeepGEMM, 2.x): grouped GEMM on groups padded to 128 rows, masked GEMM, dense GEMM.
 
-The padded contiguous layout takes the group of every row, -1 for padding, and skips a 64-row half tile that
-begins in padding. It is given the exact number of padded rows, which a caller without a host synchronisation
-does not know.
+The padded contiguous layout takes the group of every row, -1 for padding, and skips a 64-row half tile that begins in
+padding. It is given the exact number of padded rows, which a caller without a host synchronisation does not know.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import torch
 
 from padless.bench.pad import pad_groups, unpad_rows
 from padless.bench.peers import Contender, Library, hopper_or_reason, look_in, point_at_cuda_toolkit
-from padless.bench.problem import DenseProblem, GroupedProblem, masked_operand
+from padless.bench.problem import GroupedProblem, masked_operand
 from padless.formats import BlockScaledTensor, ceil_div, round_up
 
 # The masked kernel stores whole tiles of up to 128 rows.
@@ -27,7 +25,6 @@ class DeepGemm(Library):
     """The adapter; `folder`/deepgemm is searched before the environment."""
 
     name = "deepgemm"
-    compiles_at_run_time = True
     loading = "import deep_gemm"
     needs = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked", "fp8_gemm_nt")
 
@@ -84,17 +81,14 @@ class DeepGemm(Library):
 
     def decode(self, problem: GroupedProblem) -> list[Contender]:
         rows = round_up(max(problem.sizes), _MASKED_ROWS_MULTIPLE)
-        data, scale = masked_operand(problem, rows)
-        b = (problem.b.data, problem.b.scale)
+        a, b = masked_operand(problem, rows), (problem.b.data, problem.b.scale)
         shape = (problem.point.groups, rows, problem.point.N)
         out = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=problem.device)
         masked_m = torch.tensor(problem.sizes, dtype=torch.int32, device=problem.device)
         expected_m = ceil_div(problem.point.M, problem.point.groups)
 
         def masked() -> None:
-            self._library.m_grouped_fp8_gemm_nt_masked(
-                (data, scale), b, out, masked_m, expected_m, disable_ue8m0_cast=True
-            )
+            self._library.m_grouped_fp8_gemm_nt_masked(a, b, out, masked_m, expected_m, disable_ue8m0_cast=True)
 
         def valid() -> torch.Tensor:
             return torch.cat([out[group, :size] for group, size in enumerate(problem.sizes)])
@@ -121,9 +115,9 @@ class DeepGemm(Library):
         finally:
             self._library.set_pdl(before)
 
-    def dense(self, problem: DenseProblem) -> list[Contender]:
+    def dense(self, problem: GroupedProblem) -> list[Contender]:
         out = problem.empty_out()
-        a, b = (problem.a.data, problem.a.scale), (problem.b.data, problem.b.scale)
+        a, b = (problem.a.data, problem.a.scale), (problem.b.data[0], problem.b.scale[0])
 
         def dense() -> None:
             self._library.fp8_gemm_nt(a, b, out, disable_ue8m0_cast=True)

@@ -1,5 +1,4 @@
-"""MSLK (github.com/pytorch/MSLK): CUTLASS grouped GEMM with 1x128 / 128x128 scales, padding-free, built ahead
-of time.
+"""MSLK (github.com/pytorch/MSLK): CUTLASS grouped GEMM with 1x128 / 128x128 scales, padding-free, built ahead of time.
 
 Its scales are laid out group by group: the (rows, K / 128) scales of each group MN-major, one group after the
 other; weights' scales (K / 128, N / 128) per group.
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from padless.bench.peers import Contender, Library, hopper_or_reason, look_in
-from padless.bench.problem import DenseProblem, GroupedProblem
+from padless.bench.problem import GroupedProblem
 
 _OPERATOR = "f8f8bf16_groupwise_grouped"
 
@@ -48,9 +47,6 @@ class Mslk(Library):
 
     def decode(self, problem: GroupedProblem) -> list[Contender]:
         return self.grouped(problem)
-
-    def dense(self, problem: DenseProblem) -> list[Contender]:
-        return []
 
 
 def grouped_mn_major(scale: torch.Tensor, sizes: list[int]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from padless.bench.peers import Contender, Library, hopper_or_reason, point_at_cuda_toolkit
-from padless.bench.problem import DenseProblem, GroupedProblem
+from padless.bench.problem import GroupedProblem
 
 _ALIAS = "padless_peer_tma_adaptive"
 _FUNCTION = "m_grouped_TMA_adaptive_gemm_fp8_fp8_bf16_nt_contiguous"
@@ -51,7 +51,6 @@ class TmaAdaptive(Library):
     """The adapter; the code lies in `folder`/tma_adaptive, with the CUTLASS headers in deep_gemm/include."""
 
     name = "tma_adaptive"
-    compiles_at_run_time = True
     needs = (_FUNCTION,)
 
     def _package(self) -> Path | None:
@@ -90,12 +89,6 @@ class TmaAdaptive(Library):
             Contender("tma_adaptive", public, lambda: result[0]),
             Contender("tma_adaptive_kernel", recorder.replay, recorder.output, whole=False),
         ]
-
-    def decode(self, problem: GroupedProblem) -> list[Contender]:
-        return []
-
-    def dense(self, problem: DenseProblem) -> list[Contender]:
-        return []
 
 
 def load_renamed(package: Path, alias: str) -> ModuleType:

@@ -1,35 +1,33 @@
-"""torch's own products: grouped FP8 with one scale per row, grouped bf16, and cuBLASLt's dense block-scaled
-FP8.
-"""
+"""torch's own products: grouped FP8 with one scale per row, grouped bf16, and cuBLASLt's dense block-scaled FP8."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from padless.bench.peers import Availability, Contender
-from padless.bench.problem import DenseProblem, GroupedProblem
+from padless.bench.peers import Contender, Library
+from padless.bench.problem import GroupedProblem
 from padless.formats import round_up
 
 _ROW_SCALED_TOLERANCE = 0.1  # other codes of the same values: each operand is 2 to 3% from its values
 
 
-class TorchOps:
+class TorchOps(Library):
     """The adapter."""
 
     name = "torch"
     compiles_at_run_time = False
 
-    def available(self) -> Availability:
-        return Availability(True) if torch.cuda.is_available() else Availability(False, "needs a CUDA GPU")
+    def obstacle(self) -> str:
+        return "" if torch.cuda.is_available() else "needs a CUDA GPU"
 
-    def version(self) -> str:
-        return torch.__version__
+    def load(self) -> Any:
+        return torch
 
     def grouped(self, problem: GroupedProblem) -> list[Contender]:
-        """torch_rowwise: FP8 with one scale per row of a and per row of each weight. torch_bf16: no
-        quantisation.
-        """
+        """torch_rowwise: FP8 with one scale per row of a and per row of each weight. torch_bf16: no quantisation."""
         x, w = problem.values()
         x8, x_scale = rowwise(x)
         w8, w_scale = rowwise(w)
@@ -54,14 +52,11 @@ class TorchOps:
             Contender("torch_bf16", bf16, lambda: results["bf16"], _ROW_SCALED_TOLERANCE),
         ]
 
-    def decode(self, problem: GroupedProblem) -> list[Contender]:
-        return []
-
-    def dense(self, problem: DenseProblem) -> list[Contender]:
+    def dense(self, problem: GroupedProblem) -> list[Contender]:
         """cublaslt_block: the scales padless uses. cublaslt_tensor: one scale per tensor, an upper bound."""
         results: dict[str, torch.Tensor] = {}
-        a, b = problem.a.data, problem.b.data.t()
-        scale_b = cublaslt_weight_scale(problem.b.scale)
+        a, b = problem.a.data, problem.b.data[0].t()
+        scale_b = cublaslt_weight_scale(problem.b.scale[0])
         one = torch.ones((), device=problem.device)
 
         def block() -> None:
@@ -103,9 +98,7 @@ def rowwise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cublaslt_weight_scale(scale: torch.Tensor) -> torch.Tensor:
-    """128x128 scales (N / 128, k_blocks) as cuBLASLt takes them: (k_blocks rounded up to 4, N / 128),
-    K-major.
-    """
+    """128x128 scales (N / 128, k_blocks) as cuBLASLt takes them: (k_blocks rounded up to 4, N / 128), K-major."""
     k_blocks = scale.shape[1]
     padded = F.pad(scale, (0, round_up(k_blocks, 4) - k_blocks))
     return padded.t()

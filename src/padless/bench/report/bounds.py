@@ -14,34 +14,16 @@ measured, not a law; a point may be a little faster than its floor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from padless.bench.group_sizes import padded_rows
 from padless.bench.report.table import Column, Table, labels, number
-from padless.bench.results import COMPARISONS, NOT_PEERS, Record, time_us
-from padless.testing.timing import geomean
+from padless.bench.results import COMPARISONS, NOT_PEERS, Record, Spread, spread, time_us
 
 UNIT_ROWS = 64
 UNITS = "floor in 64-row units"
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A peer's time over something's, over all records that have both."""
-
-    points: int
-    geomean: float
-    smallest: float
-
-
-@dataclass(frozen=True)
-class Bound:
-    """One peer: its time over padless's, and over each limit's (None where no record has it)."""
-
-    title: str
-    padless: Ratio | None
-    limits: dict[str, Ratio | None]
+_NONE = Spread(0, math.nan, math.nan, math.nan)
 
 
 def limit_us(record: Record, limit: str, sessions: Mapping[str, Record]) -> float | None:
@@ -49,14 +31,10 @@ def limit_us(record: Record, limit: str, sessions: Mapping[str, Record]) -> floa
 
     sessions: session records by id, for the dense ceiling that 64-row units need.
     """
-    if limit == UNITS:
-        return _floor_in_units_us(record, sessions.get(record.get("session", ""), {}))
-    return time_us(record, "gpu", limit)
-
-
-def _floor_in_units_us(record: Record, session: Record) -> float | None:
+    if limit != UNITS:
+        return time_us(record, "gpu", limit)
     floor = time_us(record, "gpu", "floor")
-    dense_tflops = session.get("ceilings", {}).get("dense_tflops")
+    dense_tflops = sessions.get(record.get("session", ""), {}).get("ceilings", {}).get("dense_tflops")
     if floor is None or not dense_tflops:
         return None
     sizes = record.get("sizes", [record["point"]["M"]])  # a dense product is one group
@@ -66,23 +44,23 @@ def _floor_in_units_us(record: Record, session: Record) -> float | None:
     return max(floor, 1e-6 * flops / dense_tflops)
 
 
-def bounds(records: Sequence[Record], limits: Sequence[str], sessions: Mapping[str, Record]) -> list[Bound]:
-    """A line for each peer whose GPU time at least one record has together with one of the limits."""
-    found = []
+def bounds(
+    records: Sequence[Record], limits: Sequence[str], sessions: Mapping[str, Record]
+) -> dict[str, dict[str, Spread | None]]:
+    """For each peer whose GPU time at least one record has together with one of the limits: its time over that of
+    "padless", and over each limit's (None where no record has it).
+    """
+    found = {}
     for title, clock, peer, own in COMPARISONS:
-        if clock != "gpu" or peer in NOT_PEERS:
-            continue
-        times = [time_us(record, clock, peer) for record in records]
-        ratios = {limit: _ratio(times, [limit_us(record, limit, sessions) for record in records]) for limit in limits}
-        if any(ratios.values()):
-            own_ratio = _ratio(times, [time_us(record, clock, own) for record in records])
-            found.append(Bound(title.removesuffix(f" / {own}"), own_ratio, ratios))
+        if clock == "gpu" and peer not in NOT_PEERS:
+            times = [time_us(record, clock, peer) for record in records]
+            line = {}
+            for limit in (own, *limits):
+                pairs = zip(times, (limit_us(record, limit, sessions) for record in records), strict=True)
+                line[limit] = spread([us / least for us, least in pairs if us is not None and least])
+            if any(line[limit] for limit in limits):
+                found[title.removesuffix(f" / {own}")] = line
     return found
-
-
-def _ratio(times: Sequence[float | None], limits: Sequence[float | None]) -> Ratio | None:
-    values = [time / limit for time, limit in zip(times, limits, strict=True) if time is not None and limit]
-    return Ratio(len(values), geomean(values), min(values)) if values else None
 
 
 def bounds_tables(records: Sequence[Record], limits: Sequence[str], sessions: Mapping[str, Record]) -> list[Table]:
@@ -90,14 +68,13 @@ def bounds_tables(records: Sequence[Record], limits: Sequence[str], sessions: Ma
     lines = bounds(records, limits, sessions)
     if not lines:
         return []
-    limits = [limit for limit in limits if any(line.limits[limit] for line in lines)]
+    shown = ["padless", *(limit for limit in limits if any(line[limit] for line in lines.values()))]
     columns = labels("peer")
-    for heading in ("padless", *limits):
+    for heading in shown:
         columns += [Column(f"/ {heading}", width=12), Column("smallest")]
     rows = []
-    for line in lines:
-        found = [line.padless, *(line.limits[limit] for limit in limits)]
-        values = [value for r in found for value in ((None, None) if r is None else (r.geomean, r.smallest))]
-        rows.append([line.title, *(number(value, 3) for value in values)])
+    for title, line in lines.items():
+        values = [value for limit in shown for value in (line[limit] or _NONE)[1:3]]
+        rows.append([title, *(number(value, 3) for value in values)])
     title = "What the peers' times allow: a peer's time / that of padless, and / each limit"
     return [Table(title, columns, rows, between=2)]

@@ -15,8 +15,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 def draw_figure2(records: Sequence[Record], path: str | Path, baseline: str | None = None) -> Path:
-    """Writes both panels as a PNG: (a) acceleration over padding and a padded GEMM, (b) memory saved, in
-    percent.
+    """Writes both panels as a PNG: (a) acceleration over padding and a padded GEMM, (b) memory saved, in percent.
 
     records: of `run_paper`, at least one. baseline: which padded contender, by default the one in all
         records. Every point is drawn; a line joins the means over K (a) and over N and K (b).

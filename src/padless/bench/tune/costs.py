@@ -21,6 +21,8 @@ from padless.bench.tune import tiles_sm100 as tune_tiles
 from padless.kernels import cost_model
 from padless.kernels.cost_model import Tile, TileCost, simulate
 from padless.kernels.table import ROUTES, Route, kernels_arch
+from padless.runtime.driver import cuda_driver
+from padless.testing.operands import make_operands
 
 _LONG_K, _SHORT_K = 8192, 1024
 _ROUNDS, _FEW_ROUNDS = 12, 4
@@ -114,10 +116,8 @@ def measure_costs(
 
 def path_of(kernel: str, arch: str) -> Route | None:
     """The first route that runs ``kernel`` (a file name without ".cu") on ``arch``."""
-    for route in ROUTES:
-        if (route.name, route.arch, route.operation) == (kernel, arch, "grouped_gemm"):
-            return route
-    return None
+    wanted = (kernel, arch, "grouped_gemm")
+    return next((route for route in ROUTES if (route.name, route.arch, route.operation) == wanted), None)
 
 
 def config_for(route: Route, tile: Tile) -> Any:
@@ -128,25 +128,15 @@ def config_for(route: Route, tile: Tile) -> Any:
 
 
 def gpu_clock(route: Route, repeats: int) -> Clock:
-    """Times trials on the current GPU: operands random, L2 flushed between calls, medians of ``repeats``."""
-    import torch
-
-    from padless.ops.grouped_gemm import grouped_gemm
-    from padless.testing.operands import make_operands
-    from padless.testing.timing import GpuTimer
-
-    timer = GpuTimer(repeats=repeats, pause_s=0.01)
+    """Times trials of random operands on the current GPU by a `products_clock`."""
+    time = tune_tiles.products_clock(repeats)
 
     def clock(turn: Sequence[Trial]) -> list[float]:
-        calls = {}
+        products = []
         for i, trial in enumerate(turn):
-            sizes, config = list(trial.sizes), config_for(route, trial.tile)
-            operands = make_operands(route.a, route.b, sizes, trial.n, trial.k, seed=i, device="cuda")
-            out = torch.empty((sum(sizes), trial.n), dtype=torch.bfloat16, device="cuda")
-            calls[str(i)] = lambda o=operands, d=out, c=config: grouped_gemm(o.a, o.b, o.offs, out=d, config=c)
-        times = timer.gpu(calls)
-        torch.cuda.empty_cache()
-        return [times[str(i)].median_us for i in range(len(turn))]
+            operands = make_operands(route.a, route.b, list(trial.sizes), trial.n, trial.k, seed=i, device="cuda")
+            products.append((operands, config_for(route, trial.tile)))
+        return time(products)
 
     return clock
 
@@ -166,8 +156,9 @@ def run_tune(*, dry_run: bool = False, reset: bool = False, repeats: int = 20, c
         console.print(f"removed {file}" if file.exists() else f"nothing is stored for {gpu}", soft_wrap=True)
         file.unlink(missing_ok=True)
         return 0
-    found = {name: route for name in cost_model.BUILT_IN if (route := path_of(name, _arch())) is not None}
-    if not found and kernels_arch(_arch()) == "sm_100a":
+    arch = cuda_driver().arch
+    found = {name: route for name in cost_model.BUILT_IN if (route := path_of(name, arch)) is not None}
+    if not found and kernels_arch(arch) == "sm_100a":
         with _progress(console, len(tune_tiles.points())) as step:
             times = tune_tiles.compare(tune_tiles.gpu_clock(repeats), step)
         tune_tiles.print_comparison(console, times)
@@ -180,7 +171,7 @@ def run_tune(*, dry_run: bool = False, reset: bool = False, repeats: int = 20, c
     with _progress(console, len(found) * len(STEPS)) as step:
         for name, route in found.items():
             tiles = list(cost_model.BUILT_IN[name].costs)
-            new[name] = measure_costs(tiles, _num_sms(), gpu_clock(route, repeats), step)
+            new[name] = measure_costs(tiles, cuda_driver().num_sms(0), gpu_clock(route, repeats), step)
     for name, costs in new.items():
         console.print(comparison(name, cost_model.cost_table(name), costs))
     if dry_run:
@@ -205,18 +196,6 @@ def comparison(kernel: str, old: cost_model.CostTable, new: Mapping[Tile, TileCo
         cells = [f"{value:.0f}" for pair in pairs for value in pair]
         table.add_row(f"{tile.block_m} x {tile.block_n}, cluster of {tile.cluster_n}", *cells)
     return table
-
-
-def _arch() -> str:
-    from padless.runtime.driver import cuda_driver
-
-    return cuda_driver().arch
-
-
-def _num_sms() -> int:
-    from padless.runtime.driver import cuda_driver
-
-    return cuda_driver().num_sms(0)
 
 
 @contextmanager

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
+from padless.ops.grouped_gemm import grouped_gemm
+from padless.testing.operands import Operands, make_operands
+from padless.testing.timing import GpuTimer
 
 FORMATS = ("MXFP8", "NVFP4")
 GROUPS, N, K = 8, 4096, 4096
@@ -79,24 +85,29 @@ def print_comparison(console: Console, found: Mapping[Point, Mapping[Sm100Groupe
 
 
 def gpu_clock(repeats: int) -> Clock:
-    """Times them on the current GPU, in turns, L2 flushed between calls: medians of ``repeats``."""
-    import torch
-
-    from padless.ops.grouped_gemm import grouped_gemm
-    from padless.testing.operands import make_operands
-    from padless.testing.timing import GpuTimer
-
-    timer = GpuTimer(repeats=repeats, pause_s=0.01)
+    """Times them on the current GPU by a `products_clock`."""
+    time = products_clock(repeats)
 
     def clock(point: Point, configs: Sequence[Sm100GroupedConfig]) -> list[float]:
-        sizes = [point.rows] * GROUPS
-        operands = make_operands(point.fmt, point.fmt, sizes, N, K, seed=0, device="cuda")
-        out = torch.empty((sum(sizes), N), dtype=torch.bfloat16, device="cuda")
-        calls = {
-            str(i): lambda c=config: grouped_gemm(operands.a, operands.b, operands.offs, out=out, config=c)
-            for i, config in enumerate(configs)
-        }
+        operands = make_operands(point.fmt, point.fmt, [point.rows] * GROUPS, N, K, seed=0, device="cuda")
+        return time([(operands, config) for config in configs])
+
+    return clock
+
+
+def products_clock(repeats: int) -> Callable[[Sequence[tuple[Operands, Any]]], list[float]]:
+    """Times products of (operands, configuration) on the current GPU, in turns, L2 flushed between calls: medians of
+    ``repeats``.
+    """
+    timer = GpuTimer(repeats=repeats, pause_s=0.01)
+
+    def clock(products: Sequence[tuple[Operands, Any]]) -> list[float]:
+        calls = {}
+        for i, (o, config) in enumerate(products):
+            out = torch.empty((o.a.shape[0], o.b.shape[1]), dtype=torch.bfloat16, device="cuda")
+            calls[str(i)] = partial(grouped_gemm, o.a, o.b, o.offs, out=out, config=config)
         times = timer.gpu(calls)
-        return [times[str(i)].median_us for i in range(len(configs))]
+        torch.cuda.empty_cache()
+        return [timing.median_us for timing in times.values()]
 
     return clock

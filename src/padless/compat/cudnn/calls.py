@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from padless.compat.cudnn.keywords import check_others
+from padless.compat.cudnn.operands import GATE_UP
 from padless.compat.cudnn.outputs import QuantOutputs, pack
-from padless.compat.cudnn.request import GATE_UP, CudnnRequest, Stream, stream_handle
+from padless.compat.cudnn.request import CudnnRequest, Stream, stream_handle
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
-from padless.ops.grouped_gemm_epilogue import compute, with_outputs
+from padless.ops.epilogue_run import compute, with_outputs
 
 
 def grouped_gemm_quant(
@@ -102,38 +103,7 @@ def grouped_gemm_quant(
     launch for these formats on this GPU. Nothing is done in several launches instead: for that, call
     grouped_gemm(out_dtype=torch.float32) and quantize.
     """
-    check_others("grouped_gemm_quant", others)
-    request = CudnnRequest(
-        a_tensor=a_tensor,
-        b_tensor=b_tensor,
-        sfa_tensor=sfa_tensor,
-        sfb_tensor=sfb_tensor,
-        padded_offsets=padded_offsets,
-        alpha_tensor=alpha_tensor,
-        norm_const_tensor=norm_const_tensor,
-        prob_tensor=prob_tensor,
-        bias_tensor=bias_tensor,
-        acc_dtype=acc_dtype,
-        d_dtype=d_dtype or torch.bfloat16,
-        cd_major=cd_major,
-        sf_vec_size=sf_vec_size,
-        m_aligned=m_aligned,
-        discrete_col_sfd=discrete_col_sfd,
-        current_stream=current_stream,
-        d_format=d_format,
-        row_output=row_output,
-        column_output=column_output,
-        row_layout=row_layout,
-        column_layout=column_layout,
-        scale_rule=scale_rule,
-        global_scale_tensor=global_scale_tensor,
-        return_amax=return_amax if generate_amax else False,
-        semantics=semantics,
-        backend=backend,
-        check_offs=check_offs,
-        config=config,
-    )
-    return _run(request)
+    return _run("grouped_gemm_quant", locals())
 
 
 def grouped_gemm_swiglu_quant(
@@ -181,48 +151,19 @@ def grouped_gemm_swiglu_quant(
     """
     if gate_up not in GATE_UP:
         raise ValueError(f"gate_up is {gate_up!r}; allowed: {', '.join(map(repr, GATE_UP))}")
-    check_others("grouped_gemm_swiglu_quant", others)
-    request = CudnnRequest(
-        gate_up=gate_up,
-        a_tensor=a_tensor,
-        b_tensor=b_tensor,
-        sfa_tensor=sfa_tensor,
-        sfb_tensor=sfb_tensor,
-        padded_offsets=padded_offsets,
-        alpha_tensor=alpha_tensor,
-        norm_const_tensor=norm_const_tensor,
-        prob_tensor=prob_tensor,
-        bias_tensor=bias_tensor,
-        acc_dtype=acc_dtype,
-        d_dtype=d_dtype or torch.bfloat16,
-        cd_major=cd_major,
-        sf_vec_size=sf_vec_size,
-        m_aligned=m_aligned,
-        discrete_col_sfd=discrete_col_sfd,
-        current_stream=current_stream,
-        d_format=d_format,
-        row_output=row_output,
-        column_output=column_output,
-        row_layout=row_layout,
-        column_layout=column_layout,
-        scale_rule=scale_rule,
-        global_scale_tensor=global_scale_tensor,
-        return_amax=return_amax if generate_amax else False,
-        semantics=semantics,
-        backend=backend,
-        check_offs=check_offs,
-        config=config,
-    )
-    return _run(request)
+    return _run("grouped_gemm_swiglu_quant", locals())
 
 
-def _run(request: CudnnRequest) -> QuantOutputs:
+def _run(call: str, given: dict[str, Any]) -> QuantOutputs:
+    """The result of a call; given: its arguments, by name."""
+    check_others(call, given.pop("others"))
+    if not given.pop("generate_amax"):
+        given["return_amax"] = False
+    given["d_dtype"] = given["d_dtype"] or torch.bfloat16
+    request = CudnnRequest(**given)
     resolved = request.resolve()
-    operands, epilogue = resolved.operands, resolved.epilogue
-    tensors = with_outputs(
-        epilogue, resolved.tensors, operands.m, operands.n, operands.num_groups, operands.device, request.m_aligned
-    )
+    o, epilogue = resolved.operands, resolved.epilogue
+    tensors = with_outputs(epilogue, resolved.tensors, o.m, o.n, o.num_groups, o.device, request.m_aligned)
     stream = stream_handle(request.current_stream)
-    a, b, offs = operands.a, operands.b, operands.offs
-    compute(a, b, offs, epilogue, tensors, request.backend, request.config, stream)
-    return pack(epilogue, tensors, operands)
+    compute(o.a, o.b, o.offs, epilogue, tensors, request.backend, request.config, stream)
+    return pack(epilogue, tensors, o)

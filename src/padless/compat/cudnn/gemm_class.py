@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from padless.compat.cudnn.keywords import check_others
-from padless.compat.cudnn.operands import SEMANTICS, Inputs, Operands
-from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, GATE_UP, Stream, stream_handle
+from padless.compat.cudnn.operands import GATE_UP, SEMANTICS, Inputs, Operands
+from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, Stream, stream_handle
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, Epilogue, EpilogueTensors, column_tiles
 from padless.formats import BlockScaledFormat, ceil_div
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_rows, describe
-from padless.ops.epilogue_checks import check_columns, check_tensor
-from padless.ops.grouped_gemm_epilogue import compute, prepare
+from padless.ops.epilogue_run import check_columns, check_tensor, compute, prepare
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -69,14 +68,9 @@ class Buffers(Inputs):
             )
         if has_column and format not in COLUMN_FORMATS:
             raise ValueError(f"d_col_tensor must be None for {d.dtype}; only FP8 is quantised along columns")
-        activation = "none" if gate_up is None else GATE_UP[gate_up]
         column_layout = "blocked_groups" if self.discrete_col_sfd else "blocked"
-        return Epilogue(
-            alpha=self.alpha_tensor is not None,
-            bias=self.bias_tensor is not None,
-            prob=self.prob_tensor is not None,
-            bias_rule=self.bias_rule(activation),
-            activation=activation,
+        return self.epilogue_of(
+            gate_up,
             amax=self.amax_tensor is not None,
             d_dtype=d.dtype if format is None else None,
             row_format=format,
@@ -124,6 +118,7 @@ _TENSORS = (
     *("d_col_tensor", "sfd_row_tensor", "sfd_col_tensor", "amax_tensor", "norm_const_tensor", "prob_tensor"),
     "bias_tensor",
 )
+_OPTIONS = ("acc_dtype", "sf_vec_size", "m_aligned", "discrete_col_sfd", "gate_up", "semantics")
 
 
 # Epilogue, formats of a and b, and (G, N, K) of b's codes.
@@ -185,28 +180,11 @@ class GroupedGemmQuant:
         config: KernelChoice | None = None,
         **others: Any,
     ) -> None:
+        given = locals()
         check_others("GroupedGemmQuant", others)
         self._samples = Buffers(
-            a_tensor=sample_a,
-            b_tensor=sample_b,
-            d_tensor=sample_d,
-            sfa_tensor=sample_sfa,
-            sfb_tensor=sample_sfb,
-            padded_offsets=sample_padded_offsets,
-            alpha_tensor=sample_alpha,
-            d_col_tensor=sample_d_col,
-            sfd_row_tensor=sample_sfd_row,
-            sfd_col_tensor=sample_sfd_col,
-            amax_tensor=sample_amax,
-            norm_const_tensor=sample_norm_const,
-            prob_tensor=sample_prob,
-            bias_tensor=sample_bias,
-            acc_dtype=acc_dtype,
-            sf_vec_size=sf_vec_size,
-            m_aligned=m_aligned,
-            discrete_col_sfd=discrete_col_sfd,
-            gate_up=gate_up,
-            semantics=semantics,
+            **{name: given["sample_" + name.removesuffix("_tensor")] for name in _TENSORS},
+            **{name: given[name] for name in _OPTIONS},
         )
         samples = self._samples.tensors().items()
         refuse_gradients(**{"sample_" + name.removesuffix("_tensor"): t for name, t in samples})
@@ -246,23 +224,8 @@ class GroupedGemmQuant:
         current_stream: Stream = None,
     ) -> None:
         """Computes into the outputs given. They and the operands are of the samples' types, N, K and G."""
-        given = replace(
-            self._samples,
-            a_tensor=a_tensor,
-            b_tensor=b_tensor,
-            d_tensor=d_tensor,
-            sfa_tensor=sfa_tensor,
-            sfb_tensor=sfb_tensor,
-            padded_offsets=padded_offsets,
-            alpha_tensor=alpha_tensor,
-            d_col_tensor=d_col_tensor,
-            sfd_row_tensor=sfd_row_tensor,
-            sfd_col_tensor=sfd_col_tensor,
-            amax_tensor=amax_tensor,
-            norm_const_tensor=norm_const_tensor,
-            prob_tensor=prob_tensor,
-            bias_tensor=bias_tensor,
-        )
+        tensors = locals()
+        given = replace(self._samples, **{name: tensors[name] for name in _TENSORS})
         refuse_gradients(**given.tensors())
         if not self._compiled or self._kind is None:
             self.check_support()

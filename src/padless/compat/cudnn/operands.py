@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, 
 from padless.layouts import from_cudnn_view
 from padless.ops.checks import Activation, as_int32, check_operands, describe
 
+GATE_UP = {"interleaved": "swiglu_interleaved", "concatenated": "swiglu_concatenated"}
 SEMANTICS = ("implementation", "documented")
 NUMBER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP4_DTYPES = (torch.float4_e2m1fn_x2, torch.uint8)
@@ -93,10 +95,19 @@ class Inputs:
         if self.semantics not in SEMANTICS:
             raise ValueError(f"semantics is {self.semantics!r}; allowed: {', '.join(map(repr, SEMANTICS))}")
 
-    def bias_rule(self, activation: str) -> str:
-        """Epilogue.bias_rule: cuDNN's kernel has prob multiply the bias alone, its documentation the sum."""
-        gated_bias = activation == "none" and self.semantics == "implementation"
-        return "gated_bias" if gated_bias else "gated_sum"
+    def epilogue_of(self, gate_up: str | None, **others: Any) -> Epilogue:
+        """The epilogue with these operands and outputs; cuDNN's kernel has prob multiply the bias alone, its
+        documentation the sum.
+        """
+        gated_bias = gate_up is None and self.semantics == "implementation"
+        return Epilogue(
+            alpha=self.alpha_tensor is not None,
+            bias=self.bias_tensor is not None,
+            prob=self.prob_tensor is not None,
+            bias_rule="gated_bias" if gated_bias else "gated_sum",
+            activation="none" if gate_up is None else GATE_UP[gate_up],
+            **others,
+        )
 
     def operands(self) -> Operands:
         """a, b and offs. Raises ValueError in the words of the arguments."""

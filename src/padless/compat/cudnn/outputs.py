@@ -10,7 +10,7 @@ import torch
 from padless.compat.cudnn.operands import Operands
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import BlockScaledTensor, ceil_div
-from padless.ops.grouped_gemm_epilogue import row_tensor
+from padless.ops.epilogue_run import row_tensor
 
 KEYS = ("d_tensor", "d_col_tensor", "amax_tensor", "sfd_row_tensor", "sfd_col_tensor")
 

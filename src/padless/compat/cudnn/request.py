@@ -13,10 +13,8 @@ from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockSca
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_offs_aligned, check_offs_values
-from padless.ops.epilogue_checks import check_columns, check_m_aligned
-from padless.ops.grouped_gemm_epilogue import default_row_layout
+from padless.ops.epilogue_run import check_columns, check_m_aligned, default_row_layout
 
-GATE_UP = {"interleaved": "swiglu_interleaved", "concatenated": "swiglu_concatenated"}
 D_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMAT_OF_DTYPE = {torch.float8_e4m3fn: MXFP8, torch.float8_e5m2: MXFP8_E5M2, torch.float4_e2m1fn_x2: MXFP4}
 # A torch.cuda.Stream, a CUstream or its number; None is torch's current one.
@@ -92,13 +90,8 @@ class CudnnRequest(Inputs):
         if format is not None and rows is None and columns is None:
             raise ValueError("row_output and column_output are both off; nothing would be left of the quantised output")
         amax = d_dtype in (torch.bfloat16, torch.float16) if self.return_amax is None else self.return_amax
-        activation = "none" if self.gate_up is None else GATE_UP[self.gate_up]
-        return Epilogue(
-            alpha=self.alpha_tensor is not None,
-            bias=self.bias_tensor is not None,
-            prob=self.prob_tensor is not None,
-            bias_rule=self.bias_rule(activation),
-            activation=activation,
+        return self.epilogue_of(
+            self.gate_up,
             amax=bool(amax),
             d_dtype=d_dtype,
             row_format=rows,

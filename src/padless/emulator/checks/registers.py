@@ -19,33 +19,38 @@ def check_busy(w: Warp, b: Block) -> None:
     names = program.register_names
     for instruction in [*b.instructions, *([b.terminator] if b.terminator else [])]:
         text = str(instruction)
-        hit = 0
-        for i in set_bits(w.busy & b.touches):
-            if names[i] in text and _mentions(text, names[i]):
-                hit |= 1 << i
-        if hit:
-            owner = w.busy_owner.get((hit & -hit).bit_length() - 1)
-            if instruction.opcode == "mov" and owner is not None and "ld" in owner.modifiers:
-                _carry(w, instruction, owner)
-                continue
-            what = owner.opcode if owner else "operation"
-            message = f"touches {program.names_of(hit)}, which an unfinished {what} uses"
-            Site(w, instruction).report("register-in-flight", message, owner)
-            _settle(w)
-            return
+        hit = [i for i in set_bits(w.busy & b.touches) if names[i] in text and _mentions(text, names[i])]
+        if not hit:
+            continue
+        owner = w.busy_owner.get(hit[0])
+        loads = [x for i in hit if (x := w.busy_owner.get(i)) is not None and "ld" in x.modifiers]
+        into = _written(instruction)
+        overwritten = [i for i in hit if names[i] in into and names[i] in _written(w.busy_owner.get(i))]
+        if instruction.opcode == "mov" and len(loads) == len(hit) and not overwritten:
+            _carry(w, [names.index(name) for name in into], [i for i in hit if names[i] not in into])
+            continue
+        what = owner.opcode if owner else "operation"
+        found = program.names_of(sum(1 << i for i in overwritten or hit))
+        message = f"{'overwrites' if overwritten else 'touches'} {found}, which an unfinished {what} uses"
+        Site(w, instruction).report("register-in-flight", message, owner)
+        _settle(w)
+        return
 
 
-def _carry(w: Warp, move: Instruction, load: Instruction) -> None:
+def _written(instruction: Instruction | None) -> set[str]:
+    """The registers of the first operand."""
+    operand = instruction.operands[0] if instruction is not None and instruction.operands else None
+    return {x.name for x in (operand.items if isinstance(operand, Vector) else [operand]) if isinstance(x, Register)}
+
+
+def _carry(w: Warp, into: list[int], copied: list[int]) -> None:
     """Copies and packings of what an unfinished tcgen05.ld loads, which compilers place where they like: what they write
-    is in flight as well. The values are there from now on."""
-    names = w.launch.program.register_names
-    destination = move.operands[0]
-    items = destination.items if isinstance(destination, Vector) else (destination,)
-    for item in items:
-        if isinstance(item, Register):
-            number = names.index(item.name)
+    is in flight as well, and no longer where something else is moved there. The values are there from now on."""
+    for number in into:
+        w.busy &= ~(1 << number)
+        if copied:
             w.busy |= 1 << number
-            w.busy_owner[number] = load
+            w.busy_owner[number] = w.busy_owner[copied[0]]
     _settle(w)
 
 

@@ -6,8 +6,6 @@ proxy").
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from padless.emulator.instructions.operands import SharedOperand
@@ -21,17 +19,14 @@ from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.memory import NUMPY
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
-from padless.emulator.state.warp import Fragment, Wait
 
 OPERATIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
 def asynchronous_store(e: Emitter) -> None:
     """[address], value, [mbarrier]; a vector for st.async only."""
-    e.only(
-        "async", "weak", "relaxed", "cluster", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4",
-        *OPERATIONS,
-    )  # fmt: skip
+    known = "async", "weak", "relaxed", "cluster", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4"
+    e.only(*known, *OPERATIONS)
     if "mbarrier::complete_tx::bytes" not in e.modifiers:
         e.unsupported("only with an mbarrier")
     address, value, barrier = e.operands
@@ -41,22 +36,21 @@ def asynchronous_store(e: Emitter) -> None:
     slots = [e.source_slot(item, view) for item in items]
     size = int(view[1:]) // 8
     total = size * len(slots)
-    function = FUNCTIONS[next(m for m in e.instruction.modifiers if m in OPERATIONS)] if e.opcode == "red" else None
-    e.preparation.granule = min(e.preparation.granule, size)
-    ins = e.instruction
+    function = FUNCTIONS[e.either(*OPERATIONS)] if e.opcode == "red" else None
+    e.limit_granule(size)
 
     def issue(site: Site) -> None:
-        w, lane = site.warp, site.lane
-        cta, offset = site.locate(where.one(w, lane))
+        w = site.warp
+        cta, offset = site.locate(where.at(site))
         if offset % total:
             site.fault(f"address {offset:#x} is not a multiple of {total}")
-        to = signal.one(w, lane)
+        to = signal.at(site)
         if to >> 24 != cta.rank:
             site.report("mbarrier", "the data and the mbarrier are in different CTAs")
         bar = find_mbarrier(site, cta.rank << 24 | (to & OFFSET_MASK), later=True)
         if bar is None:
             return
-        values = np.array([w.v[s][lane] for s in slots])
+        values = np.array([w.v[s][site.lane] for s in slots])
         cells = slice(offset >> cta.granule_shift, (offset + total) >> cta.granule_shift)
         shadow = cta.shared.shadow if function is None else None
         if shadow is not None:
@@ -76,14 +70,10 @@ def asynchronous_store(e: Emitter) -> None:
             bar.arrive_from_outside(site)
             bar.complete_tx(total, site, ahead)
 
-        w.launch.enqueue(None, AsyncOperation(ins.name, land, work=Work("remote", cta, total, None, w.cta)))
+        work = Work("remote", cta, total, None, w.cta)
+        w.launch.enqueue(None, AsyncOperation(site.instruction.name, land, work=work))
 
-    def store(f: Fragment, m: Any) -> Wait | None:
-        for lane in f.lanes(m).tolist():
-            issue(Site(f.warp, ins, lane))
-        return None
-
-    e.synchronise(store)
+    e.synchronise_lanes(issue)
 
 
 @instruction("multimem")

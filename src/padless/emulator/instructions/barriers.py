@@ -207,7 +207,7 @@ def acquire_tensor_map(e: Emitter) -> None:
         if w.cta.cluster.grids is None:
             return
         lanes = lanes_of(m)
-        where = np.array([operand.one(w, lane) for lane in lanes.tolist()], np.int64)
+        where = np.array([operand.at(Site(w, ins, lane)) for lane in lanes.tolist()], np.int64)
         outside = where >> 60 == 0
         if outside.any():
             check_grids(w, lanes[outside], ins, where[outside])

@@ -37,15 +37,12 @@ expressions(
 @instruction("shl", "shr")
 def shift(e: Emitter) -> None:
     """Amounts are unsigned 32-bit and clamp at the width."""
-    view = e.view
-    d, a, b = e.operands
-    name = "shift_left" if e.opcode == "shl" else "shift_right"
-    if isinstance(b, Immediate) and 0 <= b.value < 8 * int(view[1:]) // 8:
-        name = "np.left_shift" if e.opcode == "shl" else "np.right_shift"
-        e.ufunc(name, e.destination(d, view), e.source(a, view), e.source(b, view))
-        return
-    amount = e.source(b, "u32")
-    e.assign(e.destination(d, view), f"{name}({e.source(a, view)}, {amount})")
+    name = "left" if e.opcode == "shl" else "right"
+    amount = e.operands[2]
+    if isinstance(amount, Immediate) and 0 <= amount.value < int(e.view[1:]):
+        e.compute("* * *", f"np.{name}_shift")
+    else:
+        e.compute("* * u32", f"shift_{name}({{0}}, {{1}})")
 
 
 @helper
@@ -57,9 +54,8 @@ def shift_left(a: Array, amount: Array) -> Array:
 @helper
 def shift_right(a: Array, amount: Array) -> Array:
     bits = 8 * a.dtype.itemsize
-    if a.dtype.kind == "i":
-        return a >> np.minimum(amount, bits - 1).astype(a.dtype)
-    return np.where(amount < bits, a >> np.minimum(amount, bits - 1).astype(a.dtype), 0)
+    shifted = a >> np.minimum(amount, bits - 1).astype(a.dtype)
+    return shifted if a.dtype.kind == "i" else np.where(amount < bits, shifted, 0)
 
 
 @helper
@@ -73,7 +69,7 @@ def funnel(low: Array, high: Array, amount: Array, left: bool, clamp: bool) -> A
 def permute(e: Emitter) -> None:
     e.only(*PERMUTATIONS)
     d, a, b, c = e.operands
-    mode = next((m for m in e.instruction.modifiers if m in PERMUTATIONS), "")
+    mode = e.either(*PERMUTATIONS)
     if isinstance(c, Immediate) and not mode and not c.value & 0x8888:
         chosen = e.name(np.array([c.value >> 4 * i & 7 for i in range(4)]), "bytes")
         e.assign(e.destination(d, "u32"), f"choose_bytes({e.source(a, 'u32')}, {e.source(b, 'u32')}, {chosen})")
@@ -118,13 +114,12 @@ def three_input_logic(e: Emitter) -> None:
     d, a, b, c, table, *q = e.operands
     if not isinstance(table, Immediate):
         e.unsupported()
-        return
     x, y, z = (e.source(o, "u32") for o in (a, b, c))
     value = logic_expression(table.value, x, y, z)
     if not isinstance(d, Pair):
         e.assign(e.destination(d, "u32"), value)
         return
-    sign = {"and": "&", "or": "|", "xor": "^"}[next(m for m in ("and", "or", "xor") if e.has(m))]
+    sign = {"and": "&", "or": "|", "xor": "^"}[e.either("and", "or", "xor")]
     temporary = f"t{e.instruction.index}"
     e.emit(f"{temporary} = {value}, {e.source(q[0], 'pred')}.copy()")
     if not isinstance(d.first, Sink):
@@ -144,18 +139,13 @@ def logic_expression(table: int, x: str, y: str, z: str) -> str:
 @helper
 def bit_field_extract(a: Array, start: Array, length: Array) -> Array:
     bits = 8 * a.dtype.itemsize
-    pos, n = start & 0xFF, length & 0xFF
+    whole = (1 << bits) - 1
     out = []
-    signed = a.dtype.kind == "i"
-    for x, p, k in zip(a.tolist(), pos.tolist(), n.tolist(), strict=True):
-        u = x & ((1 << bits) - 1)
-        field = (u >> p) & ((1 << k) - 1)
-        if signed and k:
-            sign = (u >> min(p + k - 1, bits - 1)) & 1
-            if sign:
-                valid = max(min(k, bits - p), 0)
-                field |= -1 << valid
-        out.append(field & ((1 << bits) - 1))
+    for x, p, k in zip(a.tolist(), (start & 0xFF).tolist(), (length & 0xFF).tolist(), strict=True):
+        field = ((x & whole) >> p) & ((1 << k) - 1)
+        if a.dtype.kind == "i" and k and (x & whole) >> min(p + k - 1, bits - 1) & 1:
+            field |= -1 << max(min(k, bits - p), 0)
+        out.append(field & whole)
     return np.array(out, dtype=f"u{bits // 8}").view(a.dtype)
 
 
@@ -179,10 +169,8 @@ def bit_field_insert(a: Array, b: Array, start: Array, length: Array) -> Array:
 @helper
 def field_mask(start: Array, length: Array, wrap: bool) -> Array:
     """Ones from bit ``start``, ``length`` of them, both modulo 32 or limited to 32."""
-    limit = [(x & 31) if wrap else min(x, 32) for x in [*start.tolist(), *length.tolist()]]
-    return np.array(
-        [(((1 << n) - 1) << p) & 0xFFFFFFFF for p, n in zip(limit[:32], limit[32:], strict=True)], np.uint32
-    )
+    first, count = ((x & 31 if wrap else np.minimum(x, 32)).tolist() for x in (start, length))
+    return np.array([(((1 << n) - 1) << p) & 0xFFFFFFFF for p, n in zip(first, count, strict=True)], np.uint32)
 
 
 @helper

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from padless.emulator.order.race import ASYNC, IN_FLIGHT, pack
 from padless.emulator.state.asynchronous import AsyncOperation, Work
+from padless.emulator.state.global_access import by_allocation
 from padless.emulator.state.groups import Groups, Operation
 from padless.emulator.state.mbarrier import Mbarrier, find_mbarrier
 from padless.emulator.state.site import Site
@@ -30,27 +31,17 @@ def cells_of(addresses: Array, granule: int, shift: int) -> Any:
 
 
 # ---- global memory
-def pieces(site: Site, addresses: Array, granule: int, verb: str) -> Iterable[tuple[Any, Array, Array]]:
+def pieces(site: Site, addresses: Array, granule: int, verb: str) -> Iterator[tuple[Any, Any, Array]]:
     """`granule`-byte pieces by the allocation that they lie in: (allocation, which pieces, offsets in it). What lies
-    outside every allocation is reported, once per 4 KiB, and left out."""
-    memory = site.warp.launch.memory
+    outside every allocation is reported and left out."""
     where = addresses.astype(np.int64)
-    left = np.ones(len(addresses), bool)
-    while left.any():
-        at = int(np.argmax(left))
-        address = int(where[at])
-        found = memory.find(address)
-        if found is None or address + granule > found.end:
-            message = f"a bulk copy {verb} global address {address:#x}, outside every registered array"
-            site.report("out-of-bounds", message)
-            left[at] = False
-            if found is None:
-                left &= where // 4096 != address // 4096
-            continue
-        offsets = where - found.address
-        inside = left & (offsets >= 0) & (offsets + granule <= found.size)
-        yield found, inside, offsets[inside]
-        left &= ~inside
+
+    def outside(at: int) -> None:
+        message = f"a bulk copy {verb} global address {int(where[at]):#x}, outside every registered array"
+        site.report("out-of-bounds", message)
+
+    for found, inside in by_allocation(site.warp.launch.memory, where, granule, outside):
+        yield found, inside, where[inside] - found.address
 
 
 def gather(site: Site, addresses: Array, granule: int) -> Array:
@@ -90,14 +81,12 @@ def receivers(site: Site, start: int, barrier: int, mask: int | None, pair: bool
         if pair:
             signalled = (rank & ~1) | (bar_rank & 1)
         elif mask is None and bar_rank != rank:
-            site.report(
-                "tma", f"data goes to CTA {rank}, the mbarrier is in CTA {bar_rank}; only .cta_group::2 allows it"
-            )
+            where = f"data goes to CTA {rank}, the mbarrier is in CTA {bar_rank}"
+            site.report("tma", f"{where}; only .cta_group::2 allows it")
             signalled = bar_rank
         bar = find_mbarrier(site, (signalled << 24) | (barrier & OFFSET_MASK), asynchronous=True)
         if ctas[rank].exited:
-            message = f"copies into shared memory of CTA {ctas[rank].index}, which has exited"
-            site.report("exit", message)
+            site.report("exit", f"copies into shared memory of CTA {ctas[rank].index}, which has exited")
         if bar is not None:
             out.append((ctas[rank], bar))
     return out
@@ -171,16 +160,24 @@ def store(
 
 
 # ---- copies with a tensor map
+def planned(site: Site, cta: Cta, *where: Any, store: bool, mode: str) -> Any:
+    """The plan of a copy, checked; None where it moves nothing."""
+    plan = tma.plan(*where, store=store, mode=mode)
+    for problem in plan.problems:
+        site.report("tma", problem)
+    if not len(plan.shared_address):
+        return None
+    check_bounds(site, cta, plan.shared_address, plan.granule)
+    return plan
+
+
 def tensor_load(
     site: Site, tensor_map: Any, coordinates: tuple[int, ...], start: int, barrier: int, mask: int | None, pair: bool,
     mode: str,
 ) -> None:  # fmt: skip
-    plan = tma.plan(tensor_map, coordinates, start & OFFSET_MASK, store=False, mode=mode)
-    for problem in plan.problems:
-        site.report("tma", problem)
-    if not len(plan.shared_address):
+    plan = planned(site, site.warp.cta, tensor_map, coordinates, start & OFFSET_MASK, store=False, mode=mode)
+    if plan is None:
         return
-    check_bounds(site, site.warp.cta, plan.shared_address, plan.granule)
     written = plan.shared_address, plan.granule
     if tensor_map.shared_bits != tensor_map.element_bits:
         # 16 bytes of which some are padding: written as a whole
@@ -197,12 +194,9 @@ def tensor_store(
     site: Site, tensor_map: Any, coordinates: tuple[int, ...], start: int, operation: str, mode: str, groups: Groups
 ) -> None:
     cta, offset = site.locate(start)
-    plan = tma.plan(tensor_map, coordinates, offset, store=True, mode=mode)
-    for problem in plan.problems:
-        site.report("tma", problem)
-    if not len(plan.shared_address):
+    plan = planned(site, cta, tensor_map, coordinates, offset, store=True, mode=mode)
+    if plan is None:
         return
-    check_bounds(site, cta, plan.shared_address, plan.granule)
 
     def take() -> list[Any]:
         taken: list[Any] = []

@@ -22,16 +22,11 @@ UNORDERED = {"equ": "==", "neu": "!=", "ltu": "<", "leu": "<=", "gtu": ">", "geu
 
 def comparison(e: Emitter, a: Any, b: Any, kind: str) -> str:
     """A boolean expression of one comparison modifier; 64 values for packed types, low half first."""
-    relation = next((m for m in e.instruction.modifiers if m in COMPARE or m in UNORDERED or m in ("num", "nan")), "")
-    if kind.removesuffix("x2") in ("f16", "bf16"):
-        x, y = (floating.widen(e, o, kind) for o in (a, b))
-        if e.has("ftz"):
-            x, y = f"flush_sixteen({x})", f"flush_sixteen({y})"
+    relation = e.either(*COMPARE, *UNORDERED, "num", "nan")
+    if kind[0] == "f" or kind.startswith("bf"):
+        x, y = floating.values(e, (a, b), kind)
     else:
-        view = view_of(kind)
-        x, y = e.source(a, view), e.source(b, view)
-        if e.has("ftz"):
-            x, y = f"flush({x})", f"flush({y})"
+        x, y = (e.source(o, view_of(kind)) for o in (a, b))
     if relation in ("num", "nan"):
         value = f"(np.isnan({x}) | np.isnan({y}))"
         return value if relation == "nan" else f"(~{value})"
@@ -49,7 +44,7 @@ COMBINE = {"and": "&", "or": "|", "xor": "^"}
 
 def combined(e: Emitter, value: str, c: list[Any]) -> str:
     """`value` combined with the predicate operand, where there is one."""
-    combine = next((m for m in e.instruction.modifiers if m in COMBINE), "")
+    combine = e.either(*COMBINE)
     if not combine:
         return value
     third = e.source(c[0], "pred")
@@ -93,7 +88,6 @@ def set_value(e: Emitter) -> None:
     value = combined(e, comparison(e, a, b, e.types[-1]), c)
     if e.types[0] not in TRUE:
         e.unsupported()
-        return
     view, true = TRUE[e.types[0]]
     value = f"np.where({value}, {true}, 0)"
     if e.types[0].endswith("x2"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,10 @@ import numpy as np
 from padless.emulator.instructions import floating
 from padless.emulator.instructions.floating_values import narrow_bf16, narrow_f16, round_directed
 from padless.emulator.prepare.emitter import Emitter
-from padless.emulator.prepare.registry import helper, instruction
+from padless.emulator.prepare.registry import HELPERS, helper, instruction
 from padless.emulator.ptx.ast import Operand
 from padless.emulator.state.spaces import SHARED_WINDOW, VIEW_SIZE, WINDOW_OF
+from padless.emulator.units import number_formats
 
 Array = np.ndarray[Any, Any]
 INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
@@ -47,26 +49,15 @@ def _name(view: str) -> str:
 
 @instruction("cvt")
 def convert(e: Emitter) -> None:
-    e.only(
-        *floating.ROUNDINGS,
-        *INTEGER_ROUNDINGS,
-        "ftz",
-        "sat",
-        "satfinite",
-        "relu",
-        "rna",
-        "rs",
-        "pack",
-        "scaled::n2::ue8m0",
-        *NARROW,
-    )
+    known = "ftz", "sat", "satfinite", "relu", "rna", "rs", "pack", "scaled::n2::ue8m0"
+    e.only(*floating.ROUNDINGS, *INTEGER_ROUNDINGS, *known, *NARROW)
     if len(e.types) < 2:
         e.unsupported()
     to, source = e.types[0], e.types[1]
     if e.has("pack"):
         pack_integers(e)
         return
-    if to.removesuffix("x2").removesuffix("x4") in SMALL or source.removesuffix("x2").removesuffix("x4") in SMALL:
+    if to[:-2] in SMALL or source[:-2] in SMALL:
         small_formats(e, to, source)
         return
     if e.has("rs"):
@@ -74,7 +65,7 @@ def convert(e: Emitter) -> None:
     if to in ("f16x2", "bf16x2"):
         d, high, low = e.operands
         base = to.removesuffix("x2")
-        parts = [to_sixteen(e, f"{e.source(o, 'f32')}", base) for o in (low, high)]
+        parts = [to_sixteen(e, e.source(o, "f32"), base) for o in (low, high)]
         e.assign(e.destination(d, "u32"), f"({parts[0]} | ({parts[1]}.astype(np.uint32) << 16))")
         if floating.rounding(e) == "rn" and not e.has("relu") and not e.has("satfinite"):
             e.batched(f"pack_{base}", d, high, low)
@@ -82,9 +73,8 @@ def convert(e: Emitter) -> None:
     d, a = e.operands
     if to == "tf32":
         mode = "rna" if e.has("rna") else floating.rounding(e)
-        e.assign(
-            e.destination(d, "u32"), f"to_tf32({e.source(a, 'f32')}, {mode!r}, {e.has('satfinite')}, {e.has('relu')})"
-        )
+        value = f"encode({e.source(a, 'f32')}, 'tf32', rounding={mode!r}, saturate={e.has('satfinite')}"
+        e.assign(e.destination(d, "u32"), f"{value}, relu={e.has('relu')})")
         return
     from_float = source[0] == "f" or source == "bf16"
     to_float = to[0] == "f" or to == "bf16"
@@ -93,7 +83,7 @@ def convert(e: Emitter) -> None:
     else:
         value = wide_source(e, a, source if source[0] != "b" else "u" + source[1:])
     if to_float:
-        integer_rounding = next((m for m in e.instruction.modifiers if m in INTEGER_ROUNDINGS), "")
+        integer_rounding = e.either(*INTEGER_ROUNDINGS)
         if integer_rounding:
             value = f"round_integral({value}, {integer_rounding!r})"
         if to in ("f16", "bf16"):
@@ -101,15 +91,13 @@ def convert(e: Emitter) -> None:
             return
         mode = floating.rounding(e)
         if to == "f32" and mode != "rn":
-            value = f"directed({value}, {mode!r})"
-        elif to == "f32" and source in ("s64", "u64"):
-            value = f"{value}.astype(np.float32)"
+            value = f"round_directed(np.asarray({value}, np.float64), {mode!r})"
         else:
             value = f"{value}.astype(np.float{to[1:]})"
         floating.finish(e, d, value, to)
         return
     if from_float:
-        mode = next((m for m in e.instruction.modifiers if m in INTEGER_ROUNDINGS), "rzi")
+        mode = e.either(*INTEGER_ROUNDINGS, default="rzi")
         if e.has("ftz") and source == "f32":
             value = f"flush({value})"
         wide_assign(e, d, f"float_to_integer({value}, {mode!r}, np.{_name(to)})", to)
@@ -121,16 +109,15 @@ def convert(e: Emitter) -> None:
     wide_assign(e, d, value, to)
 
 
-@helper
-def pack_bf16(high: Array, low: Array) -> Array:
-    """Two float32 to the bits of a bf16x2, as float32 for a register row."""
-    return (narrow_bf16(low) | (narrow_bf16(high).astype(np.uint32) << 16)).view(np.float32)
+def pack_by(narrow: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+    """Two float32 to the bits of a pair of 16-bit ones, as float32 for a register row."""
+    return lambda high, low: (narrow(low) | (narrow(high).astype(np.uint32) << 16)).view(np.float32)
 
 
-@helper
-def pack_f16(high: Array, low: Array) -> Array:
-    """Two float32 to the bits of an f16x2, as float32 for a register row."""
-    return (narrow_f16(low) | (narrow_f16(high).astype(np.uint32) << 16)).view(np.float32)
+HELPERS |= {
+    "pack_bf16": pack_by(narrow_bf16), "pack_f16": pack_by(narrow_f16), "encode": number_formats.encode,
+    "round_directed": round_directed, "encode_pair": number_formats.encode_pair,
+}  # fmt: skip
 
 
 def to_sixteen(e: Emitter, value: str, base: str) -> str:
@@ -155,27 +142,13 @@ def round_sixteen(value: Array, base: str, mode: str, saturate: bool) -> Array:
             bits = np.where(over, np.nextafter(near, np.float16(0)), near).view(np.uint16)
         bits = np.where(np.isnan(wide), 0x7FFF, bits).astype(np.uint16)
     else:
-        from padless.emulator.units import number_formats
-
-        return np.asarray(number_formats.encode(wide, base, rounding=mode, saturate=saturate), np.uint16)
+        return number_formats.encode(wide, base, rounding=mode, saturate=saturate)
     if saturate:
         largest = 0x7BFF if base == "f16" else 0x7F7F
         magnitude = bits & 0x7FFF
         infinite = magnitude == largest + 1
         bits = np.where(infinite, (bits & 0x8000) | largest, bits).astype(np.uint16)
     return bits
-
-
-@helper
-def to_tf32(value: Array, mode: str, saturate: bool, relu: bool) -> Array:
-    from padless.emulator.units import number_formats
-
-    return number_formats.encode(value.astype(np.float64), "tf32", rounding=mode, saturate=saturate, relu=relu)
-
-
-@helper
-def directed(value: Array, mode: str) -> Array:
-    return round_directed(np.asarray(value, np.float64), mode)
 
 
 @helper
@@ -202,7 +175,7 @@ def saturate_integer(value: Array, kind: Any) -> Array:
 
 def pack_integers(e: Emitter) -> None:
     """cvt.pack.sat: two s32 saturated to 16, 8, 4 or 2 bits, a high and b low; c, shifted up, fills what is left."""
-    kind = next((m for m in e.instruction.modifiers if m in NARROW or m[1:] in ("16", "8")), "")
+    kind = e.either(*NARROW, "u16", "s16", "u8", "s8")
     if not kind:
         e.unsupported()
     d, a, b, *c = e.operands
@@ -217,59 +190,42 @@ def pack_integers(e: Emitter) -> None:
 
 def small_formats(e: Emitter, to: str, source: str) -> None:
     """fp8, fp6, fp4 and ue8m0 pairs: operand a goes to the high part."""
-    small = to.removesuffix("x2").removesuffix("x4")
+    small = to[:-2]
     if small in SMALL:
         if to.endswith("x4") or e.has("rs"):
             e.unsupported("four-element form")
-        mode = floating.rounding(e)
-        saturate = e.has("satfinite")
+        d, *sources = e.operands
         if source == "f32":
-            d, high, low = e.operands
-            values = [f"{e.source(o, 'f32')}.astype(np.float64)" for o in (low, high)]
+            high, low = (e.source(o, "f32") for o in sources)
         else:
-            d, packed = e.operands
-            wide = floating.widen(e, packed, source)
-            values = [f"{wide}[0::2]", f"{wide}[1::2]"]
-        if e.has("relu"):
-            values = [f"np.maximum({x}, 0)" for x in values]
-        value = f"encode_pair({values[0]}, {values[1]}, {small!r}, {mode!r}, {saturate})"
+            wide = floating.widen(e, sources[0], source)
+            high, low = f"{wide}[1::2]", f"{wide}[0::2]"
+        options = f"rounding={floating.rounding(e)!r}, saturate={e.has('satfinite')}, relu={e.has('relu')}"
+        value = f"encode_pair({high}, {low}, {small!r}, {options})"
         wide_assign(e, d, value, "u8" if small == "e2m1" else "u16")
         return
-    small = source.removesuffix("x2").removesuffix("x4")
+    small = source[:-2]
     d, a = e.operands
     bits = wide_source(e, a, "u8" if small == "e2m1" else "u16")
     e.assign(e.destination(d, "u32"), f"decode_pair({bits}, {small!r}, {to!r}, {e.has('relu')})")
 
 
 @helper
-def encode_pair(low: Array, high: Array, name: str, mode: str, saturate: bool) -> Array:
-    from padless.emulator.units import number_formats
-
-    codes = [number_formats.encode(x, name, rounding=mode, saturate=saturate).astype(np.uint16) for x in (low, high)]
-    return codes[0] | (codes[1] << (4 if name == "e2m1" else 8))
-
-
-@helper
 def decode_pair(bits: Array, name: str, to: str, relu: bool) -> Array:
-    from padless.emulator.units import number_formats
+    halves = [np.maximum(h, 0) if relu else h for h in number_formats.decode_pair(bits, name)]
+    high, low = (round_sixteen(h, to.removesuffix("x2"), "rn", False).astype(np.uint32) for h in halves)
+    return low | (high << 16)
 
-    shift = 4 if name == "e2m1" else 8
-    mask = (1 << shift) - 1
-    halves = [
-        np.asarray(number_formats.decode(part, name), np.float64) for part in (bits & mask, (bits >> shift) & mask)
-    ]
-    if relu:
-        halves = [np.maximum(h, 0) for h in halves]
-    out = [round_sixteen(h, to.removesuffix("x2"), "rn", False).astype(np.uint32) for h in halves]
-    return out[0] | (out[1] << 16)
+
+def space_of(e: Emitter) -> str:
+    found = next((m.split("::")[0] for m in e.instruction.modifiers if m.split("::")[0] in WINDOW_OF), "")
+    return found or e.unsupported()
 
 
 @instruction("cvta")
 def convert_address(e: Emitter) -> None:
     """Generic addresses: each state space is a window; `to` subtracts its base."""
-    space = next((m.split("::")[0] for m in e.instruction.modifiers if m.split("::")[0] in WINDOW_OF), "")
-    if not space:
-        e.unsupported()
+    space = space_of(e)
     d, a = e.operands
     view = e.view
     base = WINDOW_OF[space] if view == "u64" else 0
@@ -279,7 +235,7 @@ def convert_address(e: Emitter) -> None:
 
 @instruction("isspacep")
 def is_space(e: Emitter) -> None:
-    space = next((m.split("::")[0] for m in e.instruction.modifiers if m.split("::")[0] in WINDOW_OF), "")
+    space = space_of(e)
     d, a = e.operands
     x = e.source(a, "u64")
     if space in ("global", "const"):

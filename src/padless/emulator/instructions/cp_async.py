@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Immediate
 from padless.emulator.state.asynchronous import AsyncOperation, Work
 from padless.emulator.state.global_access import check_grids
-from padless.emulator.state.groups import GroupWait, Operation, groups_of
+from padless.emulator.state.groups import Operation, commit_of, groups_of, wait_of
 from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Fragment, Wait, Warp
@@ -23,47 +22,18 @@ from padless.emulator.state.warp import Fragment, Wait, Warp
 FAMILY = "cp.async"
 
 
-class SmallWait(GroupWait):
-    what = "cp.async copies"
-
-
 def small_copy(e: Emitter) -> None:
     if e.has("commit_group"):
-        e.synchronise(commit)
+        e.synchronise_lanes(commit_of(FAMILY))
     elif e.has("wait_group") or e.has("wait_all"):
-        e.synchronise(make_wait(e))
+        operand = e.operands[0] if e.operands else Immediate(0)
+        pending = operand.value if isinstance(operand, Immediate) else 0
+        e.synchronise(wait_of(FAMILY, pending, commits=e.has("wait_all")))
     elif "mbarrier" in e.modifiers:
-        e.synchronise(make_arrive(e))
+        where, keep = SharedOperand(e, e.operands[0]), e.has("noinc")
+        e.synchronise_lanes(lambda site: arrive_after(site, where.at(site), keep))
     else:
         e.synchronise(make_copy(e))
-
-
-def commit(f: Fragment, m: Any) -> Wait | None:
-    for lane in f.lanes(m).tolist():
-        groups_of(f.warp, FAMILY, lane).commit()
-    return None
-
-
-def commit_open(w: Warp, lanes: Iterable[int]) -> None:
-    for lane in lanes:
-        groups = groups_of(w, FAMILY, lane)
-        if groups.open:
-            groups.commit()
-
-
-def make_wait(e: Emitter) -> Any:
-    operand = e.operands[0] if e.operands else Immediate(0)
-    pending = operand.value if isinstance(operand, Immediate) else 0
-    everything = e.has("wait_all")
-
-    def wait(f: Fragment, m: Any) -> Wait | None:
-        w, lanes = f.warp, f.lanes(m).tolist()
-        if everything:
-            commit_open(w, lanes)
-        parts = [(w.first_row + lane, groups_of(w, FAMILY, lane)) for lane in lanes]
-        return SmallWait(w, parts, pending).begin(f)
-
-    return wait
 
 
 def make_copy(e: Emitter) -> Any:
@@ -82,18 +52,17 @@ def make_copy(e: Emitter) -> Any:
             ignore_slot = e.source_slot(operand, "pred")
         else:
             count_slot = e.source_slot(operand, "u32")
-    e.preparation.granule = min(e.preparation.granule, size.value)
+    e.limit_granule(size.value)
 
     def cp_async(f: Fragment, m: Any) -> Wait | None:
-        w = f.warp
         copies = []
-        for lane in f.lanes(m).tolist():
-            count = int(w.v[count_slot][lane]) if count_slot >= 0 else size.value
-            if ignore_slot >= 0 and w.v[ignore_slot][lane]:
+        for site in [Site(f.warp, ins, lane) for lane in f.lanes(m).tolist()]:
+            count = site.value(count_slot) if count_slot >= 0 else size.value
+            if ignore_slot >= 0 and site.value(ignore_slot):
                 count = 0
-            copies.append((Site(w, ins, lane), target.one(w, lane), origin.one(w, lane), min(count, size.value)))
-        check_grids(w, [site.lane for site, _, _, count in copies if count], ins)
-        copy(w, copies, size.value)
+            copies.append((site, target.at(site), origin.at(site), min(count, size.value)))
+        check_grids(f.warp, [site.lane for site, _, _, count in copies if count], ins)
+        copy(f.warp, copies, size.value)
         return None
 
     return cp_async
@@ -105,8 +74,7 @@ def copy(w: Warp, copies: list[tuple[Site, int, int, int]], size: int) -> None:
     for site, to, source, count in copies:
         cta, offset = site.locate(to)
         if offset % size or source % size:
-            message = f"cp.async of {size} bytes from {source:#x} to {to:#x}: misaligned"
-            site.fault(message, "misaligned")
+            site.fault(f"cp.async of {size} bytes from {source:#x} to {to:#x}: misaligned", "misaligned")
         groups = groups_of(w, FAMILY, site.lane)
         operation = Operation(site.instruction)
         stamp = cells = None
@@ -133,30 +101,18 @@ def copy(w: Warp, copies: list[tuple[Site, int, int, int]], size: int) -> None:
     w.launch.enqueue(None, AsyncOperation(name, land, work=Work("small_load", w.cta, read_bytes)))
 
 
-def make_arrive(e: Emitter) -> Any:
-    """cp.async.mbarrier.arrive: an arrival once the lane's earlier cp.async copies are done."""
-    where = SharedOperand(e, e.operands[0])
-    keep = e.has("noinc")
-    ins = e.instruction
-
-    def arrive(f: Fragment, m: Any) -> Wait | None:
-        for lane in f.lanes(m).tolist():
-            arrive_after(Site(f.warp, ins, lane), where.one(f.warp, lane), keep)
-        return None
-
-    return arrive
-
-
 def arrive_after(site: Site, address: int, keep: bool) -> None:
-    """The lane's copies so far finish in any order; the last to do so arrives. keep: the arrival is a counted one."""
+    """cp.async.mbarrier.arrive: the lane's copies so far finish in any order; the last to do so arrives. keep: the
+    arrival is a counted one."""
     w = site.warp
     bar = find_mbarrier(site, address)
     if bar is None:
         return
     if not keep:
         bar.pending += 1
-    commit_open(w, [site.lane])
     groups = groups_of(w, FAMILY, site.lane)
+    if groups.open:
+        groups.commit()
     upto = len(groups.closed)
     outstanding = groups.unfinished(upto)
     left = [len(outstanding)]

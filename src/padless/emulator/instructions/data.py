@@ -11,10 +11,10 @@ from padless.emulator.instructions.conversion import wide_source
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import HELPERS, helper, instruction
 from padless.emulator.ptx.ast import Immediate, Register, Sink, Symbol, Vector
-from padless.emulator.state import atomics
+from padless.emulator.state import atomics, memory_access
 from padless.emulator.state.global_access import check_grids
 from padless.emulator.state.memory import NUMPY
-from padless.emulator.state.memory_access import LOADS, STORES, MemoryAccess, at_addresses, load_local_at
+from padless.emulator.state.memory_access import PIECES, MemoryAccess, local_pieces
 from padless.emulator.state.site import Site, lanes_of
 from padless.emulator.state.warp import Warp
 
@@ -145,13 +145,13 @@ def access(e: Emitter, address: Any, value: Any, store: bool) -> MemoryAccess:
 def load(e: Emitter) -> None:
     d, address = e.operands[:2]
     a = access(e, address, d, store=False)
-    at = LOADS[a.space]
+    pieces = PIECES[a.space]
     if a.symbol and a.space in ("param", "generic"):
         if any(p.name == a.symbol for p in e.preparation.function.parameters):
             e.call(load_parameter(a))
             return
-        at = load_local_at  # a call's parameter variable
-    e.call(at_addresses(at, a))
+        pieces = local_pieces  # a call's parameter variable
+    e.call(memory_access.load(pieces, a))
 
 
 def load_parameter(a: MemoryAccess) -> Any:
@@ -174,7 +174,9 @@ def store(e: Emitter) -> None:
         return
     address, s = e.operands[:2]
     a = access(e, address, s, store=True)
-    e.call(at_addresses(STORES[a.space], a))
+    if a.space == "const":
+        e.unsupported("constant memory cannot be written")
+    e.call(memory_access.store(local_pieces if a.space == "param" else PIECES[a.space], a))
 
 
 @instruction("atom", "red")

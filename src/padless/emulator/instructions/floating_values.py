@@ -37,21 +37,6 @@ def canonicalise(row: Array, m: Any) -> None:
 
 
 @helper
-def add_f32(a: Array, b: Array) -> Array:
-    return canonical(a + b)
-
-
-@helper
-def sub_f32(a: Array, b: Array) -> Array:
-    return canonical(a - b)
-
-
-@helper
-def mul_f32(a: Array, b: Array) -> Array:
-    return canonical(a * b)
-
-
-@helper
 def flush_sixteen(value: Array) -> Array:
     """Subnormal f16 numbers, held as float64, to zero of the same sign."""
     return np.where(np.abs(value) < 2.0**-14, np.copysign(0.0, value), value)
@@ -70,7 +55,7 @@ def saturate(value: Array) -> Array:
 
 @helper
 def flush(value: Array) -> Array:
-    """Subnormal float32 to zero of the same sign."""
+    """Subnormal float32, or bf16 held as float64, to zero of the same sign."""
     tiny = np.abs(value) < np.float32(1.17549435e-38)
     return np.where(tiny, np.copysign(np.float32(0), value), value)
 
@@ -82,13 +67,9 @@ def out_of_bounds(bits: Array) -> Array:
 
 
 @helper
-def fused_sixteen(a: Array, b: Array, c: Array) -> Array:
-    """a*b + c of 16-bit values in float64, rounded to odd so that the final rounding is the only one."""
-    return sum_to_odd(a * b, c)
-
-
 def sum_to_odd(product: Array, c: Array) -> Array:
-    """product + c in float64, an inexact sum forced to an odd last bit (Boldo and Melquiond)."""
+    """product + c in float64, an inexact sum forced to an odd last bit, so that the rounding to a narrower type that
+    follows is the only one (Boldo and Melquiond)."""
     total = product + c
     virtual = total - product
     error = (product - (total - virtual)) + (c - virtual)
@@ -113,8 +94,8 @@ def fused_multiply_add(a: Array, b: Array, c: Array, mode: str = "rn") -> Array:
         doubtful = (low == 0x10000000) | (np.abs(total) < 1.2e-38)
         if not doubtful.any():
             return canonical(total.astype(np.float32))
-        return canonical(sum_to_odd(product, np.broadcast_to(wide_c, product.shape)).astype(np.float32))
-    return canonical(round_directed(sum_to_odd(product, np.broadcast_to(wide_c, product.shape)), mode))
+    odd = sum_to_odd(product, np.broadcast_to(wide_c, product.shape))
+    return canonical(odd.astype(np.float32) if mode == "rn" else round_directed(odd, mode))
 
 
 def round_directed(value: Array, mode: str) -> Array:
@@ -132,7 +113,7 @@ def round_directed(value: Array, mode: str) -> Array:
 @helper
 def fused_multiply_add_f64(a: Array, b: Array, c: Array, mode: str = "rn") -> Array:
     out = np.empty(a.shape, np.float64)
-    for i, (x, y, z) in enumerate(zip(a.tolist(), b.tolist(), c.tolist(), strict=True)):
+    for i, (x, y, z) in enumerate(zip(*(np.broadcast_to(o, a.shape).tolist() for o in (a, b, c)), strict=True)):
         if np.isfinite(x) and np.isfinite(y) and np.isfinite(z):
             exact = Fraction(x) * Fraction(y) + Fraction(z)
             out[i] = round_fraction(exact, mode) if exact else exact_zero(x * y, z, mode)
@@ -223,14 +204,16 @@ def multiply_signs(value: Array, a: Array, b: Array) -> Array:
     return np.copysign(value, np.where(np.signbit(a) != np.signbit(b), -one, one))
 
 
-for _name, _function in {
-    "rcp": lambda x: 1.0 / x,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1.0 / np.sqrt(x),
-    "ex2": np.exp2,
-    "lg2": np.log2,
-    "sin": np.sin,
-    "cos": np.cos,
-    "tanh": np.tanh,
-}.items():
-    HELPERS[f"transcendental_{_name}"] = _function
+HELPERS |= {
+    "add_f32": lambda a, b: canonical(a + b),
+    "sub_f32": lambda a, b: canonical(a - b),
+    "mul_f32": lambda a, b: canonical(a * b),
+    "transcendental_rcp": lambda x: 1.0 / x,
+    "transcendental_sqrt": np.sqrt,
+    "transcendental_rsqrt": lambda x: 1.0 / np.sqrt(x),
+    "transcendental_ex2": np.exp2,
+    "transcendental_lg2": np.log2,
+    "transcendental_sin": np.sin,
+    "transcendental_cos": np.cos,
+    "transcendental_tanh": np.tanh,
+}

@@ -8,27 +8,60 @@ import numpy as np
 
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import expressions, helper, instruction
-from padless.emulator.ptx.ast import Operand
 
 Array = np.ndarray[Any, Any]
 
+PACKED = {"u16x2": "uint16", "s16x2": "int16"}
+LOW, HIGH = "np.minimum({0}, {1})", "np.maximum({0}, {1})"
 
+
+def halves(value: str, kind: str) -> tuple[str, str]:
+    """A row on the two 16-bit numbers of every lane."""
+    return "u32 u32 u32", f"({value.replace('}', f'}}.view(np.{kind})')}).view(np.uint32)"
+
+
+PACKED_VALUES = {
+    "add": "{0} + {1}", "sub": "{0} - {1}", "min.relu": f"np.maximum({LOW}, 0)", "max.relu": f"np.maximum({HIGH}, 0)",
+    "min": LOW, "max": HIGH,
+}  # fmt: skip
 expressions(
     {
+        **{f"{key}.{k}": halves(value, kind) for key, value in PACKED_VALUES.items() for k, kind in PACKED.items()},
         "abs": ("* *", "np.abs"),
         "neg": ("* *", "np.negative"),
         "sad": ("* * * *", "np.where({0} < {1}, {1} - {0}, {0} - {1}) + {2}"),
         "div": ("* * *", "divide_integers({0}, {1})"),
         "rem": ("* * *", "remainder_integers({0}, {1})"),
+        "add.cc": ("u* u* u*", "add_carry(w, {m}, {0}, {1}, None, True, False)"),
+        "add.sat.s32": ("s32 s32 s32", "clamp_s32({0}.astype(np.int64) + {1})"),
+        "add": ("* * *", "np.add"),
+        "sub.cc": ("u* u* u*", "add_carry(w, {m}, {0}, {1}, None, True, True)"),
+        "sub.sat.s32": ("s32 s32 s32", "clamp_s32({0}.astype(np.int64) - {1})"),
+        "sub": ("* * *", "np.subtract"),
+        "addc": ("u* u* u*", "add_carry(w, {m}, {0}, {1}, w.carry, {cc}, False)", "cc"),
+        "subc": ("u* u* u*", "add_carry(w, {m}, {0}, {1}, w.carry, {cc}, True)", "cc"),
+        "mul.wide": ("2* * *", "np.multiply"),
+        "mul.hi": ("* * *", "multiply_high({0}, {1})"),
+        "mul": ("* * *", "np.multiply", "lo"),
+        "mad.hi.cc": ("u* * * u*", "add_carry(w, {m}, multiply_high({0}, {1}).view({2}.dtype), {2}, None, True, False)"),
+        "mad.cc": ("u* * * u*", "add_carry(w, {m}, ({0} * {1}).view({2}.dtype), {2}, None, True, False)", "lo"),
+        "madc.hi": (
+            "u* * * u*", "add_carry(w, {m}, multiply_high({0}, {1}).view({2}.dtype), {2}, w.carry, {cc}, False)", "cc",
+        ),
+        "madc": ("u* * * u*", "add_carry(w, {m}, ({0} * {1}).view({2}.dtype), {2}, w.carry, {cc}, False)", "lo cc"),
+        "mad.wide": ("2* * * 2*", "np.multiply({0}, {1}, dtype={2}.dtype) + {2}"),
+        "mad.hi.sat.s32": ("s32 s32 s32 s32", "clamp_s32(multiply_high({0}, {1}).astype(np.int64) + {2})"),
+        "mad.hi": ("* * * *", "multiply_high({0}, {1}) + {2}"),
+        "mad": ("* * * *", "{0} * {1} + {2}", "lo"),
+        "mul24": ("* * *", "multiply_24({0}, {1}, {hi})", "lo hi"),
+        "mad24.sat": ("* * * *", "clamp_s32(multiply_24({0}, {1}, {hi}).astype(np.int64) + {2})", "lo hi"),
+        "mad24": ("* * * *", "multiply_24({0}, {1}, {hi}) + {2}", "lo hi"),
+        "min.relu": ("* * *", f"np.maximum({LOW}, 0)"),
+        "min": ("* * *", "np.minimum"),
+        "max.relu": ("* * *", f"np.maximum({HIGH}, 0)"),
+        "max": ("* * *", "np.maximum"),
     }
-)
-
-PACKED = {"u16x2": "np.uint16", "s16x2": "np.int16"}
-
-
-def halves(e: Emitter, operand: Operand) -> str:
-    """The two 16-bit numbers of every lane: 64 values."""
-    return f"{e.source(operand, 'u32')}.view({PACKED[e.type]})"
+)  # fmt: skip
 
 
 @helper
@@ -36,95 +69,19 @@ def clamp_s32(value: Array) -> Array:
     return np.clip(value, -(1 << 31), (1 << 31) - 1).astype(np.int32)
 
 
-@instruction("add", "sub")
-def add_sub(e: Emitter) -> None:
-    if e.has("cc"):
-        carry_out(e)
-        return
-    e.only("sat")
-    d, a, b = e.operands
-    sign = "+" if e.opcode == "add" else "-"
-    if e.type in PACKED:
-        e.assign(e.destination(d, "u32"), f"({halves(e, a)} {sign} {halves(e, b)}).view(np.uint32)")
-        return
-    view = e.view
-    if e.has("sat"):
-        if view != "s32":
-            e.unsupported("only .s32 saturates")
-        wide = f"{e.source(a, view)}.astype(np.int64) {sign} {e.source(b, view)}"
-        e.assign(e.destination(d, view), f"clamp_s32({wide})")
-        return
-    e.ufunc(
-        "np.add" if e.opcode == "add" else "np.subtract", e.destination(d, view), e.source(a, view), e.source(b, view)
-    )
-
-
-def carry_out(e: Emitter) -> None:
-    """add.cc / sub.cc: the carry (or borrow) goes to the warp's condition-code row."""
-    view = "u" + e.view[1:]
-    d, a, b = e.operands
-    e.call(
-        add_carry, e.destination(d, view), e.source(a, view), e.source(b, view), "None", "True", str(e.opcode == "sub")
-    )
-
-
-@instruction("madc")
-def mad_with_carry(e: Emitter) -> None:
-    multiply_carry(e, "w.carry")
-
-
-def multiply_carry(e: Emitter, carry: str) -> None:
-    """mad.cc, madc: the product's half plus c, with the carry in and out of the condition code."""
-    e.only("lo", "hi", "cc")
-    view = "u" + e.view[1:]
-    d, a, b, c = e.operands
-    x, y = e.source(a, e.view), e.source(b, e.view)
-    product = f"multiply_high({x}, {y})" if e.has("hi") else f"({x} * {y})"
-    e.call(
-        add_carry, e.destination(d, view), f"{product}.view(np.{NAMES[view]})", e.source(c, view), carry,
-        str(e.has("cc")), "False",
-    )  # fmt: skip
-
-
-@instruction("addc", "subc")
-def add_with_carry(e: Emitter) -> None:
-    view = "u" + e.view[1:]
-    d, a, b = e.operands
-    e.call(
-        add_carry, e.destination(d, view), e.source(a, view), e.source(b, view), "w.carry", str(e.has("cc")),
-        str(e.opcode == "subc"),
-    )  # fmt: skip
-
-
-def add_carry(w: Any, v: Any, m: Any, d: Array, a: Array, b: Array, carry: Any, keep: bool, subtract: bool) -> None:
-    one = np.zeros(32, d.dtype) if carry is None else carry.astype(d.dtype)
+@helper
+def add_carry(w: Any, m: Any, a: Array, b: Array, carry: Any, keep: bool, subtract: bool) -> Array:
+    """a + b + carry, or a - b - carry; with `keep` the carry (or borrow) out goes to the warp's condition-code row."""
+    one = np.zeros(32, a.dtype) if carry is None else carry.astype(a.dtype)
     if subtract:
         total = a - b - one
         out = (a < b) | ((a == b) & (one != 0))
     else:
         total = a + b + one
         out = (total < a) | ((total == a) & (one != 0))
-    np.copyto(d, total, where=m)
     if keep:
         np.copyto(w.carry, out, where=m)
-
-
-@instruction("mul")
-def mul(e: Emitter) -> None:
-    e.only("lo", "hi", "wide")
-    d, a, b = e.operands
-    view = e.view
-    size = int(view[1:])
-    if e.has("wide"):
-        wide = f"{view[0]}{2 * size}"
-        e.ufunc("np.multiply", e.destination(d, wide), e.source(a, view), e.source(b, view), dtype=f"np.{NAMES[wide]}")
-    elif e.has("hi"):
-        e.assign(e.destination(d, view), f"multiply_high({e.source(a, view)}, {e.source(b, view)})")
-    else:
-        e.ufunc("np.multiply", e.destination(d, view), e.source(a, view), e.source(b, view))
-
-
-NAMES = {"u16": "uint16", "s16": "int16", "u32": "uint32", "s32": "int32", "u64": "uint64", "s64": "int64"}
+    return total
 
 
 @helper
@@ -138,48 +95,11 @@ def multiply_high(a: Array, b: Array) -> Array:
     return np.array([(int(x) * int(y)) >> 64 for x, y in zip(a, b, strict=True)], dtype=object).astype(a.dtype)
 
 
-@instruction("mad")
-def mad(e: Emitter) -> None:
-    if e.has("cc"):
-        multiply_carry(e, "None")
-        return
-    e.only("lo", "hi", "wide", "sat")
-    d, a, b, c = e.operands
-    view = e.view
-    if e.has("sat"):
-        if not e.has("hi") or view != "s32":
-            e.unsupported("only .hi.s32 saturates")
-        product = f"multiply_high({e.source(a, view)}, {e.source(b, view)}).astype(np.int64)"
-        e.assign(e.destination(d, view), f"clamp_s32({product} + {e.source(c, view)})")
-        return
-    if e.has("wide"):
-        wide = f"{view[0]}{2 * int(view[1:])}"
-        kind = f"np.{NAMES[wide]}"
-        e.assign(
-            e.destination(d, wide),
-            f"np.multiply({e.source(a, view)}, {e.source(b, view)}, dtype={kind}) + {e.source(c, wide)}",
-        )
-    elif e.has("hi"):
-        e.assign(
-            e.destination(d, view), f"multiply_high({e.source(a, view)}, {e.source(b, view)}) + {e.source(c, view)}"
-        )
-    else:
-        e.assign(e.destination(d, view), f"{e.source(a, view)} * {e.source(b, view)} + {e.source(c, view)}")
-
-
-@instruction("mul24", "mad24")
-def mul24(e: Emitter) -> None:
-    """Products of the low 24 bits; .hi takes bits 16 to 47 of the 48."""
-    e.only("lo", "hi", "sat")
-    view = e.view
-    d, a, b, *c = e.operands
-    x, y = (f"({e.source(o, view)} << 8 >> 8).astype(np.int64)" for o in (a, b))
-    value = f"(({x} * {y}) >> {16 if e.has('hi') else 0}).astype(np.{NAMES[view]})"
-    if c and e.has("sat"):
-        value = f"clamp_s32({value}.astype(np.int64) + {e.source(c[0], view)})"
-    elif c:
-        value = f"{value} + {e.source(c[0], view)}"
-    e.assign(e.destination(d, view), value)
+@helper
+def multiply_24(a: Array, b: Array, high: bool) -> Array:
+    """Products of the low 24 bits; `high`: bits 16 to 47 of the 48."""
+    x, y = ((v << 8 >> 8).astype(np.int64) for v in (a, b))
+    return ((x * y) >> (16 if high else 0)).astype(a.dtype)
 
 
 @helper
@@ -196,25 +116,6 @@ def divide_integers(a: Array, b: Array) -> Array:
 def remainder_integers(a: Array, b: Array) -> Array:
     safe = np.where(b == 0, 1, b).astype(a.dtype)
     return np.where(b == 0, a, a - divide_integers(a, safe) * safe)
-
-
-@instruction("min", "max")
-def min_max(e: Emitter) -> None:
-    e.only("relu")
-    d, *sources = e.operands
-    name = "np.minimum" if e.opcode == "min" else "np.maximum"
-    if e.type in PACKED:
-        value = f"{name}({halves(e, sources[0])}, {halves(e, sources[1])})"
-        value = f"np.maximum({value}, 0)" if e.has("relu") else value
-        e.assign(e.destination(d, "u32"), f"{value}.view(np.uint32)")
-        return
-    view = e.view
-    value = e.source(sources[0], view)
-    for source in sources[1:]:
-        value = f"{name}({value}, {e.source(source, view)})"
-    if e.has("relu"):
-        value = f"np.maximum({value}, 0)"
-    e.assign(e.destination(d, view), value)
 
 
 @instruction("dp4a", "dp2a")

@@ -19,7 +19,7 @@ from padless.emulator.state.asynchronous import AsyncOperation, Work
 from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
-from padless.emulator.state.warp import Fragment, Wait, Warp
+from padless.emulator.state.warp import Warp
 
 Array = np.ndarray[Any, Any]
 BYTES = 16
@@ -39,28 +39,21 @@ def cluster_launch_control(e: Emitter) -> None:
 
 def try_cancel(e: Emitter) -> None:
     """Ask for a cluster; the response and 16 bytes of transaction reach the issuing CTA, or every CTA of its cluster."""
-    e.only(
-        "try_cancel", "async", "shared::cta", "mbarrier::complete_tx::bytes", "multicast::cluster::all",
-    )  # fmt: skip
+    e.only("try_cancel", "async", "shared::cta", "mbarrier::complete_tx::bytes", "multicast::cluster::all")
     response, barrier = SharedOperand(e, e.operands[0]), SharedOperand(e, e.operands[1])
     multicast = e.has("multicast::cluster::all")
-    ins = e.instruction
 
-    def request(f: Fragment, m: Any) -> Wait | None:
-        for lane in f.lanes(m).tolist():
-            issue(Site(f.warp, ins, lane), response.one(f.warp, lane), barrier.one(f.warp, lane))
-        return None
-
-    def issue(site: Site, to: int, signal: int) -> None:
+    def issue(site: Site) -> None:
         own = site.warp.cta
-        _, offset = site.locate(to)
+        _, offset = site.locate(response.at(site))
+        signal = barrier.at(site) & OFFSET_MASK
         if offset % BYTES:
             site.fault(f"response address {offset:#x} is not a multiple of 16")
         if own.cluster.cancel_failed:
             site.report("launch-control", "asks again after a response that said that no cluster is left")
         landings = []
         for cta in own.cluster.ctas if multicast else [own]:
-            bar = find_mbarrier(site, cta.rank << 24 | (signal & OFFSET_MASK), asynchronous=True)
+            bar = find_mbarrier(site, cta.rank << 24 | signal, asynchronous=True)
             if bar is not None:
                 landings.append(Landing(site, cta, bar, np.array([offset]), BYTES))
 
@@ -71,9 +64,9 @@ def try_cancel(e: Emitter) -> None:
                 landing.cta.shared.bytes[offset : offset + BYTES] = words.view(np.uint8)
                 landing.complete(BYTES)
 
-        own.launch.enqueue(None, AsyncOperation(ins.name, answer, work=Work("other", own)))
+        own.launch.enqueue(None, AsyncOperation(site.instruction.name, answer, work=Work("other", own)))
 
-    e.synchronise(request)
+    e.synchronise_lanes(issue)
 
 
 def query_cancel(e: Emitter) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,12 +15,12 @@ from padless.emulator.order.reports import set_bits
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Immediate, Instruction, Register, Vector
-from padless.emulator.state import tensor_core
 from padless.emulator.state.asynchronous import AsyncOperation, Work
 from padless.emulator.state.groups import Groups, GroupWait, Operation
 from padless.emulator.state.site import Site
-from padless.emulator.state.warp import Fragment, Wait, Warp
+from padless.emulator.state.warp import Cta, Fragment, Wait, Warp
 from padless.emulator.state.warp_sync import whole_warp
+from padless.emulator.units.wgmma import TYPES, Wgmma
 
 
 class WgmmaOperation(Operation):
@@ -65,22 +68,16 @@ def warpgroup_of(w: Warp, ins: Instruction) -> Warpgroup:
 
 @instruction("wgmma")
 def wgmma(e: Emitter) -> None:
-    if e.has("fence"):
-        e.synchronise(make_fence(e))
-    elif e.has("commit_group"):
-        e.synchronise(make_commit(e))
-    elif e.has("wait_group"):
-        e.synchronise(make_wait(e))
-    elif e.has("mma_async"):
-        e.synchronise(make_mma(e))
-    else:
+    forms = {"fence": make_fence, "commit_group": make_commit, "wait_group": make_wait, "mma_async": make_mma}
+    form = e.either(*forms)
+    if not form:
         e.unsupported()
+    e.synchronise(whole_warp(forms[form](e)))
 
 
 def make_fence(e: Emitter) -> Any:
     ins = e.instruction
 
-    @whole_warp
     def wgmma_fence(f: Fragment, m: Any) -> Wait | None:
         warpgroup_of(f.warp, ins)
         f.warp.dirty = 0
@@ -92,7 +89,6 @@ def make_fence(e: Emitter) -> Any:
 def make_commit(e: Emitter) -> Any:
     ins = e.instruction
 
-    @whole_warp
     def wgmma_commit(f: Fragment, m: Any) -> Wait | None:
         warpgroup_of(f.warp, ins).of(f.warp).commit()
         return None
@@ -119,11 +115,9 @@ def make_wait(e: Emitter) -> Any:
     operand = e.operands[0]
     if not isinstance(operand, Immediate):
         e.unsupported()
-        return None
     pending = operand.value
     ins = e.instruction
 
-    @whole_warp
     def wgmma_wait(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
         return WgmmaWait(w, [(w.rows, warpgroup_of(w, ins).of(w))], pending).begin(f)
@@ -134,38 +128,22 @@ def make_wait(e: Emitter) -> Any:
 def make_mma(e: Emitter) -> Any:
     ins = e.instruction
     shape = next((m for m in ins.modifiers if re.fullmatch(r"m64n\d+k\d+", m)), "")
-    kinds = [m for m in ins.modifiers if m in tensor_core.WGMMA_TYPES]
-    e.only("mma_async", "sync", "aligned", shape, "satfinite", *tensor_core.WGMMA_TYPES)
-    if not shape or len(kinds) != 3 or kinds[0] not in ("f32", "f16", "s32"):
+    kinds = [m for m in ins.modifiers if m in TYPES]
+    e.only("mma_async", "sync", "aligned", shape, "satfinite", *TYPES)
+    if not shape or len(kinds) != 3:
         e.unsupported("shape or types")
     n, k = (int(x) for x in re.findall(r"n(\d+)k(\d+)", shape)[0])
+    d_type, a_type, b_type = kinds
     d, a, b, *rest = e.operands
-    assert isinstance(d, Vector)
-    preparation = e.preparation
-    registers = 0
-
-    def quiet(operand: Any, view: str) -> int:
-        """A slot that the block-level register checks do not see; this instruction does its own."""
-        nonlocal registers
-        assert isinstance(operand, Register)
-        cls, row = preparation.row(operand.name)
-        registers |= 1 << preparation.number_of[operand.name]
-        return preparation.slot(cls, row, view)
-
-    view = {"f32": "f32", "s32": "s32", "f16": "u32"}[kinds[0]]
-    d_slots = [quiet(i, view) for i in d.items]
-    d_bits = registers
-    expected = n // 2 if kinds[0] != "f16" else n // 4
+    view = {"f32": "f32", "s32": "s32"}.get(d_type, "u32")
+    d_slots, d_bits = e.own_slots(e.items(d), view)
+    expected = n // 2 if d_type != "f16" else n // 4
     if len(d_slots) != expected:
         e.unsupported(f"{len(d_slots)} accumulators, m64n{n} needs {expected}")
-    a_slots: list[int] = []
-    a_descriptor = -1
-    if isinstance(a, Vector):
-        a_slots = [quiet(i, "u32") for i in a.items]
-    else:
-        a_descriptor = e.source_slot(a, "u64")
+    a_slots, a_bits = e.own_slots(a.items, "u32") if isinstance(a, Vector) else ([], 0)
+    a_descriptor = -1 if a_slots else e.source_slot(a, "u64")
     b_descriptor = e.source_slot(b, "u64")
-    all_bits = registers
+    all_bits = d_bits | a_bits
     owners = dict.fromkeys(set_bits(all_bits), ins)
     scale_slot, constant_scale = -1, True
     if rest and isinstance(rest[0], Register):
@@ -174,24 +152,28 @@ def make_mma(e: Emitter) -> Any:
         constant_scale = bool(rest[0].value)
     immediates = [o.value for o in rest[1:] if isinstance(o, Immediate)]
     signs = [*immediates, 1, 1][:2]
-    transposes = [*immediates[2:], 0, 0][:2]
+    majors = ["mn" if t else "k" for t in [*immediates[2:], 0, 0]]
     if a_slots and len(immediates) == 3:
-        transposes = [0, immediates[2]]
-    spec = tensor_core.WgmmaShape(n, k, kinds[0], kinds[1], kinds[2], signs[0], signs[1], transposes[0], transposes[1])
-    if not spec.legal():
+        majors.insert(0, "k")
+    try:
+        form = Wgmma(
+            n, d_type, a_type, b_type, None if a_slots else 0, 0, True, signs[0] < 0, signs[1] < 0, majors[0], majors[1],
+            e.has("satfinite"),
+        )  # fmt: skip
+    except ValueError as error:
+        e.unsupported(str(error))
+    if form.k != k or (form.k == 32 and "mn" in majors[:2]):
         e.unsupported("shape or types")
-    preparation.uses.add("wgmma")
+    e.preparation.uses.add("wgmma")
 
     def check_registers(w: Warp, accumulate: bool) -> None:
         site = Site(w, ins)
         dirty = w.dirty & all_bits
         if dirty:
             names = w.launch.program.names_of(dirty)
-            site.report(
-                "missing-wgmma-fence",
-                f"{names} were read or written since the last wgmma.fence" if w.dirty != -1
-                else "no wgmma.fence before the first wgmma",
-            )  # fmt: skip
+            first = "no wgmma.fence before the first wgmma"
+            message = first if w.dirty == -1 else f"{names} were read or written since the last wgmma.fence"
+            site.report("missing-wgmma-fence", message)
         if accumulate and d_bits & ~w.written:
             names = w.launch.program.names_of(d_bits & ~w.written)
             site.report("uninitialised-register", f"accumulates into {names}, never written")
@@ -199,15 +181,12 @@ def make_mma(e: Emitter) -> Any:
         w.busy |= all_bits
         w.busy_owner.update(owners)
 
-    @whole_warp
     def wgmma_mma(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
         v = w.v
         group = warpgroup_of(w, ins)
         accumulate = bool(v[scale_slot][0]) if scale_slot >= 0 else constant_scale
-        values = (
-            int(v[a_descriptor][0]) if a_descriptor >= 0 else None, int(v[b_descriptor][0]), accumulate,
-        )  # fmt: skip
+        values = int(v[a_descriptor][0]) if a_descriptor >= 0 else None, int(v[b_descriptor][0]), accumulate
         if w.cta.checks:
             check_registers(w, accumulate)
         issued, groups = group.issued[w.index % 4], group.of(w)
@@ -229,32 +208,58 @@ def make_mma(e: Emitter) -> Any:
                 clock = np.minimum(clock[:, :width], op.clock[:, :width])
             op.clock = clock
         if len(op.warps) == 4:
-            launch_wgmma(group, op, spec, a_slots, d_slots)
+            launch_wgmma(group, op, with_descriptors(form, *values), a_slots, d_slots)
         return None
 
     return wgmma_mma
 
 
-def launch_wgmma(group: Warpgroup, op: WgmmaOperation, spec: Any, a_slots: list[int], d_slots: list[int]) -> None:
+@lru_cache(maxsize=4096)
+def with_descriptors(form: Wgmma, a_descriptor: int | None, b_descriptor: int, scale_d: bool) -> Wgmma:
+    """The unit of one wgmma, from the cache: kernels use few descriptors."""
+    return replace(form, a_descriptor=a_descriptor, b_descriptor=b_descriptor, scale_d=scale_d)
+
+
+@lru_cache(maxsize=8192)
+def ranges_of(unit: Wgmma, shift: int) -> tuple[Any, int]:
+    """(shadow cells, end in bytes) of what a product reads: a slice of cells where they are contiguous."""
+    ranges = sorted({r for part in unit.shared_ranges().values() for r in part})
+    if len(ranges) == 1:
+        return slice(ranges[0][0] >> shift, -(-ranges[0][1] >> shift)), ranges[0][1]
+    return np.concatenate([np.arange(a >> shift, -(-b >> shift)) for a, b in ranges]), ranges[-1][1]
+
+
+def launch_wgmma(group: Warpgroup, op: WgmmaOperation, unit: Wgmma, a_slots: list[int], d_slots: list[int]) -> None:
     """All four warps have issued: check what it will read, and queue it."""
-    a_descriptor, b_descriptor, accumulate = op.operands
     warps = sorted(op.warps, key=lambda w: w.index)
     site = Site(op.warps[0], op.instruction)
     cta = site.warp.cta
-    unit = tensor_core.wgmma_unit(spec, a_descriptor, b_descriptor, accumulate)
     for problem in unit.problems():
         site.report("descriptor", problem)
-    ranges = tensor_core.wgmma_ranges(spec, a_descriptor, b_descriptor)
-    if ranges[-1][1] > cta.shared.size:
+    cells, end = ranges_of(unit, cta.granule_shift)
+    if end > cta.shared.size:
         site.fault("a wgmma descriptor reaches past the CTA's shared memory")
     if cta.shared.shadow is not None:
-        cells = tensor_core.cells_of_ranges(ranges, cta.granule_shift)
         stamp = int(pack(group.column, op.group, ASYNC))
         cta.shared.shadow.bulk(cells, op.clock, stamp, site, write=False)
 
     def execute() -> None:
-        tensor_core.run_wgmma(cta, warps, unit, a_slots, d_slots)
+        if cta.launch.arithmetic != "none":  # that of a clock, which needs no values
+            multiply(cta, warps, unit, a_slots, d_slots)
         op.finish()
 
     operation = AsyncOperation(op.instruction.name, execute, work=Work("wgmma", cta, 0, unit))
     cta.launch.enqueue(("wgmma", id(group)), operation)
+
+
+def multiply(cta: Cta, warps: list[Warp], unit: Wgmma, a_slots: list[int], d_slots: list[int]) -> None:
+    """Read the fragments of four warps, multiply, and write the accumulators back."""
+    launch = cta.launch
+    started = time.perf_counter()
+    d = np.concatenate([np.stack([w.v[s] for s in d_slots], axis=1) for w in warps])
+    a = np.concatenate([np.stack([w.v[s] for s in a_slots], axis=1) for w in warps]) if a_slots else None
+    result = unit.execute(cta.shared.bytes, d, a, mode=launch.arithmetic)
+    for i, w in enumerate(warps):
+        for j, slot in enumerate(d_slots):
+            w.v[slot][:] = result[32 * i : 32 * i + 32, j]
+    launch.statistics.tensor_seconds += time.perf_counter() - started

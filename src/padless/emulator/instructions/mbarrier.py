@@ -53,50 +53,45 @@ def mbarrier(e: Emitter) -> None:
 
 def initialise(e: Emitter) -> None:
     where, count_slot = SharedOperand(e, e.operands[0]), e.source_slot(e.operands[1], "u32")
-    ins = e.instruction
 
-    def mbarrier_init(w: Warp, v: Any, m: Any) -> None:
-        for lane in lanes_of(m).tolist():
-            site = Site(w, ins, lane)
-            cta, offset = site.locate(where.one(w, lane))
-            count = int(v[count_slot][lane])
-            if offset % 8:
-                site.fault(f"mbarrier address {offset:#x} is not a multiple of 8")
-            if not 1 <= count < 1 << 20:
-                site.report("mbarrier", f"mbarrier.init with count {count}, allowed is 1 to 2^20-1")
-            old = cta.mbarriers.get(offset)
-            if old is not None and old.valid:
-                message = f"{old.name} is initialised again without mbarrier.inval"
-                site.report("mbarrier", message, old.instruction)
-            bar = w.launch.make_mbarrier(cta, offset, count, ins)
-            cta.mbarriers[offset] = bar
-            cta.shared.bytes[offset : offset + 8] = 0
-            clocks = w.clocks
-            if clocks is not None:
-                event = int(clocks.time[0, site.row, site.row])
-                bar.init_stamp = (site.row, event)
-                bar.column = clocks.new_column()
-                first = offset >> cta.granule_shift
-                cells = slice(first, max((offset + 8) >> cta.granule_shift, first + 1))
-                cta.shared.shadow.written[cells] = pack(site.row, event, STRONG)
-                cta.shared.shadow.write_site[cells] = ins.index
-                clocks.tick(np.array([site.row]))
-            w.launch.progress += 1
+    def mbarrier_init(site: Site) -> None:
+        w = site.warp
+        cta, offset = site.locate(where.at(site))
+        count = site.value(count_slot)
+        if offset % 8:
+            site.fault(f"mbarrier address {offset:#x} is not a multiple of 8")
+        if not 1 <= count < 1 << 20:
+            site.report("mbarrier", f"mbarrier.init with count {count}, allowed is 1 to 2^20-1")
+        old = cta.mbarriers.get(offset)
+        if old is not None and old.valid:
+            site.report("mbarrier", f"{old.name} is initialised again without mbarrier.inval", old.instruction)
+        bar = w.launch.make_mbarrier(cta, offset, count, site.instruction)
+        cta.mbarriers[offset] = bar
+        cta.shared.bytes[offset : offset + 8] = 0
+        clocks = w.clocks
+        if clocks is not None:
+            event = int(clocks.time[0, site.row, site.row])
+            bar.init_stamp = (site.row, event)
+            bar.column = clocks.new_column()
+            first = offset >> cta.granule_shift
+            cells = slice(first, max((offset + 8) >> cta.granule_shift, first + 1))
+            cta.shared.shadow.written[cells] = pack(site.row, event, STRONG)
+            cta.shared.shadow.write_site[cells] = site.instruction.index
+            clocks.tick(np.array([site.row]))
+        w.launch.progress += 1
 
-    e.call(mbarrier_init)
+    e.call_lanes(mbarrier_init)
 
 
 def invalidate(e: Emitter) -> None:
     where = SharedOperand(e, e.operands[0])
-    ins = e.instruction
 
-    def mbarrier_inval(w: Warp, v: Any, m: Any) -> None:
-        for lane in lanes_of(m).tolist():
-            bar = find_mbarrier(Site(w, ins, lane), where.one(w, lane))
-            if bar is not None:
-                bar.valid = False
+    def mbarrier_inval(site: Site) -> None:
+        bar = find_mbarrier(site, where.at(site))
+        if bar is not None:
+            bar.valid = False
 
-    e.call(mbarrier_inval)
+    e.call_lanes(mbarrier_inval)
 
 
 def state_of(bar: Mbarrier) -> int:
@@ -163,16 +158,13 @@ def arrive(e: Emitter) -> None:
 def transaction(e: Emitter) -> None:
     where, number = SharedOperand(e, e.operands[0]), e.source_slot(e.operands[1], "u32")
     expect = e.has("expect_tx")
-    ins = e.instruction
 
-    def mbarrier_tx(w: Warp, v: Any, m: Any) -> None:
-        for lane in lanes_of(m).tolist():
-            site = Site(w, ins, lane)
-            bar = find_mbarrier(site, where.one(w, lane))
-            if bar is not None:
-                (bar.expect if expect else bar.complete_tx)(int(v[number][lane]), site)
+    def mbarrier_tx(site: Site) -> None:
+        bar = find_mbarrier(site, where.at(site))
+        if bar is not None:
+            (bar.expect if expect else bar.complete_tx)(site.value(number), site)
 
-    e.call(mbarrier_tx)
+    e.call_lanes(mbarrier_tx)
 
 
 def wait(e: Emitter) -> None:

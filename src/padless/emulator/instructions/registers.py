@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from padless.emulator.prepare.emitter import Emitter
@@ -9,28 +10,8 @@ from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Immediate
 from padless.emulator.state.register_pool import GRANULE, LEAST, MOST, RegisterPool, registers_at_launch
 from padless.emulator.state.site import Site
-from padless.emulator.state.warp import Cta, Fragment, Wait
+from padless.emulator.state.warp import Cta, Fragment, Until, Wait
 from padless.emulator.state.warp_sync import whole_warp
-
-
-class RegisterWait(Wait):
-    """setmaxnreg.inc waits for registers that other warps give up."""
-
-    def __init__(self, pool: RegisterPool, warp: int, count: int) -> None:
-        self.pool = pool
-        self.warp = warp
-        self.count = count
-        pool.wanted[warp] = count
-
-    def ready(self) -> bool:
-        return self.pool.missing(self.warp, self.count) <= self.pool.free
-
-    def finish(self, fragment: Fragment) -> Wait | None:
-        self.pool.give(self.warp, self.count)
-        return None
-
-    def describe(self) -> str:
-        return self.pool.describe(self.warp)
 
 
 def pool_of(cta: Cta) -> RegisterPool | None:
@@ -49,7 +30,6 @@ def set_registers(e: Emitter) -> None:
     operand = e.operands[0]
     if not isinstance(operand, Immediate) or operand.value % GRANULE or not LEAST <= operand.value <= MOST:
         e.unsupported(f"the count must be a multiple of {GRANULE} in {LEAST}..{MOST}")
-        return
     count = operand.value
     increase = e.has("inc")
     ins = e.instruction
@@ -68,10 +48,12 @@ def set_registers(e: Emitter) -> None:
         if count < held if increase else count > held:
             site.report("registers", f"the warp holds {held} registers a thread", key=held)
             return None
+        pool.wanted[w.index] = count
+        give = partial(pool.give, w.index, count)
         if increase:
-            waiting = RegisterWait(pool, w.index, count)
-            return waiting.finish(f) if waiting.ready() else waiting
-        pool.give(w.index, count)
+            missing = pool.missing(w.index, count)
+            return Until(lambda: missing <= pool.free, give, lambda: pool.describe(w.index)).begin(f)
+        give()
         w.launch.progress += 1
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from padless.emulator.instructions.tcgen05_access import load, store, wait
+from padless.emulator.instructions.tcgen05_access import access, wait
 from padless.emulator.instructions.tcgen05_allocation import allocate, deallocate, relinquish
 from padless.emulator.instructions.tcgen05_pipe import commit, copy, multiply
 from padless.emulator.prepare.emitter import Emitter
@@ -17,7 +17,7 @@ from padless.emulator.state.warp import Warp
 def tcgen05(e: Emitter) -> None:
     forms = {
         "alloc": allocate, "dealloc": deallocate, "relinquish_alloc_permit": relinquish, "mma": multiply, "cp": copy,
-        "commit": commit, "ld": load, "st": store, "wait::ld": wait, "wait::st": wait,
+        "commit": commit, "ld": access, "st": access, "wait::ld": wait, "wait::st": wait,
         "fence::before_thread_sync": fence, "fence::after_thread_sync": fence,
     }  # fmt: skip
     form = e.instruction.modifiers[0] if e.instruction.modifiers else ""

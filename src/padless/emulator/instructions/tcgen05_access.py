@@ -6,33 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.instructions.operands import tensor_address, value
+from padless.emulator.instructions.operands import TensorOperand
 from padless.emulator.order.race import ASYNC, TENSOR, pack
 from padless.emulator.order.reports import set_bits
 from padless.emulator.prepare.emitter import Emitter
-from padless.emulator.ptx.ast import Immediate, Register, Vector
-from padless.emulator.state import tensor_units
+from padless.emulator.ptx.ast import Immediate
 from padless.emulator.state.asynchronous import AsyncOperation, Work
 from padless.emulator.state.groups import GroupWait, Operation, groups_of
 from padless.emulator.state.site import Site
 from padless.emulator.state.tensor_memory import COLUMNS, tensor_memory
 from padless.emulator.state.warp import Fragment, Wait
 from padless.emulator.state.warp_sync import whole_warp
+from padless.emulator.units.tensor_memory import LOAD_SHAPES, access_problems, load, register_map, store
 
 FAMILY = {"ld": "tcgen05.ld", "st": "tcgen05.st"}
 
 
-def load(e: Emitter) -> None:
-    access(e, True)
-
-
-def store(e: Emitter) -> None:
-    access(e, False)
-
-
-def access(e: Emitter, is_load: bool) -> None:
-    ins = e.instruction
-    shape = next((m for m in ins.modifiers if m in tensor_units.SHAPES), "")
+def access(e: Emitter) -> None:
+    ins, kind = e.instruction, e.either("ld", "st")
+    is_load = kind == "ld"
+    shape = e.either(*LOAD_SHAPES)
     repeat = next((int(m[1:]) for m in ins.modifiers if m[0] == "x" and m[1:].isdigit()), 0)
     packed = e.has("pack::16b") or e.has("unpack::16b")
     e.only("ld", "st", "sync", "aligned", shape, f"x{repeat}", "pack::16b", "unpack::16b")
@@ -41,17 +34,8 @@ def access(e: Emitter, is_load: bool) -> None:
     operands = list(e.operands)
     registers, address = (operands[0], operands[1]) if is_load else (operands[-1], operands[0])
     split = next((o.value for o in operands[1:] if isinstance(o, Immediate)), 0)
-    items = registers.items if isinstance(registers, Vector) else (registers,)
-    preparation = e.preparation
-    bits = 0
-    slots = []
-    for item in items:
-        assert isinstance(item, Register)
-        cls, row = preparation.row(item.name)
-        slots.append(preparation.slot(cls, row, "u32"))
-        bits |= 1 << preparation.number_of[item.name]
-    t_slot = tensor_address(e, address)
-    kind = "ld" if is_load else "st"
+    slots, bits = e.own_slots(e.items(registers), "u32")
+    place = TensorOperand(e, address)
     owners = dict.fromkeys(set_bits(bits), ins)
 
     @whole_warp
@@ -59,13 +43,10 @@ def access(e: Emitter, is_load: bool) -> None:
         w = f.warp
         site = Site(w, ins)
         memory = tensor_memory(w.cta)
-        where = value(w.v, t_slot, int(np.argmax(f.mask)))
-        quarter = w.index % 4
-        field = where >> 16 & 0x7F
-        if field // 32 not in (0, quarter):
-            own = f"lanes {32 * quarter} to {32 * quarter + 31}"
-            site.report("tensor-memory", f"warp {w.index} may touch {own}, not lane {field}")
-        lanes, columns = tensor_units.register_map(shape, repeat, where, quarter, split, packed)
+        where = place.at(Site(w, ins, int(np.argmax(f.mask))))
+        for problem in access_problems(shape, where, w.index % 4):
+            site.report("tensor-memory", problem)
+        words = lanes, columns = register_map(shape, repeat, where, w.index % 4, split, packed)
         if len(slots) != lanes.shape[1] // (2 if packed else 1):
             site.fault(f"{len(slots)} registers for {shape}.x{repeat}")
         first, end = int(columns.min()), int(columns.max()) + 1
@@ -75,14 +56,12 @@ def access(e: Emitter, is_load: bool) -> None:
         groups = groups_of(w, FAMILY[kind])
         if memory.shadow is not None:
             stamp = int(pack(groups.column, groups.event, ASYNC))
-            touched = np.unique(lanes * COLUMNS + columns)
             if w.busy & bits:
                 names = w.launch.program.names_of(w.busy & bits)
                 site.report("register-in-flight", f"{names} are still in use by an unfinished operation")
-            memory.shadow.bulk(
-                touched, w.clocks.meet(w.rows), stamp, site, write=not is_load, generic_plane=TENSOR,
-                async_plane=TENSOR,
-            )  # fmt: skip
+            planes = {"generic_plane": TENSOR, "async_plane": TENSOR}
+            touched, clock = np.unique(lanes * COLUMNS + columns), w.clocks.meet(w.rows)
+            memory.shadow.bulk(touched, clock, stamp, site, write=not is_load, **planes)
             w.busy |= bits
             w.busy_owner.update(owners)
             if is_load:
@@ -93,16 +72,11 @@ def access(e: Emitter, is_load: bool) -> None:
 
         def execute() -> None:
             if is_load:
-                values: Any = memory.words[lanes, columns]
-                if packed:
-                    values = (values[:, 0::2] & 0xFFFF) | (values[:, 1::2] << 16)
+                values = load(memory.words, words, packed)
                 for i, slot in enumerate(slots):
                     w.v[slot][:] = values[:, i]
             else:
-                values = np.stack([w.v[s] for s in slots], axis=1)
-                if packed:
-                    values = np.stack([values & 0xFFFF, values >> 16], axis=2).reshape(32, -1)
-                memory.words[lanes, columns] = values
+                store(memory.words, words, np.stack([w.v[s] for s in slots], axis=1), packed)
             operation.finish()
 
         work = Work(f"tmem_{kind}", w.cta, 4 * lanes.size, w)

@@ -12,24 +12,9 @@ from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.state.memory_access import MemoryAccess
 from padless.emulator.state.shared_access import check_access
 from padless.emulator.state.site import Site
-from padless.emulator.state.tensor_memory import LANES, TensorMemory, cells, tensor_memory
-from padless.emulator.state.warp import Fragment, Wait
+from padless.emulator.state.tensor_memory import LANES, cells, tensor_memory
+from padless.emulator.state.warp import Fragment, Until, Wait
 from padless.emulator.state.warp_sync import whole_warp
-
-
-class AllocationWait(Wait):
-    def __init__(self, memory: TensorMemory, count: int, then: Any) -> None:
-        self.memory, self.count, self.then = memory, count, then
-
-    def ready(self) -> bool:
-        return self.memory.free_start(self.count) >= 0
-
-    def finish(self, fragment: Fragment) -> Wait | None:
-        self.then(fragment)
-        return None
-
-    def describe(self) -> str:
-        return f"tcgen05.alloc of {self.count} columns; allocated are {sorted(self.memory.allocated)}"
 
 
 def allocate(e: Emitter) -> None:
@@ -42,11 +27,10 @@ def allocate(e: Emitter) -> None:
     def alloc(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
         site = Site(w, ins, int(np.argmax(f.mask)))
-        count = int(w.v[count_slot][site.lane])
+        count = site.value(count_slot)
         memory = tensor_memory(w.cta)
         if count not in (32, 64, 128, 256, 512):
-            message = f"tcgen05.alloc of {count} columns; allowed are 32, 64, 128, 256, 512"
-            site.report("tensor-memory", message)
+            site.report("tensor-memory", f"tcgen05.alloc of {count} columns; allowed are 32, 64, 128, 256, 512")
             return None
         if memory.relinquished:
             site.report("tensor-memory", "tcgen05.alloc after relinquish_alloc_permit")
@@ -54,24 +38,24 @@ def allocate(e: Emitter) -> None:
             site.report("tensor-memory", f"tcgen05.alloc of {count} columns after one of {memory.smallest}")
         memory.smallest = min(memory.smallest, count)
 
-        def finish(fragment: Fragment) -> None:
+        def take() -> None:
             start = memory.free_start(count)
             memory.allocated[start] = (count, site)
             memory.words[:, start : start + count] = 0x7FFFFFFF
             if memory.shadow is not None:
                 memory.shadow.forget(cells((0, LANES, start, start + count)))
-            cta, offset = site.locate(where.one(w, site.lane))
+            cta, offset = site.locate(where.at(site))
             if cta.shared.shadow is not None:
                 check_access(w, cta, np.array([site.lane]), np.array([offset]), word, write=True)
             cta.shared.bytes[offset : offset + 4].view(np.uint32)[0] = start
             w.launch.progress += 1
 
-        if memory.free_start(count) < 0:
-            return AllocationWait(memory, count, finish)
-        finish(f)
-        return None
+        def describe() -> str:
+            return f"tcgen05.alloc of {count} columns; allocated are {sorted(memory.allocated)}"
 
-    e.preparation.granule = min(e.preparation.granule, 4)
+        return Until(lambda: memory.free_start(count) >= 0, take, describe).begin(f)
+
+    e.limit_granule(4)
     e.synchronise(alloc)
 
 
@@ -84,7 +68,7 @@ def deallocate(e: Emitter) -> None:
     def dealloc(f: Fragment, m: Any) -> Wait | None:
         w = f.warp
         site = Site(w, ins, int(np.argmax(f.mask)))
-        start, count = int(w.v[address_slot][site.lane]) & 0xFFFF, int(w.v[count_slot][site.lane])
+        start, count = site.value(address_slot) & 0xFFFF, site.value(count_slot)
         memory = tensor_memory(w.cta)
         found = memory.allocated.get(start)
         if found is None or found[0] != count:

@@ -11,17 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.instructions.operands import SharedOperand, tensor_address, value
+from padless.emulator.instructions.operands import SharedOperand, TensorOperand
 from padless.emulator.order.race import ASYNC, BASE, BEFORE, READS, TENSOR, pack
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Address, Immediate, Vector
-from padless.emulator.state import tensor_units
 from padless.emulator.state.asynchronous import AsyncOperation, Work
 from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
 from padless.emulator.state.tensor_memory import cells, tensor_memory
-from padless.emulator.state.warp import Cta, Fragment, Wait
+from padless.emulator.state.warp import Cta
+from padless.emulator.units.tcgen05 import Mma
+from padless.emulator.units.tensor_memory import Copy
 
 
 def targets_of(site: Site, pair: bool) -> list[Cta]:
@@ -42,17 +43,19 @@ def issue(site: Site, ctas: list[Cta], unit: Any, run: Any) -> None:
     pipe.sequence += 1
     pipe.last = site.instruction
     pipe.issuers[site.row] = pipe.sequence
-    for problem in tensor_units.problems(unit):
+    for problem in unit.problems():
         site.report("descriptor", problem)
-    ranges = tensor_units.shared_ranges(unit)
-    reads, writes = tensor_units.tmem_reads(unit), tensor_units.tmem_writes(unit)
+    ranges, reads = (
+        [r for part in parts.values() for r in part] for parts in (unit.shared_ranges(), unit.tmem_reads())
+    )
+    writes = unit.tmem_writes()
     for target in ctas:
         if target.exited:
             site.report("exit", f"uses memory of CTA {target.index}, which has exited")
         for _, _, first, end in (*reads, *writes):
             if not tensor_memory(target).owns(first, end):
-                where = f"columns {first} to {end - 1}"
-                site.report("tensor-memory", f"{where} are not allocated in CTA {target.index}")
+                missing = f"columns {first} to {end - 1} are not allocated in CTA {target.index}"
+                site.report("tensor-memory", missing)
                 return
         for _, high in ranges:
             if high > target.shared.size:
@@ -82,7 +85,7 @@ def issue(site: Site, ctas: list[Cta], unit: Any, run: Any) -> None:
         for finding in run() or ():
             site.report("tensor-memory", str(finding))
 
-    work = Work("mma" if hasattr(unit, "idesc") else "cp", cta, 0, unit)
+    work = Work(site.instruction.modifiers[0], cta, 0, unit)
     cta.launch.enqueue(("tcgen05", id(pipe)), AsyncOperation(site.instruction.name, execute, work=work))
 
 
@@ -98,117 +101,95 @@ def multiply(e: Emitter) -> None:
     block = next((m for m in ins.modifiers if m in ("block16", "block32") or m.startswith("scale_vec::")), "")
     pair = e.has("cta_group::2")
     d, a, b, idesc, *rest = e.operands
-    d_slot = tensor_address(e, d)
-    a_tmem = isinstance(a, Address)
-    a_slot = tensor_address(e, a) if a_tmem else (e.source_slot(a, "u64"), 0)
+    d_place = TensorOperand(e, d)
+    a_place = TensorOperand(e, a) if isinstance(a, Address) else None
+    a_slot = -1 if isinstance(a, Address) else e.source_slot(a, "u64")
     b_slot, i_slot = e.source_slot(b, "u64"), e.source_slot(idesc, "u32")
-    scales = []
-    if e.has("block_scale"):
-        scales = [tensor_address(e, rest.pop(0)), tensor_address(e, rest.pop(0))]
-    disable: list[int] = []
-    if rest and isinstance(rest[0], Vector):
-        disable = [e.source_slot(i, "u32") for i in rest.pop(0).items]  # type: ignore[union-attr]
+    scales = [TensorOperand(e, rest.pop(0)) for _ in range(2 if e.has("block_scale") else 0)]
+    size = (16 if block in ("block16", "scale_vec::4X") else 32) if block or scales else 0
+    disable = [e.source_slot(i, "u32") for i in e.items(rest.pop(0))] if isinstance(rest[0], Vector) else []
     enable, *more = rest
     enable_slot = e.source_slot(enable, "pred")
     scale_input = more[0].value if more and isinstance(more[0], Immediate) else 0
 
-    def mma(f: Fragment, m: Any) -> Wait | None:
-        w = f.warp
-        v = w.v
-        for lane in f.lanes(m).tolist():
-            site = Site(w, ins, lane)
-            ctas = targets_of(site, pair)
-            try:
-                unit = tensor_units.mma(
-                    kind, 2 if pair else 1, int(v[i_slot][lane]), value(v, d_slot, lane),
-                    None if a_tmem else int(v[a_slot[0]][lane]), value(v, a_slot, lane) if a_tmem else None,
-                    int(v[b_slot][lane]), bool(v[enable_slot][lane]),
-                    *(value(v, s, lane) for s in scales or ()),
-                    block=block, scale_input=scale_input, disabled=tuple(int(v[s][lane]) for s in disable),
-                )  # fmt: skip
-            except ValueError as error:
-                site.fault(f"tcgen05.mma: {error}")
-            mode = w.launch.arithmetic
+    def mma(site: Site) -> None:
+        ctas = targets_of(site, pair)
+        sfa, sfb = [place.at(site) for place in scales] or (None, None)
+        disabled = tuple(site.value(s) for s in disable)
+        try:
+            unit = Mma(
+                kind, 2 if pair else 1, site.value(i_slot), d_place.at(site), site.value(b_slot),
+                None if a_place else site.value(a_slot), a_place.at(site) if a_place else None,
+                bool(site.value(enable_slot)), sfa, sfb, size, disabled if any(disabled) else (), scale_input,
+            )  # fmt: skip
+        except ValueError as error:
+            site.fault(f"tcgen05.mma: {error}")
+        mode = site.warp.launch.arithmetic
 
-            def run(unit: Any = unit, ctas: Any = ctas, mode: Any = mode) -> Any:
-                if mode == "none":  # for a clock, which needs no values
-                    return ()
-                return tensor_units.run_mma(
-                    unit, [c.shared.bytes for c in ctas], [c.tensor_memory.words for c in ctas], mode
-                )
+        def run() -> Any:
+            if mode == "none":  # that of a clock, which needs no values
+                return ()
+            return unit.execute([c.shared.bytes for c in ctas], [c.tensor_memory.words for c in ctas], mode)
 
-            issue(site, ctas, unit, run)
-        return None
+        issue(site, ctas, unit, run)
 
-    e.synchronise(mma)
+    e.synchronise_lanes(mma)
 
 
 def copy(e: Emitter) -> None:
-    ins = e.instruction
-    shape = next((m for m in ins.modifiers if m[0].isdigit()), "")
-    multicast = next((m for m in ins.modifiers if m.startswith("warpx")), "")
+    shape = next((m for m in e.instruction.modifiers if m[0].isdigit()), "")
+    multicast = next((m for m in e.instruction.modifiers if m.startswith("warpx")), "")
     e.only("cp", "cta_group::1", "cta_group::2", shape, multicast, "b8x16", "b4x16_p64", "b6x16_p32")
-    source = next((m for m in ins.modifiers if m in ("b4x16_p64", "b6x16_p32")), "")
+    source = e.either("b4x16_p64", "b6x16_p32")
     if bool(source) != e.has("b8x16"):
         e.unsupported("formats")
     pair = e.has("cta_group::2")
-    t_slot, s_slot = tensor_address(e, e.operands[0]), e.source_slot(e.operands[1], "u64")
+    place, descriptor = TensorOperand(e, e.operands[0]), e.source_slot(e.operands[1], "u64")
 
-    def cp(f: Fragment, m: Any) -> Wait | None:
-        w = f.warp
-        for lane in f.lanes(m).tolist():
-            site = Site(w, ins, lane)
-            ctas = targets_of(site, pair)
-            unit = tensor_units.copy(shape, multicast, int(w.v[s_slot][lane]), value(w.v, t_slot, lane), source)
+    def cp(site: Site) -> None:
+        ctas = targets_of(site, pair)
+        unit = Copy(shape, multicast, site.value(descriptor), place.at(site), source)
 
-            def run(unit: Any = unit, ctas: Any = ctas) -> Any:
-                for cta in ctas:
-                    unit.execute(cta.shared.bytes, cta.tensor_memory.words)
+        def run() -> None:
+            for cta in ctas:
+                unit.execute(cta.shared.bytes, cta.tensor_memory.words)
 
-            issue(site, ctas, unit, run)
-        return None
+        issue(site, ctas, unit, run)
 
-    e.synchronise(cp)
+    e.synchronise_lanes(cp)
 
 
 def commit(e: Emitter) -> None:
     e.only("commit", "cta_group::1", "cta_group::2", "mbarrier::arrive::one", "shared::cluster", "multicast::cluster")
     where = SharedOperand(e, e.operands[0])
     mask_slot = e.source_slot(e.operands[1], "u16") if len(e.operands) > 1 else -1
-    ins = e.instruction
 
-    def commit_pipe(f: Fragment, m: Any) -> Wait | None:
-        w = f.warp
+    def commit_pipe(site: Site) -> None:
+        w = site.warp
         pipe = tensor_memory(w.cta)
-        for lane in f.lanes(m).tolist():
-            site = Site(w, ins, lane)
-            if site.row not in pipe.issuers:
-                message = "commit by a thread that has issued no tcgen05 operation: it covers none"
-                site.report("tensor-memory", message)
-            address = where.one(w, lane)
-            addresses = [address]
-            if mask_slot >= 0:
-                mask = int(w.v[mask_slot][lane])
-                addresses = [(r << 24) | (address & OFFSET_MASK) for r in range(16) if mask >> r & 1]
-            # A generic-proxy arrival (PTX ISA).
-            bars = [find_mbarrier(site, a, later=True) for a in addresses]
-            clock = None
-            if w.clocks is not None:
-                # What the thread knew to have happened when it issued the operations has happened when they are over;
-                # but nothing is said of its own ordinary accesses, which it has not released.
-                clock = w.clocks.join(np.array([site.row]))
-                clock[:, site.row] = 0
-                upto = pipe.issuers.get(site.row, 0)
-                clock[BASE, pipe.done] = clock[BEFORE, pipe.done] = clock[READS, pipe.done] = upto
+        if site.row not in pipe.issuers:
+            site.report("tensor-memory", "commit by a thread that has issued no tcgen05 operation: it covers none")
+        addresses = [where.at(site)]
+        if mask_slot >= 0:
+            mask = site.value(mask_slot)
+            addresses = [(r << 24) | (addresses[0] & OFFSET_MASK) for r in range(16) if mask >> r & 1]
+        # A generic-proxy arrival (PTX ISA).
+        bars = [find_mbarrier(site, a, later=True) for a in addresses]
+        clock = None
+        if w.clocks is not None:
+            # What the thread knew to have happened when it issued the operations has happened when they are over;
+            # but nothing is said of its own ordinary accesses, which it has not released.
+            clock = w.clocks.join(np.array([site.row]))
+            clock[:, site.row] = 0
+            clock[[BASE, BEFORE, READS], pipe.done] = pipe.issuers.get(site.row, 0)
 
-            def arrive(bars: Any = bars, clock: Any = clock, site: Site = site) -> None:
-                for bar in bars:
-                    if bar is not None:
-                        bar.arrive_from_outside(site)
-                        bar.arrive(1, clock, site)
+        def arrive() -> None:
+            for bar in bars:
+                if bar is not None:
+                    bar.arrive_from_outside(site)
+                    bar.arrive(1, clock, site)
 
-            work = Work("commit", w.cta)
-            w.launch.enqueue(("tcgen05", id(pipe)), AsyncOperation(ins.name, arrive, work=work))
-        return None
+        operation = AsyncOperation(site.instruction.name, arrive, work=Work("commit", w.cta))
+        w.launch.enqueue(("tcgen05", id(pipe)), operation)
 
-    e.synchronise(commit_pipe)
+    e.synchronise_lanes(commit_pipe)

@@ -51,8 +51,8 @@ def copy_map(e: Emitter) -> None:
         if not len(lanes):
             return
         site = Site(w, ins, int(lanes[0]))
-        cta, offset = site.locate(origin.one(w, site.lane))
-        into = map_bytes(site, target.one(w, site.lane), "tensormap copy to")
+        cta, offset = site.locate(origin.at(site))
+        into = map_bytes(site, target.at(site), "tensormap copy to")
         into[:] = cta.shared.bytes[offset : offset + BYTES]
 
     e.call(cp_fenceproxy)
@@ -61,13 +61,12 @@ def copy_map(e: Emitter) -> None:
 def replace_field(e: Emitter) -> None:
     fields = ("global_address", "rank", "box_dim", "global_dim", "global_stride", "element_stride", "elemtype",
               "interleave_layout", "swizzle_mode", "fill_mode", "swizzle_atomicity")  # fmt: skip
-    ins = e.instruction
-    field = next((m for m in ins.modifiers if m in fields), "")
+    field = e.either(*fields)
     if not field:
         e.unsupported()
     address, *values = e.operands
     in_shared = any(m.startswith("shared") for m in e.modifiers)
-    where: Any = SharedOperand(e, address) if in_shared else GenericOperand(e, address)
+    where = (SharedOperand if in_shared else GenericOperand)(e, address)
     kind = "u64" if field in ("global_address", "global_stride") else "u32"
     ordinal = 0
     if len(values) == 2:
@@ -75,21 +74,19 @@ def replace_field(e: Emitter) -> None:
         ordinal = values[0].value
     value_slot = e.source_slot(values[-1], kind)
 
-    def replace(w: Warp, v: Any, m: Any) -> None:
-        for lane in lanes_of(m).tolist():
-            site = Site(w, ins, lane)
-            if in_shared:
-                cta, offset = site.locate(where.one(w, lane))
-                buffer = cta.shared.bytes[offset : offset + BYTES]
-            else:
-                buffer = map_bytes(site, where.one(w, lane), "tensormap.replace at")
-            raw = buffer.tobytes()
-            if not any(raw):  # kernels may build a map from nothing, field by field
-                raw = blank_tensor_map()
-            try:
-                new = tensor_map.replace(raw, field, int(v[value_slot][lane]), ordinal)
-            except ValueError as error:
-                site.fault(f"tensormap.replace: {error}")
-            buffer[:] = np.frombuffer(new, np.uint8)
+    def replace(site: Site) -> None:
+        if in_shared:
+            cta, offset = site.locate(where.at(site))
+            buffer = cta.shared.bytes[offset : offset + BYTES]
+        else:
+            buffer = map_bytes(site, where.at(site), "tensormap.replace at")
+        raw = buffer.tobytes()
+        if not any(raw):  # kernels may build a map from nothing, field by field
+            raw = blank_tensor_map()
+        try:
+            new = tensor_map.replace(raw, field, site.value(value_slot), ordinal)
+        except ValueError as error:
+            site.fault(f"tensormap.replace: {error}")
+        buffer[:] = np.frombuffer(new, np.uint8)
 
-    e.call(replace)
+    e.call_lanes(replace)

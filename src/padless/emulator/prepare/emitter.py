@@ -7,14 +7,26 @@ A warp's registers are rows of numpy arrays, 32 lanes wide, one array per width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 import numpy as np
 
 from padless.emulator.errors import EmulatorError, UnsupportedInstruction
-from padless.emulator.ptx.ast import Address, Function, Immediate, Instruction, Module, Not, Operand, Register, Symbol
+from padless.emulator.ptx.ast import (
+    Address,
+    Function,
+    Immediate,
+    Instruction,
+    Module,
+    Not,
+    Operand,
+    Register,
+    Symbol,
+    Vector,
+)
 from padless.emulator.ptx.types import SPECIAL_REGISTERS, TYPES, type_size
+from padless.emulator.state.site import Site, lanes_of
 from padless.emulator.state.spaces import CLASS_OF_SIZE, STORAGE, VIEW_SIZE, VIEWS
 
 
@@ -141,7 +153,7 @@ class Emitter:
         """Whether the last type modifier is a floating-point type."""
         return bool(self.types) and self.types[-1].startswith(("f", "bf"))
 
-    def unsupported(self, why: str = "") -> None:
+    def unsupported(self, why: str = "") -> NoReturn:
         raise UnsupportedInstruction(
             f"{self.preparation.module.name}:{self.instruction.line}: `{self.instruction}` is not supported"
             + (f" ({why})" if why else "")
@@ -157,6 +169,10 @@ class Emitter:
                 self.unsupported(f"modifier .{modifier}")
 
     # ---- operands
+    def items(self, operand: Operand) -> tuple[Operand, ...]:
+        """The elements of a vector; else the operand itself."""
+        return operand.items if isinstance(operand, Vector) else (operand,)
+
     def width(self, operand: Operand) -> int:
         """Bytes of a register operand; 0 for predicates; -1 for anything that has no width of its own."""
         if isinstance(operand, Register):
@@ -200,6 +216,15 @@ class Emitter:
     def destination(self, operand: Operand, view: str) -> str:
         return f"v[{self.destination_slot(operand, view)}]"
 
+    def own_slots(self, operands: Iterable[Operand], view: str) -> tuple[list[int], int]:
+        """Slots of registers that the checks of blocks do not see, as the instruction has its own, and their bit set."""
+        slots, bits = [], 0
+        for operand in operands:
+            assert isinstance(operand, Register)
+            slots.append(self.preparation.slot(*self.preparation.row(operand.name), view))
+            bits |= 1 << self.preparation.number_of[operand.name]
+        return slots, bits
+
     def natural_view(self, operand: Operand, kind: str = "u") -> str:
         """The view of a register at its own width."""
         size = self.width(operand)
@@ -237,18 +262,21 @@ class Emitter:
 
     def compute(self, views: str, value: str, modifiers: str = "") -> None:
         """The destination becomes ``value`` of the sources: a numpy function, or an expression of {0}, {1}, ... in which
-        {name} says whether that one of ``modifiers`` is there. ``views`` of destination and sources; * is the type's.
+        {m} is the mask and {name} says whether that one of ``modifiers`` is there. ``views`` of destination and sources:
+        * is the type's, u* the unsigned one of its width, 2* the one of twice its width.
         """
         names = modifiers.split()
-        self.only(*names)
-        to, *kinds = (self.view if view == "*" else view for view in views.split())
+        own = self.view if "*" in views else ""
+        known = {"*": own, "u*": f"u{own[1:]}", "2*": f"{own[:1]}{2 * int(own[1:] or 0)}" if own != "pred" else own}
+        to, *kinds = (known.get(view, view) for view in views.split())
         d, *operands = self.operands
         destination = self.destination(d, to)
         sources = [self.source(operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
         if "{" in value:
-            self.assign(destination, value.format(*sources, **{name: self.has(name) for name in names}))
+            flags: dict[str, Any] = {name: self.has(name) for name in names}
+            self.assign(destination, value.format(*sources, m=self.mask, **flags))
         else:
-            self.ufunc(value, destination, *sources)
+            self.ufunc(value, destination, *sources, dtype="" if to == kinds[0] else f"{destination}.dtype")
 
     def batched(self, function: str, destination: Any, *sources: Any) -> None:
         """This instruction is `destination = function(*sources)` on 32-bit registers as float32 rows: runs of the same
@@ -259,6 +287,34 @@ class Emitter:
     def synchronise(self, function: Callable[..., Any]) -> None:
         """This instruction is a block of its own: `function(fragment, lanes)` returns None or what to wait for."""
         self.sync = function
+
+    def synchronise_lanes(self, function: Callable[[Site], Any]) -> None:
+        """A block of its own, which waits for nothing: `function` of one active lane after the other."""
+        ins = self.instruction
+
+        def lane_after_lane(f: Any, m: Any) -> None:
+            for lane in f.lanes(m).tolist():
+                function(Site(f.warp, ins, lane))
+
+        self.synchronise(lane_after_lane)
+
+    def call_lanes(self, function: Callable[[Site], Any]) -> None:
+        """Emit a call of `function` for one active lane after the other."""
+        ins = self.instruction
+
+        def lane_after_lane(w: Any, v: Any, m: Any) -> None:
+            for lane in lanes_of(m).tolist():
+                function(Site(w, ins, lane))
+
+        self.call(lane_after_lane)
+
+    def limit_granule(self, size: int) -> None:
+        """This instruction touches as little as `size` bytes of shared memory: the grain of the race shadow."""
+        self.preparation.granule = min(self.preparation.granule, size)
+
+    def either(self, *modifiers: str, default: str = "") -> str:
+        """The first of the instruction's modifiers that is one of these."""
+        return next((m for m in self.instruction.modifiers if m in modifiers), default)
 
     def address(self, operand: Operand) -> tuple[int, int]:
         """(slot of the base as u32 or u64, byte offset) of an address operand."""

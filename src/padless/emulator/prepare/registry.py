@@ -27,13 +27,23 @@ def instruction(*opcodes: str, table: dict[str, Emit] = EMITTERS) -> Callable[[E
 
 
 def expressions(table: Mapping[str, tuple[str, ...]]) -> None:
-    """Register opcodes that are one expression of their sources: opcode -> arguments of `Emitter.compute`."""
+    """Register opcodes that are one expression of their sources: opcode -> arguments of `Emitter.compute`. What follows
+    the opcode are modifiers that have to be there; the first row that fits is taken."""
+    rows: dict[str, list[tuple[list[str], tuple[str, ...]]]] = {}
+    for key, row in table.items():
+        opcode, *needed = key.split(".")
+        rows.setdefault(opcode, []).append((needed, row))
 
-    def emitter(row: tuple[str, ...]) -> Emit:
-        return lambda e: e.compute(*row)
+    def emitter(forms: list[tuple[list[str], tuple[str, ...]]]) -> Emit:
+        def choose(e: Emitter) -> None:
+            needed, row = next((form for form in forms if e.has(*form[0])), forms[-1])
+            e.only(*needed, *"".join(row[2:]).split())
+            e.compute(*row)
 
-    for opcode, row in table.items():
-        instruction(opcode)(emitter(row))
+        return choose
+
+    for opcode, forms in rows.items():
+        instruction(opcode)(emitter(forms))
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.state.global_access import global_index
+from padless.emulator.state.global_access import global_pieces
 from padless.emulator.state.memory import NUMPY
 from padless.emulator.state.memory_access import MemoryAccess, addresses
 from padless.emulator.state.shared_access import check_access, shared_groups
 from padless.emulator.state.site import lanes_of
-from padless.emulator.state.strong_access import synchronise
 from padless.emulator.state.warp import Warp
 from padless.emulator.units import number_formats
 
@@ -33,8 +32,7 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 def packed(kind: str, operation: str) -> Callable[[Any, Any], Any]:
     """add, min or max of one or two 16-bit floating-point numbers in a word."""
     base = kind.removesuffix("x2")
-    widen = number_formats.widen_f16 if base == "f16" else number_formats.widen_bf16
-    narrow = number_formats.narrow_f16 if base == "f16" else number_formats.narrow_bf16
+    widen, narrow = (getattr(number_formats, f"{how}_{base}") for how in ("widen", "narrow"))
     storage = np.uint32 if kind.endswith("x2") else np.uint16
     function: dict[str, Any] = {"add": np.add, "min": np.fmin, "max": np.fmax}
 
@@ -89,9 +87,6 @@ def element(a: MemoryAccess, w: Warp, lane: Array, address: int) -> tuple[Array,
         if cta.shared.shadow is not None:
             check_access(w, cta, lane, offsets, a, write=True)
         return cta.shared.views[NUMPY[a.view]], int(offsets[0]) // a.size
-    view, index, _, _ = global_index(a, w, np.array([address]), lane)
-    if view is None:
-        return None
-    if w.clocks is not None:
-        synchronise(w, lane, w.launch.words, np.array([address]), a)
-    return view, int(index[0])
+    for view, index, _ in global_pieces(a, w, lane, np.array([address])):
+        return view, int(index[0])
+    return None

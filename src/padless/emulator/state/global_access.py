@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from padless.emulator.order.grid_dependency import EARLY, KIND
 from padless.emulator.ptx.ast import Instruction
-from padless.emulator.state.memory import NUMPY
+from padless.emulator.state.memory import NUMPY, Allocation, DeviceMemory
 from padless.emulator.state.site import Site
 from padless.emulator.state.strong_access import check_weak, synchronise
 from padless.emulator.state.warp import Warp
@@ -34,54 +34,50 @@ def check_grids(w: Warp, lanes: Any, instruction: Instruction, where: Array | No
         Site(w, instruction, int(lanes[np.argmax(early)])).report(KIND, EARLY)
 
 
-def global_index(a: Any, w: Warp, where: Array, lanes: Array) -> tuple[Any, Array, Array, Any]:
-    """(view of the allocation, element indices, lanes, kept) of a MemoryAccess; lanes out of bounds are reported and not
-    kept."""
+def by_allocation(
+    memory: DeviceMemory, where: Array, size: int, outside: Callable[[int], None]
+) -> Iterator[tuple[Allocation, Any]]:
+    """`size` bytes at each address by the allocation that they lie in, usually one: (allocation, which of them).
+    `outside` is called with the number of one that lies in none."""
+    found = memory.find(int(where.min()))
+    if found is not None and int(where.max()) + size <= found.end:
+        yield found, slice(None)
+        return
+    left = np.ones(len(where), bool)
+    while left.any():
+        at = int(np.argmax(left))
+        address = int(where[at])
+        found = memory.find(address)
+        if found is None or address + size > found.end:
+            outside(at)
+            left &= (where < address) | (where >= (memory.next_start(address) if found is None else found.end))
+            continue
+        inside = left & (where >= found.address) & (where + size <= found.end)
+        yield found, inside
+        left &= ~inside
+
+
+def global_pieces(a: Any, w: Warp, lanes: Array, where: Array) -> Iterator[tuple[Any, Array, Array]]:
+    """A MemoryAccess by the allocations that it touches: view, element indices, lanes. It is checked and ordered; lanes
+    out of bounds are reported and left out."""
     check_grids(w, lanes, a.instruction, where)
-    low, high = int(where.min()), int(where.max())
     memory = w.launch.memory
-    found = memory.find(low)
-    inside: Any = None
-    if found is None or high + a.bytes > found.end:
-        inside = np.zeros(len(lanes), bool)
-        owner = None
-        for i, address in enumerate(where.tolist()):
-            this = memory.find(address)
-            if this is None or address + a.bytes > this.end:
-                nearest = memory.find(address - 1) or this
-                hint = f" (just past {nearest.name or hex(nearest.address)})" if nearest is not None else ""
-                Site(w, a.instruction, int(lanes[i])).report(
-                    "out-of-bounds",
-                    f"global address {address:#x}, {a.bytes} bytes, is outside every registered array{hint}",
-                )
-            else:
-                owner = owner or this
-                inside[i] = this is owner
-        if owner is None:
-            return None, where[:0], lanes[:0], inside
-        found, where, lanes = owner, where[inside], lanes[inside]
-    if a.bytes > 1 and (where % min(a.bytes, 16)).any():
-        message = f"misaligned global address {int(where[0]):#x}, {a.bytes} bytes"
-        Site(w, a.instruction).fault(message, "misaligned")
-    return found.view(NUMPY[a.view]), (where - found.address) // a.size, lanes, inside
 
+    def outside(at: int) -> None:
+        address = int(where[at])
+        nearest = memory.find(address - 1) or memory.find(address)
+        hint = f" (just past {nearest.name or hex(nearest.address)})" if nearest is not None else ""
+        message = f"global address {address:#x}, {a.bytes} bytes, is outside every registered array{hint}"
+        Site(w, a.instruction, int(lanes[at])).report("out-of-bounds", message)
 
-def global_pieces(a: Any, w: Warp, where: Array, lanes: Array) -> Iterator[tuple[Any, Array, Array]]:
-    """An access by the allocations that it touches, usually one: view, element indices, lanes."""
-    everyone = len(lanes)
-    while len(lanes):
-        view, index, took, inside = global_index(a, w, where, lanes)
-        if view is not None:
-            if w.clocks is not None and (a.strong or w.launch.words):
-                at = where if inside is None else where[inside]
-                if a.strong:
-                    synchronise(w, took, w.launch.words, at, a)
-                else:
-                    check_weak(w, took, at, a)
-            yield view, index, took
-        if inside is None or view is None:
-            break
-        left = ~inside & np.array([w.launch.memory.find(x) is not None for x in where.tolist()])
-        lanes, where = lanes[left], where[left]
-        if len(lanes) == everyone:
-            break
+    for found, inside in by_allocation(memory, where, a.bytes, outside):
+        at, took = where[inside], lanes[inside]
+        if a.bytes > 1 and (at % min(a.bytes, 16)).any():
+            message = f"misaligned global address {int(at[0]):#x}, {a.bytes} bytes"
+            Site(w, a.instruction).fault(message, "misaligned")
+        if w.clocks is not None and a.strong:
+            synchronise(w, took, w.launch.words, at, a)
+        elif w.clocks is not None and w.launch.words:
+            check_weak(w, took, at, a)
+        yield found.view(NUMPY[a.view]), (at - found.address) // a.size, took
+        w.launch.progress += a.writes

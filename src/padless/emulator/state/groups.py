@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from padless.emulator.ptx.ast import Instruction
+from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Fragment, Wait, Warp
 
 
@@ -79,15 +80,18 @@ def groups_of(w: Warp, family: str, lane: int = -1) -> Groups:
     return found
 
 
+def commit_of(family: str) -> Callable[[Site], None]:
+    """A lane commits its open operations of a family."""
+    return lambda site: groups_of(site.warp, family, site.lane).commit()
+
+
 class GroupWait(Wait):
     """Waiting for all but the latest `pending` groups of some lanes."""
 
-    what = "operations"
-
     def __init__(
-        self, warp: Warp, parts: Iterable[tuple[Any, Groups]], pending: int = 0, stage: str = "written"
+        self, warp: Warp, parts: Iterable[tuple[Any, Groups]], pending: int = 0, stage: str = "written", what: str = ""
     ) -> None:
-        self.warp = warp
+        self.warp, self.what = warp, what
         self.parts = [(rows, groups, max(len(groups.closed) - pending, 0)) for rows, groups in parts]
         self.stage = stage
 
@@ -103,9 +107,19 @@ class GroupWait(Wait):
                 self.warp.clocks.observe(rows, groups.column, upto)
         return None
 
-    def begin(self, fragment: Fragment) -> Wait | None:
-        """Wait, unless it is over already."""
-        return self.finish(fragment) if self.ready() else self
-
     def describe(self) -> str:
         return f"{len(self.unfinished())} {self.what} to " + ("be read" if self.stage == "read" else "finish")
+
+
+def wait_of(family: str, pending: int = 0, stage: str = "written", commits: bool = False) -> Callable[..., Wait | None]:
+    """Lanes wait for all but their latest `pending` groups of a family; `commits`: what is open is committed first."""
+
+    def wait(f: Fragment, m: Any) -> Wait | None:
+        w = f.warp
+        parts = [(w.first_row + lane, groups_of(w, family, lane)) for lane in f.lanes(m).tolist()]
+        for _, groups in parts:
+            if commits and groups.open:
+                groups.commit()
+        return GroupWait(w, parts, pending, stage, f"{family} copies").begin(f)
+
+    return wait

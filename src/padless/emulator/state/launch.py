@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,33 @@ from padless.emulator.order.reports import Collector
 from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.state.program import Program
-from padless.emulator.state.schedule import Schedule
+from padless.emulator.state.schedule import RESIDENT, Schedule
 from padless.emulator.state.spaces import STORAGE
-from padless.emulator.state.statistics import Statistics
 
 Array = np.ndarray[Any, Any]
 SHARED_BASE = 1024  # where a CTA's own shared memory starts; the first KiB is the system's
 SHARED_LIMIT = 227 * 1024
 
 
-def bytes_needed(program: Program, block: int, cluster: int, shared_bytes: int, checks: bool, clusters: int = 3) -> int:
-    """About what `clusters` clusters on the machine take: registers, local and shared memory, clocks and shadows."""
+@dataclass
+class Statistics:
+    """Counts of one launch. Times are host seconds."""
+
+    warp_instructions: int = 0
+    async_operations: int = 0
+    shared_accesses: int = 0
+    bank_conflicts: int = 0
+    ctas: int = 0
+    seconds: float = 0.0
+    tensor_seconds: float = 0.0  # of which in matrix products
+
+    @property
+    def warp_instructions_per_second(self) -> float:
+        return self.warp_instructions / self.seconds if self.seconds else 0.0
+
+
+def bytes_needed(program: Program, block: int, cluster: int, shared_bytes: int, checks: bool) -> int:
+    """About what the clusters on the machine take: registers, local and shared memory, clocks and shadows."""
     warps = -(-block // 32)
     registers = sum(32 * count * np.dtype(STORAGE[cls]).itemsize for cls, count in program.rows.items())
     shared = SHARED_BASE + program.static_shared_bytes + shared_bytes
@@ -34,7 +51,7 @@ def bytes_needed(program: Program, block: int, cluster: int, shared_bytes: int, 
     if checks:
         lanes = 32 * warps * cluster
         total += PLANES * lanes * (lanes + 64) * 4 + cluster * shared // program.granule * Shadow.CELL_BYTES
-    return clusters * total
+    return max(RESIDENT) * total
 
 
 class Launch:
@@ -72,9 +89,8 @@ class Launch:
         self.shared_base = -(-SHARED_BASE // alignment) * alignment if alignment <= 1024 else SHARED_BASE
         self.shared_bytes = self.shared_base + program.static_shared_bytes + dynamic_shared
         if self.shared_bytes - SHARED_BASE > SHARED_LIMIT:
-            raise LaunchError(
-                f"shared memory: {self.shared_bytes - SHARED_BASE} bytes asked for, a CTA has {SHARED_LIMIT}"
-            )
+            asked = self.shared_bytes - SHARED_BASE
+            raise LaunchError(f"shared memory: {asked} bytes asked for, a CTA has {SHARED_LIMIT}")
         self.seed = seed
         self.random = random.Random(seed)
         self.schedule = Schedule.draw(seed)

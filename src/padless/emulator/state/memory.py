@@ -92,6 +92,11 @@ class DeviceMemory:
             return self.allocations[at]
         return None
 
+    def next_start(self, address: int) -> float:
+        """Where the first allocation behind an address begins; infinity if there is none."""
+        at = bisect.bisect_right(self.starts, address)
+        return self.starts[at] if at < len(self.starts) else float("inf")
+
     def read_bytes(self, address: int, size: int) -> bytes:
         found = self.find(address)
         if found is None or address + size > found.end:

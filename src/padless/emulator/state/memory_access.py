@@ -6,7 +6,7 @@ Addresses: global memory is whatever address each array was registered at; `shar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from padless.emulator.state.shared_access import bank_conflicts, check_access, s
 from padless.emulator.state.site import ALL_LANES, Site, lanes_of
 from padless.emulator.state.spaces import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
 from padless.emulator.state.warp import Warp
+
+Pieces = Iterator[tuple[Array, Array, Array]]
 
 
 class MemoryAccess:
@@ -42,14 +44,7 @@ class MemoryAccess:
         self.acquires = bool(modifiers & {"acquire", "acq_rel"})
         self.releases = bool(modifiers & {"release", "acq_rel"})
         self.reads = instruction.opcode not in ("st", "red")
-        self.writes = instruction.opcode != "ld"
-
-
-def put(destination: Array, lanes: Array, values: Array) -> None:
-    if lanes is ALL_LANES:
-        destination[:] = values
-    else:
-        destination[lanes] = values
+        self.writes = instruction.opcode not in ("ld", "ldu")
 
 
 def addresses(a: MemoryAccess, v: Any, lanes: Array) -> Array:
@@ -59,124 +54,81 @@ def addresses(a: MemoryAccess, v: Any, lanes: Array) -> Array:
     return base.astype(np.int64) + a.offset
 
 
-# ---- global
-def load_global_at(a: MemoryAccess, w: Warp, v: Any, lanes: Array, where: Array) -> None:
-    for view, index, took in global_pieces(a, w, where, lanes):
-        for k, slot in enumerate(a.slots):
-            if slot >= 0:
-                put(v[slot], took if len(took) < 32 else ALL_LANES, view[index + k])
-
-
-def store_global_at(a: MemoryAccess, w: Warp, v: Any, lanes: Array, where: Array) -> None:
-    for view, index, took in global_pieces(a, w, where, lanes):
-        for k, slot in enumerate(a.slots):
-            view[index + k] = v[slot][took].astype(view.dtype, copy=False)
-        w.launch.progress += 1
-
-
-# ---- shared
-def load_shared_at(a: MemoryAccess, w: Warp, v: Any, lanes: Array, where: Array) -> None:
+# ---- an access in each space, as pieces: a view of the memory, the element of each lane in it, and the lanes
+def shared_pieces(a: MemoryAccess, w: Warp, lanes: Array, where: Array) -> Pieces:
     for cta, offsets, who in shared_groups(a.instruction, w, where, lanes, a.bytes):
         if cta.shared.shadow is not None:
-            check_access(w, cta, who, offsets, a, write=False)
+            check_access(w, cta, who, offsets, a, write=a.writes)
             bank_conflicts(w, offsets, a.bytes)
-        view = cta.shared.views[NUMPY[a.view]]
-        index = offsets // a.size
-        for k, slot in enumerate(a.slots):
-            if slot >= 0:
-                put(v[slot], who, view[index + k])
+        yield cta.shared.views[NUMPY[a.view]], offsets // a.size, who
+        w.launch.progress += a.writes
 
 
-def store_shared_at(a: MemoryAccess, w: Warp, v: Any, lanes: Array, where: Array) -> None:
-    for cta, offsets, who in shared_groups(a.instruction, w, where, lanes, a.bytes):
-        if cta.shared.shadow is not None:
-            check_access(w, cta, who, offsets, a, write=True)
-            bank_conflicts(w, offsets, a.bytes)
-        view = cta.shared.views[NUMPY[a.view]]
-        index = offsets // a.size
-        for k, slot in enumerate(a.slots):
-            view[index + k] = v[slot][who].astype(view.dtype, copy=False)
-        w.launch.progress += 1
-
-
-# ---- local, parameters, generic
-def local_view(a: MemoryAccess, w: Warp, where: Array) -> tuple[Array, Array]:
+def local_pieces(a: MemoryAccess, w: Warp, lanes: Array, where: Array) -> Pieces:
     view = w.local.view(NUMPY[a.view])
     index = where // a.size
     if int(index.max()) + len(a.slots) > view.shape[1] or int(index.min()) < 0:
         Site(w, a.instruction).fault(f"local address {int(where.max())} is outside local memory")
-    return view, index
+    yield view.reshape(-1), lanes * view.shape[1] + index, lanes
 
 
-def load_local_at(a: MemoryAccess, w: Warp, v: Any, lanes: Array, where: Array) -> None:
-    view, index = local_view(a, w, where)
-    for k, slot in enumerate(a.slots):
-        if slot >= 0:
-            put(v[slot], lanes, view[lanes, index + k])
-
-
-def store_local_at(a: MemoryAccess, w: Warp, v: Any, lanes: Array, where: Array) -> None:
-    view, index = local_view(a, w, where)
-    for k, slot in enumerate(a.slots):
-        view[lanes, index + k] = v[slot][lanes].astype(view.dtype, copy=False)
-
-
-def load_parameter_at(a: MemoryAccess, w: Warp, v: Any, lanes: Array, where: Array) -> None:
+def parameter_pieces(a: MemoryAccess, w: Warp, lanes: Array, where: Array) -> Pieces:
     block = w.launch.parameters
     if int(where.max()) + a.bytes > len(block):
         Site(w, a.instruction).fault(f"parameter offset {int(where.max())} is past the parameters")
-    for k, slot in enumerate(a.slots):
-        if slot >= 0:
-            parts = [block[x + k * a.size : x + (k + 1) * a.size] for x in where.tolist()]
-            put(v[slot], lanes, np.concatenate(parts).view(NUMPY[a.view]))
+    read = np.concatenate([block[x : x + a.bytes] for x in where.tolist()]).view(NUMPY[a.view])
+    yield read, np.arange(len(lanes)) * len(a.slots), lanes
 
 
-WINDOWS: dict[int, tuple[int, Any, Any]] = {
-    0: (0, load_global_at, store_global_at),
-    SHARED_WINDOW >> 60: (SHARED_WINDOW, load_shared_at, store_shared_at),
-    LOCAL_WINDOW >> 60: (LOCAL_WINDOW, load_local_at, store_local_at),
-    PARAM_WINDOW >> 60: (PARAM_WINDOW, load_parameter_at, None),
+WINDOWS: dict[int, tuple[int, Any]] = {
+    0: (0, global_pieces),
+    SHARED_WINDOW >> 60: (SHARED_WINDOW, shared_pieces),
+    LOCAL_WINDOW >> 60: (LOCAL_WINDOW, local_pieces),
+    PARAM_WINDOW >> 60: (PARAM_WINDOW, parameter_pieces),
 }
 
 
-def generic_at(a: MemoryAccess, w: Warp, v: Any, lanes: Array, where: Array, store: bool) -> None:
+def generic_pieces(a: MemoryAccess, w: Warp, lanes: Array, where: Array) -> Pieces:
     """By the window that each lane's address lies in."""
     spaces = where >> 60
-    first = int(spaces[0])
-    alike = (spaces == first).all()
-    for space in [first] if alike else np.unique(spaces).tolist():
-        window, load, save = WINDOWS.get(space, (0, None, None))
-        function = save if store else load
-        if function is None:
+    for space in np.unique(spaces).tolist():
+        window, pieces = WINDOWS.get(space, (0, None))
+        if pieces is None or (window == PARAM_WINDOW and a.writes):
             Site(w, a.instruction, int(lanes[0])).fault(f"generic address {int(where[0]):#x} is in no memory space")
         chosen = spaces == space
-        function(a, w, v, lanes if alike else lanes[chosen], (where if alike else where[chosen]) - window)
+        yield from pieces(a, w, lanes[chosen], where[chosen] - window)
 
 
-def load_generic_at(a: MemoryAccess, w: Warp, v: Any, lanes: Array, where: Array) -> None:
-    generic_at(a, w, v, lanes, where, False)
-
-
-def store_generic_at(a: MemoryAccess, w: Warp, v: Any, lanes: Array, where: Array) -> None:
-    generic_at(a, w, v, lanes, where, True)
-
-
-LOADS: dict[str, Callable[..., None]] = {
-    "global": load_global_at, "const": load_global_at, "shared": load_shared_at, "local": load_local_at,
-    "param": load_parameter_at, "generic": load_generic_at,
-}  # fmt: skip
-STORES: dict[str, Callable[..., None]] = {
-    "global": store_global_at, "shared": store_shared_at, "local": store_local_at, "param": store_local_at,
-    "generic": store_generic_at,
+PIECES: dict[str, Callable[..., Pieces]] = {
+    "global": global_pieces, "const": global_pieces, "shared": shared_pieces, "local": local_pieces,
+    "param": parameter_pieces, "generic": generic_pieces,
 }  # fmt: skip
 
 
-def at_addresses(at: Callable[..., None], a: MemoryAccess) -> Callable[..., None]:
-    """What an instruction compiles to where `at` does the access, for the lanes that take part."""
+def load(pieces: Callable[..., Pieces], a: MemoryAccess) -> Callable[..., None]:
+    """What a load compiles to, for the lanes that take part."""
 
-    def access(w: Warp, v: Any, m: Any) -> None:
+    def loaded(w: Warp, v: Any, m: Any) -> None:
         lanes = lanes_of(m)
-        if len(lanes):
-            at(a, w, v, lanes, addresses(a, v, lanes))
+        if not len(lanes):
+            return
+        for view, index, who in pieces(a, w, lanes, addresses(a, v, lanes)):
+            for k, slot in enumerate(a.slots):
+                if slot >= 0:
+                    v[slot][who if len(who) < 32 else slice(None)] = view[index + k]
 
-    return access
+    return loaded
+
+
+def store(pieces: Callable[..., Pieces], a: MemoryAccess) -> Callable[..., None]:
+    """What a store compiles to."""
+
+    def stored(w: Warp, v: Any, m: Any) -> None:
+        lanes = lanes_of(m)
+        if not len(lanes):
+            return
+        for view, index, who in pieces(a, w, lanes, addresses(a, v, lanes)):
+            for k, slot in enumerate(a.slots):
+                view[index + k] = v[slot][who].astype(view.dtype, copy=False)
+
+    return stored

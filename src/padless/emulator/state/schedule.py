@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+RESIDENT = (1, 1, 2, 3)  # clusters on the machine at once, of which a seed draws
+
 
 @dataclass
 class Schedule:
@@ -29,7 +31,7 @@ class Schedule:
             rng.choice(["random", "late", "late", "eager"]),
             rng.choice([0.0, 0.05, 0.3, 0.7]),
             rng.choice([0.05, 0.2, 0.5]),
-            rng.choice([1, 1, 2, 3]),
+            rng.choice(RESIDENT),
             rng.choice(["lowest", "highest", "random"]),
             rng.choice([0.0, 0.1]),
             rng.choice(["forward", "backward", "shuffled"]),

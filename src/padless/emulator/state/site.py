@@ -34,6 +34,10 @@ class Site:
         """Of an asynchronous operation that is issued here, in a trace."""
         return f"{self.instruction.name} of CTA {self.warp.cta.index}"
 
+    def value(self, slot: int) -> int:
+        """Of the lane, in a register's slot."""
+        return int(self.warp.v[slot][self.lane])
+
     def report(self, kind: str, message: str, other: Instruction | None = None, key: Any = None) -> None:
         self.warp.launch.report(kind, message, self.instruction, self.warp, self.lane, other, key)
 

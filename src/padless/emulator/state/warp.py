@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,27 @@ class Wait:
     def give_up(self, fragment: Fragment) -> bool:
         """For instructions that may return without success (try_wait): do so, and say so."""
         return False
+
+    def begin(self, fragment: Fragment) -> Wait | None:
+        """Wait, unless it is over already."""
+        return self.finish(fragment) if self.ready() else self
+
+
+class Until(Wait):
+    """Waiting for a condition; `then` runs before the fragment goes on."""
+
+    def __init__(self, ready: Callable[[], bool], then: Callable[[], None], describe: Callable[[], str]) -> None:
+        self.condition, self.then, self.text = ready, then, describe
+
+    def ready(self) -> bool:
+        return self.condition()
+
+    def finish(self, fragment: Fragment) -> Wait | None:
+        self.then()
+        return None
+
+    def describe(self) -> str:
+        return self.text()
 
 
 class Token:

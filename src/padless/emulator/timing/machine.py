@@ -65,7 +65,7 @@ def reason(wait: Any) -> str:
         return "tensor memory"
     if isinstance(wait, BarrierWait):
         return "named barrier"
-    return "stores" if "bulk" in type(wait).__name__.lower() else "others"
+    return "stores" if "bulk" in getattr(wait, "what", "") else "others"
 
 
 class TimedMachine(Machine):

@@ -184,7 +184,7 @@ class Units:
 
     def _cp(self, work: Any, now: float) -> list[float]:
         sm = self.sm(work.cta.slot)
-        size = sum(high - low for low, high in work.detail.shared_ranges())
+        size = sum(high - low for part in work.detail.shared_ranges().values() for low, high in part)
         return [sm.tensor.take(now, size / self.chip["cp_bytes_per_clk"], "tcgen05.cp")[1]]
 
     def _commit(self, work: Any, now: float) -> list[float]:

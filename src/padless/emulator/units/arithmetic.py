@@ -32,10 +32,9 @@ class Rule:
 
     Attributes:
         fraction_bits: F, kept of each term below the largest exponent.
-        result_bits: R, fraction bits of the float32 result; unused for a float16 result, which is rounded to
-            nearest.
-        group: 0, or products per exact group (16 for the FP4 kinds): a term is then a group's exact sum times
-            its scales' significands, and the scales' exponents alone align it.
+        result_bits: R, fraction bits of the float32 result; unused for a float16 result, which is rounded to nearest.
+        group: 0, or products per exact group (16 for the FP4 kinds): a term is then a group's exact sum times its
+            scales' significands, and the scales' exponents alone align it.
     """
 
     name: str
@@ -69,8 +68,7 @@ class Operand:
         return replace(self, values=-self.values)
 
     def scaled(self, codes: Array) -> Operand:
-        """Apply ue8m0 scale codes, uint8 (rows, K / block): exact, as they only move the exponent. 0xFF is
-        NaN."""
+        """Apply ue8m0 scale codes, uint8 (rows, K / block): exact, as they only move the exponent. 0xFF is NaN."""
         codes = np.asarray(codes)
         block = self.values.shape[1] // codes.shape[1]
         if codes.shape[0] != self.values.shape[0] or block * codes.shape[1] != self.values.shape[1]:
@@ -246,8 +244,7 @@ class _Products:
         return np.ldexp(wide, largest - fraction_bits)
 
     def exact_parts(self) -> list[Array]:
-        """A few float64 arrays whose exact sum is the exact sum of the products: 40-bit slices of the aligned
-        terms."""
+        """A few float64 arrays whose exact sum is the exact sum of the products: 40-bit slices of the aligned terms."""
         width = 40
         largest = self.largest().astype(np.int32)
         largest = np.where(largest < NO_EXPONENT // 2, 0, largest)
@@ -335,9 +332,18 @@ class _Groups:
         return np.asarray(sum(self.values))
 
 
-def integer_dot_add(a: Array, b: Array, c: Array | None, *, saturate: bool = False) -> Array:
-    """int32 (M, N): a (M, K) times b (N, K) of 8-bit integers plus c, modulo 2^32 or clamped (.satfinite)."""
-    total = a.astype(np.int64) @ b.astype(np.int64).T
+def multiply(
+    a: Array, b: Array, c: Array | None, types: tuple[str, str, str], rule: Rule, *, mode: str = "truncate",
+    negate: tuple[bool, bool] = (False, False), saturate: bool = False,
+) -> Array:  # fmt: skip
+    """Codes (M, K) times codes (N, K) plus c, of ``types`` D, A and B: `dot_product_add`, or for s32 the int32 sum
+    modulo 2^32, clamped with ``saturate`` (.satfinite)."""
+    if types[0] != "s32":
+        operands = [decode_operand(codes, name) for codes, name in zip((a, b), types[1:], strict=True)]
+        x, y = (o.negated() if minus else o for o, minus in zip(operands, negate, strict=True))
+        return dot_product_add(x, y, c, rule, mode=mode, result=types[0])
+    i, j = (codes.view(np.int8 if name == "s8" else np.uint8) for codes, name in zip((a, b), types[1:], strict=True))
+    total = i.astype(np.int64) @ j.astype(np.int64).T
     if c is not None:
         total = total + c
     if saturate:

@@ -1,8 +1,8 @@
 """Exact sums of a few float64 arrays, rounded once.
 
-Expansions after J. R. Shewchuk, "Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric
-Predicates" (1997): GROW-EXPANSION keeps the running sum exactly as non-overlapping components, COMPRESS makes
-the largest of them a correct approximation to within one unit in its last place.
+Expansions after J. R. Shewchuk, "Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric Predicates"
+(1997): GROW-EXPANSION keeps the running sum exactly as non-overlapping components, COMPRESS makes the largest of them a
+correct approximation to within one unit in its last place.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 def round_sum(terms: Sequence[Array]) -> Array:
     """The exact sum of finite float64 arrays, rounded to odd in float64.
 
-    Rounding the result again to any format of at most 51 bits gives that format's correct rounding of the
-    exact sum.
+    Rounding the result again to any format of at most 51 bits gives that format's correct rounding of the exact sum.
     """
     expansion: list[Array] = []
     for term in terms:
@@ -43,8 +42,7 @@ def round_sum(terms: Sequence[Array]) -> Array:
 
 
 def _compress(expansion: list[Array]) -> tuple[Array, Array]:
-    """The correctly placed largest component, and a number with the sign of what is left (0 if nothing
-    is)."""
+    """The correctly placed largest component, and a number with the sign of what is left (0 if nothing is)."""
     q = expansion[-1]
     down = []
     for component in reversed(expansion[:-1]):

@@ -110,8 +110,7 @@ class InstructionDescriptor:
 
 @lru_cache(maxsize=4096)
 def decode(bits: int, kind: str) -> InstructionDescriptor:
-    """Decode for ``kind``. Example: 0x10B00000, mxf8f6f4: e4m3 x e4m3, M 256, N 192. ValueError: unknown
-    kind."""
+    """Decode for ``kind``. Example: 0x10B00000, mxf8f6f4: e4m3 x e4m3, M 256, N 192. ValueError: unknown kind."""
     if kind not in KINDS:
         raise ValueError(f"kind: {kind!r} is not one of {', '.join(KINDS)}")
     four = kind in ("mxf4", "mxf4nvf4")
@@ -160,36 +159,3 @@ def decode(bits: int, kind: str) -> InstructionDescriptor:
         scale_format=("ue8m0" if bits >> 23 & 1 or kind == "mxf8f6f4" else "ue4m3") if scaled else "",
         faults=tuple(faults), meaningless=tuple(meaningless),
     )  # fmt: skip
-
-
-def build(
-    kind: str,
-    m: int,
-    n: int,
-    a_type: str,
-    b_type: str,
-    d_type: str = "f32",
-    *,
-    negate_a: bool = False,
-    negate_b: bool = False,
-    a_major: str = "k",
-    b_major: str = "k",
-    scale_format: str = "ue8m0",
-    sfa_id: int = 0,
-    sfb_id: int = 0,
-) -> int:
-    """The bits of a descriptor; the inverse of ``decode``. Raises ValueError for what no field can hold."""
-    if kind not in KINDS:
-        raise ValueError(f"kind: {kind!r} is not one of {', '.join(KINDS)}")
-    codes = {name: code for code, name in _TYPES[kind].items()}
-    for name, value in (("a_type", a_type), ("b_type", b_type)):
-        if value not in codes:
-            raise ValueError(f"{name}: {value!r} is no type of {kind}; {', '.join(codes)} are")
-    scaled = kind in BLOCK_SCALED
-    if n % 8 or not 8 <= n <= 256 or m % (128 if scaled else 16) or not 0 < m <= 256:
-        raise ValueError(f"m, n: {m} x {n} does not fit the descriptor of {kind}")
-    bits = codes[a_type] << 7 | codes[b_type] << 10 | negate_a << 13 | negate_b << 14 | n >> 3 << 17
-    bits |= (a_major == "mn") << 15 | (b_major == "mn") << 16
-    if not scaled:
-        return bits | {"f16": 0, "f32": 1, "s32": 2}[d_type] << 4 | m >> 4 << 24
-    return bits | (scale_format == "ue8m0") << 23 | m >> 7 << 27 | sfa_id << 29 | sfb_id << 4

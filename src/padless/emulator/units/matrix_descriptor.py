@@ -5,8 +5,7 @@ where the swizzle sits and in a constant:
 
     bits 0-13 start   16-29 LBO   32-45 SBO   49-51 base offset
     wgmma:   62-63 swizzle: 0 none, 1 128B, 2 64B, 3 32B
-    tcgen05: 46-48 constant 1, 52 LBO mode, 61-63 swizzle: 0 none, 1 128B with 32-byte atoms, 2 128B, 4 64B, 6
-    32B
+    tcgen05: 46-48 constant 1, 52 LBO mode, 61-63 swizzle: 0 none, 1 128B with 32-byte atoms, 2 128B, 4 64B, 6 32B
 
 (PTX ISA, "Matrix descriptor format" of wgmma and "Shared memory descriptor" of tcgen05.) With x = byte along
 the contiguous dimension, r = index of the other, S = bytes of the swizzle:
@@ -16,17 +15,17 @@ the contiguous dimension, r = index of the other, S = bytes of the swizzle:
     MN-major none      start + x % 16 + (x // 16) * SBO + (k % 8) * 16 + (k // 8) * LBO
     MN-major swizzled  swizzle(start + x % S + (x // S) * LBO + (k % 8) * S + (k // 8) * SBO)
 
-where "128B_32B" has groups of 4 rather than 8 rows.
-"""
+where "128B_32B" has groups of 4 rather than 8 rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from padless.emulator.units.number_formats import Array
+from padless.emulator.units.number_formats import CODES, Array
 from padless.emulator.units.swizzle import PERIOD, SPAN, swizzle
 
 _WGMMA_LAYOUTS = ("none", "128B", "64B", "32B")
@@ -64,8 +63,7 @@ def decode_wgmma(bits: int) -> MatrixDescriptor:
 
 @lru_cache(maxsize=8192)
 def decode_tcgen05(bits: int) -> MatrixDescriptor:
-    """The sm_100a descriptor. Example: 0x4000'4040'0001'0240 starts at 0x2400, SBO 1024, LBO 16, 128B
-    swizzle."""
+    """The sm_100a descriptor. Example: 0x4000'4040'0001'0240 starts at 0x2400, SBO 1024, LBO 16, 128B swizzle."""
     problems = _common_problems(bits, _TCGEN05_FIELDS)
     code = bits >> 61 & 7
     if bits >> 46 & 7 != 1:
@@ -103,16 +101,6 @@ def _decode(bits: int, mode: str, problems: list[str]) -> MatrixDescriptor:
     )
 
 
-def operand_problems(d: MatrixDescriptor, k_bytes: int, major: str) -> tuple[str, ...]:
-    """What is wrong with reading an operand of ``k_bytes`` along K through this descriptor."""
-    span = SPAN[d.swizzle]
-    if major == "k" and d.swizzle != "none" and d.start % span + k_bytes > span:
-        return (f"{k_bytes} bytes along K from byte {d.start % span} leave the {span}-byte row of the swizzle",)
-    if d.swizzle == "128B_32B" and major == "k":
-        return ("the 128B swizzle with 32-byte atoms is for MN-major operands",)
-    return ()
-
-
 @lru_cache(maxsize=1024)
 def _offsets(
     phase: int, leading: int, stride: int, mode: str, rows: int, k: int, element_bytes: int, major: str
@@ -139,59 +127,68 @@ def _offsets(
     return at
 
 
-def _split_start(d: MatrixDescriptor) -> tuple[int, int]:
-    return d.start % 1024, d.start - d.start % 1024
-
-
-def element_addresses(d: MatrixDescriptor, rows: int, k: int, element_bytes: int, major: str) -> Array:
-    """int64 (rows, k): the byte address in shared memory of each element of an operand.
-
-    Args:
-        major: "k" (K contiguous) or "mn".
-    """
-    phase, base = _split_start(d)
-    return _offsets(phase, d.leading, d.stride, d.swizzle, rows, k, element_bytes, major) + base
-
-
-_CODES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-
-
-def gather(shared: Array, d: MatrixDescriptor, rows: int, k: int, element_bytes: int, major: str) -> Array:
-    """Codes (rows, k) of an operand, uint8, uint16 or uint32. Raises ValueError if it reaches past
-    ``shared``."""
-    phase, base = _split_start(d)
-    if major == "k" and k * element_bytes % 16 == 0:
-        # Whole 16-byte chunks stay together under every swizzle.
-        step = 16
-        chunks = _offsets(phase, d.leading, d.stride, d.swizzle, rows, k * element_bytes // 16, 16, "k")
-    else:
-        step = element_bytes
-        chunks = _offsets(phase, d.leading, d.stride, d.swizzle, rows, k, element_bytes, major)
-    index = (chunks + base) // step
-    pieces = shared[: len(shared) // step * step].reshape(-1, step)
-    if int(index.max()) >= len(pieces):
-        raise ValueError(f"descriptor: the operand reaches byte {int(index.max() + 1) * step} of {len(shared)}")
-    return np.ascontiguousarray(pieces[index].reshape(rows, -1)).view(_CODES[element_bytes])
-
-
-def operand_ranges(d: MatrixDescriptor, rows: int, k: int, element_bytes: int, major: str) -> list[tuple[int, int]]:
-    """Merged byte ranges [first, end) of shared memory that an operand occupies, ascending."""
-    phase, base = _split_start(d)
-    ranges = _relative_ranges(phase, d.leading, d.stride, d.swizzle, rows, k, element_bytes, major)
-    return [(a + base, b + base) for a, b in ranges]
-
-
 @lru_cache(maxsize=1024)
-def _relative_ranges(
-    phase: int, leading: int, stride: int, mode: str, rows: int, k: int, element_bytes: int, major: str
-) -> tuple[tuple[int, int], ...]:
-    return tuple(byte_ranges(_offsets(phase, leading, stride, mode, rows, k, element_bytes, major), element_bytes))
-
-
-def byte_ranges(addresses: Array, size: int) -> list[tuple[int, int]]:
-    """Merge pieces of ``size`` bytes at ``addresses`` (any shape) into ascending [first, end) ranges."""
-    at = np.unique(addresses)
-    if not len(at):
-        return []
+def _ranges(*place: Any) -> list[tuple[int, int]]:
+    """Of `_offsets` with these arguments, merged."""
+    size = place[6]
+    at = np.unique(_offsets(*place))
     breaks = np.flatnonzero(np.diff(at) > size) + 1
     return [(int(p[0]), int(p[-1]) + size) for p in np.split(at, breaks)]
+
+
+@dataclass(frozen=True)
+class SharedMatrix:
+    """An operand in shared memory, ``rows`` x ``k`` elements.
+
+    Attributes:
+        major: "k" (K contiguous) or "mn".
+    """
+
+    descriptor: MatrixDescriptor
+    rows: int
+    k: int
+    element_bytes: int
+    major: str = "k"
+
+    @property
+    def _base(self) -> int:
+        return self.descriptor.start & ~1023
+
+    @property
+    def _place(self) -> tuple[Any, ...]:
+        d = self.descriptor
+        return d.start % 1024, d.leading, d.stride, d.swizzle, self.rows, self.k, self.element_bytes, self.major
+
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong with the descriptor, and with reading this operand through it."""
+        d, k_bytes = self.descriptor, self.k * self.element_bytes
+        span = SPAN[d.swizzle]
+        if self.major != "k":
+            return d.problems
+        if d.swizzle != "none" and d.start % span + k_bytes > span:
+            leaves = f"{k_bytes} bytes along K from byte {d.start % span} leave the {span}-byte row of the swizzle"
+            return (*d.problems, leaves)
+        if d.swizzle == "128B_32B":
+            return (*d.problems, "the 128B swizzle with 32-byte atoms is for MN-major operands")
+        return d.problems
+
+    def addresses(self) -> Array:
+        """int64 (rows, k): the byte address in shared memory of each element."""
+        return _offsets(*self._place) + self._base
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Merged byte ranges [first, end) of shared memory, ascending."""
+        return [(a + self._base, b + self._base) for a, b in _ranges(*self._place)]
+
+    def gather(self, shared: Array) -> Array:
+        """Codes (rows, k), uint8, uint16 or uint32. Raises ValueError if the operand reaches past ``shared``."""
+        place, step = self._place, self.element_bytes
+        if self.major == "k" and self.k * step % 16 == 0:
+            # Whole 16-byte chunks stay together under every swizzle.
+            place = (*place[:5], self.k * step // 16, 16, "k")
+            step = 16
+        index = (_offsets(*place) + self._base) // step
+        pieces = shared[: len(shared) // step * step].reshape(-1, step)
+        if int(index.max()) >= len(pieces):
+            raise ValueError(f"descriptor: the operand reaches byte {int(index.max() + 1) * step} of {len(shared)}")
+        return np.ascontiguousarray(pieces[index].reshape(self.rows, -1)).view(CODES[self.element_bytes])

@@ -1,8 +1,8 @@
 """Number formats by their bit fields: codes to values, values to codes with every rounding PTX knows.
 
 A format is sign (0 or 1 bit), exponent and mantissa fields; subnormals have exponent ``emin`` and no hidden
-bit. Values travel as float64, which holds every format here exactly. Sources: OCP MX specification 1.0 (e4m3,
-e5m2, e2m1, e3m2, e2m3, e8m0), PTX ISA "cvt" (rounding, saturation, NaN).
+bit. Values travel as float64, which holds every format here exactly. Sources: OCP MX specification 1.0 (e4m3, e5m2,
+e2m1, e3m2, e2m3, e8m0), PTX ISA "cvt" (rounding, saturation, NaN).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+CODES = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by bytes of an element
 ROUNDINGS = ("rn", "rna", "rz", "rp", "rm")
 
 
@@ -86,8 +87,7 @@ FORMATS = {
 
 
 def number_format(name: str) -> NumberFormat:
-    """The format called ``name``; a trailing "x2" or "x4" and "fn" are dropped. Raises ValueError for
-    others."""
+    """The format called ``name``; a trailing "x2" or "x4" and "fn" are dropped. Raises ValueError for others."""
     plain = name.removesuffix("x4").removesuffix("x2").removesuffix("fn")
     if plain not in FORMATS:
         raise ValueError(f"name: {name!r} is not a number format; known are {', '.join(FORMATS)}")
@@ -95,11 +95,11 @@ def number_format(name: str) -> NumberFormat:
 
 
 def split(codes: Array, name: str) -> tuple[Array, Array, Array]:
-    """(sign, exponent, significand) of each code as int32; value = (-1)^sign * significand * 2^(exponent -
-    mantissa bits).
+    """(sign, exponent, significand) of each code as int32.
 
-    Subnormals have exponent ``emin`` and significand < 2^mantissa_bits. Inf and NaN are not told apart from
-    numbers: ask ``decode``. ue8m0 has significand 1 and exponents -127..127.
+    The value is (-1)^sign * significand * 2^(exponent - mantissa bits). Subnormals have exponent ``emin`` and
+    significand < 2^mantissa_bits. Inf and NaN are not told apart from numbers: ask ``decode``. ue8m0 has significand 1
+    and exponents -127..127.
     """
     f = number_format(name)
     bits = np.asarray(codes).astype(np.int64) >> f.padding
@@ -141,8 +141,7 @@ def table(name: str) -> Array:
 
 
 def decode(codes: Array, name: str) -> Array:
-    """float64 values of integer codes, any shape. Bits above the format's width are ignored; tf32 ignores its
-    low 13."""
+    """float64 values of integer codes, any shape. Bits above the format's width are ignored; tf32 ignores its low 13."""
     f = number_format(name)
     codes = np.asarray(codes)
     if f.bits <= 16:
@@ -172,8 +171,7 @@ def encode(values: Array, name: str, *, rounding: str = "rn", saturate: bool = F
 
     Args:
         rounding: "rn" nearest even, "rna" nearest away, "rz" toward zero, "rp" up, "rm" down.
-        saturate: .satfinite: overflow and Inf give the largest finite value. Formats without Inf and NaN
-            always do.
+        saturate: .satfinite: overflow and Inf give the largest finite value. Formats without Inf and NaN always do.
         relu: negative values (and -0) give +0; NaN stays NaN.
 
     Returns:

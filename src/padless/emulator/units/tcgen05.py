@@ -1,16 +1,15 @@
 """tcgen05.mma: D (tensor memory) = A * B [+ D], with or without block scales, by one CTA or a pair.
 
-Where row m and column n of D are, for an address (lane 0 or 16, column d) (PTX ISA, "Data path layout
-organization"):
+Where row m and column n of D are, for an address (lane 0 or 16, column d) (PTX ISA, "Data path layout organization"):
 
     M = 64            lane m % 16 + 32 (m // 16) (+ 16), column d + n
     M = 128           lane m, column d + n
-    M = 128, a pair   CTA m // 64; n < N / 2: lane m % 64, column d + n; else lane 64 + m % 64, column d + n -
-    N / 2 M = 256, a pair   CTA m // 128; lane m % 128, column d + n
+    M = 128, a pair   CTA m // 64; n < N / 2: lane m % 64, column d + n; else lane 64 + m % 64, column d + n - N / 2
+    M = 256, a pair   CTA m // 128; lane m % 128, column d + n
 
-In a pair each CTA holds its own rows of A, half of the rows of B (N / 2) and its own scales of A, and all
-scales of B. Scale factors of operand row r lie in lane r % 32, in four copies 32 lanes apart, column r // 32
-of the given one, byte id + j of the word ("Scale factor layout in Tensor Memory").
+In a pair each CTA holds its own rows of A, half of the rows of B (N / 2) and its own scales of A, and all scales of B.
+Scale factors of operand row r lie in lane r % 32, in four copies 32 lanes apart, column r // 32 of the given one, byte
+id + j of the word ("Scale factor layout in Tensor Memory").
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from padless.emulator.units import arithmetic, instruction_descriptor, number_formats
-from padless.emulator.units import matrix_descriptor as descriptors
 from padless.emulator.units.instruction_descriptor import BLOCK_SCALED, InstructionDescriptor
-from padless.emulator.units.number_formats import Array, nibbles, six_bits
+from padless.emulator.units.matrix_descriptor import SharedMatrix, decode_tcgen05
+from padless.emulator.units.number_formats import CODES, Array, nibbles, six_bits
 from padless.emulator.units.tensor_memory import Rectangle, rectangle_problems, split_address
-from padless.emulator.units.wgmma import integers
 
 _BYTES = {"f16": 2, "bf16": 2, "tf32": 4}  # of an element in memory; 1 for the others, packed or padded
 
@@ -75,7 +73,6 @@ class Mma:
     def fields(self) -> InstructionDescriptor:
         return instruction_descriptor.decode(self.idesc, self.kind)
 
-    # ---- shapes
     @property
     def _rows(self) -> int:
         """Rows of A, and of D, in one CTA."""
@@ -90,14 +87,10 @@ class Mma:
         """Broken rules of both kinds of descriptor, shape, types and addresses, one sentence each."""
         f = self.fields
         found = [*f.problems(self.cta_group, self.block, self.a_tmem is not None), *self.unsupported()]
-        operands = [("B", self.b_descriptor, f.b_major)]
-        if self.a_descriptor is not None:
-            operands.append(("A", self.a_descriptor, f.a_major))
-        for name, bits, major in operands:
-            d = descriptors.decode_tcgen05(bits)
-            found += [f"{name} {p}" for p in (*d.problems, *descriptors.operand_problems(d, 32, major))]
-            if d.swizzle == "128B_32B" and self.kind != "tf32":
-                found.append(f"{name}: the 128B swizzle with 32-byte atoms is for tf32 only")
+        for name, operand in reversed(self._shared().items()):
+            found += [f"{name.upper()} {p}" for p in operand.problems()]
+            if operand.descriptor.swizzle == "128B_32B" and self.kind != "tf32":
+                found.append(f"{name.upper()}: the 128B swizzle with 32-byte atoms is for tf32 only")
         lane, _ = split_address(self.d)
         if lane not in ((0, 16) if f.m == 64 else (0,)):
             found.append(f"D begins at lane {lane}, which M = {f.m} does not allow")
@@ -127,16 +120,20 @@ class Mma:
     # ---- what is touched
     def shared_ranges(self) -> dict[str, list[tuple[int, int]]]:
         """Merged [first, end) byte ranges read in each CTA's shared memory, of "a" and "b"."""
-        f = self.fields
-        ranges: dict[str, list[tuple[int, int]]] = {"a": []}
-        if self.a_descriptor is not None:
-            ranges["a"] = self._ranges(self.a_descriptor, self._rows, f.a_type, f.a_major)
-        ranges["b"] = self._ranges(self.b_descriptor, f.n // self.cta_group, f.b_type, f.b_major)
-        return ranges
+        return {"a": []} | {name: operand.ranges() for name, operand in self._shared().items()}
 
-    def _ranges(self, bits: int, rows: int, kind: str, major: str) -> list[tuple[int, int]]:
-        size = _BYTES.get(kind, 1)
-        return descriptors.operand_ranges(descriptors.decode_tcgen05(bits), rows, 32 // size, size, major)
+    def _shared(self) -> dict[str, SharedMatrix]:
+        """The operands that lie in shared memory, as one CTA has them."""
+        f = self.fields
+        places = {
+            "a": (self.a_descriptor, self._rows, f.a_type, f.a_major),
+            "b": (self.b_descriptor, f.n // self.cta_group, f.b_type, f.b_major),
+        }
+        return {
+            name: SharedMatrix(decode_tcgen05(bits), rows, 32 // _BYTES.get(kind, 1), _BYTES.get(kind, 1), major)
+            for name, (bits, rows, kind, major) in places.items()
+            if bits is not None
+        }
 
     def tmem_reads(self) -> dict[str, list[Rectangle]]:
         """Rectangles read in each CTA's tensor memory, of "a", "d", "sfa" and "sfb", where they are read."""
@@ -166,8 +163,7 @@ class Mma:
         """Multiply; D is written in place.
 
         Args:
-            shared, tmem: of the CTA, or of the even and the odd CTA of the pair: uint8 (bytes,), uint32 (128,
-                512).
+            shared, tmem: of the CTA, or of the even and the odd CTA of the pair: uint8 (bytes,), uint32 (128, 512).
             mode: of arithmetic.dot_product_add.
 
         Returns:
@@ -179,21 +175,23 @@ class Mma:
         f = self.fields
         if self.unsupported():
             raise ValueError("; ".join(self.unsupported()))
-        b = np.concatenate([self._shared_codes(s, self.b_descriptor, f.n // self.cta_group, "b") for s in shared])
+        operands = self._shared()
+        b = np.concatenate([self._shared_codes(s, operands["b"], f.b_type) for s in shared])
         reports: list[str] = []
         for cta in range(self.cta_group):
-            if self.a_descriptor is not None:
-                a = self._shared_codes(shared[cta], self.a_descriptor, self._rows, "a")
+            if "a" in operands:
+                a = self._shared_codes(shared[cta], operands["a"], f.a_type)
             else:
                 a = self._tmem_codes(tmem[cta])
             where = self._d_words()
             words = tmem[cta][where]
             c = self._accumulator(words) if self.enable_d else None
-            if self.kind == "i8":
-                x, y = integers(a, f.a_type), integers(b, f.b_type)
-                result = arithmetic.integer_dot_add(x, y, c, saturate=f.saturate)
+            if self.kind in BLOCK_SCALED:
+                result = self._scaled_product(a, b, c, tmem[cta], cta, mode, reports)
             else:
-                result = self._float_product(a, b, c, tmem[cta], cta, mode, reports)
+                types, signs = (f.d_type, f.a_type, f.b_type), (f.negate_a, f.negate_b)
+                rule = arithmetic.WIDE
+                result = arithmetic.multiply(a, b, c, types, rule, mode=mode, negate=signs, saturate=f.saturate)
             new = self._d_bits(result)
             if self.disable_lanes:
                 masks = np.array(self.disable_lanes[4 * cta : 4 * cta + 4], np.uint64)
@@ -202,14 +200,12 @@ class Mma:
             tmem[cta][where] = new
         return tuple(reports)
 
-    def _float_product(
+    def _scaled_product(
         self, a: Array, b: Array, c: Array | None, tmem: Array, cta: int, mode: str, reports: list[str]
     ) -> Array:
         f = self.fields
         x, y = arithmetic.decode_operand(a, f.a_type), arithmetic.decode_operand(b, f.b_type)
         x, y = x.negated() if f.negate_a else x, y.negated() if f.negate_b else y
-        if self.kind not in BLOCK_SCALED:
-            return arithmetic.dot_product_add(x, y, c, arithmetic.WIDE, mode=mode, result=f.d_type)
         sfa, sfb = self._scales(tmem, cta, reports)
         if self.kind == "mxf8f6f4":
             return arithmetic.dot_product_add(x.scaled(sfa), y.scaled(sfb), c, arithmetic.WIDE, mode=mode)
@@ -219,11 +215,8 @@ class Mma:
             scale_a=np.repeat(sfa, repeat, axis=1), scale_b=np.repeat(sfb, repeat, axis=1),
         )  # fmt: skip
 
-    def _shared_codes(self, shared: Array, bits: int, rows: int, name: str) -> Array:
-        f = self.fields
-        kind, major = (f.a_type, f.a_major) if name == "a" else (f.b_type, f.b_major)
-        size = _BYTES.get(kind, 1)
-        codes = descriptors.gather(shared, descriptors.decode_tcgen05(bits), rows, 32 // size, size, major)
+    def _shared_codes(self, shared: Array, operand: SharedMatrix, kind: str) -> Array:
+        codes, rows = operand.gather(shared), operand.rows
         if self.kind in ("mxf4", "mxf4nvf4"):
             return nibbles(codes)
         if kind == "e2m1":
@@ -239,7 +232,7 @@ class Mma:
         octets = np.ascontiguousarray(tmem[: self._rows, column : column + 8]).view(np.uint8)
         if self.kind in ("mxf4", "mxf4nvf4"):
             return nibbles(octets)
-        return octets.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[_BYTES.get(self.fields.a_type, 1)])
+        return octets.view(CODES[_BYTES.get(self.fields.a_type, 1)])
 
     def _d_words(self) -> tuple[Array, Array]:
         """(lanes, columns) of the (rows, N) words of D in one CTA."""

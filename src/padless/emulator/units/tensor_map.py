@@ -1,5 +1,4 @@
-"""Tensor maps without a driver: an encoder that refuses what the driver refuses, and the decoder of its 128
-bytes.
+"""Tensor maps without a driver: an encoder that refuses what the driver refuses, and the decoder of its 128 bytes.
 
 Real tensor maps are opaque; this encoding is private. All of it sits in the first 64 bytes, since kernels
 that rewrite maps on the device copy only those:
@@ -228,10 +227,10 @@ def decode(raw: bytes) -> TensorMap:
 def replace(raw: bytes, field: str, value: int, ordinal: int = 0) -> bytes:
     """tensormap.replace.tile.<field>: one field of a map, with the instruction's codes. Returns 128 bytes.
 
-    ``rank`` takes rank - 1; ``global_stride`` ordinal i is the stride of dimension i + 1 in bytes. Dimensions
-    beyond the map's rank may be written, and change nothing. A map may
-    pass through states that no copy could use; ``problems`` says so when it is used. Raises ValueError for
-    values that do not fit the field and for layouts that are not modelled.
+    ``rank`` takes rank - 1; ``global_stride`` ordinal i is the stride of dimension i + 1 in bytes. Dimensions beyond
+    the map's rank may be written, and change nothing. A map may pass through states that no copy could use;
+    ``problems`` says so when it is used. Raises ValueError for values that do not fit the field and for layouts that
+    are not modelled.
     """
     m = decode(raw)
     tail = bytes(raw)[64:BYTES]

@@ -1,7 +1,7 @@
 """Tensor memory of sm_100a: 128 lanes x 512 columns of 32 bits, and what copies into it, reads and writes it.
 
-An address has the lane in bits 16-22 and the column in bits 0-8 (PTX ISA, "Tensor Memory Addressing").
-Regions are rectangles (first lane, end lane, first column, end column).
+An address has the lane in bits 16-22 and the column in bits 0-8 (PTX ISA, "Tensor Memory Addressing"). Regions are
+rectangles (first lane, end lane, first column, end column).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from padless.emulator.units import matrix_descriptor as descriptors
+from padless.emulator.units.matrix_descriptor import SharedMatrix, decode_tcgen05
 from padless.emulator.units.number_formats import Array, nibbles, six_bits
 
 LANES, COLUMNS = 128, 512
@@ -69,16 +69,23 @@ class Copy:
 
     def problems(self) -> tuple[str, ...]:
         """Broken rules of descriptor and address."""
-        d = descriptors.decode_tcgen05(self.descriptor)
-        found = [*d.problems, *descriptors.operand_problems(d, _COPIES[self.shape, self.multicast][1], "k")]
+        found = [*self._source().problems()]
         if self.address >> 16 & 0x7F:
             found.append(f"tcgen05.cp to lane {self.address >> 16 & 0x7F}; it writes from lane 0")
         return (*found, *rectangle_problems("tcgen05.cp", self.tmem_writes()))
 
-    def shared_ranges(self) -> list[tuple[int, int]]:
-        """Merged [first, end) byte ranges read."""
+    def _source(self) -> SharedMatrix:
+        """What is read, in words."""
         rows, width, _ = _COPIES[self.shape, self.multicast]
-        return descriptors.operand_ranges(descriptors.decode_tcgen05(self.descriptor), rows, width, 1, "k")
+        return SharedMatrix(decode_tcgen05(self.descriptor), rows, width // 4, 4)
+
+    def shared_ranges(self) -> dict[str, list[tuple[int, int]]]:
+        """Merged [first, end) byte ranges read."""
+        return {"source": self._source().ranges()}
+
+    def tmem_reads(self) -> dict[str, list[Rectangle]]:
+        """None: it only writes there."""
+        return {}
 
     def tmem_writes(self) -> list[Rectangle]:
         """All 128 lanes of 4 or 8 columns."""
@@ -88,8 +95,7 @@ class Copy:
     def execute(self, shared: Array, tmem: Array) -> None:
         """Copy, in place. shared: uint8 (bytes,); tmem: uint32 (128, 512)."""
         rows, width, lanes = _COPIES[self.shape, self.multicast]
-        d = descriptors.decode_tcgen05(self.descriptor)
-        words = descriptors.gather(shared, d, rows, width // 4, 4, "k")
+        words = self._source().gather(shared)
         if self.source:
             taken, unpack = _PACKED[self.source]
             packed = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 16)[:, :taken]
@@ -125,85 +131,49 @@ def _relative_map(shape: str, repeat: int, split: int) -> tuple[Array, Array]:
     return lanes, columns
 
 
-def register_map(shape: str, repeat: int, address: int, warp_quarter: int, split: int = 0) -> tuple[Array, Array]:
-    """Which word each thread's register holds in tcgen05.ld and .st.
+@lru_cache(maxsize=512)
+def register_map(
+    shape: str, repeat: int, address: int, warp_quarter: int, split: int = 0, packed: bool = False
+) -> tuple[Array, Array]:
+    """Which words each thread's registers hold in tcgen05.ld and .st.
 
     Args:
         shape: 32x32b, 16x64b, 16x128b, 16x256b, 16x32bx2.  repeat: N of .xN.
-        address: its lane may name the warp's own quarter or none; a 16-lane shape starts at lane 0 or 16 of
-            it.
+        address: its lane may name the warp's own quarter or none; a 16-lane shape starts at lane 0 or 16 of it.
         warp_quarter: warp index modulo 4.
         split: the immediate of 16x32bx2.
+        packed: the low halves of two words, side by side, share a register (.pack::16b, .unpack::16b).
 
     Returns:
-        (lanes, columns), int64 (32, registers), absolute.
+        (lanes, columns), int64 (32, words), absolute; two words a register if packed.
     """
     lanes, columns = _relative_map(shape, repeat, split)
     lane, column = split_address(address)
+    if packed:
+        lanes = np.repeat(lanes, 2, axis=1)
+        columns = np.stack([2 * columns, 2 * columns + 1], axis=2).reshape(32, -1)
     return lanes + 32 * warp_quarter + lane % 32, columns + column
 
 
-def access_problems(
-    shape: str, repeat: int, address: int, warp_quarter: int, split: int = 0, pack: bool = False
-) -> tuple[str, ...]:
-    """Broken rules of an ld or st: another warp's quarter, a start inside a lane group, columns past the
-    end."""
-    lane, column = split_address(address)
+def access_problems(shape: str, address: int, warp_quarter: int) -> tuple[str, ...]:
+    """Broken rules of an ld's or st's address: another warp's quarter, a start inside a lane group."""
+    lane, _ = split_address(address)
     found = []
     if lane // 32 not in (0, warp_quarter):
         found.append(f"lane {lane} belongs to quarter {lane // 32}, the warp may touch quarter {warp_quarter}")
     if lane % 32 not in ((0,) if shape == "32x32b" else (0, 16)):
         found.append(f"{shape} may not begin at lane {lane % 32} of a quarter")
-    _, columns = _relative_map(shape, repeat, split)
-    last = column + int(columns.max()) * (1 + pack) + pack
-    if last >= COLUMNS:
-        found.append(f"column {last} is past the {COLUMNS} of tensor memory")
     return tuple(found)
 
 
-def load(
-    tmem: Array, shape: str, repeat: int, address: int, warp_quarter: int, split: int = 0, pack: bool = False
-) -> Array:
-    """tcgen05.ld: registers uint32 (32, r). ``pack``: the low halves of columns 2c and 2c + 1 in one
-    register."""
-    lanes, columns = register_map(shape, repeat, address, warp_quarter, split)
-    if not pack:
-        return tmem[lanes, columns]
-    base = address & 0x1FF
-    first = base + 2 * (columns - base)
-    return (tmem[lanes, first] & np.uint32(0xFFFF)) | (tmem[lanes, first + 1] << np.uint32(16))
+def load(tmem: Array, where: tuple[Array, Array], packed: bool = False) -> Array:
+    """tcgen05.ld: registers uint32 (32, r) from the words of a `register_map`."""
+    words = tmem[where]
+    return (words[:, 0::2] & np.uint32(0xFFFF)) | (words[:, 1::2] << np.uint32(16)) if packed else words
 
 
-def store(
-    tmem: Array,
-    registers: Array,
-    shape: str,
-    repeat: int,
-    address: int,
-    warp_quarter: int,
-    split: int = 0,
-    unpack: bool = False,
-) -> None:
-    """tcgen05.st, in place. ``unpack``: the two halves of a register go to the low halves of columns 2c, 2c +
-    1."""
-    lanes, columns = register_map(shape, repeat, address, warp_quarter, split)
-    if not unpack:
-        tmem[lanes, columns] = registers
-        return
-    base = address & 0x1FF
-    first = base + 2 * (columns - base)
-    tmem[lanes, first] = registers & np.uint32(0xFFFF)
-    tmem[lanes, first + 1] = registers >> np.uint32(16)
-
-
-def touched(
-    shape: str, repeat: int, address: int, warp_quarter: int, split: int = 0, pack: bool = False
-) -> list[Rectangle]:
-    """The words an ld or st touches, as rectangles."""
-    lanes, columns = register_map(shape, repeat, address, warp_quarter, split)
-    base = address & 0x1FF
-    rows = (int(lanes.min()), int(lanes.max()) + 1)
-    wide = 1 + pack
-    if shape != "16x32bx2":
-        return [(*rows, base, base + wide * (int(columns.max()) - base + 1))]
-    return [(*rows, base + s, base + s + wide * repeat) for s in sorted({0, split})]
+def store(tmem: Array, where: tuple[Array, Array], registers: Array, packed: bool = False) -> None:
+    """tcgen05.st, in place. The upper halves of words that stand for half a register become 0."""
+    if packed:
+        registers = np.stack([registers & np.uint32(0xFFFF), registers >> np.uint32(16)], axis=2).reshape(32, -1)
+    tmem[where] = registers

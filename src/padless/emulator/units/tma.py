@@ -1,9 +1,8 @@
 """Tensor copies of the copy engine: which global bytes go to which shared bytes, and what fills the rest.
 
-A copy is planned as granules: pieces of at most 16 bytes that are contiguous on both sides and wholly inside
-or outside of the tensor. Box element (i0, i1, ..) is tensor element (c0 + i0, c1 + i1 * step1, ..) at
-``address + sum(coordinate * stride)`` modulo 2^64; in shared memory elements are packed with i0 fastest and
-the swizzle permutes absolute addresses.
+A copy is planned as granules: pieces of at most 16 bytes that are contiguous on both sides and wholly inside or outside
+of the tensor. Box element (i0, i1, ..) is tensor element (c0 + i0, c1 + i1 * step1, ..) at ``address + sum(coordinate *
+stride)`` modulo 2^64; in shared memory elements are packed with i0 fastest and the swizzle permutes absolute addresses.
 Rules: PTX ISA, "Tensors" and "cp.async.bulk.tensor".
 """
 
@@ -51,14 +50,6 @@ class Transfer:
     problems: tuple[str, ...]
     fill: Array
     data: int = 16
-
-    def runs(self) -> list[tuple[int, int]]:
-        """(address, bytes) of the contiguous in-bounds pieces of global memory, ascending."""
-        addresses = np.unique(self.global_address[self.in_bounds])
-        if not len(addresses):
-            return []
-        breaks = np.flatnonzero(np.diff(addresses) != self.granule) + 1
-        return [(int(p[0]), int(p[-1] - p[0]) + self.granule) for p in np.split(addresses, breaks)]
 
 
 def plan(
@@ -155,8 +146,7 @@ def _fill(m: TensorMap, granule: int) -> Array:
 
 
 def load(transfer: Transfer, gather: Callable[[Array, int], Array], shared: Array) -> None:
-    """Global to shared memory. ``gather(addresses, granule)`` returns uint8 (n, granule) of the in-bounds
-    pieces."""
+    """Global to shared memory. ``gather(addresses, granule)`` returns uint8 (n, granule) of the in-bounds pieces."""
     data = np.broadcast_to(transfer.fill, (len(transfer.in_bounds), transfer.granule))
     if transfer.in_bounds.all():
         data = gather(transfer.global_address, transfer.granule)
@@ -186,8 +176,8 @@ _INTEGERS = {"u8": "u1", "u16": "u2", "u32": "u4", "s32": "i4", "u64": "u8", "s6
 def reduce_values(old: Array, new: Array, element: str, operation: str) -> Array:
     """cp.reduce: old (op) new on bytes, uint8 of any equal shape whose last axis holds whole elements.
 
-    ``operation`` is add, min, max, inc, dec, and, or, xor; floating-point sums are rounded to nearest even.
-    Raises ValueError for a pair that does not exist.
+    ``operation`` is add, min, max, inc, dec, and, or, xor; floating-point sums are rounded to nearest even. Raises
+    ValueError for a pair that does not exist.
     """
     if element in ("f16", "bf16"):
         a, b = (np.ascontiguousarray(x).view(np.uint16) for x in (old, new))

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
-from padless.kernels.config import cpp_constants, requirement_of
-from padless.kernels.sm100_dense.tile_order import TILE_ORDERS
+from padless.kernels.config import cpp_constants, fields_of, requirement_of
 
 BLOCK_M = 128  # rows of a CTA
 HALF_N = 128  # columns of a product: of a tile or of its half
 STORES = ("direct", "staged")
+TILE_ORDERS = ("row", "hilbert")
 DATA_DTYPES: dict[torch.dtype, str] = {torch.float8_e4m3fn: "MMA_E4M3", torch.float8_e5m2: "MMA_E5M2"}
 
 
@@ -30,7 +30,7 @@ class Sm100DenseConfig:
         store: "direct", registers to global memory in pieces of 32 bytes, or "staged", through swizzled shared memory
             and TMA.
         store_bytes: with "staged", 64 or 128 bytes of a row that one copy writes. A warp has two buffers of 32 rows.
-        tile_order: "row" or "hilbert" (``padless.kernels.sm100_dense.tile_order``).
+        tile_order: "row" or "hilbert" (``kernels/sm100_dense/tile_order.cuh``).
         a_dtype, b_dtype: float8_e4m3fn or float8_e5m2.
         out_dtype: bfloat16, float16 or float32.
     """
@@ -72,14 +72,8 @@ class Sm100DenseConfig:
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        constants = {
-            "CTA_GROUP": self.cta_group,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": self.block_k,
-            "NUM_STAGES": self.num_stages,
-            "CHUNK_COLUMNS": self.chunk_columns,
-            "STORE_BYTES": self.store_bytes if self.store == "staged" else 0,
-        }
+        constants = fields_of(self, "cta_group", "block_n", "block_k", "num_stages", "chunk_columns")
+        constants["STORE_BYTES"] = self.store_bytes if self.store == "staged" else 0
         macros = {
             "TILE_ORDER": f"ORDER_{self.tile_order.upper()}",
             "FORMAT_A": DATA_DTYPES[self.a_dtype],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
-from padless.kernels.config import FEW_GROUPS, check_common_fields, cpp_constants, requirement_of
+from padless.kernels.config import FEW_GROUPS, check_common_fields, cpp_constants, fields_of, requirement_of
 from padless.kernels.cost_model import expected_rounds
 
 KINDS = ("MXFP8", "NVFP4", "MXFP4", "FP8_BLOCK")
@@ -120,20 +120,8 @@ class Sm100GroupedConfig:
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        constants: dict[str, int] = {
-            "CTA_GROUP": self.cta_group,
-            "MULTICAST": self.multicast,
-            "MMA_N": self.mma_n,
-            "NUM_STAGES": self.num_stages,
-            "RASTER_M": self.raster_m,
-            "MAX_GROUPS": self.max_groups,
-        }
-        flags = {
-            "TOKENS_ON_N": self.tokens_on_n,
-            "GROUPS_ON_TILES": self.groups_on_tiles,
-            "COLUMN_MAJOR": self.column_major,
-            "WIDE_STORES": self.wide_stores,
-        }
+        constants = fields_of(self, "cta_group", "multicast", "mma_n", "num_stages", "raster_m", "max_groups")
+        flags = fields_of(self, "tokens_on_n", "groups_on_tiles", "column_major", "wide_stores")
         names = {
             "PROBLEM_LIST": int(self.problem_list),
             "KIND": f"KIND_{self.kind}",

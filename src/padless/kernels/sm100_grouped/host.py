@@ -7,19 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from padless.formats import (
-    FP8_BLOCK,
-    MXFP4,
-    MXFP8_E5M2,
-    TILE_BYTES,
-    TILE_ROWS,
-    BlockScaledTensor,
-    blocked_size,
-    ceil_div,
-    round_up,
-)
+from padless.formats import FP8_BLOCK, MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.kernels.config import MAX_GROUPS, room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
+from padless.kernels.padded_fp4 import has_padded_b, padded_fp4, spreadable
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, select_grouped_config
 from padless.layouts import to_blocked
 from padless.runtime import tensor_map
@@ -116,7 +107,7 @@ def check_operands(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
     for name, t in (("a", a), ("b", b)):
         if t.format.name not in _KINDS:
             raise ValueError(f"{name} has format {t.format.name}; this kernel takes {', '.join(_KINDS)}")
-    if _KINDS[a.format.name] != _KINDS[b.format.name] and not _has_padded_b(a, b):
+    if _KINDS[a.format.name] != _KINDS[b.format.name] and not has_padded_b(a, b):
         raise ValueError(
             f"a has format {a.format.name} and b {b.format.name}; they must have one element size, but for MXFP4 "
             "weights beside MXFP8 activations"
@@ -147,26 +138,6 @@ def readable(
     copies = [new.scale for new, old in ((new_a, a), (new_b, b)) if new is not old]
     new_b = spreadable(new_a, new_b, copies)
     return new_a, new_b, tuple(copies)
-
-
-def spreadable(a: BlockScaledTensor, b: BlockScaledTensor, copies: list[torch.Tensor]) -> BlockScaledTensor:
-    """``b``; FP4 beside 8-bit ``a`` with codes that the copy engine can spread: a copy for it is added to ``copies``.
-
-    It spreads 64 values at a time, 128 or more of a row, from 32-byte boundaries.
-    """
-    strides = [tensor_map.outer_stride(b.data, dim) for dim in (0, 1) if b.data.shape[dim] > 1]
-    *rows, half = b.data.shape
-    if not _has_padded_b(a, b) or (half >= 64 and not any(x % 32 for x in (half, b.data.data_ptr(), *strides))):
-        return b
-    whole = torch.zeros((*rows, max(round_up(half, 32), 64)), dtype=torch.uint8, device=b.device)
-    codes = whole[..., :half].copy_(b.data.view(torch.uint8)).view(b.data.dtype)
-    copies.append(whole)
-    return BlockScaledTensor(codes, b.scale, b.format, None, b.scale_layout)
-
-
-def _has_padded_b(a: BlockScaledTensor, b: BlockScaledTensor) -> bool:
-    """Whether B is FP4 beside 8-bit A: its codes are spread to 8 bits as they are copied."""
-    return _KINDS[a.format.name] == "MXFP8" and b.format == MXFP4
 
 
 def _readable(t: BlockScaledTensor) -> BlockScaledTensor:
@@ -219,7 +190,7 @@ def fit_operands(
         kind=_KINDS[a.format.name],
         a_e5m2=a.format == MXFP8_E5M2,
         b_e5m2=b.format == MXFP8_E5M2,
-        b_e2m1=_has_padded_b(a, b),
+        b_e2m1=has_padded_b(a, b),
         scales_a=sources["a"],
         scales_b=sources["b"],
         groups_on_tiles=on_tiles,
@@ -242,7 +213,7 @@ def tensor_maps(
     if gate_and_up_apart:
         b_rows, b_atoms = 128, 1
     map_a = tensor_map.operand(a.data.view(torch.uint8)[None], a_rows)
-    map_b = (tensor_map.padded_fp4 if config.b_e2m1 else tensor_map.operand)(b.data.view(torch.uint8), b_rows)
+    map_b = (padded_fp4 if config.b_e2m1 else tensor_map.operand)(b.data.view(torch.uint8), b_rows)
     return [
         map_a,
         map_b,

@@ -12,7 +12,14 @@ import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
-from padless.kernels.epilogue_launch import QuantConfig, check_columns, output_address, outputs_bytes, present
+from padless.kernels.epilogue_launch import (
+    QuantConfig,
+    check_outputs,
+    output_address,
+    outputs_bytes,
+    present,
+    requirement_of,
+)
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, tile_counter
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted
 from padless.kernels.sm100_grouped.host import (
@@ -51,7 +58,7 @@ def prepare(
     """
     check_operands(a, b)
     (m, _), (num_groups, n, _) = a.data.shape, b.data.shape
-    _check(n, tensors, epilogue)
+    check_outputs(n, tensors, epilogue, alignments={"bias": 16, "row_scale": 4})
     a, b, copies = readable(a, b)
     device = a.data.device.index or 0
     if config is None:
@@ -92,11 +99,7 @@ def select_tile(m: int, n: int, num_groups: int, epilogue: Epilogue) -> Sm100Gro
 
 def check_tile(tile: Sm100GroupedConfig, epilogue: Epilogue) -> None:
     """Raises ValueError for a tile that cannot do ``epilogue``."""
-
-    def require(ok: bool, field: str, allowed: str) -> None:
-        if not ok:
-            raise ValueError(f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}")
-
+    require = requirement_of(tile)
     require(not tile.tokens_on_n, "tokens_on_n", "False")
     require(tile.mma_n >= 128, "mma_n", "128 or 256")
     if epilogue.gate_and_up_apart:
@@ -130,30 +133,6 @@ def _wide_glu(epilogue: Epilogue) -> bool:
 
 
 # --- what the kernel is given ----------------------------------------------------------------------------
-
-
-def _check(n: int, tensors: EpilogueTensors, epilogue: Epilogue) -> None:
-    check_columns(n, epilogue)
-    for name in ("d", "row_codes", "column_codes"):
-        t = getattr(tensors, name)
-        if t is None or t.numel() == 0:
-            continue
-        row_bytes = t.stride(0) * t.element_size()
-        if (
-            t.stride(1) != 1
-            or (t.shape[0] > 1 and row_bytes % 16 != 0)
-            or t.data_ptr() % 16 != 0
-            or t.shape[1] * t.element_size() % 16 != 0
-        ):
-            raise ValueError(
-                f"{name} is {tuple(t.shape)} with strides {t.stride()} of {t.element_size()} bytes at address "
-                f"{t.data_ptr():#x}; rows must be contiguous, start on multiples of 16 bytes and be as long: N_out a "
-                "multiple of 16, of 32 for FP4"
-            )
-    for name, alignment in (("bias", 16), ("row_scale", 4)):
-        t = getattr(tensors, name)
-        if t is not None and t.data_ptr() % alignment != 0:
-            raise ValueError(f"{name} is at address {t.data_ptr():#x}; it must be {alignment}-byte aligned; clone() it")
 
 
 def target_bytes(tensors: EpilogueTensors, epilogue: Epilogue, n: int) -> bytes:

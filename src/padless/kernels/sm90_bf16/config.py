@@ -13,6 +13,7 @@ from padless.kernels.config import (
     FEW_GROUPS,
     check_common_fields,
     cpp_constants,
+    fields_of,
     format_name,
     requirement_of,
     room_for_groups,
@@ -99,13 +100,11 @@ class Sm90Bf16Config:
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
         constants = {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
+            **fields_of(self, "block_m", "block_n"),
             "NUM_MMA_WARPGROUPS": self.num_warpgroups,
             "NUM_STAGES": self.num_stages,
             "STAGE_BLOCKS": self.blocks_of_stage,
-            "RASTER_M": self.raster_m,
-            "MAX_GROUPS": self.max_groups,
+            **fields_of(self, "raster_m", "max_groups"),
             "A_FORMAT": FORMATS[self.a_format],
             "B_FORMAT": FORMATS[self.b_format],
         }

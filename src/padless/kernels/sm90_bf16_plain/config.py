@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
-from padless.kernels.config import check_common_fields, cpp_constants, requirement_of, room_for_groups
+from padless.kernels.config import check_common_fields, cpp_constants, fields_of, requirement_of, room_for_groups
 from padless.kernels.launch import most_tiles
 
 BLOCK_M = 128  # rows of a tile, 64 to a consumer warpgroup
@@ -47,13 +47,7 @@ class Bf16PlainConfig:
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        constants = {
-            "BLOCK_N": self.block_n,
-            "NUM_STAGES": self.num_stages,
-            "PIECE_SLABS": self.piece_slabs,
-            "RASTER_M": self.raster_m,
-            "MAX_GROUPS": self.max_groups,
-        }
+        constants = fields_of(self, "block_n", "num_stages", "piece_slabs", "raster_m", "max_groups")
         return cpp_constants(constants, {"B_IS_N_MAJOR": self.n_major}, {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
-from padless.kernels.config import check_gradient_fields, cpp_constants, requirement_of, room_for_groups
+from padless.kernels.config import cpp_constants, fields_of, requirement_of, room_for_groups
+from padless.kernels.wgrad import check_gradient_fields
 
 BLOCK_M = 128  # rows of a tile, 64 to a consumer warpgroup
 BLOCKS_N = (128, 256)
@@ -50,16 +51,8 @@ class Bf16WgradConfig:
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        constants = {
-            "BLOCK_N": self.block_n,
-            "BLOCK_T": self.block_t,
-            "NUM_STAGES": self.num_stages,
-            "PIECE_SLABS": self.piece_slabs,
-            "RASTER_M": self.raster_m,
-            "MAX_GROUPS": self.max_groups,
-        }
-        flags = {"ACCUMULATE": self.accumulate}
-        return cpp_constants(constants, flags, {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
+        constants = fields_of(self, "block_n", "block_t", "num_stages", "piece_slabs", "raster_m", "max_groups")
+        return cpp_constants(constants, fields_of(self, "accumulate"), {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
 
 
 @dataclass(frozen=True)

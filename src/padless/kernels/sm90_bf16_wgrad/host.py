@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from padless.kernels.launch import Prepared, load_kernel, tile_counter
-from padless.kernels.maps import gradient_output, output_ragged
+from padless.kernels.maps import output_ragged
 from padless.kernels.sm90_bf16_wgrad.config import (
     Bf16WgradConfig,
     Bf16WgradProblem,
@@ -13,6 +13,7 @@ from padless.kernels.sm90_bf16_wgrad.config import (
     select_config,
     tiles_of,
 )
+from padless.kernels.wgrad import gradient_output
 from padless.runtime.driver import Argument, Driver, LaunchShape
 from padless.runtime.tensor_map import DATA_TYPES, SWIZZLE_128B, TensorMapSpec, outer_stride
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import OUT_DTYPES
-from padless.kernels.config import FEW_GROUPS, check_common_fields, cpp_constants, requirement_of, room_for_groups
+from padless.kernels.config import (
+    FEW_GROUPS,
+    check_common_fields,
+    cpp_constants,
+    fields_of,
+    requirement_of,
+    room_for_groups,
+)
 from padless.kernels.cost_model import best_tile, cost_table
 from padless.kernels.maps import has_few_rows
 
@@ -62,15 +69,8 @@ class Sm90Fp8Config:
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        constants = {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "NUM_STAGES": self.num_stages,
-            "CLUSTER_N": self.cluster_n,
-            "RASTER_M": self.raster_m,
-            "MAX_GROUPS": self.max_groups,
-            "SCALE_WINDOW_K_BLOCKS": self.scale_window_k_blocks,
-        }
+        tile = fields_of(self, "block_m", "block_n", "num_stages", "cluster_n", "raster_m", "max_groups")
+        constants = tile | fields_of(self, "scale_window_k_blocks")
         macros = {
             "STORE_IS_POOL": int(self.store == "pool"),
             "SCALES_ARE_K_MAJOR": int(self.scales == "k"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from padless.formats import BlockScaledTensor
@@ -11,7 +14,8 @@ from padless.kernels.schedule import has_half_tiles
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, fit_config, select_config
 from padless.layouts import to_mn_major
 from padless.runtime import tensor_map
-from padless.runtime.driver import Argument, Driver, LaunchShape
+from padless.runtime.driver import Argument, Driver, LaunchShape, PreparedLaunch
+from padless.runtime.jit import CompiledKernel
 
 KERNEL = "sm90_fp8/sm90_fp8_grouped_gemm.cu"
 Config = Sm90Fp8Config
@@ -30,20 +34,43 @@ def prepare(
     device = out.device.index or 0
     problem = Problem(m, n, k, num_groups, out.dtype, driver.num_sms(device))
     config = select_config(problem) if config is None else fit_config(config, problem)
-    copies: tuple[torch.Tensor, ...] = ()
-    if a.scale_major != config.scales:
-        copies = (to_mn_major(a.scale) if config.scales == "mn" else a.scale.contiguous(),)
-        a = BlockScaledTensor(a.data, copies[0], a.format)
-    kernel, function = load_kernel(driver, KERNEL, config, device)
-    maps = _tensor_maps(a, b, out, config)
-    arguments: list[Argument] = [b"".join(driver.encode(spec) for spec in specs) for specs in maps]
-    arguments += [(b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
-    arguments += [(value, 4) for value in (m, n, k, num_groups, tile_counter(config, device, out.data_ptr()))]
+    a, copies = readable(a, config.scales)
+    loaded = load_kernel(driver, KERNEL, config, device)
+    encoded: list[Argument] = [b"".join(map(driver.encode, specs)) for specs in _tensor_maps(a, b, out, config)]
+    counter = tile_counter(config, device, out.data_ptr())
     strides = (tensor_map.outer_stride(b.data, dim) for dim in (1, 0))
-    arguments += [(value, 8) for value in (b.data.data_ptr(), *strides)]
-    tensors = [a.data, a.scale, b.data, b.scale, out] + ([] if offs is None else [offs])
-    shape = LaunchShape(ctas_of(problem, config), kernel.num_threads, config.cluster_n, programmatic=True)
-    return Prepared(driver.prepare(function, kernel, shape, arguments, tensors), copies)
+    weights = [(value, 8) for value in (b.data.data_ptr(), *strides)]
+    return Prepared(packed(driver, loaded, a, b, offs, problem, config, encoded, counter, [out], weights), copies)
+
+
+def readable(a: BlockScaledTensor, scales: str) -> tuple[BlockScaledTensor, tuple[torch.Tensor, ...]]:
+    """``a`` with scales in the layout that the kernel reads, "mn" or "k", and the copy that this took."""
+    if a.scale_major == scales:
+        return a, ()
+    scale = to_mn_major(a.scale) if scales == "mn" else a.scale.contiguous()
+    return BlockScaledTensor(a.data, scale, a.format), (scale,)
+
+
+def packed(
+    driver: Driver,
+    loaded: tuple[CompiledKernel, Any],
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    problem: Problem,
+    tile: Sm90Fp8Config,
+    encoded: list[Argument],
+    counter: int,
+    written: list[torch.Tensor],
+    others: Sequence[Argument] = (),
+) -> PreparedLaunch:
+    """The launch of a kernel whose first arguments are ``encoded`` and whose last are ``others``."""
+    kernel, function = loaded
+    arguments = [*encoded, (b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
+    arguments += [(value, 4) for value in (problem.m, problem.n, problem.k, problem.num_groups, counter)]
+    tensors = [a.data, a.scale, b.data, b.scale, *written] + ([] if offs is None else [offs])
+    shape = LaunchShape(ctas_of(problem, tile), kernel.num_threads, tile.cluster_n, programmatic=True)
+    return driver.prepare(function, kernel, shape, [*arguments, *others], tensors)
 
 
 def ctas_of(problem: Problem, config: Sm90Fp8Config) -> int:

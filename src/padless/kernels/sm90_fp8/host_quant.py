@@ -20,15 +20,14 @@ from padless.kernels.epilogue_launch import (
     output_address,
     outputs_argument,
     present,
+    requirement_of,
 )
 from padless.kernels.launch import Prepared, load_kernel, tile_counter
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, fit_config
-from padless.kernels.sm90_fp8.host import ctas_of
-from padless.layouts import to_mn_major
+from padless.kernels.sm90_fp8.host import KERNEL, packed, readable
 from padless.runtime import tensor_map
-from padless.runtime.driver import Argument, Driver, LaunchShape
+from padless.runtime.driver import Argument, Driver
 
-KERNEL = "sm90_fp8/sm90_fp8_grouped_gemm.cu"
 Config = Sm90Fp8Config
 
 
@@ -59,27 +58,17 @@ def prepare(
     problem = Problem(m, n, k, num_groups, dtype, driver.num_sms(device))
     tile = select_tile(problem, epilogue) if config is None else fit_config(config, problem)
     check_tile(tile, epilogue)
-    copies: tuple[torch.Tensor, ...] = ()
-    if a.scale_major != "mn":
-        copies = (to_mn_major(a.scale),)
-        a = BlockScaledTensor(a.data, copies[0], a.format)
+    a, copies = readable(a, "mn")
     compiled = QuantConfig(tile, epilogue)
-    kernel, function = load_kernel(driver, KERNEL, compiled, device)
-
+    loaded = load_kernel(driver, KERNEL, compiled, device)
     specs = [
         maps.rows_operand(a.data, num_groups),
         maps.interleaved_operand(b.data, interleaved_rows(epilogue)),
         tensor_map.mn_major_scales(a.scale, 96 if tile.block_m == 256 else tile.block_m + 4),
     ]
-    arguments: list[Argument] = [driver.encode(spec) for spec in specs]
-    arguments += [outputs_argument(driver, tensors, epilogue, n)]
-    arguments += [(b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
+    encoded: list[Argument] = [*map(driver.encode, specs), outputs_argument(driver, tensors, epilogue, n)]
     counter = tile_counter(compiled, device, output_address(tensors))
-    arguments += [(value, 4) for value in (m, n, k, num_groups, counter)]
-
-    used = [a.data, a.scale, b.data, b.scale, *present(tensors)] + ([] if offs is None else [offs])
-    shape = LaunchShape(ctas_of(problem, tile), kernel.num_threads, tile.cluster_n, programmatic=True)
-    return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
+    return Prepared(packed(driver, loaded, a, b, offs, problem, tile, encoded, counter, present(tensors)), copies)
 
 
 # --- tiles -----------------------------------------------------------------------------------------------
@@ -118,11 +107,7 @@ def select_tile(problem: Problem, epilogue: Epilogue) -> Sm90Fp8Config:
 
 def check_tile(tile: Sm90Fp8Config, epilogue: Epilogue) -> None:
     """Raises ValueError for a tile that cannot do ``epilogue``."""
-
-    def require(ok: bool, field: str, allowed: str) -> None:
-        if not ok:
-            raise ValueError(f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}")
-
+    require = requirement_of(tile)
     require(tile.block_n == TILE_COLUMNS, "block_n", str(TILE_COLUMNS))
     require(tile.store == "ragged", "store", "'ragged'")
     require(tile.scales == "mn", "scales", "'mn'")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
-from padless.kernels.config import check_gradient_fields, cpp_constants, requirement_of, room_for_groups
+from padless.kernels.config import cpp_constants, fields_of, requirement_of, room_for_groups
+from padless.kernels.wgrad import check_gradient_fields
 
 BLOCK_N = 128  # columns of a tile, and tokens of a block
 MODES = ("1d2d", "1d1d")
@@ -45,12 +46,7 @@ class WgradConfig:
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        constants = {
-            "BLOCK_M": self.block_m,
-            "NUM_STAGES": self.num_stages,
-            "RASTER_M": self.raster_m,
-            "MAX_GROUPS": self.max_groups,
-        }
+        constants = fields_of(self, "block_m", "num_stages", "raster_m", "max_groups")
         flags = {"X_SCALES_ARE_BLOCKS": self.mode == "1d2d", "ACCUMULATE": self.accumulate}
         return cpp_constants(constants, flags, {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from padless.kernels import maps
 from padless.kernels.launch import Prepared, load_kernel, tile_counter
 from padless.kernels.sm90_fp8_wgrad.config import (
     BLOCK_N,
@@ -14,6 +13,7 @@ from padless.kernels.sm90_fp8_wgrad.config import (
     select_config,
     tiles_of,
 )
+from padless.kernels.wgrad import gradient_output
 from padless.layouts import GroupedColumns
 from padless.runtime import tensor_map
 from padless.runtime.driver import Argument, Driver, LaunchShape
@@ -65,7 +65,7 @@ def _tensor_maps(
         tensor_map.operand(x.data, BLOCK_N),
         sfa,
         _scale_rows(x.scale, BLOCK_N) if config.mode == "1d1d" else sfa,  # 128 x 128 scales are fetched without
-        maps.gradient_output(out),
+        gradient_output(out),
     )
 
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import MXFP8_E5M2, OUT_DTYPES, BlockScaledTensor
-from padless.kernels.config import FEW_GROUPS, check_common_fields, cpp_constants, requirement_of, room_for_groups
+from padless.kernels.config import (
+    FEW_GROUPS,
+    check_common_fields,
+    cpp_constants,
+    fields_of,
+    requirement_of,
+    room_for_groups,
+)
 
 
 @dataclass(frozen=True)
@@ -43,14 +50,8 @@ class Sm90Mxfp8Config:
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        constants = {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "NUM_STAGES": self.num_stages,
-            "RASTER_M": self.raster_m,
-            "MAX_GROUPS": self.max_groups,
-        }
-        flags = {"A_E5M2": self.a_e5m2, "B_E5M2": self.b_e5m2}
+        constants = fields_of(self, "block_m", "block_n", "num_stages", "raster_m", "max_groups")
+        flags = fields_of(self, "a_e5m2", "b_e5m2")
         return cpp_constants(constants, flags, {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
 
 

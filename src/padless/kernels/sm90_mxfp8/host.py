@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from padless.formats import BlockScaledTensor
@@ -10,31 +12,14 @@ from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config, fit, select_config
 from padless.runtime import tensor_map
 from padless.runtime.driver import Argument, Driver, LaunchShape
+from padless.runtime.jit import CompiledKernel
+from padless.runtime.tensor_map import TensorMapSpec
 
 KERNEL = "sm90_mxfp8/sm90_mxfp8_grouped_gemm.cu"
 
 _LAYOUTS = {"plain": 0, "blocked": 1, "blocked_groups": 2}  # as in kernels/sm90_mxfp8/scale_products.cuh
 _SCALE_ALIGNMENT = 4  # the kernel reads the scales of 128 of K as one word
-
-
 Config = Sm90Mxfp8Config
-
-
-def readable_scales(a: BlockScaledTensor, b: BlockScaledTensor) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """The scales of a and of b as the kernel reads them, and those among them that are copies."""
-    scales = [t.scale.clone() if t.scale.data_ptr() % _SCALE_ALIGNMENT else t.scale for t in (a, b)]
-    return scales, tuple(s for s, t in zip(scales, (a, b), strict=True) if s is not t.scale)
-
-
-def problem_arguments(
-    a: BlockScaledTensor, b: BlockScaledTensor, scales: list[torch.Tensor], offs: torch.Tensor | None
-) -> list[Argument]:
-    """The kernel's arguments between the tensor maps and the tile counter."""
-    (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
-    arguments: list[Argument] = [(s.data_ptr(), 8) for s in scales]
-    arguments += [(0 if offs is None else offs.data_ptr(), 8)]
-    arguments += [(_LAYOUTS[t.scale_layout], 4) for t in (a, b)]
-    return arguments + [(value, 4) for value in (m, n, k, num_groups)]
 
 
 def prepare(
@@ -50,23 +35,42 @@ def prepare(
     a: (M, K); b: (G, N, K); offs: (G,) int32 end rows or None for one group of all rows; out: (M, N). Scales are read as
     they are, in any layout; those that do not start on a multiple of 4 bytes are copied first.
     """
-    m, (num_groups, n) = a.shape[0], b.data.shape[:2]
     device = out.device.index or 0
     if config is None:
-        config = select_config(m, n, num_groups, driver.num_sms(device))
+        config = select_config(a.shape[0], out.shape[1], b.data.shape[0], driver.num_sms(device))
     config = fit(config, a, b, out.dtype)
-    kernel, function = load_kernel(driver, KERNEL, config, device)
-    scales, copies = readable_scales(a, b)
-    specs = (
-        maps.rows_operand(a.data.view(torch.uint8)),
-        tensor_map.operand(b.data.view(torch.uint8), config.block_n),
-        maps.output_ragged(out, 64),
-    )
-    tiles = most_tiles(m, n, num_groups, config.block_m, config.block_n)
-    grid = persistent_grid(driver.num_sms(device), tiles)
-    arguments: list[Argument] = [driver.encode(spec) for spec in specs]
-    arguments += problem_arguments(a, b, scales, offs)
-    arguments += [(tile_counter(config, device, out.data_ptr()), 4)]
-    tensors = [a.data, scales[0], b.data, scales[1], out] + ([] if offs is None else [offs])
+    loaded = load_kernel(driver, KERNEL, config, device)
+    weights = tensor_map.operand(b.data.view(torch.uint8), config.block_n)
+    stores = driver.encode(maps.output_ragged(out, 64))
+    counter = tile_counter(config, device, out.data_ptr())
+    return packed(driver, loaded, a, b, offs, config, weights, stores, counter, [out])
+
+
+def packed(
+    driver: Driver,
+    loaded: tuple[CompiledKernel, Any],
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    tile: Sm90Mxfp8Config,
+    weights: TensorMapSpec,
+    stores: bytes,
+    counter: int,
+    written: list[torch.Tensor],
+) -> Prepared:
+    """The launch of a kernel that reads b as ``weights`` says; stores: the argument for the tensors that are written."""
+    (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
+    scales = [t.scale.clone() if t.scale.data_ptr() % _SCALE_ALIGNMENT else t.scale for t in (a, b)]
+    copies = tuple(s for s, t in zip(scales, (a, b), strict=True) if s is not t.scale)
+    rows = maps.rows_operand(a.data.view(torch.uint8))
+    arguments: list[Argument] = [driver.encode(rows), driver.encode(weights), stores]
+    arguments += [(s.data_ptr(), 8) for s in scales]
+    arguments += [(0 if offs is None else offs.data_ptr(), 8)]
+    arguments += [(_LAYOUTS[t.scale_layout], 4) for t in (a, b)]
+    arguments += [(value, 4) for value in (m, n, k, num_groups, counter)]
+    tensors = [a.data, b.data, *scales, *written] + ([] if offs is None else [offs])
+    tiles = most_tiles(m, n, num_groups, tile.block_m, tile.block_n)
+    kernel, function = loaded
+    grid = persistent_grid(driver.num_sms(a.data.device.index or 0), tiles)
     shape = LaunchShape(grid, kernel.num_threads, 1, programmatic=True)
     return Prepared(driver.prepare(function, kernel, shape, arguments, tensors), copies)

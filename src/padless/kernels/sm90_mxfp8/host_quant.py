@@ -18,11 +18,12 @@ from padless.kernels.epilogue_launch import (
     output_address,
     outputs_argument,
     present,
+    requirement_of,
 )
-from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
+from padless.kernels.launch import Prepared, load_kernel, tile_counter
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config, fit
-from padless.kernels.sm90_mxfp8.host import KERNEL, problem_arguments, readable_scales
-from padless.runtime.driver import Argument, Driver, LaunchShape
+from padless.kernels.sm90_mxfp8.host import KERNEL, packed
+from padless.runtime.driver import Driver
 
 Config = Sm90Mxfp8Config
 
@@ -47,37 +48,22 @@ def prepare(
     Raises ValueError for what this kernel cannot do: FP8_BLOCK rows of a SwiGLU, whose blocks are wider than the output
     of a tile.
     """
-    (m, _), (num_groups, n, _) = a.data.shape, b.data.shape
+    n = b.data.shape[1]
     check_outputs(n, tensors, epilogue)
     device = a.data.device.index or 0
     tile = fit(Sm90Mxfp8Config() if config is None else config, a, b, epilogue.d_dtype or torch.bfloat16)
     check_tile(tile, epilogue)
     compiled = QuantConfig(tile, epilogue)
-    kernel, function = load_kernel(driver, KERNEL, compiled, device)
-    scales, copies = readable_scales(a, b)
-
-    specs = (
-        maps.rows_operand(a.data.view(torch.uint8)),
-        maps.interleaved_operand(b.data.view(torch.uint8), interleaved_rows(epilogue)),
-    )
-    arguments: list[Argument] = [driver.encode(spec) for spec in specs]
-    arguments += [outputs_argument(driver, tensors, epilogue, n)]
-    arguments += problem_arguments(a, b, scales, offs)
-    arguments += [(tile_counter(compiled, device, output_address(tensors)), 4)]
-    used = [a.data, scales[0], b.data, scales[1], *present(tensors)] + ([] if offs is None else [offs])
-    tiles = most_tiles(m, n, num_groups, tile.block_m, TILE_COLUMNS)
-    grid = persistent_grid(driver.num_sms(device), tiles)
-    shape = LaunchShape(grid, kernel.num_threads, 1, programmatic=True)
-    return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
+    loaded = load_kernel(driver, KERNEL, compiled, device)
+    weights = maps.interleaved_operand(b.data.view(torch.uint8), interleaved_rows(epilogue))
+    stores = outputs_argument(driver, tensors, epilogue, n)
+    counter = tile_counter(compiled, device, output_address(tensors))
+    return packed(driver, loaded, a, b, offs, tile, weights, stores, counter, present(tensors))
 
 
 def check_tile(tile: Sm90Mxfp8Config, epilogue: Epilogue) -> None:
     """Raises ValueError for a tile, and an epilogue, that do not go together."""
-
-    def require(ok: bool, field: str, allowed: str) -> None:
-        if not ok:
-            raise ValueError(f"config.{field} is {getattr(tile, field)!r}; a quantising epilogue needs {allowed}")
-
+    require = requirement_of(tile)
     require(tile.block_n == TILE_COLUMNS, "block_n", str(TILE_COLUMNS))
     if epilogue.column_format == FP8_BLOCK:
         require(tile.block_m == 128, "block_m", "128 for FP8_BLOCK columns")

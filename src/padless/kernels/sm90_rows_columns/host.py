@@ -8,9 +8,9 @@ import torch
 
 from padless.formats import ceil_div
 from padless.kernels import group_tiles
-from padless.kernels.config import FEW_GROUPS, cpp_constants, room_for_groups
-from padless.kernels.launch import Prepared, load_kernel, persistent_grid, prepared_before
-from padless.runtime.driver import Argument, Driver, LaunchShape
+from padless.kernels.config import FEW_GROUPS, cpp_constants, fields_of, room_for_groups
+from padless.kernels.launch import Prepared
+from padless.runtime.driver import Driver
 
 KERNEL = "sm90_rows_columns/sm90_rows_columns.cu"
 CTAS_PER_SM = 2  # the same number as in kernels/sm90_rows_columns/storage.cuh
@@ -38,8 +38,7 @@ class RowsColumnsConfig:
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        flags = {"HAS_ROWS": self.has_rows, "SQUARE": self.square, "GATHERS": self.gathers}
-        return cpp_constants({"MAX_GROUPS": self.max_groups, "BAND": self.band}, flags)
+        return cpp_constants(fields_of(self, "max_groups", "band"), fields_of(self, "has_rows", "square", "gathers"))
 
 
 def fits(x: torch.Tensor, offs: torch.Tensor) -> bool:
@@ -67,20 +66,13 @@ def prepare(
     num_source_rows, features = x.shape
     num_rows = num_source_rows if tokens is None else tokens.shape[0]
     pointers = (x, tokens, groups.offs, row_codes, row_scale, codes, scale, groups.starts, groups.block_starts)
-    addresses = [0 if t is None else t.data_ptr() for t in pointers]
     ld = 0 if row_scale is None else row_scale.stride(1)
     integers = (num_rows, num_source_rows, features, x.stride(0), ld, *groups.integers(codes, scale))
-    device = x.device.index or 0
+    has_rows, gathers = row_codes is not None, tokens is not None
 
-    def packed() -> Prepared:
-        config = RowsColumnsConfig(
-            row_codes is not None, square, tokens is not None, room_for_groups(groups.num_groups), BAND
-        )
-        kernel, function = load_kernel(driver, KERNEL, config, device)
-        sms = driver.num_sms(device) * CTAS_PER_SM
-        ctas = persistent_grid(sms, groups.num_tiles * ceil_div(features, _TILE))
-        shape = LaunchShape(ctas, kernel.num_threads, 1)
-        arguments: list[Argument] = [*((a, 8) for a in addresses), *((i, 4) for i in integers)]
-        return Prepared(driver.prepare(function, kernel, shape, arguments, [t for t in pointers if t is not None]))
+    def config() -> RowsColumnsConfig:
+        return RowsColumnsConfig(has_rows, square, gathers, room_for_groups(groups.num_groups), BAND)
 
-    return prepared_before(x, (KERNEL, device, square, BAND, *addresses, *integers), packed)
+    tiles = groups.num_tiles * ceil_div(features, _TILE)
+    settings = (square, BAND)
+    return group_tiles.prepared_before(driver, KERNEL, settings, config, pointers, integers, CTAS_PER_SM, tiles)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from padless.kernels import group_tiles
-from padless.kernels.config import FEW_GROUPS, cpp_constants, room_for_groups
-from padless.kernels.launch import Prepared, load_kernel, persistent_grid, prepared_before
-from padless.runtime.driver import Argument, Driver, LaunchShape
+from padless.kernels.config import FEW_GROUPS, cpp_constants, fields_of, room_for_groups
+from padless.kernels.launch import Prepared
+from padless.runtime.driver import Driver
 
 KERNEL = "sm90_swiglu_backward/sm90_swiglu_backward.cu"
 BAND = 8
@@ -36,8 +36,8 @@ class SwigluBackwardConfig:
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        flags = {"HAS_PROB": self.has_prob, "INTERLEAVED": self.interleaved, "SQUARE": self.square}
-        return cpp_constants({"MAX_GROUPS": self.max_groups, "BAND": self.band}, flags)
+        flags = fields_of(self, "has_prob", "interleaved", "square")
+        return cpp_constants(fields_of(self, "max_groups", "band"), flags)
 
 
 def fits(dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor) -> bool:
@@ -76,32 +76,15 @@ def prepare(
 ) -> Prepared:
     """Packs the launch for operands that fit, with at least one column."""
     num_rows, hidden = dh.shape
-    pointers = (
-        dh,
-        z,
-        prob,
-        groups.offs,
-        out.row_codes,
-        out.row_scale,
-        out.dz_codes,
-        out.dz_scale,
-        out.hidden_codes,
-        out.hidden_scale,
-        out.sums,
-        groups.starts,
-        groups.block_starts,
-    )
+    rows = (out.row_codes, out.row_scale)
+    columns = (out.dz_codes, out.dz_scale, out.hidden_codes, out.hidden_scale)
+    pointers = (dh, z, prob, groups.offs, *rows, *columns, out.sums, groups.starts, groups.block_starts)
     strides = dh.stride(0), z.stride(0), out.row_scale.stride(1)
     integers = (num_rows, hidden, *strides, *groups.integers(out.dz_codes, out.dz_scale))
-    addresses = [0 if t is None else t.data_ptr() for t in pointers]
-    device = dh.device.index or 0
 
-    def packed() -> Prepared:
-        config = SwigluBackwardConfig(prob is not None, interleaved, square, room_for_groups(groups.num_groups), BAND)
-        kernel, function = load_kernel(driver, KERNEL, config, device)
-        ctas = persistent_grid(driver.num_sms(device), groups.num_tiles * (hidden // _TILE))
-        shape = LaunchShape(ctas, kernel.num_threads, 1)
-        arguments: list[Argument] = [*((a, 8) for a in addresses), *((i, 4) for i in integers)]
-        return Prepared(driver.prepare(function, kernel, shape, arguments, [t for t in pointers if t is not None]))
+    def config() -> SwigluBackwardConfig:
+        return SwigluBackwardConfig(prob is not None, interleaved, square, room_for_groups(groups.num_groups), BAND)
 
-    return prepared_before(dh, (KERNEL, device, interleaved, square, BAND, *addresses, *integers), packed)
+    tiles = groups.num_tiles * (hidden // _TILE)
+    settings = (interleaved, square, BAND)
+    return group_tiles.prepared_before(driver, KERNEL, settings, config, pointers, integers, 1, tiles)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from padless.kernels.config import GRADIENT_DTYPES
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
+from padless.kernels.wgrad import GRADIENT_DTYPES
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.row_groups import clamped_ends
 from padless.verify.problems.wgrad import GuardedGradient

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from padless.kernels.config import GRADIENT_DTYPES
+from padless.kernels.wgrad import GRADIENT_DTYPES
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.verify.bf16.problems import SHAPES, VARIANTS, Rows, RowsShape, padded, permuted, poisoned, random_rows, run

@@ -15,8 +15,9 @@ from padless.epilogue import COLUMN_FORMATS, INTERLEAVE, Epilogue, EpilogueTenso
 from padless.formats import FP8_BLOCK, NVFP4, BlockScaledFormat, round_up
 from padless.kernels.launch import KernelChoice
 from padless.kernels.table import QUANT
+from padless.ops.epilogue_run import with_outputs
 from padless.ops.grouped_gemm import grouped_gemm
-from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue, with_outputs
+from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
 from padless.testing.operands import FORMAT_BY_NAME
 from padless.verify.fuzz import exact, operands
 from padless.verify.fuzz.place import Guarded, Judge, Place

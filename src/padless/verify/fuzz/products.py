@@ -12,6 +12,7 @@ from padless.compat.torch import scaled_grouped_mm
 from padless.formats import BlockScaledTensor
 from padless.kernels.launch import KernelChoice
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.table import ROUTES, Route
 from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.ops.grouped_gemm_list import grouped_gemm_list
@@ -80,12 +81,9 @@ def pair(draw: Draw, operation: str) -> Options:
 
 def _configs(route: Route, out: str) -> list[KernelChoice | None]:
     """The default, then tiles."""
-    if route.module == "sm90_fp8":
-        from padless.verify.fp8_block import CONFIGS
-
-        # Float32 output of the tallest tile leaves too little shared memory.
-        return [None, *(c for c in CONFIGS if out != "float32" or c.block_m < 256)]
-    return configs_of(route)
+    # FP8_BLOCK's tallest tile with float32 output leaves too little shared memory.
+    too_tall = route.module == "sm90_fp8" and out == "float32"
+    return [c for c in configs_of(route) if not (too_tall and isinstance(c, Sm90Fp8Config) and c.block_m == 256)]
 
 
 def config_of(place: Place, options: Options, operation: str = "grouped_gemm") -> KernelChoice | None:

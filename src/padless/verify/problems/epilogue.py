@@ -17,8 +17,9 @@ from padless.epilogue import COLUMN_FORMATS, Epilogue, EpilogueTensors
 from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.table import QUANT, ROUTES, Route, kernels_arch
+from padless.ops.epilogue_run import with_outputs
 from padless.ops.grouped_gemm import group_offsets
-from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue, with_outputs
+from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
 from padless.testing.operands import moved, quantized
 
 FENCE = 4096
@@ -176,7 +177,9 @@ class GuardedOutputs:
     tensors: the outputs by their names in EpilogueTensors, and column_tiles. buffers: all their bytes, by name.
     """
 
-    def __init__(self, problem: EpilogueProblem, epilogue: Epilogue, device: str, complement: bool = False) -> None:
+    def __init__(
+        self, problem: EpilogueProblem, epilogue: Epilogue, device: str = "cpu", complement: bool = False
+    ) -> None:
         draw = torch.Generator().manual_seed(problem.seed)
         (groups, n), m = problem.b.shape[:2], problem.a.shape[0]
         m_aligned = problem.options["m_aligned"]
@@ -231,17 +234,10 @@ def run_problem(problem: EpilogueProblem, device: str, backend: str | None) -> O
     return Outputs(call.epilogue, {name: t.cpu() for name, t in guarded.buffers.items()})
 
 
-def untouched(problem: EpilogueProblem, epilogue: Epilogue, complement: bool = False) -> GuardedOutputs:
-    """The outputs of ``epilogue`` as they are before the call, on the CPU."""
-    return GuardedOutputs(problem, epilogue, "cpu", complement)
-
-
 def epilogue_tensors(problem: EpilogueProblem, outputs: GuardedOutputs) -> EpilogueTensors:
     """Operands of the problem and outputs to write, for the reference."""
-    given = {
-        name: problem.options.get(f"{name}_tensor") for name in ("alpha", "bias", "prob", "norm_const", "global_scale")
-    }
-    numbers: dict[str, Any] = {name: None if t is None else t.float() for name, t in given.items()}
-    if numbers["prob"] is not None:
-        numbers["prob"] = numbers["prob"].reshape(-1)
-    return EpilogueTensors(**numbers, **outputs.tensors)
+    names = ("alpha", "bias", "prob", "norm_const", "global_scale")
+    given = {name: t.float() for name in names if (t := problem.options.get(f"{name}_tensor")) is not None}
+    if "prob" in given:
+        given["prob"] = given["prob"].reshape(-1)
+    return EpilogueTensors(**given, **outputs.tensors)

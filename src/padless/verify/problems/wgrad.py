@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import ceil_div, round_up
-from padless.kernels.config import GRADIENT_DTYPES
 from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig, blocks_m
+from padless.kernels.wgrad import GRADIENT_DTYPES
 from padless.layouts import GroupedColumns, num_scale_rows, padded_tokens, scale_columns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.testing.guarded import POISON

@@ -8,6 +8,9 @@ Contenders of a point; times are those of the slowest rank, in microseconds, fro
     nccl dispatch, combine, layer     all_to_all of bfloat16 rows, with sorting, permuting, quantizing and summing
     titan dispatch, combine, layer    torchtitan's MinimalAsyncEP, with counting and quantizing, replayed from CUDA
                                       graphs; where its files are in the folder of peers, `async_ep.FOLDER`
+    deepep dispatch, combine, layer   DeepEP's first version with the passes that it leaves to its caller, in the
+                                      fastest of `deepep.SMS` and `deepep.CHUNKS`, replayed; where `deepep.FOLDER`
+                                      is
 
 and padless' steps alone: publish; sort (ids of all ranks to an order of rows) and fan_out, or both as receive;
 send_back; finish.
@@ -18,13 +21,14 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from padless.bench.cases.ep import async_ep
+from padless.bench.cases.ep import async_ep, deepep
 from padless.bench.cases.ep.problem import EpPoint, EpProblem, NcclExchange
 from padless.bench.cases.ep.problem import points as points_of
 from padless.bench.peers.find import resolve_folder
@@ -39,9 +43,10 @@ from padless.testing.timing import WARM_UP_CALLS, Call
 
 SECONDS = 60.0  # of a point
 FLUSH_BYTES = 256 << 20
-SLEEP_CYCLES = 2_000_000  # a millisecond, in which the host issues a call
+SLEEP_CYCLES = 6_000_000  # three milliseconds, in which the host issues a call
 STEPS = ("publish", "sort", "fan_out", "send_back", "finish")
 TOLERANCE = 0.1  # of a token, between a layer whose rows were quantized before they were sent and one after
+SUM_TOLERANCE = 0.01  # of a token, between two sums of the same rows in bfloat16
 
 
 def require_gpus() -> None:
@@ -59,8 +64,6 @@ def start(session: Session) -> Callable[[EpPoint], Record]:
     """A point, on processes that stay, one for each GPU. One that fails has the error for a record."""
     pool = RankPool(torch.cuda.device_count(), cuda=True, backend="symm")
     folder = resolve_folder(session.settings.peers_dir)
-    if folder is not None and not (folder / async_ep.FOLDER).is_dir():
-        folder = None
 
     def measure(point: EpPoint) -> Record:
         arguments = (point, session.settings.seed, session.settings.repeats, None, folder)
@@ -100,8 +103,15 @@ def measure_point(
     calls |= {f"{name}, eager": call for name, call in eager.items()}
     calls |= {"nccl dispatch": nccl.dispatch, "nccl combine": lambda: nccl.combine(nccl_y), "nccl layer": nccl.layer}
     # Kept until all is timed: a graph keeps addresses and no tensors.
-    titan = {} if folder is None else titan_calls(p, folder, rows, used=int(plan.offs[-1]))
-    calls |= {name: replayed(call) for name, call in titan.items()}
+    peers: dict[str, Call] = {}
+    config: Record = {}
+    if folder is not None and (folder / async_ep.FOLDER).is_dir():
+        peers |= titan_calls(p, folder, rows, used=int(plan.offs[-1]))
+    if folder is not None and (folder / deepep.FOLDER).is_dir():
+        peer = deepep.DeepEpExchange(p, deepep.load(folder))
+        config = choose_config(rank, peer, y[: int(plan.offs[-1])])
+        peers |= deepep_calls(peer, rows, plan, y)
+    calls |= {name: replayed(call) for name, call in peers.items()}
     times = timed(rank, calls, repeats)
     times |= timed_steps(rank, p, y, repeats)
     p.ep.check()
@@ -113,6 +123,7 @@ def measure_point(
         "row_error": float(error),
         "link_bytes": {"fan_out": link * code_bytes, "send_back": link * point.hidden * 2},
         "programs": programs,
+        "deepep": config,
     }
 
 
@@ -126,6 +137,40 @@ def titan_calls(p: EpProblem, folder: Path, rows: Any, used: int) -> dict[str, C
         "titan dispatch": titan.dispatch,
         "titan combine": lambda: titan.combine(y, plan),
         "titan layer": titan.layer,
+    }
+
+
+def choose_config(rank: Rank, peer: deepep.DeepEpExchange, y: torch.Tensor, repeats: int = 3) -> Record:
+    """Sets the fastest numbers of SMs and of tokens at once, those of both directions together, on all ranks."""
+    found = []
+    for sms in deepep.SMS:
+        peer.sms = sms
+        peer.dispatch()
+        calls: dict[str, Call] = {f"dispatch {c}": partial(peer.dispatch, c) for c in deepep.CHUNKS}
+        calls |= {f"combine {c}": partial(peer.combine, y, peer.plan, c) for c in deepep.CHUNKS}
+        times = {name: time["us"] for name, time in timed(rank, calls, repeats).items()}
+        send, send_chunk = min((times[f"dispatch {c}"], c) for c in deepep.CHUNKS)
+        back, back_chunk = min((times[f"combine {c}"], c) for c in deepep.CHUNKS)
+        found.append((send + back, sms, (send_chunk, back_chunk)))
+    _, peer.sms, peer.chunks = min(found)
+    return {"sms": peer.sms, "chunks": list(peer.chunks)}
+
+
+def deepep_calls(peer: deepep.DeepEpExchange, rows: Any, plan: Any, y: torch.Tensor) -> dict[str, Call]:
+    """DeepEP's contenders; its rows are those of padless, bit for bit, and its sums but for a rounding."""
+    its_rows, offs = peer.dispatch()
+    used = int(offs[-1])
+    assert torch.equal(offs, plan.offs), "offs of DeepEP"
+    assert torch.equal(its_rows.data[:used].view(torch.uint8), rows.data[:used].view(torch.uint8)), "rows of DeepEP"
+    assert torch.equal(its_rows.scale[:used], rows.scale[:used]), "scales of DeepEP"
+    its_y, its_plan = y[:used].contiguous(), peer.plan
+    sums = peer.p.ep.combine(y, plan, weighted=True)
+    error = worst(row_errors(peer.combine(its_y, its_plan).cpu(), sums.cpu().double()))
+    assert error < SUM_TOLERANCE, f"a token of DeepEP's combine is off by {error}"
+    return {
+        "deepep dispatch": peer.dispatch,
+        "deepep combine": lambda: peer.combine(its_y, its_plan),
+        "deepep layer": peer.layer,
     }
 
 
@@ -246,7 +291,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     against = []
     for name in ("dispatch", "combine", "layer"):
         columns = [table.time(name)]
-        for peer in table.measured(records, [f"nccl {name}", f"titan {name}"]):
+        for peer in table.measured(records, [f"{who} {name}" for who in ("nccl", "titan", "deepep")]):
             columns += [table.time(peer), table.ratio(f"{peer} / padless", peer, name, 1, unit="x")]
         against.append(
             table.table_of(f"Expert parallelism: {name}, the slowest rank (us)", [*point, *columns], rows, 1)

@@ -9,24 +9,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from padless.bench.report.table import LIMITS, Table, comparison_heading, of_all
-from padless.bench.results import COMPARISONS, Record, failures, ratios
+from padless.bench.report.table import Table
+from padless.bench.results import Record, failures
 
 WIDTH = 118
 _GLUE = "\0"  # stands for a space at which no line may end
 _SHOWN_FAILURE = 160  # characters
-
-
-def won_sentence(records: Sequence[Record]) -> str:
-    """On how many points padless took less time than each contender, those of the same count together."""
-    by_count: dict[str, list[str]] = {}
-    for title, clock, numerator, denominator in COMPARISONS:
-        values = ratios(records, clock, numerator, denominator)
-        if values and numerator not in LIMITS:
-            count = of_all(sum(value > 1 for value in values), len(values))
-            by_count.setdefault(count, []).append(comparison_heading(title, numerator, denominator))
-    parts = [f"on {count} points than {listed(names)}" for count, names in by_count.items()]
-    return f"Faster {'; '.join(parts)}." if parts else ""
 
 
 def failure_sentence(records: Sequence[Record]) -> str:

@@ -1,13 +1,11 @@
 """The Python twin of ``kernels/sm100_dense/tile_order.cuh``: in which order the tiles of a dense product are computed.
 
-Used by tests (the two are compared exhaustively) and to reason about cache reuse.
+The two are compared exhaustively; it also serves to reason about cache reuse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-TILE_ORDERS = ("row", "hilbert")
 
 Point = tuple[int, int]
 

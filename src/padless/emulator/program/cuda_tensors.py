@@ -1,0 +1,159 @@
+"""Tensors on a GPU that is not there: torch's "cuda" is memory of the CPU, and tensors say that they are on the GPU.
+
+A tensor is on the GPU if it was made there or if an operation took one that is. It is marked by an attribute; to torch
+itself it is on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from padless.emulator.program.device import Chip
+
+MARK = "_padless_on_gpu"
+
+
+def is_gpu(device: Any) -> bool:
+    """Whether a device argument names the GPU."""
+    named = device if isinstance(device, str) else getattr(device, "type", None)
+    return isinstance(named, str) and named.startswith("cuda")
+
+
+def pretend(chip: Chip) -> Callable[[ModuleType], None]:
+    """A change of torch: it sees `chip`."""
+
+    def change(torch: ModuleType) -> None:
+        cuda = torch.cuda
+        answers: dict[str, Any] = {
+            "is_available": lambda: True, "is_initialized": lambda: True, "init": lambda: None,
+            "device_count": lambda: 1, "empty_cache": lambda: None,
+            "current_device": lambda: 0, "set_device": lambda device: None, "synchronize": lambda device=None: None,
+            "get_device_capability": lambda device=None: chip.capability,
+            "get_device_name": lambda device=None: chip.name,
+            "get_device_properties": lambda device=None: properties(chip),
+            "is_current_stream_capturing": lambda: False, "is_bf16_supported": lambda *a, **k: True,
+            "current_stream": lambda device=None: Stream(), "default_stream": lambda device=None: Stream(),
+            "Stream": Stream, "Event": Event, "device": lambda device=None: nullcontext(),
+            "stream": lambda stream=None: nullcontext(), "device_of": lambda tensor=None: nullcontext(),
+            "manual_seed": lambda seed: None, "manual_seed_all": lambda seed: None, "_lazy_init": lambda: None,
+        }  # fmt: skip
+        for name, answer in answers.items():
+            setattr(cuda, name, answer)
+        torch._C._cuda_getCurrentRawStream = lambda device=0: 0
+        if torch.version.cuda is None:
+            torch.version.cuda = "13.0"
+        mode_of(torch).__enter__()
+
+    return change
+
+
+def properties(chip: Chip) -> SimpleNamespace:
+    major, minor = chip.capability
+    return SimpleNamespace(
+        name=chip.name, major=major, minor=minor, total_memory=chip.memory, multi_processor_count=chip.num_sms,
+        shared_memory_per_block_optin=227 << 10, shared_memory_per_multiprocessor=228 << 10, warp_size=32,
+        regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, L2_cache_size=60 << 20,
+    )  # fmt: skip
+
+
+class Stream:
+    """A stream: calls are done in order, whichever it is."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Event:
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """An event, with the time of the host."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        import time
+
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def mode_of(torch: ModuleType) -> Any:
+    """The mode of torch functions under which "cuda" is the CPU."""
+    from torch.overrides import TorchFunctionMode
+
+    tensor = torch.Tensor
+    getters = {
+        tensor.is_cuda.__get__: lambda t: True, tensor.is_cpu.__get__: lambda t: False,
+        tensor.device.__get__: lambda t: torch.device("cuda", 0), tensor.get_device: lambda t: 0,
+    }  # fmt: skip
+    home = (tensor.cpu, tensor.numpy, tensor.tolist, tensor.item)
+    same = (tensor.cuda, tensor.pin_memory)
+
+    def marked(value: Any) -> bool:
+        if isinstance(value, tensor):
+            return MARK in value.__dict__
+        return isinstance(value, list | tuple) and any(marked(v) for v in value)
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, tensor):
+            value.__dict__[MARK] = True
+        elif isinstance(value, list | tuple):
+            for each in value:
+                mark(each)
+        return value
+
+    class OnTheCpu(TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            on_gpu = marked(args) or marked(tuple(kwargs.values()))
+            if func in getters and on_gpu:
+                return getters[func](args[0])
+            if func in same:
+                if func is tensor.pin_memory or on_gpu:
+                    return args[0]
+                return mark(args[0].clone())
+            if func is tensor.cpu or (func is tensor.to and on_gpu and names_cpu((*args[1:], *kwargs.values()))):
+                rest = [] if func is tensor.cpu else args[1:]
+                made = args[0].clone() if on_gpu else args[0]
+                made.__dict__.pop(MARK, None)
+                return made.to(*rest, **kwargs) if func is tensor.to else made
+            if func is torch.device:
+                return func(*args, **kwargs)
+            moved = [is_gpu(v) for v in (*args, *kwargs.values()) if not isinstance(v, tensor)]
+            cpu = torch.device("cpu")
+            args = tuple(cpu if is_gpu(v) and not isinstance(v, tensor) else v for v in args)
+            kwargs = {k: cpu if is_gpu(v) and not isinstance(v, tensor) else v for k, v in kwargs.items()}
+            made = func(*args, **kwargs)
+            if func is tensor.to and any(moved) and not on_gpu and made is args[0]:
+                made = made.clone()
+            on_cpu = names_cpu(tuple(kwargs.values())) and not any(moved)
+            return mark(made) if (any(moved) or (on_gpu and not on_cpu)) and func not in home else made
+
+    def names_cpu(values: tuple[Any, ...]) -> bool:
+        return any(str(v) == "cpu" for v in values if isinstance(v, str | torch.device))
+
+    return OnTheCpu()

@@ -1,0 +1,43 @@
+"""Common parts of the kernels of weight gradients: checks of their configurations, and the tensor map of the output."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from padless.kernels.config import GroupedFields, Requirement, check_common_fields
+from padless.runtime.tensor_map import DATA_TYPES, SWIZZLE_128B, TensorMapSpec, outer_stride
+
+GRADIENT_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class GradientFields(GroupedFields, Protocol):
+    """Fields that the configurations of weight gradients share."""
+
+    @property
+    def accumulate(self) -> bool: ...
+
+
+def check_gradient_fields(config: GradientFields, require: Requirement) -> None:
+    """``check_common_fields`` of a weight gradient, which has two types of output and can be added to one."""
+    check_common_fields(config, require)
+    require(config.out_dtype in GRADIENT_DTYPES, "out_dtype", "torch.bfloat16 or torch.float32")
+    is_right = not config.accumulate or config.out_dtype == torch.float32
+    require(is_right, "accumulate", "False unless out_dtype is float32")
+
+
+def gradient_output(out: torch.Tensor) -> TensorMapSpec:
+    """A weight gradient (G, N, K), written in boxes of 128 bytes x 64 rows of one group, clipped to its N and K.
+
+    FLOAT32 and not FLOAT32_FTZ: where the copy engine adds, it is not asked to flush subnormals.
+    """
+    data_type, size = DATA_TYPES[out.dtype]
+    return TensorMapSpec(
+        data_type,
+        out.data_ptr(),
+        (out.shape[2], out.shape[1], out.shape[0]),
+        (outer_stride(out, 1), outer_stride(out, 0)),
+        (128 // size, 64, 1),
+        SWIZZLE_128B,
+    )

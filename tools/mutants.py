@@ -1,0 +1,220 @@
+"""Mutants of this library's kernels: which missing or weakened synchronisations are noticed, and the table of the rest.
+
+    python tools/mutants.py run RECORD [--processes N] [--seconds S] [--case NAME]    appends what RECORD lacks
+    python tools/mutants.py show RECORD                                               the table
+
+A record is JSON lines, one a verdict; a run goes on where another ended, and judges anew the kernels whose PTX has
+changed. A mutant is noticed by a report or by an output that differs from the kernel's under the same schedule; outputs
+that the schedule alone changes do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+from kernel_digests import normalised
+from padless.emulator.emulator import Emulator, LaunchResult
+from padless.emulator.fake_driver import EmulatedDriver, EmulatedLaunch, memory_of, standing_in
+from padless.emulator.mutation import Mutant, Survey
+
+SEEDS = 2
+Arrays = dict[str, np.ndarray[Any, Any]]
+Key = tuple[str, str, int, str]  # case, digest of its PTX, PTX line, change
+
+
+class Captured(Exception):
+    """Ends a call at its launch."""
+
+    def __init__(self, launch: EmulatedLaunch) -> None:
+        super().__init__("launch")
+        self.launch = launch
+
+
+class Capturing(EmulatedDriver):
+    """A device that hands out the launch of a call in place of running it."""
+
+    def prepare(self, *arguments: Any) -> Any:
+        launch = EmulatedLaunch(self, *arguments)
+
+        def stop(stream: int = 0) -> None:
+            raise Captured(launch)
+
+        return stop
+
+
+def captured(name: str) -> EmulatedLaunch:
+    """The launch of a case, its tensors as they are before it."""
+    from mutant_cases import CASES
+
+    arch, num_sms, call = CASES[name]
+    device = Capturing(arch)
+    with standing_in(device, arch), device.configured(num_sms=num_sms):
+        try:
+            call(device)
+        except Captured as caught:
+            return caught.launch
+    raise RuntimeError(f"case {name} has launched nothing")
+
+
+class Case:
+    """A launch that is repeated, and the mutants of its kernel. digest: of the kernel's PTX."""
+
+    def __init__(self, name: str, seeds: int = SEEDS) -> None:
+        launch = captured(name)
+        self.name, self.seeds = name, range(seeds)
+        self._launch = launch
+        self._tensors = {i: t for i, t in enumerate(launch._tensors) if t.numel()}
+        storages = (t.untyped_storage() for t in self._tensors.values())
+        self._bytes = {s.data_ptr(): torch.empty(0, dtype=torch.uint8).set_(s) for s in storages}
+        self._before = {address: raw.clone() for address, raw in self._bytes.items()}
+        self.digest = hashlib.sha256(normalised(launch._kernel).encode()).hexdigest()[:12]
+        self.survey = Survey(launch._emulator, launch._kernel.entry, self.run, self.seeds)
+        expected = self.survey.expected
+        for output in list(expected[0]):  # of those that the schedule changes nothing can be said
+            if any(not np.array_equal(expected[seed][output], expected[0][output]) for seed in self.seeds):
+                for arrays in expected.values():
+                    del arrays[output]
+
+    def run(self, emulator: Emulator, seed: int) -> tuple[LaunchResult, Arrays]:
+        """One launch on the operands as they were."""
+        for address, raw in self._bytes.items():
+            raw.copy_(self._before[address])
+        launch = self._launch
+        device = emulator.with_memory(memory_of(launch._tensors))
+        device.arithmetic = "fast"
+        result = device.launch(
+            launch._kernel.entry, launch._shape.grid, launch._shape.block, launch._arguments,
+            cluster=launch._shape.cluster, shared_bytes=launch._kernel.shared_bytes, seed=seed,
+            programmatic=launch._shape.programmatic,
+        )  # fmt: skip
+        return result, {str(address): raw.numpy().copy() for address, raw in self._bytes.items()}
+
+    def left(self, done: set[Key]) -> list[Mutant]:
+        """The mutants without a verdict, in the order of the text."""
+        name, digest = self.name, self.digest
+        return [m for m in self.survey.mutants if (name, digest, m.instruction.line, m.change) not in done]
+
+    def verdict(self, mutant: Mutant) -> dict[str, Any]:
+        """A line of the record."""
+        started = time.perf_counter()
+        killed_by = self.survey.judge(mutant).killed_by
+        ins = mutant.instruction
+        source = re.sub(r"[^\s(]*/(?=device/|sm\d+_\w+/)", "", str(ins.source or ""))  # paths below kernels/
+        return {"case": self.name, "digest": self.digest, "line": ins.line, "change": mutant.change,
+                 "killed_by": killed_by, "source": source, "instruction": str(ins),
+                 "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
+
+
+def key_of(verdict: dict[str, Any]) -> Key:
+    return verdict["case"], verdict["digest"], verdict["line"], verdict["change"]
+
+
+def read(record: Path) -> list[dict[str, Any]]:
+    """Verdicts of a record, the last of each mutant; broken lines are left out."""
+    found = {}
+    for line in record.read_text().splitlines() if record.exists() else []:
+        try:
+            verdict = json.loads(line)
+            found[key_of(verdict)] = verdict
+        except (json.JSONDecodeError, KeyError):
+            continue
+    return list(found.values())
+
+
+def judge(record: Path, done: set[Key], names: list[str], first: int, taken: Any, deadline: float) -> None:
+    """One process: mutants of its first case, then of the others, each drawn by one process alone."""
+    torch.set_num_threads(1)
+    for at in [*range(first, len(names)), *range(first)]:
+        if taken[at] < 0 or time.time() > deadline:
+            continue
+        started = time.time()
+        try:
+            case = Case(names[at])
+        except Exception as error:
+            print(f"{names[at]}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+            taken[at] = -1
+            continue
+        left = case.left(done)
+        print(f"{names[at]}: {len(left)} of {len(case.survey.mutants)} left, {time.time() - started:.0f} s", flush=True)
+        while time.time() < deadline:
+            with taken.get_lock():
+                index = taken[at]
+                if 0 <= index < len(left):
+                    taken[at] += 1
+                else:
+                    taken[at] = -1
+                    break
+            line = json.dumps(case.verdict(left[index])) + "\n"
+            with record.open("a") as file:  # one write, which the file takes as a whole
+                file.write(line)
+
+
+def run(record: Path, names: list[str], processes: int, seconds: float) -> None:
+    """Judge until nothing is left or the time is over; returns after at most a few seconds more."""
+    context = multiprocessing.get_context("spawn")
+    taken = context.Array("l", [0] * len(names))
+    deadline = time.time() + seconds
+    done = {key_of(verdict) for verdict in read(record)}
+    workers = [
+        context.Process(target=judge, args=(record, done, names, i % len(names), taken, deadline))
+        for i in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(max(deadline + 10 - time.time(), 0.1))
+        if worker.is_alive():
+            worker.kill()
+
+
+def table(verdicts: list[dict[str, Any]]) -> Iterator[str]:
+    """Markdown: verdicts by case, and the survivors by source line."""
+    yield "| kernel | mutants | by a report | by an output | survivors |"
+    yield "|---|---|---|---|---|"
+    for name in dict.fromkeys(v["case"] for v in verdicts):
+        own = [v["killed_by"] for v in verdicts if v["case"] == name]
+        output, left = own.count("output"), own.count("")
+        yield f"| {name} | {len(own)} | {len(own) - output - left} | {output} | {left} |"
+    yield ""
+    survivors = Counter(
+        (v["case"], v["source"], v["instruction"].split(" ")[0], v["change"]) for v in verdicts if not v["killed_by"]
+    )
+    for (name, source, opcode, change), count in sorted(survivors.items()):
+        yield f"{name}: {source}: {opcode} {change}" + (f" ({count})" if count > 1 else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["run", "show"])
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--case", action="append", help="one of them alone; may be repeated")
+    options = parser.parse_args()
+    if options.command == "run":
+        from mutant_cases import CASES
+
+        run(options.record, options.case or list(CASES), options.processes, options.seconds)
+    print("\n".join(table(read(options.record))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
