@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from padless.bench.peers import Contender, Library, hopper_or_reason, look_in, point_at_cuda_toolkit
-from padless.bench.problem import DenseProblem, GroupedProblem
+from padless.bench.peers import Library, hopper_or_reason, look_in, point_at_cuda_toolkit
 
 _PRODUCTS = "torchao.prototype.moe_training.blockwise_fp8.grouped_mm"
 
@@ -39,12 +38,3 @@ class TorchAo(Library):
         """x[rows of g] @ w[g].T, (M, N) bfloat16, under autograd: x (M, K), w (G, N, K), K and N multiples of 128."""
         out: torch.Tensor = self._products._to_fp8_blockwise_then_scaled_grouped_mm(x, w.transpose(-2, -1), offs)
         return out
-
-    def grouped(self, problem: GroupedProblem) -> list[Contender]:
-        return []
-
-    def decode(self, problem: GroupedProblem) -> list[Contender]:
-        return []
-
-    def dense(self, problem: DenseProblem) -> list[Contender]:
-        return []
