@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from padless.nn.linear import QuantizedModule
-from padless.nn.weight_codes import WeightCodes, facts_of, flat_operands, joined_operands, weight_operands
+from padless.nn.weight_codes import WeightCodes, flat_operands, joined_operands, weight_operands, writes_of
 
 Results = tuple[torch.Tensor | None, ...]
 _WARM_UPS = 2
@@ -40,7 +40,7 @@ class _Codes:
         self._weight, self._recipe = getattr(layer, name), layer.recipe
         self.owner = layer._codes[name]
         self.owner.forget()  # the warm-up's memory
-        self._facts: tuple[Any, ...] | None = None
+        self._facts: tuple[int, ...] | None = None
         self.operands = weight_operands(self._weight, self._recipe)
         plain = self.operands.forward
         self._made: Recorded | None = None
@@ -51,9 +51,9 @@ class _Codes:
             self.operands = joined_operands(self._recipe, data, *rest)
 
     def refresh(self) -> None:
-        """Makes the codes again if the weight is another one by now."""
-        facts = facts_of(self._weight, self._recipe)
-        now = None if facts is None else (self.owner.forgotten, *facts)
+        """Makes the codes again if the weight was written; its address and type stay."""
+        written = writes_of(self._weight)
+        now = None if written is None else (self.owner.forgotten, *written)
         if self._made is not None and (now is None or now != self._facts):
             self._made.replay()
         self._facts = now
@@ -103,6 +103,10 @@ class Graphed:
     @torch.no_grad()
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """The same without autograd: the caller runs `backward`. Raises ValueError."""
+        return self.replay_forward(inputs)
+
+    def replay_forward(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What both do, gradients being off."""
         if self._addresses != self._addresses_now():
             raise ValueError("a parameter of layer, or its main_grad, is another tensor now; capture the layer again")
         for mine, its in zip(self.inputs, inputs, strict=True):
@@ -195,7 +199,7 @@ class Graphed:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graphs: Graphed, *tensors: torch.Tensor) -> torch.Tensor:
-        out = graphs.forward(*tensors[: len(graphs.inputs)])
+        out = graphs.replay_forward(tensors[: len(graphs.inputs)])
         ctx.graphs, ctx.call = graphs, graphs._calls
         return out.detach()
 
