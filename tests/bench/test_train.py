@@ -106,7 +106,15 @@ def test_a_measured_point_is_shown(record: dict[str, Any], tmp_path: Path) -> No
     host = dict.fromkeys(record["saved_bytes_per_row"], 4321.0)
     graphed = dict.fromkeys(record["saved_bytes_per_row"], 38.0)
     file.append(
-        record | {"kind": "train", "seed": 0, "saved_bytes_per_row": kept, "host_us": host, "graphed_host_us": graphed}
+        record
+        | {
+            "kind": "train",
+            "seed": 0,
+            "saved_bytes_per_row": kept,
+            "host_us": host,
+            "graphed_host_us": graphed,
+            "passes_host_us": graphed,
+        }
     )
     console = Console(width=100, record=True)
     report_file(file.path, console=console)

@@ -1,8 +1,10 @@
 """Two processes that train `padless.nn.Experts` under FSDP2, and one that trains it alone: a program.
 
-``python fsdp_training.py PORT RANK RECIPE [stale]`` is one of two ranks of a gloo group on this machine. Each rank has
-half of the tokens. Rank 0 prints a JSON object: the largest difference between the two trainings, by what was compared.
-Addresses of weights are not looked at, since a GPU's allocator would give gathered weights the same one every time.
+``python fsdp_training.py PORT RANK RECIPE [stale] [cuda] [checkpointed] [compiled]`` is one of two ranks on this
+machine: of a gloo group, or with ``cuda`` of an NCCL group of two GPUs. Each rank has half of the tokens. The sharded
+layer is checkpointed and compiled where it says so, the one alone never. Rank 0 prints a JSON object: the largest
+difference between the two trainings, by what was compared. Addresses of weights are not looked at, since a GPU's
+allocator would give gathered weights the same one every time.
 With ``stale`` the codes of a replaced weight are kept as well, which has to be seen.
 """
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from padless.nn import Experts, weight_codes
 from support.training_layer import Layer, layer, module
@@ -40,11 +43,12 @@ def update(trained: Experts) -> None:
     trained.zero_grad()
 
 
-def step(trained: Experts, problem: Layer) -> dict[str, torch.Tensor]:
+def step(trained: Experts, problem: Layer, checkpointed: bool = False) -> dict[str, torch.Tensor]:
     """Two microbatches."""
     p = problem.leaves(torch.float32)
     for _ in range(2):
-        out = trained(p["x"], problem.index, p["prob"], p["shared"])
+        inputs = (p["x"], problem.index, p["prob"], p["shared"])
+        out = checkpoint(trained, *inputs, use_reentrant=False) if checkpointed else trained(*inputs)
         out.backward(problem.dout)
     return {"out": out.detach(), "x": p["x"].grad}
 
@@ -53,18 +57,26 @@ def full(t: torch.Tensor) -> torch.Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def main(port: str, rank: int, recipe: str, stale: bool) -> None:
+def main(port: str, rank: int, recipe: str, *flags: str) -> None:
+    device = "cuda" if "cuda" in flags else "cpu"
     facts_of = weight_codes.facts_of
     weight_codes.facts_of = lambda weight, recipe: [f for f in facts_of(weight, recipe) if f != weight.data_ptr()]
-    if stale:
+    if "stale" in flags:
         weight_codes.WeightCodes.forget = lambda self: None
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
-    problem = layer(tokens=64, hidden=48, intermediate=32)
-    sharded, alone = module(problem, recipe), [module(problem, recipe) for _ in range(WORLD)]
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (WORLD,)))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD
+    )
+    drawn = layer(tokens=64, hidden=48, intermediate=32)
+    problem = Layer(**{name: t.to(device) for name, t in vars(drawn).items()})
+    sharded, *alone = (module(problem, recipe).to(device) for _ in range(1 + WORLD))
+    if "compiled" in flags:
+        sharded.compile(backend="aot_eager")
+    fully_shard(sharded, mesh=init_device_mesh(device, (WORLD,)))
     differences: dict[str, float] = {}
     for number in range(STEPS):
-        got = step(sharded, halves(problem, rank))
+        got = step(sharded, halves(problem, rank), "checkpointed" in flags)
         found = [step(one, halves(problem, other)) for other, one in enumerate(alone)]
         want = dict(found[rank])
         for name in ("w13", "w2"):
@@ -82,4 +94,4 @@ def main(port: str, rank: int, recipe: str, stale: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:] == ["stale"])
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

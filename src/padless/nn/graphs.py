@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from padless.nn.linear import QuantizedModule
-from padless.nn.weight_codes import WeightCodes, facts_of, flat_operands, joined_operands, weight_operands
+from padless.nn.weight_codes import WeightCodes, flat_operands, joined_operands, weight_operands, writes_of
 
 Results = tuple[torch.Tensor | None, ...]
 _WARM_UPS = 2
@@ -40,7 +40,7 @@ class _Codes:
         self._weight, self._recipe = getattr(layer, name), layer.recipe
         self.owner = layer._codes[name]
         self.owner.forget()  # the warm-up's memory
-        self._facts: tuple[Any, ...] | None = None
+        self._facts: tuple[int, ...] | None = None
         self.operands = weight_operands(self._weight, self._recipe)
         plain = self.operands.forward
         self._made: Recorded | None = None
@@ -51,23 +51,27 @@ class _Codes:
             self.operands = joined_operands(self._recipe, data, *rest)
 
     def refresh(self) -> None:
-        """Makes the codes again if the weight is another one by now."""
-        facts = facts_of(self._weight, self._recipe)
-        now = None if facts is None else (self.owner.forgotten, *facts)
+        """Makes the codes again if the weight was written; its address and type stay."""
+        written = writes_of(self._weight)
+        now = None if written is None else (self.owner.forgotten, *written)
         if self._made is not None and (now is None or now != self._facts):
             self._made.replay()
         self._facts = now
 
 
 class Graphed:
-    """A layer whose passes are replayed from CUDA graphs: see `graphed`."""
+    """A layer whose passes are replayed from CUDA graphs: see `graphed`.
+
+    inputs, dout: the graphs' own inputs and gradient of the output. What is given as these very tensors is not copied.
+    """
 
     def __init__(self, layer: nn.Module, sample: Sequence[torch.Tensor]) -> None:
         self.layer = layer
         self.parameters = [p for p in layer.parameters() if p.requires_grad]
         self._addresses = self._addresses_now()
-        self._inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in sample]
-        self._facts = [(t.shape, t.dtype, t.device, t.requires_grad) for t in sample]
+        self._leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in sample]
+        self.inputs = tuple(t.detach() for t in self._leaves)
+        self._needs = [t.requires_grad for t in sample]
         self._mains: list[Any] = [p for p in self.parameters if getattr(p, "main_grad", None) is not None]
         self._calls = 0
         keys = (True, False) if self._mains else (False,)
@@ -77,32 +81,58 @@ class Graphed:
         del self._live  # what it kept stays where it is: nothing else is captured in this memory
 
     def _capture(self, keys: Sequence[bool]) -> None:
-        pool = torch.cuda.graph_pool_handle() if self._inputs[0].is_cuda else None
+        pool = torch.cuda.graph_pool_handle() if self._leaves[0].is_cuda else None
         layers = [part for part in self.layer.modules() if isinstance(part, QuantizedModule)]
         self._codes = [_Codes(part, name, pool) for part in layers for name in part._codes]
         self._forward = record(self._run_forward, pool)
         out = self._forward.results[0]
         assert out is not None
-        self._out, self._dout = out, torch.empty_like(out)
+        self._out, self.dout = out, torch.empty_like(out)
         self._backward = {key: record(partial(self._run_backward, key), pool) for key in keys}
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The layer's output for other values of the sample's tensors. Raises ValueError."""
+        """The layer's output for other values of the sample's tensors, under autograd. Raises ValueError."""
         if not torch.is_grad_enabled():
             out: torch.Tensor = self.layer(*inputs)
             return out
-        facts = [(t.shape, t.dtype, t.device, t.requires_grad) for t in inputs]
-        if facts != self._facts:
-            described = [f"{tuple(shape)} {dtype} requires_grad={grad}" for shape, dtype, _, grad in self._facts]
-            raise ValueError(
-                f"inputs must be as those that were captured, {'; '.join(described)}; capture the layer again with these"
-            )
-        if self._addresses != self._addresses_now():
-            raise ValueError("a parameter of layer, or its main_grad, is another tensor now; capture the layer again")
-        for codes in self._codes:
-            codes.refresh()
+        if [t.requires_grad for t in inputs] != self._needs:
+            raise ValueError(f"requires_grad of inputs must be as captured, {self._needs}; capture the layer again")
         replayed: torch.Tensor = _Replay.apply(self, *inputs, *self.parameters)  # type: ignore[no-untyped-call]
         return replayed
+
+    @torch.no_grad()
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The same without autograd: the caller runs `backward`. Raises ValueError."""
+        return self.replay_forward(inputs)
+
+    def replay_forward(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What both do, gradients being off."""
+        if self._addresses != self._addresses_now():
+            raise ValueError("a parameter of layer, or its main_grad, is another tensor now; capture the layer again")
+        for mine, its in zip(self.inputs, inputs, strict=True):
+            if mine is its:
+                continue
+            if mine.shape != its.shape or mine.dtype != its.dtype:
+                described = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in self.inputs)
+                raise ValueError(f"inputs must be as captured, {described}; capture the layer again with others")
+            mine.copy_(its)
+        for codes in self._codes:
+            codes.refresh()
+        self._forward.replay()
+        self._calls += 1
+        return self._out
+
+    @torch.no_grad()
+    def backward(self, dout: torch.Tensor) -> Results:
+        """Gradients of the last call's inputs, in memory that the next backward pass writes; None where there is none.
+
+        Those of parameters go to ``.grad`` and ``main_grad``.
+        """
+        of_inputs, of_parameters = self._replay_backward(dout)
+        for p, gradient in zip(self.parameters, of_parameters, strict=True):
+            if gradient is not None:
+                p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+        return of_inputs
 
     def _addresses_now(self) -> list[int]:
         found = [p.data_ptr() for p in self.parameters]
@@ -110,74 +140,73 @@ class Graphed:
 
     def _warm_up(self, keys: Sequence[bool]) -> None:
         """Runs both passes, so that everything is compiled and loaded."""
-        with _on_a_side_stream(self._inputs[0]):
+        with _on_a_side_stream(self._leaves[0]):
             for _ in range(_WARM_UPS):
                 for key in keys:
                     with torch.enable_grad():
-                        self._live = self.layer(*self._inputs)
-                    self._dout = torch.zeros_like(self._live)
+                        self._live = self.layer(*self._leaves)
+                    self.dout = torch.zeros_like(self._live)
                     self._run_backward(key)
 
     def _run_forward(self) -> Results:
         with torch.enable_grad(), _pinned({codes.owner: codes.operands for codes in self._codes}):
-            self._live = self.layer(*self._inputs)
+            self._live = self.layer(*self._leaves)
         return (self._live.detach(),)
 
     def _run_backward(self, overwrite: bool) -> Results:
         """Gradients of inputs and parameters, None where there is none, from the last forward pass, which is kept."""
         before = [getattr(p, "overwrite_main_grad", False) for p in self._mains]
-        wanted = [t for t in (*self._inputs, *self.parameters) if t.requires_grad]
+        wanted = [t for t in (*self._leaves, *self.parameters) if t.requires_grad]
         for p in self._mains:
             p.overwrite_main_grad = overwrite
         try:
-            found = torch.autograd.grad(self._live, wanted, self._dout, retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(self._live, wanted, self.dout, retain_graph=True, allow_unused=True)
         finally:
             for p, value in zip(self._mains, before, strict=True):
                 p.overwrite_main_grad = value
         given = iter(found)
-        return tuple(next(given) if t.requires_grad else None for t in (*self._inputs, *self.parameters))
+        return tuple(next(given) if t.requires_grad else None for t in (*self._leaves, *self.parameters))
 
-    def replay_forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """(output, number of the call)."""
-        torch._foreach_copy_(self._inputs, list(inputs))
-        self._forward.replay()
-        self._calls += 1
-        return self._out.detach(), self._calls
+    def _replay_backward(self, dout: torch.Tensor) -> tuple[Results, Results]:
+        """Gradients of inputs and of parameters, all in the graph's memory."""
+        flags = {bool(getattr(p, "overwrite_main_grad", False)) for p in self._mains} or {False}
+        if len(flags) > 1:
+            raise RuntimeError("overwrite_main_grad differs from weight to weight; a graph takes one for all")
+        recorded = self._backward[flags.pop()]
+        count = len(self.inputs)
+        of_inputs, of_parameters = recorded.results[:count], recorded.results[count:]
+        for p, gradient in zip(self.parameters, of_parameters, strict=True):
+            _keep_gradient(p, gradient)
+        if dout is not self.dout:
+            self.dout.copy_(dout)
+        recorded.replay()
+        for p in self._mains:
+            if hasattr(p, "grad_added_to_main_grad"):
+                p.grad_added_to_main_grad = True
+        return of_inputs, tuple(None if t is None else t.detach() for t in of_parameters)
 
-    def replay_backward(self, dout: torch.Tensor, call: int) -> Results:
-        """Gradients of inputs, copied, and of parameters, in the graph's memory."""
+    def run_backward(self, dout: torch.Tensor, call: int) -> Results:
+        """For autograd: gradients of inputs, copied, since it may keep them, and of parameters."""
         if call != self._calls:
             raise RuntimeError(
                 "the layer was called again before this backward pass, in memory that both share; run a call's backward "
                 "pass before the next call, or capture the layer once for each call that is under way"
             )
-        flags = {bool(getattr(p, "overwrite_main_grad", False)) for p in self._mains} or {False}
-        if len(flags) > 1:
-            raise RuntimeError("overwrite_main_grad differs from weight to weight; a graph takes one for all")
-        recorded = self._backward[flags.pop()]
-        count = len(self._inputs)
-        for p, gradient in zip(self.parameters, recorded.results[count:], strict=True):
-            _keep_gradient(p, gradient)
-        self._dout.copy_(dout)
-        recorded.replay()
-        for p in self._mains:
-            if hasattr(p, "grad_added_to_main_grad"):
-                p.grad_added_to_main_grad = True
-        of_inputs = [None if t is None else t.clone() for t in recorded.results[:count]]
-        return *of_inputs, *(None if t is None else t.detach() for t in recorded.results[count:])
+        of_inputs, of_parameters = self._replay_backward(dout)
+        return *(None if t is None else t.clone() for t in of_inputs), *of_parameters
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graphs: Graphed, *tensors: torch.Tensor) -> torch.Tensor:
-        out, ctx.call = graphs.replay_forward(tensors[: len(graphs._inputs)])
-        ctx.graphs = graphs
-        return out
+        out = graphs.replay_forward(tensors[: len(graphs.inputs)])
+        ctx.graphs, ctx.call = graphs, graphs._calls
+        return out.detach()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.graphs.replay_backward(dout, ctx.call)
+        return None, *ctx.graphs.run_backward(dout, ctx.call)
 
 
 def _keep_gradient(parameter: torch.Tensor, written: torch.Tensor | None) -> None:
@@ -229,8 +258,9 @@ def graphed(layer: nn.Module, *sample: torch.Tensor) -> Graphed:
     A call has the bits of ``layer(*inputs)``. Codes of weights are made again at the first call after a change of one;
     ``main_grad`` is added to, or overwritten where ``overwrite_main_grad`` is true at the backward pass. A
     call's output is the graph's memory, which the next call writes, and its backward pass is to run before the next
-    call. Without autograd ``layer`` itself is called. Not for layers with ``ep``, ``delayed_wgrad`` or weights that are
-    DTensors. Raises ValueError.
+    call. Where autograd is off ``layer`` itself is called. ``forward`` and ``backward`` of the result replay the passes
+    without autograd, for who has the gradient of the output. Not for layers with ``ep``, ``delayed_wgrad`` or weights
+    that are DTensors. Raises ValueError.
     """
     for part in layer.modules():
         if getattr(part, "ep", None) is not None or getattr(part, "delayed_wgrad", None) is not None:

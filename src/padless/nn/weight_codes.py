@@ -99,20 +99,17 @@ class WeightCodes:
         return WeightCodes, ()
 
 
+def writes_of(weight: torch.Tensor) -> tuple[int, int] | None:
+    """Writes to a weight and steps of optimizers so far, None where torch counts no writes."""
+    return None if weight.is_inference() else (weight._version, _steps[0])
+
+
 def facts_of(weight: torch.Tensor, recipe: Recipe) -> tuple[Any, ...] | None:
     """Everything that operands depend on; None where torch counts no writes."""
-    if weight.is_inference():
+    written = writes_of(weight)
+    if written is None:
         return None
-    return (
-        weight._version,
-        _steps[0],
-        weight.data_ptr(),
-        weight.dtype,
-        weight.shape,
-        weight.stride(),
-        weight.device,
-        recipe,
-    )
+    return (*written, weight.data_ptr(), weight.dtype, weight.shape, weight.stride(), weight.device, recipe)
 
 
 def flat_operands(operands: WeightOperands) -> tuple[torch.Tensor | None, ...]:

@@ -13,7 +13,8 @@ the gradients of the tokens, the weights of the experts' sums and both weight ma
 
 and alone: each recipe's forward pass, and the FP8 products of the forward pass beside those of the input's gradient.
 Everything is replayed from CUDA graphs, so that the host's part is in no time of the GPU; it has a column of its own,
-and so has that of `padless.nn.graphed`, whose forward and backward pass are a CUDA graph each.
+and so has that of `padless.nn.graphed`, whose forward and backward pass are a CUDA graph each: under autograd, and
+the two passes alone with their inputs in place.
 Bytes that the forward pass keeps for the backward pass are those of the device's allocator.
 
 Outputs and gradients are compared with float64 before anything is timed, and those of the last timed step again.
@@ -73,15 +74,19 @@ def _host_us(step: Step) -> float | None:
     return host_us_per_call(step.call, calls=20) if step.device.type == "cuda" and not step.waits else None
 
 
-def _graphed_host_us(step: Step) -> float | None:
-    """The same of the step in two CUDA graphs, None where there is no such. Raises ValueError where it is wrong."""
+def _graphed_host_us(step: Step) -> tuple[float | None, float | None]:
+    """The same of the step in two CUDA graphs, under autograd and without; None where there is no such.
+
+    Raises ValueError where it is wrong.
+    """
     if step.graphed is None or step.device.type != "cuda":
-        return None
+        return None, None
     replayed = step.graphed()
     replayed.call()
     if wrong := complaint(step, errors_of(step.problem, replayed)):
         raise ValueError(wrong)
-    return host_us_per_call(replayed.call, calls=20)
+    assert replayed.passes is not None
+    return host_us_per_call(replayed.call, calls=20), host_us_per_call(replayed.passes, calls=20)
 
 
 def errors_of(problem: TrainProblem, step: Step) -> dict[str, float]:
@@ -121,7 +126,8 @@ def measure_train(
     """
     right: list[Step] = []
     record: Record = {"row_error": {}, "wrong": {}, "errors": {}, "saved_bytes_per_row": {}, "host_us": {}}
-    record["graphed_host_us"] = {}
+    graphed_us = record["graphed_host_us"] = {}
+    passes_us = record["passes_host_us"] = {}
     for maker in makers:
         try:
             step = maker.make(problem)
@@ -139,7 +145,7 @@ def measure_train(
         record["host_us"][step.name] = _host_us(step)
         step.forget()
         try:
-            record["graphed_host_us"][step.name] = _graphed_host_us(step)
+            graphed_us[step.name], passes_us[step.name] = _graphed_host_us(step)
         except Exception as error:
             record["errors"][step.name] = f"in two CUDA graphs: {describe(error)}"
         step.forget()
@@ -210,6 +216,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         table.Column("kept B", text=_kept, width=8),
         table.Column("host us", text=partial(_host, "host_us"), width=8),
         table.Column("graphed", text=partial(_host, "graphed_host_us"), width=8),
+        table.Column("passes", text=partial(_host, "passes_host_us"), width=7),
     ]
     parts = [*_point_columns(), *(table.Column(name, text=partial(_rate_text, name), width=12) for name in PRODUCTS)]
     return [

@@ -52,6 +52,7 @@ class Step:
         self._layer, self._forget = layer, forget
         self._dout = problem.dout
         self.waits = False
+        self.passes: Call | None = None  # both passes without autograd, their inputs in place
         self.graphed: Callable[[], Step] | None = None  # makes the same step out of CUDA graphs
         self._leaves = {
             "x": problem.x.detach().clone().requires_grad_(),
@@ -107,7 +108,15 @@ def _graphed_step(problem: TrainProblem, name: str, module: Experts, weights: di
     """`padless.nn.graphed`: the forward pass and the backward pass in a CUDA graph each."""
     x, prob = (t.detach().requires_grad_() for t in (problem.x, problem.prob))
     layer = graphed(module, x, problem.ids, prob)
-    return Step(name, problem, lambda x, prob: layer(x, problem.ids, prob), weights)
+    step = Step(name, problem, lambda x, prob: layer(x, problem.ids, prob), weights)
+
+    def passes() -> None:
+        step.forget()
+        layer.forward(*layer.inputs)
+        layer.backward(layer.dout)
+
+    step.passes = passes
+    return step
 
 
 def _step_of_kept_codes(problem: TrainProblem, name: str, recipe: Recipe) -> Step:
