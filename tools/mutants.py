@@ -19,9 +19,9 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -31,8 +31,10 @@ import torch
 
 from kernel_digests import normalised
 from padless.emulator.emulator import Emulator, LaunchResult
-from padless.emulator.fake_driver import EmulatedDriver, EmulatedLaunch, memory_of, standing_in
+from padless.emulator.fake_driver import EmulatedDriver, memory_of, standing_in
 from padless.emulator.mutation import Mutant, Survey
+from padless.runtime.driver import Argument, LaunchShape
+from padless.runtime.jit import CompiledKernel
 
 SEEDS = 2
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -42,16 +44,30 @@ Key = tuple[str, str, int, str]  # case, digest of its PTX, PTX line, change
 class Captured(Exception):
     """Ends a call at its launch."""
 
-    def __init__(self, launch: EmulatedLaunch) -> None:
+    def __init__(self, launch: Launch) -> None:
         super().__init__("launch")
         self.launch = launch
+
+
+class Launch(NamedTuple):
+    """Everything of a call's launch, as a driver is given it."""
+
+    emulator: Emulator
+    kernel: CompiledKernel
+    shape: LaunchShape
+    arguments: Sequence[Argument]
+    tensors: Sequence[torch.Tensor]
+
+    @property
+    def values(self) -> list[Any]:
+        return [a if isinstance(a, bytes) else a[0] for a in self.arguments]
 
 
 class Capturing(EmulatedDriver):
     """A device that hands out the launch of a call in place of running it."""
 
     def prepare(self, *arguments: Any) -> Any:
-        launch = EmulatedLaunch(self, *arguments)
+        launch = Launch(*arguments)
 
         def stop(stream: int = 0) -> None:
             raise Captured(launch)
@@ -59,7 +75,7 @@ class Capturing(EmulatedDriver):
         return stop
 
 
-def captured(name: str, short: bool = False) -> EmulatedLaunch:
+def captured(name: str, short: bool = False) -> Launch:
     """The launch of a case, its tensors as they are before it."""
     from mutant_cases import CASES, LONG, SHORT, of_sizes
 
@@ -81,12 +97,12 @@ class Case:
         self.name, self.seeds = name, range(seeds)
         self._other: Case | None = None
         self._launch = launch
-        self._tensors = {i: t for i, t in enumerate(launch._tensors) if t.numel()}
+        self._tensors = {i: t for i, t in enumerate(launch.tensors) if t.numel()}
         storages = (t.untyped_storage() for t in self._tensors.values())
         self._bytes = {s.data_ptr(): torch.empty(0, dtype=torch.uint8).set_(s) for s in storages}
         self._before = {address: raw.clone() for address, raw in self._bytes.items()}
-        self.digest = hashlib.sha256(normalised(launch._kernel).encode()).hexdigest()[:12]
-        self.survey = Survey(launch._emulator, launch._kernel.entry, self.run, self.seeds)
+        self.digest = hashlib.sha256(normalised(launch.kernel).encode()).hexdigest()[:12]
+        self.survey = Survey(launch.emulator, launch.kernel.entry, self.run, self.seeds)
         expected = self.survey.expected
         for output in list(expected[0]):  # of those that the schedule changes nothing can be said
             if any(not np.array_equal(expected[seed][output], expected[0][output]) for seed in self.seeds):
@@ -98,12 +114,12 @@ class Case:
         for address, raw in self._bytes.items():
             raw.copy_(self._before[address])
         launch = self._launch
-        device = emulator.with_memory(memory_of(launch._tensors))
+        device = emulator.with_memory(memory_of(launch.tensors))
         device.arithmetic = "fast"
         result = device.launch(
-            launch._kernel.entry, launch._shape.grid, launch._shape.block, launch._arguments,
-            cluster=launch._shape.cluster, shared_bytes=launch._kernel.shared_bytes, seed=seed,
-            programmatic=launch._shape.programmatic,
+            launch.kernel.entry, launch.shape.grid, launch.shape.block, launch.values,
+            cluster=launch.shape.cluster, shared_bytes=launch.kernel.shared_bytes, seed=seed,
+            programmatic=launch.shape.programmatic,
         )  # fmt: skip
         return result, {str(address): raw.numpy().copy() for address, raw in self._bytes.items()}
 

@@ -57,7 +57,7 @@ def decode(raw: bytes) -> TensorMap:
         raise ValueError(f"raw: rank {rank} and element type {fields >> 7 & 15}; {known}")
     return TensorMap(
         element, words[0], dims[:rank], strides[: rank - 1], tuple(b + 1 for b in box[:rank]),
-        (1,) * rank, fields >> 13 & 3, 0, fields >> 17 & 3, False,
+        (1,) * rank, fields >> 13 & 3, fields >> 17 & 3,
     )  # fmt: skip
 
 
