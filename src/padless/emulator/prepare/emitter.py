@@ -28,6 +28,7 @@ from padless.emulator.ptx.ast import (
 from padless.emulator.ptx.types import SPECIAL_REGISTERS, TYPES, type_size
 from padless.emulator.state.site import Site, lanes_of
 from padless.emulator.state.spaces import CLASS_OF_SIZE, STORAGE, VIEW_SIZE, VIEWS
+from padless.emulator.units.number_formats import Array
 
 OTHER_VIEWS = {
     "bf16": "u16", "f32x2": "u64", **dict.fromkeys(("f16x2", "bf16x2", "tf32", "u16x2", "s16x2"), "u32"),
@@ -207,14 +208,16 @@ class Emitter:
     def destination(self, operand: Operand, view: str) -> str:
         return f"v[{self.destination_slot(operand, view)}]"
 
-    def own_slots(self, operands: Iterable[Operand], view: str) -> tuple[list[int], int]:
-        """Slots of registers that the checks of blocks do not see, as the instruction has its own, and their bit set."""
-        slots, bits = [], 0
+    def own_rows(self, operands: Iterable[Operand]) -> tuple[Array, int]:
+        """Rows of 32-bit registers that the checks of blocks do not see, as the instruction has its own, and their bit
+        set."""
+        rows, bits = [], 0
         for operand in operands:
-            assert isinstance(operand, Register)
-            slots.append(self.preparation.slot(*self.preparation.row(operand.name), view))
+            if self.width(operand) != 4 or not isinstance(operand, Register):
+                self.unsupported(f"{operand} is no 32-bit register")
+            rows.append(self.preparation.row(operand.name)[1])
             bits |= 1 << self.preparation.number_of[operand.name]
-        return slots, bits
+        return np.array(rows), bits
 
     def natural_view(self, operand: Operand, kind: str = "u") -> str:
         """The view of a register at its own width."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,16 @@ def shared_cells(cta: Cta, offsets: Array, size: int) -> Array:
     count = max(size >> shift, 1)
     base = offsets >> shift
     return base[:, None] + np.arange(count) if count > 1 else base[:, None]
+
+
+@lru_cache(maxsize=8192)
+def cells_read(unit: Any, shift: int) -> tuple[Any, int]:
+    """(shadow cells, end in bytes) of what a product or copy reads: a slice of cells where they are contiguous."""
+    ranges = sorted({r for part in unit.shared_ranges().values() for r in part})
+    if len(ranges) < 2:
+        low, end = ranges[0] if ranges else (0, 0)
+        return slice(low >> shift, -(-end >> shift)), end
+    return np.concatenate([np.arange(a >> shift, -(-b >> shift)) for a, b in ranges]), max(b for _, b in ranges)
 
 
 def check_access(w: Warp, cta: Cta, lanes: Array, offsets: Array, a: Any, write: bool) -> None:
