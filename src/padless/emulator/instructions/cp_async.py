@@ -40,10 +40,7 @@ def small_copy(e: Emitter) -> None:
 def make_copy(e: Emitter) -> Any:
     ins = e.instruction
     destination, source, size, *rest = e.operands
-    for modifier in e.modifiers:
-        allowed = ("async", "ca", "cg", "shared", "shared::cta", "global")
-        if modifier not in allowed and not cache_qualifier(modifier):
-            e.unsupported(f"modifier .{modifier}")
+    e.only("async", "ca", "cg", "shared", "shared::cta", "global", *filter(cache_qualifier, e.modifiers))
     assert isinstance(size, Immediate)
     target, origin = SharedOperand(e, destination), GenericOperand(e, source)
     count_slot = ignore_slot = -1

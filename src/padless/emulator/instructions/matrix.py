@@ -69,36 +69,6 @@ def warpgroup_of(w: Warp, ins: Instruction) -> Warpgroup:
     return group
 
 
-@instruction("wgmma")
-def wgmma(e: Emitter) -> None:
-    forms = {"fence": make_fence, "commit_group": make_commit, "wait_group": make_wait, "mma_async": make_mma}
-    form = e.either(*forms)
-    if not form:
-        e.unsupported()
-    e.synchronise(whole_warp(forms[form](e)))
-
-
-def make_fence(e: Emitter) -> Any:
-    ins = e.instruction
-
-    def wgmma_fence(f: Fragment, m: Any) -> Wait | None:
-        warpgroup_of(f.warp, ins)
-        f.warp.dirty = 0
-        return None
-
-    return wgmma_fence
-
-
-def make_commit(e: Emitter) -> Any:
-    ins = e.instruction
-
-    def wgmma_commit(f: Fragment, m: Any) -> Wait | None:
-        warpgroup_of(f.warp, ins).of(f.warp).commit()
-        return None
-
-    return wgmma_commit
-
-
 class WgmmaWait(GroupWait):
     def finish(self, fragment: Fragment) -> Wait | None:
         w = fragment.warp
@@ -114,18 +84,30 @@ class WgmmaWait(GroupWait):
         return f"wgmma.wait_group: {len(missing)} operations unfinished; warps {waiting} have issued the first of them"
 
 
-def make_wait(e: Emitter) -> Any:
-    operand = e.operands[0]
-    if not isinstance(operand, Immediate):
-        e.unsupported()
-    pending = operand.value
+@instruction("wgmma")
+def wgmma(e: Emitter) -> None:
     ins = e.instruction
+    pending = e.operands[0] if e.has("wait_group") else None
 
-    def wgmma_wait(f: Fragment, m: Any) -> Wait | None:
+    def fence(f: Fragment, m: Any) -> Wait | None:
+        warpgroup_of(f.warp, ins)
+        f.warp.dirty = 0
+        return None
+
+    def commit(f: Fragment, m: Any) -> Wait | None:
+        warpgroup_of(f.warp, ins).of(f.warp).commit()
+        return None
+
+    def wait(f: Fragment, m: Any) -> Wait | None:
+        assert isinstance(pending, Immediate)
         w = f.warp
-        return WgmmaWait(w, [(w.rows, warpgroup_of(w, ins).of(w))], pending).begin(f)
+        return WgmmaWait(w, [(w.rows, warpgroup_of(w, ins).of(w))], pending.value).begin(f)
 
-    return wgmma_wait
+    forms = {"fence": fence, "commit_group": commit, "wait_group": wait, "mma_async": None}
+    form = e.either(*forms)
+    if not form or (form == "wait_group" and not isinstance(pending, Immediate)):
+        e.unsupported()
+    e.synchronise(whole_warp(forms[form] or make_mma(e)))
 
 
 def make_mma(e: Emitter) -> Any:

@@ -89,12 +89,8 @@ def issue(site: Site, ctas: list[Cta], unit: Any, run: Any) -> None:
 
 def multiply(e: Emitter) -> None:
     ins = e.instruction
-    known = {"mma", "cta_group::1", "cta_group::2", "block_scale"}
-    for modifier in e.modifiers:
-        if modifier not in known and not modifier.startswith(
-            ("kind::", "collector::", "scale_vec::", "block16", "block32")
-        ):
-            e.unsupported(f"modifier .{modifier}")
+    known = "kind::", "collector::", "scale_vec::", "block16", "block32"
+    e.only("mma", "cta_group::1", "cta_group::2", "block_scale", *(m for m in e.modifiers if m.startswith(known)))
     kind = next((m[6:] for m in ins.modifiers if m.startswith("kind::")), "")
     block = next((m for m in ins.modifiers if m in ("block16", "block32") or m.startswith("scale_vec::")), "")
     pair = e.has("cta_group::2")
