@@ -31,7 +31,7 @@ from padless.emulator.state.spaces import CLASS_OF_SIZE, STORAGE, VIEW_SIZE, VIE
 from padless.emulator.units.number_formats import Array
 
 OTHER_VIEWS = {
-    "bf16": "u16", "f32x2": "u64", **dict.fromkeys(("f16x2", "bf16x2", "tf32", "u16x2", "s16x2"), "u32"),
+    "f16": "u16", "bf16": "u16", "f32x2": "u64", **dict.fromkeys(("f16x2", "bf16x2", "tf32", "u16x2", "s16x2"), "u32"),
     **{f"b{bits}": f"u{bits}" for bits in (8, 16, 32, 64, 128)},
 }  # fmt: skip
 

@@ -8,12 +8,8 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.errors import EmulatorError, KernelFault
+from padless.emulator.state.spaces import VIEWS
 from padless.emulator.units.number_formats import Array
-
-NUMPY = {
-    "u8": np.uint8, "s8": np.int8, "u16": np.uint16, "s16": np.int16, "u32": np.uint32, "s32": np.int32,
-    "f32": np.float32, "u64": np.uint64, "s64": np.int64, "f64": np.float64, "f16": np.uint16,
-}  # fmt: skip
 
 
 class Allocation:
@@ -111,5 +107,5 @@ class SharedMemory:
     def __init__(self, size: int) -> None:
         self.size = size
         self.bytes = np.full(-(-size // 16) * 16, 0xFF, np.uint8)
-        self.views = {kind: self.bytes.view(kind) for kind in set(NUMPY.values())}
+        self.views = {kind: self.bytes.view(kind) for kind in VIEWS.values()}
         self.shadow: Any = None
