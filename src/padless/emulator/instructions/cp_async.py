@@ -82,7 +82,7 @@ def copy(w: Warp, copies: list[tuple[Site, int, int, int]], size: int) -> None:
             stamp = pack(groups.column, IN_FLIGHT)
             cta.shared.shadow.bulk(cells, site.clock(), stamp, site, write=True, generic_plane=0)
         work.append((site, cta, offset, source, count, operation, cells, stamp, groups.column, groups.event))
-        groups.add(operation)
+        groups.open.append(operation)
 
     def land() -> None:
         for site, cta, offset, source, count, operation, cells, stamp, column, event in work:

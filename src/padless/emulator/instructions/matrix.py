@@ -178,7 +178,7 @@ def make_mma(e: Emitter) -> Any:
             group.operations.append(WgmmaOperation(ins, groups.event))
         op = group.operations[issued]
         group.issued[w.index % 4] += 1
-        groups.add(op)
+        groups.open.append(op)
         if op.instruction is not ins or (op.warps and op.operands != values):
             message = "the warps of a warpgroup issue different wgmma instructions or descriptors"
             Site(w, ins).report("divergence", message, op.instruction)

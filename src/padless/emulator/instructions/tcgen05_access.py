@@ -68,7 +68,7 @@ def access(e: Emitter) -> None:
             if is_load:
                 w.written |= bits
         operation = Operation(ins)
-        groups.add(operation)
+        groups.open.append(operation)
         groups.commit()
 
         def execute() -> None:

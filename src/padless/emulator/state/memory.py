@@ -57,9 +57,8 @@ class DeviceMemory:
             data = array.detach().reshape(-1).view(torch.uint8).numpy()
         else:
             if not (isinstance(array, np.ndarray) and array.flags.c_contiguous):
-                raise EmulatorError(
-                    f"register: array must be a C-contiguous numpy array or CPU tensor, got {type(array)}"
-                )
+                kind = f"got {type(array)}"
+                raise EmulatorError(f"register: array must be a C-contiguous numpy array or CPU tensor, {kind}")
             data = array.reshape(-1).view(np.uint8)
         if address is None:
             address = self.next_address

@@ -29,20 +29,16 @@ def shared_groups(ins: Instruction, w: Warp, where: Array, lanes: Array, size: i
         cta = cluster.ctas[rank] if 0 <= rank < len(cluster.ctas) else None
         if cta is None or int(part.max()) + size > cta.shared.size or int(part.min()) < 0:
             limit = cta.shared.size if cta is not None else 0
-            Site(w, ins, int(who[0])).report(
-                "out-of-bounds",
-                f"shared address {int(where.max()):#x} is outside the CTA's {limit} bytes of shared memory",
-            )
+            message = f"shared address {int(where.max()):#x} is outside the CTA's {limit} bytes of shared memory"
+            Site(w, ins, int(who[0])).report("out-of-bounds", message)
             continue
         if size > 1 and (part % min(size, 16)).any():
             Site(w, ins).fault(f"misaligned shared address {int(part[0]):#x}, {size} bytes", "misaligned")
         if cta is not w.cta:
-            if cta.exited:
-                message = f"accesses shared memory of CTA {cta.index}, which has exited"
-                Site(w, ins, int(who[0])).report("exit", message)
-            if w.clocks is not None:
-                for lane in who.tolist():
-                    site = Site(w, ins, lane)
+            for site in [Site(w, ins, lane) for lane in who.tolist()]:
+                if cta.exited:
+                    site.report("exit", f"accesses shared memory of CTA {cta.index}, which has exited")
+                if w.clocks is not None:
                     cta.remote[site.row] = (int(w.clocks.time[0, site.row, site.row]), site)
         groups.append((cta, part, who))
     return groups
