@@ -11,6 +11,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from padless.emulator.units import number_formats
 from support.emulator_kernels import NUMPY, bfe, kernel, round_float32, run, u, values, wrap
 
 
@@ -339,3 +340,15 @@ def test_integer_products_wrap_or_saturate(saturate: bool) -> None:
     rows, columns = a.view(np.int8).reshape(8, 16).astype(int), b.view(np.int8).reshape(8, 16).astype(int)
     sums = (rows @ columns.T)[np.arange(32) // 4, 2 * (np.arange(32) % 4)] + (1 << 31) - 5
     assert got.tolist() == ([(1 << 31) - 1] * 32 if saturate else (sums - (1 << 32)).tolist())
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_atomics_of_one_sixteen_bit_number(kind: str) -> None:
+    x, y = (np.random.default_rng(seed).integers(-99, 99, 32) / 4 for seed in (1, 2))
+    bits = [number_formats.encode(v, kind) for v in (x, y)]
+    memory = bits[1].copy()
+    got = run(kernel(f"atom.global.add.noftz.{kind} %d, [%p], %a;", [kind, kind], kind), [bits[0], memory], np.uint16)
+    assert (got == bits[1]).all()
+    assert (
+        number_formats.decode(memory, kind) == number_formats.decode(number_formats.encode(x + y, kind), kind)
+    ).all()

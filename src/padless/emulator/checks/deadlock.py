@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from padless.emulator.state.program import Block
-from padless.emulator.state.warp import Cluster
-
-
-class Machine(Protocol):
-    """A launch that runs, with the clusters on the machine."""
-
-    clusters: list[Cluster]
-    blocks: list[Block]
-    progress: int
-    gave_up_at: int  # progress when waits last gave up
-    report: Any
+if TYPE_CHECKING:
+    from padless.emulator.run.machine import Machine
 
 
 def release_parked(machine: Machine) -> bool:

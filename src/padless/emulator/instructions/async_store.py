@@ -16,9 +16,8 @@ from padless.emulator.ptx.ast import Vector
 from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.atomics import OPERATIONS as FUNCTIONS
 from padless.emulator.state.mbarrier import find_mbarrier
-from padless.emulator.state.memory import NUMPY
 from padless.emulator.state.site import Site
-from padless.emulator.state.spaces import OFFSET_MASK
+from padless.emulator.state.spaces import OFFSET_MASK, VIEWS
 from padless.emulator.state.work import Work
 
 OPERATIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
@@ -60,7 +59,7 @@ def asynchronous_store(e: Emitter) -> None:
         ahead = site.carried()
 
         def land() -> None:
-            memory = cta.shared.views[NUMPY[view]]
+            memory = cta.shared.views[VIEWS[view]]
             at = offset // size
             if function is None:
                 memory[at : at + len(slots)] = values

@@ -23,9 +23,9 @@ expressions(
         "szext": ("* * u32", "extend_low_bits({0}, {1}, {wrap})", "clamp wrap"),
         "brev": ("* *", "reverse_bits({0})"),
         "fns": ("u32 u32 u32 s32", "nth_set({0}, {1}, {2})"),
-        "popc": ("u32 *", "count_bits({0}, 'popc', False)"),
-        "clz": ("u32 *", "count_bits({0}, 'clz', False)"),
-        "bfind": ("u32 *", "count_bits({0}, 'bfind', {shiftamt})", "shiftamt"),
+        "popc": ("u32 *", "count_ones({0})"),
+        "clz": ("u32 *", "8 * {0}.itemsize - bit_lengths({0})"),
+        "bfind": ("u32 *", "leading_bit({0}, {shiftamt})", "shiftamt"),
     }
 )
 
@@ -189,20 +189,23 @@ def nth_set(mask: Array, base: Array, offset: Array) -> Array:
     return np.array(out, np.uint32)
 
 
+def unsigned(a: Array) -> list[int]:
+    found: list[int] = a.view(f"u{a.itemsize}").tolist()
+    return found
+
+
 @helper
-def count_bits(a: Array, what: str, shift_amount: bool) -> Array:
-    bits = 8 * a.dtype.itemsize
-    mask = (1 << bits) - 1
-    out = []
-    for x in a.tolist():
-        u = x & mask
-        if what == "popc":
-            out.append(u.bit_count())
-        elif what == "clz":
-            out.append(bits - u.bit_length())
-        else:
-            if a.dtype.kind == "i" and x < 0:
-                u = ~x & mask
-            found = u.bit_length() - 1
-            out.append(0xFFFFFFFF if found < 0 else (bits - 1 - found if shift_amount else found))
-    return np.array(out, dtype=np.uint32)
+def count_ones(a: Array) -> Array:
+    return np.array([x.bit_count() for x in unsigned(a)])
+
+
+@helper
+def bit_lengths(a: Array) -> Array:
+    return np.array([x.bit_length() for x in unsigned(a)])
+
+
+@helper
+def leading_bit(a: Array, shift_amount: bool) -> Array:
+    """The position of the first bit that is not the sign, or how far it is from the top; all ones if there is none."""
+    length = bit_lengths(np.where(a < 0, ~a, a))
+    return np.where(length == 0, 0xFFFFFFFF, 8 * a.itemsize - length if shift_amount else length - 1)

@@ -141,7 +141,7 @@ def store(
         stamp = int(pack(groups.column, groups.event, ASYNC))
         cells = cells_of(where, granule, cta.granule_shift)
         cta.shared.shadow.bulk(cells, site.clock(), stamp, site, write=False)
-    groups.add(operation)
+    groups.open.append(operation)
     taken: list[Any] = []
 
     def read() -> None:

@@ -40,10 +40,7 @@ def small_copy(e: Emitter) -> None:
 def make_copy(e: Emitter) -> Any:
     ins = e.instruction
     destination, source, size, *rest = e.operands
-    for modifier in e.modifiers:
-        allowed = ("async", "ca", "cg", "shared", "shared::cta", "global")
-        if modifier not in allowed and not cache_qualifier(modifier):
-            e.unsupported(f"modifier .{modifier}")
+    e.only("async", "ca", "cg", "shared", "shared::cta", "global", *filter(cache_qualifier, e.modifiers))
     assert isinstance(size, Immediate)
     target, origin = SharedOperand(e, destination), GenericOperand(e, source)
     count_slot = ignore_slot = -1
@@ -85,7 +82,7 @@ def copy(w: Warp, copies: list[tuple[Site, int, int, int]], size: int) -> None:
             stamp = pack(groups.column, IN_FLIGHT)
             cta.shared.shadow.bulk(cells, site.clock(), stamp, site, write=True, generic_plane=0)
         work.append((site, cta, offset, source, count, operation, cells, stamp, groups.column, groups.event))
-        groups.add(operation)
+        groups.open.append(operation)
 
     def land() -> None:
         for site, cta, offset, source, count, operation, cells, stamp, column, event in work:

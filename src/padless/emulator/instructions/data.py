@@ -12,9 +12,8 @@ from padless.emulator.prepare.registry import helper, instruction
 from padless.emulator.ptx.ast import Immediate, Register, Sink, Symbol, Vector
 from padless.emulator.state import atomics, memory_access
 from padless.emulator.state.global_access import check_grids
-from padless.emulator.state.memory import NUMPY
 from padless.emulator.state.memory_access import PIECES, MemoryAccess, local_pieces
-from padless.emulator.state.spaces import VIEW_SIZE
+from padless.emulator.state.spaces import VIEW_SIZE, VIEWS
 from padless.emulator.state.warp import Warp
 from padless.emulator.units.number_formats import Array
 
@@ -132,7 +131,7 @@ def load_parameter(a: MemoryAccess) -> Any:
 
     def ld_param(w: Warp, v: Any, m: Any) -> None:
         start = w.launch.parameter_offsets[a.symbol] + a.offset
-        raw = w.launch.parameters[start : start + a.bytes].view(NUMPY[a.view])
+        raw = w.launch.parameters[start : start + a.bytes].view(VIEWS[a.view])
         for k, slot in enumerate(a.slots):
             if slot >= 0:
                 np.copyto(v[slot], raw[k], where=m, casting="unsafe")

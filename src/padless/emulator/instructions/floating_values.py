@@ -121,22 +121,24 @@ def fused_multiply_add_f64(a: Array, b: Array, c: Array, mode: str = "rn") -> Ar
     return out
 
 
-def round_fraction(exact: Any, mode: str) -> float:
+def directed(near: Any, exact: Fraction, mode: str) -> Any:
+    """The neighbour of a correctly rounded result that a directed rounding takes, or itself."""
+    side = near if np.isinf(near) else Fraction(float(near)) - exact
+    above, below = side > 0, side < 0
+    if above and (mode == "rm" or (mode == "rz" and exact > 0)):
+        return np.nextafter(near, near.dtype.type(-np.inf))
+    if below and (mode == "rp" or (mode == "rz" and exact < 0)):
+        return np.nextafter(near, near.dtype.type(np.inf))
+    return near
+
+
+def round_fraction(exact: Fraction, mode: str) -> Any:
     """A rational number to float64."""
     try:
         near = float(exact)
     except OverflowError:
         near = float("inf") if exact > 0 else float("-inf")
-    if mode == "rn":
-        return near
-    infinite = np.isinf(near)
-    above = near > 0 if infinite else near > exact
-    below = near < 0 if infinite else near < exact
-    if (above and (mode == "rm" or (mode == "rz" and near > 0))) or (
-        below and (mode == "rp" or (mode == "rz" and near < 0))
-    ):
-        return float(np.nextafter(near, -np.inf if above else np.inf))
-    return near
+    return directed(np.float64(near), exact, mode)
 
 
 def exact_zero(x: float, z: float, mode: str) -> float:
@@ -148,7 +150,10 @@ def exact_zero(x: float, z: float, mode: str) -> float:
 
 @helper
 def directed_quotient(a: Array, b: Array, mode: str) -> Array:
-    return directed_by_fractions(a / b, mode, lambda i: (a[i], b[i]), lambda x, y: x / y)
+    out = a / b
+    for i in np.flatnonzero(np.isfinite(a) & np.isfinite(b) & (b != 0)).tolist():
+        out[i] = directed(out[i], Fraction(float(a[i])) / Fraction(float(b[i])), mode)
+    return out
 
 
 @helper
@@ -161,24 +166,6 @@ def directed_root(a: Array, mode: str) -> Array:
         if square > exact and mode in ("rz", "rm"):
             out[i] = np.nextafter(near[i], near.dtype.type(0))
         elif square < exact and mode == "rp":
-            out[i] = np.nextafter(near[i], near.dtype.type(np.inf))
-    return out
-
-
-def directed_by_fractions(near: Array, mode: str, operands: Any, function: Any) -> Array:
-    """Move a correctly rounded result to its neighbour where the exact value lies on the other side."""
-    out = near.copy()
-    for i in range(len(near)):
-        values = operands(i)
-        if not all(np.isfinite(x) for x in values) or values[-1] == 0 or np.isnan(near[i]):
-            continue
-        exact = function(*(Fraction(float(x)) for x in values))
-        infinite = np.isinf(near[i])
-        above = near[i] > 0 if infinite else Fraction(float(near[i])) > exact
-        below = near[i] < 0 if infinite else Fraction(float(near[i])) < exact
-        if above and (mode == "rm" or (mode == "rz" and exact > 0)):
-            out[i] = np.nextafter(near[i], near.dtype.type(-np.inf))
-        elif below and (mode == "rp" or (mode == "rz" and exact < 0)):
             out[i] = np.nextafter(near[i], near.dtype.type(np.inf))
     return out
 

@@ -14,7 +14,7 @@ from padless.emulator.instructions.bulk_transfer import Landing
 from padless.emulator.instructions.operands import SharedOperand
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
-from padless.emulator.ptx.ast import Register, Sink, Vector
+from padless.emulator.ptx.ast import Register, Sink
 from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.site import Site
@@ -75,38 +75,29 @@ def query_cancel(e: Emitter) -> None:
     d, handle = e.operands
     assert isinstance(handle, Register)
     low, high = e.half(handle, 0, write=False), e.half(handle, 1, write=False)
-    if e.has("is_canceled"):
-        e.call(is_cancelled, e.destination(d, "pred"), high, e.name(e.instruction, "i"))
+    cancelled, instruction = e.has("is_canceled"), e.name(e.instruction, "i")
+    e.call(is_cancelled, high, instruction, e.destination(d, "pred") if cancelled else "None")
+    if cancelled:
         return
-    items: tuple[Any, ...] = d.items if isinstance(d, Vector) else (d,)
     first = next((i for i, a in enumerate(AXES) if f"get_first_ctaid::{a}" in e.modifiers), 0)
-    e.call(check_cancelled, high, e.name(e.instruction, "i"))
-    for axis, item in enumerate(items[:3], first):
+    for axis, item in enumerate(e.items(d)[:3], first):
         if not isinstance(item, Sink):
             word = high if axis == 2 else low
             e.assign(e.destination(item, "u32"), f"({word} >> np.uint64({32 * (axis % 2)})) & np.uint64(0xFFFFFFFF)")
 
 
-def state(w: Warp, m: Any, high: Array, instruction: Any) -> Array:
-    """Whether each lane's response names a cluster."""
+def is_cancelled(w: Warp, v: Any, m: Any, high: Array, instruction: Any, d: Array | None) -> None:
+    """Whether each lane's response names a cluster, into `d`; without it the instruction takes the cluster's CTA."""
     flags = high >> np.uint64(32)
-    lanes = np.ones(32, bool) if m is True else np.asarray(m)
+    lanes = np.full(32, m)
     strange = lanes & (flags != FAILED) & (flags != CANCELLED)
     if strange.any():
         site = Site(w, instruction, int(np.argmax(strange)))
         site.report("launch-control", "queries 16 bytes that are no response")
-    return np.asarray(flags == CANCELLED)
-
-
-def is_cancelled(w: Warp, v: Any, m: Any, d: Array, high: Array, instruction: Any) -> None:
-    found = state(w, m, high, instruction)
-    np.copyto(d, found, where=m)
-    if not found[0 if m is True else int(np.argmax(m))]:
-        w.cta.cluster.cancel_failed = True
-
-
-def check_cancelled(w: Warp, v: Any, m: Any, high: Array, instruction: Any) -> None:
-    lanes = ~state(w, m, high, instruction) & (True if m is True else m)
-    if lanes.any():
-        site = Site(w, instruction, int(np.argmax(lanes)))
+    missing = lanes & (flags != CANCELLED)
+    if d is not None:
+        np.copyto(d, flags == CANCELLED, where=m)
+        w.cta.cluster.cancel_failed |= bool(missing[int(np.argmax(lanes))])
+    elif missing.any():
+        site = Site(w, instruction, int(np.argmax(missing)))
         site.report("launch-control", "takes the CTA of a response that names none")

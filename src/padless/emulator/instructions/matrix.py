@@ -17,10 +17,12 @@ from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Immediate, Instruction, Register, Vector
 from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.groups import Groups, GroupWait, Operation
+from padless.emulator.state.shared_access import cells_read
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cta, Fragment, Wait, Warp
 from padless.emulator.state.warp_sync import whole_warp
 from padless.emulator.state.work import Work
+from padless.emulator.units.number_formats import Array
 from padless.emulator.units.wgmma import TYPES, Wgmma
 
 
@@ -67,36 +69,6 @@ def warpgroup_of(w: Warp, ins: Instruction) -> Warpgroup:
     return group
 
 
-@instruction("wgmma")
-def wgmma(e: Emitter) -> None:
-    forms = {"fence": make_fence, "commit_group": make_commit, "wait_group": make_wait, "mma_async": make_mma}
-    form = e.either(*forms)
-    if not form:
-        e.unsupported()
-    e.synchronise(whole_warp(forms[form](e)))
-
-
-def make_fence(e: Emitter) -> Any:
-    ins = e.instruction
-
-    def wgmma_fence(f: Fragment, m: Any) -> Wait | None:
-        warpgroup_of(f.warp, ins)
-        f.warp.dirty = 0
-        return None
-
-    return wgmma_fence
-
-
-def make_commit(e: Emitter) -> Any:
-    ins = e.instruction
-
-    def wgmma_commit(f: Fragment, m: Any) -> Wait | None:
-        warpgroup_of(f.warp, ins).of(f.warp).commit()
-        return None
-
-    return wgmma_commit
-
-
 class WgmmaWait(GroupWait):
     def finish(self, fragment: Fragment) -> Wait | None:
         w = fragment.warp
@@ -112,18 +84,30 @@ class WgmmaWait(GroupWait):
         return f"wgmma.wait_group: {len(missing)} operations unfinished; warps {waiting} have issued the first of them"
 
 
-def make_wait(e: Emitter) -> Any:
-    operand = e.operands[0]
-    if not isinstance(operand, Immediate):
-        e.unsupported()
-    pending = operand.value
+@instruction("wgmma")
+def wgmma(e: Emitter) -> None:
     ins = e.instruction
+    pending = e.operands[0] if e.has("wait_group") else None
 
-    def wgmma_wait(f: Fragment, m: Any) -> Wait | None:
+    def fence(f: Fragment, m: Any) -> Wait | None:
+        warpgroup_of(f.warp, ins)
+        f.warp.dirty = 0
+        return None
+
+    def commit(f: Fragment, m: Any) -> Wait | None:
+        warpgroup_of(f.warp, ins).of(f.warp).commit()
+        return None
+
+    def wait(f: Fragment, m: Any) -> Wait | None:
+        assert isinstance(pending, Immediate)
         w = f.warp
-        return WgmmaWait(w, [(w.rows, warpgroup_of(w, ins).of(w))], pending).begin(f)
+        return WgmmaWait(w, [(w.rows, warpgroup_of(w, ins).of(w))], pending.value).begin(f)
 
-    return wgmma_wait
+    forms = {"fence": fence, "commit_group": commit, "wait_group": wait, "mma_async": None}
+    form = e.either(*forms)
+    if not form or (form == "wait_group" and not isinstance(pending, Immediate)):
+        e.unsupported()
+    e.synchronise(whole_warp(forms[form] or make_mma(e)))
 
 
 def make_mma(e: Emitter) -> Any:
@@ -136,13 +120,12 @@ def make_mma(e: Emitter) -> Any:
     n, k = (int(x) for x in re.findall(r"n(\d+)k(\d+)", shape)[0])
     d_type, a_type, b_type = kinds
     d, a, b, *rest = e.operands
-    view = {"f32": "f32", "s32": "s32"}.get(d_type, "u32")
-    d_slots, d_bits = e.own_slots(e.items(d), view)
+    d_rows, d_bits = e.own_rows(e.items(d))
     expected = n // 2 if d_type != "f16" else n // 4
-    if len(d_slots) != expected:
-        e.unsupported(f"{len(d_slots)} accumulators, m64n{n} needs {expected}")
-    a_slots, a_bits = e.own_slots(a.items, "u32") if isinstance(a, Vector) else ([], 0)
-    a_descriptor = -1 if a_slots else e.source_slot(a, "u64")
+    if len(d_rows) != expected:
+        e.unsupported(f"{len(d_rows)} accumulators, m64n{n} needs {expected}")
+    a_rows, a_bits = e.own_rows(a.items if isinstance(a, Vector) else ())
+    a_descriptor = -1 if a_bits else e.source_slot(a, "u64")
     b_descriptor = e.source_slot(b, "u64")
     all_bits = d_bits | a_bits
     owners = dict.fromkeys(set_bits(all_bits), ins)
@@ -154,11 +137,11 @@ def make_mma(e: Emitter) -> Any:
     immediates = [o.value for o in rest[1:] if isinstance(o, Immediate)]
     signs = [*immediates, 1, 1][:2]
     majors = ["mn" if t else "k" for t in [*immediates[2:], 0, 0]]
-    if a_slots and len(immediates) == 3:
+    if a_bits and len(immediates) == 3:
         majors.insert(0, "k")
     try:
         form = Wgmma(
-            n, d_type, a_type, b_type, None if a_slots else 0, 0, True, signs[0] < 0, signs[1] < 0, majors[0], majors[1],
+            n, d_type, a_type, b_type, None if a_bits else 0, 0, True, signs[0] < 0, signs[1] < 0, majors[0], majors[1],
             e.has("satfinite"),
         )  # fmt: skip
     except ValueError as error:
@@ -195,7 +178,7 @@ def make_mma(e: Emitter) -> Any:
             group.operations.append(WgmmaOperation(ins, groups.event))
         op = group.operations[issued]
         group.issued[w.index % 4] += 1
-        groups.add(op)
+        groups.open.append(op)
         if op.instruction is not ins or (op.warps and op.operands != values):
             message = "the warps of a warpgroup issue different wgmma instructions or descriptors"
             Site(w, ins).report("divergence", message, op.instruction)
@@ -209,7 +192,7 @@ def make_mma(e: Emitter) -> Any:
                 clock = np.minimum(clock[:, :width], op.clock[:, :width])
             op.clock = clock
         if len(op.warps) == 4:
-            launch_wgmma(group, op, with_descriptors(form, *values), a_slots, d_slots)
+            launch_wgmma(group, op, with_descriptors(form, *values), a_rows, d_rows)
         return None
 
     return wgmma_mma
@@ -221,23 +204,14 @@ def with_descriptors(form: Wgmma, a_descriptor: int | None, b_descriptor: int, s
     return replace(form, a_descriptor=a_descriptor, b_descriptor=b_descriptor, scale_d=scale_d)
 
 
-@lru_cache(maxsize=8192)
-def ranges_of(unit: Wgmma, shift: int) -> tuple[Any, int]:
-    """(shadow cells, end in bytes) of what a product reads: a slice of cells where they are contiguous."""
-    ranges = sorted({r for part in unit.shared_ranges().values() for r in part})
-    if len(ranges) == 1:
-        return slice(ranges[0][0] >> shift, -(-ranges[0][1] >> shift)), ranges[0][1]
-    return np.concatenate([np.arange(a >> shift, -(-b >> shift)) for a, b in ranges]), ranges[-1][1]
-
-
-def launch_wgmma(group: Warpgroup, op: WgmmaOperation, unit: Wgmma, a_slots: list[int], d_slots: list[int]) -> None:
+def launch_wgmma(group: Warpgroup, op: WgmmaOperation, unit: Wgmma, a_rows: Array, d_rows: Array) -> None:
     """All four warps have issued: check what it will read, and queue it."""
     warps = sorted(op.warps, key=lambda w: w.index)
     site = Site(op.warps[0], op.instruction)
     cta = site.warp.cta
     for problem in unit.problems():
         site.report("descriptor", problem)
-    cells, end = ranges_of(unit, cta.granule_shift)
+    cells, end = cells_read(unit, cta.granule_shift)
     if end > cta.shared.size:
         site.fault("a wgmma descriptor reaches past the CTA's shared memory")
     if cta.shared.shadow is not None:
@@ -246,21 +220,21 @@ def launch_wgmma(group: Warpgroup, op: WgmmaOperation, unit: Wgmma, a_slots: lis
 
     def execute() -> None:
         if cta.launch.arithmetic != "none":  # that of a clock, which needs no values
-            multiply(cta, warps, unit, a_slots, d_slots)
+            multiply(cta, warps, unit, a_rows, d_rows)
         op.finish()
 
     operation = AsyncOperation(op.instruction.name, execute, work=Work("wgmma", cta, 0, unit))
     cta.launch.enqueue(("wgmma", id(group)), operation)
 
 
-def multiply(cta: Cta, warps: list[Warp], unit: Wgmma, a_slots: list[int], d_slots: list[int]) -> None:
+def multiply(cta: Cta, warps: list[Warp], unit: Wgmma, a_rows: Array, d_rows: Array) -> None:
     """Read the fragments of four warps, multiply, and write the accumulators back."""
     launch = cta.launch
     started = time.perf_counter()
-    d = np.concatenate([np.stack([w.v[s] for s in d_slots], axis=1) for w in warps])
-    a = np.concatenate([np.stack([w.v[s] for s in a_slots], axis=1) for w in warps]) if a_slots else None
+    registers = [w.arrays["w"] for w in warps]
+    a = np.concatenate([r[a_rows].T for r in registers]) if len(a_rows) else None
+    d = np.concatenate([r[d_rows].T for r in registers])
     result = unit.execute(cta.shared.bytes, d, a, mode=launch.arithmetic)
-    for i, w in enumerate(warps):
-        for j, slot in enumerate(d_slots):
-            w.v[slot][:] = result[32 * i : 32 * i + 32, j]
+    for i, r in enumerate(registers):
+        r[d_rows] = result[32 * i : 32 * i + 32].T
     launch.statistics.tensor_seconds += time.perf_counter() - started

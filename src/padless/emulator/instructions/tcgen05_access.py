@@ -35,7 +35,7 @@ def access(e: Emitter) -> None:
     operands = list(e.operands)
     registers, address = (operands[0], operands[1]) if is_load else (operands[-1], operands[0])
     split = next((o.value for o in operands[1:] if isinstance(o, Immediate)), 0)
-    slots, bits = e.own_slots(e.items(registers), "u32")
+    rows, bits = e.own_rows(e.items(registers))
     place = TensorOperand(e, address)
     owners = dict.fromkeys(set_bits(bits), ins)
 
@@ -48,8 +48,8 @@ def access(e: Emitter) -> None:
         for problem in access_problems(shape, where, w.index % 4):
             site.report("tensor-memory", problem)
         words = lanes, columns = register_map(shape, repeat, where, w.index % 4, split, packed)
-        if len(slots) != lanes.shape[1] // (2 if packed else 1):
-            site.fault(f"{len(slots)} registers for {shape}.x{repeat}")
+        if len(rows) != lanes.shape[1] // (2 if packed else 1):
+            site.fault(f"{len(rows)} registers for {shape}.x{repeat}")
         first, end = int(columns.min()), int(columns.max()) + 1
         if not memory.owns(first, end):
             site.report("tensor-memory", f"columns {first} to {end - 1} are not allocated")
@@ -68,16 +68,15 @@ def access(e: Emitter) -> None:
             if is_load:
                 w.written |= bits
         operation = Operation(ins)
-        groups.add(operation)
+        groups.open.append(operation)
         groups.commit()
 
         def execute() -> None:
+            registers = w.arrays["w"]
             if is_load:
-                values = load(memory.words, words, packed)
-                for i, slot in enumerate(slots):
-                    w.v[slot][:] = values[:, i]
+                registers[rows] = load(memory.words, words, packed).T
             else:
-                store(memory.words, words, np.stack([w.v[s] for s in slots], axis=1), packed)
+                store(memory.words, words, registers[rows].T, packed)
             operation.finish()
 
         work = Work(f"tmem_{kind}", w.cta, 4 * lanes.size, w)

@@ -17,6 +17,7 @@ from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Address, Immediate, Vector
 from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.mbarrier import find_mbarrier
+from padless.emulator.state.shared_access import cells_read
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
 from padless.emulator.state.tensor_memory import cells, tensor_memory
@@ -46,10 +47,7 @@ def issue(site: Site, ctas: list[Cta], unit: Any, run: Any) -> None:
     pipe.issuers[site.row] = pipe.sequence
     for problem in unit.problems():
         site.report("descriptor", problem)
-    ranges, reads = (
-        [r for part in parts.values() for r in part] for parts in (unit.shared_ranges(), unit.tmem_reads())
-    )
-    writes = unit.tmem_writes()
+    reads, writes = [r for part in unit.tmem_reads().values() for r in part], unit.tmem_writes()
     for target in ctas:
         if target.exited:
             site.report("exit", f"uses memory of CTA {target.index}, which has exited")
@@ -58,9 +56,9 @@ def issue(site: Site, ctas: list[Cta], unit: Any, run: Any) -> None:
                 missing = f"columns {first} to {end - 1} are not allocated in CTA {target.index}"
                 site.report("tensor-memory", missing)
                 return
-        for _, high in ranges:
-            if high > target.shared.size:
-                site.fault(f"a descriptor reaches byte {high} of {target.shared.size} of shared memory")
+        _, end = cells_read(unit, target.granule_shift)
+        if end > target.shared.size:
+            site.fault(f"a descriptor reaches byte {end} of {target.shared.size} of shared memory")
     clocks = cta.cluster.clocks
     if clocks is not None:
         clock = site.clock()
@@ -73,9 +71,8 @@ def issue(site: Site, ctas: list[Cta], unit: Any, run: Any) -> None:
         planes = {"generic_plane": TENSOR, "async_plane": TENSOR}
         for target in ctas:
             shadow = tensor_memory(target).shadow
-            for low, high in ranges:
-                part = slice(low >> target.granule_shift, -(-high >> target.granule_shift))
-                target.shared.shadow.bulk(part, clock, stamp, site, write=False)
+            part, _ = cells_read(unit, target.granule_shift)
+            target.shared.shadow.bulk(part, clock, stamp, site, write=False)
             for rectangle in reads:
                 shadow.bulk(cells(rectangle), clock, stamp, site, write=False, **planes)
             for rectangle in writes:
@@ -92,12 +89,8 @@ def issue(site: Site, ctas: list[Cta], unit: Any, run: Any) -> None:
 
 def multiply(e: Emitter) -> None:
     ins = e.instruction
-    known = {"mma", "cta_group::1", "cta_group::2", "block_scale"}
-    for modifier in e.modifiers:
-        if modifier not in known and not modifier.startswith(
-            ("kind::", "collector::", "scale_vec::", "block16", "block32")
-        ):
-            e.unsupported(f"modifier .{modifier}")
+    known = "kind::", "collector::", "scale_vec::", "block16", "block32"
+    e.only("mma", "cta_group::1", "cta_group::2", "block_scale", *(m for m in e.modifiers if m.startswith(known)))
     kind = next((m[6:] for m in ins.modifiers if m.startswith("kind::")), "")
     block = next((m for m in ins.modifiers if m in ("block16", "block32") or m.startswith("scale_vec::")), "")
     pair = e.has("cta_group::2")

@@ -18,12 +18,15 @@ to execute things in, so that most races show on any seed.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from padless.emulator.order.reports import Collector
 from padless.emulator.units.number_formats import Array
+
+if TYPE_CHECKING:
+    from padless.emulator.state.site import Site
 
 PLANES = 5
 BASE, PROXY, READS, BEFORE, TENSOR = range(PLANES)  # all but the last travel
@@ -125,14 +128,6 @@ def merge(one: Array | None, two: Array) -> Array:
     width = two.shape[1]
     np.maximum(one[:, :width], two, out=one[:, :width])
     return one
-
-
-class Site(Protocol):
-    """Where an access happens, for reports: a lane of a warp at an instruction."""
-
-    warp: Any
-    instruction: Any
-    lane: int
 
 
 class Shadow:

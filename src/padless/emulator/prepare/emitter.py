@@ -28,9 +28,10 @@ from padless.emulator.ptx.ast import (
 from padless.emulator.ptx.types import SPECIAL_REGISTERS, TYPES, type_size
 from padless.emulator.state.site import Site, lanes_of
 from padless.emulator.state.spaces import CLASS_OF_SIZE, STORAGE, VIEW_SIZE, VIEWS
+from padless.emulator.units.number_formats import Array
 
 OTHER_VIEWS = {
-    "bf16": "u16", "f32x2": "u64", **dict.fromkeys(("f16x2", "bf16x2", "tf32", "u16x2", "s16x2"), "u32"),
+    "f16": "u16", "bf16": "u16", "f32x2": "u64", **dict.fromkeys(("f16x2", "bf16x2", "tf32", "u16x2", "s16x2"), "u32"),
     **{f"b{bits}": f"u{bits}" for bits in (8, 16, 32, 64, 128)},
 }  # fmt: skip
 
@@ -74,8 +75,7 @@ class Preparation:
         else:
             raise EmulatorError(f"undeclared register {name}")
         cls = CLASS_OF_SIZE[size]
-        row = self.rows[cls]
-        self.rows[cls] += 2 if size == 16 else 1
+        row = self._new_row(cls, 2 if size == 16 else 1)
         self.row_of[name] = (cls, row)
         self.number_of[name] = len(self.number_of)
         if name not in self.register_types:
@@ -84,30 +84,28 @@ class Preparation:
 
     def slot(self, cls: str, row: int, view: str) -> int:
         key = (cls, row, view)
-        found = self.slot_of.get(key)
-        if found is None:
-            found = self.slot_of[key] = len(self.slots)
+        if key not in self.slot_of:
+            self.slot_of[key] = len(self.slots)
             self.slots.append(key)
-        return found
+        return self.slot_of[key]
 
     def constant(self, bits: int, view: str) -> int:
         """Slot of a constant given by its bit pattern."""
         cls = CLASS_OF_SIZE[VIEW_SIZE[view]]
-        row = self.constant_rows.get((cls, bits))
-        if row is None:
-            row = self.constant_rows[(cls, bits)] = self.rows[cls]
-            self.rows[cls] += 1
+        if (cls, bits) not in self.constant_rows:
+            row = self.constant_rows[cls, bits] = self._new_row(cls)
             self.constants.append((cls, row, bits))
-        return self.slot(cls, row, view)
+        return self.slot(cls, self.constant_rows[cls, bits], view)
 
     def symbol(self, name: str, offset: int, view: str) -> int:
-        cls = CLASS_OF_SIZE[VIEW_SIZE[view]]
-        key = (cls, name, offset)
-        row = self.symbol_rows.get(key)
-        if row is None:
-            row = self.symbol_rows[key] = self.rows[cls]
-            self.rows[cls] += 1
-        return self.slot(cls, row, view)
+        key = cls, _, _ = CLASS_OF_SIZE[VIEW_SIZE[view]], name, offset
+        if key not in self.symbol_rows:
+            self.symbol_rows[key] = self._new_row(cls)
+        return self.slot(cls, self.symbol_rows[key], view)
+
+    def _new_row(self, cls: str, count: int = 1) -> int:
+        self.rows[cls] += count
+        return self.rows[cls] - count
 
 
 class Emitter:
@@ -143,11 +141,6 @@ class Emitter:
             return view_of(self.type)
         except KeyError:
             self.unsupported(f"type .{self.type}")
-
-    @property
-    def is_floating(self) -> bool:
-        """Whether the last type modifier is a floating-point type."""
-        return bool(self.types) and self.types[-1].startswith(("f", "bf"))
 
     def unsupported(self, why: str = "") -> NoReturn:
         raise UnsupportedInstruction(
@@ -207,14 +200,16 @@ class Emitter:
     def destination(self, operand: Operand, view: str) -> str:
         return f"v[{self.destination_slot(operand, view)}]"
 
-    def own_slots(self, operands: Iterable[Operand], view: str) -> tuple[list[int], int]:
-        """Slots of registers that the checks of blocks do not see, as the instruction has its own, and their bit set."""
-        slots, bits = [], 0
+    def own_rows(self, operands: Iterable[Operand]) -> tuple[Array, int]:
+        """Rows of 32-bit registers that the checks of blocks do not see, as the instruction has its own, and their bit
+        set."""
+        rows, bits = [], 0
         for operand in operands:
-            assert isinstance(operand, Register)
-            slots.append(self.preparation.slot(*self.preparation.row(operand.name), view))
+            if self.width(operand) != 4 or not isinstance(operand, Register):
+                self.unsupported(f"{operand} is no 32-bit register")
+            rows.append(self.preparation.row(operand.name)[1])
             bits |= 1 << self.preparation.number_of[operand.name]
-        return slots, bits
+        return np.array(rows), bits
 
     def natural_view(self, operand: Operand, kind: str = "u") -> str:
         """The view of a register at its own width."""

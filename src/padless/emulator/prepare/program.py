@@ -97,6 +97,8 @@ def _inline(module: Module, function: Function) -> Function:
     count = 0
 
     def renamed(operand: Any, names: dict[str, str], suffix: str, own: Function) -> Any:
+        if not suffix:  # the entry's own
+            return operand
         if isinstance(operand, Register):
             return Register(operand.name + suffix) if operand.name in own.registers else operand
         if isinstance(operand, Symbol):

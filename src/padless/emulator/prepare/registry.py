@@ -56,9 +56,9 @@ def emit(preparation: Preparation, instruction: Instruction) -> Emitter:
     """The emitter of one instruction, after the opcode's function has run on it."""
     emitter = Emitter(preparation, instruction)
     opcode = instruction.opcode
-    function = (emitter.is_floating and FLOATING.get(opcode)) or EMITTERS.get(opcode)
+    floating = bool(emitter.types) and emitter.type.startswith(("f", "bf"))
+    function = (FLOATING.get(opcode) if floating else None) or EMITTERS.get(opcode)
     if function is None:
         emitter.unsupported("unknown instruction")
-    else:
-        function(emitter)
+    function(emitter)
     return emitter

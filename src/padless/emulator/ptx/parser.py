@@ -44,16 +44,13 @@ class _Parser(OperandParser):
             token = self.token
             if self.kind == "line":
                 self._location(self.next())
-            elif token == ".version":
-                self.next()
+            elif self.accept(".version"):
                 version = self.next()
-            elif token == ".target":
-                self.next()
+            elif self.accept(".target"):
                 target = self.next()
                 while self.accept(","):
                     self.next()
-            elif token == ".address_size":
-                self.next()
+            elif self.accept(".address_size"):
                 self.next()
             elif token == ".section":
                 self._skip_section()
@@ -66,14 +63,11 @@ class _Parser(OperandParser):
         return Module(target, version, self.files, self.variables, functions, self.file_name)
 
     def _skip_section(self) -> None:
-        while self.token != "{":
-            self.next()
-        depth = 0
-        while True:
+        self.skip_to("{")
+        depth = 1
+        while depth and self.kind != "end":
             token = self.next()
             depth += (token == "{") - (token == "}")
-            if depth == 0 or self.kind == "end":
-                return
 
     def _location(self, text: str) -> None:
         found = re.match(r"\.loc\s+(\d+)\s+(\d+)", text)
@@ -169,8 +163,7 @@ class _Parser(OperandParser):
         parameters: list[Variable] = []
         self.expect("(")
         while not self.accept(")"):
-            if self.token == ".reg":
-                self.next()
+            if self.accept(".reg"):
                 type_name = self.next()[1:]
                 parameters.append(Variable(self.next(), "reg", type_size(type_name)))
             else:
@@ -267,8 +260,7 @@ class _Parser(OperandParser):
         elif self.tokens[self.at + 1][1] == ":" and kind == "name":
             self.at += 2
             name = self.labels[-1].get(token, token)
-            if self.token == ".branchtargets":
-                self.next()
+            if self.accept(".branchtargets"):
                 targets = []
                 while not self.accept(";"):
                     targets.append(self.label(self.next()))

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.state.global_access import global_pieces
-from padless.emulator.state.memory import NUMPY
 from padless.emulator.state.memory_access import MemoryAccess, addresses
 from padless.emulator.state.shared_access import check_access, shared_groups
 from padless.emulator.state.site import lanes_of
+from padless.emulator.state.spaces import VIEWS
 from padless.emulator.state.warp import Warp
 from padless.emulator.units import number_formats
 from padless.emulator.units.number_formats import Array
@@ -86,7 +86,7 @@ def element(a: MemoryAccess, w: Warp, lane: Array, address: int) -> tuple[Array,
         cta, offsets, _ = groups[0]
         if cta.shared.shadow is not None:
             check_access(w, cta, lane, offsets, a, write=True)
-        return cta.shared.views[NUMPY[a.view]], int(offsets[0]) // a.size
+        return cta.shared.views[VIEWS[a.view]], int(offsets[0]) // a.size
     for view, index, _ in global_pieces(a, w, lane, np.array([address])):
         return view, int(index[0])
     return None

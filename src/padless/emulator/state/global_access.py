@@ -9,8 +9,9 @@ import numpy as np
 
 from padless.emulator.order.grid_dependency import EARLY, KIND
 from padless.emulator.ptx.ast import Instruction
-from padless.emulator.state.memory import NUMPY, Allocation, DeviceMemory
+from padless.emulator.state.memory import Allocation, DeviceMemory
 from padless.emulator.state.site import Site
+from padless.emulator.state.spaces import VIEWS
 from padless.emulator.state.strong_access import check_weak, synchronise
 from padless.emulator.state.warp import Warp
 from padless.emulator.units.number_formats import Array
@@ -78,5 +79,5 @@ def global_pieces(a: Any, w: Warp, lanes: Array, where: Array) -> Iterator[tuple
             synchronise(w, took, w.launch.words, at, a)
         elif w.clocks is not None and w.launch.words:
             check_weak(w, took, at, a)
-        yield found.view(NUMPY[a.view]), (at - found.address) // a.size, took
+        yield found.view(VIEWS[a.view]), (at - found.address) // a.size, took
         w.launch.progress += a.writes

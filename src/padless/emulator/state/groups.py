@@ -45,9 +45,6 @@ class Groups:
         """Of the group that the next commit closes."""
         return len(self.closed) + 1
 
-    def add(self, operation: Operation) -> None:
-        self.open.append(operation)
-
     def commit(self) -> None:
         self.closed.append(self.open)
         self.open = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,24 +59,18 @@ class Mbarrier:
         they test a parity, and it is back where it was (PTX ISA, "Phase of the mbarrier object")."""
         if self.pending == 0 and self.tx == 0:
             if self.phase >= 1 and self.waited_phase < self.phase - 1 and self.cta.checks:
-                site.report(
-                    "mbarrier",
-                    f"ends phase {self.phase} of {self.name}, but nobody has waited for phase {self.phase - 1}",
-                    key="overrun",
-                )
+                message = f"ends phase {self.phase} of {self.name}, but nobody has waited for phase {self.phase - 1}"
+                site.report("mbarrier", message, key="overrun")
             self.phase += 1
             self.pending = self.expected
-            self.done_clock = None if self.clock is None else self.clock.copy()
-            self.done_wide = None if self.wide is None else self.wide.copy()
+            self.done_clock, self.done_wide = copy(self.clock), copy(self.wide)
         self.cta.launch.progress += 1
 
     def arrive(self, count: int, clock: Any, site: Site, wide: Any = None) -> None:
         """`count` arrivals that release `clock`, and `wide` to those who acquire at cluster scope."""
         if count > self.pending:
-            site.report(
-                "mbarrier",
-                f"{count} more arrivals on {self.name}, which expects {self.expected} a phase: {self.state()}",
-            )
+            message = f"{count} more arrivals on {self.name}, which expects {self.expected} a phase: {self.state()}"
+            site.report("mbarrier", message)
             count = self.pending
             if count == 0:
                 return
@@ -146,17 +142,15 @@ def find_mbarrier(
     return bar
 
 
+@dataclass(eq=False)
 class MbarrierWait(Wait):
     """try_wait on one or more barriers, one per group of lanes."""
 
-    def __init__(
-        self, groups: list[tuple[Mbarrier, int, Array]], out: int, by_parity: bool, acquire: bool, scope: int
-    ) -> None:
-        self.groups = groups
-        self.out = out
-        self.by_parity = by_parity
-        self.acquire = acquire
-        self.scope = scope
+    groups: list[tuple[Mbarrier, int, Array]]
+    out: int
+    by_parity: bool
+    acquire: bool
+    scope: int
 
     def done(self, bar: Mbarrier, value: int) -> bool:
         return bar.complete(value) if self.by_parity else bar.phase > value

@@ -8,12 +8,8 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.errors import EmulatorError, KernelFault
+from padless.emulator.state.spaces import VIEWS
 from padless.emulator.units.number_formats import Array
-
-NUMPY = {
-    "u8": np.uint8, "s8": np.int8, "u16": np.uint16, "s16": np.int16, "u32": np.uint32, "s32": np.int32,
-    "f32": np.float32, "u64": np.uint64, "s64": np.int64, "f64": np.float64, "f16": np.uint16,
-}  # fmt: skip
 
 
 class Allocation:
@@ -61,9 +57,8 @@ class DeviceMemory:
             data = array.detach().reshape(-1).view(torch.uint8).numpy()
         else:
             if not (isinstance(array, np.ndarray) and array.flags.c_contiguous):
-                raise EmulatorError(
-                    f"register: array must be a C-contiguous numpy array or CPU tensor, got {type(array)}"
-                )
+                kind = f"got {type(array)}"
+                raise EmulatorError(f"register: array must be a C-contiguous numpy array or CPU tensor, {kind}")
             data = array.reshape(-1).view(np.uint8)
         if address is None:
             address = self.next_address
@@ -111,5 +106,5 @@ class SharedMemory:
     def __init__(self, size: int) -> None:
         self.size = size
         self.bytes = np.full(-(-size // 16) * 16, 0xFF, np.uint8)
-        self.views = {kind: self.bytes.view(kind) for kind in set(NUMPY.values())}
+        self.views = {kind: self.bytes.view(kind) for kind in VIEWS.values()}
         self.shadow: Any = None

@@ -14,11 +14,11 @@ import numpy as np
 from padless.emulator.order.memory_order import CLUSTER, CTA, GPU
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.global_access import global_pieces
-from padless.emulator.state.memory import NUMPY, Array
 from padless.emulator.state.shared_access import bank_conflicts, check_access, shared_groups
 from padless.emulator.state.site import ALL_LANES, Site, lanes_of
-from padless.emulator.state.spaces import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
+from padless.emulator.state.spaces import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, VIEWS
 from padless.emulator.state.warp import Warp
+from padless.emulator.units.number_formats import Array
 
 Pieces = Iterator[tuple[Array, Array, Array]]
 
@@ -60,12 +60,12 @@ def shared_pieces(a: MemoryAccess, w: Warp, lanes: Array, where: Array) -> Piece
         if cta.shared.shadow is not None:
             check_access(w, cta, who, offsets, a, write=a.writes)
             bank_conflicts(w, offsets, a.bytes)
-        yield cta.shared.views[NUMPY[a.view]], offsets // a.size, who
+        yield cta.shared.views[VIEWS[a.view]], offsets // a.size, who
         w.launch.progress += a.writes
 
 
 def local_pieces(a: MemoryAccess, w: Warp, lanes: Array, where: Array) -> Pieces:
-    view = w.local.view(NUMPY[a.view])
+    view = w.local.view(VIEWS[a.view])
     index = where // a.size
     if int(index.max()) + len(a.slots) > view.shape[1] or int(index.min()) < 0:
         Site(w, a.instruction).fault(f"local address {int(where.max())} is outside local memory")
@@ -76,7 +76,7 @@ def parameter_pieces(a: MemoryAccess, w: Warp, lanes: Array, where: Array) -> Pi
     block = w.launch.parameters
     if int(where.max()) + a.bytes > len(block):
         Site(w, a.instruction).fault(f"parameter offset {int(where.max())} is past the parameters")
-    read = np.concatenate([block[x : x + a.bytes] for x in where.tolist()]).view(NUMPY[a.view])
+    read = np.concatenate([block[x : x + a.bytes] for x in where.tolist()]).view(VIEWS[a.view])
     yield read, np.arange(len(lanes)) * len(a.slots), lanes
 
 

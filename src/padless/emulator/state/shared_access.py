@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,20 +29,16 @@ def shared_groups(ins: Instruction, w: Warp, where: Array, lanes: Array, size: i
         cta = cluster.ctas[rank] if 0 <= rank < len(cluster.ctas) else None
         if cta is None or int(part.max()) + size > cta.shared.size or int(part.min()) < 0:
             limit = cta.shared.size if cta is not None else 0
-            Site(w, ins, int(who[0])).report(
-                "out-of-bounds",
-                f"shared address {int(where.max()):#x} is outside the CTA's {limit} bytes of shared memory",
-            )
+            message = f"shared address {int(where.max()):#x} is outside the CTA's {limit} bytes of shared memory"
+            Site(w, ins, int(who[0])).report("out-of-bounds", message)
             continue
         if size > 1 and (part % min(size, 16)).any():
             Site(w, ins).fault(f"misaligned shared address {int(part[0]):#x}, {size} bytes", "misaligned")
         if cta is not w.cta:
-            if cta.exited:
-                message = f"accesses shared memory of CTA {cta.index}, which has exited"
-                Site(w, ins, int(who[0])).report("exit", message)
-            if w.clocks is not None:
-                for lane in who.tolist():
-                    site = Site(w, ins, lane)
+            for site in [Site(w, ins, lane) for lane in who.tolist()]:
+                if cta.exited:
+                    site.report("exit", f"accesses shared memory of CTA {cta.index}, which has exited")
+                if w.clocks is not None:
                     cta.remote[site.row] = (int(w.clocks.time[0, site.row, site.row]), site)
         groups.append((cta, part, who))
     return groups
@@ -53,6 +50,16 @@ def shared_cells(cta: Cta, offsets: Array, size: int) -> Array:
     count = max(size >> shift, 1)
     base = offsets >> shift
     return base[:, None] + np.arange(count) if count > 1 else base[:, None]
+
+
+@lru_cache(maxsize=8192)
+def cells_read(unit: Any, shift: int) -> tuple[Any, int]:
+    """(shadow cells, end in bytes) of what a product or copy reads: a slice of cells where they are contiguous."""
+    ranges = sorted({r for part in unit.shared_ranges().values() for r in part})
+    if len(ranges) < 2:
+        low, end = ranges[0] if ranges else (0, 0)
+        return slice(low >> shift, -(-end >> shift)), end
+    return np.concatenate([np.arange(a >> shift, -(-b >> shift)) for a, b in ranges]), max(b for _, b in ranges)
 
 
 def check_access(w: Warp, cta: Cta, lanes: Array, offsets: Array, a: Any, write: bool) -> None:

@@ -145,7 +145,7 @@ def dot_product_add(
     if rule.group:
         assert scale_a is not None
         assert scale_b is not None
-        scales = _Scales(scale_a, scale_format), _Scales(scale_b, scale_format)
+        scales = _decode_scales(scale_a, scale_format), _decode_scales(scale_b, scale_format)
         special = special or scales[0].nan or scales[1].nan
     with np.errstate(all="ignore"):
         for first in range(0, m, step):
@@ -273,24 +273,25 @@ def _finite(x: Operand) -> Array:
     return np.where(np.isfinite(x.values), x.values, 0.0) if x.special else x.values
 
 
+@dataclass(frozen=True)
 class _Scales:
-    """Scale codes of one operand, (rows, groups): significands, exponents and values."""
+    """Scale factors of one operand, (rows, groups)."""
 
-    def __init__(self, codes: Array, name: str) -> None:
-        values = number_formats.decode(codes, name)
-        self.nan = bool(np.isnan(values).any())
-        self.values = values
-        emin = -127 if name == "ue8m0" else -6
-        self.exponents = _exponents(values, emin).astype(np.int32)
-        zero = self.exponents == NO_EXPONENT
-        self.significands = np.where(zero, 0.0, np.ldexp(values, np.where(zero, 0, -self.exponents)))
+    values: Array
+    exponents: Array
+    significands: Array
+    nan: bool
 
     def rows(self, rows: slice) -> _Scales:
-        part = object.__new__(_Scales)
-        part.nan = self.nan
-        part.values, part.exponents = self.values[rows], self.exponents[rows]
-        part.significands = self.significands[rows]
-        return part
+        return _Scales(self.values[rows], self.exponents[rows], self.significands[rows], self.nan)
+
+
+def _decode_scales(codes: Array, name: str) -> _Scales:
+    values = number_formats.decode(codes, name)
+    exponents = _exponents(values, -127 if name == "ue8m0" else -6).astype(np.int32)
+    zero = exponents == NO_EXPONENT
+    significands = np.where(zero, 0.0, np.ldexp(values, np.where(zero, 0, -exponents)))
+    return _Scales(values, exponents, significands, bool(np.isnan(values).any()))
 
 
 class _Groups:

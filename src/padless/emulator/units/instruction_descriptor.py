@@ -99,13 +99,11 @@ class InstructionDescriptor:
                 found.append(f"mxf4 takes ue8m0 scales of 32 elements, not {self.scale_format} of {block}")
             if self.kind == "mxf4nvf4" and block == 32 and self.scale_format != "ue8m0":
                 found.append("mxf4nvf4 with blocks of 32 takes ue8m0 scales")
-            found += [f"{n} id {i}; blocks of {block} allow {ids}" for n, i in self._ids() if i not in ids]
+            own = (("SFA", self.sfa_id), ("SFB", self.sfb_id))
+            found += [f"{name} id {i}; blocks of {block} allow {ids}" for name, i in own if i not in ids]
         elif scaled and block != 32:
             found.append(f"mxf8f6f4 has one scale per 32 elements, not {block}")
         return tuple(f"instruction descriptor {self.bits:#010x}: {p}" for p in found)
-
-    def _ids(self) -> tuple[tuple[str, int], ...]:
-        return ("SFA", self.sfa_id), ("SFB", self.sfb_id)
 
 
 @lru_cache(maxsize=4096)
