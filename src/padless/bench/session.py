@@ -122,12 +122,7 @@ class Session:
     def floor_us(self, flops: int, bytes_: int) -> float | None:
         """The time the ceilings allow: the larger of arithmetic and traffic; None without a dense ceiling."""
         rate = self.ceilings.dense_flops_per_s
-        return None if rate is None else floor_us(flops, bytes_, rate, self.ceilings.copy_bytes_per_s)
-
-
-def floor_us(flops: int, bytes_: int, flops_per_s: float, bytes_per_s: float) -> float:
-    """Microseconds that `flops` operations or `bytes_` bytes of traffic take at these rates, whichever is more."""
-    return 1e6 * max(flops / flops_per_s, bytes_ / bytes_per_s)
+        return None if rate is None else 1e6 * max(flops / rate, bytes_ / self.ceilings.copy_bytes_per_s)
 
 
 def open_session(

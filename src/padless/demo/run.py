@@ -94,7 +94,7 @@ def model_inputs(device: torch.device) -> tuple[LayerInputs, str]:
         f"The feed-forward blocks of {demo_model.MODEL_NAME} as {encoder.num_layers} experts; "
         f"its hidden states for {NUM_TOKENS:,} tokens of {demo_model.TEXT_SOURCE}"
     )
-    return LayerInputs(hidden, encoder.up, encoder.up_bias, encoder.down), source
+    return LayerInputs(hidden, *encoder.feed_forward()), source
 
 
 def synthetic_inputs(device: torch.device, num_tokens: int = NUM_TOKENS) -> tuple[LayerInputs, str]:

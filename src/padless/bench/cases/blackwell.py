@@ -110,10 +110,6 @@ class Dataset:
     b: list[BlockScaledTensor]
     expected: list[torch.Tensor]
 
-    def cloned(self) -> Dataset:
-        """The same values at other addresses."""
-        return Dataset([t.clone() for t in self.a], [t.clone() for t in self.b], self.expected)
-
 
 def make_dataset(sizes: Sequence[int], n: int, k: int, seed: int, device: str) -> Dataset:
     """Codes of 0, 0.5, 1 and 1.5 with either sign and scales of 1 and 2, as the competition draws them.
@@ -192,7 +188,7 @@ def measure_competition(
     try:
         while not enough(means[OWN], monotonic() - began) and not record["wrong"]:
             order.shuffle(sets)
-            fresh = [dataset.cloned() for dataset in sets]
+            fresh = [Dataset([t.clone() for t in d.a], [t.clone() for t in d.b], d.expected) for d in sets]
             outs = [[torch.empty(e.shape, dtype=torch.float16, device=device) for e in d.expected] for d in fresh]
             if not means[OWN]:  # compiled and loaded outside the clock
                 grouped_gemm_list(fresh[0].a, fresh[0].b, out=outs[0])
