@@ -79,15 +79,9 @@ def gather(
 
 def bitwise_identical(contenders: Sequence[Contender]) -> bool | None:
     """Whether padless and pad + padless gave the same bits in every valid row; None if one of them did not run."""
-    by_name = {contender.name: contender for contender in contenders}
-    if "padless" not in by_name or "pad_then_padless" not in by_name:
-        return None
-    outputs = []
-    for name in ("padless", "pad_then_padless"):
-        output = by_name[name].output
-        assert output is not None
-        outputs.append(output())
-    return same_bits(*outputs)
+    known = {contender.name: contender.output for contender in contenders}
+    outputs = [output() for name in ("padless", "pad_then_padless") if (output := known.get(name)) is not None]
+    return same_bits(*outputs) if len(outputs) == 2 else None
 
 
 def measure_grouped(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:

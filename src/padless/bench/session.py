@@ -144,17 +144,16 @@ def open_session(
     file = ResultFile(Path(out_dir) / f"{what}.jsonl")
     usable, described = [], {}
     for peer in peers:
-        answer = peer.available()
-        if answer.usable:
-            usable.append(peer)
-        described[peer.name] = {"version": peer.version()} if answer.usable else {"missing": answer.reason}
-        found = peer.version() if answer.usable else f"not used: {answer.reason}"
+        missing = peer.missing()
+        usable += [] if missing else [peer]
+        described[peer.name] = {"missing": missing} if missing else {"version": peer.version()}
+        found = f"not used: {missing}" if missing else peer.version()
         console.print(f"{peer.name}: {found}", highlight=False, markup=False)
     if compile_ahead:
         with console.status("compiling kernels"):
             names = [peer.name for peer in usable if peer.compiles_at_run_time]
-            missing = missing_points(file, what, compile_ahead, settings.seed)
-            warm_up(what, missing, resolve_folder(settings.peers_dir), names, settings.seed)
+            left = missing_points(file, what, compile_ahead, settings.seed)
+            warm_up(what, left, resolve_folder(settings.peers_dir), names, settings.seed)
     timer = GpuTimer(repeats=settings.repeats, pause_s=settings.pause_s)
     with console.status("measuring the ceilings"):
         ceilings = measure_ceilings(usable, timer, settings.seed)

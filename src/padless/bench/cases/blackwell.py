@@ -25,7 +25,7 @@ import torch
 
 from padless.bench.cases.formats import COMPETITION
 from padless.bench.measure import gpu_times
-from padless.bench.peers import Contender
+from padless.bench.peers import Contender, returning
 from padless.bench.report import table
 from padless.bench.results import Record, tflops
 from padless.bench.session import Session
@@ -76,18 +76,11 @@ def dense_contenders(size: tuple[int, int, int], seed: int, device: str) -> tupl
     assert isinstance(operands.a, BlockScaledTensor)
     a, b = in_layout(operands.a, "blocked"), in_layout(operands.b[0], "blocked")
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device=device)
-    results: dict[str, torch.Tensor] = {}
 
-    def by_torch() -> None:
-        results[TORCH] = torch._scaled_mm(
-            a.data, b.data.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=torch.bfloat16
-        )
+    def by_torch() -> torch.Tensor:
+        return torch._scaled_mm(a.data, b.data.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=torch.bfloat16)
 
-    contenders = [
-        Contender(OWN, lambda: gemm(a, b, out=out), lambda: out),
-        Contender(TORCH, by_torch, lambda: results[TORCH]),
-    ]
-    return contenders, reference
+    return [Contender(OWN, lambda: gemm(a, b, out=out), lambda: out), returning(TORCH, by_torch)], reference
 
 
 def measure_dense_mxfp8(point: BlackwellPoint, seed: int, timer: Timer, device: str = "cuda") -> Record:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from padless.bench.peers import Contender, Peer, hopper_or_reason, point_at_cuda_toolkit
+from padless.bench.peers import Contender, Peer, hopper_or_reason, point_at_cuda_toolkit, returning
 from padless.bench.problem import GroupedProblem
 
 _ALIAS = "padless_peer_tma_adaptive"
@@ -73,22 +73,15 @@ class TmaAdaptive(Peer):
         function = getattr(self._library, _FUNCTION)
         sizes = torch.tensor(problem.sizes, dtype=torch.int64, device=problem.device)
         a, b = (problem.a.data, problem.a.scale), (problem.b.data, problem.b.scale)
-        result: list[torch.Tensor] = []
-
-        def public() -> None:
-            result[:] = [function(a, b, sizes)]
-
+        public = returning("tma_adaptive", lambda: function(a, b, sizes))
         module = sys.modules[f"{_ALIAS}.{_MODULE}"]
         recorder = LaunchRecorder(module.jit_tuner)  # type: ignore[attr-defined]
         module.jit_tuner = recorder  # type: ignore[attr-defined]
         try:
-            public()
+            public.call()
         finally:
             module.jit_tuner = recorder._tuner  # type: ignore[attr-defined]
-        return [
-            Contender("tma_adaptive", public, lambda: result[0]),
-            Contender("tma_adaptive_kernel", recorder.replay, recorder.output, whole=False),
-        ]
+        return [public, Contender("tma_adaptive_kernel", recorder.replay, recorder.output, whole=False)]
 
 
 def load_renamed(package: Path, alias: str) -> ModuleType:
