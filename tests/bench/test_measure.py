@@ -330,9 +330,9 @@ def test_a_small_run_on_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_padding_runs_near_the_copy_ceiling() -> None:
     from padless.bench.cases.quantize import memory_bound_calls
-    from padless.testing.timing import GpuTimer, copy_bytes_per_second
+    from padless.testing.timing import Timer, copy_bytes_per_second
 
-    timer = GpuTimer()
+    timer = Timer()
     calls, moved = memory_bound_calls(Point(65536, 8192, 8192, 32), 0)
     ceiling = copy_bytes_per_second(timer)
     times = timer.gpu({name: call for name, call in calls.items() if "pad" in name})

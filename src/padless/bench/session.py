@@ -26,7 +26,7 @@ from padless.bench.report.terminal import wide_console
 from padless.bench.results import Record, ResultFile, of_kind, point_key, time_us
 from padless.bench.warm_up import warm_up
 from padless.testing import machine
-from padless.testing.timing import FLUSH, REPEATS, GpuTimer, Timer, copy_bytes_per_second
+from padless.testing.timing import FLUSH, REPEATS, Timer, copy_bytes_per_second
 
 DEFAULT_OUT_DIR = Path("padless-out/bench")
 PAUSE_S = 0.002
@@ -154,7 +154,7 @@ def open_session(
             names = [peer.name for peer in usable if peer.compiles_at_run_time]
             left = missing_points(file, what, compile_ahead, settings.seed)
             warm_up(what, left, resolve_folder(settings.peers_dir), names, settings.seed)
-    timer = GpuTimer(repeats=settings.repeats, pause_s=settings.pause_s)
+    timer = Timer(repeats=settings.repeats, pause_s=settings.pause_s)
     with console.status("measuring the ceilings"):
         ceilings = measure_ceilings(usable, timer, settings.seed)
     about = machine.describe()
