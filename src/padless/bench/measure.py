@@ -92,7 +92,7 @@ def measure_grouped(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer
     if same is not None:
         record["bitwise_identical"] = same
     record |= {"padded_rows": problem.padded_rows, "memory_saving_percent": memory_saving_percent(problem.sizes)}
-    return record | _facts(problem) | timed(contenders, timer)
+    return record | facts(problem) | timed(contenders, timer)
 
 
 def measure_decode(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:
@@ -100,17 +100,18 @@ def measure_decode(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer)
     contenders, errors = gather([own_contender(problem)], peers, lambda peer: peer.decode(problem))
     contenders += traffic_contenders(problem.point.bytes, problem.seed or 0, problem.device)
     contenders, record = check(contenders, sample_reference(problem), errors)
-    return record | _facts(problem) | timed(contenders, timer)
+    return record | facts(problem) | timed(contenders, timer)
 
 
 def measure_dense(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:
     """Record of one dense shape."""
     contenders, errors = gather([own_contender(problem, dense=True)], peers, lambda peer: peer.dense(problem))
     contenders, record = check(contenders, sample_reference(problem), errors)
-    return record | _facts(problem) | timed(contenders, timer)
+    return record | facts(problem) | timed(contenders, timer)
 
 
-def _facts(problem: GroupedProblem) -> Record:
+def facts(problem: GroupedProblem) -> Record:
+    """Group sizes, operations and the fewest bytes."""
     return {"sizes": problem.sizes, "flops": problem.point.flops, "bytes": problem.point.bytes}
 
 
