@@ -27,7 +27,7 @@ from padless.bench.cases.formats import COMPETITION
 from padless.bench.measure import gpu_times
 from padless.bench.peers import Contender, returning
 from padless.bench.report import table
-from padless.bench.results import Record, tflops
+from padless.bench.results import Record
 from padless.bench.session import Session
 from padless.formats import NVFP4, BlockScaledTensor
 from padless.testing import machine
@@ -234,7 +234,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     dense = [record for record in records if record["point"]["case"] == "dense"]
     shapes = [record for record in records if record["point"]["case"] != "dense"]
     columns = [table.Column("M = N = K", text=lambda part: str(part[0]["point"]["M"]))]
-    columns += [table.Column(name, partial(_rates, name=name), 0) for name in (OWN, TORCH)]
+    columns += [table.Column(name, partial(table.rates, name=name), 0) for name in (OWN, TORCH)]
     columns.append(table.ratio("padless / torch", TORCH, OWN))
     title = "Dense MXFP8, bf16 output: TFLOPS (GPU time)"
     repeats = table.Column("repeats", text=lambda part: str(len(part[0]["gpu"].get(OWN, {}).get("samples_us", ()))))
@@ -253,7 +253,3 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         found,
         *(f"{name} does not run here: {text}" for name, text in missing),
     ]
-
-
-def _rates(part: table.Records, name: str) -> list[float]:
-    return [rate for record in part if (rate := tflops(record, name)) is not None]

@@ -56,7 +56,7 @@ _COMPETITION_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class FormatsPoint:
-    """case: "prefill", "decode" (1 to ``rows`` rows a group) or a competition shape, "A" to "D"."""
+    """case: "prefill" (groups as in the paper's grid), "decode" (1 to ``rows`` rows a group) or a competition shape, A-D."""
 
     case: str
     M: int
@@ -64,11 +64,6 @@ class FormatsPoint:
     K: int
     groups: int
     rows: int = 0
-
-
-def prefill(m: int, n: int, k: int, groups: int) -> FormatsPoint:
-    """Group sizes as in the paper's grid."""
-    return FormatsPoint("prefill", m, n, k, groups)
 
 
 def decode(groups: int, rows: int, n: int, k: int, seed: int = 0) -> FormatsPoint:
@@ -85,6 +80,7 @@ def competition(shape: str) -> FormatsPoint:
 
 def grid(name: str, seed: int = 0) -> list[FormatsPoint]:
     """Prefill, decode, competition: 18 + 24 + 4 points ("full"), or 4 + 6 + 4."""
+    prefill = partial(FormatsPoint, "prefill")
     shapes = ((4096, 7168), (7168, 4096), (3072, 8192))
     if name == "full":
         points = [prefill(m, n, k, g) for m in (8192, 16384, 32768) for g in (8, 32) for n, k in shapes]
