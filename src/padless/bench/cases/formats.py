@@ -56,7 +56,7 @@ _COMPETITION_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class FormatsPoint:
-    """case: "prefill" (groups as in the paper's grid), "decode" (1 to ``rows`` rows a group) or a competition shape, A-D."""
+    """case: "prefill" (groups as in the paper's grid), "decode" (1 to ``rows`` rows a group) or one of COMPETITION."""
 
     case: str
     M: int
