@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from padless.bench.traffic import traffic_contenders
 from padless.testing import machine
 from padless.testing.judge import check, describe, same_bits
 from padless.testing.timing import Call, Timer
+
+Found = TypeVar("Found")
 
 
 def own_contenders(problem: GroupedProblem) -> list[Contender]:
@@ -65,8 +68,8 @@ def own_contender(problem: GroupedProblem, dense: bool = False) -> Contender:
 
 
 def gather(
-    own: list[Contender], peers: Sequence[Peer], contenders_of: Callable[[Peer], list[Contender]]
-) -> tuple[list[Contender], dict[str, str]]:
+    own: list[Found], peers: Sequence[Peer], contenders_of: Callable[[Peer], list[Found]]
+) -> tuple[list[Found], dict[str, str]]:
     """Own contenders and those of every peer; peers that raise are reported by name."""
     contenders, errors = list(own), {}
     for peer in peers:

@@ -31,7 +31,7 @@ import torch
 from padless.bench.cases.problems import chain as chain_problem
 from padless.bench.cases.problems.chain import ChainProblem, make_chain
 from padless.bench.group_sizes import DecodePoint
-from padless.bench.measure import facts
+from padless.bench.measure import facts, gather
 from padless.bench.peers import Contender, Peer
 from padless.bench.peers.deepgemm import DeepGemm
 from padless.bench.problem import GroupedProblem
@@ -43,7 +43,7 @@ from padless.formats import FP8_BLOCK
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.runtime.driver import cuda_driver
 from padless.testing import machine
-from padless.testing.judge import SampledReference, check, describe, same_bits
+from padless.testing.judge import SampledReference, check, same_bits
 from padless.testing.timing import Timer, Timing, capture
 
 PADLESS = "padless"
@@ -198,13 +198,8 @@ def _check(groups: list[tuple[list[Chain], SampledReference]], found: Record) ->
 
 def measure_chain(problem: ChainProblem, peers: Sequence[Peer], timer: Timer, ordinary: Setting) -> Record:
     """Record of one point: checks, and microseconds a call of every chain that is right before and after."""
-    products = gemm_chains(problem, ordinary)
-    found: Record = {"row_error": {}, "wrong": {}, "errors": {}}
-    for peer in peers:
-        try:
-            products += peer_chains(problem, peer)
-        except Exception as error:
-            found["errors"][peer.name] = describe(error)
+    products, errors = gather(gemm_chains(problem, ordinary), peers, partial(peer_chains, problem))
+    found: Record = {"row_error": {}, "wrong": {}, "errors": errors}
     of_products, of_mlps = problem.references()
     groups = [(products, of_products), (mlp_chains(problem, ordinary), of_mlps)]
     times = timer.gpu({name: chain.replay for name, chain in _check(groups, found).items()})
