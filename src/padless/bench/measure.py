@@ -16,7 +16,7 @@ from padless.bench.pad import pad_groups, unpad_rows
 from padless.bench.peers import Contender, Peer
 from padless.bench.problem import GroupedProblem, sample_reference
 from padless.bench.results import Record
-from padless.bench.traffic import traffic_contenders
+from padless.bench.traffic import make_traffic, traffic_contenders
 from padless.testing import machine
 from padless.testing.judge import check, describe, same_bits
 from padless.testing.timing import Call, Timer
@@ -101,7 +101,7 @@ def measure_grouped(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer
 def measure_decode(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:
     """Record of one decode point, with a copy and a read of as many bytes."""
     contenders, errors = gather([own_contender(problem)], peers, lambda peer: peer.decode(problem))
-    contenders += traffic_contenders(problem.point.bytes, problem.seed or 0, problem.device)
+    contenders += traffic_contenders(make_traffic(problem.point.bytes, problem.seed or 0, problem.device))
     contenders, record = check(contenders, sample_reference(problem), errors)
     return record | facts(problem) | timed(contenders, timer)
 
