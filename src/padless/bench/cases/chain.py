@@ -209,13 +209,10 @@ def measure_chain(problem: ChainProblem, peers: Sequence[Peer], timer: Timer, or
         if name in right and other in right and not same_bits(right[name].output(), right[other].output()):
             found["wrong"][name] = f"is wrong: its bits are not those of {other!r}"
             del right[name]
-    gpu = {name: _a_call(times[name], problem.calls).as_dict() for name in right}
+    samples = {name: tuple(us / problem.calls for us in times[name].samples_us) for name in right}
+    gpu = {name: Timing(of_a_call).as_dict() for name, of_a_call in samples.items()}
     counts = {"layers": len(problem.layers), "calls": problem.calls}
     return facts(problem.layers[0]) | counts | found | {"gpu": gpu, "clocks": clocks}
-
-
-def _a_call(replay: Timing, calls: int) -> Timing:
-    return Timing(tuple(us / calls for us in replay.samples_us))
 
 
 def grid(name: str, seed: int) -> list[DecodePoint]:
