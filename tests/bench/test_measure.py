@@ -14,7 +14,7 @@ import torch
 import padless
 from padless.bench import measure, problem
 from padless.bench.group_sizes import DenseShape, Point, group_sizes, memory_saving_percent, padded_rows
-from padless.bench.peers import Availability, Contender
+from padless.bench.peers import Contender
 from padless.bench.results import ResultFile
 from padless.testing import judge
 from support.bench_records import StandInTimer
@@ -29,8 +29,8 @@ class ScriptedPeer:
     name = "scripted"
     compiles_at_run_time = False
 
-    def available(self) -> Availability:
-        return Availability(True)
+    def missing(self) -> str:
+        return ""
 
     def version(self) -> str:
         return "1"
@@ -330,9 +330,9 @@ def test_a_small_run_on_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_padding_runs_near_the_copy_ceiling() -> None:
     from padless.bench.cases.quantize import memory_bound_calls
-    from padless.testing.timing import GpuTimer, copy_bytes_per_second
+    from padless.testing.timing import Timer, copy_bytes_per_second
 
-    timer = GpuTimer()
+    timer = Timer()
     calls, moved = memory_bound_calls(Point(65536, 8192, 8192, 32), 0)
     ceiling = copy_bytes_per_second(timer)
     times = timer.gpu({name: call for name, call in calls.items() if "pad" in name})

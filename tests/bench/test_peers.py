@@ -54,7 +54,7 @@ def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> deepgemm.DeepGemm:
     monkeypatch.setattr(deepgemm, "point_at_cuda_toolkit", lambda: "")
     monkeypatch.setitem(sys.modules, "deep_gemm", stand_in_deepgemm())
     peer = deepgemm.DeepGemm(None)
-    assert peer.available() == (True, "")
+    assert peer.missing() == ""
     assert peer.version() == "2.6.1"
     return peer
 
@@ -84,9 +84,8 @@ def test_an_old_deepgemm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepgemm, "hopper_or_reason", lambda: "")
     monkeypatch.setattr(deepgemm, "point_at_cuda_toolkit", lambda: "")
     monkeypatch.setitem(sys.modules, "deep_gemm", types.ModuleType("deep_gemm"))
-    answer = deepgemm.DeepGemm(None).available()
-    assert not answer.usable
-    assert "has no m_grouped_fp8_gemm_nt_contiguous" in answer.reason
+    answer = deepgemm.DeepGemm(None).missing()
+    assert "has no m_grouped_fp8_gemm_nt_contiguous" in answer
 
 
 # --- the paper's code ------------------------------------------------------------------------------------
@@ -150,7 +149,7 @@ def test_the_papers_code_is_loaded_under_another_name_and_its_launch_replayed(
     monkeypatch.setattr(tma_adaptive, "hopper_or_reason", lambda: "")
     monkeypatch.setattr(tma_adaptive, "point_at_cuda_toolkit", lambda: "")
     peer = tma_adaptive.TmaAdaptive(paper_folder)
-    assert peer.available() == (True, "")
+    assert peer.missing() == ""
     assert "deep_gemm" not in sys.modules
     whole, kernel = peer.grouped(grouped)
     agree(whole, expected)
@@ -170,11 +169,10 @@ def test_a_broken_package_leaves_nothing_behind(paper_folder: Path, monkeypatch:
     monkeypatch.setattr(tma_adaptive, "hopper_or_reason", lambda: "")
     monkeypatch.setattr(tma_adaptive, "point_at_cuda_toolkit", lambda: "")
     (paper_folder / "tma_adaptive" / "deep_gemm" / "helper.py").write_text("raise OSError('no nvcc')")
-    answer = tma_adaptive.TmaAdaptive(paper_folder).available()
-    assert not answer.usable
-    assert "OSError: no nvcc" in answer.reason
+    answer = tma_adaptive.TmaAdaptive(paper_folder).missing()
+    assert "OSError: no nvcc" in answer
     assert not [name for name in sys.modules if name.startswith(tma_adaptive._ALIAS)]
-    assert "no folder" in tma_adaptive.TmaAdaptive(paper_folder / "nowhere").available().reason
+    assert "no folder" in tma_adaptive.TmaAdaptive(paper_folder / "nowhere").missing()
 
 
 # --- MSLK and torch --------------------------------------------------------------------------------------
@@ -216,7 +214,7 @@ def test_mslk_contender(
     library.__version__ = "1.1.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mslk", library)
     peer = mslk.Mslk(None)
-    assert peer.available().usable
+    assert not peer.missing()
     (contender,) = peer.grouped(grouped)
     agree(contender, expected)
     (contender,) = peer.decode(grouped)
@@ -255,9 +253,8 @@ def test_every_peer_says_why_it_is_missing() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU: peers may be usable")
     for peer in find.find_peers():
-        answer = peer.available()
-        assert not answer.usable
-        assert "needs a CUDA GPU" in answer.reason
+        answer = peer.missing()
+        assert "needs a CUDA GPU" in answer
 
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -267,8 +264,8 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("deep_gemm", "mslk"):
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
-    assert "import deep_gemm: " in deepgemm.DeepGemm(tmp_path).available().reason
-    assert "import mslk: " in mslk.Mslk(tmp_path).available().reason
+    assert "import deep_gemm: " in deepgemm.DeepGemm(tmp_path).missing()
+    assert "import mslk: " in mslk.Mslk(tmp_path).missing()
 
 
 def test_peers_are_chosen_by_name() -> None:
@@ -305,7 +302,7 @@ def test_peers_that_are_there_compute_the_product() -> None:
 
     sizes = [130, 7, 1, 374, 256]
     made = problem.make_grouped(Point(sum(sizes), 512, 1024, len(sizes)), sizes, 5, "cuda")
-    usable = [peer for peer in find.find_peers() if peer.available().usable]
+    usable = [peer for peer in find.find_peers() if not peer.missing()]
     assert "torch" in [peer.name for peer in usable]
     contenders, errors = gather([], usable, lambda peer: peer.grouped(made))
     _, record = check(contenders, problem.sample_reference(made), errors)

@@ -35,7 +35,7 @@ def test_geomean() -> None:
 
 
 class FakeCuda:
-    """torch.cuda as far as GpuTimer uses it: a stream whose clock moves with what is put on it.
+    """torch.cuda as far as Timer uses it: a stream whose clock moves with what is put on it.
 
     Nothing begins before the host has issued it.
     """
@@ -81,8 +81,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return cuda
 
 
-def fake_timer(fake: FakeCuda, repeats: int) -> timing.GpuTimer:
-    timer = timing.GpuTimer.__new__(timing.GpuTimer)
+def fake_timer(fake: FakeCuda, repeats: int) -> timing.Timer:
+    timer = timing.Timer.__new__(timing.Timer)
     timer.repeats, timer.pause_s = repeats, 0.0
 
     def flush() -> None:
@@ -94,7 +94,7 @@ def fake_timer(fake: FakeCuda, repeats: int) -> timing.GpuTimer:
 
 
 def test_a_flush_writes_and_then_reads_what_was_written_first() -> None:
-    timer = timing.GpuTimer.__new__(timing.GpuTimer)
+    timer = timing.Timer.__new__(timing.Timer)
     timer._flush_buffer = torch.full((4096,), 3, dtype=torch.uint8)
     timer._clean = timer._flush_buffer[:1024].view(torch.int64)
     timer._sum = torch.full((), -1)
@@ -162,13 +162,13 @@ def test_host_time_per_call_is_the_callers(fake: FakeCuda) -> None:
 
 def test_repeats_are_checked() -> None:
     with pytest.raises(ValueError, match="repeats must be at least 1"):
-        timing.GpuTimer(repeats=0)
+        timing.Timer(repeats=0)
 
 
 @pytest.mark.gpu(capability=None)
 def test_the_gpu_clock_agrees_with_known_work() -> None:
     """Copies of one and of four buffers: four times the time, a plausible bandwidth, host time left out."""
-    timer = timing.GpuTimer(repeats=7)
+    timer = timing.Timer(repeats=7)
     source = torch.randint(0, 256, (256 << 20,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
 

@@ -36,16 +36,17 @@ def test_an_odd_number_of_bytes_is_rounded_up() -> None:
 
 def test_every_byte_is_moved() -> None:
     traffic = make_traffic(5 * ROW_BYTES, 3, "cpu")
+    copy, read = (contender.call for contender in traffic_contenders(traffic))
     traffic.target.copy_(~traffic.source)
-    traffic.copy()
+    copy()
     assert torch.equal(traffic.target, traffic.source)
     traffic.sums.fill_(-1)
-    traffic.read()
+    read()
     assert torch.equal(traffic.sums, traffic.words.sum(1))
     before = traffic.sums.clone()
     for row in range(traffic.words.shape[0]):  # each row is read: a change anywhere changes its sum
         traffic.words[row, (row * 97 + 11) % ROW_WORDS] += 1
-    traffic.read()
+    read()
     assert torch.equal(traffic.sums, before + 1)
     counts = torch.bincount(traffic.source.to(torch.int64), minlength=256)
     assert (counts > 0).all(), "random bytes draw the power that data draws"
@@ -53,8 +54,9 @@ def test_every_byte_is_moved() -> None:
 
 def test_calls_allocate_nothing() -> None:
     traffic = make_traffic(100_000, 0, "cpu")
-    assert traffic.copy() is traffic.target
-    assert traffic.read() is traffic.sums
+    copy, read = (contender.call for contender in traffic_contenders(traffic))
+    assert copy() is traffic.target
+    assert read() is traffic.sums
 
 
 def test_sizes_of_the_decode_grid_are_whole() -> None:
@@ -67,11 +69,11 @@ def test_sizes_of_the_decode_grid_are_whole() -> None:
 def test_the_decode_record_has_them_with_the_bytes_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
-    def noted(bytes_: int, seed: int, device: torch.device) -> list[object]:
+    def noted(bytes_: int, seed: int, device: torch.device) -> object:
         made.append(bytes_)
-        return list(traffic_contenders(bytes_, seed, device))
+        return make_traffic(bytes_, seed, device)
 
-    monkeypatch.setattr(measure, "traffic_contenders", noted)
+    monkeypatch.setattr(measure, "make_traffic", noted)
     point = Point(9, 136, 272, 3)
     grouped = problem.make_grouped(point, [2, 0, 7], 0, "cpu")
     record = measure.measure_decode(grouped, [], StandInTimer())

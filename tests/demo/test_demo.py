@@ -52,8 +52,8 @@ def test_feed_forward_inputs_lead_to_the_last_state():
     encoder = demo_model.load_encoder()
     inputs, last = demo_model.feed_forward_inputs(encoder, torch.arange(2000, 2064).view(2, 32))
     x, w = (inputs[5].double(), {name: value.double() for name, value in encoder.weights.items() if "layer.5" in name})
-    up = x @ encoder.up[5].double().T + encoder.up_bias[5].double()
-    y = F.gelu(up) @ encoder.down[5].double().T + w["encoder.layer.5.output.dense.bias"] + x
+    first, bias, second = (t[5].double() for t in encoder.feed_forward())
+    y = F.gelu(x @ first.T + bias) @ second.T + w["encoder.layer.5.output.dense.bias"] + x
     y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, keepdim=True, unbiased=False) + 1e-12).sqrt()
     y = y * w["encoder.layer.5.output.LayerNorm.weight"] + w["encoder.layer.5.output.LayerNorm.bias"]
     torch.testing.assert_close(last.double(), y, atol=1e-4, rtol=0)

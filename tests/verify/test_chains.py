@@ -14,7 +14,7 @@ import torch
 
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.verify import chains as verify_chain
-from padless.verify.chains import Chain, Input, assert_all_differ, formats_of, make_chain
+from padless.verify.chains import Chain, assert_all_differ, formats_of, make_chain
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +39,14 @@ def test_the_two_inputs_differ_in_every_layer_and_a_run_depends_on_its_input_alo
 
 def test_whatever_of_an_input_is_stale_shows_in_every_layer() -> None:
     def run(x: BlockScaledTensor, offs: torch.Tensor) -> list[torch.Tensor]:
-        return replace(chain, given=Input(x, offs)).run()
+        return replace(chain, given=(x, offs)).run()
 
     chain = make_chain(FP8_BLOCK, "cpu", "reference")
-    this, other = chain.inputs
-    right = run(this.x, this.offs)
-    stale_codes = BlockScaledTensor(other.x.data, this.x.scale, FP8_BLOCK)
-    stale_scales = BlockScaledTensor(this.x.data, other.x.scale, FP8_BLOCK)
-    for stale in (run(stale_codes, this.offs), run(stale_scales, this.offs), run(this.x, other.offs)):
+    (this, offs), (other, other_offs) = chain.inputs
+    right = run(this, offs)
+    stale_codes = BlockScaledTensor(other.data, this.scale, FP8_BLOCK)
+    stale_scales = BlockScaledTensor(this.data, other.scale, FP8_BLOCK)
+    for stale in (run(stale_codes, offs), run(stale_scales, offs), run(this, other_offs)):
         for layer, (x, y) in enumerate(zip(right, stale, strict=True)):
             assert not torch.equal(x, y), f"layer {layer}"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -15,10 +16,12 @@ from padless.bench.pad import pad_groups, unpad_rows
 from padless.bench.peers import Contender, Peer
 from padless.bench.problem import GroupedProblem, sample_reference
 from padless.bench.results import Record
-from padless.bench.traffic import traffic_contenders
+from padless.bench.traffic import make_traffic, traffic_contenders
 from padless.testing import machine
 from padless.testing.judge import check, describe, same_bits
 from padless.testing.timing import Call, Timer
+
+Found = TypeVar("Found")
 
 
 def own_contenders(problem: GroupedProblem) -> list[Contender]:
@@ -65,8 +68,8 @@ def own_contender(problem: GroupedProblem, dense: bool = False) -> Contender:
 
 
 def gather(
-    own: list[Contender], peers: Sequence[Peer], contenders_of: Callable[[Peer], list[Contender]]
-) -> tuple[list[Contender], dict[str, str]]:
+    own: list[Found], peers: Sequence[Peer], contenders_of: Callable[[Peer], list[Found]]
+) -> tuple[list[Found], dict[str, str]]:
     """Own contenders and those of every peer; peers that raise are reported by name."""
     contenders, errors = list(own), {}
     for peer in peers:
@@ -79,15 +82,9 @@ def gather(
 
 def bitwise_identical(contenders: Sequence[Contender]) -> bool | None:
     """Whether padless and pad + padless gave the same bits in every valid row; None if one of them did not run."""
-    by_name = {contender.name: contender for contender in contenders}
-    if "padless" not in by_name or "pad_then_padless" not in by_name:
-        return None
-    outputs = []
-    for name in ("padless", "pad_then_padless"):
-        output = by_name[name].output
-        assert output is not None
-        outputs.append(output())
-    return same_bits(*outputs)
+    known = {contender.name: contender.output for contender in contenders}
+    outputs = [output() for name in ("padless", "pad_then_padless") if (output := known.get(name)) is not None]
+    return same_bits(*outputs) if len(outputs) == 2 else None
 
 
 def measure_grouped(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:
@@ -98,25 +95,26 @@ def measure_grouped(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer
     if same is not None:
         record["bitwise_identical"] = same
     record |= {"padded_rows": problem.padded_rows, "memory_saving_percent": memory_saving_percent(problem.sizes)}
-    return record | _facts(problem) | timed(contenders, timer)
+    return record | facts(problem) | timed(contenders, timer)
 
 
 def measure_decode(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:
     """Record of one decode point, with a copy and a read of as many bytes."""
     contenders, errors = gather([own_contender(problem)], peers, lambda peer: peer.decode(problem))
-    contenders += traffic_contenders(problem.point.bytes, problem.seed or 0, problem.device)
+    contenders += traffic_contenders(make_traffic(problem.point.bytes, problem.seed or 0, problem.device))
     contenders, record = check(contenders, sample_reference(problem), errors)
-    return record | _facts(problem) | timed(contenders, timer)
+    return record | facts(problem) | timed(contenders, timer)
 
 
 def measure_dense(problem: GroupedProblem, peers: Sequence[Peer], timer: Timer) -> Record:
     """Record of one dense shape."""
     contenders, errors = gather([own_contender(problem, dense=True)], peers, lambda peer: peer.dense(problem))
     contenders, record = check(contenders, sample_reference(problem), errors)
-    return record | _facts(problem) | timed(contenders, timer)
+    return record | facts(problem) | timed(contenders, timer)
 
 
-def _facts(problem: GroupedProblem) -> Record:
+def facts(problem: GroupedProblem) -> Record:
+    """Group sizes, operations and the fewest bytes."""
     return {"sizes": problem.sizes, "flops": problem.point.flops, "bytes": problem.point.bytes}
 
 

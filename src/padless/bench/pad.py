@@ -2,8 +2,8 @@
 
 "Pad, then the same GEMM" is the baseline that the padding-free GEMM is compared with, so the padding must be good: one
 launch, no host synchronisation (offsets stay on the device), rows copied in 16-byte words with several loads in flight.
-A launch writes the padded codes and scales, and where the padded groups end; optionally the group of every padded row
-(-1 for padding), which is what implementations with an aligned contiguous layout ask for.
+A launch writes the padded codes and scales, where the padded groups end, and the group of every padded row (-1 for
+padding), which is what implementations with an aligned contiguous layout ask for.
 
 Group g of `sizes[g]` rows occupies padded rows [start, start + 128 * ceil(sizes[g] / 128)); its padding rows are zeros.
 Example: sizes (3, 0, 130) end at offs (3, 3, 133); padded they end at (128, 128, 384), and row 3 becomes row 128.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from padless.bench.group_sizes import PADDED_GROUP_MULTIPLE
-from padless.formats import BlockScaledTensor, ceil_div, round_up
+from padless.formats import BlockScaledTensor, ceil_div
 from padless.layouts import empty_mn_major
 
 BACKENDS = ("triton", "torch")
@@ -28,53 +28,37 @@ class PaddedGroups:
 
     a: (rows, K) codes with their scales, in the scale layout of what was padded.
     offs: (groups,) int32 cumulative ends of the padded groups. Rows at or past offs[-1] are whatever they were.
-    group_index: (rows,) int32 group of each row, -1 for padding rows; rows past offs[-1] are -1 too. None unless asked.
+    group_index: (rows,) int32 group of each row, -1 for padding rows; rows past offs[-1] are -1 too.
     """
 
     a: BlockScaledTensor
     offs: torch.Tensor
-    group_index: torch.Tensor | None
+    group_index: torch.Tensor
 
 
-def padded_rows_bound(rows: int, groups: int, multiple: int = PADDED_GROUP_MULTIPLE) -> int:
-    """Rows that hold any padding of `rows` rows in `groups` groups, without knowing the groups' sizes."""
-    return round_up(rows + groups * (multiple - 1), multiple)
-
-
-def empty_padded(
-    a: BlockScaledTensor, offs: torch.Tensor, rows: int | None = None, group_index: bool = False
-) -> PaddedGroups:
-    """Buffers for `pad_groups(a, offs)`, uninitialised; `rows` as there."""
-    if rows is None:
-        rows = padded_rows_bound(a.shape[0], offs.numel())
+def empty_padded(a: BlockScaledTensor, offs: torch.Tensor, rows: int) -> PaddedGroups:
+    """Buffers for `pad_groups(a, offs, rows=rows)`, uninitialised."""
     data = torch.empty(rows, a.shape[1], dtype=a.dtype, device=a.device)
     shape = (rows, a.scale.shape[1])
     scale = empty_mn_major(*shape, a.device) if a.scale_major == "mn" else torch.empty(shape, device=a.device)
-    index = torch.empty(rows, dtype=torch.int32, device=a.device) if group_index else None
+    index = torch.empty(rows, dtype=torch.int32, device=a.device)
     return PaddedGroups(BlockScaledTensor(data, scale, a.format), torch.empty_like(offs), index)
 
 
 def pad_groups(
-    a: BlockScaledTensor,
-    offs: torch.Tensor,
-    *,
-    rows: int | None = None,
-    group_index: bool = False,
-    out: PaddedGroups | None = None,
-    backend: str | None = None,
+    a: BlockScaledTensor, offs: torch.Tensor, *, rows: int, out: PaddedGroups | None = None, backend: str | None = None
 ) -> PaddedGroups:
     """Every group of a padded with zero rows (and zero scales) to a multiple of 128.
 
     a: (M, K) activations, one-byte codes, scales row-major or MN-major; the result keeps the layout.
     offs: (groups,) int32 cumulative ends on a's device, ascending and within M; not read by the host.
-    rows: rows of the result, a multiple of 128: by default a bound that needs no knowledge of the sizes (M + 127 *
-        groups, rounded up); the exact number where the host knows it. Groups that would end past it are cut.
+    rows: rows of the result, a multiple of 128. Groups that would end past it are cut.
     out: buffers from `empty_padded` to write into instead of new ones.
     backend: "triton" (default on a GPU) or "torch" (default elsewhere; synchronises).
     """
     _check(a, offs, rows, backend)
     if out is None:
-        out = empty_padded(a, offs, rows, group_index)
+        out = empty_padded(a, offs, rows)
     if _use_triton(a, backend):
         _pad_triton(a, offs, out)
     else:
@@ -108,7 +92,7 @@ def pad_bytes(rows: int, padded_rows: int, K: int) -> int:
     return (rows + padded_rows) * (K + 4 * ceil_div(K, 128))
 
 
-def _check(a: BlockScaledTensor, offs: torch.Tensor, rows: int | None, backend: str | None) -> None:
+def _check(a: BlockScaledTensor, offs: torch.Tensor, rows: int, backend: str | None) -> None:
     if not a.is_activation or a.dtype.itemsize != 1:
         raise ValueError(f"a must be (M, K) activations with one-byte codes, got {a.format.name} {tuple(a.shape)}")
     if not a.data.is_contiguous():
@@ -118,7 +102,7 @@ def _check(a: BlockScaledTensor, offs: torch.Tensor, rows: int | None, backend: 
             f"offs must be a non-empty 1-D int32 tensor on {a.device}, got {tuple(offs.shape)} "
             f"{offs.dtype} on {offs.device}"
         )
-    if rows is not None and (rows < 0 or rows % PADDED_GROUP_MULTIPLE):
+    if rows < 0 or rows % PADDED_GROUP_MULTIPLE:
         raise ValueError(f"rows must be a multiple of {PADDED_GROUP_MULTIPLE}, got {rows}")
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS} or None, got {backend!r}")
@@ -153,9 +137,8 @@ def _pad_torch(a: BlockScaledTensor, offs: torch.Tensor, out: PaddedGroups) -> N
     out.a.data.view(torch.uint8)[destination] = a.data.view(torch.uint8)[source]
     out.a.scale[destination] = a.scale[source]
     out.offs.copy_(padded_ends.clamp(max=rows))
-    if out.group_index is not None:
-        out.group_index.fill_(-1)
-        out.group_index[destination] = torch.bucketize(source, offs.to(torch.int64), right=True).to(torch.int32)
+    out.group_index.fill_(-1)
+    out.group_index[destination] = torch.bucketize(source, offs.to(torch.int64), right=True).to(torch.int32)
 
 
 # --- Triton ----------------------------------------------------------------------------------------------
@@ -204,7 +187,7 @@ def _pad_triton(a: BlockScaledTensor, offs: torch.Tensor, out: PaddedGroups) -> 
         out.a.scale,
         offs,
         out.offs,
-        out.group_index if out.group_index is not None else out.offs,
+        out.group_index,
         offs.numel(),
         rows,
         a.scale.stride(0) if row_major else a.scale.stride(1),
@@ -215,7 +198,6 @@ def _pad_triton(a: BlockScaledTensor, offs: torch.Tensor, out: PaddedGroups) -> 
         BLOCK_COLUMNS=min(_next_power_of_two(columns), 32),
         BLOCK_GROUPS=_next_power_of_two(offs.numel()),
         ROW_MAJOR=row_major,
-        WITH_INDEX=out.group_index is not None,
         num_warps=_NUM_WARPS,
     )
 

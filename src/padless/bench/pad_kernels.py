@@ -38,7 +38,7 @@ def pad_kernel(
     padded_scale_ptr,  # (rows, SCALE_COLUMNS), the same layout
     offs_ptr,  # (num_groups,) int32 cumulative ends
     padded_offs_ptr,  # (num_groups,) int32
-    group_index_ptr,  # (rows,) int32; only with WITH_INDEX
+    group_index_ptr,  # (rows,) int32
     num_groups,
     rows,
     scale_ld,
@@ -52,7 +52,6 @@ def pad_kernel(
     BLOCK_GROUPS: tl.constexpr,
     MULTIPLE: tl.constexpr,
     ROW_MAJOR: tl.constexpr,
-    WITH_INDEX: tl.constexpr,
 ):
     """Programs below scale_programs move the scales (and index) of MULTIPLE padded rows, the others a tile of codes."""
     pid = tl.program_id(0)
@@ -65,8 +64,7 @@ def pad_kernel(
         r = first + tl.arange(0, MULTIPLE)
         in_group = r - padded_start
         valid = (group < num_groups) & (in_group < size)
-        if WITH_INDEX:
-            tl.store(group_index_ptr + r, tl.where(valid, group, -1))
+        tl.store(group_index_ptr + r, tl.where(valid, group, -1))
         if group < num_groups:
             source_row = (start + in_group).to(tl.int64)
             for column in range(0, SCALE_COLUMNS, BLOCK_COLUMNS):

@@ -45,12 +45,12 @@ class GroupedProblem:
     @cached_property
     def padded(self) -> PaddedGroups:
         """a with every group padded to a multiple of 128: exact rows, MN-major scales, group index."""
-        return pad_groups(self.a, self.offs, rows=self.padded_rows, group_index=True)
+        return pad_groups(self.a, self.offs, rows=self.padded_rows)
 
     def empty_padded(self, *, row_major: bool) -> PaddedGroups:
         """Buffers to pad a into, `padded_rows` rows."""
         a = self.a_row_major if row_major else self.a
-        return empty_padded(a, self.offs, self.padded_rows, group_index=True)
+        return empty_padded(a, self.offs, self.padded_rows)
 
     def empty_out(self, rows: int | None = None) -> torch.Tensor:
         """A bf16 (rows, N) result full of NaN; rows is M unless given."""

@@ -59,7 +59,9 @@ class ResultFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.records = read_records(self.path) if self.path.exists() else []
-        _end_with_newline(self.path)
+        data = self.path.read_bytes() if self.path.exists() else b""
+        if data and not data.endswith(b"\n"):  # a last line that was cut: what is appended starts a line of its own
+            self.path.write_bytes(data[: data.rfind(b"\n") + 1])
 
     def append(self, record: Record) -> None:
         """Writes one record, flushed to the disk: a run that dies keeps what it measured."""
@@ -113,15 +115,6 @@ def read_records(path: str | Path) -> list[Record]:
             raise BrokenRecord(f"{path} line {number} is not a JSON object: {line[:80]}")
         records.append(record)
     return records
-
-
-def _end_with_newline(path: Path) -> None:
-    """Removes a last line that was cut, so that what is appended starts a line of its own."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        path.write_bytes(data[: data.rfind(b"\n") + 1])
 
 
 def of_kind(records: Iterable[Record], kind: str) -> list[Record]:

@@ -104,7 +104,7 @@ def report_file(file: str | Path, figure: str | Path | None = None, console: Con
         raise ValueError(f"file must be a result file of padless bench, got {str(path)!r}, which is no file")
     try:
         records = read_records(path)
-        parts = _by_kind(path, records)
+        parts = _by_kind(records)
     except (UnicodeDecodeError, BrokenRecord) as error:
         return _unusable(path, f"{path} is broken: {error}", console)
     _check(path, parts, wants_figure=figure is not None)
@@ -119,7 +119,7 @@ def report_file(file: str | Path, figure: str | Path | None = None, console: Con
     return BenchResult([record for part in parts.values() for record in part], path, drawn)
 
 
-def _by_kind(path: Path, records: Sequence[Record]) -> dict[str, list[Record]]:
+def _by_kind(records: Sequence[Record]) -> dict[str, list[Record]]:
     parts: dict[str, list[Record]] = {}
     for record in records:
         kind = record.get("kind")

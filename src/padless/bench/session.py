@@ -26,7 +26,7 @@ from padless.bench.report.terminal import wide_console
 from padless.bench.results import Record, ResultFile, of_kind, point_key, time_us
 from padless.bench.warm_up import warm_up
 from padless.testing import machine
-from padless.testing.timing import FLUSH, REPEATS, GpuTimer, Timer, copy_bytes_per_second
+from padless.testing.timing import FLUSH, REPEATS, Timer, copy_bytes_per_second
 
 DEFAULT_OUT_DIR = Path("padless-out/bench")
 PAUSE_S = 0.002
@@ -122,12 +122,7 @@ class Session:
     def floor_us(self, flops: int, bytes_: int) -> float | None:
         """The time the ceilings allow: the larger of arithmetic and traffic; None without a dense ceiling."""
         rate = self.ceilings.dense_flops_per_s
-        return None if rate is None else floor_us(flops, bytes_, rate, self.ceilings.copy_bytes_per_s)
-
-
-def floor_us(flops: int, bytes_: int, flops_per_s: float, bytes_per_s: float) -> float:
-    """Microseconds that `flops` operations or `bytes_` bytes of traffic take at these rates, whichever is more."""
-    return 1e6 * max(flops / flops_per_s, bytes_ / bytes_per_s)
+        return None if rate is None else 1e6 * max(flops / rate, bytes_ / self.ceilings.copy_bytes_per_s)
 
 
 def open_session(
@@ -149,18 +144,17 @@ def open_session(
     file = ResultFile(Path(out_dir) / f"{what}.jsonl")
     usable, described = [], {}
     for peer in peers:
-        answer = peer.available()
-        if answer.usable:
-            usable.append(peer)
-        described[peer.name] = {"version": peer.version()} if answer.usable else {"missing": answer.reason}
-        found = peer.version() if answer.usable else f"not used: {answer.reason}"
+        missing = peer.missing()
+        usable += [] if missing else [peer]
+        described[peer.name] = {"missing": missing} if missing else {"version": peer.version()}
+        found = f"not used: {missing}" if missing else peer.version()
         console.print(f"{peer.name}: {found}", highlight=False, markup=False)
     if compile_ahead:
         with console.status("compiling kernels"):
             names = [peer.name for peer in usable if peer.compiles_at_run_time]
-            missing = missing_points(file, what, compile_ahead, settings.seed)
-            warm_up(what, missing, resolve_folder(settings.peers_dir), names, settings.seed)
-    timer = GpuTimer(repeats=settings.repeats, pause_s=settings.pause_s)
+            left = missing_points(file, what, compile_ahead, settings.seed)
+            warm_up(what, left, resolve_folder(settings.peers_dir), names, settings.seed)
+    timer = Timer(repeats=settings.repeats, pause_s=settings.pause_s)
     with console.status("measuring the ceilings"):
         ceilings = measure_ceilings(usable, timer, settings.seed)
     about = machine.describe()

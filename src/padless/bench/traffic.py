@@ -16,7 +16,7 @@ Neither is a GEMM and neither counts as a peer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +27,7 @@ from padless.formats import ceil_div
 ROW_WORDS = 512  # int64 words of a row that is summed: 4 KiB
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Memory that is moved.
 
     source, target: uint8, (ceil(bytes / 2),) each; copied from one to the other.
@@ -40,14 +39,6 @@ class Traffic:
     target: torch.Tensor
     words: torch.Tensor
     sums: torch.Tensor
-
-    def copy(self) -> torch.Tensor:
-        """Reads half the bytes and writes the other half."""
-        return self.target.copy_(self.source)
-
-    def read(self) -> torch.Tensor:
-        """Reads all the bytes, and those that fill up the last row."""
-        return torch.sum(self.words, 1, out=self.sums)
 
 
 def make_traffic(bytes_: int, seed: int, device: str | torch.device) -> Traffic:
@@ -62,7 +53,12 @@ def make_traffic(bytes_: int, seed: int, device: str | torch.device) -> Traffic:
     return Traffic(source, torch.empty_like(source), words, sums)
 
 
-def traffic_contenders(bytes_: int, seed: int, device: str | torch.device) -> list[Contender]:
-    """The copy and the read of as many bytes. They have no result to check and are timed on the GPU only."""
-    traffic = make_traffic(bytes_, seed, device)
-    return [Contender(COPY, traffic.copy, whole=False), Contender(READ, traffic.read, whole=False)]
+def traffic_contenders(traffic: Traffic) -> list[Contender]:
+    """The copy, which reads half the bytes and writes the other half, and the read of all, those that fill up the last
+    row too. They have no result to check and are timed on the GPU only.
+    """
+    source, target, words, sums = traffic
+    return [
+        Contender(COPY, lambda: target.copy_(source), whole=False),
+        Contender(READ, lambda: torch.sum(words, 1, out=sums), whole=False),
+    ]

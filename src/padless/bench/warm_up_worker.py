@@ -49,7 +49,7 @@ def _call_all(kind: str, fields: dict[str, int], peers: Sequence[Peer], seed: in
 def main() -> None:
     """A worker: reads its job from standard input."""
     job = json.load(sys.stdin)
-    peers = [peer for peer in find_peers(job["folder"], job["names"]) if peer.available().usable]
+    peers = [peer for peer in find_peers(job["folder"], job["names"]) if not peer.missing()]
     for fields in job["points"]:
         _call_all(job["kind"], fields, peers, job["seed"])
         torch.cuda.empty_cache()

@@ -75,9 +75,5 @@ def _operation_table(operation: str) -> list[str]:
 
 def _cell(routes: list[Route]) -> str:
     """The kernel; where there are several, the default, which is the first, and the others."""
-    default, *others = dict.fromkeys(map(_name, routes)) or ("-",)
+    default, *others = dict.fromkeys(f"`{route.name}`" for route in routes) or ("-",)
     return f"{default}; on request {', '.join(others)}" if others else default
-
-
-def _name(route: Route) -> str:
-    return f"`{route.name}`"

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from padless.demo.layer import Product, run_product
 from padless.kernels.table import BF16, ROUTES, kernels_arch
+from padless.runtime.driver import cuda_driver
 from padless.testing.judge import spread_rows
 from padless.testing.operands import bytes_of
 
@@ -48,19 +49,11 @@ def compare_formats(name: str, x: torch.Tensor, w: torch.Tensor, sizes: list[int
     ends = itertools.accumulate(sizes)
     picked = [spread_rows(end - size, size, most) for end, size in zip(ends, sizes, strict=True)]
     few = [len(rows) for rows in picked]
-    some, arch = x[torch.cat(picked).to(x.device)], _arch(x.device)
+    some = x[torch.cat(picked).to(x.device)]
+    arch = kernels_arch(cuda_driver().arch) if x.is_cuda else None
     offered = {(p.a, p.b) for p in ROUTES if p.operation == "grouped_gemm" and arch in (None, p.arch)}
     products = {pair: run_product(name, some, w, few, pair) if pair in offered else None for pair in PAIRS}
     return FormatTable(name, few, x.shape[0], products)
-
-
-def _arch(device: torch.device) -> str | None:
-    """The architecture whose kernels run; None on the CPU, where the reference takes them all."""
-    if device.type != "cuda":
-        return None
-    from padless.runtime.driver import cuda_driver
-
-    return kernels_arch(cuda_driver().arch)
 
 
 def print_formats(console: Console, table: FormatTable, where: str) -> None:

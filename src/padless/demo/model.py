@@ -43,23 +43,14 @@ class Encoder:
     layer_norm_eps: float
     tokenizer: Any
 
-    @property
-    def up(self) -> torch.Tensor:
-        """(num_layers, intermediate, hidden): the first feed-forward matrix of every layer, (N, K) each."""
-        return self._stack("intermediate.dense.weight")
-
-    @property
-    def up_bias(self) -> torch.Tensor:
-        """(num_layers, intermediate)."""
-        return self._stack("intermediate.dense.bias")
-
-    @property
-    def down(self) -> torch.Tensor:
-        """(num_layers, hidden, intermediate): the second feed-forward matrix of every layer, (N, K) each."""
-        return self._stack("output.dense.weight")
-
-    def _stack(self, name: str) -> torch.Tensor:
-        return torch.stack([self.weights[f"encoder.layer.{i}.{name}"] for i in range(self.num_layers)])
+    def feed_forward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(num_layers, intermediate, hidden), (num_layers, intermediate), (num_layers, hidden, intermediate): of every
+        layer's feed-forward block the first matrix (N, K), its bias and the second matrix (N, K).
+        """
+        names = ("intermediate.dense.weight", "intermediate.dense.bias", "output.dense.weight")
+        layers = range(self.num_layers)
+        up, bias, down = (torch.stack([self.weights[f"encoder.layer.{i}.{name}"] for i in layers]) for name in names)
+        return up, bias, down
 
 
 def load_encoder(device: torch.device | str = "cpu") -> Encoder:

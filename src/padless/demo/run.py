@@ -17,6 +17,7 @@ from padless.demo.formats import compare_formats
 from padless.demo.layer import LayerInputs, Product, plain_layer, random_twin, relative, route, row_errors, run_layer
 from padless.demo.picture import draw_padding
 from padless.demo.report import DemoResult, print_report
+from padless.runtime.devices import backends
 
 NUM_TOKENS = 12 * demo_model.WINDOW
 HIDDEN_LAYER = 3  # whose feed-forward input is routed: the middle of six
@@ -37,7 +38,7 @@ def run_demo(*, synthetic: bool = False, out: Path = Path("padless-out"), consol
     if not (draws := find_spec("matplotlib") is not None):
         missing = "There will be no picture: matplotlib is not installed (pip install 'padless[demo]').\n"
         console.print(missing, markup=False)
-    device = torch.device(_device())
+    device = torch.device("cuda" if backends()["cuda"].available else "cpu")  # where a kernel can run
     begin = time.perf_counter()
     with _progress(console) as step:
         step("Making random data" if synthetic else f"Reading {demo_model.MODEL_NAME}, encoding the text")
@@ -94,7 +95,7 @@ def model_inputs(device: torch.device) -> tuple[LayerInputs, str]:
         f"The feed-forward blocks of {demo_model.MODEL_NAME} as {encoder.num_layers} experts; "
         f"its hidden states for {NUM_TOKENS:,} tokens of {demo_model.TEXT_SOURCE}"
     )
-    return LayerInputs(hidden, encoder.up, encoder.up_bias, encoder.down), source
+    return LayerInputs(hidden, *encoder.feed_forward()), source
 
 
 def synthetic_inputs(device: torch.device, num_tokens: int = NUM_TOKENS) -> tuple[LayerInputs, str]:
@@ -114,13 +115,6 @@ def synthetic_inputs(device: torch.device, num_tokens: int = NUM_TOKENS) -> tupl
         (0.05 * normal(num_experts, hidden, intermediate)).to(device),
     )
     return inputs, f"Six random experts; random activations with outlier channels for {num_tokens:,} tokens"
-
-
-def _device() -> str:
-    """The GPU if a kernel can run there, the CPU otherwise."""
-    from padless.runtime.devices import backends
-
-    return "cuda" if backends()["cuda"].available else "cpu"
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -62,17 +62,7 @@ class Timing:
         }
 
 
-class Timer(Protocol):
-    """Methods that the benchmarks need of a clock: `GpuTimer`, or a stand-in for tests."""
-
-    def gpu(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
-        """GPU time of each call, interleaved."""
-
-    def end_to_end(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
-        """Time from each Python call to its finished result, interleaved."""
-
-
-class GpuTimer:
+class Timer:
     """Times calls on the current CUDA device and stream.
 
     repeats: timed calls of each contender.
@@ -104,6 +94,7 @@ class GpuTimer:
         return 1e6 * elapsed
 
     def gpu(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
+        """GPU time of each call, interleaved."""
         sleep_us = {name: _sleep_us(self._host_us(call)) for name, call in calls.items()}
 
         def one(name: str, last_us: float) -> float:
@@ -141,6 +132,7 @@ class GpuTimer:
         return 1e3 * start.elapsed_time(end), host_us
 
     def end_to_end(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
+        """Time from each Python call to its finished result, interleaved."""
         for call in calls.values():
             call()
 

@@ -22,20 +22,13 @@ from padless.testing.operands import moved
 from padless.verify.emulator.kernels import backend_of
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4)
+Input = tuple[BlockScaledTensor, torch.Tensor]  # of the first layer: activations and offsets
 LAYERS = 6
 WIDTH = 1024  # N and K: what comes out goes in again
 # Two inputs of as many rows, cut differently, so that stale offsets are seen as well.
 SIZES = ((1300, 0, 7, 129, 627, 64, 1, 540), (1, 627, 540, 0, 64, 129, 7, 1300))
 REPEATS = 20
 _SLEEP_CYCLES = 20_000_000  # 10 ms, in which the host puts all calls behind one another into the stream
-
-
-@dataclass(frozen=True)
-class Input:
-    """Input of the first layer."""
-
-    x: BlockScaledTensor
-    offs: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -50,19 +43,19 @@ class Chain:
 
     def load(self, which: int) -> None:
         """Copies an input to where the first layer reads it."""
-        source, to = self.inputs[which], self.given
-        for a, b in ((source.x.data, to.x.data), (source.x.scale, to.x.scale), (source.offs, to.offs)):
+        (x, offs), (to, to_offs) = self.inputs[which], self.given
+        for a, b in ((x.data, to.data), (x.scale, to.scale), (offs, to_offs)):
             _bytes(b).copy_(_bytes(a))
 
     def run(self, pause: Callable[[], object] = lambda: None) -> list[torch.Tensor]:
         """The products of all layers. `pause` is called after every step."""
         products = []
-        x = self.given.x
+        x, offs = self.given
         for weight in self.weights:
             outputs = grouped_gemm_quant(
                 a_tensor=x,
                 b_tensor=weight,
-                padded_offsets=self.given.offs,
+                padded_offsets=offs,
                 d_format=weight.format,
                 column_output=False,
                 backend=self.backend,
@@ -70,7 +63,7 @@ class Chain:
             assert outputs.row is not None
             x = outputs.row
             pause()
-            grouped_gemm(x, weight, self.given.offs, out=self.out, backend=self.backend)
+            grouped_gemm(x, weight, offs, out=self.out, backend=self.backend)
             pause()
             products.append(self.out.clone())
             pause()
@@ -83,7 +76,7 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
 
 def _input(sizes: Sequence[int], format: BlockScaledFormat, generator: torch.Generator, device: str) -> Input:
     x = quantize(torch.randn(sum(sizes), WIDTH, generator=generator), format, kind="activation")
-    return Input(moved(x, device), group_offsets(sizes).to(device))
+    return moved(x, device), group_offsets(sizes).to(device)
 
 
 def make_chain(format: BlockScaledFormat, device: str, backend: str | None, seed: int = 0) -> Chain:

@@ -134,18 +134,18 @@ def _judge_values(problem: EpilogueProblem, sums: torch.Tensor, values: Outputs)
 def inside(problem: EpilogueProblem, outputs: Outputs) -> dict[str, torch.Tensor]:
     """The outputs as tensors, without their fences."""
     likes = GuardedOutputs(problem, outputs.epilogue).tensors
-    buffers = {name: (_unfenced(buffer, likes[name].dtype), likes[name]) for name, buffer in outputs.bytes.items()}
+    buffers = {name: (_inner(buffer, likes[name].dtype), likes[name]) for name, buffer in outputs.bytes.items()}
     return {name: values.as_strided(like.shape, like.stride(), 0) for name, (values, like) in buffers.items()}
 
 
-def _unfenced(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _inner(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return buffer[FENCE:-FENCE].clone().view(dtype)
 
 
 def _both_nan(x: torch.Tensor, y: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """By byte of a buffer: whether both have a NaN there."""
     nan = torch.zeros(x.shape, dtype=torch.bool)
-    both = _unfenced(x, like.dtype).isnan() & _unfenced(y, like.dtype).isnan()
+    both = _inner(x, like.dtype).isnan() & _inner(y, like.dtype).isnan()
     nan[FENCE:-FENCE] = both.repeat_interleave(like.element_size())
     return nan
 
@@ -228,7 +228,7 @@ def _compare(problem: EpilogueProblem, emulated: tuple[dict[str, bytes], bytes])
 
 def _assert_close(what: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
     """float32 outputs that follow from SwiGLU's values: values, amax and scales, twice the values' bound apart."""
-    x, y = (_unfenced(t, torch.float32) for t in (got, wanted))
+    x, y = (_inner(t, torch.float32) for t in (got, wanted))
     differ = x.view(torch.int32) != y.view(torch.int32)  # random bytes that both left alone are the same
     x, y = x[differ].double(), y[differ].double()
     near = ((x - y).abs() <= 2 * (y.abs() * (_RELATIVE + 2.0**-23) + _ABSOLUTE)) | (x.isnan() & y.isnan())

@@ -67,10 +67,6 @@ def _bf16_tiles(route: Route) -> list[KernelChoice]:
     return configs + [select_config(route.a, route.b, tokens, 1) for tokens in (32, 64)]
 
 
-def _mxfp8_tiles(route: Route) -> list[KernelChoice]:
-    return [Sm90Mxfp8Config(block_m=m, block_n=n) for m in (64, 128) for n in (64, 128)]
-
-
 def _sm100_tiles(route: Route) -> list[KernelChoice]:
     shapes = ((False, 128), (False, 256), (True, 32), (True, 64), (True, 128), (True, 256))
     return [
@@ -84,7 +80,7 @@ def _sm100_tiles(route: Route) -> list[KernelChoice]:
 _TILES: dict[type[KernelConfig], Callable[[Route], list[KernelChoice]]] = {
     Sm90Fp8Config: lambda route: [*CONFIGS],
     Sm90Bf16Config: _bf16_tiles,
-    Sm90Mxfp8Config: _mxfp8_tiles,
+    Sm90Mxfp8Config: lambda route: [Sm90Mxfp8Config(block_m=m, block_n=n) for m in (64, 128) for n in (64, 128)],
     Sm100GroupedConfig: _sm100_tiles,
 }
 

@@ -25,9 +25,9 @@ import torch
 
 from padless.bench.cases.formats import COMPETITION
 from padless.bench.measure import gpu_times
-from padless.bench.peers import Contender
+from padless.bench.peers import Contender, returning
 from padless.bench.report import table
-from padless.bench.results import Record, tflops
+from padless.bench.results import Record
 from padless.bench.session import Session
 from padless.formats import NVFP4, BlockScaledTensor
 from padless.testing import machine
@@ -76,18 +76,11 @@ def dense_contenders(size: tuple[int, int, int], seed: int, device: str) -> tupl
     assert isinstance(operands.a, BlockScaledTensor)
     a, b = in_layout(operands.a, "blocked"), in_layout(operands.b[0], "blocked")
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device=device)
-    results: dict[str, torch.Tensor] = {}
 
-    def by_torch() -> None:
-        results[TORCH] = torch._scaled_mm(
-            a.data, b.data.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=torch.bfloat16
-        )
+    def by_torch() -> torch.Tensor:
+        return torch._scaled_mm(a.data, b.data.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=torch.bfloat16)
 
-    contenders = [
-        Contender(OWN, lambda: gemm(a, b, out=out), lambda: out),
-        Contender(TORCH, by_torch, lambda: results[TORCH]),
-    ]
-    return contenders, reference
+    return [Contender(OWN, lambda: gemm(a, b, out=out), lambda: out), returning(TORCH, by_torch)], reference
 
 
 def measure_dense_mxfp8(point: BlackwellPoint, seed: int, timer: Timer, device: str = "cuda") -> Record:
@@ -109,10 +102,6 @@ class Dataset:
     a: list[BlockScaledTensor]
     b: list[BlockScaledTensor]
     expected: list[torch.Tensor]
-
-    def cloned(self) -> Dataset:
-        """The same values at other addresses."""
-        return Dataset([t.clone() for t in self.a], [t.clone() for t in self.b], self.expected)
 
 
 def make_dataset(sizes: Sequence[int], n: int, k: int, seed: int, device: str) -> Dataset:
@@ -192,7 +181,7 @@ def measure_competition(
     try:
         while not enough(means[OWN], monotonic() - began) and not record["wrong"]:
             order.shuffle(sets)
-            fresh = [dataset.cloned() for dataset in sets]
+            fresh = [Dataset([t.clone() for t in d.a], [t.clone() for t in d.b], d.expected) for d in sets]
             outs = [[torch.empty(e.shape, dtype=torch.float16, device=device) for e in d.expected] for d in fresh]
             if not means[OWN]:  # compiled and loaded outside the clock
                 grouped_gemm_list(fresh[0].a, fresh[0].b, out=outs[0])
@@ -245,7 +234,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     dense = [record for record in records if record["point"]["case"] == "dense"]
     shapes = [record for record in records if record["point"]["case"] != "dense"]
     columns = [table.Column("M = N = K", text=lambda part: str(part[0]["point"]["M"]))]
-    columns += [table.Column(name, partial(_rates, name=name), 0) for name in (OWN, TORCH)]
+    columns += [table.Column(name, partial(table.rates, name=name), 0) for name in (OWN, TORCH)]
     columns.append(table.ratio("padless / torch", TORCH, OWN))
     title = "Dense MXFP8, bf16 output: TFLOPS (GPU time)"
     repeats = table.Column("repeats", text=lambda part: str(len(part[0]["gpu"].get(OWN, {}).get("samples_us", ()))))
@@ -264,7 +253,3 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         found,
         *(f"{name} does not run here: {text}" for name, text in missing),
     ]
-
-
-def _rates(part: table.Records, name: str) -> list[float]:
-    return [rate for record in part if (rate := tflops(record, name)) is not None]

@@ -31,6 +31,7 @@ import torch
 from padless.bench.cases.problems import chain as chain_problem
 from padless.bench.cases.problems.chain import ChainProblem, make_chain
 from padless.bench.group_sizes import DecodePoint
+from padless.bench.measure import facts, gather
 from padless.bench.peers import Contender, Peer
 from padless.bench.peers.deepgemm import DeepGemm
 from padless.bench.problem import GroupedProblem
@@ -42,7 +43,7 @@ from padless.formats import FP8_BLOCK
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.runtime.driver import cuda_driver
 from padless.testing import machine
-from padless.testing.judge import SampledReference, check, describe, same_bits
+from padless.testing.judge import SampledReference, check, same_bits
 from padless.testing.timing import Timer, Timing, capture
 
 PADLESS = "padless"
@@ -182,68 +183,36 @@ def peer_chains(problem: ChainProblem, peer: Peer) -> list[Chain]:
 # --- measuring -----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Judged:
-    """Chains that are right so far, each with the reference of its product, and what was found out about all."""
-
-    chains: list[tuple[list[Chain], SampledReference]]
-    row_error: dict[str, float | None]
-    wrong: dict[str, str]
-    errors: dict[str, str]
-
-    def check(self) -> None:
-        """Runs every chain once on poisoned outputs; those that raise or are wrong are left out from here on."""
-        kept = []
-        for chains, reference in self.chains:
-            right, record = check([chain.contender() for chain in chains], reference, self.errors)
-            names = {contender.name for contender in right}
-            kept.append(([chain for chain in chains if chain.name in names], reference))
-            self.row_error |= record["row_error"]
-            self.wrong |= record["wrong"]
-        self.chains = kept
-
-    @property
-    def by_name(self) -> dict[str, Chain]:
-        return {chain.name: chain for chains, _ in self.chains for chain in chains}
+def _check(groups: list[tuple[list[Chain], SampledReference]], found: Record) -> dict[str, Chain]:
+    """Runs every chain once on poisoned outputs, chains of one product beside its reference: those that are right, by
+    name. Those that raise or are wrong go from ``groups``, and what was found out about all into ``found``.
+    """
+    for chains, reference in groups:
+        right, record = check([chain.contender() for chain in chains], reference, found["errors"])
+        names = {contender.name for contender in right}
+        chains[:] = [chain for chain in chains if chain.name in names]
+        found["row_error"] |= record["row_error"]
+        found["wrong"] |= record["wrong"]
+    return {chain.name: chain for chains, _ in groups for chain in chains}
 
 
 def measure_chain(problem: ChainProblem, peers: Sequence[Peer], timer: Timer, ordinary: Setting) -> Record:
     """Record of one point: checks, and microseconds a call of every chain that is right before and after."""
-    products = gemm_chains(problem, ordinary)
-    errors: dict[str, str] = {}
-    for peer in peers:
-        try:
-            products += peer_chains(problem, peer)
-        except Exception as error:
-            errors[peer.name] = describe(error)
+    products, errors = gather(gemm_chains(problem, ordinary), peers, partial(peer_chains, problem))
+    found: Record = {"row_error": {}, "wrong": {}, "errors": errors}
     of_products, of_mlps = problem.references()
-    judged = _Judged([(products, of_products), (mlp_chains(problem, ordinary), of_mlps)], {}, {}, errors)
-    judged.check()
-    times = timer.gpu({name: chain.replay for name, chain in judged.by_name.items()})
+    groups = [(products, of_products), (mlp_chains(problem, ordinary), of_mlps)]
+    times = timer.gpu({name: chain.replay for name, chain in _check(groups, found).items()})
     clocks = machine.clocks()
-    judged.check()
-    right = judged.by_name
+    right = _check(groups, found)
     for name, other in _SAME_BITS:
         if name in right and other in right and not same_bits(right[name].output(), right[other].output()):
-            judged.wrong[name] = f"is wrong: its bits are not those of {other!r}"
+            found["wrong"][name] = f"is wrong: its bits are not those of {other!r}"
             del right[name]
-    point = problem.layers[0].point
-    return {
-        "sizes": problem.layers[0].sizes,
-        "flops": point.flops,
-        "bytes": point.bytes,
-        "layers": len(problem.layers),
-        "calls": problem.calls,
-        "row_error": judged.row_error,
-        "wrong": judged.wrong,
-        "errors": judged.errors,
-        "gpu": {name: _a_call(times[name], problem.calls).as_dict() for name in right},
-        "clocks": clocks,
-    }
-
-
-def _a_call(replay: Timing, calls: int) -> Timing:
-    return Timing(tuple(us / calls for us in replay.samples_us))
+    samples = {name: tuple(us / problem.calls for us in times[name].samples_us) for name in right}
+    gpu = {name: Timing(of_a_call).as_dict() for name, of_a_call in samples.items()}
+    counts = {"layers": len(problem.layers), "calls": problem.calls}
+    return facts(problem.layers[0]) | counts | found | {"gpu": gpu, "clocks": clocks}
 
 
 def grid(name: str, seed: int) -> list[DecodePoint]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
 from padless.bench.measure import gpu_times
-from padless.bench.peers import Contender
+from padless.bench.peers import Contender, returning
 from padless.bench.report.table import Records, Sessions, Table, labels, time_tables
 from padless.bench.results import Record, ratios, time_us
 from padless.bench.session import Session
@@ -57,7 +57,7 @@ _COMPETITION_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class FormatsPoint:
-    """case: "prefill", "decode" (1 to ``rows`` rows a group) or a competition shape, "A" to "D"."""
+    """case: "prefill" (groups as in the paper's grid), "decode" (1 to ``rows`` rows a group) or one of COMPETITION."""
 
     case: str
     M: int
@@ -65,11 +65,6 @@ class FormatsPoint:
     K: int
     groups: int
     rows: int = 0
-
-
-def prefill(m: int, n: int, k: int, groups: int) -> FormatsPoint:
-    """Group sizes as in the paper's grid."""
-    return FormatsPoint("prefill", m, n, k, groups)
 
 
 def decode(groups: int, rows: int, n: int, k: int, seed: int = 0) -> FormatsPoint:
@@ -86,6 +81,7 @@ def competition(shape: str) -> FormatsPoint:
 
 def grid(name: str, seed: int = 0) -> list[FormatsPoint]:
     """Prefill, decode, competition: 18 + 24 + 4 points ("full"), or 4 + 6 + 4."""
+    prefill = partial(FormatsPoint, "prefill")
     shapes = ((4096, 7168), (7168, 4096), (3072, 8192))
     if name == "full":
         points = [prefill(m, n, k, g) for m in (8192, 16384, 32768) for g in (8, 32) for n, k in shapes]
@@ -181,26 +177,24 @@ def bf16_entries(
         return t if isinstance(t, torch.Tensor) else dequantize(t, torch.bfloat16)
 
     x, w = values(source.a), torch.cat([values(source.b[g : g + 1]) for g in range(point.groups)])
-    results: dict[str, torch.Tensor] = {}
 
-    def product() -> None:
-        results[TORCH] = grouped_mm(x, w.transpose(-2, -1), offs=source.offs)
+    def product() -> torch.Tensor:
+        return grouped_mm(x, w.transpose(-2, -1), offs=source.offs)
 
     bytes_ = x.nbytes + w.nbytes + 2 * point.M * point.N
     plain = Operands(x, source.b, source.offs)
     # bf16 rounds what it dequantises, so it may be a little further from the codes' product than the kernels are.
-    entries = {TORCH: Entry(Contender(TORCH, product, lambda: results[TORCH], 0.02), plain, bytes_)}
+    entries = {TORCH: Entry(returning(TORCH, product, 0.02), plain, bytes_)}
     if PLAIN in plain_routes:
         out = torch.full((point.M, point.N), float("nan"), dtype=torch.bfloat16, device=x.device)
         call = partial(grouped_gemm, x, w, source.offs, out=out)
         entries[PLAIN] = Entry(Contender(PLAIN, call, lambda: out, 0.02), plain, bytes_)
     if mx is not None:
 
-        def both() -> None:
-            results[DEQUANTIZE] = grouped_mm(values(mx.a), values(mx.b).transpose(-2, -1), offs=mx.offs)
+        def both() -> torch.Tensor:
+            return grouped_mm(values(mx.a), values(mx.b).transpose(-2, -1), offs=mx.offs)
 
-        contender = Contender(DEQUANTIZE, both, lambda: results[DEQUANTIZE], 0.02)
-        entries[DEQUANTIZE] = Entry(contender, mx, mx.bytes + 2 * point.M * point.N)
+        entries[DEQUANTIZE] = Entry(returning(DEQUANTIZE, both, 0.02), mx, mx.bytes + 2 * point.M * point.N)
     return entries
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from padless.bench.group_sizes import Point, group_sizes
 from padless.bench.problem import make_grouped
 from padless.testing import machine
-from padless.testing.timing import REPEATS, GpuTimer, capture, host_us_per_call
+from padless.testing.timing import REPEATS, Timer, capture, host_us_per_call
 
 HOST_POINT = Point(8192, 3072, 8192, 32)
 
@@ -27,7 +27,7 @@ def run_host(point: Point = HOST_POINT, *, seed: int = 0, repeats: int = REPEATS
         return grouped_gemm(problem.a, problem.b, problem.offs, out=out)
 
     graph = capture(call)
-    timings = GpuTimer(repeats=repeats).gpu({"kernel": call, "graph": graph.replay})
+    timings = Timer(repeats=repeats).gpu({"kernel": call, "graph": graph.replay})
     return {
         "host_us": host_us_per_call(call),
         "kernel_us": timings["kernel"].median_us,

@@ -78,13 +78,11 @@ def _point_tables(records: table.Records, baseline: str, width: int) -> list[tab
     columns = [*table.axes(*AXES), table.time("padless", "padless us"), table.TFLOPS]
     columns += [table.Column("accel. %", _gains(baseline), 1), _saved("memory %"), table.Column("bits", text=_bits)]
     shown = [table.table_of("Points, valid rows", columns, table.by_point(records))]
-    names = sorted({name for record in records for name in record["gpu"]}, key=_column_order)
+    known = {name: i for i, name in enumerate(_ORDER)}
+    measured = {name for record in records for name in record["gpu"]}
+    names = sorted(measured, key=lambda name: (known.get(name, len(known)), name))
     per_table = max(2, (width - _AXES_WIDTH) // _TIME_WIDTH)
     return shown + table.time_tables(records, names, AXES, per_table, lambda name: name.replace("_", " "))
-
-
-def _column_order(name: str) -> tuple[int, str]:
-    return (_ORDER.index(name) if name in _ORDER else len(_ORDER), name)
 
 
 def _bits(part: table.Records) -> str:

@@ -62,8 +62,7 @@ def contenders(problem: GroupedProblem, backend: str | None = None) -> list[Cont
 def measure(problem: GroupedProblem, timer: Timer, backend: str | None = None) -> Record:
     """Record of one point."""
     right, record = check(contenders(problem, backend), sample_reference(problem), {})
-    facts = {"sizes": problem.sizes, "bytes": problem.point.bytes}
-    return record | facts | timed(right, timer)
+    return record | {"sizes": problem.sizes, "bytes": problem.point.bytes} | timed(right, timer)
 
 
 def measure_at(session: Session, point: Point) -> Record:

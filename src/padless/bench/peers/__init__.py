@@ -18,18 +18,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from padless.bench.problem import GroupedProblem
-
-
-class Availability(NamedTuple):
-    """Availability of a peer here; the reason where it is not."""
-
-    usable: bool
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,6 +46,18 @@ class Contender:
     buffer: torch.Tensor | None = None
 
 
+def returning(
+    name: str, call: Callable[[], torch.Tensor], tolerance: float = Contender.tolerance, whole: bool = True
+) -> Contender:
+    """A contender of a call that returns a new result, the last of which is kept for checking."""
+    last: list[torch.Tensor] = []
+
+    def kept() -> None:
+        last[:] = [call()]
+
+    return Contender(name, kept, lambda: last[0], tolerance, whole)
+
+
 class Peer:
     """One library: a subclass says how it is imported, why not, and what it computes."""
 
@@ -73,21 +78,20 @@ class Peer:
         """The library, or whatever a broken one raises."""
         raise NotImplementedError
 
-    def available(self) -> Availability:
-        """Whether it can be used here; loads it, never raises."""
+    def missing(self) -> str:
+        """The reason why it cannot be used here, empty where it can; loads it, never raises."""
         if self._library is not None:
-            return Availability(True)
+            return ""
         if obstacle := self.obstacle():
-            return Availability(False, obstacle)
+            return obstacle
         try:
             library = self.load()
         except Exception as error:  # a missing extension raises ImportError, a broken one anything
-            return Availability(False, f"{self.loading}: {type(error).__name__}: {error}")
-        missing = [name for name in self.needs if not hasattr(library, name)]
-        if missing:
-            return Availability(False, f"it has no {', '.join(missing)}")
+            return f"{self.loading}: {type(error).__name__}: {error}"
+        if absent := [name for name in self.needs if not hasattr(library, name)]:
+            return f"it has no {', '.join(absent)}"
         self._library = library
-        return Availability(True)
+        return ""
 
     def version(self) -> str:
         """The library's version, in its own words; once available."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from padless.bench.peers import Contender, Peer, hopper_or_reason, look_in
+from padless.bench.peers import Contender, Peer, hopper_or_reason, look_in, returning
 from padless.bench.problem import GroupedProblem
 
 _OPERATOR = "f8f8bf16_groupwise_grouped"
@@ -38,12 +38,7 @@ class Mslk(Peer):
         weight_scale = problem.b.scale.transpose(1, 2).contiguous()
         sizes = torch.tensor(problem.sizes, dtype=torch.int64, device=problem.device)
         operator = getattr(torch.ops.mslk, _OPERATOR)
-        result: list[torch.Tensor] = []
-
-        def call() -> None:
-            result[:] = [operator(problem.a.data, problem.b.data, scale, weight_scale, sizes)]
-
-        return [Contender("mslk", call, lambda: result[0])]
+        return [returning("mslk", lambda: operator(problem.a.data, problem.b.data, scale, weight_scale, sizes))]
 
     def decode(self, problem: GroupedProblem) -> list[Contender]:
         return self.grouped(problem)

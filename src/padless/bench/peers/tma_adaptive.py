@@ -10,41 +10,20 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
-from padless.bench.peers import Contender, Peer, hopper_or_reason, point_at_cuda_toolkit
+from padless.bench.peers import Contender, Peer, hopper_or_reason, point_at_cuda_toolkit, returning
 from padless.bench.problem import GroupedProblem
 
 _ALIAS = "padless_peer_tma_adaptive"
 _FUNCTION = "m_grouped_TMA_adaptive_gemm_fp8_fp8_bf16_nt_contiguous"
 _MODULE = "jit_kernels.m_grouped_gemm_TMA_adaptive"
 _OUT_ARGUMENT = 4  # of the kernel launcher: lhs, lhs_scales, rhs, rhs_scales, out, ...
-
-
-class LaunchRecorder:
-    """Stands in for the library's tuner for one call, and keeps the launch that the call made."""
-
-    def __init__(self, tuner: Any) -> None:
-        self._tuner = tuner
-        self.runtime: Any = None
-        self.arguments: tuple[Any, ...] = ()
-
-    def compile_and_tune(self, *args: Any, **kwargs: Any) -> Any:
-        self.runtime = self._tuner.compile_and_tune(*args, **kwargs)
-        self.arguments = tuple(kwargs["args"])
-        return self.runtime
-
-    def replay(self) -> None:
-        self.runtime(*self.arguments)
-
-    def output(self) -> torch.Tensor:
-        out = self.arguments[_OUT_ARGUMENT]
-        assert isinstance(out, torch.Tensor)
-        return out
 
 
 class TmaAdaptive(Peer):
@@ -73,22 +52,23 @@ class TmaAdaptive(Peer):
         function = getattr(self._library, _FUNCTION)
         sizes = torch.tensor(problem.sizes, dtype=torch.int64, device=problem.device)
         a, b = (problem.a.data, problem.a.scale), (problem.b.data, problem.b.scale)
-        result: list[torch.Tensor] = []
+        public = returning("tma_adaptive", lambda: function(a, b, sizes))
+        module: Any = sys.modules[f"{_ALIAS}.{_MODULE}"]
+        tuner, launches = module.jit_tuner, []
 
-        def public() -> None:
-            result[:] = [function(a, b, sizes)]
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            runtime = tuner.compile_and_tune(*args, **kwargs)
+            launches.append((runtime, tuple(kwargs["args"])))
+            return runtime
 
-        module = sys.modules[f"{_ALIAS}.{_MODULE}"]
-        recorder = LaunchRecorder(module.jit_tuner)  # type: ignore[attr-defined]
-        module.jit_tuner = recorder  # type: ignore[attr-defined]
+        module.jit_tuner = SimpleNamespace(compile_and_tune=recorded)  # in the tuner's place for one call
         try:
-            public()
+            public.call()
         finally:
-            module.jit_tuner = recorder._tuner  # type: ignore[attr-defined]
-        return [
-            Contender("tma_adaptive", public, lambda: result[0]),
-            Contender("tma_adaptive_kernel", recorder.replay, recorder.output, whole=False),
-        ]
+            module.jit_tuner = tuner
+        runtime, arguments = launches[-1]
+        kernel = partial(runtime, *arguments)
+        return [public, Contender("tma_adaptive_kernel", kernel, lambda: arguments[_OUT_ARGUMENT], whole=False)]
 
 
 def load_renamed(package: Path, alias: str) -> ModuleType:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from padless.bench.peers import Contender, Peer
+from padless.bench.peers import Contender, Peer, returning
 from padless.bench.problem import GroupedProblem
 from padless.formats import round_up
 
@@ -31,36 +31,28 @@ class TorchOps(Peer):
         x, w = problem.values()
         x8, x_scale = rowwise(x)
         w8, w_scale = rowwise(w)
-        results: dict[str, torch.Tensor] = {}
+        columns, offs, dtype = w8.transpose(-2, -1), problem.offs, torch.bfloat16
 
-        def fp8() -> None:
-            results["fp8"] = torch._scaled_grouped_mm(
-                x8,
-                w8.transpose(-2, -1),
-                x_scale,
-                w_scale,
-                offs=problem.offs,
-                out_dtype=torch.bfloat16,
-                use_fast_accum=True,
-            )
+        def fp8() -> torch.Tensor:
+            scales = (x_scale, w_scale)
+            return torch._scaled_grouped_mm(x8, columns, *scales, offs=offs, out_dtype=dtype, use_fast_accum=True)
 
-        def bf16() -> None:
-            results["bf16"] = torch._grouped_mm(x, w.transpose(-2, -1), offs=problem.offs, out_dtype=torch.bfloat16)
+        def bf16() -> torch.Tensor:
+            return torch._grouped_mm(x, w.transpose(-2, -1), offs=offs, out_dtype=dtype)
 
         return [
-            Contender("torch_rowwise", fp8, lambda: results["fp8"], _ROW_SCALED_TOLERANCE),
-            Contender("torch_bf16", bf16, lambda: results["bf16"], _ROW_SCALED_TOLERANCE),
+            returning("torch_rowwise", fp8, _ROW_SCALED_TOLERANCE),
+            returning("torch_bf16", bf16, _ROW_SCALED_TOLERANCE),
         ]
 
     def dense(self, problem: GroupedProblem) -> list[Contender]:
         """cublaslt_block: the scales padless uses. cublaslt_tensor: one scale per tensor, an upper bound."""
-        results: dict[str, torch.Tensor] = {}
         a, b = problem.a.data, problem.b.data[0].t()
         scale_b = cublaslt_weight_scale(problem.b.scale[0])
         one = torch.ones((), device=problem.device)
 
-        def block() -> None:
-            results["block"] = F.scaled_mm(
+        def block() -> torch.Tensor:
+            return F.scaled_mm(
                 a,
                 b,
                 problem.a.scale,
@@ -72,15 +64,10 @@ class TorchOps(Peer):
                 output_dtype=torch.bfloat16,
             )
 
-        def tensor() -> None:
-            results["tensor"] = torch._scaled_mm(
-                a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-            )
+        def tensor() -> torch.Tensor:
+            return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-        return [
-            Contender("cublaslt_block", block, lambda: results["block"]),
-            Contender("cublaslt_tensor", tensor, whole=False),
-        ]
+        return [returning("cublaslt_block", block), Contender("cublaslt_tensor", tensor, whole=False)]
 
 
 def rowwise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

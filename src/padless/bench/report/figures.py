@@ -15,15 +15,14 @@ _BASELINE_TITLES = {"pad_then_deepgemm": "padding + DeepGEMM", "pad_then_padless
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
-def draw_figure2(records: Sequence[Record], path: str | Path, baseline: str | None = None) -> Path:
+def draw_figure2(records: Sequence[Record], path: str | Path) -> Path:
     """Writes both panels as a PNG: (a) acceleration over padding and a padded GEMM, (b) memory saved, in percent.
 
-    records: of `run_paper`, at least one. baseline: which padded contender, by default the one in all
-        records. Every point is drawn; a line joins the means over K (a) and over N and K (b).
+    records: of `run_paper`, at least one. Every point is drawn; a line joins the means over K (a) and over N and K (b).
     """
     if not records:
         raise ValueError("records must hold at least one measured point to draw, got none")
-    baseline = baseline_of(records) if baseline is None else baseline
+    baseline = baseline_of(records)
     figure = _figure(12.0)
     left, right = figure.subplots(1, 2)
     _panel(left, records, accelerations(records, baseline), "N", "M")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -21,15 +23,10 @@ def wide_console() -> Console:
 
 def rich_table(table: Table) -> RichTable:
     """The table as rich draws it."""
-    shown = RichTable(title=table.title, caption=table.caption or None)
+    style: dict[str, Any] = {}
     if table.between:  # a dozen columns fit into 100 characters
-        shown = RichTable(
-            title=table.title,
-            caption=table.caption or None,
-            box=box.SIMPLE_HEAD,
-            padding=(0, 0, 0, table.between - 1),
-            show_edge=False,
-        )
+        style = {"box": box.SIMPLE_HEAD, "padding": (0, 0, 0, table.between - 1), "show_edge": False}
+    shown = RichTable(title=table.title, caption=table.caption or None, **style)
     for column in table.columns:
         shown.add_column(column.heading, justify="left" if column.left else "right", max_width=column.width)
     for row in table.rows:

@@ -18,7 +18,7 @@ from rich.table import Table
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.testing.operands import Operands, make_operands
-from padless.testing.timing import GpuTimer
+from padless.testing.timing import Timer
 
 FORMATS = ("MXFP8", "NVFP4")
 GROUPS, N, K = 8, 4096, 4096
@@ -99,7 +99,7 @@ def products_clock(repeats: int) -> Callable[[Sequence[tuple[Operands, Any]]], l
     """Times products of (operands, configuration) on the current GPU, in turns, L2 flushed between calls: medians of
     ``repeats``.
     """
-    timer = GpuTimer(repeats=repeats, pause_s=0.01)
+    timer = Timer(repeats=repeats, pause_s=0.01)
 
     def clock(products: Sequence[tuple[Operands, Any]]) -> list[float]:
         calls = {}

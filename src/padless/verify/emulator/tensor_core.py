@@ -34,19 +34,13 @@ def operand(rows: int, problems: int, dtype: torch.dtype, data: str, generator: 
     shape = (problems, rows, k)
     bits_type = torch.uint8 if dtype.itemsize == 1 else torch.int16
     if data == "few binades":
-        values = torch.randn(shape, generator=generator) * torch.exp2(
-            torch.randint(-4, 5, shape, generator=generator).float()
-        )
-        return values.to(dtype)
+        return _normal(shape, 4, generator).to(dtype)
     low, high = (0, 256) if dtype.itemsize == 1 else (-(2**15), 2**15)
     values = torch.randint(low, high, shape, generator=generator).to(bits_type).view(dtype)
     wide = values.float()
     if dtype == torch.bfloat16:  # products of two of these stay inside float32
-        sane = torch.randn(shape, generator=generator) * torch.exp2(
-            torch.randint(-60, 61, shape, generator=generator).float()
-        )
         keep = (wide.abs() < 2.0**62) | ~wide.isfinite()
-        values = torch.where(keep, wide, sane).to(dtype)
+        values = torch.where(keep, wide, _normal(shape, 60, generator)).to(dtype)
         wide = values.float()
     if data != "specials":
         values = torch.where(wide.isfinite(), wide, torch.ones_like(wide)).to(dtype)
@@ -54,6 +48,12 @@ def operand(rows: int, problems: int, dtype: torch.dtype, data: str, generator: 
         zero = torch.rand(shape, generator=generator) < 0.6
         values = torch.where(zero, torch.zeros_like(wide), values.float()).to(dtype)
     return values
+
+
+def _normal(shape: tuple[int, ...], binades: int, generator: torch.Generator) -> torch.Tensor:
+    """Normal values, each times a power of two of up to ``binades`` up or down."""
+    powers = torch.randint(-binades, binades + 1, shape, generator=generator)
+    return torch.randn(shape, generator=generator) * torch.exp2(powers.float())
 
 
 def _zero_times_large(
@@ -105,8 +105,7 @@ def problems_of(pair: tuple[str, str], problems: int, seed: int) -> Iterator[tup
         b = operand(N, problems, TYPES[pair[1]], data, generator)
         if data == "zero times large beside tiny":  # does a zero product's exponent take part in the alignment?
             a, b = _zero_times_large(a, b, generator)
-        c = torch.randn((problems, 128, 4), generator=generator)
-        c *= torch.exp2(torch.randint(-30, 31, c.shape, generator=generator).float())
+        c = _normal((problems, 128, 4), 30, generator)
         c[torch.rand(c.shape, generator=generator) < 0.25] = 0.0
         if data == "specials":
             special = torch.tensor([float("inf"), -float("inf"), float("nan"), 2.0**-140])
