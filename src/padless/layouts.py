@@ -138,7 +138,8 @@ def cudnn_view(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     if blocked.dim() not in (1, 2) or blocked.shape[-1] != size or not blocked.is_contiguous():
         raise ValueError(f"blocked must be contiguous, ({size},) or (L, {size}), got shape {tuple(blocked.shape)}")
     row_tiles, column_tiles = ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS)
-    return blocked.view(-1, row_tiles, column_tiles, 32, 4, TILE_COLUMNS).permute(3, 4, 1, 5, 2, 0)
+    matrices = blocked.shape[0] if blocked.dim() == 2 else 1  # there may be no rows
+    return blocked.view(matrices, row_tiles, column_tiles, 32, 4, TILE_COLUMNS).permute(3, 4, 1, 5, 2, 0)
 
 
 def from_cudnn_view(view: torch.Tensor) -> torch.Tensor:
