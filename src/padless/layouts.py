@@ -238,10 +238,10 @@ class GroupedColumns:
     """Codes (features, T') with tokens innermost, and a scale per 128 tokens of a group.
 
     data: (features, T') float8_e4m3fn, row-major. Tokens of group g are columns starts[g] .. starts[g] + M_g; all other
-        columns are zero. T' is ``padded_tokens``: known on the host, whatever the sizes are.
+        columns are zero. T' is round_up(M + (alignment - 1) * G, 128): known on the host, whatever the sizes are.
     scale: float32 decode scales. For ``block`` (1, 128): (S, features), features contiguous, a scale per feature and 128
         tokens. For (128, 128): (S, ceil(features / 128)), a scale per 128 features and 128 tokens. Row
-        block_starts[g] + i belongs to tokens 128 i .. of group g. S is ``num_scale_rows``.
+        block_starts[g] + i belongs to tokens 128 i .. of group g. S is M // 128 + G.
     offs: (G,) int32 cumulative END rows of the groups in the source.
     starts: (G,) int32, starts[0] = 0, starts[g + 1] = starts[g] + round_up(M_g, alignment).
     block_starts: (G,) int32, the sum of ceil(M_h / 128) over h < g.
@@ -267,21 +267,6 @@ class GroupedColumns:
     @property
     def num_groups(self) -> int:
         return self.offs.shape[0]
-
-
-def padded_tokens(num_rows: int, num_groups: int, alignment: int) -> int:
-    """Columns T' that hold num_rows tokens in num_groups groups of any sizes, a multiple of 128."""
-    return round_up(num_rows + (alignment - 1) * num_groups, SCALE_BLOCK)
-
-
-def num_scale_rows(num_rows: int, num_groups: int) -> int:
-    """Rows S of the scales: every group may end in a started block of 128 tokens."""
-    return num_rows // SCALE_BLOCK + num_groups
-
-
-def scale_columns(features: int, block: tuple[int, int]) -> int:
-    """Scales in a row: one per ``block[0]`` features."""
-    return ceil_div(features, block[0])
 
 
 # --- checks -----------------------------------------------------------------------------------------------
