@@ -62,6 +62,22 @@ class RowGroups:
                     )
 
 
+def check_offs(offs: object, data: torch.Tensor, num_global_scales: int) -> None:
+    """Raises ValueError unless ``offs`` can be the ends of groups of rows of ``data`` with so many global scales."""
+    if data.dim() != 2:
+        raise ValueError(f"offs must be None for data of shape {tuple(data.shape)}: it is of groups of rows")
+    if not is_integers(offs):
+        got = f"{tuple(offs.shape)} {offs.dtype}" if isinstance(offs, torch.Tensor) else type(offs).__name__
+        raise ValueError(f"offs must be a 1-D tensor of integers (padless.group_offsets), got {got}")
+    if offs.device != data.device:
+        raise ValueError(f"offs must be on data's device {data.device}, got {offs.device}")
+    if num_global_scales not in (1, len(offs)):
+        raise ValueError(
+            f"global_scale has {num_global_scales} values and offs {len(offs)} groups; it must have one value, "
+            "or one for each group"
+        )
+
+
 def clamped_ends(offs: Iterable[int], rows: int) -> list[int]:
     """The ends that count: the running maximum, within [0, rows]."""
     return [min(end, rows) for end in accumulate(offs, max, initial=0)][1:]

@@ -119,16 +119,14 @@ class CudnnRequest(Inputs):
 
     def column_format(self, format: BlockScaledFormat | None) -> BlockScaledFormat | None:
         """Epilogue.column_format, for codes of ``format``. Raises ValueError where there can be none."""
+        if not self.column_output:
+            return format if self.column_output is None and format in COLUMN_FORMATS else None
         if format is None:
-            if self.column_output:
-                raise ValueError(f"column_output is True and d_dtype {self.d_dtype} has no codes; take an FP8 format")
-            return None
-        possible = format in COLUMN_FORMATS
-        if self.column_output and not possible:
+            raise ValueError(f"column_output is True and d_dtype {self.d_dtype} has no codes; take an FP8 format")
+        if format not in COLUMN_FORMATS:
             names = ", ".join(allowed.name for allowed in COLUMN_FORMATS)
             raise ValueError(f"column_output is True for {format.name}; only {names} are quantised along columns")
-        wanted = possible if self.column_output is None else self.column_output
-        return format if wanted else None
+        return format
 
     def epilogue_column_layout(self, columns: BlockScaledFormat | None) -> str:
         """Epilogue.column_layout. Raises ValueError for a layout of columns that are not there."""
