@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from padless.gradients import detached
-from padless.row_groups import RowGroups, is_integers
+from padless.row_groups import RowGroups, check_offs
 
 KINDS = ("activation", "weight")
 
@@ -304,7 +304,8 @@ def _check_parts(t: BlockScaledTensor) -> None:
         raise ValueError(f"scale must be on data's device {t.data.device}, got {t.scale.device}")
     _check_scale_layout(t)
     _check_global_scale(t)
-    _check_offs(t)
+    if t.offs is not None:
+        check_offs(t.offs, t.data, _num_global_scales(t))
 
 
 def _check_scale_layout(t: BlockScaledTensor) -> None:
@@ -376,21 +377,3 @@ def _check_global_scale(t: BlockScaledTensor) -> None:
 
 def _num_global_scales(t: BlockScaledTensor) -> int:
     return 1 if t.global_scale is None else t.global_scale.numel()
-
-
-def _check_offs(t: BlockScaledTensor) -> None:
-    offs = t.offs
-    if offs is None:
-        return
-    if t.data.dim() != 2:
-        raise ValueError(f"offs must be None for data of shape {tuple(t.data.shape)}: it is of groups of rows")
-    if not is_integers(offs):
-        got = f"{tuple(offs.shape)} {offs.dtype}" if isinstance(offs, torch.Tensor) else type(offs).__name__
-        raise ValueError(f"offs must be a 1-D tensor of integers (padless.group_offsets), got {got}")
-    if offs.device != t.data.device:
-        raise ValueError(f"offs must be on data's device {t.data.device}, got {offs.device}")
-    if _num_global_scales(t) not in (1, len(offs)):
-        raise ValueError(
-            f"global_scale has {_num_global_scales(t)} values and offs {len(offs)} groups; it must have one value, "
-            "or one for each group"
-        )

@@ -3,15 +3,9 @@
 The 32x4x4 layout of one-byte scales, which Blackwell's tensor cores read: tiles of 128 rows x 4 columns, 512
 contiguous bytes each, row-major over the tiles; inside a tile row r, column c is byte (r % 32) * 16 + (r //
 32) * 4 + c.
-
-`GroupedColumns` is the token-contiguous copy of grouped rows, the operand of a product along the tokens (a weight
-gradient): wgmma reads FP8 operands along the summed dimension. A group starts at a multiple of ``alignment`` tokens; the
-slack between a group's last token and the next start, and everything past the last group, holds zeros.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
@@ -26,14 +20,13 @@ from padless.formats import (
     round_up,
 )
 from padless.gradients import detached, refuse_gradients
+from padless.row_groups import ALIGNMENTS as ALIGNMENTS
+from padless.row_groups import SCALE_BLOCK as SCALE_BLOCK
+from padless.row_groups import GroupedColumns as GroupedColumns
 from padless.row_groups import MaskedRows as MaskedRows
 from padless.row_groups import from_masked as from_masked
 from padless.row_groups import offs_from_indices as offs_from_indices
 from padless.row_groups import offs_from_indptr as offs_from_indptr
-
-ALIGNMENTS = (32, 128)  # tokens: one wgmma K step, or one line of shared memory
-SCALE_BLOCK = 128  # tokens that share a scale, counted from the group's start
-
 
 # --- MN-major float32 scales -----------------------------------------------------------------------------
 
@@ -138,7 +131,8 @@ def cudnn_view(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     if blocked.dim() not in (1, 2) or blocked.shape[-1] != size or not blocked.is_contiguous():
         raise ValueError(f"blocked must be contiguous, ({size},) or (L, {size}), got shape {tuple(blocked.shape)}")
     row_tiles, column_tiles = ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS)
-    return blocked.view(-1, row_tiles, column_tiles, 32, 4, TILE_COLUMNS).permute(3, 4, 1, 5, 2, 0)
+    matrices = blocked.shape[0] if blocked.dim() == 2 else 1  # there may be no rows
+    return blocked.view(matrices, row_tiles, column_tiles, 32, 4, TILE_COLUMNS).permute(3, 4, 1, 5, 2, 0)
 
 
 def from_cudnn_view(view: torch.Tensor) -> torch.Tensor:
@@ -227,60 +221,6 @@ def plain_scale(t: BlockScaledTensor, offs: torch.Tensor | None = None) -> torch
     if offs is None:
         raise ValueError("offs must be given for scales in layout 'blocked_groups', got None")
     return from_blocked_groups(t.scale, offs, rows, columns)
-
-
-# --- grouped columns --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class GroupedColumns:
-    """Codes (features, T') with tokens innermost, and a scale per 128 tokens of a group.
-
-    data: (features, T') float8_e4m3fn, row-major. Tokens of group g are columns starts[g] .. starts[g] + M_g; all other
-        columns are zero. T' is ``padded_tokens``: known on the host, whatever the sizes are.
-    scale: float32 decode scales. For ``block`` (1, 128): (S, features), features contiguous, a scale per feature and 128
-        tokens. For (128, 128): (S, ceil(features / 128)), a scale per 128 features and 128 tokens. Row
-        block_starts[g] + i belongs to tokens 128 i .. of group g. S is ``num_scale_rows``.
-    offs: (G,) int32 cumulative END rows of the groups in the source.
-    starts: (G,) int32, starts[0] = 0, starts[g + 1] = starts[g] + round_up(M_g, alignment).
-    block_starts: (G,) int32, the sum of ceil(M_h / 128) over h < g.
-    block: (features, tokens) that share a scale: (1, 128) or (128, 128).
-    alignment: 32 or 128 tokens.
-    """
-
-    data: torch.Tensor
-    scale: torch.Tensor
-    offs: torch.Tensor
-    starts: torch.Tensor
-    block_starts: torch.Tensor
-    block: tuple[int, int]
-    alignment: int
-
-    def __post_init__(self) -> None:
-        refuse_gradients(data=self.data, scale=self.scale)
-
-    @property
-    def features(self) -> int:
-        return self.data.shape[0]
-
-    @property
-    def num_groups(self) -> int:
-        return self.offs.shape[0]
-
-
-def padded_tokens(num_rows: int, num_groups: int, alignment: int) -> int:
-    """Columns T' that hold num_rows tokens in num_groups groups of any sizes, a multiple of 128."""
-    return round_up(num_rows + (alignment - 1) * num_groups, SCALE_BLOCK)
-
-
-def num_scale_rows(num_rows: int, num_groups: int) -> int:
-    """Rows S of the scales: every group may end in a started block of 128 tokens."""
-    return num_rows // SCALE_BLOCK + num_groups
-
-
-def scale_columns(features: int, block: tuple[int, int]) -> int:
-    """Scales in a row: one per ``block[0]`` features."""
-    return ceil_div(features, block[0])
 
 
 # --- checks -----------------------------------------------------------------------------------------------

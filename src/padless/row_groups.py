@@ -1,12 +1,24 @@
-"""Groups of rows: their END offsets from other forms, and those that scales were made for, held against a call's."""
+"""Groups of rows: their END offsets from other forms, those that scales were made for, and their transposed copy.
+
+`RowGroups` is what an operand holds against the groups of a call. `GroupedColumns` is the token-contiguous copy of
+grouped rows, the operand of a product along the tokens (a weight gradient): wgmma reads FP8 operands along the summed
+dimension. A group starts at a multiple of ``alignment`` tokens; the slack between a group's last token and the next
+start, and everything past the last group, holds zeros.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, TypeGuard
 
 import torch
+
+from padless.gradients import refuse_gradients
+
+ALIGNMENTS = (32, 128)  # tokens: one wgmma K step, or one line of shared memory
+SCALE_BLOCK = 128  # tokens that share a scale, counted from the group's start
 
 
 class RowGroups:
@@ -62,6 +74,22 @@ class RowGroups:
                     )
 
 
+def check_offs(offs: object, data: torch.Tensor, num_global_scales: int) -> None:
+    """Raises ValueError unless ``offs`` can be the ends of groups of rows of ``data`` with so many global scales."""
+    if data.dim() != 2:
+        raise ValueError(f"offs must be None for data of shape {tuple(data.shape)}: it is of groups of rows")
+    if not is_integers(offs):
+        got = f"{tuple(offs.shape)} {offs.dtype}" if isinstance(offs, torch.Tensor) else type(offs).__name__
+        raise ValueError(f"offs must be a 1-D tensor of integers (padless.group_offsets), got {got}")
+    if offs.device != data.device:
+        raise ValueError(f"offs must be on data's device {data.device}, got {offs.device}")
+    if num_global_scales not in (1, len(offs)):
+        raise ValueError(
+            f"global_scale has {num_global_scales} values and offs {len(offs)} groups; it must have one value, "
+            "or one for each group"
+        )
+
+
 def clamped_ends(offs: Iterable[int], rows: int) -> list[int]:
     """The ends that count: the running maximum, within [0, rows]."""
     return [min(end, rows) for end in accumulate(offs, max, initial=0)][1:]
@@ -70,6 +98,45 @@ def clamped_ends(offs: Iterable[int], rows: int) -> list[int]:
 def _version_of(offs: torch.Tensor) -> int | None:
     """The number of times torch wrote to the tensor; unknown for one that was made in inference mode."""
     return None if offs.is_inference() else offs._version
+
+
+# --- grouped columns --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedColumns:
+    """Codes (features, T') with tokens innermost, and a scale per 128 tokens of a group.
+
+    data: (features, T') float8_e4m3fn, row-major. Tokens of group g are columns starts[g] .. starts[g] + M_g; all other
+        columns are zero. T' is round_up(M + (alignment - 1) * G, 128): known on the host, whatever the sizes are.
+    scale: float32 decode scales. For ``block`` (1, 128): (S, features), features contiguous, a scale per feature and 128
+        tokens. For (128, 128): (S, ceil(features / 128)), a scale per 128 features and 128 tokens. Row
+        block_starts[g] + i belongs to tokens 128 i .. of group g. S is M // 128 + G.
+    offs: (G,) int32 cumulative END rows of the groups in the source.
+    starts: (G,) int32, starts[0] = 0, starts[g + 1] = starts[g] + round_up(M_g, alignment).
+    block_starts: (G,) int32, the sum of ceil(M_h / 128) over h < g.
+    block: (features, tokens) that share a scale: (1, 128) or (128, 128).
+    alignment: 32 or 128 tokens.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    offs: torch.Tensor
+    starts: torch.Tensor
+    block_starts: torch.Tensor
+    block: tuple[int, int]
+    alignment: int
+
+    def __post_init__(self) -> None:
+        refuse_gradients(data=self.data, scale=self.scale)
+
+    @property
+    def features(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        return self.offs.shape[0]
 
 
 # --- END offsets from the forms of other packages --------------------------------------------------------

@@ -11,8 +11,8 @@ import torch
 
 import padless
 from padless import FP8_BLOCK, GroupedColumns, group_offsets, quantize, quantize_rows_columns
-from padless.layouts import num_scale_rows, padded_tokens
 from padless.quantization import columns_rules
+from padless.quantization.columns_rules import num_scale_rows, padded_tokens
 from padless.quantization.rows_columns import ALIGN_TO_LINES_FROM
 from padless.reference.gemm import group_rows
 from support import triton_cases

@@ -71,7 +71,10 @@ class QuantHost(Host, Protocol):
         *,
         epilogue: Epilogue,
     ) -> Prepared:
-        """Packs the launch of a @ b of its group with all that ``epilogue`` does; amax holds -inf. Raises ValueError."""
+        """Packs the launch of a @ b of its group with all that ``epilogue`` does, into ``tensors``; amax holds -inf.
+
+        Operands as ``KernelHost.prepare`` takes them. Raises ValueError for what the kernel cannot do.
+        """
         ...
 
 

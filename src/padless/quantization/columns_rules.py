@@ -10,9 +10,24 @@ from typing import NamedTuple
 
 import torch
 
-from padless import layouts
+from padless.formats import ceil_div, round_up
 from padless.layouts import SCALE_BLOCK, group_of_rows
 from padless.quantization import rules as quantize_rules
+
+
+def padded_tokens(num_rows: int, num_groups: int, alignment: int) -> int:
+    """Columns T' that hold num_rows tokens in num_groups groups of any sizes, a multiple of 128."""
+    return round_up(num_rows + (alignment - 1) * num_groups, SCALE_BLOCK)
+
+
+def num_scale_rows(num_rows: int, num_groups: int) -> int:
+    """Rows S of the scales: every group may end in a started block of 128 tokens."""
+    return num_rows // SCALE_BLOCK + num_groups
+
+
+def scale_columns(features: int, block: tuple[int, int]) -> int:
+    """Scales in a row: one per ``block[0]`` features."""
+    return ceil_div(features, block[0])
 
 
 class GroupStarts(NamedTuple):
@@ -54,8 +69,8 @@ def columns(
     group = group_of_rows(offs, num_rows)
     inside = group < num_groups
     token = torch.arange(num_rows, device=values.device) - starts.rows[group]
-    num_blocks = layouts.num_scale_rows(num_rows, num_groups)
-    width = layouts.padded_tokens(num_rows, num_groups, alignment)
+    num_blocks = num_scale_rows(num_rows, num_groups)
+    width = padded_tokens(num_rows, num_groups, alignment)
     # One block and one column more than there are collect what is in no group.
     row_block = torch.where(inside, starts.blocks[group] + token // SCALE_BLOCK, num_blocks)
     column = torch.where(inside, starts.columns[group] + token, width)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from padless import layouts
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.gradients import refuse_gradients
 from padless.layouts import ALIGNMENTS, GroupedColumns, empty_mn_major, to_mn_major
@@ -171,8 +170,8 @@ def fake_columns(
 ) -> _Tensors:
     """Empty (codes, scale, starts, block_starts) for the columns of x's rows."""
     num_rows, num_groups = x.shape[0], offs.shape[0]
-    codes = x.new_empty((features, layouts.padded_tokens(num_rows, num_groups, alignment)), dtype=torch.uint8)
-    scales = (layouts.num_scale_rows(num_rows, num_groups), layouts.scale_columns(features, block))
+    codes = x.new_empty((features, columns_rules.padded_tokens(num_rows, num_groups, alignment)), dtype=torch.uint8)
+    scales = (columns_rules.num_scale_rows(num_rows, num_groups), columns_rules.scale_columns(features, block))
     scale = x.new_empty(scales, dtype=torch.float32)
     return codes, scale, torch.empty_like(offs), torch.empty_like(offs)
 

@@ -43,6 +43,12 @@ def epilogue_reference(acc: torch.Tensor, offs: torch.Tensor, epilogue: Epilogue
         tile += -(-(end - start) // 128)
 
 
+def _given(t: torch.Tensor | None) -> torch.Tensor:
+    """A tensor that the epilogue has, as its caller has checked."""
+    assert t is not None
+    return t
+
+
 # --- D ---------------------------------------------------------------------------------------------------
 
 
@@ -53,16 +59,13 @@ def group_values(
     x = acc.cpu().to(torch.float32)
     prob = None
     if epilogue.prob:
-        assert tensors.prob is not None
-        prob = tensors.prob[start : start + len(x)].cpu()[:, None]
+        prob = _given(tensors.prob)[start : start + len(x)].cpu()[:, None]
     gates_bias = epilogue.bias and epilogue.bias_rule == "gated_bias"
     alpha = None
     if epilogue.alpha:
-        assert tensors.alpha is not None
-        alpha = tensors.alpha[group].cpu()
+        alpha = _given(tensors.alpha)[group].cpu()
     if epilogue.bias:
-        assert tensors.bias is not None
-        bias = tensors.bias[group].cpu()[None, :]
+        bias = _given(tensors.bias)[group].cpu()[None, :]
         bias = bias * prob if gates_bias and prob is not None else bias
         x = x + bias if alpha is None else fma_float32(x, alpha, bias)
     elif alpha is not None:
@@ -132,8 +135,7 @@ def _scale(
         return _nvfp4_scale(largest, tensors, group)
     norm_const = torch.tensor(1.0)
     if rule in ("cudnn", "cudnn_documented"):
-        assert tensors.norm_const is not None
-        norm_const = tensors.norm_const.cpu()[0]
+        norm_const = _given(tensors.norm_const).cpu()[0]
         inverse = torch.tensor(1.0) / torch.tensor(SCALED_MAX[rule, format])
         wanted = largest * inverse * norm_const if rule == "cudnn" else largest * norm_const * inverse  # left to right
         exponent = _ceil_log2(wanted)
@@ -159,8 +161,7 @@ def _ceil_log2(x: torch.Tensor) -> torch.Tensor:
 
 
 def _nvfp4_scale(largest: torch.Tensor, tensors: EpilogueTensors, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    assert tensors.global_scale is not None
-    given = tensors.global_scale.cpu().flatten()
+    given = _given(tensors.global_scale).cpu().flatten()
     decode = given[group if given.numel() > 1 else 0]
     encode = torch.minimum(1.0 / decode, FLT_MAX)
     wanted = torch.minimum(largest * (encode * torch.tensor(1.0 / 6.0)), FLT_MAX)
@@ -207,10 +208,10 @@ def nearest_code(x: torch.Tensor, format: BlockScaledFormat) -> torch.Tensor:
 
 
 def _store_codes(out: torch.Tensor | None, start: int, codes: torch.Tensor, format: BlockScaledFormat) -> None:
-    assert out is not None
     if format.codes_per_byte == 2:
         codes = codes[:, 0::2] + 16 * codes[:, 1::2]
-    out.view(torch.uint8)[start : start + len(codes)] = codes.to(out.device)
+    given = _given(out)
+    given.view(torch.uint8)[start : start + len(codes)] = codes.to(given.device)
 
 
 def _tiled(rows: torch.Tensor, columns: torch.Tensor, column_tiles: int) -> torch.Tensor:
@@ -220,8 +221,7 @@ def _tiled(rows: torch.Tensor, columns: torch.Tensor, column_tiles: int) -> torc
 
 
 def _store_row_scales(epilogue: Epilogue, tensors: EpilogueTensors, scale: torch.Tensor, start: int, tile: int) -> None:
-    out = tensors.row_scale
-    assert out is not None
+    out = _given(tensors.row_scale)
     if epilogue.row_layout in ("plain", "plain_mn"):
         out[start : start + len(scale)] = scale.view(out.dtype).to(out.device)
         return
@@ -232,8 +232,7 @@ def _store_row_scales(epilogue: Epilogue, tensors: EpilogueTensors, scale: torch
 
 def _store_column_scales(epilogue: Epilogue, tensors: EpilogueTensors, scale: torch.Tensor, tile: int) -> None:
     """scale: (N_out, blocks of the group's rows)."""
-    out, fmt = tensors.column_scale, epilogue.column_format
-    assert out is not None
+    out, fmt = _given(tensors.column_scale), epilogue.column_format
     assert fmt is not None
     per_tile = 128 // fmt.block_k
     first = tile * per_tile

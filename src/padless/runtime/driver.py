@@ -41,10 +41,8 @@ class LaunchShape:
 Argument = tuple[int, int] | bytes
 
 
-class PreparedLaunch(Protocol):
-    """A launch with everything packed; call it with the stream handle."""
-
-    def __call__(self, stream: int) -> None: ...
+# A launch with everything packed, to be called with the handle of a stream.
+PreparedLaunch = Callable[[int], None]
 
 
 class Driver(Protocol):

@@ -197,7 +197,7 @@ def test_every_pair_of_formats_has_a_row_in_the_table() -> None:
         (ROWS, C(mma_n=64), 128, "config.mma_n is 64; a quantising epilogue needs 128 or 256"),
         (epilogue(MXFP8, **CONCATENATED), ONE, 256, "config.mma_n is 128; a quantising epilogue needs 256"),
         (epilogue(MXFP8, **INTERLEAVED), None, 96, "N is 96; it must be a multiple of 64"),
-        (ROWS, None, 136, "row_codes is (11, 136)"),
+        (ROWS, None, 136, "row_codes has strides (136, 1) and shape (11, 136)"),
         (ROWS, C(num_stages=12), 128, "does not fit in shared memory"),
     ],
 )

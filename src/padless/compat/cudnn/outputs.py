@@ -10,6 +10,7 @@ import torch
 from padless.compat.cudnn.operands import Operands
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import BlockScaledTensor, ceil_div
+from padless.layouts import cudnn_view
 from padless.ops.epilogue_run import row_tensor
 
 KEYS = ("d_tensor", "d_col_tensor", "amax_tensor", "sfd_row_tensor", "sfd_col_tensor")
@@ -55,10 +56,10 @@ def pack(epilogue: Epilogue, t: EpilogueTensors, operands: Operands) -> QuantOut
         if row.scale_layout != "plain":
             columns = row.scale_columns
             rows = row.scale.numel() // (512 * ceil_div(columns, 4)) * 128
-            sfd_row = six_d(row.scale, rows, columns)
+            sfd_row = cudnn_view(row.scale, rows, columns)
     if t.column_scale is not None and epilogue.column_layout != "plain":
         assert t.column_codes is not None
-        sfd_col = six_d(t.column_scale, t.column_codes.shape[1], 4 * t.column_tiles)
+        sfd_col = cudnn_view(t.column_scale, t.column_codes.shape[1], 4 * t.column_tiles)
     if operands.flat:  # 6-D scales as their bytes lie
         sfd_row, sfd_col = (
             view.permute(5, 2, 4, 0, 1, 3) if view is not None and view.dim() == 6 else view
@@ -80,8 +81,3 @@ def three_d(t: torch.Tensor | None) -> torch.Tensor | None:
         return None
     m, n = t.shape
     return t.as_strided((m, n, 1), (n, 1, m * n))
-
-
-def six_d(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """`padless.layouts.cudnn_view` of one matrix, which here may have no rows."""
-    return blocked.view(1, ceil_div(rows, 128), ceil_div(columns, 4), 32, 4, 4).permute(3, 4, 1, 5, 2, 0)

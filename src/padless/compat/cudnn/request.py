@@ -8,7 +8,7 @@ from typing import SupportsInt, cast
 import torch
 
 from padless.compat.cudnn.operands import SEMANTICS, Bound, Inputs
-from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, ROW_FORMATS, Epilogue
+from padless.epilogue import COLUMN_FORMATS, MX_FORMATS, NORM_CONST_RULES, ROW_FORMATS, Epilogue
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
@@ -95,22 +95,20 @@ class CudnnRequest(Inputs):
     def epilogue_scale_rule(self, format: BlockScaledFormat | None) -> str:
         """Epilogue.scale_rule. Raises ValueError for factors and rules that ``format`` has not."""
         # Where no scales are made norm_const is dropped, as in cuDNN: a call need not change with d_dtype.
-        rule = self.scale_rule
-        if format in (None, FP8_BLOCK, NVFP4):
-            name = str(self.d_dtype) if format is None else format.name
-            if format is not None and self.norm_const_tensor is not None:
-                raise ValueError(f"norm_const_tensor must be None for {name} output; the MX formats have one")
-            if rule is not None:
-                raise ValueError(f"scale_rule is {rule!r}; it must be None for {name} output")
-            if format is None and self.global_scale_tensor is not None:
-                raise ValueError("global_scale_tensor must be None for output that has no scales")
-            if format == NVFP4 and self.global_scale_tensor is None:
+        rule, has_rules = self.scale_rule, format in MX_FORMATS
+        name = str(self.d_dtype) if format is None else format.name
+        if self.norm_const_tensor is not None and format is not None and not has_rules:
+            raise ValueError(f"norm_const_tensor must be None for {name} output; the MX formats have one")
+        if rule is not None and not has_rules:
+            raise ValueError(f"scale_rule is {rule!r}; it must be None for {name} output")
+        if format == NVFP4:
+            if self.global_scale_tensor is None:
                 raise ValueError("global_scale_tensor is None; NVFP4 output needs its decode scale, amax / 2688 of D")
-            if format == FP8_BLOCK and self.global_scale_tensor is not None:
-                raise ValueError("global_scale_tensor must be None for FP8_BLOCK output")
-            return "te" if format == NVFP4 else ""
+            return "te"
         if self.global_scale_tensor is not None:
-            raise ValueError(f"global_scale_tensor must be None for {format.name} output")
+            raise ValueError(f"global_scale_tensor must be None for {name} output")
+        if not has_rules:
+            return ""
         if self.norm_const_tensor is None:
             if rule not in (None, "rceil", "floor"):
                 raise ValueError(f"scale_rule is {rule!r}; allowed: None, 'rceil', 'floor'")
@@ -121,18 +119,14 @@ class CudnnRequest(Inputs):
 
     def column_format(self, format: BlockScaledFormat | None) -> BlockScaledFormat | None:
         """Epilogue.column_format, for codes of ``format``. Raises ValueError where there can be none."""
+        if not self.column_output:
+            return format if self.column_output is None and format in COLUMN_FORMATS else None
         if format is None:
-            if self.column_output:
-                raise ValueError(
-                    f"column_output is True and d_dtype {self.d_dtype} has no codes; ask for an FP8 format"
-                )
-            return None
-        possible = format in COLUMN_FORMATS
-        if self.column_output and not possible:
+            raise ValueError(f"column_output is True and d_dtype {self.d_dtype} has no codes; take an FP8 format")
+        if format not in COLUMN_FORMATS:
             names = ", ".join(allowed.name for allowed in COLUMN_FORMATS)
             raise ValueError(f"column_output is True for {format.name}; only {names} are quantised along columns")
-        wanted = possible if self.column_output is None else self.column_output
-        return format if wanted else None
+        return format
 
     def epilogue_column_layout(self, columns: BlockScaledFormat | None) -> str:
         """Epilogue.column_layout. Raises ValueError for a layout of columns that are not there."""

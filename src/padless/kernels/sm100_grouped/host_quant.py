@@ -38,13 +38,10 @@ def prepare(
     *,
     epilogue: Epilogue,
 ) -> Prepared:
-    """Packs the launch of the grouped GEMM a @ b of its group with everything that ``epilogue`` asks for.
+    """Packs the launch of a @ b of its group with all that ``epilogue`` does, as ``QuantHost`` has it.
 
-    Args:
-        a, b, offs: as for grouped_gemm; offs None is one group of all rows.
-        tensors: operands and outputs of the epilogue; amax holds -inf.
-        config: the tile, None to choose one. Tokens are lanes (tokens_on_n False) and mma_n is 128 or 256; 256 for
-            gate and up in halves, and for FP8_BLOCK output of a SwiGLU.
+    config: the tile, None to choose one. Tokens are lanes (tokens_on_n False) and mma_n is 128 or 256; 256 for
+        gate and up in halves, and for FP8_BLOCK output of a SwiGLU.
     """
     host.check_operands(a, b)
     (m, _), (num_groups, n, _) = a.data.shape, b.data.shape

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.formats import OUT_DTYPES
+from padless.formats import OUT_DTYPES, ceil_div, round_up
 from padless.kernels.config import (
     FEW_GROUPS,
     check_common_fields,
@@ -137,5 +137,4 @@ _MAX_WINDOW_BYTES = 64 * 1024  # leaves three stages of the 128 x 128 tile
 
 def _window_k_blocks(k: int) -> int:
     """Room for the K blocks of ``k``, in steps of 8 so that few kernels serve every K."""
-    blocks = -(-k // 128)
-    return -(-blocks // 8) * 8
+    return round_up(ceil_div(k, 128), 8)

@@ -30,15 +30,10 @@ def prepare(
     *,
     epilogue: Epilogue,
 ) -> Prepared:
-    """Packs the launch of the grouped GEMM a @ b of its group with everything that ``epilogue`` asks for.
+    """Packs the launch of a @ b of its group with all that ``epilogue`` does, as ``QuantHost`` has it.
 
-    Args:
-        a, b, offs: as for grouped_gemm; offs None is one group of all rows.
-        tensors: operands and outputs of the epilogue; amax holds -inf.
-        config: the tile, None to choose one. It needs block_n = 128, store "ragged" and scales "mn"; block_m of 128 or
-            256 for FP8_BLOCK columns; cluster_n = 2 for FP8_BLOCK rows of a SwiGLU.
-
-    Raises ValueError for what this kernel cannot do.
+    config: the tile, None to choose one. It needs block_n = 128, store "ragged" and scales "mn"; block_m of 128 or
+        256 for FP8_BLOCK columns; cluster_n = 2 for FP8_BLOCK rows of a SwiGLU.
     """
     (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
     epilogue_launch.check_outputs(n, tensors, epilogue, epilogue_launch.FP8_BLOCK_MULTIPLES_OF_N)

@@ -28,12 +28,9 @@ def prepare(
     *,
     epilogue: Epilogue,
 ) -> Prepared:
-    """Packs the launch of the grouped GEMM a @ b of its group with everything that ``epilogue`` asks for.
+    """Packs the launch of a @ b of its group with all that ``epilogue`` does, as ``QuantHost`` has it.
 
-    Args:
-        a, b, offs: as for grouped_gemm; offs None is one group of all rows.
-        tensors: operands and outputs of the epilogue; amax holds -inf.
-        config: the tile, None for 128 x 128. It needs block_n = 128, and block_m = 128 for FP8_BLOCK columns.
+    config: the tile, None for 128 x 128. It needs block_n = 128, and block_m = 128 for FP8_BLOCK columns.
 
     Raises ValueError for what this kernel cannot do: FP8_BLOCK rows of a SwiGLU, whose blocks are wider than the output
     of a tile.

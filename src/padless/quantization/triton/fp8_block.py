@@ -37,21 +37,11 @@ def fp8_block(x: torch.Tensor, kind: str, scale_major: str, rows: torch.Tensor |
     *groups, m, columns = shape
     if codes.numel() > 0 and kind == "activation":
         block_m = casts.tile_rows(m, x.dtype)
-        _fp8_block_activation[(ceil_div(columns, 128) * ceil_div(m, block_m),)](
-            x,
-            stored,
-            scale,
-            m,
-            columns,
-            x.stride(0),
-            scale.stride(1) if is_mn_major(scale) else m,
-            scale.stride(0),
-            scale.stride(1),
-            rows,
-            x.shape[0],
-            BLOCK_M=block_m,
-            HARDWARE_CAST=hardware_cast,
-            num_warps=4 if block_m >= 32 else 1,
+        grid = (ceil_div(columns, 128) * ceil_div(m, block_m),)
+        sizes = (m, columns, x.stride(0), scale.stride(1) if is_mn_major(scale) else m, *scale.stride())
+        warps = 4 if block_m >= 32 else 1
+        _fp8_block_activation[grid](
+            x, stored, scale, *sizes, rows, x.shape[0], BLOCK_M=block_m, HARDWARE_CAST=hardware_cast, num_warps=warps
         )
     elif codes.numel() > 0:
         grid = (math.prod(groups) * ceil_div(m, 128) * ceil_div(columns, 128),)

@@ -59,18 +59,8 @@ def partial_amax(x: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
     if x.numel() > 0:
         words = WORD_INPUTS.get(x.dtype, "none") if is_word_aligned(flat) else "none"
         values = flat if words == "none" else flat.view(torch.int32)
-        _chunk_amax[(chunks * tiles,)](
-            values,
-            amax,
-            rows,
-            K,
-            values.stride(0),
-            WORDS=words,
-            BY_ROW=by_row,
-            BLOCK_M=_ROWS,
-            BLOCK_K=_COLUMNS,
-            num_warps=4,
-        )
+        sizes, tile = (rows, K, values.stride(0)), {"BLOCK_M": _ROWS, "BLOCK_K": _COLUMNS}
+        _chunk_amax[(chunks * tiles,)](values, amax, *sizes, WORDS=words, BY_ROW=by_row, **tile, num_warps=4)
     if offs is not None:
         return group_max(amax.amax(1), offs)[:, None]
     groups = x.shape[0] if x.dim() == 3 else 1

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from padless import layouts
 from padless.formats import ceil_div
 from padless.kernels.group_tiles import TokenGroups
+from padless.quantization import columns_rules
 
 # Words of a tile in the table, each a row of it: first row of the source, rows, how many of them are tokens of a group
 # (all or none), first column / 32, columns / 32.
@@ -42,7 +42,7 @@ def num_tiles(num_rows: int, num_groups: int, alignment: int) -> int:
 
     Columns: tiles and columns of a group differ by less than (128 - alignment) columns.
     """
-    columns = layouts.padded_tokens(num_rows, num_groups, alignment)
+    columns = columns_rules.padded_tokens(num_rows, num_groups, alignment)
     for_columns = columns // 128 + ceil_div((128 - alignment) * num_groups, 128)
     return max(for_columns, num_rows // 128 + num_groups + 1)
 
@@ -68,7 +68,7 @@ def group_tiles(offs: torch.Tensor, num_rows: int, alignment: int) -> GroupTiles
         num_rows,
         num_groups,
         count,
-        layouts.padded_tokens(num_rows, num_groups, alignment) // 32,
+        columns_rules.padded_tokens(num_rows, num_groups, alignment) // 32,
         ALIGNMENT=alignment,
         GROUPS=max(triton.next_power_of_2(num_groups), 16),
         num_warps=4,

@@ -105,19 +105,11 @@ def row_blocks(
         by_words = format.codes_per_byte == 2 and is_word_aligned(flat)
         words = WORD_INPUTS.get(x.dtype, "none") if by_words else "none"
         values = flat if words == "none" else flat.view(torch.int32)
+        pointers = (values, data, scale, factors, group, scale_row)
+        sizes = (rows, K, values.stride(0), columns, rows_per_group, scale_rows)
         _row_blocks[grid](
-            values,
-            data,
-            scale,
-            factors,
-            group,
-            scale_row,
-            rows,
-            K,
-            values.stride(0),
-            columns,
-            rows_per_group,
-            scale_rows,
+            *pointers,
+            *sizes,
             source,
             flat.shape[0],
             ELEMENT=ELEMENTS[format],

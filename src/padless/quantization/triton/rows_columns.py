@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from padless import layouts
 from padless.formats import ceil_div
 from padless.kernels.sm90_rows_columns import host
 from padless.layouts import empty_mn_major
+from padless.quantization import columns_rules
 from padless.quantization.triton import casts, tiles
 from padless.quantization.triton import group_tiles as groups
 from padless.runtime.driver import Driver
@@ -40,8 +40,8 @@ def empty_columns(
     num_rows: int, num_groups: int, features: int, block: tuple[int, int], alignment: int, device: torch.device
 ) -> Columns:
     """Uninitialised codes and scales: the kernels write all of both."""
-    width = layouts.padded_tokens(num_rows, num_groups, alignment)
-    scales = (layouts.num_scale_rows(num_rows, num_groups), layouts.scale_columns(features, block))
+    width = columns_rules.padded_tokens(num_rows, num_groups, alignment)
+    scales = (columns_rules.num_scale_rows(num_rows, num_groups), columns_rules.scale_columns(features, block))
     return Columns(
         torch.empty((features, width), dtype=torch.uint8, device=device),
         torch.empty(scales, dtype=torch.float32, device=device),

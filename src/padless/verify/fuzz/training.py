@@ -11,8 +11,9 @@ import torch
 
 from padless.formats import FP8_BLOCK
 from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig, blocks_m
-from padless.layouts import GroupedColumns, num_scale_rows, padded_tokens, scale_columns
+from padless.layouts import GroupedColumns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
+from padless.quantization.columns_rules import num_scale_rows, padded_tokens, scale_columns
 from padless.quantization.swiglu_backward import swiglu_backward_quantize
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.operands import spans

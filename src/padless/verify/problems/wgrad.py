@@ -11,8 +11,9 @@ import torch
 from padless.formats import ceil_div, round_up
 from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig, blocks_m
 from padless.kernels.wgrad import GRADIENT_DTYPES
-from padless.layouts import GroupedColumns, num_scale_rows, padded_tokens, scale_columns
+from padless.layouts import GroupedColumns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
+from padless.quantization.columns_rules import num_scale_rows, padded_tokens, scale_columns
 from padless.testing.guarded import POISON
 
 NAN_CODE = 0x7F

@@ -11,7 +11,8 @@ import torch
 
 from padless.bench.group_sizes import draw_group_sizes
 from padless.formats import ceil_div, round_up
-from padless.layouts import GroupedColumns, num_scale_rows, padded_tokens, scale_columns
+from padless.layouts import GroupedColumns
+from padless.quantization.columns_rules import num_scale_rows, padded_tokens, scale_columns
 
 
 @dataclass(frozen=True)
