@@ -16,7 +16,7 @@ from padless.emulator.state.groups import GroupWait, groups_of
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import PARAM_WINDOW, SHARED_WINDOW
 from padless.emulator.state.warp import Fragment, Wait
-from padless.emulator.units import tensor_map
+from padless.emulator.units import packed_map
 
 
 @instruction("cp")
@@ -94,7 +94,7 @@ def read_tensor_map(site: Site, address: int) -> Any:
         raw = launch.memory.read_bytes(address, 128)
     if raw not in launch.tensor_maps:
         try:
-            launch.tensor_maps[raw] = tensor_map.decode(raw)
+            launch.tensor_maps[raw] = packed_map.decode(raw)
         except ValueError as error:
             site.fault(f"not a tensor map: {error}")
     return launch.tensor_maps[raw]

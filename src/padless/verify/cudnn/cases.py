@@ -25,7 +25,8 @@ class Case:
     """One call. sizes: rows of each group, multiples of 256, as cuDNN needs them, or of a dense product, any one number.
     bias: its dtype, or None.
 
-    cudnn: keywords of cuDNN's class beyond those that the formats say. tile: padless's; None lets it choose.
+    cudnn: keywords of cuDNN's class beyond those that the formats say. by_pointers: cuDNN gets addresses of the groups'
+    weights. tile: padless's; None lets it choose.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Case:
     cudnn: dict[str, Any] = field(default_factory=dict)
     tile: Sm100GroupedConfig | None = None
     dense: bool = False
+    by_pointers: bool = False
 
     @property
     def program(self) -> tuple[str, str]:
@@ -88,6 +90,8 @@ CASES = (
     Case("packed f32 operations", d_dtype=_E4M3, cudnn={"vector_f32": True}),
     Case("packed f32 operations, bf16", "MXFP4", cudnn={"vector_f32": True}),
     Case("dynamic scheduling", cudnn={"use_dynamic_sched": True}),
+    Case("weights by pointers", d_dtype=_E4M3, bias=torch.bfloat16, by_pointers=True),
+    Case("weights by pointers, NVFP4, one CTA", "NVFP4", cudnn=_ONE, by_pointers=True),
     Case("empty groups first and last", d_dtype=_E4M3, sizes=(0, 256, 256, 0)),
     Case("one group", "NVFP4", sizes=(512,), n=320, k=416),
     Case("a narrow product", sizes=(256, 256), n=64, k=32),
@@ -161,7 +165,11 @@ def operands(case: Case, seed: int) -> Tensors:
 
 def class_options(case: Case) -> dict[str, Any]:
     """Keywords of cuDNN's class for a case."""
-    return {"sf_vec_size": case.block} | case.cudnn
+    options = {"sf_vec_size": case.block} | case.cudnn
+    if case.by_pointers:
+        weights = {"b_shape": (case.n, case.k), "b_dtype": FORMAT_BY_NAME[case.format].data_dtype}
+        options |= {"num_experts": len(case.sizes)} | weights
+    return options
 
 
 def outputs_here(case: Case, tensors: Tensors) -> Tensors:

@@ -113,6 +113,7 @@ def compare(name: str, seed: int = 1) -> Comparison:
     """Runs a case by both kernels. What goes wrong is in the result."""
     case = case_of(name)
     options = dict(case.cudnn) | ({"bias": case.bias} if case.bias else {}) | ({} if case.prob else {"prob": None})
+    options |= {"num_experts": len(case.sizes)} if case.by_pointers else {}
     about = Comparison(
         name, case.format, _shown(case.d_dtype), (sum(case.sizes), case.n, case.k, len(case.sizes)),
         ", ".join(f"{key} {_shown(value)}" for key, value in options.items()),
