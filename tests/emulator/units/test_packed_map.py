@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
 import pytest
 
+from padless.emulator import Emulator
 from padless.emulator.units import packed_map, tensor_map
 
 ADDRESS = 0x7F12_3456_7890
@@ -73,8 +75,9 @@ def test_recorded_bytes_give_the_fields_of_the_array(name: str) -> None:
     ours = tensor_map.encode_tiled(
         data_type, ADDRESS, dims, strides, box, swizzle=SWIZZLES[swizzle], l2_promotion=m.l2_promotion
     )
-    assert packed_map.translate(raw_of(words)) == ours
     assert tensor_map.decode(ours) == m
+    assert packed_map.decode(ours) == m
+    assert tensor_map.problems(m) == ()
 
 
 def test_strides_and_dims_beyond_32_bits_keep_their_upper_halves() -> None:
@@ -114,16 +117,66 @@ def test_ranks_and_elements_that_are_not_known(fields: int, sentence: str) -> No
         packed_map.decode(raw_of((fields, 0, 0, 0, 0, 0, 0)))
 
 
-def test_our_own_bytes_and_short_ones_are_no_packed_map() -> None:
-    ours = tensor_map.encode_tiled(0, 4096, (64, 8), (64,), (64, 8))
-    with pytest.raises(ValueError, match="not known of NVIDIA's packing"):
-        packed_map.decode(ours)
-    with pytest.raises(ValueError, match="64 bytes; a tensor map has 128"):
-        packed_map.decode(raw_of(RECORDED["D, f32"][0], b""))
+def test_bytes_of_no_map_are_refused() -> None:
+    with pytest.raises(ValueError, match="word 1 is 0x0"):
+        packed_map.decode(bytes(128))
+    with pytest.raises(ValueError, match="32 bytes that begin with"):
+        packed_map.decode(raw_of(RECORDED["D, f32"][0])[:32])
 
 
-def test_what_the_driver_refuses_is_refused() -> None:
+def test_what_the_driver_would_refuse_is_a_problem() -> None:
     words = list(RECORDED["D, f32"][0])
     words[5] = 0x3F << 56  # 64 floats are more than the swizzle spans
-    with pytest.raises(ValueError, match=r"box\[0\]: 256 bytes are more than the 128 of swizzle 128B"):
-        packed_map.translate(raw_of(tuple(words)))
+    found = tensor_map.problems(packed_map.decode(raw_of(tuple(words))))
+    assert found == ("box[0]: 256 bytes are more than the 128 of swizzle 128B",)
+
+
+COPY = """
+.version 8.8
+.target sm_90a
+.address_size 64
+.visible .entry copy(.param .align 64 .b8 map[128], .param .u64 at, .param .u64 out)
+{
+    .shared .align 128 .b8 tile[512]; .shared .align 8 .b8 full[8];
+    .reg .pred %p<3>; .reg .b32 %r<8>; .reg .b64 %rd<8>;
+    mov.b32 %r1, full; mov.b32 %r2, 1; mov.b32 %r3, tile;
+    mbarrier.init.shared.b64 [%r1], %r2;
+    fence.mbarrier_init.release.cluster;
+    mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r1], 512;
+    ld.param.u64 %rd2, [at];
+    setp.ne.u64 %p1, %rd2, 0;
+    @%p1 bra GIVEN;
+    mov.b64 %rd3, map;
+    cvta.param.u64 %rd2, %rd3;
+GIVEN:
+    mov.b32 %r4, 32; mov.b32 %r5, 2;
+    cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r3], [%rd2, {%r4, %r5}], [%r1];
+WAIT:
+    mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0;
+    @!%p2 bra WAIT;
+    ld.param.u64 %rd4, [out];
+    ld.shared.b32 %r6, [%r3+388];
+    st.global.b32 [%rd4], %r6;
+    ret;
+}
+"""
+
+
+@pytest.mark.parametrize("where", ["a parameter", "global memory"])
+def test_a_copy_takes_such_a_map_from_a_parameter_and_from_memory(where: str) -> None:
+    source = np.random.default_rng(1).standard_normal((16, 64)).astype(np.float32)
+    out = np.zeros(1, np.float32)
+    emulator = Emulator(COPY, seed=1)
+    address = emulator.memory.register(source)
+    # 64 by 16 floats, boxes of 32 by 4 without a swizzle
+    words = (address, 2 | 1 << 4 | 7 << 7 | (256 >> 4) << 32, 0, 0, 63 | 15 << 32, 0, 31 << 56, 3)
+    raw = struct.pack("<8Q", *words) + b"\xcd" * 64
+    at = 0
+    if where == "global memory":
+        held = np.zeros(192, np.uint8)
+        at = emulator.memory.register(held)
+        start = -at % 64
+        held[start : start + 128] = np.frombuffer(raw, np.uint8)
+        at, raw = at + start, bytes(128)
+    emulator.launch("copy", 1, 1, [raw, at, emulator.memory.register(out)]).raise_on_reports()
+    assert out[0] == source[2 + 3, 32 + 1]

@@ -136,8 +136,11 @@ def passes(problem: LayerProblem) -> dict[str, Call]:
 
 def copies(problem: LayerProblem) -> dict[str, Call]:
     """A device copy for each pass that moves rows, of as many bytes, read and written."""
-    bytes_of = problem.pass_bytes()
-    return {name: make_traffic(bytes_of[name], 0, problem.x.device).copy for name in PASSES[1:]}
+    found: dict[str, Call] = {}
+    for name in PASSES[1:]:
+        source, target, *_ = make_traffic(problem.pass_bytes()[name], 0, problem.x.device)
+        found[name] = partial(target.copy_, source)
+    return found
 
 
 def joined_passes(problem: LayerProblem) -> Call:

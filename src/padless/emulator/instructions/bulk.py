@@ -16,7 +16,7 @@ from padless.emulator.state.global_access import check_grids
 from padless.emulator.state.groups import commit_of, groups_of, wait_of
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import PARAM_WINDOW, SHARED_WINDOW
-from padless.emulator.units import tensor_map
+from padless.emulator.units import packed_map
 
 FAMILY = "bulk"  # of the groups of one thread
 REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
@@ -56,7 +56,7 @@ def read_tensor_map(site: Site, address: int) -> Any:
         raw = launch.memory.read_bytes(address, 128)
     if raw not in launch.tensor_maps:
         try:
-            launch.tensor_maps[raw] = tensor_map.decode(raw)
+            launch.tensor_maps[raw] = packed_map.decode(raw)
         except ValueError as error:
             site.fault(f"not a tensor map: {error}")
     return launch.tensor_maps[raw]

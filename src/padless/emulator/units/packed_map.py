@@ -20,7 +20,7 @@ from __future__ import annotations
 import struct
 
 from padless.emulator.units import tensor_map
-from padless.emulator.units.tensor_map import BYTES, TensorMap
+from padless.emulator.units.tensor_map import TensorMap
 
 # u8, u16, u64, f16, f32, bf16 and packed e2m1: the packing's number to the driver's.
 _ELEMENTS = {0: 0, 1: 1, 4: 4, 6: 6, 7: 7, 10: 9, 11: 13}
@@ -37,9 +37,9 @@ _KNOWN = (
 
 
 def decode(raw: bytes) -> TensorMap:
-    """The fields of a map of 128 bytes. Raises ValueError for bytes that are not in this packing."""
-    if len(raw) != BYTES:
-        raise ValueError(f"raw: {len(raw)} bytes; a tensor map has {BYTES}")
+    """The fields of a map of 64 bytes and more, in this packing or the emulator's own. Raises ValueError for others."""
+    if len(raw) < 64 or raw[:4] == tensor_map.MAGIC:
+        return tensor_map.decode(raw)
     words = struct.unpack_from("<8Q", raw)
     unknown = [i for i, (word, known) in enumerate(zip(words, _KNOWN, strict=True)) if word & ~known]
     if unknown or words[1] & 15 != 2:
@@ -59,11 +59,3 @@ def decode(raw: bytes) -> TensorMap:
         element, words[0], dims[:rank], strides[: rank - 1], tuple(b + 1 for b in box[:rank]),
         (1,) * rank, fields >> 13 & 3, fields >> 17 & 3,
     )  # fmt: skip
-
-
-def translate(raw: bytes) -> bytes:
-    """A map in NVIDIA's packing as the emulator's own 128 bytes. Raises ValueError for what the driver would refuse."""
-    m = decode(raw)
-    return tensor_map.encode_tiled(
-        m.data_type, m.address, m.dims, m.strides, m.box, swizzle=m.swizzle_code, l2_promotion=m.l2_promotion
-    )

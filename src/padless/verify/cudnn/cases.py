@@ -16,6 +16,7 @@ from padless.testing.operands import FORMAT_BY_NAME, in_layout, quantized
 from padless.verify.cudnn.kernel import DENSE, GROUPED, Tensors
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2)
+_E4M3, _E5M2, _E2M1 = CODES
 OUTPUTS = ("d", "d_col", "amax", "sfd_row", "sfd_col", "c")
 
 
@@ -24,7 +25,8 @@ class Case:
     """One call. sizes: rows of each group, multiples of 256, as cuDNN needs them, or of a dense product, any one number.
     bias: its dtype, or None.
 
-    cudnn: keywords of cuDNN's class beyond those that the formats say. tile: padless's; None lets it choose.
+    cudnn: keywords of cuDNN's class beyond those that the formats say. by_pointers: cuDNN gets addresses of the groups'
+    weights. tile: padless's; None lets it choose.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Case:
     cudnn: dict[str, Any] = field(default_factory=dict)
     tile: Sm100GroupedConfig | None = None
     dense: bool = False
+    by_pointers: bool = False
 
     @property
     def program(self) -> tuple[str, str]:
@@ -49,13 +52,17 @@ class Case:
         return self.d_dtype in CODES
 
     @property
+    def compared(self) -> tuple[str, ...]:
+        """Outputs that both kernels have: padless has no FP4 along columns."""
+        return tuple(x for x in OUTPUTS if self.d_dtype != _E2M1 or not x.endswith("col"))
+
+    @property
     def block(self) -> int:
         return FORMAT_BY_NAME[self.format].block_k
 
 
 _PAIR = {"mma_tiler_mn": (256, 256), "cluster_shape_mn": (2, 1)}
 _ONE = {"mma_tiler_mn": (128, 256), "cluster_shape_mn": (1, 1)}
-_E4M3, _E5M2, _E2M1 = CODES
 _DENSE: dict[str, Any] = {"sizes": (200,), "n": 320, "dense": True}
 _FOUR = {"cluster_shape_mn": (2, 2)}
 _WIDE = Sm100GroupedConfig(cta_group=2, mma_n=256)
@@ -65,6 +72,7 @@ CASES = (
     Case("MXFP8 to f16", d_dtype=torch.float16),
     Case("MXFP8 to e4m3", d_dtype=_E4M3),
     Case("MXFP8 to e5m2", d_dtype=_E5M2),
+    Case("MXFP8 to e2m1, rows", d_dtype=_E2M1),
     Case("MXFP8_E5M2 to bf16", "MXFP8_E5M2"),
     Case("MXFP8_E5M2 to e4m3", "MXFP8_E5M2", _E4M3),
     Case("MXFP4 to bf16", "MXFP4"),
@@ -82,6 +90,8 @@ CASES = (
     Case("packed f32 operations", d_dtype=_E4M3, cudnn={"vector_f32": True}),
     Case("packed f32 operations, bf16", "MXFP4", cudnn={"vector_f32": True}),
     Case("dynamic scheduling", cudnn={"use_dynamic_sched": True}),
+    Case("weights by pointers", d_dtype=_E4M3, bias=torch.bfloat16, by_pointers=True),
+    Case("weights by pointers, NVFP4, one CTA", "NVFP4", cudnn=_ONE, by_pointers=True),
     Case("empty groups first and last", d_dtype=_E4M3, sizes=(0, 256, 256, 0)),
     Case("one group", "NVFP4", sizes=(512,), n=320, k=416),
     Case("a narrow product", sizes=(256, 256), n=64, k=32),
@@ -113,11 +123,14 @@ def case_of(name: str) -> Case:
 def operands(case: Case, seed: int) -> Tensors:
     """cuDNN's operands and poisoned outputs, by its names.
 
-    Rows span forty powers of two, and one is zero, so that scales and codes are anything that a layer would make them.
+    Three rows of four are near one, where a bias is as large as the products and every rounding shows; the others span
+    forty powers of two, and one is zero.
     """
     draw = torch.Generator().manual_seed(seed)
     m, groups, n = sum(case.sizes), len(case.sizes), case.n
-    x = torch.randn(m, case.k, generator=draw) * torch.exp2(torch.randint(-20, 21, (m, 1), generator=draw).float())
+    exponents = torch.randint(-20, 21, (m, 1), generator=draw)
+    exponents[torch.arange(m) % 4 != 0] = 0
+    x = torch.randn(m, case.k, generator=draw) * case.k**-0.5 * torch.exp2(exponents.float())
     x[m // 3] = 0
     w = torch.randn(groups, n, case.k, generator=draw)
     a = in_layout(quantized(x, case.format, "activation"), "blocked")
@@ -152,7 +165,11 @@ def operands(case: Case, seed: int) -> Tensors:
 
 def class_options(case: Case) -> dict[str, Any]:
     """Keywords of cuDNN's class for a case."""
-    return {"sf_vec_size": case.block} | case.cudnn
+    options = {"sf_vec_size": case.block} | case.cudnn
+    if case.by_pointers:
+        weights = {"b_shape": (case.n, case.k), "b_dtype": FORMAT_BY_NAME[case.format].data_dtype}
+        options |= {"num_experts": len(case.sizes)} | weights
+    return options
 
 
 def outputs_here(case: Case, tensors: Tensors) -> Tensors:

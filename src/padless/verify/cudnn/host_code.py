@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from padless.emulator import Emulator
-from padless.emulator.units import packed_map
 
 DRIVER = re.compile(
     r"^  llvm\.func @((?:_cu|cuda_dialect_)\w+)\(([^)]*)\)(?: -> (\S+))?(?: attributes .*)?$", re.MULTILINE
@@ -55,10 +54,9 @@ def read_launch(address: int) -> LaunchShape:
 
 
 def read_parameters(address: int, sizes: Sequence[int]) -> list[bytes]:
-    """The bytes of a launch's parameters. Tensor maps, the parameters of 128 bytes, become the emulator's."""
+    """The bytes of a launch's parameters."""
     pointers = struct.unpack(f"<{len(sizes)}Q", ctypes.string_at(address, 8 * len(sizes)))
-    raw = [ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
-    return [packed_map.translate(value) if len(value) == 128 else value for value in raw]
+    return [ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
 
 
 def with_driver(module: str, address_of: Callable[[str, tuple[str, ...], str | None], int]) -> str:

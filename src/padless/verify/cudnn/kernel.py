@@ -46,16 +46,18 @@ class CudnnKernel:
     """One compiled configuration of a class of cuDNN's, for tensors like those given.
 
     tensors: its operands and outputs on the CPU by its names, None for those that are left out. program: GROUPED or
-    DENSE. options: keywords of the class. clusters: how many its persistent kernel may count on.
+    DENSE. options: keywords of the class; with num_experts weights are given to it by pointers. clusters: how many its
+    persistent kernel may count on.
     """
 
     def __init__(
         self, program: tuple[str, str], tensors: Tensors, options: dict[str, Any], *, clusters: int = 2, seed: int = 0
     ) -> None:
         self.device, (module, name) = Device(seed), program
+        self.by_pointers = ("b", "sfb") if "num_experts" in options else ()
         with _without_gpu(module, self.device, clusters) as api:
             logging.getLogger(name).setLevel(logging.ERROR)  # or every class says that it is experimental
-            samples = {f"sample_{name}": tensor for name, tensor in tensors.items()}
+            samples = {f"sample_{name}": t for name, t in tensors.items() if name not in self.by_pointers}
             self.call = getattr(api, name)(**samples, **options)
             self.call.check_support()
             self.call.compile()
@@ -66,17 +68,19 @@ class CudnnKernel:
     def run(self, tensors: Tensors) -> Device:
         """Runs the host code on these tensors, and so the kernel in the emulator; returns what happened."""
         workspace = getattr(self.call, "_workspace", None)
-        memory = memory_of([t for t in (*tensors.values(), workspace) if t is not None])
+        pointers = {f"{name}_ptrs_device": _pointers(tensors[name]) for name in self.by_pointers}
+        memory = memory_of([t for t in (*tensors.values(), *pointers.values(), workspace) if t is not None])
         self.device.emulator = Emulator(self.ptx, memory=memory, strict=False, name="cudnn.ptx")
         arguments: dict[str, Any] = {
             name if name == "padded_offsets" else f"{name}_tensor": None if tensor is None else OnDevice(tensor)
             for name, tensor in tensors.items()
+            if name not in self.by_pointers
         }
         if "d" in tensors:  # as the class's own call fills in what is left out
             arguments["row_scale_tensor"] = None
             arguments["d_col_tensor"] = arguments["d_col_tensor"] or arguments["d_tensor"]
         try:
-            self.call._compiled_kernel(**arguments, stream=0)
+            self.call._compiled_kernel(**arguments, **pointers, stream=0)
         except Exception:
             self.device.raise_error()
             raise
@@ -123,8 +127,16 @@ def _without_gpu(module: str, device: Device, clusters: int) -> Iterator[Any]:
         ):
             stack.enter_context(patch.object(owner, name, value))
         if hasattr(api, "allocate_byte_workspace"):
+            read = api.from_dlpack
             stack.enter_context(patch.object(api, "allocate_byte_workspace", _workspace))
+            stack.enter_context(patch.object(api, "from_dlpack", lambda t, **options: read(OnDevice(t), **options)))
         yield api
+
+
+def _pointers(weights: torch.Tensor | None) -> torch.Tensor:
+    """Addresses of the groups, which are the last dimension."""
+    assert weights is not None
+    return torch.tensor([weights[..., group].data_ptr() for group in range(weights.shape[-1])])
 
 
 def _workspace(framework: str, size: int, device: torch.device) -> torch.Tensor:

@@ -6,7 +6,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -89,7 +89,7 @@ def run_verify_cudnn(
         task = progress.add_task("cuDNN's kernel and padless's", total=len(names))
         for comparison in _results(names, min(workers or cpus(), len(names))):
             found.append(comparison)
-            console.print(f"{'same' if comparison.same else 'FAIL'}  {comparison}", markup=False, highlight=False)
+            console.print(f"{'same' if comparison.same else 'FAIL'}  {comparison}", markup=False, soft_wrap=True)
             progress.advance(task)
     found.sort(key=lambda comparison: names.index(comparison.case))
     same, seconds = sum(comparison.same for comparison in found), round(time.perf_counter() - start, 1)
@@ -113,6 +113,7 @@ def compare(name: str, seed: int = 1) -> Comparison:
     """Runs a case by both kernels. What goes wrong is in the result."""
     case = case_of(name)
     options = dict(case.cudnn) | ({"bias": case.bias} if case.bias else {}) | ({} if case.prob else {"prob": None})
+    options |= {"num_experts": len(case.sizes)} if case.by_pointers else {}
     about = Comparison(
         name, case.format, _shown(case.d_dtype), (sum(case.sizes), case.n, case.k, len(case.sizes)),
         ", ".join(f"{key} {_shown(value)}" for key, value in options.items()),
@@ -123,7 +124,7 @@ def compare(name: str, seed: int = 1) -> Comparison:
         start = time.perf_counter()
         device = kernel.run(tensors)
         seconds = time.perf_counter() - start
-        sizes, differing = differences(tensors, outputs_here(case, tensors))
+        sizes, differing = differences(tensors, outputs_here(case, tensors), case.compared)
     except Exception as error:  # the others still run
         return Comparison(**(vars(about) | {"error": f"{type(error).__name__}: {error}"[:500]}))
     shape = device.launches[-1]
@@ -134,11 +135,13 @@ def compare(name: str, seed: int = 1) -> Comparison:
     )  # fmt: skip
 
 
-def differences(theirs: Tensors, ours: Tensors) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of every output, and how many of them differ. Raises ValueError where one has an output that the other
-    lacks, or one of another shape or type."""
+def differences(
+    theirs: Tensors, ours: Tensors, names: Sequence[str] = OUTPUTS
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of every output of these names, and how many of them differ. Raises ValueError where one has an output that
+    the other lacks, or one of another shape or type."""
     sizes, differing = {}, {}
-    for name in OUTPUTS:
+    for name in names:
         x, y = theirs.get(name), ours.get(name)
         if x is None and y is None:
             continue
