@@ -109,11 +109,19 @@ on_cpu = [copied, x.cpu(), x.to("cpu"), x.detach().to("cpu", torch.float64), tor
 assert not any(t.is_cuda or t.device.type != "cpu" for t in on_cpu)
 assert torch.equal(copied, x.cpu()) and x.cpu().data_ptr() != x.data_ptr() and x.is_cuda
 x.detach().add_(copied)
+whole = torch.zeros(100).numpy()
+shared = [torch.from_numpy(whole[a:b]) for a, b in ((0, 60), (20, 40), (40, 100))]
 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 with torch.cuda.stream(torch.cuda.Stream()):
     start.record(), end.record()
 torch.cuda.synchronize()
 assert start.elapsed_time(end) >= 0 and torch.cuda.get_device_properties(0).multi_processor_count == 4
+from padless.emulator.program.device import Memory
+seen = Memory().visible()
+for t in (x, shared[0], shared[2]):
+    found = seen.find(t.data_ptr())
+    assert found.end >= t.data_ptr() + 4 * t.numel()
+assert seen.find(shared[1].data_ptr()).size == 400
 from cuda.bindings import runtime
 assert int(runtime.cudaMalloc(16)[0]) != 0
 """
