@@ -94,6 +94,46 @@ def test_this_librarys_own_calls_for_a_gpu_give_the_emulators_bits(
     assert launches[-1].startswith("padless_sm90" if chip == "H200" else "padless_sm100")
 
 
+TENSORS = """
+import torch
+
+x = torch.randn(4, 4, device="cuda:0", requires_grad=True)
+(x * 2).sum().backward()
+layer = torch.nn.Linear(4, 4).cuda()
+on_gpu = [x, x.grad, x[0], torch.cat([x, x]), x.to(torch.bfloat16), torch.zeros_like(x), torch.tensor([1]).cuda(),
+          torch.zeros(3, device=torch.device("cuda")), torch.empty(2).to("cuda:0"), layer.weight, layer(x)]
+assert all(t.is_cuda and t.device == torch.device("cuda", 0) and t.get_device() == 0 for t in on_gpu)
+copied = torch.zeros(4, 4)
+copied.copy_(x.detach())
+on_cpu = [copied, x.cpu(), x.to("cpu"), x.detach().to("cpu", torch.float64), torch.zeros(2), layer.cpu().weight]
+assert not any(t.is_cuda or t.device.type != "cpu" for t in on_cpu)
+assert torch.equal(copied, x.cpu()) and x.cpu().data_ptr() != x.data_ptr() and x.is_cuda
+x.detach().add_(copied)
+whole = torch.zeros(100).numpy()
+shared = [torch.from_numpy(whole[a:b]) for a, b in ((0, 60), (20, 40), (40, 100))]
+start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+with torch.cuda.stream(torch.cuda.Stream()):
+    start.record(), end.record()
+torch.cuda.synchronize()
+assert start.elapsed_time(end) >= 0 and torch.cuda.get_device_properties(0).multi_processor_count == 4
+from padless.emulator.program.device import Memory
+seen = Memory().visible()
+for t in (x, shared[0], shared[2]):
+    found = seen.find(t.data_ptr())
+    assert found.end >= t.data_ptr() + 4 * t.numel()
+assert seen.find(shared[1].data_ptr()).size == 400
+from cuda.bindings import runtime
+assert int(runtime.cudaMalloc(16)[0]) != 0
+"""
+
+
+def test_cuda_tensors_of_torch_are_on_the_cpu_and_do_not_say_so(tmp_path: Path) -> None:
+    done = emulate(TENSORS, tmp_path)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 2
+    assert "refused: the program uses the CUDA runtime API" in done.stderr
+
+
 TRITON = """
 import torch, triton, triton.language as tl
 

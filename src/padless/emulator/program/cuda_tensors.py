@@ -150,6 +150,11 @@ def mode_of(torch: ModuleType) -> Any:
             made = func(*args, **kwargs)
             if func is tensor.to and any(moved) and not on_gpu and made is args[0]:
                 made = made.clone()
+            if func == tensor.data.__set__:  # as nn.Module.to does
+                args[0].__dict__.pop(MARK, None)
+                return mark(args[0]) if marked(args[1]) else None
+            if len(args) > 0 and made is args[0]:  # in place
+                return made
             on_cpu = names_cpu(tuple(kwargs.values())) and not any(moved)
             return mark(made) if (any(moved) or (on_gpu and not on_cpu)) and func not in home else made
 

@@ -69,11 +69,18 @@ class Memory:
         """All that a kernel may touch now: allocations, variables, and the storage of every live tensor of torch."""
         memory = DeviceMemory()
         memory.starts, memory.allocations = list(self.modules.starts), list(self.modules.allocations)
-        for address, array in self.arrays.items():
-            if array.size:
-                memory.register(array, address=address)
-        for address, array in live_storages().items():
-            memory.register(array, address=address)
+        end = 0
+        for address, array in sorted({**self.arrays, **live_storages()}.items()):
+            if address >= end:
+                last, held = address, array
+            elif address + array.size > end:  # tensors that share memory, as those made of one numpy array may
+                memory.forget(last)
+                held = np.ctypeslib.as_array((ctypes.c_uint8 * (address + array.size - last)).from_address(last))
+            else:
+                continue
+            if held.size:
+                memory.register(held, address=last)
+            end = last + held.size
         return memory
 
     def host(self, address: int, size: int) -> int:

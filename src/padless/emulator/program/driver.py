@@ -24,6 +24,7 @@ NAMES = {OK: "CUDA_SUCCESS", INVALID: "CUDA_ERROR_INVALID_VALUE", 201: "CUDA_ERR
 NO_BINARY = 209
 DRIVER_VERSION = 13000
 SHARED_WITHOUT_ASKING = 48 << 10
+CUDART_TABLE = bytes.fromhex("6bd5fb6c5bf4e74a8987d93912fd9df9")  # the first that libcudart asks for
 CONTEXT = 0x10  # the handle of the one context
 CLUSTER_DIMENSION, PROGRAMMATIC_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 SHARED_SIZE, MAX_DYNAMIC_SHARED = 1, 8  # CUfunction_attribute
@@ -76,7 +77,7 @@ class Driver:
         return {
             "cuInit": ("u", yes), "cuDriverGetVersion": ("p", lambda p: put_int(p, DRIVER_VERSION)),
             "cuGetErrorString": ("ip", self._error_text), "cuGetErrorName": ("ip", self._error_text),
-            "cuGetExportTable": ("pp", lambda p, q: put(p, 0) or NOT_FOUND),  # NVRTC looks for it
+            "cuGetExportTable": ("pp", self._export_table),
             "cuGetProcAddress": ("spizp", self._proc_address),
             "cuDeviceGet": ("pi", lambda p, i: put_int(p, i) if i == 0 else 101),
             "cuDeviceGetCount": ("p", lambda p: put_int(p, 1)),
@@ -136,6 +137,16 @@ class Driver:
         }  # fmt: skip
 
     # ---- small ones
+    def _export_table(self, place: int, which: int) -> int:
+        """NVRTC looks for one and does without it."""
+        put(place, 0)
+        if ctypes.string_at(which, 16) == CUDART_TABLE:
+            self.say(
+                "the program uses the CUDA runtime API, which needs tables of the driver that are not documented; "
+                "use the driver API (cuda.bindings.driver)"
+            )
+        return NOT_FOUND
+
     def _nothing(self, *_: Any) -> int:
         return OK
 
