@@ -1,9 +1,9 @@
 """Prediction of dispatch and combine on more GPUs than there are here: `python -m padless.distributed.planning`.
 
 Tokens are drawn and sent to ranks as the exchange sends them, once for each rank; to another host once, and on from
-there over NVLink, as DeepEP does; sums come back once a rank. The slowest rank decides. Rates are those measured on two H200s: the link with both directions busy, copies in memory, and how much of the local work the
-link does not hide. What is not modelled: contention inside of the NVLink switch and of the network, and skew between
-ranks.
+there over NVLink, as DeepEP does; sums come back once a rank. The slowest rank decides. Rates are those measured on two
+H200s: the link with both directions busy, copies in memory, and how much of the local work the link does not hide. What
+is not modelled: contention inside of the NVLink switch and of the network, and skew between ranks.
 """
 
 from __future__ import annotations
