@@ -25,11 +25,23 @@ from padless.testing import exchange as reference
 from padless.testing.exchange import Problem, draw
 from padless.testing.ranks import Rank, raise_first, run_ranks
 from padless.verify.ranks import together
-from padless.verify.ranks.exchange import Ranks, check_exchange, check_formats, check_invariance, check_sizes
+from padless.verify.ranks.exchange import (
+    Ranks,
+    check_exchange,
+    check_formats,
+    check_gradients,
+    check_invariance,
+    check_sizes,
+)
 from support import ep_layers
 
 Case = Callable[[Ranks], None]
-CASES: dict[str, Case] = {"formats": check_formats, "sizes": check_sizes, "invariance": check_invariance}
+CASES: dict[str, Case] = {
+    "formats": check_formats,
+    "sizes": check_sizes,
+    "gradient_rows": check_gradients,
+    "invariance": check_invariance,
+}
 
 
 def case(function: Case) -> Case:
