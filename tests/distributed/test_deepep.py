@@ -45,6 +45,7 @@ def over_deepep(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deepep, "connect", connected(ranks_per_host))
         patch.setattr(exchange, "FORMATS", exchange.FORMATS[:-1])  # DeepEP adds bfloat16 alone
+        patch.setattr(exchange, "GRADIENTS", exchange.GRADIENTS[:-1])
         for name in ("refusals", "as_collective", "cancelling", "choice"):
             patch.setitem(ep_cases.CASES, name, globals()[name])
         plant(patch, planted)
@@ -178,7 +179,7 @@ def choice(ranks: Ranks) -> None:
 
 # --- processes -------------------------------------------------------------------------------------------
 
-CASES = ("sizes", "invariance", "transposes", "refusals", "as_collective", "choice")
+CASES = ("sizes", "gradient_rows", "invariance", "transposes", "refusals", "as_collective", "choice")
 
 
 @pytest.fixture(scope="module")

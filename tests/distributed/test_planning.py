@@ -19,6 +19,9 @@ def test_copies_are_those_of_a_closed_form(ranks: int, experts: int, top_k: int)
     want = ranks * (1 - comb(experts - experts // ranks, top_k) / comb(experts, top_k))
     assert p.copies == pytest.approx(want, rel=0.01)
     assert p.rows == pytest.approx(4096 * top_k)
+    hosts = max(ranks // 8, 1)
+    want = hosts * (1 - comb(experts - experts // hosts, top_k) / comb(experts, top_k))
+    assert p.hosts == pytest.approx(want, rel=0.01)
 
 
 def test_two_gpus_as_measured() -> None:
@@ -32,7 +35,9 @@ def test_what_slows_an_exchange() -> None:
     usual = predict(Exchange(8, 4096, 7168, 256, 8))
     assert predict(Exchange(8, 4096, 7168, 256, 8, skew=1.0)).dispatch > 1.3 * usual.dispatch
     assert predict(Exchange(8, 4096, 7168, 256, 8), Machine(link=175)).combine > 1.5 * usual.combine
-    assert predict(Exchange(16, 4096, 7168, 256, 8)).dispatch > 3 * usual.dispatch  # the network
+    two_hosts = predict(Exchange(16, 4096, 7168, 256, 8))
+    assert two_hosts.combine > 3 * usual.combine  # the network, a sum for each rank
+    assert 1.5 * usual.dispatch < two_hosts.dispatch < 2 * usual.dispatch  # a row for each host
     with pytest.raises(ValueError, match="experts is 10 and ranks 4"):
         predict(Exchange(4, 1, 32, 10, 2))
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import padless
 from padless.testing import exchange
 from support.ragged import ROOT
 
@@ -97,6 +98,25 @@ def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {name: k.launches for name, k in kernels.items() if k.launches} == launches
     for name in ("fan_in", "finish"):
         assert all("fma.rn.f32" not in c.asm["ptx"] for c in kernels[name]._compiled.values())
+
+
+@pytest.mark.slow
+def test_machine_code_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in FP8 by a plan, decoded by the GPU's own conversion, on two ranks."""
+    p = exchange.draw([2, 1], 4, 160, 3, 1)
+    ranks = ep_virtual.make(p, fmt=torch.bfloat16, few_slots=0, gradient_format=padless.FP8_BLOCK)
+    kernels = ep_emulated.emulate(monkeypatch, [s.buffer for s in ranks.states])
+    ranks.dispatch(p)
+    generator = torch.Generator().manual_seed(2)
+    x = [torch.randn(t.shape, generator=generator) for t in p.tokens]
+    x = [(t * 2.0 ** torch.randint(-20, 3, t.shape, generator=generator)).to(torch.bfloat16) for t in x]
+    values = [padless.dequantize(padless.quantize(t, padless.FP8_BLOCK), torch.bfloat16) for t in x]
+    for r, got in enumerate(ranks.redispatch(x)):
+        want = exchange.rows_of(exchange.Problem(values, p.ids, p.weights, p.expert_map), r, torch.bfloat16)
+        exchange.assert_rows(got, want, f"rank {r}")
+    ep_symm_cases.check_no_error(ranks)
+    assert kernels["fan_out_gradients"].launches == 2
+    assert all("fma.rn.f32" not in c.asm["ptx"] for c in kernels["fan_out_gradients"]._compiled.values())
 
 
 @pytest.mark.slow

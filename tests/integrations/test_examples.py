@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -68,3 +70,21 @@ def test_fine_tune_qwen3_moe(
     assert abs(losses[0] - losses[1]) < 0.05
     fp8, bf16 = (AutoModelForCausalLM.from_pretrained(tmp_path / recipe).state_dict() for recipe in ("fp8", "bf16"))
     assert any(not torch.equal(fp8[name], bf16[name]) for name in fp8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
+def test_ep(launcher: list[str]) -> None:
+    """By itself, and on two ranks under torchrun: every rank has a line, FP8 near bfloat16, gradients that are there."""
+    hidden = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    environment = hidden | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(EXAMPLES / "ep.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
+    assert len(lines) == (2 if launcher else 1), done.stdout
+    for r, line in enumerate(lines):
+        assert line.startswith(f"rank {r}: {48 - r} tokens")
+        assert 0.02 < number(r"FP8 against bfloat16 ([\d.]+)", line) < 0.1
+        assert number(r"\|dx\| ([\d.]+)", line) > 0
+        assert number(r"\|dweights\| ([\d.]+)", line) > 0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import padless.distributed.triton as package
 
-MODULES = ("cells", "publish", "receive", "receive_few", "send_back")
+MODULES = ("cells", "publish", "receive", "receive_few", "receive_gradients", "send_back")
 NAME = package.__name__
 
 
@@ -82,6 +82,16 @@ BUGS = {
     ),
     "row 0 is no row": Bug("three_ranks", (("receive", "if (row >= 0) &", "if (row > 0) &"),)),
     "rows of a rank that is not there": Bug("waits", (("receive", "* TOP_K * there", "* TOP_K"),)),
+    "gradients of the other half": Bug(
+        "gradients_in_fp8", (("receive_gradients", "x_region + (half", "x_region + (0 * half"),)
+    ),
+    "gradients have their first block's scale": Bug(
+        "gradients_in_fp8", (("receive_gradients", "scales + block", "scales + 0 * block"),)
+    ),
+    "row 0 has no gradient": Bug("gradients_in_fp8", (("receive_gradients", "if (row >= 0) &", "if (row > 0) &"),)),
+    "subnormal codes of gradients": Bug("gradients_in_fp8", (("receive_gradients", "* 0.001953125", "* 0.00390625"),)),
+    "NaN of gradients is a number": Bug("gradients_in_fp8", (("receive_gradients", 'float("nan")', "480.0"),)),
+    "negative gradients": Bug("gradients_in_fp8", (("receive_gradients", "bits > 127", "bits > 255"),)),
     "sums are stored before the last were read": Bug(
         "waits", (("send_back", "finished, aborted, epoch - 1, status_ptr", "finished, aborted, 0, status_ptr"),)
     ),

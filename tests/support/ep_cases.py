@@ -1,7 +1,7 @@
 """Cases of expert parallelism that all ranks of a group run together: the same on gloo and on GPUs, with each backend.
 
-As a program, `python ep_cases.py [--cuda] [symm | collective]` spawns two processes, runs all cases in them and
-prints one JSON object, case -> error or null.
+As a program, `python ep_cases.py [--cuda] [symm | collective] [case ..]` spawns two processes, runs all cases or those
+named in them, says which on stderr, and prints one JSON object, case -> error or null.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,11 +25,23 @@ from padless.testing import exchange as reference
 from padless.testing.exchange import Problem, draw
 from padless.testing.ranks import Rank, raise_first, run_ranks
 from padless.verify.ranks import together
-from padless.verify.ranks.exchange import Ranks, check_exchange, check_formats, check_invariance, check_sizes
+from padless.verify.ranks.exchange import (
+    Ranks,
+    check_exchange,
+    check_formats,
+    check_gradients,
+    check_invariance,
+    check_sizes,
+)
 from support import ep_layers
 
 Case = Callable[[Ranks], None]
-CASES: dict[str, Case] = {"formats": check_formats, "sizes": check_sizes, "invariance": check_invariance}
+CASES: dict[str, Case] = {
+    "formats": check_formats,
+    "sizes": check_sizes,
+    "gradient_rows": check_gradients,
+    "invariance": check_invariance,
+}
 
 
 def case(function: Case) -> Case:
@@ -297,7 +310,14 @@ def run_cases(ranks: Ranks, names: list[str]) -> dict[str, str | None]:
 
 
 def run_all(rank: Rank, names: list[str] | None = None) -> dict[str, str | None]:
-    found = run_cases(Ranks(rank), names or list(CASES))
+    found: dict[str, str | None] = {}
+    for name in names or list(CASES):
+        start = time.monotonic()
+        found |= run_cases(Ranks(rank), [name])
+        if rank.rank == 0:
+            print(f"{name}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+        if found[name] is not None:  # nothing runs after a failure anywhere, as ranks may then be at odds
+            return dict.fromkeys(names or CASES, f"not run: {name} failed") | found
     together(rank)
     return found
 
@@ -347,12 +367,20 @@ def run_with_bug(rank: Rank, bug: str, name: str) -> dict[str, str | None]:
         return run_cases(Ranks(rank), [name])
 
 
-def run(size: int = 2, *, cuda: bool = False, backend: str = "collective", timeout_s: float = 100.0) -> Any:
-    """Outcome of every case, in processes of their own."""
-    return raise_first(run_ranks(run_all, size, cuda=cuda, backend=backend, timeout_s=timeout_s))[0]
+def run(
+    size: int = 2,
+    *,
+    cuda: bool = False,
+    backend: str = "collective",
+    timeout_s: float = 100.0,
+    names: list[str] | None = None,
+) -> Any:
+    """Outcome of every case, or of those named, in processes of their own."""
+    return raise_first(run_ranks(run_all, size, names, cuda=cuda, backend=backend, timeout_s=timeout_s))[0]
 
 
 if __name__ == "__main__":
     on_gpus = "--cuda" in sys.argv
     given = [a for a in sys.argv[1:] if a in ("symm", "collective")] or ["collective"]
-    json.dump(run(cuda=on_gpus, backend=given[0]), sys.stdout, indent=1)
+    chosen = [a for a in sys.argv[1:] if a in CASES]
+    json.dump(run(cuda=on_gpus, backend=given[0], names=chosen, timeout_s=300), sys.stdout, indent=1)

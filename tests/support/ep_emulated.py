@@ -15,6 +15,7 @@ KERNELS = (
     ("receive", "localize"),
     ("receive", "fan_out"),
     ("receive_few", "receive_few"),
+    ("receive_gradients", "fan_out_gradients"),
     ("send_back", "fan_in"),
     ("send_back", "finish"),
 )
@@ -40,11 +41,11 @@ class EmulatedExchange(EmulatedKernel):
 
 def emulate(monkeypatch: Any, buffers: list[torch.Tensor]) -> dict[str, EmulatedExchange]:
     """Every exchange kernel replaced by its emulated machine code; by name."""
-    from padless.distributed.triton import publish, receive, receive_few, send_back
+    from padless.distributed.triton import publish, receive, receive_few, receive_gradients, send_back
     from padless.quantization.triton import casts
 
     monkeypatch.setattr(casts, "casts_in_hardware", lambda device: True)
-    modules = {"publish": publish, "receive": receive, "receive_few": receive_few, "send_back": send_back}
+    modules = {m.__name__.rpartition(".")[2]: m for m in (publish, receive, receive_few, receive_gradients, send_back)}
     kernels = {}
     for module, name in KERNELS:
         kernels[name] = EmulatedExchange(getattr(modules[module], name))

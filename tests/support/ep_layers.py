@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from padless.demo.train.model import ModelSize
 from padless.demo.train.ranks import train_over_ranks
 from padless.distributed import ExpertParallel
+from padless.formats import FP8_BLOCK
 from padless.nn import DelayedWgrad, Experts, MoE, Recipe
 from padless.testing.exchange import draw
 from padless.testing.ranks import Rank
@@ -221,4 +222,31 @@ def training(ranks: Ranks) -> None:
             assert off <= most, f"{recipe}: gradient of {name} is off by {off}"
 
 
-CASES = {function.__name__: function for function in (experts, layers, meshes, training)}
+def gradients_that_travel_in_fp8(ranks: Ranks) -> None:
+    """The recipe "fp8" quantizes them along rows anyway, to the same codes: x, router weights and w13 get the bits
+    that they get from bfloat16 ones; w2's gradient, quantized along the tokens, is rounded once more.
+    """
+    e, h, i = 2 * ranks.size, 128, 64
+    p = draw(ranks.counts(33, 20), e, h, 2, 14, distinct=True)
+    generator = torch.Generator().manual_seed(15)
+    weights = torch.randn((e, 2 * i, h), generator=generator) / 8, torch.randn((e, h, i), generator=generator) / 6
+    dout = torch.randn(p.tokens[ranks.rank].shape, generator=generator).to(ranks.device, torch.bfloat16)
+    found = []
+    for gradient_fmt in (None, FP8_BLOCK):
+        ep = ranks.make(p, fmt=torch.bfloat16, gradient_fmt=gradient_fmt)
+        module = Experts(h, i, e, recipe="fp8", ep=ep, device=ranks.device)
+        with torch.no_grad():
+            for mine, w in zip(module.parameters(), weights, strict=True):
+                mine.copy_(w[list(ep.local_experts)])
+        x, ids, weight = (t.clone() for t in ranks.own(p))
+        x.requires_grad_()
+        weight.requires_grad_()
+        module(x, ids, weight).backward(dout)
+        found.append([x.grad, weight.grad, module.w13.grad, module.w2.grad])
+    for name, got, want in zip(("x", "weights", "w13"), found[1], found[0], strict=False):
+        assert torch.equal(got, want), name
+    off = float((found[1][3] - found[0][3]).norm() / found[0][3].norm())
+    assert 0.01 < off < 0.08, off
+
+
+CASES = {function.__name__: function for function in (experts, layers, gradients_that_travel_in_fp8, meshes, training)}

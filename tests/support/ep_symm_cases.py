@@ -145,6 +145,7 @@ def gradients_in_fp8(device: str) -> None:
             x = [torch.randn(t.shape, generator=generator) for t in p.tokens]
             x = [t * 2.0 ** torch.randint(-30, 9, t.shape, generator=generator) for t in x]
             x[0][1, 130:] = torch.nan
+            x[0][2, 7] = torch.inf
             x[2][1] = 0.0
             x = [t.to(dtype) for t in x]
             values = [padless.dequantize(padless.quantize(t, padless.FP8_BLOCK), dtype) for t in x]

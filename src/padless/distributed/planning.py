@@ -1,9 +1,9 @@
 """Prediction of dispatch and combine on more GPUs than there are here: `python -m padless.distributed.planning`.
 
-Tokens are drawn and sent to ranks as the exchange sends them, once for each rank; the slowest rank decides. Rates are
-those measured on two H200s: the link with both directions busy, copies in memory, and how much of the local work the
-link does not hide. What is not modelled: contention inside of the NVLink switch and of the network, and skew between
-ranks.
+Tokens are drawn and sent to ranks as the exchange sends them, once for each rank; to another host once, and on from
+there over NVLink, as DeepEP does; sums come back once a rank. The slowest rank decides. Rates are those measured on two
+H200s: the link with both directions busy, copies in memory, and how much of the local work the link does not hide. What
+is not modelled: contention inside of the NVLink switch and of the network, and skew between ranks.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Prediction:
-    """copies: ranks that a token goes to, on average. received: tokens that the slowest rank receives from others.
-    rows: its rows. dispatch, combine: us.
+    """copies, hosts: ranks and hosts that a token goes to, on average. received: tokens that the slowest rank receives
+    from others. rows: its rows. dispatch, combine: us.
     """
 
     copies: float
+    hosts: float
     received: float
     rows: float
     dispatch: float
@@ -88,15 +89,20 @@ def predict(e: Exchange, machine: Machine | None = None, seed: int = 0) -> Predi
     hits.scatter_add_(1, ranks, torch.ones_like(ranks, dtype=torch.float64))
     share = (hits > 0).double().mean(dim=0)  # of all tokens that go to each rank
     slots = hits.mean(dim=0)
+    per_host = min(m.ranks_per_host, e.ranks)
+    to_host = torch.stack([part.any(dim=1) for part in (hits > 0).split(per_host, dim=1)]).double().mean(dim=1)
     if e.skew == 0:  # all ranks are alike, and what differs here is how few were drawn
         share, slots = share.mean().expand(e.ranks), slots.mean().expand(e.ranks)
-    near = min(m.ranks_per_host, e.ranks) - 1
+        to_host = to_host.mean().expand(len(to_host))
+    near = per_host - 1
     far = e.ranks - 1 - near
     most, rows = float(share.max()) * e.tokens, float(slots.max()) * e.tokens * e.ranks
 
-    def transfer(row_bytes: int) -> float:
-        return max(near * most * row_bytes / m.link, far * most * row_bytes / m.network) * 1e-3
+    def transfer(row_bytes: int, over_link: float, over_network: float) -> float:
+        return max(over_link * row_bytes / m.link, over_network * row_bytes / m.network) * 1e-3
 
+    forwarded = (e.ranks - len(to_host)) * most  # all but what comes from the same place on each host
+    entering = (len(to_host) - 1) * float(to_host.max()) * e.tokens
     quantize = e.tokens * (2 * e.hidden + e.row_bytes) / m.memory * 1e-3
     store = rows * e.row_bytes / m.memory * 1e-3
     copies = float(share.sum())
@@ -104,22 +110,23 @@ def predict(e: Exchange, machine: Machine | None = None, seed: int = 0) -> Predi
     read = rows * 2 * e.hidden / m.memory * 1e-3
     return Prediction(
         copies,
+        float(to_host.sum()),
         (near + far) * most,
         rows,
-        m.fixed_dispatch + quantize + transfer(e.row_bytes) + m.unhidden_store * store,
-        m.fixed_combine + transfer(2 * e.hidden) + m.unhidden_sum * read + last_sum,
+        m.fixed_dispatch + quantize + transfer(e.row_bytes, forwarded, entering) + m.unhidden_store * store,
+        m.fixed_combine + transfer(2 * e.hidden, near * most, far * most) + m.unhidden_sum * read + last_sum,
     )
 
 
 def table(ranks: list[int], tokens: int, hidden: int, experts: int, top_k: int, skew: float, machine: Machine) -> str:
     """A Markdown table of a line for each number of ranks."""
-    lines = ["| GPUs | experts a GPU | ranks a token goes to | tokens in | rows | dispatch us | combine us |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = ["| GPUs | experts a GPU | ranks a token goes to | hosts | tokens in | rows | dispatch us | combine us |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for r in ranks:
         p = predict(Exchange(r, tokens, hidden, experts, top_k, skew), machine)
         lines.append(
-            f"| {r} | {experts // r} | {p.copies:.2f} | {p.received:.0f} | {p.rows:.0f} | {p.dispatch:.0f} "
-            f"| {p.combine:.0f} |"
+            f"| {r} | {experts // r} | {p.copies:.2f} | {p.hosts:.2f} | {p.received:.0f} | {p.rows:.0f} "
+            f"| {p.dispatch:.0f} | {p.combine:.0f} |"
         )
     return "\n".join(lines)
 

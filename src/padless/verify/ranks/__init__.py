@@ -19,12 +19,12 @@ SECONDS = 100.0  # of a check, its processes' start included
 
 
 def run_small(rank: Rank) -> str:
-    """Formats, sizes and invariance, against loops."""
+    """Formats, sizes, gradients and invariance, against loops."""
     ranks = exchange.Ranks(rank)
-    for check in (exchange.check_formats, exchange.check_sizes, exchange.check_invariance):
+    for check in (exchange.check_formats, exchange.check_sizes, exchange.check_gradients, exchange.check_invariance):
         check(ranks)
     together(rank)
-    return f"{len(exchange.FORMATS)} formats, sizes, invariance"
+    return f"{len(exchange.FORMATS)} formats, sizes, gradients, invariance"
 
 
 def run_stress(rank: Rank) -> str:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from padless.distributed import ExpertParallel
+from padless.distributed.functions import gradients_of_rows
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4
+from padless.quantization.quantize import dequantize, quantize
 from padless.testing import exchange as reference
 from padless.testing.exchange import Problem, draw
 from padless.testing.ranks import Rank
@@ -21,6 +23,7 @@ FORMATS = (
     (torch.bfloat16, None),
     (torch.float32, None),
 )
+GRADIENTS = ((torch.bfloat16, None), (torch.bfloat16, FP8_BLOCK), (torch.float32, FP8_BLOCK))
 
 
 class Ranks:
@@ -106,6 +109,22 @@ def check_sizes(ranks: Ranks) -> None:
         p.ids = [torch.full_like(ids, chosen) for ids in p.ids]
         capacity = n * 5 * 3  # an id that occurs three times is three rows
         check_exchange(ranks, p, ranks.make(p, capacity=capacity), FP8_BLOCK, None, 1)
+
+
+def check_gradients(ranks: Ranks) -> None:
+    """Gradients to the rows of all ranks by a plan, as they are and through FP8_BLOCK, bit for bit."""
+    for dtype, fmt in GRADIENTS:
+        p = draw(ranks.counts(7, 5), 2 * ranks.size, 160, 3, 6)
+        ep = ranks.make(p, fmt=dtype, gradient_fmt=fmt)
+        _, plan = ep.dispatch(*ranks.own(p))
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            douts = [torch.randn(t.shape, generator=generator).to(dtype) for t in p.tokens]
+            decoded = [d if fmt is None else dequantize(quantize(d, fmt), dtype) for d in douts]
+            want = reference.rows_of(Problem(decoded, p.ids, p.weights, p.expert_map), ranks.rank, dtype)
+            got = gradients_of_rows(ep, douts[ranks.rank].to(ranks.device), plan)
+            reference.assert_rows(got, want, f"gradients in {fmt or dtype}")
+        ep.check()
 
 
 def check_invariance(ranks: Ranks) -> None:

@@ -103,10 +103,11 @@ def measure_point(
         "combine": lambda: p.ep.combine(y, plan, weighted=True),
         "layer": layer,
     }
-    calls: dict[str, Call] = {name: replayed(call) for name, call in (eager | gradient_calls(p)).items()}
+    # Kept until all is timed, as peers are: a graph keeps addresses and no tensors.
+    gradients = gradient_calls(p)
+    calls: dict[str, Call] = {name: replayed(call) for name, call in (eager | gradients).items()}
     calls |= {f"{name}, eager": call for name, call in eager.items()}
     calls |= {"nccl dispatch": nccl.dispatch, "nccl combine": lambda: nccl.combine(nccl_y), "nccl layer": nccl.layer}
-    # Kept until all is timed: a graph keeps addresses and no tensors.
     peers: dict[str, Call] = {}
     config: Record = {}
     if folder is not None and (folder / async_ep.FOLDER).is_dir():
