@@ -64,12 +64,14 @@ PROBLEMS = (
 # ------------------------------------------------------------------------------------------------- tiles
 
 
-def run_tiles(fmt: str, config: Config, count: int, stages: int) -> Timeline:
-    """One cluster that computes ``count`` whole tiles, of a group each (of the dense kernel: side by side)."""
+def run_tiles(fmt: str, config: Config, count: int, stages: int, rows: int = 0, pairs: int = 1) -> Timeline:
+    """One cluster, or ``pairs`` of CTAs, that computes ``count`` tiles, of a group each (of the dense kernel: side by
+    side), of ``rows`` rows, or whole ones."""
     generator = torch.Generator().manual_seed(0)
     k = stages * STAGE * (2 if fmt == "NVFP4" else 1)
     dense = isinstance(config, Sm100DenseConfig)
-    rows, columns = config.tile if isinstance(config, Sm100DenseConfig) else (config.tile_m, config.cluster_n)
+    whole, columns = config.tile if isinstance(config, Sm100DenseConfig) else (config.tile_m, config.cluster_n)
+    rows = rows or whole
     values = torch.randn(rows * (1 if dense else count), k, generator=generator)
     weights = torch.randn(*((columns * count,) if dense else (count, columns)), k, generator=generator)
     offs = group_offsets([rows] * (1 if dense else count))
@@ -77,7 +79,7 @@ def run_tiles(fmt: str, config: Config, count: int, stages: int) -> Timeline:
     b = quantize(weights, FORMATS[fmt], kind="weight", scale_layout="blocked")
     driver = driver_of("emulator:sm_100a")
     sms = config.cta_group if isinstance(config, Sm100DenseConfig) else config.cluster
-    with driver.configured(machine=timed(B200, record=False), num_sms=sms):
+    with driver.configured(machine=timed(B200, record=False), num_sms=pairs * sms):
         if isinstance(config, Sm100DenseConfig):
             gemm(a, b, backend="emulator:sm_100a", config=config, out_dtype=config.out_dtype)
         else:
@@ -88,24 +90,48 @@ def run_tiles(fmt: str, config: Config, count: int, stages: int) -> Timeline:
     return timeline
 
 
-@lru_cache(maxsize=64)
-def tile_times(fmt: str, config: Config) -> TileTimes:
-    """Cycles of a whole tile of sort 0, by stages of 128 bytes of K; a tile with fewer rows counts as a whole one.
+@lru_cache(maxsize=256)
+def sort_times(fmt: str, config: Config, rows: int = 0) -> TileTimes:
+    """Cycles of a tile of ``rows`` rows, or a whole one, as sort 0, by stages of 128 bytes of K.
 
     The period is the difference of two lengths of K; what a second and third tile add to one, beyond their stages, lies
     between two tiles, and with few stages it is all that a tile's stores take."""
-    one, long = (run_tiles(fmt, config, 1, stages) for stages in (FEW, MANY))
+    one, long = (run_tiles(fmt, config, 1, stages, rows) for stages in (FEW, MANY))
     period = (long.cycles - one.cycles) / (MANY - FEW)
-    between = (run_tiles(fmt, config, 3, FEW).cycles - one.cycles) / 2 - FEW * period
-    least = (run_tiles(fmt, config, 3, 4).cycles - run_tiles(fmt, config, 1, 4).cycles) / 2
+    between = (run_tiles(fmt, config, 3, FEW, rows).cycles - one.cycles) / 2 - FEW * period
+    least = (run_tiles(fmt, config, 3, 4, rows).cycles - run_tiles(fmt, config, 1, 4, rows).cycles) / 2
     start = one.window()[0]
     end = max(one.cycles - start - FEW * period, 0.0)
-    return TileTimes(start, end, {0: period}, {0: max(between, 0.0)}, least)
+    return TileTimes(start, end, {0: period}, {0: max(between, 0.0)}, {0: least})
 
 
-def rounded(times: TileTimes) -> tuple[int, int, int, int]:
-    """(a stage, between two tiles, a tile at least, start and end) as the configurations' tables have it."""
-    return round(times.period[0]), round(times.between[0]), round(times.least), round(times.start + times.end)
+def tile_times(fmt: str, config: Config) -> TileTimes:
+    """Cycles of a kernel's tiles, by the columns of their products where these follow from their rows, else sort 0."""
+    whole = sort_times(fmt, config)
+    if isinstance(config, Sm100DenseConfig) or not config.shortens_tiles:
+        return whole
+    step = config.column_step
+    sorts = {columns: sort_times(fmt, config, columns) for columns in range(step, config.mma_n, step)}
+    sorts[config.mma_n] = whole
+    return TileTimes(
+        whole.start,
+        whole.end,
+        {sort: times.period[0] for sort, times in sorts.items()},
+        {sort: times.between[0] for sort, times in sorts.items()},
+        {sort: times.least[0] for sort, times in sorts.items()},
+        {sort: times.end for sort, times in sorts.items()},
+    )
+
+
+def rounded(times: TileTimes) -> tuple[int, ...]:
+    """(a stage, between two tiles, a tile at least, start and end) as the dense kernel's table has it."""
+    return round(times.period[0]), round(times.between[0]), round(times.least[0]), round(times.start + times.end)
+
+
+def rounded_grouped(fmt: str, config: Sm100GroupedConfig) -> tuple[int, ...]:
+    """The same of a whole tile, and a stage of the shortest, as the grouped kernel's table has it."""
+    least = sort_times(fmt, config, config.column_step) if config.shortens_tiles else sort_times(fmt, config)
+    return *rounded(sort_times(fmt, config)), round(least.period[0])
 
 
 def dense_configs() -> Iterator[tuple[tuple[int, int], Sm100DenseConfig]]:
@@ -124,10 +150,10 @@ def grouped_configs() -> Iterator[tuple[tuple[bool, int, int], Sm100GroupedConfi
 def tiles_table() -> Iterator[str]:
     """Lines of the configurations' tables."""
     for key, dense in dense_configs():
-        yield f"dense {key}: {rounded(tile_times('MXFP8', dense))},"
+        yield f"dense {key}: {rounded(sort_times('MXFP8', dense))},"
     for fmt in TILE_CYCLES:
         for tile, config in grouped_configs():
-            yield f"{fmt} {tile}: {rounded(tile_times(fmt, config))},"
+            yield f"{fmt} {tile}: {rounded_grouped(fmt, config)},"
 
 
 # ------------------------------------------------------------------------------------------------- calls
@@ -150,8 +176,9 @@ def call_of(problem: Problem, config: Sm100GroupedConfig) -> Call:
     )
     stores = [2.0 * rows * width for (_, _, rows, _), width in zip(order, widths, strict=True)]
     stages = ceil(problem.k / a_byte / STAGE)
+    sorts = [config.columns(rows) if config.shortens_tiles else 0 for _, _, rows, _ in order]
     products = float(sum(problem.sizes) * problem.n * problem.k / a_byte)
-    return Call([0] * len(order), stages, products, B200.num_sms // config.cluster, loads, stores)
+    return Call(sorts, stages, products, B200.num_sms // config.cluster, loads, stores)
 
 
 def light_us(problem: Problem) -> float:
@@ -206,9 +233,11 @@ def dense_tflops(size: int, config: Sm100DenseConfig, times: TileTimes | None = 
     tiles = ceil(size / rows) * ceil(size / columns)
     left = tiles % workers
     cuts = cuts and columns == 2 * HALF_N and 2 * left <= workers
-    half = tile_times("MXFP8", replace(config, block_n=HALF_N))
-    whole = tile_times("MXFP8", config) if times is None else times
-    both = replace(whole, period={0: whole.period[0], 1: half.period[0]}, between={0: whole.between[0], 1: 0.0})
+    half = sort_times("MXFP8", replace(config, block_n=HALF_N))
+    whole = sort_times("MXFP8", config) if times is None else times
+    both = replace(
+        whole, period={0: whole.period[0], 1: half.period[0]}, between={0: whole.between[0], 1: 0.0}, ends={1: half.end}
+    )
     sorts = [0] * (tiles - left * cuts) + [1] * (2 * left * cuts)
     loaded = bytes_from_memory(B200, Design(n=columns, compact_order=config.tile_order == "hilbert"), size)
     stored = float(size * size * config.out_dtype.itemsize)

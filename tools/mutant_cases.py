@@ -1,12 +1,14 @@
 """Launches whose mutants `tools/mutants.py` judges: every product kernel and quantizing kernel of both architectures.
 
-A case is a public call, or a kernel's own host side, on random operands by the emulator's backend. The problems are
-small and ragged; each CTA takes several tiles through a ring of few stages, so that barriers come to their later phases.
+A case is a public call, or a kernel's own host side, on random operands by the emulator's backend, of two sizes: small
+and ragged, each CTA with several tiles through a ring of few stages, so that barriers come to their later phases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,34 +27,67 @@ from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 
 Call = Callable[[EmulatedDriver], object]
-SIZES, PAST = (100, 0, 129, 30), 3
-N, K = 272, 1056
-SHORT_K = 512
+PAST = 3  # rows of no group
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Rows of the groups, n, k, and the multiprocessors of the device, of which a cluster takes several.
+
+    A problem has several stages of K to a tile and few workers; SHORT is what that hides: tiles of one stage or two,
+    whole along N, and workers that compete.
+    """
+
+    groups: tuple[int, ...]
+    n: int
+    k: int
+    num_sms: int
+
+
+LONG = Sizes((100, 0, 129, 30), 272, 1056, 2)
+SHORT = Sizes((5, 0, 200, 64, 129), 256, 96, 4)
+_sizes = LONG
+
+
+@contextmanager
+def of_sizes(sizes: Sizes) -> Iterator[None]:
+    """In this block calls of cases are made with these sizes."""
+    global _sizes
+    before, _sizes = _sizes, sizes
+    try:
+        yield
+    finally:
+        _sizes = before
 
 
 def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def rows() -> int:
+    return sum(_sizes.groups) + PAST
+
+
 def offsets() -> torch.Tensor:
-    return padless.group_offsets(SIZES)
+    return padless.group_offsets(_sizes.groups)
 
 
-def activation(fmt: Any, k: int = K, **options: Any) -> Any:
-    return padless.quantize(normal(sum(SIZES) + PAST, k), fmt, **options)
+def activation(fmt: Any, k: int, **options: Any) -> Any:
+    return padless.quantize(normal(rows(), k), fmt, **options)
 
 
-def weight(fmt: Any, n: int = N, k: int = K, **options: Any) -> Any:
-    return padless.quantize(normal(len(SIZES), n, k), fmt, kind="weight", **options)
+def weight(fmt: Any, n: int, k: int) -> Any:
+    return padless.quantize(normal(len(_sizes.groups), n, k), fmt, kind="weight")
 
 
 def product(a: Any, b: Any, config: KernelConfig) -> Call:
     """`grouped_gemm` on quantized operands; a, b: formats, or None for plain bfloat16."""
 
     def call(device: EmulatedDriver) -> object:
-        rows = normal(sum(SIZES) + PAST, K).bfloat16() if a is None else activation(a, **of_groups(a))
-        columns = normal(len(SIZES), N, K).bfloat16() if b is None else weight(b)
-        return padless.grouped_gemm(rows, columns, offsets(), backend=backend_of(device), config=config)
+        n, k = _sizes.n, _sizes.k if a is not None or _sizes is LONG else 64
+        left = normal(rows(), k).bfloat16() if a is None else activation(a, k, **of_groups(a))
+        right = normal(len(_sizes.groups), n, k).bfloat16() if b is None else weight(b, n, k)
+        return padless.grouped_gemm(left, right, offsets(), backend=backend_of(device), config=config)
 
     return call
 
@@ -61,14 +96,14 @@ def quantizing(a: Any, b: Any, epilogue: padless.Epilogue, config: KernelConfig)
     """`grouped_gemm_epilogue` with numbers of every kind that the epilogue has."""
 
     def call(device: EmulatedDriver) -> object:
-        n, groups = 256, len(SIZES)
+        n, k, groups = 256, 512 if _sizes is LONG else 128, len(_sizes.groups)
         tensors = padless.EpilogueTensors(
             alpha=normal(groups) if epilogue.alpha else None,
             bias=normal(groups, n) if epilogue.bias else None,
-            prob=normal(sum(SIZES) + PAST) if epilogue.prob else None,
+            prob=normal(rows()) if epilogue.prob else None,
             global_scale=torch.tensor([0.01]) if epilogue.row_format is NVFP4 else None,
         )
-        operands = activation(a, SHORT_K, **of_groups(a)), weight(b, n, SHORT_K)
+        operands = activation(a, k, **of_groups(a)), weight(b, n, k)
         backend = backend_of(device)
         return padless.grouped_gemm_epilogue(*operands, offsets(), epilogue, tensors, backend=backend, config=config)
 
@@ -84,23 +119,22 @@ def backend_of(device: EmulatedDriver) -> str:
 
 
 def dense(device: EmulatedDriver) -> object:
-    a, b = (padless.quantize(normal(rows, K + 224), MXFP8, scale_layout="blocked") for rows in (300, 520))
+    k = 1280 if _sizes is LONG else 128
+    a, b = (padless.quantize(normal(rows, k), MXFP8, scale_layout="blocked") for rows in (300, 520))
     config = Sm100DenseConfig(num_stages=3, block_n=128)
     return padless.gemm(a, b, backend=backend_of(device), config=config)
 
 
 def fp8_gradient(device: EmulatedDriver) -> object:
-    rows = sum(SIZES) + PAST
     (_, dy), (_, x) = (
-        padless.quantize_rows_columns(normal(rows, features), offsets(), column_block=block, rows=False)
-        for features, block in ((272, (1, 128)), (144, (128, 128)))
+        padless.quantize_rows_columns(normal(rows(), features), offsets(), column_block=block, rows=False)
+        for features, block in ((_sizes.n, (1, 128)), (_sizes.n - 128, (128, 128)))
     )
     return padless.grouped_gemm_wgrad(dy, x, backend=backend_of(device), config=WgradConfig(num_stages=2))
 
 
 def bf16_gradient(device: EmulatedDriver) -> object:
-    rows = sum(SIZES) + PAST
-    dy, x = normal(rows, 264).bfloat16(), normal(rows, 272).bfloat16()
+    dy, x = (normal(rows(), _sizes.n - less).bfloat16() for less in (8, 0))
     config = Bf16WgradConfig(num_stages=3)
     return padless.grouped_gemm_wgrad(dy, x, offs=offsets(), backend=backend_of(device), config=config)
 
@@ -108,15 +142,14 @@ def bf16_gradient(device: EmulatedDriver) -> object:
 def rows_columns(device: EmulatedDriver) -> object:
     from padless.quantization.triton import rows_columns
 
-    x = normal(sum(SIZES) + PAST, 264).bfloat16()
+    x = normal(rows(), 264).bfloat16()
     return rows_columns.rows_columns(x, offsets(), (1, 128), 32, True, device)
 
 
 def swiglu_backward(device: EmulatedDriver) -> object:
     from padless.quantization.triton import swiglu_backward
 
-    rows = sum(SIZES) + PAST
-    dh, z, prob = normal(rows, 256).bfloat16(), normal(rows, 512).bfloat16(), normal(rows)
+    dh, z, prob = normal(rows(), 256).bfloat16(), normal(rows(), 512).bfloat16(), normal(rows())
     return swiglu_backward.swiglu_backward(dh, z, offsets(), prob, "concatenated", (1, 128), 32, device)
 
 
@@ -128,25 +161,25 @@ FP8_ROWS = padless.Epilogue(alpha=True, prob=True, d_dtype=torch.bfloat16, row_f
 NVFP4_ROWS = padless.Epilogue(alpha=True, amax=True, row_format=NVFP4, row_layout="blocked", scale_rule="te")
 PAIR = Sm100GroupedConfig(cta_group=2, num_stages=3)
 
-# name -> architecture, multiprocessors of the device, the call
-CASES: dict[str, tuple[str, int, Call]] = {
-    "sm90_fp8": ("sm_90a", 2, product(FP8_BLOCK, FP8_BLOCK, Sm90Fp8Config(num_stages=3))),
-    "sm90_fp8, clusters": ("sm_90a", 2, product(FP8_BLOCK, FP8_BLOCK, Sm90Fp8Config(num_stages=3, cluster_n=2))),
-    "sm90_fp8, quantizing": ("sm_90a", 2, quantizing(FP8_BLOCK, FP8_BLOCK, FP8_ROWS, Sm90Fp8Config(num_stages=3))),
-    "sm90_bf16": ("sm_90a", 2, product(FP8_BLOCK, MXFP4, Sm90Bf16Config("FP8_BLOCK", "MXFP4", num_stages=3))),
+# name -> architecture, the call
+CASES: dict[str, tuple[str, Call]] = {
+    "sm90_fp8": ("sm_90a", product(FP8_BLOCK, FP8_BLOCK, Sm90Fp8Config(num_stages=3))),
+    "sm90_fp8, clusters": ("sm_90a", product(FP8_BLOCK, FP8_BLOCK, Sm90Fp8Config(num_stages=3, cluster_n=2))),
+    "sm90_fp8, quantizing": ("sm_90a", quantizing(FP8_BLOCK, FP8_BLOCK, FP8_ROWS, Sm90Fp8Config(num_stages=3))),
+    "sm90_bf16": ("sm_90a", product(FP8_BLOCK, MXFP4, Sm90Bf16Config("FP8_BLOCK", "MXFP4", num_stages=3))),
     "sm90_bf16, quantizing": (
-        "sm_90a", 2, quantizing(NVFP4, NVFP4, NVFP4_ROWS, Sm90Bf16Config("NVFP4", "NVFP4", num_stages=3)),
+        "sm_90a", quantizing(NVFP4, NVFP4, NVFP4_ROWS, Sm90Bf16Config("NVFP4", "NVFP4", num_stages=3)),
     ),
-    "sm90_mxfp8": ("sm_90a", 2, product(MXFP8, MXFP8, Sm90Mxfp8Config(num_stages=3))),
-    "sm90_mxfp8, quantizing": ("sm_90a", 2, quantizing(MXFP8, MXFP8, SWIGLU, Sm90Mxfp8Config(num_stages=3))),
-    "sm90_bf16_plain": ("sm_90a", 2, product(None, None, Bf16PlainConfig(block_n=128, num_stages=3))),
-    "sm90_fp8_wgrad": ("sm_90a", 2, fp8_gradient),
-    "sm90_bf16_wgrad": ("sm_90a", 2, bf16_gradient),
-    "sm90_rows_columns": ("sm_90a", 1, rows_columns),
-    "sm90_swiglu_backward": ("sm_90a", 1, swiglu_backward),
-    "sm100_grouped": ("sm_100a", 2, product(MXFP8, MXFP8, Sm100GroupedConfig(num_stages=3))),
-    "sm100_grouped, pairs": ("sm_100a", 2, product(MXFP8, MXFP4, PAIR)),
-    "sm100_grouped, FP8_BLOCK": ("sm_100a", 2, product(FP8_BLOCK, FP8_BLOCK, Sm100GroupedConfig(num_stages=3))),
-    "sm100_grouped, quantizing": ("sm_100a", 2, quantizing(MXFP8, MXFP8, BOTH, PAIR)),
-    "sm100_dense": ("sm_100a", 2, dense),
+    "sm90_mxfp8": ("sm_90a", product(MXFP8, MXFP8, Sm90Mxfp8Config(num_stages=3))),
+    "sm90_mxfp8, quantizing": ("sm_90a", quantizing(MXFP8, MXFP8, SWIGLU, Sm90Mxfp8Config(num_stages=3))),
+    "sm90_bf16_plain": ("sm_90a", product(None, None, Bf16PlainConfig(block_n=128, num_stages=3))),
+    "sm90_fp8_wgrad": ("sm_90a", fp8_gradient),
+    "sm90_bf16_wgrad": ("sm_90a", bf16_gradient),
+    "sm90_rows_columns": ("sm_90a", rows_columns),
+    "sm90_swiglu_backward": ("sm_90a", swiglu_backward),
+    "sm100_grouped": ("sm_100a", product(MXFP8, MXFP8, Sm100GroupedConfig(num_stages=3))),
+    "sm100_grouped, pairs": ("sm_100a", product(MXFP8, MXFP4, PAIR)),
+    "sm100_grouped, FP8_BLOCK": ("sm_100a", product(FP8_BLOCK, FP8_BLOCK, Sm100GroupedConfig(num_stages=3))),
+    "sm100_grouped, quantizing": ("sm_100a", quantizing(MXFP8, MXFP8, BOTH, PAIR)),
+    "sm100_dense": ("sm_100a", dense),
 }  # fmt: skip

@@ -19,9 +19,9 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -31,8 +31,10 @@ import torch
 
 from kernel_digests import normalised
 from padless.emulator.emulator import Emulator, LaunchResult
-from padless.emulator.fake_driver import EmulatedDriver, EmulatedLaunch, memory_of, standing_in
+from padless.emulator.fake_driver import EmulatedDriver, memory_of, standing_in
 from padless.emulator.mutation import Mutant, Survey
+from padless.runtime.driver import Argument, LaunchShape
+from padless.runtime.jit import CompiledKernel
 
 SEEDS = 2
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -42,16 +44,30 @@ Key = tuple[str, str, int, str]  # case, digest of its PTX, PTX line, change
 class Captured(Exception):
     """Ends a call at its launch."""
 
-    def __init__(self, launch: EmulatedLaunch) -> None:
+    def __init__(self, launch: Launch) -> None:
         super().__init__("launch")
         self.launch = launch
+
+
+class Launch(NamedTuple):
+    """Everything of a call's launch, as a driver is given it."""
+
+    emulator: Emulator
+    kernel: CompiledKernel
+    shape: LaunchShape
+    arguments: Sequence[Argument]
+    tensors: Sequence[torch.Tensor]
+
+    @property
+    def values(self) -> list[Any]:
+        return [a if isinstance(a, bytes) else a[0] for a in self.arguments]
 
 
 class Capturing(EmulatedDriver):
     """A device that hands out the launch of a call in place of running it."""
 
     def prepare(self, *arguments: Any) -> Any:
-        launch = EmulatedLaunch(self, *arguments)
+        launch = Launch(*arguments)
 
         def stop(stream: int = 0) -> None:
             raise Captured(launch)
@@ -59,13 +75,13 @@ class Capturing(EmulatedDriver):
         return stop
 
 
-def captured(name: str) -> EmulatedLaunch:
+def captured(name: str, short: bool = False) -> Launch:
     """The launch of a case, its tensors as they are before it."""
-    from mutant_cases import CASES
+    from mutant_cases import CASES, LONG, SHORT, of_sizes
 
-    arch, num_sms, call = CASES[name]
-    device = Capturing(arch)
-    with standing_in(device, arch), device.configured(num_sms=num_sms):
+    arch, call = CASES[name]
+    device, sizes = Capturing(arch), SHORT if short else LONG
+    with standing_in(device, arch), of_sizes(sizes), device.configured(num_sms=sizes.num_sms):
         try:
             call(device)
         except Captured as caught:
@@ -74,18 +90,19 @@ def captured(name: str) -> EmulatedLaunch:
 
 
 class Case:
-    """A launch that is repeated, and the mutants of its kernel. digest: of the kernel's PTX."""
+    """A launch that is repeated, and the mutants of its kernel. digest: of the kernel's PTX. short: the second size."""
 
-    def __init__(self, name: str, seeds: int = SEEDS) -> None:
-        launch = captured(name)
+    def __init__(self, name: str, seeds: int = SEEDS, short: bool = False) -> None:
+        launch = captured(name, short)
         self.name, self.seeds = name, range(seeds)
+        self._other: Case | None = None
         self._launch = launch
-        self._tensors = {i: t for i, t in enumerate(launch._tensors) if t.numel()}
+        self._tensors = {i: t for i, t in enumerate(launch.tensors) if t.numel()}
         storages = (t.untyped_storage() for t in self._tensors.values())
         self._bytes = {s.data_ptr(): torch.empty(0, dtype=torch.uint8).set_(s) for s in storages}
         self._before = {address: raw.clone() for address, raw in self._bytes.items()}
-        self.digest = hashlib.sha256(normalised(launch._kernel).encode()).hexdigest()[:12]
-        self.survey = Survey(launch._emulator, launch._kernel.entry, self.run, self.seeds)
+        self.digest = hashlib.sha256(normalised(launch.kernel).encode()).hexdigest()[:12]
+        self.survey = Survey(launch.emulator, launch.kernel.entry, self.run, self.seeds)
         expected = self.survey.expected
         for output in list(expected[0]):  # of those that the schedule changes nothing can be said
             if any(not np.array_equal(expected[seed][output], expected[0][output]) for seed in self.seeds):
@@ -97,28 +114,36 @@ class Case:
         for address, raw in self._bytes.items():
             raw.copy_(self._before[address])
         launch = self._launch
-        device = emulator.with_memory(memory_of(launch._tensors))
+        device = emulator.with_memory(memory_of(launch.tensors))
         device.arithmetic = "fast"
         result = device.launch(
-            launch._kernel.entry, launch._shape.grid, launch._shape.block, launch._arguments,
-            cluster=launch._shape.cluster, shared_bytes=launch._kernel.shared_bytes, seed=seed,
-            programmatic=launch._shape.programmatic,
+            launch.kernel.entry, launch.shape.grid, launch.shape.block, launch.values,
+            cluster=launch.shape.cluster, shared_bytes=launch.kernel.shared_bytes, seed=seed,
+            programmatic=launch.shape.programmatic,
         )  # fmt: skip
         return result, {str(address): raw.numpy().copy() for address, raw in self._bytes.items()}
 
-    def left(self, done: set[Key]) -> list[Mutant]:
-        """The mutants without a verdict, in the order of the text."""
-        name, digest = self.name, self.digest
-        return [m for m in self.survey.mutants if (name, digest, m.instruction.line, m.change) not in done]
+    def key(self, mutant: Mutant) -> Key:
+        return self.name, self.digest, mutant.instruction.line, mutant.change
 
-    def verdict(self, mutant: Mutant) -> dict[str, Any]:
-        """A line of the record."""
+    def left(self, done: dict[Key, bool]) -> list[Mutant]:
+        """The mutants without a last verdict, in the order of the text."""
+        return [m for m in self.survey.mutants if not done.get(self.key(m), False)]
+
+    def verdict(self, mutant: Mutant, again: bool = False) -> dict[str, Any]:
+        """A line of the record; short: that the second size was needed, or has been tried in vain. again: the first one
+        has been tried before."""
         started = time.perf_counter()
-        killed_by = self.survey.judge(mutant).killed_by
+        killed_by = "" if again else self.survey.judge(mutant).killed_by
+        if short := not killed_by:
+            self._other = self._other or Case(self.name, len(self.seeds), short=True)
+            if self._other.digest != self.digest:
+                raise RuntimeError(f"the two sizes of {self.name} are two kernels")
+            killed_by = self._other.survey.judge(mutant).killed_by
         ins = mutant.instruction
         source = re.sub(r"[^\s(]*/(?=device/|sm\d+_\w+/)", "", str(ins.source or ""))  # paths below kernels/
         return {"case": self.name, "digest": self.digest, "line": ins.line, "change": mutant.change,
-                 "killed_by": killed_by, "source": source, "instruction": str(ins),
+                 "killed_by": killed_by, "short": short, "source": source, "instruction": str(ins),
                  "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
 
 
@@ -138,7 +163,7 @@ def read(record: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def judge(record: Path, done: set[Key], names: list[str], first: int, taken: Any, deadline: float) -> None:
+def judge(record: Path, done: dict[Key, bool], names: list[str], first: int, taken: Any, deadline: float) -> None:
     """One process: mutants of its first case, then of the others, each drawn by one process alone."""
     torch.set_num_threads(1)
     for at in [*range(first, len(names)), *range(first)]:
@@ -161,7 +186,8 @@ def judge(record: Path, done: set[Key], names: list[str], first: int, taken: Any
                 else:
                     taken[at] = -1
                     break
-            line = json.dumps(case.verdict(left[index])) + "\n"
+            mutant = left[index]
+            line = json.dumps(case.verdict(mutant, again=case.key(mutant) in done)) + "\n"
             with record.open("a") as file:  # one write, which the file takes as a whole
                 file.write(line)
 
@@ -171,7 +197,7 @@ def run(record: Path, names: list[str], processes: int, seconds: float) -> None:
     context = multiprocessing.get_context("spawn")
     taken = context.Array("l", [0] * len(names))
     deadline = time.time() + seconds
-    done = {key_of(verdict) for verdict in read(record)}
+    done = {key_of(v): bool(v["killed_by"]) or v.get("short", False) for v in read(record)}
     workers = [
         context.Process(target=judge, args=(record, done, names, i % len(names), taken, deadline))
         for i in range(processes)

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from padless.ops.grouped_gemm import group_offsets
-from padless.quantization.triton import casts, rows_columns, swiglu_backward, weight_both
+from padless.quantization.triton import rows_columns, swiglu_backward, tiles, weight_both
 
 SHAPES = ((8192, 8192), (32768, 7168), (8192, 2048))
 WARMING_PROCESSES = 8
@@ -64,11 +64,11 @@ def options_of(variant: Variant) -> Iterator[None]:
             "MAX_REGISTERS_OF_COLUMNS": variant.registers,
             "NUM_WARPS_OF_COLUMNS": variant.warps,
         }
-        word_type = casts.word_type if variant.words else lambda x: ""
+        word_type = tiles.word_type if variant.words else lambda x: ""
         with (
             mock.patch.multiple(rows_columns, NUM_WARPS=variant.warps, **registers, **of_columns),
             mock.patch.multiple(weight_both, NUM_WARPS=variant.warps, **registers),
-            mock.patch.object(casts, "word_type", word_type),
+            mock.patch.object(tiles, "word_type", word_type),
         ):
             yield
 

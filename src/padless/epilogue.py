@@ -71,7 +71,6 @@ launch starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -165,27 +164,23 @@ class Epilogue:
         require(self.activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS))
         require(self.bias_rule in BIAS_RULES, "bias_rule", " or ".join(BIAS_RULES))
         require(self.bias_rule == "gated_sum" or self.activation == "none", "bias_rule", "gated_sum with an activation")
-        require(
-            self.d_dtype is None or self.d_dtype in OUT_DTYPES,
-            "d_dtype",
-            "None, torch.bfloat16, torch.float16 or torch.float32",
-        )
-        require(row is None or row in ROW_FORMATS, "row_format", ", ".join(f.name for f in ROW_FORMATS) + " or None")
-        require(
-            column is None or column in COLUMN_FORMATS,
-            "column_format",
-            ", ".join(f.name for f in COLUMN_FORMATS) + " or None",
-        )
+        require(self.d_dtype in (None, *OUT_DTYPES), "d_dtype", "None, torch.bfloat16, torch.float16 or torch.float32")
+        rows, columns = (", ".join(f.name for f in allowed) + " or None" for allowed in (ROW_FORMATS, COLUMN_FORMATS))
+        require(row in (None, *ROW_FORMATS), "row_format", rows)
+        require(column in (None, *COLUMN_FORMATS), "column_format", columns)
         require(row is None or column is None or row == column, "column_format", "that of the rows, or only one")
-        require(
-            row is not None or column is not None or self.d_dtype is not None or self.amax,
-            "d_dtype",
-            "not None when nothing else is wanted",
-        )
-        format = row or column
-        rules = ("",) if format is None else SCALE_RULES[format]
+        is_empty = self.format is None and self.d_dtype is None and not self.amax
+        require(not is_empty, "d_dtype", "not None when nothing else is wanted")
+        rules = ("",) if self.format is None else SCALE_RULES[self.format]
         require(self.scale_rule in rules, "scale_rule", " or ".join(map(repr, rules)))
-        _require_layouts(require, format, self.row_layout, self.column_layout)
+        require(self.row_layout in ROW_LAYOUTS, "row_layout", ", ".join(ROW_LAYOUTS))
+        require(self.column_layout in COLUMN_LAYOUTS, "column_layout", ", ".join(COLUMN_LAYOUTS))
+        if self.format == FP8_BLOCK:
+            require(self.row_layout in ("plain", "plain_mn"), "row_layout", "plain or plain_mn for FP8_BLOCK")
+            require(self.column_layout == "plain", "column_layout", "plain for FP8_BLOCK")
+        else:
+            is_plain_mn = self.row_layout == "plain_mn"
+            require(not is_plain_mn, "row_layout", "plain, blocked or blocked_groups except for FP8_BLOCK")
 
     @property
     def format(self) -> BlockScaledFormat | None:
@@ -210,18 +205,6 @@ class Epilogue:
     def out_columns(self, n: int) -> int:
         """N_out for B with n rows."""
         return n // 2 if self.is_glu else n
-
-
-def _require_layouts(
-    require: Callable[[bool, str, str], None], format: BlockScaledFormat | None, row: str, column: str
-) -> None:
-    require(row in ROW_LAYOUTS, "row_layout", ", ".join(ROW_LAYOUTS))
-    require(column in COLUMN_LAYOUTS, "column_layout", ", ".join(COLUMN_LAYOUTS))
-    if format == FP8_BLOCK:
-        require(row in ("plain", "plain_mn"), "row_layout", "plain or plain_mn for FP8_BLOCK")
-        require(column == "plain", "column_layout", "plain for FP8_BLOCK")
-    else:
-        require(row != "plain_mn", "row_layout", "plain, blocked or blocked_groups except for FP8_BLOCK")
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from padless.gradients import detached
-from padless.row_groups import RowGroups
+from padless.row_groups import RowGroups, is_integers
 
 KINDS = ("activation", "weight")
 
@@ -384,7 +384,7 @@ def _check_offs(t: BlockScaledTensor) -> None:
         return
     if t.data.dim() != 2:
         raise ValueError(f"offs must be None for data of shape {tuple(t.data.shape)}: it is of groups of rows")
-    if not isinstance(offs, torch.Tensor) or offs.dim() != 1 or offs.dtype not in (torch.int32, torch.int64):
+    if not is_integers(offs):
         got = f"{tuple(offs.shape)} {offs.dtype}" if isinstance(offs, torch.Tensor) else type(offs).__name__
         raise ValueError(f"offs must be a 1-D tensor of integers (padless.group_offsets), got {got}")
     if offs.device != t.data.device:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 
@@ -61,7 +62,7 @@ class RowGroups:
                     )
 
 
-def clamped_ends(offs: list[int], rows: int) -> list[int]:
+def clamped_ends(offs: Iterable[int], rows: int) -> list[int]:
     """The ends that count: the running maximum, within [0, rows]."""
     return [min(end, rows) for end in accumulate(offs, max, initial=0)][1:]
 
@@ -79,7 +80,7 @@ def offs_from_indptr(m_indptr: torch.Tensor) -> torch.Tensor:
 
     m_indptr: int32 or int64, its first entry 0. Raises ValueError; the first entry is looked at on a CPU alone.
     """
-    _check_integers("m_indptr", m_indptr, 1)
+    _check_integers("m_indptr", m_indptr)
     if len(m_indptr) == 0 or (m_indptr.is_cpu and int(m_indptr[0]) != 0):
         raise ValueError(f"m_indptr must start with 0 and have an entry for each end, got {_shown(m_indptr)}")
     return m_indptr[1:].to(torch.int32).contiguous()
@@ -95,7 +96,7 @@ def offs_from_indices(m_indices: torch.Tensor, num_groups: int) -> torch.Tensor:
     Raises ValueError; descending entries, and groups that do not exist, are looked for on a CPU alone. On a GPU an entry
     that descends counts as the largest one before it.
     """
-    _check_integers("m_indices", m_indices, 1)
+    _check_integers("m_indices", m_indices)
     if m_indices.is_cpu:
         kept = m_indices[m_indices >= 0]
         if bool((kept.diff() < 0).any()) or bool((kept >= num_groups).any()):
@@ -131,7 +132,7 @@ def from_masked(masked_m: torch.Tensor, max_m: int) -> MaskedRows:
 
     Nothing waits for the device. Raises ValueError.
     """
-    _check_integers("masked_m", masked_m, 1)
+    _check_integers("masked_m", masked_m)
     if max_m < 0:
         raise ValueError(f"max_m is {max_m}; it must not be negative")
     sizes = masked_m.to(torch.int64).clamp(0, max_m)
@@ -145,10 +146,15 @@ def from_masked(masked_m: torch.Tensor, max_m: int) -> MaskedRows:
     return MaskedRows(rows[:total], ends.to(torch.int32), inverse)
 
 
-def _check_integers(name: str, t: torch.Tensor, rank: int) -> None:
-    if not isinstance(t, torch.Tensor) or t.dtype not in (torch.int32, torch.int64) or t.dim() != rank:
+def is_integers(t: object, rank: int = 1) -> TypeGuard[torch.Tensor]:
+    """Whether ``t`` is an int32 or int64 tensor of so many dimensions."""
+    return isinstance(t, torch.Tensor) and t.dtype in (torch.int32, torch.int64) and t.dim() == rank
+
+
+def _check_integers(name: str, t: object) -> None:
+    if not is_integers(t):
         got = f"{tuple(t.shape)} {t.dtype}" if isinstance(t, torch.Tensor) else type(t).__name__
-        raise ValueError(f"{name} must be a {rank}-D int32 or int64 tensor, got {got}")
+        raise ValueError(f"{name} must be a 1-D int32 or int64 tensor, got {got}")
 
 
 def _shown(t: torch.Tensor) -> str:

@@ -300,9 +300,9 @@ def test_ordinary_launches_are_packed_without_the_attribute(monkeypatch: pytest.
 
 
 def test_kernels_of_both_projections_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = warm_up_worker.make_grouped
-    on_cpu = lambda point, sizes, seed, device: made(point, sizes, seed, "cpu")  # noqa: E731
-    monkeypatch.setattr(warm_up_worker, "make_grouped", on_cpu)
+    made = warm_up_worker.make_decode
+    on_cpu = lambda point, seed, device, **options: made(point, seed, "cpu", **options)  # noqa: E731
+    monkeypatch.setattr(warm_up_worker, "make_decode", on_cpu)
     contenders = warm_up_worker._contenders("chain", vars(POINT), [], 0)
     assert [contender.name for contender in contenders] == ["padless", "mlp"]
     assert [c.name for c in warm_up_worker._contenders("decode", vars(POINT), [], 0)] == ["padless"]

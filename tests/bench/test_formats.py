@@ -79,7 +79,7 @@ def test_bytes_are_those_of_codes_scales_and_result(record: dict[str, Any]) -> N
 def test_torch_multiplies_the_dequantized_operands() -> None:
     operands = make_operands("NVFP4", "NVFP4", [3, 0, 9], 32, 64, seed=1, device="cpu")
     point = FormatsPoint("prefill", 12, 32, 64, 3)
-    entries = formats.bf16_entries({"NVFP4 x NVFP4": operands}, point, formats.plain_names("sm_90a"))
+    entries = formats.bf16_entries(operands, None, point, formats.plain_names("sm_90a"))
     assert set(entries) == {TORCH, "BF16 x BF16"}
     assert entries[TORCH].bytes == entries["BF16 x BF16"].bytes
     x, w = dequantize(operands.a).bfloat16().double(), dequantize(operands.b).bfloat16().double()

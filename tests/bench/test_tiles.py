@@ -13,6 +13,7 @@ from rich.console import Console
 
 from padless.bench import run as run_module
 from padless.bench import run_tiles
+from padless.bench import session as session_module
 from padless.bench.cases import tiles
 from padless.bench.group_sizes import Point
 from padless.bench.problem import GroupedProblem, make_grouped
@@ -90,8 +91,8 @@ def test_a_run_from_the_grid_to_the_report(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(run_module, "open_session", open_session)
     monkeypatch.setattr(machine, "require_gpu", lambda what: None)
-    made = tiles.make_grouped
-    monkeypatch.setattr(tiles, "make_grouped", lambda point, sizes, seed, _: made(point, sizes, seed, "cpu"))
+    made = session_module.make_grouped
+    monkeypatch.setattr(session_module, "make_grouped", lambda point, sizes, seed, _: made(point, sizes, seed, "cpu"))
     points = [Point(70, 256, 128, 3), Point(33, 136, 144, 2)]
     first = run_tiles(points[:1], tmp_path, settings)
     assert opened == [("tiles", tmp_path, [], settings, (), tiles.facts())]

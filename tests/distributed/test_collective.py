@@ -33,6 +33,7 @@ def test_planted_bugs_are_found() -> None:
     planted = (
         ("order", "formats"), ("unweighted", "formats"), ("lost", "sizes"), ("slots", "gradients"),
         ("order", "training"), ("slots", "training"), ("order", "experts"), ("again", "experts"),
+        ("scales", "gradients_in_fp8"), ("again", "gradients_in_fp8"),
     )  # fmt: skip
     with RankPool(2, cuda=False, backend="collective") as pool:
         for bug, case in planted:

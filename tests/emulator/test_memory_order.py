@@ -265,6 +265,41 @@ def test_accumulators_that_were_read_need_a_wgmma_fence() -> None:
         assert (out == 1 + 32 + 2 + 64).all()
 
 
+# ---- strong accesses of several CTAs to one word are no race if the scope of each reaches the other thread
+STRONG = r"""
+#define RED(s) asm volatile("red" s ".global.add.u32 [%0], 1;" ::"l"(out) : "memory")
+#define LD(s) asm volatile("{\n.reg .u32 r;\nld" s ".global.u32 r, [%0];\n}" ::"l"(out) : "memory")
+#define MEET() asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory")
+extern "C" __global__ void __cluster_dims__(CTAS) k(unsigned* out) { STATEMENTS }"""
+
+
+@pytest.mark.parametrize(
+    ("statements", "grid", "ctas", "expected"),
+    [
+        ('RED("");', 4, 1, set()),
+        ('RED(".relaxed.gpu");', 4, 2, set()),
+        ('RED(".relaxed.sys");', 4, 1, set()),
+        ('RED(".relaxed.cta");', 1, 1, set()),
+        ('RED(".relaxed.cta");', 2, 1, {"race"}),
+        ('RED(".relaxed.cta");', 2, 2, {"race"}),
+        ('RED(".relaxed.cluster");', 2, 2, set()),
+        ('RED(".relaxed.cluster");', 4, 2, {"race"}),
+        ('if (blockIdx.x == 1) RED(".relaxed.cta"); else RED(".relaxed.gpu");', 2, 1, {"race"}),
+        ('if (blockIdx.x == 1) LD(".relaxed.cta"); else RED(".relaxed.gpu");', 2, 1, {"race"}),
+        ('if (blockIdx.x == 1) LD(".relaxed.gpu"); else RED(".relaxed.gpu");', 2, 1, set()),
+        ('LD(".relaxed.cta");', 4, 1, set()),
+        ('if (blockIdx.x == 0) RED(".relaxed.cta"); MEET(); if (blockIdx.x == 1) RED(".relaxed.cta");', 2, 2, set()),
+    ],
+)
+def test_atomics_of_several_ctas_need_a_scope_that_reaches_them(
+    statements: str, grid: int, ctas: int, expected: set[str]
+) -> None:
+    source = STRONG.replace("STATEMENTS", statements).replace("CTAS", str(ctas))
+    for seed in SEEDS:
+        found = launch(source, [np.zeros(32, np.uint32)], grid=grid, block=32, seed=seed)
+        assert kinds(found) == expected
+
+
 def test_words_beyond_those_told_apart_order_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release at one word and an acquire at another order nothing, unless words are so many that they count as one."""
     source = r"""

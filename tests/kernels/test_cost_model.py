@@ -174,7 +174,7 @@ def test_expected_tiles_against_every_size() -> None:
             every = range(2 * mean_rows + 1)
             full = sum(s // block_m + (s % block_m > block_m / 2) for s in every) / len(every)
             short = sum(0 < s % block_m <= block_m / 2 for s in every) / len(every)
-            got = cost_model._expected_m_tiles(7 * mean_rows, 7, block_m)
+            got = cost_model.expected_m_tiles(7 * mean_rows, 7, block_m)
             assert got == pytest.approx((7 * full, 7 * short), rel=0.06, abs=0.1)
 
 

@@ -15,8 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from padless.kernels.schedule import clean_offs, walk_of_groups
+from padless.kernels.schedule import walk_of_groups
 from padless.reference.gemm import group_rows
+from padless.row_groups import clamped_ends
 from support.schedule_device import ALL_SHAPES, BLOCKS_M, SIZES, Device, Shape, Table, build, ends_of, shares_of, twin
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -125,20 +126,20 @@ def test_no_groups_have_no_tiles() -> None:
 
 
 @given(offs=st.lists(INT32, max_size=40), m=st.integers(0, 2**30))
-def test_clean_offs_is_the_running_maximum_inside_the_tensor(offs: list[int], m: int) -> None:
-    cleaned = clean_offs(offs, m)
+def test_clamped_ends_is_the_running_maximum_inside_the_tensor(offs: list[int], m: int) -> None:
+    cleaned = clamped_ends(offs, m)
     assert cleaned == [min(max(0, *offs[: g + 1]), m) for g in range(len(offs))]
     assert cleaned == sorted(cleaned)
     assert all(0 <= end <= m for end in cleaned)
-    assert clean_offs(cleaned, m) == cleaned
+    assert clamped_ends(cleaned, m) == cleaned
     # The judge works out the groups by itself; the two must agree on what wrong offs mean.
     assert [end for _, end in group_rows(torch.tensor(offs, dtype=torch.int64), m)] == cleaned
 
 
 @given(sizes=st.lists(st.integers(0, 1000), max_size=20), past=st.integers(0, 10))
-def test_clean_offs_leaves_right_offs_alone(sizes: list[int], past: int) -> None:
+def test_clamped_ends_leaves_right_offs_alone(sizes: list[int], past: int) -> None:
     offs = ends_of(tuple(sizes))
-    assert clean_offs(offs, sum(sizes) + past) == offs
+    assert clamped_ends(offs, sum(sizes) + past) == offs
 
 
 @given(
@@ -148,7 +149,7 @@ def test_clean_offs_leaves_right_offs_alone(sizes: list[int], past: int) -> None
 )
 def test_the_device_makes_the_same_of_wrong_offs(device: Device, offs: list[int], m: int, block_m: int) -> None:
     table = device.table(offs, m, block_m)
-    assert table.cleaned == clean_offs(offs, m)
+    assert table.cleaned == clamped_ends(offs, m)
     assert list(zip(table.groups, table.starts, table.ends, strict=True)) == walk_of_groups(offs, m)
     sizes = [end - start for start, end in zip(table.starts, table.ends, strict=True)]
     assert table.tile_ends == list(itertools.accumulate(-(-size // block_m) for size in sizes))

@@ -235,7 +235,7 @@ def test_a_wheel_carries_the_kernels_and_the_command(wheel):
     device_sources = {f"padless/kernels/{name}" for name in jit.sources()}
     assert "padless/kernels/sm90_fp8/sm90_fp8_grouped_gemm.cu" in device_sources
     assert {name for name in names if name.endswith((".cu", ".cuh"))} == device_sources & tracked
-    assert "padless/py.typed" in names
+    assert {"padless/py.typed", "padless/cli/batch_invariance.md"} <= set(names)
     assert not [name for name in names if name.startswith(("tests", "docs", "tools"))]
     info = f"padless-{padless.__version__}.dist-info"
     assert "padless = padless.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()

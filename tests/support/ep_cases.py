@@ -11,6 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,47 @@ def gradients(ranks: Ranks) -> None:
         torch.testing.assert_close(
             got.detach().cpu(), expected.detach(), rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@case
+def gradients_in_fp8(ranks: Ranks) -> None:
+    """dout travels in FP8_BLOCK: gradients are those of its decoded values in float64, and near those of dout itself."""
+    e, h = 2 * ranks.size, 160
+    generator = torch.Generator().manual_seed(3)
+    p = draw(ranks.counts(6, 4), e, h, 3, 6, dtype=torch.float32)
+    w = torch.randn((e, h, h), generator=generator) / 13
+    douts = [torch.randn(t.shape, generator=generator) for t in p.tokens]
+    ep = ranks.make(p, fmt=torch.float32, gradient_fmt=padless.FP8_BLOCK)
+    x, ids, weight = ranks.own(p)
+    x.requires_grad_()
+    weight = weight.clone().requires_grad_()
+    own = w[list(ep.local_experts)].to(ranks.device).requires_grad_()
+
+    def experts(rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        ends = [0, *offs.tolist()]
+        parts = [rows[a:b] @ own[g].T for g, (a, b) in enumerate(itertools.pairwise(ends))]
+        return torch.cat([*parts, torch.zeros_like(rows[ends[-1] :])])
+
+    out = expert_parallel_moe(x, ids, weight, ep, experts_fn=experts)
+    out.backward(douts[ranks.rank].to(ranks.device))
+    decoded = [padless.dequantize(padless.quantize(d, padless.FP8_BLOCK), torch.float32) for d in douts]
+    errors = []
+    for dout in (decoded, douts):
+        leaves = [t.detach().double().requires_grad_() for t in (w, *p.tokens, *p.weights)]
+        tokens, weights = leaves[1 : 1 + ranks.size], leaves[1 + ranks.size :]
+        for t, router, chosen, d in zip(tokens, weights, p.ids, dout, strict=True):
+            y = torch.einsum("tkih,th->tki", leaves[0][chosen.clamp(min=0)], t)
+            y = (torch.where(chosen >= 0, router, 0.0)[..., None] * y).sum(1)
+            y.backward(d.double())
+        want = [tokens[ranks.rank].grad, weights[ranks.rank].grad, leaves[0].grad[list(ep.local_experts)]]
+        got = [t.grad.cpu().double() for t in (x, weight, own)]
+        errors.append([float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)])
+    assert max(errors[0]) < 1e-5, errors
+    assert min(errors[1]) > 0.005, errors
+    assert max(errors[1]) < 0.08, errors  # of router weights most: their dot products cancel
+    assert ep.settings.gradient_rows(x).record_bytes == 176, "160 codes and two scales, not 640 bytes"
+    with pytest.raises(ValueError, match=r"gradient_fmt is .* allowed: None, and FP8_BLOCK where fmt is"):
+        ranks.make(p, gradient_fmt=padless.FP8_BLOCK)
 
 
 @case
@@ -262,7 +304,7 @@ def run_all(rank: Rank, names: list[str] | None = None) -> dict[str, str | None]
 
 def run_with_bug(rank: Rank, bug: str, name: str) -> dict[str, str | None]:
     """A case with a bug in the collective backend of every rank."""
-    from padless.distributed import collective
+    from padless.distributed import collective, row_format
     from padless.distributed.plan import Sorted, sort_slots
 
     backend, call = collective.CollectiveBackend, collective.ops.call
@@ -288,8 +330,13 @@ def run_with_bug(rank: Rank, bug: str, name: str) -> dict[str, str | None]:
         rows = redispatch(self, x, plan)
         return torch.cat([rows[:2].flip(0), rows[2:]])
 
+    def scales_of_other_blocks(self: Any, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rows = self.rows(records, None)
+        return rows if self.is_plain else padless.dequantize(replace(rows, scale=rows.scale.flip(1)), dtype)
+
     patches: dict[str, tuple[Any, str, Any]] = {
         "order": (collective, "sort_slots", from_the_last),
+        "scales": (row_format.RowFormat, "values", scales_of_other_blocks),
         "unweighted": (collective.ops, "call", unweighted),
         "lost": (backend, "_fan_out", without_row_0),
         "slots": (backend, "combine", without_slots),

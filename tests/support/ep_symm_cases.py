@@ -134,6 +134,31 @@ def order_of_sums(device: str) -> None:
 
 
 @case
+def gradients_in_fp8(device: str) -> None:
+    """Rows of other values through FP8_BLOCK, decoded: the bits of quantizing and decoding a token, wherever it goes."""
+    for dtype, programs in ((torch.bfloat16, 0), (torch.float32, 1)):
+        p = draw([5, 0, 3], 6, 160, 3, 4)
+        ranks = make(p, fmt=dtype, device=device, programs=programs, gradient_format=padless.FP8_BLOCK, few_slots=0)
+        check_dispatch(p, ranks, dtype, ranks.dispatch(p))
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            x = [torch.randn(t.shape, generator=generator) for t in p.tokens]
+            x = [t * 2.0 ** torch.randint(-30, 9, t.shape, generator=generator) for t in x]
+            x[0][1, 130:] = torch.nan
+            x[2][1] = 0.0
+            x = [t.to(dtype) for t in x]
+            values = [padless.dequantize(padless.quantize(t, padless.FP8_BLOCK), dtype) for t in x]
+            want = Problem(values, p.ids, p.weights, p.expert_map)
+            for r, got in enumerate(ranks.redispatch(x)):
+                assert got.dtype == dtype
+                rows = exchange.rows_of(want, r, dtype)
+                torch.testing.assert_close(got[: len(rows)].cpu(), rows, rtol=0, atol=0, equal_nan=True)
+                assert len(rows)
+        check_combine(p, ranks, 1, weighted=True)
+        check_no_error(ranks)
+
+
+@case
 def formats(device: str) -> None:
     """Every format's codes and scales."""
     for fmt in (padless.FP8_BLOCK, padless.MXFP8, padless.MXFP4, padless.NVFP4, torch.float32):

@@ -60,6 +60,7 @@ def make(
     polls: int = 3,
     timeout: float = 2.0,
     few_slots: int = 1024,
+    gradient_format: object = None,
 ) -> Ranks:
     """Ranks for a problem's sizes. capacity: None is for every slot."""
     hidden, top_k, num_ranks = p.tokens[0].shape[1], p.ids[0].shape[1], p.num_ranks
@@ -69,7 +70,7 @@ def make(
         Settings(
             rank, num_ranks, len(p.expert_map), hidden, top_k, most,
             RowFormat(fmt, hidden, major), capacity or num_ranks * most * top_k,
-            torch.float32 if fmt == torch.float32 else torch.bfloat16, timeout, programs,
+            torch.float32 if fmt == torch.float32 else torch.bfloat16, timeout, programs, gradient_format,
         )
         for rank in range(num_ranks)
     ]  # fmt: skip

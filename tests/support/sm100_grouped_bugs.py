@@ -26,6 +26,7 @@ ONE = C(num_stages=2)
 PAIR = C(cta_group=2, mma_n=256, num_stages=2)
 WIDE = C(mma_n=256, num_stages=2)
 FEW = C(tokens_on_n=True, mma_n=64, num_stages=2)
+SHORT = C(cta_group=2, tokens_on_n=True, mma_n=256, num_stages=2)  # of 256 tokens, or 64, 128, 192
 SHARED = C(cta_group=2, mma_n=256, multicast=2, num_stages=2)  # two pairs, 512 columns
 
 
@@ -83,10 +84,10 @@ BUGS: tuple[Bug, ...] = (
     # ---- the accumulators' shared columns
     Bug("shared columns given back before they are read", ("race",), ((MAIN, "i == CHUNKS_BEFORE_DRAINED - 1", "i == CHUNKS_BEFORE_DRAINED - 2"),), WIDE, "NVFP4", quick=True),
     Bug("shared columns of the first accumulator read last", ("race",), ((MAIN, "NUM_CHUNKS - 1 - i : i", "i : i"),), WIDE, "NVFP4", n=256),
-    Bug("second accumulator a column too low", ("race",), ((STORAGE, "SECOND_ACCUMULATOR = MMA_N - SHARED_COLUMNS", "SECOND_ACCUMULATOR = MMA_N - SHARED_COLUMNS - 1"),), WIDE, "NVFP4"),
-    Bug("scales over the accumulator", (), ((STORAGE, "LEFT_SCALES_AT = 2 * MMA_N - SHARED_COLUMNS", "LEFT_SCALES_AT = 2 * MMA_N - SHARED_COLUMNS - 4"),), WIDE, "NVFP4", n=256),
+    Bug("second accumulator a column too low", ("race",), ((STORAGE, "UNIT_N : MMA_N - SHARED_COLUMNS", "UNIT_N : MMA_N - SHARED_COLUMNS - 1"),), WIDE, "NVFP4"),
+    Bug("scales over the accumulator", (), ((STORAGE, "SUMS_AT + MMA_N : 2 * MMA_N - SHARED_COLUMNS", "SUMS_AT + MMA_N : 2 * MMA_N - SHARED_COLUMNS - 4"),), WIDE, "NVFP4", n=256),
     # ---- counts
-    Bug("bytes of one CTA expected", ("mbarrier", "race", "deadlock"), ((LOAD, "CTA_GROUP * BYTES", "BYTES"),), PAIR),
+    Bug("bytes of one CTA expected", ("mbarrier", "race", "deadlock"), ((LOAD, "CTA_GROUP * bytes", "bytes"),), PAIR),
     Bug("gathering warps do not arrive", ("deadlock",), ((LOAD, "mbarrier_arrive(full);", ";"),)),
     Bug("gathering warps of the odd CTA not counted", ("mbarrier", "race"), ((STORAGE, "? CTA_GROUP : 0)", "? 1 : 0)"),), PAIR),
     Bug("stores of the odd CTA not counted", ("mbarrier", "race"), ((STORAGE, "DRAINED_ARRIVALS = CTA_GROUP * NUM_STORE_WARPS;", "DRAINED_ARRIVALS = NUM_STORE_WARPS;"),), PAIR, sizes=(20, 0, 130, 9, 5, 7)),
@@ -108,19 +109,29 @@ BUGS: tuple[Bug, ...] = (
     Bug("sums given back to the first pair", ("mbarrier", "race", "deadlock"), ((MAIN, "mbarrier_arrive_release_cluster(drained, even_rank());", "mbarrier_arrive_release_cluster(drained, 0);"),), SHARED, n=392, sizes=(20, 0, 130, 9, 5, 7)),
     Bug("readers in the other pair not counted", ("mbarrier", "race"), ((STORAGE, "CLUSTER * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + MULTICAST", "CTA_GROUP * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + 1"),), SHARED, n=392, sizes=(20, 0, 130, 9, 5, 7)),
     Bug("clusters do not wait for each other at the end", ("exit", "race", "mbarrier"), ((MAIN, LAST_CLUSTER_SYNC, ""),), SHARED, n=392, nth=1),
+    # ---- tiles of few tokens, and the first tile
+    Bug("bytes of a whole tile expected", ("deadlock", "mbarrier"), ((LOAD, "SHORT ? own_rows * BLOCK_K + (LOADS_SCALES ? atoms * LEFT_SCALE_BYTES : 0) : BYTES", "BYTES"),), SHORT, "NVFP4", quick=True),
+    Bug("odd CTA's tokens begin behind those of a whole tile", (), ((LOAD, "pair_rank() * (APART ? to_up : own_rows);", "pair_rank() * (APART ? to_up : ROWS);"),), SHORT),
+    Bug("boxes of tokens in one place", ("race", "mbarrier"), ((LOAD, "data + box * BOX * BLOCK_K, full", "data, full"),), SHORT),
+    Bug("every box has the first one's tokens", (), ((LOAD, "row + box * BOX, group", "row, group"),), SHORT),
+    Bug("a short tile multiplied by whole products", (), ((MAIN, "product_shape(columns);", "product_shape(MMA_N);"),), SHORT, quick=True),
+    Bug("scales of the last 128 tokens not copied", (), ((MAIN, "if (part * 128 >= columns) break;", "if (part > 0 && part * 128 + 128 >= columns) break;"),), SHORT, "NVFP4"),
+    Bug("scales of 128 tokens loaded twice", (), ((LOAD, "scale_tile + atom,", "scale_tile,"),), SHORT, "NVFP4", k=448, layouts=("blocked_groups", "blocked")),
+    Bug("first tile queued twice", ("deadlock", "mbarrier", "race"), ((MAIN, "nullptr, has_small_table);", "nullptr, false);"),)),
+    Bug("first tile of the odd CTA another worker's", (), ((MAIN, "const int worker = blockIdx.x / CLUSTER,", "const int worker = blockIdx.x,"),), PAIR),
     # ---- leaving
     Bug("CTAs of a pair do not wait for each other at the end", ("exit", "race"), ((MAIN, LAST_CLUSTER_SYNC, ""),), PAIR, nth=1),
     Bug("tensor memory not freed", ("tensor-memory",), ((MAIN, "if (warp == MULTIPLY_WARP) tcgen05_dealloc", "if (problem.counter < -1) tcgen05_dealloc"),)),
     Bug("tensor memory freed too early", ("race", "tensor-memory"), ((MAIN, "    __syncwarp();\n\n    tcgen05_fence_before_thread_sync();\n    __syncthreads();", "    __syncwarp();"),)),
     # ---- values
-    Bug("scale id off by one", (), ((MAIN, "SHAPE | scale_ids(step)", "SHAPE | scale_ids((step + 1) % 4)"),), quick=True),
+    Bug("scale id off by one", (), ((MAIN, "shape | scale_ids(step)", "shape | scale_ids((step + 1) % 4)"),), quick=True),
     Bug("scales of the step before", (), ((MAIN, "sfa + step * LEFT_ATOM", "sfa + (step ^ 1) * LEFT_ATOM"),), fmt="NVFP4"),
     Bug("second 128 columns take the scales of the first", (), ((MAIN, "part * LEFT_SCALE_BYTES + atom * 512) / 16", "atom * 512) / 16"),), WIDE),
     Bug("window of scales not shifted", (), ((GATHER, "const int skip = first >> 5 & 3;", "const int skip = 0;"),), quick=True),
     Bug("window of scales from one tile", (), ((GATHER, "tile < last_tile && skip != 0 ? tile + 1 : tile;", "tile;"),)),
     Bug("groups' own tiles not counted", (), ((GATHER, "(before + tiles - own) * 128 - start", "before * 128 - start"),), layouts=("blocked_groups", "blocked")),
     Bug("padding of scales not cleared", (), ((GATHER, "left >= 4 ? word :", "left >= -8 ? word :"),), FEW, "NVFP4", k=352),
-    Bug("odd CTA takes the even one's rows", (), ((LOAD, "+ pair_rank() * (APART ? to_up : ROWS);", ";"),), PAIR),
+    Bug("odd CTA takes the even one's rows", (), ((LOAD, "+ pair_rank() * (APART ? to_up : own_rows);", ";"),), PAIR),
     Bug("odd CTA takes the even one's scales", (), ((LOAD, "int row = IS_LEFT ? pair_rank() * LANE_ROWS : 0;", "int row = 0;"),), PAIR),
     Bug("first products added to what was there", ("uninitialised-tensor-memory",), ((MAIN, "kb + step > 0", "true"),)),
     Bug("K ends a step early", (), ((MAIN, "(bytes_left + MMA_K - 1) / MMA_K", "bytes_left / MMA_K - 1"),)),

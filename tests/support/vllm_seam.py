@@ -38,6 +38,21 @@ PARAMETERS = {
     "_supports_parallel_config": ["moe_parallel_config"],
     "_supports_batch_invariance": [],
 }
+# Parameters of what PadlessPrepareAndFinalize overrides.
+EXCHANGE = {
+    "prepare": [
+        *("self", "a1", "topk_weights", "topk_ids", "num_experts", "expert_map", "apply_router_weight_on_input"),
+        *("quant_config", "defer_input_quant"),
+    ],
+    "finalize": [
+        *("self", "output", "fused_expert_output", "topk_weights", "topk_ids", "apply_router_weight_on_input"),
+        "weight_and_reduce_impl",
+    ],
+    "topk_indices_dtype": ["self"],
+    "max_num_tokens_per_rank": ["self"],
+    "num_dispatchers": ["self"],
+    "output_is_reduced": ["self"],
+}
 ACTIVATIONS = {
     "SILU": "silu",
     "GELU": "gelu",
@@ -115,6 +130,20 @@ class FusedMoEExpertsModular(ABC):
         raise AttributeError(name)
 
 
+class FusedMoEPrepareAndFinalizeModular(ABC):
+    @abstractmethod
+    def prepare(self, *arguments: Any) -> Any: ...
+
+    @abstractmethod
+    def finalize(self, *arguments: Any) -> None: ...
+
+
+@dataclass
+class ExpertTokensMetadata:
+    expert_num_tokens: torch.Tensor | None
+    expert_num_tokens_cpu: torch.Tensor | None
+
+
 class Platform:
     capability: tuple[int, int] | None = None
 
@@ -143,6 +172,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
         f"{moe}.modular_kernel": {
             "FusedMoEExpertsModular": FusedMoEExpertsModular,
             "FusedMoEActivationFormat": FusedMoEActivationFormat,
+            "FusedMoEPrepareAndFinalizeModular": FusedMoEPrepareAndFinalizeModular,
+            "ExpertTokensMetadata": ExpertTokensMetadata,
             "TopKWeightAndReduce": object,
         },
         f"{moe}.activation": {"MoEActivation": MoEActivation, "ApplyMoEActivationConfig": ApplyMoEActivationConfig},

@@ -20,12 +20,12 @@ import torch
 from padless.emulator import fake_driver
 from padless.formats import BlockScaledTensor
 from padless.kernels import launch as launching
-from padless.kernels.schedule import clean_offs
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.reference.gemm import grouped_gemm_reference
+from padless.row_groups import clamped_ends
 from padless.runtime import jit
 from padless.runtime.jit import Kernel
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead, kernels_of, listing
@@ -89,7 +89,7 @@ class InPlaceOfTheGpu:
         if out is None:
             out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype)
         self.last = partial(self._product, a, b, offs, out, dtype)
-        ends = clean_offs(offs.tolist(), a.shape[0])
+        ends = clamped_ends(offs.tolist(), a.shape[0])
         data = a.data if isinstance(a, BlockScaledTensor) else a
         key = (data.data_ptr(), data._version, b.data.data_ptr(), b.data._version, tuple(ends))
         if key not in self._known:  # operands are kept, so that no others have their addresses

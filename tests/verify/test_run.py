@@ -20,7 +20,7 @@ from padless.verify import run as verify
 from padless.verify.formats import emulate_formats, fp8_block_problems, random_formats_problem
 from padless.verify.fp8_block import CHECKS, ROW_ERROR_LIMIT, row_errors
 from padless.verify.run import SANITIZER_TOOLS, run_verify, sanitizers_of
-from support.verify_jobs import PretendedJobs
+from support.verify_jobs import pretended_jobs
 
 
 @pytest.mark.gpu
@@ -182,9 +182,8 @@ def test_a_run_records_everything_in_order(
 
 
 def test_checks_side_by_side_are_recorded_as_they_end() -> None:
-    asked = PretendedJobs("sm_90a", None, against_emulator=False)
-    jobs, _ = asked.all()
-    with verify._running(jobs, asked, 2) as results:
+    jobs, _ = pretended_jobs()
+    with verify._running(jobs, pretended_jobs, 2) as results:
         found = list(results)
     assert sorted(record.check for record, _ in found) == ["fails", "other process", "slow"]
     found.sort(key=lambda result: list(jobs).index(result[0].check))

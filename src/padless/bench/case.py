@@ -1,42 +1,25 @@
 """The benchmarks: a `Case` for each, by which `padless bench`, its runs and its reports know it.
 
-What a benchmark does is its module `padless.bench.cases.<name>` (`CaseModule`), which is imported when it is needed:
-this one imports nothing, so that the command line can name them all at once.
+What a benchmark does is its module `padless.bench.cases.<name>`, which is imported when it is needed: this one imports
+nothing, so that the command line can name them all at once. Such a module has
+
+    grid(name, seed)                   the points of a named grid: dataclasses
+    measure_at(session, point)         the record of a point
+    start(session)                     in its place where a run makes something once: the function that measures a point
+    tables(records, sessions, width)   tables of records, and sentences between them, for a terminal of so many columns
+    draw(records, path)                where its Case has a figure: the picture's Path, None where nothing can be drawn
+    facts()                            where it has some: further fields of a run's session record
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from padless.bench.report.table import Records, Sessions, Table
-    from padless.bench.results import Record
-    from padless.bench.session import Session
+from typing import Any
 
 RUN = ("out", "time_limit")
 FULL = ("full", *RUN)
 PEERS = ("full", "peers", "only", *RUN, "repeats")
-
-
-class CaseModule(Protocol):
-    """A benchmark's module. One whose Case has a figure also has ``draw(records, path) -> Path | None``; one may have
-    ``facts()``, further fields of a run's session record.
-    """
-
-    @staticmethod
-    def grid(name: str, seed: int) -> list[Any]:
-        """The points of a named grid: dataclasses."""
-
-    @staticmethod
-    def start(session: Session) -> Callable[[Any], Record]:
-        """The function that measures a point; called once a run, before the first point."""
-
-    @staticmethod
-    def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table | str]:
-        """Tables of records, and sentences between them, for a terminal of so many columns."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +28,7 @@ class Case:
 
     name: of the command, of the records' kind and of the result file. about: the command's help.
     options: of the command. grids: names that `grid` takes, of which ``default`` is that of a call from Python.
-    peers: names of libraries it is compared with; () none, None every known one. repeats: timed calls.
+    peers: names of libraries it is compared with; () none, None all that have a product. repeats: timed calls.
     compiles: whether the kernels of all points are compiled before the first is timed.
     figure: the picture's file name, "" for none. needs: a function of the module that raises ValueError where it
     cannot run.
@@ -63,7 +46,7 @@ class Case:
     needs: str = ""
 
     def load(self) -> Any:
-        """The benchmark's module, a `CaseModule`."""
+        """The benchmark's module."""
         return import_module(f"padless.bench.cases.{self.name}")
 
 

@@ -5,7 +5,7 @@ A contender that raises, or whose result is wrong, is named in the record and no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from padless.bench.results import Record
 from padless.bench.traffic import traffic_contenders
 from padless.testing import machine
 from padless.testing.judge import check, describe, same_bits
-from padless.testing.timing import Timer
+from padless.testing.timing import Call, Timer
 
 
 def own_contenders(problem: GroupedProblem) -> list[Contender]:
@@ -121,10 +121,12 @@ def _facts(problem: GroupedProblem) -> Record:
 
 
 def timed(contenders: Sequence[Contender], timer: Timer) -> Record:
-    gpu = timer.gpu({contender.name: contender.call for contender in contenders})
+    found = gpu_times({contender.name: contender.call for contender in contenders}, timer)
     whole = timer.end_to_end({c.name: c.call for c in contenders if c.whole})
-    return {
-        "gpu": {name: timing.as_dict() for name, timing in gpu.items()},
-        "end_to_end": {name: timing.as_dict() for name, timing in whole.items()},
-        "clocks": machine.clocks(),
-    }
+    return found | {"end_to_end": {name: timing.as_dict() for name, timing in whole.items()}}
+
+
+def gpu_times(calls: Mapping[str, Call], timer: Timer) -> Record:
+    """GPU times by name, and the clocks right after."""
+    times = timer.gpu(calls)
+    return {"gpu": {name: timing.as_dict() for name, timing in times.items()}, "clocks": machine.clocks()}

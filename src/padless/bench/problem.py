@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from padless.bench.group_sizes import DenseShape, Point, padded_rows
+from padless.bench.group_sizes import DecodePoint, DenseShape, Point, decode_sizes, padded_rows
 from padless.bench.pad import PaddedGroups, empty_padded, pad_groups
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div, round_up
 from padless.layouts import to_mn_major
@@ -98,6 +98,13 @@ def _uninitialised(point: Point, device: torch.device) -> tuple[BlockScaledTenso
     weights = torch.empty(point.groups, point.N, point.K, dtype=torch.float8_e4m3fn, device=device)
     weight_scale = torch.empty(point.groups, ceil_div(point.N, 128), k_blocks, device=device)
     return BlockScaledTensor(data, scale, FP8_BLOCK), BlockScaledTensor(weights, weight_scale, FP8_BLOCK)
+
+
+def make_decode(decode: DecodePoint, seed: int, device: str | torch.device, *, values: bool = True) -> GroupedProblem:
+    """Groups of few rows, their sizes drawn; without ``values`` uninitialised memory."""
+    sizes = decode_sizes(decode, seed)
+    point = Point(sum(sizes), decode.N, decode.K, decode.groups)
+    return make_grouped(point, sizes, seed if values else None, device)
 
 
 def make_dense(shape: DenseShape, seed: int, device: str | torch.device) -> GroupedProblem:

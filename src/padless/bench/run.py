@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def run_case(
     ahead = wanted if case.compiles else ()
     facts = module.facts() if hasattr(module, "facts") else {}
     session = open_session(name, out_dir, chosen, settings, ahead, facts)
-    records = run_points(session, name, wanted, module.start(session))
+    measure = module.start(session) if hasattr(module, "start") else partial(module.measure_at, session)
+    records = run_points(session, name, wanted, measure)
     show_records(case, records, sessions_of(session.file.records), session.console)
     figure = draw(case, records, Path(out_dir) / case.figure, session.console) if case.figure else None
     return BenchResult(records, session.file.path, figure)

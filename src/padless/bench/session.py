@@ -17,11 +17,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from padless.bench.group_sizes import DecodePoint, DenseShape, Point
+from padless.bench.group_sizes import DecodePoint, DenseShape, Point, group_sizes
 from padless.bench.measure import measure_dense
 from padless.bench.peers import Peer
 from padless.bench.peers.find import resolve_folder
-from padless.bench.problem import make_dense
+from padless.bench.problem import GroupedProblem, make_dense, make_grouped
 from padless.bench.report.terminal import wide_console
 from padless.bench.results import Record, ResultFile, of_kind, point_key, time_us
 from padless.bench.warm_up import warm_up
@@ -110,6 +110,14 @@ class Session:
         """Whether work of about `next_s` seconds would end past the time limit."""
         limit = self.settings.time_limit_s
         return limit is not None and time.monotonic() + next_s > self.started + limit
+
+    def grouped(self, point: Point) -> GroupedProblem:
+        """The problem of a point on the GPU, groups and values of the run's seed."""
+        return make_grouped(point, group_sizes(point, self.settings.seed), self.settings.seed, "cuda")
+
+    def with_floor(self, record: Record) -> Record:
+        """The record with the time that the ceilings allow for its flops and bytes."""
+        return record | {"floor_us": self.floor_us(record["flops"], record["bytes"])}
 
     def floor_us(self, flops: int, bytes_: int) -> float | None:
         """The time the ceilings allow: the larger of arithmetic and traffic; None without a dense ceiling."""

@@ -10,11 +10,11 @@ import torch
 
 from padless.bench.cases.chain import mlp_chains
 from padless.bench.cases.problems.chain import ChainProblem, second_projection
-from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
+from padless.bench.group_sizes import DecodePoint, Point, group_sizes
 from padless.bench.measure import gather, own_contender, own_contenders
 from padless.bench.peers import Contender, Peer
 from padless.bench.peers.find import find_peers
-from padless.bench.problem import make_grouped
+from padless.bench.problem import make_decode, make_grouped
 
 
 def _contenders(kind: str, fields: dict[str, int], peers: Sequence[Peer], seed: int) -> list[Contender]:
@@ -23,10 +23,7 @@ def _contenders(kind: str, fields: dict[str, int], peers: Sequence[Peer], seed: 
         point = Point(**fields)
         problem = make_grouped(point, group_sizes(point, seed), None, "cuda")
         return gather(own_contenders(problem), peers, lambda peer: peer.grouped(problem))[0]
-    decode = DecodePoint(**fields)
-    sizes = decode_sizes(decode, seed)
-    point = Point(sum(sizes), decode.N, decode.K, decode.groups)
-    problem = make_grouped(point, sizes, None, "cuda")
+    problem = make_decode(DecodePoint(**fields), seed, "cuda", values=False)
     own = [own_contender(problem)]
     if kind == "chain":
         one_call = ChainProblem([problem], [second_projection(problem, None)], calls=1)

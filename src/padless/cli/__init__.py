@@ -135,6 +135,9 @@ def verify(
     against_emulator: Annotated[
         bool, typer.Option("--against-emulator", help="Compare random problems with the emulator, bit for bit.")
     ] = False,
+    against_cudnn: Annotated[
+        bool, typer.Option("--against-cudnn", help="Instead: cuDNN's kernel and ours in the emulator, byte for byte.")
+    ] = False,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Checks at a time. One for every two cores, at most eight.")
     ] = None,
@@ -145,6 +148,9 @@ def verify(
     """Run every check that needs a GPU, compute-sanitizer included, and record the result."""
     if ranks is not None:
         call("padless.verify.ranks", "run_verify_ranks", ranks=ranks, out=out, checks=checks or None)
+        return
+    if against_cudnn:
+        call("padless.verify.cudnn.run", "run_verify_cudnn", out=out, checks=checks or None, workers=workers)
         return
     options = {"sanitizer": sanitizer, "against_emulator": against_emulator, "checks": checks or None}
     call("padless.verify.run", "run_verify", out=out, workers=workers, **options)

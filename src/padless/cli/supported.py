@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from padless.formats import FORMATS, BlockScaledFormat
 from padless.kernels.table import PLAIN_ROUTES, ROUTES, Route
 
 _ARCHS = {"sm_90a": "Hopper (sm_90a)", "sm_100a": "Blackwell (sm_100a, sm_103a)"}
 _DTYPES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn_x2": "e2m1, two a byte"}
 _SCALES = {"float32": "float32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
-
-_INVARIANCE = """
-## What the bits of a row depend on
-
-On the row, the weights of its group, N, K, the architecture and the output's dtype; on nothing else. M, G, the sizes of
-groups, the rows around it, rows past the last group, the tile, the layout of scales, graphs and streams change no bit
-of it. Nor does the call: `gemm` is `grouped_gemm` of one group, `grouped_gemm_list` is `gemm` of each problem, and
-`grouped_gemm_quant` quantises the float32 sums that `grouped_gemm` rounds. So a token gets the same numbers alone and in
-a full batch, in prefill and in decoding. What is a function of many rows is not of one: column codes, amax, and the
-global scale that `quantize` finds for NVFP4. `padless verify` checks all this on a GPU ("batch invariance"), and
-tests/ops/test_batch_invariance.py in the emulator, for every pair here; of Blackwell there is the emulator alone.
-The reference promises it where float64 holds a block's sum of code products exactly, which e4m3 and FP4 codes ensure.
-
-Where a table says "on request" there are two kernels for a pair, and the default never changes. The class of the other's
-configuration chooses the other, tile and all; the promise holds for each kernel by itself.
-
-| pair | on request | what it is for, and what it costs |
-|---|---|---|
-| MXFP8 x MXFP8, Hopper | `config=padless.Sm90Bf16Config` | {few_rows} |
-| MXFP8 x MXFP8, `gemm`, Blackwell | `config=padless.Sm100GroupedConfig` | the grouped kernel; not measured |
-
-The Hopper figures are of one H200 ([record](measured/2026-11-22-h200-formats.jsonl)).
-"""
-_FEW_ROWS = (
-    "products are exact and sums keep 25 fractional bits, not 13. At most 16 rows a group: 0.87 to 1.06 of the "
-    "default's time, 0.94 on average; 64 rows a group: 1.16 to 1.21; prefill (M 8192 to 32768): 1.13 to 1.27"
-)
 
 
 def supported_markdown() -> str:
@@ -63,7 +38,7 @@ def supported_markdown() -> str:
         "|---|---|",
         *dict.fromkeys(f"| `{r.name}.cu` | {r.accumulation} |" for r in (*ROUTES, *PLAIN_ROUTES)),
         "",
-        _INVARIANCE.strip().format(few_rows=_FEW_ROWS),
+        Path(__file__).with_name("batch_invariance.md").read_text().rstrip(),
     ]
     return "\n".join(lines) + "\n"
 

@@ -35,7 +35,7 @@ class Backend(Protocol):
         """Rows and plan of tokens (T, H), ids and weights (T, k). problem: this rank's error, told to the others."""
 
     def redispatch(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
-        """Rows of x (T, H), as they are, by the plan of an earlier dispatch."""
+        """Rows of x (T, H), by the plan of an earlier dispatch, as they are or through the gradients' format."""
 
     def combine(
         self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None

@@ -54,8 +54,16 @@ def check_capacity(capacity: int | str | None, backend: str, default: int) -> in
         return capacity
     if isinstance(capacity, int) and capacity >= 1:
         return capacity
+    raise ValueError(f"capacity is {capacity!r}; allowed: a positive number of rows, None, and 'exact' but for 'symm'")
+
+
+def check_gradient_format(gradient_fmt: object, fmt: object) -> None:
+    """Raises ValueError."""
+    if gradient_fmt is None or (gradient_fmt == FP8_BLOCK and fmt in PLAIN):
+        return
     raise ValueError(
-        f"capacity is {capacity!r}; allowed: a positive number of rows, None, and 'exact' but for 'symm'"
+        f"gradient_fmt is {gradient_fmt!r} and fmt {fmt!r}; allowed: None, and FP8_BLOCK where fmt is torch.bfloat16 or "
+        "torch.float32"
     )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from padless.distributed.placement import Placement
 from padless.distributed.plan import ExpertPlan, sort_slots
-from padless.distributed.row_format import RowFormat, as_bytes
+from padless.distributed.row_format import as_bytes
 from padless.distributed.settings import Settings
 from padless.formats import BlockScaledTensor
 from padless.moe import ops
@@ -68,12 +68,10 @@ class CollectiveBackend:
         return s.row_format.rows(self._fan_out(records, plan), global_scale), plan
 
     def redispatch(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
-        """Rows of x (T, H), as they are, by the plan of an earlier dispatch."""
-        row_format = RowFormat(x.dtype, x.shape[1])
+        """Rows of x (T, H), by the plan of an earlier dispatch, as they are or through the gradients' format."""
+        row_format = self._settings.gradient_rows(x)
         records = self._send(row_format.records(x, None), plan)
-        rows = row_format.rows(self._fan_out(records, plan), None)
-        assert isinstance(rows, torch.Tensor)
-        return rows
+        return row_format.values(self._fan_out(records, plan), x.dtype)
 
     def combine(
         self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None

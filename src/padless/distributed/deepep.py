@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from padless.distributed.placement import Placement
 from padless.distributed.plan import ExpertPlan, sort_slots
-from padless.distributed.row_format import RowFormat, as_bytes
+from padless.distributed.row_format import as_bytes
 from padless.distributed.settings import Settings
 from padless.formats import BlockScaledTensor, round_up
 from padless.moe import ops
@@ -158,19 +158,19 @@ class DeepEpBackend:
         return s.row_format.rows(rows, global_scale), plan
 
     def redispatch(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
-        """Rows of x (T, H), as they are, by the plan of an earlier dispatch."""
+        """Rows of x (T, H), by the plan of an earlier dispatch, as they are or through the gradients' format."""
         route = self._route(plan)
-        row_format = RowFormat(x.dtype, x.shape[1])
-        given = _at_least_one(row_format.records(x, None), 0)
+        row_format = self._settings.gradient_rows(x)
+        given = row_format.records(x, None)
+        given = _at_least_one(pad(given, (0, -given.shape[1] % RECORD_MULTIPLE)), 0)
         records = self._buffer.dispatch(
             given.view(torch.bfloat16),
             handle=route.handle,
             num_experts=self._settings.num_ranks * self._settings.top_k,
             num_sms=route.handle.num_sms,
         )[0]
-        rows = row_format.rows(records.view(torch.int32).index_select(0, route.positions).view(torch.uint8), None)
-        assert isinstance(rows, torch.Tensor)
-        return rows
+        rows = records.view(torch.int32).index_select(0, route.positions).view(torch.uint8)
+        return row_format.values(rows, x.dtype)
 
     def combine(
         self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None

@@ -44,6 +44,9 @@ class ExpertParallel:
         scale_major: of FP8_BLOCK's scales, "mn" (default) or "k".
         scale_rule: as in `padless.quantize`.
         device: of the tensors; None is the current GPU where the group has NCCL, else the CPU.
+        gradient_fmt: None, or FP8_BLOCK: what the gradient of `combine`'s result travels in, half the bytes of bfloat16.
+            It is quantized where it is made, in blocks of 1 x 128, and rows are its decoded values. Sums on the way back
+            stay in bfloat16. For rows that are not quantized.
         timeout: seconds after which a rank that does not answer is an error ("symm" and "deepep"; "collective" has the
             group's).
         programs: CTAs of a kernel that moves rows ("symm"); None is eight for every SM.
@@ -70,6 +73,7 @@ class ExpertParallel:
         device: torch.device | str | None = None,
         timeout: float = 100.0,
         programs: int | None = None,
+        gradient_fmt: BlockScaledFormat | None = None,
     ) -> None:
         group = process_group(group_or_mesh)
         given = {
@@ -77,12 +81,14 @@ class ExpertParallel:
             "fmt": getattr(fmt, "name", fmt), "backend": backend, "capacity": capacity,
             "expert_map": None if expert_map is None else list(expert_map),
             "scale_major": scale_major, "scale_rule": scale_rule, "timeout": timeout, "programs": programs,
+            "gradient_fmt": getattr(gradient_fmt, "name", gradient_fmt),
         }  # fmt: skip
         compare_across_ranks(group, given)
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
         self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
         major = checks.check_settings(num_experts, hidden, top_k, max_tokens, fmt, scale_major, timeout, programs)
+        checks.check_gradient_format(gradient_fmt, fmt)
         self.device = checks.device_of(group, device)
         placement = place(num_experts, self.num_ranks, self.rank, expert_map)
         self.local_experts = placement.local_experts
@@ -93,7 +99,7 @@ class ExpertParallel:
             RowFormat(fmt, hidden, major, scale_rule),
             checks.check_capacity(capacity, backend, default),
             torch.float32 if fmt == torch.float32 else torch.bfloat16,
-            timeout, programs or 0,
+            timeout, programs or 0, gradient_fmt,
         )  # fmt: skip
         self._backend = choose_backend(backend, group, self.device, self.settings, placement.to(self.device))
 

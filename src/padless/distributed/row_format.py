@@ -8,7 +8,7 @@ import torch
 
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor, ceil_div, round_up
 from padless.layouts import to_mn_major
-from padless.quantization.quantize import quantize
+from padless.quantization.quantize import dequantize, quantize
 
 PLAIN = (torch.bfloat16, torch.float32)
 ALIGNMENT = 16
@@ -83,6 +83,11 @@ class RowFormat:
         if self.format == FP8_BLOCK and self.scale_major == "mn":
             scale = to_mn_major(scale)
         return BlockScaledTensor(codes.view(self.format.data_dtype), scale, self.format, global_scale)
+
+    def values(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`rows` as they are, or decoded to dtype."""
+        rows = self.rows(records, None)
+        return rows if isinstance(rows, torch.Tensor) else dequantize(rows, dtype)
 
 
 def as_bytes(t: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from padless.distributed.row_format import RowFormat
+from padless.formats import BlockScaledFormat
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Settings:
 
     row_format: of dispatched rows. capacity: rows of a rank, or "exact". partial: dtype of a rank's sums, bfloat16, or
     float32 for float32 rows. timeout: seconds to wait for another rank. programs: of a kernel that moves rows; 0 is
-    chosen by the device.
+    chosen by the device. gradient_format: that gradients of a combine's result travel in; None is as they are.
     """
 
     rank: int
@@ -30,6 +31,11 @@ class Settings:
     partial: torch.dtype
     timeout: float = 100.0
     programs: int = 0
+    gradient_format: BlockScaledFormat | None = None
+
+    def gradient_rows(self, x: torch.Tensor) -> RowFormat:
+        """How x (T, H) travels by the plan of an earlier dispatch."""
+        return RowFormat(self.gradient_format or x.dtype, x.shape[1], "k")
 
     @property
     def num_slots(self) -> int:

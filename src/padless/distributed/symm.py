@@ -149,8 +149,10 @@ class SymmBackend:
         self._publish_tokens(tokens, global_scale, None, None, None)
 
     def publish_again(self, x: torch.Tensor) -> None:
-        """Publishes x (T, H), as it is, for the plan of an earlier dispatch."""
-        self._publish(as_bytes(x), None, None, None, None, RowFormat(x.dtype, x.shape[1]), False)
+        """Publishes x (T, H), as it is or in the gradients' format, for the plan of an earlier dispatch."""
+        row_format = self._settings.gradient_rows(x)
+        plain = row_format.is_plain
+        self._publish(as_bytes(x) if plain else x, None, None, None, None, row_format, not plain)
 
     def receive(
         self, kept_ids: torch.Tensor, global_scale: torch.Tensor | None
@@ -207,7 +209,10 @@ class SymmBackend:
 
     def receive_again(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         """Rows of what all ranks have published again, by an earlier plan."""
-        rows = self._fan_out(RowFormat(x.dtype, x.shape[1]), plan, None, None)
+        row_format = self._settings.gradient_rows(x)
+        if not row_format.is_plain:
+            return self._fan_out_gradients(plan)
+        rows = self._fan_out(row_format, plan, None, None)
         assert isinstance(rows, torch.Tensor)
         return rows
 
@@ -311,6 +316,21 @@ class SymmBackend:
                 SCALE_BYTES=row_format.scale_itemsize, GROUPS=self._groups, CLOCK=self._has_clock, num_warps=4,
             )  # fmt: skip
         return rows.tensor(row_format, global_scale)
+
+    def _fan_out_gradients(self, plan: ExpertPlan) -> torch.Tensor:
+        from padless.distributed.triton.receive_gradients import fan_out_gradients
+        from padless.quantization.triton import casts
+
+        s, state, layout = self._settings, self._state, self._state.layout
+        rows = self._empty(plan.prob.shape[0], s.hidden, dtype=s.partial)
+        with self._on_device():
+            fan_out_gradients[self._grid(s.num_ranks * s.max_tokens)](
+                state.pointers, state.counters, state.status, plan.inverse, rows,
+                s.rank, s.max_tokens, len(rows), layout.published, layout.aborted, layout.x, layout.record_bytes,
+                self._limit, R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, OUT=self._part,
+                HARDWARE_CAST=casts.casts_in_hardware(self._device), CLOCK=self._has_clock, num_warps=4,
+            )  # fmt: skip
+        return rows
 
     def _empty_plan(self, kept_ids: torch.Tensor, inverse: torch.Tensor) -> ExpertPlan:
         capacity = int(self._settings.capacity)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ import numpy as np
 
 from padless.emulator import instructions as instructions  # fills the table of instructions
 from padless.emulator.errors import LaunchError
-from padless.emulator.order.reports import KINDS, TOLERATED, Report
+from padless.emulator.order.reports import KINDS, Report
+from padless.emulator.order.tolerated import TOLERATED
 from padless.emulator.prepare.program import prepare
 from padless.emulator.ptx.ast import Module
 from padless.emulator.ptx.parser import parse
@@ -98,12 +100,11 @@ class Emulator:
         self.check_memory(sum(max(v.size, 0) for v in variables), "the module's variables")
         for variable in variables:
             data = np.zeros(-(-max(variable.size, 1) // 16) * 16, np.uint8)
-            if variable.initial:
-                data[: len(variable.initial)] = np.frombuffer(variable.initial, np.uint8)
+            initial = variable.initial or b""
+            data[: len(initial)] = np.frombuffer(initial, np.uint8)
             self._arrays.append(data)
-            self.symbols[variable.name] = self.memory.register(
-                data, name=variable.name, constant=variable.space == "const"
-            )
+            constant = variable.space == "const"
+            self.symbols[variable.name] = self.memory.register(data, name=variable.name, constant=constant)
         for variable, data in zip(variables, self._arrays, strict=True):
             for offset, symbol, addend in variable.relocations:
                 value = self.symbols.get(symbol, 0) + addend
@@ -157,28 +158,26 @@ class Emulator:
         dimensions do not fit the entry. What goes wrong in the kernel is in the reports, faults and deadlocks included.
         """
         program = self.program(entry)
-        dims = [_three(x, name) for x, name in ((grid, "grid"), (block, "block"), (cluster, "cluster"))]
-        if tuple(dims[2]) == (1, 1, 1) and program.function.cluster is not None:
-            dims[2] = program.function.cluster
-        if any(g % c for g, c in zip(dims[0], dims[2], strict=True)):
-            raise LaunchError(f"grid {dims[0]} is not a multiple of cluster {dims[2]}")
-        if dims[0][0] * dims[0][1] * dims[0][2] > MOST_CTAS:
-            raise LaunchError(f"grid {dims[0]} has more CTAs than the emulator runs, which is {MOST_CTAS}")
-        threads = dims[1][0] * dims[1][1] * dims[1][2]
+        grid, block, cluster = _three(grid, "grid"), _three(block, "block"), _three(cluster, "cluster")
+        if cluster == (1, 1, 1) and program.function.cluster is not None:
+            cluster = program.function.cluster
+        threads, ctas, limit = math.prod(block), math.prod(cluster), program.function.max_threads
+        if any(g % c for g, c in zip(grid, cluster, strict=True)):
+            raise LaunchError(f"grid {grid} is not a multiple of cluster {cluster}")
+        if math.prod(grid) > MOST_CTAS:
+            raise LaunchError(f"grid {grid} has more CTAs than the emulator runs, which is {MOST_CTAS}")
         if not 1 <= threads <= 1024:
-            raise LaunchError(f"block {dims[1]} has {threads} threads, allowed are 1 to 1024")
-        limit = program.function.max_threads
-        if limit is not None and threads > limit[0] * limit[1] * limit[2]:
-            raise LaunchError(f"block {dims[1]} has {threads} threads, {entry} was compiled for at most {limit}")
+            raise LaunchError(f"block {block} has {threads} threads, allowed are 1 to 1024")
+        if limit is not None and threads > math.prod(limit):
+            raise LaunchError(f"block {block} has {threads} threads, {entry} was compiled for at most {limit}")
         if not isinstance(shared_bytes, int) or shared_bytes < 0:
             raise LaunchError(f"shared_bytes is {shared_bytes!r}, it must be an integer of at least 0")
-        ctas = dims[2][0] * dims[2][1] * dims[2][2]
         if ctas > MOST_CLUSTER:
-            raise LaunchError(f"cluster {dims[2]} has {ctas} CTAs, allowed are {MOST_CLUSTER}")
+            raise LaunchError(f"cluster {cluster} has {ctas} CTAs, allowed are {MOST_CLUSTER}")
         needed = bytes_needed(program, threads, ctas, shared_bytes, self.checks)
         self.check_memory(needed, "the CTAs that run at once")
         machine = self.machine(
-            program, self.memory, self.symbols, pack_parameters(program, args), dims[0], dims[1], dims[2], shared_bytes,
+            program, self.memory, self.symbols, pack_parameters(program, args), grid, block, cluster, shared_bytes,
             self.seed if seed is None else seed, self.arithmetic, self.checks, self.trace,
             self.ignore, programmatic, self.strict,
         )  # fmt: skip

@@ -88,58 +88,37 @@ class EmulatedDriver:
         shape: LaunchShape,
         arguments: Sequence[Argument],
         tensors: Sequence[torch.Tensor],
-    ) -> EmulatedLaunch:
-        return EmulatedLaunch(self, function, kernel, shape, arguments, tensors)
+    ) -> Callable[..., None]:
+        """A launch with everything bound; calling it runs the kernel to its end."""
+        values = [a if isinstance(a, bytes) else a[0] for a in arguments]
 
+        def launch(stream: int = 0) -> None:
+            settings = self.settings
+            emulator = function.with_memory(memory_of(tensors))
+            emulator.arithmetic, emulator.checks = settings.arithmetic, settings.checks
+            emulator.ignore, emulator.machine = frozenset(settings.ignore), settings.machine
+            result = emulator.launch(
+                kernel.entry, shape.grid, shape.block, values, cluster=shape.cluster, shared_bytes=kernel.shared_bytes,
+                seed=settings.seed, programmatic=shape.programmatic,
+            )  # fmt: skip
+            self._local.last_result = result
+            if settings.raise_on_reports:
+                result.raise_on_reports()
 
-class EmulatedLaunch:
-    """A launch with everything bound; calling it runs the kernel to its end."""
-
-    def __init__(
-        self,
-        driver: EmulatedDriver,
-        emulator: Emulator,
-        kernel: CompiledKernel,
-        shape: LaunchShape,
-        arguments: Sequence[Argument],
-        tensors: Sequence[torch.Tensor],
-    ) -> None:
-        self._driver = driver
-        self._emulator = emulator
-        self._kernel = kernel
-        self._shape = shape
-        self._arguments = [a if isinstance(a, bytes) else a[0] for a in arguments]
-        self._tensors = list(tensors)
-
-    def __call__(self, stream: int = 0) -> None:
-        settings = self._driver.settings
-        emulator = self._emulator.with_memory(memory_of(self._tensors))
-        emulator.arithmetic, emulator.checks = settings.arithmetic, settings.checks
-        emulator.ignore = frozenset(settings.ignore)
-        emulator.machine = settings.machine
-        result = emulator.launch(
-            self._kernel.entry, self._shape.grid, self._shape.block, self._arguments, cluster=self._shape.cluster,
-            shared_bytes=self._kernel.shared_bytes, seed=settings.seed,
-            programmatic=self._shape.programmatic,
-        )  # fmt: skip
-        self._driver._local.last_result = result
-        if settings.raise_on_reports:
-            result.raise_on_reports()
+        return launch
 
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> DeviceMemory:
     """Exactly the bytes that these CPU tensors reach, so that one step past an end is out of bounds."""
     spans: list[list[Any]] = []
     for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        start = tensor.data_ptr()
-        spans.append([start, start + reach * tensor.element_size(), tensor.untyped_storage()])
-    spans.sort(key=lambda s: s[0])
+        if tensor.numel():
+            reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            start = tensor.data_ptr()
+            spans.append([start, start + reach * tensor.element_size(), tensor.untyped_storage()])
     memory = DeviceMemory()
     merged: list[list[Any]] = []
-    for span in spans:
+    for span in sorted(spans, key=lambda s: s[0]):
         if merged and span[0] < merged[-1][1]:
             merged[-1][1] = max(merged[-1][1], span[1])
         else:

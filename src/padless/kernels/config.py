@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -39,21 +39,8 @@ def requirement_of(config: object) -> Requirement:
     return require
 
 
-class GroupedFields(Protocol):
-    """The fields that every grouped kernel's configuration has."""
-
-    @property
-    def num_stages(self) -> int: ...
-    @property
-    def raster_m(self) -> int: ...
-    @property
-    def max_groups(self) -> int: ...
-    @property
-    def out_dtype(self) -> torch.dtype: ...
-
-
-def check_common_fields(config: GroupedFields, require: Requirement, most_stages: int = 12) -> None:
-    """Checks the common fields of a configuration. Raises ValueError by ``require``."""
+def check_common_fields(config: Any, require: Requirement, most_stages: int = 12) -> None:
+    """Checks num_stages, raster_m, max_groups and out_dtype of a configuration. Raises ValueError by ``require``."""
     stages = config.num_stages
     allowed = f"0 (as many as fit) or 2 to {most_stages}"
     require(stages == 0 or 2 <= stages <= most_stages, "num_stages", allowed)

@@ -122,7 +122,7 @@ def estimate_ns(m: int, n: int, k: int, num_groups: int, tile: Tile, cost: TileC
     spares, ``_TRUSTED_OF_SPARED`` counts, but all of it for one group: its size is known.
     """
     groups = max(1, min(num_groups, m))
-    full, short = _expected_m_tiles(m, groups, tile.block_m)
+    full, short = expected_m_tiles(m, groups, tile.block_m)
     full_ns, short_ns = cost.of(tile.block_m, tile.block_m, k), cost.of(0, tile.block_m, k)
     # How many tiles each worker gets for one m-tile.
     share = -(-n // (tile.block_n * tile.cluster_n)) / max(num_sms // tile.cluster_n, 1)
@@ -140,7 +140,7 @@ def estimate_ns(m: int, n: int, k: int, num_groups: int, tile: Tile, cost: TileC
 def expected_rounds(m: int, num_groups: int, block_m: int, share: float) -> float:
     """Mean rounds of whole tiles, group sizes as of ``estimate_ns``. ``share``: tiles of each worker for one m-tile."""
     groups = max(1, min(num_groups, m))
-    return max(1.0, _mean_ceil(sum(_expected_m_tiles(m, groups, block_m)) * share, math.sqrt(groups - 1) * share))
+    return max(1.0, _mean_ceil(sum(expected_m_tiles(m, groups, block_m)) * share, math.sqrt(groups - 1) * share))
 
 
 # How much of what half tiles are expected to spare counts in a choice when the sizes are unknown: a tile that wins by it
@@ -149,7 +149,7 @@ def expected_rounds(m: int, num_groups: int, block_m: int, share: float) -> floa
 _TRUSTED_OF_SPARED = 0.25
 
 
-def _expected_m_tiles(m: int, groups: int, block_m: int) -> tuple[float, float]:
+def expected_m_tiles(m: int, groups: int, block_m: int) -> tuple[float, float]:
     """Expected numbers of m-tiles that are full, or short: of at most half of their rows."""
     if groups == 1:
         tiles, tail = divmod(m, block_m)
@@ -233,16 +233,13 @@ def _is_sensible(cost: TileCost) -> bool:
 
 def store_tuned(gpu: str, date: str, tables: Mapping[str, Mapping[Tile, TileCost]]) -> Path:
     """Stores tables by kernel beside those of other kernels that are there; returns the file. Raises OSError."""
+    path = tuned_file(gpu)
+    every = {name: table.costs for name, table in read_tuned(gpu).items()} | dict(tables)
     rows = {
         name: [{"tile": asdict(tile), "cost": asdict(cost)} for tile, cost in costs.items()]
-        for name, costs in tables.items()
-    }
-    path = tuned_file(gpu)
-    kept = {
-        name: [{"tile": asdict(tile), "cost": asdict(cost)} for tile, cost in table.costs.items()]
-        for name, table in read_tuned(gpu).items()
+        for name, costs in every.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"gpu": gpu, "date": date, "kernels": kept | rows}
+    content = {"gpu": gpu, "date": date, "kernels": rows}
     write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
     return path

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from padless.epilogue import ACTIVATIONS, SCALED_MAX, Epilogue, EpilogueTensors
-from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4
+from padless.formats import BlockScaledFormat
 from padless.kernels import maps
 from padless.kernels.config import Requirement
 from padless.kernels.launch import KernelConfig
@@ -40,29 +40,9 @@ class QuantConfig:
 
 # --- names on the device side ---------------------------------------------------------------------------------
 
-_QUANT_NAMES = {
-    None: "QUANT_NONE",
-    FP8_BLOCK: "QUANT_FP8_BLOCK",
-    MXFP8: "QUANT_MXFP8",
-    MXFP8_E5M2: "QUANT_MXFP8_E5M2",
-    MXFP4: "QUANT_MXFP4",
-    NVFP4: "QUANT_NVFP4",
-}
-_RULE_NAMES = {
-    "": "MX_RCEIL",
-    "te": "MX_RCEIL",
-    "rceil": "MX_RCEIL",
-    "floor": "MX_FLOOR",
-    "cudnn": "MX_NORM_CONST",
-    "cudnn_documented": "MX_NORM_CONST_FIRST",
-}
+_MX_RULES = {"floor": "FLOOR", "cudnn": "NORM_CONST", "cudnn_documented": "NORM_CONST_FIRST"}  # others: RCEIL
 _GLU_NAMES = dict(zip(ACTIVATIONS, ("GLU_NONE", "GLU_INTERLEAVED", "GLU_CONCATENATED"), strict=True))
-_LAYOUT_NAMES = {
-    "plain": "SCALES_STRIDED",
-    "plain_mn": "SCALES_STRIDED",
-    "blocked": "SCALES_BLOCKED",
-    "blocked_groups": "SCALES_BLOCKED_GROUPS",
-}
+_LAYOUTS = {"plain": "STRIDED", "plain_mn": "STRIDED", "blocked": "BLOCKED", "blocked_groups": "BLOCKED_GROUPS"}
 
 
 def prelude_of(epilogue: Epilogue) -> str:
@@ -79,15 +59,19 @@ def prelude_of(epilogue: Epilogue) -> str:
     lines += [f"#define {name} {int(value)}" for name, value in constants.items()]
     lines += [
         f"#define GLU {_GLU_NAMES[epilogue.activation]}",
-        f"#define ROW_QUANT {_QUANT_NAMES[epilogue.row_format]}",
-        f"#define COLUMN_QUANT {_QUANT_NAMES[epilogue.column_format]}",
-        f"#define MX_RULE {_RULE_NAMES[epilogue.scale_rule]}",
-        f"#define ROW_SCALES {_LAYOUT_NAMES[epilogue.row_layout if epilogue.row_format else 'plain']}",
-        f"#define COLUMN_SCALES {_LAYOUT_NAMES[epilogue.column_layout if epilogue.column_format else 'plain']}",
+        f"#define ROW_QUANT {_name_of(epilogue.row_format)}",
+        f"#define COLUMN_QUANT {_name_of(epilogue.column_format)}",
+        f"#define MX_RULE MX_{_MX_RULES.get(epilogue.scale_rule, 'RCEIL')}",
+        f"#define ROW_SCALES SCALES_{_LAYOUTS[epilogue.row_layout if epilogue.row_format else 'plain']}",
+        f"#define COLUMN_SCALES SCALES_{_LAYOUTS[epilogue.column_layout if epilogue.column_format else 'plain']}",
     ]
     if epilogue.norm_const and epilogue.format is not None:
         lines.append(f"#define SCALED_MAX {SCALED_MAX[epilogue.scale_rule, epilogue.format]}f")
     return "\n".join(lines) + "\n"
+
+
+def _name_of(format: BlockScaledFormat | None) -> str:
+    return "QUANT_NONE" if format is None else f"QUANT_{format.name}"
 
 
 # --- checks ---------------------------------------------------------------------------------------------------

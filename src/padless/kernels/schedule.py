@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from padless.row_groups import clamped_ends
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -19,18 +21,9 @@ class Tile:
     column: int
 
 
-def clean_offs(offs: Sequence[int], m: int) -> list[int]:
-    """Cumulative end rows made safe: ascending and inside [0, m], whatever they were."""
-    ends, highest = [], 0
-    for end in offs:
-        highest = min(max(highest, end), m)
-        ends.append(highest)
-    return ends
-
-
 def walk_of_groups(offs: Sequence[int], m: int) -> list[tuple[int, int, int]]:
     """(group, first row, end row) from the group with the most rows to the one with the fewest; ties by number."""
-    ends = clean_offs(offs, m)
+    ends = clamped_ends(offs, m)
     starts = [0, *ends][: len(ends)]
     groups = [(g, start, end) for g, (start, end) in enumerate(zip(starts, ends, strict=True))]
     return sorted(groups, key=lambda group: (group[1] - group[2], group[0]))

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from padless.kernels.config import GroupedFields, Requirement, check_common_fields
+from padless.kernels.config import Requirement, check_common_fields
 from padless.runtime.tensor_map import DATA_TYPES, SWIZZLE_128B, TensorMapSpec, outer_stride
 
 GRADIENT_DTYPES = (torch.bfloat16, torch.float32)
 
 
-class GradientFields(GroupedFields, Protocol):
-    """Fields that the configurations of weight gradients share."""
-
-    @property
-    def accumulate(self) -> bool: ...
-
-
-def check_gradient_fields(config: GradientFields, require: Requirement) -> None:
+def check_gradient_fields(config: Any, require: Requirement) -> None:
     """``check_common_fields`` of a weight gradient, which has two types of output and can be added to one."""
     check_common_fields(config, require)
     require(config.out_dtype in GRADIENT_DTYPES, "out_dtype", "torch.bfloat16 or torch.float32")

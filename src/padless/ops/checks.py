@@ -24,11 +24,6 @@ def data_of(t: Activation) -> torch.Tensor:
     return t.data if isinstance(t, BlockScaledTensor) else t
 
 
-def logical_k(t: Activation) -> int:
-    """K in values, where data may hold two a byte."""
-    return t.logical_shape[-1] if isinstance(t, BlockScaledTensor) else t.shape[-1]
-
-
 def describe(value: object) -> str:
     """A value in a message: shape, dtype and device of a tensor, else the type."""
     if isinstance(value, BlockScaledTensor):
@@ -41,7 +36,8 @@ def describe(value: object) -> str:
 def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: torch.Tensor | None) -> None:
     """Raises ValueError for what can be seen without looking at values, whatever computes the product."""
     _check_kinds(operation, a, b)
-    (m, k), (num_groups, n, b_k) = (data_of(a).shape[0], logical_k(a)), b.logical_shape
+    (m, k) = a.logical_shape if isinstance(a, BlockScaledTensor) else a.shape
+    num_groups, n, b_k = b.logical_shape
     if k != b_k:
         raise ValueError(f"a is (M, K) = {(m, k)} and b is (G, N, K) = {(num_groups, n, b_k)}: K must be the same")
     multiple = math.lcm(_K_MULTIPLE[format_name(a)], _K_MULTIPLE[b.format.name])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -90,25 +91,22 @@ def with_outputs(
     New scales in tiles start as zeros, a new amax as -inf, the rest unset.
     """
     n_out, t = epilogue.out_columns(n), tensors
-    if epilogue.d_dtype is not None and t.d is None:
-        t = replace(t, d=torch.empty((m, n_out), dtype=epilogue.d_dtype, device=device))
-    if epilogue.amax and t.amax is None:
-        t = replace(t, amax=torch.full((num_groups,), -math.inf, device=device))
-    if epilogue.row_format is not None:
-        if t.row_codes is None:
-            t = replace(t, row_codes=_codes(epilogue.row_format, m, n_out, device))
-        if t.row_scale is None:
-            shape = row_scale_shape(epilogue, m, n_out, num_groups)
-            t = replace(t, row_scale=_scales(epilogue.row_format, epilogue.row_layout, shape, device))
-    if epilogue.column_format is not None:
-        if t.column_codes is None:
-            t = replace(t, column_codes=_codes(epilogue.column_format, m, n_out, device))
-        if t.column_scale is None:
-            tiles = column_tiles(m, num_groups, m_aligned)
-            shape = column_scale_shape(epilogue, n_out, tiles)
-            scale = _scales(epilogue.column_format, epilogue.column_layout, shape, device)
-            t = replace(t, column_scale=scale, column_tiles=tiles)
-    return t
+    new: dict[str, Any] = {}
+    if epilogue.d_dtype is not None:
+        new["d"] = t.d if t.d is not None else torch.empty((m, n_out), dtype=epilogue.d_dtype, device=device)
+    if epilogue.amax:
+        new["amax"] = t.amax if t.amax is not None else torch.full((num_groups,), -math.inf, device=device)
+    for name, format in (("row_codes", epilogue.row_format), ("column_codes", epilogue.column_format)):
+        if format is not None and getattr(t, name) is None:
+            new[name] = _codes(format, m, n_out, device)
+    if epilogue.row_format is not None and t.row_scale is None:
+        shape = row_scale_shape(epilogue, m, n_out, num_groups)
+        new["row_scale"] = _scales(epilogue.row_format, epilogue.row_layout, shape, device)
+    if epilogue.column_format is not None and t.column_scale is None:
+        tiles = new["column_tiles"] = column_tiles(m, num_groups, m_aligned)
+        shape = column_scale_shape(epilogue, n_out, tiles)
+        new["column_scale"] = _scales(epilogue.column_format, epilogue.column_layout, shape, device)
+    return replace(t, **new)
 
 
 def _codes(format: BlockScaledFormat, m: int, n_out: int, device: torch.device) -> torch.Tensor:

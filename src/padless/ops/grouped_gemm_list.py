@@ -12,7 +12,7 @@ from padless.kernels.launch import keep
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import PreparedList, prepare_list
 from padless.kernels.table import kernels_arch
-from padless.ops.checks import as_one_group, check_operands, check_operands_of_kernel, describe
+from padless.ops.checks import as_one_group, check_alignment, check_operands, check_operands_of_kernel, describe
 from padless.ops.launch_cache import stream_of
 from padless.reference.gemm import gemm_reference
 from padless.runtime.devices import chosen_backend, device_of
@@ -67,7 +67,8 @@ def grouped_gemm_list(
     for i in kept:
         try:
             check_operands_of_kernel(a[i], b[i])
-            _check_output_of_kernel(outputs[i])
+            if outputs[i].stride(1) == 1 or outputs[i].shape[1] == 1:
+                check_alignment("out", outputs[i])
         except ValueError as error:
             raise ValueError(f"problem {i}: {error}") from None
     tensors: list[torch.Tensor | None] = [alpha]
@@ -149,20 +150,8 @@ def _check_output(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor)
         raise ValueError(f"out is on {out.device} and a on {a.device}; they must be on one device")
     if out.stride(1) == 1 or out.shape[1] == 1:
         if shape[1] * out.element_size() % 16:
-            raise ValueError(_about_rows(out))
+            raise ValueError(
+                f"out has rows of {shape[1]} {out.dtype}; rows must be a multiple of 16 bytes, or columns contiguous"
+            )
     elif out.stride(0) != 1 and shape[0] > 1:
         raise ValueError(f"out has strides {out.stride()}; its rows or its columns must be contiguous")
-
-
-def _check_output_of_kernel(out: torch.Tensor) -> None:
-    if out.stride(1) == 1 or out.shape[1] == 1:
-        pitch = out.stride(0) * out.element_size() if out.shape[0] > 1 else 0
-        if (out.data_ptr() | pitch) % 16:
-            raise ValueError(_about_rows(out))
-
-
-def _about_rows(out: torch.Tensor) -> str:
-    return (
-        f"out has rows of {out.shape[1]} {out.dtype} with strides {out.stride()}; rows must start on and be a multiple "
-        "of 16 bytes (or its columns be contiguous)"
-    )

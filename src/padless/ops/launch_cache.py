@@ -10,6 +10,7 @@ This is the part of a call that an eager loop pays for, so it is written for few
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ is_grad_enabled = torch.is_grad_enabled
 _Facts = tuple[Any, ...]
 
 
+@dataclass(slots=True, eq=False)
 class _Known:
     """Operands that were found good, and the launches that write their product.
 
@@ -34,15 +36,12 @@ class _Known:
     launches: by address, type and strides of the output and the caller's config.
     """
 
-    __slots__ = ("device", "facts", "formats", "index", "launches", "shape")
-
-    def __init__(self, facts: _Facts, formats: tuple[Any, ...], shape: tuple[int, int], device: torch.device):
-        self.facts = facts
-        self.formats = formats
-        self.shape = shape
-        self.device = device
-        self.index = device.index or 0
-        self.launches: dict[_Facts, PreparedLaunch] = {}
+    facts: _Facts
+    formats: tuple[Any, ...]
+    shape: tuple[int, int]
+    device: torch.device
+    index: int
+    launches: dict[_Facts, PreparedLaunch] = field(default_factory=dict)
 
 
 _KNOWN: dict[_Facts, _Known] = {}
@@ -116,7 +115,7 @@ class Missed:
             return
         formats = (b.format, a.format if isinstance(a, BlockScaledTensor) else None)
         key, facts = self._found
-        self._known = _Known(facts, formats, (out.shape[0], out.shape[1]), out.device)
+        self._known = _Known(facts, formats, (out.shape[0], out.shape[1]), out.device, out.device.index or 0)
         keep(_KNOWN, _MAX_OPERANDS, key, self._known)
 
     def remember_launch(self, out: torch.Tensor, config: object, launch: PreparedLaunch) -> None:

@@ -27,6 +27,7 @@ from padless.formats import (
 )
 from padless.gradients import refuse_gradients
 from padless.quantization import rules as quantize_rules
+from padless.row_groups import is_integers
 from padless.runtime.devices import on_device_of
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -87,33 +88,18 @@ def quantize(
         if not on_gpu:
             x, rows = x[rows.to(torch.int64).clamp(0, max(x.shape[0] - 1, 0))], None
     with on_device_of(x):
-        return _quantize(x, format, kind, scale_major, scale_rule, scale_layout, global_scale, offs, rows, on_gpu)
+        if format == FP8_BLOCK:
+            return _quantize_fp8_block(x, kind, scale_major, rows, on_gpu)
+        decode, factors = None, None
+        if format == NVFP4:
+            decode, factors = _nvfp4_global(x, scale_rule, global_scale, offs, on_gpu)
+        if on_gpu:
+            from padless.quantization.triton import row_blocks as quantize_triton_rows
 
-
-def _quantize(
-    x: torch.Tensor,
-    format: BlockScaledFormat,
-    kind: str,
-    scale_major: str,
-    scale_rule: str,
-    scale_layout: str,
-    global_scale: torch.Tensor | float | None,
-    offs: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    on_gpu: bool,
-) -> BlockScaledTensor:
-    if format == FP8_BLOCK:
-        return _quantize_fp8_block(x, kind, scale_major, rows, on_gpu)
-    decode, factors = None, None
-    if format == NVFP4:
-        decode, factors = _nvfp4_global(x, scale_rule, global_scale, offs, on_gpu)
-    if on_gpu:
-        from padless.quantization.triton import row_blocks as quantize_triton_rows
-
-        data, scale = quantize_triton_rows.row_blocks(x, format, scale_rule, scale_layout, offs, factors, rows)
-    else:
-        data, scale = _row_blocks_torch(x, format, scale_rule, scale_layout, offs, factors)
-    return BlockScaledTensor(data, scale, format, decode, scale_layout, offs)
+            data, scale = quantize_triton_rows.row_blocks(x, format, scale_rule, scale_layout, offs, factors, rows)
+        else:
+            data, scale = _row_blocks_torch(x, format, scale_rule, scale_layout, offs, factors)
+        return BlockScaledTensor(data, scale, format, decode, scale_layout, offs)
 
 
 def dequantize(
@@ -277,12 +263,7 @@ def _check_options(
             raise ValueError(f"offs must be None for kind={kind!r}: only activations have groups of rows")
         if format != NVFP4 and scale_layout != "blocked_groups":
             raise ValueError(f"offs must be None for {format.name} with scale_layout {scale_layout!r}")
-        if (
-            not isinstance(offs, torch.Tensor)
-            or offs.dtype not in (torch.int32, torch.int64)
-            or offs.dim() != 1
-            or not len(offs)
-        ):
+        if not is_integers(offs) or not len(offs):
             raise ValueError(
                 "offs must be a 1-D int32 or int64 tensor of at least one end offset (padless.group_offsets)"
             )
@@ -292,12 +273,7 @@ def _check_options(
 def _check_rows(
     rows: object, x: torch.Tensor, format: BlockScaledFormat, kind: str, global_scale: torch.Tensor | float | None
 ) -> None:
-    if (
-        not isinstance(rows, torch.Tensor)
-        or rows.dtype not in (torch.int32, torch.int64)
-        or rows.dim() != 1
-        or rows.device != x.device
-    ):
+    if not is_integers(rows) or rows.device != x.device:
         got = f"{tuple(rows.shape)} {rows.dtype} on {rows.device}" if isinstance(rows, torch.Tensor) else rows
         raise ValueError(f"rows must be 1-D int32 or int64 on {x.device}, got {got}")
     if kind != "activation":

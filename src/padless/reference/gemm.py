@@ -59,7 +59,20 @@ def grouped_gemm_reference(
         raise ValueError(f"offs must have one end per group of b {tuple(b.shape)}, got shape {tuple(offs.shape)}")
     if isinstance(a, torch.Tensor):
         a = _with_scales_of_one(a)
-    out = _prepare_out(a, b, out, out_dtype, accumulate)
+    if accumulate not in ACCUMULATIONS:
+        raise ValueError(f"accumulate must be one of {ACCUMULATIONS}, got {accumulate!r}")
+    if a.data.dim() != 2 or a.logical_shape[-1] != b.logical_shape[-1]:
+        raise ValueError(f"a (M, K) and b (.., N, K) must share K, got {a.logical_shape} and {b.logical_shape}")
+    if not a.is_activation or not b.is_weight:
+        raise ValueError("a must be quantized as an activation and b as a weight")
+    shape = (a.shape[0], b.shape[-2])
+    dtype = out_dtype if out is None else out.dtype
+    if dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {dtype}")
+    if out is None:
+        out = torch.full(shape, float("nan"), dtype=dtype, device=a.device)
+    elif tuple(out.shape) != shape:
+        raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
     a_scale, b_scale = plain_scale(a, offs), plain_scale(b)
     for group, (start, end) in enumerate(group_rows(offs, a.shape[0])):
         if start < end:
@@ -89,36 +102,8 @@ def gemm_reference(
     """out[m, n] = sum over k of a[m, k] * b[n, k]; a: (M, K) activations, b: (N, K) weights; (M, N)."""
     if b.data.dim() != 2:
         raise ValueError(f"b must be (N, K), got shape {tuple(b.shape)}")
-    out = _prepare_out(a, b, out, out_dtype, accumulate)
-    if a.shape[0] > 0:
-        acc = _multiply(
-            (a.data, plain_scale(a), a.format),
-            (b.data, plain_scale(b), b.format),
-            (_of_group(a.global_scale, 0), _of_group(b.global_scale, 0)),
-            accumulate,
-        )
-        out.copy_(round_to(acc, out.dtype))
-    return out
-
-
-def _prepare_out(
-    a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str
-) -> torch.Tensor:
-    if accumulate not in ACCUMULATIONS:
-        raise ValueError(f"accumulate must be one of {ACCUMULATIONS}, got {accumulate!r}")
-    if a.data.dim() != 2 or a.logical_shape[-1] != b.logical_shape[-1]:
-        raise ValueError(f"a (M, K) and b (.., N, K) must share K, got {a.logical_shape} and {b.logical_shape}")
-    if not a.is_activation or not b.is_weight:
-        raise ValueError("a must be quantized as an activation and b as a weight")
-    shape = (a.shape[0], b.shape[-2])
-    dtype = out_dtype if out is None else out.dtype
-    if dtype not in OUT_DTYPES:
-        raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {dtype}")
-    if out is None:
-        return torch.full(shape, float("nan"), dtype=dtype, device=a.device)
-    if tuple(out.shape) != shape:
-        raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
-    return out
+    one_group = BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale, b.scale_layout)
+    return grouped_gemm_reference(a, one_group, torch.tensor([a.shape[0]]), out, out_dtype, accumulate)
 
 
 Operand = tuple[torch.Tensor, torch.Tensor, BlockScaledFormat]  # (rows, K) codes, their plain scales, format

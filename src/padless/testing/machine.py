@@ -112,9 +112,7 @@ def parse_smi_line(line: str, names: list[str]) -> dict[str, Any]:
 
 
 def _number(text: str) -> float | str:
-    if text.count(".") > 1:  # a driver version
-        return text
     try:
         return float(text)
-    except ValueError:
+    except ValueError:  # a name, or a driver's version
         return text

@@ -7,7 +7,7 @@ bit. Which pairs there are comes from ``padless.kernels.table``.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,13 +113,16 @@ def random_formats_problem(route: Route, seed: int) -> FormatsProblem:
     m, n, k = sum(sizes) + draw.randrange(4), 8 * draw.randint(1, 34), (16 if of_fp8_block else 32)
     k *= draw.randint(1, 25 if of_fp8_block else 14)
     offs = group_offsets(sizes)
-    if route.a == BF16:
-        a: BlockScaledTensor | torch.Tensor = torch.randn((m, k), generator=generator).to(torch.bfloat16)
-    else:
-        layout = draw.choice(("plain", "blocked", "blocked_groups"))
-        a = _operand(route.a, (m, k), "activation", layout, generator, len(sizes), offs)
-    layout = draw.choice(("plain", "blocked"))
-    b = _operand(route.b, (len(sizes), n, k), "weight", layout, generator, len(sizes), offs)
+
+    def operand(name: str, shape: tuple[int, ...], kind: str, layouts: Sequence[str]) -> Any:
+        if name == BF16:
+            return torch.randn(shape, generator=generator).to(torch.bfloat16)
+        layout = draw.choice(layouts)
+        t = any_codes(FORMAT_BY_NAME[name], shape, kind, len(sizes), generator)
+        return t if t.format.scale_dtype == torch.float32 else in_layout(t, layout, offs)
+
+    a = operand(route.a, (m, k), "activation", ("plain", "blocked", "blocked_groups"))
+    b = operand(route.b, (len(sizes), n, k), "weight", ("plain", "blocked"))
     if of_fp8_block:
         assert isinstance(a, BlockScaledTensor)
         a, b = (_wider(t, seed % 2 == 1, generator) for t in (a, b))
@@ -132,19 +135,6 @@ def random_formats_problem(route: Route, seed: int) -> FormatsProblem:
 def _wider(t: Any, normal: bool, generator: torch.Generator) -> BlockScaledTensor:
     data = torch.randn(t.shape, generator=generator).to(t.data.dtype) if normal else t.data
     return BlockScaledTensor(data, torch.exp2(torch.rand(t.scale.shape, generator=generator) * 20 - 10), FP8_BLOCK)
-
-
-def _operand(
-    name: str,
-    shape: tuple[int, ...],
-    kind: str,
-    layout: str,
-    generator: torch.Generator,
-    groups: int,
-    offs: torch.Tensor,
-) -> BlockScaledTensor:
-    t = any_codes(FORMAT_BY_NAME[name], shape, kind, groups, generator)
-    return t if t.format.scale_dtype == torch.float32 else in_layout(t, layout, offs)
 
 
 def emulate_formats(route: Route, seed: int) -> torch.Tensor:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.kernels.schedule import clean_offs
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
+from padless.row_groups import clamped_ends
 from padless.testing.guarded import GuardedOutput
 from padless.testing.judge import float64_rows, row_errors
 from padless.testing.operands import mn_major_in_nan, moved
@@ -202,7 +202,7 @@ def check_wrong_offs_stay_inside() -> str:
             guarded = GuardedOutput(m, n, variant.dtype, DEVICE)
             grouped_gemm(operands.a, operands.b, offs, out=guarded.out, config=variant.config)
             torch.cuda.synchronize()
-            guarded.check(clean_offs(values, m)[-1])
+            guarded.check(clamped_ends(values, m)[-1])
     return f"{len(wrong)} kinds of wrong offsets"
 
 
@@ -285,34 +285,31 @@ def check_quantizers_agree() -> str:
     return f"{count} tensors, bit for bit the same"
 
 
-CHECKS: dict[str, Callable[[], str]] = {
-    "accuracy": check_accuracy,
-    "configs agree": check_configs_agree,
-    "padding changes nothing": check_padding_changes_nothing,
-    "wrong offsets stay inside": check_wrong_offs_stay_inside,
-    "repeats agree": check_repeats_agree,
-    "graph replay": check_graph_replay,
-    "streams and threads": check_streams_and_threads,
-    "dense": check_dense,
-    "quantizers agree": check_quantizers_agree,
-    "training quantizers agree": check_train_quantizers,
-}
+class Check(NamedTuple):
+    """A check, and what it calls: every variant on every shape."""
+
+    run: Callable[[], str]
+    shapes: tuple[Shape, ...] = ()
+    variants: tuple[Variant, ...] = CHOSEN
 
 
-# What each check and this module's small launches call: every variant on every shape.
-CALLS: dict[str, tuple[tuple[Shape, ...], tuple[Variant, ...]]] = {
-    "accuracy": (SHAPES, CHOSEN_OF_EACH),
-    "configs agree": (SHAPES, EVERY_VARIANT),
-    "padding changes nothing": ((*SHAPES, *((padded_to_tiles(sizes), 0, n, k) for sizes, _, n, k in SHAPES)), CHOSEN),
-    "wrong offsets stay inside": (_WRONG_OFFS, _WRONG_OFFS_VARIANTS),
-    "repeats agree": (_REPEATED, EVERY_CONFIG),
-    "graph replay": (_REPLAYED, CHOSEN),
-    "streams and threads": (_STREAMED, CHOSEN),
-    "dense": (_DENSE, CHOSEN),
-    "quantizers agree": ((), ()),
-    "training quantizers agree": ((), ()),
-    "padless.verify.fp8_block": (_SMALL, _SMALL_VARIANTS),
+_TILED = tuple((padded_to_tiles(sizes), 0, n, k) for sizes, _, n, k in SHAPES)
+_CHECKS = {
+    "accuracy": Check(check_accuracy, SHAPES, CHOSEN_OF_EACH),
+    "configs agree": Check(check_configs_agree, SHAPES, EVERY_VARIANT),
+    "padding changes nothing": Check(check_padding_changes_nothing, (*SHAPES, *_TILED)),
+    "wrong offsets stay inside": Check(check_wrong_offs_stay_inside, _WRONG_OFFS, _WRONG_OFFS_VARIANTS),
+    "repeats agree": Check(check_repeats_agree, _REPEATED, EVERY_CONFIG),
+    "graph replay": Check(check_graph_replay, _REPLAYED),
+    "streams and threads": Check(check_streams_and_threads, _STREAMED),
+    "dense": Check(check_dense, _DENSE),
+    "quantizers agree": Check(check_quantizers_agree),
+    "training quantizers agree": Check(check_train_quantizers),
 }
+CHECKS = {name: check.run for name, check in _CHECKS.items()}
+# What each check and this module's small launches call.
+CALLS = {name: (check.shapes, check.variants) for name, check in _CHECKS.items()}
+CALLS["padless.verify.fp8_block"] = (_SMALL, _SMALL_VARIANTS)
 
 
 def rehearse(shapes: Sequence[Shape], variants: Sequence[Variant], backend: str) -> None:

@@ -25,24 +25,15 @@ from padless.runtime.driver import cuda_driver
 from padless.testing import machine
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead
 from padless.testing.processes import cpus, useful_workers, worker_pool
-from padless.verify.bf16.forward import check_bf16_products
-from padless.verify.bf16.wgrad import check_bf16_wgrad
-from padless.verify.blackwell import check_dense_mxfp8, check_problem_lists
-from padless.verify.chains import check_chains
-from padless.verify.emulator.tensor_core import check_tensor_core
-from padless.verify.epilogue import check_epilogue, check_epilogue_against_emulator
-from padless.verify.formats import (
-    check_formats_accuracy,
-    check_formats_against_emulator,
-    check_fp8_block_against_emulator,
-)
+from padless.verify import blackwell, chains, epilogue, formats, invariance, wgrad
+from padless.verify.bf16 import forward as bf16_forward
+from padless.verify.bf16 import wgrad as bf16_wgrad
+from padless.verify.emulator import tensor_core
 from padless.verify.fp8_block import CHECKS
-from padless.verify.invariance import check_batch_invariance
 from padless.verify.moe import PASSES, check_layer
 from padless.verify.rehearsals import rehearsals_of
 from padless.verify.training.graphs import check_graphed_layer
 from padless.verify.training.layer import check_training_layer
-from padless.verify.wgrad import check_wgrad
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Command lines of small launches: the first kernel's, the other routes', weight gradients'.
@@ -61,23 +52,28 @@ _NOT_FOLLOWED = {("racecheck", "padless.verify.wgrad")}
 QUANTIZER_CHECKS = ("quantizers agree", "training quantizers agree")
 
 Check = Callable[[], str]
+# Checks by name, and modules of small launches for the sanitizer.
+Jobs = Callable[[], tuple[dict[str, Check], list[str]]]
 # Beside those of fp8_block: every GPU's, and those of an architecture alone.
 _ALL: dict[str, Check] = {
-    "formats": check_formats_accuracy,
-    "epilogues": check_epilogue,
-    "chains": check_chains,
-    "batch invariance": check_batch_invariance,
+    "formats": formats.check_formats_accuracy,
+    "epilogues": epilogue.check_epilogue,
+    "chains": chains.check_chains,
+    "batch invariance": invariance.check_batch_invariance,
     **PASSES,
     "MoE layer": check_layer,
 }
 _HOPPERS: dict[str, Check] = {
-    "weight gradients": check_wgrad,
-    "bf16 weight gradients": check_bf16_wgrad,
-    "bf16 products": check_bf16_products,
+    "weight gradients": wgrad.check_wgrad,
+    "bf16 weight gradients": bf16_wgrad.check_bf16_wgrad,
+    "bf16 products": bf16_forward.check_bf16_products,
     "training layer": check_training_layer,
     "training layer in graphs": check_graphed_layer,
 }
-_BLACKWELLS: dict[str, Check] = {"dense MXFP8": check_dense_mxfp8, "lists of problems": check_problem_lists}
+_BLACKWELLS: dict[str, Check] = {
+    "dense MXFP8": blackwell.check_dense_mxfp8,
+    "lists of problems": blackwell.check_problem_lists,
+}
 
 # Checks at a time, each in a process of its own: most of their time is one core's.
 _MOST_WORKERS, _CORES_OF_ONE = 8, 2
@@ -93,19 +89,6 @@ class Record:
     passed: bool
     detail: str
     seconds: float
-
-
-@dataclass(frozen=True)
-class Jobs:
-    """The checks: names out of ``verify.fp8_block.CHECKS`` or None for all, and whether the emulator is asked."""
-
-    arch: str
-    checks: tuple[str, ...] | None
-    against_emulator: bool
-
-    def all(self) -> tuple[dict[str, Check], list[str]]:
-        """Checks by name, and modules of small launches for the sanitizer."""
-        return jobs_of(self.arch, self.checks, self.against_emulator)
 
 
 def run_verify(
@@ -139,8 +122,8 @@ def run_verify(
     console = console or Console()
     start = time.perf_counter()
     gpu = Gpu(cuda_driver().arch, cuda_driver().num_sms(0))
-    asked = Jobs(gpu.arch, None if checks is None else tuple(checks), against_emulator)
-    jobs, sanitized = asked.all()
+    jobs_here = partial(jobs_of, gpu.arch, checks, against_emulator)
+    jobs, sanitized = jobs_here()
     tools = sanitizers_of(sanitized) if sanitizer and _sanitizer() else {}
     rehearsals = rehearsals_of(gpu.arch, jobs, sanitized if tools else ())
     records: list[Record] = []
@@ -152,7 +135,7 @@ def run_verify(
             compiled = _compile_ahead(rehearsals, gpu, progress)
         names = [*jobs, *tools]
         task = progress.add_task("verify", total=len(names))
-        with _running(jobs | tools, asked, workers) as results:
+        with _running(jobs | tools, jobs_here, workers) as results:
             for result in results:
                 records.append(_shown(console, *result))
                 records.sort(key=lambda record: names.index(record.check))
@@ -186,10 +169,10 @@ def jobs_of(
     jobs = {name: CHECKS[name] for name in names}
     if against_emulator:
         if on_hopper:
-            jobs["emulator's tensor core agrees"] = check_tensor_core
-            jobs["emulator agrees"] = check_fp8_block_against_emulator
-        jobs["emulator agrees on formats"] = check_formats_against_emulator
-        jobs["emulator agrees on epilogues"] = check_epilogue_against_emulator
+            jobs["emulator's tensor core agrees"] = tensor_core.check_tensor_core
+            jobs["emulator agrees"] = formats.check_fp8_block_against_emulator
+        jobs["emulator agrees on formats"] = formats.check_formats_against_emulator
+        jobs["emulator agrees on epilogues"] = epilogue.check_epilogue_against_emulator
     if checks is None:
         jobs |= (_BLACKWELLS if kernels_arch(arch) == "sm_100a" else {}) | _ALL | (_HOPPERS if on_hopper else {})
     return jobs, [module for module in SANITIZED if on_hopper or module == "padless.verify.small"]
@@ -209,19 +192,19 @@ def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) ->
 
 
 @contextmanager
-def _running(checks: dict[str, Check], asked: Jobs, workers: int) -> Iterator[Iterator[tuple[Record, str]]]:
+def _running(checks: dict[str, Check], jobs_here: Jobs, workers: int) -> Iterator[Iterator[tuple[Record, str]]]:
     """Yields what came of every check, as each ends; one worker takes them in order."""
     if workers == 1:
         yield (_record(name, check) for name, check in checks.items())
         return
     with worker_pool(workers) as pool:
-        started = [pool.submit(_record_of, name, asked) for name in sorted(checks, key=lambda n: n not in _FIRST)]
+        started = [pool.submit(_record_of, name, jobs_here) for name in sorted(checks, key=lambda n: n not in _FIRST)]
         yield (future.result() for future in as_completed(started))
 
 
-def _record_of(name: str, asked: Jobs) -> tuple[Record, str]:
+def _record_of(name: str, jobs_here: Jobs) -> tuple[Record, str]:
     """`_record` of a check by its name, in a process that has not made the checks."""
-    jobs, modules = asked.all()
+    jobs, modules = jobs_here()
     return _record(name, (jobs | sanitizers_of(modules))[name])
 
 

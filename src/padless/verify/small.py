@@ -98,17 +98,11 @@ def launches(device: str, backend: str | None, arch: str) -> Iterator[Iterable[C
     for route in small_routes(arch):
         generator = torch.Generator().manual_seed(draw.randrange(2**31))
         m = sum(_SIZES) + _PAST
-        a, b = operands(route, m, _N, _K, len(_SIZES), generator, special=False)
+        drawn = operands(route, m, _N, _K, len(_SIZES), generator, special=False)
+        a, b, offs = (moved(t, device) for t in (*drawn, group_offsets(_SIZES)))
         for config in _configs(route, m):
             guarded = GuardedOutput(m, _N, torch.bfloat16, device)
-            grouped_gemm(
-                moved(a, device),
-                moved(b, device),
-                group_offsets(_SIZES).to(device),
-                out=guarded.out,
-                backend=backend,
-                config=config,
-            )
+            grouped_gemm(a, b, offs, out=guarded.out, backend=backend, config=config)
             yield (partial(guarded.check, sum(_SIZES)),)
     for route in quant_routes(arch):
         for gate_up, options in QUANT_CALLS:

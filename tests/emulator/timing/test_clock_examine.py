@@ -5,18 +5,30 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from clock_b200 import loop_errors, measured_loops, product_errors
 from clock_examine import FITTING, SHAPES, TESTING, Prepared, errors, order, prepared, recorded_times
 from clock_h200 import MEASURED, grid_points, memory_rates, tile_points, tile_times
 from clock_ladder import FITTED_SIZES, SIZES, ladder_errors, ladder_rows
-from clock_sm100 import PROBLEMS, chosen, dense_configs, grouped_configs, light_us, predict, rounded, run_tiles
+from clock_sm100 import (
+    PROBLEMS,
+    chosen,
+    dense_configs,
+    grouped_configs,
+    light_us,
+    predict,
+    rounded,
+    rounded_grouped,
+    sort_times,
+)
+from clock_sm100 import run_tiles as run_sm100
 from clock_sm100 import tile_times as sm100_tile_times
 from padless.emulator.timing import B200, H200
 from padless.emulator.timing.chip import TileTimes
 from padless.kernels.sm100_dense.config import TILE_CYCLES as DENSE_CYCLES
 from padless.kernels.sm100_dense.config import Sm100DenseConfig
-from padless.kernels.sm100_grouped.config import TILE_CYCLES
+from padless.kernels.sm100_grouped.config import TILE_CYCLES, Sm100GroupedConfig
 from support.ragged import ROOT
 
 RECORD = ROOT / "docs" / "measured" / "clock" / "2026-11-22.jsonl"
@@ -143,10 +155,10 @@ def test_ladder_without_its_causes_is_worse() -> None:
 def test_tables_of_tiles_are_what_the_clock_says() -> None:
     """One tile of each table."""
     key, dense = next(dense_configs())
-    assert rounded(sm100_tile_times("MXFP8", dense)) == pytest.approx(DENSE_CYCLES[key], abs=2)
+    assert rounded(sort_times("MXFP8", dense)) == pytest.approx(DENSE_CYCLES[key], abs=2)
     for fmt in TILE_CYCLES:
         tile, config = next(grouped_configs())
-        assert rounded(sm100_tile_times(fmt, config)) == pytest.approx(TILE_CYCLES[fmt][tile], abs=2)
+        assert rounded_grouped(fmt, config) == pytest.approx(TILE_CYCLES[fmt][tile], abs=2)
 
 
 @pytest.mark.slow
@@ -155,12 +167,32 @@ def test_blackwell_prediction_is_a_band_above_the_speed_of_light() -> None:
     config = chosen(problem)
     fast, slow = predict(problem, config)
     assert light_us(problem) < fast < slow
-    period = sm100_tile_times(problem.fmt, config).period[0]
-    assert period >= 0.97 * 128 * config.mma_n * 128 / B200["tensor_bytes_per_clk"]
+    for columns, period in sm100_tile_times(problem.fmt, config).period.items():
+        assert period >= 0.97 * 128 * (columns or config.mma_n) * 128 / B200["tensor_bytes_per_clk"]
 
 
 def test_products_do_not_wait_between_tiles_of_the_dense_kernel() -> None:
     """Two accumulators that share columns: the tensor pipe goes from tile to tile with no pause."""
-    one, three = (run_tiles("MXFP8", Sm100DenseConfig(), count, 16) for count in (1, 3))
+    one, three = (run_sm100("MXFP8", Sm100DenseConfig(), count, 16) for count in (1, 3))
     tile = 16 * 524
     assert (three.cycles - one.cycles) / 2 < 1.03 * tile
+
+
+@pytest.mark.slow
+def test_a_last_tile_that_is_cut_ends_as_a_half() -> None:
+    """Two pairs and three tiles: a whole one and a half each, which nothing was fitted to."""
+    config = Sm100DenseConfig(out_dtype=torch.float32)
+    cut = run_sm100("MXFP8", config, 3, 16, pairs=2).cycles
+    whole, half = (sort_times("MXFP8", replace(config, block_n=columns)) for columns in (256, 128))
+    until_the_end = whole.start + 16 * (whole.period[0] + half.period[0])
+    assert cut == pytest.approx(until_the_end + half.end, rel=0.01)
+    assert cut < 0.9 * (until_the_end + whole.end)
+
+
+@pytest.mark.slow
+def test_a_tile_of_few_tokens_takes_less() -> None:
+    config = Sm100GroupedConfig(tokens_on_n=True, mma_n=256, cta_group=2)
+    times = sm100_tile_times("NVFP4", config)
+    assert list(times.period) == [64, 128, 192, 256]
+    assert times.period[64] < 0.65 * times.period[256]
+    assert times.ends[64] < 0.5 * times.ends[256]

@@ -30,7 +30,7 @@ def test_select_is_made_of_configs_that_are_allowed() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "kind", "tile"),
-    [(1, "NVFP4", (32, 256)), (16, "MXFP8", (32, 256)), (2048, "NVFP4", (256, 256)), (2048, "MXFP8", (256, 256))],
+    [(1, "NVFP4", (64, 128)), (16, "MXFP8", (32, 256)), (2048, "NVFP4", (256, 256)), (2048, "MXFP8", (256, 256))],
 )
 def test_few_rows_get_a_narrow_tile_and_many_the_largest(rows: int, kind: str, tile: tuple[int, int]) -> None:
     config = select_grouped_config(32 * rows, 4096, 32, 3584, kind)

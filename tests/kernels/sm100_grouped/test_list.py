@@ -225,7 +225,7 @@ def test_what_is_refused() -> None:
     refused("a has 2 problems, b 1", b=b[:1])
     refused("problem 1: a is .* K must be the same", b=[b[0], b[0]])
     refused("problem 0: out must be", out=[torch.empty(16, 5), torch.empty(9, 8)])
-    refused("problem 1: out has rows", out=[torch.empty(5, 16), torch.empty(9, 9)[:, :8]])
+    refused("problem 1: out has strides", out=[torch.empty(5, 16), torch.empty(9, 9)[:, :8]])
     refused("problem 0: out has strides", out=[torch.empty(10, 32)[::2, ::2], torch.empty(9, 8)])
     refused("same formats", out=[torch.empty(5, 16), torch.empty(9, 8).half()])
     refused("alpha must be", alpha=torch.ones(3))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from padless.emulator import KINDS
 from padless.kernels.sm90_bf16_plain import host
 from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.testing.guarded import GuardedOutput
 from padless.verify.bf16.forward import PlainShape, random_plain, same_bits
 from support.bf16_plain_bugs import BUGS, MAIN, N_MAJOR, STORED, Bug
-from support.emulator_variants import Variant
+from support.planted_bugs import assert_found, holds, search
 
 # An empty group, one of two tiles, one that has no row for the second warpgroup, rows past the last group.
 SHAPE = PlainShape((0, 130, 33), 3, 136, 216)
@@ -28,38 +28,18 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
     wanted = grouped_gemm_plain_reference(
         plain.a, plain.b, plain.offs, out_dtype=torch.float32, accumulation="tensor_core"
     )[:LAST]
-    driver = Variant("sm_90a", MAIN, bug.edits, bug.config, bug.nth)
-    kinds: list[str] = []
-    for seed in range(bug.seeds):
+
+    def launch(driver: Any) -> Callable[[], bool]:
         guarded = GuardedOutput(plain.a.shape[0], SHAPE.n, torch.float32)
-        # Bits tell of arithmetic; where a report must, what the products are does not matter.
-        arithmetic = "fast" if bug.kinds else "truncate"
-        with driver.configured(seed=seed, raise_on_reports=False, num_sms=1, arithmetic=arithmetic):
-            host.prepare(driver, plain.a, plain.b, plain.offs, guarded.out, bug.config).launch(0)
-            result: Any = driver.last_result
-        kinds += [report.kind for report in result.reports]
-        if bug.kinds:
-            found = bool(set(kinds) & set(bug.kinds))
-        else:
-            found = bool(kinds) or not right(guarded, wanted)
-        if found:
-            return seed + 1, kinds
-    return None, kinds
+        host.prepare(driver, plain.a, plain.b, plain.offs, guarded.out, bug.config).launch(0)
+        return lambda: holds(lambda: guarded.check(LAST)) and same_bits(guarded.out[:LAST], wanted)
 
-
-def right(guarded: GuardedOutput, wanted: torch.Tensor) -> bool:
-    try:
-        guarded.check(LAST)
-    except AssertionError:
-        return False
-    return same_bits(guarded.out[:LAST], wanted)
+    return search(bug, MAIN, bug.config, launch)
 
 
 @pytest.mark.parametrize("bug", [pytest.param(b, id=b.name, marks=() if b.quick else pytest.mark.slow) for b in BUGS])
 def test_planted_bug_is_found(bug: Bug) -> None:
-    seeds, kinds = detect(bug)
-    assert seeds is not None, f"{bug.name}: not found; reports seen: {sorted(set(kinds)) or 'none'}"
-    assert set(bug.kinds) <= set(KINDS)
+    assert_found(bug, detect)
 
 
 @pytest.mark.parametrize("config", [STORED, pytest.param(N_MAJOR, marks=pytest.mark.slow)], ids=["K", "N"])

@@ -1,1 +1,1 @@
-"""The benchmarks' own parts: points, contenders, records and tables (see `padless.bench.case.CaseModule`)."""
+"""The benchmarks' own parts: points, contenders, records and tables (see `padless.bench.case`)."""

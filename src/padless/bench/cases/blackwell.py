@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from padless.bench.cases.formats import COMPETITION
+from padless.bench.measure import gpu_times
 from padless.bench.peers import Contender
 from padless.bench.report import table
 from padless.bench.results import Record, tflops
@@ -94,13 +95,8 @@ def measure_dense_mxfp8(point: BlackwellPoint, seed: int, timer: Timer, device: 
     contenders, reference = dense_contenders((point.M, point.N, point.K), seed, device)
     right, record = check(contenders, reference, {})
     missing = {name: record["errors"].pop(name) for name in (TORCH,) if name in record["errors"]}
-    times = timer.gpu({contender.name: contender.call for contender in right})
-    return record | {
-        "flops": 2 * point.M * point.N * point.K,
-        "missing": missing,
-        "gpu": {name: timing.as_dict() for name, timing in times.items()},
-        "clocks": machine.clocks(),
-    }
+    times = gpu_times({contender.name: contender.call for contender in right}, timer)
+    return record | {"flops": 2 * point.M * point.N * point.K, "missing": missing, **times}
 
 
 # -------------------------------------------------------------------------------------------- competition

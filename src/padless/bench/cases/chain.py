@@ -257,15 +257,10 @@ def require_programmatic_launches() -> None:
         raise ValueError("PADLESS_PROGRAMMATIC_LAUNCH is 0; unset it: both ways to launch are compared here")
 
 
-def start(session: Session) -> Callable[[DecodePoint], Record]:
+def measure_at(session: Session, point: DecodePoint) -> Record:
     """Every chain at a point."""
-
-    def measure(point: DecodePoint) -> Record:
-        problem = make_chain(point, session.settings.seed, "cuda")
-        record = measure_chain(problem, session.peers, session.timer, ordinary_launches)
-        return record | {"floor_us": session.floor_us(record["flops"], record["bytes"])}
-
-    return measure
+    problem = make_chain(point, session.settings.seed, "cuda")
+    return session.with_floor(measure_chain(problem, session.peers, session.timer, ordinary_launches))
 
 
 # --- tables --------------------------------------------------------------------------------------------------
@@ -294,7 +289,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
 def _by_weights(records: table.Records) -> table.Table:
     """By groups and megabytes of weight codes of a call: padless's time, what ordinary launches cost a call, ratios."""
     columns = [
-        table.Column("groups", text=lambda part: str(part[0]["point"]["groups"])),
+        *table.axes("groups"),
         table.Column("MB", text=lambda part: f"{_weight_mb(part[0]):.0f}"),
         table.POINTS,
         table.time(PADLESS, "padless\nus"),

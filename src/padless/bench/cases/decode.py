@@ -4,12 +4,12 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from padless.bench.group_sizes import DecodePoint, Point, decode_grid, decode_sizes
+from padless.bench.group_sizes import DecodePoint, decode_grid
 from padless.bench.measure import measure_decode
-from padless.bench.problem import make_grouped
+from padless.bench.problem import make_decode
 from padless.bench.report import table
 from padless.bench.report.bounds import bounds_tables
 from padless.bench.results import COPY, READ, Record
@@ -24,18 +24,10 @@ def grid(name: str, seed: int) -> list[DecodePoint]:
     return decode_grid(quick=name == "quick")
 
 
-def start(session: Session) -> Callable[[DecodePoint], Record]:
+def measure_at(session: Session, point: DecodePoint) -> Record:
     """padless, peers, the copy and the read."""
-    seed = session.settings.seed
-
-    def measure(decode: DecodePoint) -> Record:
-        sizes = decode_sizes(decode, seed)
-        point = Point(sum(sizes), decode.N, decode.K, decode.groups)
-        problem = make_grouped(point, sizes, seed, "cuda")
-        record = measure_decode(problem, session.peers, session.timer)
-        return record | {"floor_us": session.floor_us(point.flops, point.bytes)}
-
-    return measure
+    problem = make_decode(point, session.settings.seed, "cuda")
+    return session.with_floor(measure_decode(problem, session.peers, session.timer))
 
 
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:

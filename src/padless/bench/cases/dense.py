@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from padless.bench.group_sizes import DENSE_SHAPES, DenseShape
@@ -21,14 +21,10 @@ def grid(name: str, seed: int) -> list[DenseShape]:
     return list(DENSE_SHAPES if name == "full" else DENSE_SHAPES[:_QUICK])
 
 
-def start(session: Session) -> Callable[[DenseShape], Record]:
+def measure_at(session: Session, point: DenseShape) -> Record:
     """padless and peers."""
-
-    def measure(shape: DenseShape) -> Record:
-        record = measure_dense(make_dense(shape, session.settings.seed, "cuda"), session.peers, session.timer)
-        return record | {"floor_us": session.floor_us(record["flops"], record["bytes"])}
-
-    return measure
+    problem = make_dense(point, session.settings.seed, "cuda")
+    return session.with_floor(measure_dense(problem, session.peers, session.timer))
 
 
 def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table]:

@@ -17,18 +17,18 @@ float32 GEMM: scales and codes that differ are counted, and more than one code i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from padless.bench.group_sizes import Point, group_sizes
-from padless.bench.problem import GroupedProblem, make_grouped
+from padless.bench.group_sizes import Point
+from padless.bench.measure import gpu_times
+from padless.bench.problem import GroupedProblem
 from padless.bench.report import table
 from padless.bench.results import Record, ratios
 from padless.bench.session import Session
 from padless.formats import FP8_BLOCK
-from padless.testing import machine
 from padless.testing.timing import Call, Timer
 
 GEMM = "gemm bf16"
@@ -117,19 +117,12 @@ def measure(problem: GroupedProblem, timer: Timer, backend: str | None = None) -
         if record["equality"]["wrong_codes"] > _MOST_WRONG_CODES * record["equality"]["codes"]:
             record["wrong"]["fused rows"] = f"differs from quantize: {record['equality']}"
             del usable["fused rows"]
-    record["gpu"] = {name: timing.as_dict() for name, timing in timer.gpu(usable).items()}
-    return record
+    return record | gpu_times(usable, timer)
 
 
-def start(session: Session) -> Callable[[Point], Record]:
+def measure_at(session: Session, point: Point) -> Record:
     """Every contender at a point."""
-    seed = session.settings.seed
-
-    def one(point: Point) -> Record:
-        problem = make_grouped(point, group_sizes(point, seed), seed, "cuda")
-        return measure(problem, session.timer) | {"clocks": machine.clocks()}
-
-    return one
+    return measure(session.grouped(point), session.timer)
 
 
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:

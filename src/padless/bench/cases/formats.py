@@ -6,7 +6,7 @@ contender must move at least is its own quantised operands and the bf16 result: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from padless.bench.group_sizes import DecodePoint, Point, decode_sizes, group_sizes
+from padless.bench.measure import gpu_times
 from padless.bench.peers import Contender
-from padless.bench.report.table import Records, Sessions, Table, axes, by_point, labels, table_of, time
+from padless.bench.report.table import Records, Sessions, Table, labels, time_tables
 from padless.bench.results import Record, ratios, time_us
 from padless.bench.session import Session
 from padless.formats import BlockScaledTensor
 from padless.kernels.table import PLAIN_ROUTES, ROUTES, Route, kernels_arch
-from padless.testing import machine
+from padless.runtime.driver import cuda_driver
 from padless.testing.judge import SampledReference, check, describe, float64_rows, outside
 from padless.testing.operands import BF16, Operands, make_operands
 from padless.testing.timing import Timer, geomean
@@ -40,6 +41,7 @@ WANTED = (
 )
 TORCH = "torch_bf16"
 PLAIN = f"{BF16} x {BF16}"
+MX = "MXFP8 x MXFP8"
 DEQUANTIZE = "dequantize MXFP8, torch_bf16"
 _ROW_LIMIT = 0.01  # rounding to bf16 costs at most 2^-9 of an element, FP8 tensor cores about as much again
 
@@ -164,15 +166,16 @@ def own_entries(
     return entries
 
 
-def bf16_entries(operands: dict[str, Operands], point: FormatsPoint, plain_routes: Sequence[str]) -> dict[str, Entry]:
-    """torch's bf16 grouped product of dequantised operands, dequantising MXFP8 at every call before it, and padless's
-    product of the same tensors where ``plain_routes``, of "BF16 x BF16", has it.
+def bf16_entries(
+    source: Operands, mx: Operands | None, point: FormatsPoint, plain_routes: Sequence[str]
+) -> dict[str, Entry]:
+    """torch's bf16 grouped product of the dequantised source, the same dequantising MXFP8 at every call before it, and
+    padless's product of the source's tensors where ``plain_routes``, of "BF16 x BF16", has it.
     """
     from padless.ops.grouped_gemm import grouped_gemm
     from padless.quantization.quantize import dequantize
 
     grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    source = next(iter(operands.values()))
 
     def values(t: BlockScaledTensor | torch.Tensor) -> torch.Tensor:
         return t if isinstance(t, torch.Tensor) else dequantize(t, torch.bfloat16)
@@ -191,7 +194,6 @@ def bf16_entries(operands: dict[str, Operands], point: FormatsPoint, plain_route
         out = torch.full((point.M, point.N), float("nan"), dtype=torch.bfloat16, device=x.device)
         call = partial(grouped_gemm, x, w, source.offs, out=out)
         entries[PLAIN] = Entry(Contender(PLAIN, call, lambda: out, 0.02), plain, bytes_)
-    mx = operands.get("MXFP8 x MXFP8")
     if mx is not None:
 
         def both() -> None:
@@ -244,44 +246,30 @@ def measure_formats(
     entries = own_entries(names, sizes, point, seed, device)
     errors: dict[str, str] = {}
     try:
+        if not entries:
+            raise ValueError("there is no kernel for any pair of formats on this GPU")
         # On the dequantised operands of the pair whose weights are smallest, as an FP4 checkpoint would be run.
-        source = next((name for name in ("NVFP4 x NVFP4", "BF16 x NVFP4") if name in entries), None)
-        chosen = {n: e.operands for n, e in entries.items() if n in (source, "MXFP8 x MXFP8")}
-        order = sorted(chosen, key=lambda name: name != source)
-        sources = {n: chosen[n] for n in order} or _all(entries)
-        entries |= bf16_entries(sources, point, plain_names(arch))
+        of = {name: entry.operands for name, entry in entries.items()}
+        source = next(name for name in ("NVFP4 x NVFP4", "BF16 x NVFP4", MX, *of) if name in of)
+        entries |= bf16_entries(of[source], of.get(MX), point, plain_names(arch))
     except Exception as error:
         errors[TORCH] = describe(error)
     right, record = check_entries(entries, sizes, point.case, errors)
-    times = timer.gpu({contender.name: contender.call for contender in right})
+    times = gpu_times({contender.name: contender.call for contender in right}, timer)
     return record | {
         "sizes": sizes,
         "flops": 2 * point.M * point.N * point.K,
         "bytes": {name: entry.bytes for name, entry in entries.items()},
         "floors_us": {name: 1e6 * entry.bytes / copy_bytes_per_s for name, entry in entries.items()},
         "missing": missing,
-        "gpu": {name: timing.as_dict() for name, timing in times.items()},
-        "clocks": machine.clocks(),
+        **times,
     }
 
 
-def _all(entries: dict[str, Entry]) -> dict[str, Operands]:
-    if not entries:
-        raise ValueError("there is no kernel for any pair of formats on this GPU")
-    return {name: entry.operands for name, entry in entries.items()}
-
-
-def start(session: Session) -> Callable[[FormatsPoint], Record]:
+def measure_at(session: Session, point: FormatsPoint) -> Record:
     """Every pair of formats at a point."""
-    from padless.runtime.driver import cuda_driver
-
-    arch = cuda_driver().arch
-
-    def measure(point: FormatsPoint) -> Record:
-        copy = session.ceilings.copy_bytes_per_s
-        return measure_formats(point, session.settings.seed, session.timer, copy, arch)
-
-    return measure
+    copy = session.ceilings.copy_bytes_per_s
+    return measure_formats(point, session.settings.seed, session.timer, copy, cuda_driver().arch)
 
 
 # ------------------------------------------------------------------------------------------------- report
@@ -313,11 +301,7 @@ def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table |
     """Times of every point, as many contenders a table as the width allows; a summary for each case; what is missing."""
     names = contenders_of(records)
     per_table = max(2, (width - _AXES_WIDTH) // (_NAME_WIDTH + 2))
-    shown: list[Table | str] = []
-    for first in range(0, len(names), per_table):
-        part = [time(name, _heading(name), width=_NAME_WIDTH) for name in names[first : first + per_table]]
-        shown.append(table_of("GPU time (us)", [*axes(*_AXES), *part], by_point(records), 2))
-    shown.append(_summary(records, names))
+    shown = [*time_tables(records, names, _AXES, per_table, _heading, 2, _NAME_WIDTH), _summary(records, names)]
     missing = list(dict.fromkeys(name for record in records for name in record["missing"]))
     return [*shown, f"no kernel on this GPU for: {', '.join(missing)}"] if missing else shown
 

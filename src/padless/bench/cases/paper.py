@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from padless.bench.group_sizes import Point, balanced_grid, full_grid, group_sizes, quick_grid
+from padless.bench.group_sizes import Point, balanced_grid, full_grid, quick_grid
 from padless.bench.measure import measure_grouped
-from padless.bench.problem import make_grouped
 from padless.bench.report import table
 from padless.bench.report.bounds import UNITS, bounds_tables
 from padless.bench.results import AXES, Record, accelerations, baseline_of, correlation_table, memory_savings
@@ -31,16 +30,9 @@ def grid(name: str, seed: int) -> list[Point]:
     return GRIDS[name]()
 
 
-def start(session: Session) -> Callable[[Point], Record]:
+def measure_at(session: Session, point: Point) -> Record:
     """padless, padding + the same GEMM, and peers."""
-    seed = session.settings.seed
-
-    def measure(point: Point) -> Record:
-        problem = make_grouped(point, group_sizes(point, seed), seed, "cuda")
-        record = measure_grouped(problem, session.peers, session.timer)
-        return record | {"floor_us": session.floor_us(point.flops, point.bytes)}
-
-    return measure
+    return session.with_floor(measure_grouped(session.grouped(point), session.peers, session.timer))
 
 
 def draw(records: table.Records, path: Path) -> Path:
@@ -88,10 +80,7 @@ def _point_tables(records: table.Records, baseline: str, width: int) -> list[tab
     shown = [table.table_of("Points, valid rows", columns, table.by_point(records))]
     names = sorted({name for record in records for name in record["gpu"]}, key=_column_order)
     per_table = max(2, (width - _AXES_WIDTH) // _TIME_WIDTH)
-    for first in range(0, len(names), per_table):
-        part = [table.time(name, name.replace("_", " ")) for name in names[first : first + per_table]]
-        shown.append(table.table_of("GPU time (us)", [*table.axes(*AXES), *part], table.by_point(records)))
-    return shown
+    return shown + table.time_tables(records, names, AXES, per_table, lambda name: name.replace("_", " "))
 
 
 def _column_order(name: str) -> tuple[int, str]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from padless.bench.group_sizes import Point, group_sizes
+from padless.bench.measure import gpu_times
 from padless.bench.pad import pad_bytes, pad_groups, unpad_rows
 from padless.bench.problem import make_grouped
 from padless.bench.report.table import Records, Sessions, Table, labels, number
 from padless.bench.results import Record
 from padless.bench.session import Session
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, ceil_div
-from padless.testing import machine
 from padless.testing.timing import Call
 
 # Rows x K of the memory-bound kernels: the paper's smallest and largest activations and two between.
@@ -30,20 +30,11 @@ def grid(name: str, seed: int) -> list[Point]:
     return [Point(m, k, k, _PADDED_GROUPS) for m, k in shapes]
 
 
-def start(session: Session) -> Callable[[Point], Record]:
+def measure_at(session: Session, point: Point) -> Record:
     """Every kernel at a size."""
-
-    def measure(point: Point) -> Record:
-        calls, moved = memory_bound_calls(point, session.settings.seed)
-        timings = session.timer.gpu(calls)
-        return {
-            "gpu": {name: timing.as_dict() for name, timing in timings.items()},
-            "bytes": moved,
-            "copy_gb_per_s": session.ceilings.copy_bytes_per_s / 1e9,
-            "clocks": machine.clocks(),
-        }
-
-    return measure
+    calls, moved = memory_bound_calls(point, session.settings.seed)
+    rate = {"bytes": moved, "copy_gb_per_s": session.ceilings.copy_bytes_per_s / 1e9}
+    return rate | gpu_times(calls, session.timer)
 
 
 def tables(records: Records, sessions: Sessions, width: int) -> Sequence[Table]:

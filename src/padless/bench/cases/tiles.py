@@ -7,15 +7,15 @@ The first tile is the one that is chosen for most points of the paper's grid, th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from padless.bench.group_sizes import PAPER_GROUPS, PAPER_K, PAPER_N, Point, group_sizes, quick_grid
+from padless.bench.group_sizes import PAPER_GROUPS, PAPER_K, PAPER_N, Point, quick_grid
 from padless.bench.measure import timed
 from padless.bench.peers import Contender
-from padless.bench.problem import GroupedProblem, make_grouped, sample_reference
+from padless.bench.problem import GroupedProblem, sample_reference
 from padless.bench.report import table
 from padless.bench.results import AXES, Record
 from padless.bench.session import Session
@@ -66,14 +66,9 @@ def measure(problem: GroupedProblem, timer: Timer, backend: str | None = None) -
     return record | facts | timed(right, timer)
 
 
-def start(session: Session) -> Callable[[Point], Record]:
+def measure_at(session: Session, point: Point) -> Record:
     """Every tile at a point."""
-    seed = session.settings.seed
-
-    def one(point: Point) -> Record:
-        return measure(make_grouped(point, group_sizes(point, seed), seed, "cuda"), session.timer)
-
-    return one
+    return measure(session.grouped(point), session.timer)
 
 
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,30 +53,8 @@ class Contender:
     buffer: torch.Tensor | None = None
 
 
-class Peer(Protocol):
-    """One library."""
-
-    name: str
-    compiles_at_run_time: bool
-
-    def available(self) -> Availability:
-        """Whether it can be used here; imports it, never raises."""
-
-    def version(self) -> str:
-        """Its version, once available."""
-
-    def grouped(self, problem: GroupedProblem) -> list[Contender]:
-        """Its contenders on ragged groups."""
-
-    def decode(self, problem: GroupedProblem) -> list[Contender]:
-        """Its contenders on groups of few rows."""
-
-    def dense(self, problem: GroupedProblem) -> list[Contender]:
-        """Its contenders on a dense product: one group."""
-
-
-class Library:
-    """Base of adapters: a subclass says how its library is imported, why not, and what it computes."""
+class Peer:
+    """One library: a subclass says how it is imported, why not, and what it computes."""
 
     name: str
     compiles_at_run_time = True
@@ -112,17 +90,19 @@ class Library:
         return Availability(True)
 
     def version(self) -> str:
-        """The library's version, in its own words."""
+        """The library's version, in its own words; once available."""
         return str(getattr(self._library, "__version__", "unknown"))
 
     def grouped(self, problem: GroupedProblem) -> list[Contender]:
-        """None on ragged groups, unless a subclass has one; so below."""
+        """Its contenders on ragged groups."""
         return []
 
     def decode(self, problem: GroupedProblem) -> list[Contender]:
+        """Its contenders on groups of few rows."""
         return []
 
     def dense(self, problem: GroupedProblem) -> list[Contender]:
+        """Its contenders on a dense product: one group."""
         return []
 
 

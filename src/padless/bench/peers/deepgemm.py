@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from padless.bench.pad import pad_groups, unpad_rows
-from padless.bench.peers import Contender, Library, hopper_or_reason, look_in, point_at_cuda_toolkit
+from padless.bench.peers import Contender, Peer, hopper_or_reason, look_in, point_at_cuda_toolkit
 from padless.bench.problem import GroupedProblem, masked_operand
 from padless.formats import BlockScaledTensor, ceil_div, round_up
 
@@ -21,7 +21,7 @@ from padless.formats import BlockScaledTensor, ceil_div, round_up
 _MASKED_ROWS_MULTIPLE = 128
 
 
-class DeepGemm(Library):
+class DeepGemm(Peer):
     """The adapter; `folder`/deepgemm is searched before the environment."""
 
     name = "deepgemm"

@@ -16,11 +16,14 @@ DEFAULT_FOLDER = Path(".peers")
 
 
 def find_peers(folder: str | Path | None = None, names: Sequence[str] | None = None) -> list[Peer]:
-    """Every known peer, or those named; `folder` as `padless.bench.peers` describes (None: ./.peers if it exists)."""
+    """Every peer that has a product, or those named.
+
+    folder: as `padless.bench.peers` describes; None is ./.peers if it exists.
+    """
     where = resolve_folder(folder)
     known: list[Peer] = [DeepGemm(where), TmaAdaptive(where), Mslk(where), TorchAo(where), TorchOps()]
     if names is None:
-        return known
+        return [peer for peer in known if peer.name != TorchAo.name]  # it has a training step alone
     unknown = set(names) - {peer.name for peer in known}
     if unknown:
         raise ValueError(f"peers must be among {[peer.name for peer in known]}, got {sorted(unknown)}")

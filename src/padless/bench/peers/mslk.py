@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from padless.bench.peers import Contender, Library, hopper_or_reason, look_in
+from padless.bench.peers import Contender, Peer, hopper_or_reason, look_in
 from padless.bench.problem import GroupedProblem
 
 _OPERATOR = "f8f8bf16_groupwise_grouped"
 
 
-class Mslk(Library):
+class Mslk(Peer):
     """The adapter; `folder`/mslk is searched before the environment."""
 
     name = "mslk"

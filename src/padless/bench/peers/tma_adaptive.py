@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from padless.bench.peers import Contender, Library, hopper_or_reason, point_at_cuda_toolkit
+from padless.bench.peers import Contender, Peer, hopper_or_reason, point_at_cuda_toolkit
 from padless.bench.problem import GroupedProblem
 
 _ALIAS = "padless_peer_tma_adaptive"
@@ -47,7 +47,7 @@ class LaunchRecorder:
         return out
 
 
-class TmaAdaptive(Library):
+class TmaAdaptive(Peer):
     """The adapter; the code lies in `folder`/tma_adaptive, with the CUTLASS headers in deep_gemm/include."""
 
     name = "tma_adaptive"

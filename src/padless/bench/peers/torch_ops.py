@@ -7,14 +7,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from padless.bench.peers import Contender, Library
+from padless.bench.peers import Contender, Peer
 from padless.bench.problem import GroupedProblem
 from padless.formats import round_up
 
 _ROW_SCALED_TOLERANCE = 0.1  # other codes of the same values: each operand is 2 to 3% from its values
 
 
-class TorchOps(Library):
+class TorchOps(Peer):
     """The adapter."""
 
     name = "torch"

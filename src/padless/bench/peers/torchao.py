@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from padless.bench.peers import Library, hopper_or_reason, look_in, point_at_cuda_toolkit
+from padless.bench.peers import Peer, hopper_or_reason, look_in, point_at_cuda_toolkit
 
 _PRODUCTS = "torchao.prototype.moe_training.blockwise_fp8.grouped_mm"
 
 
-class TorchAo(Library):
+class TorchAo(Peer):
     """The adapter; `folder`/torchao, and `folder`/deepgemm, are searched before the environment."""
 
     name = "torchao"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from padless.bench.results import Record, accelerations, baseline_of, memory_savings
@@ -89,14 +90,10 @@ def _panel(axis: Any, records: Sequence[Record], values: Sequence[float], x: str
         at = [tick * aside for tick, _ in pairs]
         axis.scatter(at, [value for _, value in pairs], s=12, alpha=0.45, color=colour, marker=marker)
         ticks = sorted({tick for tick, _ in pairs})
-        means = [_mean([value for x_value, value in pairs if x_value == tick]) for tick in ticks]
+        means = [fmean([value for x_value, value in pairs if x_value == tick]) for tick in ticks]
         axis.plot([tick * aside for tick in ticks], means, color=colour, marker=marker, label=f"{series} = {kind}")
     ticks = sorted({record["point"][x] for record in records})
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.minorticks_off()
     axis.set_xlabel(x)
     axis.legend(fontsize="small")
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -72,6 +72,21 @@ def by_point(records: Records) -> list[Records]:
     return [[record] for record in records]
 
 
+def time_tables(
+    records: Records,
+    names: Sequence[str],
+    point: Sequence[str],
+    per_table: int,
+    heading: Callable[[str], str],
+    between: int = 0,
+    width: int | None = None,
+) -> list[Table]:
+    """GPU times of every point, so many contenders a table. point: its coordinates."""
+    parts = [names[first : first + per_table] for first in range(0, len(names), per_table)]
+    columns = [[*axes(*point), *(time(name, heading(name), width=width) for name in part)] for part in parts]
+    return [table_of("GPU time (us)", part, by_point(records), between) for part in columns]
+
+
 def by_axes(records: Records, axes: Sequence[str]) -> list[Records]:
     """Records that have the same coordinates together, in the coordinates' order."""
     parts: dict[tuple[int, ...], list[Record]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from padless.compat.cudnn.keywords import check_others
-from padless.compat.cudnn.operands import GATE_UP, SEMANTICS, Inputs, Operands
+from padless.compat.cudnn.operands import GATE_UP, SEMANTICS, Bound, Inputs, Kind, Operands
 from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, Stream, stream_handle
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, Epilogue, EpilogueTensors, column_tiles
 from padless.formats import BlockScaledFormat, ceil_div
@@ -119,24 +119,6 @@ _TENSORS = (
     "bias_tensor",
 )
 _OPTIONS = ("acc_dtype", "sf_vec_size", "m_aligned", "discrete_col_sfd", "gate_up", "semantics")
-
-
-# Epilogue, formats of a and b, and (G, N, K) of b's codes.
-Kind = tuple[Epilogue, tuple[BlockScaledFormat, ...], tuple[int, ...]]
-
-
-@dataclass(frozen=True, eq=False)
-class Bound:
-    """A set of buffers as padless has them: tensors holds the epilogue's operands and outputs."""
-
-    operands: Operands
-    epilogue: Epilogue
-    tensors: EpilogueTensors
-
-    @property
-    def kind(self) -> Kind:
-        """The key that executions have in common with the samples."""
-        return self.epilogue, self.operands.formats, tuple(self.operands.b.data.shape)
 
 
 class GroupedGemmQuant:

@@ -65,6 +65,24 @@ class Operands:
         check_operands("grouped_gemm", self.a, self.b, self.offs)
 
 
+# Epilogue, formats of a and b, and (G, N, K) of b's codes.
+Kind = tuple[Epilogue, tuple[BlockScaledFormat, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A call in padless's words, checked: tensors holds the epilogue's operands, and outputs where buffers are given."""
+
+    operands: Operands
+    epilogue: Epilogue
+    tensors: EpilogueTensors
+
+    @property
+    def kind(self) -> Kind:
+        """The key that executions have in common with the samples."""
+        return self.epilogue, self.operands.formats, tuple(self.operands.b.data.shape)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Inputs:
     """The arguments that both calls and the class of cuDNN have, in their words; see grouped_gemm_quant."""
@@ -119,7 +137,8 @@ class Inputs:
             if b.data.dim() != 3:
                 raise ValueError(f"b_tensor must be (G, N, K), got {describe(b)}")
             _check_vec_size(self.sf_vec_size, b.format)
-            return Operands(*_with_ends(a, b, self.padded_offsets), False)
+            a, offs = as_int32(a, self.padded_offsets)
+            return Operands(a, b, offs, False)
         if isinstance(a, BlockScaledTensor):
             raise ValueError(f"a_tensor is a BlockScaledTensor, so b_tensor must be one too, got {describe(b)}")
         if not isinstance(a, torch.Tensor) or a.dim() not in (2, 3) or (a.dim() == 3 and a.shape[2] != 1):
@@ -130,9 +149,9 @@ class Inputs:
         flat = a.dim() == 2
         rows = a if flat else a[:, :, 0]
         weights = b if b.stride(2) == 1 and b.shape[2] == rows.shape[1] else b.permute(2, 0, 1)
-        operand_a = _operand("a", rows, self.sfa_tensor, 1, self.sf_vec_size)
+        operand_a, offs = as_int32(_operand("a", rows, self.sfa_tensor, 1, self.sf_vec_size), self.padded_offsets)
         operand_b = _operand("b", weights, self.sfb_tensor, weights.shape[0], self.sf_vec_size)
-        return Operands(*_with_ends(operand_a, operand_b, self.padded_offsets), True, flat)
+        return Operands(operand_a, operand_b, offs, True, flat)
 
     def numbers(self, operands: Operands, epilogue: Epilogue) -> EpilogueTensors:
         """alpha, bias, prob, norm_const and global_scale, of those that the epilogue has. Raises ValueError."""
@@ -153,13 +172,6 @@ class Inputs:
             scale = number("global_scale_tensor", self.global_scale_tensor, [(), (1,), (groups,)], device)
             global_scale = scale.reshape(-1)
         return EpilogueTensors(alpha=alpha, bias=bias, prob=prob, norm_const=norm_const, global_scale=global_scale)
-
-
-def _with_ends(
-    a: Activation, b: BlockScaledTensor, offs: torch.Tensor
-) -> tuple[Activation, BlockScaledTensor, torch.Tensor]:
-    a, offs = as_int32(a, offs)
-    return a, b, offs
 
 
 def number(name: str, t: object, shapes: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:

@@ -7,8 +7,8 @@ from typing import SupportsInt, cast
 
 import torch
 
-from padless.compat.cudnn.operands import SEMANTICS, Inputs, Operands
-from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, ROW_FORMATS, Epilogue, EpilogueTensors
+from padless.compat.cudnn.operands import SEMANTICS, Bound, Inputs
+from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, ROW_FORMATS, Epilogue
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
@@ -19,15 +19,6 @@ D_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMAT_OF_DTYPE = {torch.float8_e4m3fn: MXFP8, torch.float8_e5m2: MXFP8_E5M2, torch.float4_e2m1fn_x2: MXFP4}
 # A torch.cuda.Stream, a CUstream or its number; None is torch's current one.
 Stream = torch.cuda.Stream | SupportsInt | None
-
-
-@dataclass(frozen=True, eq=False)
-class Resolved:
-    """A request in padless's words, checked; tensors: the epilogue's operands, without outputs."""
-
-    operands: Operands
-    epilogue: Epilogue
-    tensors: EpilogueTensors
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,7 +39,7 @@ class CudnnRequest(Inputs):
     check_offs: bool = False
     config: KernelChoice | None = None
 
-    def resolve(self) -> Resolved:
+    def resolve(self) -> Bound:
         """Operands, epilogue and its operands. Raises ValueError in the arguments' words for what is not allowed."""
         refuse_gradients(**vars(self))
         self.check_fixed()
@@ -61,7 +52,7 @@ class CudnnRequest(Inputs):
         if self.check_offs:
             check_offs_values(operands.offs, operands.m)
             check_offs_aligned(operands.offs, self.m_aligned, "padded_offsets")
-        return Resolved(operands, epilogue, tensors)
+        return Bound(operands, epilogue, tensors)
 
     @property
     def format(self) -> BlockScaledFormat | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from padless.emulator.instructions.tcgen05_access import FAMILY
+from padless.emulator.order.race import TENSOR
 from padless.emulator.order.reports import set_bits
 from padless.emulator.ptx.ast import Instruction, Register, Vector
 from padless.emulator.state.program import SYNC, Block
@@ -34,6 +36,12 @@ def check_busy(w: Warp, b: Block) -> None:
         message = f"{'overwrites' if overwritten else 'touches'} {found}, which an unfinished {what} uses"
         Site(w, instruction).report("register-in-flight", message, owner)
         _settle(w)
+        unread = w.groups.get((FAMILY["ld"], -1))
+        if unread is not None and w.clocks is not None and not w.launch.collector.strict:
+            # Today's chips hold a use of a register until its load is over, so tensor memory has been read.
+            w.busy = 0
+            w.clocks.observe(w.rows, unread.column, len(unread.closed))
+            w.clocks.time[TENSOR, w.rows, unread.column] = len(unread.closed)
         return
 
 

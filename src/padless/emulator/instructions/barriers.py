@@ -8,7 +8,8 @@ import numpy as np
 
 from padless.emulator.instructions.operands import GenericOperand, scope_of
 from padless.emulator.instructions.warp_wide import predicate_source, write
-from padless.emulator.order.race import CLUSTER, GPU, merge
+from padless.emulator.order.memory_order import CLUSTER, GPU
+from padless.emulator.order.race import merge
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.state.barriers import BarrierWait, complete_barrier, complete_cluster_barrier, publish_inits
@@ -22,10 +23,13 @@ from padless.emulator.state.warp_sync import whole_warp
 def barrier(e: Emitter) -> None:
     if e.opcode == "barrier" and e.has("cluster"):
         cluster_barrier(e)
-        return
-    if e.has("warp"):
+    elif e.has("warp"):
         warp_barrier(e)
-        return
+    else:
+        cta_barrier(e)
+
+
+def cta_barrier(e: Emitter) -> None:
     e.only("sync", "arrive", "red", "cta", "aligned", "popc", "and", "or", "all")
     ins = e.instruction
     operands = list(e.operands)
@@ -38,24 +42,22 @@ def barrier(e: Emitter) -> None:
         out = e.destination_slot(destination, "u32" if e.has("popc") else "pred")
     aligned = e.opcode == "bar" or e.has("aligned")
     arrive_only = e.has("arrive")
-    operation = next((m for m in ("popc", "and", "or") if e.has(m)), "")
+    operation = e.either("popc", "and", "or")
 
-    def cta_barrier(f: Fragment, m: Any) -> Wait | None:
-        w = f.warp
-        cta = w.cta
-        lane = int(np.argmax(f.mask))
-        site = Site(w, ins, lane)
-        number = int(w.v[id_slot][lane])
+    def meet(f: Fragment, m: Any) -> Wait | None:
+        w, cta = f.warp, f.warp.cta
+        site = Site(w, ins, int(np.argmax(f.mask)))
+        number = site.value(id_slot)
         if number > 15:
             site.fault(f"barrier {number}: a CTA has barriers 0 to 15")
         bar = cta.barriers[number]
         everybody = count_slot < 0
-        count = 32 * cta.live_warps() if everybody else int(w.v[count_slot][lane])
+        count = 32 * cta.live_warps() if everybody else site.value(count_slot)
         if count % 32 or count == 0:
             site.fault(f"barrier thread count {count} is not a positive multiple of 32")
         if bar.count and bar.expected != count and not everybody:
-            others = f"while others use it with {bar.expected}"
-            site.report("barrier", f"barrier {number} with {count} threads {others}")
+            message = f"barrier {number} with {count} threads while others use it with {bar.expected}"
+            site.report("barrier", message)
         bar.expected = count
         bar.count += 32 if aligned else int(np.count_nonzero(f.mask))
         lanes = bar.arrived.setdefault(w, np.zeros(32, bool))
@@ -78,7 +80,7 @@ def barrier(e: Emitter) -> None:
             complete_barrier(cta, bar)
         return waiting
 
-    e.synchronise(whole_warp(cta_barrier) if aligned and ins.guard is None else cta_barrier)
+    e.synchronise(whole_warp(meet) if aligned and ins.guard is None else meet)
 
 
 class WarpBarrierWait(Wait):
@@ -173,13 +175,12 @@ def cluster_barrier(e: Emitter) -> None:
 def fence(e: Emitter) -> None:
     """fence.proxy.async orders ordinary writes before the async proxy; fence.mbarrier_init publishes inits. Those of no
     proxy make relaxed accesses before and after them acquire and release."""
-    known = {
+    e.only(
         "sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys", "gl", "level", "proxy", "async", "alias",
         "mbarrier_init", "async::global", "async::shared::cta", "async::shared::cluster", "tensormap::generic", "global",
         "shared::cta", "shared::cluster", "async::generic", "sync_restrict::shared::cta",
         "sync_restrict::shared::cluster",
-    }  # fmt: skip
-    e.only(*known)
+    )  # fmt: skip
     if e.has("tensormap::generic", "acquire"):
         acquire_tensor_map(e)
     if any(m.startswith("async") for m in e.modifiers) and e.has("proxy"):
@@ -201,18 +202,14 @@ def make_fence(scope: int, release: bool, acquire: bool) -> Any:
 
 def acquire_tensor_map(e: Emitter) -> None:
     """What the kernels ahead write to a tensor map after this is not acquired by it."""
-    operand, ins = GenericOperand(e, e.operands[0]), e.instruction
+    operand = GenericOperand(e, e.operands[0])
 
-    def acquire(w: Warp, v: Any, m: Any) -> None:
-        if w.cta.cluster.grids is None:
-            return
-        lanes = lanes_of(m)
-        where = np.array([operand.at(Site(w, ins, lane)) for lane in lanes.tolist()], np.int64)
-        outside = where >> 60 == 0
-        if outside.any():
-            check_grids(w, lanes[outside], ins, where[outside])
+    def acquire(site: Site) -> None:
+        where = operand.at(site)
+        if where >> 60 == 0:
+            check_grids(site.warp, [site.lane], site.instruction, np.array([where]))
 
-    e.call(acquire)
+    e.call_lanes(acquire)
 
 
 def proxy_fence(w: Warp, v: Any, m: Any) -> None:

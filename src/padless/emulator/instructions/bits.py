@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import expressions, helper, instruction
 from padless.emulator.ptx.ast import Immediate, Pair, Sink
-
-Array = np.ndarray[Any, Any]
-
+from padless.emulator.units.number_formats import Array
 
 expressions(
     {

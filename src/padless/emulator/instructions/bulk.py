@@ -69,17 +69,13 @@ def space_order(e: Emitter) -> str:
     return orders.get(" ".join(spaces[:2])) or e.unsupported("state spaces")
 
 
-COMMON = {"async", "bulk", "tensor", "reduce", "mbarrier::complete_tx::bytes", "bulk_group", "shared::cluster",
-          "shared::cta", "global", "multicast::cluster", "tile", "im2col", "tile::gather4", "tile::scatter4",
-          "cta_group::1", "cta_group::2", "1d", "2d", "3d", "4d", "5d", "noftz", "ignore_oob"}  # fmt: skip
+COMMON = ("async", "bulk", "tensor", "reduce", "mbarrier::complete_tx::bytes", "bulk_group", "shared::cluster",
+          "shared::cta", "global", "multicast::cluster", "tile", "tile::gather4", "tile::scatter4",
+          "cta_group::1", "cta_group::2", "1d", "2d", "3d", "4d", "5d", "noftz", "ignore_oob")  # fmt: skip
 
 
 def check_modifiers(e: Emitter) -> None:
-    for modifier in e.modifiers:
-        if modifier not in COMMON and not cache_qualifier(modifier) and modifier not in (*REDUCTIONS, *e.types):
-            e.unsupported(f"modifier .{modifier}")
-    if e.has("im2col"):
-        e.unsupported("im2col")
+    e.only(*COMMON, *REDUCTIONS, *filter(cache_qualifier, e.modifiers))
 
 
 def multicast_mask(e: Emitter, operands: list[Operand]) -> Callable[[Site], int | None]:

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.order.race import ASYNC, IN_FLIGHT, pack
-from padless.emulator.state.asynchronous import AsyncOperation, Work
+from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.global_access import by_allocation
 from padless.emulator.state.groups import Groups, Operation
 from padless.emulator.state.mbarrier import Mbarrier, find_mbarrier
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
 from padless.emulator.state.warp import Cta
+from padless.emulator.state.work import Work
 from padless.emulator.units import tma
-
-Array = np.ndarray[Any, Any]
+from padless.emulator.units.number_formats import Array
 
 
 def cells_of(addresses: Array, granule: int, shift: int) -> Any:

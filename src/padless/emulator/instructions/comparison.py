@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from padless.emulator.instructions import floating
 from padless.emulator.prepare.emitter import Emitter, view_of
 from padless.emulator.prepare.registry import expressions, instruction
 from padless.emulator.ptx.ast import Pair, Sink
-
-Array = np.ndarray[Any, Any]
-
 
 COMPARE = {
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">=",

@@ -14,8 +14,8 @@ from padless.emulator.prepare.registry import HELPERS, helper, instruction
 from padless.emulator.ptx.ast import Operand
 from padless.emulator.state.spaces import SHARED_WINDOW, VIEW_SIZE, WINDOW_OF
 from padless.emulator.units import number_formats
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
 NARROW = ("u4", "s4", "u2", "s2")  # destinations of cvt.pack that no register has
 SMALL = {"e4m3", "e5m2", "e2m1", "e2m3", "e3m2", "ue8m0"}

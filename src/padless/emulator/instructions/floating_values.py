@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.prepare.registry import HELPERS, helper
-from padless.emulator.units.number_formats import narrow_bf16, narrow_f16, widen_bf16, widen_f16
+from padless.emulator.units.number_formats import Array, narrow_bf16, narrow_f16, widen_bf16, widen_f16
 
-Array = np.ndarray[Any, Any]
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 
 

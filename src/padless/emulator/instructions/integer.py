@@ -8,8 +8,7 @@ import numpy as np
 
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import expressions, helper, instruction
-
-Array = np.ndarray[Any, Any]
+from padless.emulator.units.number_formats import Array
 
 PACKED = {"u16x2": "uint16", "s16x2": "int16"}
 LOW, HIGH = "np.minimum({0}, {1})", "np.maximum({0}, {1})"

@@ -15,13 +15,14 @@ from padless.emulator.instructions.operands import SharedOperand
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Register, Sink, Vector
-from padless.emulator.state.asynchronous import AsyncOperation, Work
+from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
 from padless.emulator.state.warp import Warp
+from padless.emulator.state.work import Work
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 BYTES = 16
 FAILED, CANCELLED = 0x30434C43, 0x31434C43
 AXES = ("x", "y", "z")

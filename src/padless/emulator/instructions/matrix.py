@@ -15,11 +15,12 @@ from padless.emulator.order.reports import set_bits
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Immediate, Instruction, Register, Vector
-from padless.emulator.state.asynchronous import AsyncOperation, Work
+from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.groups import Groups, GroupWait, Operation
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cta, Fragment, Wait, Warp
 from padless.emulator.state.warp_sync import whole_warp
+from padless.emulator.state.work import Work
 from padless.emulator.units.wgmma import TYPES, Wgmma
 
 

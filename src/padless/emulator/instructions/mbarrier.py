@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.instructions.operands import SharedOperand, scope_of
-from padless.emulator.order.race import CLUSTER, CTA, STRONG, merge, pack
+from padless.emulator.order.memory_order import CLUSTER, CTA
+from padless.emulator.order.race import STRONG, merge, pack
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Address, Sink
@@ -15,8 +16,7 @@ from padless.emulator.state.mbarrier import Mbarrier, MbarrierWait, find_mbarrie
 from padless.emulator.state.site import Site, lanes_of
 from padless.emulator.state.spaces import SHARED_WINDOW
 from padless.emulator.state.warp import Fragment, Wait, Warp
-
-Array = np.ndarray[Any, Any]
+from padless.emulator.units.number_formats import Array
 
 
 def by_address(where: Array, lanes: Array) -> list[tuple[int, Array]]:
@@ -28,27 +28,19 @@ def by_address(where: Array, lanes: Array) -> list[tuple[int, Array]]:
 
 @instruction("mbarrier")
 def mbarrier(e: Emitter) -> None:
-    known = (
-        "init", "inval", "arrive", "arrive_drop", "expect_tx", "complete_tx", "test_wait", "try_wait", "parity",
-        "pending_count", "shared", "shared::cta", "shared::cluster", "release", "acquire", "relaxed", "cta", "cluster",
-        "noComplete",
+    e.only(
+        *FORMS, "parity", "shared", "shared::cta", "shared::cluster", "release", "acquire",
+        "relaxed", "cta", "cluster", "noComplete",
     )  # fmt: skip
-    e.only(*known)
-    if e.has("init"):
-        initialise(e)
-    elif e.has("inval"):
-        invalidate(e)
-    elif e.has("test_wait") or e.has("try_wait"):
-        wait(e)
-    elif e.has("arrive") or e.has("arrive_drop"):
-        arrive(e)
-    elif e.has("expect_tx") or e.has("complete_tx"):
-        transaction(e)
-    elif e.has("pending_count"):
-        d, state = e.operands
-        e.assign(e.destination(d, "u32"), f"({e.source(state, 'u64')} >> np.uint64(32))")
-    else:
+    form = e.either(*FORMS)
+    if not form:
         e.unsupported()
+    FORMS[form](e)
+
+
+def pending_count(e: Emitter) -> None:
+    d, state = e.operands
+    e.assign(e.destination(d, "u32"), f"({e.source(state, 'u64')} >> np.uint64(32))")
 
 
 def initialise(e: Emitter) -> None:
@@ -202,6 +194,13 @@ def wait(e: Emitter) -> None:
     e.synchronise(mbarrier_wait)
 
 
+# the first of these modifiers is the form: mbarrier.arrive.expect_tx is an arrival
+FORMS = {
+    "init": initialise, "inval": invalidate, "test_wait": wait, "try_wait": wait, "arrive": arrive,
+    "arrive_drop": arrive, "expect_tx": transaction, "complete_tx": transaction, "pending_count": pending_count,
+}  # fmt: skip
+
+
 @instruction("mapa")
 def map_address(e: Emitter) -> None:
     """The same offset in another CTA of the cluster; a generic address unless .shared::cluster is asked for."""
@@ -211,9 +210,8 @@ def map_address(e: Emitter) -> None:
     source, target = e.source(a, view), e.source(rank, "u32")
     kind = f"np.uint{view[1:]}"
     window = "" if e.has("shared::cluster") else f" | {kind}({SHARED_WINDOW})"
-    e.assign(
-        e.destination(d, view), f"(({source} & {kind}(0xFFFFFF)) | ({target}.astype({kind}) << {kind}(24)){window})"
-    )
+    value = f"(({source} & {kind}(0xFFFFFF)) | ({target}.astype({kind}) << {kind}(24)){window})"
+    e.assign(e.destination(d, view), value)
 
 
 @instruction("getctarank")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from padless.emulator.order.race import CLUSTER, CTA, GPU
+from padless.emulator.order.memory_order import CLUSTER, CTA, GPU
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Address, Operand, Register
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import SHARED_WINDOW
 from padless.emulator.state.warp import Warp
-
-Array = np.ndarray[Any, Any]
+from padless.emulator.units.number_formats import Array
 
 
 class GenericOperand:

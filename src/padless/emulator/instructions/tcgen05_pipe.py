@@ -15,12 +15,13 @@ from padless.emulator.instructions.operands import SharedOperand, TensorOperand
 from padless.emulator.order.race import ASYNC, BASE, BEFORE, READS, TENSOR, pack
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Address, Immediate, Vector
-from padless.emulator.state.asynchronous import AsyncOperation, Work
+from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
 from padless.emulator.state.tensor_memory import cells, tensor_memory
 from padless.emulator.state.warp import Cta
+from padless.emulator.state.work import Work
 from padless.emulator.units.tcgen05 import Mma
 from padless.emulator.units.tensor_memory import Copy
 

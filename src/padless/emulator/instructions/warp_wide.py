@@ -10,11 +10,11 @@ import numpy as np
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Not, Operand, Pair, Sink
-from padless.emulator.state.site import Site, lanes_of
+from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Fragment, Wait, Warp
 from padless.emulator.state.warp_sync import gather_members
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 LANE = np.arange(32)
 
 
@@ -35,6 +35,11 @@ def with_members(e: Emitter, members: Operand, run: Callable[[Warp, Array], None
 def write(v: Any, slot: int, values: Any, lanes: Array) -> None:
     if slot >= 0:
         np.copyto(v[slot], values, where=lanes, casting="unsafe")
+
+
+def bits(lanes: Array) -> int:
+    """Lanes as a mask."""
+    return sum(1 << int(i) for i in np.flatnonzero(lanes))
 
 
 def predicate_source(e: Emitter, operand: Operand) -> tuple[int, bool]:
@@ -59,7 +64,7 @@ def shuffle(e: Emitter) -> None:
     if not e.has("sync"):
         e.unsupported("shfl without .sync")
     d, a, b, c, members = e.operands
-    mode = next(m for m in e.instruction.modifiers if m in ("up", "down", "bfly", "idx"))
+    mode = e.either("up", "down", "bfly", "idx")
     source, lane_slot, control = e.source_slot(a, "u32"), e.source_slot(b, "u32"), e.source_slot(c, "u32")
     out, flag = value_and_flag(e, d)
     ins = e.instruction
@@ -69,24 +74,16 @@ def shuffle(e: Emitter) -> None:
         b_, c_ = (v[lane_slot] & 31).astype(int), v[control].astype(int)
         segment, clamp = (c_ >> 8) & 31, c_ & 31
         top = (LANE & segment) | (clamp & ~segment)
-        low = LANE & segment
-        if mode == "up":
-            j, ok = LANE - b_, LANE - b_ >= top
-        elif mode == "down":
-            j, ok = LANE + b_, LANE + b_ <= top
-        elif mode == "bfly":
-            j, ok = LANE ^ b_, (LANE ^ b_) <= top
-        else:
-            j = low | (b_ & ~segment)
-            ok = j <= top
-        j = np.where(ok, j, LANE)
-        silent = lanes & ~lanes[j & 31]
+        from_index = (LANE & segment) | (b_ & ~segment)
+        j = {"up": LANE - b_, "down": LANE + b_, "bfly": LANE ^ b_, "idx": from_index}[mode]
+        ok = j >= top if mode == "up" else j <= top
+        j = np.where(ok, j, LANE) & 31
+        silent = lanes & ~lanes[j]
         if silent.any():
             lane = int(np.argmax(silent))
             message = f"lane {lane} reads lane {int(j[lane])}, which does not take part"
             Site(w, ins, lane).report("divergence", message)
-        values = v[source][j & 31]
-        write(v, out, values, lanes)
+        write(v, out, v[source][j], lanes)
         write(v, flag, ok, lanes)
 
     with_members(e, members, shfl)
@@ -97,19 +94,14 @@ def vote(e: Emitter) -> None:
     e.only("sync", "all", "any", "uni", "ballot")
     d, a, members = e.operands
     source, negated = predicate_source(e, a)
-    mode = next(m for m in e.instruction.modifiers if m in ("all", "any", "uni", "ballot"))
+    mode = e.either("all", "any", "uni", "ballot")
     out = e.destination_slot(d, "u32" if mode == "ballot" else "pred")
 
     def vote_sync(w: Warp, lanes: Array) -> None:
-        v = w.v
-        p = ~v[source] if negated else v[source]
+        p = ~w.v[source] if negated else w.v[source]
         held = p[lanes]
-        result: Any
-        if mode == "ballot":
-            result = int(sum(1 << int(i) for i in np.flatnonzero(p & lanes)))
-        else:
-            result = {"all": held.all(), "any": held.any(), "uni": held.all() or not held.any()}[mode]
-        write(v, out, result, lanes)
+        results = {"all": held.all(), "any": held.any(), "uni": held.all() or not held.any(), "ballot": bits(p & lanes)}
+        write(w.v, out, results[mode], lanes)
 
     with_members(e, members, vote_sync)
 
@@ -123,14 +115,11 @@ def match(e: Emitter) -> None:
     every = e.has("all")
 
     def match_sync(w: Warp, lanes: Array) -> None:
-        v = w.v
-        values = v[source]
-        bits = np.array([sum(1 << int(j) for j in np.flatnonzero(lanes & (values == values[i]))) for i in range(32)])
-        if every:
-            same = len(np.unique(values[lanes])) == 1
-            bits = bits if same else np.zeros(32, int)
-            write(v, flag, same, lanes)
-        write(v, out, bits, lanes)
+        values = w.v[source]
+        same = len(np.unique(values[lanes])) == 1
+        found = [bits(lanes & (values == value)) if same or not every else 0 for value in values]
+        write(w.v, out, np.array(found), lanes)
+        write(w.v, flag, same, lanes)
 
     with_members(e, members, match_sync)
 
@@ -144,7 +133,7 @@ def redux(e: Emitter) -> None:
     e.only("sync", "NaN", "abs", *operations)
     magnitude = e.has("abs")
     d, a, members = e.operands
-    operation = next(operations[m] for m in e.instruction.modifiers if m in operations)
+    operation = operations[e.either(*operations)]
     source = e.source_slot(a, e.view)
     out = e.destination_slot(d, e.view)
     if e.type == "f32" and not e.has("NaN"):
@@ -185,4 +174,4 @@ def active_mask(e: Emitter) -> None:
 
 
 def set_active_mask(w: Warp, v: Any, m: Any, d: Array) -> None:
-    np.copyto(d, sum(1 << int(i) for i in lanes_of(m)), where=m, casting="unsafe")
+    np.copyto(d, bits(np.full(32, m)), where=m, casting="unsafe")

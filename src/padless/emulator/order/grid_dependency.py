@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.order.race import BASE, TENSOR, Clocks
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 KIND = "grid-dependency"
 EARLY = (
     "global memory is accessed and nothing orders this after a griddepcontrol.wait; the kernels ahead of this launch "

@@ -9,11 +9,6 @@ together: a warp issues in order, so those reads have been served, while its wri
 Plane 3 counts what a tcgen05.fence::before_thread_sync has published on the way, and plane 4, which does not travel,
 what a tcgen05.fence::after_thread_sync of the lane itself has taken: the order that tensor-memory accesses need.
 
-Memory order. A release publishes a lane's clock and an acquire takes it if the scopes of both reach the other thread.
-A relaxed access publishes what its lane knew at its last fence, and what it has seen is acquired at the next fence
-(PTX ISA, "Release and Acquire Patterns"). An mbarrier arrival that releases nothing, or not far enough, still says that
-what came before it is done with: reads that have been served and asynchronous operations that have been waited for.
-
 Shadow. Each granule of shared memory (each cell of tensor memory) remembers a stamp of its last write and up to eight
 stamps of reads since: column, event number, and whether the access was through the async proxy. An access is ordered
 after a stamp if the accessing lane's clock for that column has reached the event. An unfinished asynchronous write has
@@ -28,8 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from padless.emulator.order.reports import Collector
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 PLANES = 5
 BASE, PROXY, READS, BEFORE, TENSOR = range(PLANES)  # all but the last travel
 IN_FLIGHT = 0xFFFFFFFF
@@ -37,7 +32,6 @@ ASYNC = 1 << 32
 STRONG = 1 << 33
 COLUMN_SHIFT = 34
 READER_SLOTS = 8
-CTA, CLUSTER, GPU = range(3)  # scopes; that of the system is the device's here
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(COLUMN_SHIFT)
 
@@ -61,9 +55,6 @@ class Clocks:
         self.time[0, diagonal, diagonal] = 1
         self.time[2] = self.time[0]
         self._diagonals()
-        # By lane and scope: what it knew at its last fence, and what it will know after the next one.
-        self.fenced: dict[int, dict[int, Array]] = {}
-        self.pending: dict[int, dict[int, Array]] = {}
 
     def _diagonals(self) -> None:
         """Each lane's own event, in planes 0 and 2: views, in which a slice of rows is a slice."""
@@ -88,42 +79,6 @@ class Clocks:
         clock = self.join(rows)
         self.tick(rows)
         return clock
-
-    def completed(self, rows: Any) -> Array:
-        """What has been done with when these lanes go on, whoever is told so and how: their reads, and the asynchronous
-        operations that they have waited for. Writes of lanes are not in it: those need a release to be seen."""
-        return reads_of(self.join(rows), self.lanes)
-
-    def published(self, rows: Any, release: bool, scope: int) -> list[tuple[Array, int]]:
-        """What a strong access of these lanes publishes, with its scope: of a release all they know, of a relaxed access
-        what they knew at their last fence."""
-        if release:
-            return [(self.release(rows), scope)]
-        by_scope: dict[int, Array] = {}
-        if self.fenced:
-            for row in np.arange(self.lanes)[rows].tolist():
-                for reach, clock in self.fenced.get(row, {}).items():
-                    known = min(reach, scope)
-                    by_scope[known] = merge(by_scope.get(known), clock)
-        return [(clock, reach) for reach, clock in by_scope.items()]
-
-    def fence(self, rows: Any, scope: int, release: bool = True, acquire: bool = True) -> None:
-        """fence.acq_rel or .sc, or half of it: relaxed accesses of these lanes before it acquire, later ones release."""
-        for row in np.arange(self.lanes)[rows].tolist():
-            for reach, clock in list(self.pending.get(row, {}).items()) if acquire else ():
-                if reach <= scope:
-                    self.acquire(slice(row, row + 1), clock)
-                    del self.pending[row][reach]
-            if release:
-                known = self.join(slice(row, row + 1))
-                self.fenced.setdefault(row, {}).update(dict.fromkeys(range(scope + 1), known))
-        self.tick(rows)
-
-    def postpone(self, rows: Any, scope: int, clock: Array) -> None:
-        """Relaxed accesses of these lanes have seen what was released at a scope: the next fence acquires it."""
-        for row in np.arange(self.lanes)[rows].tolist():
-            waiting = self.pending.setdefault(row, {})
-            waiting[scope] = merge(waiting.get(scope), clock)
 
     def meet(self, rows: Any) -> Array:
         """What all of these lanes are ordered after: all five planes."""
@@ -172,13 +127,6 @@ def merge(one: Array | None, two: Array) -> Array:
     return one
 
 
-def reads_of(clock: Array, lanes: int) -> Array:
-    """A published clock without what lanes have written: Clocks.completed."""
-    found = clock.copy()
-    found[[[BASE], [PROXY], [BEFORE]], :lanes] = 0
-    return found
-
-
 class Site(Protocol):
     """Where an access happens, for reports: a lane of a warp at an instruction."""
 
@@ -221,27 +169,30 @@ class Shadow:
         stamps = self.written[cells]
         who = instruction, warp, lanes, strong
         self._check_rows(stamps, rows, time[BASE], self.write_site, cells, "written", *who)
-        if not write:
-            if not stamps.all():
-                self._report_uninitialised(instruction, warp, int(lanes[np.argmin(stamps.min(axis=1))]))
-        else:
-            slots = int(np.bitwise_or.reduce(self.reader_slots[cells], axis=None))
-            for slot in range(READER_SLOTS):
-                if slots >> slot & 1:
-                    stale = self.read[slot][cells]
-                    self._check_rows(stale, rows, time[READS], self.read_site[slot], cells, "read", *who)
         stamp = pack(rows, self.clocks.now[rows], STRONG if strong else 0)[:, None]
         if write:
-            self.written[cells] = stamp
-            self.write_site[cells] = instruction.index
-            if slots:
-                self._forget_reads(cells)
-        else:
-            self._remember_read((warp.cta.rank * 5 + warp.index) % 4, cells, stamp, instruction)
+            for stale, sites in self._reads(cells):
+                self._check_rows(stale, rows, time[READS], sites, cells, "read", *who)
+            self._remember_write(cells, stamp, instruction)
+            return
+        if not stamps.all():
+            self._report_uninitialised(instruction, warp, int(lanes[np.argmin(stamps.min(axis=1))]))
+        self._remember_read((warp.cta.rank * 5 + warp.index) % 4, cells, stamp, instruction)
 
     def _report_uninitialised(self, instruction: Any, warp: Any, lane: int) -> None:
         kind = "uninitialised-" + ("shared" if self.what == "shared memory" else "tensor-memory")
         self.collector.add(kind, f"reads {self.what} that nothing has written", instruction, warp, lane)
+
+    def _reads(self, cells: Any) -> list[tuple[Array, Array]]:
+        """Stamps of the reads since the last write, and the instructions that read, by slot."""
+        slots = int(np.bitwise_or.reduce(self.reader_slots[cells], axis=None))
+        return [(self.read[k][cells], self.read_site[k]) for k in range(READER_SLOTS) if slots >> k & 1]
+
+    def _remember_write(self, cells: Any, stamp: Any, instruction: Any) -> None:
+        self.written[cells] = stamp
+        self.write_site[cells] = instruction.index
+        if self.reader_slots[cells].any():
+            self._forget_reads(cells)
 
     def _forget_reads(self, cells: Any) -> None:
         self.reader_slots[cells] = 0
@@ -319,23 +270,16 @@ class Shadow:
         `own` is a stamp to overlook: that of the same operation's other accesses.
         """
         stamps = self.written[cells]
-        planes = generic_plane, async_plane
-        self._check_bulk(stamps, cells, clock, self.write_site, site, "written", planes)
-        if not write:
-            if not stamps.all():
-                self._report_uninitialised(site.instruction, site.warp, site.lane)
-            self._remember_read(4 + (int(stamp) >> COLUMN_SHIFT) % 4, cells, stamp, site.instruction)
+        self._check_bulk(stamps, cells, clock, self.write_site, site, "written", (generic_plane, async_plane))
+        if write:
+            planes = (READS if generic_plane != TENSOR else TENSOR), async_plane
+            for stale, sites in self._reads(cells):
+                self._check_bulk(stale, cells, clock, sites, site, "read", planes, own)
+            self._remember_write(cells, stamp, site.instruction)
             return
-        slots = int(np.bitwise_or.reduce(self.reader_slots[cells], axis=None))
-        planes = (READS if generic_plane != TENSOR else TENSOR), async_plane
-        for slot in range(READER_SLOTS):
-            if slots >> slot & 1:
-                stale = self.read[slot][cells]
-                self._check_bulk(stale, cells, clock, self.read_site[slot], site, "read", planes, own)
-        self.written[cells] = stamp
-        self.write_site[cells] = site.instruction.index
-        if slots:
-            self._forget_reads(cells)
+        if not stamps.all():
+            self._report_uninitialised(site.instruction, site.warp, site.lane)
+        self._remember_read(4 + (int(stamp) >> COLUMN_SHIFT) % 4, cells, stamp, site.instruction)
 
     def _check_bulk(
         self, stamps: Array, cells: Any, clock: Array, sites: Array, site: Site, did: str, planes: tuple[int, int],

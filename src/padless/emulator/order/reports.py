@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from padless.emulator.order.tolerated import TOLERATED, tolerance
 from padless.emulator.ptx.ast import Instruction
 
 # kind -> what it means; every report has one of these kinds.
@@ -34,23 +35,6 @@ KINDS = {
     "fault": "what stops real hardware: trap, failed assertion",
     "tolerated": "against the ISA, and what today's chips are known to let pass; another kind's where checks are strict",
 }
-TOLERATED = "tolerated"
-
-
-def tolerance(kind: str, instruction: Instruction | None, other: Instruction | None) -> str:
-    """What the ISA says, of a finding that NVIDIA's own kernels give rise to on chips that run them right; else ""."""
-    loaded = other is not None and other.opcode == "tcgen05" and "ld" in other.modifiers
-    if kind == "missing-tcgen05-fence":
-        return (
-            "accesses of different threads are ordered by tcgen05.fence::before_thread_sync, a barrier and "
-            "tcgen05.fence::after_thread_sync (PTX ISA, tcgen05 memory consistency)"
-        )
-    if kind == "register-in-flight" and loaded:
-        return "tcgen05.ld is asynchronous, tcgen05.wait::ld waits for it (PTX ISA, tcgen05.ld)"
-    frees = instruction is not None and instruction.opcode == "tcgen05" and "dealloc" in instruction.modifiers
-    if kind == "race" and loaded and frees:
-        return "all uses have to be over before tcgen05.dealloc, a tcgen05.ld by its wait (PTX ISA, tcgen05.dealloc)"
-    return ""
 
 
 @dataclass(frozen=True)
@@ -136,17 +120,7 @@ class Collector:
             return
         self.seen.add(identity)
         self.counts[kind] += 1
-        self.reports.append(
-            Report(
-                kind,
-                message,
-                instruction.line if instruction else 0,
-                str(instruction.source) if instruction and instruction.source else "",
-                warp.cta.index if warp is not None else (-1, -1, -1),
-                warp.index if warp is not None else -1,
-                lane,
-                self.seed,
-                shorten(instruction),
-                place(other),
-            )
-        )
+        line, source = (instruction.line, instruction.source) if instruction else (0, None)
+        cta, index = (warp.cta.index, warp.index) if warp is not None else ((-1, -1, -1), -1)
+        where = line, str(source or ""), cta, index, lane, self.seed
+        self.reports.append(Report(kind, message, *where, shorten(instruction), place(other)))

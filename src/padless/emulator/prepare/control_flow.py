@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from padless.emulator.errors import EmulatorError
 from padless.emulator.prepare.emitter import Emitter
-from padless.emulator.ptx.ast import Label, Module
+from padless.emulator.ptx.ast import Function, Instruction, Label, Module
 from padless.emulator.state.program import BRANCH, EXIT, INDEXED, SYNC, TERMINATORS, TRAP, Block
 
 
-def find_blocks(
-    body: list[Any], emitted: dict[int, Emitter], branch_targets: dict[str, tuple[str, ...]], module: Module
-) -> list[Block]:
-    blocks: list[Block] = []
+def find_blocks(function: Function, emitted: dict[int, Emitter], module: Module) -> list[Block]:
+    blocks = [Block(0, [])]
     labels: dict[str, int] = {}
-    current = Block(0, [])
-    blocks.append(current)
 
     def start() -> Block:
-        block = Block(len(blocks), [])
-        blocks.append(block)
-        return block
+        blocks.append(Block(len(blocks), []))
+        return blocks[-1]
 
-    for statement in body:
+    current = blocks[0]
+    for statement in function.body:
         if isinstance(statement, Label):
             if current.instructions or current.terminator:
                 current = start()
             labels[statement.name] = current.index
             continue
+        assert isinstance(statement, Instruction)
         if current.terminator is not None:
             current = start()
         if statement.opcode in TERMINATORS:
-            current.terminator = statement
-            current.kind = TERMINATORS[statement.opcode]
-        elif emitted[statement.index].sync is not None:
+            current.terminator, current.kind = statement, TERMINATORS[statement.opcode]
+            continue
+        if emitted[statement.index].sync is not None:
             if current.instructions:
                 current = start()
-            current.instructions.append(statement)
-            current.terminator = statement
-            current.kind = SYNC
-        else:
-            current.instructions.append(statement)
+            current.terminator, current.kind = statement, SYNC
+        current.instructions.append(statement)
     if current.terminator is None:
         current.kind = EXIT
     for block in blocks:
@@ -54,7 +46,7 @@ def find_blocks(
                 (symbol,) = end.operands
                 block.target = labels[str(symbol)]
             else:
-                block.targets = tuple(labels[name] for name in branch_targets[str(end.operands[1])])
+                block.targets = tuple(labels[name] for name in function.branch_targets[str(end.operands[1])])
         except KeyError as error:
             raise EmulatorError(f"{module.name}:{end.line}: no label {error}") from None
     return blocks
@@ -62,15 +54,12 @@ def find_blocks(
 
 def successors(block: Block) -> list[int]:
     """Blocks that may follow, -1 standing for the end of the thread."""
-    if block.kind == BRANCH:
-        guarded = block.terminator is not None and block.terminator.guard is not None
-        return [block.target, block.next] if guarded else [block.target]
     if block.kind == INDEXED:
         return list(block.targets)
-    if block.kind in (EXIT, TRAP):
-        guarded = block.terminator is not None and block.terminator.guard is not None
-        return [-1, block.next] if guarded else [-1]
-    return [block.next]
+    if block.kind not in (BRANCH, EXIT, TRAP):
+        return [block.next]
+    way = block.target if block.kind == BRANCH else -1
+    return [way, block.next] if block.terminator is not None and block.terminator.guard is not None else [way]
 
 
 def find_joins(blocks: list[Block]) -> None:

@@ -29,20 +29,17 @@ from padless.emulator.ptx.types import SPECIAL_REGISTERS, TYPES, type_size
 from padless.emulator.state.site import Site, lanes_of
 from padless.emulator.state.spaces import CLASS_OF_SIZE, STORAGE, VIEW_SIZE, VIEWS
 
+OTHER_VIEWS = {
+    "bf16": "u16", "f32x2": "u64", **dict.fromkeys(("f16x2", "bf16x2", "tf32", "u16x2", "s16x2"), "u32"),
+    **{f"b{bits}": f"u{bits}" for bits in (8, 16, 32, 64, 128)},
+}  # fmt: skip
+
 
 def view_of(type_name: str) -> str:
     """The numpy view of a PTX type: b32 -> u32, f16x2 -> u32, bf16 -> u16, ..."""
     if type_name in VIEWS:
         return type_name
-    if type_name in ("f16x2", "bf16x2", "tf32", "u16x2", "s16x2"):
-        return "u32"
-    if type_name == "bf16":
-        return "u16"
-    if type_name == "f32x2":
-        return "u64"
-    if type_name.startswith("b"):
-        return "u" + type_name[1:]
-    raise KeyError(type_name)
+    return OTHER_VIEWS[type_name]
 
 
 class Preparation:
@@ -146,7 +143,6 @@ class Emitter:
             return view_of(self.type)
         except KeyError:
             self.unsupported(f"type .{self.type}")
-            raise
 
     @property
     def is_floating(self) -> bool:
@@ -180,22 +176,23 @@ class Emitter:
             return 0 if cls == "p" else np.dtype(STORAGE[cls]).itemsize
         return -1
 
+    def _register_slot(self, register: Register, view: str, names: list[str]) -> int:
+        cls, row = self.preparation.row(register.name)
+        if register.name not in names:
+            names.append(register.name)
+        size = self.width(register)
+        if size != VIEW_SIZE[view]:
+            self.unsupported(f"{register} is {8 * size} bits wide, .{view} needs {8 * VIEW_SIZE[view]}")
+        return self.preparation.slot(cls, row, view)
+
     def source_slot(self, operand: Operand, view: str) -> int:
-        preparation = self.preparation
         if isinstance(operand, Register):
-            cls, row = preparation.row(operand.name)
-            if operand.name not in self.reads:
-                self.reads.append(operand.name)
-            size = 0 if cls == "p" else np.dtype(STORAGE[cls]).itemsize
-            if size != VIEW_SIZE[view]:
-                self.unsupported(f"{operand} is {8 * size} bits wide, .{view} needs {8 * VIEW_SIZE[view]}")
-            return preparation.slot(cls, row, view)
+            return self._register_slot(operand, view, self.reads)
         if isinstance(operand, Immediate):
-            return preparation.constant(immediate_bits(operand, view), view)
+            return self.preparation.constant(immediate_bits(operand, view), view)
         if isinstance(operand, Symbol):
-            return preparation.symbol(operand.name, operand.offset, view)
-        self.unsupported(f"operand {operand}")
-        raise AssertionError
+            return self.preparation.symbol(operand.name, operand.offset, view)
+        return self.unsupported(f"operand {operand}")
 
     def source(self, operand: Operand, view: str) -> str:
         if isinstance(operand, Not):
@@ -205,13 +202,7 @@ class Emitter:
     def destination_slot(self, operand: Operand, view: str) -> int:
         if not isinstance(operand, Register):
             self.unsupported(f"destination {operand}")
-            raise AssertionError
-        cls, row = self.preparation.row(operand.name)
-        self.writes.append(operand.name)
-        size = 0 if cls == "p" else np.dtype(STORAGE[cls]).itemsize
-        if size != VIEW_SIZE[view]:
-            self.unsupported(f"{operand} is {8 * size} bits wide, .{view} needs {8 * VIEW_SIZE[view]}")
-        return self.preparation.slot(cls, row, view)
+        return self._register_slot(operand, view, self.writes)
 
     def destination(self, operand: Operand, view: str) -> str:
         return f"v[{self.destination_slot(operand, view)}]"
@@ -320,7 +311,6 @@ class Emitter:
         """(slot of the base as u32 or u64, byte offset) of an address operand."""
         if not isinstance(operand, Address):
             self.unsupported(f"{operand} is not an address")
-            raise AssertionError
         base = operand.base
         if isinstance(base, Register):
             return self.source_slot(base, self.natural_view(base)), operand.offset
@@ -328,8 +318,7 @@ class Emitter:
             return self.preparation.constant(base.value & (1 << 64) - 1, "u64"), operand.offset
         if isinstance(base, Symbol):
             return self.preparation.symbol(base.name, 0, "u64"), operand.offset
-        self.unsupported(f"address base {base}")
-        raise AssertionError
+        return self.unsupported(f"address base {base}")
 
 
 def immediate_bits(immediate: Immediate, view: str) -> int:
@@ -341,10 +330,11 @@ def immediate_bits(immediate: Immediate, view: str) -> int:
         kind = VIEWS[view]
         if immediate.bits == size:
             return immediate.value
-        if immediate.bits:
-            source = np.uint32(immediate.value).view(np.float32) if immediate.bits == 32 else None
-            number = source if source is not None else np.uint64(immediate.value).view(np.float64)
+        if immediate.bits == 32:
+            number: Any = np.uint32(immediate.value).view(np.float32)
+        elif immediate.bits:
+            number = np.uint64(immediate.value).view(np.float64)
         else:
-            number = np.float64(immediate.value)
+            number = immediate.value
         return int(np.asarray(number, dtype=np.float64).astype(kind).view(f"u{size // 8}"))
     return immediate.value & ((1 << size) - 1)

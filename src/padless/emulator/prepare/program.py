@@ -5,6 +5,7 @@ into one generated Python function over 32 lanes (see emitter.py).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,20 +14,7 @@ from padless.emulator.errors import EmulatorError, UnsupportedInstruction
 from padless.emulator.prepare.control_flow import find_blocks, find_joins
 from padless.emulator.prepare.emitter import Emitter, Preparation, immediate_bits
 from padless.emulator.prepare.registry import HELPERS, emit
-from padless.emulator.ptx.ast import (
-    Address,
-    Call,
-    Function,
-    Instruction,
-    Label,
-    Module,
-    Not,
-    Pair,
-    Register,
-    Symbol,
-    Variable,
-    Vector,
-)
+from padless.emulator.ptx.ast import Call, Function, Instruction, Label, Module, Register, Symbol, Variable
 from padless.emulator.state.program import BRANCH, EXIT, INDEXED, SYNC, TERMINATORS, Block, Program
 
 MOST_INSTRUCTIONS = 1 << 20  # of a kernel with its calls inlined
@@ -38,20 +26,17 @@ def prepare(module: Module, entry: str) -> Program:
     function = module.functions.get(entry)
     if function is None or not function.is_entry:
         raise EmulatorError(f"{module.name}: no entry {entry!r}; it has {', '.join(module.entries()) or 'none'}")
-    body, registers, variables, branch_targets = _inline(module, function)
-    function = dataclasses.replace(
-        function, body=body, registers=registers, variables=variables, branch_targets=branch_targets
-    )
+    function = _inline(module, function)
     preparation = Preparation(module, function)
     emitted: dict[int, Emitter] = {}
     ordered: list[Instruction] = []
-    for statement in body:
+    for statement in function.body:
         if isinstance(statement, Instruction):
             statement.index = len(ordered)
             ordered.append(statement)
             if statement.opcode not in TERMINATORS:
                 emitted[statement.index] = emit(preparation, statement)
-    blocks = find_blocks(body, emitted, branch_targets, module)
+    blocks = find_blocks(function, emitted, module)
     for block in blocks:
         if block.terminator is not None and block.terminator.guard is not None:
             cls, row = preparation.row(block.terminator.guard.name)
@@ -66,139 +51,108 @@ def prepare(module: Module, entry: str) -> Program:
     return _program(entry, module, function, blocks, ordered, preparation)
 
 
+def _layout(variables: Iterable[Variable], at: int = 0, least: int = 1) -> tuple[dict[str, tuple[int, int]], int]:
+    """(offset, size) of each variable, one behind the other, and where they end; a size of -1 takes no room."""
+    places = {}
+    for variable in variables:
+        alignment = max(variable.alignment, least)
+        at = -(-at // alignment) * alignment
+        places[variable.name] = (at, variable.size)
+        at += max(variable.size, 0)
+    return places, at
+
+
 def _program(
-    entry: str,
-    module: Module,
-    function: Function,
-    blocks: list[Block],
-    ordered: list[Instruction],
-    preparation: Preparation,
+    entry: str, module: Module, function: Function, blocks: list[Block], ordered: list[Instruction], p: Preparation
 ) -> Program:
-    parameters, at = {}, 0
-    for parameter in function.parameters:
-        at = -(-at // parameter.alignment) * parameter.alignment
-        parameters[parameter.name] = (at, parameter.size)
-        at += parameter.size
-    shared, local = {}, {}
-    shared_at, local_at, alignment = 0, 0, 16
-    dynamic = []
-    mentioned = {name for _, name, _ in preparation.symbol_rows}
-    of_module = [v for v in module.variables.values() if v.space == "shared" and (v.size < 0 or v.name in mentioned)]
-    for variable in [*of_module, *function.variables]:
-        if variable.space == "shared":
-            alignment = max(alignment, variable.alignment)
-            if variable.size < 0:
-                dynamic.append(variable)
-                continue
-            shared_at = -(-shared_at // variable.alignment) * variable.alignment
-            shared[variable.name] = (shared_at, variable.size)
-            shared_at += variable.size
-        elif variable.space in ("local", "param"):
-            local_at = -(-local_at // max(variable.alignment, 8)) * max(variable.alignment, 8)
-            local[variable.name] = (local_at, variable.size)
-            local_at += variable.size
-    for variable in dynamic:
-        shared_at = -(-shared_at // variable.alignment) * variable.alignment
-    for variable in dynamic:
-        shared[variable.name] = (shared_at, -1)
-    names = list(preparation.number_of)
+    parameters, parameter_bytes = _layout(function.parameters)
+    mentioned = {name for _, name, _ in p.symbol_rows}
+    of_module = [v for v in module.variables.values() if v.size < 0 or v.name in mentioned]
+    variables = [v for v in [*of_module, *function.variables] if v.space == "shared"]
+    static, end = _layout(v for v in variables if v.size >= 0)
+    # those of no size share an address, the one that suits all
+    unsized = sorted((v for v in variables if v.size < 0), key=lambda v: -v.alignment)
+    dynamic, end = _layout(unsized, end)
+    local, local_bytes = _layout((v for v in function.variables if v.space in ("local", "param")), least=8)
+    names = list(p.number_of)
     return Program(
-        entry, module, function, blocks, ordered, preparation.rows, preparation.slots, preparation.constants,
-        preparation.specials, [(cls, row, name, off) for (cls, name, off), row in preparation.symbol_rows.items()],
-        names, [preparation.row_of[n] for n in names], parameters, at, local, local_at, shared, shared_at, alignment,
-        preparation.granule, preparation.uses,
+        entry, module, function, blocks, ordered, p.rows, p.slots, p.constants, p.specials,
+        [(cls, row, name, off) for (cls, name, off), row in p.symbol_rows.items()],
+        names, [p.row_of[n] for n in names], parameters, parameter_bytes, local, local_bytes, static | dynamic, end,
+        max([16, *(v.alignment for v in variables)]), p.granule, p.uses,
     )  # fmt: skip
 
 
-def _inline(
-    module: Module, function: Function
-) -> tuple[list[Any], dict[str, str], list[Variable], dict[str, tuple[str, ...]]]:
-    """The body of an entry with every direct call replaced by the callee's body, registers and labels renamed."""
-    registers = dict(function.registers)
-    variables = list(function.variables)
-    branch_targets = dict(function.branch_targets)
-    body: list[Any] = []
-    count = 0
-
-    def rename(operand: Any, names: dict[str, str], suffix: str, own: Function) -> Any:
-        if isinstance(operand, Register):
-            return Register(operand.name + suffix) if operand.name in own.registers else operand
-        if isinstance(operand, Symbol):
-            return Symbol(names.get(operand.name, operand.name), operand.offset)
-        if isinstance(operand, Address):
-            return Address(
-                rename(operand.base, names, suffix, own), operand.offset,
-                tuple(rename(c, names, suffix, own) for c in operand.coordinates),
-                tuple(rename(c, names, suffix, own) for c in operand.extra),
-            )  # fmt: skip
-        if isinstance(operand, Vector):
-            return Vector(tuple(rename(i, names, suffix, own) for i in operand.items))
-        if isinstance(operand, Pair):
-            return Pair(rename(operand.first, names, suffix, own), rename(operand.second, names, suffix, own))
-        if isinstance(operand, Not):
-            return Not(rename(operand.operand, names, suffix, own))
-        return operand
-
-    def expand(own: Function, names: dict[str, str], suffix: str, depth: int, end: str) -> None:
-        nonlocal count
-        for statement in own.body:
-            if isinstance(statement, Label):
-                body.append(Label(names.get(statement.name, statement.name), statement.line))
-            elif isinstance(statement, Call):
-                call = statement
-                callee = module.functions.get(call.target)
-                if callee is None or not callee.body:
-                    operands = tuple(
-                        Symbol(names.get(a, a)) if not a.startswith("%") else Register(a + suffix)
-                        for a in call.arguments
-                    )
-                    body.append(
-                        dataclasses.replace(
-                            call.instruction, opcode="call.external", operands=(Symbol(call.target), *operands)
-                        )
-                    )
-                    continue
-                if depth > MOST_CALLS:
-                    raise UnsupportedInstruction(
-                        f"{module.name}:{call.instruction.line}: recursive call of {call.target} is not supported"
-                    )
-                count += 1
-                inner_suffix = f"~{count}"
-                inner = {p.name: names.get(a, a) for p, a in zip(callee.parameters, call.arguments, strict=False)}
-                inner.update({p.name: names.get(a, a) for p, a in zip(callee.results, call.results, strict=False)})
-                for item in callee.body:
-                    if isinstance(item, Label):
-                        inner[item.name] = item.name + inner_suffix
-                for name, targets in callee.branch_targets.items():
-                    inner[name] = name + inner_suffix
-                    branch_targets[name + inner_suffix] = tuple(t + inner_suffix for t in targets)
-                for variable in callee.variables:
-                    if variable.space != "shared":
-                        inner[variable.name] = variable.name + inner_suffix
-                        variables.append(dataclasses.replace(variable, name=variable.name + inner_suffix))
-                    elif variable not in variables:
-                        variables.append(variable)
-                registers.update({name + inner_suffix: kind for name, kind in callee.registers.items()})
-                done = f"$return{inner_suffix}"
-                expand(callee, inner, inner_suffix, depth + 1, done)
-                body.append(Label(done, call.instruction.line))
-            else:
-                new = dataclasses.replace(
-                    statement,
-                    operands=tuple(rename(o, names, suffix, own) for o in statement.operands),
-                    guard=rename(statement.guard, names, suffix, own) if statement.guard else None,
-                )
-                if new.opcode == "ret" and end:
-                    new = dataclasses.replace(new, opcode="bra", modifiers=(), operands=(Symbol(end),))
-                body.append(new)
-
+def _inline(module: Module, function: Function) -> Function:
+    """An entry with every direct call replaced by the callee's body, registers and labels renamed."""
     if _inlined_size(module, function, 0, {}) > MOST_INSTRUCTIONS:
         raise UnsupportedInstruction(
             f"{module.name}:{function.line}: with its calls inlined {function.name} has more than {MOST_INSTRUCTIONS} "
             "instructions, which is the most the emulator prepares"
         )
+    whole = dataclasses.replace(
+        function, body=[], registers=dict(function.registers), variables=list(function.variables),
+        branch_targets=dict(function.branch_targets),
+    )  # fmt: skip
+    count = 0
+
+    def renamed(operand: Any, names: dict[str, str], suffix: str, own: Function) -> Any:
+        if isinstance(operand, Register):
+            return Register(operand.name + suffix) if operand.name in own.registers else operand
+        if isinstance(operand, Symbol):
+            return Symbol(names.get(operand.name, operand.name), operand.offset)
+        if isinstance(operand, tuple):
+            return tuple(renamed(x, names, suffix, own) for x in operand)
+        if dataclasses.is_dataclass(operand) and not isinstance(operand, type):
+            parts = (getattr(operand, f.name) for f in dataclasses.fields(operand))
+            return type(operand)(*renamed(tuple(parts), names, suffix, own))
+        return operand
+
+    def expand(own: Function, names: dict[str, str], suffix: str, depth: int, end: str) -> None:
+        for statement in own.body:
+            if isinstance(statement, Label):
+                whole.body.append(Label(names.get(statement.name, statement.name), statement.line))
+            elif isinstance(statement, Call):
+                call(statement, names, suffix, depth)
+            else:
+                operands, guard = renamed((statement.operands, statement.guard), names, suffix, own)
+                new = dataclasses.replace(statement, operands=operands, guard=guard)
+                if new.opcode == "ret" and end:
+                    new = dataclasses.replace(new, opcode="bra", modifiers=(), operands=(Symbol(end),))
+                whole.body.append(new)
+
+    def call(call: Call, names: dict[str, str], suffix: str, depth: int) -> None:
+        nonlocal count
+        callee = module.functions.get(call.target)
+        if callee is None or not callee.body:
+            arguments = [Register(a + suffix) if a[0] == "%" else Symbol(names.get(a, a)) for a in call.arguments]
+            operands = (Symbol(call.target), *arguments)
+            whole.body.append(dataclasses.replace(call.instruction, opcode="call.external", operands=operands))
+            return
+        if depth > MOST_CALLS:
+            where = f"{module.name}:{call.instruction.line}"
+            raise UnsupportedInstruction(f"{where}: recursive call of {call.target} is not supported")
+        count += 1
+        inner_suffix = f"~{count}"
+        inner = {p.name: names.get(a, a) for p, a in zip(callee.parameters, call.arguments, strict=False)}
+        inner |= {p.name: names.get(a, a) for p, a in zip(callee.results, call.results, strict=False)}
+        labels = [item.name for item in callee.body if isinstance(item, Label)]
+        own = [v.name for v in callee.variables if v.space != "shared"]
+        inner |= {name: name + inner_suffix for name in (*labels, *callee.branch_targets, *own)}
+        for name, targets in callee.branch_targets.items():
+            whole.branch_targets[name + inner_suffix] = tuple(t + inner_suffix for t in targets)
+        for variable in callee.variables:
+            if variable.space != "shared":
+                whole.variables.append(dataclasses.replace(variable, name=variable.name + inner_suffix))
+            elif variable not in whole.variables:
+                whole.variables.append(variable)
+        whole.registers.update({name + inner_suffix: kind for name, kind in callee.registers.items()})
+        done = f"$return{inner_suffix}"
+        expand(callee, inner, inner_suffix, depth + 1, done)
+        whole.body.append(Label(done, call.instruction.line))
+
     expand(function, {}, "", 0, "")
-    return body, registers, variables, branch_targets
+    return whole
 
 
 def _inlined_size(module: Module, function: Function, depth: int, known: dict[str, int]) -> int:
@@ -238,25 +192,20 @@ def _lines(emitters: list[Emitter], preparation: Preparation) -> list[str]:
             continue
         rows = [_rows_of(preparation, [item[1] for item in run])]
         rows += [_rows_of(preparation, [item[2][k] for item in run]) for k in range(len(first[2]))]
-        names = []
-        for array in rows:
-            name = f"rows{len(preparation.names)}"
-            preparation.names[name] = array
-            names.append(name)
+        names = [emitters[at].name(array, "rows") for array in rows]
         lines.append(f"batch(w, m, {first[0]}, {', '.join(names)})")
         at += len(run)
     return lines
 
 
 def _rows_of(preparation: Preparation, operands: list[Any]) -> Any:
-    rows = []
-    for operand in operands:
+    def row(operand: Any) -> int:
         if isinstance(operand, Register):
-            rows.append(preparation.row(operand.name)[1])
-        else:
-            slot = preparation.constant(immediate_bits(operand, "f32" if operand.bits else "u32"), "u32")
-            rows.append(preparation.slots[slot][1])
-    return np.array(rows)
+            return preparation.row(operand.name)[1]
+        slot = preparation.constant(immediate_bits(operand, "f32" if operand.bits else "u32"), "u32")
+        return preparation.slots[slot][1]
+
+    return np.array([row(operand) for operand in operands])
 
 
 def _compile(blocks: list[Block], emitted: dict[int, Emitter], preparation: Preparation) -> None:

@@ -63,29 +63,24 @@ class OperandParser(Tokens):
 
     def _nested(self) -> Operand:
         token = self.token
-        if token == "{":
-            self.next()
+        if self.accept("{"):
             items: list[Operand] = []
             while not self.accept("}"):
                 items.append(self.operand())
                 self.accept(",")
             return Vector(tuple(items))
-        if token == "[":
-            self.next()
+        if self.accept("["):
             return self._address()
-        if token == "!":
-            self.next()
+        if self.accept("!"):
             return Not(self._primary())
-        if token == "-":
-            self.next()
+        if self.accept("-"):
             value = self._primary()
             if not isinstance(value, Immediate):
                 self.fail("only a number may follow '-'")
             if value.bits:
                 return Immediate(value.value ^ (1 << (value.bits - 1)), value.bits)
             return Immediate(-value.value)
-        if token == "(":
-            self.next()
+        if self.accept("("):
             inner = self._primary()
             self.expect(")")
             return inner

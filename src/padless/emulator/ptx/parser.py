@@ -34,7 +34,6 @@ class _Parser(OperandParser):
                 found = re.match(r'\.file\s+(\d+)\s+"([^"]*)"', token)
                 if found:
                     self.files[int(found[1])] = found[2]
-        self.function: Function | None = None
         self.variables: dict[str, Variable] = {}
 
     # ---- module
@@ -59,8 +58,7 @@ class _Parser(OperandParser):
             elif token == ".section":
                 self._skip_section()
             elif token in (".alias", ".pragma"):
-                while self.next() != ";":
-                    pass
+                self.skip_to(";")
             else:
                 self._declaration(functions)
         if not target:
@@ -109,8 +107,7 @@ class _Parser(OperandParser):
                 alignment = int(self.next())
             elif token in (".ptr", ".global", ".shared", ".const", ".local", ".managed", ".attribute", ".unified"):
                 if token == ".attribute":
-                    while self.next() != ")":
-                        pass
+                    self.skip_to(")")
             elif token in (".v2", ".v4"):
                 vector = int(token[2:])
             else:
@@ -129,7 +126,7 @@ class _Parser(OperandParser):
         initial: bytes | None = None
         relocations: list[tuple[int, str, int]] = []
         if self.accept("="):
-            initial, relocations = self._initializer(element, type_name)
+            initial, relocations = self._initializer(element)
             if unsized:
                 size, unsized = len(initial), False
             initial = initial.ljust(size, b"\0")
@@ -137,7 +134,7 @@ class _Parser(OperandParser):
             self.expect(";")
         return Variable(name, space, -1 if unsized else size, alignment or element, initial, tuple(relocations))
 
-    def _initializer(self, element: int, type_name: str) -> tuple[bytes, list[tuple[int, str, int]]]:
+    def _initializer(self, element: int) -> tuple[bytes, list[tuple[int, str, int]]]:
         data, relocations = bytearray(), []
         depth = 0
         while True:
@@ -152,12 +149,10 @@ class _Parser(OperandParser):
                 if self.kind == "number":
                     value = number(self.next())
                     if value.bits and value.bits != 8 * element:
-                        raw = struct.pack("<f", struct.unpack("<d", struct.pack("<Q", value.value))[0])
+                        data += struct.pack("<f", struct.unpack("<d", struct.pack("<Q", value.value))[0])
                     else:
-                        raw = ((-value.value if negative else value.value) % (1 << 8 * element)).to_bytes(
-                            element, "little"
-                        )
-                    data += raw
+                        whole = -value.value if negative else value.value
+                        data += (whole % (1 << 8 * element)).to_bytes(element, "little")
                 else:
                     symbol = self.next()
                     if symbol == "generic":
@@ -196,13 +191,13 @@ class _Parser(OperandParser):
                 values = [int(self.next())]
                 while self.accept(","):
                     values.append(int(self.next()))
-                three = tuple([*values, 1, 1][:3])
+                x, y, z = [*values, 1, 1][:3]
                 if directive == ".reqnctapercluster":
-                    function.cluster = (three[0], three[1], three[2])
+                    function.cluster = x, y, z
                 elif directive in (".maxntid", ".reqntid"):
-                    function.max_threads = (three[0], three[1], three[2])
+                    function.max_threads = x, y, z
                 elif directive == ".minnctapersm":
-                    function.min_ctas = three[0]
+                    function.min_ctas = x
             elif directive == ".maxnreg":
                 function.max_registers = int(self.next())
             elif directive == ".maxclusterrank":
@@ -212,10 +207,9 @@ class _Parser(OperandParser):
                 self.fail(f"unknown performance directive {directive!r}")
         if self.accept(";"):
             return function
-        self.function, self.source = function, None
+        self.source = None
         self.scopes, self.labels = [], []
         self._block(function)
-        self.function = None
         return function
 
     # ---- function bodies
@@ -227,26 +221,17 @@ class _Parser(OperandParser):
         statement_start = True
         while True:
             kind, token, _ = self.tokens[at]
-            if token == "{":
-                depth += 1
-                statement_start = True
-            elif token == "}":
-                depth -= 1
-                if depth < 0:
-                    return labels
-                statement_start = True
-            elif token == ";" or kind == "line":
-                statement_start = True
-            else:
-                if statement_start and depth == 0 and kind == "name" and self.tokens[at + 1][1] == ":":
-                    labels[token] = token + suffix
-                    at += 1
-                    statement_start = True
-                else:
-                    statement_start = False
-            at += 1
+            depth += (token == "{") - (token == "}")
+            if depth < 0:
+                return labels
             if kind == "end":
                 self.fail("missing '}'")
+            if statement_start and depth == 0 and kind == "name" and self.tokens[at + 1][1] == ":":
+                labels[token] = token + suffix
+                at += 1
+            else:
+                statement_start = token in ("{", "}", ";") or kind == "line"
+            at += 1
 
     def _block(self, function: Function) -> None:
         self.expect("{")
@@ -278,8 +263,7 @@ class _Parser(OperandParser):
                 variable.name = unique
             function.variables.append(variable)
         elif token == ".pragma":
-            while self.next() != ";":
-                pass
+            self.skip_to(";")
         elif self.tokens[self.at + 1][1] == ":" and kind == "name":
             self.at += 2
             name = self.labels[-1].get(token, token)
@@ -291,8 +275,7 @@ class _Parser(OperandParser):
                     self.accept(",")
                 function.branch_targets[name] = tuple(targets)
             elif self.token in (".callprototype", ".calltargets"):
-                while self.next() != ";":
-                    pass
+                self.skip_to(";")
             else:
                 function.body.append(Label(name, line))
         elif token.startswith("."):
@@ -361,6 +344,5 @@ class _Parser(OperandParser):
             self.fail("indirect calls are not supported")
         if self.accept(",") and self.accept("("):
             arguments = self.names()
-        while not self.accept(";"):
-            self.next()
+        self.skip_to(";")
         function.body.append(Call(target, results, arguments, instruction))

@@ -72,6 +72,11 @@ class Tokens:
         self.at += 1
         return token
 
+    def skip_to(self, token: str) -> None:
+        """Up to the next such token, and behind it."""
+        while self.next() != token:
+            pass
+
     def accept(self, token: str) -> bool:
         if self.tokens[self.at][1] == token:
             self.at += 1

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.checks.registers import check_busy, check_written
-from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.barriers import threads_ended
 from padless.emulator.state.launch import Launch
-from padless.emulator.state.program import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block, Program
+from padless.emulator.state.program import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Fragment, Token
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 QUANTUM = 400  # warp-instructions before a loop gives way, at most
 
 
@@ -45,8 +44,9 @@ def execute(launch: Launch, f: Fragment, observe: Observer | None) -> None:
             w.dirty |= b.touches
         if kind == SYNC:
             active = m
-            if b.instructions[0].guard is not None:
-                active = guarded(launch.program, b.instructions[0], v, f)
+            if b.guard >= 0:
+                active = guarded(f, b)
+                active = True if active.all() else active
             if active is True or active.any():
                 assert b.sync is not None
                 f.wait = b.sync(f, active)
@@ -69,21 +69,19 @@ def execute(launch: Launch, f: Fragment, observe: Observer | None) -> None:
             if b.guard < 0:
                 f.block = b.target
             else:
-                taken = ~v[b.guard] if b.guard_negated else v[b.guard]
-                taken = taken & f.mask
+                taken = guarded(f, b)
                 count = np.count_nonzero(taken)
                 if count == 0:
                     f.block = b.next
                 elif count == np.count_nonzero(f.mask):
                     f.block = b.target
                 else:
-                    split(f, b, [(b.target, taken.copy()), (b.next, f.mask & ~taken)])
+                    split(f, b, [(b.target, taken), (b.next, f.mask & ~taken)])
                     break
             if f.block <= b.index:
                 budget -= b.count + 1
                 if budget <= 0:
-                    if not w.arrive(f):
-                        break
+                    w.arrive(f)
                     break
         elif kind in (EXIT, TRAP):
             if not leave(launch, f, b):
@@ -104,20 +102,10 @@ def execute(launch: Launch, f: Fragment, observe: Observer | None) -> None:
     launch.statistics.warp_instructions += executed
 
 
-def guarded(program: Program, instruction: Instruction, v: Any, f: Fragment) -> Any:
-    """The fragment's lanes that the guard lets execute; True for all 32."""
-    slot = guard_slot(program, instruction)
-    active = (~v[slot] if instruction.guard_negated else v[slot]) & f.mask
-    return True if active.all() else active
-
-
-def guard_slot(program: Program, instruction: Instruction) -> int:
-    found = program.guard_slots.get(instruction.index)
-    if found is None:
-        assert instruction.guard is not None
-        cls, row = program.register_rows[program.register_names.index(instruction.guard.name)]
-        found = program.guard_slots[instruction.index] = program.slots.index((cls, row, "pred"))
-    return found
+def guarded(f: Fragment, b: Block) -> Array:
+    """The fragment's lanes that the guard of the block's terminator lets execute."""
+    found = f.warp.v[b.guard]
+    return (~found if b.guard_negated else found) & f.mask
 
 
 def split(f: Fragment, b: Block, ways: list[tuple[int, Array]]) -> None:
@@ -137,17 +125,13 @@ def leave(launch: Launch, f: Fragment, b: Block) -> bool:
     """exit, ret or trap; False if no lane is left in the fragment."""
     w = f.warp
     end = b.terminator
-    gone = f.mask.copy()
-    if end is not None and end.guard is not None:
-        taken = ~w.v[b.guard] if b.guard_negated else w.v[b.guard]
-        gone &= taken
+    gone = guarded(f, b) if b.guard >= 0 else f.mask.copy()
     if gone.any():
         if b.kind == TRAP and end is not None:
             Site(w, end, int(np.argmax(gone))).fault(end.opcode)
         w.live &= ~gone
         w.end = end
-        f.mask = f.mask & ~gone
-        f.full = False
+        f.become(f.mask & ~gone)
         launch.progress += 1
         threads_ended(w)
         for token in list(f.tokens):

@@ -105,19 +105,11 @@ class Machine(Launch):
         self.slot += 1
 
     def _pick(self) -> Fragment | None:
-        fragments = [
-            f
-            for cluster in self.clusters
-            for cta in cluster.ctas
-            if not cta.exited
-            for w in cta.warps
-            for f in w.fragments
-        ]
+        fragments = [f for cluster in self.clusters for f in cluster.fragments()]
         if not fragments:
             return None
         start = self.random.randrange(len(fragments))
-        for i in range(len(fragments)):
-            fragment = fragments[start + i - len(fragments)]
+        for fragment in fragments[start:] + fragments[:start]:
             if fragment.wait is None or fragment.wait.ready():
                 return fragment
         return None

@@ -14,8 +14,8 @@ from padless.emulator.state.shared_access import check_access, shared_groups
 from padless.emulator.state.site import lanes_of
 from padless.emulator.state.warp import Warp
 from padless.emulator.units import number_formats
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda old, x: old + x,
     "min": min,

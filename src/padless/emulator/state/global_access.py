@@ -13,8 +13,7 @@ from padless.emulator.state.memory import NUMPY, Allocation, DeviceMemory
 from padless.emulator.state.site import Site
 from padless.emulator.state.strong_access import check_weak, synchronise
 from padless.emulator.state.warp import Warp
-
-Array = np.ndarray[Any, Any]
+from padless.emulator.units.number_formats import Array
 
 
 def check_grids(w: Warp, lanes: Any, instruction: Instruction, where: Array | None = None) -> None:

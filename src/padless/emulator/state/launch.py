@@ -18,8 +18,8 @@ from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.state.program import Program
 from padless.emulator.state.schedule import RESIDENT, Schedule
 from padless.emulator.state.spaces import STORAGE
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 SHARED_BASE = 1024  # where a CTA's own shared memory starts; the first KiB is the system's
 SHARED_LIMIT = 227 * 1024
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.order.race import BEFORE, CLUSTER, CTA, TENSOR, merge, reads_of
+from padless.emulator.order.memory_order import CLUSTER, CTA, reads_of
+from padless.emulator.order.race import BEFORE, TENSOR, merge
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cta, Fragment, Wait, Warp
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 TX_LIMIT = (1 << 20) - 1
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.errors import EmulatorError, KernelFault
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 NUMPY = {
     "u8": np.uint8, "s8": np.int8, "u16": np.uint16, "s16": np.int16, "u32": np.uint32, "s32": np.int32,
     "f32": np.float32, "u64": np.uint64, "s64": np.int64, "f64": np.float64, "f16": np.uint16,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.order.race import CLUSTER, CTA, GPU
+from padless.emulator.order.memory_order import CLUSTER, CTA, GPU
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.global_access import global_pieces
 from padless.emulator.state.memory import NUMPY, Array

@@ -60,7 +60,6 @@ class Program:
     shared_alignment: int
     granule: int  # bytes of the finest shared-memory access, the grain of the race shadow
     uses: set[str] = field(default_factory=set)
-    guard_slots: dict[int, int] = field(default_factory=dict)  # instruction number -> slot of its guard, as asked for
 
     def names_of(self, bits: int) -> str:
         """The first few registers of a bit set, for a message."""

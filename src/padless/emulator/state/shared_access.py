@@ -11,8 +11,7 @@ from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
 from padless.emulator.state.strong_access import synchronise
 from padless.emulator.state.warp import Cta, Warp
-
-Array = np.ndarray[Any, Any]
+from padless.emulator.units.number_formats import Array
 
 
 def shared_groups(ins: Instruction, w: Warp, where: Array, lanes: Array, size: int) -> list[tuple[Cta, Array, Array]]:

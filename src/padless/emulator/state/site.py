@@ -10,8 +10,7 @@ from padless.emulator.errors import KernelFault
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.spaces import OFFSET_MASK
 from padless.emulator.state.warp import Cta, Warp
-
-Array = np.ndarray[Any, Any]
+from padless.emulator.units.number_formats import Array
 
 
 class Site:

@@ -2,7 +2,8 @@
 
 In one cluster by the clocks of its lanes. Between clusters, which have clocks of their own, at words of global memory
 only: what a lane acquires there from another cluster counts for its whole cluster, and relaxed accesses acquire. A weak
-access to such a word has to come after the strong ones before it.
+access to such a word has to come after the strong ones before it, and so does a strong one of which either scope does
+not reach the other's thread.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from padless.emulator.order.race import BASE, CLUSTER, CTA, GPU, merge
+from padless.emulator.order.memory_order import CLUSTER, CTA, GPU
+from padless.emulator.order.race import BASE, merge
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cluster, Warp
@@ -25,11 +27,14 @@ REST = -1
 
 
 class Visit(NamedTuple):
-    """A strong access of a lane: how many had written, its event, whether it acquired, and where it is."""
+    """A strong access of a lane: how many had written, its event, whether it acquired and wrote, its scope, and where it
+    is."""
 
     turn: int
     event: int
     acquired: bool
+    wrote: bool
+    scope: int
     warp: Warp
     instruction: Instruction
 
@@ -42,6 +47,7 @@ class Word:
         self.wide: dict[tuple[int, int], Array] = {}  # by cluster and scope, at that of the cluster or the device
         self.last: dict[tuple[int, int], Visit] = {}  # by cluster and lane
         self.turn = 0  # how many have written
+        self.narrowest = GPU  # scope of those who came
 
     def release(self, w: Warp, clock: Array, scope: int) -> None:
         cluster = w.cta.cluster
@@ -68,6 +74,19 @@ class Word:
             for (number, reach), clock in self.wide.items():
                 if number != cluster.number and reach == GPU:
                     cluster.elsewhere[number] = merge(cluster.elsewhere.get(number), clock)
+
+    def check_scopes(self, site: Site, a: Any) -> None:
+        """The scopes of this access and of each earlier one reach the other's thread, or something orders them."""
+        cluster = site.warp.cta.cluster
+        for (number, row), seen in self.last.items():
+            needed = GPU if number != cluster.number else CTA if seen.warp.cta is site.warp.cta else CLUSTER
+            if min(a.scope, seen.scope) >= needed or not (a.writes or seen.wrote):
+                continue
+            if not knows(cluster, site.row, number, row, seen.event):
+                who = f"CTA {seen.warp.cta.index} accesses by another strong access"
+                message = f"memory that {who}, and the scope of one of them does not reach the other's thread"
+                site.report("race", message, seen.instruction)
+                return
 
     def check_weak(self, site: Site) -> None:
         cluster = site.warp.cta.cluster
@@ -104,10 +123,13 @@ def synchronise(w: Warp, lanes: Array, words: dict[int, Any], where: Array, a: A
             if known and (not everywhere or w.latest.get(lane) is word):
                 continue  # a lane that spins
         rows = np.array([row])
+        word.narrowest = min(word.narrowest, a.scope)
+        if word.narrowest < GPU and everywhere:
+            word.check_scopes(Site(w, a.instruction, lane), a)
         if a.reads:
             word.acquire(w, rows, a.scope, a.acquires)
         word.turn += a.writes
-        word.last[number, row] = Visit(word.turn, event, a.acquires, w, a.instruction)
+        word.last[number, row] = Visit(word.turn, event, a.acquires, a.writes, a.scope, w, a.instruction)
         if everywhere:
             w.latest[lane] = word
         if a.writes:

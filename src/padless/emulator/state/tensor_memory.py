@@ -9,8 +9,8 @@ import numpy as np
 from padless.emulator.order.race import Shadow
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cta
+from padless.emulator.units.number_formats import Array
 
-Array = np.ndarray[Any, Any]
 LANES, COLUMNS = 128, 512
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from padless.emulator.order.grid_dependency import GridDependency
-from padless.emulator.order.race import Clocks, Shadow
+from padless.emulator.order.memory_order import OrderedClocks
+from padless.emulator.order.race import Shadow
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.launch import Launch
 from padless.emulator.state.memory import SharedMemory
 from padless.emulator.state.spaces import STORAGE, VIEWS
-
-Array = np.ndarray[Any, Any]
+from padless.emulator.units.number_formats import Array
 
 
 class Wait:
@@ -72,11 +73,14 @@ class Fragment:
     def __init__(self, warp: Warp, block: int, mask: Array, tokens: list[Token]) -> None:
         self.warp = warp
         self.block = block
-        self.mask = mask
-        self.full = bool(mask.all())
+        self.become(mask)
         self.tokens = tokens
         self.wait: Wait | None = None
         self.yielded = False
+
+    def become(self, mask: Array) -> None:
+        self.mask = mask
+        self.full = bool(mask.all())
 
     @property
     def active(self) -> Any:
@@ -98,12 +102,8 @@ class Warp:
         self.first_row = cta.rank * cta.rows + 32 * index
         self.rows = slice(self.first_row, self.first_row + 32)
         self.live = np.arange(32) < threads
-        self.arrays = {
-            cls: np.full(
-                (max(n, 1), 32), {"p": False}.get(cls, np.iinfo(STORAGE[cls]).max if cls != "p" else 0), STORAGE[cls]
-            )
-            for cls, n in program.rows.items()
-        }
+        unwritten = {cls: False if cls == "p" else np.iinfo(kind).max for cls, kind in STORAGE.items()}
+        self.arrays = {cls: np.full((max(n, 1), 32), unwritten[cls], STORAGE[cls]) for cls, n in program.rows.items()}
         views = {(cls, view): self.arrays[cls].view(VIEWS[view]) for cls, _, view in set(program.slots)}
         self.v = [views[cls, view][row] for cls, row, view in program.slots]
         for cls, row, bits in program.constants:
@@ -138,14 +138,12 @@ class Warp:
             "%tid.x": thread % bx, "%tid.y": thread // bx % by, "%tid.z": thread // (bx * by),
         }  # fmt: skip
         for axis, letter in enumerate("xyz"):
-            size = launch.cluster[axis]
-            values[f"%ntid.{letter}"] = launch.block[axis]
-            values[f"%ctaid.{letter}"] = cta.index[axis]
-            values[f"%nctaid.{letter}"] = launch.grid[axis]
-            values[f"%clusterid.{letter}"] = cta.index[axis] // size
-            values[f"%nclusterid.{letter}"] = launch.grid[axis] // size
-            values[f"%cluster_ctaid.{letter}"] = cta.index[axis] % size
-            values[f"%cluster_nctaid.{letter}"] = size
+            size, at, grid = launch.cluster[axis], cta.index[axis], launch.grid[axis]
+            of_axis = {
+                "ntid": launch.block[axis], "ctaid": at, "nctaid": grid, "clusterid": at // size,
+                "nclusterid": grid // size, "cluster_ctaid": at % size, "cluster_nctaid": size,
+            }  # fmt: skip
+            values |= {f"%{name}.{letter}": value for name, value in of_axis.items()}
         for name, cls, row in program.specials:
             if name in values:
                 self.arrays[cls][row] = values[name]
@@ -161,8 +159,7 @@ class Warp:
             return
         first = token.parked[0]
         token.parked = []
-        first.mask = arrived
-        first.full = bool(arrived.all())
+        first.become(arrived)
         first.tokens = first.tokens[: first.tokens.index(token)]
         self.fragments.append(first)
         self.arrive(first)
@@ -182,18 +179,14 @@ class Warp:
 
     def absorb(self, fragment: Fragment, other: Fragment) -> None:
         """Join two fragments that stand at the same instruction."""
-        common = 0
-        while common < min(len(fragment.tokens), len(other.tokens)) and (
-            fragment.tokens[common] is other.tokens[common]
-        ):
-            common += 1
+        pairs = zip(fragment.tokens, other.tokens, strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
         for each in (fragment, other):
             for token in each.tokens[common:]:
                 token.expected &= ~each.mask
                 self.settle(token)
         fragment.tokens = fragment.tokens[:common]
-        fragment.mask = fragment.mask | other.mask
-        fragment.full = bool(fragment.mask.all())
+        fragment.become(fragment.mask | other.mask)
         self.fragments.remove(other)
 
 
@@ -205,30 +198,30 @@ class Converge(Wait):
         self.needed = needed
         self.again = again
 
+    def missing(self) -> list[int]:
+        return np.flatnonzero(self.fragment.warp.live & self.needed & ~self.fragment.mask).tolist()
+
     def ready(self) -> bool:
-        return not (self.fragment.warp.live & self.needed & ~self.fragment.mask).any()
+        return not self.missing()
 
     def finish(self, fragment: Fragment) -> Wait | None:
         result: Wait | None = self.again(fragment, fragment.active)
         return result
 
     def describe(self) -> str:
-        missing = np.flatnonzero(self.fragment.warp.live & self.needed & ~self.fragment.mask).tolist()
-        return f"lanes {missing} to reach the same instruction"
+        return f"lanes {self.missing()} to reach the same instruction"
 
 
 def gather(fragment: Fragment, needed: Array, again: Any) -> Wait | None:
     """None if the fragment holds all live lanes of `needed`, after taking in siblings that wait here; else a wait."""
     warp = fragment.warp
-    missing = warp.live & needed & ~fragment.mask
-    if not missing.any():
+    if not (warp.live & needed & ~fragment.mask).any():
         return None
     for other in list(warp.fragments):
         if other is not fragment and other.block == fragment.block and isinstance(other.wait, Converge):
             warp.absorb(fragment, other)
-    if (warp.live & needed & ~fragment.mask).any():
-        return Converge(fragment, needed, again)
-    return None
+    wait = Converge(fragment, needed, again)
+    return None if wait.ready() else wait
 
 
 class NamedBarrier:
@@ -287,11 +280,8 @@ class Cta:
         program = self.launch.program
         if name in program.shared:
             return (self.rank << 24) | (self.launch.shared_base + program.shared[name][0])
-        if name in program.parameters:
-            return program.parameters[name][0]
-        if name in program.local:
-            return program.local[name][0]
-        return self.launch.symbol_address(name)
+        own = program.parameters.get(name) or program.local.get(name)
+        return own[0] if own is not None else self.launch.symbol_address(name)
 
     def symbol_at(self, offset: int) -> str:
         """A readable name of a shared-memory offset."""
@@ -316,10 +306,10 @@ class Cluster:
         base = launch.cluster_position(index)
         count = size[0] * size[1] * size[2]
         threads = launch.block[0] * launch.block[1] * launch.block[2]
-        self.clocks: Any = None  # Clocks, with checks
+        self.clocks: Any = None  # OrderedClocks, with checks
         self.grids: GridDependency | None = None
         if launch.checks:
-            clocks = self.clocks = Clocks(count * 32 * -(-threads // 32))
+            clocks = self.clocks = OrderedClocks(count * 32 * -(-threads // 32))
             if launch.programmatic:
                 self.grids = GridDependency(clocks)
         # The cluster barrier: lanes of each warp that have arrived, their clock, who waits, and warps that have arrived

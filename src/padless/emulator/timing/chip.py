@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from padless.emulator.timing.rates import Chip
 
@@ -19,18 +19,19 @@ class TileTimes:
 
     start: from the kernel's first instruction to its first tile's first product. period: a K block. between: from a
     tile's last K block to the next tile's first, on top of the period. end: from the last tile's last product to the
-    end. least: of a tile, however short its K: what its stores take.
+    end; ends: where a sort has its own. least: of a tile among others, however short its K: what its stores take.
     """
 
     start: float
     end: float
     period: Mapping[int, float]
     between: Mapping[int, float]
-    least: float = 0.0
+    least: Mapping[int, float] = field(default_factory=dict)
+    ends: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, sort: int, k_blocks: int) -> float:
-        """Cycles of one tile among others."""
-        return max(self.between[sort] + k_blocks * self.period[sort], self.least)
+        """Cycles of the products of one tile among others."""
+        return self.between[sort] + k_blocks * self.period[sort]
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,20 @@ def queue_cycles(call: Call, times: TileTimes) -> float:
 def _queue(call: Call, times: TileTimes, ghz: float, memory: Sequence[float], p: float) -> float:
     """Nanoseconds of the queue. Tiles that begin together, a round of them, share the memory: ``memory``, nanoseconds of
     a tile's bytes alone, add up over the round, and join with each of its tiles' time as (t^p + m^p)^(1/p)."""
-    free = [0.0] * max(min(call.workers, len(call.tiles)), 1)
+    # Of each worker: when its products so far are over, its stores of the last tile but one, of the last one, and
+    # everything if nothing follows. Products need an accumulator, of two, that has been stored.
+    free = [(0.0, 0.0, 0.0, 0.0)] * max(min(call.workers, len(call.tiles)), 1)
     for first in range(0, len(call.tiles), len(free)):
         sorts = call.tiles[first : first + len(free)]
         asked = sum(memory[first : first + len(free)])
         cost = {sort: ((times.of(sort, call.k_blocks) / ghz) ** p + asked**p) ** (1 / p) for sort in set(sorts)}
         for sort in sorts:
-            heapq.heapreplace(free, free[0] + cost[sort])
-    return (times.start + times.end) / ghz + max(free)
+            multiplied, before, stored, _ = free[0]
+            multiplied = max(multiplied, before) + cost[sort]
+            drained = max(multiplied, stored)
+            end = drained + times.ends.get(sort, times.end) / ghz
+            heapq.heapreplace(free, (multiplied, stored, drained + times.least.get(sort, 0.0) / ghz, end))
+    return times.start / ghz + max(end for *_, end in free)
 
 
 def clock_under_load(chip: Chip, tensor_use: float, full_ghz: float) -> float:

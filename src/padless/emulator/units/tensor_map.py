@@ -6,7 +6,7 @@ that rewrite maps on the device copy only those:
     bytes  0-3   "PTM1"            bytes 32-51  strides / 16, five bytes each, of dimensions 1 to 4
     bytes  4-11  address           bytes 52-56  box - 1
     bytes 12-31  dims mod 2^32     bytes 57-58  element strides - 1, three bits each
-    bytes 59-61  a bit field: data type 0-3, rank - 1 4-6, swizzle 7-9, interleave 10-11, fill 12, L2 13-14,
+    bytes 59-61  a bit field: data type 0-3, rank - 1 4-6, swizzle 7-9, fill 12, L2 13-14,
                  dimension i is 2^32 in bit 15 + i
 
 Limits: CUDA driver API, cuTensorMapEncodeTiled; replacement codes: PTX ISA, "tensormap.replace".
@@ -53,7 +53,6 @@ class TensorMap:
     box: tuple[int, ...]
     element_strides: tuple[int, ...]
     swizzle_code: int = 0
-    interleave: int = 0
     l2_promotion: int = 0
     nan_fill: bool = False
 
@@ -82,44 +81,30 @@ class TensorMap:
 @lru_cache(maxsize=4096)
 def problems(m: TensorMap) -> tuple[str, ...]:
     """What the driver would refuse, each as "argument: what it is; what is allowed"."""
-    found = []
-    wide = m.interleave == 2 or m.element in ("b4x16_p64", "b6x16_p32")
-    unit = 32 if wide else 16
-
-    def need(good: bool, text: str) -> None:
-        if not good:
-            found.append(text)
-
-    need(0 <= m.address < 1 << 64, f"address: {m.address:#x} is not a 64-bit address")
-    need(m.address % unit == 0, f"address: {m.address:#x} is not a multiple of {unit} bytes")
-    for i, dim in enumerate(m.dims):
-        need(1 <= dim <= 1 << 32, f"dims[{i}]: {dim} is outside 1..2^32")
-    for i, stride in enumerate(m.strides):
-        need(stride % unit == 0, f"strides[{i}]: {stride} bytes is not a multiple of {unit}")
-        need(0 <= stride < 1 << 40, f"strides[{i}]: {stride} bytes is outside 0..2^40-1")
-    for i, box in enumerate(m.box):
-        need(1 <= box <= 256, f"box[{i}]: {box} is outside 1..256")
-    for i, step in enumerate(m.element_strides):
-        need(1 <= step <= 8, f"element_strides[{i}]: {step} is outside 1..8")
-    need(m.interleave == 0 or m.rank >= 3, f"rank: {m.rank} with interleave; 3 to 5 is allowed")
-    need(m.interleave != 2 or m.swizzle_code == 1, "swizzle: interleave 32B needs the 32B swizzle")
-    inner = m.box[0] * m.shared_bits // 8
-    if m.interleave == 0:
-        need(
-            m.box[0] * m.shared_bits % 128 == 0,
-            f"box[0]: {m.box[0]} elements are {m.box[0] * m.shared_bits / 8:g} bytes, not a multiple of 16",
-        )
-        if m.swizzle_code:
-            span = _SPAN[m.swizzle_code]
-            need(inner <= span, f"box[0]: {inner} bytes are more than the {span} of swizzle {m.swizzle}")
-    if m.element == "b4x16":
-        need(m.dims[0] % 2 == 0, f"dims[0]: {m.dims[0]} four-bit elements, an even number is needed")
-    if m.element in ("b4x16_p64", "b6x16_p32"):
-        need(m.dims[0] % 128 == 0, f"dims[0]: {m.dims[0]} is not a multiple of 128, which {m.element} needs")
-        need(m.box[0] == 128, f"box[0]: {m.box[0]}; {m.element} needs 128")
-        need(m.swizzle_code in (0, 3, 4), f"swizzle: {m.swizzle}; {m.element} takes none or 128B")
-    need(not m.nan_fill or m.element in _FLOATS, f"oob_fill: NaN fill needs a floating-point type, got {m.element}")
-    return tuple(found)
+    padded = m.element in ("b4x16_p64", "b6x16_p32")
+    unit = 32 if padded else 16
+    inner = m.box[0] * m.shared_bits / 8
+    span = _SPAN[m.swizzle_code]
+    rules = [
+        (0 <= m.address < 1 << 64, f"address: {m.address:#x} is not a 64-bit address"),
+        (m.address % unit == 0, f"address: {m.address:#x} is not a multiple of {unit} bytes"),
+        *((1 <= x <= 1 << 32, f"dims[{i}]: {x} is outside 1..2^32") for i, x in enumerate(m.dims)),
+        *((x % unit == 0, f"strides[{i}]: {x} bytes is not a multiple of {unit}") for i, x in enumerate(m.strides)),
+        *((0 <= x < 1 << 40, f"strides[{i}]: {x} bytes is outside 0..2^40-1") for i, x in enumerate(m.strides)),
+        *((1 <= x <= 256, f"box[{i}]: {x} is outside 1..256") for i, x in enumerate(m.box)),
+        *((1 <= x <= 8, f"element_strides[{i}]: {x} is outside 1..8") for i, x in enumerate(m.element_strides)),
+        (inner % 16 == 0, f"box[0]: {m.box[0]} elements are {inner:g} bytes, not a multiple of 16"),
+        (not span or inner <= span, f"box[0]: {inner:g} bytes are more than the {span} of swizzle {m.swizzle}"),
+        (
+            m.element != "b4x16" or m.dims[0] % 2 == 0,
+            f"dims[0]: {m.dims[0]} four-bit elements, an even number is needed",
+        ),
+        (not padded or m.dims[0] % 128 == 0, f"dims[0]: {m.dims[0]} is not a multiple of 128, which {m.element} needs"),
+        (not padded or m.box[0] == 128, f"box[0]: {m.box[0]}; {m.element} needs 128"),
+        (not padded or m.swizzle_code in (0, 3, 4), f"swizzle: {m.swizzle}; {m.element} takes none or 128B"),
+        (not m.nan_fill or m.element in _FLOATS, f"oob_fill: NaN fill needs a floating-point type, got {m.element}"),
+    ]
+    return tuple(text for good, text in rules if not good)
 
 
 def encode_tiled(
@@ -165,18 +150,8 @@ def encode_tiled(
             raise ValueError(f"{name}: {code} is outside 0..{count - 1}")
     if interleave or swizzle >= len(SWIZZLES):
         raise ValueError(f"interleave {interleave}, swizzle {swizzle}: the emulator does not model this layout")
-    m = TensorMap(
-        data_type,
-        address,
-        tuple(dims),
-        tuple(strides),
-        tuple(box),
-        steps,
-        swizzle,
-        interleave,
-        l2_promotion,
-        bool(oob_fill),
-    )
+    shape = tuple(dims), tuple(strides), tuple(box), steps
+    m = TensorMap(data_type, address, *shape, swizzle, l2_promotion, bool(oob_fill))
     wrong = problems(m)
     if wrong:
         raise ValueError("; ".join(wrong))
@@ -186,7 +161,7 @@ def encode_tiled(
 def _pack(m: TensorMap) -> bytes:
     pad = 5 - m.rank
     dims = m.dims + (1,) * pad
-    fields = m.data_type | (m.rank - 1) << 4 | m.swizzle_code << 7 | m.interleave << 10 | m.nan_fill << 12
+    fields = m.data_type | (m.rank - 1) << 4 | m.swizzle_code << 7 | m.nan_fill << 12
     fields |= m.l2_promotion << 13
     steps = 0
     for i, dim in enumerate(dims):
@@ -203,9 +178,8 @@ def decode(raw: bytes) -> TensorMap:
     """The map in at least 64 bytes. Raises ValueError for bytes that this encoder did not write."""
     raw = bytes(raw)
     if len(raw) < 64 or raw[:4] != MAGIC:
-        raise ValueError(
-            f"raw: {len(raw)} bytes that begin with {raw[:4]!r} are no tensor map of the emulator's encoder"
-        )
+        begin = f"{len(raw)} bytes that begin with {raw[:4]!r}"
+        raise ValueError(f"raw: {begin} are no tensor map of the emulator's encoder")
     address, *dims = struct.unpack_from("<Q5I", raw, 4)
     fields = int.from_bytes(raw[59:62], "little")
     steps = int.from_bytes(raw[57:59], "little")
@@ -218,7 +192,6 @@ def decode(raw: bytes) -> TensorMap:
         tuple(b + 1 for b in raw[52 : 52 + rank]),
         tuple((steps >> 3 * i & 7) + 1 for i in range(rank)),
         fields >> 7 & 7,
-        fields >> 10 & 3,
         fields >> 13 & 3,
         bool(fields >> 12 & 1),
     )
@@ -245,8 +218,7 @@ def replace(raw: bytes, field: str, value: int, ordinal: int = 0) -> bytes:
             raise ValueError(f"global_stride: {value} bytes is not a multiple of 16")
         if ordinal >= len(old):  # a dimension that a map of this rank does not have
             return bytes(raw)[:BYTES].ljust(BYTES, b"\0")
-        new = (*old[:ordinal], value, *old[ordinal + 1 :])
-        changed: dict[str, Any] = {attribute: new}
+        changed: dict[str, Any] = {attribute: (*old[:ordinal], value, *old[ordinal + 1 :])}
         m = _replace(m, **changed)
     elif field == "global_address":
         m = _replace(m, address=value & (1 << 64) - 1)
@@ -260,9 +232,7 @@ def replace(raw: bytes, field: str, value: int, ordinal: int = 0) -> bytes:
         m = _replace(m, swizzle_code=4 if value else min(m.swizzle_code, 3))
     elif field == "fill_mode" and value in (0, 1):
         m = _replace(m, nan_fill=bool(value))
-    elif field == "interleave_layout" and value == 0:
-        m = _replace(m, interleave=0)
-    else:
+    elif field != "interleave_layout" or value:
         raise ValueError(f"{field}: {value} is not a value the emulator models")
     return _pack(m)[:64] + tail.ljust(64, b"\0")
 
@@ -278,12 +248,6 @@ _VECTORS = {
 def _with_rank(m: TensorMap, rank: int) -> TensorMap:
     if not 1 <= rank <= 5:
         raise ValueError(f"rank: {rank - 1} is outside 0..4")
-    keep = min(rank, m.rank)
-    more = rank - keep
-    return _replace(
-        m,
-        dims=m.dims[:keep] + (1,) * more,
-        box=m.box[:keep] + (1,) * more,
-        element_strides=m.element_strides[:keep] + (1,) * more,
-        strides=m.strides[: keep - 1] + (0,) * (rank - max(len(m.strides[: keep - 1]) + 1, 1)),
-    )
+    ones = (1,) * rank
+    dims, box, steps = ((x + ones)[:rank] for x in (m.dims, m.box, m.element_strides))
+    return _replace(m, dims=dims, box=box, element_strides=steps, strides=(m.strides + (0,) * rank)[: rank - 1])

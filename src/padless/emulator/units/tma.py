@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -179,30 +180,21 @@ def reduce_values(old: Array, new: Array, element: str, operation: str) -> Array
     ``operation`` is add, min, max, inc, dec, and, or, xor; floating-point sums are rounded to nearest even. Raises
     ValueError for a pair that does not exist.
     """
-    if element in ("f16", "bf16"):
-        a, b = (np.ascontiguousarray(x).view(np.uint16) for x in (old, new))
-        if operation == "add":
-            total = number_formats.decode(a, element) + number_formats.decode(b, element)
-            return number_formats.encode(total, element).view(np.uint8)
-        if operation in ("min", "max"):
-            pick = np.fmin if operation == "min" else np.fmax
-            return number_formats.encode(
-                pick(number_formats.decode(a, element), number_formats.decode(b, element)), element
-            ).view(np.uint8)
-    elif element in ("f32", "f64") and operation == "add":
+    if element in ("f16", "bf16") and operation in ("add", "min", "max"):
+        a, b = (number_formats.decode(np.ascontiguousarray(x).view(np.uint16), element) for x in (old, new))
+        total = {"add": np.add, "min": np.fmin, "max": np.fmax}[operation](a, b)
+        return number_formats.encode(total, element).view(np.uint8)
+    if element in ("f32", "f64") and operation == "add":
         kind = np.float32 if element == "f32" else np.float64
         return np.asarray(np.ascontiguousarray(old).view(kind) + np.ascontiguousarray(new).view(kind)).view(np.uint8)
-    elif element in _INTEGERS:
+    if element in _INTEGERS:
         a, b = (np.ascontiguousarray(x).view(_INTEGERS[element]) for x in (old, new))
-        plain = {
+        functions: dict[str, Any] = {
             "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-            "xor": np.bitwise_xor,
+            "xor": np.bitwise_xor, "inc": lambda a, b: np.where(a >= b, 0, a + 1),
+            "dec": lambda a, b: np.where((a == 0) | (a > b), b, a - 1),
         }  # fmt: skip
-        if operation in plain:
+        if operation in functions:
             with np.errstate(over="ignore"):
-                return np.asarray(plain[operation](a, b)).view(np.uint8)
-        if operation == "inc":
-            return np.where(a >= b, 0, a + 1).astype(a.dtype).view(np.uint8)
-        if operation == "dec":
-            return np.where((a == 0) | (a > b), b, a - 1).astype(a.dtype).view(np.uint8)
+                return functions[operation](a, b).astype(a.dtype).view(np.uint8)
     raise ValueError(f"operation: {operation!r} of {element!r} does not exist")

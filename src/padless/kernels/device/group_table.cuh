@@ -125,18 +125,3 @@ __device__ __forceinline__ void store_group(GroupTableStorage<MAX_GROUPS>& stora
     storage.ends[group.place] = group.end;
     storage.tile_ends[group.place] = group.tile_end;
 }
-
-// All threads of the CTA. Ends with the table visible to all of them.
-template <int BLOCK_M, int NUM_THREADS, int MAX_GROUPS>
-__device__ __forceinline__ void build_group_table(GroupTableStorage<MAX_GROUPS>& storage, const int* offs,
-                                                  int num_groups, int m, int warp, int lane) {
-    if (num_groups <= SMALL_TABLE) {
-        if (warp == 1) {
-            const int end = load_group_end(offs, num_groups, m, lane);
-            store_group(storage, place_group<BLOCK_M>(end, num_groups, m, lane), num_groups, lane);
-        }
-        __syncthreads();
-        return;
-    }
-    build_large_table<BLOCK_M, NUM_THREADS>(storage, offs, num_groups, m, warp, lane);
-}

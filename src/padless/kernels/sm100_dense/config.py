@@ -118,12 +118,13 @@ def select_config(problem: DenseProblem) -> Sm100DenseConfig:
         cta_group, block_n = tile
         stage, between, least, ends = TILE_CYCLES[tile]
         stages = ceil_div(problem.k, 128)
+        products = stages * stage + between
         workers = max(problem.num_sms // cta_group, 1)
         whole, left = divmod(ceil_div(problem.m, BLOCK_M * cta_group) * ceil_div(problem.n, block_n), workers)
-        last = 0 if left == 0 else max(stages * stage + between, least)
-        if block_n == 2 * HALF_N and 2 * left <= workers:
-            last = min(last, stages * TILE_CYCLES[cta_group, HALF_N][0])
-        return ends + whole * max(stages * stage + between, least) + last
+        if block_n == 2 * HALF_N and 0 < 2 * left <= workers:
+            half, _, _, half_ends = TILE_CYCLES[cta_group, HALF_N]
+            return half_ends + whole * max(products, least) + stages * half
+        return ends + (whole + (left > 0) - 1) * max(products, least) + products
 
     pairs = problem.m > BLOCK_M and problem.num_sms > 1
     cta_group, block_n = min((t for t in TILE_CYCLES if pairs or t[0] == 1), key=cycles)

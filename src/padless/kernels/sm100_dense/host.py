@@ -10,13 +10,12 @@ import torch
 from padless.formats import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, BlockScaledTensor, ceil_div
 from padless.kernels.launch import Prepared, load_kernel, persistent_grid
 from padless.kernels.sm100_dense.config import BLOCK_M, HALF_N, DenseProblem, Sm100DenseConfig, fit, select_config
-from padless.layouts import to_blocked
+from padless.layouts import tiled_scale
 from padless.runtime.driver import TENSOR_MAP_BYTES, Argument, Driver, LaunchShape
-from padless.runtime.tensor_map import SWIZZLE_64B, SWIZZLE_128B, TensorMapSpec, operand
+from padless.runtime.tensor_map import DATA_TYPES, SWIZZLE_64B, SWIZZLE_128B, TensorMapSpec, operand
 
 KERNEL = "sm100_dense/sm100_mxfp8_gemm.cu"
 _UINT16 = 1  # CUtensorMapDataType
-_OUT_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 
 
 Config = Sm100DenseConfig
@@ -46,7 +45,7 @@ def prepare(
     config = select_config(problem) if config is None else fit(config, problem)
     if config.cta_group > problem.num_sms:
         raise ValueError(f"config has cta_group={config.cta_group}; the device has {problem.num_sms} SM")
-    sfa, sfb = _blocked_scale(a), _blocked_scale(b)
+    sfa, sfb = tiled_scale(a), tiled_scale(b)
     copies = tuple(new for new, old in ((sfa, a.scale), (sfb, b.scale)) if new is not old)
 
     kernel, function = load_kernel(driver, KERNEL, config, device)
@@ -68,12 +67,6 @@ def prepare(
     return Prepared(driver.prepare(function, kernel, shape, arguments, [a.data, sfa, b.data, sfb, out]), copies)
 
 
-def _blocked_scale(t: BlockScaledTensor) -> torch.Tensor:
-    """The scales in 32x4x4 tiles on a 16-byte boundary. One group's "blocked_groups" are "blocked"."""
-    scale = to_blocked(t.scale) if t.scale_layout == "plain" else t.scale
-    return scale.clone() if scale.data_ptr() % 16 != 0 else scale
-
-
 def _scale_map(scale: torch.Tensor, rows: int, k: int, block_k: int) -> TensorMapSpec:
     """Scales as (row of tiles, tile, 256 pairs of bytes), read a stage's tiles of one row of tiles at a time."""
     across = ceil_div(k, 32 * TILE_COLUMNS)
@@ -89,4 +82,4 @@ def _output_map(out: torch.Tensor, config: Sm100DenseConfig) -> TensorMapSpec:
     stride = out.stride(0) * size if m > 1 else -(-n * size // 16) * 16
     swizzle = SWIZZLE_64B if config.store_bytes == 64 else SWIZZLE_128B
     box = (config.store_bytes // size, 32)
-    return TensorMapSpec(_OUT_TYPES[out.dtype], out.data_ptr(), (n, m), (stride,), box, swizzle)
+    return TensorMapSpec(DATA_TYPES[out.dtype][0], out.data_ptr(), (n, m), (stride,), box, swizzle)

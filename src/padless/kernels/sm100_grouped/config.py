@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.formats import OUT_DTYPES, ceil_div
+from padless.formats import OUT_DTYPES, ceil_div, round_up
 from padless.kernels.config import FEW_GROUPS, check_common_fields, cpp_constants, fields_of, requirement_of
-from padless.kernels.cost_model import expected_rounds
+from padless.kernels.cost_model import expected_m_tiles, expected_rounds
 
 KINDS = ("MXFP8", "NVFP4", "MXFP4", "FP8_BLOCK")
 SCALE_SOURCES = ("tiled", "window", "plain")
@@ -109,9 +109,30 @@ class Sm100GroupedConfig:
         return self.tile_n * self.multicast
 
     @property
+    def shortens_tiles(self) -> bool:
+        """Whether a tile of few tokens loads and multiplies no more than they need, by ``column_step``."""
+        return self.tokens_on_n and self.multicast == 1 and self.kind != "FP8_BLOCK"
+
+    @property
+    def column_step(self) -> int:
+        """Of the columns of products of tiles that are shortened."""
+        return 32 if self.mma_n < 128 else 64
+
+    def columns(self, rows: int) -> int:
+        """Columns of the products of a tile of ``rows`` rows of D."""
+        return round_up(rows, self.column_step) if self.shortens_tiles else self.mma_n
+
+    @property
     def token_rows(self) -> int:
         """Rows of A that one CTA multiplies, or brings into a pair's product."""
         return self.right_rows if self.tokens_on_n else 128
+
+    @property
+    def token_box(self) -> int:
+        """Rows of A that one copy brings."""
+        if self.shortens_tiles:
+            return self.column_step // self.cta_group
+        return self.token_rows // self.multicast
 
     @property
     def right_rows(self) -> int:
@@ -143,21 +164,22 @@ def _policy(keep: str, operand: str) -> str:
 
 
 # By kind: (tokens_on_n, mma_n, cta_group): cycles of a stage of 128 bytes of K, between two tiles, of a tile at least,
-# and of start and end together. Predicted for a B200, never measured: `python tools/clock_sm100.py --tiles`.
-TILE_CYCLES: dict[str, dict[tuple[bool, int, int], tuple[int, int, int, int]]] = {
+# of start and end together, and of a stage of the shortest tile. Predicted for a B200, never measured:
+# `python tools/clock_sm100.py --tiles`.
+TILE_CYCLES: dict[str, dict[tuple[bool, int, int], tuple[int, int, int, int, int]]] = {
     "NVFP4": {
-        (True, 32, 2): (358, 242, 2403, 3348), (True, 64, 1): (372, 91, 2696, 3864),
-        (True, 64, 2): (358, 242, 2815, 4022), (True, 128, 1): (519, 57, 3545, 5025),
-        (True, 128, 2): (404, 57, 3635, 5330), (True, 256, 1): (779, 446, 5449, 7684),
-        (True, 256, 2): (560, 1529, 5390, 7985), (False, 128, 1): (519, 57, 3255, 4227),
-        (False, 128, 2): (404, 57, 3282, 4529), (False, 256, 2): (560, 1501, 4532, 6252),
+        (True, 32, 2): (328, 249, 2356, 3120, 328), (True, 64, 1): (375, 57, 2528, 3466, 327),
+        (True, 64, 2): (328, 249, 2644, 3718, 328), (True, 128, 1): (519, 57, 3494, 4282, 404),
+        (True, 128, 2): (404, 57, 3438, 4397, 340), (True, 256, 1): (779, 403, 4996, 6104, 427),
+        (True, 256, 2): (560, 1504, 4990, 6946, 344), (False, 128, 1): (519, 57, 3256, 4166, 519),
+        (False, 128, 2): (404, 57, 3283, 4279, 404), (False, 256, 2): (560, 1501, 4533, 6002, 560),
     },
     "MXFP8": {
-        (True, 32, 2): (267, 57, 2181, 3269), (True, 64, 1): (353, 57, 2455, 3620),
-        (True, 64, 2): (296, 57, 2553, 3898), (True, 128, 1): (476, 57, 3402, 4876),
-        (True, 128, 2): (361, 57, 3474, 5181), (True, 256, 1): (714, 59, 5283, 7475),
-        (True, 256, 2): (524, 775, 5094, 7763), (False, 128, 1): (476, 57, 3094, 4078),
-        (False, 128, 2): (361, 57, 3151, 4380), (False, 256, 2): (524, 772, 4424, 6052),
+        (True, 32, 2): (267, 57, 2195, 3042, 267), (True, 64, 1): (353, 57, 2413, 3349, 296),
+        (True, 64, 2): (296, 56, 2527, 3439, 267), (True, 128, 1): (476, 57, 3345, 4164, 361),
+        (True, 128, 2): (361, 57, 3265, 4280, 303), (True, 256, 1): (714, 57, 4726, 5960, 390),
+        (True, 256, 2): (524, 806, 4830, 6699, 303), (False, 128, 1): (476, 57, 3096, 4018, 476),
+        (False, 128, 2): (361, 57, 3152, 4130, 361), (False, 256, 2): (524, 772, 4425, 5802, 524),
     },
 }  # fmt: skip
 
@@ -171,15 +193,23 @@ def select_grouped_config(
     each weight is read once, so the tokens are what L2 should keep; else the operand of fewer rows. No multicast: by the
     clock what reaches an SM binds, which it does not lessen.
     """
-    rows = -(-m // max(min(num_groups, m), 1))
+    groups = max(min(num_groups, m), 1)
+    rows = ceil_div(m, groups)
     table = TILE_CYCLES["NVFP4" if kind.endswith("FP4") else "MXFP8"]
 
     def cycles(tile: tuple[bool, int, int]) -> float:
         tokens_on_n, mma_n, cta_group = tile
-        stage, between, least, ends = table[tile]
+        stage, between, least, ends, short = table[tile]
         tile_m, tile_n = (mma_n, 128 * cta_group) if tokens_on_n else (128 * cta_group, mma_n)
         rounds = expected_rounds(m, num_groups, tile_m, ceil_div(n, tile_n) / max(num_sms // cta_group, 1))
-        return ends + rounds * max(ceil_div(row_bytes, 128) * stage + between, least)
+        step = Sm100GroupedConfig(tokens_on_n=tokens_on_n, mma_n=mma_n).column_step
+        if tile_m > step:  # a stage takes what lies between the shortest tile's and a whole one's, by the mean tile
+            mean = (m + groups * step / 2) / max(sum(expected_m_tiles(m, groups, tile_m)), 1)
+            share = min(max(mean - step, 0) / (tile_m - step), 1)
+            products = ceil_div(row_bytes, 128) * (short + (stage - short) * share) + between
+        else:
+            products = ceil_div(row_bytes, 128) * stage + between
+        return ends + (rounds - 1) * max(products, least) + products
 
     tokens_on_n, mma_n, cta_group = min((t for t in table if t[2] <= num_sms), key=cycles)
     keep = "a" if rows <= mma_n or rows < n else "b"

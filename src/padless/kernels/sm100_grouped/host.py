@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 
 from padless.formats import FP8_BLOCK, MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
-from padless.kernels.config import MAX_GROUPS, room_for_groups
+from padless.kernels.config import room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.padded_fp4 import has_padded_b, padded_fp4, spreadable
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, select_grouped_config
-from padless.layouts import to_blocked
+from padless.layouts import tiled_scale
 from padless.runtime import tensor_map
 from padless.runtime.driver import Driver, LaunchShape
 from padless.runtime.tensor_map import TensorMapSpec
@@ -54,14 +54,8 @@ def prepare(
     tiles = most_tiles(m, n, num_groups, config.tile_m, config.cluster_n)
 
     counter = tile_counter(config, device, out.data_ptr())
-    problem = problem_bytes(
-        operand_bytes(driver, a, b, out, alpha, config),
-        0,
-        0,
-        0 if offs is None else offs.data_ptr(),
-        num_groups,
-        counter,
-    )
+    operands = operand_bytes(driver, a, b, out, alpha, config)
+    problem = problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
     optional = (a.global_scale, b.global_scale, alpha, offs)
     tensors = [a.data, a.scale, b.data, b.scale, out, *(t for t in optional if t is not None), *copies]
     shape = launch_shape(driver, device, config, tiles, kernel.num_threads)
@@ -104,18 +98,11 @@ def problem_bytes(operands: bytes, table: int, order: int, offs: int, num_groups
 
 def check_operands(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
     """Raises ValueError for operands that the common checks let through and this kernel cannot multiply."""
-    for name, t in (("a", a), ("b", b)):
-        if t.format.name not in _KINDS:
-            raise ValueError(f"{name} has format {t.format.name}; this kernel takes {', '.join(_KINDS)}")
     if _KINDS[a.format.name] != _KINDS[b.format.name] and not has_padded_b(a, b):
         raise ValueError(
             f"a has format {a.format.name} and b {b.format.name}; they must have one element size, but for MXFP4 "
             "weights beside MXFP8 activations"
         )
-    if b.data.dim() != 3 or b.data.shape[0] > MAX_GROUPS:
-        raise ValueError(f"b must be (G, N, K) of at most {MAX_GROUPS} groups, got {tuple(b.data.shape)}")
-    if a.data.shape[-1] % 16 != 0:
-        raise ValueError(f"K is {a.logical_shape[-1]}; its {a.data.shape[-1]} bytes must be a multiple of 16")
     for name, t in (("a", a), ("b", b)):
         count = 1 if t.global_scale is None else t.global_scale.numel()
         if count not in (1, b.data.shape[0]):
@@ -142,13 +129,12 @@ def readable(
 
 def _readable(t: BlockScaledTensor) -> BlockScaledTensor:
     """``t`` with scales that the kernel can read: plain ones in words of 4, 32x4x4 tiles in pieces of 16 bytes."""
-    scale, layout = t.scale, t.scale_layout
     if t.format == FP8_BLOCK:
         return t
-    if layout == "plain" and t.scale_columns % 4 != 0:
-        scale, layout = to_blocked(scale), "blocked"
-    if scale.data_ptr() % 16 != 0:
-        scale = scale.clone()
+    if t.scale_layout == "plain" and t.scale_columns % 4 == 0:
+        scale, layout = t.scale.clone() if t.scale.data_ptr() % 16 != 0 else t.scale, "plain"
+    else:
+        scale, layout = tiled_scale(t), "blocked" if t.scale_layout == "plain" else t.scale_layout
     return t if scale is t.scale else BlockScaledTensor(t.data, scale, t.format, t.global_scale, layout)
 
 
@@ -205,11 +191,12 @@ def tensor_maps(
 
     gate_and_up_apart: half of a tile's 256 columns come from either half of B, by copies of 128 rows.
     """
-    a_rows = config.token_rows // config.multicast
+    a_rows = config.token_box
     b_rows = 128 if config.tokens_on_n else config.right_rows
     atoms = {"NVFP4": 4, "MXFP4": 2}.get(config.kind, 1)
     column_atoms = ceil_div(config.mma_n, 128)
     a_atoms, b_atoms = (column_atoms, 1) if config.tokens_on_n else (1, column_atoms)
+    a_atoms = 1 if config.shortens_tiles else a_atoms
     if gate_and_up_apart:
         b_rows, b_atoms = 128, 1
     map_a = tensor_map.operand(a.data.view(torch.uint8)[None], a_rows)

@@ -14,7 +14,7 @@ from padless.kernels.padded_fp4 import spreadable
 from padless.kernels.schedule import walk_of_list
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, select_grouped_config
 from padless.kernels.sm100_grouped.host import KERNEL, fit, launch_shape, operand_bytes, problem_bytes
-from padless.layouts import to_blocked
+from padless.layouts import tiled_scale
 from padless.runtime.driver import Driver, PreparedLaunch
 
 Config = Sm100GroupedConfig
@@ -82,10 +82,7 @@ def _tiled(t: BlockScaledTensor, copies: list[torch.Tensor]) -> BlockScaledTenso
     """``t`` with scales in 32x4x4 tiles on a 16-byte boundary; a copy that this takes is added to ``copies``."""
     if t.format == FP8_BLOCK:
         return t
-    scale = to_blocked(t.scale) if t.scale_layout == "plain" else t.scale
-    if scale.data_ptr() % 16 != 0:
-        scale = scale.clone()
-    if scale is t.scale:
+    if (scale := tiled_scale(t)) is t.scale:
         return t
     copies.append(scale)
     return BlockScaledTensor(t.data, scale, t.format, t.global_scale, "blocked")

@@ -21,18 +21,8 @@ from padless.kernels.epilogue_launch import (
     requirement_of,
 )
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, tile_counter
+from padless.kernels.sm100_grouped import host
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted
-from padless.kernels.sm100_grouped.host import (
-    KERNEL,
-    check_operands,
-    fit_operands,
-    launch_shape,
-    operand_bytes,
-    output_bytes,
-    padded,
-    problem_bytes,
-    readable,
-)
 from padless.runtime.driver import Driver
 
 Config = Sm100GroupedConfig
@@ -56,10 +46,10 @@ def prepare(
         config: the tile, None to choose one. Tokens are lanes (tokens_on_n False) and mma_n is 128 or 256; 256 for
             gate and up in halves, and for FP8_BLOCK output of a SwiGLU.
     """
-    check_operands(a, b)
+    host.check_operands(a, b)
     (m, _), (num_groups, n, _) = a.data.shape, b.data.shape
     check_outputs(n, tensors, epilogue, alignments={"bias": 16, "row_scale": 4})
-    a, b, copies = readable(a, b)
+    a, b, copies = host.readable(a, b)
     device = a.data.device.index or 0
     if config is None:
         config = select_tile(m, n, num_groups, epilogue)
@@ -68,16 +58,16 @@ def prepare(
     check_tile(config, epilogue)
     tile = fit(config, a, b, tensors, epilogue)
     compiled = QuantConfig(tile, epilogue)
-    kernel, function = load_kernel(driver, KERNEL, compiled, device)
+    kernel, function = load_kernel(driver, host.KERNEL, compiled, device)
     tiles = most_tiles(m, n, num_groups, tile.tile_m, tile.cluster_n)
 
     counter = tile_counter(compiled, device, output_address(tensors))
     apart = epilogue.gate_and_up_apart
-    operands = operand_bytes(driver, a, b, None, None, tile, apart)
-    problem = problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
+    operands = host.operand_bytes(driver, a, b, None, None, tile, apart)
+    problem = host.problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
     optional = (t for t in (a.global_scale, b.global_scale, offs) if t is not None)
     used = [a.data, a.scale, b.data, b.scale, *optional, *copies, *present(tensors)]
-    shape = launch_shape(driver, device, tile, tiles, kernel.num_threads)
+    shape = host.launch_shape(driver, device, tile, tiles, kernel.num_threads)
     arguments = [problem + target_bytes(tensors, epilogue, n)]
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)
 
@@ -115,7 +105,7 @@ def fit(
     d = tensors.d
     row_bytes = 0 if d is None else d.stride(0) * d.element_size()
     return replace(
-        fit_operands(tile, a, b, epilogue.gate_and_up_apart),
+        host.fit_operands(tile, a, b, epilogue.gate_and_up_apart),
         column_major=False,
         wide_stores=d is not None and d.data_ptr() % 32 == 0 and (d.shape[0] == 1 or row_bytes % 32 == 0),
         out_dtype=epilogue.d_dtype or torch.bfloat16,
@@ -138,8 +128,8 @@ def _wide_glu(epilogue: Epilogue) -> bool:
 def target_bytes(tensors: EpilogueTensors, epilogue: Epilogue, n: int) -> bytes:
     """struct QuantTargets."""
     t = tensors
-    outputs = padded(outputs_bytes(tensors, epilogue, n))
-    plain = bytes(16) if t.d is None else output_bytes(t.d, False)
+    outputs = host.padded(outputs_bytes(tensors, epilogue, n))
+    plain = bytes(16) if t.d is None else host.output_bytes(t.d, False)
     codes = [(0, 0) if c is None else (c.data_ptr(), c.stride(0)) for c in (t.row_codes, t.column_codes)]
     (row, row_pitch), (column, column_pitch) = codes
-    return padded(outputs + plain + struct.pack("=2Q2q", row, column, row_pitch, column_pitch))
+    return host.padded(outputs + plain + struct.pack("=2Q2q", row, column, row_pitch, column_pitch))

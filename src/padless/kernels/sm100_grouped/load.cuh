@@ -49,6 +49,9 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
     constexpr bool APART = !IS_A && GATE_AND_UP_APART;
     constexpr int PIECES = APART && CTA_GROUP == 1 ? 2 : 1, SCALE_PIECES = APART ? 2 : 1;
     constexpr int SHARES = IS_A ? MULTICAST : 1, SHARE = ROWS / SHARES;
+    // Tokens of a tile that may be short come in boxes, and scales in atoms of 128 rows, as many as it has.
+    constexpr bool SHORT = IS_A && SHORT_TILES;
+    constexpr int BOX = COLUMN_STEP / CTA_GROUP;
     const uint16_t receivers = SHARES == 1 ? 0 : SAME_PART << pair_rank();
     const int share = SHARES == 1 ? 0 : worker_rank() * SHARE;
     Reader reader(shared.queue);
@@ -63,7 +66,11 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
             if constexpr (LOADS_SCALES) fence_tensormap_acquire(map_scales);
         }
         const int to_up = APART ? operands.n / 2 : 0;
-        const int row = (IS_A ? tile.row : first_weight(tile)) + pair_rank() * (APART ? to_up : ROWS);
+        const int boxes = columns_of(tile) / COLUMN_STEP, atoms = (columns_of(tile) + 127) / 128;
+        const int own_rows = SHORT ? boxes * BOX : ROWS;
+        const int row = (IS_A ? tile.row : first_weight(tile)) + pair_rank() * (APART ? to_up : own_rows);
+        const uint32_t bytes =
+            SHORT ? own_rows * BLOCK_K + (LOADS_SCALES ? atoms * LEFT_SCALE_BYTES : 0) : BYTES;
         const int group = IS_A ? 0 : group_in_operands(tile);
         const int scale_tile = LOADS_SCALES ? scale_row<IS_A>(shared, operands, tile) / 128 : 0;
         const int k_blocks = operands.k_blocks();
@@ -71,19 +78,26 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
             const int stage = pipeline.stage;
             uint32_t full = shared_address(&shared.full[stage]);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
-            if (pair_rank() == 0) mbarrier_arrive_expect_tx(full, CTA_GROUP * BYTES);
+            if (pair_rank() == 0) mbarrier_arrive_expect_tx(full, CTA_GROUP * bytes);
             if constexpr (CTA_GROUP == 2) full = pair_even_address(full);
             const uint32_t data = shared_address(IS_LEFT ? shared.left[stage] : shared.right[stage]);
+            if constexpr (SHORT)
+                for (int box = 0; box < boxes; ++box)
+                    load<1>(map, data + box * BOX * BLOCK_K, full, kb * BLOCK_K, row + box * BOX, group,
+                            POLICY, 0);
 #pragma unroll
-            for (int piece = 0; piece < PIECES; ++piece)
+            for (int piece = 0; piece < (SHORT ? 0 : PIECES); ++piece)
                 load<SHARES, !IS_A && PADDED_B>(
                     map, data + share * BLOCK_K + piece * (ROWS / PIECES * BLOCK_K), full,
                     operands.first_of_stage(kb), row + share + piece * to_up, group, POLICY, receivers);
             if (LOADS_SCALES && (SHARES == 1 || worker_rank() == 0)) {
                 const uint32_t scales =
                     shared_address(IS_LEFT ? shared.left_scales[stage] : shared.right_scales[stage]);
+                for (int atom = 0; SHORT && atom < atoms; ++atom)
+                    load<1>(map_scales, scales + atom * LEFT_SCALE_BYTES, full, 0, kb * ATOMS,
+                            scale_tile + atom, POLICY, 0);
 #pragma unroll
-                for (int piece = 0; piece < SCALE_PIECES; ++piece)
+                for (int piece = 0; piece < (SHORT ? 0 : SCALE_PIECES); ++piece)
                     load<SHARES>(map_scales, scales + piece * LEFT_SCALE_BYTES, full, 0, kb * ATOMS,
                                  scale_tile + piece * (to_up / 128), POLICY, receivers);
             }

@@ -185,24 +185,29 @@ __device__ __forceinline__ void commit_tile(uint32_t barrier) {
         tcgen05_commit_multicast<CTA_GROUP>(barrier, 3 << even_rank());
 }
 
+// The instruction descriptor of a product of `columns` columns.
+__device__ __forceinline__ uint32_t product_shape(int columns) {
+    if constexpr (KIND == KIND_MXFP8)
+        return mxf8f6f4_shape(LEFT_ROWS, columns, TOKENS_ON_N ? B_CODE : A_CODE,
+                              TOKENS_ON_N ? A_CODE : B_CODE);
+    else
+        return mxf4nvf4_shape(LEFT_ROWS, columns, KIND != KIND_NVFP4);
+}
+
 // d += the products of step `step` of a stage, 32 bytes of every row; `left`, `right`: descriptor low words of the stage.
 __device__ __forceinline__ void multiply_step(uint32_t d, uint32_t left, uint32_t right, uint32_t scales,
-                                              int step, bool accumulate) {
+                                              uint32_t shape, int step, bool accumulate) {
     const uint64_t a = tcgen05_operand_descriptor(left + step * (MMA_K / 16));
     const uint64_t b = tcgen05_operand_descriptor(right + step * (MMA_K / 16));
     const uint32_t sfa = scales + LEFT_SCALES_AT, sfb = scales + RIGHT_SCALES_AT;
     constexpr uint32_t LEFT_ATOM = SCALE_ATOM_COLUMNS, RIGHT_ATOM = SCALE_ATOM_COLUMNS * RIGHT_ATOMS;
     if constexpr (KIND == KIND_MXFP8) {  // an atom serves four steps, a byte each
-        constexpr uint32_t SHAPE =
-            mxf8f6f4_shape(LEFT_ROWS, MMA_N, TOKENS_ON_N ? B_CODE : A_CODE, TOKENS_ON_N ? A_CODE : B_CODE);
-        tcgen05_mma_mxf8f6f4_block32<CTA_GROUP>(d, a, b, SHAPE | scale_ids(step), sfa, sfb, accumulate);
+        tcgen05_mma_mxf8f6f4_block32<CTA_GROUP>(d, a, b, shape | scale_ids(step), sfa, sfb, accumulate);
     } else if constexpr (KIND == KIND_NVFP4) {  // an atom serves one step
-        constexpr uint32_t SHAPE = mxf4nvf4_shape(LEFT_ROWS, MMA_N, false);
-        tcgen05_mma_mxf4nvf4_block16<CTA_GROUP>(d, a, b, SHAPE, sfa + step * LEFT_ATOM,
+        tcgen05_mma_mxf4nvf4_block16<CTA_GROUP>(d, a, b, shape, sfa + step * LEFT_ATOM,
                                                 sfb + step * RIGHT_ATOM, accumulate);
     } else {  // an atom serves two steps, two bytes each
-        constexpr uint32_t SHAPE = mxf4nvf4_shape(LEFT_ROWS, MMA_N, true);
-        tcgen05_mma_mxf4nvf4_block32<CTA_GROUP>(d, a, b, SHAPE | scale_ids(step % 2 * 2),
+        tcgen05_mma_mxf4nvf4_block32<CTA_GROUP>(d, a, b, shape | scale_ids(step % 2 * 2),
                                                 sfa + step / 2 * LEFT_ATOM, sfb + step / 2 * RIGHT_ATOM,
                                                 accumulate);
     }
@@ -221,7 +226,8 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
     Tile tile;
     while (reader.next(tile)) {
         const Operands& operands = problem.of(tile.group);
-        const int row_bytes = operands.row_bytes, k_blocks = operands.k_blocks();
+        const int row_bytes = operands.row_bytes, k_blocks = operands.k_blocks(), columns = columns_of(tile);
+        const uint32_t shape = product_shape(columns);
         const uint32_t d = tensor_memory + accumulator.stage * SECOND_ACCUMULATOR;
         // With shared columns this accumulator is free once those of the tile before have been read, which comes after
         // all of the tile before that.
@@ -253,6 +259,7 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
                     scale_atom_descriptor(left_at));
 #pragma unroll
                 for (int part = 0; part < RIGHT_ATOMS; ++part) {
+                    if (part * 128 >= columns) break;
                     const uint32_t right_at =
                         right_scales_0 +
                         (stage * RIGHT_SCALE_BYTES + part * LEFT_SCALE_BYTES + atom * 512) / 16;
@@ -265,7 +272,7 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage& shared, const Prob
             for (int step = 0; step < BLOCK_K / MMA_K; ++step)
                 if (step < steps)
                     multiply_step(d, left_0 + stage * (LEFT_BYTES / 16) + skipped,
-                                  right_0 + stage * (RIGHT_BYTES / 16) + skipped, tensor_memory, step,
+                                  right_0 + stage * (RIGHT_BYTES / 16) + skipped, tensor_memory, shape, step,
                                   kb + step > 0);
             commit_stage(shared_address(&shared.empty[stage]));
             pipeline.advance();
@@ -368,7 +375,13 @@ extern "C" __global__ void
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
     const int lane = threadIdx.x % 32;
 
+    // Of few groups one warp builds the table, and knows this worker's first tile before anyone could look it up.
+    const int num_groups = problem.num_groups, m = problem.operands.m;
+    const int worker = blockIdx.x / CLUSTER, workers = gridDim.x / CLUSTER;
+    const bool has_small_table = !PROBLEM_LIST && num_groups <= SMALL_TABLE;
     if (warp == 0) {
+        [[maybe_unused]] const int end =
+            has_small_table ? load_group_end(problem.offs, num_groups, m, lane) : 0;
         if (elect_one()) {
             if constexpr (!PROBLEM_LIST) {
                 prefetch_tensormap(problem.operands.map_a);
@@ -389,20 +402,29 @@ extern "C" __global__ void
             fence_mbarrier_init();
         }
         __syncwarp();
+#if !PROBLEM_LIST
+        if (has_small_table) {
+            const PlacedGroup group = place_group<TILE_M>(end, num_groups, m, lane);
+            const int n_tiles = (problem.operands.n + CLUSTER_N - 1) / CLUSTER_N;
+            queue_first_tile<Order>(shared.queue, group, n_tiles, worker, workers, lane);
+            store_group(shared.groups, group, num_groups, lane);
+        }
+#endif
     } else if (warp == MULTIPLY_WARP) {
         tcgen05_alloc<CTA_GROUP, TMEM_COLUMNS>(shared_address(&shared.tensor_memory));
         tcgen05_relinquish_alloc_permit<CTA_GROUP>();
     }
 #if PROBLEM_LIST
-    const Order order(problem.order, problem.num_groups);
+    const Order order(problem.order, num_groups);
 #else
-    build_group_table<TILE_M, NUM_THREADS>(shared.groups, problem.offs, problem.num_groups,
-                                           problem.operands.m, warp, lane);
-    const Order order(shared.groups.table(problem.num_groups), problem.operands.n);
+    if (has_small_table)
+        __syncthreads();
+    else
+        build_large_table<TILE_M, NUM_THREADS>(shared.groups, problem.offs, num_groups, m, warp, lane);
+    const Order order(shared.groups.table(num_groups), problem.operands.n);
 #endif
     if constexpr (NEEDS_OWN_TILES) {
-        if (warp == 1)
-            shift_to_own_tiles(shared.groups.group_ends, problem.num_groups, shared.scale_shifts, lane);
+        if (warp == 1) shift_to_own_tiles(shared.groups.group_ends, num_groups, shared.scale_shifts, lane);
     }
     tcgen05_fence_before_thread_sync();
     __syncthreads();
@@ -428,8 +450,8 @@ extern "C" __global__ void
         }
     } else if (warp == SCHEDULE_WARP) {
         if (cluster_rank() == 0 && elect_one())
-            schedule_tiles<CLUSTER>(shared.queue, order, problem.counter, blockIdx.x / CLUSTER,
-                                    gridDim.x / CLUSTER);
+            schedule_tiles<CLUSTER>(shared.queue, order, problem.counter, worker, workers, nullptr,
+                                    has_small_table);
     } else {
         gather_tiles(shared, problem, warp - GATHER_WARP, lane);
     }

@@ -27,6 +27,14 @@ constexpr int TILE_M = TOKENS_ON_N ? MMA_N : LEFT_ROWS;
 constexpr int TILE_N = TOKENS_ON_N ? LEFT_ROWS : MMA_N;
 static_assert(MMA_N % 32 == 0 && MMA_N <= 256, "columns are stored 32 at a time");
 
+// Tokens on the right: a tile with fewer of them loads and multiplies no more than they need, by COLUMN_STEP.
+constexpr bool SHORT_TILES = TOKENS_ON_N && MULTICAST == 1 && !PROMOTES;
+constexpr int COLUMN_STEP = MMA_N < 128 ? 32 : 64;
+
+__device__ __forceinline__ int columns_of(const Tile& tile) {
+    return SHORT_TILES ? (tile.rows + COLUMN_STEP - 1) / COLUMN_STEP * COLUMN_STEP : MMA_N;
+}
+
 constexpr int CLUSTER = CTA_GROUP * MULTICAST;  // CTAs
 constexpr int CLUSTER_N = TILE_N * MULTICAST;   // columns of D that they make at a time
 // CTAs of a cluster that need the same part of the tokens: the even ones of all pairs (or all CTAs, without pairs).

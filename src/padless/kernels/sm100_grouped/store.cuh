@@ -49,6 +49,18 @@ __device__ __forceinline__ void store_run(const Output& d, int m, int n, int lim
         }
         return;
     }
+    const auto store_element = [&](uint8_t* to, int e) {
+        if constexpr (OUT == OUT_F32)
+            *reinterpret_cast<uint32_t*>(to) = words[e];
+        else
+            *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(words[e / 2] >> 16 * (e % 2));
+    };
+    const long long step = CONTIGUOUS ? BYTES : d.ld * BYTES;
+    if (!CONTIGUOUS && limit >= 32) {  // a branch an element costs as much as its store
+#pragma unroll
+        for (int e = 0; e < 32; ++e, address += step) store_element(address, e);
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < WORDS; i += 4) {
         const int first = i * 4 / BYTES;  // element
@@ -57,16 +69,12 @@ __device__ __forceinline__ void store_run(const Output& d, int m, int n, int lim
                 make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
             continue;
         }
-        if (CONTIGUOUS && !ALONG_M) continue;  // N ends on a piece: nothing of it exists
-        const long long step = CONTIGUOUS ? BYTES : d.ld * BYTES;
+        if constexpr (!CONTIGUOUS || ALONG_M) {  // else N ends on a piece: nothing of it exists
 #pragma unroll
-        for (int e = first; e < first + 16 / BYTES; ++e) {
-            if (e >= limit) break;
-            if constexpr (OUT == OUT_F32)
-                *reinterpret_cast<uint32_t*>(address + e * step) = words[e];
-            else
-                *reinterpret_cast<uint16_t*>(address + e * step) =
-                    static_cast<uint16_t>(words[e / 2] >> 16 * (e % 2));
+            for (int e = first; e < first + 16 / BYTES; ++e) {
+                if (e >= limit) break;
+                store_element(address + e * step, e);
+            }
         }
     }
 }

@@ -9,19 +9,8 @@ import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.kernels import maps
+from padless.kernels import epilogue_launch, maps
 from padless.kernels.cost_model import Tile, best_tile, cost_table
-from padless.kernels.epilogue_launch import (
-    FP8_BLOCK_MULTIPLES_OF_N,
-    TILE_COLUMNS,
-    QuantConfig,
-    check_outputs,
-    interleaved_rows,
-    output_address,
-    outputs_argument,
-    present,
-    requirement_of,
-)
 from padless.kernels.launch import Prepared, load_kernel, tile_counter
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, fit_config
 from padless.kernels.sm90_fp8.host import KERNEL, packed, readable
@@ -52,23 +41,28 @@ def prepare(
     Raises ValueError for what this kernel cannot do.
     """
     (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
-    check_outputs(n, tensors, epilogue, FP8_BLOCK_MULTIPLES_OF_N)
+    epilogue_launch.check_outputs(n, tensors, epilogue, epilogue_launch.FP8_BLOCK_MULTIPLES_OF_N)
     device = a.data.device.index or 0
     dtype = epilogue.d_dtype or torch.bfloat16
     problem = Problem(m, n, k, num_groups, dtype, driver.num_sms(device))
     tile = select_tile(problem, epilogue) if config is None else fit_config(config, problem)
     check_tile(tile, epilogue)
     a, copies = readable(a, "mn")
-    compiled = QuantConfig(tile, epilogue)
+    compiled = epilogue_launch.QuantConfig(tile, epilogue)
     loaded = load_kernel(driver, KERNEL, compiled, device)
     specs = [
         maps.rows_operand(a.data, num_groups),
-        maps.interleaved_operand(b.data, interleaved_rows(epilogue)),
+        maps.interleaved_operand(b.data, epilogue_launch.interleaved_rows(epilogue)),
         tensor_map.mn_major_scales(a.scale, 96 if tile.block_m == 256 else tile.block_m + 4),
     ]
-    encoded: list[Argument] = [*map(driver.encode, specs), outputs_argument(driver, tensors, epilogue, n)]
-    counter = tile_counter(compiled, device, output_address(tensors))
-    return Prepared(packed(driver, loaded, a, b, offs, problem, tile, encoded, counter, present(tensors)), copies)
+    encoded: list[Argument] = [
+        *map(driver.encode, specs),
+        epilogue_launch.outputs_argument(driver, tensors, epilogue, n),
+    ]
+    counter = tile_counter(compiled, device, epilogue_launch.output_address(tensors))
+    return Prepared(
+        packed(driver, loaded, a, b, offs, problem, tile, encoded, counter, epilogue_launch.present(tensors)), copies
+    )
 
 
 # --- tiles -----------------------------------------------------------------------------------------------
@@ -94,10 +88,10 @@ def select_tile(problem: Problem, epilogue: Epilogue) -> Sm90Fp8Config:
     """The tile of least estimated time among those that can do ``epilogue``."""
     cluster = 2 if shares_row_blocks(epilogue) else 1
     measured = cost_table("sm90_fp8_grouped_gemm").costs
-    costs = {tile: cost for tile, cost in measured.items() if tile.block_n == TILE_COLUMNS}
-    narrow = Tile(128, TILE_COLUMNS)
+    costs = {tile: cost for tile, cost in measured.items() if tile.block_n == epilogue_launch.TILE_COLUMNS}
+    narrow = Tile(128, epilogue_launch.TILE_COLUMNS)
     if cluster == 2:  # a cluster's tile of 128 rows costs what two tiles do
-        costs = {Tile(128, TILE_COLUMNS, 2): costs[narrow], **costs}
+        costs = {Tile(128, epilogue_launch.TILE_COLUMNS, 2): costs[narrow], **costs}
     room = _stages_fit(problem, epilogue)
     costs = {tile: cost for tile, cost in costs.items() if tile.cluster_n >= cluster and (tile.block_m <= 128 or room)}
     best = best_tile(costs, problem.m, problem.n, problem.k, problem.num_groups, problem.num_sms)
@@ -107,8 +101,8 @@ def select_tile(problem: Problem, epilogue: Epilogue) -> Sm90Fp8Config:
 
 def check_tile(tile: Sm90Fp8Config, epilogue: Epilogue) -> None:
     """Raises ValueError for a tile that cannot do ``epilogue``."""
-    require = requirement_of(tile)
-    require(tile.block_n == TILE_COLUMNS, "block_n", str(TILE_COLUMNS))
+    require = epilogue_launch.requirement_of(tile)
+    require(tile.block_n == epilogue_launch.TILE_COLUMNS, "block_n", str(epilogue_launch.TILE_COLUMNS))
     require(tile.store == "ragged", "store", "'ragged'")
     require(tile.scales == "mn", "scales", "'mn'")
     if epilogue.column_format == FP8_BLOCK:

@@ -9,17 +9,7 @@ import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.kernels import maps
-from padless.kernels.epilogue_launch import (
-    TILE_COLUMNS,
-    QuantConfig,
-    check_outputs,
-    interleaved_rows,
-    output_address,
-    outputs_argument,
-    present,
-    requirement_of,
-)
+from padless.kernels import epilogue_launch, maps
 from padless.kernels.launch import Prepared, load_kernel, tile_counter
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config, fit
 from padless.kernels.sm90_mxfp8.host import KERNEL, packed
@@ -49,22 +39,22 @@ def prepare(
     of a tile.
     """
     n = b.data.shape[1]
-    check_outputs(n, tensors, epilogue)
+    epilogue_launch.check_outputs(n, tensors, epilogue)
     device = a.data.device.index or 0
     tile = fit(Sm90Mxfp8Config() if config is None else config, a, b, epilogue.d_dtype or torch.bfloat16)
     check_tile(tile, epilogue)
-    compiled = QuantConfig(tile, epilogue)
+    compiled = epilogue_launch.QuantConfig(tile, epilogue)
     loaded = load_kernel(driver, KERNEL, compiled, device)
-    weights = maps.interleaved_operand(b.data.view(torch.uint8), interleaved_rows(epilogue))
-    stores = outputs_argument(driver, tensors, epilogue, n)
-    counter = tile_counter(compiled, device, output_address(tensors))
-    return packed(driver, loaded, a, b, offs, tile, weights, stores, counter, present(tensors))
+    weights = maps.interleaved_operand(b.data.view(torch.uint8), epilogue_launch.interleaved_rows(epilogue))
+    stores = epilogue_launch.outputs_argument(driver, tensors, epilogue, n)
+    counter = tile_counter(compiled, device, epilogue_launch.output_address(tensors))
+    return packed(driver, loaded, a, b, offs, tile, weights, stores, counter, epilogue_launch.present(tensors))
 
 
 def check_tile(tile: Sm90Mxfp8Config, epilogue: Epilogue) -> None:
     """Raises ValueError for a tile, and an epilogue, that do not go together."""
-    require = requirement_of(tile)
-    require(tile.block_n == TILE_COLUMNS, "block_n", str(TILE_COLUMNS))
+    require = epilogue_launch.requirement_of(tile)
+    require(tile.block_n == epilogue_launch.TILE_COLUMNS, "block_n", str(epilogue_launch.TILE_COLUMNS))
     if epilogue.column_format == FP8_BLOCK:
         require(tile.block_m == 128, "block_m", "128 for FP8_BLOCK columns")
     if epilogue.is_glu and epilogue.row_format == FP8_BLOCK:

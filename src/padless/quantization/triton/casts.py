@@ -400,10 +400,3 @@ def _e2m1_code(y):
     halves = (rounded * 2.0).to(tl.int32)
     code = tl.where(rounded < 1.0, halves, normal) | ((bits >> 28) & 0x8)
     return tl.where((bits & 0x7FFFFFFF) > INF_BITS, 0, code).to(tl.uint8)
-
-
-def word_type(x: torch.Tensor) -> str:
-    """ "bf16" or "fp16" where pairs of neighbours in the rows of x can be read as aligned words, else ""."""
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(x.dtype, "")
-    aligned = x.data_ptr() % 4 == 0 and all(s % 2 == 0 for s in (x.shape[-1], *x.stride()[:-1]))
-    return name if aligned and casts_in_hardware(x.device) else ""

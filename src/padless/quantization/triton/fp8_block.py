@@ -11,6 +11,8 @@ in flight for a program, in 16-byte loads.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -31,10 +33,32 @@ def fp8_block(x: torch.Tensor, kind: str, scale_major: str, rows: torch.Tensor |
     shape = tuple(x.shape) if rows is None else (rows.shape[0], x.shape[1])
     codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = _empty_scale(shape, x.device, kind, scale_major)
+    stored, hardware_cast = codes.view(torch.uint8), casts.casts_in_hardware(x.device)
+    *groups, m, columns = shape
     if codes.numel() > 0 and kind == "activation":
-        _launch_activation(x, rows, codes.view(torch.uint8), scale, casts.casts_in_hardware(x.device))
+        block_m = casts.tile_rows(m, x.dtype)
+        _fp8_block_activation[(ceil_div(columns, 128) * ceil_div(m, block_m),)](
+            x,
+            stored,
+            scale,
+            m,
+            columns,
+            x.stride(0),
+            scale.stride(1) if is_mn_major(scale) else m,
+            scale.stride(0),
+            scale.stride(1),
+            rows,
+            x.shape[0],
+            BLOCK_M=block_m,
+            HARDWARE_CAST=hardware_cast,
+            num_warps=4 if block_m >= 32 else 1,
+        )
     elif codes.numel() > 0:
-        _launch_weight(x, codes.view(torch.uint8), scale, casts.casts_in_hardware(x.device))
+        grid = (math.prod(groups) * ceil_div(m, 128) * ceil_div(columns, 128),)
+        stride = x.stride(0) if groups else 0
+        _fp8_block_weight[grid](
+            x, stored, scale, m, columns, stride, x.stride(-2), HARDWARE_CAST=hardware_cast, num_warps=8
+        )
     return BlockScaledTensor(codes, scale, FP8_BLOCK)
 
 
@@ -45,47 +69,6 @@ def _empty_scale(values: tuple[int, ...], device: torch.device, kind: str, scale
     scale = torch.empty(shape, dtype=torch.float32, device=device)
     # No kernel runs for no rows, so this zeroes what is then all padding.
     return to_mn_major(scale) if kind == "activation" and scale_major == "mn" else scale
-
-
-def _launch_activation(
-    x: torch.Tensor, rows: torch.Tensor | None, codes: torch.Tensor, scale: torch.Tensor, hardware_cast: bool
-) -> None:
-    m, columns = codes.shape
-    block_m = casts.tile_rows(m, x.dtype)
-    grid = (ceil_div(columns, 128) * ceil_div(m, block_m),)
-    _fp8_block_activation[grid](
-        x,
-        codes,
-        scale,
-        m,
-        columns,
-        x.stride(0),
-        scale.stride(1) if is_mn_major(scale) else m,
-        scale.stride(0),
-        scale.stride(1),
-        rows,
-        x.shape[0],
-        BLOCK_M=block_m,
-        HARDWARE_CAST=hardware_cast,
-        num_warps=4 if block_m >= 32 else 1,
-    )
-
-
-def _launch_weight(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, hardware_cast: bool) -> None:
-    rows, columns = x.shape[-2:]
-    groups = x.shape[0] if x.dim() == 3 else 1
-    grid = (groups * ceil_div(rows, 128) * ceil_div(columns, 128),)
-    _fp8_block_weight[grid](
-        x,
-        codes,
-        scale,
-        rows,
-        columns,
-        x.stride(0) if x.dim() == 3 else 0,
-        x.stride(-2),
-        HARDWARE_CAST=hardware_cast,
-        num_warps=8,
-    )
 
 
 # What M decides is not compiled in: a new number of rows must not mean a new kernel.

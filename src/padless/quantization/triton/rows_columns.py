@@ -97,7 +97,7 @@ def _launch(
 ) -> None:
     """The Triton kernel for any x."""
     num_rows, features = x.shape
-    words = casts.word_type(x)
+    words = tiles.word_type(x)
     _rows_columns[(found.num_tiles * ceil_div(features, 128),)](
         x,
         found.table,

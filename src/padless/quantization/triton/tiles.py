@@ -12,6 +12,7 @@ columns, of which those from `num_columns` on do not exist.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -71,6 +72,13 @@ _PAIR_BF16_ASM, _PAIR_FP16_ASM = tl.constexpr(_pair_asm("bf16")), tl.constexpr(_
 _QUADS_BF16_ASM, _QUADS_FP16_ASM = tl.constexpr(_quads_asm("bf16")), tl.constexpr(_quads_asm("fp16"))
 
 PAIRS = tl.constexpr(64)
+
+
+def word_type(x: torch.Tensor) -> str:
+    """ "bf16" or "fp16" where pairs of neighbours in the rows of x can be read as aligned words, else ""."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(x.dtype, "")
+    aligned = x.data_ptr() % 4 == 0 and all(s % 2 == 0 for s in (x.shape[-1], *x.stride()[:-1]))
+    return name if aligned and casts.casts_in_hardware(x.device) else ""
 
 
 @triton.jit

@@ -30,7 +30,7 @@ def weight_both(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     transposed_scale = torch.empty((*batch, *reversed(blocks)), dtype=torch.float32, device=w.device)
     if w.numel() > 0:
         words = N % 4 == 0
-        dtype = casts.word_type(w)
+        dtype = tiles.word_type(w)
         _weight_both[(scale.numel(),)](
             w,
             codes,

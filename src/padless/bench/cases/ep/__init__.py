@@ -5,6 +5,7 @@ Contenders of a point; times are those of the slowest rank, in microseconds, fro
     dispatch, combine, layer          padless, replayed from CUDA graphs: bfloat16 tokens to rows in FP8_BLOCK as the
                                       GEMM takes them; its rows to (T, H); both, with the two projections between
     .. eager                          the same, called from Python
+    gradients, gradients in FP8       dout (T, H) to the rows of all ranks by a plan, bfloat16 before and behind
     nccl dispatch, combine, layer     all_to_all of bfloat16 rows, with sorting, permuting, quantizing and summing
     titan dispatch, combine, layer    torchtitan's MinimalAsyncEP, with counting and quantizing, replayed from CUDA
                                       graphs; where its files are in the folder of peers, `async_ep.FOLDER`
@@ -35,7 +36,10 @@ from padless.bench.peers.find import resolve_folder
 from padless.bench.report import table
 from padless.bench.results import Record
 from padless.bench.session import Session
+from padless.distributed import ExpertParallel
+from padless.distributed.functions import gradients_of_rows
 from padless.distributed.symm import SymmBackend
+from padless.formats import FP8_BLOCK
 from padless.testing import machine
 from padless.testing.judge import row_errors, worst
 from padless.testing.ranks import Rank, RankError, RankPool
@@ -99,7 +103,7 @@ def measure_point(
         "combine": lambda: p.ep.combine(y, plan, weighted=True),
         "layer": layer,
     }
-    calls: dict[str, Call] = {name: replayed(call) for name, call in eager.items()}
+    calls: dict[str, Call] = {name: replayed(call) for name, call in (eager | gradient_calls(p)).items()}
     calls |= {f"{name}, eager": call for name, call in eager.items()}
     calls |= {"nccl dispatch": nccl.dispatch, "nccl combine": lambda: nccl.combine(nccl_y), "nccl layer": nccl.layer}
     # Kept until all is timed: a graph keeps addresses and no tensors.
@@ -125,6 +129,19 @@ def measure_point(
         "programs": programs,
         "deepep": config,
     }
+
+
+def gradient_calls(p: EpProblem) -> dict[str, Call]:
+    """Gradients as they travel back through a combine, as they are and in FP8_BLOCK."""
+    q, calls = p.point, dict[str, Call]()
+    for name, fmt in (("gradients", None), ("gradients in FP8", FP8_BLOCK)):
+        ep = ExpertParallel(
+            None, q.experts, q.hidden, q.top_k, q.tokens, torch.bfloat16, p.rank.backend, device=p.x.device,
+            gradient_fmt=fmt,
+        )  # fmt: skip
+        plan = ep.dispatch(p.x, p.ids, p.weights)[1]
+        calls[name] = partial(gradients_of_rows, ep, p.x, plan)
+    return calls
 
 
 def titan_calls(p: EpProblem, folder: Path, rows: Any, used: int) -> dict[str, Call]:
@@ -296,7 +313,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         against.append(
             table.table_of(f"Expert parallelism: {name}, the slowest rank (us)", [*point, *columns], rows, 1)
         )
-    steps = [table.time(name) for name in ("publish", "receive", *STEPS[1:])]
+    steps = [table.time(name) for name in ("publish", "receive", *STEPS[1:], "gradients", "gradients in FP8")]
     rates = [_rate_column(step) for step in ("fan_out", "send_back")]
     return [
         *against,

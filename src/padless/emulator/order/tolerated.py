@@ -1,0 +1,23 @@
+"""What NVIDIA's own kernels do against the ISA, on chips that run them right."""
+
+from __future__ import annotations
+
+from padless.emulator.ptx.ast import Instruction
+
+TOLERATED = "tolerated"
+
+
+def tolerance(kind: str, instruction: Instruction | None, other: Instruction | None) -> str:
+    """What the ISA says, of a finding that NVIDIA's own kernels give rise to on chips that run them right; else ""."""
+    loaded = other is not None and other.opcode == "tcgen05" and "ld" in other.modifiers
+    if kind == "missing-tcgen05-fence":
+        return (
+            "accesses of different threads are ordered by tcgen05.fence::before_thread_sync, a barrier and "
+            "tcgen05.fence::after_thread_sync (PTX ISA, tcgen05 memory consistency)"
+        )
+    if kind == "register-in-flight" and loaded:
+        return "tcgen05.ld is asynchronous, tcgen05.wait::ld waits for it (PTX ISA, tcgen05.ld)"
+    frees = instruction is not None and instruction.opcode == "tcgen05" and "dealloc" in instruction.modifiers
+    if kind == "race" and loaded and frees:
+        return "all uses have to be over before tcgen05.dealloc, a tcgen05.ld by its wait (PTX ISA, tcgen05.dealloc)"
+    return ""

@@ -1,0 +1,1 @@
+"""cuDNN's own grouped GEMM kernel in the emulator, beside this package's."""

@@ -1,0 +1,57 @@
+"""Bugs planted in a Hopper kernel: its variant runs in the emulator, seed after seed, until the bug is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from padless.emulator import KINDS
+from support.emulator_variants import Variant
+
+Detect = Callable[[Any], tuple[int | None, list[str]]]
+
+
+def search(
+    bug: Any, main: str, config: Any, launch: Callable[[Any], Callable[[], bool]]
+) -> tuple[int | None, list[str]]:
+    """(number of seeds needed, kinds reported until then); None if it was not found.
+
+    launch: launches on the driver it is given, and returns what tells whether its output is right. A bug that has kinds
+    is found by a report of one of them, any other by a report or a wrong output.
+    """
+    driver = Variant("sm_90a", main, bug.edits, config, bug.nth)
+    kinds: list[str] = []
+    for seed in range(bug.seeds):
+        # Bits tell of arithmetic; where a report must, what the products are does not matter.
+        arithmetic = "fast" if bug.kinds else "truncate"
+        with driver.configured(seed=seed, raise_on_reports=False, num_sms=1, arithmetic=arithmetic):
+            is_right = launch(driver)
+            result: Any = driver.last_result
+        kinds += [report.kind for report in result.reports]
+        if set(kinds) & set(bug.kinds) or (not bug.kinds and (kinds or not is_right())):
+            return seed + 1, kinds
+    return None, kinds
+
+
+def assert_found(bug: Any, detect: Detect) -> None:
+    seeds, kinds = detect(bug)
+    assert seeds is not None, f"{bug.name}: not found; reports seen: {sorted(set(kinds)) or 'none'}"
+    assert set(bug.kinds) <= set(KINDS)
+
+
+def holds(check: Callable[[], object]) -> bool:
+    """Whether a guard's check raises no AssertionError."""
+    try:
+        check()
+    except AssertionError:
+        return False
+    return True
+
+
+def gradient_before(wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A float32 gradient to add to, with a NaN in its first, empty group that no addition keeps; and the sum."""
+    onto = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)) * wanted.abs().mean()
+    onto[0].view(torch.int32).fill_(0x7FABCDEF)
+    return onto, torch.cat([onto[:1], onto[1:] + wanted[1:]])
