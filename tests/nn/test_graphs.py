@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from padless.nn import DelayedWgrad, Experts, MoE, graphed, graphs
+from padless.nn import DelayedWgrad, Experts, GroupedLinear, MoE, graphed, graphs
 from padless.nn.graphs import Graphed, Recorded, Results
 from padless.verify.training import graphs as verified
 from support import training_layer
@@ -151,6 +151,25 @@ def test_a_layer_with_its_router_and_a_shared_expert() -> None:
     for (name, mine), its in zip(first.named_parameters(), second.parameters(), strict=True):
         assert mine.grad is not None, name
         assert torch.equal(mine.grad, its.grad), name
+
+
+def test_a_grouped_linear_layer_with_other_sizes_of_groups() -> None:
+    """Rows past the last group get zeros, whatever the sizes were when the layer was captured."""
+    torch.manual_seed(1)
+    first, second = (GroupedLinear(3, 64, 48, dtype=torch.bfloat16) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    rows, dout = torch.randn(40, 64).bfloat16(), torch.randn(40, 48).bfloat16()
+    graph = Graphed(second, [rows.clone().requires_grad_(), torch.tensor([13, 26, 40], dtype=torch.int32)])
+    for ends in ((0, 7, 33), (40, 40, 40), (1, 1, 2)):
+        offs, found = torch.tensor(ends, dtype=torch.int32), []
+        for call, its in ((first, first), (graph, second)):
+            its.zero_grad()
+            x = rows.clone().requires_grad_()
+            out = call(x, offs)
+            out.backward(dout)
+            found.append([out.detach().clone(), x.grad, its.weight.grad.clone()])
+        assert all(torch.equal(mine, its) for mine, its in zip(*found, strict=True)), ends
+        assert not found[1][0][ends[-1] :].any()
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from padless.nn.linear import QuantizedModule
 from padless.nn.weight_codes import WeightCodes, flat_operands, joined_operands, weight_operands, writes_of
+from padless.runtime.devices import on_device_of
 
 Results = tuple[torch.Tensor | None, ...]
 _WARM_UPS = 2
@@ -75,7 +76,7 @@ class Graphed:
         self._mains: list[Any] = [p for p in self.parameters if getattr(p, "main_grad", None) is not None]
         self._calls = 0
         keys = (True, False) if self._mains else (False,)
-        with _restored([p.main_grad for p in self._mains]):
+        with on_device_of(self.inputs[0]), _restored([p.main_grad for p in self._mains]):
             self._warm_up(keys)
             self._capture(keys)
         del self._live  # what it kept stays where it is: nothing else is captured in this memory
