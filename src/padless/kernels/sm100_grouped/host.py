@@ -20,7 +20,7 @@ from padless.formats import (
 )
 from padless.kernels.config import MAX_GROUPS, room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, select_grouped_config
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
 from padless.layouts import to_blocked
 from padless.runtime import tensor_map
 from padless.runtime.driver import Driver, LaunchShape
@@ -56,8 +56,7 @@ def prepare(
     device = out.device.index or 0
     if config is None:
         row_bytes = a.data.shape[1] * a.data.element_size()
-        config = select_grouped_config(m, n, num_groups, row_bytes, a.format.name, driver.num_sms(device))
-        config = promoted(config) if a.format == FP8_BLOCK else config
+        config = select_grouped_config(m, n, num_groups, row_bytes, kind_of(a, b), driver.num_sms(device))
     config = fit(config, a, b, out)
     kernel, function = load_kernel(driver, KERNEL, config, device)
     tiles = most_tiles(m, n, num_groups, config.tile_m, config.cluster_n)
@@ -162,6 +161,11 @@ def spreadable(a: BlockScaledTensor, b: BlockScaledTensor, copies: list[torch.Te
     codes = whole[..., :half].copy_(b.data.view(torch.uint8)).view(b.data.dtype)
     copies.append(whole)
     return BlockScaledTensor(codes, b.scale, b.format, None, b.scale_layout)
+
+
+def kind_of(a: BlockScaledTensor, b: BlockScaledTensor) -> str:
+    """The operands as ``select_grouped_config`` has them."""
+    return "MXFP8 x MXFP4" if _has_padded_b(a, b) else a.format.name
 
 
 def _has_padded_b(a: BlockScaledTensor, b: BlockScaledTensor) -> bool:
