@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, prod
+from math import ceil
 
 import torch
 
@@ -22,7 +22,7 @@ from padless.emulator.fake_driver import driver_of
 from padless.emulator.timing import B200, Timeline, timed
 from padless.emulator.timing.chip import Call, TileTimes, band, call_time, first_touches
 from padless.emulator.timing.roles import Design, bytes_from_memory, gemm_cycles
-from padless.formats import MXFP8, NVFP4
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledFormat
 from padless.kernels.sm100_dense.config import HALF_N, DenseProblem, Sm100DenseConfig
 from padless.kernels.sm100_dense.config import TILE_CYCLES as DENSE_CYCLES
 from padless.kernels.sm100_dense.config import select_config as select_dense
@@ -30,8 +30,14 @@ from padless.kernels.sm100_grouped.config import TILE_CYCLES, Sm100GroupedConfig
 from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
 
-FORMATS = {"NVFP4": NVFP4, "MXFP8": MXFP8}
+FORMATS = {
+    "NVFP4": (NVFP4, NVFP4),
+    "MXFP8": (MXFP8, MXFP8),
+    "MXFP8 x MXFP4": (MXFP8, MXFP4),
+    "FP8_BLOCK": (FP8_BLOCK, FP8_BLOCK),
+}
 STAGE = 128  # bytes of K
+CONTEST_GHZ = 1.5  # of the competition's own speed of light
 FEW, MANY = 16, 28  # stages: past the first filling of the deepest ring
 Config = Sm100DenseConfig | Sm100GroupedConfig
 
@@ -58,6 +64,10 @@ PROBLEMS = (
     Problem("prefill, 8 x 2048 rows", "NVFP4", (2048,) * 8, 4096, 7168),
     Problem("decode, 32 x 16 rows", "MXFP8", (16,) * 32, 4096, 7168),
     Problem("prefill, 8 x 2048 rows", "MXFP8", (2048,) * 8, 8192, 5120, 565.0),
+    Problem("decode, 32 x 16 rows", "MXFP8 x MXFP4", (16,) * 32, 4096, 7168),
+    Problem("prefill, 8 x 2048 rows", "MXFP8 x MXFP4", (2048,) * 8, 8192, 5120),
+    Problem("decode, 32 x 16 rows", "FP8_BLOCK", (16,) * 32, 4096, 7168),
+    Problem("prefill, 8 x 2048 rows", "FP8_BLOCK", (2048,) * 8, 8192, 5120),
 )
 
 
@@ -75,8 +85,12 @@ def run_tiles(fmt: str, config: Config, count: int, stages: int, rows: int = 0, 
     values = torch.randn(rows * (1 if dense else count), k, generator=generator)
     weights = torch.randn(*((columns * count,) if dense else (count, columns)), k, generator=generator)
     offs = group_offsets([rows] * (1 if dense else count))
-    a = quantize(values, FORMATS[fmt], scale_layout="blocked_groups", offs=offs)
-    b = quantize(weights, FORMATS[fmt], kind="weight", scale_layout="blocked")
+    format_a, format_b = FORMATS[fmt]
+    if format_a == FP8_BLOCK:
+        a, b = quantize(values, format_a), quantize(weights, format_b, kind="weight")
+    else:
+        a = quantize(values, format_a, scale_layout="blocked_groups", offs=offs)
+        b = quantize(weights, format_b, kind="weight", scale_layout="blocked")
     driver = driver_of("emulator:sm_100a")
     sms = config.cta_group if isinstance(config, Sm100DenseConfig) else config.cluster
     with driver.configured(machine=timed(B200, record=False), num_sms=pairs * sms):
@@ -140,10 +154,10 @@ def dense_configs() -> Iterator[tuple[tuple[int, int], Sm100DenseConfig]]:
         yield (cta_group, block_n), Sm100DenseConfig(cta_group=cta_group, block_n=block_n)
 
 
-def grouped_configs() -> Iterator[tuple[tuple[bool, int, int], Sm100GroupedConfig]]:
+def grouped_configs(fmt: str) -> Iterator[tuple[tuple[bool, int, int], Sm100GroupedConfig]]:
     """Every tile of the grouped kernel that may be chosen."""
-    for tokens_on_n, mma_n, cta_group in TILE_CYCLES["NVFP4"]:
-        config = Sm100GroupedConfig(tokens_on_n=tokens_on_n, mma_n=mma_n, cta_group=cta_group)
+    for tokens_on_n, mma_n, cta_group in TILE_CYCLES[fmt]:
+        config = Sm100GroupedConfig(cta_group, tokens_on_n, mma_n, kind=kind_of(fmt))
         yield (tokens_on_n, mma_n, cta_group), config
 
 
@@ -152,17 +166,27 @@ def tiles_table() -> Iterator[str]:
     for key, dense in dense_configs():
         yield f"dense {key}: {rounded(sort_times('MXFP8', dense))},"
     for fmt in TILE_CYCLES:
-        for tile, config in grouped_configs():
+        for tile, config in grouped_configs(fmt):
             yield f"{fmt} {tile}: {rounded_grouped(fmt, config)},"
 
 
 # ------------------------------------------------------------------------------------------------- calls
 
 
+def row_bytes_of(fmt: BlockScaledFormat, kind: str, k: int) -> float:
+    """Bytes of a row's codes and of its scales."""
+    rows, columns = fmt.block(kind)
+    return k / fmt.codes_per_byte + k / columns / rows * (4 if fmt == FP8_BLOCK else 1)
+
+
 def call_of(problem: Problem, config: Sm100GroupedConfig) -> Call:
     """Work of a chip, groups from large to small as they are handed out, an output of 16 bits."""
-    a_byte = 2 if problem.fmt == "NVFP4" else 1  # values
-    row_bytes = problem.k / a_byte * (1 + (1 / 8 if a_byte == 2 else 1 / 32))
+    format_a, format_b = FORMATS[problem.fmt]
+    a_byte = format_a.codes_per_byte  # values, as the tensor cores count them
+    row_bytes, column_bytes = (
+        row_bytes_of(format_a, "activation", problem.k),
+        row_bytes_of(format_b, "weight", problem.k),
+    )
     order = [
         (group, row, min(config.tile_m, size - row), column)
         for group, size in sorted(enumerate(problem.sizes), key=lambda item: -item[1])
@@ -171,7 +195,7 @@ def call_of(problem: Problem, config: Sm100GroupedConfig) -> Call:
     ]
     widths = [min(config.cluster_n, problem.n - column) for *_, column in order]
     loads = first_touches(
-        (((group, row), rows * row_bytes), ((group, column), width * row_bytes))
+        (((group, row), rows * row_bytes), ((group, column), width * column_bytes))
         for (group, row, rows, column), width in zip(order, widths, strict=True)
     )
     stores = [2.0 * rows * width for (_, _, rows, _), width in zip(order, widths, strict=True)]
@@ -189,12 +213,18 @@ def light_us(problem: Problem) -> float:
     return max(memory, tensor) / 1e3
 
 
+def kind_of(fmt: str) -> str:
+    """The kernel's kind, as far as a tile's shape depends on it."""
+    return "FP8_BLOCK" if fmt == "FP8_BLOCK" else "MXFP8"
+
+
 def chosen(problem: Problem) -> Sm100GroupedConfig:
     """What ``select_grouped_config`` takes on a B200."""
-    row_bytes = problem.k // (2 if problem.fmt == "NVFP4" else 1)
-    return select_grouped_config(
+    row_bytes = problem.k // FORMATS[problem.fmt][0].codes_per_byte
+    config = select_grouped_config(
         sum(problem.sizes), problem.n, len(problem.sizes), row_bytes, problem.fmt, B200.num_sms
     )
+    return replace(config, kind=kind_of(problem.fmt))
 
 
 def predict(problem: Problem, config: Sm100GroupedConfig) -> tuple[float, float]:
@@ -211,16 +241,35 @@ def grouped_table() -> Iterator[str]:
         config = chosen(problem)
         fast, slow = predict(problem, config)
         bound = call_time(call_of(problem, config), tile_times(problem.fmt, config), B200, B200.clocks_ghz[1]).bound
-        best = min(predict(problem, other)[0] for _, other in grouped_configs())
+        best = min(predict(problem, other)[0] for _, other in grouped_configs(problem.fmt))
         published = "-" if problem.published_us is None else f"{problem.published_us:g}"
         yield (
             f"| {problem.fmt} {problem.name} | {config.tile_m} x {config.tile_n}, {config.cluster} | {bound} | "
             f"{fast:.1f} to {slow:.1f} | {best:.1f} | {light_us(problem):.1f} | {published} |"
         )
-    four = [predict(problem, chosen(problem)) for problem in PROBLEMS[:4]]
-    means = [prod(times) ** (1 / 4) for times in zip(*four, strict=True)]
-    launch = B200["launch_ns"] / 1e3
-    yield f"\nGeometric mean of A to D: {means[0]:.1f} to {means[1]:.1f} us, of which the launch is {launch:g}."
+    yield ""
+    yield from contest_table()
+
+
+def contest_table() -> Iterator[str]:
+    """Where the four competition shapes spend their time, and their geometric means, as Markdown."""
+    parts = "launch | until the first product | tiles | of that alone: products | memory | after the last product"
+    yield f"| us at {B200.clocks_ghz[1]} GHz | {parts} |"
+    yield "|---" * 7 + "|"
+    launch, (low, high) = B200["launch_ns"] / 1e3, B200.clocks_ghz
+    means, floors = dict.fromkeys((high, low, CONTEST_GHZ), 1.0), 1.0
+    for problem in PROBLEMS[:4]:
+        config = chosen(problem)
+        call, times = call_of(problem, config), tile_times(problem.fmt, config)
+        time = call_time(call, times, B200, high)
+        start, end = (cycles / high / 1e3 for cycles in (times.start, times.ends.get(call.tiles[-1], times.end)))
+        alone = time.cycles / high / 1e3 - start - end
+        cells = (launch, start, time.ns / 1e3 - launch - start - end, alone, time.memory_ns / 1e3, end)
+        yield f"| {problem.name} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |"
+        means = {ghz: mean * (call_time(call, times, B200, ghz).ns / 1e3) ** (1 / 4) for ghz, mean in means.items()}
+        floors *= (launch + light_us(problem)) ** (1 / 4)
+    found = ", ".join(f"{mean:.1f} at {ghz:g} GHz" for ghz, mean in means.items())
+    yield f"\nGeometric mean of A to D, us: {found}; of launch and speed of light alone {floors:.1f}."
 
 
 # ------------------------------------------------------------------------------------------------- dense

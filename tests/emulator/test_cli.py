@@ -170,6 +170,7 @@ def test_time_prints_cycles_and_writes_trace_and_picture(tmp_path: Path) -> None
     assert code == 0
     assert re.match(r"H200: [\d,]+ cycles, [\d.]+ to [\d.]+ us at 1.98 to 1.42 GHz", output)
     assert "values" in output
+    assert re.search(r"^caveats: \d+ of \d+ rates of the H200", output, re.MULTILINE)
     assert json.loads(trace.read_text())["traceEvents"]
     assert picture.read_bytes()[:4] == b"\x89PNG"
 

@@ -309,7 +309,16 @@ def test_a_round_waits_for_its_own_bytes_alone() -> None:
     assert call_time(even, TIMES, H200).ns < call_time(early, TIMES, H200).ns
 
 
-def test_a_tile_takes_as_long_as_its_stores() -> None:
-    times = replace(TIMES, least=5000)
-    assert times.of(1, 10) == 5000
-    assert times.of(1, 100) == 60 + 100 * 100
+def test_stores_run_beside_the_next_tiles_products() -> None:
+    """Two accumulators: a worker's third tile waits for the first one's stores, its last tile's are in the end."""
+    times = replace(TIMES, least={1: 5000.0})
+    assert queue_cycles(call([1] * 4), times) == 1500 + 1060
+    assert queue_cycles(call([1] * 8), times) == 1500 + 1060 + 5000
+    assert queue_cycles(call([1] * 12), times) == 1500 + 1060 + 2 * 5000
+    assert queue_cycles(call([1] * 12), replace(TIMES, least={1: 1000.0})) == 1500 + 3 * 1060
+
+
+def test_a_last_tile_ends_as_its_own_sort() -> None:
+    times = replace(TIMES, ends={1: TIMES.end - 300})
+    assert queue_cycles(call([2] * 4 + [1] * 4), times) == 1200 + 1970 + 1060
+    assert queue_cycles(call([1] * 4 + [2] * 4), times) == 1500 + 1970 + 1060

@@ -213,7 +213,7 @@ def test_the_tile_that_is_chosen_can_do_the_epilogue() -> None:
             tile = sm100_grouped_quant.select_tile(m, n, groups, what)
             sm100_grouped_quant.check_tile(tile, what)
             tiles.add((tile.cta_group, tile.mma_n))
-    assert len(tiles) == 4
+    assert len(tiles) == 4, tiles
 
 
 # ---- planted bugs

@@ -87,7 +87,7 @@ def _queue(call: Call, times: TileTimes, ghz: float, memory: Sequence[float], p:
     a tile's bytes alone, add up over the round, and join with each of its tiles' time as (t^p + m^p)^(1/p)."""
     # Of each worker: when its products so far are over, its stores of the last tile but one, of the last one, and
     # everything if nothing follows. Products need an accumulator, of two, that has been stored.
-    free = [(0.0, 0.0, 0.0, 0.0)] * max(min(call.workers, len(call.tiles)), 1)
+    free = [(0.0, 0.0, 0.0, times.end / ghz)] * max(min(call.workers, len(call.tiles)), 1)
     for first in range(0, len(call.tiles), len(free)):
         sorts = call.tiles[first : first + len(free)]
         asked = sum(memory[first : first + len(free)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from padless.emulator.timing.rates import Chip
 from padless.emulator.timing.timeline import ROLES, Timeline
 
 
@@ -40,4 +41,14 @@ def lines_of(timeline: Timeline) -> list[str]:
         for what, cycles in sorted(waited.get(role, {}).items(), key=lambda x: -x[1]):
             if cycles >= 0.005 * timeline.cycles:
                 out.append(f"{role + ': ' + what:32s}{cycles:12,.0f}{cycles / max(timeline.cycles, 1):9.1%}")
-    return out
+    return [*out, "", *caveats(chip)]
+
+
+def caveats(chip: Chip) -> list[str]:
+    """What the cycles leave out, and how well the chip's rates are known."""
+    unmeasured = sum(rate.mark not in ("measured", "fitted") for rate in chip.rates.values())
+    return [
+        f"caveats: {unmeasured} of {len(chip.rates)} rates of the {chip.name} are inferred, stated or of another chip",
+        "operands are taken to be in L2; the queue of tiles, memory and the clock under load belong to a whole call",
+        "left out: instruction caches, L1, bank conflicts, ptxas' order and spills; known errors: docs/timing.md",
+    ]

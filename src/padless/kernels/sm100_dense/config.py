@@ -127,7 +127,8 @@ def select_config(problem: DenseProblem) -> Sm100DenseConfig:
         return ends + (whole + (left > 0) - 1) * max(products, least) + products
 
     pairs = problem.m > BLOCK_M and problem.num_sms > 1
-    cta_group, block_n = min((t for t in TILE_CYCLES if pairs or t[0] == 1), key=cycles)
+    # Where all tiles of 256 columns would be cut, those of 128 are the same and have a deeper ring.
+    cta_group, block_n = min((t for t in TILE_CYCLES if pairs or t[0] == 1), key=lambda t: (cycles(t), t[1]))
     return Sm100DenseConfig(
         cta_group=cta_group,
         block_n=block_n,

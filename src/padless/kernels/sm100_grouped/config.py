@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -163,9 +163,9 @@ def _policy(keep: str, operand: str) -> str:
     return "L2_EVICT_LAST" if keep == operand else "L2_EVICT_FIRST"
 
 
-# By kind: (tokens_on_n, mma_n, cta_group): cycles of a stage of 128 bytes of K, between two tiles, of a tile at least,
-# of start and end together, and of a stage of the shortest tile. Predicted for a B200, never measured:
-# `python tools/clock_sm100.py --tiles`.
+# By operands (MXFP4's are NVFP4's): (tokens_on_n, mma_n, cta_group): cycles of a stage of 128 bytes of K, between two
+# tiles, of a tile at least, of start and end together, and of a stage of the shortest tile. Predicted for a B200, on
+# which it has not run: `python tools/clock_sm100.py --tiles`.
 TILE_CYCLES: dict[str, dict[tuple[bool, int, int], tuple[int, int, int, int, int]]] = {
     "NVFP4": {
         (True, 32, 2): (328, 249, 2356, 3120, 328), (True, 64, 1): (375, 57, 2528, 3466, 327),
@@ -173,6 +173,7 @@ TILE_CYCLES: dict[str, dict[tuple[bool, int, int], tuple[int, int, int, int, int
         (True, 128, 2): (404, 57, 3438, 4397, 340), (True, 256, 1): (779, 403, 4996, 6104, 427),
         (True, 256, 2): (560, 1504, 4990, 6946, 344), (False, 128, 1): (519, 57, 3256, 4166, 519),
         (False, 128, 2): (404, 57, 3283, 4279, 404), (False, 256, 2): (560, 1501, 4533, 6002, 560),
+        (False, 256, 1): (779, 423, 4828, 5904, 779),
     },
     "MXFP8": {
         (True, 32, 2): (267, 57, 2195, 3042, 267), (True, 64, 1): (353, 57, 2413, 3349, 296),
@@ -180,14 +181,37 @@ TILE_CYCLES: dict[str, dict[tuple[bool, int, int], tuple[int, int, int, int, int
         (True, 128, 2): (361, 57, 3265, 4280, 303), (True, 256, 1): (714, 57, 4726, 5960, 390),
         (True, 256, 2): (524, 806, 4830, 6699, 303), (False, 128, 1): (476, 57, 3096, 4018, 476),
         (False, 128, 2): (361, 57, 3152, 4130, 361), (False, 256, 2): (524, 772, 4425, 5802, 524),
+        (False, 256, 1): (714, 57, 4602, 5717, 714),
+    },
+    "MXFP8 x MXFP4": {
+        (True, 32, 2): (251, 252, 2183, 3079, 251), (True, 64, 1): (304, 57, 2369, 3426, 254),
+        (True, 64, 2): (251, 252, 2471, 3750, 251), (True, 128, 1): (409, 57, 3263, 4265, 310),
+        (True, 128, 2): (305, 217, 3171, 4498, 251), (True, 256, 1): (614, 295, 4648, 6287, 390),
+        (True, 256, 2): (524, 819, 4653, 6486, 260), (False, 128, 1): (409, 57, 3041, 4075, 409),
+        (False, 128, 2): (310, 57, 3061, 4179, 310), (False, 256, 2): (524, 781, 4429, 5809, 524),
+        (False, 256, 1): (614, 180, 4448, 5791, 614),
+    },
+    "FP8_BLOCK": {
+        (True, 32, 2): (1106, 909, 5333, 3155, 1106), (True, 64, 1): (2102, 1280, 9688, 3389, 2102),
+        (True, 64, 2): (2103, 1290, 9701, 3572, 2103), (True, 128, 1): (4091, 2040, 18403, 4315, 4091),
+        (True, 128, 2): (4092, 2050, 18417, 4461, 4092), (False, 128, 1): (1004, 1954, 5969, 4085, 1004),
+        (False, 128, 2): (1005, 1901, 5919, 4081, 1005), (False, 256, 2): (3132, 4076, 15705, 5132, 3132),
+        (False, 256, 1): (3280, 2605, 15770, 4953, 3280),
     },
 }  # fmt: skip
 
 
 def select_grouped_config(
-    m: int, n: int, num_groups: int, row_bytes: int = 4096, kind: str = "MXFP8", num_sms: int = 148
+    m: int,
+    n: int,
+    num_groups: int,
+    row_bytes: int = 4096,
+    kind: str = "MXFP8",
+    num_sms: int = 148,
+    mma_n: int | None = None,
 ) -> Sm100GroupedConfig:
-    """The tile for a problem: a pure function, by predictions. ``row_bytes``: of K.
+    """The tile for a problem: a pure function, by predictions. ``row_bytes``: of K. ``kind``: the format, or "MXFP8 x
+    MXFP4". ``mma_n``: columns of a tile whose lanes are tokens, where it has to be one.
 
     The tile with the least cycles at the mean over groups of 0 to twice the average rows. Where a group has one m-tile
     each weight is read once, so the tokens are what L2 should keep; else the operand of fewer rows. No multicast: by the
@@ -195,14 +219,15 @@ def select_grouped_config(
     """
     groups = max(min(num_groups, m), 1)
     rows = ceil_div(m, groups)
-    table = TILE_CYCLES["NVFP4" if kind.endswith("FP4") else "MXFP8"]
+    table = TILE_CYCLES.get(kind, TILE_CYCLES["NVFP4" if kind == "MXFP4" else "MXFP8"])
+    tiles = (t for t in table if t[2] <= num_sms and (mma_n is None or t[:2] == (False, mma_n)))
 
     def cycles(tile: tuple[bool, int, int]) -> float:
-        tokens_on_n, mma_n, cta_group = tile
+        tokens_on_n, columns, cta_group = tile
         stage, between, least, ends, short = table[tile]
-        tile_m, tile_n = (mma_n, 128 * cta_group) if tokens_on_n else (128 * cta_group, mma_n)
+        tile_m, tile_n = (columns, 128 * cta_group) if tokens_on_n else (128 * cta_group, columns)
         rounds = expected_rounds(m, num_groups, tile_m, ceil_div(n, tile_n) / max(num_sms // cta_group, 1))
-        step = Sm100GroupedConfig(tokens_on_n=tokens_on_n, mma_n=mma_n).column_step
+        step = Sm100GroupedConfig(tokens_on_n=tokens_on_n, mma_n=columns).column_step
         if tile_m > step:  # a stage takes what lies between the shortest tile's and a whole one's, by the mean tile
             mean = (m + groups * step / 2) / max(sum(expected_m_tiles(m, groups, tile_m)), 1)
             share = min(max(mean - step, 0) / (tile_m - step), 1)
@@ -211,11 +236,6 @@ def select_grouped_config(
             products = ceil_div(row_bytes, 128) * stage + between
         return ends + (rounds - 1) * max(products, least) + products
 
-    tokens_on_n, mma_n, cta_group = min((t for t in table if t[2] <= num_sms), key=cycles)
-    keep = "a" if rows <= mma_n or rows < n else "b"
-    return Sm100GroupedConfig(cta_group=cta_group, tokens_on_n=tokens_on_n, mma_n=mma_n, keep=keep)
-
-
-def promoted(config: Sm100GroupedConfig) -> Sm100GroupedConfig:
-    """``config`` for FP8_BLOCK: 128 columns, whose sums the store warps can keep in registers."""
-    return replace(config, mma_n=min(config.mma_n, 128))
+    tokens_on_n, columns, cta_group = min(tiles, key=cycles)
+    keep = "a" if rows <= columns or rows < n else "b"
+    return Sm100GroupedConfig(cta_group=cta_group, tokens_on_n=tokens_on_n, mma_n=columns, keep=keep)

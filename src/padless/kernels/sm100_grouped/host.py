@@ -11,7 +11,7 @@ from padless.formats import FP8_BLOCK, MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockS
 from padless.kernels.config import room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.padded_fp4 import has_padded_b, padded_fp4, spreadable
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, select_grouped_config
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
 from padless.layouts import tiled_scale
 from padless.runtime import tensor_map
 from padless.runtime.driver import Driver, LaunchShape
@@ -47,8 +47,7 @@ def prepare(
     device = out.device.index or 0
     if config is None:
         row_bytes = a.data.shape[1] * a.data.element_size()
-        config = select_grouped_config(m, n, num_groups, row_bytes, a.format.name, driver.num_sms(device))
-        config = promoted(config) if a.format == FP8_BLOCK else config
+        config = select_grouped_config(m, n, num_groups, row_bytes, kind_of(a, b), driver.num_sms(device))
     config = fit(config, a, b, out)
     kernel, function = load_kernel(driver, KERNEL, config, device)
     tiles = most_tiles(m, n, num_groups, config.tile_m, config.cluster_n)
@@ -125,6 +124,11 @@ def readable(
     copies = [new.scale for new, old in ((new_a, a), (new_b, b)) if new is not old]
     new_b = spreadable(new_a, new_b, copies)
     return new_a, new_b, tuple(copies)
+
+
+def kind_of(a: BlockScaledTensor, b: BlockScaledTensor) -> str:
+    """The operands as ``select_grouped_config`` has them."""
+    return "MXFP8 x MXFP4" if has_padded_b(a, b) else a.format.name
 
 
 def _readable(t: BlockScaledTensor) -> BlockScaledTensor:

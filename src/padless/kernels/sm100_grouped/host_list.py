@@ -12,8 +12,8 @@ from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.launch import load_kernel, tile_counter
 from padless.kernels.padded_fp4 import spreadable
 from padless.kernels.schedule import walk_of_list
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted, select_grouped_config
-from padless.kernels.sm100_grouped.host import KERNEL, fit, launch_shape, operand_bytes, problem_bytes
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
+from padless.kernels.sm100_grouped.host import KERNEL, fit, kind_of, launch_shape, operand_bytes, problem_bytes
 from padless.layouts import tiled_scale
 from padless.runtime.driver import Driver, PreparedLaunch
 
@@ -54,10 +54,8 @@ def prepare_list(
         rows = [t.data.shape[0] for t in a]
         row_bytes = max(t.data.shape[1] for t in a)
         columns = max(t.data.shape[0] for t in b)
-        config = select_grouped_config(
-            sum(rows), columns, len(rows), row_bytes, a[0].format.name, driver.num_sms(index)
-        )
-        config = promoted(config) if a[0].format == FP8_BLOCK else config
+        kind = kind_of(a[0], b[0])
+        config = select_grouped_config(sum(rows), columns, len(rows), row_bytes, kind, driver.num_sms(index))
     config = _fit_all(config, left, right, out)
     kernel, function = load_kernel(driver, KERNEL, config, index)
 

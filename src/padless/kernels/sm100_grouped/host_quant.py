@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors
-from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
+from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.epilogue_launch import (
     QuantConfig,
     check_outputs,
@@ -22,7 +22,7 @@ from padless.kernels.epilogue_launch import (
 )
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, tile_counter
 from padless.kernels.sm100_grouped import host
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, promoted
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
 from padless.runtime.driver import Driver
 
 Config = Sm100GroupedConfig
@@ -49,9 +49,8 @@ def prepare(
     a, b, copies = host.readable(a, b)
     device = a.data.device.index or 0
     if config is None:
-        config = select_tile(m, n, num_groups, epilogue)
-        if a.format == FP8_BLOCK and not _needs_wide(epilogue):
-            config = promoted(config)
+        row_bytes = a.data.shape[1] * a.data.element_size()
+        config = select_tile(m, n, num_groups, epilogue, row_bytes, host.kind_of(a, b), driver.num_sms(device))
     check_tile(config, epilogue)
     tile = fit(config, a, b, tensors, epilogue)
     compiled = QuantConfig(tile, epilogue)
@@ -72,16 +71,15 @@ def prepare(
 # --- tiles -----------------------------------------------------------------------------------------------
 
 
-def select_tile(m: int, n: int, num_groups: int, epilogue: Epilogue) -> Sm100GroupedConfig:
-    """The tile for a problem: a pure function, never measured.
+def select_tile(
+    m: int, n: int, num_groups: int, epilogue: Epilogue, row_bytes: int = 4096, kind: str = "MXFP8", num_sms: int = 148
+) -> Sm100GroupedConfig:
+    """The tile for a problem: a pure function, by predicted cycles (``select_grouped_config``, arguments as there).
 
-    A pair's 256 rows where groups have more than 128 on average, else one CTA; 256 columns unless B has at most 128.
+    256 columns unless B has at most 128; for FP8_BLOCK 128, whose sums stay in registers, unless only 256 can do it.
     """
-    rows = ceil_div(m, max(min(num_groups, m), 1))
-    wide = n > 128 or _needs_wide(epilogue)
-    return Sm100GroupedConfig(
-        cta_group=2 if rows > 128 else 1, mma_n=256 if wide else 128, keep="a" if rows < n else "b"
-    )
+    wide = _needs_wide(epilogue) or (n > 128 and kind != "FP8_BLOCK")
+    return select_grouped_config(m, n, num_groups, row_bytes, kind, num_sms, 256 if wide else 128)
 
 
 def check_tile(tile: Sm100GroupedConfig, epilogue: Epilogue) -> None:

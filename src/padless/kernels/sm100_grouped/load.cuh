@@ -83,8 +83,8 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
             const uint32_t data = shared_address(IS_LEFT ? shared.left[stage] : shared.right[stage]);
             if constexpr (SHORT)
                 for (int box = 0; box < boxes; ++box)
-                    load<1>(map, data + box * BOX * BLOCK_K, full, kb * BLOCK_K, row + box * BOX, group,
-                            POLICY, 0);
+                    load<1>(map, data + box * BOX * BLOCK_K, full, operands.first_of_stage(kb),
+                            row + box * BOX, group, POLICY, 0);
 #pragma unroll
             for (int piece = 0; piece < (SHORT ? 0 : PIECES); ++piece)
                 load<SHARES, !IS_A && PADDED_B>(
