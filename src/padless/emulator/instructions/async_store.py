@@ -13,8 +13,8 @@ from padless.emulator.order.race import IN_FLIGHT, pack
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Vector
-from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.atomics import OPERATIONS as FUNCTIONS
+from padless.emulator.state.launch import AsyncOperation
 from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK, VIEWS

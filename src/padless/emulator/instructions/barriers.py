@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.instructions.operands import GenericOperand, scope_of
+from padless.emulator.instructions.operands import GenericOperand, of_clocks, scope_of
 from padless.emulator.instructions.warp_wide import predicate_source, write
 from padless.emulator.order.memory_order import CLUSTER, GPU
 from padless.emulator.order.race import merge
@@ -185,19 +185,11 @@ def fence(e: Emitter) -> None:
         acquire_tensor_map(e)
     if any(m.startswith("async") for m in e.modifiers) and e.has("proxy"):
         if "async::global" not in e.modifiers and "global" not in e.modifiers:
-            e.call(proxy_fence)
+            e.call(of_clocks("fence_proxy"))
     elif e.has("mbarrier_init"):
         e.call(mbarrier_init_fence)
     elif not e.has("proxy"):
-        e.call(make_fence(scope_of(e, GPU), not e.has("acquire"), not e.has("release")))
-
-
-def make_fence(scope: int, release: bool, acquire: bool) -> Any:
-    def memory_fence(w: Warp, v: Any, m: Any) -> None:
-        if w.clocks is not None and np.any(m):
-            w.clocks.fence(rows_of(w, m), scope, release, acquire)
-
-    return memory_fence
+        e.call(of_clocks("fence", scope_of(e, GPU), not e.has("acquire"), not e.has("release")))
 
 
 def acquire_tensor_map(e: Emitter) -> None:
@@ -210,11 +202,6 @@ def acquire_tensor_map(e: Emitter) -> None:
             check_grids(site.warp, [site.lane], site.instruction, np.array([where]))
 
     e.call_lanes(acquire)
-
-
-def proxy_fence(w: Warp, v: Any, m: Any) -> None:
-    if w.clocks is not None:
-        w.clocks.fence_proxy(rows_of(w, m))
 
 
 def mbarrier_init_fence(w: Warp, v: Any, m: Any) -> None:

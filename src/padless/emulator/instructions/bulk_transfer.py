@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.order.race import ASYNC, IN_FLIGHT, pack
-from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.global_access import by_allocation
 from padless.emulator.state.groups import Groups, Operation
+from padless.emulator.state.launch import AsyncOperation
 from padless.emulator.state.mbarrier import Mbarrier, find_mbarrier
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK

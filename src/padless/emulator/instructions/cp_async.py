@@ -12,9 +12,9 @@ from padless.emulator.instructions.operands import GenericOperand, SharedOperand
 from padless.emulator.order.race import BEFORE, IN_FLIGHT, merge, pack
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Immediate
-from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.global_access import check_grids
 from padless.emulator.state.groups import Operation, commit_of, groups_of, wait_of
+from padless.emulator.state.launch import AsyncOperation
 from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Fragment, Wait, Warp

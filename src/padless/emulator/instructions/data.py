@@ -12,9 +12,8 @@ from padless.emulator.prepare.registry import helper, instruction
 from padless.emulator.ptx.ast import Immediate, Register, Sink, Symbol, Vector
 from padless.emulator.state import atomics, memory_access
 from padless.emulator.state.global_access import check_grids
-from padless.emulator.state.memory_access import PIECES, MemoryAccess, local_pieces
-from padless.emulator.state.spaces import VIEW_SIZE, VIEWS
-from padless.emulator.state.warp import Warp
+from padless.emulator.state.memory_access import PIECES, MemoryAccess, local_pieces, parameter_pieces
+from padless.emulator.state.spaces import VIEW_SIZE
 from padless.emulator.units.number_formats import Array
 
 DYNAMIC = {"%clock": "u32", "%clock_hi": "u32", "%clock64": "u64", "%globaltimer": "u64", "%globaltimer_lo": "u32",
@@ -118,25 +117,10 @@ def load(e: Emitter) -> None:
     check_modifiers(e)
     a = decoded(e, address, *element_slots(e, d, store=False))
     pieces = PIECES[a.space]
-    if a.symbol and a.space in ("param", "generic"):
-        if any(p.name == a.symbol for p in e.preparation.function.parameters):
-            e.call(load_parameter(a))
-            return
-        pieces = local_pieces  # a call's parameter variable
+    if a.symbol and a.space in ("param", "generic"):  # of the kernel, or a call's parameter variable
+        known = any(p.name == a.symbol for p in e.preparation.function.parameters)
+        pieces = parameter_pieces if known else local_pieces
     e.call(memory_access.load(pieces, a))
-
-
-def load_parameter(a: MemoryAccess) -> Any:
-    """ld.param from the launch's parameter block, one value for all lanes."""
-
-    def ld_param(w: Warp, v: Any, m: Any) -> None:
-        start = w.launch.parameter_offsets[a.symbol] + a.offset
-        raw = w.launch.parameters[start : start + a.bytes].view(VIEWS[a.view])
-        for k, slot in enumerate(a.slots):
-            if slot >= 0:
-                np.copyto(v[slot], raw[k], where=m, casting="unsafe")
-
-    return ld_param
 
 
 @instruction("st")

@@ -15,7 +15,7 @@ from padless.emulator.instructions.operands import SharedOperand
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Register, Sink
-from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.launch import AsyncOperation
 from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK

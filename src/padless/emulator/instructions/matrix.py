@@ -15,8 +15,8 @@ from padless.emulator.order.reports import set_bits
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
 from padless.emulator.ptx.ast import Immediate, Instruction, Register, Vector
-from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.groups import Groups, GroupWait, Operation
+from padless.emulator.state.launch import AsyncOperation
 from padless.emulator.state.shared_access import cells_read
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cta, Fragment, Wait, Warp
@@ -46,12 +46,8 @@ class Warpgroup:
     def __init__(self, clocks: Any) -> None:
         self.operations: list[WgmmaOperation] = []
         self.issued = [0] * 4
-        self.groups = [Groups(clocks)]
-        self.groups += [Groups(clocks, self.column) for _ in range(3)]
-
-    @property
-    def column(self) -> int:
-        return self.groups[0].column
+        self.column = Groups(clocks).column
+        self.groups = [Groups(clocks, self.column) for _ in range(4)]
 
     def of(self, w: Warp) -> Groups:
         return self.groups[w.index % 4]

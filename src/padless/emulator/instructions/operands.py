@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from padless.emulator.order.memory_order import CLUSTER, CTA, GPU
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Address, Operand, Register
-from padless.emulator.state.site import Site
+from padless.emulator.state.site import Site, rows_of
 from padless.emulator.state.spaces import SHARED_WINDOW
 from padless.emulator.state.warp import Warp
 from padless.emulator.units.number_formats import Array
@@ -54,3 +57,13 @@ SCOPES = {"cta": CTA, "cluster": CLUSTER, "gpu": GPU, "gl": GPU, "sys": GPU}
 def scope_of(e: Emitter, default: int) -> int:
     """The scope that a modifier names."""
     return SCOPES.get(e.either(*SCOPES), default)
+
+
+def of_clocks(method: str, *arguments: Any) -> Callable[..., None]:
+    """What an instruction compiles to that orders the active lanes by a method of the clocks."""
+
+    def order(w: Warp, v: Any, m: Any) -> None:
+        if w.clocks is not None and np.any(m):
+            getattr(w.clocks, method)(rows_of(w, m), *arguments)
+
+    return order

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from padless.emulator.instructions.operands import of_clocks
 from padless.emulator.instructions.tcgen05_access import access, wait
 from padless.emulator.instructions.tcgen05_allocation import allocate, deallocate, relinquish
 from padless.emulator.instructions.tcgen05_pipe import commit, copy, multiply
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import instruction
-from padless.emulator.state.site import rows_of
-from padless.emulator.state.warp import Warp
 
 
 @instruction("tcgen05")
@@ -28,15 +25,4 @@ def tcgen05(e: Emitter) -> None:
 
 
 def fence(e: Emitter) -> None:
-    before = e.has("fence::before_thread_sync")
-    e.call(fence_before if before else fence_after)
-
-
-def fence_before(w: Warp, v: Any, m: Any) -> None:
-    if w.clocks is not None:
-        w.clocks.fence_before(rows_of(w, m))
-
-
-def fence_after(w: Warp, v: Any, m: Any) -> None:
-    if w.clocks is not None:
-        w.clocks.fence_after(rows_of(w, m))
+    e.call(of_clocks("fence_before" if e.has("fence::before_thread_sync") else "fence_after"))

@@ -11,8 +11,8 @@ from padless.emulator.order.race import ASYNC, TENSOR, pack
 from padless.emulator.order.reports import set_bits
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Immediate
-from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.groups import GroupWait, Operation, groups_of
+from padless.emulator.state.launch import AsyncOperation
 from padless.emulator.state.site import Site
 from padless.emulator.state.tensor_memory import COLUMNS, tensor_memory
 from padless.emulator.state.warp import Fragment, Wait

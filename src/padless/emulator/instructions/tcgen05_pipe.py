@@ -15,7 +15,7 @@ from padless.emulator.instructions.operands import SharedOperand, TensorOperand
 from padless.emulator.order.race import ASYNC, BASE, BEFORE, READS, TENSOR, pack
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Address, Immediate, Vector
-from padless.emulator.state.asynchronous import AsyncOperation
+from padless.emulator.state.launch import AsyncOperation
 from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.shared_access import cells_read
 from padless.emulator.state.site import Site

@@ -7,11 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.state.global_access import global_pieces
-from padless.emulator.state.memory_access import MemoryAccess, addresses
-from padless.emulator.state.shared_access import check_access, shared_groups
+from padless.emulator.state.memory_access import PIECES, MemoryAccess, addresses
 from padless.emulator.state.site import lanes_of
-from padless.emulator.state.spaces import VIEWS
 from padless.emulator.state.warp import Warp
 from padless.emulator.units import number_formats
 from padless.emulator.units.number_formats import Array
@@ -78,15 +75,4 @@ def atomic(a: MemoryAccess, operation: str, kind: str, sources: list[list[int]])
 
 def element(a: MemoryAccess, w: Warp, lane: Array, address: int) -> tuple[Array, int] | None:
     """(view, index) of what one lane's atomic changes, which is checked and ordered; None if it is out of bounds."""
-    space = address >> 60 if a.space == "generic" else (1 if a.space == "shared" else 0)
-    if space == 1:
-        groups = shared_groups(a.instruction, w, np.array([address & 0xFFFFFFFF]), lane, a.bytes)
-        if not groups:
-            return None
-        cta, offsets, _ = groups[0]
-        if cta.shared.shadow is not None:
-            check_access(w, cta, lane, offsets, a, write=True)
-        return cta.shared.views[VIEWS[a.view]], int(offsets[0]) // a.size
-    for view, index, _ in global_pieces(a, w, lane, np.array([address])):
-        return view, int(index[0])
-    return None
+    return next(((view, int(index[0])) for view, index, _ in PIECES[a.space](a, w, lane, np.array([address]))), None)

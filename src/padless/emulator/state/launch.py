@@ -13,11 +13,11 @@ import numpy as np
 from padless.emulator.errors import LaunchError
 from padless.emulator.order.race import PLANES, Shadow
 from padless.emulator.order.reports import Collector
-from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.state.program import Program
 from padless.emulator.state.schedule import RESIDENT, Schedule
 from padless.emulator.state.spaces import STORAGE
+from padless.emulator.state.work import Work
 from padless.emulator.units.number_formats import Array
 
 SHARED_BASE = 1024  # where a CTA's own shared memory starts; the first KiB is the system's
@@ -54,6 +54,18 @@ def bytes_needed(program: Program, block: int, cluster: int, shared_bytes: int, 
     return max(RESIDENT) * total
 
 
+class AsyncOperation:
+    """Work that an instruction starts and that finishes later: `steps` run one by one, each at a moment that the
+    schedule picks; operations of one queue run in order."""
+
+    __slots__ = ("description", "steps", "work")
+
+    def __init__(self, description: str, *steps: Callable[[], None], work: Work | None = None) -> None:
+        self.description = description
+        self.steps = deque(steps)
+        self.work = work
+
+
 class Launch:
     """What a launch was given and what has happened to it. `run.machine.Machine` runs it."""
 
@@ -82,7 +94,6 @@ class Launch:
         self.memory = memory
         self.symbols = symbols
         self.parameters: Array = np.frombuffer(parameters, np.uint8)
-        self.parameter_offsets = {name: at for name, (at, _) in program.parameters.items()}
         self.grid, self.block, self.cluster = grid, block, cluster
         self.dynamic_shared = dynamic_shared
         alignment = max(program.shared_alignment, 16)

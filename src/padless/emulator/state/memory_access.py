@@ -76,8 +76,9 @@ def parameter_pieces(a: MemoryAccess, w: Warp, lanes: Array, where: Array) -> Pi
     block = w.launch.parameters
     if int(where.max()) + a.bytes > len(block):
         Site(w, a.instruction).fault(f"parameter offset {int(where.max())} is past the parameters")
-    read = np.concatenate([block[x : x + a.bytes] for x in where.tolist()]).view(VIEWS[a.view])
-    yield read, np.arange(len(lanes)) * len(a.slots), lanes
+    starts, which = np.unique(where, return_inverse=True)  # usually one
+    read = np.concatenate([block[x : x + a.bytes] for x in starts.tolist()]).view(VIEWS[a.view])
+    yield read, which * len(a.slots), lanes
 
 
 WINDOWS: dict[int, tuple[int, Any]] = {

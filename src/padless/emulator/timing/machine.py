@@ -15,8 +15,8 @@ from padless.emulator.checks.deadlock import release_parked, report_deadlock
 from padless.emulator.instructions.matrix import WgmmaWait
 from padless.emulator.instructions.tcgen05_access import AccessWait
 from padless.emulator.run.machine import Machine
-from padless.emulator.state.asynchronous import AsyncOperation
 from padless.emulator.state.barriers import BarrierWait
+from padless.emulator.state.launch import AsyncOperation
 from padless.emulator.state.mbarrier import Mbarrier, MbarrierWait
 from padless.emulator.state.program import SYNC, Block
 from padless.emulator.state.schedule import Schedule

@@ -202,10 +202,7 @@ def encode(values: Array, name: str, *, rounding: str = "rn", saturate: bool = F
     code = (field.astype(np.int64) << f.mantissa_bits) + whole.astype(np.int64)
     stays = saturate | (rounding == "rz") | (~negative & (rounding == "rm")) | (negative & (rounding == "rp"))
     code = np.where(code > f.max_code, np.where(stays, f.max_code, f.overflow_code), code)
-    if f.specials != "none":
-        code = np.where(np.isinf(values), f.max_code if saturate else f.overflow_code, code)
-    else:
-        code = np.where(np.isinf(values), f.max_code, code)
+    code = np.where(np.isinf(values), f.max_code if saturate else f.overflow_code, code)
     code = (code << f.padding) | np.where(negative, f.sign, 0)
     return np.where(np.isnan(values), f.nan, code).astype(f.dtype)
 

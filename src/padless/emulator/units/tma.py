@@ -139,11 +139,8 @@ def _check(m: TensorMap, coordinates: Sequence[int], shared_address: int, store:
 
 
 def _fill(m: TensorMap, granule: int) -> Array:
-    if not m.nan_fill or m.element == "f64":
-        pattern = b"\0" * 16 if not m.nan_fill else b"\xff\xff\xff\xff\xff\xff\xff\x7f" * 2
-    else:
-        pattern = b"\xff\x7f" * 8 if m.element_bits == 16 else b"\xff\xff\xff\x7f" * 4
-    return np.frombuffer(pattern[:granule], np.uint8)
+    nan = b"\xff" * (m.element_bits // 8 - 1) + b"\x7f"
+    return np.frombuffer((nan * 16 if m.nan_fill else bytes(16))[:granule], np.uint8)
 
 
 def load(transfer: Transfer, gather: Callable[[Array, int], Array], shared: Array) -> None:
