@@ -8,7 +8,8 @@ outputs have to be exactly the reference's for those values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -56,21 +57,13 @@ def _sums(problem: EpilogueProblem, device: str, backend: str | None) -> torch.T
 # --- judging ---------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Judgement:
+class Judgement(NamedTuple):
     """Bytes that the reference wrote and the kernel wrote alike; SwiGLU's values, and those that are not exact."""
 
     bytes: int = 0
     values: int = 0
     inexact: int = 0
     worst: float = 0.0  # relative error of a value
-
-    def __iadd__(self, other: Judgement) -> Judgement:
-        self.bytes += other.bytes
-        self.values += other.values
-        self.inexact += other.inexact
-        self.worst = max(self.worst, other.worst)
-        return self
 
 
 def judge(problem: EpilogueProblem, sums: torch.Tensor, got: Outputs, values: Outputs | None = None) -> Judgement:
@@ -79,10 +72,10 @@ def judge(problem: EpilogueProblem, sums: torch.Tensor, got: Outputs, values: Ou
     Args:
         values: outputs of ``problem.for_values()``; needed where there is an activation.
     """
-    epilogue, found = got.epilogue, Judgement()
+    epilogue, found, count = got.epilogue, Judgement(), 0
     if epilogue.is_glu:
         assert values is not None
-        found += _judge_values(problem, sums, values)
+        found = _judge_values(problem, sums, values)
         sums = inside(problem, values)["d"]
         epilogue = replace(epilogue, alpha=False, bias=False, prob=False, activation="none")
     wanted, before = _reference(problem, sums, got.epilogue, epilogue), GuardedOutputs(problem, got.epilogue)
@@ -95,8 +88,8 @@ def judge(problem: EpilogueProblem, sums: torch.Tensor, got: Outputs, values: Ou
             wrong &= ~_allowed_zeros(buffer, wanted.buffers[name] == exist)
         if wrong.any():
             raise AssertionError(f"{problem}: {name}: {_where(wrong)}")
-        found.bytes += int((wanted.buffers[name] != before.buffers[name]).sum())
-    return found
+        count += int((wanted.buffers[name] != before.buffers[name]).sum())
+    return found._replace(bytes=count)
 
 
 def _reference(
@@ -252,7 +245,7 @@ def _checked(jobs: list[tuple[Route, int]], refused: int) -> str:
 
 def check_epilogue(problems: int = PROBLEMS, first_seed: int = 0) -> str:
     """Raises AssertionError where an output is not what the reference makes of the GPU's own float32 GEMM."""
-    jobs, found = problems_of(cuda_driver().arch, problems, first_seed), Judgement()
+    jobs, found = problems_of(cuda_driver().arch, problems, first_seed), [Judgement()]
     refused = 0
     for route, seed in jobs:
         problem = random_epilogue_problem(route, seed)
@@ -262,10 +255,11 @@ def check_epilogue(problems: int = PROBLEMS, first_seed: int = 0) -> str:
         except ValueError:  # a kernel says what it cannot do; the emulator's refuses the same
             refused += 1
             continue
-        found += judge(problem, _sums(problem, "cuda", None).cpu(), outputs, values)
+        found.append(judge(problem, _sums(problem, "cuda", None).cpu(), outputs, values))
+    count, of_values, inexact, _ = (sum(column) for column in zip(*found, strict=True))
     return (
-        f"{_checked(jobs, refused)}, {found.bytes} bytes as the reference; SwiGLU: {found.inexact} of {found.values} "
-        f"values not exactly rounded, by at most {found.worst:.1e}"
+        f"{_checked(jobs, refused)}, {count} bytes as the reference; SwiGLU: {inexact} of {of_values} "
+        f"values not exactly rounded, by at most {max(one.worst for one in found):.1e}"
     )
 
 
