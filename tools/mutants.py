@@ -126,9 +126,9 @@ class Case:
     def key(self, mutant: Mutant) -> Key:
         return self.name, self.digest, mutant.instruction.line, mutant.change
 
-    def left(self, done: dict[Key, bool]) -> list[Mutant]:
-        """The mutants without a last verdict, in the order of the text."""
-        return [m for m in self.survey.mutants if not done.get(self.key(m), False)]
+    def left(self, done: dict[Key, bool], survivors: bool) -> list[Mutant]:
+        """The mutants without a last verdict, in the order of the text; survivors: those with a first one alone."""
+        return [m for m in self.survey.mutants if not done.get(self.key(m), survivors)]
 
     def verdict(self, mutant: Mutant, again: bool = False) -> dict[str, Any]:
         """A line of the record; short: that the second size was needed, or has been tried in vain. again: the first one
@@ -151,6 +151,12 @@ def key_of(verdict: dict[str, Any]) -> Key:
     return verdict["case"], verdict["digest"], verdict["line"], verdict["change"]
 
 
+def totals(record: Path) -> dict[tuple[str, str], int]:
+    """How many mutants each kernel of a record has: by case and digest."""
+    lines = (json.loads(line) for line in record.read_text().splitlines() if '"mutants"' in line)
+    return {(line["case"], line["digest"]): line["mutants"] for line in lines}
+
+
 def read(record: Path) -> list[dict[str, Any]]:
     """Verdicts of a record, the last of each mutant; broken lines are left out."""
     found = {}
@@ -163,7 +169,9 @@ def read(record: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def judge(record: Path, done: dict[Key, bool], names: list[str], first: int, taken: Any, deadline: float) -> None:
+def judge(
+    record: Path, done: dict[Key, bool], names: list[str], first: int, taken: Any, deadline: float, survivors: bool
+) -> None:
     """One process: mutants of its first case, then of the others, each drawn by one process alone."""
     torch.set_num_threads(1)
     for at in [*range(first, len(names)), *range(first)]:
@@ -176,7 +184,8 @@ def judge(record: Path, done: dict[Key, bool], names: list[str], first: int, tak
             print(f"{names[at]}: {type(error).__name__}: {str(error)[:500]}", flush=True)
             taken[at] = -1
             continue
-        left = case.left(done)
+        left = case.left(done, survivors)
+        append(record, {"case": case.name, "digest": case.digest, "mutants": len(case.survey.mutants)})
         print(f"{names[at]}: {len(left)} of {len(case.survey.mutants)} left, {time.time() - started:.0f} s", flush=True)
         while time.time() < deadline:
             with taken.get_lock():
@@ -187,19 +196,22 @@ def judge(record: Path, done: dict[Key, bool], names: list[str], first: int, tak
                     taken[at] = -1
                     break
             mutant = left[index]
-            line = json.dumps(case.verdict(mutant, again=case.key(mutant) in done)) + "\n"
-            with record.open("a") as file:  # one write, which the file takes as a whole
-                file.write(line)
+            append(record, case.verdict(mutant, again=case.key(mutant) in done))
 
 
-def run(record: Path, names: list[str], processes: int, seconds: float) -> None:
+def append(record: Path, line: dict[str, Any]) -> None:
+    with record.open("a") as file:  # one write, which the file takes as a whole
+        file.write(json.dumps(line) + "\n")
+
+
+def run(record: Path, names: list[str], processes: int, seconds: float, survivors: bool = False) -> None:
     """Judge until nothing is left or the time is over; returns after at most a few seconds more."""
     context = multiprocessing.get_context("spawn")
     taken = context.Array("l", [0] * len(names))
     deadline = time.time() + seconds
     done = {key_of(v): bool(v["killed_by"]) or v.get("short", False) for v in read(record)}
     workers = [
-        context.Process(target=judge, args=(record, done, names, i % len(names), taken, deadline))
+        context.Process(target=judge, args=(record, done, names, i % len(names), taken, deadline, survivors))
         for i in range(processes)
     ]
     for worker in workers:
@@ -232,12 +244,13 @@ def main() -> int:
     parser.add_argument("record", type=Path)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--survivors", action="store_true", help="only those that the first size has not killed")
     parser.add_argument("--case", action="append", help="one of them alone; may be repeated")
     options = parser.parse_args()
     if options.command == "run":
         from mutant_cases import CASES
 
-        run(options.record, options.case or list(CASES), options.processes, options.seconds)
+        run(options.record, options.case or list(CASES), options.processes, options.seconds, options.survivors)
     print("\n".join(table(read(options.record))))
     return 0
 
