@@ -269,8 +269,8 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_peers_are_chosen_by_name() -> None:
-    assert [peer.name for peer in find.find_peers()] == ["deepgemm", "tma_adaptive", "mslk", "torchao", "torch"]
-    assert [peer.name for peer in find.find_peers(names=["torch", "mslk"])] == ["mslk", "torch"]
+    assert [peer.name for peer in find.find_peers()] == ["deepgemm", "tma_adaptive", "mslk", "torch"]
+    assert [peer.name for peer in find.find_peers(names=["torch", "torchao", "mslk"])] == ["mslk", "torchao", "torch"]
 
 
 def test_the_default_folder_is_used_if_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +138,45 @@ def test_the_grid() -> None:
     names = [maker.name for maker in makers(compiled=False, every_recipe=False)]
     assert names == [BF16, *contenders.USUAL, "padless fp8" + KEPT]
     assert [point.slots for point in quick] == [32768, 32768, 65536]
+
+
+def test_torchao_is_measured_where_its_kernels_compiled(problem: TrainProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At DeepSeek-V3's points alone, and where not all of a point's kernels are there the record says so."""
+    peer, asked = TorchAo(None), []
+    first, second, other = train.grid("quick", 0)
+
+    def compiled(products: Any, seconds: float) -> set[Any]:
+        asked.extend(products)
+        return set(train.products_of(first)) | set(train.products_of(second)[:1])
+
+    monkeypatch.setattr(peer, "compile_ahead", compiled)
+    monkeypatch.setattr(peer, "product", contenders._torch_product)
+    monkeypatch.setattr(train, "make_problem", lambda point, *rest: point)
+    monkeypatch.setattr(train, "Graphs", lambda: None)
+    monkeypatch.setattr(
+        train, "measure_train", lambda problem, timer, makers, graphs: {"names": [m.name for m in makers], "errors": {}}
+    )
+    session: Any = SimpleNamespace(peers=[peer], settings=SimpleNamespace(seed=0), timer=None)
+    measure = train.start(session)
+    assert asked == [*train.products_of(first), *train.products_of(second)]
+    found = [measure(point) for point in (first, second, other)]
+    assert ["torchao" in record["names"] for record in found] == [True, False, False]
+    assert [list(record["errors"]) for record in found] == [[], ["torchao"], []]
+
+
+@pytest.mark.parametrize(
+    ("program", "done"), [("exit 0", {0, 1}), ("exit 1", set()), ("sleep 9", set()), ("test $5 != 32", {1})]
+)
+def test_what_does_not_compile_in_time_is_left_out(
+    program: str, done: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not there is one whose process failed, or had not ended; $5 is G, and of one product it is 32."""
+    script = tmp_path / "compile"
+    script.write_text(f"#!/bin/sh\n{program}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    products = [(8, 32, 16, 48), (8, 2, 16, 48)]
+    assert TorchAo(tmp_path).compile_ahead(products, 0.5) == {products[i] for i in done}
 
 
 def test_another_product_takes_the_place_of_torchs(problem: TrainProblem, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,13 @@ times in a step and is in no CUDA graph.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,3 +44,48 @@ class TorchAo(Peer):
         """x[rows of g] @ w[g].T, (M, N) bfloat16, under autograd: x (M, K), w (G, N, K), K and N multiples of 128."""
         out: torch.Tensor = self._products._to_fp8_blockwise_then_scaled_grouped_mm(x, w.transpose(-2, -1), offs)
         return out
+
+    def compile_ahead(
+        self, products: Iterable[tuple[int, int, int, int]], seconds: float
+    ) -> set[tuple[int, int, int, int]]:
+        """Compiles what products (rows, G, N, K) and their gradients run, a process each; those that are done in time.
+
+        A product along the inputs' gradient is one with N and K exchanged, so its kernel compiles beside the others.
+        """
+        wanted = list(products)
+        each = [(*p, 1) for p in wanted] + [(m, g, k, n, 0) for m, g, n, k in wanted] + [(*p, 0) for p in wanted]
+        program = [sys.executable, "-m", __name__, str(self._folder or "")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        none = subprocess.DEVNULL
+        running = {p: subprocess.Popen([*program, *map(str, p)], env=env, stdout=none, stderr=none) for p in each}
+        ends, failed = time.monotonic() + seconds, set[tuple[int, int, int, int]]()
+        for (m, g, n, k, backward), process in running.items():
+            try:
+                code = process.wait(max(0.1, ends - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                code = process.wait()
+            if code != 0:
+                failed |= {(m, g, n, k), *(() if backward else [(m, g, k, n)])}
+        return set(wanted) - failed
+
+
+def main(folder: str, *numbers: str) -> None:
+    """One product of random values, and its gradients where the last number is not 0."""
+    rows, groups, n, k, backward = map(int, numbers)
+    peer = TorchAo(Path(folder) if folder else None)
+    if not (answer := peer.available()).usable:
+        raise RuntimeError(answer.reason)
+    x, w = (
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        for shape in ((rows, k), (groups, n, k))
+    )
+    offs = torch.arange(1, groups + 1, dtype=torch.int32, device="cuda") * (rows // groups)
+    out = peer.product(x, w, offs)
+    if backward:
+        out.backward(torch.randn_like(out))
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
