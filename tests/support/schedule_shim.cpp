@@ -152,8 +152,13 @@ struct {
 
 template <int BLOCK_M>
 void build_as() {
-    build_group_table<BLOCK_M, CTA>(input.storage, input.offs, input.num_groups, input.m, threads::me / 32,
-                                    threads::me % 32);
+    const int warp = threads::me / 32, lane = threads::me % 32, groups = input.num_groups;
+    if (groups > SMALL_TABLE) {
+        build_large_table<BLOCK_M, CTA>(input.storage, input.offs, groups, input.m, warp, lane);
+    } else if (warp == 1) {  // as the kernels do
+        const int end = load_group_end(input.offs, groups, input.m, lane);
+        store_group(input.storage, place_group<BLOCK_M>(end, groups, input.m, lane), groups, lane);
+    }
 }
 void build() {
     input.block_m == 64 ? build_as<64>() : input.block_m == 128 ? build_as<128>() : build_as<256>();
