@@ -88,6 +88,9 @@ BUGS = {
     "gradients have their first block's scale": Bug(
         "gradients_in_fp8", (("receive_gradients", "scales + block", "scales + 0 * block"),)
     ),
+    "gradients are not waited for": Bug(
+        "waits_for_gradients", (("receive_gradients", "aborted, epoch, status_ptr", "aborted, 0, status_ptr"),)
+    ),
     "row 0 has no gradient": Bug("gradients_in_fp8", (("receive_gradients", "if (row >= 0) &", "if (row > 0) &"),)),
     "subnormal codes of gradients": Bug("gradients_in_fp8", (("receive_gradients", "* 0.001953125", "* 0.00390625"),)),
     "NaN of gradients is a number": Bug("gradients_in_fp8", (("receive_gradients", 'float("nan")', "480.0"),)),

@@ -267,6 +267,22 @@ def waits_for_rows(device: str) -> None:
     late(ranks, 0)
 
 
+@case
+def waits_for_gradients(device: str) -> None:
+    """Two ranks give a plan's gradients in FP8 and one does not."""
+    p = draw([3, 2, 2], 6, 64, 2, 7, distinct=True)
+    options = {"fmt": torch.bfloat16, "gradient_format": padless.FP8_BLOCK}
+    ranks = make(p, device=device, polls=5, timeout=0.05, few_slots=0, **options)
+    ranks.dispatch(p)
+    x = [t.to(device, torch.bfloat16) for t in p.tokens]
+    for b, t in list(zip(ranks.backends, x, strict=True))[1:]:
+        b.publish_again(t)
+    ranks.backends[1].receive_again(x[1], ranks.plans[1])
+    synchronize(device)
+    assert int(ranks.states[1].status[0]) == 1
+    late(ranks, 0)
+
+
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
