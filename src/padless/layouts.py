@@ -93,12 +93,6 @@ def to_blocked(scale: torch.Tensor) -> torch.Tensor:
     return tiled.reshape(*batch, blocked_size(rows, columns)).view(scale.dtype)
 
 
-def tiled_scale(t: BlockScaledTensor) -> torch.Tensor:
-    """The scales in 32x4x4 tiles on a 16-byte boundary, copied where they are not; one group's "blocked_groups" are."""
-    scale = to_blocked(t.scale) if t.scale_layout == "plain" else t.scale
-    return scale.clone() if scale.data_ptr() % 16 != 0 else scale
-
-
 def from_blocked(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """The (rows, columns) scales in 32x4x4 tiles `blocked`, of any shape with their bytes in order.
 

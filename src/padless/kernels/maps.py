@@ -1,4 +1,4 @@
-"""Tensor maps of the kernels: boxes of rows, interleaved weights, and rows whose last one is bounded."""
+"""Operands as TMA reads them: boxes of rows, interleaved weights, rows whose last one is bounded, scales in tiles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from padless.formats import BlockScaledTensor
+from padless.layouts import to_blocked
 from padless.runtime.tensor_map import DATA_TYPES, SWIZZLE_128B, TensorMapSpec, operand, outer_stride
 
 RAGGED_B = 1 << 30  # the same number as in kernels/device/sm90/output.cuh
@@ -71,3 +73,9 @@ def output_ragged(d: torch.Tensor, rows: int) -> TensorMapSpec:
         (128 // size, rows, 1, 1),
         SWIZZLE_128B,
     )
+
+
+def tiled_scale(t: BlockScaledTensor) -> torch.Tensor:
+    """The scales in 32x4x4 tiles on a 16-byte boundary, copied where they are not; one group's "blocked_groups" are."""
+    scale = to_blocked(t.scale) if t.scale_layout == "plain" else t.scale
+    return scale.clone() if scale.data_ptr() % 16 != 0 else scale

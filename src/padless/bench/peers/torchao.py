@@ -74,8 +74,8 @@ def main(folder: str, *numbers: str) -> None:
     """One product of random values, and its gradients where the last number is not 0."""
     rows, groups, n, k, backward = map(int, numbers)
     peer = TorchAo(Path(folder) if folder else None)
-    if not (answer := peer.available()).usable:
-        raise RuntimeError(answer.reason)
+    if reason := peer.missing():
+        raise RuntimeError(reason)
     x, w = (
         torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         for shape in ((rows, k), (groups, n, k))

@@ -9,8 +9,8 @@ import torch
 
 from padless.formats import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, BlockScaledTensor, ceil_div
 from padless.kernels.launch import Prepared, load_kernel, persistent_grid
+from padless.kernels.maps import tiled_scale
 from padless.kernels.sm100_dense.config import BLOCK_M, HALF_N, DenseProblem, Sm100DenseConfig, fit, select_config
-from padless.layouts import tiled_scale
 from padless.runtime.driver import TENSOR_MAP_BYTES, Argument, Driver, LaunchShape
 from padless.runtime.tensor_map import DATA_TYPES, SWIZZLE_64B, SWIZZLE_128B, TensorMapSpec, operand
 

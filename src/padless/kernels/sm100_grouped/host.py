@@ -10,9 +10,9 @@ import torch
 from padless.formats import FP8_BLOCK, MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.kernels.config import room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
+from padless.kernels.maps import tiled_scale
 from padless.kernels.padded_fp4 import has_padded_b, padded_fp4, spreadable
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
-from padless.layouts import tiled_scale
 from padless.runtime import tensor_map
 from padless.runtime.driver import Driver, LaunchShape
 from padless.runtime.tensor_map import TensorMapSpec

@@ -10,11 +10,11 @@ import torch
 
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.launch import load_kernel, tile_counter
+from padless.kernels.maps import tiled_scale
 from padless.kernels.padded_fp4 import spreadable
 from padless.kernels.schedule import walk_of_list
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
 from padless.kernels.sm100_grouped.host import KERNEL, fit, kind_of, launch_shape, operand_bytes, problem_bytes
-from padless.layouts import tiled_scale
 from padless.runtime.driver import Driver, PreparedLaunch
 
 Config = Sm100GroupedConfig
