@@ -182,7 +182,7 @@ def test_what_does_not_compile_in_time_is_left_out(
 def test_another_product_takes_the_place_of_torchs(problem: TrainProblem, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same layer; never captured, since it waits; and wrong where its product is."""
     peer = TorchAo(None)
-    assert not peer.available().usable
+    assert peer.missing()
     monkeypatch.setattr(peer, "product", lambda x, w, offs: contenders._torch_product(x, w, offs), raising=False)
     maker = next(m for m in makers(compiled=False, every_recipe=False, peers=[peer]) if m.name == "torchao")
     captured: list[Any] = []
