@@ -134,7 +134,8 @@ def test_a_class_chooses_the_kernel_and_leaves_the_tile_to_it() -> None:
 @pytest.mark.parametrize("route", ALL, ids=name_of)
 def test_every_pair_in_all_surroundings(route: Route, dtype: torch.dtype) -> None:
     problem = make_problem(route, (2, 0, 17, 1), 80, 288, dtype, 4)
-    assert judge_emulated(problem) > 6 * 20 * 80
+    times = 6 if (route.a, route.b) in quant_pairs(route.arch) else 5  # that all rows are compared
+    assert judge_emulated(problem) > times * 20 * 80
 
 
 @pytest.mark.parametrize("route", ALL, ids=name_of)

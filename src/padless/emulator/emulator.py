@@ -57,8 +57,7 @@ class Emulator:
     races and misuse. trace: called with one line per instruction. memory: shared with other modules if given. ignore:
     kinds of report to leave out (KINDS). max_memory: bytes that the module's variables, or the CTAs that run at once,
     may take on this machine; a launch that needs more is refused. strict: False gives what today's chips are known to
-    let pass the kind "tolerated". machine: what runs a launch, Machine or
-    `padless.emulator.timing.timed(chip)`.
+    let pass the kind "tolerated". machine: what runs a launch, Machine or `padless.emulator.timing.timed(chip)`.
     """
 
     def __init__(

@@ -60,9 +60,8 @@ def access(e: Emitter) -> None:
             if w.busy & bits:
                 names = w.launch.program.names_of(w.busy & bits)
                 site.report("register-in-flight", f"{names} are still in use by an unfinished operation")
-            planes = {"generic_plane": TENSOR, "async_plane": TENSOR}
             touched, clock = np.unique(lanes * COLUMNS + columns), w.clocks.meet(w.rows)
-            memory.shadow.bulk(touched, clock, stamp, site, write=not is_load, **planes)
+            memory.shadow.bulk(touched, clock, stamp, site, write=not is_load, generic_plane=TENSOR)
             w.busy |= bits
             w.busy_owner.update(owners)
             if is_load:

@@ -68,15 +68,14 @@ def issue(site: Site, ctas: list[Cta], unit: Any, run: Any) -> None:
             clock[TENSOR, other.done] = max(clock[TENSOR, other.done], clock[TENSOR, other.issued])
         clock[TENSOR, pipe.done] = max(clock[TENSOR, pipe.done], clocks.time[TENSOR, site.row, pipe.issued])
         stamp = int(pack(pipe.done, pipe.sequence, ASYNC))
-        planes = {"generic_plane": TENSOR, "async_plane": TENSOR}
         for target in ctas:
             shadow = tensor_memory(target).shadow
             part, _ = cells_read(unit, target.granule_shift)
             target.shared.shadow.bulk(part, clock, stamp, site, write=False)
             for rectangle in reads:
-                shadow.bulk(cells(rectangle), clock, stamp, site, write=False, **planes)
+                shadow.bulk(cells(rectangle), clock, stamp, site, write=False, generic_plane=TENSOR)
             for rectangle in writes:
-                shadow.bulk(cells(rectangle), clock, stamp, site, write=True, own=stamp, **planes)
+                shadow.bulk(cells(rectangle), clock, stamp, site, write=True, own=stamp, generic_plane=TENSOR)
         clocks.time[[BASE, TENSOR], site.row, pipe.issued] = pipe.sequence
 
     def execute() -> None:

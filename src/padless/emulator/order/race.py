@@ -249,21 +249,14 @@ class Shadow:
 
     # ---- bulk accesses, ordered by one clock of five planes
     def bulk(
-        self,
-        cells: Any,
-        clock: Array,
-        stamp: Any,
-        site: Site,
-        write: bool,
-        generic_plane: int = PROXY,
-        async_plane: int = BASE,
-        own: int = 0,
+        self, cells: Any, clock: Array, stamp: Any, site: Site, write: bool, generic_plane: int = PROXY, own: int = 0
     ) -> None:
         """An asynchronous access to `cells` (slice or index array) by an operation issued under `clock` (five planes).
 
-        Stamps of the generic proxy must be reached in `generic_plane`, those of the async proxy in `async_plane`.
-        `own` is a stamp to overlook: that of the same operation's other accesses.
+        Stamps of the generic proxy must be reached in `generic_plane`, those of the async proxy there too if that is
+        TENSOR, else in BASE. `own` is a stamp to overlook: that of the same operation's other accesses.
         """
+        async_plane = TENSOR if generic_plane == TENSOR else BASE
         stamps = self.written[cells]
         self._check_bulk(stamps, cells, clock, self.write_site, site, "written", (generic_plane, async_plane))
         if write:
