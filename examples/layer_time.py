@@ -22,7 +22,7 @@ from torch.nn.functional import silu
 
 from padless import FP8_BLOCK, grouped_gemm, grouped_gemm_swiglu_quant, quantize
 from padless.moe import combine, moe, route_quantize
-from padless.testing.timing import GpuTimer
+from padless.testing.timing import Timer
 
 # experts, chosen ones a token, hidden size, intermediate size
 MODELS = {"small": (8, 2, 256, 128), "Qwen3-30B": (128, 8, 2048, 768), "DeepSeek-V3 / 8": (32, 8, 7168, 2048)}
@@ -116,7 +116,7 @@ def step_times(operands: dict[str, Any], steps: list[Step]) -> list[tuple[str, s
         state[name] = make(state)
     calls = {name: (lambda make=make: make(state)) for _, name, make in steps}
     if operands["x"].is_cuda:
-        times = {name: timing.median_us for name, timing in GpuTimer(repeats=10, pause_s=0.002).gpu(calls).items()}
+        times = {name: timing.median_us for name, timing in Timer(repeats=10, pause_s=0.002).gpu(calls).items()}
     else:
         times = {name: statistics.median(_seconds(call) for _ in range(3)) * 1e6 for name, call in calls.items()}
     reference = moe(state["x"], state["ids"], state["weights"], state["q13"], state["q2"])
