@@ -1,9 +1,8 @@
 """Block-scaled number formats and the tensor that carries one: what a code, a scale and a block are.
 
-A block-scaled tensor stores small codes and, for every block of them, one decode scale: value = code * scale
-(times a global scale where the format has one). `BlockScaledFormat` is the description, `BlockScaledTensor`
-the data with it. The rules that turn values into codes and scales are in `padless.quantize`; docs/formats.md
-has both.
+A block-scaled tensor stores small codes and, for every block of them, one decode scale: value = code * scale (times a
+global scale where the format has one). `BlockScaledFormat` is the description, `BlockScaledTensor` the data with it.
+The rules that turn values into codes and scales are in `padless.quantize`; docs/formats.md has both.
 """
 
 from __future__ import annotations
@@ -135,9 +134,8 @@ class BlockScaledTensor:
     torch.load(weights_only=True) where `padless.BlockScaledTensor` has been imported. `offs` goes along: calls on
     another device take the ``offs`` of the result. Weights of several groups are indexed by group.
 
-    Where activations and weights have the same block, and for a tensor of one row, the scales serve as
-    either. Raises ValueError when the parts disagree, or when one requires grad; with grad mode off such a part is kept
-    detached.
+    Where activations and weights have the same block, and for a tensor of one row, the scales serve as either. Raises
+    ValueError when the parts disagree, or when one requires grad; with grad mode off such a part is kept detached.
     """
 
     data: torch.Tensor

@@ -96,16 +96,15 @@ def grouped_gemm(
     The kernels read and write rows that start on multiples of 16 bytes; the reference takes tensors at any address, such
     as those of a memory-mapped file.
 
-    Arithmetic: nothing is requantised, and K is summed in one order whatever the tile. For FP8_BLOCK, for each 128 of K
-    in order, the tensor core's sum of products times (scale of a * scale of b) is added in float32 by a fused
+    Arithmetic: nothing is requantised, and K is summed in one order whatever the tile. For FP8_BLOCK, for each 128 of
+    K in order, the tensor core's sum of products times (scale of a * scale of b) is added in float32 by a fused
     multiply-add; what the other pairs do is a column of ``padless.kernels.table.ROUTES``. The bits of a row depend on
     the row, its weights, the architecture, ``out.dtype`` and the class of ``config`` alone: not on M, on G, on other
     rows or on the tile, and ``gemm`` and ``grouped_gemm_quant`` add up alike (docs/supported.md). For MXFP8 on Hopper
     ``config=Sm90Bf16Config`` takes a second kernel with other, more precise sums, which took 0.87 to 1.06 of the
     default's time with at most 16 rows a group. No synchronisation; safe in CUDA graphs, streams and threads. It is
-    one kernel launch where the kernel reads the scales' layout: MN-major for
-    FP8_BLOCK (row-major ones are copied first, which is faster than reading them in place), blocked or plain for
-    the others.
+    one kernel launch where the kernel reads the scales' layout: MN-major for FP8_BLOCK (row-major ones are copied
+    first, which is faster than reading them in place), blocked or plain for the others.
 
     There is no backward pass here: with grad mode on an operand or ``out`` that requires grad is refused, as by every
     call outside `padless.autograd` and `padless.nn`. Under torch.no_grad() it is read as any other tensor, and a new

@@ -1,8 +1,7 @@
 """Rules of every format's codes and scales, in plain torch: the definition that the GPU kernels must equal.
 
-All arithmetic is float32, one rounding per operation written, none of them contracted. Where torch on CUDA
-would do something else (it divides by a Python number by multiplying with its reciprocal) the operand is a
-tensor.
+All arithmetic is float32, one rounding per operation written, none of them contracted. Where torch on CUDA would do
+something else (it divides by a Python number by multiplying with its reciprocal) the operand is a tensor.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def group_rows(offs: torch.Tensor, num_rows: int) -> list[tuple[int, int]]:
     """[start, end) of each group's rows from cumulative END offsets, safe for any values in offs.
 
-    An end is the running maximum of offs so far, clamped into [0, num_rows]; a group starts where the last
-    one ended.
+    An end is the running maximum of offs so far, clamped into [0, num_rows]; a group starts where the last one ended.
     Example: offs [3, 2, 9], 7 rows -> [(0, 3), (3, 3), (3, 7)].
     """
     rows, start = [], 0

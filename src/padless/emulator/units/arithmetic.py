@@ -208,7 +208,8 @@ class _Products:
 
     def __init__(self, a: Operand, b: Operand) -> None:
         # (K, rows): one k is then a contiguous row; specials are set apart and must not disturb the rest.
-        self.a, self.b = (np.ascontiguousarray(_finite(x).T) for x in (a, b))
+        finite = (np.where(np.isfinite(x.values), x.values, 0.0) if x.special else x.values for x in (a, b))
+        self.a, self.b = (np.ascontiguousarray(x.T) for x in finite)
         self.ea, self.eb = (np.ascontiguousarray(x.exponents.T) for x in (a, b))
         self.operands = a, b
         self.shape = a.values.shape[0], b.values.shape[0]
@@ -267,10 +268,6 @@ class _Products:
         for k in range(a.values.shape[1]):
             total += a.values[:, k, None] * b.values[:, k]
         return total
-
-
-def _finite(x: Operand) -> Array:
-    return np.where(np.isfinite(x.values), x.values, 0.0) if x.special else x.values
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def select_tile(
 
     256 columns unless B has at most 128; for FP8_BLOCK 128, whose sums stay in registers, unless only 256 can do it.
     """
-    wide = _needs_wide(epilogue) or (n > 128 and kind != "FP8_BLOCK")
+    wide = epilogue.gate_and_up_apart or _wide_glu(epilogue) or (n > 128 and kind != "FP8_BLOCK")
     return select_grouped_config(m, n, num_groups, row_bytes, kind, num_sms, 256 if wide else 128)
 
 
@@ -105,11 +105,6 @@ def fit(
         wide_stores=d is not None and d.data_ptr() % 32 == 0 and (d.shape[0] == 1 or row_bytes % 32 == 0),
         out_dtype=epilogue.d_dtype or torch.bfloat16,
     )
-
-
-def _needs_wide(epilogue: Epilogue) -> bool:
-    """Whether only a tile of 256 columns can do it."""
-    return epilogue.gate_and_up_apart or _wide_glu(epilogue)
 
 
 def _wide_glu(epilogue: Epilogue) -> bool:

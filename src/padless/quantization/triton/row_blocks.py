@@ -1,9 +1,8 @@
 """MXFP8, MXFP4 and NVFP4 quantizers as Triton kernels: blocks of 32 or 16 along K inside one row.
 
-The same arithmetic as `padless.quantization.rules.mx` and `.nvfp4`, bit for bit. One kernel for all of them: a
-tile of rows x BLOCK_K values is read once, each block's scale is found and its codes (two a byte for FP4) and
-scale are written, the scale to where its layout wants it. Weights are the rows of all groups under each
-other.
+The same arithmetic as `padless.quantization.rules.mx` and `.nvfp4`, bit for bit. One kernel for all of them: a tile of
+rows x BLOCK_K values is read once, each block's scale is found and its codes (two a byte for FP4) and scale are
+written, the scale to where its layout wants it. Weights are the rows of all groups under each other.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,11 +1,10 @@
 """SwiGLU's backward and the quantization of all that it makes on a GPU: 6 I bytes read, 5 I written a row.
 
 A CUDA kernel takes the usual operands on Hopper (`padless.kernels.sm90_swiglu_backward`), the Triton kernels here
-others.
-The same arithmetic as `padless.quantization.swiglu_rules`, bit for bit, and FP8_BLOCK's codes and scales of its
-results. A program takes a tile of 128 tokens of one group x 128 columns of dH, and with them 256 columns of Z: where
-gate and up are concatenated, a block of each; where they are interleaved by 32, two blocks in a row. `group_tiles` runs
-before, and a small kernel adds up dprob behind.
+others. The same arithmetic as `padless.quantization.swiglu_rules`, bit for bit, and FP8_BLOCK's codes and scales of
+its results. A program takes a tile of 128 tokens of one group x 128 columns of dH, and with them 256 columns of Z:
+where gate and up are concatenated, a block of each; where they are interleaved by 32, two blocks in a row.
+`group_tiles` runs before, and a small kernel adds up dprob behind.
 """
 
 # mypy: disable-error-code="no-untyped-def"
