@@ -219,7 +219,7 @@ def kind_of(fmt: str) -> str:
 
 
 def chosen(problem: Problem) -> Sm100GroupedConfig:
-    """What ``select_grouped_config`` takes on a B200."""
+    """The tile that ``select_grouped_config`` takes on a B200."""
     row_bytes = problem.k // FORMATS[problem.fmt][0].codes_per_byte
     config = select_grouped_config(
         sum(problem.sizes), problem.n, len(problem.sizes), row_bytes, problem.fmt, B200.num_sms
@@ -252,7 +252,7 @@ def grouped_table() -> Iterator[str]:
 
 
 def contest_table() -> Iterator[str]:
-    """Where the four competition shapes spend their time, and their geometric means, as Markdown."""
+    """Parts of the four competition shapes' times, and their geometric means, as Markdown."""
     parts = "launch | until the first product | tiles | of that alone: products | memory | after the last product"
     yield f"| us at {B200.clocks_ghz[1]} GHz | {parts} |"
     yield "|---" * 7 + "|"

@@ -152,7 +152,7 @@ def key_of(verdict: dict[str, Any]) -> Key:
 
 
 def totals(record: Path) -> dict[tuple[str, str], int]:
-    """How many mutants each kernel of a record has: by case and digest."""
+    """Numbers of mutants of a record's kernels, by case and digest."""
     lines = (json.loads(line) for line in record.read_text().splitlines() if '"mutants"' in line)
     return {(line["case"], line["digest"]): line["mutants"] for line in lines}
 

@@ -21,7 +21,7 @@ FLOAT32 = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """What a call of cuda.bindings returns behind its code. RuntimeError for a code other than success."""
+    """Values of a call of cuda.bindings behind its code. RuntimeError for a code other than success."""
     code, *values = result
     if int(code) != 0:
         raise RuntimeError(f"{code!r}")

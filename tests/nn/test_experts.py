@@ -149,8 +149,8 @@ def test_a_row_of_scales_off_by_one_is_seen(part: str, monkeypatch: pytest.Monke
 def test_a_gradient_that_forgets_the_routing_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = experts_function._activation_gradients
 
-    def without_prob(dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor, plan: object) -> object:
-        return right(dh, z, offs, torch.ones_like(prob), plan)
+    def without_prob(dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor, *others: Any) -> object:
+        return right(dh, z, offs, torch.ones_like(prob), *others)
 
     monkeypatch.setattr(experts_function, "_activation_gradients", without_prob)
     found = worst_of_each("fp8")

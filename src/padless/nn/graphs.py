@@ -107,7 +107,7 @@ class Graphed:
         return self.replay_forward(inputs)
 
     def replay_forward(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What both do, gradients being off."""
+        """The forward pass of both ways, gradients being off."""
         if self._addresses != self._addresses_now():
             raise ValueError("a parameter of layer, or its main_grad, is another tensor now; capture the layer again")
         for mine, its in zip(self.inputs, inputs, strict=True):

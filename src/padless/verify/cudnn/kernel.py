@@ -30,7 +30,7 @@ DENSE = ("cudnn.gemm.cutedsl.dense.amax.api", "GemmAmaxSm100")
 
 
 def missing() -> str:
-    """Why cuDNN's kernel cannot be compiled here, or nothing where it can."""
+    """The reason why cuDNN's kernel cannot be compiled here, or nothing where it can."""
     absent = [package for package, module in MODULES.items() if not importlib.util.find_spec(module)]
     if not absent:
         return ""

@@ -26,7 +26,7 @@ FILE = "cudnn.json"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of one case.
+    """The outcome of one case.
 
     bytes, differing: of every output, by cuDNN's name. shape: M, N, K, groups. grid, cluster, block,
     warp_instructions, seconds: of cuDNN's launches. reports: the emulator's about cuDNN's kernel, by kind; padless's

@@ -314,7 +314,8 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         against.append(
             table.table_of(f"Expert parallelism: {name}, the slowest rank (us)", [*point, *columns], rows, 1)
         )
-    steps = [table.time(name) for name in ("publish", "receive", *STEPS[1:], "gradients", "gradients in FP8")]
+    steps = [table.time(name) for name in ("publish", "receive", *STEPS[1:])]
+    steps += [table.time("gradients", "grads"), table.time("gradients in FP8", "in FP8")]
     rates = [_rate_column(step) for step in ("fan_out", "send_back")]
     return [
         *against,
