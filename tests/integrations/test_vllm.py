@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -32,12 +31,8 @@ FORMATS = {"fp8": (FP8_BLOCK, None), "mxfp4": (MXFP4, torch.bfloat16)}
 
 @pytest.fixture(scope="module", autouse=True)
 def _seam() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if not HAS_VLLM:
-            vllm_seam.install(patch)
+    with vllm_seam.in_place():
         yield
-        for name in [name for name in sys.modules if name.startswith("padless.integrations.vllm")]:
-            del sys.modules[name]
 
 
 def plugin(name: str = "experts") -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -30,12 +29,8 @@ E, TOKENS = 6, (19, 8)
 
 @pytest.fixture(scope="module", autouse=True)
 def _seam() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if not HAS_VLLM:
-            vllm_seam.install(patch)
+    with vllm_seam.in_place():
         yield
-        for name in [name for name in sys.modules if name.startswith("padless.integrations.vllm")]:
-            del sys.modules[name]
 
 
 def vllm(name: str) -> Any:

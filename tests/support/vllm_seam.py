@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -204,3 +207,14 @@ def install(patch: pytest.MonkeyPatch) -> None:
         parent, _, leaf = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], leaf, module)
+
+
+@contextmanager
+def in_place() -> Iterator[None]:
+    """The stand-in where vLLM is not installed; padless' plug-in, imported meanwhile, is forgotten behind it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("vllm") is None:
+            install(patch)
+        yield
+        for name in [name for name in sys.modules if name.startswith("padless.integrations.vllm")]:
+            del sys.modules[name]
