@@ -108,7 +108,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(offs, *flat(made.dgrad), *saved)
         ctx.how = (recipe, x.dtype, columns_facts(columns))
         ctx.weight, ctx.delayed_wgrad = weight if needs_wgrad else None, delayed_wgrad
-        return y.to(x.dtype)
+        # Not y.to() where that is y itself: then gradients were zeros in graphs that torch 2.11's Dynamo makes.
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
     @once_differentiable
