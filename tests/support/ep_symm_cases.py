@@ -23,6 +23,7 @@ from padless.testing import exchange
 from padless.testing.exchange import Problem, draw
 from padless.testing.guarded import GuardedOutput
 from support.ep_virtual import Ranks, expert_outputs, make
+from support.interpreter import accept_one_element
 
 Case = Callable[[str], None]
 CASES: dict[str, Case] = {}
@@ -368,6 +369,7 @@ def wrong_ids(device: str, few_slots: int) -> None:
 
 
 def run(names: list[str], device: str = "cpu") -> dict[str, str | None]:
+    accept_one_element()
     found: dict[str, str | None] = {}
     for name in names:
         try:
