@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from support import slow_share
+from support import run_record, slow_share
 from support.ragged import RAGGED_CASES, GuardedOutput, RaggedCase, missing_gpu
 
 settings.register_profile(
@@ -40,10 +40,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     slow_share.add_options(parser)
+    run_record.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     slow_share.configure(config)
+    run_record.configure(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

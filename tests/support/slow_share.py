@@ -133,11 +133,12 @@ def state_of(root: Path) -> str:
     for path in git(root, "ls-files", "--others", "--exclude-standard", "-z").split(b"\0"):
         if path:
             digest.update(path + b"\0" + (root / path.decode()).read_bytes())
-    digest.update(f"{sys.version} {_version('torch')} {_version('triton')} {_gpu()}".encode())
+    digest.update(f"{sys.version} {version_of('torch')} {version_of('triton')} {_gpu()}".encode())
     return digest.hexdigest()[:24]
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version that is installed, "" without one."""
     try:
         return version(package)
     except PackageNotFoundError:
