@@ -64,7 +64,11 @@ class Launches:
 
 
 def call(launches: Launches, a: Any, w: Any, offs: torch.Tensor, tensors: Any, format: Any = FP8_BLOCK) -> None:
-    with mock.patch.object(fused, "prepare", launches), mock.patch.object(fused, "_check"):
+    with (
+        mock.patch.object(fused, "prepare", launches),
+        mock.patch.object(fused, "_check"),
+        mock.patch.object(fused.launch_cache, "current_stream", return_value=0),
+    ):
         fused._launch(a, w, offs, fused.epilogue_of("concatenated", False, format), tensors)
 
 
