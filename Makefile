@@ -30,9 +30,9 @@ demo: $(RUN)
 test: lint
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --slow-share 30
 
-# Goes on where it was ended before, as long as no file has changed.
+# Goes on where it was ended before, as long as no file has changed; tools/tests_record.py makes a page of the record.
 test-all: lint
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow --resume
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow --resume --longest-first --record .pytest_cache/record
 
 # A minute on two cores: lint, and every part's tests but those of kernels, of the emulator's runs and of the Triton kernels.
 CHECKED := repository model reference ops compat runtime cli testing emulator/units

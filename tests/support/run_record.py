@@ -1,8 +1,9 @@
 """Records of a run of the tests: `--record FOLDER` and `--longest-first` of pytest.
 
 `--record FOLDER` writes FOLDER/tests.json when the run ends, also when it is interrupted: the tree, the machine, what
-passed, failed and was skipped for which reason, what was not reached, and the seconds of everything. The seconds are
-kept in `.pytest_cache/seconds.json` too, where `--longest-first` finds them. tools/test_record.py makes a page of it.
+passed, failed and was skipped for which reason, what was not reached, and the seconds of everything. With `--resume` it
+also keeps what has passed before, of the same commit. The seconds are kept in `.pytest_cache/seconds.json` too, where
+`--longest-first` finds them. tools/tests_record.py makes a page of it.
 
 `--longest-first` runs the tests that take long ahead of the others, longest first, and hands the rest to processes of
 xdist in shares that get smaller towards the end. A slow test that nobody has timed counts as long.
@@ -125,24 +126,36 @@ class Recorder:
     def record(self, seconds: dict[str, float]) -> dict[str, Any]:
         """The content of tests.json."""
         root = self._config.rootpath
+        tree = git(root, "rev-parse", "HEAD^{tree}").decode().strip()
+        changed = len(git(root, "status", "--porcelain").splitlines())
+        earlier = self._earlier(tree) if changed == 0 else {}
         of = {
             kind: sorted(n for n, outcome in self._outcomes.items() if outcome == kind)
             for kind in ("passed", "failed", "skipped")
         }
         return {
-            "tree": git(root, "rev-parse", "HEAD^{tree}").decode().strip(),
-            "changed files": len(git(root, "status", "--porcelain").splitlines()),
+            "tree": tree,
+            "changed files": changed,
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started)),
-            "wall seconds": round(time.monotonic() - self._clock, 1),
+            "wall seconds": round(time.monotonic() - self._clock + earlier.get("wall seconds", 0.0), 1),
             "options": list(self._config.invocation_params.args),
             "machine": machine(),
             "collected": len(self._collected),
             "left out": self._deselected,
             "failed": {nodeid: self._why[nodeid] for nodeid in of["failed"]},
-            "skipped": dict(Counter(self._why[nodeid] for nodeid in of["skipped"]).most_common()),
+            "skipped": {nodeid: self._why[nodeid] for nodeid in of["skipped"]},
             "not reached": sorted(self._collected - set(self._outcomes)),
-            "passed": {nodeid: seconds[nodeid] for nodeid in of["passed"]},
+            "passed": {**earlier.get("passed", {}), **{nodeid: seconds[nodeid] for nodeid in of["passed"]}},
         }
+
+    def _earlier(self, tree: str) -> dict[str, Any]:
+        """The record there is, of what --resume leaves out."""
+        try:
+            found: dict[str, Any] = json.loads((self._folder / "tests.json").read_text())
+        except (OSError, json.JSONDecodeError):
+            return {}
+        known = self._config.getoption("--resume") and found["tree"] == tree and found["changed files"] == 0
+        return found if known else {}
 
 
 def machine() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_everything_is_in_the_record_once(folder: Path, xdist: tuple[str, ...]) 
     assert list(record["failed"]) == ["test_few.py::test_fails", "test_few.py::test_teardown"]
     assert "1 == 2" in record["failed"]["test_few.py::test_fails"]
     assert "left behind" in record["failed"]["test_few.py::test_teardown"]
-    assert record["skipped"] == {"needs a moon": 1}
+    assert record["skipped"] == {"test_few.py::test_skips": "needs a moon"}
     assert record["not reached"] == []
     assert len(record["passed"]) == 24
     assert record["passed"]["test_few.py::test_passes"] >= 0.2
@@ -88,7 +89,27 @@ def test_what_an_interrupted_run_did_not_reach_is_named(folder: Path) -> None:
     record, _ = run(folder, STOP="1")
     assert record["not reached"] == ["test_few.py::test_interrupts", "test_few.py::test_last"]
     assert len(record["passed"]) == 21
-    assert record["skipped"] == {"needs a moon": 1, "slow: run with --run-slow": 1}
+    assert list(record["skipped"].values()) == ["needs a moon", "slow: run with --run-slow"]
+
+
+def test_a_resumed_run_adds_to_its_record(folder: Path) -> None:
+    """Of one commit; another one begins anew."""
+    (folder / ".gitignore").write_text("__pycache__/\n.pytest_cache/\nfound/\n")
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@y", *command], cwd=folder, check=True)
+    path = {"PATH": os.environ["PATH"]}
+    first, _ = run(folder, "--resume", STOP="1", **path)
+    second, order = run(folder, "--resume", **path)
+    assert first["changed files"] == 0
+    assert first["not reached"] == ["test_few.py::test_interrupts", "test_few.py::test_last"]
+    assert second["not reached"] == []
+    assert len(order) == 6  # two failures, two skips, and what was not reached
+    assert second["passed"].keys() == first["passed"].keys() | {*first["not reached"]}
+    assert second["wall seconds"] >= first["wall seconds"]  # it alone has a test that sleeps
+    (folder / "test_few.py").write_text(FEW + "\n")
+    subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qam", "x"], cwd=folder, check=True)
+    third, _ = run(folder, "--resume", STOP="1", **path)
+    assert third["passed"].keys() == first["passed"].keys()
 
 
 def test_long_tests_come_first_and_the_others_stay_in_order(folder: Path) -> None:
