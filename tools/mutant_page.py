@@ -13,10 +13,9 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from mutant_reasons import reason_of
-from mutants import captured, read, totals
+from mutants import read, totals
 
 ROOT = Path(__file__).parents[1]
 SUMMARY, PAGE = ROOT / "docs" / "measured" / "mutants.json", ROOT / "docs" / "mutants.md"
@@ -42,28 +41,6 @@ mended on the way: an atomic of several CTAs whose scope was narrowed to one is 
 """
 
 
-def file_lines(name: str) -> int:
-    """Lines of the constants in front of a case's kernel, by which the compiler's numbers of its lines are too high."""
-    from padless.kernels import launch
-
-    counted = []
-    original = launch.compile_kernel
-
-    def counting(source: str, prelude: str, arch: str, kind: str) -> Any:
-        counted.append(prelude.count("\n"))
-        return original(source, prelude, arch, kind)
-
-    with mock.patch.object(launch, "compile_kernel", counting):
-        captured(name)
-    return counted[0]
-
-
-def in_files(source: str, too_high: int) -> str:
-    """A source position with lines of the file in place of the compiler's, paths below kernels/."""
-    short = re.sub(r"[^\s(]*/(?=device/|sm\d+_\w+/)", "", source)
-    return re.sub(r"\.cu:(\d+)", lambda found: f".cu:{int(found[1]) - too_high}", short)
-
-
 def summarised(record: Path) -> dict[str, Any]:
     """Counts by kernel, and the survivors: those of one place and change together.
 
@@ -75,7 +52,6 @@ def summarised(record: Path) -> dict[str, Any]:
     kernels: dict[str, Any] = {}
     survivors: Counter[tuple[str, str, str]] = Counter()
     places: dict[tuple[str, str, str], set[str]] = {}
-    too_high = {name: file_lines(name) for name in kept}
     for v in verdicts:
         name = v["case"]
         if v["digest"] != kept[name]:
@@ -90,7 +66,7 @@ def summarised(record: Path) -> dict[str, Any]:
             continue
         own["survivors"] += 1
         own["tried once"] += not v.get("short")
-        key = v["instruction"].split(" ")[0], v["change"], in_files(v["source"], too_high[name])
+        key = v["instruction"].split(" ")[0], v["change"], v["source"]
         survivors[key] += 1
         places.setdefault(key, set()).add(name)
     listed = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -111,6 +112,23 @@ def test_a_compile_error_carries_the_compilers_log(cache: Path) -> None:
     with pytest.raises(jit.CompileError, match=r"does not compile for sm_90a(.|\n)*no_such_thing"):
         jit.compile_kernel(KERNEL, PRELUDE + "constexpr int X = no_such_thing;\n", ARCH)
     assert not cache.exists() or files(cache) == set()
+
+
+def test_lines_are_those_of_the_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In line information and in errors, however many constants stand in front."""
+    lines = jit.sources()[KERNEL].splitlines()
+    (entry,) = (number for number, line in enumerate(lines, 1) if "padless_sm90_fp8_grouped_gemm(" in line)
+    for more in ("", "constexpr int ONE_MORE = 1;\n"):
+        text = jit.compile_kernel(KERNEL, PRELUDE + more, ARCH, "ptx").image.decode()
+        files = dict(re.findall(r'\.file\s+(\d+) "(?:.*/)?(\w+/\w+\.cu)"', text))
+        assert list(files.values()) == [KERNEL]
+        first = re.search(rf"\.loc\s+{next(iter(files))} (\d+)", text)
+        assert first is not None
+        assert int(first[1]) == entry
+    broken = {**jit.sources(), KERNEL: "no_such_thing;\n" + jit.sources()[KERNEL]}
+    monkeypatch.setattr(jit, "sources", lambda: broken)
+    with pytest.raises(jit.CompileError, match=rf"{KERNEL}\(1\): error"):
+        jit.compile_kernel(KERNEL, PRELUDE + "constexpr int ANOTHER = 1;\n", ARCH, "ptx")
 
 
 # --- once ------------------------------------------------------------------------------------------------

@@ -108,10 +108,11 @@ def listing() -> Iterator[dict[Kernel, None]]:
 
 
 def _load_or_compile(source: str, prelude: str, arch: str, kind: str) -> CompiledKernel:
-    text = prelude + sources()[source]
+    front = f'{prelude}#line 1 "{source}"\n'  # line numbers are the file's own
+    text = front + sources()[source]
     digest = hashlib.sha256()
     own = operand_reuse.VERSION
-    for part in (nvrtc_version(), own, arch, kind, *_OPTIONS, prelude, *_used_sources(source)):
+    for part in (nvrtc_version(), own, arch, kind, *_OPTIONS, front, *_used_sources(source)):
         digest.update(part.encode())
         digest.update(b"\0")
     stem = cache_dir() / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}"
