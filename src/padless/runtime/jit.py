@@ -111,8 +111,7 @@ def _load_or_compile(source: str, prelude: str, arch: str, kind: str) -> Compile
     front = f'{prelude}#line 1 "{source}"\n'  # line numbers are the file's own
     text = front + sources()[source]
     digest = hashlib.sha256()
-    own = operand_reuse.VERSION
-    for part in (nvrtc_version(), own, arch, kind, *_OPTIONS, front, *_used_sources(source)):
+    for part in (nvrtc_version(), operand_reuse.VERSION, arch, kind, *_OPTIONS, front, *_used_sources(source)):
         digest.update(part.encode())
         digest.update(b"\0")
     stem = cache_dir() / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}"
