@@ -4,7 +4,8 @@
 
 Before and after a call every SM writes down its cycle counter and the time. "feed": the copy engines alone, with so many
 SMs that read the same. "stages": one round of tiles, as many as there are workers, at two lengths of K, operands in L2:
-the difference is a K block's. "turns": recorded points of three tiles, cold, with what clock they ran at.
+the difference is a K block's. "turns": recorded points of three tiles, cold, with what clock they ran at. "in_a_row": what
+a call takes less among others.
 """
 
 from __future__ import annotations
@@ -158,19 +159,40 @@ def turns(counter: Counter) -> Iterator[Record]:
             }  # fmt: skip
 
 
+def in_a_row(counter: Counter) -> Iterator[Record]:
+    """A call alone, cold, from event to event, and the mean of 15 with operands of their own after one flush."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for groups, rows, n, k in ((8, 1, 2048, 2048), (8, 64, 2048, 2048), (8, 128, 4096, 7168), (2, 256, 3072, 4096)):
+        problems = [make_grouped(Point(groups * rows, n, k, groups), [rows] * groups, i, "cuda") for i in range(15)]
+        calls = [partial(grouped_gemm, p.a, p.b, p.offs, out=p.empty_out()) for p in problems]
+        found: dict[int, list[float]] = {1: [], 15: []}
+        for count in (1, 15) * 9:
+            counter.flush.zero_()
+            counter.flush[: 256 << 20].view(torch.int64).sum()
+            torch.cuda._sleep(4_000_000)
+            start.record()
+            for call in calls[:count]:
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            found[count].append(1e3 * start.elapsed_time(end) / count)
+        alone, row = (statistics.median(times[2:]) for times in found.values())
+        yield {"kind": "in a row", "groups": groups, "rows": rows, "n": n, "k": k, "alone_us": alone, "row_us": row}
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60.0, help="stop after so long")
-    parser.add_argument("--part", action="append", choices=("feed", "stages", "rounds", "turns"))
+    parser.add_argument("--part", action="append", choices=("feed", "stages", "rounds", "turns", "in_a_row"))
     arguments = parser.parse_args()
     began = time.perf_counter()
     counter = Counter(torch.device("cuda"))
     with arguments.out.open("w") as file:
         session = {"kind": "session", "what": "counted", "machine": machine.describe(), "empty": counter.empty}
         file.write(json.dumps(session) + "\n")
-        for part in (feed, stages, rounds, turns):
+        for part in (feed, stages, rounds, turns, in_a_row):
             if arguments.part and part.__name__ not in arguments.part:
                 continue
             try:
