@@ -4,8 +4,8 @@
 
 Before and after a call every SM writes down its cycle counter and the time. "feed": the copy engines alone, with so many
 SMs that read the same. "stages": one round of tiles, as many as there are workers, at two lengths of K, operands in L2:
-the difference is a K block's. "turns": recorded points of three tiles, cold, with what clock they ran at. "in_a_row": what
-a call takes less among others.
+the difference is a K block's. "turns": recorded points of three tiles, cold, with what clock they ran at. "in_a_row":
+what a call takes less among others.
 """
 
 from __future__ import annotations
