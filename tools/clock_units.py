@@ -34,7 +34,7 @@ def read_record(path: Path) -> list[Record]:
 
 def probe_of(record: Record) -> Probe:
     """What was run."""
-    return Probe(**{field: record[field] for field in FIELDS})
+    return Probe(**{field: record[field] for field in FIELDS if field in record})
 
 
 def alone(chip: Chip) -> Chip:

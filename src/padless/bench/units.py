@@ -26,7 +26,8 @@ RECORD = "units.jsonl"
 class Probe:
     """One run. name: of what it measures. block_n, warpgroups, products, a_in_registers, coupled, stamps: constants of
     the kernel; batches, loads, in_flight, box_rows, ctas: of the launch. own_rows: whether every CTA reads rows
-    of its own. buffer_rows: rows of 128 bytes that are read over and over."""
+    of its own; streams: of how many places they begin to read, 0: one, or their own. buffer_rows: rows of 128 bytes that
+    are read over and over."""
 
     name: str
     block_n: int = 128
@@ -42,6 +43,7 @@ class Probe:
     ctas: int = 1
     own_rows: bool = False
     buffer_rows: int = 8192
+    streams: int = 0
 
     def prelude(self) -> str:
         """The constants that the kernel is compiled behind."""
@@ -100,7 +102,8 @@ def run_probe(driver: Driver, probe: Probe, device: torch.device, buffers: dict[
     source = buffers[probe.buffer_rows]
     out = torch.zeros((probe.ctas, OUT_WORDS), dtype=torch.int64, device=device)
     arguments: list[Argument] = [driver.encode(tensor_map.operand(source, probe.box_rows)), (out.data_ptr(), 8)]
-    cta_rows = probe.buffer_rows // probe.ctas // 256 * 256 if probe.own_rows else 0
+    streams = probe.streams or (probe.ctas if probe.own_rows else 0)
+    cta_rows = probe.buffer_rows // streams // 256 * 256 if streams else 0
     values = (probe.batches, probe.loads, probe.in_flight, probe.box_rows, probe.buffer_rows, cta_rows)
     arguments += [(value, 4) for value in values]
     shape = LaunchShape(probe.ctas, kernel.num_threads, 1)

@@ -53,7 +53,7 @@ def buffer_bytes(name: str, spec: Any) -> int:
 def _layout(name: str, spec: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """dtype and shape of a buffer that is made. LaunchError where they make no array of numbers."""
     try:
-        dtype = np.dtype(spec["dtype"])
+        dtype = np.dtype("uint16" if spec["dtype"] == "bfloat16" else spec["dtype"])
         shape = tuple(int(x) for x in spec["shape"])
     except (KeyError, TypeError, ValueError) as error:
         raise LaunchError(f"buffer {name}: needs dtype and shape, or load ({error})") from None
@@ -69,6 +69,8 @@ def make_buffer(name: str, spec: dict[str, Any], folder: Path) -> np.ndarray[Any
             return np.ascontiguousarray(np.load(folder / str(spec["load"])))
         except (OSError, ValueError, EOFError) as error:
             raise LaunchError(f"buffer {name}: cannot load {spec['load']}: {error}") from None
+    if spec.get("dtype") == "bfloat16":  # numpy has none: the upper halves of float32
+        return (make_buffer(name, spec | {"dtype": "float32"}, folder).view(np.uint32) >> 16).astype(np.uint16)
     dtype, shape = _layout(name, spec)
     fill = spec.get("fill", 0)
     if fill == "nan" and dtype.kind != "f":
@@ -114,7 +116,8 @@ def _argument(argument: Any, addresses: dict[str, int], arrays: dict[str, Any]) 
             return np.dtype(f"float{kind[1:]}").type(value)
         if kind in ("s32", "u32", "s64", "u64"):
             return np.dtype(f"{'u' if kind[0] == 'u' else ''}int{kind[1:]}").type(value)
-    raise LaunchError(f"argument {argument!r} is not a number, a buffer name, or one of hex, tensor_map, f32, u64, ...")
+    allowed = "a number, a buffer name, or one of hex, tensor_map, f32, f64, s32, u32, s64, u64"
+    raise LaunchError(f"argument {argument!r} is not {allowed}")
 
 
 def tensor_map(spec: dict[str, Any], addresses: dict[str, int], arrays: dict[str, Any]) -> bytes:
