@@ -11,7 +11,7 @@ import torch.distributed as dist
 from padless.distributed import checks
 from padless.distributed.backend import BACKENDS, choose_backend
 from padless.distributed.functions import Combine, Dispatch
-from padless.distributed.moe_over_ranks import QuantizedExperts, moe_over_ranks
+from padless.distributed.layer import QuantizedExperts, moe_over_ranks
 from padless.distributed.placement import place
 from padless.distributed.plan import ExpertPlan
 from padless.distributed.row_format import RowFormat
