@@ -1,7 +1,7 @@
 """Mixture-of-Experts layers over ranks: dispatch, this rank's experts, combine, and their gradients.
 
-`expert_parallel_moe` has any function for its experts; `moe_over_ranks` is `padless.moe.moe` with a dispatch in the place
-of its gather and a combine in that of its sum.
+`expert_parallel_moe` has any function for its experts; `moe_over_ranks` is `padless.moe.moe` with a dispatch for
+its gather and a combine for its sum.
 """
 
 # mypy: disable-error-code="no-untyped-def"
