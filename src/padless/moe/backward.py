@@ -18,6 +18,7 @@ from padless.moe.activation import Activation
 from padless.moe.checks import on_device_of, runs_triton
 from padless.moe.combining import combine
 from padless.moe.gather import gather_quantize, route_quantize
+from padless.moe.slots import rows_to_slots, slots_to_rows
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.swiglu_backward import SwigluGradients, swiglu_backward_quantize
 from padless.runtime.operators import register_autograd
@@ -70,14 +71,11 @@ def _moe_backward(
     first = ops.unpacked(w13, w13_scale, None, FP8_BLOCK.name, "plain")
     (offs, _, inverse), rows = route_quantize(x, top_k_index, w13.shape[0], FP8_BLOCK)
     dy = gather_quantize(dout, inverse, FP8_BLOCK)
-    kept = inverse >= 0
-    at = torch.where(kept, inverse, -1 - inverse).long().flatten()  # every row once
-    factors = torch.where(kept, top_k_weights, 0.0).to(torch.float32).flatten()
-    prob = torch.empty_like(factors).scatter_(0, at, factors)
+    prob = slots_to_rows(top_k_weights, inverse)
     second = ops.unpacked(w2, w2_scale, None, FP8_BLOCK.name, "plain")
     found = gradients_of_experts(rows, dy, prob, offs, first, second, gate_up, backend)
     assert found.dprob is not None
-    dweights = torch.where(kept, found.dprob[at].view(inverse.shape), 0.0).to(top_k_weights.dtype)
+    dweights = rows_to_slots(found.dprob, inverse, top_k_weights.dtype)
     if not needs_x:
         return x.new_empty(0), dweights
     dx_rows = grouped_gemm(found.dz_rows, transposed(w13, w13_scale), offs, backend=backend)
