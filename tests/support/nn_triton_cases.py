@@ -67,9 +67,9 @@ def decoded_rows(device: str) -> None:
 
 @case
 def slots_and_rows(device: str) -> None:
+    from padless.moe import slots as definition
     from padless.moe import twins
-    from padless.nn import rows as definition
-    from padless.nn.triton import rows
+    from padless.moe.triton import slots
 
     for tokens, top_k in ((1, 1), (37, 3), (300, 2)):
         g = torch.Generator().manual_seed(tokens)
@@ -79,8 +79,8 @@ def slots_and_rows(device: str) -> None:
         there = inverse.to(device)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             with poisoned_memory():
-                by_row = rows.slots_to_rows(values.to(device, dtype), there)
-                by_slot = rows.rows_to_slots(values.flatten().to(device), there, dtype)
+                by_row = slots.slots_to_rows(values.to(device, dtype), there)
+                by_slot = slots.rows_to_slots(values.flatten().to(device), there, dtype)
             assert_bits("rows", by_row, definition.slots_to_rows(values.to(dtype), inverse))
             assert_bits("slots", by_slot, definition.rows_to_slots(values.flatten(), inverse, dtype))
             assert (by_slot.cpu()[inverse < 0] == 0).all()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from padless.distributed import checks
 from padless.distributed.backend import BACKENDS, choose_backend
 from padless.distributed.functions import Combine, Dispatch
+from padless.distributed.layer import QuantizedExperts, moe_over_ranks
 from padless.distributed.placement import place
 from padless.distributed.plan import ExpertPlan
 from padless.distributed.row_format import RowFormat
@@ -168,6 +169,19 @@ class ExpertParallel:
             return out
         prob = plan.prob.detach() if weighted else None
         return self._backend.combine(rows.detach(), plan, prob, None)[0]
+
+    def _moe(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        experts: tuple[Any, ...],
+        shared: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        num_experts: int | None,
+    ) -> torch.Tensor:
+        """`padless.moe.moe` with ep, of arguments that it has checked. experts: fields of `QuantizedExperts`."""
+        return moe_over_ranks(self, x, ids, weights, QuantizedExperts(*experts), shared, out_dtype, num_experts)
 
     def check(self) -> None:
         """Raises RuntimeError for what a device found out in calls that have ended: a rank that did not answer within

@@ -1,18 +1,60 @@
-"""A Mixture-of-Experts layer over ranks: dispatch, this rank's experts, combine."""
+"""Mixture-of-Experts layers over ranks: dispatch, this rank's experts, combine, and their gradients.
 
+`expert_parallel_moe` has any function for its experts; `moe_over_ranks` is `padless.moe.moe` with a dispatch for
+its gather and a combine for its sum.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from padless.distributed.expert_parallel import ExpertParallel
-from padless.formats import BlockScaledFormat, BlockScaledTensor
+from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows
+from padless.distributed.plan import ExpertPlan
+from padless.formats import FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.moe import backward
 from padless.moe.activation import Activation
 from padless.moe.layer import Projection
+from padless.ops.grouped_gemm import grouped_gemm
+from padless.quantization.quantize import quantize
+
+if TYPE_CHECKING:
+    from padless.distributed.expert_parallel import ExpertParallel
 
 Rows = BlockScaledTensor | torch.Tensor
 ExpertsFunction = Callable[[Rows, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedExperts:
+    """This rank's experts: both projections, the activation between them, and what rows are quantized to.
+
+    format: None is bfloat16. global_scales: NVFP4's, of rows and of activated rows, one value or one for each expert
+    here; None elsewhere.
+    """
+
+    first: Projection
+    second: Projection
+    activation: Activation
+    format: BlockScaledFormat | None
+    global_scales: tuple[torch.Tensor | None, torch.Tensor | None]
+
+    def quantized(self, rows: Rows, offs: torch.Tensor) -> Rows:
+        """Rows for the first projection: as they came, or quantized here, to the same codes."""
+        if self.format is None or isinstance(rows, BlockScaledTensor):
+            return rows
+        scale = self.global_scales[0]
+        by_group = offs if scale is not None and scale.numel() > 1 else None
+        return quantize(rows, self.format, global_scale=scale, offs=by_group)
+
+    def product(self, rows: Rows, offs: torch.Tensor) -> torch.Tensor:
+        """What the experts give for their rows: (C, H) bfloat16."""
+        hidden = self.first.activated(rows, offs, self.activation, self.format, self.global_scales[1])
+        return self.second.product(hidden, offs)
 
 
 def expert_parallel_moe(
@@ -64,7 +106,109 @@ def expert_parallel_moe(
             )
     rows, plan = ep.dispatch(x, ids, weights, global_scale=global_scale1)
     fmt = ep.settings.row_format.format
-    hidden_format = fmt if isinstance(fmt, BlockScaledFormat) else None
-    first, second = Projection(w13, None, backend), Projection(w2, None, backend)
-    hidden = first.activated(rows, plan.offs, activation or Activation(), hidden_format, global_scale2)
-    return ep.combine(second.product(hidden, plan.offs), plan, weighted=True)
+    both, act = (Projection(w13, None, backend), Projection(w2, None, backend)), activation or Activation()
+    experts = QuantizedExperts(*both, act, fmt if isinstance(fmt, BlockScaledFormat) else None, (None, global_scale2))
+    return ep.combine(experts.product(rows, plan.offs), plan, weighted=True)
+
+
+def moe_over_ranks(
+    ep: ExpertParallel,
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    experts: QuantizedExperts,
+    shared: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    num_experts: int | None,
+) -> torch.Tensor:
+    """`padless.moe.moe` of arguments that it has checked, but for what ``ep`` is for. A collective call. ValueError."""
+    trains = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
+    check(ep, x, top_k_index, experts, num_experts, trains)
+    if trains:
+        out = _MoeOverRanks.apply(ep, experts, x, top_k_weights, top_k_index)  # type: ignore[no-untyped-call]
+    else:
+        rows, plan = ep.dispatch(x, top_k_index, top_k_weights, global_scale=_sent_scale(ep, experts))
+        y = experts.product(experts.quantized(rows, plan.offs), plan.offs)
+        out = ep.combine(y.to(ep.settings.partial), plan, weighted=True)
+    if shared is not None:
+        out = out.to(torch.float32) + shared.to(torch.float32)
+    return out.to(out_dtype)
+
+
+def check(
+    ep: ExpertParallel,
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    experts: QuantizedExperts,
+    num_experts: int | None,
+    trains: bool,
+) -> None:
+    """Raises ValueError for a layer that ``ep`` is not for."""
+    s, here, given = ep.settings, len(ep.local_experts), experts.first.weights.data.shape[0]
+    if given != here:
+        raise ValueError(
+            f"w13 has {given} experts and rank {ep.rank} has {here}; with ep give those of ep.local_experts alone"
+        )
+    if num_experts not in (None, s.num_experts):
+        raise ValueError(f"num_experts is {num_experts} and ep's {s.num_experts}; leave it None")
+    if (x.shape[1], top_k_index.shape[1]) != (s.hidden, s.top_k):
+        raise ValueError(
+            f"x has {x.shape[1]} columns and top_k_index {top_k_index.shape[1]}, and ep is for {s.hidden} and "
+            f"{s.top_k}; make it with hidden= and top_k= of the layer"
+        )
+    sent, scale = s.row_format.format, experts.global_scales[0]
+    if isinstance(sent, BlockScaledFormat):
+        if sent != experts.format:
+            wanted = "bfloat16" if experts.format is None else experts.format.name
+            raise ValueError(
+                f"ep's rows are {sent.name} and activations {wanted}; make ep with fmt= of the activations, or of x"
+            )
+        if trains:
+            raise ValueError(
+                f"x or top_k_weights requires grad and ep's rows in {sent.name} carry none; make ep with "
+                "fmt=torch.bfloat16, or call under torch.no_grad()"
+            )
+        if scale is not None and scale.numel() > 1:
+            raise ValueError(
+                f"global_scale1 has {scale.numel()} values and ep's rows have one; give one, or make ep with "
+                "fmt=torch.bfloat16"
+            )
+    elif x.dtype != sent:
+        raise ValueError(f"x is {x.dtype} and ep's rows are {sent}; convert x, or make ep with fmt= of x")
+
+
+def _sent_scale(ep: ExpertParallel, experts: QuantizedExperts) -> torch.Tensor | None:
+    """NVFP4's scale of rows that are quantized before they are sent."""
+    return experts.global_scales[0] if ep.settings.row_format.format == NVFP4 else None
+
+
+class _MoeOverRanks(torch.autograd.Function):
+    """Keeps the rows' FP8 codes, and multiplies them again in the backward pass: see `padless.moe.backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, ep: ExpertParallel, experts: QuantizedExperts, x, top_k_weights, top_k_index):
+        received, plan = ep.dispatch(x, top_k_index, top_k_weights)
+        rows = experts.quantized(received, plan.offs)
+        assert isinstance(rows, BlockScaledTensor)
+        out = ep.combine(experts.product(rows, plan.offs).to(ep.settings.partial), plan, weighted=True)
+        ctx.ep, ctx.experts = ep, experts
+        ctx.dtypes = x.dtype, top_k_weights.dtype
+        ctx.save_for_backward(*plan, rows.data, rows.scale)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor):
+        ep, experts = ctx.ep, ctx.experts
+        *parts, codes, scale = ctx.saved_tensors
+        plan, w13 = ExpertPlan(*parts), experts.first
+        rows = BlockScaledTensor(codes, scale, FP8_BLOCK)
+        dy = quantize(gradients_of_rows(ep, dout, plan), FP8_BLOCK)
+        found = backward.gradients_of_experts(
+            rows, dy, plan.prob, plan.offs, w13.weights, experts.second.weights, experts.activation.gate_up, w13.backend
+        )
+        turned = backward.transposed(w13.weights.data, w13.weights.scale)
+        assert found.dprob is not None
+        dx_rows = grouped_gemm(found.dz_rows, turned, plan.offs, backend=w13.backend)
+        dx, dweights = gradients_of_dispatch(ep, dx_rows.to(ep.settings.partial), found.dprob, plan)
+        return None, None, dx.to(ctx.dtypes[0]), dweights.to(ctx.dtypes[1]), None

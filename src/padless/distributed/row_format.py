@@ -93,3 +93,29 @@ class RowFormat:
 def as_bytes(t: torch.Tensor) -> torch.Tensor:
     """A (rows, columns) tensor's bytes, (rows, columns * itemsize) uint8."""
     return t.contiguous().view(torch.uint8).view(t.shape[0], t.shape[1] * t.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Memory of rows: bytes of codes (C, code_bytes), and scales."""
+
+    data: torch.Tensor
+    scale: torch.Tensor | None
+
+    @property
+    def integers(self) -> torch.Tensor | None:
+        """The scales' bits, in the same layout."""
+        if self.scale is None or self.scale.dtype == torch.uint8:
+            return self.scale
+        return self.scale.view(torch.int32)
+
+    @property
+    def scale_strides(self) -> tuple[int, int]:
+        return (0, 0) if self.scale is None else (self.scale.stride(0), self.scale.stride(1))
+
+    def tensor(self, row_format: RowFormat, global_scale: torch.Tensor | None) -> BlockScaledTensor | torch.Tensor:
+        fmt = row_format.format
+        if isinstance(fmt, torch.dtype):
+            return self.data.view(fmt)
+        assert self.scale is not None
+        return BlockScaledTensor(self.data.view(fmt.data_dtype), self.scale.view(fmt.scale_dtype), fmt, global_scale)

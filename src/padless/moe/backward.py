@@ -18,8 +18,9 @@ from padless.moe.activation import Activation
 from padless.moe.checks import on_device_of, runs_triton
 from padless.moe.combining import combine
 from padless.moe.gather import gather_quantize, route_quantize
+from padless.moe.slots import rows_to_slots, slots_to_rows
 from padless.ops.grouped_gemm import grouped_gemm
-from padless.quantization.swiglu_backward import swiglu_backward_quantize
+from padless.quantization.swiglu_backward import SwigluGradients, swiglu_backward_quantize
 from padless.runtime.operators import register_autograd
 
 
@@ -69,24 +70,39 @@ def _moe_backward(
         return torch.empty_like(x) if needs_x else x.new_empty(0), torch.empty_like(top_k_weights)
     first = ops.unpacked(w13, w13_scale, None, FP8_BLOCK.name, "plain")
     (offs, _, inverse), rows = route_quantize(x, top_k_index, w13.shape[0], FP8_BLOCK)
-    z = grouped_gemm(rows, first, offs, backend=backend)
     dy = gather_quantize(dout, inverse, FP8_BLOCK)
-    dh = grouped_gemm(dy, transposed(w2, w2_scale), offs, backend=backend)
-    kept = inverse >= 0
-    at = torch.where(kept, inverse, -1 - inverse).long().flatten()  # every row once
-    factors = torch.where(kept, top_k_weights, 0.0).to(torch.float32).flatten()
-    prob = torch.empty_like(factors).scatter_(0, at, factors)
-    found = swiglu_backward_quantize(dh, z, offs, prob, gate_up=gate_up)
+    prob = slots_to_rows(top_k_weights, inverse)
+    second = ops.unpacked(w2, w2_scale, None, FP8_BLOCK.name, "plain")
+    found = gradients_of_experts(rows, dy, prob, offs, first, second, gate_up, backend)
     assert found.dprob is not None
-    dweights = torch.where(kept, found.dprob[at].view(inverse.shape), 0.0).to(top_k_weights.dtype)
+    dweights = rows_to_slots(found.dprob, inverse, top_k_weights.dtype)
     if not needs_x:
         return x.new_empty(0), dweights
     dx_rows = grouped_gemm(found.dz_rows, transposed(w13, w13_scale), offs, backend=backend)
     return combine(dx_rows, inverse, None, out_dtype=x.dtype), dweights
 
 
+def gradients_of_experts(
+    rows: BlockScaledTensor,
+    dy: BlockScaledTensor,
+    prob: torch.Tensor,
+    offs: torch.Tensor,
+    w13: BlockScaledTensor,
+    w2: BlockScaledTensor,
+    gate_up: str,
+    backend: str | None,
+) -> SwigluGradients:
+    """Gradients of what the first product gives and of the rows' weights prob (M,): of rows (M, H), which are
+    multiplied again, and the unweighted gradient dy (M, H) of what the second product gives.
+    """
+    z = grouped_gemm(rows, w13, offs, backend=backend)
+    dh = grouped_gemm(dy, transposed(w2.data, w2.scale), offs, backend=backend)
+    return swiglu_backward_quantize(dh, z, offs, prob, gate_up=gate_up)
+
+
 def transposed(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
-    """FP8_BLOCK weights (G, K, N) from the codes, as bytes, and scales of (G, N, K): the same values."""
+    """FP8_BLOCK weights (G, K, N) from the codes, or their bytes, and scales of (G, N, K): the same values."""
+    codes = codes.view(torch.uint8)
     if runs_triton(codes) and codes.is_contiguous():
         from padless.moe.triton.transpose import transpose
 

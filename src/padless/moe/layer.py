@@ -7,7 +7,7 @@ gradients are in `padless.moe.backward`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from padless.moe.routing import Routing, route
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.quantize import INPUT_DTYPES, quantize
+
+if TYPE_CHECKING:
+    from padless.distributed.expert_parallel import ExpertParallel
 
 # What activations are quantized to where the caller does not say, by the weights' format.
 ACTIVATIONS: dict[BlockScaledFormat, BlockScaledFormat] = {
@@ -57,6 +60,7 @@ def moe(
     num_experts: int | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str | None = None,
+    ep: ExpertParallel | None = None,
 ) -> torch.Tensor:
     """out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t]), plus shared[t]; (T, H).
 
@@ -82,16 +86,20 @@ def moe(
         num_experts: E, to be held against the weights.
         out_dtype: of the result; None is x's dtype.
         backend: of the products, as in `padless.grouped_gemm`.
+        ep: a `padless.distributed.ExpertParallel`: the experts are spread over its ranks. w13, w2, biases and global
+            scales are then those of ep.local_experts alone, top_k_index is of all E experts, the call is collective, and
+            `ExpertParallel.combine` states the sum, with rows in the type of x or quantized before they are sent.
 
     A token's row depends, bit for bit, on its own x, ids, weights and shared row and on the weights alone, not on the
-    tokens around it. No synchronization; safe in CUDA graphs; memory is for T * k rows.
+    tokens around it. No synchronization; safe in CUDA graphs; memory is for T * k rows. With ep: memory is for its
+    capacity, and its backend says whether it synchronizes and may be captured.
 
     Differentiable for x, top_k_weights and shared where weights and activations are FP8_BLOCK, scales plain, the
-    activation is plain SwiGLU and there is no bias; else an argument that requires grad is refused. The weights are
-    constants: `padless.nn.Experts` trains them. Raises ValueError.
+    activation is plain SwiGLU and there is no bias, and ep's rows are not quantized; else an argument that requires grad
+    is refused. The weights are constants: `padless.nn.Experts` trains them. Raises ValueError.
     """
     act = Activation(activation, gate_up, alpha, limit, up_offset)
-    _check(x, top_k_index, top_k_weights, w13, w2, num_experts, act)
+    _check(x, top_k_index, top_k_weights, w13, w2, num_experts if ep is None else None, act)
     experts, n = w13.data.shape[:2]
     given = {"bias13": bias13, "bias2": bias2}
     given |= {"global_scale1": global_scale1, "global_scale2": global_scale2}
@@ -114,14 +122,18 @@ def moe(
     if trained is not None:
         has_bias = bias13 is not None or bias2 is not None
         backward.check_differentiable(trained, w13, w2, act, name, has_bias)
+    first, second = Projection(w13, bias13, backend), Projection(w2, bias2, backend)
+    scales = (global_scale1, global_scale2)
+    if ep is not None:
+        format = ops.BY_NAME.get(name)
+        layer = (first, second, act, format, _scales(x, format, scales))
+        return ep._moe(x, top_k_index, top_k_weights, layer, shared, dtype, num_experts)
     if trained is not None or ops.is_traced(x, top_k_index, top_k_weights, w13.data, w2.data):
         result: torch.Tensor = torch.ops.padless.moe(
             x, top_k_index, top_k_weights, *ops.packed(w13), *ops.packed(w2), bias13, bias2, shared, global_scale1,
             global_scale2, name, activation, gate_up, alpha, limit, up_offset, dtype, backend,
         )  # fmt: skip
         return result
-    first, second = Projection(w13, bias13, backend), Projection(w2, bias2, backend)
-    scales = (global_scale1, global_scale2)
     return _forward(x, top_k_index, top_k_weights, first, second, act, name, scales, shared, dtype)
 
 
@@ -174,7 +186,7 @@ def _forward(
     if top_k_index.shape[0] == 0:
         return torch.empty(x.shape, dtype=out_dtype, device=x.device)
     format = ops.BY_NAME.get(activations)
-    of_x, of_hidden = (_scale(x, scale) if format == NVFP4 else None for scale in global_scales)
+    of_x, of_hidden = _scales(x, format, global_scales)
     routing, rows = gathered(x, top_k_index, first.weights.shape[0], format, of_x)
     hidden = first.activated(rows, routing.offs, activation, format, of_hidden)
     y = second.product(hidden, routing.offs)
@@ -327,5 +339,11 @@ def _check_vector(
         raise ValueError(f"{name} must be {allowed} {kinds} on {device}, got {describe(t)}")
 
 
-def _scale(x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-    return torch.ones((), dtype=torch.float32, device=x.device) if given is None else given
+def _scales(
+    x: torch.Tensor, format: BlockScaledFormat | None, given: tuple[torch.Tensor | None, torch.Tensor | None]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """NVFP4's global scales, 1 where none is given; None for other formats."""
+    if format != NVFP4:
+        return None, None
+    first, second = (torch.ones((), dtype=torch.float32, device=x.device) if s is None else s for s in given)
+    return first, second

@@ -11,6 +11,7 @@ import torch
 
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import GroupedColumns, empty_mn_major
+from padless.moe import slots
 from padless.moe.fused import swiglu
 from padless.moe.ops import BY_NAME, _quantized_fake, operator, unpacked
 from padless.nn import rows
@@ -237,7 +238,7 @@ def _slots_to_rows_fake(values: torch.Tensor, inverse: torch.Tensor) -> torch.Te
 
 @operator("slots_to_rows", "(Tensor values, Tensor inverse) -> Tensor", _slots_to_rows_fake)
 def _slots_to_rows(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    return rows.slots_to_rows(values, inverse)
+    return slots.slots_to_rows(values, inverse)
 
 
 def _rows_to_slots_fake(values: torch.Tensor, inverse: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -246,7 +247,7 @@ def _rows_to_slots_fake(values: torch.Tensor, inverse: torch.Tensor, out_dtype: 
 
 @operator("rows_to_slots", "(Tensor values, Tensor inverse, ScalarType out_dtype) -> Tensor", _rows_to_slots_fake)
 def _rows_to_slots(values: torch.Tensor, inverse: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    return rows.rows_to_slots(values, inverse, out_dtype)
+    return slots.rows_to_slots(values, inverse, out_dtype)
 
 
 def _swiglu_backward_fake(

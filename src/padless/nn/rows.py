@@ -40,33 +40,6 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (codes.to(torch.float32) * per_column).to(torch.bfloat16)
 
 
-def slots_to_rows(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """(T * k,) float32: the value (T, k) of each row's slot; also for rows of the tail."""
-    if runs_triton(values) and values.numel() > 0:
-        from padless.nn.triton import rows as kernels
-
-        with on_device_of(values):
-            return kernels.slots_to_rows(values.contiguous(), inverse)
-    out = torch.empty(inverse.numel(), dtype=torch.float32, device=values.device)
-    return out.scatter_(0, _rows_of(inverse), values.reshape(-1).to(torch.float32))
-
-
-def rows_to_slots(values: torch.Tensor, inverse: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """(T, k): the value (T * k,) of each slot's row, 0 for slots of no expert."""
-    if runs_triton(values) and values.numel() > 0:
-        from padless.nn.triton import rows as kernels
-
-        with on_device_of(values):
-            return kernels.rows_to_slots(values, inverse, out_dtype)
-    found = values[_rows_of(inverse)].view(inverse.shape)
-    return torch.where(inverse >= 0, found, 0.0).to(out_dtype)
-
-
-def _rows_of(inverse: torch.Tensor) -> torch.Tensor:
-    flat = inverse.reshape(-1).to(torch.int64)
-    return torch.where(flat < 0, -1 - flat, flat)
-
-
 def swiglu_backward(
     dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor, gate_up: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Passes over rows as Triton kernels: zeros behind the last group, FP8_BLOCK rows decoded, values of slots and rows."""
+"""Passes over rows as Triton kernels: zeros behind the last group, FP8_BLOCK rows decoded."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -9,12 +9,10 @@ import triton.language as tl
 
 from padless.formats import ceil_div
 from padless.moe.triton import arithmetic
-from padless.moe.triton.combine import DTYPES
 from padless.quantization.triton import casts
 
 _TAIL_ROWS, _TAIL_COLUMNS = 32, 512
 _DECODED_ROWS, _BLOCK = 64, 128
-_SLOTS = 256
 _F16_PER_E4M3 = tl.constexpr(256.0)
 
 
@@ -36,24 +34,6 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         codes.view(torch.uint8), scale, out, rows, columns, scale.stride(1), blocks,
         ROWS=_DECODED_ROWS, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
-    return out
-
-
-def slots_to_rows(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """(T * k,) float32: values (T, k), contiguous, in the order of rows. T is not 0."""
-    count = inverse.numel()
-    out = torch.empty(count, dtype=torch.float32, device=values.device)
-    _slots_to_rows[(ceil_div(count, _SLOTS),)](values, inverse, out, count, SLOTS=_SLOTS, num_warps=4)
-    return out
-
-
-def rows_to_slots(values: torch.Tensor, inverse: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """(T, k) in out_dtype: values (T * k,) float32 in the order of slots, 0 where inverse is negative. T is not 0."""
-    count = inverse.numel()
-    out = torch.empty(inverse.shape, dtype=out_dtype, device=values.device)
-    _rows_to_slots[(ceil_div(count, _SLOTS),)](
-        values, inverse, out, count, OUT=DTYPES[out_dtype], SLOTS=_SLOTS, num_warps=4
-    )
     return out
 
 
@@ -107,35 +87,3 @@ def _dequantize(
     nan = tl.full((ROWS, BLOCK), casts.NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
     value = tl.where(magnitude == 0x7F, nan, value) * scale[:, None]
     tl.store(out_ptr + place, arithmetic.rounded(value, tl.bfloat16), mask=inside)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _slots_to_rows(
-    values_ptr,  # (count,) in the order of slots
-    inverse_ptr,  # (count,) int32
-    out_ptr,  # (count,) float32, in the order of rows
-    count,
-    SLOTS: tl.constexpr,
-):
-    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    there = slot < count
-    row = tl.load(inverse_ptr + slot, mask=there, other=0)
-    row = tl.where(row < 0, -1 - row, row)
-    value = casts.to_float32(tl.load(values_ptr + slot, mask=there, other=0.0))
-    tl.store(out_ptr + row, value, mask=there)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _rows_to_slots(
-    values_ptr,  # (count,) float32, in the order of rows
-    inverse_ptr,  # (count,) int32
-    out_ptr,  # (count,) in the order of slots
-    count,
-    OUT: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    there = slot < count
-    row = tl.load(inverse_ptr + slot, mask=there, other=-1)
-    value = tl.load(values_ptr + row, mask=row >= 0, other=0.0)
-    tl.store(out_ptr + slot, arithmetic.rounded(value, OUT), mask=there)

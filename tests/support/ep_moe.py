@@ -1,0 +1,205 @@
+"""Cases of `padless.moe.moe` with its experts over ranks, which `support.ep_cases` runs with its own.
+
+What it must equal is made of calls in one process: each with the ids of other ranks' experts taken away, which is a
+rank's part of every sum, and the parts added in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import padless
+from padless.distributed import ExpertParallel
+from padless.formats import BlockScaledTensor
+from padless.moe import moe
+from padless.nn import Experts
+from padless.testing import exchange as reference
+from padless.testing.exchange import Problem, draw
+from padless.verify.ranks.exchange import Ranks
+from support.ep_layers import poison_rows
+
+HIDDEN, INTERMEDIATE, TOP_K = 128, 64, 3
+FP8, MXFP8, MXFP4, NVFP4 = padless.FP8_BLOCK, padless.MXFP8, padless.MXFP4, padless.NVFP4
+GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+
+# (format of weights, of ep's rows, dtype of x, options of the layer).
+FORWARD: tuple[tuple[Any, Any, torch.dtype, dict[str, Any]], ...] = (
+    (FP8, FP8, torch.bfloat16, {}),
+    (FP8, FP8, torch.float32, {"out_dtype": torch.bfloat16}),
+    (FP8, torch.bfloat16, torch.bfloat16, {"gate_up": "interleaved"}),
+    (FP8, torch.float32, torch.float32, {}),
+    (MXFP8, MXFP8, torch.bfloat16, {"bias": True}),
+    (MXFP8, torch.bfloat16, torch.bfloat16, {}),
+    (MXFP4, FP8, torch.bfloat16, {"bias": True, **GPT_OSS}),
+    (MXFP4, torch.bfloat16, torch.bfloat16, {"activations": torch.bfloat16}),
+    (NVFP4, NVFP4, torch.bfloat16, {}),
+    (NVFP4, NVFP4, torch.bfloat16, {"scale1": 0.01, "scale2": "each"}),
+    (NVFP4, torch.bfloat16, torch.bfloat16, {"scale1": "each", "scale2": 0.02}),
+)
+
+
+def drawn(ranks: Ranks, seed: int, dtype: torch.dtype) -> tuple[Problem, list[torch.Tensor], torch.Tensor]:
+    """(uneven tokens, experts by turns over the ranks; weights (E, 2 I, H) and (E, H, I); shared rows)."""
+    e = 2 * ranks.size
+    counts = ranks.counts(9, 6)
+    if seed % 3 == 1:  # none on the last rank
+        counts[-1] = 0
+    p = draw(counts, e, HIDDEN, TOP_K, seed, expert_map=[expert % ranks.size for expert in range(e)], dtype=dtype)
+    p.tokens = [t.clamp(-4, 4) for t in p.tokens]
+    generator = torch.Generator().manual_seed(seed)
+    weights = [
+        torch.randn(s, generator=generator) / s[2] ** 0.5
+        for s in ((e, 2 * INTERMEDIATE, HIDDEN), (e, HIDDEN, INTERMEDIATE))
+    ]
+    return p, weights, torch.randn((len(p.tokens[ranks.rank]), HIDDEN), generator=generator).to(ranks.device, dtype)
+
+
+def quantized(weights: list[torch.Tensor], experts: list[int], fmt: Any, ranks: Ranks) -> list[BlockScaledTensor]:
+    return [padless.quantize(w[experts].to(ranks.device), fmt, kind="weight") for w in weights]
+
+
+def parts_of(ids: torch.Tensor, p: Problem) -> list[torch.Tensor]:
+    """For every rank the ids of its experts alone, -1 for others."""
+    owner = torch.tensor(p.expert_map, device=ids.device)[ids.clamp(min=0)]
+    return [torch.where(owner == r, ids, -1) for r in range(p.num_ranks)]
+
+
+def added(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The parts' sum in float32, in the order of ranks, in their type."""
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        total += part.float()
+    return total.to(parts[0].dtype)
+
+
+def assert_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    assert got.dtype == want.dtype, f"{what}: {got.dtype}, not {want.dtype}"
+    assert torch.equal(reference.bits(got), reference.bits(want)), what
+
+
+def moe_forward(ranks: Ranks) -> None:
+    """Bits of one process, in every format, with rows quantized before they are sent and where they arrive."""
+    every, here = list(range(2 * ranks.size)), list(range(ranks.rank, 2 * ranks.size, ranks.size))
+    for number, (fmt, sent, dtype, given) in enumerate(FORWARD):
+        options = dict(given)
+        p, weights, shared = drawn(ranks, 20 + number, dtype)
+        generator = torch.Generator().manual_seed(number)
+        by_expert: dict[str, torch.Tensor] = {}
+        if options.pop("bias", False):
+            biases = (
+                torch.randn((len(every), n), generator=generator).to(ranks.device) for n in (2 * INTERMEDIATE, HIDDEN)
+            )
+            by_expert |= zip(("bias13", "bias2"), biases, strict=True)
+        for name in ("1", "2"):
+            scale = options.pop(f"scale{name}", None)
+            if scale == "each":
+                by_expert[f"global_scale{name}"] = (torch.rand(len(every), generator=generator) + 0.5).to(
+                    ranks.device
+                ) / 50
+            elif scale is not None:
+                options[f"global_scale{name}"] = torch.tensor(scale, device=ranks.device)
+        ep = ranks.make(p, fmt=sent)
+        assert list(ep.local_experts) == here
+        if isinstance(sent, torch.dtype):
+            poison_rows(ep)
+        x, ids, weight = ranks.own(p)
+        alone = {"w13": weights[0], "w2": weights[1]}
+        all_of_them = dict(zip(alone, quantized(weights, every, fmt, ranks), strict=True)) | by_expert
+        parts = [moe(x, part, weight, **all_of_them, **options) for part in parts_of(ids, p)]
+        mine = dict(zip(alone, quantized(weights, here, fmt, ranks), strict=True))
+        mine |= {name: t[here] for name, t in by_expert.items()}
+        got = moe(x, ids, weight, **mine, **options, ep=ep, num_experts=len(every))
+        case = f"{fmt.name} weights, rows in {getattr(sent, 'name', sent)}, {given}"
+        assert_bits(got, added(parts), case)
+        got = moe(x, ids, weight, **mine, **options, ep=ep, shared=shared)
+        assert_bits(got, (added(parts).float() + shared.float()).to(parts[0].dtype), f"{case}, shared")
+        # All experts of a token at one rank, another for every token: one process' own call.
+        together = parts_of(ids, p)
+        turn = torch.arange(len(ids), device=ids.device)[:, None] % ranks.size
+        chosen = torch.stack(together, dim=2).gather(2, turn[:, None, :].expand(-1, TOP_K, -1))[:, :, 0]
+        assert_bits(
+            moe(x, chosen, weight, **mine, **options, ep=ep), moe(x, chosen, weight, **all_of_them, **options), case
+        )
+
+
+def moe_gradients(ranks: Ranks) -> None:
+    """Gradients of x, weights and shared: the bits of one process' parts, and those of `padless.nn.Experts`."""
+    every, here = list(range(2 * ranks.size)), list(range(ranks.rank, 2 * ranks.size, ranks.size))
+    for number, (dtype, gate_up) in enumerate(
+        ((torch.bfloat16, "concatenated"), (torch.float32, "concatenated"), (torch.bfloat16, "interleaved"))
+    ):
+        p, weights, shared = drawn(ranks, 41 + number, dtype)
+        ep = ranks.make(p, fmt=dtype)
+        poison_rows(ep)
+        x, ids, weight = ranks.own(p)
+        generator = torch.Generator().manual_seed(number)
+        dout = torch.randn(x.shape, generator=generator).to(x)
+
+        def leaves(x: torch.Tensor = x, weight: torch.Tensor = weight) -> list[torch.Tensor]:
+            return [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+
+        w13, w2 = quantized(weights, every, FP8, ranks)
+        found = []
+        for part in parts_of(ids, p):
+            given = leaves()
+            its = moe(given[0], part, given[1], w13, w2, gate_up=gate_up)
+            its.backward(dout)
+            found.append([its.detach(), *(t.grad for t in given)])
+        want_out, *want = (added(list(parts)) for parts in zip(*found, strict=True))
+        mine = leaves()
+        shared.requires_grad_()
+        out = moe(mine[0], ids, mine[1], *quantized(weights, here, FP8, ranks), gate_up=gate_up, shared=shared, ep=ep)
+        assert_bits(out, (want_out.float() + shared.float()).to(dtype), f"{dtype}, {gate_up}: out")
+        out.backward(dout)
+        for name, leaf, wanted in zip(("x", "weights"), mine, want, strict=True):
+            assert_bits(leaf.grad, wanted, f"{dtype}, {gate_up}: {name}")
+        assert_bits(shared.grad, dout, "shared")
+        trained = Experts(HIDDEN, INTERMEDIATE, len(every), recipe="fp8", gate_up=gate_up, ep=ep, device=ranks.device)
+        with torch.no_grad():
+            for parameter, w in zip(trained.parameters(), weights, strict=True):
+                parameter.copy_(w[here])
+        theirs = leaves()
+        trained(theirs[0], ids, theirs[1]).backward(dout)
+        for name, leaf, other in zip(("x", "weights"), mine, theirs, strict=True):
+            assert_bits(leaf.grad, other.grad, f"{dtype}, {gate_up}: {name} of nn.Experts")
+
+
+def moe_errors(ranks: Ranks) -> None:
+    """What does not fit is a sentence on every rank before anything is sent, and the next call works."""
+    p, weights, shared = drawn(ranks, 50, torch.bfloat16)
+    every, here = list(range(2 * ranks.size)), list(range(ranks.rank, 2 * ranks.size, ranks.size))
+    ep, plain = ranks.make(p, fmt=FP8), ranks.make(p, fmt=torch.bfloat16)
+    x, ids, weight = ranks.own(p)
+    w, nvfp4 = quantized(weights, here, FP8, ranks), quantized(weights, here, NVFP4, ranks)
+    grad = x.clone().requires_grad_()
+    each = torch.ones(len(here), device=ranks.device)
+    refused: tuple[tuple[tuple, dict[str, Any], str], ...] = (
+        (
+            (x, ids, weight, *quantized(weights, every, FP8, ranks)),
+            {"ep": ep},
+            f"w13 has {len(every)} experts and rank",
+        ),
+        ((x, ids, weight, *w), {"ep": ep, "num_experts": 99}, "num_experts is 99 and ep's"),
+        ((x, ids[:, :2], weight[:, :2], *w), {"ep": ep}, "top_k_index 2, and ep is for 128 and 3"),
+        ((x, ids, weight, *nvfp4), {"ep": ep}, "ep's rows are FP8_BLOCK and activations NVFP4"),
+        ((grad, ids, weight, *w), {"ep": ep}, "requires grad and ep's rows in FP8_BLOCK carry none"),
+        ((x.float(), ids, weight, *w), {"ep": plain}, r"x is torch\.float32 and ep's rows are torch\.bfloat16"),
+        ((grad, ids, weight, *nvfp4), {"ep": plain}, "moe has gradients for FP8_BLOCK"),
+        (
+            (x, ids, weight, *nvfp4),
+            {"ep": ranks.make(p, fmt=NVFP4), "global_scale1": each},
+            "global_scale1 has 2 values and ep's rows have one",
+        ),
+    )
+    for given, options, words in refused:
+        with pytest.raises(ValueError, match=words):
+            moe(*given, **options)
+    sent, arrived = (moe(x, ids, weight, *w, ep=one, shared=shared) for one in (ep, plain))
+    assert_bits(sent, arrived, "rows quantized before and behind")
+    assert isinstance(ep, ExpertParallel)
+
+
+CASES = {function.__name__: function for function in (moe_forward, moe_gradients, moe_errors)}
