@@ -1,4 +1,4 @@
-"""Problems for Hopper's FP8 kernel with swapped operands, and for the kernel whose bits it must have, in the emulator."""
+"""Problems for Hopper's FP8 kernel with swapped operands and the kernel whose bits it must have, in the emulator."""
 
 from __future__ import annotations
 

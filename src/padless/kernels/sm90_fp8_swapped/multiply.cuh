@@ -23,8 +23,9 @@ __device__ __forceinline__ void skip_tile(SharedStorage& shared, const Problem& 
 template <int COLUMNS>
 struct ColumnScales {
     static constexpr int LOADS = (COLUMNS + 15) / 16;
-    static constexpr int ROOM = (CONSUMER_REGISTERS - OTHER_REGISTERS - COLUMNS / 2 * (WAVES + 1)) / 4;
-    static constexpr int KEPT = ROOM >= LOADS ? LOADS : ROOM < 2 ? 0 : ROOM - 1;
+    static constexpr int LEFT = CONSUMER_REGISTERS - COLUMNS / 2 * (WAVES + 1);  // beside sums
+    static constexpr int SOME = (LEFT - OTHER_REGISTERS_OF_SOME) / 4;  // one of which the others take
+    static constexpr int KEPT = LEFT - OTHER_REGISTERS >= 4 * LOADS ? LOADS : SOME < 2 ? 0 : SOME - 1;
     float s[LOADS][4];
     uint32_t at;
 

@@ -12,7 +12,8 @@ constexpr int TILE_M64S = NUM_MMA_WARPGROUPS * WAVES;
 constexpr int NUM_CONSUMER_WARPS = NUM_MMA_WARPGROUPS * 4;
 constexpr int NUM_THREADS = 128 * (1 + NUM_MMA_WARPGROUPS);
 constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
-constexpr int OTHER_REGISTERS = 24;  // of a consumer, beside sums and scales
+// Of a consumer, beside sums and scales: where all scales of a K block are kept, and where some are.
+constexpr int OTHER_REGISTERS = 24, OTHER_REGISTERS_OF_SOME = 18;
 static_assert(BLOCK_M % STEP_M == 0 && STEP_M % 8 == 0 && BLOCK_M <= 152, "tokens of a tile");
 static_assert(OUT_TYPE == OUT_BF16 || OUT_TYPE == OUT_F16, "values of two bytes, transposed by stmatrix");
 
