@@ -35,6 +35,7 @@ class Sm90Fp8SwappedConfig:
             until the first has been written.
         step_m: 8 or 16, to a multiple of which the rows of a tile are rounded up.
         keep_scales: whether the scales of a K block stay in registers for both 64 columns of a warpgroup.
+        products_first: whether a stage's first products begin before its scales are waited for.
         unroll: K blocks of the main loop's body.
         raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
         max_groups: room in the table of groups.
@@ -47,6 +48,7 @@ class Sm90Fp8SwappedConfig:
     step_m: int = 8
     keep_scales: bool = True
     unroll: int = 1
+    products_first: bool = False
     raster_m: int = 8
     max_groups: int = FEW_GROUPS
     out_dtype: torch.dtype = torch.bfloat16
@@ -64,7 +66,7 @@ class Sm90Fp8SwappedConfig:
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
         constants = fields_of(self, "block_m", "num_stages", "num_d", "step_m", "unroll", "raster_m", "max_groups")
-        flags = fields_of(self, "keep_scales")
+        flags = fields_of(self, "keep_scales", "products_first")
         return cpp_constants(constants, flags, {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
 
 

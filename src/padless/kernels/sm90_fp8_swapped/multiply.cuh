@@ -60,7 +60,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][COLUMNS / 2], Sh
         const int stage = pipeline.stage;
         const uint32_t b = tokens_0 + stage * (TOKEN_BYTES / 16);
         const uint32_t of_stage = scales_0 + stage * (SCALE_BLOCKS * SCALE_FLOATS * 4);
-        mbarrier_wait(shared_address(&shared.scaled[stage]), pipeline.phase);
+        const uint32_t phase = pipeline.phase;
+        mbarrier_wait(shared_address(PRODUCTS_FIRST ? &shared.full[stage] : &shared.scaled[stage]), phase);
         pipeline.advance();
         ColumnScales<COLUMNS> scales;
 #pragma unroll
@@ -76,6 +77,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][COLUMNS / 2], Sh
                     wgmma_m64k32_e4m3_of<COLUMNS>(p, k_major_128b_descriptor(a + k / 16),
                                                   k_major_128b_descriptor(b + k / 16), k != 0);
                 wgmma_commit_group();
+                if (PRODUCTS_FIRST && w == 0) mbarrier_wait(shared_address(&shared.scaled[stage]), phase);
                 if (w == 0 || !KEEP_SCALES) {
                     scales.at = of_stage + scale_block_of(warpgroup, w) * (SCALE_FLOATS * 4);
                     scales.load_kept();
