@@ -109,6 +109,19 @@ REASONS = (
     ),
     Reason(
         r"mbarrier\.try_wait",
+        r"not waited for|\.acquire relaxed",
+        r"sm100_grouped/load\.cuh:110\b",
+        "The last waits of a loader, so that nothing arrives at a CTA that is gone: the store warps wait for the last "
+        "tile's commit, which comes after those of its stages, and a barrier of the CTA or the pair follows.",
+    ),
+    Reason(
+        r"mbarrier\.try_wait",
+        "not waited for",
+        r"sm100_grouped/load\.cuh:129\b",
+        "The second of a warp's two waits for the same phase, where it lays down the scales of both operands.",
+    ),
+    Reason(
+        r"mbarrier\.try_wait",
         r"\.(acquire relaxed|cluster narrowed)",
         "",
         "It waits to write over what was only read: an arrival says that reads are over, whatever the order "
@@ -150,15 +163,22 @@ REASONS = (
     Reason(
         r"tcgen05\.fence::after",
         "deleted",
-        r"sm100_mxfp8_gemm\.cu:2\d\d\b",
+        r"sm100_mxfp8_gemm\.cu:2\d\d\b|sm100_grouped_gemm\.cu:2(40|47)\b",
         "Another one follows before the first product of the tile; behind a wait for a stage of shared memory"
         " none is needed.",
     ),
     Reason(
         r"tcgen05\.fence",
         "deleted",
-        r"sm100_\w+\.cu:(378|384|407|413)\b",
+        r"sm100_mxfp8_gemm\.cu:(378|384)\b|sm100_grouped_gemm\.cu:(429|435)\b",
         "The fences at the kernel's start: no tensor memory has been touched yet.",
+    ),
+    Reason(
+        r"tcgen05\.fence",
+        "deleted",
+        r"sm100_mxfp8_gemm\.cu:(397|404)\b|sm100_grouped_gemm\.cu:(460|466)\b",
+        "They stand around the barrier before tensor memory is freed, which is no asynchronous operation: loads were "
+        "waited for by their warps, products by the store warps.",
     ),
     Reason(
         r"griddepcontrol\.wait",

@@ -147,6 +147,24 @@ def test_what_was_measured_is_printed_stored_and_used(machine: Callable[..., str
     assert cost_model.cost_table(KERNEL) is BUILT_IN[KERNEL]
 
 
+def test_a_reset_needs_no_gpu(machine: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the tables of every GPU go, and of this version alone."""
+    machine()
+    first, second = cost_model.tuned_file("NVIDIA Made Up"), cost_model.tuned_file("NVIDIA Other")
+    older = first.with_name("NVIDIA-Made-Up-0.0.0.json")
+    for copy in (second, older):
+        copy.write_bytes(first.read_bytes())
+    machine(reset=True)
+    assert [file.exists() for file in (first, second, older)] == [False, True, True]
+    first.write_bytes(second.read_bytes())
+    monkeypatch.setattr(cost_model, "gpu_name", lambda: None)
+    assert machine(reset=True).count("removed") == 2
+    assert [file.exists() for file in (first, second, older)] == [False, False, True]
+    assert "nothing is stored for any GPU" in machine(reset=True)
+    with pytest.raises(ValueError, match="needs a CUDA GPU"):
+        machine()
+
+
 def test_a_dry_run_stores_nothing(machine: Callable[..., str], tmp_path: Path) -> None:
     assert "Nothing stored" in machine(dry_run=True)
     assert list(tmp_path.rglob("*")) == []

@@ -13,10 +13,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import padless.distributed.triton as package
+import padless.distributed.triton as exchange
+import padless.moe.triton as moe
 
-MODULES = ("cells", "publish", "receive", "receive_few", "receive_gradients", "send_back")
-NAME = package.__name__
+# In the order of their imports.
+MODULES = {
+    "arithmetic": moe,
+    **dict.fromkeys(("cells", "publish", "receive", "receive_few", "receive_gradients", "send_back"), exchange),
+}
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,13 @@ BUGS = {
         "waits_for_gradients", (("receive_gradients", "aborted, epoch, status_ptr", "aborted, 0, status_ptr"),)
     ),
     "row 0 has no gradient": Bug("gradients_in_fp8", (("receive_gradients", "if (row >= 0) &", "if (row > 0) &"),)),
-    "subnormal codes of gradients": Bug("gradients_in_fp8", (("receive_gradients", "* 0.001953125", "* 0.00390625"),)),
-    "NaN of gradients is a number": Bug("gradients_in_fp8", (("receive_gradients", 'float("nan")', "480.0"),)),
-    "negative gradients": Bug("gradients_in_fp8", (("receive_gradients", "bits > 127", "bits > 255"),)),
+    "subnormal codes of gradients": Bug(
+        "gradients_in_fp8", (("arithmetic", "magnitude << 7", "(magnitude + (magnitude < 8)) << 7"),)
+    ),
+    "NaN of gradients is a number": Bug(
+        "gradients_in_fp8", (("arithmetic", "magnitude == 0x7F", "magnitude == 0xFF"),)
+    ),
+    "negative gradients": Bug("gradients_in_fp8", (("arithmetic", "(bits & 0x80) << 8", "(bits & 0) << 8"),)),
     "sums are stored before the last were read": Bug(
         "waits", (("send_back", "finished, aborted, epoch - 1, status_ptr", "finished, aborted, 0, status_ptr"),)
     ),
@@ -122,9 +130,9 @@ BUGS = {
 
 def plant(bug: Bug | None, folder: str) -> None:
     """Imports the kernels anew, with the bug in them."""
-    for name in MODULES:
-        sys.modules.pop(f"{NAME}.{name}", None)
-    for name in MODULES:
+    for name, package in MODULES.items():
+        sys.modules.pop(f"{package.__name__}.{name}", None)
+    for name, package in MODULES.items():
         source = Path(package.__path__[0], f"{name}.py").read_text()
         for module, text, other in () if bug is None else bug.changes:
             if module == name:
@@ -132,7 +140,7 @@ def plant(bug: Bug | None, folder: str) -> None:
                 source = source.replace(text, other)
         path = Path(folder, f"{name}.py")
         path.write_text(source)
-        spec = importlib.util.spec_from_file_location(f"{NAME}.{name}", path)
+        spec = importlib.util.spec_from_file_location(f"{package.__name__}.{name}", path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)

@@ -144,18 +144,21 @@ def gpu_clock(route: Route, repeats: int) -> Clock:
 def run_tune(*, dry_run: bool = False, reset: bool = False, repeats: int = 20, console: Console | None = None) -> int:
     """Measures the tables of every kernel that has one and runs here, prints old and new, stores the new ones.
 
-    dry_run: store nothing. reset: remove what was stored instead, and measure nothing. Returns the exit code.
-    Raises ValueError without a GPU, and where times make no sense.
+    dry_run: store nothing. reset: measure nothing, remove what was stored; without a GPU, for all of them. Returns the
+    exit code. Raises ValueError without a GPU to measure, and where times make no sense.
     """
     console = console or Console()
     gpu = cost_model.gpu_name()
+    if reset:
+        own = cost_model.tuned_file(gpu or "")
+        files = sorted(own.parent.glob(own.name if gpu else f"*{own.name}"))
+        for file in files:
+            file.unlink()
+        removed = "\n".join(f"removed {file}" for file in files)
+        console.print(removed or f"nothing is stored for {gpu or 'any GPU'}", soft_wrap=True)
+        return 0
     if gpu is None:
         raise ValueError("padless tune needs a CUDA GPU, and torch sees none on this machine")
-    file = cost_model.tuned_file(gpu)
-    if reset:
-        console.print(f"removed {file}" if file.exists() else f"nothing is stored for {gpu}", soft_wrap=True)
-        file.unlink(missing_ok=True)
-        return 0
     arch = cuda_driver().arch
     found = {name: route for name in cost_model.BUILT_IN if (route := path_of(name, arch)) is not None}
     if not found and kernels_arch(arch) == "sm_100a":

@@ -51,23 +51,10 @@ def fan_out_gradients(
             codes = tl.multiple_of(record.to(tl.pointer_type(tl.uint8)), 16)
             scales = (record + H).to(tl.pointer_type(tl.float32))
             scale = tl.load(scales + block, mask=block < COLUMNS, other=0.0)
-            values = _decoded(tl.load(codes + column, mask=column < H, other=0), HARDWARE_CAST) * scale[:, None]
-            values = arithmetic.rounded(values, OUT)
+            values = arithmetic.from_e4m3(tl.load(codes + column, mask=column < H, other=0), HARDWARE_CAST)
+            values = arithmetic.rounded(values * scale[:, None], OUT)
             for j in tl.static_range(TOP_K):
                 row = tl.load(inverse_ptr + at + j)
                 if (row >= 0) & (row < capacity):
                     to = tl.multiple_of(out_ptr + row.to(tl.int64) * H, 16)
                     tl.store(to + column, values, mask=column < H)
-
-
-@triton.jit
-def _decoded(codes, HARDWARE_CAST: tl.constexpr):
-    """float32 values of e4m3 codes (uint8); NaN stays NaN."""
-    if HARDWARE_CAST:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    bits = codes.to(tl.int32)
-    exponent, mantissa = (bits >> 3) & 15, bits & 7
-    normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
-    magnitude = tl.where(exponent > 0, normal, mantissa.to(tl.float32) * 0.001953125)
-    magnitude = tl.where((bits & 127) == 127, float("nan"), magnitude)
-    return tl.where(bits > 127, -magnitude, magnitude)

@@ -32,6 +32,7 @@ _LN2_LOW = tl.constexpr(LN2_LOW)
 _P0, _P1, _P2, _P3, _P4, _P5 = (tl.constexpr(p) for p in EXP_POLYNOMIAL)
 _GELU_CUBIC = tl.constexpr(GELU_CUBIC)
 _GELU_SLOPE = tl.constexpr(GELU_SLOPE)
+_F16_PER_E4M3 = tl.constexpr(256.0)
 
 
 @triton.jit
@@ -44,6 +45,20 @@ def rounded(x, DTYPE: tl.constexpr):
         top = tl.where((bits & 0x7FFFFFFF) > casts.INF_BITS, 0x7FC0, top)
         return top.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(DTYPE)
+
+
+@triton.jit
+def from_e4m3(codes, HARDWARE_CAST: tl.constexpr):
+    """float32 values of e4m3 codes (uint8), NaN for NaN: by the GPU's conversion, or in integers."""
+    if HARDWARE_CAST:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    # An e4m3 number is 256 times the float16 with its sign, exponent and mantissa, subnormals included.
+    bits = codes.to(tl.int32)
+    magnitude = bits & 0x7F
+    half = ((bits & 0x80) << 8) | (magnitude << 7)
+    value = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * _F16_PER_E4M3
+    nan = tl.full(codes.shape, casts.NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(magnitude == 0x7F, nan, value)
 
 
 @triton.jit

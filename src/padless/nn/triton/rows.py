@@ -9,11 +9,9 @@ import triton.language as tl
 
 from padless.formats import ceil_div
 from padless.moe.triton import arithmetic
-from padless.quantization.triton import casts
 
 _TAIL_ROWS, _TAIL_COLUMNS = 32, 512
 _DECODED_ROWS, _BLOCK = 64, 128
-_F16_PER_E4M3 = tl.constexpr(256.0)
 
 
 def zero_tail(t: torch.Tensor, offs: torch.Tensor) -> None:
@@ -78,12 +76,7 @@ def _dequantize(
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = (row < M)[:, None] & (column < N)[None, :]
     place = row.to(tl.int64)[:, None] * N + column[None, :]
-    codes = tl.load(codes_ptr + place, mask=inside, other=0).to(tl.int32)
+    codes = tl.load(codes_ptr + place, mask=inside, other=0)
     scale = tl.load(scale_ptr + block.to(tl.int64) * scale_ld + row, mask=row < M, other=0.0)
-    # An e4m3 number is 256 times the float16 with its sign, exponent and mantissa, subnormals included.
-    magnitude = codes & 0x7F
-    half = ((codes & 0x80) << 8) | (magnitude << 7)
-    value = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * _F16_PER_E4M3
-    nan = tl.full((ROWS, BLOCK), casts.NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude == 0x7F, nan, value) * scale[:, None]
+    value = arithmetic.from_e4m3(codes, False) * scale[:, None]
     tl.store(out_ptr + place, arithmetic.rounded(value, tl.bfloat16), mask=inside)
