@@ -252,56 +252,6 @@ def waits(device: str, few_slots: int) -> None:
 
 
 @case
-def pieces(device: str) -> None:
-    """Sums in two pieces: any cut, a rank without tokens in the second, one that is ahead, one that is late with it."""
-    p = draw([7, 3, 0], 6, 64, 3, 8)
-    for share in (0.3, 0.8, 0.5):
-        ranks = make(p, max_tokens=8, device=device, few_slots=0, first_piece=share)
-        ranks.dispatch(p)
-        assert len(ranks.backends[0]._pieces) == 2
-        for seed in (1, 2):
-            check_combine(p, ranks, seed, weighted=seed == 1)
-    outputs = [o.to(device) for o in expert_outputs(p, ranks, 3)]
-    sums = [b._empty_sums(plan, with_slots=False) for b, plan in zip(ranks.backends, ranks.plans, strict=True)]
-    first, last = ([piece] for piece in ranks.backends[0]._pieces)
-
-    def send(r: int, pieces: list) -> None:
-        ranks.backends[r]._send_back(outputs[r], ranks.plans[r], None, None, pieces)
-
-    def finish(r: int, pieces: list) -> None:
-        ranks.backends[r]._finish(ranks.plans[r], *sums[r], pieces)
-
-    for r in range(3):
-        send(r, first)
-    send(0, last)
-    finish(0, first)
-    send(1, last)
-    finish(1, first)
-    finish(2, first)
-    send(2, last)
-    for r in range(3):
-        finish(r, last)
-    used = [o[: len(exchange.slots_of(p, r))].cpu() for r, o in enumerate(outputs)]
-    want = exchange.combined(p, used, ranks.settings[0].partial, weighted=False)
-    for (got, _), expected in zip(sums, want, strict=True):
-        assert torch.equal(exchange.bits(got), exchange.bits(expected)), "sums of ranks at different pieces"
-    check_no_error(ranks)
-
-    ranks = make(p, max_tokens=8, device=device, polls=5, timeout=0.05, few_slots=0, first_piece=0.5)
-    ranks.dispatch(p)
-    for r in range(3):
-        send(r, first)
-    send(0, last)
-    send(2, last)
-    finish(0, first)
-    check_no_error(ranks)
-    finish(0, last)
-    synchronize(device)
-    late(ranks, 1)
-    assert int(ranks.states[0].status[0]) == 2, "sums of a piece that is not there"
-
-
-@case
 def waits_for_rows(device: str) -> None:
     """Ids of all ranks are there and the rows of one are not."""
     p = draw([3, 2, 2], 6, 64, 2, 7, distinct=True)
