@@ -18,7 +18,9 @@ import torch
 
 import padless
 from padless.distributed import symm
+from padless.distributed.placement import place
 from padless.distributed.symm import SymmBackend
+from padless.distributed.symm_state import allocate
 from padless.testing import exchange
 from padless.testing.exchange import Problem, draw
 from padless.testing.guarded import GuardedOutput
@@ -111,6 +113,20 @@ def three_ranks(device: str) -> None:
         check_dispatch(p, ranks, torch.bfloat16, ranks.dispatch(p))
     check_combine(p, ranks, 1, weighted=False)
     check_combine(p, ranks, 2, weighted=True)
+    check_no_error(ranks)
+
+
+@case
+def one_rank(device: str) -> None:
+    """A group of one, such as a mesh's dimension of one: memory of its own, without torch's symmetric memory."""
+    p = draw([5], 4, 64, 2, 9)
+    ranks = make(p, device=device, few_slots=0)
+    settings, there = ranks.settings[0], torch.device(device)
+    state = allocate(None, there, settings)  # type: ignore[arg-type]
+    assert state.pointers.tolist() == [state.buffer.data_ptr()]
+    ranks.backends[0] = SymmBackend(state, settings, place(4, 1, 0, p.expert_map).to(there), 3, 0)
+    check_dispatch(p, ranks, padless.FP8_BLOCK, ranks.dispatch(p))
+    check_combine(p, ranks, 1, weighted=True)
     check_no_error(ranks)
 
 
