@@ -59,9 +59,9 @@ def main() -> None:
     ep = ExpertParallel(None, EXPERTS, hidden, TOP_K, tokens, padless.FP8_BLOCK)
     mine = list(ep.local_experts)
     quantized = [padless.quantize(w[mine].to(device), padless.FP8_BLOCK, kind="weight") for w in (w13, w2)]
-    out = expert_parallel_moe(x, ids, weights, ep, w13=quantized[0], w2=quantized[1])
+    out = padless.moe.moe(x, ids, weights, *quantized, ep=ep)
     start = time.perf_counter()
-    out = expert_parallel_moe(x, ids, weights, ep, w13=quantized[0], w2=quantized[1])
+    out = padless.moe.moe(x, ids, weights, *quantized, ep=ep)
     if on_gpus:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start

@@ -92,11 +92,11 @@ def ep_section(found: Measured) -> list[str]:
     text = paragraph(
         f"**Experts on several GPUs** ({found.link}; {found.medians}; the slowest rank's time): bf16 tokens to "
         "quantized rows sorted by expert, products' rows back to tokens, and the whole layer, against NCCL's "
-        "all_to_all with the passes around it.",
+        "all_to_all with the passes around it, torchtitan's MinimalAsyncEP and DeepEP's first version.",
         failure_sentence(found.points),
     )
-    shown = ep.tables(found.points, found.sessions, 0)
-    return [text, markdown(shown[0]), "Its steps:", markdown(shown[1])]
+    *directions, steps = ep.tables(found.points, found.sessions, 0)
+    return [text, *map(markdown, directions), "Its steps, and GB/s over the link:", markdown(steps)]
 
 
 def _peers(found: Measured) -> str:

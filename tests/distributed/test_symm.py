@@ -110,16 +110,16 @@ def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_machine_code_of_three_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers and signals used again, by other tokens, with sums in two pieces."""
+    """Buffers and signals used again, by other tokens."""
     p = exchange.draw([3, 1], 4, 256, 3, 1)
-    ranks = ep_virtual.make(p, few_slots=0, first_piece=0.5)
+    ranks = ep_virtual.make(p, few_slots=0)
     kernels = ep_emulated.emulate(monkeypatch, [s.buffer for s in ranks.states])
     for call in range(3):
         p = exchange.draw([3 - call, 1 + call], 4, 256, 3, call)
         ep_symm_cases.check_dispatch(p, ranks, ranks.settings[0].row_format.format, ranks.dispatch(p))
         ep_symm_cases.check_combine(p, ranks, call, weighted=call == 1)
     ep_symm_cases.check_no_error(ranks)
-    assert (kernels["fan_out"].launches, kernels["fan_in"].launches, kernels["finish"].launches) == (6, 12, 12)
+    assert (kernels["fan_out"].launches, kernels["fan_in"].launches, kernels["finish"].launches) == (6, 6, 6)
 
 
 @pytest.mark.slow

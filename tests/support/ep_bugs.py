@@ -113,13 +113,6 @@ BUGS = {
         "order_of_sums",
         (("send_back", "for r in tl.static_range(R):\n", "for q in tl.static_range(R):\n            r = R - 1 - q\n"),),
     ),
-    "the first piece ends the combine": Bug("pieces", (("send_back", "if ends == 1:", "if ends >= 0:"),)),
-    "a piece sends the first tokens": Bug(
-        "pieces", (("send_back", "first + tl.cast(pair", "0 * first + tl.cast(pair"),)
-    ),
-    "a piece finishes the first tokens": Bug(
-        "pieces", (("send_back", "first + tl.cast(item", "0 * first + tl.cast(item"),)
-    ),
     "sums without a rank": Bug("waits", (("send_back", "if there == 0:", "if there == 2:"),)),
     "values by slot go to the wrong rank": Bug(
         "two_ranks",

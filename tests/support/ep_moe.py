@@ -197,6 +197,11 @@ def moe_errors(ranks: Ranks) -> None:
     for given, options, words in refused:
         with pytest.raises(ValueError, match=words):
             moe(*given, **options)
+    if ranks.backend == "collective":
+        wrong = w if ranks.rank else quantized(weights, every, FP8, ranks)
+        words = "rank 0 was given wrong arguments" if ranks.rank else "w13 has"
+        with pytest.raises(ValueError, match=words):
+            moe(x, ids, weight, *wrong, ep=ep)
     sent, arrived = (moe(x, ids, weight, *w, ep=one, shared=shared) for one in (ep, plain))
     assert_bits(sent, arrived, "rows quantized before and behind")
     assert isinstance(ep, ExpertParallel)

@@ -18,7 +18,9 @@ import torch
 
 import padless
 from padless.distributed import symm
+from padless.distributed.placement import place
 from padless.distributed.symm import SymmBackend
+from padless.distributed.symm_state import allocate
 from padless.testing import exchange
 from padless.testing.exchange import Problem, draw
 from padless.testing.guarded import GuardedOutput
@@ -112,6 +114,20 @@ def three_ranks(device: str) -> None:
         check_dispatch(p, ranks, torch.bfloat16, ranks.dispatch(p))
     check_combine(p, ranks, 1, weighted=False)
     check_combine(p, ranks, 2, weighted=True)
+    check_no_error(ranks)
+
+
+@case
+def one_rank(device: str) -> None:
+    """A group of one, such as a mesh's dimension of one: memory of its own, without torch's symmetric memory."""
+    p = draw([5], 4, 64, 2, 9)
+    ranks = make(p, device=device, few_slots=0)
+    settings, there = ranks.settings[0], torch.device(device)
+    state = allocate(None, there, settings)  # type: ignore[arg-type]
+    assert state.pointers.tolist() == [state.buffer.data_ptr()]
+    ranks.backends[0] = SymmBackend(state, settings, place(4, 1, 0, p.expert_map).to(there), 3, 0)
+    check_dispatch(p, ranks, padless.FP8_BLOCK, ranks.dispatch(p))
+    check_combine(p, ranks, 1, weighted=True)
     check_no_error(ranks)
 
 
@@ -250,56 +266,6 @@ def waits(device: str, few_slots: int) -> None:
     synchronize(device)
     late(ranks, 2)
     assert int(ranks.states[0].status[0]) == 3
-
-
-@case
-def pieces(device: str) -> None:
-    """Sums in two pieces: any cut, a rank without tokens in the second, one that is ahead, one that is late with it."""
-    p = draw([7, 3, 0], 6, 64, 3, 8)
-    for share in (0.3, 0.8, 0.5):
-        ranks = make(p, max_tokens=8, device=device, few_slots=0, first_piece=share)
-        ranks.dispatch(p)
-        assert len(ranks.backends[0]._pieces) == 2
-        for seed in (1, 2):
-            check_combine(p, ranks, seed, weighted=seed == 1)
-    outputs = [o.to(device) for o in expert_outputs(p, ranks, 3)]
-    sums = [b._empty_sums(plan, with_slots=False) for b, plan in zip(ranks.backends, ranks.plans, strict=True)]
-    first, last = ([piece] for piece in ranks.backends[0]._pieces)
-
-    def send(r: int, pieces: list) -> None:
-        ranks.backends[r]._send_back(outputs[r], ranks.plans[r], None, None, pieces)
-
-    def finish(r: int, pieces: list) -> None:
-        ranks.backends[r]._finish(ranks.plans[r], *sums[r], pieces)
-
-    for r in range(3):
-        send(r, first)
-    send(0, last)
-    finish(0, first)
-    send(1, last)
-    finish(1, first)
-    finish(2, first)
-    send(2, last)
-    for r in range(3):
-        finish(r, last)
-    used = [o[: len(exchange.slots_of(p, r))].cpu() for r, o in enumerate(outputs)]
-    want = exchange.combined(p, used, ranks.settings[0].partial, weighted=False)
-    for (got, _), expected in zip(sums, want, strict=True):
-        assert torch.equal(exchange.bits(got), exchange.bits(expected)), "sums of ranks at different pieces"
-    check_no_error(ranks)
-
-    ranks = make(p, max_tokens=8, device=device, polls=5, timeout=0.05, few_slots=0, first_piece=0.5)
-    ranks.dispatch(p)
-    for r in range(3):
-        send(r, first)
-    send(0, last)
-    send(2, last)
-    finish(0, first)
-    check_no_error(ranks)
-    finish(0, last)
-    synchronize(device)
-    late(ranks, 1)
-    assert int(ranks.states[0].status[0]) == 2, "sums of a piece that is not there"
 
 
 @case

@@ -10,7 +10,7 @@ from padless.distributed.placement import place
 from padless.distributed.plan import ExpertPlan
 from padless.distributed.row_format import RowFormat
 from padless.distributed.settings import Settings
-from padless.distributed.symm import SymmBackend, pieces_of
+from padless.distributed.symm import SymmBackend
 from padless.distributed.symm_state import State, allocate_virtual
 from padless.formats import FP8_BLOCK
 from padless.testing import exchange
@@ -61,9 +61,8 @@ def make(
     timeout: float = 2.0,
     few_slots: int = 1024,
     gradient_format: object = None,
-    first_piece: float | None = None,
 ) -> Ranks:
-    """Ranks for a problem's sizes. capacity: None is for every slot. first_piece: as `symm.FIRST_PIECE`, None for it."""
+    """Ranks for a problem's sizes. capacity: None is for every slot."""
     hidden, top_k, num_ranks = p.tokens[0].shape[1], p.ids[0].shape[1], p.num_ranks
     most = max_tokens or max(*(t.shape[0] for t in p.tokens), 1)
     major = scale_major or ("mn" if fmt == FP8_BLOCK else "k")
@@ -86,9 +85,6 @@ def make(
         )
         for state, s in zip(states, settings, strict=True)
     ]
-    if first_piece is not None:
-        for backend, s in zip(backends, settings, strict=True):
-            backend._pieces = pieces_of(s, first_piece)
     return Ranks(backends, states, settings, device)
 
 

@@ -123,7 +123,10 @@ def moe_over_ranks(
 ) -> torch.Tensor:
     """`padless.moe.moe` of arguments that it has checked, but for what ``ep`` is for. A collective call. ValueError."""
     trains = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
-    check(ep, x, top_k_index, experts, num_experts, trains)
+    try:
+        check(ep, x, top_k_index, experts, num_experts, trains)
+    except ValueError as error:
+        ep._backend.dispatch(None, None, None, None, str(error))  # raises it, and tells ranks that wait for this one
     if trains:
         out = _MoeOverRanks.apply(ep, experts, x, top_k_weights, top_k_index)  # type: ignore[no-untyped-call]
     else:

@@ -9,9 +9,8 @@ for all of them.
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,14 +18,13 @@ from padless.distributed.placement import Placement
 from padless.distributed.plan import ExpertPlan, Sorted, sort_slots
 from padless.distributed.row_format import RowFormat, Rows, as_bytes
 from padless.distributed.settings import Settings
-from padless.distributed.symm_state import CELL, LATE, OVERFLOW, WRONG_ID, State
+from padless.distributed.symm_state import LATE, OVERFLOW, WRONG_ID, State
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.layouts import empty_mn_major
 
 PROGRAMS_PER_SM = 8
 SHARE_OF_PUBLISH = 3 / 8  # of these programs, so that there is room for the sort beside it
 SHARE_OF_FINISH = 2
-FIRST_PIECE = 1.0  # of a combine's tokens, finished while the others are sent; 1 for none
 LOCALIZE_BLOCK = 1024
 IDS_AT_ONCE = 1024  # of `publish_ids`
 COLUMNS = 1024  # of a row that a program sums at once
@@ -60,7 +58,6 @@ class SymmBackend:
             self._programs = PROGRAMS_PER_SM * sms
         self._programs = self._programs or VIRTUAL_PROGRAMS
         self._side = torch.cuda.Stream(self._device, priority=-1) if on_gpu else None
-        self._pieces = pieces_of(settings, FIRST_PIECE if settings.num_slots > few_slots else 1.0)
 
     # --- calls ---------------------------------------------------------------------------------------------
 
@@ -95,20 +92,8 @@ class SymmBackend:
     def combine(
         self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if len(self._pieces) == 1 or self._side is None:
-            self.send_back(rows, plan, prob, dprob)
-            return self.finish(plan, with_slots=dprob is not None)
-        early, last = self._pieces[:-1], self._pieces[-1:]
-        out, slots = self._empty_sums(plan, with_slots=dprob is not None)
-        main = torch.cuda.current_stream(self._device)
-        self._send_back(rows, plan, prob, dprob, early)
-        self._side.wait_stream(main)
-        with torch.cuda.stream(self._side):  # beside the rows of the last piece
-            self._finish(plan, out, slots, early)
-        self._send_back(rows, plan, prob, dprob, last)
-        main.wait_stream(self._side)
-        self._finish(plan, out, slots, last)
-        return out, slots
+        self.send_back(rows, plan, prob, dprob)
+        return self.finish(plan, with_slots=dprob is not None)
 
     def check(self) -> None:
         status = self._state.status
@@ -234,60 +219,38 @@ class SymmBackend:
         self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None
     ) -> None:
         """Sums the rows of every token here and stores the sum at the token's origin."""
-        self._send_back(rows, plan, prob, dprob, self._pieces)
-
-    def finish(self, plan: ExpertPlan, *, with_slots: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sums of what all ranks have sent back, and values by slot."""
-        out, slots = self._empty_sums(plan, with_slots=with_slots)
-        self._finish(plan, out, slots, self._pieces)
-        return out, slots
-
-    # --- parts ---------------------------------------------------------------------------------------------
-
-    def _send_back(
-        self,
-        rows: torch.Tensor,
-        plan: ExpertPlan,
-        prob: torch.Tensor | None,
-        dprob: torch.Tensor | None,
-        pieces: list[Piece],
-    ) -> None:
         from padless.distributed.triton import send_back
 
         s, state, layout = self._settings, self._state, self._state.layout
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         with self._on_device():
-            for piece in pieces:
-                tokens = piece.end - piece.first
-                send_back.fan_in[self._grid(s.num_ranks * tokens * ceil_div(s.hidden, COLUMNS))](
-                    state.pointers, state.counters, state.status, plan.inverse, rows, prob, dprob,
-                    s.rank, piece.first, tokens, int(piece.ends), s.max_tokens, plan.prob.shape[0], rows.stride(0),
-                    layout.summed + piece.cells, layout.finished, layout.aborted, layout.slots, layout.part,
-                    self._limit, R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part,
-                    PART_BYTES=s.partial.itemsize, CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=4,
-                    enable_fp_fusion=False,
-                )  # fmt: skip
+            send_back.fan_in[self._grid(s.num_ranks * s.max_tokens * ceil_div(s.hidden, COLUMNS))](
+                state.pointers, state.counters, state.status, plan.inverse, rows, prob, dprob,
+                s.rank, s.max_tokens, plan.prob.shape[0], rows.stride(0),
+                layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
+                R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part, PART_BYTES=s.partial.itemsize,
+                CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=2, enable_fp_fusion=False,
+            )  # fmt: skip
 
-    def _finish(self, plan: ExpertPlan, out: torch.Tensor, slots: torch.Tensor | None, pieces: list[Piece]) -> None:
+    def finish(self, plan: ExpertPlan, *, with_slots: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sums of what all ranks have sent back, and values by slot."""
         from padless.distributed.triton import send_back
 
         s, state, layout = self._settings, self._state, self._state.layout
-        with self._on_device():
-            for piece in pieces:
-                tokens = max(min(piece.end, plan.ids.shape[0]) - piece.first, 0)
-                send_back.finish[self._grid(tokens * ceil_div(s.hidden, COLUMNS), SHARE_OF_FINISH)](
-                    state.pointers, state.counters, state.status, plan.ids, self._placement.rank_of, out, slots,
-                    s.rank, piece.first, tokens, int(piece.ends), s.max_tokens, s.num_experts,
-                    layout.summed + piece.cells, layout.finished, layout.aborted, layout.slots, layout.part,
-                    self._limit, R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part,
-                    PART_BYTES=s.partial.itemsize, CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=4,
-                    enable_fp_fusion=False,
-                )  # fmt: skip
-
-    def _empty_sums(self, plan: ExpertPlan, *, with_slots: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        s, tokens = self._settings, plan.ids.shape[0]
+        tokens = plan.ids.shape[0]
+        out = self._empty(tokens, s.hidden, dtype=s.partial)
         slots = self._empty(tokens, s.top_k, dtype=torch.float32) if with_slots else None
-        return self._empty(tokens, s.hidden, dtype=s.partial), slots
+        with self._on_device():
+            send_back.finish[self._grid(tokens * ceil_div(s.hidden, COLUMNS), SHARE_OF_FINISH)](
+                state.pointers, state.counters, state.status, plan.ids, self._placement.rank_of, out, slots,
+                s.rank, tokens, s.max_tokens, s.num_experts,
+                layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
+                R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part, PART_BYTES=s.partial.itemsize,
+                CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+        return out, slots
+
+    # --- parts ---------------------------------------------------------------------------------------------
 
     def _publish_tokens(
         self,
@@ -416,23 +379,3 @@ class SymmBackend:
 def power_of_2(value: int) -> int:
     """Smallest power of two that is not below value."""
     return 1 << max(value - 1, 0).bit_length()
-
-
-class Piece(NamedTuple):
-    """Tokens [first, end) of every rank, whose sums have a signal of their own; the last of a combine ends it.
-
-    cells: offset in bytes of its signals among those of `Layout.summed`.
-    """
-
-    first: int
-    end: int
-    cells: int
-    ends: bool
-
-
-def pieces_of(s: Settings, share: float) -> list[Piece]:
-    """The pieces of a combine, the same on all ranks; share: of the first, of the tokens."""
-    cut = math.ceil(share * s.max_tokens)
-    if cut == s.max_tokens:
-        return [Piece(0, s.max_tokens, 0, True)]
-    return [Piece(0, cut, 0, False), Piece(cut, s.max_tokens, s.num_ranks * CELL, True)]

@@ -14,11 +14,9 @@ from padless.formats import round_up
 CELL = 8  # bytes: epoch << 32 | number
 HEADER_ALIGNMENT = 256
 MAX_RANKS = 64
-PIECES = 2  # of a combine, at most
 
 # Words of `State.counters`, int32, device memory.
-# 0: rows published. 1: combines sent back. 2 to 5: tickets of publish, fan_in, finish, publish_ids. 6: ids published.
-# 7: combines finished.
+# 0: rows published. 1: combines. 2 to 5: tickets of publish, fan_in, finish, publish_ids. 6: ids published.
 NUM_COUNTERS = 8
 
 # Words of `State.status`, int64, host memory that the device writes.
@@ -34,9 +32,8 @@ class Layout:
         fast rank may be one ahead.
     published: 2 x R cells {epoch, T}: rows of a dispatch are there. A dispatch by an earlier plan has rows and
         no ids, so that each has epochs of its own.
-    summed: PIECES x R cells {epoch, 0}: a rank's partial sums of a piece of a combine are there.
-    finished: R cells: a rank has read its partial sums, so that the next may be stored.
-    aborted: one cell, 1 + the rank that did not answer.
+    summed: R cells {epoch, 0}: a rank's partial sums of a combine are there. finished: R cells: a rank has read its
+        partial sums, so that the next may be stored. aborted: one cell, 1 + the rank that did not answer.
     ids, weights: 2 x R x Tmax x k int32 and float32, by parity and source rank.
     scales: 2 x R x Tmax x scales of a token, by parity and source rank, where they are MN-major: else none.
     slots: Tmax x k float32: what a combine brings back by slot (gradients of weights).
@@ -65,7 +62,7 @@ def layout_of(s: Settings) -> Layout:
     sizes = {
         "listed": 2 * s.num_ranks * CELL,
         "published": 2 * s.num_ranks * CELL,
-        "summed": PIECES * s.num_ranks * CELL,
+        "summed": s.num_ranks * CELL,
         "finished": s.num_ranks * CELL,
         "aborted": CELL,
         "ids": 2 * s.num_ranks * table,

@@ -11,7 +11,7 @@ from padless.moe.triton import arithmetic
 from padless.quantization.triton import casts
 
 
-@triton.jit(do_not_specialize=["rank", "limit", "capacity", "first", "tokens", "ends"])
+@triton.jit(do_not_specialize=["rank", "limit", "capacity"])
 def fan_in(
     pointers_ptr,
     counters_ptr,
@@ -21,9 +21,6 @@ def fan_in(
     prob_ptr,  # (C,) float32, or None for ones
     dprob_ptr,  # (C,) float32 to be brought to its slots, or None
     rank,
-    first,  # of the piece's tokens of every rank
-    tokens,  # of the piece, of a rank
-    ends,  # 1 where it is the combine's last piece
     max_tokens,
     capacity,
     rows_stride,
@@ -47,10 +44,10 @@ def fan_in(
     # All ranks have read what the combine before left in their buffers.
     there = wait(pointers_ptr, rank, finished, aborted, epoch - 1, status_ptr, limit, R, CLOCK)
     lane = tl.arange(0, SLOTS)
-    for item in range(tl.program_id(0), R * tokens * CHUNKS * there, tl.num_programs(0)):
+    for item in range(tl.program_id(0), R * max_tokens * CHUNKS * there, tl.num_programs(0)):
         pair, chunk = item // CHUNKS, item % CHUNKS
         source = (rank + 1 + pair % R) % R
-        token = first + tl.cast(pair // R, tl.int64)
+        token = tl.cast(pair // R, tl.int64)
         at = (source * max_tokens + token) * TOP_K
         rows = tl.load(inverse_ptr + at + lane, mask=lane < TOP_K, other=-1)
         if tl.max(rows, axis=0) >= 0:
@@ -65,8 +62,8 @@ def fan_in(
                 if prob_ptr is not None:
                     values = values * tl.load(prob_ptr + row, mask=kept, other=0.0)
                 total += values
-            start = part_region + (rank * max_tokens + token) * H * PART_BYTES
-            part = region(pointers_ptr, source, start, PART)
+            first = part_region + (rank * max_tokens + token) * H * PART_BYTES
+            part = region(pointers_ptr, source, first, PART)
             tl.store(part + column, arithmetic.rounded(total, PART), mask=inside)
             if dprob_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
                 if chunk == 0:
@@ -75,13 +72,12 @@ def fan_in(
                     by_slot = tl.load(dprob_ptr + rows, mask=there_is, other=0.0)
                     tl.store(slots.to(tl.pointer_type(tl.float32)) + lane, by_slot, mask=rows >= 0)
     if is_last(counters_ptr + 3):
-        if ends == 1:
-            tl.store(counters_ptr + 1, epoch)
+        tl.store(counters_ptr + 1, epoch)
         if there == 1:
             signal(pointers_ptr, rank, summed, epoch.to(tl.int64) << 32, R)
 
 
-@triton.jit(do_not_specialize=["rank", "limit", "first", "tokens", "ends"])
+@triton.jit(do_not_specialize=["rank", "limit", "T"])
 def finish(
     pointers_ptr,
     counters_ptr,
@@ -91,9 +87,7 @@ def finish(
     out_ptr,  # (T, H)
     slots_ptr,  # (T, k) float32, or None
     rank,
-    first,
-    tokens,
-    ends,
+    T,
     max_tokens,
     num_experts,
     summed,
@@ -112,11 +106,11 @@ def finish(
 ):
     SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
     CHUNKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
-    epoch = tl.load(counters_ptr + 7) + 1  # the sums that come next may be counted already
+    epoch = tl.load(counters_ptr + 1)
     there = wait(pointers_ptr, rank, summed, aborted, epoch, status_ptr, limit, R, CLOCK)
     lane = tl.arange(0, SLOTS)
-    for item in range(tl.program_id(0), tokens * CHUNKS, tl.num_programs(0)):
-        token, chunk = first + tl.cast(item // CHUNKS, tl.int64), item % CHUNKS
+    for item in range(tl.program_id(0), T * CHUNKS, tl.num_programs(0)):
+        token, chunk = tl.cast(item // CHUNKS, tl.int64), item % CHUNKS
         ids = tl.load(ids_ptr + token * TOP_K + lane, mask=lane < TOP_K, other=-1)
         is_expert = (ids >= 0) & (ids < num_experts)
         ranks = tl.load(rank_of_ptr + ids, mask=is_expert, other=-1)
@@ -125,8 +119,8 @@ def finish(
         total = tl.zeros((BLOCK,), tl.float32)
         for r in tl.static_range(R):
             is_there = tl.max((ranks == r).to(tl.int32), axis=0) > 0
-            start = part_region + (r * max_tokens + token) * H * PART_BYTES
-            part = region(pointers_ptr, rank, start, PART)
+            first = part_region + (r * max_tokens + token) * H * PART_BYTES
+            part = region(pointers_ptr, rank, first, PART)
             total += casts.to_float32(tl.load(part + column, mask=inside & is_there, other=0.0))
         if there == 0:  # nobody takes what a dead rank left for a result
             total += float("nan")
@@ -137,7 +131,5 @@ def finish(
                 by_slot = tl.load(slots.to(tl.pointer_type(tl.float32)) + lane, mask=is_expert, other=0.0)
                 tl.store(slots_ptr + token * TOP_K + lane, by_slot, mask=lane < TOP_K)
     if is_last(counters_ptr + 4):  # noqa: SIM102
-        if ends == 1:
-            tl.store(counters_ptr + 7, epoch)
-            if there == 1:
-                signal(pointers_ptr, rank, finished, epoch.to(tl.int64) << 32, R)
+        if there == 1:
+            signal(pointers_ptr, rank, finished, epoch.to(tl.int64) << 32, R)

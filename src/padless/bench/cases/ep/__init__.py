@@ -231,7 +231,7 @@ def timed(rank: Rank, calls: dict[str, Call], repeats: int) -> Record:
 
 
 def timed_steps(rank: Rank, p: EpProblem, y: torch.Tensor, repeats: int) -> Record:
-    """Times of padless' steps, one after the other behind a sleep that covers their launches.
+    """Times of padless' steps, those of each direction one after the other behind a sleep that covers their launches.
 
     "sort" and "fan_out" where they are launches of their own, else "receive".
     """
@@ -263,6 +263,7 @@ def timed_steps(rank: Rank, p: EpProblem, y: torch.Tensor, repeats: int) -> Reco
             mark("sort")
             _, plan = backend.fan_out(ids, found, None)
             mark("fan_out")
+        torch.cuda._sleep(SLEEP_CYCLES)
         dist.all_reduce(tiny)
         mark("between")
         backend.send_back(y, plan, plan.prob, None)
