@@ -30,6 +30,7 @@ from padless.demo.train.text import SOURCES, TOPICS, help_topics, library_source
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import to_mn_major
 from padless.nn import RECIPES, experts_function
+from padless.nn.lifted import lift
 from padless.nn.quantizers import quantize_rows
 from padless.nn.weight_codes import WeightCodes
 from padless.quantization.quantize import dequantize, quantize
@@ -81,7 +82,7 @@ def blocks_of_gradients() -> Iterator[None]:
     def by_blocks(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         rows, columns = right(x, *arguments, **options)
         if options.get("is_gradient"):
-            rows = quantize_rows(in_squares(x.index_select(0, options["tokens"])))
+            rows = quantize_rows(in_squares(lift(x).index_select(0, options["tokens"])))
         return rows, columns
 
     def activation_by_blocks(dh: Any, z: Any, offs: Any, prob: Any, gate_up: str, block: Any) -> Any:
