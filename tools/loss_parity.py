@@ -1,8 +1,9 @@
 """Judges loss parity on recipes that are right and on ones with a planted fault.
 
-    python tools/loss_parity.py [--size large] [--seconds 60] [--seeds 3] [--recipe NAME ..] [--fault NAME ..]
+    python tools/loss_parity.py [--task tenants] [--size large] [--seconds 60] [--seeds 3] [--recipe ..] [--fault ..]
 
-Trains the model of `padless train-demo` in each recipe, and on the same batches in fp8 with each fault.
+Trains the model of `padless train-demo`, or of two tenants (tools/tenants.py), in each recipe, and on the same batches
+in fp8 with each fault.
 The number of steps is what --seconds allow, or --steps. Prints the table, writes the record and the picture, and fails
 where a recipe is not within its limits or a fault is.
 """
@@ -22,19 +23,22 @@ import torch
 from rich.console import Console
 
 from padless.demo.train import run as demo
-from padless.demo.train.model import ModelSize
+from padless.demo.train.model import Model, ModelSize
 from padless.demo.train.parity import verdicts
 from padless.demo.train.report import print_training, save_training
 from padless.demo.train.text import SOURCES, TOPICS, help_topics, library_sources
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import to_mn_major
 from padless.nn import RECIPES, experts_function
+from padless.nn.lifted import lift
 from padless.nn.quantizers import quantize_rows
 from padless.nn.weight_codes import WeightCodes
 from padless.quantization.quantize import dequantize, quantize
+from tenants import Tenants
 
 MEDIUM = ModelSize(layers=4, hidden=512, heads=8, experts=16, top_k=4, intermediate=512, length=256, batch=32)
 SIZES = {"small": demo.SMALL, "medium": MEDIUM, "large": demo.LARGE}
+TASKS = {"text": Model, "tenants": Tenants}
 TRIAL_STEPS, MOST_STEPS = 16, 1000
 RIGHT = ("bf16", "fp8", "fp8_1d1d")
 
@@ -78,7 +82,7 @@ def blocks_of_gradients() -> Iterator[None]:
     def by_blocks(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         rows, columns = right(x, *arguments, **options)
         if options.get("is_gradient"):
-            rows = quantize_rows(in_squares(x.index_select(0, options["tokens"])))
+            rows = quantize_rows(in_squares(lift(x).index_select(0, options["tokens"])))
         return rows, columns
 
     def activation_by_blocks(dh: Any, z: Any, offs: Any, prob: Any, gate_up: str, block: Any) -> Any:
@@ -104,6 +108,7 @@ def main() -> int:
     """The command line."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=list(TASKS), default="text")
     parser.add_argument("--size", choices=list(SIZES), default="large" if on_gpu else "small")
     parser.add_argument("--steps", type=int, help="of every run, where not --seconds decide")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training, beside compiling")
@@ -116,9 +121,10 @@ def main() -> int:
 
     device = "cuda" if on_gpu else "cpu"
     demo.LEARNING_RATE[device] = options.rate or demo.LEARNING_RATE[device]
+    source = (SOURCES if on_gpu else TOPICS) + (", read by two tenants" if options.task == "tenants" else "")
     on: dict[str, Any] = {
         "size": SIZES[options.size], "device": device, "text": library_sources() if on_gpu else help_topics(),
-        "source": SOURCES if on_gpu else TOPICS,
+        "source": source, "model": TASKS[options.task],
     }  # fmt: skip
 
     def trained(steps: int, seeds: int) -> demo.Training:

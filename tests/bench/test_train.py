@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from padless.bench.cases import train
 from padless.bench.cases.train import contenders
 from padless.bench.cases.train.contenders import BF16, KEPT, Maker, Step, makers
 from padless.bench.cases.train.problem import TrainPoint, TrainProblem, make_problem
-from padless.bench.peers.torchao import TorchAo
+from padless.bench.peers.torchao import TorchAo, few
 from padless.bench.results import ResultFile, failures, time_us
 from support.bench_records import StandInTimer
 
@@ -177,6 +178,17 @@ def test_what_does_not_compile_in_time_is_left_out(
     monkeypatch.setattr(sys, "executable", str(script))
     products = [(8, 32, 16, 48), (8, 2, 16, 48)]
     assert TorchAo(tmp_path).compile_ahead(products, 0.5) == {products[i] for i in done}
+
+
+def test_torchao_tries_its_tiles_but_not_their_stages() -> None:
+    groups, warps, stages = [2, 16, 32, 64, 128], [2, 4, 8], [2, 4, 6]
+    tried = [
+        SimpleNamespace(kwargs={"NUM_GROUPS": g}, num_warps=w, num_stages=s)
+        for g, w, s in product(groups, warps, stages)
+    ]
+    found = few(tried)
+    assert [config.kwargs["NUM_GROUPS"] for config in found] == groups
+    assert {(config.num_warps, config.num_stages) for config in found} == {(4, 2)}
 
 
 def test_another_product_takes_the_place_of_torchs(problem: TrainProblem, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,8 @@ def test_blocks_of_dy_in_dgrad_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
     ) -> tuple[Rows, object]:
         x = x if tokens is None else x[tokens.long()]
         square = dequantize(quantize(x, FP8_BLOCK, kind="weight"))
-        return right(square, *arguments)[0], right(x, *arguments)[1]
+        rows, columns = (right(t, *arguments, is_gradient=is_gradient) for t in (square, x))
+        return rows[0], columns[1]
 
     problem = outliers()
     want = fake_quant.step(problem, EVERY_RECIPE["fp8"])

@@ -37,6 +37,13 @@ def of_tokens(x: torch.Tensor, fp8: bool, square: bool = False) -> torch.Tensor:
     return decoded(x.T.contiguous(), "weight" if square else "activation").T
 
 
+def of_gradient(x: torch.Tensor, format: object, along_tokens: bool = False) -> torch.Tensor:
+    """A gradient as the format keeps it along its rows, or along the tokens: FP8_BLOCK has no least scale there."""
+    far = 2.0**60 if format == FP8_BLOCK else 1.0
+    x = x * far
+    return (decoded(x.T.contiguous(), format=format).T if along_tokens else decoded(x, format=format)) / far
+
+
 def step(problem: Layer, recipe: Recipe) -> dict[str, torch.Tensor]:
     """The output and the gradients, float64; gate above up in w13."""
     forward, dgrad, wgrad = recipe.forward, recipe.dgrad, recipe.fp8_wgrad
@@ -68,7 +75,7 @@ def step(problem: Layer, recipe: Recipe) -> dict[str, torch.Tensor]:
         found["out"].index_add_(0, token, y * prob)
 
         dy = problem.dout[token]
-        dh = rounded(of_rows(dy, dgrad) @ w2_dgrad)
+        dh = rounded(of_gradient(dy, dgrad) @ w2_dgrad)
         kept = (rounded(decoded(rounded(z))) if recipe.save == "fp8" else rounded(z)).requires_grad_()
         of_prob = prob.clone().requires_grad_()
         hidden = torch.nn.functional.silu(kept[:, :half]) * kept[:, half:] * of_prob
@@ -77,7 +84,7 @@ def step(problem: Layer, recipe: Recipe) -> dict[str, torch.Tensor]:
         if not (recipe.fp8_dgrad and wgrad):  # stored in between
             dz, hidden = rounded(dz), rounded(hidden.detach())
         found["prob"][token, slot] = of_prob.grad[:, 0]
-        found["x"].index_add_(0, token, rounded(of_rows(dz, dgrad) @ w13_dgrad))
-        found["w13"][e] = of_tokens(dz, wgrad).T @ of_tokens(x, wgrad, square)
-        found["w2"][e] = of_tokens(dy, wgrad).T @ of_tokens(hidden.detach(), wgrad, square)
+        found["x"].index_add_(0, token, rounded(of_gradient(dz, dgrad) @ w13_dgrad))
+        found["w13"][e] = of_gradient(dz, recipe.wgrad, wgrad).T @ of_tokens(x, wgrad, square)
+        found["w2"][e] = of_gradient(dy, recipe.wgrad, wgrad).T @ of_tokens(hidden.detach(), wgrad, square)
     return found

@@ -27,6 +27,7 @@ from padless.moe.checks import check_matrix
 from padless.moe.layer import BF16
 from padless.moe.routing import check_ids
 from padless.nn.calls import call
+from padless.nn.lifted import LOWER, lowered
 from padless.nn.linear_function import (
     check_weight,
     columns_facts,
@@ -292,18 +293,22 @@ def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     dy_rows, dy_columns = operands_of_rows(
         dout, offs, recipe.dgrad, recipe.wgrad if needs2 else None, (1, 128), tokens=tokens, is_gradient=True
     )
-    dh = product(dy_rows, joined(*dgrad2, format=recipe.dgrad), offs, transposed=True, zero_tail=False)
+    w2_rows = joined(*dgrad2, format=recipe.dgrad)
+    if not (recipe.fp8_dgrad and recipe.fp8_wgrad):  # else dH is quantized by one kernel, which wants it lifted
+        w2_rows = lowered(w2_rows)
+    dh = product(dy_rows, w2_rows, offs, transposed=True, zero_tail=False)
     dz_rows, dz_columns, h_columns, dprob_rows = _activation_gradients(dh, z, offs, prob, plan, needs13, needs2)
     del dh, z, dy_rows
     w13, w2 = ctx.weights
     along = offs_of_columns(offs, recipe) if needs13 or needs2 else offs
-    dw2 = deliver(w2, plan.delayed_wgrad, dy_columns, h_columns, along) if needs2 else None
+    dw2 = deliver(w2, plan.delayed_wgrad, dy_columns, lowered(h_columns), along) if needs2 else None
     del dy_columns, h_columns
 
     # First product.
     dx = dprob = dw13 = None
     if needs_x or (needs_prob and where is not None):
-        dx_rows = product(dz_rows, joined(*dgrad13, format=recipe.dgrad), offs, transposed=True, zero_tail=False)
+        w13_rows = lowered(joined(*dgrad13, format=recipe.dgrad))
+        dx_rows = product(dz_rows, w13_rows, offs, transposed=True, zero_tail=False)
         if where is None:
             dx = call("combine", dx_rows, inverse, None, None, ctx.dtypes[0])
         else:
@@ -318,7 +323,7 @@ def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             x_columns = operands_of_rows(x, offs, None, recipe.wgrad, (1, 128), tokens=tokens)[1]
         else:
             x_columns = joined_columns(saved_columns, ctx.facts, offs)
-        dw13 = deliver(w13, plan.delayed_wgrad, dz_columns, x_columns, along)
+        dw13 = deliver(w13, plan.delayed_wgrad, dz_columns, lowered(x_columns), along)
     return dx, dprob, dw13, dw2
 
 
@@ -342,7 +347,7 @@ def _values_before_activation(
 def _activation_gradients(
     dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor, plan: Plan, needs13: bool, needs2: bool
 ) -> tuple[Rows, Columns, Columns, torch.Tensor]:
-    """dZ as rows and as columns, H as columns, and the gradient of each row's routing weight.
+    """dZ as rows and as columns, H as columns, and the gradient of each row's routing weight. FP8_BLOCK dZ is lifted.
 
     Columns of a weight that needs no gradient are the plain values, but where one pass makes all in FP8_BLOCK: without
     storing any it would take 13% less time (docs/kernels/sm90_swiglu_backward/ladder.md), which is no second kernel.
@@ -351,7 +356,7 @@ def _activation_gradients(
     if recipe.fp8_dgrad and recipe.fp8_wgrad:
         found = activation_gradients(dh, z, offs, prob, plan.gate_up, recipe.column_block)
         assert found.dprob is not None
-        return found.dz_rows, found.dz_columns, found.hidden_columns, found.dprob
+        return found.dz_rows, found.dz_columns, found.hidden_columns, found.dprob * LOWER
     dz, h, dprob = call("swiglu_backward", dh, z, offs, prob, plan.gate_up)
     wgrad13 = recipe.wgrad if needs13 else None
     dz_rows, dz_columns = operands_of_rows(dz, offs, recipe.dgrad, wgrad13, (1, 128), is_gradient=True)

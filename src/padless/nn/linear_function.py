@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from padless.formats import FP8_BLOCK, NVFP4
 from padless.layouts import GroupedColumns
 from padless.nn.calls import call
+from padless.nn.lifted import lift, lowered
 from padless.nn.nvfp4 import padded_offs
 from padless.nn.products import Columns, Rows, product
 from padless.nn.quantizers import quantize_rows, rows_and_columns
@@ -123,10 +124,10 @@ class _GroupedLinear(torch.autograd.Function):
             is_gradient=True,
         )  # fmt: skip
         if needs_dgrad:
-            w = joined(dgrad_data, dgrad_scale, format=recipe.dgrad)
+            w = lowered(joined(dgrad_data, dgrad_scale, format=recipe.dgrad))
             dx = product(rows, w, offs, transposed=True, zero_tail=True).to(dtype)
         if needs_wgrad:
-            x_columns = joined_columns(saved, facts, offs)
+            x_columns = lowered(joined_columns(saved, facts, offs))
             dw = deliver(ctx.weight, ctx.delayed_wgrad, columns, x_columns, offs_of_columns(offs, recipe))
         return dx, dw, None, None, None, *(None,) * 4
 
@@ -148,23 +149,24 @@ def operands_of_rows(
     """x (M, N) for a product along N and for one along the tokens, in the formats of these; plain for None.
 
     tokens: (M,) int32, where the rows are x[tokens]. alignment: of FP8_BLOCK columns; None leaves it to the quantizer.
-    is_gradient: NVFP4 is rounded by chance.
+    is_gradient: NVFP4 is rounded by chance, and what is FP8_BLOCK is `padless.nn.lifted`.
     """
     both = rows_format == columns_format == FP8_BLOCK
     if tokens is not None and not both:
         x, tokens = x.index_select(0, tokens), None
     plain = x if x.dtype == torch.float64 or both else x.to(torch.bfloat16)
+    of_blocks = lift(x) if is_gradient and FP8_BLOCK in (rows_format, columns_format) else x
     rows: Rows = plain
     columns: Columns = plain
     if columns_format == FP8_BLOCK:
-        quantized, columns = rows_and_columns(x, offs, block, both, tokens, alignment)
+        quantized, columns = rows_and_columns(of_blocks, offs, block, both, tokens, alignment)
         rows = rows if quantized is None else quantized
     elif columns_format == NVFP4:
         columns = call("nvfp4_columns", plain, offs, is_gradient)
     if rows_format == NVFP4:
         rows = call("nvfp4_rows", plain, offs, is_gradient)
     elif rows_format is not None and is_block_scaled(rows_format) and not both:
-        rows = quantize_rows(x, rows_format)
+        rows = quantize_rows(of_blocks if rows_format == FP8_BLOCK else x, rows_format)
     return rows, columns
 
 

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,16 @@ import torch
 from padless.bench.peers import Peer, hopper_or_reason, look_in, point_at_cuda_toolkit
 
 _PRODUCTS = "torchao.prototype.moe_training.blockwise_fp8.grouped_mm"
+_QUANTIZERS = [f"torchao.prototype.blockwise_fp8_training.{name}" for name in ("kernels", "deepgemm_quant")]
+
+
+def few(configs: Sequence[Any]) -> list[Any]:
+    """Of what a quantizer tries, every tile with 4 warps and the fewest stages: compiling all 45 takes minutes.
+
+    Stages say nothing there, as no quantizer has a loop; they are bound by memory.
+    """
+    least = min(config.num_stages for config in configs)
+    return [c for c in configs if c.num_stages == least and c.num_warps == 4]
 
 
 class TorchAo(Peer):
@@ -38,6 +48,11 @@ class TorchAo(Peer):
             look_in(self._folder, name)
         import_module("deep_gemm")
         self._products = import_module(_PRODUCTS)
+        tuned = import_module("triton.runtime.autotuner").Autotuner
+        for name in _QUANTIZERS:
+            for kernel in vars(import_module(name)).values():
+                if isinstance(kernel, tuned):
+                    kernel.configs = few(kernel.configs)
         return import_module("torchao")
 
     def product(self, x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,8 @@ class Model(nn.Module):
     rows: what experts are given, and attention is computed in, bfloat16 or float32.
     """
 
+    adam_eps = 1e-8
+
     def __init__(
         self, size: ModelSize, recipe: Recipe, ep: ExpertParallel | None = None, rows: torch.dtype = torch.bfloat16
     ) -> None:

@@ -28,6 +28,7 @@ LEARNING_RATE = {"cpu": 3e-3, "cuda": 6e-4}
 WARM_UP = 0.1  # fraction of steps over which the learning rate rises; it then falls to a tenth along a cosine
 EAGER_STEPS = 4  # of a contender on a GPU before its passes are captured
 LAST = 0.2  # fraction of steps at the end whose mean loss is compared
+MakeModel = Callable[[ModelSize, Recipe], Model]
 
 
 @dataclass
@@ -87,13 +88,15 @@ class Contender:
     this size a host takes longer to launch them than a GPU to compute them.
     """
 
-    def __init__(self, name: str, recipe: Recipe, size: ModelSize, seed: int, steps: int, device: str) -> None:
+    def __init__(
+        self, name: str, recipe: Recipe, size: ModelSize, seed: int, steps: int, device: str, make: MakeModel = Model
+    ) -> None:
         torch.manual_seed(seed)
         self.curve = Curve(name, seed)
         with torch.device(device):
-            self.model = Model(size, recipe)
-        rate = LEARNING_RATE[device]
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95), fused=True)
+            self.model = make(size, recipe)
+        rate, eps = LEARNING_RATE[device], self.model.adam_eps
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95), eps=eps, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _rate_of(steps))
         self._losses: list[torch.Tensor] = []
         self._times: list[float] = []
@@ -168,10 +171,12 @@ def train(
     text: torch.Tensor | None = None,
     source: str = TOPICS,
     on_step: Callable[[], None] | None = None,
+    model: MakeModel = Model,
 ) -> Training:
     """Trains one model for every recipe and seed, those of a seed in turns on the same batches.
 
     recipes: names in `padless.nn.RECIPES`, or (name, recipe). text: (bytes,) uint8; None is Python's help topics.
+    model: makes the model of a size and a recipe.
     """
     named = [(r, RECIPES[r]) if isinstance(r, str) else r for r in recipes]
     text = help_topics() if text is None else text
@@ -179,7 +184,7 @@ def train(
     curves: list[Curve] = []
 
     def train_seed(seed: int) -> list[Curve]:  # its models are gone when it returns
-        contenders = [Contender(name, recipe, size, seed, steps, device) for name, recipe in named]
+        contenders = [Contender(name, recipe, size, seed, steps, device, model) for name, recipe in named]
         generator = torch.Generator().manual_seed(seed)
         for step in range(steps):
             ids, following = draw_batch(text, size.batch, size.length, generator)
