@@ -37,7 +37,8 @@ def empty_mn_major(rows: int, columns: int, device: torch.device) -> torch.Tenso
     Example: rows 5, columns 3 -> strides (1, 8); element (4, 2) is float 2 * 8 + 4 = 20 of the storage.
     """
     ld = max(round_up(rows, MN_MAJOR_ALIGNMENT), MN_MAJOR_ALIGNMENT)
-    return torch.empty((columns, ld), dtype=torch.float32, device=device).t()[:rows]
+    padded = torch.empty((columns, ld), dtype=torch.float32, device=device).t()
+    return padded if type(rows) is int and rows == ld else padded[:rows]  # not asked of a size that is traced
 
 
 def to_mn_major(scale: torch.Tensor) -> torch.Tensor:

@@ -94,6 +94,22 @@ def test_a_model_that_raises_is_noticed(models: dict[str, Any], monkeypatch: pyt
     assert set(record["gpu"]) == {model.GROUPED_MM}
 
 
+def test_one_sequence_is_timed_from_graphs_too(models: dict[str, Any]) -> None:
+    asked = []
+
+    def captured(call: Any) -> Any:
+        asked.append(call())
+        if len(asked) == 2:
+            raise RuntimeError("it waits for the GPU")
+        return call
+
+    record = model.measure_model(models, IDS[:1], StandInTimer(), bytes_of, captured)
+    assert set(record["gpu"]) == {model.GROUPED_MM, model.PADLESS, model.GROUPED_MM + model.IN_GRAPH}
+    assert "waits for the GPU" in record["errors"][model.PADLESS + model.IN_GRAPH]
+    assert [tuple(logits.shape) for logits in asked] == [(1, 1, 97)] * 2
+    assert not torch.equal(*asked)
+
+
 def test_grids_and_tables(models: dict[str, Any]) -> None:
     case = CASES["model"]
     assert len(resolve_grid(case, "full")) == 5 > len(resolve_grid(case, "quick")) == 2

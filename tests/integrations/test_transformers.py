@@ -136,8 +136,8 @@ def as_quantized(t: torch.Tensor) -> torch.Tensor:
     return dequantize(quantize(t.float(), FP8_BLOCK), torch.float32).double()
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_generates_the_tokens_of_dequantized_weights(name: str, folder_of: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(("name", "loudness"), list(zip(FP8_MODELS, (1, 1, 8, 8), strict=True)))
+def test_generates_the_tokens_of_dequantized_weights(name: str, loudness: int, folder_of: Callable[..., Path]) -> None:
     """Greedy tokens equal those of experts computed in float64 from the same codes and rounded activations."""
 
     def reference(self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -147,6 +147,9 @@ def test_generates_the_tokens_of_dequantized_weights(name: str, folder_of: Calla
 
     FP8ExpertsInterface.register("padless_test_reference", reference)
     model = load(folder_of(name, "fp8"), experts_implementation="padless")
+    with torch.no_grad():  # loud enough to decide the tokens of a random model
+        for experts in experts_of(model):
+            experts.down_proj_scale_inv.mul_(loudness)
     arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     prompt = tokens()[:, :9]
     got = model.generate(prompt, **arguments)
@@ -164,8 +167,9 @@ def test_generates_the_tokens_of_dequantized_weights(name: str, folder_of: Calla
 # --- files and switching ---------------------------------------------------------------------------------
 
 
-def test_save_and_load(folder_of: Callable[..., Path], tmp_path: Path) -> None:
-    model = load(folder_of("qwen3_moe", "fp8"), experts_implementation="padless")
+@pytest.mark.parametrize("name", FP8_MODELS)
+def test_save_and_load(name: str, folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    model = load(folder_of(name, "fp8"), experts_implementation="padless")
     before = logits(model)
     model.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
@@ -214,6 +218,22 @@ def test_gpt_oss_keeps_its_blocks(device: str, folder_of: Callable[..., Path], t
         for each in experts_of(model):
             each.gate_up_proj_bias.zero_()
     assert error(logits(model), want) > 0.02, "the bias must count"
+
+
+def test_gpt_oss_generates_the_tokens_of_dequantized_weights(folder_of: Callable[..., Path]) -> None:
+    folder = folder_of("gpt_oss", "mxfp4")
+    arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    model, stock = load(folder, experts_implementation="padless"), load_dequantized(folder, "cpu")
+    with torch.no_grad():  # loud enough to decide the tokens, so that bfloat16's rounding does not
+        for kept, dequantized_experts in zip(experts_of(model), experts_of(stock), strict=True):
+            kept.down_proj_scales.add_(4)
+            dequantized_experts.down_proj.mul_(16)
+    want = stock.generate(tokens()[:, :9], **arguments)
+    assert torch.equal(model.generate(tokens()[:, :9], **arguments), want)
+    with torch.no_grad():
+        for each in experts_of(model):
+            each.down_proj_blocks.bitwise_xor_(0x88)  # every sign
+    assert not torch.equal(model.generate(tokens()[:, :9], **arguments), want)
 
 
 # --- bfloat16 models -------------------------------------------------------------------------------------

@@ -143,6 +143,13 @@ def test_gather_quantize_is_quantize_of_gathered_rows() -> None:
         assert got.scale.stride() == want.scale.stride()
 
 
+def test_tokens_of_another_routing_are_refused() -> None:
+    routing = padless.moe.route(torch.randint(0, 5, (21, 3)), 5)
+    for wrong in (routing.tokens[1:], routing.tokens.long(), routing.tokens.view(21, 3)):
+        with pytest.raises(ValueError, match=r"tokens must be \(63,\) int32 of the same route"):
+            gather_quantize(torch.randn(21, 160), routing.inverse, padless.FP8_BLOCK, tokens=wrong)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -18,11 +18,13 @@ from support.emulated_triton import EmulatedKernel
 
 @pytest.fixture
 def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, EmulatedKernel]:
-    """The layer's Triton kernels, emulated, and the operators that take them for CPU tensors."""
+    """The layer's Triton kernels, emulated and begun before those ahead have ended, for CPU tensors too."""
     from padless.moe.triton import combine, quantize_rows, route
     from padless.quantization.triton import casts as triton_casts
     from padless.quantization.triton import global_scale as quantize_triton_global
+    from padless.quantization.triton import launches
 
+    monkeypatch.setattr(launches, "is_programmatic", lambda device: True)
     monkeypatch.setattr(triton_casts, "casts_in_hardware", lambda device: True)
     monkeypatch.setattr(ops, "runs_triton", lambda t: True)
     found = {}

@@ -158,11 +158,52 @@ def test_scales_are_placed_where_they_are_many(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(quantize_rows, "_quantize_rows", NoKernel())
     monkeypatch.setattr(place_scales, "_place_scales", NoKernel())
     monkeypatch.setattr(place_scales, "place", lambda placed, scale: asked.append(scale.numel()))
-    for tokens, top_k, k in ((2048, 8, 2048), (8192, 4, 2048), (8192, 8, 1024), (1 << 16, 1, 1024)):
+    for tokens, top_k, k in ((2048, 8, 2048), (8192, 4, 2048), (8192, 8, 1024), (1 << 16, 1, 1024), (1 << 16, 2, 2048)):
         x = torch.empty((tokens, k), dtype=torch.bfloat16, device="meta")
         inverse = torch.empty((tokens, top_k), dtype=torch.int32, device="meta")
         quantize_rows.quantize_rows(x, FP8_BLOCK, inverse=inverse)
     assert asked == [1 << 19, 1 << 19]
+
+
+def test_programmatic_launches_wait_first(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begun before the kernel ahead has ended, they touch nothing until it has; the emulator reports what would."""
+    _launch_programmatically(monkeypatch)
+    programmatic = (*emulated[:5], emulated[7])
+    assert [k.launches for k in programmatic] == [1, 1, 1, 1, 2, 1]
+    for kernel in programmatic:
+        ptx = compiled_ptx(kernel)
+        assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
+
+
+def test_a_launch_that_does_not_wait_is_noticed(
+    emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from padless.moe.triton import route
+    from padless.quantization.triton import launches
+
+    monkeypatch.setattr(route, "programmatic", lambda device: {"PROGRAMMATIC": False, "launch_pdl": True})
+    assert launches.programmatic(torch.device("cpu")) == {"PROGRAMMATIC": False}
+    with pytest.raises(AssertionError, match="grid-dependency"):
+        _launch_programmatically(monkeypatch)
+
+
+def _launch_programmatically(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel ahead of the products, as on a Hopper GPU."""
+    from padless import FP8_BLOCK
+    from padless.moe.triton import quantize_rows, route
+    from padless.quantization.quantize import quantize
+    from padless.quantization.triton import launches
+
+    monkeypatch.setattr(launches, "is_programmatic", lambda device: True)
+    ids, x = moe_cases.draw_ids(9, 3, 5, 1), moe_cases.awkward((9, 160), torch.bfloat16, 1)
+    moe_cases.route_pair(ids, 5, "cpu")
+    _, rows, inverse = twins.route(ids, 5)
+    want = quantize(x[rows.long()], FP8_BLOCK)
+    moe_cases.assert_same(moe_cases.quantized(x, "FP8_BLOCK", "", "plain", inverse=inverse), want)
+    monkeypatch.setattr(quantize_rows, "PLACED_SCALES", 1)
+    moe_cases.assert_same(moe_cases.quantized(x, "FP8_BLOCK", "", "plain", inverse=inverse), want)
+    monkeypatch.setattr(route, "FEW_SLOTS", 16)
+    moe_cases.route_pair(ids, 5, "cpu")
 
 
 class NoKernel:
@@ -214,20 +255,20 @@ def test_nvfp4_in_the_tiles_of_many_rows(
     assert any("e4m3x2" in compiled.asm["ptx"] for compiled in kernel._compiled.values())
 
 
-@pytest.mark.parametrize("name", ["FP8_BLOCK", "NVFP4"])
+@pytest.mark.parametrize(("name", "columns"), [("FP8_BLOCK", 7168), ("NVFP4", 2880), ("FP8_BLOCK", 1536)])
 def test_gathered_rows_in_their_tile(
-    name: str, emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+    name: str, columns: int, emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tile of many gathered rows, with rows and columns left over, and rows of no expert."""
+    """The tiles of many gathered rows, with rows and columns left over, and rows of no expert."""
     from padless import formats
     from padless.moe.triton import quantize_rows
     from padless.quantization.quantize import quantize
 
-    tile = quantize_rows.choose_tile(8192, 7168, has_activation=False, is_gathered=True)
-    assert tile == (8, 512, 4)
+    tile = quantize_rows.choose_tile(8192, columns, has_activation=False, is_gathered=True)
+    assert tile == ((8, 512, 4) if columns == 1536 else (4, 1024, 4))
     monkeypatch.setattr(quantize_rows, "choose_tile", lambda *a, **k: tile)
     x, given, rule = (
-        moe_cases.awkward((11, 672), torch.bfloat16, 4),
+        moe_cases.awkward((11, tile.columns + 160), torch.bfloat16, 4),
         moe_cases.given_scale(name),
         moe_cases.rules(name)[0],
     )

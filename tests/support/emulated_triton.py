@@ -38,6 +38,7 @@ class EmulatedKernel:
 
     def _launch(self, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
         num_warps = options.pop("num_warps")
+        programmatic = options.pop("launch_pdl", False)
         options.pop("maxnreg", None)  # which says nothing to the compiler of PTX
         compiled_with = {"num_warps": num_warps}
         if "enable_fp_fusion" in options:
@@ -50,8 +51,9 @@ class EmulatedKernel:
         values = [self._value(emulator, a) for a in runtime.values()]
         missing = len(emulator.program(kernel.name).function.parameters) - len(values)
         result = emulator.launch(
-            kernel.name, grid, 32 * num_warps, values + [0] * missing, shared_bytes=kernel.metadata.shared
-        )
+            kernel.name, grid, 32 * num_warps, values + [0] * missing,
+            shared_bytes=kernel.metadata.shared, programmatic=programmatic,
+        )  # fmt: skip
         serious = [report for report in result.reports if report.kind not in COMPILERS_OWN]
         assert not serious, serious
         self.launches += 1

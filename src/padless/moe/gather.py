@@ -25,6 +25,7 @@ def gather_quantize(
     scale_rule: str | None = None,
     scale_layout: str = "plain",
     global_scale: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
 ) -> BlockScaledTensor:
     """quantize(x[tokens], format) of a routing, reading and quantizing every token once: (S, K), S = T * k.
 
@@ -32,13 +33,17 @@ def gather_quantize(
     inverse: (T, k) int32 of `route`. Rows of the tail are quantized too.
     scale_rule, scale_layout: as in `padless.quantize`; "plain" or "blocked". FP8_BLOCK's scales are MN-major.
     global_scale: NVFP4's decode scale, one float32 value. It must be given: it is no business of the other tokens.
+    tokens: (S,) int32 of the same `route`, where they are at hand: the bits are the same, in less time.
 
     The bits are those of quantize(x[tokens], format, ..). Raises ValueError.
     """
     check_inverse(inverse, None, None)
     check_matrix("x", x, inverse.shape[0], None, inverse.device)
     scale_rule = _check_gathered(x, format, scale_rule, scale_layout, global_scale)
-    data, scale = ops.call("gather_quantize", x, inverse, format.name, scale_rule, scale_layout, global_scale)
+    wanted = (inverse.numel(),), torch.int32, inverse.device
+    if tokens is not None and (tuple(tokens.shape), tokens.dtype, tokens.device) != wanted:
+        raise ValueError(f"tokens must be ({inverse.numel()},) int32 of the same route, got {describe(tokens)}")
+    data, scale = ops.call("gather_quantize", x, inverse, format.name, scale_rule, scale_layout, global_scale, tokens)
     return BlockScaledTensor(data.view(format.data_dtype), scale, format, global_scale, scale_layout)
 
 

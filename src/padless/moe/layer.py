@@ -101,11 +101,9 @@ def moe(
     act = Activation(activation, gate_up, alpha, limit, up_offset)
     _check(x, top_k_index, top_k_weights, w13, w2, num_experts if ep is None else None, act)
     experts, n = w13.data.shape[:2]
-    given = {"bias13": bias13, "bias2": bias2}
-    given |= {"global_scale1": global_scale1, "global_scale2": global_scale2}
-    for argument, w in (("w13", w13), ("w2", w2)):
-        given |= {f"{argument}.data": w.data, f"{argument}.scale": w.scale, f"{argument}.global_scale": w.global_scale}
-    refuse_gradients(**given)
+    refuse_gradients(
+        bias13=bias13, bias2=bias2, global_scale1=global_scale1, global_scale2=global_scale2, w13=w13, w2=w2
+    )
     _check_vector("bias13", bias13, [(experts, n)], INPUT_DTYPES, x.device)
     _check_vector("bias2", bias2, [(experts, x.shape[1])], INPUT_DTYPES, x.device)
     for name, scale in (("global_scale1", global_scale1), ("global_scale2", global_scale2)):

@@ -126,14 +126,21 @@ def _quantized_by_twin(
 
 
 def _gather_quantize_fake(
-    x: torch.Tensor, inverse: torch.Tensor, format: str, scale_rule: str, scale_layout: str, global_scale: Any
+    x: torch.Tensor,
+    inverse: torch.Tensor,
+    format: str,
+    scale_rule: str,
+    scale_layout: str,
+    global_scale: Any,
+    tokens: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _quantized_fake(inverse.numel(), x.shape[1], format, scale_layout, x)
 
 
 @operator(
     "gather_quantize",
-    "(Tensor x, Tensor inverse, str format, str scale_rule, str scale_layout, Tensor? global_scale) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor inverse, str format, str scale_rule, str scale_layout, Tensor? global_scale, "
+    "Tensor? tokens=None) -> (Tensor, Tensor)",
     _gather_quantize_fake,
 )
 def _gather_quantize(
@@ -143,13 +150,15 @@ def _gather_quantize(
     scale_rule: str,
     scale_layout: str,
     global_scale: torch.Tensor | None,
+    tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     fmt = BY_NAME[format]
     if not runs_triton(x):
         rows = x[twins.tokens_of(inverse)]
         return _quantized_by_twin(rows, fmt, scale_rule, scale_layout, global_scale, None)
     inverse = inverse.contiguous()
-    return _quantized(x, fmt, scale_rule, scale_layout, global_scale, None, inverse=inverse)
+    tokens = None if tokens is None else tokens.contiguous()
+    return _quantized(x, fmt, scale_rule, scale_layout, global_scale, None, inverse=inverse, tokens=tokens)
 
 
 def _route_quantize_fake(
@@ -177,7 +186,8 @@ def _route_quantize(
 ) -> tuple[torch.Tensor, ...]:
     if not fuses_routing(x, top_k_index):
         routing = _route(top_k_index, num_experts)
-        return *routing, *_gather_quantize(x, routing[2], format, scale_rule, scale_layout, global_scale)
+        gathered = _gather_quantize(x, routing[2], format, scale_rule, scale_layout, global_scale, routing[1])
+        return *routing, *gathered
     from padless.moe.triton.quantize_rows import route_quantize
 
     with on_device_of(x):

@@ -129,7 +129,7 @@ def passes(problem: LayerProblem) -> dict[str, Call]:
     y = torch.randn((p.slots, p.hidden), dtype=torch.bfloat16, device=problem.x.device)
     return {
         "route": lambda: route(problem.ids, p.experts),
-        "gather_quantize": lambda: gather_quantize(problem.x, routing.inverse, FP8_BLOCK),
+        "gather_quantize": lambda: gather_quantize(problem.x, routing.inverse, FP8_BLOCK, tokens=routing.tokens),
         "combine": lambda: combine(y, routing.inverse, problem.weights),
     }
 

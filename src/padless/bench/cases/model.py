@@ -7,6 +7,7 @@ Contenders of a point, in turns on the same token ids; a call is `model(ids)` th
                   parameter that is no expert's is shared with the first
 
 A time is from the first launch to the end of the last with a head start of 5 ms, so a host slower than the GPU counts.
+Prompts of one sequence are timed from CUDA graphs too, where it does not.
 Memory is the model's own parameters with what a call adds at its peak. Logits of both are compared before anything is
 timed: FP8 moves a random model's by some percent, a wrong layer by all.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +28,10 @@ from padless.bench.session import Session
 from padless.formats import FP8_BLOCK
 from padless.testing import machine
 from padless.testing.judge import describe
-from padless.testing.timing import Timer
+from padless.testing.timing import Call, Timer, capture
 
 GROUPED_MM, PADLESS = "grouped_mm", "padless"
+IN_GRAPH = " in a graph"
 # Largest relative error of a token's logits: 48 layers of random weights, each with activations quantized twice.
 TOLERANCE = 0.15
 _CHECKED_TOKENS = 16
@@ -114,10 +117,22 @@ def peak_bytes(model: Any, ids: torch.Tensor) -> int:
     return sum(own.values()) + torch.cuda.max_memory_allocated() - before
 
 
+def in_graph(call: Call) -> Call:
+    """The call as a replay of a CUDA graph of it."""
+    return capture(call).replay
+
+
 def measure_model(
-    models: dict[str, Any], ids: torch.Tensor, timer: Timer, memory: Callable[[Any, torch.Tensor], int] = peak_bytes
+    models: dict[str, Any],
+    ids: torch.Tensor,
+    timer: Timer,
+    memory: Callable[[Any, torch.Tensor], int] = peak_bytes,
+    captured: Callable[[Call], Call] = in_graph,
 ) -> Record:
-    """One point's record: largest error of a token's logits, peak memory, and microseconds where padless is right."""
+    """One point's record: largest error of a token's logits, peak memory, and microseconds where padless is right.
+
+    captured: makes the call that is timed as a graph, for one sequence.
+    """
     record: Record = {"logits_error": None, "wrong": {}, "errors": {}, "memory_bytes": {}, "gpu": {}}
     expected = _forward(models[GROUPED_MM], ids, _CHECKED_TOKENS)
     right = [GROUPED_MM]
@@ -131,7 +146,14 @@ def measure_model(
     except Exception as failure:
         record["errors"][PADLESS] = describe(failure)
     record["memory_bytes"] = {name: memory(models[name], ids) for name in right}
-    times = timer.gpu({name: lambda model=models[name]: _forward(model, ids) for name in right})  # type: ignore[misc]
+    calls: dict[str, Call] = {name: partial(_forward, models[name], ids) for name in right}
+    if len(ids) == 1:
+        for name in right:
+            try:
+                calls[name + IN_GRAPH] = captured(calls[name])
+            except Exception as failure:
+                record["errors"][name + IN_GRAPH] = describe(failure)
+    times = timer.gpu(calls)
     return record | {"gpu": {name: timing.as_dict() for name, timing in times.items()}}
 
 
@@ -170,6 +192,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         milliseconds(GROUPED_MM),
         milliseconds(PADLESS),
         table.ratio("faster", GROUPED_MM, PADLESS, 2, unit="x"),
+        table.ratio("in a graph", GROUPED_MM + IN_GRAPH, PADLESS + IN_GRAPH, 2, unit="x"),
         memory(GROUPED_MM),
         memory(PADLESS),
     ]

@@ -10,6 +10,7 @@ import triton.language as tl
 from padless.formats import ceil_div
 from padless.moe.triton import arithmetic
 from padless.quantization.triton import casts
+from padless.quantization.triton.launches import launch
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 LANES = 256  # partial sums of a dot product
@@ -22,7 +23,7 @@ def combine(
     (tokens, n), top_k = out.shape, inverse.shape[1]
     # Up to 1024 columns a program; fewer where that would leave a GPU idle.
     width = min(max(triton.next_power_of_2(n), 128), 1024 if tokens * ceil_div(n, 1024) >= 512 else 256)
-    _combine[(tokens * ceil_div(n, width),)](
+    launch(_combine, tokens * ceil_div(n, width))(
         y,
         inverse,
         weights,
@@ -50,7 +51,7 @@ def combine_backward(
 ) -> None:
     """Writes dy and dweights of checked arguments with at least one token and one column."""
     (tokens, n), top_k = dout.shape, inverse.shape[1]
-    _combine_backward[(tokens,)](
+    launch(_combine_backward, tokens)(
         dout,
         y,
         inverse,

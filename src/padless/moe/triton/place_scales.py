@@ -14,24 +14,27 @@ import torch
 import triton
 import triton.language as tl
 
-from padless.formats import ceil_div
+from padless.formats import ceil_div, round_up
+from padless.quantization.triton.launches import begin, launch, programmatic
 
 _ROWS_AT_ONCE = 128
 _MOST_COLUMNS = 16
+_ALIGNMENT = 16  # of rows of scales, so that they are loaded 16 bytes at once
 
 
 class Placed(NamedTuple):
-    """scale: (items, ceil(K / 128)) float32 of each item. items: (rows,) int32, the item of each row."""
+    """scale: (items, ceil(K / 128) and some) float32 of each item. items: (rows,) int32, the item of each row."""
 
     scale: torch.Tensor
     items: torch.Tensor
 
 
-def empty(items: int, K: int, rows: int, device: torch.device) -> Placed:
-    """What the quantizing kernel fills."""
+def empty(items: int, K: int, rows: int, device: torch.device, tokens: torch.Tensor | None) -> Placed:
+    """What the quantizing kernel fills; tokens: the items of the rows, where they are known."""
+    if tokens is None:
+        tokens = torch.empty(rows, dtype=torch.int32, device=device)
     return Placed(
-        torch.empty((items, ceil_div(K, 128)), dtype=torch.float32, device=device),
-        torch.empty(rows, dtype=torch.int32, device=device),
+        torch.empty((items, round_up(ceil_div(K, 128), _ALIGNMENT)), dtype=torch.float32, device=device), tokens
     )
 
 
@@ -40,28 +43,32 @@ def place(placed: Placed, scale: torch.Tensor) -> None:
     rows, columns = scale.shape
     width = min(triton.next_power_of_2(columns), _MOST_COLUMNS)
     ld = scale.stride(1)
-    _place_scales[(ceil_div(ld, _ROWS_AT_ONCE) * ceil_div(columns, width),)](
-        placed.scale, placed.items, scale, rows, columns, ld, ROWS=_ROWS_AT_ONCE, COLUMNS=width, num_warps=4
-    )
+    launch(_place_scales, ceil_div(ld, _ROWS_AT_ONCE) * ceil_div(columns, width))(
+        placed.scale, placed.items, scale, rows, columns, ld, placed.scale.stride(0),
+        ROWS=_ROWS_AT_ONCE, COLUMNS=width, **programmatic(scale.device), num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "ld"])
 def _place_scales(
-    from_ptr,  # (items, columns) float32, contiguous
+    from_ptr,  # (items, columns) float32, strides (from_ld, 1)
     items_ptr,  # (rows,) int32
     to_ptr,  # (rows, columns) float32, strides (1, ld)
     rows,
     columns,
     ld,
+    from_ld,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    begin(PROGRAMMATIC)
     chunks = tl.cdiv(columns, COLUMNS)
     pid = tl.program_id(0)
     row = pid // chunks * ROWS + tl.arange(0, ROWS)
     column = pid % chunks * COLUMNS + tl.arange(0, COLUMNS)
     item = tl.load(items_ptr + row, mask=row < rows, other=0).to(tl.int64)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
-    scale = tl.load(from_ptr + item[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    scale = tl.load(from_ptr + item[:, None] * from_ld + column[None, :], mask=inside, other=0.0)
     at = to_ptr + column.to(tl.int64)[None, :] * ld + row[:, None]
     tl.store(at, scale, mask=(row[:, None] < ld) & (column[None, :] < columns))

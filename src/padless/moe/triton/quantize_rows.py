@@ -21,6 +21,7 @@ from padless.moe.triton import arithmetic, place_scales, route
 from padless.quantization import rules as quantize_rules
 from padless.quantization.triton import casts, row_blocks
 from padless.quantization.triton import fp8_block as fp8
+from padless.quantization.triton.launches import begin, launch, programmatic
 
 _ELEMENTS = {**row_blocks.ELEMENTS, FP8_BLOCK: "e4m3"}
 _NO_ACTIVATION = Activation(kind="silu")
@@ -28,7 +29,7 @@ _ARRANGEMENTS = {"concatenated": 0, "interleaved": 1, "alternating": 2}
 _PROGRAMS = 512  # fewer than so many large tiles leave a GPU idle
 ROUTED_SLOTS = 1024  # up to here every program sorts the slots for itself
 # From so many scales on a launch that places them (`place_scales`) costs less than it saves: on an H200 4 us, against
-# 9 us a million.
+# 9 us a million; not where tokens go to two experts alone.
 PLACED_SCALES = 1 << 19
 
 
@@ -51,8 +52,10 @@ def choose_tile(rows: int, columns: int, *, has_activation: bool, is_gathered: b
     An activation needs twice the registers and gets half the rows. Gathered rows are written many times: tiles of half
     the values, twice as many at once on a multiprocessor, read while others write, and wide ones need fewer addresses.
     """
-    if is_gathered and columns % 512 == 0 and ceil_div(rows, 8) * (columns // 512) >= _PROGRAMS:
-        return Tile(8, 512, 4)
+    for height, wide in ((4, 1024), (8, 512)) if is_gathered else ():
+        chunks = ceil_div(columns, wide)
+        if chunks * wide <= 1.125 * columns and ceil_div(rows, height) * chunks >= _PROGRAMS:
+            return Tile(height, wide, 4)
     width = 256 if columns > 128 else 128
     for height, num_warps in ((16 if has_activation or is_gathered else 32, 4), (8, 2)):
         if ceil_div(rows, height) * ceil_div(columns, width) >= _PROGRAMS:
@@ -65,6 +68,7 @@ def quantize_rows(
     format: BlockScaledFormat | None,
     *,
     inverse: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
     activation: Activation | None = None,
     scale_rule: str = "",
     scale_layout: str = "plain",
@@ -74,9 +78,10 @@ def quantize_rows(
     """(data, scale) of checked arguments; format None: (bfloat16 values, None). FP8_BLOCK's scales are MN-major.
 
     inverse: (rows of x, k) which rows of the result each row of x is; complements of rows count as the rows.
+    tokens: (rows,) int32, the row of x of each row of the result, where it is known.
     factors: NVFP4's `quantize_rules.nvfp4_factors`, (2,) or with offs (groups, 2).
     """
-    return _launch(x, format, inverse, None, activation, scale_rule, scale_layout, offs, factors)
+    return _launch(x, format, inverse, None, tokens, activation, scale_rule, scale_layout, offs, factors)
 
 
 def route_quantize(
@@ -91,7 +96,7 @@ def route_quantize(
 ) -> tuple[route.Sorted, torch.Tensor, torch.Tensor]:
     """(sorted slots, data, scale) of contiguous ids (T, k), one to `ROUTED_SLOTS` of them, in one launch."""
     slots = route.empty(ids, num_experts)
-    data, scale = _launch(x, format, ids, slots, None, scale_rule, scale_layout, None, factors)
+    data, scale = _launch(x, format, ids, slots, None, None, scale_rule, scale_layout, None, factors)
     assert scale is not None
     return slots, data, scale
 
@@ -101,6 +106,7 @@ def _launch(
     format: BlockScaledFormat | None,
     inverse: torch.Tensor | None,  # with slots: the ids
     slots: route.Sorted | None,
+    tokens: torch.Tensor | None,
     activation: Activation | None,
     scale_rule: str,
     scale_layout: str,
@@ -126,11 +132,11 @@ def _launch(
         tile = choose_tile(items, K, has_activation=activation is not None, is_gathered=inverse is not None)
     ids_offs, ids_tokens, ids_inverse = (None, None, None) if slots is None else slots
     placed = None
-    if format == FP8_BLOCK and slots is None and top_k > 1 and out_rows * ceil_div(K, 128) >= PLACED_SCALES:
-        placed = place_scales.empty(items, K, out_rows, x.device)
+    if format == FP8_BLOCK and slots is None and top_k > 2 and out_rows * ceil_div(K, 128) >= PLACED_SCALES:
+        placed = place_scales.empty(items, K, out_rows, x.device, tokens)
     columns = 0 if format is None else ceil_div(K, format.block_k)
     given = activation or _NO_ACTIVATION
-    _quantize_rows[(ceil_div(K, tile.columns) * ceil_div(items, tile.rows),)](
+    launch(_quantize_rows, ceil_div(K, tile.columns) * ceil_div(items, tile.rows))(
         x,
         data if format is None else data.view(torch.uint8),
         scale if format in (None, FP8_BLOCK) or scale is None else scale.view(torch.uint8),
@@ -141,13 +147,14 @@ def _launch(
         ids_tokens,
         ids_inverse,
         None if placed is None else placed.scale,
-        None if placed is None else placed.items,
+        None if placed is None or tokens is not None else placed.items,
         items,
         K,
         x.stride(0),
         columns,
         0 if scale is None or format != FP8_BLOCK else scale.stride(1),
         out_rows,
+        0 if placed is None else placed.scale.stride(0),
         given.alpha,
         given.up_offset,
         0.0 if given.limit is None else given.limit,
@@ -166,6 +173,7 @@ def _launch(
         TOP_K=top_k,
         ROUTED=0 if slots is None else max(triton.next_power_of_2(items * top_k), 16),
         HARDWARE_CAST=casts.casts_in_hardware(x.device),
+        **programmatic(x.device, early=activation is None),
         BLOCK_M=tile.rows,
         BLOCK_K=tile.columns,
         num_warps=tile.num_warps,
@@ -208,14 +216,15 @@ def _quantize_rows(
     offs_ptr,  # ROUTED: what `route` makes of the ids
     tokens_ptr,
     new_inverse_ptr,
-    placed_scale_ptr,  # (items, ceil(K / BLOCK)) float32 and (out_rows,) int32 of `place_scales`, or None
-    placed_items_ptr,
+    placed_scale_ptr,  # (items, ceil(K / BLOCK)) float32 of `place_scales`, strides (placed_ld, 1), or None
+    placed_items_ptr,  # (out_rows,) int32 of `place_scales`, or None
     items,
     K,
     x_stride,
     scale_columns,  # ceil(K / BLOCK)
     scale_ld,  # FP8_BLOCK: elements from one column of scales to the next
     out_rows,
+    placed_ld,
     alpha,
     up_offset,
     limit,
@@ -234,9 +243,11 @@ def _quantize_rows(
     TOP_K: tl.constexpr,
     ROUTED: tl.constexpr,  # 0, or a power of two: at least the number of slots
     HARDWARE_CAST: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    begin(PROGRAMMATIC)
     num_chunks = tl.cdiv(K, BLOCK_K)
     pid = tl.program_id(0)
     chunk = pid % num_chunks  # neighbours in time are neighbours in memory
@@ -303,7 +314,8 @@ def _quantize_rows(
                 next_row = tl.load(inverse_ptr + item * TOP_K + j + 1, mask=there, other=0)
         tl.store(codes_ptr + row[:, None] * row_width + place[None, :], codes, mask=codes_inside)
         if placed_scale_ptr is not None:
-            tl.store(placed_items_ptr + row, item, mask=there & (chunk == 0))
+            if placed_items_ptr is not None:
+                tl.store(placed_items_ptr + row, item, mask=there & (chunk == 0))
         elif ELEMENT != "bf16":
             if RULE == "fp8_block":
                 offset = row[:, None] + scale_column.to(tl.int64)[None, :] * scale_ld
@@ -315,7 +327,7 @@ def _quantize_rows(
                 offset = row[:, None] * scale_columns + scale_column[None, :]
             tl.store(scale_ptr + offset, scale, mask=scale_inside)
     if placed_scale_ptr is not None:
-        of_item = item.to(tl.int64)[:, None] * scale_columns + scale_column[None, :]
+        of_item = item.to(tl.int64)[:, None] * placed_ld + scale_column[None, :]
         tl.store(placed_scale_ptr + of_item, scale, mask=scale_inside)
     elif RULE == "fp8_block":  # the padding below MN-major scales
         padded = out_rows + tl.arange(0, 4)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from padless.formats import ceil_div
+from padless.quantization.triton.launches import begin, launch, programmatic
 
 FEW_SLOTS = 4096  # up to here one launch
 TILE = 128  # slots that are ranked at once, by comparing all pairs
@@ -44,28 +45,39 @@ def empty(ids: torch.Tensor, num_experts: int) -> Sorted:
 def route(ids: torch.Tensor, num_experts: int) -> Sorted:
     """The sorted slots of contiguous ids (T, k), at least one of them."""
     slots, top_k, device = ids.numel(), ids.shape[1], ids.device
+    how = programmatic(device)
     offs, tokens, inverse = empty(ids, num_experts)
     if slots <= FEW_SLOTS:
         block = max(triton.next_power_of_2(slots), 128)
-        _route_few[(num_experts + 1,)](
-            ids, offs, tokens, inverse, slots, num_experts, top_k, BLOCK=block, num_warps=4 if block <= 1024 else 8
+        launch(_route_few, num_experts + 1)(
+            ids,
+            offs,
+            tokens,
+            inverse,
+            slots,
+            num_experts,
+            top_k,
+            BLOCK=block,
+            **how,
+            num_warps=4 if block <= 1024 else 8,
         )
         return Sorted(offs, tokens, inverse)
     bins = max(triton.next_power_of_2(num_experts + 2), 128)  # experts, dropped ids, and lanes past the end
     tiles = ceil_div(slots, TILE)
     counts = torch.empty((tiles + 1, bins), dtype=torch.int32, device=device)  # the last row: of all tiles
-    _rank[(tiles,)](ids, counts, inverse, slots, num_experts, BINS=bins, TILE=TILE, num_warps=4)
-    _scan[(bins // _SCANNED_BINS,)](
+    launch(_rank, tiles)(ids, counts, inverse, slots, num_experts, BINS=bins, TILE=TILE, **how, num_warps=4)
+    launch(_scan, bins // _SCANNED_BINS)(
         counts,
         tiles,
         BINS=bins,
         COLUMNS=_SCANNED_BINS,
         TILES=min(triton.next_power_of_2(tiles), SCANNED),
+        **how,
         num_warps=_SCAN_WARPS,
     )
-    _place[(ceil_div(slots, _PLACED_SLOTS),)](
+    launch(_place, ceil_div(slots, _PLACED_SLOTS))(
         ids, counts, offs, tokens, inverse, slots, num_experts, top_k, tiles,
-        BINS=bins, TILE=TILE, SLOTS=_PLACED_SLOTS, num_warps=4,
+        BINS=bins, TILE=TILE, SLOTS=_PLACED_SLOTS, **how, num_warps=4,
     )  # fmt: skip
     return Sorted(offs, tokens, inverse)
 
@@ -95,7 +107,9 @@ def _route_few(
     num_experts,
     top_k,
     BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    begin(PROGRAMMATIC)
     expert = tl.program_id(0)  # num_experts: the dropped ids
     slot = tl.arange(0, BLOCK)
     ids = _load_ids(ids_ptr, slot, slots, num_experts)
@@ -152,7 +166,9 @@ def _rank(
     num_experts,
     BINS: tl.constexpr,
     TILE: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    begin(PROGRAMMATIC)
     tile = tl.program_id(0)
     lane = tl.arange(0, TILE)
     slot = tile * TILE + lane
@@ -164,8 +180,11 @@ def _rank(
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _scan(counts_ptr, tiles, BINS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr):
+def _scan(
+    counts_ptr, tiles, BINS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):
     """Counts become those of all tiles before; the row behind the last tile, those of all."""
+    begin(PROGRAMMATIC)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     before = tl.zeros((COLUMNS,), tl.int32)
     for first in range(0, tiles, TILES):
@@ -191,7 +210,9 @@ def _place(
     BINS: tl.constexpr,
     TILE: tl.constexpr,
     SLOTS: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    begin(PROGRAMMATIC)
     bins = tl.arange(0, BINS)
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     ids = _load_ids(ids_ptr, slot, slots, num_experts)
