@@ -2,7 +2,7 @@
 #pragma once
 
 // The host defines, from Bf16WgradConfig: BLOCK_N, BLOCK_T, NUM_STAGES (0 = as many as fit), PIECE_SLABS, RASTER_M, MAX_GROUPS,
-// OUT_TYPE (OUT_BF16 or OUT_F32), ACCUMULATE (adds to what is there).
+// OUT_TYPE (OUT_BF16 or OUT_F32), ACCUMULATE (adds to what is there), REDUCED_PIECES (device/sm90/piece_store.cuh).
 constexpr int BLOCK_M = 128;
 constexpr int WGMMA_M = 64, WGMMA_K = 16;
 constexpr int STEPS = BLOCK_T / WGMMA_K;

@@ -22,31 +22,39 @@ class WgradConfig:
         block_m: rows of the output tile (features of dY), 128 or 256, shared out to two consumer warpgroups 64 at a
             time. A tile has 128 columns.
         num_stages: depth of the shared-memory pipeline, a stage being 128 tokens; 0 means as many as fit.
+        cluster_n: CTAs that share (multicast) the rows of a tile, side by side along its columns: 1 or 2.
         raster_m: row tiles to a band of the tile order (see ``schedule.py``).
         mode: "1d2d" (scales of X per 128 features and 128 tokens) or "1d1d" (per feature and 128 tokens).
         max_groups: room in the table of groups.
         out_dtype: bfloat16 or float32.
         accumulate: adds to what the output holds, float32 alone.
+        reduced_pieces: where ``accumulate``, how many of the four pieces (two with 128 rows) in which a warpgroup hands
+            out its tile, the last ones, are added by the copy engine; the others by the multiprocessor.
     """
 
     block_m: int = 256
     num_stages: int = 0
+    cluster_n: int = 1
     raster_m: int = 8
     mode: str = "1d2d"
     max_groups: int = 256
     out_dtype: torch.dtype = torch.bfloat16
     accumulate: bool = False
+    reduced_pieces: int = 0
 
     def __post_init__(self) -> None:
         require = requirement_of(self)
         require(self.mode in MODES, "mode", " or ".join(MODES))
         check_gradient_fields(self, require)
+        require(self.cluster_n in (1, 2), "cluster_n", "1 or 2")
+        most = self.block_m // 64 if self.accumulate else 0
+        require(0 <= self.reduced_pieces <= most, "reduced_pieces", f"0 to {most}")
         allowed = "128, or 256 unless mode is '1d1d' and out_dtype is float32"
         require(self.block_m in blocks_m(self.mode, self.out_dtype), "block_m", allowed)
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        constants = fields_of(self, "block_m", "num_stages", "raster_m", "max_groups")
+        constants = fields_of(self, "block_m", "num_stages", "cluster_n", "raster_m", "max_groups", "reduced_pieces")
         flags = {"X_SCALES_ARE_BLOCKS": self.mode == "1d2d", "ACCUMULATE": self.accumulate}
         return cpp_constants(constants, flags, {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
 
@@ -73,9 +81,9 @@ class WgradProblem:
     accumulate: bool = False
 
 
-def tiles_of(problem: WgradProblem, block_m: int) -> int:
-    """Tiles of all groups."""
-    return problem.num_groups * ceil_div(problem.n, block_m) * ceil_div(problem.k, BLOCK_N)
+def tiles_of(problem: WgradProblem, block_m: int, cluster_n: int = 1) -> int:
+    """Tiles of all groups, as many as there are to a cluster counting as one."""
+    return problem.num_groups * ceil_div(problem.n, block_m) * ceil_div(problem.k, BLOCK_N * cluster_n)
 
 
 # Cycles of shared memory for a block of 128 tokens by rows of the tile, counted: what TMA writes, what wgmma
@@ -116,4 +124,5 @@ def fit_config(config: WgradConfig, problem: WgradProblem) -> WgradConfig:
         max_groups=room_for_groups(problem.num_groups),
         out_dtype=problem.out_dtype,
         accumulate=problem.accumulate,
+        reduced_pieces=config.reduced_pieces if problem.accumulate else 0,
     )

@@ -85,6 +85,16 @@ __device__ __forceinline__ void tma_store_3d(const TensorMap& map, uint32_t sour
         : "memory");
 }
 
+// Adds the box to what is in global memory, in the element type of the map.
+__device__ __forceinline__ void tma_reduce_add_3d(const TensorMap& map, uint32_t source, int c0, int c1,
+                                                  int c2) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::
+            "l"(&map),
+        "r"(source), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
+}
+
 __device__ __forceinline__ void tma_store_4d(const TensorMap& map, uint32_t source, int c0, int c1, int c2,
                                              int c3) {
     asm volatile(
