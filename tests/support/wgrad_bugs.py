@@ -19,6 +19,10 @@ RANK = "device/rank_groups.cuh"
 STORED = WgradConfig(block_m=128, num_stages=2, out_dtype=torch.float32)
 TWO_WAVES = WgradConfig(block_m=256, num_stages=2, out_dtype=torch.float32)
 TWO_BUFFERS = WgradConfig(block_m=256, num_stages=2)
+CLUSTERED = WgradConfig(block_m=128, num_stages=2, cluster_n=2, out_dtype=torch.float32)
+REDUCED = WgradConfig(
+    block_m=256, num_stages=2, cluster_n=2, out_dtype=torch.float32, accumulate=True, reduced_pieces=2
+)
 COLUMN_SCALES = WgradConfig(block_m=128, num_stages=2, mode="1d1d", out_dtype=torch.float32)
 
 
@@ -42,6 +46,7 @@ class Bug:
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
 WAIT_LOADED = "mbarrier_wait(d_loaded(shared, warpgroup, piece), (piece / NUM_D + parity) % 2);"
+CLUSTER_SYNC = "barrier_cluster_arrive();\n        barrier_cluster_wait();"
 WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);"
 
 BUGS: tuple[Bug, ...] = (
@@ -216,6 +221,70 @@ BUGS: tuple[Bug, ...] = (
         ("race", "mbarrier", "deadlock"),
         ((STORE, "mbarrier_arrive_expect_tx(loaded, PIECE_SLABS *", "mbarrier_arrive_expect_tx(loaded,"),),
         onto=True,
+    ),
+    Bug(
+        "a piece of the copy engine's is stored",
+        (),
+        ((STORE, "piece >= NUM_LOADED", "piece > NUM_LOADED"),),
+        REDUCED,
+        onto=True,
+    ),
+    Bug("a piece added twice", (), ((STORE, "piece >= NUM_LOADED", "piece >= NUM_LOADED - 1"),), REDUCED, onto=True),
+    Bug(
+        "an empty buffer is never handed out",
+        ("deadlock",),
+        ((STORE, "mbarrier_arrive(d_loaded(shared, warpgroup, piece));", ";"),),
+        REDUCED,
+        onto=True,
+    ),
+    Bug(
+        "old values not waited for beside the copy engine's",
+        ("race",),
+        ((STORE, WAIT_LOADED, ";"),),
+        REDUCED,
+        onto=True,
+    ),
+    # ---- clusters
+    Bug("no cluster barrier after the set-up", ("mbarrier",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTERED),
+    Bug("no cluster barrier before the end", ("exit",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTERED, nth=1),
+    Bug(
+        "rows of A for its own CTA alone",
+        ("deadlock",),
+        ((LOAD, "(1 << CLUSTER_N) - 1", "1 << cluster_cta_rank()"),),
+        CLUSTERED,
+    ),
+    Bug(
+        "both CTAs bring the same rows of A",
+        (),
+        ((LOAD, "const int first = static_cast<int>(cluster_cta_rank()) * ROWS;", "const int first = 0;"),),
+        CLUSTERED,
+        quick=True,
+    ),
+    Bug("both CTAs ask for the next tile", ("mbarrier",), ((LOAD, "cluster_cta_rank() == 0;", "true;"),), CLUSTERED),
+    Bug(
+        "both CTAs take the first one's columns",
+        (),
+        ((STORAGE, "tile.column + static_cast<int>(cluster_cta_rank()) * BLOCK_N;", "tile.column;"),),
+        CLUSTERED,
+    ),
+    Bug(
+        "a stage released to its own CTA alone",
+        ("deadlock",),
+        (
+            (
+                MULTIPLY,
+                "if (lane < CLUSTER_N) mbarrier_arrive_cluster(empty, lane);",
+                "if (lane == cluster_cta_rank()) mbarrier_arrive_cluster(empty, lane);",
+            ),
+        ),
+        CLUSTERED,
+    ),
+    Bug(
+        "empty barrier counts one CTA of the cluster",
+        ("race", "mbarrier"),
+        ((MAIN, "CLUSTER_N * NUM_CONSUMER_WARPS", "NUM_CONSUMER_WARPS"),),
+        CLUSTERED,
+        seeds=8,
     ),
     Bug("half a wave staged where the other half is", (), ((STORAGE, "piece % PIECES_PER_WAVE * PIECE_COLUMNS", "0"),)),
     Bug(

@@ -29,8 +29,6 @@ class Bf16WgradConfig:
         max_groups: room in the table of groups.
         out_dtype: bfloat16 or float32.
         accumulate: adds to what the output holds, float32 alone.
-        reduced_pieces: where ``accumulate``, how many of the pieces (of ``piece_slabs``) in which a warpgroup hands out
-            its tile, the last ones, are added by the copy engine; the others by the multiprocessor.
     """
 
     block_n: int = 256
@@ -41,7 +39,6 @@ class Bf16WgradConfig:
     max_groups: int = 256
     out_dtype: torch.dtype = torch.bfloat16
     accumulate: bool = False
-    reduced_pieces: int = 0
 
     def __post_init__(self) -> None:
         require = requirement_of(self)
@@ -51,14 +48,10 @@ class Bf16WgradConfig:
         two_pieces = self.piece_slabs * 128 <= self.block_n // 2 * self.out_dtype.itemsize
         allowed = "1, or 2 unless block_n is 128 and out_dtype bfloat16"
         require(self.piece_slabs in (1, 2) and two_pieces, "piece_slabs", allowed)
-        most = self.block_n // (32 * self.piece_slabs) if self.accumulate else 0
-        require(0 <= self.reduced_pieces <= most, "reduced_pieces", f"0 to {most}")
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        constants = fields_of(
-            self, "block_n", "block_t", "num_stages", "piece_slabs", "raster_m", "max_groups", "reduced_pieces"
-        )
+        constants = fields_of(self, "block_n", "block_t", "num_stages", "piece_slabs", "raster_m", "max_groups")
         return cpp_constants(constants, fields_of(self, "accumulate"), {"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
 
 
@@ -107,6 +100,4 @@ def select_config(problem: Bf16WgradProblem) -> Bf16WgradConfig:
 def fit_config(config: Bf16WgradConfig, problem: Bf16WgradProblem) -> Bf16WgradConfig:
     """``config`` with what has to follow from the call: room for groups, output dtype, accumulation."""
     room = room_for_groups(problem.num_groups)
-    adds = problem.accumulate
-    reduced = config.reduced_pieces if adds else 0
-    return replace(config, max_groups=room, out_dtype=problem.out_dtype, accumulate=adds, reduced_pieces=reduced)
+    return replace(config, max_groups=room, out_dtype=problem.out_dtype, accumulate=problem.accumulate)

@@ -2,7 +2,7 @@
 #pragma once
 
 // The host defines, from Bf16WgradConfig: BLOCK_N, BLOCK_T, NUM_STAGES (0 = as many as fit), PIECE_SLABS, RASTER_M, MAX_GROUPS,
-// OUT_TYPE (OUT_BF16 or OUT_F32), ACCUMULATE (adds to what is there), REDUCED_PIECES (device/sm90/piece_store.cuh).
+// OUT_TYPE (OUT_BF16 or OUT_F32), ACCUMULATE (adds to what is there).
 constexpr int BLOCK_M = 128;
 constexpr int WGMMA_M = 64, WGMMA_K = 16;
 constexpr int STEPS = BLOCK_T / WGMMA_K;
@@ -27,6 +27,8 @@ constexpr int SLAB_BYTES = WGMMA_M * 128;
 constexpr int PIECE_COLUMNS = PIECE_SLABS * SLAB_COLUMNS;
 constexpr int NUM_PIECES = BLOCK_N / PIECE_COLUMNS;
 constexpr int NUM_D = 2;
+constexpr int REDUCED_PIECES = 0;
+constexpr bool D_EVICTS_FIRST = false;
 static_assert(NUM_PIECES % NUM_D == 0, "a piece has the same buffer in every tile");
 
 template <int STAGES>
