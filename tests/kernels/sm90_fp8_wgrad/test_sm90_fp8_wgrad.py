@@ -149,7 +149,7 @@ def test_clusters_have_the_references_bits(config: WgradConfig) -> None:
         for rows, pieces, cluster in ((128, 1, 1), (128, 1, 2), (256, 0, 2), (256, 2, 1), (256, 2, 2), (256, 3, 2))
     ],
 )
-def test_pieces_that_the_copy_engine_adds(config: WgradConfig) -> None:
+def test_pieces_that_tma_adds(config: WgradConfig) -> None:
     """Several tiles to a CTA; what was there is subnormal in places, and so is the sum where dY is zero."""
     for shape in PAIRS:
         dy, x = random_operands(shape, config.mode, 1)

@@ -130,7 +130,7 @@ def test_the_larger_tile_where_there_is_work_for_it() -> None:
     assert [select_config(replace(adds, tokens=32 * size)).block_m for size in (256, 1024, 4096)] == [128, 256, 256]
 
 
-def test_clusters_and_the_copy_engine_where_groups_are_long() -> None:
+def test_clusters_and_sums_by_tma_where_groups_are_long() -> None:
     """A cluster has two tiles along K; where bytes bind, neither pays."""
 
     def chosen(**fields: object) -> tuple[int, int]:
